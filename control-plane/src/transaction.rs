@@ -1,0 +1,82 @@
+//! What a source hands to the store: one consistent step.
+
+use std::sync::Arc;
+
+use headgate_core::{Change, Node};
+
+/// A change of the shared state and what set it off.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TriggeredChange {
+    /// The resource at its new value, or the key that is gone.
+    pub change: Change,
+    /// Oldest `endpoints.kubernetes.io/last-change-trigger-time` behind an endpoint's change, milliseconds since the Unix epoch; 0 when
+    /// unknown.
+    pub trigger_unix_ms: u64,
+}
+
+/// A change of a Node, which only that node's agent receives.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum NodeChange {
+    /// Added or changed.
+    Apply(Node),
+    /// Gone.
+    Remove(Arc<str>),
+}
+
+/// The kinds whose positions are told apart.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum SourceKind {
+    /// Services.
+    Services,
+    /// EndpointSlices.
+    EndpointSlices,
+    /// Nodes.
+    Nodes,
+    /// ServiceCIDRs.
+    ServiceCidrs,
+    /// A folder of manifests, which has one position for everything.
+    Files,
+}
+
+/// One step of the source. Changes are grouped by service; what is added comes before what refers to it, removals come last.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct Transaction {
+    /// Changes for every agent.
+    pub changes: Vec<TriggeredChange>,
+    /// Changes for single agents.
+    pub nodes: Vec<NodeChange>,
+    /// Where the source now stands, for the kinds that moved (Kubernetes: the resourceVersion).
+    pub positions: Vec<(SourceKind, u64)>,
+}
+
+/// Something in the source that is not served as written.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Problem {
+    /// Such as `Service prod/web`.
+    pub object: String,
+    /// Such as `spec.ports[0].port`; empty for the object as a whole.
+    pub field: String,
+    /// What is wrong and what to do about it.
+    pub message: String,
+    /// Such as `web.yaml, document 2`; empty for the Kubernetes API.
+    pub origin: String,
+}
+
+/// Where a source puts what it reads. The store is the one that counts; tests use a list. No call waits.
+pub trait Sink: Send + Sync + 'static {
+    /// Applies one step. Called in the order of the source, by one task at a time.
+    fn commit(&self, transaction: Transaction);
+
+    /// Every kind has been listed once and committed: serving may begin. Called once.
+    fn synced(&self);
+
+    /// The source was heard from just now, for freshness; `kind` names which of its watches.
+    fn heard(&self, kind: SourceKind);
+
+    /// Replaces the list of all present problems. Sorted.
+    fn problems(&self, problems: Vec<Problem>);
+
+    /// A refused object, a dropped watch, an answer that made no sense: counted by a short, bounded reason such as `watch_expired` or
+    /// `malformed_object`.
+    fn count_error(&self, kind: SourceKind, reason: &'static str);
+}

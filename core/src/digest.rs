@@ -1,0 +1,210 @@
+//! Content hashes and bucket digests: how two sides find out, in some 20 KiB, where their states differ.
+//!
+//! A resource's content hash is the first 128 bits of SHA-256 over its key and value in a canonical form (below), so every replica and every
+//! agent computes the same. A bucket's digest is the sum of its resources' hashes modulo 2^128, with their count: it
+//! does not depend on order, and one change costs one subtraction and one addition.
+
+use std::net::IpAddr;
+
+use sha2::{Digest as _, Sha256};
+
+use crate::model::{Endpoint, Service, ServiceCidr, ServiceKey};
+
+/// Number of buckets that resources are spread over.
+pub const BUCKETS: usize = 1024;
+
+/// Sum and count of one bucket.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct BucketDigest {
+    /// Sum of content hashes modulo 2^128.
+    pub sum: u128,
+    /// Number of resources.
+    pub count: u32,
+}
+
+/// Digests of all buckets.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Digests {
+    buckets: Box<[BucketDigest]>,
+}
+
+impl Default for Digests {
+    fn default() -> Self {
+        Self { buckets: vec![BucketDigest::default(); BUCKETS].into_boxed_slice() }
+    }
+}
+
+impl Digests {
+    /// Digests received from a peer.
+    ///
+    /// Returns `None` unless there is one for each of [`BUCKETS`].
+    #[must_use]
+    pub fn from_buckets(buckets: Vec<BucketDigest>) -> Option<Self> {
+        (buckets.len() == BUCKETS).then(|| Self { buckets: buckets.into_boxed_slice() })
+    }
+
+    /// All digests in bucket order.
+    #[must_use]
+    pub fn buckets(&self) -> &[BucketDigest] {
+        &self.buckets
+    }
+
+    /// Counts a resource in.
+    pub fn add(&mut self, bucket: u16, hash: u128) {
+        let digest = &mut self.buckets[usize::from(bucket) % BUCKETS];
+        digest.sum = digest.sum.wrapping_add(hash);
+        digest.count = digest.count.wrapping_add(1);
+    }
+
+    /// Counts a resource out that was counted in with the same hash.
+    pub fn subtract(&mut self, bucket: u16, hash: u128) {
+        let digest = &mut self.buckets[usize::from(bucket) % BUCKETS];
+        digest.sum = digest.sum.wrapping_sub(hash);
+        digest.count = digest.count.wrapping_sub(1);
+    }
+
+    /// Number of resources in all buckets.
+    #[must_use]
+    pub fn resource_count(&self) -> u64 {
+        self.buckets.iter().map(|digest| u64::from(digest.count)).sum()
+    }
+
+    /// Buckets in which the two sides differ, ascending.
+    #[must_use]
+    pub fn differing(&self, other: &Self) -> Vec<u16> {
+        let pairs = self.buckets.iter().zip(other.buckets.iter()).enumerate();
+        pairs.filter(|(_, (a, b))| a != b).filter_map(|(bucket, _)| u16::try_from(bucket).ok()).collect()
+    }
+}
+
+/// The bucket of a service and of all its endpoints.
+#[must_use]
+pub fn service_bucket(key: &ServiceKey) -> u16 {
+    let mut form = Form::new(b'k');
+    form.key(key);
+    bucket(form.finish())
+}
+
+/// The bucket of a ServiceCIDR.
+#[must_use]
+pub fn service_cidr_bucket(name: &str) -> u16 {
+    let mut form = Form::new(b'c');
+    form.text(name);
+    bucket(form.finish())
+}
+
+fn bucket(hash: u128) -> u16 {
+    // The remainder is below 1,024 and fits.
+    u16::try_from(hash % BUCKETS as u128).unwrap_or_default()
+}
+
+/// Content hash of a Service.
+#[must_use]
+pub fn service_hash(service: &Service) -> u128 {
+    let mut form = Form::new(b'S');
+    form.key(&service.key);
+    for list in [&service.cluster_ips, &service.external_ips, &service.load_balancer_ips] {
+        form.number(list.len() as u64);
+        list.iter().for_each(|address| form.address(*address));
+    }
+    form.number(service.ports.len() as u64);
+    for port in &service.ports {
+        form.text(&port.name);
+        form.text(port.protocol.as_lower_str());
+        form.number(u64::from(port.port));
+        form.number(u64::from(port.node_port));
+    }
+    form.number(u64::from(service.internal_traffic_policy.is_local()));
+    form.number(u64::from(service.external_traffic_policy.is_local()));
+    form.number(service.session_affinity.map_or(0, |affinity| u64::from(affinity.timeout_seconds)));
+    form.number(service.load_balancer_source_ranges.len() as u64);
+    for range in &service.load_balancer_source_ranges {
+        form.address(range.addr());
+        form.number(u64::from(range.prefix_len()));
+    }
+    form.number(u64::from(service.health_check_node_port));
+    form.number(service.created_unix_seconds.cast_unsigned());
+    form.text(&service.scheduler);
+    form.text(&service.health_check);
+    form.finish()
+}
+
+/// Content hash of an endpoint of a service.
+#[must_use]
+pub fn endpoint_hash(key: &ServiceKey, endpoint: &Endpoint) -> u128 {
+    let mut form = Form::new(b'E');
+    form.key(key);
+    form.address(endpoint.address);
+    form.number(endpoint.ports.len() as u64);
+    for port in endpoint.ports.iter() {
+        form.text(&port.name);
+        form.text(port.protocol.as_lower_str());
+        form.number(u64::from(port.port));
+    }
+    let conditions = endpoint.conditions;
+    form.number(u64::from(conditions.ready) | u64::from(conditions.serving) << 1 | u64::from(conditions.terminating) << 2);
+    form.text(endpoint.node.as_deref().unwrap_or_default());
+    form.text(endpoint.zone.as_deref().unwrap_or_default());
+    if let Some(hints) = &endpoint.hints {
+        for list in [&hints.zones, &hints.nodes] {
+            form.number(list.len() as u64);
+            list.iter().for_each(|name| form.text(name));
+        }
+    }
+    form.finish()
+}
+
+/// Content hash of a ServiceCIDR.
+#[must_use]
+pub fn service_cidr_hash(service_cidr: &ServiceCidr) -> u128 {
+    let mut form = Form::new(b'C');
+    form.text(&service_cidr.name);
+    for cidr in &service_cidr.cidrs {
+        form.address(cidr.addr());
+        form.number(u64::from(cidr.prefix_len()));
+    }
+    form.finish()
+}
+
+/// The canonical form: a tag, then numbers as 8 bytes little endian, texts and addresses as bytes behind their length.
+struct Form(Sha256);
+
+impl Form {
+    fn new(tag: u8) -> Self {
+        Self(Sha256::new_with_prefix([tag]))
+    }
+
+    fn number(&mut self, number: u64) {
+        self.0.update(number.to_le_bytes());
+    }
+
+    fn text(&mut self, text: &str) {
+        self.number(text.len() as u64);
+        self.0.update(text.as_bytes());
+    }
+
+    fn address(&mut self, address: IpAddr) {
+        match address {
+            IpAddr::V4(v4) => {
+                self.0.update([4]);
+                self.0.update(v4.octets());
+            }
+            IpAddr::V6(v6) => {
+                self.0.update([16]);
+                self.0.update(v6.octets());
+            }
+        }
+    }
+
+    fn key(&mut self, key: &ServiceKey) {
+        self.text(&key.namespace);
+        self.text(&key.name);
+    }
+
+    fn finish(self) -> u128 {
+        let hash = self.0.finalize();
+        let mut first = [0; 16];
+        first.copy_from_slice(&hash[..16]);
+        u128::from_le_bytes(first)
+    }
+}

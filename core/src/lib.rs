@@ -1,0 +1,25 @@
+//! The pure model of a Kubernetes service proxy.
+//!
+//! State and a change give the dirty keys ([`State::apply`]); state and a node give what that node must do
+//! ([`view`]); a view gives each backend's desired rules ([`iptables`]); desired and applied rules give a plan. Nothing here
+//! opens a socket, reads a clock, starts a process or knows an async runtime, and a test over `cargo metadata` keeps it so.
+//!
+//! Each Kubernetes behaviour has one file, used by every backend: [`topology`], [`endpoint_choice`], [`masquerade`],
+//! [`source_ranges`], [`claims`].
+
+pub mod claims;
+pub mod digest;
+pub mod endpoint_choice;
+pub mod iptables;
+pub mod masquerade;
+pub mod model;
+pub mod source_ranges;
+pub mod state;
+pub mod topology;
+pub mod view;
+
+pub use model::{
+    Change, ClientIpAffinity, Conditions, Endpoint, EndpointPort, Family, Hints, Node, Protocol, Service, ServiceCidr,
+    ServiceKey, ServicePort, TrafficPolicy,
+};
+pub use state::{Dirty, State};

@@ -1,0 +1,86 @@
+//! Resources as the proxy sees them: the API's conventions (families, defaults, ineffective policies) are already resolved by
+//! the control plane, so that every agent starts from the same facts.
+
+mod change;
+mod endpoint;
+mod node;
+mod service;
+
+pub use change::Change;
+pub use endpoint::{Conditions, Endpoint, EndpointPort, Hints};
+pub use node::{Node, ServiceCidr};
+pub use service::{ClientIpAffinity, Service, ServiceKey, ServicePort, TrafficPolicy};
+
+use std::{fmt, net::IpAddr};
+
+/// An IP family. Kubernetes programs the two independently.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Family {
+    /// IPv4.
+    V4,
+    /// IPv6.
+    V6,
+}
+
+impl Family {
+    /// Both families, IPv4 first.
+    pub const BOTH: [Self; 2] = [Self::V4, Self::V6];
+
+    /// The family of an address.
+    #[must_use]
+    pub fn of(address: IpAddr) -> Self {
+        if address.is_ipv4() { Self::V4 } else { Self::V6 }
+    }
+
+    /// The length of a host prefix: 32 or 128.
+    #[must_use]
+    pub fn host_prefix_length(self) -> u8 {
+        match self {
+            Self::V4 => 32,
+            Self::V6 => 128,
+        }
+    }
+}
+
+impl fmt::Display for Family {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::V4 => "IPv4",
+            Self::V6 => "IPv6",
+        })
+    }
+}
+
+/// A transport protocol that Services can name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Protocol {
+    /// TCP.
+    Tcp,
+    /// UDP.
+    Udp,
+    /// SCTP.
+    Sctp,
+}
+
+impl Protocol {
+    /// Lower-case name, as iptables and kube-proxy's hashes spell it.
+    #[must_use]
+    pub fn as_lower_str(self) -> &'static str {
+        match self {
+            Self::Tcp => "tcp",
+            Self::Udp => "udp",
+            Self::Sctp => "sctp",
+        }
+    }
+}
+
+/// Upper case, as the Kubernetes API spells it.
+impl fmt::Display for Protocol {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Tcp => "TCP",
+            Self::Udp => "UDP",
+            Self::Sctp => "SCTP",
+        })
+    }
+}

@@ -1,0 +1,171 @@
+//! The node's view: what one node must do for one service port in one family, whatever backend does it.
+
+use std::{net::IpAddr, sync::Arc};
+
+use compact_str::CompactString;
+
+use crate::{
+    claims::Claim,
+    endpoint_choice::{self, Destination},
+    model::{Endpoint, Family, Node, Protocol, Service, ServiceKey, ServicePort, TrafficPolicy},
+    source_ranges::SourceRanges,
+    state::State,
+};
+
+/// What a view depends on besides the shared state.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NodeFacts {
+    /// The node's name, lower case; endpoints that carry it are local.
+    pub name: Arc<str>,
+    /// The node's zone.
+    pub zone: Option<Arc<str>>,
+    /// The node's own addresses, for the source-range test.
+    pub addresses: Vec<IpAddr>,
+}
+
+impl NodeFacts {
+    /// Facts before the Node resource has arrived.
+    #[must_use]
+    pub fn named(name: &str) -> Self {
+        Self { name: name.into(), zone: None, addresses: Vec::new() }
+    }
+
+    /// Facts of a Node resource, which may be absent.
+    #[must_use]
+    pub fn of(name: &str, node: Option<&Node>) -> Self {
+        node.map_or_else(
+            || Self::named(name),
+            |node| Self { name: name.into(), zone: node.zone.clone(), addresses: node.addresses.clone() },
+        )
+    }
+}
+
+/// One service port in one family on this node.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ServicePortView {
+    /// Namespace and name.
+    pub key: Arc<ServiceKey>,
+    /// Name of the port, may be empty.
+    pub port_name: CompactString,
+    /// Protocol.
+    pub protocol: Protocol,
+    /// Family.
+    pub family: Family,
+    /// Port on the service's addresses.
+    pub port: u16,
+    /// ClusterIP; `None` when another service holds it.
+    pub cluster_ip: Option<IpAddr>,
+    /// externalIPs that this service holds.
+    pub external_ips: Vec<IpAddr>,
+    /// Load balancer IPs that this service holds.
+    pub load_balancer_ips: Vec<IpAddr>,
+    /// NodePort that this service holds, 0 for none.
+    pub node_port: u16,
+    /// Who may reach the load balancer IPs.
+    pub source_ranges: SourceRanges,
+    /// Policy for the ClusterIP.
+    pub internal_traffic_policy: TrafficPolicy,
+    /// Policy for NodePort, externalIPs and load balancer IPs.
+    pub external_traffic_policy: TrafficPolicy,
+    /// Timeout of ClientIP affinity.
+    pub affinity_timeout_seconds: Option<u32>,
+    /// Endpoints for Cluster policy.
+    pub cluster_endpoints: Vec<Destination>,
+    /// Endpoints for Local policy.
+    pub local_endpoints: Vec<Destination>,
+    /// Some endpoint is usable somewhere; without one, connections are refused.
+    pub has_any_endpoint: bool,
+}
+
+impl ServicePortView {
+    /// It can be reached by a NodePort, an externalIP or a load balancer IP.
+    #[must_use]
+    pub fn is_externally_accessible(&self) -> bool {
+        self.node_port != 0 || !self.external_ips.is_empty() || !self.load_balancer_ips.is_empty()
+    }
+
+    /// Cluster policy is in use: for the ClusterIP, or for external destinations, whose short-circuits need it even with Local policy.
+    #[must_use]
+    pub fn uses_cluster_endpoints(&self) -> bool {
+        !self.internal_traffic_policy.is_local() || self.is_externally_accessible()
+    }
+
+    /// Local policy is in use.
+    #[must_use]
+    pub fn uses_local_endpoints(&self) -> bool {
+        self.internal_traffic_policy.is_local()
+            || (self.external_traffic_policy.is_local() && self.is_externally_accessible())
+    }
+
+    /// `namespace/name[:port]`, as kube-proxy prints and hashes it.
+    #[must_use]
+    pub fn display_name(&self) -> String {
+        if self.port_name.is_empty() { self.key.to_string() } else { format!("{}:{}", self.key, self.port_name) }
+    }
+}
+
+/// The views of all ports of a service in one family, in the order of the spec; empty when it is unknown or has no ClusterIP of the
+/// family. Cost: the size of that one service.
+#[must_use]
+pub fn service_views(state: &State, key: &Arc<ServiceKey>, family: Family, node: &NodeFacts) -> Vec<ServicePortView> {
+    let Some(entry) = state.entry(key) else { return Vec::new() };
+    let Some((service, cluster_ip)) = entry.service().and_then(|s| Some((s, s.cluster_ip(family)?))) else {
+        return Vec::new();
+    };
+    let source_ranges = SourceRanges::of(service, family, &node.addresses);
+    let context = Context { state, key, service, cluster_ip, family, node, source_ranges };
+    service.ports.iter().map(|port| context.port_view(port, entry.endpoints().values())).collect()
+}
+
+struct Context<'a> {
+    state: &'a State,
+    key: &'a Arc<ServiceKey>,
+    service: &'a Service,
+    cluster_ip: IpAddr,
+    family: Family,
+    node: &'a NodeFacts,
+    source_ranges: SourceRanges,
+}
+
+impl Context<'_> {
+    fn port_view<'e>(
+        &self,
+        port: &ServicePort,
+        endpoints: impl Iterator<Item = &'e Endpoint> + Clone,
+    ) -> ServicePortView {
+        let choice = endpoint_choice::choose(endpoints, port, self.family, self.node);
+        let holds = |address: &IpAddr| {
+            self.state.claims().holds(self.key, &Claim::Address(*address, port.protocol, port.port))
+        };
+        let held = |addresses: &[IpAddr]| {
+            let of_family = addresses.iter().filter(|address| Family::of(**address) == self.family);
+            let mut held: Vec<IpAddr> = of_family.filter(|address| holds(address)).copied().collect();
+            held.sort_unstable();
+            held.dedup();
+            held
+        };
+        let node_port_claim = Claim::NodePort(self.family, port.protocol, port.node_port);
+        let mut view = ServicePortView {
+            key: Arc::clone(self.key),
+            port_name: port.name.clone(),
+            protocol: port.protocol,
+            family: self.family,
+            port: port.port,
+            cluster_ip: Some(self.cluster_ip).filter(holds),
+            external_ips: held(&self.service.external_ips),
+            load_balancer_ips: held(&self.service.load_balancer_ips),
+            node_port: if self.state.claims().holds(self.key, &node_port_claim) { port.node_port } else { 0 },
+            source_ranges: self.source_ranges.clone(),
+            internal_traffic_policy: self.service.internal_traffic_policy,
+            external_traffic_policy: self.service.external_traffic_policy,
+            affinity_timeout_seconds: self.service.session_affinity.map(|affinity| affinity.timeout_seconds),
+            cluster_endpoints: choice.cluster,
+            local_endpoints: choice.local,
+            has_any_endpoint: choice.has_any,
+        };
+        if !view.uses_local_endpoints() {
+            view.has_any_endpoint = !view.cluster_endpoints.is_empty();
+        }
+        view
+    }
+}

@@ -1,0 +1,340 @@
+//! Wire → core. What cannot be used is named, and the rest goes on.
+
+use std::{
+    collections::{HashMap, HashSet},
+    net::IpAddr,
+    sync::Arc,
+};
+
+use headgate_core::{
+    Change, ClientIpAffinity, Conditions, Endpoint, EndpointPort, Hints, Node, Protocol, Service, ServiceCidr,
+    ServiceKey, ServicePort, TrafficPolicy,
+    digest::{BUCKETS, BucketDigest, Digests},
+};
+use ipnet::IpNet;
+
+use crate::v1;
+
+/// A field that cannot be used, and why.
+#[derive(Debug)]
+struct Fault {
+    field: String,
+    reason: String,
+}
+
+impl Fault {
+    fn new(field: impl Into<String>, reason: impl Into<String>) -> Self {
+        Self { field: field.into(), reason: reason.into() }
+    }
+
+    fn rejection(self, resource: String) -> v1::Rejection {
+        v1::Rejection { resource, field: self.field, reason: self.reason }
+    }
+}
+
+type Checked<T> = Result<T, Fault>;
+
+/// Turns messages into changes. Keeps strings and port lists that it has seen, so that equal ones share memory across messages.
+#[derive(Debug, Default)]
+pub struct Decoder {
+    strings: HashSet<Arc<str>>,
+    port_lists: HashSet<Arc<[EndpointPort]>>,
+    sweep_at: usize,
+}
+
+/// The shared tables of one message; `Err` holds the reason why a port list is unusable.
+struct Tables {
+    strings: Vec<Arc<str>>,
+    port_lists: Vec<Result<Arc<[EndpointPort]>, String>>,
+}
+
+impl Decoder {
+    /// Converts one message's changes, in an order in which they can be applied: services, endpoints, removals.
+    ///
+    /// A resource that cannot be used is left out and described in the second list; a removal that names something impossible too.
+    pub fn changes(&mut self, wire: v1::Changes) -> (Vec<Change>, Vec<v1::Rejection>) {
+        self.sweep();
+        let (mut changes, mut rejections) = (Vec::new(), Vec::new());
+        let tables = self.tables(&wire);
+        for service in wire.services {
+            let name = service.key.as_ref().map_or_else(String::new, |key| format!("{}/{}", key.namespace, key.name));
+            match service_from_wire(service) {
+                Ok(service) => changes.push(Change::Service(service)),
+                Err(fault) => rejections.push(fault.rejection(format!("Service {name}"))),
+            }
+        }
+        for group in wire.endpoints {
+            endpoints_from_wire(group, &tables, &mut changes, &mut rejections);
+        }
+        for service_cidr in wire.service_cidrs {
+            let name = service_cidr.name.clone();
+            match service_cidr_from_wire(&service_cidr) {
+                Ok(service_cidr) => changes.push(Change::ServiceCidr(service_cidr)),
+                Err(fault) => rejections.push(fault.rejection(format!("ServiceCIDR {name}"))),
+            }
+        }
+        for key in wire.removed_services {
+            match key_from_wire(&key) {
+                Ok(key) => changes.push(Change::RemoveService(key)),
+                Err(fault) => rejections.push(fault.rejection("removed Service".into())),
+            }
+        }
+        changes.extend(wire.removed_service_cidrs.into_iter().map(|name| Change::RemoveServiceCidr(name.into())));
+        (changes, rejections)
+    }
+
+    fn tables(&mut self, wire: &v1::Changes) -> Tables {
+        Tables {
+            strings: wire.strings.iter().map(|text| self.shared_string(text)).collect(),
+            port_lists: wire.port_lists.iter().map(|list| self.shared_port_list(list)).collect(),
+        }
+    }
+
+    fn shared_string(&mut self, text: &str) -> Arc<str> {
+        if let Some(shared) = self.strings.get(text) {
+            return Arc::clone(shared);
+        }
+        let shared: Arc<str> = text.into();
+        self.strings.insert(Arc::clone(&shared));
+        shared
+    }
+
+    fn shared_port_list(&mut self, wire: &v1::PortList) -> Result<Arc<[EndpointPort]>, String> {
+        let mut ports = Vec::with_capacity(wire.ports.len());
+        for port in &wire.ports {
+            let number = non_zero_port(port.port, "port").map_err(|fault| fault.reason)?;
+            let protocol = protocol_from_wire(port.protocol, "protocol").map_err(|fault| fault.reason)?;
+            ports.push(EndpointPort { name: port.name.as_str().into(), protocol, port: number });
+        }
+        ports.sort_unstable();
+        ports.dedup();
+        if let Some(shared) = self.port_lists.get(ports.as_slice()) {
+            return Ok(Arc::clone(shared));
+        }
+        let shared: Arc<[EndpointPort]> = ports.into();
+        self.port_lists.insert(Arc::clone(&shared));
+        Ok(shared)
+    }
+
+    /// Forgets what nobody uses any more, once the tables have doubled: amortised constant cost.
+    fn sweep(&mut self) {
+        let size = self.strings.len() + self.port_lists.len();
+        if size < self.sweep_at.max(1024) {
+            return;
+        }
+        self.strings.retain(|shared| Arc::strong_count(shared) > 1);
+        self.port_lists.retain(|shared| Arc::strong_count(shared) > 1);
+        self.sweep_at = 2 * (self.strings.len() + self.port_lists.len());
+    }
+}
+
+impl Tables {
+    fn string(&self, reference: u32, field: &str) -> Checked<Option<Arc<str>>> {
+        let Some(index) = reference.checked_sub(1) else { return Ok(None) };
+        let found = usize::try_from(index).ok().and_then(|index| self.strings.get(index));
+        let fault = || Fault::new(field, format!("refers to string {reference} of {}", self.strings.len()));
+        found.map(|text| Some(Arc::clone(text))).ok_or_else(fault)
+    }
+
+    fn strings(&self, references: &[u32], field: &str) -> Checked<Vec<Arc<str>>> {
+        let mut strings = Vec::with_capacity(references.len());
+        for reference in references {
+            strings.extend(self.string(*reference, field)?);
+        }
+        strings.sort_unstable();
+        strings.dedup();
+        Ok(strings)
+    }
+
+    fn port_list(&self, index: u32) -> Checked<Arc<[EndpointPort]>> {
+        let found = usize::try_from(index).ok().and_then(|index| self.port_lists.get(index));
+        match found {
+            Some(Ok(ports)) => Ok(Arc::clone(ports)),
+            Some(Err(reason)) => Err(Fault::new("ports", reason.clone())),
+            None => Err(Fault::new("port_list", format!("refers to list {index} of {}", self.port_lists.len()))),
+        }
+    }
+}
+
+fn endpoints_from_wire(
+    group: v1::ServiceEndpoints,
+    tables: &Tables,
+    changes: &mut Vec<Change>,
+    rejections: &mut Vec<v1::Rejection>,
+) {
+    let namespace = match tables.string(group.namespace, "namespace") {
+        Ok(namespace) => namespace.unwrap_or_default(),
+        Err(fault) => return rejections.push(fault.rejection(format!("endpoints of service {}", group.name))),
+    };
+    let key = ServiceKey::new(&namespace, &group.name);
+    if key.namespace.is_empty() || key.name.is_empty() {
+        let fault = Fault::new("name", "a service's namespace and name may not be empty");
+        return rejections.push(fault.rejection(format!("endpoints of service {key}")));
+    }
+    for endpoint in group.changed {
+        let shown = show_address(&endpoint.address);
+        match endpoint_from_wire(&endpoint, tables) {
+            Ok(endpoint) => changes.push(Change::Endpoint(key.clone(), endpoint)),
+            Err(fault) => rejections.push(fault.rejection(format!("Endpoint {key} {shown}"))),
+        }
+    }
+    for address in group.removed {
+        match address_from_wire(&address, "removed") {
+            Ok(address) => changes.push(Change::RemoveEndpoint(key.clone(), address)),
+            Err(fault) => rejections.push(fault.rejection(format!("Endpoint {key}"))),
+        }
+    }
+}
+
+fn endpoint_from_wire(wire: &v1::Endpoint, tables: &Tables) -> Checked<Endpoint> {
+    let hints = Hints {
+        zones: tables.strings(&wire.hint_zones, "hint_zones")?,
+        nodes: tables.strings(&wire.hint_nodes, "hint_nodes")?,
+    };
+    Ok(Endpoint {
+        address: address_from_wire(&wire.address, "address")?,
+        ports: tables.port_list(wire.port_list)?,
+        conditions: Conditions {
+            ready: !wire.not_ready,
+            serving: !wire.not_serving,
+            terminating: wire.terminating,
+        },
+        node: tables.string(wire.node, "node")?,
+        zone: tables.string(wire.zone, "zone")?,
+        hints: (hints != Hints::default()).then(|| Arc::new(hints)),
+    })
+}
+
+fn service_from_wire(wire: v1::Service) -> Checked<Service> {
+    let key = key_from_wire(&wire.key.unwrap_or_default())?;
+    let addresses = |list: &[bytes::Bytes], field: &str| -> Checked<Vec<IpAddr>> {
+        list.iter().enumerate().map(|(i, bytes)| address_from_wire(bytes, &format!("{field}[{i}]"))).collect()
+    };
+    let mut ports = Vec::with_capacity(wire.ports.len());
+    for (i, port) in wire.ports.iter().enumerate() {
+        ports.push(ServicePort {
+            name: port.name.as_str().into(),
+            protocol: protocol_from_wire(port.protocol, &format!("ports[{i}].protocol"))?,
+            port: non_zero_port(port.port, &format!("ports[{i}].port"))?,
+            node_port: any_port(port.node_port, &format!("ports[{i}].node_port"))?,
+        });
+    }
+    let ranges = &wire.load_balancer_source_ranges;
+    let service = Service {
+        cluster_ips: addresses(&wire.cluster_ips, "cluster_ips")?,
+        external_ips: addresses(&wire.external_ips, "external_ips")?,
+        load_balancer_ips: addresses(&wire.load_balancer_ips, "load_balancer_ips")?,
+        ports,
+        internal_traffic_policy: policy(wire.internal_traffic_policy_local),
+        external_traffic_policy: policy(wire.external_traffic_policy_local),
+        session_affinity: affinity(wire.session_affinity_timeout_seconds),
+        load_balancer_source_ranges: prefixes_from_wire(ranges, "load_balancer_source_ranges")?,
+        health_check_node_port: any_port(wire.health_check_node_port, "health_check_node_port")?,
+        created_unix_seconds: wire.created_unix_seconds,
+        scheduler: wire.scheduler.into(),
+        health_check: wire.health_check.into(),
+        key,
+    };
+    let mut families: HashMap<bool, IpAddr> = HashMap::new();
+    for address in &service.cluster_ips {
+        if families.insert(address.is_ipv4(), *address).is_some() {
+            return Err(Fault::new("cluster_ips", "two addresses of one family"));
+        }
+    }
+    if service.cluster_ips.is_empty() || service.ports.is_empty() {
+        return Err(Fault::new("cluster_ips, ports", "a service needs at least one of each"));
+    }
+    Ok(service)
+}
+
+fn policy(is_local: bool) -> TrafficPolicy {
+    if is_local { TrafficPolicy::Local } else { TrafficPolicy::Cluster }
+}
+
+fn affinity(timeout_seconds: u32) -> Option<ClientIpAffinity> {
+    (timeout_seconds != 0).then_some(ClientIpAffinity { timeout_seconds })
+}
+
+fn service_cidr_from_wire(wire: &v1::ServiceCidr) -> Checked<ServiceCidr> {
+    if wire.name.is_empty() {
+        return Err(Fault::new("name", "may not be empty"));
+    }
+    Ok(ServiceCidr { name: wire.name.as_str().into(), cidrs: prefixes_from_wire(&wire.cidrs, "cidrs")? })
+}
+
+/// The agent's own node.
+///
+/// # Errors
+/// Names the field that cannot be used; sending the same again will not help.
+pub fn node_from_wire(wire: &v1::Node) -> Result<Node, v1::Rejection> {
+    let rejection = |fault: Fault| fault.rejection(format!("Node {}", wire.name));
+    let addresses: Checked<Vec<IpAddr>> =
+        wire.addresses.iter().map(|bytes| address_from_wire(bytes, "addresses")).collect();
+    Ok(Node {
+        name: wire.name.as_str().into(),
+        zone: (!wire.zone.is_empty()).then(|| wire.zone.as_str().into()),
+        pod_cidrs: prefixes_from_wire(&wire.pod_cidrs, "pod_cidrs").map_err(rejection)?,
+        addresses: addresses.map_err(rejection)?,
+        going_away: wire.going_away,
+    })
+}
+
+/// Digests from a `Hello`; `None` when there is not one sum and one count for each bucket.
+#[must_use]
+pub fn digests_from_wire(wire: &v1::BucketDigests) -> Option<Digests> {
+    if wire.sums.len() != 16 * BUCKETS || wire.counts.len() != BUCKETS {
+        return None;
+    }
+    let sums = wire.sums.chunks_exact(16).filter_map(|bytes| Some(u128::from_le_bytes(bytes.try_into().ok()?)));
+    Digests::from_buckets(sums.zip(&wire.counts).map(|(sum, count)| BucketDigest { sum, count: *count }).collect())
+}
+
+fn key_from_wire(wire: &v1::ServiceKey) -> Checked<ServiceKey> {
+    if wire.namespace.is_empty() || wire.name.is_empty() {
+        return Err(Fault::new("key", "a service's namespace and name may not be empty"));
+    }
+    Ok(ServiceKey::new(&wire.namespace, &wire.name))
+}
+
+fn address_from_wire(bytes: &[u8], field: &str) -> Checked<IpAddr> {
+    if let Ok(v4) = <[u8; 4]>::try_from(bytes) {
+        return Ok(IpAddr::from(v4));
+    }
+    let v6 = <[u8; 16]>::try_from(bytes);
+    v6.map(IpAddr::from).map_err(|_| Fault::new(field, format!("an address has 4 or 16 bytes, not {}", bytes.len())))
+}
+
+fn show_address(bytes: &[u8]) -> String {
+    address_from_wire(bytes, "").map_or_else(|_| "?".to_owned(), |address| address.to_string())
+}
+
+fn prefixes_from_wire(wire: &[v1::IpPrefix], field: &str) -> Checked<Vec<IpNet>> {
+    let prefix = |(i, wire): (usize, &v1::IpPrefix)| {
+        let field = format!("{field}[{i}]");
+        let address = address_from_wire(&wire.address, &field)?;
+        let length = u8::try_from(wire.prefix_length).unwrap_or(u8::MAX);
+        IpNet::new(address, length).map_err(|_| Fault::new(field, format!("prefix length {}", wire.prefix_length)))
+    };
+    wire.iter().enumerate().map(prefix).collect()
+}
+
+fn any_port(number: u32, field: &str) -> Checked<u16> {
+    u16::try_from(number).map_err(|_| Fault::new(field, format!("{number} is not a port")))
+}
+
+fn non_zero_port(number: u32, field: &str) -> Checked<u16> {
+    match any_port(number, field)? {
+        0 => Err(Fault::new(field, "0 is not a port")),
+        port => Ok(port),
+    }
+}
+
+fn protocol_from_wire(number: i32, field: &str) -> Checked<Protocol> {
+    match v1::Protocol::try_from(number) {
+        Ok(v1::Protocol::Tcp) => Ok(Protocol::Tcp),
+        Ok(v1::Protocol::Udp) => Ok(Protocol::Udp),
+        Ok(v1::Protocol::Sctp) => Ok(Protocol::Sctp),
+        // Contract, 12: an unknown value would be TCP by the enum's zero, which would send it the wrong packets.
+        Err(_) => Err(Fault::new(field, format!("protocol {number} is unknown"))),
+    }
+}
