@@ -1,1 +1,4 @@
 //! Placeholder head.
+
+pub mod apiserver;
+pub mod testbed;

@@ -1,0 +1,336 @@
+//! Clients: ask from inside a namespace, and say what came of it.
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpStream, UdpSocket};
+use std::str::FromStr;
+use std::sync::{Condvar, Mutex, PoisonError};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use socket2::{Domain, Protocol, Socket, Type};
+
+use super::netns::Namespace;
+use super::sctp;
+
+/// How long to wait for an answer that is expected. Generous: it only ends what has gone wrong.
+pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(8);
+/// How long to wait where silence is expected. What is refused or answered is so within a millisecond...
+const SILENCE_TIMEOUT: Duration = Duration::from_secs(1);
+/// ...but for refused IPv6 connections of pods: the ICMP message is back before `connect` has let go of the socket, Linux then
+/// only makes a note of it, and the connection fails with the answer to the next SYN, a second later.
+const SILENCE_TIMEOUT_TCP_V6: Duration = Duration::from_millis(2500);
+
+/// What a client speaks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Transport {
+    /// One line over a TCP connection.
+    Tcp,
+    /// One datagram over a connected UDP socket.
+    Udp,
+    /// The first two packets of an SCTP association.
+    Sctp,
+    /// `GET /` over HTTP/1.1.
+    Http,
+}
+
+/// Who answered: the server's name, the port at which it was reached, and the client's address as it saw it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Answer {
+    /// Name of the pod or node.
+    pub server: String,
+    /// Port at which the server was reached, after translation.
+    pub port: u16,
+    /// Source that the server saw.
+    pub source: SocketAddr,
+}
+
+impl Answer {
+    pub(super) fn new(server: &str, port: u16, source: SocketAddr) -> Self {
+        Self { server: server.to_owned(), port, source }
+    }
+}
+
+impl fmt::Display for Answer {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "{} {} {}", self.server, self.port, self.source)
+    }
+}
+
+impl FromStr for Answer {
+    type Err = anyhow::Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let mut words = text.split_whitespace();
+        let (Some(server), Some(port), Some(source), None) = (words.next(), words.next(), words.next(), words.next())
+        else {
+            bail!("a test server answered {text:?} instead of its name, port and the source it saw");
+        };
+        Ok(Self { server: server.to_owned(), port: port.parse()?, source: source.parse()? })
+    }
+}
+
+/// What came of a request.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Outcome {
+    /// A server answered.
+    Answered(Answer),
+    /// Refused at once: RST, ABORT or ICMP port unreachable.
+    Refused,
+    /// Silence until the time-out: the packets were dropped.
+    TimedOut,
+    /// ICMP said that host or network cannot be reached, or the client had no route.
+    Unreachable,
+    /// Anything else, such as a connection reset after it was made.
+    Broken(String),
+}
+
+impl fmt::Display for Outcome {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Answered(answer) => {
+                write!(formatter, "answered by {} port {}, which saw {}", answer.server, answer.port, answer.source)
+            }
+            Self::Refused => formatter.write_str("refused"),
+            Self::TimedOut => formatter.write_str("timed out"),
+            Self::Unreachable => formatter.write_str("unreachable"),
+            Self::Broken(reason) => write!(formatter, "broken: {reason}"),
+        }
+    }
+}
+
+/// One request of a client.
+#[derive(Debug, Clone, Copy)]
+pub struct Request {
+    /// What to speak.
+    pub transport: Transport,
+    /// Where to.
+    pub to: SocketAddr,
+    /// Source port; any when none is given.
+    pub from_port: Option<u16>,
+    /// How long to wait before calling it dropped.
+    pub timeout: Duration,
+    /// UDP only: length of the datagram, and of the reply to it; at least that of the words in them.
+    pub datagram_bytes: usize,
+}
+
+impl Request {
+    /// A request from any port with the time-out for expected answers.
+    pub fn new(transport: Transport, to: SocketAddr) -> Self {
+        Self { transport, to, from_port: None, timeout: ANSWER_TIMEOUT, datagram_bytes: 0 }
+    }
+
+    /// The same with the shortest time-out after which silence means dropped.
+    #[must_use]
+    pub fn expecting_silence(self) -> Self {
+        let is_tcp = matches!(self.transport, Transport::Tcp | Transport::Http);
+        let timeout = if is_tcp && self.to.is_ipv6() { SILENCE_TIMEOUT_TCP_V6 } else { SILENCE_TIMEOUT };
+        Self { timeout, ..self }
+    }
+}
+
+/// Asks once from `namespace`.
+pub fn ask(namespace: &Namespace, request: &Request) -> Result<Outcome> {
+    Ok(ask_many(namespace, request, 1)?.remove(0))
+}
+
+/// Asks `count` times, one after the other, each with a socket of its own. Ends at the first time-out, since the rest
+/// would only take as long again.
+pub fn ask_many(namespace: &Namespace, request: &Request, count: usize) -> Result<Vec<Outcome>> {
+    namespace.run(|| {
+        let mut outcomes = Vec::with_capacity(count);
+        for _ in 0..count {
+            let outcome = outcome(request);
+            let silent = outcome == Outcome::TimedOut;
+            outcomes.push(outcome);
+            if silent {
+                break;
+            }
+        }
+        Ok(outcomes)
+    })
+}
+
+/// Asks from the namespace in which the calling thread is.
+pub(crate) fn outcome(request: &Request) -> Outcome {
+    let text = match request.transport {
+        Transport::Tcp => ask_tcp(request),
+        Transport::Udp => ask_udp(request),
+        Transport::Sctp => ask_sctp(request),
+        Transport::Http => http(request, "GET / HTTP/1.1", &[]),
+    };
+    match text {
+        Ok(text) => match text.parse() {
+            Ok(answer) => Outcome::Answered(answer),
+            Err(error) => Outcome::Broken(format!("{error:#}")),
+        },
+        Err(error) => match error.kind() {
+            io::ErrorKind::ConnectionRefused => Outcome::Refused,
+            io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => Outcome::TimedOut,
+            io::ErrorKind::HostUnreachable | io::ErrorKind::NetworkUnreachable => Outcome::Unreachable,
+            _ => Outcome::Broken(error.to_string()),
+        },
+    }
+}
+
+fn unspecified(to: SocketAddr) -> IpAddr {
+    if to.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() }
+}
+
+fn connect(request: &Request) -> io::Result<TcpStream> {
+    let domain = Domain::for_address(request.to);
+    let socket = Socket::new(domain, Type::STREAM, Some(Protocol::TCP))?;
+    if let Some(port) = request.from_port {
+        socket.set_reuse_address(true)?;
+        socket.bind(&SocketAddr::new(unspecified(request.to), port).into())?;
+    }
+    socket.connect_timeout(&request.to.into(), request.timeout)?;
+    let stream = TcpStream::from(socket);
+    stream.set_read_timeout(Some(request.timeout))?;
+    stream.set_write_timeout(Some(request.timeout))?;
+    stream.set_nodelay(true)?;
+    Ok(stream)
+}
+
+fn ask_tcp(request: &Request) -> io::Result<String> {
+    exchange_line(&mut BufReader::new(connect(request)?), "who")
+}
+
+fn exchange_line(stream: &mut BufReader<TcpStream>, line: &str) -> io::Result<String> {
+    stream.get_mut().write_all(format!("{line}\n").as_bytes())?;
+    let mut reply = String::new();
+    if stream.read_line(&mut reply)? == 0 {
+        return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the server closed the connection"));
+    }
+    Ok(reply.trim_end().to_owned())
+}
+
+fn ask_udp(request: &Request) -> io::Result<String> {
+    let socket = UdpSocket::bind((unspecified(request.to), request.from_port.unwrap_or(0)))?;
+    socket.connect(request.to)?;
+    socket.set_read_timeout(Some(request.timeout))?;
+    let length = request.datagram_bytes;
+    tolerate_local_filter(socket.send(format!("{:length$}", "who").as_bytes()))?;
+    let mut buffer = vec![0; length.max(1024)];
+    let received = socket.recv(&mut buffer)?;
+    if received < length {
+        return Err(io::Error::other(format!("a reply of {received} bytes to a request of {length}")));
+    }
+    buffer.truncate(received);
+    String::from_utf8(buffer).map_err(io::Error::other)
+}
+
+/// The kernel tells a sender at once when its own machine's rules take a packet away, whether they reject or drop it.
+/// Which of them shows afterwards: a rejection is followed by ICMP, a drop by silence.
+pub(super) fn tolerate_local_filter(sent: io::Result<usize>) -> io::Result<()> {
+    match sent {
+        Err(error) if error.kind() != io::ErrorKind::PermissionDenied => Err(error),
+        Ok(_) | Err(_) => Ok(()),
+    }
+}
+
+fn ask_sctp(request: &Request) -> io::Result<String> {
+    let route = UdpSocket::bind((unspecified(request.to), 0))?;
+    route.connect(request.to)?;
+    let own = route.local_addr()?.ip();
+    let _turn = SctpTurn::wait(own, request.to.ip());
+    let port = request.from_port.unwrap_or_else(|| fastrand::u16(20_000..60_000));
+    sctp::ask(SocketAddr::new(own, port), request.to, request.timeout)
+}
+
+/// A raw socket hears everything that its peer sends and every error about it; one exchange at a time between two addresses keeps
+/// them apart.
+struct SctpTurn(IpAddr, IpAddr);
+
+static SCTP_BUSY: Mutex<BTreeSet<(IpAddr, IpAddr)>> = Mutex::new(BTreeSet::new());
+static SCTP_FREED: Condvar = Condvar::new();
+
+impl SctpTurn {
+    fn wait(own: IpAddr, peer: IpAddr) -> Self {
+        let busy = SCTP_BUSY.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut busy =
+            SCTP_FREED.wait_while(busy, |busy| busy.contains(&(own, peer))).unwrap_or_else(PoisonError::into_inner);
+        busy.insert((own, peer));
+        Self(own, peer)
+    }
+}
+
+impl Drop for SctpTurn {
+    fn drop(&mut self) {
+        SCTP_BUSY.lock().unwrap_or_else(PoisonError::into_inner).remove(&(self.0, self.1));
+        SCTP_FREED.notify_all();
+    }
+}
+
+/// One HTTP exchange on a connection of its own; the body of a 200.
+fn http(request: &Request, request_line: &str, body: &[u8]) -> io::Result<String> {
+    let mut stream = connect(request)?;
+    let head = format!(
+        "{request_line}\r\nHost: {}\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
+        request.to,
+        body.len()
+    );
+    stream.write_all(head.as_bytes())?;
+    stream.write_all(body)?;
+    let mut response = String::new();
+    stream.read_to_string(&mut response)?;
+    let malformed = || io::Error::other(format!("malformed HTTP response {:?}", response.get(..200)));
+    let (head, body) = response.split_once("\r\n\r\n").ok_or_else(malformed)?;
+    let status = head.lines().next().unwrap_or_default();
+    if !status.contains(" 200 ") {
+        return Err(io::Error::other(format!("HTTP status {status}")));
+    }
+    let length: usize = head
+        .lines()
+        .find_map(|line| line.to_ascii_lowercase().strip_prefix("content-length:")?.trim().parse().ok())
+        .ok_or_else(malformed)?;
+    if body.len() != length {
+        return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "a shorter body than announced"));
+    }
+    Ok(body.to_owned())
+}
+
+/// Fetches a body of `bytes` bytes from the HTTP server at `to`, and sends one of the same length.
+pub fn exchange_large_bodies(namespace: &Namespace, to: SocketAddr, bytes: usize) -> Result<()> {
+    namespace.run(|| {
+        let request = Request::new(Transport::Http, to);
+        let body = http(&request, &format!("GET /bytes/{bytes} HTTP/1.1"), &[]).context("fetching a large body")?;
+        ensure!(
+            body.len() == bytes && body.bytes().all(|byte| byte == b'x'),
+            "the body that came is not what was sent"
+        );
+        let counted = http(&request, "POST /count HTTP/1.1", &vec![b'y'; bytes]).context("sending a large body")?;
+        ensure!(counted == bytes.to_string(), "the server counted {counted} bytes of {bytes}");
+        Ok(())
+    })
+}
+
+/// A TCP connection that stays open, to see what changes of rules do to it.
+#[derive(Debug)]
+pub struct HeldConnection {
+    stream: BufReader<TcpStream>,
+    /// Who answered when it was made.
+    pub answer: Answer,
+}
+
+impl HeldConnection {
+    /// Connects from `namespace` to the line server behind `to`.
+    pub fn open(namespace: &Namespace, to: SocketAddr) -> Result<Self> {
+        namespace.run(|| {
+            let stream = connect(&Request::new(Transport::Tcp, to)).with_context(|| format!("connecting to {to}"))?;
+            let mut stream = BufReader::new(stream);
+            let answer = exchange_line(&mut stream, "who")?.parse()?;
+            Ok(Self { stream, answer })
+        })
+    }
+
+    /// Sends a line and expects it back; an error says that the connection is lost.
+    pub fn check(&mut self) -> Result<()> {
+        let line = format!("still there {}", fastrand::u64(..));
+        let reply = exchange_line(&mut self.stream, &line)
+            .with_context(|| format!("a connection held to {}", self.answer.server))?;
+        ensure!(reply == line, "{} sent back {reply:?} for {line:?}", self.answer.server);
+        Ok(())
+    }
+}

@@ -1,0 +1,90 @@
+//! Looking at, and writing, a machine's iptables rules from a test.
+
+use std::path::Path;
+use std::process::Command;
+
+use anyhow::Result;
+
+use super::netns::Namespace;
+use super::plan::Family;
+
+/// The two programs that are called iptables.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Variant {
+    /// The kernel's old table interface.
+    Legacy,
+    /// By nftables.
+    Nft,
+}
+
+impl Variant {
+    /// Both.
+    pub const BOTH: [Self; 2] = [Self::Legacy, Self::Nft];
+
+    fn program(self, family: Family, suffix: &str) -> String {
+        let family = if family == Family::V4 { "iptables" } else { "ip6tables" };
+        let variant = if self == Self::Legacy { "legacy" } else { "nft" };
+        format!("{family}-{variant}{suffix}")
+    }
+}
+
+/// Runs iptables in `machine` with the given arguments, holding the lock file `lock` (all programs of one machine share one).
+pub fn run(machine: &Namespace, variant: Variant, family: Family, lock: &Path, arguments: &[&str]) -> Result<()> {
+    let mut command = Command::new(variant.program(family, ""));
+    command.arg("--wait").args(arguments).env("XTABLES_LOCKFILE", lock);
+    machine.output(command).map(drop)
+}
+
+/// Rules of one variant and family as `iptables-save` prints them, without comments, packet counters, and tables in which there is
+/// nothing but empty built-in chains that accept (a table appears when somebody first looks at it).
+pub fn save(machine: &Namespace, variant: Variant, family: Family, lock: &Path) -> Result<String> {
+    let mut command = Command::new(variant.program(family, "-save"));
+    command.env("XTABLES_LOCKFILE", lock);
+    Ok(normalised(&machine.output(command)?))
+}
+
+/// [`save`] of both variants and families, each under a heading.
+pub fn save_all(machine: &Namespace, lock: &Path) -> Result<String> {
+    let mut all = String::new();
+    for variant in Variant::BOTH {
+        for family in Family::BOTH {
+            all.push_str(&format!("== {}\n", variant.program(family, "")));
+            all.push_str(&save(machine, variant, family, lock)?);
+        }
+    }
+    Ok(all)
+}
+
+fn normalised(saved: &str) -> String {
+    let mut result = String::new();
+    let mut table: Vec<&str> = Vec::new();
+    for line in saved.lines().filter(|line| !line.starts_with('#')) {
+        let line = if line.starts_with(':') { line.split(" [").next().unwrap_or(line) } else { line };
+        table.push(line);
+        if line == "COMMIT" {
+            // Its name, COMMIT, and chains that accept.
+            let untouched =
+                table[1..table.len() - 1].iter().all(|line| line.ends_with(" ACCEPT") && line.starts_with(':'));
+            if !untouched {
+                table.iter().for_each(|line| {
+                    result.push_str(line);
+                    result.push('\n');
+                });
+            }
+            table.clear();
+        }
+    }
+    result
+}
+
+#[cfg(test)]
+mod tests {
+    use super::normalised;
+
+    #[test]
+    fn counters_comments_and_untouched_tables_do_not_count() {
+        let saved = "# Generated\n*nat\n:PREROUTING ACCEPT [1:60]\nCOMMIT\n# Completed\n\
+                     *filter\n:INPUT ACCEPT [7:420]\n:MINE - [0:0]\n-A INPUT -j MINE\nCOMMIT\n";
+        assert_eq!(normalised(saved), "*filter\n:INPUT ACCEPT\n:MINE -\n-A INPUT -j MINE\nCOMMIT\n");
+    }
+}

@@ -1,0 +1,146 @@
+//! Namespaces, links, addresses, routes and kernel settings of one testbed.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+
+use anyhow::{Context, Result};
+
+use super::netns::{self, Namespace};
+use super::plan::{self, Addresses, CONTROL, NODES, NodePlan, OUTSIDE, SERVICE_PREFIXES};
+
+/// Settings of every namespace. Those under `default` reach the links made afterwards.
+const SYSCTLS: [(&str, &str); 12] = [
+    // Addresses are ours alone; detection of duplicates would only keep them unusable for a second.
+    ("ipv6/conf/all/accept_dad", "0"),
+    ("ipv6/conf/default/accept_dad", "0"),
+    ("ipv6/conf/all/accept_ra", "0"),
+    ("ipv6/conf/default/accept_ra", "0"),
+    // Answers may come by another way than requests went.
+    ("ipv4/conf/all/rp_filter", "0"),
+    ("ipv4/conf/default/rp_filter", "0"),
+    // Nodes forward out of the link that a packet came in by; nobody should learn a short cut from that.
+    ("ipv4/conf/all/send_redirects", "0"),
+    ("ipv4/conf/default/send_redirects", "0"),
+    ("ipv6/conf/all/accept_redirects", "0"),
+    ("ipv6/conf/default/accept_redirects", "0"),
+    // Every refusal is to be heard, however many there are.
+    ("ipv4/icmp_ratelimit", "0"),
+    ("ipv6/icmp/ratelimit", "0"),
+];
+
+const NODE_SYSCTLS: [(&str, &str); 2] = [("ipv4/ip_forward", "1"), ("ipv6/conf/all/forwarding", "1")];
+
+/// The machines of a testbed and the links between them.
+#[derive(Debug)]
+pub struct Network {
+    machines: BTreeMap<&'static str, Namespace>,
+    // Dropped last: links to it are made from its side.
+    _underlay: Namespace,
+}
+
+impl Network {
+    /// Builds everything; what was built goes away again if a step fails.
+    pub fn create() -> Result<Self> {
+        netns::check_prerequisites()?;
+        netns::sweep_stale()?;
+        let prefix = netns::unique_prefix();
+        let namespace = |machine: &str| -> Result<Namespace> {
+            let namespace = Namespace::create(format!("{prefix}-{machine}"))?;
+            namespace.set_sysctls(&SYSCTLS)?;
+            namespace.ip_batch("link set lo up\n")?;
+            Ok(namespace)
+        };
+        let underlay = namespace("underlay")?;
+        let gateway = plan::gateway();
+        underlay.ip_batch(&format!(
+            "link add br0 type bridge mcast_snooping 0\nlink set br0 up\n\
+             addr add {}/24 dev br0\naddr add {}/64 dev br0 nodad\n",
+            gateway.v4, gateway.v6,
+        ))?;
+        let mut machines = BTreeMap::new();
+        for name in [CONTROL].into_iter().chain(OUTSIDE.iter().map(|(name, _)| *name)) {
+            let machine = namespace(name)?;
+            attach(&underlay, &machine, name)?;
+            machines.insert(name, machine);
+        }
+        for node in &NODES {
+            let machine = namespace(node.name)?;
+            machine.set_sysctls(&NODE_SYSCTLS)?;
+            attach(&underlay, &machine, node.name)?;
+            for pod in node.pods {
+                let pod_namespace = namespace(pod)?;
+                attach_pod(&machine, node, &pod_namespace, pod)?;
+                machines.insert(pod, pod_namespace);
+            }
+            machine.ip_batch(&routes_to_other_nodes(node)?)?;
+            machines.insert(node.name, machine);
+        }
+        for (name, via) in OUTSIDE {
+            let gateway = address(via)?;
+            let mut commands = String::new();
+            for prefix in SERVICE_PREFIXES {
+                let via = if prefix.contains(':') { gateway.v6.to_string() } else { gateway.v4.to_string() };
+                let _ = writeln!(commands, "route add {prefix} via {via}");
+            }
+            find(&machines, name)?.ip_batch(&commands)?;
+        }
+        Ok(Self { machines, _underlay: underlay })
+    }
+
+    /// Namespace of a node, pod, outside client or the control plane's machine.
+    pub fn machine(&self, name: &str) -> Result<&Namespace> {
+        find(&self.machines, name)
+    }
+}
+
+fn find<'a>(machines: &'a BTreeMap<&'static str, Namespace>, name: &str) -> Result<&'a Namespace> {
+    machines.get(name).with_context(|| format!("the testbed has no machine called {name}"))
+}
+
+fn address(name: &str) -> Result<Addresses> {
+    plan::address(name).with_context(|| format!("the testbed's plan has no address for {name}"))
+}
+
+/// Gives `machine` its link to the underlay: `eth0` on its side, and a default route to where packets vanish.
+fn attach(underlay: &Namespace, machine: &Namespace, name: &str) -> Result<()> {
+    let (own, gateway) = (address(name)?, plan::gateway());
+    underlay.ip_batch(&format!(
+        "link add {name} type veth peer name eth0 netns {}\nlink set {name} master br0\nlink set {name} up\n",
+        machine.name(),
+    ))?;
+    machine.ip_batch(&format!(
+        "link set eth0 up\naddr add {}/24 dev eth0\naddr add {}/64 dev eth0 nodad\n\
+         route add default via {}\nroute add default via {}\n",
+        own.v4, own.v6, gateway.v4, gateway.v6,
+    ))
+}
+
+/// Gives a pod its link to its node: both sides know each other by host routes, so that every packet is routed.
+fn attach_pod(node: &Namespace, plan: &NodePlan, pod: &Namespace, name: &str) -> Result<()> {
+    let (own, host) = (address(name)?, address(plan.name)?);
+    node.ip_batch(&format!(
+        "link add veth-{name} type veth peer name eth0 netns {}\nlink set veth-{name} up\n\
+         addr add 169.254.1.1/32 dev veth-{name} scope link\naddr add fe80::1/64 dev veth-{name} nodad\n\
+         route add {}/32 dev veth-{name} src {}\nroute add {}/128 dev veth-{name}\n",
+        pod.name(),
+        own.v4,
+        host.v4,
+        own.v6,
+    ))?;
+    pod.ip_batch(&format!(
+        "link set eth0 up\naddr add {}/32 dev eth0\naddr add {}/128 dev eth0 nodad\n\
+         route add 169.254.1.1/32 dev eth0 scope link\nroute add default via 169.254.1.1 dev eth0\n\
+         route add default via fe80::1 dev eth0\n",
+        own.v4, own.v6,
+    ))
+}
+
+fn routes_to_other_nodes(node: &NodePlan) -> Result<String> {
+    let mut commands = String::new();
+    for other in NODES.iter().filter(|other| other.name != node.name) {
+        let via = address(other.name)?;
+        let [v4, v6] = plan::pod_networks(other.name).context("a node of the plan has pod networks")?;
+        let _ = writeln!(commands, "route add {v4} via {}\nroute add {v6} via {}", via.v4, via.v6);
+    }
+    Ok(commands)
+}

@@ -1,0 +1,130 @@
+//! The programs under test as child processes: found, started, logged, and ended by their id.
+
+use std::fs::OpenOptions;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use super::netns::Namespace;
+
+/// How long a program may take to end after SIGTERM before SIGKILL follows.
+const TERMINATION_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Path of a program of this workspace, built for the same profile as the running test.
+pub fn program(name: &str) -> Result<PathBuf> {
+    let own = std::env::current_exe().context("finding the running program")?;
+    // target/<profile>/deps/<test>, or target/<profile>/<program>.
+    let candidates = own.ancestors().skip(1).take(2).map(|folder| folder.join(name));
+    for candidate in candidates {
+        if candidate.is_file() {
+            return Ok(candidate);
+        }
+    }
+    bail!("{name} is not beside {}: run `cargo build --workspace` first (`make test` does)", own.display());
+}
+
+/// A running program. Dropping it ends it: SIGTERM, then SIGKILL.
+#[derive(Debug)]
+pub struct Process {
+    name: String,
+    child: Child,
+    log: PathBuf,
+    exit: Option<ExitStatus>,
+}
+
+impl Process {
+    /// Starts `command` in `namespace`; its output is appended to `log`.
+    pub fn start(name: &str, namespace: &Namespace, mut command: Command, log: &Path) -> Result<Self> {
+        let open = || OpenOptions::new().create(true).append(true).open(log);
+        let (out, err) = (open(), open());
+        let context = || format!("opening {}", log.display());
+        command.stdin(Stdio::null()).stdout(out.with_context(context)?).stderr(err.with_context(context)?);
+        let child = namespace.spawn(command)?;
+        Ok(Self { name: name.to_owned(), child, log: log.to_owned(), exit: None })
+    }
+
+    /// Process id.
+    pub fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// An error, with the end of its log, if it has ended by itself.
+    pub fn check_running(&mut self) -> Result<()> {
+        if let Some(status) = self.exit()? {
+            bail!("{} has ended ({status}); the end of its log:\n{}", self.name, self.log_tail());
+        }
+        Ok(())
+    }
+
+    /// The last lines that it wrote.
+    pub fn log_tail(&self) -> String {
+        match std::fs::read_to_string(&self.log) {
+            Ok(text) => {
+                let lines: Vec<&str> = text.lines().collect();
+                lines[lines.len().saturating_sub(20)..].join("\n")
+            }
+            Err(error) => format!("({} cannot be read: {error})", self.log.display()),
+        }
+    }
+
+    /// Asks it to end, and makes it after a while; how it ended.
+    pub fn terminate(mut self) -> Result<ExitStatus> {
+        self.stop()
+    }
+
+    /// Ends it on the spot, as a crash would.
+    pub fn kill(mut self) -> Result<()> {
+        self.signal(Signal::SIGKILL)?;
+        self.wait(TERMINATION_TIMEOUT)?.with_context(|| format!("{} survived SIGKILL", self.name)).map(drop)
+    }
+
+    fn stop(&mut self) -> Result<ExitStatus> {
+        if let Some(status) = self.exit()? {
+            return Ok(status);
+        }
+        self.signal(Signal::SIGTERM)?;
+        if let Some(status) = self.wait(TERMINATION_TIMEOUT)? {
+            return Ok(status);
+        }
+        eprintln!("warning: {} ignores SIGTERM and is killed", self.name);
+        self.signal(Signal::SIGKILL)?;
+        self.wait(TERMINATION_TIMEOUT)?.with_context(|| format!("{} survived SIGKILL", self.name))
+    }
+
+    fn signal(&self, signal: Signal) -> Result<()> {
+        let id = i32::try_from(self.child.id()).context("a process id")?;
+        kill(Pid::from_raw(id), signal).with_context(|| format!("sending {signal} to {}", self.name))
+    }
+
+    fn exit(&mut self) -> Result<Option<ExitStatus>> {
+        if self.exit.is_none() {
+            self.exit = self.child.try_wait().with_context(|| format!("waiting for {}", self.name))?;
+        }
+        Ok(self.exit)
+    }
+
+    fn wait(&mut self, timeout: Duration) -> Result<Option<ExitStatus>> {
+        let deadline = Instant::now() + timeout;
+        loop {
+            if let Some(status) = self.exit()? {
+                return Ok(Some(status));
+            }
+            if Instant::now() >= deadline {
+                return Ok(None);
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        if let Err(error) = self.stop() {
+            eprintln!("warning: ending {}: {error:#}", self.name);
+        }
+    }
+}

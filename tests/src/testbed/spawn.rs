@@ -1,0 +1,57 @@
+//! Starting a program inside a network namespace, bound to the life of this process.
+//!
+//! The one place of the testbed that needs `unsafe`: what runs between fork and exec.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command};
+use std::sync::{Mutex, OnceLock, mpsc};
+
+use nix::sched::{CloneFlags, setns};
+use nix::sys::signal::Signal;
+
+type Job = Box<dyn FnOnce() + Send>;
+
+/// Runs `job` on the one thread that starts every child process.
+///
+/// The kernel sends the parent-death signal when the *thread* that forked ends, not the process. A test's threads
+/// come and go, so children are started by a thread that stays until the process ends.
+fn on_spawner<T: Send + 'static>(job: impl FnOnce() -> T + Send + 'static) -> io::Result<T> {
+    static SPAWNER: OnceLock<Mutex<mpsc::Sender<Job>>> = OnceLock::new();
+    let spawner = SPAWNER.get_or_init(|| {
+        let (sender, receiver) = mpsc::channel::<Job>();
+        std::thread::spawn(move || receiver.into_iter().for_each(|job| job()));
+        Mutex::new(sender)
+    });
+    let gone = || io::Error::other("the thread that starts child processes has ended");
+    let (reply, result) = mpsc::channel();
+    let boxed: Job = Box::new(move || {
+        // The caller waits for the reply; if it has gone, nobody wants it.
+        let _ = reply.send(job());
+    });
+    spawner.lock().map_err(|_| gone())?.send(boxed).map_err(|_| gone())?;
+    result.recv().map_err(|_| gone())
+}
+
+/// Starts `command` in `namespace`; the kernel kills it with SIGKILL should this process die first.
+pub(super) fn spawn_in(namespace: File, mut command: Command) -> io::Result<Child> {
+    on_spawner(move || {
+        enter_before_exec(&mut command, namespace);
+        command.spawn()
+    })?
+}
+
+#[allow(unsafe_code)]
+fn enter_before_exec(command: &mut Command, namespace: File) {
+    let prepare = move || {
+        setns(&namespace, CloneFlags::CLONE_NEWNET)?;
+        nix::sys::prctl::set_pdeathsig(Signal::SIGKILL)?;
+        Ok(())
+    };
+    // SAFETY: the closure runs in the forked child and does two system calls; it allocates nothing, takes no
+    // lock and touches no state shared with other threads.
+    unsafe {
+        command.pre_exec(prepare);
+    }
+}

@@ -1,0 +1,163 @@
+//! The testbed itself, before any program of ours: what its clients report is what its network does.
+#![allow(clippy::unwrap_used, missing_docs)]
+
+use std::net::{IpAddr, SocketAddr};
+
+use headgate_tests::testbed::client::exchange_large_bodies;
+use headgate_tests::testbed::iptables::{self, Variant};
+use headgate_tests::testbed::machines::Machines;
+use headgate_tests::testbed::{Family, Outcome, Request, Transport, plan};
+
+const TRANSPORTS: [(Transport, u16); 4] = [
+    (Transport::Tcp, plan::LINE_PORT),
+    (Transport::Udp, plan::LINE_PORT),
+    (Transport::Sctp, plan::LINE_PORT),
+    (Transport::Http, plan::HTTP_PORT),
+];
+
+fn address(name: &str, family: Family) -> IpAddr {
+    plan::address(name).unwrap().of(family)
+}
+
+/// Asks, and says who answered and which source address it saw.
+fn answered(machines: &Machines, from: &str, request: &Request) -> (String, IpAddr) {
+    match machines.ask(from, request).unwrap() {
+        Outcome::Answered(answer) => (answer.server, answer.source.ip()),
+        other => panic!("{from} asked {request:?}: {other}"),
+    }
+}
+
+#[test]
+fn every_machine_reaches_every_other_it_should() {
+    let machines = Machines::start().unwrap();
+    // Same node, other node, node to pod, pod to node, outside to node.
+    let pairs = [
+        ("a1", "a2"),
+        ("a1", "b1"),
+        ("c1", "a1"),
+        ("node-a", "a1"),
+        ("node-a", "c1"),
+        ("a1", "node-b"),
+        ("outside-1", "node-c"),
+    ];
+    for family in Family::BOTH {
+        for (from, to) in pairs {
+            for (transport, port) in TRANSPORTS {
+                let request = Request::new(transport, SocketAddr::new(address(to, family), port));
+                let got = answered(&machines, from, &request);
+                assert_eq!(got, (to.to_owned(), address(from, family)), "{from} to {to} by {transport:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn large_bodies_and_fragmented_datagrams_pass() {
+    let machines = Machines::start().unwrap();
+    for family in Family::BOTH {
+        let http = SocketAddr::new(address("b1", family), plan::HTTP_PORT);
+        exchange_large_bodies(machines.machine("a1").unwrap(), http, 3_000_000).unwrap();
+        let datagram = SocketAddr::new(address("b1", family), plan::LINE_PORT);
+        let request = Request { datagram_bytes: 20_000, ..Request::new(Transport::Udp, datagram) };
+        assert_eq!(answered(&machines, "a1", &request).0, "b1");
+    }
+}
+
+#[test]
+fn unserved_ports_are_refused_and_unknown_addresses_are_silent() {
+    let machines = Machines::start().unwrap();
+    in_parallel(|family, transport| {
+        let closed = Request::new(transport, SocketAddr::new(address("b1", family), 4444));
+        assert_eq!(machines.ask("a1", &closed).unwrap(), Outcome::Refused, "{transport:?} over {family}");
+        let nobody: IpAddr = if family == Family::V4 { "10.96.0.1" } else { "fd00:10:96::1" }.parse().unwrap();
+        let nowhere = Request::new(transport, SocketAddr::new(nobody, 80)).expecting_silence();
+        assert_eq!(machines.ask("a1", &nowhere).unwrap(), Outcome::TimedOut, "{transport:?} over {family}");
+    });
+}
+
+/// Does the same for every family and transport at once, since most of the time is waiting for silence.
+fn in_parallel(check: impl Fn(Family, Transport) + Sync) {
+    let check = &check;
+    std::thread::scope(|scope| {
+        for family in Family::BOTH {
+            for (transport, _) in TRANSPORTS {
+                scope.spawn(move || check(family, transport));
+            }
+        }
+    });
+}
+
+/// Rules by hand, of the shapes that a service proxy uses, in both variants: translation is seen with its source kept or masqueraded
+/// on every protocol, a reject rule as refusal, a drop as silence.
+fn hand_written_rules(variant: Variant) {
+    let machines = Machines::start().unwrap();
+    let node = machines.machine("node-a").unwrap();
+    let lock = machines.xtables_lock("node-a");
+    let addresses = |family| match family {
+        Family::V4 => ("10.96.0.10", "10.96.0.11", "10.96.0.12"),
+        Family::V6 => ("fd00:10:96::10", "fd00:10:96::11", "fd00:10:96::12"),
+    };
+    for family in Family::BOTH {
+        let (service, refused, dropped) = addresses(family);
+        let rule = |rule: &str| {
+            iptables::run(node, variant, family, &lock, &rule.split_whitespace().collect::<Vec<_>>()).unwrap();
+        };
+        for protocol in ["tcp", "udp", "sctp"] {
+            let to = SocketAddr::new(address("b1", family), plan::LINE_PORT);
+            for chain in ["PREROUTING", "OUTPUT"] {
+                rule(&format!("-t nat -A {chain} -d {service} -p {protocol} --dport 80 -j DNAT --to-destination {to}"));
+            }
+            for chain in ["FORWARD", "OUTPUT"] {
+                rule(&format!("-A {chain} -d {refused} -p {protocol} -j REJECT"));
+                rule(&format!("-A {chain} -d {dropped} -p {protocol} -j DROP"));
+            }
+        }
+        // Pods keep their address, the node and whoever is outside are masqueraded.
+        let pods = if family == Family::V4 { "10.244.0.0/16" } else { "fd00:10:244::/48" };
+        rule(&format!("-t nat -A POSTROUTING ! -s {pods} -m conntrack --ctstate DNAT -j MASQUERADE --random-fully"));
+    }
+    in_parallel(|family, transport| {
+        let (service, refused, dropped) = addresses(family);
+        let node_address = address("node-a", family);
+        let sources = [("a1", address("a1", family)), ("node-a", node_address), ("outside-1", node_address)];
+        // The rules lead to the line servers.
+        let transport = if transport == Transport::Http { Transport::Tcp } else { transport };
+        for (from, source) in sources {
+            let request =
+                |to: &str| Request::new(transport, SocketAddr::new(to.parse().unwrap(), 80)).expecting_silence();
+            let context = format!("{transport:?} over {family} from {from}");
+            assert_eq!(answered(&machines, from, &request(service)), ("b1".to_owned(), source), "{context}");
+            assert_eq!(machines.ask(from, &request(refused)).unwrap(), Outcome::Refused, "{context}");
+            assert_eq!(machines.ask(from, &request(dropped)).unwrap(), Outcome::TimedOut, "{context}");
+        }
+    });
+    let saved = iptables::save_all(node, &lock).unwrap();
+    assert!(saved.contains("-d 10.96.0.11/32 -p udp -j REJECT"), "{saved}");
+}
+
+#[test]
+fn hand_written_rules_iptables_legacy() {
+    hand_written_rules(Variant::Legacy);
+}
+
+#[test]
+fn hand_written_rules_iptables_nft() {
+    hand_written_rules(Variant::Nft);
+}
+
+#[test]
+fn namespaces_vanish_with_the_testbed_even_when_a_test_panics() {
+    let left = std::thread::spawn(|| {
+        let machines = Machines::start().unwrap();
+        let name = machines.machine("node-a").unwrap().name().to_owned();
+        std::panic::panic_any((name, machines.folder().to_owned()));
+    })
+    .join()
+    .unwrap_err()
+    .downcast::<(String, std::path::PathBuf)>()
+    .unwrap();
+    let (name, folder) = *left;
+    assert!(!std::path::Path::new("/run/netns").join(name).exists());
+    // Logs stay when a test fails; this one only pretended.
+    std::fs::remove_dir_all(folder).unwrap();
+}
