@@ -1,0 +1,172 @@
+//! Chains that depend on configuration alone, and the jumps into them from the kernel's own chains.
+
+use super::{Table, config::RenderConfig, line::Line};
+use crate::model::Family;
+
+/// `KUBE-SERVICES`, in nat and filter.
+pub const SERVICES: &str = "KUBE-SERVICES";
+/// `KUBE-NODEPORTS`, in nat and filter.
+pub const NODE_PORTS: &str = "KUBE-NODEPORTS";
+/// `KUBE-EXTERNAL-SERVICES`, in filter.
+pub const EXTERNAL_SERVICES: &str = "KUBE-EXTERNAL-SERVICES";
+/// `KUBE-PROXY-FIREWALL`, in filter.
+pub const PROXY_FIREWALL: &str = "KUBE-PROXY-FIREWALL";
+/// `KUBE-MARK-MASQ`, in nat.
+pub const MARK_MASQ: &str = "KUBE-MARK-MASQ";
+/// `KUBE-POSTROUTING`, in nat.
+pub const POSTROUTING: &str = "KUBE-POSTROUTING";
+/// `KUBE-FORWARD`, in filter.
+pub const FORWARD: &str = "KUBE-FORWARD";
+/// Guards 127.0.0.0/8 while localhost NodePorts are on. kube-proxy uses the kubelet's KUBE-FIREWALL for it, which cannot be
+/// removed again without taking the kubelet's; this one is ours alone.
+pub const LOCALNET_GUARD: &str = "KUBE-LOCALNET-GUARD";
+/// `KUBE-PROXY-CANARY`: empty; gone when somebody flushed the tables.
+pub const CANARY: &str = "KUBE-PROXY-CANARY";
+
+/// A jump from a chain of the kernel's into one of ours.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Jump {
+    /// Table.
+    pub table: Table,
+    /// Chain of the kernel's.
+    pub from: &'static str,
+    /// The rule behind `-A FROM`, as `iptables-save` prints it.
+    pub rule: String,
+}
+
+/// A chain with its complete rules, each a line `-A NAME …`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FixedChain {
+    /// Table.
+    pub table: Table,
+    /// Name.
+    pub name: &'static str,
+    /// Rules.
+    pub rules: String,
+}
+
+/// Every chain with a fixed name, dispatch chains (whose rules are not fixed) excepted.
+#[must_use]
+pub fn chains(config: &RenderConfig) -> Vec<FixedChain> {
+    let canaries = Table::ALL.map(|table| FixedChain { table, name: CANARY, rules: String::new() });
+    let mut chains = vec![mark_masq(config), postrouting(config), forward(config)];
+    chains.extend(has_localnet_guard(config).then(localnet_guard));
+    chains.extend(canaries);
+    chains
+}
+
+/// Names of all fixed chains that Headgate may ever have made in a table, dispatch chains included: what a cleanup removes.
+#[must_use]
+pub fn names(table: Table) -> &'static [&'static str] {
+    match table {
+        Table::Mangle => &[CANARY],
+        Table::Nat => &[SERVICES, NODE_PORTS, POSTROUTING, MARK_MASQ, CANARY],
+        Table::Filter => &[SERVICES, EXTERNAL_SERVICES, NODE_PORTS, PROXY_FIREWALL, FORWARD, LOCALNET_GUARD, CANARY],
+    }
+}
+
+/// The jumps, in the order in which they are to stand at the head of their chains.
+#[must_use]
+pub fn jumps(config: &RenderConfig) -> Vec<Jump> {
+    let jump = |table, from, target, comment: &str, new_only: bool| {
+        let mut rule = String::new();
+        let mut line = Line::bare(&mut rule);
+        if new_only {
+            line = line.add("-m conntrack --ctstate NEW");
+        }
+        line.comment(comment).jump(target);
+        Jump { table, from, rule: rule.trim().to_owned() }
+    };
+    let portals = "kubernetes service portals";
+    let visible = "kubernetes externally-visible service portals";
+    let firewall = "kubernetes load balancer firewall";
+    let (nat, filter) = (Table::Nat, Table::Filter);
+    let mut jumps = vec![
+        jump(nat, "PREROUTING", SERVICES, portals, false),
+        jump(nat, "OUTPUT", SERVICES, portals, false),
+        jump(nat, "POSTROUTING", POSTROUTING, "kubernetes postrouting rules", false),
+    ];
+    for from in ["INPUT", "FORWARD", "OUTPUT"] {
+        jumps.push(jump(filter, from, PROXY_FIREWALL, firewall, true));
+    }
+    jumps.push(jump(filter, "INPUT", NODE_PORTS, "kubernetes health check service ports", false));
+    jumps.push(jump(filter, "INPUT", EXTERNAL_SERVICES, visible, true));
+    jumps.push(jump(filter, "FORWARD", FORWARD, "kubernetes forwarding rules", false));
+    jumps.push(jump(filter, "FORWARD", SERVICES, portals, true));
+    jumps.push(jump(filter, "FORWARD", EXTERNAL_SERVICES, visible, true));
+    jumps.push(jump(filter, "OUTPUT", SERVICES, portals, true));
+    if has_localnet_guard(config) {
+        for from in ["INPUT", "OUTPUT"] {
+            jumps.push(jump(filter, from, LOCALNET_GUARD, "block incoming localnet connections", false));
+        }
+    }
+    jumps
+}
+
+/// The last rule of nat KUBE-SERVICES, without its chain.
+#[must_use]
+pub fn node_ports_jump(config: &RenderConfig) -> String {
+    let mut rule = String::new();
+    let mut line = Line::bare(&mut rule);
+    match config.family {
+        Family::V6 => line = line.add("! -d ::1/128"),
+        Family::V4 if !config.localhost_node_ports => line = line.add("! -d 127.0.0.0/8"),
+        Family::V4 => {}
+    }
+    line.comment("kubernetes service nodeports; NOTE: this must be the last rule in this chain")
+        .destination_is_node()
+        .jump(NODE_PORTS);
+    rule
+}
+
+fn has_localnet_guard(config: &RenderConfig) -> bool {
+    config.family == Family::V4 && config.localhost_node_ports
+}
+
+fn mark_masq(config: &RenderConfig) -> FixedChain {
+    let mut rules = String::new();
+    let mark = config.masquerade.mark();
+    Line::append(&mut rules, MARK_MASQ).jump(format_args!("MARK --set-xmark {mark:#x}/{mark:#x}"));
+    FixedChain { table: Table::Nat, name: MARK_MASQ, rules }
+}
+
+fn postrouting(config: &RenderConfig) -> FixedChain {
+    let mut rules = String::new();
+    let mark = config.masquerade.mark();
+    Line::append(&mut rules, POSTROUTING).add(format_args!("-m mark ! --mark {mark:#x}/{mark:#x}")).jump("RETURN");
+    Line::append(&mut rules, POSTROUTING).jump(format_args!("MARK --set-xmark {mark:#x}/0x0"));
+    Line::append(&mut rules, POSTROUTING)
+        .comment("kubernetes service traffic requiring SNAT")
+        .jump("MASQUERADE --random-fully");
+    FixedChain { table: Table::Nat, name: POSTROUTING, rules }
+}
+
+/// Packets that conntrack calls INVALID would reach a pod with their addresses untranslated, and its reset would end a good connection
+/// (kubernetes#74839): they are dropped, unless conntrack was told to be liberal.
+fn forward(config: &RenderConfig) -> FixedChain {
+    let mut rules = String::new();
+    let mark = config.masquerade.mark();
+    if !config.conntrack_tcp_be_liberal {
+        Line::append(&mut rules, FORWARD).add("-m conntrack --ctstate INVALID").jump("DROP");
+    }
+    Line::append(&mut rules, FORWARD)
+        .comment("kubernetes forwarding rules")
+        .add(format_args!("-m mark --mark {mark:#x}/{mark:#x}"))
+        .jump("ACCEPT");
+    Line::append(&mut rules, FORWARD)
+        .comment("kubernetes forwarding conntrack rule")
+        .add("-m conntrack --ctstate RELATED,ESTABLISHED")
+        .jump("ACCEPT");
+    FixedChain { table: Table::Filter, name: FORWARD, rules }
+}
+
+/// With `route_localnet` on, neighbours could reach services bound to 127.0.0.1 (CVE-2020-8558); only translated connections may.
+fn localnet_guard() -> FixedChain {
+    let mut rules = String::new();
+    Line::append(&mut rules, LOCALNET_GUARD)
+        .add("! -s 127.0.0.0/8 -d 127.0.0.0/8")
+        .comment("block incoming localnet connections")
+        .add("-m conntrack ! --ctstate RELATED,ESTABLISHED,DNAT")
+        .jump("DROP");
+    FixedChain { table: Table::Filter, name: LOCALNET_GUARD, rules }
+}

@@ -1,0 +1,227 @@
+//! What is programmed in one family, and the scripts that change it.
+//!
+//! The ledger keeps a hash of each chain instead of its text. It assumes that scripts succeed: after one that did not, only
+//! [`Ledger::full`] brings ledger and kernel together again.
+
+use std::{
+    collections::{BTreeSet, HashMap, HashSet, hash_map::DefaultHasher},
+    hash::Hasher as _,
+    net::IpAddr,
+    sync::Arc,
+};
+
+use super::{
+    Existing, Table,
+    config::RenderConfig,
+    fixed,
+    names::ChainName,
+    script::Script,
+    service::{self, ServiceRules},
+    shared::{DispatchLine, Selector, Shared, SharedChain},
+};
+use crate::{
+    model::ServiceKey,
+    state::{Dirty, State},
+    view::{NodeFacts, service_views},
+};
+
+/// One family's programmed rules.
+#[derive(Debug)]
+pub struct Ledger {
+    config: RenderConfig,
+    programmed: HashMap<Arc<ServiceKey>, Programmed>,
+    shared: Shared,
+}
+
+/// One service's programmed rules.
+#[derive(Debug, Default)]
+struct Programmed {
+    chains: Box<[(ChainName, u64)]>,
+    dispatch: Box<[(SharedChain, Selector)]>,
+    dispatch_hash: u64,
+}
+
+/// What a planning step looked at, for counting.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub struct Planned {
+    /// Services whose view and rules were computed.
+    pub services: u32,
+}
+
+impl Ledger {
+    /// Nothing is programmed.
+    #[must_use]
+    pub fn new(config: RenderConfig) -> Self {
+        let shared = Shared::new(config.clone(), None);
+        Self { config, programmed: HashMap::new(), shared }
+    }
+
+    /// The configuration it renders for.
+    #[must_use]
+    pub fn config(&self) -> &RenderConfig {
+        &self.config
+    }
+
+    /// Writes what changed for the dirty services, at the cost of those services alone.
+    ///
+    /// Returns `None` when the number of services has crossed the threshold between dispatch layouts, so that a full script is due.
+    pub fn changed(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> Option<(Script, Planned)> {
+        if self.layout_is_outgrown(state.service_count()) {
+            return None;
+        }
+        let mut script = Script::default();
+        let mut planned = Planned::default();
+        let mut stale = Vec::new();
+        for key in &dirty.services {
+            let rules = self.render(state, node, key);
+            planned.services += 1;
+            self.program(key, rules, &mut script, &mut stale);
+        }
+        self.shared.write_changed(&mut script);
+        for name in stale {
+            script.delete_chain(Table::Nat, &name);
+        }
+        Some((script, planned))
+    }
+
+    /// Forgets what was programmed and writes everything, given what the kernel has in nat and filter. Chains that are ours by name and not
+    /// wanted are deleted; nothing else is touched.
+    pub fn full(
+        &mut self,
+        state: &State,
+        node: &NodeFacts,
+        existing: impl Fn(Table) -> Existing,
+    ) -> (Script, Planned) {
+        let addresses = self.config.is_two_level(state.service_count()).then(|| self.dispatched_addresses(state));
+        self.shared = Shared::new(self.config.clone(), addresses.as_deref());
+        self.programmed.clear();
+
+        let mut script = Script::default();
+        let mut planned = Planned::default();
+        for chain in fixed::chains(&self.config) {
+            script.write_chain(chain.table, &chain.name, &chain.rules);
+        }
+        let keys: BTreeSet<&Arc<ServiceKey>> = state.entries().map(|(key, _)| key).collect();
+        for key in keys {
+            let rules = self.render(state, node, key);
+            planned.services += 1;
+            self.program(key, rules, &mut script, &mut Vec::new());
+        }
+        self.shared.write_changed(&mut script);
+        for table in Table::ALL {
+            let existing = existing(table);
+            self.write_jumps(table, &existing, &mut script);
+            self.delete_stale(table, &existing, &mut script);
+        }
+        (script, planned)
+    }
+
+    /// Removes every trace from what a kernel has. Rules of the kernel's own chains that lead to ours are deleted first.
+    #[must_use]
+    pub fn cleanup(existing: impl Fn(Table) -> Existing) -> Script {
+        let mut script = Script::default();
+        for table in Table::ALL {
+            let existing = existing(table);
+            for (chain, rule) in existing.jumps_to_ours(table) {
+                script.delete_rule(table, chain, rule);
+            }
+            for name in &existing.chains {
+                script.delete_chain(table, name);
+            }
+        }
+        script
+    }
+
+    /// Number of services that have rules.
+    #[must_use]
+    pub fn programmed_services(&self) -> usize {
+        self.programmed.len()
+    }
+
+    fn layout_is_outgrown(&self, services: usize) -> bool {
+        // Going back needs a clear distance, lest a service coming and going rebuilds everything each time.
+        let is_two_level = self.shared.is_two_level();
+        self.config.is_two_level(services) != is_two_level && (!is_two_level || !self.config.is_two_level(services * 2))
+    }
+
+    fn dispatched_addresses(&self, state: &State) -> Vec<IpAddr> {
+        state.entries().filter_map(|(_, entry)| entry.service()?.cluster_ip(self.config.family)).collect()
+    }
+
+    fn render(&self, state: &State, node: &NodeFacts, key: &Arc<ServiceKey>) -> ServiceRules {
+        let Some(service) = state.entry(key).and_then(|entry| entry.service()) else { return ServiceRules::default() };
+        let views = service_views(state, key, self.config.family, node);
+        service::render(&self.config, service, &views)
+    }
+
+    /// Writes the chains of a service that differ from what is programmed, and enters its dispatch lines.
+    fn program(&mut self, key: &Arc<ServiceKey>, rules: ServiceRules, script: &mut Script, stale: &mut Vec<ChainName>) {
+        let old = self.programmed.remove(key).unwrap_or_default();
+        let before: HashMap<ChainName, u64> = old.chains.iter().copied().collect();
+        let mut chains = Vec::with_capacity(rules.chains.len());
+        for chain in rules.chains {
+            let hash = hash_of(&chain.rules);
+            if before.get(&chain.name) != Some(&hash) {
+                script.write_chain(Table::Nat, &chain.name, &chain.rules);
+            }
+            chains.push((chain.name, hash));
+        }
+        let kept: HashSet<ChainName> = chains.iter().map(|(name, _)| *name).collect();
+        stale.extend(before.into_keys().filter(|name| !kept.contains(name)));
+
+        let dispatch_hash = hash_of(&rules.dispatch);
+        let dispatch: Box<[_]> = rules.dispatch.iter().map(|line| (line.chain, line.selector)).collect();
+        if dispatch_hash != old.dispatch_hash || dispatch != old.dispatch {
+            if refuses_more(&rules.dispatch, &old.dispatch) {
+                script.put_filter_first();
+            }
+            self.shared.remove(key, &old.dispatch);
+            self.shared.insert(key, rules.dispatch);
+        }
+        if !chains.is_empty() || !dispatch.is_empty() {
+            let programmed = Programmed { chains: chains.into(), dispatch, dispatch_hash };
+            self.programmed.insert(Arc::clone(key), programmed);
+        }
+    }
+
+    /// Inserts the jumps unless every one is there already; those that are there are moved, so that order is as wanted.
+    fn write_jumps(&self, table: Table, existing: &Existing, script: &mut Script) {
+        let wanted: Vec<_> = fixed::jumps(&self.config).into_iter().filter(|jump| jump.table == table).collect();
+        let unwanted = existing.jumps_to_ours(table);
+        for (chain, rule) in unwanted.filter(|(c, r)| !wanted.iter().any(|jump| jump.from == *c && jump.rule == *r)) {
+            script.delete_rule(table, chain, rule);
+        }
+        for jump in wanted.iter().rev().filter(|jump| !existing.has_rule(jump.from, &jump.rule)) {
+            script.insert_first(table, jump.from, &jump.rule);
+        }
+    }
+
+    fn delete_stale(&self, table: Table, existing: &Existing, script: &mut Script) {
+        let fixed = fixed::chains(&self.config);
+        let mut wanted: HashSet<String> =
+            fixed.iter().filter(|chain| chain.table == table).map(|chain| chain.name.to_owned()).collect();
+        let dispatch = SharedChain::ALL.into_iter().filter(|chain| chain.table() == table);
+        wanted.extend(dispatch.map(|chain| chain.name().to_owned()));
+        let groups = self.shared.group_chains().filter(|(of, _)| *of == table);
+        wanted.extend(groups.map(|(_, name)| name.to_string()));
+        if table == Table::Nat {
+            let own = self.programmed.values().flat_map(|programmed| programmed.chains.iter());
+            wanted.extend(own.map(|(name, _)| name.to_string()));
+        }
+        for name in existing.chains.iter().filter(|name| !wanted.contains(*name)) {
+            script.delete_chain(table, name);
+        }
+    }
+}
+
+/// True when a service gets refused somewhere where it was not.
+fn refuses_more(new: &[DispatchLine], old: &[(SharedChain, Selector)]) -> bool {
+    let is_filter = |chain: SharedChain| chain.table() == Table::Filter;
+    new.iter().any(|line| is_filter(line.chain) && !old.contains(&(line.chain, line.selector)))
+}
+
+fn hash_of(value: &impl std::hash::Hash) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    value.hash(&mut hasher);
+    hasher.finish()
+}

@@ -1,0 +1,119 @@
+//! One rule, spelt as `iptables-save` spells it: addresses, interfaces, protocol, matches in the order given, target.
+
+use std::{
+    fmt::{Display, Write as _},
+    net::IpAddr,
+};
+
+use crate::{
+    masquerade::LocalDetector,
+    model::{Family, Protocol},
+};
+
+/// Appends rules to a text. Writing to a `String` cannot fail, so results of `write!` are dropped.
+#[derive(Debug)]
+pub(super) struct Line<'a> {
+    text: &'a mut String,
+}
+
+impl<'a> Line<'a> {
+    /// A rule of that chain.
+    pub(super) fn append(text: &'a mut String, chain: impl Display) -> Self {
+        let _ = write!(text, "-A {chain}");
+        Self { text }
+    }
+
+    /// A rule without its chain, for dispatch lines, whose chain is known later.
+    pub(super) fn bare(text: &'a mut String) -> Self {
+        Self { text }
+    }
+
+    pub(super) fn add(self, part: impl Display) -> Self {
+        let _ = write!(self.text, " {part}");
+        self
+    }
+
+    pub(super) fn source(self, net: impl Display) -> Self {
+        self.add(format_args!("-s {net}"))
+    }
+
+    pub(super) fn source_host(self, address: IpAddr) -> Self {
+        self.source(host(address))
+    }
+
+    pub(super) fn destination_host(self, address: IpAddr) -> Self {
+        self.add(format_args!("-d {}", host(address)))
+    }
+
+    /// Only packets that the detector takes for local pods' (or only others).
+    pub(super) fn local(self, detector: &LocalDetector, is_local: bool) -> Self {
+        let not = if is_local { "" } else { "! " };
+        match detector {
+            LocalDetector::Cidr(cidr) => self.add(format_args!("{not}-s {cidr}")),
+            LocalDetector::BridgeInterface(name) => self.add(format_args!("{not}-i {name}")),
+            LocalDetector::InterfaceNamePrefix(prefix) => self.add(format_args!("{not}-i {prefix}+")),
+        }
+    }
+
+    pub(super) fn protocol(self, protocol: Protocol) -> Self {
+        self.add(format_args!("-p {}", protocol.as_lower_str()))
+    }
+
+    /// Always quoted: every comment of ours has a character that `iptables-save` quotes for.
+    pub(super) fn comment(self, comment: impl Display) -> Self {
+        self.add(format_args!("-m comment --comment \"{comment}\""))
+    }
+
+    pub(super) fn port(self, protocol: Protocol, port: u16) -> Self {
+        self.add(format_args!("-m {} --dport {port}", protocol.as_lower_str()))
+    }
+
+    pub(super) fn source_is_node(self) -> Self {
+        self.add("-m addrtype --src-type LOCAL")
+    }
+
+    pub(super) fn destination_is_node(self) -> Self {
+        self.add("-m addrtype --dst-type LOCAL")
+    }
+
+    pub(super) fn recent(self, what: impl Display, list: impl Display, family: Family) -> Self {
+        let mask = match family {
+            Family::V4 => "255.255.255.255",
+            Family::V6 => "ffff:ffff:ffff:ffff:ffff:ffff:ffff:ffff",
+        };
+        self.add(format_args!("-m recent {what} --name {list} --mask {mask} --rsource"))
+    }
+
+    /// One in `n`. The kernel keeps the probability in units of 2⁻³¹ and `iptables-save` prints eleven digits of that.
+    pub(super) fn one_in(self, n: usize) -> Self {
+        const UNITS: f64 = 2_147_483_648.0;
+        #[allow(clippy::cast_precision_loss)]
+        let units = (UNITS / n as f64).round();
+        self.add(format_args!("-m statistic --mode random --probability {:.11}", units / UNITS))
+    }
+
+    pub(super) fn jump(self, target: impl Display) {
+        self.add(format_args!("-j {target}")).end();
+    }
+
+    pub(super) fn reject(self, family: Family) {
+        self.jump(match family {
+            Family::V4 => "REJECT --reject-with icmp-port-unreachable",
+            Family::V6 => "REJECT --reject-with icmp6-port-unreachable",
+        });
+    }
+
+    pub(super) fn end(self) {
+        self.text.push('\n');
+    }
+}
+
+fn host(address: IpAddr) -> impl Display {
+    struct Host(IpAddr);
+    impl Display for Host {
+        fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+            write!(f, "{}/{}", self.0, Family::of(self.0).host_prefix_length())
+        }
+    }
+    Host(address)
+}

@@ -1,0 +1,117 @@
+//! Chain names.
+//!
+//! A service's chains end in the first 16 characters of base32(sha256(text)), text being `namespace/name[:port]` and the lower-case
+//! protocol, for an endpoint's chain followed by `address:port` (IPv6 in brackets). Sixteen characters are ten bytes of the hash.
+
+use std::{fmt, net::SocketAddr};
+
+use data_encoding::BASE32_NOPAD;
+use sha2::{Digest as _, Sha256};
+
+use crate::{
+    endpoint_choice::Destination,
+    view::ServicePortView,
+};
+
+/// What a hashed chain is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum ChainKind {
+    /// `KUBE-SVC-`: spreads over the endpoints for Cluster policy.
+    ClusterPolicy,
+    /// `KUBE-SVL-`: spreads over the endpoints for Local policy.
+    LocalPolicy,
+    /// `KUBE-EXT-`: traffic to external destinations.
+    External,
+    /// `KUBE-FW-`: source ranges of load balancer IPs.
+    Firewall,
+    /// `KUBE-SEP-`: one endpoint.
+    Endpoint,
+    /// `KUBE-SVCS-`: second level of the dispatch by address.
+    AddressGroup,
+    /// `KUBE-NPS-`: second level of the dispatch by NodePort.
+    NodePortGroup,
+}
+
+impl ChainKind {
+    const ALL: [Self; 7] = [
+        Self::ClusterPolicy,
+        Self::LocalPolicy,
+        Self::External,
+        Self::Firewall,
+        Self::Endpoint,
+        Self::AddressGroup,
+        Self::NodePortGroup,
+    ];
+
+    /// The name's beginning.
+    #[must_use]
+    pub fn prefix(self) -> &'static str {
+        match self {
+            Self::ClusterPolicy => "KUBE-SVC-",
+            Self::LocalPolicy => "KUBE-SVL-",
+            Self::External => "KUBE-EXT-",
+            Self::Firewall => "KUBE-FW-",
+            Self::Endpoint => "KUBE-SEP-",
+            Self::AddressGroup => "KUBE-SVCS-",
+            Self::NodePortGroup => "KUBE-NPS-",
+        }
+    }
+}
+
+/// The name of a hashed chain, in eleven bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ChainName {
+    kind: ChainKind,
+    hash: [u8; 10],
+}
+
+impl ChainName {
+    /// A chain of that kind named after the text.
+    #[must_use]
+    pub fn of(kind: ChainKind, text: &str) -> Self {
+        let digest = Sha256::digest(text.as_bytes());
+        let mut hash = [0; 10];
+        hash.copy_from_slice(&digest[..10]);
+        Self { kind, hash }
+    }
+
+    /// A chain of a service port.
+    #[must_use]
+    pub fn of_port(kind: ChainKind, view: &ServicePortView) -> Self {
+        Self::of(kind, &port_text(view))
+    }
+
+    /// The chain of one endpoint of a service port.
+    #[must_use]
+    pub fn of_endpoint(view: &ServicePortView, destination: &Destination) -> Self {
+        let endpoint = SocketAddr::new(destination.address, destination.port);
+        Self::of(ChainKind::Endpoint, &format!("{}{endpoint}", port_text(view)))
+    }
+
+    /// The same service port's chain of another kind.
+    #[must_use]
+    pub fn sibling(self, kind: ChainKind) -> Self {
+        Self { kind, ..self }
+    }
+
+    /// Reads a name back; `None` when it is not one of ours.
+    #[must_use]
+    pub fn parse(text: &str) -> Option<Self> {
+        let (kind, rest) = ChainKind::ALL.iter().find_map(|kind| Some((*kind, text.strip_prefix(kind.prefix())?)))?;
+        let hash = BASE32_NOPAD.decode(rest.as_bytes()).ok()?;
+        Some(Self { kind, hash: hash.try_into().ok()? })
+    }
+}
+
+impl fmt::Display for ChainName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.kind.prefix())?;
+        BASE32_NOPAD.encode_display(&self.hash).fmt(f)
+    }
+}
+
+fn port_text(view: &ServicePortView) -> String {
+    let mut text = view.display_name();
+    text.push_str(view.protocol.as_lower_str());
+    text
+}

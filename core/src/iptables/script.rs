@@ -1,0 +1,104 @@
+//! Input for `iptables-restore --noflush`.
+
+use std::fmt::{Display, Write as _};
+
+use super::Table;
+
+/// A restore script under construction. One table's part is one atomic step.
+#[derive(Debug, Default, Clone, PartialEq, Eq)]
+pub struct Script {
+    mangle: Part,
+    nat: Part,
+    filter: Part,
+    chains_written: u32,
+    chains_deleted: u32,
+    filter_first: bool,
+}
+
+#[derive(Debug, Default, Clone, PartialEq, Eq)]
+struct Part {
+    body: String,
+    /// Deletions come last, when nothing leads to the chain any more.
+    deletions: String,
+}
+
+impl Script {
+    fn part(&mut self, table: Table) -> &mut Part {
+        match table {
+            Table::Mangle => &mut self.mangle,
+            Table::Nat => &mut self.nat,
+            Table::Filter => &mut self.filter,
+        }
+    }
+
+    /// Creates or replaces a chain. `rules` are complete lines.
+    pub fn write_chain(&mut self, table: Table, name: &impl Display, rules: &str) {
+        // Writing to a String cannot fail.
+        let _ = write!(self.part(table).body, ":{name} - [0:0]\n{rules}");
+        self.chains_written += 1;
+    }
+
+    /// Empties a chain now and deletes it at the end of its table's step.
+    pub fn delete_chain(&mut self, table: Table, name: &impl Display) {
+        let part = self.part(table);
+        let _ = writeln!(part.body, ":{name} - [0:0]");
+        let _ = writeln!(part.deletions, "-X {name}");
+        self.chains_deleted += 1;
+    }
+
+    /// Inserts a rule at the head of a chain.
+    pub fn insert_first(&mut self, table: Table, chain: &str, rule: &str) {
+        let _ = writeln!(self.part(table).body, "-I {chain} {rule}");
+        self.chains_written += 1;
+    }
+
+    /// Deletes a rule.
+    pub fn delete_rule(&mut self, table: Table, chain: &str, rule: &str) {
+        let _ = writeln!(self.part(table).body, "-D {chain} {rule}");
+        self.chains_written += 1;
+    }
+
+    /// Refusals come into force before translations end. Without this, translations begin before refusals end. Either way a packet
+    /// never finds neither.
+    pub fn put_filter_first(&mut self) {
+        self.filter_first = true;
+    }
+
+    /// True when there is nothing to do.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        [&self.mangle, &self.nat, &self.filter].iter().all(|part| part.body.is_empty() && part.deletions.is_empty())
+    }
+
+    /// Chains created or replaced, jumps included.
+    #[must_use]
+    pub fn chains_written(&self) -> u32 {
+        self.chains_written
+    }
+
+    /// Chains deleted.
+    #[must_use]
+    pub fn chains_deleted(&self) -> u32 {
+        self.chains_deleted
+    }
+
+    /// Length of the text, in bytes, headers excepted.
+    #[must_use]
+    pub fn len_bytes(&self) -> usize {
+        [&self.mangle, &self.nat, &self.filter].iter().map(|part| part.body.len() + part.deletions.len()).sum()
+    }
+
+    /// The text in pieces, in order, for writing to a pipe without copying.
+    pub fn pieces(&self) -> impl Iterator<Item = &str> {
+        let (mangle, nat, filter) = (("*mangle\n", &self.mangle), ("*nat\n", &self.nat), ("*filter\n", &self.filter));
+        let order = if self.filter_first { [mangle, filter, nat] } else { [mangle, nat, filter] };
+        let used = order.into_iter().filter(|(_, part)| !part.body.is_empty() || !part.deletions.is_empty());
+        used.flat_map(|(head, part)| [head, part.body.as_str(), part.deletions.as_str(), "COMMIT\n"])
+    }
+}
+
+impl Display for Script {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.pieces().try_for_each(|piece| f.write_str(piece))
+    }
+}

@@ -1,0 +1,260 @@
+//! Dispatch chains: those in which every service has lines.
+//!
+//! Linear, a dispatch chain is one list. On two levels its lines stand in groups, each a chain of its own that one line of the dispatch chain
+//! leads to: by address prefix for lines that match an address, by range for lines that match a NodePort. The prefix length is
+//! chosen for the addresses that are there, so that groups are neither many nor long.
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap},
+    net::IpAddr,
+    sync::Arc,
+};
+
+use ipnet::IpNet;
+
+use super::{
+    Table,
+    config::RenderConfig,
+    fixed,
+    line::Line,
+    names::{ChainKind, ChainName},
+    script::Script,
+};
+use crate::model::{Family, Protocol, ServiceKey};
+
+/// A dispatch chain.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum SharedChain {
+    /// nat KUBE-SERVICES.
+    NatServices,
+    /// nat KUBE-NODEPORTS.
+    NatNodePorts,
+    /// filter KUBE-SERVICES: ClusterIPs that are refused or dropped.
+    FilterServices,
+    /// filter KUBE-EXTERNAL-SERVICES: external destinations that are refused or dropped.
+    FilterExternalServices,
+    /// filter KUBE-PROXY-FIREWALL: what a source range did not admit.
+    FilterProxyFirewall,
+    /// filter KUBE-NODEPORTS: health-check node ports that the host's firewall shall admit.
+    FilterNodePorts,
+}
+
+impl SharedChain {
+    /// All of them.
+    pub const ALL: [Self; 6] = [
+        Self::NatServices,
+        Self::NatNodePorts,
+        Self::FilterServices,
+        Self::FilterExternalServices,
+        Self::FilterProxyFirewall,
+        Self::FilterNodePorts,
+    ];
+
+    /// Its table.
+    #[must_use]
+    pub fn table(self) -> Table {
+        match self {
+            Self::NatServices | Self::NatNodePorts => Table::Nat,
+            _ => Table::Filter,
+        }
+    }
+
+    /// Its name.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::NatServices | Self::FilterServices => fixed::SERVICES,
+            Self::NatNodePorts | Self::FilterNodePorts => fixed::NODE_PORTS,
+            Self::FilterExternalServices => fixed::EXTERNAL_SERVICES,
+            Self::FilterProxyFirewall => fixed::PROXY_FIREWALL,
+        }
+    }
+}
+
+/// What a dispatch line matches.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Selector {
+    /// A destination address.
+    Address(IpAddr),
+    /// A port on the node's own addresses.
+    NodePort(Protocol, u16),
+}
+
+/// One line of a dispatch chain.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct DispatchLine {
+    /// The chain.
+    pub chain: SharedChain,
+    /// What it matches.
+    pub selector: Selector,
+    /// The rule behind `-A CHAIN`, with a leading space and a line end.
+    pub rule: String,
+}
+
+/// A part of a dispatch chain.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+enum Group {
+    /// The dispatch chain itself.
+    Top,
+    Prefix(IpNet),
+    /// Ports `32·block` to `32·block + 31`.
+    Ports(Protocol, u16),
+}
+
+const PORTS_PER_GROUP: u16 = 32;
+
+type Lines = BTreeMap<Arc<ServiceKey>, String>;
+
+/// The dispatch chains of one family.
+#[derive(Debug)]
+pub struct Shared {
+    config: RenderConfig,
+    /// Prefix length of address groups; `None` while linear.
+    prefix_length: Option<u8>,
+    groups: HashMap<SharedChain, BTreeMap<Group, Lines>>,
+    dirty: BTreeSet<(SharedChain, Group)>,
+}
+
+impl Shared {
+    /// Empty chains. `addresses` are those that will be dispatched, when that shall happen on two levels.
+    #[must_use]
+    pub fn new(config: RenderConfig, addresses: Option<&[IpAddr]>) -> Self {
+        let prefix_length = addresses.map(|addresses| choose_prefix_length(config.family, addresses));
+        let dirty = SharedChain::ALL.into_iter().map(|chain| (chain, Group::Top)).collect();
+        Self { config, prefix_length, groups: HashMap::new(), dirty }
+    }
+
+    /// True when dispatch is on two levels.
+    #[must_use]
+    pub fn is_two_level(&self) -> bool {
+        self.prefix_length.is_some()
+    }
+
+    /// Enters a service's lines. They must not be there yet.
+    pub fn insert(&mut self, key: &Arc<ServiceKey>, lines: Vec<DispatchLine>) {
+        for line in lines {
+            let group = self.group(line.selector);
+            let groups = self.groups.entry(line.chain).or_default();
+            if !groups.contains_key(&group) {
+                self.dirty.insert((line.chain, Group::Top));
+            }
+            groups.entry(group).or_default().entry(Arc::clone(key)).or_default().push_str(&line.rule);
+            self.dirty.insert((line.chain, group));
+        }
+    }
+
+    /// Takes out a service's lines; `selectors` says where they are.
+    pub fn remove(&mut self, key: &ServiceKey, selectors: &[(SharedChain, Selector)]) {
+        for (chain, selector) in selectors {
+            let group = self.group(*selector);
+            let Some(groups) = self.groups.get_mut(chain) else { continue };
+            let Some(lines) = groups.get_mut(&group) else { continue };
+            if lines.remove(key).is_some() {
+                self.dirty.insert((*chain, group));
+            }
+            if lines.is_empty() && group != Group::Top {
+                groups.remove(&group);
+                self.dirty.insert((*chain, Group::Top));
+            }
+        }
+    }
+
+    /// Writes the chains that changed since the last call: groups before the dispatch chains that lead to them, and those that became
+    /// empty are deleted.
+    pub fn write_changed(&mut self, script: &mut Script) {
+        let dirty = std::mem::take(&mut self.dirty);
+        let (tops, groups): (Vec<_>, Vec<_>) = dirty.into_iter().partition(|(_, group)| *group == Group::Top);
+        for (chain, group) in groups {
+            let Some(name) = group_chain(chain, group) else { continue };
+            match self.groups.get(&chain).and_then(|groups| groups.get(&group)) {
+                Some(lines) => script.write_chain(chain.table(), &name, &numbered(&name, lines)),
+                None => script.delete_chain(chain.table(), &name),
+            }
+        }
+        for (chain, _) in tops {
+            script.write_chain(chain.table(), &chain.name(), &self.top_rules(chain));
+        }
+    }
+
+    /// The names of group chains in use, for finding stale ones.
+    pub fn group_chains(&self) -> impl Iterator<Item = (Table, ChainName)> {
+        self.groups.iter().flat_map(|(chain, groups)| {
+            groups.keys().filter_map(|group| Some((chain.table(), group_chain(*chain, *group)?)))
+        })
+    }
+
+    fn group(&self, selector: Selector) -> Group {
+        match (self.prefix_length, selector) {
+            (None, _) => Group::Top,
+            (Some(_), Selector::NodePort(protocol, port)) => Group::Ports(protocol, port / PORTS_PER_GROUP),
+            (Some(length), Selector::Address(address)) => {
+                IpNet::new(address, length).map_or(Group::Top, |net| Group::Prefix(net.trunc()))
+            }
+        }
+    }
+
+    fn top_rules(&self, chain: SharedChain) -> String {
+        let mut rules = String::new();
+        if let Some(groups) = self.groups.get(&chain) {
+            for (group, lines) in groups {
+                match group_chain(chain, *group) {
+                    None => rules.push_str(&numbered(chain.name(), lines)),
+                    Some(name) => lead_to(&mut rules, chain, *group, name),
+                }
+            }
+        }
+        if chain == SharedChain::NatServices {
+            rules.push_str("-A ");
+            rules.push_str(chain.name());
+            rules.push_str(&fixed::node_ports_jump(&self.config));
+        }
+        rules
+    }
+}
+
+/// The line of a dispatch chain that leads to a group.
+fn lead_to(rules: &mut String, chain: SharedChain, group: Group, name: ChainName) {
+    let line = Line::append(rules, chain.name());
+    match group {
+        Group::Top => line.end(),
+        Group::Prefix(prefix) => line.add(format_args!("-d {prefix}")).jump(name),
+        Group::Ports(protocol, block) => {
+            let first = block * PORTS_PER_GROUP;
+            let last = first + (PORTS_PER_GROUP - 1);
+            let protocol_name = protocol.as_lower_str();
+            line.protocol(protocol).add(format_args!("-m {protocol_name} --dport {first}:{last}")).jump(name);
+        }
+    }
+}
+
+fn group_chain(chain: SharedChain, group: Group) -> Option<ChainName> {
+    match group {
+        Group::Top => None,
+        Group::Prefix(prefix) => Some(ChainName::of(ChainKind::AddressGroup, &format!("{} {prefix}", chain.name()))),
+        Group::Ports(protocol, block) => {
+            Some(ChainName::of(ChainKind::NodePortGroup, &format!("{} {protocol} {block}", chain.name())))
+        }
+    }
+}
+
+/// Puts the chain's name before each line.
+fn numbered(name: impl std::fmt::Display, lines: &Lines) -> String {
+    let name = name.to_string();
+    let rules = lines.values().flat_map(|rules| rules.lines());
+    rules.map(|rule| format!("-A {name}{rule}\n")).collect()
+}
+
+/// The prefix length with the fewest rules to pass in the worst case: number of groups plus length of the longest.
+fn choose_prefix_length(family: Family, addresses: &[IpAddr]) -> u8 {
+    let host = family.host_prefix_length();
+    let cost = |length: &u8| {
+        let mut groups: HashMap<IpNet, usize> = HashMap::new();
+        for address in addresses {
+            if let Ok(net) = IpNet::new(*address, *length) {
+                *groups.entry(net.trunc()).or_default() += 1;
+            }
+        }
+        groups.len() + groups.values().max().copied().unwrap_or_default()
+    };
+    (host - 20..host).min_by_key(cost).unwrap_or(host - 8)
+}
