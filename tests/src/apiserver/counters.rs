@@ -1,0 +1,102 @@
+//! What the server counted and recorded, for tests to assert on.
+
+use std::{
+    collections::BTreeMap,
+    sync::{
+        Mutex,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+use super::{kinds::Kind, store::lock};
+
+/// What a request asked for, as the real server names verbs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Verb {
+    /// A read of one object.
+    Get,
+    /// A list of a collection.
+    List,
+    /// A watch of a collection.
+    Watch,
+    /// POST.
+    Create,
+    /// PUT.
+    Update,
+    /// DELETE.
+    Delete,
+    /// Anything that is about no object: `/version`, health checks, unknown paths.
+    Other,
+}
+
+/// One request as it came.
+#[derive(Debug, Clone)]
+pub struct RecordedRequest {
+    /// What it asked for.
+    pub verb: Verb,
+    /// The kind, where the path names one.
+    pub kind: Option<Kind>,
+    /// The path, still percent-encoded.
+    pub path: String,
+    /// The query string, still percent-encoded; empty if there was none.
+    pub query: String,
+    /// The HTTP code of the answer; `None` while there is none.
+    pub answered: Option<u16>,
+}
+
+#[derive(Debug, Default)]
+struct Inner {
+    requests: BTreeMap<(Verb, Option<Kind>), u64>,
+    recorded: Vec<RecordedRequest>,
+}
+
+/// Counts since the server was made; restarts do not reset them.
+#[derive(Debug, Default)]
+pub(super) struct Counters {
+    inner: Mutex<Inner>,
+    bytes_sent: AtomicU64,
+    connections: AtomicU64,
+}
+
+impl Counters {
+    pub(super) fn record(&self, verb: Verb, kind: Option<Kind>, path: &str, query: &str) -> usize {
+        let mut inner = lock(&self.inner);
+        *inner.requests.entry((verb, kind)).or_default() += 1;
+        let (path, query) = (path.to_owned(), query.to_owned());
+        inner.recorded.push(RecordedRequest { verb, kind, path, query, answered: None });
+        inner.recorded.len() - 1
+    }
+
+    pub(super) fn answered(&self, index: usize, code: u16) {
+        if let Some(request) = lock(&self.inner).recorded.get_mut(index) {
+            request.answered = Some(code);
+        }
+    }
+
+    pub(super) fn requests(&self, verb: Verb, kind: Option<Kind>) -> u64 {
+        let inner = lock(&self.inner);
+        let matching =
+            inner.requests.iter().filter(|((v, k), _)| *v == verb && kind.is_none_or(|kind| *k == Some(kind)));
+        matching.map(|(_, count)| count).sum()
+    }
+
+    pub(super) fn recorded(&self) -> Vec<RecordedRequest> {
+        lock(&self.inner).recorded.clone()
+    }
+
+    pub(super) fn add_bytes(&self, count: usize) {
+        self.bytes_sent.fetch_add(count as u64, Ordering::Relaxed);
+    }
+
+    pub(super) fn bytes_sent(&self) -> u64 {
+        self.bytes_sent.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn add_connection(&self) {
+        self.connections.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(super) fn connections(&self) -> u64 {
+        self.connections.load(Ordering::Relaxed)
+    }
+}

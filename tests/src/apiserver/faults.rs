@@ -1,0 +1,191 @@
+//! Faults that a test can switch on at any time, and the queue that each open watch takes its orders from.
+
+use std::{
+    collections::{BTreeMap, BTreeSet, VecDeque},
+    sync::{Arc, Mutex},
+    time::Duration,
+};
+
+use bytes::Bytes;
+use serde_json::Value;
+
+use super::{counters::Verb, kinds::Kind, store::lock};
+
+/// How a connection ends when it is cut.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Cut {
+    /// The socket is closed without the last chunk of the body: the peer sees end of file in mid-message.
+    Close,
+    /// The peer gets a TCP reset.
+    Reset,
+}
+
+/// What happens to a request that a fault rule catches.
+#[derive(Debug, Clone)]
+pub enum RequestFault {
+    /// Answered with this code and a Status body, and a Retry-After header where given.
+    Status {
+        /// The HTTP code, such as 429, 500 or 503.
+        code: u16,
+        /// Seconds for the Retry-After header and the Status details.
+        retry_after_seconds: Option<u32>,
+    },
+    /// Accepted and left without an answer until `ApiServer::clear_faults`; then answered as usual.
+    Stall,
+    /// Answered as usual after this time.
+    Delay(Duration),
+    /// The connection is cut before any answer.
+    Cut(Cut),
+    /// Answered with code 200 and these bytes as the body.
+    Garbage(Bytes),
+}
+
+/// Which requests a fault catches; what is `None` matches all.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct RequestFilter {
+    /// Only this verb.
+    pub verb: Option<Verb>,
+    /// Only this kind.
+    pub kind: Option<Kind>,
+}
+
+impl RequestFilter {
+    /// Every request, `/version` and health checks included.
+    pub fn all() -> Self {
+        Self::default()
+    }
+
+    /// Requests of one verb.
+    pub fn verb(verb: Verb) -> Self {
+        Self { verb: Some(verb), kind: None }
+    }
+
+    /// Requests of one verb and kind.
+    pub fn verb_of(verb: Verb, kind: Kind) -> Self {
+        Self { verb: Some(verb), kind: Some(kind) }
+    }
+
+    fn matches(self, verb: Verb, kind: Option<Kind>) -> bool {
+        self.verb.is_none_or(|wanted| wanted == verb) && self.kind.is_none_or(|wanted| Some(wanted) == kind)
+    }
+}
+
+/// An order to one open watch.
+#[derive(Debug, Clone)]
+pub(super) enum Order {
+    /// End the response as a watch that timed out ends.
+    Close,
+    /// Send half an event, then cut.
+    CutNow(Cut),
+    /// Send only half of the next real event, then cut.
+    CutOnNextEvent(Cut),
+    /// Send these bytes as they are, then go on.
+    Raw(Bytes),
+    /// Send an ERROR event with this Status, then end the response.
+    Error(Value),
+    /// Send a BOOKMARK event as soon as every event before it is sent.
+    Bookmark,
+}
+
+#[derive(Debug)]
+struct Rule {
+    filter: RequestFilter,
+    fault: RequestFault,
+    left: u64,
+}
+
+#[derive(Debug, Default)]
+struct Inner {
+    rules: Vec<Rule>,
+    blocked: BTreeSet<Kind>,
+    watches: BTreeMap<u64, (Kind, VecDeque<Order>)>,
+    next_watch: u64,
+    /// Goes up at every clearing; a stalled request waits for that.
+    clearings: u64,
+}
+
+/// The switches, shared by the handle and the handlers. Whoever changes one rings the store's bell.
+#[derive(Debug, Default)]
+pub(super) struct Faults {
+    inner: Mutex<Inner>,
+}
+
+/// A watch's entry in the register; leaves it when dropped.
+#[derive(Debug)]
+pub(super) struct Ticket {
+    id: u64,
+    faults: Arc<Faults>,
+}
+
+impl Faults {
+    pub(super) fn add_rule(&self, filter: RequestFilter, fault: RequestFault, count: u64) {
+        lock(&self.inner).rules.push(Rule { filter, fault, left: count });
+    }
+
+    /// Takes the fault that the oldest matching rule has for a request, if any.
+    pub(super) fn take(&self, verb: Verb, kind: Option<Kind>) -> Option<RequestFault> {
+        let mut inner = lock(&self.inner);
+        let rule = inner.rules.iter_mut().find(|rule| rule.left > 0 && rule.filter.matches(verb, kind))?;
+        rule.left -= 1;
+        let fault = rule.fault.clone();
+        inner.rules.retain(|rule| rule.left > 0);
+        Some(fault)
+    }
+
+    pub(super) fn clear(&self) {
+        let mut inner = lock(&self.inner);
+        inner.rules.clear();
+        inner.blocked.clear();
+        inner.clearings += 1;
+    }
+
+    pub(super) fn clearings(&self) -> u64 {
+        lock(&self.inner).clearings
+    }
+
+    pub(super) fn set_blocked(&self, kind: Kind, blocked: bool) {
+        let mut inner = lock(&self.inner);
+        if blocked {
+            inner.blocked.insert(kind);
+        } else {
+            inner.blocked.remove(&kind);
+        }
+    }
+
+    pub(super) fn is_blocked(&self, kind: Kind) -> bool {
+        lock(&self.inner).blocked.contains(&kind)
+    }
+
+    /// Orders every open watch of a kind, or of all kinds; returns how many there are.
+    pub(super) fn order(&self, kind: Option<Kind>, order: &Order) -> usize {
+        let mut inner = lock(&self.inner);
+        let queues = inner.watches.values_mut().filter(|(of, _)| kind.is_none_or(|kind| kind == *of));
+        queues.map(|(_, queue)| queue.push_back(order.clone())).count()
+    }
+
+    pub(super) fn open_watches(&self, kind: Option<Kind>) -> usize {
+        let inner = lock(&self.inner);
+        inner.watches.values().filter(|(of, _)| kind.is_none_or(|kind| kind == *of)).count()
+    }
+
+    pub(super) fn register(self: &Arc<Self>, kind: Kind) -> Ticket {
+        let mut inner = lock(&self.inner);
+        let id = inner.next_watch;
+        inner.next_watch += 1;
+        inner.watches.insert(id, (kind, VecDeque::new()));
+        Ticket { id, faults: self.clone() }
+    }
+}
+
+impl Ticket {
+    pub(super) fn take_orders(&self) -> VecDeque<Order> {
+        let mut inner = lock(&self.faults.inner);
+        inner.watches.get_mut(&self.id).map(|(_, queue)| std::mem::take(queue)).unwrap_or_default()
+    }
+}
+
+impl Drop for Ticket {
+    fn drop(&mut self) {
+        lock(&self.faults.inner).watches.remove(&self.id);
+    }
+}

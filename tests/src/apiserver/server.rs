@@ -1,0 +1,168 @@
+//! The thread that the stand-in runs on: listening, accepting, stopping and starting again on the same port.
+
+use std::{
+    net::{Ipv4Addr, SocketAddr, TcpListener as StdListener},
+    sync::{Arc, mpsc as std_mpsc},
+    thread,
+};
+
+use hyper::service::service_fn;
+use hyper_util::rt::TokioIo;
+use socket2::{Domain, Socket, Type};
+use tokio::{
+    net::{TcpListener, TcpStream},
+    sync::mpsc,
+    task::JoinSet,
+};
+
+use super::{
+    Shared, StartError,
+    connection::{ConnectionState, CountedStream},
+    http::answer,
+};
+
+enum Control {
+    Stop(std_mpsc::Sender<()>),
+    Listen(StdListener, std_mpsc::Sender<std::io::Result<()>>),
+}
+
+/// The handle of the thread; ends it when dropped.
+pub(super) struct Server {
+    address: SocketAddr,
+    control: Option<mpsc::UnboundedSender<Control>>,
+    thread: Option<thread::JoinHandle<()>>,
+    /// Bound but never listening: keeps the port ours while the server is stopped, so that nobody else gets it and
+    /// connections are refused.
+    _reservation: Socket,
+}
+
+fn failed(action: &'static str) -> impl FnOnce(std::io::Error) -> StartError {
+    move |source| StartError { action, source }
+}
+
+impl Server {
+    pub(super) fn start(shared: Arc<Shared>) -> Result<Self, StartError> {
+        let reservation = bind(SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).map_err(failed("bind to 127.0.0.1"))?;
+        let address = reservation.local_addr().map_err(failed("learn its port"))?;
+        let address = address.as_socket().ok_or_else(|| {
+            failed("learn its port")(std::io::Error::other("the kernel gave an address that is not IP"))
+        })?;
+        let runtime =
+            tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed("make a runtime"))?;
+        let (control, orders) = mpsc::unbounded_channel();
+        let work = move || runtime.block_on(serve(shared, orders));
+        let thread =
+            thread::Builder::new().name("stand-in-api".to_owned()).spawn(work).map_err(failed("start a thread"))?;
+        let server = Self { address, control: Some(control), thread: Some(thread), _reservation: reservation };
+        server.listen()?;
+        Ok(server)
+    }
+
+    pub(super) fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    pub(super) fn listen(&self) -> Result<(), StartError> {
+        let listener = open(self.address).map_err(failed("listen on its port"))?;
+        let (done, answer) = std_mpsc::channel();
+        self.send(Control::Listen(listener, done));
+        let taken = answer.recv().unwrap_or_else(|_| Err(std::io::Error::other("its thread has ended")));
+        taken.map_err(failed("listen on its port"))
+    }
+
+    pub(super) fn stop(&self) {
+        let (done, answer) = std_mpsc::channel();
+        self.send(Control::Stop(done));
+        // An error means that the thread has ended, and with it every connection.
+        answer.recv().unwrap_or_default();
+    }
+
+    fn send(&self, order: Control) {
+        if let Some(control) = &self.control
+            && control.send(order).is_err()
+        {
+            tracing::warn!("the stand-in API server's thread has ended");
+        }
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.control.take();
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::error!("the stand-in API server's thread panicked");
+        }
+    }
+}
+
+fn bind(address: SocketAddr) -> std::io::Result<Socket> {
+    let socket = Socket::new(Domain::IPV4, Type::STREAM, None)?;
+    socket.set_reuse_address(true)?;
+    socket.bind(&address.into())?;
+    Ok(socket)
+}
+
+fn open(address: SocketAddr) -> std::io::Result<StdListener> {
+    let socket = bind(address)?;
+    socket.listen(1_024)?;
+    socket.set_nonblocking(true)?;
+    Ok(socket.into())
+}
+
+async fn serve(shared: Arc<Shared>, mut orders: mpsc::UnboundedReceiver<Control>) {
+    let mut listener: Option<TcpListener> = None;
+    let mut connections = JoinSet::new();
+    loop {
+        tokio::select! {
+            order = orders.recv() => match order {
+                None => return,
+                Some(Control::Stop(done)) => {
+                    listener = None;
+                    connections.shutdown().await;
+                    // The receiver waits for this; if it is gone there is nobody to tell.
+                    done.send(()).unwrap_or_default();
+                }
+                Some(Control::Listen(socket, done)) => {
+                    let taken = TcpListener::from_std(socket).map(|taken| listener = Some(taken));
+                    done.send(taken).unwrap_or_default();
+                }
+            },
+            accepted = accept(listener.as_ref()) => match accepted {
+                Ok(stream) => {
+                    connections.spawn(converse(shared.clone(), stream));
+                }
+                Err(error) => {
+                    tracing::warn!(%error, "the stand-in API server could not accept a connection");
+                    tokio::time::sleep(std::time::Duration::from_millis(10)).await;
+                }
+            },
+            Some(_) = connections.join_next(), if !connections.is_empty() => {}
+        }
+    }
+}
+
+async fn accept(listener: Option<&TcpListener>) -> std::io::Result<TcpStream> {
+    match listener {
+        Some(listener) => Ok(listener.accept().await?.0),
+        None => std::future::pending().await,
+    }
+}
+
+async fn converse(shared: Arc<Shared>, stream: TcpStream) {
+    if let Err(error) = stream.set_nodelay(true) {
+        tracing::debug!(%error, "could not set TCP_NODELAY");
+    }
+    shared.counters.add_connection();
+    let state = Arc::new(ConnectionState::default());
+    let stream = CountedStream::new(stream, state.clone(), shared.counters.clone());
+    let service = service_fn(move |request| answer(shared.clone(), state.clone(), request));
+    let connection = hyper::server::conn::http1::Builder::new()
+        .header_read_timeout(None)
+        .serve_connection(TokioIo::new(stream), service);
+    if let Err(error) = connection.await {
+        // A client that went away, or a cut that a test ordered.
+        tracing::debug!(%error, "a connection to the stand-in API server ended early");
+    }
+}

@@ -1,0 +1,307 @@
+//! One open watch: a response body that reads the store's history through a cursor, one JSON document a line.
+
+use std::{collections::VecDeque, io, sync::Arc, time::Duration};
+
+use bytes::Bytes;
+use serde_json::{Value, json};
+use tokio::{
+    sync::watch::Receiver,
+    time::{Instant, sleep, sleep_until},
+};
+
+use super::{
+    Shared,
+    connection::ConnectionState,
+    faults::{Cut, Order, Ticket},
+    kinds::Kind,
+    params::Params,
+    selectors::Selector,
+    status::{self, Failure},
+    store::Change,
+};
+
+/// How many changes are looked at in one go.
+const BATCH: usize = 256;
+
+/// The pause between half an event and the cut, in which the half is written to the socket.
+const CUT_PAUSE: Duration = Duration::from_millis(20);
+
+#[derive(Debug, Clone, Copy)]
+enum End {
+    Clean,
+    Cut(Cut),
+}
+
+/// A place in the history that keeps what follows it from being forgotten.
+#[derive(Debug)]
+struct Cursor {
+    shared: Arc<Shared>,
+    id: u64,
+    version: u64,
+}
+
+impl Drop for Cursor {
+    fn drop(&mut self) {
+        self.shared.store.close_cursor(self.id);
+    }
+}
+
+/// The state of one watch. Dropped with the response body, also when the client goes away.
+#[derive(Debug)]
+pub(super) struct Session {
+    shared: Arc<Shared>,
+    connection: Arc<ConnectionState>,
+    ticket: Ticket,
+    bell: Receiver<u64>,
+    kind: Kind,
+    namespace: Option<String>,
+    selector: Selector,
+    cursor: Cursor,
+    /// State to send before any change; `None` once sent.
+    initial: Option<Vec<Arc<Value>>>,
+    /// Whether the initial state ends in the bookmark of a streaming list.
+    marks_initial_end: bool,
+    bookmarks: bool,
+    wants_bookmark: bool,
+    next_bookmark: Instant,
+    deadline: Instant,
+    cut_next: Option<Cut>,
+    lines: VecDeque<Bytes>,
+    end: Option<End>,
+}
+
+/// What the handler makes a watch from.
+pub(super) struct Opening<'a> {
+    pub(super) kind: Kind,
+    pub(super) namespace: Option<String>,
+    pub(super) selector: Selector,
+    pub(super) params: &'a Params,
+}
+
+impl Session {
+    /// Opens a watch. A version that is too old gives the failure; whether that becomes an HTTP code or an ERROR
+    /// event is the caller's choice.
+    pub(super) fn open(
+        shared: &Arc<Shared>,
+        connection: Arc<ConnectionState>,
+        opening: Opening<'_>,
+    ) -> Result<Self, Failure> {
+        let Opening { kind, namespace, selector, params } = opening;
+        let bell = shared.store.subscribe();
+        let wants_initial = match (params.send_initial_events, params.resource_version) {
+            (Some(wanted), _) => wanted,
+            (None, version) => matches!(version, None | Some(0)),
+        };
+        let (cursor, initial) = if wants_initial {
+            // The list and the cursor must not be apart: take the cursor first, then list exactly there.
+            let cursor = open_cursor(shared, shared.store.version())?;
+            let (_, objects) = shared.store.list(kind, Some(cursor.version))?;
+            let in_scope =
+                |object: &Arc<Value>| is_in_namespace(object, namespace.as_deref()) && selector.matches(object);
+            (cursor, Some(objects.into_values().filter(in_scope).collect()))
+        } else {
+            let from = params.resource_version.filter(|version| *version > 0);
+            (open_cursor(shared, from.unwrap_or_else(|| shared.store.version()))?, None)
+        };
+        let options = shared.options();
+        // Without a time-out of the client's the real server takes a random one from half an hour up.
+        let seconds = params.timeout_seconds.unwrap_or_else(|| fastrand::u64(1_800..3_600));
+        let now = Instant::now();
+        Ok(Self {
+            ticket: shared.faults.register(kind),
+            shared: shared.clone(),
+            connection,
+            bell,
+            kind,
+            namespace,
+            selector,
+            cursor,
+            initial,
+            marks_initial_end: params.send_initial_events == Some(true) && params.bookmarks,
+            bookmarks: params.bookmarks,
+            wants_bookmark: false,
+            next_bookmark: now + options.bookmark_interval,
+            deadline: now + Duration::from_secs(seconds.min(86_400)),
+            cut_next: None,
+            lines: VecDeque::new(),
+            end: None,
+        })
+    }
+
+    /// The next piece of the body; `None` is a clean end, an error cuts the connection.
+    pub(super) async fn next(&mut self) -> Option<io::Result<Bytes>> {
+        loop {
+            if let Some(line) = self.lines.pop_front() {
+                return Some(Ok(line));
+            }
+            match self.end {
+                Some(End::Clean) => return None,
+                Some(End::Cut(how)) => {
+                    sleep(CUT_PAUSE).await;
+                    if how == Cut::Reset {
+                        self.connection.reset_on_close();
+                    }
+                    self.end = Some(End::Clean);
+                    return Some(Err(io::Error::other("cut as a test ordered")));
+                }
+                None => {}
+            }
+            self.bell.borrow_and_update();
+            self.advance();
+            if self.lines.is_empty() && self.end.is_none() {
+                self.wait().await;
+            }
+        }
+    }
+
+    async fn wait(&mut self) {
+        let bookmark_due = self.bookmarks && !self.shared.faults.is_blocked(self.kind);
+        tokio::select! {
+            changed = self.bell.changed() => {
+                if changed.is_err() {
+                    self.end = Some(End::Clean);
+                }
+            }
+            () = sleep_until(self.deadline) => {
+                if bookmark_due {
+                    self.push_bookmark(false);
+                }
+                self.end = Some(End::Clean);
+            }
+            () = sleep_until(self.next_bookmark), if bookmark_due => self.push_bookmark(false),
+        }
+    }
+
+    /// Obeys orders, then sends what the store has.
+    fn advance(&mut self) {
+        for order in self.ticket.take_orders() {
+            self.obey(order);
+            if self.end.is_some() {
+                return;
+            }
+        }
+        if self.shared.faults.is_blocked(self.kind) {
+            return;
+        }
+        if let Some(objects) = self.initial.take() {
+            for object in objects {
+                self.push_event("ADDED", &object);
+            }
+            if self.marks_initial_end {
+                self.push_bookmark(true);
+            }
+        }
+        self.send_changes();
+        if self.wants_bookmark && self.end.is_none() && self.cursor.version >= self.shared.store.version() {
+            self.push_bookmark(false);
+        }
+    }
+
+    fn obey(&mut self, order: Order) {
+        match order {
+            Order::Close => self.end = Some(End::Clean),
+            Order::CutNow(how) => {
+                let line = self.last_object_line();
+                self.push_half(&line, how);
+            }
+            Order::CutOnNextEvent(how) => self.cut_next = Some(how),
+            Order::Raw(bytes) => self.lines.push_back(bytes),
+            Order::Error(status) => {
+                self.lines.push_back(line("ERROR", &status));
+                self.end = Some(End::Clean);
+            }
+            Order::Bookmark => self.wants_bookmark = self.bookmarks,
+        }
+    }
+
+    fn send_changes(&mut self) {
+        while self.end.is_none() {
+            let Ok((reached, changes)) = self.shared.store.read(self.cursor.id, self.cursor.version, BATCH) else {
+                // The real server drops a watch whose buffer is full by ending its response.
+                self.end = Some(End::Clean);
+                return;
+            };
+            self.cursor.version = reached;
+            if changes.is_empty() {
+                return;
+            }
+            for change in &changes {
+                self.send_change(change);
+                if self.end.is_some() {
+                    return;
+                }
+            }
+        }
+    }
+
+    fn send_change(&mut self, change: &Change) {
+        if change.kind != self.kind {
+            return;
+        }
+        let selected =
+            |object: &&Arc<Value>| is_in_namespace(object, self.namespace.as_deref()) && self.selector.matches(object);
+        let before = change.before.as_ref().filter(selected);
+        let after = change.after.as_ref().filter(selected);
+        match (before, after) {
+            (None, Some(object)) => self.push_event("ADDED", object),
+            (Some(_), Some(object)) => self.push_event("MODIFIED", object),
+            (Some(object), None) => {
+                // The last state that was selected, at the version of the write that took it away.
+                let mut object = (**object).clone();
+                object["metadata"]["resourceVersion"] = json!(change.version.to_string());
+                self.push_event("DELETED", &object);
+            }
+            (None, None) => {}
+        }
+    }
+
+    fn push_event(&mut self, event: &str, object: &Value) {
+        let line = line(event, object);
+        match self.cut_next {
+            Some(how) => self.push_half(&line, how),
+            None => self.lines.push_back(line),
+        }
+    }
+
+    fn push_half(&mut self, line: &Bytes, how: Cut) {
+        if self.end.is_none() {
+            self.lines.push_back(line.slice(..line.len() / 2));
+            self.end = Some(End::Cut(how));
+        }
+    }
+
+    fn push_bookmark(&mut self, initial_end: bool) {
+        self.wants_bookmark = false;
+        self.next_bookmark = Instant::now() + self.shared.options().bookmark_interval;
+        let mut object = self.kind.zero_fields();
+        object["kind"] = json!(self.kind.name());
+        object["apiVersion"] = json!(self.kind.api_version());
+        object["metadata"] = json!({"resourceVersion": self.cursor.version.to_string(), "creationTimestamp": null});
+        if initial_end {
+            object["metadata"]["annotations"] = json!({"k8s.io/initial-events-end": "true"});
+        }
+        self.lines.push_back(line("BOOKMARK", &object));
+    }
+
+    fn last_object_line(&self) -> Bytes {
+        let objects = self.shared.store.list(self.kind, None).map(|(_, objects)| objects).unwrap_or_default();
+        match objects.into_values().next_back() {
+            Some(object) => line("MODIFIED", &object),
+            None => line("ERROR", &status::injected(500, None).body),
+        }
+    }
+}
+
+fn open_cursor(shared: &Arc<Shared>, version: u64) -> Result<Cursor, Failure> {
+    let id = shared.store.open_cursor(version)?;
+    Ok(Cursor { shared: shared.clone(), id, version })
+}
+
+fn is_in_namespace(object: &Value, namespace: Option<&str>) -> bool {
+    namespace.is_none_or(|namespace| object["metadata"]["namespace"].as_str() == Some(namespace))
+}
+
+/// One event as it goes over the wire.
+pub(super) fn line(event: &str, object: &Value) -> Bytes {
+    Bytes::from(format!("{}\n", json!({"type": event, "object": object})))
+}

@@ -1,0 +1,11 @@
+//! The stand-in API server, held against kube-rs's own watcher and against plain HTTP.
+#![allow(clippy::unwrap_used, missing_docs)]
+
+mod apiserver {
+    pub(crate) mod follower;
+    mod faults;
+    mod lists;
+    mod plain_http;
+    mod portable;
+    mod watches;
+}

@@ -1,0 +1,98 @@
+//! What holds for the stand-in and for a real `kube-apiserver` alike. The real one is run where
+//! `KUBEBUILDER_ASSETS` names its folder; where not, each test says so.
+
+use headgate_tests::apiserver::{ApiUnderTest, Kind, objects::service};
+use k8s_openapi::api::core::v1::Service;
+use kube::{Api, api::ListParams, runtime::watcher};
+use serde_json::Value;
+
+use super::follower::Follower;
+
+const NAMESPACE: &str = "headgate-watch";
+
+fn web(turn: u32) -> Value {
+    let object = service(NAMESPACE, "web").cluster_ip("10.96.7.7").port("http", "TCP", 80, 8080);
+    object.label("app", "web").label("turn", &turn.to_string()).build()
+}
+
+async fn prepared(api: &ApiUnderTest, config: watcher::Config) -> Follower<Service> {
+    println!("against the {}", api.name());
+    api.ensure_namespace(NAMESPACE).await.unwrap();
+    Follower::new(Api::namespaced(api.client(), NAMESPACE), config)
+}
+
+#[tokio::test]
+async fn writes_reach_the_watcher() {
+    for api in ApiUnderTest::all().await.unwrap() {
+        for config in [watcher::Config::default(), watcher::Config::default().streaming_lists()] {
+            let mut services = prepared(&api, config).await;
+            services.until_listed().await;
+            api.create(&web(1)).await.unwrap();
+            services.until_names(&["web"]).await;
+            api.apply(&web(2)).await.unwrap();
+            services.until("the update came", |services| services.label("web", "turn") == Some("2")).await;
+            api.delete(Kind::Service, NAMESPACE, "web").await.unwrap();
+            services.until_names(&[]).await;
+            assert!(services.errors.is_empty());
+        }
+    }
+}
+
+#[tokio::test]
+async fn selectors_are_followed() {
+    for api in ApiUnderTest::all().await.unwrap() {
+        let mut services = prepared(&api, watcher::Config::default().labels("turn in (1,3)")).await;
+        services.until_listed().await;
+        api.create(&web(1)).await.unwrap();
+        services.until_names(&["web"]).await;
+        api.apply(&web(2)).await.unwrap();
+        services.until_names(&[]).await;
+        api.apply(&web(3)).await.unwrap();
+        services.until_names(&["web"]).await;
+        api.delete(Kind::Service, NAMESPACE, "web").await.unwrap();
+        services.until_names(&[]).await;
+    }
+}
+
+#[tokio::test]
+async fn restarts_are_survived() {
+    for mut api in ApiUnderTest::all().await.unwrap() {
+        let mut services = prepared(&api, watcher::Config::default()).await;
+        services.until_listed().await;
+        api.create(&web(1)).await.unwrap();
+        services.until_names(&["web"]).await;
+        api.restart().unwrap();
+        api.apply(&web(2)).await.unwrap();
+        services.until("the update came", |services| services.label("web", "turn") == Some("2")).await;
+        api.restart_without_history().unwrap();
+        api.apply(&web(3)).await.unwrap();
+        services.until("the update came", |services| services.label("web", "turn") == Some("3")).await;
+        api.delete(Kind::Service, NAMESPACE, "web").await.unwrap();
+        services.until_names(&[]).await;
+    }
+}
+
+#[tokio::test]
+async fn pages_and_conflicts() {
+    for api in ApiUnderTest::all().await.unwrap() {
+        println!("against the {}", api.name());
+        api.ensure_namespace(NAMESPACE).await.unwrap();
+        let first = api.create(&web(1)).await.unwrap();
+        api.create(&service(NAMESPACE, "db").cluster_ip("10.96.7.8").port("sql", "TCP", 5432, 5432).build()).await.unwrap();
+        api.apply(&web(2)).await.unwrap();
+        let mut stale = first.clone();
+        stale["metadata"]["labels"]["turn"] = "9".into();
+        let error = api.update(&stale).await.unwrap_err().to_string();
+        assert!(error.contains("the object has been modified"), "{error}");
+        let services: Api<Service> = Api::namespaced(api.client(), NAMESPACE);
+        let page = services.list(&ListParams::default().limit(1)).await.unwrap();
+        assert_eq!(page.items[0].metadata.name.as_deref(), Some("db"));
+        let token = page.metadata.continue_.unwrap();
+        let page = services.list(&ListParams::default().limit(1).continue_token(&token)).await.unwrap();
+        assert_eq!(page.items[0].metadata.name.as_deref(), Some("web"));
+        assert_eq!(page.metadata.continue_, None);
+        for name in ["db", "web"] {
+            api.delete(Kind::Service, NAMESPACE, name).await.unwrap();
+        }
+    }
+}
