@@ -1,2 +1,28 @@
-//! Binary.
-fn main() {}
+//! Asks a control plane replica through its `Inspect` service. See `headgatectl --help`.
+
+use std::io::IsTerminal as _;
+use std::process::ExitCode;
+
+use clap::Parser as _;
+use headgatectl::args::Args;
+use headgatectl::render::Style;
+
+fn main() -> ExitCode {
+    let args = Args::parse();
+    let plain = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
+    let style = Style { colour: std::io::stdout().is_terminal() && !plain };
+    let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(error) => {
+            eprintln!("headgatectl: starting the runtime: {error}");
+            return ExitCode::FAILURE;
+        }
+    };
+    match runtime.block_on(headgatectl::run(&args, style, &mut std::io::stdout().lock())) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => {
+            eprintln!("headgatectl: {failure}");
+            ExitCode::from(failure.exit_code())
+        }
+    }
+}

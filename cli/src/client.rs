@@ -1,0 +1,209 @@
+//! The connection to a replica, and what is said when there is none.
+
+use std::io;
+use std::net::IpAddr;
+use std::path::Path;
+use std::time::Duration;
+
+use headgate_proto::v1::inspect_client::InspectClient;
+use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint, Identity};
+
+use crate::args::TlsArgs;
+
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// Finds a replica that went away without a word, as in `watch`.
+const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
+
+/// Why there is no connection.
+#[derive(Debug, thiserror::Error)]
+pub enum ConnectError {
+    /// The command line cannot be followed. Not worth a retry.
+    #[error("{0}")]
+    Usage(String),
+    /// A file of the TLS options cannot be used. Not worth a retry.
+    #[error("--{option} {path}: {reason}")]
+    File {
+        /// Name of the option, without dashes.
+        option: &'static str,
+        /// The path given.
+        path: String,
+        /// What is wrong.
+        reason: String,
+    },
+    /// Nobody answers, or not as expected. Worth a retry.
+    #[error("cannot reach {server}: {reason}\n{advice}")]
+    Unreachable {
+        /// The URL tried.
+        server: String,
+        /// What the system or the peer said.
+        reason: String,
+        /// What to do about it.
+        advice: String,
+    },
+}
+
+/// Connects to `server`. Plain text is refused unless the address is a loopback or test address, since what
+/// answers there is believed.
+pub async fn connect(server: &str, tls: &TlsArgs) -> Result<InspectClient<Channel>, ConnectError> {
+    let endpoint = endpoint(server, tls)?;
+    let channel = endpoint.connect().await.map_err(|error| unreachable(server, &error))?;
+    Ok(InspectClient::new(channel))
+}
+
+fn endpoint(server: &str, tls: &TlsArgs) -> Result<Endpoint, ConnectError> {
+    let usage = |text: String| ConnectError::Usage(text);
+    let endpoint = Endpoint::from_shared(server.to_owned())
+        .map_err(|error| usage(format!("--server {server} is no URL ({error}): write https://HOST:7443")))?
+        .connect_timeout(CONNECT_TIMEOUT)
+        .http2_keep_alive_interval(KEEPALIVE_INTERVAL)
+        .keep_alive_while_idle(true);
+    let uri = endpoint.uri();
+    let host = uri.host().unwrap_or_default();
+    match uri.scheme_str() {
+        Some("http") if may_be_plain(host) => {
+            if tls.tls_ca.is_some() || tls.tls_cert.is_some() || tls.tls_key.is_some() {
+                return Err(usage(format!("--server {server} is plain text, but TLS files are given: write https://")));
+            }
+            Ok(endpoint)
+        }
+        Some("http") => Err(usage(format!(
+            "--server {server} is plain text, which only loopback and test addresses may be: \
+             write https:// and give --tls-ca, --tls-cert and --tls-key"
+        ))),
+        Some("https") => {
+            let settings = tls_config(tls)?;
+            endpoint
+                .tls_config(settings)
+                .map_err(|error| usage(format!("the TLS files cannot be used: {}", chain(&error))))
+        }
+        _ => Err(usage(format!("--server {server} has no scheme that is known: write https://HOST:7443"))),
+    }
+}
+
+/// Loopback, and the ranges that are set aside for documentation and tests (RFC 5737, RFC 2544, RFC 3849).
+fn may_be_plain(host: &str) -> bool {
+    if host == "localhost" {
+        return true;
+    }
+    let Ok(address) = host.trim_start_matches('[').trim_end_matches(']').parse::<IpAddr>() else { return false };
+    match address {
+        IpAddr::V4(v4) => match v4.octets() {
+            [192, 0, 2, _] | [198, 51, 100, _] | [203, 0, 113, _] | [198, 18 | 19, ..] => true,
+            _ => v4.is_loopback(),
+        },
+        IpAddr::V6(v6) => v6.is_loopback() || matches!(v6.segments(), [0x2001, 0x0db8, ..]),
+    }
+}
+
+fn tls_config(tls: &TlsArgs) -> Result<ClientTlsConfig, ConnectError> {
+    let Some(authority) = &tls.tls_ca else {
+        return Err(ConnectError::Usage(
+            "https needs --tls-ca: the authority that signed the replica's certificate".to_owned(),
+        ));
+    };
+    let mut settings = ClientTlsConfig::new().ca_certificate(Certificate::from_pem(read("tls-ca", authority)?));
+    match (&tls.tls_cert, &tls.tls_key) {
+        (Some(certificate), Some(key)) => {
+            settings = settings.identity(Identity::from_pem(read("tls-cert", certificate)?, read("tls-key", key)?));
+        }
+        (None, None) => {}
+        _ => return Err(ConnectError::Usage("--tls-cert and --tls-key belong together: give both".to_owned())),
+    }
+    if let Some(name) = &tls.tls_server_name {
+        settings = settings.domain_name(name);
+    }
+    Ok(settings)
+}
+
+fn read(option: &'static str, path: &Path) -> Result<Vec<u8>, ConnectError> {
+    let failed = |reason: String| ConnectError::File { option, path: path.display().to_string(), reason };
+    let content = std::fs::read(path).map_err(|error| failed(error.to_string()))?;
+    if !content.windows(11).any(|window| window == b"-----BEGIN ") {
+        return Err(failed("no PEM in it: expected a line like -----BEGIN CERTIFICATE-----".to_owned()));
+    }
+    Ok(content)
+}
+
+fn unreachable(server: &str, error: &tonic::transport::Error) -> ConnectError {
+    let reason = chain(error);
+    let cause = causes(error).find_map(|source| source.downcast_ref::<io::Error>().map(io::Error::kind));
+    let advice = match cause {
+        Some(io::ErrorKind::ConnectionRefused) => {
+            "No control plane listens there. Give the address of one: --server URL, or HEADGATE_SERVER in the environment."
+        }
+        Some(io::ErrorKind::TimedOut) => {
+            "The machine does not answer. Check the address and what filters traffic on the way."
+        }
+        Some(io::ErrorKind::InvalidData) => {
+            "The TLS handshake failed. Check that --tls-ca signed the replica's certificate, and that it names this host \
+             (--tls-server-name)."
+        }
+        _ => "Check --server (or HEADGATE_SERVER): scheme, host and port.",
+    };
+    ConnectError::Unreachable { server: server.to_owned(), reason, advice: advice.to_owned() }
+}
+
+fn causes<'a>(
+    error: &'a (dyn std::error::Error + 'static),
+) -> impl Iterator<Item = &'a (dyn std::error::Error + 'static)> {
+    let mut next = Some(error);
+    std::iter::from_fn(move || {
+        let current = next?;
+        next = current.source();
+        Some(current)
+    })
+}
+
+/// What an error and its sources say, each thing once.
+pub fn chain(error: &(dyn std::error::Error + 'static)) -> String {
+    let mut texts: Vec<String> = Vec::new();
+    for error in causes(error) {
+        let text = error.to_string();
+        if !texts.iter().any(|earlier| earlier.contains(&text)) {
+            texts.push(text);
+        }
+    }
+    // The outermost is "transport error", which says nothing once there is more.
+    if texts.len() > 1 && texts[0] == "transport error" {
+        texts.remove(0);
+    }
+    texts.join(": ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NO_TLS: TlsArgs = TlsArgs { tls_ca: None, tls_cert: None, tls_key: None, tls_server_name: None };
+
+    #[test]
+    fn plain_text_is_for_loopback_and_test_addresses() {
+        for host in ["localhost", "127.0.0.1", "127.8.9.1", "[::1]", "192.0.2.1", "198.51.100.7", "203.0.113.9"] {
+            assert!(may_be_plain(host), "{host}");
+        }
+        assert!(may_be_plain("198.18.0.1") && may_be_plain("198.19.255.255") && may_be_plain("[2001:db8::1]"));
+        for host in
+            ["10.0.0.1", "198.20.0.1", "192.0.3.1", "[2001:db9::1]", "headgate.example", "localhost.example", ""]
+        {
+            assert!(!may_be_plain(host), "{host}");
+        }
+    }
+
+    #[test]
+    fn urls_that_cannot_be_used_say_what_to_write() {
+        let refusal = |server: &str| endpoint(server, &NO_TLS).map(drop).unwrap_err().to_string();
+        assert!(refusal("http://10.0.0.1:7443").contains("write https:// and give --tls-ca"));
+        assert!(refusal("https://10.0.0.1:7443").contains("--tls-ca"));
+        assert!(refusal("ftp://10.0.0.1").contains("write https://HOST:7443"));
+        assert!(refusal("not a url").contains("is no URL"));
+        endpoint("http://[::1]:7443", &NO_TLS).unwrap();
+    }
+
+    #[test]
+    fn half_a_pair_of_tls_files_is_refused() {
+        let folder = std::env::temp_dir();
+        let tls = TlsArgs { tls_ca: Some(folder.join("headgatectl-no-such-file")), ..NO_TLS };
+        let error = endpoint("https://10.0.0.1:7443", &tls).map(drop).unwrap_err();
+        assert!(matches!(error, ConnectError::File { option: "tls-ca", .. }), "{error}");
+    }
+}

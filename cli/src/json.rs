@@ -1,0 +1,134 @@
+//! Answers as JSON. Field names and units are those of `headgate.v1.Inspect`, and every field is always there, so that
+//! programs need not guess; a golden test holds both to that.
+
+use headgate_proto::v1::{
+    AgentInfo, EndpointInfo, GetStatusResponse, Problem, ServiceInfo, ServicePortInfo, WatchEvent,
+};
+use serde_json::{Value, json};
+
+/// A `ServiceInfo`.
+pub fn service(info: &ServiceInfo) -> Value {
+    json!({
+        "namespace": info.namespace,
+        "name": info.name,
+        "cluster_ips": info.cluster_ips,
+        "external_ips": info.external_ips,
+        "load_balancer_ips": info.load_balancer_ips,
+        "ports": info.ports.iter().map(port).collect::<Vec<_>>(),
+        "internal_traffic_policy": info.internal_traffic_policy,
+        "external_traffic_policy": info.external_traffic_policy,
+        "session_affinity_timeout_seconds": info.session_affinity_timeout_seconds,
+        "load_balancer_source_ranges": info.load_balancer_source_ranges,
+        "health_check_node_port": info.health_check_node_port,
+        "endpoints": info.endpoints,
+        "ready_endpoints": info.ready_endpoints,
+        "version": info.version,
+        "conflicts": info.conflicts,
+    })
+}
+
+fn port(info: &ServicePortInfo) -> Value {
+    json!({ "name": info.name, "protocol": info.protocol, "port": info.port, "node_port": info.node_port })
+}
+
+/// An `EndpointInfo`.
+pub fn endpoint(info: &EndpointInfo) -> Value {
+    json!({
+        "namespace": info.namespace,
+        "name": info.name,
+        "address": info.address,
+        "ports": info.ports,
+        "ready": info.ready,
+        "serving": info.serving,
+        "terminating": info.terminating,
+        "node": info.node,
+        "zone": info.zone,
+        "hint_zones": info.hint_zones,
+        "hint_nodes": info.hint_nodes,
+        "version": info.version,
+    })
+}
+
+/// An `AgentInfo`.
+pub fn agent(info: &AgentInfo) -> Value {
+    json!({
+        "node": info.node,
+        "address": info.address,
+        "agent_version": info.agent_version,
+        "backend": info.backend,
+        "degraded": info.degraded,
+        "head_version": info.head_version,
+        "sent_version": info.sent_version,
+        "programmed_version": info.programmed_version,
+        "lag_ms": info.lag_ms,
+        "apply_microseconds": info.apply_microseconds,
+        "resume": info.resume,
+        "resumed_resources": info.resumed_resources,
+        "connected_unix_ms": info.connected_unix_ms,
+        "last_error": info.last_error,
+        "rejections": info.rejections.iter().map(problem).collect::<Vec<_>>(),
+    })
+}
+
+/// A `GetStatusResponse`.
+pub fn status(info: &GetStatusResponse) -> Value {
+    json!({
+        "replica": info.replica,
+        "epoch": info.epoch,
+        "version": info.version,
+        "build": info.build,
+        "source": info.source,
+        "synced": info.synced,
+        "source_age_ms": info.source_age_ms,
+        "services": info.services,
+        "endpoints": info.endpoints,
+        "nodes": info.nodes,
+        "agents": info.agents,
+        "problems": info.problems.iter().map(problem).collect::<Vec<_>>(),
+    })
+}
+
+fn problem(info: &Problem) -> Value {
+    json!({ "object": info.object, "field": info.field, "message": info.message, "origin": info.origin })
+}
+
+/// A `WatchEvent`; of `service` and `endpoint` one is null.
+pub fn event(info: &WatchEvent) -> Value {
+    json!({
+        "version": info.version,
+        "unix_ms": info.unix_ms,
+        "action": info.action,
+        "service": info.service.as_ref().map(service),
+        "endpoint": info.endpoint.as_ref().map(endpoint),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    /// Field names of a message, from the compiled protocol.
+    fn fields_of(message: &str) -> BTreeSet<String> {
+        use prost::Message as _;
+        let set = prost_types::FileDescriptorSet::decode(headgate_proto::FILE_DESCRIPTOR_SET).unwrap();
+        let found = set.file.iter().flat_map(|file| &file.message_type).find(|found| found.name() == message);
+        found.unwrap().field.iter().map(|field| field.name().to_owned()).collect()
+    }
+
+    fn keys(value: &Value) -> BTreeSet<String> {
+        value.as_object().unwrap().keys().cloned().collect()
+    }
+
+    #[test]
+    fn every_field_of_the_protocol_is_there_under_its_name() {
+        assert_eq!(keys(&service(&ServiceInfo::default())), fields_of("ServiceInfo"));
+        assert_eq!(keys(&port(&ServicePortInfo::default())), fields_of("ServicePortInfo"));
+        assert_eq!(keys(&endpoint(&EndpointInfo::default())), fields_of("EndpointInfo"));
+        assert_eq!(keys(&agent(&AgentInfo::default())), fields_of("AgentInfo"));
+        assert_eq!(keys(&status(&GetStatusResponse::default())), fields_of("GetStatusResponse"));
+        assert_eq!(keys(&problem(&Problem::default())), fields_of("Problem"));
+        assert_eq!(keys(&event(&WatchEvent::default())), fields_of("WatchEvent"));
+    }
+}

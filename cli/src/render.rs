@@ -1,0 +1,313 @@
+//! Answers as tables: aligned columns without borders, and below them one line for whatever needs a person's eye.
+
+use std::fmt::Write as _;
+
+use comfy_table::{Attribute, Cell, CellAlignment, Color, Table, presets};
+use headgate_proto::v1::{
+    AgentInfo, EndpointInfo, GetStatusResponse, Problem, ServiceInfo, ServicePortInfo, WatchEvent,
+};
+
+use crate::units;
+
+/// How text may be decorated.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Style {
+    /// ANSI colours; for terminals.
+    pub colour: bool,
+}
+
+/// What a cell says about the world.
+#[derive(Debug, Clone, Copy)]
+enum Tone {
+    Good,
+    Attention,
+    Bad,
+    Faint,
+}
+
+impl Tone {
+    fn colour(self) -> Color {
+        match self {
+            Self::Good => Color::Green,
+            Self::Attention => Color::Yellow,
+            Self::Bad => Color::Red,
+            Self::Faint => Color::DarkGrey,
+        }
+    }
+
+    fn ansi(self) -> &'static str {
+        match self {
+            Self::Good => "\u{1b}[32m",
+            Self::Attention => "\u{1b}[33m",
+            Self::Bad => "\u{1b}[31m",
+            Self::Faint => "\u{1b}[90m",
+        }
+    }
+}
+
+fn cell(text: impl Into<String>) -> Cell {
+    let text = text.into();
+    Cell::new(if text.is_empty() { "-".to_owned() } else { text })
+}
+
+fn toned(text: impl Into<String>, tone: Tone) -> Cell {
+    cell(text).fg(tone.colour())
+}
+
+/// The table as text. Columns whose header starts with `>` are numbers, aligned to the right.
+fn table(headers: &[&str], rows: impl IntoIterator<Item = Vec<Cell>>, style: Style) -> String {
+    let mut table = Table::new();
+    table.load_style(presets::NOTHING).force_no_tty();
+    if style.colour {
+        table.enforce_styling();
+    }
+    table.set_header(headers.iter().map(|header| cell(header.trim_start_matches('>')).add_attribute(Attribute::Bold)));
+    for row in rows {
+        table.add_row(row);
+    }
+    for (column, header) in table.column_iter_mut().zip(headers) {
+        column.set_padding((0, 2));
+        if header.starts_with('>') {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+    }
+    table.trim_fmt() + "\n"
+}
+
+/// A line below a table that needs attention.
+fn note(output: &mut String, text: &str, tone: Tone, style: Style) {
+    let _ = writeln!(output, "{}", paint(text, tone, style));
+}
+
+fn paint(text: &str, tone: Tone, style: Style) -> String {
+    if style.colour { format!("{}{text}\u{1b}[0m", tone.ansi()) } else { text.to_owned() }
+}
+
+/// Services, one a row; conflicts below.
+pub fn services(services: &[ServiceInfo], style: Style) -> String {
+    let headers =
+        ["NAMESPACE", "NAME", "CLUSTER-IP", "EXTERNAL-IP", "PORTS", ">READY", "POLICY", "AFFINITY", ">VERSION"];
+    let rows = services.iter().map(|service| {
+        vec![
+            cell(&service.namespace),
+            cell(&service.name),
+            cell(service.cluster_ips.join(",")),
+            cell(external(service).join(",")),
+            cell(ports(&service.ports)),
+            readiness(service),
+            cell(policy(service)),
+            cell(affinity(service)),
+            cell(service.version.to_string()),
+        ]
+    });
+    let mut output = table(&headers, rows, style);
+    for service in services {
+        for conflict in &service.conflicts {
+            let text = format!("{}/{}: conflict: {conflict}", service.namespace, service.name);
+            note(&mut output, &text, Tone::Attention, style);
+        }
+    }
+    output
+}
+
+fn external(service: &ServiceInfo) -> Vec<&str> {
+    service.external_ips.iter().chain(&service.load_balancer_ips).map(String::as_str).collect()
+}
+
+/// As kubectl writes them: `80/TCP`, with a NodePort `80:30080/TCP`.
+fn ports(ports: &[ServicePortInfo]) -> String {
+    let written = ports.iter().map(|port| match port.node_port {
+        0 => format!("{}/{}", port.port, port.protocol),
+        node_port => format!("{}:{node_port}/{}", port.port, port.protocol),
+    });
+    written.collect::<Vec<_>>().join(",")
+}
+
+fn readiness(service: &ServiceInfo) -> Cell {
+    let tone = match (service.ready_endpoints, service.endpoints) {
+        (0, _) => Tone::Bad,
+        (ready, all) if ready < all => Tone::Attention,
+        _ => Tone::Good,
+    };
+    toned(format!("{}/{}", service.ready_endpoints, service.endpoints), tone)
+}
+
+fn policy(service: &ServiceInfo) -> String {
+    let (internal, external) = (&service.internal_traffic_policy, &service.external_traffic_policy);
+    if internal == external { internal.clone() } else { format!("{internal} in, {external} out") }
+}
+
+fn affinity(service: &ServiceInfo) -> String {
+    match service.session_affinity_timeout_seconds {
+        0 => String::new(),
+        seconds => format!("ClientIP {}", units::duration(u64::from(seconds) * 1000)),
+    }
+}
+
+/// Endpoints, one a row; the service is a column when there are several.
+pub fn endpoints(endpoints: &[EndpointInfo], style: Style) -> String {
+    let first = endpoints.first().map(|endpoint| (&endpoint.namespace, &endpoint.name));
+    let several = endpoints.iter().any(|endpoint| Some((&endpoint.namespace, &endpoint.name)) != first);
+    let mut headers = vec!["ADDRESS", "PORTS", "STATE", "NODE", "ZONE", "HINTS", ">VERSION"];
+    if several {
+        headers.insert(0, "SERVICE");
+    }
+    let rows = endpoints.iter().map(|endpoint| {
+        let (state, tone) = endpoint_state(endpoint);
+        let mut row = vec![
+            cell(&endpoint.address),
+            cell(endpoint.ports.join(", ")),
+            toned(state, tone),
+            cell(&endpoint.node),
+            cell(&endpoint.zone),
+            cell(hints(endpoint)),
+            cell(endpoint.version.to_string()),
+        ];
+        if several {
+            row.insert(0, cell(format!("{}/{}", endpoint.namespace, endpoint.name)));
+        }
+        row
+    });
+    table(&headers, rows, style)
+}
+
+fn endpoint_state(endpoint: &EndpointInfo) -> (&'static str, Tone) {
+    match (endpoint.ready, endpoint.serving, endpoint.terminating) {
+        (_, true, true) => ("terminating, serving", Tone::Attention),
+        (_, false, true) => ("terminating", Tone::Bad),
+        (true, ..) => ("ready", Tone::Good),
+        (false, true, false) => ("serving, not ready", Tone::Attention),
+        (false, false, false) => ("not ready", Tone::Bad),
+    }
+}
+
+fn hints(endpoint: &EndpointInfo) -> String {
+    let zones = endpoint.hint_zones.iter().map(|zone| format!("zone {zone}"));
+    zones.chain(endpoint.hint_nodes.iter().map(|node| format!("node {node}"))).collect::<Vec<_>>().join(", ")
+}
+
+/// Agents, one a row; why a node is behind or below what it should be, below.
+pub fn agents(agents: &[AgentInfo], now_unix_ms: u64, style: Style) -> String {
+    let headers =
+        ["NODE", "STATE", ">PROGRAMMED", ">SENT", ">LAG", ">APPLY", "BACKEND", "RESUMED", ">CONNECTED", "ADDRESS"];
+    let rows = agents.iter().map(|agent| {
+        let (state, tone) = agent_state(agent);
+        vec![
+            cell(&agent.node),
+            toned(state, tone),
+            cell(agent.programmed_version.to_string()),
+            cell(agent.sent_version.to_string()),
+            cell(units::duration(agent.lag_ms)),
+            cell(units::microseconds(agent.apply_microseconds)),
+            cell(&agent.backend),
+            cell(resume(agent)),
+            cell(units::duration(now_unix_ms.saturating_sub(agent.connected_unix_ms))),
+            cell(&agent.address),
+        ]
+    });
+    let mut output = table(&headers, rows, style);
+    for agent in agents {
+        let node = &agent.node;
+        if !agent.last_error.is_empty() {
+            note(&mut output, &format!("{node}: error: {}", agent.last_error), Tone::Bad, style);
+        }
+        for reason in &agent.degraded {
+            note(&mut output, &format!("{node}: degraded: {reason}"), Tone::Attention, style);
+        }
+        for rejection in &agent.rejections {
+            note(&mut output, &format!("{node}: rejected {}", sentence(rejection)), Tone::Attention, style);
+        }
+    }
+    output
+}
+
+fn agent_state(agent: &AgentInfo) -> (&'static str, Tone) {
+    if !agent.last_error.is_empty() {
+        ("failing", Tone::Bad)
+    } else if agent.programmed_version < agent.head_version {
+        ("behind", Tone::Attention)
+    } else if !agent.degraded.is_empty() || !agent.rejections.is_empty() {
+        ("degraded", Tone::Attention)
+    } else {
+        ("current", Tone::Good)
+    }
+}
+
+fn resume(agent: &AgentInfo) -> String {
+    if agent.resume.is_empty() { String::new() } else { format!("{} ({})", agent.resume, agent.resumed_resources) }
+}
+
+fn sentence(problem: &Problem) -> String {
+    let mut text = problem.object.clone();
+    if !problem.field.is_empty() {
+        let _ = write!(text, ", {}", problem.field);
+    }
+    let _ = write!(text, ": {}", problem.message);
+    if !problem.origin.is_empty() {
+        let _ = write!(text, " [{}]", problem.origin);
+    }
+    text
+}
+
+/// The replica's state, a line for each fact; what it refuses, below.
+pub fn status(status: &GetStatusResponse, style: Style) -> String {
+    let synced = if status.synced {
+        paint("yes", Tone::Good, style)
+    } else {
+        paint("no: not every kind has been listed yet", Tone::Attention, style)
+    };
+    let facts = [
+        ("replica", format!("{} (headgate {})", status.replica, status.build)),
+        ("source", status.source.clone()),
+        ("synced", synced),
+        ("last heard", format!("{} ago", units::duration(status.source_age_ms))),
+        ("version", format!("{} (epoch {})", status.version, status.epoch)),
+        ("services", status.services.to_string()),
+        ("endpoints", status.endpoints.to_string()),
+        ("nodes", status.nodes.to_string()),
+        ("agents", status.agents.to_string()),
+        ("problems", status.problems.len().to_string()),
+    ];
+    let mut output = String::new();
+    for (name, value) in facts {
+        let _ = writeln!(output, "{name:<12}{value}");
+    }
+    for problem in &status.problems {
+        note(&mut output, &format!("  {}", sentence(problem)), Tone::Attention, style);
+    }
+    output
+}
+
+/// One change, on one line without an end.
+pub fn event(event: &WatchEvent, style: Style) -> String {
+    let head = paint(&format!("{}  v{:<6}", units::time_of_day(event.unix_ms), event.version), Tone::Faint, style);
+    let tone = if event.action == "removed" { Tone::Bad } else { Tone::Good };
+    let action = paint(&format!("{:<8}", event.action), tone, style);
+    let removed = event.action == "removed";
+    let what = match (&event.service, &event.endpoint) {
+        (Some(service), _) => {
+            let name = format!("service   {}/{}", service.namespace, service.name);
+            if removed {
+                name
+            } else {
+                let ready = format!("{}/{} ready", service.ready_endpoints, service.endpoints);
+                format!("{name}  {}  {}  {ready}", service.cluster_ips.join(","), ports(&service.ports))
+            }
+        }
+        (None, Some(endpoint)) => {
+            let name = format!("endpoint  {}/{}  {}", endpoint.namespace, endpoint.name, endpoint.address);
+            if removed {
+                name
+            } else {
+                let (state, tone) = endpoint_state(endpoint);
+                let node = if endpoint.node.is_empty() { String::new() } else { format!("  on {}", endpoint.node) };
+                format!("{name}  {}  {}{node}", endpoint.ports.join(", "), paint(state, tone, style))
+            }
+        }
+        (None, None) => "(nothing that this headgatectl knows: it is older than the replica)".to_owned(),
+    };
+    format!("{head} {action}  {what}")
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,212 @@
+use super::*;
+
+const PLAIN: Style = Style { colour: false };
+
+fn strings<const N: usize>(items: [&str; N]) -> Vec<String> {
+    items.map(str::to_owned).to_vec()
+}
+
+fn web() -> ServiceInfo {
+    ServiceInfo {
+        namespace: "demo".into(),
+        name: "web".into(),
+        cluster_ips: strings(["10.96.0.10", "fd00:10:96::a"]),
+        ports: vec![ServicePortInfo { name: "http".into(), protocol: "TCP".into(), port: 80, node_port: 30080 }],
+        internal_traffic_policy: "Cluster".into(),
+        external_traffic_policy: "Cluster".into(),
+        endpoints: 3,
+        ready_endpoints: 2,
+        version: 18,
+        ..ServiceInfo::default()
+    }
+}
+
+fn dns() -> ServiceInfo {
+    let port = |name: &str, protocol: &str| ServicePortInfo {
+        name: name.into(),
+        protocol: protocol.into(),
+        port: 53,
+        node_port: 0,
+    };
+    ServiceInfo {
+        namespace: "kube-system".into(),
+        name: "kube-dns".into(),
+        cluster_ips: strings(["10.96.0.2"]),
+        external_ips: strings(["198.51.100.7"]),
+        load_balancer_ips: strings(["203.0.113.9"]),
+        ports: vec![port("dns", "UDP"), port("dns-tcp", "TCP")],
+        internal_traffic_policy: "Cluster".into(),
+        external_traffic_policy: "Local".into(),
+        session_affinity_timeout_seconds: 10_800,
+        version: 2,
+        conflicts: strings(["203.0.113.9 53/UDP is held by Service prod/dns, which is older"]),
+        ..ServiceInfo::default()
+    }
+}
+
+#[test]
+fn services_are_a_table_with_conflicts_below() {
+    let expected = "\
+NAMESPACE    NAME      CLUSTER-IP                EXTERNAL-IP               PORTS          READY  POLICY                 AFFINITY        VERSION
+demo         web       10.96.0.10,fd00:10:96::a  -                         80:30080/TCP     2/3  Cluster                -                    18
+kube-system  kube-dns  10.96.0.2                 198.51.100.7,203.0.113.9  53/UDP,53/TCP    0/0  Cluster in, Local out  ClientIP 3h00m        2
+kube-system/kube-dns: conflict: 203.0.113.9 53/UDP is held by Service prod/dns, which is older
+";
+    assert_eq!(services(&[web(), dns()], PLAIN), expected);
+}
+
+fn ready(address: &str) -> EndpointInfo {
+    EndpointInfo {
+        namespace: "demo".into(),
+        name: "web".into(),
+        address: address.into(),
+        ports: strings(["http 8081/TCP"]),
+        ready: true,
+        serving: true,
+        node: "node-a".into(),
+        zone: "zone-1".into(),
+        version: 7,
+        ..EndpointInfo::default()
+    }
+}
+
+#[test]
+fn endpoints_of_one_service_show_no_service() {
+    let leaving = EndpointInfo {
+        ready: false,
+        terminating: true,
+        hint_zones: strings(["zone-1"]),
+        node: String::new(),
+        ..ready("10.244.1.11")
+    };
+    let expected = "\
+ADDRESS      PORTS          STATE                 NODE    ZONE    HINTS        VERSION
+10.244.1.10  http 8081/TCP  ready                 node-a  zone-1  -                  7
+10.244.1.11  http 8081/TCP  terminating, serving  -       zone-1  zone zone-1        7
+";
+    assert_eq!(endpoints(&[ready("10.244.1.10"), leaving], PLAIN), expected);
+}
+
+#[test]
+fn endpoints_of_several_services_show_which() {
+    let other = EndpointInfo { name: "api".into(), ready: false, serving: false, ..ready("10.244.2.10") };
+    let output = endpoints(&[ready("10.244.1.10"), other], PLAIN);
+    let lines: Vec<&str> = output.lines().collect();
+    assert!(lines[0].starts_with("SERVICE   ADDRESS"), "{output}");
+    assert!(lines[2].starts_with("demo/api  10.244.2.10  http 8081/TCP  not ready"), "{output}");
+}
+
+fn agent(node: &str) -> AgentInfo {
+    AgentInfo {
+        node: node.into(),
+        address: "192.0.2.11:40112".into(),
+        agent_version: "0.1.0".into(),
+        backend: "iptables-nft".into(),
+        head_version: 18,
+        sent_version: 18,
+        programmed_version: 18,
+        apply_microseconds: 4_200,
+        resume: "full".into(),
+        resumed_resources: 12,
+        connected_unix_ms: 1_000_000,
+        ..AgentInfo::default()
+    }
+}
+
+#[test]
+fn agents_show_who_is_behind_and_why() {
+    let failing = AgentInfo {
+        programmed_version: 16,
+        lag_ms: 4_200,
+        last_error: "iptables-nft-restore: line 7 failed".into(),
+        ..agent("node-b")
+    };
+    let behind = AgentInfo { programmed_version: 17, sent_version: 17, lag_ms: 12, ..agent("node-c") };
+    let degraded = AgentInfo {
+        degraded: strings(["IPv6 has no iptables here"]),
+        rejections: vec![Problem {
+            object: "Endpoint demo/web 10.1.2.3".into(),
+            field: "ports[0].port".into(),
+            message: "0 is no port".into(),
+            origin: String::new(),
+        }],
+        ..agent("node-d")
+    };
+    let expected = "\
+NODE    STATE     PROGRAMMED  SENT   LAG  APPLY  BACKEND       RESUMED    CONNECTED  ADDRESS
+node-a  current           18    18     0  4.2ms  iptables-nft  full (12)      3m12s  192.0.2.11:40112
+node-b  failing           16    18  4.2s  4.2ms  iptables-nft  full (12)      3m12s  192.0.2.11:40112
+node-c  behind            17    17  12ms  4.2ms  iptables-nft  full (12)      3m12s  192.0.2.11:40112
+node-d  degraded          18    18     0  4.2ms  iptables-nft  full (12)      3m12s  192.0.2.11:40112
+node-b: error: iptables-nft-restore: line 7 failed
+node-d: degraded: IPv6 has no iptables here
+node-d: rejected Endpoint demo/web 10.1.2.3, ports[0].port: 0 is no port
+";
+    assert_eq!(agents(&[agent("node-a"), failing, behind, degraded], 1_192_000, PLAIN), expected);
+}
+
+#[test]
+fn status_lists_what_is_refused() {
+    let response = GetStatusResponse {
+        replica: "control".into(),
+        epoch: "00c0ffee".into(),
+        version: 18,
+        build: "0.1.0".into(),
+        source: "files:/etc/headgate".into(),
+        synced: true,
+        source_age_ms: 850,
+        services: 2,
+        endpoints: 6,
+        nodes: 3,
+        agents: 3,
+        problems: vec![Problem {
+            object: "Service demo/web".into(),
+            field: "spec.ports".into(),
+            message: "is empty: give at least one port".into(),
+            origin: "web.yaml, document 2".into(),
+        }],
+    };
+    let expected = "\
+replica     control (headgate 0.1.0)
+source      files:/etc/headgate
+synced      yes
+last heard  850ms ago
+version     18 (epoch 00c0ffee)
+services    2
+endpoints   6
+nodes       3
+agents      3
+problems    1
+  Service demo/web, spec.ports: is empty: give at least one port [web.yaml, document 2]
+";
+    assert_eq!(status(&response, PLAIN), expected);
+}
+
+#[test]
+fn events_are_one_line_each() {
+    let base = WatchEvent { version: 19, unix_ms: 33_221_250, action: "changed".into(), service: None, endpoint: None };
+    let shown = |changed: WatchEvent| event(&changed, PLAIN);
+    assert_eq!(
+        shown(WatchEvent { service: Some(web()), ..base.clone() }),
+        "09:13:41.250  v19     changed   service   demo/web  10.96.0.10,fd00:10:96::a  80:30080/TCP  2/3 ready"
+    );
+    assert_eq!(
+        shown(WatchEvent { endpoint: Some(ready("10.244.1.10")), ..base.clone() }),
+        "09:13:41.250  v19     changed   endpoint  demo/web  10.244.1.10  http 8081/TCP  ready  on node-a"
+    );
+    assert_eq!(
+        shown(WatchEvent { action: "removed".into(), endpoint: Some(ready("10.244.1.10")), ..base }),
+        "09:13:41.250  v19     removed   endpoint  demo/web  10.244.1.10"
+    );
+}
+
+#[test]
+fn colours_are_there_only_when_asked_for() {
+    let coloured = Style { colour: true };
+    assert!(services(&[web()], coloured).contains("\u{1b}["));
+    assert!(agents(&[agent("node-a")], 0, coloured).contains("\u{1b}["));
+    for plain in [services(&[web(), dns()], PLAIN), endpoints(&[ready("::1")], PLAIN), agents(&[agent("n")], 0, PLAIN)]
+    {
+        assert!(!plain.contains('\u{1b}'), "{plain}");
+    }
+}

@@ -1,0 +1,206 @@
+//! From the command line to what is written.
+
+use std::io::{self, Write};
+
+use headgate_proto::v1::inspect_client::InspectClient;
+use headgate_proto::v1::{
+    GetStatusRequest, ListAgentsRequest, ListEndpointsRequest, ListServicesRequest, WatchRequest,
+};
+use serde_json::Value;
+use tonic::transport::Channel;
+use tonic::{Code, Status, Streaming};
+
+use crate::args::{Args, Command, Output, Selected, Selection};
+use crate::client::{self, ConnectError};
+use crate::json;
+use crate::render::{self, Style};
+
+/// Why a command did not do what was asked.
+#[derive(Debug, thiserror::Error)]
+pub enum Failure {
+    /// The command line cannot be followed.
+    #[error("{0}\nFor more information, try '--help'.")]
+    Usage(String),
+    /// No connection.
+    #[error(transparent)]
+    Connect(ConnectError),
+    /// What was asked for does not exist.
+    #[error("{0}")]
+    NotFound(String),
+    /// The replica refused or broke off.
+    #[error("{server} answered {code:?}: {message}")]
+    Server {
+        /// The URL asked.
+        server: String,
+        /// gRPC code.
+        code: Code,
+        /// What it said.
+        message: String,
+    },
+    /// Standard output cannot be written.
+    #[error("writing the answer: {0}")]
+    Output(#[from] io::Error),
+}
+
+impl Failure {
+    /// 2 for usage, 1 for all else.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::Usage(_) | Self::Connect(ConnectError::Usage(_)) => 2,
+            Self::Connect(_) | Self::NotFound(_) | Self::Server { .. } | Self::Output(_) => 1,
+        }
+    }
+}
+
+/// Runs one command and writes its answer to `out`. A reader that closes the pipe early (`| head`) ends it in peace.
+pub async fn run(args: &Args, style: Style, out: &mut dyn Write) -> Result<(), Failure> {
+    match Session::run(args, style, out).await {
+        Err(Failure::Output(error)) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        result => result,
+    }
+}
+
+struct Session<'a> {
+    client: InspectClient<Channel>,
+    server: &'a str,
+    output: Output,
+    style: Style,
+    out: &'a mut dyn Write,
+}
+
+impl<'a> Session<'a> {
+    async fn run(args: &'a Args, style: Style, out: &'a mut dyn Write) -> Result<(), Failure> {
+        // Usage is checked before anybody is troubled with a connection.
+        let selected = match &args.command {
+            Command::Services(selection) | Command::Endpoints(selection) | Command::Watch(selection) => {
+                resolve(selection)?
+            }
+            Command::Agents { .. } | Command::Status => Selected { namespace: String::new(), name: String::new() },
+        };
+        let client = client::connect(&args.server, &args.tls).await.map_err(Failure::Connect)?;
+        let mut session = Self { client, server: &args.server, output: args.output, style, out };
+        match &args.command {
+            Command::Services(_) => session.services(selected).await,
+            Command::Endpoints(_) => session.endpoints(selected).await,
+            Command::Agents { node } => session.agents(node.as_deref()).await,
+            Command::Watch(_) => session.watch(selected).await,
+            Command::Status => session.status().await,
+        }
+    }
+
+    async fn services(&mut self, selected: Selected) -> Result<(), Failure> {
+        let request = ListServicesRequest { namespace: selected.namespace.clone(), name: selected.name.clone() };
+        let answer = self.client.list_services(request).await;
+        let services = self.collect(answer).await?;
+        if services.is_empty() && !selected.name.is_empty() {
+            return Err(Failure::NotFound(no_such_service(&selected)));
+        }
+        let empty = if selected.namespace.is_empty() {
+            "No services.".to_owned()
+        } else {
+            format!("No services in namespace {}.", selected.namespace)
+        };
+        self.list(&services, json::service, render::services, &empty)
+    }
+
+    async fn endpoints(&mut self, selected: Selected) -> Result<(), Failure> {
+        let request = ListEndpointsRequest { namespace: selected.namespace.clone(), name: selected.name.clone() };
+        let answer = self.client.list_endpoints(request).await;
+        let endpoints = match self.collect(answer).await {
+            Err(Failure::Server { code: Code::NotFound, .. }) => {
+                return Err(Failure::NotFound(no_such_service(&selected)));
+            }
+            result => result?,
+        };
+        let empty = if selected.name.is_empty() {
+            "No endpoints.".to_owned()
+        } else {
+            format!("Service {}/{} has no endpoints.", selected.namespace, selected.name)
+        };
+        self.list(&endpoints, json::endpoint, render::endpoints, &empty)
+    }
+
+    async fn agents(&mut self, node: Option<&str>) -> Result<(), Failure> {
+        let request = ListAgentsRequest { node: node.unwrap_or_default().to_owned() };
+        let answer = self.client.list_agents(request).await;
+        let agents = self.collect(answer).await?;
+        if let (Some(node), true) = (node, agents.is_empty()) {
+            let text = format!("no agent of node {node} is connected to {}: ask the other replicas too", self.server);
+            return Err(Failure::NotFound(text));
+        }
+        let now_unix_ms = now_unix_ms();
+        let table = |agents: &[_], style| render::agents(agents, now_unix_ms, style);
+        self.list(&agents, json::agent, table, "No agents are connected to this replica.")
+    }
+
+    async fn status(&mut self) -> Result<(), Failure> {
+        let answer = self.client.get_status(GetStatusRequest {}).await;
+        let status = answer.map_err(|status| self.refused(&status))?.into_inner();
+        match self.output {
+            Output::Json => self.write_json(&json::status(&status)),
+            Output::Table => Ok(self.out.write_all(render::status(&status, self.style).as_bytes())?),
+        }
+    }
+
+    async fn watch(&mut self, selected: Selected) -> Result<(), Failure> {
+        let request = WatchRequest { namespace: selected.namespace, name: selected.name };
+        let answer = self.client.watch(request).await;
+        let mut events = answer.map_err(|status| self.refused(&status))?.into_inner();
+        while let Some(event) = events.message().await.map_err(|status| self.refused(&status))? {
+            match self.output {
+                Output::Json => serde_json::to_writer(&mut *self.out, &json::event(&event)).map_err(io::Error::from)?,
+                Output::Table => self.out.write_all(render::event(&event, self.style).as_bytes())?,
+            }
+            self.out.write_all(b"\n")?;
+            self.out.flush()?;
+        }
+        let message = "the replica ended the watch; start it again to follow on".to_owned();
+        Err(Failure::Server { server: self.server.to_owned(), code: Code::Unavailable, message })
+    }
+
+    async fn collect<T>(&self, answer: Result<tonic::Response<Streaming<T>>, Status>) -> Result<Vec<T>, Failure> {
+        let mut stream = answer.map_err(|status| self.refused(&status))?.into_inner();
+        let mut items = Vec::new();
+        while let Some(item) = stream.message().await.map_err(|status| self.refused(&status))? {
+            items.push(item);
+        }
+        Ok(items)
+    }
+
+    fn list<T>(
+        &mut self,
+        items: &[T],
+        to_json: impl Fn(&T) -> Value,
+        to_table: impl Fn(&[T], Style) -> String,
+        empty: &str,
+    ) -> Result<(), Failure> {
+        match self.output {
+            Output::Json => self.write_json(&Value::Array(items.iter().map(to_json).collect())),
+            Output::Table if items.is_empty() => Ok(writeln!(self.out, "{empty}")?),
+            Output::Table => Ok(self.out.write_all(to_table(items, self.style).as_bytes())?),
+        }
+    }
+
+    fn write_json(&mut self, value: &Value) -> Result<(), Failure> {
+        serde_json::to_writer_pretty(&mut *self.out, value).map_err(io::Error::from)?;
+        Ok(writeln!(self.out)?)
+    }
+
+    fn refused(&self, status: &Status) -> Failure {
+        let message = if status.message().is_empty() { client::chain(status) } else { status.message().to_owned() };
+        Failure::Server { server: self.server.to_owned(), code: status.code(), message }
+    }
+}
+
+fn resolve(selection: &Selection) -> Result<Selected, Failure> {
+    selection.resolve().map_err(Failure::Usage)
+}
+
+fn no_such_service(selected: &Selected) -> String {
+    format!("no service {}/{}: `headgatectl services` lists those that there are", selected.namespace, selected.name)
+}
+
+fn now_unix_ms() -> u64 {
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(now.as_millis()).unwrap_or(u64::MAX)
+}
