@@ -62,12 +62,13 @@ impl Ledger {
         &self.config
     }
 
-    /// Writes what changed for the dirty services, at the cost of those services alone.
-    ///
-    /// Returns `None` when the number of services has crossed the threshold between dispatch layouts, so that a full script is due.
-    pub fn changed(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> Option<(Script, Planned)> {
+    /// Writes what changed for the dirty services, at the cost of those services alone. Only when the number of services has crossed
+    /// the threshold between dispatch layouts is everything written.
+    pub fn changed(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> (Script, Planned) {
         if self.layout_is_outgrown(state.service_count()) {
-            return None;
+            let believed = Table::ALL.map(|table| (table, self.believed(table)));
+            let of = |table| believed.iter().find(|(of, _)| *of == table).map(|(_, existing)| existing.clone());
+            return self.full(state, node, |table| of(table).unwrap_or_default());
         }
         let mut script = Script::default();
         let mut planned = Planned::default();
@@ -81,7 +82,7 @@ impl Ledger {
         for name in stale {
             script.delete_chain(Table::Nat, &name);
         }
-        Some((script, planned))
+        (script, planned)
     }
 
     /// Forgets what was programmed and writes everything, given what the kernel has in nat and filter. Chains that are ours by name and not
@@ -197,8 +198,16 @@ impl Ledger {
     }
 
     fn delete_stale(&self, table: Table, existing: &Existing, script: &mut Script) {
+        let wanted = self.wanted_chains(table);
+        for name in existing.chains.iter().filter(|name| !wanted.contains(*name)) {
+            script.delete_chain(table, name);
+        }
+    }
+
+    /// Names of all chains of a table that are programmed. A full pass.
+    fn wanted_chains(&self, table: Table) -> BTreeSet<String> {
         let fixed = fixed::chains(&self.config);
-        let mut wanted: HashSet<String> =
+        let mut wanted: BTreeSet<String> =
             fixed.iter().filter(|chain| chain.table == table).map(|chain| chain.name.to_owned()).collect();
         let dispatch = SharedChain::ALL.into_iter().filter(|chain| chain.table() == table);
         wanted.extend(dispatch.map(|chain| chain.name().to_owned()));
@@ -208,9 +217,14 @@ impl Ledger {
             let own = self.programmed.values().flat_map(|programmed| programmed.chains.iter());
             wanted.extend(own.map(|(name, _)| name.to_string()));
         }
-        for name in existing.chains.iter().filter(|name| !wanted.contains(*name)) {
-            script.delete_chain(table, name);
-        }
+        wanted
+    }
+
+    /// What the kernel has if all scripts so far succeeded and nobody interfered.
+    fn believed(&self, table: Table) -> Existing {
+        let jumps = fixed::jumps(&self.config).into_iter().filter(|jump| jump.table == table);
+        let base_rules = jumps.map(|jump| format!("{} {}", jump.from, jump.rule)).collect();
+        Existing { chains: self.wanted_chains(table), base_rules }
     }
 }
 

@@ -167,7 +167,7 @@ impl Shared {
         for (chain, group) in groups {
             let Some(name) = group_chain(chain, group) else { continue };
             match self.groups.get(&chain).and_then(|groups| groups.get(&group)) {
-                Some(lines) => script.write_chain(chain.table(), &name, &numbered(&name, lines)),
+                Some(lines) => script.write_chain(chain.table(), &name, &numbered(name, lines)),
                 None => script.delete_chain(chain.table(), &name),
             }
         }

@@ -1,0 +1,167 @@
+//! The programs: `iptables-save` to read, `iptables-restore --noflush` to write.
+
+use std::{
+    io::{self, BufWriter, Write as _},
+    process::{Command, Output, Stdio},
+};
+
+use headgate_core::{
+    Family,
+    iptables::{Existing, Script, Table},
+};
+
+use super::{
+    super::{BackendError, ErrorKind},
+    Variant,
+};
+
+/// Seconds to wait for the lock that all iptables programs share (legacy only; nft ignores it).
+const LOCK_WAIT_SECONDS: &str = "5";
+
+/// Exit status of an iptables program that did not get the lock (xtables.h, RESOURCE_PROBLEM).
+const EXIT_RESOURCE_PROBLEM: i32 = 4;
+
+/// The programs of one family and variant.
+#[derive(Debug, Clone)]
+pub(super) struct Programs {
+    family: Family,
+    variant: &'static str,
+}
+
+impl Programs {
+    /// The programs of a variant, which must not be `Auto`.
+    pub(super) fn new(family: Family, variant: Variant) -> Self {
+        Self { family, variant: if variant == Variant::Legacy { "legacy" } else { "nft" } }
+    }
+
+    fn name(&self, tool: &str) -> String {
+        let base = match self.family {
+            Family::V4 => "iptables",
+            Family::V6 => "ip6tables",
+        };
+        if tool.is_empty() { format!("{base}-{}", self.variant) } else { format!("{base}-{}-{tool}", self.variant) }
+    }
+
+    /// True when the programs are installed.
+    pub(super) fn are_installed(&self) -> bool {
+        Command::new(self.name("restore")).arg("--version").output().is_ok_and(|output| output.status.success())
+    }
+
+    /// Everything that the kernel has in a table, as text. Empty where the table does not exist yet.
+    pub(super) fn save(&self, table: Table) -> Result<String, BackendError> {
+        let program = self.name("save");
+        let output = Command::new(&program).args(["-t", table.as_str()]).output().map_err(|e| start_error(&program, &e))?;
+        if output.status.success() {
+            return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
+        }
+        Err(failure(&program, &format!("cannot read table {table}"), &output))
+    }
+
+    /// What of ours the kernel has in a table.
+    pub(super) fn existing(&self, table: Table) -> Result<Existing, BackendError> {
+        Ok(Existing::parse(table, &self.save(table)?))
+    }
+
+    /// Runs a script. Each table's part takes effect as a whole or not at all.
+    pub(super) fn restore(&self, script: &Script) -> Result<(), BackendError> {
+        let program = self.name("restore");
+        tracing::trace!(%program, %script, "restoring");
+        let mut child = Command::new(&program)
+            .args(["--noflush", "-w", LOCK_WAIT_SECONDS])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .map_err(|error| start_error(&program, &error))?;
+        let written = child.stdin.take().map_or(Ok(()), |stdin| write_pieces(stdin, script));
+        let output = child.wait_with_output().map_err(|error| start_error(&program, &error))?;
+        if !output.status.success() {
+            return Err(failure(&program, &offending_line(script, &output), &output));
+        }
+        // A program that succeeds has read everything; had it not, success would mean nothing.
+        written.map_err(|error| BackendError::new(ErrorKind::NeedsFullSync, format!("{program}: writing rules: {error}")))
+    }
+
+    /// True when a chain exists.
+    pub(super) fn has_chain(&self, table: Table, chain: &str) -> Result<bool, BackendError> {
+        self.test(table, &["-S", chain, "1"])
+    }
+
+    /// True when a rule exists in a chain. `rule` is as `iptables-save` prints it.
+    pub(super) fn has_rule(&self, table: Table, chain: &str, rule: &str) -> Result<bool, BackendError> {
+        let words = split_rule(rule);
+        let mut arguments = vec!["-C", chain];
+        arguments.extend(words.iter().map(String::as_str));
+        self.test(table, &arguments)
+    }
+
+    fn test(&self, table: Table, arguments: &[&str]) -> Result<bool, BackendError> {
+        let program = self.name("");
+        let mut command = Command::new(&program);
+        command.args(["-w", LOCK_WAIT_SECONDS, "-t", table.as_str()]).args(arguments);
+        let output = command.output().map_err(|error| start_error(&program, &error))?;
+        match output.status.code() {
+            Some(0) => Ok(true),
+            Some(1) => Ok(false),
+            _ => Err(failure(&program, &format!("cannot look at table {table}"), &output)),
+        }
+    }
+}
+
+fn write_pieces(stdin: impl io::Write, script: &Script) -> io::Result<()> {
+    let mut writer = BufWriter::with_capacity(64 << 10, stdin);
+    script.pieces().try_for_each(|piece| writer.write_all(piece.as_bytes()))?;
+    writer.flush()
+}
+
+/// Splits a rule into words; quotes enclose a comment.
+fn split_rule(rule: &str) -> Vec<String> {
+    let mut words = Vec::new();
+    for (i, part) in rule.split('"').enumerate() {
+        if i % 2 == 1 {
+            words.push(part.to_owned());
+        } else {
+            words.extend(part.split_whitespace().map(str::to_owned));
+        }
+    }
+    words
+}
+
+fn start_error(program: &str, error: &io::Error) -> BackendError {
+    if error.kind() == io::ErrorKind::NotFound {
+        let message = format!("{program} is not installed; install the package iptables, or choose --iptables-variant");
+        return BackendError::new(ErrorKind::Unavailable, message);
+    }
+    BackendError::new(ErrorKind::Retry, format!("{program} did not run: {error}"))
+}
+
+fn failure(program: &str, what: &str, output: &Output) -> BackendError {
+    let code = output.status.code();
+    let kind = if code == Some(EXIT_RESOURCE_PROBLEM) { ErrorKind::Retry } else { ErrorKind::NeedsFullSync };
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    let said: Vec<&str> = stderr.lines().map(str::trim).filter(|line| !line.is_empty()).take(5).collect();
+    BackendError::new(kind, format!("{program} ({}): {what}: {}", output.status, said.join("; ")))
+}
+
+/// The line of the script that the program complained about, such as `line 17 failed` or `Error occurred at line: 17`.
+fn offending_line(script: &Script, output: &Output) -> String {
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    let number = stderr.lines().find_map(|line| {
+        let (_, rest) = line.split_once("line")?;
+        let digits: String = rest.chars().skip_while(|c| !c.is_ascii_digit()).take_while(char::is_ascii_digit).collect();
+        digits.parse::<usize>().ok()
+    });
+    let text = number.and_then(|n| script.pieces().flat_map(str::lines).nth(n.checked_sub(1)?));
+    text.map_or_else(|| "rules refused".to_owned(), |line| format!("refused `{line}`"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rules_are_split_at_spaces_outside_of_comments() {
+        let words = split_rule(r#"-m comment --comment "kubernetes service portals" -j KUBE-SERVICES"#);
+        assert_eq!(words, ["-m", "comment", "--comment", "kubernetes service portals", "-j", "KUBE-SERVICES"]);
+    }
+}

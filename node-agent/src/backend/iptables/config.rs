@@ -1,0 +1,32 @@
+//! What the operator asked of the iptables backend.
+
+use headgate_core::{Family, masquerade::MasqueradeConfig};
+
+/// Which iptables the rules are written with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
+pub enum Variant {
+    /// The one that the node uses already.
+    #[default]
+    Auto,
+    /// `iptables-legacy-restore`.
+    Legacy,
+    /// `iptables-nft-restore`.
+    Nft,
+}
+
+/// Configuration of the backend.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Config {
+    /// Which iptables.
+    pub variant: Variant,
+    /// Masquerading.
+    pub masquerade: MasqueradeConfig,
+    /// Families to program, where the node can.
+    pub families: Vec<Family>,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self { variant: Variant::Auto, masquerade: MasqueradeConfig::default(), families: Family::BOTH.to_vec() }
+    }
+}
