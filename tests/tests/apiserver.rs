@@ -2,8 +2,8 @@
 #![allow(clippy::unwrap_used, missing_docs)]
 
 mod apiserver {
-    pub(crate) mod follower;
     mod faults;
+    pub(crate) mod follower;
     mod lists;
     mod plain_http;
     mod portable;

@@ -87,6 +87,9 @@ pub(super) enum Order {
     Bookmark,
 }
 
+/// An order and the version of the last write before it: it takes effect between the writes before and after it.
+pub(super) type DatedOrder = (u64, Order);
+
 #[derive(Debug)]
 struct Rule {
     filter: RequestFilter,
@@ -98,7 +101,7 @@ struct Rule {
 struct Inner {
     rules: Vec<Rule>,
     blocked: BTreeSet<Kind>,
-    watches: BTreeMap<u64, (Kind, VecDeque<Order>)>,
+    watches: BTreeMap<u64, (Kind, VecDeque<DatedOrder>)>,
     next_watch: u64,
     /// Goes up at every clearing; a stalled request waits for that.
     clearings: u64,
@@ -157,10 +160,10 @@ impl Faults {
     }
 
     /// Orders every open watch of a kind, or of all kinds; returns how many there are.
-    pub(super) fn order(&self, kind: Option<Kind>, order: &Order) -> usize {
+    pub(super) fn order(&self, kind: Option<Kind>, order: &Order, version: u64) -> usize {
         let mut inner = lock(&self.inner);
         let queues = inner.watches.values_mut().filter(|(of, _)| kind.is_none_or(|kind| kind == *of));
-        queues.map(|(_, queue)| queue.push_back(order.clone())).count()
+        queues.map(|(_, queue)| queue.push_back((version, order.clone()))).count()
     }
 
     pub(super) fn open_watches(&self, kind: Option<Kind>) -> usize {
@@ -178,7 +181,7 @@ impl Faults {
 }
 
 impl Ticket {
-    pub(super) fn take_orders(&self) -> VecDeque<Order> {
+    pub(super) fn take_orders(&self) -> VecDeque<DatedOrder> {
         let mut inner = lock(&self.faults.inner);
         inner.watches.get_mut(&self.id).map(|(_, queue)| std::mem::take(queue)).unwrap_or_default()
     }

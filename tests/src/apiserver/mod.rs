@@ -243,7 +243,8 @@ impl ApiServer {
     }
 }
 
-/// Faults. `kind: None` means every kind; what is returned is how many open watches were told.
+/// Faults. `kind: None` means every kind; what is returned is how many open watches were told. A watch obeys between
+/// the writes made before the call, which it sends first unless its kind is blocked, and those made after it.
 impl ApiServer {
     /// The next `count` requests that the filter lets through meet the fault.
     pub fn fail_next(&self, count: u64, filter: RequestFilter, fault: RequestFault) {
@@ -299,7 +300,7 @@ impl ApiServer {
     }
 
     fn order(&self, kind: Option<Kind>, order: &Order) -> usize {
-        let told = self.shared.faults.order(kind, order);
+        let told = self.shared.faults.order(kind, order, self.version());
         self.shared.store.ring();
         told
     }

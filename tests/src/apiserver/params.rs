@@ -40,8 +40,8 @@ impl Params {
         match name {
             "watch" => self.watch = flag(&value),
             "limit" => {
-                self.limit =
-                    Some(number(name, &value)?).filter(|limit| *limit > 0).and_then(|limit| usize::try_from(limit).ok())
+                let limit = Some(number(name, &value)?).filter(|limit| *limit > 0);
+                self.limit = limit.and_then(|limit| usize::try_from(limit).ok());
             }
             "continue" => self.continue_token = Some(value).filter(|token| !token.is_empty()),
             "resourceVersion" if value.is_empty() => {}

@@ -394,7 +394,7 @@ mod tests {
         let answer = loop {
             match try_readyz(port, &folder.path().join("ca.crt")) {
                 Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
-                    std::thread::sleep(Duration::from_millis(5))
+                    std::thread::sleep(Duration::from_millis(5));
                 }
                 other => break other.unwrap(),
             }

@@ -26,10 +26,13 @@ enum Control {
     Listen(StdListener, std_mpsc::Sender<std::io::Result<()>>),
 }
 
+/// How many orders may wait. Each caller waits for its own, so that more would take as many threads.
+const ORDERS: usize = 64;
+
 /// The handle of the thread; ends it when dropped.
 pub(super) struct Server {
     address: SocketAddr,
-    control: Option<mpsc::UnboundedSender<Control>>,
+    control: Option<mpsc::Sender<Control>>,
     thread: Option<thread::JoinHandle<()>>,
     /// Bound but never listening: keeps the port ours while the server is stopped, so that nobody else gets it and
     /// connections are refused.
@@ -49,7 +52,7 @@ impl Server {
         })?;
         let runtime =
             tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed("make a runtime"))?;
-        let (control, orders) = mpsc::unbounded_channel();
+        let (control, orders) = mpsc::channel(ORDERS);
         let work = move || runtime.block_on(serve(shared, orders));
         let thread =
             thread::Builder::new().name("stand-in-api".to_owned()).spawn(work).map_err(failed("start a thread"))?;
@@ -66,7 +69,7 @@ impl Server {
         let listener = open(self.address).map_err(failed("listen on its port"))?;
         let (done, answer) = std_mpsc::channel();
         self.send(Control::Listen(listener, done));
-        let taken = answer.recv().unwrap_or_else(|_| Err(std::io::Error::other("its thread has ended")));
+        let taken = answer.recv().unwrap_or_else(|_| Err(std::io::Error::other("its thread takes no orders")));
         taken.map_err(failed("listen on its port"))
     }
 
@@ -79,9 +82,9 @@ impl Server {
 
     fn send(&self, order: Control) {
         if let Some(control) = &self.control
-            && control.send(order).is_err()
+            && control.try_send(order).is_err()
         {
-            tracing::warn!("the stand-in API server's thread has ended");
+            tracing::warn!("the stand-in API server's thread takes no orders");
         }
     }
 }
@@ -111,7 +114,7 @@ fn open(address: SocketAddr) -> std::io::Result<StdListener> {
     Ok(socket.into())
 }
 
-async fn serve(shared: Arc<Shared>, mut orders: mpsc::UnboundedReceiver<Control>) {
+async fn serve(shared: Arc<Shared>, mut orders: mpsc::Receiver<Control>) {
     let mut listener: Option<TcpListener> = None;
     let mut connections = JoinSet::new();
     loop {

@@ -211,10 +211,16 @@ impl Store {
         Ok(cursor)
     }
 
-    /// The next changes after `from`, at most `limit`, and the version up to which they reach.
-    pub(super) fn read(&self, cursor: u64, from: u64, limit: usize) -> Result<(u64, Vec<Change>), FellBehind> {
+    /// The next changes after `from` and up to `until`, at most `limit`, and the version up to which they reach.
+    pub(super) fn read(
+        &self,
+        cursor: u64,
+        from: u64,
+        until: u64,
+        limit: usize,
+    ) -> Result<(u64, Vec<Change>), FellBehind> {
         let mut inner = lock(&self.inner);
-        if from >= inner.version {
+        if from >= inner.version.min(until) {
             // Also a watch from a version in the future, as after a restored backup: the real server lets it
             // wait in silence until the counter has caught up.
             return Ok((from, Vec::new()));
@@ -224,7 +230,8 @@ impl Store {
             return Err(FellBehind);
         }
         let skip = usize::try_from(from + 1 - first).unwrap_or(usize::MAX);
-        let changes: Vec<Change> = inner.history.iter().skip(skip).take(limit).cloned().collect();
+        let following = inner.history.iter().skip(skip).take_while(|change| change.version <= until);
+        let changes: Vec<Change> = following.take(limit).cloned().collect();
         let reached = changes.last().map_or(from, |change| change.version);
         inner.cursors.insert(cursor, reached);
         inner.trim();
@@ -432,9 +439,9 @@ mod tests {
         }
         store.compact();
         assert_eq!(store.open_cursor(start).unwrap_err().code, 410);
-        let (reached, changes) = store.read(cursor, start, 1_000).unwrap();
+        let (reached, changes) = store.read(cursor, start, u64::MAX, 1_000).unwrap();
         assert_eq!((reached, changes.len()), (store.version(), 10));
-        assert!(store.read(cursor, start, 1_000).is_err(), "what was read is trimmed");
+        assert!(store.read(cursor, start, u64::MAX, 1_000).is_err(), "what was read is trimmed");
     }
 
     #[test]

@@ -172,14 +172,23 @@ impl Session {
         }
     }
 
-    /// Obeys orders, then sends what the store has.
+    /// Obeys orders, each after the writes that came before it, then sends what the store has.
     fn advance(&mut self) {
-        for order in self.ticket.take_orders() {
-            self.obey(order);
+        for (version, order) in self.ticket.take_orders() {
+            self.send_up_to(version);
+            if self.end.is_none() {
+                self.obey(order);
+            }
             if self.end.is_some() {
                 return;
             }
         }
+        self.send_up_to(u64::MAX);
+    }
+
+    /// Sends the initial state, the changes up to a version, and a bookmark if one was ordered; nothing while the
+    /// kind is blocked.
+    fn send_up_to(&mut self, version: u64) {
         if self.shared.faults.is_blocked(self.kind) {
             return;
         }
@@ -191,8 +200,9 @@ impl Session {
                 self.push_bookmark(true);
             }
         }
-        self.send_changes();
-        if self.wants_bookmark && self.end.is_none() && self.cursor.version >= self.shared.store.version() {
+        self.send_changes(version);
+        let reached = self.cursor.version >= self.shared.store.version().min(version);
+        if self.wants_bookmark && self.end.is_none() && reached {
             self.push_bookmark(false);
         }
     }
@@ -214,9 +224,10 @@ impl Session {
         }
     }
 
-    fn send_changes(&mut self) {
+    fn send_changes(&mut self, until: u64) {
         while self.end.is_none() {
-            let Ok((reached, changes)) = self.shared.store.read(self.cursor.id, self.cursor.version, BATCH) else {
+            let Ok((reached, changes)) = self.shared.store.read(self.cursor.id, self.cursor.version, until, BATCH)
+            else {
                 // The real server drops a watch whose buffer is full by ending its response.
                 self.end = Some(End::Clean);
                 return;

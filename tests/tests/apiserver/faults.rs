@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use headgate_tests::apiserver::{ApiServer, Cut, Kind, RequestFault, RequestFilter, Restart, Verb, failure, objects::node};
+use headgate_tests::apiserver::{
+    ApiServer, Cut, Kind, RequestFault, RequestFilter, Restart, Verb, failure, objects::node,
+};
 use k8s_openapi::api::core::v1::Node;
 
 use super::follower::{Follower, follow};
@@ -114,7 +116,11 @@ async fn failing_requests_are_counted_down() {
     server.fail_next(1, RequestFilter::verb(Verb::List), RequestFault::Cut(Cut::Close));
     server.fail_next(1, RequestFilter::verb(Verb::List), RequestFault::Cut(Cut::Reset));
     server.fail_next(1, RequestFilter::verb(Verb::List), RequestFault::Garbage("<html>".into()));
-    server.fail_next(2, RequestFilter::verb(Verb::Watch), RequestFault::Status { code: 503, retry_after_seconds: None });
+    server.fail_next(
+        2,
+        RequestFilter::verb(Verb::Watch),
+        RequestFault::Status { code: 503, retry_after_seconds: None },
+    );
     let mut nodes = follow::<Node>(&server).await;
     nodes.until_names(&["a"]).await;
     // kube retries some codes and connections by itself: what it reports are those that the server gave.
@@ -160,7 +166,11 @@ async fn a_blocked_kind_is_held_back_while_others_go_on() {
     cidrs.until_listed().await;
     server.apply(headgate_tests::apiserver::objects::service_cidr("x", &["10.0.0.0/8"]).build()).unwrap();
     cidrs.until_names(&["x"]).await;
-    assert!(tokio::time::timeout(Duration::from_millis(100), nodes.until("anything comes", |nodes| nodes.applied > 0)).await.is_err());
+    assert!(
+        tokio::time::timeout(Duration::from_millis(100), nodes.until("anything comes", |nodes| nodes.applied > 0))
+            .await
+            .is_err()
+    );
     server.release(Kind::Node);
     nodes.until_names(&["a", "b"]).await;
 }
@@ -234,8 +244,18 @@ async fn after_any_faults_the_state_is_the_servers() {
             2 => drop(server.cut_watches_on_next_event(None, Cut::Reset)),
             3 => server.compact(),
             4 => drop(server.expire_watches(None)),
-            5 => server.restart(&random.choice([Restart::KeepHistory, Restart::LoseHistory, Restart::RaiseVersions(9)]).unwrap()).unwrap(),
-            6 => server.fail_next(1, RequestFilter::all(), RequestFault::Status { code: 500, retry_after_seconds: None }),
+            5 => server
+                .restart(
+                    &random.choice([Restart::KeepHistory, Restart::LoseHistory, Restart::RaiseVersions(9)]).unwrap(),
+                )
+                .unwrap(),
+            6 => {
+                server.fail_next(
+                    1,
+                    RequestFilter::all(),
+                    RequestFault::Status { code: 500, retry_after_seconds: None },
+                );
+            }
             7 => drop(server.send_bookmarks(None)),
             8..11 if server.get(Kind::Node, "", &name).is_some() => drop(server.delete(Kind::Node, "", &name).unwrap()),
             _ => drop(server.apply(node(&name).label("turn", &turn.to_string()).build()).unwrap()),
@@ -248,10 +268,18 @@ async fn after_any_faults_the_state_is_the_servers() {
     server.clear_faults();
     server.apply(node("last").build()).unwrap();
     nodes.until("the last came", |nodes| nodes.state.contains_key("last")).await;
-    let expected: Vec<_> = server.list(Kind::Node).iter().map(|object| {
-        let text = |value: &serde_json::Value| value.as_str().map(str::to_owned);
-        (text(&object["metadata"]["name"]), text(&object["metadata"]["resourceVersion"]))
-    }).collect();
-    let seen: Vec<_> = nodes.state.values().map(|object| (object.metadata.name.clone(), object.metadata.resource_version.clone())).collect();
+    let expected: Vec<_> = server
+        .list(Kind::Node)
+        .iter()
+        .map(|object| {
+            let text = |value: &serde_json::Value| value.as_str().map(str::to_owned);
+            (text(&object["metadata"]["name"]), text(&object["metadata"]["resourceVersion"]))
+        })
+        .collect();
+    let seen: Vec<_> = nodes
+        .state
+        .values()
+        .map(|object| (object.metadata.name.clone(), object.metadata.resource_version.clone()))
+        .collect();
     assert_eq!(seen, expected, "seed {seed}");
 }

@@ -117,7 +117,12 @@ where
     }
 
     /// Polls until a condition on the server holds, so that the watcher can make its requests.
-    pub(crate) async fn poll_until(&mut self, what: &str, server: &ApiServer, condition: impl FnMut(&ApiServer) -> bool) {
+    pub(crate) async fn poll_until(
+        &mut self,
+        what: &str,
+        server: &ApiServer,
+        condition: impl FnMut(&ApiServer) -> bool,
+    ) {
         let mut waiting = Box::pin(server.wait_until(what, condition));
         loop {
             let event = tokio::select! {
@@ -132,7 +137,7 @@ where
         self.state.get(name)?.labels().get(label).map(String::as_str)
     }
 
-    /// Lets the watcher resume after a fault: what is watched must hold afterwards what the server holds.
+    /// The codes of those errors that the server answered.
     pub(crate) fn api_error_codes(&self) -> Vec<u16> {
         let code = |error: &watcher::Error| match error {
             watcher::Error::InitialListFailed(kube::Error::Api(status))

@@ -16,7 +16,9 @@ use super::follower::{client, follow, follow_with};
 fn with_services(count: usize) -> ApiServer {
     let server = ApiServer::start().unwrap();
     for number in 0..count {
-        let object = service("shop", &format!("web-{number:03}")).cluster_ip(&format!("10.96.0.{number}")).port("http", "TCP", 80, 8080);
+        let object = service("shop", &format!("web-{number:03}"))
+            .cluster_ip(&format!("10.96.0.{number}"))
+            .port("http", "TCP", 80, 8080);
         server.apply(object.build()).unwrap();
     }
     server
@@ -56,7 +58,11 @@ async fn later_pages_are_of_the_first_pages_version() {
 #[tokio::test]
 async fn an_expired_page_token_makes_the_watcher_list_anew() {
     let server = with_services(6);
-    server.fail_next(1, RequestFilter::verb_of(Verb::List, Kind::Service), RequestFault::Delay(std::time::Duration::ZERO));
+    server.fail_next(
+        1,
+        RequestFilter::verb_of(Verb::List, Kind::Service),
+        RequestFault::Delay(std::time::Duration::ZERO),
+    );
     let mut follower = follow_with::<Service>(&server, watcher::Config::default().page_size(2)).await;
     follower.poll_until("one page is out", &server, |server| server.requests(Verb::List, None) >= 1).await;
     // The watcher is not polled here, so that at most the answer to its second page is on its way.
@@ -119,9 +125,13 @@ async fn servers_without_streaming_lists_answer_422() {
 #[tokio::test]
 async fn every_kind_is_typed_as_kubernetes_types_it() {
     let server = ApiServer::start().unwrap();
-    server.apply(service("shop", "web").cluster_ip("10.96.0.1").port("http", "TCP", 80, 8080).node_port(30080).build()).unwrap();
+    server
+        .apply(service("shop", "web").cluster_ip("10.96.0.1").port("http", "TCP", 80, 8080).node_port(30080).build())
+        .unwrap();
     server.apply(node("n1").address("InternalIP", "192.0.2.1").pod_cidr("10.1.0.0/24").zone("a").build()).unwrap();
-    server.apply(endpoint_slice("shop", "web-x", "web").port("http", "TCP", 8080).endpoint("10.1.0.5", "n1").build()).unwrap();
+    server
+        .apply(endpoint_slice("shop", "web-x", "web").port("http", "TCP", 8080).endpoint("10.1.0.5", "n1").build())
+        .unwrap();
     server.apply(service_cidr("kubernetes", &["10.96.0.0/16"]).build()).unwrap();
 
     let mut services = follow::<Service>(&server).await;
@@ -133,10 +143,13 @@ async fn every_kind_is_typed_as_kubernetes_types_it() {
     assert_eq!(nodes.state["n1"].spec.as_ref().unwrap().pod_cidr.as_deref(), Some("10.1.0.0/24"));
     let mut slices = follow::<EndpointSlice>(&server).await;
     slices.until_listed().await;
-    assert_eq!(slices.state["web-x"].endpoints[0].addresses, ["10.1.0.5"]);
+    assert_eq!(slices.state["web-x"].endpoints.as_ref().unwrap()[0].addresses, ["10.1.0.5"]);
     let mut cidrs = follow::<ServiceCIDR>(&server).await;
     cidrs.until_listed().await;
-    assert_eq!(cidrs.state["kubernetes"].spec.as_ref().unwrap().cidrs.as_deref(), Some(&["10.96.0.0/16".to_owned()][..]));
+    assert_eq!(
+        cidrs.state["kubernetes"].spec.as_ref().unwrap().cidrs.as_deref(),
+        Some(&["10.96.0.0/16".to_owned()][..])
+    );
     for kind in Kind::ALL {
         assert_eq!(server.requests(Verb::List, Some(kind)), 1, "{kind:?}");
     }

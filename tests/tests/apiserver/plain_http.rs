@@ -6,7 +6,10 @@ use std::{
     time::Duration,
 };
 
-use headgate_tests::apiserver::{ApiServer, Kind, Options, objects::{endpoint_slice, service}};
+use headgate_tests::apiserver::{
+    ApiServer, Kind, Options,
+    objects::{endpoint_slice, service},
+};
 use serde_json::{Value, json};
 
 pub(crate) struct Answer {
@@ -19,7 +22,11 @@ fn exchange(server: &ApiServer, method: &str, path: &str, body: &str) -> (String
     let mut socket = TcpStream::connect(server.address()).unwrap();
     socket.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
     let length = body.len();
-    write!(socket, "{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {length}\r\n\r\n{body}").unwrap();
+    write!(
+        socket,
+        "{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {length}\r\n\r\n{body}"
+    )
+    .unwrap();
     let mut answer = String::new();
     socket.read_to_string(&mut answer).unwrap();
     let (head, body) = answer.split_once("\r\n\r\n").unwrap();
@@ -117,7 +124,10 @@ fn reads_at_versions() {
     server.apply(service("shop", "db").build()).unwrap();
     let count = |query: &str| {
         let list = get(&server, &format!("/api/v1/namespaces/shop/services?{query}")).body;
-        (list["items"].as_array().unwrap().len(), list["metadata"]["resourceVersion"].as_str().unwrap().parse::<u64>().unwrap())
+        (
+            list["items"].as_array().unwrap().len(),
+            list["metadata"]["resourceVersion"].as_str().unwrap().parse::<u64>().unwrap(),
+        )
     };
     assert_eq!(count(&format!("resourceVersion={then}&resourceVersionMatch=Exact")), (1, then));
     assert_eq!(count(&format!("resourceVersion={then}&resourceVersionMatch=NotOlderThan")), (2, then + 1));
@@ -128,7 +138,8 @@ fn reads_at_versions() {
 
 #[test]
 fn a_read_at_a_coming_version_waits_for_it() {
-    let server = ApiServer::start_with(Options { future_version_wait: Duration::from_secs(60), ..Options::default() }).unwrap();
+    let server =
+        ApiServer::start_with(Options { future_version_wait: Duration::from_secs(60), ..Options::default() }).unwrap();
     let next = server.version() + 1;
     let list = std::thread::scope(|scope| {
         let reading = scope.spawn(|| get(&server, &format!("/api/v1/services?resourceVersion={next}")));
@@ -145,7 +156,8 @@ fn a_read_at_a_coming_version_waits_for_it() {
 fn streaming_lists_end_in_their_bookmark() {
     let server = ApiServer::start().unwrap();
     server.apply(service("shop", "web").build()).unwrap();
-    let query = "watch=1&timeoutSeconds=1&allowWatchBookmarks=true&sendInitialEvents=true&resourceVersionMatch=NotOlderThan";
+    let query =
+        "watch=1&timeoutSeconds=1&allowWatchBookmarks=true&sendInitialEvents=true&resourceVersionMatch=NotOlderThan";
     let events = watch_lines(&server, &format!("/api/v1/services?{query}"));
     assert_eq!((&events[0]["type"], &events[0]["object"]["kind"]), (&json!("ADDED"), &json!("Service")));
     assert_eq!(events[1]["type"], "BOOKMARK");
@@ -159,7 +171,10 @@ fn writes_over_http() {
     let (all, one) = (Kind::Service.collection_path(Some("shop")), Kind::Service.object_path("shop", "web"));
     let body = json!({"metadata": {"name": "web"}, "spec": {"clusterIP": "10.96.0.1"}});
     let made = send(&server, "POST", &all, &body.to_string());
-    assert_eq!((made.code, &made.body["kind"], &made.body["metadata"]["namespace"]), (201, &json!("Service"), &json!("shop")));
+    assert_eq!(
+        (made.code, &made.body["kind"], &made.body["metadata"]["namespace"]),
+        (201, &json!("Service"), &json!("shop"))
+    );
     assert_eq!(send(&server, "POST", &all, &body.to_string()).body["reason"], "AlreadyExists");
     let mut changed = made.body.clone();
     changed["metadata"]["labels"] = json!({"app": "web"});
@@ -178,8 +193,14 @@ fn bad_writes_are_refused_with_the_reason() {
     let server = ApiServer::start().unwrap();
     let all = Kind::Service.collection_path(Some("shop"));
     let bad = [
-        ("{", 400), ("[]", 400), ("{\"kind\":\"Pod\"}", 400), ("{}", 422), ("{\"metadata\":7}", 422), ("{\"metadata\":{}}", 422),
-        ("{\"metadata\":{\"name\":\"a\",\"namespace\":\"other\"}}", 400), ("{\"metadata\":{\"name\":7}}", 422),
+        ("{", 400),
+        ("[]", 400),
+        ("{\"kind\":\"Pod\"}", 400),
+        ("{}", 422),
+        ("{\"metadata\":7}", 422),
+        ("{\"metadata\":{}}", 422),
+        ("{\"metadata\":{\"name\":\"a\",\"namespace\":\"other\"}}", 400),
+        ("{\"metadata\":{\"name\":7}}", 422),
     ];
     for (body, code) in bad {
         let answer = send(&server, "POST", &all, body);

@@ -78,7 +78,9 @@ async fn pages_and_conflicts() {
         println!("against the {}", api.name());
         api.ensure_namespace(NAMESPACE).await.unwrap();
         let first = api.create(&web(1)).await.unwrap();
-        api.create(&service(NAMESPACE, "db").cluster_ip("10.96.7.8").port("sql", "TCP", 5432, 5432).build()).await.unwrap();
+        api.create(&service(NAMESPACE, "db").cluster_ip("10.96.7.8").port("sql", "TCP", 5432, 5432).build())
+            .await
+            .unwrap();
         api.apply(&web(2)).await.unwrap();
         let mut stale = first.clone();
         stale["metadata"]["labels"]["turn"] = "9".into();
