@@ -10,6 +10,8 @@ pub mod config;
 pub mod existing;
 pub mod fixed;
 pub mod ledger;
+#[doc(hidden)]
+pub mod fake_kernel;
 mod line;
 pub mod names;
 pub mod script;

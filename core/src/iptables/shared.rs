@@ -22,13 +22,13 @@ use super::{
 };
 use crate::model::{Family, Protocol, ServiceKey};
 
-/// A dispatch chain.
+/// A dispatch chain. What is led to comes before what leads to it: that is the order in which they are written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum SharedChain {
-    /// nat KUBE-SERVICES.
-    NatServices,
     /// nat KUBE-NODEPORTS.
     NatNodePorts,
+    /// nat KUBE-SERVICES, whose last rule leads to KUBE-NODEPORTS.
+    NatServices,
     /// filter KUBE-SERVICES: ClusterIPs that are refused or dropped.
     FilterServices,
     /// filter KUBE-EXTERNAL-SERVICES: external destinations that are refused or dropped.
@@ -42,8 +42,8 @@ pub enum SharedChain {
 impl SharedChain {
     /// All of them.
     pub const ALL: [Self; 6] = [
-        Self::NatServices,
         Self::NatNodePorts,
+        Self::NatServices,
         Self::FilterServices,
         Self::FilterExternalServices,
         Self::FilterProxyFirewall,

@@ -1,0 +1,285 @@
+#![allow(clippy::unwrap_used)]
+
+use std::{net::IpAddr, sync::Arc};
+
+use super::{
+    Dispatch, Existing, Ledger, RenderConfig, Table,
+    names::{ChainKind, ChainName},
+};
+use crate::{
+    Change, ClientIpAffinity, Conditions, Dirty, Endpoint, EndpointPort, Family, Protocol, Service, ServiceKey,
+    ServicePort, State, TrafficPolicy,
+    masquerade::LocalDetector,
+    view::NodeFacts,
+};
+
+fn ip(text: &str) -> IpAddr {
+    text.parse().unwrap()
+}
+
+fn service(name: &str, cluster_ip: &str) -> Service {
+    let port = ServicePort { name: "p80".into(), protocol: Protocol::Tcp, port: 80, node_port: 0 };
+    Service::new(ServiceKey::new(name.replace("svc", "ns").as_str(), name), vec![ip(cluster_ip)], vec![port])
+}
+
+fn endpoint(address: &str) -> Endpoint {
+    let port = EndpointPort { name: "p80".into(), protocol: Protocol::Tcp, port: 80 };
+    Endpoint::new(ip(address), Arc::from([port]))
+}
+
+fn config() -> RenderConfig {
+    let mut config = RenderConfig::new(Family::V4);
+    config.masquerade.detector_v4 = Some(LocalDetector::Cidr("10.0.0.0/8".parse().unwrap()));
+    config
+}
+
+fn node() -> NodeFacts {
+    NodeFacts { addresses: vec![ip("192.0.2.10")], ..NodeFacts::named("test-node") }
+}
+
+fn state(changes: impl IntoIterator<Item = Change>) -> (State, Dirty) {
+    let (mut state, mut dirty) = (State::default(), Dirty::default());
+    for change in changes {
+        state.apply(change, &mut dirty);
+    }
+    (state, dirty)
+}
+
+fn full(config: RenderConfig, state: &State) -> (Ledger, String) {
+    let mut ledger = Ledger::new(config);
+    let (script, _) = ledger.full(state, &node(), |_| Existing::default());
+    (ledger, script.to_string())
+}
+
+/// Rules of a chain, without `-A CHAIN `.
+fn rules<'a>(script: &'a str, chain: &str) -> Vec<&'a str> {
+    let start = format!("-A {chain} ");
+    script.lines().filter_map(|line| line.strip_prefix(&start)).collect()
+}
+
+#[test]
+fn hashes_are_kube_proxys() {
+    let vector = |kind, text| ChainName::of(kind, text).to_string();
+    assert_eq!(vector(ChainKind::ClusterPolicy, "ns1/svc1:p80tcp"), "KUBE-SVC-XPGD46QRK7WJZT7O");
+    assert_eq!(vector(ChainKind::Endpoint, "ns1/svc1:p80tcp10.180.0.1:80"), "KUBE-SEP-SXIVWICOYRO3J4NJ");
+    for name in ["KUBE-SVC-XPGD46QRK7WJZT7O", "KUBE-SEP-SXIVWICOYRO3J4NJ", "KUBE-FW-NUKIZ6OKUXPJNT4C"] {
+        assert_eq!(ChainName::parse(name).unwrap().to_string(), name);
+    }
+    for foreign in ["KUBE-SVC-short", "KUBE-SERVICES", "DOCKER", "KUBE-SVC-XPGD46QRK7WJZT7O1", "KUBE-SVC-XPGD46QRK7WJZT70"] {
+        assert_eq!(ChainName::parse(foreign), None, "{foreign}");
+    }
+}
+
+#[test]
+fn a_cluster_ip_spreads_over_its_endpoints_as_in_kube_proxy() {
+    let key = ServiceKey::new("ns4", "svc4");
+    let mut svc4 = service("svc4", "172.30.0.44");
+    svc4.external_ips = vec![ip("192.168.99.33")];
+    let (state, _) = state([
+        Change::Service(svc4),
+        Change::Endpoint(key.clone(), endpoint("10.180.0.4")),
+        Change::Endpoint(key, endpoint("10.180.0.5")),
+    ]);
+    let (_, script) = full(config(), &state);
+    assert_eq!(
+        rules(&script, "KUBE-SVC-4SW47YFZTEDKD3PK"),
+        [
+            r#"! -s 10.0.0.0/8 -d 172.30.0.44/32 -p tcp -m comment --comment "ns4/svc4:p80 cluster IP" -m tcp --dport 80 -j KUBE-MARK-MASQ"#,
+            r#"-m comment --comment "ns4/svc4:p80 -> 10.180.0.4:80" -m statistic --mode random --probability 0.50000000000 -j KUBE-SEP-UKSFD7AGPMPPLUHC"#,
+            r#"-m comment --comment "ns4/svc4:p80 -> 10.180.0.5:80" -j KUBE-SEP-C6EBXVWJJZMIWKLZ"#,
+        ]
+    );
+    assert_eq!(
+        rules(&script, "KUBE-SEP-C6EBXVWJJZMIWKLZ"),
+        [
+            r#"-s 10.180.0.5/32 -m comment --comment "ns4/svc4:p80" -j KUBE-MARK-MASQ"#,
+            r#"-p tcp -m comment --comment "ns4/svc4:p80" -m tcp -j DNAT --to-destination 10.180.0.5:80"#,
+        ]
+    );
+    assert_eq!(
+        rules(&script, "KUBE-EXT-4SW47YFZTEDKD3PK"),
+        [
+            r#"-m comment --comment "masquerade traffic for ns4/svc4:p80 external destinations" -j KUBE-MARK-MASQ"#,
+            "-j KUBE-SVC-4SW47YFZTEDKD3PK",
+        ]
+    );
+    let services = rules(&script, "KUBE-SERVICES");
+    assert_eq!(
+        services,
+        [
+            r#"-d 172.30.0.44/32 -p tcp -m comment --comment "ns4/svc4:p80 cluster IP" -m tcp --dport 80 -j KUBE-SVC-4SW47YFZTEDKD3PK"#,
+            r#"-d 192.168.99.33/32 -p tcp -m comment --comment "ns4/svc4:p80 external IP" -m tcp --dport 80 -j KUBE-EXT-4SW47YFZTEDKD3PK"#,
+            r#"-m comment --comment "kubernetes service nodeports; NOTE: this must be the last rule in this chain" -m addrtype --dst-type LOCAL -j KUBE-NODEPORTS"#,
+        ]
+    );
+}
+
+#[test]
+fn a_local_policy_short_circuits_pods_and_the_node_and_drops_the_rest() {
+    let key = ServiceKey::new("ns2", "svc2");
+    let mut svc2 = service("svc2", "172.30.0.42");
+    svc2.external_traffic_policy = TrafficPolicy::Local;
+    svc2.load_balancer_ips = vec![ip("1.2.3.4")];
+    svc2.ports[0].node_port = 3001;
+    svc2.health_check_node_port = 30000;
+    let (state, _) = state([Change::Service(svc2), Change::Endpoint(key, endpoint("10.180.0.2"))]);
+    let (_, script) = full(config(), &state);
+    assert_eq!(
+        rules(&script, "KUBE-EXT-GNZBNJ2PO5MGZ6GT"),
+        [
+            r#"-s 10.0.0.0/8 -m comment --comment "pod traffic for ns2/svc2:p80 external destinations" -j KUBE-SVC-GNZBNJ2PO5MGZ6GT"#,
+            r#"-m comment --comment "masquerade LOCAL traffic for ns2/svc2:p80 external destinations" -m addrtype --src-type LOCAL -j KUBE-MARK-MASQ"#,
+            r#"-m comment --comment "route LOCAL traffic for ns2/svc2:p80 external destinations" -m addrtype --src-type LOCAL -j KUBE-SVC-GNZBNJ2PO5MGZ6GT"#,
+        ]
+    );
+    assert_eq!(
+        rules(&script, "KUBE-EXTERNAL-SERVICES"),
+        [
+            r#"-d 1.2.3.4/32 -p tcp -m comment --comment "ns2/svc2:p80 has no local endpoints" -m tcp --dport 80 -j DROP"#,
+            r#"-p tcp -m comment --comment "ns2/svc2:p80 has no local endpoints" -m tcp --dport 3001 -m addrtype --dst-type LOCAL -j DROP"#,
+        ]
+    );
+    assert!(script.contains(r#"-A KUBE-NODEPORTS -p tcp -m comment --comment "ns2/svc2 health check node port" -m tcp --dport 30000 -j ACCEPT"#));
+}
+
+#[test]
+fn source_ranges_guard_load_balancer_ips_alone() {
+    let key = ServiceKey::new("ns5", "svc5");
+    let mut svc5 = service("svc5", "172.30.0.45");
+    svc5.load_balancer_ips = vec![ip("5.6.7.8")];
+    svc5.ports[0].node_port = 3002;
+    svc5.load_balancer_source_ranges = vec!["203.0.113.0/25".parse().unwrap(), "2001:db8::/32".parse().unwrap()];
+    let (state, _) = state([Change::Service(svc5), Change::Endpoint(key, endpoint("10.180.0.3"))]);
+    let (_, script) = full(config(), &state);
+    assert_eq!(
+        rules(&script, "KUBE-FW-NUKIZ6OKUXPJNT4C"),
+        [
+            r#"-s 203.0.113.0/25 -m comment --comment "ns5/svc5:p80 loadbalancer IP" -j KUBE-EXT-NUKIZ6OKUXPJNT4C"#,
+            r#"-m comment --comment "other traffic to ns5/svc5:p80 will be dropped by KUBE-PROXY-FIREWALL""#,
+        ]
+    );
+    assert_eq!(
+        rules(&script, "KUBE-PROXY-FIREWALL"),
+        [r#"-d 5.6.7.8/32 -p tcp -m comment --comment "ns5/svc5:p80 traffic not accepted by KUBE-FW-NUKIZ6OKUXPJNT4C" -m tcp --dport 80 -j DROP"#]
+    );
+    assert!(rules(&script, "KUBE-NODEPORTS")[0].ends_with("--dport 3002 -j KUBE-EXT-NUKIZ6OKUXPJNT4C"));
+}
+
+#[test]
+fn affinity_checks_and_records_the_client() {
+    let key = ServiceKey::new("ns1", "svc1");
+    let mut svc1 = service("svc1", "172.30.0.41");
+    svc1.session_affinity = Some(ClientIpAffinity { timeout_seconds: 10800 });
+    let (state, _) = state([Change::Service(svc1), Change::Endpoint(key, endpoint("10.180.0.1"))]);
+    let (_, script) = full(config(), &state);
+    let sep = "KUBE-SEP-SXIVWICOYRO3J4NJ";
+    assert_eq!(
+        rules(&script, "KUBE-SVC-XPGD46QRK7WJZT7O")[1],
+        format!(
+            r#"-m comment --comment "ns1/svc1:p80 -> 10.180.0.1:80" -m recent --rcheck --seconds 10800 --reap --name {sep} --mask 255.255.255.255 --rsource -j {sep}"#
+        )
+    );
+    assert!(rules(&script, sep)[1].contains(&format!("-m recent --set --name {sep} --mask 255.255.255.255 --rsource -m tcp -j DNAT")));
+}
+
+#[test]
+fn without_endpoints_connections_are_refused() {
+    let (state, _) = state([Change::Service(service("svc6", "172.30.0.46"))]);
+    let (_, script) = full(config(), &state);
+    let refused = r#"-A KUBE-SERVICES -d 172.30.0.46/32 -p tcp -m comment --comment "ns6/svc6:p80 has no endpoints" -m tcp --dport 80 -j REJECT --reject-with icmp-port-unreachable"#;
+    assert!(script.contains(refused), "{script}");
+    assert!(!script.contains("172.30.0.46/32 -p tcp -m comment --comment \"ns6/svc6:p80 cluster IP\""));
+}
+
+#[test]
+fn one_endpoint_touches_two_chains_and_no_dispatch() {
+    let changes = (0..100u32).flat_map(|i| {
+        let key = ServiceKey::new("ns", &format!("svc{i}"));
+        let service = Service { key: key.clone(), ..service("svc1", &format!("172.30.{}.{}", i / 250, i % 250 + 1)) };
+        let endpoints = (0..10).map(move |j| Change::Endpoint(key.clone(), endpoint(&format!("10.{i}.0.{}", j + 1))));
+        std::iter::once(Change::Service(service)).chain(endpoints)
+    });
+    let (mut state, _) = state(changes);
+    for dispatch in [Dispatch::Linear, Dispatch::TwoLevel] {
+        let (mut ledger, _) = full(RenderConfig { dispatch, ..config() }, &state);
+        let mut dirty = Dirty::default();
+        state.apply(Change::Endpoint(ServiceKey::new("ns", "svc7"), endpoint("10.7.1.1")), &mut dirty);
+        let (script, planned) = ledger.changed(&state, &node(), &dirty);
+        assert_eq!((planned.services, script.chains_written(), script.chains_deleted()), (1, 2, 0));
+        assert!(script.len_bytes() < 3000, "{script}");
+
+        let mut dirty = Dirty::default();
+        state.apply(Change::RemoveEndpoint(ServiceKey::new("ns", "svc7"), ip("10.7.1.1")), &mut dirty);
+        let (script, planned) = ledger.changed(&state, &node(), &dirty);
+        assert_eq!((planned.services, script.chains_written(), script.chains_deleted()), (1, 1, 1));
+        assert!(!script.to_string().contains("KUBE-SERVICES"), "{script}");
+    }
+}
+
+#[test]
+fn the_older_service_holds_an_address_that_two_claim() {
+    let mut old = service("svc2", "172.30.0.42");
+    old.external_ips = vec![ip("192.0.2.99")];
+    old.created_unix_seconds = 100;
+    let mut young = service("svc1", "172.30.0.41");
+    young.external_ips = vec![ip("192.0.2.99")];
+    young.created_unix_seconds = 200;
+    let young_key = young.key.clone();
+    let (mut state, _) = state([
+        Change::Service(young),
+        Change::Endpoint(young_key.clone(), endpoint("10.180.0.1")),
+        Change::Service(old.clone()),
+        Change::Endpoint(old.key.clone(), endpoint("10.180.0.2")),
+    ]);
+    let leads_to = |script: &str| -> Vec<String> {
+        let lines = script.lines().filter(|line| line.contains("-d 192.0.2.99/32"));
+        lines.map(|line| line.split("--comment \"").nth(1).unwrap()[..8].to_owned()).collect()
+    };
+    assert_eq!(leads_to(&full(config(), &state).1), ["ns2/svc2"]);
+    assert_eq!(state.claims().lost(state.entry(&young_key).unwrap().service().unwrap()).len(), 1);
+
+    // When the holder goes, the other takes over, and is therefore dirty.
+    let mut dirty = Dirty::default();
+    state.apply(Change::RemoveService(old.key), &mut dirty);
+    assert!(dirty.services.contains(&young_key));
+    assert_eq!(leads_to(&full(config(), &state).1), ["ns1/svc1"]);
+}
+
+#[test]
+fn terminating_endpoints_serve_only_when_nothing_is_ready() {
+    let key = ServiceKey::new("ns1", "svc1");
+    let mut leaving = endpoint("10.180.0.1");
+    leaving.conditions = Conditions { ready: false, serving: true, terminating: true };
+    let mut broken = endpoint("10.180.0.3");
+    broken.conditions = Conditions { ready: false, serving: false, terminating: false };
+    let (mut state, _) = state([
+        Change::Service(service("svc1", "172.30.0.41")),
+        Change::Endpoint(key.clone(), leaving),
+        Change::Endpoint(key.clone(), broken),
+    ]);
+    assert!(full(config(), &state).1.contains("--to-destination 10.180.0.1:80"));
+    state.apply(Change::Endpoint(key, endpoint("10.180.0.2")), &mut Dirty::default());
+    let (_, script) = full(config(), &state);
+    assert!(script.contains("--to-destination 10.180.0.2:80"));
+    assert!(!script.contains("10.180.0.1:80") && !script.contains("10.180.0.3:80"));
+}
+
+#[test]
+fn stale_chains_go_and_foreign_ones_stay() {
+    let save = "*nat\n:PREROUTING ACCEPT [0:0]\n:DOCKER - [0:0]\n:KUBE-SVC-XPGD46QRK7WJZT7O - [0:0]\n\
+        -A PREROUTING -j DOCKER\n-A PREROUTING -m comment --comment \"kubernetes service portals\" -j KUBE-SERVICES\nCOMMIT\n";
+    let existing = |table| Existing::parse(table, save);
+    let (script, _) = Ledger::new(config()).full(&State::default(), &node(), existing);
+    let script = script.to_string();
+    assert!(script.contains("-X KUBE-SVC-XPGD46QRK7WJZT7O\n"));
+    assert!(!script.contains("DOCKER"));
+    assert!(!script.contains("-I PREROUTING"), "the jump is there already");
+    assert!(script.contains("-I OUTPUT -m comment --comment \"kubernetes service portals\" -j KUBE-SERVICES"));
+    let cleanup = Ledger::cleanup(existing).to_string();
+    assert_eq!(
+        cleanup,
+        "*nat\n-D PREROUTING -m comment --comment \"kubernetes service portals\" -j KUBE-SERVICES\n\
+         :KUBE-SVC-XPGD46QRK7WJZT7O - [0:0]\n-X KUBE-SVC-XPGD46QRK7WJZT7O\nCOMMIT\n"
+    );
+    assert!(Existing::parse(Table::Filter, save).chains.is_empty());
+}
