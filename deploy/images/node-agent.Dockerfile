@@ -1,0 +1,17 @@
+# docker build -f deploy/images/node-agent.Dockerfile -t headgate/node-agent:0.1.0 .
+FROM rust:1.95-slim-bookworm AS build
+RUN apt-get update \
+ && apt-get install --yes --no-install-recommends gcc libc6-dev \
+ && rm -rf /var/lib/apt/lists/*
+WORKDIR /src
+COPY . .
+RUN cargo build --release --locked -p headgate-node-agent
+
+FROM debian:bookworm-slim
+# Both variants, IPv4 and IPv6, come with this package; the agent picks the one that the node uses.
+RUN apt-get update \
+ && apt-get install --yes --no-install-recommends iptables kmod \
+ && rm -rf /var/lib/apt/lists/*
+COPY --from=build /src/target/release/headgate-node-agent /usr/local/bin/
+COPY LICENSE /usr/share/doc/headgate/LICENSE
+ENTRYPOINT ["/usr/local/bin/headgate-node-agent"]
