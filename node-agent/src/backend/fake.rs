@@ -1,0 +1,137 @@
+//! A backend without a kernel, for tests of everything around backends.
+
+use std::{
+    collections::VecDeque,
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use headgate_core::{Dirty, State, digest::Digests, view::NodeFacts};
+
+use super::{Backend, BackendError, Plan, Report};
+
+/// What was asked of a [`FakeBackend`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Call {
+    /// A full sync of a state with these digests, on this node.
+    Full(Digests, NodeFacts),
+    /// A plan for these services (`namespace/name`), of a state with these digests, was applied.
+    Apply(Vec<String>, Digests),
+    /// The rules were verified.
+    Verify,
+    /// The rules were removed.
+    Cleanup,
+}
+
+/// The test's side: what happened, and what is to happen. Cloning shares it.
+#[derive(Debug, Clone, Default)]
+pub struct FakeControl(Arc<(Mutex<Script>, Condvar)>);
+
+#[derive(Debug, Default)]
+struct Script {
+    calls: Vec<Call>,
+    failures: VecDeque<BackendError>,
+    verdicts: VecDeque<bool>,
+    held: bool,
+}
+
+impl FakeControl {
+    /// The calls that have ended, failed ones included, in order.
+    #[must_use]
+    pub fn calls(&self) -> Vec<Call> {
+        self.script().calls.clone()
+    }
+
+    /// Lets the next full sync or apply fail; called several times, the next several.
+    pub fn fail_next(&self, error: BackendError) {
+        self.script().failures.push_back(error);
+    }
+
+    /// Lets the next verification answer so; without it the answer is true.
+    pub fn next_verdict(&self, intact: bool) {
+        self.script().verdicts.push_back(intact);
+    }
+
+    /// While set, the kernel's work does not end.
+    pub fn hold(&self, held: bool) {
+        self.script().held = held;
+        self.0.1.notify_all();
+    }
+
+    /// Waits until `enough` is true of the calls; false after `guard`.
+    #[must_use]
+    pub fn wait_for(&self, guard: Duration, enough: impl Fn(&[Call]) -> bool) -> bool {
+        let script = self.script();
+        let waited = self.0.1.wait_timeout_while(script, guard, |script| !enough(&script.calls));
+        !waited.unwrap_or_else(PoisonError::into_inner).1.timed_out()
+    }
+
+    fn script(&self) -> MutexGuard<'_, Script> {
+        self.0.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn work(&self, call: Call) -> Result<(), BackendError> {
+        let script = self.0.1.wait_while(self.script(), |script| script.held);
+        let mut script = script.unwrap_or_else(PoisonError::into_inner);
+        script.calls.push(call);
+        self.0.1.notify_all();
+        script.failures.pop_front().map_or(Ok(()), Err)
+    }
+}
+
+/// Records what is asked of it.
+#[derive(Debug, Default)]
+pub struct FakeBackend {
+    control: FakeControl,
+}
+
+impl FakeBackend {
+    /// A backend and its control.
+    #[must_use]
+    pub fn new() -> (Self, FakeControl) {
+        let control = FakeControl::default();
+        (Self { control: control.clone() }, control)
+    }
+}
+
+fn count(number: usize) -> u32 {
+    u32::try_from(number).unwrap_or(u32::MAX)
+}
+
+impl Backend for FakeBackend {
+    fn name(&self) -> &str {
+        "fake"
+    }
+
+    fn degraded(&self) -> Vec<String> {
+        Vec::new()
+    }
+
+    fn sync_full(&mut self, state: &State, node: &NodeFacts) -> Result<Report, BackendError> {
+        self.control.work(Call::Full(state.digests().clone(), node.clone()))?;
+        let planned = count(state.service_count());
+        Ok(Report { services_planned: planned, objects_written: planned, warnings: Vec::new() })
+    }
+
+    fn plan(&mut self, state: &State, _node: &NodeFacts, dirty: &Dirty) -> Plan {
+        let services: Vec<String> = dirty.services.iter().map(ToString::to_string).collect();
+        Box::new(Call::Apply(services, state.digests().clone()))
+    }
+
+    fn apply(&mut self, plan: Plan) -> Result<Report, BackendError> {
+        let Ok(call) = plan.downcast::<Call>() else { return Ok(Report::default()) };
+        let Call::Apply(services, _) = &*call else { return Ok(Report::default()) };
+        let planned = count(services.len());
+        self.control.work(*call)?;
+        Ok(Report { services_planned: planned, objects_written: planned, warnings: Vec::new() })
+    }
+
+    fn verify(&mut self) -> Result<bool, BackendError> {
+        self.control.work(Call::Verify)?;
+        Ok(self.control.script().verdicts.pop_front().unwrap_or(true))
+    }
+
+    fn cleanup(&mut self) -> Result<(), BackendError> {
+        self.control.work(Call::Cleanup)
+    }
+}

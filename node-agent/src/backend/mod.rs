@@ -1,0 +1,142 @@
+//! What every backend does: bring one node's kernel to the state, report how, and leave no trace when asked.
+//!
+//! Backends are synchronous (the kernel works inside the system call or the process that is waited for) and run on the thread of
+//! [`crate::reconcile`].
+
+use std::{any::Any, fmt};
+
+use headgate_core::{Dirty, State, view::NodeFacts};
+
+use crate::options::{Options, OptionsError, ProxyMode};
+
+#[doc(hidden)]
+pub mod fake;
+pub mod iptables;
+
+/// What one step did.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Report {
+    /// Services whose programming was computed anew.
+    pub services_planned: u32,
+    /// Chains, or the backend's like, that were written or removed.
+    pub objects_written: u32,
+    /// One sentence for each thing that was done less well than asked, such as a port that another process holds.
+    pub warnings: Vec<String>,
+}
+
+/// What a backend computed in [`Backend::plan`] and takes back in [`Backend::apply`]; nobody else looks inside.
+pub type Plan = Box<dyn Any + Send>;
+
+/// A way to program the kernel. One value serves both families.
+pub trait Backend: Send {
+    /// Such as "iptables-legacy"; the part before the first `-` is the proxy mode.
+    fn name(&self) -> &str;
+
+    /// Ways in which it runs below what was asked for, one sentence each.
+    fn degraded(&self) -> Vec<String>;
+
+    /// Brings the kernel to the state, whatever is there now: the first sync and every repair.
+    ///
+    /// # Errors
+    /// The kernel keeps what it had, or part of the new; the caller tries again in full.
+    fn sync_full(&mut self, state: &State, node: &NodeFacts) -> Result<Report, BackendError>;
+
+    /// Computes what [`Self::apply`] is to do for the services that changed. Touches no kernel: the caller holds the state's lock.
+    fn plan(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> Plan;
+
+    /// Writes a plan to the kernel.
+    ///
+    /// # Errors
+    /// As [`BackendError::kind`] says. After an error the plan is spent: the caller plans the same services again, or syncs in full.
+    fn apply(&mut self, plan: Plan) -> Result<Report, BackendError>;
+
+    /// Looks whether somebody else removed or changed our rules. True means intact.
+    ///
+    /// # Errors
+    /// When it cannot be found out; says nothing about the rules.
+    fn verify(&mut self) -> Result<bool, BackendError>;
+
+    /// Removes every trace from the kernel.
+    ///
+    /// # Errors
+    /// Names what was left behind.
+    fn cleanup(&mut self) -> Result<(), BackendError>;
+}
+
+/// What the caller does about a [`BackendError`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ErrorKind {
+    /// The same step may succeed later, as when another process holds a lock.
+    Retry,
+    /// The kernel is not as the backend thinks: only a full sync helps.
+    NeedsFullSync,
+    /// Trying again helps only when somebody changes the machine, as when a program is missing.
+    Fatal,
+    /// This machine lacks what the backend needs to run at all; there can be no trace of it either.
+    Unavailable,
+}
+
+/// A failure of a backend.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{message}")]
+pub struct BackendError {
+    /// What to do about it.
+    pub kind: ErrorKind,
+    /// What failed, and the remedy where there is one.
+    pub message: String,
+}
+
+impl BackendError {
+    /// An error of a kind.
+    pub fn new(kind: ErrorKind, message: impl fmt::Display) -> Self {
+        Self { kind, message: message.to_string() }
+    }
+}
+
+/// The mode that a backend's name stands for, as `/proxyMode` shows it: "iptables" for "iptables-nft".
+#[must_use]
+pub fn proxy_mode(backend_name: &str) -> &str {
+    backend_name.split('-').next().unwrap_or(backend_name)
+}
+
+/// The backend that the options ask for. Touches no rule.
+///
+/// # Errors
+/// When this machine cannot run it, or the options contradict each other; the message says what to change.
+pub fn build(options: &Options) -> Result<Box<dyn Backend>, BackendError> {
+    match options.proxy_mode {
+        ProxyMode::Auto | ProxyMode::Iptables => {
+            let config = iptables_config(options, options.iptables_variant)?;
+            Ok(Box::new(iptables::IptablesBackend::new(config)?))
+        }
+    }
+}
+
+/// Removes the traces of every backend and variant that this machine can run, and says in one sentence each what was done.
+///
+/// # Errors
+/// The first failure, after all others have had their turn.
+pub fn cleanup_all(options: &Options) -> Result<Vec<String>, BackendError> {
+    let (mut done, mut first_error) = (Vec::new(), None);
+    for variant in [iptables::Variant::Legacy, iptables::Variant::Nft] {
+        let cleaned = iptables_config(options, variant).and_then(|config| {
+            let mut backend = iptables::IptablesBackend::new(config)?;
+            backend.cleanup()?;
+            Ok(format!("{}: removed", backend.name()))
+        });
+        match cleaned {
+            Ok(sentence) => done.push(sentence),
+            Err(error) if error.kind == ErrorKind::Unavailable => done.push(format!("{variant:?}: skipped: {error}")),
+            Err(error) => {
+                done.push(format!("{variant:?}: failed: {error}"));
+                first_error.get_or_insert(error);
+            }
+        }
+    }
+    first_error.map_or(Ok(done), Err)
+}
+
+fn iptables_config(options: &Options, variant: iptables::Variant) -> Result<iptables::Config, BackendError> {
+    let fatal = |error: OptionsError| BackendError::new(ErrorKind::Fatal, error);
+    Ok(iptables::Config { variant, masquerade: options.masquerade().map_err(fatal)?, ..iptables::Config::default() })
+}

@@ -1,0 +1,237 @@
+//! The loop that brings the kernel to the state, on a thread of its own: the kernel's work is synchronous.
+//!
+//! Nothing is written before the first complete snapshot. A version is reported as programmed when everything up to it is in the kernel. A failed
+//! apply is tried again after a pause (the same services, and what changed since); when it fails again, or the backend asks for it, everything
+//! is programmed anew.
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use headgate_core::Dirty;
+use tokio::sync::watch;
+use tracing::{error, info, warn};
+
+use crate::{
+    backend::{Backend, BackendError, ErrorKind, Plan, Report},
+    metrics::{Metrics, SyncKind},
+    session::backoff::Backoff,
+    shared::{Shared, Target, Wake, Work},
+};
+
+/// When the loop does what.
+#[derive(Debug, Clone)]
+pub struct Timing {
+    /// Shortest time between the beginnings of two syncs.
+    pub min_sync_period: Duration,
+    /// Time between verifications.
+    pub sync_period: Duration,
+    /// Pauses after failures.
+    pub backoff: Backoff,
+}
+
+impl Default for Timing {
+    fn default() -> Self {
+        Self { min_sync_period: Duration::ZERO, sync_period: Duration::from_secs(30), backoff: Backoff::default() }
+    }
+}
+
+/// What the loop has reached; the session tells the replica.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Progress {
+    /// The newest state that is in the kernel.
+    pub programmed: Option<Programmed>,
+    /// The failure that stands in the way of the next; `None` when the last attempt succeeded.
+    pub failure: Option<Failure>,
+}
+
+/// A state that is in the kernel, as a whole.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Programmed {
+    /// Which state.
+    pub target: Target,
+    /// From taking up the change to the kernel's acknowledgement.
+    pub took: Duration,
+    /// Services whose programming this step computed anew.
+    pub services_planned: u32,
+    /// Chains, or the backend's like, that it wrote.
+    pub objects_written: u32,
+}
+
+/// An attempt that failed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Failure {
+    /// The state that was to be programmed.
+    pub target: Target,
+    /// The backend's words.
+    pub error: String,
+    /// Attempts since the last success.
+    pub attempts: u32,
+}
+
+/// What was taken up and is not in the kernel yet.
+#[derive(Debug, Default)]
+struct Unfinished {
+    dirty: Dirty,
+    needs_full: bool,
+}
+
+/// The loop. Build it, then give [`Self::run`] a thread.
+pub struct Reconciler {
+    backend: Box<dyn Backend>,
+    shared: Arc<Shared>,
+    metrics: Arc<Metrics>,
+    progress: watch::Sender<Progress>,
+    timing: Timing,
+    unfinished: Unfinished,
+    failures: Backoff,
+    done: Option<u64>,
+    not_before: Instant,
+    verify_at: Instant,
+}
+
+/// One step, between planning and applying.
+struct Attempt {
+    target: Target,
+    generation: u64,
+    kind: SyncKind,
+    job: Job,
+}
+
+enum Job {
+    /// The state changed, the rules do not.
+    Nothing,
+    Apply(Plan),
+    /// Done under the lock already.
+    Done(Result<Report, BackendError>),
+}
+
+impl Reconciler {
+    /// A loop that programs `shared` by `backend`; what it reaches is seen at the receiver.
+    #[must_use]
+    pub fn new(
+        backend: Box<dyn Backend>,
+        shared: Arc<Shared>,
+        metrics: Arc<Metrics>,
+        timing: Timing,
+    ) -> (Self, watch::Receiver<Progress>) {
+        let (progress, receiver) = watch::channel(Progress::default());
+        let now = Instant::now();
+        let verify_at = now + timing.sync_period;
+        let failures = timing.backoff.clone();
+        let unfinished = Unfinished::default();
+        let reconciler = Self {
+            backend,
+            shared,
+            metrics,
+            progress,
+            timing,
+            unfinished,
+            failures,
+            done: None,
+            not_before: now,
+            verify_at,
+        };
+        (reconciler, receiver)
+    }
+
+    /// Runs until [`Shared::stop`]. Rules stay in the kernel.
+    pub fn run(mut self) {
+        loop {
+            match self.shared.wait(self.done, self.not_before, self.verify_at) {
+                Wake::Stop => return,
+                Wake::Work => self.sync(),
+                Wake::Verify => self.verify(),
+            }
+        }
+    }
+
+    fn sync(&mut self) {
+        let started = Instant::now();
+        let Self { backend, shared, unfinished, .. } = self;
+        let Some(attempt) = shared.take(|work| begin(backend.as_mut(), work, unfinished)) else { return };
+        let result = match attempt.job {
+            Job::Nothing => Ok(Report::default()),
+            Job::Apply(plan) => self.backend.apply(plan),
+            Job::Done(result) => result,
+        };
+        self.not_before = started + self.timing.min_sync_period;
+        self.verify_at = Instant::now() + self.timing.sync_period;
+        match result {
+            Ok(report) => self.succeeded(attempt.target, attempt.generation, attempt.kind, &report, started.elapsed()),
+            Err(error) => self.failed(attempt.target, attempt.kind, &error),
+        }
+    }
+
+    fn succeeded(&mut self, target: Target, generation: u64, kind: SyncKind, report: &Report, took: Duration) {
+        for warning in &report.warnings {
+            warn!("{warning}");
+        }
+        if self.failures.attempts() > 0 {
+            info!(version = target.version, attempts = self.failures.attempts(), "programmed after failures");
+        }
+        self.done = Some(generation);
+        self.unfinished = Unfinished::default();
+        self.failures.reset();
+        self.metrics.synced(kind, took, report, target.version);
+        let Report { services_planned, objects_written, .. } = *report;
+        let programmed = Some(Programmed { target, took, services_planned, objects_written });
+        self.progress.send_replace(Progress { programmed, failure: None });
+    }
+
+    fn failed(&mut self, target: Target, kind: SyncKind, error: &BackendError) {
+        self.done = None;
+        // The first failure may be somebody else's lock; a second one means that we do not know the kernel.
+        self.unfinished.needs_full |= error.kind != ErrorKind::Retry || self.failures.attempts() > 0;
+        let pause = match error.kind {
+            ErrorKind::Retry | ErrorKind::NeedsFullSync => self.failures.next_pause(),
+            // Only a change to the machine helps: look again as rarely as we ever do.
+            ErrorKind::Fatal | ErrorKind::Unavailable => {
+                let _ = self.failures.next_pause();
+                self.failures.cap()
+            }
+        };
+        let attempts = self.failures.attempts();
+        error!(%error, version = target.version, attempts, pause_ms = pause.as_millis(), "could not program the kernel");
+        self.not_before = self.not_before.max(Instant::now() + pause);
+        self.metrics.sync_failed(kind);
+        let failure = Some(Failure { target, error: error.message.clone(), attempts });
+        self.progress.send_modify(|progress| progress.failure = failure);
+    }
+
+    fn verify(&mut self) {
+        self.verify_at = Instant::now() + self.timing.sync_period;
+        match self.backend.verify() {
+            Ok(true) => {}
+            Ok(false) => {
+                warn!("somebody else removed or changed our rules; programming everything anew");
+                self.metrics.repairs.inc();
+                self.unfinished.needs_full = true;
+                self.done = None;
+            }
+            Err(error) => {
+                self.metrics.verifications_failed.inc();
+                warn!(%error, "could not verify the rules");
+            }
+        }
+    }
+}
+
+/// Takes the work up, together with what an earlier attempt left unfinished, and plans it.
+fn begin(backend: &mut dyn Backend, work: Work<'_>, unfinished: &mut Unfinished) -> Attempt {
+    unfinished.dirty.merge(work.dirty);
+    unfinished.needs_full |= work.needs_full;
+    let (kind, job) = if unfinished.needs_full {
+        unfinished.dirty = Dirty::default();
+        (SyncKind::Full, Job::Done(backend.sync_full(work.state, work.facts)))
+    } else if unfinished.dirty.is_empty() {
+        (SyncKind::Nothing, Job::Nothing)
+    } else {
+        (SyncKind::Partial, Job::Apply(backend.plan(work.state, work.facts, &unfinished.dirty)))
+    };
+    Attempt { target: work.target, generation: work.generation, kind, job }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,353 @@
+//! Input and output of the session: one stream after the other, for ever.
+
+use std::{pin::pin, sync::Arc, time::Duration};
+
+use headgate_core::Node;
+use headgate_proto::{
+    MAX_SERVER_MESSAGE_BYTES,
+    v1::{self, agent_message::Body, discovery_client::DiscoveryClient, welcome::ResumeMode},
+};
+use tokio::{
+    sync::{mpsc, watch},
+    time::{Instant, sleep, sleep_until, timeout},
+};
+use tokio_stream::wrappers::ReceiverStream;
+use tokio_util::sync::CancellationToken;
+use tonic::{Status, Streaming};
+use tracing::{debug, info, warn};
+
+use super::{
+    backoff::{Backoff, jitter},
+    connect::{ConnectError, ControlPlane, TlsFiles},
+    held::Step,
+    machine::{Effect, Machine, Violation, Welcomed},
+    outbox::Outbox,
+};
+use crate::{metrics::Metrics, reconcile::Progress, shared::Shared};
+
+/// Time from connecting to `Welcome`: a replica that is behind us welcomes first and lets us wait afterwards.
+const WELCOME_TIMEOUT: Duration = Duration::from_secs(30);
+/// A stream that lasted so long was a good one: the next pause is short again.
+const HEALTHY_AFTER: Duration = Duration::from_secs(10);
+/// Heartbeat intervals without any message until the stream is given up (contract, 9).
+const MISSED_HEARTBEATS: u32 = 3;
+/// Messages to the replica that wait inside the transport.
+const OUTGOING: usize = 4;
+
+/// What a session needs to know.
+#[derive(Debug, Clone)]
+pub struct SessionConfig {
+    /// Name of the node, lower case.
+    pub node_name: Arc<str>,
+    /// Replicas, at least one.
+    pub control_planes: Vec<ControlPlane>,
+    /// Needed for https.
+    pub tls: Option<TlsFiles>,
+    /// What `Hello` says about the backend.
+    pub status: v1::AgentStatus,
+    /// Pauses between attempts.
+    pub backoff: Backoff,
+}
+
+/// Why a stream ended.
+#[derive(Debug, thiserror::Error)]
+enum StreamEnd {
+    #[error(transparent)]
+    Connect(#[from] ConnectError),
+    #[error("no Welcome within {} s", WELCOME_TIMEOUT.as_secs())]
+    NoWelcome,
+    #[error("the replica ended the stream: {} ({:?})", .0.message(), .0.code())]
+    Status(Box<Status>),
+    #[error("the replica closed the stream")]
+    Closed,
+    #[error("the replica breaks the protocol: {0}")]
+    Violation(#[from] Violation),
+    #[error("nothing heard for {} s", .0.as_secs_f32())]
+    Silent(Duration),
+    #[error("the replica asked us to go elsewhere: {0}")]
+    Drained(String),
+    #[error("the agent's worker was stopped")]
+    Worker(#[from] tokio::task::JoinError),
+}
+
+impl StreamEnd {
+    /// A label from a small fixed set.
+    fn reason(&self) -> &'static str {
+        match self {
+            Self::Connect(_) => "connect",
+            Self::NoWelcome => "no_welcome",
+            Self::Status(_) => "status",
+            Self::Closed => "closed",
+            Self::Violation(Violation::VersionGap { .. }) => "version_gap",
+            Self::Violation(_) => "protocol",
+            Self::Silent(_) => "silent",
+            Self::Drained(_) => "drained",
+            Self::Worker(_) => "worker",
+        }
+    }
+}
+
+impl From<Status> for StreamEnd {
+    fn from(status: Status) -> Self {
+        Self::Status(Box::new(status))
+    }
+}
+
+/// The session.
+#[derive(Debug)]
+pub struct Session {
+    config: SessionConfig,
+    shared: Arc<Shared>,
+    metrics: Arc<Metrics>,
+    progress: watch::Receiver<Progress>,
+    machine: Machine,
+}
+
+impl Session {
+    /// A session that feeds `shared` and reports `progress`.
+    #[must_use]
+    pub fn new(
+        config: SessionConfig,
+        shared: Arc<Shared>,
+        metrics: Arc<Metrics>,
+        progress: watch::Receiver<Progress>,
+    ) -> Self {
+        let machine = Machine::new(Arc::clone(&config.node_name));
+        Self { config, shared, metrics, progress, machine }
+    }
+
+    /// Follows one replica or another until `shutdown`. No failure ends it.
+    pub async fn run(mut self, shutdown: CancellationToken) {
+        let replicas = self.config.control_planes.clone();
+        if replicas.is_empty() {
+            return shutdown.cancelled().await;
+        }
+        // Agents that start together spread over the replicas.
+        let mut next = fastrand::usize(0..replicas.len());
+        let mut backoff = self.config.backoff.clone();
+        loop {
+            let replica = &replicas[next % replicas.len()];
+            let mut welcomed_at = None;
+            let followed = self.follow(replica, &mut welcomed_at);
+            let Some(end) = shutdown.run_until_cancelled(followed).await else {
+                self.metrics.connected.set(0);
+                return;
+            };
+            self.metrics.connected.set(0);
+            self.metrics.stream_error(end.reason());
+            if welcomed_at.is_some_and(|at: Instant| at.elapsed() >= HEALTHY_AFTER) {
+                backoff.reset();
+            }
+            next = (next + 1) % replicas.len();
+            // A drained agent has waited for its moment already, unless it is sent round in circles.
+            let is_drained = matches!(end, StreamEnd::Drained(_)) && backoff.attempts() == 0;
+            let pause = backoff.next_pause();
+            let pause = if is_drained { Duration::ZERO } else { pause };
+            if let StreamEnd::Drained(_) = end {
+                info!(%replica, reason = %end, "connecting to another replica");
+            } else {
+                warn!(%replica, error = %end, pause_ms = pause.as_millis(), "the stream ended; forwarding goes on with the last state");
+            }
+            if shutdown.run_until_cancelled(sleep(pause)).await.is_none() {
+                return;
+            }
+            self.metrics.reconnects.inc();
+        }
+    }
+
+    /// One stream, from connecting to its end.
+    async fn follow(&mut self, replica: &ControlPlane, welcomed_at: &mut Option<Instant>) -> StreamEnd {
+        let stream = match self.open(replica).await {
+            Ok(stream) => stream,
+            Err(end) => return end,
+        };
+        stream.run(self, replica, welcomed_at).await.unwrap_or_else(|end| end)
+    }
+
+    async fn open(&mut self, replica: &ControlPlane) -> Result<Stream, StreamEnd> {
+        let channel = replica.connect(self.config.tls.as_ref()).await?;
+        let shared = Arc::clone(&self.shared);
+        // Digests are copied under the state's lock, which a full sync may hold for long.
+        let (resume, position, number) = tokio::task::spawn_blocking(move || shared.begin_stream()).await?;
+        self.machine.begin(position);
+        let hello = v1::Hello {
+            node_name: self.config.node_name.to_string(),
+            agent_version: env!("CARGO_PKG_VERSION").to_owned(),
+            status: Some(self.config.status.clone()),
+            resume,
+        };
+        let (outgoing, receiver) = mpsc::channel(OUTGOING);
+        // The channel is empty and its receiver at hand: this cannot fail.
+        let _ = outgoing.try_send(v1::AgentMessage { body: Some(Body::Hello(hello)) });
+        let mut client = DiscoveryClient::new(channel).max_decoding_message_size(MAX_SERVER_MESSAGE_BYTES);
+        let answer = timeout(WELCOME_TIMEOUT, client.sync(ReceiverStream::new(receiver))).await;
+        let incoming = answer.map_err(|_| StreamEnd::NoWelcome)??.into_inner();
+        Ok(Stream {
+            incoming,
+            outgoing,
+            outbox: Outbox::default(),
+            number,
+            epoch: None,
+            acked: None,
+            silent_after: WELCOME_TIMEOUT,
+            drain: None,
+        })
+    }
+}
+
+/// A stream that is open.
+struct Stream {
+    incoming: Streaming<v1::ServerMessage>,
+    outgoing: mpsc::Sender<v1::AgentMessage>,
+    outbox: Outbox,
+    /// As [`Shared::begin_stream`] counts.
+    number: u64,
+    /// The replica's, once it has welcomed us.
+    epoch: Option<u64>,
+    /// Version and node revision that were last acknowledged here.
+    acked: Option<(u64, u64)>,
+    silent_after: Duration,
+    /// When to go elsewhere, and why.
+    drain: Option<(Instant, String)>,
+}
+
+impl Stream {
+    async fn run(
+        mut self,
+        session: &mut Session,
+        replica: &ControlPlane,
+        welcomed_at: &mut Option<Instant>,
+    ) -> Result<StreamEnd, StreamEnd> {
+        let mut progress = session.progress.clone();
+        let outgoing = self.outgoing.clone();
+        let mut silence = pin!(sleep(self.silent_after));
+        loop {
+            let drain_at = self.drain.as_ref().map(|(at, _)| *at);
+            tokio::select! {
+                // In this order: a busy replica may not keep our answers from it, and what has arrived counts before silence does.
+                biased;
+                () = sleep_until(drain_at.unwrap_or_else(Instant::now)), if drain_at.is_some() => {
+                    return Ok(StreamEnd::Drained(self.drain.map(|(_, reason)| reason).unwrap_or_default()));
+                }
+                Ok(permit) = outgoing.reserve(), if !self.outbox.is_empty() => {
+                    if let Some(message) = self.outbox.pop() {
+                        permit.send(message);
+                    }
+                }
+                Ok(()) = progress.changed() => {
+                    let seen = progress.borrow_and_update().clone();
+                    self.report(&seen);
+                }
+                message = self.incoming.message() => {
+                    let Some(message) = message? else { return Ok(StreamEnd::Closed) };
+                    for effect in session.machine.on_message(message)? {
+                        self.on_effect(session, effect, replica, welcomed_at).await?;
+                    }
+                    silence.as_mut().reset(Instant::now() + self.silent_after);
+                }
+                () = &mut silence => {
+                    let is_welcomed = self.epoch.is_some();
+                    return Ok(if is_welcomed { StreamEnd::Silent(self.silent_after) } else { StreamEnd::NoWelcome });
+                }
+            }
+        }
+    }
+
+    async fn on_effect(
+        &mut self,
+        session: &Session,
+        effect: Effect,
+        replica: &ControlPlane,
+        welcomed_at: &mut Option<Instant>,
+    ) -> Result<(), StreamEnd> {
+        match effect {
+            Effect::Welcomed(welcomed) => {
+                *welcomed_at = Some(Instant::now());
+                self.on_welcome(session, welcomed, replica);
+            }
+            Effect::Apply(step) => {
+                let version = step.version;
+                debug!(version, changes = step.changes.len(), snapshot = step.snapshot.is_some(), "step");
+                apply(&session.shared, step).await?;
+                session.metrics.version_received.set(version);
+            }
+            Effect::Node(revision, node) => set_node(&session.shared, revision, node).await?,
+            Effect::Reject(nack) => self.reject(&session.metrics, nack),
+            Effect::Heartbeat { source_age, .. } => session.metrics.heard(source_age),
+            Effect::Drain { within, reason } => self.on_drain(within, reason),
+        }
+        Ok(())
+    }
+
+    fn on_welcome(&mut self, session: &Session, welcomed: Welcomed, replica: &ControlPlane) {
+        let Welcomed { replica: name, epoch, mode, heartbeat_interval } = welcomed;
+        info!(%replica, name, ?mode, "connected");
+        session.metrics.connected.set(1);
+        session.metrics.resumed(mode);
+        self.epoch = Some(epoch);
+        self.silent_after = heartbeat_interval.saturating_mul(MISSED_HEARTBEATS);
+        if mode == ResumeMode::Log {
+            // The replica has to learn what is programmed, also when nothing changes from now on.
+            let seen = session.progress.borrow().clone();
+            self.report(&seen);
+        }
+    }
+
+    fn on_drain(&mut self, within: Duration, reason: String) {
+        let at = Instant::now() + jitter(within);
+        if self.drain.as_ref().is_none_or(|(earlier, _)| at < *earlier) {
+            self.drain = Some((at, reason));
+        }
+    }
+
+    fn reject(&mut self, metrics: &Metrics, nack: v1::Nack) {
+        metrics.rejected_resources.inc_by(nack.rejections.len() as u64);
+        for v1::Rejection { resource, field, reason } in &nack.rejections {
+            warn!(resource, field, reason, "a resource cannot be used; its last good value stays, if there was one");
+        }
+        let dropped = self.outbox.nack(nack);
+        if dropped > 0 {
+            warn!(dropped, "more rejections than the replica takes; it is not told of these");
+        }
+    }
+
+    /// Queues ACK or failure, as far as it is about this replica's versions.
+    fn report(&mut self, progress: &Progress) {
+        if let Some(failure) = &progress.failure
+            && Some(failure.target.epoch) == self.epoch
+        {
+            self.outbox.apply_failed(v1::ApplyFailed {
+                version: failure.target.version,
+                error: failure.error.clone(),
+                attempts: failure.attempts,
+            });
+        }
+        let Some(programmed) = &progress.programmed else { return };
+        let target = programmed.target;
+        let node_revision = if target.stream == self.number { target.node_revision } else { 0 };
+        let reached = (target.version, node_revision);
+        if Some(target.epoch) != self.epoch || self.acked == Some(reached) {
+            return;
+        }
+        self.acked = Some(reached);
+        self.outbox.ack(v1::Ack {
+            version: target.version,
+            node_revision,
+            apply_microseconds: u64::try_from(programmed.took.as_micros()).unwrap_or(u64::MAX),
+            services_planned: programmed.services_planned,
+            objects_written: programmed.objects_written,
+        });
+    }
+}
+
+/// Applies a step at once, or on a thread that may wait while the kernel's work holds the lock.
+async fn apply(shared: &Arc<Shared>, step: Step) -> Result<(), StreamEnd> {
+    let Some(step) = shared.try_apply(step) else { return Ok(()) };
+    let shared = Arc::clone(shared);
+    Ok(tokio::task::spawn_blocking(move || shared.apply(step)).await?)
+}
+
+async fn set_node(shared: &Arc<Shared>, revision: u64, node: Option<Node>) -> Result<(), StreamEnd> {
+    let shared = Arc::clone(shared);
+    Ok(tokio::task::spawn_blocking(move || shared.set_node(revision, node.as_ref())).await?)
+}

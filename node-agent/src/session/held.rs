@@ -1,0 +1,191 @@
+//! What the agent holds, and how a step of the stream changes it.
+
+use std::{
+    collections::{BTreeMap, HashMap, HashSet},
+    net::IpAddr,
+};
+
+use headgate_core::{
+    Change, Dirty, ServiceKey, State,
+    digest::{self, BUCKETS},
+};
+use headgate_proto::{digests_to_wire, v1};
+
+/// A consistent point: what the state becomes next, as a whole.
+#[derive(Debug)]
+pub struct Step {
+    /// Epoch of the replica that sent it.
+    pub epoch: u64,
+    /// The version that the state has afterwards.
+    pub version: u64,
+    /// Positions of the source. A snapshot's replace all others.
+    pub positions: Vec<v1::SourcePosition>,
+    /// Resources and removals.
+    pub changes: Vec<Change>,
+    /// Set when the changes are complete buckets: whatever else is held in these goes.
+    pub snapshot: Option<Snapshot>,
+}
+
+/// What a snapshot replaces.
+#[derive(Debug)]
+pub struct Snapshot {
+    /// The buckets that are replaced.
+    pub buckets: Buckets,
+    /// Names, as in [`v1::Rejection`], of resources that the snapshot carried and the agent could not use. What is held of them stays: their last
+    /// good value forwards better than none.
+    pub rejected: HashSet<String>,
+}
+
+/// A set of buckets.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Buckets {
+    /// Every bucket.
+    All,
+    /// These.
+    Some(HashSet<u16>),
+}
+
+impl Buckets {
+    /// True when the bucket is in the set.
+    #[must_use]
+    pub fn contains(&self, bucket: u16) -> bool {
+        match self {
+            Self::All => true,
+            Self::Some(buckets) => buckets.contains(&bucket),
+        }
+    }
+
+    /// Number of buckets.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        match self {
+            Self::All => BUCKETS,
+            Self::Some(buckets) => buckets.len(),
+        }
+    }
+
+    /// True for none at all.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// The shared state with the version it has.
+///
+/// A rejected resource is not counted as held: what stays of it is its last good value, whose hash is not that of the value that the
+/// replica has, so the bucket's digest differs and the next resume by digests brings it again. Nothing has to be marked for that.
+#[derive(Debug, Default)]
+pub struct Held {
+    state: State,
+    position: Option<(u64, u64)>,
+    sources: BTreeMap<i32, u64>,
+}
+
+impl Held {
+    /// The resources.
+    #[must_use]
+    pub fn state(&self) -> &State {
+        &self.state
+    }
+
+    /// Epoch and version; `None` before the first complete snapshot.
+    #[must_use]
+    pub fn position(&self) -> Option<(u64, u64)> {
+        self.position
+    }
+
+    /// What `Hello` says about it; `None` before the first complete snapshot.
+    #[must_use]
+    pub fn resume(&self) -> Option<v1::Resume> {
+        let (epoch, version) = self.position?;
+        let position = |(kind, position): (&i32, &u64)| v1::SourcePosition { kind: *kind, position: *position };
+        Some(v1::Resume {
+            epoch,
+            version,
+            positions: self.sources.iter().map(position).collect(),
+            digests: Some(digests_to_wire(self.state.digests())),
+        })
+    }
+
+    /// Takes a step, and adds what it affects to `dirty`.
+    pub fn apply(&mut self, step: Step, dirty: &mut Dirty) {
+        // Removals go last: what is new comes before what it replaces goes.
+        let removals = step.snapshot.as_ref().map(|snapshot| self.left_over(snapshot, &step.changes));
+        for change in step.changes.into_iter().chain(removals.into_iter().flatten()) {
+            self.state.apply(change, dirty);
+        }
+        if step.snapshot.is_some() {
+            self.sources.clear();
+        }
+        let known = step.positions.iter().filter(|source| source.kind != 0);
+        self.sources.extend(known.map(|source| (source.kind, source.position)));
+        self.position = Some((step.epoch, step.version));
+    }
+
+    /// Removals of what is held in the snapshot's buckets and the snapshot did not carry. A full pass over the keys.
+    fn left_over(&self, snapshot: &Snapshot, changes: &[Change]) -> Vec<Change> {
+        let mut removals = Vec::new();
+        if snapshot.buckets.is_empty() {
+            return removals;
+        }
+        let carried = Carried::of(changes);
+        let rejected = &snapshot.rejected;
+        let is_rejected = |name: &dyn Fn() -> String| !rejected.is_empty() && rejected.contains(&name());
+        for (key, entry) in self.state.entries() {
+            if !snapshot.buckets.contains(digest::service_bucket(key)) {
+                continue;
+            }
+            let gone = entry.service().is_some() && !carried.services.contains(&**key);
+            if gone && !is_rejected(&|| format!("Service {key}")) {
+                removals.push(Change::RemoveService((**key).clone()));
+            }
+            let staged = carried.endpoints.get(&**key);
+            let group = || format!("endpoints of service {}", key.name);
+            for address in entry.endpoints().keys() {
+                let gone = !staged.is_some_and(|addresses| addresses.contains(address));
+                if gone && !is_rejected(&|| format!("Endpoint {key} {address}")) && !is_rejected(&group) {
+                    removals.push(Change::RemoveEndpoint((**key).clone(), *address));
+                }
+            }
+        }
+        for held in self.state.service_cidrs() {
+            let in_bucket = snapshot.buckets.contains(digest::service_cidr_bucket(&held.name));
+            let gone = in_bucket && !carried.service_cidrs.contains(held.name.as_str());
+            if gone && !is_rejected(&|| format!("ServiceCIDR {}", held.name)) {
+                removals.push(Change::RemoveServiceCidr(held.name.clone()));
+            }
+        }
+        removals
+    }
+}
+
+/// Keys that a snapshot carried.
+#[derive(Default)]
+struct Carried<'a> {
+    services: HashSet<&'a ServiceKey>,
+    endpoints: HashMap<&'a ServiceKey, HashSet<IpAddr>>,
+    service_cidrs: HashSet<&'a str>,
+}
+
+impl<'a> Carried<'a> {
+    fn of(changes: &'a [Change]) -> Self {
+        let mut carried = Self::default();
+        for change in changes {
+            match change {
+                Change::Service(service) => {
+                    carried.services.insert(&service.key);
+                }
+                Change::Endpoint(key, endpoint) => {
+                    carried.endpoints.entry(key).or_default().insert(endpoint.address);
+                }
+                Change::ServiceCidr(service_cidr) => {
+                    carried.service_cidrs.insert(&service_cidr.name);
+                }
+                // A snapshot carries no removals; the machine refuses one that does.
+                Change::RemoveService(_) | Change::RemoveEndpoint(..) | Change::RemoveServiceCidr(_) => {}
+            }
+        }
+        carried
+    }
+}

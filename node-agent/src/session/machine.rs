@@ -1,0 +1,377 @@
+//! What a message from a replica means: from [`v1::ServerMessage`] to [`Effect`]s. No input, no output, no clock.
+//!
+//! The rules are those of the contract at the head of `proto/headgate/v1/discovery.proto`. Snapshots and split batches are staged here and
+//! become one [`Step`] when they are complete; a stream that breaks before leaves no trace. A [`Violation`] means that the stream cannot be
+//! trusted any further: the caller drops it and comes back with what it holds.
+
+use std::{collections::HashSet, mem, sync::Arc, time::Duration};
+
+use headgate_core::{
+    Change, Node,
+    digest::{self, BUCKETS},
+};
+use headgate_proto::{
+    Decoder, node_from_wire,
+    v1::{self, server_message::Body, welcome::ResumeMode},
+};
+
+use super::held::{Buckets, Snapshot, Step};
+
+/// Used when a replica names no interval.
+const DEFAULT_HEARTBEAT: Duration = Duration::from_secs(10);
+
+/// A message that breaks the contract.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Violation {
+    /// The first message must be `Welcome`.
+    #[error("a message came before Welcome")]
+    BeforeWelcome,
+    /// A second `Welcome`.
+    #[error("a second Welcome")]
+    SecondWelcome,
+    /// `Welcome.resume` or `Welcome.epoch` makes no sense after our `Hello`.
+    #[error("Welcome cannot be: {0}")]
+    Welcome(String),
+    /// Something between was lost.
+    #[error("a batch follows version {previous}, and the agent is at {held}")]
+    VersionGap {
+        /// `Batch.previous_version`.
+        previous: u64,
+        /// The version that the agent is at.
+        held: u64,
+    },
+    /// Versions only grow within an epoch.
+    #[error("version {sent} came after version {held} of the same epoch")]
+    Backwards {
+        /// The version that was sent.
+        sent: u64,
+        /// The version that the agent is at.
+        held: u64,
+    },
+    /// A batch before the end of the snapshot that the stream begins with, or in the middle of one.
+    #[error("a batch came before the snapshot's end")]
+    BatchInSnapshot,
+    /// A snapshot in the middle of a split batch.
+    #[error("a snapshot came in the middle of a split batch")]
+    SnapshotInBatch,
+    /// Snapshots carry complete resources only.
+    #[error("a snapshot carries removals")]
+    RemovalInSnapshot,
+    /// Part of the snapshot was lost.
+    #[error("the snapshot's end counts {counted} resources, and {staged} came")]
+    ResourceCount {
+        /// `SnapshotEnd.resource_count`.
+        counted: u64,
+        /// Resources in the chunks.
+        staged: u64,
+    },
+    /// The list of buckets is not ascending, or names one that does not exist.
+    #[error("the snapshot's end names bucket {0}, out of order or out of range")]
+    Bucket(u32),
+    /// A chunk carried what its end does not name.
+    #[error("the snapshot carries {resource} of bucket {bucket}, which its end does not name")]
+    ForeignBucket {
+        /// What was carried.
+        resource: String,
+        /// Its bucket.
+        bucket: u16,
+    },
+}
+
+/// What the caller is to do.
+#[derive(Debug)]
+pub enum Effect {
+    /// The stream begins.
+    Welcomed(Welcomed),
+    /// Apply to [`super::held::Held`], then program the kernel.
+    Apply(Step),
+    /// The agent's own node has changed; `None` when the source knows no such node.
+    Node(u64, Option<Node>),
+    /// Tell the replica which resources could not be used.
+    Reject(v1::Nack),
+    /// The replica lives; its source was heard so long ago.
+    Heartbeat {
+        /// The newest version that the replica has.
+        head_version: u64,
+        /// Time since the source was last heard, at the moment of sending.
+        source_age: Duration,
+    },
+    /// Connect anew within this time, preferably elsewhere.
+    Drain {
+        /// The latest moment, from now.
+        within: Duration,
+        /// For the log.
+        reason: String,
+    },
+}
+
+/// How a stream begins.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Welcomed {
+    /// The replica's name.
+    pub replica: String,
+    /// Its epoch.
+    pub epoch: u64,
+    /// How it brings the agent up to date.
+    pub mode: ResumeMode,
+    /// Longest time between two messages.
+    pub heartbeat_interval: Duration,
+}
+
+/// Where the stream is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    AwaitingWelcome,
+    /// The snapshot that the stream begins with is on its way.
+    Resuming {
+        epoch: u64,
+        mode: ResumeMode,
+    },
+    Following {
+        epoch: u64,
+    },
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+enum Staging {
+    #[default]
+    Nothing,
+    Snapshot,
+    Batch,
+}
+
+/// What waits for its end.
+#[derive(Debug, Default)]
+struct Staged {
+    what: Staging,
+    changes: Vec<Change>,
+    rejections: Vec<v1::Rejection>,
+    positions: Vec<v1::SourcePosition>,
+    resources: u64,
+}
+
+/// The state machine of one stream after the other.
+#[derive(Debug)]
+pub struct Machine {
+    node_name: Arc<str>,
+    decoder: Decoder,
+    position: Option<(u64, u64)>,
+    phase: Phase,
+    staged: Staged,
+}
+
+impl Machine {
+    /// A machine for the agent of a node.
+    #[must_use]
+    pub fn new(node_name: Arc<str>) -> Self {
+        Self {
+            node_name,
+            decoder: Decoder::default(),
+            position: None,
+            phase: Phase::AwaitingWelcome,
+            staged: Staged::default(),
+        }
+    }
+
+    /// A new stream begins, with a `Hello` that says that the agent holds `position` (epoch and version).
+    pub fn begin(&mut self, position: Option<(u64, u64)>) {
+        self.position = position;
+        self.phase = Phase::AwaitingWelcome;
+        self.staged = Staged::default();
+    }
+
+    /// Takes the next message.
+    ///
+    /// A kind of message that this program does not know means nothing (contract, 12).
+    ///
+    /// # Errors
+    /// The stream breaks the contract; it must be dropped.
+    pub fn on_message(&mut self, message: v1::ServerMessage) -> Result<Vec<Effect>, Violation> {
+        let Some(body) = message.body else { return Ok(Vec::new()) };
+        if self.phase == Phase::AwaitingWelcome && !matches!(body, Body::Welcome(_)) {
+            return Err(Violation::BeforeWelcome);
+        }
+        match body {
+            Body::Welcome(welcome) => self.on_welcome(welcome),
+            Body::Batch(batch) => self.on_batch(batch),
+            Body::SnapshotChunk(chunk) => self.on_chunk(chunk),
+            Body::SnapshotEnd(end) => self.on_end(end),
+            Body::OwnNode(own_node) => Ok(vec![self.on_node(own_node)]),
+            Body::Heartbeat(heartbeat) => Ok(vec![Effect::Heartbeat {
+                head_version: heartbeat.head_version,
+                source_age: Duration::from_millis(heartbeat.source_age_ms),
+            }]),
+            Body::Drain(drain) => Ok(vec![Effect::Drain {
+                within: Duration::from_millis(drain.reconnect_within_ms.into()),
+                reason: drain.reason,
+            }]),
+        }
+    }
+
+    fn on_welcome(&mut self, welcome: v1::Welcome) -> Result<Vec<Effect>, Violation> {
+        if self.phase != Phase::AwaitingWelcome {
+            return Err(Violation::SecondWelcome);
+        }
+        let fail = |problem: &str| Err(Violation::Welcome(problem.to_owned()));
+        let epoch = welcome.epoch;
+        if epoch == 0 {
+            return fail("epoch 0 stands for none");
+        }
+        let mode = welcome.resume();
+        self.phase = match (mode, self.position) {
+            (ResumeMode::Log, Some((held, _))) if held == epoch => Phase::Following { epoch },
+            (ResumeMode::Log, _) => return fail("resume LOG, but the agent holds nothing of this epoch"),
+            (ResumeMode::Digests, None) => return fail("resume DIGESTS, but the agent sent none"),
+            (ResumeMode::Digests | ResumeMode::Full, _) => Phase::Resuming { epoch, mode },
+            (ResumeMode::Unspecified, _) => return fail("an unknown way to resume"),
+        };
+        let heartbeat_interval = match welcome.heartbeat_interval_ms {
+            0 => DEFAULT_HEARTBEAT,
+            interval_ms => Duration::from_millis(interval_ms.into()),
+        };
+        Ok(vec![Effect::Welcomed(Welcomed { replica: welcome.replica, epoch, mode, heartbeat_interval })])
+    }
+
+    fn on_batch(&mut self, batch: v1::Batch) -> Result<Vec<Effect>, Violation> {
+        let (Phase::Following { epoch }, Some((_, held))) = (self.phase, self.position) else {
+            return Err(Violation::BatchInSnapshot);
+        };
+        if self.staged.what == Staging::Snapshot {
+            return Err(Violation::BatchInSnapshot);
+        }
+        if batch.previous_version != held {
+            return Err(Violation::VersionGap { previous: batch.previous_version, held });
+        }
+        if batch.version < held {
+            return Err(Violation::Backwards { sent: batch.version, held });
+        }
+        self.stage(Staging::Batch, batch.changes.unwrap_or_default());
+        self.staged.positions.extend(batch.positions);
+        if batch.version == held {
+            return Ok(Vec::new());
+        }
+        let staged = mem::take(&mut self.staged);
+        Ok(self.finish(epoch, batch.version, staged, None))
+    }
+
+    fn on_chunk(&mut self, chunk: v1::SnapshotChunk) -> Result<Vec<Effect>, Violation> {
+        if self.staged.what == Staging::Batch {
+            return Err(Violation::SnapshotInBatch);
+        }
+        let changes = chunk.changes.unwrap_or_default();
+        let removes = !changes.removed_services.is_empty()
+            || !changes.removed_service_cidrs.is_empty()
+            || changes.endpoints.iter().any(|group| !group.removed.is_empty());
+        if removes {
+            return Err(Violation::RemovalInSnapshot);
+        }
+        self.stage(Staging::Snapshot, changes);
+        Ok(Vec::new())
+    }
+
+    fn on_end(&mut self, end: v1::SnapshotEnd) -> Result<Vec<Effect>, Violation> {
+        if self.staged.what == Staging::Batch {
+            return Err(Violation::SnapshotInBatch);
+        }
+        let (epoch, by_digests) = match self.phase {
+            Phase::Resuming { epoch, mode } => (epoch, mode == ResumeMode::Digests),
+            Phase::Following { epoch } => (epoch, false),
+            Phase::AwaitingWelcome => return Err(Violation::BeforeWelcome),
+        };
+        if end.resource_count != self.staged.resources {
+            return Err(Violation::ResourceCount { counted: end.resource_count, staged: self.staged.resources });
+        }
+        if let Some((held_epoch, held)) = self.position
+            && held_epoch == epoch
+            && end.version < held
+        {
+            return Err(Violation::Backwards { sent: end.version, held });
+        }
+        // An empty list means all buckets. After a comparison of digests that found no difference it has to mean none: the list of what differs is
+        // empty, and removing everything is the one mistake that cannot be made good.
+        let buckets = if end.buckets.is_empty() && !(by_digests && end.resource_count == 0) {
+            Buckets::All
+        } else {
+            Buckets::Some(checked_buckets(&end.buckets)?)
+        };
+        check_membership(&buckets, &self.staged.changes)?;
+        let mut staged = mem::take(&mut self.staged);
+        let rejected = staged.rejections.iter().map(|rejection| rejection.resource.clone()).collect();
+        staged.positions = end.positions;
+        self.phase = Phase::Following { epoch };
+        Ok(self.finish(epoch, end.version, staged, Some(Snapshot { buckets, rejected })))
+    }
+
+    fn on_node(&mut self, own_node: v1::OwnNode) -> Effect {
+        let Some(wire) = own_node.node else { return Effect::Node(own_node.revision, None) };
+        let checked = node_from_wire(&wire).and_then(|node| {
+            let is_ours = node.name.eq_ignore_ascii_case(&self.node_name);
+            let rejection = || v1::Rejection {
+                resource: format!("Node {}", node.name),
+                field: "name".into(),
+                reason: format!("this is the agent of node {}", self.node_name),
+            };
+            if is_ours { Ok(node) } else { Err(rejection()) }
+        });
+        match checked {
+            Ok(node) => Effect::Node(own_node.revision, Some(node)),
+            Err(rejection) => {
+                let version = self.position.map_or(0, |(_, version)| version);
+                Effect::Reject(v1::Nack { version, rejections: vec![rejection] })
+            }
+        }
+    }
+
+    fn stage(&mut self, what: Staging, wire: v1::Changes) {
+        let endpoints: usize = wire.endpoints.iter().map(|group| group.changed.len()).sum();
+        let resources = wire.services.len() + wire.service_cidrs.len() + endpoints;
+        let (changes, rejections) = self.decoder.changes(wire);
+        self.staged.what = what;
+        self.staged.resources = self.staged.resources.saturating_add(resources as u64);
+        self.staged.changes.extend(changes);
+        self.staged.rejections.extend(rejections);
+    }
+
+    fn finish(&mut self, epoch: u64, version: u64, staged: Staged, snapshot: Option<Snapshot>) -> Vec<Effect> {
+        self.position = Some((epoch, version));
+        let Staged { changes, rejections, positions, .. } = staged;
+        let nack = (!rejections.is_empty()).then_some(Effect::Reject(v1::Nack { version, rejections }));
+        let step = Effect::Apply(Step { epoch, version, positions, changes, snapshot });
+        nack.into_iter().chain([step]).collect()
+    }
+}
+
+fn checked_buckets(wire: &[u32]) -> Result<HashSet<u16>, Violation> {
+    let ascends = wire.windows(2).find(|pair| pair[0] >= pair[1]).map(|pair| pair[1]);
+    let in_range =
+        wire.iter().copied().find(|bucket| usize::try_from(*bucket).map_or(true, |bucket| bucket >= BUCKETS));
+    match ascends.or(in_range) {
+        Some(bucket) => Err(Violation::Bucket(bucket)),
+        None => Ok(wire.iter().filter_map(|bucket| u16::try_from(*bucket).ok()).collect()),
+    }
+}
+
+/// A resource outside the named buckets would stay for ever on one side only.
+fn check_membership(buckets: &Buckets, changes: &[Change]) -> Result<(), Violation> {
+    if *buckets == Buckets::All {
+        return Ok(());
+    }
+    for change in changes {
+        let (resource, bucket) = match change {
+            Change::Service(service) => (format!("Service {}", service.key), digest::service_bucket(&service.key)),
+            Change::Endpoint(key, _) => (format!("an endpoint of {key}"), digest::service_bucket(key)),
+            Change::ServiceCidr(service_cidr) => {
+                (format!("ServiceCIDR {}", service_cidr.name), digest::service_cidr_bucket(&service_cidr.name))
+            }
+            // Chunks with removals were refused.
+            Change::RemoveService(_) | Change::RemoveEndpoint(..) | Change::RemoveServiceCidr(_) => continue,
+        };
+        if !buckets.contains(bucket) {
+            return Err(Violation::ForeignBucket { resource, bucket });
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests;

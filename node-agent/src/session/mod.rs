@@ -1,0 +1,11 @@
+//! The agent's side of the delta stream.
+//!
+//! [`machine`] decides what a message means and touches nothing; [`held`] is what the agent holds, and how a step changes it;
+//! [`client`] does the input and output: connects, reads, answers, comes back.
+
+pub mod backoff;
+pub mod client;
+pub mod connect;
+pub mod held;
+pub mod machine;
+mod outbox;

@@ -1,0 +1,138 @@
+//! What the agent has to say and could not yet: bounded, whatever the replica reads.
+
+use std::collections::VecDeque;
+
+use headgate_proto::{
+    MAX_AGENT_MESSAGE_BYTES,
+    v1::{self, agent_message::Body},
+};
+use prost::Message as _;
+
+/// Longest field of a rejection that is sent.
+const MAX_TEXT_BYTES: usize = 1024;
+/// Rejections that wait at most; further ones are counted and logged, not sent.
+const MAX_WAITING_NACKS: usize = 64;
+/// Half of what a message may be, so that its own fields have room.
+const NACK_BYTES: usize = MAX_AGENT_MESSAGE_BYTES / 2;
+
+/// Messages in order. A newer ACK, or failure, replaces one that waits.
+#[derive(Debug, Default)]
+pub(super) struct Outbox {
+    nacks: VecDeque<v1::Nack>,
+    failed: Option<v1::ApplyFailed>,
+    ack: Option<v1::Ack>,
+}
+
+impl Outbox {
+    pub(super) fn is_empty(&self) -> bool {
+        self.nacks.is_empty() && self.failed.is_none() && self.ack.is_none()
+    }
+
+    pub(super) fn ack(&mut self, mut ack: v1::Ack) {
+        if let Some(waiting) = &self.ack {
+            ack.services_planned = ack.services_planned.saturating_add(waiting.services_planned);
+            ack.objects_written = ack.objects_written.saturating_add(waiting.objects_written);
+        }
+        // The failure that came before is made good.
+        self.failed = None;
+        self.ack = Some(ack);
+    }
+
+    pub(super) fn apply_failed(&mut self, mut failed: v1::ApplyFailed) {
+        shorten(&mut failed.error, 16 * MAX_TEXT_BYTES);
+        self.failed = Some(failed);
+    }
+
+    /// Queues rejections, in as many messages as their size asks for. Returns how many found no room.
+    pub(super) fn nack(&mut self, nack: v1::Nack) -> usize {
+        let version = nack.version;
+        let (mut rejections, mut bytes, mut dropped) = (Vec::new(), 0, 0);
+        for mut rejection in nack.rejections {
+            let fields = [&mut rejection.resource, &mut rejection.field, &mut rejection.reason];
+            fields.into_iter().for_each(|text| shorten(text, MAX_TEXT_BYTES));
+            let size = rejection.encoded_len() + 8;
+            if bytes + size > NACK_BYTES {
+                dropped += self.push_nack(v1::Nack { version, rejections: std::mem::take(&mut rejections) });
+                bytes = 0;
+            }
+            bytes += size;
+            rejections.push(rejection);
+        }
+        dropped + self.push_nack(v1::Nack { version, rejections })
+    }
+
+    fn push_nack(&mut self, nack: v1::Nack) -> usize {
+        if self.nacks.len() >= MAX_WAITING_NACKS {
+            return nack.rejections.len();
+        }
+        self.nacks.push_back(nack);
+        0
+    }
+
+    /// The next message to send.
+    pub(super) fn pop(&mut self) -> Option<v1::AgentMessage> {
+        let body = if let Some(nack) = self.nacks.pop_front() {
+            Body::Nack(nack)
+        } else if let Some(failed) = self.failed.take() {
+            Body::ApplyFailed(failed)
+        } else {
+            Body::Ack(self.ack.take()?)
+        };
+        Some(v1::AgentMessage { body: Some(body) })
+    }
+}
+
+/// Cuts a text that is too long, at a character's border.
+fn shorten(text: &mut String, max_bytes: usize) {
+    if text.len() > max_bytes {
+        let end = text.floor_char_boundary(max_bytes);
+        text.truncate(end);
+        text.push('…');
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    fn rejection(reason: &str) -> v1::Rejection {
+        v1::Rejection { resource: "Service a/b".into(), field: "ports".into(), reason: reason.into() }
+    }
+
+    #[test]
+    fn a_newer_ack_replaces_and_sums() {
+        let mut outbox = Outbox::default();
+        outbox.ack(v1::Ack { version: 1, services_planned: 2, objects_written: 3, ..Default::default() });
+        outbox.apply_failed(v1::ApplyFailed { version: 2, ..Default::default() });
+        outbox.ack(v1::Ack { version: 2, services_planned: 1, objects_written: 1, ..Default::default() });
+        let Some(Body::Ack(ack)) = outbox.pop().unwrap().body else { panic!("no ACK") };
+        assert_eq!((ack.version, ack.services_planned, ack.objects_written), (2, 3, 4));
+        assert!(outbox.is_empty() && outbox.pop().is_none());
+    }
+
+    #[test]
+    fn rejections_are_split_below_the_limit_and_bounded() {
+        let mut outbox = Outbox::default();
+        let long = "é".repeat(1_000);
+        let dropped = outbox.nack(v1::Nack { version: 7, rejections: vec![rejection(&long); 9_000] });
+        assert!(dropped > 0);
+        let mut sent = 0;
+        while let Some(message) = outbox.pop() {
+            assert!(message.encoded_len() <= MAX_AGENT_MESSAGE_BYTES);
+            let Some(Body::Nack(nack)) = message.body else { panic!("not a NACK") };
+            assert_eq!(nack.version, 7);
+            sent += nack.rejections.len();
+        }
+        assert_eq!(sent + dropped, 9_000);
+    }
+
+    #[test]
+    fn rejections_go_before_the_ack() {
+        let mut outbox = Outbox::default();
+        outbox.ack(v1::Ack::default());
+        assert_eq!(outbox.nack(v1::Nack { version: 1, rejections: vec![rejection("x")] }), 0);
+        assert!(matches!(outbox.pop().unwrap().body, Some(Body::Nack(_))));
+        assert!(matches!(outbox.pop().unwrap().body, Some(Body::Ack(_))));
+    }
+}
