@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, io, sync::Arc};
 use bytes::Bytes;
 use futures::stream;
 use http::{HeaderValue, Method, Request, Response, StatusCode, header};
-use http_body_util::{BodyExt, Full, LengthLimitError, Limited, StreamBody, combinators::UnsyncBoxBody};
+use http_body_util::{BodyExt, Full, StreamBody, combinators::UnsyncBoxBody};
 use hyper::body::{Frame, Incoming};
 use serde_json::{Value, json};
 use tokio::time::{Instant, sleep, timeout_at};
@@ -311,6 +311,25 @@ impl Page {
     }
 }
 
+/// Reads a body to its end; 413 where it is over the limit. What is over is read all the same and thrown away: closing
+/// on unread data would reset the connection, and the client might never see the answer.
+async fn read_body(mut body: Incoming) -> Result<Vec<u8>, Failure> {
+    let (mut bytes, mut total) = (Vec::new(), 0_usize);
+    while let Some(frame) = body.frame().await {
+        let frame = frame.map_err(|error| status::bad_request(&format!("the body could not be read: {error}")))?;
+        let Ok(data) = frame.into_data() else { continue };
+        total += data.len();
+        if total <= BODY_LIMIT_BYTES {
+            bytes.extend_from_slice(&data);
+        }
+    }
+    if total > BODY_LIMIT_BYTES {
+        let message = format!("Request entity too large: limit is {BODY_LIMIT_BYTES}");
+        return Err(status::failure(413, "RequestEntityTooLarge", &message));
+    }
+    Ok(bytes)
+}
+
 /// Reads the body of a write and holds it against the path: what the body leaves out is filled in from the path.
 async fn read_object(
     request: Request<Incoming>,
@@ -318,15 +337,8 @@ async fn read_object(
     namespace: Option<&str>,
     name: Option<&str>,
 ) -> Result<Value, Failure> {
-    let body = Limited::new(request.into_body(), BODY_LIMIT_BYTES).collect().await.map_err(|error| {
-        if error.is::<LengthLimitError>() {
-            let message = format!("Request entity too large: limit is {BODY_LIMIT_BYTES}");
-            status::failure(413, "RequestEntityTooLarge", &message)
-        } else {
-            status::bad_request(&format!("the body could not be read: {error}"))
-        }
-    })?;
-    let mut object: Value = serde_json::from_slice(&body.to_bytes()).map_err(|error| {
+    let body = read_body(request.into_body()).await?;
+    let mut object: Value = serde_json::from_slice(&body).map_err(|error| {
         status::bad_request(&format!("the object provided is unrecognized (must be JSON): {error}"))
     })?;
     let Some(fields) = object.as_object_mut() else {
