@@ -142,7 +142,9 @@ pub fn endpoint_hash(key: &ServiceKey, endpoint: &Endpoint) -> u128 {
         form.number(u64::from(port.port));
     }
     let conditions = endpoint.conditions;
-    form.number(u64::from(conditions.ready) | u64::from(conditions.serving) << 1 | u64::from(conditions.terminating) << 2);
+    form.number(
+        u64::from(conditions.ready) | u64::from(conditions.serving) << 1 | u64::from(conditions.terminating) << 2,
+    );
     form.text(endpoint.node.as_deref().unwrap_or_default());
     form.text(endpoint.zone.as_deref().unwrap_or_default());
     if let Some(hints) = &endpoint.hints {

@@ -134,9 +134,8 @@ impl Context<'_> {
         endpoints: impl Iterator<Item = &'e Endpoint> + Clone,
     ) -> ServicePortView {
         let choice = endpoint_choice::choose(endpoints, port, self.family, self.node);
-        let holds = |address: &IpAddr| {
-            self.state.claims().holds(self.key, &Claim::Address(*address, port.protocol, port.port))
-        };
+        let holds =
+            |address: &IpAddr| self.state.claims().holds(self.key, &Claim::Address(*address, port.protocol, port.port));
         let held = |addresses: &[IpAddr]| {
             let of_family = addresses.iter().filter(|address| Family::of(**address) == self.family);
             let mut held: Vec<IpAddr> = of_family.filter(|address| holds(address)).copied().collect();

@@ -98,7 +98,8 @@ fn subject(change: &Change) -> (ServiceKey, Option<IpAddr>) {
 /// Only the last change of each subject.
 fn squash(changes: &[Change]) -> Vec<Change> {
     let mut seen = BTreeSet::new();
-    let mut squashed: Vec<Change> = changes.iter().rev().filter(|change| seen.insert(subject(change))).cloned().collect();
+    let mut squashed: Vec<Change> =
+        changes.iter().rev().filter(|change| seen.insert(subject(change))).cloned().collect();
     squashed.reverse();
     squashed
 }
@@ -116,9 +117,7 @@ impl Rig {
 
     fn full(&mut self) {
         let saves = Table::ALL.map(|table| self.kernel.save(table));
-        let (script, _) = self.ledger.full(&self.state, &node(), |table| {
-            Existing::parse(table, &saves.concat())
-        });
+        let (script, _) = self.ledger.full(&self.state, &node(), |table| Existing::parse(table, &saves.concat()));
         self.kernel.restore(&script.to_string()).unwrap();
     }
 
@@ -190,19 +189,30 @@ fn crossing_the_dispatch_threshold_keeps_the_rules_right() {
     for removed in [0u16, 100, 144, 272, 399] {
         let service = |i: u16| {
             let [high, low] = i.to_be_bytes();
-            let mut service = Service::new(ServiceKey::new("ns", &format!("s{i}")), vec![IpAddr::from([10, 96, high, low])],
-                vec![ServicePort { name: "a".into(), protocol: Protocol::Tcp, port: 80, node_port: 30000 + i }]);
+            let mut service = Service::new(
+                ServiceKey::new("ns", &format!("s{i}")),
+                vec![IpAddr::from([10, 96, high, low])],
+                vec![ServicePort { name: "a".into(), protocol: Protocol::Tcp, port: 80, node_port: 30000 + i }],
+            );
             service.created_unix_seconds = 1;
             service
         };
-        let endpoint = || Endpoint::new(IpAddr::from([10, 244, 0, 1]), Arc::from([EndpointPort { name: "a".into(), protocol: Protocol::Tcp, port: 80 }]));
+        let endpoint = || {
+            Endpoint::new(
+                IpAddr::from([10, 244, 0, 1]),
+                Arc::from([EndpointPort { name: "a".into(), protocol: Protocol::Tcp, port: 80 }]),
+            )
+        };
         let mut rig = Rig::new(config(Family::V4, Dispatch::Auto));
         rig.full();
         for i in 0..400 {
             rig.step(&[Change::Service(service(i)), Change::Endpoint(service(i).key, endpoint())]);
         }
         for i in 0..removed {
-            rig.step(&[Change::RemoveService(service(i).key), Change::RemoveEndpoint(service(i).key, endpoint().address)]);
+            rig.step(&[
+                Change::RemoveService(service(i).key),
+                Change::RemoveEndpoint(service(i).key, endpoint().address),
+            ]);
         }
         let text = rig.kernel.save(Table::Nat);
         for i in 0..400u16 {

@@ -194,11 +194,7 @@ fn endpoint_from_wire(wire: &v1::Endpoint, tables: &Tables) -> Checked<Endpoint>
     Ok(Endpoint {
         address: address_from_wire(&wire.address, "address")?,
         ports: tables.port_list(wire.port_list)?,
-        conditions: Conditions {
-            ready: !wire.not_ready,
-            serving: !wire.not_serving,
-            terminating: wire.terminating,
-        },
+        conditions: Conditions { ready: !wire.not_ready, serving: !wire.not_serving, terminating: wire.terminating },
         node: tables.string(wire.node, "node")?,
         zone: tables.string(wire.zone, "zone")?,
         hints: (hints != Hints::default()).then(|| Arc::new(hints)),

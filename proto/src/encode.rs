@@ -50,9 +50,10 @@ impl ChangesBuilder {
 
     /// Adds an endpoint at its present value.
     pub fn endpoint(&mut self, key: &ServiceKey, endpoint: &Endpoint, trigger_unix_ms: u64) {
-        let (hint_zones, hint_nodes) = endpoint.hints.as_deref().map_or_else(Default::default, |hints| {
-            (self.references(&hints.zones), self.references(&hints.nodes))
-        });
+        let (hint_zones, hint_nodes) = endpoint
+            .hints
+            .as_deref()
+            .map_or_else(Default::default, |hints| (self.references(&hints.zones), self.references(&hints.nodes)));
         let wire = v1::Endpoint {
             address: address_to_wire(endpoint.address),
             port_list: self.port_list(&endpoint.ports),

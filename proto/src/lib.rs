@@ -11,7 +11,13 @@ pub use decode::{Decoder, digests_from_wire, node_from_wire};
 pub use encode::{ChangesBuilder, digests_to_wire, node_to_wire};
 
 /// Generated from `proto/headgate/v1`.
-#[allow(missing_docs, clippy::all, clippy::semicolon_if_nothing_returned, clippy::needless_pass_by_value, unreachable_pub)]
+#[allow(
+    missing_docs,
+    clippy::all,
+    clippy::semicolon_if_nothing_returned,
+    clippy::needless_pass_by_value,
+    unreachable_pub
+)]
 pub mod v1 {
     tonic::include_proto!("headgate.v1");
 }

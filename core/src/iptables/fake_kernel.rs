@@ -39,7 +39,8 @@ impl FakeKernel {
         for line in script.lines() {
             let fault = |what: &str| format!("{what}: `{line}`");
             if let Some(name) = line.strip_prefix('*') {
-                let table = Table::ALL.into_iter().find(|table| table.as_str() == name).ok_or_else(|| fault("table"))?;
+                let table =
+                    Table::ALL.into_iter().find(|table| table.as_str() == name).ok_or_else(|| fault("table"))?;
                 working = Some((table, self.tables[&table].clone()));
             } else if line == "COMMIT" {
                 let (table, chains) = working.take().ok_or_else(|| fault("no table"))?;

@@ -87,12 +87,7 @@ impl Ledger {
 
     /// Forgets what was programmed and writes everything, given what the kernel has in nat and filter. Chains that are ours by name and not
     /// wanted are deleted; nothing else is touched.
-    pub fn full(
-        &mut self,
-        state: &State,
-        node: &NodeFacts,
-        existing: impl Fn(Table) -> Existing,
-    ) -> (Script, Planned) {
+    pub fn full(&mut self, state: &State, node: &NodeFacts, existing: impl Fn(Table) -> Existing) -> (Script, Planned) {
         let addresses = self.config.is_two_level(state.service_count()).then(|| self.dispatched_addresses(state));
         self.shared = Shared::new(self.config.clone(), addresses.as_deref());
         self.programmed.clear();

@@ -8,10 +8,10 @@
 
 pub mod config;
 pub mod existing;
-pub mod fixed;
-pub mod ledger;
 #[doc(hidden)]
 pub mod fake_kernel;
+pub mod fixed;
+pub mod ledger;
 mod line;
 pub mod names;
 pub mod script;

@@ -8,10 +8,7 @@ use std::{fmt, net::SocketAddr};
 use data_encoding::BASE32_NOPAD;
 use sha2::{Digest as _, Sha256};
 
-use crate::{
-    endpoint_choice::Destination,
-    view::ServicePortView,
-};
+use crate::{endpoint_choice::Destination, view::ServicePortView};
 
 /// What a hashed chain is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]

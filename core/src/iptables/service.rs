@@ -92,9 +92,7 @@ impl<'a> Port<'a> {
             firewall: cluster_policy.sibling(ChainKind::Firewall),
             internal_refusal: refusal(view.internal_traffic_policy.is_local()),
             external_refusal: refusal(view.external_traffic_policy.is_local()),
-            uses_firewall: view.has_any_endpoint
-                && !view.load_balancer_ips.is_empty()
-                && !view.source_ranges.is_open(),
+            uses_firewall: view.has_any_endpoint && !view.load_balancer_ips.is_empty() && !view.source_ranges.is_open(),
         }
     }
 

@@ -8,9 +8,7 @@ use super::{
 };
 use crate::{
     Change, ClientIpAffinity, Conditions, Dirty, Endpoint, EndpointPort, Family, Protocol, Service, ServiceKey,
-    ServicePort, State, TrafficPolicy,
-    masquerade::LocalDetector,
-    view::NodeFacts,
+    ServicePort, State, TrafficPolicy, masquerade::LocalDetector, view::NodeFacts,
 };
 
 fn ip(text: &str) -> IpAddr {
@@ -65,7 +63,9 @@ fn hashes_are_kube_proxys() {
     for name in ["KUBE-SVC-XPGD46QRK7WJZT7O", "KUBE-SEP-SXIVWICOYRO3J4NJ", "KUBE-FW-NUKIZ6OKUXPJNT4C"] {
         assert_eq!(ChainName::parse(name).unwrap().to_string(), name);
     }
-    for foreign in ["KUBE-SVC-short", "KUBE-SERVICES", "DOCKER", "KUBE-SVC-XPGD46QRK7WJZT7O1", "KUBE-SVC-XPGD46QRK7WJZT70"] {
+    for foreign in
+        ["KUBE-SVC-short", "KUBE-SERVICES", "DOCKER", "KUBE-SVC-XPGD46QRK7WJZT7O1", "KUBE-SVC-XPGD46QRK7WJZT70"]
+    {
         assert_eq!(ChainName::parse(foreign), None, "{foreign}");
     }
 }
@@ -160,7 +160,9 @@ fn source_ranges_guard_load_balancer_ips_alone() {
     );
     assert_eq!(
         rules(&script, "KUBE-PROXY-FIREWALL"),
-        [r#"-d 5.6.7.8/32 -p tcp -m comment --comment "ns5/svc5:p80 traffic not accepted by KUBE-FW-NUKIZ6OKUXPJNT4C" -m tcp --dport 80 -j DROP"#]
+        [
+            r#"-d 5.6.7.8/32 -p tcp -m comment --comment "ns5/svc5:p80 traffic not accepted by KUBE-FW-NUKIZ6OKUXPJNT4C" -m tcp --dport 80 -j DROP"#
+        ]
     );
     assert!(rules(&script, "KUBE-NODEPORTS")[0].ends_with("--dport 3002 -j KUBE-EXT-NUKIZ6OKUXPJNT4C"));
 }
@@ -179,7 +181,10 @@ fn affinity_checks_and_records_the_client() {
             r#"-m comment --comment "ns1/svc1:p80 -> 10.180.0.1:80" -m recent --rcheck --seconds 10800 --reap --name {sep} --mask 255.255.255.255 --rsource -j {sep}"#
         )
     );
-    assert!(rules(&script, sep)[1].contains(&format!("-m recent --set --name {sep} --mask 255.255.255.255 --rsource -m tcp -j DNAT")));
+    assert!(
+        rules(&script, sep)[1]
+            .contains(&format!("-m recent --set --name {sep} --mask 255.255.255.255 --rsource -m tcp -j DNAT"))
+    );
 }
 
 #[test]
