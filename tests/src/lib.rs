@@ -1,4 +1,5 @@
 //! Placeholder head.
 
 pub mod apiserver;
+pub mod cases;
 pub mod testbed;

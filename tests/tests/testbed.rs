@@ -3,10 +3,13 @@
 
 use std::net::{IpAddr, SocketAddr};
 
+use headgate_tests::cases::case::ask;
+use headgate_tests::cases::{self, Source, table};
 use headgate_tests::testbed::client::exchange_large_bodies;
 use headgate_tests::testbed::iptables::{self, Variant};
 use headgate_tests::testbed::machines::Machines;
-use headgate_tests::testbed::{Family, Outcome, Request, Transport, plan};
+use headgate_tests::testbed::manifests::Via;
+use headgate_tests::testbed::{Backend, Family, Outcome, Request, Testbed, Transport, plan};
 
 const TRANSPORTS: [(Transport, u16); 4] = [
     (Transport::Tcp, plan::LINE_PORT),
@@ -160,4 +163,51 @@ fn namespaces_vanish_with_the_testbed_even_when_a_test_panics() {
     assert!(!std::path::Path::new("/run/netns").join(name).exists());
     // Logs stay when a test fails; this one only pretended.
     std::fs::remove_dir_all(folder).unwrap();
+}
+
+/// The table against rules by hand, which are right for one service on one node: what is right passes, and each kind of wrong is
+/// found.
+#[test]
+fn cases_find_what_is_wrong() {
+    let bed = Testbed::machines_only(Backend::IptablesLegacy, table::services().unwrap()).unwrap();
+    let node = bed.machines().machine("node-a").unwrap();
+    let lock = bed.machines().xtables_lock("node-a");
+    let web = bed.address("web", Via::ClusterIp, Family::V4, "tcp").unwrap();
+    for (servers_left, server) in (1..=4).rev().zip(table::WEB) {
+        let rule = format!(
+            "-t nat -A PREROUTING -d {} -p tcp --dport 80 -m statistic --mode random --probability {} -j DNAT --to-destination {}:8080",
+            web.ip(),
+            1.0 / f64::from(servers_left),
+            address(server, Family::V4),
+        );
+        iptables::run(node, Variant::Legacy, Family::V4, &lock, &rule.split(' ').collect::<Vec<_>>()).unwrap();
+    }
+    let question = ask("a3", "web", Via::ClusterIp).over(&[Family::V4]);
+    cases::run(&bed, &[question.answered_evenly(table::WEB, Source::Kept)]).unwrap();
+
+    let mistakes = [
+        (question.answered(table::WEB, Source::Masqueraded("node-a")), "saw 10.244.1.12, not 192.0.2.11"),
+        (question.answered(&["a1", "a2", "b1"], Source::Kept), "answered by"),
+        (question.answered(&["a1", "a2", "b1", "c1", "c2"], Source::Kept), "answered by"),
+        (question.refused(), "answered by"),
+        (question.dropped(), "answered by"),
+        (ask("a3", "empty", Via::ClusterIp).over(&[Family::V4]).refused(), "timed out"),
+        (ask("a3", "self", Via::ClusterIp).over(&[Family::V4]).answered(&["a1"], Source::Kept), "timed out"),
+    ];
+    for (case, complaint) in mistakes {
+        let error = format!("{:#}", cases::run(&bed, &[case]).unwrap_err());
+        assert!(error.contains(complaint), "{error}");
+    }
+    let excluded = question.refused().except(Backend::IptablesLegacy, "an example");
+    cases::run(&bed, &[excluded]).unwrap();
+
+    // Rules that favour one server are no even spread.
+    let favour = format!(
+        "-t nat -I PREROUTING -d {} -p tcp --dport 80 -m statistic --mode random --probability 0.4 -j DNAT --to-destination {}:8080",
+        web.ip(),
+        address("c1", Family::V4)
+    );
+    iptables::run(node, Variant::Legacy, Family::V4, &lock, &favour.split(' ').collect::<Vec<_>>()).unwrap();
+    let error = cases::run(&bed, &[question.answered_evenly(table::WEB, Source::Kept)]).unwrap_err();
+    assert!(format!("{error:#}").contains(" of 300 requests, more than "), "{error:#}");
 }

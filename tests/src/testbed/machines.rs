@@ -1,6 +1,7 @@
 //! The network with its servers: a testbed without a control plane and agents.
 
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::{Context, Result};
 
@@ -41,6 +42,11 @@ impl Machines {
         &self.folder.path
     }
 
+    /// Keeps logs and manifests, as a failing test does.
+    pub fn keep_folder(&self) {
+        self.folder.keep.store(true, Ordering::Relaxed);
+    }
+
     /// Lock file that programs on `machine` which write iptables rules share in place of /run/xtables.lock, which all machines would.
     pub fn xtables_lock(&self, machine: &str) -> PathBuf {
         self.folder.path.join(format!("{machine}.xtables.lock"))
@@ -51,19 +57,20 @@ impl Machines {
 #[derive(Debug)]
 struct Folder {
     path: PathBuf,
+    keep: AtomicBool,
 }
 
 impl Folder {
     fn create() -> Result<Self> {
         let folder =
             tempfile::Builder::new().prefix("headgate-testbed-").tempdir().context("making a temporary folder")?;
-        Ok(Self { path: folder.keep() })
+        Ok(Self { path: folder.keep(), keep: AtomicBool::new(false) })
     }
 }
 
 impl Drop for Folder {
     fn drop(&mut self) {
-        if std::thread::panicking() {
+        if std::thread::panicking() || self.keep.load(Ordering::Relaxed) {
             eprintln!("logs and manifests of the testbed are kept in {}", self.path.display());
         } else if let Err(error) = std::fs::remove_dir_all(&self.path) {
             eprintln!("warning: {} stays behind: {error}", self.path.display());

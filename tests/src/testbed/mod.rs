@@ -16,14 +16,17 @@
 //! "no rule" shows as a time-out, never as a refusal.
 //!
 //! Control plane and agents are the real programs, one process each, in the namespaces of their machines.
-//! Namespaces are named `hg<process id>-<number>-<machine>`, vanish with the `Testbed`, and those of dead
+//! Namespaces are named `hg<process id>-<number>-<machine>`, vanish with the [`Testbed`], and those of dead
 //! processes are swept at the next start. Several testbeds live side by side: they share names of machines and addresses,
 //! and nothing else.
 
 pub mod backend;
+mod bed;
 pub mod client;
+mod cluster;
 pub mod iptables;
 pub mod machines;
+pub mod manifests;
 pub mod netns;
 mod network;
 pub mod plan;
@@ -33,7 +36,11 @@ mod server;
 mod spawn;
 
 pub use backend::Backend;
+pub use bed::Testbed;
 pub use client::{Answer, Outcome, Request, Transport};
+pub use cluster::AgentInfo;
+pub use machines::Machines;
+pub use manifests::Manifests;
 pub use netns::Namespace;
 pub use network::Network;
 pub use plan::Family;

@@ -1,0 +1,123 @@
+//! Session affinity by client address.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+
+use super::case::EVERY_TRANSPORT;
+use super::run::{answers, shares};
+use crate::testbed::manifests::{Service, Via};
+use crate::testbed::{Family, Request, Testbed, client};
+
+use Via::{ClusterIp, ExternalIp, LoadBalancerIp, NodePort};
+
+const REQUESTS: usize = 15;
+/// Clients that reach services by way of node-a, where all their affinities are kept.
+const CLIENTS_OF_NODE_A: [&str; 6] = ["outside-1", "outside-2", "a3", "b3", "c2", "node-b"];
+
+/// The one server that answers `count` requests of a client; an error if there are more.
+fn only_server(bed: &Testbed, from: &str, service: &str, via: Via, family: Family, port: &str) -> Result<String> {
+    let description = bed.service(service)?;
+    let request = Request::new(description.port(port)?.transport, description.socket_address(via, family, port)?);
+    let context = || format!("{from} asks {service} {port} by {via:?} over {family}");
+    let answers =
+        answers(client::ask_many(bed.machines().machine(from)?, &request, REQUESTS)?).with_context(context)?;
+    let shares = shares(&answers);
+    ensure!(shares.len() == 1, "{}: affinity should hold, but {shares:?} answered", context());
+    Ok(answers[0].server.clone())
+}
+
+/// A client stays with its server, by whichever address it asks, each client with its own.
+pub fn sticks(bed: &Testbed) -> Result<()> {
+    let mut seen = BTreeSet::new();
+    for family in Family::BOTH {
+        for port in EVERY_TRANSPORT {
+            for from in CLIENTS_OF_NODE_A {
+                seen.insert(only_server(bed, from, "sticky", NodePort("node-a"), family, port)?);
+            }
+            // The record is the service port's, not the address's.
+            for (from, ways) in [
+                ("outside-1", [ClusterIp, NodePort("node-a"), ExternalIp, LoadBalancerIp]),
+                ("a3", [LoadBalancerIp, ExternalIp, NodePort("node-a"), ClusterIp]),
+            ] {
+                let servers: BTreeSet<String> = ways
+                    .into_iter()
+                    .map(|via| only_server(bed, from, "sticky", via, family, port))
+                    .collect::<Result<_>>()?;
+                ensure!(servers.len() == 1, "{from} {port} over {family} came to {servers:?} by {ways:?}");
+            }
+        }
+    }
+    // Six clients, eight times: chance gives all of them the same server once in 10²⁸.
+    ensure!(seen.len() > 1, "all clients came to {seen:?}: they should be independent");
+    Ok(())
+}
+
+/// After the time-out without a new connection, a client is anybody's again.
+pub fn expires(bed: &Testbed) -> Result<()> {
+    let service = bed.service("sticky-briefly")?;
+    let timeout_seconds = service.affinity_timeout_seconds.context("sticky-briefly has affinity")?;
+    for family in Family::BOTH {
+        let ask_all = || -> Result<Vec<String>> {
+            CLIENTS_OF_NODE_A
+                .iter()
+                .map(|from| {
+                    let request = Request::new(
+                        service.port("tcp")?.transport,
+                        service.socket_address(NodePort("node-a"), family, "tcp")?,
+                    );
+                    let outcomes = client::ask_many(bed.machines().machine(from)?, &request, 1)?;
+                    Ok(answers(outcomes)?.remove(0).server)
+                })
+                .collect()
+        };
+        let first = ask_all()?;
+        // Chance repeats all six choices of four once in 4096; after three rounds it is out of the question.
+        let mut changed = false;
+        for _ in 0..3 {
+            std::thread::sleep(Duration::from_secs(u64::from(timeout_seconds) + 1));
+            changed = ask_all()? != first;
+            if changed {
+                break;
+            }
+        }
+        ensure!(changed, "over {family} all clients still come to {first:?} after the time-out");
+    }
+    Ok(())
+}
+
+/// Affinity can be switched on and off, and a client whose server is gone gets another.
+pub fn changes_live(bed: &Testbed) -> Result<()> {
+    bed.update(|manifests| manifests.add(Service::new("toggled", &["a1", "a2", "b1", "c1"])))?;
+    let spread = |context: &str| -> Result<()> {
+        for family in Family::BOTH {
+            let request = Request::new(
+                bed.service("toggled")?.port("tcp")?.transport,
+                bed.address("toggled", ClusterIp, family, "tcp")?,
+            );
+            let answers = answers(client::ask_many(bed.machines().machine("a3")?, &request, 60)?)?;
+            ensure!(shares(&answers).len() > 1, "{context}, over {family}: {:?}", shares(&answers));
+        }
+        Ok(())
+    };
+    spread("before affinity")?;
+    bed.update(|manifests| {
+        manifests.service_mut("toggled")?.affinity_timeout_seconds = Some(10_800);
+        Ok(())
+    })?;
+    for family in Family::BOTH {
+        let server = only_server(bed, "a3", "toggled", ClusterIp, family, "tcp")?;
+        bed.update(|manifests| {
+            manifests.service_mut("toggled")?.endpoints.retain(|endpoint| endpoint.name != server);
+            Ok(())
+        })?;
+        let next = only_server(bed, "a3", "toggled", ClusterIp, family, "tcp")?;
+        ensure!(next != server, "{server} is gone and still answers over {family}");
+    }
+    bed.update(|manifests| {
+        manifests.service_mut("toggled")?.affinity_timeout_seconds = None;
+        Ok(())
+    })?;
+    spread("after affinity")
+}

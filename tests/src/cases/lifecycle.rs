@@ -1,0 +1,253 @@
+//! Programs that stop, crash and come back; rules of others; clean-up.
+
+use std::fs::Permissions;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+
+use super::live::{self, expect_servers, targets, while_asking};
+use super::run::shares;
+use crate::testbed::client::HeldConnection;
+use crate::testbed::iptables::{self, Variant};
+use crate::testbed::manifests::{Service, ready};
+use crate::testbed::plan::NODES;
+use crate::testbed::{AgentInfo, Family, Manifests, Testbed};
+
+/// A guard: agents come back within their back-off, some seconds.
+const RETURN_TIMEOUT: Duration = Duration::from_secs(90);
+
+/// Services of the scenarios here.
+pub fn some_services() -> Result<Manifests> {
+    let mut manifests = Manifests::default();
+    manifests.add(Service::new("steady", &["a1", "b1"]))?;
+    manifests.add(Service::new("other", &["c1"]))?;
+    manifests.add(Service::new("empty", &[]))?;
+    Ok(manifests)
+}
+
+fn replace_steady(bed: &Testbed, endpoints: &[&str]) -> Result<()> {
+    bed.update(|manifests| {
+        manifests.service_mut("steady")?.endpoints = ready(endpoints);
+        Ok(())
+    })
+}
+
+/// The control plane stops: forwarding goes on. It comes back unchanged: agents resume without a resource sent and without a write
+/// to their kernels. It comes back with a change: agents get it.
+///
+/// On machines with [`some_services`] on which nothing runs yet.
+pub fn control_plane_outage(bed: &Testbed) -> Result<()> {
+    bed.start_control_plane()?;
+    let writes = WriteLog::create(bed.machines().folder())?;
+    for node in &NODES {
+        bed.start_agent_with(node.name, Some(&writes.tools))?;
+    }
+    bed.wait_programmed()?;
+    expect_servers(bed, "steady", &["a1", "b1"])?;
+    let before = writes.count()?;
+    ensure!(before > 0, "the log of kernel writes is empty after a start: it does not see the agents' writes");
+    let mut held = live::hold_connections(bed, "steady")?;
+
+    let answers = while_asking(bed, &targets(bed, "steady")?, || {
+        bed.stop_control_plane()?;
+        expect_servers(bed, "steady", &["a1", "b1"])?;
+        bed.start_control_plane()?;
+        let agents = wait_for_agents(bed)?;
+        for agent in &agents {
+            let AgentInfo { node, resume, resumed_resources, .. } = agent;
+            ensure!(resume == "digests", "{node} resumed by {resume:?} after a restart of the control plane");
+            ensure!(
+                *resumed_resources == 0,
+                "{node} was sent {resumed_resources} resources though nothing had changed"
+            );
+        }
+        let after = writes.count()?;
+        ensure!(after == before, "agents wrote to the kernel {} times though nothing had changed", after - before);
+        Ok(())
+    })?;
+    ensure!(shares(&answers).len() == 2, "meanwhile {:?} answered", shares(&answers));
+
+    bed.stop_control_plane()?;
+    bed.write(|manifests| {
+        manifests.service_mut("steady")?.endpoints = ready(&["a2", "c1"]);
+        Ok(())
+    })?;
+    expect_servers(bed, "steady", &["a1", "b1"])?;
+    bed.start_control_plane()?;
+    bed.wait_programmed()?;
+    expect_servers(bed, "steady", &["a2", "c1"])?;
+    ensure!(writes.count()? > before, "a change reached the kernel without a write that the log has seen");
+    held.iter_mut().try_for_each(HeldConnection::check).context("after the control plane was away")
+}
+
+/// An agent is killed: forwarding goes on. What changed meanwhile is programmed after its return, and nothing old stays.
+///
+/// On a running cluster with [`some_services`].
+pub fn agent_crash(bed: &Testbed) -> Result<()> {
+    let mut held = live::hold_connections(bed, "steady")?;
+    let answers = while_asking(bed, &targets(bed, "steady")?, || {
+        for node in &NODES {
+            bed.kill_agent(node.name)?;
+        }
+        expect_servers(bed, "steady", &["a1", "b1"])?;
+        for node in &NODES {
+            bed.start_agent(node.name)?;
+        }
+        bed.wait_programmed()?;
+        expect_servers(bed, "steady", &["a1", "b1"])?;
+        bed.kill_agent("node-a")?;
+        bed.update(|manifests| {
+            manifests.service_mut("steady")?.endpoints = ready(&["a1", "b2"]);
+            manifests.remove("other")?;
+            manifests.add(Service::new("newcomer", &["b1"]))
+        })?;
+        bed.start_agent("node-a")?;
+        bed.wait_programmed()
+    })?;
+    ensure!(shares(&answers).contains_key("a1"), "meanwhile {:?} answered", shares(&answers));
+    held.iter_mut().try_for_each(HeldConnection::check).context("after agents were killed")?;
+    expect_servers(bed, "steady", &["a1", "b2"])?;
+    expect_servers(bed, "newcomer", &["b1"])?;
+    let rules = iptables::save_all(bed.machines().machine("node-a")?, &bed.machines().xtables_lock("node-a"))?;
+    ensure!(!rules.contains("testbed/other"), "rules of a removed service are still there:\n{rules}");
+    Ok(())
+}
+
+/// Rules and chains of others survive whatever the agent does, in their places; after `--cleanup` everything is as it was before.
+///
+/// On machines with [`some_services`] on which nothing runs yet.
+pub fn foreign_rules_and_cleanup(bed: &Testbed) -> Result<()> {
+    let node = bed.machines().machine("node-a")?;
+    let lock = bed.machines().xtables_lock("node-a");
+    for variant in Variant::BOTH {
+        for family in Family::BOTH {
+            for rule in foreign_rules(family) {
+                iptables::run(node, variant, family, &lock, &rule.split_whitespace().collect::<Vec<_>>())?;
+            }
+        }
+    }
+    let before = iptables::save_all(node, &lock)?;
+    ensure!(before.matches("FOREIGN").count() > 20, "foreign rules are missing:\n{before}");
+
+    bed.start_control_plane()?;
+    bed.start_agent("node-a")?;
+    bed.wait_programmed()?;
+    let programmed = iptables::save_all(node, &lock)?;
+    ensure!(programmed.contains("KUBE-SERVICES"), "the agent's rules are missing:\n{programmed}");
+    expect_foreign(&before, &programmed)?;
+    replace_steady(bed, &["a2"])?;
+    bed.update(|manifests| manifests.remove("other").map(drop))?;
+    expect_foreign(&before, &iptables::save_all(node, &lock)?)?;
+    bed.kill_agent("node-a")?;
+    bed.start_agent("node-a")?;
+    bed.wait_programmed()?;
+    replace_steady(bed, &["a1", "b1"])?;
+    expect_foreign(&before, &iptables::save_all(node, &lock)?)?;
+
+    bed.stop_agent("node-a")?;
+    let stopped = iptables::save_all(node, &lock)?;
+    ensure!(
+        stopped.contains("testbed/steady"),
+        "rules went with the agent, though only --cleanup may remove them:\n{stopped}"
+    );
+    bed.clean_up("node-a")?;
+    let after = iptables::save_all(node, &lock)?;
+    ensure!(after == before, "before the agent:\n{before}\nafter --cleanup:\n{after}");
+    // Once more, with nothing to clean up.
+    bed.clean_up("node-a")?;
+    let again = iptables::save_all(node, &lock)?;
+    ensure!(again == before, "before the agent:\n{before}\nafter a second --cleanup:\n{again}");
+    Ok(())
+}
+
+/// Rules of other programs, in built-in chains and in their own, in every table, one with a name that looks like ours.
+fn foreign_rules(family: Family) -> Vec<String> {
+    let network = if family == Family::V4 { "198.18.5.0/24" } else { "2001:db8:5::/64" };
+    let mut rules = Vec::new();
+    for (table, chain) in [
+        ("filter", "INPUT"),
+        ("filter", "FORWARD"),
+        ("nat", "PREROUTING"),
+        ("nat", "POSTROUTING"),
+        ("mangle", "PREROUTING"),
+    ] {
+        let own = format!("FOREIGN-{chain}");
+        rules.push(format!("-t {table} -N {own}"));
+        rules.push(format!("-t {table} -A {own} -s {network} -m comment --comment keep-me -j RETURN"));
+        rules.push(format!("-t {table} -A {chain} -s {network} -j {own}"));
+    }
+    rules.push("-t nat -N KUBERNETES-OF-SOMEBODY-ELSE".to_owned());
+    rules.push(format!("-t nat -A KUBERNETES-OF-SOMEBODY-ELSE -d {network} -p tcp --dport 99 -j RETURN"));
+    rules
+}
+
+/// Without the lines that the agent added, `now` is `before`: foreign lines are all there, in their order, unchanged.
+fn expect_foreign(before: &str, now: &str) -> Result<()> {
+    let is_foreign = |line: &&str| line.contains("FOREIGN") || line.contains("SOMEBODY-ELSE") || line.starts_with("==");
+    let (expected, found): (Vec<&str>, Vec<&str>) =
+        (before.lines().filter(is_foreign).collect(), now.lines().filter(is_foreign).collect());
+    ensure!(expected == found, "foreign rules were\n{}\nand are now\n{}", expected.join("\n"), found.join("\n"));
+    Ok(())
+}
+
+/// All agents, once they are connected and up to date.
+fn wait_for_agents(bed: &Testbed) -> Result<Vec<AgentInfo>> {
+    let deadline = Instant::now() + RETURN_TIMEOUT;
+    loop {
+        let agents = bed.agents();
+        if let Ok(agents) = &agents
+            && agents.len() == NODES.len()
+            && agents.iter().all(|agent| agent.programmed_version == agent.head_version && agent.head_version > 0)
+        {
+            return Ok(agents.clone());
+        }
+        if Instant::now() >= deadline {
+            bail!("agents do not come back to the restarted control plane: {agents:#?}");
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+/// Counts what agents write to their kernels: stands before the programs that do it, notes each call, and passes it on.
+struct WriteLog {
+    tools: PathBuf,
+    log: PathBuf,
+}
+
+impl WriteLog {
+    fn create(folder: &Path) -> Result<Self> {
+        let (tools, log) = (folder.join("tools"), folder.join("kernel-writes.log"));
+        std::fs::create_dir(&tools).context("making a folder for tools")?;
+        for family in ["iptables", "ip6tables"] {
+            for variant in ["-legacy", "-nft", ""] {
+                let name = format!("{family}{variant}-restore");
+                let Some(program) = find_program(&name) else { continue };
+                let script = format!(
+                    "#!/bin/sh\necho \"{name} $*\" >> '{}'\nexec '{}' \"$@\"\n",
+                    log.display(),
+                    program.display()
+                );
+                let path = tools.join(&name);
+                std::fs::write(&path, script).with_context(|| format!("writing {}", path.display()))?;
+                std::fs::set_permissions(&path, Permissions::from_mode(0o755)).context("making a tool executable")?;
+            }
+        }
+        Ok(Self { tools, log })
+    }
+
+    fn count(&self) -> Result<usize> {
+        match std::fs::read_to_string(&self.log) {
+            // A trial run writes nothing.
+            Ok(text) => Ok(text.lines().filter(|line| !line.contains("--test")).count()),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(0),
+            Err(error) => Err(error).with_context(|| format!("reading {}", self.log.display())),
+        }
+    }
+}
+
+fn find_program(name: &str) -> Option<PathBuf> {
+    let path = std::env::var_os("PATH")?;
+    std::env::split_paths(&path).map(|folder| folder.join(name)).find(|candidate| candidate.is_file())
+}

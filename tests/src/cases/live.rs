@@ -1,0 +1,197 @@
+//! Services that change while connections run.
+
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+
+use super::run::{answers, shares};
+use crate::testbed::client::{self, HeldConnection};
+use crate::testbed::manifests::{Service, Via, ready};
+use crate::testbed::{Answer, Family, Outcome, Request, Testbed, Transport};
+
+use Via::{ClusterIp, NodePort};
+
+/// Ways by which scenarios ask: client, way.
+const WAYS: [(&str, Via); 3] = [("a3", ClusterIp), ("b3", ClusterIp), ("outside-1", NodePort("node-a"))];
+const PAUSE: Duration = Duration::from_millis(2);
+
+/// Clients that make new connections, one after the other, until told to stop.
+///
+/// Runs `work` meanwhile; an error if any of the requests was not answered, or hardly any was made.
+pub fn while_asking(
+    bed: &Testbed,
+    targets: &[(&str, SocketAddr)],
+    work: impl FnOnce() -> Result<()>,
+) -> Result<Vec<Answer>> {
+    let machines: Vec<_> = targets.iter().map(|(from, _)| bed.machines().machine(from)).collect::<Result<_>>()?;
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let mut threads = Vec::new();
+        for ((from, to), machine) in targets.iter().zip(machines) {
+            let stop = &stop;
+            threads.push(scope.spawn(move || {
+                machine.run(|| {
+                    let mut outcomes = Vec::new();
+                    while !stop.load(Ordering::Relaxed) {
+                        outcomes.push(client::outcome(&Request::new(Transport::Tcp, *to)));
+                        std::thread::sleep(PAUSE);
+                    }
+                    answers(outcomes).with_context(|| format!("{from} kept asking {to}"))
+                })
+            }));
+        }
+        // Threads must end whatever becomes of the work.
+        let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
+        stop.store(true, Ordering::Relaxed);
+        let mut all = Vec::new();
+        for thread in threads {
+            let answers = thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            all.push(answers);
+        }
+        result.unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+        let all: Vec<Answer> = all.into_iter().collect::<Result<Vec<_>>>()?.into_iter().flatten().collect();
+        ensure!(all.len() >= 10 * targets.len(), "only {} requests were made meanwhile", all.len());
+        Ok(all)
+    })
+}
+
+/// Addresses of a service by all of [`WAYS`] and both families.
+pub fn targets(bed: &Testbed, service: &str) -> Result<Vec<(&'static str, SocketAddr)>> {
+    let mut targets = Vec::new();
+    for family in Family::BOTH {
+        for (from, via) in WAYS {
+            targets.push((from, bed.address(service, via, family, "tcp")?));
+        }
+    }
+    Ok(targets)
+}
+
+/// Exactly these servers answer, by all ways, over both families, with `port`.
+pub fn expect_servers(bed: &Testbed, service: &str, servers: &[&str]) -> Result<()> {
+    for (from, to) in targets(bed, service)? {
+        let request = Request::new(Transport::Tcp, to);
+        let answers = answers(client::ask_many(bed.machines().machine(from)?, &request, 25 * servers.len())?)
+            .with_context(|| format!("{from} asks {to}"))?;
+        let mut expected = servers.to_vec();
+        expected.sort_unstable();
+        let shares = shares(&answers);
+        ensure!(shares.keys().copied().eq(expected), "{from} asks {to}: answered by {shares:?}, not {servers:?}");
+    }
+    Ok(())
+}
+
+/// Every request is refused, by all ways, over both families.
+pub fn expect_refused(bed: &Testbed, service: &str) -> Result<()> {
+    for (from, to) in targets(bed, service)? {
+        let outcome = bed.machines().ask(from, &Request::new(Transport::Tcp, to))?;
+        ensure!(outcome == Outcome::Refused, "{from} asks {to}: {outcome}, not refused");
+    }
+    Ok(())
+}
+
+/// Connections, some by every way and family.
+pub fn hold_connections(bed: &Testbed, service: &str) -> Result<Vec<HeldConnection>> {
+    let mut held = Vec::new();
+    for (from, to) in targets(bed, service)? {
+        for _ in 0..6 {
+            held.push(HeldConnection::open(bed.machines().machine(from)?, to)?);
+        }
+    }
+    Ok(held)
+}
+
+/// Every endpoint is replaced, one after the other, as a Deployment does: the new one becomes ready, the old one goes. No connection is
+/// lost, no new one is refused, and in the end only new endpoints answer.
+pub fn rolling_replacement(bed: &Testbed) -> Result<()> {
+    bed.update(|manifests| manifests.add(Service::new("rolling", &["a1", "b1", "c1"])))?;
+    let mut held = hold_connections(bed, "rolling")?;
+    let answers = while_asking(bed, &targets(bed, "rolling")?, || {
+        for (old, new) in [("a1", "a2"), ("b1", "b2"), ("c1", "b3")] {
+            bed.update(|manifests| {
+                manifests.service_mut("rolling")?.endpoints.extend(ready(&[new]));
+                Ok(())
+            })?;
+            bed.update(|manifests| {
+                manifests.service_mut("rolling")?.endpoints.retain(|endpoint| endpoint.name != old);
+                Ok(())
+            })?;
+            for connection in &mut held {
+                connection.check().with_context(|| format!("after {old} was replaced by {new}"))?;
+            }
+        }
+        // All endpoints at once, too.
+        bed.update(|manifests| {
+            manifests.service_mut("rolling")?.endpoints = ready(&["a1", "c1"]);
+            Ok(())
+        })?;
+        held.iter_mut().try_for_each(HeldConnection::check).context("after all endpoints were replaced at once")
+    })?;
+    let shares = shares(&answers);
+    ensure!(["a1", "b2", "b3"].iter().all(|server| shares.contains_key(server)), "meanwhile {shares:?} answered");
+    expect_servers(bed, "rolling", &["a1", "c1"])
+}
+
+/// Services are added, scaled, get other ports, go, and come again; a neighbour notices nothing.
+pub fn services_come_and_go(bed: &Testbed) -> Result<()> {
+    bed.update(|manifests| manifests.add(Service::new("neighbour", &["a1", "b1"])))?;
+    let answers = while_asking(bed, &targets(bed, "neighbour")?, || {
+        bed.update(|manifests| manifests.add(Service::new("fickle", &["a1"])))?;
+        expect_servers(bed, "fickle", &["a1"])?;
+        let old_targets = targets(bed, "fickle")?;
+        for endpoints in [&["a1", "a2", "b1", "c1"][..], &["b2"], &["b2", "c1"]] {
+            bed.update(|manifests| {
+                manifests.service_mut("fickle")?.endpoints = ready(endpoints);
+                Ok(())
+            })?;
+            expect_servers(bed, "fickle", endpoints)?;
+        }
+        bed.update(|manifests| {
+            manifests.service_mut("fickle")?.ports[0].port = 81;
+            Ok(())
+        })?;
+        expect_servers(bed, "fickle", &["b2", "c1"])?;
+        // A port that a service does not have is nobody's.
+        let gone = bed.machines().ask("a3", &Request::new(Transport::Tcp, old_targets[0].1).expecting_silence())?;
+        ensure!(!matches!(gone, Outcome::Answered(_)), "the old port is still {gone}");
+        bed.update(|manifests| {
+            manifests.service_mut("fickle")?.ports[0].target_port = crate::testbed::plan::SECOND_LINE_PORT;
+            Ok(())
+        })?;
+        let to = bed.address("fickle", ClusterIp, Family::V6, "tcp")?;
+        match bed.machines().ask("a3", &Request::new(Transport::Tcp, to))? {
+            Outcome::Answered(answer) => ensure!(answer.port == 9090, "reached at port {} after a change", answer.port),
+            other => bail!("after a change of the target port: {other}"),
+        }
+        let removed_targets = targets(bed, "fickle")?;
+        bed.update(|manifests| manifests.remove("fickle").map(drop))?;
+        for (from, to) in removed_targets {
+            let outcome = bed.machines().ask(from, &Request::new(Transport::Tcp, to).expecting_silence())?;
+            ensure!(!matches!(outcome, Outcome::Answered(_)), "{from} asks {to} of a removed service: {outcome}");
+        }
+        bed.update(|manifests| manifests.add(Service::new("fickle", &["c1"])))?;
+        expect_servers(bed, "fickle", &["c1"])
+    })?;
+    let shares = shares(&answers);
+    ensure!(shares.keys().eq(["a1", "b1"].iter()), "the neighbour was answered by {shares:?}");
+    Ok(())
+}
+
+/// Without endpoints a service refuses; with the first new one it answers.
+pub fn scale_to_zero_and_back(bed: &Testbed) -> Result<()> {
+    bed.update(|manifests| manifests.add(Service::new("idle", &["a1", "c1"])))?;
+    for _ in 0..2 {
+        expect_servers(bed, "idle", &["a1", "c1"])?;
+        bed.update(|manifests| {
+            manifests.service_mut("idle")?.endpoints.clear();
+            Ok(())
+        })?;
+        expect_refused(bed, "idle")?;
+        bed.update(|manifests| {
+            manifests.service_mut("idle")?.endpoints = ready(&["a1", "c1"]);
+            Ok(())
+        })?;
+    }
+    Ok(())
+}

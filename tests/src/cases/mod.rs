@@ -1,0 +1,19 @@
+//! What every backend is held to, as packets: who asks what, who answers, and which source address the server sees.
+//!
+//! - [`table`]: the services of the table and the cases on them, by group; a [`Case`] is data, and knows no backend.
+//! - [`affinity`], [`payloads`]: what takes more than one question to see.
+//! - [`live`]: changes of services while connections run; [`lifecycle`]: stops and crashes of programs, foreign rules, clean-up.
+//!
+//! Expected behaviour is that of kube-proxy in iptables mode where users rely on it. A backend that differs on
+//! purpose is excluded from a case by name, with the reason, which is printed.
+
+pub mod affinity;
+pub mod case;
+pub mod lifecycle;
+pub mod live;
+pub mod payloads;
+mod run;
+pub mod table;
+
+pub use case::{Case, Source};
+pub use run::run;

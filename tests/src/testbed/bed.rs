@@ -1,0 +1,214 @@
+//! A whole cluster: machines, the control plane, and an agent on every node.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+
+use super::backend::Backend;
+use super::cluster::{self, AgentInfo, Glance};
+use super::machines::Machines;
+use super::manifests::{Manifests, Service, Via};
+use super::plan::{Family, NODES};
+use super::process::Process;
+
+/// Longest wait for a change to be programmed everywhere. A guard: it takes well under a second.
+const PROGRAMMED_TIMEOUT: Duration = Duration::from_secs(60);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
+
+/// A cluster under test. All of it goes away when this is dropped; logs and manifests stay if the test has failed.
+#[derive(Debug)]
+pub struct Testbed {
+    // Dropped in this order: agents, control plane, machines.
+    processes: Mutex<Processes>,
+    desired: Mutex<Desired>,
+    machines: Machines,
+    backend: Backend,
+}
+
+#[derive(Debug, Default)]
+struct Processes {
+    agents: BTreeMap<&'static str, Process>,
+    control_plane: Option<Process>,
+}
+
+#[derive(Debug)]
+struct Desired {
+    manifests: Manifests,
+    generation: u16,
+}
+
+impl Testbed {
+    /// Machines, control plane and agents, once all nodes have programmed `manifests`.
+    pub fn start(backend: Backend, manifests: Manifests) -> Result<Self> {
+        let bed = Self::machines_only(backend, manifests)?;
+        match bed.start_programs() {
+            Ok(()) => Ok(bed),
+            Err(error) => {
+                bed.machines.keep_folder();
+                Err(error)
+            }
+        }
+    }
+
+    fn start_programs(&self) -> Result<()> {
+        self.start_control_plane()?;
+        NODES.iter().try_for_each(|node| self.start_agent(node.name))?;
+        self.wait_programmed()
+    }
+
+    /// Machines and manifests, and neither control plane nor agents yet.
+    pub fn machines_only(backend: Backend, manifests: Manifests) -> Result<Self> {
+        let machines = Machines::start()?;
+        std::fs::create_dir(machines.folder().join("manifests")).context("making the folder of manifests")?;
+        let bed = Self {
+            processes: Mutex::default(),
+            desired: Mutex::new(Desired { manifests, generation: 0 }),
+            machines,
+            backend,
+        };
+        bed.write(|_| Ok(()))?;
+        Ok(bed)
+    }
+
+    /// Machines and clients.
+    pub fn machines(&self) -> &Machines {
+        &self.machines
+    }
+
+    /// The backend under test.
+    pub fn backend(&self) -> Backend {
+        self.backend
+    }
+
+    /// A service as it is written now.
+    pub fn service(&self, name: &str) -> Result<Service> {
+        self.desired().manifests.service(name).cloned()
+    }
+
+    /// Where a service's port is to be asked for.
+    pub fn address(&self, service: &str, via: Via, family: Family, port: &str) -> Result<std::net::SocketAddr> {
+        self.service(service)?.socket_address(via, family, port)
+    }
+
+    /// Changes the manifests and waits until all running agents have programmed the change.
+    pub fn update(&self, change: impl FnOnce(&mut Manifests) -> Result<()>) -> Result<()> {
+        self.write(change)?;
+        self.wait_programmed()
+    }
+
+    /// Changes the manifests, without waiting.
+    pub fn write(&self, change: impl FnOnce(&mut Manifests) -> Result<()>) -> Result<()> {
+        let mut desired = self.desired();
+        change(&mut desired.manifests)?;
+        desired.generation += 1;
+        let yaml = desired.manifests.yaml(desired.generation)?;
+        // A reader sees the old file or the new one, never half of it.
+        let draft = self.machines.folder().join("manifests.draft");
+        std::fs::write(&draft, yaml).with_context(|| format!("writing {}", draft.display()))?;
+        let target = self.manifests_folder().join("cluster.yaml");
+        std::fs::rename(&draft, &target).with_context(|| format!("writing {}", target.display()))
+    }
+
+    /// Waits until the control plane has the manifests as last written and all running agents have programmed them.
+    pub fn wait_programmed(&self) -> Result<()> {
+        let generation = u32::from(self.desired().generation);
+        let deadline = Instant::now() + PROGRAMMED_TIMEOUT;
+        loop {
+            let glance = self.check_running().and_then(|()| cluster::glance(&self.machines));
+            if glance.as_ref().is_ok_and(|glance| self.is_programmed(glance, generation)) {
+                return Ok(());
+            }
+            if Instant::now() >= deadline {
+                bail!("generation {generation} of the manifests is not programmed everywhere: {glance:#?}");
+            }
+            if let Err(error) = glance
+                && self.check_running().is_err()
+            {
+                return Err(error);
+            }
+            std::thread::sleep(POLL_INTERVAL);
+        }
+    }
+
+    fn is_programmed(&self, glance: &Glance, generation: u32) -> bool {
+        glance.generation() == Some(generation)
+            && self.processes().agents.keys().all(|node| {
+                glance.agents.iter().any(|agent| {
+                    agent.node == *node
+                        && agent.programmed_version >= glance.status.version
+                        && agent.last_error.is_empty()
+                })
+            })
+    }
+
+    /// What the control plane says about its agents.
+    pub fn agents(&self) -> Result<Vec<AgentInfo>> {
+        Ok(cluster::glance(&self.machines)?.agents)
+    }
+
+    /// Starts the control plane.
+    pub fn start_control_plane(&self) -> Result<()> {
+        let process = cluster::start_control_plane(&self.machines, &self.manifests_folder())?;
+        self.processes().control_plane = Some(process);
+        Ok(())
+    }
+
+    /// Stops the control plane as its operator would.
+    pub fn stop_control_plane(&self) -> Result<()> {
+        let process = self.processes().control_plane.take().context("the control plane is not running")?;
+        process.terminate().map(drop)
+    }
+
+    /// Starts the agent of a node.
+    pub fn start_agent(&self, node: &'static str) -> Result<()> {
+        self.start_agent_with(node, None)
+    }
+
+    /// Starts the agent of a node with a folder to look for programs in before all others.
+    pub fn start_agent_with(&self, node: &'static str, tools: Option<&Path>) -> Result<()> {
+        let process = cluster::start_agent(&self.machines, self.backend, node, tools)?;
+        self.processes().agents.insert(node, process);
+        Ok(())
+    }
+
+    /// Stops the agent of a node as its operator would.
+    pub fn stop_agent(&self, node: &str) -> Result<()> {
+        self.take_agent(node)?.terminate().map(drop)
+    }
+
+    /// Kills the agent of a node as the kernel does when memory runs out.
+    pub fn kill_agent(&self, node: &str) -> Result<()> {
+        self.take_agent(node)?.kill()
+    }
+
+    /// Runs the agent's program with `--cleanup` on a node.
+    pub fn clean_up(&self, node: &str) -> Result<()> {
+        cluster::clean_up(&self.machines, self.backend, node)
+    }
+
+    fn take_agent(&self, node: &str) -> Result<Process> {
+        self.processes().agents.remove(node).with_context(|| format!("no agent runs on {node}"))
+    }
+
+    fn check_running(&self) -> Result<()> {
+        let mut processes = self.processes();
+        let Processes { agents, control_plane } = &mut *processes;
+        control_plane.as_mut().context("the control plane is not running")?.check_running()?;
+        agents.values_mut().try_for_each(Process::check_running)
+    }
+
+    fn manifests_folder(&self) -> PathBuf {
+        self.machines.folder().join("manifests")
+    }
+
+    fn desired(&self) -> MutexGuard<'_, Desired> {
+        self.desired.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn processes(&self) -> MutexGuard<'_, Processes> {
+        self.processes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

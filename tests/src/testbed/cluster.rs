@@ -1,0 +1,111 @@
+//! The programs under test: the control plane on its machine, an agent on every node, and what `Inspect` says about them.
+
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+pub use headgate_proto::v1::AgentInfo;
+use headgate_proto::v1::inspect_client::InspectClient;
+use headgate_proto::v1::{GetStatusRequest, GetStatusResponse, ListAgentsRequest, ListServicesRequest, ServiceInfo};
+use tonic::transport::{Channel, Endpoint};
+
+use super::backend::Backend;
+use super::machines::Machines;
+use super::manifests::{MARKER, NAMESPACE};
+use super::plan::{self, CLUSTER_CIDR, CONTROL, CONTROL_PORT};
+use super::process::{self, Process};
+
+const CALL_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// What one look at the control plane shows.
+#[derive(Debug, Clone)]
+pub(super) struct Glance {
+    pub(super) status: GetStatusResponse,
+    pub(super) agents: Vec<AgentInfo>,
+    marker: Option<ServiceInfo>,
+}
+
+impl Glance {
+    /// The number of times that the manifests were written, as the control plane has it.
+    pub(super) fn generation(&self) -> Option<u32> {
+        Some(self.marker.as_ref()?.ports.first()?.port)
+    }
+}
+
+fn control_plane_url() -> Result<String> {
+    let address = plan::address(CONTROL).context("the control plane has an address")?;
+    Ok(format!("http://{}:{CONTROL_PORT}", address.v4))
+}
+
+/// Starts the control plane on a folder of manifests.
+pub(super) fn start_control_plane(machines: &Machines, manifests: &Path) -> Result<Process> {
+    let address = plan::address(CONTROL).context("the control plane has an address")?;
+    let mut command = Command::new(process::program("headgate-control-plane")?);
+    command
+        .args(["--source", &format!("files:{}", manifests.display())])
+        .args(["--listen", &format!("{}:{CONTROL_PORT}", address.v4)])
+        .args(["--insecure-loopback", "--replica-name", "testbed"])
+        .env("HEADGATE_LOG", LOG_FILTER);
+    let log = machines.folder().join("control-plane.log");
+    Process::start("headgate-control-plane", machines.machine(CONTROL)?, command, &log)
+}
+
+const LOG_FILTER: &str = "info,headgate_control_plane=debug,headgate_node_agent=debug";
+
+/// The agent's command line for a node, without what only a running agent needs.
+fn agent_command(machines: &Machines, backend: Backend, node: &str) -> Result<Command> {
+    let mut command = Command::new(process::program("headgate-node-agent")?);
+    command
+        .args(["--node-name", node, "--cluster-cidr", CLUSTER_CIDR])
+        .args(backend.agent_arguments())
+        .env("XTABLES_LOCKFILE", machines.xtables_lock(node))
+        .env("HEADGATE_LOG", LOG_FILTER);
+    Ok(command)
+}
+
+/// Starts the agent of a node. `tools`, if any, is a folder to look for programs in before all others.
+pub(super) fn start_agent(machines: &Machines, backend: Backend, node: &str, tools: Option<&Path>) -> Result<Process> {
+    let mut command = agent_command(machines, backend, node)?;
+    command.args(["--control-plane", &control_plane_url()?, "--insecure-loopback"]);
+    if let Some(tools) = tools {
+        command.env("PATH", format!("{}:{}", tools.display(), std::env::var("PATH").context("PATH is not set")?));
+    }
+    let log = machines.folder().join(format!("agent-{node}.log"));
+    Process::start(&format!("headgate-node-agent of {node}"), machines.machine(node)?, command, &log)
+}
+
+/// Has the agent's program remove all that it made on a node.
+pub(super) fn clean_up(machines: &Machines, backend: Backend, node: &str) -> Result<()> {
+    let mut command = agent_command(machines, backend, node)?;
+    command.arg("--cleanup");
+    machines.machine(node)?.output(command).map(drop)
+}
+
+/// Asks the control plane for its status, its agents and the marker.
+pub(super) fn glance(machines: &Machines) -> Result<Glance> {
+    let url = control_plane_url()?;
+    machines.machine(CONTROL)?.run(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().context("a runtime")?;
+        runtime.block_on(async { tokio::time::timeout(CALL_TIMEOUT, ask(url)).await.context("calling Inspect")? })
+    })
+}
+
+async fn ask(url: String) -> Result<Glance> {
+    let endpoint = Endpoint::from_shared(url)?.connect_timeout(CALL_TIMEOUT);
+    let mut inspect = InspectClient::new(endpoint.connect().await.context("connecting to the control plane")?);
+    // The marker first: what the rest says is then at least as new.
+    let marker = marker(&mut inspect).await?;
+    let status = inspect.get_status(GetStatusRequest {}).await?.into_inner();
+    let mut stream = inspect.list_agents(ListAgentsRequest::default()).await?.into_inner();
+    let mut agents = Vec::new();
+    while let Some(agent) = stream.message().await? {
+        agents.push(agent);
+    }
+    Ok(Glance { status, agents, marker })
+}
+
+async fn marker(inspect: &mut InspectClient<Channel>) -> Result<Option<ServiceInfo>> {
+    let request = ListServicesRequest { namespace: NAMESPACE.to_owned(), name: MARKER.to_owned() };
+    Ok(inspect.list_services(request).await?.into_inner().message().await?)
+}

@@ -1,0 +1,138 @@
+//! Packet cases, for every backend: real programs, real sockets, a cluster of namespaces for each test.
+#![allow(missing_docs)]
+
+use anyhow::Result;
+use headgate_tests::cases::{self, Case, affinity, lifecycle, live, payloads, table};
+use headgate_tests::testbed::{Backend, Manifests, Testbed};
+
+/// Shows the whole error, one cause a line, and takes the panic's way, by which the testbed keeps its logs.
+fn check(result: Result<()>) {
+    if let Err(error) = result {
+        panic!("{error:?}");
+    }
+}
+
+/// Runs a scenario on a running cluster with `manifests`.
+fn on_testbed(backend: Backend, manifests: Result<Manifests>, scenario: impl FnOnce(&Testbed) -> Result<()>) {
+    on(manifests.and_then(|manifests| Testbed::start(backend, manifests)), scenario);
+}
+
+/// Runs a scenario on machines on which it starts the programs itself.
+fn on_machines(backend: Backend, manifests: Result<Manifests>, scenario: impl FnOnce(&Testbed) -> Result<()>) {
+    on(manifests.and_then(|manifests| Testbed::machines_only(backend, manifests)), scenario);
+}
+
+/// The testbed is still there when a failure panics.
+fn on(bed: Result<Testbed>, scenario: impl FnOnce(&Testbed) -> Result<()>) {
+    match bed {
+        Ok(bed) => check(scenario(&bed)),
+        Err(error) => check(Err(error)),
+    }
+}
+
+fn group(backend: Backend, cases: &[Case]) {
+    on_testbed(backend, table::services(), |bed| cases::run(bed, cases));
+}
+
+fn scenario(backend: Backend, scenario: impl FnOnce(&Testbed) -> Result<()>) {
+    on_testbed(backend, Ok(Manifests::default()), scenario);
+}
+
+macro_rules! packet_tests {
+    ($($module:ident: $backend:expr;)*) => { $(
+        mod $module {
+            use super::*;
+
+            const BACKEND: Backend = $backend;
+
+            #[test]
+            fn cluster_ip() {
+                group(BACKEND, &table::cluster_ip());
+            }
+
+            #[test]
+            fn node_port() {
+                group(BACKEND, &table::node_port());
+            }
+
+            #[test]
+            fn external_addresses() {
+                group(BACKEND, &table::external_addresses());
+            }
+
+            #[test]
+            fn endpoint_conditions() {
+                group(BACKEND, &table::endpoint_conditions());
+            }
+
+            #[test]
+            fn external_traffic_policy() {
+                group(BACKEND, &table::external_traffic_policy());
+            }
+
+            #[test]
+            fn internal_traffic_policy() {
+                group(BACKEND, &table::internal_traffic_policy());
+            }
+
+            #[test]
+            fn source_ranges() {
+                group(BACKEND, &table::source_ranges());
+            }
+
+            #[test]
+            fn topology() {
+                group(BACKEND, &table::topology());
+            }
+
+            #[test]
+            fn affinity() {
+                on_testbed(BACKEND, table::services(), |bed| {
+                    affinity::sticks(bed)?;
+                    affinity::expires(bed)?;
+                    affinity::changes_live(bed)
+                });
+            }
+
+            #[test]
+            fn large_payloads() {
+                on_testbed(BACKEND, table::services(), payloads::large_payloads);
+            }
+
+            #[test]
+            fn rolling_replacement() {
+                scenario(BACKEND, live::rolling_replacement);
+            }
+
+            #[test]
+            fn services_come_and_go() {
+                scenario(BACKEND, live::services_come_and_go);
+            }
+
+            #[test]
+            fn scale_to_zero_and_back() {
+                scenario(BACKEND, live::scale_to_zero_and_back);
+            }
+
+            #[test]
+            fn control_plane_outage() {
+                on_machines(BACKEND, lifecycle::some_services(), lifecycle::control_plane_outage);
+            }
+
+            #[test]
+            fn agent_crash() {
+                on_testbed(BACKEND, lifecycle::some_services(), lifecycle::agent_crash);
+            }
+
+            #[test]
+            fn foreign_rules_and_cleanup() {
+                on_machines(BACKEND, lifecycle::some_services(), lifecycle::foreign_rules_and_cleanup);
+            }
+        }
+    )* };
+}
+
+packet_tests! {
+    iptables_legacy: Backend::IptablesLegacy;
+    iptables_nft: Backend::IptablesNft;
+}
