@@ -2,4 +2,10 @@
 //!
 //! [`source`] → [`model`] → [`transaction`] → [`store`] → [`serve`].
 
+pub mod identity;
+pub mod metrics;
+pub mod model;
+pub mod serve;
+pub mod source;
+pub mod store;
 pub mod transaction;

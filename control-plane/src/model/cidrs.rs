@@ -1,0 +1,23 @@
+//! ServiceCIDRs: where ClusterIPs come from.
+
+use headgate_core::ServiceCidr;
+
+use super::{parse, problems::Findings, table::Reading};
+use crate::source::objects;
+
+/// Reads a ServiceCIDR.
+pub(super) fn read(object: &objects::ServiceCidr) -> Reading<ServiceCidr> {
+    let mut findings = Findings::default();
+    let mut cidrs = Vec::new();
+    for (index, text) in object.spec.cidrs.iter().enumerate() {
+        match parse::range(text) {
+            Ok(range) => cidrs.push(range),
+            Err(message) => findings.object(format!("spec.cidrs[{index}]"), message),
+        }
+    }
+    if object.spec.cidrs.is_empty() {
+        findings.object("spec.cidrs", "a ServiceCIDR needs a range: give one such as 10.96.0.0/12");
+    }
+    let value = (!cidrs.is_empty()).then(|| ServiceCidr { name: object.metadata.name.as_str().into(), cidrs });
+    Reading { value, findings }
+}

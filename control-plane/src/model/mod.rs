@@ -1,0 +1,294 @@
+//! From Kubernetes objects to changes of the shared state. No I/O, no clock: events in, changes and problems out.
+//!
+//! What comes out depends on the objects that there are, not on the order of events; and each event costs in proportion to
+//! what it changes: a slice's change visits that slice's addresses. Events add up until [`Model::take`], where what ended as it
+//! began drops out. What happens to bad objects is said in `table.rs`.
+
+mod cidrs;
+mod endpoints;
+mod intern;
+mod nodes;
+mod parse;
+mod problems;
+mod services;
+mod slices;
+mod table;
+#[cfg(test)]
+mod tests;
+
+use std::{
+    collections::{BTreeSet, HashSet},
+    sync::Arc,
+};
+
+use headgate_core::{Change, Node, Service, ServiceCidr, ServiceKey};
+
+use self::{
+    endpoints::{EndpointChange, Endpoints},
+    intern::Interner,
+    problems::{Findings, Problems, Subject},
+    table::{Reading, Table, Verdict},
+};
+use crate::{
+    source::objects::{Object, ObjectKey, ObjectKind},
+    transaction::{NodeChange, Problem, TriggeredChange},
+};
+
+/// An object as a source got it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Event {
+    /// Added or changed.
+    Apply(Object),
+    /// There, but it could not be decoded: why, and the field if known.
+    Undecodable {
+        /// Which object.
+        key: ObjectKey,
+        /// Such as `spec.ports[0].port`, or empty.
+        field: String,
+        /// What is wrong.
+        message: String,
+    },
+    /// Gone.
+    Delete(ObjectKey),
+}
+
+impl Event {
+    /// The object that it is about.
+    #[must_use]
+    pub fn key(&self) -> ObjectKey {
+        match self {
+            Self::Apply(object) => object.key(),
+            Self::Undecodable { key, .. } | Self::Delete(key) => key.clone(),
+        }
+    }
+}
+
+/// The objects in use, and what changed since it was last asked.
+#[derive(Debug, Default)]
+pub struct Model {
+    services: Table<ServiceKey, Service>,
+    endpoints: Endpoints,
+    nodes: Table<Arc<str>, Node>,
+    service_cidrs: Table<Box<str>, ServiceCidr>,
+    problems: Problems,
+    interner: Interner,
+}
+
+impl Model {
+    /// Takes in one event. `origin` is where the object stands, such as `web.yaml, document 2`; empty for the Kubernetes API.
+    ///
+    /// Returns the number of problems that were not there before, for counting.
+    pub fn event(&mut self, event: Event, origin: &str) -> usize {
+        self.take_in(event, origin, true)
+    }
+
+    /// Takes in a complete list of a kind: what is not in it is gone. Deletions in it count for nothing.
+    ///
+    /// Returns the number of problems that were not there before.
+    pub fn replace(&mut self, kind: ObjectKind, listed: Vec<Event>) -> usize {
+        let mut gone: HashSet<ObjectKey> = self.keys(kind).into_iter().collect();
+        let mut new_problems = 0;
+        for event in listed {
+            if !matches!(event, Event::Delete(_)) {
+                gone.remove(&event.key());
+                new_problems += self.take_in(event, "", false);
+            }
+        }
+        for key in gone {
+            new_problems += self.take_in(Event::Delete(key), "", false);
+        }
+        new_problems
+    }
+
+    /// Notes what is wrong with a place that is no object, such as a file; an empty list clears it.
+    ///
+    /// Returns the number of problems that were not there before.
+    pub fn set_place_problems(&mut self, place: &str, problems: Vec<Problem>) -> usize {
+        self.problems.set(Subject::Place(place.to_owned()), problems)
+    }
+
+    /// The sorted list of all problems, if it changed since the last call.
+    pub fn take_problems(&mut self) -> Option<Vec<Problem>> {
+        self.problems.take()
+    }
+
+    /// What changed since the last call, grouped by service; what is added comes before what refers to it, services that are gone come last.
+    pub fn take_changes(&mut self) -> (Vec<TriggeredChange>, Vec<NodeChange>) {
+        let mut changes = Vec::new();
+        let mut removals = Vec::new();
+        for (name, service_cidr) in self.service_cidrs.take_changes() {
+            match service_cidr {
+                Some(service_cidr) => changes.push(untriggered(Change::ServiceCidr(service_cidr))),
+                None => removals.push(untriggered(Change::RemoveServiceCidr(name.as_ref().into()))),
+            }
+        }
+        let mut services: std::collections::BTreeMap<_, _> = self.services.take_changes().into_iter().collect();
+        let mut endpoints = self.endpoints.take_changes();
+        let keys: BTreeSet<ServiceKey> = services.keys().chain(endpoints.keys()).cloned().collect();
+        let mut gone = Vec::new();
+        for key in keys {
+            let (added, removed): (Vec<_>, Vec<_>) = endpoints
+                .remove(&key)
+                .unwrap_or_default()
+                .into_iter()
+                .map(|change| endpoint_change(&key, change))
+                .partition(|change| matches!(change.change, Change::Endpoint(..)));
+            changes.extend(added);
+            match services.remove(&key) {
+                Some(None) => {
+                    gone.push(untriggered(Change::RemoveService(key)));
+                    gone.extend(removed);
+                    continue;
+                }
+                Some(Some(service)) => changes.push(untriggered(Change::Service(service))),
+                None => {}
+            }
+            changes.extend(removed);
+        }
+        changes.append(&mut gone);
+        changes.append(&mut removals);
+        let nodes = self.nodes.take_changes().into_iter();
+        let nodes = nodes.map(|(name, node)| node.map_or(NodeChange::Remove(name), NodeChange::Apply)).collect();
+        (changes, nodes)
+    }
+
+    /// Endpoint addresses that were merged so far: the measure of work done.
+    #[must_use]
+    pub fn merged_addresses(&self) -> u64 {
+        self.endpoints.visits()
+    }
+
+    /// Objects of a kind that are in use, or that something is wrong with.
+    fn keys(&self, kind: ObjectKind) -> Vec<ObjectKey> {
+        let mut keys: Vec<ObjectKey> = match kind {
+            ObjectKind::Service => {
+                self.services.keys().map(|key| ObjectKey::new(kind, &key.namespace, &key.name)).collect()
+            }
+            ObjectKind::EndpointSlice => self.endpoints.slice_keys().cloned().collect(),
+            ObjectKind::Node => self.nodes.keys().map(|name| ObjectKey::new(kind, "", name)).collect(),
+            ObjectKind::ServiceCidr => self.service_cidrs.keys().map(|name| ObjectKey::new(kind, "", name)).collect(),
+        };
+        keys.extend(self.problems.objects().filter(|key| key.kind == kind).cloned());
+        keys
+    }
+
+    fn take_in(&mut self, event: Event, origin: &str, times_changes: bool) -> usize {
+        let key = event.key();
+        match event {
+            Event::Apply(Object::Service(object)) => {
+                let reading = services::read(&object);
+                self.put_service(&key, reading, origin)
+            }
+            Event::Apply(Object::EndpointSlice(object)) => {
+                let reading = slices::read(&object, &mut self.interner);
+                self.put_slice(&key, reading, origin, times_changes)
+            }
+            Event::Apply(Object::Node(object)) => {
+                let reading = nodes::read(&object, &mut self.interner);
+                self.put_node(&key, reading, origin)
+            }
+            Event::Apply(Object::ServiceCidr(object)) => {
+                let reading = cidrs::read(&object);
+                self.put_service_cidr(&key, reading, origin)
+            }
+            Event::Undecodable { field, message, .. } => {
+                let mut findings = Findings::default();
+                findings.object(field, message);
+                self.put_nothing(&key, findings, origin)
+            }
+            Event::Delete(_) => self.put_nothing(&key, Findings::default(), origin),
+        }
+    }
+
+    /// Removes an object if nothing was found, else treats it as one of which nothing can be used.
+    fn put_nothing(&mut self, key: &ObjectKey, findings: Findings, origin: &str) -> usize {
+        match key.kind {
+            ObjectKind::Service => self.put_service(key, Reading { value: None, findings }, origin),
+            ObjectKind::EndpointSlice => self.put_slice(key, Reading { value: None, findings }, origin, false),
+            ObjectKind::Node => self.put_node(key, Reading { value: None, findings }, origin),
+            ObjectKind::ServiceCidr => self.put_service_cidr(key, Reading { value: None, findings }, origin),
+        }
+    }
+
+    fn put_service(&mut self, key: &ObjectKey, reading: Reading<Service>, origin: &str) -> usize {
+        let held = ServiceKey::new(&key.namespace, &key.name);
+        let verdict = Verdict::of(&reading.findings, self.services.has_good(&held));
+        if verdict != Verdict::Kept {
+            self.services.set(held.clone(), reading.value, verdict == Verdict::Taken);
+        }
+        let is_served = self.services.contains(&held);
+        self.report(key, reading.findings, verdict, is_served, origin)
+    }
+
+    fn put_slice(
+        &mut self,
+        key: &ObjectKey,
+        reading: Reading<slices::Slice>,
+        origin: &str,
+        times_changes: bool,
+    ) -> usize {
+        let verdict = Verdict::of(&reading.findings, self.endpoints.has_good(key));
+        if verdict != Verdict::Kept {
+            let is_good = verdict == Verdict::Taken;
+            self.endpoints.set(key, reading.value, is_good, times_changes, &mut self.interner);
+        }
+        let is_served = self.endpoints.contains(key);
+        self.report(key, reading.findings, verdict, is_served, origin) + self.report_disputes(origin)
+    }
+
+    fn put_node(&mut self, key: &ObjectKey, reading: Reading<Node>, origin: &str) -> usize {
+        let held: Arc<str> = self.interner.string(&key.name).unwrap_or_default();
+        let verdict = Verdict::of(&reading.findings, self.nodes.has_good(&held));
+        if verdict != Verdict::Kept {
+            self.nodes.set(held.clone(), reading.value, verdict == Verdict::Taken);
+        }
+        let is_served = self.nodes.contains(&held);
+        self.report(key, reading.findings, verdict, is_served, origin)
+    }
+
+    fn put_service_cidr(&mut self, key: &ObjectKey, reading: Reading<ServiceCidr>, origin: &str) -> usize {
+        let verdict = Verdict::of(&reading.findings, self.service_cidrs.has_good(&key.name));
+        if verdict != Verdict::Kept {
+            self.service_cidrs.set(key.name.clone(), reading.value, verdict == Verdict::Taken);
+        }
+        let is_served = self.service_cidrs.contains(&key.name);
+        self.report(key, reading.findings, verdict, is_served, origin)
+    }
+
+    fn report(&mut self, key: &ObjectKey, findings: Findings, verdict: Verdict, is_served: bool, origin: &str) -> usize {
+        let problems = findings.into_problems(key, origin, verdict.consequence(is_served));
+        self.problems.set(Subject::Object(key.clone()), problems)
+    }
+
+    fn report_disputes(&mut self, origin: &str) -> usize {
+        let mut new_problems = 0;
+        for agreement in self.endpoints.take_agreements() {
+            let (service, address) = (agreement.service, agreement.address);
+            let problem = |(used, other): (Arc<ObjectKey>, Arc<ObjectKey>)| Problem {
+                object: format!("Service {service}"),
+                field: format!("endpoint {address}"),
+                message: format!(
+                    "{used} and {other} say different things of it (conditions, node, zone or hints): keep it in one of \
+                     them; the first is used"
+                ),
+                origin: origin.to_owned(),
+            };
+            let problems = agreement.dispute.map(problem).into_iter().collect();
+            new_problems += self.problems.set(Subject::Endpoint(service, address), problems);
+        }
+        new_problems
+    }
+}
+
+fn untriggered(change: Change) -> TriggeredChange {
+    TriggeredChange { change, trigger_unix_ms: 0 }
+}
+
+fn endpoint_change(key: &ServiceKey, change: EndpointChange) -> TriggeredChange {
+    let EndpointChange { address, endpoint, trigger_unix_ms } = change;
+    let change = match endpoint {
+        Some(endpoint) => Change::Endpoint(key.clone(), endpoint),
+        None => Change::RemoveEndpoint(key.clone(), address),
+    };
+    TriggeredChange { change, trigger_unix_ms }
+}

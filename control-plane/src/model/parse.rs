@@ -1,0 +1,159 @@
+//! Texts of the API to values: addresses, ranges, ports, protocols, times.
+
+use std::net::{IpAddr, Ipv4Addr};
+
+use headgate_core::Protocol;
+use ipnet::IpNet;
+use k8s_openapi::jiff::Timestamp;
+
+/// An address as the API server has always read it: leading zeros of an IPv4 part are decimal, and an IPv6-mapped IPv4 address is the IPv4
+/// address.
+///
+/// # Errors
+/// A sentence that ends in the remedy.
+pub(super) fn address(text: &str) -> Result<IpAddr, String> {
+    let parsed = if text.contains(':') { text.parse::<IpAddr>().ok() } else { sloppy_ipv4(text).map(IpAddr::V4) };
+    let parsed = parsed.map(|address| address.to_canonical());
+    parsed.ok_or_else(|| format!("{text:?} is no IP address: write one such as 10.96.0.10 or fd00::10"))
+}
+
+/// An address that a packet from elsewhere can be sent to.
+///
+/// # Errors
+/// As [`address`]; and for unspecified, loopback, multicast, link-local and broadcast addresses, as the API's validation of endpoints
+/// has it.
+pub(super) fn routable_address(text: &str) -> Result<IpAddr, String> {
+    let address = address(text)?;
+    let class = match address {
+        IpAddr::V4(v4) if v4.is_broadcast() => Some("the broadcast address"),
+        IpAddr::V4(v4) if v4.is_link_local() => Some("a link-local address"),
+        IpAddr::V6(v6) if v6.is_unicast_link_local() => Some("a link-local address"),
+        _ if address.is_unspecified() => Some("the unspecified address"),
+        _ if address.is_loopback() => Some("a loopback address"),
+        _ if address.is_multicast() => Some("a multicast address"),
+        _ => None,
+    };
+    match class {
+        Some(class) => Err(format!("{text} is {class}, which other nodes cannot reach: give the routable address")),
+        None => Ok(address),
+    }
+}
+
+fn sloppy_ipv4(text: &str) -> Option<Ipv4Addr> {
+    let mut octets = [0; 4];
+    let mut parts = text.split('.');
+    for octet in &mut octets {
+        let part = parts.next()?;
+        if part.is_empty() || !part.bytes().all(|byte| byte.is_ascii_digit()) {
+            return None;
+        }
+        let digits = part.trim_start_matches('0');
+        *octet = if digits.is_empty() { 0 } else { digits.parse().ok()? };
+    }
+    parts.next().is_none().then(|| Ipv4Addr::from(octets))
+}
+
+/// A range, trimmed, as its network: `10.0.0.7/24` is `10.0.0.0/24`.
+///
+/// # Errors
+/// A sentence that ends in the remedy.
+pub(super) fn range(text: &str) -> Result<IpNet, String> {
+    let trimmed = text.trim();
+    let parsed = trimmed.split_once('/').and_then(|(address_text, length)| {
+        let address = address(address_text).ok()?;
+        let is_number = !length.is_empty() && length.bytes().all(|byte| byte.is_ascii_digit());
+        let mut length: u8 = if is_number { length.parse().ok()? } else { return None };
+        if address.is_ipv4() && address_text.contains(':') {
+            length = length.checked_sub(96)?;
+        }
+        IpNet::new(address, length).ok()
+    });
+    let remedy = || format!("{text:?} is no CIDR range: write one such as 192.0.2.0/24 or 2001:db8::/64");
+    parsed.map(|range| range.trunc()).ok_or_else(remedy)
+}
+
+/// A port, 1 to 65,535.
+///
+/// # Errors
+/// A sentence that ends in the remedy.
+pub(super) fn port(number: i64) -> Result<u16, String> {
+    let in_range = u16::try_from(number).ok().filter(|port| *port != 0);
+    in_range.ok_or_else(|| format!("{number} is no port: give a number from 1 to 65535"))
+}
+
+/// A port, or 0 for none.
+///
+/// # Errors
+/// A sentence that ends in the remedy.
+pub(super) fn port_or_none(number: i64) -> Result<u16, String> {
+    u16::try_from(number).map_err(|_| format!("{number} is no port: give a number from 1 to 65535, or leave it out"))
+}
+
+/// A protocol; empty means TCP.
+///
+/// # Errors
+/// A sentence that ends in the remedy.
+pub(super) fn protocol(text: &str) -> Result<Protocol, String> {
+    match text {
+        "" | "TCP" => Ok(Protocol::Tcp),
+        "UDP" => Ok(Protocol::Udp),
+        "SCTP" => Ok(Protocol::Sctp),
+        _ => Err(format!("{text:?} is no protocol that a Service can have: write TCP, UDP or SCTP")),
+    }
+}
+
+/// RFC 3339 to seconds since the Unix epoch; 0 for what is no time, as for none.
+pub(super) fn unix_seconds(text: &str) -> i64 {
+    text.parse::<Timestamp>().map_or(0, Timestamp::as_second)
+}
+
+/// RFC 3339 to milliseconds since the Unix epoch; 0 for what is no time, as for none.
+pub(super) fn unix_ms(text: &str) -> u64 {
+    let parsed = text.parse::<Timestamp>().map(Timestamp::as_millisecond);
+    parsed.ok().and_then(|ms| u64::try_from(ms).ok()).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn leading_zeros_are_decimal() {
+        assert_eq!(address("010.096.000.010").unwrap().to_string(), "10.96.0.10");
+        assert_eq!(address("::ffff:10.0.0.1").unwrap().to_string(), "10.0.0.1");
+        assert_eq!(address("FD00:0::01").unwrap().to_string(), "fd00::1");
+        assert_eq!(range(" 192.168.001.7/24 ").unwrap().to_string(), "192.168.1.0/24");
+        assert_eq!(range("::ffff:10.0.0.0/104").unwrap().to_string(), "10.0.0.0/8");
+    }
+
+    #[test]
+    fn what_is_no_address_is_refused() {
+        for text in ["", "300.1.1.1", "1.2.3", "1.2.3.4.5", "1..2.3", "+1.2.3.4", "fe80::1%eth0", "None", "256.0.0.1"] {
+            assert!(address(text).is_err(), "{text}");
+        }
+        for text in ["", "10.0.0.0", "10.0.0.0/33", "10.0.0.0/", "10.0.0.0/+8", "fd00::/129", "::ffff:10.0.0.0/64"] {
+            assert!(range(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn endpoints_have_addresses_that_can_be_reached() {
+        for text in ["127.0.0.1", "127.200.1.1", "0.0.0.0", "224.0.0.1", "169.254.1.1", "255.255.255.255"] {
+            assert!(routable_address(text).is_err(), "{text}");
+        }
+        for text in ["::", "::1", "fe80::1", "ff02::1"] {
+            assert!(routable_address(text).is_err(), "{text}");
+        }
+        assert!(routable_address("10.0.0.1").is_ok());
+    }
+
+    #[test]
+    fn ports_and_times() {
+        assert_eq!(port(65_535), Ok(65_535));
+        assert!(port(0).is_err() && port(65_536).is_err() && port(-1).is_err());
+        assert_eq!(unix_seconds("2024-01-01T00:00:00Z"), 1_704_067_200);
+        assert_eq!(unix_ms("2024-01-01T00:00:00.123456Z"), 1_704_067_200_123);
+        assert_eq!(unix_seconds("yesterday"), 0);
+    }
+}

@@ -1,0 +1,233 @@
+//! Services: what of an object a service proxy programs.
+
+use std::net::IpAddr;
+
+use headgate_core::{ClientIpAffinity, Family, Service, ServiceKey, ServicePort, TrafficPolicy};
+use ipnet::IpNet;
+
+use super::{
+    parse,
+    problems::Findings,
+    table::Reading,
+};
+use crate::source::objects;
+
+/// The API's default of `timeoutSeconds`.
+const DEFAULT_AFFINITY_TIMEOUT_SECONDS: u32 = 10_800;
+
+/// The API's upper bound of `timeoutSeconds`.
+const MAX_AFFINITY_TIMEOUT_SECONDS: i64 = 86_400;
+
+/// Reads a Service. There is no value for one that needs no programming: ExternalName, headless, or handed to another proxy by the label
+/// `service.kubernetes.io/service-proxy-name`.
+pub(super) fn read(object: &objects::Service) -> Reading<Service> {
+    let spec = &object.spec;
+    let is_headless = spec.cluster_ip == "None" || spec.cluster_ips.first().is_some_and(|first| first == "None");
+    if object.metadata.labels.service_proxy_name.is_some() || spec.service_type == "ExternalName" || is_headless {
+        return Reading::nothing();
+    }
+    let mut findings = Findings::default();
+    let cluster_ips = cluster_ips(spec, &mut findings);
+    let ports = ports(spec, &mut findings);
+    if cluster_ips.is_empty() || ports.is_empty() {
+        return Reading { value: None, findings };
+    }
+    let key = ServiceKey::new(object.metadata.namespace_or_default(), &object.metadata.name);
+    let mut service = Service::new(key, cluster_ips, ports);
+    read_external_addresses(&object.status, spec, &mut service, &mut findings);
+    read_policies(spec, &mut service, &mut findings);
+    service.session_affinity = session_affinity(spec, &mut findings);
+    service.created_unix_seconds = parse::unix_seconds(&object.metadata.creation_timestamp);
+    service.scheduler = object.metadata.annotations.scheduler.as_deref().unwrap_or_default().into();
+    service.health_check = object.metadata.annotations.health_check.as_deref().unwrap_or_default().into();
+    Reading { value: Some(service), findings }
+}
+
+/// The ClusterIPs of the Service's families, at most one of each, in the order of the spec.
+fn cluster_ips(spec: &objects::ServiceSpec, findings: &mut Findings) -> Vec<IpAddr> {
+    let single = std::slice::from_ref(&spec.cluster_ip);
+    let (field, texts) = match (spec.cluster_ips.is_empty(), spec.cluster_ip.is_empty()) {
+        (false, _) => ("spec.clusterIPs", spec.cluster_ips.as_slice()),
+        (true, false) => ("spec.clusterIP", single),
+        (true, true) => {
+            let remedy = "there is no address to serve: give spec.clusterIP, or \"None\" for a headless Service";
+            findings.object("spec.clusterIP", remedy);
+            return Vec::new();
+        }
+    };
+    if spec.cluster_ips.first().is_some_and(|first| !spec.cluster_ip.is_empty() && *first != spec.cluster_ip) {
+        findings.object("spec.clusterIP", "it differs from spec.clusterIPs[0]: make both the same");
+    }
+    let mut addresses: Vec<IpAddr> = Vec::new();
+    for (index, text) in texts.iter().enumerate() {
+        let field = if field == "spec.clusterIP" { field.to_owned() } else { format!("{field}[{index}]") };
+        match parse::routable_address(text) {
+            Err(message) => findings.object(field, message),
+            Ok(address) if addresses.iter().any(|other| Family::of(*other) == Family::of(address)) => {
+                findings.object(field, format!("it is a second {} address: give one of each family", Family::of(address)));
+            }
+            Ok(address) if !is_of_families(address, &spec.ip_families) => {
+                let message = format!("{address} is of a family that spec.ipFamilies does not name: add it there");
+                findings.object(field, message);
+            }
+            Ok(address) => addresses.push(address),
+        }
+    }
+    addresses
+}
+
+fn is_of_families(address: IpAddr, families: &[String]) -> bool {
+    families.is_empty() || families.iter().any(|family| *family == Family::of(address).to_string())
+}
+
+/// The ports that can be served, in the order of the spec.
+fn ports(spec: &objects::ServiceSpec, findings: &mut Findings) -> Vec<ServicePort> {
+    if spec.ports.is_empty() {
+        findings.object("spec.ports", "a Service needs at least one port: add one, or set clusterIP to \"None\"");
+    }
+    let mut ports: Vec<ServicePort> = Vec::new();
+    for (index, written) in spec.ports.iter().enumerate() {
+        let field = |name: &str| format!("spec.ports[{index}].{name}");
+        let mut checked = |name: &str, result: Result<u16, String>| {
+            result.map_err(|message| findings.object(field(name), message)).ok()
+        };
+        let port = checked("port", parse::port(written.port));
+        let node_port = checked("nodePort", parse::port_or_none(written.node_port));
+        let protocol = parse::protocol(&written.protocol);
+        let protocol = protocol.map_err(|message| findings.object(field("protocol"), message)).ok();
+        let (Some(port), Some(node_port), Some(protocol)) = (port, node_port, protocol) else { continue };
+        let entry = ServicePort { name: written.name.as_str().into(), protocol, port, node_port };
+        match clash(&ports, &entry) {
+            Some(name) => findings.object(field(name), "an earlier port of the same protocol has it: make it different"),
+            None => ports.push(entry),
+        }
+    }
+    ports
+}
+
+/// The field in which a port is the same as an earlier one of its protocol.
+fn clash(ports: &[ServicePort], entry: &ServicePort) -> Option<&'static str> {
+    ports.iter().filter(|other| other.protocol == entry.protocol).find_map(|other| match other {
+        _ if other.port == entry.port => Some("port"),
+        _ if other.name == entry.name => Some("name"),
+        _ => None,
+    })
+}
+
+/// externalIPs, load balancer addresses and who may use the latter.
+fn read_external_addresses(
+    status: &objects::ServiceStatus,
+    spec: &objects::ServiceSpec,
+    service: &mut Service,
+    findings: &mut Findings,
+) {
+    let has_family = |address: IpAddr| service.cluster_ip(Family::of(address)).is_some();
+    let mut external_ips = Vec::new();
+    for (index, text) in spec.external_ips.iter().enumerate() {
+        match parse::routable_address(text) {
+            Ok(address) if has_family(address) && !external_ips.contains(&address) => external_ips.push(address),
+            Ok(_) => {}
+            Err(message) => findings.entry(format!("spec.externalIPs[{index}]"), message),
+        }
+    }
+    let mut load_balancer_ips = Vec::new();
+    for (index, ingress) in status.load_balancer.ingress.iter().enumerate() {
+        let is_vip = ingress.ip_mode.is_empty() || ingress.ip_mode == "VIP";
+        if ingress.ip.is_empty() || !is_vip {
+            continue;
+        }
+        match parse::address(&ingress.ip) {
+            Ok(address) if has_family(address) && !load_balancer_ips.contains(&address) => load_balancer_ips.push(address),
+            Ok(_) => {}
+            Err(message) => findings.entry(format!("status.loadBalancer.ingress[{index}].ip"), message),
+        }
+    }
+    match source_ranges(spec, findings) {
+        Some(ranges) => service.load_balancer_source_ranges = ranges,
+        // With a range that cannot be read nobody knows who may come in: until it is mended nobody does.
+        None => load_balancer_ips.clear(),
+    }
+    service.external_ips = external_ips;
+    service.load_balancer_ips = load_balancer_ips;
+}
+
+/// The ranges, without those of a family that has a zero-length one: such a family is open, which is what a family without
+/// ranges is. `None` if any cannot be read.
+fn source_ranges(spec: &objects::ServiceSpec, findings: &mut Findings) -> Option<Vec<IpNet>> {
+    let mut ranges = Vec::new();
+    let mut all_read = true;
+    for (index, text) in spec.load_balancer_source_ranges.iter().enumerate() {
+        match parse::range(text) {
+            Ok(range) => ranges.push(range),
+            Err(message) => {
+                all_read = false;
+                findings.object(format!("spec.loadBalancerSourceRanges[{index}]"), message);
+            }
+        }
+    }
+    for family in Family::BOTH {
+        let is_of_family = |range: &IpNet| Family::of(range.addr()) == family;
+        if ranges.iter().any(|range| is_of_family(range) && range.prefix_len() == 0) {
+            ranges.retain(|range| !is_of_family(range));
+        }
+    }
+    all_read.then_some(ranges)
+}
+
+/// Traffic policies where they have an effect, and the health-check port that goes with them.
+fn read_policies(spec: &objects::ServiceSpec, service: &mut Service, findings: &mut Findings) {
+    service.internal_traffic_policy = policy("spec.internalTrafficPolicy", &spec.internal_traffic_policy, findings);
+    let external = policy("spec.externalTrafficPolicy", &spec.external_traffic_policy, findings);
+    let has_effect = match spec.service_type.as_str() {
+        "LoadBalancer" | "NodePort" => true,
+        "ClusterIP" | "" => !service.external_ips.is_empty(),
+        other => {
+            let message = format!("{other:?} is no type of Service: write ClusterIP, NodePort, LoadBalancer or ExternalName");
+            findings.object("spec.type", message);
+            false
+        }
+    };
+    if has_effect {
+        service.external_traffic_policy = external;
+    }
+    if spec.service_type == "LoadBalancer" && external.is_local() {
+        match parse::port_or_none(spec.health_check_node_port) {
+            Ok(port) => service.health_check_node_port = port,
+            Err(message) => findings.object("spec.healthCheckNodePort", message),
+        }
+    }
+}
+
+fn policy(field: &str, text: &str, findings: &mut Findings) -> TrafficPolicy {
+    match text {
+        "Local" => TrafficPolicy::Local,
+        "" | "Cluster" => TrafficPolicy::Cluster,
+        other => {
+            findings.object(field, format!("{other:?} is no traffic policy: write Cluster or Local"));
+            TrafficPolicy::Cluster
+        }
+    }
+}
+
+fn session_affinity(spec: &objects::ServiceSpec, findings: &mut Findings) -> Option<ClientIpAffinity> {
+    match spec.session_affinity.as_str() {
+        "" | "None" => return None,
+        "ClientIP" => {}
+        other => {
+            findings.object("spec.sessionAffinity", format!("{other:?} is no session affinity: write ClientIP or None"));
+            return None;
+        }
+    }
+    let timeout_seconds = match spec.session_affinity_config.client_ip.timeout_seconds {
+        None => DEFAULT_AFFINITY_TIMEOUT_SECONDS,
+        Some(seconds) => {
+            let in_range = (1..=MAX_AFFINITY_TIMEOUT_SECONDS).contains(&seconds).then(|| u32::try_from(seconds).ok());
+            in_range.flatten().unwrap_or_else(|| {
+                let message = format!("{seconds} is out of bounds: give 1 to {MAX_AFFINITY_TIMEOUT_SECONDS} seconds");
+                findings.object("spec.sessionAffinityConfig.clientIP.timeoutSeconds", message);
+                DEFAULT_AFFINITY_TIMEOUT_SECONDS
+            })
+        }
+    };
+    Some(ClientIpAffinity { timeout_seconds })
+}

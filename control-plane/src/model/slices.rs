@@ -1,0 +1,139 @@
+//! One EndpointSlice: what of it counts.
+
+use std::{
+    net::IpAddr,
+    sync::Arc,
+};
+
+use headgate_core::{Conditions, EndpointPort, Family, Hints, ServiceKey};
+
+use super::{intern::Interner, parse, problems::Findings, table::Reading};
+use crate::source::objects;
+
+/// What a slice says of an address, ports aside.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Facts {
+    pub(super) conditions: Conditions,
+    pub(super) node: Option<Arc<str>>,
+    pub(super) zone: Option<Arc<str>>,
+    pub(super) hints: Option<Arc<Hints>>,
+}
+
+/// A slice as it is in use.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Slice {
+    /// Whose addresses these are.
+    pub(super) service: ServiceKey,
+    /// Ports that each address has; sorted, without duplicates.
+    pub(super) ports: Arc<[EndpointPort]>,
+    /// Sorted by address, each once.
+    pub(super) endpoints: Vec<(IpAddr, Facts)>,
+    /// When the change behind this version happened, milliseconds since the Unix epoch; 0 if it does not say.
+    pub(super) trigger_unix_ms: u64,
+}
+
+impl Slice {
+    /// What it says of an address.
+    pub(super) fn facts(&self, address: IpAddr) -> Option<&Facts> {
+        let place = self.endpoints.binary_search_by(|(other, _)| other.cmp(&address)).ok()?;
+        self.endpoints.get(place).map(|(_, facts)| facts)
+    }
+}
+
+/// Reads a slice. There is no value for one that is for DNS only (label `service.kubernetes.io/headless`) or holds names in place of addresses.
+pub(super) fn read(object: &objects::EndpointSlice, interner: &mut Interner) -> Reading<Slice> {
+    let metadata = &object.metadata;
+    if metadata.labels.headless.is_some() || object.address_type == "FQDN" {
+        return Reading::nothing();
+    }
+    let mut findings = Findings::default();
+    let family = match object.address_type.as_str() {
+        "IPv4" => Some(Family::V4),
+        "IPv6" => Some(Family::V6),
+        other => {
+            findings.object("addressType", format!("{other:?} is no type of address: write IPv4, IPv6 or FQDN"));
+            None
+        }
+    };
+    let service = metadata.labels.service_name.as_deref().filter(|name| !name.is_empty());
+    if service.is_none() {
+        let message = "nothing says which Service it belongs to: add the label kubernetes.io/service-name";
+        findings.object("metadata.labels", message);
+    }
+    let ports = ports(object, &mut findings);
+    let (Some(family), Some(service)) = (family, service) else { return Reading { value: None, findings } };
+    let slice = Slice {
+        service: ServiceKey::new(metadata.namespace_or_default(), service),
+        ports: interner.ports(ports),
+        endpoints: endpoints(object, family, interner, &mut findings),
+        trigger_unix_ms: metadata.annotations.last_change_trigger_time.as_deref().map_or(0, parse::unix_ms),
+    };
+    Reading { value: Some(slice), findings }
+}
+
+/// Ports with a name (possibly empty) and a number; others are for selectors that match nothing yet, and are dropped as kube-proxy does.
+fn ports(object: &objects::EndpointSlice, findings: &mut Findings) -> Vec<EndpointPort> {
+    let mut ports = Vec::with_capacity(object.ports.len());
+    for (index, written) in object.ports.iter().enumerate() {
+        let (Some(name), Some(number)) = (&written.name, written.port.filter(|number| *number != 0)) else { continue };
+        let port = parse::port(number).map_err(|message| findings.object(format!("ports[{index}].port"), message));
+        let protocol = parse::protocol(&written.protocol);
+        let protocol = protocol.map_err(|message| findings.object(format!("ports[{index}].protocol"), message));
+        if let (Ok(port), Ok(protocol)) = (port, protocol) {
+            ports.push(EndpointPort { name: name.as_str().into(), protocol, port });
+        }
+    }
+    ports
+}
+
+/// Endpoints by address. Of two with one address in a slice the one that is not terminating counts, else the first.
+fn endpoints(
+    object: &objects::EndpointSlice,
+    family: Family,
+    interner: &mut Interner,
+    findings: &mut Findings,
+) -> Vec<(IpAddr, Facts)> {
+    let mut endpoints: Vec<(IpAddr, usize, Facts)> = Vec::with_capacity(object.endpoints.len());
+    for (index, written) in object.endpoints.iter().enumerate() {
+        match address(written, family) {
+            Ok(address) => endpoints.push((address, index, facts(written, interner))),
+            Err(message) => findings.entry(format!("endpoints[{index}].addresses[0]"), message),
+        }
+    }
+    endpoints.sort_unstable_by_key(|(address, index, facts)| (*address, facts.conditions.terminating, *index));
+    endpoints.dedup_by(|later, first| {
+        let is_same = later.0 == first.0;
+        if is_same && later.2.conditions.terminating == first.2.conditions.terminating && later.2 != first.2 {
+            let message = format!("{} is also endpoints[{}], which says otherwise: list it once", later.0, first.1);
+            findings.entry(format!("endpoints[{}].addresses[0]", later.1), message);
+        }
+        is_same
+    });
+    endpoints.into_iter().map(|(address, _, facts)| (address, facts)).collect()
+}
+
+fn address(written: &objects::SliceEndpoint, family: Family) -> Result<IpAddr, String> {
+    let text = written.addresses.first().ok_or("the endpoint has no address: give one")?;
+    let address = parse::routable_address(text)?;
+    if Family::of(address) == family {
+        Ok(address)
+    } else {
+        Err(format!("{address} is no {family} address, which addressType says: put it into a slice of its own family"))
+    }
+}
+
+fn facts(written: &objects::SliceEndpoint, interner: &mut Interner) -> Facts {
+    let conditions = &written.conditions;
+    let mut names = |list: &[objects::HintName]| list.iter().filter_map(|hint| interner.string(&hint.name)).collect();
+    let hints = Hints { zones: names(&written.hints.for_zones), nodes: names(&written.hints.for_nodes) };
+    Facts {
+        conditions: Conditions {
+            ready: conditions.ready.unwrap_or(true),
+            serving: conditions.serving.unwrap_or(true),
+            terminating: conditions.terminating.unwrap_or(false),
+        },
+        node: interner.string(&written.node_name.trim().to_lowercase()),
+        zone: interner.string(&written.zone),
+        hints: interner.hints(hints),
+    }
+}

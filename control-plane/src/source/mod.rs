@@ -1,0 +1,3 @@
+//! Where objects come from.
+
+pub mod objects;
