@@ -1,1 +1,291 @@
 #![allow(clippy::unwrap_used)]
+use std::thread::JoinHandle;
+
+use headgate_core::{Change, Node, State};
+
+use super::*;
+use crate::{
+    backend::fake::{Call, FakeBackend, FakeControl},
+    session::{
+        held::{Buckets, Snapshot, Step},
+        testing::{endpoint, no_endpoint, service},
+    },
+};
+
+/// Only ever waited for when a test fails.
+const GUARD: Duration = Duration::from_secs(30);
+
+struct Loop {
+    shared: Arc<Shared>,
+    control: FakeControl,
+    metrics: Arc<Metrics>,
+    progress: watch::Receiver<Progress>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Loop {
+    fn start(timing: Timing) -> Self {
+        let (backend, control) = FakeBackend::new();
+        let (shared, metrics) = (Arc::new(Shared::new("node-1")), Arc::new(Metrics::default()));
+        let (reconciler, progress) =
+            Reconciler::new(Box::new(backend), Arc::clone(&shared), Arc::clone(&metrics), timing);
+        let thread = Some(std::thread::spawn(|| reconciler.run()));
+        Self { shared, control, metrics, progress, thread }
+    }
+
+    fn wait_calls(&self, count: usize) -> Vec<Call> {
+        assert!(self.control.wait_for(GUARD, |calls| calls.len() >= count), "{:?}", self.control.calls());
+        self.control.calls()
+    }
+
+    fn wait_progress(&self, enough: impl Fn(&Progress) -> bool) -> Progress {
+        let deadline = Instant::now() + GUARD;
+        loop {
+            let progress = self.progress.borrow().clone();
+            if enough(&progress) {
+                return progress;
+            }
+            assert!(Instant::now() < deadline, "{progress:?}");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    fn wait_programmed(&self, version: u64) -> Programmed {
+        let reached = |progress: &Progress| programmed_version(progress) == Some(version);
+        self.wait_progress(reached).programmed.unwrap()
+    }
+
+    fn snapshot(&self, version: u64, changes: Vec<Change>) {
+        let snapshot = Some(Snapshot { buckets: Buckets::All, rejected: Default::default() });
+        self.shared.apply(Step { epoch: 1, version, positions: Vec::new(), changes, snapshot });
+    }
+
+    fn batch(&self, version: u64, changes: Vec<Change>) {
+        self.shared.apply(Step { epoch: 1, version, positions: Vec::new(), changes, snapshot: None });
+    }
+}
+
+impl Drop for Loop {
+    fn drop(&mut self) {
+        self.control.hold(false);
+        self.shared.stop();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+fn programmed_version(progress: &Progress) -> Option<u64> {
+    Some(progress.programmed.as_ref()?.target.version)
+}
+
+/// Long enough that no verification comes in between; pauses after failures are short.
+fn timing() -> Timing {
+    let backoff = Backoff::new(Duration::from_millis(1), Duration::from_millis(5));
+    Timing { sync_period: Duration::from_secs(3600), backoff, ..Timing::default() }
+}
+
+fn retry() -> BackendError {
+    BackendError::new(ErrorKind::Retry, "another process holds the lock")
+}
+
+fn apply_of(calls: &[Call], index: usize) -> Vec<String> {
+    match &calls[index] {
+        Call::Apply(services, _) => services.clone(),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn nothing_is_written_before_the_first_snapshot() {
+    let run = Loop::start(timing());
+    run.shared.set_node(1, None);
+    let node = Node {
+        name: "node-1".into(),
+        zone: Some("a".into()),
+        pod_cidrs: Vec::new(),
+        addresses: Vec::new(),
+        going_away: false,
+    };
+    run.shared.set_node(2, Some(&node));
+    run.snapshot(1, vec![service("web", 80)]);
+    let calls = run.wait_calls(1);
+    let Call::Full(_, facts) = &calls[0] else { panic!("{calls:?}") };
+    assert_eq!(facts.zone.as_deref(), Some("a"), "the first write knows all that came before it");
+    let programmed = run.wait_programmed(1);
+    assert_eq!((programmed.target.node_revision, programmed.services_planned), (2, 1));
+    assert_eq!(run.control.calls().len(), 1);
+}
+
+#[test]
+fn a_change_plans_its_service_only() {
+    let run = Loop::start(timing());
+    run.snapshot(1, vec![service("web", 80), service("db", 5432)]);
+    run.wait_programmed(1);
+    run.batch(2, vec![endpoint("web", 1, 8080)]);
+    let programmed = run.wait_programmed(2);
+    assert_eq!(apply_of(&run.control.calls(), 1), ["prod/web"]);
+    assert_eq!((programmed.services_planned, programmed.objects_written), (1, 1));
+    assert_eq!(run.metrics.services_planned(), 3);
+}
+
+#[test]
+fn a_version_without_any_effect_is_programmed_without_the_kernel() {
+    let run = Loop::start(timing());
+    run.snapshot(1, vec![service("web", 80)]);
+    run.wait_programmed(1);
+    run.batch(2, vec![service("web", 80), no_endpoint("web", 1)]);
+    assert_eq!(run.wait_programmed(2).services_planned, 0);
+    assert_eq!(run.control.calls().len(), 1);
+}
+
+#[test]
+fn changes_while_the_kernel_is_busy_become_one_step() {
+    let run = Loop::start(timing());
+    run.snapshot(1, vec![service("web", 80), service("db", 5432)]);
+    run.wait_programmed(1);
+    run.control.hold(true);
+    run.batch(2, vec![endpoint("web", 1, 8080)]);
+    // The session goes on while the kernel does not.
+    for version in 3..100 {
+        run.batch(version, vec![endpoint("web", u8::try_from(version).unwrap(), 1), endpoint("db", 1, 5432)]);
+    }
+    assert_eq!(programmed_version(&run.progress.borrow()), Some(1), "no ACK before the kernel has it");
+    run.control.hold(false);
+    run.wait_programmed(99);
+    let calls = run.control.calls();
+    assert!(calls.len() <= 3, "{}", calls.len());
+    let Some(Call::Apply(_, digests)) = calls.last() else { panic!("{calls:?}") };
+    assert_eq!(*digests, run.shared.with_state(|state: &State| state.digests().clone()), "at the newest values");
+}
+
+#[test]
+fn a_failed_step_is_tried_again_with_what_changed_since() {
+    let run = Loop::start(timing());
+    run.snapshot(1, vec![service("web", 80), service("db", 5432)]);
+    run.wait_programmed(1);
+    run.control.hold(true);
+    run.control.fail_next(retry());
+    run.batch(2, vec![endpoint("web", 1, 8080)]);
+    run.control.hold(false);
+    let calls = run.wait_calls(3);
+    assert_eq!(apply_of(&calls, 1), ["prod/web"]);
+    assert_eq!(apply_of(&calls, 2), ["prod/web"], "not forgotten");
+    assert!(run.wait_progress(|progress| programmed_version(progress) == Some(2)).failure.is_none());
+}
+
+#[test]
+fn a_second_failure_ends_in_a_full_repair() {
+    let run = Loop::start(timing());
+    run.snapshot(1, vec![service("web", 80)]);
+    run.wait_programmed(1);
+    run.control.fail_next(retry());
+    run.control.fail_next(retry());
+    run.batch(2, vec![endpoint("web", 1, 8080)]);
+    run.wait_programmed(2);
+    let calls = run.control.calls();
+    assert_eq!(calls.len(), 4);
+    assert!(matches!(calls[2], Call::Apply(..)) && matches!(calls[3], Call::Full(..)), "{calls:?}");
+    // Afterwards steps are small again.
+    run.batch(3, vec![endpoint("web", 2, 8080)]);
+    run.wait_programmed(3);
+    assert_eq!(apply_of(&run.control.calls(), 4), ["prod/web"]);
+}
+
+#[test]
+fn a_backend_that_lost_track_is_repaired_in_full_at_once() {
+    let run = Loop::start(timing());
+    run.snapshot(1, vec![service("web", 80)]);
+    run.wait_programmed(1);
+    run.control.fail_next(BackendError::new(ErrorKind::NeedsFullSync, "a parent chain is missing"));
+    run.batch(2, vec![endpoint("web", 1, 8080)]);
+    run.wait_programmed(2);
+    assert!(matches!(run.control.calls()[2], Call::Full(..)));
+}
+
+#[test]
+fn a_failure_is_reported_with_its_words_and_no_ack() {
+    let slow = Backoff::new(Duration::from_secs(3600), Duration::from_secs(3600));
+    let run = Loop::start(Timing { backoff: slow, ..timing() });
+    run.control.fail_next(BackendError::new(ErrorKind::Fatal, "iptables-restore is not installed"));
+    run.snapshot(4, vec![service("web", 80)]);
+    let progress = run.wait_progress(|progress| progress.failure.is_some());
+    let failure = progress.failure.unwrap();
+    assert_eq!((failure.target.version, failure.attempts), (4, 1));
+    assert_eq!(failure.error, "iptables-restore is not installed");
+    assert!(progress.programmed.is_none());
+    let text = run.metrics.encode().unwrap();
+    assert!(text.contains("headgate_agent_applies_failed_total{kind=\"full\"} 1"), "{text}");
+}
+
+#[test]
+fn rules_that_somebody_removed_come_back() {
+    let run = Loop::start(Timing { sync_period: Duration::from_millis(5), ..timing() });
+    run.control.next_verdict(false);
+    run.snapshot(1, vec![service("web", 80)]);
+    let repaired = |calls: &[Call]| calls.iter().filter(|call| matches!(call, Call::Full(..))).count() == 2;
+    assert!(run.control.wait_for(GUARD, repaired), "{:?}", run.control.calls());
+    let calls = run.control.calls();
+    assert!(matches!(calls[..3], [Call::Full(..), Call::Verify, Call::Full(..)]), "{calls:?}");
+    assert_eq!(run.metrics.repairs.get(), 1);
+}
+
+#[test]
+fn a_verification_that_fails_changes_nothing() {
+    let run = Loop::start(Timing { sync_period: Duration::from_millis(5), ..timing() });
+    run.snapshot(1, vec![service("web", 80)]);
+    run.wait_programmed(1);
+    run.control.fail_next(retry());
+    let verified = |calls: &[Call]| calls.iter().filter(|call| **call == Call::Verify).count() >= 3;
+    assert!(run.control.wait_for(GUARD, verified));
+    assert!(run.control.calls()[1..].iter().all(|call| *call == Call::Verify));
+    assert_eq!(run.metrics.verifications_failed.get(), 1);
+}
+
+#[test]
+fn another_zone_or_address_of_the_node_programs_everything_anew() {
+    let run = Loop::start(timing());
+    run.snapshot(1, vec![service("web", 80)]);
+    run.wait_programmed(1);
+    let mut node = Node {
+        name: "node-1".into(),
+        zone: Some("a".into()),
+        pod_cidrs: Vec::new(),
+        addresses: Vec::new(),
+        going_away: false,
+    };
+    run.shared.set_node(1, Some(&node));
+    run.wait_calls(2);
+    assert!(matches!(&run.control.calls()[1], Call::Full(_, facts) if facts.zone.as_deref() == Some("a")));
+    // What no rule depends on costs nothing.
+    node.going_away = true;
+    run.shared.set_node(2, Some(&node));
+    let acked = |progress: &Progress| progress.programmed.as_ref().is_some_and(|p| p.target.node_revision == 2);
+    run.wait_progress(acked);
+    assert_eq!(run.control.calls().len(), 2);
+}
+
+#[test]
+fn versions_of_another_epoch_are_reported_as_such() {
+    let run = Loop::start(timing());
+    run.snapshot(9, vec![service("web", 80)]);
+    run.wait_programmed(9);
+    let snapshot = Some(Snapshot { buckets: Buckets::Some(Default::default()), rejected: Default::default() });
+    run.shared.apply(Step { epoch: 2, version: 3, positions: Vec::new(), changes: Vec::new(), snapshot });
+    let programmed = run.wait_programmed(3);
+    assert_eq!(programmed.target.epoch, 2);
+    assert_eq!(run.control.calls().len(), 1, "nothing differed, nothing was written");
+}
+
+#[test]
+fn the_shortest_period_gathers_changes() {
+    let run = Loop::start(Timing { min_sync_period: Duration::from_millis(300), ..timing() });
+    run.snapshot(1, vec![service("web", 80)]);
+    run.wait_programmed(1);
+    for version in 2..20 {
+        run.batch(version, vec![endpoint("web", u8::try_from(version).unwrap(), 1)]);
+    }
+    run.wait_programmed(19);
+    // One sync for all, or a second where the machine was slow.
+    assert!(run.control.calls().len() < 19, "{}", run.control.calls().len());
+}

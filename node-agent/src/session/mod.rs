@@ -9,3 +9,5 @@ pub mod connect;
 pub mod held;
 pub mod machine;
 mod outbox;
+#[cfg(test)]
+pub(crate) mod testing;

@@ -1,1 +1,410 @@
 #![allow(clippy::unwrap_used)]
+use headgate_core::{Dirty, digest::service_bucket};
+use proptest::prelude::*;
+
+use super::*;
+use crate::session::{
+    held::Held,
+    testing::{Replica, batch, chunk, end, endpoint, key, message, no_endpoint, service, service_cidr},
+};
+
+/// An agent without network and kernel.
+struct Agent {
+    machine: Machine,
+    held: Held,
+    nacks: Vec<v1::Nack>,
+}
+
+impl Agent {
+    fn new() -> Self {
+        Self { machine: Machine::new("node-1".into()), held: Held::default(), nacks: Vec::new() }
+    }
+
+    fn hello(&mut self) -> Option<v1::Resume> {
+        self.machine.begin(self.held.position());
+        self.held.resume()
+    }
+
+    fn take(&mut self, message: v1::ServerMessage) -> Result<(), Violation> {
+        for effect in self.machine.on_message(message)? {
+            match effect {
+                Effect::Apply(step) => self.held.apply(step, &mut Dirty::default()),
+                Effect::Reject(nack) => self.nacks.push(nack),
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads at most `cut` messages of a stream; the rest is lost.
+    fn follow(&mut self, replica: &Replica, cut: usize) -> usize {
+        let resume = self.hello();
+        let messages = replica.stream(resume.as_ref());
+        let count = messages.len();
+        for message in messages.into_iter().take(cut) {
+            self.take(message).unwrap();
+        }
+        count
+    }
+
+    fn following(replica: &Replica) -> Self {
+        let mut agent = Self::new();
+        agent.follow(replica, usize::MAX);
+        agent
+    }
+
+    fn assert_at(&self, replica: &Replica) {
+        assert_eq!(self.held.position(), Some((replica.epoch, replica.version())));
+        assert_eq!(self.held.state().digests(), replica.state.digests());
+        assert_eq!(self.held.state().endpoint_count(), replica.state.endpoint_count());
+    }
+}
+
+fn replica(epoch: u64) -> Replica {
+    let mut replica = Replica::new(epoch, 2);
+    let web = [service("web", 80), endpoint("web", 1, 8080), endpoint("web", 2, 8080), endpoint("web", 3, 8080)];
+    replica.commit(web.to_vec());
+    replica.commit(vec![service("db", 5432), endpoint("db", 9, 5432), service_cidr("kubernetes", 0)]);
+    replica
+}
+
+#[test]
+fn a_full_snapshot_then_batches() {
+    let mut replica = replica(7);
+    let mut agent = Agent::following(&replica);
+    agent.assert_at(&replica);
+    replica.commit(vec![no_endpoint("web", 1), endpoint("web", 4, 8080), service("web", 81)]);
+    for message in replica.batches_after(2) {
+        agent.take(message).unwrap();
+    }
+    agent.assert_at(&replica);
+    assert!(agent.nacks.is_empty());
+    assert_eq!(agent.held.resume().unwrap().positions[0].position, 3);
+}
+
+#[test]
+fn nothing_is_held_before_the_end_of_the_first_snapshot() {
+    let replica = replica(7);
+    let count = replica.stream(None).len();
+    let mut agent = Agent::new();
+    agent.follow(&replica, count - 1);
+    assert!(agent.held.resume().is_none());
+    assert_eq!(agent.held.state().service_count(), 0);
+}
+
+#[test]
+fn an_interrupted_snapshot_leaves_what_was_there() {
+    let first = replica(7);
+    let mut agent = Agent::following(&first);
+    let mut second = Replica::new(8, 1);
+    second.commit(vec![service("other", 1), endpoint("other", 1, 1), endpoint("other", 2, 1)]);
+    let resume = agent.hello();
+    let messages = second.stream(resume.as_ref());
+    for message in messages.iter().take(messages.len() - 1).cloned() {
+        agent.take(message).unwrap();
+    }
+    agent.assert_at(&first);
+    // What was staged on the broken stream is not counted on the next.
+    agent.follow(&second, usize::MAX);
+    agent.assert_at(&second);
+}
+
+#[test]
+fn resume_by_log_brings_what_was_missed_only() {
+    let mut replica = replica(7);
+    let mut agent = Agent::following(&replica);
+    assert_eq!(agent.follow(&replica, usize::MAX), 1, "nothing but Welcome");
+    replica.commit(vec![endpoint("db", 10, 5432)]);
+    assert_eq!(agent.follow(&replica, usize::MAX), 2);
+    agent.assert_at(&replica);
+}
+
+#[test]
+fn resume_by_digests_replaces_the_buckets_that_differ() {
+    let first = replica(7);
+    let mut agent = Agent::following(&first);
+    let mut second = replica(8);
+    second.commit(vec![
+        no_endpoint("web", 2),
+        endpoint("web", 1, 9090),
+        Change::RemoveServiceCidr("kubernetes".into()),
+    ]);
+    let dirty = {
+        let resume = agent.hello();
+        let mut dirty = Dirty::default();
+        for message in second.stream(resume.as_ref()) {
+            for effect in agent.machine.on_message(message).unwrap() {
+                if let Effect::Apply(step) = effect {
+                    assert_eq!(step.snapshot.as_ref().unwrap().buckets.len(), 2);
+                    agent.held.apply(step, &mut dirty);
+                }
+            }
+        }
+        dirty
+    };
+    agent.assert_at(&second);
+    let services: Vec<String> = dirty.services.iter().map(ToString::to_string).collect();
+    assert_eq!(services, ["prod/web"], "the unchanged service is not touched");
+    assert!(dirty.service_cidrs);
+}
+
+#[test]
+fn equal_digests_remove_nothing() {
+    let mut agent = Agent::following(&replica(7));
+    let twin = replica(8);
+    let resume = agent.hello();
+    let messages = twin.stream(resume.as_ref());
+    assert_eq!(messages.len(), 2, "Welcome and an end marker that names no bucket");
+    messages.into_iter().for_each(|message| agent.take(message).unwrap());
+    agent.assert_at(&twin);
+    assert_eq!(agent.held.state().service_count(), 2);
+}
+
+#[test]
+fn a_full_snapshot_of_an_empty_cluster_removes_everything() {
+    let mut agent = Agent::following(&replica(7));
+    let empty = Replica::new(8, 1);
+    let _ = agent.hello();
+    for message in empty.stream(None) {
+        agent.take(message).unwrap();
+    }
+    agent.assert_at(&empty);
+}
+
+#[test]
+fn buckets_in_mid_stream_replace_these_only() {
+    let mut replica = replica(7);
+    let mut agent = Agent::following(&replica);
+    replica.commit(vec![Change::RemoveService(key("db")), no_endpoint("db", 9)]);
+    agent.take(end(3, vec![service_bucket(&key("db")).into()], 0)).unwrap();
+    agent.assert_at(&replica);
+    replica.commit(vec![endpoint("web", 5, 8080)]);
+    replica.batches_after(3).into_iter().for_each(|message| agent.take(message).unwrap());
+    agent.assert_at(&replica);
+}
+
+#[test]
+fn split_batches_take_effect_with_their_last_part() {
+    let mut agent = Agent::following(&replica(7));
+    agent.take(batch(2, 2, &[service("new", 1)])).unwrap();
+    agent.take(batch(2, 2, &[endpoint("new", 1, 1)])).unwrap();
+    assert_eq!(agent.held.position(), Some((7, 2)));
+    assert!(agent.held.state().entry(&key("new")).is_none());
+    agent.take(batch(2, 3, &[endpoint("new", 2, 1)])).unwrap();
+    assert_eq!(agent.held.position(), Some((7, 3)));
+    assert_eq!(agent.held.state().entry(&key("new")).unwrap().endpoints().len(), 2);
+}
+
+#[test]
+fn half_a_split_batch_is_forgotten_with_its_stream() {
+    let replica = replica(7);
+    let mut agent = Agent::following(&replica);
+    agent.take(batch(2, 2, &[service("new", 1)])).unwrap();
+    agent.follow(&replica, usize::MAX);
+    agent.take(batch(2, 3, &[service_cidr("x", 1)])).unwrap();
+    assert!(agent.held.state().entry(&key("new")).is_none());
+}
+
+#[test]
+fn lost_batches_are_noticed() {
+    let mut agent = Agent::following(&replica(7));
+    assert_eq!(agent.take(batch(3, 4, &[])), Err(Violation::VersionGap { previous: 3, held: 2 }));
+    assert_eq!(agent.take(batch(1, 2, &[])), Err(Violation::VersionGap { previous: 1, held: 2 }));
+    assert_eq!(agent.take(batch(2, 1, &[])), Err(Violation::Backwards { sent: 1, held: 2 }));
+    assert_eq!(agent.held.position(), Some((7, 2)));
+}
+
+#[test]
+fn snapshots_that_are_not_whole_are_refused() {
+    let replica = replica(7);
+    let started = |agent: &mut Agent| {
+        let _ = agent.hello();
+        agent.take(replica.welcome(ResumeMode::Full)).unwrap();
+        agent.take(chunk(&[service("a", 1), endpoint("a", 1, 1)])).unwrap();
+    };
+    let refuse = |last: v1::ServerMessage| {
+        let mut agent = Agent::new();
+        started(&mut agent);
+        let violation = agent.take(last).unwrap_err();
+        assert!(agent.held.position().is_none());
+        violation
+    };
+    let bucket = service_bucket(&key("a"));
+    let other = u32::from(bucket ^ 1);
+    assert_eq!(refuse(end(1, vec![], 3)), Violation::ResourceCount { counted: 3, staged: 2 });
+    assert_eq!(refuse(end(1, vec![1024], 2)), Violation::Bucket(1024));
+    assert_eq!(refuse(end(1, vec![5, 5], 2)), Violation::Bucket(5));
+    assert_eq!(refuse(end(1, vec![6, 5], 2)), Violation::Bucket(5));
+    assert!(matches!(refuse(end(1, vec![other], 2)), Violation::ForeignBucket { bucket: b, .. } if b == bucket));
+    assert_eq!(refuse(chunk(&[no_endpoint("a", 1)])), Violation::RemovalInSnapshot);
+    assert_eq!(refuse(chunk(&[Change::RemoveService(key("a"))])), Violation::RemovalInSnapshot);
+    assert_eq!(refuse(chunk(&[Change::RemoveServiceCidr("c".into())])), Violation::RemovalInSnapshot);
+    assert_eq!(refuse(batch(0, 1, &[])), Violation::BatchInSnapshot);
+}
+
+#[test]
+fn an_epochs_versions_never_go_back() {
+    let mut agent = Agent::following(&replica(7));
+    assert_eq!(agent.take(end(1, vec![3], 0)), Err(Violation::Backwards { sent: 1, held: 2 }));
+    // Another epoch counts anew.
+    let mut young = Replica::new(8, 4);
+    young.commit(vec![service("web", 80)]);
+    agent.follow(&young, usize::MAX);
+    agent.assert_at(&young);
+}
+
+#[test]
+fn batches_and_snapshots_do_not_mix() {
+    let mut agent = Agent::following(&replica(7));
+    agent.take(chunk(&[service("a", 1)])).unwrap();
+    assert_eq!(agent.take(batch(2, 3, &[])), Err(Violation::BatchInSnapshot));
+    let mut agent = Agent::following(&replica(7));
+    agent.take(batch(2, 2, &[service("a", 1)])).unwrap();
+    assert_eq!(agent.take(chunk(&[])), Err(Violation::SnapshotInBatch));
+    assert_eq!(agent.take(end(3, vec![], 0)), Err(Violation::SnapshotInBatch));
+}
+
+#[test]
+fn welcome_comes_first_once_and_fits_the_hello() {
+    let replica = replica(7);
+    let welcomed = |held: bool, welcome: v1::ServerMessage| {
+        let mut agent = if held { Agent::following(&replica) } else { Agent::new() };
+        let _ = agent.hello();
+        agent.take(welcome).err()
+    };
+    assert_eq!(welcomed(true, batch(2, 3, &[])), Some(Violation::BeforeWelcome));
+    assert_eq!(welcomed(true, message(Body::Heartbeat(v1::Heartbeat::default()))), Some(Violation::BeforeWelcome));
+    let is_refused = |held, welcome| matches!(welcomed(held, welcome), Some(Violation::Welcome(_)));
+    assert!(is_refused(false, replica.welcome(ResumeMode::Log)));
+    assert!(is_refused(false, replica.welcome(ResumeMode::Digests)));
+    assert!(is_refused(true, Replica::new(8, 1).welcome(ResumeMode::Log)));
+    assert!(is_refused(true, Replica::new(0, 1).welcome(ResumeMode::Full)));
+    assert!(is_refused(true, replica.welcome(ResumeMode::Unspecified)));
+    assert_eq!(welcomed(true, replica.welcome(ResumeMode::Log)), None);
+    assert_eq!(welcomed(true, replica.welcome(ResumeMode::Digests)), None);
+    assert_eq!(welcomed(true, replica.welcome(ResumeMode::Full)), None);
+    let mut agent = Agent::following(&replica);
+    assert_eq!(agent.take(replica.welcome(ResumeMode::Log)), Err(Violation::SecondWelcome));
+}
+
+#[test]
+fn messages_of_the_future_mean_nothing() {
+    let mut agent = Agent::following(&replica(7));
+    agent.take(v1::ServerMessage { body: None }).unwrap();
+    agent.take(batch(2, 3, &[])).unwrap();
+}
+
+#[test]
+fn a_rejected_change_is_named_and_leaves_the_old_value() {
+    let mut replica = replica(7);
+    let mut agent = Agent::following(&replica);
+    let mut message = batch(2, 3, &[service("web", 81), endpoint("web", 1, 9090), endpoint("web", 9, 9090)]);
+    let Some(Body::Batch(wire)) = &mut message.body else { unreachable!() };
+    wire.changes.as_mut().unwrap().services[0].ports[0].port = 70_000;
+    agent.take(message).unwrap();
+    assert_eq!(agent.held.position(), Some((7, 3)));
+    let nack = agent.nacks.pop().unwrap();
+    assert_eq!((nack.version, nack.rejections.len()), (3, 1));
+    assert_eq!(nack.rejections[0].resource, "Service prod/web");
+    assert_eq!(nack.rejections[0].field, "ports[0].port");
+    let entry = agent.held.state().entry(&key("web")).unwrap();
+    assert_eq!(entry.service().unwrap().ports[0].port, 80, "the last good value");
+    assert_eq!(entry.endpoints().len(), 4, "the rest of the batch is applied");
+    // The digests show that the new value is not held.
+    replica.commit(vec![service("web", 81), endpoint("web", 1, 9090), endpoint("web", 9, 9090)]);
+    let differing = replica.state.digests().differing(agent.held.state().digests());
+    assert_eq!(differing, [service_bucket(&key("web"))]);
+}
+
+#[test]
+fn what_a_snapshot_carried_and_could_not_be_used_stays_at_its_last_good_value() {
+    let mut agent = Agent::following(&replica(7));
+    let changes = [service("web", 80), endpoint("web", 1, 8080), endpoint("web", 2, 8080)];
+    let mut bad = chunk(&changes);
+    let Some(Body::SnapshotChunk(wire)) = &mut bad.body else { unreachable!() };
+    let wire = wire.changes.as_mut().unwrap();
+    wire.services[0].cluster_ips[0] = vec![1, 2, 3].into();
+    wire.endpoints[0].changed[1].node = 99;
+    let _ = agent.hello();
+    agent.take(replica(8).welcome(ResumeMode::Digests)).unwrap();
+    agent.take(bad).unwrap();
+    agent.take(end(1, vec![service_bucket(&key("web")).into()], 3)).unwrap();
+    let resources: Vec<_> = agent.nacks[0].rejections.iter().map(|rejection| rejection.resource.as_str()).collect();
+    assert_eq!(resources, ["Service prod/web", "Endpoint prod/web 10.1.0.2"]);
+    let entry = agent.held.state().entry(&key("web")).unwrap();
+    assert!(entry.service().is_some());
+    let addresses: Vec<String> = entry.endpoints().keys().map(ToString::to_string).collect();
+    assert_eq!(addresses, ["10.1.0.1", "10.1.0.2"], "the third was not carried and is gone");
+}
+
+#[test]
+fn the_agents_own_node() {
+    let mut agent = Agent::following(&replica(7));
+    let own = |name: &str, addresses: Vec<prost::bytes::Bytes>| {
+        let node = v1::Node { name: name.into(), addresses, ..Default::default() };
+        message(Body::OwnNode(v1::OwnNode { revision: 4, node: Some(node) }))
+    };
+    let effect = |agent: &mut Agent, message| agent.machine.on_message(message).unwrap().pop().unwrap();
+    let good = effect(&mut agent, own("node-1", vec![vec![10, 0, 0, 1].into()]));
+    assert!(matches!(good, Effect::Node(4, Some(node)) if node.addresses.len() == 1));
+    let bad_address = effect(&mut agent, own("node-1", vec![vec![10].into()]));
+    assert!(matches!(bad_address, Effect::Reject(nack) if nack.rejections[0].field == "addresses"));
+    let foreign = effect(&mut agent, own("node-2", Vec::new()));
+    assert!(matches!(foreign, Effect::Reject(nack) if nack.rejections[0].resource == "Node node-2"));
+    let unknown = effect(&mut agent, message(Body::OwnNode(v1::OwnNode { revision: 5, node: None })));
+    assert!(matches!(unknown, Effect::Node(5, None)));
+}
+
+fn any_change() -> impl Strategy<Value = Change> {
+    let name = prop::sample::select(vec!["a", "b", "c", "d"]);
+    prop_oneof![
+        (name.clone(), 1u16..4).prop_map(|(name, port)| service(name, port)),
+        name.clone().prop_map(|name| Change::RemoveService(key(name))),
+        (name.clone(), 1u8..6, 1u16..3).prop_map(|(name, last, port)| endpoint(name, last, port)),
+        (name.clone(), 1u8..6).prop_map(|(name, last)| no_endpoint(name, last)),
+        (name.clone(), 0u8..3).prop_map(|(name, third)| service_cidr(name, third)),
+        name.prop_map(|name| Change::RemoveServiceCidr(name.into())),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// Two replicas commit the same changes, batched differently; an agent goes from one to the other, and each stream is cut anywhere.
+    #[test]
+    fn any_cuts_and_resumes_end_in_the_replicas_state(
+        batches in prop::collection::vec(prop::collection::vec(any_change(), 1..8), 1..12),
+        streams in prop::collection::vec((any::<bool>(), 0usize..12), 0..12),
+        per_message in 1usize..5,
+    ) {
+        let mut replicas = [Replica::new(7, per_message), Replica::new(8, per_message + 1)];
+        let mut agent = Agent::new();
+        let mut batches = batches.into_iter();
+        for (second, cut) in streams {
+            if let Some(batch) = batches.next() {
+                batch.iter().for_each(|change| replicas[0].commit(vec![change.clone()]));
+                replicas[1].commit(batch);
+            }
+            agent.follow(&replicas[usize::from(second)], cut);
+        }
+        for batch in batches {
+            replicas.iter_mut().for_each(|replica| replica.commit(batch.clone()));
+        }
+        agent.follow(&replicas[1], usize::MAX);
+        agent.assert_at(&replicas[1]);
+        prop_assert!(agent.nacks.is_empty());
+    }
+
+    /// Whatever comes, nothing panics, and what is held changes only by whole steps.
+    #[test]
+    fn nonsense_never_panics(bodies in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..60), 1..20)) {
+        use prost::Message as _;
+        let mut agent = Agent::following(&replica(7));
+        for bytes in bodies {
+            if let Ok(message) = v1::ServerMessage::decode(bytes.as_slice()) && agent.take(message).is_err() {
+                let _ = agent.hello();
+                let _ = agent.take(replica(7).welcome(ResumeMode::Full));
+            }
+        }
+    }
+}
