@@ -1,0 +1,227 @@
+//! Metrics, in base units, named `headgate_…`.
+
+use std::sync::atomic::{AtomicI64, AtomicU64};
+
+use prometheus_client::{
+    encoding::{EncodeLabelSet, text::encode},
+    metrics::{counter::Counter, family::Family, gauge::Gauge},
+    registry::Registry,
+};
+
+use crate::{store::ResumeMode, transaction::SourceKind};
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct SourceError {
+    kind: &'static str,
+    reason: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Reason {
+    reason: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Kind {
+    kind: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Mode {
+    mode: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Message {
+    message: &'static str,
+}
+
+type Total = Counter<u64, AtomicU64>;
+type Level = Gauge<i64, AtomicI64>;
+
+/// All metrics of a replica. Labels are bounded: no name of a node or a service is one.
+#[derive(Debug)]
+pub struct Metrics {
+    registry: Registry,
+    source_errors: Family<SourceError, Total>,
+    problems: Level,
+    synced: Level,
+    resources: Family<Kind, Level>,
+    version: Level,
+    tombstones: Level,
+    changes: Total,
+    streams: Level,
+    streams_opened: Total,
+    streams_rejected: Family<Reason, Total>,
+    streams_ended: Family<Reason, Total>,
+    resumes: Family<Mode, Total>,
+    resumed_resources: Total,
+    snapshots: Total,
+    messages_sent: Total,
+    bytes_sent: Total,
+    agent_messages: Family<Message, Total>,
+    agent_messages_ignored: Family<Reason, Total>,
+    rejected_resources: Total,
+    behind_waits: Total,
+    behind_waits_expired: Total,
+    handshakes_failed: Family<Reason, Total>,
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        let mut registry = Registry::with_prefix("headgate");
+        let mut add = Adder(&mut registry);
+        Self {
+            source_errors: add.add("source_errors", "Refused objects, dropped watches and the like, by kind and reason"),
+            problems: add.add("source_problems", "Objects, or parts of one, that are not served as written"),
+            synced: add.add("source_synced", "1 once every kind has been listed"),
+            resources: add.add("resources", "Resources held, by kind"),
+            version: add.add("store_version", "Head of the log"),
+            tombstones: add.add("store_tombstones", "Removals remembered"),
+            changes: add.add("store_changes", "Changes that had an effect"),
+            streams: add.add("streams", "Open streams of agents"),
+            streams_opened: add.add("streams_opened", "Streams whose Hello was accepted"),
+            streams_rejected: add.add("streams_rejected", "Streams ended for what the agent did or was, by reason"),
+            streams_ended: add.add("streams_ended", "Streams ended by this replica, by reason"),
+            resumes: add.add("resumes", "Beginnings of streams, by mode"),
+            resumed_resources: add.add("resumed_resources", "Resources and removals sent to bring agents up to date at the beginning of their streams"),
+            snapshots: add.add("snapshots", "Snapshots sent, full or of some buckets"),
+            messages_sent: add.add("messages_sent", "Messages put on streams"),
+            bytes_sent: add.add("sent_bytes", "Bytes of messages put on streams, framing included"),
+            agent_messages: add.add("agent_messages", "Messages of agents, by what they are"),
+            agent_messages_ignored: add.add("agent_messages_ignored", "Messages of agents without effect, by reason"),
+            rejected_resources: add.add("rejected_resources", "Resources named in NACKs"),
+            behind_waits: add.add("behind_waits", "Agents kept waiting because this replica's source was behind them"),
+            behind_waits_expired: add.add("behind_waits_expired", "Such waits that ended by going back in time"),
+            handshakes_failed: add.add("tls_handshakes_failed", "TLS handshakes that came to nothing, by reason"),
+            registry,
+        }
+    }
+}
+
+struct Adder<'a>(&'a mut Registry);
+
+impl Adder<'_> {
+    fn add<M>(&mut self, name: &str, help: &str) -> M
+    where
+        M: Default + Clone + prometheus_client::registry::Metric,
+    {
+        let metric = M::default();
+        self.0.register(name, help, metric.clone());
+        metric
+    }
+}
+
+fn level(count: usize) -> i64 {
+    i64::try_from(count).unwrap_or(i64::MAX)
+}
+
+impl Metrics {
+    /// Everything in the OpenMetrics text format.
+    #[must_use]
+    pub fn render(&self) -> String {
+        let mut text = String::new();
+        if let Err(error) = encode(&mut text, &self.registry) {
+            // Writing to a String cannot fail; a metric that cannot be encoded would be a defect.
+            tracing::error!(%error, "metrics cannot be encoded");
+        }
+        text
+    }
+
+    pub(crate) fn count_source_error(&self, kind: SourceKind, reason: &'static str) {
+        self.source_errors.get_or_create(&SourceError { kind: kind_name(kind), reason }).inc();
+    }
+
+    pub(crate) fn set_problems(&self, count: usize) {
+        self.problems.set(level(count));
+    }
+
+    pub(crate) fn set_synced(&self) {
+        self.synced.set(1);
+    }
+
+    pub(crate) fn set_resources(&self, services: usize, endpoints: usize, service_cidrs: usize, nodes: usize) {
+        let counts =
+            [("service", services), ("endpoint", endpoints), ("service_cidr", service_cidrs), ("node", nodes)];
+        for (kind, count) in counts {
+            self.resources.get_or_create(&Kind { kind }).set(level(count));
+        }
+    }
+
+    pub(crate) fn set_store(&self, version: u64, tombstones: usize) {
+        self.version.set(i64::try_from(version).unwrap_or(i64::MAX));
+        self.tombstones.set(level(tombstones));
+    }
+
+    pub(crate) fn count_changes(&self, count: usize) {
+        self.changes.inc_by(count as u64);
+    }
+
+    pub(crate) fn stream_opened(&self) {
+        self.streams.inc();
+        self.streams_opened.inc();
+    }
+
+    pub(crate) fn stream_closed(&self) {
+        self.streams.dec();
+    }
+
+    pub(crate) fn count_rejected(&self, reason: &'static str) {
+        self.streams_rejected.get_or_create(&Reason { reason }).inc();
+    }
+
+    pub(crate) fn count_ended(&self, reason: &'static str) {
+        self.streams_ended.get_or_create(&Reason { reason }).inc();
+    }
+
+    pub(crate) fn count_resume(&self, mode: ResumeMode) {
+        self.resumes.get_or_create(&Mode { mode: mode.as_str() }).inc();
+    }
+
+    pub(crate) fn count_resumed_resources(&self, count: u64) {
+        self.resumed_resources.inc_by(count);
+    }
+
+    pub(crate) fn count_snapshot(&self) {
+        self.snapshots.inc();
+    }
+
+    pub(crate) fn count_sent(&self, bytes: usize) {
+        self.messages_sent.inc();
+        self.bytes_sent.inc_by(bytes as u64);
+    }
+
+    pub(crate) fn count_agent_message(&self, message: &'static str) {
+        self.agent_messages.get_or_create(&Message { message }).inc();
+    }
+
+    pub(crate) fn count_ignored(&self, reason: &'static str) {
+        self.agent_messages_ignored.get_or_create(&Reason { reason }).inc();
+    }
+
+    pub(crate) fn count_rejected_resources(&self, count: usize) {
+        self.rejected_resources.inc_by(count as u64);
+    }
+
+    pub(crate) fn count_behind_wait(&self) {
+        self.behind_waits.inc();
+    }
+
+    pub(crate) fn count_behind_wait_expired(&self) {
+        self.behind_waits_expired.inc();
+    }
+
+    pub(crate) fn count_handshake_failed(&self, reason: &'static str) {
+        self.handshakes_failed.get_or_create(&Reason { reason }).inc();
+    }
+}
+
+fn kind_name(kind: SourceKind) -> &'static str {
+    match kind {
+        SourceKind::Services => "services",
+        SourceKind::EndpointSlices => "endpoint_slices",
+        SourceKind::Nodes => "nodes",
+        SourceKind::ServiceCidrs => "service_cidrs",
+        SourceKind::Files => "files",
+    }
+}

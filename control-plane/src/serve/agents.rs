@@ -1,0 +1,212 @@
+//! Agents with a stream, and what they say about themselves.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    net::SocketAddr,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::SystemTime,
+};
+
+use headgate_proto::v1;
+use tokio::sync::watch;
+use tonic::Status;
+
+use crate::store::ResumeMode;
+
+/// Nodes without a stream whose last ACK is remembered, so that a stream that resumes by the log starts with it.
+const MAX_DEPARTED: usize = 65_536;
+
+/// Rejections and the like kept for one agent.
+const MAX_LISTED: usize = 64;
+
+/// Bytes kept of a text that an agent sent.
+const MAX_TEXT_BYTES: usize = 512;
+
+/// Why a stream ends.
+#[derive(Debug, Clone)]
+pub(super) struct End {
+    pub(super) status: Status,
+    /// Label of the counter.
+    pub(super) reason: &'static str,
+    /// True when it ends for what the agent did or is.
+    pub(super) is_refusal: bool,
+}
+
+impl End {
+    /// The agent is at fault.
+    pub(super) fn refusal(reason: &'static str, status: Status) -> Self {
+        Self { status, reason, is_refusal: true }
+    }
+
+    /// Nobody is at fault.
+    pub(super) fn plain(reason: &'static str, status: Status) -> Self {
+        Self { status, reason, is_refusal: false }
+    }
+}
+
+/// One stream of an agent.
+#[derive(Debug)]
+pub(super) struct Agent {
+    pub(super) node: Arc<str>,
+    pub(super) address: SocketAddr,
+    pub(super) agent_version: String,
+    pub(super) connected: SystemTime,
+    pub(super) resume: ResumeMode,
+    pub(super) resumed_resources: AtomicU64,
+    sent_version: AtomicU64,
+    end: watch::Sender<Option<End>>,
+    record: Mutex<Record>,
+}
+
+/// What an agent said last.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Record {
+    pub(super) backend: String,
+    pub(super) degraded: Vec<String>,
+    pub(super) programmed_version: u64,
+    pub(super) apply_microseconds: u64,
+    pub(super) last_error: String,
+    pub(super) rejections: Vec<v1::Rejection>,
+}
+
+impl Agent {
+    pub(super) fn new(node: Arc<str>, address: SocketAddr, hello: &v1::Hello, resume: ResumeMode) -> Self {
+        let agent = Self {
+            node,
+            address,
+            agent_version: clip(&hello.agent_version),
+            connected: SystemTime::now(),
+            resume,
+            resumed_resources: AtomicU64::new(0),
+            sent_version: AtomicU64::new(0),
+            end: watch::Sender::new(None),
+            record: Mutex::default(),
+        };
+        if let Some(status) = &hello.status {
+            agent.record().status(status);
+        }
+        agent
+    }
+
+    /// Ends the stream, unless something else has ended it already.
+    pub(super) fn end(&self, end: End) {
+        self.end.send_if_modified(|present| {
+            let is_first = present.is_none();
+            present.get_or_insert(end);
+            is_first
+        });
+    }
+
+    /// Follows whether the stream has to end.
+    pub(super) fn ended(&self) -> watch::Receiver<Option<End>> {
+        self.end.subscribe()
+    }
+
+    pub(super) fn sent_version(&self) -> u64 {
+        self.sent_version.load(Ordering::Acquire)
+    }
+
+    /// To be called before the message is put on the stream.
+    pub(super) fn set_sent_version(&self, version: u64) {
+        self.sent_version.store(version, Ordering::Release);
+    }
+
+    pub(super) fn record(&self) -> MutexGuard<'_, Record> {
+        self.record.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Record {
+    pub(super) fn status(&mut self, status: &v1::AgentStatus) {
+        self.backend = clip(&status.backend);
+        self.degraded = status.degraded.iter().take(MAX_LISTED).map(|text| clip(text)).collect();
+    }
+
+    pub(super) fn ack(&mut self, ack: &v1::Ack) {
+        self.programmed_version = self.programmed_version.max(ack.version);
+        self.apply_microseconds = ack.apply_microseconds;
+        self.last_error.clear();
+    }
+
+    pub(super) fn failed(&mut self, failed: &v1::ApplyFailed) {
+        self.last_error = format!("version {}, attempt {}: {}", failed.version, failed.attempts, clip(&failed.error));
+    }
+
+    /// Takes in rejections; a resource that was rejected before is listed once, with the newer reason.
+    pub(super) fn nack(&mut self, nack: &v1::Nack) {
+        for rejection in &nack.rejections {
+            let rejection = v1::Rejection {
+                resource: clip(&rejection.resource),
+                field: clip(&rejection.field),
+                reason: clip(&rejection.reason),
+            };
+            self.rejections.retain(|old| old.resource != rejection.resource);
+            self.rejections.push(rejection);
+        }
+        let excess = self.rejections.len().saturating_sub(MAX_LISTED);
+        self.rejections.drain(..excess);
+    }
+}
+
+/// A text of a peer's, cut at a character's boundary.
+fn clip(text: &str) -> String {
+    text[..text.floor_char_boundary(MAX_TEXT_BYTES)].to_owned()
+}
+
+/// All agents with a stream, one a node.
+#[derive(Debug, Default)]
+pub(super) struct Agents(Mutex<Table>);
+
+#[derive(Debug, Default)]
+struct Table {
+    present: BTreeMap<Arc<str>, Arc<Agent>>,
+    departed: HashMap<Arc<str>, u64>,
+}
+
+impl Agents {
+    fn table(&self) -> MutexGuard<'_, Table> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Enters a stream. The node's older one, if any, is ended.
+    pub(super) fn enter(&self, agent: &Arc<Agent>) {
+        let mut table = self.table();
+        let departed = table.departed.remove(&agent.node);
+        let old = table.present.insert(Arc::clone(&agent.node), Arc::clone(agent));
+        drop(table);
+        let replaced = old.as_ref().map(|old| old.record().programmed_version);
+        if let Some(programmed) = departed.max(replaced).filter(|_| agent.resume == ResumeMode::Log) {
+            // Same epoch, so the version means the same, and what is programmed stays so while a stream is down.
+            agent.record().programmed_version = programmed;
+        }
+        if let Some(old) = old {
+            let text = format!("node {} has opened a newer stream", agent.node);
+            old.end(End::plain("replaced", Status::aborted(text)));
+        }
+    }
+
+    /// Takes a stream out, unless a newer one of the same node has taken its place.
+    pub(super) fn leave(&self, agent: &Arc<Agent>) {
+        let mut table = self.table();
+        if table.present.get(&agent.node).is_some_and(|present| Arc::ptr_eq(present, agent)) {
+            table.present.remove(&agent.node);
+            if table.departed.len() >= MAX_DEPARTED {
+                table.departed.clear();
+            }
+            let programmed = agent.record().programmed_version;
+            table.departed.insert(Arc::clone(&agent.node), programmed);
+        }
+    }
+
+    /// Streams in order of node name.
+    pub(super) fn all(&self) -> Vec<Arc<Agent>> {
+        self.table().present.values().cloned().collect()
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.table().present.len()
+    }
+}

@@ -1,0 +1,69 @@
+//! Whether a `Hello` is accepted.
+
+use std::{collections::BTreeMap, sync::Arc};
+
+use headgate_proto::{digests_from_wire, v1};
+use tonic::Status;
+
+use super::agents::End;
+use crate::{
+    identity::{Identity, check_node_name},
+    store::Resume,
+    transaction::SourceKind,
+};
+
+/// What an accepted `Hello` said.
+#[derive(Debug)]
+pub(super) struct Admitted {
+    pub(super) node: Arc<str>,
+    pub(super) resume: Option<Resume>,
+}
+
+/// Checks a `Hello` against what the peer has proved.
+///
+/// # Errors
+///
+/// The end of the stream, with the status that the contract names.
+pub(super) fn admit(hello: &v1::Hello, identity: &Identity) -> Result<Admitted, End> {
+    check_node_name(&hello.node_name).map_err(|problem| {
+        End::refusal("invalid_hello", Status::invalid_argument(format!("Hello.node_name: {problem}")))
+    })?;
+    let denied = |text: String| Err(End::refusal("permission_denied", Status::permission_denied(text)));
+    match identity {
+        Identity::Node(node) if **node != *hello.node_name => {
+            return denied(format!("the client certificate is node {node}'s; it cannot say Hello for {}", hello.node_name));
+        }
+        Identity::Reader => {
+            let remedy = "give it the URI headgate://node/NAME or the common name system:node:NAME";
+            return denied(format!("the client certificate names no node; {remedy}"));
+        }
+        Identity::Node(_) | Identity::Unchecked => {}
+    }
+    let resume = hello.resume.as_ref().map(resume).transpose()?;
+    Ok(Admitted { node: hello.node_name.as_str().into(), resume })
+}
+
+fn resume(wire: &v1::Resume) -> Result<Resume, End> {
+    let digests = match &wire.digests {
+        None => None,
+        Some(digests) => Some(digests_from_wire(digests).ok_or_else(|| {
+            let text = "Hello.resume.digests: one sum of 16 bytes and one count for each of 1,024 buckets are needed";
+            End::refusal("invalid_hello", Status::invalid_argument(text))
+        })?),
+    };
+    let positions = wire.positions.iter().filter_map(|wire| Some((kind(wire.kind())?, wire.position)));
+    Ok(Resume { epoch: wire.epoch, version: wire.version, positions: positions.collect::<BTreeMap<_, _>>(), digests })
+}
+
+fn kind(wire: v1::source_position::Kind) -> Option<SourceKind> {
+    use v1::source_position::Kind;
+    match wire {
+        Kind::Services => Some(SourceKind::Services),
+        Kind::EndpointSlices => Some(SourceKind::EndpointSlices),
+        Kind::Nodes => Some(SourceKind::Nodes),
+        Kind::ServiceCidrs => Some(SourceKind::ServiceCidrs),
+        Kind::Files => Some(SourceKind::Files),
+        // A kind that only newer programs know cannot be compared.
+        Kind::Unspecified => None,
+    }
+}

@@ -1,0 +1,90 @@
+//! What an agent sends after its `Hello`, read by a task of its own so that a stream that cannot be written to still takes in ACKs.
+
+use std::sync::Arc;
+
+use headgate_proto::v1::{self, agent_message::Body};
+use tonic::{Code, Status, Streaming};
+
+use super::agents::{Agent, End};
+use crate::metrics::Metrics;
+
+/// Reads until the agent closes its half, goes away, or does something that ends the stream; says which by [`Agent::end`].
+pub(super) async fn read(mut requests: Streaming<v1::AgentMessage>, agent: Arc<Agent>, metrics: Arc<Metrics>) {
+    let end = loop {
+        match requests.message().await {
+            Ok(Some(message)) => {
+                if let Err(end) = take(message, &agent, &metrics) {
+                    break end;
+                }
+            }
+            Ok(None) => break End::plain("closed_by_agent", Status::ok("")),
+            Err(status) => break failure(&status),
+        }
+    };
+    agent.end(end);
+}
+
+/// Why reading an agent's message failed, in the contract's terms.
+pub(super) fn failure(status: &Status) -> End {
+    match status.code() {
+        Code::OutOfRange | Code::ResourceExhausted => {
+            let text = format!("a message of an agent may have {} bytes at most", headgate_proto::MAX_AGENT_MESSAGE_BYTES);
+            End::refusal("message_too_large", Status::resource_exhausted(text))
+        }
+        Code::Internal | Code::InvalidArgument | Code::Unimplemented => {
+            let text = format!("not a headgate.v1.AgentMessage: {}", status.message());
+            End::refusal("malformed_message", Status::invalid_argument(text))
+        }
+        // The transport: nobody is there to read a status.
+        _ => End::plain("disconnected", Status::cancelled(status.message())),
+    }
+}
+
+fn take(message: v1::AgentMessage, agent: &Agent, metrics: &Metrics) -> Result<(), End> {
+    let Some(body) = message.body else {
+        // A kind that a newer agent knows (contract, 12), or nothing at all.
+        metrics.count_ignored("unknown_message");
+        return Ok(());
+    };
+    match body {
+        Body::Hello(_) => {
+            let text = "Hello comes once, as the first message of a stream";
+            return Err(End::refusal("second_hello", Status::invalid_argument(text)));
+        }
+        Body::Ack(ack) => {
+            metrics.count_agent_message("ack");
+            if was_sent(ack.version, agent, metrics) {
+                agent.record().ack(&ack);
+            }
+        }
+        Body::Nack(nack) => {
+            metrics.count_agent_message("nack");
+            metrics.count_rejected_resources(nack.rejections.len());
+            if let Some(first) = nack.rejections.first() {
+                let (count, resource) = (nack.rejections.len(), first.resource.as_str());
+                tracing::warn!(node = %agent.node, version = nack.version, count, resource, field = first.field, reason = first.reason, "agent cannot use resources");
+            }
+            agent.record().nack(&nack);
+        }
+        Body::ApplyFailed(failed) => {
+            metrics.count_agent_message("apply_failed");
+            tracing::warn!(node = %agent.node, version = failed.version, attempts = failed.attempts, error = failed.error, "agent failed to program its kernel and retries");
+            agent.record().failed(&failed);
+        }
+        Body::Status(status) => {
+            metrics.count_agent_message("status");
+            agent.record().status(&status);
+        }
+    }
+    Ok(())
+}
+
+/// An ACK for what was never sent says nothing about this stream, such as one that crossed a reconnect to another replica.
+fn was_sent(version: u64, agent: &Agent, metrics: &Metrics) -> bool {
+    let was_sent = version <= agent.sent_version();
+    if !was_sent {
+        metrics.count_ignored("version_not_sent");
+        tracing::debug!(node = %agent.node, version, sent = agent.sent_version(), "ACK of a version that was not sent");
+    }
+    was_sent
+}

@@ -1,0 +1,290 @@
+//! `Inspect`: what this replica knows, for people.
+
+use std::{
+    collections::VecDeque,
+    pin::Pin,
+    sync::{Arc, atomic::Ordering},
+    time::{SystemTime, UNIX_EPOCH},
+};
+
+use futures::{Stream, StreamExt as _, stream};
+use headgate_core::{Change, Endpoint, ServiceKey, ServicePort, claims::Claim};
+use headgate_proto::v1::{self, inspect_server::Inspect};
+use tokio::sync::watch;
+use tonic::{Request, Response, Status};
+
+use super::{Lifecycle, Shared, agents::Agent};
+use crate::store::{Store, WatchPlace};
+
+/// Changes that a watcher takes from the store at a time.
+const WATCH_PAGE: usize = 256;
+
+/// See the module.
+pub(super) struct Inspector(pub(super) Arc<Shared>);
+
+type Items<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+
+#[tonic::async_trait]
+impl Inspect for Inspector {
+    type ListServicesStream = Items<v1::ServiceInfo>;
+    type ListEndpointsStream = Items<v1::EndpointInfo>;
+    type ListAgentsStream = Items<v1::AgentInfo>;
+    type WatchStream = Items<v1::WatchEvent>;
+
+    async fn get_status(
+        &self,
+        _: Request<v1::GetStatusRequest>,
+    ) -> Result<Response<v1::GetStatusResponse>, Status> {
+        let shared = &self.0;
+        let counts = shared.store.counts();
+        let problems = shared.store.present_problems();
+        let problem = |problem: &crate::transaction::Problem| v1::Problem {
+            object: problem.object.clone(),
+            field: problem.field.clone(),
+            message: problem.message.clone(),
+            origin: problem.origin.clone(),
+        };
+        Ok(Response::new(v1::GetStatusResponse {
+            replica: shared.settings.replica_name.clone(),
+            epoch: format!("{:016x}", shared.store.epoch()),
+            version: counts.version,
+            build: env!("CARGO_PKG_VERSION").into(),
+            source: shared.settings.source_name.clone(),
+            synced: *shared.synced.borrow(),
+            source_age_ms: u64::try_from(shared.store.source_age().as_millis()).unwrap_or(u64::MAX),
+            services: counts.services as u64,
+            endpoints: counts.endpoints as u64,
+            nodes: counts.nodes as u64,
+            agents: shared.agents.len() as u64,
+            problems: problems.iter().map(problem).collect(),
+        }))
+    }
+
+    async fn list_services(
+        &self,
+        request: Request<v1::ListServicesRequest>,
+    ) -> Result<Response<Self::ListServicesStream>, Status> {
+        let v1::ListServicesRequest { namespace, name } = request.into_inner();
+        let store = Arc::clone(&self.0.store);
+        let keys = store.keys(|key| matches(key, &namespace, &name));
+        let services = stream::iter(keys).filter_map(move |key| {
+            let service = service_info(&store, &key);
+            async move { service.map(Ok) }
+        });
+        Ok(Response::new(Box::pin(services)))
+    }
+
+    async fn list_endpoints(
+        &self,
+        request: Request<v1::ListEndpointsRequest>,
+    ) -> Result<Response<Self::ListEndpointsStream>, Status> {
+        let v1::ListEndpointsRequest { namespace, name } = request.into_inner();
+        let store = Arc::clone(&self.0.store);
+        let keys = store.keys(|key| matches(key, &namespace, &name));
+        if keys.is_empty() && !name.is_empty() {
+            return Err(Status::not_found(format!("neither Service {namespace}/{name} nor an endpoint of it exists")));
+        }
+        let endpoints = stream::iter(keys).flat_map(move |key| {
+            let endpoints = store.endpoints(&key).into_iter();
+            stream::iter(endpoints.map(move |(endpoint, version)| Ok(endpoint_info(&key, &endpoint, version))))
+        });
+        Ok(Response::new(Box::pin(endpoints)))
+    }
+
+    async fn list_agents(
+        &self,
+        request: Request<v1::ListAgentsRequest>,
+    ) -> Result<Response<Self::ListAgentsStream>, Status> {
+        let v1::ListAgentsRequest { node } = request.into_inner();
+        let shared = Arc::clone(&self.0);
+        let agents = shared.agents.all().into_iter().filter(move |agent| node.is_empty() || *agent.node == *node);
+        Ok(Response::new(Box::pin(stream::iter(agents).map(move |agent| Ok(agent_info(&shared.store, &agent))))))
+    }
+
+    async fn watch(&self, request: Request<v1::WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
+        let v1::WatchRequest { namespace, name } = request.into_inner();
+        let store = Arc::clone(&self.0.store);
+        let watcher = Watcher {
+            head: store.head(),
+            lifecycle: self.0.lifecycle.subscribe(),
+            place: store.watch_place(),
+            page: VecDeque::new(),
+            namespace,
+            name,
+            store,
+        };
+        let events = stream::unfold(watcher, |mut watcher| async move { Some((watcher.next().await?, watcher)) });
+        Ok(Response::new(Box::pin(events)))
+    }
+}
+
+fn matches(key: &ServiceKey, namespace: &str, name: &str) -> bool {
+    (namespace.is_empty() || key.namespace == namespace) && (name.is_empty() || key.name == name)
+}
+
+/// A cursor into the log that takes one page at a time.
+struct Watcher {
+    store: Arc<Store>,
+    head: watch::Receiver<u64>,
+    lifecycle: watch::Receiver<Lifecycle>,
+    place: WatchPlace,
+    page: VecDeque<(u64, Change)>,
+    namespace: String,
+    name: String,
+}
+
+impl Watcher {
+    async fn next(&mut self) -> Option<Result<v1::WatchEvent, Status>> {
+        loop {
+            while let Some((version, change)) = self.page.pop_front() {
+                if let Some(event) = self.event(version, change) {
+                    return Some(Ok(event));
+                }
+            }
+            self.head.borrow_and_update();
+            let page = self.store.watch_page(self.place, WATCH_PAGE);
+            self.place = page.next;
+            if !page.changes.is_empty() {
+                self.page = page.changes.into();
+                continue;
+            }
+            tokio::select! {
+                changed = self.head.changed() => changed.ok()?,
+                ended = self.lifecycle.wait_for(|lifecycle| *lifecycle != Lifecycle::Serving) => {
+                    drop(ended.ok()?);
+                    return Some(Err(Status::unavailable("this replica stops")));
+                }
+            }
+        }
+    }
+
+    fn event(&self, version: u64, change: Change) -> Option<v1::WatchEvent> {
+        let key = match &change {
+            Change::Service(service) => &service.key,
+            Change::RemoveService(key) | Change::Endpoint(key, _) | Change::RemoveEndpoint(key, _) => key,
+            Change::ServiceCidr(_) | Change::RemoveServiceCidr(_) => return None,
+        };
+        if !matches(key, &self.namespace, &self.name) {
+            return None;
+        }
+        let (namespace, name) = (key.namespace.to_string(), key.name.to_string());
+        let gone = |namespace, name| v1::ServiceInfo { namespace, name, version, ..Default::default() };
+        let (action, service, endpoint) = match change {
+            // A service that went between page and look is told as such by its own entry.
+            Change::Service(service) => ("changed", Some(service_info(&self.store, &service.key)?), None),
+            Change::RemoveService(_) => ("removed", Some(gone(namespace, name)), None),
+            Change::Endpoint(key, endpoint) => ("changed", None, Some(endpoint_info(&key, &endpoint, version))),
+            Change::RemoveEndpoint(_, address) => {
+                let address = address.to_string();
+                let endpoint = v1::EndpointInfo { namespace, name, address, version, ..Default::default() };
+                ("removed", None, Some(endpoint))
+            }
+            Change::ServiceCidr(_) | Change::RemoveServiceCidr(_) => return None,
+        };
+        Some(v1::WatchEvent { version, unix_ms: unix_ms(SystemTime::now()), action: action.into(), service, endpoint })
+    }
+}
+
+fn service_info(store: &Store, key: &ServiceKey) -> Option<v1::ServiceInfo> {
+    let detail = store.service(key)?;
+    let service = &detail.service;
+    let port = |port: &ServicePort| v1::ServicePortInfo {
+        name: port.name.to_string(),
+        protocol: port.protocol.to_string(),
+        port: port.port.into(),
+        node_port: port.node_port.into(),
+    };
+    Some(v1::ServiceInfo {
+        namespace: key.namespace.to_string(),
+        name: key.name.to_string(),
+        cluster_ips: texts(&service.cluster_ips),
+        external_ips: texts(&service.external_ips),
+        load_balancer_ips: texts(&service.load_balancer_ips),
+        ports: service.ports.iter().map(port).collect(),
+        internal_traffic_policy: service.internal_traffic_policy.to_string(),
+        external_traffic_policy: service.external_traffic_policy.to_string(),
+        session_affinity_timeout_seconds: service.session_affinity.map_or(0, |affinity| affinity.timeout_seconds),
+        load_balancer_source_ranges: texts(&service.load_balancer_source_ranges),
+        health_check_node_port: service.health_check_node_port.into(),
+        endpoints: count(detail.endpoints),
+        ready_endpoints: count(detail.ready_endpoints),
+        version: detail.version,
+        conflicts: detail.lost.iter().map(|(claim, holder)| conflict(claim, holder)).collect(),
+    })
+}
+
+fn texts<T: ToString>(items: &[T]) -> Vec<String> {
+    items.iter().map(ToString::to_string).collect()
+}
+
+fn count(number: usize) -> u32 {
+    u32::try_from(number).unwrap_or(u32::MAX)
+}
+
+fn conflict(claim: &Claim, holder: &ServiceKey) -> String {
+    match claim {
+        Claim::Address(address, protocol, port) => {
+            format!("{address} port {port}/{protocol} belongs to Service {holder}, which is older or comes first by name")
+        }
+        Claim::NodePort(family, protocol, port) => {
+            format!("{family} node port {port}/{protocol} belongs to Service {holder}, which is older or comes first by name")
+        }
+    }
+}
+
+fn endpoint_info(key: &ServiceKey, endpoint: &Endpoint, version: u64) -> v1::EndpointInfo {
+    let port = |port: &headgate_core::EndpointPort| {
+        let text = format!("{} {}/{}", port.name, port.port, port.protocol);
+        text.trim_start().to_owned()
+    };
+    let hints = endpoint.hints.as_deref();
+    v1::EndpointInfo {
+        namespace: key.namespace.to_string(),
+        name: key.name.to_string(),
+        address: endpoint.address.to_string(),
+        ports: endpoint.ports.iter().map(port).collect(),
+        ready: endpoint.conditions.ready,
+        serving: endpoint.conditions.serving,
+        terminating: endpoint.conditions.terminating,
+        node: endpoint.node.as_deref().unwrap_or_default().to_owned(),
+        zone: endpoint.zone.as_deref().unwrap_or_default().to_owned(),
+        hint_zones: hints.map_or_else(Vec::new, |hints| texts(&hints.zones)),
+        hint_nodes: hints.map_or_else(Vec::new, |hints| texts(&hints.nodes)),
+        version,
+    }
+}
+
+fn agent_info(store: &Store, agent: &Agent) -> v1::AgentInfo {
+    let record = agent.record().clone();
+    let now = SystemTime::now();
+    let lag = |since: SystemTime| now.duration_since(since.max(agent.connected)).unwrap_or_default().as_millis();
+    let lag_ms = store.lagging_since(record.programmed_version).map_or(0, lag);
+    let rejection = |rejection: v1::Rejection| v1::Problem {
+        object: rejection.resource,
+        field: rejection.field,
+        message: rejection.reason,
+        origin: String::new(),
+    };
+    v1::AgentInfo {
+        node: agent.node.to_string(),
+        address: agent.address.to_string(),
+        agent_version: agent.agent_version.clone(),
+        backend: record.backend,
+        degraded: record.degraded,
+        head_version: store.version(),
+        sent_version: agent.sent_version(),
+        programmed_version: record.programmed_version,
+        lag_ms: u64::try_from(lag_ms).unwrap_or(u64::MAX),
+        apply_microseconds: record.apply_microseconds,
+        resume: agent.resume.as_str().into(),
+        resumed_resources: agent.resumed_resources.load(Ordering::Relaxed),
+        connected_unix_ms: unix_ms(agent.connected),
+        last_error: record.last_error,
+        rejections: record.rejections.into_iter().map(rejection).collect(),
+    }
+}
+
+fn unix_ms(time: SystemTime) -> u64 {
+    let since_epoch = time.duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since_epoch.as_millis()).unwrap_or(u64::MAX)
+}

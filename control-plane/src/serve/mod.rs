@@ -1,0 +1,288 @@
+//! Serving: gRPC to agents and people, HTTP to probes and Prometheus.
+
+mod agents;
+mod discovery;
+mod hello;
+mod http_api;
+mod inbound;
+mod inspect;
+mod listener;
+mod session;
+pub mod tls;
+
+use std::{
+    io,
+    net::SocketAddr,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use headgate_proto::{FILE_DESCRIPTOR_SET, v1::inspect_server::InspectServer};
+use tokio::{net::TcpListener, sync::watch, task::JoinHandle};
+use tokio_stream::wrappers::ReceiverStream;
+use tokio_util::sync::CancellationToken;
+use tonic::{service::Routes, transport::Server};
+use tonic_health::ServingStatus;
+
+use crate::{metrics::Metrics, store::Store};
+use agents::{Agents, End};
+use discovery::Discovery;
+
+/// Both sides probe a connection on which nothing is heard, and give it up after the same time again.
+const KEEPALIVE: Duration = Duration::from_secs(20);
+
+/// What a stopping replica's connections get after their streams have ended, to write what is left.
+const LINGER: Duration = Duration::from_secs(1);
+
+/// How connections are secured.
+#[derive(Clone)]
+pub enum Security {
+    /// Not at all: `--insecure-loopback`, whose rule for addresses is [`crate::options::Options::security`]'s.
+    Plaintext,
+    /// TLS with client certificates.
+    Tls(Arc<rustls::ServerConfig>),
+}
+
+/// What serving needs to know.
+#[derive(Clone)]
+pub struct Settings {
+    /// Name of this replica, shown to agents and people.
+    pub replica_name: String,
+    /// What the source is called: `files:DIR` or `kubernetes`.
+    pub source_name: String,
+    /// How often an agent hears something at least.
+    pub heartbeat_interval: Duration,
+    /// How long an agent that has seen newer state waits for this replica to catch up.
+    pub behind_wait: Duration,
+    /// How long a stream may take to say `Hello`.
+    pub hello_timeout: Duration,
+    /// How long agents have to go elsewhere when the replica stops.
+    pub drain_grace: Duration,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            replica_name: "headgate".into(),
+            source_name: String::new(),
+            heartbeat_interval: Duration::from_secs(10),
+            behind_wait: Duration::from_secs(30),
+            hello_timeout: Duration::from_secs(10),
+            drain_grace: Duration::from_secs(2),
+        }
+    }
+}
+
+fn to_ms(duration: Duration) -> u32 {
+    u32::try_from(duration.as_millis()).unwrap_or(u32::MAX)
+}
+
+impl Settings {
+    fn heartbeat_interval_ms(&self) -> u32 {
+        to_ms(self.heartbeat_interval)
+    }
+
+    fn behind_wait_ms(&self) -> u32 {
+        to_ms(self.behind_wait)
+    }
+
+    fn drain_grace_ms(&self) -> u32 {
+        to_ms(self.drain_grace)
+    }
+}
+
+/// Where a replica is between start and stop.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Lifecycle {
+    Serving,
+    /// Agents have been asked to go elsewhere.
+    Draining,
+    /// Streams end.
+    Ended,
+}
+
+/// What every stream shares.
+struct Shared {
+    store: Arc<Store>,
+    synced: watch::Receiver<bool>,
+    agents: Agents,
+    metrics: Arc<Metrics>,
+    settings: Settings,
+    lifecycle: watch::Sender<Lifecycle>,
+}
+
+impl Shared {
+    fn count_end(&self, end: &End, address: SocketAddr, node: &str) {
+        let (reason, status) = (end.reason, end.status.message());
+        if end.is_refusal {
+            self.metrics.count_rejected(reason);
+            tracing::warn!(%address, node, reason, status, "stream refused");
+        } else {
+            self.metrics.count_ended(reason);
+            tracing::info!(%address, node, reason, "stream ended");
+        }
+    }
+}
+
+/// Why serving could not begin.
+#[derive(Debug, thiserror::Error)]
+pub enum ServeError {
+    /// The address cannot be bound.
+    #[error("{option}: cannot listen on {address}: {error}; choose another address or stop what uses it")]
+    Listen {
+        /// The option that gave it.
+        option: &'static str,
+        /// The address.
+        address: SocketAddr,
+        /// What the system said.
+        error: io::Error,
+    },
+    /// The descriptor set that was compiled in cannot be served.
+    #[error("reflection: {0}")]
+    Reflection(#[from] tonic_reflection::server::Error),
+}
+
+/// A replica that serves.
+pub struct Running {
+    /// Where gRPC is served.
+    pub local_addr: SocketAddr,
+    /// Where metrics and probes are served, if they are.
+    pub metrics_addr: Option<SocketAddr>,
+    shutdown: CancellationToken,
+    task: JoinHandle<()>,
+}
+
+impl Running {
+    /// Asks agents to go, ends their streams after the grace period, and returns once everything has stopped. Takes under 5 seconds with the default
+    /// grace.
+    pub async fn stop(self) {
+        self.shutdown.cancel();
+        self.join().await;
+    }
+
+    /// Waits until serving has stopped, because its token was cancelled.
+    pub async fn join(self) {
+        if let Err(error) = self.task.await {
+            tracing::error!(%error, "serving ended by a defect");
+        }
+    }
+}
+
+/// Serves `store` until `shutdown` is cancelled. Port 0 takes any free port.
+///
+/// # Errors
+///
+/// [`ServeError`]; trying again helps if the address becomes free.
+pub async fn start(
+    listen: SocketAddr,
+    metrics_listen: Option<SocketAddr>,
+    security: Security,
+    settings: Settings,
+    store: Arc<Store>,
+    metrics: Arc<Metrics>,
+    shutdown: CancellationToken,
+) -> Result<Running, ServeError> {
+    let (listener, local_addr) = bind("--listen", listen).await?;
+    let metrics_listener = match metrics_listen {
+        Some(address) => Some(bind("--metrics-listen", address).await?),
+        None => None,
+    };
+    let metrics_addr = metrics_listener.as_ref().map(|(_, address)| *address);
+    let shared = Arc::new(Shared {
+        synced: store.synced(),
+        agents: Agents::default(),
+        metrics: Arc::clone(&metrics),
+        settings,
+        lifecycle: watch::Sender::new(Lifecycle::Serving),
+        store,
+    });
+    let routes = routes(&shared).await?;
+    // A child, so that dropping `Running` after `stop` does not touch the caller's token.
+    let shutdown = shutdown.child_token();
+    let stopped = CancellationToken::new();
+    if let Some((listener, _)) = metrics_listener {
+        tokio::spawn(http_api::serve(listener, Arc::clone(&shared), stopped.clone()));
+    }
+    let task = tokio::spawn(serve(listener, security, routes, shared, shutdown.clone(), stopped));
+    Ok(Running { local_addr, metrics_addr, shutdown, task })
+}
+
+async fn bind(option: &'static str, address: SocketAddr) -> Result<(TcpListener, SocketAddr), ServeError> {
+    let fail = |error| ServeError::Listen { option, address, error };
+    let listener = TcpListener::bind(address).await.map_err(fail)?;
+    let local = listener.local_addr().map_err(fail)?;
+    Ok((listener, local))
+}
+
+async fn routes(shared: &Arc<Shared>) -> Result<Routes, ServeError> {
+    let (reporter, health) = tonic_health::server::health_reporter();
+    let names = ["", "headgate.v1.Discovery"];
+    for name in names {
+        reporter.set_service_status(name, ServingStatus::NotServing).await;
+    }
+    let mut synced = shared.store.synced();
+    let mut lifecycle = shared.lifecycle.subscribe();
+    tokio::spawn(async move {
+        if synced.wait_for(|synced| *synced).await.is_err() {
+            return;
+        }
+        for name in names {
+            reporter.set_service_status(name, ServingStatus::Serving).await;
+        }
+        if lifecycle.wait_for(|lifecycle| *lifecycle != Lifecycle::Serving).await.is_ok() {
+            for name in names {
+                reporter.set_service_status(name, ServingStatus::NotServing).await;
+            }
+        }
+    });
+    let reflection = || {
+        tonic_reflection::server::Builder::configure()
+            .register_encoded_file_descriptor_set(FILE_DESCRIPTOR_SET)
+            .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+    };
+    Ok(Routes::new(Discovery(Arc::clone(shared)))
+        .add_service(InspectServer::new(inspect::Inspector(Arc::clone(shared))))
+        .add_service(health)
+        .add_service(reflection().build_v1()?)
+        .add_service(reflection().build_v1alpha()?))
+}
+
+async fn serve(
+    listener: TcpListener,
+    security: Security,
+    routes: Routes,
+    shared: Arc<Shared>,
+    shutdown: CancellationToken,
+    stopped: CancellationToken,
+) {
+    let (connections, accept) = listener::accept(listener, security, Arc::clone(&shared.metrics), shutdown.clone());
+    let server = Server::builder()
+        .http2_keepalive_interval(Some(KEEPALIVE))
+        .http2_keepalive_timeout(Some(KEEPALIVE))
+        .add_routes(routes)
+        .serve_with_incoming_shutdown(ReceiverStream::new(connections), shutdown.clone().cancelled_owned());
+    let mut server = tokio::spawn(server);
+    shutdown.cancelled().await;
+    drain(&shared).await;
+    match tokio::time::timeout(LINGER, &mut server).await {
+        Ok(Ok(Ok(()))) => {}
+        Ok(Ok(Err(error))) => tracing::error!(%error, "gRPC server failed"),
+        Ok(Err(error)) => tracing::error!(%error, "gRPC server ended by a defect"),
+        // A connection that takes nothing, not even the end of its stream.
+        Err(_) => server.abort(),
+    }
+    accept.abort();
+    stopped.cancel();
+}
+
+/// Asks agents to go, and ends the streams of those that have not gone after the grace period.
+async fn drain(shared: &Shared) {
+    let agents = shared.agents.len();
+    tracing::info!(agents, "stopping: agents are asked to go elsewhere");
+    shared.lifecycle.send_replace(Lifecycle::Draining);
+    let deadline = Instant::now() + shared.settings.drain_grace;
+    while shared.agents.len() > 0 && Instant::now() < deadline {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    shared.lifecycle.send_replace(Lifecycle::Ended);
+}

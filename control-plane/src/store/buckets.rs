@@ -1,0 +1,92 @@
+//! Buckets: which keys live in which, when each changed last, and its resources encoded once.
+//!
+//! A snapshot, full or of some buckets, is the buckets' frames one after the other. What does not change between two snapshots is not encoded again.
+
+use std::{
+    collections::BTreeSet,
+    iter,
+    sync::{Arc, OnceLock},
+};
+
+use bytes::Bytes;
+use compact_str::CompactString;
+use headgate_core::{Change, ServiceKey, State, digest::BUCKETS};
+
+use super::{encode, log::LogKey};
+
+/// One bucket's resources as `SnapshotChunk`s.
+#[derive(Debug)]
+pub(super) struct BucketFrames {
+    pub(super) frames: Box<[Bytes]>,
+    pub(super) resources: u64,
+}
+
+#[derive(Debug, Default)]
+struct Bucket {
+    services: BTreeSet<Arc<ServiceKey>>,
+    cidrs: BTreeSet<CompactString>,
+    changed: u64,
+    frames: OnceLock<Arc<BucketFrames>>,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct Buckets(Box<[Bucket]>);
+
+impl Buckets {
+    pub(super) fn new() -> Self {
+        Self(iter::repeat_with(Bucket::default).take(BUCKETS).collect())
+    }
+
+    /// Takes note of a change of `key` at `version`, after `state` has taken it in.
+    pub(super) fn record(&mut self, bucket: u16, version: u64, key: &LogKey, state: &State) {
+        let bucket = &mut self.0[usize::from(bucket) % BUCKETS];
+        bucket.changed = version;
+        bucket.frames = OnceLock::new();
+        match key {
+            LogKey::Service(key) | LogKey::Endpoint(key, _) if state.entry(key).is_some() => {
+                if !bucket.services.contains(key) {
+                    bucket.services.insert(Arc::clone(key));
+                }
+            }
+            LogKey::Service(key) | LogKey::Endpoint(key, _) => {
+                bucket.services.remove(key);
+            }
+            LogKey::Cidr(name) if state.service_cidr(name).is_some() => {
+                bucket.cidrs.insert(name.clone());
+            }
+            LogKey::Cidr(name) => {
+                bucket.cidrs.remove(name);
+            }
+        }
+    }
+
+    /// Buckets in which something changed after `version`, ascending.
+    pub(super) fn changed_since(&self, version: u64) -> Vec<u16> {
+        let changed = self.0.iter().enumerate().filter(|(_, bucket)| bucket.changed > version);
+        changed.filter_map(|(index, _)| u16::try_from(index).ok()).collect()
+    }
+
+    /// The frames of a bucket as `state` now is; encoded by the first who asks after a change.
+    pub(super) fn frames(&self, bucket: u16, state: &State) -> Arc<BucketFrames> {
+        let bucket = &self.0[usize::from(bucket) % BUCKETS];
+        Arc::clone(bucket.frames.get_or_init(|| Arc::new(bucket.encode(state))))
+    }
+}
+
+impl Bucket {
+    fn encode(&self, state: &State) -> BucketFrames {
+        let cidrs = self.cidrs.iter().filter_map(|name| state.service_cidr(name)).cloned().map(Change::ServiceCidr);
+        let mut resources = 0;
+        let changes = cidrs.chain(self.services.iter().flat_map(|key| service_changes(state, key)));
+        let frames = encode::chunk_frames(changes.inspect(|_| resources += 1));
+        BucketFrames { frames, resources }
+    }
+}
+
+fn service_changes<'a>(state: &'a State, key: &'a ServiceKey) -> impl Iterator<Item = Change> + 'a {
+    state.entry(key).into_iter().flat_map(move |entry| {
+        let endpoints = entry.endpoints().values().map(|endpoint| Change::Endpoint(key.clone(), endpoint.clone()));
+        entry.service().cloned().map(Change::Service).into_iter().chain(endpoints)
+    })
+}

@@ -1,0 +1,271 @@
+//! A stream's place in the store: a few words of memory, however far behind it is.
+
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, Weak},
+};
+
+use bytes::Bytes;
+use headgate_core::digest::{BUCKETS, Digests};
+use headgate_proto::v1;
+
+use super::{
+    Inner, Store,
+    buckets::BucketFrames,
+    deltas::Delta,
+    encode::{batch_frames, positions_to_wire, present_all, server_frame},
+    log,
+};
+use crate::transaction::SourceKind;
+
+/// A cursor this many versions behind the head takes single batches; one further behind skips to current values.
+const FOLLOW_VERSIONS: u64 = 16;
+
+/// What an agent says that it holds (`Hello.resume`).
+#[derive(Debug, Clone, Default)]
+pub struct Resume {
+    /// Epoch of the replica that it followed last, 0 when unknown.
+    pub epoch: u64,
+    /// Version within that epoch.
+    pub version: u64,
+    /// Source positions that its state covers.
+    pub positions: BTreeMap<SourceKind, u64>,
+    /// Digests of its state, if it sent them.
+    pub digests: Option<Digests>,
+}
+
+/// How a stream begins; see the contract, 3.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum ResumeMode {
+    /// With the changes since the agent's version.
+    Log,
+    /// With the buckets that differ.
+    Digests,
+    /// With everything.
+    Full,
+}
+
+impl ResumeMode {
+    /// Lower-case name, for metrics and `Inspect`.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Log => "log",
+            Self::Digests => "digests",
+            Self::Full => "full",
+        }
+    }
+}
+
+/// The stream read so slowly that what it was in the middle of is no longer kept. The agent reconnects and resumes from where it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("read too slowly: the rest of a split batch is no longer kept; reconnect to resume")]
+pub struct TooSlow;
+
+/// See the module. Made by [`Store::cursor`] and moved by [`Store::next_frame`].
+#[derive(Debug)]
+pub struct Cursor {
+    phase: Phase,
+    version: u64,
+    resources: u64,
+    snapshots: u64,
+}
+
+#[derive(Debug)]
+enum Phase {
+    /// At `Cursor.version`, between batches.
+    Follow,
+    /// In the middle of a batch that was split. The frames belong to the store, which may forget them.
+    Parts { delta: Weak<Delta>, next: usize },
+    /// In the middle of a snapshot.
+    Snapshot(Walk),
+}
+
+/// A walk over buckets. Each bucket is sent as it is when the walk comes by; what changed meanwhile follows the end marker as an ordinary
+/// batch, since the marker carries the version at which the walk began. So nothing is held back or copied for a slow stream.
+#[derive(Debug)]
+struct Walk {
+    version: u64,
+    /// `None` for all.
+    buckets: Option<Box<[u16]>>,
+    next: usize,
+    current: Option<(Arc<BucketFrames>, usize)>,
+    resources: u64,
+}
+
+impl Cursor {
+    /// The version that the receiver is at once it has applied everything so far.
+    #[must_use]
+    pub fn version(&self) -> u64 {
+        self.version
+    }
+
+    /// Resources and removals put on the stream so far.
+    #[must_use]
+    pub fn resources(&self) -> u64 {
+        self.resources
+    }
+
+    /// Snapshots completed, full or of some buckets.
+    #[must_use]
+    pub fn snapshots(&self) -> u64 {
+        self.snapshots
+    }
+
+    /// True between batches: what the agent has been sent is complete up to [`Cursor::version`].
+    #[must_use]
+    pub fn is_complete(&self) -> bool {
+        matches!(self.phase, Phase::Follow)
+    }
+
+    fn at(version: u64, phase: Phase) -> Self {
+        Self { phase, version, resources: 0, snapshots: 0 }
+    }
+
+    /// Takes one message of a batch and moves on.
+    fn take_part(&mut self, delta: &Arc<Delta>, index: usize) -> Option<Bytes> {
+        let frame = delta.frames.get(index).cloned();
+        if index + 1 < delta.frames.len() {
+            self.phase = Phase::Parts { delta: Arc::downgrade(delta), next: index + 1 };
+        } else {
+            self.version = delta.version;
+            self.resources += delta.resources;
+            self.phase = Phase::Follow;
+        }
+        frame
+    }
+}
+
+impl Walk {
+    fn new(version: u64, buckets: Option<Vec<u16>>) -> Self {
+        Self { version, buckets: buckets.map(Into::into), next: 0, current: None, resources: 0 }
+    }
+
+    fn next_bucket(&mut self) -> Option<u16> {
+        let bucket = match &self.buckets {
+            Some(buckets) => buckets.get(self.next).copied(),
+            None => u16::try_from(self.next).ok().filter(|bucket| usize::from(*bucket) < BUCKETS),
+        };
+        self.next += usize::from(bucket.is_some());
+        bucket
+    }
+
+    /// The next chunk, `None` when all buckets are done.
+    fn next_chunk(&mut self, inner: &Inner) -> Option<Bytes> {
+        loop {
+            if let Some((frames, next)) = &mut self.current {
+                if let Some(frame) = frames.frames.get(*next).cloned() {
+                    *next += 1;
+                    return Some(frame);
+                }
+                self.resources += frames.resources;
+                self.current = None;
+            }
+            let bucket = self.next_bucket()?;
+            self.current = Some((inner.buckets.frames(bucket, &inner.state), 0));
+        }
+    }
+
+    fn end_marker(&self, inner: &Inner) -> Bytes {
+        // An empty list stands for all buckets, or, after a comparison of digests that found no difference, for none.
+        let buckets = self.buckets.iter().flatten().copied().map(u32::from).collect();
+        server_frame(v1::server_message::Body::SnapshotEnd(v1::SnapshotEnd {
+            version: self.version,
+            // Buckets may be newer than `version`; the position must cover the newest of them (contract, 6).
+            positions: positions_to_wire(inner.positions.iter().map(|(kind, position)| (*kind, *position))),
+            buckets,
+            resource_count: self.resources,
+        }))
+    }
+}
+
+impl Store {
+    /// The cheapest right way for an agent to go on from what it holds, and a cursor there.
+    #[must_use]
+    pub fn cursor(&self, resume: Option<&Resume>) -> (ResumeMode, Cursor) {
+        let inner = self.read();
+        let full = || (ResumeMode::Full, Cursor::at(0, Phase::Snapshot(Walk::new(inner.version, None))));
+        let Some(resume) = resume else { return full() };
+        if resume.epoch == self.epoch() && (inner.log.floor()..=inner.version).contains(&resume.version) {
+            return (ResumeMode::Log, Cursor::at(resume.version, Phase::Follow));
+        }
+        let Some(digests) = &resume.digests else { return full() };
+        let walk = Walk::new(inner.version, Some(inner.state.digests().differing(digests)));
+        (ResumeMode::Digests, Cursor::at(0, Phase::Snapshot(walk)))
+    }
+
+    /// The next message for a stream, with its gRPC prefix; `None` when it is at the head.
+    ///
+    /// # Errors
+    ///
+    /// [`TooSlow`]: the stream has to end; the agent resumes with a new one.
+    pub fn next_frame(&self, cursor: &mut Cursor) -> Result<Option<Bytes>, TooSlow> {
+        match &mut cursor.phase {
+            Phase::Parts { delta, next } => {
+                let (delta, next) = (delta.upgrade().ok_or(TooSlow)?, *next);
+                Ok(cursor.take_part(&delta, next))
+            }
+            Phase::Snapshot(walk) => {
+                let inner = self.read();
+                if let Some(chunk) = walk.next_chunk(&inner) {
+                    return Ok(Some(chunk));
+                }
+                let end = walk.end_marker(&inner);
+                cursor.version = walk.version;
+                cursor.resources += walk.resources;
+                cursor.snapshots += 1;
+                cursor.phase = Phase::Follow;
+                Ok(Some(end))
+            }
+            Phase::Follow => self.follow(cursor),
+        }
+    }
+
+    fn follow(&self, cursor: &mut Cursor) -> Result<Option<Bytes>, TooSlow> {
+        let inner = self.read();
+        if cursor.version >= inner.version {
+            return Ok(None);
+        }
+        let is_near = inner.version - cursor.version <= FOLLOW_VERSIONS;
+        let batch = inner.ring.after(cursor.version).filter(|_| is_near).map(Arc::clone);
+        let must_walk = cursor.version < inner.log.floor();
+        drop(inner);
+        if let Some(delta) = batch.or_else(|| (!must_walk).then(|| self.compacted(cursor.version)).flatten()) {
+            return Ok(cursor.take_part(&delta, 0));
+        }
+        let inner = self.read();
+        // The head is ahead of the cursor, so some bucket changed; were there none, an empty list must not be sent, as it would mean all.
+        let buckets = Some(inner.buckets.changed_since(cursor.version)).filter(|buckets| !buckets.is_empty());
+        cursor.phase = Phase::Snapshot(Walk::new(inner.version, buckets));
+        drop(inner);
+        self.next_frame(cursor)
+    }
+
+    /// The compacted step from `start` to the head or shortly before it, shared by all who start there; `None` when it is so large that
+    /// the buckets are cheaper.
+    fn compacted(&self, start: u64) -> Option<Arc<Delta>> {
+        let mut cache = self.delta_cache();
+        let inner = self.read();
+        if let Some(delta) = cache.get(start).filter(|delta| inner.version - delta.version <= FOLLOW_VERSIONS) {
+            return Some(Arc::clone(delta));
+        }
+        if start < inner.log.floor() {
+            return None;
+        }
+        let limit = self.limits().max_delta_changes;
+        let entries: Vec<_> = inner.log.since(log::after(start)).map(|(_, entry)| entry).take(limit + 1).collect();
+        if entries.len() > limit {
+            return None;
+        }
+        let changes = present_all(&inner.state, entries);
+        let positions = positions_to_wire(inner.positions.iter().map(|(kind, position)| (*kind, *position)));
+        let version = inner.version;
+        // Encoding the copy needs no lock, so a commit does not wait for it.
+        drop(inner);
+        let resources = changes.len() as u64;
+        let frames = batch_frames(start, version, &positions, changes);
+        let delta = Arc::new(Delta { previous_version: start, version, frames, resources });
+        cache.insert(Arc::clone(&delta));
+        Some(delta)
+    }
+}

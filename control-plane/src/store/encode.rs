@@ -1,0 +1,102 @@
+//! Encoding of what the store holds, cut to size. Everything here is encoded once and shared.
+
+use bytes::Bytes;
+use headgate_core::{Change, State};
+use headgate_proto::{ChangesBuilder, frame::frame, v1};
+
+use super::log::{Entry, LogKey};
+use crate::transaction::SourceKind;
+
+/// Size at which a message is cut, in bytes: well below [`headgate_proto::MAX_SERVER_MESSAGE_BYTES`], and small enough for a stream's turn on a shared
+/// connection to be short.
+pub(super) const CUT_BYTES: usize = 256 << 10;
+
+/// The positions of a source on the wire.
+pub(crate) fn positions_to_wire(positions: impl IntoIterator<Item = (SourceKind, u64)>) -> Vec<v1::SourcePosition> {
+    use v1::source_position::Kind;
+    let to_wire = |(kind, position)| {
+        let kind = match kind {
+            SourceKind::Services => Kind::Services,
+            SourceKind::EndpointSlices => Kind::EndpointSlices,
+            SourceKind::Nodes => Kind::Nodes,
+            SourceKind::ServiceCidrs => Kind::ServiceCidrs,
+            SourceKind::Files => Kind::Files,
+        };
+        v1::SourcePosition { kind: kind.into(), position }
+    };
+    positions.into_iter().map(to_wire).collect()
+}
+
+/// Frames a message of the server.
+pub(crate) fn server_frame(body: v1::server_message::Body) -> Bytes {
+    frame(&v1::ServerMessage { body: Some(body) })
+}
+
+/// The present value of a key as a change, a removal when it is gone.
+pub(super) fn present(state: &State, key: &LogKey) -> Change {
+    match key {
+        LogKey::Service(key) => match state.entry(key).and_then(|entry| entry.service()) {
+            Some(service) => Change::Service(service.clone()),
+            None => Change::RemoveService((**key).clone()),
+        },
+        LogKey::Endpoint(key, address) => match state.entry(key).and_then(|entry| entry.endpoints().get(address)) {
+            Some(endpoint) => Change::Endpoint((**key).clone(), endpoint.clone()),
+            None => Change::RemoveEndpoint((**key).clone(), *address),
+        },
+        LogKey::Cidr(name) => match state.service_cidr(name) {
+            Some(cidr) => Change::ServiceCidr(cidr.clone()),
+            None => Change::RemoveServiceCidr(name.clone()),
+        },
+    }
+}
+
+/// Present values of log entries, in the order of encoding.
+pub(super) fn present_all<'a>(state: &State, entries: impl IntoIterator<Item = &'a Entry>) -> Vec<(Change, u64)> {
+    let mut entries: Vec<&Entry> = entries.into_iter().collect();
+    entries.sort_unstable_by(|a, b| a.key.order().cmp(&b.key.order()));
+    entries.into_iter().map(|entry| (present(state, &entry.key), entry.trigger_unix_ms)).collect()
+}
+
+/// Frames of one step, `previous_version` → `version`. A split batch reaches `version` with its last part.
+pub(super) fn batch_frames(
+    previous_version: u64,
+    version: u64,
+    positions: &[v1::SourcePosition],
+    changes: impl IntoIterator<Item = (Change, u64)>,
+) -> Box<[Bytes]> {
+    let mut parts = cut(changes);
+    let last = parts.pop().unwrap_or_default();
+    let batch = |version, positions: &[_], builder: ChangesBuilder| {
+        server_frame(v1::server_message::Body::Batch(v1::Batch {
+            previous_version,
+            version,
+            positions: positions.to_vec(),
+            changes: Some(builder.finish()),
+        }))
+    };
+    let mut frames: Vec<Bytes> = parts.into_iter().map(|part| batch(previous_version, &[], part)).collect();
+    frames.push(batch(version, positions, last));
+    frames.into()
+}
+
+/// Frames of part of a snapshot; none when there is no resource.
+pub(super) fn chunk_frames(changes: impl IntoIterator<Item = Change>) -> Box<[Bytes]> {
+    let chunk = |builder: ChangesBuilder| {
+        let changes = Some(builder.finish());
+        server_frame(v1::server_message::Body::SnapshotChunk(v1::SnapshotChunk { changes }))
+    };
+    cut(changes.into_iter().map(|change| (change, 0))).into_iter().map(chunk).collect()
+}
+
+fn cut(changes: impl IntoIterator<Item = (Change, u64)>) -> Vec<ChangesBuilder> {
+    let mut parts: Vec<ChangesBuilder> = Vec::new();
+    for (change, trigger_unix_ms) in changes {
+        if parts.last().is_none_or(|part| part.estimated_bytes() >= CUT_BYTES) {
+            parts.push(ChangesBuilder::default());
+        }
+        if let Some(part) = parts.last_mut() {
+            part.push(&change, trigger_unix_ms);
+        }
+    }
+    parts
+}

@@ -1,0 +1,106 @@
+//! What `Inspect` reads: one short look under the lock an item, nothing held between two.
+
+use std::{net::IpAddr, sync::Arc};
+
+use headgate_core::{Change, Endpoint, Service, ServiceKey, claims::Claim};
+
+use super::{
+    Store, encode,
+    log::{self, Place},
+};
+
+/// A Service with what its replica knows about it.
+#[derive(Debug, Clone)]
+pub(crate) struct ServiceDetail {
+    pub(crate) service: Service,
+    pub(crate) endpoints: usize,
+    pub(crate) ready_endpoints: usize,
+    pub(crate) version: u64,
+    /// Claims that another Service holds, with the holder.
+    pub(crate) lost: Vec<(Claim, ServiceKey)>,
+}
+
+/// Counts of what is held.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Counts {
+    pub(crate) version: u64,
+    pub(crate) services: usize,
+    pub(crate) endpoints: usize,
+    pub(crate) nodes: usize,
+}
+
+/// A watcher's place in the log.
+#[derive(Debug, Clone, Copy)]
+pub struct WatchPlace(Place);
+
+/// Some changes that a watcher has not seen.
+#[derive(Debug)]
+pub struct WatchPage {
+    /// Versions and present values, oldest change first; a key that changed several times is there once.
+    pub changes: Vec<(u64, Change)>,
+    /// Where the next page begins.
+    pub next: WatchPlace,
+}
+
+impl Store {
+    pub(crate) fn counts(&self) -> Counts {
+        let inner = self.read();
+        Counts {
+            version: inner.version,
+            services: inner.state.service_count(),
+            endpoints: inner.state.endpoint_count(),
+            nodes: inner.nodes.len(),
+        }
+    }
+
+    /// Keys with a Service or endpoints that pass `filter`, sorted.
+    pub(crate) fn keys(&self, filter: impl Fn(&ServiceKey) -> bool) -> Vec<Arc<ServiceKey>> {
+        let inner = self.read();
+        let mut keys: Vec<_> = inner.state.entries().map(|(key, _)| key).filter(|key| filter(key)).cloned().collect();
+        drop(inner);
+        keys.sort_unstable();
+        keys
+    }
+
+    /// A Service, if there is one.
+    pub(crate) fn service(&self, key: &ServiceKey) -> Option<ServiceDetail> {
+        let inner = self.read();
+        let entry = inner.state.entry(key)?;
+        let service = entry.service()?.clone();
+        let lost = inner.state.claims().lost(&service).into_iter().map(|(claim, holder)| (claim, holder.clone()));
+        Some(ServiceDetail {
+            lost: lost.collect(),
+            endpoints: entry.endpoints().len(),
+            ready_endpoints: entry.endpoints().values().filter(|endpoint| endpoint.conditions.ready).count(),
+            version: inner.log.newest_version(key),
+            service,
+        })
+    }
+
+    /// A service's endpoints with the version of each, in order of address.
+    pub(crate) fn endpoints(&self, key: &ServiceKey) -> Vec<(Endpoint, u64)> {
+        let inner = self.read();
+        let Some(entry) = inner.state.entry(key) else { return Vec::new() };
+        let version = |address: IpAddr| inner.log.endpoint_version(key, address);
+        entry.endpoints().values().map(|endpoint| (endpoint.clone(), version(endpoint.address))).collect()
+    }
+
+    /// The place of a watcher who has seen everything up to now.
+    #[must_use]
+    pub fn watch_place(&self) -> WatchPlace {
+        WatchPlace(log::after(self.version()))
+    }
+
+    /// At most `limit` changes from `place` on. A watcher that is slow skips to newest values.
+    #[must_use]
+    pub fn watch_page(&self, place: WatchPlace, limit: usize) -> WatchPage {
+        let inner = self.read();
+        let mut next = place.0;
+        let mut changes = Vec::new();
+        for (place, entry) in inner.log.since(place.0).take(limit) {
+            next = (place.0, place.1.saturating_add(1));
+            changes.push((place.0, encode::present(&inner.state, &entry.key)));
+        }
+        WatchPage { changes, next: WatchPlace(next) }
+    }
+}

@@ -1,0 +1,180 @@
+//! The compacted log: every key once, at the version that touched it last.
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap},
+    net::IpAddr,
+    sync::Arc,
+};
+
+use compact_str::CompactString;
+use headgate_core::{Change, ServiceKey, digest};
+
+/// Key of a resource that every agent receives.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(super) enum LogKey {
+    /// A Service.
+    Service(Arc<ServiceKey>),
+    /// An endpoint of a service.
+    Endpoint(Arc<ServiceKey>, IpAddr),
+    /// A ServiceCIDR.
+    Cidr(CompactString),
+}
+
+impl LogKey {
+    /// Order of encoding: ServiceCIDRs, then each service followed by its endpoints.
+    pub(super) fn order(&self) -> (Option<&ServiceKey>, Option<IpAddr>, &str) {
+        match self {
+            Self::Cidr(name) => (None, None, name),
+            Self::Service(key) => (Some(key), None, ""),
+            Self::Endpoint(key, address) => (Some(key), Some(*address), ""),
+        }
+    }
+}
+
+/// Place in the log: the version, and the ordinal within it.
+pub(super) type Place = (u64, u32);
+
+/// The first place after everything up to `version`.
+pub(super) fn after(version: u64) -> Place {
+    (version.saturating_add(1), 0)
+}
+
+/// One key's last change.
+#[derive(Debug, Clone)]
+pub(super) struct Entry {
+    pub(super) key: LogKey,
+    pub(super) trigger_unix_ms: u64,
+}
+
+/// Where the resources of one service stand in the log, with the bucket that they live in.
+#[derive(Debug)]
+struct ServicePlaces {
+    bucket: u16,
+    service: Option<Place>,
+    endpoints: BTreeMap<IpAddr, Place>,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct Log {
+    entries: BTreeMap<Place, Entry>,
+    services: HashMap<Arc<ServiceKey>, ServicePlaces>,
+    cidrs: HashMap<CompactString, Place>,
+    tombstones: BTreeSet<Place>,
+    max_tombstones: usize,
+    floor: u64,
+}
+
+impl Log {
+    /// An empty log that remembers at most `max_tombstones` removals.
+    pub(super) fn new(max_tombstones: usize) -> Self {
+        Self {
+            entries: BTreeMap::new(),
+            services: HashMap::new(),
+            cidrs: HashMap::new(),
+            tombstones: BTreeSet::new(),
+            max_tombstones,
+            floor: 0,
+        }
+    }
+
+    /// The oldest version that the log reaches back to: a cursor at or above it can be told every removal since.
+    pub(super) fn floor(&self) -> u64 {
+        self.floor
+    }
+
+    /// The shared key of what a change touches, and its bucket.
+    pub(super) fn intern(&mut self, change: &Change) -> (LogKey, u16) {
+        match change {
+            Change::Service(service) => self.service_key(&service.key, LogKey::Service),
+            Change::RemoveService(key) => self.service_key(key, LogKey::Service),
+            Change::Endpoint(key, endpoint) => self.service_key(key, |key| LogKey::Endpoint(key, endpoint.address)),
+            Change::RemoveEndpoint(key, address) => self.service_key(key, |key| LogKey::Endpoint(key, *address)),
+            Change::ServiceCidr(cidr) => (LogKey::Cidr(cidr.name.clone()), digest::service_cidr_bucket(&cidr.name)),
+            Change::RemoveServiceCidr(name) => (LogKey::Cidr(name.clone()), digest::service_cidr_bucket(name)),
+        }
+    }
+
+    fn service_key(&self, key: &ServiceKey, make: impl FnOnce(Arc<ServiceKey>) -> LogKey) -> (LogKey, u16) {
+        match self.services.get_key_value(key) {
+            Some((shared, places)) => (make(Arc::clone(shared)), places.bucket),
+            None => (make(Arc::new(key.clone())), digest::service_bucket(key)),
+        }
+    }
+
+    /// Moves a key to `place`, which must be above every place so far.
+    pub(super) fn record(&mut self, place: Place, entry_key: LogKey, bucket: u16, trigger_unix_ms: u64, removed: bool) {
+        let old = match &entry_key {
+            LogKey::Service(key) => self.places(key, bucket).service.replace(place),
+            LogKey::Endpoint(key, address) => self.places(key, bucket).endpoints.insert(*address, place),
+            LogKey::Cidr(name) => self.cidrs.insert(name.clone(), place),
+        };
+        if let Some(old) = old {
+            self.entries.remove(&old);
+            self.tombstones.remove(&old);
+        }
+        self.entries.insert(place, Entry { key: entry_key, trigger_unix_ms });
+        if removed {
+            self.tombstones.insert(place);
+            self.forget_oldest();
+        }
+    }
+
+    fn places(&mut self, key: &Arc<ServiceKey>, bucket: u16) -> &mut ServicePlaces {
+        let empty = || ServicePlaces { bucket, service: None, endpoints: BTreeMap::new() };
+        self.services.entry(Arc::clone(key)).or_insert_with(empty)
+    }
+
+    fn forget_oldest(&mut self) {
+        while self.tombstones.len() > self.max_tombstones {
+            let Some(place) = self.tombstones.pop_first() else { return };
+            self.floor = self.floor.max(place.0);
+            match self.entries.remove(&place).map(|entry| entry.key) {
+                Some(LogKey::Cidr(name)) => {
+                    self.cidrs.remove(&name);
+                }
+                Some(LogKey::Service(key)) => self.forget(&key, |places| places.service = None),
+                Some(LogKey::Endpoint(key, address)) => self.forget(&key, |places| {
+                    places.endpoints.remove(&address);
+                }),
+                None => {}
+            }
+        }
+    }
+
+    fn forget(&mut self, key: &ServiceKey, clear: impl FnOnce(&mut ServicePlaces)) {
+        let Some(places) = self.services.get_mut(key) else { return };
+        clear(places);
+        if places.service.is_none() && places.endpoints.is_empty() {
+            self.services.remove(key);
+        }
+    }
+
+    /// Keys that changed at or after `from`, in order of their last change.
+    pub(super) fn since(&self, from: Place) -> impl Iterator<Item = (Place, &Entry)> {
+        self.entries.range(from..).map(|(place, entry)| (*place, entry))
+    }
+
+    /// Version at which an endpoint changed last.
+    pub(super) fn endpoint_version(&self, key: &ServiceKey, address: IpAddr) -> u64 {
+        self.services.get(key).and_then(|places| places.endpoints.get(&address)).map_or(0, |place| place.0)
+    }
+
+    /// Version at which a service or one of its endpoints changed last, removals included.
+    pub(super) fn newest_version(&self, key: &ServiceKey) -> u64 {
+        let Some(places) = self.services.get(key) else { return 0 };
+        let endpoints = places.endpoints.values().map(|place| place.0).max();
+        places.service.map(|place| place.0).max(endpoints).unwrap_or(0)
+    }
+
+    /// Number of keys, removed ones included.
+    #[cfg(test)]
+    pub(super) fn len(&self) -> usize {
+        self.entries.len()
+    }
+
+    /// Number of removals remembered.
+    pub(super) fn tombstones(&self) -> usize {
+        self.tombstones.len()
+    }
+}

@@ -1,0 +1,327 @@
+//! The store: current state, a compacted log of it, and cursors into that.
+//!
+//! [`headgate_core::State`] holds values and digests. Beside it the log keeps each key once, at the version that touched it last, so a cursor,
+//! which is a version, can be brought to the head from anywhere at a cost of what differs. What streams have in common is
+//! encoded once: the newest batches, compacted steps by where they start, and the resources of each bucket.
+//!
+//! A commit costs what it changes and never waits for a stream: streams are woken by a watch of the head, and whoever reads holds the lock for
+//! one bucket or one copy of a delta at most.
+
+mod buckets;
+mod cursor;
+mod deltas;
+mod encode;
+mod inspect;
+mod log;
+mod nodes;
+#[cfg(test)]
+mod tests;
+
+use std::{
+    collections::{BTreeMap, VecDeque},
+    sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard},
+    time::{Duration, Instant, SystemTime},
+};
+
+use headgate_core::{Dirty, Node, State, digest::Digests};
+use tokio::sync::watch;
+
+pub use cursor::{Cursor, Resume, ResumeMode, TooSlow};
+pub(crate) use encode::server_frame;
+pub use inspect::{WatchPage, WatchPlace};
+
+use crate::{
+    metrics::Metrics,
+    transaction::{Problem, Sink, SourceKind, Transaction, TriggeredChange},
+};
+use buckets::Buckets;
+use deltas::{Delta, DeltaCache, Ring};
+use log::{Log, LogKey};
+use nodes::Nodes;
+
+/// A batch of more changes than this is not encoded at its commit, but by the first stream that asks for it.
+const EAGER_CHANGES: usize = 1024;
+
+/// Commits whose time is remembered, for lag.
+const TIMED_COMMITS: usize = 4096;
+
+/// Bounds of what the store keeps beside the state itself.
+#[derive(Debug, Clone)]
+pub struct Limits {
+    /// Removals remembered; a cursor behind the oldest of them is moved on by buckets.
+    pub max_tombstones: usize,
+    /// Bytes of newest batches kept encoded.
+    pub ring_bytes: usize,
+    /// Bytes of compacted steps kept encoded.
+    pub delta_cache_bytes: usize,
+    /// Changes in one compacted step; a cursor with more to catch up on is moved on by buckets.
+    pub max_delta_changes: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self { max_tombstones: 65_536, ring_bytes: 8 << 20, delta_cache_bytes: 16 << 20, max_delta_changes: 32_768 }
+    }
+}
+
+/// See the module.
+#[derive(Debug)]
+pub struct Store {
+    epoch: u64,
+    limits: Limits,
+    inner: RwLock<Inner>,
+    deltas: Mutex<DeltaCache>,
+    freshness: Mutex<Freshness>,
+    problems: Mutex<Arc<[Problem]>>,
+    head: watch::Sender<u64>,
+    moves: watch::Sender<u64>,
+    synced: watch::Sender<bool>,
+    metrics: Arc<Metrics>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    state: State,
+    log: Log,
+    buckets: Buckets,
+    ring: Ring,
+    nodes: Nodes,
+    version: u64,
+    positions: BTreeMap<SourceKind, u64>,
+    /// Positions that batches have told so far.
+    told_positions: BTreeMap<SourceKind, u64>,
+    /// When the newest versions were committed, without a gap, the head last.
+    commit_times: VecDeque<SystemTime>,
+}
+
+#[derive(Debug)]
+struct Freshness {
+    started: Instant,
+    heard: BTreeMap<SourceKind, Instant>,
+}
+
+impl Store {
+    /// An empty store with an epoch of its own.
+    #[must_use]
+    pub fn new(limits: Limits, metrics: Arc<Metrics>) -> Self {
+        let inner = Inner {
+            state: State::default(),
+            log: Log::new(limits.max_tombstones),
+            buckets: Buckets::new(),
+            ring: Ring::new(limits.ring_bytes),
+            nodes: Nodes::default(),
+            version: 0,
+            positions: BTreeMap::new(),
+            told_positions: BTreeMap::new(),
+            commit_times: VecDeque::new(),
+        };
+        Self {
+            epoch: fastrand::u64(1..),
+            inner: RwLock::new(inner),
+            deltas: Mutex::new(DeltaCache::new(limits.delta_cache_bytes)),
+            limits,
+            freshness: Mutex::new(Freshness { started: Instant::now(), heard: BTreeMap::new() }),
+            problems: Mutex::new(Arc::from([])),
+            head: watch::Sender::new(0),
+            moves: watch::Sender::new(0),
+            synced: watch::Sender::new(false),
+            metrics,
+        }
+    }
+
+    /// What this replica's versions count within; random, never 0.
+    #[must_use]
+    pub fn epoch(&self) -> u64 {
+        self.epoch
+    }
+
+    /// The newest version.
+    #[must_use]
+    pub fn version(&self) -> u64 {
+        *self.head.borrow()
+    }
+
+    /// Wakes at each new version.
+    #[must_use]
+    pub fn head(&self) -> watch::Receiver<u64> {
+        self.head.subscribe()
+    }
+
+    /// Becomes true once every kind has been listed and committed.
+    #[must_use]
+    pub fn synced(&self) -> watch::Receiver<bool> {
+        self.synced.subscribe()
+    }
+
+    /// Wakes when a source position moves, whether or not that made a version.
+    #[must_use]
+    pub fn moves(&self) -> watch::Receiver<u64> {
+        self.moves.subscribe()
+    }
+
+    /// Follows a node, whether it is known or not.
+    #[must_use]
+    pub fn follow_node(&self, name: &str) -> watch::Receiver<Option<Arc<Node>>> {
+        self.write().nodes.follow(name)
+    }
+
+    /// The first kind of which `seen` is ahead of this replica, as (kind, here, there). Kinds that this replica's source does not have
+    /// cannot be compared and do not count.
+    #[must_use]
+    pub fn behind(&self, seen: &BTreeMap<SourceKind, u64>) -> Option<(SourceKind, u64, u64)> {
+        let inner = self.read();
+        let compare = |(kind, there): (&SourceKind, &u64)| {
+            let here = *inner.positions.get(kind)?;
+            (here < *there).then_some((*kind, here, *there))
+        };
+        seen.iter().find_map(compare)
+    }
+
+    /// Time since the source was last heard, for its stalest kind; since the start, when it never was.
+    #[must_use]
+    pub fn source_age(&self) -> Duration {
+        let freshness = self.freshness.lock().unwrap_or_else(PoisonError::into_inner);
+        freshness.heard.values().min().unwrap_or(&freshness.started).elapsed()
+    }
+
+    /// Present problems, sorted.
+    #[must_use]
+    pub fn present_problems(&self) -> Arc<[Problem]> {
+        Arc::clone(&self.problems.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// When the version after `version` was committed: since then, who is at `version` lags. `None` at the head; for a version so far back that
+    /// its time is forgotten, the oldest time known.
+    #[must_use]
+    pub fn lagging_since(&self, version: u64) -> Option<SystemTime> {
+        let inner = self.read();
+        let behind = usize::try_from(inner.version.checked_sub(version)?).unwrap_or(usize::MAX);
+        let index = inner.commit_times.len().saturating_sub(behind);
+        inner.commit_times.get(index).copied().filter(|_| behind > 0)
+    }
+
+    /// Digests of the present state.
+    #[must_use]
+    pub fn digests(&self) -> Digests {
+        self.read().state.digests().clone()
+    }
+
+    fn limits(&self) -> &Limits {
+        &self.limits
+    }
+
+    // A panic while the lock was held cannot leave half a change visible that matters more than going on: State and log are repaired by the next
+    // change of the same key, and a proxy that stops serving for it would be worse.
+    fn read(&self) -> RwLockReadGuard<'_, Inner> {
+        self.inner.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn write(&self) -> RwLockWriteGuard<'_, Inner> {
+        self.inner.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn delta_cache(&self) -> MutexGuard<'_, DeltaCache> {
+        self.deltas.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Inner {
+    /// Applies changes as one version and returns how many had an effect; with none there is no version.
+    fn apply(&mut self, changes: Vec<TriggeredChange>, keep_encoded: bool) -> usize {
+        let version = self.version + 1;
+        let mut scratch = Dirty::default();
+        let mut effective = 0_u32;
+        for TriggeredChange { change, trigger_unix_ms } in changes {
+            let (key, bucket) = self.log.intern(&change);
+            if self.state.apply(change, &mut scratch) {
+                self.buckets.record(bucket, version, &key, &self.state);
+                let removed = self.is_removed(&key);
+                self.log.record((version, effective), key, bucket, trigger_unix_ms, removed);
+                effective = effective.saturating_add(1);
+            }
+        }
+        if effective > 0 {
+            self.publish(version, keep_encoded && effective as usize <= EAGER_CHANGES);
+        }
+        effective as usize
+    }
+
+    fn is_removed(&self, key: &LogKey) -> bool {
+        match key {
+            LogKey::Service(key) => self.state.entry(key).is_none_or(|entry| entry.service().is_none()),
+            LogKey::Endpoint(key, address) => {
+                self.state.entry(key).is_none_or(|entry| !entry.endpoints().contains_key(address))
+            }
+            LogKey::Cidr(name) => self.state.service_cidr(name).is_none(),
+        }
+    }
+
+    fn publish(&mut self, version: u64, encode: bool) {
+        let told = &self.told_positions;
+        let moved = self.positions.iter().filter(|(kind, position)| told.get(kind) != Some(position));
+        let positions = encode::positions_to_wire(moved.map(|(kind, position)| (*kind, *position)));
+        self.told_positions.clone_from(&self.positions);
+        let previous_version = std::mem::replace(&mut self.version, version);
+        self.commit_times.push_back(SystemTime::now());
+        if self.commit_times.len() > TIMED_COMMITS {
+            self.commit_times.pop_front();
+        }
+        if !encode {
+            self.ring.clear();
+            return;
+        }
+        let entries = self.log.since(log::after(previous_version)).map(|(_, entry)| entry);
+        let changes = encode::present_all(&self.state, entries);
+        let resources = changes.len() as u64;
+        let frames = encode::batch_frames(previous_version, version, &positions, changes);
+        self.ring.push(Delta { previous_version, version, frames, resources });
+    }
+}
+
+impl Sink for Store {
+    fn commit(&self, transaction: Transaction) {
+        let Transaction { changes, nodes, positions } = transaction;
+        let has_moved = !positions.is_empty();
+        let is_synced = *self.synced.borrow();
+        let (effective, version) = {
+            let mut inner = self.write();
+            inner.positions.extend(positions);
+            let effective = inner.apply(changes, is_synced);
+            nodes.into_iter().for_each(|change| inner.nodes.apply(change));
+            self.metrics.set_resources(
+                inner.state.service_count(),
+                inner.state.endpoint_count(),
+                inner.state.service_cidrs().count(),
+                inner.nodes.len(),
+            );
+            self.metrics.set_store(inner.version, inner.log.tombstones());
+            (effective, inner.version)
+        };
+        self.metrics.count_changes(effective);
+        if effective > 0 {
+            self.head.send_replace(version);
+        }
+        if has_moved {
+            self.moves.send_modify(|moves| *moves = moves.wrapping_add(1));
+        }
+    }
+
+    fn synced(&self) {
+        self.metrics.set_synced();
+        self.synced.send_replace(true);
+    }
+
+    fn heard(&self, kind: SourceKind) {
+        let mut freshness = self.freshness.lock().unwrap_or_else(PoisonError::into_inner);
+        freshness.heard.insert(kind, Instant::now());
+    }
+
+    fn problems(&self, problems: Vec<Problem>) {
+        self.metrics.set_problems(problems.len());
+        *self.problems.lock().unwrap_or_else(PoisonError::into_inner) = problems.into();
+    }
+
+    fn count_error(&self, kind: SourceKind, reason: &'static str) {
+        self.metrics.count_source_error(kind, reason);
+    }
+}

@@ -1,0 +1,522 @@
+#![allow(clippy::unwrap_used)]
+//! The store seen through its cursors, with a reader that does what an agent does.
+
+use std::{collections::BTreeSet, net::Ipv4Addr};
+
+use bytes::Bytes;
+use headgate_core::{
+    Change, Endpoint, EndpointPort, Protocol, Service, ServiceCidr, ServiceKey, ServicePort, digest,
+};
+use headgate_proto::{Decoder, MAX_SERVER_MESSAGE_BYTES, frame::PREFIX_BYTES, v1};
+use prost::Message as _;
+use proptest::prelude::*;
+use v1::server_message::Body;
+
+use super::*;
+use crate::transaction::NodeChange;
+
+fn store(limits: Limits) -> Store {
+    let store = Store::new(limits, Arc::new(Metrics::default()));
+    store.synced();
+    store
+}
+
+impl Store {
+    fn put(&self, changes: impl IntoIterator<Item = Change>) {
+        let changes = changes.into_iter().map(|change| TriggeredChange { change, trigger_unix_ms: 7 }).collect();
+        self.commit(Transaction { changes, ..Transaction::default() });
+    }
+}
+
+fn key(service: u8) -> ServiceKey {
+    ServiceKey::new("default", &format!("service-{service}"))
+}
+
+fn service(number: u8, port: u16) -> Change {
+    let port = ServicePort { name: "http".into(), protocol: Protocol::Tcp, port, node_port: 0 };
+    Change::Service(Service::new(key(number), vec![Ipv4Addr::new(10, 0, 0, number).into()], vec![port]))
+}
+
+fn endpoint(service: u8, host: u16, port: u16) -> Change {
+    let [high, low] = host.to_be_bytes();
+    let ports = [EndpointPort { name: "http".into(), protocol: Protocol::Tcp, port }];
+    Change::Endpoint(key(service), Endpoint::new(Ipv4Addr::new(10, 1, high, low).into(), Arc::new(ports)))
+}
+
+fn remove_endpoint(service: u8, host: u16) -> Change {
+    let [high, low] = host.to_be_bytes();
+    Change::RemoveEndpoint(key(service), Ipv4Addr::new(10, 1, high, low).into())
+}
+
+/// Does with messages what the contract asks of an agent, and checks what the contract promises it.
+#[derive(Default)]
+struct Reader {
+    state: State,
+    version: u64,
+    staged: Vec<Change>,
+    positions: BTreeMap<i32, u64>,
+    batches: usize,
+    ends: Vec<v1::SnapshotEnd>,
+    resources: usize,
+    removals: usize,
+}
+
+impl Reader {
+    fn read(&mut self, frame: &Bytes) {
+        assert!(frame.len() - PREFIX_BYTES <= MAX_SERVER_MESSAGE_BYTES, "{} bytes", frame.len());
+        match v1::ServerMessage::decode(&frame[PREFIX_BYTES..]).unwrap().body.unwrap() {
+            Body::Batch(batch) => {
+                assert_eq!(batch.previous_version, self.version);
+                self.stage(batch.changes.unwrap());
+                if batch.version != batch.previous_version {
+                    self.version = batch.version;
+                    self.batches += 1;
+                    self.take_positions(&batch.positions);
+                    self.apply();
+                }
+            }
+            Body::SnapshotChunk(chunk) => self.stage(chunk.changes.unwrap()),
+            Body::SnapshotEnd(end) => self.end(end),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn take_positions(&mut self, positions: &[v1::SourcePosition]) {
+        self.positions.extend(positions.iter().map(|position| (position.kind, position.position)));
+    }
+
+    fn stage(&mut self, changes: v1::Changes) {
+        let (changes, rejections) = Decoder::default().changes(changes);
+        assert_eq!(rejections, []);
+        self.staged.extend(changes);
+    }
+
+    fn apply(&mut self) {
+        for change in std::mem::take(&mut self.staged) {
+            match change {
+                Change::Service(_) | Change::Endpoint(..) | Change::ServiceCidr(_) => self.resources += 1,
+                _ => self.removals += 1,
+            }
+            self.state.apply(change, &mut Dirty::default());
+        }
+    }
+
+    fn end(&mut self, end: v1::SnapshotEnd) {
+        assert_eq!(end.resource_count, self.staged.len() as u64);
+        let is_named = |bucket: u16| end.buckets.is_empty() || end.buckets.contains(&bucket.into());
+        let mut gone = Vec::new();
+        for (key, entry) in self.state.entries() {
+            if is_named(digest::service_bucket(key)) {
+                gone.extend(entry.service().map(|_| Change::RemoveService((**key).clone())));
+                gone.extend(entry.endpoints().keys().map(|address| Change::RemoveEndpoint((**key).clone(), *address)));
+            }
+        }
+        for cidr in self.state.service_cidrs().filter(|cidr| is_named(digest::service_cidr_bucket(&cidr.name))) {
+            gone.push(Change::RemoveServiceCidr(cidr.name.clone()));
+        }
+        for change in gone {
+            self.state.apply(change, &mut Dirty::default());
+        }
+        self.apply();
+        self.version = end.version;
+        self.take_positions(&end.positions);
+        self.ends.push(end);
+    }
+
+    fn read_all(&mut self, store: &Store, cursor: &mut Cursor) -> Vec<Bytes> {
+        let mut frames = Vec::new();
+        while let Some(frame) = store.next_frame(cursor).unwrap() {
+            self.read(&frame);
+            frames.push(frame);
+        }
+        assert_eq!(cursor.version(), self.version);
+        frames
+    }
+
+    fn assert_holds_all_of(&self, store: &Store) {
+        assert_eq!(self.version, store.version());
+        assert!(*self.state.digests() == store.digests(), "the reader's state differs from the store's");
+    }
+}
+
+fn resume_of(reader: &Reader, epoch: u64) -> Resume {
+    let digests = Some(reader.state.digests().clone());
+    Resume { epoch, version: reader.version, positions: BTreeMap::new(), digests }
+}
+
+#[test]
+fn a_new_reader_gets_everything_then_single_batches() {
+    let store = store(Limits::default());
+    store.put((1..=20).flat_map(|number| [service(number, 80), endpoint(number, 1, 8080), endpoint(number, 2, 8080)]));
+    let (mode, mut cursor) = store.cursor(None);
+    assert_eq!(mode, ResumeMode::Full);
+    let mut reader = Reader::default();
+    reader.read_all(&store, &mut cursor);
+    assert_eq!((reader.resources, reader.ends.len(), cursor.snapshots()), (60, 1, 1));
+    assert_eq!(cursor.resources(), 60);
+    reader.assert_holds_all_of(&store);
+
+    store.put([endpoint(3, 1, 9090)]);
+    store.put([remove_endpoint(3, 2)]);
+    reader.read_all(&store, &mut cursor);
+    assert_eq!((reader.batches, reader.resources, reader.removals), (2, 61, 1));
+    reader.assert_holds_all_of(&store);
+}
+
+#[test]
+fn an_empty_store_sends_an_end_marker() {
+    let store = store(Limits::default());
+    let mut reader = Reader::default();
+    let frames = reader.read_all(&store, &mut store.cursor(None).1);
+    assert_eq!((frames.len(), reader.ends[0].resource_count), (1, 0));
+}
+
+#[test]
+fn the_log_keeps_each_key_once() {
+    let store = store(Limits::default());
+    for port in 1..=500 {
+        store.put([service(1, port), endpoint(1, 1, port)]);
+        store.put([remove_endpoint(1, 1)]);
+        store.put([remove_endpoint(1, 1)]);
+    }
+    assert_eq!(store.version(), 1000, "a change without effect makes no version");
+    assert_eq!((store.read().log.len(), store.read().log.tombstones()), (2, 1));
+}
+
+#[test]
+fn a_slow_reader_skips_to_current_values() {
+    let store = store(Limits::default());
+    let (_, mut cursor) = store.cursor(None);
+    let mut reader = Reader::default();
+    reader.read_all(&store, &mut cursor);
+    for port in 1..=1000 {
+        store.put([service(1, port), endpoint(1, port % 3, port)]);
+    }
+    reader.read_all(&store, &mut cursor);
+    assert_eq!((reader.batches, reader.resources), (1, 4));
+    reader.assert_holds_all_of(&store);
+}
+
+#[test]
+fn streams_at_one_point_get_the_same_bytes() {
+    let store = store(Limits::default());
+    store.put((1..=50).flat_map(|number| [service(number, 80), endpoint(number, 1, 8080)]));
+    let mut cursors: Vec<Cursor> = (0..2).map(|_| store.cursor(None).1).collect();
+    let mut read = || -> Vec<Vec<*const u8>> {
+        let pointers = |cursor: &mut Cursor| {
+            let frames = std::iter::from_fn(|| store.next_frame(cursor).unwrap());
+            frames.map(|frame| (frame.as_ptr(), frame)).collect::<Vec<_>>()
+        };
+        let kept: Vec<_> = cursors.iter_mut().map(pointers).collect();
+        kept.iter().map(|frames| frames.iter().map(|(pointer, _)| *pointer).collect()).collect()
+    };
+    let snapshots = read();
+    // The end markers belong to each stream.
+    assert_eq!(snapshots[0].len(), snapshots[1].len());
+    assert_eq!(snapshots[0][..snapshots[0].len() - 1], snapshots[1][..snapshots[1].len() - 1]);
+    store.put([endpoint(1, 1, 9090)]);
+    let batches = read();
+    assert_eq!((batches[0].len(), &batches[0]), (1, &batches[1]), "ring");
+    for port in 1..=100 {
+        store.put([endpoint(1, 1, port)]);
+    }
+    let compacted = read();
+    assert_eq!((compacted[0].len(), &compacted[0]), (1, &compacted[1]), "compacted");
+}
+
+#[test]
+fn snapshots_encode_a_bucket_again_only_after_a_change_in_it() {
+    let store = store(Limits::default());
+    store.put((1..=50).map(|number| service(number, 80)));
+    let snapshot = || {
+        let mut cursor = store.cursor(None).1;
+        std::iter::from_fn(|| store.next_frame(&mut cursor).unwrap()).collect::<Vec<_>>()
+    };
+    let before = snapshot();
+    store.put([service(7, 81)]);
+    let after = snapshot();
+    let shared: BTreeSet<_> = before.iter().map(|frame| frame.as_ptr()).collect();
+    let fresh = after.iter().filter(|frame| !shared.contains(&frame.as_ptr())).count();
+    assert_eq!(fresh, 2, "the bucket of service 7 and the end marker");
+}
+
+#[test]
+fn tombstones_are_bounded_and_move_the_floor() {
+    let store = store(Limits { max_tombstones: 10, ..Limits::default() });
+    store.put((0..100).map(|host| endpoint(1, host, 80)));
+    store.put([service(1, 80), service(2, 80)]);
+    let mut readers = [Reader::default(), Reader::default()];
+    let mut cursors: Vec<Cursor> = (0..2).map(|_| store.cursor(None).1).collect();
+    for (reader, cursor) in readers.iter_mut().zip(&mut cursors) {
+        reader.read_all(&store, cursor);
+    }
+    (0..10).for_each(|host| store.put([remove_endpoint(1, host)]));
+    assert_eq!((store.read().log.floor(), store.read().log.tombstones()), (0, 10));
+    readers[0].read_all(&store, &mut cursors[0]);
+    (10..15).for_each(|host| store.put([remove_endpoint(1, host)]));
+    assert_eq!((store.read().log.floor(), store.read().log.tombstones()), (7, 10));
+
+    let (mode, _) = store.cursor(Some(&resume_of(&readers[0], store.epoch())));
+    assert_eq!(mode, ResumeMode::Log);
+    let (mode, _) = store.cursor(Some(&resume_of(&readers[1], store.epoch())));
+    assert_eq!(mode, ResumeMode::Digests);
+    for (reader, cursor) in readers.iter_mut().zip(&mut cursors) {
+        reader.read_all(&store, cursor);
+        reader.assert_holds_all_of(&store);
+    }
+    assert_eq!((readers[0].ends.len(), readers[1].ends.len()), (1, 2), "only the cursor below the floor needs buckets");
+    assert_eq!(readers[1].ends[1].buckets, [u32::from(digest::service_bucket(&key(1)))]);
+}
+
+#[test]
+fn resume_by_the_log_brings_only_what_changed_since() {
+    let store = store(Limits::default());
+    store.put((1..=50).map(|number| service(number, 80)));
+    let mut reader = Reader::default();
+    reader.read_all(&store, &mut store.cursor(None).1);
+    let (mode, mut cursor) = store.cursor(Some(&resume_of(&reader, store.epoch())));
+    assert_eq!(mode, ResumeMode::Log);
+    assert!(store.next_frame(&mut cursor).unwrap().is_none());
+    store.put([Change::RemoveService(key(4)), service(5, 81)]);
+    reader.read_all(&store, &mut cursor);
+    assert_eq!((cursor.resources(), reader.removals), (2, 1));
+    reader.assert_holds_all_of(&store);
+}
+
+#[test]
+fn resume_by_digests_brings_only_buckets_that_differ() {
+    let (old, new) = (store(Limits::default()), store(Limits::default()));
+    let everything = || (1..=200).flat_map(|number| [service(number, 80), endpoint(number, 1, 80)]);
+    old.put(everything());
+    new.put(everything());
+    let mut reader = Reader::default();
+    reader.read_all(&old, &mut old.cursor(None).1);
+
+    let (mode, mut cursor) = new.cursor(Some(&resume_of(&reader, old.epoch())));
+    assert_eq!(mode, ResumeMode::Digests);
+    let before = reader.resources;
+    let frames = reader.read_all(&new, &mut cursor);
+    assert_eq!((frames.len(), reader.resources), (1, before), "nothing differs: an end marker with the version");
+
+    new.put([remove_endpoint(9, 1), Change::RemoveService(key(9)), service(10, 81)]);
+    let reader_resume = resume_of(&reader, 0);
+    let (mode, mut cursor) = new.cursor(Some(&reader_resume));
+    assert_eq!(mode, ResumeMode::Digests);
+    reader.read_all(&new, &mut cursor);
+    reader.assert_holds_all_of(&new);
+    let expected: BTreeSet<u32> = [9, 10].map(|number| digest::service_bucket(&key(number)).into()).into();
+    assert_eq!(reader.ends.last().unwrap().buckets, expected.into_iter().collect::<Vec<_>>());
+}
+
+#[test]
+fn a_large_step_is_split_and_applies_as_a_whole() {
+    let store = store(Limits::default());
+    let mut cursor = store.cursor(None).1;
+    let mut reader = Reader::default();
+    reader.read_all(&store, &mut cursor);
+    store.put((0..30_000).map(|host| endpoint(1, host, 80)).chain([service(1, 80)]));
+    let mut frames = Vec::new();
+    while let Some(frame) = store.next_frame(&mut cursor).unwrap() {
+        assert_eq!(reader.version, 0, "nothing applies before the last part");
+        reader.read(&frame);
+        frames.push(frame);
+    }
+    assert!(frames.len() > 1);
+    reader.assert_holds_all_of(&store);
+}
+
+#[test]
+fn a_split_batch_that_is_no_longer_kept_ends_the_stream() {
+    let store = store(Limits { delta_cache_bytes: 1, ..Limits::default() });
+    let mut cursor = store.cursor(None).1;
+    let mut reader = Reader::default();
+    reader.read_all(&store, &mut cursor);
+    store.put((0..30_000).map(|host| endpoint(1, host, 80)));
+    assert!(store.next_frame(&mut cursor).unwrap().is_some());
+    // Another stream that starts elsewhere makes the store forget what this one is in the middle of.
+    (0..20).for_each(|port| store.put([service(1, port + 1)]));
+    store.next_frame(&mut store.cursor(Some(&Resume { epoch: store.epoch(), version: 1, ..Resume::default() })).1).unwrap();
+    assert_eq!(store.next_frame(&mut cursor), Err(TooSlow));
+    assert_eq!(cursor.version(), 0, "the stream resumes from before the split batch");
+}
+
+#[test]
+fn a_huge_gap_is_closed_by_buckets() {
+    let store = store(Limits { max_delta_changes: 100, ..Limits::default() });
+    store.put([service(1, 80), service(2, 80)]);
+    let mut cursor = store.cursor(None).1;
+    let mut reader = Reader::default();
+    reader.read_all(&store, &mut cursor);
+    store.put((0..101).map(|host| endpoint(1, host, 80)));
+    // Encoded at its commit, so it is at hand although it is large.
+    store.put([endpoint(1, 0, 81)]);
+    (0..20).for_each(|port| store.put([service(2, port + 1)]));
+    reader.read_all(&store, &mut cursor);
+    assert_eq!(reader.ends.len(), 2);
+    reader.assert_holds_all_of(&store);
+}
+
+#[test]
+fn positions_travel_with_versions() {
+    let store = store(Limits::default());
+    let commit = |position, changes: Vec<Change>| {
+        let changes = changes.into_iter().map(|change| TriggeredChange { change, trigger_unix_ms: 0 }).collect();
+        let positions = vec![(SourceKind::Services, position)];
+        store.commit(Transaction { changes, positions, ..Transaction::default() });
+    };
+    commit(5, vec![service(1, 80)]);
+    let mut cursor = store.cursor(None).1;
+    let mut reader = Reader::default();
+    reader.read_all(&store, &mut cursor);
+    assert_eq!(reader.positions.values().copied().collect::<Vec<_>>(), [5]);
+    commit(6, vec![]);
+    assert!(store.next_frame(&mut cursor).unwrap().is_none(), "a position alone makes no version");
+    assert_eq!(store.behind(&[(SourceKind::Services, 7)].into()), Some((SourceKind::Services, 6, 7)));
+    assert_eq!(store.behind(&[(SourceKind::Services, 6), (SourceKind::Files, 9)].into()), None);
+    commit(8, vec![service(1, 81)]);
+    reader.read_all(&store, &mut cursor);
+    assert_eq!(reader.positions.values().copied().collect::<Vec<_>>(), [8]);
+}
+
+#[test]
+fn a_batch_carries_its_trigger_time() {
+    let store = store(Limits::default());
+    let mut cursor = store.cursor(None).1;
+    Reader::default().read_all(&store, &mut cursor);
+    store.put([endpoint(1, 1, 80)]);
+    let frame = store.next_frame(&mut cursor).unwrap().unwrap();
+    let Some(Body::Batch(batch)) = v1::ServerMessage::decode(&frame[PREFIX_BYTES..]).unwrap().body else { panic!() };
+    assert_eq!(batch.changes.unwrap().endpoints[0].trigger_unix_ms, 7);
+}
+
+#[test]
+fn lag_counts_from_the_first_version_that_is_missing() {
+    let store = store(Limits::default());
+    assert_eq!(store.lagging_since(0), None);
+    store.put([service(1, 80)]);
+    let first = store.lagging_since(0).unwrap();
+    store.put([service(1, 81)]);
+    assert_eq!(store.lagging_since(0), Some(first));
+    assert!(store.lagging_since(1).unwrap() >= first);
+    assert_eq!((store.lagging_since(2), store.lagging_since(3)), (None, None));
+}
+
+#[test]
+fn each_stream_follows_its_own_node() {
+    let store = store(Limits::default());
+    let node = |zone: &str| Node {
+        name: "n1".into(),
+        zone: Some(zone.into()),
+        pod_cidrs: Vec::new(),
+        addresses: Vec::new(),
+        going_away: false,
+    };
+    let commit = |change| store.commit(Transaction { nodes: vec![change], ..Transaction::default() });
+    let (mut ours, other) = (store.follow_node("n1"), store.follow_node("n2"));
+    assert!(ours.borrow().is_none());
+    commit(NodeChange::Apply(node("a")));
+    assert_eq!(ours.borrow_and_update().as_ref().unwrap().zone.as_deref(), Some("a"));
+    commit(NodeChange::Apply(node("a")));
+    assert!(!ours.has_changed().unwrap() && !other.has_changed().unwrap());
+    commit(NodeChange::Remove("n1".into()));
+    assert!(ours.borrow_and_update().is_none());
+    assert_eq!(store.version(), 0, "nodes make no version");
+    for number in 0..1000 {
+        drop(store.follow_node(&format!("gone-{number}")));
+    }
+    assert!(store.read().nodes.followers() < 100);
+}
+
+#[test]
+fn a_watcher_pages_through_changes_and_skips_to_newest_values() {
+    let store = store(Limits::default());
+    store.put([service(1, 80)]);
+    let place = store.watch_place();
+    assert!(store.watch_page(place, 10).changes.is_empty());
+    for port in 1..=50 {
+        store.put([service(1, port), service(2, port)]);
+    }
+    store.put([Change::RemoveService(key(1))]);
+    let first = store.watch_page(place, 1);
+    let second = store.watch_page(first.next, 10);
+    assert_eq!((first.changes, second.changes), (vec![(51, service(2, 50))], vec![(52, Change::RemoveService(key(1)))]));
+    assert!(store.watch_page(second.next, 10).changes.is_empty());
+}
+
+#[derive(Debug, Clone)]
+enum Action {
+    Commit(Vec<Change>),
+    /// Lets a reader take some messages.
+    Read(usize, usize),
+    /// A reader's stream breaks; it resumes, with the epoch known or not.
+    Reconnect(usize, bool),
+}
+
+const READERS: usize = 3;
+
+fn any_change() -> impl Strategy<Value = Change> {
+    let cidr = |name: u8, host: u8| {
+        let cidrs = vec![ipnet::IpNet::new(Ipv4Addr::new(10, host, 0, 0).into(), 16).unwrap()];
+        Change::ServiceCidr(ServiceCidr { name: format!("cidr-{name}").into(), cidrs })
+    };
+    prop_oneof![
+        (0..6_u8, 1..4_u16).prop_map(|(number, port)| service(number, port)),
+        (0..6_u8).prop_map(|number| Change::RemoveService(key(number))),
+        (0..6_u8, 0..5_u16, 1..4_u16).prop_map(|(number, host, port)| endpoint(number, host, port)),
+        (0..6_u8, 0..5_u16).prop_map(|(number, host)| remove_endpoint(number, host)),
+        (0..2_u8, 0..3_u8).prop_map(move |(name, host)| cidr(name, host)),
+        (0..2_u8).prop_map(|name| Change::RemoveServiceCidr(format!("cidr-{name}").into())),
+    ]
+}
+
+fn any_action() -> impl Strategy<Value = Action> {
+    prop_oneof![
+        3 => prop::collection::vec(any_change(), 0..12).prop_map(Action::Commit),
+        3 => (0..READERS, 1..6_usize).prop_map(|(reader, messages)| Action::Read(reader, messages)),
+        1 => (0..READERS, any::<bool>()).prop_map(|(reader, known)| Action::Reconnect(reader, known)),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// At any pace, through any interruption and with every bound in the way, a reader ends with the store's state.
+    #[test]
+    fn every_reader_arrives(
+        actions in prop::collection::vec(any_action(), 1..80),
+        max_tombstones in 0..8_usize,
+        ring_bytes in prop_oneof![Just(0_usize), Just(300), Just(1 << 20)],
+        max_delta_changes in prop_oneof![Just(0_usize), Just(5), Just(1000)],
+    ) {
+        let store = store(Limits { max_tombstones, ring_bytes, delta_cache_bytes: 500, max_delta_changes });
+        let mut readers: Vec<(Reader, Cursor)> = (0..READERS).map(|_| (Reader::default(), store.cursor(None).1)).collect();
+        for action in actions {
+            match action {
+                Action::Commit(changes) => store.put(changes),
+                Action::Read(reader, messages) => {
+                    let (reader, cursor) = &mut readers[reader];
+                    for _ in 0..messages {
+                        match store.next_frame(cursor).unwrap() {
+                            Some(frame) => reader.read(&frame),
+                            None => break,
+                        }
+                    }
+                }
+                Action::Reconnect(reader, is_known) => {
+                    let (reader, cursor) = &mut readers[reader];
+                    reader.staged.clear();
+                    let epoch = if is_known && !reader.ends.is_empty() { store.epoch() } else { 0 };
+                    *cursor = store.cursor(Some(&resume_of(reader, epoch))).1;
+                }
+            }
+        }
+        for (reader, cursor) in &mut readers {
+            reader.read_all(&store, cursor);
+            reader.assert_holds_all_of(&store);
+        }
+        let inner = store.read();
+        prop_assert!(inner.log.tombstones() <= max_tombstones);
+        let live = inner.state.digests().resource_count();
+        prop_assert_eq!(inner.log.len() as u64, live + inner.log.tombstones() as u64);
+    }
+}
