@@ -1,0 +1,99 @@
+//! Dependencies run one way: core ← proto ← {control-plane, node-agent, cli} ← tests; and core can do no I/O.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::metadata::Metadata;
+
+/// All that `core` is built from. None of them opens a socket, reads a clock or starts a process; a new one must be as
+/// harmless to be added here.
+const CORE: [&str; 22] = [
+    "block-buffer",
+    "castaway",
+    "cfg-if",
+    "compact_str",
+    "cpufeatures",
+    "crypto-common",
+    "data-encoding",
+    "digest",
+    "hybrid-array",
+    "ipnet",
+    "itoa",
+    "proc-macro2",
+    "quote",
+    "rustversion",
+    "sha2",
+    "static_assertions",
+    "syn",
+    "thiserror",
+    "thiserror-impl",
+    "typenum",
+    "unicode-ident",
+    "zmij",
+];
+
+#[test]
+fn core_is_built_from_nothing_that_could_do_io() {
+    let metadata = Metadata::read();
+    let found = metadata.transitive("headgate-core");
+    let new: Vec<_> = found.difference(&BTreeSet::from(CORE)).copied().collect();
+    assert!(new.is_empty(), "headgate-core must stay pure, and this is new in it: {new:?}");
+    // The list would hold back nothing if it were read from the wrong place.
+    assert!(found.contains("sha2") && found.contains("ipnet"), "{found:?}");
+}
+
+#[test]
+fn core_uses_no_io_of_the_standard_library() {
+    let banned = [
+        "std::fs",
+        "std::net::Tcp",
+        "std::net::Udp",
+        "std::process",
+        "std::thread",
+        "std::time",
+        "std::env",
+        "std::os",
+    ];
+    for path in super::files() {
+        if path.starts_with("core/src") && path.extension().is_some_and(|extension| extension == "rs") {
+            let text = super::text(&path).unwrap();
+            for (number, line) in text.lines().enumerate() {
+                for word in banned {
+                    assert!(!line.contains(word), "{}:{}: {word} has no place in core", path.display(), number + 1);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn packages_of_the_workspace_depend_one_way() {
+    let metadata = Metadata::read();
+    let allowed = BTreeMap::from([
+        ("headgate-core", BTreeSet::new()),
+        ("headgate-proto", BTreeSet::from(["headgate-core"])),
+        ("headgate-control-plane", BTreeSet::from(["headgate-core", "headgate-proto"])),
+        ("headgate-node-agent", BTreeSet::from(["headgate-core", "headgate-proto"])),
+        ("headgatectl", BTreeSet::from(["headgate-proto"])),
+        (
+            "headgate-tests",
+            BTreeSet::from(["headgate-core", "headgate-proto", "headgate-control-plane", "headgate-node-agent"]),
+        ),
+    ]);
+    let members = metadata.members();
+    assert_eq!(members, allowed.keys().copied().collect());
+    for (name, allowed) in &allowed {
+        let found: BTreeSet<&str> = metadata.direct(name).intersection(&members).copied().collect();
+        let wrong: Vec<_> = found.difference(allowed).collect();
+        assert!(wrong.is_empty(), "{name} must not depend on {wrong:?}");
+    }
+}
+
+#[test]
+fn node_agents_cannot_speak_to_the_api_server() {
+    let metadata = Metadata::read();
+    for name in ["headgate-node-agent", "headgatectl"] {
+        let found = metadata.transitive(name);
+        let wrong: Vec<_> = found.iter().filter(|name| name.starts_with("kube") || **name == "k8s-openapi").collect();
+        assert!(wrong.is_empty(), "{name} depends on {wrong:?}");
+    }
+}

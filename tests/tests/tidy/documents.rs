@@ -1,0 +1,93 @@
+//! Documents point at what exists.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+fn documents() -> impl Iterator<Item = (PathBuf, String)> {
+    let files = super::files().into_iter().filter(|path| path.extension().is_some_and(|extension| extension == "md"));
+    files.map(|path| (path.clone(), super::text(&path).unwrap()))
+}
+
+/// Targets of `[text](target)`, outside fenced code.
+fn links(text: &str) -> Vec<String> {
+    let mut links = Vec::new();
+    let mut fenced = false;
+    for line in text.lines() {
+        if line.trim_start().starts_with("```") {
+            fenced = !fenced;
+        }
+        if !fenced {
+            let targets = line.split("](").skip(1).filter_map(|rest| rest.split_once(')'));
+            links.extend(targets.map(|(target, _)| target.to_owned()));
+        }
+    }
+    links
+}
+
+/// The names by which headings can be linked to.
+fn anchors(text: &str) -> BTreeSet<String> {
+    let headings = text.lines().filter(|line| line.starts_with('#')).map(|line| line.trim_start_matches('#').trim());
+    headings
+        .map(|heading| {
+            let kept = heading.chars().filter(|c| c.is_alphanumeric() || matches!(c, ' ' | '-' | '_'));
+            kept.collect::<String>().to_lowercase().replace(' ', "-")
+        })
+        .collect()
+}
+
+#[test]
+fn every_link_leads_somewhere() {
+    let mut seen = 0;
+    for (path, text) in documents() {
+        for link in links(&text) {
+            if link.starts_with("https://") || link.starts_with("http://") {
+                continue;
+            }
+            seen += 1;
+            let (file, anchor) = link.split_once('#').unwrap_or((&link, ""));
+            let target = if file.is_empty() { path.clone() } else { path.parent().unwrap().join(file) };
+            assert!(super::root().join(&target).exists(), "{}: the link {link} leads nowhere", path.display());
+            if !anchor.is_empty() {
+                let anchors = anchors(&super::text(&target).unwrap());
+                assert!(anchors.contains(anchor), "{}: {link}: no such heading", path.display());
+            }
+        }
+    }
+    assert!(seen > 0, "no document has a link: the reader of links is broken");
+}
+
+#[test]
+fn every_make_target_that_documents_name_exists() {
+    let makefile = super::text(Path::new("Makefile")).unwrap();
+    let targets: BTreeSet<&str> = makefile
+        .lines()
+        .filter_map(|line| line.split_once(": ").or(line.split_once(":")).map(|(name, _)| name))
+        .collect();
+    let mut seen = 0;
+    for (path, text) in documents() {
+        for line in text.lines() {
+            for rest in line.split("make ").skip(1) {
+                let before = line.split("make ").next().unwrap();
+                let is_command =
+                    before.is_empty() || before.ends_with('`') || before.trim() == "sudo" || before.trim().is_empty();
+                if !is_command {
+                    continue;
+                }
+                let target: String = rest.chars().take_while(|c| c.is_ascii_lowercase() || *c == '-').collect();
+                assert!(targets.contains(target.as_str()), "{}: make {target} does not exist", path.display());
+                seen += 1;
+            }
+        }
+    }
+    assert!(seen > 0, "no document names a make target");
+}
+
+#[test]
+fn make_help_lists_every_target() {
+    let makefile = super::text(Path::new("Makefile")).unwrap();
+    let phony = makefile.lines().find_map(|line| line.strip_prefix(".PHONY: ")).unwrap();
+    for target in phony.split(' ') {
+        let described = makefile.lines().any(|line| line.starts_with(&format!("{target}: ")) && line.contains("## "));
+        assert!(described, "make {target} has no description for make help");
+    }
+}

@@ -1,0 +1,56 @@
+//! What holds for every file.
+
+use std::ffi::OsStr;
+
+/// Longest source file, in lines.
+const MAX_LINES: usize = 700;
+
+#[test]
+fn source_files_are_short() {
+    for path in super::files() {
+        if path.extension() == Some(OsStr::new("rs")) {
+            let lines = super::text(&path).unwrap().lines().count();
+            assert!(lines <= MAX_LINES, "{} has {lines} lines, more than {MAX_LINES}: split it", path.display());
+        }
+    }
+}
+
+#[test]
+fn no_file_speaks_of_the_machine_it_was_written_on() {
+    // Spelt in parts, so that this file passes.
+    let words = [["/wo", "rk/"], ["/ro", "ot/"], ["/ho", "me/"], ["/Us", "ers/"]].map(|parts| parts.concat());
+    for path in super::files() {
+        let Some(text) = super::text(&path) else { continue };
+        for (number, line) in text.lines().enumerate() {
+            for word in &words {
+                assert!(!line.contains(word), "{}:{}: contains {word}", path.display(), number + 1);
+            }
+        }
+    }
+}
+
+#[test]
+fn text_files_end_with_one_newline_and_lines_without_blanks() {
+    for path in super::files() {
+        let Some(text) = super::text(&path) else { continue };
+        if text.is_empty() || path.extension().is_some_and(|extension| extension == "lock") {
+            continue;
+        }
+        let shown = path.display();
+        assert!(text.ends_with('\n') && !text.ends_with("\n\n"), "{shown} does not end with one newline");
+        for (number, line) in text.lines().enumerate() {
+            assert!(line.trim_end() == line, "{shown}:{}: blanks at the end of the line", number + 1);
+        }
+    }
+}
+
+#[test]
+fn every_test_that_is_ignored_says_why() {
+    for path in super::files() {
+        if path.extension() == Some(OsStr::new("rs")) {
+            let text = super::text(&path).unwrap();
+            let bare = ["#[ign", "ore]"].concat();
+            assert!(!text.contains(&bare), "{}: a test is ignored without a reason", path.display());
+        }
+    }
+}
