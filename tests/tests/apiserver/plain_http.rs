@@ -7,7 +7,7 @@ use std::{
 };
 
 use headgate_tests::apiserver::{
-    ApiServer, Kind, Options,
+    ApiServer, Cut, Kind, Options,
     objects::{endpoint_slice, service},
 };
 use serde_json::{Value, json};
@@ -216,4 +216,33 @@ fn version_and_health() {
     let server = ApiServer::start().unwrap();
     assert!(get(&server, "/version").body["gitVersion"].as_str().unwrap().starts_with("v1."));
     assert_eq!(get(&server, "/readyz").body, "ok");
+}
+
+#[tokio::test]
+async fn a_cut_is_half_an_event_and_no_end() {
+    for how in [Cut::Close, Cut::Reset] {
+        let server = ApiServer::start().unwrap();
+        let mut socket = TcpStream::connect(server.address()).unwrap();
+        socket.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+        write!(socket, "GET /api/v1/services?watch=1&resourceVersion=1 HTTP/1.1\r\nHost: x\r\n\r\n").unwrap();
+        server.wait_until("it watches", |server| server.open_watches(None) == 1).await.unwrap();
+        assert_eq!(server.cut_watches_on_next_event(Some(Kind::Service), how), 1);
+        server.apply(service("shop", "web").build()).unwrap();
+        let (mut bytes, mut buffer) = (Vec::new(), [0; 4096]);
+        let end = loop {
+            match socket.read(&mut buffer) {
+                Ok(0) => break Cut::Close,
+                Ok(count) => bytes.extend_from_slice(&buffer[..count]),
+                Err(error) => {
+                    assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset);
+                    break Cut::Reset;
+                }
+            }
+        };
+        assert_eq!(end, how);
+        let text = String::from_utf8(bytes).unwrap();
+        let line = text.lines().find(|line| line.starts_with('{')).unwrap();
+        assert!(serde_json::from_str::<Value>(line).unwrap_err().is_eof(), "{line}");
+        assert!(!text.ends_with("0\r\n\r\n"), "{text}");
+    }
 }
