@@ -2,6 +2,8 @@
 #
 # What each target does is said by `make help`, from the comments behind the targets' names.
 
+keep := $(filter-out 0,$(KEEP))
+
 .DEFAULT_GOAL := help
 .PHONY: help setup build test demo bench fmt lint deny descriptor clean-namespaces
 
@@ -23,10 +25,9 @@ test: setup ## Everything that must pass: format, lints, all tests, doc tests
 	cargo test --workspace --doc --locked
 
 demo: ## See it work: three nodes, a service, live changes. KEEP=1 leaves it running until Ctrl-C
-	@.ci/setup demo
-	cargo build --locked -p headgate-control-plane -p headgate-node-agent -p headgatectl
-	cargo build --locked -p headgate-tests --bin demo
-	@exec target/debug/demo $(if $(filter-out 0,$(KEEP)),--keep)
+	@.ci/setup $(if $(keep),try,demo)
+	cargo build --workspace --locked
+	@exec target/debug/demo $(if $(keep),--keep)
 
 bench: ## Measure, and write JSON to target/bench. ONLY=name runs one
 	@.ci/setup demo

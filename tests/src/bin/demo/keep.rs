@@ -1,0 +1,109 @@
+//! Commands to try while everything runs, and the guarantee that nothing stays behind.
+
+use std::fs;
+use std::os::unix::process::CommandExt as _;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, bail};
+use headgate_tests::testbed::manifests::{NAMESPACE, Via};
+use headgate_tests::testbed::plan::{self, CONTROL, CONTROL_PORT};
+use headgate_tests::testbed::process::program;
+use headgate_tests::testbed::{Backend, Family, Testbed};
+
+use crate::screen::Screen;
+use crate::story::{CLIENT, SERVICE};
+
+/// Prints commands that work as they stand, from any folder, as long as the demo runs.
+pub(crate) fn print_commands(bed: &Testbed, screen: &Screen) -> Result<()> {
+    let name = |machine: &str| -> Result<String> { Ok(bed.machines().machine(machine)?.name().to_owned()) };
+    let control = plan::address(CONTROL).context("the control plane has an address")?.v4;
+    let inside = format!("ip netns exec {}", name(CONTROL)?);
+    let on_node = format!("ip netns exec {}", name("node-a")?);
+    let headgatectl =
+        format!("{inside} {} --server http://{control}:{CONTROL_PORT}", program("headgatectl")?.display());
+    let grpcurl = format!("{inside} {} -plaintext", grpcurl());
+    let save = match bed.backend() {
+        Backend::IptablesLegacy => "iptables-legacy-save",
+        Backend::IptablesNft => "iptables-nft-save",
+    };
+    let cluster = bed.address(SERVICE, Via::ClusterIp, Family::V4, "http")?;
+    let node_port = bed.address(SERVICE, Via::NodePort("node-b"), Family::V4, "http")?;
+    let manifests = bed.machines().folder().join("manifests/cluster.yaml");
+
+    screen.step("Everything keeps running; try it from another terminal, as root");
+    let groups = [
+        (
+            "What do the nodes have programmed?",
+            vec![
+                format!("{headgatectl} agents"),
+                format!("{headgatectl} services"),
+                format!("{headgatectl} endpoints {NAMESPACE}/{SERVICE}"),
+                format!("{headgatectl} watch"),
+            ],
+        ),
+        (
+            "The same by grpcurl",
+            vec![
+                format!("{grpcurl} {control}:{CONTROL_PORT} list"),
+                format!("{grpcurl} {control}:{CONTROL_PORT} headgate.v1.Inspect/ListAgents"),
+                format!(
+                    "{grpcurl} -d '{{\"namespace\": \"{NAMESPACE}\", \"name\": \"{SERVICE}\"}}' \
+                     {control}:{CONTROL_PORT} headgate.v1.Inspect/ListEndpoints"
+                ),
+            ],
+        ),
+        ("The rules of node-a", vec![format!("{on_node} {save} -t nat | grep {NAMESPACE}/{SERVICE}")]),
+        (
+            "Requests, from a pod and from outside",
+            vec![
+                format!("ip netns exec {} curl -s http://{cluster}/", name(CLIENT)?),
+                format!("ip netns exec {} curl -s http://{node_port}/", name("outside-1")?),
+            ],
+        ),
+        ("Change something, and see it arrive", vec![format!("${{EDITOR:-vi}} {}", manifests.display())]),
+    ];
+    for (purpose, commands) in groups {
+        screen.plain("");
+        screen.note(purpose);
+        for command in commands {
+            screen.plain(&format!("    {command}"));
+        }
+    }
+    screen.plain("");
+    screen.note("Ctrl-C ends it and takes everything down.");
+    Ok(())
+}
+
+/// The grpcurl that `make demo KEEP=1` has fetched, or the one on the path.
+fn grpcurl() -> String {
+    let own = std::env::current_exe().ok();
+    let fetched = own.as_deref().and_then(|own| own.parent()?.parent()).map(|target| target.join("tools/grpcurl"));
+    match fetched {
+        Some(path) if path.is_file() => path.display().to_string(),
+        _ => "grpcurl".to_owned(),
+    }
+}
+
+/// Removes namespaces of this process that are still there: a second Ctrl-C may have killed the `ip` that was about
+/// to remove one. In a process group of its own, `ip` is safe from that.
+pub(crate) fn remove_leftovers() -> Result<()> {
+    let folder = Path::new("/run/netns");
+    if !folder.exists() {
+        return Ok(());
+    }
+    let prefix = format!("hg{}-", std::process::id());
+    for entry in fs::read_dir(folder).context("listing namespaces")? {
+        let name = entry.context("listing namespaces")?.file_name().to_string_lossy().into_owned();
+        if !name.starts_with(&prefix) {
+            continue;
+        }
+        let mut command = Command::new("ip");
+        command.args(["netns", "del", &name]).stdin(Stdio::null()).process_group(0);
+        let status = command.status().context("running `ip`")?;
+        if !status.success() && folder.join(&name).exists() {
+            bail!("the namespace {name} cannot be removed; `make clean-namespaces` tries again");
+        }
+    }
+    Ok(())
+}
