@@ -1,5 +1,6 @@
 //! Placeholder head.
 
 pub mod apiserver;
+pub mod bench;
 pub mod cases;
 pub mod testbed;

@@ -1,0 +1,9 @@
+//! Benches: each measures Headgate and an anchor in the same run, prints both with their ratio, and writes them as JSON.
+//!
+//! Figures are medians of repeated runs. Nothing asserts on time: machines differ, ratios are for people.
+
+pub mod clock;
+pub mod iptables;
+pub mod kube_proxy_shape;
+pub mod report;
+pub mod workload;

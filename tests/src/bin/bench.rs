@@ -1,0 +1,54 @@
+//! Runs benches: `make bench`, or `make bench ONLY=name`.
+
+use std::path::PathBuf;
+
+use anyhow::{Result, bail};
+use clap::Parser;
+use headgate_tests::bench::{
+    iptables,
+    report::{Figure, publish},
+};
+
+/// Measures Headgate beside an anchor in the same run; prints the figures and writes them as JSON
+#[derive(Debug, Parser)]
+struct Arguments {
+    /// Run only this bench
+    #[arg(long, value_name = "NAME")]
+    only: Option<String>,
+    /// Number of services, where a bench has one size (default: each bench's own)
+    #[arg(long, value_name = "N")]
+    services: Option<u32>,
+    /// Folder for the JSON files
+    #[arg(long, default_value = "target/bench", value_name = "DIR")]
+    out: PathBuf,
+    /// List the benches
+    #[arg(long)]
+    list: bool,
+}
+
+type Bench = fn(&Arguments) -> Result<Vec<Figure>>;
+
+const BENCHES: [(&str, &str, Bench); 2] = [
+    ("iptables-full", "the first sync, legacy and nft", |a| iptables::run(iptables::Bench::Full, a.services)),
+    ("iptables-incremental", "one endpoint changes, legacy and nft", |a| {
+        iptables::run(iptables::Bench::Incremental, a.services)
+    }),
+];
+
+fn main() -> Result<()> {
+    let arguments = Arguments::parse();
+    if arguments.list {
+        BENCHES.iter().for_each(|(name, what, _)| println!("{name:<24} {what}"));
+        return Ok(());
+    }
+    let chosen: Vec<_> =
+        BENCHES.iter().filter(|(name, ..)| arguments.only.as_deref().is_none_or(|only| only == *name)).collect();
+    if chosen.is_empty() {
+        let names: Vec<_> = BENCHES.iter().map(|(name, ..)| *name).collect();
+        bail!("no bench is called {:?}; there are {}", arguments.only.unwrap_or_default(), names.join(", "));
+    }
+    for (name, _, bench) in chosen {
+        publish(name, &bench(&arguments)?, &arguments.out)?;
+    }
+    Ok(())
+}
