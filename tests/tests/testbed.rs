@@ -2,6 +2,10 @@
 #![allow(clippy::unwrap_used, missing_docs)]
 
 use std::net::{IpAddr, SocketAddr};
+use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
 
 use headgate_tests::cases::case::ask;
 use headgate_tests::cases::{self, Source, table};
@@ -9,6 +13,7 @@ use headgate_tests::testbed::client::exchange_large_bodies;
 use headgate_tests::testbed::iptables::{self, Variant};
 use headgate_tests::testbed::machines::Machines;
 use headgate_tests::testbed::manifests::Via;
+use headgate_tests::testbed::process::Process;
 use headgate_tests::testbed::{Backend, Family, Outcome, Request, Testbed, Transport, plan};
 
 const TRANSPORTS: [(Transport, u16); 4] = [
@@ -163,6 +168,40 @@ fn namespaces_vanish_with_the_testbed_even_when_a_test_panics() {
     assert!(!std::path::Path::new("/run/netns").join(name).exists());
     // Logs stay when a test fails; this one only pretended.
     std::fs::remove_dir_all(folder).unwrap();
+}
+
+#[test]
+fn programs_are_logged_and_ended() {
+    let machines = Machines::start().unwrap();
+    let log = machines.folder().join("program.log");
+    let start = |script: &str| {
+        let mut command = Command::new("sh");
+        command.args(["-c", script]);
+        Process::start("a program", machines.machine("a1").unwrap(), command, &log).unwrap()
+    };
+    let is_alive = |id: u32| Path::new(&format!("/proc/{id}")).exists();
+
+    // It runs in its namespace, and its end is noticed with what it wrote last.
+    let mut brief = start("cat /proc/net/fib_trie; echo out of luck >&2; exit 3");
+    let error = loop {
+        match brief.check_running() {
+            Ok(()) => std::thread::sleep(Duration::from_millis(5)),
+            Err(error) => break error.to_string(),
+        }
+    };
+    assert!(error.contains("exit status: 3") && error.contains("out of luck"), "{error}");
+    assert!(std::fs::read_to_string(&log).unwrap().contains("10.244.1.10"));
+
+    let lasting = start("exec sleep 1000");
+    let id = lasting.id();
+    assert!(is_alive(id));
+    assert_eq!(lasting.terminate().unwrap().signal(), Some(15));
+    assert!(!is_alive(id));
+
+    let dropped = start("exec sleep 1000");
+    let id = dropped.id();
+    drop(dropped);
+    assert!(!is_alive(id));
 }
 
 /// The table against rules by hand, which are right for one service on one node: what is right passes, and each kind of wrong is

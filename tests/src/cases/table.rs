@@ -4,8 +4,9 @@ use anyhow::Result;
 
 use super::case::{Case, EVERY_TRANSPORT, Source, ask};
 use crate::testbed::manifests::{Endpoint, Service, Via};
-use crate::testbed::{Family, Manifests};
+use crate::testbed::{Backend, Family, Manifests};
 
+use Backend::{IptablesLegacy, IptablesNft};
 use Source::{Kept, Masqueraded};
 use Via::{ClusterIp, ExternalIp, LoadBalancerIp, Localhost, NodePort};
 
@@ -99,7 +100,9 @@ pub fn node_port() -> Vec<Case> {
         ask("node-a", "web", NodePort("node-a")).ports(EVERY_TRANSPORT).answered(WEB, Masqueraded("node-a")),
         ask("node-a", "web", NodePort("node-b")).answered(WEB, Masqueraded("node-b")),
         ask("a1", "self", NodePort("node-a")).answered(&["a1"], Masqueraded("node-a")),
-        ask("outside-1", "host-network", NodePort("node-c")).answered(&["node-c"], Masqueraded("node-c")),
+        ask("outside-1", "host-network", NodePort("node-a")).answered(&["node-c"], Masqueraded("node-a")),
+        // What ends on the node that was asked never leaves it, and sources are translated on leaving.
+        ask("outside-1", "host-network", NodePort("node-c")).answered(&["node-c"], Kept),
         // At the loopback address over IPv4 only: the kernel lets nothing from ::1 out.
         ask("node-a", "web", Localhost)
             .ports(&["tcp", "udp", "http"])
@@ -124,14 +127,23 @@ pub fn external_addresses() -> Vec<Case> {
     cases
 }
 
+const OUTPUT_NOT_REJECTED: &str = "iptables rules reject external addresses without endpoints where packets arrive or pass, as \
+    kube-proxy's do; what a node itself sends there leaves it";
+
 /// Services without usable endpoints refuse; conditions decide which are usable.
 pub fn endpoint_conditions() -> Vec<Case> {
     let mut cases = Vec::new();
     for via in [ClusterIp, ExternalIp, LoadBalancerIp, NodePort("node-a")] {
-        for from in ["a3", "node-a", "outside-1"] {
+        for from in ["a3", "outside-1"] {
             cases.push(ask(from, "empty", via).ports(EVERY_TRANSPORT).refused());
             cases.push(ask(from, "unready", via).refused());
         }
+        let own = ask("node-a", "empty", via).ports(EVERY_TRANSPORT).refused();
+        cases.push(if matches!(via, ExternalIp | LoadBalancerIp) {
+            own.except(IptablesLegacy, OUTPUT_NOT_REJECTED).except(IptablesNft, OUTPUT_NOT_REJECTED)
+        } else {
+            own
+        });
         // Local policies, too, refuse where there is nothing anywhere.
         cases.push(ask("outside-1", "empty-local", via).ports(&["tcp", "udp"]).refused());
         let source = if via == ClusterIp { Kept } else { Masqueraded("node-a") };

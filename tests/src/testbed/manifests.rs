@@ -27,7 +27,8 @@ pub struct Manifests {
 pub struct Service {
     /// Name; unique.
     pub name: String,
-    number: u8,
+    /// Its number, from which its addresses follow; given by [`Manifests::add`].
+    pub number: u8,
     /// Ports, in order.
     pub ports: Vec<Port>,
     /// What slices say about pods.

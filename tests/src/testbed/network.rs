@@ -54,7 +54,8 @@ impl Network {
         let gateway = plan::gateway();
         underlay.ip_batch(&format!(
             "link add br0 type bridge mcast_snooping 0\nlink set br0 up\n\
-             addr add {}/24 dev br0\naddr add {}/64 dev br0 nodad\n",
+             addr add {}/24 dev br0\naddr add {}/64 dev br0 nodad\n\
+             route add blackhole default\nroute add blackhole ::/0\n",
             gateway.v4, gateway.v6,
         ))?;
         let mut machines = BTreeMap::new();
