@@ -5,6 +5,8 @@
 pub mod identity;
 pub mod metrics;
 pub mod model;
+pub mod options;
+pub mod run;
 pub mod serve;
 pub mod source;
 pub mod store;

@@ -189,7 +189,7 @@ pub async fn start(
     };
     let metrics_addr = metrics_listener.as_ref().map(|(_, address)| *address);
     let shared = Arc::new(Shared {
-        synced: store.synced(),
+        synced: store.watch_synced(),
         agents: Agents::default(),
         metrics: Arc::clone(&metrics),
         settings,
@@ -220,7 +220,7 @@ async fn routes(shared: &Arc<Shared>) -> Result<Routes, ServeError> {
     for name in names {
         reporter.set_service_status(name, ServingStatus::NotServing).await;
     }
-    let mut synced = shared.store.synced();
+    let mut synced = shared.store.watch_synced();
     let mut lifecycle = shared.lifecycle.subscribe();
     tokio::spawn(async move {
         if synced.wait_for(|synced| *synced).await.is_err() {

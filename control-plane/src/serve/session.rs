@@ -153,7 +153,7 @@ impl Session {
         requests: Streaming<v1::AgentMessage>,
     ) -> Self {
         let store = &shared.store;
-        let (synced, moves, head) = (store.synced(), store.moves(), store.head());
+        let (synced, moves, head) = (store.watch_synced(), store.moves(), store.head());
         let (mode, cursor) = store.cursor(admitted.resume.as_ref());
         let agent = Arc::new(Agent::new(admitted.node, peer.address, hello, mode));
         let position = if mode == ResumeMode::Log {

@@ -149,7 +149,7 @@ impl Store {
 
     /// Becomes true once every kind has been listed and committed.
     #[must_use]
-    pub fn synced(&self) -> watch::Receiver<bool> {
+    pub fn watch_synced(&self) -> watch::Receiver<bool> {
         self.synced.subscribe()
     }
 

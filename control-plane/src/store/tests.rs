@@ -17,7 +17,7 @@ use crate::transaction::NodeChange;
 
 fn store(limits: Limits) -> Store {
     let store = Store::new(limits, Arc::new(Metrics::default()));
-    store.synced();
+    Sink::synced(&store);
     store
 }
 
@@ -54,6 +54,7 @@ struct Reader {
     state: State,
     version: u64,
     staged: Vec<Change>,
+    by_digests: bool,
     positions: BTreeMap<i32, u64>,
     batches: usize,
     ends: Vec<v1::SnapshotEnd>,
@@ -103,7 +104,9 @@ impl Reader {
 
     fn end(&mut self, end: v1::SnapshotEnd) {
         assert_eq!(end.resource_count, self.staged.len() as u64);
-        let is_named = |bucket: u16| end.buckets.is_empty() || end.buckets.contains(&bucket.into());
+        // After a comparison of digests an empty list means that nothing differed.
+        let is_all = end.buckets.is_empty() && !std::mem::take(&mut self.by_digests);
+        let is_named = |bucket: u16| is_all || end.buckets.contains(&bucket.into());
         let mut gone = Vec::new();
         for (key, entry) in self.state.entries() {
             if is_named(digest::service_bucket(key)) {
@@ -131,6 +134,13 @@ impl Reader {
         }
         assert_eq!(cursor.version(), self.version);
         frames
+    }
+
+    fn resume(&mut self, store: &Store, epoch: u64) -> (ResumeMode, Cursor) {
+        self.staged.clear();
+        let (mode, cursor) = store.cursor(Some(&resume_of(self, epoch)));
+        self.by_digests = mode == ResumeMode::Digests;
+        (mode, cursor)
     }
 
     fn assert_holds_all_of(&self, store: &Store) {
@@ -274,7 +284,7 @@ fn resume_by_the_log_brings_only_what_changed_since() {
     store.put((1..=50).map(|number| service(number, 80)));
     let mut reader = Reader::default();
     reader.read_all(&store, &mut store.cursor(None).1);
-    let (mode, mut cursor) = store.cursor(Some(&resume_of(&reader, store.epoch())));
+    let (mode, mut cursor) = reader.resume(&store, store.epoch());
     assert_eq!(mode, ResumeMode::Log);
     assert!(store.next_frame(&mut cursor).unwrap().is_none());
     store.put([Change::RemoveService(key(4)), service(5, 81)]);
@@ -292,15 +302,14 @@ fn resume_by_digests_brings_only_buckets_that_differ() {
     let mut reader = Reader::default();
     reader.read_all(&old, &mut old.cursor(None).1);
 
-    let (mode, mut cursor) = new.cursor(Some(&resume_of(&reader, old.epoch())));
+    let (mode, mut cursor) = reader.resume(&new, old.epoch());
     assert_eq!(mode, ResumeMode::Digests);
     let before = reader.resources;
     let frames = reader.read_all(&new, &mut cursor);
     assert_eq!((frames.len(), reader.resources), (1, before), "nothing differs: an end marker with the version");
 
     new.put([remove_endpoint(9, 1), Change::RemoveService(key(9)), service(10, 81)]);
-    let reader_resume = resume_of(&reader, 0);
-    let (mode, mut cursor) = new.cursor(Some(&reader_resume));
+    let (mode, mut cursor) = reader.resume(&new, 0);
     assert_eq!(mode, ResumeMode::Digests);
     reader.read_all(&new, &mut cursor);
     reader.assert_holds_all_of(&new);
@@ -504,9 +513,8 @@ proptest! {
                 }
                 Action::Reconnect(reader, is_known) => {
                     let (reader, cursor) = &mut readers[reader];
-                    reader.staged.clear();
                     let epoch = if is_known && !reader.ends.is_empty() { store.epoch() } else { 0 };
-                    *cursor = store.cursor(Some(&resume_of(reader, epoch))).1;
+                    *cursor = reader.resume(&store, epoch).1;
                 }
             }
         }

@@ -1,0 +1,215 @@
+//! The command line.
+
+use std::{
+    net::{IpAddr, Ipv6Addr, SocketAddr},
+    path::PathBuf,
+    time::Duration,
+};
+
+use clap::Parser;
+use ipnet::IpNet;
+
+use crate::{
+    serve::{
+        Security, Settings,
+        tls::{self, TlsError, TlsFiles},
+    },
+    source::SourceSpec,
+};
+
+/// Where gRPC is served unless `--listen` says otherwise.
+const DEFAULT_LISTEN: SocketAddr = SocketAddr::new(IpAddr::V6(Ipv6Addr::UNSPECIFIED), 7443);
+
+/// Ranges set aside for documentation and benchmarks (RFC 5737, RFC 2544, RFC 3849): nobody's production network.
+const TEST_RANGES: [&str; 5] = ["192.0.2.0/24", "198.51.100.0/24", "203.0.113.0/24", "198.18.0.0/15", "2001:db8::/32"];
+
+/// Headgate's control plane: watches Services, EndpointSlices, Nodes and ServiceCIDRs once, and streams every change to the node agents.
+#[derive(Debug, Clone, Parser)]
+#[command(name = "headgate-control-plane", version)]
+pub struct Options {
+    /// What to serve: "kubernetes" (the API server), or "files:DIR" (a folder of YAML manifests, followed live)
+    #[arg(long, value_name = "SOURCE")]
+    pub source: SourceSpec,
+
+    /// Kubeconfig for --source kubernetes; without it the in-cluster configuration is used
+    #[arg(long, value_name = "FILE")]
+    pub kubeconfig: Option<PathBuf>,
+
+    /// Where agents, grpcurl and headgatectl connect (gRPC: Discovery, Inspect, health, reflection) [default: [::]:7443]
+    #[arg(long, value_name = "ADDR:PORT")]
+    pub listen: Option<SocketAddr>,
+
+    /// Serve without TLS, believing what agents say they are. Needs an explicit --listen on a loopback address, or on one of the ranges set
+    /// aside for tests (192.0.2.0/24, 198.51.100.0/24, 203.0.113.0/24, 198.18.0.0/15, 2001:db8::/32)
+    #[arg(long, conflicts_with_all = ["tls_cert", "tls_key", "tls_client_ca"])]
+    pub insecure_loopback: bool,
+
+    /// PEM file with this replica's certificate and its chain
+    #[arg(long, value_name = "FILE")]
+    pub tls_cert: Option<PathBuf>,
+
+    /// PEM file with the certificate's private key
+    #[arg(long, value_name = "FILE")]
+    pub tls_key: Option<PathBuf>,
+
+    /// PEM file with the authorities that sign agents' certificates. A certificate names its node by the URI headgate://node/NAME or the common
+    /// name system:node:NAME; one that names no node may use Inspect only
+    #[arg(long, value_name = "FILE")]
+    pub tls_client_ca: Option<PathBuf>,
+
+    /// Where /metrics, /healthz and /readyz are served, without TLS
+    #[arg(long, value_name = "ADDR:PORT", default_value = "[::]:7480")]
+    pub metrics_listen: SocketAddr,
+
+    /// Name that agents and people see [default: the host's name]
+    #[arg(long, value_name = "NAME")]
+    pub replica_name: Option<String>,
+
+    /// How often an agent hears something at least, in seconds; it reconnects after three times that
+    #[arg(long, value_name = "SECONDS", default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..=3600))]
+    pub heartbeat_seconds: u32,
+
+    /// How long an agent waits for a replica whose source is behind what the agent has seen, in seconds
+    #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u32).range(0..=3600))]
+    pub behind_wait_seconds: u32,
+
+    /// How long agents have to go elsewhere when this replica stops, in milliseconds
+    #[arg(long, value_name = "MILLISECONDS", default_value_t = 2000, value_parser = clap::value_parser!(u32).range(0..=600_000))]
+    pub drain_grace_ms: u32,
+
+    /// What to log: a level (error, warn, info, debug, trace), or directives such as info,headgate_control_plane=debug
+    #[arg(long, value_name = "FILTER", env = "HEADGATE_LOG", default_value = "info")]
+    pub log: String,
+}
+
+/// Options that do not go together. Names the option and the remedy.
+#[derive(Debug, thiserror::Error)]
+pub enum OptionsError {
+    /// Neither TLS nor a deliberate renunciation of it.
+    #[error(
+        "{missing} is missing: pass --tls-cert, --tls-key and --tls-client-ca together; for a try on this machine alone, pass \
+         --insecure-loopback --listen 127.0.0.1:7443 instead"
+    )]
+    NoTls {
+        /// The first option of the three that is missing.
+        missing: &'static str,
+    },
+    /// `--insecure-loopback` without an address.
+    #[error("--insecure-loopback needs an explicit --listen, such as --listen 127.0.0.1:7443")]
+    ListenNotExplicit,
+    /// `--insecure-loopback` where others may listen in.
+    #[error(
+        "--insecure-loopback: --listen {0} is neither a loopback address nor in a range set aside for tests ({ranges}); choose such an address, or \
+         use TLS (--tls-cert, --tls-key, --tls-client-ca)", ranges = TEST_RANGES.join(", ")
+    )]
+    ListenNotLocal(SocketAddr),
+    /// The TLS files cannot be used.
+    #[error(transparent)]
+    Tls(#[from] TlsError),
+}
+
+impl Options {
+    /// Where gRPC is served.
+    #[must_use]
+    pub fn listen(&self) -> SocketAddr {
+        self.listen.unwrap_or(DEFAULT_LISTEN)
+    }
+
+    /// How connections are secured; reads the TLS files.
+    ///
+    /// # Errors
+    ///
+    /// [`OptionsError`]; trying again does not help.
+    pub fn security(&self) -> Result<Security, OptionsError> {
+        if self.insecure_loopback {
+            let listen = self.listen.ok_or(OptionsError::ListenNotExplicit)?;
+            return if may_be_plaintext(listen.ip()) { Ok(Security::Plaintext) } else { Err(OptionsError::ListenNotLocal(listen)) };
+        }
+        let required = |file: &Option<PathBuf>, missing| file.clone().ok_or(OptionsError::NoTls { missing });
+        let files = TlsFiles {
+            cert: required(&self.tls_cert, "--tls-cert")?,
+            key: required(&self.tls_key, "--tls-key")?,
+            client_ca: required(&self.tls_client_ca, "--tls-client-ca")?,
+        };
+        Ok(Security::Tls(tls::server_config(&files)?))
+    }
+
+    /// What serving needs to know.
+    #[must_use]
+    pub fn settings(&self) -> Settings {
+        Settings {
+            replica_name: self.replica_name.clone().unwrap_or_else(host_name),
+            source_name: self.source.to_string(),
+            heartbeat_interval: Duration::from_secs(self.heartbeat_seconds.into()),
+            behind_wait: Duration::from_secs(self.behind_wait_seconds.into()),
+            drain_grace: Duration::from_millis(self.drain_grace_ms.into()),
+            ..Settings::default()
+        }
+    }
+}
+
+/// Whether nobody else can be on the way to this address.
+fn may_be_plaintext(address: IpAddr) -> bool {
+    let address = address.to_canonical();
+    let is_test = |range: &&str| range.parse::<IpNet>().is_ok_and(|range| range.contains(&address));
+    address.is_loopback() || TEST_RANGES.iter().any(|range| is_test(&range))
+}
+
+/// The host's name as the kernel has it (a pod's name, in a cluster).
+fn host_name() -> String {
+    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    let name = name.trim();
+    if name.is_empty() { "headgate-control-plane".into() } else { name.into() }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use clap::CommandFactory as _;
+
+    use super::*;
+
+    fn options(arguments: &[&str]) -> Options {
+        let start = ["headgate-control-plane", "--source", "files:/tmp"];
+        Options::try_parse_from(start.iter().chain(arguments)).unwrap()
+    }
+
+    fn refusal(arguments: &[&str]) -> String {
+        options(arguments).security().map(|_| ()).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn the_command_line_is_sound() {
+        Options::command().debug_assert();
+        let options = options(&[]);
+        assert_eq!(options.listen().to_string(), "[::]:7443");
+        assert!(!options.settings().replica_name.is_empty());
+    }
+
+    #[test]
+    fn plaintext_is_for_explicit_local_addresses() {
+        for listen in ["127.0.0.1:7443", "[::1]:7443", "127.8.9.1:0", "198.18.5.1:7443", "192.0.2.1:1", "[2001:db8::1]:1"] {
+            let security = options(&["--insecure-loopback", "--listen", listen]).security();
+            assert!(matches!(security, Ok(Security::Plaintext)), "{listen}");
+        }
+        for listen in ["0.0.0.0:7443", "[::]:7443", "10.0.0.1:7443", "[::ffff:10.0.0.1]:7443", "198.20.0.1:1"] {
+            let text = refusal(&["--insecure-loopback", "--listen", listen]);
+            assert!(text.contains("--listen") && text.contains("use TLS"), "{text}");
+        }
+        assert!(refusal(&["--insecure-loopback"]).contains("explicit --listen"));
+    }
+
+    #[test]
+    fn without_tls_files_nothing_is_served() {
+        assert!(refusal(&[]).starts_with("--tls-cert is missing"));
+        assert!(refusal(&["--tls-cert", "/a", "--tls-key", "/b"]).starts_with("--tls-client-ca is missing"));
+        let files = ["--tls-cert", "/nonexistent/a", "--tls-key", "/nonexistent/b", "--tls-client-ca", "/nonexistent/c"];
+        assert!(refusal(&files).contains("/nonexistent/c"));
+    }
+
+    #[test]
+    fn plaintext_and_tls_exclude_each_other() {
+        let arguments = ["headgate-control-plane", "--source", "kubernetes", "--insecure-loopback", "--tls-key", "/a"];
+        assert!(Options::try_parse_from(arguments).is_err());
+    }
+}

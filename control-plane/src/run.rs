@@ -1,0 +1,104 @@
+//! Everything together: source → store → serving.
+
+use std::sync::Arc;
+
+use tokio::task::JoinHandle;
+use tokio_util::sync::CancellationToken;
+
+use crate::{
+    metrics::Metrics,
+    options::{Options, OptionsError},
+    serve::{self, Running, ServeError},
+    source::{self, SourceError},
+    store::{Limits, Store},
+    transaction::Sink,
+};
+
+/// Why the control plane could not start, or could not go on.
+#[derive(Debug, thiserror::Error)]
+pub enum RunError {
+    /// The command line.
+    #[error(transparent)]
+    Options(#[from] OptionsError),
+    /// A port.
+    #[error(transparent)]
+    Serve(#[from] ServeError),
+    /// The source.
+    #[error("--source: {0}")]
+    Source(#[from] SourceError),
+    /// A task panicked.
+    #[error("the source ended by a defect: {0}")]
+    Defect(#[from] tokio::task::JoinError),
+}
+
+/// A control plane that runs in this process.
+pub struct ControlPlane {
+    /// Its server, with the addresses that it is bound to.
+    pub running: Running,
+    /// Its store.
+    pub store: Arc<Store>,
+    source: JoinHandle<Result<(), SourceError>>,
+    shutdown: CancellationToken,
+}
+
+impl ControlPlane {
+    /// Starts serving, and the source. Returns once the ports are bound; agents wait until the source has been listed.
+    ///
+    /// # Errors
+    ///
+    /// [`RunError`], when options or ports cannot be used.
+    pub async fn start(options: &Options, shutdown: CancellationToken) -> Result<Self, RunError> {
+        let security = options.security()?;
+        let metrics = Arc::new(Metrics::default());
+        let store = Arc::new(Store::new(Limits::default(), Arc::clone(&metrics)));
+        let shutdown = shutdown.child_token();
+        let running = serve::start(
+            options.listen(),
+            Some(options.metrics_listen),
+            security,
+            options.settings(),
+            Arc::clone(&store),
+            metrics,
+            shutdown.clone(),
+        )
+        .await?;
+        let sink: Arc<dyn Sink> = Arc::<Store>::clone(&store);
+        let run = source::run(options.source.clone(), options.kubeconfig.clone(), sink, shutdown.clone());
+        Ok(Self { running, store, source: tokio::spawn(run), shutdown })
+    }
+
+    /// Runs until `shutdown` is cancelled or the source cannot go on, and stops in order: agents are asked to go elsewhere first.
+    ///
+    /// # Errors
+    ///
+    /// [`RunError::Source`], when the source cannot be read at all.
+    pub async fn run(mut self) -> Result<(), RunError> {
+        let source = tokio::select! {
+            ended = &mut self.source => Some(ended),
+            () = self.shutdown.cancelled() => None,
+        };
+        self.shutdown.cancel();
+        self.running.join().await;
+        match source {
+            Some(ended) => Ok(ended??),
+            None => {
+                // It may be in the middle of a request to an API server that does not answer.
+                self.source.abort();
+                Ok(())
+            }
+        }
+    }
+}
+
+/// Starts a control plane and runs it until `shutdown` is cancelled.
+///
+/// # Errors
+///
+/// [`RunError`]; trying again does not help unless what it names changes.
+pub async fn run(options: &Options, shutdown: CancellationToken) -> Result<(), RunError> {
+    let control_plane = ControlPlane::start(options, shutdown).await?;
+    let running = &control_plane.running;
+    let metrics = running.metrics_addr.map(tracing::field::display);
+    tracing::info!(listen = %running.local_addr, metrics, source = %options.source, epoch = format!("{:016x}", control_plane.store.epoch()), "control plane runs");
+    control_plane.run().await
+}
