@@ -119,3 +119,6 @@ impl Drop for StopOnDrop {
         self.0.stop();
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -32,12 +32,17 @@ impl Replica {
 
     /// Commits a batch. Of several changes to one key only the last goes on the wire, as a compacted log has it.
     pub(crate) fn commit(&mut self, changes: Vec<Change>) {
-        let is_last = |i: usize| !changes[i + 1..].iter().any(|later| same_key(later, &changes[i]));
-        let changes: Vec<Change> = (0..changes.len()).filter(|i| is_last(*i)).map(|i| changes[i].clone()).collect();
-        for change in &changes {
+        let mut kept: Vec<Change> = Vec::new();
+        for change in changes.into_iter().rev() {
+            if !kept.iter().any(|later| same_key(later, &change)) {
+                kept.push(change);
+            }
+        }
+        kept.reverse();
+        for change in &kept {
             self.state.apply(change.clone(), &mut Dirty::default());
         }
-        self.log.push(changes);
+        self.log.push(kept);
     }
 
     /// Everything that a stream with this `Hello` would carry by now.

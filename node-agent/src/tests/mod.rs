@@ -1,0 +1,309 @@
+//! The whole agent, with a backend without a kernel, against a scripted replica over real sockets.
+#![allow(clippy::unwrap_used)]
+
+mod replica;
+mod tls;
+
+use std::{net::SocketAddr, time::Duration};
+
+use clap::Parser as _;
+use headgate_core::digest::Digests;
+use headgate_proto::{
+    digests_from_wire,
+    v1::{self, agent_message::Body, server_message, welcome::ResumeMode},
+};
+use tokio::{
+    io::{AsyncReadExt as _, AsyncWriteExt as _},
+    net::{TcpListener, TcpStream},
+    task::JoinHandle,
+    time::{sleep, timeout},
+};
+use tokio_util::sync::{CancellationToken, DropGuard};
+use tonic::Status;
+
+use self::replica::{Connection, ScriptedReplica};
+use crate::{
+    AgentError,
+    backend::{
+        BackendError, ErrorKind,
+        fake::{Call, FakeBackend, FakeControl},
+    },
+    options::Options,
+    run_with,
+    session::testing::{Replica, batch, endpoint, message, service},
+};
+
+/// Only ever waited for when a test fails.
+const GUARD: Duration = Duration::from_secs(30);
+
+struct Agent {
+    control: FakeControl,
+    shutdown: CancellationToken,
+    running: JoinHandle<Result<(), AgentError>>,
+    _stops: DropGuard,
+}
+
+impl Agent {
+    fn start(arguments: &[String]) -> Self {
+        let head = ["headgate-node-agent", "--node-name=node-1", "--insecure-loopback"].map(str::to_owned);
+        let metrics = ["--metrics-bind-address=127.0.0.1:0".to_owned()];
+        let has_metrics = arguments.iter().any(|argument| argument.starts_with("--metrics"));
+        let tail = if has_metrics { &[][..] } else { &metrics[..] };
+        let options = Options::try_parse_from(head.iter().chain(arguments).chain(tail)).unwrap();
+        let (backend, control) = FakeBackend::new();
+        let shutdown = CancellationToken::new();
+        let running = tokio::spawn(run_with(options, Box::new(backend), shutdown.clone()));
+        Self { control, _stops: shutdown.clone().drop_guard(), shutdown, running }
+    }
+
+    fn of(replicas: &[&ScriptedReplica]) -> Self {
+        let urls: Vec<String> = replicas.iter().map(|replica| format!("http://{}", replica.address)).collect();
+        Self::start(&[format!("--control-plane={}", urls.join(","))])
+    }
+
+    async fn stop(self) {
+        self.shutdown.cancel();
+        timeout(GUARD, self.running).await.unwrap().unwrap().unwrap();
+    }
+}
+
+fn store() -> Replica {
+    let mut store = Replica::new(7, 2);
+    store.commit(vec![service("web", 80), endpoint("web", 1, 8080), endpoint("web", 2, 8080)]);
+    store
+}
+
+/// Accepts a stream, serves it from the store, and returns what `Hello` said.
+async fn serve(replica: &mut ScriptedReplica, store: &Replica) -> (Connection, v1::Hello) {
+    let mut connection = replica.accept().await;
+    let hello = connection.hello().await;
+    for message in store.stream(hello.resume.as_ref()) {
+        connection.send(message).await;
+    }
+    (connection, hello)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_change_is_acknowledged_once_it_is_programmed() {
+    let mut replica = ScriptedReplica::start().await;
+    let agent = Agent::of(&[&replica]);
+    let mut store = store();
+    let (mut connection, hello) = serve(&mut replica, &store).await;
+    assert_eq!(hello.node_name, "node-1");
+    assert_eq!(hello.status.unwrap().backend, "fake");
+    assert!(hello.resume.is_none());
+    let ack = connection.ack().await;
+    assert_eq!((ack.version, ack.services_planned), (1, 1));
+
+    agent.control.hold(true);
+    store.commit(vec![endpoint("web", 3, 8080)]);
+    connection.send(store.batches_after(1).remove(0)).await;
+    let node = v1::Node { name: "node-1".into(), zone: "a".into(), ..Default::default() };
+    connection.send(message(server_message::Body::OwnNode(v1::OwnNode { revision: 1, node: Some(node) }))).await;
+    assert!(connection.next_within(Duration::from_millis(200)).await.is_none(), "no ACK while the kernel is busy");
+    agent.control.hold(false);
+    // The node's zone is taken up with the batch or after it, as the threads go.
+    loop {
+        let ack = connection.ack().await;
+        assert_eq!(ack.version, 2);
+        if ack.node_revision == 1 {
+            break;
+        }
+    }
+    let calls = agent.control.calls();
+    let Some(Call::Full(digests, facts)) = calls.last() else { panic!("{calls:?}") };
+    assert_eq!((digests, facts.zone.as_deref()), (store.state.digests(), Some("a")));
+    agent.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_broken_stream_is_resumed_from_what_is_held() {
+    let mut replica = ScriptedReplica::start().await;
+    let agent = Agent::of(&[&replica]);
+    let mut store = store();
+    let (mut connection, _) = serve(&mut replica, &store).await;
+    assert_eq!(connection.ack().await.version, 1);
+    connection.end(Status::unavailable("bye")).await;
+    store.commit(vec![endpoint("web", 4, 8080)]);
+    let (mut connection, hello) = serve(&mut replica, &store).await;
+    let resume = hello.resume.unwrap();
+    assert_eq!((resume.epoch, resume.version), (7, 1));
+    assert_eq!(resume.positions[0].position, 1);
+    let digests: Digests = digests_from_wire(&resume.digests.unwrap()).unwrap();
+    assert_eq!(digests.resource_count(), 3);
+    // By log; first what was programmed before, unless the new version was quicker.
+    while connection.ack().await.version != 2 {}
+    // The same replica again, with nothing new: the replica learns at once where the kernel is, and nothing is written.
+    connection.end(Status::unavailable("bye")).await;
+    let written = agent.control.calls().len();
+    let (mut connection, _) = serve(&mut replica, &store).await;
+    assert_eq!(connection.ack().await.version, 2);
+    // Another epoch with the same content.
+    connection.end(Status::unavailable("bye")).await;
+    let mut other = Replica::new(8, 4);
+    other.commit(vec![
+        service("web", 80),
+        endpoint("web", 1, 8080),
+        endpoint("web", 2, 8080),
+        endpoint("web", 4, 8080),
+    ]);
+    let (mut connection, hello) = serve(&mut replica, &other).await;
+    assert_eq!(hello.resume.unwrap().version, 2);
+    assert_eq!(connection.ack().await.version, 1);
+    assert_eq!(agent.control.calls().len(), written, "no kernel write for equal states");
+    agent.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_gap_between_versions_ends_the_stream() {
+    let mut replica = ScriptedReplica::start().await;
+    let agent = Agent::of(&[&replica]);
+    let store = store();
+    let (mut connection, _) = serve(&mut replica, &store).await;
+    assert_eq!(connection.ack().await.version, 1);
+    connection.send(batch(5, 6, &[endpoint("web", 9, 1)])).await;
+    let (_connection, hello) = serve(&mut replica, &store).await;
+    assert_eq!(hello.resume.unwrap().version, 1);
+    agent.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_cannot_be_used_is_named_to_the_replica() {
+    let mut replica = ScriptedReplica::start().await;
+    let agent = Agent::of(&[&replica]);
+    let (mut connection, _) = serve(&mut replica, &store()).await;
+    assert_eq!(connection.ack().await.version, 1);
+    let mut bad = batch(1, 2, &[endpoint("web", 3, 8080), service("bad", 1)]);
+    let Some(server_message::Body::Batch(wire)) = &mut bad.body else { unreachable!() };
+    wire.changes.as_mut().unwrap().services[0].ports.clear();
+    connection.send(bad).await;
+    let Body::Nack(nack) = connection.next().await else { panic!("no NACK") };
+    assert_eq!(nack.version, 2);
+    assert_eq!(nack.rejections[0].resource, "Service prod/bad");
+    assert_eq!(connection.ack().await.version, 2, "the rest of the batch is programmed");
+    agent.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_failed_apply_is_reported_and_made_good() {
+    let mut replica = ScriptedReplica::start().await;
+    let agent = Agent::of(&[&replica]);
+    agent.control.fail_next(BackendError::new(ErrorKind::Retry, "locked"));
+    let (mut connection, _) = serve(&mut replica, &store()).await;
+    // The ACK may overtake the failure when the retry is quick.
+    match connection.next().await {
+        Body::ApplyFailed(failed) => {
+            assert_eq!((failed.version, failed.attempts, failed.error.as_str()), (1, 1, "locked"));
+            assert_eq!(connection.ack().await.version, 1);
+        }
+        Body::Ack(ack) => assert_eq!(ack.version, 1),
+        other => panic!("{other:?}"),
+    }
+    assert_eq!(agent.control.calls().len(), 2);
+    agent.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn silence_ends_the_stream() {
+    let mut replica = ScriptedReplica::start().await;
+    let agent = Agent::of(&[&replica]);
+    let mut connection = replica.accept().await;
+    let _ = connection.hello().await;
+    let mut welcome = store().welcome(ResumeMode::Full);
+    let Some(server_message::Body::Welcome(wire)) = &mut welcome.body else { unreachable!() };
+    wire.heartbeat_interval_ms = 100;
+    connection.send(welcome).await;
+    // Nothing more is said, and the connection stays open.
+    let mut second = replica.accept().await;
+    assert!(second.hello().await.resume.is_none());
+    agent.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_draining_replica_is_left_for_another() {
+    let (mut one, mut two) = (ScriptedReplica::start().await, ScriptedReplica::start().await);
+    let agent = Agent::of(&[&one, &two]);
+    let drain =
+        || message(server_message::Body::Drain(v1::Drain { reconnect_within_ms: 10, reason: "rollout".into() }));
+    let store = store();
+    let (first, second) = tokio::select! {
+        connection = one.accept() => (connection, &mut two),
+        connection = two.accept() => (connection, &mut one),
+    };
+    let mut first = first;
+    let _ = first.hello().await;
+    for message in store.stream(None) {
+        first.send(message).await;
+    }
+    assert_eq!(first.ack().await.version, 1);
+    first.send(drain()).await;
+    let (mut connection, hello) = serve(second, &store).await;
+    assert!(hello.resume.is_some());
+    assert_eq!(connection.ack().await.version, 1);
+    assert_eq!(agent.control.calls().len(), 1, "nothing was written anew");
+    agent.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_absent_control_plane_is_waited_for() {
+    // A port that nobody listens at, until somebody does.
+    let reserved = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = reserved.local_addr().unwrap();
+    drop(reserved);
+    let agent = Agent::start(&[format!("--control-plane=http://{address}")]);
+    sleep(Duration::from_millis(300)).await;
+    assert!(!agent.running.is_finished());
+    let mut replica = ScriptedReplica::at(address).await;
+    let (mut connection, _) = serve(&mut replica, &store()).await;
+    assert_eq!(connection.ack().await.version, 1);
+    agent.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn stopping_leaves_the_rules() {
+    let mut replica = ScriptedReplica::start().await;
+    let agent = Agent::of(&[&replica]);
+    let (mut connection, _) = serve(&mut replica, &store()).await;
+    let _ = connection.ack().await;
+    let control = agent.control.clone();
+    agent.stop().await;
+    assert!(!control.calls().contains(&Call::Cleanup));
+}
+
+async fn get(address: SocketAddr, path: &str) -> Option<String> {
+    let mut stream = TcpStream::connect(address).await.ok()?;
+    let request = format!("GET {path} HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n");
+    stream.write_all(request.as_bytes()).await.ok()?;
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).await.ok()?;
+    Some(answer)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn pages_are_served_also_when_the_address_was_taken_at_first() {
+    let taken = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = taken.local_addr().unwrap();
+    let mut replica = ScriptedReplica::start().await;
+    let url = format!("--control-plane=http://{}", replica.address);
+    let agent = Agent::start(&[url, format!("--metrics-bind-address={address}")]);
+    let (mut connection, _) = serve(&mut replica, &store()).await;
+    assert_eq!(connection.ack().await.version, 1, "forwarding does not wait for the pages");
+    drop(taken);
+    let health = timeout(GUARD, async {
+        loop {
+            if let Some(answer) = get(address, "/healthz").await {
+                return answer;
+            }
+            sleep(Duration::from_millis(20)).await;
+        }
+    });
+    let health = health.await.unwrap();
+    assert!(health.starts_with("HTTP/1.1 200"), "{health}");
+    let json: serde_json::Value = serde_json::from_str(health.split("\r\n\r\n").nth(1).unwrap()).unwrap();
+    assert_eq!(json["connected"], true);
+    assert_eq!((json["version"].as_u64(), json["programmedVersion"].as_u64()), (Some(1), Some(1)));
+    assert_eq!(json["backend"], "fake");
+    assert!(get(address, "/proxyMode").await.unwrap().ends_with("\r\n\r\nfake"));
+    assert!(get(address, "/metrics").await.unwrap().contains("headgate_agent_connected 1"));
+    agent.stop().await;
+}

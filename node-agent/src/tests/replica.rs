@@ -1,0 +1,118 @@
+//! A replica that does what the test says, behind a real socket.
+
+use std::net::SocketAddr;
+
+use futures::StreamExt as _;
+use headgate_proto::v1::{
+    self,
+    agent_message::Body,
+    discovery_server::{Discovery, DiscoveryServer},
+};
+use tokio::{
+    net::TcpListener,
+    sync::mpsc,
+    time::{Duration, timeout},
+};
+use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
+use tokio_util::sync::{CancellationToken, DropGuard};
+use tonic::{
+    Request, Response, Status, Streaming,
+    transport::{Server, ServerTlsConfig},
+};
+
+use super::GUARD;
+
+type Outgoing = Result<v1::ServerMessage, Status>;
+
+/// See the module. Stops when dropped.
+pub(super) struct ScriptedReplica {
+    pub(super) address: SocketAddr,
+    connections: mpsc::Receiver<Connection>,
+    _stops: DropGuard,
+}
+
+/// One agent's stream.
+pub(super) struct Connection {
+    incoming: Streaming<v1::AgentMessage>,
+    outgoing: mpsc::Sender<Outgoing>,
+}
+
+struct Service(mpsc::Sender<Connection>);
+
+#[tonic::async_trait]
+impl Discovery for Service {
+    type SyncStream = ReceiverStream<Outgoing>;
+
+    async fn sync(&self, request: Request<Streaming<v1::AgentMessage>>) -> Result<Response<Self::SyncStream>, Status> {
+        let (outgoing, receiver) = mpsc::channel(16);
+        let connection = Connection { incoming: request.into_inner(), outgoing };
+        self.0.send(connection).await.map_err(|_| Status::unavailable("the test is over"))?;
+        Ok(Response::new(ReceiverStream::new(receiver)))
+    }
+}
+
+impl ScriptedReplica {
+    pub(super) async fn start() -> Self {
+        Self::serve(TcpListener::bind("127.0.0.1:0").await.unwrap(), None)
+    }
+
+    pub(super) async fn at(address: SocketAddr) -> Self {
+        Self::serve(TcpListener::bind(address).await.unwrap(), None)
+    }
+
+    pub(super) async fn start_tls(tls: ServerTlsConfig) -> Self {
+        Self::serve(TcpListener::bind("127.0.0.1:0").await.unwrap(), Some(tls))
+    }
+
+    fn serve(listener: TcpListener, tls: Option<ServerTlsConfig>) -> Self {
+        let address = listener.local_addr().unwrap();
+        let (sender, connections) = mpsc::channel(16);
+        let stop = CancellationToken::new();
+        let server = tls.map_or_else(Server::builder, |tls| Server::builder().tls_config(tls).unwrap());
+        let mut server = server;
+        let serving = server.add_service(DiscoveryServer::new(Service(sender)));
+        let serving = serving.serve_with_incoming(TcpListenerStream::new(listener));
+        let stopped = stop.clone();
+        tokio::spawn(async move { stopped.run_until_cancelled(serving).await });
+        Self { address, connections, _stops: stop.drop_guard() }
+    }
+
+    pub(super) async fn accept(&mut self) -> Connection {
+        timeout(GUARD, self.connections.recv()).await.unwrap().unwrap()
+    }
+
+    pub(super) async fn accept_within(&mut self, wait: Duration) -> Option<Connection> {
+        timeout(wait, self.connections.recv()).await.ok().flatten()
+    }
+}
+
+impl Connection {
+    pub(super) async fn send(&mut self, message: v1::ServerMessage) {
+        // An agent that has gone is found by what it does not answer.
+        let _ = timeout(GUARD, self.outgoing.send(Ok(message))).await.unwrap();
+    }
+
+    pub(super) async fn end(self, status: Status) {
+        let _ = self.outgoing.send(Err(status)).await;
+    }
+
+    pub(super) async fn next_within(&mut self, wait: Duration) -> Option<Body> {
+        timeout(wait, self.incoming.next()).await.ok().map(|message| message.unwrap().unwrap().body.unwrap())
+    }
+
+    pub(super) async fn next(&mut self) -> Body {
+        self.next_within(GUARD).await.unwrap()
+    }
+
+    pub(super) async fn hello(&mut self) -> v1::Hello {
+        let Body::Hello(hello) = self.next().await else { panic!("not Hello") };
+        hello
+    }
+
+    pub(super) async fn ack(&mut self) -> v1::Ack {
+        match self.next().await {
+            Body::Ack(ack) => ack,
+            other => panic!("{other:?}"),
+        }
+    }
+}

@@ -1,0 +1,90 @@
+//! mTLS: who is believed, and what happens when certificates change.
+
+use std::path::{Path, PathBuf};
+
+use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
+use tempfile::TempDir;
+use tonic::transport::{Certificate, Identity, ServerTlsConfig};
+
+use super::*;
+
+struct Authority(CertifiedIssuer<'static, KeyPair>);
+
+impl Authority {
+    fn new() -> Self {
+        let mut params = CertificateParams::new(Vec::new()).unwrap();
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        Self(CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap())
+    }
+
+    fn pem(&self) -> String {
+        self.0.pem()
+    }
+
+    /// Certificate and key for names or addresses.
+    fn issue(&self, name: &str) -> (String, String) {
+        let key = KeyPair::generate().unwrap();
+        let params = CertificateParams::new(vec![name.to_owned()]).unwrap();
+        (params.signed_by(&key, &self.0).unwrap().pem(), key.serialize_pem())
+    }
+}
+
+fn server_tls(server: &Authority, clients: &Authority) -> ServerTlsConfig {
+    let (cert, key) = server.issue("127.0.0.1");
+    ServerTlsConfig::new().identity(Identity::from_pem(cert, key)).client_ca_root(Certificate::from_pem(clients.pem()))
+}
+
+fn write(folder: &Path, name: &str, text: &str) -> PathBuf {
+    let path = folder.join(name);
+    std::fs::write(&path, text).unwrap();
+    path
+}
+
+fn write_files(folder: &Path, ca: &Authority, client: &Authority) -> Vec<String> {
+    let (cert, key) = client.issue("node-1");
+    let files = [("tls-cert", cert), ("tls-key", key), ("tls-ca", ca.pem())];
+    files.iter().map(|(name, text)| format!("--{name}={}", write(folder, name, text).display())).collect()
+}
+
+fn start(replica: &ScriptedReplica, mut arguments: Vec<String>) -> Agent {
+    arguments.push(format!("--control-plane=https://{}", replica.address));
+    Agent::start(&arguments)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn both_sides_prove_who_they_are() {
+    let (authority, folder) = (Authority::new(), TempDir::new().unwrap());
+    let mut replica = ScriptedReplica::start_tls(server_tls(&authority, &authority)).await;
+    let agent = start(&replica, write_files(folder.path(), &authority, &authority));
+    let (mut connection, _) = serve(&mut replica, &store()).await;
+    assert_eq!(connection.ack().await.version, 1);
+    agent.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_replica_of_another_authority_is_refused_until_the_file_changes() {
+    let (authority, stranger, folder) = (Authority::new(), Authority::new(), TempDir::new().unwrap());
+    let mut replica = ScriptedReplica::start_tls(server_tls(&authority, &authority)).await;
+    let agent = start(&replica, write_files(folder.path(), &stranger, &authority));
+    assert!(replica.accept_within(Duration::from_millis(500)).await.is_none());
+    // Files are read at each connection: the right authority is used without a restart.
+    write(folder.path(), "tls-ca", &authority.pem());
+    let (mut connection, _) = serve(&mut replica, &store()).await;
+    assert_eq!(connection.ack().await.version, 1);
+    agent.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn files_that_are_no_certificates_close_nothing_but_this_way() {
+    let (authority, folder) = (Authority::new(), TempDir::new().unwrap());
+    let mut replica = ScriptedReplica::start_tls(server_tls(&authority, &authority)).await;
+    let arguments = write_files(folder.path(), &authority, &authority);
+    write(folder.path(), "tls-key", "nonsense");
+    let agent = start(&replica, arguments.clone());
+    assert!(replica.accept_within(Duration::from_millis(500)).await.is_none());
+    assert!(!agent.running.is_finished());
+    let _ = write_files(folder.path(), &authority, &authority);
+    let (mut connection, _) = serve(&mut replica, &store()).await;
+    assert_eq!(connection.ack().await.version, 1);
+    agent.stop().await;
+}
