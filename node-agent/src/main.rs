@@ -4,7 +4,10 @@ use std::process::ExitCode;
 
 use anyhow::Context as _;
 use clap::Parser as _;
-use headgate_node_agent::{backend, options::Options};
+use headgate_node_agent::{
+    backend::{self, Cleanup, ErrorKind},
+    options::Options,
+};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 use tracing::{error, info};
@@ -15,7 +18,6 @@ fn main() -> ExitCode {
     match start(options) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            error!("{error:#}");
             eprintln!("headgate-node-agent: {error:#}");
             ExitCode::FAILURE
         }
@@ -27,13 +29,25 @@ fn start(options: Options) -> anyhow::Result<()> {
         EnvFilter::try_new(&options.log).context("--log: not a filter such as info or headgate_node_agent=debug")?;
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
     if options.cleanup {
-        for sentence in backend::cleanup_all(&options)? {
-            info!("{sentence}");
-        }
-        return Ok(());
+        return clean(&options);
     }
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     runtime.block_on(run(options))
+}
+
+fn clean(options: &Options) -> anyhow::Result<()> {
+    let cleaned = backend::cleanup_all(options);
+    for Cleanup { backend, outcome } in &cleaned {
+        match outcome {
+            Ok(()) => info!(backend, "nothing is left"),
+            Err(error) if error.kind == ErrorKind::Unavailable => info!(backend, %error, "cannot run here"),
+            Err(error) => error!(backend, %error, "something is left"),
+        }
+    }
+    let failed: Vec<&str> =
+        cleaned.iter().filter(|cleanup| cleanup.has_failed()).map(|cleanup| cleanup.backend.as_str()).collect();
+    anyhow::ensure!(failed.is_empty(), "--cleanup: rules of {} may be left; see above", failed.join(", "));
+    Ok(())
 }
 
 async fn run(options: Options) -> anyhow::Result<()> {

@@ -112,28 +112,34 @@ pub fn build(options: &Options) -> Result<Box<dyn Backend>, BackendError> {
     }
 }
 
-/// Removes the traces of every backend and variant that this machine can run, and says in one sentence each what was done.
-///
-/// # Errors
-/// The first failure, after all others have had their turn.
-pub fn cleanup_all(options: &Options) -> Result<Vec<String>, BackendError> {
-    let (mut done, mut first_error) = (Vec::new(), None);
-    for variant in [iptables::Variant::Legacy, iptables::Variant::Nft] {
-        let cleaned = iptables_config(options, variant).and_then(|config| {
-            let mut backend = iptables::IptablesBackend::new(config)?;
-            backend.cleanup()?;
-            Ok(format!("{}: removed", backend.name()))
-        });
-        match cleaned {
-            Ok(sentence) => done.push(sentence),
-            Err(error) if error.kind == ErrorKind::Unavailable => done.push(format!("{variant:?}: skipped: {error}")),
-            Err(error) => {
-                done.push(format!("{variant:?}: failed: {error}"));
-                first_error.get_or_insert(error);
-            }
-        }
+/// What [`cleanup_all`] found of one way to program the kernel.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Cleanup {
+    /// Such as "iptables-nft".
+    pub backend: String,
+    /// Removed (or nothing was there), or why not. [`ErrorKind::Unavailable`] means that this machine cannot run it, so that there is no trace of it.
+    pub outcome: Result<(), BackendError>,
+}
+
+impl Cleanup {
+    /// Something may have been left behind.
+    #[must_use]
+    pub fn has_failed(&self) -> bool {
+        matches!(&self.outcome, Err(error) if error.kind != ErrorKind::Unavailable)
     }
-    first_error.map_or(Ok(done), Err)
+}
+
+/// Removes the traces of every backend and variant that this machine can run. One that fails does not keep the others from their turn.
+#[must_use]
+pub fn cleanup_all(options: &Options) -> Vec<Cleanup> {
+    let variants = [("iptables-legacy", iptables::Variant::Legacy), ("iptables-nft", iptables::Variant::Nft)];
+    let clean = |(name, variant): (&str, iptables::Variant)| {
+        let outcome = iptables_config(options, variant)
+            .and_then(iptables::IptablesBackend::new)
+            .and_then(|mut backend| backend.cleanup());
+        Cleanup { backend: name.to_owned(), outcome }
+    };
+    variants.into_iter().map(clean).collect()
 }
 
 fn iptables_config(options: &Options, variant: iptables::Variant) -> Result<iptables::Config, BackendError> {
