@@ -152,10 +152,10 @@ pub enum ConnectError {
     TimedOut,
 }
 
-/// An error with what caused it, since tonic's errors name their cause nowhere else.
+/// An error with what caused it, since tonic's errors name their cause nowhere else. What a cause repeats is said once.
 pub(crate) fn chain(error: &(dyn std::error::Error + 'static)) -> String {
-    let causes = std::iter::successors(error.source(), |cause| cause.source());
-    causes.fold(error.to_string(), |text, cause| format!("{text}: {cause}"))
+    let causes = std::iter::successors(error.source(), |cause| cause.source()).map(ToString::to_string);
+    causes.fold(error.to_string(), |text, cause| if text.contains(&cause) { text } else { format!("{text}: {cause}") })
 }
 
 #[cfg(test)]
@@ -184,6 +184,13 @@ mod tests {
             assert!(ControlPlane::parse(&format!("http://{host}:7443"), true).is_err(), "{host}");
         }
         assert!(ControlPlane::parse("https://example.com:7443", false).unwrap().uses_tls());
+    }
+
+    #[test]
+    fn causes_are_named_once() {
+        let cause = ConnectError::TlsFile { path: "/k".into(), error: std::io::Error::other("cause") };
+        let error = std::io::Error::other(cause);
+        assert_eq!(chain(&error), "cannot read /k: cause");
     }
 
     #[tokio::test]
