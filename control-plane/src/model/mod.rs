@@ -38,7 +38,7 @@ use crate::{
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Event {
     /// Added or changed.
-    Apply(Object),
+    Apply(Box<Object>),
     /// There, but it could not be decoded: why, and the field if known.
     Undecodable {
         /// Which object.
@@ -175,28 +175,28 @@ impl Model {
     fn take_in(&mut self, event: Event, origin: &str, times_changes: bool) -> usize {
         let key = event.key();
         match event {
-            Event::Apply(Object::Service(object)) => {
-                let reading = services::read(&object);
-                self.put_service(&key, reading, origin)
-            }
-            Event::Apply(Object::EndpointSlice(object)) => {
-                let reading = slices::read(&object, &mut self.interner);
-                self.put_slice(&key, reading, origin, times_changes)
-            }
-            Event::Apply(Object::Node(object)) => {
-                let reading = nodes::read(&object, &mut self.interner);
-                self.put_node(&key, reading, origin)
-            }
-            Event::Apply(Object::ServiceCidr(object)) => {
-                let reading = cidrs::read(&object);
-                self.put_service_cidr(&key, reading, origin)
-            }
+            Event::Apply(object) => self.put_object(&key, &object, origin, times_changes),
             Event::Undecodable { field, message, .. } => {
                 let mut findings = Findings::default();
                 findings.object(field, message);
                 self.put_nothing(&key, findings, origin)
             }
             Event::Delete(_) => self.put_nothing(&key, Findings::default(), origin),
+        }
+    }
+
+    fn put_object(&mut self, key: &ObjectKey, object: &Object, origin: &str, times_changes: bool) -> usize {
+        match object {
+            Object::Service(object) => self.put_service(key, services::read(object), origin),
+            Object::EndpointSlice(object) => {
+                let reading = slices::read(object, &mut self.interner);
+                self.put_slice(key, reading, origin, times_changes)
+            }
+            Object::Node(object) => {
+                let reading = nodes::read(object, &mut self.interner);
+                self.put_node(key, reading, origin)
+            }
+            Object::ServiceCidr(object) => self.put_service_cidr(key, cidrs::read(object), origin),
         }
     }
 
@@ -233,7 +233,7 @@ impl Model {
             self.endpoints.set(key, reading.value, is_good, times_changes, &mut self.interner);
         }
         let is_served = self.endpoints.contains(key);
-        self.report(key, reading.findings, verdict, is_served, origin) + self.report_disputes(origin)
+        self.report(key, reading.findings, verdict, is_served, origin) + self.report_disputes()
     }
 
     fn put_node(&mut self, key: &ObjectKey, reading: Reading<Node>, origin: &str) -> usize {
@@ -260,7 +260,7 @@ impl Model {
         self.problems.set(Subject::Object(key.clone()), problems)
     }
 
-    fn report_disputes(&mut self, origin: &str) -> usize {
+    fn report_disputes(&mut self) -> usize {
         let mut new_problems = 0;
         for agreement in self.endpoints.take_agreements() {
             let (service, address) = (agreement.service, agreement.address);
@@ -271,7 +271,7 @@ impl Model {
                     "{used} and {other} say different things of it (conditions, node, zone or hints): keep it in one of \
                      them; the first is used"
                 ),
-                origin: origin.to_owned(),
+                origin: String::new(),
             };
             let problems = agreement.dispute.map(problem).into_iter().collect();
             new_problems += self.problems.set(Subject::Endpoint(service, address), problems);

@@ -1,1 +1,506 @@
+//! What the model makes of objects, and that it depends on nothing but them.
 
+#![allow(clippy::unwrap_used)]
+
+use headgate_core::{Dirty, State, TrafficPolicy};
+use proptest::prelude::*;
+use serde::Deserialize as _;
+use serde_json::{Value, json};
+
+use super::*;
+
+fn object(value: &Value) -> Object {
+    let header = crate::source::objects::Header::deserialize(value).unwrap();
+    let kind = ObjectKind::of(&header.api_version, &header.kind).unwrap();
+    Object::deserialize(kind, value).unwrap()
+}
+
+/// A model and the state that its changes add up to.
+#[derive(Default)]
+struct Bench {
+    model: Model,
+    state: State,
+    nodes: std::collections::BTreeMap<Arc<str>, Node>,
+}
+
+impl Bench {
+    fn apply(&mut self, value: &Value) {
+        self.model.event(Event::Apply(Box::new(object(value))), "");
+    }
+
+    fn delete(&mut self, kind: ObjectKind, namespace: &str, name: &str) {
+        self.model.event(Event::Delete(ObjectKey::new(kind, namespace, name)), "");
+    }
+
+    fn flush(&mut self) -> Vec<TriggeredChange> {
+        let (changes, nodes) = self.model.take_changes();
+        for change in &changes {
+            assert!(self.state.apply(change.change.clone(), &mut Dirty::default()), "a change that changes nothing: {change:?}");
+        }
+        for node in nodes {
+            match node {
+                NodeChange::Apply(node) => drop(self.nodes.insert(node.name.clone(), node)),
+                NodeChange::Remove(name) => drop(self.nodes.remove(&name)),
+            }
+        }
+        changes
+    }
+
+    fn with(values: &[Value]) -> Self {
+        let mut bench = Self::default();
+        values.iter().for_each(|value| bench.apply(value));
+        bench.flush();
+        bench
+    }
+
+    fn service(&self, name: &str) -> Option<&Service> {
+        self.state.entry(&ServiceKey::new("x", name))?.service()
+    }
+
+    /// Endpoints as `address:ports`, with `!` behind those that are terminating.
+    fn endpoints(&self, name: &str) -> Vec<String> {
+        let Some(entry) = self.state.entry(&ServiceKey::new("x", name)) else { return Vec::new() };
+        let ports = |endpoint: &headgate_core::Endpoint| {
+            endpoint.ports.iter().map(|port| port.port.to_string()).collect::<Vec<_>>().join(",")
+        };
+        let mark = |endpoint: &headgate_core::Endpoint| if endpoint.conditions.terminating { "!" } else { "" };
+        entry.endpoints().values().map(|e| format!("{}:{}{}", e.address, ports(e), mark(e))).collect()
+    }
+
+    fn problems(&mut self) -> Vec<String> {
+        let problems = self.model.take_problems().unwrap_or_default();
+        problems.into_iter().map(|p| format!("{} {} {}", p.object, p.field, p.message)).collect()
+    }
+}
+
+fn service(name: &str, spec: Value) -> Value {
+    let mut value = json!({"apiVersion": "v1", "kind": "Service", "metadata": {"namespace": "x", "name": name},
+        "spec": {"clusterIP": "10.0.0.1", "ports": [{"name": "http", "port": 80}]}});
+    spec.as_object().unwrap().iter().for_each(|(key, field)| value["spec"][key] = field.clone());
+    value
+}
+
+fn slice(name: &str, service: &str, endpoints: Value, ports: Value) -> Value {
+    json!({"apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
+        "metadata": {"namespace": "x", "name": name, "labels": {"kubernetes.io/service-name": service}},
+        "endpoints": endpoints, "ports": ports})
+}
+
+fn ready(address: &str) -> Value {
+    json!({"addresses": [address]})
+}
+
+fn http(port: u32) -> Value {
+    json!([{"name": "http", "port": port}])
+}
+
+/// Rows 1 and 2 of the checklist: what needs no programming, live.
+#[test]
+fn headless_and_external_name_services_are_not_served() {
+    let mut bench = Bench::with(&[service("s", json!({}))]);
+    assert!(bench.service("s").is_some());
+    for spec in [json!({"clusterIP": "None"}), json!({"type": "ExternalName", "clusterIP": "", "ports": []})] {
+        bench.apply(&service("s", spec));
+        bench.flush();
+        assert_eq!(bench.service("s"), None);
+        assert_eq!(bench.problems(), [""; 0]);
+        bench.apply(&service("s", json!({})));
+        bench.flush();
+        assert!(bench.service("s").is_some());
+    }
+    let mut bench = Bench::with(&[service("s", json!({"clusterIP": ""}))]);
+    assert_eq!(bench.service("s"), None);
+    assert!(bench.problems()[0].contains("spec.clusterIP"));
+}
+
+/// Rows 3 and 4.
+#[test]
+fn labels_hand_objects_off_and_back() {
+    let (mut taken, mut dns_only) = (service("s", json!({})), slice("a", "s", json!([ready("10.1.0.1")]), http(1)));
+    taken["metadata"]["labels"]["service.kubernetes.io/service-proxy-name"] = json!("");
+    dns_only["metadata"]["labels"]["service.kubernetes.io/headless"] = json!("");
+    let (own, serving) = (service("s", json!({})), slice("a", "s", json!([ready("10.1.0.1")]), http(1)));
+    let mut bench = Bench::with(&[own.clone(), serving.clone()]);
+    for _ in 0..2 {
+        bench.apply(&taken);
+        bench.apply(&dns_only);
+        bench.flush();
+        assert_eq!((bench.service("s"), bench.endpoints("s").len()), (None, 0));
+        bench.apply(&own);
+        bench.apply(&serving);
+        bench.flush();
+        assert_eq!((bench.service("s").is_some(), bench.endpoints("s").len()), (true, 1));
+    }
+}
+
+/// Row 5.
+#[test]
+fn names_are_ignored_and_families_checked() {
+    let mut fqdn = slice("a", "s", json!([ready("web.example.org")]), http(1));
+    fqdn["addressType"] = json!("FQDN");
+    let mut v6 = slice("b", "s", json!([ready("fd00::1"), ready("10.1.0.1")]), http(1));
+    v6["addressType"] = json!("IPv6");
+    let mut bench = Bench::with(&[fqdn, v6]);
+    assert_eq!(bench.endpoints("s"), ["fd00::1:1"]);
+    assert!(bench.problems()[0].starts_with("EndpointSlice x/b endpoints[1].addresses[0] 10.1.0.1 is no IPv6 address"));
+}
+
+/// Rows 6 and 7.
+#[test]
+fn slice_ports_need_a_name_and_a_number() {
+    let ports = json!([{"port": 1}, {"name": "a"}, {"name": "b", "port": 0}, {"name": "", "port": 5}, {"name": "c", "port": 4, "protocol": "UDP"}]);
+    let mut bench = Bench::with(&[slice("a", "s", json!([{"addresses": ["10.1.0.1", "10.1.0.2"]}]), ports)]);
+    assert_eq!(bench.endpoints("s"), ["10.1.0.1:5,4"]);
+    assert_eq!(bench.problems(), [""; 0]);
+    let mut bench = Bench::with(&[slice("a", "s", json!([ready("10.1.0.1")]), json!([{"name": "a"}]))]);
+    assert_eq!(bench.endpoints("s"), [""; 0], "nothing can be sent to it");
+    assert_eq!(bench.problems(), [""; 0]);
+}
+
+/// Row 8, and what else is said of an endpoint.
+#[test]
+fn conditions_have_defaults() {
+    let bench = Bench::with(&[slice(
+        "a",
+        "s",
+        json!([{"addresses": ["10.1.0.1"], "conditions": {}, "nodeName": " Node-A ", "zone": "z",
+            "hints": {"forZones": [{"name": "z2"}, {"name": "z1"}, {"name": "z2"}]}}]),
+        http(1),
+    )]);
+    let entry = bench.state.entry(&ServiceKey::new("x", "s")).unwrap();
+    let endpoint = entry.endpoints().values().next().unwrap();
+    assert_eq!(endpoint.conditions, headgate_core::Conditions::READY);
+    assert_eq!(endpoint.node.as_deref(), Some("node-a"));
+    let zones: Vec<&str> = endpoint.hints.as_ref().unwrap().zones.iter().map(|zone| &**zone).collect();
+    assert_eq!(zones, ["z1", "z2"]);
+}
+
+/// Rows 9 and 10.
+#[test]
+fn slices_are_merged_and_the_living_copy_counts() {
+    let dying = json!({"addresses": ["10.1.0.1"], "conditions": {"ready": false, "serving": true, "terminating": true}});
+    let a = slice("a", "s", json!([dying]), http(1));
+    let b = slice("b", "s", json!([ready("10.1.0.1"), ready("10.1.0.2")]), http(2));
+    for order in [[&a, &b], [&b, &a]] {
+        let mut bench = Bench::with(&order.map(Clone::clone));
+        assert_eq!(bench.endpoints("s"), ["10.1.0.1:1,2", "10.1.0.2:2"]);
+        assert_eq!(bench.problems(), [""; 0]);
+        bench.delete(ObjectKind::EndpointSlice, "x", "b");
+        bench.flush();
+        assert_eq!(bench.endpoints("s"), ["10.1.0.1:1!"]);
+    }
+}
+
+#[test]
+fn slices_that_disagree_are_told() {
+    let on = |node: &str| json!([{"addresses": ["10.1.0.1"], "nodeName": node}]);
+    let (a, b) = (slice("a", "s", on("n1"), http(1)), slice("b", "s", on("n2"), http(1)));
+    for order in [[&a, &b], [&b, &a]] {
+        let mut bench = Bench::with(&order.map(Clone::clone));
+        let entry = bench.state.entry(&ServiceKey::new("x", "s")).unwrap();
+        assert_eq!(entry.endpoints().values().next().unwrap().node.as_deref(), Some("n1"));
+        assert!(bench.problems()[0].contains("EndpointSlice x/a and EndpointSlice x/b"));
+        bench.apply(&slice("b", "s", on("n1"), http(1)));
+        assert_eq!(bench.model.take_problems(), Some(Vec::new()));
+    }
+}
+
+/// Rows 11 to 13.
+#[test]
+fn addresses_are_canonical_and_of_the_services_families() {
+    let mut value = service(
+        "s",
+        json!({"clusterIP": "010.000.000.001", "type": "LoadBalancer", "externalIPs": ["192.0.2.001", "2001:db8::1"],
+            "externalTrafficPolicy": "Local", "healthCheckNodePort": 30001,
+            "loadBalancerSourceRanges": [" 198.51.100.7/24 ", "::/0", "2001:db8::/32"]}),
+    );
+    value["status"] = json!({"loadBalancer": {"ingress": [
+        {"ip": "203.0.113.1"}, {"ip": "203.0.113.2", "ipMode": "Proxy"}, {"hostname": "lb"}, {"ip": "203.0.113.3", "ipMode": "VIP"}]}});
+    let mut bench = Bench::with(&[value]);
+    let service = bench.service("s").unwrap();
+    let texts = |list: &[std::net::IpAddr]| list.iter().map(ToString::to_string).collect::<Vec<_>>();
+    assert_eq!(texts(&service.cluster_ips), ["10.0.0.1"]);
+    assert_eq!(texts(&service.external_ips), ["192.0.2.1"]);
+    assert_eq!(texts(&service.load_balancer_ips), ["203.0.113.1", "203.0.113.3"]);
+    let ranges: Vec<String> = service.load_balancer_source_ranges.iter().map(ToString::to_string).collect();
+    assert_eq!(ranges, ["198.51.100.0/24"], "a zero-length range opens its family");
+    assert_eq!((service.external_traffic_policy, service.health_check_node_port), (TrafficPolicy::Local, 30001));
+    assert_eq!(bench.problems(), [""; 0]);
+}
+
+#[test]
+fn policies_count_where_they_have_an_effect() {
+    let policy = |spec: Value| Bench::with(&[service("s", spec)]).service("s").unwrap().external_traffic_policy;
+    assert_eq!(policy(json!({"externalTrafficPolicy": "Local"})), TrafficPolicy::Cluster);
+    assert_eq!(policy(json!({"externalTrafficPolicy": "Local", "type": "NodePort"})), TrafficPolicy::Local);
+    assert_eq!(policy(json!({"externalTrafficPolicy": "Local", "externalIPs": ["192.0.2.1"]})), TrafficPolicy::Local);
+    let affinity = |spec: Value| Bench::with(&[service("s", spec)]).service("s").unwrap().session_affinity;
+    assert_eq!(affinity(json!({"sessionAffinity": "ClientIP"})).unwrap().timeout_seconds, 10_800);
+    assert_eq!(affinity(json!({"sessionAffinity": "None"})), None);
+}
+
+/// Rows 14 to 16.
+#[test]
+fn ports_change_live_and_services_come_back() {
+    let mut bench = Bench::with(&[service("s", json!({})), slice("a", "s", json!([ready("10.1.0.1")]), http(1))]);
+    let ports = json!([{"name": "a", "port": 80}, {"name": "b", "port": 80, "protocol": "UDP"}, {"name": "c", "port": 80, "protocol": "SCTP"}]);
+    bench.apply(&service("s", json!({"ports": ports})));
+    bench.flush();
+    assert_eq!(bench.service("s").unwrap().ports.len(), 3);
+    bench.delete(ObjectKind::Service, "x", "s");
+    bench.flush();
+    assert_eq!((bench.service("s"), bench.endpoints("s").len()), (None, 1), "slices go by events of their own");
+    bench.apply(&service("s", json!({"clusterIP": "10.0.0.9"})));
+    bench.flush();
+    assert_eq!(bench.service("s").unwrap().cluster_ips[0].to_string(), "10.0.0.9");
+}
+
+/// Row 19.
+#[test]
+fn what_ends_as_it_began_drops_out() {
+    let mut bench = Bench::with(&[service("s", json!({})), slice("a", "s", json!([ready("10.1.0.1")]), http(1))]);
+    bench.delete(ObjectKind::Service, "x", "s");
+    bench.apply(&slice("a", "s", json!([]), http(1)));
+    bench.apply(&service("other", json!({})));
+    bench.apply(&slice("a", "s", json!([ready("10.1.0.1")]), http(1)));
+    bench.apply(&service("s", json!({})));
+    bench.delete(ObjectKind::Service, "x", "other");
+    assert_eq!(bench.flush(), []);
+}
+
+#[test]
+fn an_address_moves_between_slices_without_a_gap() {
+    let mut bench = Bench::with(&[slice("a", "s", json!([ready("10.1.0.1")]), http(1))]);
+    bench.apply(&slice("a", "s", json!([]), http(1)));
+    bench.apply(&slice("b", "s", json!([ready("10.1.0.1")]), http(1)));
+    assert_eq!(bench.flush(), []);
+    bench.apply(&slice("b", "t", json!([ready("10.1.0.1")]), http(1)));
+    bench.flush();
+    assert_eq!((bench.endpoints("s").len(), bench.endpoints("t").len()), (0, 1));
+}
+
+#[test]
+fn additions_come_before_what_refers_to_them_and_removals_last() {
+    let mut bench = Bench::with(&[service("old", json!({})), slice("o", "old", json!([ready("10.1.0.9")]), http(1))]);
+    bench.delete(ObjectKind::Service, "x", "old");
+    bench.delete(ObjectKind::EndpointSlice, "x", "o");
+    bench.apply(&service("z", json!({})));
+    bench.apply(&slice("z", "z", json!([ready("10.1.0.1")]), http(1)));
+    let order: Vec<&str> = bench
+        .flush()
+        .iter()
+        .map(|change| match &change.change {
+            Change::Endpoint(..) => "endpoint",
+            Change::Service(_) => "service",
+            Change::RemoveService(_) => "no service",
+            Change::RemoveEndpoint(..) => "no endpoint",
+            _ => "other",
+        })
+        .collect();
+    assert_eq!(order, ["endpoint", "service", "no service", "no endpoint"]);
+}
+
+#[test]
+fn a_bad_object_is_told_and_never_withdraws_a_good_one() {
+    let bad = [
+        (json!({"ports": []}), "spec.ports "),
+        (json!({"ports": [{"port": 0}]}), "spec.ports[0].port"),
+        (json!({"ports": [{"port": 70000}]}), "spec.ports[0].port"),
+        (json!({"ports": [{"port": 80, "protocol": "ICMP"}]}), "spec.ports[0].protocol"),
+        (json!({"ports": [{"port": 80, "nodePort": -1}]}), "spec.ports[0].nodePort"),
+        (json!({"clusterIP": "300.1.1.1"}), "spec.clusterIP "),
+        (json!({"clusterIP": "127.0.0.1"}), "spec.clusterIP "),
+        (json!({"clusterIPs": ["10.0.0.1", "10.0.0.2"]}), "spec.clusterIPs[1]"),
+        (json!({"clusterIPs": ["10.0.0.2"]}), "spec.clusterIP "),
+        (json!({"loadBalancerSourceRanges": ["10.0.0.0"]}), "spec.loadBalancerSourceRanges[0]"),
+        (json!({"type": "Magic"}), "spec.type"),
+        (json!({"sessionAffinity": "Cookie"}), "spec.sessionAffinity "),
+        (json!({"internalTrafficPolicy": "local"}), "spec.internalTrafficPolicy "),
+    ];
+    for (spec, field) in bad {
+        let mut bench = Bench::with(&[service("s", json!({}))]);
+        let good = bench.service("s").cloned();
+        bench.apply(&service("s", spec.clone()));
+        assert_eq!(bench.flush(), [], "{spec}");
+        assert_eq!(bench.service("s").cloned(), good);
+        let problems = bench.problems();
+        assert!(problems.len() == 1 && problems[0].starts_with(&format!("Service x/s {field}")), "{problems:?}");
+        assert!(problems[0].ends_with("its last good version stays in use"), "{problems:?}");
+        bench.apply(&service("s", json!({})));
+        assert_eq!(bench.model.take_problems(), Some(Vec::new()), "mended");
+        bench.apply(&service("s", spec));
+        bench.delete(ObjectKind::Service, "x", "s");
+        bench.flush();
+        assert_eq!(bench.service("s"), None, "what is deleted goes");
+        assert_eq!(bench.model.take_problems(), Some(Vec::new()));
+    }
+}
+
+#[test]
+fn what_was_never_good_is_used_as_far_as_it_goes() {
+    let ports = json!([{"name": "a", "port": 80}, {"name": "b", "port": 70000}, {"name": "a", "port": 81}]);
+    let mut bench = Bench::with(&[service("s", json!({"ports": ports}))]);
+    assert_eq!(bench.service("s").unwrap().ports.len(), 1);
+    let problems = bench.problems();
+    assert!(problems.len() == 2 && problems.iter().all(|p| p.ends_with("the rest of it is in use")), "{problems:?}");
+    let mut value = service("s", json!({"type": "LoadBalancer", "loadBalancerSourceRanges": ["nonsense"]}));
+    value["status"] = json!({"loadBalancer": {"ingress": [{"ip": "203.0.113.1"}]}});
+    let bench = Bench::with(&[value]);
+    assert!(bench.service("s").unwrap().load_balancer_ips.is_empty(), "closed, not open");
+    let mut bench = Bench::with(&[service("s", json!({"externalIPs": ["300.1.1.1", "192.0.2.1"]}))]);
+    assert_eq!(bench.service("s").unwrap().external_ips.len(), 1);
+    assert!(bench.problems()[0].starts_with("Service x/s spec.externalIPs[0]"));
+}
+
+#[test]
+fn bad_endpoints_leave_the_others_alone() {
+    let addresses = ["10.1.0.1", "300.1.1.1", "127.0.0.1", "0.0.0.0", "224.0.0.1", "169.254.0.1"];
+    let mut endpoints: Vec<Value> = addresses.into_iter().map(ready).collect();
+    endpoints.push(json!({"addresses": []}));
+    let mut bench = Bench::with(&[slice("a", "s", json!(endpoints), http(1))]);
+    assert_eq!(bench.endpoints("s"), ["10.1.0.1:1"]);
+    assert_eq!(bench.problems().len(), 6);
+    let good = slice("a", "s", json!([ready("10.1.0.1")]), http(1));
+    let mut unlabelled = good.clone();
+    unlabelled["metadata"]["labels"] = json!({});
+    for (bad, field) in [
+        (unlabelled, "metadata.labels"),
+        (slice("a", "s", json!([ready("10.1.0.1")]), http(70000)), "ports[0].port"),
+        (slice("a", "s", json!([ready("10.1.0.1")]), json!([{"name": "http", "port": 1, "protocol": "X"}])), "ports[0].protocol"),
+    ] {
+        let mut bench = Bench::with(&[good.clone()]);
+        bench.apply(&bad);
+        assert_eq!(bench.flush(), []);
+        assert!(bench.problems()[0].starts_with(&format!("EndpointSlice x/a {field}")));
+        assert_eq!(bench.endpoints("s"), ["10.1.0.1:1"]);
+    }
+}
+
+#[test]
+fn a_list_replaces_everything_of_its_kind() {
+    let mut bench = Bench::with(&[
+        service("kept", json!({})),
+        service("gone", json!({})),
+        slice("a", "kept", json!([ready("10.1.0.1")]), http(1)),
+        service("bad", json!({"ports": []})),
+    ]);
+    let undecodable = |name| Event::Undecodable {
+        key: ObjectKey::new(ObjectKind::Service, "x", name),
+        field: String::new(),
+        message: "broken".to_owned(),
+    };
+    let listed = vec![undecodable("kept"), Event::Apply(Box::new(object(&service("new", json!({})))))];
+    bench.model.replace(ObjectKind::Service, listed);
+    assert_eq!(bench.flush().len(), 2, "one new, one gone; kept and its endpoint are not touched");
+    assert!(bench.service("kept").is_some() && bench.service("new").is_some() && bench.service("gone").is_none());
+    let problems = bench.problems();
+    assert!(problems.len() == 1 && problems[0].starts_with("Service x/kept"), "{problems:?}");
+}
+
+#[test]
+fn a_slice_costs_what_it_changes() {
+    let many = |from: u32, to: u32| (from..to).map(|n| ready(&format!("10.2.{}.{}", n / 256, n % 256))).collect::<Vec<_>>();
+    let mut bench = Bench::default();
+    for number in 0..50 {
+        bench.apply(&slice(&format!("a{number}"), "s", json!(many(number * 100, number * 100 + 100)), http(1)));
+    }
+    bench.flush();
+    let before = bench.model.merged_addresses();
+    let mut endpoints = many(0, 100);
+    endpoints[7] = ready("10.9.9.9");
+    bench.apply(&slice("a0", "s", json!(endpoints), http(1)));
+    assert_eq!(bench.flush().len(), 2);
+    assert_eq!(bench.model.merged_addresses() - before, 2);
+}
+
+#[test]
+fn triggers_are_of_changes_and_not_of_lists() {
+    let at = |time: &str, endpoints: Value| {
+        let mut value = slice("a", "s", endpoints, http(1));
+        value["metadata"]["annotations"]["endpoints.kubernetes.io/last-change-trigger-time"] = json!(time);
+        value
+    };
+    let mut bench = Bench::default();
+    let first = at("2024-01-01T00:00:00Z", json!([ready("10.1.0.1")]));
+    bench.model.replace(ObjectKind::EndpointSlice, vec![Event::Apply(Box::new(object(&first)))]);
+    assert_eq!(bench.flush()[0].trigger_unix_ms, 0);
+    bench.apply(&at("2024-01-01T00:00:01Z", json!([ready("10.1.0.1"), ready("10.1.0.2")])));
+    bench.apply(&at("2024-01-01T00:00:02Z", json!([ready("10.1.0.1"), ready("10.1.0.2"), ready("10.1.0.3")])));
+    let triggers: Vec<u64> = bench.flush().iter().map(|change| change.trigger_unix_ms).collect();
+    assert_eq!(triggers, [1_704_067_201_000, 1_704_067_202_000]);
+}
+
+#[test]
+fn nodes_and_ranges() {
+    let node = json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n1", "labels": {"topology.kubernetes.io/zone": "z"}},
+        "spec": {"podCIDR": "10.1.0.0/24", "podCIDRs": ["10.1.0.0/24", "fd00:1::/64"], "taints": [{"key": "ToBeDeletedByClusterAutoscaler"}]},
+        "status": {"addresses": [{"type": "ExternalIP", "address": "203.0.113.1"}, {"type": "InternalIP", "address": "192.0.2.1"}]}});
+    let cidr = json!({"apiVersion": "networking.k8s.io/v1beta1", "kind": "ServiceCIDR", "metadata": {"name": "k"}, "spec": {"cidrs": ["10.0.0.0/16"]}});
+    let mut bench = Bench::with(&[node, cidr]);
+    let held = &bench.nodes["n1"];
+    assert_eq!(held.addresses.iter().map(ToString::to_string).collect::<Vec<_>>(), ["192.0.2.1", "203.0.113.1"]);
+    assert!(held.pod_cidrs.len() == 2 && held.going_away && held.zone.as_deref() == Some("z"));
+    assert_eq!(bench.state.service_cidr("k").unwrap().cidrs.len(), 1);
+    bench.delete(ObjectKind::Node, "", "n1");
+    bench.delete(ObjectKind::ServiceCidr, "", "k");
+    bench.flush();
+    assert!(bench.nodes.is_empty() && bench.state.service_cidrs().next().is_none());
+}
+
+/// Versions of objects that collide on purpose: few names, few addresses.
+fn any_event() -> impl Strategy<Value = Value> {
+    let endpoint = (0_u8..6, any::<bool>(), 0_u8..3).prop_map(|(address, terminating, node)| {
+        json!({"addresses": [format!("10.1.0.{}", address + 1)], "nodeName": format!("n{node}"),
+            "conditions": {"ready": !terminating, "serving": true, "terminating": terminating}})
+    });
+    let a_slice = (0_u8..4, 0_u8..2, prop::collection::vec(endpoint, 0..5), 1_u32..4).prop_map(|(name, of, endpoints, port)| {
+        slice(&format!("slice{name}"), &format!("s{of}"), json!(endpoints), http(port))
+    });
+    let a_service = (0_u8..2, 1_u8..4, any::<bool>()).prop_map(|(name, address, headless)| {
+        let cluster_ip = if headless { "None".to_owned() } else { format!("10.0.0.{address}") };
+        service(&format!("s{name}"), json!({"clusterIP": cluster_ip}))
+    });
+    prop_oneof![3 => a_slice, 1 => a_service]
+}
+
+proptest! {
+    /// The last versions of objects alone decide: whatever came between them, in whatever order between objects, in however many
+    /// transactions, by events or by lists.
+    #[test]
+    fn only_the_objects_that_there_are_matter(
+        events in prop::collection::vec((any_event(), any::<bool>(), any::<bool>()), 1..40),
+        shuffle in any::<prop::sample::Index>(),
+    ) {
+        let mut by_event = Bench::default();
+        let mut last: std::collections::BTreeMap<ObjectKey, Value> = std::collections::BTreeMap::new();
+        for (value, deletes, flushes) in &events {
+            let key = object(value).key();
+            if *deletes {
+                by_event.model.event(Event::Delete(key.clone()), "");
+                last.remove(&key);
+            } else {
+                by_event.apply(value);
+                last.insert(key, value.clone());
+            }
+            if *flushes {
+                by_event.flush();
+            }
+        }
+        by_event.flush();
+        let mut values: Vec<Value> = last.into_values().collect();
+        if !values.is_empty() {
+            let middle = shuffle.index(values.len());
+            values.rotate_left(middle);
+        }
+        let squashed = Bench::with(&values);
+        prop_assert_eq!(by_event.state.digests(), squashed.state.digests());
+        values.reverse();
+        for kind in ObjectKind::ALL {
+            let listed = values.iter().map(object).filter(|object| object.kind() == kind);
+            by_event.model.replace(kind, listed.map(|object| Event::Apply(Box::new(object))).collect());
+        }
+        prop_assert_eq!(by_event.flush(), vec![], "a list of what is known changes nothing");
+        let (mut left, mut right) = (by_event, squashed);
+        prop_assert_eq!(left.problems(), right.problems());
+    }
+}

@@ -1,0 +1,363 @@
+//! One file: its documents, and the objects in them.
+
+use std::{fmt, marker::PhantomData};
+
+use serde::{Deserialize, Deserializer, de::DeserializeSeed};
+use serde_json::Value;
+use serde_path_to_error::Track;
+use serde_saphyr::with_deserializer_from_str_with_options;
+
+use crate::{
+    model::Event,
+    source::objects::{Header, Object, ObjectKey, ObjectKind},
+    transaction::Problem,
+};
+
+/// An object in a file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Definition {
+    /// What it defines.
+    pub(super) event: Event,
+    /// Where, such as `web.yaml, document 2`.
+    pub(super) origin: String,
+}
+
+/// What a file says.
+#[derive(Debug, Default)]
+pub(super) struct Parsed {
+    /// Objects in their order.
+    pub(super) definitions: Vec<Definition>,
+    /// Documents of which not even the object's name can be read: nobody knows which objects they mean.
+    pub(super) faults: Vec<Problem>,
+}
+
+/// A document or item that cannot be used.
+struct Fault {
+    field: String,
+    message: String,
+}
+
+/// Reads a file. Each document stands for itself: what is wrong with one leaves the others alone.
+pub(super) fn parse(name: &str, bytes: &[u8]) -> Parsed {
+    let mut parsed = Parsed::default();
+    let Ok(text) = std::str::from_utf8(bytes) else {
+        let message = "the file is not UTF-8 text: save it as UTF-8";
+        parsed.fault(String::new(), name, Fault { field: String::new(), message: message.to_owned() });
+        return parsed;
+    };
+    let is_json = name.ends_with(".json");
+    let documents = if is_json { vec![(0, text)] } else { split(text) };
+    let documents = documents.into_iter().filter(|(_, text)| !is_blank(text));
+    for (index, (line, text)) in documents.enumerate() {
+        let document = Document { text, first_line: line, is_json, origin: format!("{name}, document {}", index + 1) };
+        document.read(&mut parsed);
+    }
+    parsed
+}
+
+impl Parsed {
+    fn fault(&mut self, object: String, origin: &str, fault: Fault) {
+        let Fault { field, message } = fault;
+        let message = format!("{message}; what the file defined before stays in use");
+        self.faults.push(Problem { object, field, message, origin: origin.to_owned() });
+    }
+
+    fn define(&mut self, event: Event, origin: &str) {
+        self.definitions.push(Definition { event, origin: origin.to_owned() });
+    }
+}
+
+/// Text of each document with its first line. A line that begins with `---` starts a document wherever it stands, also in block scalars (YAML
+/// 1.2, 9.1.2), so each can be cut out without reading it.
+fn split(text: &str) -> Vec<(usize, &str)> {
+    let mut documents = Vec::new();
+    let (mut start, mut first_line, mut offset) = (0, 0, 0);
+    for (number, line) in text.split_inclusive('\n').enumerate() {
+        let is_marker = line.strip_prefix("---").is_some_and(|rest| rest.is_empty() || rest.starts_with([' ', '\t', '\r', '\n']));
+        if is_marker && offset > start {
+            documents.push((first_line, &text[start..offset]));
+            (start, first_line) = (offset, number);
+        }
+        offset += line.len();
+    }
+    documents.push((first_line, &text[start..]));
+    documents
+}
+
+/// Only comments, directives and markers.
+fn is_blank(text: &str) -> bool {
+    let is_blank_line = |line: &str| line.is_empty() || line.starts_with(['#', '%']) || line == "...";
+    text.trim_start_matches('\u{feff}').lines().all(|line| {
+        let line = line.strip_prefix("---").unwrap_or(line);
+        is_blank_line(line.trim())
+    })
+}
+
+struct Document<'a> {
+    text: &'a str,
+    first_line: usize,
+    is_json: bool,
+    origin: String,
+}
+
+impl Document<'_> {
+    fn read(&self, parsed: &mut Parsed) {
+        let header: Header = match self.decode(PhantomData) {
+            Ok(header) => header,
+            Err(fault) => return parsed.fault(String::new(), &self.origin, fault),
+        };
+        if is_list(&header.kind) {
+            return self.read_list(&header.kind, parsed);
+        }
+        match identify(&header) {
+            Ok(None) => {
+                let (api_version, kind) = (header.api_version, header.kind);
+                tracing::debug!(origin = self.origin, api_version, kind, "not a kind that is read: left alone");
+            }
+            Ok(Some(key)) => {
+                let decoded = self.decode(OfKind(key.kind));
+                parsed.define(decoded.map_or_else(|fault| undecodable(key, fault), apply), &self.origin);
+            }
+            Err((Some(key), fault)) => parsed.define(undecodable(key, fault), &self.origin),
+            Err((None, fault)) => parsed.fault(header.kind, &self.origin, fault),
+        }
+    }
+
+    fn read_list(&self, kind: &str, parsed: &mut Parsed) {
+        #[derive(Deserialize)]
+        struct List {
+            #[serde(default)]
+            items: Option<Vec<Value>>,
+        }
+        let list: List = match self.decode(PhantomData) {
+            Ok(list) => list,
+            Err(fault) => return parsed.fault(kind.to_owned(), &self.origin, fault),
+        };
+        for (index, mut item) in list.items.unwrap_or_default().into_iter().enumerate() {
+            // Items of a ServiceList and the like need not repeat what they are.
+            if let Some((api_version, kind)) = kind_of_items(kind)
+                && let Some(fields) = item.as_object_mut()
+            {
+                fields.entry("apiVersion").or_insert_with(|| api_version.into());
+                fields.entry("kind").or_insert_with(|| kind.into());
+            }
+            self.read_item(index, &item, parsed);
+        }
+    }
+
+    fn read_item(&self, index: usize, item: &Value, parsed: &mut Parsed) {
+        let at = |fault: Fault| {
+            let dot = if fault.field.is_empty() { "" } else { "." };
+            Fault { field: format!("items[{index}]{dot}{}", fault.field), message: fault.message }
+        };
+        let header = match Header::deserialize(item) {
+            Ok(header) => header,
+            Err(error) => {
+                let message = format!("{error}: write an object with apiVersion, kind and metadata");
+                return parsed.fault(String::new(), &self.origin, at(Fault { field: String::new(), message }));
+            }
+        };
+        match identify(&header) {
+            Ok(None) => {
+                let (api_version, kind) = (header.api_version, header.kind);
+                tracing::debug!(origin = self.origin, index, api_version, kind, "not a kind that is read: left alone");
+            }
+            Ok(Some(key)) => {
+                let mut track = serde_path_to_error::Track::new();
+                let tracked = serde_path_to_error::Deserializer::new(item, &mut track);
+                let event = match Object::deserialize(key.kind, tracked) {
+                    Ok(object) => apply(object),
+                    Err(error) => {
+                        let message = format!("{error}: correct the field");
+                        undecodable(key, at(Fault { field: track.path().to_string(), message }))
+                    }
+                };
+                parsed.define(event, &self.origin);
+            }
+            Err((Some(key), fault)) => parsed.define(undecodable(key, at(fault)), &self.origin),
+            Err((None, fault)) => parsed.fault(header.kind, &self.origin, at(fault)),
+        }
+    }
+
+    /// Decodes the document; only one that cannot be decoded is read a second time, to say where.
+    fn decode<S, T>(&self, seed: S) -> Result<T, Fault>
+    where
+        S: for<'de> DeserializeSeed<'de, Value = T> + Copy,
+    {
+        if self.is_json {
+            let mut deserializer = serde_json::Deserializer::from_str(self.text);
+            let mut track = Track::new();
+            let tracked = serde_path_to_error::Deserializer::new(&mut deserializer, &mut track);
+            let decoded = seed.deserialize(tracked).and_then(|value| deserializer.end().map(|()| value));
+            return decoded.map_err(|error| Fault::new(track.path().to_string(), &error));
+        }
+        let plain = with_deserializer_from_str_with_options(self.text, options(), |deserializer| seed.deserialize(deserializer));
+        plain.or_else(|_| {
+            // Line numbers are to be those of the file.
+            let text = format!("{}{}", "\n".repeat(self.first_line), self.text);
+            let mut track = Track::new();
+            let tracked = with_deserializer_from_str_with_options(&text, options(), |deserializer| {
+                seed.deserialize(serde_path_to_error::Deserializer::new(deserializer, &mut track))
+            });
+            tracked.map_err(|error| Fault::new(track.path().to_string(), error.without_snippet()))
+        })
+    }
+}
+
+/// Decodes an object of a kind.
+#[derive(Clone, Copy)]
+struct OfKind(ObjectKind);
+
+impl<'de> DeserializeSeed<'de> for OfKind {
+    type Value = Object;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Object, D::Error> {
+        Object::deserialize(self.0, deserializer)
+    }
+}
+
+impl Fault {
+    fn new(path: String, error: &impl fmt::Display) -> Self {
+        let field = if path == "." { String::new() } else { path };
+        Self { field, message: format!("{error}: correct it") }
+    }
+}
+
+/// Limits against documents that grow without end by aliases, wide enough for one list of a large cluster.
+fn options() -> serde_saphyr::Options {
+    serde_saphyr::options! {
+        budget: serde_saphyr::budget! { max_events: 50_000_000, max_nodes: 50_000_000 },
+        with_snippet: false,
+    }
+}
+
+fn is_list(kind: &str) -> bool {
+    kind == "List" || kind_of_items(kind).is_some()
+}
+
+/// `apiVersion` and `kind` of the items of a typed list.
+fn kind_of_items(list: &str) -> Option<(&'static str, &'static str)> {
+    match list {
+        "ServiceList" => Some(("v1", "Service")),
+        "NodeList" => Some(("v1", "Node")),
+        "EndpointSliceList" => Some(("discovery.k8s.io/v1", "EndpointSlice")),
+        "ServiceCIDRList" => Some(("networking.k8s.io/v1", "ServiceCIDR")),
+        _ => None,
+    }
+}
+
+fn apply(object: Object) -> Event {
+    Event::Apply(Box::new(object))
+}
+
+fn undecodable(key: ObjectKey, fault: Fault) -> Event {
+    Event::Undecodable { key, field: fault.field, message: fault.message }
+}
+
+/// Which object a header names; `None` for kinds that are not read. With the fault comes the object, if that much is known.
+fn identify(header: &Header) -> Result<Option<ObjectKey>, (Option<ObjectKey>, Fault)> {
+    let fault = |field: &str, message: String| Fault { field: field.to_owned(), message };
+    for (field, value) in [("apiVersion", &header.api_version), ("kind", &header.kind)] {
+        if value.is_empty() {
+            return Err((None, fault(field, "it is missing: say what kind of object this is".to_owned())));
+        }
+    }
+    let kind = ObjectKind::of(&header.api_version, &header.kind);
+    let near = || ObjectKind::ALL.into_iter().find(|kind| kind.name() == header.kind && shares_group(*kind, &header.api_version));
+    let Some(kind) = kind.or_else(near) else { return Ok(None) };
+    let names = &header.metadata;
+    if names.name.is_empty() {
+        return Err((None, fault("metadata.name", format!("this {} has no name: give it one", kind.name()))));
+    }
+    let key = ObjectKey::new(kind, &names.namespace, &names.name);
+    if ObjectKind::of(&header.api_version, &header.kind).is_none() {
+        let message = format!("{:?} is a version that is not read: write {}", header.api_version, api_version(kind));
+        return Err((Some(key), fault("apiVersion", message)));
+    }
+    Ok(Some(key))
+}
+
+fn api_version(kind: ObjectKind) -> &'static str {
+    match kind {
+        ObjectKind::Service | ObjectKind::Node => "v1",
+        ObjectKind::EndpointSlice => "discovery.k8s.io/v1",
+        ObjectKind::ServiceCidr => "networking.k8s.io/v1",
+    }
+}
+
+/// Another version of the same API group, and not a kind of the same name from elsewhere.
+fn shares_group(kind: ObjectKind, written: &str) -> bool {
+    let group = |api_version: &str| api_version.rsplit_once('/').map(|(group, _)| group.to_owned());
+    group(api_version(kind)) == group(written)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    const SERVICE: &str = "apiVersion: v1\nkind: Service\nmetadata: {name: web, namespace: prod}\n";
+
+    fn keys(parsed: &Parsed) -> Vec<String> {
+        parsed.definitions.iter().map(|definition| definition.event.key().to_string()).collect()
+    }
+
+    #[test]
+    fn documents_stand_for_themselves() {
+        let text = format!(
+            "# head\n---\n{SERVICE}---\nkind: [broken\n--- # third\n{{apiVersion: v1, kind: Node, metadata: {{name: n1}}}}\n---\n---\n\
+             apiVersion: apps/v1\nkind: Deployment\nmetadata: {{name: web}}\n"
+        );
+        let parsed = parse("a.yaml", text.as_bytes());
+        assert_eq!(keys(&parsed), ["Service prod/web", "Node n1"]);
+        assert_eq!(parsed.definitions[1].origin, "a.yaml, document 3");
+        assert_eq!(parsed.faults.len(), 1);
+        assert_eq!(parsed.faults[0].origin, "a.yaml, document 2");
+        assert!(parsed.faults[0].message.contains('7') || parsed.faults[0].message.contains('8'), "{:?}", parsed.faults);
+    }
+
+    #[test]
+    fn a_wrong_field_is_named_with_its_line() {
+        let text = format!("{SERVICE}spec:\n  clusterIP: 10.0.0.1\n  ports:\n  - port: eighty\n");
+        let parsed = parse("a.yaml", format!("{SERVICE}---\n{text}").as_bytes());
+        let Event::Undecodable { key, field, message } = &parsed.definitions[1].event else { panic!("{parsed:?}") };
+        assert_eq!((key.to_string().as_str(), field.as_str()), ("Service prod/web", "spec.ports[0].port"));
+        assert!(message.contains("line 11"), "{message}");
+    }
+
+    #[test]
+    fn lists_and_json() {
+        let list = r#"{"apiVersion": "v1", "kind": "List", "items": [
+            {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n1"}},
+            {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "s"}, "spec": {"ports": 5}},
+            {"kind": "Pod"}]}"#;
+        for name in ["a.json", "a.yaml"] {
+            let parsed = parse(name, list.as_bytes());
+            assert_eq!(keys(&parsed), ["Node n1", "Service default/s"]);
+            let Event::Undecodable { field, .. } = &parsed.definitions[1].event else { panic!("{parsed:?}") };
+            assert_eq!(field, "items[1].spec.ports");
+            assert_eq!(parsed.faults[0].field, "items[2].apiVersion");
+        }
+        let typed = "apiVersion: v1\nkind: NodeList\nitems:\n- metadata: {name: n2}\n";
+        assert_eq!(keys(&parse("b.yml", typed.as_bytes())), ["Node n2"]);
+    }
+
+    #[test]
+    fn what_says_nothing_is_nothing() {
+        for text in ["", "\n\n", "# only a comment\n---\n...\n", "---", "\u{feff}", "%YAML 1.2\n---\n"] {
+            let parsed = parse("a.yaml", text.as_bytes());
+            assert!(parsed.definitions.is_empty() && parsed.faults.is_empty(), "{text:?}: {parsed:?}");
+        }
+        assert_eq!(parse("a.yaml", b"\xff\xfe").faults.len(), 1);
+        assert_eq!(parse("a.yaml", b"just words").faults.len(), 1);
+    }
+
+    #[test]
+    fn kinds_of_other_groups_are_left_alone_and_other_versions_are_not() {
+        let foreign = "apiVersion: serving.knative.dev/v1\nkind: Service\nmetadata: {name: x}\n";
+        assert!(parse("a.yaml", foreign.as_bytes()).definitions.is_empty());
+        let old = "apiVersion: discovery.k8s.io/v1beta1\nkind: EndpointSlice\nmetadata: {name: x}\n";
+        let parsed = parse("a.yaml", old.as_bytes());
+        assert!(matches!(&parsed.definitions[0].event, Event::Undecodable { field, .. } if field == "apiVersion"));
+    }
+}

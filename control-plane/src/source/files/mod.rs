@@ -1,0 +1,188 @@
+//! Objects from a folder of manifests, followed live.
+//!
+//! inotify says which files to read; a scan of names and stamps every [`RESCAN`] finds what it missed (symlinks that lead
+//! elsewhere, network file systems). What an edit may and may not take away is said in `folder.rs`.
+
+mod documents;
+mod folder;
+mod notices;
+
+use std::{
+    path::{Path, PathBuf},
+    sync::{Arc, mpsc},
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
+};
+
+use notify::{RecursiveMode, Watcher as _};
+use tokio_util::sync::CancellationToken;
+
+use self::{
+    folder::{Folder, Update},
+    notices::{Look, Notices},
+};
+use super::SourceError;
+use crate::{
+    model::Model,
+    transaction::{Sink, SourceKind, Transaction},
+};
+
+/// Time between scans.
+const RESCAN: Duration = Duration::from_secs(10);
+
+/// What the reading thread is told.
+enum Message {
+    Noticed(notify::Result<notify::Event>),
+    Stop,
+}
+
+/// Tells the reading thread to stop, also when the future that waits for it is dropped.
+struct StopOnDrop(mpsc::Sender<Message>);
+
+impl Drop for StopOnDrop {
+    fn drop(&mut self) {
+        // A thread that is gone needs not be told.
+        let _ = self.0.send(Message::Stop);
+    }
+}
+
+/// Reads a folder until `shutdown`, and hands what changes to `sink`.
+///
+/// # Errors
+/// The folder cannot be read at the start. Later that is shown as a problem, and what was read stays.
+pub(super) async fn run(
+    folder: PathBuf,
+    sink: Arc<dyn Sink>,
+    shutdown: CancellationToken,
+) -> Result<(), SourceError> {
+    let (sender, messages) = mpsc::channel();
+    let stop = StopOnDrop(sender.clone());
+    let mut reading = tokio::task::spawn_blocking(move || Reader::start(&folder, sink, sender)?.run(&messages));
+    let ended = tokio::select! {
+        () = shutdown.cancelled() => {
+            drop(stop);
+            reading.await
+        }
+        ended = &mut reading => ended,
+    };
+    ended.unwrap_or_else(|error| Err(SourceError::WatchEnded(error.to_string())))
+}
+
+/// The reading thread.
+struct Reader {
+    folder: Folder,
+    model: Model,
+    sink: Arc<dyn Sink>,
+    notices: Notices,
+    /// Kept for its thread; `None` where notifications are not to be had.
+    _watcher: Option<notify::RecommendedWatcher>,
+    next_scan: Instant,
+    position_ms: u64,
+}
+
+impl Reader {
+    /// Reads everything once.
+    fn start(root: &Path, sink: Arc<dyn Sink>, sender: mpsc::Sender<Message>) -> Result<Self, SourceError> {
+        let unreadable = |error: std::io::Error| SourceError::Folder { path: root.to_owned(), why: error.to_string() };
+        std::fs::read_dir(root).map_err(unreadable)?;
+        // Notices name files by absolute paths.
+        let root = std::path::absolute(root).map_err(unreadable)?;
+        // Before the first scan, so that nothing falls between the two.
+        let watcher = watch(&root, sender).map_err(|error| {
+            sink.count_error(SourceKind::Files, "no_notifications");
+            let seconds = RESCAN.as_secs();
+            tracing::warn!("changes of files are noticed only every {seconds} seconds, since the system gives no notice: {error}");
+        });
+        let mut reader = Self {
+            folder: Folder::new(root),
+            model: Model::default(),
+            sink,
+            notices: Notices::default(),
+            _watcher: watcher.ok(),
+            next_scan: Instant::now() + RESCAN,
+            position_ms: 0,
+        };
+        let update = reader.folder.scan(Instant::now(), |_| false);
+        reader.take_in(update);
+        reader.sink.synced();
+        Ok(reader)
+    }
+
+    fn run(mut self, messages: &mpsc::Receiver<Message>) -> Result<(), SourceError> {
+        loop {
+            let now = Instant::now();
+            let due = [self.notices.due(), self.folder.next_look()].into_iter().flatten().fold(self.next_scan, Instant::min);
+            if due <= now {
+                self.work(now);
+                continue;
+            }
+            match messages.recv_timeout(due - now) {
+                Ok(Message::Stop) | Err(mpsc::RecvTimeoutError::Disconnected) => return Ok(()),
+                Ok(Message::Noticed(Ok(event))) => self.notices.note(&event, &self.folder, Instant::now()),
+                Ok(Message::Noticed(Err(error))) => {
+                    self.sink.count_error(SourceKind::Files, "notification_error");
+                    tracing::warn!("a notice of changed files was lost ({error}): the folder is scanned");
+                    self.notices.note_all(Instant::now());
+                }
+                Err(mpsc::RecvTimeoutError::Timeout) => {}
+            }
+        }
+    }
+
+    /// Does what is due.
+    fn work(&mut self, now: Instant) {
+        let update = match self.notices.take(now) {
+            Some(Look::Everywhere) => self.scan(now),
+            Some(Look::At(paths)) => self.folder.look_at(paths, now),
+            None if now >= self.next_scan => self.scan(now),
+            None => self.folder.look_again(now),
+        };
+        if now >= self.next_scan {
+            self.next_scan = now + RESCAN;
+        }
+        self.take_in(update);
+    }
+
+    fn scan(&mut self, now: Instant) -> Update {
+        self.folder.scan(now, |path| self.notices.is_being_written(path))
+    }
+
+    fn take_in(&mut self, update: Update) {
+        for (place, reason, problems) in update.places {
+            let new = self.model.set_place_problems(&place, problems);
+            (0..new).for_each(|_| self.sink.count_error(SourceKind::Files, reason));
+        }
+        for (event, origin) in update.events {
+            let new = self.model.event(event, &origin);
+            (0..new).for_each(|_| self.sink.count_error(SourceKind::Files, "malformed_object"));
+        }
+        self.sink.heard(SourceKind::Files);
+        if let Some(problems) = self.model.take_problems() {
+            for problem in &problems {
+                let (object, field, origin) = (&problem.object, &problem.field, &problem.origin);
+                tracing::warn!(object, field, origin, "{}", problem.message);
+            }
+            self.sink.problems(problems);
+        }
+        let (changes, nodes) = self.model.take_changes();
+        let is_first = self.position_ms == 0;
+        if is_first || !(changes.is_empty() && nodes.is_empty()) {
+            self.position_ms = unix_ms().max(self.position_ms + 1);
+            let positions = vec![(SourceKind::Files, self.position_ms)];
+            self.sink.commit(Transaction { changes, nodes, positions });
+        }
+    }
+}
+
+fn watch(root: &Path, sender: mpsc::Sender<Message>) -> notify::Result<notify::RecommendedWatcher> {
+    let mut watcher = notify::recommended_watcher(move |event| {
+        // A reader that is gone needs no notice.
+        let _ = sender.send(Message::Noticed(event));
+    })?;
+    watcher.watch(root, RecursiveMode::Recursive)?;
+    Ok(watcher)
+}
+
+fn unix_ms() -> u64 {
+    let elapsed = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(elapsed.as_millis()).unwrap_or(u64::MAX)
+}

@@ -1,0 +1,204 @@
+//! Why a list or a watch failed, what to do about it, and how long to wait.
+
+use std::{error::Error, fmt::Write as _, time::Duration};
+
+use http::StatusCode;
+use kube::core::Status;
+
+use crate::source::objects::ObjectKind;
+
+/// The first pause is drawn from nought to this.
+const FIRST_PAUSE: Duration = Duration::from_millis(200);
+
+/// No pause is longer.
+const LONGEST_PAUSE: Duration = Duration::from_secs(30);
+
+/// What was asked of the server.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Verb {
+    List,
+    Watch,
+}
+
+impl Verb {
+    fn name(self) -> &'static str {
+        match self {
+            Self::List => "list",
+            Self::Watch => "watch",
+        }
+    }
+}
+
+/// Why a request or a watch ended other than it should. Everything here is worth another try.
+#[derive(Debug)]
+pub(super) struct Failure {
+    /// For counting.
+    pub(super) reason: &'static str,
+    /// What happened and what to do about it.
+    pub(super) message: String,
+    /// The position is of no more use: list again.
+    pub(super) needs_list: bool,
+    /// HTTP code, where the server answered.
+    pub(super) code: Option<StatusCode>,
+    /// The server asked for a pause.
+    pub(super) retry_after: Option<Duration>,
+}
+
+impl Failure {
+    fn new(reason: &'static str, message: impl Into<String>) -> Self {
+        Self { reason, message: message.into(), needs_list: false, code: None, retry_after: None }
+    }
+
+    /// The server said something that is not in the protocol. What was in its place is unknown, so the watch is opened again behind
+    /// the last event that made sense.
+    pub(super) fn malformed(message: impl std::fmt::Display) -> Self {
+        Self::new("malformed_answer", format!("the server sent what is no part of the protocol: {message}"))
+    }
+
+    /// The connection broke.
+    pub(super) fn dropped(error: &dyn Error) -> Self {
+        Self::new("connection_lost", format!("the connection broke: {}", chain(error)))
+    }
+
+    /// The answer ended in the middle of an object.
+    pub(super) fn cut() -> Self {
+        Self::new("connection_lost", "the answer ended in the middle of an object")
+    }
+
+    /// Nothing came for too long.
+    pub(super) fn silent(what: &str, time: Duration) -> Self {
+        Self::new("timeout", format!("{what} for {} seconds", time.as_secs()))
+    }
+
+    /// A streaming list ended before it was complete.
+    pub(super) fn incomplete_list() -> Self {
+        Self::new("list_incomplete", "the server ended a streaming list before it was complete")
+    }
+
+    /// The server knows only versions from before ours.
+    pub(super) fn went_back(ours: u64, theirs: u64) -> Self {
+        let message = format!(
+            "the server is at version {theirs}, behind {ours} which it sent before, as after the restore of a backup: \
+             everything is listed anew"
+        );
+        Self { needs_list: true, ..Self::new("source_went_back", message) }
+    }
+
+    /// No answer at all.
+    pub(super) fn request(error: &kube::Error) -> Self {
+        let message = format!("the API server cannot be asked: {}: check the address and the network", chain(error));
+        match error {
+            kube::Error::Auth(_) => Self::new("unauthorized", message),
+            _ => Self::new("connection_failed", message),
+        }
+    }
+
+    /// An answer with an error code.
+    pub(super) fn answer(kind: ObjectKind, verb: Verb, code: StatusCode, status: Option<&Status>) -> Self {
+        let said = status.map_or_else(|| code.to_string(), |status| format!("{} ({})", status.message, code.as_u16()));
+        let resource = resource(kind);
+        let (reason, message) = match code {
+            StatusCode::UNAUTHORIZED => {
+                ("unauthorized", format!("{said}: the credentials are not accepted, check the token or kubeconfig"))
+            }
+            StatusCode::FORBIDDEN => {
+                let verb = verb.name();
+                let message = format!("{said}: allow the verb {verb:?} on {resource} in the ClusterRole of this account");
+                ("forbidden", message)
+            }
+            StatusCode::NOT_FOUND => ("not_found", format!("{said}: the server does not serve {resource}")),
+            StatusCode::GONE => ("watch_expired", format!("{said}: everything is listed anew")),
+            StatusCode::TOO_MANY_REQUESTS => ("throttled", said),
+            _ if code.is_server_error() => ("server_error", said),
+            _ => ("refused", said),
+        };
+        let retry_after = status.and_then(|status| status.details.as_ref()).map(|details| details.retry_after_seconds);
+        let retry_after = retry_after.filter(|seconds| *seconds > 0).map(|seconds| Duration::from_secs(seconds.into()));
+        let needs_list = code == StatusCode::GONE;
+        Self { needs_list, code: Some(code), retry_after, ..Self::new(reason, message) }
+    }
+
+    /// An ERROR event inside a watch.
+    pub(super) fn event(kind: ObjectKind, status: &Status) -> Self {
+        let code = StatusCode::from_u16(status.code).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+        let expired = matches!(status.reason.as_str(), "Expired" | "Gone");
+        let code = if expired { StatusCode::GONE } else { code };
+        Self::answer(kind, Verb::Watch, code, Some(status))
+    }
+
+    /// True where a server that knows no streaming lists says so. (422 from servers with the feature off, 400 and the others from what stands
+    /// in front of servers.)
+    pub(super) fn refuses_streaming(&self) -> bool {
+        self.code.is_some_and(|code| matches!(code.as_u16(), 400 | 405 | 406 | 415 | 422 | 501))
+    }
+}
+
+/// The resource as RBAC names it.
+fn resource(kind: ObjectKind) -> &'static str {
+    match kind {
+        ObjectKind::Service => "services",
+        ObjectKind::EndpointSlice => "endpointslices.discovery.k8s.io",
+        ObjectKind::Node => "nodes",
+        ObjectKind::ServiceCidr => "servicecidrs.networking.k8s.io",
+    }
+}
+
+/// An error with its causes.
+fn chain(error: &dyn Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        let said = error.to_string();
+        if !text.contains(&said) {
+            let _ = write!(text, ": {said}");
+        }
+        cause = error.source();
+    }
+    text
+}
+
+/// Pauses between tries: drawn evenly from nought to a bound that doubles, so that replicas do not come back together.
+#[derive(Debug, Default)]
+pub(super) struct BackOff {
+    failures: u32,
+}
+
+impl BackOff {
+    /// The next try is the first again.
+    pub(super) fn reset(&mut self) {
+        self.failures = 0;
+    }
+
+    /// Time to wait before the next try.
+    pub(super) fn pause(&mut self, retry_after: Option<Duration>) -> Duration {
+        let bound = FIRST_PAUSE.saturating_mul(1 << self.failures.min(16)).min(LONGEST_PAUSE);
+        self.failures = self.failures.saturating_add(1);
+        let drawn = bound.mul_f64(fastrand::f64());
+        retry_after.map_or(drawn, |asked| asked.min(LONGEST_PAUSE) + drawn)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pauses_grow_to_a_bound_and_start_over() {
+        let mut back_off = BackOff::default();
+        assert!(back_off.pause(None) <= FIRST_PAUSE);
+        for _ in 0..100 {
+            assert!(back_off.pause(None) <= LONGEST_PAUSE);
+        }
+        assert!(back_off.pause(Some(Duration::from_secs(3))) >= Duration::from_secs(3));
+        back_off.reset();
+        assert!(back_off.pause(None) <= FIRST_PAUSE);
+    }
+
+    #[test]
+    fn what_is_missing_is_named() {
+        let failure = Failure::answer(ObjectKind::EndpointSlice, Verb::Watch, StatusCode::FORBIDDEN, None);
+        assert_eq!(failure.reason, "forbidden");
+        assert!(failure.message.contains("\"watch\"") && failure.message.contains("endpointslices.discovery.k8s.io"));
+        assert!(Failure::answer(ObjectKind::Node, Verb::Watch, StatusCode::GONE, None).needs_list);
+    }
+}

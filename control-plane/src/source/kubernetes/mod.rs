@@ -1,0 +1,187 @@
+//! Objects from a Kubernetes API server: one watch a kind, for all agents.
+
+mod failure;
+mod watch;
+mod wire;
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
+
+use kube::{
+    Client, Config,
+    config::{KubeConfigOptions, Kubeconfig},
+};
+use tokio::{
+    sync::mpsc,
+    task::JoinSet,
+    time::{Instant, timeout},
+};
+use tokio_util::sync::CancellationToken;
+
+use self::watch::{KindStep, Step, Watch, source_kind};
+use super::SourceError;
+use crate::{
+    model::Model,
+    source::objects::ObjectKind,
+    transaction::{Sink, SourceKind, Transaction},
+};
+
+/// Steps that wait between the watches and the model; a watch that is faster waits itself.
+const WAITING_STEPS: usize = 1_024;
+
+/// Steps that are taken in together, at most.
+const STEPS_TOGETHER: usize = 4_096;
+
+/// Steps that come within this time of one another are taken in together: a Service and its slices change together.
+const LINGER: Duration = Duration::from_millis(1);
+
+/// No step waits longer for others.
+const LONGEST_LINGER: Duration = Duration::from_millis(5);
+
+/// How long a connection to the server may take.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Watches the API server until `shutdown`, and hands what changes to `sink`.
+///
+/// # Errors
+/// The configuration cannot be used; or a part of the program ended that never should. A server that cannot be reached, or says nonsense, is
+/// no error: it is asked again.
+pub(super) async fn run(
+    kubeconfig: Option<PathBuf>,
+    sink: Arc<dyn Sink>,
+    shutdown: CancellationToken,
+) -> Result<(), SourceError> {
+    let client = client(kubeconfig.as_deref()).await?;
+    let (sender, mut steps) = mpsc::channel(WAITING_STEPS);
+    let mut watches = JoinSet::new();
+    for kind in ObjectKind::ALL {
+        watches.spawn(Watch::new(kind, client.clone(), Arc::clone(&sink), sender.clone()).run(shutdown.clone()));
+    }
+    drop(sender);
+    let mut state = Applier::new(sink);
+    loop {
+        tokio::select! {
+            biased;
+            () = shutdown.cancelled() => return Ok(()),
+            Some(ended) = watches.join_next() => {
+                if shutdown.is_cancelled() {
+                    return Ok(());
+                }
+                let why = ended.err().map_or_else(|| "it ended".to_owned(), |error| error.to_string());
+                return Err(SourceError::WatchEnded(why));
+            }
+            Some(first) = steps.recv() => {
+                for step in together(first, &mut steps).await {
+                    state.take_in(step);
+                }
+                state.commit();
+            }
+        }
+    }
+}
+
+/// A client that leads where the configuration says: a kubeconfig file, or else the cluster around the pod.
+async fn client(kubeconfig: Option<&Path>) -> Result<Client, SourceError> {
+    // Another part of the program may have installed it before: the same one.
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    let mut config = match kubeconfig {
+        None => Config::incluster().map_err(|error| SourceError::NotInCluster(error.to_string()))?,
+        Some(path) => {
+            let refused = |why: String| SourceError::Kubeconfig { path: path.to_owned(), why };
+            let kubeconfig = Kubeconfig::read_from(path).map_err(|error| refused(error.to_string()))?;
+            let config = Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await;
+            config.map_err(|error| refused(error.to_string()))?
+        }
+    };
+    config.connect_timeout = Some(CONNECT_TIMEOUT);
+    // Watches have time limits of their own.
+    config.read_timeout = None;
+    Client::try_from(config).map_err(|error| SourceError::Client(error.to_string()))
+}
+
+/// The step with those that come right behind it.
+async fn together(first: KindStep, steps: &mut mpsc::Receiver<KindStep>) -> Vec<KindStep> {
+    let mut batch = vec![first];
+    let until = Instant::now() + LONGEST_LINGER;
+    while batch.len() < STEPS_TOGETHER {
+        match steps.try_recv() {
+            Ok(step) => batch.push(step),
+            Err(_) if Instant::now() >= until => break,
+            Err(_) => match timeout(LINGER, steps.recv()).await {
+                Ok(Some(step)) => batch.push(step),
+                Ok(None) | Err(_) => break,
+            },
+        }
+    }
+    batch
+}
+
+/// Turns steps into transactions.
+struct Applier {
+    sink: Arc<dyn Sink>,
+    model: Model,
+    positions: BTreeMap<SourceKind, u64>,
+    unlisted: BTreeSet<ObjectKind>,
+    is_synced: bool,
+    oddly_versioned: BTreeSet<ObjectKind>,
+}
+
+impl Applier {
+    fn new(sink: Arc<dyn Sink>) -> Self {
+        Self {
+            sink,
+            model: Model::default(),
+            positions: BTreeMap::new(),
+            unlisted: ObjectKind::ALL.into(),
+            is_synced: false,
+            oddly_versioned: BTreeSet::new(),
+        }
+    }
+
+    fn take_in(&mut self, KindStep { kind, step, version }: KindStep) {
+        let new_problems = match step {
+            Step::Listed(events) => {
+                self.unlisted.remove(&kind);
+                self.model.replace(kind, events)
+            }
+            Step::Changed(event) => self.model.event(event, ""),
+            Step::Moved => 0,
+        };
+        for _ in 0..new_problems {
+            self.sink.count_error(source_kind(kind), "malformed_object");
+        }
+        let Some(version) = version else { return };
+        if let Ok(position) = version.parse::<u64>() {
+            self.positions.insert(source_kind(kind), position);
+        } else if self.oddly_versioned.insert(kind) {
+            let kind = kind.name();
+            tracing::warn!(kind, version, "a resourceVersion is no number: replicas cannot compare positions");
+        }
+    }
+
+    /// Hands on what changed. Before every kind was listed once there is nothing to hand on but problems: a part of the
+    /// cluster is no state to serve.
+    fn commit(&mut self) {
+        if let Some(problems) = self.model.take_problems() {
+            for problem in &problems {
+                tracing::debug!(object = problem.object, field = problem.field, "{}", problem.message);
+            }
+            self.sink.problems(problems);
+        }
+        if !self.unlisted.is_empty() {
+            return;
+        }
+        let (changes, nodes) = self.model.take_changes();
+        let positions: Vec<_> = std::mem::take(&mut self.positions).into_iter().collect();
+        if !(changes.is_empty() && nodes.is_empty() && positions.is_empty()) {
+            self.sink.commit(Transaction { changes, nodes, positions });
+        }
+        if !std::mem::replace(&mut self.is_synced, true) {
+            self.sink.synced();
+        }
+    }
+}

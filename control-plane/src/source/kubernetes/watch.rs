@@ -1,0 +1,385 @@
+//! One kind: list, then watch, for ever.
+//!
+//! ```text
+//!          ┌── 410, versions went back ──────────────┐
+//!          ▼                                         │
+//!   no version ── list complete ──► version ── watch ┴─ ended, broke, garbage ─► same version again
+//! ```
+//!
+//! A list is handed on as a whole when it is complete, never in part, so nothing is removed by one that breaks. A watch goes on
+//! behind the last event that was understood, so nothing is lost by one that breaks.
+
+use std::{sync::Arc, time::Duration};
+
+use bytes::Bytes;
+use http::{HeaderValue, Request, StatusCode, header};
+use http_body_util::{BodyExt as _, Limited};
+use kube::{
+    Client,
+    api::{ListParams, WatchParams},
+    client::Body,
+};
+use tokio::{
+    sync::mpsc,
+    time::{Instant, sleep, timeout},
+};
+use tokio_util::sync::CancellationToken;
+
+use super::{
+    failure::{BackOff, Failure, Verb},
+    wire::{self, Line, Lines, Page},
+};
+use crate::{
+    model::Event,
+    source::objects::ObjectKind,
+    transaction::{Sink, SourceKind},
+};
+
+/// How long an answer may take to begin, and one page to come.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// How long the check for a restored server may take; without an answer the watch goes on without it.
+const CHECK_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// A watch in which nothing comes for so long is opened anew, from where it was. Servers send bookmarks about every minute.
+const SILENCE_LIMIT: Duration = Duration::from_secs(150);
+
+/// A streaming list in which nothing comes for so long is given up.
+const LIST_SILENCE_LIMIT: Duration = Duration::from_secs(60);
+
+/// Objects a page.
+const PAGE_OBJECTS: u32 = 500;
+
+/// Error bodies are read up to here.
+const ERROR_BODY_LIMIT_BYTES: usize = 64 * 1024;
+
+/// After so many streaming lists that broke one is asked for by pages.
+const BROKEN_STREAMS_LIMIT: u32 = 2;
+
+/// How often a server that does not have a kind is asked again: within a minute, as bookmarks would come.
+const ABSENT_PAUSE: Duration = Duration::from_secs(50);
+
+/// A watch that ends sooner counts as a failed try, so that a server which ends each at once is not asked without pause.
+const SHORTEST_WATCH: Duration = Duration::from_secs(1);
+
+/// What a watch hands on.
+#[derive(Debug)]
+pub(super) enum Step {
+    /// All objects of the kind.
+    Listed(Vec<Event>),
+    /// One object.
+    Changed(Event),
+    /// The position moved.
+    Moved,
+}
+
+/// A step with its kind and the resourceVersion at which it stands; no version where the server does not have the kind.
+#[derive(Debug)]
+pub(super) struct KindStep {
+    pub(super) kind: ObjectKind,
+    pub(super) step: Step,
+    pub(super) version: Option<String>,
+}
+
+/// One kind's watch.
+pub(super) struct Watch {
+    kind: ObjectKind,
+    client: Client,
+    sink: Arc<dyn Sink>,
+    steps: mpsc::Sender<KindStep>,
+    version: Option<String>,
+    back_off: BackOff,
+    /// The server said that it has no streaming lists.
+    is_streaming_refused: bool,
+    broken_streams: u32,
+    is_listed: bool,
+    is_absence_told: bool,
+}
+
+impl Watch {
+    pub(super) fn new(kind: ObjectKind, client: Client, sink: Arc<dyn Sink>, steps: mpsc::Sender<KindStep>) -> Self {
+        Self {
+            kind,
+            client,
+            sink,
+            steps,
+            version: None,
+            back_off: BackOff::default(),
+            is_streaming_refused: false,
+            broken_streams: 0,
+            is_listed: false,
+            is_absence_told: false,
+        }
+    }
+
+    /// Lists and watches until `shutdown`.
+    pub(super) async fn run(mut self, shutdown: CancellationToken) {
+        let work = async {
+            while !self.steps.is_closed() {
+                let started = Instant::now();
+                let outcome = self.turn().await;
+                let pause = self.settle(outcome, started).await;
+                sleep(pause).await;
+            }
+        };
+        tokio::select! {
+            () = work => {}
+            () = shutdown.cancelled() => {}
+        }
+    }
+
+    /// One list with the watch behind it, or one watch.
+    async fn turn(&mut self) -> Result<(), Failure> {
+        let Some(version) = self.version.clone() else {
+            return if self.is_streaming_refused || self.broken_streams >= BROKEN_STREAMS_LIMIT {
+                self.list_by_pages().await
+            } else {
+                self.list_by_watch().await
+            };
+        };
+        self.check_not_behind(&version).await?;
+        let lines = self.open_watch(&version, false).await?;
+        self.follow(lines).await
+    }
+
+    /// Counts and logs what happened. Returns how long to wait.
+    async fn settle(&mut self, outcome: Result<(), Failure>, started: Instant) -> Duration {
+        let Err(failure) = outcome else {
+            if started.elapsed() >= SHORTEST_WATCH {
+                self.back_off.reset();
+                return Duration::ZERO;
+            }
+            return self.back_off.pause(None);
+        };
+        if failure.code == Some(StatusCode::NOT_FOUND) && self.kind == ObjectKind::ServiceCidr {
+            self.note_absent().await;
+            return ABSENT_PAUSE.mul_f64(0.8 + 0.2 * fastrand::f64());
+        }
+        self.sink.count_error(source_kind(self.kind), failure.reason);
+        if failure.needs_list {
+            self.version = None;
+        }
+        let kind = self.kind.name();
+        if self.version.is_none() && !self.is_streaming_refused && failure.refuses_streaming() {
+            self.is_streaming_refused = true;
+            tracing::info!(kind, "the server has no streaming lists, lists are read by pages: {}", failure.message);
+            return Duration::ZERO;
+        }
+        let pause = self.back_off.pause(failure.retry_after);
+        let next = if self.version.is_some() { "watching goes on" } else { "listing starts over" };
+        let reason = failure.reason;
+        tracing::warn!(kind, reason, "{}; {next} in {} ms, what is known stays", failure.message, pause.as_millis());
+        pause
+    }
+
+    /// Servers before 1.33 have no ServiceCIDRs: that is a complete list of none. What was there before stays.
+    async fn note_absent(&mut self) {
+        self.heard();
+        if !self.is_absence_told {
+            self.is_absence_told = true;
+            tracing::info!("the server has no ServiceCIDRs (networking.k8s.io/v1, Kubernetes 1.33): going on without them");
+        }
+        if !self.is_listed {
+            self.is_listed = true;
+            self.hand_on(Step::Listed(Vec::new()), None).await;
+        }
+    }
+
+    /// A streaming list: the watch begins with the state as it is, and a bookmark tells that it is complete.
+    async fn list_by_watch(&mut self) -> Result<(), Failure> {
+        let mut lines = self.open_watch("", true).await?;
+        match self.collect(&mut lines).await {
+            Ok((listed, version)) => {
+                self.broken_streams = 0;
+                self.finish_list(listed, version).await;
+                self.follow(lines).await
+            }
+            Err(failure) => {
+                self.broken_streams += 1;
+                Err(failure)
+            }
+        }
+    }
+
+    async fn collect(&self, lines: &mut Lines) -> Result<(Vec<Event>, String), Failure> {
+        let mut listed = Vec::new();
+        loop {
+            let line = timeout(LIST_SILENCE_LIMIT, lines.next()).await;
+            let line = line.map_err(|_| Failure::silent("a streaming list stood still", LIST_SILENCE_LIMIT))??;
+            let Some(line) = line else { return Err(Failure::incomplete_list()) };
+            self.heard();
+            match self.decode(&line)? {
+                // The protocol has none here; if one comes it must not be served.
+                Line::Event { event: Event::Delete(key), .. } => listed.retain(|other: &Event| other.key() != key),
+                Line::Event { event, .. } => listed.push(event),
+                Line::Bookmark { version, ends_initial_state: true } => return Ok((listed, version)),
+                Line::Bookmark { .. } => {}
+                Line::Error(status) => return Err(Failure::event(self.kind, &status)),
+            }
+        }
+    }
+
+    async fn list_by_pages(&mut self) -> Result<(), Failure> {
+        let mut listed = Vec::new();
+        let mut continue_token = None;
+        loop {
+            let is_first = continue_token.is_none();
+            let page = match self.page(continue_token, Some(PAGE_OBJECTS)).await {
+                // The token outlived the server's history: one list without pages does not.
+                Err(failure) if failure.needs_list && !is_first => {
+                    self.sink.count_error(source_kind(self.kind), failure.reason);
+                    listed.clear();
+                    self.page(None, None).await?
+                }
+                other => other?,
+            };
+            listed.extend(page.events);
+            continue_token = page.continue_token;
+            if continue_token.is_none() {
+                self.broken_streams = 0;
+                self.finish_list(listed, page.version).await;
+                return Ok(());
+            }
+        }
+    }
+
+    async fn page(&self, continue_token: Option<String>, limit: Option<u32>) -> Result<Page, Failure> {
+        let (label_selector, field_selector) = selectors(self.kind);
+        let parameters = ListParams {
+            label_selector: label_selector.map(str::to_owned),
+            field_selector: field_selector.map(str::to_owned),
+            continue_token,
+            limit,
+            ..ListParams::default()
+        };
+        let request = kube::core::Request::new(path(self.kind)).list(&parameters).map_err(Failure::malformed)?;
+        let read = async {
+            let body = self.send(request, Verb::List).await?;
+            body.collect().await.map(http_body_util::Collected::to_bytes).map_err(|error| Failure::dropped(&error))
+        };
+        let bytes = timeout(ANSWER_TIMEOUT, read).await;
+        let bytes: Bytes = bytes.map_err(|_| Failure::silent("a list did not come", ANSWER_TIMEOUT))??;
+        self.heard();
+        wire::page(self.kind, &bytes).map_err(Failure::malformed)
+    }
+
+    async fn finish_list(&mut self, listed: Vec<Event>, version: String) {
+        tracing::info!(kind = self.kind.name(), objects = listed.len(), version, "listed");
+        self.is_listed = true;
+        self.back_off.reset();
+        self.version = Some(version.clone());
+        self.hand_on(Step::Listed(listed), Some(version)).await;
+    }
+
+    /// A watch from a version that the server has not reached would wait in silence: a server that was restored from a backup has to be
+    /// noticed before. A server that does not answer this question is given the benefit of the doubt.
+    async fn check_not_behind(&self, version: &str) -> Result<(), Failure> {
+        let Ok(ours) = version.parse::<u64>() else { return Ok(()) };
+        let theirs = match timeout(CHECK_TIMEOUT, self.page(None, Some(1))).await {
+            Ok(Ok(page)) => page.version.parse::<u64>().ok(),
+            Ok(Err(failure)) => {
+                tracing::debug!(kind = self.kind.name(), "cannot compare versions: {}", failure.message);
+                None
+            }
+            Err(_) => None,
+        };
+        match theirs {
+            Some(theirs) if theirs < ours => Err(Failure::went_back(ours, theirs)),
+            _ => Ok(()),
+        }
+    }
+
+    async fn open_watch(&self, version: &str, send_initial_events: bool) -> Result<Lines, Failure> {
+        let (label_selector, field_selector) = selectors(self.kind);
+        let parameters = WatchParams {
+            label_selector: label_selector.map(str::to_owned),
+            field_selector: field_selector.map(str::to_owned),
+            // Replicas that started together shall not come back together.
+            timeout: Some(fastrand::u32(200..290)),
+            bookmarks: true,
+            send_initial_events,
+        };
+        let request = kube::core::Request::new(path(self.kind)).watch(&parameters, version);
+        let mut request = request.map_err(Failure::malformed)?;
+        // Servers from 1.37 compress each event by itself, which the client's decompression does not read.
+        request.headers_mut().insert(header::ACCEPT_ENCODING, HeaderValue::from_static("identity"));
+        let body = timeout(ANSWER_TIMEOUT, self.send(request, Verb::Watch)).await;
+        let body = body.map_err(|_| Failure::silent("a watch did not begin", ANSWER_TIMEOUT))??;
+        self.heard();
+        Ok(Lines::new(body))
+    }
+
+    async fn send(&self, request: Request<Vec<u8>>, verb: Verb) -> Result<Body, Failure> {
+        let response = self.client.send(request.map(Body::from)).await.map_err(|error| Failure::request(&error))?;
+        let code = response.status();
+        if code.is_success() {
+            return Ok(response.into_body());
+        }
+        let retry_after = response.headers().get(header::RETRY_AFTER).and_then(|value| value.to_str().ok()?.parse().ok());
+        let body = Limited::new(response.into_body(), ERROR_BODY_LIMIT_BYTES).collect().await;
+        let status = body.ok().and_then(|body| serde_json::from_slice(&body.to_bytes()).ok());
+        let mut failure = Failure::answer(self.kind, verb, code, status.as_ref());
+        failure.retry_after = failure.retry_after.or(retry_after.map(Duration::from_secs));
+        Err(failure)
+    }
+
+    /// Hands on events until the watch ends.
+    async fn follow(&mut self, mut lines: Lines) -> Result<(), Failure> {
+        loop {
+            let line = timeout(SILENCE_LIMIT, lines.next()).await;
+            let line = line.map_err(|_| Failure::silent("nothing came in a watch", SILENCE_LIMIT))??;
+            let Some(line) = line else { return Ok(()) };
+            let (step, version) = match self.decode(&line)? {
+                Line::Event { event, version } => (Step::Changed(event), version),
+                Line::Bookmark { version, .. } => (Step::Moved, version),
+                Line::Error(status) => return Err(Failure::event(self.kind, &status)),
+            };
+            self.heard();
+            self.back_off.reset();
+            self.version = Some(version.clone());
+            self.hand_on(step, Some(version)).await;
+        }
+    }
+
+    fn decode(&self, line: &[u8]) -> Result<Line, Failure> {
+        wire::line(self.kind, line).map_err(Failure::malformed)
+    }
+
+    async fn hand_on(&self, step: Step, version: Option<String>) {
+        // The receiver goes only when everything ends, which `run` sees.
+        let _ = self.steps.send(KindStep { kind: self.kind, step, version }).await;
+    }
+
+    fn heard(&self) {
+        self.sink.heard(source_kind(self.kind));
+    }
+}
+
+/// The kind as the sink names it.
+pub(super) fn source_kind(kind: ObjectKind) -> SourceKind {
+    match kind {
+        ObjectKind::Service => SourceKind::Services,
+        ObjectKind::EndpointSlice => SourceKind::EndpointSlices,
+        ObjectKind::Node => SourceKind::Nodes,
+        ObjectKind::ServiceCidr => SourceKind::ServiceCidrs,
+    }
+}
+
+/// Where the server has the kind.
+fn path(kind: ObjectKind) -> &'static str {
+    match kind {
+        ObjectKind::Service => "/api/v1/services",
+        ObjectKind::EndpointSlice => "/apis/discovery.k8s.io/v1/endpointslices",
+        ObjectKind::Node => "/api/v1/nodes",
+        ObjectKind::ServiceCidr => "/apis/networking.k8s.io/v1/servicecidrs",
+    }
+}
+
+/// Label and field selector: what is no business of a service proxy stays on the server, and what becomes so arrives as deleted.
+fn selectors(kind: ObjectKind) -> (Option<&'static str>, Option<&'static str>) {
+    match kind {
+        ObjectKind::Service => (Some("!service.kubernetes.io/service-proxy-name"), Some("spec.clusterIP!=None")),
+        ObjectKind::EndpointSlice => (Some("!service.kubernetes.io/headless"), None),
+        ObjectKind::Node | ObjectKind::ServiceCidr => (None, None),
+    }
+}

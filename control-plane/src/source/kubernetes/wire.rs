@@ -1,0 +1,266 @@
+//! What the API server sends: lists, and watches with one JSON document a line.
+//!
+//! Events are decoded here and not by `kube::runtime::watcher`, which hands on neither bookmarks (the only sign of life of a
+//! quiet kind, and its position) nor the fact that a line it could not decode was an event that is now lost. An object that does not decode is an
+//! event as well, as long as it says its name: one bad object must not stop a list.
+
+use std::borrow::Cow;
+
+use bytes::{Bytes, BytesMut};
+use http_body_util::BodyExt as _;
+use kube::client::Body;
+use serde::{Deserialize, Deserializer};
+use serde_json::value::RawValue;
+
+use super::failure::Failure;
+use crate::{
+    model::Event,
+    source::objects::{Header, Object, ObjectKey, ObjectKind},
+};
+
+/// No object is larger: etcd takes 1.5 MiB by default.
+const LINE_LIMIT_BYTES: usize = 16 * 1024 * 1024;
+
+/// One event of a watch.
+#[derive(Debug)]
+pub(super) enum Line {
+    /// An object changed, or was there at the start.
+    Event {
+        /// What happened.
+        event: Event,
+        /// The object's resourceVersion.
+        version: String,
+    },
+    /// Nothing changed up to here.
+    Bookmark {
+        /// The resourceVersion.
+        version: String,
+        /// The initial state of a streaming list is complete.
+        ends_initial_state: bool,
+    },
+    /// The server ends the watch.
+    Error(Box<kube::core::Status>),
+}
+
+#[derive(Deserialize)]
+struct RawLine<'a> {
+    #[serde(rename = "type", borrow)]
+    event: Cow<'a, str>,
+    #[serde(borrow)]
+    object: &'a RawValue,
+}
+
+#[derive(Deserialize)]
+struct Bookmark {
+    metadata: BookmarkMetadata,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct BookmarkMetadata {
+    resource_version: String,
+    #[serde(default)]
+    annotations: Option<std::collections::BTreeMap<String, String>>,
+}
+
+/// Decodes one line of a watch.
+///
+/// # Errors
+/// What is wrong, where the line is no event of this kind.
+pub(super) fn line(kind: ObjectKind, text: &[u8]) -> Result<Line, String> {
+    let raw: RawLine<'_> = serde_json::from_slice(text).map_err(|error| error.to_string())?;
+    match raw.event.as_ref() {
+        "ADDED" | "MODIFIED" => {
+            let (event, version) = object(kind, raw.object)?;
+            Ok(Line::Event { event, version })
+        }
+        "DELETED" => {
+            let (key, version) = names(kind, raw.object)?;
+            Ok(Line::Event { event: Event::Delete(key), version })
+        }
+        "BOOKMARK" => {
+            let metadata = serde_json::from_str::<Bookmark>(raw.object.get()).map_err(|error| error.to_string())?.metadata;
+            if metadata.resource_version.is_empty() {
+                return Err("a bookmark without a resourceVersion".to_owned());
+            }
+            let annotations = metadata.annotations.unwrap_or_default();
+            let ends_initial_state = annotations.get("k8s.io/initial-events-end").is_some_and(|value| value == "true");
+            Ok(Line::Bookmark { version: metadata.resource_version, ends_initial_state })
+        }
+        "ERROR" => serde_json::from_str(raw.object.get()).map(Line::Error).map_err(|error| error.to_string()),
+        other => Err(format!("an event of unknown type {other:?}")),
+    }
+}
+
+/// One page of a list.
+#[derive(Debug)]
+pub(super) struct Page {
+    pub(super) events: Vec<Event>,
+    pub(super) version: String,
+    pub(super) continue_token: Option<String>,
+}
+
+#[derive(Deserialize)]
+struct RawPage<'a> {
+    metadata: PageMetadata,
+    #[serde(borrow, deserialize_with = "required_items")]
+    items: Vec<&'a RawValue>,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct PageMetadata {
+    #[serde(default)]
+    resource_version: String,
+    #[serde(default, rename = "continue")]
+    continue_token: Option<String>,
+}
+
+/// `null` is empty, but the field has to be there: an answer without it is no list, and must not pass for an empty one.
+fn required_items<'de: 'a, 'a, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<&'a RawValue>, D::Error> {
+    Ok(Option::<Vec<&'a RawValue>>::deserialize(deserializer)?.unwrap_or_default())
+}
+
+/// Decodes one page of a list.
+///
+/// # Errors
+/// What is wrong, where it is no list, or an item of it has no name.
+pub(super) fn page(kind: ObjectKind, text: &[u8]) -> Result<Page, String> {
+    let raw: RawPage<'_> = serde_json::from_slice(text).map_err(|error| error.to_string())?;
+    if raw.metadata.resource_version.is_empty() {
+        return Err("a list without a resourceVersion".to_owned());
+    }
+    let events = raw.items.into_iter().map(|item| object(kind, item).map(|(event, _)| event)).collect::<Result<_, _>>()?;
+    let continue_token = raw.metadata.continue_token.filter(|token| !token.is_empty());
+    Ok(Page { events, version: raw.metadata.resource_version, continue_token })
+}
+
+fn object(kind: ObjectKind, raw: &RawValue) -> Result<(Event, String), String> {
+    let decoded = Object::deserialize(kind, &mut serde_json::Deserializer::from_str(raw.get()));
+    match decoded {
+        Ok(object) => {
+            check_names(kind, &object.metadata().name, &object.metadata().namespace, &object.metadata().resource_version)?;
+            let version = object.metadata().resource_version.clone();
+            Ok((Event::Apply(Box::new(object)), version))
+        }
+        Err(_) => {
+            let (key, version) = names(kind, raw)?;
+            let mut deserializer = serde_json::Deserializer::from_str(raw.get());
+            let mut track = serde_path_to_error::Track::new();
+            let tracked = serde_path_to_error::Deserializer::new(&mut deserializer, &mut track);
+            let Err(error) = Object::deserialize(kind, tracked) else {
+                return Err("an object that decodes only sometimes".to_owned());
+            };
+            let field = track.path().to_string();
+            let message = format!("{error}: correct the field, or the program that writes it");
+            Ok((Event::Undecodable { key, field, message }, version))
+        }
+    }
+}
+
+fn names(kind: ObjectKind, raw: &RawValue) -> Result<(ObjectKey, String), String> {
+    let header: Header = serde_json::from_str(raw.get()).map_err(|error| error.to_string())?;
+    let names = header.metadata;
+    check_names(kind, &names.name, &names.namespace, &names.resource_version)?;
+    Ok((ObjectKey::new(kind, &names.namespace, &names.name), names.resource_version))
+}
+
+fn check_names(kind: ObjectKind, name: &str, namespace: &str, version: &str) -> Result<(), String> {
+    let missing = match () {
+        () if name.is_empty() => "name",
+        () if kind.is_namespaced() && namespace.is_empty() => "namespace",
+        () if version.is_empty() => "resourceVersion",
+        () => return Ok(()),
+    };
+    Err(format!("a {} without metadata.{missing}", kind.name()))
+}
+
+/// The lines of a response body.
+#[derive(Debug)]
+pub(super) struct Lines {
+    body: Body,
+    buffer: BytesMut,
+    /// Bytes of the buffer in which there is no line's end.
+    searched_bytes: usize,
+}
+
+impl Lines {
+    pub(super) fn new(body: Body) -> Self {
+        Self { body, buffer: BytesMut::new(), searched_bytes: 0 }
+    }
+
+    /// The next line without its end; `None` when the body ended as it should.
+    ///
+    /// # Errors
+    /// The connection broke, also in the middle of a line, or a line does not end. The watch can be resumed.
+    pub(super) async fn next(&mut self) -> Result<Option<Bytes>, Failure> {
+        loop {
+            let found = self.buffer[self.searched_bytes..].iter().position(|byte| *byte == b'\n');
+            if let Some(place) = found {
+                let mut line = self.buffer.split_to(self.searched_bytes + place + 1);
+                self.searched_bytes = 0;
+                line.truncate(line.len() - 1);
+                if line.trim_ascii().is_empty() {
+                    continue;
+                }
+                return Ok(Some(line.freeze()));
+            }
+            self.searched_bytes = self.buffer.len();
+            if self.buffer.len() > LINE_LIMIT_BYTES {
+                return Err(Failure::malformed(format!("a line of more than {LINE_LIMIT_BYTES} bytes")));
+            }
+            match self.body.frame().await {
+                Some(Ok(frame)) => {
+                    if let Ok(data) = frame.into_data() {
+                        self.buffer.extend_from_slice(&data);
+                    }
+                }
+                Some(Err(error)) => return Err(Failure::dropped(&error)),
+                None if self.buffer.trim_ascii().is_empty() => return Ok(None),
+                None => return Err(Failure::cut()),
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn one_bad_object_is_an_event_of_its_own() {
+        let text = br#"{"kind":"ServiceList","metadata":{"resourceVersion":"7"},"items":[
+            {"metadata":{"name":"a","namespace":"x","resourceVersion":"1"},"spec":{"ports":[{"port":"eighty"}]}},
+            {"metadata":{"name":"b","namespace":"x","resourceVersion":"2","labels":null},"spec":{"ports":null}}]}"#;
+        let page = page(ObjectKind::Service, text).unwrap();
+        assert_eq!(page.version, "7");
+        assert!(matches!(&page.events[0], Event::Undecodable { key, field, .. }
+            if key.to_string() == "Service x/a" && field == "spec.ports[0].port"), "{:?}", page.events[0]);
+        assert!(matches!(&page.events[1], Event::Apply(_)));
+    }
+
+    #[test]
+    fn what_is_no_list_is_not_an_empty_one() {
+        for text in ["{}", "[]", r#"{"metadata":{}}"#, r#"{"metadata":{"resourceVersion":"1"}}"#, "<html>"] {
+            assert!(page(ObjectKind::Node, text.as_bytes()).is_err(), "{text}");
+        }
+        let empty = r#"{"metadata":{"resourceVersion":"1"},"items":null}"#;
+        assert!(page(ObjectKind::Node, empty.as_bytes()).unwrap().events.is_empty());
+    }
+
+    #[test]
+    fn lines_of_a_watch() {
+        let read = |text: &str| line(ObjectKind::Node, text.as_bytes());
+        let node = r#"{"object":{"metadata":{"name":"n","resourceVersion":"5"}},"type":"ADDED"}"#;
+        assert!(matches!(read(node).unwrap(), Line::Event { event: Event::Apply(_), version } if version == "5"));
+        let end = r#"{"type":"BOOKMARK","object":{"metadata":{"resourceVersion":"9",
+            "annotations":{"k8s.io/initial-events-end":"true"}}}}"#;
+        assert!(matches!(read(end).unwrap(), Line::Bookmark { ends_initial_state: true, .. }));
+        let gone = r#"{"type":"ERROR","object":{"kind":"Status","code":410,"reason":"Expired"}}"#;
+        assert!(matches!(read(gone).unwrap(), Line::Error(status) if status.code == 410));
+        for text in ["}", "{}", r#"{"type":"ADDED","object":{"metadata":{"name":"n"}}}"#, r#"{"type":"X","object":{}}"#] {
+            assert!(read(text).is_err(), "{text}");
+        }
+    }
+}
