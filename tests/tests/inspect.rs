@@ -1,0 +1,222 @@
+//! The control plane on a folder of manifests, as people look at it: by `headgatectl` and by `grpcurl`. Both programs are the real ones.
+
+#![allow(clippy::unwrap_used)]
+
+use std::io::{BufRead as _, BufReader};
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use headgate_tests::testbed::process::program;
+use serde_json::Value;
+
+/// A guard, not a measure.
+const TIMEOUT: Duration = Duration::from_secs(60);
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap()
+}
+
+/// Ends its process with the test, whatever becomes of that.
+struct Running(Child);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        // An error means that it has ended already.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// A control plane on a copy of the example that the README starts with.
+struct ControlPlane {
+    _process: Running,
+    folder: tempfile::TempDir,
+    port: u16,
+}
+
+impl ControlPlane {
+    fn start() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let manifests = folder.path().join("manifests");
+        std::fs::create_dir(&manifests).unwrap();
+        std::fs::copy(root().join("docs/examples/web.yaml"), manifests.join("web.yaml")).unwrap();
+        // Both at once, so that they differ.
+        let sockets = [0, 1].map(|_| TcpListener::bind("127.0.0.1:0").unwrap());
+        let [port, metrics] = sockets.map(|socket| socket.local_addr().unwrap().port());
+        let process = Command::new(program("headgate-control-plane").unwrap())
+            .args(["--source", &format!("files:{}", manifests.display()), "--insecure-loopback"])
+            .args(["--listen", &format!("127.0.0.1:{port}"), "--metrics-listen", &format!("127.0.0.1:{metrics}")])
+            .args(["--replica-name", "example"])
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(std::fs::File::create(folder.path().join("log")).unwrap())
+            .spawn()
+            .unwrap();
+        let control_plane = Self { _process: Running(process), folder, port };
+        control_plane.wait_for("the first listing", |this| {
+            let status = this.headgatectl(&["status", "-o", "json"]).ok()?;
+            serde_json::from_str::<Value>(&status).ok()?["synced"].as_bool()?.then_some(())
+        });
+        control_plane
+    }
+
+    fn wait_for<T>(&self, what: &str, look: impl Fn(&Self) -> Option<T>) -> T {
+        let deadline = Instant::now() + TIMEOUT;
+        loop {
+            if let Some(found) = look(self) {
+                return found;
+            }
+            if Instant::now() > deadline {
+                let log = std::fs::read_to_string(self.folder.path().join("log")).unwrap();
+                panic!("{what} does not happen; the log:\n{log}");
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    fn manifests(&self) -> PathBuf {
+        self.folder.path().join("manifests")
+    }
+
+    /// Writes a manifest so that nobody reads half of it.
+    fn write(&self, name: &str, content: &str) {
+        let draft = self.folder.path().join("draft");
+        std::fs::write(&draft, content).unwrap();
+        std::fs::rename(draft, self.manifests().join(name)).unwrap();
+    }
+
+    /// Standard output, or what was written to standard error.
+    fn headgatectl(&self, arguments: &[&str]) -> Result<String, String> {
+        let server = format!("http://127.0.0.1:{}", self.port);
+        run(Command::new(program("headgatectl").unwrap()).args(["--server", &server]).args(arguments))
+    }
+
+    fn json(&self, arguments: &[&str]) -> Value {
+        serde_json::from_str(&self.headgatectl(&[arguments, &["-o", "json"]].concat()).unwrap()).unwrap()
+    }
+
+    fn grpcurl(&self, options: &[&str], what: &[&str]) -> Result<String, String> {
+        let fetched = root().join("target/tools/grpcurl");
+        let grpcurl = if fetched.is_file() { fetched } else { PathBuf::from("grpcurl") };
+        let server = format!("127.0.0.1:{}", self.port);
+        run(Command::new(grpcurl).arg("-plaintext").args(options).arg(server).args(what))
+    }
+}
+
+fn run(command: &mut Command) -> Result<String, String> {
+    let output = command.stdin(Stdio::null()).output();
+    let output = output.unwrap_or_else(|error| panic!("{command:?}: {error}: run `make setup`"));
+    let text = |bytes| String::from_utf8(bytes).unwrap();
+    if output.status.success() { Ok(text(output.stdout)) } else { Err(text(output.stderr)) }
+}
+
+#[test]
+fn headgatectl_shows_what_the_manifests_say() {
+    let control_plane = ControlPlane::start();
+    let services = control_plane.json(&["services"]);
+    let [service] = &services.as_array().unwrap()[..] else { panic!("{services}") };
+    assert_eq!((&service["namespace"], &service["name"]), (&"shop".into(), &"web".into()));
+    assert_eq!(service["cluster_ips"], serde_json::json!(["10.96.0.10"]));
+    assert_eq!(service["ports"][0]["node_port"], 30080);
+    assert_eq!((&service["ready_endpoints"], &service["endpoints"]), (&2.into(), &2.into()));
+
+    let endpoints = control_plane.json(&["endpoints", "shop/web"]);
+    let addresses: Vec<_> = endpoints.as_array().unwrap().iter().map(|endpoint| &endpoint["address"]).collect();
+    assert_eq!(addresses, ["10.244.1.10", "10.244.2.10"]);
+    assert_eq!(endpoints[0]["ports"], serde_json::json!(["http 8080/TCP"]));
+    assert_eq!(endpoints[1]["node"], "node-b");
+
+    let error = control_plane.headgatectl(&["endpoints", "shop/nope"]).unwrap_err();
+    assert!(error.contains("no service shop/nope"), "{error}");
+    let table = control_plane.headgatectl(&["services", "-n", "shop"]).unwrap();
+    assert!(table.lines().nth(1).unwrap().contains("80:30080/TCP"), "{table}");
+    assert_eq!(control_plane.headgatectl(&["agents"]).unwrap(), "No agents are connected to this replica.\n");
+}
+
+#[test]
+fn a_manifest_that_cannot_be_used_shows_in_status_and_disturbs_nothing() {
+    let control_plane = ControlPlane::start();
+    assert_eq!(control_plane.json(&["status"])["problems"], serde_json::json!([]));
+    control_plane.write("broken.yaml", "apiVersion: v1\nkind: Service\nmetadata: {name: [}\n");
+    let problem = control_plane.wait_for("the problem", |this| {
+        let problems = this.json(&["status"])["problems"].clone();
+        problems.as_array()?.first().cloned()
+    });
+    assert!(problem["origin"].as_str().unwrap().contains("broken.yaml"), "{problem}");
+    assert!(!problem["message"].as_str().unwrap().is_empty());
+    assert!(control_plane.headgatectl(&["status"]).unwrap().contains("broken.yaml"));
+    assert_eq!(control_plane.json(&["services"]).as_array().unwrap().len(), 1);
+
+    std::fs::remove_file(control_plane.manifests().join("broken.yaml")).unwrap();
+    control_plane
+        .wait_for("the problem's end", |this| this.json(&["status"])["problems"].as_array()?.is_empty().then_some(()));
+}
+
+#[test]
+fn watch_follows_an_edit() {
+    let control_plane = ControlPlane::start();
+    let server = format!("http://127.0.0.1:{}", control_plane.port);
+    let mut watch = Command::new(program("headgatectl").unwrap())
+        .args(["--server", &server, "watch", "shop/web", "-o", "json"])
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let lines = BufReader::new(watch.stdout.take().unwrap()).lines();
+    let (sender, events) = std::sync::mpsc::channel();
+    let reader = std::thread::spawn(move || {
+        for line in lines.map_while(Result::ok) {
+            if sender.send(serde_json::from_str::<Value>(&line).unwrap()).is_err() {
+                break;
+            }
+        }
+    });
+    let watch = Running(watch);
+
+    // A watch shows changes from its beginning on: edit until one is seen, since nobody says when it has begun.
+    let example = std::fs::read_to_string(root().join("docs/examples/web.yaml")).unwrap();
+    let first = control_plane.wait_for("a removal and its opposite", |this| {
+        let without = example.split("  - addresses: [10.244.2.10]").next().unwrap();
+        for content in [without, example.as_str()] {
+            this.write("web.yaml", content);
+            let expected = if content == example { 2 } else { 1 };
+            this.wait_for("the edit", |this| {
+                (this.json(&["endpoints", "shop/web"]).as_array()?.len() == expected).then_some(())
+            });
+        }
+        events.recv_timeout(Duration::from_millis(200)).ok()
+    });
+    drop(watch);
+    reader.join().unwrap();
+    let seen: Vec<Value> = std::iter::once(first).chain(events.try_iter()).collect();
+    let of_endpoint = |event: &&Value| event["endpoint"]["address"] == "10.244.2.10";
+    assert!(seen.iter().any(|event| of_endpoint(&event)), "{seen:?}");
+    let known = ["changed", "removed"];
+    assert!(seen.iter().all(|event| known.iter().any(|action| event["action"] == *action)), "{seen:?}");
+}
+
+#[test]
+fn grpcurl_lists_and_calls_inspect() {
+    let control_plane = ControlPlane::start();
+    let listed = control_plane.grpcurl(&[], &["list"]).unwrap();
+    let services: Vec<&str> = listed.lines().collect();
+    for expected in ["grpc.health.v1.Health", "headgate.v1.Discovery", "headgate.v1.Inspect"] {
+        assert!(services.contains(&expected), "{services:?}");
+    }
+    let methods = control_plane.grpcurl(&[], &["list", "headgate.v1.Inspect"]).unwrap();
+    assert_eq!(methods.lines().count(), 5, "{methods}");
+
+    let request = r#"{"namespace": "shop", "name": "web"}"#;
+    let answer = control_plane.grpcurl(&["-d", request], &["headgate.v1.Inspect/ListServices"]).unwrap();
+    let service: Value = serde_json::from_str(&answer).unwrap();
+    assert_eq!(service["clusterIps"], serde_json::json!(["10.96.0.10"]));
+    assert_eq!(service["ports"][0]["nodePort"], 30080);
+
+    let health = control_plane.grpcurl(&[], &["grpc.health.v1.Health/Check"]).unwrap();
+    assert!(health.contains("SERVING"), "{health}");
+    let nobody = r#"{"namespace": "shop", "name": "nope"}"#;
+    let error = control_plane.grpcurl(&["-d", nobody], &["headgate.v1.Inspect/ListEndpoints"]).unwrap_err();
+    assert!(error.contains("NotFound"), "{error}");
+}
