@@ -20,7 +20,7 @@ use std::{
 use headgate_proto::{FILE_DESCRIPTOR_SET, v1::inspect_server::InspectServer};
 use tokio::{net::TcpListener, sync::watch, task::JoinHandle};
 use tokio_stream::wrappers::ReceiverStream;
-use tokio_util::sync::CancellationToken;
+pub use tokio_util::sync::CancellationToken;
 use tonic::{service::Routes, transport::Server};
 use tonic_health::ServingStatus;
 

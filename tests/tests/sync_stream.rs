@@ -1,0 +1,487 @@
+//! `Discovery.Sync` over real sockets, held against the contract at the head of `discovery.proto`.
+#![allow(clippy::unwrap_used, missing_docs)]
+
+#[path = "sync_stream/client.rs"]
+mod client;
+#[path = "sync_stream/replica.rs"]
+mod replica;
+#[path = "sync_stream/tls.rs"]
+mod tls;
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use client::{Client, GUARD, channel, hello, raw, refusal};
+use headgate_control_plane::{
+    serve::{Security, Settings},
+    transaction::{NodeChange, Sink as _, Transaction},
+};
+use headgate_core::{Change, Node, Service};
+use headgate_proto::v1::{self, inspect_client::InspectClient, welcome::ResumeMode};
+use prost::Message as _;
+use replica::{Replica, cluster, endpoint, key, remove_endpoint, remove_service, service, settings};
+use tokio::{io::AsyncWriteExt as _, time::timeout};
+use tonic::{Code, transport::Channel};
+
+const SYNC: &str = "/headgate.v1.Discovery/Sync";
+
+async fn open(replica: &Replica, node: &str) -> Client {
+    Client::open(channel(replica.running.local_addr).await, node, None).await.unwrap()
+}
+
+fn assert_same(client: &Client, replica: &Replica) {
+    assert_eq!(client.held.version, replica.store.version());
+    assert!(*client.held.state.digests() == replica.store.digests(), "the agent's state differs from the replica's");
+}
+
+async fn agent(channel: Channel, node: &str) -> v1::AgentInfo {
+    let request = v1::ListAgentsRequest { node: node.into() };
+    let mut agents = InspectClient::new(channel).list_agents(request).await.unwrap().into_inner();
+    agents.message().await.unwrap().expect("no such agent")
+}
+
+/// Asks until the answer is as wanted; the guard of the test runner ends it otherwise.
+async fn agent_until(channel: &Channel, node: &str, is_wanted: impl Fn(&v1::AgentInfo) -> bool) -> v1::AgentInfo {
+    let ask = async {
+        loop {
+            let agent = agent(channel.clone(), node).await;
+            if is_wanted(&agent) {
+                return agent;
+            }
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    timeout(GUARD, ask).await.expect("the agent never came to be as wanted")
+}
+
+#[tokio::test]
+async fn a_new_agent_gets_everything_then_each_change() {
+    let replica = Replica::start().await;
+    replica.put(cluster(50));
+    let mut client = open(&replica, "n1").await;
+    assert_eq!((client.welcome.replica.as_str(), client.welcome.resume()), ("replica-1", ResumeMode::Full));
+    assert_ne!(client.welcome.epoch, 0);
+    client.reach(1).await;
+    assert_eq!((client.resources, client.ends.len()), (150, 1));
+    assert_same(&client, &replica);
+
+    replica.put([endpoint(7, 1, 9090)]);
+    client.reach(2).await;
+    replica.put([remove_endpoint(7, 2), remove_service(8)]);
+    client.reach(3).await;
+    assert_eq!((client.batches, client.resources, client.removals), (2, 151, 2));
+    assert_same(&client, &replica);
+    replica.running.stop().await;
+}
+
+#[tokio::test]
+async fn what_an_agent_says_is_shown() {
+    let replica = Replica::start().await;
+    replica.put(cluster(3));
+    let inspect = channel(replica.running.local_addr).await;
+    let mut client = open(&replica, "n1").await;
+    client.reach(1).await;
+    let before = agent(inspect.clone(), "n1").await;
+    assert_eq!((before.head_version, before.sent_version, before.programmed_version), (1, 1, 0));
+    assert_eq!((before.resume.as_str(), before.resumed_resources, before.backend.as_str()), ("full", 9, "none"));
+
+    client.ack().await;
+    let acked = agent_until(&inspect, "n1", |agent| agent.programmed_version == 1).await;
+    assert_eq!((acked.lag_ms, acked.apply_microseconds), (0, 42));
+
+    let rejection = v1::Rejection { resource: "Service a/b".into(), field: "ports".into(), reason: "odd".into() };
+    client.send(v1::agent_message::Body::Nack(v1::Nack { version: 1, rejections: vec![rejection] })).await;
+    let failed = v1::ApplyFailed { version: 1, error: "no such table".into(), attempts: 2 };
+    client.send(v1::agent_message::Body::ApplyFailed(failed)).await;
+    let status = v1::AgentStatus { backend: "iptables-nft".into(), degraded: vec!["no SCTP".into()] };
+    client.send(v1::agent_message::Body::Status(status)).await;
+    let shown = agent_until(&inspect, "n1", |agent| agent.backend == "iptables-nft").await;
+    assert_eq!((shown.rejections.len(), shown.rejections[0].object.as_str()), (1, "Service a/b"));
+    assert!(shown.last_error.contains("no such table") && shown.degraded == ["no SCTP"]);
+
+    // A version that was never sent says nothing.
+    let ack = v1::Ack { version: 99, ..Default::default() };
+    client.send(v1::agent_message::Body::Ack(ack)).await;
+    client.ack().await;
+    let acked = agent_until(&inspect, "n1", |agent| agent.last_error.is_empty()).await;
+    assert_eq!(acked.programmed_version, 1);
+    assert_eq!(replica.metric("headgate_agent_messages_ignored_total{reason=\"version_not_sent\"}"), 1);
+    replica.running.stop().await;
+}
+
+#[tokio::test]
+async fn all_streams_carry_the_same_bytes() {
+    let replica = Replica::start().await;
+    replica.put(cluster(20));
+    let mut streams = Vec::new();
+    for node in ["n1", "n2"] {
+        let first = Bytes::from(hello(node, None).encode_to_vec());
+        streams.push(raw(channel(replica.running.local_addr).await, SYNC, vec![first]).await.unwrap());
+    }
+    let mut received: Vec<Vec<Bytes>> = vec![Vec::new(), Vec::new()];
+    let is_end = |bytes: &Bytes| {
+        let body = v1::ServerMessage::decode(bytes.clone()).unwrap().body;
+        matches!(body, Some(v1::server_message::Body::SnapshotEnd(_) | v1::server_message::Body::Batch(_)))
+    };
+    for round in 0..2 {
+        for (stream, received) in streams.iter_mut().zip(&mut received) {
+            while !received.last().is_some_and(&is_end) || received.iter().filter(|bytes| is_end(bytes)).count() <= round {
+                received.push(timeout(GUARD, stream.message()).await.unwrap().unwrap().unwrap());
+            }
+        }
+        replica.put([endpoint(3, 1, 9000)]);
+    }
+    assert_eq!(received[0], received[1]);
+    assert!(received[0].len() > 4);
+    replica.running.stop().await;
+}
+
+#[tokio::test]
+async fn resume_by_the_log_sends_what_changed_since() {
+    let replica = Replica::start().await;
+    replica.put(cluster(50));
+    let mut client = open(&replica, "n1").await;
+    client.reach(1).await;
+    client.ack().await;
+    let inspect = channel(replica.running.local_addr).await;
+    agent_until(&inspect, "n1", |agent| agent.programmed_version == 1).await;
+    let held = client.held;
+    replica.put([remove_endpoint(3, 1), endpoint(4, 3, 8080)]);
+
+    let mut client = Client::open(channel(replica.running.local_addr).await, "n1", Some(held)).await.unwrap();
+    assert_eq!(client.welcome.resume(), ResumeMode::Log);
+    client.until(|client| client.held.version == 2).await;
+    assert_eq!((client.resources, client.removals, client.ends.len()), (1, 1, 0));
+    assert_same(&client, &replica);
+    let agent = agent_until(&inspect, "n1", |agent| agent.resumed_resources == 2).await;
+    assert_eq!((agent.resume.as_str(), agent.programmed_version), ("log", 1));
+    replica.running.stop().await;
+}
+
+#[tokio::test]
+async fn resume_at_another_replica_sends_what_differs() {
+    let (old, new) = (Replica::start().await, Replica::start().await);
+    for replica in [&old, &new] {
+        replica.put_at(Some(10), cluster(200));
+    }
+    let mut client = open(&old, "n1").await;
+    client.reach(1).await;
+
+    // Nothing changed: no resource.
+    let mut client = Client::open(channel(new.running.local_addr).await, "n1", Some(client.held)).await.unwrap();
+    assert_eq!(client.welcome.resume(), ResumeMode::Digests);
+    client.until(|client| !client.ends.is_empty()).await;
+    assert_eq!((client.resources, client.removals, client.ends[0].resource_count), (0, 0, 0));
+    assert!(client.bytes < 50, "{} bytes to say that nothing changed", client.bytes);
+    assert_same(&client, &new);
+    assert_eq!(new.metric("headgate_resumed_resources_total"), 0);
+
+    // Changes and deletions in between.
+    new.put([remove_endpoint(9, 1), remove_service(9), service(10, 81)]);
+    client.held.epoch = 1;
+    let mut client = Client::open(channel(new.running.local_addr).await, "n1", Some(client.held)).await.unwrap();
+    assert_eq!(client.welcome.resume(), ResumeMode::Digests);
+    client.reach(2).await;
+    assert!(client.resources < 20, "{} resources for three changes", client.resources);
+    assert_same(&client, &new);
+
+    // And from there on by versions.
+    new.put([service(11, 81)]);
+    client.reach(3).await;
+    assert_same(&client, &new);
+    old.running.stop().await;
+    new.running.stop().await;
+}
+
+#[tokio::test]
+async fn an_agent_never_goes_back_in_time() {
+    let old = Replica::start().await;
+    old.put_at(Some(20), [service(1, 82)]);
+    let mut client = open(&old, "n1").await;
+    client.reach(1).await;
+    let held = client.held;
+
+    let new = Replica::start().await;
+    new.put_at(Some(10), [service(1, 80)]);
+    let mut client = Client::open(channel(new.running.local_addr).await, "n1", Some(held)).await.unwrap();
+    let waits = async {
+        while new.metric("headgate_behind_waits_total") == 0 {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    timeout(GUARD, waits).await.expect("the agent is not kept waiting");
+    new.put_at(Some(15), [service(1, 81)]);
+    new.put_at(Some(20), [service(1, 82)]);
+    client.reach(3).await;
+    assert_eq!((client.resources, new.metric("headgate_behind_waits_expired_total")), (0, 0));
+    assert_same(&client, &new);
+    old.running.stop().await;
+    new.running.stop().await;
+}
+
+#[tokio::test]
+async fn an_agent_goes_back_after_the_bound() {
+    let old = Replica::start().await;
+    old.put_at(Some(20), [service(1, 82)]);
+    let mut client = open(&old, "n1").await;
+    client.reach(1).await;
+
+    let patience = Settings { behind_wait: Duration::from_millis(50), ..settings() };
+    let restored = Replica::start_with(patience, Security::Plaintext).await;
+    restored.put_at(Some(10), [service(1, 80)]);
+    restored.store.synced();
+    let mut client = Client::open(channel(restored.running.local_addr).await, "n1", Some(client.held)).await.unwrap();
+    assert_eq!(client.welcome.behind_wait_ms, 50);
+    client.reach(1).await;
+    assert_eq!(restored.metric("headgate_behind_waits_expired_total"), 1);
+    assert_same(&client, &restored);
+    old.running.stop().await;
+    restored.running.stop().await;
+}
+
+#[tokio::test]
+async fn nothing_is_sent_before_the_source_has_been_listed() {
+    let beat = Settings { heartbeat_interval: Duration::from_millis(20), ..settings() };
+    let replica = Replica::start_with(beat, Security::Plaintext).await;
+    replica.put([service(1, 80)]);
+    let mut client = open(&replica, "n1").await;
+    client.until(|client| client.heartbeats.len() >= 3).await;
+    assert_eq!((client.ends.len(), client.nodes.len(), client.resources), (0, 0, 0));
+    replica.put([service(2, 80)]);
+    replica.store.synced();
+    client.reach(2).await;
+    assert_eq!((client.resources, client.nodes.len()), (2, 1));
+    assert_same(&client, &replica);
+    replica.running.stop().await;
+}
+
+#[tokio::test]
+async fn each_agent_gets_its_own_node() {
+    let replica = Replica::start().await;
+    let commit = |change| replica.store.commit(Transaction { nodes: vec![change], ..Transaction::default() });
+    let node = |name: &str, zone: &str| Node {
+        name: name.into(),
+        zone: Some(zone.into()),
+        pod_cidrs: Vec::new(),
+        addresses: Vec::new(),
+        going_away: false,
+    };
+    commit(NodeChange::Apply(node("n1", "a")));
+    let (mut first, mut second) = (open(&replica, "n1").await, open(&replica, "n2").await);
+    first.until(|client| client.nodes.len() == 1).await;
+    second.until(|client| client.nodes.len() == 1).await;
+    commit(NodeChange::Apply(node("n1", "b")));
+    commit(NodeChange::Apply(node("n2", "c")));
+    first.until(|client| client.nodes.len() == 2).await;
+    second.until(|client| client.nodes.len() == 2).await;
+    commit(NodeChange::Remove("n1".into()));
+    first.until(|client| client.nodes.len() == 3).await;
+    let zones = |client: &Client| -> Vec<(u64, Option<String>)> {
+        client.nodes.iter().map(|own| (own.revision, own.node.as_ref().map(|node| node.zone.clone()))).collect()
+    };
+    assert_eq!(zones(&first), [(1, Some("a".into())), (2, Some("b".into())), (3, None)]);
+    assert_eq!(zones(&second), [(1, None), (2, Some("c".into()))]);
+    replica.running.stop().await;
+}
+
+#[tokio::test]
+async fn a_slow_reader_skips_and_disturbs_nobody() {
+    let replica = Replica::start().await;
+    let mut slow = open(&replica, "slow").await;
+    let mut quick = open(&replica, "quick").await;
+    slow.until(|client| !client.ends.is_empty()).await;
+    // 4 MB in all, and the slow reader's window is 64 KiB.
+    let commits = 500_u64;
+    for round in 0..commits {
+        let Change::Service(service) = service(1, 80) else { unreachable!() };
+        let filler = format!("{round:08000}");
+        replica.put([Change::Service(Service { health_check: filler.as_str().into(), ..service })]);
+        quick.reach(round + 1).await;
+    }
+    assert_same(&quick, &replica);
+    slow.reach(commits).await;
+    assert!(slow.batches < 200, "the slow reader got {} of {commits} batches", slow.batches);
+    assert_same(&slow, &replica);
+    replica.running.stop().await;
+}
+
+#[tokio::test]
+async fn one_endpoint_of_a_hundred_thousand_costs_few_bytes() {
+    let replica = Replica::start().await;
+    for block in 0..100_u16 {
+        let numbers = block * 100..(block + 1) * 100;
+        let everything = |number| (0..10).map(move |host| endpoint(number, host, 8080)).chain([service(number, 80)]);
+        replica.put(numbers.flat_map(everything));
+    }
+    let held = client::Held {
+        epoch: replica.store.epoch(),
+        version: replica.store.version(),
+        ..client::Held::default()
+    };
+    let mut client = Client::open(channel(replica.running.local_addr).await, "n1", Some(held)).await.unwrap();
+    assert_eq!(client.welcome.resume(), ResumeMode::Log);
+    replica.put_at(Some(123_456_789), [remove_endpoint(5000, 3), endpoint(5000, 11, 8080)]);
+    client.until(|client| client.batches == 1).await;
+    assert_eq!((client.resources, client.removals), (1, 1));
+    println!("{} bytes", client.bytes);
+    assert!(client.bytes <= 150, "{} bytes", client.bytes);
+    replica.running.stop().await;
+}
+
+#[tokio::test]
+async fn a_newer_stream_of_a_node_replaces_the_older() {
+    let replica = Replica::start().await;
+    let mut first = open(&replica, "n1").await;
+    first.until(|client| !client.ends.is_empty()).await;
+    let mut second = open(&replica, "n1").await;
+    assert_eq!(first.status().await.code(), Code::Aborted);
+    replica.put([service(1, 80)]);
+    second.reach(1).await;
+    assert_eq!(replica.metric("headgate_streams_ended_total{reason=\"replaced\"}"), 1);
+    replica.running.stop().await;
+}
+
+#[tokio::test]
+async fn misbehaving_agents_are_refused_and_others_undisturbed() {
+    let impatient = Settings { hello_timeout: Duration::from_millis(300), ..settings() };
+    let replica = Replica::start_with(impatient, Security::Plaintext).await;
+    replica.store.synced();
+    let mut good = open(&replica, "good").await;
+    let address = replica.running.local_addr;
+    let bytes = |message: &v1::AgentMessage| Bytes::from(message.encode_to_vec());
+    let first = bytes(&hello("bad", None));
+    let ack = bytes(&client::message(v1::agent_message::Body::Ack(v1::Ack::default())));
+    let digests = v1::BucketDigests { sums: Bytes::from_static(b"short"), counts: vec![1] };
+    let odd_resume = v1::Resume { digests: Some(digests), ..v1::Resume::default() };
+    let huge = Bytes::from(vec![0; headgate_proto::MAX_AGENT_MESSAGE_BYTES + 1]);
+    let garbage = Bytes::from_static(b"\xff\xff\xff garbage");
+    let cases: [(&str, Vec<Bytes>, Code, &str); 9] = [
+        ("silent", vec![], Code::DeadlineExceeded, "no_hello"),
+        ("ACK before Hello", vec![ack], Code::InvalidArgument, "no_hello"),
+        ("second Hello", vec![first.clone(), first.clone()], Code::InvalidArgument, "second_hello"),
+        ("garbage first", vec![garbage.clone()], Code::InvalidArgument, "malformed_message"),
+        ("garbage later", vec![first.clone(), garbage], Code::InvalidArgument, "malformed_message"),
+        ("huge first", vec![huge.clone()], Code::ResourceExhausted, "message_too_large"),
+        ("huge later", vec![first, huge], Code::ResourceExhausted, "message_too_large"),
+        ("no name", vec![bytes(&hello("Not A Name", None))], Code::InvalidArgument, "invalid_hello"),
+        ("digests", vec![bytes(&hello("bad", Some(odd_resume)))], Code::InvalidArgument, "invalid_hello"),
+    ];
+    for (what, messages, code, reason) in cases {
+        let sample = format!("headgate_streams_rejected_total{{reason=\"{reason}\"}}");
+        let before = replica.metric(&sample);
+        let status = refusal(channel(address).await, messages).await;
+        assert_eq!(status.code(), code, "{what}: {status}");
+        assert!(!status.message().is_empty(), "{what}");
+        let counted = async {
+            while replica.metric(&sample) == before {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        };
+        timeout(GUARD, counted).await.unwrap_or_else(|_| panic!("{what} is not counted as {reason}"));
+    }
+    let other = raw(channel(address).await, "/headgate.v1.Discovery/Other", vec![]).await.map(|_| ()).unwrap_err();
+    assert_eq!(other.code(), Code::Unimplemented);
+    // No HTTP/2 at all.
+    let mut socket = tokio::net::TcpStream::connect(address).await.unwrap();
+    socket.write_all(b"GET / HTTP/1.1\r\n\r\n\0\0\0").await.unwrap();
+
+    replica.put([service(1, 80)]);
+    good.reach(1).await;
+    assert_same(&good, &replica);
+    replica.running.stop().await;
+}
+
+#[tokio::test]
+async fn a_stopping_replica_drains() {
+    let replica = Replica::start().await;
+    let mut stays = open(&replica, "stays").await;
+    let mut goes = open(&replica, "goes").await;
+    stays.until(|client| !client.ends.is_empty()).await;
+    let stop = tokio::spawn(replica.running.stop());
+    goes.until(|client| !client.drains.is_empty()).await;
+    assert_eq!(goes.drains[0].reconnect_within_ms, 500);
+    drop(goes);
+    let status = stays.status().await;
+    assert_eq!((status.code(), stays.drains.len()), (Code::Unavailable, 1), "{status}");
+    timeout(GUARD, stop).await.expect("the replica does not stop").unwrap();
+}
+
+#[tokio::test]
+async fn a_watcher_sees_changes() {
+    let replica = Replica::start().await;
+    replica.put(cluster(2));
+    let mut inspect = InspectClient::new(channel(replica.running.local_addr).await);
+    let request = v1::WatchRequest { namespace: "default".into(), name: "service-1".into() };
+    let mut events = inspect.watch(request).await.unwrap().into_inner();
+    replica.put([endpoint(2, 1, 9), endpoint(1, 1, 9)]);
+    let event = timeout(GUARD, events.message()).await.unwrap().unwrap().unwrap();
+    let shown = event.endpoint.unwrap();
+    assert_eq!((event.action.as_str(), event.version, shown.ports.as_slice()), ("changed", 2, &["http 9/TCP".to_owned()][..]));
+    replica.put([remove_service(1)]);
+    let event = timeout(GUARD, events.message()).await.unwrap().unwrap().unwrap();
+    assert_eq!((event.action.as_str(), event.service.unwrap().name), ("removed", "service-1".to_owned()));
+    replica.running.stop().await;
+    assert_eq!(events.message().await.unwrap_err().code(), Code::Unavailable);
+}
+
+#[tokio::test]
+async fn inspect_lists_in_order_and_shows_conflicts() {
+    let replica = Replica::start().await;
+    replica.put(cluster(3));
+    let Change::Service(original) = service(2, 80) else { unreachable!() };
+    let copy = Service { key: headgate_core::ServiceKey::new("other", "copy"), created_unix_seconds: 9, ..original };
+    replica.put([Change::Service(copy)]);
+    let mut inspect = InspectClient::new(channel(replica.running.local_addr).await);
+    let mut listed = Vec::new();
+    let mut services = inspect.list_services(v1::ListServicesRequest::default()).await.unwrap().into_inner();
+    while let Some(service) = services.message().await.unwrap() {
+        listed.push((service.name, service.endpoints, service.conflicts.len()));
+    }
+    let named = |name: &str, endpoints, conflicts| (name.to_owned(), endpoints, conflicts);
+    let expected = [named("service-1", 2, 0), named("service-2", 2, 0), named("service-3", 2, 0), named("copy", 0, 1)];
+    assert_eq!(listed, expected);
+    let missing = v1::ListEndpointsRequest { namespace: "default".into(), name: "none".into() };
+    assert_eq!(inspect.list_endpoints(missing).await.unwrap_err().code(), Code::NotFound);
+    let request = v1::ListEndpointsRequest { namespace: "default".into(), name: key(1).name.to_string() };
+    let mut endpoints = inspect.list_endpoints(request).await.unwrap().into_inner();
+    let first = endpoints.message().await.unwrap().unwrap();
+    assert_eq!((first.address.as_str(), first.node.as_str(), first.ready), ("10.0.1.1", "node-1", true));
+    replica.running.stop().await;
+}
+
+#[tokio::test]
+async fn certificates_say_which_node_it_is() {
+    let authority = tls::Authority::new();
+    let folder = tempfile::tempdir().unwrap();
+    let config = authority.server_config(folder.path());
+    let replica = Replica::start_with(settings(), Security::Tls(config)).await;
+    replica.store.synced();
+    replica.put([service(1, 80)]);
+    let address = replica.running.local_addr;
+    let by_uri = tls::connect(address, &authority, Some(&authority.client("anything", Some("headgate://node/n1")))).await;
+    let by_name = tls::connect(address, &authority, Some(&authority.client("system:node:n2", None))).await;
+    let reader = tls::connect(address, &authority, Some(&authority.client("an operator", None))).await;
+    for (channel, node) in [(&by_uri, "n1"), (&by_name, "n2")] {
+        let mut client = Client::open(channel.clone().unwrap(), node, None).await.unwrap();
+        client.reach(1).await;
+        assert_same(&client, &replica);
+    }
+    for channel in [&by_uri, &reader] {
+        let status = Client::open(channel.clone().unwrap(), "n2", None).await.err().unwrap();
+        assert_eq!(status.code(), Code::PermissionDenied, "{status}");
+    }
+    assert_eq!(replica.metric("headgate_streams_rejected_total{reason=\"permission_denied\"}"), 2);
+    let mut inspect = InspectClient::new(reader.unwrap());
+    assert_eq!(inspect.get_status(v1::GetStatusRequest {}).await.unwrap().into_inner().services, 1);
+
+    // Nobody is let in without a certificate, or with one of another authority.
+    let stranger = tls::Authority::new().client("system:node:n1", None);
+    for certificate in [None, Some(&stranger)] {
+        let refused = match tls::connect(address, &authority, certificate).await {
+            Ok(channel) => Client::open(channel, "n1", None).await.is_err(),
+            Err(_) => true,
+        };
+        assert!(refused);
+    }
+    replica.running.stop().await;
+}

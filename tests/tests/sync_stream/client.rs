@@ -1,0 +1,278 @@
+//! A small agent: the generated client, and a reader that does with messages what the contract asks.
+
+use std::{collections::BTreeMap, net::SocketAddr, time::Duration};
+
+use bytes::{Buf as _, BufMut as _, Bytes};
+use headgate_core::{Change, Dirty, State, digest};
+use headgate_proto::{Decoder, digests_to_wire, frame::PREFIX_BYTES, v1};
+use prost::Message as _;
+use tokio::{sync::mpsc, time::timeout};
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{
+    Request, Status, Streaming,
+    codec::{Codec, DecodeBuf, Decoder as WireDecoder, EncodeBuf, Encoder as WireEncoder},
+    transport::{Channel, Endpoint},
+};
+use v1::{discovery_client::DiscoveryClient, server_message::Body};
+
+/// Guard against hanging; nothing is asserted about time.
+pub const GUARD: Duration = Duration::from_secs(60);
+
+/// A connection of its own, with small windows so that a reader that does not read is felt by the server.
+pub async fn channel(address: SocketAddr) -> Channel {
+    endpoint(address).connect().await.unwrap()
+}
+
+pub fn endpoint(address: SocketAddr) -> Endpoint {
+    let endpoint = Endpoint::from_shared(format!("http://{address}")).unwrap();
+    endpoint.initial_stream_window_size(65_535).initial_connection_window_size(65_535)
+}
+
+pub fn hello(node: &str, resume: Option<v1::Resume>) -> v1::AgentMessage {
+    message(v1::agent_message::Body::Hello(v1::Hello {
+        node_name: node.into(),
+        agent_version: "test".into(),
+        status: Some(v1::AgentStatus { backend: "none".into(), degraded: Vec::new() }),
+        resume,
+    }))
+}
+
+pub fn message(body: v1::agent_message::Body) -> v1::AgentMessage {
+    v1::AgentMessage { body: Some(body) }
+}
+
+/// What an agent holds, and what it was told.
+#[derive(Default)]
+pub struct Held {
+    pub state: State,
+    pub epoch: u64,
+    pub version: u64,
+    pub positions: BTreeMap<i32, u64>,
+}
+
+impl Held {
+    pub fn resume(&self) -> v1::Resume {
+        let positions = self.positions.iter().map(|(kind, position)| v1::SourcePosition { kind: *kind, position: *position });
+        v1::Resume {
+            epoch: self.epoch,
+            version: self.version,
+            positions: positions.collect(),
+            digests: Some(digests_to_wire(self.state.digests())),
+        }
+    }
+}
+
+/// A stream and what came over it.
+pub struct Client {
+    pub sender: mpsc::Sender<v1::AgentMessage>,
+    messages: Streaming<v1::ServerMessage>,
+    pub welcome: v1::Welcome,
+    pub held: Held,
+    staged: Vec<Change>,
+    decoder: Decoder,
+    /// Resources that took effect, removals not counted.
+    pub resources: usize,
+    pub removals: usize,
+    pub batches: usize,
+    pub ends: Vec<v1::SnapshotEnd>,
+    /// Bytes of batches and snapshots, gRPC prefixes included.
+    pub bytes: usize,
+    pub nodes: Vec<v1::OwnNode>,
+    pub heartbeats: Vec<v1::Heartbeat>,
+    pub drains: Vec<v1::Drain>,
+}
+
+impl Client {
+    /// Opens a stream and reads `Welcome`. With something held, it resumes.
+    pub async fn open(channel: Channel, node: &str, held: Option<Held>) -> Result<Self, Status> {
+        let (sender, receiver) = mpsc::channel(16);
+        let resume = held.as_ref().map(Held::resume);
+        sender.send(hello(node, resume)).await.unwrap();
+        let mut client = DiscoveryClient::new(channel);
+        let mut messages = client.sync(ReceiverStream::new(receiver)).await?.into_inner();
+        let first = timeout(GUARD, messages.message()).await.unwrap()?;
+        let Some(Body::Welcome(welcome)) = first.and_then(|message| message.body) else {
+            panic!("the first message is not Welcome")
+        };
+        let mut held = held.unwrap_or_default();
+        held.epoch = welcome.epoch;
+        Ok(Self {
+            sender,
+            messages,
+            welcome,
+            held,
+            staged: Vec::new(),
+            decoder: Decoder::default(),
+            resources: 0,
+            removals: 0,
+            batches: 0,
+            ends: Vec::new(),
+            bytes: 0,
+            nodes: Vec::new(),
+            heartbeats: Vec::new(),
+            drains: Vec::new(),
+        })
+    }
+
+    pub async fn send(&self, body: v1::agent_message::Body) {
+        self.sender.send(message(body)).await.unwrap();
+    }
+
+    pub async fn ack(&self) {
+        let ack = v1::Ack { version: self.held.version, apply_microseconds: 42, ..Default::default() };
+        self.send(v1::agent_message::Body::Ack(ack)).await;
+    }
+
+    /// Takes in the next message; `None` at the end of a stream that ended well.
+    pub async fn step(&mut self) -> Result<Option<()>, Status> {
+        let message = timeout(GUARD, self.messages.message()).await.expect("nothing came")?;
+        let Some(message) = message else { return Ok(None) };
+        let bytes = message.encoded_len() + PREFIX_BYTES;
+        match message.body.unwrap() {
+            Body::Welcome(_) => panic!("a second Welcome"),
+            Body::Batch(batch) => {
+                self.bytes += bytes;
+                assert_eq!(batch.previous_version, self.held.version);
+                self.stage(batch.changes.unwrap());
+                if batch.version != batch.previous_version {
+                    self.held.version = batch.version;
+                    self.batches += 1;
+                    self.finish(&batch.positions);
+                }
+            }
+            Body::SnapshotChunk(chunk) => {
+                self.bytes += bytes;
+                self.stage(chunk.changes.unwrap());
+            }
+            Body::SnapshotEnd(end) => {
+                self.bytes += bytes;
+                self.end(end);
+            }
+            Body::OwnNode(node) => self.nodes.push(node),
+            Body::Heartbeat(heartbeat) => self.heartbeats.push(heartbeat),
+            Body::Drain(drain) => self.drains.push(drain),
+        }
+        Ok(Some(()))
+    }
+
+    /// Reads until what was asked for has come.
+    pub async fn until(&mut self, is_done: impl Fn(&Self) -> bool) {
+        while !is_done(self) {
+            self.step().await.unwrap().expect("the stream ended");
+        }
+    }
+
+    /// Reads until a snapshot has ended and `version` is reached.
+    pub async fn reach(&mut self, version: u64) {
+        self.until(|client| client.held.version >= version && !client.ends.is_empty()).await;
+    }
+
+    /// Reads until the stream ends, and says how.
+    pub async fn status(&mut self) -> Status {
+        loop {
+            match self.step().await {
+                Ok(Some(())) => {}
+                Ok(None) => return Status::ok(""),
+                Err(status) => return status,
+            }
+        }
+    }
+
+    fn stage(&mut self, changes: v1::Changes) {
+        let (changes, rejections) = self.decoder.changes(changes);
+        assert_eq!(rejections, []);
+        self.staged.extend(changes);
+    }
+
+    fn finish(&mut self, positions: &[v1::SourcePosition]) {
+        self.held.positions.extend(positions.iter().map(|position| (position.kind, position.position)));
+        for change in std::mem::take(&mut self.staged) {
+            match change {
+                Change::Service(_) | Change::Endpoint(..) | Change::ServiceCidr(_) => self.resources += 1,
+                _ => self.removals += 1,
+            }
+            self.held.state.apply(change, &mut Dirty::default());
+        }
+    }
+
+    fn end(&mut self, end: v1::SnapshotEnd) {
+        assert_eq!(end.resource_count, self.staged.len() as u64);
+        let by_digests = self.ends.is_empty() && self.welcome.resume() == v1::welcome::ResumeMode::Digests;
+        let is_all = end.buckets.is_empty() && !by_digests;
+        let is_named = |bucket: u16| is_all || end.buckets.contains(&bucket.into());
+        let mut gone = Vec::new();
+        for (key, entry) in self.held.state.entries().filter(|(key, _)| is_named(digest::service_bucket(key))) {
+            gone.extend(entry.service().map(|_| Change::RemoveService((**key).clone())));
+            gone.extend(entry.endpoints().keys().map(|address| Change::RemoveEndpoint((**key).clone(), *address)));
+        }
+        for change in gone {
+            self.held.state.apply(change, &mut Dirty::default());
+        }
+        self.held.version = end.version;
+        self.finish(&end.positions);
+        self.ends.push(end);
+    }
+}
+
+/// Sends bytes as they are and keeps what comes as it is.
+#[derive(Clone, Copy, Default)]
+pub struct Raw;
+
+impl Codec for Raw {
+    type Encode = Bytes;
+    type Decode = Bytes;
+    type Encoder = Self;
+    type Decoder = Self;
+
+    fn encoder(&mut self) -> Self {
+        *self
+    }
+
+    fn decoder(&mut self) -> Self {
+        *self
+    }
+}
+
+impl WireEncoder for Raw {
+    type Item = Bytes;
+    type Error = Status;
+
+    fn encode(&mut self, item: Bytes, buffer: &mut EncodeBuf<'_>) -> Result<(), Status> {
+        buffer.put(item);
+        Ok(())
+    }
+}
+
+impl WireDecoder for Raw {
+    type Item = Bytes;
+    type Error = Status;
+
+    fn decode(&mut self, buffer: &mut DecodeBuf<'_>) -> Result<Option<Bytes>, Status> {
+        let length = buffer.remaining();
+        Ok(Some(buffer.copy_to_bytes(length)))
+    }
+}
+
+/// Opens a stream on which messages are bytes.
+pub async fn raw(channel: Channel, path: &'static str, messages: Vec<Bytes>) -> Result<Streaming<Bytes>, Status> {
+    let mut grpc = tonic::client::Grpc::new(channel);
+    grpc.ready().await.unwrap();
+    let requests = tokio_stream::StreamExt::chain(tokio_stream::iter(messages), tokio_stream::pending());
+    let path = http::uri::PathAndQuery::from_static(path);
+    Ok(grpc.streaming(Request::new(requests), path, Raw).await?.into_inner())
+}
+
+/// What a raw stream that was opened with `messages` ends with.
+pub async fn refusal(channel: Channel, messages: Vec<Bytes>) -> Status {
+    let mut stream = match raw(channel, "/headgate.v1.Discovery/Sync", messages).await {
+        Ok(stream) => stream,
+        Err(status) => return status,
+    };
+    loop {
+        match timeout(GUARD, stream.message()).await.expect("nothing came") {
+            Ok(Some(_)) => {}
+            Ok(None) => return Status::ok(""),
+            Err(status) => return status,
+        }
+    }
+}

@@ -1,0 +1,90 @@
+//! An authority, certificates, and a TLS client.
+
+use std::{fs, net::SocketAddr, path::Path, sync::Arc};
+
+use headgate_control_plane::serve::tls::{TlsFiles, server_config};
+use hyper_util::rt::TokioIo;
+use rcgen::{BasicConstraints, Certificate, CertificateParams, DnType, IsCa, Issuer, KeyPair, SanType};
+use rustls::{
+    ClientConfig, RootCertStore, ServerConfig,
+    crypto::ring,
+    pki_types::{PrivateKeyDer, PrivatePkcs8KeyDer, ServerName},
+};
+use tokio::net::TcpStream;
+use tokio_rustls::TlsConnector;
+use tonic::transport::{Channel, Error};
+
+use crate::client::endpoint;
+
+pub struct Authority {
+    certificate: Certificate,
+    issuer: Issuer<'static, KeyPair>,
+}
+
+pub struct Leaf {
+    certificate: Certificate,
+    key: KeyPair,
+}
+
+impl Authority {
+    pub fn new() -> Self {
+        let mut parameters = CertificateParams::default();
+        parameters.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        parameters.distinguished_name.push(DnType::CommonName, "test authority");
+        let key = KeyPair::generate().unwrap();
+        let certificate = parameters.self_signed(&key).unwrap();
+        Self { certificate, issuer: Issuer::new(parameters, key) }
+    }
+
+    fn leaf(&self, common_name: &str, names: Vec<SanType>) -> Leaf {
+        let mut parameters = CertificateParams::default();
+        parameters.distinguished_name.push(DnType::CommonName, common_name);
+        parameters.subject_alt_names = names;
+        let key = KeyPair::generate().unwrap();
+        Leaf { certificate: parameters.signed_by(&key, &self.issuer).unwrap(), key }
+    }
+
+    pub fn client(&self, common_name: &str, uri: Option<&str>) -> Leaf {
+        self.leaf(common_name, uri.map(|uri| SanType::URI(uri.try_into().unwrap())).into_iter().collect())
+    }
+
+    /// Writes the server's files and loads them as the control plane does.
+    pub fn server_config(&self, folder: &Path) -> Arc<ServerConfig> {
+        let leaf = self.leaf("control plane", vec![SanType::DnsName("localhost".try_into().unwrap())]);
+        let files = TlsFiles {
+            cert: folder.join("tls.crt"),
+            key: folder.join("tls.key"),
+            client_ca: folder.join("ca.crt"),
+        };
+        fs::write(&files.cert, leaf.certificate.pem()).unwrap();
+        fs::write(&files.key, leaf.key.serialize_pem()).unwrap();
+        fs::write(&files.client_ca, self.certificate.pem()).unwrap();
+        server_config(&files).unwrap()
+    }
+}
+
+/// A connection with the certificate given, which trusts the authority.
+pub async fn connect(address: SocketAddr, authority: &Authority, leaf: Option<&Leaf>) -> Result<Channel, Arc<Error>> {
+    let mut roots = RootCertStore::empty();
+    roots.add(authority.certificate.der().clone()).unwrap();
+    let builder = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()));
+    let builder = builder.with_safe_default_protocol_versions().unwrap().with_root_certificates(roots);
+    let mut config = match leaf {
+        None => builder.with_no_client_auth(),
+        Some(leaf) => {
+            let key = PrivateKeyDer::Pkcs8(PrivatePkcs8KeyDer::from(leaf.key.serialize_der()));
+            builder.with_client_auth_cert(vec![leaf.certificate.der().clone()], key).unwrap()
+        }
+    };
+    config.alpn_protocols = vec![b"h2".to_vec()];
+    let connector = TlsConnector::from(Arc::new(config));
+    let connect = tower::service_fn(move |_| {
+        let connector = connector.clone();
+        async move {
+            let stream = TcpStream::connect(address).await?;
+            let name = ServerName::try_from("localhost").unwrap();
+            Ok::<_, std::io::Error>(TokioIo::new(connector.connect(name, stream).await?))
+        }
+    });
+    endpoint(address).connect_with_connector(connect).await.map_err(Arc::new)
+}
