@@ -23,6 +23,8 @@ pub struct Destination {
     pub port: u16,
     /// It runs on this node.
     pub is_local: bool,
+    /// It runs on this node, or on none that is known.
+    pub may_be_here: bool,
 }
 
 /// The endpoints of one service port in one family. Lists are in order of address and port.
@@ -64,8 +66,12 @@ pub fn choose<'a>(
         chosen.has_any = true;
         let admitted = !conditions.ready || mode.admits(endpoint, node);
         for candidate in endpoint.ports.iter().filter(|candidate| joins(candidate, port)) {
-            let destination =
-                Destination { address: endpoint.address, port: candidate.port, is_local: is_local(endpoint) };
+            let destination = Destination {
+                address: endpoint.address,
+                port: candidate.port,
+                is_local: is_local(endpoint),
+                may_be_here: is_local(endpoint) || endpoint.node.is_none(),
+            };
             if admitted {
                 chosen.cluster.push(destination);
             }

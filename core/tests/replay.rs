@@ -6,7 +6,7 @@ use std::{collections::BTreeSet, net::IpAddr, sync::Arc};
 use headgate_core::{
     Change, ClientIpAffinity, Conditions, Dirty, Endpoint, EndpointPort, Family, Hints, Protocol, Service, ServiceKey,
     ServicePort, State, TrafficPolicy,
-    iptables::{Dispatch, Existing, Ledger, RenderConfig, Table, fake_kernel::FakeKernel},
+    iptables::{Existing, Layout, Ledger, RenderConfig, Table, fake_kernel::FakeKernel},
     masquerade::LocalDetector,
     view::NodeFacts,
 };
@@ -78,8 +78,8 @@ fn any_change(services: u8) -> impl Strategy<Value = Change> {
     ]
 }
 
-fn config(family: Family, dispatch: Dispatch) -> RenderConfig {
-    let mut config = RenderConfig { dispatch, ..RenderConfig::new(family) };
+fn config(family: Family, layout: Layout) -> RenderConfig {
+    let mut config = RenderConfig { layout, ..RenderConfig::new(family) };
     config.masquerade.detector_v4 = Some(LocalDetector::Cidr("10.244.0.0/16".parse().unwrap()));
     config
 }
@@ -145,11 +145,11 @@ proptest! {
     fn replayed_split_and_squashed_changes_end_in_the_same_rules(
         changes in prop::collection::vec(any_change(8), 1..60),
         chunk in 1usize..10,
-        dispatch in prop_oneof![Just(Dispatch::Linear), Just(Dispatch::TwoLevel)],
+        layout in prop_oneof![Just(Layout::Classic), Just(Layout::Compact)],
         family in prop_oneof![Just(Family::V4), Just(Family::V6)],
     ) {
         // From the final state in one go.
-        let mut wanted = Rig::new(config(family, dispatch));
+        let mut wanted = Rig::new(config(family, layout));
         for change in &changes {
             wanted.state.apply(change.clone(), &mut Dirty::default());
         }
@@ -159,7 +159,7 @@ proptest! {
         let mut reversed = squashed.clone();
         reversed.reverse();
         for sequence in [&changes, &squashed, &reversed] {
-            let mut rig = Rig::new(config(family, dispatch));
+            let mut rig = Rig::new(config(family, layout));
             rig.full();
             for part in sequence.chunks(chunk) {
                 let (planned, dirty) = rig.step(part);
@@ -167,7 +167,7 @@ proptest! {
             }
             prop_assert_eq!(rig.state.digests(), wanted.state.digests());
             prop_assert_eq!((rig.state.service_count(), rig.state.endpoint_count()), (wanted.state.service_count(), wanted.state.endpoint_count()));
-            if dispatch == Dispatch::Linear {
+            if layout == Layout::Classic {
                 prop_assert_eq!(rig.rules(), wanted.rules());
             }
             // The length of address prefixes is chosen at a full sync, so on two levels that comes first.
@@ -203,7 +203,7 @@ fn crossing_the_dispatch_threshold_keeps_the_rules_right() {
                 Arc::from([EndpointPort { name: "a".into(), protocol: Protocol::Tcp, port: 80 }]),
             )
         };
-        let mut rig = Rig::new(config(Family::V4, Dispatch::Auto));
+        let mut rig = Rig::new(config(Family::V4, Layout::Auto));
         rig.full();
         for i in 0..400 {
             rig.step(&[Change::Service(service(i)), Change::Endpoint(service(i).key, endpoint())]);
@@ -217,7 +217,7 @@ fn crossing_the_dispatch_threshold_keeps_the_rules_right() {
         let text = rig.kernel.save(Table::Nat);
         for i in 0..400u16 {
             let [high, low] = i.to_be_bytes();
-            assert_eq!(text.contains(&format!("-d 10.96.{high}.{low}/32 -p tcp")), i >= removed, "{}", i);
+            assert_eq!(text.contains(&format!("-d 10.96.{high}.{low}/32 -p tcp")), i >= removed, "service {i}");
         }
         let before = rig.rules();
         rig.full();

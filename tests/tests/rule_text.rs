@@ -7,7 +7,7 @@ use std::{net::IpAddr, path::Path, sync::Arc};
 use headgate_core::{
     Change, ClientIpAffinity, Dirty, Endpoint, EndpointPort, Family, Protocol, Service, ServiceKey, ServicePort, State,
     TrafficPolicy,
-    iptables::{Existing, Ledger, RenderConfig, Table, fake_kernel::FakeKernel},
+    iptables::{Existing, Layout, Ledger, RenderConfig, Table, fake_kernel::FakeKernel},
     masquerade::{LocalDetector, MasqueradeConfig},
     view::NodeFacts,
 };
@@ -86,10 +86,10 @@ struct Rig {
 }
 
 impl Rig {
-    fn new(variant: Variant) -> Self {
-        let config = Config { variant, masquerade: masquerade(), ..Config::default() };
+    fn new(variant: Variant, layout: Layout) -> Self {
+        let config = Config { variant, layout, masquerade: masquerade(), ..Config::default() };
         let expected = Family::BOTH.map(|family| {
-            let render = RenderConfig { masquerade: masquerade(), ..RenderConfig::new(family) };
+            let render = RenderConfig { layout, masquerade: masquerade(), ..RenderConfig::new(family) };
             (family, Ledger::new(render), FakeKernel::default())
         });
         Self { backend: IptablesBackend::new(config).unwrap(), expected: expected.into(), state: State::default() }
@@ -149,12 +149,16 @@ fn assert_equal(namespace: &netns::Namespace, variant: testbed_iptables::Variant
     }
 }
 
-fn run(variant: Variant, saved_by: testbed_iptables::Variant, name: &str) {
+fn run(variant: Variant, layout: Layout) {
+    let (saved_by, name) = match variant {
+        Variant::Legacy => (testbed_iptables::Variant::Legacy, "legacy"),
+        _ => (testbed_iptables::Variant::Nft, "nft"),
+    };
     netns::check_prerequisites().unwrap();
-    let namespace = netns::Namespace::create(format!("hg{}-text-{name}", std::process::id())).unwrap();
+    let namespace = netns::Namespace::create(format!("hg{}-text-{name}-{layout:?}", std::process::id())).unwrap();
     namespace
         .run(|| {
-            let mut rig = Rig::new(variant);
+            let mut rig = Rig::new(variant, layout);
             rig.full();
             assert_equal(&namespace, saved_by, &rig, "nothing served");
             rig.step(everything());
@@ -170,17 +174,15 @@ fn run(variant: Variant, saved_by: testbed_iptables::Variant, name: &str) {
             let more = (0..300u16).map(|i| {
                 let [high, low] = i.to_be_bytes();
                 let key = ServiceKey::new("many", &format!("svc{i}"));
-                let cluster_ips = vec![
-                    IpAddr::from([10, 97, high, low]),
-                    format!("fd00:10:97::{i:x}").parse().unwrap(),
-                ];
+                let cluster_ips =
+                    vec![IpAddr::from([10, 97, high, low]), format!("fd00:10:97::{i:x}").parse().unwrap()];
                 let port = ServicePort { name: "web".into(), protocol: Protocol::Tcp, port: 80, node_port: 30300 + i };
                 Change::Service(Service::new(key, cluster_ips, vec![port]))
             });
             rig.step(more.collect());
-            assert_equal(&namespace, saved_by, &rig, "dispatched on two levels");
+            assert_equal(&namespace, saved_by, &rig, "many services");
             rig.step((1..200u16).map(|i| Change::RemoveService(ServiceKey::new("many", &format!("svc{i}")))).collect());
-            assert_equal(&namespace, saved_by, &rig, "dispatched on one level again");
+            assert_equal(&namespace, saved_by, &rig, "few services again");
             assert!(rig.backend.verify().unwrap());
             rig.backend.cleanup().unwrap();
             assert!(!rig.backend.verify().unwrap());
@@ -192,11 +194,27 @@ fn run(variant: Variant, saved_by: testbed_iptables::Variant, name: &str) {
 }
 
 #[test]
-fn legacy_prints_rules_back_as_rendered() {
-    run(Variant::Legacy, testbed_iptables::Variant::Legacy, "legacy");
+fn legacy_prints_classic_rules_back_as_rendered() {
+    run(Variant::Legacy, Layout::Classic);
 }
 
 #[test]
-fn nft_prints_rules_back_as_rendered() {
-    run(Variant::Nft, testbed_iptables::Variant::Nft, "nft");
+fn nft_prints_classic_rules_back_as_rendered() {
+    run(Variant::Nft, Layout::Classic);
+}
+
+#[test]
+fn legacy_prints_compact_rules_back_as_rendered() {
+    run(Variant::Legacy, Layout::Compact);
+}
+
+#[test]
+fn nft_prints_compact_rules_back_as_rendered() {
+    run(Variant::Nft, Layout::Compact);
+}
+
+/// 300 services more and fewer change the layout twice.
+#[test]
+fn nft_prints_rules_back_as_rendered_when_the_layout_changes() {
+    run(Variant::Nft, Layout::Auto);
 }

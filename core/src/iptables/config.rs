@@ -2,17 +2,19 @@
 
 use crate::{masquerade::MasqueradeConfig, model::Family};
 
-/// How KUBE-SERVICES and its like find a service's rules.
+/// How rules are laid out in chains.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
-pub enum Dispatch {
-    /// By the number of services: linear up to [`RenderConfig::LINEAR_DISPATCH_MAX_SERVICES`], two levels above.
+pub enum Layout {
+    /// Classic in small clusters; compact above [`RenderConfig::CLASSIC_MAX_SERVICES`] services or
+    /// [`RenderConfig::CLASSIC_MAX_ENDPOINTS`] endpoints.
     #[default]
     Auto,
-    /// One rule after the other, as kube-proxy does.
-    Linear,
-    /// First by address prefix or port range, then by address or port: some 2·√n rules to pass instead of n, and a service that comes
-    /// or goes rewrites only its group.
-    TwoLevel,
+    /// As kube-proxy's: a chain for each service, a chain for each endpoint, and dispatch by one rule after the other.
+    Classic,
+    /// A third of the rules: a service's chain holds its DNAT rules, and hairpin connections are found after the choice, among this
+    /// node's endpoints alone. Dispatch is on two levels, by address prefix or port range first: some 2·√n rules to pass instead
+    /// of n, and a service that comes or goes rewrites only its group.
+    Compact,
 }
 
 /// Configuration of one family's rules.
@@ -26,13 +28,16 @@ pub struct RenderConfig {
     pub localhost_node_ports: bool,
     /// `nf_conntrack_tcp_be_liberal` is on: packets that conntrack calls INVALID need not be dropped.
     pub conntrack_tcp_be_liberal: bool,
-    /// Dispatch.
-    pub dispatch: Dispatch,
+    /// Layout.
+    pub layout: Layout,
 }
 
 impl RenderConfig {
-    /// Above this many services, [`Dispatch::Auto`] means two levels.
-    pub const LINEAR_DISPATCH_MAX_SERVICES: usize = 256;
+    /// Above this many services, [`Layout::Auto`] is compact.
+    pub const CLASSIC_MAX_SERVICES: usize = 256;
+
+    /// Above this many endpoints, [`Layout::Auto`] is compact.
+    pub const CLASSIC_MAX_ENDPOINTS: usize = 1000;
 
     /// Defaults for a family: no detector, localhost NodePorts as kube-proxy has them.
     #[must_use]
@@ -42,17 +47,17 @@ impl RenderConfig {
             masquerade: MasqueradeConfig::default(),
             localhost_node_ports: family == Family::V4,
             conntrack_tcp_be_liberal: false,
-            dispatch: Dispatch::Auto,
+            layout: Layout::Auto,
         }
     }
 
-    /// True when that many services are dispatched on two levels.
+    /// True when a cluster of that size is laid out compactly.
     #[must_use]
-    pub fn is_two_level(&self, services: usize) -> bool {
-        match self.dispatch {
-            Dispatch::Auto => services > Self::LINEAR_DISPATCH_MAX_SERVICES,
-            Dispatch::Linear => false,
-            Dispatch::TwoLevel => true,
+    pub fn is_compact(&self, services: usize, endpoints: usize) -> bool {
+        match self.layout {
+            Layout::Auto => services > Self::CLASSIC_MAX_SERVICES || endpoints > Self::CLASSIC_MAX_ENDPOINTS,
+            Layout::Classic => false,
+            Layout::Compact => true,
         }
     }
 }

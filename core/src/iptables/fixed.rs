@@ -15,6 +15,8 @@ pub const PROXY_FIREWALL: &str = "KUBE-PROXY-FIREWALL";
 pub const MARK_MASQ: &str = "KUBE-MARK-MASQ";
 /// `KUBE-POSTROUTING`, in nat.
 pub const POSTROUTING: &str = "KUBE-POSTROUTING";
+/// `KUBE-HAIRPIN`, in nat, compact layout only: connections of this node's endpoints to themselves.
+pub const HAIRPIN: &str = "KUBE-HAIRPIN";
 /// `KUBE-FORWARD`, in filter.
 pub const FORWARD: &str = "KUBE-FORWARD";
 /// Guards 127.0.0.0/8 while localhost NodePorts are on. kube-proxy uses the kubelet's KUBE-FIREWALL for it, which cannot be
@@ -45,11 +47,12 @@ pub struct FixedChain {
     pub rules: String,
 }
 
-/// Every chain with a fixed name, dispatch chains (whose rules are not fixed) excepted.
+/// Every chain with a fixed name, dispatch chains (whose rules are not fixed) excepted. KUBE-POSTROUTING is written after the
+/// dispatch chains, see [`postrouting`].
 #[must_use]
 pub fn chains(config: &RenderConfig) -> Vec<FixedChain> {
     let canaries = Table::ALL.map(|table| FixedChain { table, name: CANARY, rules: String::new() });
-    let mut chains = vec![mark_masq(config), postrouting(config), forward(config)];
+    let mut chains = vec![mark_masq(config), forward(config)];
     chains.extend(has_localnet_guard(config).then(localnet_guard));
     chains.extend(canaries);
     chains
@@ -60,7 +63,7 @@ pub fn chains(config: &RenderConfig) -> Vec<FixedChain> {
 pub fn names(table: Table) -> &'static [&'static str] {
     match table {
         Table::Mangle => &[CANARY],
-        Table::Nat => &[SERVICES, NODE_PORTS, POSTROUTING, MARK_MASQ, CANARY],
+        Table::Nat => &[SERVICES, NODE_PORTS, POSTROUTING, HAIRPIN, MARK_MASQ, CANARY],
         Table::Filter => &[SERVICES, EXTERNAL_SERVICES, NODE_PORTS, PROXY_FIREWALL, FORWARD, LOCALNET_GUARD, CANARY],
     }
 }
@@ -130,9 +133,14 @@ fn mark_masq(config: &RenderConfig) -> FixedChain {
     FixedChain { table: Table::Nat, name: MARK_MASQ, rules }
 }
 
-fn postrouting(config: &RenderConfig) -> FixedChain {
+/// KUBE-POSTROUTING, which leads to KUBE-HAIRPIN in the compact layout.
+#[must_use]
+pub fn postrouting(config: &RenderConfig, is_compact: bool) -> FixedChain {
     let mut rules = String::new();
     let mark = config.masquerade.mark();
+    if is_compact {
+        Line::append(&mut rules, POSTROUTING).add("-m conntrack --ctstate DNAT").jump(HAIRPIN);
+    }
     Line::append(&mut rules, POSTROUTING).add(format_args!("-m mark ! --mark {mark:#x}/{mark:#x}")).jump("RETURN");
     Line::append(&mut rules, POSTROUTING).jump(format_args!("MARK --set-xmark {mark:#x}/0x0"));
     Line::append(&mut rules, POSTROUTING)

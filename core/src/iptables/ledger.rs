@@ -65,7 +65,7 @@ impl Ledger {
     /// Writes what changed for the dirty services, at the cost of those services alone. Only when the number of services has crossed
     /// the threshold between dispatch layouts is everything written.
     pub fn changed(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> (Script, Planned) {
-        if self.layout_is_outgrown(state.service_count()) {
+        if self.layout_is_outgrown(state.service_count(), state.endpoint_count()) {
             let believed = Table::ALL.map(|table| (table, self.believed(table)));
             let of = |table| believed.iter().find(|(of, _)| *of == table).map(|(_, existing)| existing.clone());
             return self.full(state, node, |table| of(table).unwrap_or_default());
@@ -88,7 +88,8 @@ impl Ledger {
     /// Forgets what was programmed and writes everything, given what the kernel has in nat and filter. Chains that are ours by name and not
     /// wanted are deleted; nothing else is touched.
     pub fn full(&mut self, state: &State, node: &NodeFacts, existing: impl Fn(Table) -> Existing) -> (Script, Planned) {
-        let addresses = self.config.is_two_level(state.service_count()).then(|| self.dispatched_addresses(state));
+        let is_compact = self.config.is_compact(state.service_count(), state.endpoint_count());
+        let addresses = is_compact.then(|| self.dispatched_addresses(state));
         self.shared = Shared::new(self.config.clone(), addresses.as_deref());
         self.programmed.clear();
 
@@ -104,6 +105,8 @@ impl Ledger {
             self.program(key, rules, &mut script, &mut Vec::new());
         }
         self.shared.write_changed(&mut script);
+        let postrouting = fixed::postrouting(&self.config, is_compact);
+        script.write_chain(postrouting.table, &postrouting.name, &postrouting.rules);
         for table in Table::ALL {
             let existing = existing(table);
             self.write_jumps(table, &existing, &mut script);
@@ -134,10 +137,13 @@ impl Ledger {
         self.programmed.len()
     }
 
-    fn layout_is_outgrown(&self, services: usize) -> bool {
-        // Going back needs a clear distance, lest a service coming and going rebuilds everything each time.
-        let is_two_level = self.shared.is_two_level();
-        self.config.is_two_level(services) != is_two_level && (!is_two_level || !self.config.is_two_level(services * 2))
+    fn layout_is_outgrown(&self, services: usize, endpoints: usize) -> bool {
+        if self.shared.is_compact() {
+            // Going back needs a clear distance, lest a service coming and going rebuilds everything each time.
+            !self.config.is_compact(services * 2, endpoints * 2)
+        } else {
+            self.config.is_compact(services, endpoints)
+        }
     }
 
     fn dispatched_addresses(&self, state: &State) -> Vec<IpAddr> {
@@ -147,7 +153,7 @@ impl Ledger {
     fn render(&self, state: &State, node: &NodeFacts, key: &Arc<ServiceKey>) -> ServiceRules {
         let Some(service) = state.entry(key).and_then(|entry| entry.service()) else { return ServiceRules::default() };
         let views = service_views(state, key, self.config.family, node);
-        service::render(&self.config, service, &views)
+        service::render(&self.config, self.shared.is_compact(), service, &views)
     }
 
     /// Writes the chains of a service that differ from what is programmed, and enters its dispatch lines.
@@ -204,8 +210,9 @@ impl Ledger {
         let fixed = fixed::chains(&self.config);
         let mut wanted: BTreeSet<String> =
             fixed.iter().filter(|chain| chain.table == table).map(|chain| chain.name.to_owned()).collect();
-        let dispatch = SharedChain::ALL.into_iter().filter(|chain| chain.table() == table);
+        let dispatch = self.shared.chains().filter(|chain| chain.table() == table);
         wanted.extend(dispatch.map(|chain| chain.name().to_owned()));
+        wanted.extend((table == Table::Nat).then(|| fixed::POSTROUTING.to_owned()));
         let groups = self.shared.group_chains().filter(|(of, _)| *of == table);
         wanted.extend(groups.map(|(_, name)| name.to_string()));
         if table == Table::Nat {

@@ -29,10 +29,10 @@ pub struct ServiceRules {
 
 /// Renders a service from the views of its ports.
 #[must_use]
-pub fn render(config: &RenderConfig, service: &Service, views: &[ServicePortView]) -> ServiceRules {
+pub fn render(config: &RenderConfig, is_compact: bool, service: &Service, views: &[ServicePortView]) -> ServiceRules {
     let mut rules = ServiceRules::default();
     for view in views {
-        Port::new(config, view).render(&mut rules);
+        Port::new(config, is_compact, view).render(&mut rules);
     }
     if service.health_check_node_port != 0 && !views.is_empty() {
         rules.dispatch.push(health_check_line(service));
@@ -63,6 +63,7 @@ enum Refusal {
 
 struct Port<'a> {
     config: &'a RenderConfig,
+    is_compact: bool,
     view: &'a ServicePortView,
     name: String,
     cluster_policy: ChainName,
@@ -75,7 +76,7 @@ struct Port<'a> {
 }
 
 impl<'a> Port<'a> {
-    fn new(config: &'a RenderConfig, view: &'a ServicePortView) -> Self {
+    fn new(config: &'a RenderConfig, is_compact: bool, view: &'a ServicePortView) -> Self {
         let cluster_policy = ChainName::of_port(ChainKind::ClusterPolicy, view);
         let refusal = |is_local: bool| match (view.has_any_endpoint, is_local && view.local_endpoints.is_empty()) {
             (false, _) => Some(Refusal::Reject),
@@ -84,6 +85,7 @@ impl<'a> Port<'a> {
         };
         Self {
             config,
+            is_compact,
             view,
             name: view.display_name(),
             cluster_policy,
@@ -97,7 +99,11 @@ impl<'a> Port<'a> {
     }
 
     fn render(&self, rules: &mut ServiceRules) {
-        self.endpoint_chains(rules);
+        if self.is_compact {
+            self.hairpin_lines(rules);
+        } else {
+            self.endpoint_chains(rules);
+        }
         if !self.view.cluster_endpoints.is_empty() && self.view.uses_cluster_endpoints() {
             let is_internal = !self.view.internal_traffic_policy.is_local();
             rules.chains.push(self.policy_chain(self.cluster_policy, &self.view.cluster_endpoints, is_internal));
@@ -116,15 +122,34 @@ impl<'a> Port<'a> {
         self.dispatch_external(rules);
     }
 
-    /// Chains of all endpoints that this node can send to.
-    fn endpoint_chains(&self, rules: &mut ServiceRules) {
+    /// All endpoints that this node can send to.
+    fn reachable(&self) -> Vec<&Destination> {
         let view = self.view;
         let cluster = view.cluster_endpoints.iter().filter(|_| view.uses_cluster_endpoints());
         let local = view.local_endpoints.iter().filter(|_| view.uses_local_endpoints());
         let mut reachable: Vec<&Destination> = cluster.chain(local).collect();
         reachable.sort_unstable();
         reachable.dedup();
-        rules.chains.extend(reachable.into_iter().map(|destination| self.endpoint_chain(destination)));
+        reachable
+    }
+
+    fn endpoint_chains(&self, rules: &mut ServiceRules) {
+        rules.chains.extend(self.reachable().into_iter().map(|destination| self.endpoint_chain(destination)));
+    }
+
+    /// Compact layout: an endpoint of this node that was sent to itself. Endpoints of other nodes are sent to themselves by their own node; those
+    /// that no node is known of are taken for this node's, lest nobody does it.
+    fn hairpin_lines(&self, rules: &mut ServiceRules) {
+        for destination in self.reachable().into_iter().filter(|destination| destination.may_be_here) {
+            let address = destination.address;
+            let mut rule = String::new();
+            Line::bare(&mut rule).source_host(address).destination_host(address).jump("MASQUERADE --random-fully");
+            rules.dispatch.push(DispatchLine {
+                chain: SharedChain::NatHairpin,
+                selector: Selector::Hairpin(address),
+                rule,
+            });
+        }
     }
 
     fn endpoint_chain(&self, destination: &Destination) -> Chain {
@@ -146,6 +171,10 @@ impl<'a> Port<'a> {
         let mut rules = String::new();
         if is_internal {
             self.cluster_ip_masquerade(chain, &mut rules);
+        }
+        if self.is_compact {
+            self.spread_compactly(chain, endpoints, &mut rules);
+            return Chain { name: chain, rules };
         }
         let names = endpoints.iter().map(|destination| {
             let to = std::net::SocketAddr::new(destination.address, destination.port);
@@ -169,6 +198,35 @@ impl<'a> Port<'a> {
             line.jump(endpoint);
         }
         Chain { name: chain, rules }
+    }
+
+    /// Compact layout: the DNAT rules themselves, checking and recording the client where there is affinity.
+    fn spread_compactly(&self, chain: ChainName, endpoints: &[Destination], rules: &mut String) {
+        let (protocol, family) = (self.view.protocol, self.view.family);
+        let translate = |line: Line<'_>, destination: &Destination| {
+            let line = match self.view.affinity_timeout_seconds {
+                Some(_) => line.recent("--set", ChainName::of_endpoint(self.view, destination), family),
+                None => line,
+            };
+            let to = std::net::SocketAddr::new(destination.address, destination.port);
+            line.jump(format_args!("DNAT --to-destination {to}"));
+        };
+        if let Some(timeout_seconds) = self.view.affinity_timeout_seconds {
+            for destination in endpoints {
+                let check = format_args!("--rcheck --seconds {timeout_seconds} --reap");
+                let list = ChainName::of_endpoint(self.view, destination);
+                let line = Line::append(rules, chain).protocol(protocol).recent(check, list, family);
+                translate(line, destination);
+            }
+        }
+        for (i, destination) in endpoints.iter().enumerate() {
+            let mut line = Line::append(rules, chain).protocol(protocol);
+            let remaining = endpoints.len() - i;
+            if remaining > 1 {
+                line = line.one_in(remaining);
+            }
+            translate(line, destination);
+        }
     }
 
     fn cluster_ip_masquerade(&self, chain: ChainName, rules: &mut String) {
@@ -297,6 +355,7 @@ impl<'a> Port<'a> {
         match selector {
             Selector::Address(_) => line.port(self.view.protocol, self.view.port),
             Selector::NodePort(protocol, port) => line.port(protocol, port),
+            Selector::Hairpin(_) => line,
         }
     }
 

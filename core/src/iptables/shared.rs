@@ -1,6 +1,6 @@
 //! Dispatch chains: those in which every service has lines.
 //!
-//! Linear, a dispatch chain is one list. On two levels its lines stand in groups, each a chain of its own that one line of the dispatch chain
+//! In the classic layout a dispatch chain is one list. In the compact layout its lines stand in groups, each a chain of its own that one line of the dispatch chain
 //! leads to: by address prefix for lines that match an address, by range for lines that match a NodePort. The prefix length is
 //! chosen for the addresses that are there, so that groups are neither many nor long.
 
@@ -25,6 +25,8 @@ use crate::model::{Family, Protocol, ServiceKey};
 /// A dispatch chain. What is led to comes before what leads to it: that is the order in which they are written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum SharedChain {
+    /// nat KUBE-HAIRPIN, compact layout only.
+    NatHairpin,
     /// nat KUBE-NODEPORTS.
     NatNodePorts,
     /// nat KUBE-SERVICES, whose last rule leads to KUBE-NODEPORTS.
@@ -41,7 +43,8 @@ pub enum SharedChain {
 
 impl SharedChain {
     /// All of them.
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 7] = [
+        Self::NatHairpin,
         Self::NatNodePorts,
         Self::NatServices,
         Self::FilterServices,
@@ -54,7 +57,7 @@ impl SharedChain {
     #[must_use]
     pub fn table(self) -> Table {
         match self {
-            Self::NatServices | Self::NatNodePorts => Table::Nat,
+            Self::NatHairpin | Self::NatServices | Self::NatNodePorts => Table::Nat,
             _ => Table::Filter,
         }
     }
@@ -63,6 +66,7 @@ impl SharedChain {
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
+            Self::NatHairpin => fixed::HAIRPIN,
             Self::NatServices | Self::FilterServices => fixed::SERVICES,
             Self::NatNodePorts | Self::FilterNodePorts => fixed::NODE_PORTS,
             Self::FilterExternalServices => fixed::EXTERNAL_SERVICES,
@@ -78,6 +82,8 @@ pub enum Selector {
     Address(IpAddr),
     /// A port on the node's own addresses.
     NodePort(Protocol, u16),
+    /// An endpoint of this node, as source and destination.
+    Hairpin(IpAddr),
 }
 
 /// One line of a dispatch chain.
@@ -109,25 +115,31 @@ type Lines = BTreeMap<Arc<ServiceKey>, String>;
 #[derive(Debug)]
 pub struct Shared {
     config: RenderConfig,
-    /// Prefix length of address groups; `None` while linear.
+    /// Prefix length of address groups; `None` in the classic layout.
     prefix_length: Option<u8>,
     groups: HashMap<SharedChain, BTreeMap<Group, Lines>>,
     dirty: BTreeSet<(SharedChain, Group)>,
 }
 
 impl Shared {
-    /// Empty chains. `addresses` are those that will be dispatched, when that shall happen on two levels.
+    /// Empty chains. `addresses` are those that will be dispatched, when that shall happen in the compact layout.
     #[must_use]
     pub fn new(config: RenderConfig, addresses: Option<&[IpAddr]>) -> Self {
         let prefix_length = addresses.map(|addresses| choose_prefix_length(config.family, addresses));
-        let dirty = SharedChain::ALL.into_iter().map(|chain| (chain, Group::Top)).collect();
+        let chains = used_chains(prefix_length.is_some());
+        let dirty = chains.map(|chain| (chain, Group::Top)).collect();
         Self { config, prefix_length, groups: HashMap::new(), dirty }
     }
 
-    /// True when dispatch is on two levels.
+    /// True in the compact layout.
     #[must_use]
-    pub fn is_two_level(&self) -> bool {
+    pub fn is_compact(&self) -> bool {
         self.prefix_length.is_some()
+    }
+
+    /// The dispatch chains that the layout has.
+    pub fn chains(&self) -> impl Iterator<Item = SharedChain> + use<> {
+        used_chains(self.is_compact())
     }
 
     /// Enters a service's lines. They must not be there yet.
@@ -167,6 +179,9 @@ impl Shared {
         for (chain, group) in groups {
             let Some(name) = group_chain(chain, group) else { continue };
             match self.groups.get(&chain).and_then(|groups| groups.get(&group)) {
+                Some(lines) if chain == SharedChain::NatHairpin => {
+                    script.write_chain(chain.table(), &name, &distinct(name, lines));
+                }
                 Some(lines) => script.write_chain(chain.table(), &name, &numbered(name, lines)),
                 None => script.delete_chain(chain.table(), &name),
             }
@@ -187,9 +202,9 @@ impl Shared {
         match (self.prefix_length, selector) {
             (None, _) => Group::Top,
             (Some(_), Selector::NodePort(protocol, port)) => Group::Ports(protocol, port / PORTS_PER_GROUP),
-            (Some(length), Selector::Address(address)) => {
-                IpNet::new(address, length).map_or(Group::Top, |net| Group::Prefix(net.trunc()))
-            }
+            (Some(length), Selector::Address(address)) => prefix_group(address, length),
+            // A node's endpoints mostly share one such prefix.
+            (Some(_), Selector::Hairpin(address)) => prefix_group(address, self.config.family.host_prefix_length() - 8),
         }
     }
 
@@ -212,11 +227,22 @@ impl Shared {
     }
 }
 
+fn used_chains(is_compact: bool) -> impl Iterator<Item = SharedChain> {
+    SharedChain::ALL.into_iter().filter(move |chain| is_compact || *chain != SharedChain::NatHairpin)
+}
+
+/// As [`numbered`], but sorted by text and once each: an endpoint may be behind several services.
+fn distinct(name: ChainName, lines: &Lines) -> String {
+    let rules: BTreeSet<&str> = lines.values().flat_map(|rules| rules.lines()).collect();
+    rules.iter().map(|rule| format!("-A {name}{rule}\n")).collect()
+}
+
 /// The line of a dispatch chain that leads to a group.
 fn lead_to(rules: &mut String, chain: SharedChain, group: Group, name: ChainName) {
     let line = Line::append(rules, chain.name());
     match group {
         Group::Top => line.end(),
+        Group::Prefix(prefix) if chain == SharedChain::NatHairpin => line.source(prefix).jump(name),
         Group::Prefix(prefix) => line.add(format_args!("-d {prefix}")).jump(name),
         Group::Ports(protocol, block) => {
             let first = block * PORTS_PER_GROUP;
@@ -225,6 +251,10 @@ fn lead_to(rules: &mut String, chain: SharedChain, group: Group, name: ChainName
             line.protocol(protocol).add(format_args!("-m {protocol_name} --dport {first}:{last}")).jump(name);
         }
     }
+}
+
+fn prefix_group(address: IpAddr, length: u8) -> Group {
+    IpNet::new(address, length).map_or(Group::Top, |net| Group::Prefix(net.trunc()))
 }
 
 fn group_chain(chain: SharedChain, group: Group) -> Option<ChainName> {

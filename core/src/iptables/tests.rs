@@ -3,7 +3,7 @@
 use std::{net::IpAddr, sync::Arc};
 
 use super::{
-    Dispatch, Existing, Ledger, RenderConfig, Table,
+    Existing, Layout, Ledger, RenderConfig, Table,
     names::{ChainKind, ChainName},
 };
 use crate::{
@@ -22,7 +22,7 @@ fn service(name: &str, cluster_ip: &str) -> Service {
 
 fn endpoint(address: &str) -> Endpoint {
     let port = EndpointPort { name: "p80".into(), protocol: Protocol::Tcp, port: 80 };
-    Endpoint::new(ip(address), Arc::from([port]))
+    Endpoint { node: Some("other-node".into()), ..Endpoint::new(ip(address), Arc::from([port])) }
 }
 
 fn config() -> RenderConfig {
@@ -205,18 +205,19 @@ fn one_endpoint_touches_two_chains_and_no_dispatch() {
         std::iter::once(Change::Service(service)).chain(endpoints)
     });
     let (mut state, _) = state(changes);
-    for dispatch in [Dispatch::Linear, Dispatch::TwoLevel] {
-        let (mut ledger, _) = full(RenderConfig { dispatch, ..config() }, &state);
+    // Classic: the service's chain and the endpoint's. Compact: the service's alone, the endpoint being another node's.
+    for (layout, added, removed) in [(Layout::Classic, (1, 2, 0), (1, 1, 1)), (Layout::Compact, (1, 1, 0), (1, 1, 0))] {
+        let (mut ledger, _) = full(RenderConfig { layout, ..config() }, &state);
         let mut dirty = Dirty::default();
         state.apply(Change::Endpoint(ServiceKey::new("ns", "svc7"), endpoint("10.7.1.1")), &mut dirty);
         let (script, planned) = ledger.changed(&state, &node(), &dirty);
-        assert_eq!((planned.services, script.chains_written(), script.chains_deleted()), (1, 2, 0));
+        assert_eq!((planned.services, script.chains_written(), script.chains_deleted()), added);
         assert!(script.len_bytes() < 3000, "{script}");
 
         let mut dirty = Dirty::default();
         state.apply(Change::RemoveEndpoint(ServiceKey::new("ns", "svc7"), ip("10.7.1.1")), &mut dirty);
         let (script, planned) = ledger.changed(&state, &node(), &dirty);
-        assert_eq!((planned.services, script.chains_written(), script.chains_deleted()), (1, 1, 1));
+        assert_eq!((planned.services, script.chains_written(), script.chains_deleted()), removed);
         assert!(!script.to_string().contains("KUBE-SERVICES"), "{script}");
     }
 }
@@ -287,4 +288,50 @@ fn stale_chains_go_and_foreign_ones_stay() {
          :KUBE-SVC-XPGD46QRK7WJZT7O - [0:0]\n-X KUBE-SVC-XPGD46QRK7WJZT7O\nCOMMIT\n"
     );
     assert!(Existing::parse(Table::Filter, save).chains.is_empty());
+}
+
+#[test]
+fn the_compact_layout_translates_in_the_services_chain() {
+    let key = ServiceKey::new("ns1", "svc1");
+    let mut svc1 = service("svc1", "172.30.0.41");
+    svc1.session_affinity = Some(ClientIpAffinity { timeout_seconds: 60 });
+    svc1.ports[0].node_port = 30001;
+    let here = Endpoint { node: Some("test-node".into()), ..endpoint("10.180.0.2") };
+    let (state, _) = state([
+        Change::Service(svc1),
+        Change::Endpoint(key.clone(), endpoint("10.180.0.1")),
+        Change::Endpoint(key, here),
+    ]);
+    let (_, script) = full(RenderConfig { layout: Layout::Compact, ..config() }, &state);
+    let recent = |what: &str, list: &str| format!("-m recent {what} --name {list} --mask 255.255.255.255 --rsource");
+    let second = ChainName::of(ChainKind::Endpoint, "ns1/svc1:p80tcp10.180.0.2:80").to_string();
+    let (first, second) = ("KUBE-SEP-SXIVWICOYRO3J4NJ", second.as_str());
+    let check = "--rcheck --seconds 60 --reap";
+    assert_eq!(
+        rules(&script, "KUBE-SVC-XPGD46QRK7WJZT7O")[1..],
+        [
+            format!(
+                "-p tcp {} {} -j DNAT --to-destination 10.180.0.1:80",
+                recent(check, first),
+                recent("--set", first)
+            ),
+            format!(
+                "-p tcp {} {} -j DNAT --to-destination 10.180.0.2:80",
+                recent(check, second),
+                recent("--set", second)
+            ),
+            format!(
+                "-p tcp -m statistic --mode random --probability 0.50000000000 {} -j DNAT --to-destination 10.180.0.1:80",
+                recent("--set", first)
+            ),
+            format!("-p tcp {} -j DNAT --to-destination 10.180.0.2:80", recent("--set", second)),
+        ]
+    );
+    // Only this node's endpoint can be its own client here.
+    let hairpin = rules(&script, "KUBE-HAIRPIN");
+    assert_eq!(hairpin.len(), 1);
+    let group = hairpin[0].strip_prefix("-s 10.180.0.0/24 -j ").unwrap();
+    assert_eq!(rules(&script, group), ["-s 10.180.0.2/32 -d 10.180.0.2/32 -j MASQUERADE --random-fully"]);
+    assert_eq!(rules(&script, "KUBE-POSTROUTING")[0], "-m conntrack --ctstate DNAT -j KUBE-HAIRPIN");
+    assert!(rules(&script, "KUBE-NODEPORTS")[0].starts_with("-p tcp -m tcp --dport 29984:30015 -j KUBE-NPS-"));
 }

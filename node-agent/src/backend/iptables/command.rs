@@ -50,7 +50,8 @@ impl Programs {
     /// Everything that the kernel has in a table, as text. Empty where the table does not exist yet.
     pub(super) fn save(&self, table: Table) -> Result<String, BackendError> {
         let program = self.name("save");
-        let output = Command::new(&program).args(["-t", table.as_str()]).output().map_err(|e| start_error(&program, &e))?;
+        let output =
+            Command::new(&program).args(["-t", table.as_str()]).output().map_err(|e| start_error(&program, &e))?;
         if output.status.success() {
             return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
         }
@@ -79,7 +80,8 @@ impl Programs {
             return Err(failure(&program, &offending_line(script, &output), &output));
         }
         // A program that succeeds has read everything; had it not, success would mean nothing.
-        written.map_err(|error| BackendError::new(ErrorKind::NeedsFullSync, format!("{program}: writing rules: {error}")))
+        written
+            .map_err(|error| BackendError::new(ErrorKind::NeedsFullSync, format!("{program}: writing rules: {error}")))
     }
 
     /// True when a chain exists.
@@ -148,7 +150,8 @@ fn offending_line(script: &Script, output: &Output) -> String {
     let stderr = String::from_utf8_lossy(&output.stderr);
     let number = stderr.lines().find_map(|line| {
         let (_, rest) = line.split_once("line")?;
-        let digits: String = rest.chars().skip_while(|c| !c.is_ascii_digit()).take_while(char::is_ascii_digit).collect();
+        let digits: String =
+            rest.chars().skip_while(|c| !c.is_ascii_digit()).take_while(char::is_ascii_digit).collect();
         digits.parse::<usize>().ok()
     });
     let text = number.and_then(|n| script.pieces().flat_map(str::lines).nth(n.checked_sub(1)?));

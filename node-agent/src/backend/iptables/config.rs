@@ -1,6 +1,6 @@
 //! What the operator asked of the iptables backend.
 
-use headgate_core::{Family, masquerade::MasqueradeConfig};
+use headgate_core::{Family, iptables::Layout, masquerade::MasqueradeConfig};
 
 /// Which iptables the rules are written with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
@@ -19,6 +19,8 @@ pub enum Variant {
 pub struct Config {
     /// Which iptables.
     pub variant: Variant,
+    /// How rules are laid out.
+    pub layout: Layout,
     /// Masquerading.
     pub masquerade: MasqueradeConfig,
     /// Families to program, where the node can.
@@ -27,6 +29,11 @@ pub struct Config {
 
 impl Default for Config {
     fn default() -> Self {
-        Self { variant: Variant::Auto, masquerade: MasqueradeConfig::default(), families: Family::BOTH.to_vec() }
+        Self {
+            variant: Variant::Auto,
+            layout: Layout::Auto,
+            masquerade: MasqueradeConfig::default(),
+            families: Family::BOTH.to_vec(),
+        }
     }
 }

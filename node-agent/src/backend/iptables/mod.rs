@@ -11,10 +11,7 @@ pub use config::{Config, Variant};
 
 use headgate_core::{
     Dirty, Family, State,
-    iptables::{
-        Existing, Ledger, RenderConfig, Script, Table, fixed,
-        ledger::Planned,
-    },
+    iptables::{Existing, Ledger, RenderConfig, Script, Table, fixed, ledger::Planned},
     view::NodeFacts,
 };
 
@@ -54,7 +51,11 @@ impl IptablesBackend {
                 degraded.push("IPv6 is off on this node: IPv6 services are not programmed".to_owned());
                 continue;
             }
-            let render = RenderConfig { masquerade: config.masquerade.clone(), ..RenderConfig::new(family) };
+            let render = RenderConfig {
+                masquerade: config.masquerade.clone(),
+                layout: config.layout,
+                ..RenderConfig::new(family)
+            };
             families.push(FamilyBackend {
                 family,
                 programs: Programs::new(family, variant),
