@@ -56,7 +56,7 @@ impl Inner {
 
 /// Why [`Shared::wait`] returned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Wake {
+pub(crate) enum Wake {
     /// The agent stops.
     Stop,
     /// There is something to program.
@@ -67,19 +67,19 @@ pub enum Wake {
 
 /// What is to be done, with the state that it is to be done from. Given out under the lock.
 #[derive(Debug)]
-pub struct Work<'a> {
+pub(crate) struct Work<'a> {
     /// The shared state.
-    pub state: &'a State,
+    pub(crate) state: &'a State,
     /// What is known of the node.
-    pub facts: &'a NodeFacts,
+    pub(crate) facts: &'a NodeFacts,
     /// Services to plan anew.
-    pub dirty: Dirty,
+    pub(crate) dirty: Dirty,
     /// Everything has to be planned anew: the first sync, or the node changed.
-    pub needs_full: bool,
+    pub(crate) needs_full: bool,
     /// What the kernel will be at.
-    pub target: Target,
+    pub(crate) target: Target,
     /// For [`Shared::wait`].
-    pub generation: u64,
+    pub(crate) generation: u64,
 }
 
 impl Shared {
