@@ -12,7 +12,7 @@ use headgate_tests::testbed::process::program;
 use headgate_tests::testbed::{Backend, Family, Testbed};
 
 use crate::screen::Screen;
-use crate::story::{CLIENT, SERVICE};
+use crate::story::{CLIENT, SERVICE, url};
 
 /// Prints commands that work as they stand, from any folder, as long as the demo runs.
 pub(crate) fn print_commands(bed: &Testbed, screen: &Screen) -> Result<()> {
@@ -57,8 +57,8 @@ pub(crate) fn print_commands(bed: &Testbed, screen: &Screen) -> Result<()> {
         (
             "Requests, from a pod and from outside",
             vec![
-                format!("ip netns exec {} curl -s http://{cluster}/", name(CLIENT)?),
-                format!("ip netns exec {} curl -s http://{node_port}/", name("outside-1")?),
+                format!("ip netns exec {} curl -s {}", name(CLIENT)?, url(cluster)),
+                format!("ip netns exec {} curl -s {}", name("outside-1")?, url(node_port)),
             ],
         ),
         ("Change something, and see it arrive", vec![format!("${{EDITOR:-vi}} {}", manifests.display())]),

@@ -1,6 +1,7 @@
 //! The steps of the demo. Each does one thing, looks, and fails if what it sees is not what was promised.
 
 use std::collections::BTreeMap;
+use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -115,12 +116,12 @@ impl<'a> Demo<'a> {
 
     fn cluster_ip(&self) -> Result<()> {
         let to = self.bed.address(SERVICE, Via::ClusterIp, Family::V4, "http")?;
-        self.screen.step(&format!("Pod {CLIENT} asks the ClusterIP, http://{to}/"));
+        self.screen.step(&format!("Pod {CLIENT} asks the ClusterIP, {}", url(to)));
         self.ask_cluster_ip(&START)?;
         let to = self.bed.address(SERVICE, Via::ClusterIp, Family::V6, "http")?;
         let spread = self.spread(CLIENT, Via::ClusterIp, Family::V6, REQUESTS)?;
         expect(&spread, &START)?;
-        self.screen.seen(&format!("the same by IPv6, http://{to}/: {}", sentence(&spread)));
+        self.screen.seen(&format!("the same by IPv6, {}: {}", url(to), sentence(&spread)));
         Ok(())
     }
 
@@ -230,7 +231,7 @@ impl<'a> Demo<'a> {
             match self.bed.machines().ask(from, &request)? {
                 Outcome::Answered(answer) => *spread.entry(answer.server).or_default() += 1,
                 other => {
-                    bail!("request {number} of {count} from {from} to http://{}/ was not answered: {other}", request.to)
+                    bail!("request {number} of {count} from {from} to {} was not answered: {other}", url(request.to))
                 }
             }
         }
@@ -278,6 +279,15 @@ fn expect(spread: &Spread, pods: &[&str]) -> Result<()> {
     let found: Vec<&str> = spread.keys().map(String::as_str).collect();
     ensure!(found == expected, "answers came from {found:?} instead of {expected:?}");
     Ok(())
+}
+
+/// The URL of a web server, as people write it.
+pub(crate) fn url(to: SocketAddr) -> String {
+    match to {
+        SocketAddr::V4(v4) if v4.port() == 80 => format!("http://{}/", v4.ip()),
+        SocketAddr::V6(v6) if v6.port() == 80 => format!("http://[{}]/", v6.ip()),
+        other => format!("http://{other}/"),
+    }
 }
 
 fn sentence(spread: &Spread) -> String {
