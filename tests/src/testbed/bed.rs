@@ -40,6 +40,14 @@ struct Desired {
     generation: u16,
 }
 
+/// What the control plane must have. Counts, since what a file no longer defines goes a while after what is new in it has come.
+#[derive(Debug)]
+struct Expected {
+    generation: u32,
+    services: u64,
+    endpoints: u64,
+}
+
 impl Testbed {
     /// Machines, control plane and agents, once all nodes have programmed `manifests`.
     pub fn start(backend: Backend, manifests: Manifests) -> Result<Self> {
@@ -114,15 +122,19 @@ impl Testbed {
 
     /// Waits until the control plane has the manifests as last written and all running agents have programmed them.
     pub fn wait_programmed(&self) -> Result<()> {
-        let generation = u32::from(self.desired().generation);
+        let expected = {
+            let desired = self.desired();
+            let (services, endpoints) = desired.manifests.counts();
+            Expected { generation: desired.generation.into(), services, endpoints }
+        };
         let deadline = Instant::now() + PROGRAMMED_TIMEOUT;
         loop {
             let glance = self.check_running().and_then(|()| cluster::glance(&self.machines));
-            if glance.as_ref().is_ok_and(|glance| self.is_programmed(glance, generation)) {
+            if glance.as_ref().is_ok_and(|glance| self.is_programmed(glance, &expected)) {
                 return Ok(());
             }
             if Instant::now() >= deadline {
-                bail!("generation {generation} of the manifests is not programmed everywhere: {glance:#?}");
+                bail!("not programmed everywhere: {expected:?} of the manifests; the control plane says {glance:#?}");
             }
             if let Err(error) = glance
                 && self.check_running().is_err()
@@ -133,8 +145,9 @@ impl Testbed {
         }
     }
 
-    fn is_programmed(&self, glance: &Glance, generation: u32) -> bool {
-        glance.generation() == Some(generation)
+    fn is_programmed(&self, glance: &Glance, expected: &Expected) -> bool {
+        glance.generation() == Some(expected.generation)
+            && (glance.status.services, glance.status.endpoints) == (expected.services, expected.endpoints)
             && self.processes().agents.keys().all(|node| {
                 glance.agents.iter().any(|agent| {
                     agent.node == *node

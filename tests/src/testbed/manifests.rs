@@ -300,6 +300,12 @@ impl Manifests {
         found.with_context(|| format!("no service called {name}"))
     }
 
+    /// Numbers of services, marker included, and of endpoints, each address for itself.
+    pub(super) fn counts(&self) -> (u64, u64) {
+        let endpoints: usize = self.services.iter().map(|service| Family::BOTH.len() * service.endpoints.len()).sum();
+        (self.services.len() as u64 + 1, endpoints as u64)
+    }
+
     /// All documents, the marker with `generation` as its port last.
     pub(super) fn yaml(&self, generation: u16) -> Result<String> {
         let mut documents: Vec<Value> = NODES.iter().map(node).collect::<Result<_>>()?;
