@@ -1,33 +1,35 @@
 #!/usr/bin/env bash
 # Makes the certificates of a trial installation with openssl, and prints the commands that hand them to the cluster.
 #
-#   deploy/make-certs.sh FOLDER --server ADDRESS[,ADDRESS…] --node NAME[,NAME…]
+#   deploy/make-certs.sh FOLDER [--server ADDRESS[,ADDRESS…]] [--node NAME[,NAME…]] [--reader NAME[,NAME…]]
 #
 # FOLDER gets a certificate authority (kept from run to run, so that nodes can be added later), one certificate for the
-# control plane that names every ADDRESS, and one for each node. A node's identity is the URI headgate://node/NAME in
-# its certificate: the control plane believes nothing else. The authority's key stays in FOLDER: it belongs into no cluster.
+# control plane that names every ADDRESS, one for each node, and one for each reader. A node's identity is the URI
+# headgate://node/NAME in its certificate; a reader has none, and may look with headgatectl and follow no stream. The
+# authority's key stays in FOLDER: it belongs into no cluster.
 set -euo pipefail
 
-usage() { sed -n '2,8s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+usage() { sed -n '2,9s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 fail() { printf 'make-certs: %s\n' "$*" >&2; exit 1; }
 
 (($# >= 1)) && [[ $1 != -* ]] || usage
 folder=$1; shift
-servers=() nodes=()
+servers=() nodes=() readers=()
 while (($#)); do
   (($# >= 2)) || usage
   case $1 in
     --server) IFS=, read -r -a more <<<"$2"; servers+=("${more[@]}") ;;
     --node) IFS=, read -r -a more <<<"$2"; nodes+=("${more[@]}") ;;
+    --reader) IFS=, read -r -a more <<<"$2"; readers+=("${more[@]}") ;;
     *) usage ;;
   esac
   shift 2
 done
-((${#servers[@]} || ${#nodes[@]})) || usage
+((${#servers[@]} || ${#nodes[@]} || ${#readers[@]})) || usage
 command -v openssl >/dev/null || fail "openssl is missing (Debian package openssl)"
 
 umask 077
-mkdir -p "$folder/control-plane" "$folder/nodes"
+mkdir -p "$folder/control-plane" "$folder/nodes" "$folder/readers"
 authority_days=3650
 certificate_days=365
 
@@ -63,6 +65,10 @@ fi
 for node in "${nodes[@]}"; do
   [[ $node =~ ^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$ ]] || fail "$node is no node name: lower-case letters, digits, - and ."
   issue "$folder/nodes/$node" "$node" "URI:headgate://node/$node" clientAuth
+done
+for reader in "${readers[@]}"; do
+  [[ $reader =~ ^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$ ]] || fail "$reader is no name: lower-case letters, digits, - and ."
+  issue "$folder/readers/$reader" "$reader" "URI:headgate://reader/$reader" clientAuth
 done
 cp "$folder/ca.crt" "$folder/nodes/ca.crt"
 

@@ -4,7 +4,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
 
 use headgate_tests::testbed::process::program;
 use serde_json::{Value, json};
@@ -246,6 +247,89 @@ fn certificates_carry_the_identities_that_the_control_plane_believes() {
     assert!(commands.contains("headgate-control-plane-tls") && commands.contains("headgate-node-agent-tls"));
     assert!(path("ca.key").is_file());
     assert!(!path("nodes/ca.key").exists() && !path("control-plane/ca.key").exists());
+}
+
+/// Ends its process with the test, whatever becomes of that.
+struct Running(Child);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        // An error means that it has ended already.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn certificates_open_the_control_plane_to_whom_they_should() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name).display().to_string();
+    let script = deploy().join("make-certs.sh");
+    run(Command::new(&script).arg(folder.path()).args(["--server", "127.0.0.1", "--reader", "me"]));
+    std::fs::create_dir(folder.path().join("manifests")).unwrap();
+    let sockets = [0, 1].map(|_| std::net::TcpListener::bind("127.0.0.1:0").unwrap());
+    let [port, metrics] = sockets.map(|socket| socket.local_addr().unwrap().port());
+    let control_plane = Command::new(program("headgate-control-plane").unwrap())
+        .arg(format!("--source=files:{}", path("manifests")))
+        .args([format!("--listen=127.0.0.1:{port}"), format!("--metrics-listen=127.0.0.1:{metrics}")])
+        .args([format!("--tls-cert={}", path("control-plane/tls.crt"))])
+        .args([format!("--tls-key={}", path("control-plane/tls.key"))])
+        .args([format!("--tls-client-ca={}", path("control-plane/ca.crt"))])
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(std::fs::File::create(path("log")).unwrap())
+        .spawn()
+        .unwrap();
+    let control_plane = Running(control_plane);
+    let ask = |tls: &[String]| {
+        let mut command = Command::new(program("headgatectl").unwrap());
+        command.arg(format!("--server=https://127.0.0.1:{port}")).args(tls).args(["status", "-o", "json"]);
+        command.stdin(Stdio::null()).output().unwrap()
+    };
+    let authority = format!("--tls-ca={}", path("ca.crt"));
+    let own = [format!("--tls-cert={}", path("readers/me.crt")), format!("--tls-key={}", path("readers/me.key"))];
+    let deadline = Instant::now() + Duration::from_secs(60);
+    let mut answer = ask(&[&[authority.clone()], &own[..]].concat());
+    while !answer.status.success() && Instant::now() < deadline {
+        std::thread::sleep(Duration::from_millis(50));
+        answer = ask(&[&[authority.clone()], &own[..]].concat());
+    }
+    let anonymous = ask(&[authority]);
+    // Another authority's server is not believed.
+    run(Command::new(&script).arg(folder.path().join("other")).args(["--reader", "me"]));
+    let elsewhere = ask(&[&[format!("--tls-ca={}", path("other/ca.crt"))], &own[..]].concat());
+    drop(control_plane);
+
+    let log = std::fs::read_to_string(path("log")).unwrap();
+    assert!(answer.status.success(), "{}\n{log}", String::from_utf8_lossy(&answer.stderr));
+    assert_eq!(anonymous.status.code(), Some(1), "a client without a certificate got in");
+    assert_eq!(elsewhere.status.code(), Some(1), "a server of another authority was believed");
+    let error = String::from_utf8_lossy(&elsewhere.stderr);
+    assert!(error.contains("TLS handshake failed"), "{error}");
+}
+
+#[test]
+fn manifests_have_no_field_that_the_api_does_not_know() {
+    use k8s_openapi::api::{apps::v1 as apps, core::v1 as core, policy::v1 as policy, rbac::v1 as rbac};
+    // A misspelt field does not survive a round trip through the API's own types.
+    fn round_trip<T: serde::de::DeserializeOwned + serde::Serialize>(object: &Value) -> Value {
+        let typed: T = serde_json::from_value(object.clone()).unwrap_or_else(|error| panic!("{error}: {object}"));
+        serde_json::to_value(typed).unwrap()
+    }
+    for ((kind, name), object) in objects() {
+        let known = match kind.as_str() {
+            "Namespace" => round_trip::<core::Namespace>(&object),
+            "ConfigMap" => round_trip::<core::ConfigMap>(&object),
+            "ServiceAccount" => round_trip::<core::ServiceAccount>(&object),
+            "ClusterRole" => round_trip::<rbac::ClusterRole>(&object),
+            "ClusterRoleBinding" => round_trip::<rbac::ClusterRoleBinding>(&object),
+            "Deployment" => round_trip::<apps::Deployment>(&object),
+            "DaemonSet" => round_trip::<apps::DaemonSet>(&object),
+            "PodDisruptionBudget" => round_trip::<policy::PodDisruptionBudget>(&object),
+            other => panic!("{other} {name}: a kind that this test does not know yet"),
+        };
+        assert_eq!(known, object, "{kind} {name}");
+    }
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! The control plane on a folder of manifests, as people look at it: by `headgatectl` and by `grpcurl`. Both programs are the real ones.
+//! The control plane on a folder of manifests, as people look at it by `headgatectl`: both programs are the real ones.
 
 #![allow(clippy::unwrap_used)]
 
@@ -96,13 +96,6 @@ impl ControlPlane {
     fn json(&self, arguments: &[&str]) -> Value {
         serde_json::from_str(&self.headgatectl(&[arguments, &["-o", "json"]].concat()).unwrap()).unwrap()
     }
-
-    fn grpcurl(&self, options: &[&str], what: &[&str]) -> Result<String, String> {
-        let fetched = root().join("target/tools/grpcurl");
-        let grpcurl = if fetched.is_file() { fetched } else { PathBuf::from("grpcurl") };
-        let server = format!("127.0.0.1:{}", self.port);
-        run(Command::new(grpcurl).arg("-plaintext").args(options).arg(server).args(what))
-    }
 }
 
 fn run(command: &mut Command) -> Result<String, String> {
@@ -195,28 +188,4 @@ fn watch_follows_an_edit() {
     assert!(seen.iter().any(|event| of_endpoint(&event)), "{seen:?}");
     let known = ["changed", "removed"];
     assert!(seen.iter().all(|event| known.iter().any(|action| event["action"] == *action)), "{seen:?}");
-}
-
-#[test]
-fn grpcurl_lists_and_calls_inspect() {
-    let control_plane = ControlPlane::start();
-    let listed = control_plane.grpcurl(&[], &["list"]).unwrap();
-    let services: Vec<&str> = listed.lines().collect();
-    for expected in ["grpc.health.v1.Health", "headgate.v1.Discovery", "headgate.v1.Inspect"] {
-        assert!(services.contains(&expected), "{services:?}");
-    }
-    let methods = control_plane.grpcurl(&[], &["list", "headgate.v1.Inspect"]).unwrap();
-    assert_eq!(methods.lines().count(), 5, "{methods}");
-
-    let request = r#"{"namespace": "shop", "name": "web"}"#;
-    let answer = control_plane.grpcurl(&["-d", request], &["headgate.v1.Inspect/ListServices"]).unwrap();
-    let service: Value = serde_json::from_str(&answer).unwrap();
-    assert_eq!(service["clusterIps"], serde_json::json!(["10.96.0.10"]));
-    assert_eq!(service["ports"][0]["nodePort"], 30080);
-
-    let health = control_plane.grpcurl(&[], &["grpc.health.v1.Health/Check"]).unwrap();
-    assert!(health.contains("SERVING"), "{health}");
-    let nobody = r#"{"namespace": "shop", "name": "nope"}"#;
-    let error = control_plane.grpcurl(&["-d", nobody], &["headgate.v1.Inspect/ListEndpoints"]).unwrap_err();
-    assert!(error.contains("NotFound"), "{error}");
 }
