@@ -72,7 +72,8 @@ impl Default for Metrics {
         let mut registry = Registry::with_prefix("headgate");
         let mut add = Adder(&mut registry);
         Self {
-            source_errors: add.add("source_errors", "Refused objects, dropped watches and the like, by kind and reason"),
+            source_errors: add
+                .add("source_errors", "Refused objects, dropped watches and the like, by kind and reason"),
             problems: add.add("source_problems", "Objects, or parts of one, that are not served as written"),
             synced: add.add("source_synced", "1 once every kind has been listed"),
             resources: add.add("resources", "Resources held, by kind"),
@@ -84,7 +85,10 @@ impl Default for Metrics {
             streams_rejected: add.add("streams_rejected", "Streams ended for what the agent did or was, by reason"),
             streams_ended: add.add("streams_ended", "Streams ended by this replica, by reason"),
             resumes: add.add("resumes", "Beginnings of streams, by mode"),
-            resumed_resources: add.add("resumed_resources", "Resources and removals sent to bring agents up to date at the beginning of their streams"),
+            resumed_resources: add.add(
+                "resumed_resources",
+                "Resources and removals sent to bring agents up to date at the beginning of their streams",
+            ),
             snapshots: add.add("snapshots", "Snapshots sent, full or of some buckets"),
             messages_sent: add.add("messages_sent", "Messages put on streams"),
             bytes_sent: add.add("sent_bytes", "Bytes of messages put on streams, framing included"),
@@ -141,8 +145,7 @@ impl Metrics {
     }
 
     pub(crate) fn set_resources(&self, services: usize, endpoints: usize, service_cidrs: usize, nodes: usize) {
-        let counts =
-            [("service", services), ("endpoint", endpoints), ("service_cidr", service_cidrs), ("node", nodes)];
+        let counts = [("service", services), ("endpoint", endpoints), ("service_cidr", service_cidrs), ("node", nodes)];
         for (kind, count) in counts {
             self.resources.get_or_create(&Kind { kind }).set(level(count));
         }

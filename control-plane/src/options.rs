@@ -123,7 +123,11 @@ impl Options {
     pub fn security(&self) -> Result<Security, OptionsError> {
         if self.insecure_loopback {
             let listen = self.listen.ok_or(OptionsError::ListenNotExplicit)?;
-            return if may_be_plaintext(listen.ip()) { Ok(Security::Plaintext) } else { Err(OptionsError::ListenNotLocal(listen)) };
+            return if may_be_plaintext(listen.ip()) {
+                Ok(Security::Plaintext)
+            } else {
+                Err(OptionsError::ListenNotLocal(listen))
+            };
         }
         let required = |file: &Option<PathBuf>, missing| file.clone().ok_or(OptionsError::NoTls { missing });
         let files = TlsFiles {
@@ -151,8 +155,8 @@ impl Options {
 /// Whether nobody else can be on the way to this address.
 fn may_be_plaintext(address: IpAddr) -> bool {
     let address = address.to_canonical();
-    let is_test = |range: &&str| range.parse::<IpNet>().is_ok_and(|range| range.contains(&address));
-    address.is_loopback() || TEST_RANGES.iter().any(|range| is_test(&range))
+    let is_test = |range: &str| range.parse::<IpNet>().is_ok_and(|range| range.contains(&address));
+    address.is_loopback() || TEST_RANGES.iter().any(|range| is_test(range))
 }
 
 /// The host's name as the kernel has it (a pod's name, in a cluster).
@@ -188,7 +192,9 @@ mod tests {
 
     #[test]
     fn plaintext_is_for_explicit_local_addresses() {
-        for listen in ["127.0.0.1:7443", "[::1]:7443", "127.8.9.1:0", "198.18.5.1:7443", "192.0.2.1:1", "[2001:db8::1]:1"] {
+        for listen in
+            ["127.0.0.1:7443", "[::1]:7443", "127.8.9.1:0", "198.18.5.1:7443", "192.0.2.1:1", "[2001:db8::1]:1"]
+        {
             let security = options(&["--insecure-loopback", "--listen", listen]).security();
             assert!(matches!(security, Ok(Security::Plaintext)), "{listen}");
         }
@@ -203,7 +209,8 @@ mod tests {
     fn without_tls_files_nothing_is_served() {
         assert!(refusal(&[]).starts_with("--tls-cert is missing"));
         assert!(refusal(&["--tls-cert", "/a", "--tls-key", "/b"]).starts_with("--tls-client-ca is missing"));
-        let files = ["--tls-cert", "/nonexistent/a", "--tls-key", "/nonexistent/b", "--tls-client-ca", "/nonexistent/c"];
+        let files =
+            ["--tls-cert", "/nonexistent/a", "--tls-key", "/nonexistent/b", "--tls-client-ca", "/nonexistent/c"];
         assert!(refusal(&files).contains("/nonexistent/c"));
     }
 

@@ -3,6 +3,8 @@
 
 #[path = "sync_stream/client.rs"]
 mod client;
+#[path = "sync_stream/refusals.rs"]
+mod refusals;
 #[path = "sync_stream/replica.rs"]
 mod replica;
 #[path = "sync_stream/tls.rs"]
@@ -11,16 +13,19 @@ mod tls;
 use std::time::Duration;
 
 use bytes::Bytes;
-use client::{Client, GUARD, channel, hello, raw, refusal};
+use client::{Client, GUARD, channel, hello, raw};
 use headgate_control_plane::{
     serve::{Security, Settings},
-    transaction::{NodeChange, Sink as _, Transaction},
+    transaction::{NodeChange, Sink as _, SourceKind, Transaction},
 };
 use headgate_core::{Change, Node, Service};
 use headgate_proto::v1::{self, inspect_client::InspectClient, welcome::ResumeMode};
 use prost::Message as _;
 use replica::{Replica, cluster, endpoint, key, remove_endpoint, remove_service, service, settings};
-use tokio::{io::AsyncWriteExt as _, time::timeout};
+use tokio::{
+    io::{AsyncReadExt as _, AsyncWriteExt as _},
+    time::timeout,
+};
 use tonic::{Code, transport::Channel};
 
 const SYNC: &str = "/headgate.v1.Discovery/Sync";
@@ -125,7 +130,9 @@ async fn all_streams_carry_the_same_bytes() {
     };
     for round in 0..2 {
         for (stream, received) in streams.iter_mut().zip(&mut received) {
-            while !received.last().is_some_and(&is_end) || received.iter().filter(|bytes| is_end(bytes)).count() <= round {
+            while !received.last().is_some_and(&is_end)
+                || received.iter().filter(|bytes| is_end(bytes)).count() <= round
+            {
                 received.push(timeout(GUARD, stream.message()).await.unwrap().unwrap().unwrap());
             }
         }
@@ -255,6 +262,50 @@ async fn nothing_is_sent_before_the_source_has_been_listed() {
     replica.running.stop().await;
 }
 
+/// Status line and body of a plain HTTP request.
+async fn get(replica: &Replica, path: &str) -> (String, String) {
+    let mut socket = tokio::net::TcpStream::connect(replica.running.metrics_addr.unwrap()).await.unwrap();
+    let request = format!("GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n");
+    socket.write_all(request.as_bytes()).await.unwrap();
+    let mut answer = String::new();
+    timeout(GUARD, socket.read_to_string(&mut answer)).await.unwrap().unwrap();
+    let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+    (head.lines().next().unwrap().to_owned(), body.to_owned())
+}
+
+#[tokio::test]
+async fn probes_and_metrics_follow_the_source() {
+    let replica = Replica::start_with(settings(), Security::Plaintext).await;
+    replica.put(cluster(5));
+    assert_eq!(get(&replica, "/healthz").await.0, "HTTP/1.1 200 OK");
+    assert!(get(&replica, "/readyz").await.0.contains("503"));
+    replica.store.count_error(SourceKind::Services, "watch_expired");
+    replica.store.synced();
+    assert_eq!(get(&replica, "/readyz").await.0, "HTTP/1.1 200 OK");
+    let (_, metrics) = get(&replica, "/metrics").await;
+    for sample in [
+        "headgate_resources{kind=\"endpoint\"} 10",
+        "headgate_source_errors_total{kind=\"services\",reason=\"watch_expired\"} 1",
+        "headgate_source_synced 1",
+    ] {
+        assert!(metrics.contains(sample), "{sample} is not in\n{metrics}");
+    }
+    replica.running.stop().await;
+}
+
+#[tokio::test]
+async fn a_resume_of_an_unlisted_source_is_not_by_its_log() {
+    let replica = Replica::start_with(settings(), Security::Plaintext).await;
+    replica.put([service(1, 80)]);
+    let held = client::Held { epoch: replica.store.epoch(), ..client::Held::default() };
+    let mut client = Client::open(channel(replica.running.local_addr).await, "n1", Some(held)).await.unwrap();
+    assert_eq!(client.welcome.resume(), ResumeMode::Digests);
+    replica.store.synced();
+    client.reach(1).await;
+    assert_same(&client, &replica);
+    replica.running.stop().await;
+}
+
 #[tokio::test]
 async fn each_agent_gets_its_own_node() {
     let replica = Replica::start().await;
@@ -313,11 +364,8 @@ async fn one_endpoint_of_a_hundred_thousand_costs_few_bytes() {
         let everything = |number| (0..10).map(move |host| endpoint(number, host, 8080)).chain([service(number, 80)]);
         replica.put(numbers.flat_map(everything));
     }
-    let held = client::Held {
-        epoch: replica.store.epoch(),
-        version: replica.store.version(),
-        ..client::Held::default()
-    };
+    let held =
+        client::Held { epoch: replica.store.epoch(), version: replica.store.version(), ..client::Held::default() };
     let mut client = Client::open(channel(replica.running.local_addr).await, "n1", Some(held)).await.unwrap();
     assert_eq!(client.welcome.resume(), ResumeMode::Log);
     replica.put_at(Some(123_456_789), [remove_endpoint(5000, 3), endpoint(5000, 11, 8080)]);
@@ -325,69 +373,6 @@ async fn one_endpoint_of_a_hundred_thousand_costs_few_bytes() {
     assert_eq!((client.resources, client.removals), (1, 1));
     println!("{} bytes", client.bytes);
     assert!(client.bytes <= 150, "{} bytes", client.bytes);
-    replica.running.stop().await;
-}
-
-#[tokio::test]
-async fn a_newer_stream_of_a_node_replaces_the_older() {
-    let replica = Replica::start().await;
-    let mut first = open(&replica, "n1").await;
-    first.until(|client| !client.ends.is_empty()).await;
-    let mut second = open(&replica, "n1").await;
-    assert_eq!(first.status().await.code(), Code::Aborted);
-    replica.put([service(1, 80)]);
-    second.reach(1).await;
-    assert_eq!(replica.metric("headgate_streams_ended_total{reason=\"replaced\"}"), 1);
-    replica.running.stop().await;
-}
-
-#[tokio::test]
-async fn misbehaving_agents_are_refused_and_others_undisturbed() {
-    let impatient = Settings { hello_timeout: Duration::from_millis(300), ..settings() };
-    let replica = Replica::start_with(impatient, Security::Plaintext).await;
-    replica.store.synced();
-    let mut good = open(&replica, "good").await;
-    let address = replica.running.local_addr;
-    let bytes = |message: &v1::AgentMessage| Bytes::from(message.encode_to_vec());
-    let first = bytes(&hello("bad", None));
-    let ack = bytes(&client::message(v1::agent_message::Body::Ack(v1::Ack::default())));
-    let digests = v1::BucketDigests { sums: Bytes::from_static(b"short"), counts: vec![1] };
-    let odd_resume = v1::Resume { digests: Some(digests), ..v1::Resume::default() };
-    let huge = Bytes::from(vec![0; headgate_proto::MAX_AGENT_MESSAGE_BYTES + 1]);
-    let garbage = Bytes::from_static(b"\xff\xff\xff garbage");
-    let cases: [(&str, Vec<Bytes>, Code, &str); 9] = [
-        ("silent", vec![], Code::DeadlineExceeded, "no_hello"),
-        ("ACK before Hello", vec![ack], Code::InvalidArgument, "no_hello"),
-        ("second Hello", vec![first.clone(), first.clone()], Code::InvalidArgument, "second_hello"),
-        ("garbage first", vec![garbage.clone()], Code::InvalidArgument, "malformed_message"),
-        ("garbage later", vec![first.clone(), garbage], Code::InvalidArgument, "malformed_message"),
-        ("huge first", vec![huge.clone()], Code::ResourceExhausted, "message_too_large"),
-        ("huge later", vec![first, huge], Code::ResourceExhausted, "message_too_large"),
-        ("no name", vec![bytes(&hello("Not A Name", None))], Code::InvalidArgument, "invalid_hello"),
-        ("digests", vec![bytes(&hello("bad", Some(odd_resume)))], Code::InvalidArgument, "invalid_hello"),
-    ];
-    for (what, messages, code, reason) in cases {
-        let sample = format!("headgate_streams_rejected_total{{reason=\"{reason}\"}}");
-        let before = replica.metric(&sample);
-        let status = refusal(channel(address).await, messages).await;
-        assert_eq!(status.code(), code, "{what}: {status}");
-        assert!(!status.message().is_empty(), "{what}");
-        let counted = async {
-            while replica.metric(&sample) == before {
-                tokio::time::sleep(Duration::from_millis(5)).await;
-            }
-        };
-        timeout(GUARD, counted).await.unwrap_or_else(|_| panic!("{what} is not counted as {reason}"));
-    }
-    let other = raw(channel(address).await, "/headgate.v1.Discovery/Other", vec![]).await.map(|_| ()).unwrap_err();
-    assert_eq!(other.code(), Code::Unimplemented);
-    // No HTTP/2 at all.
-    let mut socket = tokio::net::TcpStream::connect(address).await.unwrap();
-    socket.write_all(b"GET / HTTP/1.1\r\n\r\n\0\0\0").await.unwrap();
-
-    replica.put([service(1, 80)]);
-    good.reach(1).await;
-    assert_same(&good, &replica);
     replica.running.stop().await;
 }
 
@@ -416,7 +401,10 @@ async fn a_watcher_sees_changes() {
     replica.put([endpoint(2, 1, 9), endpoint(1, 1, 9)]);
     let event = timeout(GUARD, events.message()).await.unwrap().unwrap().unwrap();
     let shown = event.endpoint.unwrap();
-    assert_eq!((event.action.as_str(), event.version, shown.ports.as_slice()), ("changed", 2, &["http 9/TCP".to_owned()][..]));
+    assert_eq!(
+        (event.action.as_str(), event.version, shown.ports.as_slice()),
+        ("changed", 2, &["http 9/TCP".to_owned()][..])
+    );
     replica.put([remove_service(1)]);
     let event = timeout(GUARD, events.message()).await.unwrap().unwrap().unwrap();
     assert_eq!((event.action.as_str(), event.service.unwrap().name), ("removed", "service-1".to_owned()));
@@ -446,42 +434,5 @@ async fn inspect_lists_in_order_and_shows_conflicts() {
     let mut endpoints = inspect.list_endpoints(request).await.unwrap().into_inner();
     let first = endpoints.message().await.unwrap().unwrap();
     assert_eq!((first.address.as_str(), first.node.as_str(), first.ready), ("10.0.1.1", "node-1", true));
-    replica.running.stop().await;
-}
-
-#[tokio::test]
-async fn certificates_say_which_node_it_is() {
-    let authority = tls::Authority::new();
-    let folder = tempfile::tempdir().unwrap();
-    let config = authority.server_config(folder.path());
-    let replica = Replica::start_with(settings(), Security::Tls(config)).await;
-    replica.store.synced();
-    replica.put([service(1, 80)]);
-    let address = replica.running.local_addr;
-    let by_uri = tls::connect(address, &authority, Some(&authority.client("anything", Some("headgate://node/n1")))).await;
-    let by_name = tls::connect(address, &authority, Some(&authority.client("system:node:n2", None))).await;
-    let reader = tls::connect(address, &authority, Some(&authority.client("an operator", None))).await;
-    for (channel, node) in [(&by_uri, "n1"), (&by_name, "n2")] {
-        let mut client = Client::open(channel.clone().unwrap(), node, None).await.unwrap();
-        client.reach(1).await;
-        assert_same(&client, &replica);
-    }
-    for channel in [&by_uri, &reader] {
-        let status = Client::open(channel.clone().unwrap(), "n2", None).await.err().unwrap();
-        assert_eq!(status.code(), Code::PermissionDenied, "{status}");
-    }
-    assert_eq!(replica.metric("headgate_streams_rejected_total{reason=\"permission_denied\"}"), 2);
-    let mut inspect = InspectClient::new(reader.unwrap());
-    assert_eq!(inspect.get_status(v1::GetStatusRequest {}).await.unwrap().into_inner().services, 1);
-
-    // Nobody is let in without a certificate, or with one of another authority.
-    let stranger = tls::Authority::new().client("system:node:n1", None);
-    for certificate in [None, Some(&stranger)] {
-        let refused = match tls::connect(address, &authority, certificate).await {
-            Ok(channel) => Client::open(channel, "n1", None).await.is_err(),
-            Err(_) => true,
-        };
-        assert!(refused);
-    }
     replica.running.stop().await;
 }

@@ -51,7 +51,10 @@ impl Service<Request<Body>> for Discovery {
 impl Discovery {
     fn sync(&self, request: Request<Body>) -> Result<Response<Body>, Status> {
         if request.uri().path() != SYNC_PATH || request.method() != Method::POST {
-            return Err(Status::unimplemented(format!("{} is not a method of headgate.v1.Discovery", request.uri().path())));
+            return Err(Status::unimplemented(format!(
+                "{} is not a method of headgate.v1.Discovery",
+                request.uri().path()
+            )));
         }
         let content_type = request.headers().get(header::CONTENT_TYPE).map(HeaderValue::as_bytes).unwrap_or_default();
         if !content_type.starts_with(b"application/grpc") {

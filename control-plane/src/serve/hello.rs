@@ -31,7 +31,10 @@ pub(super) fn admit(hello: &v1::Hello, identity: &Identity) -> Result<Admitted, 
     let denied = |text: String| Err(End::refusal("permission_denied", Status::permission_denied(text)));
     match identity {
         Identity::Node(node) if **node != *hello.node_name => {
-            return denied(format!("the client certificate is node {node}'s; it cannot say Hello for {}", hello.node_name));
+            return denied(format!(
+                "the client certificate is node {node}'s; it cannot say Hello for {}",
+                hello.node_name
+            ));
         }
         Identity::Reader => {
             let remedy = "give it the URI headgate://node/NAME or the common name system:node:NAME";

@@ -32,7 +32,7 @@ fn ready(shared: &Shared) -> impl IntoResponse + use<> {
     if *shared.lifecycle.borrow() != Lifecycle::Serving {
         return (StatusCode::SERVICE_UNAVAILABLE, "draining\n");
     }
-    match *shared.synced.borrow() {
+    match shared.store.is_synced() {
         true => (StatusCode::OK, "ok\n"),
         false => (StatusCode::SERVICE_UNAVAILABLE, "the source has not been listed yet\n"),
     }

@@ -28,7 +28,8 @@ pub(super) async fn read(mut requests: Streaming<v1::AgentMessage>, agent: Arc<A
 pub(super) fn failure(status: &Status) -> End {
     match status.code() {
         Code::OutOfRange | Code::ResourceExhausted => {
-            let text = format!("a message of an agent may have {} bytes at most", headgate_proto::MAX_AGENT_MESSAGE_BYTES);
+            let text =
+                format!("a message of an agent may have {} bytes at most", headgate_proto::MAX_AGENT_MESSAGE_BYTES);
             End::refusal("message_too_large", Status::resource_exhausted(text))
         }
         Code::Internal | Code::InvalidArgument | Code::Unimplemented => {

@@ -31,10 +31,7 @@ impl Inspect for Inspector {
     type ListAgentsStream = Items<v1::AgentInfo>;
     type WatchStream = Items<v1::WatchEvent>;
 
-    async fn get_status(
-        &self,
-        _: Request<v1::GetStatusRequest>,
-    ) -> Result<Response<v1::GetStatusResponse>, Status> {
+    async fn get_status(&self, _: Request<v1::GetStatusRequest>) -> Result<Response<v1::GetStatusResponse>, Status> {
         let shared = &self.0;
         let counts = shared.store.counts();
         let problems = shared.store.present_problems();
@@ -50,7 +47,7 @@ impl Inspect for Inspector {
             version: counts.version,
             build: env!("CARGO_PKG_VERSION").into(),
             source: shared.settings.source_name.clone(),
-            synced: *shared.synced.borrow(),
+            synced: shared.store.is_synced(),
             source_age_ms: u64::try_from(shared.store.source_age().as_millis()).unwrap_or(u64::MAX),
             services: counts.services as u64,
             endpoints: counts.endpoints as u64,
@@ -224,10 +221,14 @@ fn count(number: usize) -> u32 {
 fn conflict(claim: &Claim, holder: &ServiceKey) -> String {
     match claim {
         Claim::Address(address, protocol, port) => {
-            format!("{address} port {port}/{protocol} belongs to Service {holder}, which is older or comes first by name")
+            format!(
+                "{address} port {port}/{protocol} belongs to Service {holder}, which is older or comes first by name"
+            )
         }
         Claim::NodePort(family, protocol, port) => {
-            format!("{family} node port {port}/{protocol} belongs to Service {holder}, which is older or comes first by name")
+            format!(
+                "{family} node port {port}/{protocol} belongs to Service {holder}, which is older or comes first by name"
+            )
         }
     }
 }

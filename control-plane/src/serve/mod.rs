@@ -12,7 +12,7 @@ pub mod tls;
 
 use std::{
     io,
-    net::SocketAddr,
+    net::{Ipv4Addr, Ipv6Addr, SocketAddr},
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -104,7 +104,6 @@ enum Lifecycle {
 /// What every stream shares.
 struct Shared {
     store: Arc<Store>,
-    synced: watch::Receiver<bool>,
     agents: Agents,
     metrics: Arc<Metrics>,
     settings: Settings,
@@ -189,7 +188,6 @@ pub async fn start(
     };
     let metrics_addr = metrics_listener.as_ref().map(|(_, address)| *address);
     let shared = Arc::new(Shared {
-        synced: store.watch_synced(),
         agents: Agents::default(),
         metrics: Arc::clone(&metrics),
         settings,
@@ -209,7 +207,15 @@ pub async fn start(
 
 async fn bind(option: &'static str, address: SocketAddr) -> Result<(TcpListener, SocketAddr), ServeError> {
     let fail = |error| ServeError::Listen { option, address, error };
-    let listener = TcpListener::bind(address).await.map_err(fail)?;
+    let listener = match TcpListener::bind(address).await {
+        // A host without IPv6 has no [::], which stands for every address.
+        Err(error) if address.ip() == Ipv6Addr::UNSPECIFIED && error.kind() != io::ErrorKind::AddrInUse => {
+            let ipv4 = SocketAddr::from((Ipv4Addr::UNSPECIFIED, address.port()));
+            TcpListener::bind(ipv4).await.map_err(|_| error)
+        }
+        bound => bound,
+    }
+    .map_err(fail)?;
     let local = listener.local_addr().map_err(fail)?;
     Ok((listener, local))
 }

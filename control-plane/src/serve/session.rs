@@ -42,16 +42,18 @@ pub(super) fn frames(
             State::Opening(opening) => {
                 let (shared, peer, requests) = *opening;
                 match open(&shared, &peer, requests).await {
-                    Ok(mut session) => session.step().await.map_or_else(State::ended, |frame| State::open(session, frame)),
+                    Ok(mut session) => {
+                        session.step().await.map_or_else(|end| State::ended(&end), |frame| State::open(session, frame))
+                    }
                     Err(end) => {
                         shared.count_end(&end, peer.address, "");
-                        State::ended(end)
+                        State::ended(&end)
                     }
                 }
             }
             State::Open(mut session) => match session.step().await {
                 Ok(frame) => (frame, State::Open(session)),
-                Err(end) => State::ended(end),
+                Err(end) => State::ended(&end),
             },
             State::Ended => return None,
         };
@@ -70,7 +72,7 @@ impl State {
         (frame, Self::Open(session))
     }
 
-    fn ended(end: End) -> (Frame<Bytes>, Self) {
+    fn ended(end: &End) -> (Frame<Bytes>, Self) {
         let mut trailers = HeaderMap::new();
         if let Err(status) = end.status.add_header(&mut trailers) {
             // Only metadata can fail to be a header, and there is none.
@@ -98,7 +100,9 @@ async fn open(
             return Err(End::refusal("no_hello", Status::deadline_exceeded(text)));
         }
         Ok(Err(status)) => return Err(inbound::failure(&status)),
-        Ok(Ok(None)) => return Err(End::refusal("no_hello", Status::invalid_argument("the stream closed before Hello"))),
+        Ok(Ok(None)) => {
+            return Err(End::refusal("no_hello", Status::invalid_argument("the stream closed before Hello")));
+        }
         Ok(Ok(Some(message))) => message,
     };
     let Some(v1::agent_message::Body::Hello(hello)) = message.body else {
@@ -229,7 +233,7 @@ impl Session {
             return Ok(Some(self.heartbeat()));
         }
         // Before the source has synced there may be nodes that are just not listed yet.
-        if *self.shared.synced.borrow() && self.node.has_changed().unwrap_or(false) {
+        if self.shared.store.is_synced() && self.node.has_changed().unwrap_or(false) {
             return Ok(Some(self.own_node()));
         }
         if let Position::Waiting(waiting) = &mut self.position {
@@ -270,8 +274,7 @@ impl Session {
             _ = self.lifecycle.changed() => {}
             () = sleep_until(self.next_heartbeat) => {}
             Ok(()) = self.head.changed(), if !is_waiting => {}
-            // `changed` would mark the value as seen before it is sent, `wait_for` would not compare it; so look, then wait.
-            () = node_change(&mut self.node), if !is_waiting || *self.shared.synced.borrow() => {}
+            () = node_change(&mut self.node), if self.shared.store.is_synced() => {}
             () = waiting_change(&mut self.position), if is_waiting => {}
         }
     }
@@ -294,6 +297,7 @@ impl Session {
     }
 }
 
+/// Until the node changes. It stays marked as changed, since it has not been sent by then.
 async fn node_change(node: &mut watch::Receiver<Option<Arc<Node>>>) {
     if node.changed().await.is_err() {
         // The store is gone, and with it everything that could happen.
@@ -344,7 +348,11 @@ impl Drop for Session {
         self.shared.metrics.stream_closed();
         let end = self.agent.ended().borrow().clone();
         let end = end.unwrap_or_else(|| {
-            if *self.lifecycle.borrow() == Lifecycle::Ended { stopping() } else { End::plain("disconnected", Status::ok("")) }
+            if *self.lifecycle.borrow() == Lifecycle::Ended {
+                stopping()
+            } else {
+                End::plain("disconnected", Status::ok(""))
+            }
         });
         self.shared.count_end(&end, self.agent.address, &self.agent.node);
     }

@@ -39,7 +39,9 @@ pub enum TlsError {
         expected: &'static str,
     },
     /// Certificate and key are of different pairs, or of a kind that is not supported.
-    #[error("--tls-cert {cert} and --tls-key {key} do not fit together: {problem}; pass the key that the certificate was made for")]
+    #[error(
+        "--tls-cert {cert} and --tls-key {key} do not fit together: {problem}; pass the key that the certificate was made for"
+    )]
     Pair {
         /// The certificate's file.
         cert: PathBuf,

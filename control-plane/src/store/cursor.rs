@@ -186,7 +186,9 @@ impl Store {
         let inner = self.read();
         let full = || (ResumeMode::Full, Cursor::at(0, Phase::Snapshot(Walk::new(inner.version, None))));
         let Some(resume) = resume else { return full() };
-        if resume.epoch == self.epoch() && (inner.log.floor()..=inner.version).contains(&resume.version) {
+        // Before the source has been listed there is no state to go on from, only parts of one.
+        let is_ours = resume.epoch == self.epoch() && self.is_synced();
+        if is_ours && (inner.log.floor()..=inner.version).contains(&resume.version) {
             return (ResumeMode::Log, Cursor::at(resume.version, Phase::Follow));
         }
         let Some(digests) = &resume.digests else { return full() };

@@ -153,6 +153,12 @@ impl Store {
         self.synced.subscribe()
     }
 
+    /// True once every kind has been listed and committed.
+    #[must_use]
+    pub fn is_synced(&self) -> bool {
+        *self.synced.borrow()
+    }
+
     /// Wakes when a source position moves, whether or not that made a version.
     #[must_use]
     pub fn moves(&self) -> watch::Receiver<u64> {
@@ -266,7 +272,9 @@ impl Inner {
         if self.commit_times.len() > TIMED_COMMITS {
             self.commit_times.pop_front();
         }
-        if !encode {
+        // More removals than the log remembers: the log cannot say what this version is, the buckets can.
+        let is_whole = self.log.floor() < version;
+        if !encode || !is_whole {
             self.ring.clear();
             return;
         }
@@ -282,7 +290,7 @@ impl Sink for Store {
     fn commit(&self, transaction: Transaction) {
         let Transaction { changes, nodes, positions } = transaction;
         let has_moved = !positions.is_empty();
-        let is_synced = *self.synced.borrow();
+        let is_synced = self.is_synced();
         let (effective, version) = {
             let mut inner = self.write();
             inner.positions.extend(positions);

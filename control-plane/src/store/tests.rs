@@ -1,19 +1,19 @@
 #![allow(clippy::unwrap_used)]
 //! The store seen through its cursors, with a reader that does what an agent does.
 
+mod arrival;
+mod reader;
+
 use std::{collections::BTreeSet, net::Ipv4Addr};
 
-use bytes::Bytes;
-use headgate_core::{
-    Change, Endpoint, EndpointPort, Protocol, Service, ServiceCidr, ServiceKey, ServicePort, digest,
-};
-use headgate_proto::{Decoder, MAX_SERVER_MESSAGE_BYTES, frame::PREFIX_BYTES, v1};
+use headgate_core::{Change, Endpoint, EndpointPort, Protocol, Service, ServiceKey, ServicePort, digest};
+use headgate_proto::{frame::PREFIX_BYTES, v1};
 use prost::Message as _;
-use proptest::prelude::*;
 use v1::server_message::Body;
 
 use super::*;
 use crate::transaction::NodeChange;
+use reader::{Reader, resume_of};
 
 fn store(limits: Limits) -> Store {
     let store = Store::new(limits, Arc::new(Metrics::default()));
@@ -46,112 +46,6 @@ fn endpoint(service: u8, host: u16, port: u16) -> Change {
 fn remove_endpoint(service: u8, host: u16) -> Change {
     let [high, low] = host.to_be_bytes();
     Change::RemoveEndpoint(key(service), Ipv4Addr::new(10, 1, high, low).into())
-}
-
-/// Does with messages what the contract asks of an agent, and checks what the contract promises it.
-#[derive(Default)]
-struct Reader {
-    state: State,
-    version: u64,
-    staged: Vec<Change>,
-    by_digests: bool,
-    positions: BTreeMap<i32, u64>,
-    batches: usize,
-    ends: Vec<v1::SnapshotEnd>,
-    resources: usize,
-    removals: usize,
-}
-
-impl Reader {
-    fn read(&mut self, frame: &Bytes) {
-        assert!(frame.len() - PREFIX_BYTES <= MAX_SERVER_MESSAGE_BYTES, "{} bytes", frame.len());
-        match v1::ServerMessage::decode(&frame[PREFIX_BYTES..]).unwrap().body.unwrap() {
-            Body::Batch(batch) => {
-                assert_eq!(batch.previous_version, self.version);
-                self.stage(batch.changes.unwrap());
-                if batch.version != batch.previous_version {
-                    self.version = batch.version;
-                    self.batches += 1;
-                    self.take_positions(&batch.positions);
-                    self.apply();
-                }
-            }
-            Body::SnapshotChunk(chunk) => self.stage(chunk.changes.unwrap()),
-            Body::SnapshotEnd(end) => self.end(end),
-            other => panic!("{other:?}"),
-        }
-    }
-
-    fn take_positions(&mut self, positions: &[v1::SourcePosition]) {
-        self.positions.extend(positions.iter().map(|position| (position.kind, position.position)));
-    }
-
-    fn stage(&mut self, changes: v1::Changes) {
-        let (changes, rejections) = Decoder::default().changes(changes);
-        assert_eq!(rejections, []);
-        self.staged.extend(changes);
-    }
-
-    fn apply(&mut self) {
-        for change in std::mem::take(&mut self.staged) {
-            match change {
-                Change::Service(_) | Change::Endpoint(..) | Change::ServiceCidr(_) => self.resources += 1,
-                _ => self.removals += 1,
-            }
-            self.state.apply(change, &mut Dirty::default());
-        }
-    }
-
-    fn end(&mut self, end: v1::SnapshotEnd) {
-        assert_eq!(end.resource_count, self.staged.len() as u64);
-        // After a comparison of digests an empty list means that nothing differed.
-        let is_all = end.buckets.is_empty() && !std::mem::take(&mut self.by_digests);
-        let is_named = |bucket: u16| is_all || end.buckets.contains(&bucket.into());
-        let mut gone = Vec::new();
-        for (key, entry) in self.state.entries() {
-            if is_named(digest::service_bucket(key)) {
-                gone.extend(entry.service().map(|_| Change::RemoveService((**key).clone())));
-                gone.extend(entry.endpoints().keys().map(|address| Change::RemoveEndpoint((**key).clone(), *address)));
-            }
-        }
-        for cidr in self.state.service_cidrs().filter(|cidr| is_named(digest::service_cidr_bucket(&cidr.name))) {
-            gone.push(Change::RemoveServiceCidr(cidr.name.clone()));
-        }
-        for change in gone {
-            self.state.apply(change, &mut Dirty::default());
-        }
-        self.apply();
-        self.version = end.version;
-        self.take_positions(&end.positions);
-        self.ends.push(end);
-    }
-
-    fn read_all(&mut self, store: &Store, cursor: &mut Cursor) -> Vec<Bytes> {
-        let mut frames = Vec::new();
-        while let Some(frame) = store.next_frame(cursor).unwrap() {
-            self.read(&frame);
-            frames.push(frame);
-        }
-        assert_eq!(cursor.version(), self.version);
-        frames
-    }
-
-    fn resume(&mut self, store: &Store, epoch: u64) -> (ResumeMode, Cursor) {
-        self.staged.clear();
-        let (mode, cursor) = store.cursor(Some(&resume_of(self, epoch)));
-        self.by_digests = mode == ResumeMode::Digests;
-        (mode, cursor)
-    }
-
-    fn assert_holds_all_of(&self, store: &Store) {
-        assert_eq!(self.version, store.version());
-        assert!(*self.state.digests() == store.digests(), "the reader's state differs from the store's");
-    }
-}
-
-fn resume_of(reader: &Reader, epoch: u64) -> Resume {
-    let digests = Some(reader.state.digests().clone());
-    Resume { epoch, version: reader.version, positions: BTreeMap::new(), digests }
 }
 
 #[test]
@@ -252,7 +146,7 @@ fn snapshots_encode_a_bucket_again_only_after_a_change_in_it() {
 
 #[test]
 fn tombstones_are_bounded_and_move_the_floor() {
-    let store = store(Limits { max_tombstones: 10, ..Limits::default() });
+    let store = store(Limits { max_tombstones: 10, ring_bytes: 0, ..Limits::default() });
     store.put((0..100).map(|host| endpoint(1, host, 80)));
     store.put([service(1, 80), service(2, 80)]);
     let mut readers = [Reader::default(), Reader::default()];
@@ -276,6 +170,19 @@ fn tombstones_are_bounded_and_move_the_floor() {
     }
     assert_eq!((readers[0].ends.len(), readers[1].ends.len()), (1, 2), "only the cursor below the floor needs buckets");
     assert_eq!(readers[1].ends[1].buckets, [u32::from(digest::service_bucket(&key(1)))]);
+}
+
+#[test]
+fn a_version_with_more_removals_than_are_remembered_is_not_sent_in_part() {
+    let store = store(Limits { max_tombstones: 3, ..Limits::default() });
+    store.put((0..10).map(|host| endpoint(1, host, 80)));
+    let mut cursor = store.cursor(None).1;
+    let mut reader = Reader::default();
+    reader.read_all(&store, &mut cursor);
+    store.put((0..10).map(|host| remove_endpoint(1, host)));
+    reader.read_all(&store, &mut cursor);
+    assert_eq!((reader.batches, reader.ends.len()), (0, 2));
+    reader.assert_holds_all_of(&store);
 }
 
 #[test]
@@ -344,7 +251,9 @@ fn a_split_batch_that_is_no_longer_kept_ends_the_stream() {
     assert!(store.next_frame(&mut cursor).unwrap().is_some());
     // Another stream that starts elsewhere makes the store forget what this one is in the middle of.
     (0..20).for_each(|port| store.put([service(1, port + 1)]));
-    store.next_frame(&mut store.cursor(Some(&Resume { epoch: store.epoch(), version: 1, ..Resume::default() })).1).unwrap();
+    store
+        .next_frame(&mut store.cursor(Some(&Resume { epoch: store.epoch(), version: 1, ..Resume::default() })).1)
+        .unwrap();
     assert_eq!(store.next_frame(&mut cursor), Err(TooSlow));
     assert_eq!(cursor.version(), 0, "the stream resumes from before the split batch");
 }
@@ -448,83 +357,9 @@ fn a_watcher_pages_through_changes_and_skips_to_newest_values() {
     store.put([Change::RemoveService(key(1))]);
     let first = store.watch_page(place, 1);
     let second = store.watch_page(first.next, 10);
-    assert_eq!((first.changes, second.changes), (vec![(51, service(2, 50))], vec![(52, Change::RemoveService(key(1)))]));
+    assert_eq!(
+        (first.changes, second.changes),
+        (vec![(51, service(2, 50))], vec![(52, Change::RemoveService(key(1)))])
+    );
     assert!(store.watch_page(second.next, 10).changes.is_empty());
-}
-
-#[derive(Debug, Clone)]
-enum Action {
-    Commit(Vec<Change>),
-    /// Lets a reader take some messages.
-    Read(usize, usize),
-    /// A reader's stream breaks; it resumes, with the epoch known or not.
-    Reconnect(usize, bool),
-}
-
-const READERS: usize = 3;
-
-fn any_change() -> impl Strategy<Value = Change> {
-    let cidr = |name: u8, host: u8| {
-        let cidrs = vec![ipnet::IpNet::new(Ipv4Addr::new(10, host, 0, 0).into(), 16).unwrap()];
-        Change::ServiceCidr(ServiceCidr { name: format!("cidr-{name}").into(), cidrs })
-    };
-    prop_oneof![
-        (0..6_u8, 1..4_u16).prop_map(|(number, port)| service(number, port)),
-        (0..6_u8).prop_map(|number| Change::RemoveService(key(number))),
-        (0..6_u8, 0..5_u16, 1..4_u16).prop_map(|(number, host, port)| endpoint(number, host, port)),
-        (0..6_u8, 0..5_u16).prop_map(|(number, host)| remove_endpoint(number, host)),
-        (0..2_u8, 0..3_u8).prop_map(move |(name, host)| cidr(name, host)),
-        (0..2_u8).prop_map(|name| Change::RemoveServiceCidr(format!("cidr-{name}").into())),
-    ]
-}
-
-fn any_action() -> impl Strategy<Value = Action> {
-    prop_oneof![
-        3 => prop::collection::vec(any_change(), 0..12).prop_map(Action::Commit),
-        3 => (0..READERS, 1..6_usize).prop_map(|(reader, messages)| Action::Read(reader, messages)),
-        1 => (0..READERS, any::<bool>()).prop_map(|(reader, known)| Action::Reconnect(reader, known)),
-    ]
-}
-
-proptest! {
-    #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
-
-    /// At any pace, through any interruption and with every bound in the way, a reader ends with the store's state.
-    #[test]
-    fn every_reader_arrives(
-        actions in prop::collection::vec(any_action(), 1..80),
-        max_tombstones in 0..8_usize,
-        ring_bytes in prop_oneof![Just(0_usize), Just(300), Just(1 << 20)],
-        max_delta_changes in prop_oneof![Just(0_usize), Just(5), Just(1000)],
-    ) {
-        let store = store(Limits { max_tombstones, ring_bytes, delta_cache_bytes: 500, max_delta_changes });
-        let mut readers: Vec<(Reader, Cursor)> = (0..READERS).map(|_| (Reader::default(), store.cursor(None).1)).collect();
-        for action in actions {
-            match action {
-                Action::Commit(changes) => store.put(changes),
-                Action::Read(reader, messages) => {
-                    let (reader, cursor) = &mut readers[reader];
-                    for _ in 0..messages {
-                        match store.next_frame(cursor).unwrap() {
-                            Some(frame) => reader.read(&frame),
-                            None => break,
-                        }
-                    }
-                }
-                Action::Reconnect(reader, is_known) => {
-                    let (reader, cursor) = &mut readers[reader];
-                    let epoch = if is_known && !reader.ends.is_empty() { store.epoch() } else { 0 };
-                    *cursor = reader.resume(&store, epoch).1;
-                }
-            }
-        }
-        for (reader, cursor) in &mut readers {
-            reader.read_all(&store, cursor);
-            reader.assert_holds_all_of(&store);
-        }
-        let inner = store.read();
-        prop_assert!(inner.log.tombstones() <= max_tombstones);
-        let live = inner.state.digests().resource_count();
-        prop_assert_eq!(inner.log.len() as u64, live + inner.log.tombstones() as u64);
-    }
 }

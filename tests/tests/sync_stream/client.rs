@@ -16,19 +16,19 @@ use tonic::{
 use v1::{discovery_client::DiscoveryClient, server_message::Body};
 
 /// Guard against hanging; nothing is asserted about time.
-pub const GUARD: Duration = Duration::from_secs(60);
+pub(crate) const GUARD: Duration = Duration::from_secs(60);
 
 /// A connection of its own, with small windows so that a reader that does not read is felt by the server.
-pub async fn channel(address: SocketAddr) -> Channel {
+pub(crate) async fn channel(address: SocketAddr) -> Channel {
     endpoint(address).connect().await.unwrap()
 }
 
-pub fn endpoint(address: SocketAddr) -> Endpoint {
+pub(crate) fn endpoint(address: SocketAddr) -> Endpoint {
     let endpoint = Endpoint::from_shared(format!("http://{address}")).unwrap();
     endpoint.initial_stream_window_size(65_535).initial_connection_window_size(65_535)
 }
 
-pub fn hello(node: &str, resume: Option<v1::Resume>) -> v1::AgentMessage {
+pub(crate) fn hello(node: &str, resume: Option<v1::Resume>) -> v1::AgentMessage {
     message(v1::agent_message::Body::Hello(v1::Hello {
         node_name: node.into(),
         agent_version: "test".into(),
@@ -37,22 +37,23 @@ pub fn hello(node: &str, resume: Option<v1::Resume>) -> v1::AgentMessage {
     }))
 }
 
-pub fn message(body: v1::agent_message::Body) -> v1::AgentMessage {
+pub(crate) fn message(body: v1::agent_message::Body) -> v1::AgentMessage {
     v1::AgentMessage { body: Some(body) }
 }
 
 /// What an agent holds, and what it was told.
 #[derive(Default)]
-pub struct Held {
-    pub state: State,
-    pub epoch: u64,
-    pub version: u64,
-    pub positions: BTreeMap<i32, u64>,
+pub(crate) struct Held {
+    pub(crate) state: State,
+    pub(crate) epoch: u64,
+    pub(crate) version: u64,
+    pub(crate) positions: BTreeMap<i32, u64>,
 }
 
 impl Held {
-    pub fn resume(&self) -> v1::Resume {
-        let positions = self.positions.iter().map(|(kind, position)| v1::SourcePosition { kind: *kind, position: *position });
+    pub(crate) fn resume(&self) -> v1::Resume {
+        let positions =
+            self.positions.iter().map(|(kind, position)| v1::SourcePosition { kind: *kind, position: *position });
         v1::Resume {
             epoch: self.epoch,
             version: self.version,
@@ -63,28 +64,28 @@ impl Held {
 }
 
 /// A stream and what came over it.
-pub struct Client {
-    pub sender: mpsc::Sender<v1::AgentMessage>,
+pub(crate) struct Client {
+    pub(crate) sender: mpsc::Sender<v1::AgentMessage>,
     messages: Streaming<v1::ServerMessage>,
-    pub welcome: v1::Welcome,
-    pub held: Held,
+    pub(crate) welcome: v1::Welcome,
+    pub(crate) held: Held,
     staged: Vec<Change>,
     decoder: Decoder,
     /// Resources that took effect, removals not counted.
-    pub resources: usize,
-    pub removals: usize,
-    pub batches: usize,
-    pub ends: Vec<v1::SnapshotEnd>,
+    pub(crate) resources: usize,
+    pub(crate) removals: usize,
+    pub(crate) batches: usize,
+    pub(crate) ends: Vec<v1::SnapshotEnd>,
     /// Bytes of batches and snapshots, gRPC prefixes included.
-    pub bytes: usize,
-    pub nodes: Vec<v1::OwnNode>,
-    pub heartbeats: Vec<v1::Heartbeat>,
-    pub drains: Vec<v1::Drain>,
+    pub(crate) bytes: usize,
+    pub(crate) nodes: Vec<v1::OwnNode>,
+    pub(crate) heartbeats: Vec<v1::Heartbeat>,
+    pub(crate) drains: Vec<v1::Drain>,
 }
 
 impl Client {
     /// Opens a stream and reads `Welcome`. With something held, it resumes.
-    pub async fn open(channel: Channel, node: &str, held: Option<Held>) -> Result<Self, Status> {
+    pub(crate) async fn open(channel: Channel, node: &str, held: Option<Held>) -> Result<Self, Status> {
         let (sender, receiver) = mpsc::channel(16);
         let resume = held.as_ref().map(Held::resume);
         sender.send(hello(node, resume)).await.unwrap();
@@ -114,17 +115,17 @@ impl Client {
         })
     }
 
-    pub async fn send(&self, body: v1::agent_message::Body) {
+    pub(crate) async fn send(&self, body: v1::agent_message::Body) {
         self.sender.send(message(body)).await.unwrap();
     }
 
-    pub async fn ack(&self) {
+    pub(crate) async fn ack(&self) {
         let ack = v1::Ack { version: self.held.version, apply_microseconds: 42, ..Default::default() };
         self.send(v1::agent_message::Body::Ack(ack)).await;
     }
 
     /// Takes in the next message; `None` at the end of a stream that ended well.
-    pub async fn step(&mut self) -> Result<Option<()>, Status> {
+    pub(crate) async fn step(&mut self) -> Result<Option<()>, Status> {
         let message = timeout(GUARD, self.messages.message()).await.expect("nothing came")?;
         let Some(message) = message else { return Ok(None) };
         let bytes = message.encoded_len() + PREFIX_BYTES;
@@ -156,19 +157,19 @@ impl Client {
     }
 
     /// Reads until what was asked for has come.
-    pub async fn until(&mut self, is_done: impl Fn(&Self) -> bool) {
+    pub(crate) async fn until(&mut self, is_done: impl Fn(&Self) -> bool) {
         while !is_done(self) {
             self.step().await.unwrap().expect("the stream ended");
         }
     }
 
     /// Reads until a snapshot has ended and `version` is reached.
-    pub async fn reach(&mut self, version: u64) {
+    pub(crate) async fn reach(&mut self, version: u64) {
         self.until(|client| client.held.version >= version && !client.ends.is_empty()).await;
     }
 
     /// Reads until the stream ends, and says how.
-    pub async fn status(&mut self) -> Status {
+    pub(crate) async fn status(&mut self) -> Status {
         loop {
             match self.step().await {
                 Ok(Some(())) => {}
@@ -216,7 +217,7 @@ impl Client {
 
 /// Sends bytes as they are and keeps what comes as it is.
 #[derive(Clone, Copy, Default)]
-pub struct Raw;
+pub(crate) struct Raw;
 
 impl Codec for Raw {
     type Encode = Bytes;
@@ -254,7 +255,11 @@ impl WireDecoder for Raw {
 }
 
 /// Opens a stream on which messages are bytes.
-pub async fn raw(channel: Channel, path: &'static str, messages: Vec<Bytes>) -> Result<Streaming<Bytes>, Status> {
+pub(crate) async fn raw(
+    channel: Channel,
+    path: &'static str,
+    messages: Vec<Bytes>,
+) -> Result<Streaming<Bytes>, Status> {
     let mut grpc = tonic::client::Grpc::new(channel);
     grpc.ready().await.unwrap();
     let requests = tokio_stream::StreamExt::chain(tokio_stream::iter(messages), tokio_stream::pending());
@@ -263,7 +268,7 @@ pub async fn raw(channel: Channel, path: &'static str, messages: Vec<Bytes>) -> 
 }
 
 /// What a raw stream that was opened with `messages` ends with.
-pub async fn refusal(channel: Channel, messages: Vec<Bytes>) -> Status {
+pub(crate) async fn refusal(channel: Channel, messages: Vec<Bytes>) -> Status {
     let mut stream = match raw(channel, "/headgate.v1.Discovery/Sync", messages).await {
         Ok(stream) => stream,
         Err(status) => return status,

@@ -10,26 +10,26 @@ use headgate_control_plane::{
 };
 use headgate_core::{Change, Endpoint, EndpointPort, Protocol, Service, ServiceKey, ServicePort};
 
-pub struct Replica {
-    pub store: Arc<Store>,
-    pub metrics: Arc<Metrics>,
-    pub running: Running,
+pub(crate) struct Replica {
+    pub(crate) store: Arc<Store>,
+    pub(crate) metrics: Arc<Metrics>,
+    pub(crate) running: Running,
 }
 
-pub fn settings() -> Settings {
+pub(crate) fn settings() -> Settings {
     Settings { replica_name: "replica-1".into(), drain_grace: Duration::from_millis(500), ..Settings::default() }
 }
 
 impl Replica {
     /// Serves an empty store that counts as synced.
-    pub async fn start() -> Self {
+    pub(crate) async fn start() -> Self {
         let replica = Self::start_with(settings(), Security::Plaintext).await;
         replica.store.synced();
         replica
     }
 
     /// Serves an empty store that has not been synced.
-    pub async fn start_with(settings: Settings, security: Security) -> Self {
+    pub(crate) async fn start_with(settings: Settings, security: Security) -> Self {
         let metrics = Arc::new(Metrics::default());
         let store = Arc::new(Store::new(Limits::default(), Arc::clone(&metrics)));
         let address = (Ipv4Addr::LOCALHOST, 0).into();
@@ -39,35 +39,35 @@ impl Replica {
         Self { store, metrics, running }
     }
 
-    pub fn put(&self, changes: impl IntoIterator<Item = Change>) {
+    pub(crate) fn put(&self, changes: impl IntoIterator<Item = Change>) {
         self.put_at(None, changes);
     }
 
-    pub fn put_at(&self, position: Option<u64>, changes: impl IntoIterator<Item = Change>) {
+    pub(crate) fn put_at(&self, position: Option<u64>, changes: impl IntoIterator<Item = Change>) {
         let changes = changes.into_iter().map(|change| TriggeredChange { change, trigger_unix_ms: 0 }).collect();
         let positions = position.map(|position| (SourceKind::Services, position)).into_iter().collect();
         self.store.commit(Transaction { changes, positions, ..Transaction::default() });
     }
 
     /// The sample of a metric as it is written, 0 when it is not there.
-    pub fn metric(&self, sample: &str) -> u64 {
+    pub(crate) fn metric(&self, sample: &str) -> u64 {
         let text = self.metrics.render();
         let line = text.lines().find_map(|line| line.strip_prefix(sample)?.strip_prefix(' '));
         line.map_or(0, |value| value.parse().unwrap())
     }
 }
 
-pub fn key(number: u16) -> ServiceKey {
+pub(crate) fn key(number: u16) -> ServiceKey {
     ServiceKey::new("default", &format!("service-{number}"))
 }
 
-pub fn service(number: u16, port: u16) -> Change {
+pub(crate) fn service(number: u16, port: u16) -> Change {
     let [high, low] = number.to_be_bytes();
     let port = ServicePort { name: "http".into(), protocol: Protocol::Tcp, port, node_port: 0 };
     Change::Service(Service::new(key(number), vec![Ipv4Addr::new(10, 96, high, low).into()], vec![port]))
 }
 
-pub fn endpoint(service: u16, host: u8, port: u16) -> Change {
+pub(crate) fn endpoint(service: u16, host: u8, port: u16) -> Change {
     let [high, low] = service.to_be_bytes();
     let ports = [EndpointPort { name: "http".into(), protocol: Protocol::Tcp, port }];
     let mut endpoint = Endpoint::new(Ipv4Addr::new(10, high, low, host).into(), Arc::new(ports));
@@ -76,16 +76,16 @@ pub fn endpoint(service: u16, host: u8, port: u16) -> Change {
     Change::Endpoint(key(service), endpoint)
 }
 
-pub fn remove_endpoint(service: u16, host: u8) -> Change {
+pub(crate) fn remove_endpoint(service: u16, host: u8) -> Change {
     let [high, low] = service.to_be_bytes();
     Change::RemoveEndpoint(key(service), Ipv4Addr::new(10, high, low, host).into())
 }
 
-pub fn remove_service(number: u16) -> Change {
+pub(crate) fn remove_service(number: u16) -> Change {
     Change::RemoveService(key(number))
 }
 
 /// Services 1 to `count` with two endpoints each.
-pub fn cluster(count: u16) -> impl Iterator<Item = Change> {
+pub(crate) fn cluster(count: u16) -> impl Iterator<Item = Change> {
     (1..=count).flat_map(|number| [service(number, 80), endpoint(number, 1, 8080), endpoint(number, 2, 8080)])
 }

@@ -16,18 +16,18 @@ use tonic::transport::{Channel, Error};
 
 use crate::client::endpoint;
 
-pub struct Authority {
+pub(crate) struct Authority {
     certificate: Certificate,
     issuer: Issuer<'static, KeyPair>,
 }
 
-pub struct Leaf {
+pub(crate) struct Leaf {
     certificate: Certificate,
     key: KeyPair,
 }
 
 impl Authority {
-    pub fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let mut parameters = CertificateParams::default();
         parameters.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         parameters.distinguished_name.push(DnType::CommonName, "test authority");
@@ -44,18 +44,15 @@ impl Authority {
         Leaf { certificate: parameters.signed_by(&key, &self.issuer).unwrap(), key }
     }
 
-    pub fn client(&self, common_name: &str, uri: Option<&str>) -> Leaf {
+    pub(crate) fn client(&self, common_name: &str, uri: Option<&str>) -> Leaf {
         self.leaf(common_name, uri.map(|uri| SanType::URI(uri.try_into().unwrap())).into_iter().collect())
     }
 
     /// Writes the server's files and loads them as the control plane does.
-    pub fn server_config(&self, folder: &Path) -> Arc<ServerConfig> {
+    pub(crate) fn server_config(&self, folder: &Path) -> Arc<ServerConfig> {
         let leaf = self.leaf("control plane", vec![SanType::DnsName("localhost".try_into().unwrap())]);
-        let files = TlsFiles {
-            cert: folder.join("tls.crt"),
-            key: folder.join("tls.key"),
-            client_ca: folder.join("ca.crt"),
-        };
+        let files =
+            TlsFiles { cert: folder.join("tls.crt"), key: folder.join("tls.key"), client_ca: folder.join("ca.crt") };
         fs::write(&files.cert, leaf.certificate.pem()).unwrap();
         fs::write(&files.key, leaf.key.serialize_pem()).unwrap();
         fs::write(&files.client_ca, self.certificate.pem()).unwrap();
@@ -64,7 +61,11 @@ impl Authority {
 }
 
 /// A connection with the certificate given, which trusts the authority.
-pub async fn connect(address: SocketAddr, authority: &Authority, leaf: Option<&Leaf>) -> Result<Channel, Arc<Error>> {
+pub(crate) async fn connect(
+    address: SocketAddr,
+    authority: &Authority,
+    leaf: Option<&Leaf>,
+) -> Result<Channel, Arc<Error>> {
     let mut roots = RootCertStore::empty();
     roots.add(authority.certificate.der().clone()).unwrap();
     let builder = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()));

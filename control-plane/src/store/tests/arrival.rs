@@ -1,0 +1,86 @@
+//! Any pace, any interruption, any bound: every reader arrives.
+
+use std::net::Ipv4Addr;
+
+use headgate_core::{Change, ServiceCidr};
+use proptest::prelude::*;
+
+use super::{Reader, endpoint, key, remove_endpoint, service, store};
+use crate::store::{Cursor, Limits};
+
+#[derive(Debug, Clone)]
+enum Action {
+    Commit(Vec<Change>),
+    /// Lets a reader take some messages.
+    Read(usize, usize),
+    /// A reader's stream breaks; it resumes, with the epoch known or not.
+    Reconnect(usize, bool),
+}
+
+const READERS: usize = 3;
+
+fn any_change() -> impl Strategy<Value = Change> {
+    let cidr = |name: u8, host: u8| {
+        let cidrs = vec![ipnet::IpNet::new(Ipv4Addr::new(10, host, 0, 0).into(), 16).unwrap()];
+        Change::ServiceCidr(ServiceCidr { name: format!("cidr-{name}").into(), cidrs })
+    };
+    prop_oneof![
+        (0..6_u8, 1..4_u16).prop_map(|(number, port)| service(number, port)),
+        (0..6_u8).prop_map(|number| Change::RemoveService(key(number))),
+        (0..6_u8, 0..5_u16, 1..4_u16).prop_map(|(number, host, port)| endpoint(number, host, port)),
+        (0..6_u8, 0..5_u16).prop_map(|(number, host)| remove_endpoint(number, host)),
+        (0..2_u8, 0..3_u8).prop_map(move |(name, host)| cidr(name, host)),
+        (0..2_u8).prop_map(|name| Change::RemoveServiceCidr(format!("cidr-{name}").into())),
+    ]
+}
+
+fn any_action() -> impl Strategy<Value = Action> {
+    prop_oneof![
+        3 => prop::collection::vec(any_change(), 0..12).prop_map(Action::Commit),
+        3 => (0..READERS, 1..6_usize).prop_map(|(reader, messages)| Action::Read(reader, messages)),
+        1 => (0..READERS, any::<bool>()).prop_map(|(reader, known)| Action::Reconnect(reader, known)),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// At any pace, through any interruption and with every bound in the way, a reader ends with the store's state.
+    #[test]
+    fn every_reader_arrives(
+        actions in prop::collection::vec(any_action(), 1..80),
+        max_tombstones in 0..8_usize,
+        ring_bytes in prop_oneof![Just(0_usize), Just(300), Just(1 << 20)],
+        max_delta_changes in prop_oneof![Just(0_usize), Just(5), Just(1000)],
+    ) {
+        let store = store(Limits { max_tombstones, ring_bytes, delta_cache_bytes: 500, max_delta_changes });
+        let mut readers: Vec<(Reader, Cursor)> = (0..READERS).map(|_| (Reader::default(), store.cursor(None).1)).collect();
+        for action in actions {
+            match action {
+                Action::Commit(changes) => store.put(changes),
+                Action::Read(reader, messages) => {
+                    let (reader, cursor) = &mut readers[reader];
+                    for _ in 0..messages {
+                        match store.next_frame(cursor).unwrap() {
+                            Some(frame) => reader.read(&frame),
+                            None => break,
+                        }
+                    }
+                }
+                Action::Reconnect(reader, is_known) => {
+                    let (reader, cursor) = &mut readers[reader];
+                    let epoch = if is_known && !reader.ends.is_empty() { store.epoch() } else { 0 };
+                    *cursor = reader.resume(&store, epoch).1;
+                }
+            }
+        }
+        for (reader, cursor) in &mut readers {
+            reader.read_all(&store, cursor);
+            reader.assert_holds_all_of(&store);
+        }
+        let inner = store.read();
+        prop_assert!(inner.log.tombstones() <= max_tombstones);
+        let live = inner.state.digests().resource_count();
+        prop_assert_eq!(inner.log.len() as u64, live + inner.log.tombstones() as u64);
+    }
+}

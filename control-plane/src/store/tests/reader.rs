@@ -1,0 +1,117 @@
+//! A reader that does what an agent does.
+
+use std::collections::BTreeMap;
+
+use bytes::Bytes;
+use headgate_core::{Change, Dirty, State, digest};
+use headgate_proto::{Decoder, MAX_SERVER_MESSAGE_BYTES, frame::PREFIX_BYTES, v1};
+use prost::Message as _;
+use v1::server_message::Body;
+
+use crate::store::{Cursor, Resume, ResumeMode, Store};
+
+/// Does with messages what the contract asks of an agent, and checks what the contract promises it.
+#[derive(Default)]
+pub(super) struct Reader {
+    pub(super) state: State,
+    pub(super) version: u64,
+    pub(super) staged: Vec<Change>,
+    pub(super) by_digests: bool,
+    pub(super) positions: BTreeMap<i32, u64>,
+    pub(super) batches: usize,
+    pub(super) ends: Vec<v1::SnapshotEnd>,
+    pub(super) resources: usize,
+    pub(super) removals: usize,
+}
+
+impl Reader {
+    pub(super) fn read(&mut self, frame: &Bytes) {
+        assert!(frame.len() - PREFIX_BYTES <= MAX_SERVER_MESSAGE_BYTES, "{} bytes", frame.len());
+        match v1::ServerMessage::decode(&frame[PREFIX_BYTES..]).unwrap().body.unwrap() {
+            Body::Batch(batch) => {
+                assert_eq!(batch.previous_version, self.version);
+                self.stage(batch.changes.unwrap());
+                if batch.version != batch.previous_version {
+                    self.version = batch.version;
+                    self.batches += 1;
+                    self.take_positions(&batch.positions);
+                    self.apply();
+                }
+            }
+            Body::SnapshotChunk(chunk) => self.stage(chunk.changes.unwrap()),
+            Body::SnapshotEnd(end) => self.end(end),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn take_positions(&mut self, positions: &[v1::SourcePosition]) {
+        self.positions.extend(positions.iter().map(|position| (position.kind, position.position)));
+    }
+
+    fn stage(&mut self, changes: v1::Changes) {
+        let (changes, rejections) = Decoder::default().changes(changes);
+        assert_eq!(rejections, []);
+        self.staged.extend(changes);
+    }
+
+    fn apply(&mut self) {
+        for change in std::mem::take(&mut self.staged) {
+            match change {
+                Change::Service(_) | Change::Endpoint(..) | Change::ServiceCidr(_) => self.resources += 1,
+                _ => self.removals += 1,
+            }
+            self.state.apply(change, &mut Dirty::default());
+        }
+    }
+
+    fn end(&mut self, end: v1::SnapshotEnd) {
+        assert_eq!(end.resource_count, self.staged.len() as u64);
+        // After a comparison of digests an empty list means that nothing differed.
+        let is_all = end.buckets.is_empty() && !std::mem::take(&mut self.by_digests);
+        let is_named = |bucket: u16| is_all || end.buckets.contains(&bucket.into());
+        let mut gone = Vec::new();
+        for (key, entry) in self.state.entries() {
+            if is_named(digest::service_bucket(key)) {
+                gone.extend(entry.service().map(|_| Change::RemoveService((**key).clone())));
+                gone.extend(entry.endpoints().keys().map(|address| Change::RemoveEndpoint((**key).clone(), *address)));
+            }
+        }
+        for cidr in self.state.service_cidrs().filter(|cidr| is_named(digest::service_cidr_bucket(&cidr.name))) {
+            gone.push(Change::RemoveServiceCidr(cidr.name.clone()));
+        }
+        for change in gone {
+            self.state.apply(change, &mut Dirty::default());
+        }
+        self.apply();
+        self.version = end.version;
+        self.take_positions(&end.positions);
+        self.ends.push(end);
+    }
+
+    pub(super) fn read_all(&mut self, store: &Store, cursor: &mut Cursor) -> Vec<Bytes> {
+        let mut frames = Vec::new();
+        while let Some(frame) = store.next_frame(cursor).unwrap() {
+            self.read(&frame);
+            frames.push(frame);
+        }
+        assert_eq!(cursor.version(), self.version);
+        frames
+    }
+
+    pub(super) fn resume(&mut self, store: &Store, epoch: u64) -> (ResumeMode, Cursor) {
+        self.staged.clear();
+        let (mode, cursor) = store.cursor(Some(&resume_of(self, epoch)));
+        self.by_digests = mode == ResumeMode::Digests;
+        (mode, cursor)
+    }
+
+    pub(super) fn assert_holds_all_of(&self, store: &Store) {
+        assert_eq!(self.version, store.version());
+        assert!(*self.state.digests() == store.digests(), "the reader's state differs from the store's");
+    }
+}
+
+pub(super) fn resume_of(reader: &Reader, epoch: u64) -> Resume {
+    let digests = Some(reader.state.digests().clone());
+    Resume { epoch, version: reader.version, positions: BTreeMap::new(), digests }
+}

@@ -1,0 +1,170 @@
+//! grpcurl, as an operator would use it, against the program itself on a folder of manifests.
+#![allow(clippy::unwrap_used, missing_docs)]
+
+use std::{
+    env, fs,
+    io::{BufRead as _, BufReader},
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    sync::mpsc,
+    thread,
+    time::Duration,
+};
+
+use headgate_tests::testbed::process::program;
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use serde_json::Value;
+
+/// Guard against hanging; nothing is asserted about time.
+const GUARD: Duration = Duration::from_secs(60);
+
+const MANIFESTS: &str = "\
+apiVersion: v1
+kind: Service
+metadata: {name: web, namespace: shop, creationTimestamp: '2026-01-01T00:00:00Z'}
+spec:
+  clusterIP: 10.96.0.10
+  clusterIPs: [10.96.0.10]
+  ipFamilies: [IPv4]
+  ports: [{name: http, port: 80, targetPort: 8080, protocol: TCP}]
+---
+apiVersion: discovery.k8s.io/v1
+kind: EndpointSlice
+metadata: {name: web-1, namespace: shop, labels: {kubernetes.io/service-name: web}}
+addressType: IPv4
+endpoints:
+- {addresses: [10.1.0.1], conditions: {ready: true}, nodeName: n1}
+- {addresses: [10.1.0.2], conditions: {ready: false}, nodeName: n2}
+ports: [{name: http, port: 8080, protocol: TCP}]
+";
+
+/// `HEADGATE_GRPCURL`, else `PATH`, else `target/tools`.
+fn grpcurl() -> PathBuf {
+    if let Some(path) = env::var_os("HEADGATE_GRPCURL") {
+        return path.into();
+    }
+    let on_path = env::var_os("PATH").into_iter().flat_map(|path| env::split_paths(&path).collect::<Vec<_>>());
+    let tools = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/tools");
+    let found = on_path.chain([tools]).map(|folder| folder.join("grpcurl")).find(|file| file.is_file());
+    found.expect("grpcurl is neither on PATH nor in target/tools: run `make setup`, or set HEADGATE_GRPCURL")
+}
+
+/// A control plane that ends with the test, however that ends.
+struct ControlPlane {
+    child: Child,
+    address: String,
+}
+
+impl ControlPlane {
+    fn start(folder: &Path) -> Self {
+        let source = format!("files:{}", folder.display());
+        let mut child = Command::new(program("headgate-control-plane").unwrap())
+            .args(["--source", &source, "--insecure-loopback", "--listen", "127.0.0.1:0"])
+            .args(["--metrics-listen", "127.0.0.1:0", "--replica-name", "replica-1", "--log", "info"])
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let log = BufReader::new(child.stderr.take().unwrap());
+        let (sender, receiver) = mpsc::channel();
+        thread::spawn(move || {
+            for line in log.lines().map_while(Result::ok) {
+                eprintln!("{line}");
+                // The test may have got what it wants already.
+                drop(sender.send(line));
+            }
+        });
+        let mut control_plane = Self { child, address: String::new() };
+        while control_plane.address.is_empty() {
+            let line = receiver.recv_timeout(GUARD).expect("the control plane does not say where it listens");
+            let plain: String = strip_colours(&line);
+            if let Some((_, rest)) = plain.split_once("listen=") {
+                control_plane.address = rest.split_whitespace().next().unwrap().to_owned();
+            }
+        }
+        control_plane
+    }
+
+    fn call(&self, arguments: &[&str], method: &[&str]) -> Result<String, String> {
+        let output = Command::new(grpcurl())
+            .args(["-plaintext", "-max-time", "30"])
+            .args(arguments)
+            .arg(&self.address)
+            .args(method)
+            .output()
+            .unwrap();
+        let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+        if output.status.success() { Ok(text(output.stdout)) } else { Err(text(output.stderr)) }
+    }
+
+    fn json(&self, method: &str, request: &str) -> Vec<Value> {
+        let text = self.call(&["-d", request, "-emit-defaults"], &[method]).unwrap();
+        serde_json::Deserializer::from_str(&text).into_iter().collect::<Result<_, _>>().unwrap()
+    }
+
+    /// Asks it to stop and returns whether it ended well.
+    fn stop(mut self) -> bool {
+        kill(Pid::from_raw(self.child.id().try_into().unwrap()), Signal::SIGTERM).unwrap();
+        self.child.wait().unwrap().success()
+    }
+}
+
+impl Drop for ControlPlane {
+    fn drop(&mut self) {
+        // It has ended already when the test went well.
+        drop(self.child.kill());
+        drop(self.child.wait());
+    }
+}
+
+fn strip_colours(line: &str) -> String {
+    let mut plain = String::new();
+    let mut rest = line;
+    while let Some((before, after)) = rest.split_once('\u{1b}') {
+        plain.push_str(before);
+        rest = after.split_once('m').map_or("", |(_, rest)| rest);
+    }
+    plain + rest
+}
+
+#[test]
+fn lists_and_calls_the_control_plane() {
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("web.yaml"), MANIFESTS).unwrap();
+    fs::write(folder.path().join("bad.yaml"), "kind: [").unwrap();
+    let control_plane = ControlPlane::start(folder.path());
+    let health = || control_plane.json("grpc.health.v1.Health/Check", "{\"service\": \"headgate.v1.Discovery\"}");
+    while health()[0]["status"] != "SERVING" {
+        thread::sleep(Duration::from_millis(20));
+    }
+
+    let services = control_plane.call(&[], &["list"]).unwrap();
+    let expected = ["grpc.health.v1.Health", "headgate.v1.Discovery", "headgate.v1.Inspect"];
+    for service in expected {
+        assert!(services.lines().any(|line| line == service), "{service} is not among\n{services}");
+    }
+    let methods = control_plane.call(&[], &["list", "headgate.v1.Inspect"]).unwrap();
+    assert!(methods.contains("headgate.v1.Inspect.ListServices"), "{methods}");
+
+    let status = &control_plane.json("headgate.v1.Inspect/GetStatus", "{}")[0];
+    assert_eq!((&status["replica"], &status["synced"]), (&"replica-1".into(), &true.into()));
+    assert_eq!((&status["services"], &status["endpoints"]), (&"1".into(), &"2".into()));
+    let problems = status["problems"].as_array().unwrap();
+    assert!(problems.iter().any(|problem| problem.to_string().contains("bad.yaml")), "{problems:?}");
+
+    let services = control_plane.json("headgate.v1.Inspect/ListServices", "{\"namespace\": \"shop\"}");
+    assert_eq!(services.len(), 1);
+    let service = &services[0];
+    assert_eq!((&service["name"], &service["clusterIps"][0]), (&"web".into(), &"10.96.0.10".into()));
+    assert_eq!((&service["endpoints"], &service["readyEndpoints"]), (&2.into(), &1.into()));
+    let endpoints =
+        control_plane.json("headgate.v1.Inspect/ListEndpoints", "{\"namespace\": \"shop\", \"name\": \"web\"}");
+    assert_eq!((endpoints.len(), &endpoints[0]["ports"][0]), (2, &"http 8080/TCP".into()));
+
+    let refused =
+        control_plane.call(&["-d", "{\"ack\": {\"version\": 1}}"], &["headgate.v1.Discovery/Sync"]).unwrap_err();
+    assert!(refused.contains("InvalidArgument") && refused.contains("Hello"), "{refused}");
+    assert!(control_plane.stop(), "SIGTERM does not end it well");
+}
