@@ -289,10 +289,11 @@ fn certificates_open_the_control_plane_to_whom_they_should() {
     let authority = format!("--tls-ca={}", path("ca.crt"));
     let own = [format!("--tls-cert={}", path("readers/me.crt")), format!("--tls-key={}", path("readers/me.key"))];
     let deadline = Instant::now() + Duration::from_secs(60);
-    let mut answer = ask(&[&[authority.clone()], &own[..]].concat());
+    let with_own = [std::slice::from_ref(&authority), &own[..]].concat();
+    let mut answer = ask(&with_own);
     while !answer.status.success() && Instant::now() < deadline {
         std::thread::sleep(Duration::from_millis(50));
-        answer = ask(&[&[authority.clone()], &own[..]].concat());
+        answer = ask(&with_own);
     }
     let anonymous = ask(&[authority]);
     // Another authority's server is not believed.
