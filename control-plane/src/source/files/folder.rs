@@ -348,3 +348,77 @@ fn content_hash(content: &[u8]) -> u64 {
     hasher.write(content);
     hasher.finish()
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    fn node(name: &str) -> String {
+        format!("apiVersion: v1\nkind: Node\nmetadata: {{name: {name}}}\n---\n")
+    }
+
+    fn told(update: &Update) -> Vec<String> {
+        let text = |event: &Event| {
+            let sign = if matches!(event, Event::Delete(_)) { "-" } else { "+" };
+            format!("{sign}{}", event.key().name)
+        };
+        update.events.iter().map(|(event, _)| text(event)).collect()
+    }
+
+    fn put(folder: &Folder, name: &str, text: &str) {
+        fs::write(folder.root().join(name), text).unwrap();
+    }
+
+    #[test]
+    fn only_what_changed_is_parsed_and_told() {
+        let (root, now) = (tempfile::tempdir().unwrap(), Instant::now());
+        let mut folder = Folder::new(root.path().to_owned());
+        for number in 0..100 {
+            put(&folder, &format!("{number}.yaml"), &(node(&format!("a{number}")) + &node(&format!("b{number}"))));
+        }
+        assert_eq!(folder.scan(now, |_| false).events.len(), 200);
+        assert_eq!(folder.scan(now, |_| false).events.len(), 0);
+        assert_eq!(folder.parsed_files(), 100);
+        put(&folder, "7.yaml", &(node("a7") + &node("c7") + &node("b7")));
+        assert_eq!(told(&folder.scan(now, |_| false)), ["+b7", "+c7"], "b7 has another origin now");
+        assert_eq!(folder.parsed_files(), 101);
+        assert_eq!(told(&folder.look_at(["7.yaml".into()], now)), [""; 0], "same content");
+        assert_eq!(folder.parsed_files(), 101);
+    }
+
+    #[test]
+    fn what_a_file_lost_goes_when_it_has_settled() {
+        let (root, start) = (tempfile::tempdir().unwrap(), Instant::now());
+        let mut folder = Folder::new(root.path().to_owned());
+        put(&folder, "a.yaml", &(node("a") + &node("b")));
+        folder.scan(start, |_| false);
+        put(&folder, "a.yaml", &node("a"));
+        assert_eq!(told(&folder.scan(start, |_| false)), [""; 0]);
+        assert_eq!(folder.next_look(), Some(start + SETTLE));
+        // Another edit starts the time anew; a broken one stops it.
+        let later = start + SETTLE / 2;
+        put(&folder, "a.yaml", "");
+        assert_eq!(told(&folder.scan(later, |_| false)), [""; 0]);
+        assert_eq!(folder.next_look(), Some(later + SETTLE));
+        put(&folder, "a.yaml", "kind: [");
+        assert_eq!(told(&folder.scan(later, |_| false)), [""; 0]);
+        assert_eq!(folder.next_look(), None);
+        fs::remove_file(root.path().join("a.yaml")).unwrap();
+        assert_eq!(told(&folder.look_at(["a.yaml".into()], later)), [""; 0]);
+        assert_eq!(told(&folder.look_again(later + SETTLE / 2)), [""; 0]);
+        assert_eq!(told(&folder.look_again(later + SETTLE)), ["-a", "-b"]);
+        assert_eq!(folder.next_look(), None);
+        assert!(folder.files.is_empty() && folder.definitions.is_empty());
+    }
+
+    #[test]
+    fn a_loop_of_symlinks_ends() {
+        let (root, now) = (tempfile::tempdir().unwrap(), Instant::now());
+        std::os::unix::fs::symlink(".", root.path().join("again")).unwrap();
+        let mut folder = Folder::new(root.path().to_owned());
+        put(&folder, "a.yaml", &node("a"));
+        let update = folder.scan(now, |_| false);
+        assert_eq!(told(&update), ["+a"]);
+    }
+}

@@ -100,6 +100,8 @@ async fn client(kubeconfig: Option<&Path>) -> Result<Client, SourceError> {
     config.connect_timeout = Some(CONNECT_TIMEOUT);
     // Watches have time limits of their own.
     config.read_timeout = None;
+    // And a back-off of their own, which counts what it waits out.
+    config.default_retry = false;
     Client::try_from(config).map_err(|error| SourceError::Client(error.to_string()))
 }
 
