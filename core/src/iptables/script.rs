@@ -17,9 +17,21 @@ pub struct Script {
 
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 struct Part {
+    /// Chains come first: rules may lead to any of them, and iptables-nft takes them faster in one run.
+    declarations: String,
     body: String,
     /// Deletions come last, when nothing leads to the chain any more.
     deletions: String,
+}
+
+impl Part {
+    fn texts(&self) -> [&str; 3] {
+        [&self.declarations, &self.body, &self.deletions]
+    }
+
+    fn is_empty(&self) -> bool {
+        self.texts().iter().all(|text| text.is_empty())
+    }
 }
 
 impl Script {
@@ -34,14 +46,16 @@ impl Script {
     /// Creates or replaces a chain. `rules` are complete lines.
     pub fn write_chain(&mut self, table: Table, name: &impl Display, rules: &str) {
         // Writing to a String cannot fail.
-        let _ = write!(self.part(table).body, ":{name} - [0:0]\n{rules}");
+        let part = self.part(table);
+        let _ = writeln!(part.declarations, ":{name} - [0:0]");
+        part.body.push_str(rules);
         self.chains_written += 1;
     }
 
     /// Empties a chain now and deletes it at the end of its table's step.
     pub fn delete_chain(&mut self, table: Table, name: &impl Display) {
         let part = self.part(table);
-        let _ = writeln!(part.body, ":{name} - [0:0]");
+        let _ = writeln!(part.declarations, ":{name} - [0:0]");
         let _ = writeln!(part.deletions, "-X {name}");
         self.chains_deleted += 1;
     }
@@ -67,7 +81,7 @@ impl Script {
     /// True when there is nothing to do.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        [&self.mangle, &self.nat, &self.filter].iter().all(|part| part.body.is_empty() && part.deletions.is_empty())
+        [&self.mangle, &self.nat, &self.filter].iter().all(|part| part.is_empty())
     }
 
     /// Chains created or replaced, jumps included.
@@ -85,15 +99,21 @@ impl Script {
     /// Length of the text, in bytes, headers excepted.
     #[must_use]
     pub fn len_bytes(&self) -> usize {
-        [&self.mangle, &self.nat, &self.filter].iter().map(|part| part.body.len() + part.deletions.len()).sum()
+        [&self.mangle, &self.nat, &self.filter]
+            .iter()
+            .map(|part| part.texts().map(str::len).iter().sum::<usize>())
+            .sum()
     }
 
     /// The text in pieces, in order, for writing to a pipe without copying.
     pub fn pieces(&self) -> impl Iterator<Item = &str> {
         let (mangle, nat, filter) = (("*mangle\n", &self.mangle), ("*nat\n", &self.nat), ("*filter\n", &self.filter));
         let order = if self.filter_first { [mangle, filter, nat] } else { [mangle, nat, filter] };
-        let used = order.into_iter().filter(|(_, part)| !part.body.is_empty() || !part.deletions.is_empty());
-        used.flat_map(|(head, part)| [head, part.body.as_str(), part.deletions.as_str(), "COMMIT\n"])
+        let used = order.into_iter().filter(|(_, part)| !part.is_empty());
+        used.flat_map(|(head, part)| {
+            let [declarations, body, deletions] = part.texts();
+            [head, declarations, body, deletions, "COMMIT\n"]
+        })
     }
 }
 

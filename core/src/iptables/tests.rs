@@ -284,8 +284,8 @@ fn stale_chains_go_and_foreign_ones_stay() {
     let cleanup = Ledger::cleanup(existing).to_string();
     assert_eq!(
         cleanup,
-        "*nat\n-D PREROUTING -m comment --comment \"kubernetes service portals\" -j KUBE-SERVICES\n\
-         :KUBE-SVC-XPGD46QRK7WJZT7O - [0:0]\n-X KUBE-SVC-XPGD46QRK7WJZT7O\nCOMMIT\n"
+        "*nat\n:KUBE-SVC-XPGD46QRK7WJZT7O - [0:0]\n\
+         -D PREROUTING -m comment --comment \"kubernetes service portals\" -j KUBE-SERVICES\n-X KUBE-SVC-XPGD46QRK7WJZT7O\nCOMMIT\n"
     );
     assert!(Existing::parse(Table::Filter, save).chains.is_empty());
 }

@@ -27,10 +27,16 @@ use crate::testbed::netns::Namespace;
 const ENDPOINTS: u32 = 10;
 const CHANGES: u32 = 9;
 
-/// How many services each variant is measured with. The nft variant takes kube-proxy's shape in quadratic time (10,000 services do not load within
-/// 600 s), so both are compared at a size that it can load.
-fn sizes(variant: Variant, services: Option<u32>) -> u32 {
-    services.unwrap_or(if variant == Variant::Nft { 1_000 } else { 10_000 })
+/// Largest number of services that the nft variant is given in kube-proxy's shape. It takes that in quadratic time: 10,000 services do not load
+/// within 600 s, so there Headgate's figure stands alone.
+const NFT_ANCHOR_MAX_SERVICES: u32 = 1_000;
+
+fn sizes(variant: Variant, services: Option<u32>) -> Vec<u32> {
+    match (services, variant) {
+        (Some(services), _) => vec![services],
+        (None, Variant::Nft) => vec![NFT_ANCHOR_MAX_SERVICES, 10_000],
+        (None, _) => vec![10_000],
+    }
 }
 
 /// Which of the two benches to report; both come from one run.
@@ -49,18 +55,27 @@ pub enum Bench {
 pub fn run(bench: Bench, services: Option<u32>) -> Result<Vec<Figure>> {
     let mut figures = Vec::new();
     for variant in [Variant::Legacy, Variant::Nft] {
-        let services = sizes(variant, services);
-        let ours = in_namespace("ours", |_| ours(variant, services))?;
-        let anchor = in_namespace("anchor", |_| anchor(variant, services))?;
-        let label = if variant == Variant::Legacy { "legacy" } else { "nft" };
-        let (name, value, beside) = match bench {
-            Bench::Full => ("iptables-full", ours.full_ms, anchor.full_ms),
-            Bench::Incremental => ("iptables-incremental", ours.change_ms, anchor.change_ms),
-        };
-        let name = format!("{name}/{label}/{services}x{ENDPOINTS}");
-        figures.push(Figure::against(name, value, "ms", "a ruleset of kube-proxy's shape", beside));
+        for services in sizes(variant, services) {
+            figures.push(figure(bench, variant, services)?);
+        }
     }
     Ok(figures)
+}
+
+fn figure(bench: Bench, variant: Variant, services: u32) -> Result<Figure> {
+    let pick = |timings: Timings| match bench {
+        Bench::Full => timings.full_ms,
+        Bench::Incremental => timings.change_ms,
+    };
+    let what = if bench == Bench::Full { "iptables-full" } else { "iptables-incremental" };
+    let label = if variant == Variant::Legacy { "legacy" } else { "nft" };
+    let name = format!("{what}/{label}/{services}x{ENDPOINTS}");
+    let value = pick(in_namespace("ours", |_| ours(variant, services))?);
+    if variant == Variant::Nft && services > NFT_ANCHOR_MAX_SERVICES {
+        return Ok(Figure::alone(name, value, "ms"));
+    }
+    let beside = pick(in_namespace("anchor", |_| anchor(variant, services))?);
+    Ok(Figure::against(name, value, "ms", "a ruleset of kube-proxy's shape", beside))
 }
 
 struct Timings {
@@ -99,7 +114,7 @@ fn one_change(backend: &mut IptablesBackend, state: &mut State, node: &NodeFacts
     state.apply(Change::Endpoint(workload::key(service), added), &mut dirty);
     let plan = backend.plan(state, node, &dirty);
     let report = backend.apply(plan)?;
-    if report.services_planned != 1 || report.objects_written != 2 {
+    if report.services_planned != 1 || !(1..=2).contains(&report.objects_written) {
         bail!("one endpoint changed, and {report:?}");
     }
     Ok(())
