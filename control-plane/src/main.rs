@@ -1,6 +1,11 @@
 //! Parses the command line, and runs the control plane until SIGTERM or SIGINT.
 
-use anyhow::Context as _;
+use std::{
+    io::{IsTerminal as _, stderr},
+    process::ExitCode,
+};
+
+use anyhow::anyhow;
 use clap::Parser as _;
 use headgate_control_plane::{options::Options, run::run};
 use tokio::signal::unix::{SignalKind, signal};
@@ -8,10 +13,22 @@ use tokio_util::sync::CancellationToken;
 use tracing_subscriber::EnvFilter;
 
 #[tokio::main]
-async fn main() -> anyhow::Result<()> {
-    let options = Options::parse();
-    let filter = EnvFilter::try_new(&options.log).with_context(|| format!("--log {:?}", options.log))?;
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+async fn main() -> ExitCode {
+    match run_until_signal(&Options::parse()).await {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            // One line for people; the error says what to do, a backtrace would not.
+            eprintln!("headgate-control-plane: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+async fn run_until_signal(options: &Options) -> anyhow::Result<()> {
+    let filter = EnvFilter::try_new(&options.log);
+    let filter = filter.map_err(|error| anyhow!("--log {}: {error}; pass a level such as info", options.log))?;
+    let ansi = stderr().is_terminal();
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(stderr).with_ansi(ansi).init();
     let shutdown = CancellationToken::new();
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
     let token = shutdown.clone();
@@ -22,5 +39,5 @@ async fn main() -> anyhow::Result<()> {
         }
         token.cancel();
     });
-    Ok(run(&options, shutdown).await?)
+    Ok(run(options, shutdown).await?)
 }

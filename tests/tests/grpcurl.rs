@@ -79,8 +79,7 @@ impl ControlPlane {
         let mut control_plane = Self { child, address: String::new() };
         while control_plane.address.is_empty() {
             let line = receiver.recv_timeout(GUARD).expect("the control plane does not say where it listens");
-            let plain: String = strip_colours(&line);
-            if let Some((_, rest)) = plain.split_once("listen=") {
+            if let Some((_, rest)) = line.split_once("listen=") {
                 control_plane.address = rest.split_whitespace().next().unwrap().to_owned();
             }
         }
@@ -117,16 +116,6 @@ impl Drop for ControlPlane {
         drop(self.child.kill());
         drop(self.child.wait());
     }
-}
-
-fn strip_colours(line: &str) -> String {
-    let mut plain = String::new();
-    let mut rest = line;
-    while let Some((before, after)) = rest.split_once('\u{1b}') {
-        plain.push_str(before);
-        rest = after.split_once('m').map_or("", |(_, rest)| rest);
-    }
-    plain + rest
 }
 
 #[test]

@@ -84,3 +84,31 @@ proptest! {
         prop_assert_eq!(inner.log.len() as u64, live + inner.log.tombstones() as u64);
     }
 }
+
+#[test]
+fn readers_on_other_threads_arrive_while_the_source_goes_on() {
+    let store = store(Limits { max_tombstones: 20, ring_bytes: 2000, delta_cache_bytes: 500, max_delta_changes: 40 });
+    let commits = 2000_u16;
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                let mut reader = Reader::default();
+                let mut cursor = store.cursor(None).1;
+                while reader.ends.is_empty() || reader.version < commits.into() {
+                    match store.next_frame(&mut cursor) {
+                        Ok(Some(frame)) => reader.read(&frame),
+                        Ok(None) => std::thread::yield_now(),
+                        Err(error) => panic!("{error}: no batch here is large enough to be split"),
+                    }
+                }
+                reader.assert_holds_all_of(&store);
+            });
+        }
+        for round in 0..commits {
+            let number = u8::try_from(round % 50).unwrap();
+            // Every commit has an effect, so the last version is known.
+            let change = if round / 50 % 2 == 0 { endpoint(number, 1, round + 1) } else { remove_endpoint(number, 1) };
+            store.put([change]);
+        }
+    });
+}
