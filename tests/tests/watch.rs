@@ -160,8 +160,16 @@ async fn the_state_is_listed_and_followed_with_selectors_on_the_server() {
     removed.sort();
     assert_eq!(removed, ["Endpoint shop/web 10.1.0.3", "Node n1", "Service shop/api", "ServiceCIDR kubernetes"]);
     assert_eq!(server.requests(Verb::List, None), 0, "streaming lists need no lists");
-    let queries: Vec<String> = server.recorded().iter().map(|request| request.query.replace("%21", "!").replace("%3D", "=").replace("%2F", "/")).collect();
-    assert!(queries.iter().any(|query| query.contains("!service.kubernetes.io/service-proxy-name") && query.contains("spec.clusterIP!=None")), "{queries:?}");
+    let queries: Vec<String> = server
+        .recorded()
+        .iter()
+        .map(|request| request.query.replace("%21", "!").replace("%3D", "=").replace("%2F", "/"))
+        .collect();
+    assert!(
+        queries.iter().any(|query| query.contains("!service.kubernetes.io/service-proxy-name")
+            && query.contains("spec.clusterIP!=None")),
+        "{queries:?}"
+    );
     assert!(queries.iter().any(|query| query.contains("!service.kubernetes.io/headless")), "{queries:?}");
     assert!(watching.sink.look(|c| c.errors.is_empty()));
 }
@@ -177,11 +185,17 @@ async fn labels_that_hand_objects_off_arrive_as_deletions() {
         let mut dns_only = web_slice(&["10.1.0.1", "10.1.0.2"]);
         dns_only["metadata"]["labels"]["service.kubernetes.io/headless"] = json!("");
         server.apply(dns_only).unwrap();
-        watching.sink.until("both are handed off", |c| !c.serves("shop", "web") && c.endpoints("shop", "web") == ["10.1.0.3"]).await;
+        watching
+            .sink
+            .until("both are handed off", |c| !c.serves("shop", "web") && c.endpoints("shop", "web") == ["10.1.0.3"])
+            .await;
         watching.agrees_with(&server).await;
         server.apply(web("10.0.0.10")).unwrap();
         server.apply(web_slice(&["10.1.0.1", "10.1.0.2"])).unwrap();
-        watching.sink.until("both are back", |c| c.serves("shop", "web") && c.endpoints("shop", "web").len() == 3).await;
+        watching
+            .sink
+            .until("both are back", |c| c.serves("shop", "web") && c.endpoints("shop", "web").len() == 3)
+            .await;
         watching.agrees_with(&server).await;
     }
 }
@@ -195,8 +209,17 @@ async fn what_changes_together_arrives_together() {
     server.block(Kind::EndpointSlice);
     for number in 0..100 {
         let name = format!("s{number}");
-        server.apply(service("many", &name).cluster_ip(&format!("10.0.5.{number}")).port("", "TCP", 80, 80).build()).unwrap();
-        server.apply(endpoint_slice("many", &name, &name).port("", "TCP", 80).endpoint(&format!("10.1.5.{number}"), "n1").build()).unwrap();
+        server
+            .apply(service("many", &name).cluster_ip(&format!("10.0.5.{number}")).port("", "TCP", 80, 80).build())
+            .unwrap();
+        server
+            .apply(
+                endpoint_slice("many", &name, &name)
+                    .port("", "TCP", 80)
+                    .endpoint(&format!("10.1.5.{number}"), "n1")
+                    .build(),
+            )
+            .unwrap();
     }
     server.release(Kind::Service);
     server.release(Kind::EndpointSlice);
@@ -284,13 +307,17 @@ async fn garbage_is_counted_and_loses_nothing() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn one_object_that_does_not_decode_leaves_the_others_alone() {
     let server = server(Options::default());
-    let broken = service("shop", "broken").cluster_ip("10.0.0.12").field("spec.ports", json!([{"port": "many"}])).build();
+    let broken =
+        service("shop", "broken").cluster_ip("10.0.0.12").field("spec.ports", json!([{"port": "many"}])).build();
     server.apply(broken).unwrap();
     let watching = Watching::start(&server.kubeconfig());
     watching.sink.until("the rest is served", |c| c.synced == 1 && c.state.service_count() == 2).await;
     watching.sink.look(|c| {
         let problems = c.problem_texts();
-        assert!(problems.len() == 1 && problems[0].contains("Service shop/broken | spec.ports[0].port"), "{problems:?}");
+        assert!(
+            problems.len() == 1 && problems[0].contains("Service shop/broken | spec.ports[0].port"),
+            "{problems:?}"
+        );
         assert_eq!(c.errors_for("malformed_object"), 1);
     });
     let mut worse = web("10.0.0.10");
@@ -314,7 +341,11 @@ async fn errors_of_the_server_are_waited_out() {
     let watching = Watching::synced(&server).await;
     assert_eq!((watching.errors("server_error"), watching.errors("throttled")), (6, 1));
     assert!(watching.errors("connection_failed") + watching.errors("connection_lost") >= 2);
-    server.fail_next(3, RequestFilter::verb(Verb::Watch), RequestFault::Status { code: 503, retry_after_seconds: None });
+    server.fail_next(
+        3,
+        RequestFilter::verb(Verb::Watch),
+        RequestFault::Status { code: 503, retry_after_seconds: None },
+    );
     server.drop_watches(None);
     watching.follows(&server, 1).await;
     let unavailable = failure(500, "InternalError", "etcdserver: leader changed").body;
@@ -329,7 +360,14 @@ async fn a_server_without_streaming_lists_is_read_by_pages() {
     let server = server(Options { streaming_lists: false, ..Options::default() });
     for number in 0..1_200 {
         let (a, b) = (number / 200, number % 200);
-        server.apply(service("many", &format!("s{number}")).cluster_ip(&format!("10.3.{a}.{b}")).port("", "TCP", 80, 80).build()).unwrap();
+        server
+            .apply(
+                service("many", &format!("s{number}"))
+                    .cluster_ip(&format!("10.3.{a}.{b}"))
+                    .port("", "TCP", 80, 80)
+                    .build(),
+            )
+            .unwrap();
     }
     let watching = Watching::synced(&server).await;
     assert_eq!(watching.errors("refused"), 4, "each kind is refused once");
@@ -339,7 +377,9 @@ async fn a_server_without_streaming_lists_is_read_by_pages() {
     let lists = server.requests(Verb::List, Some(Kind::Service));
     server.fail_next(2, RequestFilter::verb(Verb::List), RequestFault::Status { code: 500, retry_after_seconds: None });
     server.restart(&Restart::LoseHistory).unwrap();
-    let wanted = |server: &ApiServer| server.open_watches(None) == 4 && server.requests(Verb::List, Some(Kind::Service)) >= lists + 3;
+    let wanted = |server: &ApiServer| {
+        server.open_watches(None) == 4 && server.requests(Verb::List, Some(Kind::Service)) >= lists + 3
+    };
     server.wait_until("all is listed anew", wanted).await.unwrap();
     watching.follows(&server, 2).await;
     assert_eq!(watching.removed(), ["Endpoint shop/web 10.1.2.1"]);

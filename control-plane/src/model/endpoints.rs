@@ -90,7 +90,8 @@ impl Endpoints {
         times_changes: bool,
         interner: &mut Interner,
     ) {
-        let shared = self.slices.get_key_value(key).map_or_else(|| Arc::new(key.clone()), |(shared, _)| Arc::clone(shared));
+        let shared =
+            self.slices.get_key_value(key).map_or_else(|| Arc::new(key.clone()), |(shared, _)| Arc::clone(shared));
         let old = self.slices.remove(key).map(|(old, _)| old);
         let trigger_unix_ms = match (&old, &slice) {
             (_, None) => 0,
@@ -134,7 +135,8 @@ impl Endpoints {
             self.services.insert(service.clone(), HashMap::new());
         }
         let Some(addresses) = self.services.get_mut(service) else { return };
-        let merged = addresses.entry(address).or_insert_with(|| Merged { endpoint: None, carriers: Vec::with_capacity(1) });
+        let merged =
+            addresses.entry(address).or_insert_with(|| Merged { endpoint: None, carriers: Vec::with_capacity(1) });
         match (merged.carriers.binary_search(slice), carries) {
             (Err(place), true) => merged.carriers.insert(place, Arc::clone(slice)),
             (Ok(place), false) => drop(merged.carriers.remove(place)),

@@ -1,11 +1,6 @@
 //! One copy of each string and list: a cluster has few different ones, and many endpoints.
 
-use std::{
-    borrow::Borrow,
-    collections::HashSet,
-    hash::Hash,
-    sync::Arc,
-};
+use std::{borrow::Borrow, collections::HashSet, hash::Hash, sync::Arc};
 
 use headgate_core::{EndpointPort, Hints};
 

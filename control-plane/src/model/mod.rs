@@ -255,7 +255,14 @@ impl Model {
         self.report(key, reading.findings, verdict, is_served, origin)
     }
 
-    fn report(&mut self, key: &ObjectKey, findings: Findings, verdict: Verdict, is_served: bool, origin: &str) -> usize {
+    fn report(
+        &mut self,
+        key: &ObjectKey,
+        findings: Findings,
+        verdict: Verdict,
+        is_served: bool,
+        origin: &str,
+    ) -> usize {
         let problems = findings.into_problems(key, origin, verdict.consequence(is_served));
         self.problems.set(Subject::Object(key.clone()), problems)
     }

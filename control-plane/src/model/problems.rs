@@ -39,7 +39,12 @@ impl Findings {
     pub(super) fn into_problems(self, key: &ObjectKey, origin: &str, consequence: &str) -> Vec<Problem> {
         let problem = |(reach, field, message): (Reach, String, String)| {
             let consequence = if reach == Reach::Entry { "this entry is left out" } else { consequence };
-            Problem { object: key.to_string(), field, message: format!("{message}; {consequence}"), origin: origin.to_owned() }
+            Problem {
+                object: key.to_string(),
+                field,
+                message: format!("{message}; {consequence}"),
+                origin: origin.to_owned(),
+            }
         };
         self.0.into_iter().map(problem).collect()
     }

@@ -5,11 +5,7 @@ use std::net::IpAddr;
 use headgate_core::{ClientIpAffinity, Family, Service, ServiceKey, ServicePort, TrafficPolicy};
 use ipnet::IpNet;
 
-use super::{
-    parse,
-    problems::Findings,
-    table::Reading,
-};
+use super::{parse, problems::Findings, table::Reading};
 use crate::source::objects;
 
 /// The API's default of `timeoutSeconds`.
@@ -64,7 +60,8 @@ fn cluster_ips(spec: &objects::ServiceSpec, findings: &mut Findings) -> Vec<IpAd
         match parse::routable_address(text) {
             Err(message) => findings.object(field, message),
             Ok(address) if addresses.iter().any(|other| Family::of(*other) == Family::of(address)) => {
-                findings.object(field, format!("it is a second {} address: give one of each family", Family::of(address)));
+                findings
+                    .object(field, format!("it is a second {} address: give one of each family", Family::of(address)));
             }
             Ok(address) if !is_of_families(address, &spec.ip_families) => {
                 let message = format!("{address} is of a family that spec.ipFamilies does not name: add it there");
@@ -98,7 +95,9 @@ fn ports(spec: &objects::ServiceSpec, findings: &mut Findings) -> Vec<ServicePor
         let (Some(port), Some(node_port), Some(protocol)) = (port, node_port, protocol) else { continue };
         let entry = ServicePort { name: written.name.as_str().into(), protocol, port, node_port };
         match clash(&ports, &entry) {
-            Some(name) => findings.object(field(name), "an earlier port of the same protocol has it: make it different"),
+            Some(name) => {
+                findings.object(field(name), "an earlier port of the same protocol has it: make it different");
+            }
             None => ports.push(entry),
         }
     }
@@ -137,7 +136,9 @@ fn read_external_addresses(
             continue;
         }
         match parse::address(&ingress.ip) {
-            Ok(address) if has_family(address) && !load_balancer_ips.contains(&address) => load_balancer_ips.push(address),
+            Ok(address) if has_family(address) && !load_balancer_ips.contains(&address) => {
+                load_balancer_ips.push(address);
+            }
             Ok(_) => {}
             Err(message) => findings.entry(format!("status.loadBalancer.ingress[{index}].ip"), message),
         }
@@ -182,7 +183,8 @@ fn read_policies(spec: &objects::ServiceSpec, service: &mut Service, findings: &
         "LoadBalancer" | "NodePort" => true,
         "ClusterIP" | "" => !service.external_ips.is_empty(),
         other => {
-            let message = format!("{other:?} is no type of Service: write ClusterIP, NodePort, LoadBalancer or ExternalName");
+            let message =
+                format!("{other:?} is no type of Service: write ClusterIP, NodePort, LoadBalancer or ExternalName");
             findings.object("spec.type", message);
             false
         }
@@ -214,7 +216,8 @@ fn session_affinity(spec: &objects::ServiceSpec, findings: &mut Findings) -> Opt
         "" | "None" => return None,
         "ClientIP" => {}
         other => {
-            findings.object("spec.sessionAffinity", format!("{other:?} is no session affinity: write ClientIP or None"));
+            findings
+                .object("spec.sessionAffinity", format!("{other:?} is no session affinity: write ClientIP or None"));
             return None;
         }
     }

@@ -1,9 +1,6 @@
 //! One EndpointSlice: what of it counts.
 
-use std::{
-    net::IpAddr,
-    sync::Arc,
-};
+use std::{net::IpAddr, sync::Arc};
 
 use headgate_core::{Conditions, EndpointPort, Family, Hints, ServiceKey};
 

@@ -1,9 +1,10 @@
 //! What the model makes of objects, and that it depends on nothing but them.
 
-#![allow(clippy::unwrap_used)]
+#![allow(clippy::unwrap_used, clippy::needless_pass_by_value)]
+
+mod replay;
 
 use headgate_core::{Dirty, State, TrafficPolicy};
-use proptest::prelude::*;
 use serde::Deserialize as _;
 use serde_json::{Value, json};
 
@@ -35,7 +36,10 @@ impl Bench {
     fn flush(&mut self) -> Vec<TriggeredChange> {
         let (changes, nodes) = self.model.take_changes();
         for change in &changes {
-            assert!(self.state.apply(change.change.clone(), &mut Dirty::default()), "a change that changes nothing: {change:?}");
+            assert!(
+                self.state.apply(change.change.clone(), &mut Dirty::default()),
+                "a change that changes nothing: {change:?}"
+            );
         }
         for node in nodes {
             match node {
@@ -178,7 +182,8 @@ fn conditions_have_defaults() {
 /// Rows 9 and 10.
 #[test]
 fn slices_are_merged_and_the_living_copy_counts() {
-    let dying = json!({"addresses": ["10.1.0.1"], "conditions": {"ready": false, "serving": true, "terminating": true}});
+    let dying =
+        json!({"addresses": ["10.1.0.1"], "conditions": {"ready": false, "serving": true, "terminating": true}});
     let a = slice("a", "s", json!([dying]), http(1));
     let b = slice("b", "s", json!([ready("10.1.0.1"), ready("10.1.0.2")]), http(2));
     for order in [[&a, &b], [&b, &a]] {
@@ -366,9 +371,12 @@ fn bad_endpoints_leave_the_others_alone() {
     for (bad, field) in [
         (unlabelled, "metadata.labels"),
         (slice("a", "s", json!([ready("10.1.0.1")]), http(70000)), "ports[0].port"),
-        (slice("a", "s", json!([ready("10.1.0.1")]), json!([{"name": "http", "port": 1, "protocol": "X"}])), "ports[0].protocol"),
+        (
+            slice("a", "s", json!([ready("10.1.0.1")]), json!([{"name": "http", "port": 1, "protocol": "X"}])),
+            "ports[0].protocol",
+        ),
     ] {
-        let mut bench = Bench::with(&[good.clone()]);
+        let mut bench = Bench::with(std::slice::from_ref(&good));
         bench.apply(&bad);
         assert_eq!(bench.flush(), []);
         assert!(bench.problems()[0].starts_with(&format!("EndpointSlice x/a {field}")));
@@ -399,7 +407,8 @@ fn a_list_replaces_everything_of_its_kind() {
 
 #[test]
 fn a_slice_costs_what_it_changes() {
-    let many = |from: u32, to: u32| (from..to).map(|n| ready(&format!("10.2.{}.{}", n / 256, n % 256))).collect::<Vec<_>>();
+    let many =
+        |from: u32, to: u32| (from..to).map(|n| ready(&format!("10.2.{}.{}", n / 256, n % 256))).collect::<Vec<_>>();
     let mut bench = Bench::default();
     for number in 0..50 {
         bench.apply(&slice(&format!("a{number}"), "s", json!(many(number * 100, number * 100 + 100)), http(1)));
@@ -445,62 +454,4 @@ fn nodes_and_ranges() {
     bench.delete(ObjectKind::ServiceCidr, "", "k");
     bench.flush();
     assert!(bench.nodes.is_empty() && bench.state.service_cidrs().next().is_none());
-}
-
-/// Versions of objects that collide on purpose: few names, few addresses.
-fn any_event() -> impl Strategy<Value = Value> {
-    let endpoint = (0_u8..6, any::<bool>(), 0_u8..3).prop_map(|(address, terminating, node)| {
-        json!({"addresses": [format!("10.1.0.{}", address + 1)], "nodeName": format!("n{node}"),
-            "conditions": {"ready": !terminating, "serving": true, "terminating": terminating}})
-    });
-    let a_slice = (0_u8..4, 0_u8..2, prop::collection::vec(endpoint, 0..5), 1_u32..4).prop_map(|(name, of, endpoints, port)| {
-        slice(&format!("slice{name}"), &format!("s{of}"), json!(endpoints), http(port))
-    });
-    let a_service = (0_u8..2, 1_u8..4, any::<bool>()).prop_map(|(name, address, headless)| {
-        let cluster_ip = if headless { "None".to_owned() } else { format!("10.0.0.{address}") };
-        service(&format!("s{name}"), json!({"clusterIP": cluster_ip}))
-    });
-    prop_oneof![3 => a_slice, 1 => a_service]
-}
-
-proptest! {
-    /// The last versions of objects alone decide: whatever came between them, in whatever order between objects, in however many
-    /// transactions, by events or by lists.
-    #[test]
-    fn only_the_objects_that_there_are_matter(
-        events in prop::collection::vec((any_event(), any::<bool>(), any::<bool>()), 1..40),
-        shuffle in any::<prop::sample::Index>(),
-    ) {
-        let mut by_event = Bench::default();
-        let mut last: std::collections::BTreeMap<ObjectKey, Value> = std::collections::BTreeMap::new();
-        for (value, deletes, flushes) in &events {
-            let key = object(value).key();
-            if *deletes {
-                by_event.model.event(Event::Delete(key.clone()), "");
-                last.remove(&key);
-            } else {
-                by_event.apply(value);
-                last.insert(key, value.clone());
-            }
-            if *flushes {
-                by_event.flush();
-            }
-        }
-        by_event.flush();
-        let mut values: Vec<Value> = last.into_values().collect();
-        if !values.is_empty() {
-            let middle = shuffle.index(values.len());
-            values.rotate_left(middle);
-        }
-        let squashed = Bench::with(&values);
-        prop_assert_eq!(by_event.state.digests(), squashed.state.digests());
-        values.reverse();
-        for kind in ObjectKind::ALL {
-            let listed = values.iter().map(object).filter(|object| object.kind() == kind);
-            by_event.model.replace(kind, listed.map(|object| Event::Apply(Box::new(object))).collect());
-        }
-        prop_assert_eq!(by_event.flush(), vec![], "a list of what is known changes nothing");
-        let (mut left, mut right) = (by_event, squashed);
-        prop_assert_eq!(left.problems(), right.problems());
-    }
 }

@@ -8,7 +8,7 @@ use std::{fmt, path::PathBuf, str::FromStr, sync::Arc};
 
 use tokio_util::sync::CancellationToken;
 
-use crate::transaction::Sink;
+use crate::transaction::{Problem, Sink};
 
 /// Which source to read.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -93,6 +93,16 @@ pub async fn run(
         (spec @ SourceSpec::Files(_), Some(path)) => Err(SourceError::UselessKubeconfig(path, spec)),
         (SourceSpec::Files(folder), None) => files::run(folder, sink, shutdown).await,
     }
+}
+
+/// Hands on the list of problems, and logs those that were not on it before.
+fn show_problems(sink: &dyn Sink, shown: &mut Vec<Problem>, problems: Vec<Problem>) {
+    for problem in problems.iter().filter(|problem| shown.binary_search(problem).is_err()) {
+        let Problem { object, field, origin, message } = problem;
+        tracing::warn!(object, field, origin, "{message}");
+    }
+    shown.clone_from(&problems);
+    sink.problems(problems);
 }
 
 #[cfg(test)]

@@ -73,7 +73,8 @@ fn split(text: &str) -> Vec<(usize, &str)> {
     let mut documents = Vec::new();
     let (mut start, mut first_line, mut offset) = (0, 0, 0);
     for (number, line) in text.split_inclusive('\n').enumerate() {
-        let is_marker = line.strip_prefix("---").is_some_and(|rest| rest.is_empty() || rest.starts_with([' ', '\t', '\r', '\n']));
+        let is_marker =
+            line.strip_prefix("---").is_some_and(|rest| rest.is_empty() || rest.starts_with([' ', '\t', '\r', '\n']));
         if is_marker && offset > start {
             documents.push((first_line, &text[start..offset]));
             (start, first_line) = (offset, number);
@@ -191,7 +192,9 @@ impl Document<'_> {
             let decoded = seed.deserialize(tracked).and_then(|value| deserializer.end().map(|()| value));
             return decoded.map_err(|error| Fault::new(track.path().to_string(), &error));
         }
-        let plain = with_deserializer_from_str_with_options(self.text, options(), |deserializer| seed.deserialize(deserializer));
+        let plain = with_deserializer_from_str_with_options(self.text, options(), |deserializer| {
+            seed.deserialize(deserializer)
+        });
         plain.or_else(|_| {
             // Line numbers are to be those of the file.
             let text = format!("{}{}", "\n".repeat(self.first_line), self.text);
@@ -263,7 +266,9 @@ fn identify(header: &Header) -> Result<Option<ObjectKey>, (Option<ObjectKey>, Fa
         }
     }
     let kind = ObjectKind::of(&header.api_version, &header.kind);
-    let near = || ObjectKind::ALL.into_iter().find(|kind| kind.name() == header.kind && shares_group(*kind, &header.api_version));
+    let near = || {
+        ObjectKind::ALL.into_iter().find(|kind| kind.name() == header.kind && shares_group(*kind, &header.api_version))
+    };
     let Some(kind) = kind.or_else(near) else { return Ok(None) };
     let names = &header.metadata;
     if names.name.is_empty() {
@@ -313,7 +318,11 @@ mod tests {
         assert_eq!(parsed.definitions[1].origin, "a.yaml, document 3");
         assert_eq!(parsed.faults.len(), 1);
         assert_eq!(parsed.faults[0].origin, "a.yaml, document 2");
-        assert!(parsed.faults[0].message.contains('7') || parsed.faults[0].message.contains('8'), "{:?}", parsed.faults);
+        assert!(
+            parsed.faults[0].message.contains('7') || parsed.faults[0].message.contains('8'),
+            "{:?}",
+            parsed.faults
+        );
     }
 
     #[test]

@@ -27,9 +27,6 @@ pub(super) const SETTLE: Duration = Duration::from_secs(1);
 /// Larger files are refused.
 const FILE_LIMIT_BYTES: u64 = 256 * 1024 * 1024;
 
-/// Folders in folders, at most; beyond lies a loop of symlinks.
-const DEPTH_LIMIT: usize = 16;
-
 /// What tells that a file was not touched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Stamp {
@@ -114,7 +111,7 @@ impl Folder {
         let mut update = Update::default();
         let mut found = BTreeMap::new();
         let mut unreadable = Vec::new();
-        walk(&self.root, Path::new(""), 0, &mut found, &mut unreadable);
+        walk(&self.root, Path::new(""), &mut Vec::new(), &mut found, &mut unreadable);
         let told = unreadable.iter().map(|(path, error)| folder_problem(path, error)).collect();
         update.places.push((String::new(), "unreadable_folder", told));
         for (path, stamp) in &found {
@@ -144,7 +141,8 @@ impl Folder {
     /// Looks again at files that have lost objects for long enough.
     pub(super) fn look_again(&mut self, now: Instant) -> Update {
         let is_due = |file: &File| file.losing_since.is_some_and(|since| now >= since + SETTLE);
-        let due: Vec<PathBuf> = self.files.iter().filter(|(_, file)| is_due(file)).map(|(path, _)| path.clone()).collect();
+        let due: Vec<PathBuf> =
+            self.files.iter().filter(|(_, file)| is_due(file)).map(|(path, _)| path.clone()).collect();
         self.look_at(due, now)
     }
 
@@ -162,7 +160,8 @@ impl Folder {
             Ok(None) if self.files.contains_key(path) => self.take(path, &name, None, &[], now, update),
             Ok(None) => {}
             Err(error) => {
-                let message = format!("it cannot be read ({error}): mend its permissions; what it defined before stays in use");
+                let message =
+                    format!("it cannot be read ({error}): mend its permissions; what it defined before stays in use");
                 let problem = Problem { object: String::new(), field: String::new(), message, origin: name.clone() };
                 // Without a stamp the next scan tries again.
                 let file = self.files.entry(path.to_owned()).or_default();
@@ -277,45 +276,50 @@ pub(super) fn is_hidden(name: &std::ffi::OsStr) -> bool {
     name.as_encoded_bytes().first() == Some(&b'.')
 }
 
+/// Finds manifests below a folder. `above` are the folders that lead there, to notice a symlink that leads back.
 fn walk(
     root: &Path,
     inside: &Path,
-    depth: usize,
+    above: &mut Vec<(u64, u64)>,
     found: &mut BTreeMap<PathBuf, Stamp>,
     unreadable: &mut Vec<(PathBuf, io::Error)>,
 ) {
-    let entries = match fs::read_dir(root.join(inside)) {
-        Ok(entries) => entries,
+    let is_gone = |error: &io::Error| error.kind() == io::ErrorKind::NotFound;
+    let listed = fs::metadata(root.join(inside)).and_then(|metadata| Ok((metadata, fs::read_dir(root.join(inside))?)));
+    let (identity, entries) = match listed {
+        Ok((metadata, entries)) => ((metadata.dev(), metadata.ino()), entries),
         // A folder in the folder that is gone since it was listed is simply gone.
-        Err(error) if error.kind() == io::ErrorKind::NotFound && depth > 0 => return,
+        Err(error) if is_gone(&error) && !above.is_empty() => return,
         Err(error) => return unreadable.push((inside.to_owned(), error)),
     };
+    if above.contains(&identity) {
+        tracing::debug!(path = %inside.display(), "a symlink leads back to a folder above it: not followed");
+        return;
+    }
+    above.push(identity);
     for entry in entries {
-        let entry = match entry {
-            Ok(entry) => entry,
+        let name = match entry {
+            Ok(entry) => entry.file_name(),
             Err(error) => {
                 unreadable.push((inside.to_owned(), error));
                 continue;
             }
         };
-        let name = entry.file_name();
+        let path = inside.join(&name);
         if is_hidden(&name) {
             continue;
         }
-        let path = inside.join(&name);
         match fs::metadata(root.join(&path)) {
-            Ok(metadata) if metadata.is_dir() && depth < DEPTH_LIMIT => walk(root, &path, depth + 1, found, unreadable),
-            Ok(metadata) if metadata.is_dir() => {
-                tracing::warn!(path = %path.display(), "folders are nested too deeply, perhaps by a symlink: not read");
-            }
+            Ok(metadata) if metadata.is_dir() => walk(root, &path, above, found, unreadable),
             Ok(metadata) if is_manifest(&path) => {
                 found.insert(path, Stamp::of(&metadata));
             }
             Ok(_) => {}
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) if is_gone(&error) => {}
             Err(error) => unreadable.push((path, error)),
         }
     }
+    above.pop();
 }
 
 /// The content, `None` if there is no such file.
@@ -420,5 +424,6 @@ mod tests {
         put(&folder, "a.yaml", &node("a"));
         let update = folder.scan(now, |_| false);
         assert_eq!(told(&update), ["+a"]);
+        assert!(update.places.iter().all(|(.., problems)| problems.is_empty()), "{update:?}");
     }
 }

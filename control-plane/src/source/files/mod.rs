@@ -23,7 +23,7 @@ use self::{
 use super::SourceError;
 use crate::{
     model::Model,
-    transaction::{Sink, SourceKind, Transaction},
+    transaction::{Problem, Sink, SourceKind, Transaction},
 };
 
 /// Time between scans.
@@ -49,11 +49,7 @@ impl Drop for StopOnDrop {
 ///
 /// # Errors
 /// The folder cannot be read at the start. Later that is shown as a problem, and what was read stays.
-pub(super) async fn run(
-    folder: PathBuf,
-    sink: Arc<dyn Sink>,
-    shutdown: CancellationToken,
-) -> Result<(), SourceError> {
+pub(super) async fn run(folder: PathBuf, sink: Arc<dyn Sink>, shutdown: CancellationToken) -> Result<(), SourceError> {
     let (sender, messages) = mpsc::channel();
     let stop = StopOnDrop(sender.clone());
     let mut reading = tokio::task::spawn_blocking(move || Reader::start(&folder, sink, sender)?.run(&messages));
@@ -71,6 +67,7 @@ pub(super) async fn run(
 struct Reader {
     folder: Folder,
     model: Model,
+    shown_problems: Vec<Problem>,
     sink: Arc<dyn Sink>,
     notices: Notices,
     /// Kept for its thread; `None` where notifications are not to be had.
@@ -90,11 +87,14 @@ impl Reader {
         let watcher = watch(&root, sender).map_err(|error| {
             sink.count_error(SourceKind::Files, "no_notifications");
             let seconds = RESCAN.as_secs();
-            tracing::warn!("changes of files are noticed only every {seconds} seconds, since the system gives no notice: {error}");
+            tracing::warn!(
+                "changes of files are noticed only every {seconds} seconds, since the system gives no notice: {error}"
+            );
         });
         let mut reader = Self {
             folder: Folder::new(root),
             model: Model::default(),
+            shown_problems: Vec::new(),
             sink,
             notices: Notices::default(),
             _watcher: watcher.ok(),
@@ -110,7 +110,8 @@ impl Reader {
     fn run(mut self, messages: &mpsc::Receiver<Message>) -> Result<(), SourceError> {
         loop {
             let now = Instant::now();
-            let due = [self.notices.due(), self.folder.next_look()].into_iter().flatten().fold(self.next_scan, Instant::min);
+            let due =
+                [self.notices.due(), self.folder.next_look()].into_iter().flatten().fold(self.next_scan, Instant::min);
             if due <= now {
                 self.work(now);
                 continue;
@@ -157,11 +158,7 @@ impl Reader {
         }
         self.sink.heard(SourceKind::Files);
         if let Some(problems) = self.model.take_problems() {
-            for problem in &problems {
-                let (object, field, origin) = (&problem.object, &problem.field, &problem.origin);
-                tracing::warn!(object, field, origin, "{}", problem.message);
-            }
-            self.sink.problems(problems);
+            super::show_problems(&*self.sink, &mut self.shown_problems, problems);
         }
         let (changes, nodes) = self.model.take_changes();
         let is_first = self.position_ms == 0;

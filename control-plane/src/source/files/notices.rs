@@ -126,7 +126,8 @@ impl Notices {
             self.files.retain(|_, unrest| unrest.is_being_written);
             return Some(Look::Everywhere);
         }
-        let due: Vec<PathBuf> = self.files.iter().filter(|(_, unrest)| unrest.due() <= now).map(|(path, _)| path.clone()).collect();
+        let due: Vec<PathBuf> =
+            self.files.iter().filter(|(_, unrest)| unrest.due() <= now).map(|(path, _)| path.clone()).collect();
         for path in &due {
             self.files.remove(path);
         }

@@ -103,7 +103,8 @@ impl Failure {
             }
             StatusCode::FORBIDDEN => {
                 let verb = verb.name();
-                let message = format!("{said}: allow the verb {verb:?} on {resource} in the ClusterRole of this account");
+                let message =
+                    format!("{said}: allow the verb {verb:?} on {resource} in the ClusterRole of this account");
                 ("forbidden", message)
             }
             StatusCode::NOT_FOUND => ("not_found", format!("{said}: the server does not serve {resource}")),

@@ -27,7 +27,7 @@ use super::SourceError;
 use crate::{
     model::Model,
     source::objects::ObjectKind,
-    transaction::{Sink, SourceKind, Transaction},
+    transaction::{Problem, Sink, SourceKind, Transaction},
 };
 
 /// Steps that wait between the watches and the model; a watch that is faster waits itself.
@@ -126,6 +126,7 @@ async fn together(first: KindStep, steps: &mut mpsc::Receiver<KindStep>) -> Vec<
 struct Applier {
     sink: Arc<dyn Sink>,
     model: Model,
+    shown_problems: Vec<Problem>,
     positions: BTreeMap<SourceKind, u64>,
     unlisted: BTreeSet<ObjectKind>,
     is_synced: bool,
@@ -137,6 +138,7 @@ impl Applier {
         Self {
             sink,
             model: Model::default(),
+            shown_problems: Vec::new(),
             positions: BTreeMap::new(),
             unlisted: ObjectKind::ALL.into(),
             is_synced: false,
@@ -169,10 +171,7 @@ impl Applier {
     /// cluster is no state to serve.
     fn commit(&mut self) {
         if let Some(problems) = self.model.take_problems() {
-            for problem in &problems {
-                tracing::debug!(object = problem.object, field = problem.field, "{}", problem.message);
-            }
-            self.sink.problems(problems);
+            super::show_problems(&*self.sink, &mut self.shown_problems, problems);
         }
         if !self.unlisted.is_empty() {
             return;

@@ -177,7 +177,9 @@ impl Watch {
         self.heard();
         if !self.is_absence_told {
             self.is_absence_told = true;
-            tracing::info!("the server has no ServiceCIDRs (networking.k8s.io/v1, Kubernetes 1.33): going on without them");
+            tracing::info!(
+                "the server has no ServiceCIDRs (networking.k8s.io/v1, Kubernetes 1.33): going on without them"
+            );
         }
         if !self.is_listed {
             self.is_listed = true;
@@ -315,7 +317,8 @@ impl Watch {
         if code.is_success() {
             return Ok(response.into_body());
         }
-        let retry_after = response.headers().get(header::RETRY_AFTER).and_then(|value| value.to_str().ok()?.parse().ok());
+        let retry_after =
+            response.headers().get(header::RETRY_AFTER).and_then(|value| value.to_str().ok()?.parse().ok());
         let body = Limited::new(response.into_body(), ERROR_BODY_LIMIT_BYTES).collect().await;
         let status = body.ok().and_then(|body| serde_json::from_slice(&body.to_bytes()).ok());
         let mut failure = Failure::answer(self.kind, verb, code, status.as_ref());

@@ -79,7 +79,8 @@ pub(super) fn line(kind: ObjectKind, text: &[u8]) -> Result<Line, String> {
             Ok(Line::Event { event: Event::Delete(key), version })
         }
         "BOOKMARK" => {
-            let metadata = serde_json::from_str::<Bookmark>(raw.object.get()).map_err(|error| error.to_string())?.metadata;
+            let metadata =
+                serde_json::from_str::<Bookmark>(raw.object.get()).map_err(|error| error.to_string())?.metadata;
             if metadata.resource_version.is_empty() {
                 return Err("a bookmark without a resourceVersion".to_owned());
             }
@@ -130,7 +131,8 @@ pub(super) fn page(kind: ObjectKind, text: &[u8]) -> Result<Page, String> {
     if raw.metadata.resource_version.is_empty() {
         return Err("a list without a resourceVersion".to_owned());
     }
-    let events = raw.items.into_iter().map(|item| object(kind, item).map(|(event, _)| event)).collect::<Result<_, _>>()?;
+    let events =
+        raw.items.into_iter().map(|item| object(kind, item).map(|(event, _)| event)).collect::<Result<_, _>>()?;
     let continue_token = raw.metadata.continue_token.filter(|token| !token.is_empty());
     Ok(Page { events, version: raw.metadata.resource_version, continue_token })
 }
@@ -139,7 +141,12 @@ fn object(kind: ObjectKind, raw: &RawValue) -> Result<(Event, String), String> {
     let decoded = Object::deserialize(kind, &mut serde_json::Deserializer::from_str(raw.get()));
     match decoded {
         Ok(object) => {
-            check_names(kind, &object.metadata().name, &object.metadata().namespace, &object.metadata().resource_version)?;
+            check_names(
+                kind,
+                &object.metadata().name,
+                &object.metadata().namespace,
+                &object.metadata().resource_version,
+            )?;
             let version = object.metadata().resource_version.clone();
             Ok((Event::Apply(Box::new(object)), version))
         }
@@ -235,8 +242,12 @@ mod tests {
             {"metadata":{"name":"b","namespace":"x","resourceVersion":"2","labels":null},"spec":{"ports":null}}]}"#;
         let page = page(ObjectKind::Service, text).unwrap();
         assert_eq!(page.version, "7");
-        assert!(matches!(&page.events[0], Event::Undecodable { key, field, .. }
-            if key.to_string() == "Service x/a" && field == "spec.ports[0].port"), "{:?}", page.events[0]);
+        assert!(
+            matches!(&page.events[0], Event::Undecodable { key, field, .. }
+            if key.to_string() == "Service x/a" && field == "spec.ports[0].port"),
+            "{:?}",
+            page.events[0]
+        );
         assert!(matches!(&page.events[1], Event::Apply(_)));
     }
 
@@ -259,7 +270,8 @@ mod tests {
         assert!(matches!(read(end).unwrap(), Line::Bookmark { ends_initial_state: true, .. }));
         let gone = r#"{"type":"ERROR","object":{"kind":"Status","code":410,"reason":"Expired"}}"#;
         assert!(matches!(read(gone).unwrap(), Line::Error(status) if status.code == 410));
-        for text in ["}", "{}", r#"{"type":"ADDED","object":{"metadata":{"name":"n"}}}"#, r#"{"type":"X","object":{}}"#] {
+        for text in ["}", "{}", r#"{"type":"ADDED","object":{"metadata":{"name":"n"}}}"#, r#"{"type":"X","object":{}}"#]
+        {
             assert!(read(text).is_err(), "{text}");
         }
     }

@@ -1,0 +1,161 @@
+//! `metadata`: names, times, and the few labels and annotations that are read.
+
+use std::{borrow::Cow, fmt};
+
+use serde::{
+    Deserialize, Deserializer,
+    de::{IgnoredAny, MapAccess, Visitor},
+};
+
+/// `metadata`.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Metadata {
+    /// Name.
+    #[serde(default, deserialize_with = "nullable")]
+    pub name: String,
+    /// Namespace, empty if none is given.
+    #[serde(default, deserialize_with = "nullable")]
+    pub namespace: String,
+    /// Version; empty in files.
+    #[serde(default, deserialize_with = "nullable")]
+    pub resource_version: String,
+    /// RFC 3339, or empty.
+    #[serde(default, deserialize_with = "nullable")]
+    pub creation_timestamp: String,
+    /// RFC 3339, or empty unless it is being deleted.
+    #[serde(default, deserialize_with = "nullable")]
+    pub deletion_timestamp: String,
+    /// The labels that are read.
+    #[serde(default, deserialize_with = "nullable")]
+    pub labels: Labels,
+    /// The annotations that are read.
+    #[serde(default, deserialize_with = "nullable")]
+    pub annotations: Annotations,
+}
+
+impl Metadata {
+    /// The namespace of a namespaced object: `default` where none is given, as for `kubectl apply`.
+    #[must_use]
+    pub fn namespace_or_default(&self) -> &str {
+        if self.namespace.is_empty() { "default" } else { &self.namespace }
+    }
+}
+
+/// Labels that are read.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Labels {
+    /// `service.kubernetes.io/service-proxy-name`: another proxy serves this Service.
+    pub service_proxy_name: Option<String>,
+    /// `service.kubernetes.io/headless`: a slice for DNS only.
+    pub headless: Option<String>,
+    /// `kubernetes.io/service-name`: the Service of a slice.
+    pub service_name: Option<String>,
+    /// `topology.kubernetes.io/zone` of a Node.
+    pub zone: Option<String>,
+}
+
+/// Annotations that are read.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Annotations {
+    /// `headgate.io/scheduler`.
+    pub scheduler: Option<String>,
+    /// `headgate.io/health-check`.
+    pub health_check: Option<String>,
+    /// `endpoints.kubernetes.io/last-change-trigger-time`.
+    pub last_change_trigger_time: Option<String>,
+}
+
+/// A map of which few keys matter.
+trait Picked: Default {
+    /// The place for a key's value; `None` for keys that do not matter.
+    fn place(&mut self, key: &str) -> Option<&mut Option<String>>;
+}
+
+impl Picked for Labels {
+    fn place(&mut self, key: &str) -> Option<&mut Option<String>> {
+        match key {
+            "service.kubernetes.io/service-proxy-name" => Some(&mut self.service_proxy_name),
+            "service.kubernetes.io/headless" => Some(&mut self.headless),
+            "kubernetes.io/service-name" => Some(&mut self.service_name),
+            "topology.kubernetes.io/zone" => Some(&mut self.zone),
+            _ => None,
+        }
+    }
+}
+
+impl Picked for Annotations {
+    fn place(&mut self, key: &str) -> Option<&mut Option<String>> {
+        match key {
+            "headgate.io/scheduler" => Some(&mut self.scheduler),
+            "headgate.io/health-check" => Some(&mut self.health_check),
+            "endpoints.kubernetes.io/last-change-trigger-time" => Some(&mut self.last_change_trigger_time),
+            _ => None,
+        }
+    }
+}
+
+struct PickedVisitor<T>(std::marker::PhantomData<T>);
+
+impl<'de, T: Picked> Visitor<'de> for PickedVisitor<T> {
+    type Value = T;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a map of strings")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<T, A::Error> {
+        let mut picked = T::default();
+        while let Some(key) = map.next_key::<Text<'de>>()? {
+            match picked.place(&key.0) {
+                Some(place) => *place = Some(map.next_value::<Option<String>>()?.unwrap_or_default()),
+                None => drop(map.next_value::<IgnoredAny>()?),
+            }
+        }
+        Ok(picked)
+    }
+}
+
+/// A key, borrowed from the text where the text allows it.
+struct Text<'de>(Cow<'de, str>);
+
+impl<'de> Deserialize<'de> for Text<'de> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct TextVisitor;
+        impl<'de> Visitor<'de> for TextVisitor {
+            type Value = Text<'de>;
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a string")
+            }
+            fn visit_borrowed_str<E>(self, text: &'de str) -> Result<Self::Value, E> {
+                Ok(Text(Cow::Borrowed(text)))
+            }
+            fn visit_str<E>(self, text: &str) -> Result<Self::Value, E> {
+                Ok(Text(Cow::Owned(text.to_owned())))
+            }
+            fn visit_string<E>(self, text: String) -> Result<Self::Value, E> {
+                Ok(Text(Cow::Owned(text)))
+            }
+        }
+        deserializer.deserialize_str(TextVisitor)
+    }
+}
+
+impl<'de> Deserialize<'de> for Labels {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_map(PickedVisitor(std::marker::PhantomData))
+    }
+}
+
+impl<'de> Deserialize<'de> for Annotations {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_map(PickedVisitor(std::marker::PhantomData))
+    }
+}
+
+/// `null` is the default value.
+pub(super) fn nullable<'de, D: Deserializer<'de>, T: Deserialize<'de> + Default>(
+    deserializer: D,
+) -> Result<T, D::Error> {
+    Ok(Option::<T>::deserialize(deserializer)?.unwrap_or_default())
+}
