@@ -1,0 +1,205 @@
+//! `delta`: one endpoint changes among 100, 1,000 and 10,000 services × 10 endpoints. What it costs the control plane (commit, log, digest,
+//! encoding), what it costs the agent (decoding, state, digest, view, plan of both families), and how many bytes travel.
+//!
+//! The stages are called one after the other on one thread, without sockets and kernel, so that CPU time can be told apart. The anchor of a
+//! size is the smallest one; the anchor of the bytes is the EndpointSlice of ten endpoints, as JSON, that a watch of the API would carry.
+
+use std::{sync::Arc, time::Duration};
+
+use anyhow::{Context as _, Result, bail};
+use headgate_control_plane::{
+    metrics::Metrics,
+    store::{Cursor, Limits, Store},
+    transaction::{Sink as _, SourceKind, Transaction, TriggeredChange},
+};
+use headgate_core::{
+    Change, Dirty, Family,
+    iptables::{Existing, Ledger, RenderConfig},
+    view::NodeFacts,
+};
+use headgate_node_agent::session::{
+    held::Held,
+    machine::{Effect, Machine},
+};
+use headgate_proto::{frame::PREFIX_BYTES, v1};
+use prost::Message as _;
+use serde_json::json;
+
+use super::{clock::thread_cpu, report::Figure, workload};
+
+const SIZES: [u32; 3] = [100, 1_000, 10_000];
+const ENDPOINTS: u32 = 10;
+const CHANGES: u32 = 2_000;
+/// HTTP/2 puts 9 bytes before each frame's payload (RFC 9113, 4.1).
+const HTTP2_FRAME_HEADER_BYTES: usize = 9;
+
+/// Runs the bench.
+///
+/// # Errors
+/// When a message cannot be understood, or a change touches more than its own service.
+pub fn run() -> Result<Vec<Figure>> {
+    let mut figures = Vec::new();
+    let mut smallest: Option<Costs> = None;
+    for services in SIZES {
+        let costs = measure(services)?;
+        let name = |what: &str| format!("delta/{what}/{services}x{ENDPOINTS}");
+        let beside = smallest.get_or_insert(costs);
+        let anchor = format!("the same at {}x{ENDPOINTS}", SIZES[0]);
+        let us = "µs";
+        figures.push(Figure::against(
+            name("control-plane-cpu"),
+            costs.control_plane_us,
+            us,
+            &anchor,
+            beside.control_plane_us,
+        ));
+        figures.push(Figure::against(name("agent-cpu"), costs.agent_us, us, &anchor, beside.agent_us));
+        let json = "the EndpointSlice as a watch event in JSON";
+        figures.push(Figure::against(name("stream-bytes"), costs.bytes, "bytes", json, slice_event_bytes() as f64));
+    }
+    Ok(figures)
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Costs {
+    control_plane_us: f64,
+    agent_us: f64,
+    bytes: f64,
+}
+
+/// The control plane's part.
+struct Replica {
+    store: Store,
+    cursor: Cursor,
+    cpu: Duration,
+}
+
+/// The agent's part.
+struct Agent {
+    machine: Machine,
+    held: Held,
+    ledgers: [Ledger; 2],
+    node: NodeFacts,
+    cpu: Duration,
+}
+
+fn measure(services: u32) -> Result<Costs> {
+    let store = Store::new(Limits::default(), Arc::new(Metrics::default()));
+    let changes = workload::changes(services, ENDPOINTS).map(|change| TriggeredChange { change, trigger_unix_ms: 0 });
+    store.commit(Transaction {
+        changes: changes.collect(),
+        positions: vec![(SourceKind::EndpointSlices, 1_000)],
+        nodes: Vec::new(),
+    });
+    store.synced();
+    let (_, cursor) = store.cursor(None);
+    let mut replica = Replica { store, cursor, cpu: Duration::ZERO };
+    let mut agent = Agent::new(replica.store.epoch())?;
+    while let Some(frame) = replica.store.next_frame(&mut replica.cursor)? {
+        agent.take(&frame, None)?;
+    }
+    agent.program_everything();
+
+    let (mut largest, mut frames) = (0, 0);
+    for i in 0..CHANGES {
+        // Every other change takes back the one before.
+        let service = (i / 2 * 7919) % services;
+        let change = if i % 2 == 0 {
+            Change::Endpoint(workload::key(service), workload::endpoint(service, ENDPOINTS))
+        } else {
+            Change::RemoveEndpoint(workload::key(service), workload::endpoint_ip(service, ENDPOINTS))
+        };
+        let frame = replica.change(change, 1_001 + u64::from(i))?;
+        largest = largest.max(frame.len() + HTTP2_FRAME_HEADER_BYTES);
+        agent.take(&frame, Some(1))?;
+        frames += 1;
+    }
+    if *replica.store.digests().buckets() != *agent.held.state().digests().buckets() {
+        bail!("the agent's state differs from the replica's");
+    }
+    let per_change = |cpu: Duration| cpu.as_secs_f64() * 1e6 / f64::from(frames);
+    Ok(Costs { control_plane_us: per_change(replica.cpu), agent_us: per_change(agent.cpu), bytes: largest as f64 })
+}
+
+impl Replica {
+    /// Commits one change and takes its message off the cursor.
+    fn change(&mut self, change: Change, position: u64) -> Result<bytes::Bytes> {
+        let start = thread_cpu();
+        self.store.commit(Transaction {
+            changes: vec![TriggeredChange { change, trigger_unix_ms: 1_767_225_600_000 + position }],
+            positions: vec![(SourceKind::EndpointSlices, position)],
+            nodes: Vec::new(),
+        });
+        let frame = self.store.next_frame(&mut self.cursor)?.context("no message for a change")?;
+        self.cpu += thread_cpu().saturating_sub(start);
+        if self.store.next_frame(&mut self.cursor)?.is_some() {
+            bail!("a change made more than one message");
+        }
+        Ok(frame)
+    }
+}
+
+impl Agent {
+    fn new(epoch: u64) -> Result<Self> {
+        let mut machine = Machine::new("node-000".into());
+        machine.begin(None);
+        let welcome = v1::Welcome { epoch, resume: v1::welcome::ResumeMode::Full.into(), ..Default::default() };
+        machine.on_message(v1::ServerMessage { body: Some(v1::server_message::Body::Welcome(welcome)) })?;
+        let ledgers = Family::BOTH.map(|family| Ledger::new(RenderConfig::new(family)));
+        let node = NodeFacts::named("node-000");
+        Ok(Self { machine, held: Held::default(), ledgers, node, cpu: Duration::ZERO })
+    }
+
+    fn program_everything(&mut self) {
+        for ledger in &mut self.ledgers {
+            ledger.full(self.held.state(), &self.node, |_| Existing::default());
+        }
+    }
+
+    /// Takes a message and plans what it makes dirty, which must be as many services as said.
+    fn take(&mut self, frame: &[u8], services: Option<u32>) -> Result<()> {
+        let start = thread_cpu();
+        let message = v1::ServerMessage::decode(frame.get(PREFIX_BYTES..).context("no gRPC prefix")?)?;
+        let mut dirty = Dirty::default();
+        for effect in self.machine.on_message(message)? {
+            if let Effect::Apply(step) = effect {
+                self.held.apply(step, &mut dirty);
+            }
+        }
+        let Some(services) = services else { return Ok(()) };
+        for ledger in &mut self.ledgers {
+            let (script, planned) = ledger.changed(self.held.state(), &self.node, &dirty);
+            if planned.services != services || script.chains_written() > 2 {
+                bail!("one endpoint changed, and {planned:?} with {} chains", script.chains_written());
+            }
+        }
+        self.cpu += thread_cpu().saturating_sub(start);
+        Ok(())
+    }
+}
+
+/// The watch event that kube-proxies would receive for the same change: the whole slice.
+fn slice_event_bytes() -> usize {
+    let endpoint = |i: u32| {
+        let endpoint = workload::endpoint(0, i);
+        json!({
+            "addresses": [endpoint.address],
+            "conditions": {"ready": true, "serving": true, "terminating": false},
+            "nodeName": endpoint.node, "zone": endpoint.zone,
+            "targetRef": {"kind": "Pod", "namespace": "bench", "name": format!("service-00000-7d4b9c6f5-x{i:04}"), "uid": "0b0f4d5e-3c52-4c0e-9a77-d9a1f5b8c1aa"},
+        })
+    };
+    let event = json!({"type": "MODIFIED", "object": {
+        "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
+        "metadata": {
+            "name": "service-00000-x7k2p", "namespace": "bench", "generateName": "service-00000-", "resourceVersion": "1001", "generation": 7,
+            "uid": "5a1c6f0e-8f3a-4c55-b9d0-0b3a1f0f8e11", "creationTimestamp": "2026-01-01T00:00:00Z",
+            "labels": {"kubernetes.io/service-name": "service-00000", "endpointslice.kubernetes.io/managed-by": "endpointslice-controller.k8s.io"},
+            "annotations": {"endpoints.kubernetes.io/last-change-trigger-time": "2026-01-01T00:00:00Z"},
+            "ownerReferences": [{"apiVersion": "v1", "kind": "Service", "name": "service-00000", "uid": "c9b7e2f4-1f60-4f0e-a3f5-2f1d6f0c9b10", "controller": true, "blockOwnerDeletion": true}],
+        },
+        "ports": [{"name": "http", "protocol": "TCP", "port": 8080}],
+        "endpoints": (0..ENDPOINTS).map(endpoint).collect::<Vec<_>>(),
+    }});
+    event.to_string().len()
+}
