@@ -1,5 +1,7 @@
 //! What rendering depends on besides state and node.
 
+use std::net::IpAddr;
+
 use crate::{masquerade::MasqueradeConfig, model::Family};
 
 /// How rules are laid out in chains.
@@ -17,6 +19,17 @@ pub enum Layout {
     Compact,
 }
 
+/// The node's addresses that answer NodePorts.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub enum NodePortAddresses {
+    /// Every address of the node.
+    #[default]
+    All,
+    /// These, whatever their family. A family with none of its own has no NodePorts: whoever resolves ranges to addresses gives
+    /// [`NodePortAddresses::All`] to a family that no range was meant for.
+    Only(Vec<IpAddr>),
+}
+
 /// Configuration of one family's rules.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RenderConfig {
@@ -24,6 +37,8 @@ pub struct RenderConfig {
     pub family: Family,
     /// Masquerading.
     pub masquerade: MasqueradeConfig,
+    /// Addresses that answer NodePorts.
+    pub node_port_addresses: NodePortAddresses,
     /// NodePorts answer on 127.0.0.0/8 (IPv4 only; never on ::1).
     pub localhost_node_ports: bool,
     /// `nf_conntrack_tcp_be_liberal` is on: packets that conntrack calls INVALID need not be dropped.
@@ -45,6 +60,7 @@ impl RenderConfig {
         Self {
             family,
             masquerade: MasqueradeConfig::default(),
+            node_port_addresses: NodePortAddresses::All,
             localhost_node_ports: family == Family::V4,
             conntrack_tcp_be_liberal: false,
             layout: Layout::Auto,

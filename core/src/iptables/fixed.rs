@@ -1,6 +1,12 @@
 //! Chains that depend on configuration alone, and the jumps into them from the kernel's own chains.
 
-use super::{Table, config::RenderConfig, line::Line};
+use std::net::IpAddr;
+
+use super::{
+    Table,
+    config::{NodePortAddresses, RenderConfig},
+    line::Line,
+};
 use crate::model::Family;
 
 /// `KUBE-SERVICES`, in nat and filter.
@@ -98,6 +104,8 @@ pub fn jumps(config: &RenderConfig) -> Vec<Jump> {
     jumps.push(jump(filter, "FORWARD", SERVICES, portals, true));
     jumps.push(jump(filter, "FORWARD", EXTERNAL_SERVICES, visible, true));
     jumps.push(jump(filter, "OUTPUT", SERVICES, portals, true));
+    // kube-proxy leaves this one out in iptables mode, so that a node's own connections to external destinations without endpoints time out.
+    jumps.push(jump(filter, "OUTPUT", EXTERNAL_SERVICES, visible, true));
     if has_localnet_guard(config) {
         for from in ["INPUT", "OUTPUT"] {
             jumps.push(jump(filter, from, LOCALNET_GUARD, "block incoming localnet connections", false));
@@ -106,24 +114,46 @@ pub fn jumps(config: &RenderConfig) -> Vec<Jump> {
     jumps
 }
 
-/// The last rule of nat KUBE-SERVICES, without its chain.
+/// The last rules of nat KUBE-SERVICES, each without its chain: to KUBE-NODEPORTS for the addresses that answer NodePorts.
 #[must_use]
-pub fn node_ports_jump(config: &RenderConfig) -> String {
-    let mut rule = String::new();
-    let mut line = Line::bare(&mut rule);
-    match config.family {
-        Family::V6 => line = line.add("! -d ::1/128"),
-        Family::V4 if !config.localhost_node_ports => line = line.add("! -d 127.0.0.0/8"),
-        Family::V4 => {}
+pub fn node_ports_jumps(config: &RenderConfig) -> Vec<String> {
+    let comment = "kubernetes service nodeports; NOTE: this must be the last rule in this chain";
+    let jump = |begin: &dyn Fn(Line<'_>)| {
+        let mut rule = String::new();
+        begin(Line::bare(&mut rule));
+        rule
+    };
+    match &config.node_port_addresses {
+        NodePortAddresses::All => vec![jump(&|line| {
+            let line = match config.family {
+                Family::V6 => line.add("! -d ::1/128"),
+                Family::V4 if !config.localhost_node_ports => line.add("! -d 127.0.0.0/8"),
+                Family::V4 => line,
+            };
+            line.comment(comment).destination_is_node().jump(NODE_PORTS);
+        })],
+        NodePortAddresses::Only(addresses) => {
+            let of_family = addresses.iter().filter(|address| Family::of(**address) == config.family);
+            let answering = of_family.filter(|address| !address.is_loopback() || config.localhost_node_ports);
+            let mut answering: Vec<IpAddr> = answering.copied().collect();
+            answering.sort_unstable();
+            answering.dedup();
+            let jumps = answering
+                .into_iter()
+                .map(|address| jump(&|line| line.destination_host(address).comment(comment).jump(NODE_PORTS)));
+            jumps.collect()
+        }
     }
-    line.comment("kubernetes service nodeports; NOTE: this must be the last rule in this chain")
-        .destination_is_node()
-        .jump(NODE_PORTS);
-    rule
 }
 
-fn has_localnet_guard(config: &RenderConfig) -> bool {
-    config.family == Family::V4 && config.localhost_node_ports
+/// NodePorts on 127.0.0.0/8 are possible, which takes `route_localnet` and a guard.
+#[must_use]
+pub fn has_localnet_guard(config: &RenderConfig) -> bool {
+    let may_answer = match &config.node_port_addresses {
+        NodePortAddresses::All => true,
+        NodePortAddresses::Only(addresses) => addresses.iter().any(IpAddr::is_loopback),
+    };
+    config.family == Family::V4 && config.localhost_node_ports && may_answer
 }
 
 fn mark_masq(config: &RenderConfig) -> FixedChain {

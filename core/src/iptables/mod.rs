@@ -21,7 +21,7 @@ pub mod shared;
 #[cfg(test)]
 mod tests;
 
-pub use config::{Layout, RenderConfig};
+pub use config::{Layout, NodePortAddresses, RenderConfig};
 pub use existing::Existing;
 pub use ledger::Ledger;
 pub use script::Script;

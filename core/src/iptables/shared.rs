@@ -219,9 +219,11 @@ impl Shared {
             }
         }
         if chain == SharedChain::NatServices {
-            rules.push_str("-A ");
-            rules.push_str(chain.name());
-            rules.push_str(&fixed::node_ports_jump(&self.config));
+            for jump in fixed::node_ports_jumps(&self.config) {
+                rules.push_str("-A ");
+                rules.push_str(chain.name());
+                rules.push_str(&jump);
+            }
         }
         rules
     }

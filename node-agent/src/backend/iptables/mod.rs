@@ -125,7 +125,7 @@ impl Backend for IptablesBackend {
 
 impl FamilyBackend {
     fn sync_full(&mut self, state: &State, node: &NodeFacts, report: &mut Report) -> Result<(), BackendError> {
-        if self.ledger.config().localhost_node_ports {
+        if fixed::has_localnet_guard(self.ledger.config()) {
             report.warnings.extend(sysctl::route_localnet().err());
         }
         let existing = self.existing()?;
