@@ -91,6 +91,6 @@ pub fn choose<'a>(
 }
 
 /// Name and protocol join an endpoint's port to a service's, never the number.
-fn joins(candidate: &crate::model::EndpointPort, port: &ServicePort) -> bool {
+pub(crate) fn joins(candidate: &crate::model::EndpointPort, port: &ServicePort) -> bool {
     candidate.name == port.name && candidate.protocol == port.protocol
 }

@@ -7,7 +7,7 @@ use std::{net::IpAddr, path::Path, sync::Arc};
 use headgate_core::{
     Change, ClientIpAffinity, Dirty, Endpoint, EndpointPort, Family, Protocol, Service, ServiceKey, ServicePort, State,
     TrafficPolicy,
-    iptables::{Existing, Layout, Ledger, RenderConfig, Table, fake_kernel::FakeKernel},
+    iptables::{ExistingTables, Layout, Ledger, RenderConfig, Table, fake_kernel::FakeKernel},
     masquerade::{LocalDetector, MasqueradeConfig},
     view::NodeFacts,
 };
@@ -80,6 +80,8 @@ fn everything() -> Vec<Change> {
 
 /// The backend on the real kernel, and the same ledgers on a kernel in memory.
 struct Rig {
+    variant: Variant,
+    layout: Layout,
     backend: IptablesBackend,
     expected: Vec<(Family, Ledger, FakeKernel)>,
     state: State,
@@ -92,14 +94,15 @@ impl Rig {
             let render = RenderConfig { layout, masquerade: masquerade(), ..RenderConfig::new(family) };
             (family, Ledger::new(render), FakeKernel::default())
         });
-        Self { backend: IptablesBackend::new(config).unwrap(), expected: expected.into(), state: State::default() }
+        let backend = IptablesBackend::new(config).unwrap();
+        Self { variant, layout, backend, expected: expected.into(), state: State::default() }
     }
 
     fn full(&mut self) {
         self.backend.sync_full(&self.state, &node()).unwrap();
         for (_, ledger, kernel) in &mut self.expected {
             let saves = Table::ALL.map(|table| kernel.save(table)).concat();
-            let (script, _) = ledger.full(&self.state, &node(), |table| Existing::parse(table, &saves));
+            let (script, _) = ledger.full(&self.state, &node(), &ExistingTables::parse(&saves));
             kernel.restore(&script.to_string()).unwrap();
         }
     }
@@ -115,6 +118,24 @@ impl Rig {
             let (script, _) = ledger.changed(&self.state, &node(), &dirty);
             kernel.restore(&script.to_string()).unwrap();
         }
+    }
+}
+
+impl Rig {
+    /// A new agent finds its rules and writes nothing; where somebody changed one chain, it writes that chain alone.
+    fn assert_warm_restart_writes_nothing(&self, namespace: &netns::Namespace, variant: testbed_iptables::Variant) {
+        let config = |layout| Config { variant: self.variant, layout, masquerade: masquerade(), ..Config::default() };
+        let mut second = IptablesBackend::new(config(self.layout)).unwrap();
+        let report = second.sync_full(&self.state, &node()).unwrap();
+        assert_eq!(report.objects_written, 0, "{report:?}");
+        let family = headgate_tests::testbed::plan::Family::V4;
+        let lock = Path::new("/run/xtables.lock");
+        let by_hand = ["-t", "nat", "-A", "KUBE-MARK-MASQ", "-j", "RETURN"];
+        testbed_iptables::run(namespace, variant, family, lock, &by_hand).unwrap();
+        let mut third = IptablesBackend::new(config(self.layout)).unwrap();
+        let report = third.sync_full(&self.state, &node()).unwrap();
+        assert_eq!(report.objects_written, 1, "{report:?}");
+        assert_equal(namespace, variant, self, "repaired");
     }
 }
 
@@ -171,6 +192,7 @@ fn run(variant: Variant, layout: Layout) {
             assert_equal(&namespace, saved_by, &rig, "some removed");
             rig.full();
             assert_equal(&namespace, saved_by, &rig, "written again");
+            rig.assert_warm_restart_writes_nothing(&namespace, saved_by);
             let more = (0..300u16).map(|i| {
                 let [high, low] = i.to_be_bytes();
                 let key = ServiceKey::new("many", &format!("svc{i}"));

@@ -1,45 +1,116 @@
 //! What a kernel has, as `iptables-save` prints it.
 
-use std::collections::BTreeSet;
+use std::{
+    collections::{BTreeSet, HashMap},
+    hash::{DefaultHasher, Hasher as _},
+};
 
 use super::{Table, fixed, names::ChainName};
 
 /// The kernel's own chains.
 const BASE_CHAINS: [&str; 5] = ["PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING"];
 
+/// A hash of a chain's rules in order, taken line by line.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct RulesHash(u64);
+
+impl RulesHash {
+    /// The hash of complete rules, each a line.
+    #[must_use]
+    pub fn of(rules: &str) -> Self {
+        let mut hash = Self::default();
+        rules.lines().for_each(|rule| hash.add(rule));
+        hash
+    }
+
+    fn add(&mut self, rule: &str) {
+        let mut hasher = DefaultHasher::new();
+        hasher.write_u64(self.0);
+        hasher.write(rule.as_bytes());
+        self.0 = hasher.finish();
+    }
+}
+
 /// Our chains in one table, and the rules in the kernel's own chains.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Existing {
-    /// Names of chains that are ours by name.
-    pub chains: BTreeSet<String>,
+    /// Chains that are ours by name, with the hash of their rules; `None` where it is not known.
+    pub chains: HashMap<String, Option<RulesHash>>,
     /// Rules of the kernel's own chains, as `CHAIN REST`.
     pub base_rules: BTreeSet<String>,
+    /// Length of the prefixes by which KUBE-SERVICES leads to groups; `None` in the classic layout.
+    pub prefix_length: Option<u8>,
+}
+
+/// Takes `iptables-save` output line by line, so that a large table is never held as text.
+#[derive(Debug)]
+pub struct ExistingReader {
+    table: Table,
+    is_here: bool,
+    existing: Existing,
+}
+
+impl ExistingReader {
+    /// A reader for one table.
+    #[must_use]
+    pub fn new(table: Table) -> Self {
+        Self { table, is_here: false, existing: Existing::default() }
+    }
+
+    /// Takes the next line. What is not ours is passed over; nothing is an error.
+    pub fn line(&mut self, line: &str) {
+        if let Some(name) = line.strip_prefix('*') {
+            self.is_here = name.trim() == self.table.as_str();
+        } else if !self.is_here {
+        } else if let Some(declaration) = line.strip_prefix(':') {
+            let name = declaration.split(' ').next().unwrap_or_default();
+            if is_ours(self.table, name) {
+                self.existing.chains.insert(name.to_owned(), Some(RulesHash::default()));
+            }
+        } else if let Some(rule) = line.strip_prefix("-A ") {
+            self.rule(line, rule);
+        }
+    }
+
+    fn rule(&mut self, line: &str, rule: &str) {
+        let (chain, rest) = rule.split_once(' ').unwrap_or((rule, ""));
+        if let Some(Some(hash)) = self.existing.chains.get_mut(chain) {
+            hash.add(line);
+            if chain == fixed::SERVICES && self.table == Table::Nat {
+                self.existing.prefix_length = self.existing.prefix_length.or_else(|| group_prefix_length(rest));
+            }
+        } else if BASE_CHAINS.contains(&chain) {
+            self.existing.base_rules.insert(rule.to_owned());
+        }
+    }
+
+    /// What was there.
+    #[must_use]
+    pub fn finish(self) -> Existing {
+        self.existing
+    }
+}
+
+/// The prefix length of `-d 10.96.0.0/24 -j KUBE-SVCS-…`.
+fn group_prefix_length(rule: &str) -> Option<u8> {
+    let (prefix, target) = rule.strip_prefix("-d ")?.split_once(" -j ")?;
+    ChainName::parse(target)?;
+    prefix.split_once('/')?.1.parse().ok()
 }
 
 impl Existing {
-    /// Reads one table of `iptables-save` output. What is not ours is passed over; nothing is an error.
+    /// Reads one table of `iptables-save` output.
     #[must_use]
     pub fn parse(table: Table, save: &str) -> Self {
-        let mut existing = Self::default();
-        let mut here = false;
-        for line in save.lines() {
-            if let Some(name) = line.strip_prefix('*') {
-                here = name.trim() == table.as_str();
-            } else if !here {
-                continue;
-            } else if let Some(declaration) = line.strip_prefix(':') {
-                let name = declaration.split(' ').next().unwrap_or_default();
-                if is_ours(table, name) {
-                    existing.chains.insert(name.to_owned());
-                }
-            } else if let Some(rule) = line.strip_prefix("-A ") {
-                let chain = rule.split(' ').next().unwrap_or_default();
-                if BASE_CHAINS.contains(&chain) {
-                    existing.base_rules.insert(rule.to_owned());
-                }
-            }
-        }
-        existing
+        let mut reader = ExistingReader::new(table);
+        save.lines().for_each(|line| reader.line(line));
+        reader.finish()
+    }
+
+    /// True when a chain is there with just these rules.
+    #[must_use]
+    pub fn has_chain_with(&self, name: &str, rules: RulesHash) -> bool {
+        self.chains.get(name).is_some_and(|existing| *existing == Some(rules))
     }
 
     /// True when a rule stands in one of the kernel's own chains.
@@ -54,6 +125,47 @@ impl Existing {
             let target = rule.split(" -j ").nth(1)?.split(' ').next()?;
             if is_ours(table, target) { rule.split_once(' ') } else { None }
         })
+    }
+}
+
+/// What a kernel has in the tables that we write to.
+#[derive(Debug, Default, Clone, PartialEq, Eq)]
+pub struct ExistingTables {
+    mangle: Existing,
+    nat: Existing,
+    filter: Existing,
+}
+
+impl ExistingTables {
+    /// Puts in what one table has.
+    pub fn set(&mut self, table: Table, existing: Existing) {
+        *self.slot(table) = existing;
+    }
+
+    /// Reads all of `iptables-save` output.
+    #[must_use]
+    pub fn parse(save: &str) -> Self {
+        let mut tables = Self::default();
+        Table::ALL.into_iter().for_each(|table| tables.set(table, Existing::parse(table, save)));
+        tables
+    }
+
+    /// What one table has.
+    #[must_use]
+    pub fn get(&self, table: Table) -> &Existing {
+        match table {
+            Table::Mangle => &self.mangle,
+            Table::Nat => &self.nat,
+            Table::Filter => &self.filter,
+        }
+    }
+
+    fn slot(&mut self, table: Table) -> &mut Existing {
+        match table {
+            Table::Mangle => &mut self.mangle,
+            Table::Nat => &mut self.nat,
+            Table::Filter => &mut self.filter,
+        }
     }
 }
 

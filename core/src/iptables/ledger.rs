@@ -11,7 +11,7 @@ use std::{
 };
 
 use super::{
-    Existing, Table,
+    Existing, ExistingTables, RulesHash, Table,
     config::RenderConfig,
     fixed,
     names::ChainName,
@@ -36,7 +36,7 @@ pub struct Ledger {
 /// One service's programmed rules.
 #[derive(Debug, Default)]
 struct Programmed {
-    chains: Box<[(ChainName, u64)]>,
+    chains: Box<[(ChainName, RulesHash)]>,
     dispatch: Box<[(SharedChain, Selector)]>,
     dispatch_hash: u64,
 }
@@ -52,7 +52,7 @@ impl Ledger {
     /// Nothing is programmed.
     #[must_use]
     pub fn new(config: RenderConfig) -> Self {
-        let shared = Shared::new(config.clone(), None);
+        let shared = Shared::new(config.clone(), None, None);
         Self { config, programmed: HashMap::new(), shared }
     }
 
@@ -62,13 +62,12 @@ impl Ledger {
         &self.config
     }
 
-    /// Writes what changed for the dirty services, at the cost of those services alone. Only when the number of services has crossed
-    /// the threshold between dispatch layouts is everything written.
+    /// Writes what changed for the dirty services, at the cost of those services alone. Only when the size of the cluster has crossed
+    /// the threshold between layouts is everything written.
     pub fn changed(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> (Script, Planned) {
-        if self.layout_is_outgrown(state.service_count(), state.endpoint_count()) {
-            let believed = Table::ALL.map(|table| (table, self.believed(table)));
-            let of = |table| believed.iter().find(|(of, _)| *of == table).map(|(_, existing)| existing.clone());
-            return self.full(state, node, |table| of(table).unwrap_or_default());
+        if self.layout_is_outgrown(state) {
+            let believed = self.believed();
+            return self.full(state, node, &believed);
         }
         let mut script = Script::default();
         let mut planned = Planned::default();
@@ -85,15 +84,14 @@ impl Ledger {
         (script, planned)
     }
 
-    /// Forgets what was programmed and writes everything, given what the kernel has in nat and filter. Chains that are ours by name and not
-    /// wanted are deleted; nothing else is touched.
-    pub fn full(&mut self, state: &State, node: &NodeFacts, existing: impl Fn(Table) -> Existing) -> (Script, Planned) {
-        let is_compact = self.config.is_compact(state.service_count(), state.endpoint_count());
-        let addresses = is_compact.then(|| self.dispatched_addresses(state));
-        self.shared = Shared::new(self.config.clone(), addresses.as_deref());
+    /// Forgets what was programmed and goes by what the kernel has: writes the chains that differ from what is wanted, and deletes those
+    /// that are ours by name and not wanted. Where everything is as it should be, the script is empty. Nothing else is touched.
+    pub fn full(&mut self, state: &State, node: &NodeFacts, existing: &ExistingTables) -> (Script, Planned) {
+        let is_compact = self.wants_compact(state, existing.get(Table::Nat).chains.contains_key(fixed::HAIRPIN));
+        self.shared = self.new_shared(state, is_compact, existing.get(Table::Nat).prefix_length);
         self.programmed.clear();
 
-        let mut script = Script::default();
+        let mut script = Script::comparing_with(existing.clone());
         let mut planned = Planned::default();
         for chain in fixed::chains(&self.config) {
             script.write_chain(chain.table, &chain.name, &chain.rules);
@@ -108,25 +106,24 @@ impl Ledger {
         let postrouting = fixed::postrouting(&self.config, is_compact);
         script.write_chain(postrouting.table, &postrouting.name, &postrouting.rules);
         for table in Table::ALL {
-            let existing = existing(table);
-            self.write_jumps(table, &existing, &mut script);
-            self.delete_stale(table, &existing, &mut script);
+            self.write_jumps(table, existing.get(table), &mut script);
+            self.delete_stale(table, existing.get(table), &mut script);
         }
+        script.forget_existing();
         (script, planned)
     }
 
     /// Removes every trace from what a kernel has. Rules of the kernel's own chains that lead to ours are deleted first.
     #[must_use]
-    pub fn cleanup(existing: impl Fn(Table) -> Existing) -> Script {
+    pub fn cleanup(existing: &ExistingTables) -> Script {
         let mut script = Script::default();
         for table in Table::ALL {
-            let existing = existing(table);
+            let existing = existing.get(table);
             for (chain, rule) in existing.jumps_to_ours(table) {
                 script.delete_rule(table, chain, rule);
             }
-            for name in &existing.chains {
-                script.delete_chain(table, name);
-            }
+            let names: BTreeSet<&String> = existing.chains.keys().collect();
+            names.into_iter().for_each(|name| script.delete_chain(table, name));
         }
         script
     }
@@ -137,13 +134,19 @@ impl Ledger {
         self.programmed.len()
     }
 
-    fn layout_is_outgrown(&self, services: usize, endpoints: usize) -> bool {
-        if self.shared.is_compact() {
-            // Going back needs a clear distance, lest a service coming and going rebuilds everything each time.
-            !self.config.is_compact(services * 2, endpoints * 2)
-        } else {
-            self.config.is_compact(services, endpoints)
-        }
+    fn layout_is_outgrown(&self, state: &State) -> bool {
+        self.wants_compact(state, self.shared.is_compact()) != self.shared.is_compact()
+    }
+
+    /// Going back from compact needs a clear distance, lest a service coming and going rebuilds everything each time.
+    fn wants_compact(&self, state: &State, is_compact: bool) -> bool {
+        let factor = if is_compact { 2 } else { 1 };
+        self.config.is_compact(state.service_count() * factor, state.endpoint_count() * factor)
+    }
+
+    fn new_shared(&self, state: &State, is_compact: bool, prefix_length: Option<u8>) -> Shared {
+        let addresses = is_compact.then(|| self.dispatched_addresses(state));
+        Shared::new(self.config.clone(), addresses.as_deref(), prefix_length)
     }
 
     fn dispatched_addresses(&self, state: &State) -> Vec<IpAddr> {
@@ -159,10 +162,10 @@ impl Ledger {
     /// Writes the chains of a service that differ from what is programmed, and enters its dispatch lines.
     fn program(&mut self, key: &Arc<ServiceKey>, rules: ServiceRules, script: &mut Script, stale: &mut Vec<ChainName>) {
         let old = self.programmed.remove(key).unwrap_or_default();
-        let before: HashMap<ChainName, u64> = old.chains.iter().copied().collect();
+        let before: HashMap<ChainName, RulesHash> = old.chains.iter().copied().collect();
         let mut chains = Vec::with_capacity(rules.chains.len());
         for chain in rules.chains {
-            let hash = hash_of(&chain.rules);
+            let hash = RulesHash::of(&chain.rules);
             if before.get(&chain.name) != Some(&hash) {
                 script.write_chain(Table::Nat, &chain.name, &chain.rules);
             }
@@ -200,9 +203,8 @@ impl Ledger {
 
     fn delete_stale(&self, table: Table, existing: &Existing, script: &mut Script) {
         let wanted = self.wanted_chains(table);
-        for name in existing.chains.iter().filter(|name| !wanted.contains(*name)) {
-            script.delete_chain(table, name);
-        }
+        let stale: BTreeSet<&String> = existing.chains.keys().filter(|name| !wanted.contains(*name)).collect();
+        stale.into_iter().for_each(|name| script.delete_chain(table, name));
     }
 
     /// Names of all chains of a table that are programmed. A full pass.
@@ -222,11 +224,16 @@ impl Ledger {
         wanted
     }
 
-    /// What the kernel has if all scripts so far succeeded and nobody interfered.
-    fn believed(&self, table: Table) -> Existing {
-        let jumps = fixed::jumps(&self.config).into_iter().filter(|jump| jump.table == table);
-        let base_rules = jumps.map(|jump| format!("{} {}", jump.from, jump.rule)).collect();
-        Existing { chains: self.wanted_chains(table), base_rules }
+    /// What the kernel has if all scripts so far succeeded and nobody interfered; what the chains hold is left open.
+    fn believed(&self) -> ExistingTables {
+        let mut believed = ExistingTables::default();
+        for table in Table::ALL {
+            let jumps = fixed::jumps(&self.config).into_iter().filter(|jump| jump.table == table);
+            let base_rules = jumps.map(|jump| format!("{} {}", jump.from, jump.rule)).collect();
+            let chains = self.wanted_chains(table).into_iter().map(|name| (name, None)).collect();
+            believed.set(table, Existing { chains, base_rules, prefix_length: None });
+        }
+        believed
     }
 }
 

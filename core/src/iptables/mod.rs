@@ -22,7 +22,7 @@ pub mod shared;
 mod tests;
 
 pub use config::{Layout, NodePortAddresses, RenderConfig};
-pub use existing::Existing;
+pub use existing::{Existing, ExistingReader, ExistingTables, RulesHash};
 pub use ledger::Ledger;
 pub use script::Script;
 

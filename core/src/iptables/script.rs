@@ -2,7 +2,7 @@
 
 use std::fmt::{Display, Write as _};
 
-use super::Table;
+use super::{ExistingTables, RulesHash, Table};
 
 /// A restore script under construction. One table's part is one atomic step.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
@@ -13,6 +13,8 @@ pub struct Script {
     chains_written: u32,
     chains_deleted: u32,
     filter_first: bool,
+    /// What the kernel has, while a full script is written: chains that are there already are left out.
+    existing: Option<ExistingTables>,
 }
 
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
@@ -43,8 +45,24 @@ impl Script {
         }
     }
 
+    /// A script that leaves out what the kernel has already.
+    #[must_use]
+    pub(super) fn comparing_with(existing: ExistingTables) -> Self {
+        Self { existing: Some(existing), ..Self::default() }
+    }
+
+    /// Ends the comparison and frees what it took.
+    pub(super) fn forget_existing(&mut self) {
+        self.existing = None;
+    }
+
     /// Creates or replaces a chain. `rules` are complete lines.
     pub fn write_chain(&mut self, table: Table, name: &impl Display, rules: &str) {
+        if let Some(existing) = &self.existing
+            && existing.get(table).has_chain_with(&name.to_string(), RulesHash::of(rules))
+        {
+            return;
+        }
         // Writing to a String cannot fail.
         let part = self.part(table);
         let _ = writeln!(part.declarations, ":{name} - [0:0]");

@@ -122,10 +122,11 @@ pub struct Shared {
 }
 
 impl Shared {
-    /// Empty chains. `addresses` are those that will be dispatched, when that shall happen in the compact layout.
+    /// Empty chains. `addresses` are those that will be dispatched, when that shall happen in the compact layout; `in_use` is the prefix
+    /// length that a kernel has already, which is kept unless another is clearly better.
     #[must_use]
-    pub fn new(config: RenderConfig, addresses: Option<&[IpAddr]>) -> Self {
-        let prefix_length = addresses.map(|addresses| choose_prefix_length(config.family, addresses));
+    pub fn new(config: RenderConfig, addresses: Option<&[IpAddr]>, in_use: Option<u8>) -> Self {
+        let prefix_length = addresses.map(|addresses| choose_prefix_length(config.family, addresses, in_use));
         let chains = used_chains(prefix_length.is_some());
         let dirty = chains.map(|chain| (chain, Group::Top)).collect();
         Self { config, prefix_length, groups: HashMap::new(), dirty }
@@ -276,17 +277,20 @@ fn numbered(name: impl std::fmt::Display, lines: &Lines) -> String {
     rules.map(|rule| format!("-A {name}{rule}\n")).collect()
 }
 
-/// The prefix length with the fewest rules to pass in the worst case: number of groups plus length of the longest.
-fn choose_prefix_length(family: Family, addresses: &[IpAddr]) -> u8 {
+/// The prefix length with the fewest rules to pass in the worst case: number of groups plus length of the longest. One that is in use stays
+/// while it costs less than twice of that.
+fn choose_prefix_length(family: Family, addresses: &[IpAddr], in_use: Option<u8>) -> u8 {
     let host = family.host_prefix_length();
-    let cost = |length: &u8| {
+    let cost = |length: u8| {
         let mut groups: HashMap<IpNet, usize> = HashMap::new();
         for address in addresses {
-            if let Ok(net) = IpNet::new(*address, *length) {
+            if let Ok(net) = IpNet::new(*address, length) {
                 *groups.entry(net.trunc()).or_default() += 1;
             }
         }
         groups.len() + groups.values().max().copied().unwrap_or_default()
     };
-    (host - 20..host).min_by_key(cost).unwrap_or(host - 8)
+    let candidates = host - 20..host;
+    let (best_cost, best) = candidates.clone().map(|length| (cost(length), length)).min().unwrap_or((0, host - 8));
+    in_use.filter(|length| candidates.contains(length) && cost(*length) < 2 * best_cost).unwrap_or(best)
 }

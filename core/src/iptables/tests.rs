@@ -3,7 +3,7 @@
 use std::{net::IpAddr, sync::Arc};
 
 use super::{
-    Existing, Layout, Ledger, RenderConfig, Table,
+    Existing, ExistingTables, Layout, Ledger, RenderConfig, Table,
     names::{ChainKind, ChainName},
 };
 use crate::{
@@ -45,7 +45,7 @@ fn state(changes: impl IntoIterator<Item = Change>) -> (State, Dirty) {
 
 fn full(config: RenderConfig, state: &State) -> (Ledger, String) {
     let mut ledger = Ledger::new(config);
-    let (script, _) = ledger.full(state, &node(), |_| Existing::default());
+    let (script, _) = ledger.full(state, &node(), &ExistingTables::default());
     (ledger, script.to_string())
 }
 
@@ -274,14 +274,14 @@ fn terminating_endpoints_serve_only_when_nothing_is_ready() {
 fn stale_chains_go_and_foreign_ones_stay() {
     let save = "*nat\n:PREROUTING ACCEPT [0:0]\n:DOCKER - [0:0]\n:KUBE-SVC-XPGD46QRK7WJZT7O - [0:0]\n\
         -A PREROUTING -j DOCKER\n-A PREROUTING -m comment --comment \"kubernetes service portals\" -j KUBE-SERVICES\nCOMMIT\n";
-    let existing = |table| Existing::parse(table, save);
-    let (script, _) = Ledger::new(config()).full(&State::default(), &node(), existing);
+    let existing = ExistingTables::parse(save);
+    let (script, _) = Ledger::new(config()).full(&State::default(), &node(), &existing);
     let script = script.to_string();
     assert!(script.contains("-X KUBE-SVC-XPGD46QRK7WJZT7O\n"));
     assert!(!script.contains("DOCKER"));
     assert!(!script.contains("-I PREROUTING"), "the jump is there already");
     assert!(script.contains("-I OUTPUT -m comment --comment \"kubernetes service portals\" -j KUBE-SERVICES"));
-    let cleanup = Ledger::cleanup(existing).to_string();
+    let cleanup = Ledger::cleanup(&existing).to_string();
     assert_eq!(
         cleanup,
         "*nat\n:KUBE-SVC-XPGD46QRK7WJZT7O - [0:0]\n\

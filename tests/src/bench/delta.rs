@@ -14,7 +14,7 @@ use headgate_control_plane::{
 };
 use headgate_core::{
     Change, Dirty, Family,
-    iptables::{Existing, Layout, Ledger, RenderConfig},
+    iptables::{ExistingTables, Layout, Ledger, RenderConfig},
     view::NodeFacts,
 };
 use headgate_node_agent::session::{
@@ -154,7 +154,7 @@ impl Agent {
 
     fn program_everything(&mut self) {
         for ledger in &mut self.ledgers {
-            ledger.full(self.held.state(), &self.node, |_| Existing::default());
+            ledger.full(self.held.state(), &self.node, &ExistingTables::default());
         }
     }
 

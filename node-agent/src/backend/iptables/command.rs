@@ -1,13 +1,13 @@
 //! The programs: `iptables-save` to read, `iptables-restore --noflush` to write.
 
 use std::{
-    io::{self, BufWriter, Write as _},
+    io::{self, BufRead as _, BufReader, BufWriter, Write as _},
     process::{Command, Output, Stdio},
 };
 
 use headgate_core::{
     Family,
-    iptables::{Existing, Script, Table},
+    iptables::{Existing, ExistingReader, Script, Table},
 };
 
 use super::{
@@ -47,20 +47,41 @@ impl Programs {
         Command::new(self.name("restore")).arg("--version").output().is_ok_and(|output| output.status.success())
     }
 
-    /// Everything that the kernel has in a table, as text. Empty where the table does not exist yet.
-    pub(super) fn save(&self, table: Table) -> Result<String, BackendError> {
-        let program = self.name("save");
-        let output =
-            Command::new(&program).args(["-t", table.as_str()]).output().map_err(|e| start_error(&program, &e))?;
-        if output.status.success() {
-            return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
-        }
-        Err(failure(&program, &format!("cannot read table {table}"), &output))
+    /// What of ours the kernel has in a table. Empty where the table does not exist yet.
+    pub(super) fn existing(&self, table: Table) -> Result<Existing, BackendError> {
+        let mut reader = ExistingReader::new(table);
+        self.save(table, |line| reader.line(line))?;
+        Ok(reader.finish())
     }
 
-    /// What of ours the kernel has in a table.
-    pub(super) fn existing(&self, table: Table) -> Result<Existing, BackendError> {
-        Ok(Existing::parse(table, &self.save(table)?))
+    /// Reads a table line by line.
+    pub(super) fn save(&self, table: Table, mut take: impl FnMut(&str)) -> Result<(), BackendError> {
+        let program = self.name("save");
+        let mut child = Command::new(&program)
+            .args(["-t", table.as_str()])
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .map_err(|error| start_error(&program, &error))?;
+        let mut read = Ok(());
+        if let Some(stdout) = child.stdout.take() {
+            let mut lines = BufReader::with_capacity(64 << 10, stdout);
+            let mut line = Vec::new();
+            read = loop {
+                line.clear();
+                match lines.read_until(b'\n', &mut line) {
+                    Ok(0) => break Ok(()),
+                    Ok(_) => take(String::from_utf8_lossy(&line).trim_end()),
+                    Err(error) => break Err(error),
+                }
+            };
+        }
+        let output = child.wait_with_output().map_err(|error| start_error(&program, &error))?;
+        if !output.status.success() {
+            return Err(failure(&program, &format!("cannot read table {table}"), &output));
+        }
+        read.map_err(|error| BackendError::new(ErrorKind::Retry, format!("{program}: reading rules: {error}")))
     }
 
     /// Runs a script. Each table's part takes effect as a whole or not at all.

@@ -11,7 +11,7 @@ pub use config::{Config, Variant};
 
 use headgate_core::{
     Dirty, Family, State,
-    iptables::{Existing, Ledger, RenderConfig, Script, Table, fixed, ledger::Planned},
+    iptables::{ExistingTables, Ledger, RenderConfig, Script, Table, fixed, ledger::Planned},
     view::NodeFacts,
 };
 
@@ -129,12 +129,16 @@ impl FamilyBackend {
             report.warnings.extend(sysctl::route_localnet().err());
         }
         let existing = self.existing()?;
-        let (script, planned) = self.ledger.full(state, node, |table| of_table(&existing, table));
+        let (script, planned) = self.ledger.full(state, node, &existing);
         self.run(&script, planned, report)
     }
 
-    fn existing(&self) -> Result<Vec<(Table, Existing)>, BackendError> {
-        Table::ALL.into_iter().map(|table| Ok((table, self.programs.existing(table)?))).collect()
+    fn existing(&self) -> Result<ExistingTables, BackendError> {
+        let mut tables = ExistingTables::default();
+        for table in Table::ALL {
+            tables.set(table, self.programs.existing(table)?);
+        }
+        Ok(tables)
     }
 
     fn run(&self, script: &Script, planned: Planned, report: &mut Report) -> Result<(), BackendError> {
@@ -164,11 +168,7 @@ impl FamilyBackend {
 
     fn cleanup(&self) -> Result<(), BackendError> {
         let existing = self.existing()?;
-        let script = Ledger::cleanup(|table| of_table(&existing, table));
+        let script = Ledger::cleanup(&existing);
         if script.is_empty() { Ok(()) } else { self.programs.restore(&script) }
     }
-}
-
-fn of_table(existing: &[(Table, Existing)], table: Table) -> Existing {
-    existing.iter().find(|(of, _)| *of == table).map(|(_, existing)| existing.clone()).unwrap_or_default()
 }

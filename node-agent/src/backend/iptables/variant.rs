@@ -35,27 +35,41 @@ fn detect(has_legacy: bool, has_nft: bool) -> Result<Variant, BackendError> {
         (false, false) => Err(missing("iptables-nft-restore")),
         (true, false) => Ok(Variant::Legacy),
         (false, true) => Ok(Variant::Nft),
-        (true, true) => {
-            let nft = saved(Variant::Nft);
-            let legacy = saved(Variant::Legacy);
-            Ok(prefer(&legacy, &nft))
-        }
+        (true, true) => Ok(prefer(used(Variant::Legacy), used(Variant::Nft))),
+    }
+}
+
+/// What speaks for a variant.
+#[derive(Debug, Default, Clone, Copy)]
+struct Use {
+    by_kubelet: bool,
+    rules: usize,
+}
+
+impl Use {
+    fn count(&mut self, line: &str) {
+        self.by_kubelet |= KUBELET_CHAINS.iter().any(|chain| line.starts_with(chain));
+        self.rules += usize::from(line.starts_with('-'));
     }
 }
 
 /// All rules of both families, in the tables that we look at. A table that cannot be read has no rules to speak for its variant.
-fn saved(variant: Variant) -> String {
-    let programs = Family::BOTH.map(|family| Programs::new(family, variant));
-    let saves = programs.iter().flat_map(|programs| Table::ALL.map(|table| programs.save(table).unwrap_or_default()));
-    saves.collect()
+fn used(variant: Variant) -> Use {
+    let mut used = Use::default();
+    for programs in Family::BOTH.map(|family| Programs::new(family, variant)) {
+        for table in Table::ALL {
+            if let Err(error) = programs.save(table, |line| used.count(line)) {
+                tracing::debug!(%error, "no rules to choose the iptables variant by");
+            }
+        }
+    }
+    used
 }
 
-fn prefer(legacy: &str, nft: &str) -> Variant {
-    let kubelet_used = |save: &str| save.lines().any(|line| KUBELET_CHAINS.iter().any(|chain| line.starts_with(chain)));
-    let rules = |save: &str| save.lines().filter(|line| line.starts_with('-')).count();
-    if kubelet_used(nft) {
+fn prefer(legacy: Use, nft: Use) -> Variant {
+    if nft.by_kubelet {
         Variant::Nft
-    } else if kubelet_used(legacy) || rules(legacy) > rules(nft) {
+    } else if legacy.by_kubelet || legacy.rules > nft.rules {
         Variant::Legacy
     } else {
         Variant::Nft
@@ -68,12 +82,18 @@ mod tests {
 
     #[test]
     fn the_kubelets_chains_decide_then_the_number_of_rules() {
-        let hint = "*mangle\n:KUBE-IPTABLES-HINT - [0:0]\nCOMMIT\n";
-        let rules = "*nat\n-A POSTROUTING -j ACCEPT\n";
+        let used = |save: &str| {
+            let mut used = Use::default();
+            save.lines().for_each(|line| used.count(line));
+            used
+        };
+        let hint = used("*mangle\n:KUBE-IPTABLES-HINT - [0:0]\nCOMMIT\n");
+        let rules = used("*nat\n-A POSTROUTING -j ACCEPT\n");
+        let nothing = Use::default();
         assert_eq!(prefer(hint, rules), Variant::Legacy);
         assert_eq!(prefer(rules, hint), Variant::Nft);
-        assert_eq!(prefer(rules, ""), Variant::Legacy);
-        assert_eq!(prefer("", rules), Variant::Nft);
-        assert_eq!(prefer("", ""), Variant::Nft);
+        assert_eq!(prefer(rules, nothing), Variant::Legacy);
+        assert_eq!(prefer(nothing, rules), Variant::Nft);
+        assert_eq!(prefer(nothing, nothing), Variant::Nft);
     }
 }
