@@ -133,13 +133,7 @@ impl Cleanup {
     /// True when there is nothing to look for.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.rules.is_empty()
-    }
-
-    /// Number of destinations.
-    #[must_use]
-    pub fn len(&self) -> usize {
-        self.rules.len()
+        self.rules.values().all(Rule::is_idle)
     }
 
     /// The rules by destination.
@@ -155,18 +149,13 @@ impl Cleanup {
 
     /// Takes in what was found to do later: the later rule decides, and both rules' suspects are looked at.
     pub fn absorb(&mut self, newer: Self) {
-        for (destination, mut rule) in newer.rules {
-            if let Some(old) = self.rules.remove(&destination) {
-                rule.suspects = match (old.suspects, rule.suspects) {
-                    (Suspects::Sources(mut old), Suspects::Sources(new)) => {
-                        old.extend(new);
-                        Suspects::Sources(old)
-                    }
-                    _ => Suspects::Any,
-                };
+        for (destination, rule) in newer.rules {
+            // Without suspects it only corrects what is still to be done.
+            if !rule.is_idle() || self.rules.contains_key(&destination) {
+                self.add(destination, rule);
             }
-            self.add(destination, rule);
         }
+        self.rules.retain(|_, rule| !rule.is_idle());
     }
 
     /// What to ask the kernel for, so that every stale flow is among the answers. Each filter makes the kernel walk its whole table, which is
@@ -182,6 +171,7 @@ impl Cleanup {
         for (destination, rule) in self.rules().filter(|(destination, _)| destination.family() == family) {
             match &rule.suspects {
                 Suspects::Any => drop(filters.insert(Filter::to(destination))),
+                Suspects::Sources(suspects) if suspects.is_empty() => {}
                 Suspects::Sources(suspects) => {
                     by_destination.insert(Filter::to(destination));
                     sources.extend(suspects.iter().copied());
@@ -217,15 +207,25 @@ impl Cleanup {
         })
     }
 
-    /// Drops suspects that are kept, and rules without suspects.
+    /// The rule replaces an older one, whose suspects it inherits; those that it keeps are none.
     fn add(&mut self, destination: OriginalDestination, mut rule: Rule) {
+        let older = self.rules.remove(&destination).map(|rule| rule.suspects);
+        match (&mut rule.suspects, older) {
+            (Suspects::Sources(sources), Some(Suspects::Sources(older))) => sources.extend(older),
+            (suspects, Some(Suspects::Any)) => *suspects = Suspects::Any,
+            _ => {}
+        }
         if let Suspects::Sources(sources) = &mut rule.suspects {
             sources.retain(|source| rule.keep.binary_search(source).is_err());
-            if sources.is_empty() {
-                return;
-            }
         }
         self.rules.insert(destination, rule);
+    }
+}
+
+impl Rule {
+    /// Nothing can be stale.
+    fn is_idle(&self) -> bool {
+        matches!(&self.suspects, Suspects::Sources(sources) if sources.is_empty())
     }
 }
 
@@ -300,8 +300,8 @@ impl Tracker {
         let used = self.used.entry(Arc::clone(key)).or_default();
         for (destination, keep) in &held {
             let suspects = match used.get(destination) {
-                // Without endpoints there were no translations, and what passed untranslated is not known.
-                Some(sources) if is_past_known && !sources.is_empty() => {
+                // Before the first endpoint there were no translations, and what passed untranslated is not known.
+                Some(sources) if is_past_known && (!sources.is_empty() || keep.is_empty()) => {
                     Suspects::Sources(sources.iter().copied().collect())
                 }
                 _ => Suspects::Any,

@@ -5,11 +5,13 @@
 //! opens a socket, reads a clock, starts a process or knows an async runtime, and a test over `cargo metadata` keeps it so.
 //!
 //! Each Kubernetes behaviour has one file, used by every backend: [`topology`], [`endpoint_choice`], [`masquerade`],
-//! [`source_ranges`], [`claims`].
+//! [`source_ranges`], [`claims`], [`conntrack`], [`health_check_port`].
 
 pub mod claims;
+pub mod conntrack;
 pub mod digest;
 pub mod endpoint_choice;
+pub mod health_check_port;
 pub mod iptables;
 pub mod masquerade;
 pub mod model;

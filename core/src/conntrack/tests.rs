@@ -1,0 +1,340 @@
+#![allow(clippy::unwrap_used)]
+use proptest::prelude::*;
+
+use super::*;
+use crate::{
+    Dirty,
+    model::{Change, Conditions, EndpointPort},
+};
+
+fn key(i: u8) -> ServiceKey {
+    ServiceKey::new("ns", &format!("svc{i}"))
+}
+
+fn udp(name: &str, port: u16, node_port: u16) -> ServicePort {
+    ServicePort { name: name.into(), protocol: Protocol::Udp, port, node_port }
+}
+
+fn dns(i: u8) -> Service {
+    let cluster_ips = vec![IpAddr::from([10, 96, 0, i]), format!("fd00:96::{i}").parse().unwrap()];
+    Service::new(key(i), cluster_ips, vec![udp("dns", 53, 30053)])
+}
+
+fn pod(last: u8) -> Endpoint {
+    let port = |protocol| EndpointPort { name: "dns".into(), protocol, port: 5353 };
+    Endpoint::new(IpAddr::from([10, 244, 0, last]), Arc::from([port(Protocol::Tcp), port(Protocol::Udp)]))
+}
+
+fn source(last: u8) -> SocketAddr {
+    SocketAddr::new(IpAddr::from([10, 244, 0, last]), 5353)
+}
+
+fn cluster_ip(i: u8) -> OriginalDestination {
+    OriginalDestination::Address(IpAddr::from([10, 96, 0, i]), 53)
+}
+
+const NODE_PORT: OriginalDestination = OriginalDestination::NodePort(Family::V4, 30053);
+
+/// A state with a tracker, whose steps all succeed.
+#[derive(Default)]
+struct World {
+    state: State,
+    tracker: Tracker,
+    dirty: Dirty,
+}
+
+impl World {
+    fn step(&mut self, changes: impl IntoIterator<Item = Change>) -> Cleanup {
+        self.apply(changes);
+        let plan = self.tracker.plan(&self.state, &std::mem::take(&mut self.dirty).services);
+        self.tracker.commit(plan)
+    }
+
+    /// The step's rules do not get into the kernel.
+    fn failed_step(&mut self, changes: impl IntoIterator<Item = Change>) {
+        self.apply(changes);
+        drop(self.tracker.plan(&self.state, &self.dirty.services));
+    }
+
+    fn apply(&mut self, changes: impl IntoIterator<Item = Change>) {
+        for change in changes {
+            self.state.apply(change, &mut self.dirty);
+        }
+    }
+}
+
+fn rule(cleanup: &Cleanup, destination: OriginalDestination) -> &Rule {
+    cleanup.rules().find(|(found, _)| *found == destination).map(|(_, rule)| rule).unwrap()
+}
+
+fn suspects(sources: &[u8]) -> Suspects {
+    Suspects::Sources(sources.iter().map(|last| source(*last)).collect())
+}
+
+fn endpoint(i: u8, last: u8) -> Change {
+    Change::Endpoint(key(i), pod(last))
+}
+
+fn gone(i: u8, last: u8) -> Change {
+    Change::RemoveEndpoint(key(i), pod(last).address)
+}
+
+#[test]
+fn a_new_service_suspects_every_flow_to_it() {
+    let mut world = World::default();
+    let cleanup = world.step([Change::Service(dns(1)), endpoint(1, 1)]);
+    let rule = rule(&cleanup, cluster_ip(1));
+    assert_eq!((&*rule.keep, &rule.suspects), (&[source(1)][..], &Suspects::Any));
+    let v4: Vec<_> = cleanup.filters(8).into_iter().filter(|filter| filter.family == Family::V4).collect();
+    assert_eq!(v4, [Filter::to(NODE_PORT), Filter::to(cluster_ip(1))]);
+}
+
+#[test]
+fn a_client_that_was_there_before_the_first_endpoint_is_found() {
+    let mut world = World::default();
+    world.step([Change::Service(dns(1))]);
+    let cleanup = world.step([endpoint(1, 1)]);
+    assert_eq!(rule(&cleanup, cluster_ip(1)).suspects, Suspects::Any);
+}
+
+#[test]
+fn more_endpoints_leave_nothing_stale() {
+    let mut world = World::default();
+    world.step([Change::Service(dns(1)), endpoint(1, 1)]);
+    let cleanup = world.step([endpoint(1, 2), endpoint(1, 3)]);
+    assert_eq!(cleanup.filters(8).into_iter().filter(|filter| filter.family == Family::V4).count(), 0);
+}
+
+#[test]
+fn a_replaced_endpoint_is_looked_for_by_its_address() {
+    let mut world = World::default();
+    world.step([Change::Service(dns(1)), endpoint(1, 1), endpoint(1, 2)]);
+    let cleanup = world.step([gone(1, 1), endpoint(1, 3)]);
+    assert!(cleanup.filters(8).contains(&Filter::answered_by(source(1))), "{cleanup:?}");
+    let to = |source: SocketAddr| cleanup.is_stale("10.96.0.1:53".parse().unwrap(), source, |_| false);
+    assert!(to(source(1)) && !to(source(2)) && !to(source(3)));
+}
+
+#[test]
+fn nothing_is_left_to_answer_after_scaling_to_zero() {
+    let mut world = World::default();
+    world.step([Change::Service(dns(1)), endpoint(1, 1)]);
+    let cleanup = world.step([gone(1, 1)]);
+    assert!(rule(&cleanup, cluster_ip(1)).keep.is_empty());
+    assert!(cleanup.is_stale("10.96.0.1:53".parse().unwrap(), source(1), |_| false));
+}
+
+#[test]
+fn a_deleted_service_is_cleaned_and_forgotten() {
+    let mut world = World::default();
+    world.step([Change::Service(dns(1)), endpoint(1, 1)]);
+    let cleanup = world.step([Change::RemoveService(key(1)), gone(1, 1)]);
+    let at: SocketAddr = "10.96.0.1:53".parse().unwrap();
+    assert!(cleanup.is_stale(at, source(1), |_| false));
+    assert!(!cleanup.is_stale(at, at, |_| false), "whoever has the address now");
+    assert!(world.tracker.is_empty());
+}
+
+#[test]
+fn addresses_and_ports_that_go_are_cleaned() {
+    let mut world = World::default();
+    world.step([Change::Service(dns(1)), endpoint(1, 1)]);
+    let mut moved = dns(1);
+    moved.ports = vec![udp("dns", 54, 0)];
+    let cleanup = world.step([Change::Service(moved)]);
+    assert_eq!(rule(&cleanup, cluster_ip(1)).suspects, suspects(&[1]));
+    assert_eq!(rule(&cleanup, NODE_PORT).suspects, suspects(&[1]));
+    let new = OriginalDestination::Address(IpAddr::from([10, 96, 0, 1]), 54);
+    assert_eq!(rule(&cleanup, new).suspects, Suspects::Any);
+}
+
+#[test]
+fn node_ports_count_on_the_nodes_own_addresses() {
+    let mut world = World::default();
+    let cleanup = world.step([Change::Service(dns(1)), endpoint(1, 1)]);
+    let here: IpAddr = "192.0.2.11".parse().unwrap();
+    let stale = |to: &str| cleanup.is_stale(to.parse().unwrap(), source(9), |address| address == here);
+    assert!(stale("192.0.2.11:30053"));
+    assert!(!stale("192.0.2.12:30053"), "another machine that happens to use the number");
+    assert!(cleanup.needs_node_addresses());
+}
+
+#[test]
+fn ready_or_serving_endpoints_keep_their_flows() {
+    let mut world = World::default();
+    let of = |last: u8, ready: bool, serving: bool, terminating: bool| {
+        Change::Endpoint(key(1), Endpoint { conditions: Conditions { ready, serving, terminating }, ..pod(last) })
+    };
+    let conditions = [of(1, true, true, false), of(2, false, true, true), of(3, true, false, false)];
+    let cleanup = world.step(
+        [Change::Service(dns(1)), of(4, false, false, true), of(5, false, false, false)].into_iter().chain(conditions),
+    );
+    assert_eq!(&*rule(&cleanup, cluster_ip(1)).keep, [source(1), source(2), source(3)]);
+}
+
+#[test]
+fn tcp_and_sctp_are_none_of_it() {
+    let mut world = World::default();
+    let mut service = dns(1);
+    service.ports[0].protocol = Protocol::Tcp;
+    assert!(world.step([Change::Service(service.clone()), endpoint(1, 1)]).is_empty());
+    service.ports[0].protocol = Protocol::Sctp;
+    assert!(world.step([Change::Service(service)]).is_empty());
+    assert!(world.tracker.is_empty(), "memory only for services with UDP ports");
+}
+
+#[test]
+fn a_failed_step_forgets_nothing() {
+    let mut world = World::default();
+    world.step([Change::Service(dns(1)), endpoint(1, 1)]);
+    // Part of the first step's rules may have got into the kernel: flows to 2 are suspects too.
+    world.failed_step([gone(1, 1), endpoint(1, 2)]);
+    let cleanup = world.step([gone(1, 2), endpoint(1, 3)]);
+    assert_eq!(rule(&cleanup, cluster_ip(1)).suspects, suspects(&[1, 2]));
+    world.failed_step([Change::RemoveService(key(1))]);
+    world.failed_step([gone(1, 3)]);
+    assert_eq!(rule(&world.step([]), cluster_ip(1)).suspects, suspects(&[3]));
+}
+
+#[test]
+fn what_waits_to_be_done_follows_what_comes_later() {
+    let mut world = World::default();
+    world.step([Change::Service(dns(1)), endpoint(1, 1), endpoint(1, 2)]);
+    let mut pending = world.step([gone(1, 1)]);
+    pending.absorb(world.step([gone(1, 2), endpoint(1, 3)]));
+    assert_eq!(rule(&pending, cluster_ip(1)).suspects, suspects(&[1, 2]));
+    // Number 1 is back before its flows were deleted: new ones may go there.
+    pending.absorb(world.step([endpoint(1, 1)]));
+    assert_eq!(rule(&pending, cluster_ip(1)).suspects, suspects(&[2]));
+    pending.absorb(world.step([endpoint(1, 2)]));
+    assert!(pending.is_empty());
+}
+
+#[test]
+fn an_address_that_changes_hands_keeps_the_new_owners_flows() {
+    let mut world = World::default();
+    let sharing = |i: u8, created: i64| {
+        let mut service = dns(i);
+        service.ports[0].node_port = 0;
+        service.external_ips = vec!["192.0.2.100".parse().unwrap()];
+        service.created_unix_seconds = created;
+        Change::Service(service)
+    };
+    world.step([sharing(1, 5), endpoint(1, 1), endpoint(2, 2)]);
+    let cleanup = world.step([sharing(2, 4)]);
+    let external = OriginalDestination::Address("192.0.2.100".parse().unwrap(), 53);
+    assert_eq!(&*rule(&cleanup, external).keep, [source(2)]);
+    assert_eq!(rule(&cleanup, external).suspects, Suspects::Any);
+    let cleanup = world.step([Change::RemoveService(key(2))]);
+    assert_eq!(&*rule(&cleanup, external).keep, [source(1)]);
+}
+
+#[test]
+fn many_destinations_are_listed_at_once() {
+    let mut world = World::default();
+    let services = (1..20).flat_map(|i| [Change::Service(dns(i)), endpoint(i, 1)]);
+    assert_eq!(world.step(services).filters(8), Family::BOTH.map(Filter::all));
+    // Many endpoints of one service: by its destinations.
+    let mut world = World::default();
+    world.step([Change::Service(dns(1))].into_iter().chain((1..100).map(|last| endpoint(1, last))));
+    let filters = world.step((1..90).map(|last| gone(1, last))).filters(8);
+    assert_eq!(filters, [Filter::to(NODE_PORT), Filter::to(cluster_ip(1))]);
+}
+
+#[test]
+fn everything_is_suspect_when_rules_are_programmed_whole() {
+    let mut world = World::default();
+    world.step([Change::Service(dns(1)), endpoint(1, 1)]);
+    let plan = world.tracker.plan_all(&world.state);
+    assert_eq!(rule(&plan.cleanup, cluster_ip(1)).suspects, Suspects::Any);
+}
+
+/// The kernel's table, and rules that send new flows to any endpoint that they may.
+#[derive(Default)]
+struct Table {
+    flows: BTreeSet<(OriginalDestination, SocketAddr)>,
+}
+
+fn address_of(destination: OriginalDestination) -> SocketAddr {
+    match destination {
+        OriginalDestination::Address(address, port) => SocketAddr::new(address, port),
+        OriginalDestination::NodePort(Family::V4, port) => SocketAddr::new("192.0.2.11".parse().unwrap(), port),
+        OriginalDestination::NodePort(Family::V6, port) => SocketAddr::new("2001:db8::11".parse().unwrap(), port),
+    }
+}
+
+impl Table {
+    fn traffic(&mut self, state: &State) {
+        for (destination, keep) in state.entries().flat_map(|(key, _)| held(state, key)) {
+            self.flows.extend(keep.iter().map(|source| (destination, *source)));
+        }
+    }
+
+    fn clean(&mut self, cleanup: &Cleanup) {
+        let filters = cleanup.filters(3);
+        self.flows.retain(|(destination, source)| {
+            let to = address_of(*destination);
+            let is_listed = filters.iter().any(|filter| filter.admits(to, *source));
+            !(is_listed && cleanup.is_stale(to, *source, |address| address_of(*destination).ip() == address))
+        });
+    }
+}
+
+fn any_change() -> impl Strategy<Value = Change> {
+    let service =
+        (1u8..4, 0u16..2, 0i64..3, any::<bool>(), any::<bool>()).prop_map(|(i, port, created, shared, second)| {
+            let mut service = dns(i);
+            service.ports[0].port = 53 + port;
+            service.created_unix_seconds = created;
+            if shared {
+                service.external_ips = vec!["192.0.2.100".parse().unwrap()];
+            }
+            if second {
+                service.ports.push(udp("more", 99, 0));
+            }
+            Change::Service(service)
+        });
+    let endpoint = (1u8..4, 1u8..5, 0u8..3, 0u16..2).prop_map(|(i, last, state, port)| {
+        let port = EndpointPort { name: "dns".into(), protocol: Protocol::Udp, port: 5353 + port };
+        let mut endpoint = Endpoint { ports: Arc::from([port]), ..pod(last) };
+        endpoint.conditions = Conditions { ready: state == 0, serving: state < 2, terminating: state == 1 };
+        Change::Endpoint(key(i), endpoint)
+    });
+    prop_oneof![
+        3 => service,
+        5 => endpoint,
+        1 => (1u8..4).prop_map(|i| Change::RemoveService(key(i))),
+        3 => (1u8..4, 1u8..5).prop_map(|(i, last)| gone(i, last)),
+    ]
+}
+
+proptest! {
+    /// Whatever changes, fails and waits: after a cleanup no stale flow is left, and none was lost that may stay.
+    #[test]
+    fn no_stale_flow_survives_and_no_other_dies(
+        steps in proptest::collection::vec((proptest::collection::vec(any_change(), 1..4), 0u8..3), 1..25),
+    ) {
+        let (mut world, mut table, mut pending) = (World::default(), Table::default(), Cleanup::default());
+        for (changes, fate) in steps {
+            if fate == 0 {
+                world.failed_step(changes);
+                // As far as the kernel is concerned it may have succeeded all the same.
+                table.traffic(&world.state);
+                continue;
+            }
+            pending.absorb(world.step(changes));
+            table.traffic(&world.state);
+            if fate == 1 {
+                continue;
+            }
+            let before = table.flows.clone();
+            table.clean(&std::mem::take(&mut pending));
+            let legitimate = |(destination, source): &(OriginalDestination, SocketAddr)| {
+                let winner = world.state.claims().winner(&destination.claim());
+                winner.and_then(|winner| held(&world.state, winner).remove(destination)).is_some_and(|keep| keep.contains(source))
+            };
+            let expected: BTreeSet<_> = before.into_iter().filter(legitimate).collect();
+            prop_assert_eq!(&table.flows, &expected);
+        }
+    }
+}
