@@ -1,6 +1,9 @@
 //! Input for `iptables-restore --noflush`.
 
-use std::fmt::{Display, Write as _};
+use std::{
+    collections::BTreeSet,
+    fmt::{Display, Write as _},
+};
 
 use super::{ExistingTables, RulesHash, Table};
 
@@ -19,20 +22,22 @@ pub struct Script {
 
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 struct Part {
-    /// Chains come first: rules may lead to any of them, and iptables-nft takes them faster in one run.
-    declarations: String,
+    /// Chains come first, since rules may lead to any of them, and in descending order: iptables-nft keeps its list of chains sorted and looks
+    /// for each one's place from the start, so that ascending order costs the square of their number (10,000 chains: 9 s instead of 3.7 s).
+    declarations: BTreeSet<String>,
     body: String,
     /// Deletions come last, when nothing leads to the chain any more.
     deletions: String,
 }
 
 impl Part {
-    fn texts(&self) -> [&str; 3] {
-        [&self.declarations, &self.body, &self.deletions]
+    fn texts(&self) -> impl Iterator<Item = &str> {
+        let declarations = self.declarations.iter().rev().map(String::as_str);
+        declarations.chain([self.body.as_str(), self.deletions.as_str()])
     }
 
     fn is_empty(&self) -> bool {
-        self.texts().iter().all(|text| text.is_empty())
+        self.texts().all(str::is_empty)
     }
 }
 
@@ -65,7 +70,7 @@ impl Script {
         }
         // Writing to a String cannot fail.
         let part = self.part(table);
-        let _ = writeln!(part.declarations, ":{name} - [0:0]");
+        part.declarations.insert(format!(":{name} - [0:0]\n"));
         part.body.push_str(rules);
         self.chains_written += 1;
     }
@@ -73,7 +78,7 @@ impl Script {
     /// Empties a chain now and deletes it at the end of its table's step.
     pub fn delete_chain(&mut self, table: Table, name: &impl Display) {
         let part = self.part(table);
-        let _ = writeln!(part.declarations, ":{name} - [0:0]");
+        part.declarations.insert(format!(":{name} - [0:0]\n"));
         let _ = writeln!(part.deletions, "-X {name}");
         self.chains_deleted += 1;
     }
@@ -117,10 +122,7 @@ impl Script {
     /// Length of the text, in bytes, headers excepted.
     #[must_use]
     pub fn len_bytes(&self) -> usize {
-        [&self.mangle, &self.nat, &self.filter]
-            .iter()
-            .map(|part| part.texts().map(str::len).iter().sum::<usize>())
-            .sum()
+        [&self.mangle, &self.nat, &self.filter].iter().map(|part| part.texts().map(str::len).sum::<usize>()).sum()
     }
 
     /// The text in pieces, in order, for writing to a pipe without copying.
@@ -128,10 +130,7 @@ impl Script {
         let (mangle, nat, filter) = (("*mangle\n", &self.mangle), ("*nat\n", &self.nat), ("*filter\n", &self.filter));
         let order = if self.filter_first { [mangle, filter, nat] } else { [mangle, nat, filter] };
         let used = order.into_iter().filter(|(_, part)| !part.is_empty());
-        used.flat_map(|(head, part)| {
-            let [declarations, body, deletions] = part.texts();
-            [head, declarations, body, deletions, "COMMIT\n"]
-        })
+        used.flat_map(|(head, part)| std::iter::once(head).chain(part.texts()).chain(["COMMIT\n"]))
     }
 }
 
