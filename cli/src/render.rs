@@ -1,6 +1,6 @@
 //! Answers as tables: aligned columns without borders, and below them one line for whatever needs a person's eye.
 
-use std::fmt::Write as _;
+use std::{borrow::Cow, fmt::Write as _};
 
 use comfy_table::{Attribute, Cell, CellAlignment, Color, Table, presets};
 use headgate_proto::v1::{
@@ -45,12 +45,28 @@ impl Tone {
     }
 }
 
-fn cell(text: impl Into<String>) -> Cell {
-    let text = text.into();
-    Cell::new(if text.is_empty() { "-".to_owned() } else { text })
+/// Text from elsewhere with its control characters spelt out: agents and authors of manifests choose it, and a terminal would obey.
+pub fn plain(text: &str) -> Cow<'_, str> {
+    if !text.contains(char::is_control) {
+        return text.into();
+    }
+    let mut plain = String::with_capacity(text.len());
+    for character in text.chars() {
+        if character.is_control() {
+            plain.extend(character.escape_default());
+        } else {
+            plain.push(character);
+        }
+    }
+    plain.into()
 }
 
-fn toned(text: impl Into<String>, tone: Tone) -> Cell {
+fn cell(text: impl AsRef<str>) -> Cell {
+    let text = plain(text.as_ref());
+    Cell::new(if text.is_empty() { "-".into() } else { text })
+}
+
+fn toned(text: impl AsRef<str>, tone: Tone) -> Cell {
     cell(text).fg(tone.colour())
 }
 
@@ -76,7 +92,7 @@ fn table(headers: &[&str], rows: impl IntoIterator<Item = Vec<Cell>>, style: Sty
 
 /// A line below a table that needs attention.
 fn note(output: &mut String, text: &str, tone: Tone, style: Style) {
-    let _ = writeln!(output, "{}", paint(text, tone, style));
+    let _ = writeln!(output, "{}", paint(&plain(text), tone, style));
 }
 
 fn paint(text: &str, tone: Tone, style: Style) -> String {
@@ -257,11 +273,11 @@ pub fn status(status: &GetStatusResponse, style: Style) -> String {
         paint("no: not every kind has been listed yet", Tone::Attention, style)
     };
     let facts = [
-        ("replica", format!("{} (headgate {})", status.replica, status.build)),
-        ("source", status.source.clone()),
+        ("replica", plain(&format!("{} (headgate {})", status.replica, status.build)).into_owned()),
+        ("source", plain(&status.source).into_owned()),
         ("synced", synced),
         ("last heard", format!("{} ago", units::duration(status.source_age_ms))),
-        ("version", format!("{} (epoch {})", status.version, status.epoch)),
+        ("version", plain(&format!("{} (epoch {})", status.version, status.epoch)).into_owned()),
         ("services", status.services.to_string()),
         ("endpoints", status.endpoints.to_string()),
         ("nodes", status.nodes.to_string()),
@@ -282,26 +298,27 @@ pub fn status(status: &GetStatusResponse, style: Style) -> String {
 pub fn event(event: &WatchEvent, style: Style) -> String {
     let head = paint(&format!("{}  v{:<6}", units::time_of_day(event.unix_ms), event.version), Tone::Faint, style);
     let tone = if event.action == "removed" { Tone::Bad } else { Tone::Good };
-    let action = paint(&format!("{:<8}", event.action), tone, style);
+    let action = paint(&format!("{:<8}", plain(&event.action)), tone, style);
     let removed = event.action == "removed";
     let what = match (&event.service, &event.endpoint) {
         (Some(service), _) => {
-            let name = format!("service   {}/{}", service.namespace, service.name);
-            if removed {
-                name
-            } else {
-                let ready = format!("{}/{} ready", service.ready_endpoints, service.endpoints);
-                format!("{name}  {}  {}  {ready}", service.cluster_ips.join(","), ports(&service.ports))
+            let mut text = format!("service   {}/{}", service.namespace, service.name);
+            if !removed {
+                let (addresses, ports) = (service.cluster_ips.join(","), ports(&service.ports));
+                let _ = write!(text, "  {addresses}  {ports}  {}/{} ready", service.ready_endpoints, service.endpoints);
             }
+            plain(&text).into_owned()
         }
         (None, Some(endpoint)) => {
             let name = format!("endpoint  {}/{}  {}", endpoint.namespace, endpoint.name, endpoint.address);
+            let name = plain(&name);
             if removed {
-                name
+                name.into_owned()
             } else {
                 let (state, tone) = endpoint_state(endpoint);
                 let node = if endpoint.node.is_empty() { String::new() } else { format!("  on {}", endpoint.node) };
-                format!("{name}  {}  {}{node}", endpoint.ports.join(", "), paint(state, tone, style))
+                let ports = endpoint.ports.join(", ");
+                format!("{name}  {}  {}{}", plain(&ports), paint(state, tone, style), plain(&node))
             }
         }
         (None, None) => "(nothing that this headgatectl knows: it is older than the replica)".to_owned(),

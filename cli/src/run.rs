@@ -188,6 +188,7 @@ impl<'a> Session<'a> {
 
     fn refused(&self, status: &Status) -> Failure {
         let message = if status.message().is_empty() { client::chain(status) } else { status.message().to_owned() };
+        let message = render::plain(&message).into_owned();
         Failure::Server { server: self.server.to_owned(), code: status.code(), message }
     }
 }

@@ -210,3 +210,35 @@ fn colours_are_there_only_when_asked_for() {
         assert!(!plain.contains('\u{1b}'), "{plain}");
     }
 }
+
+#[test]
+fn what_others_wrote_cannot_steer_the_terminal() {
+    let evil = "\u{1b}]0;title\u{7}\nnode-z  current\u{9b}2J";
+    let agent = AgentInfo {
+        node: evil.into(),
+        backend: evil.into(),
+        degraded: strings([evil]),
+        last_error: evil.into(),
+        rejections: vec![Problem { object: evil.into(), message: evil.into(), ..Problem::default() }],
+        ..AgentInfo::default()
+    };
+    let service = ServiceInfo { namespace: evil.into(), name: evil.into(), conflicts: strings([evil]), ..web() };
+    let endpoint = EndpointInfo { name: evil.into(), node: evil.into(), zone: evil.into(), ..EndpointInfo::default() };
+    let problem = Problem { object: evil.into(), origin: evil.into(), ..Problem::default() };
+    let status = GetStatusResponse { replica: evil.into(), problems: vec![problem], ..GetStatusResponse::default() };
+    let of_service = WatchEvent { service: Some(service.clone()), action: evil.into(), ..WatchEvent::default() };
+    let of_endpoint = WatchEvent { endpoint: Some(endpoint.clone()), ..WatchEvent::default() };
+    let tables = [
+        (agents(&[agent], 0, PLAIN), 5),
+        (services(&[service], PLAIN), 3),
+        (endpoints(&[endpoint], PLAIN), 2),
+        (super::status(&status, PLAIN), 11),
+        (event(&of_service, PLAIN) + "\n", 1),
+        (event(&of_endpoint, PLAIN) + "\n", 1),
+    ];
+    for (text, lines) in tables {
+        assert!(text.contains("\\u{1b}]0;title"), "{text}");
+        assert!(!text.chars().any(|character| character.is_control() && character != '\n'), "{text:?}");
+        assert_eq!(text.lines().count(), lines, "{text}");
+    }
+}
