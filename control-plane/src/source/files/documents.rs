@@ -67,19 +67,25 @@ impl Parsed {
     }
 }
 
-/// Text of each document with its first line. A line that begins with `---` starts a document wherever it stands, also in block scalars (YAML
-/// 1.2, 9.1.2), so each can be cut out without reading it.
+/// Text of each document with its first line. A line that begins with `---` starts a document wherever it stands, also in block scalars, and one
+/// that begins with `...` ends one (YAML 1.2, 9.1.2), so each can be cut out without reading it.
 fn split(text: &str) -> Vec<(usize, &str)> {
     let mut documents = Vec::new();
     let (mut start, mut first_line, mut offset) = (0, 0, 0);
     for (number, line) in text.split_inclusive('\n').enumerate() {
-        let is_marker =
-            line.strip_prefix("---").is_some_and(|rest| rest.is_empty() || rest.starts_with([' ', '\t', '\r', '\n']));
-        if is_marker && offset > start {
+        let is_marker = |marker: &str| {
+            let rest = line.strip_prefix(marker);
+            rest.is_some_and(|rest| rest.is_empty() || rest.starts_with([' ', '\t', '\r', '\n']))
+        };
+        if is_marker("---") && offset > start {
             documents.push((first_line, &text[start..offset]));
             (start, first_line) = (offset, number);
         }
         offset += line.len();
+        if is_marker("...") {
+            documents.push((first_line, &text[start..offset]));
+            (start, first_line) = (offset, number + 1);
+        }
     }
     documents.push((first_line, &text[start..]));
     documents
@@ -87,7 +93,8 @@ fn split(text: &str) -> Vec<(usize, &str)> {
 
 /// Only comments, directives and markers.
 fn is_blank(text: &str) -> bool {
-    let is_blank_line = |line: &str| line.is_empty() || line.starts_with(['#', '%']) || line == "...";
+    let is_blank_line =
+        |line: &str| line.is_empty() || line.starts_with(['#', '%']) || line == "..." || line.starts_with("... ");
     text.trim_start_matches('\u{feff}').lines().all(|line| {
         let line = line.strip_prefix("---").unwrap_or(line);
         is_blank_line(line.trim())
@@ -222,6 +229,8 @@ impl<'de> DeserializeSeed<'de> for OfKind {
 impl Fault {
     fn new(path: String, error: &impl fmt::Display) -> Self {
         let field = if path == "." { String::new() } else { path };
+        // The library speaks to its caller, not to the author of the file.
+        let error = error.to_string().replace(", set DuplicateKeyPolicy in Options if acceptable", "");
         Self { field, message: format!("{error}: correct it") }
     }
 }
@@ -323,6 +332,23 @@ mod tests {
             "{:?}",
             parsed.faults
         );
+    }
+
+    #[test]
+    fn an_end_marker_ends_a_document() {
+        let node = |name: &str| format!("apiVersion: v1\nkind: Node\nmetadata: {{name: {name}}}\n");
+        let text = node("n1") + "...\n" + &node("n2") + "... # that was the second\n---\n" + &node("n3") + "...";
+        let parsed = parse("a.yaml", text.as_bytes());
+        assert_eq!(keys(&parsed), ["Node n1", "Node n2", "Node n3"], "{parsed:?}");
+        assert_eq!(parsed.faults.len(), 0);
+        assert_eq!(parsed.definitions[2].origin, "a.yaml, document 3");
+    }
+
+    #[test]
+    fn a_key_that_stands_twice_is_told_without_the_library() {
+        let parsed = parse("a.yaml", b"apiVersion: v1\nkind: Service\nkind: Node\nmetadata: {name: a}\n");
+        let message = &parsed.faults[0].message;
+        assert!(message.contains("duplicate mapping key: kind at line 3"), "{message}");
     }
 
     #[test]
