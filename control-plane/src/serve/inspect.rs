@@ -14,7 +14,10 @@ use tokio::sync::watch;
 use tonic::{Request, Response, Status};
 
 use super::{Lifecycle, Shared, agents::Agent};
-use crate::store::{Store, WatchPlace};
+use crate::{
+    store::{Store, WatchPlace},
+    transaction::Problem,
+};
 
 /// Changes that a watcher takes from the store at a time.
 const WATCH_PAGE: usize = 256;
@@ -23,6 +26,27 @@ const WATCH_PAGE: usize = 256;
 pub(super) struct Inspector(pub(super) Arc<Shared>);
 
 type Items<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+
+/// Bytes of problems in a status. Clients take answers of up to 4 MiB.
+const MAX_PROBLEM_BYTES: usize = 1 << 20;
+
+/// The first problems, and, where there are more than fit into an answer, how many more.
+fn problems_to_wire(problems: &[Problem]) -> Vec<v1::Problem> {
+    let mut shown = Vec::new();
+    let mut bytes = 0;
+    for Problem { object, field, message, origin } in problems {
+        bytes += object.len() + field.len() + message.len() + origin.len() + 32;
+        if bytes > MAX_PROBLEM_BYTES {
+            let more = problems.len() - shown.len();
+            let message = format!("{more} more problems are not shown: mend these first");
+            shown.push(v1::Problem { message, ..v1::Problem::default() });
+            break;
+        }
+        let (object, field) = (object.clone(), field.clone());
+        shown.push(v1::Problem { object, field, message: message.clone(), origin: origin.clone() });
+    }
+    shown
+}
 
 #[tonic::async_trait]
 impl Inspect for Inspector {
@@ -35,12 +59,6 @@ impl Inspect for Inspector {
         let shared = &self.0;
         let counts = shared.store.counts();
         let problems = shared.store.present_problems();
-        let problem = |problem: &crate::transaction::Problem| v1::Problem {
-            object: problem.object.clone(),
-            field: problem.field.clone(),
-            message: problem.message.clone(),
-            origin: problem.origin.clone(),
-        };
         Ok(Response::new(v1::GetStatusResponse {
             replica: shared.settings.replica_name.clone(),
             epoch: format!("{:016x}", shared.store.epoch()),
@@ -53,7 +71,7 @@ impl Inspect for Inspector {
             endpoints: counts.endpoints as u64,
             nodes: counts.nodes as u64,
             agents: shared.agents.len() as u64,
-            problems: problems.iter().map(problem).collect(),
+            problems: problems_to_wire(&problems),
         }))
     }
 
@@ -288,4 +306,26 @@ fn agent_info(store: &Store, agent: &Agent) -> v1::AgentInfo {
 fn unix_ms(time: SystemTime) -> u64 {
     let since_epoch = time.duration_since(UNIX_EPOCH).unwrap_or_default();
     u64::try_from(since_epoch.as_millis()).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_status_with_very_many_problems_fits_into_an_answer() {
+        let problem = |n: usize| Problem {
+            object: format!("Service prod/web-{n}"),
+            field: "spec.ports".into(),
+            message: "a Service needs at least one port".repeat(4),
+            origin: "web.yaml".into(),
+        };
+        let problems: Vec<Problem> = (0..100_000).map(problem).collect();
+        let wire = problems_to_wire(&problems);
+        let bytes: usize = wire.iter().map(prost::Message::encoded_len).sum();
+        assert!(bytes < 2 << 20, "{bytes}");
+        let hidden = problems.len() - (wire.len() - 1);
+        assert_eq!(wire.last().map(|last| last.message.starts_with(&format!("{hidden} more"))), Some(true));
+        assert_eq!(problems_to_wire(&problems[..10]).len(), 10);
+    }
 }
