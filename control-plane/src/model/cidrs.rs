@@ -2,12 +2,21 @@
 
 use headgate_core::ServiceCidr;
 
-use super::{parse, problems::Findings, table::Reading};
+use super::{parse, problems::Findings, size, table::Reading};
 use crate::source::objects;
 
 /// Reads a ServiceCIDR.
 pub(super) fn read(object: &objects::ServiceCidr) -> Reading<ServiceCidr> {
     let mut findings = Findings::default();
+    if let Err(message) = parse::subdomain(&object.metadata.name) {
+        findings.object("metadata.name", message);
+        return Reading { value: None, findings };
+    }
+    let listed = object.spec.cidrs.len();
+    if listed > size::MAX_LISTED {
+        findings.object("spec.cidrs", format!("{listed} are too many: give at most {}", size::MAX_LISTED));
+        return Reading { value: None, findings };
+    }
     let mut cidrs = Vec::new();
     for (index, text) in object.spec.cidrs.iter().enumerate() {
         match parse::range(text) {

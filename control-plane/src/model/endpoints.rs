@@ -12,7 +12,7 @@ use std::{
 
 use headgate_core::{Endpoint, EndpointPort, ServiceKey};
 
-use super::{intern::Interner, slices::Slice};
+use super::{intern::Interner, size, slices::Slice};
 use crate::source::objects::ObjectKey;
 
 /// An address of a service.
@@ -253,12 +253,17 @@ fn merge(
     };
     let peers = copies().filter(|(_, _, other)| other.conditions.terminating == facts.conditions.terminating);
     let dispute = peers.into_iter().find(|(_, _, other)| *other != facts);
-    let dispute = dispute.map(|(other, _, _)| (Arc::clone(winner), Arc::clone(other)));
-    let ports: Arc<[EndpointPort]> = if copies().all(|(_, slice, _)| Arc::ptr_eq(&slice.ports, &first.ports)) {
-        Arc::clone(&first.ports)
-    } else {
-        interner.ports(copies().flat_map(|(_, slice, _)| slice.ports.iter().cloned()).collect())
-    };
+    let mut dispute = dispute.map(|(other, _, _)| (Arc::clone(winner), Arc::clone(other)));
+    let mut ports = Arc::clone(&first.ports);
+    if let Some((other, _, _)) = copies().find(|(_, slice, _)| !Arc::ptr_eq(&slice.ports, &first.ports)) {
+        let union: Vec<EndpointPort> = copies().flat_map(|(_, slice, _)| slice.ports.iter().cloned()).collect();
+        let union = interner.ports(union);
+        if size::may_have(&union) {
+            ports = union;
+        } else {
+            dispute = dispute.or_else(|| Some((Arc::clone(winner), Arc::clone(other))));
+        }
+    }
     let endpoint = (!ports.is_empty()).then(|| Endpoint {
         address,
         ports,

@@ -11,6 +11,7 @@ mod nodes;
 mod parse;
 mod problems;
 mod services;
+mod size;
 mod slices;
 mod table;
 #[cfg(test)]
@@ -275,8 +276,8 @@ impl Model {
                 object: format!("Service {service}"),
                 field: format!("endpoint {address}"),
                 message: format!(
-                    "{used} and {other} say different things of it (conditions, node, zone or hints): keep it in one of \
-                     them; the first is used"
+                    "{used} and {other} say different things of it (conditions, node, zone or hints), or give it too many \
+                     ports together: keep it in one of them; the first is used"
                 ),
                 origin: String::new(),
             };

@@ -4,7 +4,7 @@ use std::net::IpAddr;
 
 use headgate_core::Node;
 
-use super::{intern::Interner, parse, problems::Findings, table::Reading};
+use super::{intern::Interner, parse, problems::Findings, size, table::Reading};
 use crate::source::objects;
 
 /// The taint by which the cluster autoscaler says that a node is about to go.
@@ -15,7 +15,24 @@ pub(super) fn read(object: &objects::Node, interner: &mut Interner) -> Reading<N
     let mut findings = Findings::default();
     let metadata = &object.metadata;
     let Some(name) = interner.string(&metadata.name) else { return Reading { value: None, findings } };
-    let zone = metadata.labels.zone.as_deref().and_then(|zone| interner.string(zone));
+    if let Err(message) = parse::subdomain(&metadata.name) {
+        findings.object("metadata.name", message);
+        return Reading { value: None, findings };
+    }
+    let mut zone = metadata.labels.zone.as_deref();
+    if let Some(Err(message)) = zone.map(parse::zone) {
+        findings.object("metadata.labels[topology.kubernetes.io/zone]", message);
+        zone = None;
+    }
+    let zone = zone.and_then(|zone| interner.string(zone));
+    for (field, length) in
+        [("spec.podCIDRs", object.spec.pod_cidrs.len()), ("status.addresses", object.status.addresses.len())]
+    {
+        if length > size::MAX_LISTED {
+            findings.object(field, format!("{length} are too many: give at most {}", size::MAX_LISTED));
+            return Reading { value: None, findings };
+        }
+    }
     let single = std::slice::from_ref(&object.spec.pod_cidr);
     let (field, texts) = match object.spec.pod_cidrs.as_slice() {
         [] => ("spec.podCIDR", single),

@@ -102,6 +102,53 @@ pub(super) fn protocol(text: &str) -> Result<Protocol, String> {
     }
 }
 
+/// A name as the API gives to namespaces, Services and their ports (RFC 1123 label). Rules quote these names, so nothing else may pass.
+///
+/// # Errors
+/// A sentence that ends in the remedy.
+pub(super) fn label(text: &str) -> Result<(), String> {
+    if text.len() <= 63 && is_label(text) {
+        return Ok(());
+    }
+    Err(format!("{} is no name: use at most 63 lower-case letters, digits and '-', no '-' at the ends", shown(text)))
+}
+
+/// A name as the API gives to Nodes and ServiceCIDRs (RFC 1123 subdomain).
+///
+/// # Errors
+/// A sentence that ends in the remedy.
+pub(super) fn subdomain(text: &str) -> Result<(), String> {
+    if text.len() <= 253 && text.split('.').all(is_label) {
+        return Ok(());
+    }
+    Err(format!("{} is no name: use at most 253 lower-case letters, digits, '-' and '.'", shown(text)))
+}
+
+/// A zone: the value of a label.
+///
+/// # Errors
+/// A sentence that ends in the remedy.
+pub(super) fn zone(text: &str) -> Result<(), String> {
+    let is_allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
+    if text.len() <= 63 && text.bytes().all(is_allowed) {
+        return Ok(());
+    }
+    Err(format!("{} is no zone: use at most 63 letters, digits, '-', '_' and '.'", shown(text)))
+}
+
+fn is_label(text: &str) -> bool {
+    let is_allowed = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-';
+    !text.is_empty() && text.bytes().all(is_allowed) && !text.starts_with('-') && !text.ends_with('-')
+}
+
+/// Quoted, with control characters spelt out, and cut to what fits into a message.
+fn shown(text: &str) -> String {
+    const MAX_CHARACTERS: usize = 80;
+    let cut: String = text.chars().take(MAX_CHARACTERS).collect();
+    let dots = if cut.len() < text.len() { "…" } else { "" };
+    format!("{cut:?}{dots}")
+}
+
 /// RFC 3339 to seconds since the Unix epoch; 0 for what is no time, as for none.
 pub(super) fn unix_seconds(text: &str) -> i64 {
     text.parse::<Timestamp>().map_or(0, Timestamp::as_second)
@@ -146,6 +193,22 @@ mod tests {
             assert!(routable_address(text).is_err(), "{text}");
         }
         assert!(routable_address("10.0.0.1").is_ok());
+    }
+
+    #[test]
+    fn names_are_those_of_the_api() {
+        let longest = "n".repeat(63);
+        for text in ["a", "web-1", "0", &longest] {
+            assert_eq!(label(text), Ok(()), "{text}");
+        }
+        for text in ["", "-a", "a-", "Web", "a.b", "a b", "a\"", "a\n", "ä", &"n".repeat(64)] {
+            assert!(label(text).is_err(), "{text}");
+        }
+        assert!(subdomain("node-1.example.org").is_ok() && subdomain(&"n".repeat(253)).is_ok());
+        assert!(subdomain("a..b").is_err() && subdomain("a/b").is_err() && subdomain(&"n".repeat(254)).is_err());
+        assert!(zone("eu-west-1A_x.y").is_ok() && zone("eu west").is_err() && zone("\u{1b}[2J").is_err());
+        let text = label(&"\u{1b}".repeat(1_000)).unwrap_err();
+        assert!(text.len() < 1_000 && !text.contains('\u{1b}'), "{text}");
     }
 
     #[test]

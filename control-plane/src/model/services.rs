@@ -1,11 +1,11 @@
 //! Services: what of an object a service proxy programs.
 
-use std::net::IpAddr;
+use std::{collections::HashSet, net::IpAddr};
 
 use headgate_core::{ClientIpAffinity, Family, Service, ServiceKey, ServicePort, TrafficPolicy};
 use ipnet::IpNet;
 
-use super::{parse, problems::Findings, table::Reading};
+use super::{parse, problems::Findings, size, table::Reading};
 use crate::source::objects;
 
 /// The API's default of `timeoutSeconds`.
@@ -23,12 +23,18 @@ pub(super) fn read(object: &objects::Service) -> Reading<Service> {
         return Reading::nothing();
     }
     let mut findings = Findings::default();
+    let key = ServiceKey::new(object.metadata.namespace_or_default(), &object.metadata.name);
+    for (field, name) in [("metadata.namespace", &key.namespace), ("metadata.name", &key.name)] {
+        if let Err(message) = parse::label(name) {
+            findings.object(field, message);
+            return Reading { value: None, findings };
+        }
+    }
     let cluster_ips = cluster_ips(spec, &mut findings);
     let ports = ports(spec, &mut findings);
     if cluster_ips.is_empty() || ports.is_empty() {
         return Reading { value: None, findings };
     }
-    let key = ServiceKey::new(object.metadata.namespace_or_default(), &object.metadata.name);
     let mut service = Service::new(key, cluster_ips, ports);
     read_external_addresses(&object.status, spec, &mut service, &mut findings);
     read_policies(spec, &mut service, &mut findings);
@@ -36,6 +42,10 @@ pub(super) fn read(object: &objects::Service) -> Reading<Service> {
     service.created_unix_seconds = parse::unix_seconds(&object.metadata.creation_timestamp);
     service.scheduler = object.metadata.annotations.scheduler.as_deref().unwrap_or_default().into();
     service.health_check = object.metadata.annotations.health_check.as_deref().unwrap_or_default().into();
+    if let Err(message) = size::check_service(&service) {
+        findings.object("spec", message);
+        return Reading { value: None, findings };
+    }
     Reading { value: Some(service), findings }
 }
 
@@ -83,6 +93,7 @@ fn ports(spec: &objects::ServiceSpec, findings: &mut Findings) -> Vec<ServicePor
         findings.object("spec.ports", "a Service needs at least one port: add one, or set clusterIP to \"None\"");
     }
     let mut ports: Vec<ServicePort> = Vec::new();
+    let (mut numbers, mut names) = (HashSet::new(), HashSet::new());
     for (index, written) in spec.ports.iter().enumerate() {
         let field = |name: &str| format!("spec.ports[{index}].{name}");
         let mut checked = |name: &str, result: Result<u16, String>| {
@@ -92,25 +103,26 @@ fn ports(spec: &objects::ServiceSpec, findings: &mut Findings) -> Vec<ServicePor
         let node_port = checked("nodePort", parse::port_or_none(written.node_port));
         let protocol = parse::protocol(&written.protocol);
         let protocol = protocol.map_err(|message| findings.object(field("protocol"), message)).ok();
-        let (Some(port), Some(node_port), Some(protocol)) = (port, node_port, protocol) else { continue };
+        let name = if written.name.is_empty() { Ok(()) } else { parse::label(&written.name) };
+        let name = name.map_err(|message| findings.object(field("name"), message)).ok();
+        let (Some(port), Some(node_port), Some(protocol), Some(())) = (port, node_port, protocol, name) else {
+            continue;
+        };
         let entry = ServicePort { name: written.name.as_str().into(), protocol, port, node_port };
-        match clash(&ports, &entry) {
-            Some(name) => {
-                findings.object(field(name), "an earlier port of the same protocol has it: make it different");
-            }
-            None => ports.push(entry),
+        let clash = if numbers.contains(&(protocol, port)) {
+            Some("port")
+        } else {
+            names.contains(&(protocol, written.name.as_str())).then_some("name")
+        };
+        if let Some(name) = clash {
+            findings.object(field(name), "an earlier port of the same protocol has it: make it different");
+            continue;
         }
+        numbers.insert((protocol, port));
+        names.insert((protocol, written.name.as_str()));
+        ports.push(entry);
     }
     ports
-}
-
-/// The field in which a port is the same as an earlier one of its protocol.
-fn clash(ports: &[ServicePort], entry: &ServicePort) -> Option<&'static str> {
-    ports.iter().filter(|other| other.protocol == entry.protocol).find_map(|other| match other {
-        _ if other.port == entry.port => Some("port"),
-        _ if other.name == entry.name => Some("name"),
-        _ => None,
-    })
 }
 
 /// externalIPs, load balancer addresses and who may use the latter.
@@ -121,24 +133,22 @@ fn read_external_addresses(
     findings: &mut Findings,
 ) {
     let has_family = |address: IpAddr| service.cluster_ip(Family::of(address)).is_some();
-    let mut external_ips = Vec::new();
+    let (mut external_ips, mut seen) = (Vec::new(), HashSet::new());
     for (index, text) in spec.external_ips.iter().enumerate() {
         match parse::routable_address(text) {
-            Ok(address) if has_family(address) && !external_ips.contains(&address) => external_ips.push(address),
+            Ok(address) if has_family(address) && seen.insert(address) => external_ips.push(address),
             Ok(_) => {}
             Err(message) => findings.entry(format!("spec.externalIPs[{index}]"), message),
         }
     }
-    let mut load_balancer_ips = Vec::new();
+    let (mut load_balancer_ips, mut seen) = (Vec::new(), HashSet::new());
     for (index, ingress) in status.load_balancer.ingress.iter().enumerate() {
         let is_vip = ingress.ip_mode.is_empty() || ingress.ip_mode == "VIP";
         if ingress.ip.is_empty() || !is_vip {
             continue;
         }
         match parse::address(&ingress.ip) {
-            Ok(address) if has_family(address) && !load_balancer_ips.contains(&address) => {
-                load_balancer_ips.push(address);
-            }
+            Ok(address) if has_family(address) && seen.insert(address) => load_balancer_ips.push(address),
             Ok(_) => {}
             Err(message) => findings.entry(format!("status.loadBalancer.ingress[{index}].ip"), message),
         }

@@ -4,7 +4,7 @@ use std::{net::IpAddr, sync::Arc};
 
 use headgate_core::{Conditions, EndpointPort, Family, Hints, ServiceKey};
 
-use super::{intern::Interner, parse, problems::Findings, table::Reading};
+use super::{intern::Interner, parse, problems::Findings, size, table::Reading};
 use crate::source::objects;
 
 /// What a slice says of an address, ports aside.
@@ -57,8 +57,25 @@ pub(super) fn read(object: &objects::EndpointSlice, interner: &mut Interner) -> 
         let message = "nothing says which Service it belongs to: add the label kubernetes.io/service-name";
         findings.object("metadata.labels", message);
     }
-    let ports = ports(object, &mut findings);
-    let (Some(family), Some(service)) = (family, service) else { return Reading { value: None, findings } };
+    let names = [
+        ("metadata.namespace", Some(metadata.namespace_or_default())),
+        ("metadata.labels[kubernetes.io/service-name]", service),
+    ];
+    let mut is_named = true;
+    for (field, name) in names {
+        if let Some(Err(message)) = name.map(parse::label) {
+            findings.object(field, message);
+            is_named = false;
+        }
+    }
+    let mut ports = ports(object, &mut findings);
+    if !size::may_have(&ports) {
+        findings.object("ports", "these are more ports than one endpoint may have: give fewer, or shorter names");
+        ports.clear();
+    }
+    let (Some(family), Some(service), true) = (family, service, is_named) else {
+        return Reading { value: None, findings };
+    };
     let slice = Slice {
         service: ServiceKey::new(metadata.namespace_or_default(), service),
         ports: interner.ports(ports),
@@ -76,7 +93,9 @@ fn ports(object: &objects::EndpointSlice, findings: &mut Findings) -> Vec<Endpoi
         let port = parse::port(number).map_err(|message| findings.object(format!("ports[{index}].port"), message));
         let protocol = parse::protocol(&written.protocol);
         let protocol = protocol.map_err(|message| findings.object(format!("ports[{index}].protocol"), message));
-        if let (Ok(port), Ok(protocol)) = (port, protocol) {
+        let is_named = name.is_empty()
+            || parse::label(name).map_err(|message| findings.object(format!("ports[{index}].name"), message)).is_ok();
+        if let (Ok(port), Ok(protocol), true) = (port, protocol, is_named) {
             ports.push(EndpointPort { name: name.as_str().into(), protocol, port });
         }
     }
@@ -93,7 +112,7 @@ fn endpoints(
     let mut endpoints: Vec<(IpAddr, usize, Facts)> = Vec::with_capacity(object.endpoints.len());
     for (index, written) in object.endpoints.iter().enumerate() {
         match address(written, family) {
-            Ok(address) => endpoints.push((address, index, facts(written, interner))),
+            Ok(address) => endpoints.push((address, index, facts(index, written, interner, findings))),
             Err(message) => findings.entry(format!("endpoints[{index}].addresses[0]"), message),
         }
     }
@@ -119,18 +138,42 @@ fn address(written: &objects::SliceEndpoint, family: Family) -> Result<IpAddr, S
     }
 }
 
-fn facts(written: &objects::SliceEndpoint, interner: &mut Interner) -> Facts {
+/// What is said of an endpoint. A name that cannot be one is left out, the endpoint is not.
+fn facts(index: usize, written: &objects::SliceEndpoint, interner: &mut Interner, findings: &mut Findings) -> Facts {
     let conditions = &written.conditions;
-    let mut names = |list: &[objects::HintName]| list.iter().filter_map(|hint| interner.string(&hint.name)).collect();
-    let hints = Hints { zones: names(&written.hints.for_zones), nodes: names(&written.hints.for_nodes) };
+    let mut known = |field: &str, text: &str, check: fn(&str) -> Result<(), String>| {
+        let checked = if text.is_empty() { Ok(()) } else { check(text) };
+        match checked {
+            Ok(()) => interner.string(text),
+            Err(message) => {
+                findings.entry(format!("endpoints[{index}].{field}"), message);
+                None
+            }
+        }
+    };
+    let node = known("nodeName", &written.node_name.trim().to_lowercase(), parse::subdomain);
+    let zone = known("zone", &written.zone, parse::zone);
+    let mut names = |field: &str, list: &[objects::HintName], check: fn(&str) -> Result<(), String>| {
+        list.iter().take(size::MAX_HINTS).filter_map(|hint| known(field, &hint.name, check)).collect()
+    };
+    let hints = Hints {
+        zones: names("hints.forZones", &written.hints.for_zones, parse::zone),
+        nodes: names("hints.forNodes", &written.hints.for_nodes, parse::subdomain),
+    };
+    for (field, list) in [("hints.forZones", &written.hints.for_zones), ("hints.forNodes", &written.hints.for_nodes)] {
+        if list.len() > size::MAX_HINTS {
+            let message = format!("only the first {} hints of an endpoint count: give fewer", size::MAX_HINTS);
+            findings.entry(format!("endpoints[{index}].{field}"), message);
+        }
+    }
     Facts {
         conditions: Conditions {
             ready: conditions.ready.unwrap_or(true),
             serving: conditions.serving.unwrap_or(true),
             terminating: conditions.terminating.unwrap_or(false),
         },
-        node: interner.string(&written.node_name.trim().to_lowercase()),
-        zone: interner.string(&written.zone),
+        node,
+        zone,
         hints: interner.hints(hints),
     }
 }

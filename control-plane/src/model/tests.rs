@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::needless_pass_by_value)]
 
+mod hostile;
 mod replay;
 
 use headgate_core::{Dirty, State, TrafficPolicy};
