@@ -135,7 +135,7 @@ fn anchor(variant: Variant, services: u32) -> Result<Timings> {
     Ok(Timings { full_ms, change_ms: median(times) })
 }
 
-fn restore(variant: Variant, script: &str) -> Result<()> {
+pub(super) fn restore(variant: Variant, script: &str) -> Result<()> {
     let program = if variant == Variant::Legacy { "iptables-legacy-restore" } else { "iptables-nft-restore" };
     let mut child = Command::new(program)
         .args(["--noflush", "--counters", "-w", "5"])

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use anyhow::{Result, bail};
 use clap::Parser;
 use headgate_tests::bench::{
-    delta, iptables,
+    connect, delta, iptables,
     report::{Figure, publish},
 };
 
@@ -28,12 +28,13 @@ struct Arguments {
 
 type Bench = fn(&Arguments) -> Result<Vec<Figure>>;
 
-const BENCHES: [(&str, &str, Bench); 3] = [
+const BENCHES: &[(&str, &str, Bench)] = &[
     ("delta", "one endpoint changes: CPU of both sides and bytes, at three sizes", |_| delta::run()),
     ("iptables-full", "the first sync, legacy and nft", |a| iptables::run(iptables::Bench::Full, a.services)),
     ("iptables-incremental", "one endpoint changes, legacy and nft", |a| {
         iptables::run(iptables::Bench::Incremental, a.services)
     }),
+    ("iptables-connect", "a new connection through the first and the last service", |a| connect::run(a.services)),
 ];
 
 fn main() -> Result<()> {

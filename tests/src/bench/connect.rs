@@ -1,0 +1,105 @@
+//! `iptables-connect`: what a new TCP connection costs through the first and through the last of 10,000 services, beside a direct one and beside
+//! a ruleset of kube-proxy's shape, where the last service comes after 9,999 comparisons.
+
+use std::{
+    io::Read as _,
+    net::{SocketAddr, TcpListener, TcpStream},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result};
+use headgate_core::view::NodeFacts;
+use headgate_node_agent::backend::{
+    Backend as _,
+    iptables::{Config, IptablesBackend, Variant},
+};
+
+use super::{
+    iptables::restore,
+    kube_proxy_shape,
+    report::{Figure, median},
+    workload,
+};
+use crate::testbed::netns::Namespace;
+
+const ENDPOINTS: u32 = 10;
+const CONNECTIONS: usize = 2_000;
+/// The nft variant does not load kube-proxy's shape of 10,000 services within ten minutes.
+const NFT_ANCHOR_SERVICES: u32 = 1_000;
+
+/// Runs the bench in both variants.
+///
+/// # Errors
+/// When a namespace cannot be made, or a connection fails.
+pub fn run(services: Option<u32>) -> Result<Vec<Figure>> {
+    let mut figures = Vec::new();
+    for variant in [Variant::Legacy, Variant::Nft] {
+        let services = services.unwrap_or(10_000);
+        let label = if variant == Variant::Legacy { "legacy" } else { "nft" };
+        let ours = in_namespace(services, || load_ours(variant, services))?;
+        let name = |what: &str| format!("iptables-connect/{label}/{what}/{services}x{ENDPOINTS}");
+        figures.push(Figure::against(name("first"), ours.first_us, "µs", "a direct connection", ours.direct_us));
+        figures.push(Figure::against(name("last"), ours.last_us, "µs", "the first service", ours.first_us));
+        let anchor_services = if variant == Variant::Nft { services.min(NFT_ANCHOR_SERVICES) } else { services };
+        let anchor = in_namespace(anchor_services, || load_anchor(variant, anchor_services))?;
+        let name = format!("iptables-connect/{label}/kube-proxy-shape-last/{anchor_services}x{ENDPOINTS}");
+        figures.push(Figure::against(name, anchor.last_us, "µs", "its first service", anchor.first_us));
+    }
+    Ok(figures)
+}
+
+struct Costs {
+    direct_us: f64,
+    first_us: f64,
+    last_us: f64,
+}
+
+/// A namespace in which the endpoints of the first and the last service are addresses of its own, with a server on them.
+fn in_namespace(services: u32, load: impl FnOnce() -> Result<()> + Send) -> Result<Costs> {
+    let namespace = Namespace::create(format!("hg{}-bench-connect", std::process::id()))?;
+    let mut commands = String::from("link set lo up\nroute add 10.96.0.0/12 dev lo\n");
+    for service in [0, services - 1] {
+        for endpoint in 0..ENDPOINTS {
+            commands.push_str(&format!("addr add {}/32 dev lo\n", workload::endpoint_ip(service, endpoint)));
+        }
+    }
+    namespace.ip_batch(&commands)?;
+    namespace.run(|| {
+        load()?;
+        let listener = TcpListener::bind("0.0.0.0:8080").context("listening")?;
+        std::thread::spawn(move || listener.incoming().for_each(drop));
+        let direct = SocketAddr::new(workload::endpoint_ip(0, 0), 8080);
+        let through = |service: u32| SocketAddr::new(workload::cluster_ip(service), 80);
+        // Taken in turns, so that whatever else the machine does falls on all alike.
+        let targets = [direct, through(0), through(services - 1)];
+        let mut times = [const { Vec::new() }; 3];
+        for _ in 0..CONNECTIONS {
+            for (target, times) in targets.iter().zip(&mut times) {
+                times.push(connect_us(*target)?);
+            }
+        }
+        let [direct_us, first_us, last_us] = times.map(median);
+        Ok(Costs { direct_us, first_us, last_us })
+    })
+}
+
+fn connect_us(target: SocketAddr) -> Result<f64> {
+    let start = Instant::now();
+    let mut stream = TcpStream::connect_timeout(&target, Duration::from_secs(5))
+        .with_context(|| format!("connecting to {target}"))?;
+    let took = start.elapsed().as_secs_f64() * 1e6;
+    // The server closes at once; waiting for that keeps its backlog empty.
+    let _ = stream.read(&mut [0]);
+    Ok(took)
+}
+
+fn load_ours(variant: Variant, services: u32) -> Result<()> {
+    let mut backend = IptablesBackend::new(Config { variant, ..Config::default() })?;
+    backend.sync_full(&workload::state(services, ENDPOINTS), &NodeFacts::named("node-000"))?;
+    Ok(())
+}
+
+fn load_anchor(variant: Variant, services: u32) -> Result<()> {
+    restore(variant, &kube_proxy_shape::full(services, ENDPOINTS))?;
+    restore(variant, kube_proxy_shape::JUMPS)
+}
