@@ -4,31 +4,40 @@
 //! Forwarding outlives all of it: an agent that stops, or loses its control plane, leaves the rules in place.
 
 pub mod backend;
+pub mod companion;
+pub mod config;
+pub mod conntrack;
 pub mod http;
 pub mod metrics;
+pub mod netlink;
+pub mod node_inputs;
 pub mod options;
+pub mod persist;
 pub mod reconcile;
 pub mod session;
 pub mod shared;
+pub mod sysctl;
 
 use std::{sync::Arc, thread};
 
-use headgate_proto::v1;
 use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use crate::{
     backend::{Backend, BackendError},
+    config::Settings,
     http::Pages,
     metrics::Metrics,
-    options::{Options, OptionsError},
+    options::{Configured, Options, OptionsError},
+    persist::Surroundings,
     reconcile::{Reconciler, Timing},
     session::{
         backoff::Backoff,
         client::{Session, SessionConfig},
     },
     shared::Shared,
+    sysctl::{SysctlError, Sysctls},
 };
 
 /// Why the agent could not start, or ended although nobody asked it to. An unreachable control plane is never the reason.
@@ -40,6 +49,12 @@ pub enum AgentError {
     /// This machine cannot run the backend.
     #[error("cannot program this node: {0}")]
     Backend(#[from] BackendError),
+    /// A kernel parameter cannot be set.
+    #[error(transparent)]
+    Sysctl(#[from] SysctlError),
+    /// The configuration file was edited. Starting again takes up the new one.
+    #[error("{0} was edited; the agent ends, so that it is started with the new content")]
+    ConfigEdited(String),
     /// The system gives us no thread.
     #[error("cannot start a thread: {0}")]
     Thread(#[from] std::io::Error),
@@ -53,11 +68,28 @@ pub enum AgentError {
 /// # Errors
 /// The agent cannot start as configured. Nothing that happens later on the stream ends it.
 pub async fn run(options: Options, shutdown: CancellationToken) -> Result<(), AgentError> {
-    let backend = backend::build(&options)?;
-    run_with(options, backend, shutdown).await
+    let configured = options.configured()?;
+    if let Some(warning) = &configured.warning {
+        warn!("{warning}");
+    }
+    prepare(&configured.settings)?;
+    let backend = backend::build(&options, &configured.settings)?;
+    run_configured(options, configured, backend, shutdown).await
 }
 
-/// The same, with a backend of the caller's.
+/// Sets what is set once on the machine: kernel parameters, and how soon the kernel may kill this process when memory is short.
+///
+/// # Errors
+/// A kernel parameter cannot be set although it should be possible.
+pub fn prepare(settings: &Settings) -> Result<(), SysctlError> {
+    let path = "/proc/self/oom_score_adj";
+    if let Err(error) = std::fs::write(path, settings.oom_score_adj.to_string()) {
+        warn!(%error, "cannot write {} to {path}; the agent goes on without", settings.oom_score_adj);
+    }
+    Sysctls::default().set_conntrack(&settings.conntrack).map(drop)
+}
+
+/// The same, with a backend of the caller's, and without touching parameters of the machine.
 ///
 /// # Errors
 /// As [`run`].
@@ -66,22 +98,45 @@ pub async fn run_with(
     backend: Box<dyn Backend>,
     shutdown: CancellationToken,
 ) -> Result<(), AgentError> {
-    let node_name = options.node_name()?;
+    let configured = options.configured()?;
+    run_configured(options, configured, backend, shutdown).await
+}
+
+async fn run_configured(
+    options: Options,
+    configured: Configured,
+    backend: Box<dyn Backend>,
+    shutdown: CancellationToken,
+) -> Result<(), AgentError> {
+    let Configured { settings, file, .. } = configured;
+    let node_name = options.node_name(&settings)?;
     let (control_planes, tls) = options.control_planes()?;
     let degraded = backend.degraded();
     for sentence in &degraded {
         warn!("{sentence}");
     }
-    let status = v1::AgentStatus { backend: backend.name().to_owned(), degraded: degraded.clone() };
-    info!(node = %node_name, backend = status.backend, version = env!("CARGO_PKG_VERSION"), "starting");
+    info!(node = %node_name, backend = backend.name(), version = env!("CARGO_PKG_VERSION"), "starting");
 
     let backend_name: Arc<str> = backend.name().into();
-    let shared = Arc::new(Shared::new(&node_name));
     let metrics = Arc::new(Metrics::default());
-    let Options { min_sync_period, sync_period, .. } = options;
+    let (shared, saver) = match options.state_folder() {
+        Some(folder) => {
+            let (restored, saver) = persist::open(folder, Arc::clone(&node_name));
+            metrics.state_restored.set(restored.is_some().into());
+            (Shared::persistent(&node_name, restored), Some(saver))
+        }
+        None => (Shared::new(&node_name), None),
+    };
+    let shared = Arc::new(shared);
+    let Settings { min_sync_period, sync_period, .. } = settings;
     let timing = Timing { min_sync_period, sync_period, backoff: Backoff::default() };
     let (reconciler, progress) = Reconciler::new(backend, Arc::clone(&shared), Arc::clone(&metrics), timing);
-    let config = SessionConfig { node_name, control_planes, tls, status, backoff: Backoff::default() };
+    let config = SessionConfig { node_name, control_planes, tls, backoff: Backoff::default() };
+    let around = Surroundings {
+        shared: Arc::clone(&shared),
+        metrics: Arc::clone(&metrics),
+        progress: progress.clone(),
+    };
     let session = Session::new(config, Arc::clone(&shared), Arc::clone(&metrics), progress.clone());
     let pages = Pages { metrics, progress, backend: backend_name, degraded: degraded.into() };
 
@@ -95,20 +150,38 @@ pub async fn run_with(
     let running = shutdown.child_token();
     let _stops = running.clone().drop_guard();
     let stop_thread = StopOnDrop(Arc::clone(&shared));
-    tokio::spawn(http::serve(options.metrics_bind_address, pages, running.clone()));
-    let unexpected = tokio::select! {
-        () = session.run(running) => false,
-        _ = reconcile_ended => true,
+    if let Some(address) = settings.metrics_bind_address {
+        tokio::spawn(http::serve(address, pages, running.clone()));
+    }
+    let edited = async {
+        match file {
+            Some((path, text)) => {
+                config::watch::edited(path.clone(), text).await;
+                path.display().to_string()
+            }
+            None => std::future::pending().await,
+        }
+    };
+    let saving = saver.map(|saver| tokio::spawn(saver.run(around.clone(), options.state_save_period, running.clone())));
+    let ended_by = tokio::select! {
+        () = session.run(running) => None,
+        _ = reconcile_ended => Some(AgentError::ReconcileEnded),
+        path = edited => Some(AgentError::ConfigEdited(path)),
     };
     drop(stop_thread);
     // What the kernel is at is finished: rules are written whole or not at all.
     let joined = tokio::task::spawn_blocking(move || thread.join()).await;
     let panicked = joined.map_or(true, |joined: thread::Result<()>| joined.is_err());
-    if unexpected || panicked {
+    if panicked {
         return Err(AgentError::ReconcileEnded);
     }
+    if let Some(saving) = saving
+        && let Ok(saver) = saving.await
+    {
+        saver.save_last(&around).await;
+    }
     info!("stopped; the rules stay in the kernel");
-    Ok(())
+    ended_by.map_or(Ok(()), Err)
 }
 
 /// Ends the reconcile loop, also when its owner is dropped in mid-flight.

@@ -6,7 +6,9 @@ use anyhow::Context as _;
 use clap::Parser as _;
 use headgate_node_agent::{
     backend::{self, Cleanup, ErrorKind},
+    config,
     options::Options,
+    persist,
 };
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
@@ -28,21 +30,35 @@ fn start(options: Options) -> anyhow::Result<()> {
     let filter =
         EnvFilter::try_new(&options.log).context("--log: not a filter such as info or headgate_node_agent=debug")?;
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+    if let Some(path) = &options.write_config_to {
+        config::write_defaults(path)?;
+        info!(path = %path.display(), "wrote the default configuration");
+        return Ok(());
+    }
     if options.cleanup {
         return clean(&options);
+    }
+    if options.init_only {
+        headgate_node_agent::prepare(&options.configured()?.settings)?;
+        info!("--init-only: kernel parameters are set");
+        return Ok(());
     }
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     runtime.block_on(run(options))
 }
 
 fn clean(options: &Options) -> anyhow::Result<()> {
-    let cleaned = backend::cleanup_all(options);
+    let cleaned = backend::cleanup_all(options, &options.configured()?.settings);
     for Cleanup { backend, outcome } in &cleaned {
         match outcome {
             Ok(()) => info!(backend, "nothing is left"),
             Err(error) if error.kind == ErrorKind::Unavailable => info!(backend, %error, "cannot run here"),
             Err(error) => error!(backend, %error, "something is left"),
         }
+    }
+    if let Some(folder) = options.state_folder() {
+        let help = || format!("--cleanup: removing the saved state in {}", folder.display());
+        persist::remove(folder).with_context(help)?;
     }
     let failed: Vec<&str> =
         cleaned.iter().filter(|cleanup| cleanup.has_failed()).map(|cleanup| cleanup.backend.as_str()).collect();

@@ -1,21 +1,26 @@
 //! The command line.
 
-use std::{net::SocketAddr, path::PathBuf, str::FromStr, sync::Arc, time::Duration};
+pub mod kube_proxy;
+
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
 
 use clap::builder::{PossibleValuesParser, TypedValueParser as _};
-use headgate_core::{
-    Family,
-    masquerade::{LocalDetector, MasqueradeConfig},
-};
-use ipnet::IpNet;
+use headgate_core::iptables::Layout;
 
+use self::kube_proxy::KubeProxyFlags;
+pub use crate::config::ProxyMode;
 use crate::{
     backend::iptables::Variant,
+    config::{self, ConfigError, Settings},
     session::connect::{AddressError, ControlPlane, TlsFiles},
 };
 
 /// A combination of options that cannot be used. Names the option and the remedy.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, thiserror::Error)]
 pub enum OptionsError {
     /// No host name either.
     #[error("--node-name: {0}; pass the Kubernetes name of this node")]
@@ -26,31 +31,20 @@ pub enum OptionsError {
     /// TLS files are missing.
     #[error("--control-plane names an https URL, which needs --tls-cert, --tls-key and --tls-ca; missing: {0}")]
     TlsFilesMissing(String),
-    /// Two CIDRs of one family.
-    #[error("--cluster-cidr: {0} and {1} are both {2}; pass one CIDR per family, such as 10.0.0.0/8,fd00::/48")]
-    TwoCidrs(IpNet, IpNet, Family),
+    /// kube-proxy's settings.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
 }
 
-/// How the kernel is programmed. Later modes are refused by name until they exist.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum ProxyMode {
-    /// The best that the node can run.
-    #[default]
-    Auto,
-    /// iptables rules.
-    Iptables,
-}
-
-impl FromStr for ProxyMode {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text {
-            "auto" => Ok(Self::Auto),
-            "iptables" => Ok(Self::Iptables),
-            other => Err(format!("mode {other} is not built yet; pass auto or iptables")),
-        }
-    }
+/// Settings, and where they come from.
+#[derive(Debug, Clone)]
+pub struct Configured {
+    /// The settings.
+    pub settings: Settings,
+    /// The configuration file and its text.
+    pub file: Option<(PathBuf, String)>,
+    /// One warning that names everything that was given and means nothing; `None` when there is nothing.
+    pub warning: Option<String>,
 }
 
 /// Programs this node's kernel with the Services that a Headgate control plane streams to it.
@@ -60,7 +54,7 @@ impl FromStr for ProxyMode {
 #[command(name = "headgate-node-agent", version)]
 pub struct Options {
     /// Kubernetes name of this node. Default: the host name in lower case
-    #[arg(long, value_name = "NAME", env = "HEADGATE_NODE_NAME")]
+    #[arg(long, value_name = "NAME", visible_alias = "hostname-override", env = "HEADGATE_NODE_NAME")]
     pub node_name: Option<String>,
 
     /// Control plane replicas, any of which will do: https://HOST:7443, or http://ADDRESS:PORT together with
@@ -69,7 +63,7 @@ pub struct Options {
         long,
         value_name = "URL",
         value_delimiter = ',',
-        required_unless_present = "cleanup",
+        required_unless_present_any = ["cleanup", "init_only", "write_config_to"],
         env = "HEADGATE_CONTROL_PLANE"
     )]
     pub control_plane: Vec<String>,
@@ -90,38 +84,39 @@ pub struct Options {
     #[arg(long, value_name = "FILE")]
     pub tls_ca: Option<PathBuf>,
 
-    /// How to program the kernel
-    #[arg(long, value_name = "MODE", default_value = "auto",
-        value_parser = PossibleValuesParser::new(["auto", "iptables", "ipvs", "nftables", "userspace"]).try_map(|mode| mode.parse::<ProxyMode>()))]
-    pub proxy_mode: ProxyMode,
-
     /// Which iptables to use; auto takes the one that this node uses already
     #[arg(long, value_enum, default_value = "auto")]
     pub iptables_variant: Variant,
 
-    /// Range of pod addresses, one per family. Traffic to ClusterIPs from elsewhere is masqueraded. Without it none is
-    #[arg(long, value_name = "CIDR", value_delimiter = ',')]
-    pub cluster_cidr: Vec<IpNet>,
+    /// How iptables rules are laid out; auto is compact above 256 services or 1,000 endpoints
+    #[arg(long, value_name = "LAYOUT", default_value = "auto",
+        value_parser = PossibleValuesParser::new(["auto", "classic", "compact"]).map(|layout| layout_of(&layout)))]
+    pub iptables_layout: Layout,
 
-    /// Masquerade everything that is sent to ClusterIPs
+    /// A KubeProxyConfiguration. Then kube-proxy's flags are ignored, except --hostname-override. The agent ends when the file is edited
+    #[arg(long, value_name = "FILE")]
+    pub config: Option<PathBuf>,
+
+    /// Write a KubeProxyConfiguration with the defaults, and exit
+    #[arg(long, value_name = "FILE")]
+    pub write_config_to: Option<PathBuf>,
+
+    /// Set the kernel's parameters that need privileges, and exit
     #[arg(long)]
-    pub masquerade_all: bool,
+    pub init_only: bool,
 
-    /// Bit of the packet mark that asks for masquerading
-    #[arg(long = "iptables-masquerade-bit", value_name = "N", default_value_t = 14, value_parser = clap::value_parser!(u8).range(0..=31))]
-    pub masquerade_bit: u8,
+    /// Folder for the last good state, from which a cold start forwards while no control plane answers. Empty keeps none
+    #[arg(long, value_name = "FOLDER", default_value = "/var/lib/headgate", overrides_with = "state_dir",
+        value_parser = clap::builder::OsStringValueParser::new().map(PathBuf::from))]
+    pub state_dir: PathBuf,
 
-    /// Shortest time between two syncs; changes in between are gathered
-    #[arg(long, value_name = "DURATION", default_value = "0s", value_parser = duration)]
-    pub min_sync_period: Duration,
+    /// Shortest time between two writes of the state
+    #[arg(long, value_name = "DURATION", default_value = "5s", value_parser = duration)]
+    pub state_save_period: Duration,
 
-    /// Time between two looks at whether somebody else removed our rules
-    #[arg(long, value_name = "DURATION", default_value = "30s", value_parser = positive_duration)]
-    pub sync_period: Duration,
-
-    /// Where /metrics, /healthz and /proxyMode are served
-    #[arg(long, value_name = "ADDR:PORT", default_value = "127.0.0.1:10249")]
-    pub metrics_bind_address: SocketAddr,
+    /// kube-proxy's.
+    #[command(flatten)]
+    pub kube_proxy: KubeProxyFlags,
 
     /// Remove every rule that any backend of Headgate made on this node, and exit
     #[arg(long)]
@@ -133,12 +128,39 @@ pub struct Options {
 }
 
 impl Options {
-    /// The node's name, lower case.
+    /// kube-proxy's settings, from the file or from the flags. Reads the file.
+    ///
+    /// # Errors
+    /// All settings that cannot be used, each with the remedy.
+    pub fn configured(&self) -> Result<Configured, OptionsError> {
+        let flags = &self.kube_proxy;
+        let Some(path) = &self.config else {
+            let settings = Settings::check(&flags.raw)
+                .map_err(|problems| ConfigError::Invalid { from: "the command line".to_owned(), problems })?;
+            let warning = warning("the command line", &settings.notes);
+            return Ok(Configured { settings, file: None, warning });
+        };
+        let file = config::read_file(path)?;
+        let shown = path.display().to_string();
+        let mut settings =
+            Settings::check(&file.raw).map_err(|problems| ConfigError::Invalid { from: shown.clone(), problems })?;
+        let mut notes = file.notes;
+        notes.append(&mut settings.notes);
+        settings.notes.clone_from(&notes);
+        let ignored = flags
+            .given
+            .iter()
+            .map(|flag| format!("{flag} (--config is given, and kube-proxy's flags yield to the file)"));
+        notes.extend(ignored);
+        Ok(Configured { settings, warning: warning(&shown, &notes), file: Some((path.clone(), file.text)) })
+    }
+
+    /// The node's name, lower case. A flag goes before the configuration's `hostnameOverride`.
     ///
     /// # Errors
     /// When none was given and the host has none, or it is not a DNS name.
-    pub fn node_name(&self) -> Result<Arc<str>, OptionsError> {
-        let name = match &self.node_name {
+    pub fn node_name(&self, settings: &Settings) -> Result<Arc<str>, OptionsError> {
+        let name = match self.node_name.as_ref().or(settings.hostname_override.as_ref()) {
             Some(name) => name.clone(),
             None => std::fs::read_to_string("/proc/sys/kernel/hostname")
                 .map_err(|error| OptionsError::NodeName(format!("the host name cannot be read ({error})")))?,
@@ -149,6 +171,12 @@ impl Options {
             return Err(OptionsError::NodeName(format!("{name:?} is not a DNS name of 1 to 253 characters")));
         }
         Ok(name.into())
+    }
+
+    /// The folder for the last good state; `None` when none is to be kept.
+    #[must_use]
+    pub fn state_folder(&self) -> Option<&Path> {
+        Some(self.state_dir.as_path()).filter(|folder| !folder.as_os_str().is_empty())
     }
 
     /// The control planes to try, and the files for TLS when one of them needs it.
@@ -168,117 +196,26 @@ impl Options {
         let missing: Vec<&str> = files.iter().filter(|(_, file)| file.is_none()).map(|(name, _)| *name).collect();
         Err(OptionsError::TlsFilesMissing(missing.join(", ")))
     }
+}
 
-    /// What was configured about masquerading.
-    ///
-    /// # Errors
-    /// Two CIDRs are of one family.
-    pub fn masquerade(&self) -> Result<MasqueradeConfig, OptionsError> {
-        let of = |family| {
-            let mut cidrs = self.cluster_cidr.iter().filter(move |cidr| Family::of(cidr.addr()) == family);
-            match (cidrs.next(), cidrs.next()) {
-                (Some(one), Some(two)) => Err(OptionsError::TwoCidrs(*one, *two, family)),
-                (one, _) => Ok(one.map(|cidr| LocalDetector::Cidr(*cidr))),
-            }
-        };
-        let (detector_v4, detector_v6) = (of(Family::V4)?, of(Family::V6)?);
-        Ok(MasqueradeConfig { all: self.masquerade_all, bit: self.masquerade_bit, detector_v4, detector_v6 })
+/// A duration as Go writes it.
+fn duration(text: &str) -> Result<Duration, String> {
+    config::value::parse_duration(text)
+        .ok_or_else(|| format!("{text:?} is not a duration such as 500ms, 30s, 1m0s or 1h"))
+}
+
+fn layout_of(name: &str) -> Layout {
+    match name {
+        "classic" => Layout::Classic,
+        "compact" => Layout::Compact,
+        _ => Layout::Auto,
     }
 }
 
-/// A duration such as `500ms`, `30s`, `5m` or `1h`, or a plain `0`.
-fn duration(text: &str) -> Result<Duration, String> {
-    let help = || format!("{text:?} is not a duration such as 500ms, 30s, 5m or 1h");
-    let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
-    let (number, unit) = text.split_at(digits);
-    let number: u64 = number.parse().map_err(|_| help())?;
-    let milliseconds = match unit {
-        "ms" => Some(1),
-        "s" => Some(1000),
-        "m" => Some(60_000),
-        "h" => Some(3_600_000),
-        "" if number == 0 => Some(0),
-        _ => None,
-    };
-    milliseconds.and_then(|unit: u64| number.checked_mul(unit)).map(Duration::from_millis).ok_or_else(help)
-}
-
-fn positive_duration(text: &str) -> Result<Duration, String> {
-    let duration = duration(text)?;
-    if duration.is_zero() { Err("must be more than zero, such as 30s".into()) } else { Ok(duration) }
+/// One sentence for everything that means nothing.
+fn warning(from: &str, notes: &[String]) -> Option<String> {
+    (!notes.is_empty()).then(|| format!("{from}: these settings mean nothing to Headgate: {}", notes.join("; ")))
 }
 
 #[cfg(test)]
-mod tests {
-    #![allow(clippy::unwrap_used)]
-    use clap::Parser as _;
-
-    use super::*;
-
-    fn parse(arguments: &[&str]) -> Result<Options, String> {
-        let head = ["headgate-node-agent"];
-        Options::try_parse_from(head.iter().chain(arguments)).map_err(|error| error.to_string())
-    }
-
-    #[test]
-    fn modes_to_come_are_refused_by_name() {
-        let error = parse(&["--control-plane=https://a:1", "--proxy-mode=ipvs"]).unwrap_err();
-        assert!(error.contains("mode ipvs is not built yet; pass auto or iptables"), "{error}");
-        let options = parse(&["--control-plane=https://a:1", "--proxy-mode=iptables"]).unwrap();
-        assert_eq!(options.proxy_mode, ProxyMode::Iptables);
-    }
-
-    #[test]
-    fn a_control_plane_is_needed_except_for_cleanup() {
-        assert!(parse(&[]).unwrap_err().contains("--control-plane"));
-        assert!(parse(&["--cleanup"]).unwrap().cleanup);
-    }
-
-    #[test]
-    fn tls_files_that_are_missing_are_named() {
-        let options = parse(&["--control-plane=https://a:1", "--tls-key=/k"]).unwrap();
-        let error = options.control_planes().unwrap_err().to_string();
-        assert!(error.ends_with("missing: --tls-cert, --tls-ca"), "{error}");
-    }
-
-    #[test]
-    fn plaintext_needs_the_flag_and_an_address() {
-        let refused = |arguments: &[&str]| parse(arguments).unwrap().control_planes().unwrap_err().to_string();
-        assert!(refused(&["--control-plane=http://127.0.0.1:1"]).contains("--insecure-loopback"));
-        assert!(refused(&["--control-plane=http://10.0.0.1:1", "--insecure-loopback"]).contains("10.0.0.1"));
-        assert!(refused(&["--control-plane=http://localhost:1", "--insecure-loopback"]).contains("localhost"));
-        let two = parse(&["--control-plane=http://[::1]:1,http://198.18.0.1:2", "--insecure-loopback"]).unwrap();
-        assert_eq!(two.control_planes().unwrap().0.len(), 2);
-    }
-
-    #[test]
-    fn one_cidr_a_family() {
-        let two = parse(&["--cleanup", "--cluster-cidr=10.0.0.0/8,10.1.0.0/16"]).unwrap();
-        assert!(two.masquerade().unwrap_err().to_string().contains("one CIDR per family"));
-        let both = parse(&["--cleanup", "--cluster-cidr=10.0.0.0/8,fd00::/48"]).unwrap().masquerade().unwrap();
-        assert!(both.detector_v4.is_some() && both.detector_v6.is_some());
-    }
-
-    #[test]
-    fn node_names_are_lower_case_dns_names() {
-        let name = |name: &str| parse(&["--cleanup", "--node-name", name]).unwrap().node_name();
-        assert_eq!(&*name(" Node-1.Example ").unwrap(), "node-1.example");
-        assert!(name("").is_err() && name("a b").is_err());
-        assert!(parse(&["--cleanup"]).unwrap().node_name().is_ok());
-    }
-
-    #[test]
-    fn durations() {
-        assert_eq!(duration("500ms"), Ok(Duration::from_millis(500)));
-        assert_eq!(duration("0"), Ok(Duration::ZERO));
-        assert_eq!(duration("2m"), Ok(Duration::from_secs(120)));
-        assert!(duration("5").is_err() && duration("s").is_err() && duration("99999999999999999h").is_err());
-        assert!(positive_duration("0s").is_err());
-    }
-
-    #[test]
-    fn masquerade_bit_is_a_bit() {
-        assert!(parse(&["--cleanup", "--iptables-masquerade-bit=32"]).is_err());
-        assert_eq!(parse(&["--cleanup"]).unwrap().masquerade().unwrap().mark(), 0x4000);
-    }
-}
+mod tests;

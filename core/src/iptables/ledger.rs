@@ -62,6 +62,11 @@ impl Ledger {
         &self.config
     }
 
+    /// Takes another configuration, of the same family. Until the next [`Self::full`] the rules in the kernel are those of the old one.
+    pub fn set_config(&mut self, config: RenderConfig) {
+        self.config = config;
+    }
+
     /// Writes what changed for the dirty services, at the cost of those services alone. Only when the size of the cluster has crossed
     /// the threshold between layouts is everything written.
     pub fn changed(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> (Script, Planned) {

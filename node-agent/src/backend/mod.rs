@@ -5,9 +5,14 @@
 
 use std::{any::Any, fmt};
 
-use headgate_core::{Dirty, State, view::NodeFacts};
+use headgate_core::{Dirty, State, masquerade::MasqueradeConfig, view::NodeFacts};
 
-use crate::options::{Options, OptionsError, ProxyMode};
+use crate::{
+    config::{ProxyMode, Settings},
+    node_inputs::{NodeInputs, NodeSettings},
+    options::Options,
+    sysctl::Sysctls,
+};
 
 #[doc(hidden)]
 pub mod fake;
@@ -49,6 +54,12 @@ pub trait Backend: Send {
     /// # Errors
     /// As [`BackendError::kind`] says. After an error the plan is spent: the caller plans the same services again, or syncs in full.
     fn apply(&mut self, plan: Plan) -> Result<Report, BackendError>;
+
+    /// Takes what rules depend on besides the state. True when rules change by it: then the next step has to be [`Self::sync_full`].
+    fn reconfigure(&mut self, inputs: &NodeInputs) -> bool {
+        let _ = inputs;
+        false
+    }
 
     /// Looks whether somebody else removed or changed our rules. True means intact.
     ///
@@ -103,10 +114,10 @@ pub fn proxy_mode(backend_name: &str) -> &str {
 ///
 /// # Errors
 /// When this machine cannot run it, or the options contradict each other; the message says what to change.
-pub fn build(options: &Options) -> Result<Box<dyn Backend>, BackendError> {
-    match options.proxy_mode {
+pub fn build(options: &Options, settings: &Settings) -> Result<Box<dyn Backend>, BackendError> {
+    match settings.mode {
         ProxyMode::Auto | ProxyMode::Iptables => {
-            let config = iptables_config(options, options.iptables_variant)?;
+            let config = iptables_config(options, settings, options.iptables_variant);
             Ok(Box::new(iptables::IptablesBackend::new(config)?))
         }
     }
@@ -131,18 +142,26 @@ impl Cleanup {
 
 /// Removes the traces of every backend and variant that this machine can run. One that fails does not keep the others from their turn.
 #[must_use]
-pub fn cleanup_all(options: &Options) -> Vec<Cleanup> {
+pub fn cleanup_all(options: &Options, settings: &Settings) -> Vec<Cleanup> {
     let variants = [("iptables-legacy", iptables::Variant::Legacy), ("iptables-nft", iptables::Variant::Nft)];
     let clean = |(name, variant): (&str, iptables::Variant)| {
-        let outcome = iptables_config(options, variant)
-            .and_then(iptables::IptablesBackend::new)
-            .and_then(|mut backend| backend.cleanup());
+        let config = iptables_config(options, settings, variant);
+        let outcome = iptables::IptablesBackend::new(config).and_then(|mut backend| backend.cleanup());
         Cleanup { backend: name.to_owned(), outcome }
     };
     variants.into_iter().map(clean).collect()
 }
 
-fn iptables_config(options: &Options, variant: iptables::Variant) -> Result<iptables::Config, BackendError> {
-    let fatal = |error: OptionsError| BackendError::new(ErrorKind::Fatal, error);
-    Ok(iptables::Config { variant, masquerade: options.masquerade().map_err(fatal)?, ..iptables::Config::default() })
+fn iptables_config(options: &Options, settings: &Settings, variant: iptables::Variant) -> iptables::Config {
+    let NodeInputs { detector_v4, detector_v6, .. } = NodeSettings::of(settings).resolve(None, &[]);
+    let masquerade =
+        MasqueradeConfig { all: settings.masquerade_all, bit: settings.masquerade_bit, detector_v4, detector_v6 };
+    iptables::Config {
+        variant,
+        layout: options.iptables_layout,
+        masquerade,
+        localhost_node_ports: settings.localhost_node_ports,
+        conntrack_tcp_be_liberal: Sysctls::default().is_tcp_liberal(),
+        ..iptables::Config::default()
+    }
 }

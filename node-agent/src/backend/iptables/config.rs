@@ -23,6 +23,10 @@ pub struct Config {
     pub layout: Layout,
     /// Masquerading.
     pub masquerade: MasqueradeConfig,
+    /// NodePorts answer on 127.0.0.0/8 (IPv4 only).
+    pub localhost_node_ports: bool,
+    /// Conntrack calls no packet INVALID for being outside of the window: there is nothing to drop.
+    pub conntrack_tcp_be_liberal: bool,
     /// Families to program, where the node can.
     pub families: Vec<Family>,
 }
@@ -33,6 +37,8 @@ impl Default for Config {
             variant: Variant::Auto,
             layout: Layout::Auto,
             masquerade: MasqueradeConfig::default(),
+            localhost_node_ports: true,
+            conntrack_tcp_be_liberal: false,
             families: Family::BOTH.to_vec(),
         }
     }

@@ -17,6 +17,7 @@ use headgate_core::{
 
 use self::command::Programs;
 use super::{Backend, BackendError, Plan, Report};
+use crate::node_inputs::NodeInputs;
 
 /// Programs the kernel by `iptables-restore`.
 #[derive(Debug)]
@@ -54,6 +55,8 @@ impl IptablesBackend {
             let render = RenderConfig {
                 masquerade: config.masquerade.clone(),
                 layout: config.layout,
+                localhost_node_ports: config.localhost_node_ports && family == Family::V4,
+                conntrack_tcp_be_liberal: config.conntrack_tcp_be_liberal,
                 ..RenderConfig::new(family)
             };
             families.push(FamilyBackend {
@@ -103,6 +106,21 @@ impl Backend for IptablesBackend {
             result = result.and(family.run(&script, planned, &mut report));
         }
         result.map(|()| report)
+    }
+
+    fn reconfigure(&mut self, inputs: &NodeInputs) -> bool {
+        let mut is_new = false;
+        for FamilyBackend { family, ledger, .. } in &mut self.families {
+            let mut config = ledger.config().clone();
+            config.node_port_addresses = inputs.node_ports(*family).clone();
+            config.masquerade.detector_v4 = inputs.detector_v4.clone();
+            config.masquerade.detector_v6 = inputs.detector_v6.clone();
+            if config != *ledger.config() {
+                ledger.set_config(config);
+                is_new = true;
+            }
+        }
+        is_new
     }
 
     fn verify(&mut self) -> Result<bool, BackendError> {

@@ -1,0 +1,98 @@
+//! Configuration: kube-proxy's file and kube-proxy's flags, read by one table ([`fields`]) into [`Settings`].
+
+pub mod document;
+pub mod fields;
+pub mod raw;
+pub mod settings;
+pub mod value;
+pub mod watch;
+mod yaml;
+
+#[cfg(test)]
+mod tests;
+
+pub use raw::{Findings, Origin, Raw};
+pub use settings::{Conntrack, DetectLocal, NodePortSelector, ProxyMode, Settings};
+
+use std::{io, path::Path};
+
+/// A configuration that cannot be used. Trying again helps only after somebody changed it.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// The file cannot be read or written.
+    #[error("{path}: {error}")]
+    File {
+        /// The file.
+        path: String,
+        /// What the system says.
+        error: io::Error,
+    },
+    /// It is not YAML.
+    #[error("{path} is not YAML: {error}")]
+    Syntax {
+        /// The file.
+        path: String,
+        /// Where and why.
+        error: String,
+    },
+    /// Values that cannot be: all of them.
+    #[error("{} cannot be used:{}", .from, list(.problems))]
+    Invalid {
+        /// The file, or "the command line".
+        from: String,
+        /// Each names the setting and the remedy.
+        problems: Vec<String>,
+    },
+}
+
+fn list(problems: &[String]) -> String {
+    problems.iter().map(|problem| format!("\n  {problem}")).collect()
+}
+
+/// A configuration file, read.
+#[derive(Debug, Clone)]
+pub struct ConfigFile {
+    /// The settings.
+    pub raw: Raw,
+    /// Fields that mean nothing, each with the reason.
+    pub notes: Vec<String>,
+    /// The text, by which a change is noticed.
+    pub text: String,
+}
+
+/// Reads a `KubeProxyConfiguration` (`kubeproxy.config.k8s.io/v1alpha1`), as kube-proxy reads it: unknown and repeated fields are no error. Values
+/// that cannot be are, and all of them are named at once.
+///
+/// # Errors
+/// The file cannot be read, or is not such a configuration.
+pub fn read_file(path: &Path) -> Result<ConfigFile, ConfigError> {
+    let shown = path.display().to_string();
+    let text = std::fs::read_to_string(path).map_err(|error| ConfigError::File { path: shown.clone(), error })?;
+    parse(&shown, text)
+}
+
+/// The same, from text. `path` is for messages.
+///
+/// # Errors
+/// As [`read_file`].
+pub fn parse(path: &str, text: String) -> Result<ConfigFile, ConfigError> {
+    let tree = yaml::Tree::parse(&text)
+        .map_err(|error| ConfigError::Syntax { path: path.to_owned(), error: error.to_string() })?;
+    let (raw, Findings { mut problems, notes }) = Raw::from_tree(&tree);
+    // What is wrong by itself hides nothing of what is wrong together.
+    problems.extend(Settings::check(&raw).err().unwrap_or_default());
+    if problems.is_empty() {
+        return Ok(ConfigFile { raw, notes, text });
+    }
+    Err(ConfigError::Invalid { from: path.to_owned(), problems })
+}
+
+/// Writes the defaults as a configuration file that [`read_file`] reads back.
+///
+/// # Errors
+/// The file cannot be written.
+pub fn write_defaults(path: &Path) -> Result<(), ConfigError> {
+    let at = |error| ConfigError::File { path: path.display().to_string(), error };
+    let yaml = serde_saphyr::to_string(&Raw::default().to_json()).map_err(|error| at(io::Error::other(error)))?;
+    std::fs::write(path, yaml).map_err(at)
+}

@@ -1,0 +1,260 @@
+//! Settings as they were given, by flags or by a file, before anybody looks at what they mean together.
+
+use std::{collections::BTreeMap, net::IpAddr, time::Duration};
+
+use ipnet::IpNet;
+use serde_json::Value as Json;
+
+use super::{
+    fields::{self, FIELDS, Field, Meaning},
+    value::{Kind, Value},
+    yaml::Tree,
+};
+
+/// The `apiVersion` that is read.
+pub const API_VERSION: &str = "kubeproxy.config.k8s.io/v1alpha1";
+/// The `kind` that is read.
+pub const KIND: &str = "KubeProxyConfiguration";
+
+/// Where settings come from, which decides on how they are named in messages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Origin {
+    /// Flags: `--cluster-cidr`.
+    #[default]
+    Flags,
+    /// A file: `clusterCIDR`.
+    File,
+}
+
+/// Settings by id. Whatever was not given has its default.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Raw {
+    /// Where they come from.
+    pub origin: Origin,
+    values: BTreeMap<&'static str, Value>,
+}
+
+/// What reading a file found besides the settings.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Findings {
+    /// Each says field, what is wrong and the remedy. The file cannot be used.
+    pub problems: Vec<String>,
+    /// Each names a field that means nothing, and says why.
+    pub notes: Vec<String>,
+}
+
+impl Raw {
+    /// Sets a value. A list's elements gather.
+    pub fn set(&mut self, id: &'static str, value: Value) {
+        match (self.values.get_mut(id), value) {
+            (Some(Value::List(held)), Value::List(more)) => held.extend(more),
+            (_, value) => {
+                self.values.insert(id, value);
+            }
+        }
+    }
+
+    /// True when the setting was given.
+    #[must_use]
+    pub fn is_set(&self, id: &str) -> bool {
+        self.values.contains_key(id)
+    }
+
+    /// How a message names a setting.
+    #[must_use]
+    pub fn name(&self, id: &str) -> String {
+        match (self.origin, fields::by_id(id)) {
+            (Origin::Flags, Some(Field { flag, .. })) if !flag.is_empty() => format!("--{flag}"),
+            _ => id.to_owned(),
+        }
+    }
+
+    /// The value, or the default.
+    #[must_use]
+    pub fn value(&self, id: &str) -> Option<Value> {
+        let default = || fields::by_id(id).filter(|f| !f.default.is_empty()).and_then(|f| f.kind.parse(f.default).ok());
+        self.values.get(id).cloned().or_else(default)
+    }
+
+    /// A truth value; false when unset.
+    #[must_use]
+    pub fn bool(&self, id: &str) -> bool {
+        matches!(self.value(id), Some(Value::Bool(true)))
+    }
+
+    /// A number; 0 when unset.
+    #[must_use]
+    pub fn int(&self, id: &str) -> i64 {
+        if let Some(Value::Int(number)) = self.value(id) { number } else { 0 }
+    }
+
+    /// A text, trimmed; empty when unset.
+    #[must_use]
+    pub fn text(&self, id: &str) -> String {
+        if let Some(Value::Text(text)) = self.value(id) { text.trim().to_owned() } else { String::new() }
+    }
+
+    /// A list; empty when unset.
+    #[must_use]
+    pub fn list(&self, id: &str) -> Vec<String> {
+        if let Some(Value::List(list)) = self.value(id) { list } else { Vec::new() }
+    }
+
+    /// A duration; zero when unset.
+    #[must_use]
+    pub fn duration(&self, id: &str) -> Duration {
+        if let Some(Value::Duration(duration)) = self.value(id) { duration } else { Duration::ZERO }
+    }
+
+    /// Names and truth values; none when unset.
+    #[must_use]
+    pub fn gates(&self, id: &str) -> BTreeMap<String, bool> {
+        let Some(Value::Any(Json::Object(gates))) = self.value(id) else { return BTreeMap::new() };
+        gates.into_iter().filter_map(|(name, value)| Some((name, value.as_bool()?))).collect()
+    }
+
+    /// One sentence for each setting that was given and means nothing here.
+    #[must_use]
+    pub fn meaningless(&self) -> Vec<String> {
+        let given = FIELDS.iter().filter(|field| self.is_set(field.id()));
+        let why = |field: &Field| match field.meaning {
+            Meaning::Ignored(why) => Some(format!("{} ({why})", self.name(field.id()))),
+            Meaning::Used(_) => None,
+        };
+        given.filter_map(why).collect()
+    }
+
+    /// Everything, defaults included, as a `KubeProxyConfiguration`.
+    #[must_use]
+    pub fn to_json(&self) -> Json {
+        let mut root = serde_json::json!({ "apiVersion": API_VERSION, "kind": KIND });
+        for field in FIELDS.iter().filter(|field| !field.path.is_empty()) {
+            let value = self.value(field.id()).map_or_else(|| empty(field.kind), |value| value.to_json());
+            let mut place = &mut root;
+            for part in field.path.split('.') {
+                place = &mut place[part];
+            }
+            *place = value;
+        }
+        root
+    }
+
+    /// Reads a document. Everything that is wrong with it is found, not only the first.
+    pub(super) fn from_tree(tree: &Tree) -> (Self, Findings) {
+        let (mut raw, mut findings) = (Self { origin: Origin::File, ..Self::default() }, Findings::default());
+        let Tree::Mapping(entries) = tree else {
+            findings.problems.push(format!("the document is not a mapping; begin with `apiVersion: {API_VERSION}`"));
+            return (raw, findings);
+        };
+        for (key, expected) in [("apiVersion", API_VERSION), ("kind", KIND)] {
+            let found = entries.iter().rev().find(|(found, _)| found == key).map(|(_, tree)| tree.to_json());
+            if found != Some(Json::from(expected)) {
+                let found = found.map_or_else(|| "missing".to_owned(), |found| found.to_string());
+                findings.problems.push(format!("{key}: {found} cannot be used; write {expected}"));
+            }
+        }
+        raw.read_section("", entries, &mut findings);
+        (raw, findings)
+    }
+
+    fn read_section(&mut self, prefix: &str, entries: &[(String, Tree)], findings: &mut Findings) {
+        for (i, (key, tree)) in entries.iter().enumerate() {
+            let path = if prefix.is_empty() { key.clone() } else { format!("{prefix}.{key}") };
+            let is_repeated = entries[i + 1..].iter().any(|(later, _)| later == key);
+            if is_repeated {
+                findings.notes.push(format!("{path} (stands more than once; the last counts)"));
+                continue;
+            }
+            if path == "apiVersion" || path == "kind" {
+                continue;
+            }
+            match (fields::by_id(&path).filter(|field| !field.path.is_empty()), tree) {
+                (_, Tree::Scalar(Json::Null)) => {}
+                (Some(field), tree) => self.read_field(field, tree, findings),
+                (None, Tree::Mapping(inner)) if fields::is_section(&path) => self.read_section(&path, inner, findings),
+                (None, _) if fields::is_section(&path) => {
+                    findings.problems.push(format!("{path}: {} cannot be used; write a mapping", tree.to_json()));
+                }
+                (None, _) => findings.notes.push(format!("{path} (unknown)")),
+            }
+        }
+    }
+
+    fn read_field(&mut self, field: &'static Field, tree: &Tree, findings: &mut Findings) {
+        let json = tree.to_json();
+        match field.kind.from_json(&json) {
+            // kube-proxy cannot tell an empty value from one that was not given; kubeadm writes them all out.
+            Ok(_) if means_unset(field, &json) => {}
+            Ok(value) if is_default(field, &value) && matches!(field.meaning, Meaning::Ignored(_)) => {}
+            Ok(value) => self.set(field.path, value),
+            Err(error) => findings.problems.push(format!("{}: {error}", field.path)),
+        }
+    }
+
+    /// An address.
+    ///
+    /// # Errors
+    /// Names the setting and the remedy.
+    pub fn address(&self, id: &str) -> Result<IpAddr, String> {
+        let text = self.text(id);
+        text.parse().map_err(|_| format!("{}: {text:?} is not an IP address; write one such as 0.0.0.0", self.name(id)))
+    }
+
+    /// A CIDR, as one part of a setting.
+    ///
+    /// # Errors
+    /// Names the setting and the remedy.
+    pub fn cidr(&self, id: &str, text: &str) -> Result<IpNet, String> {
+        let text = text.trim();
+        text.parse().map_err(|_| format!("{}: {text:?} is not a CIDR; write one such as 10.0.0.0/8", self.name(id)))
+    }
+}
+
+fn empty(kind: Kind) -> Json {
+    match kind {
+        Kind::Bool => Json::from(false),
+        Kind::Int(..) => Json::from(0),
+        Kind::Text | Kind::Choice(_) => Json::from(""),
+        Kind::List => Json::Array(Vec::new()),
+        Kind::Duration => Json::from("0s"),
+        Kind::Gates | Kind::Any => Json::Object(serde_json::Map::new()),
+    }
+}
+
+/// Empty values that kube-proxy replaces by the default. `false` and `0` are values of their own where the API has pointers.
+fn means_unset(field: &Field, json: &Json) -> bool {
+    match json {
+        Json::Null => true,
+        Json::String(text) if text.is_empty() => true,
+        Json::String(_) if field.kind == Kind::Duration => {
+            // Of conntrack's durations zero means: leave it. They are pointers in the API.
+            !field.path.starts_with("conntrack.") && field.kind.from_json(json) == Ok(Value::Duration(Duration::ZERO))
+        }
+        Json::Array(list) => list.is_empty(),
+        Json::Object(map) => map.is_empty(),
+        Json::Bool(value) => !value && matches!(field.meaning, Meaning::Ignored(_)),
+        Json::Number(number) => number.as_f64() == Some(0.0) && matches!(field.meaning, Meaning::Ignored(_)),
+        Json::String(_) => false,
+    }
+}
+
+/// True for the default, and for what stands in a file without saying anything.
+fn is_default(field: &Field, value: &Value) -> bool {
+    let default = field.kind.parse(field.default);
+    match value {
+        Value::Any(json) => says_nothing(json) || json.to_string().trim_matches('"') == field.default,
+        value => !field.default.is_empty() && default.is_ok_and(|default| default == *value),
+    }
+}
+
+/// Sections as kubeadm writes them out: zeros, empty texts, and the defaults of logging.
+fn says_nothing(json: &Json) -> bool {
+    match json {
+        Json::Object(map) => map.values().all(says_nothing),
+        Json::Array(list) => list.is_empty(),
+        Json::String(text) => ["", "0", "0s", "5s", "text"].contains(&text.as_str()),
+        Json::Number(number) => number.as_f64() == Some(0.0),
+        Json::Bool(value) => !value,
+        Json::Null => true,
+    }
+}

@@ -1,0 +1,343 @@
+//! What the settings mean together, checked.
+
+use std::{
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
+    time::Duration,
+};
+
+use headgate_core::Family;
+use ipnet::IpNet;
+use serde_json::Value as Json;
+
+use super::raw::{Origin, Raw};
+
+/// The longest name that Linux gives an interface.
+const INTERFACE_NAME_MAX: usize = 15;
+
+/// How the kernel is programmed. Later modes are refused by name until they exist.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum ProxyMode {
+    /// The best that the node can run.
+    #[default]
+    Auto,
+    /// iptables rules.
+    Iptables,
+}
+
+/// How local pods are told from other clients.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum DetectLocal {
+    /// By their addresses: one range per family at most.
+    ClusterCidr(Vec<IpNet>),
+    /// By the Node's `podCIDRs`.
+    NodeCidr,
+    /// By the bridge that they are on.
+    BridgeInterface(String),
+    /// By the first letters of their interfaces' names.
+    InterfaceNamePrefix(String),
+}
+
+impl Default for DetectLocal {
+    fn default() -> Self {
+        Self::ClusterCidr(Vec::new())
+    }
+}
+
+/// On which of the node's addresses NodePorts answer.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub enum NodePortSelector {
+    /// On all.
+    #[default]
+    All,
+    /// On the node's own addresses, as the Node (or `bindAddress`) names them.
+    Primary,
+    /// On those in one of the ranges. A family without a range: on all.
+    Cidrs(Vec<IpNet>),
+}
+
+/// Sizes and timeouts of connection tracking. Zero leaves a value as it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Conntrack {
+    /// Connections for each CPU.
+    pub max_per_core: u64,
+    /// Connections at least.
+    pub min: u64,
+    /// Idle time of established TCP connections.
+    pub tcp_established_timeout: Duration,
+    /// Idle time of TCP connections in CLOSE_WAIT.
+    pub tcp_close_wait_timeout: Duration,
+    /// Packets outside of the window are not INVALID.
+    pub tcp_be_liberal: bool,
+    /// Idle time of UDP flows one way.
+    pub udp_timeout: Duration,
+    /// Idle time of UDP flows both ways.
+    pub udp_stream_timeout: Duration,
+}
+
+/// Settings, checked. Durations are exact; addresses of servers are `None` where they are turned off.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Settings {
+    /// How the kernel is programmed.
+    pub mode: ProxyMode,
+    /// `hostnameOverride`.
+    pub hostname_override: Option<String>,
+    /// The node's address, where the operator names one.
+    pub bind_address: Option<IpAddr>,
+    /// `/healthz` and `/livez`.
+    pub healthz_bind_address: Option<SocketAddr>,
+    /// `/metrics` and others.
+    pub metrics_bind_address: Option<SocketAddr>,
+    /// End when an address cannot be bound.
+    pub bind_address_hard_fail: bool,
+    /// Local pods.
+    pub detect_local: DetectLocal,
+    /// NodePorts.
+    pub node_ports: NodePortSelector,
+    /// NodePorts on 127.0.0.0/8.
+    pub localhost_node_ports: bool,
+    /// Masquerade everything to ClusterIPs.
+    pub masquerade_all: bool,
+    /// Bit of the mark, 0 to 31.
+    pub masquerade_bit: u8,
+    /// Time between verifications.
+    pub sync_period: Duration,
+    /// Shortest time between syncs.
+    pub min_sync_period: Duration,
+    /// Connection tracking.
+    pub conntrack: Conntrack,
+    /// For `/proc/self/oom_score_adj`.
+    pub oom_score_adj: i64,
+    /// Feature gate `AllowServiceExternalIPs`.
+    pub allow_external_ips: bool,
+    /// What was asked for and means nothing here, or is less than it seems: each names setting and reason.
+    pub notes: Vec<String>,
+    /// The whole as a `KubeProxyConfiguration`, for `/configz`.
+    pub document: Json,
+}
+
+/// Checks one setting after the other, and gathers what is wrong.
+struct Checker<'a> {
+    raw: &'a Raw,
+    problems: Vec<String>,
+    notes: Vec<String>,
+}
+
+impl Settings {
+    /// Checks what was given.
+    ///
+    /// # Errors
+    /// Every problem, each with the name of the setting and the remedy.
+    pub fn check(raw: &Raw) -> Result<Self, Vec<String>> {
+        let mut checker = Checker { raw, problems: Vec::new(), notes: raw.meaningless() };
+        let settings = checker.settings();
+        if checker.problems.is_empty() { Ok(settings) } else { Err(checker.problems) }
+    }
+}
+
+impl Checker<'_> {
+    fn problem(&mut self, id: &str, what: &str) {
+        let name = self.raw.name(id);
+        self.problems.push(format!("{name}: {what}"));
+    }
+
+    /// The value, or a problem and what stands in for it until all are gathered.
+    fn or_problem<T>(&mut self, checked: Result<T, String>, stand_in: T) -> T {
+        checked.unwrap_or_else(|problem| {
+            self.problems.push(problem);
+            stand_in
+        })
+    }
+
+    fn settings(&mut self) -> Settings {
+        let raw = self.raw;
+        let bind_address = self.bind_address();
+        let is_v6 = bind_address.is_ipv6();
+        let any = if is_v6 { "[::]:10256" } else { "0.0.0.0:10256" };
+        let loopback = if is_v6 { "[::1]:10249" } else { "127.0.0.1:10249" };
+        let hostname_override = Some(raw.text("hostnameOverride")).filter(|name| !name.is_empty());
+        let mut settings = Settings {
+            mode: self.mode(),
+            hostname_override,
+            bind_address: Some(bind_address).filter(|address| !address.is_unspecified()),
+            healthz_bind_address: self.server("healthzBindAddress", any, 10256),
+            metrics_bind_address: self.server("metricsBindAddress", loopback, 10249),
+            bind_address_hard_fail: raw.bool("bindAddressHardFail"),
+            detect_local: self.detect_local(),
+            node_ports: self.node_ports(),
+            localhost_node_ports: raw.bool("iptables.localhostNodePorts"),
+            masquerade_all: raw.bool("iptables.masqueradeAll"),
+            masquerade_bit: u8::try_from(raw.int("iptables.masqueradeBit")).unwrap_or(14),
+            sync_period: raw.duration("iptables.syncPeriod"),
+            min_sync_period: raw.duration("iptables.minSyncPeriod"),
+            conntrack: self.conntrack(),
+            oom_score_adj: raw.int("oomScoreAdj"),
+            allow_external_ips: self.external_ips_gate(),
+            notes: Vec::new(),
+            document: raw.to_json(),
+        };
+        self.periods(settings.sync_period, settings.min_sync_period);
+        settings.notes = std::mem::take(&mut self.notes);
+        let shown = |address: Option<SocketAddr>| address.map(|a| a.to_string()).unwrap_or_default();
+        settings.document["healthzBindAddress"] = shown(settings.healthz_bind_address).into();
+        settings.document["metricsBindAddress"] = shown(settings.metrics_bind_address).into();
+        settings
+    }
+
+    fn mode(&mut self) -> ProxyMode {
+        match self.raw.text("mode").as_str() {
+            "" | "auto" => ProxyMode::Auto,
+            "iptables" => ProxyMode::Iptables,
+            other => {
+                self.problem("mode", &format!("mode {other} is not built yet; pass auto or iptables"));
+                ProxyMode::Auto
+            }
+        }
+    }
+
+    fn bind_address(&mut self) -> IpAddr {
+        let any = IpAddr::from(Ipv4Addr::UNSPECIFIED);
+        if self.raw.text("bindAddress").is_empty() {
+            return any;
+        }
+        let address = self.raw.address("bindAddress");
+        self.or_problem(address, any)
+    }
+
+    /// An address to serve on. A port that is left out is the default one, as kube-proxy has it.
+    fn server(&mut self, id: &str, default: &str, port: u16) -> Option<SocketAddr> {
+        let text = self.raw.text(id);
+        let is_off = text.is_empty() && self.raw.is_set(id) && self.raw.origin == Origin::Flags;
+        if is_off {
+            return None;
+        }
+        let text = if self.raw.is_set(id) && !text.is_empty() { text } else { default.to_owned() };
+        let any_v6 =
+            || text.strip_prefix(':')?.parse().ok().map(|port| SocketAddr::from((Ipv6Addr::UNSPECIFIED, port)));
+        let alone = || text.trim_matches(['[', ']']).parse::<IpAddr>().ok().map(|address| (address, port).into());
+        let address = text.parse().ok().or_else(alone).or_else(any_v6);
+        if address.is_none() {
+            let what = format!("{text:?} is not an address and a port; write one such as {default}");
+            self.problem(id, &what);
+        }
+        address
+    }
+
+    fn periods(&mut self, sync: Duration, min_sync: Duration) {
+        if sync.is_zero() {
+            self.problem("iptables.syncPeriod", "must be more than zero, such as 30s");
+        } else if min_sync > sync {
+            let sync = self.raw.name("iptables.syncPeriod");
+            self.problem("iptables.minSyncPeriod", &format!("must not be more than {sync}; write a shorter time"));
+        }
+    }
+
+    /// CIDRs of a text with commas: one per family at most.
+    fn one_per_family(&mut self, id: &str) -> Vec<IpNet> {
+        let text = self.raw.text(id);
+        let mut cidrs: Vec<IpNet> = Vec::new();
+        for part in text.split(',').map(str::trim).filter(|part| !part.is_empty()) {
+            match self.raw.cidr(id, part) {
+                Err(problem) => self.problems.push(problem),
+                Ok(cidr) => {
+                    let family = Family::of(cidr.addr());
+                    if let Some(other) = cidrs.iter().find(|other| Family::of(other.addr()) == family) {
+                        let what = format!(
+                            "{other} and {cidr} are both {family}; pass one CIDR per family, such as 10.0.0.0/8,fd00::/48"
+                        );
+                        self.problem(id, &what);
+                    }
+                    cidrs.push(cidr);
+                }
+            }
+        }
+        cidrs
+    }
+
+    fn detect_local(&mut self) -> DetectLocal {
+        let cidrs = self.one_per_family("clusterCIDR");
+        let mode = self.raw.text("detectLocalMode");
+        let used = match mode.as_str() {
+            "NodeCIDR" => DetectLocal::NodeCidr,
+            "BridgeInterface" => {
+                DetectLocal::BridgeInterface(self.interface("detectLocal.bridgeInterface", "BridgeInterface"))
+            }
+            "InterfaceNamePrefix" => DetectLocal::InterfaceNamePrefix(
+                self.interface("detectLocal.interfaceNamePrefix", "InterfaceNamePrefix"),
+            ),
+            _ => DetectLocal::ClusterCidr(cidrs),
+        };
+        let unused = [
+            ("clusterCIDR", matches!(used, DetectLocal::ClusterCidr(_))),
+            ("detectLocal.bridgeInterface", matches!(used, DetectLocal::BridgeInterface(_))),
+            ("detectLocal.interfaceNamePrefix", matches!(used, DetectLocal::InterfaceNamePrefix(_))),
+        ];
+        for (id, is_used) in unused {
+            if !is_used && !self.raw.text(id).is_empty() {
+                let setting = self.raw.name("detectLocalMode");
+                let mode = if mode.is_empty() { "ClusterCIDR" } else { &mode };
+                self.notes.push(format!("{} (not used while {setting} is {mode})", self.raw.name(id)));
+            }
+        }
+        used
+    }
+
+    fn interface(&mut self, id: &str, mode: &str) -> String {
+        let name = self.raw.text(id);
+        if name.is_empty() {
+            let setting = self.raw.name("detectLocalMode");
+            self.problem(id, &format!("is needed while {setting} is {mode}; write the name of an interface"));
+        } else if name.len() > INTERFACE_NAME_MAX || name.contains(|c: char| c == '/' || c == '+' || c.is_whitespace())
+        {
+            let what = format!(
+                "{name:?} cannot be an interface; write up to {INTERFACE_NAME_MAX} letters without space, / and +"
+            );
+            self.problem(id, &what);
+        }
+        name
+    }
+
+    fn node_ports(&mut self) -> NodePortSelector {
+        const ID: &str = "nodePortAddresses";
+        let list = self.raw.list(ID);
+        match list.iter().map(|part| part.trim()).collect::<Vec<_>>().as_slice() {
+            [] => return NodePortSelector::All,
+            ["primary"] => return NodePortSelector::Primary,
+            parts if parts.contains(&"primary") => {
+                self.problem(ID, "primary excludes everything else; write primary alone, or CIDRs alone");
+                return NodePortSelector::All;
+            }
+            _ => {}
+        }
+        let mut cidrs = Vec::new();
+        for part in &list {
+            match self.raw.cidr(ID, part) {
+                Ok(cidr) => cidrs.push(cidr),
+                Err(problem) => self.problems.push(problem),
+            }
+        }
+        NodePortSelector::Cidrs(cidrs)
+    }
+
+    fn conntrack(&mut self) -> Conntrack {
+        let raw = self.raw;
+        let number = |id| u64::try_from(raw.int(id)).unwrap_or(0);
+        Conntrack {
+            max_per_core: number("conntrack.maxPerCore"),
+            min: number("conntrack.min"),
+            tcp_established_timeout: raw.duration("conntrack.tcpEstablishedTimeout"),
+            tcp_close_wait_timeout: raw.duration("conntrack.tcpCloseWaitTimeout"),
+            tcp_be_liberal: raw.bool("conntrack.tcpBeLiberal"),
+            udp_timeout: raw.duration("conntrack.udpTimeout"),
+            udp_stream_timeout: raw.duration("conntrack.udpStreamTimeout"),
+        }
+    }
+
+    fn external_ips_gate(&mut self) -> bool {
+        const GATE: &str = "AllowServiceExternalIPs";
+        let gates = self.raw.gates("featureGates");
+        let name = self.raw.name("featureGates");
+        let others = gates.keys().filter(|gate| *gate != GATE);
+        self.notes.extend(others.map(|gate| format!("{name} {gate} (no such gate here)")));
+        gates.get(GATE).copied().unwrap_or(true)
+    }
+}

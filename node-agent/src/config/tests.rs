@@ -1,0 +1,121 @@
+#![allow(clippy::unwrap_used)]
+use std::time::Duration;
+
+use super::*;
+
+const HEAD: &str = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n";
+
+fn read(body: &str) -> Result<ConfigFile, ConfigError> {
+    parse("config.yaml", format!("{HEAD}{body}"))
+}
+
+/// As kubeadm writes it, with every field.
+const KUBEADM: &str = r#"
+bindAddress: 0.0.0.0
+bindAddressHardFail: false
+clientConnection: {acceptContentTypes: "", burst: 0, contentType: "", kubeconfig: /var/lib/kube-proxy/kubeconfig.conf, qps: 0}
+clusterCIDR: 10.244.0.0/16
+configSyncPeriod: 0s
+conntrack: {maxPerCore: null, min: null, tcpBeLiberal: false, tcpCloseWaitTimeout: null, tcpEstablishedTimeout: null, udpStreamTimeout: 0s, udpTimeout: 0s}
+detectLocal: {bridgeInterface: "", interfaceNamePrefix: ""}
+detectLocalMode: ""
+enableProfiling: false
+healthzBindAddress: ""
+hostnameOverride: ""
+iptables: {localhostNodePorts: null, masqueradeAll: false, masqueradeBit: null, minSyncPeriod: 0s, syncPeriod: 0s}
+ipvs: {excludeCIDRs: null, minSyncPeriod: 0s, scheduler: "", strictARP: false, syncPeriod: 0s, tcpFinTimeout: 0s, tcpTimeout: 0s, udpTimeout: 0s}
+logging: {flushFrequency: 0, options: {json: {infoBufferSize: "0"}, text: {infoBufferSize: "0"}}, verbosity: 0}
+metricsBindAddress: ""
+mode: ""
+nftables: {masqueradeAll: false, masqueradeBit: null, minSyncPeriod: 0s, syncPeriod: 0s}
+nodePortAddresses: null
+oomScoreAdj: null
+portRange: ""
+showHiddenMetricsForVersion: ""
+winkernel: {enableDSR: false, forwardHealthCheckVip: false, networkName: "", rootHnsEndpointName: "", sourceVip: ""}
+"#;
+
+#[test]
+fn what_kubeadm_writes_is_read_without_noise() {
+    let file = read(KUBEADM).unwrap();
+    assert_eq!(file.notes, Vec::<String>::new());
+    let settings = Settings::check(&file.raw).unwrap();
+    assert_eq!(settings.notes.len(), 1);
+    assert!(
+        settings.notes[0].starts_with("clientConnection.kubeconfig (the agent holds no API"),
+        "{:?}",
+        settings.notes
+    );
+    let defaults = Settings::check(&Raw::default()).unwrap();
+    assert_eq!(settings.conntrack, defaults.conntrack);
+    assert_eq!(settings.healthz_bind_address, Some("0.0.0.0:10256".parse().unwrap()));
+    assert_eq!((settings.sync_period, settings.masquerade_bit), (Duration::from_secs(30), 14));
+    assert!(settings.localhost_node_ports);
+}
+
+#[test]
+fn unknown_repeated_and_meaningless_fields_are_named() {
+    let file =
+        read("mode: iptables\nmode: auto\nfoo: 1\niptables: {bar: 2, masqueradeAll: true}\nipvs: {scheduler: rr}\n")
+            .unwrap();
+    assert_eq!(
+        file.notes,
+        ["mode (stands more than once; the last counts)", "foo (unknown)", "iptables.bar (unknown)"]
+    );
+    let settings = Settings::check(&file.raw).unwrap();
+    assert_eq!(settings.mode, ProxyMode::Auto);
+    assert!(settings.masquerade_all);
+    assert_eq!(settings.notes, ["ipvs.scheduler (only for mode ipvs, which is not built yet)"]);
+}
+
+#[test]
+fn every_problem_is_named_with_its_field_and_the_remedy() {
+    let body = "iptables: {masqueradeBit: 40, syncPeriod: 30}\nconntrack: {min: -1}\nclusterCIDR: nonsense\noomScoreAdj: 2000\n\
+                nodePortAddresses: [primary, 10.0.0.0/8]\ndetectLocal: 5\nmode: fast\nhealthzBindAddress: here\n";
+    let error = read(body).unwrap_err().to_string();
+    let lines: Vec<&str> = error.lines().collect();
+    assert_eq!(
+        lines,
+        [
+            "config.yaml cannot be used:",
+            "  iptables.masqueradeBit: 40 cannot be used; write a whole number from 0 to 31",
+            "  iptables.syncPeriod: 30 cannot be used; write a duration such as 250ms, 30s, 1m0s or 24h",
+            "  conntrack.min: -1 cannot be used; write a whole number of at least 0",
+            "  oomScoreAdj: 2000 cannot be used; write a whole number from -1000 to 1000",
+            "  detectLocal: 5 cannot be used; write a mapping",
+            "  mode: \"fast\" cannot be used; write one of , auto, iptables, ipvs, nftables, userspace",
+            "  healthzBindAddress: \"here\" is not an address and a port; write one such as 0.0.0.0:10256",
+            "  clusterCIDR: \"nonsense\" is not a CIDR; write one such as 10.0.0.0/8",
+            "  nodePortAddresses: primary excludes everything else; write primary alone, or CIDRs alone",
+        ]
+    );
+}
+
+#[test]
+fn another_kind_or_no_yaml_is_refused() {
+    let error = parse("c", "apiVersion: v1\nkind: ConfigMap\n".into()).unwrap_err().to_string();
+    assert!(error.contains("apiVersion: \"v1\" cannot be used; write kubeproxy.config.k8s.io/v1alpha1"), "{error}");
+    assert!(error.contains("kind: \"ConfigMap\" cannot be used; write KubeProxyConfiguration"), "{error}");
+    assert!(parse("c", "[1".into()).unwrap_err().to_string().starts_with("c is not YAML: "));
+    assert!(parse("c", "just text".into()).unwrap_err().to_string().contains("not a mapping"));
+    assert!(parse("c", String::new()).unwrap_err().to_string().contains("apiVersion: missing"));
+}
+
+#[test]
+fn defaults_written_are_read_back() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("config.yaml");
+    write_defaults(&path).unwrap();
+    let file = read_file(&path).unwrap();
+    assert_eq!(file.notes, Vec::<String>::new());
+    let (read, defaults) = (Settings::check(&file.raw).unwrap(), Settings::check(&Raw::default()).unwrap());
+    assert_eq!(read, defaults, "{}", file.text);
+}
+
+#[test]
+fn zero_is_a_value_where_the_api_can_tell_it_from_none() {
+    let file = read("conntrack: {maxPerCore: 0, tcpEstablishedTimeout: 0s}\niptables: {masqueradeBit: 0, localhostNodePorts: false}\n").unwrap();
+    let settings = Settings::check(&file.raw).unwrap();
+    assert_eq!((settings.conntrack.max_per_core, settings.conntrack.tcp_established_timeout), (0, Duration::ZERO));
+    assert_eq!((settings.masquerade_bit, settings.localhost_node_ports), (0, false));
+}

@@ -1,0 +1,299 @@
+//! Values of settings, as flags and configuration files write them.
+
+use std::time::Duration;
+
+use serde_json::Value as Json;
+
+/// What a setting holds.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Value {
+    /// `true` or `false`.
+    Bool(bool),
+    /// A whole number.
+    Int(i64),
+    /// Text.
+    Text(String),
+    /// Texts.
+    List(Vec<String>),
+    /// A duration.
+    Duration(Duration),
+    /// Anything; for settings that mean nothing here, and for feature gates.
+    Any(Json),
+}
+
+/// What a setting may hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// `true` or `false`.
+    Bool,
+    /// A whole number between two, both included.
+    Int(i64, i64),
+    /// Text.
+    Text,
+    /// One of a few texts. Case counts.
+    Choice(&'static [&'static str]),
+    /// Texts; separated by commas where it is a flag.
+    List,
+    /// As Go writes it: `1m0s`, `250ms`.
+    Duration,
+    /// Names and truth values: `A=true,B=false` where it is a flag.
+    Gates,
+    /// Anything; not looked at.
+    Any,
+}
+
+impl Kind {
+    /// What belongs there, for a message that begins with the wrong value.
+    #[must_use]
+    pub fn expected(self) -> String {
+        match self {
+            Self::Bool => "write true or false".into(),
+            Self::Int(i64::MIN, i64::MAX) => "write a whole number".into(),
+            Self::Int(min, i64::MAX) => format!("write a whole number of at least {min}"),
+            Self::Int(min, max) => format!("write a whole number from {min} to {max}"),
+            Self::Text => "write text".into(),
+            Self::Choice(choices) => format!("write one of {}", choices.join(", ")),
+            Self::List => "write a list of texts".into(),
+            Self::Duration => "write a duration such as 250ms, 30s, 1m0s or 24h".into(),
+            Self::Gates => "write names with true or false, such as AllowServiceExternalIPs=false".into(),
+            Self::Any => "write anything".into(),
+        }
+    }
+
+    /// For tables.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Bool => "true or false",
+            Self::Int(..) => "number",
+            Self::Text => "text",
+            Self::Choice(_) => "choice",
+            Self::List => "list",
+            Self::Duration => "duration",
+            Self::Gates => "names with true or false",
+            Self::Any => "any",
+        }
+    }
+
+    /// Reads what a flag was given. A list's flag gives one element at a time.
+    ///
+    /// # Errors
+    /// A sentence with the wrong value and what belongs there.
+    pub fn parse(self, text: &str) -> Result<Value, String> {
+        let wrong = || format!("{text:?} cannot be used; {}", self.expected());
+        match self {
+            Self::Bool => parse_bool(text).map(Value::Bool).ok_or_else(wrong),
+            Self::Int(min, max) => {
+                let number = text.parse::<i64>().ok().filter(|number| (min..=max).contains(number));
+                number.map(Value::Int).ok_or_else(wrong)
+            }
+            Self::Text => Ok(Value::Text(text.to_owned())),
+            Self::Choice(choices) => choices.contains(&text).then(|| Value::Text(text.to_owned())).ok_or_else(wrong),
+            Self::List => {
+                let elements = text.split(',').map(str::trim).filter(|element| !element.is_empty());
+                Ok(Value::List(elements.map(str::to_owned).collect()))
+            }
+            Self::Duration => parse_duration(text).map(Value::Duration).ok_or_else(wrong),
+            Self::Gates => parse_gates(text).map(Value::Any).ok_or_else(wrong),
+            Self::Any => Ok(Value::Any(Json::String(text.to_owned()))),
+        }
+    }
+
+    /// Reads what a file holds.
+    ///
+    /// # Errors
+    /// As [`Self::parse`].
+    pub fn from_json(self, json: &Json) -> Result<Value, String> {
+        let wrong = || format!("{json} cannot be used; {}", self.expected());
+        match (self, json) {
+            (Self::Any, json) => Ok(Value::Any(json.clone())),
+            (Self::Gates, Json::Object(gates)) if gates.values().all(Json::is_boolean) => Ok(Value::Any(json.clone())),
+            (Self::Bool, Json::Bool(value)) => Ok(Value::Bool(*value)),
+            (Self::Int(min, max), json) => {
+                let number = json.as_i64().filter(|number| (min..=max).contains(number));
+                number.map(Value::Int).ok_or_else(wrong)
+            }
+            (Self::Text | Self::Choice(_) | Self::Duration, Json::String(text)) => self.parse(text),
+            (Self::List, Json::Array(elements)) => {
+                let texts = elements.iter().map(|element| element.as_str().map(str::to_owned));
+                texts.collect::<Option<Vec<String>>>().map(Value::List).ok_or_else(wrong)
+            }
+            _ => Err(wrong()),
+        }
+    }
+}
+
+impl Value {
+    /// As a configuration file holds it.
+    #[must_use]
+    pub fn to_json(&self) -> Json {
+        match self {
+            Self::Bool(value) => Json::from(*value),
+            Self::Int(value) => Json::from(*value),
+            Self::Text(value) => Json::from(value.as_str()),
+            Self::List(values) => Json::from(values.clone()),
+            Self::Duration(value) => Json::from(show_duration(*value)),
+            Self::Any(value) => value.clone(),
+        }
+    }
+}
+
+fn parse_bool(text: &str) -> Option<bool> {
+    match text {
+        "true" | "True" | "TRUE" | "t" | "T" | "1" => Some(true),
+        "false" | "False" | "FALSE" | "f" | "F" | "0" => Some(false),
+        _ => None,
+    }
+}
+
+fn parse_gates(text: &str) -> Option<Json> {
+    let gates = text.split(',').map(str::trim).filter(|gate| !gate.is_empty());
+    let pairs = gates.map(|gate| {
+        let (name, value) = gate.split_once('=')?;
+        Some((name.trim().to_owned(), Json::Bool(parse_bool(value.trim())?)))
+    });
+    pairs.collect::<Option<serde_json::Map<String, Json>>>().map(Json::Object)
+}
+
+/// A duration as Go's `time.ParseDuration` reads it: numbers with units, one after the other, such as `1h30m`, `1.5h`, `250ms`; or `0`. Negative
+/// ones are refused: no setting takes any.
+#[must_use]
+pub fn parse_duration(text: &str) -> Option<Duration> {
+    if text == "0" {
+        return Some(Duration::ZERO);
+    }
+    let mut rest = text.strip_prefix('+').unwrap_or(text);
+    if rest.is_empty() {
+        return None;
+    }
+    let mut sum = Duration::ZERO;
+    while !rest.is_empty() {
+        let digits = rest.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(rest.len());
+        let (number, tail) = rest.split_at(digits);
+        let unit_end = tail.find(|c: char| c.is_ascii_digit() || c == '.').unwrap_or(tail.len());
+        let (unit, tail) = tail.split_at(unit_end);
+        let unit_nanoseconds: u64 = match unit {
+            "ns" => 1,
+            "us" | "µs" | "μs" => 1_000,
+            "ms" => 1_000_000,
+            "s" => 1_000_000_000,
+            "m" => 60_000_000_000,
+            "h" => 3_600_000_000_000,
+            _ => return None,
+        };
+        sum = sum.checked_add(times(number, unit_nanoseconds)?)?;
+        rest = tail;
+    }
+    // Go counts nanoseconds in 63 bits: 292 years.
+    (sum.as_nanos() <= i64::MAX.unsigned_abs().into()).then_some(sum)
+}
+
+/// A decimal number times a unit, exactly as far as nanoseconds go.
+fn times(number: &str, unit_nanoseconds: u64) -> Option<Duration> {
+    let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
+    if (whole.is_empty() && fraction.is_empty()) || fraction.contains('.') {
+        return None;
+    }
+    let whole: u64 = if whole.is_empty() { 0 } else { whole.parse().ok()? };
+    let mut nanoseconds = u128::from(whole) * u128::from(unit_nanoseconds);
+    let mut scale: u128 = u128::from(unit_nanoseconds);
+    for digit in fraction.bytes() {
+        scale /= 10;
+        nanoseconds += u128::from(digit - b'0') * scale;
+    }
+    u64::try_from(nanoseconds).ok().map(Duration::from_nanos)
+}
+
+/// As Go writes it: `1m0s`, `24h0m0s`, `250ms`, `0s`.
+#[must_use]
+pub fn show_duration(duration: Duration) -> String {
+    let nanoseconds = duration.as_nanos();
+    let fraction = |unit: u128, name: &str| {
+        let (whole, rest) = (nanoseconds / unit, nanoseconds % unit);
+        let width = unit.ilog10() as usize;
+        let digits = format!("{rest:0width$}");
+        let digits = digits.trim_end_matches('0');
+        if rest == 0 { format!("{whole}{name}") } else { format!("{whole}.{digits}{name}") }
+    };
+    match nanoseconds {
+        0 => return "0s".into(),
+        1..1_000 => return format!("{nanoseconds}ns"),
+        1_000..1_000_000 => return fraction(1_000, "µs"),
+        1_000_000..1_000_000_000 => return fraction(1_000_000, "ms"),
+        _ => {}
+    }
+    let (hours, minutes) = (duration.as_secs() / 3600, duration.as_secs() / 60 % 60);
+    let below_a_minute = Duration::new(duration.as_secs() % 60, duration.subsec_nanos());
+    let seconds = match below_a_minute.subsec_nanos() {
+        0 => format!("{}s", below_a_minute.as_secs()),
+        nanoseconds => {
+            let digits = format!("{nanoseconds:09}");
+            format!("{}.{}s", below_a_minute.as_secs(), digits.trim_end_matches('0'))
+        }
+    };
+    match (hours, minutes) {
+        (0, 0) => seconds,
+        (0, minutes) => format!("{minutes}m{seconds}"),
+        (hours, minutes) => format!("{hours}h{minutes}m{seconds}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn durations_are_read_as_go_reads_them() {
+        let milliseconds = |text: &str| parse_duration(text).map(|duration| duration.as_millis());
+        for (text, expected) in [
+            ("0", 0),
+            ("0s", 0),
+            ("250ms", 250),
+            ("30s", 30_000),
+            ("1m0s", 60_000),
+            ("1h30m", 5_400_000),
+            ("1.5h", 5_400_000),
+            ("24h0m0s", 86_400_000),
+            (".5s", 500),
+        ] {
+            assert_eq!(milliseconds(text), Some(expected), "{text}");
+        }
+        for text in ["", "5", "s", "-1s", "1x", "1..2s", ".s", "99999999999999999h", "1 s"] {
+            assert_eq!(parse_duration(text), None, "{text}");
+        }
+    }
+
+    #[test]
+    fn durations_are_written_as_go_writes_them() {
+        for text in ["0s", "250ms", "1.5ms", "30s", "1.25s", "1m0s", "1h0m0s", "24h0m0s", "2h3m4.5s", "12µs", "7ns"] {
+            assert_eq!(show_duration(parse_duration(text).unwrap()), text);
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_written_is_read_back(nanoseconds in 0..=i64::MAX.unsigned_abs()) {
+            let duration = Duration::from_nanos(nanoseconds);
+            prop_assert_eq!(parse_duration(&show_duration(duration)), Some(duration));
+        }
+
+        #[test]
+        fn no_text_makes_a_parser_panic(text in ".{0,40}") {
+            let _ = parse_duration(&text);
+            for kind in [Kind::Bool, Kind::Int(0, 9), Kind::List, Kind::Gates, Kind::Choice(&["a"])] {
+                let _ = kind.parse(&text);
+            }
+        }
+    }
+
+    #[test]
+    fn wrong_values_name_the_remedy() {
+        let error = Kind::Int(0, 31).parse("32").unwrap_err();
+        assert_eq!(error, "\"32\" cannot be used; write a whole number from 0 to 31");
+        let error = Kind::Duration.from_json(&Json::from(30)).unwrap_err();
+        assert_eq!(error, "30 cannot be used; write a duration such as 250ms, 30s, 1m0s or 24h");
+    }
+}

@@ -1,0 +1,129 @@
+//! YAML as a tree that keeps what a map would lose: keys that stand twice.
+
+use std::fmt;
+
+use serde::de::{Deserialize, Deserializer, Error, MapAccess, SeqAccess, Visitor};
+use serde_json::Value as Json;
+
+/// A document or a part of it.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) enum Tree {
+    /// A scalar.
+    Scalar(Json),
+    /// A sequence.
+    Sequence(Vec<Tree>),
+    /// A mapping, with every entry, in order.
+    Mapping(Vec<(String, Tree)>),
+}
+
+impl Tree {
+    /// Parses one document; nothing at all counts as an empty mapping.
+    pub(super) fn parse(text: &str) -> Result<Self, serde_saphyr::Error> {
+        let options = serde_saphyr::options! { duplicate_keys: serde_saphyr::DuplicateKeyPolicy::LastWins };
+        let tree: Option<Self> = serde_saphyr::from_str_with_options(text, options)?;
+        Ok(tree.unwrap_or_else(|| Self::Mapping(Vec::new())))
+    }
+
+    /// The tree as JSON; of keys that stand twice the last counts.
+    pub(super) fn to_json(&self) -> Json {
+        match self {
+            Self::Scalar(json) => json.clone(),
+            Self::Sequence(elements) => elements.iter().map(Self::to_json).collect(),
+            Self::Mapping(entries) => entries.iter().map(|(key, tree)| (key.clone(), tree.to_json())).collect(),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for Tree {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(TreeVisitor)
+    }
+}
+
+struct TreeVisitor;
+
+impl<'de> Visitor<'de> for TreeVisitor {
+    type Value = Tree;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("YAML")
+    }
+
+    fn visit_bool<E: Error>(self, value: bool) -> Result<Tree, E> {
+        Ok(Tree::Scalar(value.into()))
+    }
+
+    fn visit_i64<E: Error>(self, value: i64) -> Result<Tree, E> {
+        Ok(Tree::Scalar(value.into()))
+    }
+
+    fn visit_u64<E: Error>(self, value: u64) -> Result<Tree, E> {
+        Ok(Tree::Scalar(value.into()))
+    }
+
+    fn visit_f64<E: Error>(self, value: f64) -> Result<Tree, E> {
+        Ok(Tree::Scalar(value.into()))
+    }
+
+    fn visit_str<E: Error>(self, value: &str) -> Result<Tree, E> {
+        Ok(Tree::Scalar(value.into()))
+    }
+
+    fn visit_unit<E: Error>(self) -> Result<Tree, E> {
+        Ok(Tree::Scalar(Json::Null))
+    }
+
+    fn visit_none<E: Error>(self) -> Result<Tree, E> {
+        Ok(Tree::Scalar(Json::Null))
+    }
+
+    fn visit_some<D: Deserializer<'de>>(self, deserializer: D) -> Result<Tree, D::Error> {
+        Tree::deserialize(deserializer)
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut access: A) -> Result<Tree, A::Error> {
+        let mut elements = Vec::new();
+        while let Some(element) = access.next_element()? {
+            elements.push(element);
+        }
+        Ok(Tree::Sequence(elements))
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut access: A) -> Result<Tree, A::Error> {
+        let mut entries = Vec::new();
+        while let Some((Key(key), tree)) = access.next_entry()? {
+            entries.push((key, tree));
+        }
+        Ok(Tree::Mapping(entries))
+    }
+}
+
+/// A key, which YAML allows to be a number or a truth value.
+struct Key(String);
+
+impl<'de> Deserialize<'de> for Key {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        match Tree::deserialize(deserializer)? {
+            Tree::Scalar(Json::String(text)) => Ok(Self(text)),
+            Tree::Scalar(json) => Ok(Self(json.to_string())),
+            Tree::Sequence(_) | Tree::Mapping(_) => Err(D::Error::custom("a key has to be text")),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn keys_that_stand_twice_are_kept() {
+        let tree = Tree::parse("a: 1\nb: {c: x, c: null}\na: [true, '2']\n7: z\n").unwrap();
+        let Tree::Mapping(entries) = &tree else { panic!("{tree:?}") };
+        let keys: Vec<&str> = entries.iter().map(|(key, _)| key.as_str()).collect();
+        assert_eq!(keys, ["a", "b", "a", "7"]);
+        assert_eq!(tree.to_json(), serde_json::json!({"a": [true, "2"], "b": {"c": null}, "7": "z"}));
+        assert_eq!(Tree::parse("").unwrap(), Tree::Mapping(vec![]));
+        assert!(Tree::parse("a: [").is_err());
+    }
+}

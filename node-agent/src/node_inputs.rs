@@ -1,0 +1,236 @@
+//! What rules depend on besides the shared state: how local pods are told, and which addresses answer NodePorts. Resolved from the settings, from the
+//! agent's own Node, and from the addresses of the machine's interfaces; anew whenever one of them may have changed.
+
+use std::{io, net::IpAddr};
+
+use headgate_core::{Family, Node, iptables::NodePortAddresses, masquerade::LocalDetector};
+use ipnet::IpNet;
+
+use crate::config::{DetectLocal, NodePortSelector, Settings};
+
+/// The settings that it is resolved from.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct NodeSettings {
+    /// How local pods are told.
+    pub detect_local: DetectLocal,
+    /// Which addresses answer NodePorts.
+    pub node_ports: NodePortSelector,
+    /// An address of the node, before what the Node says.
+    pub bind_address: Option<IpAddr>,
+}
+
+/// What it is resolved to.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct NodeInputs {
+    /// Local pods by IPv4.
+    pub detector_v4: Option<LocalDetector>,
+    /// Local pods by IPv6.
+    pub detector_v6: Option<LocalDetector>,
+    /// IPv4 addresses that answer NodePorts and health-check node ports.
+    pub node_ports_v4: NodePortAddresses,
+    /// The IPv6 ones.
+    pub node_ports_v6: NodePortAddresses,
+}
+
+impl NodeInputs {
+    /// How local pods of a family are told; `None` when they cannot be.
+    #[must_use]
+    pub fn detector(&self, family: Family) -> Option<&LocalDetector> {
+        match family {
+            Family::V4 => self.detector_v4.as_ref(),
+            Family::V6 => self.detector_v6.as_ref(),
+        }
+    }
+
+    /// The addresses of a family that answer NodePorts.
+    #[must_use]
+    pub fn node_ports(&self, family: Family) -> &NodePortAddresses {
+        match family {
+            Family::V4 => &self.node_ports_v4,
+            Family::V6 => &self.node_ports_v6,
+        }
+    }
+}
+
+impl NodeSettings {
+    /// The part of the settings that matters here.
+    #[must_use]
+    pub fn of(settings: &Settings) -> Self {
+        Self {
+            detect_local: settings.detect_local.clone(),
+            node_ports: settings.node_ports.clone(),
+            bind_address: settings.bind_address,
+        }
+    }
+
+    /// Nothing good can be resolved before the Node is known.
+    #[must_use]
+    pub fn needs_node(&self) -> bool {
+        self.detect_local == DetectLocal::NodeCidr || self.node_ports == NodePortSelector::Primary
+    }
+
+    /// The machine's interfaces matter.
+    #[must_use]
+    pub fn needs_interfaces(&self) -> bool {
+        matches!(self.node_ports, NodePortSelector::Cidrs(_))
+    }
+
+    /// Resolves. `interfaces` are the machine's addresses, in any order.
+    #[must_use]
+    pub fn resolve(&self, node: Option<&Node>, interfaces: &[IpAddr]) -> NodeInputs {
+        NodeInputs {
+            detector_v4: self.detector(Family::V4, node),
+            detector_v6: self.detector(Family::V6, node),
+            node_ports_v4: self.addresses(Family::V4, node, interfaces),
+            node_ports_v6: self.addresses(Family::V6, node, interfaces),
+        }
+    }
+
+    fn detector(&self, family: Family, node: Option<&Node>) -> Option<LocalDetector> {
+        let first = |cidrs: &[IpNet]| {
+            cidrs.iter().find(|cidr| Family::of(cidr.addr()) == family).map(|cidr| LocalDetector::Cidr(*cidr))
+        };
+        match &self.detect_local {
+            DetectLocal::ClusterCidr(cidrs) => first(cidrs),
+            DetectLocal::NodeCidr => node.and_then(|node| first(&node.pod_cidrs)),
+            DetectLocal::BridgeInterface(name) => Some(LocalDetector::BridgeInterface(name.clone())),
+            DetectLocal::InterfaceNamePrefix(prefix) => Some(LocalDetector::InterfaceNamePrefix(prefix.clone())),
+        }
+    }
+
+    fn addresses(&self, family: Family, node: Option<&Node>, interfaces: &[IpAddr]) -> NodePortAddresses {
+        match &self.node_ports {
+            NodePortSelector::All => NodePortAddresses::All,
+            NodePortSelector::Primary => {
+                let own = node.map(|node| node.addresses.as_slice()).unwrap_or_default();
+                let mut own = node_addresses(own, self.bind_address);
+                own.retain(|address| Family::of(*address) == family);
+                NodePortAddresses::Only(own)
+            }
+            NodePortSelector::Cidrs(cidrs) => {
+                let of_family = cidrs.iter().filter(|cidr| Family::of(cidr.addr()) == family);
+                // Without a range of its own a family is not restricted (kube-proxy's rule); a range of everything restricts nothing.
+                if of_family.clone().next().is_none() || of_family.clone().any(|cidr| cidr.prefix_len() == 0) {
+                    return NodePortAddresses::All;
+                }
+                let is_meant = |address: &&IpAddr| of_family.clone().any(|cidr| cidr.contains(*address));
+                let mut addresses: Vec<IpAddr> = interfaces.iter().filter(is_meant).copied().collect();
+                addresses.sort_unstable();
+                addresses.dedup();
+                NodePortAddresses::Only(addresses)
+            }
+        }
+    }
+}
+
+/// The node's own addresses, one per family: what the operator names, else the first that the Node says (InternalIPs come before ExternalIPs).
+#[must_use]
+pub fn node_addresses(of_node: &[IpAddr], bind_address: Option<IpAddr>) -> Vec<IpAddr> {
+    let mut addresses: Vec<IpAddr> = bind_address.into_iter().collect();
+    for address in of_node {
+        if !addresses.iter().any(|other| Family::of(*other) == Family::of(*address)) {
+            addresses.push(*address);
+        }
+    }
+    addresses
+}
+
+/// Addresses of all interfaces, without IPv6's link-local ones, which mean nothing without their interface.
+///
+/// # Errors
+/// What the system says.
+pub fn interface_addresses() -> io::Result<Vec<IpAddr>> {
+    let mut addresses = Vec::new();
+    for interface in nix::ifaddrs::getifaddrs()? {
+        let Some(address) = interface.address else { continue };
+        if let Some(v4) = address.as_sockaddr_in() {
+            addresses.push(IpAddr::V4(v4.ip()));
+        } else if let Some(v6) = address.as_sockaddr_in6()
+            && !v6.ip().is_unicast_link_local()
+        {
+            addresses.push(IpAddr::V6(v6.ip()));
+        }
+    }
+    Ok(addresses)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    fn ip(text: &str) -> IpAddr {
+        text.parse().unwrap()
+    }
+
+    fn node(pod_cidrs: &[&str], addresses: &[&str]) -> Node {
+        Node {
+            name: "n".into(),
+            zone: None,
+            pod_cidrs: pod_cidrs.iter().map(|cidr| cidr.parse().unwrap()).collect(),
+            addresses: addresses.iter().map(|address| ip(address)).collect(),
+            going_away: false,
+        }
+    }
+
+    // rows: 112
+    #[test]
+    fn row_112_the_operators_address_comes_first_then_one_per_family_of_the_node() {
+        let of_node = [ip("10.0.0.1"), ip("10.0.0.2"), ip("fd00::1")];
+        assert_eq!(node_addresses(&of_node, None), [ip("10.0.0.1"), ip("fd00::1")]);
+        assert_eq!(node_addresses(&of_node, Some(ip("192.0.2.1"))), [ip("192.0.2.1"), ip("fd00::1")]);
+        assert_eq!(node_addresses(&of_node, Some(ip("2001:db8::1"))), [ip("2001:db8::1"), ip("10.0.0.1")]);
+        assert_eq!(node_addresses(&[], None), [] as [IpAddr; 0]);
+    }
+
+    // rows: 113
+    #[test]
+    fn row_113_each_mode_gives_each_family_its_detector() {
+        let resolve = |detect_local, node: Option<&Node>| {
+            let inputs = NodeSettings { detect_local, ..NodeSettings::default() }.resolve(node, &[]);
+            (inputs.detector_v4, inputs.detector_v6)
+        };
+        let cidr = |text: &str| Some(LocalDetector::Cidr(text.parse().unwrap()));
+        let cluster = DetectLocal::ClusterCidr(vec!["10.0.0.0/8".parse().unwrap()]);
+        assert_eq!(resolve(cluster, None), (cidr("10.0.0.0/8"), None));
+        assert_eq!(resolve(DetectLocal::NodeCidr, None), (None, None));
+        let both = node(&["fd00:1::/64", "10.1.0.0/24", "10.2.0.0/24"], &[]);
+        assert_eq!(resolve(DetectLocal::NodeCidr, Some(&both)), (cidr("10.1.0.0/24"), cidr("fd00:1::/64")));
+        let bridge = Some(LocalDetector::BridgeInterface("cni0".into()));
+        assert_eq!(resolve(DetectLocal::BridgeInterface("cni0".into()), None), (bridge.clone(), bridge));
+        let prefix = Some(LocalDetector::InterfaceNamePrefix("veth".into()));
+        assert_eq!(resolve(DetectLocal::InterfaceNamePrefix("veth".into()), None), (prefix.clone(), prefix));
+    }
+
+    // rows: 46, 47
+    #[test]
+    fn row_47_ranges_select_among_interfaces_and_a_family_without_a_range_is_free() {
+        let interfaces = ["127.0.0.1", "10.0.0.1", "192.0.2.1", "::1", "fd00::1"].map(ip);
+        let resolve = |cidrs: &[&str]| {
+            let node_ports = NodePortSelector::Cidrs(cidrs.iter().map(|cidr| cidr.parse().unwrap()).collect());
+            let inputs = NodeSettings { node_ports, ..NodeSettings::default() }.resolve(None, &interfaces);
+            (inputs.node_ports_v4, inputs.node_ports_v6)
+        };
+        let only = |addresses: &[&str]| NodePortAddresses::Only(addresses.iter().map(|a| ip(a)).collect());
+        assert_eq!(resolve(&["10.0.0.0/8", "127.0.0.0/8"]), (only(&["10.0.0.1", "127.0.0.1"]), NodePortAddresses::All));
+        assert_eq!(resolve(&["fd00::/16"]), (NodePortAddresses::All, only(&["fd00::1"])));
+        assert_eq!(resolve(&["0.0.0.0/0", "10.0.0.0/8"]), (NodePortAddresses::All, NodePortAddresses::All));
+        assert_eq!(resolve(&["198.51.100.0/24"]).0, only(&[]));
+        assert_eq!(NodeSettings::default().resolve(None, &interfaces).node_ports_v4, NodePortAddresses::All);
+    }
+
+    // rows: 47
+    #[test]
+    fn row_47_primary_is_the_nodes_own_address_of_each_family() {
+        let settings = NodeSettings { node_ports: NodePortSelector::Primary, ..NodeSettings::default() };
+        let inputs = settings.resolve(Some(&node(&[], &["10.0.0.1", "192.0.2.1"])), &[]);
+        assert_eq!(inputs.node_ports_v4, NodePortAddresses::Only(vec![ip("10.0.0.1")]));
+        assert_eq!(inputs.node_ports_v6, NodePortAddresses::Only(vec![]));
+        assert!(settings.needs_node() && !settings.needs_interfaces());
+    }
+
+    #[test]
+    fn this_machine_has_a_loopback_address() {
+        assert!(interface_addresses().unwrap().contains(&ip("127.0.0.1")));
+    }
+}

@@ -1,0 +1,82 @@
+//! kube-proxy's flags, made from the table of settings.
+
+use clap::{Arg, ArgAction, ArgMatches, Args, Command, Error, FromArgMatches, parser::ValueSource};
+
+use crate::config::{
+    Raw,
+    fields::{FIELDS, Field, Meaning},
+    value::{Kind, Value},
+};
+
+/// Headings in `--help`.
+const USED: &str = "As kube-proxy's";
+
+/// What was given of kube-proxy's flags.
+#[derive(Debug, Clone, Default)]
+pub struct KubeProxyFlags {
+    /// Their values, by setting.
+    pub raw: Raw,
+    /// Their names, with dashes, in the order of the table.
+    pub given: Vec<String>,
+}
+
+impl Args for KubeProxyFlags {
+    fn augment_args(command: Command) -> Command {
+        let flags = FIELDS.iter().filter(|field| !field.flag.is_empty());
+        flags.fold(command, |command, field| command.arg(argument(field)))
+    }
+
+    fn augment_args_for_update(command: Command) -> Command {
+        Self::augment_args(command)
+    }
+}
+
+impl FromArgMatches for KubeProxyFlags {
+    fn from_arg_matches(matches: &ArgMatches) -> Result<Self, Error> {
+        let mut flags = Self::default();
+        flags.update_from_arg_matches(matches)?;
+        Ok(flags)
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), Error> {
+        for field in FIELDS.iter().filter(|field| !field.flag.is_empty()) {
+            if matches.value_source(field.flag) != Some(ValueSource::CommandLine) {
+                continue;
+            }
+            for value in matches.get_many::<Value>(field.flag).into_iter().flatten() {
+                self.raw.set(field.id(), value.clone());
+            }
+            self.given.push(format!("--{}", field.flag));
+        }
+        Ok(())
+    }
+}
+
+fn argument(field: &'static Field) -> Arg {
+    let kind = field.kind;
+    let mut argument =
+        Arg::new(field.flag).long(field.flag).value_parser(move |text: &str| kind.parse(text)).help_heading(USED);
+    if !field.alias.is_empty() {
+        argument = argument.visible_alias(field.alias);
+    }
+    if field.flag == "v" {
+        argument = argument.short('v');
+    }
+    argument = match kind {
+        // As Go's flags: --masquerade-all, or --masquerade-all=false.
+        Kind::Bool => argument.num_args(0..=1).require_equals(true).default_missing_value("true").value_name("BOOL"),
+        Kind::List => argument.action(ArgAction::Append).value_name("LIST"),
+        Kind::Int(..) => argument.value_name("N").allow_negative_numbers(true),
+        Kind::Duration => argument.value_name("DURATION"),
+        Kind::Choice(_) | Kind::Text | Kind::Gates | Kind::Any => argument.value_name("TEXT"),
+    };
+    match field.meaning {
+        Meaning::Used(what) => argument.help(help(what, field.default)),
+        Meaning::Ignored(why) => argument.help(format!("Taken and ignored: {why}")).hide(true),
+    }
+}
+
+fn help(what: &str, default: &str) -> String {
+    let what = what.replace('`', "");
+    if default.is_empty() { what } else { format!("{what} [default: {default}]") }
+}

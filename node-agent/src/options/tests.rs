@@ -1,0 +1,179 @@
+#![allow(clippy::unwrap_used)]
+use std::time::Duration;
+
+use clap::Parser as _;
+
+use super::*;
+use crate::config::{DetectLocal, NodePortSelector};
+
+fn parse(arguments: &[&str]) -> Result<Options, String> {
+    let head = ["headgate-node-agent"];
+    Options::try_parse_from(head.iter().chain(arguments)).map_err(|error| error.to_string())
+}
+
+fn settings(arguments: &[&str]) -> Settings {
+    configured(arguments).settings
+}
+
+fn configured(arguments: &[&str]) -> Configured {
+    let mut all = vec!["--cleanup"];
+    all.extend(arguments);
+    parse(&all).unwrap().configured().unwrap()
+}
+
+fn refused(arguments: &[&str]) -> String {
+    let mut all = vec!["--cleanup"];
+    all.extend(arguments);
+    parse(&all).and_then(|options| options.configured().map_err(|error| error.to_string())).map(drop).unwrap_err()
+}
+
+#[test]
+fn modes_to_come_are_refused_by_name() {
+    let error = refused(&["--proxy-mode=ipvs"]);
+    assert!(error.contains("--proxy-mode: mode ipvs is not built yet; pass auto or iptables"), "{error}");
+    assert_eq!(settings(&["--proxy-mode=iptables"]).mode, ProxyMode::Iptables);
+    assert_eq!(settings(&[]).mode, ProxyMode::Auto);
+}
+
+#[test]
+fn a_control_plane_is_needed_except_for_actions() {
+    assert!(parse(&[]).unwrap_err().contains("--control-plane"));
+    assert!(parse(&["--cleanup"]).unwrap().cleanup);
+    assert!(parse(&["--init-only"]).unwrap().init_only);
+    assert!(parse(&["--write-config-to=/x"]).is_ok());
+}
+
+#[test]
+fn tls_files_that_are_missing_are_named() {
+    let options = parse(&["--control-plane=https://a:1", "--tls-key=/k"]).unwrap();
+    let error = options.control_planes().unwrap_err().to_string();
+    assert!(error.ends_with("missing: --tls-cert, --tls-ca"), "{error}");
+}
+
+#[test]
+fn plaintext_needs_the_flag_and_an_address() {
+    let refused = |arguments: &[&str]| parse(arguments).unwrap().control_planes().unwrap_err().to_string();
+    assert!(refused(&["--control-plane=http://127.0.0.1:1"]).contains("--insecure-loopback"));
+    assert!(refused(&["--control-plane=http://10.0.0.1:1", "--insecure-loopback"]).contains("10.0.0.1"));
+    assert!(refused(&["--control-plane=http://localhost:1", "--insecure-loopback"]).contains("localhost"));
+    let two = parse(&["--control-plane=http://[::1]:1,http://198.18.0.1:2", "--insecure-loopback"]).unwrap();
+    assert_eq!(two.control_planes().unwrap().0.len(), 2);
+}
+
+#[test]
+fn one_cidr_a_family() {
+    assert!(refused(&["--cluster-cidr=10.0.0.0/8,10.1.0.0/16"]).contains("one CIDR per family"));
+    let both = settings(&["--cluster-cidr=10.0.0.0/8,fd00::/48"]);
+    assert!(matches!(&both.detect_local, DetectLocal::ClusterCidr(cidrs) if cidrs.len() == 2));
+}
+
+#[test]
+fn node_names_are_lower_case_dns_names() {
+    let name = |flag: &str, name: &str| {
+        let options = parse(&["--cleanup", flag, name]).unwrap();
+        options.node_name(&options.configured().unwrap().settings)
+    };
+    assert_eq!(&*name("--node-name", " Node-1.Example ").unwrap(), "node-1.example");
+    assert_eq!(&*name("--hostname-override", "B").unwrap(), "b");
+    assert!(name("--node-name", "").is_err() && name("--node-name", "a b").is_err());
+    assert!(parse(&["--cleanup"]).unwrap().node_name(&settings(&[])).is_ok());
+}
+
+#[test]
+fn old_names_of_periods_keep_working() {
+    let settings = settings(&["--sync-period=1m0s", "--min-sync-period=250ms"]);
+    assert_eq!((settings.sync_period, settings.min_sync_period), (Duration::from_secs(60), Duration::from_millis(250)));
+    assert!(refused(&["--sync-period=0"]).contains("--iptables-sync-period: must be more than zero"));
+    assert!(parse(&["--cleanup", "--sync-period=5"]).unwrap_err().contains("write a duration"));
+    let error = refused(&["--iptables-sync-period=1s", "--iptables-min-sync-period=2s"]);
+    assert!(error.contains("--iptables-min-sync-period: must not be more than --iptables-sync-period"), "{error}");
+}
+
+#[test]
+fn truth_values_are_written_as_for_go() {
+    assert!(settings(&["--masquerade-all"]).masquerade_all);
+    assert!(!settings(&["--masquerade-all=false"]).masquerade_all);
+    assert!(!settings(&["--iptables-localhost-nodeports=false"]).localhost_node_ports);
+    assert!(settings(&[]).localhost_node_ports);
+}
+
+#[test]
+fn masquerade_bit_is_a_bit() {
+    assert!(parse(&["--cleanup", "--iptables-masquerade-bit=32"]).is_err());
+    assert_eq!(settings(&[]).masquerade_bit, 14);
+}
+
+#[test]
+fn flags_that_mean_nothing_are_taken_and_named_once() {
+    let arguments = [
+        "--kubeconfig=/k",
+        "--master=x",
+        "--kube-api-qps=5.5",
+        "-v=4",
+        "--ipvs-scheduler=rr",
+        "--feature-gates=A=true",
+    ];
+    let configured = configured(&arguments);
+    let warning = configured.warning.unwrap();
+    for part in
+        ["--kubeconfig (the agent holds no API credentials", "--master (", "--v (", "--feature-gates A (no such"]
+    {
+        assert!(warning.contains(part), "{part} is not in {warning}");
+    }
+    assert!(settings(&["--feature-gates=AllowServiceExternalIPs=true"]).allow_external_ips);
+    assert!(!settings(&["--feature-gates=AllowServiceExternalIPs=false"]).allow_external_ips);
+    assert_eq!(super::tests::configured(&[]).warning, None);
+}
+
+#[test]
+fn servers_can_be_turned_off_and_moved() {
+    let moved = settings(&["--healthz-bind-address=", "--metrics-bind-address=127.0.0.1"]);
+    assert_eq!(moved.healthz_bind_address, None);
+    assert_eq!(moved.metrics_bind_address, Some("127.0.0.1:10249".parse().unwrap()));
+    let v6 = settings(&["--bind-address=::"]);
+    assert_eq!(v6.healthz_bind_address, Some("[::]:10256".parse().unwrap()));
+    assert_eq!(v6.metrics_bind_address, Some("[::1]:10249".parse().unwrap()));
+    assert!(refused(&["--healthz-bind-address=x:y"]).contains("--healthz-bind-address: \"x:y\" is not an address"));
+}
+
+#[test]
+fn addresses_of_node_ports() {
+    let selector = |list: &str| settings(&[&format!("--nodeport-addresses={list}")]).node_ports;
+    assert_eq!(selector("primary"), NodePortSelector::Primary);
+    assert_eq!(settings(&[]).node_ports, NodePortSelector::All);
+    assert!(matches!(selector("10.0.0.0/8,127.0.0.0/8"), NodePortSelector::Cidrs(cidrs) if cidrs.len() == 2));
+    assert!(refused(&["--nodeport-addresses=primary,10.0.0.0/8"]).contains("primary excludes everything else"));
+    assert!(refused(&["--nodeport-addresses=10.0.0.1"]).contains("is not a CIDR"));
+}
+
+#[test]
+fn detect_local_modes_need_their_names() {
+    assert!(refused(&["--detect-local-mode=BridgeInterface"]).contains("--pod-bridge-interface: is needed"));
+    let prefix = settings(&["--detect-local-mode=InterfaceNamePrefix", "--pod-interface-name-prefix=veth"]);
+    assert_eq!(prefix.detect_local, DetectLocal::InterfaceNamePrefix("veth".into()));
+    let unused = configured(&["--detect-local-mode=NodeCIDR", "--cluster-cidr=10.0.0.0/8"]);
+    assert_eq!(unused.settings.detect_local, DetectLocal::NodeCidr);
+    assert!(unused.warning.unwrap().contains("--cluster-cidr (not used while --detect-local-mode is NodeCIDR)"));
+}
+
+#[test]
+fn with_a_file_flags_yield_except_our_own() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("config.yaml");
+    let text =
+        "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\nhostnameOverride: From-File\n";
+    std::fs::write(&path, text).unwrap();
+    let config = format!("--config={}", path.display());
+    let arguments =
+        ["--cleanup", &config, "--masquerade-all", "--cluster-cidr=10.0.0.0/8", "--iptables-layout=compact"];
+    let options = parse(&arguments).unwrap();
+    let configured = options.configured().unwrap();
+    assert!(!configured.settings.masquerade_all);
+    assert_eq!(options.iptables_layout, Layout::Compact);
+    let warning = configured.warning.unwrap();
+    assert!(warning.contains("--masquerade-all (--config is given") && warning.contains("--cluster-cidr (--config"));
+    assert_eq!(&*options.node_name(&configured.settings).unwrap(), "from-file");
+    let options = parse(&["--cleanup", &config, "--hostname-override=flag"]).unwrap();
+    assert_eq!(&*options.node_name(&configured.settings).unwrap(), "flag");
+    assert_eq!(configured.file.unwrap().1, text);
+}

@@ -1,0 +1,242 @@
+//! Kernel parameters that are set once, at the start: sizes and timeouts of connection tracking, as kube-proxy sets them.
+//!
+//! A parameter that this namespace or file system shows but does not let anybody write is left as it is, with a warning: so it is in a container with a
+//! read-only `/sys` or `/proc/sys`, and of parameters that belong to the whole machine in a network namespace of one's own. Any other failure is an error.
+
+use std::{
+    fs, io,
+    num::NonZero,
+    path::{Path, PathBuf},
+    thread,
+    time::Duration,
+};
+
+use tracing::{info, warn};
+
+use crate::config::Conntrack;
+
+/// No more connections than this, unless the operator's minimum asks for it.
+const MAX_BY_CORES: u64 = 1 << 20;
+
+const PARAMETERS: &str = "proc/sys/net/netfilter";
+const HASH_SIZE: &str = "sys/module/nf_conntrack/parameters/hashsize";
+
+/// A parameter that could not be set. Nothing goes on without it, as with kube-proxy.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot set {} to {value}: {error}; {remedy}", .path.display())]
+pub struct SysctlError {
+    /// The parameter.
+    pub path: PathBuf,
+    /// What it was to be.
+    pub value: String,
+    /// What the system says.
+    pub error: io::Error,
+    /// What to do about it.
+    pub remedy: &'static str,
+}
+
+/// Where parameters are, and what was said about them.
+#[derive(Debug)]
+pub struct Sysctls {
+    root: PathBuf,
+    warnings: Vec<String>,
+}
+
+/// What became of writing a parameter.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Outcome {
+    AsWanted,
+    ReadOnly,
+}
+
+impl Default for Sysctls {
+    fn default() -> Self {
+        Self::at(Path::new("/"))
+    }
+}
+
+impl Sysctls {
+    /// Parameters below a folder, which is `/` except in tests.
+    #[must_use]
+    pub fn at(root: &Path) -> Self {
+        Self { root: root.to_owned(), warnings: Vec::new() }
+    }
+
+    /// Sets what the configuration asks for; whatever it asks nothing about stays as it is. Returns a sentence for each parameter that could
+    /// not be written for good reason.
+    ///
+    /// # Errors
+    /// The first parameter that could not be set although it should be possible.
+    pub fn set_conntrack(mut self, config: &Conntrack) -> Result<Vec<String>, SysctlError> {
+        let cores = thread::available_parallelism().map_or(1, NonZero::get);
+        if let Some(max) = conntrack_max(config, cores as u64) {
+            self.set_max(max)?;
+        }
+        let timeouts = [
+            ("nf_conntrack_tcp_timeout_established", config.tcp_established_timeout),
+            ("nf_conntrack_tcp_timeout_close_wait", config.tcp_close_wait_timeout),
+            ("nf_conntrack_udp_timeout", config.udp_timeout),
+            ("nf_conntrack_udp_timeout_stream", config.udp_stream_timeout),
+        ];
+        if config.tcp_be_liberal {
+            self.set_parameter("nf_conntrack_tcp_be_liberal", "1")?;
+        }
+        for (name, timeout) in timeouts {
+            if let Some(seconds) = whole_seconds(timeout) {
+                self.set_parameter(name, &seconds.to_string())?;
+            }
+        }
+        for warning in &self.warnings {
+            warn!("{warning}");
+        }
+        Ok(self.warnings)
+    }
+
+    /// Whether conntrack calls TCP packets outside of the window INVALID: not when this is true.
+    #[must_use]
+    pub fn is_tcp_liberal(&self) -> bool {
+        let path = self.root.join(PARAMETERS).join("nf_conntrack_tcp_be_liberal");
+        fs::read_to_string(path).is_ok_and(|value| value.trim() != "0")
+    }
+
+    /// The table's size, and enough buckets that chains stay short: a quarter of it.
+    fn set_max(&mut self, max: u64) -> Result<(), SysctlError> {
+        if self.set_parameter("nf_conntrack_max", &max.to_string())? == Outcome::ReadOnly {
+            return Ok(());
+        }
+        let path = self.root.join(HASH_SIZE);
+        let wanted = max / 4;
+        let found = fs::read_to_string(&path).ok().and_then(|text| text.trim().parse::<u64>().ok());
+        if found.is_some_and(|found| found >= wanted) {
+            return Ok(());
+        }
+        self.write(
+            &path,
+            &wanted.to_string(),
+            "set it by the module's option hashsize, or pass --conntrack-max-per-core=0",
+        )
+        .map(drop)
+    }
+
+    fn set_parameter(&mut self, name: &str, value: &str) -> Result<Outcome, SysctlError> {
+        let path = self.root.join(PARAMETERS).join(name);
+        self.write(
+            &path,
+            value,
+            "load the module nf_conntrack, give the agent the capability NET_ADMIN, or set conntrack's settings to 0",
+        )
+    }
+
+    fn write(&mut self, path: &Path, value: &str, remedy: &'static str) -> Result<Outcome, SysctlError> {
+        let found = fs::read_to_string(path).unwrap_or_default();
+        if found.trim() == value {
+            return Ok(Outcome::AsWanted);
+        }
+        match fs::write(path, value) {
+            Ok(()) => {
+                info!(parameter = %path.display(), from = found.trim(), to = value, "set");
+                Ok(Outcome::AsWanted)
+            }
+            Err(error) if is_read_only(path, &error) => {
+                let shown = path.display();
+                self.warnings.push(format!(
+                    "{shown} stays at {}: it cannot be written here ({error}); {value} was asked for",
+                    found.trim()
+                ));
+                Ok(Outcome::ReadOnly)
+            }
+            Err(error) => Err(SysctlError { path: path.to_owned(), value: value.to_owned(), error, remedy }),
+        }
+    }
+}
+
+/// The file system is read-only, or the parameter belongs to the machine and this is a namespace of its own.
+fn is_read_only(path: &Path, error: &io::Error) -> bool {
+    let is_for_machine = error.raw_os_error() == Some(libc::EOPNOTSUPP);
+    // For root in a namespace, the mode of a parameter of the machine has no bit for writing.
+    let has_no_write_bit = || fs::metadata(path).is_ok_and(|metadata| metadata.permissions().readonly());
+    error.kind() == io::ErrorKind::ReadOnlyFilesystem
+        || is_for_machine
+        || (error.kind() == io::ErrorKind::PermissionDenied && has_no_write_bit())
+}
+
+/// How many connections to track; `None` leaves it.
+///
+/// The limit is on what the number of CPUs gives: the operator's minimum stands above it (kube-proxy 1.36 cuts that as well).
+fn conntrack_max(config: &Conntrack, cores: u64) -> Option<u64> {
+    let by_cores = config.max_per_core.saturating_mul(cores).min(MAX_BY_CORES);
+    (config.max_per_core > 0).then(|| by_cores.max(config.min))
+}
+
+/// Seconds, rounded down as kube-proxy does it; `None` for zero, which leaves a parameter.
+fn whole_seconds(timeout: Duration) -> Option<u64> {
+    (!timeout.is_zero()).then_some(timeout.as_secs())
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use crate::config::{Raw, Settings};
+
+    fn defaults() -> Conntrack {
+        Settings::check(&Raw::default()).unwrap().conntrack
+    }
+
+    // rows: 88
+    #[test]
+    fn row_88_the_table_grows_with_cpus_between_minimum_and_limit() {
+        assert_eq!(conntrack_max(&defaults(), 2), Some(131_072));
+        assert_eq!(conntrack_max(&defaults(), 8), Some(262_144));
+        assert_eq!(conntrack_max(&defaults(), 64), Some(1_048_576));
+        assert_eq!(conntrack_max(&Conntrack { min: 4_000_000, ..defaults() }, 64), Some(4_000_000));
+        assert_eq!(conntrack_max(&Conntrack { max_per_core: 0, ..defaults() }, 64), None);
+    }
+
+    /// A machine in a folder, with these parameters.
+    fn machine(parameters: &[(&str, &str)]) -> tempfile::TempDir {
+        let root = tempfile::tempdir().unwrap();
+        let folders = [root.path().join(PARAMETERS), root.path().join(HASH_SIZE).parent().unwrap().to_owned()];
+        folders.iter().for_each(|folder| fs::create_dir_all(folder).unwrap());
+        for (name, value) in parameters {
+            fs::write(folders[0].join(name), format!("{value}\n")).unwrap();
+        }
+        fs::write(root.path().join(HASH_SIZE), "1024\n").unwrap();
+        root
+    }
+
+    const ALL: [(&str, &str); 6] = [
+        ("nf_conntrack_max", "1000"),
+        ("nf_conntrack_tcp_timeout_established", "432000"),
+        ("nf_conntrack_tcp_timeout_close_wait", "60"),
+        ("nf_conntrack_tcp_be_liberal", "0"),
+        ("nf_conntrack_udp_timeout", "30"),
+        ("nf_conntrack_udp_timeout_stream", "120"),
+    ];
+
+    // rows: 88
+    #[test]
+    fn row_88_parameters_are_set_and_those_not_asked_for_stay() {
+        let root = machine(&ALL);
+        let config = Conntrack { max_per_core: 1, min: 8192, udp_timeout: Duration::from_secs(7), ..defaults() };
+        let warnings = Sysctls::at(root.path()).set_conntrack(&config).unwrap();
+        assert_eq!(warnings, Vec::<String>::new());
+        let read = |name: &str| fs::read_to_string(root.path().join(PARAMETERS).join(name)).unwrap().trim().to_owned();
+        let found: Vec<String> = ALL.iter().map(|(name, _)| read(name)).collect();
+        assert_eq!(found, ["8192", "86400", "3600", "0", "7", "120"]);
+        assert_eq!(fs::read_to_string(root.path().join(HASH_SIZE)).unwrap(), "2048");
+        assert!(!Sysctls::at(root.path()).is_tcp_liberal());
+        let liberal = Conntrack { tcp_be_liberal: true, max_per_core: 0, ..defaults() };
+        Sysctls::at(root.path()).set_conntrack(&liberal).unwrap();
+        assert!(Sysctls::at(root.path()).is_tcp_liberal());
+        assert_eq!(read("nf_conntrack_max"), "8192");
+    }
+
+    #[test]
+    fn a_parameter_that_is_missing_is_an_error_with_a_remedy() {
+        let root = machine(&ALL[..1]);
+        fs::remove_dir_all(root.path().join("proc")).unwrap();
+        let error = Sysctls::at(root.path()).set_conntrack(&defaults()).unwrap_err().to_string();
+        assert!(error.contains("nf_conntrack_max to ") && error.contains("load the module nf_conntrack"), "{error}");
+    }
+}
