@@ -18,6 +18,8 @@ pub struct Case {
     pub families: &'static [Family],
     /// What must come of it.
     pub expect: Expect,
+    /// Rows of the checklist in `docs/behaviours.md` that it proves.
+    pub rows: &'static [u8],
     /// Backends that behave otherwise on purpose, and why.
     pub excluded: Vec<(Backend, &'static str)>,
 }
@@ -102,11 +104,22 @@ impl Question {
 
     fn must(self, expect: Expect) -> Case {
         let Self { from, service, via, ports, families } = self;
-        Case { from, service, via, ports, families, expect, excluded: Vec::new() }
+        Case { from, service, via, ports, families, expect, rows: &[], excluded: Vec::new() }
     }
 }
 
+/// Cases that prove the same rows of the checklist.
+pub fn rows<const N: usize>(rows: &'static [u8], cases: [Case; N]) -> Vec<Case> {
+    cases.into_iter().map(|case| case.rows(rows)).collect()
+}
+
 impl Case {
+    /// Rows of the checklist that the case proves.
+    #[must_use]
+    pub fn rows(self, rows: &'static [u8]) -> Self {
+        Self { rows, ..self }
+    }
+
     /// The case does not hold for `backend`, for a reason that is printed instead.
     #[must_use]
     pub fn except(mut self, backend: Backend, reason: &'static str) -> Self {

@@ -13,7 +13,7 @@ use crate::testbed::client::HeldConnection;
 use crate::testbed::iptables::{self, Variant};
 use crate::testbed::manifests::{Service, ready};
 use crate::testbed::plan::NODES;
-use crate::testbed::{AgentInfo, Family, Manifests, Testbed};
+use crate::testbed::{AgentInfo, AgentSetup, Family, Manifests, Testbed};
 
 /// A guard: agents come back within their back-off, some seconds.
 const RETURN_TIMEOUT: Duration = Duration::from_secs(90);
@@ -42,7 +42,7 @@ pub fn control_plane_outage(bed: &Testbed) -> Result<()> {
     bed.start_control_plane()?;
     let writes = WriteLog::create(bed.machines().folder())?;
     for node in &NODES {
-        bed.start_agent_with(node.name, Some(&writes.tools))?;
+        bed.start_agent_with(node.name, &AgentSetup { tools: Some(writes.tools.clone()), ..AgentSetup::default() })?;
     }
     bed.wait_programmed()?;
     expect_servers(bed, "steady", &["a1", "b1"])?;

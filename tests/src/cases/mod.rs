@@ -1,6 +1,7 @@
 //! What every backend is held to, as packets: who asks what, who answers, and which source address the server sees.
 //!
 //! - [`table`]: the services of the table and the cases on them, by group; a [`Case`] is data, and knows no backend.
+//! - The groups of the table on [hints](table::GROUPS) and on how objects are read have files of their own.
 //! - [`affinity`], [`payloads`]: what takes more than one question to see.
 //! - [`live`]: changes of services while connections run; [`lifecycle`]: stops and crashes of programs, foreign rules, clean-up.
 //!
@@ -9,6 +10,8 @@
 
 pub mod affinity;
 pub mod case;
+mod hints;
+mod intake;
 pub mod lifecycle;
 pub mod live;
 pub mod payloads;

@@ -59,7 +59,6 @@ pub fn run(bed: &Testbed, cases: &[Case]) -> Result<()> {
 
 fn check(bed: &Testbed, case: &Case, family: Family, port: &str) -> Result<()> {
     let service = bed.service(case.service)?;
-    let target_port = service.port(port)?.target_port;
     let request = Request::new(service.port(port)?.transport, service.socket_address(case.via, family, port)?);
     let client = bed.machines().machine(case.from)?;
     match &case.expect {
@@ -76,6 +75,7 @@ fn check(bed: &Testbed, case: &Case, family: Family, port: &str) -> Result<()> {
             let answers = answers(client::ask_many(client, &request, count)?)?;
             check_servers(&answers, by, *even)?;
             for answer in &answers {
+                let target_port = service.target_port(&answer.server, port)?;
                 ensure!(answer.port == target_port, "{} was reached at port {}", answer.server, answer.port);
                 check_source(answer, case.from, *source, family)?;
             }

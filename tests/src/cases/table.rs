@@ -2,16 +2,29 @@
 
 use anyhow::Result;
 
-use super::case::{Case, EVERY_TRANSPORT, Source, ask};
+use super::case::{Case, EVERY_TRANSPORT, Source, ask, rows};
+use super::{hints, intake};
 use crate::testbed::manifests::{Endpoint, Service, Via};
-use crate::testbed::{Backend, Family, Manifests};
+use crate::testbed::{Family, Manifests};
 
-use Backend::{IptablesLegacy, IptablesNft};
 use Source::{Kept, Masqueraded};
 use Via::{ClusterIp, ExternalIp, LoadBalancerIp, Localhost, NodePort};
 
 /// Endpoints of `web` and of the other services with nothing special about their endpoints.
 pub const WEB: &[&str] = &["a1", "a2", "b1", "c1"];
+
+/// The groups: name, which is that of the test that runs it, and cases.
+pub const GROUPS: [(&str, fn() -> Vec<Case>); 9] = [
+    ("cluster_ip", cluster_ip),
+    ("node_port", node_port),
+    ("external_addresses", external_addresses),
+    ("endpoint_conditions", endpoint_conditions),
+    ("external_traffic_policy", external_traffic_policy),
+    ("internal_traffic_policy", internal_traffic_policy),
+    ("source_ranges", source_ranges),
+    ("topology", hints::topology),
+    ("intake", intake::intake),
+];
 
 /// All services of the table. Every group runs with all of them in place, so that they can get in each other's way.
 pub fn services() -> Result<Manifests> {
@@ -30,6 +43,9 @@ pub fn services() -> Result<Manifests> {
     add("unready", &[], &|service| service.endpoints = vec![Endpoint::not_ready("a1"), Endpoint::not_ready("b1")])?;
     add("partly-ready", &["b1"], &|service| {
         service.endpoints.extend([Endpoint::not_ready("a1"), Endpoint::terminating("c1")]);
+    })?;
+    add("published", &[], &|service| {
+        service.endpoints = vec![Endpoint::published("a1"), Endpoint::published("b1"), Endpoint::not_ready("c1")];
     })?;
     add("draining", &[], &|service| {
         service.endpoints = vec![Endpoint::terminating("a1"), Endpoint::terminating("b1"), Endpoint::not_ready("c1")];
@@ -55,60 +71,86 @@ pub fn services() -> Result<Manifests> {
         service.source_ranges.push("10.1.2.3/32".to_owned());
     })?;
 
-    add("zoned", &[], &|service| {
-        service.endpoints = vec![
-            Endpoint::for_zone("a1", "zone-1"),
-            Endpoint::for_zone("b1", "zone-1"),
-            Endpoint::for_zone("c1", "zone-2"),
-        ];
+    add("ranges-node-address", WEB, &|service| {
+        // Of all nodes, only node-a is in a range.
+        service.source_ranges = ranges("192.0.2.11/32", "2001:db8:0:1::b/128");
     })?;
-    add("half-zoned", &["b1"], &|service| service.endpoints.push(Endpoint::for_zone("a1", "zone-1")))?;
-    add("elsewhere", &[], &|service| service.endpoints = vec![Endpoint::for_zone("a1", "zone-9")])?;
+    add("ranges-halves", WEB, &|service| {
+        service.source_ranges = ranges(" 0.0.0.0/1 ", "::/1");
+        service.source_ranges.extend(ranges("128.0.0.0/1", "8000::/1"));
+    })?;
+    add("ranges-one-family", WEB, &|service| service.source_ranges = vec!["192.0.2.100/32".to_owned()])?;
+    add("ranges-empty", &[], &|service| service.source_ranges = ranges("10.244.0.0/16", "fd00:10:244::/48"))?;
+    add("ranges-local", &["a1", "c1"], &|service| {
+        service.external_local = true;
+        service.source_ranges = ranges("192.0.2.96/27", "2001:db8:0:1::60/123");
+    })?;
 
     add("sticky", WEB, &|service| service.affinity_timeout_seconds = Some(10_800))?;
     add("sticky-briefly", WEB, &|service| service.affinity_timeout_seconds = Some(2))?;
+    add("no-node-ports", WEB, &|service| service.has_node_ports = false)?;
+    hints::services(&mut all)?;
+    intake::services(&mut all)?;
     Ok(all)
 }
 
 /// The cluster address: reached from everywhere, over everything, evenly, each port for itself.
 pub fn cluster_ip() -> Vec<Case> {
     vec![
-        ask("a3", "web", ClusterIp).ports(EVERY_TRANSPORT).answered_evenly(WEB, Kept),
-        ask("c2", "web", ClusterIp).ports(EVERY_TRANSPORT).answered(WEB, Kept),
-        ask("b3", "web", ClusterIp).ports(&["second"]).answered(WEB, Kept),
-        ask("node-a", "web", ClusterIp).ports(EVERY_TRANSPORT).answered(WEB, Masqueraded("node-a")),
-        ask("outside-1", "web", ClusterIp).ports(EVERY_TRANSPORT).answered(WEB, Masqueraded("node-a")),
-        ask("outside-2", "web", ClusterIp).answered(WEB, Masqueraded("node-b")),
-        ask("a3", "host-network", ClusterIp).ports(EVERY_TRANSPORT).answered(&["node-c"], Kept),
-        ask("node-a", "host-network", ClusterIp).answered(&["node-c"], Masqueraded("node-a")),
-        ask("node-c", "host-network", ClusterIp).answered(&["node-c"], Masqueraded("node-c")),
+        ask("a3", "web", ClusterIp).ports(EVERY_TRANSPORT).answered_evenly(WEB, Kept).rows(&[16, 20, 30, 31, 37]),
+        ask("c2", "web", ClusterIp).ports(EVERY_TRANSPORT).answered(WEB, Kept).rows(&[31, 37]),
+        ask("b3", "web", ClusterIp).ports(&["second"]).answered(WEB, Kept).rows(&[6, 31]),
+        ask("node-a", "web", ClusterIp).ports(EVERY_TRANSPORT).answered(WEB, Masqueraded("node-a")).rows(&[33, 37]),
+        ask("outside-1", "web", ClusterIp).ports(EVERY_TRANSPORT).answered(WEB, Masqueraded("node-a")).rows(&[32]),
+        ask("outside-2", "web", ClusterIp).answered(WEB, Masqueraded("node-b")).rows(&[32]),
+        ask("a3", "host-network", ClusterIp).ports(EVERY_TRANSPORT).answered(&["node-c"], Kept).rows(&[31, 37]),
+        ask("node-a", "host-network", ClusterIp).answered(&["node-c"], Masqueraded("node-a")).rows(&[33, 37]),
+        ask("node-c", "host-network", ClusterIp).answered(&["node-c"], Masqueraded("node-c")).rows(&[33, 37]),
         // An endpoint that happens to choose itself is the one whose source changes.
-        ask("a1", "self", ClusterIp).ports(EVERY_TRANSPORT).answered(&["a1"], Masqueraded("node-a")),
-        ask("a1", "self", ExternalIp).answered(&["a1"], Masqueraded("node-a")),
-        ask("a2", "self", ClusterIp).ports(EVERY_TRANSPORT).answered(&["a1"], Kept),
+        ask("a1", "self", ClusterIp).ports(EVERY_TRANSPORT).answered(&["a1"], Masqueraded("node-a")).rows(&[36]),
+        ask("a1", "self", ExternalIp).answered(&["a1"], Masqueraded("node-a")).rows(&[36, 58]),
+        ask("a2", "self", ClusterIp).ports(EVERY_TRANSPORT).answered(&["a1"], Kept).rows(&[31]),
     ]
 }
 
 /// Node ports: at every node, from everywhere, masqueraded by the node that was asked.
 pub fn node_port() -> Vec<Case> {
     vec![
-        ask("outside-1", "web", NodePort("node-a")).ports(EVERY_TRANSPORT).answered_evenly(WEB, Masqueraded("node-a")),
-        ask("outside-2", "web", NodePort("node-b")).ports(&["second"]).answered(WEB, Masqueraded("node-b")),
-        ask("a3", "web", NodePort("node-a")).ports(EVERY_TRANSPORT).answered(WEB, Masqueraded("node-a")),
-        ask("a3", "web", NodePort("node-b")).ports(EVERY_TRANSPORT).answered(WEB, Masqueraded("node-b")),
-        ask("a3", "web", NodePort("node-c")).answered(WEB, Masqueraded("node-c")),
-        ask("node-a", "web", NodePort("node-a")).ports(EVERY_TRANSPORT).answered(WEB, Masqueraded("node-a")),
-        ask("node-a", "web", NodePort("node-b")).answered(WEB, Masqueraded("node-b")),
-        ask("a1", "self", NodePort("node-a")).answered(&["a1"], Masqueraded("node-a")),
-        ask("outside-1", "host-network", NodePort("node-a")).answered(&["node-c"], Masqueraded("node-a")),
+        ask("outside-1", "web", NodePort("node-a"))
+            .ports(EVERY_TRANSPORT)
+            .answered_evenly(WEB, Masqueraded("node-a"))
+            .rows(&[16, 30, 45, 46, 51]),
+        ask("outside-2", "web", NodePort("node-b"))
+            .ports(&["second"])
+            .answered(WEB, Masqueraded("node-b"))
+            .rows(&[6, 45, 51]),
+        ask("a3", "web", NodePort("node-a"))
+            .ports(EVERY_TRANSPORT)
+            .answered(WEB, Masqueraded("node-a"))
+            .rows(&[45, 51]),
+        ask("a3", "web", NodePort("node-b"))
+            .ports(EVERY_TRANSPORT)
+            .answered(WEB, Masqueraded("node-b"))
+            .rows(&[45, 46, 51]),
+        ask("a3", "web", NodePort("node-c")).answered(WEB, Masqueraded("node-c")).rows(&[45, 46, 51]),
+        ask("node-a", "web", NodePort("node-a"))
+            .ports(EVERY_TRANSPORT)
+            .answered(WEB, Masqueraded("node-a"))
+            .rows(&[45, 51]),
+        ask("node-a", "web", NodePort("node-b")).answered(WEB, Masqueraded("node-b")).rows(&[45, 51]),
+        ask("a1", "self", NodePort("node-a")).answered(&["a1"], Masqueraded("node-a")).rows(&[36, 51]),
+        ask("outside-1", "host-network", NodePort("node-a"))
+            .answered(&["node-c"], Masqueraded("node-a"))
+            .rows(&[37, 51]),
         // What ends on the node that was asked never leaves it, and sources are translated on leaving.
-        ask("outside-1", "host-network", NodePort("node-c")).answered(&["node-c"], Kept),
+        ask("outside-1", "host-network", NodePort("node-c")).answered(&["node-c"], Kept).rows(&[37]),
         // At the loopback address over IPv4 only: the kernel lets nothing from ::1 out.
         ask("node-a", "web", Localhost)
             .ports(&["tcp", "udp", "http"])
             .over(&[Family::V4])
-            .answered(WEB, Masqueraded("node-a")),
-        ask("node-a", "web", Localhost).ports(&["tcp", "udp"]).over(&[Family::V6]).refused(),
+            .answered(WEB, Masqueraded("node-a"))
+            .rows(&[48]),
+        ask("node-a", "web", Localhost).ports(&["tcp", "udp"]).over(&[Family::V6]).refused().rows(&[49]),
     ]
 }
 
@@ -116,41 +158,52 @@ pub fn node_port() -> Vec<Case> {
 pub fn external_addresses() -> Vec<Case> {
     let mut cases = Vec::new();
     for via in [ExternalIp, LoadBalancerIp] {
-        cases.extend([
-            ask("outside-1", "web", via).ports(EVERY_TRANSPORT).answered_evenly(WEB, Masqueraded("node-a")),
-            ask("outside-2", "web", via).ports(&["second"]).answered(WEB, Masqueraded("node-b")),
-            ask("a3", "web", via).ports(EVERY_TRANSPORT).answered(WEB, Masqueraded("node-a")),
-            ask("node-a", "web", via).ports(EVERY_TRANSPORT).answered(WEB, Masqueraded("node-a")),
-            ask("outside-1", "host-network", via).answered(&["node-c"], Masqueraded("node-a")),
-        ]);
+        cases.extend(rows(
+            &[16, 51, 58],
+            [
+                ask("outside-1", "web", via).ports(EVERY_TRANSPORT).answered_evenly(WEB, Masqueraded("node-a")),
+                ask("outside-2", "web", via).ports(&["second"]).answered(WEB, Masqueraded("node-b")),
+                ask("a3", "web", via).ports(EVERY_TRANSPORT).answered(WEB, Masqueraded("node-a")),
+                ask("node-a", "web", via).ports(EVERY_TRANSPORT).answered(WEB, Masqueraded("node-a")),
+                ask("outside-1", "host-network", via).answered(&["node-c"], Masqueraded("node-a")),
+            ],
+        ));
     }
+    // Without node ports, the other addresses work all the same.
+    cases.extend(rows(
+        &[66],
+        [
+            ask("outside-1", "no-node-ports", LoadBalancerIp)
+                .ports(EVERY_TRANSPORT)
+                .answered(WEB, Masqueraded("node-a")),
+            ask("a3", "no-node-ports", LoadBalancerIp).answered(WEB, Masqueraded("node-a")),
+            ask("a3", "no-node-ports", ClusterIp).answered(WEB, Kept),
+            // Nobody listens there.
+            ask("outside-1", "no-node-ports", NodePort("node-a")).ports(&["tcp", "udp"]).refused(),
+        ],
+    ));
     cases
 }
-
-const OUTPUT_NOT_REJECTED: &str = "iptables rules reject external addresses without endpoints where packets arrive or pass, as \
-    kube-proxy's do; what a node itself sends there leaves it";
 
 /// Services without usable endpoints refuse; conditions decide which are usable.
 pub fn endpoint_conditions() -> Vec<Case> {
     let mut cases = Vec::new();
     for via in [ClusterIp, ExternalIp, LoadBalancerIp, NodePort("node-a")] {
+        let refused: &[u8] = if via == ClusterIp { &[40] } else { &[57] };
         for from in ["a3", "outside-1"] {
-            cases.push(ask(from, "empty", via).ports(EVERY_TRANSPORT).refused());
-            cases.push(ask(from, "unready", via).refused());
+            cases.push(ask(from, "empty", via).ports(EVERY_TRANSPORT).refused().rows(refused));
+            cases.push(ask(from, "unready", via).refused().rows(&[23]));
         }
-        let own = ask("node-a", "empty", via).ports(EVERY_TRANSPORT).refused();
-        cases.push(if matches!(via, ExternalIp | LoadBalancerIp) {
-            own.except(IptablesLegacy, OUTPUT_NOT_REJECTED).except(IptablesNft, OUTPUT_NOT_REJECTED)
-        } else {
-            own
-        });
+        // A node is told too, also where it asks an address that is not its own.
+        cases.push(ask("node-a", "empty", via).ports(EVERY_TRANSPORT).refused().rows(refused));
         // Local policies, too, refuse where there is nothing anywhere.
-        cases.push(ask("outside-1", "empty-local", via).ports(&["tcp", "udp"]).refused());
+        cases.push(ask("outside-1", "empty-local", via).ports(&["tcp", "udp"]).refused().rows(refused));
         let source = if via == ClusterIp { Kept } else { Masqueraded("node-a") };
-        cases.push(ask("a3", "partly-ready", via).ports(&["tcp", "udp"]).answered(&["b1"], source));
-        cases.push(ask("a3", "draining", via).ports(EVERY_TRANSPORT).answered(&["a1", "b1"], source));
+        cases.push(ask("a3", "partly-ready", via).ports(&["tcp", "udp"]).answered(&["b1"], source).rows(&[20, 23]));
+        cases.push(ask("a3", "draining", via).ports(EVERY_TRANSPORT).answered(&["a1", "b1"], source).rows(&[21, 23]));
+        cases.push(ask("a3", "published", via).ports(EVERY_TRANSPORT).answered(&["a1", "b1"], source).rows(&[24]));
     }
-    cases.push(ask("a3", "empty", NodePort("node-b")).ports(&["tcp", "udp"]).refused());
+    cases.push(ask("a3", "empty", NodePort("node-b")).ports(&["tcp", "udp"]).refused().rows(&[57]));
     cases
 }
 
@@ -159,31 +212,40 @@ pub fn endpoint_conditions() -> Vec<Case> {
 pub fn external_traffic_policy() -> Vec<Case> {
     const ALL: &[&str] = &["a1", "c1"];
     let mut cases = vec![
-        ask("outside-1", "external-local", NodePort("node-a")).ports(EVERY_TRANSPORT).answered(&["a1"], Kept),
-        ask("outside-1", "external-local", NodePort("node-c")).ports(EVERY_TRANSPORT).answered(&["c1"], Kept),
-        ask("outside-1", "external-local", NodePort("node-b")).ports(EVERY_TRANSPORT).dropped(),
+        ask("outside-1", "external-local", NodePort("node-a"))
+            .ports(EVERY_TRANSPORT)
+            .answered(&["a1"], Kept)
+            .rows(&[52]),
+        ask("outside-1", "external-local", NodePort("node-c"))
+            .ports(EVERY_TRANSPORT)
+            .answered(&["c1"], Kept)
+            .rows(&[52]),
+        ask("outside-1", "external-local", NodePort("node-b")).ports(EVERY_TRANSPORT).dropped().rows(&[53]),
         // Another node is outside as well.
-        ask("node-b", "external-local", NodePort("node-a")).answered(&["a1"], Kept),
-        ask("a3", "external-local", NodePort("node-a")).ports(EVERY_TRANSPORT).answered(ALL, Kept),
-        ask("b3", "external-local", NodePort("node-b")).answered(ALL, Kept),
-        ask("node-a", "external-local", NodePort("node-a")).answered(ALL, Masqueraded("node-a")),
-        ask("node-b", "external-local", NodePort("node-b")).answered(ALL, Masqueraded("node-b")),
+        ask("node-b", "external-local", NodePort("node-a")).answered(&["a1"], Kept).rows(&[52]),
+        ask("a3", "external-local", NodePort("node-a")).ports(EVERY_TRANSPORT).answered(ALL, Kept).rows(&[54]),
+        ask("b3", "external-local", NodePort("node-b")).answered(ALL, Kept).rows(&[54]),
+        ask("node-a", "external-local", NodePort("node-a")).answered(ALL, Masqueraded("node-a")).rows(&[55]),
+        ask("node-b", "external-local", NodePort("node-b")).answered(ALL, Masqueraded("node-b")).rows(&[55]),
         // The cluster address is none of the policy's business.
-        ask("b3", "external-local", ClusterIp).ports(EVERY_TRANSPORT).answered(ALL, Kept),
-        ask("outside-2", "external-local", ClusterIp).answered(ALL, Masqueraded("node-b")),
+        ask("b3", "external-local", ClusterIp).ports(EVERY_TRANSPORT).answered(ALL, Kept).rows(&[31]),
+        ask("outside-2", "external-local", ClusterIp).answered(ALL, Masqueraded("node-b")).rows(&[32]),
         // Endpoints that drain serve where the node has no others.
-        ask("outside-1", "external-local-draining", NodePort("node-a")).ports(EVERY_TRANSPORT).answered(&["a1"], Kept),
-        ask("outside-1", "external-local-draining", NodePort("node-b")).answered(&["b1"], Kept),
-        ask("outside-1", "external-local-draining", NodePort("node-c")).dropped(),
-        ask("a3", "external-local-draining", NodePort("node-a")).answered(&["b1"], Kept),
+        ask("outside-1", "external-local-draining", NodePort("node-a"))
+            .ports(EVERY_TRANSPORT)
+            .answered(&["a1"], Kept)
+            .rows(&[22]),
+        ask("outside-1", "external-local-draining", NodePort("node-b")).answered(&["b1"], Kept).rows(&[20, 52]),
+        ask("outside-1", "external-local-draining", NodePort("node-c")).dropped().rows(&[53]),
+        ask("a3", "external-local-draining", NodePort("node-a")).answered(&["b1"], Kept).rows(&[20, 54]),
     ];
     for via in [ExternalIp, LoadBalancerIp] {
         cases.extend([
-            ask("outside-1", "external-local", via).ports(EVERY_TRANSPORT).answered(&["a1"], Kept),
-            ask("outside-2", "external-local", via).ports(EVERY_TRANSPORT).dropped(),
-            ask("a3", "external-local", via).answered(ALL, Kept),
-            ask("b3", "external-local", via).answered(ALL, Kept),
-            ask("node-b", "external-local", via).answered(ALL, Masqueraded("node-b")),
+            ask("outside-1", "external-local", via).ports(EVERY_TRANSPORT).answered(&["a1"], Kept).rows(&[52]),
+            ask("outside-2", "external-local", via).ports(EVERY_TRANSPORT).dropped().rows(&[53]),
+            ask("a3", "external-local", via).answered(ALL, Kept).rows(&[54]),
+            ask("b3", "external-local", via).answered(ALL, Kept).rows(&[54]),
+            ask("node-b", "external-local", via).answered(ALL, Masqueraded("node-b")).rows(&[55]),
         ]);
     }
     cases
@@ -193,58 +255,72 @@ pub fn external_traffic_policy() -> Vec<Case> {
 pub fn internal_traffic_policy() -> Vec<Case> {
     const ALL: &[&str] = &["a1", "c1"];
     vec![
-        ask("a3", "internal-local", ClusterIp).ports(EVERY_TRANSPORT).answered(&["a1"], Kept),
-        ask("c2", "internal-local", ClusterIp).answered(&["c1"], Kept),
-        ask("b3", "internal-local", ClusterIp).ports(EVERY_TRANSPORT).dropped(),
-        ask("node-a", "internal-local", ClusterIp).answered(&["a1"], Masqueraded("node-a")),
-        ask("node-b", "internal-local", ClusterIp).ports(&["tcp", "udp"]).dropped(),
-        ask("outside-1", "internal-local", ClusterIp).answered(&["a1"], Masqueraded("node-a")),
-        ask("outside-2", "internal-local", ClusterIp).dropped(),
-        ask("a3", "internal-local-draining", ClusterIp).answered(&["a1"], Kept),
-        ask("c2", "internal-local-draining", ClusterIp).dropped(),
+        ask("a3", "internal-local", ClusterIp).ports(EVERY_TRANSPORT).answered(&["a1"], Kept).rows(&[38]),
+        ask("c2", "internal-local", ClusterIp).answered(&["c1"], Kept).rows(&[38]),
+        ask("b3", "internal-local", ClusterIp).ports(EVERY_TRANSPORT).dropped().rows(&[39]),
+        ask("node-a", "internal-local", ClusterIp).answered(&["a1"], Masqueraded("node-a")).rows(&[33, 38]),
+        ask("node-b", "internal-local", ClusterIp).ports(&["tcp", "udp"]).dropped().rows(&[39]),
+        ask("outside-1", "internal-local", ClusterIp).answered(&["a1"], Masqueraded("node-a")).rows(&[32, 38]),
+        ask("outside-2", "internal-local", ClusterIp).dropped().rows(&[39]),
+        ask("a3", "internal-local-draining", ClusterIp).answered(&["a1"], Kept).rows(&[22]),
+        ask("c2", "internal-local-draining", ClusterIp).dropped().rows(&[39]),
         // Other addresses are none of the policy's business.
         ask("outside-1", "internal-local", NodePort("node-b"))
             .ports(EVERY_TRANSPORT)
-            .answered(ALL, Masqueraded("node-b")),
-        ask("outside-2", "internal-local", ExternalIp).answered(ALL, Masqueraded("node-b")),
-        ask("outside-2", "internal-local", LoadBalancerIp).answered(ALL, Masqueraded("node-b")),
+            .answered(ALL, Masqueraded("node-b"))
+            .rows(&[56]),
+        ask("outside-2", "internal-local", ExternalIp).answered(ALL, Masqueraded("node-b")).rows(&[56]),
+        ask("outside-2", "internal-local", LoadBalancerIp).answered(ALL, Masqueraded("node-b")).rows(&[56]),
     ]
 }
 
 /// `loadBalancerSourceRanges`: guard the load balancer address, for pods and nodes as well, and nothing else.
 pub fn source_ranges() -> Vec<Case> {
     vec![
-        ask("outside-1", "ranges-outside", LoadBalancerIp).ports(EVERY_TRANSPORT).answered(WEB, Masqueraded("node-a")),
-        ask("outside-2", "ranges-outside", LoadBalancerIp).ports(EVERY_TRANSPORT).dropped(),
-        ask("a3", "ranges-outside", LoadBalancerIp).ports(&["tcp", "udp"]).dropped(),
-        ask("node-a", "ranges-outside", LoadBalancerIp).ports(&["tcp", "udp"]).dropped(),
+        ask("outside-1", "ranges-outside", LoadBalancerIp)
+            .ports(EVERY_TRANSPORT)
+            .answered(WEB, Masqueraded("node-a"))
+            .rows(&[60]),
+        ask("outside-2", "ranges-outside", LoadBalancerIp).ports(EVERY_TRANSPORT).dropped().rows(&[60]),
+        ask("a3", "ranges-outside", LoadBalancerIp).ports(&["tcp", "udp"]).dropped().rows(&[61]),
+        ask("node-a", "ranges-outside", LoadBalancerIp).ports(&["tcp", "udp"]).dropped().rows(&[62]),
         ask("outside-2", "ranges-outside", NodePort("node-b"))
             .ports(EVERY_TRANSPORT)
-            .answered(WEB, Masqueraded("node-b")),
-        ask("outside-2", "ranges-outside", ExternalIp).answered(WEB, Masqueraded("node-b")),
-        ask("a3", "ranges-outside", ClusterIp).answered(WEB, Kept),
-        ask("a3", "ranges-pods", LoadBalancerIp).answered(WEB, Masqueraded("node-a")),
-        ask("outside-1", "ranges-pods", LoadBalancerIp).dropped(),
-        ask("node-a", "ranges-nodes", LoadBalancerIp).ports(&["tcp", "udp"]).answered(WEB, Masqueraded("node-a")),
-        ask("outside-1", "ranges-nodes", LoadBalancerIp).dropped(),
-        ask("outside-2", "ranges-open", LoadBalancerIp).answered(WEB, Masqueraded("node-b")),
-        ask("a3", "ranges-open", LoadBalancerIp).answered(WEB, Masqueraded("node-a")),
-    ]
-}
-
-/// Hints by zone: followed if all ready endpoints have them and one is meant for the zone.
-pub fn topology() -> Vec<Case> {
-    const NEAR: &[&str] = &["a1", "b1"];
-    vec![
-        ask("a3", "zoned", ClusterIp).ports(EVERY_TRANSPORT).answered_evenly(NEAR, Kept),
-        ask("b3", "zoned", ClusterIp).answered(NEAR, Kept),
-        ask("c2", "zoned", ClusterIp).ports(EVERY_TRANSPORT).answered(&["c1"], Kept),
-        ask("node-c", "zoned", ClusterIp).answered(&["c1"], Masqueraded("node-c")),
-        // The node that spreads is the one whose zone counts.
-        ask("outside-1", "zoned", NodePort("node-c")).answered(&["c1"], Masqueraded("node-c")),
-        ask("outside-1", "zoned", LoadBalancerIp).answered(NEAR, Masqueraded("node-a")),
-        ask("a3", "half-zoned", ClusterIp).answered(NEAR, Kept),
-        ask("c2", "half-zoned", ClusterIp).answered(NEAR, Kept),
-        ask("a3", "elsewhere", ClusterIp).answered(&["a1"], Kept),
+            .answered(WEB, Masqueraded("node-b"))
+            .rows(&[63]),
+        ask("outside-2", "ranges-outside", ExternalIp).answered(WEB, Masqueraded("node-b")).rows(&[63]),
+        ask("a3", "ranges-outside", ClusterIp).answered(WEB, Kept).rows(&[63]),
+        ask("a3", "ranges-pods", LoadBalancerIp).answered(WEB, Masqueraded("node-a")).rows(&[61]),
+        ask("outside-1", "ranges-pods", LoadBalancerIp).dropped().rows(&[60]),
+        ask("node-a", "ranges-nodes", LoadBalancerIp)
+            .ports(&["tcp", "udp"])
+            .answered(WEB, Masqueraded("node-a"))
+            .rows(&[62]),
+        ask("outside-1", "ranges-nodes", LoadBalancerIp).dropped().rows(&[60]),
+        ask("node-a", "ranges-node-address", LoadBalancerIp)
+            .ports(EVERY_TRANSPORT)
+            .answered(WEB, Masqueraded("node-a"))
+            .rows(&[62]),
+        ask("node-b", "ranges-node-address", LoadBalancerIp).ports(&["tcp", "udp"]).dropped().rows(&[62]),
+        // The range of one family is none of the other's business.
+        ask("outside-2", "ranges-one-family", LoadBalancerIp).over(&[Family::V4]).dropped().rows(&[11, 60]),
+        ask("outside-2", "ranges-one-family", LoadBalancerIp)
+            .over(&[Family::V6])
+            .answered(WEB, Masqueraded("node-b"))
+            .rows(&[11, 64]),
+        // A zero-length range opens, and so do its halves, white space or not.
+        ask("outside-2", "ranges-open", LoadBalancerIp).answered(WEB, Masqueraded("node-b")).rows(&[64]),
+        ask("a3", "ranges-open", LoadBalancerIp).answered(WEB, Masqueraded("node-a")).rows(&[64]),
+        ask("outside-2", "ranges-halves", LoadBalancerIp).answered(WEB, Masqueraded("node-b")).rows(&[64]),
+        ask("a3", "ranges-halves", LoadBalancerIp).answered(WEB, Masqueraded("node-a")).rows(&[64]),
+        // Without endpoints those outside the ranges are refused like everybody.
+        ask("outside-1", "ranges-empty", LoadBalancerIp).ports(EVERY_TRANSPORT).refused().rows(&[65]),
+        ask("a3", "ranges-empty", LoadBalancerIp).refused().rows(&[57]),
+        // Ranges come before the policy, for pods and the node's own short cut as well.
+        ask("outside-1", "ranges-local", LoadBalancerIp).answered(&["a1"], Kept).rows(&[52, 60]),
+        ask("outside-2", "ranges-local", LoadBalancerIp).dropped().rows(&[53]),
+        ask("a3", "ranges-local", LoadBalancerIp).dropped().rows(&[61]),
+        ask("node-a", "ranges-local", LoadBalancerIp).dropped().rows(&[62]),
+        ask("a3", "ranges-local", NodePort("node-a")).answered(&["a1", "c1"], Kept).rows(&[54, 63]),
     ]
 }

@@ -2,22 +2,48 @@
 
 use std::fmt;
 
+use super::iptables::Variant;
+
 /// How an agent programs the kernel: a parameter of every packet case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Backend {
-    /// iptables, by the kernel's old table interface.
+    /// iptables, by the kernel's old table interface, laid out as kube-proxy does.
     IptablesLegacy,
-    /// iptables, by nftables.
+    /// iptables, by nftables, laid out as kube-proxy does.
     IptablesNft,
+    /// iptables, by the kernel's old table interface, in the layout of large clusters.
+    IptablesLegacyCompact,
+    /// iptables, by nftables, in the layout of large clusters.
+    IptablesNftCompact,
 }
 
 impl Backend {
+    /// All of them.
+    pub const ALL: [Self; 4] =
+        [Self::IptablesLegacy, Self::IptablesNft, Self::IptablesLegacyCompact, Self::IptablesNftCompact];
+
     /// The agent's flags that choose it.
-    pub fn agent_arguments(self) -> &'static [&'static str] {
-        match self {
-            Self::IptablesLegacy => &["--proxy-mode", "iptables", "--iptables-variant", "legacy"],
-            Self::IptablesNft => &["--proxy-mode", "iptables", "--iptables-variant", "nft"],
+    pub fn agent_arguments(self) -> Vec<&'static str> {
+        let variant = if self.variant() == Variant::Legacy { "legacy" } else { "nft" };
+        let mut arguments = vec!["--proxy-mode", "iptables", "--iptables-variant", variant];
+        // Small clusters are laid out classically by themselves.
+        if self.is_compact() {
+            arguments.extend(["--iptables-layout", "compact"]);
         }
+        arguments
+    }
+
+    /// The program that is called iptables.
+    pub fn variant(self) -> Variant {
+        match self {
+            Self::IptablesLegacy | Self::IptablesLegacyCompact => Variant::Legacy,
+            Self::IptablesNft | Self::IptablesNftCompact => Variant::Nft,
+        }
+    }
+
+    /// Laid out as for a large cluster.
+    pub fn is_compact(self) -> bool {
+        matches!(self, Self::IptablesLegacyCompact | Self::IptablesNftCompact)
     }
 }
 
@@ -26,6 +52,8 @@ impl fmt::Display for Backend {
         formatter.write_str(match self {
             Self::IptablesLegacy => "iptables-legacy",
             Self::IptablesNft => "iptables-nft",
+            Self::IptablesLegacyCompact => "iptables-legacy, compact",
+            Self::IptablesNftCompact => "iptables-nft, compact",
         })
     }
 }

@@ -1,14 +1,14 @@
 //! A whole cluster: machines, the control plane, and an agent on every node.
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
 use super::backend::Backend;
-use super::cluster::{self, AgentInfo, Glance};
+use super::cluster::{self, AgentInfo, AgentSetup, Glance};
 use super::machines::Machines;
 use super::manifests::{Manifests, Service, Via};
 use super::plan::{Family, NODES};
@@ -177,12 +177,12 @@ impl Testbed {
 
     /// Starts the agent of a node.
     pub fn start_agent(&self, node: &'static str) -> Result<()> {
-        self.start_agent_with(node, None)
+        self.start_agent_with(node, &AgentSetup::default())
     }
 
-    /// Starts the agent of a node with a folder to look for programs in before all others.
-    pub fn start_agent_with(&self, node: &'static str, tools: Option<&Path>) -> Result<()> {
-        let process = cluster::start_agent(&self.machines, self.backend, node, tools)?;
+    /// Starts the agent of a node in a special way.
+    pub fn start_agent_with(&self, node: &'static str, setup: &AgentSetup) -> Result<()> {
+        let process = cluster::start_agent(&self.machines, self.backend, node, setup)?;
         self.processes().agents.insert(node, process);
         Ok(())
     }

@@ -1,6 +1,6 @@
 //! The programs under test: the control plane on its machine, an agent on every node, and what `Inspect` says about them.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
@@ -53,22 +53,45 @@ pub(super) fn start_control_plane(machines: &Machines, manifests: &Path) -> Resu
 
 const LOG_FILTER: &str = "info,headgate_control_plane=debug,headgate_node_agent=debug";
 
+/// How the agent of a node is started.
+#[derive(Debug, Clone, Default)]
+pub struct AgentSetup {
+    /// The backend, if not the testbed's.
+    pub backend: Option<Backend>,
+    /// A folder to look for programs in before all others.
+    pub tools: Option<PathBuf>,
+    /// Without `--cluster-cidr`: it cannot tell pods from others.
+    pub cannot_tell_pods: bool,
+    /// Further arguments.
+    pub arguments: Vec<String>,
+}
+
+impl AgentSetup {
+    /// The usual one with further arguments.
+    pub fn with(arguments: &[&str]) -> Self {
+        Self { arguments: arguments.iter().map(|argument| (*argument).to_owned()).collect(), ..Self::default() }
+    }
+}
+
 /// The agent's command line for a node, without what only a running agent needs.
-fn agent_command(machines: &Machines, backend: Backend, node: &str) -> Result<Command> {
+fn agent_command(machines: &Machines, backend: Backend, node: &str, setup: &AgentSetup) -> Result<Command> {
     let mut command = Command::new(process::program("headgate-node-agent")?);
-    command
-        .args(["--node-name", node, "--cluster-cidr", CLUSTER_CIDR])
-        .args(backend.agent_arguments())
-        .env("XTABLES_LOCKFILE", machines.xtables_lock(node))
-        .env("HEADGATE_LOG", LOG_FILTER);
+    // Every node has a disk of its own; what is saved is on it soon after.
+    let state = machines.folder().join(format!("state-{node}"));
+    command.arg("--state-dir").arg(state).args(["--state-save-period", "200ms"]);
+    command.args(["--node-name", node]).args(setup.backend.unwrap_or(backend).agent_arguments());
+    if !setup.cannot_tell_pods {
+        command.args(["--cluster-cidr", CLUSTER_CIDR]);
+    }
+    command.args(&setup.arguments).env("XTABLES_LOCKFILE", machines.xtables_lock(node)).env("HEADGATE_LOG", LOG_FILTER);
     Ok(command)
 }
 
-/// Starts the agent of a node. `tools`, if any, is a folder to look for programs in before all others.
-pub(super) fn start_agent(machines: &Machines, backend: Backend, node: &str, tools: Option<&Path>) -> Result<Process> {
-    let mut command = agent_command(machines, backend, node)?;
+/// Starts the agent of a node.
+pub(super) fn start_agent(machines: &Machines, backend: Backend, node: &str, setup: &AgentSetup) -> Result<Process> {
+    let mut command = agent_command(machines, backend, node, setup)?;
     command.args(["--control-plane", &control_plane_url()?, "--insecure-loopback"]);
-    if let Some(tools) = tools {
+    if let Some(tools) = &setup.tools {
         command.env("PATH", format!("{}:{}", tools.display(), std::env::var("PATH").context("PATH is not set")?));
     }
     let log = machines.folder().join(format!("agent-{node}.log"));
@@ -77,7 +100,7 @@ pub(super) fn start_agent(machines: &Machines, backend: Backend, node: &str, too
 
 /// Has the agent's program remove all that it made on a node.
 pub(super) fn clean_up(machines: &Machines, backend: Backend, node: &str) -> Result<()> {
-    let mut command = agent_command(machines, backend, node)?;
+    let mut command = agent_command(machines, backend, node, &AgentSetup::default())?;
     command.arg("--cleanup");
     machines.machine(node)?.output(command).map(drop)
 }

@@ -3,13 +3,16 @@
 //! Every service is dual-stack, has a number, and its addresses follow from that: cluster 10.96.0.N and fd00:10:96::N, external
 //! 198.51.100.N and 2001:db8:100::N, load balancer 203.0.113.N and 2001:db8:200::N, node ports from 30000 + 10 × N.
 
+mod yaml;
+
+use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use anyhow::{Context, Result, ensure};
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use super::client::Transport;
-use super::plan::{self, Family, HTTP_PORT, LINE_PORT, NODES, SECOND_LINE_PORT};
+use super::plan::{self, Family, HTTP_PORT, LINE_PORT, SECOND_LINE_PORT};
 
 /// Namespace of every service.
 pub const NAMESPACE: &str = "testbed";
@@ -20,6 +23,10 @@ pub(super) const MARKER: &str = "marker";
 #[derive(Debug, Clone, Default)]
 pub struct Manifests {
     services: Vec<Service>,
+    /// Labels `topology.kubernetes.io/zone` of nodes that differ from the plan; `None` for none.
+    pub zones: BTreeMap<&'static str, Option<&'static str>>,
+    /// Further documents, as they are. They are not counted as services or endpoints, so they must be none that are served.
+    pub further: Vec<Value>,
 }
 
 /// A Service and its EndpointSlices.
@@ -41,6 +48,44 @@ pub struct Service {
     pub affinity_timeout_seconds: Option<u32>,
     /// Sets `loadBalancerSourceRanges`.
     pub source_ranges: Vec<String>,
+    /// Sets `type`, and leaves out the fields that such a Service does not have.
+    pub service_type: ServiceType,
+    /// Without it, a Service of type LoadBalancer has no node ports.
+    pub has_node_ports: bool,
+    /// Sets the label `service.kubernetes.io/service-proxy-name`.
+    pub proxy_name: Option<&'static str>,
+    /// Sets the label `service.kubernetes.io/headless` of all slices.
+    pub headless_slices: bool,
+    /// Further slices, beside the one of `endpoints`.
+    pub more_slices: Vec<Slice>,
+    /// Changes the manifest at last (RFC 7386, JSON Merge Patch), for what has no field here. It must not change what is counted.
+    pub patch: Option<fn(&Service) -> Value>,
+}
+
+/// `type` of a Service.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ServiceType {
+    /// `ClusterIP`.
+    ClusterIp,
+    /// `NodePort`.
+    NodePort,
+    /// `LoadBalancer`.
+    LoadBalancer,
+    /// `ExternalName`: nothing to program.
+    ExternalName,
+    /// `ClusterIP` with "None" for an address: nothing to program.
+    Headless,
+}
+
+/// A further slice of a service.
+#[derive(Debug, Clone)]
+pub struct Slice {
+    /// End of its name.
+    pub suffix: &'static str,
+    /// Its ports: names, transports and target ports.
+    pub ports: Vec<Port>,
+    /// Its endpoints.
+    pub endpoints: Vec<Endpoint>,
 }
 
 /// One port of a service.
@@ -67,8 +112,14 @@ pub struct Endpoint {
     pub serving: bool,
     /// Condition `terminating`.
     pub terminating: bool,
+    /// No conditions at all, in place of the above.
+    pub unconditional: bool,
     /// `hints.forZones`.
     pub hint_zones: Vec<String>,
+    /// `hints.forNodes`.
+    pub hint_nodes: Vec<String>,
+    /// A pod whose address follows in `addresses`.
+    pub second_address: Option<&'static str>,
 }
 
 /// One of the ways to a service.
@@ -89,7 +140,16 @@ pub enum Via {
 impl Endpoint {
     /// A pod that is ready.
     pub fn ready(name: &str) -> Self {
-        Self { name: name.to_owned(), ready: true, serving: true, terminating: false, hint_zones: Vec::new() }
+        Self {
+            name: name.to_owned(),
+            ready: true,
+            serving: true,
+            terminating: false,
+            unconditional: false,
+            hint_zones: Vec::new(),
+            hint_nodes: Vec::new(),
+            second_address: None,
+        }
     }
 
     /// A pod that has not become ready.
@@ -100,6 +160,16 @@ impl Endpoint {
     /// A pod that is about to end and still serves.
     pub fn terminating(name: &str) -> Self {
         Self { ready: false, terminating: true, ..Self::ready(name) }
+    }
+
+    /// A pod of a Service with `publishNotReadyAddresses` that is neither ready nor going to be: slices call it ready.
+    pub fn published(name: &str) -> Self {
+        Self { serving: false, terminating: true, ..Self::ready(name) }
+    }
+
+    /// A ready pod that is meant for clients on a node, and in the node's zone.
+    pub fn for_node(name: &str, node: &str, zone: &str) -> Self {
+        Self { hint_nodes: vec![node.to_owned()], ..Self::for_zone(name, zone) }
     }
 
     /// A ready pod that is meant for clients in a zone.
@@ -133,6 +203,12 @@ impl Service {
             internal_local: false,
             affinity_timeout_seconds: None,
             source_ranges: Vec::new(),
+            service_type: ServiceType::LoadBalancer,
+            has_node_ports: true,
+            proxy_name: None,
+            headless_slices: false,
+            more_slices: Vec::new(),
+            patch: None,
         }
     }
 
@@ -156,101 +232,38 @@ impl Service {
         })
     }
 
+    /// Where `server` is to be reached for the port called `port`: the slice that lists it may have a number of its own.
+    pub fn target_port(&self, server: &str, port: &str) -> Result<u16> {
+        let mut slices = self.more_slices.iter().filter(|slice| slice.endpoints.iter().any(|pod| pod.name == server));
+        let of_slice = slices.find_map(|slice| slice.ports.iter().find(|candidate| candidate.name == port));
+        Ok(of_slice.map_or(self.port(port)?, |port| port).target_port)
+    }
+
     /// The port called `name`.
     pub fn port(&self, name: &str) -> Result<&Port> {
         let found = self.ports.iter().find(|port| port.name == name);
         found.with_context(|| format!("service {} has no port called {name}", self.name))
     }
 
-    fn cluster_ip(&self, family: Family) -> IpAddr {
+    /// Its cluster address.
+    pub fn cluster_ip(&self, family: Family) -> IpAddr {
         address(family, [10, 96, 0], [0xfd00, 0x10, 0x96], self.number)
     }
 
-    fn external_ip(&self, family: Family) -> IpAddr {
+    /// Its external address.
+    pub fn external_ip(&self, family: Family) -> IpAddr {
         address(family, [198, 51, 100], [0x2001, 0xdb8, 0x100], self.number)
     }
 
-    fn load_balancer_ip(&self, family: Family) -> IpAddr {
+    /// Its load balancer address.
+    pub fn load_balancer_ip(&self, family: Family) -> IpAddr {
         address(family, [203, 0, 113], [0x2001, 0xdb8, 0x200], self.number)
     }
 
-    fn node_port(&self, index: usize) -> Result<u16> {
+    /// Node port of its port at `index`.
+    pub fn node_port(&self, index: usize) -> Result<u16> {
         ensure!(index < 10, "service {} has too many ports for the plan of node ports", self.name);
         Ok(30_000 + 10 * u16::from(self.number) + u16::try_from(index)?)
-    }
-
-    fn manifest(&self) -> Result<Value> {
-        let mut ports = Vec::new();
-        for (index, port) in self.ports.iter().enumerate() {
-            ports.push(json!({
-                "name": port.name, "protocol": protocol(port.transport), "port": port.port,
-                "targetPort": port.target_port, "nodePort": self.node_port(index)?,
-            }));
-        }
-        let mut spec = json!({
-            "type": "LoadBalancer",
-            "clusterIP": self.cluster_ip(Family::V4),
-            "clusterIPs": Family::BOTH.map(|family| self.cluster_ip(family)),
-            "ipFamilies": ["IPv4", "IPv6"],
-            "ipFamilyPolicy": "RequireDualStack",
-            "externalIPs": Family::BOTH.map(|family| self.external_ip(family)),
-            "externalTrafficPolicy": policy(self.external_local),
-            "internalTrafficPolicy": policy(self.internal_local),
-            "sessionAffinity": "None",
-            "ports": ports,
-        });
-        if let Some(seconds) = self.affinity_timeout_seconds {
-            spec["sessionAffinity"] = json!("ClientIP");
-            spec["sessionAffinityConfig"] = json!({ "clientIP": { "timeoutSeconds": seconds } });
-        }
-        if !self.source_ranges.is_empty() {
-            spec["loadBalancerSourceRanges"] = json!(self.source_ranges);
-        }
-        let ingress = Family::BOTH.map(|family| json!({ "ip": self.load_balancer_ip(family), "ipMode": "VIP" }));
-        Ok(json!({
-            "apiVersion": "v1", "kind": "Service",
-            "metadata": { "name": self.name, "namespace": NAMESPACE },
-            "spec": spec,
-            "status": { "loadBalancer": { "ingress": ingress } },
-        }))
-    }
-
-    fn slice(&self, family: Family) -> Result<Value> {
-        let ports: Vec<Value> = self
-            .ports
-            .iter()
-            .map(|port| json!({ "name": port.name, "protocol": protocol(port.transport), "port": port.target_port }))
-            .collect();
-        let endpoints: Result<Vec<Value>> = self.endpoints.iter().map(|endpoint| endpoint.manifest(family)).collect();
-        let suffix = if family == Family::V4 { "v4" } else { "v6" };
-        Ok(json!({
-            "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice",
-            "metadata": {
-                "name": format!("{}-{suffix}", self.name), "namespace": NAMESPACE,
-                "labels": { "kubernetes.io/service-name": self.name },
-            },
-            "addressType": family.to_string(),
-            "ports": ports,
-            "endpoints": endpoints?,
-        }))
-    }
-}
-
-impl Endpoint {
-    fn manifest(&self, family: Family) -> Result<Value> {
-        let node = plan::node_of(&self.name).with_context(|| format!("no pod or node called {}", self.name))?;
-        let address = plan::address(&self.name).with_context(|| format!("{} has no address", self.name))?;
-        let mut endpoint = json!({
-            "addresses": [address.of(family)],
-            "conditions": { "ready": self.ready, "serving": self.serving, "terminating": self.terminating },
-            "nodeName": node.name,
-            "zone": node.zone,
-        });
-        if !self.hint_zones.is_empty() {
-            let zones: Vec<Value> = self.hint_zones.iter().map(|zone| json!({ "name": zone })).collect();
-            endpoint["hints"] = json!({ "forZones": zones });
-        }
-        Ok(endpoint)
     }
 }
 
@@ -259,18 +272,6 @@ fn address(family: Family, v4: [u8; 3], v6: [u16; 3], number: u8) -> IpAddr {
         Family::V4 => Ipv4Addr::new(v4[0], v4[1], v4[2], number).into(),
         Family::V6 => Ipv6Addr::new(v6[0], v6[1], v6[2], 0, 0, 0, 0, u16::from(number)).into(),
     }
-}
-
-fn protocol(transport: Transport) -> &'static str {
-    match transport {
-        Transport::Tcp | Transport::Http => "TCP",
-        Transport::Udp => "UDP",
-        Transport::Sctp => "SCTP",
-    }
-}
-
-fn policy(local: bool) -> &'static str {
-    if local { "Local" } else { "Cluster" }
 }
 
 impl Manifests {
@@ -299,61 +300,6 @@ impl Manifests {
         let found = self.services.iter_mut().find(|service| service.name == name);
         found.with_context(|| format!("no service called {name}"))
     }
-
-    /// Numbers of services, marker included, and of endpoints, each address for itself.
-    pub(super) fn counts(&self) -> (u64, u64) {
-        let endpoints: usize = self.services.iter().map(|service| Family::BOTH.len() * service.endpoints.len()).sum();
-        (self.services.len() as u64 + 1, endpoints as u64)
-    }
-
-    /// All documents, the marker with `generation` as its port last.
-    pub(super) fn yaml(&self, generation: u16) -> Result<String> {
-        let mut documents: Vec<Value> = NODES.iter().map(node).collect::<Result<_>>()?;
-        for service in &self.services {
-            documents.push(service.manifest()?);
-            for family in Family::BOTH {
-                documents.push(service.slice(family)?);
-            }
-        }
-        documents.push(marker(generation));
-        let mut yaml = String::new();
-        for document in documents {
-            yaml.push_str("---\n");
-            yaml.push_str(&serde_saphyr::to_string(&document).context("writing YAML")?);
-            if !yaml.ends_with('\n') {
-                yaml.push('\n');
-            }
-        }
-        Ok(yaml)
-    }
-}
-
-fn node(node: &plan::NodePlan) -> Result<Value> {
-    let address = plan::address(node.name).context("every node has an address")?;
-    let pod_cidrs = plan::pod_networks(node.name).context("every node has pod networks")?;
-    let mut addresses: Vec<Value> =
-        address.both().iter().map(|address| json!({ "type": "InternalIP", "address": address })).collect();
-    addresses.push(json!({ "type": "Hostname", "address": node.name }));
-    Ok(json!({
-        "apiVersion": "v1", "kind": "Node",
-        "metadata": {
-            "name": node.name,
-            "labels": { "kubernetes.io/hostname": node.name, "topology.kubernetes.io/zone": node.zone },
-        },
-        "spec": { "podCIDR": pod_cidrs[0], "podCIDRs": pod_cidrs },
-        "status": { "addresses": addresses },
-    }))
-}
-
-fn marker(generation: u16) -> Value {
-    json!({
-        "apiVersion": "v1", "kind": "Service",
-        "metadata": { "name": MARKER, "namespace": NAMESPACE },
-        "spec": {
-            "type": "ClusterIP", "clusterIP": "10.96.255.254", "clusterIPs": ["10.96.255.254"], "ipFamilies": ["IPv4"],
-            "ports": [{ "name": "generation", "protocol": "TCP", "port": generation }],
-        },
-    })
 }
 
 #[cfg(test)]

@@ -38,7 +38,7 @@ mod spawn;
 pub use backend::Backend;
 pub use bed::Testbed;
 pub use client::{Answer, Outcome, Request, Transport};
-pub use cluster::AgentInfo;
+pub use cluster::{AgentInfo, AgentSetup};
 pub use machines::Machines;
 pub use manifests::Manifests;
 pub use netns::Namespace;
