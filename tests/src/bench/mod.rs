@@ -3,6 +3,7 @@
 //! Figures are medians of repeated runs. Nothing asserts on time: machines differ, ratios are for people.
 
 pub mod clock;
+pub mod conntrack;
 pub mod connect;
 pub mod delta;
 pub mod iptables;

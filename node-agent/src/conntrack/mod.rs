@@ -1,0 +1,264 @@
+//! UDP flows that lead nowhere are deleted from the kernel's connection tracking table, after the rules are in place.
+//!
+//! What is stale, [`headgate_core::conntrack`] decides. Here it is looked for over netlink, filtered by the kernel, on a thread of its own: however long
+//! the table, programming goes on. A pass that fails is tried again until it succeeds, with what changed since.
+
+mod addresses;
+mod sweep;
+pub mod wire;
+
+pub use addresses::node_addresses;
+pub use sweep::{NodeAddresses, SweepError, Swept, sweep};
+
+use std::{
+    io,
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
+
+use headgate_core::{
+    Family, State,
+    conntrack::{Cleanup, CleanupPlan, Tracker},
+    view::NodeFacts,
+};
+use ipnet::IpNet;
+use prometheus_client::{
+    encoding::EncodeLabelSet,
+    metrics::{counter::Counter, family::Family as Labelled, histogram::Histogram},
+    registry::{Registry, Unit},
+};
+use tracing::{debug, info, warn};
+
+use crate::{
+    companion::{Companion, Scope},
+    session::backoff::Backoff,
+};
+
+/// Label `ip_family`.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct FamilyLabel {
+    ip_family: &'static str,
+}
+
+impl FamilyLabel {
+    fn of(family: Family) -> Self {
+        Self { ip_family: if family == Family::V4 { "IPv4" } else { "IPv6" } }
+    }
+}
+
+/// What is counted. The first two have kube-proxy's names and meaning.
+#[derive(Debug, Clone)]
+pub struct ConntrackMetrics {
+    duration: Labelled<FamilyLabel, Histogram>,
+    deleted: Labelled<FamilyLabel, Counter>,
+    failed: Labelled<FamilyLabel, Counter>,
+}
+
+impl Default for ConntrackMetrics {
+    fn default() -> Self {
+        // 1 ms doubled 15 times, as kube-proxy's.
+        let histogram: fn() -> Histogram =
+            || Histogram::new(prometheus_client::metrics::histogram::exponential_buckets(0.001, 2.0, 15));
+        Self {
+            duration: Labelled::new_with_constructor(histogram),
+            deleted: Labelled::default(),
+            failed: Labelled::default(),
+        }
+    }
+}
+
+impl ConntrackMetrics {
+    /// Registers kube-proxy's names; the registry's prefix is `kubeproxy`.
+    pub fn register_kube_proxy_names(&self, registry: &mut Registry) {
+        let help = "Time that a pass over the connection tracking table took";
+        registry.register_with_unit("conntrack_reconciler_sync_duration", help, Unit::Seconds, self.duration.clone());
+        let help = "Stale UDP entries that were deleted from the connection tracking table";
+        registry.register("conntrack_reconciler_deleted_entries", help, self.deleted.clone());
+    }
+
+    /// Registers what kube-proxy does not have; the registry's prefix is `headgate_agent`.
+    pub fn register(&self, registry: &mut Registry) {
+        let help = "Passes over the connection tracking table that failed and are tried again";
+        registry.register("conntrack_passes_failed", help, self.failed.clone());
+    }
+
+    /// Entries deleted so far, both families.
+    #[must_use]
+    pub fn deleted(&self) -> u64 {
+        Family::BOTH.into_iter().map(|family| self.deleted.get_or_create(&FamilyLabel::of(family)).get()).sum()
+    }
+}
+
+/// The companion that hands stale flows to the thread that deletes them.
+#[derive(Debug)]
+pub struct ConntrackCleaner {
+    tracker: Tracker,
+    planned: Option<CleanupPlan>,
+    worker: Worker,
+}
+
+impl ConntrackCleaner {
+    /// Starts the thread, which works in the network namespace of the caller. `node_port_addresses`, when not empty, are the ranges within which
+    /// the node's addresses have NodePorts.
+    ///
+    /// # Errors
+    /// The system gives us no thread.
+    pub fn start(metrics: ConntrackMetrics, node_port_addresses: Vec<IpNet>) -> io::Result<Self> {
+        let worker = Worker::start(metrics, node_port_addresses)?;
+        Ok(Self { tracker: Tracker::default(), planned: None, worker })
+    }
+}
+
+impl Companion for ConntrackCleaner {
+    fn plan(&mut self, state: &State, _node: &NodeFacts, scope: Scope<'_>) {
+        self.planned = Some(match scope {
+            Scope::All => self.tracker.plan_all(state),
+            Scope::Services(services) => self.tracker.plan(state, services),
+        });
+    }
+
+    fn applied(&mut self) {
+        if let Some(plan) = self.planned.take() {
+            self.worker.hand_over(self.tracker.commit(plan));
+        }
+    }
+}
+
+/// The thread, and what it is to do. Ends when dropped, after the pass that it is at.
+#[derive(Debug)]
+struct Worker {
+    inbox: Arc<Inbox>,
+    thread: Option<JoinHandle<()>>,
+}
+
+#[derive(Debug, Default)]
+struct Inbox {
+    inner: Mutex<Orders>,
+    arrived: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Orders {
+    // In order of arrival: later ones correct what an earlier one, perhaps in the works, leaves to be done again.
+    cleanups: Vec<Cleanup>,
+    stop: bool,
+}
+
+impl Worker {
+    fn start(metrics: ConntrackMetrics, node_port_addresses: Vec<IpNet>) -> io::Result<Self> {
+        let inbox = Arc::new(Inbox::default());
+        let sweeper = Sweeper { inbox: Arc::clone(&inbox), metrics, node_port_addresses, backoff: Backoff::default() };
+        let thread = thread::Builder::new().name("conntrack".into()).spawn(move || sweeper.run())?;
+        Ok(Self { inbox, thread: Some(thread) })
+    }
+
+    fn hand_over(&self, cleanup: Cleanup) {
+        if cleanup.rules().next().is_some() {
+            self.inbox.lock().cleanups.push(cleanup);
+            self.inbox.arrived.notify_one();
+        }
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        self.inbox.lock().stop = true;
+        self.inbox.arrived.notify_one();
+        if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
+            warn!("the thread that cleans the connection tracking table panicked; this is a defect of the agent");
+        }
+    }
+}
+
+impl Inbox {
+    fn lock(&self) -> MutexGuard<'_, Orders> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until there is something to do, and not before `not_before`. False means stop.
+    fn wait(&self, pending: &mut Cleanup, not_before: Option<Instant>) -> bool {
+        let mut orders = self.lock();
+        loop {
+            if orders.stop {
+                return false;
+            }
+            orders.cleanups.drain(..).for_each(|newer| pending.absorb(newer));
+            let pause = not_before.map(|at| at.saturating_duration_since(Instant::now())).unwrap_or_default();
+            orders = if pending.is_empty() {
+                self.arrived.wait(orders).unwrap_or_else(PoisonError::into_inner)
+            } else if pause.is_zero() {
+                return true;
+            } else {
+                self.arrived.wait_timeout(orders, pause).unwrap_or_else(PoisonError::into_inner).0
+            };
+        }
+    }
+}
+
+struct Sweeper {
+    inbox: Arc<Inbox>,
+    metrics: ConntrackMetrics,
+    node_port_addresses: Vec<IpNet>,
+    backoff: Backoff,
+}
+
+impl Sweeper {
+    fn run(mut self) {
+        let (mut pending, mut not_before) = (Cleanup::default(), None);
+        while self.inbox.wait(&mut pending, not_before) {
+            let result = self.pass(&pending);
+            not_before = match result {
+                Ok(()) => {
+                    pending = Cleanup::default();
+                    self.backoff.reset();
+                    None
+                }
+                Err(error) => {
+                    let pause = self.backoff.next_pause();
+                    let attempts = self.backoff.attempts();
+                    warn!(%error, attempts, "stale UDP flows may be left; trying again");
+                    Some(Instant::now() + pause)
+                }
+            };
+        }
+    }
+
+    fn pass(&self, cleanup: &Cleanup) -> Result<(), SweepError> {
+        let addresses = NodeAddresses::read(cleanup, &self.node_port_addresses)?;
+        let mut result = Ok(());
+        for family in Family::BOTH {
+            let (mut swept, started) = (Swept::default(), Instant::now());
+            let done = sweep(cleanup, family, &addresses, &mut swept);
+            self.tell(family, swept, started.elapsed(), done.is_err());
+            // The other family gets its turn all the same.
+            result = result.and(done);
+        }
+        result
+    }
+
+    fn tell(&self, family: Family, swept: Swept, took: Duration, has_failed: bool) {
+        let label = FamilyLabel::of(family);
+        if has_failed {
+            self.metrics.failed.get_or_create(&label).inc();
+        }
+        if swept.lists == 0 {
+            return;
+        }
+        self.metrics.duration.get_or_create(&label).observe(took.as_secs_f64());
+        self.metrics.deleted.get_or_create(&label).inc_by(swept.deleted);
+        let Swept { lists, listed, deleted, incomplete } = swept;
+        let took_ms = took.as_millis();
+        if deleted > 0 {
+            info!(%family, deleted, lists, listed, took_ms, "deleted stale UDP flows");
+        } else {
+            debug!(%family, lists, listed, took_ms, "no stale UDP flows");
+        }
+        if incomplete > 0 {
+            warn!(%family, "the connection tracking table changed its shape while it was listed; a stale UDP flow may be left");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

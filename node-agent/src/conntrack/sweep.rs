@@ -1,0 +1,184 @@
+//! One pass over the kernel's table: list by filters, delete what is stale.
+
+use std::{collections::HashSet, io, net::IpAddr};
+
+use headgate_core::{
+    Family,
+    conntrack::{Cleanup, Filter},
+};
+use ipnet::IpNet;
+
+use super::{
+    addresses::node_addresses,
+    wire::{self, Entry},
+};
+use crate::netlink::{BATCH_REQUESTS, Connection, Dumped, NetlinkError, Protocol, Request};
+
+/// Filters of one family, above which its UDP entries are listed whole.
+const FILTER_LIMIT: usize = 8;
+/// Attempts at one list that the kernel interrupts; then what was read has to do.
+const ATTEMPTS: u32 = 5;
+
+/// Why a pass was not finished.
+#[derive(Debug, thiserror::Error)]
+pub enum SweepError {
+    /// The kernel cannot be asked.
+    #[error("cannot read the connection tracking table: {0}")]
+    List(#[source] NetlinkError),
+    /// The kernel cannot be told.
+    #[error("cannot delete stale UDP entries of the connection tracking table: {0}")]
+    Delete(#[source] NetlinkError),
+    /// Some entries stay.
+    #[error("the kernel keeps {count} stale UDP entries of the connection tracking table: {last}")]
+    Kept {
+        /// How many.
+        count: u64,
+        /// Why the last of them.
+        last: io::Error,
+    },
+    /// The node's own addresses, which NodePorts are judged by.
+    #[error("cannot read the node's addresses: {0}")]
+    Addresses(#[source] NetlinkError),
+}
+
+/// What a pass did.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Swept {
+    /// Lists asked for.
+    pub lists: u64,
+    /// Entries that the kernel listed.
+    pub listed: u64,
+    /// Entries deleted.
+    pub deleted: u64,
+    /// Lists that stayed incomplete, since the table changed its shape at every attempt.
+    pub incomplete: u64,
+}
+
+/// The node's own addresses, as far as they carry NodePorts.
+#[derive(Debug, Default)]
+pub struct NodeAddresses {
+    own: HashSet<IpAddr>,
+    within: Vec<IpNet>,
+}
+
+impl NodeAddresses {
+    /// Reads them, if the cleanup has to know. `within`, when not empty, restricts NodePorts to those ranges.
+    ///
+    /// # Errors
+    /// When the kernel does not list them.
+    pub fn read(cleanup: &Cleanup, within: &[IpNet]) -> Result<Self, SweepError> {
+        let own = if cleanup.needs_node_addresses() {
+            node_addresses().map_err(SweepError::Addresses)?
+        } else {
+            HashSet::new()
+        };
+        Ok(Self { own, within: within.to_vec() })
+    }
+
+    fn contains(&self, address: IpAddr) -> bool {
+        // All of 127.0.0.0/8 is local, though the interface has one address of it.
+        (self.own.contains(&address) || address.is_loopback())
+            && (self.within.is_empty() || self.within.iter().any(|range| range.contains(&address)))
+    }
+}
+
+/// Deletes the stale flows of a family.
+///
+/// # Errors
+/// Some may be left; what was deleted is in `swept`. To be tried again.
+pub fn sweep(
+    cleanup: &Cleanup,
+    family: Family,
+    addresses: &NodeAddresses,
+    swept: &mut Swept,
+) -> Result<(), SweepError> {
+    let filters: Vec<Filter> =
+        cleanup.filters(FILTER_LIMIT).into_iter().filter(|filter| filter.family == family).collect();
+    if filters.is_empty() {
+        return Ok(());
+    }
+    let mut deletions = Deletions::open()?;
+    for filter in &filters {
+        list_and_delete(cleanup, filter, addresses, &mut deletions, swept)?;
+    }
+    deletions.flush(swept)?;
+    deletions.finish()
+}
+
+/// Deletes while it lists, so that memory stays bounded however many are stale.
+fn list_and_delete(
+    cleanup: &Cleanup,
+    filter: &Filter,
+    addresses: &NodeAddresses,
+    deletions: &mut Deletions,
+    swept: &mut Swept,
+) -> Result<(), SweepError> {
+    for attempt in 1..=ATTEMPTS {
+        let mut result = Ok(());
+        swept.lists += 1;
+        let dumped = Connection::open(Protocol::Netfilter).and_then(|mut connection| {
+            connection.dump(wire::list(filter), |kind, payload| {
+                let Some(entry) = (kind == wire::MESSAGE_NEW).then(|| Entry::parse(payload)).flatten() else { return };
+                swept.listed += 1;
+                let (original, answered_by) = (entry.original_destination, entry.reply_source);
+                // Old kernels do not filter.
+                if result.is_ok()
+                    && filter.admits(original, answered_by)
+                    && cleanup.is_stale(original, answered_by, |address| addresses.contains(address))
+                {
+                    result = deletions.push(entry.delete(), swept);
+                }
+            })
+        });
+        result?;
+        match dumped {
+            Ok(Dumped::Whole) => return Ok(()),
+            Ok(Dumped::Interrupted) => {}
+            Err(error) if error.is_transient() && attempt < ATTEMPTS => {}
+            Err(error) => return Err(SweepError::List(error)),
+        }
+    }
+    swept.incomplete += 1;
+    Ok(())
+}
+
+/// Deletions on their way, sent in batches.
+struct Deletions {
+    connection: Connection,
+    waiting: Vec<Request>,
+    kept: Option<(u64, io::Error)>,
+}
+
+impl Deletions {
+    fn open() -> Result<Self, SweepError> {
+        let connection = Connection::open(Protocol::Netfilter).map_err(SweepError::Delete)?;
+        Ok(Self { connection, waiting: Vec::new(), kept: None })
+    }
+
+    fn push(&mut self, request: Request, swept: &mut Swept) -> Result<(), SweepError> {
+        self.waiting.push(request);
+        if self.waiting.len() < BATCH_REQUESTS { Ok(()) } else { self.flush(swept) }
+    }
+
+    fn flush(&mut self, swept: &mut Swept) -> Result<(), SweepError> {
+        let requests = std::mem::take(&mut self.waiting);
+        swept.deleted += requests.len() as u64;
+        let kept = &mut self.kept;
+        let result = self.connection.execute(requests, |_, error| {
+            swept.deleted = swept.deleted.saturating_sub(1);
+            // It ended by itself meanwhile, or another filter's list had it too.
+            if error.raw_os_error() != Some(libc::ENOENT) {
+                let count = kept.as_ref().map_or(0, |(count, _)| *count) + 1;
+                *kept = Some((count, error));
+            }
+        });
+        result.map_err(SweepError::Delete)
+    }
+
+    fn finish(self) -> Result<(), SweepError> {
+        match self.kept {
+            None => Ok(()),
+            Some((count, last)) => Err(SweepError::Kept { count, last }),
+        }
+    }
+}

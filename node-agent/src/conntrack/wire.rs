@@ -1,0 +1,297 @@
+//! Connection tracking entries as netlink attributes (`linux/netfilter/nfnetlink_conntrack.h`). Numbers in attributes are big-endian, but for the
+//! flags of filters.
+
+use std::net::{IpAddr, SocketAddr};
+
+use headgate_core::{Family, conntrack::Filter};
+
+use crate::netlink::{Request, attributes};
+
+const SUBSYSTEM: u16 = (libc::NFNL_SUBSYS_CTNETLINK as u16) << 8;
+/// `IPCTNL_MSG_CT_NEW`: what a list consists of, and the request to add or change an entry.
+pub const MESSAGE_NEW: u16 = SUBSYSTEM;
+const MESSAGE_GET: u16 = SUBSYSTEM | 1;
+const MESSAGE_DELETE: u16 = SUBSYSTEM | 2;
+
+/// `CTA_TUPLE_ORIG`.
+pub const TUPLE_ORIGINAL: u16 = 1;
+/// `CTA_TUPLE_REPLY`.
+pub const TUPLE_REPLY: u16 = 2;
+const ID: u16 = 12;
+const ZONE: u16 = 18;
+const FILTER: u16 = 25;
+
+/// `CTA_TUPLE_IP`.
+pub const TUPLE_IP: u16 = 1;
+/// `CTA_TUPLE_PROTO`.
+pub const TUPLE_PROTOCOL: u16 = 2;
+/// `CTA_PROTO_NUM`.
+pub const PROTOCOL_NUMBER: u16 = 1;
+/// `CTA_PROTO_SRC_PORT`.
+pub const SOURCE_PORT: u16 = 2;
+/// `CTA_PROTO_DST_PORT`.
+pub const DESTINATION_PORT: u16 = 3;
+
+const FILTER_ORIGINAL_FLAGS: u16 = 1;
+const FILTER_REPLY_FLAGS: u16 = 2;
+/// Which parts of a tuple a filter compares (`net/netfilter/nf_internals.h`).
+const COMPARE_SOURCE_ADDRESS: u32 = 1 << 0;
+const COMPARE_DESTINATION_ADDRESS: u32 = 1 << 1;
+const COMPARE_PROTOCOL: u32 = 1 << 3;
+const COMPARE_SOURCE_PORT: u32 = 1 << 4;
+const COMPARE_DESTINATION_PORT: u32 = 1 << 5;
+
+const FLAG_DUMP: u16 = libc::NLM_F_DUMP as u16;
+const PROTOCOL_UDP: u8 = libc::IPPROTO_UDP as u8;
+
+/// `struct nfgenmsg`.
+#[must_use]
+pub fn header(family: Family) -> [u8; 4] {
+    let family = match family {
+        Family::V4 => libc::AF_INET,
+        Family::V6 => libc::AF_INET6,
+    };
+    [u8::try_from(family).unwrap_or_default(), 0, 0, 0]
+}
+
+/// `CTA_IP_V4_SRC` or its like of the family.
+#[must_use]
+pub fn source_address(family: Family) -> u16 {
+    if family == Family::V4 { 1 } else { 3 }
+}
+
+/// `CTA_IP_V4_DST` or its like of the family.
+#[must_use]
+pub fn destination_address(family: Family) -> u16 {
+    if family == Family::V4 { 2 } else { 4 }
+}
+
+/// An address in an attribute `kind`.
+#[must_use]
+pub fn put_address(request: Request, kind: u16, address: IpAddr) -> Request {
+    match address {
+        IpAddr::V4(address) => request.attribute(kind, &address.octets()),
+        IpAddr::V6(address) => request.attribute(kind, &address.octets()),
+    }
+}
+
+/// The request to list the entries that a filter admits. The kernel may list more, so compare again: kernels before 5.8 do not filter, and IPv6
+/// addresses are not asked for, since kernels up to 6.18 at least list those whose address differs (`ctnetlink_filter_match_tuple` takes
+/// `ipv6_addr_cmp` for a test of equality).
+#[must_use]
+pub fn list(filter: &Filter) -> Request {
+    let family = filter.family;
+    let asked_for = |address: &IpAddr| address.is_ipv4();
+    let mut compare_original = COMPARE_PROTOCOL;
+    let original_address = filter.original_address.filter(asked_for);
+    if original_address.is_some() {
+        compare_original |= COMPARE_DESTINATION_ADDRESS;
+    }
+    if filter.original_port.is_some() {
+        compare_original |= COMPARE_DESTINATION_PORT;
+    }
+    let request = Request::new(MESSAGE_GET, FLAG_DUMP, &header(family)).nested(TUPLE_ORIGINAL, |tuple| {
+        put_end(tuple, destination_address(family), original_address, DESTINATION_PORT, filter.original_port)
+    });
+    let Some(source) = filter.reply_source else {
+        return request.nested(FILTER, |flags| flags.attribute(FILTER_ORIGINAL_FLAGS, &compare_original.to_ne_bytes()));
+    };
+    let reply_address = Some(source.ip()).filter(asked_for);
+    let mut compare_reply = COMPARE_PROTOCOL | COMPARE_SOURCE_PORT;
+    if reply_address.is_some() {
+        compare_reply |= COMPARE_SOURCE_ADDRESS;
+    }
+    request
+        .nested(TUPLE_REPLY, |tuple| {
+            put_end(tuple, source_address(family), reply_address, SOURCE_PORT, Some(source.port()))
+        })
+        .nested(FILTER, |flags| {
+            flags
+                .attribute(FILTER_ORIGINAL_FLAGS, &compare_original.to_ne_bytes())
+                .attribute(FILTER_REPLY_FLAGS, &compare_reply.to_ne_bytes())
+        })
+}
+
+/// One end of a UDP tuple, as far as it is given.
+fn put_end(tuple: Request, address_kind: u16, address: Option<IpAddr>, port_kind: u16, port: Option<u16>) -> Request {
+    let tuple = match address {
+        Some(address) => tuple.nested(TUPLE_IP, |ip| put_address(ip, address_kind, address)),
+        None => tuple,
+    };
+    tuple.nested(TUPLE_PROTOCOL, |protocol| {
+        let protocol = protocol.attribute(PROTOCOL_NUMBER, &[PROTOCOL_UDP]);
+        match port {
+            Some(port) => protocol.attribute(port_kind, &port.to_be_bytes()),
+            None => protocol,
+        }
+    })
+}
+
+/// A UDP entry of a list. Borrows what was received, since few entries are kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Entry<'a> {
+    /// Where the client sends to.
+    pub original_destination: SocketAddr,
+    /// Who answers.
+    pub reply_source: SocketAddr,
+    original_tuple: &'a [u8],
+    id: &'a [u8],
+    zone: Option<&'a [u8]>,
+    family: Family,
+}
+
+impl<'a> Entry<'a> {
+    /// Reads an entry; `None` when it is none of UDP, or of another form than the kernel's.
+    #[must_use]
+    pub fn parse(payload: &'a [u8]) -> Option<Self> {
+        let (mut original, mut reply, mut id, mut zone) = (None, None, None, None);
+        for (kind, value) in attributes(payload.get(4..)?) {
+            match kind {
+                TUPLE_ORIGINAL => original = Some(value),
+                TUPLE_REPLY => reply = Some(value),
+                ID => id = Some(value),
+                ZONE => zone = Some(value),
+                _ => {}
+            }
+        }
+        let original_tuple = original?;
+        let (_, original_destination) = udp_tuple(original_tuple)?;
+        let (reply_source, _) = udp_tuple(reply?)?;
+        let family = Family::of(original_destination.ip());
+        Some(Self { original_destination, reply_source, original_tuple, id: id?, zone, family })
+    }
+
+    /// The request to delete this entry, and not another one that took its place meanwhile.
+    #[must_use]
+    pub fn delete(&self) -> Request {
+        let request = Request::new(MESSAGE_DELETE, 0, &header(self.family))
+            // The tuple goes back as it came, with its flag for nesting.
+            .nested(TUPLE_ORIGINAL, |tuple| attributes(self.original_tuple).fold(tuple, put_nested))
+            .attribute(ID, self.id);
+        match self.zone {
+            Some(zone) => request.attribute(ZONE, zone),
+            None => request,
+        }
+    }
+}
+
+/// Parts of a tuple are nested themselves, but for its zone.
+fn put_nested(request: Request, (kind, value): (u16, &[u8])) -> Request {
+    if kind == TUPLE_IP || kind == TUPLE_PROTOCOL {
+        request.nested(kind, |part| attributes(value).fold(part, |part, (kind, value)| part.attribute(kind, value)))
+    } else {
+        request.attribute(kind, value)
+    }
+}
+
+/// Source and destination of a tuple; `None` when it is not UDP's.
+fn udp_tuple(tuple: &[u8]) -> Option<(SocketAddr, SocketAddr)> {
+    let (mut source, mut destination) = (None, None);
+    let (mut source_port, mut destination_port, mut is_udp) = (None, None, false);
+    for (part, nested) in attributes(tuple) {
+        for (kind, value) in attributes(nested) {
+            match (part, kind) {
+                (TUPLE_IP, 1 | 3) => source = address(value),
+                (TUPLE_IP, 2 | 4) => destination = address(value),
+                (TUPLE_PROTOCOL, PROTOCOL_NUMBER) => is_udp = value == [PROTOCOL_UDP],
+                (TUPLE_PROTOCOL, SOURCE_PORT) => source_port = port(value),
+                (TUPLE_PROTOCOL, DESTINATION_PORT) => destination_port = port(value),
+                _ => {}
+            }
+        }
+    }
+    let pair = (SocketAddr::new(source?, source_port?), SocketAddr::new(destination?, destination_port?));
+    is_udp.then_some(pair)
+}
+
+fn address(value: &[u8]) -> Option<IpAddr> {
+    match value.len() {
+        4 => <[u8; 4]>::try_from(value).ok().map(IpAddr::from),
+        16 => <[u8; 16]>::try_from(value).ok().map(IpAddr::from),
+        _ => None,
+    }
+}
+
+fn port(value: &[u8]) -> Option<u16> {
+    value.try_into().ok().map(u16::from_be_bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use headgate_core::conntrack::OriginalDestination;
+
+    use super::*;
+
+    fn hex(bytes: &[u8]) -> String {
+        bytes.chunks(4).map(|word| word.iter().map(|byte| format!("{byte:02x}")).collect::<String>() + " ").collect()
+    }
+
+    /// The numbers in headers are in the machine's byte order.
+    #[cfg(target_endian = "little")]
+    #[test]
+    fn requests_are_what_the_kernel_takes() {
+        let to = Filter::to(OriginalDestination::Address("10.96.0.10".parse().unwrap(), 53));
+        assert_eq!(
+            hex(list(&to).payload()),
+            "02000000 \
+             24000180 0c000180 08000200 0a60000a 14000280 05000100 11000000 06000300 00350000 \
+             0c001980 08000100 2a000000 "
+        );
+        let by = Filter::answered_by("10.244.0.1:5353".parse().unwrap());
+        assert_eq!(
+            hex(list(&by).payload()),
+            "02000000 10000180 0c000280 05000100 11000000 \
+             24000280 0c000180 08000100 0af40001 14000280 05000100 11000000 06000200 14e90000 \
+             14001980 08000100 08000000 08000200 19000000 "
+        );
+    }
+
+    #[cfg(target_endian = "little")]
+    #[test]
+    fn addresses_of_ipv6_are_not_asked_for() {
+        let to = Filter::to(OriginalDestination::Address("fd00:96::10".parse().unwrap(), 53));
+        assert_eq!(
+            hex(list(&to).payload()),
+            "0a000000 18000180 14000280 05000100 11000000 06000300 00350000 0c001980 08000100 28000000 "
+        );
+    }
+
+    fn entry(zone: bool, protocol: u8) -> Vec<u8> {
+        let tuple = |from: [u8; 4], to: [u8; 4], from_port: u16, to_port: u16| {
+            move |tuple: Request| {
+                tuple.nested(TUPLE_IP, |ip| ip.attribute(1, &from).attribute(2, &to)).nested(TUPLE_PROTOCOL, |part| {
+                    part.attribute(PROTOCOL_NUMBER, &[protocol])
+                        .attribute(SOURCE_PORT, &from_port.to_be_bytes())
+                        .attribute(DESTINATION_PORT, &to_port.to_be_bytes())
+                })
+            }
+        };
+        let request = Request::new(MESSAGE_NEW, 0, &header(Family::V4))
+            .nested(TUPLE_ORIGINAL, tuple([10, 244, 0, 9], [10, 96, 0, 10], 4000, 53))
+            .nested(TUPLE_REPLY, tuple([10, 244, 0, 1], [10, 244, 0, 9], 5353, 4000))
+            .attribute(3, &[0, 0, 1, 0x8e])
+            .attribute(ID, &[1, 2, 3, 4]);
+        let request = if zone { request.attribute(ZONE, &[0, 7]) } else { request };
+        request.payload().to_vec()
+    }
+
+    #[test]
+    fn an_entry_is_read_and_deleted_by_its_tuple_and_id() {
+        let bytes = entry(true, 17);
+        let entry = Entry::parse(&bytes).unwrap();
+        assert_eq!(entry.original_destination, "10.96.0.10:53".parse().unwrap());
+        assert_eq!(entry.reply_source, "10.244.0.1:5353".parse().unwrap());
+        let delete = entry.delete();
+        let found: Vec<_> = attributes(&delete.payload()[4..]).collect();
+        assert_eq!(found[0], (TUPLE_ORIGINAL, entry.original_tuple));
+        assert_eq!(found[1..], [(ID, &[1, 2, 3, 4][..]), (ZONE, &[0, 7][..])]);
+    }
+
+    #[test]
+    fn tcp_and_nonsense_are_no_entries() {
+        assert_eq!(Entry::parse(&entry(false, 6)), None);
+        assert_eq!(Entry::parse(&[]), None);
+        assert_eq!(Entry::parse(&entry(false, 17)[..60]), None);
+    }
+}
