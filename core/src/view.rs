@@ -21,13 +21,15 @@ pub struct NodeFacts {
     pub zone: Option<Arc<str>>,
     /// The node's own addresses, for the source-range test.
     pub addresses: Vec<IpAddr>,
+    /// externalIPs are left alone on this node (feature gate `AllowServiceExternalIPs` off).
+    pub ignores_external_ips: bool,
 }
 
 impl NodeFacts {
     /// Facts before the Node resource has arrived.
     #[must_use]
     pub fn named(name: &str) -> Self {
-        Self { name: name.into(), zone: None, addresses: Vec::new() }
+        Self { name: name.into(), zone: None, addresses: Vec::new(), ignores_external_ips: false }
     }
 
     /// Facts of a Node resource, which may be absent.
@@ -35,8 +37,31 @@ impl NodeFacts {
     pub fn of(name: &str, node: Option<&Node>) -> Self {
         node.map_or_else(
             || Self::named(name),
-            |node| Self { name: name.into(), zone: node.zone.clone(), addresses: node.addresses.clone() },
+            |node| Self { zone: node.zone.clone(), addresses: node.addresses.clone(), ..Self::named(name) },
         )
+    }
+}
+
+/// Counts service ports whose traffic is dropped for want of a local endpoint, by the policy that asks for one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct NoLocalEndpoints {
+    /// internalTrafficPolicy.
+    pub internal: u32,
+    /// externalTrafficPolicy.
+    pub external: u32,
+}
+
+impl NoLocalEndpoints {
+    /// Adds another count.
+    pub fn add(&mut self, other: Self) {
+        self.internal = self.internal.saturating_add(other.internal);
+        self.external = self.external.saturating_add(other.external);
+    }
+
+    /// Takes a count away that was added.
+    pub fn subtract(&mut self, other: Self) {
+        self.internal = self.internal.saturating_sub(other.internal);
+        self.external = self.external.saturating_sub(other.external);
     }
 }
 
@@ -97,6 +122,17 @@ impl ServicePortView {
             || (self.external_traffic_policy.is_local() && self.is_externally_accessible())
     }
 
+    /// Whether traffic is dropped since a Local policy finds no endpoint here, although there are endpoints elsewhere.
+    #[must_use]
+    pub fn no_local_endpoints(&self) -> NoLocalEndpoints {
+        let lacks = self.has_any_endpoint && self.local_endpoints.is_empty();
+        let is_external = self.external_traffic_policy.is_local() && self.is_externally_accessible();
+        NoLocalEndpoints {
+            internal: u32::from(lacks && self.internal_traffic_policy.is_local()),
+            external: u32::from(lacks && is_external),
+        }
+    }
+
     /// `namespace/name[:port]`, as kube-proxy prints and hashes it.
     #[must_use]
     pub fn display_name(&self) -> String {
@@ -151,7 +187,7 @@ impl Context<'_> {
             family: self.family,
             port: port.port,
             cluster_ip: Some(self.cluster_ip).filter(holds),
-            external_ips: held(&self.service.external_ips),
+            external_ips: if self.node.ignores_external_ips { Vec::new() } else { held(&self.service.external_ips) },
             load_balancer_ips: held(&self.service.load_balancer_ips),
             node_port: if self.state.claims().holds(self.key, &node_port_claim) { port.node_port } else { 0 },
             source_ranges: self.source_ranges.clone(),
@@ -166,5 +202,29 @@ impl Context<'_> {
             view.has_any_endpoint = !view.cluster_endpoints.is_empty();
         }
         view
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use crate::{model::Change, state::Dirty};
+
+    // rows: 18
+    #[test]
+    fn row_18_external_ips_are_left_out_where_the_node_ignores_them() {
+        let port = ServicePort { name: "p".into(), protocol: Protocol::Tcp, port: 80, node_port: 0 };
+        let ip = |text: &str| text.parse::<IpAddr>().unwrap();
+        let mut service = Service::new(ServiceKey::new("ns", "s"), vec![ip("10.96.0.1")], vec![port]);
+        service.external_ips = vec![ip("198.51.100.1")];
+        let (key, mut state) = (Arc::new(service.key.clone()), State::default());
+        state.apply(Change::Service(service), &mut Dirty::default());
+        let external = |ignores_external_ips| {
+            let facts = NodeFacts { ignores_external_ips, ..NodeFacts::named("n") };
+            service_views(&state, &key, Family::V4, &facts).remove(0).external_ips
+        };
+        assert_eq!(external(false), [ip("198.51.100.1")]);
+        assert_eq!(external(true), [] as [IpAddr; 0]);
     }
 }

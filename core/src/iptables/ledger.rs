@@ -18,6 +18,7 @@ use super::{
     script::Script,
     service::{self, ServiceRules},
     shared::{DispatchLine, Selector, Shared, SharedChain},
+    tally::Tally,
 };
 use crate::{
     model::ServiceKey,
@@ -31,6 +32,10 @@ pub struct Ledger {
     config: RenderConfig,
     programmed: HashMap<Arc<ServiceKey>, Programmed>,
     shared: Shared,
+    /// Of all services.
+    tally: Tally,
+    /// Of what depends on configuration alone.
+    fixed_tally: Tally,
 }
 
 /// One service's programmed rules.
@@ -39,6 +44,7 @@ struct Programmed {
     chains: Box<[(ChainName, RulesHash)]>,
     dispatch: Box<[(SharedChain, Selector)]>,
     dispatch_hash: u64,
+    tally: Tally,
 }
 
 /// What a planning step looked at, for counting.
@@ -53,7 +59,8 @@ impl Ledger {
     #[must_use]
     pub fn new(config: RenderConfig) -> Self {
         let shared = Shared::new(config.clone(), None, None);
-        Self { config, programmed: HashMap::new(), shared }
+        let (tally, fixed_tally) = (Tally::default(), Tally::default());
+        Self { config, programmed: HashMap::new(), shared, tally, fixed_tally }
     }
 
     /// The configuration it renders for.
@@ -95,6 +102,8 @@ impl Ledger {
         let is_compact = self.wants_compact(state, existing.get(Table::Nat).chains.contains_key(fixed::HAIRPIN));
         self.shared = self.new_shared(state, is_compact, existing.get(Table::Nat).prefix_length);
         self.programmed.clear();
+        self.tally = Tally::default();
+        self.fixed_tally = self.tally_of_fixed(is_compact);
 
         let mut script = Script::comparing_with(existing.clone());
         let mut planned = Planned::default();
@@ -139,6 +148,27 @@ impl Ledger {
         self.programmed.len()
     }
 
+    /// What is programmed, in numbers. An endpoint behind several services counts for each of them among hairpin rules.
+    #[must_use]
+    pub fn tally(&self) -> Tally {
+        let mut tally = self.tally;
+        tally.add(self.fixed_tally);
+        for table in [Table::Nat, Table::Filter] {
+            tally.add_count(table, u32::try_from(self.shared.leads(table)).unwrap_or(u32::MAX));
+        }
+        tally
+    }
+
+    fn tally_of_fixed(&self, is_compact: bool) -> Tally {
+        let mut tally = Tally::default();
+        for chain in fixed::chains(&self.config).iter().chain([&fixed::postrouting(&self.config, is_compact)]) {
+            tally.add_rules(chain.table, &chain.rules);
+        }
+        fixed::jumps(&self.config).iter().for_each(|jump| tally.add_count(jump.table, 1));
+        tally.add_count(Table::Nat, fixed::node_ports_jumps(&self.config).len().try_into().unwrap_or(u32::MAX));
+        tally
+    }
+
     fn layout_is_outgrown(&self, state: &State) -> bool {
         self.wants_compact(state, self.shared.is_compact()) != self.shared.is_compact()
     }
@@ -167,6 +197,8 @@ impl Ledger {
     /// Writes the chains of a service that differ from what is programmed, and enters its dispatch lines.
     fn program(&mut self, key: &Arc<ServiceKey>, rules: ServiceRules, script: &mut Script, stale: &mut Vec<ChainName>) {
         let old = self.programmed.remove(key).unwrap_or_default();
+        let tally = Tally::of(&rules);
+        self.tally.subtract(old.tally);
         let before: HashMap<ChainName, RulesHash> = old.chains.iter().copied().collect();
         let mut chains = Vec::with_capacity(rules.chains.len());
         for chain in rules.chains {
@@ -189,7 +221,8 @@ impl Ledger {
             self.shared.insert(key, rules.dispatch);
         }
         if !chains.is_empty() || !dispatch.is_empty() {
-            let programmed = Programmed { chains: chains.into(), dispatch, dispatch_hash };
+            self.tally.add(tally);
+            let programmed = Programmed { chains: chains.into(), dispatch, dispatch_hash, tally };
             self.programmed.insert(Arc::clone(key), programmed);
         }
     }

@@ -17,6 +17,7 @@ pub mod names;
 pub mod script;
 pub mod service;
 pub mod shared;
+pub mod tally;
 
 #[cfg(test)]
 mod tests;
@@ -25,6 +26,7 @@ pub use config::{Layout, NodePortAddresses, RenderConfig};
 pub use existing::{Existing, ExistingReader, ExistingTables, RulesHash};
 pub use ledger::Ledger;
 pub use script::Script;
+pub use tally::Tally;
 
 use std::fmt;
 

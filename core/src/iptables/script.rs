@@ -107,6 +107,17 @@ impl Script {
         [&self.mangle, &self.nat, &self.filter].iter().all(|part| part.is_empty())
     }
 
+    /// Rules that it writes to a table. Cost: the length of the script.
+    #[must_use]
+    pub fn rules_written(&self, table: Table) -> usize {
+        let part = match table {
+            Table::Mangle => &self.mangle,
+            Table::Nat => &self.nat,
+            Table::Filter => &self.filter,
+        };
+        part.body.lines().filter(|line| !line.starts_with("-D ")).count()
+    }
+
     /// Chains created or replaced, jumps included.
     #[must_use]
     pub fn chains_written(&self) -> u32 {

@@ -7,7 +7,11 @@ use super::{
     names::{ChainKind, ChainName},
     shared::{DispatchLine, Selector, SharedChain},
 };
-use crate::{endpoint_choice::Destination, model::Service, view::ServicePortView};
+use crate::{
+    endpoint_choice::Destination,
+    model::Service,
+    view::{NoLocalEndpoints, ServicePortView},
+};
 
 /// A chain of a service's own, in nat.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -25,6 +29,8 @@ pub struct ServiceRules {
     pub chains: Vec<Chain>,
     /// Its dispatch lines.
     pub dispatch: Vec<DispatchLine>,
+    /// Ports whose Local policies find no endpoint here.
+    pub no_local: NoLocalEndpoints,
 }
 
 /// Renders a service from the views of its ports.
@@ -32,6 +38,7 @@ pub struct ServiceRules {
 pub fn render(config: &RenderConfig, is_compact: bool, service: &Service, views: &[ServicePortView]) -> ServiceRules {
     let mut rules = ServiceRules::default();
     for view in views {
+        rules.no_local.add(view.no_local_endpoints());
         Port::new(config, is_compact, view).render(&mut rules);
     }
     if service.health_check_node_port != 0 && !views.is_empty() {

@@ -199,6 +199,12 @@ impl Shared {
         })
     }
 
+    /// Rules that lead from the dispatch chains of a table to groups.
+    pub(super) fn leads(&self, table: Table) -> usize {
+        let of_table = self.groups.iter().filter(|(chain, _)| chain.table() == table);
+        of_table.map(|(_, groups)| groups.len() - usize::from(groups.contains_key(&Group::Top))).sum()
+    }
+
     fn group(&self, selector: Selector) -> Group {
         match (self.prefix_length, selector) {
             (None, _) => Group::Top,
