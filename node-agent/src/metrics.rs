@@ -48,6 +48,12 @@ struct ReasonLabel {
     reason: &'static str,
 }
 
+/// Label `kind` of a write to disk.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct SaveLabel {
+    kind: &'static str,
+}
+
 /// Label `mode`.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct ModeLabel {
@@ -72,6 +78,14 @@ pub struct Metrics {
     pub repairs: Counter,
     /// Verifications that could not be made.
     pub verifications_failed: Counter,
+    /// The newest version that the control plane has.
+    pub head_version: Gauge<u64, AtomicU64>,
+    /// 1 when this run began with a state from disk.
+    pub state_restored: Gauge,
+    /// Attempts to save the state that failed.
+    pub state_save_errors: Counter,
+    state_saves: Family<SaveLabel, Counter>,
+    state_bytes: Gauge<u64, AtomicU64>,
     stream_errors: Family<ReasonLabel, Counter>,
     resumes: Family<ModeLabel, Counter>,
     source_age_seconds: Gauge<f64, AtomicU64>,
@@ -96,6 +110,11 @@ impl Default for Metrics {
             version_programmed: Gauge::default(),
             repairs: Counter::default(),
             verifications_failed: Counter::default(),
+            head_version: Gauge::default(),
+            state_restored: Gauge::default(),
+            state_save_errors: Counter::default(),
+            state_saves: Family::default(),
+            state_bytes: Gauge::default(),
             stream_errors: Family::default(),
             resumes: Family::default(),
             source_age_seconds: Gauge::default(),
@@ -123,6 +142,16 @@ impl Metrics {
         registry.register_with_unit("source_age", help, Unit::Seconds, self.source_age_seconds.clone());
         registry.register("version_received", "Version of the state that is held", self.version_received.clone());
         registry.register("version_programmed", "Version that is in the kernel", self.version_programmed.clone());
+        let help = "Newest version that the control plane has, as of its last heartbeat";
+        registry.register("head_version", help, self.head_version.clone());
+        let help = "1 when this run of the agent began with a state from disk";
+        registry.register("state_restored", help, self.state_restored.clone());
+        let help = "Times that the state was saved to disk: append (what changed) or full";
+        registry.register("state_saves", help, self.state_saves.clone());
+        let help = "Attempts to save the state to disk that failed";
+        registry.register("state_save_errors", help, self.state_save_errors.clone());
+        let help = "Size of the saved state";
+        registry.register_with_unit("state", help, Unit::Bytes, self.state_bytes.clone());
         let help = "Time from taking up a change to the kernel's acknowledgement";
         registry.register_with_unit("apply_duration", help, Unit::Seconds, self.apply_duration.clone());
         registry.register("applies_failed", "Attempts to program the kernel that failed", self.applies_failed.clone());
@@ -150,6 +179,12 @@ impl Metrics {
             ResumeMode::Unspecified => "unspecified",
         };
         self.resumes.get_or_create(&ModeLabel { mode }).inc();
+    }
+
+    /// The state was saved to disk, in one of a few fixed ways; the file has this size now.
+    pub fn state_saved(&self, kind: &'static str, bytes: u64) {
+        self.state_saves.get_or_create(&SaveLabel { kind }).inc();
+        self.state_bytes.set(bytes);
     }
 
     /// A heartbeat said how long ago the source was heard.

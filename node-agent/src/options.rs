@@ -111,7 +111,7 @@ pub struct Options {
     pub state_dir: PathBuf,
 
     /// Shortest time between two writes of the state
-    #[arg(long, value_name = "DURATION", default_value = "5s", value_parser = duration)]
+    #[arg(long, value_name = "DURATION", default_value = "10s", value_parser = duration)]
     pub state_save_period: Duration,
 
     /// kube-proxy's.

@@ -1,6 +1,6 @@
 //! The loop that brings the kernel to the state, on a thread of its own: the kernel's work is synchronous.
 //!
-//! Nothing is written before the first complete snapshot. A version is reported as programmed when everything up to it is in the kernel. A failed
+//! Nothing is written before the first complete snapshot, or a checked state from disk. A version is reported as programmed when everything up to it is in the kernel. A failed
 //! apply is tried again after a pause (the same services, and what changed since); when it fails again, or the backend asks for it, everything
 //! is programmed anew.
 
@@ -10,6 +10,7 @@ use std::{
 };
 
 use headgate_core::Dirty;
+use headgate_proto::v1;
 use tokio::sync::watch;
 use tracing::{error, info, warn};
 
@@ -40,10 +41,19 @@ impl Default for Timing {
 /// What the loop has reached; the session tells the replica.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Progress {
+    /// The backend, and ways in which it runs below what was asked for.
+    pub status: v1::AgentStatus,
     /// The newest state that is in the kernel.
     pub programmed: Option<Programmed>,
     /// The failure that stands in the way of the next; `None` when the last attempt succeeded.
     pub failure: Option<Failure>,
+}
+
+impl Progress {
+    /// The state that is in the kernel, as [`Shared`] counts; `None` before the first.
+    pub(crate) fn generation(&self) -> Option<u64> {
+        self.programmed.as_ref().map(|programmed| programmed.generation)
+    }
 }
 
 /// A state that is in the kernel, as a whole.
@@ -51,6 +61,8 @@ pub struct Progress {
 pub struct Programmed {
     /// Which state.
     pub target: Target,
+    /// Counts what came to the agent, over all streams; everything up to it is in the kernel.
+    pub generation: u64,
     /// From taking up the change to the kernel's acknowledgement.
     pub took: Duration,
     /// Services whose programming this step computed anew.
@@ -116,7 +128,8 @@ impl Reconciler {
         metrics: Arc<Metrics>,
         timing: Timing,
     ) -> (Self, watch::Receiver<Progress>) {
-        let (progress, receiver) = watch::channel(Progress::default());
+        let (progress, receiver) =
+            watch::channel(Progress { status: status(backend.as_ref()), ..Progress::default() });
         let now = Instant::now();
         let verify_at = now + timing.sync_period;
         let failures = timing.backoff.clone();
@@ -138,12 +151,17 @@ impl Reconciler {
 
     /// Runs until [`Shared::stop`]. Rules stay in the kernel.
     pub fn run(mut self) {
+        if self.shared.is_unconfirmed() {
+            self.verify_at = Instant::now();
+        }
         loop {
             match self.shared.wait(self.done, self.not_before, self.verify_at) {
                 Wake::Stop => return,
                 Wake::Work => self.sync(),
+                Wake::Verify if self.shared.is_unconfirmed() => self.look_before_control_plane(),
                 Wake::Verify => self.verify(),
             }
+            self.tell_status();
         }
     }
 
@@ -176,8 +194,11 @@ impl Reconciler {
         self.failures.reset();
         self.metrics.synced(kind, took, report, target.version);
         let Report { services_planned, objects_written, .. } = *report;
-        let programmed = Some(Programmed { target, took, services_planned, objects_written });
-        self.progress.send_replace(Progress { programmed, failure: None });
+        let programmed = Some(Programmed { target, generation, took, services_planned, objects_written });
+        self.progress.send_modify(|progress| {
+            progress.programmed = programmed;
+            progress.failure = None;
+        });
     }
 
     fn failed(&mut self, target: Target, kind: SyncKind, error: &BackendError) {
@@ -200,6 +221,37 @@ impl Reconciler {
         self.progress.send_modify(|progress| progress.failure = failure);
     }
 
+    /// The state is from disk. Rules that an earlier run left in the kernel are at least as new, since the disk follows the kernel: they stay
+    /// until a control plane has answered. Where they are missing, as after a reboot, the state from disk is programmed at once.
+    fn look_before_control_plane(&mut self) {
+        self.verify_at = Instant::now() + self.timing.sync_period;
+        match self.backend.verify() {
+            Ok(true) => {
+                info!("the rules of the last run are in place, and stay as they are until a control plane answers");
+                return;
+            }
+            Ok(false) => info!("rules are missing: programming the last good state, without waiting for a control plane"),
+            Err(error) => {
+                self.metrics.verifications_failed.inc();
+                warn!(%error, "could not look at the rules: programming the last good state");
+            }
+        }
+        self.shared.confirm();
+    }
+
+    /// Publishes what the backend says of itself, when that has changed.
+    fn tell_status(&self) {
+        let now = status(self.backend.as_ref());
+        self.progress.send_if_modified(|progress| {
+            let is_new = progress.status != now;
+            if is_new {
+                now.degraded.iter().for_each(|sentence| warn!("{sentence}"));
+                progress.status = now;
+            }
+            is_new
+        });
+    }
+
     fn verify(&mut self) {
         self.verify_at = Instant::now() + self.timing.sync_period;
         match self.backend.verify() {
@@ -216,6 +268,10 @@ impl Reconciler {
             }
         }
     }
+}
+
+fn status(backend: &dyn Backend) -> v1::AgentStatus {
+    v1::AgentStatus { backend: backend.name().to_owned(), degraded: backend.degraded() }
 }
 
 /// Takes the work up, together with what an earlier attempt left unfinished, and plans it.

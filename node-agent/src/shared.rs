@@ -4,14 +4,17 @@
 //! while the kernel is busy gathers in one set of dirty keys: each is planned once, at its newest value.
 
 use std::{
-    sync::{Condvar, Mutex, MutexGuard, PoisonError, TryLockError},
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError},
     time::Instant,
 };
 
-use headgate_core::{Dirty, Node, State, view::NodeFacts};
-use headgate_proto::v1;
+use headgate_core::{Dirty, Node, ServiceKey, State, view::NodeFacts};
+use headgate_proto::{node_to_wire, v1};
 
-use crate::session::held::{Held, Step};
+use crate::{
+    persist::{self, Keys, Restored, Unsaved, UnsavedStep},
+    session::held::{Held, Step},
+};
 
 /// What a sync brings the kernel to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -36,7 +39,11 @@ pub struct Shared {
 #[derive(Debug)]
 struct Inner {
     held: Held,
+    /// The state is from disk and no control plane has answered yet: the kernel may have rules that are newer.
+    is_unconfirmed: bool,
     node_name: String,
+    node: Option<Node>,
+    is_node_saved: bool,
     facts: NodeFacts,
     stream: u64,
     node_revision: u64,
@@ -51,6 +58,10 @@ impl Inner {
     fn target(&self) -> Option<Target> {
         let (epoch, version) = self.held.position()?;
         Some(Target { epoch, version, stream: self.stream, node_revision: self.node_revision })
+    }
+
+    fn own_node(&self) -> v1::OwnNode {
+        v1::OwnNode { revision: 0, node: self.node.as_ref().map(node_to_wire) }
     }
 }
 
@@ -86,10 +97,26 @@ impl Shared {
     /// An empty state for the agent of a node.
     #[must_use]
     pub fn new(node_name: &str) -> Self {
+        Self::with(node_name, Held::default(), None, false)
+    }
+
+    /// A state that is written to disk; what was read from there, if anything.
+    #[must_use]
+    pub fn persistent(node_name: &str, restored: Option<Restored>) -> Self {
+        let is_unconfirmed = restored.is_some();
+        let (mut held, node) = restored.map_or_else(Default::default, |Restored { held, node }| (held, node));
+        *held.unsaved_mut() = if is_unconfirmed { Unsaved::Some(Keys::default()) } else { Unsaved::Everything };
+        Self::with(node_name, held, node, is_unconfirmed)
+    }
+
+    fn with(node_name: &str, held: Held, node: Option<Node>, is_unconfirmed: bool) -> Self {
         let inner = Inner {
-            held: Held::default(),
+            held,
+            is_unconfirmed,
             node_name: node_name.to_owned(),
-            facts: NodeFacts::named(node_name),
+            facts: NodeFacts::of(node_name, node.as_ref()),
+            node,
+            is_node_saved: true,
             stream: 0,
             node_revision: 0,
             dirty: Dirty::default(),
@@ -129,6 +156,7 @@ impl Shared {
     fn apply_locked(&self, inner: &mut Inner, step: Step) {
         let Inner { held, dirty, .. } = inner;
         held.apply(step, dirty);
+        inner.is_unconfirmed = false;
         inner.generation += 1;
         self.changed.notify_all();
     }
@@ -141,9 +169,28 @@ impl Shared {
             inner.facts = facts;
             inner.needs_full = true;
         }
+        if inner.node.as_ref() != node {
+            inner.node = node.cloned();
+            inner.is_node_saved = false;
+        }
         inner.node_revision = revision;
         inner.generation += 1;
         self.changed.notify_all();
+    }
+
+    /// The state is what is to be programmed: a control plane has answered that it is up to date, or the kernel has no rules that could be
+    /// newer.
+    pub fn confirm(&self) {
+        let mut inner = self.lock();
+        if std::mem::take(&mut inner.is_unconfirmed) {
+            self.changed.notify_all();
+        }
+    }
+
+    /// The state is from disk, and nobody has said yet that it is to be programmed.
+    #[must_use]
+    pub fn is_unconfirmed(&self) -> bool {
+        self.lock().is_unconfirmed
     }
 
     /// Epoch and version of the state; `None` before the first complete snapshot.
@@ -171,7 +218,8 @@ impl Shared {
             if inner.stop {
                 return Wake::Stop;
             }
-            let due = match (inner.held.position(), Some(inner.generation) == done) {
+            let is_done = Some(inner.generation) == done || inner.is_unconfirmed;
+            let due = match (inner.held.position(), is_done) {
                 (None, _) => None,
                 (Some(_), false) => Some((Wake::Work, not_before)),
                 (Some(_), true) => Some((Wake::Verify, verify_at)),
@@ -197,6 +245,32 @@ impl Shared {
         let needs_full = std::mem::take(&mut inner.needs_full);
         let Inner { held, facts, generation, .. } = &*inner;
         Some(plan(Work { state: held.state(), facts, dirty, needs_full, target, generation: *generation }))
+    }
+
+    /// Something has come since this generation.
+    pub(crate) fn has_moved_since(&self, generation: Option<u64>) -> bool {
+        let inner = self.lock();
+        inner.held.position().is_some() && Some(inner.generation) != generation
+    }
+
+    /// What is not on disk yet, which the caller takes over: from now on it is his to write. With the digests of the state, if asked for.
+    /// `None` when that is everything.
+    pub(crate) fn take_unsaved(&self, with_digests: bool) -> Option<UnsavedStep> {
+        let mut inner = self.lock();
+        let point = if with_digests { inner.held.resume() } else { inner.held.point() }?;
+        let Unsaved::Some(keys) = inner.held.unsaved_mut() else { return None };
+        let keys = std::mem::take(keys);
+        let changes = persist::to_wire(keys.changes(inner.held.state()));
+        let node = (!std::mem::replace(&mut inner.is_node_saved, true)).then(|| inner.own_node());
+        Some(UnsavedStep { generation: inner.generation, changes, node, point })
+    }
+
+    /// Everything is going to be written, service by service: takes note of what changes from now on. Returns the services there are.
+    pub(crate) fn begin_saving(&self) -> Vec<Arc<ServiceKey>> {
+        let mut inner = self.lock();
+        *inner.held.unsaved_mut() = Unsaved::Some(Keys::of_service_cidrs(inner.held.state()));
+        inner.is_node_saved = false;
+        inner.held.state().entries().map(|(key, _)| Arc::clone(key)).collect()
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {

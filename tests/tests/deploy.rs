@@ -115,7 +115,7 @@ fn agents_hold_no_api_credentials() {
     assert_eq!(pod["automountServiceAccountToken"], false);
     assert_eq!(pod["serviceAccountName"], "headgate-node-agent");
     assert_eq!(object("ServiceAccount", "headgate-node-agent")["automountServiceAccountToken"], false);
-    let mut allowed = BTreeSet::from(["/run/xtables.lock", "/lib/modules"]);
+    let mut allowed = BTreeSet::from(["/run/xtables.lock", "/lib/modules", "/var/lib/headgate"]);
     for volume in pod["volumes"].as_array().unwrap() {
         assert_eq!(volume["projected"], Value::Null, "a projected volume may hold a token");
         match (volume["hostPath"]["path"].as_str(), volume["secret"]["secretName"].as_str()) {

@@ -31,6 +31,8 @@ const WELCOME_TIMEOUT: Duration = Duration::from_secs(30);
 const HEALTHY_AFTER: Duration = Duration::from_secs(10);
 /// Heartbeat intervals without any message until the stream is given up (contract, 9).
 const MISSED_HEARTBEATS: u32 = 3;
+/// A replica that resumes by log sends at once what has changed. Silence for so long means that nothing has.
+const LOG_SETTLES: Duration = Duration::from_millis(500);
 /// Messages to the replica that wait inside the transport.
 const OUTGOING: usize = 4;
 
@@ -43,8 +45,6 @@ pub struct SessionConfig {
     pub control_planes: Vec<ControlPlane>,
     /// Needed for https.
     pub tls: Option<TlsFiles>,
-    /// What `Hello` says about the backend.
-    pub status: v1::AgentStatus,
     /// Pauses between attempts.
     pub backoff: Backoff,
 }
@@ -170,10 +170,11 @@ impl Session {
         // Digests are copied under the state's lock, which a full sync may hold for long.
         let (resume, position, number) = tokio::task::spawn_blocking(move || shared.begin_stream()).await?;
         self.machine.begin(position);
+        let status = self.progress.borrow().status.clone();
         let hello = v1::Hello {
             node_name: self.config.node_name.to_string(),
             agent_version: env!("CARGO_PKG_VERSION").to_owned(),
-            status: Some(self.config.status.clone()),
+            status: Some(status.clone()),
             resume,
         };
         let (outgoing, receiver) = mpsc::channel(OUTGOING);
@@ -189,6 +190,8 @@ impl Session {
             number,
             epoch: None,
             acked: None,
+            said: status,
+            confirm_at: None,
             silent_after: WELCOME_TIMEOUT,
             drain: None,
         })
@@ -206,6 +209,10 @@ struct Stream {
     epoch: Option<u64>,
     /// Version and node revision that were last acknowledged here.
     acked: Option<(u64, u64)>,
+    /// What the replica has been told of the backend.
+    said: v1::AgentStatus,
+    /// When a resume by log counts as complete, if nothing comes.
+    confirm_at: Option<Instant>,
     silent_after: Duration,
     /// When to go elsewhere, and why.
     drain: Option<(Instant, String)>,
@@ -223,6 +230,7 @@ impl Stream {
         let mut silence = pin!(sleep(self.silent_after));
         loop {
             let drain_at = self.drain.as_ref().map(|(at, _)| *at);
+            let confirm_at = self.confirm_at;
             tokio::select! {
                 // In this order: a busy replica may not keep our answers from it, and what has arrived counts before silence does.
                 biased;
@@ -244,6 +252,10 @@ impl Stream {
                         self.on_effect(session, effect, replica, welcomed_at).await?;
                     }
                     silence.as_mut().reset(Instant::now() + self.silent_after);
+                }
+                () = sleep_until(confirm_at.unwrap_or_else(Instant::now)), if confirm_at.is_some() => {
+                    self.confirm_at = None;
+                    session.shared.confirm();
                 }
                 () = &mut silence => {
                     let is_welcomed = self.epoch.is_some();
@@ -273,7 +285,10 @@ impl Stream {
             }
             Effect::Node(revision, node) => set_node(&session.shared, revision, node).await?,
             Effect::Reject(nack) => self.reject(&session.metrics, nack),
-            Effect::Heartbeat { source_age, .. } => session.metrics.heard(source_age),
+            Effect::Heartbeat { source_age, head_version } => {
+                session.metrics.heard(source_age);
+                session.metrics.head_version.set(head_version);
+            }
             Effect::Drain { within, reason } => self.on_drain(within, reason),
         }
         Ok(())
@@ -290,6 +305,7 @@ impl Stream {
             // The replica has to learn what is programmed, also when nothing changes from now on.
             let seen = session.progress.borrow().clone();
             self.report(&seen);
+            self.confirm_at = Some(Instant::now() + LOG_SETTLES);
         }
     }
 
@@ -311,8 +327,12 @@ impl Stream {
         }
     }
 
-    /// Queues ACK or failure, as far as it is about this replica's versions.
+    /// Queues what has changed about the backend, and ACK or failure, as far as it is about this replica's versions.
     fn report(&mut self, progress: &Progress) {
+        if progress.status != self.said {
+            self.said = progress.status.clone();
+            self.outbox.status(self.said.clone());
+        }
         if let Some(failure) = &progress.failure
             && Some(failure.target.epoch) == self.epoch
         {

@@ -11,6 +11,8 @@ use headgate_core::{
 };
 use headgate_proto::{digests_to_wire, v1};
 
+use crate::persist::Unsaved;
+
 /// A consistent point: what the state becomes next, as a whole.
 #[derive(Debug)]
 pub struct Step {
@@ -80,9 +82,36 @@ pub struct Held {
     state: State,
     position: Option<(u64, u64)>,
     sources: BTreeMap<i32, u64>,
+    unsaved: Unsaved,
 }
 
 impl Held {
+    /// A state from disk, with the version and positions of `point`. All of it is on disk.
+    #[must_use]
+    pub fn restored(state: State, point: &v1::Resume) -> Self {
+        let mut held = Self { state, ..Self::default() };
+        held.move_to(point);
+        held
+    }
+
+    /// Takes up what is on disk after that.
+    pub(crate) fn replay(&mut self, changes: Vec<Change>, point: &v1::Resume) {
+        for change in changes {
+            self.state.apply(change, &mut Dirty::default());
+        }
+        self.move_to(point);
+    }
+
+    fn move_to(&mut self, point: &v1::Resume) {
+        self.position = Some((point.epoch, point.version));
+        self.sources = point.positions.iter().map(|source| (source.kind, source.position)).collect();
+    }
+
+    /// What has changed since it was last written to disk.
+    pub(crate) fn unsaved_mut(&mut self) -> &mut Unsaved {
+        &mut self.unsaved
+    }
+
     /// The resources.
     #[must_use]
     pub fn state(&self) -> &State {
@@ -98,14 +127,15 @@ impl Held {
     /// What `Hello` says about it; `None` before the first complete snapshot.
     #[must_use]
     pub fn resume(&self) -> Option<v1::Resume> {
+        Some(v1::Resume { digests: Some(digests_to_wire(self.state.digests())), ..self.point()? })
+    }
+
+    /// The same without digests.
+    pub(crate) fn point(&self) -> Option<v1::Resume> {
         let (epoch, version) = self.position?;
         let position = |(kind, position): (&i32, &u64)| v1::SourcePosition { kind: *kind, position: *position };
-        Some(v1::Resume {
-            epoch,
-            version,
-            positions: self.sources.iter().map(position).collect(),
-            digests: Some(digests_to_wire(self.state.digests())),
-        })
+        let positions = self.sources.iter().map(position).collect();
+        Some(v1::Resume { epoch, version, positions, digests: None })
     }
 
     /// Takes a step, and adds what it affects to `dirty`.
@@ -113,6 +143,7 @@ impl Held {
         // Removals go last: what is new comes before what it replaces goes.
         let removals = step.snapshot.as_ref().map(|snapshot| self.left_over(snapshot, &step.changes));
         for change in step.changes.into_iter().chain(removals.into_iter().flatten()) {
+            self.unsaved.note(&change);
             self.state.apply(change, dirty);
         }
         if step.snapshot.is_some() {

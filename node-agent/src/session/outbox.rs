@@ -15,17 +15,18 @@ const MAX_WAITING_NACKS: usize = 64;
 /// Half of what a message may be, so that its own fields have room.
 const NACK_BYTES: usize = MAX_AGENT_MESSAGE_BYTES / 2;
 
-/// Messages in order. A newer ACK, or failure, replaces one that waits.
+/// Messages in order. A newer status, ACK, or failure, replaces one that waits.
 #[derive(Debug, Default)]
 pub(super) struct Outbox {
     nacks: VecDeque<v1::Nack>,
     failed: Option<v1::ApplyFailed>,
     ack: Option<v1::Ack>,
+    status: Option<v1::AgentStatus>,
 }
 
 impl Outbox {
     pub(super) fn is_empty(&self) -> bool {
-        self.nacks.is_empty() && self.failed.is_none() && self.ack.is_none()
+        self.nacks.is_empty() && self.failed.is_none() && self.ack.is_none() && self.status.is_none()
     }
 
     pub(super) fn ack(&mut self, mut ack: v1::Ack) {
@@ -36,6 +37,12 @@ impl Outbox {
         // The failure that came before is made good.
         self.failed = None;
         self.ack = Some(ack);
+    }
+
+    pub(super) fn status(&mut self, mut status: v1::AgentStatus) {
+        status.degraded.truncate(MAX_WAITING_NACKS);
+        status.degraded.iter_mut().for_each(|sentence| shorten(sentence, MAX_TEXT_BYTES));
+        self.status = Some(status);
     }
 
     pub(super) fn apply_failed(&mut self, mut failed: v1::ApplyFailed) {
@@ -71,7 +78,9 @@ impl Outbox {
 
     /// The next message to send.
     pub(super) fn pop(&mut self) -> Option<v1::AgentMessage> {
-        let body = if let Some(nack) = self.nacks.pop_front() {
+        let body = if let Some(status) = self.status.take() {
+            Body::Status(status)
+        } else if let Some(nack) = self.nacks.pop_front() {
             Body::Nack(nack)
         } else if let Some(failed) = self.failed.take() {
             Body::ApplyFailed(failed)

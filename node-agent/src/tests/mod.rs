@@ -45,7 +45,9 @@ struct Agent {
 
 impl Agent {
     fn start(arguments: &[String]) -> Self {
-        let head = ["headgate-node-agent", "--node-name=node-1", "--insecure-loopback"].map(str::to_owned);
+        // A later --state-dir counts.
+        let head = ["headgate-node-agent", "--node-name=node-1", "--insecure-loopback", "--state-dir="];
+        let head = head.map(str::to_owned);
         let metrics = ["--metrics-bind-address=127.0.0.1:0".to_owned()];
         let has_metrics = arguments.iter().any(|argument| argument.starts_with("--metrics"));
         let tail = if has_metrics { &[][..] } else { &metrics[..] };

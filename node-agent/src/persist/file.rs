@@ -1,0 +1,255 @@
+//! Writing the state file: everything anew now and then, and in between only what changed.
+
+use std::{
+    fs::{self, DirBuilder, File, OpenOptions, TryLockError},
+    io::{self, BufWriter, Seek as _, SeekFrom, Write},
+    os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _},
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use headgate_core::ServiceKey;
+use headgate_proto::{ChangesBuilder, v1};
+use prost::Message as _;
+
+use super::{
+    CHANGES_BYTES, UnsavedStep,
+    format::{Chain, Kind, Writer},
+    load::{self, LoadError, Loaded},
+};
+use crate::shared::Shared;
+
+/// What was appended may take as much as what it is appended to, and this much in any case.
+const MIN_APPENDED_BYTES: u64 = 256 << 10;
+
+/// Why the state could not be written. The agent tries again; forwarding does not depend on it.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum SaveError {
+    #[error("{}: {error}", path.display())]
+    Io { path: PathBuf, error: io::Error },
+    #[error("{} is held by another agent; end it, or pass another --state-dir", .0.display())]
+    Locked(PathBuf),
+    #[error("more has changed meanwhile than can be followed")]
+    Overtaken,
+}
+
+/// The file of one node, and how far it is written.
+#[derive(Debug)]
+pub(super) struct StateFile {
+    folder: PathBuf,
+    node_name: Arc<str>,
+    /// Held while this agent may write; a second agent on the same folder may not.
+    lock: Option<File>,
+    /// `None` when the file has to be written anew.
+    log: Option<Log>,
+}
+
+/// A file that can be appended to.
+#[derive(Debug)]
+struct Log {
+    file: File,
+    chain: Chain,
+    base_bytes: u64,
+    bytes: u64,
+}
+
+/// What is ready to be made durable, once the kernel has it.
+#[derive(Debug)]
+pub(super) enum Prepared {
+    /// To be appended, with the checksum afterwards.
+    Step { generation: u64, bytes: Vec<u8>, chain: Chain },
+    /// A whole file under its temporary name.
+    Base { generation: u64, file: File, chain: Chain, bytes: u64 },
+}
+
+impl Prepared {
+    /// The state that it holds, as [`Shared`] counts.
+    pub(super) fn generation(&self) -> u64 {
+        match self {
+            Self::Step { generation, .. } | Self::Base { generation, .. } => *generation,
+        }
+    }
+
+    /// For the metric's label.
+    pub(super) fn kind(&self) -> &'static str {
+        match self {
+            Self::Step { .. } => "append",
+            Self::Base { .. } => "full",
+        }
+    }
+}
+
+impl StateFile {
+    /// The file in a folder. Touches nothing.
+    pub(super) fn new(folder: &Path, node_name: Arc<str>) -> Self {
+        Self { folder: folder.to_owned(), node_name, lock: None, log: None }
+    }
+
+    /// Path of the file.
+    pub(super) fn path(&self) -> PathBuf {
+        self.folder.join(FILE)
+    }
+
+    /// Reads the file; `None` when there is none. If it is whole, and this agent may write, it is gone on with.
+    pub(super) fn load(&mut self) -> Result<Option<Loaded>, LoadError> {
+        // Before reading: an agent that still writes would write on after what was read. The next write says what stands in the way.
+        let may_write = self.take_lock().is_ok();
+        let loaded = load::read(&self.path(), &self.node_name)?;
+        if let Some(Loaded { chain, base_bytes, valid_bytes, left_out: None, .. }) = &loaded
+            && may_write
+            && let Ok(mut file) = OpenOptions::new().write(true).open(self.path())
+            && file.seek(SeekFrom::Start(*valid_bytes)).is_ok()
+        {
+            self.log = Some(Log { file, chain: chain.clone(), base_bytes: *base_bytes, bytes: *valid_bytes });
+        }
+        Ok(loaded)
+    }
+
+    /// Takes over what is unsaved. Cost: what changed; now and then the state, which is streamed to a temporary file.
+    pub(super) fn prepare(&mut self, shared: &Shared) -> Result<Prepared, SaveError> {
+        self.take_lock()?;
+        if let Some(log) = &self.log
+            && log.bytes - log.base_bytes < log.base_bytes.max(MIN_APPENDED_BYTES)
+            && let Some(step) = shared.take_unsaved(false)
+        {
+            return self.encode_step(&log.chain, &step);
+        }
+        self.log = None;
+        self.write_base(shared)
+    }
+
+    fn encode_step(&self, chain: &Chain, step: &UnsavedStep) -> Result<Prepared, SaveError> {
+        let mut writer = Writer::go_on(Vec::new(), chain.clone());
+        write_step(&mut writer, step).map_err(|error| self.io_error(&self.path(), error))?;
+        let (bytes, chain, _) = writer.finish();
+        Ok(Prepared::Step { generation: step.generation, bytes, chain })
+    }
+
+    /// The lock on the state is held for one service at a time. What changes meanwhile follows at the end, so that the whole is one
+    /// consistent state.
+    fn write_base(&self, shared: &Shared) -> Result<Prepared, SaveError> {
+        let path = self.folder.join(TEMPORARY);
+        let fail = |error| self.io_error(&path, error);
+        if let Err(error) = fs::remove_file(&path)
+            && error.kind() != io::ErrorKind::NotFound
+        {
+            return Err(fail(error));
+        }
+        let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path).map_err(fail)?;
+        let mut writer = Writer::begin(BufWriter::with_capacity(CHANGES_BYTES, file)).map_err(fail)?;
+        writer.record(Kind::Owner, self.node_name.as_bytes()).map_err(fail)?;
+        let keys = shared.begin_saving();
+        write_services(&mut writer, shared, &keys).map_err(fail)?;
+        let step = shared.take_unsaved(true).ok_or(SaveError::Overtaken)?;
+        write_step(&mut writer, &step).map_err(fail)?;
+        let (output, chain, bytes) = writer.finish();
+        let file = output.into_inner().map_err(|error| fail(error.into_error()))?;
+        // Not yet its last word: that comes when the kernel has this state.
+        file.sync_all().map_err(fail)?;
+        Ok(Prepared::Base { generation: step.generation, file, chain, bytes })
+    }
+
+    /// Makes it durable. After an error the next preparation begins anew. Returns the size of the file.
+    pub(super) fn commit(&mut self, prepared: Prepared) -> Result<u64, SaveError> {
+        let log = self.log.take();
+        let (path, temporary) = (self.path(), self.folder.join(TEMPORARY));
+        let log = match (prepared, log) {
+            (Prepared::Step { bytes, chain, .. }, Some(mut log)) => {
+                log.append(&bytes, chain).map_err(|error| self.io_error(&path, error))?;
+                log
+            }
+            // Steps are prepared for the log that there is; without one nothing can be lost but their head start.
+            (Prepared::Step { .. }, None) => return Err(SaveError::Overtaken),
+            (Prepared::Base { file, chain, bytes, .. }, _) => {
+                fs::rename(&temporary, &path).map_err(|error| self.io_error(&temporary, error))?;
+                let synced = File::open(&self.folder).and_then(|folder| folder.sync_all());
+                synced.map_err(|error| self.io_error(&self.folder, error))?;
+                Log { file, chain, base_bytes: bytes, bytes }
+            }
+        };
+        Ok(self.log.insert(log).bytes)
+    }
+
+    /// Forgets what was prepared and how far the file is written, and leaves no temporary file behind.
+    pub(super) fn give_up(&mut self) {
+        self.log = None;
+        if self.lock.is_some() {
+            // It may not be there, and the next file replaces it in any case.
+            let _ = fs::remove_file(self.folder.join(TEMPORARY));
+        }
+    }
+
+    fn take_lock(&mut self) -> Result<(), SaveError> {
+        if self.lock.is_some() {
+            return Ok(());
+        }
+        let path = self.folder.join(LOCK);
+        let fail = |error| self.io_error(&path, error);
+        DirBuilder::new().recursive(true).mode(0o700).create(&self.folder).map_err(fail)?;
+        let open = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(&path);
+        let file = open.map_err(fail)?;
+        match file.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => return Err(SaveError::Locked(self.folder.clone())),
+            Err(TryLockError::Error(error)) => return Err(fail(error)),
+        }
+        self.lock = Some(file);
+        Ok(())
+    }
+
+    fn io_error(&self, path: &Path, error: io::Error) -> SaveError {
+        SaveError::Io { path: path.to_owned(), error }
+    }
+}
+
+/// Names in the folder.
+pub(super) const FILE: &str = "state";
+const TEMPORARY: &str = "state.new";
+const LOCK: &str = "lock";
+
+impl Log {
+    fn append(&mut self, bytes: &[u8], chain: Chain) -> io::Result<()> {
+        // Half an append of a run before this one ends here.
+        self.file.set_len(self.bytes)?;
+        self.file.seek(SeekFrom::Start(self.bytes))?;
+        self.file.write_all(bytes)?;
+        self.file.sync_data()?;
+        self.bytes += bytes.len() as u64;
+        self.chain = chain;
+        Ok(())
+    }
+}
+
+fn write_step(writer: &mut Writer<impl Write>, step: &UnsavedStep) -> io::Result<()> {
+    for changes in &step.changes {
+        writer.record(Kind::Changes, &changes.encode_to_vec())?;
+    }
+    if let Some(node) = &step.node {
+        writer.record(Kind::Node, &node.encode_to_vec())?;
+    }
+    writer.record(Kind::Point, &step.point.encode_to_vec())
+}
+
+/// Services at their values of the moment; one that has gone meanwhile is among what is unsaved.
+fn write_services(writer: &mut Writer<impl Write>, shared: &Shared, keys: &[Arc<ServiceKey>]) -> io::Result<()> {
+    let mut builder = ChangesBuilder::default();
+    for key in keys {
+        let mut full: Vec<v1::Changes> = Vec::new();
+        shared.with_state(|state| {
+            let Some(entry) = state.entry(key) else { return };
+            entry.service().into_iter().for_each(|service| builder.service(service));
+            for endpoint in entry.endpoints().values() {
+                builder.endpoint(key, endpoint, 0);
+                if builder.estimated_bytes() >= CHANGES_BYTES {
+                    full.push(std::mem::take(&mut builder).finish());
+                }
+            }
+        });
+        if builder.estimated_bytes() >= CHANGES_BYTES {
+            full.push(std::mem::take(&mut builder).finish());
+        }
+        full.iter().try_for_each(|changes| writer.record(Kind::Changes, &changes.encode_to_vec()))?;
+    }
+    let rest = builder.finish();
+    if rest.encoded_len() > 0 { writer.record(Kind::Changes, &rest.encode_to_vec()) } else { Ok(()) }
+}

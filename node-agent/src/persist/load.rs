@@ -1,0 +1,179 @@
+//! Reading and checking the state file.
+//!
+//! What is used is the state at the last whole point: an agent that was killed while it appended leaves half a record behind, and
+//! what comes before is as good as ever. Without one whole point there is nothing to use.
+
+use std::{
+    fs::File,
+    io::{self, BufReader, Read},
+    path::Path,
+};
+
+use headgate_core::{Change, Dirty, Node, State};
+use headgate_proto::{Decoder, digests_from_wire, node_from_wire, v1};
+
+use super::format::{Chain, FormatError, Kind, Reader};
+use crate::session::held::Held;
+
+/// Why a state file is not used. Nothing is lost by it but the head start: the control plane sends everything.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum LoadError {
+    #[error(transparent)]
+    Format(#[from] FormatError),
+    #[error("belongs to node {0}")]
+    ForeignNode(String),
+    #[error("ends before the state in it is complete")]
+    Incomplete,
+    #[error("is damaged: {0}")]
+    Content(String),
+}
+
+/// A state from disk.
+#[derive(Debug)]
+pub struct Restored {
+    /// The resources, with the version and positions that they have.
+    pub held: Held,
+    /// The agent's own node.
+    pub node: Option<Node>,
+}
+
+/// What was read, and how the file can be written on.
+#[derive(Debug)]
+pub(super) struct Loaded {
+    pub(super) restored: Restored,
+    /// Checksum at the last whole point.
+    pub(super) chain: Chain,
+    /// Where the first point ends: what the file needs at least.
+    pub(super) base_bytes: u64,
+    /// Where the last whole point ends.
+    pub(super) valid_bytes: u64,
+    /// Why what follows was left out, if something follows.
+    pub(super) left_out: Option<LoadError>,
+}
+
+/// Reads the file of a node; `None` when there is none.
+pub(super) fn read(path: &Path, node_name: &str) -> Result<Option<Loaded>, LoadError> {
+    match File::open(path) {
+        Ok(file) => read_from(BufReader::with_capacity(64 << 10, file), node_name).map(Some),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(FormatError::Io(error).into()),
+    }
+}
+
+/// The same from any input.
+pub(super) fn read_from(input: impl Read, node_name: &str) -> Result<Loaded, LoadError> {
+    let mut reader = Reader::begin(input)?;
+    match reader.next()? {
+        Some((Kind::Owner, name)) if name == node_name.as_bytes() => {}
+        Some((Kind::Owner, name)) => return Err(LoadError::ForeignNode(String::from_utf8_lossy(name).into_owned())),
+        Some(_) => return Err(LoadError::Content("the first record does not name a node".into())),
+        None => return Err(LoadError::Incomplete),
+    }
+    let mut decoder = Decoder::default();
+    let base = read_base(&mut reader, &mut decoder, node_name)?;
+    let (chain, base_bytes) = (reader.chain().clone(), reader.offset());
+    let mut loaded = Loaded { restored: base, chain, base_bytes, valid_bytes: base_bytes, left_out: None };
+    loop {
+        match read_step(&mut reader, &mut decoder, node_name) {
+            Ok(Some(step)) => {
+                step.apply_to(&mut loaded.restored);
+                (loaded.chain, loaded.valid_bytes) = (reader.chain().clone(), reader.offset());
+            }
+            Ok(None) => return Ok(loaded),
+            Err(error) => {
+                loaded.left_out = Some(error);
+                return Ok(loaded);
+            }
+        }
+    }
+}
+
+/// The records up to the first point. Changes go into the state at once: there is nothing that they could spoil.
+fn read_base(
+    reader: &mut Reader<impl Read>,
+    decoder: &mut Decoder,
+    node_name: &str,
+) -> Result<Restored, LoadError> {
+    let (mut state, mut node) = (State::default(), None);
+    loop {
+        match reader.next()? {
+            Some((Kind::Changes, payload)) => {
+                for change in changes(decoder, payload)? {
+                    state.apply(change, &mut Dirty::default());
+                }
+            }
+            Some((Kind::Node, payload)) => node = own_node(payload, node_name)?,
+            Some((Kind::Point, payload)) => {
+                let point = decode::<v1::Resume>(payload)?;
+                let digests = point.digests.as_ref().and_then(digests_from_wire);
+                if digests.as_ref() != Some(state.digests()) {
+                    return Err(LoadError::Content("its digests are not those of what it holds".into()));
+                }
+                return Ok(Restored { held: Held::restored(state, &point), node });
+            }
+            Some((Kind::Owner, _)) => return Err(LoadError::Content("it names its node twice".into())),
+            None => return Err(LoadError::Incomplete),
+        }
+    }
+}
+
+/// What comes between two points.
+#[derive(Default)]
+struct Step {
+    changes: Vec<Change>,
+    node: Option<Option<Node>>,
+    point: v1::Resume,
+}
+
+impl Step {
+    fn apply_to(self, restored: &mut Restored) {
+        restored.held.replay(self.changes, &self.point);
+        if let Some(node) = self.node {
+            restored.node = node;
+        }
+    }
+}
+
+/// The records up to the next point; `None` at the end of the file.
+fn read_step(
+    reader: &mut Reader<impl Read>,
+    decoder: &mut Decoder,
+    node_name: &str,
+) -> Result<Option<Step>, LoadError> {
+    let mut step = Step::default();
+    let mut is_empty = true;
+    while let Some((kind, payload)) = reader.next()? {
+        is_empty = false;
+        match kind {
+            Kind::Changes => step.changes.extend(changes(decoder, payload)?),
+            Kind::Node => step.node = Some(own_node(payload, node_name)?),
+            Kind::Point => {
+                step.point = decode(payload)?;
+                return Ok(Some(step));
+            }
+            Kind::Owner => return Err(LoadError::Content("it names its node twice".into())),
+        }
+    }
+    if is_empty { Ok(None) } else { Err(LoadError::Incomplete) }
+}
+
+fn decode<M: prost::Message + Default>(payload: &[u8]) -> Result<M, LoadError> {
+    M::decode(payload).map_err(|error| LoadError::Content(error.to_string()))
+}
+
+fn changes(decoder: &mut Decoder, payload: &[u8]) -> Result<Vec<Change>, LoadError> {
+    let (changes, rejections) = decoder.changes(decode(payload)?);
+    // What was written was in use; what cannot be used now would be missing without a word.
+    rejections.into_iter().next().map_or(Ok(changes), |rejection| Err(unusable(&rejection)))
+}
+
+fn unusable(rejection: &v1::Rejection) -> LoadError {
+    let v1::Rejection { resource, field, reason } = rejection;
+    LoadError::Content(format!("{resource} cannot be used: {field}: {reason}"))
+}
+
+fn own_node(payload: &[u8], node_name: &str) -> Result<Option<Node>, LoadError> {
+    let Some(wire) = decode::<v1::OwnNode>(payload)?.node else { return Ok(None) };
+    let node = node_from_wire(&wire).map_err(|rejection| unusable(&rejection))?;
+    if node.name.eq_ignore_ascii_case(node_name) { Ok(Some(node)) } else { Err(LoadError::ForeignNode(wire.name)) }
+}

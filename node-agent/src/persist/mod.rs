@@ -1,0 +1,102 @@
+//! The last good state on disk, so that a node which starts while no control plane answers forwards all the same.
+//!
+//! The file is a log: the whole state once, then what changed, appended at most once an interval. When the appended part has grown as large as
+//! the whole, the file is written anew. A change therefore costs its own size (twice, in the long run), whatever the size of the cluster.
+//! Only what the kernel has is made durable: a step is prepared under the state's lock, and written when the reconcile loop has programmed it.
+//!
+//! Nothing here may stand in the way of forwarding: a file that cannot be used is a cold start's head start lost, and a disk that cannot be
+//! written to is a warning and a metric.
+
+mod file;
+mod format;
+mod load;
+mod saver;
+mod unsaved;
+
+use std::{fs, io, path::Path, sync::Arc};
+
+use headgate_core::Change;
+use headgate_proto::{ChangesBuilder, v1};
+use tracing::{info, warn};
+
+pub use load::Restored;
+pub(crate) use saver::{Saver, Surroundings};
+pub use unsaved::{Keys, Unsaved};
+
+use self::file::StateFile;
+
+/// Size at which changes are cut into records.
+const CHANGES_BYTES: usize = 64 << 10;
+
+/// What changed since the last write, as it is now.
+#[derive(Debug)]
+pub(crate) struct UnsavedStep {
+    /// The state that this leads to, as [`crate::shared::Shared`] counts.
+    pub(crate) generation: u64,
+    /// Values and removals.
+    pub(crate) changes: Vec<v1::Changes>,
+    /// The agent's own node, when it has changed.
+    pub(crate) node: Option<v1::OwnNode>,
+    /// Version and positions.
+    pub(crate) point: v1::Resume,
+}
+
+/// Changes in messages of a size that suits records.
+pub(crate) fn to_wire(changes: impl Iterator<Item = Change>) -> Vec<v1::Changes> {
+    let (mut messages, mut builder) = (Vec::new(), ChangesBuilder::default());
+    for change in changes {
+        builder.push(&change, 0);
+        if builder.estimated_bytes() >= CHANGES_BYTES {
+            messages.push(std::mem::take(&mut builder).finish());
+        }
+    }
+    if builder.resources() > 0 {
+        messages.push(builder.finish());
+    }
+    messages
+}
+
+/// Opens the folder's state file for a node. Returns what is in it, if that can be used, and the saver that keeps it up to date.
+///
+/// Nothing that is wrong with the file or the folder is an error: it is logged, with what it means.
+pub(crate) fn open(folder: &Path, node_name: Arc<str>) -> (Option<Restored>, Saver) {
+    let mut file = StateFile::new(folder, node_name);
+    let path = file.path();
+    let restored = match file.load() {
+        Ok(Some(loaded)) => {
+            if let Some(reason) = &loaded.left_out {
+                let path = path.display();
+                warn!(%path, %reason, "the end of the last good state is left out; what comes before it is used");
+            }
+            let position = loaded.restored.held.position();
+            let state = loaded.restored.held.state();
+            let (services, endpoints) = (state.service_count(), state.endpoint_count());
+            info!(path = %path.display(), services, endpoints, ?position, "read the last good state");
+            Some(loaded.restored)
+        }
+        Ok(None) => {
+            info!(path = %path.display(), "no last good state yet");
+            None
+        }
+        Err(error) => {
+            warn!(path = %path.display(), "the last good state {error}: it is ignored, and replaced once a control plane has sent one. Nothing else is lost");
+            None
+        }
+    };
+    let is_restored = restored.is_some();
+    (restored, Saver::new(file, is_restored))
+}
+
+/// Removes the state file of a folder, if there is one; for `--cleanup`.
+///
+/// # Errors
+/// When it is there and cannot be removed.
+pub fn remove(folder: &Path) -> io::Result<()> {
+    match fs::remove_file(folder.join(file::FILE)) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests;
