@@ -22,7 +22,6 @@ use headgate_core::{
     conntrack::{Cleanup, CleanupPlan, Tracker},
     view::NodeFacts,
 };
-use ipnet::IpNet;
 use prometheus_client::{
     encoding::EncodeLabelSet,
     metrics::{counter::Counter, family::Family as Labelled, histogram::Histogram},
@@ -31,7 +30,7 @@ use prometheus_client::{
 use tracing::{debug, info, warn};
 
 use crate::{
-    companion::{Companion, Scope},
+    companion::{Companion, NodePorts, Scope},
     session::backoff::Backoff,
 };
 
@@ -99,13 +98,13 @@ pub struct ConntrackCleaner {
 }
 
 impl ConntrackCleaner {
-    /// Starts the thread, which works in the network namespace of the caller. `node_port_addresses`, when not empty, are the ranges within which
-    /// the node's addresses have NodePorts.
+    /// Starts the thread, which works in the network namespace of the caller. `node_ports` says which of the
+    /// node's addresses have NodePorts.
     ///
     /// # Errors
     /// The system gives us no thread.
-    pub fn start(metrics: ConntrackMetrics, node_port_addresses: Vec<IpNet>) -> io::Result<Self> {
-        let worker = Worker::start(metrics, node_port_addresses)?;
+    pub fn start(metrics: ConntrackMetrics, node_ports: NodePorts) -> io::Result<Self> {
+        let worker = Worker::start(metrics, node_ports)?;
         Ok(Self { tracker: Tracker::default(), planned: None, worker })
     }
 }
@@ -146,9 +145,9 @@ struct Orders {
 }
 
 impl Worker {
-    fn start(metrics: ConntrackMetrics, node_port_addresses: Vec<IpNet>) -> io::Result<Self> {
+    fn start(metrics: ConntrackMetrics, node_ports: NodePorts) -> io::Result<Self> {
         let inbox = Arc::new(Inbox::default());
-        let sweeper = Sweeper { inbox: Arc::clone(&inbox), metrics, node_port_addresses, backoff: Backoff::default() };
+        let sweeper = Sweeper { inbox: Arc::clone(&inbox), metrics, node_ports, backoff: Backoff::default() };
         let thread = thread::Builder::new().name("conntrack".into()).spawn(move || sweeper.run())?;
         Ok(Self { inbox, thread: Some(thread) })
     }
@@ -199,7 +198,7 @@ impl Inbox {
 struct Sweeper {
     inbox: Arc<Inbox>,
     metrics: ConntrackMetrics,
-    node_port_addresses: Vec<IpNet>,
+    node_ports: NodePorts,
     backoff: Backoff,
 }
 
@@ -225,7 +224,7 @@ impl Sweeper {
     }
 
     fn pass(&self, cleanup: &Cleanup) -> Result<(), SweepError> {
-        let addresses = NodeAddresses::read(cleanup, &self.node_port_addresses)?;
+        let addresses = NodeAddresses::read(cleanup, &self.node_ports)?;
         let mut result = Ok(());
         for family in Family::BOTH {
             let (mut swept, started) = (Swept::default(), Instant::now());

@@ -1,18 +1,25 @@
 //! One pass over the kernel's table: list by filters, delete what is stale.
 
-use std::{collections::HashSet, io, net::IpAddr};
+use std::{
+    collections::HashSet,
+    io,
+    net::{IpAddr, Ipv4Addr},
+};
 
 use headgate_core::{
     Family,
     conntrack::{Cleanup, Filter},
+    iptables::NodePortAddresses,
 };
-use ipnet::IpNet;
 
 use super::{
     addresses::node_addresses,
     wire::{self, Entry},
 };
-use crate::netlink::{BATCH_REQUESTS, Connection, Dumped, NetlinkError, Protocol, Request};
+use crate::{
+    companion::NodePorts,
+    netlink::{BATCH_REQUESTS, Connection, Dumped, NetlinkError, Protocol, Request},
+};
 
 /// Filters of one family, above which its UDP entries are listed whole.
 const FILTER_LIMIT: usize = 8;
@@ -58,29 +65,46 @@ pub struct Swept {
 #[derive(Debug, Default)]
 pub struct NodeAddresses {
     own: HashSet<IpAddr>,
-    within: Vec<IpNet>,
 }
 
 impl NodeAddresses {
-    /// Reads them, if the cleanup has to know. `within`, when not empty, restricts NodePorts to those ranges.
+    /// Resolves them, if the cleanup has to know.
     ///
     /// # Errors
     /// When the kernel does not list them.
-    pub fn read(cleanup: &Cleanup, within: &[IpNet]) -> Result<Self, SweepError> {
-        let own = if cleanup.needs_node_addresses() {
-            node_addresses().map_err(SweepError::Addresses)?
-        } else {
-            HashSet::new()
-        };
-        Ok(Self { own, within: within.to_vec() })
+    pub fn read(cleanup: &Cleanup, node_ports: &NodePorts) -> Result<Self, SweepError> {
+        if !cleanup.needs_node_addresses() {
+            return Ok(Self::default());
+        }
+        let mut own = HashSet::new();
+        let mut interfaces = None;
+        for family in Family::BOTH {
+            match node_ports.of(family) {
+                NodePortAddresses::Only(addresses) => own.extend(addresses),
+                NodePortAddresses::All => {
+                    let all = match interfaces.take() {
+                        Some(all) => all,
+                        None => node_addresses().map_err(SweepError::Addresses)?,
+                    };
+                    own.extend(all.iter().filter(|address| Family::of(**address) == family));
+                    if family == Family::V4 {
+                        own.insert(LOCALHOST);
+                    }
+                    interfaces = Some(all);
+                }
+            }
+        }
+        Ok(Self { own })
     }
 
     fn contains(&self, address: IpAddr) -> bool {
         // All of 127.0.0.0/8 is local, though the interface has one address of it.
-        (self.own.contains(&address) || address.is_loopback())
-            && (self.within.is_empty() || self.within.iter().any(|range| range.contains(&address)))
+        let is_loopback = address.is_ipv4() && address.is_loopback();
+        self.own.contains(&address) || (is_loopback && self.own.contains(&LOCALHOST))
     }
 }
+
+const LOCALHOST: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
 
 /// Deletes the stale flows of a family.
 ///

@@ -16,6 +16,7 @@ use headgate_core::{
     conntrack::{Cleanup, Filter, Tracker},
 };
 use headgate_node_agent::{
+    companion::NodePorts,
     conntrack::{
         NodeAddresses, Swept, sweep,
         wire::{
@@ -224,7 +225,7 @@ fn measure() -> Result<Vec<Figure>> {
             insert(stale(STALE, run))?;
             let mut swept = Swept::default();
             let (ms, cpu_ms, result) =
-                timed(|| sweep(cleanup, Family::V4, &NodeAddresses::read(cleanup, &[])?, &mut swept));
+                timed(|| sweep(cleanup, Family::V4, &NodeAddresses::read(cleanup, &NodePorts::all())?, &mut swept));
             result?;
             ensure!(swept.deleted == u64::from(STALE), "{swept:?}: not {STALE} were deleted");
             times.push(ms);

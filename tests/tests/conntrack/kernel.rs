@@ -11,6 +11,7 @@ use headgate_core::{
     conntrack::{Cleanup, Filter, OriginalDestination, Tracker},
 };
 use headgate_node_agent::{
+    companion::NodePorts,
     conntrack::{NodeAddresses, Swept, sweep, wire},
     netlink::{self, Connection},
 };
@@ -135,7 +136,7 @@ fn cleanup_of(changes: impl IntoIterator<Item = Change>) -> Cleanup {
 }
 
 fn swept(cleanup: &Cleanup) -> Result<Swept> {
-    let addresses = NodeAddresses::read(cleanup, &[])?;
+    let addresses = NodeAddresses::read(cleanup, &NodePorts::all())?;
     let mut swept = Swept::default();
     for family in Family::BOTH {
         sweep(cleanup, family, &addresses, &mut swept)?;

@@ -1,0 +1,109 @@
+//! Health-check node ports: a load balancer outside asks each node at such a port whether it has endpoints of its own for a service.
+//!
+//! What is to be answered, [`headgate_core::health_check_port`] decides. Ports open, close and move with the services, after the rules are in
+//! place; a port that cannot be bound is tried again, and stands in nobody's way.
+
+mod page;
+mod server;
+
+pub use page::IsHealthy;
+pub use server::Server;
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    sync::Arc,
+};
+
+use headgate_core::{
+    ServiceKey, State,
+    health_check_port::{HealthCheckPort, health_check_port},
+    view::NodeFacts,
+};
+use prometheus_client::{
+    metrics::{counter::Counter, gauge::Gauge},
+    registry::Registry,
+};
+use tokio::sync::mpsc;
+
+use crate::companion::{Companion, NodePorts, Scope};
+
+/// What is counted.
+#[derive(Debug, Clone, Default)]
+pub struct HealthCheckMetrics {
+    /// Sockets that listen.
+    pub listening: Gauge,
+    /// Attempts to listen that failed.
+    pub bind_failures: Counter,
+}
+
+impl HealthCheckMetrics {
+    /// Registers everything; the registry's prefix is `headgate_agent`.
+    pub fn register(&self, registry: &mut Registry) {
+        let help = "Sockets that listen at health-check node ports";
+        registry.register("health_check_listeners", help, self.listening.clone());
+        let help = "Attempts to listen at a health-check node port that failed";
+        registry.register("health_check_bind_failures", help, self.bind_failures.clone());
+    }
+}
+
+/// Services whose health-check node port, or what is behind it, changed; `None` where there is none any more.
+type Changes = BTreeMap<Arc<ServiceKey>, Option<HealthCheckPort>>;
+
+/// The companion that tells the server which ports there are.
+#[derive(Debug)]
+pub struct HealthCheckPorts {
+    // What the server was told.
+    told: HashMap<Arc<ServiceKey>, HealthCheckPort>,
+    planned: Changes,
+    server: mpsc::UnboundedSender<Changes>,
+}
+
+/// The companion, and the server to be run on the async runtime.
+///
+/// `is_healthy` says whether the proxy as a whole works: when it does not, every port answers 503.
+#[must_use]
+pub fn new(metrics: HealthCheckMetrics, node_ports: NodePorts, is_healthy: IsHealthy) -> (HealthCheckPorts, Server) {
+    let (sender, receiver) = mpsc::unbounded_channel();
+    let ports = HealthCheckPorts { told: HashMap::new(), planned: Changes::new(), server: sender };
+    (ports, Server::new(receiver, metrics, node_ports, is_healthy))
+}
+
+impl HealthCheckPorts {
+    fn plan_service(&mut self, state: &State, key: &Arc<ServiceKey>, node: &NodeFacts) {
+        let found = health_check_port(state, key, node);
+        if found.as_ref() != self.told.get(key) {
+            self.planned.insert(Arc::clone(key), found);
+        }
+    }
+}
+
+impl Companion for HealthCheckPorts {
+    fn plan(&mut self, state: &State, node: &NodeFacts, scope: Scope<'_>) {
+        self.planned.clear();
+        match scope {
+            Scope::Services(services) => services.iter().for_each(|key| self.plan_service(state, key, node)),
+            Scope::All => {
+                let gone: Vec<_> = self.told.keys().filter(|key| state.entry(key).is_none()).cloned().collect();
+                state.entries().map(|(key, _)| key).chain(&gone).for_each(|key| self.plan_service(state, key, node));
+            }
+        }
+    }
+
+    fn applied(&mut self) {
+        if self.planned.is_empty() {
+            return;
+        }
+        let changes = std::mem::take(&mut self.planned);
+        for (key, port) in &changes {
+            match port {
+                Some(port) => drop(self.told.insert(Arc::clone(key), *port)),
+                None => drop(self.told.remove(key)),
+            }
+        }
+        // The server ends when the agent does; then there is nobody to tell.
+        let _ = self.server.send(changes);
+    }
+}
+
+#[cfg(test)]
+mod tests;

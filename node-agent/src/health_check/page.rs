@@ -1,0 +1,144 @@
+//! What is answered at one port.
+
+use std::{
+    convert::Infallible,
+    fmt,
+    sync::{
+        Arc,
+        atomic::{AtomicU32, Ordering},
+    },
+    time::Duration,
+};
+
+use axum::{
+    body::Body,
+    http::{HeaderMap, HeaderValue, Response, StatusCode, header},
+};
+use headgate_core::ServiceKey;
+use hyper::{server::conn::http1, service::service_fn};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use tokio::{
+    net::{TcpListener, TcpStream},
+    task::JoinSet,
+    time::sleep,
+};
+use tracing::{debug, warn};
+
+/// Whether the proxy as a whole works.
+#[derive(Clone)]
+pub struct IsHealthy(Arc<dyn Fn() -> bool + Send + Sync>);
+
+impl IsHealthy {
+    /// Asks `test` at every request: it has to be quick.
+    pub fn new(test: impl Fn() -> bool + Send + Sync + 'static) -> Self {
+        Self(Arc::new(test))
+    }
+}
+
+impl fmt::Debug for IsHealthy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("IsHealthy").field(&(self.0)()).finish()
+    }
+}
+
+/// Number of local endpoints, which load balancers may take as the node's weight.
+const WEIGHT_HEADER: &str = "x-load-balancing-endpoint-weight";
+/// Most connections of one socket at a time; load balancers have a handful of probers. More wait.
+const MAX_CONNECTIONS: usize = 128;
+/// How long a client may take for a request, or be silent after one.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
+/// Pause after a connection could not be accepted, as when file descriptors run out.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// One service's answer in one family.
+#[derive(Debug)]
+pub(super) struct Page {
+    key: Arc<ServiceKey>,
+    local_endpoints: AtomicU32,
+    is_healthy: IsHealthy,
+}
+
+impl Page {
+    pub(super) fn new(key: Arc<ServiceKey>, local_endpoints: u32, is_healthy: IsHealthy) -> Self {
+        Self { key, local_endpoints: AtomicU32::new(local_endpoints), is_healthy }
+    }
+
+    pub(super) fn set_local_endpoints(&self, count: u32) {
+        self.local_endpoints.store(count, Ordering::Relaxed);
+    }
+
+    /// The same whatever is asked for, as kube-proxy answers.
+    fn answer(&self) -> Response<Body> {
+        let local_endpoints = self.local_endpoints.load(Ordering::Relaxed);
+        let is_proxy_healthy = (self.is_healthy.0)();
+        let body = serde_json::json!({
+            "service": { "namespace": self.key.namespace.as_str(), "name": self.key.name.as_str() },
+            "localEndpoints": local_endpoints,
+            "serviceProxyHealthy": is_proxy_healthy,
+        });
+        let mut headers = HeaderMap::new();
+        headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
+        headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
+        headers.insert(WEIGHT_HEADER, HeaderValue::from(local_endpoints));
+        let mut response = Response::new(Body::from(body.to_string()));
+        *response.headers_mut() = headers;
+        if local_endpoints == 0 || !is_proxy_healthy {
+            *response.status_mut() = StatusCode::SERVICE_UNAVAILABLE;
+        }
+        response
+    }
+}
+
+/// Answers at one socket until dropped; connections end with it.
+pub(super) async fn serve(listener: TcpListener, page: Arc<Page>) {
+    let mut connections = JoinSet::new();
+    loop {
+        tokio::select! {
+            accepted = listener.accept(), if connections.len() < MAX_CONNECTIONS => match accepted {
+                Ok((stream, _)) => drop(connections.spawn(serve_connection(stream, Arc::clone(&page)))),
+                Err(error) => {
+                    warn!(%error, service = %page.key, "cannot accept a connection at a health-check node port");
+                    sleep(ACCEPT_PAUSE).await;
+                }
+            },
+            Some(_) = connections.join_next() => {}
+        }
+    }
+}
+
+async fn serve_connection(stream: TcpStream, page: Arc<Page>) {
+    let answer = service_fn(|_request| {
+        let answer = page.answer();
+        async { Ok::<_, Infallible>(answer) }
+    });
+    let served = http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(REQUEST_TIMEOUT)
+        .serve_connection(TokioIo::new(stream), answer)
+        .await;
+    if let Err(error) = served {
+        debug!(%error, service = %page.key, "a connection to a health-check node port broke");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    fn status(local_endpoints: u32, is_healthy: bool) -> (StatusCode, String) {
+        let key = Arc::new(ServiceKey::new("shop", "web"));
+        let response = Page::new(key, local_endpoints, IsHealthy::new(move || is_healthy)).answer();
+        let header = |name: &str| response.headers().get(name).map(|value| value.to_str().unwrap().to_owned());
+        assert_eq!(header("content-type").as_deref(), Some("application/json"));
+        assert_eq!(header("x-content-type-options").as_deref(), Some("nosniff"));
+        (response.status(), header(WEIGHT_HEADER).unwrap())
+    }
+
+    #[test]
+    fn healthy_with_endpoints_of_its_own_only() {
+        assert_eq!(status(2, true), (StatusCode::OK, "2".to_owned()));
+        assert_eq!(status(0, true), (StatusCode::SERVICE_UNAVAILABLE, "0".to_owned()));
+        assert_eq!(status(2, false), (StatusCode::SERVICE_UNAVAILABLE, "2".to_owned()));
+    }
+}

@@ -1,0 +1,165 @@
+#![allow(clippy::unwrap_used)]
+use std::{
+    io::{Read as _, Write as _},
+    net::{IpAddr, SocketAddr, TcpListener, TcpStream},
+    sync::atomic::{AtomicBool, Ordering},
+    time::{Duration, Instant},
+};
+
+use headgate_core::{
+    Change, Dirty, Endpoint, EndpointPort, Protocol, Service, ServicePort, TrafficPolicy, iptables::NodePortAddresses,
+};
+use tokio_util::sync::{CancellationToken, DropGuard};
+
+use super::*;
+
+/// Only ever waited for when a test fails.
+const GUARD: Duration = Duration::from_secs(30);
+
+/// A server on 127.0.0.1, with a state whose steps all succeed.
+struct World {
+    state: State,
+    ports: HealthCheckPorts,
+    is_healthy: Arc<AtomicBool>,
+    metrics: HealthCheckMetrics,
+    _stop: DropGuard,
+}
+
+impl World {
+    fn start() -> Self {
+        let is_healthy = Arc::new(AtomicBool::new(true));
+        let healthy = Arc::clone(&is_healthy);
+        let node_ports = NodePorts::new(|_| NodePortAddresses::Only(vec!["127.0.0.1".parse().unwrap()]));
+        let metrics = HealthCheckMetrics::default();
+        let is_proxy_healthy = IsHealthy::new(move || healthy.load(Ordering::Relaxed));
+        let (ports, server) = new(metrics.clone(), node_ports, is_proxy_healthy);
+        let stop = CancellationToken::new();
+        tokio::spawn(server.run(stop.clone()));
+        Self { state: State::default(), ports, is_healthy, metrics, _stop: stop.drop_guard() }
+    }
+
+    fn plan(&mut self, changes: impl IntoIterator<Item = Change>) {
+        let mut dirty = Dirty::default();
+        for change in changes {
+            self.state.apply(change, &mut dirty);
+        }
+        let node = NodeFacts::named("node-1");
+        self.ports.plan(&self.state, &node, Scope::Services(&dirty.services));
+    }
+
+    fn step(&mut self, changes: impl IntoIterator<Item = Change>) {
+        self.plan(changes);
+        self.ports.applied();
+    }
+}
+
+fn key(name: &str) -> ServiceKey {
+    ServiceKey::new("shop", name)
+}
+
+fn service(name: &str, port: u16) -> Change {
+    let http = ServicePort { name: "".into(), protocol: Protocol::Tcp, port: 80, node_port: 0 };
+    let mut service = Service::new(key(name), vec!["10.96.0.1".parse().unwrap()], vec![http]);
+    service.external_traffic_policy = TrafficPolicy::Local;
+    service.health_check_node_port = port;
+    Change::Service(service)
+}
+
+fn endpoint(name: &str, last: u8) -> Change {
+    let port = EndpointPort { name: "".into(), protocol: Protocol::Tcp, port: 8080 };
+    let mut endpoint = Endpoint::new(IpAddr::from([10, 244, 0, last]), [port].into());
+    endpoint.node = Some("node-1".into());
+    Change::Endpoint(key(name), endpoint)
+}
+
+fn free_port() -> u16 {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+/// Status line and body; `None` when nobody listens.
+fn get(port: u16) -> Option<(String, serde_json::Value)> {
+    let mut stream = TcpStream::connect(SocketAddr::from(([127, 0, 0, 1], port))).ok()?;
+    stream.write_all(b"GET /any/path HTTP/1.1\r\nHost: node\r\nConnection: close\r\n\r\n").ok()?;
+    let mut response = String::new();
+    stream.read_to_string(&mut response).ok()?;
+    let (head, body) = response.split_once("\r\n\r\n")?;
+    Some((head.lines().next()?.to_owned(), serde_json::from_str(body).ok()?))
+}
+
+async fn eventually(mut test: impl FnMut() -> bool + Send + 'static) {
+    let deadline = Instant::now() + GUARD;
+    let reached = tokio::task::spawn_blocking(move || {
+        while !test() {
+            if Instant::now() > deadline {
+                return false;
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        true
+    });
+    assert!(reached.await.unwrap());
+}
+
+async fn answers(port: u16, name: &'static str, status: &'static str, endpoints: u32) {
+    eventually(move || {
+        get(port).is_some_and(|(line, body)| {
+            line.contains(status) && body["service"]["name"] == name && body["localEndpoints"] == endpoints
+        })
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn answers_follow_endpoints_and_health() {
+    let (mut world, port) = (World::start(), free_port());
+    world.step([service("web", port)]);
+    answers(port, "web", "503", 0).await;
+    world.step([endpoint("web", 1), endpoint("web", 2)]);
+    answers(port, "web", "200", 2).await;
+    world.is_healthy.store(false, Ordering::Relaxed);
+    answers(port, "web", "503", 2).await;
+    assert_eq!(get(port).unwrap().1["serviceProxyHealthy"], false);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn ports_move_and_pass_to_other_services() {
+    let (mut world, first, second) = (World::start(), free_port(), free_port());
+    world.step([service("web", first)]);
+    answers(first, "web", "503", 0).await;
+    // The service moves, and another one takes its port, in one step; the other comes first in order.
+    world.step([service("web", second), service("api", first)]);
+    answers(first, "api", "503", 0).await;
+    answers(second, "web", "503", 0).await;
+    assert_eq!(world.metrics.bind_failures.get(), 0);
+    world.step([service("api", 0), Change::RemoveService(key("web"))]);
+    eventually(move || get(first).is_none() && get(second).is_none()).await;
+    assert!(world.ports.told.is_empty());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_taken_port_is_counted_and_tried_again() {
+    let mut world = World::start();
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let (port, other) = (taken.local_addr().unwrap().port(), free_port());
+    world.step([service("web", port), service("api", other)]);
+    answers(other, "api", "503", 0).await;
+    let failures = world.metrics.bind_failures.clone();
+    eventually(move || failures.get() > 0).await;
+    drop(taken);
+    // The next change of anything looks again.
+    world.step([endpoint("api", 1)]);
+    answers(port, "web", "503", 0).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn nothing_opens_before_the_rules_are_in_place() {
+    let (mut world, port) = (World::start(), free_port());
+    world.plan([service("web", port)]);
+    assert!(world.ports.told.is_empty());
+    world.plan([service("web", port), endpoint("web", 1)]);
+    // The step that follows a failed one plans its services again.
+    let node = NodeFacts::named("node-1");
+    world.ports.plan(&world.state, &node, Scope::All);
+    world.ports.applied();
+    answers(port, "web", "200", 1).await;
+}
