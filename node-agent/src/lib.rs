@@ -7,6 +7,7 @@ pub mod backend;
 pub mod companion;
 pub mod config;
 pub mod conntrack;
+pub mod health_check;
 pub mod http;
 pub mod metrics;
 pub mod netlink;
