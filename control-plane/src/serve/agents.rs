@@ -77,7 +77,7 @@ impl Agent {
         let agent = Self {
             node,
             address,
-            agent_version: clip(&hello.agent_version),
+            agent_version: clip(&hello.agent_version).to_owned(),
             connected: SystemTime::now(),
             resume,
             resumed_resources: AtomicU64::new(0),
@@ -121,8 +121,8 @@ impl Agent {
 
 impl Record {
     pub(super) fn status(&mut self, status: &v1::AgentStatus) {
-        self.backend = clip(&status.backend);
-        self.degraded = status.degraded.iter().take(MAX_LISTED).map(|text| clip(text)).collect();
+        self.backend = clip(&status.backend).to_owned();
+        self.degraded = status.degraded.iter().take(MAX_LISTED).map(|text| clip(text).to_owned()).collect();
     }
 
     pub(super) fn ack(&mut self, ack: &v1::Ack) {
@@ -139,9 +139,9 @@ impl Record {
     pub(super) fn nack(&mut self, nack: &v1::Nack) {
         for rejection in &nack.rejections {
             let rejection = v1::Rejection {
-                resource: clip(&rejection.resource),
-                field: clip(&rejection.field),
-                reason: clip(&rejection.reason),
+                resource: clip(&rejection.resource).to_owned(),
+                field: clip(&rejection.field).to_owned(),
+                reason: clip(&rejection.reason).to_owned(),
             };
             self.rejections.retain(|old| old.resource != rejection.resource);
             self.rejections.push(rejection);
@@ -152,8 +152,8 @@ impl Record {
 }
 
 /// A text of a peer's, cut at a character's boundary.
-fn clip(text: &str) -> String {
-    text[..text.floor_char_boundary(MAX_TEXT_BYTES)].to_owned()
+pub(super) fn clip(text: &str) -> &str {
+    &text[..text.floor_char_boundary(MAX_TEXT_BYTES)]
 }
 
 /// All agents with a stream, one a node.
@@ -208,5 +208,18 @@ impl Agents {
 
     pub(super) fn len(&self) -> usize {
         self.table().present.len()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn texts_of_a_peer_are_cut_between_characters() {
+        let text = "ä".repeat(MAX_TEXT_BYTES);
+        assert_eq!(clip(&text).len(), MAX_TEXT_BYTES);
+        assert_eq!(clip(&format!("a{text}")).len(), MAX_TEXT_BYTES - 1);
+        assert_eq!(clip("short"), "short");
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use headgate_proto::v1::{self, agent_message::Body};
 use tonic::{Code, Status, Streaming};
 
-use super::agents::{Agent, End};
+use super::agents::{Agent, End, clip};
 use crate::metrics::Metrics;
 
 /// Reads until the agent closes its half, goes away, or does something that ends the stream; says which by [`Agent::end`].
@@ -62,14 +62,16 @@ fn take(message: v1::AgentMessage, agent: &Agent, metrics: &Metrics) -> Result<(
             metrics.count_agent_message("nack");
             metrics.count_rejected_resources(nack.rejections.len());
             if let Some(first) = nack.rejections.first() {
-                let (count, resource) = (nack.rejections.len(), first.resource.as_str());
-                tracing::warn!(node = %agent.node, version = nack.version, count, resource, field = first.field, reason = first.reason, "agent cannot use resources");
+                let count = nack.rejections.len();
+                // A peer decides what is in the log, but not how long a line is.
+                let (resource, field, reason) = (clip(&first.resource), clip(&first.field), clip(&first.reason));
+                tracing::warn!(node = %agent.node, version = nack.version, count, resource, field, reason, "agent cannot use resources");
             }
             agent.record().nack(&nack);
         }
         Body::ApplyFailed(failed) => {
             metrics.count_agent_message("apply_failed");
-            tracing::warn!(node = %agent.node, version = failed.version, attempts = failed.attempts, error = failed.error, "agent failed to program its kernel and retries");
+            tracing::warn!(node = %agent.node, version = failed.version, attempts = failed.attempts, error = clip(&failed.error), "agent failed to program its kernel and retries");
             agent.record().failed(&failed);
         }
         Body::Status(status) => {
