@@ -5,7 +5,7 @@
 keep := $(filter-out 0,$(KEEP))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build test demo bench fmt lint deny descriptor clean-namespaces
+.PHONY: help setup build test demo bench fmt lint deny descriptor docs clean-namespaces
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,6 +49,9 @@ deny: ## Check licences, sources and advisories of dependencies with cargo-deny
 
 descriptor: ## Write the committed descriptor set of the protocol anew, after a change of it
 	HEADGATE_WRITE_DESCRIPTOR=1 cargo nextest run --locked -p headgate-tests --test tidy protocol_is_compatible --no-capture
+
+docs: ## Write the generated pages under docs/ anew (configuration, metrics)
+	HEADGATE_WRITE_DOCS=1 cargo nextest run --locked -p headgate-node-agent --lib documents_are_current
 
 clean-namespaces: ## Remove network namespaces that killed tests or demos left behind
 	@for name in $$(ip netns list | awk '$$1 ~ /^hg[0-9]+-/ { print $$1 }'); do \

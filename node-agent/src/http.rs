@@ -1,6 +1,9 @@
-//! `/metrics`, `/healthz` and `/proxyMode`.
+//! Pages: `/metrics`, `/healthz`, `/proxyMode` and `/configz` on one port, `/healthz` and `/livez` for load balancers and the kubelet on another.
 
-use std::{net::SocketAddr, sync::Arc, time::Duration};
+pub mod health;
+pub mod listen;
+
+use std::sync::Arc;
 
 use axum::{
     Json, Router,
@@ -9,11 +12,12 @@ use axum::{
     response::IntoResponse,
     routing::get,
 };
-use tokio::{net::TcpListener, sync::watch};
-use tokio_util::sync::CancellationToken;
-use tracing::{error, info, warn};
+use tokio::sync::watch;
 
-use crate::{backend::proxy_mode, metrics::Metrics, reconcile::Progress, session::backoff::Backoff};
+use crate::{
+    backend::proxy_mode, backlog::Backlog, config::Settings, http::health::HealthPages, http::listen::Server,
+    metrics::Metrics, reconcile::Progress,
+};
 
 /// What the pages are made from.
 #[derive(Debug, Clone)]
@@ -22,39 +26,26 @@ pub struct Pages {
     pub metrics: Arc<Metrics>,
     /// What is programmed.
     pub progress: watch::Receiver<Progress>,
-    /// The backend's name.
-    pub backend: Arc<str>,
-    /// Ways in which the backend runs below what was asked for.
-    pub degraded: Arc<[String]>,
+    /// What waits to be programmed.
+    pub backlog: Arc<Backlog>,
+    /// The configuration in use, as a `KubeProxyConfiguration`.
+    pub configz: Arc<serde_json::Value>,
 }
 
-/// Serves until `shutdown`. An address that cannot be bound is logged and tried again: forwarding does not depend on it.
-pub async fn serve(address: SocketAddr, pages: Pages, shutdown: CancellationToken) {
-    let app = router(pages);
-    let mut backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(30));
-    while let Some(listener) = shutdown.run_until_cancelled(bind(address, &mut backoff)).await {
-        let stopped = shutdown.clone().cancelled_owned();
-        match axum::serve(listener, app.clone()).with_graceful_shutdown(stopped).await {
-            Ok(()) => return,
-            Err(error) => warn!(%error, %address, "serving metrics ended; starting again"),
-        }
+/// The servers that the settings ask for.
+#[must_use]
+pub fn servers(settings: &Settings, pages: &Pages) -> Vec<Server> {
+    let mut servers = Vec::new();
+    if let Some(address) = settings.healthz_bind_address {
+        let Pages { backlog, metrics, .. } = pages.clone();
+        let pages = HealthPages { backlog, metrics, patience: settings.sync_period.saturating_mul(2) };
+        servers.push(Server::new("/healthz and /livez", "--healthz-bind-address", address, health::router(pages)));
     }
-}
-
-async fn bind(address: SocketAddr, backoff: &mut Backoff) -> TcpListener {
-    loop {
-        match TcpListener::bind(address).await {
-            Ok(listener) => {
-                info!(%address, "serving /metrics, /healthz and /proxyMode");
-                backoff.reset();
-                return listener;
-            }
-            Err(error) => {
-                error!(%error, %address, "cannot serve metrics; trying again. Pass another --metrics-bind-address if it is taken");
-                tokio::time::sleep(backoff.next_pause()).await;
-            }
-        }
+    if let Some(address) = settings.metrics_bind_address {
+        let what = "/metrics, /healthz, /proxyMode and /configz";
+        servers.push(Server::new(what, "--metrics-bind-address", address, router(pages.clone())));
     }
+    servers
 }
 
 fn router(pages: Pages) -> Router {
@@ -62,11 +53,12 @@ fn router(pages: Pages) -> Router {
         .route("/metrics", get(metrics))
         .route("/healthz", get(healthz))
         .route("/proxyMode", get(mode))
+        .route("/configz", get(configz))
         .with_state(pages)
 }
 
 async fn metrics(State(pages): State<Pages>) -> impl IntoResponse {
-    match pages.metrics.encode() {
+    match pages.metrics.encode(&pages.backlog.counts()) {
         Ok(text) => {
             let content_type = "application/openmetrics-text; version=1.0.0; charset=utf-8";
             (StatusCode::OK, [(CONTENT_TYPE, content_type)], text)
@@ -84,12 +76,17 @@ async fn healthz(State(pages): State<Pages>) -> impl IntoResponse {
         "version": pages.metrics.version_received.get(),
         "programmedVersion": programmed,
         "sourceAgeSeconds": pages.metrics.source_age().map(|age| age.as_secs_f64()),
-        "backend": &*pages.backend,
-        "degraded": &*pages.degraded,
+        "backend": progress.status.backend,
+        "degraded": progress.status.degraded,
         "lastError": progress.failure.map(|failure| failure.error),
     }))
 }
 
 async fn mode(State(pages): State<Pages>) -> String {
-    proxy_mode(&pages.backend).to_owned()
+    proxy_mode(&pages.progress.borrow().status.backend).to_owned()
+}
+
+/// As Kubernetes' components answer: by the group of the configuration.
+async fn configz(State(pages): State<Pages>) -> impl IntoResponse {
+    Json(serde_json::json!({ "kubeproxy.config.k8s.io": &*pages.configz }))
 }

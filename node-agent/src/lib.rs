@@ -4,6 +4,7 @@
 //! Forwarding outlives all of it: an agent that stops, or loses its control plane, leaves the rules in place.
 
 pub mod backend;
+pub mod backlog;
 pub mod companion;
 pub mod config;
 pub mod conntrack;
@@ -19,7 +20,11 @@ pub mod session;
 pub mod shared;
 pub mod sysctl;
 
-use std::{sync::Arc, thread};
+use std::{
+    sync::Arc,
+    thread,
+    time::{Duration, Instant},
+};
 
 use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
@@ -27,19 +32,26 @@ use tracing::{info, warn};
 
 use crate::{
     backend::{Backend, BackendError},
+    companion::{Companion, NodePorts},
     config::Settings,
-    http::Pages,
+    conntrack::ConntrackCleaner,
+    health_check::IsHealthy,
+    http::{Pages, listen::BindError},
     metrics::Metrics,
     options::{Configured, Options, OptionsError},
     persist::Surroundings,
+    node_inputs::NodeSettings,
     reconcile::{Reconciler, Timing},
     session::{
         backoff::Backoff,
         client::{Session, SessionConfig},
     },
-    shared::Shared,
+    shared::{NodePolicy, Shared},
     sysctl::{SysctlError, Sysctls},
 };
+
+/// How long the first sync waits for the Node where rules cannot be right without it. After that they are made as well as can be.
+const NODE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Why the agent could not start, or ended although nobody asked it to. An unreachable control plane is never the reason.
 #[derive(Debug, thiserror::Error)]
@@ -53,6 +65,9 @@ pub enum AgentError {
     /// A kernel parameter cannot be set.
     #[error(transparent)]
     Sysctl(#[from] SysctlError),
+    /// An address is taken, and the operator wants to know.
+    #[error(transparent)]
+    Bind(#[from] BindError),
     /// The configuration file was edited. Starting again takes up the new one.
     #[error("{0} was edited; the agent ends, so that it is started with the new content")]
     ConfigEdited(String),
@@ -75,7 +90,7 @@ pub async fn run(options: Options, shutdown: CancellationToken) -> Result<(), Ag
     }
     prepare(&configured.settings)?;
     let backend = backend::build(&options, &configured.settings)?;
-    run_configured(options, configured, backend, shutdown).await
+    run_configured(options, configured, backend, Machine::Ours, shutdown).await
 }
 
 /// Sets what is set once on the machine: kernel parameters, and how soon the kernel may kill this process when memory is short.
@@ -100,25 +115,37 @@ pub async fn run_with(
     shutdown: CancellationToken,
 ) -> Result<(), AgentError> {
     let configured = options.configured()?;
-    run_configured(options, configured, backend, shutdown).await
+    run_configured(options, configured, backend, Machine::NotOurs, shutdown).await
+}
+
+/// Whether the machine's kernel, besides what the backend does with it, is the agent's to change.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Machine {
+    Ours,
+    NotOurs,
+}
+
+/// The proxy is healthy when no change has waited for too long, as for `/livez`.
+fn is_alive(shared: &Arc<Shared>, sync_period: Duration) -> IsHealthy {
+    let (backlog, patience) = (Arc::clone(shared.backlog()), sync_period.saturating_mul(2));
+    IsHealthy::new(move || backlog.health(patience).is_alive())
 }
 
 async fn run_configured(
     options: Options,
     configured: Configured,
     backend: Box<dyn Backend>,
+    machine: Machine,
     shutdown: CancellationToken,
 ) -> Result<(), AgentError> {
     let Configured { settings, file, .. } = configured;
     let node_name = options.node_name(&settings)?;
     let (control_planes, tls) = options.control_planes()?;
-    let degraded = backend.degraded();
-    for sentence in &degraded {
+    for sentence in &backend.degraded() {
         warn!("{sentence}");
     }
     info!(node = %node_name, backend = backend.name(), version = env!("CARGO_PKG_VERSION"), "starting");
 
-    let backend_name: Arc<str> = backend.name().into();
     let metrics = Arc::new(Metrics::default());
     let (shared, saver) = match options.state_folder() {
         Some(folder) => {
@@ -129,9 +156,27 @@ async fn run_configured(
         None => (Shared::new(&node_name), None),
     };
     let shared = Arc::new(shared);
+    let bind_address = settings.bind_address;
+    shared.set_policy(NodePolicy { bind_address, ignores_external_ips: !settings.allow_external_ips });
+    let node_settings = NodeSettings::of(&settings);
+    if node_settings.needs_node() {
+        shared.await_node(Instant::now() + NODE_TIMEOUT);
+    }
     let Settings { min_sync_period, sync_period, .. } = settings;
     let timing = Timing { min_sync_period, sync_period, backoff: Backoff::default() };
     let (reconciler, progress) = Reconciler::new(backend, Arc::clone(&shared), Arc::clone(&metrics), timing);
+    let reconciler = reconciler.with_node_settings(node_settings);
+    let node_ports = NodePorts::of_inputs(reconciler.inputs());
+    let (health_check_ports, health_check_server) = health_check::new(
+        metrics.health_check.clone(),
+        node_ports.clone(),
+        is_alive(&shared, sync_period),
+    );
+    let mut companions: Vec<Box<dyn Companion>> = vec![Box::new(health_check_ports)];
+    if machine == Machine::Ours {
+        companions.push(Box::new(ConntrackCleaner::start(metrics.conntrack.clone(), node_ports)?));
+    }
+    let reconciler = reconciler.with_companions(companions);
     let config = SessionConfig { node_name, control_planes, tls, backoff: Backoff::default() };
     let around = Surroundings {
         shared: Arc::clone(&shared),
@@ -139,7 +184,14 @@ async fn run_configured(
         progress: progress.clone(),
     };
     let session = Session::new(config, Arc::clone(&shared), Arc::clone(&metrics), progress.clone());
-    let pages = Pages { metrics, progress, backend: backend_name, degraded: degraded.into() };
+    let configz = Arc::new(settings.document.clone());
+    let pages = Pages { metrics, progress, backlog: Arc::clone(shared.backlog()), configz };
+    let mut servers = http::servers(&settings, &pages);
+    if settings.bind_address_hard_fail {
+        for server in &mut servers {
+            server.bind_now().await?;
+        }
+    }
 
     let (ended, reconcile_ended) = oneshot::channel::<()>();
     let thread = thread::Builder::new().name("reconcile".into()).spawn(move || {
@@ -151,9 +203,10 @@ async fn run_configured(
     let running = shutdown.child_token();
     let _stops = running.clone().drop_guard();
     let stop_thread = StopOnDrop(Arc::clone(&shared));
-    if let Some(address) = settings.metrics_bind_address {
-        tokio::spawn(http::serve(address, pages, running.clone()));
+    for server in servers {
+        tokio::spawn(server.run(running.clone()));
     }
+    tokio::spawn(health_check_server.run(running.clone()));
     let edited = async {
         match file {
             Some((path, text)) => {
@@ -165,10 +218,11 @@ async fn run_configured(
     };
     let saving = saver.map(|saver| tokio::spawn(saver.run(around.clone(), options.state_save_period, running.clone())));
     let ended_by = tokio::select! {
-        () = session.run(running) => None,
+        () = session.run(running.clone()) => None,
         _ = reconcile_ended => Some(AgentError::ReconcileEnded),
         path = edited => Some(AgentError::ConfigEdited(path)),
     };
+    running.cancel();
     drop(stop_thread);
     // What the kernel is at is finished: rules are written whole or not at all.
     let joined = tokio::task::spawn_blocking(move || thread.join()).await;

@@ -1,5 +1,8 @@
 //! What the agent counts, for Prometheus and for `/healthz`.
 
+pub mod catalogue;
+pub mod kube_proxy;
+
 use std::{
     sync::{Mutex, PoisonError, atomic::AtomicU64},
     time::{Duration, Instant},
@@ -12,7 +15,8 @@ use prometheus_client::{
     registry::{Registry, Unit},
 };
 
-use crate::backend::Report;
+use self::{catalogue::Catalogue, kube_proxy::KubeProxyMetrics};
+use crate::{backend::Report, backlog::Counts, conntrack::ConntrackMetrics, health_check::HealthCheckMetrics};
 
 /// What a sync had to do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -64,6 +68,11 @@ struct ModeLabel {
 #[derive(Debug)]
 pub struct Metrics {
     registry: Registry,
+    catalogue: Catalogue,
+    /// kube-proxy's.
+    pub kube_proxy: KubeProxyMetrics,
+    /// Of the thread that deletes stale flows.
+    pub conntrack: ConntrackMetrics,
     /// 1 while a stream is up and welcomed.
     pub connected: Gauge,
     /// Streams after the first that were begun.
@@ -78,6 +87,8 @@ pub struct Metrics {
     pub repairs: Counter,
     /// Verifications that could not be made.
     pub verifications_failed: Counter,
+    /// Health-check node ports.
+    pub health_check: HealthCheckMetrics,
     /// The newest version that the control plane has.
     pub head_version: Gauge<u64, AtomicU64>,
     /// 1 when this run began with a state from disk.
@@ -101,8 +112,13 @@ impl Default for Metrics {
         // 1 ms doubled 15 times, as kube-proxy's.
         let apply_histogram: fn() -> Histogram =
             || Histogram::new(prometheus_client::metrics::histogram::exponential_buckets(0.001, 2.0, 15));
+        let (mut catalogue, conntrack) = (Catalogue::default(), ConntrackMetrics::default());
+        let kube_proxy = KubeProxyMetrics::new(&mut catalogue, &conntrack);
         let mut metrics = Self {
             registry: Registry::with_prefix("headgate_agent"),
+            catalogue,
+            kube_proxy,
+            conntrack,
             connected: Gauge::default(),
             reconnects: Counter::default(),
             rejected_resources: Counter::default(),
@@ -110,6 +126,7 @@ impl Default for Metrics {
             version_programmed: Gauge::default(),
             repairs: Counter::default(),
             verifications_failed: Counter::default(),
+            health_check: HealthCheckMetrics::default(),
             head_version: Gauge::default(),
             state_restored: Gauge::default(),
             state_save_errors: Counter::default(),
@@ -131,38 +148,55 @@ impl Default for Metrics {
 
 impl Metrics {
     fn register(&mut self) {
-        let registry = &mut self.registry;
-        registry.register("connected", "1 while a control plane serves this agent", self.connected.clone());
-        registry.register("stream_errors", "Streams that ended, by reason", self.stream_errors.clone());
-        registry.register("reconnects", "Attempts to connect after the first", self.reconnects.clone());
-        registry.register("resumes", "How streams began: log, digests or full", self.resumes.clone());
+        let mut add = self.catalogue.adder("headgate_agent", &mut self.registry);
+        add.gauge("connected", "", "1 while a control plane serves this agent", self.connected.clone());
+        add.counter("stream_errors", "reason", "Streams that ended, by reason", self.stream_errors.clone());
+        add.counter("reconnects", "", "Attempts to connect after the first", self.reconnects.clone());
+        add.counter(
+            "resumes",
+            "mode (log, digests, full)",
+            "How streams began: log, digests or full",
+            self.resumes.clone(),
+        );
         let help = "Resources that the control plane sent and this agent cannot use";
-        registry.register("rejected_resources", help, self.rejected_resources.clone());
+        add.counter("rejected_resources", "", help, self.rejected_resources.clone());
         let help = "Time since the control plane's source was last heard";
-        registry.register_with_unit("source_age", help, Unit::Seconds, self.source_age_seconds.clone());
-        registry.register("version_received", "Version of the state that is held", self.version_received.clone());
-        registry.register("version_programmed", "Version that is in the kernel", self.version_programmed.clone());
+        add.gauge_in(Unit::Seconds, "source_age", "", help, self.source_age_seconds.clone());
+        add.gauge("version_received", "", "Version of the state that is held", self.version_received.clone());
+        add.gauge("version_programmed", "", "Version that is in the kernel", self.version_programmed.clone());
         let help = "Newest version that the control plane has, as of its last heartbeat";
-        registry.register("head_version", help, self.head_version.clone());
+        add.gauge("head_version", "", help, self.head_version.clone());
         let help = "1 when this run of the agent began with a state from disk";
-        registry.register("state_restored", help, self.state_restored.clone());
+        add.gauge("state_restored", "", help, self.state_restored.clone());
         let help = "Times that the state was saved to disk: append (what changed) or full";
-        registry.register("state_saves", help, self.state_saves.clone());
+        add.counter("state_saves", "kind (append, full)", help, self.state_saves.clone());
         let help = "Attempts to save the state to disk that failed";
-        registry.register("state_save_errors", help, self.state_save_errors.clone());
+        add.counter("state_save_errors", "", help, self.state_save_errors.clone());
         let help = "Size of the saved state";
-        registry.register_with_unit("state", help, Unit::Bytes, self.state_bytes.clone());
+        add.gauge_in(Unit::Bytes, "state", "", help, self.state_bytes.clone());
         let help = "Time from taking up a change to the kernel's acknowledgement";
-        registry.register_with_unit("apply_duration", help, Unit::Seconds, self.apply_duration.clone());
-        registry.register("applies_failed", "Attempts to program the kernel that failed", self.applies_failed.clone());
+        add.histogram("apply_duration_seconds", "kind (partial, full)", help, self.apply_duration.clone());
+        add.counter(
+            "applies_failed",
+            "kind (partial, full, nothing)",
+            "Attempts to program the kernel that failed",
+            self.applies_failed.clone(),
+        );
         let help = "Services whose programming was computed anew";
-        registry.register("services_planned", help, self.services_planned.clone());
+        add.counter("services_planned", "", help, self.services_planned.clone());
         let help = "Chains, or the backend's like, that were written";
-        registry.register("objects_written", help, self.objects_written.clone());
+        add.counter("objects_written", "", help, self.objects_written.clone());
         let help = "Times that rules were found removed or changed by somebody else, and were restored";
-        registry.register("repairs", help, self.repairs.clone());
+        add.counter("repairs", "", help, self.repairs.clone());
         let help = "Times that the rules could not be verified";
-        registry.register("verifications_failed", help, self.verifications_failed.clone());
+        add.counter("verifications_failed", "", help, self.verifications_failed.clone());
+        let help = "Passes over the connection tracking table that failed and are tried again";
+        self.catalogue.describe("headgate_agent_conntrack_passes_failed_total", "counter", "ip_family", help);
+        self.conntrack.register(&mut self.registry);
+        for (name, kind, help) in HealthCheckMetrics::DESCRIPTIONS {
+            self.catalogue.describe(&format!("headgate_agent_{name}"), kind, "", help);
+        }
+        self.health_check.register(&mut self.registry);
     }
 
     /// A stream ended, for one of a few fixed reasons.
@@ -220,14 +254,23 @@ impl Metrics {
         self.services_planned.get()
     }
 
-    /// Everything in Prometheus' text format.
+    /// Descriptions of all metrics.
+    #[must_use]
+    pub fn catalogue(&self) -> &Catalogue {
+        &self.catalogue
+    }
+
+    /// Everything in Prometheus' text format, with what is counted elsewhere.
     ///
     /// # Errors
     /// Only when formatting fails, which a `String` does not.
-    pub fn encode(&self) -> Result<String, std::fmt::Error> {
+    pub fn encode(&self, counts: &Counts) -> Result<String, std::fmt::Error> {
         self.source_age_seconds.set(self.source_age().map_or(0.0, |age| age.as_secs_f64()));
         let mut out = String::new();
-        text::encode(&mut out, &self.registry)?;
+        self.kube_proxy.take_counts(counts);
+        text::encode_registry(&mut out, &self.registry)?;
+        text::encode_registry(&mut out, self.kube_proxy.registry())?;
+        text::encode_eof(&mut out)?;
         Ok(out)
     }
 }
@@ -235,7 +278,18 @@ impl Metrics {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
+    use std::time::{SystemTime, UNIX_EPOCH};
+
+    use headgate_core::{
+        Family::{V4, V6},
+        view::NoLocalEndpoints,
+    };
+
     use super::*;
+    use crate::{
+        backend::{FamilyStatistics, TableStatistics},
+        backlog::Trigger,
+    };
 
     #[test]
     fn names_and_labels() {
@@ -246,7 +300,7 @@ mod tests {
         let report = Report { services_planned: 3, objects_written: 4, warnings: Vec::new() };
         metrics.synced(SyncKind::Partial, Duration::from_millis(3), &report, 9);
         metrics.sync_failed(SyncKind::Full);
-        let text = metrics.encode().unwrap();
+        let text = metrics.encode(&Counts::default()).unwrap();
         for line in [
             "headgate_agent_stream_errors_total{reason=\"version_gap\"} 1",
             "headgate_agent_resumes_total{mode=\"digests\"} 1",
@@ -260,5 +314,66 @@ mod tests {
             assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
         }
         assert!(metrics.source_age().unwrap() >= Duration::from_secs(5));
+    }
+
+    #[test]
+    fn everything_that_is_served_is_described() {
+        let metrics = Metrics::default();
+        metrics.stream_error("x");
+        metrics.resumed(ResumeMode::Log);
+        metrics.state_saved("full", 1);
+        metrics.sync_failed(SyncKind::Full);
+        metrics.synced(SyncKind::Full, Duration::ZERO, &Report::default(), 1);
+        metrics.kube_proxy.failed(SyncKind::Partial, &[]);
+        metrics.kube_proxy.healthz(200);
+        metrics.kube_proxy.livez(200);
+        metrics.kube_proxy.synced(SyncKind::Partial, Duration::ZERO, &[], &[]);
+        let text = metrics.encode(&Counts::default()).unwrap();
+        let names = metrics.catalogue().names();
+        let mut served = 0;
+        for line in text.lines().filter_map(|line| line.strip_prefix("# TYPE ")) {
+            let (name, kind) = line.split_once(' ').unwrap();
+            let name = if kind == "counter" { format!("{name}_total") } else { name.to_owned() };
+            assert!(names.contains(&name.as_str()), "{name} is not in the catalogue");
+            served += 1;
+        }
+        assert!(served > 30, "{served}");
+        assert_eq!(text.matches("# EOF").count(), 1);
+    }
+
+    // rows: 109
+    #[test]
+    fn row_109_kube_proxys_names_and_labels() {
+        let metrics = Metrics::default();
+        let table = TableStatistics { table: "nat", total: 9, last: 2 };
+        let no_local = NoLocalEndpoints { internal: 1, external: 0 };
+        let v4 = FamilyStatistics { family: V4, took: Duration::from_millis(3), rules: vec![table], no_local };
+        let now_ms = u64::try_from(SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_millis()).unwrap();
+        let triggers = [Trigger { family: V4, unix_ms: now_ms + 1000 }, Trigger { family: V6, unix_ms: 1 }];
+        metrics.kube_proxy.synced(SyncKind::Partial, Duration::ZERO, &[v4], &triggers);
+        metrics.kube_proxy.failed(SyncKind::Partial, &[V6]);
+        metrics.kube_proxy.healthz(503);
+        let counts = Counts { endpoint_changes_total: 5, service_changes_pending: 2, ..Counts::default() };
+        let text = metrics.encode(&counts).unwrap();
+        for line in [
+            "kubeproxy_sync_proxy_rules_duration_seconds_count{ip_family=\"IPv4\"} 1",
+            "kubeproxy_sync_partial_proxy_rules_duration_seconds_bucket{le=\"0.004\",ip_family=\"IPv4\"} 1",
+            "kubeproxy_network_programming_duration_seconds_count{ip_family=\"IPv4\"} 1",
+            "kubeproxy_sync_proxy_rules_iptables_total{ip_family=\"IPv4\",table=\"nat\"} 9",
+            "kubeproxy_sync_proxy_rules_iptables_last{ip_family=\"IPv4\",table=\"nat\"} 2",
+            "kubeproxy_sync_proxy_rules_no_local_endpoints_total{ip_family=\"IPv4\",traffic_policy=\"internal\"} 1",
+            "kubeproxy_sync_proxy_rules_no_local_endpoints_total{ip_family=\"IPv4\",traffic_policy=\"external\"} 0",
+            "kubeproxy_sync_proxy_rules_iptables_restore_failures_total{ip_family=\"IPv6\"} 1",
+            "kubeproxy_sync_proxy_rules_iptables_partial_restore_failures_total{ip_family=\"IPv6\"} 1",
+            "kubeproxy_proxy_healthz_total{code=\"503\"} 1",
+            "kubeproxy_sync_proxy_rules_endpoint_changes_total 5",
+            "kubeproxy_sync_proxy_rules_service_changes_pending 2",
+        ] {
+            assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
+        }
+        assert!(
+            !text.contains("network_programming_duration_seconds_count{ip_family=\"IPv6\"}"),
+            "older than the process"
+        );
     }
 }

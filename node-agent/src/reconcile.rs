@@ -16,7 +16,9 @@ use tracing::{error, info, warn};
 
 use crate::{
     backend::{Backend, BackendError, ErrorKind, Plan, Report},
+    companion::{Companion, Scope},
     metrics::{Metrics, SyncKind},
+    node_inputs::{NodeInputs, NodeSettings, interface_addresses},
     session::backoff::Backoff,
     shared::{Shared, Target, Wake, Work},
 };
@@ -92,12 +94,15 @@ struct Unfinished {
 /// The loop. Build it, then give [`Self::run`] a thread.
 pub struct Reconciler {
     backend: Box<dyn Backend>,
+    companions: Vec<Box<dyn Companion>>,
     shared: Arc<Shared>,
     metrics: Arc<Metrics>,
     progress: watch::Sender<Progress>,
     timing: Timing,
     unfinished: Unfinished,
     failures: Backoff,
+    node_settings: NodeSettings,
+    inputs: watch::Sender<NodeInputs>,
     done: Option<u64>,
     not_before: Instant,
     verify_at: Instant,
@@ -128,20 +133,22 @@ impl Reconciler {
         metrics: Arc<Metrics>,
         timing: Timing,
     ) -> (Self, watch::Receiver<Progress>) {
-        let (progress, receiver) =
-            watch::channel(Progress { status: status(backend.as_ref()), ..Progress::default() });
+        let (progress, receiver) = watch::channel(Progress { status: status(backend.as_ref()), ..Progress::default() });
         let now = Instant::now();
         let verify_at = now + timing.sync_period;
         let failures = timing.backoff.clone();
         let unfinished = Unfinished::default();
         let reconciler = Self {
             backend,
+            companions: Vec::new(),
             shared,
             metrics,
             progress,
             timing,
             unfinished,
             failures,
+            node_settings: NodeSettings::default(),
+            inputs: watch::channel(NodeInputs::default()).0,
             done: None,
             not_before: now,
             verify_at,
@@ -149,8 +156,29 @@ impl Reconciler {
         (reconciler, receiver)
     }
 
+    /// Settings that resolve to different rules as the node and its interfaces change.
+    #[must_use]
+    pub fn with_node_settings(mut self, settings: NodeSettings) -> Self {
+        self.node_settings = settings;
+        self
+    }
+
+    /// What rules depend on besides the state: as it was for the last sync.
+    #[must_use]
+    pub fn inputs(&self) -> watch::Receiver<NodeInputs> {
+        self.inputs.subscribe()
+    }
+
+    /// What is to follow the rules.
+    #[must_use]
+    pub fn with_companions(mut self, companions: Vec<Box<dyn Companion>>) -> Self {
+        self.companions = companions;
+        self
+    }
+
     /// Runs until [`Shared::stop`]. Rules stay in the kernel.
     pub fn run(mut self) {
+        self.resolve_inputs();
         if self.shared.is_unconfirmed() {
             self.verify_at = Instant::now();
         }
@@ -167,8 +195,11 @@ impl Reconciler {
 
     fn sync(&mut self) {
         let started = Instant::now();
-        let Self { backend, shared, unfinished, .. } = self;
-        let Some(attempt) = shared.take(|work| begin(backend.as_mut(), work, unfinished)) else { return };
+        if self.unfinished.needs_full || self.shared.needs_full() {
+            self.resolve_inputs();
+        }
+        let Self { backend, companions, shared, unfinished, .. } = self;
+        let Some(attempt) = shared.take(|work| begin(backend.as_mut(), companions, work, unfinished)) else { return };
         let result = match attempt.job {
             Job::Nothing => Ok(Report::default()),
             Job::Apply(plan) => self.backend.apply(plan),
@@ -191,8 +222,11 @@ impl Reconciler {
         }
         self.done = Some(generation);
         self.unfinished = Unfinished::default();
+        self.companions.iter_mut().for_each(|companion| companion.applied());
         self.failures.reset();
+        let triggers = self.shared.backlog().succeeded();
         self.metrics.synced(kind, took, report, target.version);
+        self.metrics.kube_proxy.synced(kind, took, &self.backend.statistics(), &triggers);
         let Report { services_planned, objects_written, .. } = *report;
         let programmed = Some(Programmed { target, generation, took, services_planned, objects_written });
         self.progress.send_modify(|progress| {
@@ -216,7 +250,9 @@ impl Reconciler {
         let attempts = self.failures.attempts();
         error!(%error, version = target.version, attempts, pause_ms = pause.as_millis(), "could not program the kernel");
         self.not_before = self.not_before.max(Instant::now() + pause);
+        self.shared.backlog().failed(&error.families);
         self.metrics.sync_failed(kind);
+        self.metrics.kube_proxy.failed(kind, &error.families);
         let failure = Some(Failure { target, error: error.message.clone(), attempts });
         self.progress.send_modify(|progress| progress.failure = failure);
     }
@@ -228,9 +264,15 @@ impl Reconciler {
         match self.backend.verify() {
             Ok(true) => {
                 info!("the rules of the last run are in place, and stay as they are until a control plane answers");
+                let Self { shared, companions, .. } = self;
+                shared.with_facts(|state, node| {
+                    companions.iter_mut().for_each(|companion| companion.restored(state, node))
+                });
                 return;
             }
-            Ok(false) => info!("rules are missing: programming the last good state, without waiting for a control plane"),
+            Ok(false) => {
+                info!("rules are missing: programming the last good state, without waiting for a control plane")
+            }
             Err(error) => {
                 self.metrics.verifications_failed.inc();
                 warn!(%error, "could not look at the rules: programming the last good state");
@@ -252,8 +294,31 @@ impl Reconciler {
         });
     }
 
+    /// Resolves what depends on the node and its interfaces, and has everything programmed anew when rules change by it.
+    fn resolve_inputs(&mut self) {
+        let interfaces = if self.node_settings.needs_interfaces() { interface_addresses() } else { Ok(Vec::new()) };
+        let interfaces = match interfaces {
+            Ok(interfaces) => interfaces,
+            Err(error) => {
+                warn!(%error, "could not read the addresses of the interfaces; NodePorts stay on those that were there");
+                return;
+            }
+        };
+        let inputs = self.node_settings.resolve(self.shared.node().as_ref(), &interfaces);
+        if inputs == *self.inputs.borrow() {
+            return;
+        }
+        info!(?inputs, "the node's addresses or local pods are told anew");
+        if self.backend.reconfigure(&inputs) {
+            self.unfinished.needs_full = true;
+            self.done = None;
+        }
+        self.inputs.send_replace(inputs);
+    }
+
     fn verify(&mut self) {
         self.verify_at = Instant::now() + self.timing.sync_period;
+        self.resolve_inputs();
         match self.backend.verify() {
             Ok(true) => {}
             Ok(false) => {
@@ -275,9 +340,16 @@ fn status(backend: &dyn Backend) -> v1::AgentStatus {
 }
 
 /// Takes the work up, together with what an earlier attempt left unfinished, and plans it.
-fn begin(backend: &mut dyn Backend, work: Work<'_>, unfinished: &mut Unfinished) -> Attempt {
+fn begin(
+    backend: &mut dyn Backend,
+    companions: &mut [Box<dyn Companion>],
+    work: Work<'_>,
+    unfinished: &mut Unfinished,
+) -> Attempt {
     unfinished.dirty.merge(work.dirty);
     unfinished.needs_full |= work.needs_full;
+    let scope = if unfinished.needs_full { Scope::All } else { Scope::Services(&unfinished.dirty.services) };
+    companions.iter_mut().for_each(|companion| companion.plan(work.state, work.facts, scope));
     let (kind, job) = if unfinished.needs_full {
         unfinished.dirty = Dirty::default();
         (SyncKind::Full, Job::Done(backend.sync_full(work.state, work.facts)))

@@ -4,6 +4,7 @@
 //! while the kernel is busy gathers in one set of dirty keys: each is planned once, at its newest value.
 
 use std::{
+    net::IpAddr,
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError},
     time::Instant,
 };
@@ -12,6 +13,8 @@ use headgate_core::{Dirty, Node, ServiceKey, State, view::NodeFacts};
 use headgate_proto::{node_to_wire, v1};
 
 use crate::{
+    backlog::Backlog,
+    node_inputs::node_addresses,
     persist::{self, Keys, Restored, Unsaved, UnsavedStep},
     session::held::{Held, Step},
 };
@@ -29,9 +32,19 @@ pub struct Target {
     pub node_revision: u64,
 }
 
+/// What the operator configured about the node.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct NodePolicy {
+    /// An address of the node, before what the Node says.
+    pub bind_address: Option<IpAddr>,
+    /// externalIPs are left alone.
+    pub ignores_external_ips: bool,
+}
+
 /// See the module.
 #[derive(Debug)]
 pub struct Shared {
+    backlog: Arc<Backlog>,
     inner: Mutex<Inner>,
     changed: Condvar,
 }
@@ -45,6 +58,9 @@ struct Inner {
     node: Option<Node>,
     is_node_saved: bool,
     facts: NodeFacts,
+    policy: NodePolicy,
+    /// Until then, nothing is programmed before the node is known.
+    node_awaited_until: Option<Instant>,
     stream: u64,
     node_revision: u64,
     dirty: Dirty,
@@ -58,6 +74,19 @@ impl Inner {
     fn target(&self) -> Option<Target> {
         let (epoch, version) = self.held.position()?;
         Some(Target { epoch, version, stream: self.stream, node_revision: self.node_revision })
+    }
+
+    /// Facts of a node, under the operator's policy.
+    fn facts_of(&self, node: Option<&Node>) -> NodeFacts {
+        let facts = NodeFacts::of(&self.node_name, node);
+        let NodePolicy { bind_address, ignores_external_ips } = self.policy;
+        NodeFacts { addresses: node_addresses(&facts.addresses, bind_address), ignores_external_ips, ..facts }
+    }
+
+    /// The moment before which nothing is programmed for want of the node; any past one when it is known.
+    fn node_awaited(&self) -> Instant {
+        let is_known = self.node.is_some() || self.node_revision != 0;
+        self.node_awaited_until.filter(|_| !is_known).unwrap_or_else(Instant::now)
     }
 
     fn own_node(&self) -> v1::OwnNode {
@@ -117,6 +146,8 @@ impl Shared {
             facts: NodeFacts::of(node_name, node.as_ref()),
             node,
             is_node_saved: true,
+            policy: NodePolicy::default(),
+            node_awaited_until: None,
             stream: 0,
             node_revision: 0,
             dirty: Dirty::default(),
@@ -124,7 +155,32 @@ impl Shared {
             generation: 0,
             stop: false,
         };
-        Self { inner: Mutex::new(inner), changed: Condvar::new() }
+        Self { backlog: Arc::default(), inner: Mutex::new(inner), changed: Condvar::new() }
+    }
+
+    /// Takes what the operator configured about the node.
+    pub fn set_policy(&self, policy: NodePolicy) {
+        let mut inner = self.lock();
+        inner.policy = policy;
+        inner.facts = inner.facts_of(inner.node.as_ref());
+        inner.needs_full = true;
+    }
+
+    /// Nothing is programmed before the node is known, or that moment has come.
+    pub fn await_node(&self, until: Instant) {
+        self.lock().node_awaited_until = Some(until);
+    }
+
+    /// What has come and is not in the kernel yet.
+    #[must_use]
+    pub fn backlog(&self) -> &Arc<Backlog> {
+        &self.backlog
+    }
+
+    /// The agent's own node, as far as it is known.
+    #[must_use]
+    pub fn node(&self) -> Option<Node> {
+        self.lock().node.clone()
     }
 
     /// A new stream begins. Returns what `Hello` says of the state, epoch and version of it, and the number of the stream.
@@ -154,6 +210,7 @@ impl Shared {
     }
 
     fn apply_locked(&self, inner: &mut Inner, step: Step) {
+        self.backlog.queue(&step.changes, &step.triggers);
         let Inner { held, dirty, .. } = inner;
         held.apply(step, dirty);
         inner.is_unconfirmed = false;
@@ -164,10 +221,13 @@ impl Shared {
     /// Takes what the stream says of the node. Whatever depends on it is planned anew when it differs.
     pub fn set_node(&self, revision: u64, node: Option<&Node>) {
         let mut inner = self.lock();
-        let facts = NodeFacts::of(&inner.node_name, node);
-        if facts != inner.facts {
+        self.backlog.see_node(node);
+        let facts = inner.facts_of(node);
+        let pod_cidrs = |node: Option<&Node>| node.map(|node| node.pod_cidrs.clone()).unwrap_or_default();
+        if facts != inner.facts || pod_cidrs(node) != pod_cidrs(inner.node.as_ref()) {
             inner.facts = facts;
             inner.needs_full = true;
+            self.backlog.queue_other();
         }
         if inner.node.as_ref() != node {
             inner.node = node.cloned();
@@ -204,6 +264,12 @@ impl Shared {
         look(self.lock().held.state())
     }
 
+    /// Looks at the state, and at what is known of the node, under the lock.
+    pub(crate) fn with_facts<T>(&self, look: impl FnOnce(&State, &NodeFacts) -> T) -> T {
+        let inner = self.lock();
+        look(inner.held.state(), &inner.facts)
+    }
+
     /// Ends the reconcile loop, after what it is at.
     pub fn stop(&self) {
         self.lock().stop = true;
@@ -221,7 +287,7 @@ impl Shared {
             let is_done = Some(inner.generation) == done || inner.is_unconfirmed;
             let due = match (inner.held.position(), is_done) {
                 (None, _) => None,
-                (Some(_), false) => Some((Wake::Work, not_before)),
+                (Some(_), false) => Some((Wake::Work, not_before.max(inner.node_awaited()))),
                 (Some(_), true) => Some((Wake::Verify, verify_at)),
             };
             inner = match due {
@@ -243,8 +309,14 @@ impl Shared {
         let target = inner.target()?;
         let dirty = std::mem::take(&mut inner.dirty);
         let needs_full = std::mem::take(&mut inner.needs_full);
+        self.backlog.take();
         let Inner { held, facts, generation, .. } = &*inner;
         Some(plan(Work { state: held.state(), facts, dirty, needs_full, target, generation: *generation }))
+    }
+
+    /// The next sync has to be a full one, as far as the state and the node are concerned.
+    pub(crate) fn needs_full(&self) -> bool {
+        self.lock().needs_full
     }
 
     /// Something has come since this generation.

@@ -3,9 +3,13 @@
 //! Backends are synchronous (the kernel works inside the system call or the process that is waited for) and run on the thread of
 //! [`crate::reconcile`].
 
-use std::{any::Any, fmt};
+use std::{any::Any, fmt, time::Duration};
 
-use headgate_core::{Dirty, State, masquerade::MasqueradeConfig, view::NodeFacts};
+use headgate_core::{
+    Dirty, Family, State,
+    masquerade::MasqueradeConfig,
+    view::{NoLocalEndpoints, NodeFacts},
+};
 
 use crate::{
     config::{ProxyMode, Settings},
@@ -27,6 +31,30 @@ pub struct Report {
     pub objects_written: u32,
     /// One sentence for each thing that was done less well than asked, such as a port that another process holds.
     pub warnings: Vec<String>,
+}
+
+/// One family's part of what a backend has in the kernel.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FamilyStatistics {
+    /// The family.
+    pub family: Family,
+    /// Time that the last step took in it.
+    pub took: Duration,
+    /// Rules, by table; empty for backends without rules.
+    pub rules: Vec<TableStatistics>,
+    /// Service ports whose Local policies find no endpoint on this node.
+    pub no_local: NoLocalEndpoints,
+}
+
+/// Rules of one table.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TableStatistics {
+    /// The table.
+    pub table: &'static str,
+    /// Rules that are there.
+    pub total: u32,
+    /// Rules that the last step wrote.
+    pub last: u32,
 }
 
 /// What a backend computed in [`Backend::plan`] and takes back in [`Backend::apply`]; nobody else looks inside.
@@ -54,6 +82,11 @@ pub trait Backend: Send {
     /// # Errors
     /// As [`BackendError::kind`] says. After an error the plan is spent: the caller plans the same services again, or syncs in full.
     fn apply(&mut self, plan: Plan) -> Result<Report, BackendError>;
+
+    /// What the last step brought the kernel to, in numbers, for each family that is programmed. Costs nothing: the numbers are kept in step.
+    fn statistics(&self) -> Vec<FamilyStatistics> {
+        Vec::new()
+    }
 
     /// Takes what rules depend on besides the state. True when rules change by it: then the next step has to be [`Self::sync_full`].
     fn reconfigure(&mut self, inputs: &NodeInputs) -> bool {
@@ -95,12 +128,38 @@ pub struct BackendError {
     pub kind: ErrorKind,
     /// What failed, and the remedy where there is one.
     pub message: String,
+    /// The families that it is about; none means both.
+    pub families: Vec<Family>,
 }
 
 impl BackendError {
     /// An error of a kind.
     pub fn new(kind: ErrorKind, message: impl fmt::Display) -> Self {
-        Self { kind, message: message.to_string() }
+        Self { kind, message: message.to_string(), families: Vec::new() }
+    }
+
+    /// The same, about one family.
+    #[must_use]
+    pub fn of(self, family: Family) -> Self {
+        Self { families: vec![family], ..self }
+    }
+
+    /// One error for two results; the graver kind counts.
+    ///
+    /// # Errors
+    /// One of the two has failed, or both.
+    pub fn join(one: Result<(), Self>, other: Result<(), Self>) -> Result<(), Self> {
+        let (Err(mut one), Err(other)) = (one.clone(), other.clone()) else { return one.and(other) };
+        if one.kind == ErrorKind::Retry {
+            one.kind = other.kind;
+        }
+        if one.families.is_empty() || other.families.is_empty() {
+            one.families.clear();
+        } else {
+            one.families.extend(other.families);
+        }
+        one.message = format!("{}; {}", one.message, other.message);
+        Err(one)
     }
 }
 

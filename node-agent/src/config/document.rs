@@ -92,3 +92,27 @@ fn value(kind: Kind) -> String {
         kind => kind.name().to_owned(),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use std::{fs, path::Path};
+
+    use super::*;
+    use crate::metrics::Metrics;
+
+    /// `make docs` sets `HEADGATE_WRITE_DOCS`, and then the pages are written instead of compared.
+    #[test]
+    fn documents_are_current() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs");
+        let pages = [("configuration.md", configuration_page()), ("metrics.md", Metrics::default().catalogue().page())];
+        for (name, page) in pages {
+            let path = folder.join(name);
+            if std::env::var_os("HEADGATE_WRITE_DOCS").is_some() {
+                fs::write(&path, &page).unwrap();
+            }
+            let found = fs::read_to_string(&path).unwrap_or_default();
+            assert!(found == page, "docs/{name} is stale: run `make docs`");
+        }
+    }
+}

@@ -59,7 +59,7 @@ impl Agent {
     fn step(&mut self, changes: Vec<Change>, snapshot: Option<Snapshot>) {
         self.version += 1;
         let positions = vec![v1::SourcePosition { kind: 5, position: 1000 + self.version }];
-        self.shared.apply(Step { epoch: 7, version: self.version, positions, changes, snapshot });
+        self.shared.apply(Step { epoch: 7, version: self.version, positions, changes, triggers: Vec::new(), snapshot });
     }
 
     fn save(&mut self) -> &'static str {
@@ -304,7 +304,7 @@ fn what_changes_while_everything_is_written_is_in_it() {
                 let change = if version % 3 == 0 { no_endpoint(name, last) } else { endpoint(name, last, 8080) };
                 let gone = Change::RemoveService(key(&services[usize::try_from(version).unwrap() % services.len()]));
                 let changes = if version % 11 == 0 { vec![change, gone] } else { vec![change] };
-                shared.apply(Step { epoch: 7, version, positions: Vec::new(), changes, snapshot: None });
+                shared.apply(Step { epoch: 7, version, positions: Vec::new(), changes, triggers: Vec::new(), snapshot: None });
             }
         })
     };

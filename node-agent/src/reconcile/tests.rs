@@ -6,6 +6,7 @@ use headgate_core::{Change, Node, State};
 use super::*;
 use crate::{
     backend::fake::{Call, FakeBackend, FakeControl},
+    backlog::Counts,
     session::{
         held::{Buckets, Snapshot, Step},
         testing::{endpoint, no_endpoint, service},
@@ -57,11 +58,18 @@ impl Loop {
 
     fn snapshot(&self, version: u64, changes: Vec<Change>) {
         let snapshot = Some(Snapshot { buckets: Buckets::All, rejected: Default::default() });
-        self.shared.apply(Step { epoch: 1, version, positions: Vec::new(), changes, snapshot });
+        self.shared.apply(Step { epoch: 1, version, positions: Vec::new(), changes, triggers: Vec::new(), snapshot });
     }
 
     fn batch(&self, version: u64, changes: Vec<Change>) {
-        self.shared.apply(Step { epoch: 1, version, positions: Vec::new(), changes, snapshot: None });
+        self.shared.apply(Step {
+            epoch: 1,
+            version,
+            positions: Vec::new(),
+            changes,
+            triggers: Vec::new(),
+            snapshot: None,
+        });
     }
 }
 
@@ -214,7 +222,7 @@ fn a_failure_is_reported_with_its_words_and_no_ack() {
     assert_eq!((failure.target.version, failure.attempts), (4, 1));
     assert_eq!(failure.error, "iptables-restore is not installed");
     assert!(progress.programmed.is_none());
-    let text = run.metrics.encode().unwrap();
+    let text = run.metrics.encode(&Counts::default()).unwrap();
     assert!(text.contains("headgate_agent_applies_failed_total{kind=\"full\"} 1"), "{text}");
 }
 
@@ -271,7 +279,14 @@ fn versions_of_another_epoch_are_reported_as_such() {
     run.snapshot(9, vec![service("web", 80)]);
     run.wait_programmed(9);
     let snapshot = Some(Snapshot { buckets: Buckets::Some(Default::default()), rejected: Default::default() });
-    run.shared.apply(Step { epoch: 2, version: 3, positions: Vec::new(), changes: Vec::new(), snapshot });
+    run.shared.apply(Step {
+        epoch: 2,
+        version: 3,
+        positions: Vec::new(),
+        changes: Vec::new(),
+        triggers: Vec::new(),
+        snapshot,
+    });
     let programmed = run.wait_programmed(3);
     assert_eq!(programmed.target.epoch, 2);
     assert_eq!(run.control.calls().len(), 1, "nothing differed, nothing was written");

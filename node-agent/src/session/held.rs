@@ -11,7 +11,7 @@ use headgate_core::{
 };
 use headgate_proto::{digests_to_wire, v1};
 
-use crate::persist::Unsaved;
+use crate::{backlog::Trigger, persist::Unsaved};
 
 /// A consistent point: what the state becomes next, as a whole.
 #[derive(Debug)]
@@ -24,6 +24,8 @@ pub struct Step {
     pub positions: Vec<v1::SourcePosition>,
     /// Resources and removals.
     pub changes: Vec<Change>,
+    /// What set the changes of endpoints off.
+    pub triggers: Vec<Trigger>,
     /// Set when the changes are complete buckets: whatever else is held in these goes.
     pub snapshot: Option<Snapshot>,
 }

@@ -7,7 +7,7 @@
 use std::{collections::HashSet, mem, sync::Arc, time::Duration};
 
 use headgate_core::{
-    Change, Node,
+    Change, Family, Node,
     digest::{self, BUCKETS},
 };
 use headgate_proto::{
@@ -16,6 +16,7 @@ use headgate_proto::{
 };
 
 use super::held::{Buckets, Snapshot, Step};
+use crate::backlog::Trigger;
 
 /// Used when a replica names no interval.
 const DEFAULT_HEARTBEAT: Duration = Duration::from_secs(10);
@@ -145,6 +146,7 @@ enum Staging {
 struct Staged {
     what: Staging,
     changes: Vec<Change>,
+    triggers: Vec<Trigger>,
     rejections: Vec<v1::Rejection>,
     positions: Vec<v1::SourcePosition>,
     resources: u64,
@@ -325,6 +327,10 @@ impl Machine {
     fn stage(&mut self, what: Staging, wire: v1::Changes) {
         let endpoints: usize = wire.endpoints.iter().map(|group| group.changed.len()).sum();
         let resources = wire.services.len() + wire.service_cidrs.len() + endpoints;
+        // Whatever a snapshot carries was set off long ago.
+        if what == Staging::Batch {
+            self.staged.triggers.extend(wire.endpoints.iter().flat_map(triggers));
+        }
         let (changes, rejections) = self.decoder.changes(wire);
         self.staged.what = what;
         self.staged.resources = self.staged.resources.saturating_add(resources as u64);
@@ -334,11 +340,20 @@ impl Machine {
 
     fn finish(&mut self, epoch: u64, version: u64, staged: Staged, snapshot: Option<Snapshot>) -> Vec<Effect> {
         self.position = Some((epoch, version));
-        let Staged { changes, rejections, positions, .. } = staged;
+        let Staged { changes, triggers, rejections, positions, .. } = staged;
         let nack = (!rejections.is_empty()).then_some(Effect::Reject(v1::Nack { version, rejections }));
-        let step = Effect::Apply(Step { epoch, version, positions, changes, snapshot });
+        let step = Effect::Apply(Step { epoch, version, positions, changes, triggers, snapshot });
         nack.into_iter().chain([step]).collect()
     }
+}
+
+/// What set a service's endpoints off: once for each family that has changed ones. Removals do not count, as with kube-proxy.
+fn triggers(group: &v1::ServiceEndpoints) -> impl Iterator<Item = Trigger> {
+    let has = |bytes: usize| group.changed.iter().any(|endpoint| endpoint.address.len() == bytes);
+    let families = [(Family::V4, 4), (Family::V6, 16)].map(|(family, bytes)| has(bytes).then_some(family));
+    let unix_ms = group.trigger_unix_ms;
+    let known = families.into_iter().flatten().filter(move |_| unix_ms != 0);
+    known.map(move |family| Trigger { family, unix_ms })
 }
 
 fn checked_buckets(wire: &[u32]) -> Result<HashSet<u16>, Violation> {

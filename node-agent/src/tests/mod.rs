@@ -46,7 +46,13 @@ struct Agent {
 impl Agent {
     fn start(arguments: &[String]) -> Self {
         // A later --state-dir counts.
-        let head = ["headgate-node-agent", "--node-name=node-1", "--insecure-loopback", "--state-dir="];
+        let head = [
+            "headgate-node-agent",
+            "--node-name=node-1",
+            "--insecure-loopback",
+            "--state-dir=",
+            "--healthz-bind-address=",
+        ];
         let head = head.map(str::to_owned);
         let metrics = ["--metrics-bind-address=127.0.0.1:0".to_owned()];
         let has_metrics = arguments.iter().any(|argument| argument.starts_with("--metrics"));

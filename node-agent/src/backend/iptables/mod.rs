@@ -9,6 +9,8 @@ mod variant;
 
 pub use config::{Config, Variant};
 
+use std::time::{Duration, Instant};
+
 use headgate_core::{
     Dirty, Family, State,
     iptables::{ExistingTables, Ledger, RenderConfig, Script, Table, fixed, ledger::Planned},
@@ -16,7 +18,7 @@ use headgate_core::{
 };
 
 use self::command::Programs;
-use super::{Backend, BackendError, Plan, Report};
+use super::{Backend, BackendError, FamilyStatistics, Plan, Report, TableStatistics};
 use crate::node_inputs::NodeInputs;
 
 /// Programs the kernel by `iptables-restore`.
@@ -32,6 +34,9 @@ struct FamilyBackend {
     family: Family,
     programs: Programs,
     ledger: Ledger,
+    last_took: Duration,
+    /// Rules that the last step wrote: nat, filter.
+    last_rules: [u32; 2],
 }
 
 /// What [`Backend::plan`] hands to [`Backend::apply`]: a script for each family, in the order of the backend's families.
@@ -63,6 +68,8 @@ impl IptablesBackend {
                 family,
                 programs: Programs::new(family, variant),
                 ledger: Ledger::new(render),
+                last_took: Duration::ZERO,
+                last_rules: [0; 2],
             });
         }
         let name = if variant == Variant::Legacy { "iptables-legacy" } else { "iptables-nft" };
@@ -83,9 +90,9 @@ impl Backend for IptablesBackend {
         let mut report = Report::default();
         let mut result = Ok(());
         for family in &mut self.families {
-            let synced = family.sync_full(state, node, &mut report);
+            let synced = family.sync_full(state, node, &mut report).map_err(|error| error.of(family.family));
             // The other family gets its turn all the same.
-            result = result.and(synced);
+            result = BackendError::join(result, synced);
         }
         result.map(|()| report)
     }
@@ -102,10 +109,15 @@ impl Backend for IptablesBackend {
         };
         let mut report = Report::default();
         let mut result = Ok(());
-        for (family, (script, planned)) in self.families.iter().zip(plan.0) {
-            result = result.and(family.run(&script, planned, &mut report));
+        for (family, (script, planned)) in self.families.iter_mut().zip(plan.0) {
+            let applied = family.run(&script, planned, &mut report).map_err(|error| error.of(family.family));
+            result = BackendError::join(result, applied);
         }
         result.map(|()| report)
+    }
+
+    fn statistics(&self) -> Vec<FamilyStatistics> {
+        self.families.iter().map(FamilyBackend::statistics).collect()
     }
 
     fn reconfigure(&mut self, inputs: &NodeInputs) -> bool {
@@ -159,7 +171,26 @@ impl FamilyBackend {
         Ok(tables)
     }
 
-    fn run(&self, script: &Script, planned: Planned, report: &mut Report) -> Result<(), BackendError> {
+    fn statistics(&self) -> FamilyStatistics {
+        let tally = self.ledger.tally();
+        let [nat, filter] = self.last_rules;
+        let rules = vec![
+            TableStatistics { table: "nat", total: tally.nat_rules, last: nat },
+            TableStatistics { table: "filter", total: tally.filter_rules, last: filter },
+        ];
+        FamilyStatistics { family: self.family, took: self.last_took, rules, no_local: tally.no_local }
+    }
+
+    fn run(&mut self, script: &Script, planned: Planned, report: &mut Report) -> Result<(), BackendError> {
+        let started = Instant::now();
+        let written = |table| u32::try_from(script.rules_written(table)).unwrap_or(u32::MAX);
+        self.last_rules = [written(Table::Nat), written(Table::Filter)];
+        let result = self.write(script, planned, report);
+        self.last_took = started.elapsed();
+        result
+    }
+
+    fn write(&self, script: &Script, planned: Planned, report: &mut Report) -> Result<(), BackendError> {
         // Both families compute the same services: they count once.
         report.services_planned = report.services_planned.max(planned.services);
         if script.is_empty() {

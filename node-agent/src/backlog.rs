@@ -1,0 +1,271 @@
+//! What has come and is not in the kernel yet: since when, how much, and what set it off. Health and kube-proxy's metrics are made from it.
+//!
+//! It has a lock of its own, held for moments only: pages are served from it while a full sync holds the state's lock.
+
+use std::{
+    sync::{Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant, SystemTime},
+};
+
+use headgate_core::{Change, Family, Node};
+
+/// More triggers than this wait only while the kernel cannot be programmed at all; then the oldest say enough.
+const MAX_TRIGGERS: usize = 4096;
+
+/// The moment at which something in the cluster set off a change of a service's endpoints, by the clock of whoever wrote it down
+/// (`endpoints.kubernetes.io/last-change-trigger-time`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Trigger {
+    /// Family of the endpoints.
+    pub family: Family,
+    /// Milliseconds since the Unix epoch.
+    pub unix_ms: u64,
+}
+
+/// Whether load balancers may send new connections to this node.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+enum Eligibility {
+    /// Nobody said anything of the node yet, or the source has never known it, as in a folder without Node manifests.
+    #[default]
+    Unknown,
+    Eligible,
+    /// It has a deletionTimestamp, the autoscaler's taint, or is gone.
+    GoingAway,
+}
+
+/// See the module.
+#[derive(Debug, Default)]
+pub struct Backlog {
+    inner: Mutex<Inner>,
+}
+
+#[derive(Debug, Default)]
+struct Inner {
+    waiting: Batch,
+    waiting_since: Option<Instant>,
+    taken: Batch,
+    /// By family, IPv4 first.
+    taken_since: [Option<Instant>; 2],
+    synced_at: [Option<SystemTime>; 2],
+    queued_at: Option<SystemTime>,
+    endpoint_changes_total: u64,
+    service_changes_total: u64,
+    eligibility: Eligibility,
+}
+
+#[derive(Debug, Default)]
+struct Batch {
+    endpoint_changes: u64,
+    service_changes: u64,
+    triggers: Vec<Trigger>,
+}
+
+/// How one family does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FamilyHealth {
+    /// No change has waited for too long.
+    pub is_healthy: bool,
+    /// The last sync; `None` before the first.
+    pub synced_at: Option<SystemTime>,
+}
+
+/// How the agent does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Health {
+    /// IPv4.
+    pub v4: FamilyHealth,
+    /// IPv6.
+    pub v6: FamilyHealth,
+    /// The node may get new connections from outside.
+    pub is_node_eligible: bool,
+}
+
+impl Health {
+    /// Both families are healthy.
+    #[must_use]
+    pub fn is_alive(&self) -> bool {
+        self.v4.is_healthy && self.v6.is_healthy
+    }
+}
+
+/// Numbers for metrics.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Counts {
+    /// Changes of endpoints, since the start.
+    pub endpoint_changes_total: u64,
+    /// Changes of services, since the start.
+    pub service_changes_total: u64,
+    /// Changes of endpoints that are not in the kernel yet.
+    pub endpoint_changes_pending: u64,
+    /// Changes of services that are not in the kernel yet.
+    pub service_changes_pending: u64,
+    /// When the last change came.
+    pub queued_at: Option<SystemTime>,
+    /// The last sync of each family, IPv4 first.
+    pub synced_at: [Option<SystemTime>; 2],
+}
+
+impl Backlog {
+    /// Changes have come.
+    pub(crate) fn queue<'a>(&self, changes: impl IntoIterator<Item = &'a Change>, triggers: &[Trigger]) {
+        let mut inner = self.lock();
+        for change in changes {
+            match change {
+                Change::Service(_) | Change::RemoveService(_) => {
+                    inner.waiting.service_changes += 1;
+                    inner.service_changes_total += 1;
+                }
+                Change::Endpoint(..) | Change::RemoveEndpoint(..) => {
+                    inner.waiting.endpoint_changes += 1;
+                    inner.endpoint_changes_total += 1;
+                }
+                Change::ServiceCidr(_) | Change::RemoveServiceCidr(_) => {}
+            }
+        }
+        let room = MAX_TRIGGERS.saturating_sub(inner.waiting.triggers.len());
+        inner.waiting.triggers.extend(triggers.iter().take(room));
+        inner.waiting_since.get_or_insert_with(Instant::now);
+        inner.queued_at = Some(SystemTime::now());
+    }
+
+    /// Something else than a change of the state has to be programmed.
+    pub(crate) fn queue_other(&self) {
+        self.lock().waiting_since.get_or_insert_with(Instant::now);
+    }
+
+    /// What waits is being programmed.
+    pub(crate) fn take(&self) {
+        let mut inner = self.lock();
+        let Batch { endpoint_changes, service_changes, triggers } = std::mem::take(&mut inner.waiting);
+        let since = inner.waiting_since.take();
+        inner.taken.endpoint_changes += endpoint_changes;
+        inner.taken.service_changes += service_changes;
+        let room = MAX_TRIGGERS.saturating_sub(inner.taken.triggers.len());
+        inner.taken.triggers.extend(triggers.into_iter().take(room));
+        inner.taken_since.iter_mut().for_each(|taken_since| *taken_since = taken_since.or(since));
+    }
+
+    /// What was taken is in the kernel. Returns what set it off.
+    pub(crate) fn succeeded(&self) -> Vec<Trigger> {
+        let mut inner = self.lock();
+        inner.taken_since = [None; 2];
+        inner.synced_at = [Some(SystemTime::now()); 2];
+        std::mem::take(&mut inner.taken).triggers
+    }
+
+    /// What was taken is not in the kernel, in these families; none means both.
+    pub(crate) fn failed(&self, families: &[Family]) {
+        let mut inner = self.lock();
+        for (i, family) in Family::BOTH.into_iter().enumerate() {
+            if !families.is_empty() && !families.contains(&family) {
+                inner.taken_since[i] = None;
+                inner.synced_at[i] = Some(SystemTime::now());
+            }
+        }
+    }
+
+    /// What the stream says of the node; `None` when the source knows none.
+    pub(crate) fn see_node(&self, node: Option<&Node>) {
+        let mut inner = self.lock();
+        inner.eligibility = match (node, inner.eligibility) {
+            (Some(node), _) if node.going_away => Eligibility::GoingAway,
+            (Some(_), _) => Eligibility::Eligible,
+            (None, Eligibility::Unknown) => Eligibility::Unknown,
+            (None, _) => Eligibility::GoingAway,
+        };
+    }
+
+    /// How the agent does. A family is unhealthy when a change has waited for longer than `patience`.
+    #[must_use]
+    pub fn health(&self, patience: Duration) -> Health {
+        let inner = self.lock();
+        let family = |i: usize| {
+            let oldest = inner.taken_since[i].or(inner.waiting_since);
+            FamilyHealth {
+                is_healthy: oldest.is_none_or(|oldest| oldest.elapsed() < patience),
+                synced_at: inner.synced_at[i],
+            }
+        };
+        Health { v4: family(0), v6: family(1), is_node_eligible: inner.eligibility != Eligibility::GoingAway }
+    }
+
+    /// Numbers for metrics.
+    #[must_use]
+    pub fn counts(&self) -> Counts {
+        let inner = self.lock();
+        Counts {
+            endpoint_changes_total: inner.endpoint_changes_total,
+            service_changes_total: inner.service_changes_total,
+            endpoint_changes_pending: inner.waiting.endpoint_changes + inner.taken.endpoint_changes,
+            service_changes_pending: inner.waiting.service_changes + inner.taken.service_changes,
+            queued_at: inner.queued_at,
+            synced_at: inner.synced_at,
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LONG: Duration = Duration::from_secs(3600);
+
+    fn node(going_away: bool) -> Node {
+        Node { name: "n".into(), zone: None, pod_cidrs: vec![], addresses: vec![], going_away }
+    }
+
+    // rows: 106
+    #[test]
+    fn row_106_only_a_change_that_waits_too_long_makes_unhealthy_each_family_for_itself() {
+        let backlog = Backlog::default();
+        assert!(backlog.health(Duration::ZERO).is_alive(), "nothing has come");
+        backlog.queue([], &[]);
+        assert!(backlog.health(LONG).is_alive(), "it has not waited long");
+        assert!(!backlog.health(Duration::ZERO).is_alive());
+        backlog.take();
+        backlog.failed(&[Family::V6]);
+        let health = backlog.health(Duration::ZERO);
+        assert!(health.v4.is_healthy && health.v4.synced_at.is_some());
+        assert!(!health.v6.is_healthy && health.v6.synced_at.is_none());
+        backlog.take();
+        backlog.succeeded();
+        assert!(backlog.health(Duration::ZERO).is_alive());
+    }
+
+    // rows: 107
+    #[test]
+    fn row_107_a_node_that_goes_away_or_is_gone_is_not_eligible() {
+        let backlog = Backlog::default();
+        let is_eligible = || backlog.health(LONG).is_node_eligible;
+        backlog.see_node(None);
+        assert!(is_eligible(), "a source without nodes says nothing about ours");
+        backlog.see_node(Some(&node(true)));
+        assert!(!is_eligible());
+        backlog.see_node(Some(&node(false)));
+        assert!(is_eligible());
+        backlog.see_node(None);
+        assert!(!is_eligible());
+        assert!(backlog.health(LONG).is_alive());
+    }
+
+    #[test]
+    fn what_a_failed_sync_took_waits_on_and_triggers_are_given_out_once() {
+        let backlog = Backlog::default();
+        let trigger = Trigger { family: Family::V4, unix_ms: 5 };
+        let removal = Change::RemoveService(headgate_core::ServiceKey::new("a", "b"));
+        backlog.queue([&removal], &[trigger]);
+        backlog.take();
+        backlog.failed(&[]);
+        backlog.queue([&removal], &[]);
+        assert_eq!(backlog.counts().service_changes_pending, 2);
+        backlog.take();
+        assert_eq!(backlog.succeeded(), [trigger]);
+        assert_eq!(backlog.succeeded(), []);
+        let counts = backlog.counts();
+        assert_eq!((counts.service_changes_pending, counts.service_changes_total), (0, 2));
+    }
+}

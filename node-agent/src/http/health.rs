@@ -1,0 +1,173 @@
+//! `/healthz` and `/livez`, as kube-proxy answers them.
+
+use std::{
+    sync::Arc,
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
+
+use axum::{
+    Router,
+    extract::State,
+    http::{HeaderName, HeaderValue, StatusCode, header},
+    response::IntoResponse,
+    routing::get,
+};
+use serde::Serialize;
+
+use crate::{
+    backlog::{Backlog, FamilyHealth, Health},
+    metrics::Metrics,
+};
+
+/// What the pages are made from.
+#[derive(Debug, Clone)]
+pub struct HealthPages {
+    /// Changes that wait, and what is known of the node.
+    pub backlog: Arc<Backlog>,
+    /// Counts answers.
+    pub metrics: Arc<Metrics>,
+    /// How long a change may wait.
+    pub patience: Duration,
+}
+
+/// The pages.
+pub fn router(pages: HealthPages) -> Router {
+    Router::new().route("/healthz", get(healthz)).route("/livez", get(livez)).with_state(pages)
+}
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct Page {
+    last_updated: String,
+    current_time: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    node_eligible: Option<bool>,
+    healthy: bool,
+    status: Status,
+}
+
+#[derive(Debug, Serialize)]
+struct Status {
+    #[serde(rename = "IPv4")]
+    v4: FamilyPage,
+    #[serde(rename = "IPv6")]
+    v6: FamilyPage,
+}
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "camelCase")]
+struct FamilyPage {
+    last_updated: String,
+    healthy: bool,
+}
+
+/// Fails also when load balancers should send nothing new to this node.
+async fn healthz(State(pages): State<HealthPages>) -> impl IntoResponse {
+    let health = pages.backlog.health(pages.patience);
+    let is_healthy = health.is_alive() && health.is_node_eligible;
+    let code = status(is_healthy);
+    pages.metrics.kube_proxy.healthz(code.as_u16());
+    answer(code, &page(health, is_healthy, Some(health.is_node_eligible)))
+}
+
+/// Fails only when starting anew may help.
+async fn livez(State(pages): State<HealthPages>) -> impl IntoResponse {
+    let health = pages.backlog.health(pages.patience);
+    let code = status(health.is_alive());
+    pages.metrics.kube_proxy.livez(code.as_u16());
+    answer(code, &page(health, health.is_alive(), None))
+}
+
+fn status(is_healthy: bool) -> StatusCode {
+    if is_healthy { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE }
+}
+
+fn answer(code: StatusCode, page: &Page) -> (StatusCode, [(HeaderName, HeaderValue); 2], String) {
+    let headers = [
+        (header::CONTENT_TYPE, HeaderValue::from_static("application/json")),
+        (header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff")),
+    ];
+    // Texts and truth values: serializing them does not fail.
+    (code, headers, serde_json::to_string(page).unwrap_or_default())
+}
+
+fn page(health: Health, healthy: bool, node_eligible: Option<bool>) -> Page {
+    let now = SystemTime::now();
+    let family = |family: FamilyHealth| FamilyPage {
+        last_updated: rfc3339(if family.is_healthy { Some(now) } else { family.synced_at }),
+        healthy: family.is_healthy,
+    };
+    let stale = [health.v4, health.v6].into_iter().filter(|family| !family.is_healthy);
+    // The oldest of those that wait; nothing is older than never.
+    let last_updated = stale.map(|family| family.synced_at).min().unwrap_or(Some(now));
+    Page {
+        last_updated: rfc3339(last_updated),
+        current_time: rfc3339(Some(now)),
+        node_eligible,
+        healthy,
+        status: Status { v4: family(health.v4), v6: family(health.v6) },
+    }
+}
+
+/// RFC 3339 in UTC with nanoseconds, as Go writes times into JSON; Go's zero time for `None`.
+fn rfc3339(time: Option<SystemTime>) -> String {
+    let since_epoch = time.and_then(|time| time.duration_since(UNIX_EPOCH).ok());
+    let Some(since_epoch) = since_epoch else { return "0001-01-01T00:00:00Z".to_owned() };
+    let (days, second) = (since_epoch.as_secs() / 86_400, since_epoch.as_secs() % 86_400);
+    let (year, month, day) = civil_date(days);
+    let (hour, minute, second) = (second / 3600, second / 60 % 60, second % 60);
+    let nanoseconds = format!(".{:09}", since_epoch.subsec_nanos());
+    let nanoseconds = nanoseconds.trim_end_matches('0').trim_end_matches('.');
+    format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}{nanoseconds}Z")
+}
+
+/// Year, month and day of a number of days since 1970-01-01, in the Gregorian calendar, counted in years that begin in March (so that the day that
+/// comes and goes is the last one) and in eras of 400 of them.
+fn civil_date(days_since_1970: u64) -> (u64, u64, u64) {
+    const DAYS_TO_1970: u64 = 719_468;
+    const DAYS_PER_ERA: u64 = 146_097;
+    let days = days_since_1970 + DAYS_TO_1970;
+    let (era, day_of_era) = (days / DAYS_PER_ERA, days % DAYS_PER_ERA);
+    let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let month_from_march = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * month_from_march + 2) / 5 + 1;
+    let month = if month_from_march < 10 { month_from_march + 3 } else { month_from_march - 9 };
+    (era * 400 + year_of_era + u64::from(month <= 2), month, day)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_are_written_as_go_writes_them() {
+        let at = |seconds: u64, nanoseconds: u32| rfc3339(Some(UNIX_EPOCH + Duration::new(seconds, nanoseconds)));
+        assert_eq!(at(0, 0), "1970-01-01T00:00:00Z");
+        assert_eq!(at(951_782_399, 500_000_000), "2000-02-28T23:59:59.5Z");
+        assert_eq!(at(951_782_400, 0), "2000-02-29T00:00:00Z");
+        assert_eq!(at(4_107_542_400, 1), "2100-03-01T00:00:00.000000001Z");
+        assert_eq!(at(1_704_067_199, 0), "2023-12-31T23:59:59Z");
+        assert_eq!(rfc3339(None), "0001-01-01T00:00:00Z");
+    }
+
+    // rows: 105
+    #[test]
+    fn row_105_the_body_says_what_kube_proxys_says() {
+        let synced_at = Some(UNIX_EPOCH + Duration::from_secs(5));
+        let well = FamilyHealth { is_healthy: true, synced_at };
+        let health = Health { v4: FamilyHealth { is_healthy: false, synced_at }, v6: well, is_node_eligible: true };
+        let json = |page: &Page| serde_json::to_value(page).unwrap_or_default();
+        let found = json(&page(health, false, Some(true)));
+        assert_eq!(found["lastUpdated"], "1970-01-01T00:00:05Z");
+        assert_eq!((&found["healthy"], &found["nodeEligible"]), (&false.into(), &true.into()));
+        assert_eq!(
+            found["status"]["IPv4"],
+            serde_json::json!({"lastUpdated": "1970-01-01T00:00:05Z", "healthy": false})
+        );
+        assert_eq!(found["status"]["IPv6"]["healthy"], true);
+        let found = json(&page(Health { v4: well, ..health }, true, None));
+        assert_eq!(found["lastUpdated"], found["currentTime"]);
+        assert!(found.get("nodeEligible").is_none());
+    }
+}

@@ -1,0 +1,88 @@
+//! Serving pages on an address that may be taken.
+
+use std::{io, net::SocketAddr, time::Duration};
+
+use axum::Router;
+use tokio::net::TcpListener;
+use tokio_util::sync::CancellationToken;
+use tracing::{error, info, warn};
+
+use crate::session::backoff::Backoff;
+
+/// Pages and where they are served.
+#[derive(Debug)]
+pub struct Server {
+    /// For the log, such as "/healthz and /livez".
+    pub what: &'static str,
+    /// The setting that says where, for the log.
+    pub setting: &'static str,
+    /// Where.
+    pub address: SocketAddr,
+    /// The pages.
+    pub app: Router,
+    listener: Option<TcpListener>,
+}
+
+/// An address that had to be bound cannot be.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "cannot serve {what} on {address}: {error}; free the address, pass another {setting}, or leave out --bind-address-hard-fail"
+)]
+pub struct BindError {
+    what: &'static str,
+    setting: &'static str,
+    address: SocketAddr,
+    error: io::Error,
+}
+
+impl Server {
+    /// Pages for an address.
+    #[must_use]
+    pub fn new(what: &'static str, setting: &'static str, address: SocketAddr, app: Router) -> Self {
+        Self { what, setting, address, app, listener: None }
+    }
+
+    /// Binds the address now or never.
+    ///
+    /// # Errors
+    /// It cannot be bound.
+    pub async fn bind_now(&mut self) -> Result<(), BindError> {
+        let Self { what, setting, address, .. } = *self;
+        let bound = TcpListener::bind(address).await;
+        self.listener = Some(bound.map_err(|error| BindError { what, setting, address, error })?);
+        Ok(())
+    }
+
+    /// Serves until `shutdown`. An address that cannot be bound is logged and tried again: forwarding does not depend on it.
+    pub async fn run(mut self, shutdown: CancellationToken) {
+        let mut backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(30));
+        loop {
+            let bound = match self.listener.take() {
+                Some(listener) => Some(listener),
+                None => shutdown.run_until_cancelled(self.bind(&mut backoff)).await,
+            };
+            let Some(listener) = bound else { return };
+            if let Ok(address) = listener.local_addr() {
+                info!(%address, "serving {}", self.what);
+            }
+            let stopped = shutdown.clone().cancelled_owned();
+            match axum::serve(listener, self.app.clone()).with_graceful_shutdown(stopped).await {
+                Ok(()) => return,
+                Err(error) => warn!(%error, address = %self.address, "serving {} ended; starting again", self.what),
+            }
+        }
+    }
+
+    async fn bind(&self, backoff: &mut Backoff) -> TcpListener {
+        loop {
+            match TcpListener::bind(self.address).await {
+                Ok(listener) => return listener,
+                Err(error) => {
+                    let Self { what, setting, address, .. } = self;
+                    error!(%error, %address, "cannot serve {what}; trying again. Pass another {setting} if the address is taken");
+                    tokio::time::sleep(backoff.next_pause()).await;
+                }
+            }
+        }
+    }
+}
