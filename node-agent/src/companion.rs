@@ -3,9 +3,12 @@
 //! A companion looks at the state while a step is planned, and acts once the step's rules are in the kernel. It never keeps programming waiting: whatever
 //! takes time or may fail goes to a thread or task of its own, which tries again by itself.
 
-use std::{collections::BTreeSet, fmt, sync::Arc};
+use std::{collections::BTreeSet, sync::Arc};
 
 use headgate_core::{Family, ServiceKey, State, iptables::NodePortAddresses, view::NodeFacts};
+use tokio::sync::watch;
+
+use crate::node_inputs::NodeInputs;
 
 /// What a step programs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -23,33 +26,32 @@ pub trait Companion: Send {
 
     /// The rules of the step that was planned last are in the kernel.
     fn applied(&mut self);
+
+    /// Rules of an earlier run are in the kernel and stay for now; this state from disk, perhaps older than they are, is all that is known.
+    fn restored(&mut self, _state: &State, _node: &NodeFacts) {}
 }
 
-/// Which of the node's addresses answer NodePorts, as resolved now.
-#[derive(Clone)]
-pub struct NodePorts(Arc<dyn Fn(Family) -> NodePortAddresses + Send + Sync>);
+/// Which of the node's addresses answer NodePorts, as resolved last.
+#[derive(Debug, Clone)]
+pub struct NodePorts(watch::Receiver<NodeInputs>);
 
 impl NodePorts {
-    /// All addresses.
+    /// Follows what the reconcile loop resolves.
     #[must_use]
-    pub fn all() -> Self {
-        Self::new(|_| NodePortAddresses::All)
-    }
-
-    /// Asks `resolve` every time that they matter.
-    pub fn new(resolve: impl Fn(Family) -> NodePortAddresses + Send + Sync + 'static) -> Self {
-        Self(Arc::new(resolve))
+    pub fn of_inputs(inputs: watch::Receiver<NodeInputs>) -> Self {
+        Self(inputs)
     }
 
     /// Those of a family.
     #[must_use]
     pub fn of(&self, family: Family) -> NodePortAddresses {
-        (self.0)(family)
+        self.0.borrow().node_ports(family).clone()
     }
 }
 
-impl fmt::Debug for NodePorts {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_list().entries(Family::BOTH.map(|family| self.of(family))).finish()
+/// All addresses.
+impl Default for NodePorts {
+    fn default() -> Self {
+        Self(watch::channel(NodeInputs::default()).1)
     }
 }

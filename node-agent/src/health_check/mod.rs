@@ -37,12 +37,17 @@ pub struct HealthCheckMetrics {
 }
 
 impl HealthCheckMetrics {
+    /// Name as it is shown, kind and description of each, for documentation.
+    pub const DESCRIPTIONS: [(&'static str, &'static str, &'static str); 2] = [
+        ("health_check_listeners", "gauge", "Sockets that listen at health-check node ports"),
+        ("health_check_bind_failures_total", "counter", "Attempts to listen at a health-check node port that failed"),
+    ];
+
     /// Registers everything; the registry's prefix is `headgate_agent`.
     pub fn register(&self, registry: &mut Registry) {
-        let help = "Sockets that listen at health-check node ports";
-        registry.register("health_check_listeners", help, self.listening.clone());
-        let help = "Attempts to listen at a health-check node port that failed";
-        registry.register("health_check_bind_failures", help, self.bind_failures.clone());
+        let [(_, _, listeners), (_, _, failures)] = Self::DESCRIPTIONS;
+        registry.register("health_check_listeners", listeners, self.listening.clone());
+        registry.register("health_check_bind_failures", failures, self.bind_failures.clone());
     }
 }
 
@@ -102,6 +107,12 @@ impl Companion for HealthCheckPorts {
         }
         // The server ends when the agent does; then there is nobody to tell.
         let _ = self.server.send(changes);
+    }
+
+    /// A node that restarts while the control plane is away must not drop out of load balancers.
+    fn restored(&mut self, state: &State, node: &NodeFacts) {
+        self.plan(state, node, Scope::All);
+        self.applied();
     }
 }
 

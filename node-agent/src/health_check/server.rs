@@ -79,32 +79,30 @@ impl Server {
     }
 
     async fn take(&mut self, changes: Changes) {
-        let mut keys: BTreeSet<Arc<ServiceKey>> = changes.keys().cloned().collect();
+        let keys: BTreeSet<Arc<ServiceKey>> = changes.keys().cloned().collect();
         for (key, port) in changes {
             match port {
                 Some(port) => drop(self.wanted.insert(key, port)),
                 None => drop(self.wanted.remove(&key)),
             }
         }
-        // Somebody else's change may have freed the port.
-        keys.extend(self.failed.keys().map(|(key, _)| Arc::clone(key)));
-        self.settle(&keys).await;
+        self.settle(keys).await;
     }
 
     async fn look_again(&mut self) {
-        let addresses = Family::BOTH.map(|family| self.node_ports.of(family));
-        let keys = if addresses == self.addresses {
-            self.failed.keys().map(|(key, _)| Arc::clone(key)).collect()
-        } else {
-            self.addresses = addresses;
-            self.wanted.keys().cloned().collect()
-        };
-        self.settle(&keys).await;
+        self.settle(BTreeSet::new()).await;
     }
 
     /// Brings the sockets of these services to what is wanted. Closes before it opens, so that a port may pass from one service to another.
-    async fn settle(&mut self, keys: &BTreeSet<Arc<ServiceKey>>) {
-        for key in keys {
+    async fn settle(&mut self, mut keys: BTreeSet<Arc<ServiceKey>>) {
+        let addresses = Family::BOTH.map(|family| self.node_ports.of(family));
+        if addresses != self.addresses {
+            self.addresses = addresses;
+            keys.extend(self.wanted.keys().cloned());
+        }
+        // Somebody else's change, or time, may have freed the port.
+        keys.extend(self.failed.keys().map(|(key, _)| Arc::clone(key)));
+        for key in &keys {
             let wanted = self.sockets(key);
             let open = self.open.remove(key).unwrap_or_default();
             let (keep, close): (BTreeMap<_, _>, BTreeMap<_, _>) =
@@ -120,7 +118,7 @@ impl Server {
             }
             self.failed.retain(|(failed, address), _| failed != key || wanted.contains_key(address));
         }
-        for key in keys {
+        for key in &keys {
             for (address, local_endpoints) in self.sockets(key) {
                 match self.open.get(key).and_then(|open| open.get(&address)) {
                     Some(listener) => listener.page.set_local_endpoints(local_endpoints),

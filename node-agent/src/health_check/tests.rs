@@ -9,9 +9,11 @@ use std::{
 use headgate_core::{
     Change, Dirty, Endpoint, EndpointPort, Protocol, Service, ServicePort, TrafficPolicy, iptables::NodePortAddresses,
 };
+use tokio::sync::watch;
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 use super::*;
+use crate::node_inputs::NodeInputs;
 
 /// Only ever waited for when a test fails.
 const GUARD: Duration = Duration::from_secs(30);
@@ -22,6 +24,7 @@ struct World {
     ports: HealthCheckPorts,
     is_healthy: Arc<AtomicBool>,
     metrics: HealthCheckMetrics,
+    inputs: watch::Sender<NodeInputs>,
     _stop: DropGuard,
 }
 
@@ -29,13 +32,15 @@ impl World {
     fn start() -> Self {
         let is_healthy = Arc::new(AtomicBool::new(true));
         let healthy = Arc::clone(&is_healthy);
-        let node_ports = NodePorts::new(|_| NodePortAddresses::Only(vec!["127.0.0.1".parse().unwrap()]));
+        let inputs = NodeInputs { node_ports_v4: only(&["127.0.0.1"]), ..NodeInputs::default() };
+        let (inputs, receiver) = watch::channel(inputs);
+        let node_ports = NodePorts::of_inputs(receiver);
         let metrics = HealthCheckMetrics::default();
         let is_proxy_healthy = IsHealthy::new(move || healthy.load(Ordering::Relaxed));
         let (ports, server) = new(metrics.clone(), node_ports, is_proxy_healthy);
         let stop = CancellationToken::new();
         tokio::spawn(server.run(stop.clone()));
-        Self { state: State::default(), ports, is_healthy, metrics, _stop: stop.drop_guard() }
+        Self { state: State::default(), ports, is_healthy, metrics, inputs, _stop: stop.drop_guard() }
     }
 
     fn plan(&mut self, changes: impl IntoIterator<Item = Change>) {
@@ -70,6 +75,10 @@ fn endpoint(name: &str, last: u8) -> Change {
     let mut endpoint = Endpoint::new(IpAddr::from([10, 244, 0, last]), [port].into());
     endpoint.node = Some("node-1".into());
     Change::Endpoint(key(name), endpoint)
+}
+
+fn only(addresses: &[&str]) -> NodePortAddresses {
+    NodePortAddresses::Only(addresses.iter().map(|address| address.parse().unwrap()).collect())
 }
 
 fn free_port() -> u16 {
@@ -162,4 +171,15 @@ async fn nothing_opens_before_the_rules_are_in_place() {
     world.ports.plan(&world.state, &node, Scope::All);
     world.ports.applied();
     answers(port, "web", "200", 1).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn sockets_follow_the_nodes_addresses() {
+    let (mut world, port) = (World::start(), free_port());
+    world.step([service("web", port)]);
+    answers(port, "web", "503", 0).await;
+    world.inputs.send_replace(NodeInputs { node_ports_v4: only(&["127.0.0.2"]), ..NodeInputs::default() });
+    world.step([endpoint("web", 1)]);
+    eventually(move || get(port).is_none() && TcpStream::connect(SocketAddr::from(([127, 0, 0, 2], port))).is_ok())
+        .await;
 }

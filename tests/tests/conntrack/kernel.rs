@@ -136,7 +136,7 @@ fn cleanup_of(changes: impl IntoIterator<Item = Change>) -> Cleanup {
 }
 
 fn swept(cleanup: &Cleanup) -> Result<Swept> {
-    let addresses = NodeAddresses::read(cleanup, &NodePorts::all())?;
+    let addresses = NodeAddresses::read(cleanup, &NodePorts::default())?;
     let mut swept = Swept::default();
     for family in Family::BOTH {
         sweep(cleanup, family, &addresses, &mut swept)?;
