@@ -2,7 +2,7 @@
 #![allow(missing_docs, clippy::unwrap_used)]
 
 use anyhow::Result;
-use headgate_tests::cases::{self, affinity, lifecycle, live, payloads, table};
+use headgate_tests::cases::{self, affinity, changes, lifecycle, live, payloads, settings, table};
 use headgate_tests::testbed::{Backend, Manifests, Testbed};
 
 /// Shows the whole error, one cause a line, and takes the panic's way, by which the testbed keeps its logs.
@@ -92,6 +92,7 @@ macro_rules! packet_tests {
                 group(BACKEND, "intake");
             }
 
+            // rows: 73, 74, 75, 76, 77, 78
             #[test]
             fn affinity() {
                 on_testbed(BACKEND, table::services(), |bed| {
@@ -101,36 +102,79 @@ macro_rules! packet_tests {
                 });
             }
 
+            // rows: 37
             #[test]
             fn large_payloads() {
                 on_testbed(BACKEND, table::services(), payloads::large_payloads);
             }
 
+            // rows: 2, 15, 66
+            #[test]
+            fn type_switches() {
+                scenario(BACKEND, changes::type_switches);
+            }
+
+            // rows: 3, 4
+            #[test]
+            fn labels_come_and_go() {
+                scenario(BACKEND, changes::labels_come_and_go);
+            }
+
+            // rows: 6, 14
+            #[test]
+            fn ports_come_and_go() {
+                scenario(BACKEND, changes::ports_come_and_go);
+            }
+
+            // rows: 25, 26, 29
+            #[test]
+            fn zone_changes() {
+                scenario(BACKEND, changes::zone_changes);
+            }
+
+            // rows: 44
+            #[test]
+            fn further_service_range() {
+                scenario(BACKEND, changes::further_service_range);
+            }
+
+            // rows: 31, 32, 33, 34, 35, 51, 54, 55, 90
+            #[test]
+            fn masquerading() {
+                on_machines(BACKEND, settings::services(), settings::masquerading);
+            }
+
+            // rows: 15, 89, 104
             #[test]
             fn rolling_replacement() {
                 scenario(BACKEND, live::rolling_replacement);
             }
 
+            // rows: 14, 15, 20, 98, 104
             #[test]
             fn services_come_and_go() {
                 scenario(BACKEND, live::services_come_and_go);
             }
 
+            // rows: 40, 57, 104
             #[test]
             fn scale_to_zero_and_back() {
                 scenario(BACKEND, live::scale_to_zero_and_back);
             }
 
+            // rows: 89, 92
             #[test]
             fn control_plane_outage() {
                 on_machines(BACKEND, lifecycle::some_services(), lifecycle::control_plane_outage);
             }
 
+            // rows: 89, 92, 98
             #[test]
             fn agent_crash() {
                 on_testbed(BACKEND, lifecycle::some_services(), lifecycle::agent_crash);
             }
 
+            // rows: 97, 103
             #[test]
             fn foreign_rules_and_cleanup() {
                 on_machines(BACKEND, lifecycle::some_services(), lifecycle::foreign_rules_and_cleanup);
@@ -142,4 +186,6 @@ macro_rules! packet_tests {
 packet_tests! {
     iptables_legacy: Backend::IptablesLegacy;
     iptables_nft: Backend::IptablesNft;
+    iptables_legacy_compact: Backend::IptablesLegacyCompact;
+    iptables_nft_compact: Backend::IptablesNftCompact;
 }

@@ -3,6 +3,7 @@
 //! - [`table`]: the services of the table and the cases on them, by group; a [`Case`] is data, and knows no backend.
 //! - The groups of the table on [hints](table::GROUPS) and on how objects are read have files of their own.
 //! - [`affinity`], [`payloads`]: what takes more than one question to see.
+//! - [`changes`]: services, slices and nodes that become something else; [`settings`]: what agents' settings do.
 //! - [`live`]: changes of services while connections run; [`lifecycle`]: stops and crashes of programs, foreign rules, clean-up.
 //!
 //! Expected behaviour is that of kube-proxy in iptables mode where users rely on it. A backend that differs on
@@ -10,12 +11,14 @@
 
 pub mod affinity;
 pub mod case;
+pub mod changes;
 mod hints;
 mod intake;
 pub mod lifecycle;
 pub mod live;
 pub mod payloads;
 mod run;
+pub mod settings;
 pub mod table;
 
 pub use case::{Case, Source};

@@ -25,12 +25,8 @@ impl Backend {
     /// The agent's flags that choose it.
     pub fn agent_arguments(self) -> Vec<&'static str> {
         let variant = if self.variant() == Variant::Legacy { "legacy" } else { "nft" };
-        let mut arguments = vec!["--proxy-mode", "iptables", "--iptables-variant", variant];
-        // Small clusters are laid out classically by themselves.
-        if self.is_compact() {
-            arguments.extend(["--iptables-layout", "compact"]);
-        }
-        arguments
+        let layout = if self.is_compact() { "compact" } else { "classic" };
+        vec!["--proxy-mode", "iptables", "--iptables-variant", variant, "--iptables-layout", layout]
     }
 
     /// The program that is called iptables.

@@ -1,0 +1,197 @@
+//! Services, slices and nodes that change their kind while the programs run.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use serde_json::json;
+
+use super::case::{Case, Source, ask};
+use super::run::run;
+use crate::testbed::manifests::{Endpoint, Port, Service, ServiceType, Slice, Via, ready};
+use crate::testbed::plan::{LINE_PORT, SECOND_LINE_PORT};
+use crate::testbed::{Outcome, Request, Testbed, Transport};
+
+use Source::{Kept, Masqueraded};
+use Via::{ClusterIp, ExternalIp, LoadBalancerIp, NodePort};
+
+const PODS: &[&str] = &["a1", "c1"];
+/// Longest wait for what is not reported as programmed. A guard.
+const EVENTUALLY: Duration = Duration::from_secs(30);
+
+/// Tries until it succeeds; the last error if it does not for too long.
+pub fn eventually(check: impl Fn() -> Result<()>) -> Result<()> {
+    let deadline = Instant::now() + EVENTUALLY;
+    loop {
+        match check() {
+            Ok(()) => return Ok(()),
+            Err(error) if Instant::now() >= deadline => return Err(error),
+            Err(_) => std::thread::sleep(Duration::from_millis(100)),
+        }
+    }
+}
+
+/// Changes one service and waits until that is programmed.
+fn change(bed: &Testbed, service: &str, change: impl FnOnce(&mut Service)) -> Result<()> {
+    bed.update(|manifests| {
+        change(manifests.service_mut(service)?);
+        Ok(())
+    })
+}
+
+/// A Service becomes another type, and back; its load balancer's address works with and without node ports; it gets another port.
+pub fn type_switches(bed: &Testbed) -> Result<()> {
+    bed.update(|manifests| manifests.add(Service::new("switching", PODS)))?;
+    let internal = || ask("a3", "switching", ClusterIp).ports(&["tcp", "udp"]).answered(PODS, Kept);
+    let external = || ask("outside-1", "switching", ExternalIp).answered(PODS, Masqueraded("node-a"));
+    let node_port = || ask("outside-1", "switching", NodePort("node-b")).ports(&["tcp", "udp"]);
+    let balancer = || ask("outside-2", "switching", LoadBalancerIp).ports(&["tcp", "udp"]);
+    let (by_port, by_balancer) =
+        (|| node_port().answered(PODS, Masqueraded("node-b")), || balancer().answered(PODS, Masqueraded("node-b")));
+    let everything = || vec![internal(), external(), by_port(), by_balancer()];
+    let steps: [(ServiceType, bool, Vec<Case>); 7] = [
+        (ServiceType::LoadBalancer, true, everything()),
+        (
+            ServiceType::ExternalName,
+            true,
+            vec![
+                ask("a3", "switching", ClusterIp).dropped(),
+                ask("outside-1", "switching", ExternalIp).dropped(),
+                // No rule, and nobody who listens.
+                node_port().refused(),
+            ],
+        ),
+        (ServiceType::ClusterIp, true, vec![internal(), external(), node_port().refused(), balancer().dropped()]),
+        (ServiceType::NodePort, true, vec![internal(), external(), by_port(), balancer().dropped()]),
+        (ServiceType::LoadBalancer, false, vec![internal(), external(), node_port().refused(), by_balancer()]),
+        (ServiceType::Headless, true, vec![ask("a3", "switching", ExternalIp).dropped(), node_port().refused()]),
+        (ServiceType::LoadBalancer, true, everything()),
+    ];
+    for (service_type, has_node_ports, cases) in steps {
+        change(bed, "switching", |service| {
+            (service.service_type, service.has_node_ports) = (service_type, has_node_ports);
+        })?;
+        run(bed, &cases).with_context(|| format!("as {service_type:?}, node ports: {has_node_ports}"))?;
+    }
+    let old = bed.address("switching", LoadBalancerIp, crate::testbed::Family::V4, "tcp")?;
+    change(bed, "switching", |service| service.ports.iter_mut().for_each(|port| port.port += 1000))?;
+    run(bed, &everything()).context("with other ports")?;
+    let gone = bed.machines().ask("a3", &Request::new(Transport::Tcp, old).expecting_silence())?;
+    ensure!(gone == Outcome::TimedOut, "the old port is still {gone}");
+    Ok(())
+}
+
+/// The labels that hand a Service to another proxy, and slices to DNS alone, come and go.
+pub fn labels_come_and_go(bed: &Testbed) -> Result<()> {
+    bed.update(|manifests| manifests.add(Service::new("labelled", PODS)))?;
+    let served = || {
+        vec![
+            ask("a3", "labelled", ClusterIp).ports(&["tcp", "udp"]).answered(PODS, Kept),
+            ask("outside-1", "labelled", NodePort("node-a")).answered(PODS, Masqueraded("node-a")),
+        ]
+    };
+    for name in ["", "another-proxy"] {
+        run(bed, &served())?;
+        change(bed, "labelled", |service| service.proxy_name = Some(name))?;
+        run(
+            bed,
+            &[ask("a3", "labelled", ClusterIp).dropped(), ask("outside-1", "labelled", NodePort("node-a")).refused()],
+        )
+        .with_context(|| format!("handed to {name:?}"))?;
+        change(bed, "labelled", |service| service.proxy_name = None)?;
+        run(bed, &served()).context("handed back")?;
+        change(bed, "labelled", |service| service.headless_slices = true)?;
+        run(bed, &[ask("a3", "labelled", ClusterIp).ports(&["tcp", "udp"]).refused()]).context("slices for DNS")?;
+        change(bed, "labelled", |service| service.headless_slices = false)?;
+    }
+    run(bed, &served())
+}
+
+/// Ports are added, renamed and removed; those that stay notice nothing.
+pub fn ports_come_and_go(bed: &Testbed) -> Result<()> {
+    bed.update(|manifests| {
+        manifests.add(Service { ports: Service::new("", &[]).ports[..2].to_vec(), ..Service::new("ported", PODS) })
+    })?;
+    let steady = || ask("a3", "ported", ClusterIp).ports(&["udp"]).answered(PODS, Kept);
+    let by = |name: &'static [&'static str]| {
+        [
+            ask("a3", "ported", ClusterIp).ports(name).answered(PODS, Kept),
+            ask("outside-1", "ported", NodePort("node-a")).ports(name).answered(PODS, Masqueraded("node-a")),
+            steady(),
+        ]
+    };
+    run(bed, &by(&["tcp"]))?;
+    let extra = Port { name: "extra", transport: Transport::Tcp, port: 91, target_port: SECOND_LINE_PORT };
+    change(bed, "ported", |service| service.ports.push(extra))?;
+    run(bed, &by(&["tcp", "extra"])).context("with a further port")?;
+    change(bed, "ported", |service| service.ports[0].name = "renamed")?;
+    run(bed, &by(&["renamed", "extra"]))
+        .context("after the Service and its slices were given another name of a port")?;
+    // Service and slices agree by name, or not at all.
+    change(bed, "ported", |service| {
+        let slice = Slice { suffix: "kept", ports: service.ports.clone(), endpoints: ready(PODS) };
+        service.endpoints.clear();
+        service.more_slices = vec![slice];
+        service.ports[0].name = "unmatched";
+    })?;
+    run(bed, &[ask("a3", "ported", ClusterIp).ports(&["unmatched"]).refused(), steady()])
+        .context("after only the Service was given another name of a port")?;
+    change(bed, "ported", |service| service.ports[0].name = "renamed")?;
+    run(bed, &by(&["renamed"])).context("after the name came back")?;
+    let gone = bed.address("ported", ClusterIp, crate::testbed::Family::V4, "extra")?;
+    change(bed, "ported", |service| service.ports.truncate(2))?;
+    run(bed, &by(&["renamed"])).context("after a port was removed")?;
+    let outcome = bed.machines().ask("a3", &Request::new(Transport::Tcp, gone).expecting_silence())?;
+    ensure!(outcome == Outcome::TimedOut, "a removed port is {outcome}");
+    Ok(())
+}
+
+/// The label of a node's zone changes, goes and comes back: services with hints follow.
+pub fn zone_changes(bed: &Testbed) -> Result<()> {
+    bed.update(|manifests| {
+        let endpoints = [("a1", "zone-1"), ("b1", "zone-1"), ("c1", "zone-2")];
+        let endpoints = endpoints.map(|(pod, zone)| Endpoint::for_zone(pod, zone)).to_vec();
+        manifests.add(Service { endpoints, ..Service::new("zoned", &[]) })
+    })?;
+    const FIRST: &[&str] = &["a1", "b1"];
+    const ALL: &[&str] = &["a1", "b1", "c1"];
+    run(bed, &[ask("a3", "zoned", ClusterIp).answered(FIRST, Kept)])?;
+    let steps: [(Option<&'static str>, &[&str]); 4] =
+        [(Some("zone-2"), &["c1"]), (None, ALL), (Some("zone-9"), ALL), (Some("zone-1"), FIRST)];
+    for (zone, expected) in steps {
+        bed.update(|manifests| {
+            manifests.zones.insert("node-a", zone);
+            Ok(())
+        })?;
+        let near = [
+            ask("a3", "zoned", ClusterIp).answered(expected, Kept),
+            ask("outside-1", "zoned", NodePort("node-a")).answered(expected, Masqueraded("node-a")),
+        ];
+        eventually(|| run(bed, &near)).with_context(|| format!("node-a in {zone:?}"))?;
+        run(bed, &[ask("b3", "zoned", ClusterIp).answered(FIRST, Kept)]).context("another node has its own zone")?;
+    }
+    Ok(())
+}
+
+/// A range of service addresses is added while everything runs; an address of it works at once.
+pub fn further_service_range(bed: &Testbed) -> Result<()> {
+    const ADDRESSES: [&str; 2] = ["10.97.0.7", "fd00:10:97::7"];
+    bed.update(|manifests| {
+        manifests.further.push(json!({
+            "apiVersion": "networking.k8s.io/v1", "kind": "ServiceCIDR", "metadata": { "name": "further" },
+            "spec": { "cidrs": ["10.97.0.0/24", "fd00:10:97::/112"] },
+        }));
+        Ok(())
+    })?;
+    let patch = |_: &Service| json!({ "spec": { "clusterIP": ADDRESSES[0], "clusterIPs": ADDRESSES } });
+    bed.update(|manifests| manifests.add(Service { patch: Some(patch), ..Service::new("elsewhere", &["a1"]) }))?;
+    for address in ADDRESSES {
+        for from in ["a3", "b3", "node-c"] {
+            let request = Request::new(Transport::Tcp, (address.parse::<std::net::IpAddr>()?, 80).into());
+            match bed.machines().ask(from, &request)? {
+                Outcome::Answered(answer) => ensure!(answer.server == "a1" && answer.port == LINE_PORT, "{answer}"),
+                other => anyhow::bail!("{from} asks {address}: {other}"),
+            }
+        }
+    }
+    Ok(())
+}
