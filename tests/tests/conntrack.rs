@@ -2,5 +2,7 @@
 #![allow(clippy::unwrap_used, missing_docs)]
 
 mod conntrack {
+    mod flow;
     mod kernel;
+    mod services;
 }

@@ -1,0 +1,118 @@
+//! UDP clients that keep one socket, and so one entry in the kernel's table.
+
+use std::{
+    io::ErrorKind,
+    net::{Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, bail};
+use headgate_tests::testbed::{Answer, Outcome, Testbed, manifests::Via, plan::Family};
+
+/// Longest wait for a flow to follow. A guard: it takes some milliseconds.
+const GUARD: Duration = Duration::from_secs(30);
+/// How long an answer may take before the client asks again.
+const ANSWER_TIMEOUT: Duration = Duration::from_millis(250);
+const PAUSE: Duration = Duration::from_millis(5);
+
+/// A client with one socket.
+#[derive(Debug)]
+pub(super) struct Flow {
+    socket: UdpSocket,
+    name: String,
+}
+
+impl Flow {
+    /// A client on a machine that asks an address.
+    pub(super) fn open(bed: &Testbed, from: &str, to: SocketAddr) -> Result<Self> {
+        let socket = bed.machines().machine(from)?.run(|| {
+            let own = if to.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
+            let socket = UdpSocket::bind(SocketAddr::new(own, 0))?;
+            socket.connect(to)?;
+            socket.set_read_timeout(Some(ANSWER_TIMEOUT))?;
+            Ok(socket)
+        })?;
+        Ok(Self { socket, name: format!("{from} asking {to}") })
+    }
+
+    /// Asks once.
+    pub(super) fn ask(&self) -> Outcome {
+        // What an earlier question left behind: a late answer, or an error that nobody has fetched.
+        while self.drain() {}
+        let asked = self.socket.send(b"who");
+        let mut buffer = [0; 512];
+        match asked.and_then(|_| self.socket.recv(&mut buffer)) {
+            Ok(length) => match std::str::from_utf8(&buffer[..length]).unwrap_or_default().parse() {
+                Ok(answer) => Outcome::Answered(answer),
+                Err(error) => Outcome::Broken(format!("{error:#}")),
+            },
+            Err(error) => match error.kind() {
+                ErrorKind::ConnectionRefused => Outcome::Refused,
+                // A filter on the client's own machine tells the sender at once.
+                ErrorKind::PermissionDenied => Outcome::Refused,
+                ErrorKind::TimedOut | ErrorKind::WouldBlock => Outcome::TimedOut,
+                ErrorKind::HostUnreachable | ErrorKind::NetworkUnreachable => Outcome::Unreachable,
+                _ => Outcome::Broken(error.to_string()),
+            },
+        }
+    }
+
+    fn drain(&self) -> bool {
+        let mut buffer = [0; 512];
+        let waiting = self.socket.set_nonblocking(true).is_ok()
+            && !matches!(self.socket.recv(&mut buffer), Err(error) if error.kind() == ErrorKind::WouldBlock);
+        waiting && self.socket.set_nonblocking(false).is_ok() || {
+            let _ = self.socket.set_nonblocking(false);
+            false
+        }
+    }
+
+    /// Asks again and again, as a client does that does not know of any change, until `is_so`; what came then.
+    pub(super) fn until(&self, wanted: &str, is_so: impl Fn(&Outcome) -> bool) -> Result<Outcome> {
+        let deadline = Instant::now() + GUARD;
+        loop {
+            let outcome = self.ask();
+            if is_so(&outcome) {
+                return Ok(outcome);
+            }
+            if Instant::now() > deadline {
+                bail!("{}: {outcome}, and not {wanted}", self.name);
+            }
+            std::thread::sleep(PAUSE);
+        }
+    }
+
+    /// Until this server answers.
+    pub(super) fn until_answered_by(&self, server: &str) -> Result<Answer> {
+        let is_so = |outcome: &Outcome| matches!(outcome, Outcome::Answered(answer) if answer.server == server);
+        match self.until(&format!("answered by {server}"), is_so)? {
+            Outcome::Answered(answer) => Ok(answer),
+            other => bail!("{}: {other}", self.name),
+        }
+    }
+
+    /// Until nobody answers.
+    pub(super) fn until_unanswered(&self) -> Result<()> {
+        self.until("unanswered", |outcome| !matches!(outcome, Outcome::Answered(_))).map(drop)
+    }
+
+    /// Who answers now.
+    pub(super) fn server(&self) -> Result<String> {
+        match self.ask() {
+            Outcome::Answered(answer) => Ok(answer.server),
+            other => bail!("{}: {other}", self.name),
+        }
+    }
+}
+
+/// Clients by these ways, in both families, that a service's port `udp` has answered.
+pub(super) fn open_all(bed: &Testbed, service: &str, ways: &[(&str, Via)]) -> Result<Vec<Flow>> {
+    let mut flows = Vec::new();
+    for family in Family::BOTH {
+        for (from, via) in ways {
+            let to = bed.address(service, *via, family, "udp")?;
+            flows.push(Flow::open(bed, from, to).with_context(|| format!("{from} by {via:?}"))?);
+        }
+    }
+    Ok(flows)
+}

@@ -1,0 +1,323 @@
+//! Clients with one socket each, while services change under them.
+
+use std::{
+    net::SocketAddr,
+    path::{Path, PathBuf},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use headgate_core::Family as CoreFamily;
+use headgate_tests::{
+    bench::conntrack::entries,
+    testbed::{
+        Backend, Manifests, Outcome, Testbed,
+        client::HeldConnection,
+        manifests::{Endpoint, Service, Via, ready},
+        plan::{self, Family, LINE_PORT, SECOND_LINE_PORT},
+    },
+};
+
+use super::flow::{Flow, open_all};
+
+/// From pods, nodes and outside, by every kind of address.
+const WAYS: [(&str, Via); 7] = [
+    ("a3", Via::ClusterIp),
+    ("node-a", Via::ClusterIp),
+    ("a3", Via::NodePort("node-a")),
+    ("outside-1", Via::NodePort("node-a")),
+    ("outside-1", Via::LoadBalancerIp),
+    ("outside-1", Via::ExternalIp),
+    ("b3", Via::ExternalIp),
+];
+
+fn scenario(backend: Backend, manifests: Manifests, work: impl FnOnce(&Testbed) -> Result<()>) {
+    let bed = Testbed::start(backend, manifests).unwrap();
+    if let Err(error) = work(&bed) {
+        panic!("{error:#}");
+    }
+}
+
+fn one_service(endpoints: &[&str]) -> Manifests {
+    let mut manifests = Manifests::default();
+    manifests.add(Service::new("dns", endpoints)).unwrap();
+    manifests
+}
+
+fn set_endpoints(bed: &Testbed, endpoints: &[&str]) -> Result<()> {
+    bed.update(|manifests| {
+        manifests.service_mut("dns")?.endpoints = ready(endpoints);
+        Ok(())
+    })
+}
+
+fn all_answered_by(flows: &[Flow], server: &str) -> Result<()> {
+    flows.iter().try_for_each(|flow| flow.until_answered_by(server).map(drop))
+}
+
+/// The backend goes and another one comes, none is left, one comes back, its port changes, an address goes, the service goes.
+fn follows_its_service(bed: &Testbed) -> Result<()> {
+    let flows = open_all(bed, "dns", &WAYS)?;
+    all_answered_by(&flows, "b1")?;
+    set_endpoints(bed, &["c1"])?;
+    all_answered_by(&flows, "c1").context("after the backend was replaced")?;
+    set_endpoints(bed, &[])?;
+    for flow in &flows {
+        flow.until("refused", |outcome| *outcome == Outcome::Refused).context("after scaling to zero")?;
+    }
+    set_endpoints(bed, &["a1"])?;
+    all_answered_by(&flows, "a1").context("after scaling up again")?;
+    bed.update(|manifests| {
+        let ports = &mut manifests.service_mut("dns")?.ports;
+        let port = ports.iter_mut().find(|port| port.name == "udp").context("no port")?;
+        port.target_port = SECOND_LINE_PORT;
+        Ok(())
+    })?;
+    for flow in &flows {
+        let on_second =
+            |outcome: &Outcome| matches!(outcome, Outcome::Answered(answer) if answer.port == SECOND_LINE_PORT);
+        flow.until("answered at the second port", on_second).context("after targetPort changed")?;
+    }
+    // The port of the service itself moves, and with it what was sent to the old one.
+    bed.update(|manifests| {
+        let ports = &mut manifests.service_mut("dns")?.ports;
+        let port = ports.iter_mut().find(|port| port.name == "udp").context("no port")?;
+        port.port = 81;
+        Ok(())
+    })?;
+    for flow in open_all(bed, "dns", &WAYS)? {
+        flow.until_answered_by("a1").context("at the new port")?;
+    }
+    let by_service_port = |way: &(&str, Via)| !matches!(way.1, Via::NodePort(_));
+    let is_old = WAYS.iter().chain(&WAYS).map(by_service_port);
+    for (flow, _) in flows.iter().zip(is_old).filter(|(_, is_old)| *is_old) {
+        flow.until_unanswered().context("after the service's port changed")?;
+    }
+    let flows = open_all(bed, "dns", &WAYS)?;
+    all_answered_by(&flows, "a1")?;
+    bed.update(|manifests| manifests.remove("dns").map(drop))?;
+    flows.iter().try_for_each(Flow::until_unanswered).context("after the service was deleted")
+}
+
+/// Only endpoints on the client's node serve, and they are replaced.
+fn follows_local_endpoints(bed: &Testbed) -> Result<()> {
+    let ways = [("a3", Via::ClusterIp), ("outside-1", Via::NodePort("node-a"))];
+    let flows = open_all(bed, "dns", &ways)?;
+    all_answered_by(&flows, "a1")?;
+    set_endpoints(bed, &["a2", "b1"])?;
+    all_answered_by(&flows, "a2")
+}
+
+/// Clients are there before the service, and before its first endpoint.
+fn recovers_once_there_is_an_endpoint(bed: &Testbed) -> Result<()> {
+    // The service that is added first has number 1.
+    let expected = Service { number: 1, ..Service::new("dns", &[]) };
+    let mut flows = Vec::new();
+    for family in Family::BOTH {
+        for (from, via) in WAYS {
+            let flow = Flow::open(bed, from, expected.socket_address(via, family, "udp")?)?;
+            let early = flow.ask();
+            ensure!(!matches!(early, Outcome::Answered(_)), "{from} by {via:?}: {early} before there is a service");
+            flows.push(flow);
+        }
+    }
+    bed.update(|manifests| manifests.add(Service::new("dns", &[])))?;
+    ensure!(bed.service("dns")?.number == expected.number, "the service has another number than was expected");
+    for flow in &flows {
+        flow.until("refused", |outcome| *outcome == Outcome::Refused).context("without endpoints")?;
+    }
+    bed.update(|manifests| {
+        manifests.service_mut("dns")?.endpoints = vec![Endpoint::not_ready("b1")];
+        Ok(())
+    })?;
+    flows.iter().for_each(|flow| drop(flow.ask()));
+    set_endpoints(bed, &["b1"])?;
+    all_answered_by(&flows, "b1")
+}
+
+/// Flows to endpoints that still serve stay where they are, while those to one that went move; TCP and foreign UDP are left alone.
+fn leaves_the_rest_alone(bed: &Testbed) -> Result<()> {
+    let node = bed.machines().machine("node-a")?;
+    let foreign = foreign_flows(bed)?;
+    let held = bed.address("dns", Via::ClusterIp, Family::V4, "tcp")?;
+    let client = bed.machines().machine("a3")?;
+    let mut held: Vec<HeldConnection> = (0..6).map(|_| HeldConnection::open(client, held)).collect::<Result<_>>()?;
+    // So many that every endpoint has some.
+    let mut flows = Vec::new();
+    for _ in 0..20 {
+        flows.extend(open_all(bed, "dns", &[("a3", Via::ClusterIp), ("outside-1", Via::NodePort("node-a"))])?);
+    }
+    let before: Vec<String> = flows.iter().map(Flow::server).collect::<Result<_>>()?;
+    let moving = before.iter().filter(|server| *server == "c1").count();
+    ensure!(moving > 0 && before.iter().any(|server| server == "b1"), "{before:?}");
+    let tracked = foreign_entries(node, &foreign)?;
+    ensure!(tracked == foreign.len(), "{tracked} of {} foreign flows are in the table", foreign.len());
+
+    bed.update(|manifests| {
+        let endpoints = &mut manifests.service_mut("dns")?.endpoints;
+        *endpoints = vec![Endpoint::ready("a1"), Endpoint::terminating("b1"), Endpoint::published("b2")];
+        Ok(())
+    })?;
+    for (flow, before) in flows.iter().zip(&before) {
+        if before == "c1" {
+            flow.until(
+                "answered by another than c1",
+                |outcome| matches!(outcome, Outcome::Answered(answer) if answer.server != "c1"),
+            )?;
+        }
+    }
+    for (flow, before) in flows.iter().zip(&before).filter(|(_, before)| *before != "c1") {
+        ensure!(flow.server()? == *before, "a flow left {before}, which still serves");
+    }
+    ensure!(foreign_entries(node, &foreign)? == tracked, "a foreign UDP entry is gone");
+    held.iter_mut().try_for_each(HeldConnection::check).context("TCP connections, also to what is gone")
+}
+
+/// UDP that only looks like the service's: the endpoint's own address, the NodePort's number on another node.
+fn foreign_flows(bed: &Testbed) -> Result<Vec<SocketAddr>> {
+    let mut to = Vec::new();
+    for family in Family::BOTH {
+        to.push(SocketAddr::new(plan::address("c1").context("c1")?.of(family), LINE_PORT));
+        to.push(bed.address("dns", Via::NodePort("node-c"), family, "udp")?);
+    }
+    for address in &to {
+        // From a machine whose packets pass node-a, which does not translate them.
+        Flow::open(bed, "a3", *address)?.until("answered", |outcome| matches!(outcome, Outcome::Answered(_)))?;
+    }
+    Ok(to)
+}
+
+/// How many of these destinations are in the node's table, untranslated.
+fn foreign_entries(node: &headgate_tests::testbed::Namespace, to: &[SocketAddr]) -> Result<usize> {
+    node.run(|| {
+        let mut found = 0;
+        for family in CoreFamily::BOTH {
+            let all = entries(family)?;
+            let of_ours = to.iter().filter(|to| all.iter().any(|flow| flow.to == **to && flow.answered_by == **to));
+            found += of_ours.count();
+        }
+        Ok(found)
+    })
+}
+
+/// The rules take their time. A client that keeps asking meanwhile would renew its entry by the old rules, if it were deleted before.
+fn is_cleaned_after_the_rules(bed: &Testbed) -> Result<()> {
+    let slow = SlowTools::create(bed.machines().folder(), bed.backend())?;
+    bed.kill_agent("node-a")?;
+    let setup = headgate_tests::testbed::AgentSetup { tools: Some(slow.folder.clone()), ..Default::default() };
+    bed.start_agent_with("node-a", &setup)?;
+    bed.wait_programmed()?;
+    let flows = open_all(bed, "dns", &[("a3", Via::ClusterIp), ("outside-1", Via::NodePort("node-a"))])?;
+    all_answered_by(&flows, "b1")?;
+    slow.hold()?;
+    bed.write(|manifests| {
+        manifests.service_mut("dns")?.endpoints = ready(&["c1"]);
+        Ok(())
+    })?;
+    slow.wait_until_held()?;
+    for _ in 0..100 {
+        for flow in &flows {
+            ensure!(flow.server()? == "b1", "a flow moved before the rules did");
+        }
+    }
+    slow.release()?;
+    all_answered_by(&flows, "c1")?;
+    bed.wait_programmed()
+}
+
+/// Stands before the programs that write rules, and makes them wait while a file is there.
+struct SlowTools {
+    folder: PathBuf,
+    held: PathBuf,
+    waiting: PathBuf,
+}
+
+impl SlowTools {
+    fn create(folder: &Path, backend: Backend) -> Result<Self> {
+        use std::os::unix::fs::PermissionsExt as _;
+        let tools =
+            Self { folder: folder.join("slow"), held: folder.join("slow-held"), waiting: folder.join("slow-waiting") };
+        std::fs::create_dir(&tools.folder).context("making a folder for tools")?;
+        let variant = format!("{}", backend);
+        let variant = if variant.contains("nft") { "nft" } else { "legacy" };
+        for family in ["iptables", "ip6tables"] {
+            let name = format!("{family}-{variant}-restore");
+            let path = std::env::var("PATH").context("PATH is not set")?;
+            let script = format!(
+                "#!/bin/sh\nwhile [ -e '{held}' ]; do : > '{waiting}'; sleep 0.02; done\nPATH='{path}' exec {name} \"$@\"\n",
+                held = tools.held.display(),
+                waiting = tools.waiting.display(),
+            );
+            let program = tools.folder.join(&name);
+            std::fs::write(&program, script).with_context(|| format!("writing {}", program.display()))?;
+            std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755))?;
+        }
+        Ok(tools)
+    }
+
+    fn hold(&self) -> Result<()> {
+        std::fs::write(&self.held, "").context("holding the tools")
+    }
+
+    fn wait_until_held(&self) -> Result<()> {
+        let deadline = Instant::now() + Duration::from_secs(30);
+        while !self.waiting.exists() {
+            if Instant::now() > deadline {
+                bail!("the agent does not write rules");
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        Ok(())
+    }
+
+    fn release(&self) -> Result<()> {
+        std::fs::remove_file(&self.held).context("releasing the tools")
+    }
+}
+
+macro_rules! service_tests {
+    ($($module:ident: $backend:expr;)*) => { $(
+        mod $module {
+            use super::*;
+
+            // rows: 79, 82
+            #[test]
+            fn udp_clients_follow_their_service() {
+                scenario($backend, one_service(&["b1"]), follows_its_service);
+            }
+
+            // rows: 80
+            #[test]
+            fn udp_clients_follow_local_endpoints() {
+                let mut manifests = Manifests::default();
+                let local = Service { internal_local: true, external_local: true, ..Service::new("dns", &["a1"]) };
+                manifests.add(local).unwrap();
+                scenario($backend, manifests, follows_local_endpoints);
+            }
+
+            // rows: 81
+            #[test]
+            fn udp_clients_recover_once_there_is_an_endpoint() {
+                scenario($backend, Manifests::default(), recovers_once_there_is_an_endpoint);
+            }
+
+            // rows: 83, 84
+            #[test]
+            fn flows_that_lead_somewhere_stay() {
+                let manifests = one_service(&["a1", "b1", "b2", "c1"]);
+                scenario($backend, manifests, leaves_the_rest_alone);
+            }
+
+            // rows: 85
+            #[test]
+            fn flows_are_cleaned_after_the_rules() {
+                scenario($backend, one_service(&["b1"]), is_cleaned_after_the_rules);
+            }
+        }
+    )* };
+}
+
+service_tests! {
+    iptables_legacy: Backend::IptablesLegacy;
+    iptables_nft: Backend::IptablesNft;
+}
