@@ -1,0 +1,13 @@
+//! The agent as a process: configuration, health, metrics, kernel parameters, and how its rules follow the node. One namespace is the node; the control
+//! plane reads a folder beside it.
+#![allow(missing_docs, clippy::unwrap_used)]
+
+mod process {
+    mod config;
+    mod health;
+    mod metrics;
+    mod node;
+    mod rig;
+    mod settings;
+    mod sync;
+}

@@ -1,0 +1,130 @@
+use super::rig::{Rig, eventually, node, service, slice};
+
+const HEAD: &str = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n";
+
+// rows: 110
+#[test]
+fn row_110_a_file_is_read_leniently_and_flags_yield_to_it() {
+    let rig = Rig::serving(&[
+        ("node", node("")),
+        ("web", service("web", 10, "")),
+        ("web-1", slice("web", &[("node-a", 10)], "")),
+    ]);
+    let body = "hostnameOverride: other\niptables: {masqueradeAll: true, masqueradeBit: 5, foo: 1}\nipvs: {scheduler: rr}\nmode: ''\nmode: iptables\n\
+                clientConnection: {kubeconfig: /var/lib/kube-proxy/kubeconfig.conf}\n";
+    let file = rig.write("config.yaml", &format!("{HEAD}{body}"));
+    let agent =
+        rig.agent(&[&format!("--config={}", file.display()), "--cluster-cidr=10.0.0.0/8", "--masquerade-all=false"]);
+    rig.until_programmed();
+    let log = agent.log();
+    let warnings: Vec<&str> = log.lines().filter(|line| line.contains("mean nothing to Headgate")).collect();
+    assert_eq!(warnings.len(), 1, "{log}");
+    for part in [
+        "iptables.foo (unknown)",
+        "mode (stands more than once",
+        "ipvs.scheduler (only for mode ipvs",
+        "clientConnection.kubeconfig (the agent holds no API credentials",
+        "--cluster-cidr (--config is given",
+        "--masquerade-all (--config is given",
+    ] {
+        assert!(warnings[0].contains(part), "{part} is not in {}", warnings[0]);
+    }
+    // --node-name counts all the same: the replica would not know "other".
+    assert!(log.contains("node=node-a"), "{log}");
+    let rules = rig.rules("iptables-nft-save", "nat");
+    assert!(rules.iter().any(|rule| rule.contains("--set-xmark 0x20/0x20")), "{rules:?}");
+    let masqueraded = |rule: &String| rule.starts_with("-A KUBE-SVC") && rule.ends_with("-j KUBE-MARK-MASQ");
+    assert!(rules.iter().any(|rule| masqueraded(rule) && !rule.contains("! -s")), "{rules:?}");
+}
+
+// rows: 110
+#[test]
+fn row_110_impossible_values_are_refused_all_at_once() {
+    let rig = Rig::new();
+    let file = rig
+        .write("config.yaml", &format!("{HEAD}iptables: {{masqueradeBit: 99, syncPeriod: 0x}}\nclusterCIDR: here\n"));
+    let (status, log) = rig.agent(&[&format!("--config={}", file.display())]).ended();
+    assert_eq!(status.code(), Some(1));
+    for part in ["iptables.masqueradeBit: 99", "iptables.syncPeriod: \"0x\"", "clusterCIDR: \"here\" is not a CIDR"] {
+        assert!(log.contains(part), "{part} is not in {log}");
+    }
+    let (status, log) = rig
+        .agent(&["--nodeport-addresses=10.0.0.1", "--pod-bridge-interface=", "--detect-local-mode=BridgeInterface"])
+        .ended();
+    assert_eq!(status.code(), Some(1));
+    assert!(
+        log.contains("--nodeport-addresses: \"10.0.0.1\" is not a CIDR")
+            && log.contains("--pod-bridge-interface: is needed"),
+        "{log}"
+    );
+}
+
+// rows: 110
+#[test]
+fn row_110_the_defaults_can_be_written_and_used() {
+    let rig = Rig::new();
+    let file = rig.path("defaults.yaml");
+    let (status, log) = rig.run_agent(&[&format!("--write-config-to={}", file.display())]);
+    assert!(status.success(), "{log}");
+    let written = std::fs::read_to_string(&file).unwrap();
+    assert!(written.contains("kind: KubeProxyConfiguration") && written.contains("oomScoreAdj: -999"), "{written}");
+    let agent = rig.agent(&[&format!("--config={}", file.display())]);
+    rig.until_health("/livez", 200);
+    assert!(!agent.log().contains("mean nothing"), "{}", agent.log());
+}
+
+// rows: 111
+#[test]
+fn row_111_the_process_ends_when_its_configuration_is_edited_and_the_rules_stay() {
+    let rig = Rig::serving(&[
+        ("node", node("")),
+        ("web", service("web", 10, "")),
+        ("web-1", slice("web", &[("node-a", 10)], "")),
+    ]);
+    let file = rig.write("config.yaml", HEAD);
+    let agent = rig.agent(&[&format!("--config={}", file.display())]);
+    rig.until_programmed();
+    let before = rig.rules("iptables-nft-save", "nat");
+    rig.write("config.yaml", &format!("{HEAD}iptables: {{masqueradeAll: true}}\n"));
+    let (status, log) = agent.ended();
+    assert_eq!(status.code(), Some(1), "{log}");
+    assert!(log.contains("config.yaml was edited"), "{log}");
+    let rules = |save: Vec<String>| save.into_iter().filter(|line| line.starts_with("-A")).collect::<Vec<_>>();
+    assert_eq!(rules(rig.rules("iptables-nft-save", "nat")), rules(before));
+}
+
+// rows: 111
+#[test]
+fn row_111_changed_pod_ranges_are_taken_up_without_ending() {
+    let rig = Rig::serving(&[
+        ("node", node("podCIDRs: [10.244.1.0/24, \"fd00:244:1::/64\"]")),
+        ("web", service("web", 10, "")),
+        ("web-1", slice("web", &[("node-a", 10)], "")),
+    ]);
+    let mut agent = rig.agent(&["--detect-local-mode=NodeCIDR"]);
+    let detects =
+        |range: &'static str| move |rules: &[String]| rules.iter().any(|rule| rule.contains(&format!("! -s {range}")));
+    rig.until_rules("pods are told by the node's range", "nat", detects("10.244.1.0/24"));
+    rig.put("node", &node("podCIDRs: [10.244.9.0/24, \"fd00:244:1::/64\"]"));
+    let rules = rig.until_rules("pods are told by the new range", "nat", detects("10.244.9.0/24"));
+    assert!(!rules.iter().any(|rule| rule.contains("10.244.1.0/24")), "{rules:?}");
+    assert!(agent.is_running());
+}
+
+// rows: 110
+#[test]
+fn row_110_an_address_that_is_taken_ends_the_process_only_when_asked() {
+    let rig = Rig::new();
+    let _first = rig.agent(&[]);
+    rig.until_health("/livez", 200);
+    let (status, log) = rig.agent(&["--bind-address-hard-fail"]).ended();
+    assert_eq!(status.code(), Some(1));
+    assert!(log.contains("cannot serve /healthz and /livez on 0.0.0.0:10256"), "{log}");
+    let mut second = rig.agent(&[]);
+    eventually("it says so and goes on", || {
+        let log = second.log();
+        if log.contains("cannot serve /healthz and /livez; trying again") { Ok(()) } else { Err(log) }
+    });
+    assert!(second.is_running());
+    assert!(second.terminate().0.success());
+}

@@ -1,0 +1,81 @@
+use super::rig::{Rig, node, service, slice};
+
+fn web(node_spec: &str) -> Vec<(&'static str, String)> {
+    vec![("node", node(node_spec)), ("web", service("web", 10, "")), ("web-1", slice("web", &[("node-a", 10)], ""))]
+}
+
+// rows: 105
+#[test]
+fn row_105_healthz_and_livez_answer_as_kube_proxys_before_and_after_the_first_sync() {
+    let rig = Rig::new();
+    // No control plane: nothing has come, so nothing waits.
+    let agent = rig.agent(&[]);
+    let found = rig.until_health("/healthz", 200);
+    assert_eq!(found["healthy"], true);
+    assert_eq!(found["nodeEligible"], true);
+    assert_eq!(found["lastUpdated"], found["currentTime"]);
+    for family in ["IPv4", "IPv6"] {
+        assert_eq!(found["status"][family]["healthy"], true, "{found}");
+        assert!(found["status"][family]["lastUpdated"].as_str().unwrap().ends_with('Z'), "{found}");
+    }
+    let found = rig.until_health("/livez", 200);
+    assert_eq!(found["healthy"], true);
+    assert!(found.get("nodeEligible").is_none(), "{found}");
+    assert_eq!(rig.health("/other").unwrap().0, 404);
+    assert_eq!(rig.page("/healthz").unwrap().0, 200);
+    assert_eq!(rig.metric("kubeproxy_proxy_livez_total{code=\"200\"}"), 1.0);
+    drop(agent);
+
+    let rig = Rig::serving(&web(""));
+    let _agent = rig.agent(&[]);
+    rig.until_programmed();
+    assert_eq!(rig.until_health("/healthz", 200)["healthy"], true);
+}
+
+// rows: 106, 94
+#[test]
+fn row_106_a_change_that_waits_too_long_makes_its_family_unhealthy_until_it_is_programmed() {
+    let rig = Rig::serving(&web(""));
+    rig.make_breakable("ip6tables-nft-restore");
+    let _agent = rig.agent(&["--iptables-sync-period=1s", "--cluster-cidr=10.244.0.0/16"]);
+    rig.until_programmed();
+    rig.break_tool("ip6tables-nft-restore");
+    // Nothing waits: a program that could not run is nobody's business yet.
+    assert_eq!(rig.health("/livez").unwrap().0, 200);
+    rig.put("more", &service("more", 20, ""));
+    let found = rig.until_health("/livez", 503);
+    assert_eq!(found["healthy"], false);
+    assert_eq!(found["status"]["IPv4"]["healthy"], true, "{found}");
+    assert_eq!(found["status"]["IPv6"]["healthy"], false, "{found}");
+    assert_eq!(rig.health("/healthz").unwrap().0, 503);
+    assert!(rig.metric("kubeproxy_sync_proxy_rules_iptables_restore_failures_total{ip_family=\"IPv6\"}") >= 1.0);
+    assert_eq!(rig.metric("kubeproxy_sync_proxy_rules_iptables_restore_failures_total{ip_family=\"IPv4\"}"), 0.0);
+    assert!(rig.metric("kubeproxy_proxy_livez_total{code=\"503\"}") >= 1.0);
+    // IPv4 went its way meanwhile.
+    rig.until_rules("the other family is programmed", "filter", |rules| {
+        rules.iter().any(|r| r.contains("ns/more:http"))
+    });
+    rig.mend_tool("ip6tables-nft-restore");
+    rig.until_health("/livez", 200);
+    let is_there = |rules: &[String]| rules.iter().any(|rule| rule.contains("ns/more:http"));
+    rig.until_rules_of("ip6tables-nft-save", "everything is programmed again", "filter", is_there);
+    assert!(rig.metric("kubeproxy_sync_full_proxy_rules_duration_seconds_count{ip_family=\"IPv6\"}") >= 1.0);
+}
+
+// rows: 107
+#[test]
+fn row_107_a_node_that_goes_away_fails_healthz_alone() {
+    let rig = Rig::serving(&web(""));
+    let _agent = rig.agent(&[]);
+    rig.until_programmed();
+    assert_eq!(rig.until_health("/healthz", 200)["nodeEligible"], true);
+    rig.put("node", &node("taints: [{key: ToBeDeletedByClusterAutoscaler, effect: NoSchedule}]"));
+    let found = rig.until_health("/healthz", 503);
+    assert_eq!(found["nodeEligible"], false);
+    assert_eq!(rig.health("/livez").unwrap().0, 200);
+    rig.put("node", &node(""));
+    rig.until_health("/healthz", 200);
+    rig.remove("node");
+    rig.until_health("/healthz", 503);
+    assert_eq!(rig.health("/livez").unwrap().0, 200);
+}

@@ -1,0 +1,104 @@
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use super::rig::{Rig, eventually, node, service, slice};
+
+fn start() -> Rig {
+    let local = "  internalTrafficPolicy: Local\n";
+    Rig::serving(&[
+        ("node", node("")),
+        ("web", service("web", 10, "")),
+        ("web-1", slice("web", &[("node-a", 10), ("node-b", 11)], "")),
+        ("local", service("local", 20, local)),
+        ("local-1", slice("local", &[("node-b", 20)], "")),
+    ])
+}
+
+// rows: 108
+#[test]
+fn row_108_the_mode_and_the_configuration_are_shown() {
+    let rig = Rig::new();
+    let _agent = rig.agent(&["--masquerade-all", "--cluster-cidr=10.244.0.0/16"]);
+    let found = eventually("the page is served", || rig.page("/proxyMode"));
+    assert_eq!(found, (200, "iptables".to_owned()));
+    let (code, body) = rig.page("/configz").unwrap();
+    let found: serde_json::Value = serde_json::from_str(&body).unwrap();
+    let config = &found["kubeproxy.config.k8s.io"];
+    assert_eq!(code, 200);
+    assert_eq!(config["kind"], "KubeProxyConfiguration");
+    assert_eq!(config["iptables"]["masqueradeAll"], true);
+    assert_eq!(config["iptables"]["syncPeriod"], "30s");
+    assert_eq!(config["clusterCIDR"], "10.244.0.0/16");
+}
+
+// rows: 109
+#[test]
+fn row_109_metrics_have_kube_proxys_names_and_say_what_the_kernel_has() {
+    let rig = start();
+    let _agent = rig.agent(&[]);
+    rig.until_programmed();
+    for table in ["nat", "filter"] {
+        let rules = rig.rules("iptables-nft-save", table);
+        let count = rules.iter().filter(|rule| rule.starts_with("-A ")).count();
+        let metric = format!("kubeproxy_sync_proxy_rules_iptables_total{{ip_family=\"IPv4\",table=\"{table}\"}}");
+        rig.until_metric(&metric, |value| value == f64::from(u32::try_from(count).unwrap()));
+    }
+    let no_local = |policy: &str| {
+        format!("kubeproxy_sync_proxy_rules_no_local_endpoints_total{{ip_family=\"IPv4\",traffic_policy=\"{policy}\"}}")
+    };
+    assert_eq!(rig.metric(&no_local("internal")), 1.0);
+    assert_eq!(rig.metric(&no_local("external")), 0.0);
+    assert_eq!(rig.metric("kubeproxy_sync_proxy_rules_service_changes_total"), 2.0);
+    assert_eq!(rig.metric("kubeproxy_sync_proxy_rules_endpoint_changes_total"), 3.0);
+    assert_eq!(rig.metric("kubeproxy_sync_proxy_rules_endpoint_changes_pending"), 0.0);
+    assert!(rig.metric("kubeproxy_sync_proxy_rules_last_timestamp_seconds{ip_family=\"IPv6\"}") > 0.0);
+    assert!(rig.metric("kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds{ip_family=\"IPv4\"}") > 0.0);
+    assert!(rig.metric("kubeproxy_sync_full_proxy_rules_duration_seconds_count{ip_family=\"IPv4\"}") >= 1.0);
+
+    rig.put("local-1", &slice("local", &[("node-a", 20)], ""));
+    rig.until_metric(&no_local("internal"), |value| value == 0.0);
+    rig.until_metric("kubeproxy_sync_partial_proxy_rules_duration_seconds_count{ip_family=\"IPv4\"}", |n| n >= 1.0);
+}
+
+// rows: 109
+#[test]
+fn row_109_programming_latency_counts_changes_with_a_trigger_time_since_the_start() {
+    const COUNT: &str = "kubeproxy_network_programming_duration_seconds_count{ip_family=\"IPv4\"}";
+    let annotation =
+        |time: &str| format!("  annotations: {{endpoints.kubernetes.io/last-change-trigger-time: \"{time}\"}}\n");
+    let rig = start();
+    let _agent = rig.agent(&[]);
+    rig.until_programmed();
+    // Older than the process: not what it took so long for.
+    rig.put("web-1", &slice("web", &[("node-a", 10)], &annotation("2024-01-01T00:00:00Z")));
+    rig.until_rules("the change is programmed", "nat", |rules| !rules.iter().any(|rule| rule.contains("10.244.1.11")));
+    assert_eq!(rig.metric(COUNT), 0.0);
+    let future = SystemTime::now() + Duration::from_secs(86_400);
+    let day = future.duration_since(UNIX_EPOCH).unwrap().as_secs() / 86_400;
+    let time = format!("{}Z", iso_midnight(day));
+    rig.put("web-1", &slice("web", &[("node-a", 10), ("node-a", 12)], &annotation(&time)));
+    rig.until_metric(COUNT, |count| count == 1.0);
+    // A removal is none.
+    let later = format!("{}Z", iso_midnight(day + 1));
+    rig.put("web-1", &slice("web", &[("node-a", 10)], &annotation(&later)));
+    rig.until_rules("the removal is programmed", "nat", |rules| !rules.iter().any(|rule| rule.contains("10.244.1.12")));
+    assert_eq!(rig.metric(COUNT), 1.0);
+}
+
+/// Midnight of a day since 1970, by counting.
+fn iso_midnight(mut day: u64) -> String {
+    let is_leap = |year: u64| year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400));
+    let mut year = 1970;
+    while day >= 365 + u64::from(is_leap(year)) {
+        day -= 365 + u64::from(is_leap(year));
+        year += 1;
+    }
+    let mut month = 1;
+    for length in [31, 28 + u64::from(is_leap(year)), 31, 30, 31, 30, 31, 31, 30, 31, 30, 31] {
+        if day < length {
+            break;
+        }
+        day -= length;
+        month += 1;
+    }
+    format!("{year:04}-{month:02}-{:02}T00:00:00", day + 1)
+}

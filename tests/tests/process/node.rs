@@ -1,0 +1,111 @@
+use super::rig::{Rig, node, service, slice};
+
+fn web() -> Rig {
+    Rig::serving(&[
+        ("node", node("podCIDRs: [10.244.1.0/24]")),
+        ("web", service("web", 10, "")),
+        ("web-1", slice("web", &[("node-a", 10)], "")),
+    ])
+}
+
+/// The rules of KUBE-SERVICES that lead to NodePorts.
+fn node_port_jumps(rules: &[String]) -> Vec<String> {
+    let jumps =
+        rules.iter().filter(|rule| rule.starts_with("-A KUBE-SERVICES ") && rule.ends_with("-j KUBE-NODEPORTS"));
+    jumps
+        .map(|rule| rule.split(" -m comment").next().unwrap_or(rule).trim_start_matches("-A KUBE-SERVICES ").to_owned())
+        .collect()
+}
+
+// rows: 46
+#[test]
+fn row_46_node_ports_answer_on_every_address_by_default() {
+    let rig = web();
+    let _agent = rig.agent(&[]);
+    rig.until_programmed();
+    let rules = rig.rules("iptables-nft-save", "nat");
+    let jump = rules.iter().find(|rule| rule.ends_with("-j KUBE-NODEPORTS")).unwrap();
+    assert!(jump.contains("--dst-type LOCAL") && !jump.contains(" -d "), "{jump}");
+}
+
+// rows: 47
+#[test]
+fn row_47_ranges_restrict_node_ports_and_follow_the_interfaces() {
+    let rig = web();
+    let _agent = rig.agent(&["--nodeport-addresses=192.0.2.0/24", "--iptables-sync-period=1s"]);
+    let is_only = |addresses: &'static [&'static str]| {
+        move |rules: &[String]| {
+            let mut found = node_port_jumps(rules);
+            found.sort();
+            found == addresses.iter().map(|address| format!("-d {address}/32")).collect::<Vec<_>>()
+        }
+    };
+    rig.until_rules("NodePorts on the one address", "nat", is_only(&["192.0.2.11"]));
+    // The other family has no range of its own: it is free.
+    rig.until_rules_of("ip6tables-nft-save", "IPv6 NodePorts everywhere", "nat", |rules| {
+        rules.iter().any(|rule| rule.ends_with("-j KUBE-NODEPORTS") && rule.contains("--dst-type LOCAL"))
+    });
+    rig.ip("addr add 192.0.2.12/24 dev uplink\n");
+    rig.until_rules("NodePorts on the new address too", "nat", is_only(&["192.0.2.11", "192.0.2.12"]));
+    rig.ip("addr del 192.0.2.12/24 dev uplink\n");
+    rig.until_rules("NodePorts on the one address again", "nat", is_only(&["192.0.2.11"]));
+}
+
+// rows: 112, 47
+#[test]
+fn row_112_primary_is_the_internal_address_unless_the_operator_names_one() {
+    let rig = web();
+    let agent = rig.agent(&["--nodeport-addresses=primary"]);
+    let is_at = |address: &'static str| move |rules: &[String]| node_port_jumps(rules) == [format!("-d {address}/32")];
+    rig.until_rules("the InternalIP, before the ExternalIP", "nat", is_at("192.0.2.11"));
+    rig.until_rules_of("ip6tables-nft-save", "the IPv6 one too", "nat", |rules| {
+        node_port_jumps(rules) == ["-d 2001:db8::11/128"]
+    });
+    assert!(agent.terminate().0.success());
+    let _agent = rig.agent(&["--nodeport-addresses=primary", "--bind-address=203.0.113.5"]);
+    rig.until_rules("the operator's address", "nat", is_at("203.0.113.5"));
+}
+
+// rows: 48
+#[test]
+fn row_48_node_ports_on_localhost_can_be_turned_off() {
+    let rig = web();
+    let agent = rig.agent(&[]);
+    rig.until_programmed();
+    assert_eq!(rig.parameter("net/ipv4/conf/all/route_localnet"), "1");
+    assert!(agent.terminate().0.success());
+    let rig = web();
+    let _agent = rig.agent(&["--iptables-localhost-nodeports=false"]);
+    rig.until_programmed();
+    let jumps = node_port_jumps(&rig.rules("iptables-nft-save", "nat"));
+    assert_eq!(jumps, ["! -d 127.0.0.0/8"]);
+    assert_eq!(rig.parameter("net/ipv4/conf/all/route_localnet"), "0");
+}
+
+// rows: 113
+#[test]
+fn row_113_local_pods_are_told_by_each_mode() {
+    let rig = web();
+    let tells = |arguments: &[&str], program: &str, rule: &str| {
+        let agent = rig.agent(arguments);
+        super::rig::eventually(&format!("{arguments:?}: {rule}"), || {
+            let rules = rig.rules(program, "nat");
+            let marks = |found: &&String| found.starts_with("-A KUBE-SVC") && found.ends_with("-j KUBE-MARK-MASQ");
+            let found: Vec<&String> = rules.iter().filter(marks).collect();
+            if found.iter().any(|found| found.contains(rule)) { Ok(()) } else { Err(rules.join("\n")) }
+        });
+        assert!(agent.terminate().0.success());
+    };
+    tells(&["--cluster-cidr=10.244.0.0/16,fd00:244::/48"], "iptables-nft-save", "! -s 10.244.0.0/16");
+    tells(&["--detect-local-mode=NodeCIDR"], "iptables-nft-save", "! -s 10.244.1.0/24");
+    let bridge = ["--detect-local-mode=BridgeInterface", "--pod-bridge-interface=cni0"];
+    tells(&bridge, "iptables-nft-save", "! -i cni0");
+    let prefix = ["--detect-local-mode=InterfaceNamePrefix", "--pod-interface-name-prefix=veth"];
+    tells(&prefix, "iptables-nft-save", "! -i veth+");
+    // The last agent detected by interface: in CIDR mode without a range of a family there is no detector for it.
+    let agent = rig.agent(&["--cluster-cidr=fd00:244::/48"]);
+    rig.until_rules("no detector for IPv4", "nat", |rules| {
+        !rules.iter().any(|rule| rule.starts_with("-A KUBE-SVC") && rule.ends_with("-j KUBE-MARK-MASQ"))
+    });
+    assert!(agent.terminate().0.success());
+}

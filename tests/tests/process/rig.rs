@@ -1,0 +1,326 @@
+//! One node in a namespace, its programs, and looks at them.
+
+use std::{
+    fs::{self, File},
+    io::{Read as _, Write as _},
+    net::{SocketAddr, TcpStream},
+    path::{Path, PathBuf},
+    process::{Child, Command, ExitStatus, Stdio},
+    sync::atomic::{AtomicU32, Ordering},
+    time::{Duration, Instant},
+};
+
+use headgate_tests::testbed::{Namespace, netns, process::program};
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use tempfile::TempDir;
+
+/// Only ever waited for when a test fails.
+const GUARD: Duration = Duration::from_secs(60);
+const HEALTH: u16 = 10256;
+const METRICS: u16 = 10249;
+
+/// Tries until it gives something; panics with `what` and the last thing seen after a long while.
+pub(super) fn eventually<T>(what: &str, mut attempt: impl FnMut() -> Result<T, String>) -> T {
+    let deadline = Instant::now() + GUARD;
+    loop {
+        match attempt() {
+            Ok(found) => return found,
+            Err(seen) => assert!(Instant::now() < deadline, "never: {what}; last seen: {seen}"),
+        }
+        std::thread::sleep(Duration::from_millis(30));
+    }
+}
+
+/// A running program, killed when dropped.
+pub(super) struct Program {
+    child: Child,
+    log: PathBuf,
+}
+
+impl Program {
+    fn start(namespace: &Namespace, mut command: Command, log: PathBuf) -> Self {
+        let file = || File::options().create(true).append(true).open(&log).unwrap();
+        command.stdin(Stdio::null()).stdout(file()).stderr(file());
+        Self { child: namespace.spawn(command).unwrap(), log }
+    }
+
+    /// Waits for it to end by itself; its status and everything that it wrote.
+    pub(super) fn ended(mut self) -> (ExitStatus, String) {
+        let status = eventually("the program ends", || {
+            let log = self.log();
+            self.child.try_wait().unwrap().ok_or(log)
+        });
+        (status, self.log())
+    }
+
+    /// Asks it to end.
+    pub(super) fn terminate(self) -> (ExitStatus, String) {
+        kill(Pid::from_raw(self.child.id().cast_signed()), Signal::SIGTERM).unwrap();
+        self.ended()
+    }
+
+    /// Everything that it wrote.
+    pub(super) fn log(&self) -> String {
+        fs::read_to_string(&self.log).unwrap()
+    }
+
+    pub(super) fn is_running(&mut self) -> bool {
+        self.child.try_wait().unwrap().is_none()
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        if self.is_running() {
+            self.child.kill().unwrap();
+            self.child.wait().unwrap();
+        }
+        if std::thread::panicking() {
+            eprintln!("--- {}\n{}", self.log.display(), self.log());
+        }
+    }
+}
+
+/// A node called node-a. Programs end before the namespace and the folder go.
+pub(super) struct Rig {
+    control_plane: Option<Program>,
+    namespace: Namespace,
+    folder: TempDir,
+}
+
+impl Rig {
+    /// A node with addresses 192.0.2.11 and 2001:db8::11, and no program yet.
+    pub(super) fn new() -> Self {
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
+        netns::check_prerequisites().unwrap();
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let namespace = Namespace::create(format!("hg{}-process-{number}", std::process::id())).unwrap();
+        let links = "link set lo up\nlink add uplink type veth peer name far\nlink set uplink up\nlink set far up\n\
+                     addr add 192.0.2.11/24 dev uplink\naddr add 2001:db8::11/64 dev uplink nodad\n";
+        namespace.ip_batch(links).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        for name in ["manifests", "tools"] {
+            fs::create_dir(folder.path().join(name)).unwrap();
+        }
+        Self { control_plane: None, namespace, folder }
+    }
+
+    /// The same with a control plane that serves these manifests.
+    pub(super) fn serving(manifests: &[(&str, String)]) -> Self {
+        let mut rig = Self::new();
+        manifests.iter().for_each(|(name, text)| rig.put(name, text));
+        let mut command = Command::new(program("headgate-control-plane").unwrap());
+        let manifests = format!("files:{}", rig.path("manifests").display());
+        command.args(["--source", &manifests, "--listen=127.0.0.1:7443", "--insecure-loopback"]);
+        command.arg("--metrics-listen=127.0.0.1:7480");
+        rig.control_plane = Some(Program::start(&rig.namespace, command, rig.path("control-plane.log")));
+        rig
+    }
+
+    /// A path in the folder of this rig.
+    pub(super) fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// Writes a manifest as a whole.
+    pub(super) fn put(&self, name: &str, text: &str) {
+        let draft = self.path("draft");
+        fs::write(&draft, text).unwrap();
+        fs::rename(draft, self.path("manifests").join(format!("{name}.yaml"))).unwrap();
+    }
+
+    /// Removes a manifest.
+    pub(super) fn remove(&self, name: &str) {
+        fs::remove_file(self.path("manifests").join(format!("{name}.yaml"))).unwrap();
+    }
+
+    /// Writes any file; its path.
+    pub(super) fn write(&self, name: &str, text: &str) -> PathBuf {
+        let path = self.path(name);
+        fs::write(&path, text).unwrap();
+        path
+    }
+
+    /// The agent's command line with these arguments and nothing else.
+    fn agent_command(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new(program("headgate-node-agent").unwrap());
+        let path = format!("{}:{}", self.path("tools").display(), std::env::var("PATH").unwrap());
+        command.args(arguments).env("PATH", path).env("NO_COLOR", "1").env("RUST_BACKTRACE", "0");
+        command
+    }
+
+    /// Runs the agent's program to its end.
+    pub(super) fn run_agent(&self, arguments: &[&str]) -> (ExitStatus, String) {
+        Program::start(&self.namespace, self.agent_command(arguments), self.path("action.log")).ended()
+    }
+
+    /// Starts the agent of node-a with further arguments.
+    pub(super) fn agent(&self, arguments: &[&str]) -> Program {
+        let mut all = vec!["--node-name=node-a", "--control-plane=http://127.0.0.1:7443", "--insecure-loopback"];
+        all.extend(["--state-dir=", "--iptables-variant=nft"]);
+        all.extend(arguments);
+        Program::start(&self.namespace, self.agent_command(&all), self.path("agent.log"))
+    }
+
+    /// Puts a program in front of another of the same name, which fails while the file `NAME.broken` exists, except for telling its version.
+    pub(super) fn make_breakable(&self, name: &str) {
+        use std::os::unix::fs::PermissionsExt as _;
+        let found = ["/usr/sbin", "/sbin", "/usr/bin"].iter().map(|folder| Path::new(folder).join(name));
+        let real = found.into_iter().find(|path| path.exists()).unwrap();
+        let broken = self.path(&format!("{name}.broken"));
+        let text = format!(
+            "#!/bin/sh\nif [ \"$1\" != --version ] && [ -e {} ]; then echo broken on purpose >&2; exit 2; fi\nexec {} \"$@\"\n",
+            broken.display(),
+            real.display()
+        );
+        let tool = self.path("tools").join(name);
+        fs::write(&tool, text).unwrap();
+        fs::set_permissions(tool, fs::Permissions::from_mode(0o755)).unwrap();
+    }
+
+    pub(super) fn break_tool(&self, name: &str) {
+        self.write(&format!("{name}.broken"), "");
+    }
+
+    pub(super) fn mend_tool(&self, name: &str) {
+        fs::remove_file(self.path(&format!("{name}.broken"))).unwrap();
+    }
+
+    /// Rules and chains of a table.
+    pub(super) fn rules(&self, program: &str, table: &str) -> Vec<String> {
+        let mut command = Command::new(program);
+        command.args(["-t", table]);
+        self.namespace.output(command).unwrap().lines().map(str::to_owned).collect()
+    }
+
+    /// Removes every rule, as a firewall that restarts does.
+    pub(super) fn flush(&self, program: &str) {
+        for table in ["mangle", "nat", "filter"] {
+            for action in ["-F", "-X"] {
+                let mut command = Command::new(program);
+                command.args(["-t", table, action]);
+                self.namespace.output(command).unwrap();
+            }
+        }
+    }
+
+    /// Waits until a table's IPv4 rules are so; what they are then.
+    pub(super) fn until_rules(&self, what: &str, table: &str, are_so: impl Fn(&[String]) -> bool) -> Vec<String> {
+        self.until_rules_of("iptables-nft-save", what, table, are_so)
+    }
+
+    /// The same by another program.
+    pub(super) fn until_rules_of(
+        &self,
+        program: &str,
+        what: &str,
+        table: &str,
+        are_so: impl Fn(&[String]) -> bool,
+    ) -> Vec<String> {
+        eventually(what, || {
+            let rules = self.rules(program, table);
+            if are_so(&rules) { Ok(rules) } else { Err(rules.join("\n")) }
+        })
+    }
+
+    /// Gets a page; status and body.
+    fn get(&self, port: u16, path: &str) -> Result<(u16, String), String> {
+        let answer = self.namespace.run(|| {
+            let address = SocketAddr::from(([127, 0, 0, 1], port));
+            let mut stream = TcpStream::connect_timeout(&address, GUARD)?;
+            stream.set_read_timeout(Some(GUARD))?;
+            write!(stream, "GET {path} HTTP/1.1\r\nHost: node\r\nConnection: close\r\n\r\n")?;
+            let mut answer = String::new();
+            stream.read_to_string(&mut answer)?;
+            Ok(answer)
+        });
+        let answer = answer.map_err(|error| format!("{error:#}"))?;
+        let (head, body) = answer.split_once("\r\n\r\n").ok_or_else(|| answer.clone())?;
+        let code = head.split(' ').nth(1).and_then(|code| code.parse().ok()).ok_or_else(|| answer.clone())?;
+        Ok((code, body.to_owned()))
+    }
+
+    /// A page of the port for health.
+    pub(super) fn health(&self, path: &str) -> Result<(u16, serde_json::Value), String> {
+        let (code, body) = self.get(HEALTH, path)?;
+        Ok((code, serde_json::from_str(&body).unwrap_or_default()))
+    }
+
+    /// Waits for an answer of a page for health.
+    pub(super) fn until_health(&self, path: &str, code: u16) -> serde_json::Value {
+        eventually(&format!("{path} answers {code}"), || match self.health(path)? {
+            (found, body) if found == code => Ok(body),
+            (found, body) => Err(format!("{found} {body}")),
+        })
+    }
+
+    /// A page of the port for metrics.
+    pub(super) fn page(&self, path: &str) -> Result<(u16, String), String> {
+        self.get(METRICS, path)
+    }
+
+    /// A metric's value; 0 when it is not there.
+    pub(super) fn metric(&self, name: &str) -> f64 {
+        let text = self.page("/metrics").map(|(_, body)| body).unwrap_or_default();
+        let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+        value.map_or(0.0, |value| value.parse().unwrap())
+    }
+
+    /// Waits until a metric's value is so; the value.
+    pub(super) fn until_metric(&self, name: &str, is_so: impl Fn(f64) -> bool) -> f64 {
+        eventually(name, || {
+            let value = self.metric(name);
+            if is_so(value) { Ok(value) } else { Err(value.to_string()) }
+        })
+    }
+
+    /// Waits until all services' rules are in place.
+    pub(super) fn until_programmed(&self) {
+        self.until_metric("headgate_agent_version_programmed", |version| version > 0.0);
+    }
+
+    /// A kernel parameter of the node.
+    pub(super) fn parameter(&self, path: &str) -> String {
+        let read = || Ok(fs::read_to_string(Path::new("/proc/sys").join(path))?);
+        self.namespace.run(read).unwrap().trim().to_owned()
+    }
+
+    /// Runs `ip` commands on the node.
+    pub(super) fn ip(&self, commands: &str) {
+        self.namespace.ip_batch(commands).unwrap();
+    }
+}
+
+/// A Node with an address of each family. `spec` is further YAML below it, in one line.
+pub(super) fn node(spec: &str) -> String {
+    format!(
+        "apiVersion: v1\nkind: Node\nmetadata: {{name: node-a}}\nspec: {{{spec}}}\nstatus:\n  addresses:\n  \
+         - {{type: ExternalIP, address: 198.51.100.11}}\n  - {{type: InternalIP, address: 192.0.2.11}}\n  \
+         - {{type: InternalIP, address: \"2001:db8::11\"}}\n"
+    )
+}
+
+/// A service on both families with a NodePort. `spec` is further YAML.
+pub(super) fn service(name: &str, number: u8, spec: &str) -> String {
+    format!(
+        "apiVersion: v1\nkind: Service\nmetadata: {{namespace: ns, name: {name}}}\nspec:\n  type: NodePort\n  \
+         clusterIP: 10.96.0.{number}\n  clusterIPs: [10.96.0.{number}, \"fd00:96::{number}\"]\n  ipFamilies: [IPv4, IPv6]\n  \
+         ports: [{{name: http, protocol: TCP, port: 80, targetPort: 8080, nodePort: {}}}]\n{spec}",
+        30000 + u16::from(number)
+    )
+}
+
+/// Its IPv4 endpoints: 10.244.NODE.LAST.
+pub(super) fn slice(name: &str, endpoints: &[(&str, u8)], metadata: &str) -> String {
+    let mut text = format!(
+        "apiVersion: discovery.k8s.io/v1\nkind: EndpointSlice\nmetadata:\n  namespace: ns\n  name: {name}-1\n  \
+         labels: {{kubernetes.io/service-name: {name}}}\n{metadata}addressType: IPv4\nports: [{{name: http, protocol: TCP, port: 8080}}]\nendpoints:\n"
+    );
+    for (node, last) in endpoints {
+        text.push_str(&format!("- {{addresses: [10.244.1.{last}], nodeName: {node}}}\n"));
+    }
+    text
+}

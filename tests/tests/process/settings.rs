@@ -1,0 +1,69 @@
+use super::rig::{Rig, node, service, slice};
+
+const CONNTRACK: &str = "net/netfilter/nf_conntrack";
+
+// rows: 88
+#[test]
+fn row_88_timeouts_of_connection_tracking_are_set_before_anything_else() {
+    let rig = Rig::new();
+    let before = rig.parameter(&format!("{CONNTRACK}_udp_timeout"));
+    // The size of the table belongs to the machine and cannot be set in a namespace: a warning, and all else is done.
+    let (status, log) = rig.run_agent(&["--init-only", "--conntrack-tcp-timeout-established=10h"]);
+    assert!(status.success(), "{log}");
+    assert_eq!(rig.parameter(&format!("{CONNTRACK}_tcp_timeout_established")), "36000");
+    assert_eq!(rig.parameter(&format!("{CONNTRACK}_tcp_timeout_close_wait")), "3600");
+    assert_eq!(rig.parameter(&format!("{CONNTRACK}_tcp_be_liberal")), "0");
+    assert_eq!(rig.parameter(&format!("{CONNTRACK}_udp_timeout")), before, "not asked for");
+    let arguments = ["--init-only", "--conntrack-udp-timeout=7s", "--conntrack-udp-timeout-stream=1m10s"];
+    assert!(rig.run_agent(&arguments).0.success());
+    assert_eq!(rig.parameter(&format!("{CONNTRACK}_udp_timeout")), "7");
+    assert_eq!(rig.parameter(&format!("{CONNTRACK}_udp_timeout_stream")), "70");
+}
+
+fn web() -> Rig {
+    Rig::serving(&[
+        ("node", node("")),
+        ("web", service("web", 10, "  externalIPs: [198.51.100.7]\n")),
+        ("web-1", slice("web", &[("node-a", 10)], "")),
+    ])
+}
+
+fn drops_invalid(rules: &[String]) -> bool {
+    rules.iter().any(|rule| rule.contains("--ctstate INVALID") && rule.ends_with("-j DROP"))
+}
+
+// rows: 87
+#[test]
+fn row_87_invalid_packets_are_dropped_unless_connection_tracking_is_liberal() {
+    let rig = web();
+    let agent = rig.agent(&[]);
+    rig.until_rules("INVALID is dropped", "filter", drops_invalid);
+    assert!(agent.terminate().0.success());
+    let _agent = rig.agent(&["--conntrack-tcp-be-liberal"]);
+    rig.until_rules("INVALID passes", "filter", |rules| !drops_invalid(rules));
+    assert_eq!(rig.parameter(&format!("{CONNTRACK}_tcp_be_liberal")), "1");
+}
+
+// rows: 90
+#[test]
+fn row_90_the_mark_can_be_chosen() {
+    let rig = web();
+    let _agent = rig.agent(&["--iptables-masquerade-bit=20"]);
+    rig.until_programmed();
+    let rules = rig.rules("iptables-nft-save", "nat");
+    assert!(rules.iter().any(|rule| rule == "-A KUBE-MARK-MASQ -j MARK --set-xmark 0x100000/0x100000"), "{rules:?}");
+    assert!(rules.iter().any(|rule| rule == "-A KUBE-POSTROUTING -j MARK --set-xmark 0x100000/0x0"), "{rules:?}");
+}
+
+// rows: 18
+#[test]
+fn row_18_external_ips_are_left_alone_when_the_gate_is_off() {
+    let rig = web();
+    let agent = rig.agent(&[]);
+    let has = |rules: &[String]| rules.iter().any(|rule| rule.contains("198.51.100.7"));
+    rig.until_rules("the externalIP is programmed", "nat", has);
+    assert!(agent.terminate().0.success());
+    let _agent = rig.agent(&["--feature-gates=AllowServiceExternalIPs=false"]);
+    let rules = rig.until_rules("the externalIP is gone", "nat", |rules| !has(rules));
+    assert!(rules.iter().any(|rule| rule.contains("10.96.0.10")), "{rules:?}");
+}

@@ -1,0 +1,59 @@
+use super::rig::{Rig, node, service, slice};
+
+const SYNCS: &str = "kubeproxy_sync_proxy_rules_duration_seconds_count{ip_family=\"IPv4\"}";
+
+// rows: 94
+#[test]
+fn row_94_after_a_failure_everything_is_programmed_by_itself() {
+    let rig = Rig::serving(&[("node", node("")), ("web", service("web", 10, ""))]);
+    rig.make_breakable("iptables-nft-restore");
+    rig.break_tool("iptables-nft-restore");
+    let agent = rig.agent(&[]);
+    rig.until_metric("headgate_agent_applies_failed_total{kind=\"full\"}", |failures| failures >= 2.0);
+    assert_eq!(rig.metric("headgate_agent_version_programmed"), 0.0);
+    assert!(agent.log().contains("broken on purpose"), "{}", agent.log());
+    rig.mend_tool("iptables-nft-restore");
+    rig.until_rules("the service is there", "filter", |rules| rules.iter().any(|rule| rule.contains("ns/web:http")));
+    // Somebody's change while it failed comes through as well.
+    rig.break_tool("iptables-nft-restore");
+    rig.put("web-1", &slice("web", &[("node-a", 10)], ""));
+    rig.until_metric("headgate_agent_applies_failed_total{kind=\"partial\"}", |failures| failures >= 1.0);
+    rig.put("more", &service("more", 20, ""));
+    rig.mend_tool("iptables-nft-restore");
+    rig.until_rules("both changes are there", "filter", |rules| {
+        rules.iter().any(|rule| rule.contains("ns/more:http")) && !rules.iter().any(|rule| rule.contains("ns/web:http"))
+    });
+}
+
+// rows: 95
+#[test]
+fn row_95_a_burst_is_gathered_between_two_syncs() {
+    let rig = Rig::serving(&[("node", node("")), ("web", service("web", 10, ""))]);
+    let _agent = rig.agent(&["--iptables-min-sync-period=3s", "--iptables-sync-period=30s"]);
+    rig.until_programmed();
+    let changes_before = rig.metric("kubeproxy_sync_proxy_rules_endpoint_changes_total");
+    let before = rig.metric(SYNCS);
+    for last in 1..=20 {
+        rig.put("web-1", &slice("web", &[("node-a", last)], ""));
+        let seen = changes_before + f64::from(last);
+        rig.until_metric("kubeproxy_sync_proxy_rules_endpoint_changes_total", |changes| changes >= seen);
+    }
+    rig.until_rules("the last value is there", "nat", |rules| {
+        rules.iter().any(|rule| rule.contains("10.244.1.20:8080"))
+    });
+    let syncs = rig.until_metric(SYNCS, |syncs| syncs > before) - before;
+    assert!(syncs < 20.0, "{syncs} syncs for 20 changes");
+    // Values that came and went in between were never written.
+    assert!(rig.metric("kubeproxy_sync_proxy_rules_endpoint_changes_pending") == 0.0);
+}
+
+// rows: 95
+#[test]
+fn row_95_rules_are_looked_at_again_without_any_change() {
+    let rig = Rig::serving(&[("node", node("")), ("web", service("web", 10, ""))]);
+    let _agent = rig.agent(&["--iptables-sync-period=1s"]);
+    rig.until_programmed();
+    rig.flush("iptables-nft");
+    rig.until_rules("they are back", "filter", |rules| rules.iter().any(|rule| rule.contains("ns/web:http")));
+    rig.until_metric("headgate_agent_repairs_total", |repairs| repairs >= 1.0);
+}
