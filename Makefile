@@ -5,7 +5,7 @@
 keep := $(filter-out 0,$(KEEP))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build test demo bench fmt lint deny descriptor docs clean-namespaces
+.PHONY: help setup build test demo bench fmt lint deny descriptor docs behaviours clean-namespaces
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,6 +52,9 @@ descriptor: ## Write the committed descriptor set of the protocol anew, after a 
 
 docs: ## Write the generated pages under docs/ anew (configuration, metrics)
 	HEADGATE_WRITE_DOCS=1 cargo nextest run --locked -p headgate-node-agent --lib documents_are_current
+
+behaviours: ## Write docs/behaviours.md anew, from the last `make test`, all of which must have passed
+	cargo run --locked -p headgate-tests --bin behaviours
 
 clean-namespaces: ## Remove network namespaces that killed tests or demos left behind
 	@for name in $$(ip netns list | awk '$$1 ~ /^hg[0-9]+-/ { print $$1 }'); do \

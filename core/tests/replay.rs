@@ -169,6 +169,7 @@ fn flat(saves: &[String]) -> Vec<String> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
 
+    // rows: 19, 93, 98, 100
     #[test]
     fn replayed_split_and_squashed_changes_end_in_the_same_rules(
         changes in prop::collection::vec(any_change(8), 1..60),
@@ -213,6 +214,7 @@ proptest! {
     }
 }
 
+// rows: 99
 #[test]
 fn crossing_the_dispatch_threshold_keeps_the_rules_right() {
     for removed in [0u16, 100, 144, 272, 399] {

@@ -3,6 +3,8 @@
 
 #![allow(clippy::unwrap_used)]
 
+#[path = "tidy/behaviours.rs"]
+mod behaviours;
 #[path = "tidy/dependencies.rs"]
 mod dependencies;
 #[path = "tidy/documents.rs"]

@@ -100,6 +100,7 @@ fn http(port: u32) -> Value {
 }
 
 /// Rows 1 and 2 of the checklist: what needs no programming, live.
+// rows: 1, 2
 #[test]
 fn headless_and_external_name_services_are_not_served() {
     let mut bench = Bench::with(&[service("s", json!({}))]);
@@ -119,6 +120,7 @@ fn headless_and_external_name_services_are_not_served() {
 }
 
 /// Rows 3 and 4.
+// rows: 3, 4
 #[test]
 fn labels_hand_objects_off_and_back() {
     let (mut taken, mut dns_only) = (service("s", json!({})), slice("a", "s", json!([ready("10.1.0.1")]), http(1)));
@@ -139,6 +141,7 @@ fn labels_hand_objects_off_and_back() {
 }
 
 /// Row 5.
+// rows: 5
 #[test]
 fn names_are_ignored_and_families_checked() {
     let mut fqdn = slice("a", "s", json!([ready("web.example.org")]), http(1));
@@ -151,6 +154,7 @@ fn names_are_ignored_and_families_checked() {
 }
 
 /// Rows 6 and 7.
+// rows: 7
 #[test]
 fn slice_ports_need_a_name_and_a_number() {
     let ports = json!([{"port": 1}, {"name": "a"}, {"name": "b", "port": 0}, {"name": "", "port": 5}, {"name": "c", "port": 4, "protocol": "UDP"}]);
@@ -163,6 +167,7 @@ fn slice_ports_need_a_name_and_a_number() {
 }
 
 /// Row 8, and what else is said of an endpoint.
+// rows: 8
 #[test]
 fn conditions_have_defaults() {
     let bench = Bench::with(&[slice(
@@ -181,6 +186,7 @@ fn conditions_have_defaults() {
 }
 
 /// Rows 9 and 10.
+// rows: 9, 10
 #[test]
 fn slices_are_merged_and_the_living_copy_counts() {
     let dying =
@@ -212,6 +218,7 @@ fn slices_that_disagree_are_told() {
 }
 
 /// Rows 11 to 13.
+// rows: 11, 12, 13
 #[test]
 fn addresses_are_canonical_and_of_the_services_families() {
     let mut value = service(
@@ -234,6 +241,7 @@ fn addresses_are_canonical_and_of_the_services_families() {
     assert_eq!(bench.problems(), [""; 0]);
 }
 
+// rows: 52
 #[test]
 fn policies_count_where_they_have_an_effect() {
     let policy = |spec: Value| Bench::with(&[service("s", spec)]).service("s").unwrap().external_traffic_policy;
@@ -246,6 +254,7 @@ fn policies_count_where_they_have_an_effect() {
 }
 
 /// Rows 14 to 16.
+// rows: 14, 15
 #[test]
 fn ports_change_live_and_services_come_back() {
     let mut bench = Bench::with(&[service("s", json!({})), slice("a", "s", json!([ready("10.1.0.1")]), http(1))]);
@@ -262,6 +271,7 @@ fn ports_change_live_and_services_come_back() {
 }
 
 /// Row 19.
+// rows: 19
 #[test]
 fn what_ends_as_it_began_drops_out() {
     let mut bench = Bench::with(&[service("s", json!({})), slice("a", "s", json!([ready("10.1.0.1")]), http(1))]);
@@ -274,6 +284,7 @@ fn what_ends_as_it_began_drops_out() {
     assert_eq!(bench.flush(), []);
 }
 
+// rows: 9, 15
 #[test]
 fn an_address_moves_between_slices_without_a_gap() {
     let mut bench = Bench::with(&[slice("a", "s", json!([ready("10.1.0.1")]), http(1))]);

@@ -104,6 +104,7 @@ fn apply_of(calls: &[Call], index: usize) -> Vec<String> {
     }
 }
 
+// rows: 91
 #[test]
 fn nothing_is_written_before_the_first_snapshot() {
     let run = Loop::start(timing());
@@ -125,6 +126,7 @@ fn nothing_is_written_before_the_first_snapshot() {
     assert_eq!(run.control.calls().len(), 1);
 }
 
+// rows: 93
 #[test]
 fn a_change_plans_its_service_only() {
     let run = Loop::start(timing());
@@ -147,6 +149,7 @@ fn a_version_without_any_effect_is_programmed_without_the_kernel() {
     assert_eq!(run.control.calls().len(), 1);
 }
 
+// rows: 95
 #[test]
 fn changes_while_the_kernel_is_busy_become_one_step() {
     let run = Loop::start(timing());
@@ -182,6 +185,7 @@ fn a_failed_step_is_tried_again_with_what_changed_since() {
     assert!(run.wait_progress(|progress| programmed_version(progress) == Some(2)).failure.is_none());
 }
 
+// rows: 94
 #[test]
 fn a_second_failure_ends_in_a_full_repair() {
     let run = Loop::start(timing());
@@ -226,6 +230,7 @@ fn a_failure_is_reported_with_its_words_and_no_ack() {
     assert!(text.contains("headgate_agent_applies_failed_total{kind=\"full\"} 1"), "{text}");
 }
 
+// rows: 96
 #[test]
 fn rules_that_somebody_removed_come_back() {
     let run = Loop::start(Timing { sync_period: Duration::from_millis(5), ..timing() });
@@ -250,6 +255,7 @@ fn a_verification_that_fails_changes_nothing() {
     assert_eq!(run.metrics.verifications_failed.get(), 1);
 }
 
+// rows: 29
 #[test]
 fn another_zone_or_address_of_the_node_programs_everything_anew() {
     let run = Loop::start(timing());
@@ -292,6 +298,7 @@ fn versions_of_another_epoch_are_reported_as_such() {
     assert_eq!(run.control.calls().len(), 1, "nothing differed, nothing was written");
 }
 
+// rows: 95
 #[test]
 fn the_shortest_period_gathers_changes() {
     let run = Loop::start(Timing { min_sync_period: Duration::from_millis(300), ..timing() });

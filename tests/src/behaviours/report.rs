@@ -1,0 +1,85 @@
+//! What became of the tests, as nextest's JUnit report of the last run says.
+
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+use anyhow::{Context, Result};
+
+use super::scan::ProvingTest;
+
+/// Where nextest writes reports, for each of our profiles.
+const PLACES: [&str; 2] = ["target/nextest/ci/junit.xml", "target/nextest/default/junit.xml"];
+
+/// Tests that ran: binary, full name, and whether they passed.
+#[derive(Debug, Default)]
+pub struct Report(Vec<(String, String, bool)>);
+
+impl Report {
+    /// The newest report below `root`.
+    ///
+    /// # Errors
+    /// There is none, or it cannot be read.
+    pub fn newest(root: &Path) -> Result<Self> {
+        let places = PLACES.map(|place| root.join(place));
+        let age =
+            |path: &PathBuf| path.metadata().and_then(|metadata| metadata.modified()).unwrap_or(SystemTime::UNIX_EPOCH);
+        let newest = places.iter().filter(|path| path.is_file()).max_by_key(|path| age(path));
+        let path = newest.context("no report of a test run: run `make test` first")?;
+        let text = std::fs::read_to_string(path).with_context(|| format!("reading {}", path.display()))?;
+        Ok(Self::parse(&text))
+    }
+
+    /// A JUnit document as nextest writes it.
+    #[must_use]
+    pub fn parse(text: &str) -> Self {
+        let mut tests = Vec::new();
+        for element in text.split("<testcase ").skip(1) {
+            let (head, rest) = element.split_once('>').unwrap_or((element, ""));
+            let (Some(name), Some(binary)) = (attribute(head, "name"), attribute(head, "classname")) else { continue };
+            let body = if head.ends_with('/') { "" } else { rest.split("</testcase>").next().unwrap_or_default() };
+            let has_failed = body.contains("<failure") || body.contains("<error");
+            tests.push((binary, name, !has_failed));
+        }
+        Self(tests)
+    }
+
+    /// What keeps a test from counting as passed; `None` when all of that name passed.
+    #[must_use]
+    pub fn objection(&self, test: &ProvingTest) -> Option<&'static str> {
+        let binary_id = test.binary_id();
+        let is_it = |binary: &str, name: &str| binary == binary_id && name.rsplit("::").next() == Some(&test.name);
+        let mut runs = self.0.iter().filter(|(binary, name, _)| is_it(binary, name)).peekable();
+        if runs.peek().is_none() {
+            return Some("did not run");
+        }
+        (!runs.all(|(_, _, passed)| *passed)).then_some("failed")
+    }
+}
+
+fn attribute(head: &str, name: &str) -> Option<String> {
+    let start = format!("{name}=\"");
+    let value = head.split(' ').find_map(|word| word.strip_prefix(&start))?;
+    Some(value.split('"').next()?.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{ProvingTest, Report};
+
+    #[test]
+    fn one_failure_among_several_of_a_name_counts() {
+        let report = Report::parse(
+            r#"<testsuite name="headgate-tests::packets">
+                <testcase name="legacy::spread" classname="headgate-tests::packets" time="1"></testcase>
+                <testcase name="nft::spread" classname="headgate-tests::packets" time="1"><failure type="x">no</failure></testcase>
+                <testcase name="legacy::refused" classname="headgate-tests::packets" time="1"/>
+                <testcase name="nft::refused" classname="headgate-tests::packets" time="1"><system-out>x</system-out></testcase>"#,
+        );
+        let objection = |name: &str| {
+            report.objection(&ProvingTest { file: "tests/tests/packets.rs".into(), name: name.to_owned() })
+        };
+        assert_eq!(objection("spread"), Some("failed"));
+        assert_eq!(objection("refused"), None);
+        assert_eq!(objection("fused"), Some("did not run"));
+    }
+}

@@ -1,0 +1,208 @@
+//! Finding the tests that name rows.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use super::rows::SECTIONS;
+use crate::cases::table;
+
+/// Crates by their folder, and the binary ids that nextest gives them.
+const CRATES: [(&str, &str); 6] = [
+    ("core", "headgate-core"),
+    ("proto", "headgate-proto"),
+    ("control-plane", "headgate-control-plane"),
+    ("node-agent", "headgate-node-agent"),
+    ("cli", "headgatectl"),
+    ("tests", "headgate-tests"),
+];
+/// Where the groups of the packet table are run.
+const PACKETS: &str = "tests/tests/packets.rs";
+
+/// What cannot be used, with file and line.
+#[derive(Debug, thiserror::Error)]
+pub enum ScanError {
+    /// A file cannot be read.
+    #[error("reading {path}: {error}")]
+    Read {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        error: std::io::Error,
+    },
+    /// A comment that is none of ours, or stands where no test follows.
+    #[error("{path}:{line}: {message}")]
+    Comment {
+        /// File.
+        path: PathBuf,
+        /// Line, from 1.
+        line: usize,
+        /// What is wrong, and what to do.
+        message: String,
+    },
+    /// A group of the table has no test.
+    #[error("{PACKETS}: no test is called {0}: the group of that name in cases::table::GROUPS is not run")]
+    Group(String),
+}
+
+/// A test that proves something.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct ProvingTest {
+    /// Its file, from the top level.
+    pub file: PathBuf,
+    /// Name of its function.
+    pub name: String,
+}
+
+impl ProvingTest {
+    /// The id that nextest gives to the binary in which it is: crate, and file for integration tests.
+    #[must_use]
+    pub fn binary_id(&self) -> String {
+        let mut parts = self.file.iter().map(|part| part.to_string_lossy());
+        let folder = parts.next().unwrap_or_default();
+        let package = CRATES.iter().find(|(of, _)| *of == folder).map_or("", |(_, package)| package);
+        if parts.next().as_deref() != Some("tests") {
+            return package.to_owned();
+        }
+        let target = parts.next().unwrap_or_default();
+        format!("{package}::{}", target.trim_end_matches(".rs"))
+    }
+}
+
+/// Tests by row.
+pub type Evidence = BTreeMap<u8, Vec<ProvingTest>>;
+
+/// Collects from all sources under `root`.
+///
+/// # Errors
+/// A comment names a row that does not exist, or stands above no test; a group has no test; a file cannot be read.
+pub fn scan(root: &Path) -> Result<Evidence, ScanError> {
+    let mut evidence = Evidence::new();
+    for (folder, _) in CRATES {
+        for file in sources(root, &Path::new(folder).join("src"))?
+            .into_iter()
+            .chain(sources(root, &Path::new(folder).join("tests"))?)
+        {
+            let text = read(root, &file)?;
+            for (name, rows) in comments(&file, &text)? {
+                enter(&mut evidence, ProvingTest { file: file.clone(), name }, &rows);
+            }
+        }
+    }
+    let packets = read(root, Path::new(PACKETS))?;
+    for (name, cases) in table::GROUPS {
+        if !packets.contains(&format!("fn {name}()")) {
+            return Err(ScanError::Group(name.to_owned()));
+        }
+        let rows: Vec<u8> = cases().iter().flat_map(|case| case.rows.iter().copied()).collect();
+        enter(&mut evidence, ProvingTest { file: PACKETS.into(), name: name.to_owned() }, &rows);
+    }
+    for tests in evidence.values_mut() {
+        tests.sort();
+        tests.dedup();
+    }
+    Ok(evidence)
+}
+
+fn enter(evidence: &mut Evidence, test: ProvingTest, rows: &[u8]) {
+    for row in rows {
+        evidence.entry(*row).or_default().push(test.clone());
+    }
+}
+
+fn read(root: &Path, file: &Path) -> Result<String, ScanError> {
+    std::fs::read_to_string(root.join(file)).map_err(|error| ScanError::Read { path: file.to_owned(), error })
+}
+
+/// Rust files below a folder, which may be absent.
+fn sources(root: &Path, folder: &Path) -> Result<Vec<PathBuf>, ScanError> {
+    let failed = |error| ScanError::Read { path: folder.to_owned(), error };
+    if !root.join(folder).exists() {
+        return Ok(Vec::new());
+    }
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(root.join(folder)).map_err(failed)? {
+        let entry = entry.map_err(failed)?;
+        let path = folder.join(entry.file_name());
+        if entry.file_type().map_err(failed)?.is_dir() {
+            found.extend(sources(root, &path)?);
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            found.push(path);
+        }
+    }
+    found.sort();
+    Ok(found)
+}
+
+/// Tests with such a comment, and its rows.
+fn comments(file: &Path, text: &str) -> Result<Vec<(String, Vec<u8>)>, ScanError> {
+    let lines: Vec<&str> = text.lines().map(str::trim).collect();
+    let mut found = Vec::new();
+    for (index, line) in lines.iter().enumerate() {
+        let Some(list) = line.strip_prefix("// rows:") else { continue };
+        let failed = |message: String| ScanError::Comment { path: file.to_owned(), line: index + 1, message };
+        let rows = list.split(',').map(|number| known_row(number.trim())).collect::<Result<Vec<u8>, String>>();
+        let name = test_below(&lines[index + 1..]).ok_or("no test follows: put the comment right above #[test]");
+        found.push((name.map_err(|message| failed(message.to_owned()))?, rows.map_err(failed)?));
+    }
+    Ok(found)
+}
+
+fn known_row(text: &str) -> Result<u8, String> {
+    let row: u8 = text.parse().map_err(|_| format!("{text:?} is no row: write numbers with commas between them"))?;
+    let is_known = SECTIONS.iter().flat_map(|section| section.rows).any(|known| known.number == row);
+    is_known.then_some(row).ok_or_else(|| format!("the checklist has no row {row}: see behaviours::rows"))
+}
+
+/// Name of the test whose attributes begin here.
+fn test_below(lines: &[&str]) -> Option<String> {
+    let mut is_test = false;
+    for line in lines {
+        if line.starts_with("#[") {
+            is_test |= line.starts_with("#[test]") || line.starts_with("#[tokio::test");
+        } else if !line.starts_with("///") && !line.starts_with("//") {
+            let (_, signature) = line.split_once("fn ").filter(|_| is_test)?;
+            return Some(signature.split(['(', '<']).next()?.to_owned());
+        }
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use std::path::Path;
+
+    use super::{ProvingTest, comments};
+
+    fn found(text: &str) -> Result<Vec<(String, Vec<u8>)>, String> {
+        comments(Path::new("core/src/x.rs"), text).map_err(|error| error.to_string())
+    }
+
+    // Written with a space too many, so that they are not found where they stand.
+    const PREFIX: &str = "// rows";
+
+    #[test]
+    fn comments_above_tests_are_found() {
+        let text = format!(
+            "{PREFIX}: 31, 36\n/// Words.\n#[test]\nfn a() {{}}\n  {PREFIX}: 1\n#[tokio::test(x)]\nasync fn b() {{}}"
+        );
+        assert_eq!(found(&text).unwrap(), [("a".to_owned(), vec![31, 36]), ("b".to_owned(), vec![1])]);
+    }
+
+    #[test]
+    fn what_is_wrong_is_named() {
+        let error = found(&format!("\n{PREFIX}: 200\n#[test]\nfn a() {{}}")).unwrap_err();
+        assert!(error.contains("core/src/x.rs:2") && error.contains("no row 200"), "{error}");
+        assert!(found(&format!("{PREFIX}: x\n#[test]\nfn a() {{}}")).unwrap_err().contains("\"x\""));
+        assert!(found(&format!("{PREFIX}: 1\nfn helper() {{}}")).unwrap_err().contains("no test follows"));
+        assert!(found(&format!("{PREFIX}: 1")).unwrap_err().contains("no test follows"));
+    }
+
+    #[test]
+    fn binaries_are_called_as_nextest_calls_them() {
+        let id = |file: &str| ProvingTest { file: file.into(), name: String::new() }.binary_id();
+        assert_eq!(id("core/src/iptables/tests.rs"), "headgate-core");
+        assert_eq!(id("core/tests/replay.rs"), "headgate-core::replay");
+        assert_eq!(id("tests/tests/tidy/files.rs"), "headgate-tests::tidy");
+    }
+}

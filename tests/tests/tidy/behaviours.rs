@@ -1,0 +1,21 @@
+//! Every behaviour has a test or a reason, and the page that shows them is up to date.
+
+use headgate_tests::behaviours::{self, rows::SECTIONS, scan};
+
+/// The page as it is to be, or the first thing that is wrong with rows or tests.
+fn page() -> String {
+    let evidence = scan::scan(super::root()).unwrap_or_else(|error| panic!("{error}"));
+    behaviours::render(&evidence).unwrap_or_else(|bare| panic!("{bare}"))
+}
+
+#[test]
+fn every_behaviour_has_a_test_or_a_reason_and_the_page_shows_it() {
+    let committed = std::fs::read_to_string(super::root().join("docs/behaviours.md")).unwrap_or_default();
+    assert!(page() == committed, "docs/behaviours.md is stale: run `make test`, then `make behaviours`, and commit it");
+}
+
+#[test]
+fn rows_are_numbered_in_order() {
+    let numbers: Vec<u8> = SECTIONS.iter().flat_map(|section| section.rows).map(|row| row.number).collect();
+    assert_eq!(numbers, (1..=113).collect::<Vec<u8>>());
+}
