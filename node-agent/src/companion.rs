@@ -55,3 +55,6 @@ impl Default for NodePorts {
         Self(watch::channel(NodeInputs::default()).1)
     }
 }
+
+#[cfg(test)]
+mod tests;

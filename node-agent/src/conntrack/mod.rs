@@ -104,7 +104,8 @@ impl ConntrackCleaner {
     /// # Errors
     /// The system gives us no thread.
     pub fn start(metrics: ConntrackMetrics, node_ports: NodePorts) -> io::Result<Self> {
-        let worker = Worker::start(metrics, node_ports)?;
+        let passes = Passes { metrics, node_ports };
+        let worker = Worker::start(move |cleanup| passes.pass(cleanup))?;
         Ok(Self { tracker: Tracker::default(), planned: None, worker })
     }
 }
@@ -145,10 +146,11 @@ struct Orders {
 }
 
 impl Worker {
-    fn start(metrics: ConntrackMetrics, node_ports: NodePorts) -> io::Result<Self> {
+    /// `pass` is called with what is to be cleaned until it succeeds.
+    fn start(pass: impl FnMut(&Cleanup) -> Result<(), SweepError> + Send + 'static) -> io::Result<Self> {
         let inbox = Arc::new(Inbox::default());
-        let sweeper = Sweeper { inbox: Arc::clone(&inbox), metrics, node_ports, backoff: Backoff::default() };
-        let thread = thread::Builder::new().name("conntrack".into()).spawn(move || sweeper.run())?;
+        let of_thread = Arc::clone(&inbox);
+        let thread = thread::Builder::new().name("conntrack".into()).spawn(move || work(&of_thread, pass))?;
         Ok(Self { inbox, thread: Some(thread) })
     }
 
@@ -195,34 +197,31 @@ impl Inbox {
     }
 }
 
-struct Sweeper {
-    inbox: Arc<Inbox>,
-    metrics: ConntrackMetrics,
-    node_ports: NodePorts,
-    backoff: Backoff,
+fn work(inbox: &Inbox, mut pass: impl FnMut(&Cleanup) -> Result<(), SweepError>) {
+    let (mut pending, mut not_before, mut backoff) = (Cleanup::default(), None, Backoff::default());
+    while inbox.wait(&mut pending, not_before) {
+        not_before = match pass(&pending) {
+            Ok(()) => {
+                pending = Cleanup::default();
+                backoff.reset();
+                None
+            }
+            Err(error) => {
+                let pause = backoff.next_pause();
+                warn!(%error, attempts = backoff.attempts(), "stale UDP flows may be left; trying again");
+                Some(Instant::now() + pause)
+            }
+        };
+    }
 }
 
-impl Sweeper {
-    fn run(mut self) {
-        let (mut pending, mut not_before) = (Cleanup::default(), None);
-        while self.inbox.wait(&mut pending, not_before) {
-            let result = self.pass(&pending);
-            not_before = match result {
-                Ok(()) => {
-                    pending = Cleanup::default();
-                    self.backoff.reset();
-                    None
-                }
-                Err(error) => {
-                    let pause = self.backoff.next_pause();
-                    let attempts = self.backoff.attempts();
-                    warn!(%error, attempts, "stale UDP flows may be left; trying again");
-                    Some(Instant::now() + pause)
-                }
-            };
-        }
-    }
+/// Passes over the kernel's table.
+struct Passes {
+    metrics: ConntrackMetrics,
+    node_ports: NodePorts,
+}
 
+impl Passes {
     fn pass(&self, cleanup: &Cleanup) -> Result<(), SweepError> {
         let addresses = NodeAddresses::read(cleanup, &self.node_ports)?;
         let mut result = Ok(());

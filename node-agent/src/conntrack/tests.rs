@@ -1,1 +1,87 @@
 #![allow(clippy::unwrap_used)]
+use std::{io::Error, sync::mpsc};
+
+use headgate_core::{
+    Change, Dirty, Endpoint, EndpointPort, Protocol, Service, ServiceKey, ServicePort, conntrack::Filter,
+};
+
+use super::*;
+
+/// Only ever waited for when a test fails.
+const GUARD: Duration = Duration::from_secs(30);
+
+/// A state with a tracker, whose steps all succeed.
+#[derive(Default)]
+struct World {
+    state: State,
+    tracker: Tracker,
+}
+
+impl World {
+    fn step(&mut self, changes: impl IntoIterator<Item = Change>) -> Cleanup {
+        let mut dirty = Dirty::default();
+        for change in changes {
+            self.state.apply(change, &mut dirty);
+        }
+        let plan = self.tracker.plan(&self.state, &dirty.services);
+        self.tracker.commit(plan)
+    }
+}
+
+fn service() -> Change {
+    let port = ServicePort { name: "dns".into(), protocol: Protocol::Udp, port: 53, node_port: 0 };
+    Change::Service(Service::new(ServiceKey::new("ns", "dns"), vec!["10.96.0.10".parse().unwrap()], vec![port]))
+}
+
+fn pod(last: u8) -> Endpoint {
+    let port = EndpointPort { name: "dns".into(), protocol: Protocol::Udp, port: 53 };
+    Endpoint::new([10, 244, 0, last].into(), [port].into())
+}
+
+fn endpoint(last: u8) -> Change {
+    Change::Endpoint(ServiceKey::new("ns", "dns"), pod(last))
+}
+
+fn gone(last: u8) -> Change {
+    Change::RemoveEndpoint(ServiceKey::new("ns", "dns"), pod(last).address)
+}
+
+fn answered_by(last: u8) -> Filter {
+    Filter::answered_by((pod(last).address, 53).into())
+}
+
+#[test]
+fn a_pass_that_fails_is_made_again_with_what_came_since() {
+    let mut world = World::default();
+    world.step([service(), endpoint(1), endpoint(2), endpoint(3)]);
+    let (told, passes) = mpsc::channel();
+    let (answer, answers) = mpsc::channel::<bool>();
+    let worker = Worker::start(move |cleanup| {
+        told.send(cleanup.filters(8)).unwrap();
+        let kept = || SweepError::Kept { count: 1, last: Error::other("busy") };
+        if answers.recv().unwrap() { Ok(()) } else { Err(kept()) }
+    })
+    .unwrap();
+    worker.hand_over(world.step([gone(1)]));
+    assert_eq!(passes.recv_timeout(GUARD).unwrap(), [answered_by(1)]);
+    // While the pass is made, 2 goes, and 1 comes back: its flows are no longer stale.
+    worker.hand_over(world.step([gone(2)]));
+    worker.hand_over(world.step([endpoint(1)]));
+    answer.send(false).unwrap();
+    assert_eq!(passes.recv_timeout(GUARD).unwrap(), [answered_by(2)]);
+    answer.send(true).unwrap();
+    // Done is done.
+    worker.hand_over(world.step([gone(3)]));
+    assert_eq!(passes.recv_timeout(GUARD).unwrap(), [answered_by(3)]);
+    answer.send(true).unwrap();
+    drop(worker);
+    assert!(passes.try_recv().is_err());
+}
+
+#[test]
+fn the_thread_ends_while_it_waits_to_try_again() {
+    let worker = Worker::start(|_| Err(SweepError::Kept { count: 1, last: Error::other("busy") })).unwrap();
+    let mut world = World::default();
+    worker.hand_over(world.step([service(), endpoint(1)]));
+    drop(worker);
+}

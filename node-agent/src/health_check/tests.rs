@@ -118,6 +118,7 @@ async fn answers(port: u16, name: &'static str, status: &'static str, endpoints:
     .await;
 }
 
+// rows: 67
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn answers_follow_endpoints_and_health() {
     let (mut world, port) = (World::start(), free_port());

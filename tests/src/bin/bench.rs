@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use anyhow::{Result, bail};
 use clap::Parser;
 use headgate_tests::bench::{
-    connect, delta, iptables,
+    connect, conntrack, delta, iptables,
     report::{Figure, publish},
 };
 
@@ -34,6 +34,7 @@ const BENCHES: &[(&str, &str, Bench)] = &[
     ("iptables-incremental", "one endpoint changes, legacy and nft", |a| {
         iptables::run(iptables::Bench::Incremental, a.services)
     }),
+    ("conntrack", "a thousand stale UDP flows among a million entries", |_| conntrack::run()),
     ("iptables-connect", "a new connection through the first and the last service", |a| connect::run(a.services)),
 ];
 
