@@ -60,7 +60,7 @@ pub enum AgentError {
     #[error(transparent)]
     Options(#[from] OptionsError),
     /// This machine cannot run the backend.
-    #[error("cannot program this node: {0}")]
+    #[error("cannot program this node")]
     Backend(#[from] BackendError),
     /// A kernel parameter cannot be set.
     #[error(transparent)]
@@ -72,7 +72,7 @@ pub enum AgentError {
     #[error("{0} was edited; the agent ends, so that it is started with the new content")]
     ConfigEdited(String),
     /// The system gives us no thread.
-    #[error("cannot start a thread: {0}")]
+    #[error("cannot start a thread")]
     Thread(#[from] std::io::Error),
     /// A defect: the reconcile loop ended. The rules stay; starting again repairs.
     #[error("the reconcile loop ended unexpectedly; this is a defect of the agent")]

@@ -119,3 +119,28 @@ fn zero_is_a_value_where_the_api_can_tell_it_from_none() {
     assert_eq!((settings.conntrack.max_per_core, settings.conntrack.tcp_established_timeout), (0, Duration::ZERO));
     assert_eq!((settings.masquerade_bit, settings.localhost_node_ports), (0, false));
 }
+
+proptest::proptest! {
+    #[test]
+    fn no_file_makes_the_reader_panic(body in "[a-zA-Z0-9:{}\\[\\], \n\"'./-]{0,200}") {
+        let _ = read(&body);
+        let _ = parse("c", body);
+    }
+
+    #[test]
+    fn any_value_of_any_field_is_taken_or_refused_by_name(
+        index in 0..fields::FIELDS.len(),
+        value in proptest::sample::select(vec![
+            "null", "true", "0", "-7", "1.5", "text", "10.0.0.0/8", "30s", "[a, b]", "{a: b}", "[{a: [1]}]", "''",
+        ]),
+    ) {
+        let path = fields::FIELDS[index].path;
+        if let Some((section, name)) = path.split_once('.').or(Some(("", path))).filter(|_| !path.is_empty()) {
+            let body = if section.is_empty() { format!("{name}: {value}\n") } else { format!("{section}: {{{name}: {value}}}\n") };
+            if let Err(error) = read(&body) {
+                // What is missing beside it may be named in its place.
+                proptest::prop_assert!(error.to_string().contains(path) || error.to_string().contains("detectLocal"), "{error}");
+            }
+        }
+    }
+}
