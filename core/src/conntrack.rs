@@ -158,31 +158,31 @@ impl Cleanup {
         self.rules.retain(|_, rule| !rule.is_idle());
     }
 
-    /// What to ask the kernel for, so that every stale flow is among the answers. Each filter makes the kernel walk its whole table, which is
-    /// some ten times cheaper than telling us all of it; a family that would need more than `limit` filters is listed whole.
+    /// What to ask the kernel for, so that every stale flow is among the answers. Each filter makes the kernel walk its whole table, which takes
+    /// a good part of the time that telling us all of it would; a family that would need more than `limit` filters is listed whole.
     #[must_use]
     pub fn filters(&self, limit: usize) -> Vec<Filter> {
         Family::BOTH.into_iter().flat_map(|family| self.family_filters(family, limit)).collect()
     }
 
     fn family_filters(&self, family: Family, limit: usize) -> Vec<Filter> {
-        let mut filters = BTreeSet::new();
-        let (mut by_destination, mut sources) = (BTreeSet::new(), BTreeSet::new());
+        let (mut unknown, mut known, mut sources) = (Vec::new(), Vec::new(), BTreeSet::new());
         for (destination, rule) in self.rules().filter(|(destination, _)| destination.family() == family) {
             match &rule.suspects {
-                Suspects::Any => drop(filters.insert(Filter::to(destination))),
+                Suspects::Any => unknown.push(destination),
                 Suspects::Sources(suspects) if suspects.is_empty() => {}
                 Suspects::Sources(suspects) => {
-                    by_destination.insert(Filter::to(destination));
+                    known.push(destination);
                     sources.extend(suspects.iter().copied());
                 }
             }
         }
         // The past of a few endpoints, or all flows of a few destinations: whichever is fewer.
-        if sources.len() <= by_destination.len() {
-            filters.extend(sources.into_iter().map(Filter::answered_by));
-        } else {
-            filters.extend(by_destination);
+        let mut filters = by_destination(unknown.iter().copied());
+        let of_all = by_destination(unknown.into_iter().chain(known));
+        filters.extend(sources.into_iter().map(Filter::answered_by));
+        if of_all.len() < filters.len() {
+            filters = of_all;
         }
         if filters.len() > limit { vec![Filter::all(family)] } else { filters.into_iter().collect() }
     }
@@ -220,6 +220,18 @@ impl Cleanup {
         }
         self.rules.insert(destination, rule);
     }
+}
+
+/// Several destinations with the same port are looked for at once.
+fn by_destination(destinations: impl Iterator<Item = OriginalDestination>) -> BTreeSet<Filter> {
+    let mut by_port: BTreeMap<Option<u16>, Filter> = BTreeMap::new();
+    for filter in destinations.map(Filter::to) {
+        let merged = by_port.entry(filter.original_port).or_insert(filter);
+        if *merged != filter {
+            merged.original_address = None;
+        }
+    }
+    by_port.into_values().collect()
 }
 
 impl Rule {

@@ -1,8 +1,7 @@
 //! The loop that brings the kernel to the state, on a thread of its own: the kernel's work is synchronous.
 //!
-//! Nothing is written before the first complete snapshot, or a checked state from disk. A version is reported as programmed when everything up to it is in the kernel. A failed
-//! apply is tried again after a pause (the same services, and what changed since); when it fails again, or the backend asks for it, everything
-//! is programmed anew.
+//! Nothing is written before the first complete snapshot, or a checked state from disk. A version is reported as programmed when everything up to it is in the kernel. After a
+//! failed apply and a pause, everything is compared with the kernel, and what differs is programmed.
 
 use std::{
     sync::Arc,
@@ -237,8 +236,9 @@ impl Reconciler {
 
     fn failed(&mut self, target: Target, kind: SyncKind, error: &BackendError) {
         self.done = None;
-        // The first failure may be somebody else's lock; a second one means that we do not know the kernel.
-        self.unfinished.needs_full |= error.kind != ErrorKind::Retry || self.failures.attempts() > 0;
+        // Planning has moved the backend's idea of the kernel on, whatever became of the plan: the same services planned again would come out as
+        // nothing to do. Only a full sync looks at the kernel, and it writes no more than what differs.
+        self.unfinished.needs_full = true;
         let pause = match error.kind {
             ErrorKind::Retry | ErrorKind::NeedsFullSync => self.failures.next_pause(),
             // Only a change to the machine helps: look again as rarely as we ever do.

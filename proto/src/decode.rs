@@ -166,11 +166,10 @@ fn endpoints_from_wire(
         Ok(namespace) => namespace.unwrap_or_default(),
         Err(fault) => return rejections.push(fault.rejection(format!("endpoints of service {}", group.name))),
     };
-    let key = ServiceKey::new(&namespace, &group.name);
-    if key.namespace.is_empty() || key.name.is_empty() {
-        let fault = Fault::new("name", "a service's namespace and name may not be empty");
-        return rejections.push(fault.rejection(format!("endpoints of service {key}")));
-    }
+    let key = match checked_key(&namespace, &group.name) {
+        Ok(key) => key,
+        Err(fault) => return rejections.push(fault.rejection(format!("endpoints of service {}", group.name))),
+    };
     for endpoint in group.changed {
         let shown = show_address(&endpoint.address);
         match endpoint_from_wire(&endpoint, tables) {
@@ -208,6 +207,9 @@ fn service_from_wire(wire: v1::Service) -> Checked<Service> {
     };
     let mut ports = Vec::with_capacity(wire.ports.len());
     for (i, port) in wire.ports.iter().enumerate() {
+        if !port.name.is_empty() {
+            check_name(&port.name, &format!("ports[{i}].name"))?;
+        }
         ports.push(ServicePort {
             name: port.name.as_str().into(),
             protocol: protocol_from_wire(port.protocol, &format!("ports[{i}].protocol"))?,
@@ -286,10 +288,26 @@ pub fn digests_from_wire(wire: &v1::BucketDigests) -> Option<Digests> {
 }
 
 fn key_from_wire(wire: &v1::ServiceKey) -> Checked<ServiceKey> {
-    if wire.namespace.is_empty() || wire.name.is_empty() {
-        return Err(Fault::new("key", "a service's namespace and name may not be empty"));
+    checked_key(&wire.namespace, &wire.name)
+}
+
+fn checked_key(namespace: &str, name: &str) -> Checked<ServiceKey> {
+    check_name(namespace, "namespace")?;
+    check_name(name, "name")?;
+    Ok(ServiceKey::new(namespace, name))
+}
+
+/// Names end up in the text of rules: what the API would not take as a name (RFC 1123 labels and subdomains) is refused, whoever sent it.
+fn check_name(name: &str, field: &str) -> Checked<()> {
+    let is_name = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'.' | b'_');
+    if name.is_empty() || name.len() > 253 || !name.bytes().all(is_name) {
+        let shown: String = name.chars().take(64).collect();
+        return Err(Fault::new(
+            field,
+            format!("{shown:?} is not a name of 1 to 253 letters, digits, '-', '.' and '_'"),
+        ));
     }
-    Ok(ServiceKey::new(&wire.namespace, &wire.name))
+    Ok(())
 }
 
 fn address_from_wire(bytes: &[u8], field: &str) -> Checked<IpAddr> {
@@ -332,5 +350,31 @@ fn protocol_from_wire(number: i32, field: &str) -> Checked<Protocol> {
         Ok(v1::Protocol::Sctp) => Ok(Protocol::Sctp),
         // Contract, 12: an unknown value would be TCP by the enum's zero, which would send it the wrong packets.
         Err(_) => Err(Fault::new(field, format!("protocol {number} is unknown"))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_that_would_end_a_rule_are_refused_and_the_rest_goes_on() {
+        let service = |name: &str, port_name: &str| v1::Service {
+            key: Some(v1::ServiceKey { namespace: "prod".into(), name: name.into() }),
+            cluster_ips: vec![bytes::Bytes::from_static(&[10, 96, 0, 1])],
+            ports: vec![v1::ServicePort { name: port_name.into(), protocol: 0, port: 80, node_port: 0 }],
+            ..Default::default()
+        };
+        let hostile = "web\"\n-A INPUT -j DROP\n#";
+        let wire = v1::Changes {
+            services: vec![service(hostile, ""), service("web", hostile), service("db", "sql"), service("", "")],
+            endpoints: vec![v1::ServiceEndpoints { namespace: 1, name: hostile.into(), ..Default::default() }],
+            strings: vec!["prod".into()],
+            ..Default::default()
+        };
+        let (changes, rejections) = Decoder::default().changes(wire);
+        assert!(matches!(changes.as_slice(), [Change::Service(service)] if service.key.name == "db"), "{changes:?}");
+        let fields: Vec<&str> = rejections.iter().map(|rejection| rejection.field.as_str()).collect();
+        assert_eq!(fields, ["name", "ports[0].name", "name", "name"]);
     }
 }

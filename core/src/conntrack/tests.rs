@@ -232,13 +232,31 @@ fn an_address_that_changes_hands_keeps_the_new_owners_flows() {
 #[test]
 fn many_destinations_are_listed_at_once() {
     let mut world = World::default();
-    let services = (1..20).flat_map(|i| [Change::Service(dns(i)), endpoint(i, 1)]);
+    let services = (1..20).flat_map(|i| {
+        let mut service = dns(i);
+        service.ports[0].port = 1000 + u16::from(i);
+        [Change::Service(service), endpoint(i, 1)]
+    });
     assert_eq!(world.step(services).filters(8), Family::BOTH.map(Filter::all));
     // Many endpoints of one service: by its destinations.
     let mut world = World::default();
     world.step([Change::Service(dns(1))].into_iter().chain((1..100).map(|last| endpoint(1, last))));
     let filters = world.step((1..90).map(|last| gone(1, last))).filters(8);
     assert_eq!(filters, [Filter::to(NODE_PORT), Filter::to(cluster_ip(1))]);
+}
+
+#[test]
+fn addresses_with_one_port_are_looked_for_at_once() {
+    let mut world = World::default();
+    let mut service = dns(1);
+    service.cluster_ips.truncate(1);
+    service.external_ips = vec!["192.0.2.100".parse().unwrap()];
+    let filters = world.step([Change::Service(service), endpoint(1, 1)]).filters(8);
+    let port_only = Filter { original_port: Some(53), ..Filter::all(Family::V4) };
+    assert_eq!(
+        filters,
+        [Filter::to(NODE_PORT), port_only].into_iter().collect::<BTreeSet<_>>().into_iter().collect::<Vec<_>>()
+    );
 }
 
 #[test]

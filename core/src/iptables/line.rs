@@ -59,9 +59,20 @@ impl<'a> Line<'a> {
         self.add(format_args!("-p {}", protocol.as_lower_str()))
     }
 
-    /// Always quoted: every comment of ours has a character that `iptables-save` quotes for.
+    /// Always quoted: every comment of ours has a character that `iptables-save` quotes for. Names were checked where they came in; whatever
+    /// could end the quotes or the line is left out all the same, since a comment is no place to trust.
     pub(super) fn comment(self, comment: impl Display) -> Self {
-        self.add(format_args!("-m comment --comment \"{comment}\""))
+        let line = self.add("-m comment --comment \"");
+        let start = line.text.len();
+        let _ = write!(line.text, "{comment}");
+        let is_unsafe = |c: char| c.is_control() || matches!(c, '"' | '\\');
+        if line.text[start..].contains(is_unsafe) {
+            let safe = line.text[start..].replace(is_unsafe, "");
+            line.text.truncate(start);
+            line.text.push_str(&safe);
+        }
+        line.text.push('"');
+        line
     }
 
     pub(super) fn port(self, protocol: Protocol, port: u16) -> Self {
