@@ -147,6 +147,11 @@ impl Cleanup {
         self.rules.keys().any(|destination| matches!(destination, OriginalDestination::NodePort(..)))
     }
 
+    /// Gathers what is not begun yet: as [`Self::absorb`], but keeps the rules that only correct what may be in the works elsewhere.
+    pub fn gather(&mut self, newer: Self) {
+        newer.rules.into_iter().for_each(|(destination, rule)| self.add(destination, rule));
+    }
+
     /// Takes in what was found to do later: the later rule decides, and both rules' suspects are looked at.
     pub fn absorb(&mut self, newer: Self) {
         for (destination, rule) in newer.rules {

@@ -138,6 +138,18 @@ impl Rig {
         (planned.services as usize, dirty.services.len())
     }
 
+    fn is_intact(&self) -> bool {
+        let saves = Table::ALL.map(|table| self.kernel.save(table)).concat();
+        self.ledger.is_in(&ExistingTables::parse(&saves))
+    }
+
+    /// The last of our chains in nat by name: a service's, where there is one.
+    fn some_chain(&self) -> String {
+        let save = self.kernel.save(Table::Nat);
+        let names = save.lines().filter_map(|line| line.strip_prefix(":KUBE")?.split(' ').next());
+        format!("KUBE{}", names.last().unwrap())
+    }
+
     /// Jumps keep the order in which they came to stand; everything else is compared as it is.
     fn rules(&self) -> Vec<String> {
         Table::ALL.iter().map(|table| self.kernel.save(*table)).collect()
@@ -206,6 +218,12 @@ proptest! {
             rig.ledger = Ledger::new(config(family, layout));
             prop_assert_eq!(rig.full(), 0);
             prop_assert_eq!(rig.step(&[]), (0, 0));
+            prop_assert!(rig.is_intact());
+            let chain = rig.some_chain();
+            rig.kernel.restore(&format!("*nat\n-A {chain} -j RETURN\nCOMMIT\n")).unwrap();
+            prop_assert!(!rig.is_intact(), "{chain} was changed by somebody else");
+            prop_assert_eq!(rig.full(), 1);
+            prop_assert!(rig.is_intact());
             // And everything goes away.
             let saves = Table::ALL.map(|table| rig.kernel.save(table)).concat();
             rig.kernel.restore(&Ledger::cleanup(&ExistingTables::parse(&saves)).to_string()).unwrap();

@@ -29,7 +29,8 @@ fn main() -> ExitCode {
 fn start(options: Options) -> anyhow::Result<()> {
     let filter =
         EnvFilter::try_new(&options.log).context("--log: not a filter such as info or headgate_node_agent=debug")?;
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+    let ansi = std::io::IsTerminal::is_terminal(&std::io::stderr());
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(ansi).init();
     if let Some(path) = &options.write_config_to {
         config::write_defaults(path)?;
         info!(path = %path.display(), "wrote the default configuration");

@@ -262,6 +262,26 @@ impl Ledger {
         wanted
     }
 
+    /// True when the kernel has just the rules that scripts so far have made: no chain missing, left over, or changed by somebody
+    /// else. A full pass; for slow verification in the background.
+    #[must_use]
+    pub fn is_in(&self, existing: &ExistingTables) -> bool {
+        let mut wanted: HashMap<(Table, String), RulesHash> = HashMap::new();
+        let fixed =
+            fixed::chains(&self.config).into_iter().chain([fixed::postrouting(&self.config, self.shared.is_compact())]);
+        wanted.extend(fixed.map(|chain| ((chain.table, chain.name.to_owned()), RulesHash::of(&chain.rules))));
+        let own = self.programmed.values().flat_map(|programmed| programmed.chains.iter());
+        wanted.extend(own.map(|(name, hash)| ((Table::Nat, name.to_string()), *hash)));
+        wanted.extend(self.shared.rules().map(|(table, name, rules)| ((table, name), RulesHash::of(&rules))));
+        let is_as_wanted =
+            |((table, name), hash): (&(Table, String), &RulesHash)| existing.get(*table).has_chain_with(name, *hash);
+        let chains = Table::ALL.iter().map(|table| existing.get(*table).chains.len()).sum::<usize>();
+        let has_jump = |jump: fixed::Jump| existing.get(jump.table).has_rule(jump.from, &jump.rule);
+        chains == wanted.len()
+            && wanted.iter().all(is_as_wanted)
+            && fixed::jumps(&self.config).into_iter().all(has_jump)
+    }
+
     /// What the kernel has if all scripts so far succeeded and nobody interfered; what the chains hold is left open.
     fn believed(&self) -> ExistingTables {
         let mut believed = ExistingTables::default();

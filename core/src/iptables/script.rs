@@ -101,6 +101,27 @@ impl Script {
         self.filter_first = true;
     }
 
+    /// The same without its deletions, and the chains that these were of. For when a deletion is refused, since that refuses the whole step.
+    #[must_use]
+    pub fn split_deletions(mut self) -> (Self, Vec<(Table, String)>) {
+        let mut deletions = Vec::new();
+        for table in Table::ALL {
+            let text = std::mem::take(&mut self.part(table).deletions);
+            deletions.extend(text.lines().filter_map(|line| Some((table, line.strip_prefix("-X ")?.to_owned()))));
+        }
+        (self, deletions)
+    }
+
+    /// Deletes chains that are empty.
+    #[must_use]
+    pub fn deleting(chains: &[(Table, String)]) -> Self {
+        let mut script = Self::default();
+        for (table, name) in chains {
+            let _ = writeln!(script.part(*table).deletions, "-X {name}");
+        }
+        script
+    }
+
     /// True when there is nothing to do.
     #[must_use]
     pub fn is_empty(&self) -> bool {

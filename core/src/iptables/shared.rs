@@ -180,16 +180,25 @@ impl Shared {
         for (chain, group) in groups {
             let Some(name) = group_chain(chain, group) else { continue };
             match self.groups.get(&chain).and_then(|groups| groups.get(&group)) {
-                Some(lines) if chain == SharedChain::NatHairpin => {
-                    script.write_chain(chain.table(), &name, &distinct(name, lines));
-                }
-                Some(lines) => script.write_chain(chain.table(), &name, &numbered(name, lines)),
+                Some(lines) => script.write_chain(chain.table(), &name, &group_rules(chain, name, lines)),
                 None => script.delete_chain(chain.table(), &name),
             }
         }
         for (chain, _) in tops {
             script.write_chain(chain.table(), &chain.name(), &self.top_rules(chain));
         }
+    }
+
+    /// All dispatch chains and groups with their rules. A full pass.
+    pub fn rules(&self) -> impl Iterator<Item = (Table, String, String)> {
+        let tops = self.chains().map(|chain| (chain.table(), chain.name().to_owned(), self.top_rules(chain)));
+        let groups = self.groups.iter().flat_map(|(chain, groups)| {
+            groups.iter().filter_map(|(group, lines)| {
+                let name = group_chain(*chain, *group)?;
+                Some((chain.table(), name.to_string(), group_rules(*chain, name, lines)))
+            })
+        });
+        tops.chain(groups)
     }
 
     /// The names of group chains in use, for finding stale ones.
@@ -238,6 +247,10 @@ impl Shared {
 
 fn used_chains(is_compact: bool) -> impl Iterator<Item = SharedChain> {
     SharedChain::ALL.into_iter().filter(move |chain| is_compact || *chain != SharedChain::NatHairpin)
+}
+
+fn group_rules(chain: SharedChain, name: ChainName, lines: &Lines) -> String {
+    if chain == SharedChain::NatHairpin { distinct(name, lines) } else { numbered(name, lines) }
 }
 
 /// As [`numbered`], but sorted by text and once each: an endpoint may be behind several services.

@@ -112,7 +112,7 @@ impl Message<'_> {
 
     /// Of an `NLMSG_ERROR`: what became of the request.
     pub(super) fn error_status(&self) -> Result<io::Result<()>, NetlinkError> {
-        self.status().map(|code| as_result(code)).ok_or(NetlinkError::Malformed)
+        self.status().map(as_result).ok_or(NetlinkError::Malformed)
     }
 
     /// Of an `NLMSG_DONE`: dumps that failed half-way end with an error code in it.

@@ -56,6 +56,9 @@ impl Programs {
 
     /// Reads a table line by line.
     pub(super) fn save(&self, table: Table, mut take: impl FnMut(&str)) -> Result<(), BackendError> {
+        if !self.may_have(table) {
+            return Ok(());
+        }
         let program = self.name("save");
         let mut child = Command::new(&program)
             .args(["-t", table.as_str()])
@@ -82,6 +85,18 @@ impl Programs {
             return Err(failure(&program, &format!("cannot read table {table}"), &output));
         }
         read.map_err(|error| BackendError::new(ErrorKind::Retry, format!("{program}: reading rules: {error}")))
+    }
+
+    /// False for a legacy table that nobody has used yet: looking at it by program would create it.
+    fn may_have(&self, table: Table) -> bool {
+        let names = match self.family {
+            Family::V4 => "/proc/net/ip_tables_names",
+            Family::V6 => "/proc/net/ip6_tables_names",
+        };
+        // Without the kernel's module there is no such file, and no table.
+        let exists =
+            || std::fs::read_to_string(names).is_ok_and(|names| names.lines().any(|name| name == table.as_str()));
+        self.variant != "legacy" || exists()
     }
 
     /// Runs a script. Each table's part takes effect as a whole or not at all.

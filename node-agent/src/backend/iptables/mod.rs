@@ -18,8 +18,11 @@ use headgate_core::{
 };
 
 use self::command::Programs;
-use super::{Backend, BackendError, FamilyStatistics, Plan, Report, TableStatistics};
+use super::{Backend, BackendError, ErrorKind, FamilyStatistics, Plan, Report, TableStatistics};
 use crate::node_inputs::NodeInputs;
+
+/// A comparison of every rule is followed by a pause of this many times what it took.
+const DEEP_LOOK_PAUSE_FACTOR: u32 = 100;
 
 /// Programs the kernel by `iptables-restore`.
 #[derive(Debug)]
@@ -34,6 +37,8 @@ struct FamilyBackend {
     family: Family,
     programs: Programs,
     ledger: Ledger,
+    /// When every rule may be compared again; `None` before the first full sync, when there is nothing to compare with.
+    next_deep_look: Option<Instant>,
     last_took: Duration,
     /// Rules that the last step wrote: nat, filter.
     last_rules: [u32; 2],
@@ -68,6 +73,7 @@ impl IptablesBackend {
                 family,
                 programs: Programs::new(family, variant),
                 ledger: Ledger::new(render),
+                next_deep_look: None,
                 last_took: Duration::ZERO,
                 last_rules: [0; 2],
             });
@@ -105,7 +111,7 @@ impl Backend for IptablesBackend {
     fn apply(&mut self, plan: Plan) -> Result<Report, BackendError> {
         let Ok(plan) = plan.downcast::<IptablesPlan>() else {
             let message = "a plan of another backend was applied; everything is written again";
-            return Err(BackendError::new(super::ErrorKind::NeedsFullSync, message));
+            return Err(BackendError::new(ErrorKind::NeedsFullSync, message));
         };
         let mut report = Report::default();
         let mut result = Ok(());
@@ -135,9 +141,18 @@ impl Backend for IptablesBackend {
         is_new
     }
 
-    fn verify(&mut self) -> Result<bool, BackendError> {
+    fn has_rules(&mut self) -> Result<bool, BackendError> {
         for family in &self.families {
             if !family.is_intact()? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    fn verify(&mut self) -> Result<bool, BackendError> {
+        for family in &mut self.families {
+            if !family.is_intact()? || !family.is_intact_in_depth()? {
                 return Ok(false);
             }
         }
@@ -147,7 +162,7 @@ impl Backend for IptablesBackend {
     fn cleanup(&mut self) -> Result<(), BackendError> {
         let mut result = Ok(());
         for family in &self.families {
-            result = result.and(family.cleanup());
+            result = BackendError::join(result, family.cleanup());
         }
         result
     }
@@ -160,7 +175,9 @@ impl FamilyBackend {
         }
         let existing = self.existing()?;
         let (script, planned) = self.ledger.full(state, node, &existing);
-        self.run(&script, planned, report)
+        self.run(&script, planned, report)?;
+        self.next_deep_look.get_or_insert_with(Instant::now);
+        Ok(())
     }
 
     fn existing(&self) -> Result<ExistingTables, BackendError> {
@@ -196,9 +213,53 @@ impl FamilyBackend {
         if script.is_empty() {
             return Ok(());
         }
-        self.programs.restore(script)?;
+        report.warnings.extend(self.restore(script)?);
         report.objects_written += script.chains_written() + script.chains_deleted();
         Ok(())
+    }
+
+    /// Runs a script. Where the kernel refuses to delete a chain because a rule of somebody else's leads to it, the chain stays, empty,
+    /// and is named in a sentence: it must not keep everything else from being written.
+    fn restore(&self, script: &Script) -> Result<Vec<String>, BackendError> {
+        let refused = match self.programs.restore(script) {
+            Ok(()) => return Ok(Vec::new()),
+            Err(error) if script.chains_deleted() == 0 || error.kind != ErrorKind::NeedsFullSync => return Err(error),
+            Err(error) => error,
+        };
+        let (writes, deletions) = script.clone().split_deletions();
+        if !writes.is_empty() {
+            self.programs.restore(&writes)?;
+        }
+        tracing::debug!(error = %refused, "deleting chains one by one");
+        let mut left = Vec::new();
+        self.delete_what_can_be(&deletions, &mut left);
+        Ok(left)
+    }
+
+    /// Deletes chains, by halves where the kernel refuses.
+    fn delete_what_can_be(&self, chains: &[(Table, String)], left: &mut Vec<String>) {
+        if chains.is_empty() {
+            return;
+        }
+        let Err(error) = self.programs.restore(&Script::deleting(chains)) else { return };
+        if let [(table, name)] = chains {
+            left.push(format!("chain {name} of table {table} ({}) stays, empty: {error}", self.family));
+            return;
+        }
+        let (first, second) = chains.split_at(chains.len() / 2);
+        self.delete_what_can_be(first, left);
+        self.delete_what_can_be(second, left);
+    }
+
+    /// Compares every rule with what is wanted, as often as that costs at most some percent of a core.
+    fn is_intact_in_depth(&mut self) -> Result<bool, BackendError> {
+        let started = Instant::now();
+        if self.next_deep_look.is_none_or(|due| started < due) {
+            return Ok(true);
+        }
+        let is_intact = self.ledger.is_in(&self.existing()?);
+        self.next_deep_look = Some(Instant::now() + started.elapsed() * DEEP_LOOK_PAUSE_FACTOR);
+        Ok(is_intact)
     }
 
     /// Somebody who flushes tables takes the canary with them, or at least the rules that lead to our chains.
@@ -218,6 +279,7 @@ impl FamilyBackend {
     fn cleanup(&self) -> Result<(), BackendError> {
         let existing = self.existing()?;
         let script = Ledger::cleanup(&existing);
-        if script.is_empty() { Ok(()) } else { self.programs.restore(&script) }
+        let left = if script.is_empty() { Vec::new() } else { self.restore(&script)? };
+        if left.is_empty() { Ok(()) } else { Err(BackendError::new(ErrorKind::Fatal, left.join("; "))) }
     }
 }
