@@ -38,9 +38,9 @@ use crate::{
     health_check::IsHealthy,
     http::{Pages, listen::BindError},
     metrics::Metrics,
+    node_inputs::NodeSettings,
     options::{Configured, Options, OptionsError},
     persist::Surroundings,
-    node_inputs::NodeSettings,
     reconcile::{Reconciler, Timing},
     session::{
         backoff::Backoff,
@@ -163,26 +163,20 @@ async fn run_configured(
         shared.await_node(Instant::now() + NODE_TIMEOUT);
     }
     let Settings { min_sync_period, sync_period, .. } = settings;
-    let timing = Timing { min_sync_period, sync_period, backoff: Backoff::default() };
+    let timing = Timing { min_sync_period, sync_period, ..Timing::default() };
     let (reconciler, progress) = Reconciler::new(backend, Arc::clone(&shared), Arc::clone(&metrics), timing);
     let reconciler = reconciler.with_node_settings(node_settings);
     let node_ports = NodePorts::of_inputs(reconciler.inputs());
-    let (health_check_ports, health_check_server) = health_check::new(
-        metrics.health_check.clone(),
-        node_ports.clone(),
-        is_alive(&shared, sync_period),
-    );
+    let (health_check_ports, health_check_server) =
+        health_check::new(metrics.health_check.clone(), node_ports.clone(), is_alive(&shared, sync_period));
     let mut companions: Vec<Box<dyn Companion>> = vec![Box::new(health_check_ports)];
     if machine == Machine::Ours {
         companions.push(Box::new(ConntrackCleaner::start(metrics.conntrack.clone(), node_ports)?));
     }
     let reconciler = reconciler.with_companions(companions);
     let config = SessionConfig { node_name, control_planes, tls, backoff: Backoff::default() };
-    let around = Surroundings {
-        shared: Arc::clone(&shared),
-        metrics: Arc::clone(&metrics),
-        progress: progress.clone(),
-    };
+    let around =
+        Surroundings { shared: Arc::clone(&shared), metrics: Arc::clone(&metrics), progress: progress.clone() };
     let session = Session::new(config, Arc::clone(&shared), Arc::clone(&metrics), progress.clone());
     let configz = Arc::new(settings.document.clone());
     let pages = Pages { metrics, progress, backlog: Arc::clone(shared.backlog()), configz };

@@ -86,6 +86,31 @@ impl NodeSettings {
         }
     }
 
+    /// What was asked for and could not be resolved, one sentence each. Nothing before the node is known, where that is what it takes.
+    #[must_use]
+    pub fn complaints(&self, node: Option<&Node>, inputs: &NodeInputs) -> Vec<String> {
+        let mut complaints = Vec::new();
+        let has_detector = Family::BOTH.map(|family| inputs.detector(family).is_some());
+        let consequence =
+            "connections to ClusterIPs keep their source address, and pods are not told from other clients";
+        match (&self.detect_local, has_detector) {
+            (DetectLocal::ClusterCidr(cidrs), [v4, v6]) if v4 != v6 && !cidrs.is_empty() => {
+                let family = if v4 { Family::V6 } else { Family::V4 };
+                complaints.push(format!("clusterCIDR has no {family} range: in {family}, {consequence}"));
+            }
+            (DetectLocal::NodeCidr, [false, false]) if node.is_some() => {
+                complaints.push(format!("detectLocalMode is NodeCIDR, and the Node has no podCIDRs: {consequence}"));
+            }
+            _ => {}
+        }
+        let is_nowhere =
+            Family::BOTH.iter().all(|family| *inputs.node_ports(*family) == NodePortAddresses::Only(vec![]));
+        if is_nowhere && (node.is_some() || !self.needs_node()) {
+            complaints.push("nodePortAddresses selects no address of this node: no NodePort answers".to_owned());
+        }
+        complaints
+    }
+
     fn detector(&self, family: Family, node: Option<&Node>) -> Option<LocalDetector> {
         let first = |cidrs: &[IpNet]| {
             cidrs.iter().find(|cidr| Family::of(cidr.addr()) == family).map(|cidr| LocalDetector::Cidr(*cidr))
@@ -200,6 +225,25 @@ mod tests {
         assert_eq!(resolve(DetectLocal::BridgeInterface("cni0".into()), None), (bridge.clone(), bridge));
         let prefix = Some(LocalDetector::InterfaceNamePrefix("veth".into()));
         assert_eq!(resolve(DetectLocal::InterfaceNamePrefix("veth".into()), None), (prefix.clone(), prefix));
+    }
+
+    // rows: 113
+    #[test]
+    fn row_113_what_cannot_be_detected_is_said() {
+        let complaints =
+            |settings: &NodeSettings, node: Option<&Node>| settings.complaints(node, &settings.resolve(node, &[]));
+        let detect = |detect_local| NodeSettings { detect_local, ..NodeSettings::default() };
+        let one = detect(DetectLocal::ClusterCidr(vec!["10.0.0.0/8".parse().unwrap()]));
+        assert!(complaints(&one, None)[0].starts_with("clusterCIDR has no IPv6 range"));
+        let by_node = detect(DetectLocal::NodeCidr);
+        assert_eq!(complaints(&by_node, None), [] as [String; 0]);
+        assert_eq!(complaints(&by_node, Some(&node(&["10.1.0.0/24"], &[]))), [] as [String; 0]);
+        assert!(complaints(&by_node, Some(&node(&[], &[])))[0].contains("has no podCIDRs"));
+        assert_eq!(complaints(&NodeSettings::default(), None), [] as [String; 0]);
+        let node_ports = NodePortSelector::Primary;
+        let primary = NodeSettings { node_ports, ..NodeSettings::default() };
+        assert_eq!(complaints(&primary, None), [] as [String; 0]);
+        assert!(complaints(&primary, Some(&node(&[], &[])))[0].contains("no NodePort answers"));
     }
 
     // rows: 46, 47

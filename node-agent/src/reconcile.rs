@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use headgate_core::Dirty;
+use headgate_core::{Dirty, State, iptables::RenderConfig};
 use headgate_proto::v1;
 use tokio::sync::watch;
 use tracing::{error, info, warn};
@@ -29,13 +29,20 @@ pub struct Timing {
     pub min_sync_period: Duration,
     /// Time between verifications.
     pub sync_period: Duration,
+    /// Time between two syncs of everything without any reason, as a net below the net: while the cluster is small.
+    pub full_sync_period: Duration,
     /// Pauses after failures.
     pub backoff: Backoff,
 }
 
 impl Default for Timing {
     fn default() -> Self {
-        Self { min_sync_period: Duration::ZERO, sync_period: Duration::from_secs(30), backoff: Backoff::default() }
+        Self {
+            min_sync_period: Duration::ZERO,
+            sync_period: Duration::from_secs(30),
+            full_sync_period: Duration::from_secs(3600),
+            backoff: Backoff::default(),
+        }
     }
 }
 
@@ -102,9 +109,12 @@ pub struct Reconciler {
     failures: Backoff,
     node_settings: NodeSettings,
     inputs: watch::Sender<NodeInputs>,
+    complaints: Vec<String>,
     done: Option<u64>,
     not_before: Instant,
     verify_at: Instant,
+    /// When everything is to be looked at anew.
+    full_sync_at: Instant,
 }
 
 /// One step, between planning and applying.
@@ -134,7 +144,7 @@ impl Reconciler {
     ) -> (Self, watch::Receiver<Progress>) {
         let (progress, receiver) = watch::channel(Progress { status: status(backend.as_ref()), ..Progress::default() });
         let now = Instant::now();
-        let verify_at = now + timing.sync_period;
+        let (verify_at, full_sync_at) = (now + timing.sync_period, now + timing.full_sync_period);
         let failures = timing.backoff.clone();
         let unfinished = Unfinished::default();
         let reconciler = Self {
@@ -148,9 +158,11 @@ impl Reconciler {
             failures,
             node_settings: NodeSettings::default(),
             inputs: watch::channel(NodeInputs::default()).0,
+            complaints: Vec::new(),
             done: None,
             not_before: now,
             verify_at,
+            full_sync_at,
         };
         (reconciler, receiver)
     }
@@ -178,6 +190,7 @@ impl Reconciler {
     /// Runs until [`Shared::stop`]. Rules stay in the kernel.
     pub fn run(mut self) {
         self.resolve_inputs();
+        self.tell_status();
         if self.shared.is_unconfirmed() {
             self.verify_at = Instant::now();
         }
@@ -221,6 +234,9 @@ impl Reconciler {
         }
         self.done = Some(generation);
         self.unfinished = Unfinished::default();
+        if kind == SyncKind::Full {
+            self.full_sync_at = Instant::now() + self.timing.full_sync_period;
+        }
         self.companions.iter_mut().for_each(|companion| companion.applied());
         self.failures.reset();
         let triggers = self.shared.backlog().succeeded();
@@ -261,17 +277,17 @@ impl Reconciler {
     /// until a control plane has answered. Where they are missing, as after a reboot, the state from disk is programmed at once.
     fn look_before_control_plane(&mut self) {
         self.verify_at = Instant::now() + self.timing.sync_period;
-        match self.backend.verify() {
+        match self.backend.has_rules() {
             Ok(true) => {
                 info!("the rules of the last run are in place, and stay as they are until a control plane answers");
                 let Self { shared, companions, .. } = self;
                 shared.with_facts(|state, node| {
-                    companions.iter_mut().for_each(|companion| companion.restored(state, node))
+                    companions.iter_mut().for_each(|companion| companion.restored(state, node));
                 });
                 return;
             }
             Ok(false) => {
-                info!("rules are missing: programming the last good state, without waiting for a control plane")
+                info!("rules are missing: programming the last good state, without waiting for a control plane");
             }
             Err(error) => {
                 self.metrics.verifications_failed.inc();
@@ -283,7 +299,8 @@ impl Reconciler {
 
     /// Publishes what the backend says of itself, when that has changed.
     fn tell_status(&self) {
-        let now = status(self.backend.as_ref());
+        let mut now = status(self.backend.as_ref());
+        now.degraded.extend_from_slice(&self.complaints);
         self.progress.send_if_modified(|progress| {
             let is_new = progress.status != now;
             if is_new {
@@ -292,6 +309,13 @@ impl Reconciler {
             }
             is_new
         });
+    }
+
+    /// A look at all rules, not only at those whose absence shows that somebody flushed tables. It reads the kernel, so it is left out in large
+    /// clusters, as kube-proxy does.
+    fn is_full_sync_due(&self) -> bool {
+        Instant::now() >= self.full_sync_at
+            && self.shared.with_state(State::endpoint_count) <= RenderConfig::CLASSIC_MAX_ENDPOINTS
     }
 
     /// Resolves what depends on the node and its interfaces, and has everything programmed anew when rules change by it.
@@ -304,7 +328,9 @@ impl Reconciler {
                 return;
             }
         };
-        let inputs = self.node_settings.resolve(self.shared.node().as_ref(), &interfaces);
+        let node = self.shared.node();
+        let inputs = self.node_settings.resolve(node.as_ref(), &interfaces);
+        self.complaints = self.node_settings.complaints(node.as_ref(), &inputs);
         if inputs == *self.inputs.borrow() {
             return;
         }
@@ -320,6 +346,10 @@ impl Reconciler {
         self.verify_at = Instant::now() + self.timing.sync_period;
         self.resolve_inputs();
         match self.backend.verify() {
+            Ok(true) if self.is_full_sync_due() => {
+                self.unfinished.needs_full = true;
+                self.done = None;
+            }
             Ok(true) => {}
             Ok(false) => {
                 warn!("somebody else removed or changed our rules; programming everything anew");

@@ -11,8 +11,9 @@ use super::*;
 use crate::{
     backend::fake::{Call, FakeBackend, FakeControl},
     backlog::Counts,
+    persist::Restored,
     session::{
-        held::{Buckets, Snapshot, Step},
+        held::{Buckets, Held, Snapshot, Step},
         testing::{endpoint, no_endpoint, service},
     },
 };
@@ -30,8 +31,22 @@ struct Loop {
 
 impl Loop {
     fn start(timing: Timing) -> Self {
+        Self::start_with(Shared::new("node-1"), timing, None)
+    }
+
+    /// With a state from disk, and rules in the kernel or none.
+    fn start_from_disk(timing: Timing, has_rules: bool) -> Self {
+        let mut state = State::default();
+        state.apply(service("web", 80), &mut Dirty::default());
+        let point = v1::Resume { epoch: 1, version: 5, ..Default::default() };
+        let restored = Restored { held: Held::restored(state, &point), node: None };
+        Self::start_with(Shared::persistent("node-1", Some(restored)), timing, Some(has_rules))
+    }
+
+    fn start_with(shared: Shared, timing: Timing, has_rules: Option<bool>) -> Self {
         let (backend, control) = FakeBackend::new();
-        let (shared, metrics) = (Arc::new(Shared::new("node-1")), Arc::new(Metrics::default()));
+        has_rules.into_iter().for_each(|has_rules| control.next_verdict(has_rules));
+        let (shared, metrics) = (Arc::new(shared), Arc::new(Metrics::default()));
         let (reconciler, progress) =
             Reconciler::new(Box::new(backend), Arc::clone(&shared), Arc::clone(&metrics), timing);
         let thread = Some(std::thread::spawn(|| reconciler.run()));
@@ -131,6 +146,32 @@ fn nothing_is_written_before_the_first_snapshot() {
 }
 
 // rows: 93
+#[test]
+fn a_state_from_disk_is_programmed_where_rules_are_missing() {
+    let run = Loop::start_from_disk(timing(), false);
+    run.wait_programmed(5);
+    assert!(matches!(run.control.calls()[..], [Call::Verify, Call::Full(..)]), "{:?}", run.control.calls());
+}
+
+#[test]
+fn rules_that_are_in_place_wait_for_the_control_plane() {
+    let run = Loop::start_from_disk(timing(), true);
+    run.wait_calls(1);
+    std::thread::sleep(Duration::from_millis(50));
+    assert_eq!(run.control.calls(), [Call::Verify], "the kernel may be ahead of the disk");
+    run.batch(6, vec![endpoint("web", 1, 8080)]);
+    run.wait_programmed(6);
+    assert!(matches!(run.control.calls()[..], [Call::Verify, Call::Full(..)]), "{:?}", run.control.calls());
+}
+
+#[test]
+fn a_replica_without_news_confirms_a_state_from_disk() {
+    let run = Loop::start_from_disk(timing(), true);
+    run.wait_calls(1);
+    run.shared.confirm();
+    run.wait_programmed(5);
+}
+
 #[test]
 fn a_change_plans_its_service_only() {
     let run = Loop::start(timing());
@@ -365,4 +406,14 @@ fn the_shortest_period_gathers_changes() {
     run.wait_programmed(19);
     // One sync for all, or a second where the machine was slow.
     assert!(run.control.calls().len() < 19, "{}", run.control.calls().len());
+}
+
+// rows: 95
+#[test]
+fn row_95_everything_is_looked_at_again_after_a_while() {
+    let often = Duration::from_millis(5);
+    let run = Loop::start(Timing { sync_period: often, full_sync_period: often, ..timing() });
+    run.snapshot(1, vec![service("web", 80)]);
+    let is_full = |call: &&Call| matches!(call, Call::Full(..));
+    assert!(run.control.wait_for(GUARD, |calls| calls.iter().filter(is_full).count() >= 3));
 }

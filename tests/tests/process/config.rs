@@ -108,6 +108,14 @@ fn row_111_changed_pod_ranges_are_taken_up_without_ending() {
     rig.put("node", &node("podCIDRs: [10.244.9.0/24, \"fd00:244:1::/64\"]"));
     let rules = rig.until_rules("pods are told by the new range", "nat", detects("10.244.9.0/24"));
     assert!(!rules.iter().any(|rule| rule.contains("10.244.1.0/24")), "{rules:?}");
+    // Without ranges pods cannot be told any more; that is said, and forwarding goes on.
+    rig.put("node", &node(""));
+    let is_undetected = |rules: &[String]| !rules.iter().any(|rule| rule.contains("! -s 10.244"));
+    rig.until_rules("no range, no detector", "nat", is_undetected);
+    eventually("it is said", || {
+        let (_, page) = rig.page("/healthz")?;
+        if page.contains("the Node has no podCIDRs") { Ok(()) } else { Err(page) }
+    });
     assert!(agent.is_running());
 }
 
