@@ -140,8 +140,8 @@ struct Inbox {
 
 #[derive(Debug, Default)]
 struct Orders {
-    // In order of arrival: later ones correct what an earlier one, perhaps in the works, leaves to be done again.
-    cleanups: Vec<Cleanup>,
+    // What came while a pass was made: the pass, should it fail, is corrected by it.
+    newer: Cleanup,
     stop: bool,
 }
 
@@ -156,7 +156,7 @@ impl Worker {
 
     fn hand_over(&self, cleanup: Cleanup) {
         if cleanup.rules().next().is_some() {
-            self.inbox.lock().cleanups.push(cleanup);
+            self.inbox.lock().newer.gather(cleanup);
             self.inbox.arrived.notify_one();
         }
     }
@@ -184,7 +184,7 @@ impl Inbox {
             if orders.stop {
                 return false;
             }
-            orders.cleanups.drain(..).for_each(|newer| pending.absorb(newer));
+            pending.absorb(std::mem::take(&mut orders.newer));
             let pause = not_before.map(|at| at.saturating_duration_since(Instant::now())).unwrap_or_default();
             orders = if pending.is_empty() {
                 self.arrived.wait(orders).unwrap_or_else(PoisonError::into_inner)

@@ -11,7 +11,7 @@ pub use server::Server;
 
 use std::{
     collections::{BTreeMap, HashMap},
-    sync::Arc,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
 use headgate_core::{
@@ -23,7 +23,7 @@ use prometheus_client::{
     metrics::{counter::Counter, gauge::Gauge},
     registry::Registry,
 };
-use tokio::sync::mpsc;
+use tokio::sync::Notify;
 
 use crate::companion::{Companion, NodePorts, Scope};
 
@@ -60,7 +60,36 @@ pub struct HealthCheckPorts {
     // What the server was told.
     told: HashMap<Arc<ServiceKey>, HealthCheckPort>,
     planned: Changes,
-    server: mpsc::UnboundedSender<Changes>,
+    server: Arc<Mailbox>,
+}
+
+/// What the server has not taken up yet: each service once, at its newest.
+#[derive(Debug, Default)]
+struct Mailbox {
+    changes: Mutex<Changes>,
+    arrived: Notify,
+}
+
+impl Mailbox {
+    fn put(&self, changes: Changes) {
+        self.lock().extend(changes);
+        self.arrived.notify_one();
+    }
+
+    /// Waits until there is something, and takes it.
+    async fn take(&self) -> Changes {
+        loop {
+            let changes = std::mem::take(&mut *self.lock());
+            if !changes.is_empty() {
+                return changes;
+            }
+            self.arrived.notified().await;
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Changes> {
+        self.changes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// The companion, and the server to be run on the async runtime.
@@ -68,9 +97,9 @@ pub struct HealthCheckPorts {
 /// `is_healthy` says whether the proxy as a whole works: when it does not, every port answers 503.
 #[must_use]
 pub fn new(metrics: HealthCheckMetrics, node_ports: NodePorts, is_healthy: IsHealthy) -> (HealthCheckPorts, Server) {
-    let (sender, receiver) = mpsc::unbounded_channel();
-    let ports = HealthCheckPorts { told: HashMap::new(), planned: Changes::new(), server: sender };
-    (ports, Server::new(receiver, metrics, node_ports, is_healthy))
+    let mailbox = Arc::new(Mailbox::default());
+    let ports = HealthCheckPorts { told: HashMap::new(), planned: Changes::new(), server: Arc::clone(&mailbox) };
+    (ports, Server::new(mailbox, metrics, node_ports, is_healthy))
 }
 
 impl HealthCheckPorts {
@@ -105,8 +134,7 @@ impl Companion for HealthCheckPorts {
                 None => drop(self.told.remove(key)),
             }
         }
-        // The server ends when the agent does; then there is nobody to tell.
-        let _ = self.server.send(changes);
+        self.server.put(changes);
     }
 
     /// A node that restarts while the control plane is away must not drop out of load balancers.

@@ -10,12 +10,12 @@ use std::{
 
 use headgate_core::{Family, ServiceKey, health_check_port::HealthCheckPort, iptables::NodePortAddresses};
 use socket2::{Domain, Protocol, Socket, Type};
-use tokio::{net::TcpListener, sync::mpsc, task::JoinHandle, time::interval};
+use tokio::{net::TcpListener, task::JoinHandle, time::interval};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use super::{
-    Changes, HealthCheckMetrics,
+    Changes, HealthCheckMetrics, Mailbox,
     page::{self, IsHealthy, Page},
 };
 use crate::companion::NodePorts;
@@ -27,7 +27,7 @@ const BACKLOG: i32 = 128;
 /// Listens at all health-check node ports of this node.
 #[derive(Debug)]
 pub struct Server {
-    changes: mpsc::UnboundedReceiver<Changes>,
+    mailbox: Arc<Mailbox>,
     metrics: HealthCheckMetrics,
     node_ports: NodePorts,
     is_healthy: IsHealthy,
@@ -52,26 +52,23 @@ impl Drop for Listener {
 
 impl Server {
     pub(super) fn new(
-        changes: mpsc::UnboundedReceiver<Changes>,
+        mailbox: Arc<Mailbox>,
         metrics: HealthCheckMetrics,
         node_ports: NodePorts,
         is_healthy: IsHealthy,
     ) -> Self {
         let addresses = Family::BOTH.map(|family| node_ports.of(family));
         let (wanted, open, failed) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
-        Self { changes, metrics, node_ports, is_healthy, wanted, open, failed, addresses }
+        Self { mailbox, metrics, node_ports, is_healthy, wanted, open, failed, addresses }
     }
 
-    /// Serves until `shutdown`, or until its companion is gone.
+    /// Serves until `shutdown`.
     pub async fn run(mut self, shutdown: CancellationToken) {
         let mut retry = interval(RETRY_PERIOD);
         loop {
             tokio::select! {
                 () = shutdown.cancelled() => break,
-                changes = self.changes.recv() => match changes {
-                    Some(changes) => self.take(changes).await,
-                    None => break,
-                },
+                changes = self.mailbox.take() => self.take(changes).await,
                 _ = retry.tick() => self.look_again().await,
             }
         }

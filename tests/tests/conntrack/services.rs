@@ -13,6 +13,7 @@ use headgate_tests::{
     testbed::{
         Backend, Manifests, Outcome, Testbed,
         client::HeldConnection,
+        iptables::Variant,
         manifests::{Endpoint, Service, Via, ready},
         plan::{self, Family, LINE_PORT, SECOND_LINE_PORT},
     },
@@ -238,8 +239,7 @@ impl SlowTools {
         let tools =
             Self { folder: folder.join("slow"), held: folder.join("slow-held"), waiting: folder.join("slow-waiting") };
         std::fs::create_dir(&tools.folder).context("making a folder for tools")?;
-        let variant = format!("{}", backend);
-        let variant = if variant.contains("nft") { "nft" } else { "legacy" };
+        let variant = if backend.variant() == Variant::Nft { "nft" } else { "legacy" };
         for family in ["iptables", "ip6tables"] {
             let name = format!("{family}-{variant}-restore");
             let path = std::env::var("PATH").context("PATH is not set")?;
