@@ -94,6 +94,14 @@ pub trait Backend: Send {
         false
     }
 
+    /// Looks whether rules that an earlier run left are in place, before any sync: whether there are any, not which they are.
+    ///
+    /// # Errors
+    /// When it cannot be found out.
+    fn has_rules(&mut self) -> Result<bool, BackendError> {
+        self.verify()
+    }
+
     /// Looks whether somebody else removed or changed our rules. True means intact.
     ///
     /// # Errors

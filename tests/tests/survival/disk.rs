@@ -1,0 +1,118 @@
+//! Disks that fail: a warning and a metric, and forwarding as ever.
+
+use std::{fs, path::Path, process::Command};
+
+use anyhow::{Context as _, Result, ensure};
+use headgate_tests::testbed::{
+    AgentSetup, Backend, Testbed, plan,
+    process::{self, Process},
+};
+
+use super::node::{
+    NODE, agent_log, expect_servers, forget_rules, metrics, on_machines, set_endpoints, state_file, wait_for_answers,
+    wait_until, while_asking,
+};
+
+/// A damaged file is ignored with a reason, and replaced.
+fn damaged_file(bed: &Testbed) -> Result<()> {
+    bed.start_control_plane()?;
+    bed.start_agent(NODE)?;
+    bed.wait_programmed()?;
+    bed.stop_agent(NODE)?;
+    let path = state_file(bed);
+    let mut bytes = fs::read(&path).context("reading the state file")?;
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 0x10;
+    fs::write(&path, &bytes).context("damaging the state file")?;
+    bed.stop_control_plane()?;
+    while_asking(bed, "steady", || {
+        bed.start_agent(NODE)?;
+        wait_until("the warning", || Ok(agent_log(bed)?.contains("the checksum does not fit")))?;
+        bed.start_control_plane()?;
+        bed.wait_programmed()
+    })?;
+    ensure!(agent_log(bed)?.contains("Nothing else is lost"), "no word on what it means");
+    bed.stop_agent(NODE)?;
+    bed.stop_control_plane()?;
+    forget_rules(bed)?;
+    bed.start_agent(NODE)?;
+    wait_for_answers(bed, "steady").context("from the file that replaced the damaged one")
+}
+
+/// Forwards, follows, warns and counts, though nothing can be saved.
+fn forwards_without_disk(bed: &Testbed) -> Result<()> {
+    wait_until("the node to be programmed", || {
+        let status = bed.agents().unwrap_or_default();
+        Ok(status.iter().any(|agent| agent.node == NODE && agent.programmed_version == agent.head_version))
+    })?;
+    expect_servers(bed, "steady", &["a1", "b1"])?;
+    wait_until("the metric", || {
+        let metrics = metrics(bed)?;
+        let line = metrics.lines().find_map(|line| line.strip_prefix("headgate_agent_state_save_errors_total "));
+        Ok(line.context("the metric is missing")?.parse::<u64>()? > 0)
+    })?;
+    ensure!(agent_log(bed)?.contains("the state cannot be saved"), "no warning in the log");
+    while_asking(bed, "steady", || {
+        set_endpoints(bed, "other", &["a2"])?;
+        wait_until("the change", || Ok(expect_servers(bed, "other", &["a2"]).is_ok()))
+    })
+}
+
+fn unwritable_folder(bed: &Testbed) -> Result<()> {
+    bed.start_control_plane()?;
+    // A file stands where the folder's parent should be.
+    let folder = bed.machines().folder().join("in-the-way");
+    fs::write(&folder, "").context("writing a file")?;
+    let folder = folder.join("state").display().to_string();
+    bed.start_agent_with(NODE, &AgentSetup::with(&["--state-dir", &folder]))?;
+    forwards_without_disk(bed)
+}
+
+fn full_disk(bed: &Testbed) -> Result<()> {
+    bed.start_control_plane()?;
+    let disk = bed.machines().folder().join("disk");
+    fs::create_dir(&disk).context("making a folder")?;
+    // The process' exit ends its mount namespace, and the disk in it.
+    let process = start_on_small_disk(bed, &disk)?;
+    let result = forwards_without_disk(bed);
+    ensure!(agent_log(bed)?.contains("No space left on device"), "the disk was not full");
+    process.terminate().context("ending the agent")?;
+    result
+}
+
+/// The agent in a mount namespace of its own, in which one page is all the disk there is.
+fn start_on_small_disk(bed: &Testbed, disk: &Path) -> Result<Process> {
+    let control = plan::address(plan::CONTROL).context("the control plane has an address")?.v4;
+    let mut command = Command::new("unshare");
+    command
+        .args(["--mount", "sh", "-c", "mount -t tmpfs -o size=4k none \"$0\" && exec \"$@\""])
+        .arg(disk)
+        .arg(process::program("headgate-node-agent")?)
+        .args(["--node-name", NODE, "--cluster-cidr", plan::CLUSTER_CIDR, "--insecure-loopback"])
+        .args(["--control-plane", &format!("http://{control}:{}", plan::CONTROL_PORT)])
+        .args(bed.backend().agent_arguments())
+        .args(["--state-save-period", "200ms", "--state-dir"])
+        .arg(disk)
+        .env("XTABLES_LOCKFILE", bed.machines().xtables_lock(NODE))
+        .env("HEADGATE_LOG", "info");
+    let log = bed.machines().folder().join(format!("agent-{NODE}.log"));
+    Process::start("headgate-node-agent on a small disk", bed.machines().machine(NODE)?, command, &log)
+}
+
+// rows: 92
+#[test]
+fn a_damaged_file_is_ignored_and_replaced() {
+    on_machines(Backend::IptablesNft, damaged_file);
+}
+
+// rows: 92
+#[test]
+fn a_folder_that_cannot_be_written_does_no_harm() {
+    on_machines(Backend::IptablesLegacy, unwritable_folder);
+}
+
+// rows: 92
+#[test]
+fn a_full_disk_does_no_harm() {
+    on_machines(Backend::IptablesNft, full_disk);
+}

@@ -1,0 +1,222 @@
+//! The node that the tests look at, and what its agent writes.
+
+use std::{
+    fs::{self, Permissions},
+    io::{Read as _, Write as _},
+    net::{SocketAddr, TcpStream},
+    os::unix::fs::PermissionsExt as _,
+    path::PathBuf,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use headgate_tests::{
+    cases::live,
+    testbed::{
+        AgentSetup, Backend, Family, Manifests, Outcome, Request, Testbed, Transport, client,
+        iptables::{self, Variant},
+        manifests::{Service, Via, ready},
+    },
+};
+
+/// The node with an agent. Its pods' and outside-1's connections pass it.
+pub(crate) const NODE: &str = "node-a";
+/// Only ever waited for when a test fails.
+const GUARD: Duration = Duration::from_secs(60);
+
+/// Runs a scenario on machines with [`some_services`], on which nothing runs yet.
+pub(crate) fn on_machines(backend: Backend, scenario: impl FnOnce(&Testbed) -> Result<()>) {
+    let bed = some_services().and_then(|manifests| Testbed::machines_only(backend, manifests));
+    // The testbed is still there when a failure panics: then it keeps its logs.
+    match bed.as_ref().map(scenario) {
+        Ok(Ok(())) => {}
+        Ok(Err(error)) => panic!("{error:?}"),
+        Err(error) => panic!("{error:?}"),
+    }
+}
+
+fn some_services() -> Result<Manifests> {
+    let mut manifests = Manifests::default();
+    manifests.add(Service::new("steady", &["a1", "b1"]))?;
+    manifests.add(Service::new("other", &["c1"]))?;
+    manifests.add(Service::new("empty", &[]))?;
+    Ok(manifests)
+}
+
+/// Ways to a service that depend on the node's rules alone.
+pub(crate) fn targets(bed: &Testbed, service: &str) -> Result<Vec<(&'static str, SocketAddr)>> {
+    let mut targets = Vec::new();
+    for family in Family::BOTH {
+        targets.push(("a3", bed.address(service, Via::ClusterIp, family, "tcp")?));
+        targets.push(("outside-1", bed.address(service, Via::NodePort(NODE), family, "tcp")?));
+    }
+    Ok(targets)
+}
+
+/// Exactly these servers answer.
+pub(crate) fn expect_servers(bed: &Testbed, service: &str, servers: &[&str]) -> Result<()> {
+    for (from, to) in targets(bed, service)? {
+        let request = Request::new(Transport::Tcp, to);
+        let mut seen: Vec<String> = Vec::new();
+        for outcome in client::ask_many(bed.machines().machine(from)?, &request, 25 * servers.len())? {
+            match outcome {
+                Outcome::Answered(answer) => seen.push(answer.server),
+                other => bail!("{from} asks {to}: {other}"),
+            }
+        }
+        seen.sort_unstable();
+        seen.dedup();
+        ensure!(seen == servers, "{from} asks {to}: answered by {seen:?}, not {servers:?}");
+    }
+    Ok(())
+}
+
+/// Waits until the service is answered, whoever programs it.
+pub(crate) fn wait_for_answers(bed: &Testbed, service: &str) -> Result<()> {
+    wait_until("the service to be answered", || {
+        for (from, to) in targets(bed, service)? {
+            let outcome = bed.machines().ask(from, &Request::new(Transport::Tcp, to).expecting_silence())?;
+            if !matches!(outcome, Outcome::Answered(_)) {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    })
+}
+
+/// Clients ask without a pause while `work` is done; none may fail.
+pub(crate) fn while_asking(bed: &Testbed, service: &str, work: impl FnOnce() -> Result<()>) -> Result<()> {
+    live::while_asking(bed, &targets(bed, service)?, work).map(drop)
+}
+
+pub(crate) fn wait_until(what: &str, mut is_so: impl FnMut() -> Result<bool>) -> Result<()> {
+    let deadline = Instant::now() + GUARD;
+    while !is_so()? {
+        ensure!(Instant::now() < deadline, "waited in vain for {what}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    Ok(())
+}
+
+pub(crate) fn set_endpoints(bed: &Testbed, service: &str, endpoints: &[&str]) -> Result<()> {
+    bed.write(|manifests| {
+        manifests.service_mut(service)?.endpoints = ready(endpoints);
+        Ok(())
+    })
+}
+
+/// The node's kernel as it is after a reboot.
+pub(crate) fn forget_rules(bed: &Testbed) -> Result<()> {
+    let (node, lock) = (bed.machines().machine(NODE)?, bed.machines().xtables_lock(NODE));
+    for variant in Variant::BOTH {
+        for family in Family::BOTH {
+            for table in ["nat", "filter", "mangle"] {
+                iptables::run(node, variant, family, &lock, &["-t", table, "-F"])?;
+                iptables::run(node, variant, family, &lock, &["-t", table, "-X"])?;
+            }
+        }
+    }
+    ensure!(!rules(bed)?.contains("KUBE-"), "rules are left after a reboot:\n{}", rules(bed)?);
+    Ok(())
+}
+
+/// All rules of the node: chains in order of name, the rules of each in their order.
+pub(crate) fn rules(bed: &Testbed) -> Result<String> {
+    let saved = iptables::save_all(bed.machines().machine(NODE)?, &bed.machines().xtables_lock(NODE))?;
+    let (mut sorted, mut table): (Vec<String>, Vec<&str>) = (Vec::new(), Vec::new());
+    for line in saved.lines() {
+        let is_border = line.starts_with('*') || line.starts_with("==") || line == "COMMIT";
+        if is_border {
+            // Stable: rules of one chain stay in their order.
+            table.sort_by_key(|line| (line.split(' ').take(2).collect::<Vec<_>>().join(" "), 0));
+            sorted.extend(table.drain(..).map(str::to_owned));
+            sorted.push(line.to_owned());
+        } else {
+            table.push(line);
+        }
+    }
+    Ok(sorted.join("\n"))
+}
+
+/// What the agent on the node has logged.
+pub(crate) fn agent_log(bed: &Testbed) -> Result<String> {
+    fs::read_to_string(bed.machines().folder().join(format!("agent-{NODE}.log"))).context("reading the agent's log")
+}
+
+/// The file with the last good state.
+pub(crate) fn state_file(bed: &Testbed) -> PathBuf {
+    bed.machines().folder().join(format!("state-{NODE}")).join("state")
+}
+
+/// The agent's metrics, as Prometheus reads them.
+pub(crate) fn metrics(bed: &Testbed) -> Result<String> {
+    bed.machines().machine(NODE)?.run(|| {
+        let mut stream = TcpStream::connect("127.0.0.1:10249").context("connecting to the agent's metrics")?;
+        stream.set_read_timeout(Some(GUARD))?;
+        stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")?;
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).context("reading the agent's metrics")?;
+        Ok(answer)
+    })
+}
+
+/// Stands before the programs that write rules, notes each run and what it is given, and passes it on.
+pub(crate) struct Writes {
+    folder: PathBuf,
+}
+
+impl Writes {
+    pub(crate) fn watch(bed: &Testbed) -> Result<Self> {
+        let folder = bed.machines().folder().join("tools");
+        fs::create_dir(&folder).context("making a folder for tools")?;
+        let shown = folder.display();
+        for family in ["iptables", "ip6tables"] {
+            for variant in ["legacy", "nft"] {
+                let name = format!("{family}-{variant}-restore");
+                let program = find_program(&name)?;
+                // A run with --version or --test writes nothing.
+                let script = format!(
+                    "#!/bin/sh\ncase \"$*\" in *--version*|*--test*) exec '{0}' \"$@\";; esac\n\
+                     echo \"{name} $*\" >> '{shown}/runs'\ntee -a '{shown}/input' | '{0}' \"$@\"\n",
+                    program.display()
+                );
+                let path = folder.join(&name);
+                fs::write(&path, script).with_context(|| format!("writing {}", path.display()))?;
+                fs::set_permissions(&path, Permissions::from_mode(0o755)).context("making a tool executable")?;
+            }
+        }
+        Ok(Self { folder })
+    }
+
+    /// For starting the agent.
+    pub(crate) fn setup(&self) -> AgentSetup {
+        AgentSetup { tools: Some(self.folder.clone()), ..AgentSetup::default() }
+    }
+
+    /// Runs so far.
+    pub(crate) fn count(&self) -> Result<usize> {
+        Ok(self.read("runs")?.lines().count())
+    }
+
+    /// What was written since the last call.
+    pub(crate) fn take_input(&self) -> Result<String> {
+        let text = self.read("input")?;
+        if !text.is_empty() {
+            fs::remove_file(self.folder.join("input")).context("forgetting what was written")?;
+        }
+        Ok(text)
+    }
+
+    fn read(&self, name: &str) -> Result<String> {
+        match fs::read_to_string(self.folder.join(name)) {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(String::new()),
+            read => read.with_context(|| format!("reading {name}")),
+        }
+    }
+}
+
+fn find_program(name: &str) -> Result<PathBuf> {
+    let path = std::env::var_os("PATH").context("PATH is not set")?;
+    let found = std::env::split_paths(&path).map(|folder| folder.join(name)).find(|candidate| candidate.is_file());
+    found.with_context(|| format!("{name} is not installed: run `make setup`"))
+}

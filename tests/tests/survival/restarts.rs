@@ -1,0 +1,222 @@
+//! Agents that stop, crash and come back, with and without a control plane.
+
+use std::{
+    sync::atomic::{AtomicBool, Ordering},
+    time::Duration,
+};
+
+use anyhow::{Context as _, Result, ensure};
+use headgate_tests::testbed::{Backend, Testbed, client::HeldConnection};
+
+use super::node::{
+    NODE, Writes, agent_log, expect_servers, forget_rules, on_machines, rules, set_endpoints, targets,
+    wait_for_answers, wait_until, while_asking,
+};
+
+const KILLS: usize = 30;
+/// Seed of the times at which agents are killed.
+const SEED: u64 = 3;
+
+fn start(bed: &Testbed, writes: &Writes) -> Result<()> {
+    bed.start_control_plane()?;
+    bed.start_agent_with(NODE, &writes.setup())?;
+    bed.wait_programmed()
+}
+
+/// The machine reboots while no control plane answers: it forwards all the same, and takes what changed once one answers.
+fn cold_start(bed: &Testbed) -> Result<()> {
+    let writes = Writes::watch(bed)?;
+    // Nothing is known yet: nothing is written before a control plane has said everything.
+    bed.start_agent_with(NODE, &writes.setup())?;
+    wait_until("the agent's first attempt to connect", || Ok(agent_log(bed)?.contains("the stream ended")))?;
+    ensure!(writes.count()? == 0 && !rules(bed)?.contains("KUBE-"), "rules were written before anything was known");
+    bed.start_control_plane()?;
+    bed.wait_programmed()?;
+    expect_servers(bed, "steady", &["a1", "b1"])?;
+    let before = rules(bed)?;
+
+    bed.stop_agent(NODE)?;
+    bed.stop_control_plane()?;
+    forget_rules(bed)?;
+    bed.start_agent_with(NODE, &writes.setup())?;
+    wait_for_answers(bed, "steady")?;
+    expect_servers(bed, "steady", &["a1", "b1"])?;
+    expect_servers(bed, "other", &["c1"])?;
+    let after = rules(bed)?;
+    ensure!(before == after, "rules were\n{before}\nand are, from disk,\n{after}");
+
+    set_endpoints(bed, "steady", &["a2"])?;
+    writes.take_input()?;
+    bed.start_control_plane()?;
+    bed.wait_programmed()?;
+    expect_servers(bed, "steady", &["a2"])?;
+    let input = writes.take_input()?;
+    ensure!(input.contains("testbed/steady") && !input.contains("testbed/other"), "more than the change was written:\n{input}");
+    let agent = bed.agents()?.into_iter().find(|agent| agent.node == NODE).context("the agent is not connected")?;
+    ensure!(agent.resume == "digests", "resumed by {:?}", agent.resume);
+    Ok(())
+}
+
+/// Restarts with nothing changed: not one program writes, and no connection is lost.
+fn warm_restart(bed: &Testbed) -> Result<()> {
+    let writes = Writes::watch(bed)?;
+    start(bed, &writes)?;
+    let mut held = targets(bed, "steady")?
+        .into_iter()
+        .map(|(from, to)| HeldConnection::open(bed.machines().machine(from)?, to))
+        .collect::<Result<Vec<_>>>()?;
+    let before = writes.count()?;
+    ensure!(before > 0, "the log of writes is empty after a start: it does not see the agent's writes");
+    while_asking(bed, "steady", || {
+        for is_killed in [false, true] {
+            if is_killed { bed.kill_agent(NODE)? } else { bed.stop_agent(NODE)? }
+            expect_servers(bed, "steady", &["a1", "b1"])?;
+            bed.start_agent_with(NODE, &writes.setup())?;
+            bed.wait_programmed()?;
+            let input = writes.take_input()?;
+            ensure!(writes.count()? == before, "the restarted agent wrote:\n{input}");
+            let agents = bed.agents()?;
+            let agent = agents.iter().find(|agent| agent.node == NODE).context("the agent is not connected")?;
+            ensure!(
+                agent.resumed_resources == 0,
+                "{} resources were sent, by {}",
+                agent.resumed_resources,
+                agent.resume
+            );
+        }
+        // While the control plane is away as well.
+        bed.stop_control_plane()?;
+        bed.kill_agent(NODE)?;
+        bed.start_agent_with(NODE, &writes.setup())?;
+        wait_until("the agent to look at the rules", || Ok(agent_log(bed)?.contains("stay as they are until")))?;
+        ensure!(writes.count()? == before, "the agent wrote without a control plane:\n{}", writes.take_input()?);
+        bed.start_control_plane()?;
+        bed.wait_programmed()?;
+        ensure!(writes.count()? == before, "the agent wrote after the return of all:\n{}", writes.take_input()?);
+        Ok(())
+    })?;
+    held.iter_mut().try_for_each(HeldConnection::check).context("after restarts")?;
+    // An endpoint that goes keeps the connections that it has.
+    set_endpoints(bed, "steady", &["a2"])?;
+    bed.wait_programmed()?;
+    bed.kill_agent(NODE)?;
+    bed.start_agent_with(NODE, &writes.setup())?;
+    bed.wait_programmed()?;
+    expect_servers(bed, "steady", &["a2"])?;
+    held.iter_mut().try_for_each(HeldConnection::check).context("after the endpoints were replaced")
+}
+
+/// What changed while the agent was away is written, and nothing else. What came to the kernel after the disk had been written last does not
+/// go back for a moment: the state from disk waits for the control plane.
+fn restart_with_changes(bed: &Testbed) -> Result<()> {
+    let writes = Writes::watch(bed)?;
+    start(bed, &writes)?;
+    for is_killed in [false, true] {
+        let endpoints: &[&str] = if is_killed { &["b2"] } else { &["a2"] };
+        while_asking(bed, "steady", || {
+            if is_killed { bed.kill_agent(NODE)? } else { bed.stop_agent(NODE)? }
+            set_endpoints(bed, "other", endpoints)?;
+            writes.take_input()?;
+            bed.start_agent_with(NODE, &writes.setup())?;
+            bed.wait_programmed()
+        })?;
+        expect_servers(bed, "other", endpoints)?;
+        let input = writes.take_input()?;
+        ensure!(input.contains("testbed/other"), "the change was not seen being written:\n{input}");
+        ensure!(!input.contains("testbed/steady"), "more than the change was written:\n{input}");
+    }
+    Ok(())
+}
+
+/// Agents are killed at any moment while endpoints change: a neighbour is never refused, and in the end the rules are those of an agent
+/// that begins with nothing.
+fn kills(bed: &Testbed) -> Result<()> {
+    let mut times = fastrand::Rng::with_seed(SEED);
+    bed.start_control_plane()?;
+    bed.start_agent(NODE)?;
+    bed.wait_programmed()?;
+    let stop = AtomicBool::new(false);
+    while_asking(bed, "steady", || {
+        std::thread::scope(|scope| {
+            let churn = scope.spawn(|| -> Result<()> {
+                let rounds: [&[&str]; 4] = [&["a1", "a2"], &["b1"], &[], &["c1", "b2", "a2"]];
+                for endpoints in rounds.iter().cycle() {
+                    if stop.load(Ordering::Relaxed) {
+                        return Ok(());
+                    }
+                    set_endpoints(bed, "other", endpoints)?;
+                    std::thread::sleep(Duration::from_millis(25));
+                }
+                Ok(())
+            });
+            let killed = (0..KILLS).try_for_each(|_| {
+                bed.kill_agent(NODE)?;
+                bed.start_agent(NODE)?;
+                std::thread::sleep(Duration::from_millis(times.u64(0..200)));
+                Ok(())
+            });
+            stop.store(true, Ordering::Relaxed);
+            let churned = churn.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            killed.and(churned)
+        })
+    })?;
+    set_endpoints(bed, "other", &["a2", "c1"])?;
+    bed.wait_programmed()?;
+    expect_servers(bed, "other", &["a2", "c1"])?;
+    let found = rules(bed)?;
+    bed.stop_agent(NODE)?;
+    bed.clean_up(NODE)?;
+    bed.start_agent(NODE)?;
+    bed.wait_programmed()?;
+    let expected = rules(bed)?;
+    ensure!(found == expected, "after {KILLS} kills (seed {SEED}) the rules were\n{found}\nand should be\n{expected}");
+    Ok(())
+}
+
+// rows: 91, 92
+#[test]
+fn cold_start_legacy() {
+    on_machines(Backend::IptablesLegacy, cold_start);
+}
+
+// rows: 91, 92
+#[test]
+fn cold_start_nft() {
+    on_machines(Backend::IptablesNft, cold_start);
+}
+
+// rows: 89, 92
+#[test]
+fn warm_restart_legacy() {
+    on_machines(Backend::IptablesLegacy, warm_restart);
+}
+
+// rows: 89, 92
+#[test]
+fn warm_restart_nft() {
+    on_machines(Backend::IptablesNft, warm_restart);
+}
+
+// rows: 92
+#[test]
+fn restart_with_changes_legacy() {
+    on_machines(Backend::IptablesLegacy, restart_with_changes);
+}
+
+// rows: 92
+#[test]
+fn restart_with_changes_nft() {
+    on_machines(Backend::IptablesNft, restart_with_changes);
+}
+
+// rows: 92
+#[test]
+fn kills_at_any_moment_legacy() {
+    on_machines(Backend::IptablesLegacy, kills);
+}
+
+// rows: 92
+#[test]
+fn kills_at_any_moment_nft() {
+    on_machines(Backend::IptablesNft, kills);
+}
