@@ -1,7 +1,8 @@
 //! Clients with one socket each, while services change under them.
 
 use std::{
-    net::SocketAddr,
+    io::{Read as _, Write as _},
+    net::{SocketAddr, TcpStream},
     path::{Path, PathBuf},
     time::{Duration, Instant},
 };
@@ -97,7 +98,24 @@ fn follows_its_service(bed: &Testbed) -> Result<()> {
     let flows = open_all(bed, "dns", &WAYS)?;
     all_answered_by(&flows, "a1")?;
     bed.update(|manifests| manifests.remove("dns").map(drop))?;
-    flows.iter().try_for_each(Flow::until_unanswered).context("after the service was deleted")
+    flows.iter().try_for_each(Flow::until_unanswered).context("after the service was deleted")?;
+    for family in ["IPv4", "IPv6"] {
+        let name = format!("kubeproxy_conntrack_reconciler_deleted_entries_total{{ip_family=\"{family}\"}} ");
+        let deleted = metrics(bed)?.lines().find_map(|line| line.strip_prefix(&name)?.parse::<u64>().ok());
+        ensure!(deleted.is_some_and(|count| count > 0), "{name}is {deleted:?}");
+    }
+    Ok(())
+}
+
+/// What the agent of node-a counts.
+fn metrics(bed: &Testbed) -> Result<String> {
+    bed.machines().machine("node-a")?.run(|| {
+        let mut stream = TcpStream::connect("127.0.0.1:10249").context("connecting to the agent's metrics")?;
+        stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: node\r\nConnection: close\r\n\r\n")?;
+        let mut response = String::new();
+        stream.read_to_string(&mut response)?;
+        Ok(response)
+    })
 }
 
 /// Only endpoints on the client's node serve, and they are replaced.
