@@ -122,6 +122,22 @@ impl Rig {
 }
 
 impl Rig {
+    fn assert_deep_verification_sees_a_flushed_chain(
+        &self,
+        namespace: &netns::Namespace,
+        variant: testbed_iptables::Variant,
+    ) {
+        let config =
+            Config { variant: self.variant, layout: self.layout, masquerade: masquerade(), ..Config::default() };
+        let mut backend = IptablesBackend::new(config).unwrap();
+        assert_eq!(backend.sync_full(&self.state, &node()).unwrap().objects_written, 0);
+        let family = headgate_tests::testbed::plan::Family::V4;
+        let flush = ["-t", "nat", "-F", "KUBE-MARK-MASQ"];
+        testbed_iptables::run(namespace, variant, family, Path::new("/run/xtables.lock"), &flush).unwrap();
+        assert!(!backend.verify().unwrap(), "the flushed chain was not noticed");
+        assert_eq!(backend.sync_full(&self.state, &node()).unwrap().objects_written, 1);
+    }
+
     /// A new agent finds its rules and writes nothing; where somebody changed one chain, it writes that chain alone.
     fn assert_warm_restart_writes_nothing(&self, namespace: &netns::Namespace, variant: testbed_iptables::Variant) {
         let config = |layout| Config { variant: self.variant, layout, masquerade: masquerade(), ..Config::default() };
@@ -137,6 +153,60 @@ impl Rig {
         assert_eq!(report.objects_written, 1, "{report:?}");
         assert_equal(namespace, variant, self, "repaired");
     }
+}
+
+/// A rule of somebody else's leads to a chain of a service that goes: everything else is written, and the chain stays, empty, until it can go.
+fn a_foreign_rule_keeps_nothing_from_being_written(variant: Variant, by: testbed_iptables::Variant) {
+    netns::check_prerequisites().unwrap();
+    let namespace = netns::Namespace::create(format!("hg{}-foreign-{by:?}", std::process::id())).unwrap();
+    let lock = Path::new("/run/xtables.lock");
+    let family = headgate_tests::testbed::plan::Family::V4;
+    let save = || testbed_iptables::save(&namespace, by, family, lock).unwrap();
+    let by_hand = |arguments: &[&str]| testbed_iptables::run(&namespace, by, family, lock, arguments).unwrap();
+    namespace
+        .run(|| {
+            let mut rig = Rig::new(variant, Layout::Classic);
+            rig.full();
+            let key = service(1).key;
+            let [v4, _] = endpoint(16, "node-b");
+            rig.step(vec![Change::Service(service(1)), Change::Endpoint(key.clone(), v4.clone())]);
+            let leads = save();
+            let chain = leads
+                .lines()
+                .find_map(|line| Some(line.split_once(":web cluster IP\" -m tcp --dport 80 -j ")?.1))
+                .unwrap();
+            by_hand(&["-t", "nat", "-N", "SOMEBODY"]);
+            by_hand(&["-t", "nat", "-A", "SOMEBODY", "-j", chain]);
+            let mut dirty = Dirty::default();
+            for change in [Change::RemoveService(key.clone()), Change::Service(service(2))] {
+                rig.state.apply(change, &mut dirty);
+            }
+            let plan = rig.backend.plan(&rig.state, &node(), &dirty);
+            let report = rig.backend.apply(plan).unwrap();
+            assert!(report.warnings.iter().any(|warning| warning.contains(chain)), "{report:?}");
+            let saved = save();
+            assert!(saved.contains("ns/svc2:web has no endpoints"), "{saved}");
+            assert!(saved.contains(&format!(":{chain} ")) && !saved.contains(&format!("-A {chain} ")), "{saved}");
+            assert!(!saved.contains("svc1"), "{saved}");
+            let error = rig.backend.cleanup().unwrap_err();
+            assert!(error.message.contains(chain), "{error}");
+            assert_eq!(save().matches("KUBE-").count(), 2, "the chain and the rule that leads to it:\n{}", save());
+            by_hand(&["-t", "nat", "-F", "SOMEBODY"]);
+            rig.backend.cleanup().unwrap();
+            assert!(!save().contains("KUBE-"), "{}", save());
+            Ok(())
+        })
+        .unwrap();
+}
+
+#[test]
+fn legacy_a_foreign_rule_keeps_nothing_from_being_written() {
+    a_foreign_rule_keeps_nothing_from_being_written(Variant::Legacy, testbed_iptables::Variant::Legacy);
+}
+
+#[test]
+fn nft_a_foreign_rule_keeps_nothing_from_being_written() {
+    a_foreign_rule_keeps_nothing_from_being_written(Variant::Nft, testbed_iptables::Variant::Nft);
 }
 
 /// Rules of a save, each chain's in order, chains in order of name; and the chains that are not the kernel's own.
@@ -206,6 +276,7 @@ fn run(variant: Variant, layout: Layout) {
             rig.step((1..200u16).map(|i| Change::RemoveService(ServiceKey::new("many", &format!("svc{i}")))).collect());
             assert_equal(&namespace, saved_by, &rig, "few services again");
             assert!(rig.backend.verify().unwrap());
+            rig.assert_deep_verification_sees_a_flushed_chain(&namespace, saved_by);
             rig.backend.cleanup().unwrap();
             assert!(!rig.backend.verify().unwrap());
             let left = testbed_iptables::save_all(&namespace, Path::new("/run/xtables.lock")).unwrap();

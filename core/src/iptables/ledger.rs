@@ -32,6 +32,8 @@ pub struct Ledger {
     config: RenderConfig,
     programmed: HashMap<Arc<ServiceKey>, Programmed>,
     shared: Shared,
+    /// Number of services when the dispatch groups were cut.
+    groups_cut_for: usize,
     /// Of all services.
     tally: Tally,
     /// Of what depends on configuration alone.
@@ -60,7 +62,7 @@ impl Ledger {
     pub fn new(config: RenderConfig) -> Self {
         let shared = Shared::new(config.clone(), None, None);
         let (tally, fixed_tally) = (Tally::default(), Tally::default());
-        Self { config, programmed: HashMap::new(), shared, tally, fixed_tally }
+        Self { config, programmed: HashMap::new(), shared, groups_cut_for: 0, tally, fixed_tally }
     }
 
     /// The configuration it renders for.
@@ -101,6 +103,7 @@ impl Ledger {
     pub fn full(&mut self, state: &State, node: &NodeFacts, existing: &ExistingTables) -> (Script, Planned) {
         let is_compact = self.wants_compact(state, existing.get(Table::Nat).chains.contains_key(fixed::HAIRPIN));
         self.shared = self.new_shared(state, is_compact, existing.get(Table::Nat).prefix_length);
+        self.groups_cut_for = state.service_count();
         self.programmed.clear();
         self.tally = Tally::default();
         self.fixed_tally = self.tally_of_fixed(is_compact);
@@ -170,7 +173,10 @@ impl Ledger {
     }
 
     fn layout_is_outgrown(&self, state: &State) -> bool {
-        self.wants_compact(state, self.shared.is_compact()) != self.shared.is_compact()
+        let is_compact = self.shared.is_compact();
+        // Groups that were cut for few services are too long for many. Four times as many pay for a full pass.
+        let groups_are_outgrown = is_compact && state.service_count() > 4 * self.groups_cut_for.max(64);
+        self.wants_compact(state, is_compact) != is_compact || groups_are_outgrown
     }
 
     /// Going back from compact needs a clear distance, lest a service coming and going rebuilds everything each time.

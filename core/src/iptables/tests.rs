@@ -1,9 +1,10 @@
 #![allow(clippy::unwrap_used)]
 
-use std::{net::IpAddr, sync::Arc};
+use std::{collections::HashMap, net::IpAddr, sync::Arc};
 
 use super::{
     Existing, ExistingTables, Layout, Ledger, RenderConfig, Table,
+    fake_kernel::FakeKernel,
     names::{ChainKind, ChainName},
 };
 use crate::{
@@ -344,4 +345,32 @@ fn the_compact_layout_translates_in_the_services_chain() {
     assert_eq!(rules(&script, group), ["-s 10.180.0.2/32 -d 10.180.0.2/32 -j MASQUERADE --random-fully"]);
     assert_eq!(rules(&script, "KUBE-POSTROUTING")[0], "-m conntrack --ctstate DNAT -j KUBE-HAIRPIN");
     assert!(rules(&script, "KUBE-NODEPORTS")[0].starts_with("-p tcp -m tcp --dport 29984:30015 -j KUBE-NPS-"));
+}
+
+#[test]
+fn dispatch_groups_are_cut_anew_when_the_cluster_grows() {
+    let key = |i: u32| ServiceKey::new("ns", &format!("svc{i}"));
+    let address = |i: u32| IpAddr::from((0x0a60_0000 + i * 7).to_be_bytes());
+    let numbered = |i: u32| Service { key: key(i), cluster_ips: vec![address(i)], ..service("svc1", "172.30.0.41") };
+    let mut kernel = FakeKernel::default();
+    let mut state = State::default();
+    let mut ledger = Ledger::new(config());
+    kernel.restore(&ledger.full(&state, &node(), &ExistingTables::default()).0.to_string()).unwrap();
+    for i in 0..4000 {
+        let mut dirty = Dirty::default();
+        for change in [Change::Service(numbered(i)), Change::Endpoint(key(i), endpoint("10.180.0.1"))] {
+            state.apply(change, &mut dirty);
+        }
+        kernel.restore(&ledger.changed(&state, &node(), &dirty).0.to_string()).unwrap();
+    }
+    let save = kernel.save(Table::Nat);
+    let mut lengths: HashMap<&str, usize> = HashMap::new();
+    for line in save.lines() {
+        if let Some(chain) = line.strip_prefix("-A ").and_then(|rule| rule.split(' ').next()) {
+            *lengths.entry(chain).or_default() += 1;
+        }
+    }
+    let longest = lengths.iter().filter(|(chain, _)| chain.starts_with("KUBE-SVCS-")).map(|(_, n)| *n).max().unwrap();
+    // At best some 2·√4000 = 126 rules have to be passed; groups that were cut for a fourth of the services are at most four times too long.
+    assert!(longest + lengths["KUBE-SERVICES"] < 4 * 126, "{longest} + {}", lengths["KUBE-SERVICES"]);
 }

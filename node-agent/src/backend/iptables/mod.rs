@@ -223,7 +223,7 @@ impl FamilyBackend {
     fn restore(&self, script: &Script) -> Result<Vec<String>, BackendError> {
         let refused = match self.programs.restore(script) {
             Ok(()) => return Ok(Vec::new()),
-            Err(error) if script.chains_deleted() == 0 || error.kind != ErrorKind::NeedsFullSync => return Err(error),
+            Err(error) if script.chains_deleted() == 0 || error.kind == ErrorKind::Unavailable => return Err(error),
             Err(error) => error,
         };
         let (writes, deletions) = script.clone().split_deletions();
