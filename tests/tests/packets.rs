@@ -2,7 +2,7 @@
 #![allow(missing_docs, clippy::unwrap_used)]
 
 use anyhow::Result;
-use headgate_tests::cases::{self, affinity, changes, lifecycle, live, payloads, settings, table};
+use headgate_tests::cases::{self, affinity, changes, lifecycle, live, payloads, raw, rules, settings, table};
 use headgate_tests::testbed::{Backend, Manifests, Testbed};
 
 /// Shows the whole error, one cause a line, and takes the panic's way, by which the testbed keeps its logs.
@@ -142,6 +142,42 @@ macro_rules! packet_tests {
             #[test]
             fn masquerading() {
                 on_machines(BACKEND, settings::services(), settings::masquerading);
+            }
+
+            // rows: 93, 98, 100
+            #[test]
+            fn a_change_writes_its_service() {
+                on_machines(BACKEND, lifecycle::some_services(), rules::a_change_writes_its_service);
+            }
+
+            // rows: 96
+            #[test]
+            fn flushed_rules_come_back() {
+                on_machines(BACKEND, lifecycle::some_services(), rules::flushed_rules_come_back);
+            }
+
+            // rows: 103
+            #[test]
+            fn the_other_variant_goes() {
+                on_machines(BACKEND, lifecycle::some_services(), rules::the_other_variant_goes);
+            }
+
+            // rows: 17
+            #[test]
+            fn no_sctp_sockets() {
+                on_machines(BACKEND, lifecycle::some_services(), rules::no_sctp_sockets);
+            }
+
+            // rows: 87
+            #[test]
+            fn out_of_window() {
+                scenario(BACKEND, raw::out_of_window);
+            }
+
+            // rows: 50
+            #[test]
+            fn loopback_is_guarded() {
+                scenario(BACKEND, raw::loopback_is_guarded);
             }
 
             // rows: 15, 89, 104

@@ -1,14 +1,12 @@
 //! Programs that stop, crash and come back; rules of others; clean-up.
 
-use std::fs::Permissions;
-use std::os::unix::fs::PermissionsExt;
-use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 
 use super::live::{self, expect_servers, targets, while_asking};
 use super::run::shares;
+use super::write_log::WriteLog;
 use crate::testbed::client::HeldConnection;
 use crate::testbed::iptables::{self, Variant};
 use crate::testbed::manifests::{Service, ready};
@@ -208,46 +206,4 @@ fn wait_for_agents(bed: &Testbed) -> Result<Vec<AgentInfo>> {
         }
         std::thread::sleep(Duration::from_millis(50));
     }
-}
-
-/// Counts what agents write to their kernels: stands before the programs that do it, notes each call, and passes it on.
-struct WriteLog {
-    tools: PathBuf,
-    log: PathBuf,
-}
-
-impl WriteLog {
-    fn create(folder: &Path) -> Result<Self> {
-        let (tools, log) = (folder.join("tools"), folder.join("kernel-writes.log"));
-        std::fs::create_dir(&tools).context("making a folder for tools")?;
-        for family in ["iptables", "ip6tables"] {
-            for variant in ["-legacy", "-nft", ""] {
-                let name = format!("{family}{variant}-restore");
-                let Some(program) = find_program(&name) else { continue };
-                let script = format!(
-                    "#!/bin/sh\necho \"{name} $*\" >> '{}'\nexec '{}' \"$@\"\n",
-                    log.display(),
-                    program.display()
-                );
-                let path = tools.join(&name);
-                std::fs::write(&path, script).with_context(|| format!("writing {}", path.display()))?;
-                std::fs::set_permissions(&path, Permissions::from_mode(0o755)).context("making a tool executable")?;
-            }
-        }
-        Ok(Self { tools, log })
-    }
-
-    fn count(&self) -> Result<usize> {
-        match std::fs::read_to_string(&self.log) {
-            // A trial run writes nothing.
-            Ok(text) => Ok(text.lines().filter(|line| !line.contains("--test")).count()),
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(0),
-            Err(error) => Err(error).with_context(|| format!("reading {}", self.log.display())),
-        }
-    }
-}
-
-fn find_program(name: &str) -> Option<PathBuf> {
-    let path = std::env::var_os("PATH")?;
-    std::env::split_paths(&path).map(|folder| folder.join(name)).find(|candidate| candidate.is_file())
 }

@@ -4,6 +4,7 @@
 //! - The groups of the table on [hints](table::GROUPS) and on how objects are read have files of their own.
 //! - [`affinity`], [`payloads`]: what takes more than one question to see.
 //! - [`changes`]: services, slices and nodes that become something else; [`settings`]: what agents' settings do.
+//! - [`rules`]: what is written to the kernel, and what others do to it; [`raw`]: packets that no well-behaved client sends.
 //! - [`live`]: changes of services while connections run; [`lifecycle`]: stops and crashes of programs, foreign rules, clean-up.
 //!
 //! Expected behaviour is that of kube-proxy in iptables mode where users rely on it. A backend that differs on
@@ -17,9 +18,12 @@ mod intake;
 pub mod lifecycle;
 pub mod live;
 pub mod payloads;
+pub mod raw;
+pub mod rules;
 mod run;
 pub mod settings;
 pub mod table;
+mod write_log;
 
 pub use case::{Case, Source};
 pub use run::run;

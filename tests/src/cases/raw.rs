@@ -1,0 +1,158 @@
+//! Packets that no well-behaved client sends.
+
+use std::net::{IpAddr, SocketAddr, UdpSocket};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use socket2::{Domain, Protocol, Socket, Type};
+
+use crate::testbed::client::HeldConnection;
+use crate::testbed::manifests::{Service, Via};
+use crate::testbed::{Family, Testbed, iptables, plan};
+
+/// After this, what was sent has arrived. Nothing is held to it: it decides only how long to listen.
+const QUIET: Duration = Duration::from_millis(300);
+const TCP_HEADER_BYTES: usize = 20;
+const FLAG_ACK: u8 = 0x10;
+
+/// What of a TCP segment matters here.
+#[derive(Debug, Clone, Copy)]
+struct Segment {
+    source: u16,
+    destination: u16,
+    sequence: u32,
+    acknowledgement: u32,
+    payload_bytes: u32,
+}
+
+impl Segment {
+    fn parse(bytes: &[u8]) -> Option<Self> {
+        let word = |at: usize| Some(u32::from_be_bytes(bytes.get(at..at + 4)?.try_into().ok()?));
+        let header_bytes = usize::from(bytes.get(12)? >> 4) * 4;
+        Some(Self {
+            source: u16::from_be_bytes([*bytes.first()?, *bytes.get(1)?]),
+            destination: u16::from_be_bytes([*bytes.get(2)?, *bytes.get(3)?]),
+            sequence: word(4)?,
+            acknowledgement: word(8)?,
+            payload_bytes: u32::try_from(bytes.len().checked_sub(header_bytes)?).ok()?,
+        })
+    }
+
+    /// With one byte of payload, ACK set, and a checksum for these addresses.
+    fn encode(self, from: IpAddr, to: IpAddr) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        bytes.extend(self.source.to_be_bytes());
+        bytes.extend(self.destination.to_be_bytes());
+        bytes.extend(self.sequence.to_be_bytes());
+        bytes.extend(self.acknowledgement.to_be_bytes());
+        bytes.extend([5 << 4, FLAG_ACK, 0x20, 0, 0, 0, 0, 0, b'x']);
+        debug_assert_eq!(bytes.len(), TCP_HEADER_BYTES + 1);
+        let mut covered = Vec::new();
+        for address in [from, to] {
+            match address {
+                IpAddr::V4(v4) => covered.extend(v4.octets()),
+                IpAddr::V6(v6) => covered.extend(v6.octets()),
+            }
+        }
+        covered.extend([0, 6, 0, 21]);
+        covered.extend(&bytes);
+        covered.push(0);
+        let sum: u32 = covered.chunks_exact(2).map(|pair| u32::from(u16::from_be_bytes([pair[0], pair[1]]))).sum();
+        let folded = (sum & 0xffff) + (sum >> 16);
+        let checksum = !u16::try_from((folded & 0xffff) + (folded >> 16)).unwrap_or(u16::MAX);
+        bytes[16..18].copy_from_slice(&checksum.to_be_bytes());
+        bytes
+    }
+}
+
+/// A raw TCP socket of a pod. Wrapped for its plain system calls.
+fn raw_tcp(bed: &Testbed, pod: &str, address: IpAddr) -> Result<UdpSocket> {
+    bed.machines().machine(pod)?.run(|| {
+        let socket = Socket::new(Domain::for_address(SocketAddr::new(address, 0)), Type::RAW, Some(Protocol::TCP))?;
+        socket.bind(&SocketAddr::new(address, 0).into())?;
+        socket.set_read_timeout(Some(QUIET))?;
+        Ok(UdpSocket::from(socket))
+    })
+}
+
+/// The last segment of a connection that has arrived.
+fn last_segment(socket: &UdpSocket, family: Family, client_port: u16, server_port: u16) -> Result<Segment> {
+    let mut last = None;
+    let mut buffer = [0; 2048];
+    while let Ok(received) = socket.recv(&mut buffer) {
+        let packet = &buffer[..received];
+        let header_bytes = if family == Family::V4 { usize::from(packet[0] & 0x0f) * 4 } else { 0 };
+        let segment = packet.get(header_bytes..).and_then(Segment::parse);
+        last = segment.filter(|found| (found.source, found.destination) == (client_port, server_port)).or(last);
+    }
+    last.context("the server heard nothing of the connection")
+}
+
+/// Conntrack does not know a packet far outside of the window, so its source is not translated back; the client would answer it by a reset,
+/// and the reset would end the good connection. Such packets are dropped on their way.
+pub fn out_of_window(bed: &Testbed) -> Result<()> {
+    bed.update(|manifests| manifests.add(Service::new("windowed", &["a1"])))?;
+    for family in Family::BOTH {
+        let (server, client) = (address("a1", family)?, address("a3", family)?);
+        let to = bed.address("windowed", Via::ClusterIp, family, "tcp")?;
+        let socket = raw_tcp(bed, "a1", server)?;
+        let mut held = HeldConnection::open(bed.machines().machine("a3")?, to)?;
+        held.check()?;
+        let (client_port, server_port) = (held.answer.source.port(), held.answer.port);
+        let disturb = || -> Result<()> {
+            let heard = last_segment(&socket, family, client_port, server_port)?;
+            let stray = Segment {
+                source: server_port,
+                destination: client_port,
+                sequence: heard.acknowledgement.wrapping_add(1 << 28),
+                // A reset repeats this as its sequence number, which makes it a good one.
+                acknowledgement: heard.sequence.wrapping_add(heard.payload_bytes),
+                payload_bytes: 1,
+            };
+            socket.send_to(&stray.encode(server, client), SocketAddr::new(client, 0)).context("sending a segment")?;
+            std::thread::sleep(QUIET);
+            Ok(())
+        };
+        disturb()?;
+        held.check().with_context(|| format!("over {family}, after a segment from outside of the window"))?;
+        // The same without the rule: it is what makes the difference.
+        let lock = bed.machines().xtables_lock("node-a");
+        let node = bed.machines().machine("node-a")?;
+        iptables::run(node, bed.backend().variant(), family, &lock, &["-F", "KUBE-FORWARD"])?;
+        disturb()?;
+        if held.check().is_ok() {
+            bail!("over {family} the segment does no harm even without the rule: this shows nothing");
+        }
+    }
+    Ok(())
+}
+
+/// With NodePorts on 127.0.0.0/8 the kernel takes packets for that network from neighbours. They must not reach what is bound to it.
+pub fn loopback_is_guarded(bed: &Testbed) -> Result<()> {
+    const PORT: u16 = 9999;
+    let node = bed.machines().machine("node-b")?;
+    let listener = node.run(|| {
+        let socket = UdpSocket::bind(("127.0.0.1", PORT))?;
+        socket.set_read_timeout(Some(Duration::from_secs(5)))?;
+        Ok(socket)
+    })?;
+    let neighbour = bed.machines().machine("outside-2")?;
+    let gateway = address("node-b", Family::V4)?;
+    neighbour.set_sysctls(&[("ipv4/conf/all/route_localnet", "1")])?;
+    neighbour.ip_batch(&format!("addr del 127.0.0.1/8 dev lo\nroute add 127.0.0.1/32 via {gateway}\n"))?;
+    let own = address("outside-2", Family::V4)?;
+    let socket = neighbour.run(|| Ok(UdpSocket::bind((own, 0))?))?;
+    let send = |text: &str| socket.send_to(text.as_bytes(), ("127.0.0.1", PORT)).context("sending to 127.0.0.1");
+    send("guarded")?;
+    let lock = bed.machines().xtables_lock("node-b");
+    iptables::run(node, bed.backend().variant(), Family::V4, &lock, &["-F", "KUBE-LOCALNET-GUARD"])?;
+    send("open")?;
+    let mut buffer = [0; 64];
+    let received = listener.recv(&mut buffer).context("not even without the guard does a datagram arrive")?;
+    ensure!(&buffer[..received] == b"open", "{:?} came through", String::from_utf8_lossy(&buffer[..received]));
+    Ok(())
+}
+
+fn address(machine: &str, family: Family) -> Result<IpAddr> {
+    Ok(plan::address(machine).with_context(|| format!("{machine} has no address"))?.of(family))
+}

@@ -1,0 +1,64 @@
+//! Watching what agents write to their kernels.
+
+use std::fs::Permissions;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+
+/// What agents write to their kernels: stands before the programs that do it, notes each call and its script, and passes both on.
+#[derive(Debug)]
+pub(super) struct WriteLog {
+    /// The folder that an agent is to look for programs in before all others.
+    pub(super) tools: PathBuf,
+    log: PathBuf,
+    scripts: PathBuf,
+}
+
+impl WriteLog {
+    pub(super) fn create(folder: &Path) -> Result<Self> {
+        let (tools, log) = (folder.join("tools"), folder.join("kernel-writes.log"));
+        let scripts = folder.join("kernel-writes.scripts");
+        std::fs::create_dir(&tools).context("making a folder for tools")?;
+        for family in ["iptables", "ip6tables"] {
+            for variant in ["-legacy", "-nft", ""] {
+                let name = format!("{family}{variant}-restore");
+                let Some(program) = find_program(&name) else { continue };
+                let script = format!(
+                    "#!/bin/sh\necho \"{name} $*\" >> '{}'\ntee -a '{}' | '{}' \"$@\"\n",
+                    log.display(),
+                    scripts.display(),
+                    program.display()
+                );
+                let path = tools.join(&name);
+                std::fs::write(&path, script).with_context(|| format!("writing {}", path.display()))?;
+                std::fs::set_permissions(&path, Permissions::from_mode(0o755)).context("making a tool executable")?;
+            }
+        }
+        Ok(Self { tools, log, scripts })
+    }
+
+    /// All scripts so far, one after the other.
+    pub(super) fn scripts(&self) -> Result<String> {
+        match std::fs::read_to_string(&self.scripts) {
+            Ok(text) => Ok(text),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(String::new()),
+            Err(error) => Err(error).with_context(|| format!("reading {}", self.scripts.display())),
+        }
+    }
+
+    /// Calls so far.
+    pub(super) fn count(&self) -> Result<usize> {
+        match std::fs::read_to_string(&self.log) {
+            // A trial run writes nothing.
+            Ok(text) => Ok(text.lines().filter(|line| !line.contains("--test")).count()),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(0),
+            Err(error) => Err(error).with_context(|| format!("reading {}", self.log.display())),
+        }
+    }
+}
+
+fn find_program(name: &str) -> Option<PathBuf> {
+    let path = std::env::var_os("PATH")?;
+    std::env::split_paths(&path).map(|folder| folder.join(name)).find(|candidate| candidate.is_file())
+}
