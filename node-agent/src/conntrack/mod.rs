@@ -3,11 +3,9 @@
 //! What is stale, [`headgate_core::conntrack`] decides. Here it is looked for over netlink, filtered by the kernel, on a thread of its own: however long
 //! the table, programming goes on. A pass that fails is tried again until it succeeds, with what changed since.
 
-mod addresses;
 mod sweep;
 pub mod wire;
 
-pub use addresses::node_addresses;
 pub use sweep::{NodeAddresses, SweepError, Swept, sweep};
 
 use std::{

@@ -12,13 +12,11 @@ use headgate_core::{
     iptables::NodePortAddresses,
 };
 
-use super::{
-    addresses::node_addresses,
-    wire::{self, Entry},
-};
+use super::wire::{self, Entry};
 use crate::{
     companion::NodePorts,
-    netlink::{BATCH_REQUESTS, Connection, Dumped, NetlinkError, Protocol, Request},
+    netlink::{BATCH_REQUESTS, Connection, Dumped, NetlinkError, Request},
+    node_inputs::interface_addresses,
 };
 
 /// Filters of one family, above which its UDP entries are listed whole: with a million entries one filter takes a quarter to a third of
@@ -46,7 +44,7 @@ pub enum SweepError {
     },
     /// The node's own addresses, which NodePorts are judged by.
     #[error("cannot read the node's addresses: {0}")]
-    Addresses(#[source] NetlinkError),
+    Addresses(#[source] io::Error),
 }
 
 /// What a pass did.
@@ -85,7 +83,7 @@ impl NodeAddresses {
                 NodePortAddresses::All => {
                     let all = match interfaces.take() {
                         Some(all) => all,
-                        None => node_addresses().map_err(SweepError::Addresses)?,
+                        None => interface_addresses().map_err(SweepError::Addresses)?,
                     };
                     own.extend(all.iter().filter(|address| Family::of(**address) == family));
                     if family == Family::V4 {
@@ -147,7 +145,7 @@ fn list_and_delete(
     for attempt in 1..=ATTEMPTS {
         let mut result = Ok(());
         swept.lists += 1;
-        let dumped = Connection::open(Protocol::Netfilter).and_then(|mut connection| {
+        let dumped = Connection::open(libc::NETLINK_NETFILTER).and_then(|mut connection| {
             connection.dump(list.clone(), |kind, payload| {
                 let Some(entry) = (kind == wire::MESSAGE_NEW).then(|| Entry::parse(payload)).flatten() else { return };
                 swept.listed += 1;
@@ -179,7 +177,7 @@ struct Deletions {
 
 impl Deletions {
     fn open() -> Result<Self, SweepError> {
-        let connection = Connection::open(Protocol::Netfilter).map_err(SweepError::Delete)?;
+        let connection = Connection::open(libc::NETLINK_NETFILTER).map_err(SweepError::Delete)?;
         Ok(Self { connection, waiting: Vec::new(), kept: None })
     }
 

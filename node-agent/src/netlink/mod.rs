@@ -17,15 +17,6 @@ const RECEIVE_BUFFER_BYTES: usize = 64 * 1024;
 /// Most requests in one batch: their answers have to fit into the socket's receive buffer.
 pub const BATCH_REQUESTS: usize = 128;
 
-/// A family of netlink.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Protocol {
-    /// Links, addresses, routes.
-    Route,
-    /// Netfilter: connection tracking.
-    Netfilter,
-}
-
 /// Why the kernel did not do what was asked.
 #[derive(Debug, thiserror::Error)]
 pub enum NetlinkError {
@@ -73,15 +64,11 @@ pub struct Connection {
 }
 
 impl Connection {
-    /// Opens a socket in the calling thread's network namespace.
+    /// Opens a socket in the calling thread's network namespace, of a family such as [`libc::NETLINK_NETFILTER`].
     ///
     /// # Errors
     /// The system gives us none.
-    pub fn open(protocol: Protocol) -> Result<Self, NetlinkError> {
-        let protocol = match protocol {
-            Protocol::Route => libc::NETLINK_ROUTE,
-            Protocol::Netfilter => libc::NETLINK_NETFILTER,
-        };
+    pub fn open(protocol: libc::c_int) -> Result<Self, NetlinkError> {
         let socket = Socket::open(protocol).map_err(NetlinkError::Open)?;
         Ok(Self { socket, sequence: 0, buffer: vec![0; RECEIVE_BUFFER_BYTES] })
     }

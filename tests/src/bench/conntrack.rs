@@ -12,7 +12,7 @@ use std::{
 
 use anyhow::{Context as _, Result, ensure};
 use headgate_core::{
-    Change, Dirty, Endpoint, EndpointPort, Family, Protocol as Transport, Service, ServiceKey, ServicePort, State,
+    Change, Dirty, Endpoint, EndpointPort, Family, Protocol, Service, ServiceKey, ServicePort, State,
     conntrack::{Cleanup, Filter, Tracker},
 };
 use headgate_node_agent::{
@@ -24,7 +24,7 @@ use headgate_node_agent::{
             TUPLE_PROTOCOL, TUPLE_REPLY, put_address,
         },
     },
-    netlink::{BATCH_REQUESTS, Connection, Protocol, Request, attributes},
+    netlink::{BATCH_REQUESTS, Connection, Request, attributes},
 };
 
 use super::{
@@ -88,7 +88,7 @@ impl Flow {
 /// # Errors
 /// When the kernel refuses one.
 pub fn insert(flows: impl IntoIterator<Item = Flow>) -> Result<()> {
-    let mut connection = Connection::open(Protocol::Netfilter)?;
+    let mut connection = Connection::open(libc::NETLINK_NETFILTER)?;
     let mut flows = flows.into_iter().peekable();
     while flows.peek().is_some() {
         let batch: Vec<Request> = flows.by_ref().take(BATCH_REQUESTS).map(Flow::insertion).collect();
@@ -113,7 +113,7 @@ pub fn entries(family: Family) -> Result<BTreeSet<Flow>> {
 
 fn list_all(family: Family, mut each: impl FnMut(&[u8])) -> Result<()> {
     let request = Request::new(MESSAGE_NEW | 1, 0x300, &wire::header(family));
-    Connection::open(Protocol::Netfilter)?.dump(request, |_, payload| each(payload))?;
+    Connection::open(libc::NETLINK_NETFILTER)?.dump(request, |_, payload| each(payload))?;
     Ok(())
 }
 
@@ -151,7 +151,7 @@ fn endpoint_address(last: u8) -> SocketAddr {
 /// One endpoint of ten is replaced, or the service is new; what the tracker makes of it.
 fn cleanups() -> Result<(Cleanup, Cleanup)> {
     let key = ServiceKey::new("kube-system", "dns");
-    let udp = Transport::Udp;
+    let udp = Protocol::Udp;
     let port = ServicePort { name: "dns".into(), protocol: udp, port: service_address().port(), node_port: 0 };
     let service = Service::new(key.clone(), vec![service_address().ip()], vec![port]);
     let (mut state, mut dirty, mut tracker) = (State::default(), Dirty::default(), Tracker::default());

@@ -13,7 +13,7 @@ use headgate_core::{
 use headgate_node_agent::{
     companion::NodePorts,
     conntrack::{NodeAddresses, Swept, sweep, wire},
-    netlink::{self, Connection},
+    netlink::Connection,
 };
 use headgate_tests::{
     bench::conntrack::{Flow, entries, insert},
@@ -62,11 +62,11 @@ fn flows(family: Family) -> Vec<Flow> {
 /// What the kernel lists for a filter, before anything is compared again.
 fn listed(filter: &Filter) -> Result<BTreeSet<(SocketAddr, SocketAddr)>> {
     let (mut found, mut others) = (BTreeSet::new(), 0);
-    Connection::open(netlink::Protocol::Netfilter)?.dump(wire::list(filter), |_, payload| match wire::Entry::parse(
-        payload,
-    ) {
-        Some(entry) => drop(found.insert((entry.original_destination, entry.reply_source))),
-        None => others += 1,
+    Connection::open(libc::NETLINK_NETFILTER)?.dump(wire::list(filter), |_, payload| {
+        match wire::Entry::parse(payload) {
+            Some(entry) => drop(found.insert((entry.original_destination, entry.reply_source))),
+            None => others += 1,
+        }
     })?;
     assert_eq!(others, 0, "the kernel lists only UDP for {filter:?}");
     Ok(found)
