@@ -1,6 +1,6 @@
 //! What has come and is not in the kernel yet: since when, how much, and what set it off. Health and kube-proxy's metrics are made from it.
 //!
-//! It has a lock of its own, held for moments only: pages are served from it while a full sync holds the state's lock.
+//! It has a lock of its own, held for moments only: pages are served from it while planning a full sync holds the state's lock.
 
 use std::{
     sync::{Mutex, MutexGuard, PoisonError},

@@ -129,8 +129,8 @@ enum Job {
     /// The state changed, the rules do not.
     Nothing,
     Apply(Plan),
-    /// Done under the lock already.
-    Done(Result<Report, BackendError>),
+    /// Looks at the state by itself: the lock is not held while the kernel is read and written.
+    Full,
 }
 
 impl Reconciler {
@@ -215,7 +215,7 @@ impl Reconciler {
         let result = match attempt.job {
             Job::Nothing => Ok(Report::default()),
             Job::Apply(plan) => self.backend.apply(plan),
-            Job::Done(result) => result,
+            Job::Full => self.backend.sync_full_from(&*self.shared),
         };
         self.not_before = started + self.timing.min_sync_period;
         self.verify_at = Instant::now() + self.timing.sync_period;
@@ -382,7 +382,7 @@ fn begin(
     companions.iter_mut().for_each(|companion| companion.plan(work.state, work.facts, scope));
     let (kind, job) = if unfinished.needs_full {
         unfinished.dirty = Dirty::default();
-        (SyncKind::Full, Job::Done(backend.sync_full(work.state, work.facts)))
+        (SyncKind::Full, Job::Full)
     } else if unfinished.dirty.is_empty() {
         (SyncKind::Nothing, Job::Nothing)
     } else {

@@ -13,6 +13,7 @@ use headgate_core::{Dirty, Node, ServiceKey, State, view::NodeFacts};
 use headgate_proto::{node_to_wire, v1};
 
 use crate::{
+    backend::StateSource,
     backlog::Backlog,
     node_inputs::node_addresses,
     persist::{self, Keys, Restored, Unsaved, UnsavedStep},
@@ -91,6 +92,12 @@ impl Inner {
 
     fn own_node(&self) -> v1::OwnNode {
         v1::OwnNode { revision: 0, node: self.node.as_ref().map(node_to_wire) }
+    }
+}
+
+impl StateSource for Shared {
+    fn look(&self, plan: &mut dyn FnMut(&State, &NodeFacts)) {
+        self.with_facts(plan);
     }
 }
 
@@ -192,7 +199,7 @@ impl Shared {
         (inner.held.resume(), inner.held.position(), inner.stream)
     }
 
-    /// Applies a step, and wakes the reconcile loop. Waits for the lock, which a full sync holds for as long as the kernel takes: not for
+    /// Applies a step, and wakes the reconcile loop. Waits for the lock, which planning a full sync holds for a while: not for
     /// async tasks.
     pub fn apply(&self, step: Step) {
         self.apply_locked(&mut self.lock(), step);

@@ -8,7 +8,7 @@ use std::{
 
 use headgate_core::{Dirty, State, digest::Digests, view::NodeFacts};
 
-use super::{Backend, BackendError, Plan, Report};
+use super::{Backend, BackendError, StateSource, Plan, Report};
 
 /// What was asked of a [`FakeBackend`].
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -107,9 +107,13 @@ impl Backend for FakeBackend {
         Vec::new()
     }
 
-    fn sync_full(&mut self, state: &State, node: &NodeFacts) -> Result<Report, BackendError> {
-        self.control.work(Call::Full(state.digests().clone(), node.clone()))?;
-        let planned = count(state.service_count());
+    fn sync_full_from(&mut self, source: &dyn StateSource) -> Result<Report, BackendError> {
+        let (mut call, mut planned) = (None, 0);
+        source.look(&mut |state, node| {
+            call = Some(Call::Full(state.digests().clone(), node.clone()));
+            planned = count(state.service_count());
+        });
+        call.map_or(Ok(()), |call| self.control.work(call))?;
         Ok(Report { services_planned: planned, objects_written: planned, warnings: Vec::new() })
     }
 

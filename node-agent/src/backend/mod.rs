@@ -60,6 +60,22 @@ pub struct TableStatistics {
 /// What a backend computed in [`Backend::plan`] and takes back in [`Backend::apply`]; nobody else looks inside.
 pub type Plan = Box<dyn Any + Send>;
 
+/// Where a full sync finds the state, which goes on changing meanwhile.
+pub trait StateSource {
+    /// Shows the state of the moment. Nobody can change it while `plan` runs, so that it should compute and not wait.
+    fn look(&self, plan: &mut dyn FnMut(&State, &NodeFacts));
+}
+
+/// A state that does not change.
+#[derive(Debug, Clone, Copy)]
+pub struct FixedState<'a>(pub &'a State, pub &'a NodeFacts);
+
+impl StateSource for FixedState<'_> {
+    fn look(&self, plan: &mut dyn FnMut(&State, &NodeFacts)) {
+        plan(self.0, self.1);
+    }
+}
+
 /// A way to program the kernel. One value serves both families.
 pub trait Backend: Send {
     /// Such as "iptables-legacy"; the part before the first `-` is the proxy mode.
@@ -72,7 +88,17 @@ pub trait Backend: Send {
     ///
     /// # Errors
     /// The kernel keeps what it had, or part of the new; the caller tries again in full.
-    fn sync_full(&mut self, state: &State, node: &NodeFacts) -> Result<Report, BackendError>;
+    fn sync_full(&mut self, state: &State, node: &NodeFacts) -> Result<Report, BackendError> {
+        self.sync_full_from(&FixedState(state, node))
+    }
+
+    /// The same from a state that goes on changing: a backend looks at it when it has read the kernel, and lets go of it before it
+    /// writes. What it programs is at least as new as the state at the call; parts may be newer than others, and what changed in between is
+    /// planned once more by the next step.
+    ///
+    /// # Errors
+    /// As [`Self::sync_full`].
+    fn sync_full_from(&mut self, source: &dyn StateSource) -> Result<Report, BackendError>;
 
     /// Computes what [`Self::apply`] is to do for the services that changed. Touches no kernel: the caller holds the state's lock.
     fn plan(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> Plan;

@@ -9,7 +9,10 @@ use headgate_core::{
 
 use super::*;
 use crate::{
-    backend::fake::{Call, FakeBackend, FakeControl},
+    backend::{
+        StateSource,
+        fake::{Call, FakeBackend, FakeControl},
+    },
     backlog::Counts,
     persist::Restored,
     session::{
@@ -216,6 +219,25 @@ fn changes_while_the_kernel_is_busy_become_one_step() {
 }
 
 #[test]
+fn a_long_first_sync_does_not_keep_the_session_waiting() {
+    let run = Loop::start(timing());
+    run.control.hold(true);
+    run.snapshot(1, vec![service("web", 80)]);
+    // Until the loop has taken it up; from then on the kernel is busy.
+    while run.shared.needs_full() {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    std::thread::sleep(Duration::from_millis(20));
+    run.batch(2, vec![endpoint("web", 1, 8080)]);
+    assert_eq!(run.shared.position(), Some((1, 2)));
+    assert!(run.progress.borrow().programmed.is_none(), "no ACK before the kernel has it");
+    run.control.hold(false);
+    run.wait_programmed(2);
+    let calls = run.control.calls();
+    assert!(matches!(calls[..], [Call::Full(..), Call::Apply(..)]), "{calls:?}");
+}
+
+#[test]
 fn a_failed_step_is_repaired_in_full_with_what_changed_since() {
     let run = Loop::start(timing());
     run.snapshot(1, vec![service("web", 80), service("db", 5432)]);
@@ -251,10 +273,11 @@ impl Backend for LedgerBackend {
         Vec::new()
     }
 
-    fn sync_full(&mut self, state: &State, node: &NodeFacts) -> Result<Report, BackendError> {
+    fn sync_full_from(&mut self, source: &dyn StateSource) -> Result<Report, BackendError> {
         let mut kernel = self.kernel.lock().unwrap();
         let saves = Table::ALL.map(|table| kernel.save(table)).concat();
-        let (script, _) = self.ledger.full(state, node, &ExistingTables::parse(&saves));
+        let mut script = Script::default();
+        source.look(&mut |state, node| script = self.ledger.full(state, node, &ExistingTables::parse(&saves)).0);
         kernel.restore(&script.to_string()).unwrap();
         Ok(Report::default())
     }

@@ -167,7 +167,7 @@ impl Session {
     async fn open(&mut self, replica: &ControlPlane) -> Result<Stream, StreamEnd> {
         let channel = replica.connect(self.config.tls.as_ref()).await?;
         let shared = Arc::clone(&self.shared);
-        // Digests are copied under the state's lock, which a full sync may hold for long.
+        // Digests are copied under the state's lock, which planning a full sync holds for a while.
         let (resume, position, number) = tokio::task::spawn_blocking(move || shared.begin_stream()).await?;
         self.machine.begin(position);
         let status = self.progress.borrow().status.clone();

@@ -18,7 +18,7 @@ use headgate_core::{
 };
 
 use self::command::Programs;
-use super::{Backend, BackendError, ErrorKind, FamilyStatistics, Plan, Report, TableStatistics};
+use super::{Backend, BackendError, ErrorKind, FamilyStatistics, Plan, Report, StateSource, TableStatistics};
 use crate::node_inputs::NodeInputs;
 
 /// A comparison of every rule is followed by a pause of this many times what it took.
@@ -92,11 +92,11 @@ impl Backend for IptablesBackend {
         self.degraded.clone()
     }
 
-    fn sync_full(&mut self, state: &State, node: &NodeFacts) -> Result<Report, BackendError> {
+    fn sync_full_from(&mut self, source: &dyn StateSource) -> Result<Report, BackendError> {
         let mut report = Report::default();
         let mut result = Ok(());
         for family in &mut self.families {
-            let synced = family.sync_full(state, node, &mut report).map_err(|error| error.of(family.family));
+            let synced = family.sync_full(source, &mut report).map_err(|error| error.of(family.family));
             // The other family gets its turn all the same.
             result = BackendError::join(result, synced);
         }
@@ -169,12 +169,15 @@ impl Backend for IptablesBackend {
 }
 
 impl FamilyBackend {
-    fn sync_full(&mut self, state: &State, node: &NodeFacts, report: &mut Report) -> Result<(), BackendError> {
+    /// One family after the other, so that there is never more than one script of the whole.
+    fn sync_full(&mut self, source: &dyn StateSource, report: &mut Report) -> Result<(), BackendError> {
         if fixed::has_localnet_guard(self.ledger.config()) {
             report.warnings.extend(sysctl::route_localnet().err());
         }
         let existing = self.existing()?;
-        let (script, planned) = self.ledger.full(state, node, &existing);
+        let mut work = None;
+        source.look(&mut |state, node| work = Some(self.ledger.full(state, node, &existing)));
+        let Some((script, planned)) = work else { return Ok(()) };
         self.run(&script, planned, report)?;
         self.next_deep_look.get_or_insert_with(Instant::now);
         Ok(())
