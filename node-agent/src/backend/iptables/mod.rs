@@ -29,6 +29,8 @@ const DEEP_LOOK_PAUSE_FACTOR: u32 = 100;
 pub struct IptablesBackend {
     name: &'static str,
     families: Vec<FamilyBackend>,
+    /// The same families in the variant that is not used, until what an earlier run may have left there is gone.
+    other_variant: Vec<FamilyBackend>,
     degraded: Vec<String>,
 }
 
@@ -57,6 +59,8 @@ impl IptablesBackend {
         let variant = variant::choose(config.variant)?;
         let mut degraded = Vec::new();
         let mut families = Vec::new();
+        let mut other_variant = Vec::new();
+        let other = if variant == Variant::Legacy { Variant::Nft } else { Variant::Legacy };
         for family in config.families {
             if family == Family::V6 && !sysctl::has_ipv6() {
                 degraded.push("IPv6 is off on this node: IPv6 services are not programmed".to_owned());
@@ -69,17 +73,14 @@ impl IptablesBackend {
                 conntrack_tcp_be_liberal: config.conntrack_tcp_be_liberal,
                 ..RenderConfig::new(family)
             };
-            families.push(FamilyBackend {
-                family,
-                programs: Programs::new(family, variant),
-                ledger: Ledger::new(render),
-                next_deep_look: None,
-                last_took: Duration::ZERO,
-                last_rules: [0; 2],
-            });
+            let others_programs = Programs::new(family, other);
+            if others_programs.are_installed() {
+                other_variant.push(FamilyBackend::new(others_programs, render.clone()));
+            }
+            families.push(FamilyBackend::new(Programs::new(family, variant), render));
         }
         let name = if variant == Variant::Legacy { "iptables-legacy" } else { "iptables-nft" };
-        Ok(Self { name, families, degraded })
+        Ok(Self { name, families, other_variant, degraded })
     }
 }
 
@@ -100,7 +101,16 @@ impl Backend for IptablesBackend {
             // The other family gets its turn all the same.
             result = BackendError::join(result, synced);
         }
-        result.map(|()| report)
+        result?;
+        // Both variants' rules would be followed; ours are in place now.
+        self.other_variant.retain(|family| {
+            let left = family.cleanup().map_err(|error| error.of(family.family));
+            report.warnings.extend(left.as_ref().err().map(|error| {
+                format!("what an earlier run left in the other variant of iptables cannot be removed: {error}")
+            }));
+            left.is_err()
+        });
+        Ok(report)
     }
 
     fn plan(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> Plan {
@@ -169,6 +179,17 @@ impl Backend for IptablesBackend {
 }
 
 impl FamilyBackend {
+    fn new(programs: Programs, render: RenderConfig) -> Self {
+        Self {
+            family: render.family,
+            programs,
+            ledger: Ledger::new(render),
+            next_deep_look: None,
+            last_took: Duration::ZERO,
+            last_rules: [0; 2],
+        }
+    }
+
     /// One family after the other, so that there is never more than one script of the whole.
     fn sync_full(&mut self, source: &dyn StateSource, report: &mut Report) -> Result<(), BackendError> {
         if fixed::has_localnet_guard(self.ledger.config()) {
