@@ -267,11 +267,16 @@ impl Tracker {
     /// What programming these services leaves stale. A plan that is not committed stays to be done: it is part of the next one that
     /// names its services.
     pub fn plan<'a>(&mut self, state: &State, services: impl IntoIterator<Item = &'a Arc<ServiceKey>>) -> CleanupPlan {
-        let mut plan = CleanupPlan::default();
-        for key in services {
-            self.plan_service(state, key, true, &mut plan);
-        }
-        plan
+        self.plan_services(state, services, true)
+    }
+
+    /// The same for services that the kernel may have seen in states that this tracker has not.
+    pub fn plan_unknown<'a>(
+        &mut self,
+        state: &State,
+        services: impl IntoIterator<Item = &'a Arc<ServiceKey>>,
+    ) -> CleanupPlan {
+        self.plan_services(state, services, false)
     }
 
     /// The same for everything, when rules are programmed whole: at the start, or after somebody removed them. What happened until then
@@ -307,6 +312,19 @@ impl Tracker {
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.used.is_empty()
+    }
+
+    fn plan_services<'a>(
+        &mut self,
+        state: &State,
+        services: impl IntoIterator<Item = &'a Arc<ServiceKey>>,
+        is_past_known: bool,
+    ) -> CleanupPlan {
+        let mut plan = CleanupPlan::default();
+        for key in services {
+            self.plan_service(state, key, is_past_known, &mut plan);
+        }
+        plan
     }
 
     fn plan_service(&mut self, state: &State, key: &Arc<ServiceKey>, is_past_known: bool, plan: &mut CleanupPlan) {

@@ -92,6 +92,9 @@ impl ConntrackMetrics {
 pub struct ConntrackCleaner {
     tracker: Tracker,
     planned: Option<CleanupPlan>,
+    planned_all: bool,
+    // A full sync may program a newer state than the one that was planned from: the services that changed meanwhile are in the next step.
+    followed_full: bool,
     worker: Worker,
 }
 
@@ -104,14 +107,20 @@ impl ConntrackCleaner {
     pub fn start(metrics: ConntrackMetrics, node_ports: NodePorts) -> io::Result<Self> {
         let passes = Passes { metrics, node_ports };
         let worker = Worker::start(move |cleanup| passes.pass(cleanup))?;
-        Ok(Self { tracker: Tracker::default(), planned: None, worker })
+        Ok(Self::with(worker))
+    }
+
+    fn with(worker: Worker) -> Self {
+        Self { tracker: Tracker::default(), planned: None, planned_all: false, followed_full: false, worker }
     }
 }
 
 impl Companion for ConntrackCleaner {
     fn plan(&mut self, state: &State, _node: &NodeFacts, scope: Scope<'_>) {
+        self.planned_all = matches!(scope, Scope::All);
         self.planned = Some(match scope {
             Scope::All => self.tracker.plan_all(state),
+            Scope::Services(services) if self.followed_full => self.tracker.plan_unknown(state, services),
             Scope::Services(services) => self.tracker.plan(state, services),
         });
     }
@@ -119,6 +128,7 @@ impl Companion for ConntrackCleaner {
     fn applied(&mut self) {
         if let Some(plan) = self.planned.take() {
             self.worker.hand_over(self.tracker.commit(plan));
+            self.followed_full = self.planned_all;
         }
     }
 }

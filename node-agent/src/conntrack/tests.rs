@@ -2,7 +2,8 @@
 use std::{io::Error, sync::mpsc};
 
 use headgate_core::{
-    Change, Dirty, Endpoint, EndpointPort, Protocol, Service, ServiceKey, ServicePort, conntrack::Filter,
+    Change, Dirty, Endpoint, EndpointPort, Protocol, Service, ServiceKey, ServicePort,
+    conntrack::{Filter, OriginalDestination},
 };
 
 use super::*;
@@ -84,4 +85,31 @@ fn the_thread_ends_while_it_waits_to_try_again() {
     let mut world = World::default();
     worker.hand_over(world.step([service(), endpoint(1)]));
     drop(worker);
+}
+
+#[test]
+fn what_changed_during_a_full_sync_has_no_known_past() {
+    let (told, passes) = mpsc::channel();
+    let worker = Worker::start(move |cleanup| {
+        told.send(cleanup.filters(8)).unwrap();
+        Ok(())
+    });
+    let mut cleaner = ConntrackCleaner::with(worker.unwrap());
+    let (mut state, node) = (State::default(), NodeFacts::named("node-1"));
+    let mut step = |changes: Vec<Change>, full: bool| {
+        let mut dirty = Dirty::default();
+        for change in changes {
+            state.apply(change, &mut dirty);
+        }
+        cleaner.plan(&state, &node, if full { Scope::All } else { Scope::Services(&dirty.services) });
+        cleaner.applied();
+    };
+    let by_destination = [Filter::to(OriginalDestination::Address("10.96.0.10".parse().unwrap(), 53))];
+    step(vec![service(), endpoint(1), endpoint(2), endpoint(3)], true);
+    assert_eq!(passes.recv_timeout(GUARD).unwrap(), by_destination);
+    // Endpoint 4 may have come and gone while the kernel was written.
+    step(vec![gone(1)], false);
+    assert_eq!(passes.recv_timeout(GUARD).unwrap(), by_destination);
+    step(vec![gone(2)], false);
+    assert_eq!(passes.recv_timeout(GUARD).unwrap(), [answered_by(2)]);
 }
