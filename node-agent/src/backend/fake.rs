@@ -33,6 +33,7 @@ struct Script {
     failures: VecDeque<BackendError>,
     verdicts: VecDeque<bool>,
     held: bool,
+    degraded: Vec<String>,
 }
 
 impl FakeControl {
@@ -50,6 +51,11 @@ impl FakeControl {
     /// Lets the next verification answer so; without it the answer is true.
     pub fn next_verdict(&self, intact: bool) {
         self.script().verdicts.push_back(intact);
+    }
+
+    /// From now on the backend says that it runs below what was asked for.
+    pub fn degrade(&self, sentence: &str) {
+        self.script().degraded.push(sentence.to_owned());
     }
 
     /// While set, the kernel's work does not end.
@@ -104,7 +110,7 @@ impl Backend for FakeBackend {
     }
 
     fn degraded(&self) -> Vec<String> {
-        Vec::new()
+        self.control.script().degraded.clone()
     }
 
     fn sync_full_from(&mut self, source: &dyn StateSource) -> Result<Report, BackendError> {

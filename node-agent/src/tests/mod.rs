@@ -212,6 +212,28 @@ async fn a_failed_apply_is_reported_and_made_good() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_backend_that_degrades_is_shown_to_the_replica() {
+    let mut replica = ScriptedReplica::start().await;
+    let agent = Agent::of(&[&replica]);
+    let mut store = store();
+    let (mut connection, hello) = serve(&mut replica, &store).await;
+    assert!(hello.status.unwrap().degraded.is_empty());
+    assert_eq!(connection.ack().await.version, 1);
+    agent.control.degrade("the module is missing");
+    store.commit(vec![endpoint("web", 3, 8080)]);
+    connection.send(store.batches_after(1).remove(0)).await;
+    let status = loop {
+        match connection.next().await {
+            Body::Status(status) => break status,
+            Body::Ack(ack) => assert_eq!(ack.version, 2),
+            other => panic!("{other:?}"),
+        }
+    };
+    assert_eq!((status.backend.as_str(), status.degraded), ("fake", vec!["the module is missing".to_owned()]));
+    agent.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn silence_ends_the_stream() {
     let mut replica = ScriptedReplica::start().await;
     let agent = Agent::of(&[&replica]);
