@@ -89,11 +89,7 @@ pub(super) fn read_from(input: impl Read, node_name: &str) -> Result<Loaded, Loa
 }
 
 /// The records up to the first point. Changes go into the state at once: there is nothing that they could spoil.
-fn read_base(
-    reader: &mut Reader<impl Read>,
-    decoder: &mut Decoder,
-    node_name: &str,
-) -> Result<Restored, LoadError> {
+fn read_base(reader: &mut Reader<impl Read>, decoder: &mut Decoder, node_name: &str) -> Result<Restored, LoadError> {
     let (mut state, mut node) = (State::default(), None);
     loop {
         match reader.next()? {

@@ -41,7 +41,8 @@ pub(crate) struct Surroundings {
 impl Surroundings {
     /// Waits until the kernel has a state later than this one. False when no state follows any more.
     async fn programmed_after(&mut self, generation: Option<u64>) -> bool {
-        let is_later = |progress: &Progress| progress.generation().is_some_and(|programmed| Some(programmed) > generation);
+        let is_later =
+            |progress: &Progress| progress.generation().is_some_and(|programmed| Some(programmed) > generation);
         self.progress.wait_for(is_later).await.is_ok()
     }
 }
@@ -53,7 +54,12 @@ impl Saver {
     }
 
     /// Saves at most once an `interval`, when something has been programmed that is not on disk, until `shutdown`.
-    pub(crate) async fn run(mut self, mut around: Surroundings, interval: Duration, shutdown: CancellationToken) -> Self {
+    pub(crate) async fn run(
+        mut self,
+        mut around: Surroundings,
+        interval: Duration,
+        shutdown: CancellationToken,
+    ) -> Self {
         let mut not_before = Instant::now() + interval;
         loop {
             let programmed = shutdown.run_until_cancelled(around.programmed_after(self.saved)).await;

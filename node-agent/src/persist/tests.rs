@@ -158,7 +158,8 @@ fn the_file_is_written_anew_when_appends_outgrow_it() {
     assert!((1..=10).contains(&full), "{full} of {}", kinds.len());
     assert!(largest < 600 << 10, "{largest} bytes for a state of some 20 KiB");
     agent.assert_saved();
-    let temporary: Vec<_> = fs::read_dir(agent.folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    let temporary: Vec<_> =
+        fs::read_dir(agent.folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert_eq!(temporary.len(), 2, "{temporary:?}");
 }
 
@@ -304,7 +305,14 @@ fn what_changes_while_everything_is_written_is_in_it() {
                 let change = if version % 3 == 0 { no_endpoint(name, last) } else { endpoint(name, last, 8080) };
                 let gone = Change::RemoveService(key(&services[usize::try_from(version).unwrap() % services.len()]));
                 let changes = if version % 11 == 0 { vec![change, gone] } else { vec![change] };
-                shared.apply(Step { epoch: 7, version, positions: Vec::new(), changes, triggers: Vec::new(), snapshot: None });
+                shared.apply(Step {
+                    epoch: 7,
+                    version,
+                    positions: Vec::new(),
+                    changes,
+                    triggers: Vec::new(),
+                    snapshot: None,
+                });
             }
         })
     };

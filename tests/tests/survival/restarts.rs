@@ -51,7 +51,10 @@ fn cold_start(bed: &Testbed) -> Result<()> {
     bed.wait_programmed()?;
     expect_servers(bed, "steady", &["a2"])?;
     let input = writes.take_input()?;
-    ensure!(input.contains("testbed/steady") && !input.contains("testbed/other"), "more than the change was written:\n{input}");
+    ensure!(
+        input.contains("testbed/steady") && !input.contains("testbed/other"),
+        "more than the change was written:\n{input}"
+    );
     let agent = bed.agents()?.into_iter().find(|agent| agent.node == NODE).context("the agent is not connected")?;
     ensure!(agent.resume == "digests", "resumed by {:?}", agent.resume);
     Ok(())
@@ -69,7 +72,11 @@ fn warm_restart(bed: &Testbed) -> Result<()> {
     ensure!(before > 0, "the log of writes is empty after a start: it does not see the agent's writes");
     while_asking(bed, "steady", || {
         for is_killed in [false, true] {
-            if is_killed { bed.kill_agent(NODE)? } else { bed.stop_agent(NODE)? }
+            if is_killed {
+                bed.kill_agent(NODE)?
+            } else {
+                bed.stop_agent(NODE)?
+            }
             expect_servers(bed, "steady", &["a1", "b1"])?;
             bed.start_agent_with(NODE, &writes.setup())?;
             bed.wait_programmed()?;
@@ -114,7 +121,11 @@ fn restart_with_changes(bed: &Testbed) -> Result<()> {
     for is_killed in [false, true] {
         let endpoints: &[&str] = if is_killed { &["b2"] } else { &["a2"] };
         while_asking(bed, "steady", || {
-            if is_killed { bed.kill_agent(NODE)? } else { bed.stop_agent(NODE)? }
+            if is_killed {
+                bed.kill_agent(NODE)?
+            } else {
+                bed.stop_agent(NODE)?
+            }
             set_endpoints(bed, "other", endpoints)?;
             writes.take_input()?;
             bed.start_agent_with(NODE, &writes.setup())?;
