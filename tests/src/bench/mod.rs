@@ -8,5 +8,6 @@ pub mod connect;
 pub mod delta;
 pub mod iptables;
 pub mod kube_proxy_shape;
+pub mod memory;
 pub mod report;
 pub mod workload;

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use anyhow::{Result, bail};
 use clap::Parser;
 use headgate_tests::bench::{
-    connect, conntrack, delta, iptables,
+    connect, conntrack, delta, iptables, memory,
     report::{Figure, publish},
 };
 
@@ -35,6 +35,7 @@ const BENCHES: &[(&str, &str, Bench)] = &[
         iptables::run(iptables::Bench::Incremental, a.services)
     }),
     ("conntrack", "a thousand stale UDP flows among a million entries", |_| conntrack::run()),
+    ("agent-memory", "memory of the agent and the programs it runs", |a| memory::run(a.services)),
     ("iptables-connect", "a new connection through the first and the last service", |a| connect::run(a.services)),
 ];
 

@@ -1,0 +1,170 @@
+//! `agent-memory`: what the agent's process takes, without services and with 10,000 × 10 endpoints, at rest and at its highest; and what it takes together with
+//! the programs that it runs, at their highest during the first sync. Real programs: a control plane on a folder of manifests, and an agent.
+
+use std::{
+    fmt::Write as _,
+    fs,
+    path::Path,
+    process::Command,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, bail};
+
+use super::{report::Figure, workload};
+use crate::testbed::{
+    netns::Namespace,
+    process::{Process, program},
+};
+
+const ENDPOINTS: u32 = 10;
+const SERVICES_PER_FILE: u32 = 100;
+const LONGEST_SYNC: Duration = Duration::from_secs(120);
+
+/// Runs the bench in both variants.
+///
+/// # Errors
+/// When a program does not start, or the first sync does not end.
+pub fn run(services: Option<u32>) -> Result<Vec<Figure>> {
+    let services = services.unwrap_or(10_000);
+    let mut figures = Vec::new();
+    for variant in ["legacy", "nft"] {
+        let empty = measure(variant, 0)?;
+        let full = measure(variant, services)?;
+        let name = |what: &str| format!("agent-memory/{variant}/{what}/{services}x{ENDPOINTS}");
+        let anchor = "an empty agent";
+        figures.push(Figure::against(name("resident"), full.resident, "MB", anchor, empty.resident));
+        figures.push(Figure::against(name("highest"), full.highest, "MB", anchor, empty.highest));
+        figures.push(Figure::against(
+            name("highest-with-programs"),
+            full.with_programs,
+            "MB",
+            anchor,
+            empty.with_programs,
+        ));
+    }
+    Ok(figures)
+}
+
+struct Megabytes {
+    /// Of the agent, some seconds after the first sync.
+    resident: f64,
+    /// Of the agent at any moment.
+    highest: f64,
+    /// Of the agent and its children together, at any moment that was looked at.
+    with_programs: f64,
+}
+
+fn measure(variant: &str, services: u32) -> Result<Megabytes> {
+    let folder = tempfile::tempdir().context("making a folder for manifests")?;
+    let manifests = folder.path().join("manifests");
+    fs::create_dir(&manifests)?;
+    write_manifests(&manifests, services)?;
+    let namespace = Namespace::create(format!("hg{}-bench-memory", std::process::id()))?;
+    namespace.ip_batch("link set lo up\n")?;
+    let mut control_plane = Command::new(program("headgate-control-plane")?);
+    control_plane.arg("--source").arg(format!("files:{}", manifests.display()));
+    control_plane.args(["--listen", "127.0.0.1:7443", "--insecure-loopback", "--log", "warn"]);
+    let control_plane =
+        Process::start("control plane", &namespace, control_plane, &folder.path().join("control-plane.log"))?;
+    let mut agent = Command::new(program("headgate-node-agent")?);
+    agent.args(["--node-name", "node-000", "--control-plane", "http://127.0.0.1:7443", "--insecure-loopback"]);
+    agent.args(["--iptables-variant", variant, "--cluster-cidr", "11.0.0.0/8", "--log", "warn"]);
+    agent.arg("--state-dir").arg(folder.path().join("state"));
+    let mut agent = Process::start("agent", &namespace, agent, &folder.path().join("agent.log"))?;
+    let measured = watch(&namespace, &mut agent, services);
+    let log = agent.log_tail();
+    agent.kill()?;
+    control_plane.kill()?;
+    measured.with_context(|| format!("the agent's log ends with:\n{log}"))
+}
+
+/// Watches until everything is programmed, and some seconds more.
+fn watch(namespace: &Namespace, agent: &mut Process, services: u32) -> Result<Megabytes> {
+    let started = Instant::now();
+    let mut with_programs: f64 = 0.0;
+    let mut settled = None;
+    loop {
+        agent.check_running()?;
+        let own = status_mb(agent.id(), "VmRSS")?;
+        with_programs = with_programs.max(own + children_mb(agent.id()));
+        if settled.is_none() && is_programmed(namespace, services) {
+            settled = Some(Instant::now());
+        }
+        if settled.is_some_and(|at: Instant| at.elapsed() > Duration::from_secs(5)) {
+            let highest = status_mb(agent.id(), "VmHWM")?;
+            return Ok(Megabytes { resident: own, highest, with_programs: with_programs.max(highest) });
+        }
+        if started.elapsed() > LONGEST_SYNC {
+            bail!("{services} services were not programmed within {} s", LONGEST_SYNC.as_secs());
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// True once the agent's own page says so: rules are counted as they are programmed.
+fn is_programmed(namespace: &Namespace, services: u32) -> bool {
+    use std::io::{Read as _, Write as _};
+    let ask = || {
+        let mut stream = std::net::TcpStream::connect("127.0.0.1:10249")?;
+        stream.write_all(b"GET /metrics HTTP/1.0\r\nHost: agent\r\n\r\n")?;
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer)?;
+        Ok(answer)
+    };
+    let answer = namespace.run(ask).unwrap_or_default();
+    let value = |name: &str| {
+        answer
+            .lines()
+            .filter(|line| line.starts_with(name))
+            .filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok())
+            .sum::<f64>()
+    };
+    let rules = f64::from(services) * f64::from(ENDPOINTS);
+    value("headgate_agent_version_programmed") >= f64::from(services.min(1))
+        && value("kubeproxy_sync_proxy_rules_iptables_total") > rules
+}
+
+fn status_mb(process: u32, field: &str) -> Result<f64> {
+    let path = format!("/proc/{process}/status");
+    let status = fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
+    let line = status.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':'));
+    let kilobytes = line.and_then(|line| line.trim().split(' ').next()?.parse::<f64>().ok());
+    Ok(kilobytes.with_context(|| format!("{path} has no {field}"))? / 1e3)
+}
+
+/// Resident memory of the children; one that has ended meanwhile counts nothing.
+fn children_mb(process: u32) -> f64 {
+    let Ok(tasks) = fs::read_dir(format!("/proc/{process}/task")) else { return 0.0 };
+    let lists = tasks.flatten().filter_map(|task| fs::read_to_string(task.path().join("children")).ok());
+    let children: Vec<u32> =
+        lists.flat_map(|list| list.split(' ').filter_map(|id| id.parse().ok()).collect::<Vec<_>>()).collect();
+    children.into_iter().filter_map(|child| status_mb(child, "VmRSS").ok()).sum()
+}
+
+fn write_manifests(folder: &Path, services: u32) -> Result<()> {
+    for first in (0..services).step_by(SERVICES_PER_FILE as usize) {
+        let mut text = String::new();
+        for service in first..services.min(first + SERVICES_PER_FILE) {
+            let (key, ip) = (workload::key(service), workload::cluster_ip(service));
+            // Writing to a String cannot fail.
+            let _ = write!(
+                text,
+                "apiVersion: v1\nkind: Service\nmetadata: {{namespace: {0}, name: {1}}}\n\
+                 spec: {{clusterIP: {ip}, clusterIPs: [{ip}], ports: [{{name: http, port: 80}}]}}\n---\n\
+                 apiVersion: discovery.k8s.io/v1\nkind: EndpointSlice\n\
+                 metadata: {{namespace: {0}, name: {1}-a, labels: {{kubernetes.io/service-name: {1}}}}}\n\
+                 addressType: IPv4\nports: [{{name: http, port: 8080}}]\nendpoints:\n",
+                key.namespace, key.name
+            );
+            for number in 0..ENDPOINTS {
+                let endpoint = workload::endpoint(service, number);
+                let node = endpoint.node.as_deref().unwrap_or_default();
+                let _ = writeln!(text, "- {{addresses: [{}], nodeName: {node}}}", endpoint.address);
+            }
+            text.push_str("---\n");
+        }
+        fs::write(folder.join(format!("{first:05}.yaml")), text)?;
+    }
+    Ok(())
+}
