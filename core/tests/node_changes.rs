@@ -22,7 +22,13 @@ fn key(number: u8) -> ServiceKey {
 enum Event {
     Zone(Option<u8>),
     Address(u8),
-    Change(Change),
+    Change(Box<Change>),
+}
+
+impl Event {
+    fn change(change: Change) -> Self {
+        Self::Change(Box::new(change))
+    }
 }
 
 prop_compose! {
@@ -53,12 +59,12 @@ fn any_event() -> impl Strategy<Value = Event> {
     prop_oneof![
         2 => prop::option::of(1u8..4).prop_map(Event::Zone),
         1 => (0u8..4).prop_map(Event::Address),
-        2 => any_service().prop_map(|service| Event::Change(Change::Service(service))),
-        4 => any_endpoint().prop_map(Event::Change),
+        2 => any_service().prop_map(|service| Event::change(Change::Service(service))),
+        4 => any_endpoint().prop_map(Event::change),
         1 => (0u8..4, 0u8..5).prop_map(|(number, address)| {
-            Event::Change(Change::RemoveEndpoint(key(number), IpAddr::from([10, 244, 0, address])))
+            Event::change(Change::RemoveEndpoint(key(number), IpAddr::from([10, 244, 0, address])))
         }),
-        1 => (0u8..4).prop_map(|number| Event::Change(Change::RemoveService(key(number)))),
+        1 => (0u8..4).prop_map(|number| Event::change(Change::RemoveService(key(number)))),
     ]
 }
 
@@ -82,7 +88,7 @@ impl Agent {
             Event::Zone(zone) => self.facts.zone = zone.map(|zone| format!("z{zone}").into()),
             Event::Address(last) => self.facts.addresses = vec![IpAddr::from([192, 0, 2, *last])],
             Event::Change(change) => {
-                self.state.apply(change.clone(), dirty);
+                self.state.apply(Change::clone(change), dirty);
                 return false;
             }
         }

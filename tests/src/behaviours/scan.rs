@@ -84,7 +84,7 @@ pub fn scan(root: &Path) -> Result<Evidence, ScanError> {
         {
             let text = read(root, &file)?;
             for (name, rows) in comments(&file, &text)? {
-                enter(&mut evidence, ProvingTest { file: file.clone(), name }, &rows);
+                enter(&mut evidence, &ProvingTest { file: file.clone(), name }, &rows);
             }
         }
     }
@@ -94,7 +94,7 @@ pub fn scan(root: &Path) -> Result<Evidence, ScanError> {
             return Err(ScanError::Group(name.to_owned()));
         }
         let rows: Vec<u8> = cases().iter().flat_map(|case| case.rows.iter().copied()).collect();
-        enter(&mut evidence, ProvingTest { file: PACKETS.into(), name: name.to_owned() }, &rows);
+        enter(&mut evidence, &ProvingTest { file: PACKETS.into(), name: name.to_owned() }, &rows);
     }
     for tests in evidence.values_mut() {
         tests.sort();
@@ -103,7 +103,7 @@ pub fn scan(root: &Path) -> Result<Evidence, ScanError> {
     Ok(evidence)
 }
 
-fn enter(evidence: &mut Evidence, test: ProvingTest, rows: &[u8]) {
+fn enter(evidence: &mut Evidence, test: &ProvingTest, rows: &[u8]) {
     for row in rows {
         evidence.entry(*row).or_default().push(test.clone());
     }

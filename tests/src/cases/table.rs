@@ -13,8 +13,11 @@ use Via::{ClusterIp, ExternalIp, LoadBalancerIp, Localhost, NodePort};
 /// Endpoints of `web` and of the other services with nothing special about their endpoints.
 pub const WEB: &[&str] = &["a1", "a2", "b1", "c1"];
 
+/// A group: its name, and its cases.
+pub type Group = (&'static str, fn() -> Vec<Case>);
+
 /// The groups: name, which is that of the test that runs it, and cases.
-pub const GROUPS: [(&str, fn() -> Vec<Case>); 9] = [
+pub const GROUPS: [Group; 9] = [
     ("cluster_ip", cluster_ip),
     ("node_port", node_port),
     ("external_addresses", external_addresses),
