@@ -8,7 +8,7 @@ use std::{
 
 use headgate_core::{Dirty, State, digest::Digests, view::NodeFacts};
 
-use super::{Backend, BackendError, StateSource, Plan, Report};
+use super::{Backend, BackendError, Plan, Report, StateSource};
 
 /// What was asked of a [`FakeBackend`].
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -3,8 +3,8 @@
 //! Figures are medians of repeated runs. Nothing asserts on time: machines differ, ratios are for people.
 
 pub mod clock;
-pub mod conntrack;
 pub mod connect;
+pub mod conntrack;
 pub mod delta;
 pub mod iptables;
 pub mod kube_proxy_shape;
