@@ -146,8 +146,8 @@ impl Rig {
     /// The last of our chains in nat by name: a service's, where there is one.
     fn some_chain(&self) -> String {
         let save = self.kernel.save(Table::Nat);
-        let names = save.lines().filter_map(|line| line.strip_prefix(":KUBE")?.split(' ').next());
-        format!("KUBE{}", names.last().unwrap())
+        let mut names = save.lines().filter_map(|line| line.strip_prefix(":KUBE")?.split(' ').next());
+        format!("KUBE{}", names.next_back().unwrap())
     }
 
     /// Jumps keep the order in which they came to stand; everything else is compared as it is.
