@@ -73,9 +73,9 @@ fn warm_restart(bed: &Testbed) -> Result<()> {
     while_asking(bed, "steady", || {
         for is_killed in [false, true] {
             if is_killed {
-                bed.kill_agent(NODE)?
+                bed.kill_agent(NODE)?;
             } else {
-                bed.stop_agent(NODE)?
+                bed.stop_agent(NODE)?;
             }
             expect_servers(bed, "steady", &["a1", "b1"])?;
             bed.start_agent_with(NODE, &writes.setup())?;
@@ -122,9 +122,9 @@ fn restart_with_changes(bed: &Testbed) -> Result<()> {
         let endpoints: &[&str] = if is_killed { &["b2"] } else { &["a2"] };
         while_asking(bed, "steady", || {
             if is_killed {
-                bed.kill_agent(NODE)?
+                bed.kill_agent(NODE)?;
             } else {
-                bed.stop_agent(NODE)?
+                bed.stop_agent(NODE)?;
             }
             set_endpoints(bed, "other", endpoints)?;
             writes.take_input()?;
