@@ -10,6 +10,7 @@ pub mod config;
 pub mod conntrack;
 pub mod health_check;
 pub mod http;
+mod memory;
 pub mod metrics;
 pub mod netlink;
 pub mod node_inputs;

@@ -16,6 +16,7 @@ use tracing::{error, info, warn};
 use crate::{
     backend::{Backend, BackendError, ErrorKind, Plan, Report},
     companion::{Companion, Scope},
+    memory,
     metrics::{Metrics, SyncKind},
     node_inputs::{NodeInputs, NodeSettings, interface_addresses},
     session::backoff::Backoff,
@@ -248,6 +249,10 @@ impl Reconciler {
             progress.programmed = programmed;
             progress.failure = None;
         });
+        if kind == SyncKind::Full {
+            // After the report, so that no ACK waits for it.
+            memory::give_back();
+        }
     }
 
     fn failed(&mut self, target: Target, kind: SyncKind, error: &BackendError) {
