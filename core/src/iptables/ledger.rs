@@ -145,12 +145,6 @@ impl Ledger {
         script
     }
 
-    /// Number of services that have rules.
-    #[must_use]
-    pub fn programmed_services(&self) -> usize {
-        self.programmed.len()
-    }
-
     /// What is programmed, in numbers. An endpoint behind several services counts for each of them among hairpin rules.
     #[must_use]
     pub fn tally(&self) -> Tally {
@@ -233,7 +227,8 @@ impl Ledger {
         }
     }
 
-    /// Inserts the jumps unless every one is there already; those that are there are moved, so that order is as wanted.
+    /// Inserts the jumps that are missing at the head of their chains, and deletes those of ours that are not wanted. Those that are there stay
+    /// where they are.
     fn write_jumps(&self, table: Table, existing: &Existing, script: &mut Script) {
         let wanted: Vec<_> = fixed::jumps(&self.config).into_iter().filter(|jump| jump.table == table).collect();
         let unwanted = existing.jumps_to_ours(table);
