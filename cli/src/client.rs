@@ -1,7 +1,6 @@
 //! The connection to a replica, and what is said when there is none.
 
 use std::io;
-use std::net::IpAddr;
 use std::path::Path;
 use std::time::Duration;
 
@@ -80,19 +79,9 @@ fn endpoint(server: &str, tls: &TlsArgs) -> Result<Endpoint, ConnectError> {
     }
 }
 
-/// Loopback, and the ranges that are set aside for documentation and tests (RFC 5737, RFC 2544, RFC 3849).
 fn may_be_plain(host: &str) -> bool {
-    if host == "localhost" {
-        return true;
-    }
-    let Ok(address) = host.trim_start_matches('[').trim_end_matches(']').parse::<IpAddr>() else { return false };
-    match address {
-        IpAddr::V4(v4) => match v4.octets() {
-            [192, 0, 2, _] | [198, 51, 100, _] | [203, 0, 113, _] | [198, 18 | 19, ..] => true,
-            _ => v4.is_loopback(),
-        },
-        IpAddr::V6(v6) => v6.is_loopback() || matches!(v6.segments(), [0x2001, 0x0db8, ..]),
-    }
+    let address = host.trim_start_matches('[').trim_end_matches(']').parse();
+    host == "localhost" || address.is_ok_and(headgate_proto::plaintext::is_allowed)
 }
 
 fn tls_config(tls: &TlsArgs) -> Result<ClientTlsConfig, ConnectError> {

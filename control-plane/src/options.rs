@@ -7,7 +7,7 @@ use std::{
 };
 
 use clap::Parser;
-use ipnet::IpNet;
+use headgate_core::plaintext;
 
 use crate::{
     serve::{
@@ -19,9 +19,6 @@ use crate::{
 
 /// Where gRPC is served unless `--listen` says otherwise.
 const DEFAULT_LISTEN: SocketAddr = SocketAddr::new(IpAddr::V6(Ipv6Addr::UNSPECIFIED), 7443);
-
-/// Ranges set aside for documentation and benchmarks (RFC 5737, RFC 2544, RFC 3849): nobody's production network.
-const TEST_RANGES: [&str; 5] = ["192.0.2.0/24", "198.51.100.0/24", "203.0.113.0/24", "198.18.0.0/15", "2001:db8::/32"];
 
 /// Headgate's control plane: watches Services, EndpointSlices, Nodes and ServiceCIDRs once, and streams every change to the node agents.
 #[derive(Debug, Clone, Parser)]
@@ -100,7 +97,7 @@ pub enum OptionsError {
     /// `--insecure-loopback` where others may listen in.
     #[error(
         "--insecure-loopback: --listen {0} is neither a loopback address nor in a range set aside for tests ({ranges}); choose such an address, or \
-         use TLS (--tls-cert, --tls-key, --tls-client-ca)", ranges = TEST_RANGES.join(", ")
+         use TLS (--tls-cert, --tls-key, --tls-client-ca)", ranges = plaintext::TEST_RANGES.join(", ")
     )]
     ListenNotLocal(SocketAddr),
     /// The TLS files cannot be used.
@@ -154,9 +151,7 @@ impl Options {
 
 /// Whether nobody else can be on the way to this address.
 fn may_be_plaintext(address: IpAddr) -> bool {
-    let address = address.to_canonical();
-    let is_test = |range: &str| range.parse::<IpNet>().is_ok_and(|range| range.contains(&address));
-    address.is_loopback() || TEST_RANGES.iter().any(|range| is_test(range))
+    plaintext::is_allowed(address.to_canonical())
 }
 
 /// The host's name as the kernel has it (a pod's name, in a cluster).

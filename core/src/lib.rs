@@ -15,6 +15,7 @@ pub mod health_check_port;
 pub mod iptables;
 pub mod masquerade;
 pub mod model;
+pub mod plaintext;
 pub mod source_ranges;
 pub mod state;
 pub mod topology;

@@ -9,6 +9,8 @@ pub mod frame;
 
 pub use decode::{Decoder, digests_from_wire, node_from_wire};
 pub use encode::{ChangesBuilder, digests_to_wire, node_to_wire};
+/// Where the protocol may be spoken without TLS; for programs that know the protocol and not the model.
+pub use headgate_core::plaintext;
 
 /// Generated from `proto/headgate/v1`.
 #[allow(

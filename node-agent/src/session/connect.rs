@@ -2,11 +2,11 @@
 
 use std::{
     fmt,
-    net::IpAddr,
     path::{Path, PathBuf},
     time::Duration,
 };
 
+use headgate_core::plaintext;
 use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint, Identity, Uri};
 
 /// Time to connect, TLS included.
@@ -14,10 +14,6 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// A peer that is gone without a word is found after both together.
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(20);
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// Where plaintext is allowed besides loopback: documentation and benchmark ranges (RFC 5737, RFC 2544, RFC 3849), which no real
-/// network uses and test namespaces do.
-const TEST_RANGES: [&str; 5] = ["192.0.2.0/24", "198.51.100.0/24", "203.0.113.0/24", "198.18.0.0/15", "2001:db8::/32"];
 
 /// A URL that cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -63,7 +59,7 @@ impl ControlPlane {
             Some("http") if allows_plaintext(host) => Ok(Self { uri }),
             Some("http") => Err(fail(format!(
                 "would be plaintext to {host}: --insecure-loopback allows loopback addresses and the test ranges {} alone; write https://",
-                TEST_RANGES.join(", ")
+                plaintext::TEST_RANGES.join(", ")
             ))),
             _ => Err(fail("has another scheme than https; write https://host:7443".into())),
         }
@@ -100,9 +96,7 @@ impl ControlPlane {
 }
 
 fn allows_plaintext(host: &str) -> bool {
-    let Ok(address) = host.trim_start_matches('[').trim_end_matches(']').parse::<IpAddr>() else { return false };
-    let mut ranges = TEST_RANGES.iter().filter_map(|range| range.parse::<ipnet::IpNet>().ok());
-    address.is_loopback() || ranges.any(|range| range.contains(&address))
+    host.trim_start_matches('[').trim_end_matches(']').parse().is_ok_and(plaintext::is_allowed)
 }
 
 /// PEM files of the agent's side of mTLS.
