@@ -1,27 +1,44 @@
-//! Who is at the other end of a connection.
+//! Who is at the other end of a connection, and what that allows.
 
-use std::{net::SocketAddr, sync::Arc};
+use std::{net::SocketAddr, sync::Arc, time::SystemTime};
 
+use headgate_tls::{Validity, date};
+use tokio::time::Instant;
 use x509_parser::{extensions::GeneralName, prelude::*};
 
-/// URI in a certificate's subject alternative names that gives a node's name.
+/// Scheme of the URIs in subject alternative names that are ours. Any other URI in a certificate is somebody else's business.
+const SCHEME: &str = "headgate:";
+
+/// URI that makes its holder the agent of a node.
 const NODE_URI_PREFIX: &str = "headgate://node/";
+
+/// URI that makes its holder a reader.
+const READER_URI_PREFIX: &str = "headgate://reader/";
 
 /// Common name that gives a node's name: what a kubelet's client certificate has.
 const NODE_COMMON_NAME_PREFIX: &str = "system:node:";
 
+/// Organization that makes its holder a reader, for authorities that hand out subjects more easily than URIs.
+const READER_ORGANIZATION: &str = "headgate:readers";
+
 /// Longest name of a Kubernetes object.
 const MAX_NODE_NAME_BYTES: usize = 253;
+
+/// How to get a certificate that names its holder.
+const REMEDY: &str = "have it made with one URI in its subject alternative names, headgate://node/NAME for a node's agent (or the common name \
+                      system:node:NAME) or headgate://reader/NAME for somebody who looks (or the organization headgate:readers)";
 
 /// What a peer has proved.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Identity {
     /// There is no TLS: whatever it says is believed (`--insecure-loopback`).
     Unchecked,
-    /// A certificate of a trusted authority, for this node.
+    /// A certificate of a trusted authority, for this node's agent.
     Node(Arc<str>),
-    /// A certificate of a trusted authority that names no node: it may look, not follow.
-    Reader,
+    /// A certificate of a trusted authority, for somebody who may look: a person's or a program's name.
+    Reader(Arc<str>),
+    /// A certificate of a trusted authority that does not say clearly whose it is. Says why, and the remedy.
+    Unusable(Arc<str>),
 }
 
 /// A connection's peer; found in the extensions of every request.
@@ -31,33 +48,190 @@ pub struct Peer {
     pub address: SocketAddr,
     /// What it has proved.
     pub identity: Identity,
+    /// When its certificate expires; `None` without TLS. A resumed session is not verified again, so whoever grants something looks here.
+    pub not_after: Option<SystemTime>,
 }
 
-/// The identity that a peer's own certificate (DER) gives.
-///
-/// A certificate that names several nodes names none.
+/// When a certificate expires, on the clock of timers too.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Expiry {
+    pub(crate) at: Instant,
+    not_after: SystemTime,
+}
+
+impl Expiry {
+    /// What to tell the peer, once it is time.
+    pub(crate) fn due(self) -> Option<Denied> {
+        (self.at <= Instant::now()).then_some(Denied::Expired(self.not_after))
+    }
+}
+
+/// Why a peer may not do something. Trying again helps with another certificate.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Denied {
+    /// Its certificate was valid when it was shown, and is no more.
+    #[error("the client certificate expired at {}; renew it and connect again", date(*.0))]
+    Expired(SystemTime),
+    /// It is not for whom this is.
+    #[error("{0}")]
+    NotAllowed(String),
+}
+
+impl Denied {
+    /// A label from a small fixed set.
+    #[must_use]
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::Expired(_) => "certificate_expired",
+            Self::NotAllowed(_) => "permission_denied",
+        }
+    }
+}
+
+impl From<Denied> for tonic::Status {
+    fn from(denied: Denied) -> Self {
+        match denied {
+            Denied::Expired(_) => Self::unauthenticated(denied.to_string()),
+            Denied::NotAllowed(text) => Self::permission_denied(text),
+        }
+    }
+}
+
+impl Peer {
+    /// Whether it may follow `Discovery.Sync` as this node.
+    ///
+    /// # Errors
+    ///
+    /// [`Denied`].
+    pub fn may_follow(&self, node_name: &str, now: SystemTime) -> Result<(), Denied> {
+        self.check_expiry(now)?;
+        let denied = |text: String| Err(Denied::NotAllowed(text));
+        match &self.identity {
+            Identity::Unchecked => Ok(()),
+            Identity::Node(node) if **node == *node_name => Ok(()),
+            Identity::Node(node) => denied(format!(
+                "the client certificate is node {node}'s; it cannot say Hello for {node_name}: start the agent with --node-name {node}, or give it \
+                 the certificate of {node_name}"
+            )),
+            Identity::Reader(name) => denied(format!(
+                "the client certificate is the reader {name}'s, and only nodes follow Discovery.Sync: give the agent a certificate with the URI \
+                 headgate://node/{node_name}"
+            )),
+            Identity::Unusable(problem) => denied(problem.to_string()),
+        }
+    }
+
+    /// Whether it may use `Inspect` and reflection. Nodes may where the operator allows it.
+    ///
+    /// # Errors
+    ///
+    /// [`Denied`].
+    pub fn may_inspect(&self, nodes_may_inspect: bool, now: SystemTime) -> Result<(), Denied> {
+        self.check_expiry(now)?;
+        match &self.identity {
+            Identity::Unchecked | Identity::Reader(_) => Ok(()),
+            Identity::Node(_) if nodes_may_inspect => Ok(()),
+            Identity::Node(node) => Err(Denied::NotAllowed(format!(
+                "the client certificate is node {node}'s, and nodes may not look: use a certificate with the URI headgate://reader/NAME (or the \
+                 organization {READER_ORGANIZATION}), or start the control plane with --nodes-may-inspect"
+            ))),
+            Identity::Unusable(problem) => Err(Denied::NotAllowed(problem.to_string())),
+        }
+    }
+
+    /// When what is granted now has to end; `None` when that is further away than timers reach.
+    pub(crate) fn expiry(&self) -> Option<Expiry> {
+        let not_after = self.not_after?;
+        let at = Instant::now().checked_add(not_after.duration_since(SystemTime::now()).unwrap_or_default())?;
+        Some(Expiry { at, not_after })
+    }
+
+    fn check_expiry(&self, now: SystemTime) -> Result<(), Denied> {
+        match self.not_after {
+            Some(not_after) if now > not_after => Err(Denied::Expired(not_after)),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// The identity that a peer's own certificate (DER) gives, and until when.
 ///
 /// # Errors
 ///
 /// A sentence, when the certificate cannot be parsed. The chain has been verified by then, so this is a defect of the authority's.
-pub fn from_certificate(der: &[u8]) -> Result<Identity, String> {
-    let (_, certificate) = X509Certificate::from_der(der).map_err(|error| format!("client certificate: {error}"))?;
-    let names = certificate.subject_alternative_name().map_err(|error| format!("client certificate: {error}"))?;
-    let uris = names.iter().flat_map(|extension| &extension.value.general_names);
-    let uris = uris.filter_map(|name| match name {
-        GeneralName::URI(uri) => uri.strip_prefix(NODE_URI_PREFIX),
+pub fn from_certificate(der: &[u8]) -> Result<(Identity, SystemTime), String> {
+    let malformed = |error: String| format!("the client certificate is malformed ({error}); have it made anew");
+    let (_, certificate) = X509Certificate::from_der(der).map_err(|error| malformed(error.to_string()))?;
+    let names = certificate.subject_alternative_name().map_err(|error| malformed(error.to_string()))?;
+    let uris = names.iter().flat_map(|extension| &extension.value.general_names).filter_map(|name| match name {
+        GeneralName::URI(uri) => Some(*uri),
         _ => None,
     });
-    let mut nodes: Vec<&str> = uris.collect();
-    if nodes.is_empty() {
-        let common_names = certificate.subject().iter_common_name().filter_map(|name| name.as_str().ok());
-        nodes.extend(common_names.filter_map(|name| name.strip_prefix(NODE_COMMON_NAME_PREFIX)));
+    let subject = certificate.subject();
+    let common_names = subject.iter_common_name().filter_map(|name| name.as_str().ok());
+    let organizations = subject.iter_organization().filter_map(|name| name.as_str().ok());
+    let identity = identify(uris, common_names, organizations);
+    let identity = identity
+        .unwrap_or_else(|problem| Identity::Unusable(format!("the client certificate {problem}; {REMEDY}").into()));
+    Ok((identity, Validity::of(&certificate).not_after))
+}
+
+/// Whoever is named must be named once, and nothing may contradict it: an authority that was talked into a second name gives neither.
+fn identify<'a>(
+    uris: impl Iterator<Item = &'a str>,
+    common_names: impl Iterator<Item = &'a str>,
+    organizations: impl Iterator<Item = &'a str>,
+) -> Result<Identity, String> {
+    let is_ours = |uri: &&str| uri.get(..SCHEME.len()).is_some_and(|scheme| scheme.eq_ignore_ascii_case(SCHEME));
+    let mut ours = uris.filter(is_ours);
+    let uri = ours.next();
+    if let (Some(first), Some(second)) = (uri, ours.next()) {
+        return Err(format!("has two URIs, {first:?} and {second:?}, and may have one"));
     }
-    nodes.dedup();
-    match nodes.as_slice() {
-        [node] if check_node_name(node).is_ok() => Ok(Identity::Node(Arc::from(*node))),
-        _ => Ok(Identity::Reader),
+    let mut nodes = common_names.filter_map(|name| name.strip_prefix(NODE_COMMON_NAME_PREFIX));
+    let common_name = nodes.next();
+    if let Some(second) = nodes.next() {
+        return Err(format!("has a second common name, {NODE_COMMON_NAME_PREFIX}{second}"));
     }
+    let is_reader = organizations.into_iter().any(|name| name == READER_ORGANIZATION);
+    let by_uri = uri.map(of_uri).transpose()?;
+    let named = match (by_uri, common_name) {
+        (Some(Identity::Node(by_uri)), Some(by_name)) if *by_uri != *by_name => {
+            return Err(format!(
+                "contradicts itself: its URI is node {by_uri}'s, and its common name {NODE_COMMON_NAME_PREFIX}{by_name}"
+            ));
+        }
+        (Some(Identity::Reader(_)), Some(by_name)) => {
+            return Err(format!(
+                "contradicts itself: its URI is a reader's, and its common name {NODE_COMMON_NAME_PREFIX}{by_name}"
+            ));
+        }
+        (Some(by_uri), _) => Some(by_uri),
+        (None, Some(name)) => {
+            check_node_name(name)
+                .map_err(|problem| format!("has the common name {NODE_COMMON_NAME_PREFIX}{name}: {problem}"))?;
+            Some(Identity::Node(name.into()))
+        }
+        (None, None) => None,
+    };
+    match named {
+        Some(Identity::Node(node)) if is_reader => {
+            Err(format!("contradicts itself: it is node {node}'s, and its organization {READER_ORGANIZATION}"))
+        }
+        Some(identity) => Ok(identity),
+        None if is_reader => Ok(Identity::Reader(READER_ORGANIZATION.into())),
+        None => Err("names neither a node nor a reader".to_owned()),
+    }
+}
+
+fn of_uri(uri: &str) -> Result<Identity, String> {
+    // A reader's name is held to the same rule as a node's, so that it can be logged and compared.
+    let name = uri.strip_prefix(NODE_URI_PREFIX).or_else(|| uri.strip_prefix(READER_URI_PREFIX));
+    let Some(name) = name else {
+        return Err(format!("has the URI {uri:?}, which is neither {NODE_URI_PREFIX}NAME nor {READER_URI_PREFIX}NAME"));
+    };
+    check_node_name(name).map_err(|problem| format!("has the URI {uri:?}: {problem}"))?;
+    Ok(if uri.starts_with(NODE_URI_PREFIX) { Identity::Node(name.into()) } else { Identity::Reader(name.into()) })
 }
 
 /// Checks that a name can be a Kubernetes node's: a DNS subdomain in lower case (RFC 1123).
@@ -86,22 +260,102 @@ mod tests {
 
     use super::*;
 
-    fn identity(common_name: &str, uris: &[&str]) -> Identity {
+    fn certificate(common_name: &str, organization: Option<&str>, uris: &[&str]) -> Identity {
         let mut parameters = CertificateParams::default();
         parameters.distinguished_name.push(DnType::CommonName, common_name);
+        if let Some(organization) = organization {
+            parameters.distinguished_name.push(DnType::OrganizationName, organization);
+        }
         parameters.subject_alt_names = uris.iter().map(|uri| SanType::URI((*uri).try_into().unwrap())).collect();
+        parameters.not_after = rcgen::date_time_ymd(2060, 1, 1);
         let certificate = parameters.self_signed(&KeyPair::generate().unwrap()).unwrap();
-        from_certificate(certificate.der()).unwrap()
+        let (identity, not_after) = from_certificate(certificate.der()).unwrap();
+        assert_eq!(date(not_after), "2060-01-01T00:00:00Z");
+        identity
+    }
+
+    fn identity(common_name: &str, uris: &[&str]) -> Identity {
+        certificate(common_name, None, uris)
     }
 
     #[test]
-    fn uri_or_common_name_gives_the_node() {
+    fn uri_common_name_or_organization_says_who_it_is() {
         assert_eq!(identity("agent", &["headgate://node/n1"]), Identity::Node("n1".into()));
         assert_eq!(identity("system:node:n2", &[]), Identity::Node("n2".into()));
-        assert_eq!(identity("system:node:n2", &["headgate://node/n1"]), Identity::Node("n1".into()));
-        assert_eq!(identity("agent", &["spiffe://x/y"]), Identity::Reader);
-        assert_eq!(identity("agent", &["headgate://node/n1", "headgate://node/n2"]), Identity::Reader);
-        assert_eq!(identity("agent", &["headgate://node/N1"]), Identity::Reader);
+        assert_eq!(certificate("system:node:n2", Some("system:nodes"), &[]), Identity::Node("n2".into()));
+        assert_eq!(identity("system:node:n1", &["headgate://node/n1"]), Identity::Node("n1".into()));
+        assert_eq!(identity("agent", &["spiffe://x/y", "headgate://node/n1"]), Identity::Node("n1".into()));
+        assert_eq!(identity("me", &["headgate://reader/me"]), Identity::Reader("me".into()));
+        let by_group = certificate("me", Some("headgate:readers"), &[]);
+        assert_eq!(by_group, Identity::Reader("headgate:readers".into()));
+        assert_eq!(
+            certificate("me", Some("headgate:readers"), &["headgate://reader/me"]),
+            Identity::Reader("me".into())
+        );
+    }
+
+    #[test]
+    fn what_is_unclear_is_nobody_s_and_says_why() {
+        let cases: [(&str, Option<&str>, &[&str], &str); 14] = [
+            ("agent", None, &[], "names neither a node nor a reader"),
+            ("agent", None, &["spiffe://x/y"], "names neither a node nor a reader"),
+            ("agent", None, &["https://node/n1"], "names neither a node nor a reader"),
+            ("agent", None, &["headgate://node/n1", "headgate://node/n2"], "has two URIs"),
+            ("agent", None, &["headgate://node/n1", "headgate://node/n1"], "has two URIs"),
+            ("agent", None, &["headgate://node/n1", "headgate://reader/me"], "has two URIs"),
+            ("agent", None, &["headgate://node/N1"], "\"N1\" is no node name"),
+            ("agent", None, &["HEADGATE://node/n1"], "which is neither headgate://node/NAME nor"),
+            ("agent", None, &["headgate://node/"], "\"\" is no node name"),
+            ("agent", None, &["headgate://operator/me"], "which is neither"),
+            (
+                "system:node:n2",
+                None,
+                &["headgate://node/n1"],
+                "its URI is node n1's, and its common name system:node:n2",
+            ),
+            (
+                "system:node:n2",
+                None,
+                &["headgate://reader/me"],
+                "its URI is a reader's, and its common name system:node:n2",
+            ),
+            ("system:node:N2", None, &[], "\"N2\" is no node name"),
+            ("system:node:n2", Some("headgate:readers"), &[], "it is node n2's, and its organization headgate:readers"),
+        ];
+        for (common_name, organization, uris, problem) in cases {
+            let Identity::Unusable(text) = certificate(common_name, organization, uris) else {
+                panic!("{common_name} {organization:?} {uris:?} is somebody");
+            };
+            assert!(text.contains(problem) && text.contains("; have it made with one URI"), "{text}");
+        }
+    }
+
+    #[test]
+    fn each_role_may_do_its_own_and_no_more() {
+        let now = SystemTime::now();
+        let peer = |identity| Peer { address: ([192, 0, 2, 1], 1).into(), identity, not_after: Some(now) };
+        let (node, reader) = (peer(Identity::Node("n1".into())), peer(Identity::Reader("me".into())));
+        let nobody = peer(Identity::Unusable("is nobody's".into()));
+        assert_eq!(node.may_follow("n1", now), Ok(()));
+        assert_eq!(reader.may_inspect(false, now), Ok(()));
+        assert_eq!(node.may_inspect(true, now), Ok(()));
+        for (denied, remedy) in [
+            (node.may_follow("n2", now), "--node-name n1"),
+            (node.may_inspect(false, now), "--nodes-may-inspect"),
+            (reader.may_follow("n1", now), "headgate://node/n1"),
+            (nobody.may_follow("n1", now), "nobody's"),
+            (nobody.may_inspect(true, now), "nobody's"),
+        ] {
+            let status = tonic::Status::from(denied.unwrap_err());
+            assert_eq!(status.code(), tonic::Code::PermissionDenied);
+            assert!(status.message().contains(remedy), "{status}");
+        }
+        let later = now + std::time::Duration::from_secs(1);
+        for denied in [node.may_follow("n1", later), reader.may_inspect(true, later)] {
+            let status = tonic::Status::from(denied.unwrap_err());
+            assert_eq!(status.code(), tonic::Code::Unauthenticated);
+            assert!(status.message().contains("renew it"), "{status}");
+        }
     }
 
     #[test]

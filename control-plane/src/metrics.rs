@@ -2,6 +2,7 @@
 
 use std::sync::atomic::{AtomicI64, AtomicU64};
 
+use headgate_tls::{Loaded, Validity};
 use prometheus_client::{
     encoding::{EncodeLabelSet, text::encode},
     metrics::{counter::Counter, family::Family, gauge::Gauge},
@@ -19,6 +20,16 @@ struct SourceError {
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Reason {
     reason: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct Outcome {
+    result: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct TlsFile {
+    file: &'static str,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -65,6 +76,10 @@ pub struct Metrics {
     behind_waits: Total,
     behind_waits_expired: Total,
     handshakes_failed: Family<Reason, Total>,
+    handshakes: Family<Kind, Total>,
+    tls_reloads: Family<Outcome, Total>,
+    tls_not_after: Family<TlsFile, Level>,
+    requests_denied: Family<Reason, Total>,
 }
 
 impl Default for Metrics {
@@ -98,6 +113,13 @@ impl Default for Metrics {
             behind_waits: add.add("behind_waits", "Agents kept waiting because this replica's source was behind them"),
             behind_waits_expired: add.add("behind_waits_expired", "Such waits that ended by going back in time"),
             handshakes_failed: add.add("tls_handshakes_failed", "TLS handshakes that came to nothing, by reason"),
+            handshakes: add.add("tls_handshakes", "TLS handshakes that were done, by kind: full or resumed"),
+            tls_reloads: add.add("tls_reloads", "Times that other TLS files were taken up (success) or had to be refused (failure)"),
+            tls_not_after: add.add(
+                "tls_certificate_not_after_seconds",
+                "When what is in use expires, in seconds since 1970: the own certificate (cert), the first of the clients' authorities (client_ca)",
+            ),
+            requests_denied: add.add("requests_denied", "Requests to Inspect or reflection that were refused, by reason"),
             registry,
         }
     }
@@ -212,6 +234,26 @@ impl Metrics {
 
     pub(crate) fn count_behind_wait_expired(&self) {
         self.behind_waits_expired.inc();
+    }
+
+    pub(crate) fn count_handshake(&self, is_resumed: bool) {
+        let kind = if is_resumed { "resumed" } else { "full" };
+        self.handshakes.get_or_create(&Kind { kind }).inc();
+    }
+
+    pub(crate) fn count_tls_reload(&self, result: &'static str) {
+        self.tls_reloads.get_or_create(&Outcome { result }).inc();
+    }
+
+    pub(crate) fn set_tls_not_after<C>(&self, loaded: &Loaded<C>) {
+        let authorities = Validity { not_after: loaded.authorities_not_after, ..loaded.validity };
+        for (file, validity) in [("cert", loaded.validity), ("client_ca", authorities)] {
+            self.tls_not_after.get_or_create(&TlsFile { file }).set(validity.not_after_unix_seconds());
+        }
+    }
+
+    pub(crate) fn count_request_denied(&self, reason: &'static str) {
+        self.requests_denied.get_or_create(&Reason { reason }).inc();
     }
 
     pub(crate) fn count_handshake_failed(&self, reason: &'static str) {

@@ -8,12 +8,10 @@ use std::{
 
 use clap::Parser;
 use headgate_core::plaintext;
+use headgate_tls::FileError;
 
 use crate::{
-    serve::{
-        Security, Settings,
-        tls::{self, TlsError, TlsFiles},
-    },
+    serve::{Security, Settings, tls::ServerTls},
     source::SourceSpec,
 };
 
@@ -41,7 +39,7 @@ pub struct Options {
     #[arg(long, conflicts_with_all = ["tls_cert", "tls_key", "tls_client_ca"])]
     pub insecure_loopback: bool,
 
-    /// PEM file with this replica's certificate and its chain
+    /// PEM file with this replica's certificate and its chain. This and the two below are taken up anew when they change
     #[arg(long, value_name = "FILE")]
     pub tls_cert: Option<PathBuf>,
 
@@ -49,10 +47,14 @@ pub struct Options {
     #[arg(long, value_name = "FILE")]
     pub tls_key: Option<PathBuf>,
 
-    /// PEM file with the authorities that sign agents' certificates. A certificate names its node by the URI headgate://node/NAME or the common
-    /// name system:node:NAME; one that names no node may use Inspect only
+    /// PEM file with the authorities that sign clients' certificates. A node's agent is who has the URI headgate://node/NAME or the common name
+    /// system:node:NAME; who has the URI headgate://reader/NAME or the organization headgate:readers may look (Inspect, reflection)
     #[arg(long, value_name = "FILE")]
     pub tls_client_ca: Option<PathBuf>,
+
+    /// Let nodes' certificates look as well (Inspect, reflection): grpcurl from a node, at the price that each node can list everything
+    #[arg(long)]
+    pub nodes_may_inspect: bool,
 
     /// Where /metrics, /healthz and /readyz are served, without TLS
     #[arg(long, value_name = "ADDR:PORT", default_value = "[::]:7480")]
@@ -102,7 +104,7 @@ pub enum OptionsError {
     ListenNotLocal(SocketAddr),
     /// The TLS files cannot be used.
     #[error(transparent)]
-    Tls(#[from] TlsError),
+    Tls(#[from] FileError),
 }
 
 impl Options {
@@ -127,12 +129,12 @@ impl Options {
             };
         }
         let required = |file: &Option<PathBuf>, missing| file.clone().ok_or(OptionsError::NoTls { missing });
-        let files = TlsFiles {
-            cert: required(&self.tls_cert, "--tls-cert")?,
-            key: required(&self.tls_key, "--tls-key")?,
-            client_ca: required(&self.tls_client_ca, "--tls-client-ca")?,
-        };
-        Ok(Security::Tls(tls::server_config(&files)?))
+        let tls = ServerTls::load(
+            required(&self.tls_cert, "--tls-cert")?,
+            required(&self.tls_key, "--tls-key")?,
+            required(&self.tls_client_ca, "--tls-client-ca")?,
+        )?;
+        Ok(Security::Tls(tls))
     }
 
     /// What serving needs to know.
@@ -144,6 +146,7 @@ impl Options {
             heartbeat_interval: Duration::from_secs(self.heartbeat_seconds.into()),
             behind_wait: Duration::from_secs(self.behind_wait_seconds.into()),
             drain_grace: Duration::from_millis(self.drain_grace_ms.into()),
+            nodes_may_inspect: self.nodes_may_inspect,
             ..Settings::default()
         }
     }

@@ -1,13 +1,13 @@
 //! Whether a `Hello` is accepted.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{collections::BTreeMap, sync::Arc, time::SystemTime};
 
 use headgate_proto::{digests_from_wire, v1};
 use tonic::Status;
 
 use super::agents::End;
 use crate::{
-    identity::{Identity, check_node_name},
+    identity::{Peer, check_node_name},
     store::Resume,
     transaction::SourceKind,
 };
@@ -24,24 +24,12 @@ pub(super) struct Admitted {
 /// # Errors
 ///
 /// The end of the stream, with the status that the contract names.
-pub(super) fn admit(hello: &v1::Hello, identity: &Identity) -> Result<Admitted, End> {
+pub(super) fn admit(hello: &v1::Hello, peer: &Peer) -> Result<Admitted, End> {
     check_node_name(&hello.node_name).map_err(|problem| {
         End::refusal("invalid_hello", Status::invalid_argument(format!("Hello.node_name: {problem}")))
     })?;
-    let denied = |text: String| Err(End::refusal("permission_denied", Status::permission_denied(text)));
-    match identity {
-        Identity::Node(node) if **node != *hello.node_name => {
-            return denied(format!(
-                "the client certificate is node {node}'s; it cannot say Hello for {}",
-                hello.node_name
-            ));
-        }
-        Identity::Reader => {
-            let remedy = "give it the URI headgate://node/NAME or the common name system:node:NAME";
-            return denied(format!("the client certificate names no node; {remedy}"));
-        }
-        Identity::Node(_) | Identity::Unchecked => {}
-    }
+    peer.may_follow(&hello.node_name, SystemTime::now())
+        .map_err(|denied| End::refusal(denied.reason(), Status::from(denied)))?;
     let resume = hello.resume.as_ref().map(resume).transpose()?;
     Ok(Admitted { node: hello.node_name.as_str().into(), resume })
 }

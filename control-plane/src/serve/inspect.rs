@@ -15,6 +15,7 @@ use tonic::{Request, Response, Status};
 
 use super::{Lifecycle, Shared, agents::Agent};
 use crate::{
+    identity::{Expiry, Peer},
     store::{Store, WatchPlace},
     transaction::Problem,
 };
@@ -117,6 +118,7 @@ impl Inspect for Inspector {
     }
 
     async fn watch(&self, request: Request<v1::WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
+        let expiry = request.extensions().get::<Peer>().and_then(Peer::expiry);
         let v1::WatchRequest { namespace, name } = request.into_inner();
         let store = Arc::clone(&self.0.store);
         let watcher = Watcher {
@@ -124,12 +126,21 @@ impl Inspect for Inspector {
             lifecycle: self.0.lifecycle.subscribe(),
             place: store.watch_place(),
             page: VecDeque::new(),
+            expiry,
             namespace,
             name,
             store,
         };
         let events = stream::unfold(watcher, |mut watcher| async move { Some((watcher.next().await?, watcher)) });
         Ok(Response::new(Box::pin(events)))
+    }
+}
+
+/// Until the reader's certificate expires.
+async fn expired(expiry: Option<Expiry>) {
+    match expiry {
+        Some(expiry) => tokio::time::sleep_until(expiry.at).await,
+        None => std::future::pending().await,
     }
 }
 
@@ -144,6 +155,7 @@ struct Watcher {
     lifecycle: watch::Receiver<Lifecycle>,
     place: WatchPlace,
     page: VecDeque<(u64, Change)>,
+    expiry: Option<Expiry>,
     namespace: String,
     name: String,
 }
@@ -151,6 +163,9 @@ struct Watcher {
 impl Watcher {
     async fn next(&mut self) -> Option<Result<v1::WatchEvent, Status>> {
         loop {
+            if let Some(denied) = self.expiry.and_then(Expiry::due) {
+                return Some(Err(denied.into()));
+            }
             while let Some((version, change)) = self.page.pop_front() {
                 if let Some(event) = self.event(version, change) {
                     return Some(Ok(event));
@@ -165,6 +180,7 @@ impl Watcher {
             }
             tokio::select! {
                 changed = self.head.changed() => changed.ok()?,
+                () = expired(self.expiry) => {}
                 ended = self.lifecycle.wait_for(|lifecycle| *lifecycle != Lifecycle::Serving) => {
                     drop(ended.ok()?);
                     return Some(Err(Status::unavailable("this replica stops")));

@@ -9,6 +9,7 @@ use std::{
     time::Duration,
 };
 
+use rustls::HandshakeKind;
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
     net::{TcpListener, TcpStream},
@@ -20,7 +21,7 @@ use tokio_rustls::{TlsAcceptor, server::TlsStream};
 use tokio_util::sync::CancellationToken;
 use tonic::transport::server::Connected;
 
-use super::Security;
+use super::{Security, tls::ServerTls};
 use crate::{
     identity::{self, Identity, Peer},
     metrics::Metrics,
@@ -74,7 +75,7 @@ async fn accept_all(
         }
         let (security, metrics, sender) = (security.clone(), Arc::clone(&metrics), sender.clone());
         tokio::spawn(async move {
-            match secure(stream, address, security).await {
+            match secure(stream, address, security, &metrics).await {
                 // The server is gone when nobody receives: the connection closes.
                 Ok(connection) => drop(sender.send(Ok(connection)).await),
                 Err((reason, error)) => {
@@ -91,18 +92,33 @@ async fn secure(
     stream: TcpStream,
     address: SocketAddr,
     security: Security,
+    metrics: &Metrics,
 ) -> Result<Connection, (&'static str, String)> {
-    let Security::Tls(config) = security else {
-        return Ok(Connection { io: Io::Plain(stream), peer: Peer { address, identity: Identity::Unchecked } });
+    let Security::Tls(tls) = security else {
+        let peer = Peer { address, identity: Identity::Unchecked, not_after: None };
+        return Ok(Connection { io: Io::Plain(stream), peer });
     };
-    let handshake = timeout(HANDSHAKE_TIMEOUT, TlsAcceptor::from(config).accept(stream)).await;
+    let handshake = timeout(HANDSHAKE_TIMEOUT, TlsAcceptor::from(tls.config()).accept(stream)).await;
     let stream = handshake
         .map_err(|_| ("timeout", format!("not done within {} s", HANDSHAKE_TIMEOUT.as_secs())))?
-        .map_err(|error| ("refused", error.to_string()))?;
-    let certificate = stream.get_ref().1.peer_certificates().and_then(<[_]>::first);
+        .map_err(|error| refusal(&error, &tls))?;
+    let session = stream.get_ref().1;
+    // Of a resumed session too: the ticket holds what was verified when it was issued.
+    let certificate = session.peer_certificates().and_then(<[_]>::first);
     let certificate = certificate.ok_or_else(|| ("no_certificate", "the client showed no certificate".to_owned()))?;
-    let identity = identity::from_certificate(certificate).map_err(|error| ("malformed_certificate", error))?;
-    Ok(Connection { io: Io::Tls(Box::new(stream)), peer: Peer { address, identity } })
+    let (identity, not_after) =
+        identity::from_certificate(certificate).map_err(|error| ("malformed_certificate", error))?;
+    metrics.count_handshake(session.handshake_kind() == Some(HandshakeKind::Resumed));
+    let peer = Peer { address, identity, not_after: Some(not_after) };
+    Ok(Connection { io: Io::Tls(Box::new(stream)), peer })
+}
+
+/// Label and sentence for a handshake that failed.
+fn refusal(error: &io::Error, tls: &ServerTls) -> (&'static str, String) {
+    match headgate_tls::explain(error, tls.files()) {
+        Some(refusal) => (refusal.reason, refusal.sentence),
+        None => ("disconnected", format!("the client went away: {error}")),
+    }
 }
 
 /// A connection that is ready for HTTP/2.

@@ -14,17 +14,21 @@ use std::{
     io,
     net::{Ipv4Addr, Ipv6Addr, SocketAddr},
     sync::Arc,
-    time::{Duration, Instant},
+    time::{Duration, Instant, SystemTime},
 };
 
 use headgate_proto::{FILE_DESCRIPTOR_SET, v1::inspect_server::InspectServer};
 use tokio::{net::TcpListener, sync::watch, task::JoinHandle};
 use tokio_stream::wrappers::ReceiverStream;
 pub use tokio_util::sync::CancellationToken;
-use tonic::{service::Routes, transport::Server};
+use tonic::{
+    Request, Status,
+    service::{Routes, interceptor::InterceptedService},
+    transport::Server,
+};
 use tonic_health::ServingStatus;
 
-use crate::{metrics::Metrics, store::Store};
+use crate::{identity::Peer, metrics::Metrics, store::Store};
 use agents::{Agents, End};
 use discovery::Discovery;
 
@@ -40,7 +44,7 @@ pub enum Security {
     /// Not at all: `--insecure-loopback`, whose rule for addresses is [`crate::options::Options::security`]'s.
     Plaintext,
     /// TLS with client certificates.
-    Tls(Arc<rustls::ServerConfig>),
+    Tls(Arc<tls::ServerTls>),
 }
 
 /// What serving needs to know.
@@ -58,6 +62,8 @@ pub struct Settings {
     pub hello_timeout: Duration,
     /// How long agents have to go elsewhere when the replica stops.
     pub drain_grace: Duration,
+    /// Whether nodes may use Inspect and reflection, as readers may.
+    pub nodes_may_inspect: bool,
 }
 
 impl Default for Settings {
@@ -69,6 +75,7 @@ impl Default for Settings {
             behind_wait: Duration::from_secs(30),
             hello_timeout: Duration::from_secs(10),
             drain_grace: Duration::from_secs(2),
+            nodes_may_inspect: false,
         }
     }
 }
@@ -201,6 +208,9 @@ pub async fn start(
     if let Some((listener, _)) = metrics_listener {
         tokio::spawn(http_api::serve(listener, Arc::clone(&shared), stopped.clone()));
     }
+    if let Security::Tls(tls) = &security {
+        tokio::spawn(Arc::clone(tls).follow(metrics, shutdown.clone()));
+    }
     let task = tokio::spawn(serve(listener, security, routes, shared, shutdown.clone(), stopped));
     Ok(Running { local_addr, metrics_addr, shutdown, task })
 }
@@ -247,10 +257,26 @@ async fn routes(shared: &Arc<Shared>) -> Result<Routes, ServeError> {
             .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
     };
     Ok(Routes::new(Discovery(Arc::clone(shared)))
-        .add_service(InspectServer::new(inspect::Inspector(Arc::clone(shared))))
+        .add_service(InspectServer::with_interceptor(inspect::Inspector(Arc::clone(shared)), readers_only(shared)))
         .add_service(health)
-        .add_service(reflection().build_v1()?)
-        .add_service(reflection().build_v1alpha()?))
+        .add_service(InterceptedService::new(reflection().build_v1()?, readers_only(shared)))
+        .add_service(InterceptedService::new(reflection().build_v1alpha()?, readers_only(shared))))
+}
+
+/// Lets requests through that may look; health is for everybody whose certificate is believed.
+fn readers_only(shared: &Arc<Shared>) -> impl FnMut(Request<()>) -> Result<Request<()>, Status> + Clone + use<> {
+    let shared = Arc::clone(shared);
+    move |request| {
+        let peer = request.extensions().get::<Peer>();
+        let peer = peer.ok_or_else(|| Status::internal("the connection has no peer"))?;
+        let allowed = peer.may_inspect(shared.settings.nodes_may_inspect, SystemTime::now());
+        allowed.map_err(|denied| {
+            shared.metrics.count_request_denied(denied.reason());
+            tracing::warn!(address = %peer.address, reason = denied.reason(), %denied, "request refused");
+            Status::from(denied)
+        })?;
+        Ok(request)
+    }
 }
 
 async fn serve(

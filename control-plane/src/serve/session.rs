@@ -20,13 +20,13 @@ use tonic::{Status, Streaming};
 use v1::server_message::Body;
 
 use super::{
-    Lifecycle, Shared,
+    Lifecycle, Settings, Shared,
     agents::{Agent, End},
     hello::{self, Admitted},
     inbound,
 };
 use crate::{
-    identity::Peer,
+    identity::{Expiry, Peer},
     store::{Cursor, Resume, ResumeMode, server_frame},
 };
 
@@ -108,12 +108,17 @@ async fn open(
     let Some(v1::agent_message::Body::Hello(hello)) = message.body else {
         return Err(End::refusal("no_hello", Status::invalid_argument("the first message of a stream must be Hello")));
     };
-    let admitted = hello::admit(&hello, &peer.identity)?;
+    let admitted = hello::admit(&hello, peer)?;
     Ok(Box::new(Session::start(Arc::clone(shared), peer, &hello, admitted, requests)))
 }
 
 fn stopping() -> End {
     End::plain("stopping", Status::unavailable("this replica stops"))
+}
+
+fn next_heartbeat(settings: &Settings, expiry: Option<Expiry>) -> Instant {
+    let next = Instant::now() + settings.heartbeat_interval;
+    expiry.map_or(next, |expiry| next.min(expiry.at))
 }
 
 /// A stream whose `Hello` was accepted.
@@ -130,7 +135,10 @@ struct Session {
     ended: watch::Receiver<Option<End>>,
     lifecycle: watch::Receiver<Lifecycle>,
     has_drained: bool,
+    /// Not after `expiry`, so that one timer serves both.
     next_heartbeat: Instant,
+    /// An identity that has expired keeps no stream.
+    expiry: Option<Expiry>,
     has_resumed: bool,
 }
 
@@ -183,6 +191,7 @@ impl Session {
             heartbeat_interval_ms: shared.settings.heartbeat_interval_ms(),
             behind_wait_ms: shared.settings.behind_wait_ms(),
         }));
+        let expiry = peer.expiry();
         let mut node = store.follow_node(&agent.node);
         node.mark_changed();
         Self {
@@ -195,7 +204,8 @@ impl Session {
             ended: agent.ended(),
             lifecycle: shared.lifecycle.subscribe(),
             has_drained: false,
-            next_heartbeat: Instant::now() + shared.settings.heartbeat_interval,
+            next_heartbeat: next_heartbeat(&shared.settings, expiry),
+            expiry,
             has_resumed: false,
             agent,
             shared,
@@ -230,6 +240,9 @@ impl Session {
             return Ok(Some(self.drain()));
         }
         if self.next_heartbeat <= Instant::now() {
+            if let Some(denied) = self.expiry.and_then(Expiry::due) {
+                return Err(End::refusal(denied.reason(), denied.into()));
+            }
             return Ok(Some(self.heartbeat()));
         }
         // Before the source has synced there may be nodes that are just not listed yet.
@@ -280,7 +293,7 @@ impl Session {
     }
 
     fn heartbeat(&mut self) -> Bytes {
-        self.next_heartbeat = Instant::now() + self.shared.settings.heartbeat_interval;
+        self.next_heartbeat = next_heartbeat(&self.shared.settings, self.expiry);
         let source_age_ms = u64::try_from(self.shared.store.source_age().as_millis()).unwrap_or(u64::MAX);
         server_frame(Body::Heartbeat(v1::Heartbeat { head_version: self.shared.store.version(), source_age_ms }))
     }

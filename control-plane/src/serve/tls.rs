@@ -1,110 +1,212 @@
-//! TLS from PEM files. What is missing, malformed or does not fit together is refused at start: there is no falling back.
+//! TLS from PEM files, which may change while the control plane runs.
+//!
+//! What is missing, malformed or does not fit together is refused at start: there is no falling back. Later the last good set stays in use until the
+//! files are a good set again. A reload touches no connection that is there: each handshake takes the configuration of its moment.
 
 use std::{
+    collections::BTreeSet,
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{Arc, Mutex, PoisonError},
+    time::{Duration, SystemTime},
 };
 
+use arc_swap::ArcSwap;
+use headgate_tls::{FileError, Files, Loaded, Material, Reloader, Side, date};
+use notify::{
+    EventKind, RecursiveMode, Watcher as _,
+    event::{AccessKind, AccessMode},
+};
 use rustls::{
-    RootCertStore, ServerConfig,
+    ServerConfig,
     crypto::ring,
-    pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject as _},
-    server::WebPkiClientVerifier,
+    server::{NoServerSessionStorage, WebPkiClientVerifier},
+    sign::SingleCertAndKey,
 };
+use tokio::{
+    sync::mpsc,
+    time::{Instant, sleep, timeout},
+};
+use tokio_util::sync::CancellationToken;
 
-/// The three files.
-#[derive(Debug, Clone)]
-pub struct TlsFiles {
-    /// This replica's certificate, followed by its chain.
-    pub cert: PathBuf,
-    /// Its private key.
-    pub key: PathBuf,
-    /// Authorities that sign clients' certificates.
-    pub client_ca: PathBuf,
-}
+use crate::metrics::Metrics;
 
-/// A file that cannot be used. Names the option, the file and the remedy.
-#[derive(Debug, thiserror::Error)]
-pub enum TlsError {
-    /// Not readable as PEM.
-    #[error("{option} {file}: {problem}; it must be a PEM file with {expected}")]
-    File {
-        /// Option that named the file.
-        option: &'static str,
-        /// The file.
-        file: PathBuf,
-        /// What is wrong.
-        problem: String,
-        /// What should be in it.
-        expected: &'static str,
-    },
-    /// Certificate and key are of different pairs, or of a kind that is not supported.
-    #[error(
-        "--tls-cert {cert} and --tls-key {key} do not fit together: {problem}; pass the key that the certificate was made for"
-    )]
-    Pair {
-        /// The certificate's file.
-        cert: PathBuf,
-        /// The key's file.
-        key: PathBuf,
-        /// What is wrong.
-        problem: rustls::Error,
-    },
-    /// The cryptographic provider does not do what was asked of it.
-    #[error("TLS: {0}")]
-    Provider(String),
-}
+/// How often the files are read without a notice: notices do not follow links out of a folder, and may be lost.
+const POLL: Duration = Duration::from_secs(30);
+
+/// Files are read once their folders have been quiet for so long.
+const QUIET: Duration = Duration::from_millis(200);
+
+/// Longest time that restless folders are waited for.
+const LONGEST_UNREST: Duration = Duration::from_secs(2);
+
+/// What does not fit together is read again after this time before anything is said: certificate and key may be written one after the other.
+const SECOND_LOOK: Duration = Duration::from_secs(1);
+
+/// Session tickets that a client gets in a handshake. It has one connection at a time.
+const TICKETS: usize = 1;
 
 /// The server's side: TLS 1.2 and 1.3, HTTP/2 only, and a client certificate from everybody.
-///
-/// # Errors
-///
-/// [`TlsError`]; trying again does not help unless the files change.
-pub fn server_config(files: &TlsFiles) -> Result<Arc<ServerConfig>, TlsError> {
+#[derive(Debug)]
+pub struct ServerTls {
+    files: Files,
+    reloader: Mutex<Reloader<ServerConfig>>,
+    current: ArcSwap<Loaded<ServerConfig>>,
+}
+
+impl ServerTls {
+    /// Reads the files of `--tls-cert`, `--tls-key` and `--tls-client-ca`.
+    ///
+    /// # Errors
+    ///
+    /// The first thing that is wrong with them; trying again helps once they have changed.
+    pub fn load(cert: PathBuf, key: PathBuf, client_ca: PathBuf) -> Result<Arc<Self>, FileError> {
+        let files = Files { side: Side::Server, cert, key, ca: client_ca };
+        let mut reloader = Reloader::new(files.clone(), server_config);
+        let current = ArcSwap::new(reloader.load(SystemTime::now())?);
+        Ok(Arc::new(Self { files, reloader: Mutex::new(reloader), current }))
+    }
+
+    /// The files.
+    #[must_use]
+    pub fn files(&self) -> &Files {
+        &self.files
+    }
+
+    /// The configuration for the next handshake.
+    #[must_use]
+    pub fn config(&self) -> Arc<ServerConfig> {
+        Arc::clone(&self.current.load().config)
+    }
+
+    /// Follows the files until `shutdown` is cancelled.
+    pub(super) async fn follow(self: Arc<Self>, metrics: Arc<Metrics>, shutdown: CancellationToken) {
+        shutdown.run_until_cancelled(self.follow_every(POLL, &metrics)).await;
+    }
+
+    async fn follow_every(self: &Arc<Self>, poll: Duration, metrics: &Metrics) {
+        self.show(metrics);
+        let (sender, mut notices) = mpsc::channel(1);
+        let watcher = watch(&self.files, sender);
+        let _watcher = watcher.inspect_err(|error| {
+            let seconds = poll.as_secs();
+            tracing::warn!(
+                "new TLS files are noticed only every {seconds} seconds, since the system gives no notice: {error}"
+            );
+        });
+        let mut problem = None;
+        loop {
+            // Without a watcher the channel is closed, and this is just the wait.
+            let noticed = timeout(poll, async {
+                match notices.recv().await {
+                    Some(()) => settled(&mut notices).await,
+                    None => std::future::pending().await,
+                }
+            });
+            let is_noticed = noticed.await.is_ok();
+            let mut result = self.reload().await;
+            if result.is_err() && is_noticed {
+                sleep(SECOND_LOOK).await;
+                result = self.reload().await;
+            }
+            match result {
+                Ok(is_new) => {
+                    if is_new || problem.take().is_some() {
+                        metrics.count_tls_reload("success");
+                        self.show(metrics);
+                    }
+                    problem = None;
+                }
+                Err(error) => {
+                    let text = error.to_string();
+                    if problem.as_ref() != Some(&text) {
+                        metrics.count_tls_reload("failure");
+                        tracing::error!("{text}. The files read before stay in use");
+                        problem = Some(text);
+                    }
+                }
+            }
+        }
+    }
+
+    /// True when the files hold something new.
+    async fn reload(self: &Arc<Self>) -> Result<bool, FileError> {
+        let tls = Arc::clone(self);
+        let load = move || {
+            let mut reloader = tls.reloader.lock().unwrap_or_else(PoisonError::into_inner);
+            let loaded = reloader.load(SystemTime::now())?;
+            let is_new = !Arc::ptr_eq(&loaded, &tls.current.load());
+            tls.current.store(loaded);
+            Ok(is_new)
+        };
+        match tokio::task::spawn_blocking(load).await {
+            Ok(result) => result,
+            Err(error) => {
+                tracing::error!(%error, "reading TLS files ended by a defect");
+                Ok(false)
+            }
+        }
+    }
+
+    fn show(&self, metrics: &Metrics) {
+        let current = self.current.load();
+        metrics.set_tls_not_after(&current);
+        let (not_after, authorities) = (date(current.validity.not_after), date(current.authorities_not_after));
+        tracing::info!(cert = %self.files.cert.display(), not_after, authorities_not_after = authorities, "TLS files in use");
+    }
+}
+
+/// A configuration with ticket keys of its own: a session of the one before cannot be resumed, so a client is verified against the authorities
+/// of now. The session is in the client's ticket, certificate included, and takes no memory here.
+fn server_config(material: &Material) -> Result<ServerConfig, rustls::Error> {
     let provider = Arc::new(ring::default_provider());
-    let roots = roots(&files.client_ca)?;
-    let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), Arc::clone(&provider)).build();
-    let verifier = verifier.map_err(|error| TlsError::Provider(error.to_string()))?;
-    let builder = ServerConfig::builder_with_provider(provider).with_safe_default_protocol_versions();
-    let builder = builder.map_err(|error| TlsError::Provider(error.to_string()))?.with_client_cert_verifier(verifier);
-    let chain = certificates("--tls-cert", &files.cert)?;
-    let key = PrivateKeyDer::from_pem_file(&files.key).map_err(|error| TlsError::File {
-        option: "--tls-key",
-        file: files.key.clone(),
-        problem: error.to_string(),
-        expected: "a private key (PKCS#8, PKCS#1 or SEC1)",
-    })?;
-    let pair = |problem| TlsError::Pair { cert: files.cert.clone(), key: files.key.clone(), problem };
-    let mut config = builder.with_single_cert(chain, key).map_err(pair)?;
+    let roots = Arc::new(material.authorities.clone());
+    let verifier = WebPkiClientVerifier::builder_with_provider(roots, Arc::clone(&provider)).build();
+    let verifier = verifier.map_err(|error| rustls::Error::General(error.to_string()))?;
+    let builder = ServerConfig::builder_with_provider(provider).with_safe_default_protocol_versions()?;
+    let own = Arc::new(SingleCertAndKey::from(Arc::clone(&material.own)));
+    let mut config = builder.with_client_cert_verifier(verifier).with_cert_resolver(own);
     config.alpn_protocols = vec![b"h2".to_vec()];
-    Ok(Arc::new(config))
+    config.ticketer = ring::Ticketer::new()?;
+    config.send_tls13_tickets = TICKETS;
+    config.session_storage = Arc::new(NoServerSessionStorage {});
+    Ok(config)
 }
 
-fn roots(file: &Path) -> Result<RootCertStore, TlsError> {
-    let mut roots = RootCertStore::empty();
-    for certificate in certificates("--tls-client-ca", file)? {
-        roots.add(certificate).map_err(|error| unusable("--tls-client-ca", file, error.to_string()))?;
+/// Until nothing has been noticed for a while.
+async fn settled(notices: &mut mpsc::Receiver<()>) {
+    let deadline = Instant::now() + LONGEST_UNREST;
+    while Instant::now() < deadline && timeout(QUIET, notices.recv()).await.is_ok_and(|notice| notice.is_some()) {}
+}
+
+/// Watches the folders and not the files, which are replaced by others of the same name; in a mounted Secret only the link `..data` is.
+fn watch(files: &Files, sender: mpsc::Sender<()>) -> notify::Result<notify::RecommendedWatcher> {
+    let mut watcher = notify::recommended_watcher(move |event: notify::Result<notify::Event>| {
+        let is_read = |event: &notify::Event| match event.kind {
+            EventKind::Access(AccessKind::Close(AccessMode::Write)) => false,
+            EventKind::Access(_) => true,
+            _ => false,
+        };
+        if !event.is_ok_and(|event| is_read(&event)) {
+            // A full channel holds a notice already; a closed one has nobody to tell.
+            let _ = sender.try_send(());
+        }
+    })?;
+    let folder = |file: &Path| match file.parent() {
+        Some(folder) if folder.as_os_str().is_empty() => PathBuf::from("."),
+        Some(folder) => folder.to_owned(),
+        None => file.to_owned(),
+    };
+    let folders: BTreeSet<PathBuf> = [&files.cert, &files.key, &files.ca].map(|file| folder(file)).into();
+    for folder in folders {
+        watcher.watch(&folder, RecursiveMode::NonRecursive)?;
     }
-    Ok(roots)
-}
-
-fn certificates(option: &'static str, file: &Path) -> Result<Vec<CertificateDer<'static>>, TlsError> {
-    let read = || CertificateDer::pem_file_iter(file)?.collect::<Result<Vec<_>, _>>();
-    let certificates = read().map_err(|error| unusable(option, file, error.to_string()))?;
-    if certificates.is_empty() {
-        return Err(unusable(option, file, "no certificate in it".into()));
-    }
-    Ok(certificates)
-}
-
-fn unusable(option: &'static str, file: &Path, problem: String) -> TlsError {
-    TlsError::File { option, file: file.to_owned(), problem, expected: "one certificate or more" }
+    Ok(watcher)
 }
 
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-    use std::fs;
+    use std::{fs, os::unix::fs::symlink};
 
     use rcgen::{CertificateParams, KeyPair};
 
@@ -112,48 +214,70 @@ mod tests {
 
     struct Folder {
         folder: tempfile::TempDir,
-        files: TlsFiles,
     }
 
-    fn folder() -> Folder {
-        let folder = tempfile::tempdir().unwrap();
-        let files = TlsFiles {
-            cert: folder.path().join("tls.crt"),
-            key: folder.path().join("tls.key"),
-            client_ca: folder.path().join("ca.crt"),
+    impl Folder {
+        fn new() -> Self {
+            let new = Self { folder: tempfile::tempdir().unwrap() };
+            new.write("");
+            new
+        }
+
+        fn path(&self, name: &str) -> PathBuf {
+            self.folder.path().join(name)
+        }
+
+        fn write(&self, below: &str) {
+            let key = KeyPair::generate().unwrap();
+            let certificate = CertificateParams::new(vec!["localhost".into()]).unwrap().self_signed(&key).unwrap();
+            for (name, text) in
+                [("tls.crt", certificate.pem()), ("tls.key", key.serialize_pem()), ("ca.crt", certificate.pem())]
+            {
+                fs::write(self.path(below).join(name), text).unwrap();
+            }
+        }
+
+        fn load(&self) -> Result<Arc<ServerTls>, FileError> {
+            ServerTls::load(self.path("tls.crt"), self.path("tls.key"), self.path("ca.crt"))
+        }
+    }
+
+    #[test]
+    fn good_files_are_taken_and_bad_ones_refused() {
+        let folder = Folder::new();
+        let config = folder.load().unwrap().config();
+        assert_eq!(config.alpn_protocols, [b"h2".to_vec()]);
+        assert!(config.ticketer.enabled() && !config.session_storage.can_cache());
+        fs::write(folder.path("ca.crt"), "garbage").unwrap();
+        let error = folder.load().map(drop).unwrap_err().to_string();
+        assert!(error.contains("--tls-client-ca") && error.contains("no certificate in it"), "{error}");
+    }
+
+    /// Until the configuration is another than `old`, with a guard against waiting for ever.
+    async fn replaced(tls: &ServerTls, old: &Arc<ServerConfig>) {
+        let replaced = async {
+            while Arc::ptr_eq(&tls.config(), old) {
+                sleep(Duration::from_millis(5)).await;
+            }
         };
-        let key = KeyPair::generate().unwrap();
-        let certificate = CertificateParams::new(vec!["localhost".into()]).unwrap().self_signed(&key).unwrap();
-        fs::write(&files.cert, certificate.pem()).unwrap();
-        fs::write(&files.key, key.serialize_pem()).unwrap();
-        fs::write(&files.client_ca, certificate.pem()).unwrap();
-        Folder { folder, files }
+        timeout(Duration::from_secs(60), replaced).await.expect("the new files are not taken up");
     }
 
-    fn problem(files: &TlsFiles) -> String {
-        server_config(files).map(|_| ()).unwrap_err().to_string()
-    }
-
-    #[test]
-    fn good_files_are_taken() {
-        assert_eq!(server_config(&folder().files).unwrap().alpn_protocols, [b"h2".to_vec()]);
-    }
-
-    #[test]
-    fn bad_files_are_named_with_their_option() {
-        let Folder { folder: _keep, files } = folder();
-        let missing = problem(&TlsFiles { key: "/nonexistent/tls.key".into(), ..files.clone() });
-        assert!(missing.contains("--tls-key /nonexistent/tls.key"), "{missing}");
-        fs::write(&files.client_ca, "garbage").unwrap();
-        let malformed = problem(&files);
-        assert!(malformed.contains("--tls-client-ca") && malformed.contains("no certificate in it"), "{malformed}");
-    }
-
-    #[test]
-    fn a_key_of_another_pair_is_refused() {
-        let Folder { folder: _keep, files } = folder();
-        fs::write(&files.key, KeyPair::generate().unwrap().serialize_pem()).unwrap();
-        let mismatch = problem(&files);
-        assert!(mismatch.contains("do not fit together"), "{mismatch}");
+    #[tokio::test]
+    async fn links_into_other_folders_are_followed_by_polling() {
+        let folder = Folder::new();
+        fs::create_dir(folder.path("far")).unwrap();
+        folder.write("far");
+        for name in ["tls.crt", "tls.key", "ca.crt"] {
+            fs::remove_file(folder.path(name)).unwrap();
+            symlink(folder.path("far").join(name), folder.path(name)).unwrap();
+        }
+        let (tls, metrics) = (folder.load().unwrap(), Metrics::default());
+        let old = tls.config();
+        folder.write("far");
+        tokio::select! {
+            () = tls.follow_every(Duration::from_millis(20), &metrics) => unreachable!(),
+            () = replaced(&tls, &old) => {}
+        }
     }
 }

@@ -74,15 +74,16 @@ async fn misbehaving_agents_are_refused_and_others_undisturbed() {
 async fn certificates_say_which_node_it_is() {
     let authority = tls::Authority::new();
     let folder = tempfile::tempdir().unwrap();
-    let config = authority.server_config(folder.path());
-    let replica = Replica::start_with(settings(), Security::Tls(config)).await;
+    let tls = authority.server_tls(folder.path());
+    let replica = Replica::start_with(settings(), Security::Tls(tls)).await;
     replica.store.synced();
     replica.put([service(1, 80)]);
     let address = replica.running.local_addr;
     let by_uri =
         tls::connect(address, &authority, Some(&authority.client("anything", Some("headgate://node/n1")))).await;
     let by_name = tls::connect(address, &authority, Some(&authority.client("system:node:n2", None))).await;
-    let reader = tls::connect(address, &authority, Some(&authority.client("an operator", None))).await;
+    let reader = authority.client("an operator", Some("headgate://reader/operator"));
+    let reader = tls::connect(address, &authority, Some(&reader)).await;
     for (channel, node) in [(&by_uri, "n1"), (&by_name, "n2")] {
         let mut client = Client::open(channel.clone().unwrap(), node, None).await.unwrap();
         client.reach(1).await;

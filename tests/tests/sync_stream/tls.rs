@@ -2,11 +2,11 @@
 
 use std::{fs, net::SocketAddr, path::Path, sync::Arc};
 
-use headgate_control_plane::serve::tls::{TlsFiles, server_config};
+use headgate_control_plane::serve::tls::ServerTls;
 use hyper_util::rt::TokioIo;
 use rcgen::{BasicConstraints, Certificate, CertificateParams, DnType, IsCa, Issuer, KeyPair, SanType};
 use rustls::{
-    ClientConfig, RootCertStore, ServerConfig,
+    ClientConfig, RootCertStore,
     crypto::ring,
     pki_types::{PrivateKeyDer, PrivatePkcs8KeyDer, ServerName},
 };
@@ -49,14 +49,13 @@ impl Authority {
     }
 
     /// Writes the server's files and loads them as the control plane does.
-    pub(crate) fn server_config(&self, folder: &Path) -> Arc<ServerConfig> {
+    pub(crate) fn server_tls(&self, folder: &Path) -> Arc<ServerTls> {
         let leaf = self.leaf("control plane", vec![SanType::DnsName("localhost".try_into().unwrap())]);
-        let files =
-            TlsFiles { cert: folder.join("tls.crt"), key: folder.join("tls.key"), client_ca: folder.join("ca.crt") };
-        fs::write(&files.cert, leaf.certificate.pem()).unwrap();
-        fs::write(&files.key, leaf.key.serialize_pem()).unwrap();
-        fs::write(&files.client_ca, self.certificate.pem()).unwrap();
-        server_config(&files).unwrap()
+        let [cert, key, client_ca] = ["tls.crt", "tls.key", "ca.crt"].map(|name| folder.join(name));
+        fs::write(&cert, leaf.certificate.pem()).unwrap();
+        fs::write(&key, leaf.key.serialize_pem()).unwrap();
+        fs::write(&client_ca, self.certificate.pem()).unwrap();
+        ServerTls::load(cert, key, client_ca).unwrap()
     }
 }
 

@@ -1,0 +1,121 @@
+//! What went wrong in a handshake, and what to do about it.
+
+use std::{io, time::Duration, time::UNIX_EPOCH};
+
+use rustls::{AlertDescription, CertificateError, Error, pki_types::UnixTime};
+
+use crate::{
+    files::{Files, Side},
+    validity::date,
+};
+
+/// A handshake that came to nothing.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Refusal {
+    /// A label from a small fixed set.
+    pub reason: &'static str,
+    /// What is wrong, and the remedy.
+    pub sentence: String,
+}
+
+impl Refusal {
+    fn new(reason: &'static str, sentence: String) -> Self {
+        Self { reason, sentence }
+    }
+}
+
+/// Explains an error of a TLS connection at the end that has these files. `None` when it is not TLS that failed.
+#[must_use]
+pub fn explain(error: &io::Error, files: &Files) -> Option<Refusal> {
+    let error = error.get_ref()?.downcast_ref::<Error>()?;
+    Some(match error {
+        Error::InvalidCertificate(error) => certificate(error, files),
+        Error::NoCertificatesPresented => {
+            let text = "the client shows no certificate; give it one by its --tls-cert and --tls-key";
+            Refusal::new("no_certificate", text.to_owned())
+        }
+        Error::AlertReceived(alert) => alerted(*alert, files),
+        Error::InvalidMessage(_) => {
+            let text = format!("the other end does not speak TLS ({error}); write https:// where its URL is given");
+            Refusal::new("not_tls", text)
+        }
+        _ => Refusal::new("other", format!("TLS: {error}")),
+    })
+}
+
+/// The other end's certificate is not believed here.
+fn certificate(error: &CertificateError, files: &Files) -> Refusal {
+    let (whose, usage) = match files.side {
+        Side::Server => ("the client's certificate", "clientAuth"),
+        Side::Client => ("the control plane's certificate", "serverAuth"),
+    };
+    let (option, ca) = (files.side.ca_option(), files.ca.display());
+    match error {
+        CertificateError::Expired => {
+            Refusal::new("certificate_expired", format!("{whose} has expired; renew it, or check this machine's clock"))
+        }
+        CertificateError::ExpiredContext { not_after, .. } => Refusal::new(
+            "certificate_expired",
+            format!("{whose} expired at {}; renew it, or check this machine's clock", moment(*not_after)),
+        ),
+        CertificateError::NotValidYet => Refusal::new(
+            "certificate_not_yet_valid",
+            format!("{whose} is not valid yet; check the clocks of both machines"),
+        ),
+        CertificateError::NotValidYetContext { not_before, .. } => Refusal::new(
+            "certificate_not_yet_valid",
+            format!("{whose} is not valid before {}; check the clocks of both machines", moment(*not_before)),
+        ),
+        // A signature that does not verify is what an authority of the same name but another key gives.
+        CertificateError::UnknownIssuer | CertificateError::BadSignature => Refusal::new(
+            "unknown_authority",
+            format!(
+                "{whose} is signed by no authority of {option} {ca}; have one of them sign it, or add its authority to the file"
+            ),
+        ),
+        CertificateError::InvalidPurpose | CertificateError::InvalidPurposeContext { .. } => Refusal::new(
+            "wrong_usage",
+            format!("{whose} lacks the extended key usage {usage}; have it made anew with that usage"),
+        ),
+        CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. } => Refusal::new(
+            "wrong_name",
+            format!(
+                "the control plane's {error}; connect to a name that it has, or have it made anew with the name or address of the URL"
+            ),
+        ),
+        _ => Refusal::new("bad_certificate", format!("{whose} cannot be used ({error}); have it made anew")),
+    }
+}
+
+fn moment(time: UnixTime) -> String {
+    date(UNIX_EPOCH + Duration::from_secs(time.as_secs()))
+}
+
+/// Our certificate is not believed there.
+fn alerted(alert: AlertDescription, files: &Files) -> Refusal {
+    let cert = files.cert.display();
+    if files.side == Side::Server {
+        let text = format!(
+            "the client refuses the certificate of --tls-cert {cert} ({alert:?}); give the client its authority (--tls-ca), and connect to an \
+             address that the certificate names"
+        );
+        return Refusal::new("refused_by_client", text);
+    }
+    let own = format!("the control plane refuses the certificate of --tls-cert {cert}");
+    let text = match alert {
+        AlertDescription::CertificateExpired => {
+            format!("{own}: it has expired, or is not valid yet; renew it, and check the clocks of both machines")
+        }
+        AlertDescription::UnknownCA | AlertDescription::DecryptError => format!(
+            "{own}: no authority that the control plane knows signed it; have one of its --tls-client-ca sign it, or add its authority there"
+        ),
+        AlertDescription::UnsupportedCertificate => {
+            format!("{own}: it is not for clients; have it made anew with the extended key usage clientAuth")
+        }
+        AlertDescription::CertificateRequired => {
+            "the control plane wants a client certificate; pass --tls-cert and --tls-key".to_owned()
+        }
+        other => format!("{own} ({other:?}); its log says why, and docs/tls.md what a certificate needs"),
+    };
+    Refusal::new("refused_by_control_plane", text)
+}

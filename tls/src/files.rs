@@ -1,0 +1,251 @@
+//! The three PEM files of one end, read and checked.
+
+use std::{
+    fmt,
+    fs::File,
+    io::{self, Read as _},
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::SystemTime,
+};
+
+use rustls::{
+    RootCertStore,
+    crypto::ring,
+    pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject as _},
+    sign::CertifiedKey,
+};
+use x509_parser::prelude::{FromDer as _, GeneralName, X509Certificate};
+
+use crate::validity::{Validity, date};
+
+/// Longest file that is read; a bundle of a thousand authorities is shorter.
+const MAX_FILE_BYTES: u64 = 4 << 20;
+
+/// Which end of a connection the files are for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Side {
+    /// Accepts connections.
+    Server,
+    /// Makes them.
+    Client,
+}
+
+impl Side {
+    /// Option that names the file with the authorities of the other end.
+    #[must_use]
+    pub fn ca_option(self) -> &'static str {
+        match self {
+            Self::Server => "--tls-client-ca",
+            Self::Client => "--tls-ca",
+        }
+    }
+}
+
+/// The three files.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Files {
+    /// Which end this is.
+    pub side: Side,
+    /// The own certificate, followed by its chain (`--tls-cert`).
+    pub cert: PathBuf,
+    /// Its private key (`--tls-key`).
+    pub key: PathBuf,
+    /// Authorities that the other end's certificate may be signed by.
+    pub ca: PathBuf,
+}
+
+/// A file that cannot be used. Trying again helps once the file has changed.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{option} {}: {problem}; {remedy}", .file.display())]
+pub struct FileError {
+    /// Option that named the file.
+    pub option: &'static str,
+    /// The file.
+    pub file: PathBuf,
+    /// What is wrong.
+    pub problem: String,
+    /// What to do about it.
+    pub remedy: String,
+}
+
+/// What the files hold, as it was read.
+#[derive(PartialEq, Eq)]
+pub(crate) struct Contents {
+    cert: Vec<u8>,
+    key: Vec<u8>,
+    ca: Vec<u8>,
+}
+
+impl fmt::Debug for Contents {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // The key is nobody's business.
+        f.debug_struct("Contents").finish_non_exhaustive()
+    }
+}
+
+/// What the files hold, checked: complete, of one pair, for this side, and valid now.
+#[derive(Debug)]
+pub struct Material {
+    /// Own chain and key.
+    pub own: Arc<CertifiedKey>,
+    /// Authorities that are believed.
+    pub authorities: RootCertStore,
+    /// Of the own certificate.
+    pub validity: Validity,
+    /// When the first of the authorities expires.
+    pub authorities_not_after: SystemTime,
+}
+
+impl Files {
+    /// Reads the three files. Blocks.
+    ///
+    /// # Errors
+    ///
+    /// The first that cannot be read.
+    pub(crate) fn read(&self) -> Result<Contents, FileError> {
+        Ok(Contents {
+            cert: self.read_one("--tls-cert", &self.cert)?,
+            key: self.read_one("--tls-key", &self.key)?,
+            ca: self.read_one(self.side.ca_option(), &self.ca)?,
+        })
+    }
+
+    fn read_one(&self, option: &'static str, file: &Path) -> Result<Vec<u8>, FileError> {
+        let read = || -> io::Result<Vec<u8>> {
+            let mut bytes = Vec::new();
+            File::open(file)?.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes)?;
+            Ok(bytes)
+        };
+        let bytes = read().map_err(|error| {
+            let remedy = format!("it must be a PEM file with {} that this program may read", self.expected(option));
+            fault(option, file, format!("cannot read it: {error}"), remedy)
+        })?;
+        if bytes.len() as u64 > MAX_FILE_BYTES {
+            let problem = format!("it has more than {MAX_FILE_BYTES} bytes");
+            return Err(fault(option, file, problem, format!("it must be a PEM file with {}", self.expected(option))));
+        }
+        Ok(bytes)
+    }
+
+    fn expected(&self, option: &'static str) -> &'static str {
+        match option {
+            "--tls-key" => "a private key (PKCS#8, PKCS#1 or SEC1)",
+            "--tls-cert" => "this program's certificate and its chain",
+            _ => match self.side {
+                Side::Server => "the authorities that sign clients' certificates",
+                Side::Client => "the authorities that sign control planes' certificates",
+            },
+        }
+    }
+
+    /// Checks what was read.
+    ///
+    /// # Errors
+    ///
+    /// The first thing that is wrong.
+    pub(crate) fn check(&self, contents: &Contents, now: SystemTime) -> Result<Material, FileError> {
+        let (authorities, authorities_not_after) = self.authorities(&contents.ca, now)?;
+        let chain = self.certificates("--tls-cert", &self.cert, &contents.cert)?;
+        let validity = self.check_own(&chain[0], now)?;
+        let key = PrivateKeyDer::from_pem_slice(&contents.key).map_err(|error| {
+            let remedy = format!("it must be a PEM file with {}", self.expected("--tls-key"));
+            fault("--tls-key", &self.key, error.to_string(), remedy)
+        })?;
+        let own = CertifiedKey::from_der(chain, key, &ring::default_provider()).map_err(|error| {
+            let problem = format!("it does not fit together with --tls-cert {}: {error}", self.cert.display());
+            fault("--tls-key", &self.key, problem, "put the key there that the certificate was made for".into())
+        })?;
+        Ok(Material { own: Arc::new(own), authorities, validity, authorities_not_after })
+    }
+
+    /// Expired authorities are left out: rustls would go on to believe them.
+    fn authorities(&self, pem: &[u8], now: SystemTime) -> Result<(RootCertStore, SystemTime), FileError> {
+        let (option, file) = (self.side.ca_option(), &self.ca);
+        let mut roots = RootCertStore::empty();
+        let (mut first, mut last_expired) = (None, None);
+        for certificate in self.certificates(option, file, pem)? {
+            let validity = self.parse(option, file, &certificate).map(|parsed| Validity::of(&parsed))?;
+            if validity.has_expired(now) {
+                last_expired = last_expired.max(Some(validity.not_after));
+                continue;
+            }
+            first = Some(first.map_or(validity.not_after, |first: SystemTime| first.min(validity.not_after)));
+            roots.add(certificate).map_err(|error| self.malformed(option, file, &error.to_string()))?;
+        }
+        match (first, last_expired) {
+            (Some(first), _) => Ok((roots, first)),
+            (None, expired) => {
+                let when = expired.map(date).unwrap_or_default();
+                let problem = format!("every authority in it has expired, the last at {when}");
+                Err(fault(option, file, problem, "replace them by authorities that are valid".into()))
+            }
+        }
+    }
+
+    fn check_own(&self, certificate: &CertificateDer<'_>, now: SystemTime) -> Result<Validity, FileError> {
+        let (option, file) = ("--tls-cert", &self.cert);
+        let parsed = self.parse(option, file, certificate)?;
+        let fail = |problem: String, remedy: &str| Err(fault(option, file, problem, remedy.to_owned()));
+        let validity = Validity::of(&parsed);
+        if validity.has_expired(now) {
+            return fail(format!("the certificate expired at {}", date(validity.not_after)), "renew it");
+        }
+        if now < validity.not_before {
+            let problem = format!("the certificate is not valid before {}", date(validity.not_before));
+            return fail(problem, "check this machine's clock, or wait");
+        }
+        let malformed = |error: x509_parser::error::X509Error| self.malformed(option, file, &error.to_string());
+        let (usage, remedy) = match self.side {
+            Side::Server => ("serverAuth", "have it made anew with the extended key usage serverAuth"),
+            Side::Client => ("clientAuth", "have it made anew with the extended key usage clientAuth"),
+        };
+        let allows = parsed.extended_key_usage().map_err(malformed)?.is_none_or(|extension| {
+            let value = extension.value;
+            value.any || if self.side == Side::Server { value.server_auth } else { value.client_auth }
+        });
+        if !allows {
+            return fail(format!("the certificate's extended key usage lacks {usage}"), remedy);
+        }
+        let names = parsed.subject_alternative_name().map_err(malformed)?;
+        let mut names = names.iter().flat_map(|extension| &extension.value.general_names);
+        let has_address = names.any(|name| matches!(name, GeneralName::DNSName(_) | GeneralName::IPAddress(_)));
+        if self.side == Side::Server && !has_address {
+            let problem = "the certificate names no address in its subject alternative names".to_owned();
+            return fail(problem, "have it made anew with the DNS names and IP addresses that agents connect to");
+        }
+        Ok(validity)
+    }
+
+    fn certificates(
+        &self,
+        option: &'static str,
+        file: &Path,
+        pem: &[u8],
+    ) -> Result<Vec<CertificateDer<'static>>, FileError> {
+        let certificates = CertificateDer::pem_slice_iter(pem).collect::<Result<Vec<_>, _>>();
+        let certificates = certificates.map_err(|error| self.malformed(option, file, &error.to_string()))?;
+        if certificates.is_empty() {
+            return Err(self.malformed(option, file, "no certificate in it"));
+        }
+        Ok(certificates)
+    }
+
+    fn parse<'a>(
+        &self,
+        option: &'static str,
+        file: &Path,
+        der: &'a CertificateDer<'_>,
+    ) -> Result<X509Certificate<'a>, FileError> {
+        let parsed = X509Certificate::from_der(der).map(|(_, certificate)| certificate);
+        parsed.map_err(|error| self.malformed(option, file, &format!("a certificate in it is malformed: {error}")))
+    }
+
+    fn malformed(&self, option: &'static str, file: &Path, problem: &str) -> FileError {
+        fault(option, file, problem.to_owned(), format!("it must be a PEM file with {}", self.expected(option)))
+    }
+}
+
+fn fault(option: &'static str, file: &Path, problem: String, remedy: String) -> FileError {
+    FileError { option, file: file.to_owned(), problem, remedy }
+}

@@ -1,0 +1,15 @@
+//! What both ends of a Headgate connection need of TLS: certificates, keys and authorities from PEM files that change while a program runs,
+//! and sentences for what goes wrong.
+//!
+//! [`Files`] names the three files, [`Reloader`] turns them into a configuration of rustls and into a new one when they have changed, and
+//! [`explain`] says of a handshake that failed what is wrong and what to do about it.
+
+mod explain;
+mod files;
+mod reloader;
+mod validity;
+
+pub use explain::{Refusal, explain};
+pub use files::{FileError, Files, Material, Side};
+pub use reloader::{Loaded, Reloader};
+pub use validity::{Validity, date};

@@ -1,0 +1,130 @@
+#![allow(clippy::unwrap_used)]
+use std::{
+    fs,
+    time::{Duration, UNIX_EPOCH},
+};
+
+use rcgen::{
+    BasicConstraints, CertificateParams, CertifiedIssuer, ExtendedKeyUsagePurpose, IsCa, KeyPair, date_time_ymd,
+};
+
+use super::*;
+use crate::files::Side;
+
+struct Folder {
+    folder: tempfile::TempDir,
+    authority: CertifiedIssuer<'static, KeyPair>,
+}
+
+fn authority() -> CertifiedIssuer<'static, KeyPair> {
+    let mut params = CertificateParams::default();
+    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap()
+}
+
+impl Folder {
+    fn new() -> Self {
+        let new = Self { folder: tempfile::tempdir().unwrap(), authority: authority() };
+        new.write("ca", &new.authority.pem());
+        new.own(|_| {});
+        new
+    }
+
+    fn write(&self, name: &str, text: &str) {
+        fs::write(self.folder.path().join(name), text).unwrap();
+    }
+
+    fn own(&self, change: impl FnOnce(&mut CertificateParams)) {
+        let mut params = CertificateParams::new(vec!["localhost".into()]).unwrap();
+        params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
+        change(&mut params);
+        let key = KeyPair::generate().unwrap();
+        self.write("cert", &params.signed_by(&key, &self.authority).unwrap().pem());
+        self.write("key", &key.serialize_pem());
+    }
+
+    fn reloader(&self, side: Side) -> Reloader<usize> {
+        let path = |name| self.folder.path().join(name);
+        let files = Files { side, cert: path("cert"), key: path("key"), ca: path("ca") };
+        Reloader::new(files, |material| Ok(material.authorities.len()))
+    }
+
+    fn problem(&self, side: Side) -> String {
+        self.reloader(side).load(SystemTime::now()).map(drop).unwrap_err().to_string()
+    }
+}
+
+#[test]
+fn the_same_content_gives_the_same_configuration_and_another_a_new_one() {
+    let folder = Folder::new();
+    let mut reloader = folder.reloader(Side::Server);
+    let now = SystemTime::now();
+    let first = reloader.load(now).unwrap();
+    assert!(Arc::ptr_eq(&first, &reloader.load(now).unwrap()));
+    folder.own(|_| {});
+    let second = reloader.load(now).unwrap();
+    assert!(!Arc::ptr_eq(&first, &second));
+    folder.write("cert", "");
+    assert!(reloader.load(now).is_err());
+    folder.own(|_| {});
+    assert!(!Arc::ptr_eq(&second, &reloader.load(now).unwrap()));
+}
+
+#[test]
+fn what_expires_is_refused_though_the_files_are_the_same() {
+    let folder = Folder::new();
+    folder.own(|params| params.not_after = date_time_ymd(2060, 1, 1));
+    let mut reloader = folder.reloader(Side::Server);
+    let loaded = reloader.load(SystemTime::now()).unwrap();
+    assert_eq!(loaded.validity.not_after_unix_seconds(), 2_840_140_800);
+    let later = UNIX_EPOCH + Duration::from_secs(2_840_140_801);
+    let error = reloader.load(later).map(drop).unwrap_err().to_string();
+    assert!(error.contains("cert: the certificate expired at 2060-01-01T00:00:00Z; renew it"), "{error}");
+}
+
+#[test]
+fn every_problem_names_option_file_and_remedy() {
+    let folder = Folder::new();
+    let file = |name| folder.folder.path().join(name).display().to_string();
+    let holds = |side, parts: &[&str]| {
+        let error = folder.problem(side);
+        assert!(parts.iter().all(|part| error.contains(part)), "{error} lacks one of {parts:?}");
+    };
+    holds(Side::Client, &["--tls-cert", &file("cert"), "lacks clientAuth; have it made anew"]);
+    folder.own(|params| params.subject_alt_names.clear());
+    holds(Side::Server, &["--tls-cert", &file("cert"), "names no address", "made anew with the DNS names"]);
+    folder.own(|params| params.not_before = date_time_ymd(2200, 1, 1));
+    holds(Side::Server, &["--tls-cert", "not valid before 2200-01-01T00:00:00Z; check this machine's clock"]);
+    folder.own(|params| params.not_after = date_time_ymd(2001, 1, 1));
+    holds(Side::Server, &["--tls-cert", "expired at 2001-01-01T00:00:00Z; renew it"]);
+    folder.own(|_| {});
+    folder.write("key", &KeyPair::generate().unwrap().serialize_pem());
+    holds(Side::Server, &["--tls-key", &file("key"), "does not fit together with --tls-cert", &file("cert")]);
+    folder.write("key", "garbage");
+    holds(Side::Server, &["--tls-key", &file("key"), "must be a PEM file with a private key"]);
+    fs::remove_file(file("key")).unwrap();
+    holds(Side::Server, &["--tls-key", &file("key"), "cannot read it: No such file"]);
+    folder.own(|_| {});
+    folder.write("cert", "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n");
+    holds(Side::Server, &["--tls-cert", &file("cert"), "malformed"]);
+    folder.own(|_| {});
+    folder.write("ca", "");
+    holds(Side::Server, &["--tls-client-ca", &file("ca"), "no certificate in it", "sign clients' certificates"]);
+    holds(Side::Client, &["--tls-ca", &file("ca"), "no certificate in it", "sign control planes' certificates"]);
+    fs::write(file("ca"), vec![b'a'; (4 << 20) + 1]).unwrap();
+    holds(Side::Server, &["--tls-client-ca", &file("ca"), "more than 4194304 bytes"]);
+}
+
+#[test]
+fn an_expired_authority_is_left_out_and_the_others_count() {
+    let folder = Folder::new();
+    let mut params = CertificateParams::default();
+    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    params.not_after = date_time_ymd(2010, 1, 1);
+    let expired = params.self_signed(&KeyPair::generate().unwrap()).unwrap().pem();
+    folder.write("ca", &[expired.clone(), folder.authority.pem(), authority().pem()].concat());
+    assert_eq!(*folder.reloader(Side::Server).load(SystemTime::now()).unwrap().config, 2);
+    folder.write("ca", &expired);
+    let error = folder.problem(Side::Server);
+    assert!(error.contains("every authority in it has expired, the last at 2010-01-01T00:00:00Z; replace"), "{error}");
+}
