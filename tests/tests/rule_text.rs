@@ -188,10 +188,15 @@ fn a_foreign_rule_keeps_nothing_from_being_written(variant: Variant, by: testbed
             assert!(saved.contains("ns/svc2:web has no endpoints"), "{saved}");
             assert!(saved.contains(&format!(":{chain} ")) && !saved.contains(&format!("-A {chain} ")), "{saved}");
             assert!(!saved.contains("svc1"), "{saved}");
+            assert!(rig.backend.verify().unwrap(), "a chain that cannot be deleted is nothing to repair");
+            let repaired = rig.backend.sync_full(&rig.state, &node()).unwrap();
+            assert_eq!((repaired.objects_written, repaired.warnings), (0, Vec::new()), "it is named once");
             let error = rig.backend.cleanup().unwrap_err();
             assert!(error.message.contains(chain), "{error}");
             assert_eq!(save().matches("KUBE-").count(), 2, "the chain and the rule that leads to it:\n{}", save());
             by_hand(&["-t", "nat", "-F", "SOMEBODY"]);
+            rig.backend.sync_full(&rig.state, &node()).unwrap();
+            assert!(!save().contains(&format!(":{chain} ")), "the chain goes at the next repair:\n{}", save());
             rig.backend.cleanup().unwrap();
             assert!(!save().contains("KUBE-"), "{}", save());
             Ok(())

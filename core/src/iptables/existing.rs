@@ -1,7 +1,7 @@
 //! What a kernel has, as `iptables-save` prints it.
 
 use std::{
-    collections::{BTreeSet, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap},
     hash::{DefaultHasher, Hasher as _},
 };
 
@@ -38,6 +38,8 @@ pub struct Existing {
     pub chains: HashMap<String, Option<RulesHash>>,
     /// Rules of the kernel's own chains, as `CHAIN REST`.
     pub base_rules: BTreeSet<String>,
+    /// Chains of ours that a rule in somebody else's chain leads to, each with one such rule as `CHAIN REST`. The kernel does not delete them.
+    pub held: BTreeMap<String, String>,
     /// Length of the prefixes by which KUBE-SERVICES leads to groups; `None` in the classic layout.
     pub prefix_length: Option<u8>,
 }
@@ -81,6 +83,8 @@ impl ExistingReader {
             }
         } else if BASE_CHAINS.contains(&chain) {
             self.existing.base_rules.insert(rule.to_owned());
+        } else if let Some(target) = target(rest).filter(|target| is_ours(self.table, target)) {
+            self.existing.held.entry(target.to_owned()).or_insert_with(|| rule.to_owned());
         }
     }
 
@@ -89,6 +93,14 @@ impl ExistingReader {
     pub fn finish(self) -> Existing {
         self.existing
     }
+}
+
+/// The chain that a rule jumps or goes to. What stands in quotes (a comment) does not count.
+fn target(rule: &str) -> Option<&str> {
+    let unquoted = rule.split('"').step_by(2);
+    let mut words = unquoted.flat_map(str::split_ascii_whitespace);
+    words.find(|word| matches!(*word, "-j" | "-g"))?;
+    words.next()
 }
 
 /// The prefix length of `-d 10.96.0.0/24 -j KUBE-SVCS-…`.
@@ -119,12 +131,19 @@ impl Existing {
         self.base_rules.contains(&format!("{chain} {rule}"))
     }
 
+    /// True when a chain is there, empty, and cannot be deleted, since somebody else's rule leads to it.
+    #[must_use]
+    pub fn is_left(&self, name: &str) -> bool {
+        self.held.contains_key(name) && self.has_chain_with(name, RulesHash::default())
+    }
+
     /// Rules of the kernel's own chains that lead to a chain of ours, as (chain, rule).
     pub fn jumps_to_ours(&self, table: Table) -> impl Iterator<Item = (&str, &str)> {
-        self.base_rules.iter().filter_map(move |rule| {
-            let target = rule.split(" -j ").nth(1)?.split(' ').next()?;
-            if is_ours(table, target) { rule.split_once(' ') } else { None }
-        })
+        self.base_rules.iter().filter_map(
+            move |rule| {
+                if is_ours(table, target(rule)?) { rule.split_once(' ') } else { None }
+            },
+        )
     }
 }
 
@@ -173,4 +192,23 @@ impl ExistingTables {
 #[must_use]
 pub fn is_ours(table: Table, name: &str) -> bool {
     fixed::names(table).contains(&name) || ChainName::parse(name).is_some()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_rules_of_others_lead_to_is_found_outside_of_comments() {
+        let save = concat!(
+            "*nat\n:KUBE-SERVICES - [0:0]\n:KUBE-MARK-MASQ - [0:0]\n:KUBE-NODEPORTS - [0:0]\n:SOMEBODY - [0:0]\n",
+            "-A KUBE-SERVICES -j KUBE-NODEPORTS\n-A SOMEBODY -m comment --comment \"a -j KUBE-NODEPORTS\" -j KUBE-SERVICES\n",
+            "-A SOMEBODY -g KUBE-MARK-MASQ\n-A SOMEBODY -j DNAT --to-destination 10.0.0.1\n-A SOMEBODY\nCOMMIT\n",
+        );
+        let existing = Existing::parse(Table::Nat, save);
+        let held: Vec<&str> = existing.held.keys().map(String::as_str).collect();
+        assert_eq!(held, ["KUBE-MARK-MASQ", "KUBE-SERVICES"]);
+        assert!(existing.is_left("KUBE-MARK-MASQ") && !existing.is_left("KUBE-NODEPORTS"));
+        assert!(!existing.is_left("KUBE-SERVICES"), "it has a rule");
+    }
 }

@@ -34,6 +34,8 @@ pub struct Ledger {
     shared: Shared,
     /// Number of services when the dispatch groups were cut.
     groups_cut_for: usize,
+    /// Chains that nobody wants any more and the kernel does not delete, since somebody else's rules lead to them.
+    left: BTreeSet<(Table, String)>,
     /// Of all services.
     tally: Tally,
     /// Of what depends on configuration alone.
@@ -62,7 +64,8 @@ impl Ledger {
     pub fn new(config: RenderConfig) -> Self {
         let shared = Shared::new(config.clone(), None, None);
         let (tally, fixed_tally) = (Tally::default(), Tally::default());
-        Self { config, programmed: HashMap::new(), shared, groups_cut_for: 0, tally, fixed_tally }
+        let (programmed, left) = (HashMap::new(), BTreeSet::new());
+        Self { config, programmed, shared, groups_cut_for: 0, left, tally, fixed_tally }
     }
 
     /// The configuration it renders for.
@@ -122,9 +125,10 @@ impl Ledger {
         self.shared.write_changed(&mut script);
         let postrouting = fixed::postrouting(&self.config, is_compact);
         script.write_chain(postrouting.table, &postrouting.name, &postrouting.rules);
+        let left = std::mem::take(&mut self.left);
         for table in Table::ALL {
             self.write_jumps(table, existing.get(table), &mut script);
-            self.delete_stale(table, existing.get(table), &mut script);
+            self.delete_stale(table, existing.get(table), &left, &mut script);
         }
         script.forget_existing();
         (script, planned)
@@ -240,10 +244,31 @@ impl Ledger {
         }
     }
 
-    fn delete_stale(&self, table: Table, existing: &Existing, script: &mut Script) {
+    /// Deletes the chains that are not wanted. Those of `left`, of which it is known that somebody else's rules lead to them, are only emptied, as
+    /// long as that is so: a deletion that the kernel refuses would cost a round of attempts each time.
+    fn delete_stale(
+        &mut self,
+        table: Table,
+        existing: &Existing,
+        left: &BTreeSet<(Table, String)>,
+        script: &mut Script,
+    ) {
         let wanted = self.wanted_chains(table);
         let stale: BTreeSet<&String> = existing.chains.keys().filter(|name| !wanted.contains(*name)).collect();
-        stale.into_iter().for_each(|name| script.delete_chain(table, name));
+        for name in stale {
+            let known = (table, name.clone());
+            if existing.held.contains_key(name) && left.contains(&known) {
+                script.write_chain(table, name, "");
+                self.left.insert(known);
+            } else {
+                script.delete_chain(table, name);
+            }
+        }
+    }
+
+    /// Takes note of a chain that scripts so far should have deleted, and that the kernel keeps, empty. False when that is known already.
+    pub fn leave(&mut self, table: Table, name: &str) -> bool {
+        self.left.insert((table, name.to_owned()))
     }
 
     /// Names of all chains of a table that are programmed. A full pass.
@@ -264,7 +289,7 @@ impl Ledger {
     }
 
     /// True when the kernel has just the rules that scripts so far have made: no chain missing, left over, or changed by somebody
-    /// else. A full pass; for slow verification in the background.
+    /// else. Chains that cannot be deleted, because somebody else's rules lead to them, may be there, empty. A full pass; for slow verification in the background.
     #[must_use]
     pub fn is_in(&self, existing: &ExistingTables) -> bool {
         let mut wanted: HashMap<(Table, String), RulesHash> = HashMap::new();
@@ -277,8 +302,10 @@ impl Ledger {
         let is_as_wanted =
             |((table, name), hash): (&(Table, String), &RulesHash)| existing.get(*table).has_chain_with(name, *hash);
         let chains = Table::ALL.iter().map(|table| existing.get(*table).chains.len()).sum::<usize>();
+        let is_left = |key: &&(Table, String)| existing.get(key.0).is_left(&key.1) && !wanted.contains_key(*key);
+        let left = self.left.iter().filter(is_left).count();
         let has_jump = |jump: fixed::Jump| existing.get(jump.table).has_rule(jump.from, &jump.rule);
-        chains == wanted.len()
+        chains == wanted.len() + left
             && wanted.iter().all(is_as_wanted)
             && fixed::jumps(&self.config).into_iter().all(has_jump)
     }
@@ -289,8 +316,10 @@ impl Ledger {
         for table in Table::ALL {
             let jumps = fixed::jumps(&self.config).into_iter().filter(|jump| jump.table == table);
             let base_rules = jumps.map(|jump| format!("{} {}", jump.from, jump.rule)).collect();
-            let chains = self.wanted_chains(table).into_iter().map(|name| (name, None)).collect();
-            believed.set(table, Existing { chains, base_rules, prefix_length: None });
+            let left = self.left.iter().filter(|(of, _)| *of == table).map(|(_, name)| name.clone());
+            let held = left.clone().map(|name| (name, String::new())).collect();
+            let chains = self.wanted_chains(table).into_iter().chain(left).map(|name| (name, None)).collect();
+            believed.set(table, Existing { chains, base_rules, held, prefix_length: None });
         }
         believed
     }

@@ -87,11 +87,12 @@ impl Programs {
         read.map_err(|error| BackendError::new(ErrorKind::Retry, format!("{program}: reading rules: {error}")))
     }
 
-    /// False for a legacy table that nobody has used yet: looking at it by program would create it.
+    /// False for a legacy table that nobody has used yet: looking at it by program would create it. `/proc/net` is of the process, and programs
+    /// run in the network namespace of the thread that starts them.
     fn may_have(&self, table: Table) -> bool {
         let names = match self.family {
-            Family::V4 => "/proc/net/ip_tables_names",
-            Family::V6 => "/proc/net/ip6_tables_names",
+            Family::V4 => "/proc/thread-self/net/ip_tables_names",
+            Family::V6 => "/proc/thread-self/net/ip6_tables_names",
         };
         // Without the kernel's module there is no such file, and no table.
         let exists =

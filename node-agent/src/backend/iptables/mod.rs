@@ -46,6 +46,15 @@ struct FamilyBackend {
     last_rules: [u32; 2],
 }
 
+/// A chain that the kernel does not delete.
+#[derive(Debug)]
+struct Left {
+    table: Table,
+    name: String,
+    /// For the log: which chain, and what the kernel says.
+    sentence: String,
+}
+
 /// What [`Backend::plan`] hands to [`Backend::apply`]: a script for each family, in the order of the backend's families.
 #[derive(Debug)]
 struct IptablesPlan(Vec<(Script, Planned)>);
@@ -231,20 +240,23 @@ impl FamilyBackend {
         result
     }
 
-    fn write(&self, script: &Script, planned: Planned, report: &mut Report) -> Result<(), BackendError> {
+    fn write(&mut self, script: &Script, planned: Planned, report: &mut Report) -> Result<(), BackendError> {
         // Both families compute the same services: they count once.
         report.services_planned = report.services_planned.max(planned.services);
         if script.is_empty() {
             return Ok(());
         }
-        report.warnings.extend(self.restore(script)?);
+        // Each is named once, not at every repair.
+        for Left { table, name, sentence } in self.restore(script)? {
+            report.warnings.extend(self.ledger.leave(table, &name).then_some(sentence));
+        }
         report.objects_written += script.chains_written() + script.chains_deleted();
         Ok(())
     }
 
     /// Runs a script. Where the kernel refuses to delete a chain because a rule of somebody else's leads to it, the chain stays, empty,
     /// and is named in a sentence: it must not keep everything else from being written.
-    fn restore(&self, script: &Script) -> Result<Vec<String>, BackendError> {
+    fn restore(&self, script: &Script) -> Result<Vec<Left>, BackendError> {
         let refused = match self.programs.restore(script) {
             Ok(()) => return Ok(Vec::new()),
             Err(error) if script.chains_deleted() == 0 || error.kind == ErrorKind::Unavailable => return Err(error),
@@ -261,13 +273,14 @@ impl FamilyBackend {
     }
 
     /// Deletes chains, by halves where the kernel refuses.
-    fn delete_what_can_be(&self, chains: &[(Table, String)], left: &mut Vec<String>) {
+    fn delete_what_can_be(&self, chains: &[(Table, String)], left: &mut Vec<Left>) {
         if chains.is_empty() {
             return;
         }
         let Err(error) = self.programs.restore(&Script::deleting(chains)) else { return };
         if let [(table, name)] = chains {
-            left.push(format!("chain {name} of table {table} ({}) stays, empty: {error}", self.family));
+            let sentence = format!("chain {name} of table {table} ({}) stays, empty: {error}", self.family);
+            left.push(Left { table: *table, name: name.clone(), sentence });
             return;
         }
         let (first, second) = chains.split_at(chains.len() / 2);
@@ -304,6 +317,7 @@ impl FamilyBackend {
         let existing = self.existing()?;
         let script = Ledger::cleanup(&existing);
         let left = if script.is_empty() { Vec::new() } else { self.restore(&script)? };
-        if left.is_empty() { Ok(()) } else { Err(BackendError::new(ErrorKind::Fatal, left.join("; "))) }
+        let sentences: Vec<String> = left.into_iter().map(|left| left.sentence).collect();
+        if sentences.is_empty() { Ok(()) } else { Err(BackendError::new(ErrorKind::Fatal, sentences.join("; "))) }
     }
 }

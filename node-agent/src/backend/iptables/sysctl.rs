@@ -13,7 +13,7 @@ pub(super) fn route_localnet() -> Result<(), String> {
 
 /// True when the node speaks IPv6.
 pub(super) fn has_ipv6() -> bool {
-    Path::new("/proc/net/if_inet6").exists()
+    Path::new("/proc/thread-self/net/if_inet6").exists()
 }
 
 fn set(path: &str, value: &str) -> io::Result<()> {
