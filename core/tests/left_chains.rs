@@ -81,7 +81,7 @@ fn a_chain_that_somebody_else_leads_to_is_named_once_and_goes_when_it_can() {
     rig.full();
     rig.step(web());
     let save = rig.kernel.save(Table::Nat);
-    let chain = save.lines().find_map(|line| Some(line.strip_prefix(":KUBE-SVC-")?.split(' ').next()?)).unwrap();
+    let chain = save.lines().find_map(|line| line.strip_prefix(":KUBE-SVC-")?.split(' ').next()).unwrap();
     let chain = format!("KUBE-SVC-{chain}");
     rig.by_hand(&format!(":SOMEBODY - [0:0]\n-A SOMEBODY -j {chain}"));
     assert!(rig.is_intact(), "a rule of somebody else's is nothing to repair");
