@@ -4,4 +4,5 @@ pub mod apiserver;
 pub mod behaviours;
 pub mod bench;
 pub mod cases;
+pub mod fleet;
 pub mod testbed;

@@ -6,6 +6,7 @@ pub mod clock;
 pub mod connect;
 pub mod conntrack;
 pub mod delta;
+pub mod fleet;
 pub mod iptables;
 pub mod kube_proxy_shape;
 pub mod memory;

@@ -5,12 +5,18 @@ use std::path::PathBuf;
 use anyhow::{Result, bail};
 use clap::Parser;
 use headgate_tests::bench::{
-    connect, conntrack, delta, iptables, memory,
+    connect, conntrack, delta, fleet, iptables, memory,
     report::{Figure, publish},
 };
 
 /// Measures Headgate beside an anchor in the same run; prints the figures and writes them as JSON
 #[derive(Debug, Parser)]
+#[command(
+    after_help = "The benches with a fleet need root, and two cores. While tuning the control plane, one round takes half a minute:\n  \
+cargo build --release -p headgate-control-plane -p headgate-tests --bins\n  \
+target/release/bench --only fleet --agents 500 --seconds 10 --services 1000\n\
+Only the control plane has to be built anew after that; what counts then is server-cpu-per-message and memory-per-agent."
+)]
 struct Arguments {
     /// Run only this bench
     #[arg(long, value_name = "NAME")]
@@ -24,12 +30,15 @@ struct Arguments {
     /// List the benches
     #[arg(long)]
     list: bool,
+    #[command(flatten)]
+    load: fleet::Load,
 }
 
 type Bench = fn(&Arguments) -> Result<Vec<Figure>>;
 
 const BENCHES: &[(&str, &str, Bench)] = &[
     ("delta", "one endpoint changes: CPU of both sides and bytes, at three sizes", |_| delta::run()),
+    ("fleet", "thousands of agents on one replica: delay, CPU and memory", |a| fleet::run(&a.load, a.services)),
     ("iptables-full", "the first sync, legacy and nft", |a| iptables::run(iptables::Bench::Full, a.services)),
     ("iptables-incremental", "one endpoint changes, legacy and nft", |a| {
         iptables::run(iptables::Bench::Incremental, a.services)

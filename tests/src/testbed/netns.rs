@@ -22,7 +22,7 @@ pub struct Namespace {
 }
 
 /// What makes one testbed's namespaces differ from those of all others: process id and a number.
-pub(super) fn unique_prefix() -> String {
+pub(crate) fn unique_prefix() -> String {
     static NUMBER: AtomicU32 = AtomicU32::new(0);
     format!("{PREFIX}{}-{}", std::process::id(), NUMBER.fetch_add(1, Ordering::Relaxed))
 }
@@ -96,7 +96,7 @@ impl Namespace {
     }
 
     /// What a thread needs to enter the namespace, free of borrows.
-    pub(super) fn doorway(&self) -> Result<Doorway> {
+    pub(crate) fn doorway(&self) -> Result<Doorway> {
         let handle = self.handle.try_clone().with_context(|| format!("cloning the handle of {}", self.name))?;
         Ok(Doorway { name: self.name.clone(), handle })
     }
@@ -133,14 +133,14 @@ impl Namespace {
 
 /// The way into a namespace. Holding one keeps the namespace itself alive, though not its name.
 #[derive(Debug)]
-pub(super) struct Doorway {
+pub(crate) struct Doorway {
     name: String,
     handle: File,
 }
 
 impl Doorway {
     /// Moves the calling thread into the namespace, until it enters another or ends.
-    pub(super) fn enter(&self) -> Result<()> {
+    pub(crate) fn enter(&self) -> Result<()> {
         setns(&self.handle, CloneFlags::CLONE_NEWNET)
             .with_context(|| format!("entering the network namespace {}", self.name))
     }

@@ -1,0 +1,162 @@
+//! One agent's knowledge, which outlives its connections: a tracker, and for some agents the real state behind it.
+
+use std::sync::Arc;
+
+use headgate_core::{Dirty, digest::Digests};
+use headgate_node_agent::session::{
+    held::Held,
+    machine::{Effect as MachineEffect, Machine},
+};
+use headgate_proto::{digests_to_wire, v1};
+use prost::Message as _;
+use v1::agent_message::Body;
+
+use super::tracker::{Effect, Point, Received, Tracker, Violation};
+
+/// Digests of a state, for agents that do not hold the state themselves. One of them is at the same point only if it holds the same.
+#[derive(Debug, Clone)]
+pub struct Reference {
+    /// Epoch and version.
+    pub at: (u64, u64),
+    /// Digests of the state there.
+    pub digests: v1::BucketDigests,
+}
+
+/// The state of a real agent, without a kernel.
+#[derive(Debug)]
+struct Full {
+    machine: Machine,
+    held: Held,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub struct Agent {
+    node: Arc<str>,
+    tracker: Tracker,
+    full: Option<Box<Full>>,
+}
+
+impl Agent {
+    pub(super) fn new(node: &str, is_full: bool) -> Self {
+        let full = || Box::new(Full { machine: Machine::new(node.into()), held: Held::default() });
+        Self { node: node.into(), tracker: Tracker::default(), full: is_full.then(full) }
+    }
+
+    /// What it has been sent, and where it is.
+    #[must_use]
+    pub fn tracker(&self) -> &Tracker {
+        &self.tracker
+    }
+
+    /// Digests of the state, if it holds one.
+    #[must_use]
+    pub fn digests(&self) -> Option<&Digests> {
+        self.full.as_ref().map(|full| full.held.state().digests())
+    }
+
+    /// What others may say of their digests that are where this agent is; none of an agent that holds no state.
+    #[must_use]
+    pub fn reference(&self) -> Option<Reference> {
+        let full = self.full.as_ref()?;
+        Some(Reference { at: full.held.position()?, digests: digests_to_wire(full.held.state().digests()) })
+    }
+
+    /// Begins a stream: the bytes of its `Hello`.
+    pub(super) fn hello(&mut self, reference: Option<&Reference>) -> Vec<u8> {
+        self.tracker.begin();
+        if let Some(full) = &mut self.full {
+            full.machine.begin(full.held.position());
+        }
+        let resume = self.tracker.point().map(|point| self.resume(&point, reference));
+        let status = v1::AgentStatus { backend: "simulated".into(), ..Default::default() };
+        let hello = v1::Hello {
+            node_name: self.node.to_string(),
+            agent_version: env!("CARGO_PKG_VERSION").into(),
+            status: Some(status),
+            resume,
+        };
+        v1::AgentMessage { body: Some(Body::Hello(hello)) }.encode_to_vec()
+    }
+
+    /// The stream has ended: what it brought.
+    pub(super) fn end_stream(&mut self) -> Received {
+        self.tracker.end()
+    }
+
+    fn resume(&self, point: &Point, reference: Option<&Reference>) -> v1::Resume {
+        if let Some(resume) = self.full.as_ref().and_then(|full| full.held.resume()) {
+            return resume;
+        }
+        let known = point.positions.iter().enumerate().filter(|(_, position)| **position != 0);
+        let position = |(kind, position): (usize, &u64)| v1::SourcePosition {
+            kind: i32::try_from(kind).unwrap_or_default(),
+            position: *position,
+        };
+        let is_same = |reference: &&Reference| reference.at == (point.epoch, point.version);
+        v1::Resume {
+            epoch: point.epoch,
+            version: point.version,
+            positions: known.map(position).collect(),
+            digests: reference.filter(is_same).map(|reference| reference.digests.clone()),
+        }
+    }
+
+    /// Takes in one message.
+    pub(super) fn on_message(&mut self, message: &[u8]) -> Result<Effect, Violation> {
+        let effect = self.tracker.on_message(message)?;
+        if let Some(full) = &mut self.full {
+            full.on_message(message)?;
+            let point = self.tracker.point().map(|point| (point.epoch, point.version));
+            if point != full.held.position() {
+                return Err(Violation::Agent(format!(
+                    "it is at {:?}, and the tracker at {point:?}",
+                    full.held.position()
+                )));
+            }
+        }
+        Ok(effect)
+    }
+
+    /// The bytes of an ACK for where it is; none before there is anything to acknowledge.
+    pub(super) fn ack(&self) -> Option<Vec<u8>> {
+        let version = self.tracker.point()?.version;
+        let ack = v1::Ack {
+            version,
+            node_revision: self.tracker.node_revision(),
+            apply_microseconds: 900,
+            services_planned: 1,
+            objects_written: 2,
+        };
+        Some(v1::AgentMessage { body: Some(Body::Ack(ack)) }.encode_to_vec())
+    }
+
+    /// The bytes of a NACK for where it is.
+    pub(super) fn nack(&self) -> Vec<u8> {
+        let version = self.tracker.point().map_or(0, |point| point.version);
+        let rejection = v1::Rejection {
+            resource: format!("Service bench/rejected-by-{}", self.node),
+            field: "ports[0].port".into(),
+            reason: "a simulated agent rejects it".into(),
+        };
+        let nack = v1::Nack { version, rejections: vec![rejection] };
+        v1::AgentMessage { body: Some(Body::Nack(nack)) }.encode_to_vec()
+    }
+}
+
+impl Full {
+    fn on_message(&mut self, message: &[u8]) -> Result<(), Violation> {
+        let message = v1::ServerMessage::decode(message).map_err(|_| Violation::Malformed)?;
+        let effects = self.machine.on_message(message).map_err(|violation| Violation::Agent(violation.to_string()))?;
+        for effect in effects {
+            match effect {
+                MachineEffect::Apply(step) => self.held.apply(step, &mut Dirty::default()),
+                MachineEffect::Reject(nack) => {
+                    return Err(Violation::Agent(format!("resources that cannot be used: {:?}", nack.rejections)));
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+}

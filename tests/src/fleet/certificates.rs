@@ -1,0 +1,111 @@
+//! An authority and the certificates of thousands of nodes, which share one key: making 5,000 pairs would take its time, and proves nothing more.
+
+use std::{fs, path::Path, sync::Arc};
+
+use anyhow::{Context as _, Result};
+use rcgen::{BasicConstraints, Certificate, CertificateParams, DnType, IsCa, Issuer, KeyPair, SanType};
+use rustls::{
+    ClientConfig, RootCertStore,
+    client::{Resumption, WebPkiServerVerifier},
+    crypto::ring,
+    pki_types::{PrivateKeyDer, PrivatePkcs8KeyDer, ServerName},
+    sign::{CertifiedKey, SigningKey, SingleCertAndKey},
+    version::TLS13,
+};
+
+/// The name in the replicas' certificates.
+const SERVER_NAME: &str = "control-plane";
+/// Tickets that an agent remembers, of the last replica.
+const TICKETS: usize = 8;
+
+/// See the module.
+pub struct Authority {
+    certificate: Certificate,
+    issuer: Issuer<'static, KeyPair>,
+    node_key: KeyPair,
+    signing_key: Arc<dyn SigningKey>,
+    verifier: Arc<WebPkiServerVerifier>,
+}
+
+/// Files of a replica's `--tls-…` options.
+#[derive(Debug, Clone)]
+pub struct ServerFiles {
+    /// `--tls-cert`.
+    pub cert: std::path::PathBuf,
+    /// `--tls-key`.
+    pub key: std::path::PathBuf,
+    /// `--tls-client-ca`.
+    pub client_ca: std::path::PathBuf,
+}
+
+impl Authority {
+    /// Makes an authority.
+    ///
+    /// # Errors
+    /// When the cryptographic library refuses.
+    pub fn new() -> Result<Self> {
+        let mut parameters = CertificateParams::default();
+        parameters.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        parameters.distinguished_name.push(DnType::CommonName, "fleet authority");
+        let key = KeyPair::generate()?;
+        let certificate = parameters.self_signed(&key)?;
+        let node_key = KeyPair::generate()?;
+        let provider = Arc::new(ring::default_provider());
+        let der = PrivateKeyDer::Pkcs8(PrivatePkcs8KeyDer::from(node_key.serialize_der()));
+        let signing_key = provider.key_provider.load_private_key(der)?;
+        let mut roots = RootCertStore::empty();
+        roots.add(certificate.der().clone())?;
+        let verifier = WebPkiServerVerifier::builder_with_provider(Arc::new(roots), provider).build()?;
+        Ok(Self { certificate, issuer: Issuer::new(parameters, key), node_key, signing_key, verifier })
+    }
+
+    fn sign(&self, common_name: &str, name: SanType, key: &KeyPair) -> Result<Certificate> {
+        let mut parameters = CertificateParams::default();
+        parameters.distinguished_name.push(DnType::CommonName, common_name);
+        parameters.subject_alt_names = vec![name];
+        Ok(parameters.signed_by(key, &self.issuer)?)
+    }
+
+    /// Writes a replica's files into `folder`.
+    ///
+    /// # Errors
+    /// When a file cannot be written.
+    pub fn write_server_files(&self, folder: &Path) -> Result<ServerFiles> {
+        let key = KeyPair::generate()?;
+        let certificate = self.sign("control plane", SanType::DnsName(SERVER_NAME.try_into()?), &key)?;
+        let file = |name: &str, text: String| {
+            let path = folder.join(name);
+            fs::write(&path, text).with_context(|| format!("writing {}", path.display())).map(|()| path)
+        };
+        Ok(ServerFiles {
+            cert: file("tls.crt", certificate.pem())?,
+            key: file("tls.key", key.serialize_pem())?,
+            client_ca: file("ca.crt", self.certificate.pem())?,
+        })
+    }
+
+    /// What an agent brings to its handshakes: TLS 1.3, a certificate for its node, and memory for tickets.
+    ///
+    /// # Errors
+    /// When the node's name is no part of a URI.
+    pub(super) fn client_config(&self, node: &str) -> Result<Arc<ClientConfig>> {
+        let name = SanType::URI(format!("headgate://node/{node}").as_str().try_into()?);
+        let certificate = self.sign("node agent", name, &self.node_key)?;
+        let pair = CertifiedKey::new(vec![certificate.der().clone()], Arc::clone(&self.signing_key));
+        let builder = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()));
+        let mut config = builder
+            .with_protocol_versions(&[&TLS13])?
+            .dangerous()
+            // The library's own verifier, which all agents share.
+            .with_custom_certificate_verifier(Arc::<WebPkiServerVerifier>::clone(&self.verifier))
+            .with_client_cert_resolver(Arc::new(SingleCertAndKey::from(pair)));
+        config.alpn_protocols = vec![b"h2".to_vec()];
+        config.resumption = Resumption::in_memory_sessions(TICKETS);
+        Ok(Arc::new(config))
+    }
+
+    /// The name that agents expect in a replica's certificate.
+    pub(super) fn server_name() -> Result<ServerName<'static>> {
+        Ok(ServerName::try_from(SERVER_NAME)?)
+    }
+}

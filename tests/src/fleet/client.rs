@@ -1,0 +1,446 @@
+//! One agent with its connection.
+
+use std::{
+    io::{ErrorKind, Read as _, Write as _},
+    net::SocketAddr,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result};
+use mio::{Interest, Registry, Token, net::TcpStream};
+use rustls::ClientConfig;
+use socket2::{Domain, SockRef, Socket, Type};
+
+use super::{
+    Break, Fault, Member,
+    agent::{Agent, Reference},
+    http2::{Broken, End, Http2},
+    latency::{Histogram, Timetable},
+    send,
+    tls::Tls,
+    tracker::{Effect, Mode, Point, Received, Violation},
+};
+
+/// Why a connection is no more.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Lost {
+    /// The server closed it, or ended the stream.
+    Ended(String),
+    /// The agent gave it up because of what it was sent.
+    Violation(String),
+}
+
+/// What all agents of the thread use in turn.
+pub(super) struct Scratch {
+    /// What is read from sockets.
+    pub(super) incoming: Box<[u8]>,
+    /// What is to be encrypted.
+    plain: Vec<u8>,
+    /// What is to be written.
+    cipher: Vec<u8>,
+}
+
+impl Scratch {
+    pub(super) fn new() -> Self {
+        Self { incoming: vec![0; 256 << 10].into(), plain: Vec::new(), cipher: Vec::new() }
+    }
+}
+
+/// Where times are measured.
+pub(super) struct Gauge {
+    pub(super) timetable: Arc<Timetable>,
+    pub(super) is_recording: bool,
+    pub(super) latency: Histogram,
+}
+
+impl Gauge {
+    fn moved(&mut self, before: &Point, after: &Point, now: Instant) {
+        if before.version == 0 {
+            // Its first snapshot.
+            return;
+        }
+        for version in before.slices() + 1..=after.slices() {
+            if let Some(microseconds) = self.timetable.microseconds(version, now) {
+                self.latency.record(microseconds);
+            }
+        }
+    }
+}
+
+struct Link {
+    socket: TcpStream,
+    tls: Tls,
+    http2: Http2,
+    /// What the socket did not take yet.
+    out: Vec<u8>,
+    is_open: bool,
+    since: Instant,
+    last_heard: Instant,
+    has_sent_garbage: bool,
+}
+
+/// One agent. What it knows outlives its connections.
+pub struct Client {
+    pub(super) member: Member,
+    config: Arc<ClientConfig>,
+    agent: Agent,
+    link: Option<Link>,
+    next_replica: usize,
+    pub(super) failures: u32,
+    last_ack: Option<Instant>,
+    pub(super) ack_is_scheduled: bool,
+    pub(super) violation: Option<String>,
+    earlier: Received,
+    counts: Counts,
+}
+
+/// What happened on an agent's connections, ended ones included.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Counts {
+    /// Handshakes that made new keys.
+    pub full_handshakes: u64,
+    /// Handshakes that resumed a session.
+    pub resumed_handshakes: u64,
+    /// ACKs sent.
+    pub acks: u64,
+    /// Connections begun.
+    pub connections: u64,
+    /// Bytes read from sockets.
+    pub wire_bytes: u64,
+}
+
+impl Client {
+    pub(super) fn new(member: Member, config: Arc<ClientConfig>) -> Self {
+        let agent = Agent::new(&member.node, member.is_full);
+        Self {
+            member,
+            config,
+            agent,
+            link: None,
+            next_replica: 0,
+            failures: 0,
+            last_ack: None,
+            ack_is_scheduled: false,
+            violation: None,
+            earlier: Received::default(),
+            counts: Counts::default(),
+        }
+    }
+
+    /// What it was added with.
+    #[must_use]
+    pub fn member(&self) -> &Member {
+        &self.member
+    }
+
+    /// What it knows.
+    #[must_use]
+    pub fn agent(&self) -> &Agent {
+        &self.agent
+    }
+
+    /// What its connections did.
+    #[must_use]
+    pub fn counts(&self) -> &Counts {
+        &self.counts
+    }
+
+    /// What all its streams brought.
+    #[must_use]
+    pub fn received(&self) -> Received {
+        let mut all = self.earlier;
+        all += *self.agent.tracker().received();
+        all
+    }
+
+    /// How its present stream began; none when there is none.
+    #[must_use]
+    pub fn mode(&self) -> Option<Mode> {
+        self.link.as_ref().and_then(|_| self.agent.tracker().mode())
+    }
+
+    /// True when it has a stream whose beginning is over.
+    #[must_use]
+    pub fn is_following(&self) -> bool {
+        self.link.is_some() && self.agent.tracker().is_following()
+    }
+
+    /// True when it follows a stream, and has all that the source had at this position of EndpointSlices.
+    #[must_use]
+    pub fn has(&self, slices: u64) -> bool {
+        self.is_following() && self.agent.tracker().point().is_some_and(|point| point.slices() >= slices)
+    }
+
+    pub(super) fn is_handshaking(&self) -> bool {
+        self.link.as_ref().is_some_and(|link| !link.is_open)
+    }
+
+    pub(super) fn is_connected(&self) -> bool {
+        self.link.is_some()
+    }
+
+    /// Changes where it connects the next time.
+    pub(super) fn direct(&mut self, replicas: &[SocketAddr]) {
+        self.member.replicas = replicas.to_vec();
+        self.next_replica = 0;
+        self.failures = 0;
+    }
+
+    /// Begins a connection to its next replica.
+    pub(super) fn connect(&mut self, registry: &Registry, token: Token) -> Result<()> {
+        let replicas = &self.member.replicas;
+        let index = self.next_replica % replicas.len().max(1);
+        let address = *replicas.get(index).context("an agent without replicas")?;
+        self.next_replica += 1;
+        let socket = Socket::new(Domain::for_address(address), Type::STREAM, None)?;
+        socket.set_nonblocking(true)?;
+        socket.set_tcp_nodelay(true)?;
+        if let Some(source) = self.member.source {
+            socket.bind(&SocketAddr::new(source, 0).into())?;
+        }
+        match socket.connect(&address.into()) {
+            Ok(()) => {}
+            Err(error) if error.raw_os_error() == Some(libc::EINPROGRESS) => {}
+            Err(error) => return Err(error.into()),
+        }
+        let mut socket = TcpStream::from_std(socket.into());
+        registry.register(&mut socket, token, Interest::READABLE | Interest::WRITABLE)?;
+        let mut tls = Tls::new(Arc::clone(&self.config))?;
+        let mut out = Vec::new();
+        tls.take(&mut [], &mut out, |_| Ok(())).map_err(anyhow::Error::msg)?;
+        let now = Instant::now();
+        let http2 = Http2::new();
+        self.link = Some(Link {
+            socket,
+            tls,
+            http2,
+            out,
+            is_open: false,
+            since: now,
+            last_heard: now,
+            has_sent_garbage: false,
+        });
+        self.counts.connections += 1;
+        self.ack_is_scheduled = false;
+        Ok(())
+    }
+
+    /// Drops the connection.
+    pub(super) fn disconnect(&mut self, how: Break) {
+        let Some(link) = self.link.take() else { return };
+        self.earlier += self.agent.end_stream();
+        if how == Break::Reset
+            && let Err(error) = SockRef::from(&link.socket).set_linger(Some(Duration::ZERO))
+        {
+            eprintln!("warning: a TCP reset cannot be armed: {error}");
+        }
+    }
+
+    /// The socket takes more.
+    pub(super) fn on_writable(&mut self) -> Result<(), Lost> {
+        let Some(link) = &mut self.link else { return Ok(()) };
+        if let Ok(Some(error)) = link.socket.take_error() {
+            return Err(Lost::Ended(format!("connection: {}", error.kind())));
+        }
+        link.flush()
+    }
+
+    /// Reads what is there, `limit` bytes at the most. True when everything has been read.
+    pub(super) fn on_readable(
+        &mut self,
+        limit: usize,
+        scratch: &mut Scratch,
+        gauge: &mut Gauge,
+        ack_interval: Duration,
+        reference: Option<&Reference>,
+    ) -> Result<Outcome, Lost> {
+        let mut wants_ack = false;
+        loop {
+            let Some(link) = &mut self.link else { return Ok(Outcome::default()) };
+            let Scratch { incoming, plain, cipher } = scratch;
+            let held = link.tls.partial().len();
+            incoming[..held].copy_from_slice(link.tls.partial());
+            let room = (incoming.len() - held).min(limit);
+            let count = match link.socket.read(&mut incoming[held..held + room]) {
+                Ok(0) => return Err(link.closed()),
+                Ok(count) => count,
+                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+                Err(error) if error.kind() == ErrorKind::Interrupted => continue,
+                Err(error) if error.kind() == ErrorKind::NotConnected => break,
+                Err(error) => return Err(Lost::Ended(format!("connection: {}", error.kind()))),
+            };
+            self.counts.wire_bytes += count as u64;
+            let now = Instant::now();
+            link.last_heard = now;
+            plain.clear();
+            cipher.clear();
+            let (http2, agent, is_measured) = (&mut link.http2, &mut self.agent, self.member.is_measured);
+            let mut broken = None;
+            let mut on_message = |message: &[u8]| {
+                let effect = agent.on_message(message).map_err(|violation| violation.to_string())?;
+                match effect {
+                    Effect::None => {}
+                    // The replica has to learn what is programmed, also when nothing changes from now on.
+                    Effect::Welcomed => wants_ack |= agent.tracker().mode() == Some(Mode::Log),
+                    Effect::Node => wants_ack = true,
+                    Effect::Moved(before) => {
+                        wants_ack = true;
+                        if let (true, true, Some(after)) = (is_measured, gauge.is_recording, agent.tracker().point()) {
+                            gauge.moved(&before, &after, now);
+                        }
+                    }
+                }
+                Ok(())
+            };
+            let taken = link.tls.take(&mut incoming[..held + count], cipher, |data| {
+                http2.feed(data, plain, &mut on_message).map_err(|error| {
+                    broken = Some(error);
+                    String::new()
+                })
+            });
+            let progress = match (taken, broken) {
+                (_, Some(error)) => return Err(Lost::of(&error)),
+                // An alert: the server refuses us, or what we sent.
+                (Err(error), None) => return Err(Lost::Ended(error)),
+                (Ok(progress), None) => progress,
+            };
+            if progress.has_opened {
+                link.is_open = true;
+                match link.tls.is_resumed() {
+                    Some(true) => self.counts.resumed_handshakes += 1,
+                    _ => self.counts.full_handshakes += 1,
+                }
+                Http2::open("control-plane", plain);
+                self.last_ack = None;
+                let hello = self.agent.hello(reference);
+                if !link.http2.send(&hello, plain) {
+                    return Err(Lost::Violation("the server's windows do not take a Hello".to_owned()));
+                }
+            }
+            if let Some(end) = link.http2.end.take() {
+                return Err(Lost::Ended(shown(&end)));
+            }
+            link.encrypt_and_flush(plain, cipher)?;
+            if count < room || limit < incoming.len() {
+                break;
+            }
+        }
+        if wants_ack { self.answer(scratch, ack_interval) } else { Ok(Outcome::default()) }
+    }
+
+    /// Acknowledges now, or says when.
+    fn answer(&mut self, scratch: &mut Scratch, ack_interval: Duration) -> Result<Outcome, Lost> {
+        if self.member.fault == Fault::Nack {
+            let nack = self.agent.nack();
+            self.send(&nack, scratch)?;
+        }
+        if let (Fault::Garbage(garbage), Some(link)) = (self.member.fault, &mut self.link)
+            && !link.has_sent_garbage
+        {
+            link.has_sent_garbage = true;
+            scratch.plain.clear();
+            scratch.cipher.clear();
+            send::garbage(garbage, &mut link.http2, &mut scratch.plain, &mut scratch.cipher);
+            link.encrypt_and_flush(&mut scratch.plain, &mut scratch.cipher)?;
+        }
+        let due = self.last_ack.map(|last| last + ack_interval);
+        match due.filter(|due| *due > Instant::now()) {
+            Some(_) if self.ack_is_scheduled => Ok(Outcome::default()),
+            Some(due) => {
+                self.ack_is_scheduled = true;
+                Ok(Outcome { ack_at: Some(due) })
+            }
+            None => self.acknowledge(scratch).map(|()| Outcome::default()),
+        }
+    }
+
+    /// Sends an ACK for where it is.
+    pub(super) fn acknowledge(&mut self, scratch: &mut Scratch) -> Result<(), Lost> {
+        self.ack_is_scheduled = false;
+        let Some(ack) = self.agent.ack().filter(|_| self.is_following()) else { return Ok(()) };
+        if self.send(&ack, scratch)? {
+            self.last_ack = Some(Instant::now());
+            self.counts.acks += 1;
+        }
+        Ok(())
+    }
+
+    /// Sends a message; false when the server's windows do not take it now.
+    fn send(&mut self, message: &[u8], scratch: &mut Scratch) -> Result<bool, Lost> {
+        let Some(link) = self.link.as_mut().filter(|link| link.is_open) else { return Ok(false) };
+        scratch.plain.clear();
+        scratch.cipher.clear();
+        let is_sent = link.http2.send(message, &mut scratch.plain);
+        link.encrypt_and_flush(&mut scratch.plain, &mut scratch.cipher)?;
+        Ok(is_sent)
+    }
+
+    /// Looks whether it has heard something in time.
+    pub(super) fn check_silence(&self, now: Instant, handshake_limit: Duration) -> Result<(), Lost> {
+        let Some(link) = &self.link else { return Ok(()) };
+        if !link.is_open {
+            let is_late = now.duration_since(link.since) > handshake_limit;
+            return if is_late { Err(Lost::Ended("handshake: no end".to_owned())) } else { Ok(()) };
+        }
+        let limit = Duration::from_millis(3 * self.agent.tracker().heartbeat_interval_ms());
+        if !limit.is_zero() && now.duration_since(link.last_heard) > limit {
+            return Err(Lost::Violation(Violation::Silent.to_string()));
+        }
+        Ok(())
+    }
+}
+
+/// What reading led to.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Outcome {
+    /// When the next ACK is due, if that has to be looked after.
+    pub(super) ack_at: Option<Instant>,
+}
+
+impl Lost {
+    fn of(error: &Broken) -> Self {
+        Self::Violation(error.to_string())
+    }
+}
+
+fn shown(end: &End) -> String {
+    match end {
+        End::Status { code, message } => format!("status {code}: {message}"),
+        End::Reset(code) => format!("RST_STREAM {code}"),
+    }
+}
+
+impl Link {
+    fn closed(&self) -> Lost {
+        let how = if self.http2.goes_away { "GOAWAY" } else { "closed" };
+        Lost::Ended(format!("connection: {how}"))
+    }
+
+    /// Encrypts `plain`, and writes it behind `cipher`.
+    fn encrypt_and_flush(&mut self, plain: &mut Vec<u8>, cipher: &mut Vec<u8>) -> Result<(), Lost> {
+        if !plain.is_empty() {
+            self.tls.encrypt(plain, cipher).map_err(Lost::Ended)?;
+            plain.clear();
+        }
+        if cipher.is_empty() {
+            return if self.tls.is_closed { Err(self.closed()) } else { Ok(()) };
+        }
+        self.out.append(cipher);
+        self.flush()
+    }
+
+    fn flush(&mut self) -> Result<(), Lost> {
+        let mut written = 0;
+        while written < self.out.len() {
+            match self.socket.write(&self.out[written..]) {
+                Ok(count) => written += count,
+                Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::NotConnected) => break,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) => return Err(Lost::Ended(format!("connection: {}", error.kind()))),
+            }
+        }
+        self.out.drain(..written);
+        Ok(())
+    }
+}

@@ -1,0 +1,374 @@
+//! The client's side of one HTTP/2 connection with one gRPC stream (RFC 9113): frames are read where they lie, and messages handed on as soon as they
+//! are whole.
+
+use headgate_proto::{MAX_SERVER_MESSAGE_BYTES, frame::PREFIX_BYTES};
+
+use super::hpack::{self, Status};
+
+const HEADER_BYTES: usize = 9;
+/// The stream that the one request goes on.
+const STREAM: u32 = 1;
+/// What the real agent's HTTP library grants: 2 MiB a stream.
+const STREAM_WINDOW: u32 = 2 << 20;
+/// And 5 MiB a connection.
+const CONNECTION_WINDOW: u32 = 5 << 20;
+/// Window of a connection, and of a stream until SETTINGS say otherwise.
+const DEFAULT_WINDOW: u32 = 65_535;
+/// Largest frame that either side sends; nobody raises it.
+const MAX_FRAME_BYTES: usize = 16_384;
+
+mod kind {
+    pub(super) const DATA: u8 = 0;
+    pub(super) const HEADERS: u8 = 1;
+    pub(super) const RST_STREAM: u8 = 3;
+    pub(super) const SETTINGS: u8 = 4;
+    pub(super) const PING: u8 = 6;
+    pub(super) const GOAWAY: u8 = 7;
+    pub(super) const WINDOW_UPDATE: u8 = 8;
+    pub(super) const CONTINUATION: u8 = 9;
+}
+
+mod flag {
+    pub(super) const ACK: u8 = 1;
+    pub(super) const END_STREAM: u8 = 1;
+    pub(super) const END_HEADERS: u8 = 4;
+    pub(super) const PADDED: u8 = 8;
+    pub(super) const PRIORITY: u8 = 0x20;
+}
+
+/// What the server sent cannot be read.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub(super) enum Broken {
+    /// An HTTP/2 frame.
+    #[error("HTTP/2: {0}")]
+    Http2(&'static str),
+    /// A header block.
+    #[error("HTTP/2: {0}")]
+    Headers(#[from] hpack::Malformed),
+    /// A gRPC message's prefix.
+    #[error("gRPC: {0}")]
+    Grpc(String),
+    /// What is in a message, in the words of whoever looked at it.
+    #[error("{0}")]
+    Message(String),
+}
+
+/// How a stream or connection was ended by the server.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum End {
+    /// With trailers.
+    Status { code: u32, message: String },
+    /// By RST_STREAM with this error code.
+    Reset(u32),
+}
+
+/// A frame that is partly here.
+#[derive(Debug, Clone, Copy, Default)]
+struct Frame {
+    kind: u8,
+    flags: u8,
+    stream: u32,
+    remaining: usize,
+}
+
+/// One connection.
+#[derive(Debug)]
+pub(super) struct Http2 {
+    header: [u8; HEADER_BYTES],
+    header_bytes: usize,
+    frame: Frame,
+    /// Payload so far of a frame that is read as a whole.
+    control: Vec<u8>,
+    prefix: [u8; PREFIX_BYTES],
+    prefix_bytes: usize,
+    /// Bytes that the present message still lacks; meaningful once its prefix is here.
+    lacking: usize,
+    /// The part of a message that came before.
+    message: Vec<u8>,
+    unacknowledged: u32,
+    send_window: i64,
+    stream_send_window: i64,
+    /// SETTINGS_INITIAL_WINDOW_SIZE of the server's.
+    initial_send_window: i64,
+    pub(super) end: Option<End>,
+    pub(super) goes_away: bool,
+}
+
+impl Http2 {
+    pub(super) fn new() -> Self {
+        Self {
+            header: [0; HEADER_BYTES],
+            header_bytes: 0,
+            frame: Frame::default(),
+            control: Vec::new(),
+            prefix: [0; PREFIX_BYTES],
+            prefix_bytes: 0,
+            lacking: 0,
+            message: Vec::new(),
+            unacknowledged: 0,
+            send_window: DEFAULT_WINDOW.into(),
+            stream_send_window: DEFAULT_WINDOW.into(),
+            initial_send_window: DEFAULT_WINDOW.into(),
+            end: None,
+            goes_away: false,
+        }
+    }
+
+    /// Appends what opens the connection and the stream.
+    pub(super) fn open(authority: &str, out: &mut Vec<u8>) {
+        out.extend_from_slice(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n");
+        // No dynamic table, no pushes, and the windows.
+        let settings: [(u16, u32); 3] = [(1, 0), (2, 0), (4, STREAM_WINDOW)];
+        put_header(out, settings.len() * 6, kind::SETTINGS, 0, 0);
+        for (identifier, value) in settings {
+            out.extend_from_slice(&identifier.to_be_bytes());
+            out.extend_from_slice(&value.to_be_bytes());
+        }
+        put_window_update(out, 0, CONNECTION_WINDOW - DEFAULT_WINDOW);
+        let mut block = vec![0x83, 0x87];
+        hpack::put_indexed_name(&mut block, 4, "/headgate.v1.Discovery/Sync");
+        hpack::put_indexed_name(&mut block, 1, authority);
+        hpack::put_indexed_name(&mut block, 31, "application/grpc");
+        hpack::put_literal(&mut block, "te", "trailers");
+        put_header(out, block.len(), kind::HEADERS, flag::END_HEADERS, STREAM);
+        out.extend_from_slice(&block);
+    }
+
+    /// Appends a message with its gRPC prefix. Returns false, and appends nothing, when the server's windows do not have room for it yet.
+    pub(super) fn send(&mut self, message: &[u8], out: &mut Vec<u8>) -> bool {
+        let mut framed = [0; PREFIX_BYTES];
+        let length = u32::try_from(message.len()).unwrap_or(u32::MAX);
+        framed[1..].copy_from_slice(&length.to_be_bytes());
+        self.send_data(&framed, message, out)
+    }
+
+    /// The same with a prefix of the caller's.
+    pub(super) fn send_data(&mut self, prefix: &[u8], message: &[u8], out: &mut Vec<u8>) -> bool {
+        let total = prefix.len() + message.len();
+        let needed = i64::try_from(total).unwrap_or(i64::MAX);
+        if self.send_window.min(self.stream_send_window) < needed {
+            return false;
+        }
+        self.send_window -= needed;
+        self.stream_send_window -= needed;
+        let mut rest = message;
+        let mut prefix = prefix;
+        loop {
+            let (now, later) = rest.split_at(rest.len().min(MAX_FRAME_BYTES - prefix.len()));
+            put_header(out, prefix.len() + now.len(), kind::DATA, 0, STREAM);
+            out.extend_from_slice(prefix);
+            out.extend_from_slice(now);
+            (rest, prefix) = (later, &[]);
+            if rest.is_empty() {
+                return true;
+            }
+        }
+    }
+
+    /// Takes in bytes of the connection. Messages are handed to `on_message`; what has to be answered is appended to `replies`.
+    pub(super) fn feed(
+        &mut self,
+        mut bytes: &[u8],
+        replies: &mut Vec<u8>,
+        on_message: &mut impl FnMut(&[u8]) -> Result<(), String>,
+    ) -> Result<(), Broken> {
+        while !bytes.is_empty() {
+            if self.header_bytes < HEADER_BYTES {
+                let (now, rest) = bytes.split_at(bytes.len().min(HEADER_BYTES - self.header_bytes));
+                self.header[self.header_bytes..self.header_bytes + now.len()].copy_from_slice(now);
+                self.header_bytes += now.len();
+                bytes = rest;
+                if self.header_bytes < HEADER_BYTES {
+                    return Ok(());
+                }
+                self.begin_frame()?;
+            }
+            let (now, rest) = bytes.split_at(bytes.len().min(self.frame.remaining));
+            bytes = rest;
+            self.frame.remaining -= now.len();
+            let is_data = self.frame.kind == kind::DATA && self.frame.flags & flag::PADDED == 0;
+            if is_data {
+                self.take_data(now, on_message)?;
+            } else {
+                self.control.extend_from_slice(now);
+            }
+            if self.frame.remaining == 0 {
+                self.header_bytes = 0;
+                if !is_data {
+                    self.end_frame(replies, on_message)?;
+                } else if self.frame.flags & flag::END_STREAM != 0 {
+                    return Err(Broken::Http2("a response without trailers"));
+                }
+            }
+        }
+        self.grant(replies);
+        Ok(())
+    }
+
+    fn begin_frame(&mut self) -> Result<(), Broken> {
+        let [l0, l1, l2, kind, flags, s0, s1, s2, s3] = self.header;
+        let length = u32::from_be_bytes([0, l0, l1, l2]);
+        let stream = u32::from_be_bytes([s0 & 0x7f, s1, s2, s3]);
+        self.frame = Frame { kind, flags, stream, remaining: usize::try_from(length).unwrap_or(usize::MAX) };
+        if self.frame.remaining > MAX_FRAME_BYTES {
+            return Err(Broken::Http2("a frame larger than was allowed"));
+        }
+        if kind == kind::DATA {
+            if stream != STREAM {
+                return Err(Broken::Http2("DATA on a stream that does not exist"));
+            }
+            self.unacknowledged += length;
+            if self.unacknowledged > STREAM_WINDOW {
+                return Err(Broken::Http2("more DATA than the window allows"));
+            }
+        }
+        Ok(())
+    }
+
+    /// A frame that was read as a whole.
+    fn end_frame(
+        &mut self,
+        replies: &mut Vec<u8>,
+        on_message: &mut impl FnMut(&[u8]) -> Result<(), String>,
+    ) -> Result<(), Broken> {
+        let Frame { kind, flags, stream, .. } = self.frame;
+        let is_header = kind == kind::HEADERS || kind == kind::CONTINUATION;
+        if is_header && flags & flag::END_HEADERS == 0 {
+            // The block goes on in CONTINUATION frames; it is read as one.
+            return if self.control.len() > 4 * MAX_FRAME_BYTES {
+                Err(Broken::Http2("endless headers"))
+            } else {
+                Ok(())
+            };
+        }
+        let payload = std::mem::take(&mut self.control);
+        let word = |at: usize| Some(u32::from_be_bytes(payload.get(at..at + 4)?.try_into().ok()?));
+        let short = Broken::Http2("a frame that is too short");
+        match kind {
+            kind::DATA => {
+                let padding = usize::from(*payload.first().ok_or(short.clone())?);
+                let end = payload.len().checked_sub(padding).filter(|end| *end >= 1).ok_or(short)?;
+                self.take_data(&payload[1..end], on_message)?;
+            }
+            kind::HEADERS | kind::CONTINUATION => {
+                if kind == kind::HEADERS && flags & (flag::PADDED | flag::PRIORITY) != 0 {
+                    return Err(Broken::Http2("padded headers, which no gRPC server sends"));
+                }
+                let status = hpack::read(&payload)?;
+                self.take_headers(status)?;
+            }
+            kind::RST_STREAM if stream == STREAM => self.end = Some(End::Reset(word(0).ok_or(short)?)),
+            kind::SETTINGS if flags & flag::ACK == 0 => {
+                self.take_settings(&payload)?;
+                put_header(replies, 0, kind::SETTINGS, flag::ACK, 0);
+            }
+            kind::PING if flags & flag::ACK == 0 => {
+                put_header(replies, payload.len(), kind::PING, flag::ACK, 0);
+                replies.extend_from_slice(&payload);
+            }
+            kind::GOAWAY => self.goes_away = true,
+            kind::WINDOW_UPDATE => {
+                let more = i64::from(word(0).ok_or(short)? & 0x7fff_ffff);
+                if stream == 0 { self.send_window += more } else { self.stream_send_window += more }
+            }
+            // Acknowledgements, and kinds that mean nothing to us.
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn take_headers(&mut self, status: Status) -> Result<(), Broken> {
+        if status.http_status.is_some_and(|code| code != 200) {
+            return Err(Broken::Http2("a response with another status than 200"));
+        }
+        if let Some(code) = status.grpc_status {
+            self.end = Some(End::Status { code, message: status.grpc_message });
+        }
+        Ok(())
+    }
+
+    fn take_settings(&mut self, payload: &[u8]) -> Result<(), Broken> {
+        for setting in payload.chunks(6) {
+            let [i0, i1, v0, v1, v2, v3] = *setting else { return Err(Broken::Http2("half a setting")) };
+            // SETTINGS_INITIAL_WINDOW_SIZE also moves the windows that are in use (RFC 9113, 6.9.2).
+            if u16::from_be_bytes([i0, i1]) == 4 {
+                let window = i64::from(u32::from_be_bytes([v0, v1, v2, v3]));
+                self.stream_send_window += window - self.initial_send_window;
+                self.initial_send_window = window;
+            }
+        }
+        Ok(())
+    }
+
+    fn take_data(
+        &mut self,
+        mut bytes: &[u8],
+        on_message: &mut impl FnMut(&[u8]) -> Result<(), String>,
+    ) -> Result<(), Broken> {
+        while !bytes.is_empty() {
+            if self.prefix_bytes < PREFIX_BYTES {
+                let (now, rest) = bytes.split_at(bytes.len().min(PREFIX_BYTES - self.prefix_bytes));
+                self.prefix[self.prefix_bytes..self.prefix_bytes + now.len()].copy_from_slice(now);
+                self.prefix_bytes += now.len();
+                bytes = rest;
+                if self.prefix_bytes < PREFIX_BYTES {
+                    return Ok(());
+                }
+                self.lacking = self.read_prefix()?;
+            }
+            let (now, rest) = bytes.split_at(bytes.len().min(self.lacking));
+            bytes = rest;
+            self.lacking -= now.len();
+            if self.lacking > 0 {
+                self.message.extend_from_slice(now);
+                return Ok(());
+            }
+            self.prefix_bytes = 0;
+            let taken = if self.message.is_empty() {
+                on_message(now)
+            } else {
+                self.message.extend_from_slice(now);
+                // Not kept: thousands of connections would hold the size of their largest message.
+                let message = std::mem::take(&mut self.message);
+                on_message(&message)
+            };
+            taken.map_err(Broken::Message)?;
+        }
+        Ok(())
+    }
+
+    fn read_prefix(&self) -> Result<usize, Broken> {
+        let [compressed, length @ ..] = self.prefix;
+        if compressed != 0 {
+            return Err(Broken::Grpc("a compressed message that nobody asked for".to_owned()));
+        }
+        let length = usize::try_from(u32::from_be_bytes(length)).unwrap_or(usize::MAX);
+        if length > MAX_SERVER_MESSAGE_BYTES {
+            return Err(Broken::Grpc(format!(
+                "a message of {length} bytes; at most {MAX_SERVER_MESSAGE_BYTES} are allowed"
+            )));
+        }
+        Ok(length)
+    }
+
+    /// Gives back the windows once a good part of them is used.
+    fn grant(&mut self, replies: &mut Vec<u8>) {
+        if self.unacknowledged > STREAM_WINDOW / 2 {
+            put_window_update(replies, 0, self.unacknowledged);
+            put_window_update(replies, STREAM, self.unacknowledged);
+            self.unacknowledged = 0;
+        }
+    }
+}
+
+fn put_header(out: &mut Vec<u8>, length: usize, kind: u8, flags: u8, stream: u32) {
+    let length = u32::try_from(length).unwrap_or(u32::MAX).to_be_bytes();
+    out.extend_from_slice(&length[1..]);
+    out.extend_from_slice(&[kind, flags]);
+    out.extend_from_slice(&stream.to_be_bytes());
+}
+
+fn put_window_update(out: &mut Vec<u8>, stream: u32, more: u32) {
+    put_header(out, 4, kind::WINDOW_UPDATE, 0, stream);
+    out.extend_from_slice(&more.to_be_bytes());
+}

@@ -1,0 +1,226 @@
+//! What the replicas watch: a stand-in API server with a cluster in it, in objects of the size that real ones have.
+
+use std::{
+    collections::BTreeSet,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result};
+use headgate_core::{
+    Change, Dirty, State,
+    digest::Digests,
+    model::{Conditions, Endpoint},
+};
+use serde_json::{Value, json};
+
+use super::latency::Timetable;
+use crate::{
+    apiserver::{ApiServer, Kind},
+    bench::workload,
+    testbed::netns::Namespace,
+};
+
+/// The API server and what is in it.
+pub struct Source {
+    api: ApiServer,
+    timetable: Arc<Timetable>,
+    services: u32,
+    endpoints: u32,
+    changes: u32,
+    /// Services whose first endpoint is not ready.
+    unready: BTreeSet<u32>,
+}
+
+impl Source {
+    /// Starts the API server in `namespace`, on its loopback address, with so many services of so many endpoints each.
+    ///
+    /// # Errors
+    /// When the server does not start.
+    pub fn start(namespace: &Namespace, timetable: Arc<Timetable>, services: u32, endpoints: u32) -> Result<Self> {
+        let api = namespace.run(|| Ok(ApiServer::start()?))?;
+        let source = Self { api, timetable, services, endpoints, changes: 0, unready: BTreeSet::new() };
+        for number in 0..services {
+            source.apply(service_object(number))?;
+            source.apply(source.slice_object(number))?;
+        }
+        Ok(source)
+    }
+
+    /// The API server.
+    #[must_use]
+    pub fn api(&self) -> &ApiServer {
+        &self.api
+    }
+
+    /// Number of services.
+    #[must_use]
+    pub fn services(&self) -> u32 {
+        self.services
+    }
+
+    /// Resources that an agent holds once it has everything.
+    #[must_use]
+    pub fn resources(&self) -> u64 {
+        u64::from(self.services) * u64::from(self.endpoints + 1)
+    }
+
+    fn apply(&self, object: Value) -> Result<u64> {
+        let version = self.api.version() + 1;
+        // Nobody else writes, so that this will be its version.
+        let written = self.api.apply(object).map_err(|failure| anyhow::anyhow!("writing to the API: {failure:?}"))?;
+        let text = written["metadata"]["resourceVersion"].as_str().context("a written object without a version")?;
+        anyhow::ensure!(text == version.to_string(), "wrote version {text}, not {version}");
+        Ok(version)
+    }
+
+    fn slice_object(&self, number: u32) -> Value {
+        slice_object(number, self.endpoints, !self.unready.contains(&number))
+    }
+
+    /// The next endpoint change: the first endpoint of one service after the other, spread over the cluster, becomes unready, or ready again. The
+    /// version that it got; the moment is in the timetable.
+    ///
+    /// # Errors
+    /// When the API refuses the object, which is a defect.
+    pub fn change(&mut self) -> Result<u64> {
+        // A prime step, so that neighbours do not follow each other.
+        let number = (u64::from(self.changes) * 7_919 % u64::from(self.services.max(1))) as u32;
+        self.changes += 1;
+        self.toggle(number)
+    }
+
+    /// Changes the first endpoint of this service.
+    ///
+    /// # Errors
+    /// See [`Self::change`].
+    pub fn toggle(&mut self, number: u32) -> Result<u64> {
+        if !self.unready.remove(&number) {
+            self.unready.insert(number);
+        }
+        let object = self.slice_object(number);
+        self.timetable.write(self.api.version() + 1);
+        self.apply(object)
+    }
+
+    /// Makes changes at a steady rate for some time; how many they were, and the version of the last. Who falls behind catches up.
+    ///
+    /// # Errors
+    /// See [`Self::change`].
+    pub fn change_for(&mut self, time: Duration, per_second: u32) -> Result<(u32, u64)> {
+        let start = Instant::now();
+        let interval = Duration::from_secs(1) / per_second.max(1);
+        let mut version = self.api.version();
+        let mut count = 0;
+        while interval * count < time {
+            std::thread::sleep((start + interval * count).saturating_duration_since(Instant::now()));
+            version = self.change()?;
+            count += 1;
+        }
+        Ok((count, version))
+    }
+
+    /// Digests of what an agent holds that has everything, computed from what was written and not from what anybody served.
+    ///
+    /// # Errors
+    /// When an object is not as it was written, which is a defect.
+    pub fn digests(&self) -> Result<Digests> {
+        let mut state = State::default();
+        for change in workload::changes(self.services, self.endpoints) {
+            let change = match change {
+                Change::Service(mut service) => {
+                    let key = &service.key;
+                    let object = self.api.get(Kind::Service, &key.namespace, &key.name).context("a service is gone")?;
+                    let created = object["metadata"]["creationTimestamp"].as_str().unwrap_or_default();
+                    service.created_unix_seconds =
+                        unix_seconds(created).with_context(|| format!("time {created:?}"))?;
+                    Change::Service(service)
+                }
+                other => other,
+            };
+            state.apply(change, &mut Dirty::default());
+        }
+        for number in &self.unready {
+            let mut endpoint = workload::endpoint(*number, 0);
+            endpoint.conditions = Conditions { ready: false, serving: false, terminating: false };
+            state.apply(Change::Endpoint(workload::key(*number), endpoint), &mut Dirty::default());
+        }
+        Ok(state.digests().clone())
+    }
+}
+
+/// Seconds since the Unix epoch of a time such as `2026-01-01T00:00:00Z`.
+fn unix_seconds(text: &str) -> Option<i64> {
+    let number = |range: std::ops::Range<usize>| text.get(range)?.parse::<i64>().ok();
+    let (year, month, day) = (number(0..4)?, number(5..7)?, number(8..10)?);
+    // Years that begin in March, so that the leap day is the last of its year.
+    let (year, month) = if month > 2 { (year, month - 3) } else { (year - 1, month + 9) };
+    let days = 365 * year + year / 4 - year / 100 + year / 400 + (153 * month + 2) / 5 + day - 1 - 719_468;
+    Some(((days * 24 + number(11..13)?) * 60 + number(14..16)?) * 60 + number(17..19)?)
+}
+
+fn owner(kind: &str, name: &str) -> Value {
+    json!([{
+        "apiVersion": "v1", "kind": kind, "name": name, "uid": "c9b7e2f4-1f60-4f0e-a3f5-2f1d6f0c9b10", "controller": true,
+        "blockOwnerDeletion": true,
+    }])
+}
+
+fn service_object(number: u32) -> Value {
+    let (key, ip) = (workload::key(number), workload::cluster_ip(number).to_string());
+    let (namespace, name) = (key.namespace.as_str(), key.name.as_str());
+    json!({
+        "apiVersion": "v1", "kind": "Service",
+        "metadata": {"name": name, "namespace": namespace, "labels": {"app": name}},
+        "spec": {
+            "clusterIP": ip, "clusterIPs": [ip], "internalTrafficPolicy": "Cluster", "ipFamilies": ["IPv4"],
+            "ipFamilyPolicy": "SingleStack", "ports": [{"name": "http", "protocol": "TCP", "port": 80, "targetPort": 8080}],
+            "selector": {"app": name}, "sessionAffinity": "None", "type": "ClusterIP",
+        },
+        "status": {"loadBalancer": {}},
+    })
+}
+
+fn slice_object(number: u32, endpoints: u32, is_first_ready: bool) -> Value {
+    let key = workload::key(number);
+    let (namespace, name) = (key.namespace.as_str(), key.name.as_str());
+    let endpoint = |i: u32| {
+        let Endpoint { address, node, zone, .. } = workload::endpoint(number, i);
+        let ready = is_first_ready || i > 0;
+        json!({
+            "addresses": [address], "conditions": {"ready": ready, "serving": ready, "terminating": false},
+            "nodeName": node, "zone": zone,
+            "targetRef": {
+                "kind": "Pod", "namespace": namespace, "name": format!("{name}-7d4b9c6f5-x{i:04}"),
+                "uid": "0b0f4d5e-3c52-4c0e-9a77-d9a1f5b8c1aa",
+            },
+        })
+    };
+    json!({
+        "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
+        "metadata": {
+            "name": format!("{name}-x7k2p"), "namespace": namespace, "generateName": format!("{name}-"),
+            "labels": {
+                "kubernetes.io/service-name": name,
+                "endpointslice.kubernetes.io/managed-by": "endpointslice-controller.k8s.io",
+            },
+            "annotations": {"endpoints.kubernetes.io/last-change-trigger-time": "2026-01-01T00:00:00Z"},
+            "ownerReferences": owner("Service", name),
+        },
+        "ports": [{"name": "http", "protocol": "TCP", "port": 8080}],
+        "endpoints": (0..endpoints).map(endpoint).collect::<Vec<_>>(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_are_read() {
+        assert_eq!(unix_seconds("1970-01-01T00:00:00Z"), Some(0));
+        assert_eq!(unix_seconds("2000-02-29T12:34:56Z"), Some(951_827_696));
+        assert_eq!(unix_seconds("2025-12-31T23:59:59Z"), Some(1_767_225_599));
+        assert_eq!(unix_seconds("soon"), None);
+    }
+}

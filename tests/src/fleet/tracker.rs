@@ -1,0 +1,445 @@
+//! What an agent knows without holding any resource: where it is, and whether what it is sent follows from that.
+
+use super::wire::{Fields, Malformed, Value, each_number};
+
+/// Kinds of source positions, by their number in `SourcePosition.Kind`.
+const KINDS: usize = 6;
+/// `SourcePosition.Kind.ENDPOINT_SLICES`.
+const ENDPOINT_SLICES: usize = 2;
+
+/// What breaks the contract.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Violation {
+    /// Not a message at all.
+    #[error("a message that cannot be decoded")]
+    Malformed,
+    /// The first message must be `Welcome`, and only the first.
+    #[error("{0}")]
+    Welcome(String),
+    /// Contract, 5.
+    #[error("a batch follows version {previous}, and the agent is at {held}")]
+    Gap {
+        /// `Batch.previous_version`.
+        previous: u64,
+        /// Where the agent is.
+        held: u64,
+    },
+    /// Contract, 2 and 5.
+    #[error("{0}")]
+    Order(&'static str),
+    /// Contract, 4.
+    #[error("the snapshot's end counts {counted} resources, and {staged} came")]
+    Count {
+        /// `SnapshotEnd.resource_count`.
+        counted: u64,
+        /// What came.
+        staged: u64,
+    },
+    /// Contract, 6.
+    #[error("older state: position {sent} of source kind {kind} after {held}")]
+    Older {
+        /// Number of the kind.
+        kind: usize,
+        /// What the agent has seen.
+        held: u64,
+        /// What was sent.
+        sent: u64,
+    },
+    /// Contract, 9.
+    #[error("nothing heard for three heartbeat intervals")]
+    Silent,
+    /// What the real agent's decoder or state machine finds.
+    #[error("the real agent's state machine: {0}")]
+    Agent(String),
+}
+
+impl From<Malformed> for Violation {
+    fn from(_: Malformed) -> Self {
+        Self::Malformed
+    }
+}
+
+/// How a stream began, as `Welcome.ResumeMode` numbers it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Mode {
+    /// The changes since the agent's version.
+    Log,
+    /// The buckets that differ.
+    Digests,
+    /// Everything.
+    Full,
+}
+
+/// A state of a replica, and what of the source it covers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Point {
+    /// Epoch of the replica.
+    pub epoch: u64,
+    /// Version within it.
+    pub version: u64,
+    /// Positions of the source, by kind.
+    pub positions: [u64; KINDS],
+}
+
+impl Point {
+    /// The position of EndpointSlices.
+    #[must_use]
+    pub fn slices(&self) -> u64 {
+        self.positions[ENDPOINT_SLICES]
+    }
+}
+
+/// What one stream brought.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Received {
+    /// Messages.
+    pub messages: u64,
+    /// Their bytes, without framing.
+    pub bytes: u64,
+    /// Batches, parts of split ones counted each.
+    pub batches: u64,
+    /// Bytes of batches.
+    pub batch_bytes: u64,
+    /// Resources and removals in batches.
+    pub batch_resources: u64,
+    /// Chunks of snapshots.
+    pub chunks: u64,
+    /// Bytes of chunks.
+    pub chunk_bytes: u64,
+    /// Resources in chunks.
+    pub chunk_resources: u64,
+    /// Snapshots that ended.
+    pub snapshots: u64,
+    /// Buckets that ends of snapshots named.
+    pub buckets: u64,
+    /// Heartbeats.
+    pub heartbeats: u64,
+    /// Requests to go elsewhere.
+    pub drains: u64,
+}
+
+impl std::ops::AddAssign for Received {
+    fn add_assign(&mut self, other: Self) {
+        self.messages += other.messages;
+        self.bytes += other.bytes;
+        self.batches += other.batches;
+        self.batch_bytes += other.batch_bytes;
+        self.batch_resources += other.batch_resources;
+        self.chunks += other.chunks;
+        self.chunk_bytes += other.chunk_bytes;
+        self.chunk_resources += other.chunk_resources;
+        self.snapshots += other.snapshots;
+        self.buckets += other.buckets;
+        self.heartbeats += other.heartbeats;
+        self.drains += other.drains;
+    }
+}
+
+/// What a message means to the agent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Effect {
+    /// Nothing that has to be answered.
+    None,
+    /// The stream begins.
+    Welcomed,
+    /// The agent is at a new consistent point, and has been at the given one before.
+    Moved(Point),
+    /// Its own node has changed.
+    Node,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+enum Phase {
+    #[default]
+    AwaitingWelcome,
+    Resuming,
+    Following,
+}
+
+/// See the module.
+#[derive(Debug, Default)]
+pub struct Tracker {
+    point: Option<Point>,
+    phase: Phase,
+    epoch: u64,
+    mode: Option<Mode>,
+    /// Positions of the parts so far of a split batch.
+    positions: [u64; KINDS],
+    in_batch: bool,
+    staged: u64,
+    heartbeat_interval_ms: u64,
+    node_revision: u64,
+    received: Received,
+}
+
+impl Tracker {
+    /// A stream begins. The agent says that it holds what [`Self::point`] says.
+    pub(super) fn begin(&mut self) {
+        *self = Self { point: self.point, ..Self::default() };
+    }
+
+    /// The stream has ended: what it brought.
+    pub(super) fn end(&mut self) -> Received {
+        let received = self.received;
+        self.begin();
+        received
+    }
+
+    /// Where the agent is; none before its first complete snapshot.
+    #[must_use]
+    pub fn point(&self) -> Option<Point> {
+        self.point
+    }
+
+    /// How the present stream began; none before `Welcome`.
+    #[must_use]
+    pub fn mode(&self) -> Option<Mode> {
+        self.mode
+    }
+
+    /// True once the beginning of the stream is over: the agent follows the log.
+    #[must_use]
+    pub fn is_following(&self) -> bool {
+        self.phase == Phase::Following
+    }
+
+    /// What the present stream has brought.
+    #[must_use]
+    pub fn received(&self) -> &Received {
+        &self.received
+    }
+
+    /// `Welcome.heartbeat_interval_ms` of the present stream.
+    pub(super) fn heartbeat_interval_ms(&self) -> u64 {
+        self.heartbeat_interval_ms
+    }
+
+    /// Revision of the last `OwnNode` of the present stream.
+    pub(super) fn node_revision(&self) -> u64 {
+        self.node_revision
+    }
+
+    /// Takes in one `ServerMessage`.
+    pub(super) fn on_message(&mut self, message: &[u8]) -> Result<Effect, Violation> {
+        let length = message.len() as u64;
+        self.received.messages += 1;
+        self.received.bytes += length;
+        let mut effect = Effect::None;
+        for field in Fields(message) {
+            let (number, value) = field?;
+            let body = value.bytes()?;
+            if (number == 1) != (self.phase == Phase::AwaitingWelcome) {
+                return Err(Violation::Welcome("Welcome must come first, and once".to_owned()));
+            }
+            effect = match number {
+                1 => self.on_welcome(body)?,
+                2 => self.on_batch(body)?,
+                3 => self.on_chunk(body)?,
+                4 => self.on_end(body)?,
+                5 => self.on_node(body)?,
+                6 => self.on_heartbeat(body)?,
+                7 => {
+                    self.received.drains += 1;
+                    Effect::None
+                }
+                // Contract, 12.
+                _ => Effect::None,
+            };
+        }
+        Ok(effect)
+    }
+
+    fn on_welcome(&mut self, body: &[u8]) -> Result<Effect, Violation> {
+        let mut mode = 0;
+        for field in Fields(body) {
+            match field? {
+                (2, value) => self.epoch = value.number()?,
+                (3, value) => mode = value.number()?,
+                (4, value) => self.heartbeat_interval_ms = value.number()?,
+                _ => {}
+            }
+        }
+        let held = self.point.map(|point| point.epoch);
+        let mode = match mode {
+            1 if held == Some(self.epoch) => Mode::Log,
+            2 if held.is_some() => Mode::Digests,
+            3 => Mode::Full,
+            _ => return Err(Violation::Welcome(format!("resume mode {mode} for an agent that holds epoch {held:?}"))),
+        };
+        if self.epoch == 0 {
+            return Err(Violation::Welcome("epoch 0 stands for none".to_owned()));
+        }
+        self.phase = if mode == Mode::Log { Phase::Following } else { Phase::Resuming };
+        self.mode = Some(mode);
+        Ok(Effect::Welcomed)
+    }
+
+    fn on_batch(&mut self, body: &[u8]) -> Result<Effect, Violation> {
+        let (mut previous, mut version, mut resources) = (0, 0, 0);
+        for field in Fields(body) {
+            match field? {
+                (1, value) => previous = value.number()?,
+                (2, value) => version = value.number()?,
+                (3, value) => read_position(value, &mut self.positions)?,
+                (4, value) => resources += count(value.bytes()?)?.all(),
+                _ => {}
+            }
+        }
+        self.received.batches += 1;
+        self.received.batch_bytes += body.len() as u64;
+        self.received.batch_resources += resources;
+        let (Phase::Following, Some(before)) = (self.phase, self.point) else {
+            return Err(Violation::Order("a batch before the snapshot's end"));
+        };
+        if self.staged > 0 {
+            return Err(Violation::Order("a batch in the middle of a snapshot"));
+        }
+        if previous != before.version {
+            return Err(Violation::Gap { previous, held: before.version });
+        }
+        if version < previous {
+            return Err(Violation::Order("a batch that goes back"));
+        }
+        self.in_batch = version == previous;
+        if self.in_batch {
+            return Ok(Effect::None);
+        }
+        let mut point = Point { version, ..before };
+        let moved = std::mem::take(&mut self.positions);
+        for ((kind, held), sent) in point.positions.iter_mut().enumerate().zip(moved) {
+            if sent != 0 && sent < *held {
+                return Err(Violation::Older { kind, held: *held, sent });
+            }
+            *held = sent.max(*held);
+        }
+        self.point = Some(point);
+        Ok(Effect::Moved(before))
+    }
+
+    fn on_chunk(&mut self, body: &[u8]) -> Result<Effect, Violation> {
+        self.received.chunks += 1;
+        self.received.chunk_bytes += body.len() as u64;
+        if self.in_batch {
+            return Err(Violation::Order("a snapshot in the middle of a split batch"));
+        }
+        for field in Fields(body) {
+            if let (1, value) = field? {
+                let counts = count(value.bytes()?)?;
+                if counts.removed > 0 {
+                    return Err(Violation::Order("a snapshot that carries removals"));
+                }
+                self.staged += counts.present;
+                self.received.chunk_resources += counts.present;
+            }
+        }
+        Ok(Effect::None)
+    }
+
+    fn on_end(&mut self, body: &[u8]) -> Result<Effect, Violation> {
+        let (mut version, mut counted, mut buckets) = (0, 0, 0);
+        let mut positions = [0; KINDS];
+        for field in Fields(body) {
+            match field? {
+                (1, value) => version = value.number()?,
+                (2, value) => read_position(value, &mut positions)?,
+                (3, value) => each_number(value, |_| buckets += 1)?,
+                (4, value) => counted = value.number()?,
+                _ => {}
+            }
+        }
+        let staged = std::mem::take(&mut self.staged);
+        if counted != staged {
+            return Err(Violation::Count { counted, staged });
+        }
+        let before = self.point.unwrap_or_default();
+        if before.epoch == self.epoch && version < before.version {
+            return Err(Violation::Order("a snapshot that goes back"));
+        }
+        for (kind, (held, sent)) in before.positions.into_iter().zip(positions).enumerate() {
+            // A kind that this replica's source does not have cannot be compared.
+            if sent != 0 && sent < held {
+                return Err(Violation::Older { kind, held, sent });
+            }
+        }
+        self.received.snapshots += 1;
+        self.received.buckets += buckets;
+        self.phase = Phase::Following;
+        self.point = Some(Point { epoch: self.epoch, version, positions });
+        Ok(Effect::Moved(before))
+    }
+
+    fn on_node(&mut self, body: &[u8]) -> Result<Effect, Violation> {
+        for field in Fields(body) {
+            if let (1, value) = field? {
+                let revision = value.number()?;
+                if revision != self.node_revision + 1 {
+                    return Err(Violation::Order("OwnNode.revision does not count"));
+                }
+                self.node_revision = revision;
+            }
+        }
+        Ok(Effect::Node)
+    }
+
+    fn on_heartbeat(&mut self, body: &[u8]) -> Result<Effect, Violation> {
+        self.received.heartbeats += 1;
+        for field in Fields(body) {
+            if let (1, value) = field? {
+                let head = value.number()?;
+                if self.phase == Phase::Following && self.point.is_some_and(|point| head < point.version) {
+                    return Err(Violation::Order("a heartbeat whose head is behind the agent"));
+                }
+            }
+        }
+        Ok(Effect::None)
+    }
+}
+
+fn read_position(value: Value<'_>, positions: &mut [u64; KINDS]) -> Result<(), Malformed> {
+    let (mut kind, mut position) = (0, 0);
+    for field in Fields(value.bytes()?) {
+        match field? {
+            (1, value) => kind = value.number()?,
+            (2, value) => position = value.number()?,
+            _ => {}
+        }
+    }
+    if let Some(held) = usize::try_from(kind).ok().filter(|kind| *kind != 0).and_then(|kind| positions.get_mut(kind)) {
+        *held = position;
+    }
+    Ok(())
+}
+
+#[derive(Debug, Clone, Copy, Default)]
+struct Counts {
+    present: u64,
+    removed: u64,
+}
+
+impl Counts {
+    fn all(self) -> u64 {
+        self.present + self.removed
+    }
+}
+
+/// Resources and removals in a `Changes`.
+fn count(changes: &[u8]) -> Result<Counts, Malformed> {
+    let mut counts = Counts::default();
+    for field in Fields(changes) {
+        match field? {
+            (1 | 4, _) => counts.present += 1,
+            (3 | 5, _) => counts.removed += 1,
+            (2, group) => {
+                for field in Fields(group.bytes()?) {
+                    match field? {
+                        (3, _) => counts.present += 1,
+                        (4, _) => counts.removed += 1,
+                        _ => {}
+                    }
+                }
+            }
+            _ => {}
+        }
+    }
+    Ok(counts)
+}

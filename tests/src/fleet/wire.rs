@@ -1,0 +1,135 @@
+//! Protocol buffers looked at in place: no allocation, no copy.
+
+/// The bytes are no message.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("not a message of protocol buffers")]
+pub(super) struct Malformed;
+
+/// A field's value.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Value<'a> {
+    /// A varint, or a fixed number of 4 or 8 bytes.
+    Number(u64),
+    /// A string, a message, or packed numbers.
+    Bytes(&'a [u8]),
+}
+
+impl<'a> Value<'a> {
+    pub(super) fn number(self) -> Result<u64, Malformed> {
+        match self {
+            Self::Number(number) => Ok(number),
+            Self::Bytes(_) => Err(Malformed),
+        }
+    }
+
+    pub(super) fn bytes(self) -> Result<&'a [u8], Malformed> {
+        match self {
+            Self::Bytes(bytes) => Ok(bytes),
+            Self::Number(_) => Err(Malformed),
+        }
+    }
+}
+
+/// The fields of a message, in order; ends after the first that is malformed.
+#[derive(Debug, Clone)]
+pub(super) struct Fields<'a>(pub(super) &'a [u8]);
+
+impl<'a> Fields<'a> {
+    fn varint(&mut self) -> Result<u64, Malformed> {
+        let mut number = 0;
+        for shift in (0..64).step_by(7) {
+            let (byte, rest) = self.0.split_first().ok_or(Malformed)?;
+            self.0 = rest;
+            number |= u64::from(byte & 0x7f) << shift;
+            if byte & 0x80 == 0 {
+                return Ok(number);
+            }
+        }
+        Err(Malformed)
+    }
+
+    fn take(&mut self, count: usize) -> Result<&'a [u8], Malformed> {
+        let (taken, rest) = self.0.split_at_checked(count).ok_or(Malformed)?;
+        self.0 = rest;
+        Ok(taken)
+    }
+
+    fn field(&mut self) -> Result<(u64, Value<'a>), Malformed> {
+        let tag = self.varint()?;
+        let value = match tag & 7 {
+            0 => Value::Number(self.varint()?),
+            1 => Value::Number(u64::from_le_bytes(self.take(8)?.try_into().map_err(|_| Malformed)?)),
+            2 => {
+                let length = self.varint()?;
+                Value::Bytes(self.take(usize::try_from(length).map_err(|_| Malformed)?)?)
+            }
+            5 => Value::Number(u32::from_le_bytes(self.take(4)?.try_into().map_err(|_| Malformed)?).into()),
+            _ => return Err(Malformed),
+        };
+        Ok((tag >> 3, value))
+    }
+}
+
+impl<'a> Iterator for Fields<'a> {
+    type Item = Result<(u64, Value<'a>), Malformed>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        if self.0.is_empty() {
+            return None;
+        }
+        let field = self.field();
+        if field.is_err() {
+            self.0 = &[];
+        }
+        Some(field)
+    }
+}
+
+/// Packed or single varints of a repeated field, each handed to `take`.
+pub(super) fn each_number(value: Value<'_>, mut take: impl FnMut(u64)) -> Result<(), Malformed> {
+    match value {
+        Value::Number(number) => take(number),
+        Value::Bytes(bytes) => {
+            let mut packed = Fields(bytes);
+            while !packed.0.is_empty() {
+                take(packed.varint()?);
+            }
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use headgate_proto::v1;
+    use prost::Message as _;
+
+    use super::*;
+
+    #[test]
+    fn fields_are_those_that_were_encoded() {
+        let end = v1::SnapshotEnd { version: 300, buckets: vec![1, 1000], resource_count: 7, ..Default::default() };
+        let bytes = end.encode_to_vec();
+        let fields: Vec<_> = Fields(&bytes).collect::<Result<_, _>>().unwrap();
+        assert_eq!(fields[0], (1, Value::Number(300)));
+        assert_eq!(fields[2], (4, Value::Number(7)));
+        let mut buckets = Vec::new();
+        each_number(fields[1].1, |bucket| buckets.push(bucket)).unwrap();
+        assert_eq!(buckets, [1, 1000]);
+        let welcome = v1::Welcome { epoch: 0x0102_0304_0506_0708, ..Default::default() }.encode_to_vec();
+        assert_eq!(Fields(&welcome).next(), Some(Ok((2, Value::Number(0x0102_0304_0506_0708)))));
+    }
+
+    #[test]
+    fn what_is_cut_off_is_malformed_wherever_it_is_cut() {
+        let bytes = v1::Welcome { replica: "a".into(), epoch: 1, ..Default::default() }.encode_to_vec();
+        for length in 1..bytes.len() {
+            let read: Result<Vec<_>, _> = Fields(&bytes[..length]).collect();
+            // After the first field, of three bytes, there is a whole message too.
+            assert_eq!(read.is_ok(), length == 3, "{length}");
+        }
+        assert_eq!(Fields(&[0xff; 11]).next(), Some(Err(Malformed)));
+        assert_eq!(Fields(&[0x0b]).next(), Some(Err(Malformed)), "groups are not used");
+    }
+}

@@ -1,0 +1,403 @@
+//! The thread that carries all agents: one loop over the sockets that have something, and over what has come due.
+
+use std::{
+    cmp::Reverse,
+    collections::{BTreeMap, BinaryHeap, VecDeque},
+    net::SocketAddr,
+    sync::{Arc, mpsc},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result};
+use headgate_core::digest::Digests;
+use mio::{Events, Poll, Token, Waker};
+
+use super::{
+    Break, Client, Fault, Member, Settings,
+    agent::Reference,
+    certificates::Authority,
+    client::{Counts, Gauge, Lost, Outcome, Scratch},
+    latency::{Histogram, Timetable},
+    tracker::{Mode, Received},
+};
+use crate::bench::clock::thread_cpu;
+
+/// Something to be done between two rounds.
+pub(super) type Job = Box<dyn FnOnce(&mut Worker) + Send>;
+
+const WAKE: Token = Token(usize::MAX);
+const SWEEP_INTERVAL: Duration = Duration::from_millis(500);
+/// How often a slow reader reads.
+const SLOW_READ_INTERVAL: Duration = Duration::from_millis(250);
+/// Longest time that a handshake may take; then the agent tries again.
+const HANDSHAKE_LIMIT: Duration = Duration::from_secs(20);
+const MOST_BACKOFF: Duration = Duration::from_secs(10);
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Due {
+    Ack(usize),
+    Connect(usize),
+    SlowRead(usize),
+    Sweep,
+}
+
+/// All agents of the thread. Jobs get hold of it by [`super::Fleet::ask`].
+pub struct Worker {
+    settings: Settings,
+    authority: Arc<Authority>,
+    poll: Poll,
+    clients: Vec<Client>,
+    due: BinaryHeap<Reverse<(Instant, Due)>>,
+    /// Agents that wait for their turn to connect.
+    waiting: VecDeque<usize>,
+    handshaking: usize,
+    scratch: Scratch,
+    gauge: Gauge,
+    reference: Option<Arc<Reference>>,
+    ends: BTreeMap<String, u64>,
+}
+
+/// Sums over agents.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Summary {
+    /// Agents.
+    pub agents: usize,
+    /// Those with a stream whose beginning is over.
+    pub following: usize,
+    /// Of these, those whose stream began by the log, by digests, and with everything.
+    pub by_log: usize,
+    /// See `by_log`.
+    pub by_digests: usize,
+    /// See `by_log`.
+    pub by_full: usize,
+    /// What the present streams brought.
+    pub present: Received,
+    /// What all streams brought.
+    pub received: Received,
+    /// What the connections did.
+    pub counts: Counts,
+}
+
+impl Worker {
+    pub(super) fn new(
+        settings: Settings,
+        authority: Arc<Authority>,
+        timetable: Arc<Timetable>,
+    ) -> Result<(Self, Arc<Waker>)> {
+        let poll = Poll::new().context("making an epoll instance")?;
+        let waker = Arc::new(Waker::new(poll.registry(), WAKE).context("making a waker")?);
+        let worker = Self {
+            settings,
+            authority,
+            poll,
+            clients: Vec::new(),
+            due: BinaryHeap::from([Reverse((Instant::now() + SWEEP_INTERVAL, Due::Sweep))]),
+            waiting: VecDeque::new(),
+            handshaking: 0,
+            scratch: Scratch::new(),
+            gauge: Gauge { timetable, is_recording: false, latency: Histogram::default() },
+            reference: None,
+            ends: BTreeMap::new(),
+        };
+        Ok((worker, waker))
+    }
+
+    /// Runs until nobody can give it a job any more.
+    pub(super) fn run(mut self, jobs: &mpsc::Receiver<Job>) {
+        let mut events = Events::with_capacity(1024);
+        loop {
+            self.connect_waiting();
+            let pause = self.due.peek().map(|Reverse((at, _))| at.saturating_duration_since(Instant::now()));
+            if let Err(error) = self.poll.poll(&mut events, pause)
+                && error.kind() != std::io::ErrorKind::Interrupted
+            {
+                eprintln!("warning: the fleet ends, for epoll fails: {error}");
+                return;
+            }
+            for event in &events {
+                if event.token() == WAKE {
+                    loop {
+                        match jobs.try_recv() {
+                            Ok(job) => job(&mut self),
+                            Err(mpsc::TryRecvError::Empty) => break,
+                            Err(mpsc::TryRecvError::Disconnected) => return,
+                        }
+                    }
+                    continue;
+                }
+                let Token(index) = event.token();
+                if event.is_writable() {
+                    let written = self.clients[index].on_writable();
+                    self.after(index, written.map(|()| Outcome::default()));
+                }
+                if event.is_readable() || event.is_read_closed() {
+                    self.read(index, event.is_read_closed());
+                }
+            }
+            self.do_what_is_due();
+        }
+    }
+
+    fn read(&mut self, index: usize, is_closed: bool) {
+        let client = &mut self.clients[index];
+        // Faults begin once the stream has been opened; a slow reader reads when it comes due.
+        let is_open = client.is_connected() && !client.is_handshaking();
+        match client.member.fault {
+            Fault::NeverRead | Fault::SlowRead { .. } if is_open && !is_closed => return,
+            _ => {}
+        }
+        self.read_some(index, usize::MAX);
+    }
+
+    fn read_some(&mut self, index: usize, limit: usize) {
+        let was_handshaking = self.clients[index].is_handshaking();
+        let (interval, reference) = (self.settings.ack_interval, self.reference.as_deref());
+        let client = &mut self.clients[index];
+        let read = client.on_readable(limit, &mut self.scratch, &mut self.gauge, interval, reference);
+        if was_handshaking && client.is_connected() && !client.is_handshaking() {
+            self.handshaking -= 1;
+            if let Fault::SlowRead { .. } = client.member.fault {
+                self.due.push(Reverse((Instant::now() + SLOW_READ_INTERVAL, Due::SlowRead(index))));
+            }
+        }
+        self.after(index, read);
+    }
+
+    /// Looks after what an agent's connection came to.
+    fn after(&mut self, index: usize, outcome: Result<Outcome, Lost>) {
+        match outcome {
+            Ok(Outcome { ack_at: Some(at) }) => self.due.push(Reverse((at, Due::Ack(index)))),
+            Ok(_) => {
+                if self.clients[index].is_following() {
+                    self.clients[index].failures = 0;
+                }
+            }
+            Err(Lost::Ended(reason)) => {
+                *self.ends.entry(reason).or_default() += 1;
+                self.disconnect(index, Break::Close);
+                let bound = self.settings.backoff.saturating_mul(1 << self.clients[index].failures.min(16));
+                self.clients[index].failures += 1;
+                let pause = bound.min(MOST_BACKOFF).mul_f64(fastrand::f64());
+                self.due.push(Reverse((Instant::now() + pause, Due::Connect(index))));
+            }
+            Err(Lost::Violation(violation)) => {
+                *self.ends.entry(format!("violation: {violation}")).or_default() += 1;
+                self.clients[index].violation = Some(violation);
+                self.disconnect(index, Break::Close);
+            }
+        }
+    }
+
+    fn disconnect(&mut self, index: usize, how: Break) {
+        let client = &mut self.clients[index];
+        if client.is_handshaking() {
+            self.handshaking -= 1;
+        }
+        client.disconnect(how);
+    }
+
+    fn connect_waiting(&mut self) {
+        while self.handshaking < self.settings.handshakes
+            && let Some(index) = self.waiting.pop_front()
+        {
+            if self.clients[index].is_connected() {
+                continue;
+            }
+            match self.clients[index].connect(self.poll.registry(), Token(index)) {
+                Ok(()) => self.handshaking += 1,
+                Err(error) => self.after(index, Err(Lost::Ended(format!("connecting: {error:#}")))),
+            }
+        }
+    }
+
+    fn do_what_is_due(&mut self) {
+        let now = Instant::now();
+        while let Some(Reverse((at, due))) = self.due.peek().copied().filter(|Reverse((at, _))| *at <= now) {
+            self.due.pop();
+            match due {
+                Due::Ack(index) => {
+                    if self.clients[index].ack_is_scheduled {
+                        let sent = self.clients[index].acknowledge(&mut self.scratch);
+                        self.after(index, sent.map(|()| Outcome::default()));
+                    }
+                }
+                Due::Connect(index) => self.waiting.push_back(index),
+                Due::SlowRead(index) => self.slow_read(index, at),
+                Due::Sweep => self.sweep(now),
+            }
+        }
+    }
+
+    fn slow_read(&mut self, index: usize, at: Instant) {
+        let client = &self.clients[index];
+        let Fault::SlowRead { bytes_per_second } = client.member.fault else {
+            return self.read_some(index, usize::MAX);
+        };
+        if !client.is_connected() {
+            return;
+        }
+        let share = u64::from(bytes_per_second) * u64::try_from(SLOW_READ_INTERVAL.as_millis()).unwrap_or(1) / 1_000;
+        self.read_some(index, usize::try_from(share.max(1)).unwrap_or(usize::MAX));
+        self.due.push(Reverse((at + SLOW_READ_INTERVAL, Due::SlowRead(index))));
+    }
+
+    /// Contract, 9: who hears nothing reconnects. Here it counts as a violation, since the replica promised.
+    fn sweep(&mut self, now: Instant) {
+        self.due.push(Reverse((now + SWEEP_INTERVAL, Due::Sweep)));
+        for index in 0..self.clients.len() {
+            let client = &self.clients[index];
+            let reads = !matches!(client.member.fault, Fault::NeverRead | Fault::SlowRead { .. });
+            if reads || client.is_handshaking() {
+                let checked = client.check_silence(now, HANDSHAKE_LIMIT);
+                if checked.is_err() {
+                    self.after(index, checked.map(|()| Outcome::default()));
+                }
+            }
+        }
+    }
+}
+
+/// For jobs.
+impl Worker {
+    /// Adds agents, which connect as soon as it is their turn.
+    ///
+    /// # Errors
+    /// When a certificate cannot be made.
+    pub fn join(&mut self, members: Vec<Member>) -> Result<()> {
+        for member in members {
+            let config = self.authority.client_config(&member.node);
+            let config = config.with_context(|| format!("a certificate for {}", member.node))?;
+            self.waiting.push_back(self.clients.len());
+            self.clients.push(Client::new(member, config));
+        }
+        Ok(())
+    }
+
+    /// The agents, in the order in which they joined.
+    #[must_use]
+    pub fn clients(&self) -> &[Client] {
+        &self.clients
+    }
+
+    /// Gives up the connections of the agents that `chooses` chooses; they connect again to `replicas`, all at once.
+    pub fn reconnect(&mut self, how: Break, replicas: &[SocketAddr], chooses: impl Fn(&Client) -> bool) -> usize {
+        let chosen: Vec<usize> = (0..self.clients.len()).filter(|index| chooses(&self.clients[*index])).collect();
+        for index in &chosen {
+            self.disconnect(*index, how);
+            self.direct(*index, replicas);
+            self.waiting.push_back(*index);
+        }
+        chosen.len()
+    }
+
+    /// Changes where the agents connect the next time.
+    pub fn redirect(&mut self, replicas: &[SocketAddr]) {
+        (0..self.clients.len()).for_each(|index| self.direct(index, replicas));
+    }
+
+    fn direct(&mut self, index: usize, replicas: &[SocketAddr]) {
+        self.clients[index].direct(replicas);
+    }
+
+    /// Changes what the agents that `chooses` chooses do wrong. Who read slowly, or not at all, reads all that waits at once.
+    pub fn set_fault(&mut self, fault: Fault, chooses: impl Fn(&Client) -> bool) {
+        for index in 0..self.clients.len() {
+            if !chooses(&self.clients[index]) {
+                continue;
+            }
+            self.clients[index].member.fault = fault;
+            match fault {
+                Fault::NeverRead => {}
+                Fault::SlowRead { .. } => self.due.push(Reverse((Instant::now(), Due::SlowRead(index)))),
+                _ => self.read_some(index, usize::MAX),
+            }
+        }
+    }
+
+    /// Changes how many handshakes there may be at the same time.
+    pub fn set_handshakes(&mut self, handshakes: usize) {
+        self.settings.handshakes = handshakes;
+    }
+
+    /// Agents that hold no state say the digests of one that does, where they are at the same version; from now on those of the first such agent.
+    /// Returns false if there is none.
+    pub fn refresh_reference(&mut self) -> bool {
+        self.reference = self.clients.iter().find_map(|client| client.agent().reference()).map(Arc::new);
+        self.reference.is_some()
+    }
+
+    /// Begins to measure times anew, or ends it; what was measured so far.
+    pub fn record(&mut self, is_recording: bool) -> Histogram {
+        self.gauge.is_recording = is_recording;
+        std::mem::take(&mut self.gauge.latency)
+    }
+
+    /// Digests of the agents that hold a state.
+    #[must_use]
+    pub fn digests(&self) -> Vec<Digests> {
+        self.clients.iter().filter_map(|client| client.agent().digests().cloned()).collect()
+    }
+
+    /// Number of agents that follow a stream and have everything up to a position of EndpointSlices.
+    #[must_use]
+    pub fn having(&self, slices: u64) -> usize {
+        self.clients.iter().filter(|client| client.has(slices)).count()
+    }
+
+    /// Number of agents that follow a stream.
+    #[must_use]
+    pub fn following(&self) -> usize {
+        self.clients.iter().filter(|client| client.is_following()).count()
+    }
+
+    /// Sums over all agents.
+    #[must_use]
+    pub fn summary(&self) -> Summary {
+        self.summary_of(|_| true)
+    }
+
+    /// Sums over the agents that `chooses` chooses.
+    #[must_use]
+    pub fn summary_of(&self, chooses: impl Fn(&Client) -> bool) -> Summary {
+        let mut summary = Summary::default();
+        for client in self.clients.iter().filter(|client| chooses(client)) {
+            summary.agents += 1;
+            if client.is_following() {
+                summary.following += 1;
+                match client.mode() {
+                    Some(Mode::Log) => summary.by_log += 1,
+                    Some(Mode::Digests) => summary.by_digests += 1,
+                    Some(Mode::Full) => summary.by_full += 1,
+                    None => {}
+                }
+            }
+            summary.present += *client.agent().tracker().received();
+            summary.received += client.received();
+            let counts = client.counts();
+            summary.counts.full_handshakes += counts.full_handshakes;
+            summary.counts.resumed_handshakes += counts.resumed_handshakes;
+            summary.counts.acks += counts.acks;
+            summary.counts.connections += counts.connections;
+            summary.counts.wire_bytes += counts.wire_bytes;
+        }
+        summary
+    }
+
+    /// What agents found to break the contract. They have given up their stream, and do not come back.
+    pub fn violations(&self) -> impl Iterator<Item = String> + '_ {
+        let broken = |client: &Client| Some(format!("{}: {}", client.member.node, client.violation.as_ref()?));
+        self.clients.iter().filter_map(broken)
+    }
+
+    /// Why streams ended, and how many.
+    #[must_use]
+    pub fn ends(&self) -> BTreeMap<String, u64> {
+        self.ends.clone()
+    }
+
+    /// CPU time of the thread so far.
+    #[must_use]
+    pub fn cpu(&self) -> Duration {
+        thread_cpu()
+    }
+}
