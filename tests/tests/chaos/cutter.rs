@@ -1,0 +1,158 @@
+//! A TCP relay in front of a replica that cuts connections at any byte.
+
+use std::{
+    net::SocketAddr,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+use fastrand::Rng;
+use socket2::SockRef;
+use tokio::{
+    io::{AsyncReadExt as _, AsyncWriteExt as _},
+    net::{TcpListener, TcpStream},
+    sync::watch,
+    task::JoinHandle,
+};
+
+/// How one connection is to end.
+#[derive(Debug, Clone, Copy)]
+struct Fate {
+    /// After so many bytes, both directions together; `None`: not by itself.
+    after_bytes: Option<u64>,
+    /// By a reset, or by an end of file in mid-message.
+    resets: bool,
+}
+
+/// What the relay's tasks share.
+struct Relay {
+    target: Mutex<Option<SocketAddr>>,
+    rng: Mutex<Rng>,
+    is_calm: AtomicBool,
+    cut_all: watch::Sender<u64>,
+    connections: AtomicU64,
+    cuts: AtomicU64,
+}
+
+/// The relay. Its address stays the same wherever it leads; dropping it closes everything.
+pub(crate) struct Cutter {
+    pub(crate) address: SocketAddr,
+    relay: Arc<Relay>,
+    accepting: JoinHandle<()>,
+}
+
+impl Drop for Cutter {
+    fn drop(&mut self) {
+        self.accepting.abort();
+        self.relay.cut();
+    }
+}
+
+impl Cutter {
+    /// A relay that leads nowhere yet; how connections end is drawn from `seed`.
+    pub(crate) async fn start(seed: u64) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let relay = Arc::new(Relay {
+            target: Mutex::default(),
+            rng: Mutex::new(Rng::with_seed(seed)),
+            is_calm: AtomicBool::new(false),
+            cut_all: watch::channel(0).0,
+            connections: AtomicU64::new(0),
+            cuts: AtomicU64::new(0),
+        });
+        let accepting = tokio::spawn(accept(listener, Arc::clone(&relay)));
+        Self { address, relay, accepting }
+    }
+
+    /// New connections lead there from now on.
+    pub(crate) fn lead_to(&self, target: SocketAddr) {
+        *self.relay.target.lock().unwrap() = Some(target);
+    }
+
+    /// Cuts every connection now.
+    pub(crate) fn cut_all(&self) {
+        self.relay.cut();
+    }
+
+    /// From now on connections live as long as their ends do. Those that were doomed already are cut.
+    pub(crate) fn calm(&self) {
+        self.relay.is_calm.store(true, Ordering::SeqCst);
+        self.relay.cut();
+    }
+
+    /// Connections that led somewhere.
+    pub(crate) fn connections(&self) -> u64 {
+        self.relay.connections.load(Ordering::SeqCst)
+    }
+
+    /// Connections that ended by the relay's doing, in the middle of something.
+    pub(crate) fn cuts(&self) -> u64 {
+        self.relay.cuts.load(Ordering::SeqCst)
+    }
+}
+
+impl Relay {
+    fn cut(&self) {
+        self.cut_all.send_modify(|cuts| *cuts += 1);
+    }
+
+    /// Small numbers of bytes are as likely as large ones, so that handshakes, snapshots and batches are all cut.
+    fn draw(&self) -> Fate {
+        let mut rng = self.rng.lock().unwrap();
+        let is_doomed = rng.f32() < 0.6 && !self.is_calm.load(Ordering::SeqCst);
+        let bound = 1 << rng.u32(4..18);
+        Fate { after_bytes: is_doomed.then(|| rng.u64(0..bound)), resets: rng.bool() }
+    }
+}
+
+async fn accept(listener: TcpListener, relay: Arc<Relay>) {
+    loop {
+        let Ok((client, _)) = listener.accept().await else {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+            continue;
+        };
+        let (relay, fate) = (Arc::clone(&relay), relay.draw());
+        tokio::spawn(async move {
+            let target = *relay.target.lock().unwrap();
+            let Some(target) = target else { return };
+            let Ok(server) = TcpStream::connect(target).await else { return };
+            relay.connections.fetch_add(1, Ordering::SeqCst);
+            if carry(client, server, fate, relay.cut_all.subscribe()).await {
+                relay.cuts.fetch_add(1, Ordering::SeqCst);
+            }
+        });
+    }
+}
+
+/// Carries bytes both ways until an end closes or fate strikes; true when it did.
+async fn carry(mut client: TcpStream, mut server: TcpStream, fate: Fate, mut cut_all: watch::Receiver<u64>) -> bool {
+    let (mut up, mut down) = (vec![0; 16 * 1024], vec![0; 16 * 1024]);
+    let mut left = fate.after_bytes.unwrap_or(u64::MAX);
+    let is_cut = loop {
+        let (read, bytes, to) = tokio::select! {
+            read = client.read(&mut up) => (read, &up, &mut server),
+            read = server.read(&mut down) => (read, &down, &mut client),
+            _ = cut_all.changed() => break true,
+        };
+        let Ok(read @ 1..) = read else { break false };
+        let passed = usize::try_from(left).unwrap_or(usize::MAX).min(read);
+        if to.write_all(&bytes[..passed]).await.is_err() {
+            break false;
+        }
+        left -= passed as u64;
+        if left == 0 {
+            break true;
+        }
+    };
+    if is_cut && fate.resets {
+        for socket in [&client, &server] {
+            // A reset that cannot be had becomes an end of file: cut all the same.
+            let _ = SockRef::from(socket).set_linger(Some(Duration::ZERO));
+        }
+    }
+    is_cut
+}
