@@ -247,7 +247,8 @@ async fn run(seed: u64, steps: u32) {
     );
     // The run is worth something only if things did go wrong and agents did move on meanwhile.
     assert!(cuts > AGENTS as u64 && connections > 2 * AGENTS as u64, "hardly anything was cut");
-    assert!(resumed.values().all(|count| *count > 0), "not every way of resuming was taken: {resumed:?}");
+    // By log only if an agent comes back to the same run of the same replica, which not every seed brings about.
+    assert!(resumed["digests"] > AGENTS && resumed["full"] >= AGENTS, "agents hardly resumed: {resumed:?}");
     assert!(moves > u64::from(steps), "the agents hardly moved while things went wrong");
 }
 
