@@ -1,4 +1,5 @@
-//! What tests, benches and the demo share: a cluster of namespaces, the packet cases, the stand-in API server, and the page of behaviours.
+//! What tests, benches and the demo share: a cluster of namespaces, the packet cases, the stand-in API server, the page of behaviours, and
+//! test machines with a kernel of their own.
 
 pub mod apiserver;
 pub mod behaviours;
@@ -6,3 +7,4 @@ pub mod bench;
 pub mod cases;
 pub mod fleet;
 pub mod testbed;
+pub mod uml;

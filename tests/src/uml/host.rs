@@ -1,0 +1,178 @@
+//! Outside: asks a machine to run a test, and waits for what becomes of it.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use anyhow::{Context, Result};
+
+use super::machine;
+use super::protocol::{self, HEARTBEAT, Outcome, REQUEST, Request};
+use super::slot::Slot;
+
+/// Longest wait for a machine to take a request; booting takes about three seconds.
+const BOOT_LIMIT: Duration = Duration::from_secs(60);
+/// What a machine gets beyond the test's own time limit to report that it has killed the test.
+const REPORT_GRACE: Duration = Duration::from_secs(10);
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
+const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
+/// A machine that was about to turn itself off leaves the request untaken; the next one takes it.
+const MAX_BOOTS: u32 = 2;
+const CONSOLE_LINES: usize = 40;
+
+/// Why a test has not passed inside.
+#[derive(Debug, thiserror::Error)]
+pub enum Failure {
+    /// The test has failed; its output has been printed.
+    #[error("failed inside User-Mode Linux: {how}\nkernel's log: {console}{kept}", console = .console.display(), kept = shown(.kept.as_deref()))]
+    Failed {
+        /// In words.
+        how: String,
+        /// The kernel's log.
+        console: PathBuf,
+        /// What it left in `TMPDIR`.
+        kept: Option<PathBuf>,
+    },
+    /// The program inside ended well without running the test.
+    #[error("{program} has no test called {test} that calls uml::inside", program = .program.display())]
+    NotRun {
+        /// The test program.
+        program: PathBuf,
+        /// The name.
+        test: String,
+    },
+    /// The machine is gone.
+    #[error("User-Mode Linux ended {when}; the end of the kernel's log ({console}):\n{tail}", console = .console.display())]
+    Ended {
+        /// During what.
+        when: &'static str,
+        /// The kernel's log.
+        console: PathBuf,
+        /// Its last lines.
+        tail: String,
+    },
+    /// The machine was killed because it did not answer.
+    #[error("User-Mode Linux {what} within {limit:?} and was killed; the end of the kernel's log ({console}):\n{tail}", console = .console.display())]
+    Hung {
+        /// What it did not do.
+        what: &'static str,
+        /// How long it had.
+        limit: Duration,
+        /// The kernel's log.
+        console: PathBuf,
+        /// Its last lines.
+        tail: String,
+    },
+    /// It could not be asked.
+    #[error("cannot run tests inside User-Mode Linux: {0:#}")]
+    Unusable(#[from] anyhow::Error),
+}
+
+fn shown(kept: Option<&Path>) -> String {
+    kept.map(|path| format!("\nfiles of the test: {}", path.display())).unwrap_or_default()
+}
+
+/// As [`super::run_inside`].
+pub(super) fn run(test: &str, time_limit: Duration) -> Result<(), Failure> {
+    let slot = Slot::acquire()?;
+    let request = request(test, time_limit)?;
+    protocol::write(slot.folder(), REQUEST, &request).context("writing the request")?;
+    let outcome = wait(&slot, &request);
+    print_output(&slot, &request);
+    let was_entered = slot.folder().join(request.entered()).exists();
+    match outcome? {
+        Outcome::Passed if was_entered => {
+            tidy(&slot, &request)?;
+            Ok(())
+        }
+        Outcome::Passed => Err(Failure::NotRun { program: request.program, test: request.test }),
+        Outcome::Failed { how, kept } => Err(Failure::Failed {
+            how,
+            console: slot.console(),
+            kept: kept.then(|| slot.folder().join(request.kept())),
+        }),
+    }
+}
+
+fn request(test: &str, time_limit: Duration) -> Result<Request> {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_micros();
+    let text = |(name, value): (std::ffi::OsString, std::ffi::OsString)| {
+        Some((name.into_string().ok()?, value.into_string().ok()?))
+    };
+    Ok(Request {
+        id: format!("{}-{now}", std::process::id()),
+        program: std::env::current_exe().context("finding the running program")?,
+        test: test.to_owned(),
+        directory: std::env::current_dir().context("finding the working directory")?,
+        environment: std::env::vars_os().filter_map(text).collect(),
+        time_limit_seconds: time_limit.as_secs(),
+    })
+}
+
+fn wait(slot: &Slot, request: &Request) -> Result<Outcome, Failure> {
+    let failure = |what: &'static str, limit: Duration| {
+        let (console, tail) = (slot.console(), machine::console_tail(slot, CONSOLE_LINES));
+        machine::kill(slot)?;
+        Err(Failure::Hung { what, limit, console, tail })
+    };
+    let ended =
+        |when| Failure::Ended { when, console: slot.console(), tail: machine::console_tail(slot, CONSOLE_LINES) };
+    let time_limit = Duration::from_secs(request.time_limit_seconds) + REPORT_GRACE;
+    let (asked, mut taken, mut boots) = (Instant::now(), None, 0);
+    let mut last_heartbeat = None;
+    loop {
+        if last_heartbeat.is_none_or(|last: Instant| last.elapsed() >= HEARTBEAT_INTERVAL) {
+            beat(slot.folder())?;
+            last_heartbeat = Some(Instant::now());
+        }
+        // Asked before the outcome is looked for, which may be the last thing that a machine writes.
+        let is_running = machine::is_running(slot.folder());
+        let is_taken = !slot.folder().join(REQUEST).exists();
+        if let Some(outcome) = protocol::read(slot.folder(), &request.outcome()).context("reading the outcome")? {
+            return Ok(outcome);
+        }
+        if is_taken {
+            let since = *taken.get_or_insert_with(Instant::now);
+            if !is_running {
+                return Err(ended("during the test"));
+            }
+            if since.elapsed() > time_limit {
+                return failure("has not ended the test", time_limit);
+            }
+        } else if !is_running {
+            if boots == MAX_BOOTS {
+                return Err(ended("before it took the test"));
+            }
+            boots += 1;
+            machine::boot(slot)?;
+        } else if asked.elapsed() > BOOT_LIMIT {
+            return failure("has not taken the test", BOOT_LIMIT);
+        }
+        std::thread::sleep(POLL_INTERVAL);
+    }
+}
+
+/// Tells the machine that somebody waits.
+fn beat(folder: &Path) -> Result<()> {
+    let path = folder.join(HEARTBEAT);
+    let touch = || File::create(&path)?.set_modified(SystemTime::now());
+    touch().with_context(|| format!("writing {}", path.display()))
+}
+
+/// Prints what the test printed. Text that is not UTF-8 is shown as well as it can be.
+fn print_output(slot: &Slot, request: &Request) {
+    match std::fs::read(slot.folder().join(request.output())) {
+        Ok(bytes) => print!("{}", String::from_utf8_lossy(&bytes)),
+        // It was not begun.
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
+        Err(error) => eprintln!("warning: the test's output cannot be read: {error}"),
+    }
+}
+
+fn tidy(slot: &Slot, request: &Request) -> Result<()> {
+    for name in [request.output(), request.outcome(), request.entered()] {
+        let path = slot.folder().join(name);
+        std::fs::remove_file(&path).with_context(|| format!("removing {}", path.display()))?;
+    }
+    Ok(())
+}

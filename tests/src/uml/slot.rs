@@ -1,0 +1,107 @@
+//! Slots: a folder and a machine each, of which a test has one for itself while it runs.
+
+use std::fs::{File, OpenOptions, TryLockError};
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+use std::time::UNIX_EPOCH;
+
+use anyhow::{Context, Result, bail};
+
+use super::machine;
+use super::protocol::CONSOLE;
+
+/// Far more than tests that run at a time.
+const MAX_SLOTS: usize = 64;
+/// Runs of which the files are kept besides those of the present one.
+const KEPT_RUNS: usize = 4;
+
+/// One slot, held until dropped.
+#[derive(Debug)]
+pub struct Slot {
+    folder: PathBuf,
+    _lock: File,
+}
+
+impl Slot {
+    /// The first slot of this test run that no other test holds.
+    ///
+    /// # Errors
+    /// Files cannot be made under `target`, or its path is none that a kernel's command line can carry.
+    pub fn acquire() -> Result<Self> {
+        let all = all_runs()?;
+        if all.to_string_lossy().contains(|letter: char| letter.is_whitespace() || letter == '"') {
+            bail!(
+                "{}: a kernel's command line cannot carry a path with blanks: use another target folder",
+                all.display()
+            );
+        }
+        let run = all.join(run_id());
+        for number in 0..MAX_SLOTS {
+            let folder = run.join(number.to_string());
+            std::fs::create_dir_all(&folder).with_context(|| format!("making {}", folder.display()))?;
+            let path = folder.join("lock");
+            let lock = File::create(&path).with_context(|| format!("making {}", path.display()))?;
+            match lock.try_lock() {
+                Ok(()) => return Ok(Self { folder, _lock: lock }),
+                Err(TryLockError::WouldBlock) => {}
+                Err(TryLockError::Error(error)) => return Err(error).context("locking a slot"),
+            }
+        }
+        bail!("all {MAX_SLOTS} slots of {} are taken", run.display())
+    }
+
+    /// Its files.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// Everything that the kernel printed.
+    pub fn console(&self) -> PathBuf {
+        self.folder.join(CONSOLE)
+    }
+}
+
+/// Removes what older runs left, but for the newest few.
+pub(super) fn sweep() -> Result<()> {
+    let mut runs = Vec::new();
+    for entry in std::fs::read_dir(all_runs()?)? {
+        let entry = entry?;
+        if entry.file_name() != run_id().as_str() {
+            runs.push((entry.metadata()?.modified()?, entry.path()));
+        }
+    }
+    runs.sort();
+    runs.reverse();
+    for (_, run) in runs.into_iter().skip(KEPT_RUNS) {
+        let is_used = std::fs::read_dir(&run)?.flatten().any(|slot| machine::is_running(&slot.path()));
+        // Another run may sweep at the same moment.
+        if !is_used && let Err(error) = std::fs::remove_dir_all(&run) {
+            eprintln!("warning: {} stays behind: {error}", run.display());
+        }
+    }
+    Ok(())
+}
+
+/// `target/uml`, found from the running program in `target/debug/deps`.
+fn all_runs() -> Result<PathBuf> {
+    let own = std::env::current_exe().context("finding the running program")?;
+    let target = own.ancestors().nth(3).with_context(|| format!("{} is not in a target folder", own.display()))?;
+    Ok(target.join("uml"))
+}
+
+/// What is the same for all tests of a run, and for no others.
+fn run_id() -> String {
+    static ID: OnceLock<String> = OnceLock::new();
+    ID.get_or_init(|| {
+        std::env::var("NEXTEST_RUN_ID").unwrap_or_else(|_| {
+            let now = UNIX_EPOCH.elapsed().unwrap_or_default().as_millis();
+            format!("process-{}-{now}", std::process::id())
+        })
+    })
+    .clone()
+}
+
+/// Opens a file so that what is written is added at its end.
+pub(super) fn open_for_appending(path: &Path) -> Result<File> {
+    OpenOptions::new().create(true).append(true).open(path).with_context(|| format!("opening {}", path.display()))
+}
