@@ -78,6 +78,7 @@ async fn healthz(State(pages): State<Pages>) -> impl IntoResponse {
         "sourceAgeSeconds": pages.metrics.source_age().map(|age| age.as_secs_f64()),
         "backend": progress.status.backend,
         "degraded": progress.status.degraded,
+        "tlsProblem": pages.metrics.tls.problem(),
         "lastError": progress.failure.map(|failure| failure.error),
     }))
 }

@@ -46,6 +46,7 @@ use crate::{
     session::{
         backoff::Backoff,
         client::{Session, SessionConfig},
+        tls::AgentTls,
     },
     shared::{NodePolicy, Shared},
     sysctl::{SysctlError, Sysctls},
@@ -175,7 +176,9 @@ async fn run_configured(
         companions.push(Box::new(ConntrackCleaner::start(metrics.conntrack.clone(), node_ports)?));
     }
     let reconciler = reconciler.with_companions(companions);
+    let tls = tls.map(|files| AgentTls::new(files, Arc::clone(&metrics)));
     let config = SessionConfig { node_name, control_planes, tls, backoff: Backoff::default() };
+    let following_tls = config.tls.clone();
     let around =
         Surroundings { shared: Arc::clone(&shared), metrics: Arc::clone(&metrics), progress: progress.clone() };
     let session = Session::new(config, Arc::clone(&shared), Arc::clone(&metrics), progress.clone());
@@ -202,6 +205,10 @@ async fn run_configured(
         tokio::spawn(server.run(running.clone()));
     }
     tokio::spawn(health_check_server.run(running.clone()));
+    if let Some(tls) = following_tls {
+        let running = running.clone();
+        tokio::spawn(async move { running.run_until_cancelled(tls.follow()).await });
+    }
     let edited = async {
         match file {
             Some((path, text)) => {

@@ -2,6 +2,7 @@
 
 pub mod catalogue;
 pub mod kube_proxy;
+pub mod tls;
 
 use std::{
     sync::{Mutex, PoisonError, atomic::AtomicU64},
@@ -15,7 +16,7 @@ use prometheus_client::{
     registry::{Registry, Unit},
 };
 
-use self::{catalogue::Catalogue, kube_proxy::KubeProxyMetrics};
+use self::{catalogue::Catalogue, kube_proxy::KubeProxyMetrics, tls::TlsMetrics};
 use crate::{backend::Report, backlog::Counts, conntrack::ConntrackMetrics, health_check::HealthCheckMetrics};
 
 /// What a sync had to do.
@@ -73,6 +74,8 @@ pub struct Metrics {
     pub kube_proxy: KubeProxyMetrics,
     /// Of the thread that deletes stale flows.
     pub conntrack: ConntrackMetrics,
+    /// Of certificates and handshakes.
+    pub tls: TlsMetrics,
     /// 1 while a stream is up and welcomed.
     pub connected: Gauge,
     /// Streams after the first that were begun.
@@ -119,6 +122,7 @@ impl Default for Metrics {
             catalogue,
             kube_proxy,
             conntrack,
+            tls: TlsMetrics::default(),
             connected: Gauge::default(),
             reconnects: Counter::default(),
             rejected_resources: Counter::default(),
@@ -193,6 +197,7 @@ impl Metrics {
         let help = "Passes over the connection tracking table that failed and are tried again";
         self.catalogue.describe("headgate_agent_conntrack_passes_failed_total", "counter", "ip_family", help);
         self.conntrack.register(&mut self.registry);
+        self.tls.register(&mut self.catalogue, &mut self.registry);
         for (name, kind, help) in HealthCheckMetrics::DESCRIPTIONS {
             self.catalogue.describe(&format!("headgate_agent_{name}"), kind, "", help);
         }

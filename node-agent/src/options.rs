@@ -10,13 +10,14 @@ use std::{
 
 use clap::builder::{PossibleValuesParser, TypedValueParser as _};
 use headgate_core::iptables::Layout;
+use headgate_tls::{Files, Side};
 
 use self::kube_proxy::KubeProxyFlags;
 pub use crate::config::ProxyMode;
 use crate::{
     backend::iptables::Variant,
     config::{self, ConfigError, Settings},
-    session::connect::{AddressError, ControlPlane, TlsFiles},
+    session::connect::{AddressError, ControlPlane},
 };
 
 /// A combination of options that cannot be used. Names the option and the remedy.
@@ -72,7 +73,7 @@ pub struct Options {
     #[arg(long)]
     pub insecure_loopback: bool,
 
-    /// PEM file with this agent's certificate (chain). Read anew at each connection
+    /// PEM file with this agent's certificate and its chain. This and the two below are read anew at each connection
     #[arg(long, value_name = "FILE")]
     pub tls_cert: Option<PathBuf>,
 
@@ -183,14 +184,15 @@ impl Options {
     ///
     /// # Errors
     /// A URL cannot be used, or may not be used without TLS, or a file's name is missing.
-    pub fn control_planes(&self) -> Result<(Vec<ControlPlane>, Option<TlsFiles>), OptionsError> {
+    pub fn control_planes(&self) -> Result<(Vec<ControlPlane>, Option<Files>), OptionsError> {
         let parse = |url: &String| ControlPlane::parse(url, self.insecure_loopback);
         let targets: Vec<ControlPlane> = self.control_plane.iter().map(parse).collect::<Result<_, _>>()?;
         if !targets.iter().any(ControlPlane::uses_tls) {
             return Ok((targets, None));
         }
         if let (Some(cert), Some(key), Some(ca)) = (&self.tls_cert, &self.tls_key, &self.tls_ca) {
-            return Ok((targets, Some(TlsFiles { cert: cert.clone(), key: key.clone(), ca: ca.clone() })));
+            let files = Files { side: Side::Client, cert: cert.clone(), key: key.clone(), ca: ca.clone() };
+            return Ok((targets, Some(files)));
         }
         let files = [("--tls-cert", &self.tls_cert), ("--tls-key", &self.tls_key), ("--tls-ca", &self.tls_ca)];
         let missing: Vec<&str> = files.iter().filter(|(_, file)| file.is_none()).map(|(name, _)| *name).collect();

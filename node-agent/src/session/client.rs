@@ -1,6 +1,10 @@
 //! Input and output of the session: one stream after the other, for ever.
 
-use std::{pin::pin, sync::Arc, time::Duration};
+use std::{
+    pin::pin,
+    sync::Arc,
+    time::{Duration, SystemTime},
+};
 
 use headgate_core::Node;
 use headgate_proto::{
@@ -18,10 +22,11 @@ use tracing::{debug, info, warn};
 
 use super::{
     backoff::{Backoff, jitter},
-    connect::{ConnectError, ControlPlane, TlsFiles},
+    connect::{ConnectError, Connection, ControlPlane},
     held::Step,
     machine::{Effect, Machine, Violation, Welcomed},
     outbox::Outbox,
+    tls::AgentTls,
 };
 use crate::{metrics::Metrics, reconcile::Progress, shared::Shared};
 
@@ -33,6 +38,10 @@ const HEALTHY_AFTER: Duration = Duration::from_secs(10);
 const MISSED_HEARTBEATS: u32 = 3;
 /// A replica that resumes by log sends at once what has changed. Silence for so long means that nothing has.
 const LOG_SETTLES: Duration = Duration::from_millis(500);
+/// Shortest time between two looks for a renewed certificate.
+const RENEWAL_RETRY: Duration = Duration::from_secs(10);
+/// Further away than any stream lasts.
+const WELL_LATER: Duration = Duration::from_secs(365 * 86_400);
 /// Messages to the replica that wait inside the transport.
 const OUTGOING: usize = 4;
 
@@ -44,7 +53,7 @@ pub struct SessionConfig {
     /// Replicas, at least one.
     pub control_planes: Vec<ControlPlane>,
     /// Needed for https.
-    pub tls: Option<TlsFiles>,
+    pub tls: Option<Arc<AgentTls>>,
     /// Pauses between attempts.
     pub backoff: Backoff,
 }
@@ -66,6 +75,8 @@ enum StreamEnd {
     Silent(Duration),
     #[error("the replica asked us to go elsewhere: {0}")]
     Drained(String),
+    #[error("the certificate was renewed, and the old one expires soon")]
+    Renewed,
     #[error("the agent's worker was stopped")]
     Worker(#[from] tokio::task::JoinError),
 }
@@ -74,6 +85,8 @@ impl StreamEnd {
     /// A label from a small fixed set.
     fn reason(&self) -> &'static str {
         match self {
+            Self::Connect(ConnectError::Files(_)) => "tls_files",
+            Self::Connect(ConnectError::Refused(_)) => "tls",
             Self::Connect(_) => "connect",
             Self::NoWelcome => "no_welcome",
             Self::Status(_) => "status",
@@ -82,6 +95,7 @@ impl StreamEnd {
             Self::Violation(_) => "protocol",
             Self::Silent(_) => "silent",
             Self::Drained(_) => "drained",
+            Self::Renewed => "renewed",
             Self::Worker(_) => "worker",
         }
     }
@@ -138,13 +152,16 @@ impl Session {
             if welcomed_at.is_some_and(|at: Instant| at.elapsed() >= HEALTHY_AFTER) {
                 backoff.reset();
             }
-            next = (next + 1) % replicas.len();
+            let is_renewed = matches!(end, StreamEnd::Renewed);
+            if !is_renewed {
+                next = (next + 1) % replicas.len();
+            }
             // A drained agent has waited for its moment already, unless it is sent round in circles.
-            let is_drained = matches!(end, StreamEnd::Drained(_)) && backoff.attempts() == 0;
+            let is_drained = (is_renewed || matches!(end, StreamEnd::Drained(_))) && backoff.attempts() == 0;
             let pause = backoff.next_pause();
             let pause = if is_drained { Duration::ZERO } else { pause };
-            if let StreamEnd::Drained(_) = end {
-                info!(%replica, reason = %end, "connecting to another replica");
+            if let StreamEnd::Drained(_) | StreamEnd::Renewed = end {
+                info!(%replica, reason = %end, "connecting anew");
             } else {
                 warn!(%replica, error = %end, pause_ms = pause.as_millis(), "the stream ended; forwarding goes on with the last state");
             }
@@ -157,20 +174,25 @@ impl Session {
 
     /// One stream, from connecting to its end.
     async fn follow(&mut self, replica: &ControlPlane, welcomed_at: &mut Option<Instant>) -> StreamEnd {
-        let stream = match self.open(replica).await {
-            Ok(stream) => stream,
-            Err(end) => return end,
+        let connection = match replica.connect(self.config.tls.as_ref()).await {
+            Ok(connection) => connection,
+            Err(error) => return error.into(),
         };
-        stream.run(self, replica, welcomed_at).await.unwrap_or_else(|end| end)
+        let end = match self.open(&connection).await {
+            Ok(stream) => stream.run(self, replica, welcomed_at).await.unwrap_or_else(|end| end),
+            Err(end) => end,
+        };
+        // What broke the connection says more than that it broke.
+        connection.refusal().map_or(end, |refusal| ConnectError::Refused(refusal).into())
     }
 
-    async fn open(&mut self, replica: &ControlPlane) -> Result<Stream, StreamEnd> {
-        let channel = replica.connect(self.config.tls.as_ref()).await?;
+    async fn open(&mut self, connection: &Connection) -> Result<Stream, StreamEnd> {
         let shared = Arc::clone(&self.shared);
         // Digests are copied under the state's lock, which planning a full sync holds for a while.
         let (resume, position, number) = tokio::task::spawn_blocking(move || shared.begin_stream()).await?;
         self.machine.begin(position);
-        let status = self.progress.borrow().status.clone();
+        let tls_problem = self.metrics.tls.watch_problem();
+        let status = status(&self.progress.borrow(), &tls_problem);
         let hello = v1::Hello {
             node_name: self.config.node_name.to_string(),
             agent_version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -180,7 +202,8 @@ impl Session {
         let (outgoing, receiver) = mpsc::channel(OUTGOING);
         // The channel is empty and its receiver at hand: this cannot fail.
         let _ = outgoing.try_send(v1::AgentMessage { body: Some(Body::Hello(hello)) });
-        let mut client = DiscoveryClient::new(channel).max_decoding_message_size(MAX_SERVER_MESSAGE_BYTES);
+        let mut client =
+            DiscoveryClient::new(connection.channel.clone()).max_decoding_message_size(MAX_SERVER_MESSAGE_BYTES);
         let answer = timeout(WELCOME_TIMEOUT, client.sync(ReceiverStream::new(receiver))).await;
         let incoming = answer.map_err(|_| StreamEnd::NoWelcome)??.into_inner();
         Ok(Stream {
@@ -194,6 +217,13 @@ impl Session {
             confirm_at: None,
             silent_after: WELCOME_TIMEOUT,
             drain: None,
+            renewal: self
+                .config
+                .tls
+                .clone()
+                .zip(connection.not_after)
+                .map(|(tls, not_after)| Renewal::new(tls, not_after)),
+            tls_problem,
         })
     }
 }
@@ -216,6 +246,9 @@ struct Stream {
     silent_after: Duration,
     /// When to go elsewhere, and why.
     drain: Option<(Instant, String)>,
+    renewal: Option<Renewal>,
+    /// Told to the replica among what is degraded.
+    tls_problem: watch::Receiver<Option<String>>,
 }
 
 impl Stream {
@@ -231,6 +264,7 @@ impl Stream {
         loop {
             let drain_at = self.drain.as_ref().map(|(at, _)| *at);
             let confirm_at = self.confirm_at;
+            let renew_at = self.renewal.as_ref().map(|renewal| renewal.look_at);
             tokio::select! {
                 // In this order: a busy replica may not keep our answers from it, and what has arrived counts before silence does.
                 biased;
@@ -256,6 +290,15 @@ impl Stream {
                 () = sleep_until(confirm_at.unwrap_or_else(Instant::now)), if confirm_at.is_some() => {
                     self.confirm_at = None;
                     session.shared.confirm();
+                }
+                () = sleep_until(renew_at.unwrap_or_else(Instant::now)), if renew_at.is_some() => {
+                    if self.renewal.as_mut().is_some_and(Renewal::is_done) {
+                        return Ok(StreamEnd::Renewed);
+                    }
+                }
+                Ok(()) = self.tls_problem.changed() => {
+                    let seen = progress.borrow().clone();
+                    self.report(&seen);
                 }
                 () = &mut silence => {
                     let is_welcomed = self.epoch.is_some();
@@ -329,8 +372,9 @@ impl Stream {
 
     /// Queues what has changed about the backend, and ACK or failure, as far as it is about this replica's versions.
     fn report(&mut self, progress: &Progress) {
-        if progress.status != self.said {
-            self.said = progress.status.clone();
+        let status = status(progress, &self.tls_problem);
+        if status != self.said {
+            self.said = status;
             self.outbox.status(self.said.clone());
         }
         if let Some(failure) = &progress.failure
@@ -357,6 +401,47 @@ impl Stream {
             services_planned: programmed.services_planned,
             objects_written: programmed.objects_written,
         });
+    }
+}
+
+/// The backend's state, and what is wrong with the TLS files: the operator learns of it while there is time.
+fn status(progress: &Progress, tls_problem: &watch::Receiver<Option<String>>) -> v1::AgentStatus {
+    let mut status = progress.status.clone();
+    status.degraded.extend(tls_problem.borrow().clone());
+    status
+}
+
+/// Leaves a stream in time for a renewed certificate: the replica ends it when the one expires that it was made with.
+struct Renewal {
+    tls: Arc<AgentTls>,
+    /// Of that one.
+    not_after: SystemTime,
+    /// When to look whether there is another.
+    look_at: Instant,
+}
+
+impl Renewal {
+    /// Looks for the first time when between 5 and 10 % of the time are left, lest all agents come back at once whose certificates were made at
+    /// once.
+    fn new(tls: Arc<AgentTls>, not_after: SystemTime) -> Self {
+        let left = not_after.duration_since(SystemTime::now()).unwrap_or_default();
+        let wait = left.mul_f64(0.9) + jitter(left / 20);
+        let now = Instant::now();
+        Self { tls, not_after, look_at: now.checked_add(wait).unwrap_or(now + WELL_LATER) }
+    }
+
+    /// True when the files hold one that lasts longer; otherwise it is looked for again.
+    fn is_done(&mut self) -> bool {
+        if self.tls.not_after().is_some_and(|not_after| not_after > self.not_after) {
+            return true;
+        }
+        let left = self.not_after.duration_since(SystemTime::now()).unwrap_or_default();
+        warn!(
+            left_seconds = left.as_secs(),
+            "this agent's certificate expires soon, and --tls-cert holds no newer one; renew it"
+        );
+        self.look_at = Instant::now() + RENEWAL_RETRY.max(left / 4);
+        false
     }
 }
 

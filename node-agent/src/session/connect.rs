@@ -2,12 +2,20 @@
 
 use std::{
     fmt,
-    path::{Path, PathBuf},
-    time::Duration,
+    sync::{Arc, OnceLock},
+    time::{Duration, SystemTime},
 };
 
+use futures::future::BoxFuture;
 use headgate_core::plaintext;
-use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint, Identity, Uri};
+use headgate_tls::{FileError, Refusal};
+use hyper_util::{client::legacy::connect::HttpConnector, rt::TokioIo};
+use rustls::ClientConfig;
+use tokio::time::timeout;
+use tonic::transport::{Channel, Endpoint, Uri};
+use tower::{BoxError, ServiceExt as _};
+
+use super::tls::{AgentTls, Explained};
 
 /// Time to connect, TLS included.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
@@ -75,23 +83,78 @@ impl ControlPlane {
     ///
     /// # Errors
     /// Nobody answers, the peer is not who it should be, or the TLS files cannot be used. Trying again later may help.
-    pub async fn connect(&self, tls: Option<&TlsFiles>) -> Result<Channel, ConnectError> {
-        let mut endpoint = Endpoint::from(self.uri.clone())
-            .connect_timeout(CONNECT_TIMEOUT)
-            .tcp_nodelay(true)
-            .tcp_keepalive(Some(KEEPALIVE_INTERVAL))
-            .http2_keep_alive_interval(KEEPALIVE_INTERVAL)
-            .keep_alive_timeout(KEEPALIVE_TIMEOUT)
-            .keep_alive_while_idle(true);
-        if self.uses_tls() {
-            let files = tls.ok_or(ConnectError::NoTlsFiles)?;
-            endpoint = endpoint.tls_config(files.read().await?).map_err(ConnectError::Tls)?;
-        }
-        // The time-out above is for the TCP connection; this one covers the TLS handshake too.
-        match tokio::time::timeout(2 * CONNECT_TIMEOUT, endpoint.connect()).await {
-            Ok(connected) => connected.map_err(ConnectError::Connect),
+    pub async fn connect(&self, tls: Option<&Arc<AgentTls>>) -> Result<Connection, ConnectError> {
+        let endpoint = |uri| {
+            Endpoint::from(uri)
+                .http2_keep_alive_interval(KEEPALIVE_INTERVAL)
+                .keep_alive_timeout(KEEPALIVE_TIMEOUT)
+                .keep_alive_while_idle(true)
+        };
+        let refused = Arc::new(OnceLock::new());
+        let mut not_after = None;
+        let connected = if self.uses_tls() {
+            let tls = tls.ok_or(ConnectError::NoTlsFiles)?;
+            let loaded = tls.load().await?;
+            not_after = Some(loaded.validity.not_after);
+            let connect = self.tls_connector(Arc::clone(tls), Arc::clone(&loaded.config), Arc::clone(&refused));
+            // tonic takes the scheme for its own TLS; that of the requests is the origin's.
+            let endpoint = endpoint(Uri::from_static("http://control-plane")).origin(self.uri.clone());
+            timeout(2 * CONNECT_TIMEOUT, endpoint.connect_with_connector(tower::service_fn(connect))).await
+        } else {
+            timeout(2 * CONNECT_TIMEOUT, endpoint(self.uri.clone()).connect_with_connector(tcp())).await
+        };
+        match connected {
+            Ok(Ok(channel)) => Ok(Connection { channel, not_after, refused }),
+            Ok(Err(error)) => Err(refused.get().cloned().map_or(ConnectError::Connect(error), ConnectError::Refused)),
             Err(_) => Err(ConnectError::TimedOut),
         }
+    }
+
+    /// Makes a TCP connection and a TLS handshake on it.
+    fn tls_connector(
+        &self,
+        tls: Arc<AgentTls>,
+        config: Arc<ClientConfig>,
+        refused: Arc<OnceLock<Refusal>>,
+    ) -> impl FnMut(Uri) -> BoxFuture<'static, Result<TokioIo<Explained>, BoxError>> + use<> {
+        let target = self.uri.clone();
+        move |_| {
+            let (tls, config, refused) = (Arc::clone(&tls), Arc::clone(&config), Arc::clone(&refused));
+            let target = target.clone();
+            Box::pin(async move {
+                let host = target.host().unwrap_or_default().to_owned();
+                let stream = tcp().oneshot(target).await?.into_inner();
+                Ok(TokioIo::new(tls.handshake(config, stream, &host, refused).await?))
+            })
+        }
+    }
+}
+
+/// Makes TCP connections, to several addresses of a name at a time where it has both families (RFC 8305).
+fn tcp() -> HttpConnector {
+    let mut tcp = HttpConnector::new();
+    tcp.enforce_http(false);
+    tcp.set_nodelay(true);
+    tcp.set_connect_timeout(Some(CONNECT_TIMEOUT));
+    tcp.set_keepalive(Some(KEEPALIVE_INTERVAL));
+    tcp
+}
+
+/// A connection to a control plane.
+#[derive(Debug)]
+pub struct Connection {
+    /// For requests.
+    pub channel: Channel,
+    /// When the certificate expires that it was made with; `None` without TLS.
+    pub not_after: Option<SystemTime>,
+    refused: Arc<OnceLock<Refusal>>,
+}
+
+impl Connection {
+    /// Why TLS broke it off, if that is what happened.
+    #[must_use]
+    pub fn refusal(&self) -> Option<Refusal> {
+        self.refused.get().cloned()
     }
 }
 
@@ -99,45 +162,18 @@ fn allows_plaintext(host: &str) -> bool {
     host.trim_start_matches('[').trim_end_matches(']').parse().is_ok_and(plaintext::is_allowed)
 }
 
-/// PEM files of the agent's side of mTLS.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct TlsFiles {
-    /// The agent's certificate chain.
-    pub cert: PathBuf,
-    /// Its private key.
-    pub key: PathBuf,
-    /// Authorities of control planes.
-    pub ca: PathBuf,
-}
-
-impl TlsFiles {
-    async fn read(&self) -> Result<ClientTlsConfig, ConnectError> {
-        let (cert, key, ca) = tokio::try_join!(read(&self.cert), read(&self.key), read(&self.ca))?;
-        Ok(ClientTlsConfig::new().ca_certificate(Certificate::from_pem(ca)).identity(Identity::from_pem(cert, key)))
-    }
-}
-
-async fn read(path: &Path) -> Result<Vec<u8>, ConnectError> {
-    tokio::fs::read(path).await.map_err(|error| ConnectError::TlsFile { path: path.to_owned(), error })
-}
-
 /// A connection that did not come about.
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectError {
-    /// A file of the TLS options.
-    #[error("cannot read {}: {error}", .path.display())]
-    TlsFile {
-        /// Which.
-        path: PathBuf,
-        /// Why.
-        error: std::io::Error,
-    },
+    /// The TLS files cannot be used.
+    #[error(transparent)]
+    Files(#[from] FileError),
+    /// One of the two ends does not believe the other.
+    #[error("{}", .0.sentence)]
+    Refused(Refusal),
     /// An https URL without files; the options refuse it earlier.
     #[error("no TLS files for an https URL; pass --tls-cert, --tls-key and --tls-ca")]
     NoTlsFiles,
-    /// The contents of the TLS files.
-    #[error("the files of --tls-cert, --tls-key and --tls-ca cannot be used: {}", chain(.0))]
-    Tls(tonic::transport::Error),
     /// TCP or the TLS handshake.
     #[error("cannot connect: {}", chain(.0))]
     Connect(tonic::transport::Error),
@@ -155,6 +191,10 @@ pub(crate) fn chain(error: &(dyn std::error::Error + 'static)) -> String {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
+    use std::path::PathBuf;
+
+    use headgate_tls::{Files, Side};
+
     use super::*;
 
     #[test]
@@ -182,16 +222,18 @@ mod tests {
 
     #[test]
     fn causes_are_named_once() {
-        let cause = ConnectError::TlsFile { path: "/k".into(), error: std::io::Error::other("cause") };
-        let error = std::io::Error::other(cause);
-        assert_eq!(chain(&error), "cannot read /k: cause");
+        let file =
+            FileError { option: "--tls-key", file: "/k".into(), problem: "bad".into(), remedy: "mend it".into() };
+        let error = std::io::Error::other(ConnectError::Files(file));
+        assert_eq!(chain(&error), "--tls-key /k: bad; mend it");
     }
 
     #[tokio::test]
     async fn a_missing_tls_file_is_named() {
-        let files = TlsFiles { cert: "/nowhere/c".into(), key: "/nowhere/k".into(), ca: "/nowhere/a".into() };
+        let [cert, key, ca] = ["/nowhere/c", "/nowhere/k", "/nowhere/a"].map(PathBuf::from);
+        let tls = AgentTls::new(Files { side: Side::Client, cert, key, ca }, Arc::default());
         let target = ControlPlane::parse("https://127.0.0.1:1", false).unwrap();
-        let error = target.connect(Some(&files)).await.unwrap_err().to_string();
-        assert!(error.contains("cannot read /nowhere/"), "{error}");
+        let error = target.connect(Some(&tls)).await.unwrap_err().to_string();
+        assert!(error.starts_with("--tls-cert /nowhere/c: cannot read it: No such file"), "{error}");
     }
 }

@@ -1,7 +1,7 @@
 //! The agent's side of the delta stream.
 //!
 //! [`machine`] decides what a message means and touches nothing; [`held`] is what the agent holds, and how a step changes it;
-//! [`client`] does the input and output: connects, reads, answers, comes back.
+//! [`client`] does the input and output: connects, reads, answers, comes back. [`tls`] has certificates and keys.
 
 pub mod backoff;
 pub mod client;
@@ -11,3 +11,4 @@ pub mod machine;
 mod outbox;
 #[cfg(test)]
 pub(crate) mod testing;
+pub mod tls;

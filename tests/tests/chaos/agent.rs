@@ -14,10 +14,12 @@ use headgate_node_agent::{
     session::{
         backoff::Backoff,
         client::{Session, SessionConfig},
-        connect::{ControlPlane, TlsFiles},
+        connect::ControlPlane,
+        tls::AgentTls,
     },
     shared::Shared,
 };
+use headgate_tls::{Files, Side};
 use tokio_util::sync::CancellationToken;
 
 use crate::certificates::{Certificates, Holder};
@@ -50,10 +52,12 @@ impl Agent {
         let timing = Timing { backoff: quick(), ..Timing::default() };
         let (reconciler, progress) =
             Reconciler::new(Box::new(backend), Arc::clone(&shared), Arc::clone(&metrics), timing);
+        let [cert, key, ca] = ["tls.crt", "tls.key", "ca.crt"].map(|name| tls.join(name));
+        let files = Files { side: Side::Client, cert, key, ca };
         let config = SessionConfig {
             node_name: node.into(),
             control_planes: replicas.iter().map(|url| ControlPlane::parse(url, false).unwrap()).collect(),
-            tls: Some(TlsFiles { cert: tls.join("tls.crt"), key: tls.join("tls.key"), ca: tls.join("ca.crt") }),
+            tls: Some(AgentTls::new(files, Arc::clone(&metrics))),
             backoff: quick(),
         };
         let session = Session::new(config, Arc::clone(&shared), metrics, progress);

@@ -77,7 +77,13 @@ fn packages_of_the_workspace_depend_one_way() {
         ("headgatectl", BTreeSet::from(["headgate-proto"])),
         (
             "headgate-tests",
-            BTreeSet::from(["headgate-core", "headgate-proto", "headgate-control-plane", "headgate-node-agent"]),
+            BTreeSet::from([
+                "headgate-core",
+                "headgate-proto",
+                "headgate-tls",
+                "headgate-control-plane",
+                "headgate-node-agent",
+            ]),
         ),
     ]);
     let members = metadata.members();

@@ -1,0 +1,223 @@
+//! The agent's side of mTLS: files that may change while it runs, and connections made with what they hold at that moment.
+
+use std::{
+    io,
+    pin::Pin,
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
+    task::{Context, Poll},
+    time::{Duration, SystemTime},
+};
+
+use headgate_tls::{FileError, Files, Loaded, Material, Refusal, Reloader, Side, date, explain};
+use rustls::{
+    ClientConfig, HandshakeKind,
+    client::{ClientSessionMemoryCache, Resumption},
+    crypto::ring,
+    pki_types::ServerName,
+    sign::SingleCertAndKey,
+};
+use tokio::{
+    io::{AsyncRead, AsyncWrite, ReadBuf},
+    net::TcpStream,
+    time::sleep,
+};
+use tokio_rustls::{TlsConnector, client::TlsStream};
+use tracing::{error, info};
+
+use crate::metrics::Metrics;
+
+/// How often the files are read while nothing is connected to: what is wrong with them shows before they are needed.
+const POLL: Duration = Duration::from_secs(10);
+
+/// Sessions that are remembered, for eight replicas by name.
+const SESSIONS: usize = 64;
+
+/// The files, and what was made of them last.
+#[derive(Debug)]
+pub struct AgentTls {
+    files: Files,
+    metrics: Arc<Metrics>,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    reloader: Reloader<ClientConfig>,
+    last: Option<Arc<Loaded<ClientConfig>>>,
+    problem: Option<String>,
+}
+
+impl AgentTls {
+    /// Reads nothing yet: an agent whose files are bad forwards as it did before, and tries again.
+    #[must_use]
+    pub fn new(files: Files, metrics: Arc<Metrics>) -> Arc<Self> {
+        debug_assert_eq!(files.side, Side::Client);
+        let reloader = Reloader::new(files.clone(), client_config);
+        let state = State { reloader, last: None, problem: None };
+        Arc::new(Self { files, metrics, state: Mutex::new(state) })
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Reads the files. The answer is the very same as long as they hold the same, so that sessions can be resumed.
+    ///
+    /// # Errors
+    /// They cannot be used as they are now. No connection is made then, also not with what they held before: whoever takes a certificate
+    /// away means it. Trying again helps once they have changed.
+    pub async fn load(self: &Arc<Self>) -> Result<Arc<Loaded<ClientConfig>>, FileError> {
+        let tls = Arc::clone(self);
+        // A task that reads files can only be cancelled together with the runtime.
+        let loaded = tokio::task::spawn_blocking(move || tls.load_blocking()).await;
+        loaded.unwrap_or_else(|panicked| std::panic::resume_unwind(panicked.into_panic()))
+    }
+
+    fn load_blocking(&self) -> Result<Arc<Loaded<ClientConfig>>, FileError> {
+        let mut state = self.state();
+        let loaded = state.reloader.load(SystemTime::now());
+        match &loaded {
+            Ok(loaded) => self.on_loaded(&mut state, loaded),
+            Err(error) => self.on_bad_files(&mut state, error.to_string()),
+        }
+        loaded
+    }
+
+    fn on_loaded(&self, state: &mut State, loaded: &Arc<Loaded<ClientConfig>>) {
+        let was_bad = state.problem.take().is_some();
+        let is_new = state.last.as_ref().is_none_or(|last| !Arc::ptr_eq(last, loaded));
+        if !is_new && !was_bad {
+            return;
+        }
+        let is_first = state.last.is_none() && !was_bad;
+        state.last = Some(Arc::clone(loaded));
+        self.metrics.tls.loaded(loaded, is_first);
+        info!(cert = %self.files.cert.display(), not_after = date(loaded.validity.not_after), "TLS files are in use");
+    }
+
+    fn on_bad_files(&self, state: &mut State, problem: String) {
+        if state.problem.as_ref() == Some(&problem) {
+            return;
+        }
+        error!("{problem}. An open stream stays; no new one is made with these files");
+        self.metrics.tls.refused(problem.clone());
+        state.problem = Some(problem);
+    }
+
+    /// Reads the files now and then, for ever.
+    pub async fn follow(self: Arc<Self>) {
+        loop {
+            // What is wrong has been logged and counted.
+            let _ = self.load().await;
+            sleep(POLL).await;
+        }
+    }
+
+    /// When the certificate expires that the next connection would use, as of the last time that the files were read and good.
+    pub(crate) fn not_after(&self) -> Option<SystemTime> {
+        self.state().last.as_ref().map(|loaded| loaded.validity.not_after)
+    }
+
+    /// The TLS handshake on a connection to `host`, a DNS name or an IP address.
+    ///
+    /// # Errors
+    /// The other end is not believed, or does not believe us, or goes away. `refused` then says why, if TLS knows.
+    pub(crate) async fn handshake(
+        &self,
+        config: Arc<ClientConfig>,
+        stream: TcpStream,
+        host: &str,
+        refused: Arc<OnceLock<Refusal>>,
+    ) -> io::Result<Explained> {
+        let name = host.trim_start_matches('[').trim_end_matches(']').to_owned();
+        let name = ServerName::try_from(name).map_err(io::Error::other)?;
+        let mut explained = Explain { files: self.files.clone(), refused };
+        let stream = TlsConnector::from(config).connect(name, stream).await.map_err(|error| explained.note(error))?;
+        let session = stream.get_ref().1;
+        if session.alpn_protocol() != Some(b"h2") {
+            return Err(io::Error::other("the other end speaks TLS but not HTTP/2; is it a Headgate control plane?"));
+        }
+        self.metrics.tls.handshake(session.handshake_kind() == Some(HandshakeKind::Resumed));
+        Ok(Explained { stream, explain: explained })
+    }
+}
+
+fn client_config(material: &Material) -> Result<ClientConfig, rustls::Error> {
+    let builder = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()));
+    let builder = builder.with_safe_default_protocol_versions()?.with_root_certificates(material.authorities.clone());
+    let own = Arc::new(SingleCertAndKey::from(Arc::clone(&material.own)));
+    let mut config = builder.with_client_cert_resolver(own);
+    config.alpn_protocols = vec![b"h2".to_vec()];
+    config.resumption = Resumption::store(Arc::new(ClientSessionMemoryCache::new(SESSIONS)));
+    Ok(config)
+}
+
+/// Remembers why TLS broke off: HTTP/2 keeps only a text of it. (In TLS 1.3 a client learns after its handshake that it was refused.)
+#[derive(Debug)]
+struct Explain {
+    files: Files,
+    refused: Arc<OnceLock<Refusal>>,
+}
+
+impl Explain {
+    fn note(&mut self, error: io::Error) -> io::Error {
+        if let Some(refusal) = explain(&error, &self.files) {
+            // The first reason counts.
+            let _ = self.refused.set(refusal);
+        }
+        error
+    }
+}
+
+/// A TLS connection whose errors are explained.
+#[derive(Debug)]
+pub(crate) struct Explained {
+    stream: TlsStream<TcpStream>,
+    explain: Explain,
+}
+
+impl Explained {
+    fn noted<T>(&mut self, poll: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
+        match poll {
+            Poll::Ready(Err(error)) => Poll::Ready(Err(self.explain.note(error))),
+            other => other,
+        }
+    }
+}
+
+impl AsyncRead for Explained {
+    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        let poll = Pin::new(&mut self.stream).poll_read(cx, buffer);
+        self.noted(poll)
+    }
+}
+
+impl AsyncWrite for Explained {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        let poll = Pin::new(&mut self.stream).poll_write(cx, bytes);
+        self.noted(poll)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        slices: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let poll = Pin::new(&mut self.stream).poll_write_vectored(cx, slices);
+        self.noted(poll)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let poll = Pin::new(&mut self.stream).poll_flush(cx);
+        self.noted(poll)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let poll = Pin::new(&mut self.stream).poll_shutdown(cx);
+        self.noted(poll)
+    }
+}
