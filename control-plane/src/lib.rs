@@ -2,6 +2,8 @@
 //!
 //! [`source`] → [`model`] → [`transaction`] → [`store`] → [`serve`].
 
+#[doc(hidden)]
+pub mod fuzz;
 pub mod identity;
 pub mod metrics;
 pub mod model;

@@ -8,6 +8,8 @@ pub mod backlog;
 pub mod companion;
 pub mod config;
 pub mod conntrack;
+#[doc(hidden)]
+pub mod fuzz;
 pub mod health_check;
 pub mod http;
 mod memory;

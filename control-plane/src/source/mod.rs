@@ -8,7 +8,25 @@ use std::{fmt, path::PathBuf, str::FromStr, sync::Arc};
 
 use tokio_util::sync::CancellationToken;
 
-use crate::transaction::{Problem, Sink};
+use crate::{
+    model::Event,
+    transaction::{Problem, Sink},
+};
+
+/// What a manifest defines; for [`crate::fuzz`].
+pub(crate) fn manifest_events(name: &str, bytes: &[u8]) -> Vec<Event> {
+    files::events(name, bytes)
+}
+
+/// What the lines of a watch say, up to the first that is no event.
+pub(crate) fn watch_events(kind: objects::ObjectKind, bytes: &[u8]) -> Vec<Event> {
+    kubernetes::watch_events(kind, bytes)
+}
+
+/// What is on a page of a list; nothing if it is none.
+pub(crate) fn list_events(kind: objects::ObjectKind, bytes: &[u8]) -> Vec<Event> {
+    kubernetes::list_events(kind, bytes)
+}
 
 /// Which source to read.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -35,7 +35,7 @@ pub(super) enum Kind {
 }
 
 impl Kind {
-    fn from_byte(byte: u8) -> Option<Self> {
+    pub(super) fn from_byte(byte: u8) -> Option<Self> {
         [Self::Owner, Self::Changes, Self::Node, Self::Point].into_iter().find(|kind| *kind as u8 == byte)
     }
 }

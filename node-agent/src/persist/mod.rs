@@ -98,5 +98,32 @@ pub fn remove(folder: &Path) -> io::Result<()> {
     }
 }
 
+/// The state in a file's bytes, if there is one; for [`crate::fuzz`].
+pub(crate) fn state_in(bytes: &[u8], node_name: &str) -> Option<headgate_core::State> {
+    let loaded = load::read_from(bytes, node_name).ok()?;
+    Some(loaded.restored.held.into_state())
+}
+
+/// A file of records whose kinds are given as numbers; unknown ones cannot be written.
+pub(crate) fn file_of(records: &[(u8, &[u8])]) -> io::Result<Vec<u8>> {
+    let mut writer = format::Writer::begin(Vec::new())?;
+    for (kind, payload) in records {
+        let kind = format::Kind::from_byte(*kind).ok_or(io::ErrorKind::InvalidInput)?;
+        writer.record(kind, payload)?;
+    }
+    Ok(writer.finish().0)
+}
+
+/// The records of a file, up to the first that is damaged.
+pub(crate) fn records_of(bytes: &[u8]) -> Vec<(u8, Vec<u8>)> {
+    let mut records = Vec::new();
+    if let Ok(mut reader) = format::Reader::begin(bytes) {
+        while let Ok(Some((kind, payload))) = reader.next() {
+            records.push((kind as u8, payload.to_vec()));
+        }
+    }
+    records
+}
+
 #[cfg(test)]
 mod tests;

@@ -120,6 +120,11 @@ impl Held {
         &self.state
     }
 
+    /// The resources alone.
+    pub(crate) fn into_state(self) -> State {
+        self.state
+    }
+
     /// Epoch and version; `None` before the first complete snapshot.
     #[must_use]
     pub fn position(&self) -> Option<(u64, u64)> {

@@ -22,7 +22,7 @@ use self::{
 };
 use super::SourceError;
 use crate::{
-    model::Model,
+    model::{Event, Model},
     transaction::{Problem, Sink, SourceKind, Transaction},
 };
 
@@ -182,4 +182,8 @@ fn watch(root: &Path, sender: mpsc::Sender<Message>) -> notify::Result<notify::R
 fn unix_ms() -> u64 {
     let elapsed = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     u64::try_from(elapsed.as_millis()).unwrap_or(u64::MAX)
+}
+/// What a file defines, without following it.
+pub(super) fn events(name: &str, bytes: &[u8]) -> Vec<Event> {
+    documents::parse(name, bytes).definitions.into_iter().map(|definition| definition.event).collect()
 }

@@ -25,7 +25,7 @@ use tokio_util::sync::CancellationToken;
 use self::watch::{KindStep, Step, Watch, source_kind};
 use super::SourceError;
 use crate::{
-    model::Model,
+    model::{Event, Model},
     source::objects::ObjectKind,
     transaction::{Problem, Sink, SourceKind, Transaction},
 };
@@ -185,4 +185,18 @@ impl Applier {
             self.sink.synced();
         }
     }
+}
+/// What the lines of a watch say, up to the first that is no event.
+pub(super) fn watch_events(kind: ObjectKind, bytes: &[u8]) -> Vec<Event> {
+    let lines = bytes.split(|byte| *byte == b'\n').map_while(|text| wire::line(kind, text).ok());
+    let event = |line| match line {
+        wire::Line::Event { event, .. } => Some(event),
+        wire::Line::Bookmark { .. } | wire::Line::Error(_) => None,
+    };
+    lines.filter_map(event).collect()
+}
+
+/// What is on a page of a list.
+pub(super) fn list_events(kind: ObjectKind, bytes: &[u8]) -> Vec<Event> {
+    wire::page(kind, bytes).map(|page| page.events).unwrap_or_default()
 }

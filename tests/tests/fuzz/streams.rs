@@ -1,0 +1,128 @@
+//! Writes the part of the corpus that is not text: what the control plane sends, and a state file of it.
+
+use std::{fs, path::Path, sync::Arc};
+
+use headgate_control_plane::{
+    metrics::Metrics,
+    store::{Limits, Resume, Store},
+    transaction::{Sink as _, SourceKind, Transaction, TriggeredChange},
+};
+use headgate_core::{
+    Change, Conditions, Dirty, Endpoint, EndpointPort, Hints, Protocol, Service, ServiceCidr, ServiceKey, ServicePort,
+    State,
+};
+use headgate_node_agent::fuzz;
+use headgate_proto::{ChangesBuilder, digests_to_wire, frame::frame, v1};
+use prost::Message as _;
+use v1::server_message::Body;
+
+const EPOCH: u64 = 7;
+
+fn key(index: u8) -> ServiceKey {
+    ServiceKey::new("shop", &format!("web-{index}"))
+}
+
+fn endpoint(index: u8, host: u8) -> Change {
+    let ports: Arc<[EndpointPort]> = [EndpointPort { name: "http".into(), protocol: Protocol::Tcp, port: 8080 }].into();
+    let mut endpoint = Endpoint::new([10, 244, index, host].into(), ports);
+    endpoint.node = Some(format!("node-{}", host % 3).into());
+    endpoint.zone = Some("zone-1".into());
+    if host.is_multiple_of(2) {
+        endpoint.hints = Some(Arc::new(Hints { zones: vec!["zone-1".into()], nodes: Vec::new() }));
+        endpoint.conditions = Conditions { ready: false, serving: true, terminating: true };
+    }
+    Change::Endpoint(key(index), endpoint)
+}
+
+fn changes() -> Vec<Change> {
+    let mut changes = vec![Change::ServiceCidr(ServiceCidr {
+        name: "kubernetes".into(),
+        cidrs: vec!["10.96.0.0/16".parse().unwrap()],
+    })];
+    for index in 0..4 {
+        let cluster_ips = vec![[10, 96, 0, index + 1].into(), "fd00::1".parse().unwrap()];
+        let ports = vec![ServicePort { name: "http".into(), protocol: Protocol::Tcp, port: 80, node_port: 30_000 }];
+        let service = Service::new(key(index), cluster_ips, ports);
+        changes.push(Change::Service(service));
+        changes.extend((1..5).map(|host| endpoint(index, host)));
+    }
+    changes
+}
+
+fn commit(store: &Store, changes: Vec<Change>, position: u64) {
+    let changes = changes.into_iter().map(|change| TriggeredChange { change, trigger_unix_ms: 1_700_000_000_000 });
+    let positions = vec![(SourceKind::Services, position), (SourceKind::EndpointSlices, position)];
+    store.commit(Transaction { changes: changes.collect(), nodes: Vec::new(), positions });
+}
+
+/// A snapshot, then batches.
+fn stream() -> Vec<u8> {
+    let store = Store::new(Limits::default(), Arc::new(Metrics::default()));
+    commit(&store, changes(), 100);
+    store.synced();
+    let message = |body| frame(&v1::ServerMessage { body: Some(body) }).to_vec();
+    let mut bytes = message(Body::Welcome(v1::Welcome {
+        replica: "replica-0".into(),
+        epoch: EPOCH,
+        resume: v1::welcome::ResumeMode::Full.into(),
+        heartbeat_interval_ms: 10_000,
+        behind_wait_ms: 30_000,
+    }));
+    let (_, mut cursor) = store.cursor(None::<&Resume>);
+    for step in 0..4 {
+        while let Ok(Some(frame)) = store.next_frame(&mut cursor) {
+            bytes.extend_from_slice(&frame);
+        }
+        let next = match step {
+            0 => vec![endpoint(1, 9)],
+            1 => vec![Change::RemoveEndpoint(key(2), [10, 244, 2, 1].into()), Change::RemoveService(key(3))],
+            _ => vec![endpoint(1, 2), endpoint(1, 3)],
+        };
+        commit(&store, next, 101 + step);
+    }
+    let node = v1::Node { name: "node-a".into(), zone: "zone-1".into(), ..v1::Node::default() };
+    bytes.extend(message(Body::OwnNode(v1::OwnNode { revision: 1, node: Some(node) })));
+    bytes.extend(message(Body::Heartbeat(v1::Heartbeat { head_version: 4, source_age_ms: 12 })));
+    bytes.extend(message(Body::Drain(v1::Drain { reconnect_within_ms: 2000, reason: "this replica stops".into() })));
+    bytes
+}
+
+fn wire(changes: impl IntoIterator<Item = Change>) -> Vec<u8> {
+    let mut builder = ChangesBuilder::default();
+    changes.into_iter().for_each(|change| builder.push(&change, 0));
+    builder.finish().encode_to_vec()
+}
+
+fn point(state: &State, version: u64) -> Vec<u8> {
+    let positions = vec![v1::SourcePosition { kind: 1, position: 100 }];
+    let digests = Some(digests_to_wire(state.digests()));
+    v1::Resume { epoch: EPOCH, version, positions, digests }.encode_to_vec()
+}
+
+/// The state, a step, and half a record as a killed agent leaves behind.
+fn state_file() -> Vec<u8> {
+    let mut state = State::default();
+    for change in changes() {
+        state.apply(change, &mut Dirty::default());
+    }
+    let base = point(&state, 1);
+    let step = v1::Resume { version: 2, digests: None, ..v1::Resume::decode(base.as_slice()).unwrap() }.encode_to_vec();
+    let node = v1::OwnNode { revision: 1, node: Some(v1::Node { name: "node-a".into(), ..v1::Node::default() }) };
+    let (changes, more, node) = (wire(changes()), wire([endpoint(1, 9)]), node.encode_to_vec());
+    let records: [(u8, &[u8]); 6] = [(1, b"node-a"), (2, &changes), (3, &node), (4, &base), (2, &more), (4, &step)];
+    let mut file = fuzz::file_of(&records).unwrap();
+    file.extend_from_slice(&[2, 9, 0, 0, 0, 1]);
+    file
+}
+
+/// Does so when asked by `HEADGATE_WRITE_CORPUS=1`, after a change of the protocol or the format.
+#[test]
+fn corpus_of_bytes_is_written_when_asked_for() {
+    let (stream, state) = (stream(), state_file());
+    assert!(fuzz::state_file(&state) && !super::messages_of(&stream).is_empty());
+    if std::env::var_os("HEADGATE_WRITE_CORPUS").is_some() {
+        let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus");
+        fs::write(corpus.join("server_stream/snapshot-and-batches.bin"), stream).unwrap();
+        fs::write(corpus.join("state/base-and-step.bin"), state).unwrap();
+    }
+}
