@@ -14,7 +14,6 @@ pub mod health_check;
 pub mod http;
 mod memory;
 pub mod metrics;
-pub mod netlink;
 pub mod node_inputs;
 pub mod options;
 pub mod persist;

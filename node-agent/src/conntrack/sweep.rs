@@ -11,13 +11,10 @@ use headgate_core::{
     conntrack::{Cleanup, Filter},
     iptables::NodePortAddresses,
 };
+use headgate_netlink::{BATCH_REQUESTS, Connection, Dumped, NetlinkError, Refusal, Request};
 
 use super::wire::{self, Entry};
-use crate::{
-    companion::NodePorts,
-    netlink::{BATCH_REQUESTS, Connection, Dumped, NetlinkError, Request},
-    node_inputs::interface_addresses,
-};
+use crate::{companion::NodePorts, node_inputs::interface_addresses};
 
 /// Filters of one family, above which its UDP entries are listed whole: with a million entries one filter takes a quarter to a third of
 /// the time of a list of all (bench `conntrack`).
@@ -40,7 +37,7 @@ pub enum SweepError {
         /// How many.
         count: u64,
         /// Why the last of them.
-        last: io::Error,
+        last: Refusal,
     },
     /// The node's own addresses, which NodePorts are judged by.
     #[error("cannot read the node's addresses: {0}")]
@@ -172,7 +169,7 @@ fn list_and_delete(
 struct Deletions {
     connection: Connection,
     waiting: Vec<Request>,
-    kept: Option<(u64, io::Error)>,
+    kept: Option<(u64, Refusal)>,
 }
 
 impl Deletions {
@@ -190,12 +187,12 @@ impl Deletions {
         let requests = std::mem::take(&mut self.waiting);
         swept.deleted += requests.len() as u64;
         let kept = &mut self.kept;
-        let result = self.connection.execute(requests, |_, error| {
+        let result = self.connection.execute(requests, |_, refusal| {
             swept.deleted = swept.deleted.saturating_sub(1);
             // It ended by itself meanwhile, or another filter's list had it too.
-            if error.raw_os_error() != Some(libc::ENOENT) {
+            if refusal.code != libc::ENOENT {
                 let count = kept.as_ref().map_or(0, |(count, _)| *count) + 1;
-                *kept = Some((count, error));
+                *kept = Some((count, refusal));
             }
         });
         result.map_err(SweepError::Delete)

@@ -1,10 +1,11 @@
 #![allow(clippy::unwrap_used)]
-use std::{io::Error, sync::mpsc};
+use std::sync::mpsc;
 
 use headgate_core::{
     Change, Dirty, Endpoint, EndpointPort, Protocol, Service, ServiceKey, ServicePort,
     conntrack::{Filter, OriginalDestination},
 };
+use headgate_netlink::Refusal;
 
 use super::*;
 
@@ -59,7 +60,7 @@ fn a_pass_that_fails_is_made_again_with_what_came_since() {
     let (answer, answers) = mpsc::channel::<bool>();
     let worker = Worker::start(move |cleanup| {
         told.send(cleanup.filters(8)).unwrap();
-        let kept = || SweepError::Kept { count: 1, last: Error::other("busy") };
+        let kept = || SweepError::Kept { count: 1, last: Refusal::of_code(libc::EBUSY) };
         if answers.recv().unwrap() { Ok(()) } else { Err(kept()) }
     })
     .unwrap();
@@ -81,7 +82,7 @@ fn a_pass_that_fails_is_made_again_with_what_came_since() {
 
 #[test]
 fn the_thread_ends_while_it_waits_to_try_again() {
-    let worker = Worker::start(|_| Err(SweepError::Kept { count: 1, last: Error::other("busy") })).unwrap();
+    let worker = Worker::start(|_| Err(SweepError::Kept { count: 1, last: Refusal::of_code(libc::EBUSY) })).unwrap();
     let mut world = World::default();
     worker.hand_over(world.step([service(), endpoint(1)]));
     drop(worker);

@@ -4,8 +4,7 @@
 use std::net::{IpAddr, SocketAddr};
 
 use headgate_core::{Family, conntrack::Filter};
-
-use crate::netlink::{Request, attributes};
+use headgate_netlink::{Request, attributes};
 
 const SUBSYSTEM: u16 = (libc::NFNL_SUBSYS_CTNETLINK as u16) << 8;
 /// `IPCTNL_MSG_CT_NEW`: what a list consists of, and the request to add or change an entry.

@@ -15,6 +15,7 @@ use headgate_core::{
     Change, Dirty, Endpoint, EndpointPort, Family, Protocol, Service, ServiceKey, ServicePort, State,
     conntrack::{Cleanup, Filter, Tracker},
 };
+use headgate_netlink::{BATCH_REQUESTS, Connection, Request, attributes};
 use headgate_node_agent::{
     companion::NodePorts,
     conntrack::{
@@ -24,7 +25,6 @@ use headgate_node_agent::{
             TUPLE_PROTOCOL, TUPLE_REPLY, put_address,
         },
     },
-    netlink::{BATCH_REQUESTS, Connection, Request, attributes},
 };
 
 use super::{

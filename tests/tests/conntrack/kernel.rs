@@ -10,10 +10,10 @@ use headgate_core::{
     Change, Dirty, Endpoint, EndpointPort, Family, Protocol, Service, ServiceKey, ServicePort, State,
     conntrack::{Cleanup, Filter, OriginalDestination, Tracker},
 };
+use headgate_netlink::Connection;
 use headgate_node_agent::{
     companion::NodePorts,
     conntrack::{NodeAddresses, Swept, sweep, wire},
-    netlink::Connection,
 };
 use headgate_tests::{
     bench::conntrack::{Flow, entries, insert},

@@ -1,4 +1,4 @@
-//! Dependencies run one way: core ← proto ← {control-plane, node-agent, cli} ← tests; and core can do no I/O.
+//! Dependencies run one way: core ← proto ← {control-plane, node-agent, cli} ← tests, and netlink ← ipvs ← node-agent; and core can do no I/O.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -73,7 +73,12 @@ fn packages_of_the_workspace_depend_one_way() {
         ("headgate-proto", BTreeSet::from(["headgate-core"])),
         ("headgate-tls", BTreeSet::new()),
         ("headgate-control-plane", BTreeSet::from(["headgate-core", "headgate-proto", "headgate-tls"])),
-        ("headgate-node-agent", BTreeSet::from(["headgate-core", "headgate-proto", "headgate-tls"])),
+        ("headgate-netlink", BTreeSet::new()),
+        ("ipvs-netlink", BTreeSet::from(["headgate-netlink"])),
+        (
+            "headgate-node-agent",
+            BTreeSet::from(["headgate-core", "headgate-proto", "headgate-tls", "headgate-netlink", "ipvs-netlink"]),
+        ),
         ("headgatectl", BTreeSet::from(["headgate-proto"])),
         (
             "headgate-tests",
@@ -81,6 +86,8 @@ fn packages_of_the_workspace_depend_one_way() {
                 "headgate-core",
                 "headgate-proto",
                 "headgate-tls",
+                "headgate-netlink",
+                "ipvs-netlink",
                 "headgate-control-plane",
                 "headgate-node-agent",
             ]),

@@ -1,0 +1,294 @@
+//! Requests and answers as bytes. Attribute numbers are those of `linux/ip_vs.h`, layouts those of `net/netfilter/ipvs/ip_vs_ctl.c`.
+//!
+//! Ports and the netmask of IPv4 are big-endian, all other numbers in the machine's byte order. Addresses are 16 bytes in either family, of which
+//! IPv4 uses the first four (`union nf_inet_addr`).
+
+mod decode;
+#[cfg(test)]
+mod tests;
+
+pub(crate) use decode::{destination, info, service, timeouts};
+
+use std::net::{IpAddr, SocketAddr};
+
+use headgate_netlink::{Request, generic};
+
+use crate::{Command, Destination, Family, Forwarding, Netmask, Protocol, Service, ServiceId, Timeouts, TunnelKind};
+
+/// `IPVS_CMD_…`.
+mod commands {
+    pub(super) const NEW_SERVICE: u8 = 1;
+    pub(super) const SET_SERVICE: u8 = 2;
+    pub(super) const DEL_SERVICE: u8 = 3;
+    pub(super) const GET_SERVICE: u8 = 4;
+    pub(super) const NEW_DEST: u8 = 5;
+    pub(super) const SET_DEST: u8 = 6;
+    pub(super) const DEL_DEST: u8 = 7;
+    pub(super) const GET_DEST: u8 = 8;
+    pub(super) const SET_CONFIG: u8 = 12;
+    pub(super) const GET_CONFIG: u8 = 13;
+    pub(super) const GET_INFO: u8 = 15;
+    pub(super) const ZERO: u8 = 16;
+    pub(super) const FLUSH: u8 = 17;
+}
+
+/// `IPVS_CMD_ATTR_…`.
+mod top {
+    pub(super) const SERVICE: u16 = 1;
+    pub(super) const DEST: u16 = 2;
+    pub(super) const TIMEOUT_TCP: u16 = 4;
+    pub(super) const TIMEOUT_TCP_FIN: u16 = 5;
+    pub(super) const TIMEOUT_UDP: u16 = 6;
+}
+
+/// `IPVS_SVC_ATTR_…`.
+mod svc {
+    pub(super) const AF: u16 = 1;
+    pub(super) const PROTOCOL: u16 = 2;
+    pub(super) const ADDR: u16 = 3;
+    pub(super) const PORT: u16 = 4;
+    pub(super) const FWMARK: u16 = 5;
+    pub(super) const SCHED_NAME: u16 = 6;
+    pub(super) const FLAGS: u16 = 7;
+    pub(super) const TIMEOUT: u16 = 8;
+    pub(super) const NETMASK: u16 = 9;
+    pub(super) const STATS: u16 = 10;
+    pub(super) const PE_NAME: u16 = 11;
+    pub(super) const STATS64: u16 = 12;
+}
+
+/// `IPVS_DEST_ATTR_…`.
+mod dest {
+    pub(super) const ADDR: u16 = 1;
+    pub(super) const PORT: u16 = 2;
+    pub(super) const FWD_METHOD: u16 = 3;
+    pub(super) const WEIGHT: u16 = 4;
+    pub(super) const U_THRESH: u16 = 5;
+    pub(super) const L_THRESH: u16 = 6;
+    pub(super) const ACTIVE_CONNS: u16 = 7;
+    pub(super) const INACT_CONNS: u16 = 8;
+    pub(super) const PERSIST_CONNS: u16 = 9;
+    pub(super) const STATS: u16 = 10;
+    pub(super) const ADDR_FAMILY: u16 = 11;
+    pub(super) const STATS64: u16 = 12;
+    pub(super) const TUN_TYPE: u16 = 13;
+    pub(super) const TUN_PORT: u16 = 14;
+    pub(super) const TUN_FLAGS: u16 = 15;
+}
+
+/// `IP_VS_SVC_F_…`.
+mod flag {
+    pub(super) const PERSISTENT: u32 = 0x1;
+    pub(super) const HASHED: u32 = 0x2;
+    pub(super) const ONEPACKET: u32 = 0x4;
+    pub(super) const SCHED1: u32 = 0x8;
+    pub(super) const SCHED2: u32 = 0x10;
+    pub(super) const SCHED3: u32 = 0x20;
+}
+
+const FLAG_DUMP: u16 = libc::NLM_F_DUMP as u16;
+
+impl Family {
+    fn number(self) -> u16 {
+        let number = match self {
+            Self::V4 => libc::AF_INET,
+            Self::V6 => libc::AF_INET6,
+        };
+        u16::try_from(number).unwrap_or_default()
+    }
+}
+
+const TCP: u16 = libc::IPPROTO_TCP as u16;
+const UDP: u16 = libc::IPPROTO_UDP as u16;
+const SCTP: u16 = libc::IPPROTO_SCTP as u16;
+
+impl Protocol {
+    fn number(self) -> u16 {
+        match self {
+            Self::Tcp => TCP,
+            Self::Udp => UDP,
+            Self::Sctp => SCTP,
+            Self::Other(number) => number,
+        }
+    }
+
+    fn of_number(number: u16) -> Self {
+        match number {
+            TCP => Self::Tcp,
+            UDP => Self::Udp,
+            SCTP => Self::Sctp,
+            other => Self::Other(other),
+        }
+    }
+}
+
+impl Forwarding {
+    fn number(self) -> u32 {
+        match self {
+            Self::Masquerade => 0,
+            Self::Local => 1,
+            Self::Tunnel => 2,
+            Self::Direct => 3,
+            Self::Other(number) => number,
+        }
+    }
+
+    fn of_number(number: u32) -> Self {
+        match number {
+            0 => Self::Masquerade,
+            1 => Self::Local,
+            2 => Self::Tunnel,
+            3 => Self::Direct,
+            other => Self::Other(other),
+        }
+    }
+}
+
+impl TunnelKind {
+    fn number(self) -> u8 {
+        match self {
+            Self::Ipip => 0,
+            Self::Gue => 1,
+            Self::Gre => 2,
+            Self::Other(number) => number,
+        }
+    }
+
+    fn of_number(number: u8) -> Self {
+        match number {
+            0 => Self::Ipip,
+            1 => Self::Gue,
+            2 => Self::Gre,
+            other => Self::Other(other),
+        }
+    }
+}
+
+fn inet_addr(address: IpAddr) -> [u8; 16] {
+    match address {
+        IpAddr::V4(address) => {
+            let mut bytes = [0; 16];
+            bytes[..4].copy_from_slice(&address.octets());
+            bytes
+        }
+        IpAddr::V6(address) => address.octets(),
+    }
+}
+
+/// What names a service, in a nested attribute that `fill` completes.
+fn put_service(request: Request, id: ServiceId, fill: impl FnOnce(Request) -> Request) -> Request {
+    request.nested(top::SERVICE, |service| {
+        let service = service.attribute(svc::AF, &id.family().number().to_ne_bytes());
+        fill(match id {
+            ServiceId::Address { protocol, address } => service
+                .attribute(svc::PROTOCOL, &protocol.number().to_ne_bytes())
+                .attribute(svc::ADDR, &inet_addr(address.ip()))
+                .attribute(svc::PORT, &address.port().to_be_bytes()),
+            ServiceId::FirewallMark { mark, .. } => service.attribute(svc::FWMARK, &mark.to_ne_bytes()),
+        })
+    })
+}
+
+fn put_whole_service(request: Request, service: &Service) -> Request {
+    let flags = service_flags(service).to_ne_bytes();
+    // Of `struct ip_vs_flags` the second half says which flags are meant. HASHED is the kernel's own.
+    let mask = (!flag::HASHED).to_ne_bytes();
+    let (timeout_seconds, netmask) = match service.persistence {
+        Some(persistence) => (persistence.timeout_seconds, persistence.netmask),
+        None => (0, Netmask::host(service.id.family())),
+    };
+    let netmask = match netmask {
+        Netmask::V4(mask) => mask.octets(),
+        Netmask::V6(length) => length.to_ne_bytes(),
+    };
+    put_service(request, service.id, |request| {
+        let request = request.text(svc::SCHED_NAME, &service.scheduler);
+        let request = match &service.persistence_engine {
+            Some(name) => request.text(svc::PE_NAME, name),
+            None => request,
+        };
+        request
+            .attribute(svc::FLAGS, &[flags, mask].concat())
+            .attribute(svc::TIMEOUT, &timeout_seconds.to_ne_bytes())
+            .attribute(svc::NETMASK, &netmask)
+    })
+}
+
+fn service_flags(service: &Service) -> u32 {
+    let flags = [
+        (service.persistence.is_some(), flag::PERSISTENT),
+        (service.one_packet, flag::ONEPACKET),
+        (service.scheduler_flags.fallback, flag::SCHED1),
+        (service.scheduler_flags.port, flag::SCHED2),
+        (service.scheduler_flags.third, flag::SCHED3),
+    ];
+    flags.into_iter().filter(|(set, _)| *set).fold(0, |flags, (_, flag)| flags | flag)
+}
+
+fn put_address(destination: Request, address: SocketAddr) -> Request {
+    destination
+        .attribute(dest::ADDR_FAMILY, &Family::of(address.ip()).number().to_ne_bytes())
+        .attribute(dest::ADDR, &inet_addr(address.ip()))
+        .attribute(dest::PORT, &address.port().to_be_bytes())
+}
+
+fn put_destination(request: Request, destination: &Destination) -> Request {
+    request.nested(top::DEST, |request| {
+        put_address(request, destination.address)
+            .attribute(dest::FWD_METHOD, &destination.forwarding.number().to_ne_bytes())
+            .attribute(dest::WEIGHT, &destination.weight.to_ne_bytes())
+            .attribute(dest::U_THRESH, &destination.upper_threshold.to_ne_bytes())
+            .attribute(dest::L_THRESH, &destination.lower_threshold.to_ne_bytes())
+            .attribute(dest::TUN_TYPE, &[destination.tunnel.kind.number()])
+            .attribute(dest::TUN_PORT, &destination.tunnel.port.to_be_bytes())
+            .attribute(dest::TUN_FLAGS, &destination.tunnel.flags.to_ne_bytes())
+    })
+}
+
+/// The request of a command.
+pub(crate) fn command(family: generic::Family, command: &Command) -> Request {
+    let about = |number: u8, id: ServiceId| put_service(family.request(number, 0), id, |service| service);
+    match command {
+        Command::AddService(service) => put_whole_service(family.request(commands::NEW_SERVICE, 0), service),
+        Command::SetService(service) => put_whole_service(family.request(commands::SET_SERVICE, 0), service),
+        Command::RemoveService(id) => about(commands::DEL_SERVICE, *id),
+        Command::ZeroService(id) => about(commands::ZERO, *id),
+        Command::AddDestination(id, destination) => put_destination(about(commands::NEW_DEST, *id), destination),
+        Command::SetDestination(id, destination) => put_destination(about(commands::SET_DEST, *id), destination),
+        Command::RemoveDestination(id, address) => {
+            about(commands::DEL_DEST, *id).nested(top::DEST, |request| put_address(request, *address))
+        }
+    }
+}
+
+pub(crate) fn get_info(family: generic::Family) -> Request {
+    family.request(commands::GET_INFO, 0)
+}
+
+pub(crate) fn get_timeouts(family: generic::Family) -> Request {
+    family.request(commands::GET_CONFIG, 0)
+}
+
+pub(crate) fn set_timeouts(family: generic::Family, timeouts: &Timeouts) -> Request {
+    family
+        .request(commands::SET_CONFIG, 0)
+        .attribute(top::TIMEOUT_TCP, &timeouts.tcp_seconds.to_ne_bytes())
+        .attribute(top::TIMEOUT_TCP_FIN, &timeouts.tcp_fin_seconds.to_ne_bytes())
+        .attribute(top::TIMEOUT_UDP, &timeouts.udp_seconds.to_ne_bytes())
+}
+
+pub(crate) fn list_services(family: generic::Family) -> Request {
+    family.request(commands::GET_SERVICE, FLAG_DUMP)
+}
+
+pub(crate) fn get_service(family: generic::Family, id: ServiceId) -> Request {
+    put_service(family.request(commands::GET_SERVICE, 0), id, |service| service)
+}
+
+pub(crate) fn list_destinations(family: generic::Family, id: ServiceId) -> Request {
+    put_service(family.request(commands::GET_DEST, FLAG_DUMP), id, |service| service)
+}
+
+pub(crate) fn flush(family: generic::Family) -> Request {
+    family.request(commands::FLUSH, 0)
+}

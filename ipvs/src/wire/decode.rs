@@ -1,0 +1,214 @@
+//! What the kernel answers. Attributes that are not known are passed over; what is cut short, or lacks what names it, is an error.
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+
+use headgate_netlink::{
+    Malformed, checked_attributes, generic, read_be16, read_text, read_u8, read_u16, read_u32, read_u64,
+};
+
+use super::{dest, flag, svc, top};
+use crate::{
+    Destination, DestinationEntry, Family, Forwarding, Info, Netmask, Persistence, Protocol, SchedulerFlags, Service,
+    ServiceEntry, ServiceId, Statistics, Timeouts, TunnelKind,
+};
+
+/// `IPVS_INFO_ATTR_VERSION`.
+const INFO_VERSION: u16 = 1;
+/// `IPVS_INFO_ATTR_CONN_TAB_SIZE`.
+const INFO_CONN_TAB_SIZE: u16 = 2;
+
+fn family(number: u16) -> Result<Family, Malformed> {
+    [Family::V4, Family::V6]
+        .into_iter()
+        .find(|family| family.number() == number)
+        .ok_or(Malformed("an address family that is neither IPv4 nor IPv6"))
+}
+
+/// An address of `union nf_inet_addr`, or of its family's own length.
+fn address(family: Family, value: &[u8]) -> Result<IpAddr, Malformed> {
+    let wrong = Malformed("an address of another length than its family's");
+    match family {
+        Family::V4 if value.len() == 4 || value.len() == 16 => {
+            let bytes: [u8; 4] = value.get(..4).ok_or(wrong)?.try_into().map_err(|_| wrong)?;
+            Ok(bytes.into())
+        }
+        Family::V4 => Err(wrong),
+        Family::V6 => <[u8; 16]>::try_from(value).map(IpAddr::from).map_err(|_| wrong),
+    }
+}
+
+/// The nested attribute of a message that says all.
+fn nested<'a>(payload: &'a [u8], kind: u16, missing: &'static str) -> Result<&'a [u8], Malformed> {
+    for attribute in checked_attributes(generic::split(payload)?.1) {
+        let (found, value) = attribute?;
+        if found == kind {
+            return Ok(value);
+        }
+    }
+    Err(Malformed(missing))
+}
+
+/// A service of a list, or the answer to a question.
+pub(crate) fn service(payload: &[u8]) -> Result<ServiceEntry, Malformed> {
+    let (mut of, mut protocol, mut ip, mut port, mut mark) = (None, None, None, None, None);
+    let (mut scheduler, mut engine) = (None, None);
+    let (mut flags, mut timeout_seconds, mut netmask) = (0, 0, None);
+    let (mut statistics, mut statistics64) = (None, None);
+    for attribute in checked_attributes(nested(payload, top::SERVICE, "a message without its virtual service")?) {
+        let (kind, value) = attribute?;
+        match kind {
+            svc::AF => of = Some(family(read_u16(value)?)?),
+            svc::PROTOCOL => protocol = Some(Protocol::of_number(read_u16(value)?)),
+            svc::ADDR => ip = Some(value),
+            svc::PORT => port = Some(read_be16(value)?),
+            svc::FWMARK => mark = Some(read_u32(value)?),
+            svc::SCHED_NAME => scheduler = Some(read_text(value)?.to_owned()),
+            svc::PE_NAME => engine = Some(read_text(value)?.to_owned()),
+            // The second half says which flags are meant: all of them.
+            svc::FLAGS => flags = read_u32(value.get(..4).ok_or(Malformed("flags that are cut short"))?)?,
+            svc::TIMEOUT => timeout_seconds = read_u32(value)?,
+            svc::NETMASK => netmask = Some(value),
+            svc::STATS => statistics = Some(value),
+            svc::STATS64 => statistics64 = Some(value),
+            _ => {}
+        }
+    }
+    let family = of.ok_or(Malformed("a virtual service without an address family"))?;
+    let id = match mark {
+        Some(mark) => ServiceId::FirewallMark { family, mark },
+        None => ServiceId::Address {
+            protocol: protocol.ok_or(Malformed("a virtual service without a protocol"))?,
+            address: SocketAddr::new(
+                address(family, ip.ok_or(Malformed("a virtual service without an address"))?)?,
+                port.ok_or(Malformed("a virtual service without a port"))?,
+            ),
+        },
+    };
+    let persistence = if flags & flag::PERSISTENT == 0 {
+        None
+    } else {
+        let netmask = netmask.map_or(Ok(Netmask::host(family)), |value| read_netmask(family, value))?;
+        Some(Persistence { timeout_seconds, netmask })
+    };
+    let is_set = |flag: u32| flags & flag != 0;
+    let known = flag::PERSISTENT | flag::HASHED | flag::ONEPACKET | flag::SCHED1 | flag::SCHED2 | flag::SCHED3;
+    Ok(ServiceEntry {
+        service: Service {
+            id,
+            scheduler: scheduler.ok_or(Malformed("a virtual service without a scheduler"))?,
+            persistence,
+            one_packet: is_set(flag::ONEPACKET),
+            scheduler_flags: SchedulerFlags {
+                fallback: is_set(flag::SCHED1),
+                port: is_set(flag::SCHED2),
+                third: is_set(flag::SCHED3),
+            },
+            persistence_engine: engine,
+        },
+        hashed: is_set(flag::HASHED),
+        other_flags: flags & !known,
+        statistics: read_statistics(statistics64.or(statistics))?,
+    })
+}
+
+fn read_netmask(family: Family, value: &[u8]) -> Result<Netmask, Malformed> {
+    Ok(match family {
+        Family::V4 => {
+            let bytes: [u8; 4] = value.try_into().map_err(|_| Malformed("a netmask of another length than 4"))?;
+            Netmask::V4(Ipv4Addr::from(bytes))
+        }
+        Family::V6 => Netmask::V6(read_u32(value)?),
+    })
+}
+
+/// A destination of a list. Kernels before 3.18 do not say its family, which is the service's then.
+pub(crate) fn destination(payload: &[u8], service: Family) -> Result<DestinationEntry, Malformed> {
+    let (mut of, mut ip, mut port, mut forwarding) = (None, None, None, None);
+    let (mut statistics, mut statistics64) = (None, None);
+    let mut destination = Destination::new(SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), 0)).weighing(0);
+    let (mut active_connections, mut inactive_connections, mut persistent_connections) = (0, 0, 0);
+    for attribute in checked_attributes(nested(payload, top::DEST, "a message without its destination")?) {
+        let (kind, value) = attribute?;
+        match kind {
+            dest::ADDR_FAMILY => of = Some(family(read_u16(value)?)?),
+            dest::ADDR => ip = Some(value),
+            dest::PORT => port = Some(read_be16(value)?),
+            dest::FWD_METHOD => forwarding = Some(Forwarding::of_number(read_u32(value)?)),
+            dest::WEIGHT => destination.weight = read_u32(value)?,
+            dest::U_THRESH => destination.upper_threshold = read_u32(value)?,
+            dest::L_THRESH => destination.lower_threshold = read_u32(value)?,
+            dest::TUN_TYPE => destination.tunnel.kind = TunnelKind::of_number(read_u8(value)?),
+            dest::TUN_PORT => destination.tunnel.port = read_be16(value)?,
+            dest::TUN_FLAGS => destination.tunnel.flags = read_u16(value)?,
+            dest::ACTIVE_CONNS => active_connections = read_u32(value)?,
+            dest::INACT_CONNS => inactive_connections = read_u32(value)?,
+            dest::PERSIST_CONNS => persistent_connections = read_u32(value)?,
+            dest::STATS => statistics = Some(value),
+            dest::STATS64 => statistics64 = Some(value),
+            _ => {}
+        }
+    }
+    let ip = address(of.unwrap_or(service), ip.ok_or(Malformed("a destination without an address"))?)?;
+    destination.address = SocketAddr::new(ip, port.ok_or(Malformed("a destination without a port"))?);
+    destination.forwarding = forwarding.ok_or(Malformed("a destination without a forwarding method"))?;
+    Ok(DestinationEntry {
+        destination,
+        active_connections,
+        inactive_connections,
+        persistent_connections,
+        statistics: read_statistics(statistics64.or(statistics))?,
+    })
+}
+
+/// Counters of `IPVS_STATS_ATTR_…`, 64 bits or, in the older attribute, mostly 32.
+fn read_statistics(value: Option<&[u8]>) -> Result<Statistics, Malformed> {
+    let mut statistics = Statistics::default();
+    for attribute in checked_attributes(value.unwrap_or_default()) {
+        let (kind, value) = attribute?;
+        let field = match kind {
+            1 => &mut statistics.connections,
+            2 => &mut statistics.incoming_packets,
+            3 => &mut statistics.outgoing_packets,
+            4 => &mut statistics.incoming_bytes,
+            5 => &mut statistics.outgoing_bytes,
+            6 => &mut statistics.connections_per_second,
+            7 => &mut statistics.incoming_packets_per_second,
+            8 => &mut statistics.outgoing_packets_per_second,
+            9 => &mut statistics.incoming_bytes_per_second,
+            10 => &mut statistics.outgoing_bytes_per_second,
+            _ => continue,
+        };
+        *field = if value.len() == 4 { u64::from(read_u32(value)?) } else { read_u64(value)? };
+    }
+    Ok(statistics)
+}
+
+/// The answer to a question for timeouts.
+pub(crate) fn timeouts(payload: &[u8]) -> Result<Timeouts, Malformed> {
+    let mut timeouts = Timeouts::default();
+    for attribute in checked_attributes(generic::split(payload)?.1) {
+        match attribute? {
+            (top::TIMEOUT_TCP, value) => timeouts.tcp_seconds = read_u32(value)?,
+            (top::TIMEOUT_TCP_FIN, value) => timeouts.tcp_fin_seconds = read_u32(value)?,
+            (top::TIMEOUT_UDP, value) => timeouts.udp_seconds = read_u32(value)?,
+            _ => {}
+        }
+    }
+    Ok(timeouts)
+}
+
+/// The answer to a question for IPVS itself.
+pub(crate) fn info(payload: &[u8]) -> Result<Info, Malformed> {
+    let (mut version, mut size) = (None, None);
+    for attribute in checked_attributes(generic::split(payload)?.1) {
+        match attribute? {
+            (INFO_VERSION, value) => version = Some(read_u32(value)?),
+            (INFO_CONN_TAB_SIZE, value) => size = Some(read_u32(value)?),
+            _ => {}
+        }
+    }
+    Ok(Info {
+        version: version.ok_or(Malformed("no version of IPVS"))?,
+        connection_table_size: size.ok_or(Malformed("no size of the connection table"))?,
+    })
+}

@@ -1,0 +1,193 @@
+//! Attributes of answers, and the values in them.
+
+use std::net::IpAddr;
+
+use super::Malformed;
+
+pub(super) const HEADER_BYTES: usize = 4;
+/// Attribute types carry two flags above.
+const TYPE_MASK: u16 = 0x3fff;
+/// `NLA_F_NESTED`.
+pub(super) const NESTED: u16 = 0x8000;
+/// `NLA_F_NET_BYTEORDER`: to be added to the type of attributes whose subsystem asks for it, such as ipset.
+pub const NET_BYTE_ORDER: u16 = 0x4000;
+
+pub(super) fn align(length: usize) -> usize {
+    length.next_multiple_of(4)
+}
+
+/// Attributes with their types; ends at the first that is cut short.
+#[derive(Debug, Clone)]
+pub struct Attributes<'a>(&'a [u8]);
+
+/// The attributes in a payload after its fixed header, or in a nested attribute.
+#[must_use]
+pub fn attributes(bytes: &[u8]) -> Attributes<'_> {
+    Attributes(bytes)
+}
+
+impl<'a> Iterator for Attributes<'a> {
+    type Item = (u16, &'a [u8]);
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let length = usize::from(u16::from_ne_bytes(self.0.get(..2)?.try_into().ok()?));
+        let kind = u16::from_ne_bytes(self.0.get(2..4)?.try_into().ok()?) & TYPE_MASK;
+        let value = self.0.get(HEADER_BYTES..length)?;
+        self.0 = self.0.get(align(length)..).unwrap_or_default();
+        Some((kind, value))
+    }
+}
+
+/// Attributes with their types; one that is cut short is an error, and the last.
+#[derive(Debug, Clone)]
+pub struct CheckedAttributes<'a>(Attributes<'a>);
+
+/// As [`attributes`], for answers in which nothing may be missing.
+#[must_use]
+pub fn checked_attributes(bytes: &[u8]) -> CheckedAttributes<'_> {
+    CheckedAttributes(attributes(bytes))
+}
+
+impl<'a> Iterator for CheckedAttributes<'a> {
+    type Item = Result<(u16, &'a [u8]), Malformed>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let rest = &mut self.0;
+        if rest.0.is_empty() {
+            return None;
+        }
+        let found = rest.next().ok_or(Malformed("an attribute is cut short"));
+        if found.is_err() {
+            rest.0 = &[];
+        }
+        Some(found)
+    }
+}
+
+fn array<const N: usize>(value: &[u8]) -> Result<[u8; N], Malformed> {
+    value.try_into().map_err(|_| Malformed("an attribute has another length than its type"))
+}
+
+/// One byte.
+///
+/// # Errors
+/// The value has another length.
+pub fn read_u8(value: &[u8]) -> Result<u8, Malformed> {
+    array(value).map(|[byte]| byte)
+}
+
+/// 16 bits in the machine's byte order.
+///
+/// # Errors
+/// The value has another length.
+pub fn read_u16(value: &[u8]) -> Result<u16, Malformed> {
+    array(value).map(u16::from_ne_bytes)
+}
+
+/// 32 bits in the machine's byte order.
+///
+/// # Errors
+/// The value has another length.
+pub fn read_u32(value: &[u8]) -> Result<u32, Malformed> {
+    array(value).map(u32::from_ne_bytes)
+}
+
+/// 32 bits with a sign in the machine's byte order.
+///
+/// # Errors
+/// The value has another length.
+pub fn read_i32(value: &[u8]) -> Result<i32, Malformed> {
+    array(value).map(i32::from_ne_bytes)
+}
+
+/// 64 bits in the machine's byte order.
+///
+/// # Errors
+/// The value has another length.
+pub fn read_u64(value: &[u8]) -> Result<u64, Malformed> {
+    array(value).map(u64::from_ne_bytes)
+}
+
+/// 16 bits in network byte order.
+///
+/// # Errors
+/// The value has another length.
+pub fn read_be16(value: &[u8]) -> Result<u16, Malformed> {
+    array(value).map(u16::from_be_bytes)
+}
+
+/// 32 bits in network byte order.
+///
+/// # Errors
+/// The value has another length.
+pub fn read_be32(value: &[u8]) -> Result<u32, Malformed> {
+    array(value).map(u32::from_be_bytes)
+}
+
+/// An address of IPv4 or IPv6, by its length.
+///
+/// # Errors
+/// The value has neither length.
+pub fn read_ip(value: &[u8]) -> Result<IpAddr, Malformed> {
+    let of_v6 = || array::<16>(value).map(IpAddr::from);
+    array::<4>(value)
+        .map(IpAddr::from)
+        .or_else(|_| of_v6())
+        .map_err(|_| Malformed("an address has neither family's length"))
+}
+
+/// A text that ends with a zero byte, or with the value.
+///
+/// # Errors
+/// It is not UTF-8.
+pub fn read_text(value: &[u8]) -> Result<&str, Malformed> {
+    let text = value.split(|byte| *byte == 0).next().unwrap_or_default();
+    str::from_utf8(text).map_err(|_| Malformed("a text is not UTF-8"))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn nonsense_ends_the_list() {
+        assert_eq!(attributes(&[0, 0, 1, 0]).count(), 0);
+        assert_eq!(attributes(&[9, 0, 1, 0, 1]).count(), 0);
+    }
+
+    #[test]
+    fn nonsense_is_an_error_where_nothing_may_be_missing() {
+        let bytes = [5, 0, 1, 0, 7, 0, 0, 0, 9, 0, 2, 0, 1];
+        let found: Vec<_> = checked_attributes(&bytes).collect();
+        assert_eq!(found, [Ok((1, &[7][..])), Err(Malformed("an attribute is cut short"))]);
+        assert_eq!(checked_attributes(&[1]).collect::<Vec<_>>().len(), 1);
+        assert_eq!(checked_attributes(&[]).count(), 0);
+    }
+
+    #[test]
+    fn values() {
+        assert_eq!(read_u8(&[3]), Ok(3));
+        assert_eq!(read_be16(&[1, 2]), Ok(0x102));
+        assert_eq!(read_be32(&[1, 2, 3, 4]), Ok(0x0102_0304));
+        assert_eq!(read_u32(&7_u32.to_ne_bytes()), Ok(7));
+        assert_eq!(read_i32(&(-7_i32).to_ne_bytes()), Ok(-7));
+        assert_eq!(read_u64(&7_u64.to_ne_bytes()), Ok(7));
+        assert_eq!(read_ip(&[10, 0, 0, 1]), Ok("10.0.0.1".parse().unwrap()));
+        assert_eq!(read_ip(&[0; 16]), Ok("::".parse().unwrap()));
+        assert_eq!(read_text(b"rr\0\0"), Ok("rr"));
+        assert_eq!(read_text(b"rr"), Ok("rr"));
+        assert!(read_text(&[0xff, 0]).is_err() && read_ip(&[1]).is_err() && read_u16(&[1]).is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_read_to_their_end(bytes in prop::collection::vec(any::<u8>(), 0..80)) {
+            prop_assert!(attributes(&bytes).count() <= 20);
+            let checked: Vec<_> = checked_attributes(&bytes).collect();
+            prop_assert!(checked.iter().rev().skip(1).all(Result::is_ok));
+        }
+    }
+}

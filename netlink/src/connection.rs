@@ -1,0 +1,180 @@
+//! A socket with its buffer: lists, questions, and batches of changes.
+
+use super::{Malformed, NetlinkError, Refusal, Request, message, socket::Socket};
+
+/// Room for what the kernel sends at once, which is at most 32 KiB.
+const RECEIVE_BUFFER_BYTES: usize = 64 * 1024;
+/// Most requests that are sent at once: their answers have to fit into the socket's receive buffer.
+pub const BATCH_REQUESTS: usize = 128;
+/// Most bytes of requests that are sent at once, unless one request alone has more: the kernel copies them into one piece of memory.
+pub const BATCH_BYTES: usize = 64 * 1024;
+
+/// How a dump ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Dumped {
+    /// Everything was listed.
+    Whole,
+    /// The table changed its shape meanwhile: entries may be missing or listed twice.
+    Interrupted,
+}
+
+/// How a socket is set up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Options {
+    /// Room for one send, which the kernel otherwise limits to some 200 KB (`net.core.wmem_max`); needs `CAP_NET_ADMIN`, without which the limit
+    /// stays.
+    pub send_buffer_bytes: u32,
+    /// Room for answers that wait, likewise (`net.core.rmem_max`).
+    pub receive_buffer_bytes: u32,
+    /// The kernel checks the heads of requests for lists and filters by what they say (`NETLINK_GET_STRICT_CHK`, Linux 4.20); older kernels list
+    /// everything.
+    pub strict: bool,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { send_buffer_bytes: 1 << 20, receive_buffer_bytes: 1 << 20, strict: false }
+    }
+}
+
+/// A netlink socket with its buffer.
+#[derive(Debug)]
+pub struct Connection {
+    socket: Socket,
+    sequence: u32,
+    buffer: Vec<u8>,
+}
+
+impl Connection {
+    /// Opens a socket in the calling thread's network namespace, of a family such as [`libc::NETLINK_NETFILTER`].
+    ///
+    /// # Errors
+    /// The system gives us none.
+    pub fn open(protocol: libc::c_int) -> Result<Self, NetlinkError> {
+        Self::open_with(protocol, &Options::default())
+    }
+
+    /// As [`Connection::open`], with a socket set up as asked for.
+    ///
+    /// # Errors
+    /// The system gives us none.
+    pub fn open_with(protocol: libc::c_int, options: &Options) -> Result<Self, NetlinkError> {
+        let socket = Socket::open(protocol, options).map_err(NetlinkError::Open)?;
+        Ok(Self { socket, sequence: 0, buffer: vec![0; RECEIVE_BUFFER_BYTES] })
+    }
+
+    /// Asks for a list and hands out each message's type and payload.
+    ///
+    /// # Errors
+    /// Whatever was handed out until then is true all the same. After an error the connection is in mid-dump: open another.
+    pub fn dump(&mut self, request: Request, mut each: impl FnMut(u16, &[u8])) -> Result<Dumped, NetlinkError> {
+        let sequence = self.reserve(1);
+        self.socket.send(&request.finish(sequence)?).map_err(NetlinkError::Send)?;
+        let mut dumped = Dumped::Whole;
+        loop {
+            for message in message::messages(self.socket.receive(&mut self.buffer).map_err(NetlinkError::Receive)?) {
+                let message = message?;
+                if message.sequence != sequence {
+                    continue;
+                }
+                if message.is_interrupted() {
+                    dumped = Dumped::Interrupted;
+                }
+                match message.kind {
+                    message::DONE => return message.done_status().map_err(NetlinkError::Kernel).map(|()| dumped),
+                    message::ERROR => message.error_status()?.map_err(NetlinkError::Kernel)?,
+                    kind => each(kind, message.payload),
+                }
+            }
+        }
+    }
+
+    /// Asks one question that is no list, or for one change, and hands out each answer's type and payload until the kernel acknowledges.
+    ///
+    /// # Errors
+    /// The kernel refuses, or nothing is known.
+    pub fn ask(&mut self, request: Request, mut each: impl FnMut(u16, &[u8])) -> Result<(), NetlinkError> {
+        let sequence = self.reserve(1);
+        self.socket.send(&request.acknowledged().finish(sequence)?).map_err(NetlinkError::Send)?;
+        loop {
+            for message in message::messages(self.socket.receive(&mut self.buffer).map_err(NetlinkError::Receive)?) {
+                let message = message?;
+                match message.kind {
+                    _ if message.sequence != sequence => {}
+                    message::ERROR => return message.error_status()?.map_err(NetlinkError::Kernel),
+                    kind => each(kind, message.payload),
+                }
+            }
+        }
+    }
+
+    /// Sends requests, many at once ([`BATCH_REQUESTS`], [`BATCH_BYTES`]), and waits until the kernel has done them all. Each request that it
+    /// refuses is given to `refused` by its index; the others are done, in their order. Refusals come unasked, so that only the last request of
+    /// those sent at once asks for an acknowledgement: one answer each would cost more than it tells. Requests for lists have no place here.
+    ///
+    /// # Errors
+    /// What was done is not known, all or part of it.
+    pub fn execute(
+        &mut self,
+        requests: impl IntoIterator<Item = Request>,
+        mut refused: impl FnMut(usize, Refusal),
+    ) -> Result<(), NetlinkError> {
+        let mut requests = requests.into_iter().peekable();
+        let mut done = 0;
+        while requests.peek().is_some() {
+            let (mut batch, mut bytes) = (Vec::new(), 0);
+            while batch.len() < BATCH_REQUESTS
+                && let Some(request) =
+                    requests.next_if(|request| batch.is_empty() || bytes + request.length() <= BATCH_BYTES)
+            {
+                bytes += request.length();
+                batch.push(request);
+            }
+            let count = batch.len();
+            self.execute_at_once(batch, |index, refusal| refused(done + index, refusal))?;
+            done += count;
+        }
+        Ok(())
+    }
+
+    fn execute_at_once(
+        &mut self,
+        requests: Vec<Request>,
+        mut refused: impl FnMut(usize, Refusal),
+    ) -> Result<(), NetlinkError> {
+        let count = u32::try_from(requests.len()).map_err(|_| NetlinkError::RequestTooLong)?;
+        let first = self.reserve(count);
+        let last = self.sequence;
+        let mut bytes = Vec::new();
+        for (sequence, request) in (first..).zip(requests) {
+            let request = if sequence == last { request.acknowledged() } else { request };
+            bytes.extend(request.finish(sequence)?);
+        }
+        self.socket.send(&bytes).map_err(NetlinkError::Send)?;
+        loop {
+            for message in message::messages(self.socket.receive(&mut self.buffer).map_err(NetlinkError::Receive)?) {
+                let message = message?;
+                if message.kind != message::ERROR || !(first..=last).contains(&message.sequence) {
+                    continue;
+                }
+                if let Err(refusal) = message.error_status()? {
+                    let index = usize::try_from(message.sequence - first);
+                    refused(index.map_err(|_| Malformed("a sequence number too large"))?, refusal);
+                }
+                if message.sequence == last {
+                    return Ok(());
+                }
+            }
+        }
+    }
+
+    /// Sequence numbers for as many requests; the first of them.
+    fn reserve(&mut self, count: u32) -> u32 {
+        if self.sequence.checked_add(count).is_none() {
+            self.sequence = 0;
+        }
+        let first = self.sequence + 1;
+        self.sequence += count;
+        first
+    }
+}

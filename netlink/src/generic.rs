@@ -1,0 +1,84 @@
+//! Generic netlink (`linux/genetlink.h`): families are found by name, and their requests begin with `struct genlmsghdr`.
+
+use super::{Connection, Malformed, NetlinkError, Request, attribute::checked_attributes, read_u16};
+
+/// `GENL_ID_CTRL`: the family that knows the others.
+const CONTROLLER: u16 = 0x10;
+const CONTROLLER_VERSION: u8 = 2;
+/// `CTRL_CMD_GETFAMILY`.
+const GET_FAMILY: u8 = 3;
+/// `CTRL_ATTR_FAMILY_ID`.
+const FAMILY_ID: u16 = 1;
+/// `CTRL_ATTR_FAMILY_NAME`.
+const FAMILY_NAME: u16 = 2;
+/// Bytes of `struct genlmsghdr`.
+const HEADER_BYTES: usize = 4;
+
+/// A family's number in this kernel, and the version of it that requests are for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Family {
+    /// The type of the family's messages.
+    pub id: u16,
+    /// The version in the head of requests.
+    pub version: u8,
+}
+
+impl Family {
+    /// Asks a connection of [`libc::NETLINK_GENERIC`] for a family. The kernel loads its module if it can.
+    ///
+    /// # Errors
+    /// [`NetlinkError::Kernel`] with `ENOENT` when there is no such family and no module for it.
+    pub fn find(connection: &mut Connection, name: &str, version: u8) -> Result<Self, NetlinkError> {
+        let request = Request::new(CONTROLLER, 0, &[GET_FAMILY, CONTROLLER_VERSION, 0, 0]).text(FAMILY_NAME, name);
+        let mut id = Err(Malformed("no answer says the family's number"));
+        connection.ask(request, |_, payload| id = family_id(payload))?;
+        Ok(Self { id: id?, version })
+    }
+
+    /// A request of the family, with flags besides `NLM_F_REQUEST`.
+    #[must_use]
+    pub fn request(self, command: u8, flags: u16) -> Request {
+        Request::new(self.id, flags, &[command, self.version, 0, 0])
+    }
+}
+
+/// The command and the attributes of a message of a family.
+///
+/// # Errors
+/// It is cut short.
+pub fn split(payload: &[u8]) -> Result<(u8, &[u8]), Malformed> {
+    let short = Malformed("a generic netlink message is shorter than its header");
+    let command = *payload.first().ok_or(short)?;
+    Ok((command, payload.get(HEADER_BYTES..).ok_or(short)?))
+}
+
+fn family_id(payload: &[u8]) -> Result<u16, Malformed> {
+    for attribute in checked_attributes(split(payload)?.1) {
+        if let (FAMILY_ID, value) = attribute? {
+            return read_u16(value);
+        }
+    }
+    Err(Malformed("a family without a number"))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn every_kernel_has_the_controller() {
+        let mut connection = Connection::open(libc::NETLINK_GENERIC).unwrap();
+        assert_eq!(Family::find(&mut connection, "nlctrl", 1).unwrap().id, CONTROLLER);
+        let error = Family::find(&mut connection, "no-such-family", 1).unwrap_err();
+        assert_eq!(error.refusal_code(), Some(libc::ENOENT), "{error}");
+    }
+
+    #[test]
+    fn answers_without_a_number() {
+        assert!(family_id(&[1, 2]).is_err());
+        assert!(family_id(&[1, 2, 0, 0]).is_err());
+        assert!(family_id(&[1, 2, 0, 0, 9, 0, 1, 0]).is_err());
+        assert_eq!(family_id(&[1, 2, 0, 0, 6, 0, 1, 0, 0x1a, 0, 0, 0]), Ok(u16::from_ne_bytes([0x1a, 0])));
+    }
+}

@@ -1,0 +1,281 @@
+//! Netlink messages, as bytes (`linux/netlink.h`).
+
+use super::{
+    Malformed, NetlinkError, Refusal,
+    attribute::{self, NESTED, align, attributes},
+    read_i32, read_text, read_u32,
+};
+
+/// `NLMSG_ERROR`, which is also an acknowledgement.
+pub(super) const ERROR: u16 = 2;
+/// `NLMSG_DONE`: the end of a dump.
+pub(super) const DONE: u16 = 3;
+
+const HEADER_BYTES: usize = 16;
+const FLAG_REQUEST: u16 = 0x1;
+const FLAG_ACK: u16 = 0x4;
+const FLAG_DUMP_INTERRUPTED: u16 = 0x10;
+/// `NLM_F_CAPPED`: of the refused request only the header is repeated.
+const FLAG_CAPPED: u16 = 0x100;
+/// `NLM_F_ACK_TLVS`: attributes follow that say more.
+const FLAG_EXTENDED: u16 = 0x200;
+/// `NLMSGERR_ATTR_MSG`.
+const ERROR_MESSAGE: u16 = 1;
+/// `NLMSGERR_ATTR_OFFS`.
+const ERROR_OFFSET: u16 = 2;
+
+/// A request under construction.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Request {
+    bytes: Vec<u8>,
+    /// An attribute did not fit.
+    is_too_long: bool,
+}
+
+impl Request {
+    /// A request of a type, with flags besides `NLM_F_REQUEST`, and the fixed header of its family.
+    #[must_use]
+    pub fn new(kind: u16, flags: u16, family_header: &[u8]) -> Self {
+        let mut bytes = vec![0; 4];
+        bytes.extend(kind.to_ne_bytes());
+        bytes.extend((FLAG_REQUEST | flags).to_ne_bytes());
+        bytes.extend([0; 8]);
+        bytes.extend(family_header);
+        bytes.resize(align(bytes.len()), 0);
+        Self { bytes, is_too_long: false }
+    }
+
+    /// Adds an attribute.
+    #[must_use]
+    pub fn attribute(mut self, kind: u16, value: &[u8]) -> Self {
+        self.put(kind, value);
+        self
+    }
+
+    /// Adds an attribute with a text that ends with a zero byte.
+    #[must_use]
+    pub fn text(self, kind: u16, value: &str) -> Self {
+        let mut bytes = value.as_bytes().to_vec();
+        bytes.push(0);
+        self.attribute(kind, &bytes)
+    }
+
+    /// Adds an attribute that holds those that `fill` adds.
+    #[must_use]
+    pub fn nested(mut self, kind: u16, fill: impl FnOnce(Self) -> Self) -> Self {
+        let start = self.bytes.len();
+        self.put(kind | NESTED, &[]);
+        let mut filled = fill(self);
+        let length = filled.attribute_length(filled.bytes.len() - start);
+        if let Some(field) = filled.bytes.get_mut(start..start + 2) {
+            field.copy_from_slice(&length.to_ne_bytes());
+        }
+        filled
+    }
+
+    fn put(&mut self, kind: u16, value: &[u8]) {
+        let length = self.attribute_length(attribute::HEADER_BYTES + value.len());
+        self.bytes.extend(length.to_ne_bytes());
+        self.bytes.extend(kind.to_ne_bytes());
+        self.bytes.extend(value);
+        self.bytes.resize(align(self.bytes.len()), 0);
+    }
+
+    fn attribute_length(&mut self, length: usize) -> u16 {
+        u16::try_from(length).unwrap_or_else(|_| {
+            self.is_too_long = true;
+            u16::MAX
+        })
+    }
+
+    /// Bytes on the wire.
+    pub(super) fn length(&self) -> usize {
+        self.bytes.len()
+    }
+
+    /// Asks for an acknowledgement.
+    pub(super) fn acknowledged(mut self) -> Self {
+        if let Some(flags) = self.bytes.get_mut(6..8) {
+            let value = u16::from_ne_bytes([flags[0], flags[1]]) | FLAG_ACK;
+            flags.copy_from_slice(&value.to_ne_bytes());
+        }
+        self
+    }
+
+    /// The bytes to send.
+    pub(super) fn finish(mut self, sequence: u32) -> Result<Vec<u8>, NetlinkError> {
+        let length = u32::try_from(self.bytes.len()).map_err(|_| NetlinkError::RequestTooLong)?;
+        if self.is_too_long {
+            return Err(NetlinkError::RequestTooLong);
+        }
+        if let Some(header) = self.bytes.get_mut(..HEADER_BYTES) {
+            header[..4].copy_from_slice(&length.to_ne_bytes());
+            header[8..12].copy_from_slice(&sequence.to_ne_bytes());
+        }
+        Ok(self.bytes)
+    }
+
+    /// The bytes after the message's header, for tests of encoders.
+    #[must_use]
+    pub fn payload(&self) -> &[u8] {
+        self.bytes.get(HEADER_BYTES..).unwrap_or_default()
+    }
+}
+
+/// A message from the kernel.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Message<'a> {
+    pub(super) kind: u16,
+    flags: u16,
+    pub(super) sequence: u32,
+    pub(super) payload: &'a [u8],
+}
+
+impl Message<'_> {
+    pub(super) fn is_interrupted(&self) -> bool {
+        self.flags & FLAG_DUMP_INTERRUPTED != 0
+    }
+
+    /// Of an `NLMSG_ERROR`: what became of the request.
+    pub(super) fn error_status(&self) -> Result<Result<(), Refusal>, Malformed> {
+        let code = self.status()?;
+        // The request follows, or its header alone.
+        let repeated = match self.flags & FLAG_CAPPED {
+            0 => self.payload.get(4..8).map(read_u32).transpose()?.unwrap_or_default(),
+            _ => u32::try_from(HEADER_BYTES).unwrap_or_default(),
+        };
+        Ok(self.outcome(code, 4 + align(usize::try_from(repeated).unwrap_or(usize::MAX - 8))))
+    }
+
+    /// Of an `NLMSG_DONE`: dumps that failed half-way end with an error code in it.
+    pub(super) fn done_status(&self) -> Result<(), Refusal> {
+        self.outcome(self.status().unwrap_or_default(), 4)
+    }
+
+    fn status(&self) -> Result<i32, Malformed> {
+        self.payload.get(..4).map_or(Err(Malformed("an error without its number")), read_i32)
+    }
+
+    fn outcome(&self, code: i32, extension: usize) -> Result<(), Refusal> {
+        if code == 0 {
+            return Ok(());
+        }
+        let mut refusal = Refusal::of_code(code.saturating_neg());
+        if self.flags & FLAG_EXTENDED != 0 {
+            for (kind, value) in attributes(self.payload.get(extension..).unwrap_or_default()) {
+                match kind {
+                    ERROR_MESSAGE => refusal.message = read_text(value).ok().map(str::to_owned),
+                    ERROR_OFFSET => refusal.offset_bytes = read_u32(value).ok(),
+                    _ => {}
+                }
+            }
+        }
+        Err(refusal)
+    }
+}
+
+/// The messages in what was received. One that is cut short is an error, and the last.
+pub(super) fn messages(mut bytes: &[u8]) -> impl Iterator<Item = Result<Message<'_>, Malformed>> {
+    std::iter::from_fn(move || {
+        if bytes.is_empty() {
+            return None;
+        }
+        let message = split_message(&mut bytes).ok_or(Malformed("a message is cut short"));
+        if message.is_err() {
+            bytes = &[];
+        }
+        Some(message)
+    })
+}
+
+fn split_message<'a>(bytes: &mut &'a [u8]) -> Option<Message<'a>> {
+    let all: &'a [u8] = bytes;
+    let length = usize::try_from(u32::from_ne_bytes(all.get(..4)?.try_into().ok()?)).ok()?;
+    let message = Message {
+        kind: u16::from_ne_bytes(all.get(4..6)?.try_into().ok()?),
+        flags: u16::from_ne_bytes(all.get(6..8)?.try_into().ok()?),
+        sequence: u32::from_ne_bytes(all.get(8..12)?.try_into().ok()?),
+        payload: all.get(HEADER_BYTES..length)?,
+    };
+    *bytes = all.get(align(length)..).unwrap_or_default();
+    Some(message)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn what_is_written_reads_back() {
+        let request = Request::new(0x102, 0x300, &[2, 0, 0, 0])
+            .attribute(5, &[1])
+            .nested(7, |nested| nested.attribute(1, &[9, 9, 9, 9, 9]).attribute(2, &[8]));
+        let bytes = request.acknowledged().finish(77).unwrap();
+        let message = messages(&bytes).next().unwrap().unwrap();
+        assert_eq!((message.kind, message.flags, message.sequence), (0x102, 0x305, 77));
+        let found: Vec<_> = attributes(&message.payload[4..]).collect();
+        assert_eq!(found[0], (5, &[1][..]));
+        assert_eq!(found[1].0, 7);
+        let inner: Vec<_> = attributes(found[1].1).collect();
+        assert_eq!(inner, [(1, &[9, 9, 9, 9, 9][..]), (2, &[8][..])]);
+        assert_eq!(bytes.len() % 4, 0);
+    }
+
+    #[test]
+    fn several_messages_and_a_broken_one() {
+        let mut bytes = Request::new(1, 0, &[1, 2, 3]).finish(1).unwrap();
+        bytes.extend(Request::new(2, 0, &[]).finish(2).unwrap());
+        bytes.extend([200, 0, 0, 0, 1]);
+        let kinds: Vec<_> = messages(&bytes).map(|message| message.ok().map(|message| message.kind)).collect();
+        assert_eq!(kinds, [Some(1), Some(2), None]);
+    }
+
+    #[test]
+    fn nonsense_ends_the_list() {
+        assert_eq!(messages(&[3]).count(), 1);
+        assert!(messages(&[8, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]).next().unwrap().is_err());
+    }
+    fn refused(flags: u16, payload: &[u8]) -> Result<(), Refusal> {
+        Message { kind: ERROR, flags, sequence: 1, payload }.error_status().unwrap()
+    }
+
+    #[test]
+    fn extended_acknowledgements_are_read_behind_the_repeated_request() {
+        let extension =
+            Request::new(0, 0, &[]).text(ERROR_MESSAGE, "no").attribute(ERROR_OFFSET, &20_u32.to_ne_bytes());
+        let repeated = Request::new(7, 0, &[1, 2, 3, 4]).finish(1).unwrap();
+        let expected = Refusal { code: 2, message: Some("no".into()), offset_bytes: Some(20) };
+        for (flags, repeated) in
+            [(FLAG_EXTENDED, &repeated[..]), (FLAG_EXTENDED | FLAG_CAPPED, &repeated[..HEADER_BYTES])]
+        {
+            let payload = [&(-2_i32).to_ne_bytes()[..], repeated, extension.payload()].concat();
+            assert_eq!(refused(flags, &payload), Err(expected.clone()));
+        }
+        assert_eq!(refused(0, &(-2_i32).to_ne_bytes()), Err(Refusal::of_code(2)));
+        assert_eq!(refused(0, &[0; 4]), Ok(()));
+        assert!(Message { kind: ERROR, flags: 0, sequence: 1, payload: &[1] }.error_status().is_err());
+    }
+
+    #[test]
+    fn attributes_that_are_too_long_are_refused_before_they_are_sent() {
+        let long = vec![0; 65_532];
+        assert!(matches!(Request::new(1, 0, &[]).attribute(1, &long).finish(1), Err(NetlinkError::RequestTooLong)));
+        let nested = Request::new(1, 0, &[])
+            .nested(1, |inner| inner.attribute(1, &long[..40_000]).attribute(2, &long[..40_000]));
+        assert!(matches!(nested.finish(1), Err(NetlinkError::RequestTooLong)));
+        assert!(Request::new(1, 0, &[]).attribute(1, &long[..65_531]).finish(1).is_ok());
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_messages_or_an_error(bytes in prop::collection::vec(any::<u8>(), 0..120)) {
+            for message in messages(&bytes).flatten() {
+                let _ = message.error_status();
+                let _ = message.done_status();
+            }
+        }
+    }
+}

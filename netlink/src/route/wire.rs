@@ -1,0 +1,251 @@
+//! Requests and answers of rtnetlink as bytes.
+
+use std::net::IpAddr;
+
+use super::{Change, Link, LocalRoute, Prefix};
+use crate::{Malformed, Request, checked_attributes, read_ip, read_text, read_u32};
+
+/// `IFLA_IFNAME`.
+const LINK_NAME: u16 = 3;
+/// `IFLA_LINKINFO`.
+const LINK_INFO: u16 = 18;
+/// `IFLA_INFO_KIND`.
+const LINK_INFO_KIND: u16 = 1;
+/// Bytes of `struct ifinfomsg`.
+const LINK_HEADER_BYTES: usize = 16;
+
+/// `IFA_ADDRESS`.
+const ADDRESS: u16 = 1;
+/// `IFA_LOCAL`: this end's address, which differs from `IFA_ADDRESS` on point-to-point links.
+const ADDRESS_LOCAL: u16 = 2;
+/// `IFA_FLAGS`.
+const ADDRESS_FLAGS: u16 = 8;
+/// Bytes of `struct ifaddrmsg`.
+const ADDRESS_HEADER_BYTES: usize = 8;
+
+/// `RTA_DST`.
+const ROUTE_DESTINATION: u16 = 1;
+/// `RTA_OIF`.
+const ROUTE_LINK: u16 = 4;
+/// `RTA_TABLE`.
+const ROUTE_TABLE: u16 = 15;
+/// Bytes of `struct rtmsg`.
+const ROUTE_HEADER_BYTES: usize = 12;
+
+const FLAG_DUMP: u16 = libc::NLM_F_DUMP as u16;
+const FLAG_CREATE: u16 = (libc::NLM_F_CREATE | libc::NLM_F_EXCL) as u16;
+
+fn family_of(address: IpAddr) -> u8 {
+    family_number(if address.is_ipv4() { libc::AF_INET } else { libc::AF_INET6 })
+}
+
+fn family_number(family: libc::c_int) -> u8 {
+    u8::try_from(family).unwrap_or_default()
+}
+
+fn put_ip(request: Request, kind: u16, address: IpAddr) -> Request {
+    match address {
+        IpAddr::V4(address) => request.attribute(kind, &address.octets()),
+        IpAddr::V6(address) => request.attribute(kind, &address.octets()),
+    }
+}
+
+fn link_request(kind: u16, flags: u16, index: u32, link_flags: u32, changed: u32) -> Request {
+    let mut header = [0; LINK_HEADER_BYTES];
+    header[4..8].copy_from_slice(&index.to_ne_bytes());
+    header[8..12].copy_from_slice(&link_flags.to_ne_bytes());
+    header[12..16].copy_from_slice(&changed.to_ne_bytes());
+    Request::new(kind, flags, &header)
+}
+
+pub(super) fn get_link(name: &str) -> Request {
+    link_request(libc::RTM_GETLINK, 0, 0, 0, 0).text(LINK_NAME, name)
+}
+
+pub(super) fn add_dummy(name: &str) -> Request {
+    let no_arp = libc::IFF_NOARP.cast_unsigned();
+    link_request(libc::RTM_NEWLINK, FLAG_CREATE, 0, no_arp, no_arp)
+        .text(LINK_NAME, name)
+        .nested(LINK_INFO, |info| info.text(LINK_INFO_KIND, "dummy"))
+}
+
+pub(super) fn set_up(index: u32, up: bool) -> Request {
+    let flag = libc::IFF_UP.cast_unsigned();
+    link_request(libc::RTM_NEWLINK, 0, index, if up { flag } else { 0 }, flag)
+}
+
+pub(super) fn remove_link(index: u32) -> Request {
+    link_request(libc::RTM_DELLINK, 0, index, 0, 0)
+}
+
+pub(super) fn link(payload: &[u8]) -> Result<Link, Malformed> {
+    let short = Malformed("a link without its header");
+    let header = payload.get(..LINK_HEADER_BYTES).ok_or(short)?;
+    let (mut name, mut kind) = (None, None);
+    for attribute in checked_attributes(payload.get(LINK_HEADER_BYTES..).ok_or(short)?) {
+        match attribute? {
+            (LINK_NAME, value) => name = Some(read_text(value)?.to_owned()),
+            (LINK_INFO, value) => {
+                for attribute in checked_attributes(value) {
+                    if let (LINK_INFO_KIND, value) = attribute? {
+                        kind = Some(read_text(value)?.to_owned());
+                    }
+                }
+            }
+            _ => {}
+        }
+    }
+    Ok(Link {
+        index: read_u32(&header[4..8])?,
+        name: name.ok_or(Malformed("a link without a name"))?,
+        kind,
+        flags: read_u32(&header[8..12])?,
+    })
+}
+
+fn address_header(family: u8, length: u8, scope: u8, link: u32) -> [u8; ADDRESS_HEADER_BYTES] {
+    let [a, b, c, d] = link.to_ne_bytes();
+    [family, length, 0, scope, a, b, c, d]
+}
+
+fn address_request(kind: u16, flags: u16, link: u32, address: Prefix) -> Request {
+    let header = address_header(family_of(address.address), address.length, libc::RT_SCOPE_HOST, link);
+    let request = put_ip(Request::new(kind, flags, &header), ADDRESS_LOCAL, address.address);
+    put_ip(request, ADDRESS, address.address)
+}
+
+pub(super) fn list_addresses(family: libc::c_int, link: u32) -> Request {
+    Request::new(libc::RTM_GETADDR, FLAG_DUMP, &address_header(family_number(family), 0, 0, link))
+}
+
+/// The number of an address' link, and the address; none when it is of another family than IPv4 and IPv6.
+pub(super) fn address(payload: &[u8]) -> Result<Option<(u32, Prefix)>, Malformed> {
+    let short = Malformed("an address without its header");
+    let header = payload.get(..ADDRESS_HEADER_BYTES).ok_or(short)?;
+    let (mut local, mut other) = (None, None);
+    for attribute in checked_attributes(payload.get(ADDRESS_HEADER_BYTES..).ok_or(short)?) {
+        match attribute? {
+            (ADDRESS_LOCAL, value) => local = Some(read_ip(value)?),
+            (ADDRESS, value) => other = Some(read_ip(value)?),
+            _ => {}
+        }
+    }
+    let link = read_u32(&header[4..8])?;
+    Ok(local.or(other).map(|address| (link, Prefix { address, length: header[1] })))
+}
+
+fn route_header(family: u8, length: u8, protocol: u8) -> [u8; ROUTE_HEADER_BYTES] {
+    let mut header = [0; ROUTE_HEADER_BYTES];
+    header[..8].copy_from_slice(&[
+        family,
+        length,
+        0,
+        0,
+        libc::RT_TABLE_LOCAL,
+        protocol,
+        libc::RT_SCOPE_HOST,
+        libc::RTN_LOCAL,
+    ]);
+    header
+}
+
+fn route_request(kind: u16, flags: u16, route: &LocalRoute) -> Request {
+    let header = route_header(family_of(route.network.address), route.network.length, route.protocol);
+    put_ip(Request::new(kind, flags, &header), ROUTE_DESTINATION, route.network.address)
+        .attribute(ROUTE_LINK, &route.link.to_ne_bytes())
+}
+
+pub(super) fn list_local_routes(family: libc::c_int, link: u32, protocol: u8) -> Request {
+    let mut header = route_header(family_number(family), 0, protocol);
+    // Lists are not filtered by scope.
+    header[6] = 0;
+    Request::new(libc::RTM_GETROUTE, FLAG_DUMP, &header).attribute(ROUTE_LINK, &link.to_ne_bytes())
+}
+
+/// A route, if it is one of the table `local` to this node.
+pub(super) fn local_route(payload: &[u8]) -> Result<Option<LocalRoute>, Malformed> {
+    let short = Malformed("a route without its header");
+    let header = payload.get(..ROUTE_HEADER_BYTES).ok_or(short)?;
+    let (mut destination, mut link, mut table) = (None, None, u32::from(header[4]));
+    for attribute in checked_attributes(payload.get(ROUTE_HEADER_BYTES..).ok_or(short)?) {
+        match attribute? {
+            (ROUTE_DESTINATION, value) => destination = Some(read_ip(value)?),
+            (ROUTE_LINK, value) => link = Some(read_u32(value)?),
+            (ROUTE_TABLE, value) => table = read_u32(value)?,
+            _ => {}
+        }
+    }
+    let is_ours = table == u32::from(libc::RT_TABLE_LOCAL) && header[7] == libc::RTN_LOCAL;
+    Ok(destination.zip(link).filter(|_| is_ours).map(|(address, link)| LocalRoute {
+        network: Prefix { address, length: header[1] },
+        link,
+        protocol: header[5],
+    }))
+}
+
+pub(super) fn change(change: &Change) -> Request {
+    match *change {
+        Change::AddAddress { link, address } => {
+            let request = address_request(libc::RTM_NEWADDR, FLAG_CREATE, link, address);
+            match address.address {
+                IpAddr::V4(_) => request,
+                IpAddr::V6(_) => {
+                    request.attribute(ADDRESS_FLAGS, &(libc::IFA_F_NODAD | libc::IFA_F_NOPREFIXROUTE).to_ne_bytes())
+                }
+            }
+        }
+        Change::RemoveAddress { link, address } => address_request(libc::RTM_DELADDR, 0, link, address),
+        Change::AddLocalRoute(route) => route_request(libc::RTM_NEWROUTE, FLAG_CREATE, &route),
+        Change::RemoveLocalRoute(route) => route_request(libc::RTM_DELROUTE, 0, &route),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn hex(bytes: &[u8]) -> String {
+        bytes.chunks(4).map(|word| word.iter().map(|byte| format!("{byte:02x}")).collect::<String>() + " ").collect()
+    }
+
+    #[cfg(target_endian = "little")]
+    #[test]
+    fn changes_are_what_the_kernel_takes() {
+        let add = |address: &str| Change::AddAddress { link: 7, address: Prefix::host(address.parse().unwrap()) };
+        assert_eq!(hex(change(&add("10.96.0.1")).payload()), "022000fe 07000000 08000200 0a600001 08000100 0a600001 ");
+        assert_eq!(
+            hex(change(&add("fd00:96::1")).payload()),
+            "0a8000fe 07000000 14000200 fd000096 00000000 00000000 00000001 14000100 fd000096 00000000 00000000 00000001 \
+             08000800 02020000 "
+        );
+        let network = Prefix { address: "10.96.0.0".parse().unwrap(), length: 12 };
+        let route = Change::AddLocalRoute(LocalRoute { network, link: 7, protocol: 4 });
+        assert_eq!(hex(change(&route).payload()), "020c0000 ff04fe02 00000000 08000100 0a600000 08000400 07000000 ");
+        assert_eq!(
+            hex(add_dummy("kube-ipvs0").payload()),
+            "00000000 00000000 80000000 80000000 0f000300 6b756265 2d697076 73300000 10001280 0a000100 64756d6d 79000000 "
+        );
+    }
+
+    #[test]
+    fn what_is_written_reads_back() {
+        let prefix = Prefix { address: "fd00:96::".parse().unwrap(), length: 112 };
+        let route = LocalRoute { network: prefix, link: 3, protocol: 4 };
+        assert_eq!(local_route(change(&Change::AddLocalRoute(route)).payload()), Ok(Some(route)));
+        let added = change(&Change::AddAddress { link: 3, address: prefix });
+        assert_eq!(address(added.payload()), Ok(Some((3, prefix))));
+        let link = link(add_dummy("d0").payload()).unwrap();
+        assert_eq!((link.name.as_str(), link.kind.as_deref()), ("d0", Some("dummy")));
+        assert!(link.is_without_arp() && !link.is_up());
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_read_or_an_error(bytes in prop::collection::vec(any::<u8>(), 0..120)) {
+            let _ = (link(&bytes), address(&bytes), local_route(&bytes));
+        }
+    }
+}
