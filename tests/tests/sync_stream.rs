@@ -95,7 +95,13 @@ async fn what_an_agent_says_is_shown() {
     assert_eq!((acked.lag_ms, acked.apply_microseconds), (0, 42));
 
     let rejection = v1::Rejection { resource: "Service a/b".into(), field: "ports".into(), reason: "odd".into() };
-    client.send(v1::agent_message::Body::Nack(v1::Nack { version: 1, rejections: vec![rejection] })).await;
+    client
+        .send(v1::agent_message::Body::Nack(v1::Nack {
+            version: 1,
+            rejections: vec![rejection],
+            withdrawn: Vec::new(),
+        }))
+        .await;
     let failed = v1::ApplyFailed { version: 1, error: "no such table".into(), attempts: 2 };
     client.send(v1::agent_message::Body::ApplyFailed(failed)).await;
     let status = v1::AgentStatus { backend: "iptables-nft".into(), degraded: vec!["no SCTP".into()] };
@@ -103,6 +109,18 @@ async fn what_an_agent_says_is_shown() {
     let shown = agent_until(&inspect, "n1", |agent| agent.backend == "iptables-nft").await;
     assert_eq!((shown.rejections.len(), shown.rejections[0].object.as_str()), (1, "Service a/b"));
     assert!(shown.last_error.contains("no such table") && shown.degraded == ["no SCTP"]);
+
+    // A rejection stands until it is withdrawn.
+    let withdrawn = |names: &[&str]| {
+        let withdrawn = names.iter().map(|name| (*name).to_owned()).collect();
+        v1::agent_message::Body::Nack(v1::Nack { version: 1, rejections: Vec::new(), withdrawn })
+    };
+    client.send(withdrawn(&["Service a/c", "Endpoint a/b 10.0.0.1"])).await;
+    client.ack().await;
+    let acked = agent_until(&inspect, "n1", |agent| agent.last_error.is_empty()).await;
+    assert_eq!(acked.rejections.len(), 1);
+    client.send(withdrawn(&["Service a/b"])).await;
+    agent_until(&inspect, "n1", |agent| agent.rejections.is_empty()).await;
 
     // A version that was never sent says nothing.
     let ack = v1::Ack { version: 99, ..Default::default() };

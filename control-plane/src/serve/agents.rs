@@ -1,7 +1,7 @@
 //! Agents with a stream, and what they say about themselves.
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, HashMap, HashSet},
     net::SocketAddr,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
@@ -135,8 +135,12 @@ impl Record {
         self.last_error = format!("version {}, attempt {}: {}", failed.version, failed.attempts, clip(&failed.error));
     }
 
-    /// Takes in rejections; a resource that was rejected before is listed once, with the newer reason.
+    /// Takes in rejections and withdrawals; a resource that was rejected before is listed once, with the newer reason.
     pub(super) fn nack(&mut self, nack: &v1::Nack) {
+        if !nack.withdrawn.is_empty() && !self.rejections.is_empty() {
+            let withdrawn: HashSet<&str> = nack.withdrawn.iter().map(|resource| clip(resource)).collect();
+            self.rejections.retain(|old| !withdrawn.contains(old.resource.as_str()));
+        }
         for rejection in &nack.rejections {
             let rejection = v1::Rejection {
                 resource: clip(&rejection.resource).to_owned(),

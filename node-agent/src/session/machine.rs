@@ -15,7 +15,10 @@ use headgate_proto::{
     v1::{self, server_message::Body, welcome::ResumeMode},
 };
 
-use super::held::{Buckets, Snapshot, Step};
+use super::{
+    held::{Buckets, Snapshot, Step},
+    rejected::Rejected,
+};
 use crate::backlog::Trigger;
 
 /// Used when a replica names no interval.
@@ -88,7 +91,7 @@ pub enum Effect {
     Apply(Step),
     /// The agent's own node has changed; `None` when the source knows no such node.
     Node(u64, Option<Node>),
-    /// Tell the replica which resources could not be used.
+    /// Tell the replica which resources could not be used, and of which that is over.
     Reject(v1::Nack),
     /// The replica lives; its source was heard so long ago.
     Heartbeat {
@@ -160,6 +163,7 @@ pub struct Machine {
     position: Option<(u64, u64)>,
     phase: Phase,
     staged: Staged,
+    rejected: Rejected,
 }
 
 impl Machine {
@@ -172,7 +176,14 @@ impl Machine {
             position: None,
             phase: Phase::AwaitingWelcome,
             staged: Staged::default(),
+            rejected: Rejected::default(),
         }
+    }
+
+    /// True while this stream's rejection of a resource stands.
+    #[must_use]
+    pub fn has_rejected(&self, resource: &str) -> bool {
+        self.rejected.contains(resource)
     }
 
     /// A new stream begins, with a `Hello` that says that the agent holds `position` (epoch and version).
@@ -198,7 +209,7 @@ impl Machine {
             Body::Batch(batch) => self.on_batch(batch),
             Body::SnapshotChunk(chunk) => self.on_chunk(chunk),
             Body::SnapshotEnd(end) => self.on_end(end),
-            Body::OwnNode(own_node) => Ok(vec![self.on_node(own_node)]),
+            Body::OwnNode(own_node) => Ok(self.on_node(own_node)),
             Body::Heartbeat(heartbeat) => Ok(vec![Effect::Heartbeat {
                 head_version: heartbeat.head_version,
                 source_age: Duration::from_millis(heartbeat.source_age_ms),
@@ -231,7 +242,12 @@ impl Machine {
             0 => DEFAULT_HEARTBEAT,
             interval_ms => Duration::from_millis(interval_ms.into()),
         };
-        Ok(vec![Effect::Welcomed(Welcomed { replica: welcome.replica, epoch, mode, heartbeat_interval })])
+        let mut effects =
+            vec![Effect::Welcomed(Welcomed { replica: welcome.replica, epoch, mode, heartbeat_interval })];
+        let version = self.position.map_or(0, |(_, version)| version);
+        let rejections = self.rejected.begin(mode);
+        effects.extend(reject(v1::Nack { version, rejections, withdrawn: Vec::new() }));
+        Ok(effects)
     }
 
     fn on_batch(&mut self, batch: v1::Batch) -> Result<Vec<Effect>, Violation> {
@@ -304,8 +320,13 @@ impl Machine {
         Ok(self.finish(epoch, end.version, staged, Some(Snapshot { buckets, rejected })))
     }
 
-    fn on_node(&mut self, own_node: v1::OwnNode) -> Effect {
-        let Some(wire) = own_node.node else { return Effect::Node(own_node.revision, None) };
+    fn on_node(&mut self, own_node: v1::OwnNode) -> Vec<Effect> {
+        let version = self.position.map_or(0, |(_, version)| version);
+        let Some(wire) = own_node.node else {
+            let withdrawn = self.rejected.node_is_usable();
+            let end = reject(v1::Nack { version, withdrawn, ..v1::Nack::default() });
+            return end.into_iter().chain([Effect::Node(own_node.revision, None)]).collect();
+        };
         let checked = node_from_wire(&wire).and_then(|node| {
             let is_ours = node.name.eq_ignore_ascii_case(&self.node_name);
             let rejection = || v1::Rejection {
@@ -315,13 +336,14 @@ impl Machine {
             };
             if is_ours { Ok(node) } else { Err(rejection()) }
         });
-        match checked {
-            Ok(node) => Effect::Node(own_node.revision, Some(node)),
-            Err(rejection) => {
-                let version = self.position.map_or(0, |(_, version)| version);
-                Effect::Reject(v1::Nack { version, rejections: vec![rejection] })
-            }
-        }
+        let mut withdrawn = self.rejected.node_is_usable();
+        let (rejections, node) = match checked {
+            Ok(node) => (Vec::new(), Some(Effect::Node(own_node.revision, Some(node)))),
+            Err(rejection) => (vec![rejection], None),
+        };
+        self.rejected.step(&rejections, &[], None);
+        withdrawn.retain(|resource| !self.rejected.contains(resource));
+        reject(v1::Nack { version, rejections, withdrawn }).into_iter().chain(node).collect()
     }
 
     fn stage(&mut self, what: Staging, wire: v1::Changes) {
@@ -341,10 +363,16 @@ impl Machine {
     fn finish(&mut self, epoch: u64, version: u64, staged: Staged, snapshot: Option<Snapshot>) -> Vec<Effect> {
         self.position = Some((epoch, version));
         let Staged { changes, triggers, rejections, positions, .. } = staged;
-        let nack = (!rejections.is_empty()).then_some(Effect::Reject(v1::Nack { version, rejections }));
+        let withdrawn = self.rejected.step(&rejections, &changes, snapshot.as_ref());
+        let nack = reject(v1::Nack { version, rejections, withdrawn });
         let step = Effect::Apply(Step { epoch, version, positions, changes, triggers, snapshot });
         nack.into_iter().chain([step]).collect()
     }
+}
+
+/// Tells of a `Nack` that says anything.
+fn reject(nack: v1::Nack) -> Option<Effect> {
+    (!nack.rejections.is_empty() || !nack.withdrawn.is_empty()).then_some(Effect::Reject(nack))
 }
 
 /// What set a service's endpoints off: once for each family that has changed ones. Removals do not count, as with kube-proxy.

@@ -9,6 +9,7 @@ pub mod connect;
 pub mod held;
 pub mod machine;
 mod outbox;
+mod rejected;
 #[cfg(test)]
 pub(crate) mod testing;
 pub mod tls;

@@ -50,27 +50,39 @@ impl Outbox {
         self.failed = Some(failed);
     }
 
-    /// Queues rejections, in as many messages as their size asks for. Returns how many found no room.
+    /// Queues rejections and their withdrawals, in as many messages as their size asks for. Returns how many found no room.
     pub(super) fn nack(&mut self, nack: v1::Nack) -> usize {
         let version = nack.version;
-        let (mut rejections, mut bytes, mut dropped) = (Vec::new(), 0, 0);
+        let (mut part, mut bytes, mut dropped) = (v1::Nack { version, ..v1::Nack::default() }, 0, 0);
+        // Withdrawals come first: what is rejected again for another reason is rejected at the end.
+        for mut resource in nack.withdrawn {
+            shorten(&mut resource, MAX_TEXT_BYTES);
+            dropped += self.make_room(&mut part, &mut bytes, resource.len() + 8);
+            part.withdrawn.push(resource);
+        }
         for mut rejection in nack.rejections {
             let fields = [&mut rejection.resource, &mut rejection.field, &mut rejection.reason];
             fields.into_iter().for_each(|text| shorten(text, MAX_TEXT_BYTES));
-            let size = rejection.encoded_len() + 8;
-            if bytes + size > NACK_BYTES {
-                dropped += self.push_nack(v1::Nack { version, rejections: std::mem::take(&mut rejections) });
-                bytes = 0;
-            }
-            bytes += size;
-            rejections.push(rejection);
+            dropped += self.make_room(&mut part, &mut bytes, rejection.encoded_len() + 8);
+            part.rejections.push(rejection);
         }
-        dropped + self.push_nack(v1::Nack { version, rejections })
+        dropped + self.push_nack(part)
+    }
+
+    /// Queues what has come together when an item of this size does not fit in any more. Returns how many items found no room.
+    fn make_room(&mut self, part: &mut v1::Nack, bytes: &mut usize, size: usize) -> usize {
+        let is_full = *bytes + size > NACK_BYTES;
+        *bytes = if is_full { size } else { *bytes + size };
+        if !is_full {
+            return 0;
+        }
+        let version = part.version;
+        self.push_nack(std::mem::replace(part, v1::Nack { version, ..v1::Nack::default() }))
     }
 
     fn push_nack(&mut self, nack: v1::Nack) -> usize {
         if self.nacks.len() >= MAX_WAITING_NACKS {
-            return nack.rejections.len();
+            return nack.rejections.len() + nack.withdrawn.len();
         }
         self.nacks.push_back(nack);
         0
@@ -124,23 +136,24 @@ mod tests {
     fn rejections_are_split_below_the_limit_and_bounded() {
         let mut outbox = Outbox::default();
         let long = "é".repeat(1_000);
-        let dropped = outbox.nack(v1::Nack { version: 7, rejections: vec![rejection(&long); 9_000] });
+        let dropped =
+            outbox.nack(v1::Nack { version: 7, rejections: vec![rejection(&long); 9_000], withdrawn: vec![long; 900] });
         assert!(dropped > 0);
         let mut sent = 0;
         while let Some(message) = outbox.pop() {
             assert!(message.encoded_len() <= MAX_AGENT_MESSAGE_BYTES);
             let Some(Body::Nack(nack)) = message.body else { panic!("not a NACK") };
             assert_eq!(nack.version, 7);
-            sent += nack.rejections.len();
+            sent += nack.rejections.len() + nack.withdrawn.len();
         }
-        assert_eq!(sent + dropped, 9_000);
+        assert_eq!(sent + dropped, 9_900);
     }
 
     #[test]
     fn rejections_go_before_the_ack() {
         let mut outbox = Outbox::default();
         outbox.ack(v1::Ack::default());
-        assert_eq!(outbox.nack(v1::Nack { version: 1, rejections: vec![rejection("x")] }), 0);
+        assert_eq!(outbox.nack(v1::Nack { version: 1, rejections: vec![rejection("x")], ..Default::default() }), 0);
         assert!(matches!(outbox.pop().unwrap().body, Some(Body::Nack(_))));
         assert!(matches!(outbox.pop().unwrap().body, Some(Body::Ack(_))));
     }

@@ -314,6 +314,14 @@ fn a_rejected_change_is_named_and_leaves_the_old_value() {
     replica.commit(vec![service("web", 81), endpoint("web", 1, 9090), endpoint("web", 9, 9090)]);
     let differing = replica.state.digests().differing(agent.held.state().digests());
     assert_eq!(differing, [service_bucket(&key("web"))]);
+
+    // On a stream that does not bring it again, it is said again; and it is withdrawn with the next good value.
+    let _ = agent.hello();
+    agent.take(Replica::new(7, 1).welcome(ResumeMode::Log)).unwrap();
+    assert_eq!(agent.nacks.pop().unwrap().rejections, nack.rejections);
+    agent.take(batch(3, 4, &[service("web", 82)])).unwrap();
+    let nack = agent.nacks.pop().unwrap();
+    assert_eq!((nack.version, nack.rejections.len(), nack.withdrawn), (4, 0, vec!["Service prod/web".to_owned()]));
 }
 
 #[test]

@@ -1,0 +1,180 @@
+//! Which resources the replica has been told of as unusable, so that it can be told when that is over.
+
+use std::collections::{BTreeMap, HashSet};
+
+use headgate_core::{Change, ServiceKey, digest};
+use headgate_proto::v1::{self, welcome::ResumeMode};
+
+use super::held::Snapshot;
+
+/// More are not kept in mind: the replica lists fewer, and what is not withdrawn here goes with the stream.
+const MAX_KEPT: usize = 1024;
+
+/// Rejections that stand, by the resource's name as in [`v1::Rejection`].
+#[derive(Debug, Default)]
+pub(super) struct Rejected(BTreeMap<String, v1::Rejection>);
+
+impl Rejected {
+    /// A stream begins. What stands is to be said again where the replica does not send the resources again; otherwise it comes up by itself.
+    pub(super) fn begin(&mut self, mode: ResumeMode) -> Vec<v1::Rejection> {
+        if mode != ResumeMode::Log {
+            self.0.clear();
+        }
+        self.0.values().cloned().collect()
+    }
+
+    /// True while a rejection of the resource stands.
+    pub(super) fn contains(&self, resource: &str) -> bool {
+        self.0.contains_key(resource)
+    }
+
+    /// Takes in what a step rejects. Returns the resources whose rejections it ends: the step brought a value that can be used, or a removal.
+    /// Costs nothing while nothing is rejected.
+    pub(super) fn step(
+        &mut self,
+        rejections: &[v1::Rejection],
+        changes: &[Change],
+        snapshot: Option<&Snapshot>,
+    ) -> Vec<String> {
+        let ended = if self.0.is_empty() { Vec::new() } else { self.ended(rejections, changes, snapshot) };
+        ended.iter().for_each(|resource| drop(self.0.remove(resource)));
+        for rejection in rejections {
+            if self.0.len() < MAX_KEPT || self.0.contains_key(&rejection.resource) {
+                self.0.insert(rejection.resource.clone(), rejection.clone());
+            }
+        }
+        ended
+    }
+
+    fn ended(&self, rejections: &[v1::Rejection], changes: &[Change], snapshot: Option<&Snapshot>) -> Vec<String> {
+        let again: HashSet<&str> = rejections.iter().map(|rejection| rejection.resource.as_str()).collect();
+        let named: HashSet<String> = changes.iter().flat_map(names).collect();
+        // A snapshot carries everything in its buckets: what it does not name is gone.
+        let is_replaced = |resource: &str| {
+            snapshot.is_some_and(|snapshot| match bucket(resource) {
+                Some(bucket) => snapshot.buckets.contains(bucket),
+                None => snapshot.buckets.len() == digest::BUCKETS,
+            })
+        };
+        let is_over = |resource: &&String| {
+            !again.contains(resource.as_str()) && (named.contains(*resource) || is_replaced(resource))
+        };
+        self.0.keys().filter(is_over).cloned().collect()
+    }
+
+    /// The node can be used. Returns the names under which it was rejected.
+    pub(super) fn node_is_usable(&mut self) -> Vec<String> {
+        let nodes: Vec<String> = self.0.keys().filter(|resource| resource.starts_with("Node ")).cloned().collect();
+        nodes.iter().for_each(|resource| drop(self.0.remove(resource)));
+        nodes
+    }
+}
+
+/// The names that a change's resource may have been rejected by.
+fn names(change: &Change) -> Vec<String> {
+    let of_endpoint = |key: &ServiceKey, address: &dyn std::fmt::Display| {
+        vec![
+            format!("Endpoint {key} {address}"),
+            format!("Endpoint {key}"),
+            format!("endpoints of service {}", key.name),
+        ]
+    };
+    match change {
+        Change::Service(service) => vec![format!("Service {}", service.key)],
+        Change::RemoveService(key) => vec![format!("Service {key}")],
+        Change::Endpoint(key, endpoint) => of_endpoint(key, &endpoint.address),
+        Change::RemoveEndpoint(key, address) => of_endpoint(key, address),
+        Change::ServiceCidr(service_cidr) => vec![format!("ServiceCIDR {}", service_cidr.name)],
+        Change::RemoveServiceCidr(name) => vec![format!("ServiceCIDR {name}")],
+    }
+}
+
+/// The bucket of a rejected resource; `None` when its name does not say.
+fn bucket(resource: &str) -> Option<u16> {
+    let (kind, rest) = resource.split_once(' ')?;
+    if kind == "ServiceCIDR" {
+        return Some(digest::service_cidr_bucket(rest));
+    }
+    if kind != "Service" && kind != "Endpoint" {
+        return None;
+    }
+    let (namespace, name) = rest.split(' ').next()?.split_once('/')?;
+    Some(digest::service_bucket(&ServiceKey::new(namespace, name)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::session::{
+        held::Buckets,
+        testing::{endpoint, key, no_endpoint, service, service_cidr},
+    };
+
+    fn rejection(resource: &str) -> v1::Rejection {
+        v1::Rejection { resource: resource.into(), field: "ports".into(), reason: "port 0".into() }
+    }
+
+    fn rejected(resources: &[&str]) -> Rejected {
+        let mut rejected = Rejected::default();
+        let rejections: Vec<_> = resources.iter().map(|resource| rejection(resource)).collect();
+        assert!(rejected.step(&rejections, &[], None).is_empty());
+        rejected
+    }
+
+    #[test]
+    fn a_rejection_ends_with_a_usable_value_or_a_removal_of_its_resource() {
+        let web = format!("Service {}", key("web"));
+        let db = format!("Service {}", key("db"));
+        let address = format!("Endpoint {} 10.1.0.1", key("web"));
+        for (resource, change) in [
+            (web.as_str(), service("web", 80)),
+            (&web, Change::RemoveService(key("web"))),
+            ("ServiceCIDR kubernetes", service_cidr("kubernetes", 0)),
+            ("ServiceCIDR kubernetes", Change::RemoveServiceCidr("kubernetes".into())),
+        ] {
+            let mut rejected = rejected(&[&web, &db, &address, "ServiceCIDR kubernetes"]);
+            assert_eq!(rejected.step(&[], &[change.clone()], None), [resource]);
+            assert!(!rejected.contains(resource) && rejected.contains(&db));
+            assert!(rejected.step(&[], &[change], None).is_empty(), "it is said once");
+        }
+        let Change::Endpoint(_, held) = endpoint("web", 1, 80) else { unreachable!() };
+        let named = format!("Endpoint {} {}", key("web"), held.address);
+        for change in [endpoint("web", 1, 80), no_endpoint("web", 1)] {
+            assert_eq!(rejected(&[&named, &web]).step(&[], &[change], None), [named.as_str()]);
+        }
+    }
+
+    #[test]
+    fn a_resource_that_is_rejected_again_stays_so_with_the_newer_reason() {
+        let web = format!("Service {}", key("web"));
+        let mut rejected = rejected(&[&web]);
+        let newer = v1::Rejection { reason: "port 70000".into(), ..rejection(&web) };
+        assert!(rejected.step(std::slice::from_ref(&newer), &[], None).is_empty());
+        assert_eq!(
+            rejected.begin(ResumeMode::Log),
+            [newer],
+            "a resume by log does not bring it again: it is said again"
+        );
+        assert!(rejected.begin(ResumeMode::Digests).is_empty(), "whatever differs comes again");
+    }
+
+    #[test]
+    fn a_snapshot_ends_what_it_replaces() {
+        let (web, db) = (format!("Service {}", key("web")), format!("Endpoint {} 10.1.0.1", key("db")));
+        let snapshot = |buckets| Snapshot { buckets, rejected: HashSet::new() };
+        let only_web = snapshot(Buckets::Some([digest::service_bucket(&key("web"))].into()));
+        let mut rejected = rejected(&[&web, &db, "removed Service"]);
+        assert_eq!(rejected.step(&[], &[], Some(&only_web)), [web.as_str()]);
+        let mut left = rejected.step(&[], &[], Some(&snapshot(Buckets::All)));
+        left.sort();
+        assert_eq!(left, [db.as_str(), "removed Service"]);
+    }
+
+    #[test]
+    fn what_is_kept_in_mind_is_bounded() {
+        let rejections: Vec<_> = (0..3000).map(|i| rejection(&format!("Service ns/s{i}"))).collect();
+        let mut rejected = Rejected::default();
+        rejected.step(&rejections, &[], None);
+        assert_eq!(rejected.begin(ResumeMode::Log).len(), MAX_KEPT);
+    }
+}
