@@ -133,7 +133,7 @@ mod tests {
             ("ServiceCIDR kubernetes", Change::RemoveServiceCidr("kubernetes".into())),
         ] {
             let mut rejected = rejected(&[&web, &db, &address, "ServiceCIDR kubernetes"]);
-            assert_eq!(rejected.step(&[], &[change.clone()], None), [resource]);
+            assert_eq!(rejected.step(&[], std::slice::from_ref(&change), None), [resource]);
             assert!(!rejected.contains(resource) && rejected.contains(&db));
             assert!(rejected.step(&[], &[change], None).is_empty(), "it is said once");
         }

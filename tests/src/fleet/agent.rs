@@ -139,7 +139,7 @@ impl Agent {
             field: "ports[0].port".into(),
             reason: "a simulated agent rejects it".into(),
         };
-        let nack = v1::Nack { version, rejections: vec![rejection] };
+        let nack = v1::Nack { version, rejections: vec![rejection], withdrawn: Vec::new() };
         v1::AgentMessage { body: Some(Body::Nack(nack)) }.encode_to_vec()
     }
 }
