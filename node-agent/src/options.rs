@@ -59,7 +59,7 @@ pub struct Options {
     pub node_name: Option<String>,
 
     /// Control plane replicas, any of which will do: https://HOST:7443, or http://ADDRESS:PORT together with
-    /// --insecure-loopback. Repeat, or separate by commas
+    /// --insecure-loopback. Repeat, or separate by commas. A name stands for all its addresses
     #[arg(
         long,
         value_name = "URL",

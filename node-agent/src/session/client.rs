@@ -26,6 +26,7 @@ use super::{
     held::Step,
     machine::{Effect, Machine, Violation, Welcomed},
     outbox::Outbox,
+    replicas::{Replicas, Target},
     tls::AgentTls,
 };
 use crate::{metrics::Metrics, reconcile::Progress, shared::Shared};
@@ -132,17 +133,13 @@ impl Session {
 
     /// Follows one replica or another until `shutdown`. No failure ends it.
     pub async fn run(mut self, shutdown: CancellationToken) {
-        let replicas = self.config.control_planes.clone();
-        if replicas.is_empty() {
-            return shutdown.cancelled().await;
-        }
-        // Agents that start together spread over the replicas.
-        let mut next = fastrand::usize(0..replicas.len());
+        let mut replicas = Replicas::new(self.config.control_planes.clone());
         let mut backoff = self.config.backoff.clone();
         loop {
-            let replica = &replicas[next % replicas.len()];
+            let Some(replica) = shutdown.run_until_cancelled(replicas.next()).await else { return };
+            let Some(replica) = replica else { return shutdown.cancelled().await };
             let mut welcomed_at = None;
-            let followed = self.follow(replica, &mut welcomed_at);
+            let followed = self.follow(&replica, &mut welcomed_at);
             let Some(end) = shutdown.run_until_cancelled(followed).await else {
                 self.metrics.connected.set(0);
                 return;
@@ -153,8 +150,8 @@ impl Session {
                 backoff.reset();
             }
             let is_renewed = matches!(end, StreamEnd::Renewed);
-            if !is_renewed {
-                next = (next + 1) % replicas.len();
+            if is_renewed {
+                replicas.stay();
             }
             // A drained agent has waited for its moment already, unless it is sent round in circles.
             let is_drained = (is_renewed || matches!(end, StreamEnd::Drained(_))) && backoff.attempts() == 0;
@@ -173,8 +170,8 @@ impl Session {
     }
 
     /// One stream, from connecting to its end.
-    async fn follow(&mut self, replica: &ControlPlane, welcomed_at: &mut Option<Instant>) -> StreamEnd {
-        let connection = match replica.connect(self.config.tls.as_ref()).await {
+    async fn follow(&mut self, replica: &Target, welcomed_at: &mut Option<Instant>) -> StreamEnd {
+        let connection = match replica.control_plane.connect(replica.address, self.config.tls.as_ref()).await {
             Ok(connection) => connection,
             Err(error) => return error.into(),
         };
@@ -255,7 +252,7 @@ impl Stream {
     async fn run(
         mut self,
         session: &mut Session,
-        replica: &ControlPlane,
+        replica: &Target,
         welcomed_at: &mut Option<Instant>,
     ) -> Result<StreamEnd, StreamEnd> {
         let mut progress = session.progress.clone();
@@ -312,7 +309,7 @@ impl Stream {
         &mut self,
         session: &Session,
         effect: Effect,
-        replica: &ControlPlane,
+        replica: &Target,
         welcomed_at: &mut Option<Instant>,
     ) -> Result<(), StreamEnd> {
         match effect {
@@ -337,7 +334,7 @@ impl Stream {
         Ok(())
     }
 
-    fn on_welcome(&mut self, session: &Session, welcomed: Welcomed, replica: &ControlPlane) {
+    fn on_welcome(&mut self, session: &Session, welcomed: Welcomed, replica: &Target) {
         let Welcomed { replica: name, epoch, mode, heartbeat_interval } = welcomed;
         info!(%replica, name, ?mode, "connected");
         session.metrics.connected.set(1);

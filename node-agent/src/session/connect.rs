@@ -2,6 +2,7 @@
 
 use std::{
     fmt,
+    net::SocketAddr,
     sync::{Arc, OnceLock},
     time::{Duration, SystemTime},
 };
@@ -79,11 +80,33 @@ impl ControlPlane {
         self.uri.scheme_str() == Some("https")
     }
 
-    /// Connects. TLS files are read at each call, so that renewed certificates are used without a restart.
+    /// The host as a resolver takes it, and the port.
+    pub(super) fn host_and_port(&self) -> (&str, u16) {
+        let host = self.uri.host().unwrap_or_default().trim_start_matches('[').trim_end_matches(']');
+        // Parsing has seen to it that there is a port.
+        (host, self.uri.port_u16().unwrap_or_default())
+    }
+
+    /// True when the URL is of this very address.
+    pub(super) fn names(&self, address: SocketAddr) -> bool {
+        self.host_and_port().0.parse() == Ok(address.ip())
+    }
+
+    /// The URL of one of its addresses, for TCP alone: TLS goes on asking for the name.
+    fn at(&self, address: Option<SocketAddr>) -> Uri {
+        let uri = address.and_then(|address| format!("http://{address}").parse().ok());
+        uri.unwrap_or_else(|| self.uri.clone())
+    }
+
+    /// Connects, to this address of it if one is given. TLS files are read at each call, so that renewed certificates are used without a restart.
     ///
     /// # Errors
     /// Nobody answers, the peer is not who it should be, or the TLS files cannot be used. Trying again later may help.
-    pub async fn connect(&self, tls: Option<&Arc<AgentTls>>) -> Result<Connection, ConnectError> {
+    pub async fn connect(
+        &self,
+        address: Option<SocketAddr>,
+        tls: Option<&Arc<AgentTls>>,
+    ) -> Result<Connection, ConnectError> {
         let endpoint = |uri| {
             Endpoint::from(uri)
                 .http2_keep_alive_interval(KEEPALIVE_INTERVAL)
@@ -96,12 +119,13 @@ impl ControlPlane {
             let tls = tls.ok_or(ConnectError::NoTlsFiles)?;
             let loaded = tls.load().await?;
             not_after = Some(loaded.validity.not_after);
-            let connect = self.tls_connector(Arc::clone(tls), Arc::clone(&loaded.config), Arc::clone(&refused));
+            let connect =
+                self.tls_connector(address, Arc::clone(tls), Arc::clone(&loaded.config), Arc::clone(&refused));
             // tonic takes the scheme for its own TLS; that of the requests is the origin's.
             let endpoint = endpoint(Uri::from_static("http://control-plane")).origin(self.uri.clone());
             timeout(2 * CONNECT_TIMEOUT, endpoint.connect_with_connector(tower::service_fn(connect))).await
         } else {
-            timeout(2 * CONNECT_TIMEOUT, endpoint(self.uri.clone()).connect_with_connector(tcp())).await
+            timeout(2 * CONNECT_TIMEOUT, endpoint(self.at(address)).connect_with_connector(tcp())).await
         };
         match connected {
             Ok(Ok(channel)) => Ok(Connection { channel, not_after, refused }),
@@ -113,16 +137,16 @@ impl ControlPlane {
     /// Makes a TCP connection and a TLS handshake on it.
     fn tls_connector(
         &self,
+        address: Option<SocketAddr>,
         tls: Arc<AgentTls>,
         config: Arc<ClientConfig>,
         refused: Arc<OnceLock<Refusal>>,
     ) -> impl FnMut(Uri) -> BoxFuture<'static, Result<TokioIo<Explained>, BoxError>> + use<> {
-        let target = self.uri.clone();
+        let (target, host) = (self.at(address), self.uri.host().unwrap_or_default().to_owned());
         move |_| {
             let (tls, config, refused) = (Arc::clone(&tls), Arc::clone(&config), Arc::clone(&refused));
-            let target = target.clone();
+            let (target, host) = (target.clone(), host.clone());
             Box::pin(async move {
-                let host = target.host().unwrap_or_default().to_owned();
                 let stream = tcp().oneshot(target).await?.into_inner();
                 Ok(TokioIo::new(tls.handshake(config, stream, &host, refused).await?))
             })
@@ -233,7 +257,7 @@ mod tests {
         let [cert, key, ca] = ["/nowhere/c", "/nowhere/k", "/nowhere/a"].map(PathBuf::from);
         let tls = AgentTls::new(Files { side: Side::Client, cert, key, ca }, Arc::default());
         let target = ControlPlane::parse("https://127.0.0.1:1", false).unwrap();
-        let error = target.connect(Some(&tls)).await.unwrap_err().to_string();
+        let error = target.connect(None, Some(&tls)).await.unwrap_err().to_string();
         assert!(error.starts_with("--tls-cert /nowhere/c: cannot read it: No such file"), "{error}");
     }
 }

@@ -10,6 +10,7 @@ pub mod held;
 pub mod machine;
 mod outbox;
 mod rejected;
+pub mod replicas;
 #[cfg(test)]
 pub(crate) mod testing;
 pub mod tls;

@@ -1,0 +1,145 @@
+//! Which replica comes next.
+//!
+//! Each URL stands for as many replicas as its name has addresses. They are taken in a random order, so that agents spread evenly, and one that was
+//! left is not taken again before the others. Names are resolved anew each time all have been tried: replicas come and go.
+
+use std::{collections::VecDeque, fmt, net::SocketAddr};
+
+use tracing::warn;
+
+use super::connect::ControlPlane;
+
+/// One replica at one address.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Target {
+    /// What was configured; the name in it is the one that the replica's certificate must bear.
+    pub control_plane: ControlPlane,
+    /// `None` when the name could not be resolved: connecting says why.
+    pub address: Option<SocketAddr>,
+}
+
+impl fmt::Display for Target {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.address {
+            Some(address) if !self.control_plane.names(address) => write!(f, "{} ({address})", self.control_plane),
+            _ => self.control_plane.fmt(f),
+        }
+    }
+}
+
+/// The order of replicas. Starts empty: nothing is resolved before it is needed.
+#[derive(Debug)]
+pub(super) struct Replicas {
+    control_planes: Vec<ControlPlane>,
+    waiting: VecDeque<Target>,
+    last: Option<Target>,
+}
+
+impl Replicas {
+    /// The replicas behind these URLs.
+    pub(super) fn new(control_planes: Vec<ControlPlane>) -> Self {
+        Self { control_planes, waiting: VecDeque::new(), last: None }
+    }
+
+    /// The next replica to try; `None` only when no URL was configured.
+    pub(super) async fn next(&mut self) -> Option<Target> {
+        if self.waiting.is_empty() {
+            let mut targets = Vec::new();
+            for control_plane in &self.control_planes {
+                targets.extend(resolve(control_plane).await);
+            }
+            self.waiting = ordered(targets, self.last.as_ref());
+        }
+        self.last = self.waiting.pop_front();
+        self.last.clone()
+    }
+
+    /// The replica that was tried last comes next again.
+    pub(super) fn stay(&mut self) {
+        if let Some(last) = self.last.clone() {
+            self.waiting.push_front(last);
+        }
+    }
+}
+
+/// A random order in which the last one is last.
+fn ordered(mut targets: Vec<Target>, last: Option<&Target>) -> VecDeque<Target> {
+    fastrand::shuffle(&mut targets);
+    let (same, mut others): (Vec<_>, Vec<_>) = targets.into_iter().partition(|target| Some(target) == last);
+    others.extend(same);
+    others.into()
+}
+
+async fn resolve(control_plane: &ControlPlane) -> Vec<Target> {
+    let target = |address| Target { control_plane: control_plane.clone(), address };
+    let (host, port) = control_plane.host_and_port();
+    match tokio::net::lookup_host((host, port)).await {
+        Ok(addresses) => {
+            let targets: Vec<_> = addresses.map(|address| target(Some(address))).collect();
+            if targets.is_empty() { vec![target(None)] } else { targets }
+        }
+        Err(error) => {
+            warn!(%control_plane, %error, "the name of the control plane cannot be resolved; see that it is right and that the node's resolver knows it");
+            vec![target(None)]
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    fn replicas(urls: &[&str]) -> Replicas {
+        Replicas::new(urls.iter().map(|url| ControlPlane::parse(url, true).unwrap()).collect())
+    }
+
+    #[tokio::test]
+    async fn each_is_tried_once_a_round_and_the_last_one_not_at_once_again() {
+        let mut replicas = replicas(&["http://127.0.0.1:1", "http://127.0.0.2:1", "http://127.0.0.3:1"]);
+        let mut previous = String::new();
+        for _ in 0..50 {
+            let mut round = BTreeSet::new();
+            for _ in 0..3 {
+                let next = replicas.next().await.unwrap().to_string();
+                assert_ne!(next, previous);
+                round.insert(next.clone());
+                previous = next;
+            }
+            assert_eq!(round.len(), 3);
+        }
+    }
+
+    #[tokio::test]
+    async fn agents_that_start_together_spread() {
+        let mut firsts = BTreeSet::new();
+        for _ in 0..100 {
+            firsts.insert(replicas(&["http://127.0.0.1:1", "http://127.0.0.2:1"]).next().await.unwrap().to_string());
+        }
+        assert_eq!(firsts.len(), 2);
+    }
+
+    #[tokio::test]
+    async fn a_single_replica_is_tried_again_and_again() {
+        let mut replicas = replicas(&["http://127.0.0.1:1"]);
+        let first = replicas.next().await;
+        assert!(first.is_some());
+        assert_eq!(replicas.next().await, first);
+        replicas.stay();
+        assert_eq!(replicas.next().await, first);
+        assert_eq!(Replicas::new(Vec::new()).next().await, None);
+    }
+
+    #[tokio::test]
+    async fn a_name_stands_for_all_its_addresses() {
+        let control_plane = ControlPlane::parse("https://localhost:7443", false).unwrap();
+        let targets = resolve(&control_plane).await;
+        let address = targets[0].address.unwrap();
+        assert!(address.ip().is_loopback() && address.port() == 7443);
+        assert_eq!(targets[0].to_string(), format!("https://localhost:7443/ ({address})"));
+        let unknown = ControlPlane::parse("https://headgate.invalid:7443", false).unwrap();
+        assert_eq!(resolve(&unknown).await, [Target { control_plane: unknown, address: None }]);
+    }
+}
