@@ -45,6 +45,12 @@ impl MasqueradeConfig {
         1u32.checked_shl(u32::from(self.bit)).unwrap_or(1 << 14)
     }
 
+    /// True when traffic to ClusterIPs is masqueraded at all: always, or unless a detector takes it for a pod's.
+    #[must_use]
+    pub fn covers_cluster_ips(&self, family: Family) -> bool {
+        self.all || self.detector(family).is_some()
+    }
+
     /// The detector of a family.
     #[must_use]
     pub fn detector(&self, family: Family) -> Option<&LocalDetector> {

@@ -156,7 +156,8 @@ impl Rig {
     }
 }
 
-/// Rules as if dispatch chains had no groups. How those are cut depends on the addresses at the last full sync.
+/// Rules as if dispatch chains had no groups. How those are cut depends on the addresses at the last full sync. The two rules by which a group of ClusterIPs
+/// marks packets for masquerading are the same in each, and stand here once.
 fn flat(saves: &[String]) -> Vec<String> {
     let is_group = |name: &str| name.starts_with("KUBE-SVCS-") || name.starts_with("KUBE-NPS-");
     let mut flat = Vec::new();
@@ -175,6 +176,8 @@ fn flat(saves: &[String]) -> Vec<String> {
         }
     }
     flat.sort_unstable();
+    let marks = |rule: &str| rule.ends_with("-j KUBE-MARK-MASQ") || rule.contains(" -j MARK ");
+    flat.dedup_by(|rule, before| rule == before && marks(rule));
     flat
 }
 

@@ -1,11 +1,12 @@
 //! Chains that depend on configuration alone, and the jumps into them from the kernel's own chains.
 
-use std::net::IpAddr;
+use std::{fmt::Display, net::IpAddr};
 
 use super::{
     Table,
     config::{NodePortAddresses, RenderConfig},
     line::Line,
+    names::ChainName,
 };
 use crate::model::Family;
 
@@ -161,6 +162,21 @@ fn mark_masq(config: &RenderConfig) -> FixedChain {
     let mark = config.masquerade.mark();
     Line::append(&mut rules, MARK_MASQ).jump(format_args!("MARK --set-xmark {mark:#x}/{mark:#x}"));
     FixedChain { table: Table::Nat, name: MARK_MASQ, rules }
+}
+
+/// The first and the last rule of a group of ClusterIPs in nat, compact layout; `None` where nothing to them is masqueraded. The mark is set before a
+/// service is looked for, and taken back when there is none, so that two rules a group do what would take one in each service's chain.
+pub(super) fn group_masquerade(config: &RenderConfig, group: ChainName) -> Option<[String; 2]> {
+    if !config.masquerade.covers_cluster_ips(config.family) {
+        return None;
+    }
+    let rule = |target: &dyn Display| {
+        let mut rule = String::new();
+        Line::append(&mut rule, group).masqueraded_to_cluster_ips(&config.masquerade, config.family).jump(target);
+        rule
+    };
+    let mark = config.masquerade.mark();
+    Some([rule(&MARK_MASQ), rule(&format_args!("MARK --set-xmark 0x0/{mark:#x}"))])
 }
 
 /// KUBE-POSTROUTING, which leads to KUBE-HAIRPIN in the compact layout.

@@ -155,7 +155,7 @@ impl Ledger {
         let mut tally = self.tally;
         tally.add(self.fixed_tally);
         for table in [Table::Nat, Table::Filter] {
-            tally.add_count(table, u32::try_from(self.shared.leads(table)).unwrap_or(u32::MAX));
+            tally.add_count(table, u32::try_from(self.shared.group_overhead(table)).unwrap_or(u32::MAX));
         }
         tally
     }

@@ -6,7 +6,7 @@ use std::{
 };
 
 use crate::{
-    masquerade::LocalDetector,
+    masquerade::{LocalDetector, MasqueradeConfig},
     model::{Family, Protocol},
 };
 
@@ -52,6 +52,14 @@ impl<'a> Line<'a> {
             LocalDetector::Cidr(cidr) => self.add(format_args!("{not}-s {cidr}")),
             LocalDetector::BridgeInterface(name) => self.add(format_args!("{not}-i {name}")),
             LocalDetector::InterfaceNamePrefix(prefix) => self.add(format_args!("{not}-i {prefix}+")),
+        }
+    }
+
+    /// Only packets that are masqueraded when they go to a ClusterIP, by a configuration that covers these at all.
+    pub(super) fn masqueraded_to_cluster_ips(self, config: &MasqueradeConfig, family: Family) -> Self {
+        match config.detector(family) {
+            Some(detector) if !config.all => self.local(detector, false),
+            _ => self,
         }
     }
 

@@ -1,6 +1,9 @@
 //! The rules of one service: its own chains, and its lines in the dispatch chains.
 
+use std::fmt::Display;
+
 use super::{
+    Table,
     config::RenderConfig,
     fixed::MARK_MASQ,
     line::Line,
@@ -176,7 +179,7 @@ impl<'a> Port<'a> {
     /// Spreads over endpoints: who has been here goes where he was, the others one in n, one in n − 1, …
     fn policy_chain(&self, chain: ChainName, endpoints: &[Destination], is_internal: bool) -> Chain {
         let mut rules = String::new();
-        if is_internal {
+        if is_internal && !self.is_compact {
             self.cluster_ip_masquerade(chain, &mut rules);
         }
         if self.is_compact {
@@ -236,18 +239,16 @@ impl<'a> Port<'a> {
         }
     }
 
+    /// Classic layout. The compact one does this once for each group of ClusterIPs, see [`super::fixed::group_masquerade`].
     fn cluster_ip_masquerade(&self, chain: ChainName, rules: &mut String) {
         let Some(cluster_ip) = self.view.cluster_ip else { return };
         let masquerade = &self.config.masquerade;
-        let detector = masquerade.detector(self.view.family);
-        if !masquerade.all && detector.is_none() {
+        if !masquerade.covers_cluster_ips(self.view.family) {
             return;
         }
-        let mut line = Line::append(rules, chain);
-        if let Some(detector) = detector.filter(|_| !masquerade.all) {
-            line = line.local(detector, false);
-        }
-        line.destination_host(cluster_ip)
+        Line::append(rules, chain)
+            .masqueraded_to_cluster_ips(masquerade, self.view.family)
+            .destination_host(cluster_ip)
             .protocol(self.view.protocol)
             .comment(format_args!("{} cluster IP", self.name))
             .port(self.view.protocol, self.view.port)
@@ -261,22 +262,23 @@ impl<'a> Port<'a> {
         let mut rules = String::new();
         let reaches_cluster = !self.view.cluster_endpoints.is_empty();
         if !self.view.external_traffic_policy.is_local() {
-            Line::append(&mut rules, chain)
-                .comment(format_args!("masquerade traffic for {name} external destinations"))
-                .jump(MARK_MASQ);
+            self.comment(
+                Line::append(&mut rules, chain),
+                format_args!("masquerade traffic for {name} external destinations"),
+            )
+            .jump(MARK_MASQ);
         } else if reaches_cluster {
             if let Some(detector) = self.config.masquerade.detector(self.view.family) {
-                Line::append(&mut rules, chain)
-                    .local(detector, true)
-                    .comment(format_args!("pod traffic for {name} external destinations"))
+                let line = Line::append(&mut rules, chain).local(detector, true);
+                self.comment(line, format_args!("pod traffic for {name} external destinations"))
                     .jump(self.cluster_policy);
             }
-            Line::append(&mut rules, chain)
-                .comment(format_args!("masquerade LOCAL traffic for {name} external destinations"))
+            let line = Line::append(&mut rules, chain);
+            self.comment(line, format_args!("masquerade LOCAL traffic for {name} external destinations"))
                 .source_is_node()
                 .jump(MARK_MASQ);
-            Line::append(&mut rules, chain)
-                .comment(format_args!("route LOCAL traffic for {name} external destinations"))
+            let line = Line::append(&mut rules, chain);
+            self.comment(line, format_args!("route LOCAL traffic for {name} external destinations"))
                 .source_is_node()
                 .jump(self.cluster_policy);
         }
@@ -293,22 +295,24 @@ impl<'a> Port<'a> {
         let comment = format!("{name} loadbalancer IP");
         let mut rules = String::new();
         for range in &self.view.source_ranges.ranges {
-            Line::append(&mut rules, chain).source(range).comment(&comment).jump(self.external);
+            self.comment(Line::append(&mut rules, chain).source(range), &comment).jump(self.external);
         }
         if self.view.source_ranges.admits_node {
             for address in &self.view.load_balancer_ips {
-                Line::append(&mut rules, chain).source_host(*address).comment(&comment).jump(self.external);
+                self.comment(Line::append(&mut rules, chain).source_host(*address), &comment).jump(self.external);
             }
         }
-        Line::append(&mut rules, chain)
-            .comment(format_args!("other traffic to {name} will be dropped by KUBE-PROXY-FIREWALL"))
-            .end();
+        if !self.is_compact {
+            Line::append(&mut rules, chain)
+                .comment(format_args!("other traffic to {name} will be dropped by KUBE-PROXY-FIREWALL"))
+                .end();
+        }
         Chain { name: chain, rules }
     }
 
     fn dispatch_cluster_ip(&self, rules: &mut ServiceRules) {
         let Some(cluster_ip) = self.view.cluster_ip else { return };
-        let selector = Selector::Address(cluster_ip);
+        let selector = Selector::ClusterIp(cluster_ip);
         if let Some(refusal) = self.internal_refusal {
             return rules.dispatch.push(self.refuse(SharedChain::FilterServices, selector, refusal));
         }
@@ -347,20 +351,23 @@ impl<'a> Port<'a> {
         }
     }
 
+    /// In nat, only the classic layout has comments: each takes half a kilobyte of the kernel's memory, two thirds of a rule, which each change passes.
+    fn comment<'t>(&self, line: Line<'t>, comment: impl Display) -> Line<'t> {
+        if self.is_compact { line } else { line.comment(comment) }
+    }
+
     /// A dispatch line up to its target: address, protocol, comment, port.
-    fn dispatch_line<'t>(&self, text: &'t mut String, selector: Selector, comment: &str) -> Line<'t> {
+    fn dispatch_line<'t>(&self, text: &'t mut String, table: Table, selector: Selector, comment: &str) -> Line<'t> {
         let mut line = Line::bare(text);
-        if let Selector::Address(address) = selector {
+        if let Selector::ClusterIp(address) | Selector::Address(address) = selector {
             line = line.destination_host(address);
         }
         line = line.protocol(self.view.protocol);
-        line = if comment.is_empty() {
-            line.comment(&self.name)
-        } else {
-            line.comment(format_args!("{} {comment}", self.name))
-        };
+        let space = if comment.is_empty() { "" } else { " " };
+        let comment = format_args!("{}{space}{comment}", self.name);
+        line = if table == Table::Nat { self.comment(line, comment) } else { line.comment(comment) };
         match selector {
-            Selector::Address(_) => line.port(self.view.protocol, self.view.port),
+            Selector::ClusterIp(_) | Selector::Address(_) => line.port(self.view.protocol, self.view.port),
             Selector::NodePort(protocol, port) => line.port(protocol, port),
             Selector::Hairpin(_) => line,
         }
@@ -368,7 +375,7 @@ impl<'a> Port<'a> {
 
     fn lead(&self, chain: SharedChain, selector: Selector, comment: &str, target: ChainName) -> DispatchLine {
         let mut rule = String::new();
-        self.dispatch_line(&mut rule, selector, comment).jump(target);
+        self.dispatch_line(&mut rule, chain.table(), selector, comment).jump(target);
         DispatchLine { chain, selector, rule }
     }
 
@@ -378,7 +385,7 @@ impl<'a> Port<'a> {
             Refusal::Drop => "has no local endpoints",
         };
         let mut rule = String::new();
-        let mut line = self.dispatch_line(&mut rule, selector, comment);
+        let mut line = self.dispatch_line(&mut rule, chain.table(), selector, comment);
         if matches!(selector, Selector::NodePort(..)) {
             line = line.destination_is_node();
         }
@@ -392,7 +399,8 @@ impl<'a> Port<'a> {
     fn drop_unadmitted(&self, selector: Selector) -> DispatchLine {
         let comment = format!("traffic not accepted by {}", self.firewall);
         let mut rule = String::new();
-        self.dispatch_line(&mut rule, selector, &comment).jump("DROP");
-        DispatchLine { chain: SharedChain::FilterProxyFirewall, selector, rule }
+        let chain = SharedChain::FilterProxyFirewall;
+        self.dispatch_line(&mut rule, chain.table(), selector, &comment).jump("DROP");
+        DispatchLine { chain, selector, rule }
     }
 }

@@ -78,7 +78,9 @@ impl SharedChain {
 /// What a dispatch line matches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Selector {
-    /// A destination address.
+    /// A destination address that is a ClusterIP.
+    ClusterIp(IpAddr),
+    /// A destination address of another kind: external, or a load balancer's.
     Address(IpAddr),
     /// A port on the node's own addresses.
     NodePort(Protocol, u16),
@@ -102,7 +104,9 @@ pub struct DispatchLine {
 enum Group {
     /// The dispatch chain itself.
     Top,
-    Prefix(IpNet),
+    /// ClusterIPs, which are masqueraded together: other addresses with the same prefix are apart.
+    ClusterIps(IpNet),
+    Addresses(IpNet),
     /// Ports `32·block` to `32·block + 31`.
     Ports(Protocol, u16),
 }
@@ -180,7 +184,7 @@ impl Shared {
         for (chain, group) in groups {
             let Some(name) = group_chain(chain, group) else { continue };
             match self.groups.get(&chain).and_then(|groups| groups.get(&group)) {
-                Some(lines) => script.write_chain(chain.table(), &name, &group_rules(chain, name, lines)),
+                Some(lines) => script.write_chain(chain.table(), &name, &self.group_rules(chain, group, name, lines)),
                 None => script.delete_chain(chain.table(), &name),
             }
         }
@@ -195,7 +199,7 @@ impl Shared {
         let groups = self.groups.iter().flat_map(|(chain, groups)| {
             groups.iter().filter_map(|(group, lines)| {
                 let name = group_chain(*chain, *group)?;
-                Some((chain.table(), name.to_string(), group_rules(*chain, name, lines)))
+                Some((chain.table(), name.to_string(), self.group_rules(*chain, *group, name, lines)))
             })
         });
         tops.chain(groups)
@@ -208,19 +212,43 @@ impl Shared {
         })
     }
 
-    /// Rules that lead from the dispatch chains of a table to groups.
-    pub(super) fn leads(&self, table: Table) -> usize {
+    /// Rules that groups take in a table besides their services' lines: the leads to them, and their masquerading. Cost: the number of groups.
+    pub(super) fn group_overhead(&self, table: Table) -> usize {
+        let masquerade = if self.config.masquerade.covers_cluster_ips(self.config.family) { 2 } else { 0 };
         let of_table = self.groups.iter().filter(|(chain, _)| chain.table() == table);
-        of_table.map(|(_, groups)| groups.len() - usize::from(groups.contains_key(&Group::Top))).sum()
+        let groups = of_table.flat_map(|(chain, groups)| groups.keys().map(|group| (*chain, *group)));
+        let overhead = groups.map(|group| match group {
+            (_, Group::Top) => 0,
+            (SharedChain::NatServices, Group::ClusterIps(_)) => 1 + masquerade,
+            _ => 1,
+        });
+        overhead.sum()
     }
 
     fn group(&self, selector: Selector) -> Group {
         match (self.prefix_length, selector) {
             (None, _) => Group::Top,
             (Some(_), Selector::NodePort(protocol, port)) => Group::Ports(protocol, port / PORTS_PER_GROUP),
-            (Some(length), Selector::Address(address)) => prefix_group(address, length),
+            (Some(length), Selector::ClusterIp(address)) => {
+                prefix(address, length).map_or(Group::Top, Group::ClusterIps)
+            }
+            (Some(length), Selector::Address(address)) => prefix(address, length).map_or(Group::Top, Group::Addresses),
             // A node's endpoints mostly share one such prefix.
-            (Some(_), Selector::Hairpin(address)) => prefix_group(address, self.config.family.host_prefix_length() - 8),
+            (Some(_), Selector::Hairpin(address)) => {
+                prefix(address, self.config.family.host_prefix_length() - 8).map_or(Group::Top, Group::Addresses)
+            }
+        }
+    }
+
+    fn group_rules(&self, chain: SharedChain, group: Group, name: ChainName, lines: &Lines) -> String {
+        let masquerade = || fixed::group_masquerade(&self.config, name);
+        match (chain, group) {
+            (SharedChain::NatHairpin, _) => distinct(name, lines),
+            (SharedChain::NatServices, Group::ClusterIps(_)) => match masquerade() {
+                Some([mark, unmark]) => mark + &numbered(name, lines) + &unmark,
+                None => numbered(name, lines),
+            },
+            _ => numbered(name, lines),
         }
     }
 
@@ -249,10 +277,6 @@ fn used_chains(is_compact: bool) -> impl Iterator<Item = SharedChain> {
     SharedChain::ALL.into_iter().filter(move |chain| is_compact || *chain != SharedChain::NatHairpin)
 }
 
-fn group_rules(chain: SharedChain, name: ChainName, lines: &Lines) -> String {
-    if chain == SharedChain::NatHairpin { distinct(name, lines) } else { numbered(name, lines) }
-}
-
 /// As [`numbered`], but sorted by text and once each: an endpoint may be behind several services.
 fn distinct(name: ChainName, lines: &Lines) -> String {
     let rules: BTreeSet<&str> = lines.values().flat_map(|rules| rules.lines()).collect();
@@ -264,8 +288,8 @@ fn lead_to(rules: &mut String, chain: SharedChain, group: Group, name: ChainName
     let line = Line::append(rules, chain.name());
     match group {
         Group::Top => line.end(),
-        Group::Prefix(prefix) if chain == SharedChain::NatHairpin => line.source(prefix).jump(name),
-        Group::Prefix(prefix) => line.add(format_args!("-d {prefix}")).jump(name),
+        Group::Addresses(prefix) if chain == SharedChain::NatHairpin => line.source(prefix).jump(name),
+        Group::ClusterIps(prefix) | Group::Addresses(prefix) => line.add(format_args!("-d {prefix}")).jump(name),
         Group::Ports(protocol, block) => {
             let first = block * PORTS_PER_GROUP;
             let last = first + (PORTS_PER_GROUP - 1);
@@ -275,14 +299,17 @@ fn lead_to(rules: &mut String, chain: SharedChain, group: Group, name: ChainName
     }
 }
 
-fn prefix_group(address: IpAddr, length: u8) -> Group {
-    IpNet::new(address, length).map_or(Group::Top, |net| Group::Prefix(net.trunc()))
+fn prefix(address: IpAddr, length: u8) -> Option<IpNet> {
+    IpNet::new(address, length).ok().map(|net| net.trunc())
 }
 
 fn group_chain(chain: SharedChain, group: Group) -> Option<ChainName> {
     match group {
         Group::Top => None,
-        Group::Prefix(prefix) => Some(ChainName::of(ChainKind::AddressGroup, &format!("{} {prefix}", chain.name()))),
+        Group::ClusterIps(prefix) => {
+            Some(ChainName::of(ChainKind::AddressGroup, &format!("{} cluster IP {prefix}", chain.name())))
+        }
+        Group::Addresses(prefix) => Some(ChainName::of(ChainKind::AddressGroup, &format!("{} {prefix}", chain.name()))),
         Group::Ports(protocol, block) => {
             Some(ChainName::of(ChainKind::NodePortGroup, &format!("{} {protocol} {block}", chain.name())))
         }

@@ -92,7 +92,9 @@ mod tests {
     fn what_is_counted_is_what_the_kernel_has() {
         for layout in [Layout::Classic, Layout::Compact] {
             let (mut state, mut kernel) = (State::default(), FakeKernel::default());
-            let mut ledger = Ledger::new(RenderConfig { layout, ..RenderConfig::new(Family::V4) });
+            let mut config = RenderConfig { layout, ..RenderConfig::new(Family::V4) };
+            config.masquerade.all = true;
+            let mut ledger = Ledger::new(config);
             let facts = NodeFacts::named("n");
             let mut step = |ledger: &mut Ledger, changes: Vec<Change>, is_full: bool| {
                 let mut dirty = Dirty::default();

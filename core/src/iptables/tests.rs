@@ -319,7 +319,7 @@ fn the_compact_layout_translates_in_the_services_chain() {
     let (first, second) = ("KUBE-SEP-SXIVWICOYRO3J4NJ", second.as_str());
     let check = "--rcheck --seconds 60 --reap";
     assert_eq!(
-        rules(&script, "KUBE-SVC-XPGD46QRK7WJZT7O")[1..],
+        rules(&script, "KUBE-SVC-XPGD46QRK7WJZT7O"),
         [
             format!(
                 "-p tcp {} {} -j DNAT --to-destination 10.180.0.1:80",
@@ -345,6 +345,38 @@ fn the_compact_layout_translates_in_the_services_chain() {
     assert_eq!(rules(&script, group), ["-s 10.180.0.2/32 -d 10.180.0.2/32 -j MASQUERADE --random-fully"]);
     assert_eq!(rules(&script, "KUBE-POSTROUTING")[0], "-m conntrack --ctstate DNAT -j KUBE-HAIRPIN");
     assert!(rules(&script, "KUBE-NODEPORTS")[0].starts_with("-p tcp -m tcp --dport 29984:30015 -j KUBE-NPS-"));
+}
+
+#[test]
+fn the_compact_layout_masquerades_by_groups_of_cluster_ips() {
+    let mut svc1 = service("svc1", "172.30.0.41");
+    // With the ClusterIP's prefix; its policy keeps the client's address.
+    svc1.external_ips = vec![ip("172.30.0.42")];
+    svc1.external_traffic_policy = TrafficPolicy::Local;
+    let key = ServiceKey::new("ns1", "svc1");
+    let here = Endpoint { node: Some("test-node".into()), ..endpoint("10.180.0.2") };
+    let (state, _) = state([Change::Service(svc1), Change::Endpoint(key, here)]);
+    let groups = |config: RenderConfig| {
+        let (_, script) = full(RenderConfig { layout: Layout::Compact, ..config }, &state);
+        let leads = rules(&script, "KUBE-SERVICES");
+        let names = leads.iter().filter_map(|rule| rule.split_once(" -j KUBE-SVCS-"));
+        let groups: Vec<Vec<String>> = names
+            .map(|(_, hash)| rules(&script, &format!("KUBE-SVCS-{hash}")).into_iter().map(str::to_owned).collect())
+            .collect();
+        groups
+    };
+    let cluster_ip = "-d 172.30.0.41/32 -p tcp -m tcp --dport 80 -j KUBE-SVC-XPGD46QRK7WJZT7O";
+    let external_ip = ["-d 172.30.0.42/32 -p tcp -m tcp --dport 80 -j KUBE-EXT-XPGD46QRK7WJZT7O"];
+    // What no service of the group takes is as it was: an external IP, or a port that nobody has.
+    let outside = ["! -s 10.0.0.0/8 -j KUBE-MARK-MASQ", cluster_ip, "! -s 10.0.0.0/8 -j MARK --set-xmark 0x0/0x4000"];
+    assert_eq!(groups(config()), [outside.to_vec(), external_ip.to_vec()]);
+
+    let mut all = config();
+    all.masquerade.all = true;
+    let everything = ["-j KUBE-MARK-MASQ", cluster_ip, "-j MARK --set-xmark 0x0/0x4000"];
+    assert_eq!(groups(all), [everything.to_vec(), external_ip.to_vec()]);
+
+    assert_eq!(groups(RenderConfig::new(Family::V4)), [vec![cluster_ip], external_ip.to_vec()]);
 }
 
 #[test]
