@@ -169,18 +169,18 @@ pub fn service_cidr_hash(service_cidr: &ServiceCidr) -> u128 {
 }
 
 /// The canonical form: a tag, then numbers as 8 bytes little endian, texts and addresses as bytes behind their length.
-struct Form(Sha256);
+pub(crate) struct Form(Sha256);
 
 impl Form {
-    fn new(tag: u8) -> Self {
+    pub(crate) fn new(tag: u8) -> Self {
         Self(Sha256::new_with_prefix([tag]))
     }
 
-    fn number(&mut self, number: u64) {
+    pub(crate) fn number(&mut self, number: u64) {
         self.0.update(number.to_le_bytes());
     }
 
-    fn text(&mut self, text: &str) {
+    pub(crate) fn text(&mut self, text: &str) {
         self.number(text.len() as u64);
         self.0.update(text.as_bytes());
     }
@@ -198,12 +198,12 @@ impl Form {
         }
     }
 
-    fn key(&mut self, key: &ServiceKey) {
+    pub(crate) fn key(&mut self, key: &ServiceKey) {
         self.text(&key.namespace);
         self.text(&key.name);
     }
 
-    fn finish(self) -> u128 {
+    pub(crate) fn finish(self) -> u128 {
         let hash = self.0.finalize();
         let mut first = [0; 16];
         first.copy_from_slice(&hash[..16]);

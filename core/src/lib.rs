@@ -16,13 +16,14 @@ pub mod iptables;
 pub mod masquerade;
 pub mod model;
 pub mod plaintext;
+pub mod reference;
 pub mod source_ranges;
 pub mod state;
 pub mod topology;
 pub mod view;
 
 pub use model::{
-    Change, ClientIpAffinity, Conditions, Endpoint, EndpointPort, Family, Hints, Node, Protocol, Service, ServiceCidr,
-    ServiceKey, ServicePort, TrafficPolicy,
+    Change, ClientIpAffinity, Conditions, Endpoint, EndpointPort, Family, Hints, Node, Placement, Protocol, Service,
+    ServiceCidr, ServiceKey, ServicePort, TrafficPolicy,
 };
 pub use state::{Dirty, State};

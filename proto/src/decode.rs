@@ -7,13 +7,17 @@ use std::{
 };
 
 use headgate_core::{
-    Change, ClientIpAffinity, Conditions, Endpoint, EndpointPort, Hints, Node, Protocol, Service, ServiceCidr,
-    ServiceKey, ServicePort, TrafficPolicy,
+    Change, ClientIpAffinity, Conditions, Endpoint, EndpointPort, Hints, Node, Placement, Protocol, Service,
+    ServiceCidr, ServiceKey, ServicePort, TrafficPolicy,
     digest::{BUCKETS, BucketDigest, Digests},
+    reference::{Referable, Referrer},
 };
 use ipnet::IpNet;
 
-use crate::v1;
+use crate::{
+    known::{Known, UnknownReference},
+    v1,
+};
 
 /// A field that cannot be used, and why.
 #[derive(Debug)]
@@ -34,37 +38,71 @@ impl Fault {
 
 type Checked<T> = Result<T, Fault>;
 
-/// Turns messages into changes. Keeps strings and port lists that it has seen, so that equal ones share memory across messages.
+/// Turns messages into changes. Keeps strings and port lists that it has seen, so that equal ones share memory across messages; and what
+/// references stand for (contract, 13).
 #[derive(Debug, Default)]
 pub struct Decoder {
     strings: HashSet<Arc<str>>,
     port_lists: HashSet<Arc<[EndpointPort]>>,
     sweep_at: usize,
+    known: Known,
 }
 
-/// The shared tables of one message; `Err` holds the reason why a port list is unusable.
+/// The shared tables of one message; `Err` holds the reason why an entry is unusable.
 struct Tables {
     strings: Vec<Arc<str>>,
     port_lists: Vec<Result<Arc<[EndpointPort]>, String>>,
+    placements: Vec<Result<Placement, String>>,
 }
 
 impl Decoder {
+    /// From now on references are those of a replica's epoch, to what a state holds. Without this there are none.
+    pub fn refer_to(&mut self, referrer: Referrer, referable: Referable) {
+        self.known.replace(referrer, referable);
+    }
+
+    /// Forgets what references stand for, until the next [`Decoder::refer_to`]: a stream begins.
+    pub fn forget_references(&mut self) {
+        self.known.clear();
+    }
+
+    /// True once so much has been learned from messages that [`Decoder::refer_to`] should tell what of it is still held.
+    #[must_use]
+    pub fn has_learned_much(&self) -> bool {
+        self.known.has_learned_much()
+    }
+
     /// Converts one message's changes, in an order in which they can be applied: services, endpoints, removals.
     ///
     /// A resource that cannot be used is left out and described in the second list; a removal that names something impossible too.
-    pub fn changes(&mut self, wire: v1::Changes) -> (Vec<Change>, Vec<v1::Rejection>) {
+    ///
+    /// # Errors
+    /// [`UnknownReference`]: the message cannot be understood by who holds what this side holds. Nothing of it may be used.
+    pub fn changes(&mut self, wire: v1::Changes) -> Result<(Vec<Change>, Vec<v1::Rejection>), UnknownReference> {
         self.sweep();
         let (mut changes, mut rejections) = (Vec::new(), Vec::new());
-        let tables = self.tables(&wire);
+        let tables = self.tables(&wire)?;
         for service in wire.services {
-            let name = service.key.as_ref().map_or_else(String::new, |key| format!("{}/{}", key.namespace, key.name));
+            let wire_key = service.key.clone().unwrap_or_default();
             match service_from_wire(service) {
-                Ok(service) => changes.push(Change::Service(service)),
-                Err(fault) => rejections.push(fault.rejection(format!("Service {name}"))),
+                Ok(service) => {
+                    self.known.learn_service(&service.key);
+                    changes.push(Change::Service(service));
+                }
+                Err(fault) => {
+                    if let Ok(key) = key_from_wire(&wire_key) {
+                        self.known.learn_service(&key);
+                        self.known.note_unusable_service(&key);
+                    }
+                    rejections.push(fault.rejection(format!("Service {}/{}", wire_key.namespace, wire_key.name)));
+                }
             }
         }
         for group in wire.endpoints {
-            endpoints_from_wire(group, &tables, &mut changes, &mut rejections);
+            match self.group_key(&group, &tables)? {
+                Ok(key) => self.endpoints(&key, group, &tables, &mut changes, &mut rejections),
+                Err(fault) => rejections.push(fault.rejection(format!("endpoints of service {}", group.name))),
+            }
         }
         for service_cidr in wire.service_cidrs {
             let name = service_cidr.name.clone();
@@ -75,19 +113,90 @@ impl Decoder {
         }
         for key in wire.removed_services {
             match key_from_wire(&key) {
-                Ok(key) => changes.push(Change::RemoveService(key)),
+                Ok(key) => {
+                    self.known.forget_service(&key);
+                    changes.push(Change::RemoveService(key));
+                }
                 Err(fault) => rejections.push(fault.rejection("removed Service".into())),
             }
         }
         changes.extend(wire.removed_service_cidrs.into_iter().map(|name| Change::RemoveServiceCidr(name.into())));
-        (changes, rejections)
+        Ok((changes, rejections))
     }
 
-    fn tables(&mut self, wire: &v1::Changes) -> Tables {
-        Tables {
-            strings: wire.strings.iter().map(|text| self.shared_string(text)).collect(),
-            port_lists: wire.port_lists.iter().map(|list| self.shared_port_list(list)).collect(),
+    fn endpoints(
+        &mut self,
+        key: &ServiceKey,
+        group: v1::ServiceEndpoints,
+        tables: &Tables,
+        changes: &mut Vec<Change>,
+        rejections: &mut Vec<v1::Rejection>,
+    ) {
+        for endpoint in group.changed {
+            match endpoint_from_wire(&endpoint, tables) {
+                Ok(endpoint) => changes.push(Change::Endpoint(key.clone(), endpoint)),
+                Err(fault) => {
+                    let shown = show_address(&endpoint.address);
+                    rejections.push(fault.rejection(format!("Endpoint {key} {shown}")));
+                    let placement = tables.placement(endpoint.placement).unwrap_or_default();
+                    let ports = tables.port_list(endpoint.port_list).unwrap_or_else(|_| Arc::from([]));
+                    self.known.note_unusable_endpoint(placement, ports);
+                }
+            }
         }
+        for address in group.removed {
+            match address_from_wire(&address, "removed") {
+                Ok(address) => changes.push(Change::RemoveEndpoint(key.clone(), address)),
+                Err(fault) => rejections.push(fault.rejection(format!("Endpoint {key}"))),
+            }
+        }
+    }
+
+    fn group_key(
+        &self,
+        group: &v1::ServiceEndpoints,
+        tables: &Tables,
+    ) -> Result<Checked<ServiceKey>, UnknownReference> {
+        if group.service != 0 {
+            return Ok(Ok(self.known.service(group.service)?));
+        }
+        let namespace = tables.string(group.namespace, "namespace");
+        Ok(namespace.and_then(|namespace| checked_key(&namespace.unwrap_or_default(), &group.name)))
+    }
+
+    fn tables(&mut self, wire: &v1::Changes) -> Result<Tables, UnknownReference> {
+        // References first: they are to what was held before this message.
+        let mut port_lists = Vec::with_capacity(wire.known_port_lists.len() + wire.port_lists.len());
+        for reference in &wire.known_port_lists {
+            port_lists.push(Ok(self.known.ports(*reference)?));
+        }
+        let mut placements = Vec::with_capacity(wire.known_placements.len() + wire.placements.len());
+        for reference in &wire.known_placements {
+            placements.push(Ok(self.known.placement(*reference)?));
+        }
+        port_lists.extend(wire.port_lists.iter().map(|list| self.shared_port_list(list)));
+        let strings = wire.strings.iter().map(|text| self.shared_string(text)).collect();
+        let mut tables = Tables { strings, port_lists, placements };
+        for placement in &wire.placements {
+            let placement = self.shared_placement(placement, &tables);
+            tables.placements.push(placement);
+        }
+        Ok(tables)
+    }
+
+    fn shared_placement(&mut self, wire: &v1::Placement, tables: &Tables) -> Result<Placement, String> {
+        let reason = |fault: Fault| format!("{}: {}", fault.field, fault.reason);
+        let hints = Hints {
+            zones: tables.strings(&wire.hint_zones, "hint_zones").map_err(reason)?,
+            nodes: tables.strings(&wire.hint_nodes, "hint_nodes").map_err(reason)?,
+        };
+        let placement = Placement {
+            node: (!wire.node.is_empty()).then(|| self.shared_string(&wire.node)),
+            zone: tables.string(wire.zone, "zone").map_err(reason)?,
+            hints: (hints != Hints::default()).then(|| Arc::new(hints)),
+        };
+        self.known.learn_placement(&placement);
+        Ok(placement)
     }
 
     fn shared_string(&mut self, text: &str) -> Arc<str> {
@@ -109,10 +218,12 @@ impl Decoder {
         ports.sort_unstable();
         ports.dedup();
         if let Some(shared) = self.port_lists.get(ports.as_slice()) {
+            self.known.learn_ports(shared);
             return Ok(Arc::clone(shared));
         }
         let shared: Arc<[EndpointPort]> = ports.into();
         self.port_lists.insert(Arc::clone(&shared));
+        self.known.learn_ports(&shared);
         Ok(shared)
     }
 
@@ -154,50 +265,42 @@ impl Tables {
             None => Err(Fault::new("port_list", format!("refers to list {index} of {}", self.port_lists.len()))),
         }
     }
-}
 
-fn endpoints_from_wire(
-    group: v1::ServiceEndpoints,
-    tables: &Tables,
-    changes: &mut Vec<Change>,
-    rejections: &mut Vec<v1::Rejection>,
-) {
-    let namespace = match tables.string(group.namespace, "namespace") {
-        Ok(namespace) => namespace.unwrap_or_default(),
-        Err(fault) => return rejections.push(fault.rejection(format!("endpoints of service {}", group.name))),
-    };
-    let key = match checked_key(&namespace, &group.name) {
-        Ok(key) => key,
-        Err(fault) => return rejections.push(fault.rejection(format!("endpoints of service {}", group.name))),
-    };
-    for endpoint in group.changed {
-        let shown = show_address(&endpoint.address);
-        match endpoint_from_wire(&endpoint, tables) {
-            Ok(endpoint) => changes.push(Change::Endpoint(key.clone(), endpoint)),
-            Err(fault) => rejections.push(fault.rejection(format!("Endpoint {key} {shown}"))),
-        }
-    }
-    for address in group.removed {
-        match address_from_wire(&address, "removed") {
-            Ok(address) => changes.push(Change::RemoveEndpoint(key.clone(), address)),
-            Err(fault) => rejections.push(fault.rejection(format!("Endpoint {key}"))),
+    fn placement(&self, index: u32) -> Checked<Placement> {
+        let found = usize::try_from(index).ok().and_then(|index| self.placements.get(index));
+        match found {
+            Some(Ok(placement)) => Ok(placement.clone()),
+            Some(Err(reason)) => Err(Fault::new("placement", reason.clone())),
+            None => Err(Fault::new("placement", format!("refers to placement {index} of {}", self.placements.len()))),
         }
     }
 }
 
 fn endpoint_from_wire(wire: &v1::Endpoint, tables: &Tables) -> Checked<Endpoint> {
-    let hints = Hints {
-        zones: tables.strings(&wire.hint_zones, "hint_zones")?,
-        nodes: tables.strings(&wire.hint_nodes, "hint_nodes")?,
-    };
+    let Placement { node, zone, hints } = tables.placement(wire.placement)?;
     Ok(Endpoint {
         address: address_from_wire(&wire.address, "address")?,
         ports: tables.port_list(wire.port_list)?,
-        conditions: Conditions { ready: !wire.not_ready, serving: !wire.not_serving, terminating: wire.terminating },
-        node: tables.string(wire.node, "node")?,
-        zone: tables.string(wire.zone, "zone")?,
-        hints: (hints != Hints::default()).then(|| Arc::new(hints)),
+        conditions: conditions_from_wire(wire.conditions)?,
+        node,
+        zone,
+        hints,
     })
+}
+
+fn conditions_from_wire(bits: u32) -> Checked<Conditions> {
+    use v1::endpoint::Condition;
+    let has = |condition: Condition| bits & condition as u32 != 0;
+    let known = Condition::NotReady as u32 | Condition::NotServing as u32 | Condition::Terminating as u32;
+    match bits & !known {
+        0 => Ok(Conditions {
+            ready: !has(Condition::NotReady),
+            serving: !has(Condition::NotServing),
+            terminating: has(Condition::Terminating),
+        }),
+        // Contract, 12: what it means is not known, so whether the endpoint may have traffic is not either.
+        unknown => Err(Fault::new("conditions", format!("condition {unknown} is unknown"))),
+    }
 }
 
 fn service_from_wire(wire: v1::Service) -> Checked<Service> {
@@ -355,6 +458,7 @@ fn protocol_from_wire(number: i32, field: &str) -> Checked<Protocol> {
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used)]
     use super::*;
 
     #[test]
@@ -372,7 +476,7 @@ mod tests {
             strings: vec!["prod".into()],
             ..Default::default()
         };
-        let (changes, rejections) = Decoder::default().changes(wire);
+        let (changes, rejections) = Decoder::default().changes(wire).unwrap();
         assert!(matches!(changes.as_slice(), [Change::Service(service)] if service.key.name == "db"), "{changes:?}");
         let fields: Vec<&str> = rejections.iter().map(|rejection| rejection.field.as_str()).collect();
         assert_eq!(fields, ["name", "ports[0].name", "name", "name"]);

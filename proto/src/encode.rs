@@ -4,35 +4,64 @@ use std::{collections::HashMap, net::IpAddr, sync::Arc};
 
 use bytes::Bytes;
 use headgate_core::{
-    Change, Endpoint, EndpointPort, Node, Protocol, Service, ServiceCidr, ServiceKey, digest::Digests,
+    Change, Endpoint, EndpointPort, Node, Placement, Protocol, Service, ServiceCidr, ServiceKey, digest::Digests,
 };
 use ipnet::IpNet;
 
 use crate::v1;
 
-/// Collects changes into one [`v1::Changes`], sharing strings and port lists.
+/// Marks an index into a table of references until [`ChangesBuilder::finish`], since these come before what is spelt out.
+const IS_REFERENCE: u32 = 1 << 31;
+
+/// What of an endpoint's change the receiver can be told by a reference (contract, 13); `None` where it has to be spelt out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct References {
+    /// Of the service's key.
+    pub service: Option<u32>,
+    /// Of the endpoint's placement.
+    pub placement: Option<u32>,
+    /// Of the endpoint's ports.
+    pub ports: Option<u32>,
+}
+
+/// Collects changes into one [`v1::Changes`], sharing what endpoints have in common.
 ///
 /// Endpoints of one service that are pushed one after the other share one entry, so callers group changes by service.
 #[derive(Debug, Default)]
 pub struct ChangesBuilder {
     changes: v1::Changes,
+    /// The service of the last entry of `changes.endpoints`.
+    last_group: Option<ServiceKey>,
     strings: HashMap<Arc<str>, u32>,
     port_lists: HashMap<Arc<[EndpointPort]>, u32>,
+    placements: HashMap<Placement, u32>,
+    known_port_lists: HashMap<u32, u32>,
+    known_placements: HashMap<u32, u32>,
+    triggers: HashMap<u64, u32>,
     resources: usize,
     estimated_bytes: usize,
 }
 
 impl ChangesBuilder {
-    /// Adds one change. `trigger_unix_ms` is the oldest trigger time behind an endpoint's change, 0 when unknown.
+    /// Adds one change, with everything spelt out. `trigger_unix_ms` is the oldest trigger time behind an endpoint's change, 0 when unknown.
     pub fn push(&mut self, change: &Change, trigger_unix_ms: u64) {
+        self.push_with(change, trigger_unix_ms, References::default());
+    }
+
+    /// The same, with references where there are some.
+    pub fn push_with(&mut self, change: &Change, trigger_unix_ms: u64, references: References) {
         match change {
             Change::Service(service) => self.service(service),
             Change::RemoveService(key) => {
                 self.changes.removed_services.push(key_to_wire(key));
                 self.count(16 + key.namespace.len() + key.name.len());
             }
-            Change::Endpoint(key, endpoint) => self.endpoint(key, endpoint, trigger_unix_ms),
-            Change::RemoveEndpoint(key, address) => self.removed_endpoint(key, *address, trigger_unix_ms),
+            Change::Endpoint(key, endpoint) => self.put_endpoint(key, endpoint, trigger_unix_ms, references),
+            Change::RemoveEndpoint(key, address) => {
+                self.count(20);
+                let address = address_to_wire(*address);
+                self.group(key, trigger_unix_ms, references).removed.push(address);
+            }
             Change::ServiceCidr(service_cidr) => self.service_cidr(service_cidr),
             Change::RemoveServiceCidr(name) => {
                 self.changes.removed_service_cidrs.push(name.to_string());
@@ -50,23 +79,21 @@ impl ChangesBuilder {
 
     /// Adds an endpoint at its present value.
     pub fn endpoint(&mut self, key: &ServiceKey, endpoint: &Endpoint, trigger_unix_ms: u64) {
-        let (hint_zones, hint_nodes) = endpoint
-            .hints
-            .as_deref()
-            .map_or_else(Default::default, |hints| (self.references(&hints.zones), self.references(&hints.nodes)));
+        self.put_endpoint(key, endpoint, trigger_unix_ms, References::default());
+    }
+
+    fn put_endpoint(&mut self, key: &ServiceKey, endpoint: &Endpoint, trigger_unix_ms: u64, references: References) {
+        let conditions = endpoint.conditions;
         let wire = v1::Endpoint {
             address: address_to_wire(endpoint.address),
-            port_list: self.port_list(&endpoint.ports),
-            node: endpoint.node.as_ref().map_or(0, |name| self.reference(name)),
-            zone: endpoint.zone.as_ref().map_or(0, |name| self.reference(name)),
-            not_ready: !endpoint.conditions.ready,
-            not_serving: !endpoint.conditions.serving,
-            terminating: endpoint.conditions.terminating,
-            hint_zones,
-            hint_nodes,
+            port_list: self.port_list(&endpoint.ports, references.ports),
+            placement: self.placement(&endpoint.placement(), references.placement),
+            conditions: condition(!conditions.ready, v1::endpoint::Condition::NotReady)
+                | condition(!conditions.serving, v1::endpoint::Condition::NotServing)
+                | condition(conditions.terminating, v1::endpoint::Condition::Terminating),
         };
-        self.count(prost::Message::encoded_len(&wire) + 4);
-        self.group(key, trigger_unix_ms).changed.push(wire);
+        self.count(prost::Message::encoded_len(&wire) + 6);
+        self.group(key, trigger_unix_ms, references).changed.push(wire);
     }
 
     /// Adds a ServiceCIDR at its present value.
@@ -93,7 +120,18 @@ impl ChangesBuilder {
 
     /// The message.
     #[must_use]
-    pub fn finish(self) -> v1::Changes {
+    pub fn finish(mut self) -> v1::Changes {
+        // What is spelt out stands behind the references, whose number is known only now.
+        let behind = |known: usize| u32::try_from(known).unwrap_or(u32::MAX);
+        let port_lists = behind(self.changes.known_port_lists.len());
+        let placements = behind(self.changes.known_placements.len());
+        let settle = |index: u32, known: u32| {
+            if index & IS_REFERENCE == 0 { index.saturating_add(known) } else { index & !IS_REFERENCE }
+        };
+        for endpoint in self.changes.endpoints.iter_mut().flat_map(|group| &mut group.changed) {
+            endpoint.port_list = settle(endpoint.port_list, port_lists);
+            endpoint.placement = settle(endpoint.placement, placements);
+        }
         self.changes
     }
 
@@ -102,24 +140,52 @@ impl ChangesBuilder {
         self.estimated_bytes += bytes;
     }
 
-    fn removed_endpoint(&mut self, key: &ServiceKey, address: IpAddr, trigger_unix_ms: u64) {
-        self.count(20);
-        self.group(key, trigger_unix_ms).removed.push(address_to_wire(address));
+    /// The entry of a service. With different trigger times the oldest known one counts.
+    fn group(&mut self, key: &ServiceKey, trigger_unix_ms: u64, references: References) -> &mut v1::ServiceEndpoints {
+        if self.last_group.as_ref() != Some(key) {
+            let group = match references.service {
+                Some(service) => v1::ServiceEndpoints { service, ..Default::default() },
+                None => v1::ServiceEndpoints {
+                    namespace: self.reference(&Arc::from(key.namespace.as_str())),
+                    name: key.name.to_string(),
+                    ..Default::default()
+                },
+            };
+            self.estimated_bytes += group.name.len() + 20;
+            let trigger = self.trigger(trigger_unix_ms);
+            self.changes.endpoints.push(v1::ServiceEndpoints { trigger, ..group });
+            self.last_group = Some(key.clone());
+        }
+        let last = self.changes.endpoints.len() - 1;
+        let present = self.changes.endpoints[last].trigger;
+        let present_ms = usize::try_from(present).ok().and_then(|index| self.changes.triggers_unix_ms.get(index));
+        let present_ms = present_ms.copied().unwrap_or_default();
+        if trigger_unix_ms != 0 && (present_ms == 0 || trigger_unix_ms < present_ms) {
+            self.changes.endpoints[last].trigger = self.trigger(trigger_unix_ms);
+        }
+        &mut self.changes.endpoints[last]
     }
 
-    fn group(&mut self, key: &ServiceKey, trigger_unix_ms: u64) -> &mut v1::ServiceEndpoints {
-        let namespace = self.reference(&Arc::from(key.namespace.as_str()));
-        let groups = &mut self.changes.endpoints;
-        if groups.last().is_none_or(|last| last.namespace != namespace || last.name != key.name.as_str()) {
-            self.estimated_bytes += key.name.len() + 20;
-            groups.push(v1::ServiceEndpoints { namespace, name: key.name.to_string(), ..Default::default() });
+    /// Index of a trigger time. Where all are unknown there is no table, and index 0 is beyond its end.
+    fn trigger(&mut self, unix_ms: u64) -> u32 {
+        if unix_ms == 0 && self.changes.endpoints.is_empty() {
+            return 0;
         }
-        let last = groups.len() - 1;
-        let group = &mut groups[last];
-        if trigger_unix_ms != 0 && (group.trigger_unix_ms == 0 || trigger_unix_ms < group.trigger_unix_ms) {
-            group.trigger_unix_ms = trigger_unix_ms;
+        if self.changes.triggers_unix_ms.is_empty() && !self.changes.endpoints.is_empty() {
+            if unix_ms == 0 {
+                return 0;
+            }
+            // The entries so far refer to index 0, and mean that theirs is unknown.
+            self.changes.triggers_unix_ms.push(0);
+            self.triggers.insert(0, 0);
         }
-        group
+        let next = u32::try_from(self.changes.triggers_unix_ms.len()).unwrap_or(u32::MAX);
+        let index = *self.triggers.entry(unix_ms).or_insert(next);
+        if index == next {
+            self.changes.triggers_unix_ms.push(unix_ms);
+            self.estimated_bytes += 11;
+        }
+        index
     }
 
     fn references(&mut self, names: &[Arc<str>]) -> Vec<u32> {
@@ -141,7 +207,11 @@ impl ChangesBuilder {
         reference
     }
 
-    fn port_list(&mut self, ports: &Arc<[EndpointPort]>) -> u32 {
+    fn port_list(&mut self, ports: &Arc<[EndpointPort]>, reference: Option<u32>) -> u32 {
+        if let Some(reference) = reference {
+            self.estimated_bytes += 5;
+            return known_index(&mut self.known_port_lists, &mut self.changes.known_port_lists, reference);
+        }
         if let Some(index) = self.port_lists.get(ports) {
             return *index;
         }
@@ -157,6 +227,44 @@ impl ChangesBuilder {
         self.port_lists.insert(Arc::clone(ports), index);
         index
     }
+
+    fn placement(&mut self, placement: &Placement, reference: Option<u32>) -> u32 {
+        if let Some(reference) = reference {
+            self.estimated_bytes += 5;
+            return known_index(&mut self.known_placements, &mut self.changes.known_placements, reference);
+        }
+        if let Some(index) = self.placements.get(placement) {
+            return *index;
+        }
+        let (hint_zones, hint_nodes) = placement
+            .hints
+            .as_deref()
+            .map_or_else(Default::default, |hints| (self.references(&hints.zones), self.references(&hints.nodes)));
+        let wire = v1::Placement {
+            node: placement.node.as_deref().unwrap_or_default().to_owned(),
+            zone: placement.zone.as_ref().map_or(0, |name| self.reference(name)),
+            hint_zones,
+            hint_nodes,
+        };
+        self.estimated_bytes += prost::Message::encoded_len(&wire) + 4;
+        let index = u32::try_from(self.changes.placements.len()).unwrap_or(u32::MAX);
+        self.changes.placements.push(wire);
+        self.placements.insert(placement.clone(), index);
+        index
+    }
+}
+
+fn known_index(indexes: &mut HashMap<u32, u32>, table: &mut Vec<u32>, reference: u32) -> u32 {
+    let next = u32::try_from(table.len()).unwrap_or(u32::MAX);
+    let index = *indexes.entry(reference).or_insert(next);
+    if index == next {
+        table.push(reference);
+    }
+    index | IS_REFERENCE
+}
+
+fn condition(holds: bool, condition: v1::endpoint::Condition) -> u32 {
+    if holds { condition as u32 } else { 0 }
 }
 
 /// A node for [`v1::OwnNode`].

@@ -6,11 +6,13 @@
 mod decode;
 mod encode;
 pub mod frame;
+mod known;
 
 pub use decode::{Decoder, digests_from_wire, node_from_wire};
-pub use encode::{ChangesBuilder, digests_to_wire, node_to_wire};
+pub use encode::{ChangesBuilder, References, digests_to_wire, node_to_wire};
 /// Where the protocol may be spoken without TLS; for programs that know the protocol and not the model.
 pub use headgate_core::plaintext;
+pub use known::UnknownReference;
 
 /// Generated from `proto/headgate/v1`.
 #[allow(
@@ -22,6 +24,32 @@ pub use headgate_core::plaintext;
 )]
 pub mod v1 {
     tonic::include_proto!("headgate.v1");
+}
+
+impl v1::Batch {
+    /// The version that the receiver must be at; `None` for a batch that breaks the contract by following on nothing.
+    #[must_use]
+    pub fn follows(&self) -> Option<u64> {
+        self.follows_version.or_else(|| self.version.checked_sub(1))
+    }
+
+    /// All positions that the step moved.
+    pub fn moved_positions(&self) -> impl Iterator<Item = v1::SourcePosition> {
+        let slices = v1::SourcePosition {
+            kind: v1::source_position::Kind::EndpointSlices.into(),
+            position: self.endpoint_slices_position,
+        };
+        self.positions.iter().copied().chain((self.endpoint_slices_position != 0).then_some(slices))
+    }
+}
+
+impl v1::Changes {
+    /// What set the changes of a group off, in milliseconds since the Unix epoch; 0 when unknown.
+    #[must_use]
+    pub fn trigger_unix_ms(&self, group: &v1::ServiceEndpoints) -> u64 {
+        let index = usize::try_from(group.trigger).unwrap_or(usize::MAX);
+        self.triggers_unix_ms.get(index).copied().unwrap_or_default()
+    }
 }
 
 /// The compiled protocol, for reflection and for the compatibility check.

@@ -6,8 +6,11 @@ use std::{
 };
 
 use bytes::Bytes;
-use headgate_core::digest::{BUCKETS, Digests};
-use headgate_proto::v1;
+use headgate_core::{
+    Change,
+    digest::{BUCKETS, Digests},
+};
+use headgate_proto::{References, v1};
 
 use super::{
     Inner, Store,
@@ -69,6 +72,9 @@ pub struct Cursor {
     version: u64,
     resources: u64,
     snapshots: u64,
+    /// Until the cursor has reached this version everything is spelt out: what the agent holds is newer than its version in parts (a walk), or
+    /// may be (a resume in the middle of one), so what was referred to then may be gone from it.
+    spelt_out_to: u64,
 }
 
 #[derive(Debug)]
@@ -118,8 +124,8 @@ impl Cursor {
         matches!(self.phase, Phase::Follow)
     }
 
-    fn at(version: u64, phase: Phase) -> Self {
-        Self { phase, version, resources: 0, snapshots: 0 }
+    fn at(version: u64, phase: Phase, head: u64) -> Self {
+        Self { phase, version, resources: 0, snapshots: 0, spelt_out_to: head }
     }
 
     /// Takes one message of a batch and moves on.
@@ -184,16 +190,16 @@ impl Store {
     #[must_use]
     pub fn cursor(&self, resume: Option<&Resume>) -> (ResumeMode, Cursor) {
         let inner = self.read();
-        let full = || (ResumeMode::Full, Cursor::at(0, Phase::Snapshot(Walk::new(inner.version, None))));
+        let full = || (ResumeMode::Full, Cursor::at(0, Phase::Snapshot(Walk::new(inner.version, None)), inner.version));
         let Some(resume) = resume else { return full() };
         // Before the source has been listed there is no state to go on from, only parts of one.
         let is_ours = resume.epoch == self.epoch() && self.is_synced();
         if is_ours && (inner.log.floor()..=inner.version).contains(&resume.version) {
-            return (ResumeMode::Log, Cursor::at(resume.version, Phase::Follow));
+            return (ResumeMode::Log, Cursor::at(resume.version, Phase::Follow, inner.version));
         }
         let Some(digests) = &resume.digests else { return full() };
         let walk = Walk::new(inner.version, Some(inner.state.digests().differing(digests)));
-        (ResumeMode::Digests, Cursor::at(0, Phase::Snapshot(walk)))
+        (ResumeMode::Digests, Cursor::at(0, Phase::Snapshot(walk), inner.version))
     }
 
     /// The next message for a stream, with its gRPC prefix; `None` when it is at the head.
@@ -214,6 +220,7 @@ impl Store {
                 }
                 let end = walk.end_marker(&inner);
                 cursor.version = walk.version;
+                cursor.spelt_out_to = inner.version;
                 cursor.resources += walk.resources;
                 cursor.snapshots += 1;
                 cursor.phase = Phase::Follow;
@@ -228,11 +235,14 @@ impl Store {
         if cursor.version >= inner.version {
             return Ok(None);
         }
-        let is_near = inner.version - cursor.version <= FOLLOW_VERSIONS;
+        let is_spelt_out = cursor.version < cursor.spelt_out_to;
+        let is_near = inner.version - cursor.version <= FOLLOW_VERSIONS && !is_spelt_out;
         let batch = inner.ring.after(cursor.version).filter(|_| is_near).map(Arc::clone);
         let must_walk = cursor.version < inner.log.floor();
         drop(inner);
-        if let Some(delta) = batch.or_else(|| (!must_walk).then(|| self.compacted(cursor.version)).flatten()) {
+        if let Some(delta) =
+            batch.or_else(|| (!must_walk).then(|| self.compacted(cursor.version, cursor.spelt_out_to)).flatten())
+        {
             return Ok(cursor.take_part(&delta, 0));
         }
         let inner = self.read();
@@ -244,11 +254,16 @@ impl Store {
     }
 
     /// The compacted step from `start` to the head or shortly before it, shared by all who start there; `None` when it is so large that
-    /// the buckets are cheaper.
-    fn compacted(&self, start: u64) -> Option<Arc<Delta>> {
+    /// the buckets are cheaper. Without references, and to `spelt_out_to` at least, where that is ahead: parts of what the receiver holds may be as new
+    /// as that, and must not go back to older values.
+    fn compacted(&self, start: u64, spelt_out_to: u64) -> Option<Arc<Delta>> {
+        let is_spelt_out = start < spelt_out_to;
         let mut cache = self.delta_cache();
         let inner = self.read();
-        if let Some(delta) = cache.get(start).filter(|delta| inner.version - delta.version <= FOLLOW_VERSIONS) {
+        let is_usable = |delta: &&Arc<Delta>| {
+            inner.version - delta.version <= FOLLOW_VERSIONS && delta.version >= spelt_out_to.min(inner.version)
+        };
+        if let Some(delta) = cache.get(start, is_spelt_out).filter(is_usable) {
             return Some(Arc::clone(delta));
         }
         if start < inner.log.floor() {
@@ -259,14 +274,18 @@ impl Store {
         if entries.len() > limit {
             return None;
         }
-        let changes = present_all(&inner.state, entries);
+        let references = |change: &Change| match is_spelt_out {
+            true => References::default(),
+            false => inner.names.references(start, change),
+        };
+        let changes = present_all(&inner.state, entries, references);
         let positions = positions_to_wire(inner.positions.iter().map(|(kind, position)| (*kind, *position)));
         let version = inner.version;
         // Encoding the copy needs no lock, so a commit does not wait for it.
         drop(inner);
         let resources = changes.len() as u64;
         let frames = batch_frames(start, version, &positions, changes);
-        let delta = Arc::new(Delta { previous_version: start, version, frames, resources });
+        let delta = Arc::new(Delta { previous_version: start, version, is_spelt_out, frames, resources });
         cache.insert(Arc::clone(&delta));
         Some(delta)
     }

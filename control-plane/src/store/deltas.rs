@@ -12,6 +12,8 @@ use bytes::Bytes;
 pub(super) struct Delta {
     pub(super) previous_version: u64,
     pub(super) version: u64,
+    /// It holds no references.
+    pub(super) is_spelt_out: bool,
     /// One `Batch` a message; more than one when the step was split.
     pub(super) frames: Box<[Bytes]>,
     pub(super) resources: u64,
@@ -64,11 +66,11 @@ impl Ring {
     }
 }
 
-/// Compacted steps by the version that they start from, so that streams at the same point share them.
+/// Compacted steps by the version that they start from, and whether they are spelt out, so that streams at the same point share them.
 #[derive(Debug)]
 pub(super) struct DeltaCache {
-    by_start: HashMap<u64, Arc<Delta>>,
-    order: VecDeque<u64>,
+    by_start: HashMap<(u64, bool), Arc<Delta>>,
+    order: VecDeque<(u64, bool)>,
     bytes: usize,
     max_bytes: usize,
 }
@@ -78,13 +80,13 @@ impl DeltaCache {
         Self { by_start: HashMap::new(), order: VecDeque::new(), bytes: 0, max_bytes }
     }
 
-    pub(super) fn get(&self, start: u64) -> Option<&Arc<Delta>> {
-        self.by_start.get(&start)
+    pub(super) fn get(&self, start: u64, is_spelt_out: bool) -> Option<&Arc<Delta>> {
+        self.by_start.get(&(start, is_spelt_out))
     }
 
     /// Keeps a step, the newest one always; the oldest go beyond the bound.
     pub(super) fn insert(&mut self, delta: Arc<Delta>) {
-        let start = delta.previous_version;
+        let start = (delta.previous_version, delta.is_spelt_out);
         self.bytes += delta.bytes();
         if let Some(old) = self.by_start.insert(start, delta) {
             self.bytes -= old.bytes();

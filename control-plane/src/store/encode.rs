@@ -2,7 +2,7 @@
 
 use bytes::Bytes;
 use headgate_core::{Change, State};
-use headgate_proto::{ChangesBuilder, frame::frame, v1};
+use headgate_proto::{ChangesBuilder, References, frame::frame, v1};
 
 use super::log::{Entry, LogKey};
 use crate::transaction::SourceKind;
@@ -50,11 +50,27 @@ pub(super) fn present(state: &State, key: &LogKey) -> Change {
     }
 }
 
-/// Present values of log entries, in the order of encoding.
-pub(super) fn present_all<'a>(state: &State, entries: impl IntoIterator<Item = &'a Entry>) -> Vec<(Change, u64)> {
+/// A change as it is encoded.
+#[derive(Debug)]
+pub(super) struct Item {
+    change: Change,
+    trigger_unix_ms: u64,
+    references: References,
+}
+
+/// Present values of log entries, in the order of encoding, with what of each can be told by references.
+pub(super) fn present_all<'a>(
+    state: &State,
+    entries: impl IntoIterator<Item = &'a Entry>,
+    references: impl Fn(&Change) -> References,
+) -> Vec<Item> {
     let mut entries: Vec<&Entry> = entries.into_iter().collect();
     entries.sort_unstable_by(|a, b| a.key.order().cmp(&b.key.order()));
-    entries.into_iter().map(|entry| (present(state, &entry.key), entry.trigger_unix_ms)).collect()
+    let item = |entry: &Entry| {
+        let change = present(state, &entry.key);
+        Item { trigger_unix_ms: entry.trigger_unix_ms, references: references(&change), change }
+    };
+    entries.into_iter().map(item).collect()
 }
 
 /// Frames of one step, `previous_version` → `version`. A split batch reaches `version` with its last part.
@@ -62,16 +78,18 @@ pub(super) fn batch_frames(
     previous_version: u64,
     version: u64,
     positions: &[v1::SourcePosition],
-    changes: impl IntoIterator<Item = (Change, u64)>,
+    changes: impl IntoIterator<Item = Item>,
 ) -> Box<[Bytes]> {
     let mut parts = cut(changes);
     let last = parts.pop().unwrap_or_default();
-    let batch = |version, positions: &[_], builder: ChangesBuilder| {
+    let is_slices = |position: &&v1::SourcePosition| position.kind() == v1::source_position::Kind::EndpointSlices;
+    let batch = |version: u64, positions: &[v1::SourcePosition], builder: ChangesBuilder| {
         server_frame(v1::server_message::Body::Batch(v1::Batch {
-            previous_version,
+            follows_version: (version.checked_sub(1) != Some(previous_version)).then_some(previous_version),
             version,
-            positions: positions.to_vec(),
+            positions: positions.iter().filter(|position| !is_slices(position)).copied().collect(),
             changes: Some(builder.finish()),
+            endpoint_slices_position: positions.iter().find(is_slices).map_or(0, |position| position.position),
         }))
     };
     let mut frames: Vec<Bytes> = parts.into_iter().map(|part| batch(previous_version, &[], part)).collect();
@@ -85,17 +103,18 @@ pub(super) fn chunk_frames(changes: impl IntoIterator<Item = Change>) -> Box<[By
         let changes = Some(builder.finish());
         server_frame(v1::server_message::Body::SnapshotChunk(v1::SnapshotChunk { changes }))
     };
-    cut(changes.into_iter().map(|change| (change, 0))).into_iter().map(chunk).collect()
+    let spelt_out = |change| Item { change, trigger_unix_ms: 0, references: References::default() };
+    cut(changes.into_iter().map(spelt_out)).into_iter().map(chunk).collect()
 }
 
-fn cut(changes: impl IntoIterator<Item = (Change, u64)>) -> Vec<ChangesBuilder> {
+fn cut(changes: impl IntoIterator<Item = Item>) -> Vec<ChangesBuilder> {
     let mut parts: Vec<ChangesBuilder> = Vec::new();
-    for (change, trigger_unix_ms) in changes {
+    for Item { change, trigger_unix_ms, references } in changes {
         if parts.last().is_none_or(|part| part.estimated_bytes() >= CUT_BYTES) {
             parts.push(ChangesBuilder::default());
         }
         if let Some(part) = parts.last_mut() {
-            part.push(&change, trigger_unix_ms);
+            part.push_with(&change, trigger_unix_ms, references);
         }
     }
     parts

@@ -13,6 +13,7 @@ mod deltas;
 mod encode;
 mod inspect;
 mod log;
+mod names;
 mod nodes;
 #[cfg(test)]
 mod tests;
@@ -23,7 +24,7 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-use headgate_core::{Dirty, Node, State, digest::Digests};
+use headgate_core::{Dirty, Endpoint, Node, ServiceKey, State, digest::Digests};
 use tokio::sync::watch;
 
 pub use cursor::{Cursor, Resume, ResumeMode, TooSlow};
@@ -37,6 +38,7 @@ use crate::{
 use buckets::Buckets;
 use deltas::{Delta, DeltaCache, Ring};
 use log::{Log, LogKey};
+use names::Names;
 use nodes::Nodes;
 
 /// A batch of more changes than this is not encoded at its commit, but by the first stream that asks for it.
@@ -83,6 +85,7 @@ pub struct Store {
 struct Inner {
     state: State,
     log: Log,
+    names: Names,
     buckets: Buckets,
     ring: Ring,
     nodes: Nodes,
@@ -92,6 +95,14 @@ struct Inner {
     told_positions: BTreeMap<SourceKind, u64>,
     /// When the newest versions were committed, without a gap, the head last.
     commit_times: VecDeque<SystemTime>,
+}
+
+/// A value that a change replaces.
+enum Before {
+    /// Whether there was a Service.
+    Service(bool),
+    Endpoint(Option<Endpoint>),
+    Nothing,
 }
 
 #[derive(Debug)]
@@ -104,9 +115,11 @@ impl Store {
     /// An empty store with an epoch of its own.
     #[must_use]
     pub fn new(limits: Limits, metrics: Arc<Metrics>) -> Self {
+        let epoch = fastrand::u64(1..);
         let inner = Inner {
             state: State::default(),
             log: Log::new(limits.max_tombstones),
+            names: Names::new(epoch),
             buckets: Buckets::new(),
             ring: Ring::new(limits.ring_bytes),
             nodes: Nodes::default(),
@@ -116,7 +129,7 @@ impl Store {
             commit_times: VecDeque::new(),
         };
         Self {
-            epoch: fastrand::u64(1..),
+            epoch,
             inner: RwLock::new(inner),
             deltas: Mutex::new(DeltaCache::new(limits.delta_cache_bytes)),
             limits,
@@ -239,7 +252,9 @@ impl Inner {
         let mut effective = 0_u32;
         for TriggeredChange { change, trigger_unix_ms } in changes {
             let (key, bucket) = self.log.intern(&change);
+            let before = self.before(&key);
             if self.state.apply(change, &mut scratch) {
+                self.rename(version, &key, before);
                 self.buckets.record(bucket, version, &key, &self.state);
                 let removed = self.is_removed(&key);
                 self.log.record((version, effective), key, bucket, trigger_unix_ms, removed);
@@ -252,9 +267,42 @@ impl Inner {
         effective as usize
     }
 
+    /// What a change of `key` is about to replace, as far as it can be referred to.
+    fn before(&self, key: &LogKey) -> Before {
+        match key {
+            LogKey::Service(key) => Before::Service(self.has_service(key)),
+            LogKey::Endpoint(key, address) => {
+                Before::Endpoint(self.state.entry(key).and_then(|entry| entry.endpoints().get(address)).cloned())
+            }
+            LogKey::Cidr(_) => Before::Nothing,
+        }
+    }
+
+    fn has_service(&self, key: &ServiceKey) -> bool {
+        self.state.entry(key).is_some_and(|entry| entry.service().is_some())
+    }
+
+    /// Takes note of what can be referred to from `version` on. What is new is taken before what it replaces is released, so that what stays is
+    /// there without a break.
+    fn rename(&mut self, version: u64, key: &LogKey, before: Before) {
+        match (key, before) {
+            (LogKey::Service(key), Before::Service(was_there)) => match (was_there, self.has_service(key)) {
+                (false, true) => self.names.take_service(version, key),
+                (true, false) => self.names.release_service(key),
+                _ => {}
+            },
+            (LogKey::Endpoint(key, address), Before::Endpoint(old)) => {
+                let new = self.state.entry(key).and_then(|entry| entry.endpoints().get(address));
+                new.into_iter().for_each(|endpoint| self.names.take_endpoint(version, endpoint));
+                old.into_iter().for_each(|endpoint| self.names.release_endpoint(&endpoint));
+            }
+            _ => {}
+        }
+    }
+
     fn is_removed(&self, key: &LogKey) -> bool {
         match key {
-            LogKey::Service(key) => self.state.entry(key).is_none_or(|entry| entry.service().is_none()),
+            LogKey::Service(key) => !self.has_service(key),
             LogKey::Endpoint(key, address) => {
                 self.state.entry(key).is_none_or(|entry| !entry.endpoints().contains_key(address))
             }
@@ -279,10 +327,11 @@ impl Inner {
             return;
         }
         let entries = self.log.since(log::after(previous_version)).map(|(_, entry)| entry);
-        let changes = encode::present_all(&self.state, entries);
+        let changes =
+            encode::present_all(&self.state, entries, |change| self.names.references(previous_version, change));
         let resources = changes.len() as u64;
         let frames = encode::batch_frames(previous_version, version, &positions, changes);
-        self.ring.push(Delta { previous_version, version, frames, resources });
+        self.ring.push(Delta { previous_version, version, is_spelt_out: false, frames, resources });
     }
 }
 

@@ -40,7 +40,9 @@ fn service(number: u8, port: u16) -> Change {
 fn endpoint(service: u8, host: u16, port: u16) -> Change {
     let [high, low] = host.to_be_bytes();
     let ports = [EndpointPort { name: "http".into(), protocol: Protocol::Tcp, port }];
-    Change::Endpoint(key(service), Endpoint::new(Ipv4Addr::new(10, 1, high, low).into(), Arc::new(ports)))
+    let mut endpoint = Endpoint::new(Ipv4Addr::new(10, 1, high, low).into(), Arc::new(ports));
+    endpoint.node = Some(format!("node-{}", (host + port) % 4).into());
+    Change::Endpoint(key(service), endpoint)
 }
 
 fn remove_endpoint(service: u8, host: u16) -> Change {
@@ -54,7 +56,7 @@ fn a_new_reader_gets_everything_then_single_batches() {
     store.put((1..=20).flat_map(|number| [service(number, 80), endpoint(number, 1, 8080), endpoint(number, 2, 8080)]));
     let (mode, mut cursor) = store.cursor(None);
     assert_eq!(mode, ResumeMode::Full);
-    let mut reader = Reader::default();
+    let mut reader = Reader::of(&store);
     reader.read_all(&store, &mut cursor);
     assert_eq!((reader.resources, reader.ends.len(), cursor.snapshots()), (60, 1, 1));
     assert_eq!(cursor.resources(), 60);
@@ -70,7 +72,7 @@ fn a_new_reader_gets_everything_then_single_batches() {
 #[test]
 fn an_empty_store_sends_an_end_marker() {
     let store = store(Limits::default());
-    let mut reader = Reader::default();
+    let mut reader = Reader::of(&store);
     let frames = reader.read_all(&store, &mut store.cursor(None).1);
     assert_eq!((frames.len(), reader.ends[0].resource_count), (1, 0));
 }
@@ -91,7 +93,7 @@ fn the_log_keeps_each_key_once() {
 fn a_slow_reader_skips_to_current_values() {
     let store = store(Limits::default());
     let (_, mut cursor) = store.cursor(None);
-    let mut reader = Reader::default();
+    let mut reader = Reader::of(&store);
     reader.read_all(&store, &mut cursor);
     for port in 1..=1000 {
         store.put([service(1, port), endpoint(1, port % 3, port)]);
@@ -149,7 +151,7 @@ fn tombstones_are_bounded_and_move_the_floor() {
     let store = store(Limits { max_tombstones: 10, ring_bytes: 0, ..Limits::default() });
     store.put((0..100).map(|host| endpoint(1, host, 80)));
     store.put([service(1, 80), service(2, 80)]);
-    let mut readers = [Reader::default(), Reader::default()];
+    let mut readers = [Reader::of(&store), Reader::of(&store)];
     let mut cursors: Vec<Cursor> = (0..2).map(|_| store.cursor(None).1).collect();
     for (reader, cursor) in readers.iter_mut().zip(&mut cursors) {
         reader.read_all(&store, cursor);
@@ -177,7 +179,7 @@ fn a_version_with_more_removals_than_are_remembered_is_not_sent_in_part() {
     let store = store(Limits { max_tombstones: 3, ..Limits::default() });
     store.put((0..10).map(|host| endpoint(1, host, 80)));
     let mut cursor = store.cursor(None).1;
-    let mut reader = Reader::default();
+    let mut reader = Reader::of(&store);
     reader.read_all(&store, &mut cursor);
     store.put((0..10).map(|host| remove_endpoint(1, host)));
     reader.read_all(&store, &mut cursor);
@@ -189,7 +191,7 @@ fn a_version_with_more_removals_than_are_remembered_is_not_sent_in_part() {
 fn resume_by_the_log_brings_only_what_changed_since() {
     let store = store(Limits::default());
     store.put((1..=50).map(|number| service(number, 80)));
-    let mut reader = Reader::default();
+    let mut reader = Reader::of(&store);
     reader.read_all(&store, &mut store.cursor(None).1);
     let (mode, mut cursor) = reader.resume(&store, store.epoch());
     assert_eq!(mode, ResumeMode::Log);
@@ -206,7 +208,7 @@ fn resume_by_digests_brings_only_buckets_that_differ() {
     let everything = || (1..=200).flat_map(|number| [service(number, 80), endpoint(number, 1, 80)]);
     old.put(everything());
     new.put(everything());
-    let mut reader = Reader::default();
+    let mut reader = Reader::of(&old);
     reader.read_all(&old, &mut old.cursor(None).1);
 
     let (mode, mut cursor) = reader.resume(&new, old.epoch());
@@ -228,7 +230,7 @@ fn resume_by_digests_brings_only_buckets_that_differ() {
 fn a_large_step_is_split_and_applies_as_a_whole() {
     let store = store(Limits::default());
     let mut cursor = store.cursor(None).1;
-    let mut reader = Reader::default();
+    let mut reader = Reader::of(&store);
     reader.read_all(&store, &mut cursor);
     store.put((0..30_000).map(|host| endpoint(1, host, 80)).chain([service(1, 80)]));
     let mut frames = Vec::new();
@@ -245,7 +247,7 @@ fn a_large_step_is_split_and_applies_as_a_whole() {
 fn a_split_batch_that_is_no_longer_kept_ends_the_stream() {
     let store = store(Limits { delta_cache_bytes: 1, ..Limits::default() });
     let mut cursor = store.cursor(None).1;
-    let mut reader = Reader::default();
+    let mut reader = Reader::of(&store);
     reader.read_all(&store, &mut cursor);
     store.put((0..30_000).map(|host| endpoint(1, host, 80)));
     assert!(store.next_frame(&mut cursor).unwrap().is_some());
@@ -263,7 +265,7 @@ fn a_huge_gap_is_closed_by_buckets() {
     let store = store(Limits { max_delta_changes: 100, ..Limits::default() });
     store.put([service(1, 80), service(2, 80)]);
     let mut cursor = store.cursor(None).1;
-    let mut reader = Reader::default();
+    let mut reader = Reader::of(&store);
     reader.read_all(&store, &mut cursor);
     store.put((0..101).map(|host| endpoint(1, host, 80)));
     // Encoded at its commit, so it is at hand although it is large.
@@ -284,7 +286,7 @@ fn positions_travel_with_versions() {
     };
     commit(5, vec![service(1, 80)]);
     let mut cursor = store.cursor(None).1;
-    let mut reader = Reader::default();
+    let mut reader = Reader::of(&store);
     reader.read_all(&store, &mut cursor);
     assert_eq!(reader.positions.values().copied().collect::<Vec<_>>(), [5]);
     commit(6, vec![]);
@@ -300,11 +302,48 @@ fn positions_travel_with_versions() {
 fn a_batch_carries_its_trigger_time() {
     let store = store(Limits::default());
     let mut cursor = store.cursor(None).1;
-    Reader::default().read_all(&store, &mut cursor);
+    Reader::of(&store).read_all(&store, &mut cursor);
     store.put([endpoint(1, 1, 80)]);
     let frame = store.next_frame(&mut cursor).unwrap().unwrap();
     let Some(Body::Batch(batch)) = v1::ServerMessage::decode(&frame[PREFIX_BYTES..]).unwrap().body else { panic!() };
-    assert_eq!(batch.changes.unwrap().endpoints[0].trigger_unix_ms, 7);
+    let changes = batch.changes.unwrap();
+    assert_eq!(changes.trigger_unix_ms(&changes.endpoints[0]), 7);
+}
+
+#[test]
+fn what_a_reader_holds_is_referred_to_once_it_is_at_the_head() {
+    let store = store(Limits::default());
+    store.put([service(1, 80), endpoint(1, 1, 80), endpoint(1, 2, 80)]);
+    let mut cursor = store.cursor(None).1;
+    let mut reader = Reader::of(&store);
+    // A change comes while the snapshot is read: parts of it are as new as that.
+    while reader.ends.is_empty() {
+        reader.read(&store.next_frame(&mut cursor).unwrap().unwrap());
+        store.put([endpoint(1, 5, 80)]);
+    }
+    reader.read_all(&store, &mut cursor);
+    assert_eq!(reader.references, 0);
+    store.put([endpoint(1, 3, 80)]);
+    reader.read_all(&store, &mut cursor);
+    assert_eq!(reader.references, 2, "the service and its ports; the node is new");
+    (0..50).for_each(|round| store.put([endpoint(1, 3 + round % 2 * 4, 80), remove_endpoint(1, 6)]));
+    reader.read_all(&store, &mut cursor);
+    assert_eq!(
+        (reader.batches, reader.references),
+        (3, 5),
+        "a compacted step refers to what is older than its beginning"
+    );
+
+    // A service that came back is spelt out for those who have seen it before, too.
+    store.put([Change::RemoveService(key(1))]);
+    reader.read_all(&store, &mut cursor);
+    store.put([service(1, 81), endpoint(1, 3, 80)]);
+    reader.read_all(&store, &mut cursor);
+    assert_eq!(reader.references, 5, "nothing of the endpoint has changed, so it is not sent");
+    store.put([service(2, 80), endpoint(2, 9, 80)]);
+    reader.read_all(&store, &mut cursor);
+    assert_eq!(reader.references, 7, "ports and node are known, the service is new");
+    reader.assert_holds_all_of(&store);
 }
 
 #[test]

@@ -48,6 +48,17 @@ pub struct Hints {
     pub nodes: Vec<Arc<str>>,
 }
 
+/// Where an endpoint runs, and whom it should serve. Endpoints on one node mostly have the same, whatever their service.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
+pub struct Placement {
+    /// The node it runs on, lower case.
+    pub node: Option<Arc<str>>,
+    /// The zone it is in.
+    pub zone: Option<Arc<str>>,
+    /// Hints, if it has any.
+    pub hints: Option<Arc<Hints>>,
+}
+
 /// An address behind a service. Its identity is the service and the address. Strings and port lists are shared, since a cluster has few
 /// different ones.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -71,5 +82,11 @@ impl Endpoint {
     #[must_use]
     pub fn new(address: IpAddr, ports: Arc<[EndpointPort]>) -> Self {
         Self { address, ports, conditions: Conditions::READY, node: None, zone: None, hints: None }
+    }
+
+    /// Node, zone and hints together.
+    #[must_use]
+    pub fn placement(&self) -> Placement {
+        Placement { node: self.node.clone(), zone: self.zone.clone(), hints: self.hints.clone() }
     }
 }

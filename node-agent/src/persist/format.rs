@@ -15,7 +15,7 @@ use sha2::{Digest as _, Sha256};
 /// First bytes of the file.
 pub(super) const MAGIC: [u8; 8] = *b"HEADGATE";
 /// Counts incompatible changes of the format. Messages inside evolve by protobuf's rules and do not count.
-pub(super) const FORMAT_VERSION: u32 = 1;
+pub(super) const FORMAT_VERSION: u32 = 2;
 /// Longest payload that is read. Writers cut at a fraction of it.
 pub(super) const MAX_PAYLOAD_BYTES: usize = 4 << 20;
 

@@ -158,7 +158,8 @@ fn decode<M: prost::Message + Default>(payload: &[u8]) -> Result<M, LoadError> {
 }
 
 fn changes(decoder: &mut Decoder, payload: &[u8]) -> Result<Vec<Change>, LoadError> {
-    let (changes, rejections) = decoder.changes(decode(payload)?);
+    let decoded = decoder.changes(decode(payload)?);
+    let (changes, rejections) = decoded.map_err(|error| LoadError::Content(error.to_string()))?;
     // What was written was in use; what cannot be used now would be missing without a word.
     rejections.into_iter().next().map_or(Ok(changes), |rejection| Err(unusable(&rejection)))
 }

@@ -229,7 +229,7 @@ fn others_files_and_formats_are_told_apart() {
     assert_eq!(reason(b"{\"some\": \"json document\"}", "node-1"), "is not a state file of Headgate");
     let mut newer = bytes.clone();
     newer[8] = 99;
-    assert_eq!(reason(&newer, "node-1"), "has format version 99, and this program reads version 1");
+    assert_eq!(reason(&newer, "node-1"), "has format version 99, and this program reads version 2");
     assert_eq!(reason(&bytes[..12], "node-1"), "ends before the state in it is complete");
     assert!(reason(&bytes[..bytes.len() - 1], "node-1").starts_with("ends in the middle of the record at byte"));
     let mut flipped = bytes;
@@ -358,7 +358,7 @@ proptest! {
     #[test]
     fn arbitrary_bytes_are_refused(bytes in prop::collection::vec(any::<u8>(), 0..4096)) {
         prop_assert!(load::read_from(bytes.as_slice(), "node-1").is_err());
-        let mut headed = b"HEADGATE\x01\0\0\0".to_vec();
+        let mut headed = b"HEADGATE\x02\0\0\0".to_vec();
         headed.extend(&bytes);
         prop_assert!(load::read_from(headed.as_slice(), "node-1").is_err());
     }
@@ -409,7 +409,7 @@ proptest! {
 
 #[test]
 fn a_length_that_is_claimed_takes_no_memory() {
-    let mut bytes = b"HEADGATE\x01\0\0\0".to_vec();
+    let mut bytes = b"HEADGATE\x02\0\0\0".to_vec();
     bytes.extend([1, 0, 0, 0x40, 0]);
     let reason = load::read_from(bytes.as_slice(), "node-1").unwrap_err().to_string();
     assert!(reason.starts_with("ends in the middle"), "{reason}");

@@ -6,7 +6,7 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use headgate_core::Node;
+use headgate_core::{Node, reference::Referable};
 use headgate_proto::{
     MAX_SERVER_MESSAGE_BYTES,
     v1::{self, agent_message::Body, discovery_client::DiscoveryClient, welcome::ResumeMode},
@@ -93,6 +93,7 @@ impl StreamEnd {
             Self::Status(_) => "status",
             Self::Closed => "closed",
             Self::Violation(Violation::VersionGap { .. }) => "version_gap",
+            Self::Violation(Violation::Reference(_)) => "unknown_reference",
             Self::Violation(_) => "protocol",
             Self::Silent(_) => "silent",
             Self::Drained(_) => "drained",
@@ -116,6 +117,8 @@ pub struct Session {
     metrics: Arc<Metrics>,
     progress: watch::Receiver<Progress>,
     machine: Machine,
+    /// The last stream referred to something that is not held: the state is not that of its version, so the log cannot go on from it.
+    distrusts_version: bool,
 }
 
 impl Session {
@@ -128,7 +131,7 @@ impl Session {
         progress: watch::Receiver<Progress>,
     ) -> Self {
         let machine = Machine::new(Arc::clone(&config.node_name));
-        Self { config, shared, metrics, progress, machine }
+        Self { config, shared, metrics, progress, machine, distrusts_version: false }
     }
 
     /// Follows one replica or another until `shutdown`. No failure ends it.
@@ -146,6 +149,7 @@ impl Session {
             };
             self.metrics.connected.set(0);
             self.metrics.stream_error(end.reason());
+            self.distrusts_version |= matches!(end, StreamEnd::Violation(Violation::Reference(_)));
             if welcomed_at.is_some_and(|at: Instant| at.elapsed() >= HEALTHY_AFTER) {
                 backoff.reset();
             }
@@ -186,7 +190,10 @@ impl Session {
     async fn open(&mut self, connection: &Connection) -> Result<Stream, StreamEnd> {
         let shared = Arc::clone(&self.shared);
         // Digests are copied under the state's lock, which planning a full sync holds for a while.
-        let (resume, position, number) = tokio::task::spawn_blocking(move || shared.begin_stream()).await?;
+        let (mut resume, position, number) = tokio::task::spawn_blocking(move || shared.begin_stream()).await?;
+        if let Some(resume) = resume.as_mut().filter(|_| self.distrusts_version) {
+            resume.epoch = 0;
+        }
         self.machine.begin(position);
         let tls_problem = self.metrics.tls.watch_problem();
         let status = status(&self.progress.borrow(), &tls_problem);
@@ -281,6 +288,12 @@ impl Stream {
                     let Some(message) = message? else { return Ok(StreamEnd::Closed) };
                     for effect in session.machine.on_message(message)? {
                         self.on_effect(session, effect, replica, welcomed_at).await?;
+                    }
+                    if session.machine.needs_referable() {
+                        let shared = Arc::clone(&session.shared);
+                        let referable = tokio::task::spawn_blocking(move || shared.with_state(Referable::of)).await?;
+                        session.machine.refer_to(referable);
+                        session.distrusts_version = false;
                     }
                     silence.as_mut().reset(Instant::now() + self.silent_after);
                 }

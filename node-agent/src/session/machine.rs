@@ -9,9 +9,10 @@ use std::{collections::HashSet, mem, sync::Arc, time::Duration};
 use headgate_core::{
     Change, Family, Node,
     digest::{self, BUCKETS},
+    reference::{Referable, Referrer},
 };
 use headgate_proto::{
-    Decoder, node_from_wire,
+    Decoder, UnknownReference, node_from_wire,
     v1::{self, server_message::Body, welcome::ResumeMode},
 };
 
@@ -39,7 +40,7 @@ pub enum Violation {
     /// Something between was lost.
     #[error("a batch follows version {previous}, and the agent is at {held}")]
     VersionGap {
-        /// `Batch.previous_version`.
+        /// `Batch.follows_version`.
         previous: u64,
         /// The version that the agent is at.
         held: u64,
@@ -52,6 +53,9 @@ pub enum Violation {
         /// The version that the agent is at.
         held: u64,
     },
+    /// What a batch refers to is not held here, as when it was rejected. The next stream has to resume by digests.
+    #[error("{0}; resuming by digests, which spells everything out")]
+    Reference(#[from] UnknownReference),
     /// A batch before the end of the snapshot that the stream begins with, or in the middle of one.
     #[error("a batch came before the snapshot's end")]
     BatchInSnapshot,
@@ -164,6 +168,7 @@ pub struct Machine {
     phase: Phase,
     staged: Staged,
     rejected: Rejected,
+    needs_referable: bool,
 }
 
 impl Machine {
@@ -177,6 +182,7 @@ impl Machine {
             phase: Phase::AwaitingWelcome,
             staged: Staged::default(),
             rejected: Rejected::default(),
+            needs_referable: false,
         }
     }
 
@@ -191,6 +197,22 @@ impl Machine {
         self.position = position;
         self.phase = Phase::AwaitingWelcome;
         self.staged = Staged::default();
+        self.needs_referable = false;
+        self.decoder.forget_references();
+    }
+
+    /// True when [`Machine::refer_to`] has to be called before the next message, once every effect so far has been applied.
+    #[must_use]
+    pub fn needs_referable(&self) -> bool {
+        self.needs_referable
+    }
+
+    /// Takes what batches may refer to from now on: what the agent holds (contract, 13).
+    pub fn refer_to(&mut self, referable: Referable) {
+        if let Phase::Following { epoch } = self.phase {
+            self.needs_referable = false;
+            self.decoder.refer_to(Referrer::new(epoch), referable);
+        }
     }
 
     /// Takes the next message.
@@ -238,6 +260,7 @@ impl Machine {
             (ResumeMode::Digests | ResumeMode::Full, _) => Phase::Resuming { epoch, mode },
             (ResumeMode::Unspecified, _) => return fail("an unknown way to resume"),
         };
+        self.needs_referable = mode == ResumeMode::Log;
         let heartbeat_interval = match welcome.heartbeat_interval_ms {
             0 => DEFAULT_HEARTBEAT,
             interval_ms => Duration::from_millis(interval_ms.into()),
@@ -257,17 +280,19 @@ impl Machine {
         if self.staged.what == Staging::Snapshot {
             return Err(Violation::BatchInSnapshot);
         }
-        if batch.previous_version != held {
-            return Err(Violation::VersionGap { previous: batch.previous_version, held });
+        let previous = batch.follows().unwrap_or_default();
+        if previous != held {
+            return Err(Violation::VersionGap { previous, held });
         }
         if batch.version < held {
             return Err(Violation::Backwards { sent: batch.version, held });
         }
-        self.stage(Staging::Batch, batch.changes.unwrap_or_default());
-        self.staged.positions.extend(batch.positions);
+        self.staged.positions.extend(batch.moved_positions());
+        self.stage(Staging::Batch, batch.changes.unwrap_or_default())?;
         if batch.version == held {
             return Ok(Vec::new());
         }
+        self.needs_referable = self.decoder.has_learned_much();
         let staged = mem::take(&mut self.staged);
         Ok(self.finish(epoch, batch.version, staged, None))
     }
@@ -283,7 +308,7 @@ impl Machine {
         if removes {
             return Err(Violation::RemovalInSnapshot);
         }
-        self.stage(Staging::Snapshot, changes);
+        self.stage(Staging::Snapshot, changes)?;
         Ok(Vec::new())
     }
 
@@ -317,6 +342,7 @@ impl Machine {
         let rejected = staged.rejections.iter().map(|rejection| rejection.resource.clone()).collect();
         staged.positions = end.positions;
         self.phase = Phase::Following { epoch };
+        self.needs_referable = true;
         Ok(self.finish(epoch, end.version, staged, Some(Snapshot { buckets, rejected })))
     }
 
@@ -346,18 +372,21 @@ impl Machine {
         reject(v1::Nack { version, rejections, withdrawn }).into_iter().chain(node).collect()
     }
 
-    fn stage(&mut self, what: Staging, wire: v1::Changes) {
+    fn stage(&mut self, what: Staging, wire: v1::Changes) -> Result<(), Violation> {
         let endpoints: usize = wire.endpoints.iter().map(|group| group.changed.len()).sum();
         let resources = wire.services.len() + wire.service_cidrs.len() + endpoints;
         // Whatever a snapshot carries was set off long ago.
         if what == Staging::Batch {
-            self.staged.triggers.extend(wire.endpoints.iter().flat_map(triggers));
+            self.staged
+                .triggers
+                .extend(wire.endpoints.iter().flat_map(|group| triggers(group, wire.trigger_unix_ms(group))));
         }
-        let (changes, rejections) = self.decoder.changes(wire);
+        let (changes, rejections) = self.decoder.changes(wire)?;
         self.staged.what = what;
         self.staged.resources = self.staged.resources.saturating_add(resources as u64);
         self.staged.changes.extend(changes);
         self.staged.rejections.extend(rejections);
+        Ok(())
     }
 
     fn finish(&mut self, epoch: u64, version: u64, staged: Staged, snapshot: Option<Snapshot>) -> Vec<Effect> {
@@ -376,10 +405,9 @@ fn reject(nack: v1::Nack) -> Option<Effect> {
 }
 
 /// What set a service's endpoints off: once for each family that has changed ones. Removals do not count, as with kube-proxy.
-fn triggers(group: &v1::ServiceEndpoints) -> impl Iterator<Item = Trigger> {
+fn triggers(group: &v1::ServiceEndpoints, unix_ms: u64) -> impl Iterator<Item = Trigger> + use<> {
     let has = |bytes: usize| group.changed.iter().any(|endpoint| endpoint.address.len() == bytes);
     let families = [(Family::V4, 4), (Family::V6, 16)].map(|(family, bytes)| has(bytes).then_some(family));
-    let unix_ms = group.trigger_unix_ms;
     let known = families.into_iter().flatten().filter(move |_| unix_ms != 0);
     known.map(move |family| Trigger { family, unix_ms })
 }

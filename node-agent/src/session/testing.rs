@@ -125,7 +125,13 @@ pub(crate) fn message(body: Body) -> v1::ServerMessage {
 
 pub(crate) fn batch(previous_version: u64, version: u64, changes: &[Change]) -> v1::ServerMessage {
     let positions = vec![v1::SourcePosition { kind: v1::source_position::Kind::Files.into(), position: version }];
-    message(Body::Batch(v1::Batch { previous_version, version, positions, changes: Some(wire(changes)) }))
+    message(Body::Batch(v1::Batch {
+        follows_version: (previous_version + 1 != version).then_some(previous_version),
+        version,
+        positions,
+        changes: Some(wire(changes)),
+        endpoint_slices_position: 0,
+    }))
 }
 
 pub(crate) fn chunk(changes: &[Change]) -> v1::ServerMessage {

@@ -92,6 +92,27 @@ async fn serve(replica: &mut ScriptedReplica, store: &Replica) -> (Connection, v
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn after_an_unknown_reference_the_next_stream_resumes_by_digests() {
+    let mut replica = ScriptedReplica::start().await;
+    let agent = Agent::of(&[&replica]);
+    let store = store();
+    let (mut connection, _) = serve(&mut replica, &store).await;
+    assert_eq!(connection.ack().await.version, 1);
+    let group = v1::ServiceEndpoints { service: 1, ..Default::default() };
+    let changes = Some(v1::Changes { endpoints: vec![group], ..Default::default() });
+    connection
+        .send(message(server_message::Body::Batch(v1::Batch { version: 2, changes, ..Default::default() })))
+        .await;
+    let (mut connection, hello) = serve(&mut replica, &store).await;
+    assert_eq!(hello.resume.unwrap().epoch, 0, "the log cannot bring what is missing");
+    assert_eq!(connection.ack().await.version, 1);
+    connection.end(Status::unavailable("the test goes on")).await;
+    let (_connection, hello) = serve(&mut replica, &store).await;
+    assert_eq!(hello.resume.unwrap().epoch, store.epoch, "once it has been brought, the log is good again");
+    agent.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_change_is_acknowledged_once_it_is_programmed() {
     let mut replica = ScriptedReplica::start().await;
     let agent = Agent::of(&[&replica]);

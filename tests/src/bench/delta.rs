@@ -15,6 +15,7 @@ use headgate_control_plane::{
 use headgate_core::{
     Change, Dirty, Family,
     iptables::{ExistingTables, Layout, Ledger, RenderConfig},
+    reference::Referable,
     view::NodeFacts,
 };
 use headgate_node_agent::session::{
@@ -23,9 +24,8 @@ use headgate_node_agent::session::{
 };
 use headgate_proto::{frame::PREFIX_BYTES, v1};
 use prost::Message as _;
-use serde_json::json;
 
-use super::{clock::thread_cpu, report::Figure, workload};
+use super::{clock::thread_cpu, report::Figure, wire::slice_event, workload};
 
 const SIZES: [u32; 3] = [100, 1_000, 10_000];
 const ENDPOINTS: u32 = 10;
@@ -168,6 +168,9 @@ impl Agent {
                 self.held.apply(step, &mut dirty);
             }
         }
+        if self.machine.needs_referable() {
+            self.machine.refer_to(Referable::of(self.held.state()));
+        }
         let Some(services) = services else { return Ok(()) };
         for ledger in &mut self.ledgers {
             let (script, planned) = ledger.changed(self.held.state(), &self.node, &dirty);
@@ -182,26 +185,6 @@ impl Agent {
 
 /// The watch event that kube-proxies would receive for the same change: the whole slice.
 fn slice_event_bytes() -> usize {
-    let endpoint = |i: u32| {
-        let endpoint = workload::endpoint(0, i);
-        json!({
-            "addresses": [endpoint.address],
-            "conditions": {"ready": true, "serving": true, "terminating": false},
-            "nodeName": endpoint.node, "zone": endpoint.zone,
-            "targetRef": {"kind": "Pod", "namespace": "bench", "name": format!("service-00000-7d4b9c6f5-x{i:04}"), "uid": "0b0f4d5e-3c52-4c0e-9a77-d9a1f5b8c1aa"},
-        })
-    };
-    let event = json!({"type": "MODIFIED", "object": {
-        "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
-        "metadata": {
-            "name": "service-00000-x7k2p", "namespace": "bench", "generateName": "service-00000-", "resourceVersion": "1001", "generation": 7,
-            "uid": "5a1c6f0e-8f3a-4c55-b9d0-0b3a1f0f8e11", "creationTimestamp": "2026-01-01T00:00:00Z",
-            "labels": {"kubernetes.io/service-name": "service-00000", "endpointslice.kubernetes.io/managed-by": "endpointslice-controller.k8s.io"},
-            "annotations": {"endpoints.kubernetes.io/last-change-trigger-time": "2026-01-01T00:00:00Z"},
-            "ownerReferences": [{"apiVersion": "v1", "kind": "Service", "name": "service-00000", "uid": "c9b7e2f4-1f60-4f0e-a3f5-2f1d6f0c9b10", "controller": true, "blockOwnerDeletion": true}],
-        },
-        "ports": [{"name": "http", "protocol": "TCP", "port": 8080}],
-        "endpoints": (0..ENDPOINTS).map(endpoint).collect::<Vec<_>>(),
-    }});
-    event.to_string().len()
+    let endpoints: Vec<_> = (0..ENDPOINTS).map(|i| workload::endpoint(0, i)).collect();
+    slice_event(&workload::key(0), &endpoints).to_string().len()
 }

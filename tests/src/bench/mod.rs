@@ -11,4 +11,5 @@ pub mod iptables;
 pub mod kube_proxy_shape;
 pub mod memory;
 pub mod report;
+pub mod wire;
 pub mod workload;

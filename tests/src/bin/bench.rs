@@ -7,6 +7,7 @@ use clap::Parser;
 use headgate_tests::bench::{
     connect, conntrack, delta, fleet, iptables, memory,
     report::{Figure, publish},
+    wire,
 };
 
 /// Measures Headgate beside an anchor in the same run; prints the figures and writes them as JSON
@@ -39,6 +40,7 @@ type Bench = fn(&Arguments) -> Result<Vec<Figure>>;
 const BENCHES: &[(&str, &str, Bench)] = &[
     ("delta", "one endpoint changes: CPU of both sides and bytes, at three sizes", |_| delta::run()),
     ("fleet", "thousands of agents on one replica: delay, CPU and memory", |a| fleet::run(&a.load, a.services)),
+    ("wire", "bytes of an endpoint's change per node, alone and in bursts; fails above its goals", |_| wire::run()),
     ("iptables-full", "the first sync, legacy and nft", |a| iptables::run(iptables::Bench::Full, a.services)),
     ("iptables-incremental", "one endpoint changes, legacy and nft", |a| {
         iptables::run(iptables::Bench::Incremental, a.services)

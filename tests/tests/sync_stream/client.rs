@@ -3,7 +3,10 @@
 use std::{collections::BTreeMap, net::SocketAddr, time::Duration};
 
 use bytes::{Buf as _, BufMut as _, Bytes};
-use headgate_core::{Change, Dirty, State, digest};
+use headgate_core::{
+    Change, Dirty, State, digest,
+    reference::{Referable, Referrer},
+};
 use headgate_proto::{Decoder, digests_to_wire, frame::PREFIX_BYTES, v1};
 use prost::Message as _;
 use tokio::{sync::mpsc, time::timeout};
@@ -97,13 +100,17 @@ impl Client {
         };
         let mut held = held.unwrap_or_default();
         held.epoch = welcome.epoch;
+        let mut decoder = Decoder::default();
+        if welcome.resume() == v1::welcome::ResumeMode::Log {
+            decoder.refer_to(Referrer::new(welcome.epoch), Referable::of(&held.state));
+        }
         Ok(Self {
             sender,
             messages,
             welcome,
             held,
             staged: Vec::new(),
-            decoder: Decoder::default(),
+            decoder,
             resources: 0,
             removals: 0,
             batches: 0,
@@ -133,12 +140,14 @@ impl Client {
             Body::Welcome(_) => panic!("a second Welcome"),
             Body::Batch(batch) => {
                 self.bytes += bytes;
-                assert_eq!(batch.previous_version, self.held.version);
+                let previous = batch.follows().unwrap();
+                assert_eq!(previous, self.held.version);
+                let positions: Vec<_> = batch.moved_positions().collect();
                 self.stage(batch.changes.unwrap());
-                if batch.version != batch.previous_version {
+                if batch.version != previous {
                     self.held.version = batch.version;
                     self.batches += 1;
-                    self.finish(&batch.positions);
+                    self.finish(&positions);
                 }
             }
             Body::SnapshotChunk(chunk) => {
@@ -180,7 +189,7 @@ impl Client {
     }
 
     fn stage(&mut self, changes: v1::Changes) {
-        let (changes, rejections) = self.decoder.changes(changes);
+        let (changes, rejections) = self.decoder.changes(changes).unwrap();
         assert_eq!(rejections, []);
         self.staged.extend(changes);
     }
@@ -212,6 +221,7 @@ impl Client {
         self.held.version = end.version;
         self.finish(&end.positions);
         self.ends.push(end);
+        self.decoder.refer_to(Referrer::new(self.held.epoch), Referable::of(&self.held.state));
     }
 }
 

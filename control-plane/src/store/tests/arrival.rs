@@ -2,7 +2,7 @@
 
 use std::net::Ipv4Addr;
 
-use headgate_core::{Change, ServiceCidr};
+use headgate_core::{Change, ServiceCidr, reference::Referable};
 use proptest::prelude::*;
 
 use super::{Reader, endpoint, key, remove_endpoint, service, store};
@@ -54,7 +54,7 @@ proptest! {
         max_delta_changes in prop_oneof![Just(0_usize), Just(5), Just(1000)],
     ) {
         let store = store(Limits { max_tombstones, ring_bytes, delta_cache_bytes: 500, max_delta_changes });
-        let mut readers: Vec<(Reader, Cursor)> = (0..READERS).map(|_| (Reader::default(), store.cursor(None).1)).collect();
+        let mut readers: Vec<(Reader, Cursor)> = (0..READERS).map(|_| (Reader::of(&store), store.cursor(None).1)).collect();
         for action in actions {
             match action {
                 Action::Commit(changes) => store.put(changes),
@@ -81,6 +81,8 @@ proptest! {
         let inner = store.read();
         prop_assert!(inner.log.tombstones() <= max_tombstones);
         let live = inner.state.digests().resource_count();
+        let referable = Referable::of(&inner.state);
+        prop_assert_eq!(inner.names.len(), referable.services.len() + referable.placements.len() + referable.ports.len());
         prop_assert_eq!(inner.log.len() as u64, live + inner.log.tombstones() as u64);
     }
 }
@@ -92,7 +94,7 @@ fn readers_on_other_threads_arrive_while_the_source_goes_on() {
     std::thread::scope(|scope| {
         for _ in 0..4 {
             scope.spawn(|| {
-                let mut reader = Reader::default();
+                let mut reader = Reader::of(&store);
                 let mut cursor = store.cursor(None).1;
                 while reader.ends.is_empty() || reader.version < commits.into() {
                     match store.next_frame(&mut cursor) {

@@ -3,7 +3,10 @@
 use std::collections::BTreeMap;
 
 use bytes::Bytes;
-use headgate_core::{Change, Dirty, State, digest};
+use headgate_core::{
+    Change, Dirty, State, digest,
+    reference::{Referable, Referrer},
+};
 use headgate_proto::{Decoder, MAX_SERVER_MESSAGE_BYTES, frame::PREFIX_BYTES, v1};
 use prost::Message as _;
 use v1::server_message::Body;
@@ -22,19 +25,28 @@ pub(super) struct Reader {
     pub(super) ends: Vec<v1::SnapshotEnd>,
     pub(super) resources: usize,
     pub(super) removals: usize,
+    pub(super) references: usize,
+    pub(super) decoder: Decoder,
+    epoch: u64,
 }
 
 impl Reader {
+    /// A reader of a store's first stream.
+    pub(super) fn of(store: &Store) -> Self {
+        Self { epoch: store.epoch(), ..Self::default() }
+    }
+
     pub(super) fn read(&mut self, frame: &Bytes) {
         assert!(frame.len() - PREFIX_BYTES <= MAX_SERVER_MESSAGE_BYTES, "{} bytes", frame.len());
         match v1::ServerMessage::decode(&frame[PREFIX_BYTES..]).unwrap().body.unwrap() {
             Body::Batch(batch) => {
-                assert_eq!(batch.previous_version, self.version);
+                let previous = batch.follows().unwrap();
+                assert_eq!(previous, self.version);
+                self.positions.extend(batch.moved_positions().map(|position| (position.kind, position.position)));
                 self.stage(batch.changes.unwrap());
-                if batch.version != batch.previous_version {
+                if batch.version != previous {
                     self.version = batch.version;
                     self.batches += 1;
-                    self.take_positions(&batch.positions);
                     self.apply();
                 }
             }
@@ -49,7 +61,9 @@ impl Reader {
     }
 
     fn stage(&mut self, changes: v1::Changes) {
-        let (changes, rejections) = Decoder::default().changes(changes);
+        let groups = changes.endpoints.iter().filter(|group| group.service != 0).count();
+        self.references += groups + changes.known_placements.len() + changes.known_port_lists.len();
+        let (changes, rejections) = self.decoder.changes(changes).unwrap();
         assert_eq!(rejections, []);
         self.staged.extend(changes);
     }
@@ -86,9 +100,15 @@ impl Reader {
         self.version = end.version;
         self.take_positions(&end.positions);
         self.ends.push(end);
+        self.refer();
+    }
+
+    fn refer(&mut self) {
+        self.decoder.refer_to(Referrer::new(self.epoch), Referable::of(&self.state));
     }
 
     pub(super) fn read_all(&mut self, store: &Store, cursor: &mut Cursor) -> Vec<Bytes> {
+        self.epoch = store.epoch();
         let mut frames = Vec::new();
         while let Some(frame) = store.next_frame(cursor).unwrap() {
             self.read(&frame);
@@ -102,6 +122,11 @@ impl Reader {
         self.staged.clear();
         let (mode, cursor) = store.cursor(Some(&resume_of(self, epoch)));
         self.by_digests = mode == ResumeMode::Digests;
+        self.epoch = store.epoch();
+        self.decoder.forget_references();
+        if mode == ResumeMode::Log {
+            self.refer();
+        }
         (mode, cursor)
     }
 

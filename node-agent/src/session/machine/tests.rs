@@ -1,5 +1,5 @@
 #![allow(clippy::unwrap_used)]
-use headgate_core::{Dirty, digest::service_bucket};
+use headgate_core::{Dirty, Endpoint, digest::service_bucket};
 use proptest::prelude::*;
 
 use super::*;
@@ -32,6 +32,9 @@ impl Agent {
                 Effect::Reject(nack) => self.nacks.push(nack),
                 _ => {}
             }
+        }
+        if self.machine.needs_referable() {
+            self.machine.refer_to(Referable::of(self.held.state()));
         }
         Ok(())
     }
@@ -332,7 +335,7 @@ fn what_a_snapshot_carried_and_could_not_be_used_stays_at_its_last_good_value() 
     let Some(Body::SnapshotChunk(wire)) = &mut bad.body else { unreachable!() };
     let wire = wire.changes.as_mut().unwrap();
     wire.services[0].cluster_ips[0] = vec![1, 2, 3].into();
-    wire.endpoints[0].changed[1].node = 99;
+    wire.endpoints[0].changed[1].placement = 99;
     let _ = agent.hello();
     agent.take(replica(8).welcome(ResumeMode::Digests)).unwrap();
     agent.take(bad).unwrap();
@@ -343,6 +346,67 @@ fn what_a_snapshot_carried_and_could_not_be_used_stays_at_its_last_good_value() 
     assert!(entry.service().is_some());
     let addresses: Vec<String> = entry.endpoints().keys().map(ToString::to_string).collect();
     assert_eq!(addresses, ["10.1.0.1", "10.1.0.2"], "the third was not carried and is gone");
+}
+
+/// A batch that moves an endpoint of `web` to the ports and node of another, all told by references.
+fn referring(replica: &Replica, version: u64, like: &Change) -> v1::ServerMessage {
+    let (Change::Endpoint(key, other), referrer) = (like, Referrer::new(replica.epoch)) else { unreachable!() };
+    let moved = v1::Endpoint { address: vec![10, 1, 0, 77].into(), ..Default::default() };
+    let group = v1::ServiceEndpoints { service: referrer.service(key), changed: vec![moved], ..Default::default() };
+    let changes = v1::Changes {
+        endpoints: vec![group],
+        known_port_lists: vec![referrer.ports(&other.ports)],
+        known_placements: vec![referrer.placement(&other.placement())],
+        ..Default::default()
+    };
+    message(Body::Batch(v1::Batch { version, changes: Some(changes), ..Default::default() }))
+}
+
+#[test]
+fn references_stand_for_what_is_held() {
+    let mut replica = replica(1);
+    let mut agent = Agent::following(&replica);
+    replica.commit(vec![service("new", 80), endpoint("new", 9, 7777)]);
+    replica.batches_after(replica.version() - 1).into_iter().for_each(|batch| agent.take(batch).unwrap());
+    agent.take(referring(&replica, replica.version() + 1, &endpoint("new", 9, 7777))).unwrap();
+    let entry = agent.held.state().entry(&key("new")).unwrap();
+    let Change::Endpoint(_, like) = endpoint("new", 9, 7777) else { unreachable!() };
+    let moved = Endpoint { address: [10, 1, 0, 77].into(), ..like };
+    assert_eq!(entry.endpoints()[&moved.address], moved);
+    // The same after a resume by log: what can be referred to comes from what is held.
+    agent.hello();
+    agent.take(replica.welcome(ResumeMode::Log)).unwrap();
+    agent.take(referring(&replica, replica.version() + 2, &endpoint("new", 9, 7777))).unwrap();
+    assert_eq!(agent.held.position(), Some((1, replica.version() + 2)));
+}
+
+#[test]
+fn a_reference_to_what_is_not_held_ends_the_stream_and_changes_nothing() {
+    let replica = replica(1);
+    let mut agent = Agent::following(&replica);
+    let other = endpoint("elsewhere", 9, 7777);
+    let refused = agent.take(referring(&replica, replica.version() + 1, &other)).unwrap_err();
+    assert!(matches!(refused, Violation::Reference(_)), "{refused}");
+    assert!(refused.to_string().contains("not held here; resuming by digests"), "{refused}");
+    agent.assert_at(&replica);
+}
+
+#[test]
+fn what_was_rejected_can_be_referred_to() {
+    let replica = replica(1);
+    let mut agent = Agent::following(&replica);
+    let version = replica.version();
+    let mut message = batch(version, version + 1, &[service("bad", 80), endpoint("bad", 9, 7777)]);
+    let Some(Body::Batch(wire)) = &mut message.body else { unreachable!() };
+    wire.changes.as_mut().unwrap().services[0].ports[0].protocol = 99;
+    wire.changes.as_mut().unwrap().endpoints[0].changed[0].conditions = 1 << 7;
+    agent.take(message).unwrap();
+    assert_eq!(agent.nacks[0].rejections.len(), 2);
+    let other = endpoint("bad", 9, 7777);
+    agent.take(referring(&replica, version + 2, &other)).unwrap();
+    // A snapshot makes the agent collect anew what it holds.
+    agent.take(end(version + 2, vec![], 0)).unwrap();
+    agent.take(referring(&replica, version + 3, &other)).unwrap();
 }
 
 #[test]

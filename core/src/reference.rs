@@ -1,0 +1,131 @@
+//! References: how a change says in 4 bytes what a state already holds, such as a service's name or an endpoint's node.
+//!
+//! A reference is the beginning of SHA-256 over the epoch of the replica that sends it and what it stands for, in the canonical form of
+//! [`crate::digest`]. The epoch is random, so nobody who only names objects can choose names whose references collide. Collisions
+//! that happen by chance are the sender's to avoid, among what it holds, and the receiver's to notice, among what it holds.
+
+use std::{collections::HashSet, sync::Arc};
+
+use crate::{
+    digest::Form,
+    model::{EndpointPort, Placement, ServiceKey},
+    state::State,
+};
+
+/// Computes references within one epoch. 0 stands for none and is never one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Referrer {
+    epoch: u64,
+}
+
+impl Referrer {
+    /// For a replica's epoch.
+    #[must_use]
+    pub fn new(epoch: u64) -> Self {
+        Self { epoch }
+    }
+
+    /// Of a service's key.
+    #[must_use]
+    pub fn service(self, key: &ServiceKey) -> u32 {
+        let mut form = self.form(b's');
+        form.key(key);
+        cut(form)
+    }
+
+    /// Of a placement.
+    #[must_use]
+    pub fn placement(self, placement: &Placement) -> u32 {
+        let mut form = self.form(b'p');
+        let Placement { node, zone, hints } = placement;
+        form.text(node.as_deref().unwrap_or_default());
+        form.text(zone.as_deref().unwrap_or_default());
+        for list in hints.iter().flat_map(|hints| [&hints.zones, &hints.nodes]) {
+            form.number(list.len() as u64);
+            list.iter().for_each(|name| form.text(name));
+        }
+        cut(form)
+    }
+
+    /// Of an endpoint's list of ports.
+    #[must_use]
+    pub fn ports(self, ports: &[EndpointPort]) -> u32 {
+        let mut form = self.form(b'l');
+        form.number(ports.len() as u64);
+        for port in ports {
+            form.text(&port.name);
+            form.text(port.protocol.as_lower_str());
+            form.number(u64::from(port.port));
+        }
+        cut(form)
+    }
+
+    fn form(self, tag: u8) -> Form {
+        let mut form = Form::new(tag);
+        form.number(self.epoch);
+        form
+    }
+}
+
+fn cut(form: Form) -> u32 {
+    let [a, b, c, d, ..] = form.finish().to_le_bytes();
+    u32::from_le_bytes([a, b, c, d]).max(1)
+}
+
+/// What a state holds that changes may refer to. Services count while there is a Service; what is only an endpoint's key does not.
+#[derive(Debug, Default)]
+pub struct Referable {
+    /// Keys of Services.
+    pub services: Vec<Arc<ServiceKey>>,
+    /// Placements of endpoints.
+    pub placements: HashSet<Placement>,
+    /// Port lists of endpoints.
+    pub ports: HashSet<Arc<[EndpointPort]>>,
+}
+
+impl Referable {
+    /// Collects it: a full pass, for the beginning of a stream.
+    #[must_use]
+    pub fn of(state: &State) -> Self {
+        let mut found = Self::default();
+        for (key, entry) in state.entries() {
+            if entry.service().is_some() {
+                found.services.push(Arc::clone(key));
+            }
+            for endpoint in entry.endpoints().values() {
+                let placement = endpoint.placement();
+                if !found.placements.contains(&placement) {
+                    found.placements.insert(placement);
+                }
+                if !found.ports.contains(&endpoint.ports) {
+                    found.ports.insert(Arc::clone(&endpoint.ports));
+                }
+            }
+        }
+        found
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::Protocol;
+
+    #[test]
+    fn references_tell_epochs_kinds_and_values_apart() {
+        let (one, other) = (Referrer::new(1), Referrer::new(2));
+        let key = ServiceKey::new("prod", "web");
+        assert_eq!(one.service(&key), one.service(&key.clone()));
+        assert_ne!(one.service(&key), other.service(&key));
+        assert_ne!(one.service(&key), one.service(&ServiceKey::new("pro", "dweb")));
+        let node = |name: &str| Placement { node: Some(name.into()), ..Placement::default() };
+        assert_ne!(one.placement(&node("a")), one.placement(&node("b")));
+        assert_ne!(
+            one.placement(&node("a")),
+            one.placement(&Placement { zone: Some("a".into()), ..Placement::default() })
+        );
+        let port = |port| EndpointPort { name: "http".into(), protocol: Protocol::Tcp, port };
+        assert_ne!(one.ports(&[port(80)]), one.ports(&[port(81)]));
+        assert_ne!(one.ports(&[]), 0);
+    }
+}

@@ -1,0 +1,207 @@
+//! What references stand for on the receiver's side (contract, 13).
+
+use std::{
+    collections::{HashMap, hash_map::Entry},
+    sync::Arc,
+};
+
+use headgate_core::{
+    EndpointPort, Placement, ServiceKey,
+    reference::{Referable, Referrer},
+};
+
+/// So much may be learned from messages, beyond as much again as was held, before it is to be compared with what is still held.
+const LEARNED_MUCH: usize = 4096;
+
+/// A reference to what this side does not hold, or holds two of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("a change refers to a {what} by {reference:08x}, which is {} here", if *.is_ambiguous { "not unique" } else { "not held" })]
+pub struct UnknownReference {
+    what: &'static str,
+    reference: u32,
+    is_ambiguous: bool,
+}
+
+/// Things that are remembered although the resource that carried them could not be used.
+const MAX_UNUSABLE: usize = 1024;
+
+/// `None` where two things have one reference.
+type Table<T> = HashMap<u32, Option<T>>;
+
+/// See the module.
+#[derive(Debug, Default)]
+pub(crate) struct Known {
+    /// Absent: messages hold no references, and nothing is learned.
+    referrer: Option<Referrer>,
+    services: Table<Arc<ServiceKey>>,
+    placements: Table<Placement>,
+    ports: Table<Arc<[EndpointPort]>>,
+    held: usize,
+    /// Of resources that could not be used: the replica holds these, so it refers to what they carried.
+    unusable: Unusable,
+}
+
+#[derive(Debug, Default)]
+struct Unusable {
+    services: Vec<ServiceKey>,
+    endpoints: Vec<(Placement, Arc<[EndpointPort]>)>,
+}
+
+impl Known {
+    /// Begins anew with what is held.
+    pub(crate) fn replace(&mut self, referrer: Referrer, referable: Referable) {
+        let unusable = std::mem::take(&mut self.unusable);
+        *self = Self { referrer: Some(referrer), ..Self::default() };
+        self.services.reserve(referable.services.len());
+        for key in referable.services {
+            learn(&mut self.services, referrer.service(&key), key);
+        }
+        for placement in referable.placements {
+            learn(&mut self.placements, referrer.placement(&placement), placement);
+        }
+        for ports in referable.ports {
+            learn(&mut self.ports, referrer.ports(&ports), ports);
+        }
+        for key in &unusable.services {
+            self.learn_service(key);
+        }
+        for (placement, ports) in &unusable.endpoints {
+            self.learn_placement(placement);
+            self.learn_ports(ports);
+        }
+        self.unusable = unusable;
+        self.held = self.len();
+    }
+
+    /// Forgets everything but what was unusable: a stream begins.
+    pub(crate) fn clear(&mut self) {
+        *self = Self { unusable: std::mem::take(&mut self.unusable), ..Self::default() };
+    }
+
+    /// A Service could not be used.
+    pub(crate) fn note_unusable_service(&mut self, key: &ServiceKey) {
+        let noted = &mut self.unusable.services;
+        if noted.len() < MAX_UNUSABLE && !noted.contains(key) {
+            noted.push(key.clone());
+        }
+    }
+
+    /// An endpoint could not be used, or part of it.
+    pub(crate) fn note_unusable_endpoint(&mut self, placement: Placement, ports: Arc<[EndpointPort]>) {
+        let (noted, endpoint) = (&mut self.unusable.endpoints, (placement, ports));
+        if noted.len() < MAX_UNUSABLE && !noted.contains(&endpoint) {
+            noted.push(endpoint);
+        }
+    }
+
+    fn len(&self) -> usize {
+        self.services.len() + self.placements.len() + self.ports.len()
+    }
+
+    /// What is gone stays known until the next [`Known::replace`], which is due when that may be more than what is held.
+    pub(crate) fn has_learned_much(&self) -> bool {
+        self.len() > 2 * self.held + LEARNED_MUCH
+    }
+
+    pub(crate) fn learn_service(&mut self, key: &ServiceKey) {
+        let Some(referrer) = self.referrer else { return };
+        match self.services.entry(referrer.service(key)) {
+            Entry::Vacant(entry) => {
+                entry.insert(Some(Arc::new(key.clone())));
+            }
+            Entry::Occupied(mut entry) => {
+                if entry.get().as_deref() != Some(key) {
+                    entry.insert(None);
+                }
+            }
+        }
+    }
+
+    pub(crate) fn forget_service(&mut self, key: &ServiceKey) {
+        let Some(referrer) = self.referrer else { return };
+        if let Entry::Occupied(entry) = self.services.entry(referrer.service(key))
+            && entry.get().as_deref() == Some(key)
+        {
+            entry.remove();
+        }
+    }
+
+    pub(crate) fn learn_placement(&mut self, placement: &Placement) {
+        if let Some(referrer) = self.referrer {
+            learn(&mut self.placements, referrer.placement(placement), placement.clone());
+        }
+    }
+
+    pub(crate) fn learn_ports(&mut self, ports: &Arc<[EndpointPort]>) {
+        if let Some(referrer) = self.referrer {
+            learn(&mut self.ports, referrer.ports(ports), Arc::clone(ports));
+        }
+    }
+
+    pub(crate) fn service(&self, reference: u32) -> Result<ServiceKey, UnknownReference> {
+        find(&self.services, reference, "service").map(|key| (**key).clone())
+    }
+
+    pub(crate) fn placement(&self, reference: u32) -> Result<Placement, UnknownReference> {
+        find(&self.placements, reference, "placement").cloned()
+    }
+
+    pub(crate) fn ports(&self, reference: u32) -> Result<Arc<[EndpointPort]>, UnknownReference> {
+        find(&self.ports, reference, "list of ports").cloned()
+    }
+}
+
+fn learn<T: PartialEq>(table: &mut Table<T>, reference: u32, value: T) {
+    match table.entry(reference) {
+        Entry::Vacant(entry) => {
+            entry.insert(Some(value));
+        }
+        Entry::Occupied(mut entry) => {
+            if entry.get().as_ref() != Some(&value) {
+                entry.insert(None);
+            }
+        }
+    }
+}
+
+fn find<'a, T>(table: &'a Table<T>, reference: u32, what: &'static str) -> Result<&'a T, UnknownReference> {
+    let found = table.get(&reference);
+    let unknown = UnknownReference { what, reference, is_ambiguous: found.is_some() };
+    found.and_then(Option::as_ref).ok_or(unknown)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn two_things_with_one_reference_are_told_from_none_and_stay_so() {
+        let mut table = Table::default();
+        assert!(!find(&table, 1, "service").unwrap_err().is_ambiguous);
+        learn(&mut table, 1, "web");
+        learn(&mut table, 1, "web");
+        assert_eq!(find(&table, 1, "service"), Ok(&"web"));
+        learn(&mut table, 1, "db");
+        learn(&mut table, 1, "db");
+        let error = find(&table, 1, "service").unwrap_err();
+        assert_eq!(error.to_string(), "a change refers to a service by 00000001, which is not unique here");
+    }
+
+    #[test]
+    fn a_service_is_known_while_it_is_there_and_what_is_learned_is_bounded() {
+        let mut known = Known::default();
+        let (key, referrer) = (ServiceKey::new("prod", "web"), Referrer::new(7));
+        known.learn_service(&key);
+        assert!(known.service(referrer.service(&key)).is_err(), "without an epoch there are no references");
+        known.replace(referrer, Referable { services: vec![Arc::new(key.clone())], ..Referable::default() });
+        assert_eq!(known.service(referrer.service(&key)), Ok(key.clone()));
+        known.forget_service(&key);
+        assert!(known.service(referrer.service(&key)).is_err());
+        for number in 0..=LEARNED_MUCH + 2 {
+            assert!(!known.has_learned_much());
+            known.learn_placement(&Placement { node: Some(format!("n{number}").into()), ..Placement::default() });
+        }
+        assert!(known.has_learned_much());
+    }
+}
