@@ -5,7 +5,7 @@
 
 use std::{io, sync::Arc};
 
-use headgate_core::{Change, Dirty, State};
+use headgate_core::{Change, Dirty, State, reference::Referable};
 use headgate_proto::{MAX_SERVER_MESSAGE_BYTES, v1};
 use prost::Message as _;
 
@@ -35,6 +35,9 @@ pub fn server_stream<'a>(messages: impl IntoIterator<Item = &'a [u8]>) -> usize 
                 held.apply(step, &mut Dirty::default());
                 applied += 1;
             }
+        }
+        if machine.needs_referable() {
+            machine.refer_to(Referable::of(held.state()));
         }
     }
     assert_digests(held.state());

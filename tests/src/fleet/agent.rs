@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use headgate_core::{Dirty, digest::Digests};
+use headgate_core::{Dirty, digest::Digests, reference::Referable};
 use headgate_node_agent::session::{
     held::Held,
     machine::{Effect as MachineEffect, Machine},
@@ -156,6 +156,9 @@ impl Full {
                 }
                 _ => {}
             }
+        }
+        if self.machine.needs_referable() {
+            self.machine.refer_to(Referable::of(self.held.state()));
         }
         Ok(())
     }

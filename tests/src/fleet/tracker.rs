@@ -19,7 +19,7 @@ pub enum Violation {
     /// Contract, 5.
     #[error("a batch follows version {previous}, and the agent is at {held}")]
     Gap {
-        /// `Batch.previous_version`.
+        /// `Batch.follows_version`.
         previous: u64,
         /// Where the agent is.
         held: u64,
@@ -275,16 +275,18 @@ impl Tracker {
     }
 
     fn on_batch(&mut self, body: &[u8]) -> Result<Effect, Violation> {
-        let (mut previous, mut version, mut resources) = (0, 0, 0);
+        let (mut follows, mut version, mut resources) = (None, 0_u64, 0);
         for field in Fields(body) {
             match field? {
-                (1, value) => previous = value.number()?,
                 (2, value) => version = value.number()?,
                 (3, value) => read_position(value, &mut self.positions)?,
+                (5, value) => self.positions[ENDPOINT_SLICES] = value.number()?,
+                (6, value) => follows = Some(value.number()?),
                 (4, value) => resources += count(value.bytes()?)?.all(),
                 _ => {}
             }
         }
+        let previous = follows.unwrap_or(version.wrapping_sub(1));
         self.received.batches += 1;
         self.received.batch_bytes += body.len() as u64;
         self.received.batch_resources += resources;

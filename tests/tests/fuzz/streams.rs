@@ -63,7 +63,8 @@ fn stream() -> Vec<u8> {
     let message = |body| frame(&v1::ServerMessage { body: Some(body) }).to_vec();
     let mut bytes = message(Body::Welcome(v1::Welcome {
         replica: "replica-0".into(),
-        epoch: EPOCH,
+        // Batches refer to what the snapshot brought, by hashes that the epoch is part of.
+        epoch: store.epoch(),
         resume: v1::welcome::ResumeMode::Full.into(),
         heartbeat_interval_ms: 10_000,
         behind_wait_ms: 30_000,
