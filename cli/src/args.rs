@@ -4,6 +4,8 @@ use std::path::PathBuf;
 
 use clap::{Parser, Subcommand, ValueEnum};
 
+use crate::certs::CertsArgs;
+
 /// Shows what a Headgate control plane serves, and what every node has programmed of it.
 #[derive(Debug, Parser)]
 #[command(name = "headgatectl", version, max_term_width = 100)]
@@ -62,6 +64,8 @@ pub enum Command {
     },
     /// Changes from now on, until Ctrl-C
     Watch(Selection),
+    /// Make an authority and certificates for a trial, and say how to use them. Asks no server
+    Certs(CertsArgs),
     /// The replica itself: source, version, counts, and what it had to refuse
     Status,
 }

@@ -1,9 +1,10 @@
 //! `headgatectl`: what a control plane replica knows and what its agents have programmed, for people and programs.
 //!
 //! [`args`] says what can be asked, [`client`] asks it, [`render`] makes tables of the answers and [`json`] makes JSON of
-//! them, with the field names of `headgate.v1.Inspect`. [`run`] joins them.
+//! them, with the field names of `headgate.v1.Inspect`. [`run`] joins them. [`certs`] asks nobody: it makes certificates.
 
 pub mod args;
+pub mod certs;
 pub mod client;
 pub mod json;
 pub mod render;

@@ -11,6 +11,7 @@ use tonic::transport::Channel;
 use tonic::{Code, Status, Streaming};
 
 use crate::args::{Args, Command, Output, Selected, Selection};
+use crate::certs::{self, CertsArgs, CertsError};
 use crate::client::{self, ConnectError};
 use crate::json;
 use crate::render::{self, Style};
@@ -37,6 +38,9 @@ pub enum Failure {
         /// What it said.
         message: String,
     },
+    /// Certificates cannot be made.
+    #[error(transparent)]
+    Certs(#[from] CertsError),
     /// Standard output cannot be written.
     #[error("writing the answer: {0}")]
     Output(#[from] io::Error),
@@ -46,17 +50,29 @@ impl Failure {
     /// 2 for usage, 1 for all else.
     pub fn exit_code(&self) -> u8 {
         match self {
-            Self::Usage(_) | Self::Connect(ConnectError::Usage(_)) => 2,
-            Self::Connect(_) | Self::NotFound(_) | Self::Server { .. } | Self::Output(_) => 1,
+            Self::Usage(_) | Self::Connect(ConnectError::Usage(_)) | Self::Certs(CertsError::Usage(_)) => 2,
+            Self::Connect(_) | Self::Certs(_) | Self::NotFound(_) | Self::Server { .. } | Self::Output(_) => 1,
         }
     }
 }
 
 /// Runs one command and writes its answer to `out`. A reader that closes the pipe early (`| head`) ends it in peace.
 pub async fn run(args: &Args, style: Style, out: &mut dyn Write) -> Result<(), Failure> {
-    match Session::run(args, style, out).await {
+    let done = match &args.command {
+        Command::Certs(certs) => make_certs(certs, args.output, out),
+        _ => Session::run(args, style, out).await,
+    };
+    match done {
         Err(Failure::Output(error)) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
         result => result,
+    }
+}
+
+fn make_certs(args: &CertsArgs, output: Output, out: &mut dyn Write) -> Result<(), Failure> {
+    let made = certs::make(args)?;
+    match output {
+        Output::Json => Ok(writeln!(out, "{:#}", made.json())?),
+        Output::Table => Ok(out.write_all(made.text().as_bytes())?),
     }
 }
 
@@ -75,7 +91,9 @@ impl<'a> Session<'a> {
             Command::Services(selection) | Command::Endpoints(selection) | Command::Watch(selection) => {
                 resolve(selection)?
             }
-            Command::Agents { .. } | Command::Status => Selected { namespace: String::new(), name: String::new() },
+            Command::Agents { .. } | Command::Status | Command::Certs(_) => {
+                Selected { namespace: String::new(), name: String::new() }
+            }
         };
         let client = client::connect(&args.server, &args.tls).await.map_err(Failure::Connect)?;
         let mut session = Self { client, server: &args.server, output: args.output, style, out };
@@ -85,6 +103,8 @@ impl<'a> Session<'a> {
             Command::Agents { node } => session.agents(node.as_deref()).await,
             Command::Watch(_) => session.watch(selected).await,
             Command::Status => session.status().await,
+            // Done before anybody was asked.
+            Command::Certs(_) => Ok(()),
         }
     }
 

@@ -2,6 +2,7 @@
 
 use std::{net::SocketAddr, sync::Arc, time::SystemTime};
 
+use headgate_core::dns_name::check_subdomain;
 use headgate_tls::{Validity, date};
 use tokio::time::Instant;
 use x509_parser::{extensions::GeneralName, prelude::*};
@@ -20,9 +21,6 @@ const NODE_COMMON_NAME_PREFIX: &str = "system:node:";
 
 /// Organization that makes its holder a reader, for authorities that hand out subjects more easily than URIs.
 const READER_ORGANIZATION: &str = "headgate:readers";
-
-/// Longest name of a Kubernetes object.
-const MAX_NODE_NAME_BYTES: usize = 253;
 
 /// How to get a certificate that names its holder.
 const REMEDY: &str = "have it made with one URI in its subject alternative names, headgate://node/NAME for a node's agent (or the common name \
@@ -208,7 +206,7 @@ fn identify<'a>(
         }
         (Some(by_uri), _) => Some(by_uri),
         (None, Some(name)) => {
-            check_node_name(name)
+            check_subdomain(name)
                 .map_err(|problem| format!("has the common name {NODE_COMMON_NAME_PREFIX}{name}: {problem}"))?;
             Some(Identity::Node(name.into()))
         }
@@ -230,27 +228,8 @@ fn of_uri(uri: &str) -> Result<Identity, String> {
     let Some(name) = name else {
         return Err(format!("has the URI {uri:?}, which is neither {NODE_URI_PREFIX}NAME nor {READER_URI_PREFIX}NAME"));
     };
-    check_node_name(name).map_err(|problem| format!("has the URI {uri:?}: {problem}"))?;
+    check_subdomain(name).map_err(|problem| format!("has the URI {uri:?}: {problem}"))?;
     Ok(if uri.starts_with(NODE_URI_PREFIX) { Identity::Node(name.into()) } else { Identity::Reader(name.into()) })
-}
-
-/// Checks that a name can be a Kubernetes node's: a DNS subdomain in lower case (RFC 1123).
-///
-/// # Errors
-///
-/// A sentence that says what is wrong.
-pub fn check_node_name(name: &str) -> Result<(), String> {
-    let is_label = |label: &str| {
-        let is_allowed = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-';
-        !label.is_empty() && !label.starts_with('-') && !label.ends_with('-') && label.bytes().all(is_allowed)
-    };
-    if name.len() > MAX_NODE_NAME_BYTES {
-        return Err(format!("node name of {} bytes; at most {MAX_NODE_NAME_BYTES} are allowed", name.len()));
-    }
-    if !name.split('.').all(is_label) {
-        return Err(format!("{name:?} is no node name: lower-case letters, digits, '-' and '.' are allowed"));
-    }
-    Ok(())
 }
 
 #[cfg(test)]
@@ -303,9 +282,9 @@ mod tests {
             ("agent", None, &["headgate://node/n1", "headgate://node/n2"], "has two URIs"),
             ("agent", None, &["headgate://node/n1", "headgate://node/n1"], "has two URIs"),
             ("agent", None, &["headgate://node/n1", "headgate://reader/me"], "has two URIs"),
-            ("agent", None, &["headgate://node/N1"], "\"N1\" is no node name"),
+            ("agent", None, &["headgate://node/N1"], "\"N1\" is no name"),
             ("agent", None, &["HEADGATE://node/n1"], "which is neither headgate://node/NAME nor"),
-            ("agent", None, &["headgate://node/"], "\"\" is no node name"),
+            ("agent", None, &["headgate://node/"], "\"\" is no name"),
             ("agent", None, &["headgate://operator/me"], "which is neither"),
             (
                 "system:node:n2",
@@ -319,7 +298,7 @@ mod tests {
                 &["headgate://reader/me"],
                 "its URI is a reader's, and its common name system:node:n2",
             ),
-            ("system:node:N2", None, &[], "\"N2\" is no node name"),
+            ("system:node:N2", None, &[], "\"N2\" is no name"),
             ("system:node:n2", Some("headgate:readers"), &[], "it is node n2's, and its organization headgate:readers"),
         ];
         for (common_name, organization, uris, problem) in cases {
@@ -361,15 +340,5 @@ mod tests {
     #[test]
     fn garbage_is_refused() {
         assert!(from_certificate(b"garbage").is_err());
-    }
-
-    #[test]
-    fn node_names() {
-        for good in ["a", "node-1", "node-1.example.com"] {
-            assert_eq!(check_node_name(good), Ok(()));
-        }
-        for bad in ["", "A", "a..b", "-a", "a-", "a b", "a\n", &"a".repeat(254)] {
-            assert!(check_node_name(bad).is_err(), "{bad}");
-        }
     }
 }

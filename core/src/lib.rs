@@ -10,6 +10,7 @@
 pub mod claims;
 pub mod conntrack;
 pub mod digest;
+pub mod dns_name;
 pub mod endpoint_choice;
 pub mod health_check_port;
 pub mod iptables;

@@ -11,7 +11,7 @@ mod known;
 pub use decode::{Decoder, digests_from_wire, node_from_wire};
 pub use encode::{ChangesBuilder, References, digests_to_wire, node_to_wire};
 /// Where the protocol may be spoken without TLS; for programs that know the protocol and not the model.
-pub use headgate_core::plaintext;
+pub use headgate_core::{dns_name::check_subdomain, plaintext};
 pub use known::UnknownReference;
 
 /// Generated from `proto/headgate/v1`.

@@ -2,15 +2,12 @@
 
 use std::{collections::BTreeMap, sync::Arc, time::SystemTime};
 
+use headgate_core::dns_name::check_subdomain;
 use headgate_proto::{digests_from_wire, v1};
 use tonic::Status;
 
 use super::agents::End;
-use crate::{
-    identity::{Peer, check_node_name},
-    store::Resume,
-    transaction::SourceKind,
-};
+use crate::{identity::Peer, store::Resume, transaction::SourceKind};
 
 /// What an accepted `Hello` said.
 #[derive(Debug)]
@@ -25,7 +22,7 @@ pub(super) struct Admitted {
 ///
 /// The end of the stream, with the status that the contract names.
 pub(super) fn admit(hello: &v1::Hello, peer: &Peer) -> Result<Admitted, End> {
-    check_node_name(&hello.node_name).map_err(|problem| {
+    check_subdomain(&hello.node_name).map_err(|problem| {
         End::refusal("invalid_hello", Status::invalid_argument(format!("Hello.node_name: {problem}")))
     })?;
     peer.may_follow(&hello.node_name, SystemTime::now())

@@ -241,7 +241,9 @@ impl Session {
         }
         if self.next_heartbeat <= Instant::now() {
             if let Some(denied) = self.expiry.and_then(Expiry::due) {
-                return Err(End::refusal(denied.reason(), denied.into()));
+                // Through the agent, so that it is counted as what it is.
+                self.agent.end(End::refusal(denied.reason(), denied.into()));
+                return self.poll_next();
             }
             return Ok(Some(self.heartbeat()));
         }

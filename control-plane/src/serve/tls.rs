@@ -94,15 +94,9 @@ impl ServerTls {
             );
         });
         let mut problem = None;
+        // What changed between the first reading and the watch is taken up by a look at once.
+        let mut is_noticed = true;
         loop {
-            // Without a watcher the channel is closed, and this is just the wait.
-            let noticed = timeout(poll, async {
-                match notices.recv().await {
-                    Some(()) => settled(&mut notices).await,
-                    None => std::future::pending().await,
-                }
-            });
-            let is_noticed = noticed.await.is_ok();
             let mut result = self.reload().await;
             if result.is_err() && is_noticed {
                 sleep(SECOND_LOOK).await;
@@ -125,6 +119,14 @@ impl ServerTls {
                     }
                 }
             }
+            // Without a watcher the channel is closed, and this is just the wait.
+            let noticed = timeout(poll, async {
+                match notices.recv().await {
+                    Some(()) => settled(&mut notices).await,
+                    None => std::future::pending().await,
+                }
+            });
+            is_noticed = noticed.await.is_ok();
         }
     }
 

@@ -302,7 +302,7 @@ impl Stream {
                     session.shared.confirm();
                 }
                 () = sleep_until(renew_at.unwrap_or_else(Instant::now)), if renew_at.is_some() => {
-                    if self.renewal.as_mut().is_some_and(Renewal::is_done) {
+                    if let Some(renewal) = &mut self.renewal && renewal.is_done().await {
                         return Ok(StreamEnd::Renewed);
                     }
                 }
@@ -441,8 +441,9 @@ impl Renewal {
     }
 
     /// True when the files hold one that lasts longer; otherwise it is looked for again.
-    fn is_done(&mut self) -> bool {
-        if self.tls.not_after().is_some_and(|not_after| not_after > self.not_after) {
+    async fn is_done(&mut self) -> bool {
+        // What is wrong with the files is logged there.
+        if self.tls.load().await.is_ok_and(|loaded| loaded.validity.not_after > self.not_after) {
             return true;
         }
         let left = self.not_after.duration_since(SystemTime::now()).unwrap_or_default();

@@ -113,11 +113,6 @@ impl AgentTls {
         }
     }
 
-    /// When the certificate expires that the next connection would use, as of the last time that the files were read and good.
-    pub(crate) fn not_after(&self) -> Option<SystemTime> {
-        self.state().last.as_ref().map(|loaded| loaded.validity.not_after)
-    }
-
     /// The TLS handshake on a connection to `host`, a DNS name or an IP address.
     ///
     /// # Errors

@@ -1,0 +1,371 @@
+//! `headgatectl certs`: an authority and certificates for a trial, laid out as the manifests under `deploy/` expect them.
+
+mod folder;
+
+use std::{
+    net::IpAddr,
+    path::{Path, PathBuf},
+    time::{Duration, SystemTime},
+};
+
+use rcgen::{
+    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, KeyUsagePurpose,
+    SanType,
+};
+use serde_json::json;
+
+use folder::{Folder, Kind};
+
+/// How long an authority is valid.
+const AUTHORITY_DAYS: u32 = 3650;
+
+/// Clocks of two machines may differ by so much.
+const CLOCK_TOLERANCE: Duration = Duration::from_secs(3600);
+
+const DAY: Duration = Duration::from_secs(86_400);
+
+/// What to make.
+#[derive(Debug, clap::Args)]
+pub struct CertsArgs {
+    /// Folder for the files. An authority that is there (ca.crt, ca.key) is used again, so that nodes can be added later
+    #[arg(long, value_name = "FOLDER")]
+    pub out: PathBuf,
+    /// Node to make a certificate for. Repeat, or separate by commas
+    #[arg(long, value_name = "NAME", value_delimiter = ',')]
+    pub node: Vec<String>,
+    /// DNS name by which agents reach the control plane. Repeat, or separate by commas
+    #[arg(long, value_name = "NAME", value_delimiter = ',')]
+    pub server_name: Vec<String>,
+    /// IP address by which agents reach the control plane. Repeat, or separate by commas
+    #[arg(long, value_name = "ADDRESS", value_delimiter = ',')]
+    pub server_ip: Vec<IpAddr>,
+    /// Somebody who may look, with headgatectl and grpcurl. Repeat, or separate by commas
+    #[arg(long, value_name = "NAME", value_delimiter = ',')]
+    pub reader: Vec<String>,
+    /// How long the certificates are valid
+    #[arg(long, value_name = "DAYS", default_value_t = 365, value_parser = clap::value_parser!(u32).range(1..=3650))]
+    pub days: u32,
+    /// Replace certificates and keys that are there, to renew them. The authority is never replaced
+    #[arg(long)]
+    pub force: bool,
+}
+
+/// Why nothing, or not everything, was made.
+#[derive(Debug, thiserror::Error)]
+pub enum CertsError {
+    /// The command line asks for nothing, or for something that cannot be.
+    #[error("{0}")]
+    Usage(String),
+    /// A file or the folder.
+    #[error("{}: {problem}", .path.display())]
+    File {
+        /// Which.
+        path: PathBuf,
+        /// What is wrong, and the remedy.
+        problem: String,
+    },
+    /// The cryptographic library refuses.
+    #[error("making a certificate: {0}")]
+    Crypto(#[from] rcgen::Error),
+}
+
+fn bad_file(path: &Path, problem: impl std::fmt::Display) -> CertsError {
+    CertsError::File { path: path.to_owned(), problem: problem.to_string() }
+}
+
+/// An authority that can sign.
+struct Authority {
+    certificate_pem: String,
+    issuer: Issuer<'static, KeyPair>,
+    not_after: SystemTime,
+    /// Was there before.
+    is_kept: bool,
+}
+
+/// What was made.
+#[derive(Debug)]
+pub struct Made {
+    out: PathBuf,
+    nodes: Vec<String>,
+    readers: Vec<String>,
+    /// Address for the example of a URL.
+    server: Option<String>,
+    is_authority_kept: bool,
+    authority_not_after: SystemTime,
+    not_after: SystemTime,
+    files: Vec<PathBuf>,
+}
+
+/// Makes what is asked for. Nothing is written unless all of it can be.
+pub fn make(args: &CertsArgs) -> Result<Made, CertsError> {
+    check(args)?;
+    let now = SystemTime::now();
+    let mut folder = Folder::open(&args.out, args.force)?;
+    let authority = authority(&mut folder, now)?;
+    let not_after = now + DAY * args.days;
+    if not_after > authority.not_after {
+        let problem = format!(
+            "this authority expires in {} days, before certificates for {} days would: pass fewer --days, or another --out for a new authority",
+            authority.not_after.duration_since(now).unwrap_or_default().as_secs() / DAY.as_secs(),
+            args.days
+        );
+        return Err(bad_file(&args.out.join("ca.crt"), problem));
+    }
+    let ca = &authority.certificate_pem;
+    let names = server_names(args)?;
+    let server = args.server_name.first().cloned().or_else(|| {
+        args.server_ip.first().map(|ip| match ip {
+            IpAddr::V4(ip) => ip.to_string(),
+            IpAddr::V6(ip) => format!("[{ip}]"),
+        })
+    });
+    let valid = (now - CLOCK_TOLERANCE, not_after);
+    if !names.is_empty() {
+        let usage = ExtendedKeyUsagePurpose::ServerAuth;
+        leaf(&mut folder, &authority, "control-plane/tls", "headgate-control-plane", names, usage, valid)?;
+        folder.add("control-plane/ca.crt", Kind::Authority, ca)?;
+    }
+    for (role, below, names) in [("node", "nodes", &args.node), ("reader", "readers", &args.reader)] {
+        for name in names {
+            let uri = SanType::URI(format!("headgate://{role}/{name}").try_into()?);
+            let usage = ExtendedKeyUsagePurpose::ClientAuth;
+            leaf(&mut folder, &authority, &format!("{below}/{name}"), name, vec![uri], usage, valid)?;
+        }
+    }
+    if !args.node.is_empty() {
+        folder.add("nodes/ca.crt", Kind::Authority, ca)?;
+    }
+    let files = folder.write()?;
+    Ok(Made {
+        out: args.out.clone(),
+        nodes: args.node.clone(),
+        readers: args.reader.clone(),
+        server,
+        is_authority_kept: authority.is_kept,
+        authority_not_after: authority.not_after,
+        not_after,
+        files,
+    })
+}
+
+fn check(args: &CertsArgs) -> Result<(), CertsError> {
+    let usage = |text: String| Err(CertsError::Usage(text));
+    if args.node.is_empty() && args.reader.is_empty() && args.server_name.is_empty() && args.server_ip.is_empty() {
+        return usage("nothing to make: pass --server-name or --server-ip, --node, or --reader".to_owned());
+    }
+    for (option, names) in [("--node", &args.node), ("--reader", &args.reader), ("--server-name", &args.server_name)] {
+        for (i, name) in names.iter().enumerate() {
+            headgate_proto::check_subdomain(name)
+                .map_err(|problem| CertsError::Usage(format!("{option}: {problem}")))?;
+            // `ca.crt` beside the nodes' files is the authority's.
+            if name == "ca" && option == "--node" {
+                return usage(
+                    "--node ca: its file would be the authority's, ca.crt; make this one in another folder".to_owned(),
+                );
+            }
+            if names[..i].contains(name) {
+                return usage(format!("{option} {name} is there twice"));
+            }
+        }
+    }
+    Ok(())
+}
+
+fn server_names(args: &CertsArgs) -> Result<Vec<SanType>, CertsError> {
+    let names = args.server_name.iter().map(|name| Ok(SanType::DnsName(name.as_str().try_into()?)));
+    let addresses = args.server_ip.iter().map(|address| Ok(SanType::IpAddress(*address)));
+    names.chain(addresses).collect()
+}
+
+/// The folder's authority, or a new one.
+fn authority(folder: &mut Folder, now: SystemTime) -> Result<Authority, CertsError> {
+    let (certificate, key) = (folder.read("ca.crt")?, folder.read("ca.key")?);
+    match (certificate, key) {
+        (Some(certificate), Some(key)) => kept_authority(folder, certificate, &key, now),
+        (None, None) => new_authority(folder, now),
+        (Some(_), None) => {
+            let problem = "missing, while ca.crt is there: bring the authority's key back, or pass another --out for a new authority";
+            Err(bad_file(&folder.path("ca.key"), problem))
+        }
+        (None, Some(_)) => {
+            let problem = "missing, while ca.key is there: bring the authority's certificate back, or pass another --out for a new authority";
+            Err(bad_file(&folder.path("ca.crt"), problem))
+        }
+    }
+}
+
+fn kept_authority(folder: &Folder, pem: String, key: &str, now: SystemTime) -> Result<Authority, CertsError> {
+    let (ca_crt, ca_key) = (folder.path("ca.crt"), folder.path("ca.key"));
+    let no_certificate =
+        |error: &dyn std::fmt::Display| bad_file(&ca_crt, format!("is no certificate in PEM ({error})"));
+    let key =
+        KeyPair::from_pem(key).map_err(|error| bad_file(&ca_key, format!("is no private key in PEM ({error})")))?;
+    let (_, parsed) = x509_parser::pem::parse_x509_pem(pem.as_bytes()).map_err(|error| no_certificate(&error))?;
+    let parsed = parsed.parse_x509().map_err(|error| no_certificate(&error))?;
+    if rcgen::PublicKeyData::der_bytes(&key) != parsed.public_key().subject_public_key.data.as_ref() {
+        let problem = format!("is not the key of {}; put the right one there, or pass another --out", ca_crt.display());
+        return Err(bad_file(&ca_key, problem));
+    }
+    let seconds = u64::try_from(parsed.validity().not_after.timestamp()).unwrap_or_default();
+    let not_after = SystemTime::UNIX_EPOCH + Duration::from_secs(seconds);
+    if not_after <= now {
+        return Err(bad_file(&ca_crt, "this authority has expired: pass another --out for a new one"));
+    }
+    let is_ca = parsed.basic_constraints().ok().flatten().is_some_and(|constraints| constraints.value.ca);
+    if !is_ca {
+        return Err(bad_file(&ca_crt, "is not an authority's certificate: pass another --out for a new authority"));
+    }
+    let issuer = Issuer::from_ca_cert_pem(&pem, key)?;
+    Ok(Authority { certificate_pem: pem, issuer, not_after, is_kept: true })
+}
+
+fn new_authority(folder: &mut Folder, now: SystemTime) -> Result<Authority, CertsError> {
+    let not_after = now + DAY * AUTHORITY_DAYS;
+    let mut params = CertificateParams::default();
+    params.distinguished_name.push(DnType::CommonName, "headgate trial authority");
+    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
+    (params.not_before, params.not_after) = ((now - CLOCK_TOLERANCE).into(), not_after.into());
+    let key = KeyPair::generate()?;
+    let certificate_pem = params.self_signed(&key)?.pem();
+    folder.add("ca.key", Kind::Key, &key.serialize_pem())?;
+    folder.add("ca.crt", Kind::Authority, &certificate_pem)?;
+    Ok(Authority { certificate_pem, issuer: Issuer::new(params, key), not_after, is_kept: false })
+}
+
+/// Adds a certificate and its key, `FILE.crt` and `FILE.key`.
+fn leaf(
+    folder: &mut Folder,
+    authority: &Authority,
+    file: &str,
+    common_name: &str,
+    names: Vec<SanType>,
+    usage: ExtendedKeyUsagePurpose,
+    (not_before, not_after): (SystemTime, SystemTime),
+) -> Result<(), CertsError> {
+    let mut params = CertificateParams::default();
+    params.distinguished_name.push(DnType::CommonName, common_name_of(common_name));
+    params.subject_alt_names = names;
+    params.is_ca = IsCa::ExplicitNoCa;
+    params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+    params.extended_key_usages = vec![usage];
+    params.use_authority_key_identifier_extension = true;
+    (params.not_before, params.not_after) = (not_before.into(), not_after.into());
+    let key = KeyPair::generate()?;
+    let certificate = params.signed_by(&key, &authority.issuer)?;
+    folder.add(&format!("{file}.key"), Kind::Key, &key.serialize_pem())?;
+    folder.add(&format!("{file}.crt"), Kind::Certificate, &certificate.pem())
+}
+
+/// A common name has 64 characters at most (RFC 5280, ub-common-name); the identity is in the alternative names.
+fn common_name_of(name: &str) -> &str {
+    &name[..name.floor_char_boundary(64)]
+}
+
+impl Made {
+    /// For people: what there is, and how to use it.
+    pub fn text(&self) -> String {
+        let out = quoted(&self.out.display().to_string());
+        let days = |until: SystemTime| {
+            until.duration_since(SystemTime::now()).unwrap_or_default().as_secs().div_ceil(DAY.as_secs())
+        };
+        let mut text = String::new();
+        let mut line = |part: &str| {
+            text.push_str(part);
+            text.push('\n');
+        };
+        line(&format!("Made, valid for {} days:", days(self.not_after)));
+        for file in &self.files {
+            line(&format!("  {}", file.display()));
+        }
+        let authority =
+            if self.is_authority_kept { "The authority that was there is used again" } else { "The authority is new" };
+        line(&format!(
+            "{authority}, valid for {} days. Its key, {out}/ca.key, signs everything: keep it to yourself, outside of the cluster.",
+            days(self.authority_not_after)
+        ));
+        let server = self.server.as_deref().unwrap_or("HOST");
+        if self.server.is_some() {
+            line("\nControl plane:");
+            line(&format!(
+                "  headgate-control-plane --source kubernetes --tls-cert {out}/control-plane/tls.crt --tls-key {out}/control-plane/tls.key \
+                 --tls-client-ca {out}/control-plane/ca.crt"
+            ));
+        }
+        if !self.nodes.is_empty() {
+            line("\nAgents, each on its node:");
+        }
+        for node in &self.nodes {
+            line(&format!(
+                "  headgate-node-agent --node-name {node} --control-plane https://{server}:7443 --tls-cert {out}/nodes/{node}.crt --tls-key \
+                 {out}/nodes/{node}.key --tls-ca {out}/nodes/ca.crt"
+            ));
+        }
+        if !self.readers.is_empty() {
+            line("\nTo look:");
+        }
+        for reader in &self.readers {
+            line(&format!(
+                "  headgatectl --server https://{server}:7443 --tls-cert {out}/readers/{reader}.crt --tls-key {out}/readers/{reader}.key --tls-ca \
+                 {out}/ca.crt status"
+            ));
+        }
+        if self.server.is_some() || !self.nodes.is_empty() {
+            line("\nIn a cluster (again after each change; nothing restarts):");
+        }
+        let secret = |name: &str, below: &str| {
+            format!(
+                "  kubectl -n headgate-system create secret generic {name} --from-file={out}/{below} --dry-run=client -o yaml | kubectl apply \
+                 --server-side -f -"
+            )
+        };
+        if self.server.is_some() {
+            line(&secret("headgate-control-plane-tls", "control-plane"));
+        }
+        if !self.nodes.is_empty() {
+            line(&secret("headgate-node-agent-tls", "nodes"));
+        }
+        text
+    }
+
+    /// For programs.
+    pub fn json(&self) -> serde_json::Value {
+        let unix_ms =
+            |time: SystemTime| time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs() * 1000;
+        json!({
+            "out": self.out.display().to_string(),
+            "files": self.files.iter().map(|file| file.display().to_string()).collect::<Vec<_>>(),
+            "not_after_unix_ms": unix_ms(self.not_after),
+            "authority_is_new": !self.is_authority_kept,
+            "authority_not_after_unix_ms": unix_ms(self.authority_not_after),
+        })
+    }
+}
+
+/// As a shell takes it for one word.
+fn quoted(word: &str) -> String {
+    let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"/._-+,:@".contains(&byte);
+    if !word.is_empty() && word.bytes().all(is_plain) {
+        word.to_owned()
+    } else {
+        format!("'{}'", word.replace('\'', r"'\''"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_are_quoted_where_a_shell_needs_it() {
+        assert_eq!(quoted("/tmp/certs-1"), "/tmp/certs-1");
+        assert_eq!(quoted("/tmp/my certs"), "'/tmp/my certs'");
+        assert_eq!(quoted("it's"), r"'it'\''s'");
+    }
+
+    #[test]
+    fn long_common_names_are_cut() {
+        assert_eq!(common_name_of(&"a".repeat(70)), "a".repeat(64));
+        assert_eq!(common_name_of("node-a"), "node-a");
+    }
+}

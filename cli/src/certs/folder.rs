@@ -1,0 +1,99 @@
+//! Files that are written together: first all are made and looked at, then they are put in place one by one, each by a rename.
+
+use std::{
+    fs::{self, DirBuilder, OpenOptions},
+    io::{self, Write as _},
+    os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _},
+    path::{Path, PathBuf},
+};
+
+use super::{CertsError, bad_file};
+
+/// What a file holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// A private key: for its owner alone.
+    Key,
+    /// A certificate.
+    Certificate,
+    /// An authority's certificate: copies of it may be there already.
+    Authority,
+}
+
+/// A folder, and what is to be written into it.
+pub(super) struct Folder {
+    root: PathBuf,
+    force: bool,
+    files: Vec<(PathBuf, Kind, String)>,
+}
+
+impl Folder {
+    /// A folder that need not exist yet.
+    pub(super) fn open(root: &Path, force: bool) -> Result<Self, CertsError> {
+        if root.exists() && !root.is_dir() {
+            return Err(bad_file(root, "is no folder: pass another --out"));
+        }
+        Ok(Self { root: root.to_owned(), force, files: Vec::new() })
+    }
+
+    pub(super) fn path(&self, name: &str) -> PathBuf {
+        self.root.join(name)
+    }
+
+    /// What a file holds; `None` when it is not there.
+    pub(super) fn read(&self, name: &str) -> Result<Option<String>, CertsError> {
+        let path = self.path(name);
+        match fs::read_to_string(&path) {
+            Ok(text) => Ok(Some(text)),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(bad_file(&path, format!("cannot be read: {error}"))),
+        }
+    }
+
+    /// Adds a file, unless something else is there that may not be replaced.
+    pub(super) fn add(&mut self, name: &str, kind: Kind, text: &str) -> Result<(), CertsError> {
+        let path = self.path(name);
+        // Not followed: a link that leads nowhere is something that is there.
+        let is_there = fs::symlink_metadata(&path).is_ok();
+        if is_there && kind == Kind::Authority && self.read(name)?.as_deref() == Some(text) {
+            return Ok(());
+        }
+        if is_there && !self.force {
+            let problem = if kind == Kind::Authority {
+                "is another authority's; pass --force to replace it, or another --out"
+            } else {
+                "is there already; pass --force to renew it, or leave its name out"
+            };
+            return Err(bad_file(&path, problem));
+        }
+        self.files.push((path, kind, text.to_owned()));
+        Ok(())
+    }
+
+    /// Writes everything; the paths.
+    pub(super) fn write(self) -> Result<Vec<PathBuf>, CertsError> {
+        let mut written = Vec::new();
+        for (path, kind, text) in self.files {
+            write(&path, kind, &text).map_err(|error| bad_file(&path, format!("cannot be written: {error}")))?;
+            written.push(path);
+        }
+        Ok(written)
+    }
+}
+
+fn write(path: &Path, kind: Kind, text: &str) -> io::Result<()> {
+    if let Some(folder) = path.parent() {
+        DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
+    }
+    // Beside the file, so that the rename stays within one file system, and readers see the old content or the new one.
+    let beside = path.with_extension(if kind == Kind::Key { "key.new" } else { "crt.new" });
+    match fs::remove_file(&beside) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    let mode = if kind == Kind::Key { 0o600 } else { 0o644 };
+    let mut file = OpenOptions::new().write(true).create_new(true).mode(mode).open(&beside)?;
+    file.write_all(text.as_bytes())?;
+    file.sync_all()?;
+    fs::rename(&beside, path)
+}

@@ -1,0 +1,78 @@
+//! Authorities, and certificates that are right or wrong in one way each.
+
+use std::{fs, path::Path, time::SystemTime};
+
+use rcgen::{
+    BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose, IsCa, KeyPair, SanType,
+};
+use rustls::pki_types::CertificateDer;
+
+pub(crate) struct Authority(CertifiedIssuer<'static, KeyPair>);
+
+/// A certificate and its key, in PEM.
+pub(crate) struct Pair {
+    pub(crate) certificate: String,
+    pub(crate) key: String,
+    pub(crate) der: CertificateDer<'static>,
+}
+
+impl Authority {
+    pub(crate) fn new(name: &str) -> Self {
+        let mut params = CertificateParams::default();
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        params.distinguished_name.push(DnType::CommonName, name);
+        Self(CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap())
+    }
+
+    pub(crate) fn pem(&self) -> String {
+        self.0.pem()
+    }
+
+    pub(crate) fn der(&self) -> CertificateDer<'static> {
+        self.0.der().clone()
+    }
+
+    pub(crate) fn issue(&self, change: impl FnOnce(&mut CertificateParams)) -> Pair {
+        let mut params = CertificateParams::default();
+        change(&mut params);
+        let key = KeyPair::generate().unwrap();
+        let certificate = params.signed_by(&key, &self.0).unwrap();
+        Pair { certificate: certificate.pem(), key: key.serialize_pem(), der: certificate.der().clone() }
+    }
+
+    /// For clients, with these URIs.
+    pub(crate) fn client(&self, uris: &[&str], change: impl FnOnce(&mut CertificateParams)) -> Pair {
+        self.issue(|params| {
+            params.subject_alt_names = uris.iter().map(|uri| SanType::URI((*uri).try_into().unwrap())).collect();
+            params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
+            change(params);
+        })
+    }
+
+    pub(crate) fn node(&self, name: &str) -> Pair {
+        self.client(&[&format!("headgate://node/{name}")], |_| {})
+    }
+
+    pub(crate) fn server(&self, change: impl FnOnce(&mut CertificateParams)) -> Pair {
+        self.issue(|params| {
+            params.subject_alt_names = vec![SanType::IpAddress([127, 0, 0, 1].into())];
+            params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
+            change(params);
+        })
+    }
+}
+
+impl Pair {
+    /// Writes `tls.crt`, `tls.key` and, of these authorities, `ca.crt`.
+    pub(crate) fn write(&self, folder: &Path, authorities: &[&Authority]) {
+        fs::create_dir_all(folder).unwrap();
+        let authorities: String = authorities.iter().map(|authority| authority.pem()).collect();
+        for (name, text) in [("tls.crt", &self.certificate), ("tls.key", &self.key), ("ca.crt", &authorities)] {
+            fs::write(folder.join(name), text).unwrap();
+        }
+    }
+}
+
+pub(crate) fn in_seconds(seconds: u64) -> SystemTime {
+    SystemTime::now() + std::time::Duration::from_secs(seconds)
+}
