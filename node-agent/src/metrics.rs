@@ -90,6 +90,10 @@ pub struct Metrics {
     pub repairs: Counter,
     /// Verifications that could not be made.
     pub verifications_failed: Counter,
+    /// Services whose rules the kernel refuses.
+    pub services_refused: Gauge,
+    /// Times that the kernel began to refuse a service's rules.
+    pub service_refusals: Counter,
     /// Health-check node ports.
     pub health_check: HealthCheckMetrics,
     /// The newest version that the control plane has.
@@ -130,6 +134,8 @@ impl Default for Metrics {
             version_programmed: Gauge::default(),
             repairs: Counter::default(),
             verifications_failed: Counter::default(),
+            services_refused: Gauge::default(),
+            service_refusals: Counter::default(),
             health_check: HealthCheckMetrics::default(),
             head_version: Gauge::default(),
             state_restored: Gauge::default(),
@@ -194,6 +200,11 @@ impl Metrics {
         add.counter("repairs", "", help, self.repairs.clone());
         let help = "Times that the rules could not be verified";
         add.counter("verifications_failed", "", help, self.verifications_failed.clone());
+        let help =
+            "Services whose rules the kernel refuses: their last good ones stay, and nothing else waits for them";
+        add.gauge("services_refused", "", help, self.services_refused.clone());
+        let help = "Times that the kernel began to refuse a service's rules";
+        add.counter("service_refusals", "", help, self.service_refusals.clone());
         let help = "Passes over the connection tracking table that failed and are tried again";
         self.catalogue.describe("headgate_agent_conntrack_passes_failed_total", "counter", "ip_family", help);
         self.conntrack.register(&mut self.registry);

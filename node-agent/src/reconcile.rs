@@ -4,24 +4,31 @@
 //! failed apply and a pause, everything is compared with the kernel, and what differs is programmed.
 
 use std::{
+    collections::BTreeSet,
     sync::Arc,
     time::{Duration, Instant},
 };
 
-use headgate_core::{Dirty, State, iptables::RenderConfig};
+use headgate_core::{Dirty, ServiceKey, State, iptables::RenderConfig};
 use headgate_proto::v1;
 use tokio::sync::watch;
 use tracing::{error, info, warn};
 
 use crate::{
-    backend::{Backend, BackendError, ErrorKind, Plan, Report},
+    backend::{Backend, BackendError, ErrorKind, Plan, Refused, Report},
     companion::{Companion, Scope},
     memory,
     metrics::{Metrics, SyncKind},
     node_inputs::{NodeInputs, NodeSettings, interface_addresses},
+    refused::RefusedServices,
     session::backoff::Backoff,
-    shared::{Shared, Target, Wake, Work},
+    shared::{AfterFailure, Pace, Shared, Target, Wake, Work},
 };
+
+/// Something new is tried so long after a failure, or after so many times what the failed attempt took: a kernel that fails for ever is busy with
+/// it for a fifth of the time at most, however much changes.
+const NEWS_PAUSE: Duration = Duration::from_millis(200);
+const NEWS_PAUSE_FACTOR: u32 = 4;
 
 /// When the loop does what.
 #[derive(Debug, Clone)]
@@ -34,6 +41,8 @@ pub struct Timing {
     pub full_sync_period: Duration,
     /// Pauses after failures.
     pub backoff: Backoff,
+    /// First and longest pause before a service whose rules the kernel refuses is tried again without having changed.
+    pub refused_pauses: [Duration; 2],
 }
 
 impl Default for Timing {
@@ -43,6 +52,7 @@ impl Default for Timing {
             sync_period: Duration::from_secs(30),
             full_sync_period: Duration::from_secs(3600),
             backoff: Backoff::default(),
+            refused_pauses: [Duration::from_secs(60), Duration::from_secs(3600)],
         }
     }
 }
@@ -56,6 +66,8 @@ pub struct Progress {
     pub programmed: Option<Programmed>,
     /// The failure that stands in the way of the next; `None` when the last attempt succeeded.
     pub failure: Option<Failure>,
+    /// Services whose rules the kernel refuses, and why: `programmed` is about the others.
+    pub refused: Arc<[v1::Rejection]>,
 }
 
 impl Progress {
@@ -96,6 +108,8 @@ pub struct Failure {
 struct Unfinished {
     dirty: Dirty,
     needs_full: bool,
+    /// Services that changed since their rules were refused.
+    retried: BTreeSet<Arc<ServiceKey>>,
 }
 
 /// The loop. Build it, then give [`Self::run`] a thread.
@@ -107,12 +121,13 @@ pub struct Reconciler {
     progress: watch::Sender<Progress>,
     timing: Timing,
     unfinished: Unfinished,
+    refused: RefusedServices,
     failures: Backoff,
     node_settings: NodeSettings,
     inputs: watch::Sender<NodeInputs>,
     complaints: Vec<String>,
     done: Option<u64>,
-    not_before: Instant,
+    pace: Pace,
     verify_at: Instant,
     /// When everything is to be looked at anew.
     full_sync_at: Instant,
@@ -156,12 +171,13 @@ impl Reconciler {
             progress,
             timing,
             unfinished,
+            refused: RefusedServices::default(),
             failures,
             node_settings: NodeSettings::default(),
             inputs: watch::channel(NodeInputs::default()).0,
             complaints: Vec::new(),
             done: None,
-            not_before: now,
+            pace: Pace { not_before: now, after_failure: None },
             verify_at,
             full_sync_at,
         };
@@ -196,10 +212,12 @@ impl Reconciler {
             self.verify_at = Instant::now();
         }
         loop {
-            match self.shared.wait(self.done, self.not_before, self.verify_at) {
+            let verify_at = self.refused.next_due().map_or(self.verify_at, |due| due.min(self.verify_at));
+            match self.shared.wait(self.done, self.pace, verify_at) {
                 Wake::Stop => return,
                 Wake::Work => self.sync(),
                 Wake::Verify if self.shared.is_unconfirmed() => self.look_before_control_plane(),
+                Wake::Verify if Instant::now() < self.verify_at => self.retry(self.refused.due()),
                 Wake::Verify => self.verify(),
             }
             self.tell_status();
@@ -211,19 +229,95 @@ impl Reconciler {
         if self.unfinished.needs_full || self.shared.needs_full() {
             self.resolve_inputs();
         }
-        let Self { backend, companions, shared, unfinished, .. } = self;
-        let Some(attempt) = shared.take(|work| begin(backend.as_mut(), companions, work, unfinished)) else { return };
-        let result = match attempt.job {
+        let Self { backend, companions, shared, unfinished, refused, .. } = self;
+        let Some(attempt) = shared.take(|work| begin(backend.as_mut(), companions, work, unfinished, refused)) else {
+            return;
+        };
+        let Attempt { target, generation, kind, job } = attempt;
+        let result = match job {
             Job::Nothing => Ok(Report::default()),
             Job::Apply(plan) => self.backend.apply(plan),
             Job::Full => self.backend.sync_full_from(&*self.shared),
         };
-        self.not_before = started + self.timing.min_sync_period;
+        self.pace = Pace { not_before: started + self.timing.min_sync_period, after_failure: None };
         self.verify_at = Instant::now() + self.timing.sync_period;
         match result {
-            Ok(report) => self.succeeded(attempt.target, attempt.generation, attempt.kind, &report, started.elapsed()),
-            Err(error) => self.failed(attempt.target, attempt.kind, &error),
+            Ok(report) => {
+                self.succeeded(target, generation, kind, &report, started.elapsed());
+                let retried = std::mem::take(&mut self.unfinished.retried);
+                self.retry(retried);
+            }
+            Err(error) if error.kind == ErrorKind::Refused && self.set_aside_refused(kind, &error) => {
+                // Without them everything else goes in at once.
+                self.metrics.sync_failed(kind);
+                self.metrics.kube_proxy.failed(kind, &error.families);
+                self.done = None;
+                self.unfinished.needs_full = true;
+            }
+            Err(error) => self.failed(target, generation, kind, started.elapsed(), &error),
         }
+    }
+
+    /// Finds the services at fault and sets them aside. False when there are none, or they cannot be found: then the step has failed as a whole.
+    fn set_aside_refused(&mut self, kind: SyncKind, error: &BackendError) -> bool {
+        let suspects = (kind == SyncKind::Partial).then_some(&self.unfinished.dirty.services);
+        let refused = match self.backend.find_refused(&*self.shared, suspects, &error.families) {
+            Ok(refused) => refused,
+            Err(search) => {
+                warn!(%error, %search, "some rules are refused, and it could not be found out whose");
+                return false;
+            }
+        };
+        for Refused { service, family, reason } in &refused {
+            warn!(%service, %family, reason, "the rules of a service are refused; its last good ones stay, if there were any");
+        }
+        let [base, cap] = self.timing.refused_pauses;
+        let before = self.refused.all().len();
+        let new = self.refused.add(refused, base, cap);
+        self.metrics.service_refusals.inc_by(new.len() as u64);
+        let all = self.refused.all();
+        self.backend.set_aside(&all);
+        // Whatever is set aside already cannot be what this step failed for.
+        all.len() > before
+    }
+
+    /// Tries services again whose rules were refused. Those that are taken now are programmed by the next sync.
+    fn retry(&mut self, services: BTreeSet<Arc<ServiceKey>>) {
+        if services.is_empty() {
+            return;
+        }
+        let [base, cap] = self.timing.refused_pauses;
+        match self.backend.find_refused(&*self.shared, Some(&services), &[]) {
+            Ok(refused) => {
+                let still: BTreeSet<_> = refused.iter().map(|refused| Arc::clone(&refused.service)).collect();
+                self.refused.renew(refused, base, cap);
+                let taken: BTreeSet<_> = services.difference(&still).cloned().collect();
+                if !taken.is_empty() {
+                    self.refused.remove(&taken);
+                    self.unfinished.dirty.services.extend(taken);
+                    self.done = None;
+                }
+                self.backend.set_aside(&self.refused.all());
+                self.tell_refused();
+            }
+            Err(error) => {
+                warn!(%error, "services whose rules were refused cannot be tried again now");
+                self.refused.put_off(&services, base);
+            }
+        }
+    }
+
+    /// Publishes which services are refused. Those that are not any more are told of with the step that programs them.
+    fn tell_refused(&self) {
+        self.metrics.services_refused.set(i64::try_from(self.refused.len()).unwrap_or(i64::MAX));
+        let now = self.refused.rejections();
+        self.progress.send_if_modified(|progress| {
+            let is_new = self.unfinished.dirty.is_empty() && *progress.refused != *now;
+            if is_new {
+                progress.refused = now.into();
+            }
+            is_new
+        });
     }
 
     fn succeeded(&mut self, target: Target, generation: u64, kind: SyncKind, report: &Report, took: Duration) {
@@ -234,7 +328,8 @@ impl Reconciler {
             info!(version = target.version, attempts = self.failures.attempts(), "programmed after failures");
         }
         self.done = Some(generation);
-        self.unfinished = Unfinished::default();
+        let retried = std::mem::take(&mut self.unfinished.retried);
+        self.unfinished = Unfinished { retried, ..Unfinished::default() };
         if kind == SyncKind::Full {
             self.full_sync_at = Instant::now() + self.timing.full_sync_period;
         }
@@ -245,9 +340,14 @@ impl Reconciler {
         self.metrics.kube_proxy.synced(kind, took, &self.backend.statistics(), &triggers);
         let Report { services_planned, objects_written, .. } = *report;
         let programmed = Some(Programmed { target, generation, took, services_planned, objects_written });
+        let refused = self.refused.rejections();
+        self.metrics.services_refused.set(i64::try_from(self.refused.len()).unwrap_or(i64::MAX));
         self.progress.send_modify(|progress| {
             progress.programmed = programmed;
             progress.failure = None;
+            if *progress.refused != *refused {
+                progress.refused = refused.into();
+            }
         });
         if kind == SyncKind::Full {
             // After the report, so that no ACK waits for it.
@@ -255,22 +355,25 @@ impl Reconciler {
         }
     }
 
-    fn failed(&mut self, target: Target, kind: SyncKind, error: &BackendError) {
+    fn failed(&mut self, target: Target, generation: u64, kind: SyncKind, took: Duration, error: &BackendError) {
         self.done = None;
         // Planning has moved the backend's idea of the kernel on, whatever became of the plan: the same services planned again would come out as
         // nothing to do. Only a full sync looks at the kernel, and it writes no more than what differs.
         self.unfinished.needs_full = true;
-        let pause = match error.kind {
-            ErrorKind::Retry | ErrorKind::NeedsFullSync => self.failures.next_pause(),
+        let now = Instant::now();
+        let (pause, with_news_at) = match error.kind {
+            ErrorKind::Retry | ErrorKind::NeedsFullSync | ErrorKind::Refused => {
+                (self.failures.next_pause(), now + NEWS_PAUSE.max(took * NEWS_PAUSE_FACTOR))
+            }
             // Only a change to the machine helps: look again as rarely as we ever do.
             ErrorKind::Fatal | ErrorKind::Unavailable => {
                 let _ = self.failures.next_pause();
-                self.failures.cap()
+                (self.failures.cap(), now + self.failures.cap())
             }
         };
         let attempts = self.failures.attempts();
         error!(%error, version = target.version, attempts, pause_ms = pause.as_millis(), "could not program the kernel");
-        self.not_before = self.not_before.max(Instant::now() + pause);
+        self.pace.after_failure = Some(AfterFailure { generation, retry_at: now + pause, with_news_at });
         self.shared.backlog().failed(&error.families);
         self.metrics.sync_failed(kind);
         self.metrics.kube_proxy.failed(kind, &error.families);
@@ -380,7 +483,9 @@ fn begin(
     companions: &mut [Box<dyn Companion>],
     work: Work<'_>,
     unfinished: &mut Unfinished,
+    refused: &RefusedServices,
 ) -> Attempt {
+    unfinished.retried.extend(refused.among(&work.dirty.services));
     unfinished.dirty.merge(work.dirty);
     unfinished.needs_full |= work.needs_full;
     let scope = if unfinished.needs_full { Scope::All } else { Scope::Services(&unfinished.dirty.services) };

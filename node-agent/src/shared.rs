@@ -112,6 +112,35 @@ pub(crate) enum Wake {
     Verify,
 }
 
+/// When the next sync may begin.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Pace {
+    /// In any case.
+    pub(crate) not_before: Instant,
+    /// After a failure.
+    pub(crate) after_failure: Option<AfterFailure>,
+}
+
+/// When what has failed is tried again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct AfterFailure {
+    /// The generation that could not be programmed.
+    pub(crate) generation: u64,
+    /// When it is tried again as it was.
+    pub(crate) retry_at: Instant,
+    /// When it is tried again together with something new, which may be just what helps.
+    pub(crate) with_news_at: Instant,
+}
+
+impl Pace {
+    pub(crate) fn next(&self, generation: u64) -> Instant {
+        let after_failure = self.after_failure.map(|failed| {
+            if failed.generation == generation { failed.retry_at } else { failed.with_news_at.min(failed.retry_at) }
+        });
+        after_failure.map_or(self.not_before, |at| at.max(self.not_before))
+    }
+}
+
 /// What is to be done, with the state that it is to be done from. Given out under the lock.
 #[derive(Debug)]
 pub(crate) struct Work<'a> {
@@ -283,9 +312,9 @@ impl Shared {
         self.changed.notify_all();
     }
 
-    /// Waits for something to do that is not answered for by generation `done`, not before `not_before`; or until `verify_at` when there is
+    /// Waits for something to do that is not answered for by generation `done`, as `pace` allows; or until `verify_at` when there is
     /// nothing. Before the first complete snapshot there is never anything to do.
-    pub(crate) fn wait(&self, done: Option<u64>, not_before: Instant, verify_at: Instant) -> Wake {
+    pub(crate) fn wait(&self, done: Option<u64>, pace: Pace, verify_at: Instant) -> Wake {
         let mut inner = self.lock();
         loop {
             if inner.stop {
@@ -294,7 +323,7 @@ impl Shared {
             let is_done = Some(inner.generation) == done || inner.is_unconfirmed;
             let due = match (inner.held.position(), is_done) {
                 (None, _) => None,
-                (Some(_), false) => Some((Wake::Work, not_before.max(inner.node_awaited()))),
+                (Some(_), false) => Some((Wake::Work, pace.next(inner.generation).max(inner.node_awaited()))),
                 (Some(_), true) => Some((Wake::Verify, verify_at)),
             };
             inner = match due {

@@ -7,6 +7,7 @@ mod process {
     mod health;
     mod metrics;
     mod node;
+    mod refused;
     mod rig;
     mod settings;
     mod sync;

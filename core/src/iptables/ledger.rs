@@ -3,6 +3,8 @@
 //! The ledger keeps a hash of each chain instead of its text. It assumes that scripts succeed: after one that did not, only
 //! [`Ledger::full`] brings ledger and kernel together again.
 
+mod aside;
+
 use std::{
     collections::{BTreeSet, HashMap, HashSet, hash_map::DefaultHasher},
     hash::Hasher as _,
@@ -10,6 +12,7 @@ use std::{
     sync::Arc,
 };
 
+use self::aside::{Aside, Before};
 use super::{
     Existing, ExistingTables, RulesHash, Table,
     config::RenderConfig,
@@ -36,6 +39,7 @@ pub struct Ledger {
     groups_cut_for: usize,
     /// Chains that nobody wants any more and the kernel does not delete, since somebody else's rules lead to them.
     left: BTreeSet<(Table, String)>,
+    aside: Aside,
     /// Of all services.
     tally: Tally,
     /// Of what depends on configuration alone.
@@ -43,7 +47,7 @@ pub struct Ledger {
 }
 
 /// One service's programmed rules.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, Clone)]
 struct Programmed {
     chains: Box<[(ChainName, RulesHash)]>,
     dispatch: Box<[(SharedChain, Selector)]>,
@@ -65,7 +69,7 @@ impl Ledger {
         let shared = Shared::new(config.clone(), None, None);
         let (tally, fixed_tally) = (Tally::default(), Tally::default());
         let (programmed, left) = (HashMap::new(), BTreeSet::new());
-        Self { config, programmed, shared, groups_cut_for: 0, left, tally, fixed_tally }
+        Self { config, programmed, shared, groups_cut_for: 0, left, aside: Aside::default(), tally, fixed_tally }
     }
 
     /// The configuration it renders for.
@@ -90,9 +94,13 @@ impl Ledger {
         let mut planned = Planned::default();
         let mut stale = Vec::new();
         for key in &dirty.services {
+            if self.aside.contains(key) {
+                continue;
+            }
             let rules = self.render(state, node, key);
             planned.services += 1;
-            self.program(key, rules, &mut script, &mut stale);
+            let before = self.program(key, rules, &mut script, &mut stale);
+            self.aside.changed(key, before);
         }
         self.shared.write_changed(&mut script);
         for name in stale {
@@ -105,6 +113,7 @@ impl Ledger {
     /// that are ours by name and not wanted. Where everything is as it should be, the script is empty. Nothing else is touched.
     pub fn full(&mut self, state: &State, node: &NodeFacts, existing: &ExistingTables) -> (Script, Planned) {
         let is_compact = self.wants_compact(state, existing.get(Table::Nat).chains.contains_key(fixed::HAIRPIN));
+        self.everything_becomes_new();
         self.shared = self.new_shared(state, is_compact, existing.get(Table::Nat).prefix_length);
         self.groups_cut_for = state.service_count();
         self.programmed.clear();
@@ -118,6 +127,10 @@ impl Ledger {
         }
         let keys: BTreeSet<&Arc<ServiceKey>> = state.entries().map(|(key, _)| key).collect();
         for key in keys {
+            if self.aside.contains(key) {
+                self.keep(key, existing);
+                continue;
+            }
             let rules = self.render(state, node, key);
             planned.services += 1;
             self.program(key, rules, &mut script, &mut Vec::new());
@@ -198,8 +211,14 @@ impl Ledger {
         service::render(&self.config, self.shared.is_compact(), service, &views)
     }
 
-    /// Writes the chains of a service that differ from what is programmed, and enters its dispatch lines.
-    fn program(&mut self, key: &Arc<ServiceKey>, rules: ServiceRules, script: &mut Script, stale: &mut Vec<ChainName>) {
+    /// Writes the chains of a service that differ from what is programmed, and enters its dispatch lines. Returns what was programmed.
+    fn program(
+        &mut self,
+        key: &Arc<ServiceKey>,
+        rules: ServiceRules,
+        script: &mut Script,
+        stale: &mut Vec<ChainName>,
+    ) -> Before {
         let old = self.programmed.remove(key).unwrap_or_default();
         let tally = Tally::of(&rules);
         self.tally.subtract(old.tally);
@@ -217,7 +236,9 @@ impl Ledger {
 
         let dispatch_hash = hash_of(&rules.dispatch);
         let dispatch: Box<[_]> = rules.dispatch.iter().map(|line| (line.chain, line.selector)).collect();
+        let mut old_lines = None;
         if dispatch_hash != old.dispatch_hash || dispatch != old.dispatch {
+            old_lines = Some(self.shared.lines(key, &old.dispatch));
             if refuses_more(&rules.dispatch, &old.dispatch) {
                 script.put_filter_first();
             }
@@ -229,6 +250,7 @@ impl Ledger {
             let programmed = Programmed { chains: chains.into(), dispatch, dispatch_hash, tally };
             self.programmed.insert(Arc::clone(key), programmed);
         }
+        Before { programmed: old, lines: old_lines }
     }
 
     /// Inserts the jumps that are missing at the head of their chains, and deletes those of ours that are not wanted. Those that are there stay

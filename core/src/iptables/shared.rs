@@ -176,6 +176,19 @@ impl Shared {
         }
     }
 
+    /// A service's lines, which were entered in this order.
+    pub(super) fn lines(&self, key: &ServiceKey, selectors: &[(SharedChain, Selector)]) -> Vec<DispatchLine> {
+        let mut texts = BTreeMap::new();
+        let line = |(chain, selector): &(SharedChain, Selector)| {
+            let group = self.group(*selector);
+            let text = || self.groups.get(chain)?.get(&group)?.get(key).map(String::as_str);
+            let lines =
+                texts.entry((*chain, group)).or_insert_with(|| text().unwrap_or_default().split_inclusive('\n'));
+            Some(DispatchLine { chain: *chain, selector: *selector, rule: lines.next()?.to_owned() })
+        };
+        selectors.iter().filter_map(line).collect()
+    }
+
     /// Writes the chains that changed since the last call: groups before the dispatch chains that lead to them, and those that became
     /// empty are deleted.
     pub fn write_changed(&mut self, script: &mut Script) {

@@ -1,14 +1,14 @@
 //! A backend without a kernel, for tests of everything around backends.
 
 use std::{
-    collections::VecDeque,
+    collections::{BTreeSet, VecDeque},
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 
-use headgate_core::{Dirty, State, digest::Digests, view::NodeFacts};
+use headgate_core::{Dirty, Family, ServiceKey, State, digest::Digests, view::NodeFacts};
 
-use super::{Backend, BackendError, Plan, Report, StateSource};
+use super::{Backend, BackendError, ErrorKind, Plan, Refused, Report, StateSource};
 
 /// What was asked of a [`FakeBackend`].
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -17,6 +17,8 @@ pub enum Call {
     Full(Digests, NodeFacts),
     /// A plan for these services (`namespace/name`), of a state with these digests, was applied.
     Apply(Vec<String>, Digests),
+    /// These services, or all, were tried one by one.
+    FindRefused(Option<Vec<String>>),
     /// The rules were verified.
     Verify,
     /// The rules were removed.
@@ -34,6 +36,8 @@ struct Script {
     verdicts: VecDeque<bool>,
     held: bool,
     degraded: Vec<String>,
+    refused: BTreeSet<String>,
+    aside: BTreeSet<String>,
 }
 
 impl FakeControl {
@@ -58,6 +62,17 @@ impl FakeControl {
         self.script().degraded.push(sentence.to_owned());
     }
 
+    /// From now on the kernel refuses the rules of these services (`namespace/name`), and of no others.
+    pub fn refuse(&self, services: &[&str]) {
+        self.script().refused = services.iter().map(|service| (*service).to_owned()).collect();
+    }
+
+    /// Services that are set aside.
+    #[must_use]
+    pub fn aside(&self) -> Vec<String> {
+        self.script().aside.iter().cloned().collect()
+    }
+
     /// While set, the kernel's work does not end.
     pub fn hold(&self, held: bool) {
         self.script().held = held;
@@ -74,6 +89,16 @@ impl FakeControl {
 
     fn script(&self) -> MutexGuard<'_, Script> {
         self.0.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Fails when it is about services that the kernel refuses and that are not set aside.
+    fn write(&self, call: Call, services: &[String]) -> Result<(), BackendError> {
+        self.work(call)?;
+        let script = self.script();
+        match services.iter().find(|service| script.refused.contains(*service) && !script.aside.contains(*service)) {
+            Some(_) => Err(BackendError::new(ErrorKind::Refused, "line 3 failed")),
+            None => Ok(()),
+        }
     }
 
     fn work(&self, call: Call) -> Result<(), BackendError> {
@@ -114,12 +139,13 @@ impl Backend for FakeBackend {
     }
 
     fn sync_full_from(&mut self, source: &dyn StateSource) -> Result<Report, BackendError> {
-        let (mut call, mut planned) = (None, 0);
+        let (mut call, mut planned, mut services) = (None, 0, Vec::new());
         source.look(&mut |state, node| {
             call = Some(Call::Full(state.digests().clone(), node.clone()));
             planned = count(state.service_count());
+            services = state.entries().map(|(key, _)| key.to_string()).collect();
         });
-        call.map_or(Ok(()), |call| self.control.work(call))?;
+        call.map_or(Ok(()), |call| self.control.write(call, &services))?;
         Ok(Report { services_planned: planned, objects_written: planned, warnings: Vec::new() })
     }
 
@@ -131,9 +157,32 @@ impl Backend for FakeBackend {
     fn apply(&mut self, plan: Plan) -> Result<Report, BackendError> {
         let Ok(call) = plan.downcast::<Call>() else { return Ok(Report::default()) };
         let Call::Apply(services, _) = &*call else { return Ok(Report::default()) };
-        let planned = count(services.len());
-        self.control.work(*call)?;
+        let (planned, services) = (count(services.len()), services.clone());
+        self.control.write(*call, &services)?;
         Ok(Report { services_planned: planned, objects_written: planned, warnings: Vec::new() })
+    }
+
+    fn find_refused(
+        &mut self,
+        source: &dyn StateSource,
+        suspects: Option<&BTreeSet<Arc<ServiceKey>>>,
+        _families: &[Family],
+    ) -> Result<Vec<Refused>, BackendError> {
+        let named = suspects.map(|suspects| suspects.iter().map(ToString::to_string).collect());
+        self.control.work(Call::FindRefused(named))?;
+        let mut tried: Vec<Arc<ServiceKey>> = Vec::new();
+        source.look(&mut |state, _| {
+            let is_tried = |key: &Arc<ServiceKey>| suspects.is_none_or(|suspects| suspects.contains(key));
+            tried = state.entries().map(|(key, _)| Arc::clone(key)).filter(is_tried).collect();
+        });
+        let script = self.control.script();
+        let refused = tried.into_iter().filter(|key| script.refused.contains(&key.to_string()));
+        let reason = || "line 3 failed: no such match".to_owned();
+        Ok(refused.map(|service| Refused { service, family: Family::V4, reason: reason() }).collect())
+    }
+
+    fn set_aside(&mut self, refused: &[Refused]) {
+        self.control.script().aside = refused.iter().map(|refused| refused.service.to_string()).collect();
     }
 
     fn verify(&mut self) -> Result<bool, BackendError> {

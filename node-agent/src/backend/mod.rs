@@ -3,10 +3,10 @@
 //! Backends are synchronous (the kernel works inside the system call or the process that is waited for) and run on the thread of
 //! [`crate::reconcile`].
 
-use std::{any::Any, fmt, time::Duration};
+use std::{any::Any, collections::BTreeSet, fmt, sync::Arc, time::Duration};
 
 use headgate_core::{
-    Dirty, Family, State,
+    Dirty, Family, ServiceKey, State,
     masquerade::MasqueradeConfig,
     view::{NoLocalEndpoints, NodeFacts},
 };
@@ -60,6 +60,17 @@ pub struct TableStatistics {
 /// What a backend computed in [`Backend::plan`] and takes back in [`Backend::apply`]; nobody else looks inside.
 pub type Plan = Box<dyn Any + Send>;
 
+/// A service whose rules the kernel, or the program that writes them, refuses.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Refused {
+    /// The service.
+    pub service: Arc<ServiceKey>,
+    /// The family whose rules are refused.
+    pub family: Family,
+    /// In the words of who refused them.
+    pub reason: String,
+}
+
 /// Where a full sync finds the state, which goes on changing meanwhile.
 pub trait StateSource {
     /// Shows the state of the moment. Nobody can change it while `plan` runs, so that it should compute and not wait.
@@ -109,6 +120,28 @@ pub trait Backend: Send {
     /// As [`BackendError::kind`] says. After an error the plan is spent: the caller plans the same services again, or syncs in full.
     fn apply(&mut self, plan: Plan) -> Result<Report, BackendError>;
 
+    /// After [`ErrorKind::Refused`]: finds the services that are at fault, by trying them on the kernel, in these families (none means
+    /// both); among the suspects, or among all that are not set aside. It leaves the others' rules as they were or as they are wanted, and nothing that
+    /// [`Self::sync_full`] would not put in order. Empty when each service is taken by itself, or when the backend cannot tell.
+    ///
+    /// # Errors
+    /// The search came to no end, as when another process holds a lock. Try again.
+    fn find_refused(
+        &mut self,
+        source: &dyn StateSource,
+        suspects: Option<&BTreeSet<Arc<ServiceKey>>>,
+        families: &[Family],
+    ) -> Result<Vec<Refused>, BackendError> {
+        let _ = (source, suspects, families);
+        Ok(Vec::new())
+    }
+
+    /// Sets just these services aside: until a call leaves them out, steps pass them over, and their last good rules stay where these are
+    /// known, else none. The next step has to be [`Self::sync_full`] when there are new ones; those that are left out have to be planned as changed.
+    fn set_aside(&mut self, refused: &[Refused]) {
+        let _ = refused;
+    }
+
     /// What the last step brought the kernel to, in numbers, for each family that is programmed. Costs nothing: the numbers are kept in step.
     fn statistics(&self) -> Vec<FamilyStatistics> {
         Vec::new()
@@ -148,6 +181,8 @@ pub enum ErrorKind {
     Retry,
     /// The kernel is not as the backend thinks: only a full sync helps.
     NeedsFullSync,
+    /// What is written is refused for itself: some service's rules cannot be had on this kernel, and the same step will fail again.
+    Refused,
     /// Trying again helps only when somebody changes the machine, as when a program is missing.
     Fatal,
     /// This machine lacks what the backend needs to run at all; there can be no trace of it either.

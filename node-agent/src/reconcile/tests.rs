@@ -440,3 +440,114 @@ fn row_95_everything_is_looked_at_again_after_a_while() {
     let is_full = |call: &&Call| matches!(call, Call::Full(..));
     assert!(run.control.wait_for(GUARD, |calls| calls.iter().filter(is_full).count() >= 3));
 }
+
+fn refusals(progress: &Progress) -> Vec<&str> {
+    progress.refused.iter().map(|rejection| rejection.resource.as_str()).collect()
+}
+
+#[test]
+fn a_service_that_the_kernel_refuses_holds_up_nothing_else() {
+    let run = Loop::start(timing());
+    run.snapshot(1, vec![service("web", 80), service("db", 5432)]);
+    run.wait_programmed(1);
+    run.control.refuse(&["prod/web"]);
+    run.batch(2, vec![endpoint("web", 1, 8080), endpoint("db", 1, 5432)]);
+    run.wait_programmed(2);
+    let progress = run.progress.borrow().clone();
+    assert_eq!((refusals(&progress), &progress.failure), (vec!["Service prod/web"], &None));
+    assert!(progress.refused[0].reason.contains("no such match"), "{:?}", progress.refused);
+    let suspects = Some(vec!["prod/db".to_owned(), "prod/web".to_owned()]);
+    let calls = run.control.calls();
+    let is_found = matches!(&calls[2], Call::FindRefused(found) if *found == suspects);
+    assert!(is_found && matches!(calls[3], Call::Full(..)) && calls.len() == 4, "{calls:?}");
+    assert_eq!((run.metrics.services_refused.get(), run.metrics.service_refusals.get()), (1, 1));
+
+    // Others change as ever; it is tried by itself when it changes, after them.
+    run.batch(3, vec![endpoint("db", 2, 5432)]);
+    run.wait_programmed(3);
+    run.batch(4, vec![endpoint("web", 2, 8080), endpoint("db", 3, 5432)]);
+    run.wait_programmed(4);
+    let calls = run.wait_calls(7);
+    assert!(matches!(&calls[6], Call::FindRefused(Some(found)) if found == &["prod/web"]), "{calls:?}");
+    assert_eq!(run.control.aside(), ["prod/web"]);
+
+    // With a change that the kernel takes it is programmed, and the refusal ends with that step.
+    run.control.refuse(&[]);
+    run.batch(5, vec![endpoint("web", 3, 8080)]);
+    let progress = run.wait_progress(|progress| progress.refused.is_empty());
+    assert_eq!(programmed_version(&progress), Some(5));
+    assert!(run.control.aside().is_empty());
+    assert_eq!(apply_of(&run.control.calls(), run.control.calls().len() - 1), ["prod/web"]);
+    assert_eq!((run.metrics.services_refused.get(), run.metrics.service_refusals.get()), (0, 1));
+}
+
+#[test]
+fn a_service_that_was_refused_is_tried_again_without_a_change() {
+    let pauses = [Duration::from_millis(1), Duration::from_millis(4)];
+    let run = Loop::start(Timing { refused_pauses: pauses, ..timing() });
+    run.control.refuse(&["prod/web"]);
+    run.snapshot(1, vec![service("web", 80), service("db", 5432)]);
+    run.wait_programmed(1);
+    assert!(matches!(run.control.calls()[..3], [Call::Full(..), Call::FindRefused(None), Call::Full(..)]));
+    run.wait_calls(6);
+    assert_eq!(run.control.aside(), ["prod/web"]);
+    run.control.refuse(&[]);
+    run.wait_progress(|progress| progress.refused.is_empty());
+    let applies =
+        |calls: &[Call]| calls.iter().any(|call| matches!(call, Call::Apply(services, _) if services == &["prod/web"]));
+    assert!(applies(&run.control.calls()), "{:?}", run.control.calls());
+}
+
+#[test]
+fn a_refused_service_that_is_removed_is_refused_no_longer() {
+    let run = Loop::start(timing());
+    run.control.refuse(&["prod/web"]);
+    run.snapshot(1, vec![service("web", 80), service("db", 5432)]);
+    run.wait_programmed(1);
+    assert_eq!(refusals(&run.progress.borrow()), ["Service prod/web"]);
+    run.batch(2, vec![Change::RemoveService(headgate_core::ServiceKey::new("prod", "web"))]);
+    run.wait_progress(|progress| progress.refused.is_empty());
+    assert!(run.control.aside().is_empty());
+}
+
+#[test]
+fn a_refusal_that_no_service_is_at_fault_for_is_a_failure() {
+    let run = Loop::start(timing());
+    run.snapshot(1, vec![service("web", 80)]);
+    run.wait_programmed(1);
+    run.control.fail_next(BackendError::new(ErrorKind::Refused, "line 1 failed"));
+    run.batch(2, vec![endpoint("web", 1, 8080)]);
+    run.wait_programmed(2);
+    let calls = run.control.calls();
+    assert!(matches!(calls[1..], [Call::Apply(..), Call::FindRefused(_), Call::Full(..)]), "{calls:?}");
+    assert!(run.progress.borrow().refused.is_empty());
+}
+
+#[test]
+fn something_new_is_tried_soon_after_a_failure() {
+    let slow = Backoff::new(Duration::from_secs(3600), Duration::from_secs(3600));
+    let run = Loop::start(Timing { backoff: slow, ..timing() });
+    run.snapshot(1, vec![service("web", 80)]);
+    run.wait_programmed(1);
+    run.control.fail_next(retry());
+    run.batch(2, vec![endpoint("web", 1, 8080)]);
+    run.wait_progress(|progress| progress.failure.is_some());
+    run.batch(3, vec![endpoint("web", 2, 8080)]);
+    run.wait_programmed(3);
+}
+
+#[test]
+fn a_kernel_that_fails_for_ever_is_not_kept_busy_by_changes() {
+    let now = Instant::now();
+    let failed = AfterFailure {
+        generation: 7,
+        retry_at: now + Duration::from_secs(10),
+        with_news_at: now + Duration::from_secs(2),
+    };
+    let pace = Pace { not_before: now, after_failure: Some(failed) };
+    assert_eq!(pace.next(7), failed.retry_at);
+    assert_eq!(pace.next(8), failed.with_news_at);
+    let late = Pace { not_before: now + Duration::from_secs(5), ..pace };
+    assert_eq!(late.next(8), late.not_before, "the shortest time between two syncs counts all the same");
+    assert_eq!(Pace { after_failure: None, ..pace }.next(8), now);
+}

@@ -1,6 +1,7 @@
 //! Input and output of the session: one stream after the other, for ever.
 
 use std::{
+    collections::BTreeMap,
     pin::pin,
     sync::Arc,
     time::{Duration, SystemTime},
@@ -217,6 +218,7 @@ impl Session {
             number,
             epoch: None,
             acked: None,
+            refused: BTreeMap::new(),
             said: status,
             confirm_at: None,
             silent_after: WELCOME_TIMEOUT,
@@ -243,6 +245,8 @@ struct Stream {
     epoch: Option<u64>,
     /// Version and node revision that were last acknowledged here.
     acked: Option<(u64, u64)>,
+    /// Services that the kernel refuses, by name, as the replica has been told.
+    refused: BTreeMap<String, v1::Rejection>,
     /// What the replica has been told of the backend.
     said: v1::AgentStatus,
     /// When a resume by log counts as complete, if nothing comes.
@@ -282,7 +286,7 @@ impl Stream {
                 }
                 Ok(()) = progress.changed() => {
                     let seen = progress.borrow_and_update().clone();
-                    self.report(&seen);
+                    self.report(&seen, &session.machine);
                 }
                 message = self.incoming.message() => {
                     let Some(message) = message? else { return Ok(StreamEnd::Closed) };
@@ -308,7 +312,7 @@ impl Stream {
                 }
                 Ok(()) = self.tls_problem.changed() => {
                     let seen = progress.borrow().clone();
-                    self.report(&seen);
+                    self.report(&seen, &session.machine);
                 }
                 () = &mut silence => {
                     let is_welcomed = self.epoch.is_some();
@@ -357,7 +361,7 @@ impl Stream {
         if mode == ResumeMode::Log {
             // The replica has to learn what is programmed, also when nothing changes from now on.
             let seen = session.progress.borrow().clone();
-            self.report(&seen);
+            self.report(&seen, &session.machine);
             self.confirm_at = Some(Instant::now() + LOG_SETTLES);
         }
     }
@@ -369,19 +373,44 @@ impl Stream {
         }
     }
 
-    fn reject(&mut self, metrics: &Metrics, nack: v1::Nack) {
+    fn reject(&mut self, metrics: &Metrics, mut nack: v1::Nack) {
         metrics.rejected_resources.inc_by(nack.rejections.len() as u64);
         for v1::Rejection { resource, field, reason } in &nack.rejections {
             warn!(resource, field, reason, "a resource cannot be used; its last good value stays, if there was one");
         }
+        // The value can be used, and the kernel still refuses its rules: that is what is to be seen of it now.
+        let still = nack.withdrawn.extract_if(.., |resource| self.refused.contains_key(resource));
+        let still: Vec<_> = still.filter_map(|resource| self.refused.get(&resource).cloned()).collect();
+        nack.rejections.extend(still);
+        self.send_nack(nack);
+    }
+
+    fn send_nack(&mut self, nack: v1::Nack) {
         let dropped = self.outbox.nack(nack);
         if dropped > 0 {
             warn!(dropped, "more rejections than the replica takes; it is not told of these");
         }
     }
 
+    /// Queues which services the kernel refuses, as far as the replica does not know.
+    fn report_refused(&mut self, version: u64, refused: &[v1::Rejection], machine: &Machine) {
+        if refused.is_empty() && self.refused.is_empty() {
+            return;
+        }
+        let now: BTreeMap<String, v1::Rejection> =
+            refused.iter().map(|rejection| (rejection.resource.clone(), rejection.clone())).collect();
+        let is_new = |rejection: &&v1::Rejection| self.refused.get(&rejection.resource) != Some(*rejection);
+        let rejections: Vec<_> = now.values().filter(is_new).cloned().collect();
+        let is_over = |resource: &&String| !now.contains_key(*resource) && !machine.has_rejected(resource);
+        let withdrawn: Vec<_> = self.refused.keys().filter(is_over).cloned().collect();
+        self.refused = now;
+        if !rejections.is_empty() || !withdrawn.is_empty() {
+            self.send_nack(v1::Nack { version, rejections, withdrawn });
+        }
+    }
+
     /// Queues what has changed about the backend, and ACK or failure, as far as it is about this replica's versions.
-    fn report(&mut self, progress: &Progress) {
+    fn report(&mut self, progress: &Progress, machine: &Machine) {
         let status = status(progress, &self.tls_problem);
         if status != self.said {
             self.said = status;
@@ -398,6 +427,9 @@ impl Stream {
         }
         let Some(programmed) = &progress.programmed else { return };
         let target = programmed.target;
+        if Some(target.epoch) == self.epoch {
+            self.report_refused(target.version, &progress.refused, machine);
+        }
         let node_revision = if target.stream == self.number { target.node_revision } else { 0 };
         let reached = (target.version, node_revision);
         if Some(target.epoch) != self.epoch || self.acked == Some(reached) {

@@ -4,6 +4,7 @@ use std::{
     fs::{self, File},
     io::{Read as _, Write as _},
     net::{SocketAddr, TcpStream},
+    os::unix::fs::symlink,
     path::{Path, PathBuf},
     process::{Child, Command, ExitStatus, Stdio},
     sync::atomic::{AtomicU32, Ordering},
@@ -165,6 +166,38 @@ impl Rig {
         Program::start(&self.namespace, self.agent_command(&all), self.path("agent.log"))
     }
 
+    /// Starts the agent as [`Self::agent`] does, with iptables programs that lack a match's extension, as on a machine that was not given it whole.
+    /// [`Self::give_extension`] brings it.
+    pub(super) fn agent_without_extension(&self, extension: &str, arguments: &[&str]) -> Program {
+        let folder = self.path("xtables");
+        let _ = fs::remove_dir_all(&folder);
+        fs::create_dir(&folder).unwrap();
+        for entry in fs::read_dir(xtables()).unwrap() {
+            let entry = entry.unwrap();
+            if entry.file_name().to_str() != Some(extension) {
+                symlink(entry.path(), folder.join(entry.file_name())).unwrap();
+            }
+        }
+        let mut all = vec!["--node-name=node-a", "--control-plane=http://127.0.0.1:7443", "--insecure-loopback"];
+        all.push("--state-dir=");
+        all.extend(arguments);
+        let mut command = self.agent_command(&all);
+        command.env("XTABLES_LIBDIR", folder);
+        Program::start(&self.namespace, command, self.path("agent.log"))
+    }
+
+    /// From now on the agent's iptables programs have the extension.
+    pub(super) fn give_extension(&self, extension: &str) {
+        symlink(xtables().join(extension), self.path("xtables").join(extension)).unwrap();
+    }
+
+    /// What `headgatectl` says.
+    pub(super) fn headgatectl(&self, arguments: &[&str]) -> Result<String, String> {
+        let mut command = Command::new(program("headgatectl").unwrap());
+        command.args(arguments).env("NO_COLOR", "1");
+        self.namespace.output(command).map_err(|error| format!("{error:#}"))
+    }
+
     /// Puts a program in front of another of the same name, which fails while the file `NAME.broken` exists, except for telling its version.
     pub(super) fn make_breakable(&self, name: &str) {
         use std::os::unix::fs::PermissionsExt as _;
@@ -292,6 +325,13 @@ impl Rig {
     pub(super) fn ip(&self, commands: &str) {
         self.namespace.ip_batch(commands).unwrap();
     }
+}
+
+/// The folder of iptables' extensions.
+fn xtables() -> PathBuf {
+    let multiarch = fs::read_dir("/usr/lib").unwrap().map(|entry| entry.unwrap().path().join("xtables"));
+    let all = multiarch.chain(["/usr/lib/xtables", "/usr/lib64/xtables"].map(PathBuf::from));
+    all.into_iter().find(|folder| folder.join("libxt_comment.so").exists()).unwrap()
 }
 
 /// A Node with an address of each family. `spec` is further YAML below it, in one line.

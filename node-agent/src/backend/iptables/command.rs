@@ -114,7 +114,7 @@ impl Programs {
         let written = child.stdin.take().map_or(Ok(()), |stdin| write_pieces(stdin, script));
         let output = child.wait_with_output().map_err(|error| start_error(&program, &error))?;
         if !output.status.success() {
-            return Err(failure(&program, &offending_line(script, &output), &output));
+            return Err(refusal(failure(&program, &offending_line(script, &output), &output)));
         }
         // A program that succeeds has read everything; had it not, success would mean nothing.
         written
@@ -174,6 +174,24 @@ fn start_error(program: &str, error: &io::Error) -> BackendError {
     BackendError::new(ErrorKind::Retry, format!("{program} did not run: {error}"))
 }
 
+/// What iptables programs say when a write failed for what the machine was in the middle of, or for what this process may do, and not for what was
+/// written. Their exit status does not tell: the nft variant ends with 4 for everything that the kernel refuses.
+const NOT_FOR_THE_RULES: [&str; 7] = [
+    "xtables lock",
+    "Resource temporarily unavailable",
+    "Device or resource busy",
+    "Cannot allocate memory",
+    "No buffer space available",
+    "Permission denied",
+    "Operation not permitted",
+];
+
+/// The error of a restore that failed, as what it is.
+fn refusal(error: BackendError) -> BackendError {
+    let is_refusal = !NOT_FOR_THE_RULES.iter().any(|words| error.message.contains(words));
+    BackendError { kind: if is_refusal { ErrorKind::Refused } else { error.kind }, ..error }
+}
+
 fn failure(program: &str, what: &str, output: &Output) -> BackendError {
     let code = output.status.code();
     let kind = if code == Some(EXIT_RESOURCE_PROBLEM) { ErrorKind::Retry } else { ErrorKind::NeedsFullSync };
@@ -198,6 +216,26 @@ fn offending_line(script: &Script, output: &Output) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_is_refused_for_the_rules_is_told_from_what_may_succeed_later() {
+        let kind = |said: &str| refusal(BackendError::new(ErrorKind::Retry, said)).kind;
+        for said in [
+            "iptables-nft-restore (exit status: 4): line 3: RULE_APPEND failed (Invalid argument): rule in chain A",
+            "iptables-restore (exit status: 2): Couldn't load match `recent':No such file or directory",
+            "iptables-restore (exit status: 1): iptables-restore: line 4 failed",
+        ] {
+            assert_eq!(kind(said), ErrorKind::Refused, "{said}");
+        }
+        for said in [
+            "Another app is currently holding the xtables lock; still 1s 0us time ahead to have a chance to grab the lock...",
+            "line 9: CHAIN_DEL failed (Device or resource busy): chain A",
+            "iptables-restore: Resource temporarily unavailable.",
+            "Could not fetch rule set generation id: Permission denied (you must be root)",
+        ] {
+            assert_eq!(kind(said), ErrorKind::Retry, "{said}");
+        }
+    }
 
     #[test]
     fn rules_are_split_at_spaces_outside_of_comments() {

@@ -4,21 +4,26 @@
 
 mod command;
 mod config;
+mod refused;
 mod sysctl;
 mod variant;
 
 pub use config::{Config, Variant};
 
-use std::time::{Duration, Instant};
+use std::{
+    collections::BTreeSet,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use headgate_core::{
-    Dirty, Family, State,
+    Dirty, Family, ServiceKey, State,
     iptables::{ExistingTables, Ledger, RenderConfig, Script, Table, fixed, ledger::Planned},
     view::NodeFacts,
 };
 
 use self::command::Programs;
-use super::{Backend, BackendError, ErrorKind, FamilyStatistics, Plan, Report, StateSource, TableStatistics};
+use super::{Backend, BackendError, ErrorKind, FamilyStatistics, Plan, Refused, Report, StateSource, TableStatistics};
 use crate::node_inputs::NodeInputs;
 
 /// A comparison of every rule is followed by a pause of this many times what it took.
@@ -141,6 +146,26 @@ impl Backend for IptablesBackend {
         result.map(|()| report)
     }
 
+    fn find_refused(
+        &mut self,
+        source: &dyn StateSource,
+        suspects: Option<&BTreeSet<Arc<ServiceKey>>>,
+        families: &[Family],
+    ) -> Result<Vec<Refused>, BackendError> {
+        let mut refused = Vec::new();
+        for family in self.families.iter().filter(|of| families.is_empty() || families.contains(&of.family)) {
+            refused.extend(family.find_refused(source, suspects)?);
+        }
+        Ok(refused)
+    }
+
+    fn set_aside(&mut self, refused: &[Refused]) {
+        for FamilyBackend { family, ledger, .. } in &mut self.families {
+            let own = refused.iter().filter(|refused| refused.family == *family);
+            ledger.set_aside(&own.map(|refused| Arc::clone(&refused.service)).collect());
+        }
+    }
+
     fn statistics(&self) -> Vec<FamilyStatistics> {
         self.families.iter().map(FamilyBackend::statistics).collect()
     }
@@ -237,7 +262,7 @@ impl FamilyBackend {
         self.last_rules = [written(Table::Nat), written(Table::Filter)];
         let result = self.write(script, planned, report);
         self.last_took = started.elapsed();
-        result
+        result.inspect(|()| self.ledger.confirm())
     }
 
     fn write(&mut self, script: &Script, planned: Planned, report: &mut Report) -> Result<(), BackendError> {

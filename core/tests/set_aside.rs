@@ -1,0 +1,173 @@
+//! Services whose rules the kernel refuses: the others are written, and the last good rules stay.
+#![allow(clippy::unwrap_used)]
+
+use std::{collections::BTreeSet, net::IpAddr, sync::Arc};
+
+use headgate_core::{
+    Change, ClientIpAffinity, Dirty, Endpoint, EndpointPort, Family, Protocol, Service, ServiceKey, ServicePort, State,
+    iptables::{ExistingTables, Layout, Ledger, RenderConfig, Script, Table, fake_kernel::FakeKernel},
+    view::NodeFacts,
+};
+
+/// A kernel without the `recent` match, and a ledger on it.
+struct Rig {
+    kernel: FakeKernel,
+    ledger: Ledger,
+    state: State,
+}
+
+impl Rig {
+    fn new(layout: Layout) -> Self {
+        let ledger = Ledger::new(RenderConfig { layout, ..RenderConfig::new(Family::V4) });
+        let mut rig = Self { kernel: FakeKernel::default(), ledger, state: State::default() };
+        assert!(rig.full());
+        rig
+    }
+
+    /// False when the script is refused. A table's part takes effect as a whole or not at all.
+    fn run(&mut self, script: &Script) -> bool {
+        let parts = script.to_string();
+        let mut parts = parts.split_inclusive("COMMIT\n");
+        parts.all(|part| !part.contains("-m recent") && self.kernel.restore(part).is_ok())
+    }
+
+    fn confirmed(&mut self, script: &Script) -> bool {
+        let is_taken = self.run(script);
+        if is_taken {
+            self.ledger.confirm();
+        }
+        is_taken
+    }
+
+    fn full(&mut self) -> bool {
+        let existing = ExistingTables::parse(&Table::ALL.map(|table| self.kernel.save(table)).concat());
+        let (script, _) = self.ledger.full(&self.state, &node(), &existing);
+        self.confirmed(&script)
+    }
+
+    fn step(&mut self, changes: impl IntoIterator<Item = Change>) -> bool {
+        let mut dirty = Dirty::default();
+        for change in changes {
+            self.state.apply(change, &mut dirty);
+        }
+        let (script, _) = self.ledger.changed(&self.state, &node(), &dirty);
+        self.confirmed(&script)
+    }
+
+    fn takes(&mut self, names: &[&str]) -> bool {
+        let keys: Vec<Arc<ServiceKey>> = names.iter().map(|name| Arc::new(key(name))).collect();
+        let trial = self.ledger.trial(&self.state, &node(), &keys);
+        self.run(&trial)
+    }
+
+    fn set_aside(&mut self, names: &[&str]) {
+        let services: BTreeSet<_> = names.iter().map(|name| Arc::new(key(name))).collect();
+        self.ledger.set_aside(&services);
+    }
+
+    /// Lines that speak of a service, and those that translate to an endpoint.
+    fn rules(&self, about: &str) -> Vec<String> {
+        let saves = Table::ALL.map(|table| self.kernel.save(table)).concat();
+        saves.lines().filter(|line| line.contains(about)).map(str::to_owned).collect()
+    }
+}
+
+fn node() -> NodeFacts {
+    NodeFacts::named("n1")
+}
+
+fn key(name: &str) -> ServiceKey {
+    ServiceKey::new("ns", name)
+}
+
+fn service(name: &str, has_affinity: bool) -> Change {
+    let port = ServicePort { name: "a".into(), protocol: Protocol::Tcp, port: 80, node_port: 0 };
+    let low = name.bytes().last().unwrap();
+    let mut service = Service::new(key(name), vec![IpAddr::from([10, 96, 0, low])], vec![port]);
+    service.external_ips = vec![IpAddr::from([192, 0, 2, low])];
+    service.session_affinity = has_affinity.then_some(ClientIpAffinity { timeout_seconds: 10 });
+    Change::Service(service)
+}
+
+fn endpoint(name: &str, low: u8) -> Change {
+    let ports = [EndpointPort { name: "a".into(), protocol: Protocol::Tcp, port: 8080 }];
+    Change::Endpoint(key(name), Endpoint::new(IpAddr::from([10, 244, 0, low]), ports.into()))
+}
+
+const LAYOUTS: [Layout; 2] = [Layout::Classic, Layout::Compact];
+
+#[test]
+fn a_service_that_is_refused_keeps_its_rules_and_the_others_change() {
+    for layout in LAYOUTS {
+        let mut rig = Rig::new(layout);
+        assert!(rig.step([service("web", false), endpoint("web", 1), service("api", false), endpoint("api", 2)]));
+        let good = rig.rules("ns/web");
+        assert!(good.iter().any(|rule| rule.contains("-d 10.96.0.98/32")), "{good:?}");
+        assert!(!rig.step([service("web", true), endpoint("web", 3), endpoint("api", 4)]), "there is no such match");
+
+        assert!(!rig.takes(&["web", "api"]) && !rig.takes(&["web"]) && rig.takes(&["api"]));
+        assert_eq!(
+            rig.rules("ns/web").len(),
+            good.len() + rig.rules("CANARY").iter().filter(|r| r.contains("ns/web")).count()
+        );
+        rig.set_aside(&["web"]);
+        assert!(rig.full());
+        assert_eq!(rig.rules("ns/web"), good, "{layout:?}");
+        assert!(
+            rig.rules("--to-destination 10.244.0.1:8080").len() == 1
+                && rig.rules("--to-destination 10.244.0.3:8080").is_empty()
+        );
+        assert_eq!(rig.rules("--to-destination 10.244.0.4:8080").len(), 1);
+
+        // Steps pass it over; dispatch chains are written with its lines.
+        assert!(rig.step([endpoint("web", 5), service("new", false), endpoint("new", 6)]));
+        assert_eq!(rig.rules("ns/web"), good);
+        assert!(rig.full() && rig.rules("ns/web") == good);
+
+        // It can be used again.
+        assert!(!rig.takes(&["web"]));
+        let mut dirty = Dirty::default();
+        rig.state.apply(service("web", false), &mut dirty);
+        assert!(rig.takes(&["web"]) && rig.run(&Ledger::end_of_trials()));
+        rig.set_aside(&[]);
+        assert!(rig.step([endpoint("web", 7), service("web", false)]));
+        assert_eq!(rig.rules("--to-destination 10.244.0.7:8080").len(), 1);
+        let mut fresh = Rig::new(layout);
+        fresh.state = std::mem::take(&mut rig.state);
+        assert!(fresh.full());
+        assert_eq!(rig.kernel.save(Table::Nat), fresh.kernel.save(Table::Nat), "nothing of the trials is left");
+        assert_eq!(rig.kernel.save(Table::Filter), fresh.kernel.save(Table::Filter));
+    }
+}
+
+#[test]
+fn a_service_that_never_had_good_rules_has_none() {
+    for layout in LAYOUTS {
+        let mut rig = Rig::new(layout);
+        for change in [service("web", true), endpoint("web", 1), service("api", false), endpoint("api", 2)] {
+            rig.state.apply(change, &mut Dirty::default());
+        }
+        assert!(!rig.full());
+        assert!(rig.takes(&["api"]) && !rig.takes(&["web"]));
+        rig.set_aside(&["web"]);
+        assert!(rig.full());
+        assert!(rig.rules("ns/web").is_empty() && rig.rules("--to-destination 10.244.0.1:").is_empty());
+        assert_eq!(rig.rules("--to-destination 10.244.0.2:8080").len(), 1);
+        // It goes without a trace.
+        rig.set_aside(&[]);
+        assert!(rig.step([Change::RemoveService(key("web"))]));
+        assert!(rig.rules("ns/web").is_empty());
+    }
+}
+
+#[test]
+fn last_good_rules_that_somebody_removed_are_not_relied_on() {
+    let mut rig = Rig::new(Layout::Classic);
+    assert!(rig.step([service("web", false), endpoint("web", 1), service("api", false), endpoint("api", 2)]));
+    assert!(!rig.step([service("web", true)]));
+    rig.set_aside(&["web"]);
+    let fresh = Rig::new(Layout::Classic);
+    rig.kernel = fresh.kernel;
+    assert!(rig.full());
+    assert!(rig.rules("ns/web").is_empty() && rig.rules("ns/api").len() > 1);
+}

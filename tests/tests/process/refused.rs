@@ -1,0 +1,103 @@
+//! A service whose rules iptables itself refuses: here for want of the `recent` match, which session affinity needs.
+
+use super::rig::{Program, Rig, eventually, node, service, slice};
+
+const EXTENSION: &str = "libxt_recent.so";
+const AFFINITY: &str = "  sessionAffinity: ClientIP\n";
+
+/// What all services are programmed by.
+struct Variant {
+    name: &'static str,
+    save: &'static str,
+}
+
+const LEGACY: Variant = Variant { name: "legacy", save: "iptables-legacy-save" };
+const NFT: Variant = Variant { name: "nft", save: "iptables-nft-save" };
+
+fn start(rig: &Rig, variant: &Variant) -> Program {
+    rig.agent_without_extension(EXTENSION, &[&format!("--iptables-variant={}", variant.name)])
+}
+
+fn translations(rules: &[String], service: &str) -> Vec<String> {
+    let of_service = rules.iter().filter(|rule| rule.contains("DNAT") && rule.contains(&format!("ns/{service}:")));
+    of_service.filter_map(|rule| Some(rule.rsplit_once("--to-destination ")?.1.to_owned())).collect()
+}
+
+fn until_translated(rig: &Rig, variant: &Variant, service: &str, to: &[&str]) {
+    let mut to: Vec<&str> = to.to_vec();
+    to.sort_unstable();
+    rig.until_rules_of(variant.save, &format!("{service} leads to {to:?}"), "nat", |rules| {
+        let mut found = translations(rules, service);
+        found.sort_unstable();
+        found == to
+    });
+}
+
+/// Waits until `headgatectl agents` names the refused service, or names none.
+fn until_listed(rig: &Rig, listed: bool) {
+    eventually(&format!("headgatectl agents lists the refusal: {listed}"), || {
+        let said = rig.headgatectl(&["agents"])?;
+        let is_listed = said.contains("rejected Service ns/sticky") && said.contains("Couldn't load match `recent'");
+        let is_current = said.contains("current") && !said.contains("rejected");
+        if (listed && is_listed) || (!listed && is_current) { Ok(()) } else { Err(said) }
+    });
+}
+
+fn one_service_holds_up_nothing_else(variant: &Variant) {
+    let manifests = [
+        ("node", node("")),
+        ("sticky", service("sticky", 1, "")),
+        ("sticky-1", slice("sticky", &[("node-a", 1)], "")),
+        ("plain", service("plain", 2, "")),
+        ("plain-1", slice("plain", &[("node-a", 2)], "")),
+    ];
+    let rig = Rig::serving(&manifests);
+    let agent = start(&rig, variant);
+    rig.until_programmed();
+    until_translated(&rig, variant, "sticky", &["10.244.1.1:8080"]);
+
+    // Both change at once, and iptables refuses one of them.
+    rig.put("sticky", &service("sticky", 1, AFFINITY));
+    rig.put("plain-1", &slice("plain", &[("node-a", 2), ("node-b", 3)], ""));
+    until_translated(&rig, variant, "plain", &["10.244.1.2:8080", "10.244.1.3:8080"]);
+    rig.until_metric("headgate_agent_services_refused", |count| count == 1.0);
+    until_listed(&rig, true);
+    rig.put("sticky-1", &slice("sticky", &[("node-a", 4)], ""));
+    rig.put("plain-1", &slice("plain", &[("node-a", 5)], ""));
+    until_translated(&rig, variant, "plain", &["10.244.1.5:8080"]);
+    until_translated(&rig, variant, "sticky", &["10.244.1.1:8080"]);
+    rig.until_health("/healthz", 200);
+    assert_eq!(rig.metric("headgate_agent_service_refusals_total"), 1.0);
+
+    // An agent that starts with it programs the others, and finds no good rules of it that it knew.
+    drop(agent);
+    let _agent = start(&rig, variant);
+    rig.until_metric("headgate_agent_services_refused", |count| count == 1.0);
+    rig.put("plain-1", &slice("plain", &[("node-a", 6)], ""));
+    until_translated(&rig, variant, "plain", &["10.244.1.6:8080"]);
+    until_translated(&rig, variant, "sticky", &[]);
+    until_listed(&rig, true);
+
+    // What was missing is there, and the service changes.
+    rig.give_extension(EXTENSION);
+    rig.put("sticky-1", &slice("sticky", &[("node-a", 7)], ""));
+    until_translated(&rig, variant, "sticky", &["10.244.1.7:8080"]);
+    let rules = rig.rules(variant.save, "nat");
+    assert!(rules.iter().any(|rule| rule.contains("-m recent")), "{rules:#?}");
+    let canaries = |table: &str| {
+        rig.rules(variant.save, table).iter().filter(|rule| rule.starts_with("-A KUBE-PROXY-CANARY")).count()
+    };
+    assert_eq!((canaries("nat"), canaries("filter")), (0, 0), "nothing of the trials is left");
+    until_listed(&rig, false);
+    assert_eq!(rig.metric("headgate_agent_services_refused"), 0.0);
+}
+
+#[test]
+fn legacy_one_service_that_iptables_refuses_holds_up_nothing_else() {
+    one_service_holds_up_nothing_else(&LEGACY);
+}
+
+#[test]
+fn nft_one_service_that_iptables_refuses_holds_up_nothing_else() {
+    one_service_holds_up_nothing_else(&NFT);
+}
