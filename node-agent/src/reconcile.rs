@@ -217,7 +217,7 @@ impl Reconciler {
                 Wake::Stop => return,
                 Wake::Work => self.sync(),
                 Wake::Verify if self.shared.is_unconfirmed() => self.look_before_control_plane(),
-                Wake::Verify if Instant::now() < self.verify_at => self.retry(self.refused.due()),
+                Wake::Verify if Instant::now() < self.verify_at => self.retry(&self.refused.due()),
                 Wake::Verify => self.verify(),
             }
             self.tell_status();
@@ -245,7 +245,7 @@ impl Reconciler {
             Ok(report) => {
                 self.succeeded(target, generation, kind, &report, started.elapsed());
                 let retried = std::mem::take(&mut self.unfinished.retried);
-                self.retry(retried);
+                self.retry(&retried);
             }
             Err(error) if error.kind == ErrorKind::Refused && self.set_aside_refused(kind, &error) => {
                 // Without them everything else goes in at once.
@@ -282,12 +282,12 @@ impl Reconciler {
     }
 
     /// Tries services again whose rules were refused. Those that are taken now are programmed by the next sync.
-    fn retry(&mut self, services: BTreeSet<Arc<ServiceKey>>) {
+    fn retry(&mut self, services: &BTreeSet<Arc<ServiceKey>>) {
         if services.is_empty() {
             return;
         }
         let [base, cap] = self.timing.refused_pauses;
-        match self.backend.find_refused(&*self.shared, Some(&services), &[]) {
+        match self.backend.find_refused(&*self.shared, Some(services), &[]) {
             Ok(refused) => {
                 let still: BTreeSet<_> = refused.iter().map(|refused| Arc::clone(&refused.service)).collect();
                 self.refused.renew(refused, base, cap);
@@ -302,7 +302,7 @@ impl Reconciler {
             }
             Err(error) => {
                 warn!(%error, "services whose rules were refused cannot be tried again now");
-                self.refused.put_off(&services, base);
+                self.refused.put_off(services, base);
             }
         }
     }
