@@ -71,7 +71,7 @@ impl Agent {
     pub(crate) fn programmed(&self) -> Option<Digests> {
         self.kernel.calls().into_iter().rev().find_map(|call| match call {
             Call::Full(digests, _) | Call::Apply(_, digests) => Some(digests),
-            Call::Verify | Call::Cleanup => None,
+            Call::FindRefused(_) | Call::Verify | Call::Cleanup => None,
         })
     }
 
