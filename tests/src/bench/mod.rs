@@ -2,6 +2,7 @@
 //!
 //! Figures are medians of repeated runs. Nothing asserts on time: machines differ, ratios are for people.
 
+pub mod apiserver_load;
 pub mod clock;
 pub mod connect;
 pub mod conntrack;
@@ -9,7 +10,10 @@ pub mod delta;
 pub mod fleet;
 pub mod iptables;
 pub mod kube_proxy_shape;
+pub mod lagging;
 pub mod memory;
 pub mod report;
+pub mod slow;
+pub mod storm;
 pub mod wire;
 pub mod workload;

@@ -5,9 +5,9 @@ use std::path::PathBuf;
 use anyhow::{Result, bail};
 use clap::Parser;
 use headgate_tests::bench::{
-    connect, conntrack, delta, fleet, iptables, memory,
+    apiserver_load, connect, conntrack, delta, fleet, iptables, lagging, memory,
     report::{Figure, publish},
-    wire,
+    slow, storm, wire,
 };
 
 /// Measures Headgate beside an anchor in the same run; prints the figures and writes them as JSON
@@ -41,6 +41,12 @@ const BENCHES: &[(&str, &str, Bench)] = &[
     ("delta", "one endpoint changes: CPU of both sides and bytes, at three sizes", |_| delta::run()),
     ("fleet", "thousands of agents on one replica: delay, CPU and memory", |a| fleet::run(&a.load, a.services)),
     ("wire", "bytes of an endpoint's change per node, alone and in bursts; fails above its goals", |_| wire::run()),
+    ("storm", "all agents come back at once", |a| storm::run(&a.load, a.services)),
+    ("slow", "agents that read slowly or not at all, beside others", |a| slow::run(&a.load, a.services)),
+    ("apiserver-load", "what the API server sees of 1, 100 and 5,000 agents", |a| {
+        apiserver_load::run(&a.load, a.services)
+    }),
+    ("lagging", "agents move to a replica whose watch is held back", |a| lagging::run(&a.load, a.services)),
     ("iptables-full", "the first sync, legacy and nft", |a| iptables::run(iptables::Bench::Full, a.services)),
     ("iptables-incremental", "one endpoint changes, legacy and nft", |a| {
         iptables::run(iptables::Bench::Incremental, a.services)

@@ -27,6 +27,8 @@ pub struct Reference {
 struct Full {
     machine: Machine,
     held: Held,
+    /// Services that a kernel would have had to be programmed for, since the stream began.
+    dirty_services: u64,
 }
 
 /// See the module.
@@ -39,7 +41,7 @@ pub struct Agent {
 
 impl Agent {
     pub(super) fn new(node: &str, is_full: bool) -> Self {
-        let full = || Box::new(Full { machine: Machine::new(node.into()), held: Held::default() });
+        let full = || Box::new(Full { machine: Machine::new(node.into()), held: Held::default(), dirty_services: 0 });
         Self { node: node.into(), tracker: Tracker::default(), full: is_full.then(full) }
     }
 
@@ -55,6 +57,12 @@ impl Agent {
         self.full.as_ref().map(|full| full.held.state().digests())
     }
 
+    /// Services that a real agent would have had to program anew, since its stream began; none of an agent that holds no state.
+    #[must_use]
+    pub fn dirty_services(&self) -> Option<u64> {
+        self.full.as_ref().map(|full| full.dirty_services)
+    }
+
     /// What others may say of their digests that are where this agent is; none of an agent that holds no state.
     #[must_use]
     pub fn reference(&self) -> Option<Reference> {
@@ -67,6 +75,7 @@ impl Agent {
         self.tracker.begin();
         if let Some(full) = &mut self.full {
             full.machine.begin(full.held.position());
+            full.dirty_services = 0;
         }
         let resume = self.tracker.point().map(|point| self.resume(&point, reference));
         let status = v1::AgentStatus { backend: "simulated".into(), ..Default::default() };
@@ -150,7 +159,11 @@ impl Full {
         let effects = self.machine.on_message(message).map_err(|violation| Violation::Agent(violation.to_string()))?;
         for effect in effects {
             match effect {
-                MachineEffect::Apply(step) => self.held.apply(step, &mut Dirty::default()),
+                MachineEffect::Apply(step) => {
+                    let mut dirty = Dirty::default();
+                    self.held.apply(step, &mut dirty);
+                    self.dirty_services += dirty.services.len() as u64;
+                }
                 MachineEffect::Reject(nack) => {
                     return Err(Violation::Agent(format!("resources that cannot be used: {:?}", nack.rejections)));
                 }

@@ -91,6 +91,7 @@ pub struct Client {
     last_ack: Option<Instant>,
     pub(super) ack_is_scheduled: bool,
     pub(super) violation: Option<String>,
+    pub(super) is_suspended: bool,
     earlier: Received,
     counts: Counts,
 }
@@ -123,6 +124,7 @@ impl Client {
             last_ack: None,
             ack_is_scheduled: false,
             violation: None,
+            is_suspended: false,
             earlier: Received::default(),
             counts: Counts::default(),
         }
@@ -170,6 +172,12 @@ impl Client {
     #[must_use]
     pub fn has(&self, slices: u64) -> bool {
         self.is_following() && self.agent.tracker().point().is_some_and(|point| point.slices() >= slices)
+    }
+
+    /// True when it reads, sends no garbage, and has not been suspended.
+    #[must_use]
+    pub fn is_sound(&self) -> bool {
+        matches!(self.member.fault, Fault::None | Fault::Nack) && !self.is_suspended
     }
 
     pub(super) fn is_handshaking(&self) -> bool {

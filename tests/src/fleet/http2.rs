@@ -372,3 +372,102 @@ fn put_window_update(out: &mut Vec<u8>, stream: u32, more: u32) {
     put_header(out, 4, kind::WINDOW_UPDATE, 0, stream);
     out.extend_from_slice(&more.to_be_bytes());
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    /// A frame of a server's.
+    fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        put_header(&mut bytes, payload.len(), kind, flags, stream);
+        bytes.extend_from_slice(payload);
+        bytes
+    }
+
+    fn message(text: &[u8]) -> Vec<u8> {
+        let length = u32::try_from(text.len()).unwrap().to_be_bytes();
+        [&[0], length.as_slice(), text].concat()
+    }
+
+    type Read = (Vec<Vec<u8>>, Vec<u8>, Result<(), Broken>, Option<End>);
+
+    /// Feeds bytes in pieces of a size.
+    fn read(bytes: &[u8], piece: usize) -> Read {
+        let (mut http2, mut messages, mut replies) = (Http2::new(), Vec::new(), Vec::new());
+        let mut take = |message: &[u8]| {
+            messages.push(message.to_vec());
+            Ok(())
+        };
+        let fed = bytes.chunks(piece).try_for_each(|piece| http2.feed(piece, &mut replies, &mut take));
+        (messages, replies, fed, http2.end)
+    }
+
+    #[test]
+    fn messages_are_whole_wherever_bytes_are_cut() {
+        let data = [message(b"one"), message(b""), message(&[7; 3_000]), message(b"four")].concat();
+        let mut trailers = Vec::new();
+        hpack::put_literal(&mut trailers, "grpc-status", "14");
+        hpack::put_literal(&mut trailers, "grpc-message", "this replica stops");
+        let (first, second) = data.split_at(1_000);
+        // Two bytes of padding, which say so in front.
+        let padded = [&[2], second, &[0, 0]].concat();
+        let bytes = [
+            frame(kind::SETTINGS, 0, 0, &[0, 4, 0, 0, 0, 9]),
+            frame(kind::HEADERS, flag::END_HEADERS, STREAM, &[0x88]),
+            frame(kind::DATA, 0, STREAM, first),
+            frame(kind::PING, 0, 0, b"12345678"),
+            frame(kind::DATA, 0, STREAM, &[]),
+            frame(kind::DATA, flag::PADDED, STREAM, &padded),
+            frame(kind::HEADERS, flag::END_STREAM, STREAM, &trailers[..5]),
+            frame(kind::CONTINUATION, flag::END_HEADERS, STREAM, &trailers[5..]),
+        ]
+        .concat();
+        let answers = [frame(kind::SETTINGS, flag::ACK, 0, &[]), frame(kind::PING, flag::ACK, 0, b"12345678")].concat();
+        for piece in (1..60).chain([1_000, bytes.len()]) {
+            let (messages, replies, fed, end) = read(&bytes, piece);
+            assert_eq!(fed, Ok(()), "{piece}");
+            assert_eq!(messages, [b"one".to_vec(), Vec::new(), vec![7; 3_000], b"four".to_vec()], "{piece}");
+            assert_eq!(replies, answers, "{piece}");
+            assert_eq!(end, Some(End::Status { code: 14, message: "this replica stops".into() }), "{piece}");
+        }
+    }
+
+    #[test]
+    fn what_a_server_may_not_send_is_found() {
+        let too_long = [&[0, 0, 0x10, 0, 1], b"x".as_slice()].concat();
+        let broken = [
+            frame(kind::DATA, 0, STREAM, &[1, 0, 0, 0, 0]),
+            frame(kind::DATA, 0, STREAM, &too_long),
+            frame(kind::DATA, 0, 3, b"x"),
+            frame(kind::DATA, flag::END_STREAM, STREAM, b""),
+            frame(kind::HEADERS, flag::END_HEADERS, STREAM, &[0xc0]),
+            frame(kind::HEADERS, flag::END_HEADERS, STREAM, &[0x8d]),
+            vec![0xff; 9],
+        ];
+        for bytes in broken {
+            let (messages, _, fed, _) = read(&bytes, bytes.len());
+            assert!(fed.is_err() && messages.is_empty(), "{bytes:?}");
+        }
+    }
+
+    #[test]
+    fn windows_are_kept_and_given_back() {
+        let mut http2 = Http2::new();
+        let mut out = Vec::new();
+        assert!(http2.send(&[0; 60_000], &mut out));
+        assert_eq!(out.len(), 60_000 + PREFIX_BYTES + 4 * HEADER_BYTES, "four frames");
+        assert!(!http2.send(&[0; 6_000], &mut out), "both windows have 65,535 bytes");
+        let mut replies = Vec::new();
+        let more =
+            [frame(kind::WINDOW_UPDATE, 0, 0, &[0, 1, 0, 0]), frame(kind::WINDOW_UPDATE, 0, STREAM, &[0, 1, 0, 0])];
+        http2.feed(&more.concat(), &mut replies, &mut |_| Ok(())).unwrap();
+        assert!(http2.send(&[0; 6_000], &mut out));
+        let data = frame(kind::DATA, 0, STREAM, &message(&[0; 16_000]));
+        for _ in 0..80 {
+            http2.feed(&data, &mut replies, &mut |_| Ok(())).unwrap();
+        }
+        assert_eq!(replies.len(), 2 * (HEADER_BYTES + 4), "one update for the connection and one for the stream");
+    }
+}

@@ -95,7 +95,7 @@ impl Histogram {
             if *count >= left {
                 let shift = (index / HALF).saturating_sub(1);
                 let lowest = ((index - shift * HALF) as u64) << shift;
-                return (lowest + (1 << shift) - 1).min(self.max);
+                return (lowest + ((1 << shift) - 1)).min(self.max);
             }
             left -= count;
         }

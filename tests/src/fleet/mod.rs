@@ -12,13 +12,16 @@ mod client;
 mod hpack;
 mod http2;
 pub mod latency;
+pub mod phase;
+pub mod relay;
 pub mod rig;
 mod send;
 pub mod source;
+pub mod stage;
 mod tls;
 pub mod tracker;
 mod wire;
-mod worker;
+pub mod worker;
 
 use std::{
     net::{IpAddr, SocketAddr},

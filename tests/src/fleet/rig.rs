@@ -288,7 +288,13 @@ impl Replica {
     /// # Errors
     /// When the process has ended.
     pub fn resident_bytes(&self) -> Result<u64> {
-        status_bytes(self.process.id(), "VmRSS")
+        self.memory().resident_bytes()
+    }
+
+    /// Its memory, for another thread to look at.
+    #[must_use]
+    pub fn memory(&self) -> Memory {
+        Memory(self.process.id())
     }
 
     /// Resident memory at its highest, in bytes.
@@ -297,6 +303,20 @@ impl Replica {
     /// When the process has ended.
     pub fn highest_resident_bytes(&self) -> Result<u64> {
         status_bytes(self.process.id(), "VmHWM")
+    }
+}
+
+/// The memory of a process.
+#[derive(Debug, Clone, Copy)]
+pub struct Memory(u32);
+
+impl Memory {
+    /// Resident memory, in bytes.
+    ///
+    /// # Errors
+    /// When the process has ended.
+    pub fn resident_bytes(self) -> Result<u64> {
+        status_bytes(self.0, "VmRSS")
     }
 }
 

@@ -9,7 +9,7 @@ use std::{
 use anyhow::{Context as _, Result};
 use headgate_core::{
     Change, Dirty, State,
-    digest::Digests,
+    digest::{Digests, service_bucket},
     model::{Conditions, Endpoint},
 };
 use serde_json::{Value, json};
@@ -30,6 +30,7 @@ pub struct Source {
     changes: u32,
     /// Services whose first endpoint is not ready.
     unready: BTreeSet<u32>,
+    event_bytes: u64,
 }
 
 impl Source {
@@ -39,7 +40,7 @@ impl Source {
     /// When the server does not start.
     pub fn start(namespace: &Namespace, timetable: Arc<Timetable>, services: u32, endpoints: u32) -> Result<Self> {
         let api = namespace.run(|| Ok(ApiServer::start()?))?;
-        let source = Self { api, timetable, services, endpoints, changes: 0, unready: BTreeSet::new() };
+        let source = Self { api, timetable, services, endpoints, changes: 0, unready: BTreeSet::new(), event_bytes: 0 };
         for number in 0..services {
             source.apply(service_object(number))?;
             source.apply(source.slice_object(number))?;
@@ -100,7 +101,36 @@ impl Source {
         }
         let object = self.slice_object(number);
         self.timetable.write(self.api.version() + 1);
-        self.apply(object)
+        let version = self.apply(object)?;
+        self.event_bytes += event_bytes(&self.slice(number)?);
+        Ok(version)
+    }
+
+    fn slice(&self, number: u32) -> Result<Value> {
+        let key = workload::key(number);
+        self.api.get(Kind::EndpointSlice, &key.namespace, &slice_name(&key.name)).context("a slice is gone")
+    }
+
+    /// Bytes of JSON of all changes so far, as one watch of EndpointSlices gets them.
+    #[must_use]
+    pub fn event_bytes(&self) -> u64 {
+        self.event_bytes
+    }
+
+    /// Bytes of JSON of all Services and EndpointSlices, as whoever begins to watch them gets them.
+    #[must_use]
+    pub fn initial_bytes(&self) -> u64 {
+        let objects = [Kind::Service, Kind::EndpointSlice].map(|kind| self.api.list(kind));
+        objects.iter().flatten().map(event_bytes).sum()
+    }
+
+    /// The buckets of these services, and the resources in them.
+    #[must_use]
+    pub fn buckets_of(&self, services: &[u32]) -> (BTreeSet<u16>, u64) {
+        let bucket = |number: &u32| service_bucket(&workload::key(*number));
+        let buckets: BTreeSet<u16> = services.iter().map(bucket).collect();
+        let inside = (0..self.services).filter(|number| buckets.contains(&bucket(number))).count() as u64;
+        (buckets, inside * u64::from(self.endpoints + 1))
     }
 
     /// Makes changes at a steady rate for some time; how many they were, and the version of the last. Who falls behind catches up.
@@ -159,6 +189,15 @@ fn unix_seconds(text: &str) -> Option<i64> {
     Some(((days * 24 + number(11..13)?) * 60 + number(14..16)?) * 60 + number(17..19)?)
 }
 
+/// Bytes of a watch's line for an object.
+fn event_bytes(object: &Value) -> u64 {
+    json!({"type": "MODIFIED", "object": object}).to_string().len() as u64 + 1
+}
+
+fn slice_name(service: &str) -> String {
+    format!("{service}-x7k2p")
+}
+
 fn owner(kind: &str, name: &str) -> Value {
     json!([{
         "apiVersion": "v1", "kind": kind, "name": name, "uid": "c9b7e2f4-1f60-4f0e-a3f5-2f1d6f0c9b10", "controller": true,
@@ -199,7 +238,7 @@ fn slice_object(number: u32, endpoints: u32, is_first_ready: bool) -> Value {
     json!({
         "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
         "metadata": {
-            "name": format!("{name}-x7k2p"), "namespace": namespace, "generateName": format!("{name}-"),
+            "name": slice_name(name), "namespace": namespace, "generateName": format!("{name}-"),
             "labels": {
                 "kubernetes.io/service-name": name,
                 "endpointslice.kubernetes.io/managed-by": "endpointslice-controller.k8s.io",

@@ -445,3 +445,85 @@ fn count(changes: &[u8]) -> Result<Counts, Malformed> {
     }
     Ok(counts)
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use headgate_proto::v1::{self, server_message::Body, source_position::Kind, welcome::ResumeMode};
+    use prost::Message as _;
+
+    use super::*;
+
+    fn take(tracker: &mut Tracker, body: Body) -> Result<Effect, Violation> {
+        tracker.on_message(&v1::ServerMessage { body: Some(body) }.encode_to_vec())
+    }
+
+    fn welcome(epoch: u64, mode: ResumeMode) -> Body {
+        Body::Welcome(v1::Welcome { epoch, resume: mode.into(), ..Default::default() })
+    }
+
+    fn at(position: u64) -> Vec<v1::SourcePosition> {
+        vec![v1::SourcePosition { kind: Kind::EndpointSlices.into(), position }]
+    }
+
+    fn batch(previous: u64, version: u64, endpoint_slices_position: u64) -> Body {
+        let follows_version = (previous + 1 != version).then_some(previous);
+        Body::Batch(v1::Batch { follows_version, version, endpoint_slices_position, ..Default::default() })
+    }
+
+    fn end(version: u64, position: u64, resource_count: u64) -> Body {
+        Body::SnapshotEnd(v1::SnapshotEnd { version, positions: at(position), buckets: Vec::new(), resource_count })
+    }
+
+    fn chunk(services: usize, endpoints: usize) -> Body {
+        let changed = vec![v1::Endpoint::default(); endpoints];
+        let changes = v1::Changes {
+            services: vec![v1::Service::default(); services],
+            endpoints: vec![v1::ServiceEndpoints { changed, ..Default::default() }],
+            ..Default::default()
+        };
+        Body::SnapshotChunk(v1::SnapshotChunk { changes: Some(changes) })
+    }
+
+    /// At version 5 of epoch 1, which covers position 10.
+    fn following() -> Tracker {
+        let mut tracker = Tracker::default();
+        take(&mut tracker, welcome(1, ResumeMode::Full)).unwrap();
+        take(&mut tracker, chunk(1, 2)).unwrap();
+        take(&mut tracker, end(5, 10, 3)).unwrap();
+        tracker
+    }
+
+    #[test]
+    fn a_stream_that_keeps_the_contract_is_followed() {
+        let mut tracker = following();
+        assert_eq!(take(&mut tracker, batch(5, 5, 11)), Ok(Effect::None), "a part of a split batch");
+        assert!(matches!(take(&mut tracker, batch(5, 6, 11)), Ok(Effect::Moved(before)) if before.version == 5));
+        let point = tracker.point().unwrap();
+        assert_eq!((point.epoch, point.version, point.slices()), (1, 6, 11));
+        assert_eq!((tracker.received().chunk_resources, tracker.received().batches), (3, 2));
+    }
+
+    #[test]
+    fn what_breaks_the_contract_is_found() {
+        let broken = |body| take(&mut following(), body).unwrap_err();
+        assert_eq!(broken(batch(4, 6, 11)), Violation::Gap { previous: 4, held: 5 });
+        assert_eq!(broken(batch(5, 6, 9)), Violation::Older { kind: 2, held: 10, sent: 9 });
+        assert_eq!(broken(end(6, 9, 0)), Violation::Older { kind: 2, held: 10, sent: 9 });
+        assert_eq!(broken(end(6, 11, 1)), Violation::Count { counted: 1, staged: 0 });
+        assert!(matches!(broken(end(4, 11, 0)), Violation::Order(_)));
+        assert!(matches!(broken(welcome(1, ResumeMode::Log)), Violation::Welcome(_)));
+        let heartbeat = Body::Heartbeat(v1::Heartbeat { head_version: 4, source_age_ms: 0 });
+        assert!(matches!(broken(heartbeat), Violation::Order(_)));
+        let node = Body::OwnNode(v1::OwnNode { revision: 2, node: None });
+        assert!(matches!(broken(node), Violation::Order(_)));
+        assert!(matches!(take(&mut Tracker::default(), batch(0, 1, 1)), Err(Violation::Welcome(_))));
+        let mut tracker = following();
+        tracker.begin();
+        assert!(matches!(take(&mut tracker, welcome(2, ResumeMode::Log)), Err(Violation::Welcome(_))), "another epoch");
+        let mut tracker = following();
+        tracker.begin();
+        take(&mut tracker, welcome(2, ResumeMode::Digests)).unwrap();
+        assert!(matches!(take(&mut tracker, batch(5, 6, 11)), Err(Violation::Order(_))), "before the snapshot's end");
+    }
+}

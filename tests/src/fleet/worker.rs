@@ -200,7 +200,8 @@ impl Worker {
         while self.handshaking < self.settings.handshakes
             && let Some(index) = self.waiting.pop_front()
         {
-            if self.clients[index].is_connected() {
+            let client = &self.clients[index];
+            if client.is_connected() || client.is_suspended || client.violation.is_some() {
                 continue;
             }
             match self.clients[index].connect(self.poll.registry(), Token(index)) {
@@ -290,6 +291,41 @@ impl Worker {
         chosen.len()
     }
 
+    /// Gives up the connections of the agents that `chooses` chooses, until [`Self::resume`].
+    pub fn suspend(&mut self, how: Break, chooses: impl Fn(&Client) -> bool) {
+        for index in 0..self.clients.len() {
+            if chooses(&self.clients[index]) {
+                self.clients[index].is_suspended = true;
+                self.disconnect(index, how);
+            }
+        }
+    }
+
+    /// Lets all agents connect again that were suspended, to `replicas`.
+    pub fn resume(&mut self, replicas: &[SocketAddr]) {
+        for index in 0..self.clients.len() {
+            if std::mem::take(&mut self.clients[index].is_suspended) {
+                self.direct(index, replicas);
+                self.waiting.push_back(index);
+            }
+        }
+    }
+
+    /// Lets the first so many agents be connected to where they were last, or all, and suspends the others.
+    pub fn resume_at(&mut self, count: Option<usize>) {
+        for index in 0..self.clients.len() {
+            let is_wanted = count.is_none_or(|count| index < count);
+            let client = &mut self.clients[index];
+            if is_wanted && client.is_suspended {
+                client.is_suspended = false;
+                self.waiting.push_back(index);
+            } else if !is_wanted && !client.is_suspended {
+                client.is_suspended = true;
+                self.disconnect(index, Break::Close);
+            }
+        }
+    }
+
     /// Changes where the agents connect the next time.
     pub fn redirect(&mut self, replicas: &[SocketAddr]) {
         (0..self.clients.len()).for_each(|index| self.direct(index, replicas));
@@ -338,16 +374,16 @@ impl Worker {
         self.clients.iter().filter_map(|client| client.agent().digests().cloned()).collect()
     }
 
-    /// Number of agents that follow a stream and have everything up to a position of EndpointSlices.
+    /// Number of agents that are to have everything: they read, and have not been suspended.
     #[must_use]
-    pub fn having(&self, slices: u64) -> usize {
-        self.clients.iter().filter(|client| client.has(slices)).count()
+    pub fn sound(&self) -> usize {
+        self.clients.iter().filter(|client| client.is_sound()).count()
     }
 
-    /// Number of agents that follow a stream.
+    /// Number of sound agents that follow a stream and have everything up to a position of EndpointSlices.
     #[must_use]
-    pub fn following(&self) -> usize {
-        self.clients.iter().filter(|client| client.is_following()).count()
+    pub fn having(&self, slices: u64) -> usize {
+        self.clients.iter().filter(|client| client.is_sound() && client.has(slices)).count()
     }
 
     /// Sums over all agents.

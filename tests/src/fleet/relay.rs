@@ -1,0 +1,129 @@
+//! A wire between a replica and its API server that can be held: what the API server says waits, as behind a slow load balancer.
+
+use std::{
+    io::{ErrorKind, Read as _, Write as _},
+    net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream},
+    sync::{Arc, Condvar, Mutex, PoisonError},
+};
+
+use anyhow::{Context as _, Result};
+
+use crate::testbed::netns::{Doorway, Namespace};
+
+/// Whether what comes from the API server has to wait.
+#[derive(Debug, Default)]
+struct Gate {
+    is_held: Mutex<bool>,
+    changed: Condvar,
+}
+
+impl Gate {
+    fn set(&self, is_held: bool) {
+        *self.is_held.lock().unwrap_or_else(PoisonError::into_inner) = is_held;
+        self.changed.notify_all();
+    }
+
+    fn pass(&self) {
+        let mut is_held = self.is_held.lock().unwrap_or_else(PoisonError::into_inner);
+        while *is_held {
+            is_held = self.changed.wait(is_held).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}
+
+/// A running relay. Dropping it lets everything through and takes no further connections; open ones last as long as their ends.
+#[derive(Debug)]
+pub struct Relay {
+    address: SocketAddr,
+    gate: Arc<Gate>,
+    doorway: Doorway,
+    is_over: Arc<Mutex<bool>>,
+}
+
+impl Relay {
+    /// Starts a relay to `target` on a free port of the namespace's loopback address.
+    ///
+    /// # Errors
+    /// When the system refuses the port or a thread.
+    pub fn start(namespace: &Namespace, target: SocketAddr) -> Result<Self> {
+        let listener = namespace.run(|| TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).context("binding a relay"))?;
+        let address = listener.local_addr()?;
+        let (gate, is_over) = (Arc::new(Gate::default()), Arc::new(Mutex::new(false)));
+        let (doorway, shared, over) = (namespace.doorway()?, Arc::clone(&gate), Arc::clone(&is_over));
+        let accept = move || {
+            // Sockets belong to the namespace of the thread that makes them.
+            let accepted = doorway.enter().and_then(|()| accept(&listener, target, &shared, &over));
+            if let Err(error) = accepted {
+                eprintln!("warning: a relay ends: {error:#}");
+            }
+        };
+        std::thread::Builder::new().name("relay".to_owned()).spawn(accept).context("starting a thread")?;
+        Ok(Self { address, gate, doorway: namespace.doorway()?, is_over })
+    }
+
+    /// Where replicas connect.
+    #[must_use]
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// From now on, what the API server says waits.
+    pub fn hold(&self) {
+        self.gate.set(true);
+    }
+
+    /// Lets it through.
+    pub fn release(&self) {
+        self.gate.set(false);
+    }
+}
+
+impl Drop for Relay {
+    fn drop(&mut self) {
+        *self.is_over.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        self.gate.set(false);
+        // Wakes the thread that accepts, from a thread of the same namespace.
+        let address = self.address;
+        let knocked = std::thread::scope(|scope| {
+            let knock = || self.doorway.enter().is_ok() && TcpStream::connect(address).is_ok();
+            scope.spawn(knock).join().unwrap_or_default()
+        });
+        if !knocked {
+            eprintln!("warning: a relay's thread stays behind");
+        }
+    }
+}
+
+fn accept(listener: &TcpListener, target: SocketAddr, gate: &Arc<Gate>, is_over: &Mutex<bool>) -> Result<()> {
+    loop {
+        let (near, _) = listener.accept().context("accepting")?;
+        if *is_over.lock().unwrap_or_else(PoisonError::into_inner) {
+            return Ok(());
+        }
+        // The API server may be stopped; the replica tries again.
+        let Ok(far) = TcpStream::connect(target) else { continue };
+        let (near_too, far_too) = (near.try_clone()?, far.try_clone()?);
+        let gate = Arc::clone(gate);
+        std::thread::Builder::new().name("relay-up".to_owned()).spawn(move || copy(near, far, &Gate::default()))?;
+        std::thread::Builder::new().name("relay-down".to_owned()).spawn(move || copy(far_too, near_too, &gate))?;
+    }
+}
+
+/// Copies one direction until its end, which it passes on.
+fn copy(mut from: TcpStream, mut to: TcpStream, gate: &Gate) {
+    let mut buffer = vec![0; 64 << 10];
+    loop {
+        let count = match from.read(&mut buffer) {
+            Ok(0) => break,
+            Ok(count) => count,
+            Err(error) if error.kind() == ErrorKind::Interrupted => continue,
+            Err(_) => break,
+        };
+        gate.pass();
+        if to.write_all(&buffer[..count]).is_err() {
+            break;
+        }
+    }
+    // One of the two may be closed already.
+    let _ = (to.shutdown(Shutdown::Write), from.shutdown(Shutdown::Read));
+}
