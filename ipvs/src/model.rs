@@ -248,7 +248,8 @@ impl Destination {
     }
 }
 
-/// Counters since the object was made or zeroed, and estimated rates of the last seconds.
+/// Counters since the object was made or zeroed, and estimated rates of the last seconds. The kernel sums them up every two seconds
+/// (`net/netfilter/ipvs/ip_vs_est.c`), unlike the numbers of connections of a [`DestinationEntry`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Statistics {
     /// Connections scheduled.

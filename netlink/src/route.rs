@@ -1,6 +1,7 @@
 //! Links, addresses and local routes (`linux/rtnetlink.h`, `if_link.h`, `if_addr.h`): what a proxy needs to make a node take addresses for its own.
 //!
-//! An address costs the kernel more the more there are on the node; a local route takes a whole network at once.
+//! An address costs the kernel more the more there are on the node, above all its removal in IPv6; a local route costs the same however many there are,
+//! and takes a whole network at once. The example `address_cost` measures both.
 
 mod wire;
 
@@ -75,7 +76,8 @@ pub struct LocalRoute {
 /// A change of addresses or routes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Change {
-    /// The link gets an address, of host scope in IPv4, without duplicate address detection and prefix route in IPv6. `EEXIST` if it has it.
+    /// The link gets an address, of host scope in IPv4, without duplicate address detection and prefix route in IPv6, where
+    /// the kernel delivers to it a moment later. `EEXIST` if it has it.
     AddAddress {
         /// The link's number.
         link: u32,

@@ -1,4 +1,4 @@
-//! Dependencies run one way: core ← proto ← {control-plane, node-agent, cli} ← tests, and netlink ← ipvs ← node-agent; and core can do no I/O.
+//! Dependencies run one way: core ← proto ← {control-plane, node-agent, cli} ← tests, and netlink ← {ipvs, ipset} ← node-agent; and core can do no I/O.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -75,9 +75,17 @@ fn packages_of_the_workspace_depend_one_way() {
         ("headgate-control-plane", BTreeSet::from(["headgate-core", "headgate-proto", "headgate-tls"])),
         ("headgate-netlink", BTreeSet::new()),
         ("ipvs-netlink", BTreeSet::from(["headgate-netlink"])),
+        ("ipset-netlink", BTreeSet::from(["headgate-netlink"])),
         (
             "headgate-node-agent",
-            BTreeSet::from(["headgate-core", "headgate-proto", "headgate-tls", "headgate-netlink", "ipvs-netlink"]),
+            BTreeSet::from([
+                "headgate-core",
+                "headgate-proto",
+                "headgate-tls",
+                "headgate-netlink",
+                "ipvs-netlink",
+                "ipset-netlink",
+            ]),
         ),
         ("headgatectl", BTreeSet::from(["headgate-proto"])),
         (
@@ -88,6 +96,7 @@ fn packages_of_the_workspace_depend_one_way() {
                 "headgate-tls",
                 "headgate-netlink",
                 "ipvs-netlink",
+                "ipset-netlink",
                 "headgate-control-plane",
                 "headgate-node-agent",
             ]),

@@ -1,0 +1,211 @@
+//! Requests and answers as bytes. Numbers in attributes are big-endian, and those longer than a byte say so in their type.
+
+mod decode;
+#[cfg(test)]
+mod tests;
+
+pub(crate) use decode::{Part, protocol_versions, read_part, revisions};
+
+use std::net::IpAddr;
+
+use headgate_netlink::{NET_BYTE_ORDER, Request, netfilter};
+
+use crate::{Change, Element, Family, Protocol, SetType, Specification};
+
+/// `IPSET_CMD_…`.
+mod commands {
+    pub(super) const PROTOCOL: u8 = 1;
+    pub(super) const CREATE: u8 = 2;
+    pub(super) const DESTROY: u8 = 3;
+    pub(super) const FLUSH: u8 = 4;
+    pub(super) const SWAP: u8 = 6;
+    pub(super) const LIST: u8 = 7;
+    pub(super) const ADD: u8 = 9;
+    pub(super) const DEL: u8 = 10;
+    pub(super) const TYPE: u8 = 13;
+}
+
+/// `IPSET_ATTR_…` at the level of commands.
+mod top {
+    pub(super) const PROTOCOL: u16 = 1;
+    pub(super) const SETNAME: u16 = 2;
+    pub(super) const TYPENAME: u16 = 3;
+    pub(super) const SETNAME2: u16 = 3;
+    pub(super) const REVISION: u16 = 4;
+    pub(super) const FAMILY: u16 = 5;
+    pub(super) const FLAGS: u16 = 6;
+    pub(super) const DATA: u16 = 7;
+    pub(super) const ADT: u16 = 8;
+    pub(super) const MINIMUM: u16 = 10;
+}
+
+/// `IPSET_ATTR_…` within `DATA`.
+mod data {
+    pub(super) const IP: u16 = 1;
+    pub(super) const PORT: u16 = 4;
+    pub(super) const PORT_TO: u16 = 5;
+    pub(super) const PROTO: u16 = 7;
+    pub(super) const CADT_FLAGS: u16 = 8;
+    pub(super) const HASHSIZE: u16 = 18;
+    pub(super) const MAXELEM: u16 = 19;
+    pub(super) const REFERENCES: u16 = 25;
+    pub(super) const ELEMENTS: u16 = 24;
+    pub(super) const IP2: u16 = 20;
+    pub(super) const CIDR2: u16 = 21;
+    pub(super) const COMMENT: u16 = 26;
+}
+
+/// `IPSET_ATTR_IPADDR_IPV4`.
+const IPADDR_V4: u16 = 1;
+/// `IPSET_ATTR_IPADDR_IPV6`.
+const IPADDR_V6: u16 = 2;
+/// `IPSET_FLAG_WITH_COMMENT`.
+const WITH_COMMENT: u32 = 1 << 4;
+/// `IPSET_FLAG_LIST_HEADER`.
+const LIST_HEADER: u32 = 1 << 2;
+
+const FLAG_DUMP: u16 = libc::NLM_F_DUMP as u16;
+const FLAG_EXCLUSIVE: u16 = libc::NLM_F_EXCL as u16;
+const FLAG_CREATE: u16 = libc::NLM_F_CREATE as u16;
+
+const IPV4: u8 = libc::NFPROTO_IPV4 as u8;
+const IPV6: u8 = libc::NFPROTO_IPV6 as u8;
+
+impl Protocol {
+    fn number(self) -> u8 {
+        match self {
+            Self::Tcp => libc::IPPROTO_TCP as u8,
+            Self::Udp => libc::IPPROTO_UDP as u8,
+            Self::Sctp => libc::IPPROTO_SCTP as u8,
+            Self::Other(number) => number,
+        }
+    }
+
+    fn of_number(number: u8) -> Self {
+        [Self::Tcp, Self::Udp, Self::Sctp]
+            .into_iter()
+            .find(|protocol| protocol.number() == number)
+            .unwrap_or(Self::Other(number))
+    }
+}
+
+fn family_number(set_type: SetType, family: Family) -> u8 {
+    match (set_type, family) {
+        (SetType::BitmapPort, _) => 0,
+        (_, Family::V4) => IPV4,
+        (_, Family::V6) => IPV6,
+    }
+}
+
+fn request(command: u8, flags: u16, protocol: u8) -> Request {
+    netfilter::request(libc::NFNL_SUBSYS_IPSET, command, flags, IPV4).attribute(top::PROTOCOL, &[protocol])
+}
+
+/// About a set. Without `NLM_F_EXCL`, adding what is there and deleting or destroying what is not there is no error.
+fn about(command: u8, flags: u16, protocol: u8, set: &str) -> Request {
+    request(command, flags, protocol).text(top::SETNAME, set)
+}
+
+fn put_u32(request: Request, kind: u16, value: u32) -> Request {
+    request.attribute(kind | NET_BYTE_ORDER, &value.to_be_bytes())
+}
+
+fn put_u16(request: Request, kind: u16, value: u16) -> Request {
+    request.attribute(kind | NET_BYTE_ORDER, &value.to_be_bytes())
+}
+
+fn put_ip(request: Request, kind: u16, address: IpAddr) -> Request {
+    request.nested(kind, |request| match address {
+        IpAddr::V4(address) => request.attribute(IPADDR_V4 | NET_BYTE_ORDER, &address.octets()),
+        IpAddr::V6(address) => request.attribute(IPADDR_V6 | NET_BYTE_ORDER, &address.octets()),
+    })
+}
+
+/// Asks for the kernel's protocol versions.
+pub(crate) fn get_protocol(ours: u8) -> Request {
+    request(commands::PROTOCOL, 0, ours)
+}
+
+/// Asks for a type's revisions.
+pub(crate) fn get_type(protocol: u8, set_type: SetType, family: Family) -> Request {
+    request(commands::TYPE, 0, protocol)
+        .text(top::TYPENAME, set_type.name())
+        .attribute(top::FAMILY, &[family_number(set_type, family)])
+}
+
+/// Makes a set; refused when there is one of that name.
+pub(crate) fn create(protocol: u8, revision: u8, of: &Specification) -> Request {
+    about(commands::CREATE, FLAG_CREATE | FLAG_EXCLUSIVE, protocol, &of.name)
+        .text(top::TYPENAME, of.set_type.name())
+        .attribute(top::REVISION, &[revision])
+        .attribute(top::FAMILY, &[family_number(of.set_type, of.family)])
+        .nested(top::DATA, |mut request| {
+            if of.comments {
+                request = put_u32(request, data::CADT_FLAGS, WITH_COMMENT);
+            }
+            if of.set_type == SetType::BitmapPort {
+                let (first, last) = of.port_range;
+                return put_u16(put_u16(request, data::PORT, first), data::PORT_TO, last);
+            }
+            for (kind, size) in [(data::HASHSIZE, of.hash_size), (data::MAXELEM, of.max_elements)] {
+                if let Some(size) = size {
+                    request = put_u32(request, kind, size);
+                }
+            }
+            request
+        })
+}
+
+pub(crate) fn destroy(protocol: u8, set: &str) -> Request {
+    about(commands::DESTROY, FLAG_EXCLUSIVE, protocol, set)
+}
+
+pub(crate) fn flush(protocol: u8, set: &str) -> Request {
+    about(commands::FLUSH, 0, protocol, set)
+}
+
+pub(crate) fn swap(protocol: u8, set: &str, with: &str) -> Request {
+    about(commands::SWAP, 0, protocol, set).text(top::SETNAME2, with)
+}
+
+/// Asks for a set or all of them, with or without entries.
+pub(crate) fn list(protocol: u8, set: Option<&str>, entries: bool) -> Request {
+    let request = request(commands::LIST, FLAG_DUMP, protocol);
+    let request = match set {
+        Some(set) => request.text(top::SETNAME, set),
+        None => request,
+    };
+    if entries { request } else { put_u32(request, top::FLAGS, LIST_HEADER) }
+}
+
+/// The request of a change.
+pub(crate) fn change(protocol: u8, change: &Change) -> Request {
+    let (command, set, element, comment) = match change {
+        Change::Add(set, entry) => (commands::ADD, set, &entry.element, entry.comment.as_deref()),
+        Change::Delete(set, element) => (commands::DEL, set, element, None),
+    };
+    about(command, 0, protocol, set).nested(top::DATA, |request| {
+        let request = put_element(request, element);
+        match comment {
+            Some(comment) => request.text(data::COMMENT, comment),
+            None => request,
+        }
+    })
+}
+
+fn put_element(request: Request, element: &Element) -> Request {
+    let put_ip_port = |request: Request, ip: IpAddr, protocol: Protocol, port: u16| {
+        put_u16(put_ip(request, data::IP, ip), data::PORT, port).attribute(data::PROTO, &[protocol.number()])
+    };
+    match *element {
+        Element::Ip(ip) => put_ip(request, data::IP, ip),
+        Element::IpPort(ip, protocol, port) => put_ip_port(request, ip, protocol, port),
+        Element::IpPortIp(ip, protocol, port, other) => {
+            put_ip(put_ip_port(request, ip, protocol, port), data::IP2, other)
+        }
+        Element::IpPortNet(ip, protocol, port, net, length) => {
+            put_ip(put_ip_port(request, ip, protocol, port), data::IP2, net).attribute(data::CIDR2, &[length])
+        }
+        Element::Port(port) => put_u16(request, data::PORT, port),
+    }
+}

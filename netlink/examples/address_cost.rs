@@ -1,0 +1,70 @@
+//! Measures what it costs to make a node take service addresses for its own: thousands of addresses on a dummy device, or one local route.
+//!
+//! `address_cost COUNT`, in a network namespace of its own, since it makes and removes a device. It prints CPU time of this thread, in which the
+//! kernel works.
+#![allow(unsafe_code)]
+
+use headgate_netlink::{
+    NetlinkError,
+    route::{Change, LocalRoute, Prefix, Routing},
+};
+
+fn cpu_us() -> i64 {
+    // SAFETY: the structure is plain numbers, and the pointer is to it.
+    unsafe {
+        let mut time: libc::timespec = std::mem::zeroed();
+        libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &raw mut time);
+        time.tv_sec * 1_000_000 + time.tv_nsec / 1000
+    }
+}
+
+fn measured(name: &str, count: usize, work: impl FnOnce() -> Result<(), NetlinkError>) -> Result<(), NetlinkError> {
+    let before = cpu_us();
+    work()?;
+    let spent = cpu_us() - before;
+    let each = spent * 1000 / i64::try_from(count).unwrap_or(i64::MAX).max(1);
+    println!("{name}: {spent} us, {}.{:03} us each of {count}", each / 1000, each % 1000);
+    Ok(())
+}
+
+fn main() -> Result<(), NetlinkError> {
+    let count: u16 = std::env::args().nth(1).and_then(|count| count.parse().ok()).unwrap_or(10_000);
+    let mut routing = Routing::open()?;
+    routing.add_dummy("cost0")?;
+    let link = routing.link("cost0")?.map_or(0, |link| link.index);
+    routing.set_up(link, true)?;
+    for family in ["v4", "v6"] {
+        let addresses: Vec<Prefix> = (1..=count).map(|i| Prefix::host(address(family, i))).collect();
+        let all: Vec<_> = addresses.iter().map(|address| Change::AddAddress { link, address: *address }).collect();
+        let mut refused = 0;
+        let thousand = all.len().saturating_sub(1000);
+        measured(&format!("{family} addresses, all but the last thousand"), thousand, || {
+            routing.change(&all[..thousand], |_, _| refused += 1)
+        })?;
+        measured(&format!("{family} addresses, the last thousand"), all.len() - thousand, || {
+            routing.change(&all[thousand..], |_, _| refused += 1)
+        })?;
+        measured(&format!("{family} list"), all.len(), || routing.addresses(link).map(drop))?;
+        let gone: Vec<_> = addresses.iter().map(|address| Change::RemoveAddress { link, address: *address }).collect();
+        measured(&format!("{family} removal"), gone.len(), || routing.change(&gone, |_, _| refused += 1))?;
+        let length = if family == "v4" { 12 } else { 108 };
+        let route = LocalRoute { network: Prefix { address: address(family, 0), length }, link, protocol: 4 };
+        measured(&format!("{family} local route"), 1, || {
+            routing.change(&[Change::AddLocalRoute(route)], |_, _| refused += 1)
+        })?;
+        let routes: Vec<_> = addresses
+            .iter()
+            .map(|network| Change::AddLocalRoute(LocalRoute { network: *network, link, protocol: 4 }))
+            .collect();
+        measured(&format!("{family} local route for each address"), routes.len(), || {
+            routing.change(&routes, |_, _| refused += 1)
+        })?;
+        println!("{family}: {refused} refused");
+    }
+    routing.remove_link(link)
+}
+
+fn address(family: &str, i: u16) -> std::net::IpAddr {
+    let [high, low] = i.to_be_bytes();
+    if family == "v4" { [10, 96, high, low].into() } else { [0xfd00, 0x96, 0, 0, 0, 0, 0, i].into() }
+}
