@@ -1,7 +1,7 @@
 //! The pure model of a Kubernetes service proxy.
 //!
 //! State and a change give the dirty keys ([`State::apply`]); state and a node give what that node must do
-//! ([`view`]); a view gives each backend's desired rules ([`iptables`]); desired and applied rules give a plan. Nothing here
+//! ([`view`]); a view gives each backend's desired rules ([`iptables`], [`ipvs`]); desired and applied rules give a plan. Nothing here
 //! opens a socket, reads a clock, starts a process or knows an async runtime, and a test over `cargo metadata` keeps it so.
 //!
 //! Each Kubernetes behaviour has one file, used by every backend: [`topology`], [`endpoint_choice`], [`masquerade`],
@@ -14,6 +14,7 @@ pub mod dns_name;
 pub mod endpoint_choice;
 pub mod health_check_port;
 pub mod iptables;
+pub mod ipvs;
 pub mod masquerade;
 pub mod model;
 pub mod plaintext;

@@ -45,6 +45,8 @@ pub struct RenderConfig {
     pub conntrack_tcp_be_liberal: bool,
     /// Layout.
     pub layout: Layout,
+    /// Virtual servers of IPVS do the work: only the rules that stand beside them, see [`super::beside_ipvs`].
+    pub beside_ipvs: bool,
 }
 
 impl RenderConfig {
@@ -64,6 +66,7 @@ impl RenderConfig {
             localhost_node_ports: family == Family::V4,
             conntrack_tcp_be_liberal: false,
             layout: Layout::Auto,
+            beside_ipvs: false,
         }
     }
 

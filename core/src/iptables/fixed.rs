@@ -3,7 +3,7 @@
 use std::{fmt::Display, net::IpAddr};
 
 use super::{
-    Table,
+    Table, beside_ipvs,
     config::{NodePortAddresses, RenderConfig},
     line::Line,
     names::ChainName,
@@ -60,6 +60,9 @@ pub struct FixedChain {
 pub fn chains(config: &RenderConfig) -> Vec<FixedChain> {
     let canaries = Table::ALL.map(|table| FixedChain { table, name: CANARY, rules: String::new() });
     let mut chains = vec![mark_masq(config), forward(config)];
+    if config.beside_ipvs {
+        chains.extend(beside_ipvs::chains(config.family));
+    }
     chains.extend(has_localnet_guard(config).then(localnet_guard));
     chains.extend(canaries);
     chains
@@ -69,24 +72,39 @@ pub fn chains(config: &RenderConfig) -> Vec<FixedChain> {
 #[must_use]
 pub fn names(table: Table) -> &'static [&'static str] {
     match table {
-        Table::Mangle => &[CANARY],
-        Table::Nat => &[SERVICES, NODE_PORTS, POSTROUTING, HAIRPIN, MARK_MASQ, CANARY],
-        Table::Filter => &[SERVICES, EXTERNAL_SERVICES, NODE_PORTS, PROXY_FIREWALL, FORWARD, LOCALNET_GUARD, CANARY],
+        Table::Mangle => &[CANARY, beside_ipvs::OUT_FILTER, beside_ipvs::SOURCE_RANGES],
+        Table::Nat => &[
+            SERVICES,
+            NODE_PORTS,
+            POSTROUTING,
+            HAIRPIN,
+            MARK_MASQ,
+            CANARY,
+            beside_ipvs::LOAD_BALANCER,
+            beside_ipvs::NODE_PORT,
+        ],
+        Table::Filter => &[
+            SERVICES,
+            EXTERNAL_SERVICES,
+            NODE_PORTS,
+            PROXY_FIREWALL,
+            FORWARD,
+            LOCALNET_GUARD,
+            CANARY,
+            beside_ipvs::NODE_PORT,
+            beside_ipvs::SOURCE_RANGES,
+            beside_ipvs::IN_FILTER,
+            beside_ipvs::OUT_FILTER,
+        ],
     }
 }
 
 /// The jumps, in the order in which they are to stand at the head of their chains.
 #[must_use]
 pub fn jumps(config: &RenderConfig) -> Vec<Jump> {
-    let jump = |table, from, target, comment: &str, new_only: bool| {
-        let mut rule = String::new();
-        let mut line = Line::bare(&mut rule);
-        if new_only {
-            line = line.add("-m conntrack --ctstate NEW");
-        }
-        line.comment(comment).jump(target);
-        Jump { table, from, rule: rule.trim().to_owned() }
-    };
+    if config.beside_ipvs {
+        return beside_ipvs::jumps();
+    }
     let portals = "kubernetes service portals";
     let visible = "kubernetes externally-visible service portals";
     let firewall = "kubernetes load balancer firewall";
@@ -115,9 +133,27 @@ pub fn jumps(config: &RenderConfig) -> Vec<Jump> {
     jumps
 }
 
-/// The last rules of nat KUBE-SERVICES, each without its chain: to KUBE-NODEPORTS for the addresses that answer NodePorts.
+/// One jump.
+pub(super) fn jump(table: Table, from: &'static str, target: &str, comment: &str, new_only: bool) -> Jump {
+    let mut rule = String::new();
+    let mut line = Line::bare(&mut rule);
+    if new_only {
+        line = line.add("-m conntrack --ctstate NEW");
+    }
+    line.comment(comment).jump(target);
+    Jump { table, from, rule: rule.trim().to_owned() }
+}
+
+/// The last rules of nat KUBE-SERVICES, each without its chain.
 #[must_use]
-pub fn node_ports_jumps(config: &RenderConfig) -> Vec<String> {
+pub fn last_service_rules(config: &RenderConfig) -> Vec<String> {
+    let mut rules = if config.beside_ipvs { beside_ipvs::service_rules(config) } else { Vec::new() };
+    rules.extend(node_ports_jumps(config));
+    rules
+}
+
+/// To KUBE-NODEPORTS, for the addresses that answer NodePorts.
+fn node_ports_jumps(config: &RenderConfig) -> Vec<String> {
     let comment = "kubernetes service nodeports; NOTE: this must be the last rule in this chain";
     let jump = |begin: &dyn Fn(Line<'_>)| {
         let mut rule = String::new();
@@ -154,7 +190,7 @@ pub fn has_localnet_guard(config: &RenderConfig) -> bool {
         NodePortAddresses::All => true,
         NodePortAddresses::Only(addresses) => addresses.iter().any(IpAddr::is_loopback),
     };
-    config.family == Family::V4 && config.localhost_node_ports && may_answer
+    config.family == Family::V4 && config.localhost_node_ports && may_answer && !config.beside_ipvs
 }
 
 fn mark_masq(config: &RenderConfig) -> FixedChain {
@@ -187,6 +223,9 @@ pub fn postrouting(config: &RenderConfig, is_compact: bool) -> FixedChain {
     if is_compact {
         Line::append(&mut rules, POSTROUTING).add("-m conntrack --ctstate DNAT").jump(HAIRPIN);
     }
+    if config.beside_ipvs {
+        beside_ipvs::hairpin(Line::append(&mut rules, POSTROUTING), config.family);
+    }
     Line::append(&mut rules, POSTROUTING).add(format_args!("-m mark ! --mark {mark:#x}/{mark:#x}")).jump("RETURN");
     Line::append(&mut rules, POSTROUTING).jump(format_args!("MARK --set-xmark {mark:#x}/0x0"));
     Line::append(&mut rules, POSTROUTING)
@@ -196,11 +235,11 @@ pub fn postrouting(config: &RenderConfig, is_compact: bool) -> FixedChain {
 }
 
 /// Packets that conntrack calls INVALID would reach a pod with their addresses untranslated, and its reset would end a good connection
-/// (kubernetes#74839): they are dropped, unless conntrack was told to be liberal.
+/// (kubernetes#74839): they are dropped, unless conntrack was told to be liberal. IPVS translates by its own table, and kube-proxy leaves them alone there.
 fn forward(config: &RenderConfig) -> FixedChain {
     let mut rules = String::new();
     let mark = config.masquerade.mark();
-    if !config.conntrack_tcp_be_liberal {
+    if !config.conntrack_tcp_be_liberal && !config.beside_ipvs {
         Line::append(&mut rules, FORWARD).add("-m conntrack --ctstate INVALID").jump("DROP");
     }
     Line::append(&mut rules, FORWARD)

@@ -179,7 +179,7 @@ impl Ledger {
             tally.add_rules(chain.table, &chain.rules);
         }
         fixed::jumps(&self.config).iter().for_each(|jump| tally.add_count(jump.table, 1));
-        tally.add_count(Table::Nat, fixed::node_ports_jumps(&self.config).len().try_into().unwrap_or(u32::MAX));
+        tally.add_count(Table::Nat, fixed::last_service_rules(&self.config).len().try_into().unwrap_or(u32::MAX));
         tally
     }
 

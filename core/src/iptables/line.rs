@@ -6,6 +6,7 @@ use std::{
 };
 
 use crate::{
+    ipvs::sets::Set,
     masquerade::{LocalDetector, MasqueradeConfig},
     model::{Family, Protocol},
 };
@@ -101,6 +102,11 @@ impl<'a> Line<'a> {
             Family::V6 => "ffff:ffff:ffff:ffff:ffff:ffff:ffff:ffff",
         };
         self.add(format_args!("-m recent {what} --name {list} --mask {mask} --rsource"))
+    }
+
+    /// Only packets whose addresses and ports, as `flags` says, are in a set.
+    pub(super) fn in_set(self, set: Set, family: Family, flags: &str) -> Self {
+        self.add(format_args!("-m set --match-set {} {flags}", set.name(family)))
     }
 
     /// One in `n`. The kernel keeps the probability in units of 2⁻³¹ and `iptables-save` prints eleven digits of that.

@@ -4,8 +4,9 @@
 //! `iptables-save` prints it back: what is read from a kernel can be compared with what is wanted without parsing it.
 //!
 //! [`service`] renders one service's own chains and its lines in the [`shared`] dispatch chains; [`fixed`] the chains that depend on
-//! configuration alone; [`ledger`] remembers what is programmed and writes [`script`]s with only what differs.
+//! configuration alone, and [`beside_ipvs`] those that IPVS has in their place; [`ledger`] remembers what is programmed and writes [`script`]s with only what differs.
 
+pub mod beside_ipvs;
 pub mod config;
 pub mod existing;
 #[doc(hidden)]

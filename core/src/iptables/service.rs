@@ -44,7 +44,7 @@ pub fn render(config: &RenderConfig, is_compact: bool, service: &Service, views:
         rules.no_local.add(view.no_local_endpoints());
         Port::new(config, is_compact, view).render(&mut rules);
     }
-    if service.health_check_node_port != 0 && !views.is_empty() {
+    if service.health_check_node_port != 0 && !views.is_empty() && !config.beside_ipvs {
         rules.dispatch.push(health_check_line(service));
     }
     rules
@@ -109,11 +109,10 @@ impl<'a> Port<'a> {
     }
 
     fn render(&self, rules: &mut ServiceRules) {
-        if self.is_compact {
-            self.hairpin_lines(rules);
-        } else {
-            self.endpoint_chains(rules);
+        if self.config.beside_ipvs {
+            return self.render_short_ways(rules);
         }
+        self.endpoint_rules(&self.reachable(), rules);
         if !self.view.cluster_endpoints.is_empty() && self.view.uses_cluster_endpoints() {
             let is_internal = !self.view.internal_traffic_policy.is_local();
             rules.chains.push(self.policy_chain(self.cluster_policy, &self.view.cluster_endpoints, is_internal));
@@ -132,6 +131,32 @@ impl<'a> Port<'a> {
         self.dispatch_external(rules);
     }
 
+    /// Beside IPVS: a virtual server of an address with Local policy has this node's endpoints alone, so those who take the short way to all
+    /// endpoints are translated before they come to it.
+    fn render_short_ways(&self, rules: &mut ServiceRules) {
+        let view = self.view;
+        let has_short_ways = view.external_traffic_policy.is_local() && view.is_externally_accessible();
+        if !has_short_ways || view.cluster_endpoints.is_empty() {
+            return;
+        }
+        let endpoints: Vec<&Destination> = view.cluster_endpoints.iter().collect();
+        self.endpoint_rules(&endpoints, rules);
+        rules.chains.push(self.policy_chain(self.cluster_policy, &view.cluster_endpoints, false));
+        rules.chains.push(self.external_chain());
+        if self.uses_firewall {
+            rules.chains.push(self.firewall_chain());
+        }
+        self.dispatch_external(rules);
+    }
+
+    fn endpoint_rules(&self, endpoints: &[&Destination], rules: &mut ServiceRules) {
+        if self.is_compact {
+            self.hairpin_lines(endpoints, rules);
+        } else {
+            rules.chains.extend(endpoints.iter().map(|destination| self.endpoint_chain(destination)));
+        }
+    }
+
     /// All endpoints that this node can send to.
     fn reachable(&self) -> Vec<&Destination> {
         let view = self.view;
@@ -143,14 +168,10 @@ impl<'a> Port<'a> {
         reachable
     }
 
-    fn endpoint_chains(&self, rules: &mut ServiceRules) {
-        rules.chains.extend(self.reachable().into_iter().map(|destination| self.endpoint_chain(destination)));
-    }
-
     /// Compact layout: an endpoint of this node that was sent to itself. Endpoints of other nodes are sent to themselves by their own node; those
     /// that no node is known of are taken for this node's, lest nobody does it.
-    fn hairpin_lines(&self, rules: &mut ServiceRules) {
-        for destination in self.reachable().into_iter().filter(|destination| destination.may_be_here) {
+    fn hairpin_lines(&self, endpoints: &[&Destination], rules: &mut ServiceRules) {
+        for destination in endpoints.iter().filter(|destination| destination.may_be_here) {
             let address = destination.address;
             let mut rule = String::new();
             Line::bare(&mut rule).source_host(address).destination_host(address).jump("MASQUERADE --random-fully");
@@ -282,7 +303,7 @@ impl<'a> Port<'a> {
                 .source_is_node()
                 .jump(self.cluster_policy);
         }
-        if self.external_refusal.is_none() {
+        if self.external_refusal.is_none() && !self.config.beside_ipvs {
             let is_local = self.view.external_traffic_policy.is_local();
             Line::append(&mut rules, chain).jump(if is_local { self.local_policy } else { self.cluster_policy });
         }
@@ -332,11 +353,11 @@ impl<'a> Port<'a> {
             if view.has_any_endpoint {
                 rules.dispatch.push(self.lead(SharedChain::NatServices, selector, what, target));
             }
-            if let Some(refusal) = self.external_refusal {
+            if let Some(refusal) = self.refusal_by_rule() {
                 rules.dispatch.push(self.refuse(SharedChain::FilterExternalServices, selector, refusal));
             }
         }
-        if self.uses_firewall {
+        if self.uses_firewall && !self.config.beside_ipvs {
             let addresses = view.load_balancer_ips.iter().map(|address| Selector::Address(*address));
             rules.dispatch.extend(addresses.map(|selector| self.drop_unadmitted(selector)));
         }
@@ -345,7 +366,7 @@ impl<'a> Port<'a> {
             if view.has_any_endpoint {
                 rules.dispatch.push(self.lead(SharedChain::NatNodePorts, selector, "", self.external));
             }
-            if let Some(refusal) = self.external_refusal {
+            if let Some(refusal) = self.refusal_by_rule() {
                 rules.dispatch.push(self.refuse(SharedChain::FilterExternalServices, selector, refusal));
             }
         }
@@ -354,6 +375,11 @@ impl<'a> Port<'a> {
     /// In nat, only the classic layout has comments: each takes half a kilobyte of the kernel's memory, two thirds of a rule, which each change passes.
     fn comment<'t>(&self, line: Line<'t>, comment: impl Display) -> Line<'t> {
         if self.is_compact { line } else { line.comment(comment) }
+    }
+
+    /// Beside IPVS, whom to refuse or drop stands in sets.
+    fn refusal_by_rule(&self) -> Option<Refusal> {
+        self.external_refusal.filter(|_| !self.config.beside_ipvs)
     }
 
     /// A dispatch line up to its target: address, protocol, comment, port.

@@ -131,7 +131,7 @@ impl Shared {
     #[must_use]
     pub fn new(config: RenderConfig, addresses: Option<&[IpAddr]>, in_use: Option<u8>) -> Self {
         let prefix_length = addresses.map(|addresses| choose_prefix_length(config.family, addresses, in_use));
-        let chains = used_chains(prefix_length.is_some());
+        let chains = used_chains(&config, prefix_length.is_some());
         let dirty = chains.map(|chain| (chain, Group::Top)).collect();
         Self { config, prefix_length, groups: HashMap::new(), dirty }
     }
@@ -144,7 +144,7 @@ impl Shared {
 
     /// The dispatch chains that the layout has.
     pub fn chains(&self) -> impl Iterator<Item = SharedChain> + use<> {
-        used_chains(self.is_compact())
+        used_chains(&self.config, self.is_compact())
     }
 
     /// Enters a service's lines. They must not be there yet.
@@ -276,18 +276,24 @@ impl Shared {
             }
         }
         if chain == SharedChain::NatServices {
-            for jump in fixed::node_ports_jumps(&self.config) {
+            for rule in fixed::last_service_rules(&self.config) {
                 rules.push_str("-A ");
                 rules.push_str(chain.name());
-                rules.push_str(&jump);
+                rules.push_str(&rule);
             }
         }
         rules
     }
 }
 
-fn used_chains(is_compact: bool) -> impl Iterator<Item = SharedChain> {
-    SharedChain::ALL.into_iter().filter(move |chain| is_compact || *chain != SharedChain::NatHairpin)
+/// Beside IPVS, refusals and drops are rules that do not depend on services.
+fn used_chains(config: &RenderConfig, is_compact: bool) -> impl Iterator<Item = SharedChain> + use<> {
+    let beside_ipvs = config.beside_ipvs;
+    SharedChain::ALL.into_iter().filter(move |chain| match chain {
+        SharedChain::NatHairpin => is_compact,
+        SharedChain::NatNodePorts | SharedChain::NatServices => true,
+        _ => !beside_ipvs,
+    })
 }
 
 /// As [`numbered`], but sorted by text and once each: an endpoint may be behind several services.

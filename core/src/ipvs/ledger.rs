@@ -1,0 +1,480 @@
+//! What is programmed in one family, and the plans that change it.
+//!
+//! The ledger assumes that plans succeed: after one that did not, only [`Ledger::full`] brings ledger and kernel together again.
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap},
+    net::{IpAddr, SocketAddr},
+    sync::Arc,
+};
+
+use ipnet::IpNet;
+
+use super::{
+    config::{Binding, IpvsConfig},
+    existing::Existing,
+    plan::{Op, Plan},
+    server::{Server, ServerKey, Wanted},
+    service::{self, ServicePlan, Via},
+    sets::{Element, Set},
+};
+use crate::{
+    iptables::{self, Tally},
+    model::{Family, ServiceKey},
+    state::{Dirty, State},
+    view::{NodeFacts, service_views},
+};
+
+/// Something that a service asks for and does not get.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Warning {
+    /// The service.
+    pub key: Arc<ServiceKey>,
+    /// What is wrong and what is done instead.
+    pub message: String,
+}
+
+/// One family's programmed state.
+#[derive(Debug)]
+pub struct Ledger {
+    config: IpvsConfig,
+    rules: iptables::Ledger,
+    programmed: HashMap<Arc<ServiceKey>, ServicePlan>,
+    /// Services that want a virtual server; nearly always one.
+    claimants: HashMap<ServerKey, Vec<(Via, Arc<ServiceKey>)>>,
+    /// What the kernel has.
+    servers: HashMap<ServerKey, Server>,
+    /// Of them, those that have a destination which drains.
+    draining: BTreeSet<ServerKey>,
+    /// How many services and virtual servers need an element, and an address.
+    elements: HashMap<(Set, Element), u32>,
+    bound: HashMap<IpAddr, u32>,
+    routes: BTreeSet<IpNet>,
+    problems: BTreeMap<Arc<ServiceKey>, String>,
+}
+
+/// Changes of one round, before they are put in order. What is needed again in the same round is not removed.
+#[derive(Debug, Default)]
+struct Round {
+    /// Changes of servers, in order.
+    before: Vec<Op>,
+    after: Vec<Op>,
+    /// Elements and addresses that were touched, and whether the kernel had them at the beginning.
+    elements: BTreeMap<(Set, Element), bool>,
+    bound: BTreeMap<IpAddr, bool>,
+}
+
+impl Ledger {
+    /// Nothing is programmed.
+    #[must_use]
+    pub fn new(config: IpvsConfig) -> Self {
+        let rules = iptables::Ledger::new(config.render_config());
+        Self {
+            config,
+            rules,
+            programmed: HashMap::new(),
+            claimants: HashMap::new(),
+            servers: HashMap::new(),
+            draining: BTreeSet::new(),
+            elements: HashMap::new(),
+            bound: HashMap::new(),
+            routes: BTreeSet::new(),
+            problems: BTreeMap::new(),
+        }
+    }
+
+    /// The configuration it plans for.
+    #[must_use]
+    pub fn config(&self) -> &IpvsConfig {
+        &self.config
+    }
+
+    /// Takes another configuration, of the same family. Until the next [`Self::full`] the kernel is as the old one wants it.
+    pub fn set_config(&mut self, config: IpvsConfig) {
+        self.rules.set_config(config.render_config());
+        self.config = config;
+    }
+
+    /// The iptables rules beside the virtual servers.
+    #[must_use]
+    pub fn rules(&self) -> &iptables::Ledger {
+        &self.rules
+    }
+
+    /// As [`iptables::Ledger::leave`].
+    pub fn leave(&mut self, table: iptables::Table, name: &str) -> bool {
+        self.rules.leave(table, name)
+    }
+
+    /// What is programmed, in numbers.
+    #[must_use]
+    pub fn tally(&self) -> Tally {
+        self.rules.tally()
+    }
+
+    /// What services ask for and do not get, by service. Cost: their number.
+    #[must_use]
+    pub fn warnings(&self) -> Vec<Warning> {
+        let warning =
+            |(key, message): (&Arc<ServiceKey>, &String)| Warning { key: Arc::clone(key), message: message.clone() };
+        self.problems.iter().map(warning).collect()
+    }
+
+    /// Number of virtual servers.
+    #[must_use]
+    pub fn server_count(&self) -> usize {
+        self.servers.len()
+    }
+
+    /// Plans what changed for the dirty services, at the cost of those services alone. A change of ServiceCIDRs costs their number, and
+    /// with [`Binding::ServiceCidrRoutes`] a full pass over addresses.
+    ///
+    /// `now_ms` is any clock that does not go back; it is compared with itself only.
+    pub fn changed(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty, now_ms: u64) -> Plan {
+        let (script, planned) = self.rules.changed(state, node, dirty);
+        let mut round = Round::default();
+        let new_routes = self.wanted_routes(state);
+        let mut routes_added = Vec::new();
+        let mut routes_removed = Vec::new();
+        if dirty.service_cidrs && new_routes != self.routes {
+            routes_added.extend(new_routes.difference(&self.routes).copied());
+            routes_removed.extend(self.routes.difference(&new_routes).copied());
+            self.reroute(new_routes, &mut round);
+        }
+        for key in &dirty.services {
+            let plan = self.plan_of(state, node, key);
+            self.program(key, plan, now_ms, &mut round);
+        }
+        let mut plan = self.finish(round);
+        plan.before.splice(0..0, routes_added.into_iter().map(Op::AddRoute));
+        plan.after.extend(routes_removed.into_iter().map(Op::DeleteRoute));
+        plan.script = script;
+        plan.services_planned = planned.services;
+        plan
+    }
+
+    /// Forgets what was programmed and goes by what the kernel has. What is ours and not wanted goes, or drains; what is not ours stays. Where
+    /// everything is as it should be, the plan is empty.
+    pub fn full(&mut self, state: &State, node: &NodeFacts, existing: &Existing, now_ms: u64) -> Plan {
+        let (script, planned) = self.rules.full(state, node, &existing.tables);
+        let before = std::mem::take(&mut self.servers);
+        self.programmed.clear();
+        self.claimants.clear();
+        self.elements.clear();
+        self.bound.clear();
+        self.problems.clear();
+        self.draining.clear();
+        self.routes = self.wanted_routes(state);
+
+        let mut round = Round::default();
+        for (set, elements) in &existing.sets {
+            round.elements.extend(elements.iter().map(|element| ((*set, *element), true)));
+        }
+        round.bound.extend(existing.bound.iter().map(|address| (*address, true)));
+        let keys: BTreeSet<&Arc<ServiceKey>> = state.entries().map(|(key, _)| key).collect();
+        for key in keys {
+            let plan = self.plan_of(state, node, key);
+            self.enter(key, plan, &mut round);
+        }
+        // Servers that are wanted are ours, whoever made them.
+        let wanted: BTreeSet<ServerKey> = self.claimants.keys().copied().collect();
+        for (key, found) in &existing.servers {
+            let Some(mark) = self.wanted(key).map(|wanted| wanted.mark).or_else(|| existing.mark(key, &self.config))
+            else {
+                continue;
+            };
+            let is_bound =
+                self.wanted(key).map_or_else(|| existing.bound.contains(&key.address), |wanted| wanted.is_bound);
+            let settings = found.settings.or_else(|| self.wanted(key).map(|wanted| wanted.settings));
+            let settings =
+                settings.unwrap_or(super::Settings { scheduler: self.config.scheduler, persistence_seconds: None });
+            let since = |address: &SocketAddr| {
+                before.get(key).and_then(|server| server.draining_since(address)).unwrap_or(now_ms)
+            };
+            let server = Server::found(*key, settings, mark, is_bound, &found.destinations, since);
+            self.hold(&server, &mut round);
+            self.servers.insert(*key, server);
+            if found.settings.is_none()
+                && let Some(wanted) = self.wanted(key)
+            {
+                round.before.push(Op::EditServer(*key, wanted.settings));
+            }
+        }
+        let ours: BTreeSet<ServerKey> = self.servers.keys().copied().chain(wanted).collect();
+        for key in ours {
+            self.program_server(key, now_ms, &mut round);
+        }
+        for route in self.routes.clone() {
+            self.need_element((Set::ServiceCidrs, Element::Net(route)), &mut round);
+        }
+
+        let mut plan = self.finish(round);
+        let missing_sets = Set::ALL.into_iter().filter(|set| !existing.sets.contains_key(set)).map(Op::CreateSet);
+        let routes = self.routes.difference(&existing.routes).copied().map(Op::AddRoute);
+        plan.before.splice(0..0, missing_sets.chain(routes));
+        plan.after.extend(existing.routes.difference(&self.routes).copied().map(Op::DeleteRoute));
+        plan.script = script;
+        plan.services_planned = planned.services;
+        plan
+    }
+
+    /// Virtual servers with destinations that drain: what the agent asks the kernel about from time to time.
+    pub fn draining(&self) -> impl Iterator<Item = ServerKey> {
+        self.draining.iter().copied()
+    }
+
+    /// Takes note of the connections, active and inactive together, that the kernel counts for each destination of a virtual server, and
+    /// removes what has drained. Cost: the destinations of that one server.
+    pub fn drained(&mut self, key: ServerKey, connections: &BTreeMap<SocketAddr, u64>, now_ms: u64) -> Plan {
+        let mut round = Round::default();
+        if let Some(server) = self.servers.get_mut(&key) {
+            server.drain(connections, self.config.drain_limit_ms, now_ms, &mut round.after);
+            self.tidy(key, &mut round);
+        }
+        self.finish(round)
+    }
+
+    /// Removes everything that is ours and nothing else. The device itself is the caller's to remove.
+    #[must_use]
+    pub fn cleanup(config: &IpvsConfig, existing: &Existing) -> Plan {
+        let mut plan = Plan { script: iptables::Ledger::cleanup(&existing.tables), ..Plan::default() };
+        for (key, server) in &existing.servers {
+            if existing.mark(key, config).is_some() {
+                plan.after.extend(server.destinations.keys().map(|address| Op::DeleteDestination(*key, *address)));
+                plan.after.push(Op::DeleteServer(*key));
+            }
+        }
+        plan.after.extend(existing.bound.iter().copied().map(Op::Unbind));
+        plan.after.extend(existing.routes.iter().copied().map(Op::DeleteRoute));
+        plan.after.extend(existing.sets.keys().rev().copied().map(Op::DestroySet));
+        plan
+    }
+
+    /// True when the kernel has what plans so far have made, and nothing of ours besides. What drains may be gone already. A full pass;
+    /// for slow verification in the background.
+    #[must_use]
+    pub fn is_in(&self, existing: &Existing) -> bool {
+        let has_sets = Set::ALL.into_iter().all(|set| existing.sets.contains_key(&set));
+        let elements: usize = existing.sets.values().map(BTreeSet::len).sum();
+        let has_element =
+            |(set, element): &(Set, Element)| existing.sets.get(set).is_some_and(|elements| elements.contains(element));
+        let bound: BTreeSet<IpAddr> = self.bound.keys().copied().collect();
+        let is_as_programmed = |(key, server): (&ServerKey, &Server)| {
+            existing
+                .servers
+                .get(key)
+                .is_some_and(|found| found.settings == Some(server.settings) && server.matches(&found.destinations))
+        };
+        let ours = existing.servers.keys().filter(|key| existing.mark(key, &self.config).is_some());
+        has_sets
+            && elements == self.elements.len()
+            && self.elements.keys().all(has_element)
+            && bound == existing.bound
+            && self.routes == existing.routes
+            && self.servers.iter().all(is_as_programmed)
+            && ours.into_iter().all(|key| self.servers.contains_key(key))
+            && self.rules.is_in(&existing.tables)
+    }
+
+    fn plan_of(&self, state: &State, node: &NodeFacts, key: &Arc<ServiceKey>) -> ServicePlan {
+        let Some(service) = state.entry(key).and_then(|entry| entry.service()) else { return ServicePlan::default() };
+        service::plan(&self.config, service, &service_views(state, key, self.config.family, node))
+    }
+
+    /// Replaces a service's plan, and brings the servers of the old and of the new one to what is wanted.
+    fn program(&mut self, key: &Arc<ServiceKey>, plan: ServicePlan, now_ms: u64, round: &mut Round) {
+        let mut servers: BTreeSet<ServerKey> = plan.servers.keys().copied().collect();
+        servers.extend(self.withdraw(key, round));
+        self.enter(key, plan, round);
+        for server in servers {
+            self.program_server(server, now_ms, round);
+        }
+    }
+
+    /// Enters a service's plan, and what it needs besides servers.
+    fn enter(&mut self, key: &Arc<ServiceKey>, plan: ServicePlan, round: &mut Round) {
+        if plan == ServicePlan::default() {
+            return;
+        }
+        plan.elements.iter().for_each(|element| self.need_element(*element, round));
+        plan.bound.iter().for_each(|address| self.need_address(*address, round));
+        for (server, (via, _)) in &plan.servers {
+            let claimants = self.claimants.entry(*server).or_default();
+            claimants.push((*via, Arc::clone(key)));
+            claimants.sort_unstable();
+        }
+        if let Some(problem) = &plan.problem {
+            self.problems.insert(Arc::clone(key), problem.clone());
+        }
+        self.programmed.insert(Arc::clone(key), plan);
+    }
+
+    /// Takes a service's plan out; its servers.
+    fn withdraw(&mut self, key: &Arc<ServiceKey>, round: &mut Round) -> Vec<ServerKey> {
+        let Some(old) = self.programmed.remove(key) else { return Vec::new() };
+        self.problems.remove(key);
+        old.elements.iter().for_each(|element| self.release_element(*element, round));
+        old.bound.iter().for_each(|address| self.release_address(*address, round));
+        for server in old.servers.keys() {
+            if let Some(claimants) = self.claimants.get_mut(server) {
+                claimants.retain(|(_, claimant)| claimant != key);
+                if claimants.is_empty() {
+                    self.claimants.remove(server);
+                }
+            }
+        }
+        old.servers.into_keys().collect()
+    }
+
+    /// What is wanted of a server by the service that has it.
+    fn wanted(&self, key: &ServerKey) -> Option<&Wanted> {
+        let (_, service) = self.claimants.get(key)?.first()?;
+        self.programmed.get(service)?.servers.get(key).map(|(_, wanted)| wanted)
+    }
+
+    fn program_server(&mut self, key: ServerKey, now_ms: u64, round: &mut Round) {
+        let wanted = self.wanted(&key).cloned();
+        let Some(wanted) = wanted else {
+            if let Some(server) = self.servers.get_mut(&key) {
+                server.program(&[], now_ms, &mut round.before, &mut round.after);
+                self.tidy(key, round);
+            }
+            return;
+        };
+        let fresh = Server::new(key, wanted.settings, wanted.mark, wanted.is_bound);
+        // The new mark and address are needed before the old ones are released, so that what stays the same stays.
+        self.hold(&fresh, round);
+        let mut server = match self.servers.remove(&key) {
+            None => {
+                round.before.push(Op::AddServer(key, wanted.settings));
+                fresh
+            }
+            Some(mut server) => {
+                self.release(&server, round);
+                if server.settings != wanted.settings {
+                    round.before.push(Op::EditServer(key, wanted.settings));
+                }
+                (server.settings, server.mark, server.is_bound) = (wanted.settings, wanted.mark, wanted.is_bound);
+                server
+            }
+        };
+        server.program(&wanted.destinations, now_ms, &mut round.before, &mut round.after);
+        self.servers.insert(key, server);
+        self.tidy(key, round);
+    }
+
+    /// Removes a server that nobody wants and that has no destinations any more.
+    fn tidy(&mut self, key: ServerKey, round: &mut Round) {
+        let is_wanted = self.claimants.contains_key(&key);
+        let Some(server) = self.servers.get(&key) else { return };
+        if server.is_draining() {
+            self.draining.insert(key);
+        } else {
+            self.draining.remove(&key);
+        }
+        if server.is_empty()
+            && !is_wanted
+            && let Some(server) = self.servers.remove(&key)
+        {
+            round.after.push(Op::DeleteServer(key));
+            self.release(&server, round);
+        }
+    }
+
+    fn hold(&mut self, server: &Server, round: &mut Round) {
+        self.need_element(server.mark, round);
+        if server.is_bound {
+            self.need_address(server.address(), round);
+        }
+    }
+
+    fn release(&mut self, server: &Server, round: &mut Round) {
+        self.release_element(server.mark, round);
+        if server.is_bound {
+            self.release_address(server.address(), round);
+        }
+    }
+
+    fn need_element(&mut self, element: (Set, Element), round: &mut Round) {
+        let count = self.elements.entry(element).or_default();
+        round.elements.entry(element).or_insert(*count > 0);
+        *count += 1;
+    }
+
+    fn release_element(&mut self, element: (Set, Element), round: &mut Round) {
+        let Some(count) = self.elements.get_mut(&element) else { return };
+        round.elements.entry(element).or_insert(true);
+        *count -= 1;
+        if *count == 0 {
+            self.elements.remove(&element);
+        }
+    }
+
+    fn is_routed(&self, address: IpAddr) -> bool {
+        self.routes.iter().any(|route| route.contains(&address))
+    }
+
+    fn need_address(&mut self, address: IpAddr, round: &mut Round) {
+        if self.is_routed(address) {
+            return;
+        }
+        let count = self.bound.entry(address).or_default();
+        round.bound.entry(address).or_insert(*count > 0);
+        *count += 1;
+        self.need_element((Set::BoundAddresses, Element::Ip(address)), round);
+    }
+
+    fn release_address(&mut self, address: IpAddr, round: &mut Round) {
+        if self.is_routed(address) {
+            return;
+        }
+        let Some(count) = self.bound.get_mut(&address) else { return };
+        round.bound.entry(address).or_insert(true);
+        *count -= 1;
+        if *count == 0 {
+            self.bound.remove(&address);
+        }
+        self.release_element((Set::BoundAddresses, Element::Ip(address)), round);
+    }
+
+    fn wanted_routes(&self, state: &State) -> BTreeSet<IpNet> {
+        if self.config.binding != Binding::ServiceCidrRoutes {
+            return BTreeSet::new();
+        }
+        let of_family = |net: &IpNet| Family::of(net.addr()) == self.config.family;
+        state.service_cidrs().flat_map(|cidr| cidr.cidrs.iter().map(IpNet::trunc)).filter(of_family).collect()
+    }
+
+    /// Takes other routes: addresses that they cover need not be bound, and others have to be again.
+    fn reroute(&mut self, routes: BTreeSet<IpNet>, round: &mut Round) {
+        let services: Vec<IpAddr> = self.programmed.values().flat_map(|plan| plan.bound.iter().copied()).collect();
+        let servers: Vec<IpAddr> =
+            self.servers.values().filter(|server| server.is_bound).map(Server::address).collect();
+        let needed = || services.iter().chain(&servers).copied();
+        let old = self.routes.clone();
+        needed().for_each(|address| self.release_address(address, round));
+        old.difference(&routes)
+            .for_each(|route| self.release_element((Set::ServiceCidrs, Element::Net(*route)), round));
+        routes.difference(&old).for_each(|route| self.need_element((Set::ServiceCidrs, Element::Net(*route)), round));
+        self.routes = routes;
+        needed().for_each(|address| self.need_address(address, round));
+    }
+
+    /// Puts a round in order.
+    fn finish(&self, round: Round) -> Plan {
+        let mut plan = Plan::default();
+        let is_needed = |element: &(Set, Element)| self.elements.contains_key(element);
+        let added = round.elements.iter().filter(|(element, was_there)| !**was_there && is_needed(element));
+        plan.before.extend(added.map(|((set, element), _)| Op::AddElement(*set, *element)));
+        let bound = round.bound.iter().filter(|(address, was_there)| !**was_there && self.bound.contains_key(*address));
+        plan.before.extend(bound.map(|(address, _)| Op::Bind(*address)));
+        plan.before.extend(round.before);
+        plan.after.extend(round.after);
+        let unbound =
+            round.bound.iter().filter(|(address, was_there)| **was_there && !self.bound.contains_key(*address));
+        plan.after.extend(unbound.map(|(address, _)| Op::Unbind(*address)));
+        let removed = round.elements.iter().rev().filter(|(element, was_there)| **was_there && !is_needed(element));
+        plan.after.extend(removed.map(|((set, element), _)| Op::DeleteElement(*set, *element)));
+        plan
+    }
+}

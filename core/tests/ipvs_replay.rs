@@ -1,0 +1,248 @@
+//! IPVS: any order, split or squash of the same changes ends in the same virtual servers, sets, addresses and rules; every plan on the way is
+//! one that a kernel takes; connections are never cut off; what is not ours stays.
+#![allow(clippy::unwrap_used)]
+
+use std::collections::BTreeMap;
+use std::net::{IpAddr, SocketAddr};
+
+use headgate_core::{
+    Change, Dirty, Family, Protocol, ServiceCidr, State,
+    ipvs::{Binding, Element, IpvsConfig, Ledger, Op, Scheduler, ServerKey, Set, Settings, fake_kernel::FakeKernel},
+    masquerade::LocalDetector,
+};
+use proptest::prelude::*;
+
+mod changes;
+use changes::{any_change, node, squash};
+
+const FAR_FUTURE_MS: u64 = 1 << 40;
+
+fn config(family: Family, binding: Binding) -> IpvsConfig {
+    let mut config = IpvsConfig { binding, scheduler: Scheduler::WeightedLeastConnection, ..IpvsConfig::new(family) };
+    config.masquerade.detector_v4 = Some(LocalDetector::Cidr("10.244.0.0/16".parse().unwrap()));
+    // One of them is an externalIP of services as well, which is not bound then.
+    config.node_port_addresses =
+        ["192.0.2.1", "192.0.2.101", "2001:db8::1"].iter().map(|address| address.parse().unwrap()).collect();
+    config.other_addresses = config.node_port_addresses.iter().copied().collect();
+    config.exclude_cidrs = vec!["203.0.113.200/31".parse().unwrap()];
+    config
+}
+
+fn foreign() -> [(ServerKey, Settings); 2] {
+    let settings = Settings { scheduler: Scheduler::SourceHashing, persistence_seconds: None };
+    let key = |address: &str, port| ServerKey { address: address.parse().unwrap(), protocol: Protocol::Tcp, port };
+    [(key("172.30.0.1", 80), settings), (key("203.0.113.201", 8080), settings)]
+}
+
+struct Rig {
+    kernel: FakeKernel,
+    ledger: Ledger,
+    state: State,
+    now_ms: u64,
+}
+
+impl Rig {
+    fn new(config: IpvsConfig) -> Self {
+        let mut kernel = FakeKernel::new(&config);
+        for (key, settings) in foreign() {
+            kernel.servers.insert(key, (settings, [(SocketAddr::new(key.address, 1), 1)].into()));
+        }
+        Self { kernel, ledger: Ledger::new(config), state: State::default(), now_ms: 0 }
+    }
+
+    /// Whether anything was to be done.
+    fn full(&mut self) -> bool {
+        let plan = self.ledger.full(&self.state, &node(), &self.kernel.existing(), self.now_ms);
+        self.kernel.apply(&plan).unwrap();
+        self.check();
+        !plan.is_empty()
+    }
+
+    fn restart(&mut self) {
+        self.ledger = Ledger::new(self.ledger.config().clone());
+    }
+
+    fn step(&mut self, changes: &[Change]) {
+        let mut dirty = Dirty::default();
+        for change in changes {
+            self.state.apply(change.clone(), &mut dirty);
+        }
+        let before = self.kernel.clone();
+        let plan = self.ledger.changed(&self.state, &node(), &dirty, self.now_ms);
+        assert_eq!(plan.services_planned as usize, dirty.services.len());
+        for op in plan.ops() {
+            let Op::DeleteDestination(key, address) = op else { continue };
+            assert_ne!(key.protocol, Protocol::Tcp, "{address} of {key} is cut off: {:?}", before.servers[key]);
+        }
+        self.kernel.apply(&plan).unwrap();
+        self.check();
+    }
+
+    /// What holds at any time.
+    fn check(&self) {
+        let config = self.ledger.config();
+        for (key, _) in self.kernel.servers.iter().filter(|(key, _)| foreign().iter().all(|(other, _)| other != *key)) {
+            let is_local = self.kernel.bound.contains(&key.address)
+                || config.other_addresses.contains(&key.address)
+                || self.kernel.routes.iter().any(|route| route.contains(&key.address));
+            assert!(is_local, "the node does not answer on {key}");
+            let existing = self.kernel.existing();
+            assert!(config.excludes(key.address) || existing.mark(key, config).is_some(), "{key} has no mark");
+        }
+        for (key, settings) in foreign() {
+            assert_eq!(self.kernel.servers[&key], (settings, [(SocketAddr::new(key.address, 1), 1)].into()));
+        }
+        let is_refused = |key: &ServerKey| {
+            [Set::NoEndpoints, Set::NoLocalEndpoints].iter().any(|set| self.kernel.sets[set].contains(&key.element()))
+        };
+        for set in Set::OF_SERVERS {
+            for element in &self.kernel.sets[&set] {
+                let Element::IpPort(address, protocol, port) = *element else { panic!("{element}") };
+                let key = ServerKey { address, protocol, port };
+                let weights = self.kernel.servers.get(&key).map(|(_, destinations)| destinations);
+                let is_served = weights.is_some_and(|weights| weights.values().any(|weight| *weight > 0));
+                // Neither only while it drains for nobody.
+                let drains = weights.is_some_and(|weights| !weights.is_empty());
+                assert!(is_served || is_refused(&key) || drains, "{key} is neither served nor refused");
+            }
+        }
+        assert!(self.ledger.is_in(&self.kernel.existing()));
+    }
+
+    /// All connections end.
+    fn drain(&mut self) {
+        for key in self.ledger.draining().collect::<Vec<_>>() {
+            let none = self.kernel.servers[&key].1.keys().map(|address| (*address, 0)).collect();
+            let plan = self.ledger.drained(key, &none, self.now_ms);
+            self.kernel.apply(&plan).unwrap();
+        }
+        assert_eq!(self.ledger.draining().count(), 0);
+        self.check();
+    }
+}
+
+/// Some services ask for a scheduler.
+fn any_scheduled_change(services: u8) -> impl Strategy<Value = Change> {
+    (any_change(services), prop_oneof![Just(""), Just("fo"), Just("fastest")]).prop_map(|(mut change, scheduler)| {
+        if let Change::Service(service) = &mut change {
+            service.scheduler = scheduler.into();
+        }
+        change
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
+
+    #[test]
+    fn replayed_split_and_squashed_changes_end_in_the_same_kernel(
+        changes in prop::collection::vec(any_scheduled_change(8), 1..60),
+        chunk in 1usize..10,
+        restarts in any::<bool>(),
+        binding in prop_oneof![Just(Binding::Addresses), Just(Binding::ServiceCidrRoutes)],
+        family in prop_oneof![Just(Family::V4), Just(Family::V6)],
+    ) {
+        let cidr = Change::ServiceCidr(ServiceCidr {
+            name: "kubernetes".into(),
+            cidrs: vec!["10.96.0.0/12".parse().unwrap(), "fd00:96::/112".parse().unwrap()],
+        });
+        let mut wanted = Rig::new(config(family, binding));
+        for change in changes.iter().chain([&cidr]) {
+            wanted.state.apply(change.clone(), &mut Dirty::default());
+        }
+        wanted.full();
+
+        let squashed = squash(&changes);
+        let mut reversed = squashed.clone();
+        reversed.reverse();
+        for sequence in [&changes, &squashed, &reversed] {
+            let mut rig = Rig::new(config(family, binding));
+            rig.full();
+            for (i, part) in sequence.chunks(chunk).enumerate() {
+                rig.now_ms += 1000;
+                if i == 1 {
+                    rig.step(std::slice::from_ref(&cidr));
+                }
+                rig.step(part);
+                if restarts && i % 3 == 2 {
+                    rig.restart();
+                    prop_assert!(!rig.full(), "an agent that starts anew changes what was right");
+                }
+            }
+            rig.step(std::slice::from_ref(&cidr));
+            rig.drain();
+            prop_assert_eq!(&rig.kernel, &wanted.kernel);
+            prop_assert_eq!(rig.ledger.warnings(), wanted.ledger.warnings());
+            prop_assert!(!rig.full());
+            rig.restart();
+            prop_assert!(!rig.full());
+            // What somebody else has done is undone.
+            if let Some(address) = rig.kernel.bound.pop_first() {
+                prop_assert!(!rig.ledger.is_in(&rig.kernel.existing()), "{} was taken away", address);
+            }
+            rig.kernel.sets.get_mut(&Set::ClusterIp).unwrap().clear();
+            if let Some((_, destinations)) = rig.kernel.servers.values_mut().find(|(settings, _)| settings.scheduler != Scheduler::SourceHashing) {
+                destinations.clear();
+                destinations.insert("198.51.100.99:1".parse().unwrap(), 1);
+                prop_assert!(!rig.ledger.is_in(&rig.kernel.existing()));
+            }
+            rig.full();
+            rig.drain();
+            prop_assert_eq!(&rig.kernel, &wanted.kernel);
+            // And everything of ours goes away.
+            let plan = Ledger::cleanup(rig.ledger.config(), &rig.kernel.existing());
+            rig.kernel.apply(&plan).unwrap();
+            let mut left = rig.kernel.servers.clone();
+            left.retain(|key, _| !rig.ledger.config().excludes(key.address));
+            prop_assert_eq!(left.len(), 1);
+            rig.kernel.servers.clear();
+            prop_assert_eq!(&rig.kernel, &FakeKernel::new(rig.ledger.config()));
+        }
+    }
+
+    #[test]
+    fn connections_outlive_changes_and_end_with_the_limit(changes in prop::collection::vec(any_scheduled_change(4), 1..40)) {
+        let limit = 60_000;
+        let mut rig = Rig::new(IpvsConfig { drain_limit_ms: Some(limit), ..config(Family::V4, Binding::Addresses) });
+        rig.full();
+        let mut ever: BTreeMap<ServerKey, BTreeMap<SocketAddr, u64>> = BTreeMap::new();
+        for change in &changes {
+            rig.step(std::slice::from_ref(change));
+            for (key, (_, destinations)) in rig.kernel.servers.iter().filter(|(key, _)| key.protocol == Protocol::Tcp) {
+                ever.entry(*key).or_default().extend(destinations.keys().map(|address| (*address, 1)));
+            }
+            for key in rig.ledger.draining().collect::<Vec<_>>() {
+                let plan = rig.ledger.drained(key, &ever[&key], rig.now_ms);
+                prop_assert!(plan.is_empty());
+            }
+        }
+        for (key, destinations) in &ever {
+            for address in destinations.keys() {
+                prop_assert!(rig.kernel.servers[key].1.contains_key(address), "{} of {} was cut off", address, key);
+            }
+        }
+        rig.now_ms = limit;
+        for key in rig.ledger.draining().collect::<Vec<_>>() {
+            let plan = rig.ledger.drained(key, &ever[&key], FAR_FUTURE_MS);
+            rig.kernel.apply(&plan).unwrap();
+        }
+        prop_assert_eq!(rig.ledger.draining().count(), 0);
+        rig.check();
+    }
+}
+
+#[test]
+fn servers_of_excluded_networks_stay_even_on_our_addresses() {
+    let mut rig = Rig::new(config(Family::V4, Binding::Addresses));
+    let (key, _) = foreign()[1];
+    rig.kernel.bound.insert(key.address);
+    rig.kernel.bound.insert("203.0.113.9".parse::<IpAddr>().unwrap());
+    let ours = ServerKey { address: "203.0.113.9".parse().unwrap(), ..key };
+    let settings = Settings { scheduler: Scheduler::RoundRobin, persistence_seconds: None };
+    rig.kernel.servers.insert(ours, (settings, BTreeMap::new()));
+    rig.full();
+    assert!(rig.kernel.servers.contains_key(&key) && !rig.kernel.servers.contains_key(&ours));
+    let plan = Ledger::cleanup(rig.ledger.config(), &rig.kernel.existing());
+    rig.kernel.apply(&plan).unwrap();
+    assert_eq!(rig.kernel.servers.keys().copied().collect::<Vec<_>>(), foreign().map(|(key, _)| key));
+}
