@@ -10,7 +10,7 @@ use super::write_log::WriteLog;
 use crate::testbed::client::HeldConnection;
 use crate::testbed::iptables::{self, Variant};
 use crate::testbed::manifests::{Service, ready};
-use crate::testbed::plan::NODES;
+use crate::testbed::plan::{self, NODES};
 use crate::testbed::{AgentInfo, AgentSetup, Family, Manifests, Testbed};
 
 /// A guard: agents come back within their back-off, some seconds.
@@ -109,8 +109,15 @@ pub fn agent_crash(bed: &Testbed) -> Result<()> {
     expect_servers(bed, "steady", &["a1", "b2"])?;
     expect_servers(bed, "newcomer", &["b1"])?;
     let rules = iptables::save_all(bed.machines().machine("node-a")?, &bed.machines().xtables_lock("node-a"))?;
-    ensure!(!rules.contains("testbed/other"), "rules of a removed service are still there:\n{rules}");
+    let gone = translation_to("c1")?;
+    ensure!(!rules.contains(&gone), "rules of a removed service are still there, `{gone}`:\n{rules}");
     Ok(())
+}
+
+/// What every rule has that leads to a pod, in IPv4.
+fn translation_to(pod: &str) -> Result<String> {
+    let address = plan::address(pod).with_context(|| format!("no pod called {pod}"))?;
+    Ok(format!("--to-destination {}:", address.v4))
 }
 
 /// Rules and chains of others survive whatever the agent does, in their places; after `--cleanup` everything is as it was before.
@@ -147,7 +154,7 @@ pub fn foreign_rules_and_cleanup(bed: &Testbed) -> Result<()> {
     bed.stop_agent("node-a")?;
     let stopped = iptables::save_all(node, &lock)?;
     ensure!(
-        stopped.contains("testbed/steady"),
+        stopped.contains(&translation_to("a1")?),
         "rules went with the agent, though only --cleanup may remove them:\n{stopped}"
     );
     bed.clean_up("node-a")?;

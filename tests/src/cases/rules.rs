@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 
 use anyhow::{Context, Result, ensure};
+use ipnet::IpNet;
 
 use super::case::{Source, ask};
 use super::changes::eventually;
@@ -10,7 +11,7 @@ use super::live::expect_servers;
 use super::run::run;
 use super::write_log::WriteLog;
 use crate::testbed::iptables::{self, Variant};
-use crate::testbed::manifests::{Via, ready};
+use crate::testbed::manifests::{Service, Via, ready};
 use crate::testbed::plan::NODES;
 use crate::testbed::{AgentSetup, Backend, Family, Testbed};
 
@@ -37,11 +38,25 @@ fn rules(bed: &Testbed) -> Result<Vec<String>> {
     Ok(all)
 }
 
-/// Chains of services that a rule with `text` is in, or leads to.
-fn chains_of<'a>(rules: &'a [String], text: &str) -> BTreeSet<&'a str> {
-    let about = rules.iter().filter(|rule| rule.contains(text));
-    let words = about.flat_map(|rule| rule.split_whitespace());
-    words.filter(|word| OF_SERVICES.iter().any(|prefix| word.starts_with(prefix))).collect()
+/// Chains that rules for a service's addresses lead to, and those that these lead to. Not every layout has comments to know them by.
+fn chains_of<'a>(rules: &'a [String], service: &Service) -> BTreeSet<&'a str> {
+    let mut roots = Vec::new();
+    for family in Family::BOTH {
+        let addresses = [service.cluster_ip(family), service.external_ip(family), service.load_balancer_ip(family)];
+        roots.extend(addresses.map(|address| IpNet::from(address).to_string()));
+    }
+    let mut chains = BTreeSet::new();
+    loop {
+        let is_about =
+            |rule: &&String| rule.split(' ').any(|word| chains.contains(word) || roots.iter().any(|root| root == word));
+        let words = rules.iter().filter(is_about).flat_map(|rule| rule.split(' '));
+        let found: BTreeSet<&str> =
+            words.filter(|word| OF_SERVICES.iter().any(|prefix| word.starts_with(prefix))).collect();
+        if found.len() == chains.len() {
+            return chains;
+        }
+        chains = found;
+    }
 }
 
 /// Chains that scripts write or delete.
@@ -76,8 +91,10 @@ pub fn a_change_writes_its_service(bed: &Testbed) -> Result<()> {
     set_endpoints(&["a1", "b2"])?;
     let (after, scripts) = (rules(bed)?, log.scripts()?);
     let written = written(&scripts[earlier..]);
-    let mut own = chains_of(&before, "testbed/steady");
-    own.extend(chains_of(&after, "testbed/steady"));
+    let steady = bed.service("steady")?;
+    let mut own = chains_of(&before, &steady);
+    ensure!(!own.is_empty(), "no chain of the service was found");
+    own.extend(chains_of(&after, &steady));
     // The marker of the testbed changes its port with each version.
     let dispatch = |chain: &&str| !OF_SERVICES.iter().any(|prefix| chain.starts_with(prefix));
     let others: Vec<&&str> = written.iter().filter(|chain| !dispatch(chain) && !own.contains(**chain)).collect();
