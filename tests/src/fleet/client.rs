@@ -75,6 +75,8 @@ struct Link {
     /// What the socket did not take yet.
     out: Vec<u8>,
     is_open: bool,
+    /// The server will send no more. Its last bytes and its end may have been told by one event, so that no other follows.
+    has_ended: bool,
     since: Instant,
     last_heard: Instant,
     has_sent_garbage: bool,
@@ -225,6 +227,7 @@ impl Client {
             http2,
             out,
             is_open: false,
+            has_ended: false,
             since: now,
             last_heard: now,
             has_sent_garbage: false,
@@ -242,6 +245,13 @@ impl Client {
             && let Err(error) = SockRef::from(&link.socket).set_linger(Some(Duration::ZERO))
         {
             eprintln!("warning: a TCP reset cannot be armed: {error}");
+        }
+    }
+
+    /// The server has closed its side; what it sent before can still be read.
+    pub(super) fn on_closed(&mut self) {
+        if let Some(link) = &mut self.link {
+            link.has_ended = true;
         }
     }
 
@@ -330,7 +340,8 @@ impl Client {
                 return Err(Lost::Ended(shown(&end)));
             }
             link.encrypt_and_flush(plain, cipher)?;
-            if count < room || limit < incoming.len() {
+            let is_drained = count < room && !link.has_ended;
+            if is_drained || limit < incoming.len() {
                 break;
             }
         }

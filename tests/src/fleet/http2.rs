@@ -257,7 +257,11 @@ impl Http2 {
                 let status = hpack::read(&payload)?;
                 self.take_headers(status)?;
             }
-            kind::RST_STREAM if stream == STREAM => self.end = Some(End::Reset(word(0).ok_or(short)?)),
+            // Behind trailers it says only that the server needs no more of the request (RFC 9113, 8.1): how the stream ended is known by then.
+            kind::RST_STREAM if stream == STREAM => {
+                let reset = End::Reset(word(0).ok_or(short)?);
+                self.end.get_or_insert(reset);
+            }
             kind::SETTINGS if flags & flag::ACK == 0 => {
                 self.take_settings(&payload)?;
                 put_header(replies, 0, kind::SETTINGS, flag::ACK, 0);
@@ -422,6 +426,8 @@ mod tests {
             frame(kind::DATA, flag::PADDED, STREAM, &padded),
             frame(kind::HEADERS, flag::END_STREAM, STREAM, &trailers[..5]),
             frame(kind::CONTINUATION, flag::END_HEADERS, STREAM, &trailers[5..]),
+            // The server does not wait for the end of the request.
+            frame(kind::RST_STREAM, 0, STREAM, &[0; 4]),
         ]
         .concat();
         let answers = [frame(kind::SETTINGS, flag::ACK, 0, &[]), frame(kind::PING, flag::ACK, 0, b"12345678")].concat();

@@ -140,6 +140,9 @@ impl Worker {
 
     fn read(&mut self, index: usize, is_closed: bool) {
         let client = &mut self.clients[index];
+        if is_closed {
+            client.on_closed();
+        }
         // Faults begin once the stream has been opened; a slow reader reads when it comes due.
         let is_open = client.is_connected() && !client.is_handshaking();
         match client.member.fault {
