@@ -27,6 +27,10 @@ pub struct Lagging {
     pub waits: f64,
     /// Waits that ended by going back in time: none, ever.
     pub expired: f64,
+    /// Consistent points that agents were brought to, and compared with what they had.
+    pub points: u64,
+    /// Agents that were sent a position of the source behind what they had: none, ever.
+    pub older: usize,
     /// From letting the watch go to the last agent having everything, in seconds.
     pub catching_up_seconds: f64,
     /// Streams in the part with random moves.
@@ -43,7 +47,8 @@ pub fn run(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
     let figure = |what: &str, value: f64, unit| Figure::alone(format!("lagging/{what}/{agents}"), value, unit);
     Ok(vec![
         figure("kept-waiting", lagging.waits, ""),
-        figure("given-older-state", 0.0, ""),
+        figure("given-older-state", lagging.older as f64, ""),
+        figure("points-checked", lagging.points as f64, ""),
         figure("caught-up-after-release", lagging.catching_up_seconds, "s"),
         figure("streams-in-random-moves", lagging.streams as f64, ""),
     ])
@@ -63,10 +68,13 @@ pub fn measure(stage: &mut Stage, agents: usize, moves: u32, seed: u64) -> Resul
     let before = stage.fleet.ask(|worker| worker.summary().counts.connections)?;
     move_to_and_fro(stage, &relay, moves, seed).map_err(|error| error.context(format!("moves of seed {seed}")))?;
     stage.compare_digests()?;
-    let streams = stage.fleet.ask(|worker| worker.summary().counts.connections)? - before;
+    let (summary, older) = stage.fleet.ask(|worker| (worker.summary(), worker.violations().count()))?;
+    let streams = summary.counts.connections - before;
+    let points = summary.received.batches + summary.received.snapshots;
+    ensure!(older == 0 && points > 0, "{older} agents were sent what they must not be, of {points} points");
     let expired = metric(stage, behind, "headgate_behind_waits_expired_total")?;
     ensure!(expired == 0.0, "{expired} agents were sent back in time");
-    Ok(Lagging { waits, expired, catching_up_seconds, streams })
+    Ok(Lagging { waits, expired, points, older, catching_up_seconds, streams })
 }
 
 fn metric(stage: &Stage, replica: usize, name: &str) -> Result<f64> {

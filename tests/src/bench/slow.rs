@@ -59,7 +59,7 @@ fn measure(stage: &mut Stage, agents: usize, load: &Load) -> Result<Vec<Figure>>
     stage.join(0, agents, 0)?;
     std::thread::sleep(SETTLING);
     let (mut without, mut with) = (Histograms::default(), Histograms::default());
-    let mut growths = Vec::new();
+    let (mut growths, mut sockets) = (Vec::new(), None);
     let time = load.time() / (2 * ROUNDS);
     let address = stage.replicas[0].address();
     for round in 0..ROUNDS {
@@ -67,6 +67,7 @@ fn measure(stage: &mut Stage, agents: usize, load: &Load) -> Result<Vec<Figure>>
         check_deliveries(&phase, agents)?;
         warn(&phase, agents);
         without.add(&phase);
+        let sockets_without = socket_bytes()?;
         let slow = slow_members(stage, NEVER, SLOW, 0);
         if round == 0 {
             stage.fleet.join(slow)?;
@@ -79,6 +80,7 @@ fn measure(stage: &mut Stage, agents: usize, load: &Load) -> Result<Vec<Figure>>
         warn(&phase, agents);
         with.add(&phase);
         growths.push(growth(&samples)?);
+        sockets = Some((socket_bytes()?, sockets_without));
         stage.fleet.ask(|worker| worker.suspend(Break::Reset, |client| !client.is_sound()))?;
     }
     stage.replicas[0].check_running()?;
@@ -93,6 +95,7 @@ fn measure(stage: &mut Stage, agents: usize, load: &Load) -> Result<Vec<Figure>>
         Figure::against(name(what), with.ms(share), "ms", "the same without slow agents", without.ms(share))
     };
     let growth = growths.last().context("no round")?;
+    let (sockets_with, sockets_without) = sockets.context("no round")?;
     Ok(vec![
         against("p50", 0.5),
         against("p99", 0.99),
@@ -103,7 +106,23 @@ fn measure(stage: &mut Stage, agents: usize, load: &Load) -> Result<Vec<Figure>>
             "early in the phase with slow agents",
             growth.first as f64 / 1e6,
         ),
+        Figure::against(
+            name("kernel-socket-memory"),
+            sockets_with as f64 / 1e6,
+            "MB",
+            "the same without slow agents",
+            sockets_without as f64 / 1e6,
+        ),
     ])
+}
+
+/// Memory of all TCP sockets of this kernel: what was sent and is not read waits there, and not in the replica.
+fn socket_bytes() -> Result<u64> {
+    let text = std::fs::read_to_string("/proc/net/sockstat").context("reading /proc/net/sockstat")?;
+    let line = text.lines().find(|line| line.starts_with("TCP:")).context("/proc/net/sockstat knows no TCP")?;
+    let pages =
+        line.split_whitespace().skip_while(|word| *word != "mem").nth(1).and_then(|pages| pages.parse::<u64>().ok());
+    Ok(pages.with_context(|| format!("/proc/net/sockstat: {line}"))? * 4_096)
 }
 
 /// Latencies of several phases. The median of their quantiles: one phase in which the machine was elsewhere decides nothing.

@@ -67,6 +67,7 @@ pub fn run(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
             figure("server-cpu-per-agent", back.cpu.busy() * 1e6 / agents as f64, "µs"),
             figure("snapshot-bytes-per-agent", each(received.chunk_bytes), "bytes"),
             figure("resources-per-agent", each(received.chunk_resources + received.batch_resources), ""),
+            figure("services-to-program-per-agent", back.dirty_services as f64 / load.full_agents as f64, ""),
             figure("message-bytes-per-agent", each(received.bytes), "bytes"),
             figure("tls-sessions-resumed", each(back.resumed_handshakes) * 100.0, "%"),
             figure("memory-highest", back.highest_bytes as f64 / 1e6, "MB"),

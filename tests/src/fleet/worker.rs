@@ -146,7 +146,11 @@ impl Worker {
         // Faults begin once the stream has been opened; a slow reader reads when it comes due.
         let is_open = client.is_connected() && !client.is_handshaking();
         match client.member.fault {
-            Fault::NeverRead | Fault::SlowRead { .. } if is_open && !is_closed => return,
+            // It sees that the connection is gone without reading what came before that.
+            Fault::NeverRead if is_open && is_closed => {
+                return self.after(index, Err(Lost::Ended("connection: closed".to_owned())));
+            }
+            Fault::NeverRead | Fault::SlowRead { .. } if is_open => return,
             _ => {}
         }
         self.read_some(index, usize::MAX);
