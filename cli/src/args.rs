@@ -5,18 +5,27 @@ use std::path::PathBuf;
 use clap::{Parser, Subcommand, ValueEnum};
 
 use crate::certs::CertsArgs;
+use crate::units;
 
 /// Shows what a Headgate control plane serves, and what every node has programmed of it.
 #[derive(Debug, Parser)]
 #[command(name = "headgatectl", version, max_term_width = 100)]
 pub struct Args {
-    /// Replica to ask. Plain http is for loopback and test addresses only; elsewhere: https with the --tls options
-    #[arg(long, global = true, env = "HEADGATE_SERVER", value_name = "URL", default_value = "http://127.0.0.1:7443")]
-    pub server: String,
+    /// Replica to ask; several by repeating it or with commas, or by a name that resolves to several addresses. `agents` and `wait` ask all of them,
+    /// other commands the first. Plain http is for loopback and test addresses only; elsewhere: https with the --tls options
+    #[arg(
+        long,
+        global = true,
+        env = "HEADGATE_SERVER",
+        value_name = "URL",
+        value_delimiter = ',',
+        default_value = "http://127.0.0.1:7443"
+    )]
+    pub server: Vec<String>,
     /// Transport security.
     #[command(flatten)]
     pub tls: TlsArgs,
-    /// Tables for people, or JSON for programs: one array (status: one object; watch: one object a line)
+    /// Tables for people, or JSON for programs: one array (status, wait: one object; watch: one object a line); wide: tables with more columns
     #[arg(short, long, global = true, value_enum, default_value_t = Output::Table)]
     pub output: Output,
     /// What to show.
@@ -25,7 +34,7 @@ pub struct Args {
 }
 
 /// Files for an https server.
-#[derive(Debug, clap::Args)]
+#[derive(Debug, Clone, clap::Args)]
 pub struct TlsArgs {
     /// Certificate authority that signed the replica's certificate (PEM)
     #[arg(long, global = true, env = "HEADGATE_TLS_CA", value_name = "FILE")]
@@ -46,6 +55,8 @@ pub struct TlsArgs {
 pub enum Output {
     /// Aligned columns.
     Table,
+    /// Aligned columns, all of them.
+    Wide,
     /// JSON with the field names of `headgate.v1.Inspect`.
     Json,
 }
@@ -58,16 +69,68 @@ pub enum Command {
     /// Endpoints of one service, or of all: address, ports, state, node
     Endpoints(Selection),
     /// Agents: what each node has programmed, how far it is behind, and why
-    Agents {
-        /// Only this node
-        node: Option<String>,
-    },
+    Agents(AgentsArgs),
+    /// Wait until every connected node has programmed a service, or an endpoint, as it is now
+    ///
+    /// Exit codes: 0 when all have, 1 when a replica cannot be asked, 2 for a wrong command line, 3 when the time is up: standard error names who has
+    /// not, and why. A node that rejects the service has not programmed it. Nodes that disconnect meanwhile are named and not waited for; nodes that
+    /// connect meanwhile are.
+    Wait(WaitArgs),
     /// Changes from now on, until Ctrl-C
     Watch(Selection),
     /// Make an authority and certificates for a trial, and say how to use them. Asks no server
     Certs(CertsArgs),
     /// The replica itself: source, version, counts, and what it had to refuse
     Status,
+}
+
+/// Which agents, and in which order.
+#[derive(Debug, clap::Args)]
+pub struct AgentsArgs {
+    /// Only this node
+    pub node: Option<String>,
+    /// Only this node
+    #[arg(long = "node", value_name = "NODE", conflicts_with = "node")]
+    pub node_flag: Option<String>,
+    /// Only those that have not programmed all that is older than a second, failing ones included
+    #[arg(long)]
+    pub behind: bool,
+    /// Only those whose last attempt failed, or that reject resources
+    #[arg(long)]
+    pub failing: bool,
+    /// Rows of the table at most, the worst first; 0 for all
+    #[arg(long, value_name = "N", default_value_t = 50)]
+    pub limit: usize,
+}
+
+/// What to wait for.
+#[derive(Debug, clap::Args)]
+pub struct WaitArgs {
+    /// Service as NAMESPACE/NAME, or as NAME together with --namespace (default: "default")
+    pub service: String,
+    /// Namespace of the service
+    #[arg(short, long)]
+    pub namespace: Option<String>,
+    /// Wait until the control plane knows this endpoint, and every node has programmed it
+    #[arg(long, value_name = "IP")]
+    pub endpoint: Option<std::net::IpAddr>,
+    /// Wait until the endpoint, or the service, is gone, from every node
+    #[arg(long)]
+    pub gone: bool,
+    /// When to give up, such as 90s, 5m or 1h
+    #[arg(long, value_name = "TIME", default_value = "60s", value_parser = units::parse_duration)]
+    pub timeout: std::time::Duration,
+    /// Succeed also when no agent is connected to any replica; without this, agents are waited for
+    #[arg(long)]
+    pub allow_empty: bool,
+}
+
+impl WaitArgs {
+    /// The service that is meant.
+    pub fn resolve(&self) -> Result<Selected, String> {
+        let selection = Selection { service: Some(self.service.clone()), namespace: self.namespace.clone() };
+        selection.resolve()
+    }
 }
 
 /// Which services are meant.

@@ -1,6 +1,7 @@
 //! The connection to a replica, and what is said when there is none.
 
 use std::io;
+use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
 use std::time::Duration;
 
@@ -47,6 +48,43 @@ pub async fn connect(server: &str, tls: &TlsArgs) -> Result<InspectClient<Channe
     let endpoint = endpoint(server, tls)?;
     let channel = endpoint.connect().await.map_err(|error| unreachable(server, &error))?;
     Ok(InspectClient::new(channel))
+}
+
+/// The URLs of all replicas that `servers` name: a host name that resolves to several addresses stands for all of them. The second part is the name
+/// that a certificate must have, where it is not the URL's host.
+pub async fn replicas(servers: &[String], tls: &TlsArgs) -> Result<Vec<(String, TlsArgs)>, ConnectError> {
+    let mut replicas = Vec::new();
+    for server in servers {
+        // Says what is wrong with the URL and the TLS options before a name is looked up.
+        let uri = endpoint(server, tls)?.uri().clone();
+        let (scheme, host) = (uri.scheme_str().unwrap_or("https"), uri.host().unwrap_or_default());
+        let port = uri.port_u16().unwrap_or(if scheme == "http" { 80 } else { 443 });
+        let bare = host.trim_start_matches('[').trim_end_matches(']');
+        if bare.parse::<IpAddr>().is_ok() {
+            replicas.push((server.clone(), tls.clone()));
+            continue;
+        }
+        let found = tokio::net::lookup_host((bare, port)).await;
+        let found = found.map_err(|error| ConnectError::Unreachable {
+            server: server.clone(),
+            reason: format!("{bare} does not resolve: {error}"),
+            advice: "Check --server (or HEADGATE_SERVER): scheme, host and port.".to_owned(),
+        })?;
+        let mut addresses: Vec<SocketAddr> = found.collect();
+        addresses.sort_unstable();
+        addresses.dedup();
+        match addresses[..] {
+            // One name for the IPv4 and the IPv6 loopback is one replica.
+            _ if bare == "localhost" => replicas.push((server.clone(), tls.clone())),
+            [] | [_] => replicas.push((server.clone(), tls.clone())),
+            _ => {
+                let name = tls.tls_server_name.clone().unwrap_or_else(|| bare.to_owned());
+                let tls = TlsArgs { tls_server_name: Some(name), ..tls.clone() };
+                replicas.extend(addresses.iter().map(|address| (format!("{scheme}://{address}"), tls.clone())));
+            }
+        }
+    }
+    Ok(replicas)
 }
 
 fn endpoint(server: &str, tls: &TlsArgs) -> Result<Endpoint, ConnectError> {

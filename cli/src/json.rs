@@ -2,7 +2,8 @@
 //! programs need not guess; a golden test holds both to that.
 
 use headgate_proto::v1::{
-    AgentInfo, EndpointInfo, GetStatusResponse, Problem, ServiceInfo, ServicePortInfo, WatchEvent,
+    AgentInfo, EndpointInfo, FleetInfo, GetStatusResponse, Laggard, Problem, ServiceInfo, ServicePortInfo, SourceAge,
+    SourcePosition, WaitProgress, WatchEvent,
 };
 use serde_json::{Value, json};
 
@@ -62,6 +63,8 @@ pub fn agent(info: &AgentInfo) -> Value {
         "programmed_version": info.programmed_version,
         "lag_ms": info.lag_ms,
         "apply_microseconds": info.apply_microseconds,
+        "services_planned": info.services_planned,
+        "objects_written": info.objects_written,
         "resume": info.resume,
         "resumed_resources": info.resumed_resources,
         "connected_unix_ms": info.connected_unix_ms,
@@ -85,6 +88,53 @@ pub fn status(info: &GetStatusResponse) -> Value {
         "nodes": info.nodes,
         "agents": info.agents,
         "problems": info.problems.iter().map(problem).collect::<Vec<_>>(),
+        "fleet": fleet(&info.fleet.unwrap_or_default()),
+        "source_ages": info.source_ages.iter().map(source_age).collect::<Vec<_>>(),
+        "positions": info.positions.iter().map(position).collect::<Vec<_>>(),
+    })
+}
+
+fn fleet(info: &FleetInfo) -> Value {
+    json!({
+        "up_to_date": info.up_to_date,
+        "behind": info.behind,
+        "failing": info.failing,
+        "measured_commits": info.measured_commits,
+        "everywhere_p50_ms": info.everywhere_p50_ms,
+        "everywhere_p99_ms": info.everywhere_p99_ms,
+        "everywhere_max_ms": info.everywhere_max_ms,
+    })
+}
+
+fn source_age(info: &SourceAge) -> Value {
+    json!({ "kind": info.kind, "age_ms": info.age_ms })
+}
+
+fn position(info: &SourcePosition) -> Value {
+    json!({ "kind": info.kind().as_str_name(), "position": info.position })
+}
+
+/// A `WaitProgress`.
+pub fn progress(info: &WaitProgress) -> Value {
+    json!({
+        "replica": info.replica,
+        "waiting_for": info.waiting_for,
+        "version": info.version,
+        "agents": info.agents,
+        "programmed": info.programmed,
+        "timed_out": info.timed_out,
+        "laggards": info.laggards.iter().map(laggard).collect::<Vec<_>>(),
+        "disconnected": info.disconnected,
+    })
+}
+
+fn laggard(info: &Laggard) -> Value {
+    json!({
+        "node": info.node,
+        "sent_version": info.sent_version,
+        "programmed_version": info.programmed_version,
+        "lag_ms": info.lag_ms,
+        "reason": info.reason,
     })
 }
 
@@ -129,6 +179,11 @@ mod tests {
         assert_eq!(keys(&agent(&AgentInfo::default())), fields_of("AgentInfo"));
         assert_eq!(keys(&status(&GetStatusResponse::default())), fields_of("GetStatusResponse"));
         assert_eq!(keys(&problem(&Problem::default())), fields_of("Problem"));
+        assert_eq!(keys(&fleet(&FleetInfo::default())), fields_of("FleetInfo"));
+        assert_eq!(keys(&source_age(&SourceAge::default())), fields_of("SourceAge"));
+        assert_eq!(keys(&position(&SourcePosition::default())), fields_of("SourcePosition"));
+        assert_eq!(keys(&progress(&WaitProgress::default())), fields_of("WaitProgress"));
+        assert_eq!(keys(&laggard(&Laggard::default())), fields_of("Laggard"));
         assert_eq!(keys(&event(&WatchEvent::default())), fields_of("WatchEvent"));
     }
 }

@@ -3,6 +3,7 @@
 //! [`args`] says what can be asked, [`client`] asks it, [`render`] makes tables of the answers and [`json`] makes JSON of
 //! them, with the field names of `headgate.v1.Inspect`. [`run`] joins them. [`certs`] asks nobody: it makes certificates.
 
+mod agents;
 pub mod args;
 pub mod certs;
 pub mod client;
@@ -10,5 +11,6 @@ pub mod json;
 pub mod render;
 mod run;
 pub mod units;
+mod wait;
 
 pub use run::{Failure, run};

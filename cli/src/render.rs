@@ -4,7 +4,7 @@ use std::{borrow::Cow, fmt::Write as _};
 
 use comfy_table::{Attribute, Cell, CellAlignment, Color, Table, presets};
 use headgate_proto::v1::{
-    AgentInfo, EndpointInfo, GetStatusResponse, Problem, ServiceInfo, ServicePortInfo, WatchEvent,
+    AgentInfo, EndpointInfo, FleetInfo, GetStatusResponse, Problem, ServiceInfo, ServicePortInfo, WatchEvent,
 };
 
 use crate::units;
@@ -202,24 +202,37 @@ fn hints(endpoint: &EndpointInfo) -> String {
     zones.chain(endpoint.hint_nodes.iter().map(|node| format!("node {node}"))).collect::<Vec<_>>().join(", ")
 }
 
-/// Agents, one a row; why a node is behind or below what it should be, below.
-pub fn agents(agents: &[AgentInfo], now_unix_ms: u64, style: Style) -> String {
-    let headers =
-        ["NODE", "STATE", ">PROGRAMMED", ">SENT", ">LAG", ">APPLY", "BACKEND", "RESUMED", ">CONNECTED", "ADDRESS"];
+/// An agent whose lag is shorter is up to date: at any moment something is on its way.
+pub const SETTLED_MS: u64 = 1000;
+
+/// Agents, one a row, in the order given; why a node is behind or below what it should be, below.
+pub fn agents(agents: &[AgentInfo], now_unix_ms: u64, is_wide: bool, style: Style) -> String {
+    let mut headers = vec!["NODE", "STATE", ">PROGRAMMED", ">SENT", ">LAG", "BACKEND"];
+    if is_wide {
+        headers.extend([">APPLY", ">PLANNED", ">WRITTEN", "RESUMED", ">CONNECTED", "ADDRESS", "AGENT"]);
+    }
     let rows = agents.iter().map(|agent| {
         let (state, tone) = agent_state(agent);
-        vec![
+        let mut row = vec![
             cell(&agent.node),
             toned(state, tone),
             cell(agent.programmed_version.to_string()),
             cell(agent.sent_version.to_string()),
-            cell(units::duration(agent.lag_ms)),
-            cell(units::microseconds(agent.apply_microseconds)),
+            cell(lag(agent)),
             cell(&agent.backend),
-            cell(resume(agent)),
-            cell(units::duration(now_unix_ms.saturating_sub(agent.connected_unix_ms))),
-            cell(&agent.address),
-        ]
+        ];
+        if is_wide {
+            row.extend([
+                cell(units::microseconds(agent.apply_microseconds)),
+                cell(agent.services_planned.to_string()),
+                cell(agent.objects_written.to_string()),
+                cell(resume(agent)),
+                cell(units::duration(now_unix_ms.saturating_sub(agent.connected_unix_ms))),
+                cell(&agent.address),
+                cell(&agent.agent_version),
+            ]);
+        }
+        row
     });
     let mut output = table(&headers, rows, style);
     for agent in agents {
@@ -237,16 +250,55 @@ pub fn agents(agents: &[AgentInfo], now_unix_ms: u64, style: Style) -> String {
     output
 }
 
+/// Versions and time: `3 (4.2s)`.
+fn lag(agent: &AgentInfo) -> String {
+    match agent.head_version.saturating_sub(agent.programmed_version) {
+        0 => "0".to_owned(),
+        versions => format!("{versions} ({})", units::duration(agent.lag_ms)),
+    }
+}
+
 fn agent_state(agent: &AgentInfo) -> (&'static str, Tone) {
     if !agent.last_error.is_empty() {
         ("failing", Tone::Bad)
-    } else if agent.programmed_version < agent.head_version {
+    } else if !agent.rejections.is_empty() {
+        ("rejecting", Tone::Bad)
+    } else if agent.lag_ms >= SETTLED_MS {
         ("behind", Tone::Attention)
-    } else if !agent.degraded.is_empty() || !agent.rejections.is_empty() {
+    } else if !agent.degraded.is_empty() {
         ("degraded", Tone::Attention)
     } else {
-        ("current", Tone::Good)
+        ("up to date", Tone::Good)
     }
+}
+
+/// One line about a fleet.
+pub fn fleet(fleet: &FleetInfo) -> String {
+    let all = fleet.up_to_date + fleet.behind + fleet.failing;
+    let mut text = format!("fleet: {} of {} up to date", thousands(fleet.up_to_date), thousands(all));
+    for (count, state) in [(fleet.behind, "behind"), (fleet.failing, "failing")] {
+        if count > 0 {
+            let _ = write!(text, ", {} {state}", thousands(count));
+        }
+    }
+    if fleet.measured_commits > 0 {
+        let shown = [fleet.everywhere_p50_ms, fleet.everywhere_p99_ms, fleet.everywhere_max_ms].map(units::duration);
+        let _ = write!(text, "; everywhere after p50 {} p99 {} max {}", shown[0], shown[1], shown[2]);
+    }
+    text
+}
+
+/// `4,998`.
+pub fn thousands(number: u64) -> String {
+    let digits = number.to_string();
+    let mut text = String::with_capacity(digits.len() + digits.len() / 3);
+    for (index, digit) in digits.chars().enumerate() {
+        if index > 0 && (digits.len() - index).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
 }
 
 fn resume(agent: &AgentInfo) -> String {
@@ -276,12 +328,13 @@ pub fn status(status: &GetStatusResponse, style: Style) -> String {
         ("replica", plain(&format!("{} (headgate {})", status.replica, status.build)).into_owned()),
         ("source", plain(&status.source).into_owned()),
         ("synced", synced),
-        ("last heard", format!("{} ago", units::duration(status.source_age_ms))),
+        ("last heard", last_heard(status)),
         ("version", plain(&format!("{} (epoch {})", status.version, status.epoch)).into_owned()),
         ("services", status.services.to_string()),
         ("endpoints", status.endpoints.to_string()),
         ("nodes", status.nodes.to_string()),
         ("agents", status.agents.to_string()),
+        ("fleet", fleet(&status.fleet.unwrap_or_default()).trim_start_matches("fleet: ").to_owned()),
         ("problems", status.problems.len().to_string()),
     ];
     let mut output = String::new();
@@ -292,6 +345,16 @@ pub fn status(status: &GetStatusResponse, style: Style) -> String {
         note(&mut output, &format!("  {}", sentence(problem)), Tone::Attention, style);
     }
     output
+}
+
+/// How long ago the source was heard; each kind for itself where there are several.
+fn last_heard(status: &GetStatusResponse) -> String {
+    let ago = format!("{} ago", units::duration(status.source_age_ms));
+    if status.source_ages.len() < 2 {
+        return ago;
+    }
+    let kinds = status.source_ages.iter().map(|age| format!("{} {}", plain(&age.kind), units::duration(age.age_ms)));
+    format!("{ago} ({})", kinds.collect::<Vec<_>>().join(", "))
 }
 
 /// One change, on one line without an end.

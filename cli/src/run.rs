@@ -3,9 +3,7 @@
 use std::io::{self, Write};
 
 use headgate_proto::v1::inspect_client::InspectClient;
-use headgate_proto::v1::{
-    GetStatusRequest, ListAgentsRequest, ListEndpointsRequest, ListServicesRequest, WatchRequest,
-};
+use headgate_proto::v1::{GetStatusRequest, ListEndpointsRequest, ListServicesRequest, WatchRequest};
 use serde_json::Value;
 use tonic::transport::Channel;
 use tonic::{Code, Status, Streaming};
@@ -15,6 +13,7 @@ use crate::certs::{self, CertsArgs, CertsError};
 use crate::client::{self, ConnectError};
 use crate::json;
 use crate::render::{self, Style};
+use crate::{agents, wait};
 
 /// Why a command did not do what was asked.
 #[derive(Debug, thiserror::Error)]
@@ -41,16 +40,20 @@ pub enum Failure {
     /// Certificates cannot be made.
     #[error(transparent)]
     Certs(#[from] CertsError),
+    /// The time is up and some nodes have not programmed what was waited for.
+    #[error("{0}")]
+    TimedOut(String),
     /// Standard output cannot be written.
     #[error("writing the answer: {0}")]
     Output(#[from] io::Error),
 }
 
 impl Failure {
-    /// 2 for usage, 1 for all else.
+    /// 2 for usage, 3 for a wait whose time is up, 1 for all else.
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Usage(_) | Self::Connect(ConnectError::Usage(_)) | Self::Certs(CertsError::Usage(_)) => 2,
+            Self::TimedOut(_) => 3,
             Self::Connect(_) | Self::Certs(_) | Self::NotFound(_) | Self::Server { .. } | Self::Output(_) => 1,
         }
     }
@@ -72,7 +75,7 @@ fn make_certs(args: &CertsArgs, output: Output, out: &mut dyn Write) -> Result<(
     let made = certs::make(args)?;
     match output {
         Output::Json => Ok(writeln!(out, "{:#}", made.json())?),
-        Output::Table => Ok(out.write_all(made.text().as_bytes())?),
+        Output::Table | Output::Wide => Ok(out.write_all(made.text().as_bytes())?),
     }
 }
 
@@ -91,20 +94,26 @@ impl<'a> Session<'a> {
             Command::Services(selection) | Command::Endpoints(selection) | Command::Watch(selection) => {
                 resolve(selection)?
             }
-            Command::Agents { .. } | Command::Status | Command::Certs(_) => {
+            Command::Wait(wait) => wait.resolve().map_err(Failure::Usage)?,
+            Command::Agents(_) | Command::Status | Command::Certs(_) => {
                 Selected { namespace: String::new(), name: String::new() }
             }
         };
-        let client = client::connect(&args.server, &args.tls).await.map_err(Failure::Connect)?;
-        let mut session = Self { client, server: &args.server, output: args.output, style, out };
+        match &args.command {
+            Command::Agents(agents) => return agents::run(args, agents, style, out).await,
+            Command::Wait(wait) => return wait::run(args, wait, selected, out).await,
+            _ => {}
+        }
+        let server = args.server.first().map_or("", String::as_str);
+        let client = client::connect(server, &args.tls).await.map_err(Failure::Connect)?;
+        let mut session = Self { client, server, output: args.output, style, out };
         match &args.command {
             Command::Services(_) => session.services(selected).await,
             Command::Endpoints(_) => session.endpoints(selected).await,
-            Command::Agents { node } => session.agents(node.as_deref()).await,
             Command::Watch(_) => session.watch(selected).await,
             Command::Status => session.status().await,
-            // Done before anybody was asked.
-            Command::Certs(_) => Ok(()),
+            // Done before any replica was asked.
+            Command::Agents(_) | Command::Wait(_) | Command::Certs(_) => Ok(()),
         }
     }
 
@@ -140,25 +149,12 @@ impl<'a> Session<'a> {
         self.list(&endpoints, json::endpoint, render::endpoints, &empty)
     }
 
-    async fn agents(&mut self, node: Option<&str>) -> Result<(), Failure> {
-        let request = ListAgentsRequest { node: node.unwrap_or_default().to_owned() };
-        let answer = self.client.list_agents(request).await;
-        let agents = self.collect(answer).await?;
-        if let (Some(node), true) = (node, agents.is_empty()) {
-            let text = format!("no agent of node {node} is connected to {}: ask the other replicas too", self.server);
-            return Err(Failure::NotFound(text));
-        }
-        let now_unix_ms = now_unix_ms();
-        let table = |agents: &[_], style| render::agents(agents, now_unix_ms, style);
-        self.list(&agents, json::agent, table, "No agents are connected to this replica.")
-    }
-
     async fn status(&mut self) -> Result<(), Failure> {
         let answer = self.client.get_status(GetStatusRequest {}).await;
         let status = answer.map_err(|status| self.refused(&status))?.into_inner();
         match self.output {
             Output::Json => self.write_json(&json::status(&status)),
-            Output::Table => Ok(self.out.write_all(render::status(&status, self.style).as_bytes())?),
+            Output::Table | Output::Wide => Ok(self.out.write_all(render::status(&status, self.style).as_bytes())?),
         }
     }
 
@@ -169,7 +165,7 @@ impl<'a> Session<'a> {
         while let Some(event) = events.message().await.map_err(|status| self.refused(&status))? {
             match self.output {
                 Output::Json => serde_json::to_writer(&mut *self.out, &json::event(&event)).map_err(io::Error::from)?,
-                Output::Table => self.out.write_all(render::event(&event, self.style).as_bytes())?,
+                Output::Table | Output::Wide => self.out.write_all(render::event(&event, self.style).as_bytes())?,
             }
             self.out.write_all(b"\n")?;
             self.out.flush()?;
@@ -179,12 +175,7 @@ impl<'a> Session<'a> {
     }
 
     async fn collect<T>(&self, answer: Result<tonic::Response<Streaming<T>>, Status>) -> Result<Vec<T>, Failure> {
-        let mut stream = answer.map_err(|status| self.refused(&status))?.into_inner();
-        let mut items = Vec::new();
-        while let Some(item) = stream.message().await.map_err(|status| self.refused(&status))? {
-            items.push(item);
-        }
-        Ok(items)
+        collect(self.server, answer).await
     }
 
     fn list<T>(
@@ -196,21 +187,41 @@ impl<'a> Session<'a> {
     ) -> Result<(), Failure> {
         match self.output {
             Output::Json => self.write_json(&Value::Array(items.iter().map(to_json).collect())),
-            Output::Table if items.is_empty() => Ok(writeln!(self.out, "{empty}")?),
-            Output::Table => Ok(self.out.write_all(to_table(items, self.style).as_bytes())?),
+            Output::Table | Output::Wide if items.is_empty() => Ok(writeln!(self.out, "{empty}")?),
+            Output::Table | Output::Wide => Ok(self.out.write_all(to_table(items, self.style).as_bytes())?),
         }
     }
 
     fn write_json(&mut self, value: &Value) -> Result<(), Failure> {
-        serde_json::to_writer_pretty(&mut *self.out, value).map_err(io::Error::from)?;
-        Ok(writeln!(self.out)?)
+        write_json(self.out, value)
     }
 
     fn refused(&self, status: &Status) -> Failure {
-        let message = if status.message().is_empty() { client::chain(status) } else { status.message().to_owned() };
-        let message = render::plain(&message).into_owned();
-        Failure::Server { server: self.server.to_owned(), code: status.code(), message }
+        refused(self.server, status)
     }
+}
+
+pub(crate) async fn collect<T>(
+    server: &str,
+    answer: Result<tonic::Response<Streaming<T>>, Status>,
+) -> Result<Vec<T>, Failure> {
+    let mut stream = answer.map_err(|status| refused(server, &status))?.into_inner();
+    let mut items = Vec::new();
+    while let Some(item) = stream.message().await.map_err(|status| refused(server, &status))? {
+        items.push(item);
+    }
+    Ok(items)
+}
+
+pub(crate) fn write_json(out: &mut dyn Write, value: &Value) -> Result<(), Failure> {
+    serde_json::to_writer_pretty(&mut *out, value).map_err(io::Error::from)?;
+    Ok(writeln!(out)?)
+}
+
+pub(crate) fn refused(server: &str, status: &Status) -> Failure {
+    let message = if status.message().is_empty() { client::chain(status) } else { status.message().to_owned() };
+    let message = render::plain(&message).into_owned();
+    Failure::Server { server: server.to_owned(), code: status.code(), message }
 }
 
 fn resolve(selection: &Selection) -> Result<Selected, Failure> {
@@ -221,7 +232,7 @@ fn no_such_service(selected: &Selected) -> String {
     format!("no service {}/{}: `headgatectl services` lists those that there are", selected.namespace, selected.name)
 }
 
-fn now_unix_ms() -> u64 {
+pub(crate) fn now_unix_ms() -> u64 {
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
     u64::try_from(now.as_millis()).unwrap_or(u64::MAX)
 }

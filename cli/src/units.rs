@@ -1,5 +1,7 @@
 //! Times and durations as people write them.
 
+use std::time::Duration;
+
 /// A duration in its two largest units: `740ms`, `4.2s`, `3m12s`, `5h03m`, `12d4h`.
 pub fn duration(milliseconds: u64) -> String {
     let seconds = milliseconds / 1000;
@@ -32,6 +34,24 @@ pub fn time_of_day(unix_ms: u64) -> String {
     format!("{hours:02}:{minutes:02}:{seconds:02}.{:03}", of_day % 1000)
 }
 
+/// A duration as people give one: `90s`, `5m`, `1h`, `250ms`. Above 0, up to a day.
+pub fn parse_duration(text: &str) -> Result<Duration, String> {
+    let digits = text.find(|character: char| !character.is_ascii_digit()).unwrap_or(text.len());
+    let (number, unit) = text.split_at(digits);
+    let milliseconds = match unit {
+        "ms" => 1,
+        "s" => 1_000,
+        "m" => 60_000,
+        "h" => 3_600_000,
+        _ => return Err("write a number and a unit: 250ms, 90s, 5m or 1h".to_owned()),
+    };
+    let value = number.parse::<u64>().ok().and_then(|number| number.checked_mul(milliseconds));
+    match value {
+        Some(value @ 1..=86_400_000) => Ok(Duration::from_millis(value)),
+        _ => Err("must be above 0 and a day at most".to_owned()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -49,6 +69,15 @@ mod tests {
         assert_eq!(microseconds(850), "850µs");
         assert_eq!(microseconds(12_345), "12.3ms");
         assert_eq!(microseconds(1_500_000), "1.5s");
+    }
+
+    #[test]
+    fn durations_are_read_with_their_unit() {
+        let seconds = |text| parse_duration(text).map(|duration| duration.as_secs_f64());
+        assert_eq!((seconds("90s"), seconds("5m"), seconds("250ms")), (Ok(90.0), Ok(300.0), Ok(0.25)));
+        for wrong in ["", "60", "s", "0s", "25h", "-1s", "1.5s", "99999999999999999999h"] {
+            assert!(seconds(wrong).is_err(), "{wrong}");
+        }
     }
 
     #[test]

@@ -40,7 +40,7 @@ fn serve(events: Vec<Event>) -> usize {
         model.event(event, "");
     }
     let (changes, nodes) = model.take_changes();
-    store.commit(Transaction { changes, nodes, positions: Vec::new() });
+    store.commit(Transaction { changes, nodes, ..Transaction::default() });
     store.problems(model.take_problems().unwrap_or_default());
     store.synced();
     let (_, mut cursor) = store.cursor(None::<&Resume>);

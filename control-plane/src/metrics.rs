@@ -1,11 +1,14 @@
 //! Metrics, in base units, named `headgate_…`.
 
-use std::sync::atomic::{AtomicI64, AtomicU64};
+use std::{
+    sync::atomic::{AtomicI64, AtomicU64},
+    time::Duration,
+};
 
 use headgate_tls::{Loaded, Validity};
 use prometheus_client::{
     encoding::{EncodeLabelSet, text::encode},
-    metrics::{counter::Counter, family::Family, gauge::Gauge},
+    metrics::{counter::Counter, family::Family, gauge::Gauge, histogram::Histogram},
     registry::Registry,
 };
 
@@ -47,6 +50,15 @@ struct Message {
     message: &'static str,
 }
 
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct State {
+    state: &'static str,
+}
+
+/// Upper bounds in seconds: from a quiet fleet on one rack to nodes that are stuck.
+const EVERYWHERE_SECONDS: [f64; 14] =
+    [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0];
+
 type Total = Counter<u64, AtomicU64>;
 type Level = Gauge<i64, AtomicI64>;
 
@@ -54,6 +66,9 @@ type Level = Gauge<i64, AtomicI64>;
 #[derive(Debug)]
 pub struct Metrics {
     registry: Registry,
+    programmed_everywhere: Histogram,
+    agents: Family<State, Level>,
+    source_ages: Family<Kind, Level>,
     source_errors: Family<SourceError, Total>,
     problems: Level,
     synced: Level,
@@ -85,8 +100,17 @@ pub struct Metrics {
 impl Default for Metrics {
     fn default() -> Self {
         let mut registry = Registry::with_prefix("headgate");
+        let programmed_everywhere = Histogram::new(EVERYWHERE_SECONDS);
+        registry.register(
+            "control_plane_programmed_everywhere_seconds",
+            "Time from the arrival of a change from the source to the ACK of the last agent that was connected then",
+            programmed_everywhere.clone(),
+        );
         let mut add = Adder(&mut registry);
         Self {
+            programmed_everywhere,
+            agents: add.add("control_plane_agents", "Agents with a stream, by state: up_to_date (all that is older than a second is programmed), behind, or failing (the last attempt failed, or a resource is rejected)"),
+            source_ages: add.add("source_age_seconds", "Time since a kind of the source was last heard"),
             source_errors: add
                 .add("source_errors", "Refused objects, dropped watches and the like, by kind and reason"),
             problems: add.add("source_problems", "Objects, or parts of one, that are not served as written"),
@@ -156,6 +180,21 @@ impl Metrics {
 
     pub(crate) fn count_source_error(&self, kind: SourceKind, reason: &'static str) {
         self.source_errors.get_or_create(&SourceError { kind: kind_name(kind), reason }).inc();
+    }
+
+    pub(crate) fn observe_programmed_everywhere(&self, age: Duration) {
+        self.programmed_everywhere.observe(age.as_secs_f64());
+    }
+
+    pub(crate) fn set_agents(&self, states: [(&'static str, usize); 3]) {
+        for (state, count) in states {
+            self.agents.get_or_create(&State { state }).set(level(count));
+        }
+    }
+
+    pub(crate) fn set_source_age(&self, kind: SourceKind, age: Duration) {
+        let seconds = i64::try_from(age.as_secs()).unwrap_or(i64::MAX);
+        self.source_ages.get_or_create(&Kind { kind: kind_name(kind) }).set(seconds);
     }
 
     pub(crate) fn set_problems(&self, count: usize) {
@@ -261,7 +300,7 @@ impl Metrics {
     }
 }
 
-fn kind_name(kind: SourceKind) -> &'static str {
+pub(crate) fn kind_name(kind: SourceKind) -> &'static str {
     match kind {
         SourceKind::Services => "services",
         SourceKind::EndpointSlices => "endpoint_slices",

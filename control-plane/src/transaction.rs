@@ -1,6 +1,6 @@
 //! What a source hands to the store: one consistent step.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::SystemTime};
 
 use headgate_core::{Change, Node};
 
@@ -38,6 +38,14 @@ pub enum SourceKind {
     Files,
 }
 
+impl SourceKind {
+    /// True when replicas of one source count alike. A folder's position is the clock of whoever reads it.
+    #[must_use]
+    pub fn is_comparable(self) -> bool {
+        self != Self::Files
+    }
+}
+
 /// One step of the source. Changes are grouped by service; what is added comes before what refers to it, removals come last.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Transaction {
@@ -45,8 +53,13 @@ pub struct Transaction {
     pub changes: Vec<TriggeredChange>,
     /// Changes for single agents.
     pub nodes: Vec<NodeChange>,
-    /// Where the source now stands, for the kinds that moved (Kubernetes: the resourceVersion).
+    /// Where the source now stands, for the kinds of which something changed (Kubernetes: the resourceVersion).
     pub positions: Vec<(SourceKind, u64)>,
+    /// Likewise for kinds that moved on without a change (Kubernetes: bookmarks). A replica that has been told less has missed nothing, so agents do
+    /// not learn of these.
+    pub bookmarks: Vec<(SourceKind, u64)>,
+    /// When the oldest change came from the source; `None`: just now.
+    pub received: Option<SystemTime>,
 }
 
 /// Something in the source that is not served as written.

@@ -1,3 +1,5 @@
+use headgate_proto::v1::SourceAge;
+
 use super::*;
 
 const PLAIN: Style = Style { colour: false };
@@ -106,6 +108,8 @@ fn agent(node: &str) -> AgentInfo {
         sent_version: 18,
         programmed_version: 18,
         apply_microseconds: 4_200,
+        services_planned: 2,
+        objects_written: 24,
         resume: "full".into(),
         resumed_resources: 12,
         connected_unix_ms: 1_000_000,
@@ -132,17 +136,37 @@ fn agents_show_who_is_behind_and_why() {
         }],
         ..agent("node-d")
     };
+    let all = [agent("node-a"), failing, behind, degraded];
     let expected = "\
-NODE    STATE     PROGRAMMED  SENT   LAG  APPLY  BACKEND       RESUMED    CONNECTED  ADDRESS
-node-a  current           18    18     0  4.2ms  iptables-nft  full (12)      3m12s  192.0.2.11:40112
-node-b  failing           16    18  4.2s  4.2ms  iptables-nft  full (12)      3m12s  192.0.2.11:40112
-node-c  behind            17    17  12ms  4.2ms  iptables-nft  full (12)      3m12s  192.0.2.11:40112
-node-d  degraded          18    18     0  4.2ms  iptables-nft  full (12)      3m12s  192.0.2.11:40112
+NODE    STATE       PROGRAMMED  SENT       LAG  BACKEND
+node-a  up to date          18    18         0  iptables-nft
+node-b  failing             16    18  2 (4.2s)  iptables-nft
+node-c  up to date          17    17  1 (12ms)  iptables-nft
+node-d  rejecting           18    18         0  iptables-nft
 node-b: error: iptables-nft-restore: line 7 failed
 node-d: degraded: IPv6 has no iptables here
 node-d: rejected Endpoint demo/web 10.1.2.3, ports[0].port: 0 is no port
 ";
-    assert_eq!(agents(&[agent("node-a"), failing, behind, degraded], 1_192_000, PLAIN), expected);
+    assert_eq!(agents(&all, 1_192_000, false, PLAIN), expected);
+    let wide = agents(&all[..1], 1_192_000, true, PLAIN);
+    let row = "node-a  up to date          18    18    0  iptables-nft  4.2ms        2       24  full (12)      3m12s  192.0.2.11:40112  0.1.0";
+    assert_eq!(wide.lines().nth(1), Some(row));
+}
+
+#[test]
+fn a_fleet_is_one_line() {
+    let info = FleetInfo { up_to_date: 4998, behind: 2, ..FleetInfo::default() };
+    assert_eq!(fleet(&info), "fleet: 4,998 of 5,000 up to date, 2 behind");
+    let info = FleetInfo {
+        measured_commits: 9,
+        everywhere_p50_ms: 18,
+        everywhere_p99_ms: 41,
+        everywhere_max_ms: 2300,
+        ..info
+    };
+    let expected = "fleet: 4,998 of 5,000 up to date, 2 behind; everywhere after p50 18ms p99 41ms max 2.3s";
+    assert_eq!(fleet(&info), expected);
+    assert_eq!([0, 999, 1000, 1_234_567].map(thousands), ["0", "999", "1,000", "1,234,567"]);
 }
 
 #[test]
@@ -165,17 +189,23 @@ fn status_lists_what_is_refused() {
             message: "is empty: give at least one port".into(),
             origin: "web.yaml, document 2".into(),
         }],
+        source_ages: [("endpoint_slices", 250), ("services", 61_000)]
+            .map(|(kind, age_ms)| SourceAge { kind: kind.into(), age_ms })
+            .to_vec(),
+        fleet: Some(FleetInfo { up_to_date: 2, behind: 1, ..FleetInfo::default() }),
+        positions: Vec::new(),
     };
     let expected = "\
 replica     control (headgate 0.1.0)
 source      files:/etc/headgate
 synced      yes
-last heard  850ms ago
+last heard  850ms ago (endpoint_slices 250ms, services 1m01s)
 version     18 (epoch 00c0ffee)
 services    2
 endpoints   6
 nodes       3
 agents      3
+fleet       2 of 3 up to date, 1 behind
 problems    1
   Service demo/web, spec.ports: is empty: give at least one port [web.yaml, document 2]
 ";
@@ -204,8 +234,9 @@ fn events_are_one_line_each() {
 fn colours_are_there_only_when_asked_for() {
     let coloured = Style { colour: true };
     assert!(services(&[web()], coloured).contains("\u{1b}["));
-    assert!(agents(&[agent("node-a")], 0, coloured).contains("\u{1b}["));
-    for plain in [services(&[web(), dns()], PLAIN), endpoints(&[ready("::1")], PLAIN), agents(&[agent("n")], 0, PLAIN)]
+    assert!(agents(&[agent("node-a")], 0, true, coloured).contains("\u{1b}["));
+    for plain in
+        [services(&[web(), dns()], PLAIN), endpoints(&[ready("::1")], PLAIN), agents(&[agent("n")], 0, true, PLAIN)]
     {
         assert!(!plain.contains('\u{1b}'), "{plain}");
     }
@@ -229,10 +260,10 @@ fn what_others_wrote_cannot_steer_the_terminal() {
     let of_service = WatchEvent { service: Some(service.clone()), action: evil.into(), ..WatchEvent::default() };
     let of_endpoint = WatchEvent { endpoint: Some(endpoint.clone()), ..WatchEvent::default() };
     let tables = [
-        (agents(&[agent], 0, PLAIN), 5),
+        (agents(&[agent], 0, true, PLAIN), 5),
         (services(&[service], PLAIN), 3),
         (endpoints(&[endpoint], PLAIN), 2),
-        (super::status(&status, PLAIN), 11),
+        (super::status(&status, PLAIN), 12),
         (event(&of_service, PLAIN) + "\n", 1),
         (event(&of_endpoint, PLAIN) + "\n", 1),
     ];

@@ -14,6 +14,7 @@ use headgate_proto::v1;
 use tokio::sync::watch;
 use tonic::Status;
 
+use super::fleet::{Fleet, Seat};
 use crate::store::ResumeMode;
 
 /// Nodes without a stream whose last ACK is remembered, so that a stream that resumes by the log starts with it.
@@ -59,6 +60,8 @@ pub(super) struct Agent {
     sent_version: AtomicU64,
     end: watch::Sender<Option<End>>,
     record: Mutex<Record>,
+    /// Where the fleet counts it, while it has a stream that was not replaced.
+    place: Mutex<Option<(Arc<Fleet>, Seat)>>,
 }
 
 /// What an agent said last.
@@ -68,6 +71,8 @@ pub(super) struct Record {
     pub(super) degraded: Vec<String>,
     pub(super) programmed_version: u64,
     pub(super) apply_microseconds: u64,
+    pub(super) services_planned: u32,
+    pub(super) objects_written: u32,
     pub(super) last_error: String,
     pub(super) rejections: Vec<v1::Rejection>,
 }
@@ -84,6 +89,7 @@ impl Agent {
             sent_version: AtomicU64::new(0),
             end: watch::Sender::new(None),
             record: Mutex::default(),
+            place: Mutex::default(),
         };
         if let Some(status) = &hello.status {
             agent.record().status(status);
@@ -109,6 +115,31 @@ impl Agent {
         self.sent_version.load(Ordering::Acquire)
     }
 
+    /// Takes in what the agent says, for the fleet too.
+    pub(super) fn update(&self, change: impl FnOnce(&mut Record)) {
+        let mut record = self.record();
+        change(&mut record);
+        if let Some((fleet, seat)) = &mut *self.place() {
+            fleet.update(&self.node, seat, &record);
+        }
+    }
+
+    fn enter(&self, fleet: &Arc<Fleet>) {
+        let record = self.record();
+        *self.place() = Some((Arc::clone(fleet), fleet.enter(&self.node, &record)));
+    }
+
+    fn leave(&self) {
+        if let Some((fleet, seat)) = self.place().take() {
+            fleet.leave(&self.node, seat);
+        }
+    }
+
+    /// Locked after the record, never before it.
+    fn place(&self) -> MutexGuard<'_, Option<(Arc<Fleet>, Seat)>> {
+        self.place.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// To be called before the message is put on the stream.
     pub(super) fn set_sent_version(&self, version: u64) {
         self.sent_version.store(version, Ordering::Release);
@@ -120,6 +151,11 @@ impl Agent {
 }
 
 impl Record {
+    /// The last attempt failed, or something is rejected.
+    pub(super) fn is_failing(&self) -> bool {
+        !self.last_error.is_empty() || !self.rejections.is_empty()
+    }
+
     pub(super) fn status(&mut self, status: &v1::AgentStatus) {
         self.backend = clip(&status.backend).to_owned();
         self.degraded = status.degraded.iter().take(MAX_LISTED).map(|text| clip(text).to_owned()).collect();
@@ -128,6 +164,8 @@ impl Record {
     pub(super) fn ack(&mut self, ack: &v1::Ack) {
         self.programmed_version = self.programmed_version.max(ack.version);
         self.apply_microseconds = ack.apply_microseconds;
+        self.services_planned = ack.services_planned;
+        self.objects_written = ack.objects_written;
         self.last_error.clear();
     }
 
@@ -161,8 +199,11 @@ pub(super) fn clip(text: &str) -> &str {
 }
 
 /// All agents with a stream, one a node.
-#[derive(Debug, Default)]
-pub(super) struct Agents(Mutex<Table>);
+#[derive(Debug)]
+pub(super) struct Agents {
+    table: Mutex<Table>,
+    fleet: Arc<Fleet>,
+}
 
 #[derive(Debug, Default)]
 struct Table {
@@ -171,8 +212,17 @@ struct Table {
 }
 
 impl Agents {
+    pub(super) fn new(fleet: Arc<Fleet>) -> Self {
+        Self { table: Mutex::default(), fleet }
+    }
+
+    /// What all of them have programmed.
+    pub(super) fn fleet(&self) -> &Arc<Fleet> {
+        &self.fleet
+    }
+
     fn table(&self) -> MutexGuard<'_, Table> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Enters a stream. The node's older one, if any, is ended.
@@ -186,6 +236,10 @@ impl Agents {
             // Same epoch, so the version means the same, and what is programmed stays so while a stream is down.
             agent.record().programmed_version = programmed;
         }
+        if let Some(old) = &old {
+            old.leave();
+        }
+        agent.enter(&self.fleet);
         if let Some(old) = old {
             let text = format!("node {} has opened a newer stream", agent.node);
             old.end(End::plain("replaced", Status::aborted(text)));
@@ -194,6 +248,7 @@ impl Agents {
 
     /// Takes a stream out, unless a newer one of the same node has taken its place.
     pub(super) fn leave(&self, agent: &Arc<Agent>) {
+        agent.leave();
         let mut table = self.table();
         if table.present.get(&agent.node).is_some_and(|present| Arc::ptr_eq(present, agent)) {
             table.present.remove(&agent.node);
@@ -203,6 +258,11 @@ impl Agents {
             let programmed = agent.record().programmed_version;
             table.departed.insert(Arc::clone(&agent.node), programmed);
         }
+    }
+
+    /// The stream of a node.
+    pub(super) fn has(&self, node: &str) -> bool {
+        self.table().present.contains_key(node)
     }
 
     /// Streams in order of node name.

@@ -39,8 +39,13 @@ fn resume(wire: &v1::Resume) -> Result<Resume, End> {
             End::refusal("invalid_hello", Status::invalid_argument(text))
         })?),
     };
-    let positions = wire.positions.iter().filter_map(|wire| Some((kind(wire.kind())?, wire.position)));
-    Ok(Resume { epoch: wire.epoch, version: wire.version, positions: positions.collect::<BTreeMap<_, _>>(), digests })
+    let positions = positions_from_wire(&wire.positions);
+    Ok(Resume { epoch: wire.epoch, version: wire.version, positions, digests })
+}
+
+/// Positions by kind; a kind that only newer programs know cannot be compared, and is left out.
+pub(super) fn positions_from_wire(wire: &[v1::SourcePosition]) -> BTreeMap<SourceKind, u64> {
+    wire.iter().filter_map(|wire| Some((kind(wire.kind())?, wire.position))).collect()
 }
 
 fn kind(wire: v1::source_position::Kind) -> Option<SourceKind> {

@@ -55,7 +55,7 @@ fn take(message: v1::AgentMessage, agent: &Agent, metrics: &Metrics) -> Result<(
         Body::Ack(ack) => {
             metrics.count_agent_message("ack");
             if was_sent(ack.version, agent, metrics) {
-                agent.record().ack(&ack);
+                agent.update(|record| record.ack(&ack));
             }
         }
         Body::Nack(nack) => {
@@ -67,16 +67,16 @@ fn take(message: v1::AgentMessage, agent: &Agent, metrics: &Metrics) -> Result<(
                 let (resource, field, reason) = (clip(&first.resource), clip(&first.field), clip(&first.reason));
                 tracing::warn!(node = %agent.node, version = nack.version, count, resource, field, reason, "agent cannot use resources");
             }
-            agent.record().nack(&nack);
+            agent.update(|record| record.nack(&nack));
         }
         Body::ApplyFailed(failed) => {
             metrics.count_agent_message("apply_failed");
             tracing::warn!(node = %agent.node, version = failed.version, attempts = failed.attempts, error = clip(&failed.error), "agent failed to program its kernel and retries");
-            agent.record().failed(&failed);
+            agent.update(|record| record.failed(&failed));
         }
         Body::Status(status) => {
             metrics.count_agent_message("status");
-            agent.record().status(&status);
+            agent.update(|record| record.status(&status));
         }
     }
     Ok(())

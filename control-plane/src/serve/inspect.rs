@@ -4,7 +4,7 @@ use std::{
     collections::VecDeque,
     pin::Pin,
     sync::{Arc, atomic::Ordering},
-    time::{SystemTime, UNIX_EPOCH},
+    time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
 use futures::{Stream, StreamExt as _, stream};
@@ -13,11 +13,12 @@ use headgate_proto::v1::{self, inspect_server::Inspect};
 use tokio::sync::watch;
 use tonic::{Request, Response, Status};
 
-use super::{Lifecycle, Shared, agents::Agent};
+use super::{Lifecycle, Shared, agents::Agent, fleet::Fleet, wait::Waiter};
 use crate::{
     identity::{Expiry, Peer},
-    store::{Store, WatchPlace},
-    transaction::Problem,
+    metrics::kind_name,
+    store::{Store, WatchPlace, positions_to_wire},
+    transaction::{Problem, SourceKind},
 };
 
 /// Changes that a watcher takes from the store at a time.
@@ -55,6 +56,7 @@ impl Inspect for Inspector {
     type ListEndpointsStream = Items<v1::EndpointInfo>;
     type ListAgentsStream = Items<v1::AgentInfo>;
     type WatchStream = Items<v1::WatchEvent>;
+    type WaitStream = Items<v1::WaitProgress>;
 
     async fn get_status(&self, _: Request<v1::GetStatusRequest>) -> Result<Response<v1::GetStatusResponse>, Status> {
         let shared = &self.0;
@@ -73,6 +75,12 @@ impl Inspect for Inspector {
             nodes: counts.nodes as u64,
             agents: shared.agents.len() as u64,
             problems: problems_to_wire(&problems),
+            fleet: Some(fleet_info(shared.agents.fleet())),
+            source_ages: shared.store.source_ages().into_iter().map(source_age).collect(),
+            positions: {
+                let positions = shared.store.changed_positions().into_iter();
+                positions_to_wire(positions.filter(|(kind, _)| kind.is_comparable()))
+            },
         }))
     }
 
@@ -134,10 +142,38 @@ impl Inspect for Inspector {
         let events = stream::unfold(watcher, |mut watcher| async move { Some((watcher.next().await?, watcher)) });
         Ok(Response::new(Box::pin(events)))
     }
+
+    async fn wait(&self, request: Request<v1::WaitRequest>) -> Result<Response<Self::WaitStream>, Status> {
+        let expiry = request.extensions().get::<Peer>().and_then(Peer::expiry);
+        let waiter = Waiter::new(Arc::clone(&self.0), request.into_inner(), expiry)?;
+        let messages = stream::unfold(waiter, |mut waiter| async move { Some((waiter.next().await?, waiter)) });
+        Ok(Response::new(Box::pin(messages)))
+    }
+}
+
+fn to_ms(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}
+
+fn fleet_info(fleet: &Fleet) -> v1::FleetInfo {
+    let (standing, everywhere) = (fleet.standing(), fleet.everywhere());
+    v1::FleetInfo {
+        up_to_date: standing.up_to_date as u64,
+        behind: standing.behind as u64,
+        failing: standing.failing as u64,
+        measured_commits: everywhere.commits as u64,
+        everywhere_p50_ms: to_ms(everywhere.p50),
+        everywhere_p99_ms: to_ms(everywhere.p99),
+        everywhere_max_ms: to_ms(everywhere.max),
+    }
+}
+
+fn source_age((kind, age): (SourceKind, Duration)) -> v1::SourceAge {
+    v1::SourceAge { kind: kind_name(kind).into(), age_ms: to_ms(age) }
 }
 
 /// Until the reader's certificate expires.
-async fn expired(expiry: Option<Expiry>) {
+pub(super) async fn expired(expiry: Option<Expiry>) {
     match expiry {
         Some(expiry) => tokio::time::sleep_until(expiry.at).await,
         None => std::future::pending().await,
@@ -289,11 +325,14 @@ fn endpoint_info(key: &ServiceKey, endpoint: &Endpoint, version: u64) -> v1::End
     }
 }
 
+/// Time for which an agent has not had the head programmed, not counting that before it connected.
+pub(super) fn lag_ms(store: &Store, agent: &Agent, programmed_version: u64) -> u64 {
+    let lag = |since: SystemTime| SystemTime::now().duration_since(since.max(agent.connected)).unwrap_or_default();
+    store.lagging_since(programmed_version).map_or(0, |since| to_ms(lag(since)))
+}
+
 fn agent_info(store: &Store, agent: &Agent) -> v1::AgentInfo {
     let record = agent.record().clone();
-    let now = SystemTime::now();
-    let lag = |since: SystemTime| now.duration_since(since.max(agent.connected)).unwrap_or_default().as_millis();
-    let lag_ms = store.lagging_since(record.programmed_version).map_or(0, lag);
     let rejection = |rejection: v1::Rejection| v1::Problem {
         object: rejection.resource,
         field: rejection.field,
@@ -309,8 +348,10 @@ fn agent_info(store: &Store, agent: &Agent) -> v1::AgentInfo {
         head_version: store.version(),
         sent_version: agent.sent_version(),
         programmed_version: record.programmed_version,
-        lag_ms: u64::try_from(lag_ms).unwrap_or(u64::MAX),
+        lag_ms: lag_ms(store, agent, record.programmed_version),
         apply_microseconds: record.apply_microseconds,
+        services_planned: record.services_planned,
+        objects_written: record.objects_written,
         resume: agent.resume.as_str().into(),
         resumed_resources: agent.resumed_resources.load(Ordering::Relaxed),
         connected_unix_ms: unix_ms(agent.connected),

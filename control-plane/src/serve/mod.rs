@@ -2,6 +2,7 @@
 
 mod agents;
 mod discovery;
+mod fleet;
 mod hello;
 mod http_api;
 mod inbound;
@@ -9,6 +10,7 @@ mod inspect;
 mod listener;
 mod session;
 pub mod tls;
+mod wait;
 
 use std::{
     io,
@@ -31,6 +33,7 @@ use tonic_health::ServingStatus;
 use crate::{identity::Peer, metrics::Metrics, store::Store};
 use agents::{Agents, End};
 use discovery::Discovery;
+use fleet::Fleet;
 
 /// Both sides probe a connection on which nothing is heard, and give it up after the same time again.
 const KEEPALIVE: Duration = Duration::from_secs(20);
@@ -195,7 +198,7 @@ pub async fn start(
     };
     let metrics_addr = metrics_listener.as_ref().map(|(_, address)| *address);
     let shared = Arc::new(Shared {
-        agents: Agents::default(),
+        agents: Agents::new(Arc::new(Fleet::new(Arc::clone(&store), Arc::clone(&metrics)))),
         metrics: Arc::clone(&metrics),
         settings,
         lifecycle: watch::Sender::new(Lifecycle::Serving),

@@ -85,6 +85,22 @@ impl Store {
         entry.endpoints().values().map(|endpoint| (endpoint.clone(), version(endpoint.address))).collect()
     }
 
+    /// The version that brought the present state of a service, or of one of its endpoints; `None` while what is asked for is not so: that it
+    /// is there, or that it is gone. For a removal that is no longer remembered it is the head.
+    pub(crate) fn version_of(&self, key: &ServiceKey, endpoint: Option<IpAddr>, gone: bool) -> Option<u64> {
+        let inner = self.read();
+        let entry = inner.state.entry(key);
+        let is_there = match endpoint {
+            Some(address) => entry.is_some_and(|entry| entry.endpoints().contains_key(&address)),
+            None => entry.is_some_and(|entry| entry.service().is_some()),
+        };
+        let version = match endpoint {
+            Some(address) => inner.log.endpoint_version(key, address),
+            None => inner.log.newest_version(key),
+        };
+        (is_there != gone).then_some(if version == 0 { inner.version } else { version })
+    }
+
     /// The place of a watcher who has seen everything up to now.
     #[must_use]
     pub fn watch_place(&self) -> WatchPlace {

@@ -28,7 +28,7 @@ use headgate_core::{Dirty, Endpoint, Node, ServiceKey, State, digest::Digests};
 use tokio::sync::watch;
 
 pub use cursor::{Cursor, Resume, ResumeMode, TooSlow};
-pub(crate) use encode::server_frame;
+pub(crate) use encode::{positions_to_wire, server_frame};
 pub use inspect::{WatchPage, WatchPlace};
 
 use crate::{
@@ -90,10 +90,13 @@ struct Inner {
     ring: Ring,
     nodes: Nodes,
     version: u64,
+    /// Where the source stands, bookmarks included: what agents' positions are compared with.
     positions: BTreeMap<SourceKind, u64>,
-    /// Positions that batches have told so far.
+    /// Where each kind stood when something of it changed last: what the state covers, and agents are told.
+    changed_positions: BTreeMap<SourceKind, u64>,
+    /// Those of them that batches have told so far.
     told_positions: BTreeMap<SourceKind, u64>,
-    /// When the newest versions were committed, without a gap, the head last.
+    /// When the source brought the newest versions, without a gap, the head last.
     commit_times: VecDeque<SystemTime>,
 }
 
@@ -125,6 +128,7 @@ impl Store {
             nodes: Nodes::default(),
             version: 0,
             positions: BTreeMap::new(),
+            changed_positions: BTreeMap::new(),
             told_positions: BTreeMap::new(),
             commit_times: VecDeque::new(),
         };
@@ -209,7 +213,7 @@ impl Store {
         Arc::clone(&self.problems.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// When the version after `version` was committed: since then, who is at `version` lags. `None` at the head; for a version so far back that
+    /// When the source brought the version after `version`: since then, who is at `version` lags. `None` at the head; for a version so far back that
     /// its time is forgotten, the oldest time known.
     #[must_use]
     pub fn lagging_since(&self, version: u64) -> Option<SystemTime> {
@@ -217,6 +221,40 @@ impl Store {
         let behind = usize::try_from(inner.version.checked_sub(version)?).unwrap_or(usize::MAX);
         let index = inner.commit_times.len().saturating_sub(behind);
         inner.commit_times.get(index).copied().filter(|_| behind > 0)
+    }
+
+    /// Time since the source brought each version above `after`, up to `upto`, as far as it is remembered.
+    #[must_use]
+    pub fn commit_ages(&self, after: u64, upto: u64) -> Vec<Duration> {
+        let inner = self.read();
+        // The version before the oldest whose time is known.
+        let floor = inner.version - inner.commit_times.len() as u64;
+        let index = |version: u64| usize::try_from(version.clamp(floor, inner.version) - floor).unwrap_or_default();
+        let now = SystemTime::now();
+        let times = inner.commit_times.range(index(after)..index(upto.max(after)));
+        times.map(|time| now.duration_since(*time).unwrap_or_default()).collect()
+    }
+
+    /// The newest version that is at least so old; the oldest whose time is remembered is taken as older than anything.
+    #[must_use]
+    pub fn version_before(&self, age: Duration) -> u64 {
+        let inner = self.read();
+        let Some(moment) = SystemTime::now().checked_sub(age) else { return inner.version };
+        let younger = inner.commit_times.len() - inner.commit_times.partition_point(|time| *time <= moment);
+        inner.version - younger as u64
+    }
+
+    /// Where the source stood when each kind changed last: who has been told less has missed something.
+    #[must_use]
+    pub fn changed_positions(&self) -> BTreeMap<SourceKind, u64> {
+        self.read().changed_positions.clone()
+    }
+
+    /// Time since each kind of the source was last heard.
+    #[must_use]
+    pub fn source_ages(&self) -> BTreeMap<SourceKind, Duration> {
+        let freshness = self.freshness.lock().unwrap_or_else(PoisonError::into_inner);
+        freshness.heard.iter().map(|(kind, heard)| (*kind, heard.elapsed())).collect()
     }
 
     /// Digests of the present state.
@@ -246,7 +284,7 @@ impl Store {
 
 impl Inner {
     /// Applies changes as one version and returns how many had an effect; with none there is no version.
-    fn apply(&mut self, changes: Vec<TriggeredChange>, keep_encoded: bool) -> usize {
+    fn apply(&mut self, changes: Vec<TriggeredChange>, received: SystemTime, keep_encoded: bool) -> usize {
         let version = self.version + 1;
         let mut scratch = Dirty::default();
         let mut effective = 0_u32;
@@ -262,7 +300,7 @@ impl Inner {
             }
         }
         if effective > 0 {
-            self.publish(version, keep_encoded && effective as usize <= EAGER_CHANGES);
+            self.publish(version, received, keep_encoded && effective as usize <= EAGER_CHANGES);
         }
         effective as usize
     }
@@ -310,13 +348,15 @@ impl Inner {
         }
     }
 
-    fn publish(&mut self, version: u64, encode: bool) {
+    fn publish(&mut self, version: u64, received: SystemTime, encode: bool) {
         let told = &self.told_positions;
-        let moved = self.positions.iter().filter(|(kind, position)| told.get(kind) != Some(position));
+        let moved = self.changed_positions.iter().filter(|(kind, position)| told.get(kind) != Some(position));
         let positions = encode::positions_to_wire(moved.map(|(kind, position)| (*kind, *position)));
-        self.told_positions.clone_from(&self.positions);
+        self.told_positions.clone_from(&self.changed_positions);
         let previous_version = std::mem::replace(&mut self.version, version);
-        self.commit_times.push_back(SystemTime::now());
+        // In order, whatever the clock does.
+        let received = self.commit_times.back().map_or(received, |last| received.max(*last));
+        self.commit_times.push_back(received);
         if self.commit_times.len() > TIMED_COMMITS {
             self.commit_times.pop_front();
         }
@@ -337,13 +377,16 @@ impl Inner {
 
 impl Sink for Store {
     fn commit(&self, transaction: Transaction) {
-        let Transaction { changes, nodes, positions } = transaction;
-        let has_moved = !positions.is_empty();
+        let Transaction { changes, nodes, positions, bookmarks, received } = transaction;
+        let has_moved = !(positions.is_empty() && bookmarks.is_empty());
+        let received = received.unwrap_or_else(SystemTime::now);
         let is_synced = self.is_synced();
         let (effective, version) = {
             let mut inner = self.write();
+            inner.changed_positions.extend(positions.iter().copied());
             inner.positions.extend(positions);
-            let effective = inner.apply(changes, is_synced);
+            inner.positions.extend(bookmarks);
+            let effective = inner.apply(changes, received, is_synced);
             nodes.into_iter().for_each(|change| inner.nodes.apply(change));
             self.metrics.set_resources(
                 inner.state.service_count(),

@@ -299,6 +299,25 @@ fn positions_travel_with_versions() {
 }
 
 #[test]
+fn bookmarks_show_that_nothing_was_missed_and_are_not_told() {
+    let store = store(Limits::default());
+    store.put([service(1, 80)]);
+    let mut cursor = store.cursor(None).1;
+    let mut reader = Reader::of(&store);
+    reader.read_all(&store, &mut cursor);
+    store.commit(Transaction { bookmarks: vec![(SourceKind::Nodes, 900)], ..Transaction::default() });
+    let changes = vec![TriggeredChange { change: service(2, 80), trigger_unix_ms: 0 }];
+    let positions = vec![(SourceKind::Services, 901)];
+    store.commit(Transaction { changes, positions, ..Transaction::default() });
+    reader.read_all(&store, &mut cursor);
+    assert_eq!(reader.positions.values().copied().collect::<Vec<_>>(), [901]);
+    assert!(!store.changed_positions().contains_key(&SourceKind::Nodes));
+    // Another replica's Nodes changed last at 900: this one has not missed it.
+    assert_eq!(store.behind(&[(SourceKind::Nodes, 900)].into()), None);
+    assert_eq!(store.behind(&[(SourceKind::Nodes, 901)].into()), Some((SourceKind::Nodes, 900, 901)));
+}
+
+#[test]
 fn a_batch_carries_its_trigger_time() {
     let store = store(Limits::default());
     let mut cursor = store.cursor(None).1;

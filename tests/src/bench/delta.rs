@@ -89,7 +89,7 @@ fn measure(services: u32) -> Result<Costs> {
     store.commit(Transaction {
         changes: changes.collect(),
         positions: vec![(SourceKind::EndpointSlices, 1_000)],
-        nodes: Vec::new(),
+        ..Transaction::default()
     });
     store.synced();
     let (_, cursor) = store.cursor(None);
@@ -128,7 +128,7 @@ impl Replica {
         self.store.commit(Transaction {
             changes: vec![TriggeredChange { change, trigger_unix_ms: 1_767_225_600_000 + position }],
             positions: vec![(SourceKind::EndpointSlices, position)],
-            nodes: Vec::new(),
+            ..Transaction::default()
         });
         let frame = self.store.next_frame(&mut self.cursor)?.context("no message for a change")?;
         self.cpu += thread_cpu().saturating_sub(start);

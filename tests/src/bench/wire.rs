@@ -180,7 +180,7 @@ impl Replica {
         self.store.commit(Transaction {
             changes: changes.collect(),
             positions: vec![(SourceKind::EndpointSlices, self.resource_version)],
-            nodes: Vec::new(),
+            ..Transaction::default()
         });
     }
 

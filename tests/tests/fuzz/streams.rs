@@ -52,7 +52,7 @@ fn changes() -> Vec<Change> {
 fn commit(store: &Store, changes: Vec<Change>, position: u64) {
     let changes = changes.into_iter().map(|change| TriggeredChange { change, trigger_unix_ms: 1_700_000_000_000 });
     let positions = vec![(SourceKind::Services, position), (SourceKind::EndpointSlices, position)];
-    store.commit(Transaction { changes: changes.collect(), nodes: Vec::new(), positions });
+    store.commit(Transaction { changes: changes.collect(), positions, ..Transaction::default() });
 }
 
 /// A snapshot, then batches.

@@ -123,7 +123,7 @@ impl Sink for CollectingSink {
                 }
             }
         }
-        for (kind, position) in transaction.positions {
+        for (kind, position) in transaction.positions.into_iter().chain(transaction.bookmarks) {
             let before = collected.positions.insert(kind, position);
             collected.went_back += u64::from(before.is_some_and(|before| before > position));
         }

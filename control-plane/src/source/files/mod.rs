@@ -102,7 +102,7 @@ impl Reader {
             position_ms: 0,
         };
         let update = reader.folder.scan(Instant::now(), |_| false);
-        reader.take_in(update);
+        reader.take_in(update, SystemTime::now());
         reader.sink.synced();
         Ok(reader)
     }
@@ -131,6 +131,7 @@ impl Reader {
 
     /// Does what is due.
     fn work(&mut self, now: Instant) {
+        let received = SystemTime::now();
         let update = match self.notices.take(now) {
             Some(Look::Everywhere) => self.scan(now),
             Some(Look::At(paths)) => self.folder.look_at(paths, now),
@@ -140,14 +141,14 @@ impl Reader {
         if now >= self.next_scan {
             self.next_scan = now + RESCAN;
         }
-        self.take_in(update);
+        self.take_in(update, received);
     }
 
     fn scan(&mut self, now: Instant) -> Update {
         self.folder.scan(now, |path| self.notices.is_being_written(path))
     }
 
-    fn take_in(&mut self, update: Update) {
+    fn take_in(&mut self, update: Update, received: SystemTime) {
         for (place, reason, problems) in update.places {
             let new = self.model.set_place_problems(&place, problems);
             (0..new).for_each(|_| self.sink.count_error(SourceKind::Files, reason));
@@ -165,7 +166,13 @@ impl Reader {
         if is_first || !(changes.is_empty() && nodes.is_empty()) {
             self.position_ms = unix_ms().max(self.position_ms + 1);
             let positions = vec![(SourceKind::Files, self.position_ms)];
-            self.sink.commit(Transaction { changes, nodes, positions });
+            self.sink.commit(Transaction {
+                changes,
+                nodes,
+                positions,
+                received: Some(received),
+                ..Transaction::default()
+            });
         }
     }
 }

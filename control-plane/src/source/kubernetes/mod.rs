@@ -8,7 +8,7 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     path::{Path, PathBuf},
     sync::Arc,
-    time::Duration,
+    time::{Duration, SystemTime},
 };
 
 use kube::{
@@ -128,6 +128,10 @@ struct Applier {
     model: Model,
     shown_problems: Vec<Problem>,
     positions: BTreeMap<SourceKind, u64>,
+    /// Of kinds without a change since.
+    bookmarks: BTreeMap<SourceKind, u64>,
+    /// When the oldest step that was not committed came.
+    received: Option<SystemTime>,
     unlisted: BTreeSet<ObjectKind>,
     is_synced: bool,
     oddly_versioned: BTreeSet<ObjectKind>,
@@ -140,13 +144,19 @@ impl Applier {
             model: Model::default(),
             shown_problems: Vec::new(),
             positions: BTreeMap::new(),
+            bookmarks: BTreeMap::new(),
+            received: None,
             unlisted: ObjectKind::ALL.into(),
             is_synced: false,
             oddly_versioned: BTreeSet::new(),
         }
     }
 
-    fn take_in(&mut self, KindStep { kind, step, version }: KindStep) {
+    fn take_in(&mut self, KindStep { kind, step, version, received }: KindStep) {
+        let is_bookmark = matches!(step, Step::Moved);
+        if !is_bookmark {
+            self.received.get_or_insert(received);
+        }
         let new_problems = match step {
             Step::Listed(events) => {
                 self.unlisted.remove(&kind);
@@ -160,7 +170,10 @@ impl Applier {
         }
         let Some(version) = version else { return };
         if let Ok(position) = version.parse::<u64>() {
-            self.positions.insert(source_kind(kind), position);
+            let kind = source_kind(kind);
+            self.bookmarks.remove(&kind);
+            let moved = if is_bookmark { &mut self.bookmarks } else { &mut self.positions };
+            moved.insert(kind, position);
         } else if self.oddly_versioned.insert(kind) {
             let kind = kind.name();
             tracing::warn!(kind, version, "a resourceVersion is no number: replicas cannot compare positions");
@@ -173,13 +186,15 @@ impl Applier {
         if let Some(problems) = self.model.take_problems() {
             super::show_problems(&*self.sink, &mut self.shown_problems, problems);
         }
+        let received = self.received.take();
         if !self.unlisted.is_empty() {
             return;
         }
         let (changes, nodes) = self.model.take_changes();
         let positions: Vec<_> = std::mem::take(&mut self.positions).into_iter().collect();
-        if !(changes.is_empty() && nodes.is_empty() && positions.is_empty()) {
-            self.sink.commit(Transaction { changes, nodes, positions });
+        let bookmarks: Vec<_> = std::mem::take(&mut self.bookmarks).into_iter().collect();
+        if !(changes.is_empty() && nodes.is_empty() && positions.is_empty() && bookmarks.is_empty()) {
+            self.sink.commit(Transaction { changes, nodes, positions, bookmarks, received });
         }
         if !std::mem::replace(&mut self.is_synced, true) {
             self.sink.synced();

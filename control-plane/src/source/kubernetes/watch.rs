@@ -9,7 +9,10 @@
 //! A list is handed on as a whole when it is complete, never in part, so nothing is removed by one that breaks. A watch goes on
 //! behind the last event that was understood, so nothing is lost by one that breaks.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::Arc,
+    time::{Duration, SystemTime},
+};
 
 use bytes::Bytes;
 use http::{HeaderValue, Request, StatusCode, header};
@@ -79,6 +82,7 @@ pub(super) struct KindStep {
     pub(super) kind: ObjectKind,
     pub(super) step: Step,
     pub(super) version: Option<String>,
+    pub(super) received: SystemTime,
 }
 
 /// One kind's watch.
@@ -349,8 +353,8 @@ impl Watch {
     }
 
     async fn hand_on(&self, step: Step, version: Option<String>) {
-        // The receiver goes only when everything ends, which `run` sees.
-        let _ = self.steps.send(KindStep { kind: self.kind, step, version }).await;
+        // Taken before it may have to wait for the receiver, which goes only when everything ends, which `run` sees.
+        let _ = self.steps.send(KindStep { kind: self.kind, step, version, received: SystemTime::now() }).await;
     }
 
     fn heard(&self) {

@@ -1,0 +1,203 @@
+//! `headgatectl wait`: all replicas are followed at once, since each knows only its own agents.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::io::Write;
+use std::time::Duration;
+
+use headgate_proto::v1::inspect_client::InspectClient;
+use headgate_proto::v1::{GetStatusRequest, SourcePosition, WaitProgress, WaitRequest};
+use serde_json::{Value, json};
+use tokio::sync::mpsc;
+use tokio::time::{Instant, timeout_at};
+use tonic::transport::Channel;
+
+use crate::args::{Args, Output, Selected, WaitArgs};
+use crate::client;
+use crate::json;
+use crate::render::{plain, thousands};
+use crate::run::{Failure, refused, write_json};
+use crate::units;
+
+/// How long after the time-out a replica's last message may come.
+const GRACE: Duration = Duration::from_secs(5);
+/// Laggards that are named to people.
+const MAX_NAMED: usize = 20;
+
+pub(crate) async fn run(args: &Args, wait: &WaitArgs, service: Selected, out: &mut dyn Write) -> Result<(), Failure> {
+    let started = Instant::now();
+    let deadline = started + wait.timeout + GRACE;
+    let mut clients = Vec::new();
+    // The newest position that any replica has seen: another one has to reach it before what it says counts.
+    let mut positions: BTreeMap<i32, u64> = BTreeMap::new();
+    for (server, tls) in client::replicas(&args.server, &args.tls).await.map_err(Failure::Connect)? {
+        let mut client = client::connect(&server, &tls).await.map_err(Failure::Connect)?;
+        let status = client.get_status(GetStatusRequest {}).await.map_err(|status| refused(&server, &status))?;
+        for SourcePosition { kind, position } in status.into_inner().positions {
+            let newest = positions.entry(kind).or_default();
+            *newest = position.max(*newest);
+        }
+        clients.push((server, client));
+    }
+    let position = |(kind, position)| SourcePosition { kind, position };
+    let request = WaitRequest {
+        namespace: service.namespace.clone(),
+        name: service.name.clone(),
+        endpoint: wait.endpoint.map(|address| address.to_string()).unwrap_or_default(),
+        gone: wait.gone,
+        timeout_ms: u64::try_from(wait.timeout.saturating_sub(started.elapsed()).as_millis())
+            .unwrap_or(u64::MAX)
+            .max(1),
+        positions: positions.into_iter().map(position).collect(),
+    };
+    let count = clients.len();
+    let (sender, mut messages) = mpsc::channel(16);
+    for (index, (server, client)) in clients.into_iter().enumerate() {
+        tokio::spawn(follow(index, server, client, request.clone(), sender.clone()));
+    }
+    drop(sender);
+    let mut latest: Vec<Option<WaitProgress>> = vec![None; count];
+    loop {
+        let message = timeout_at(deadline, messages.recv()).await;
+        let Ok(Some((index, progress))) = message else {
+            let text =
+                format!("a replica said nothing more before the time was up ({})", units::duration(ms(wait.timeout)));
+            return Err(Failure::TimedOut(text));
+        };
+        latest[index] = Some(progress?);
+        let known: Vec<&WaitProgress> = latest.iter().flatten().collect();
+        let is_done = known.len() == count && known.iter().all(|progress| progress.waiting_for.is_empty());
+        let agents: u64 = known.iter().map(|progress| progress.agents).sum();
+        let all_timed_out = known.len() == count && known.iter().all(|progress| progress.timed_out);
+        let is_done = is_done && (agents > 0 || wait.allow_empty);
+        if !is_done && !all_timed_out {
+            continue;
+        }
+        let report = Report { wait, service: &service, replicas: &known, took_ms: ms(started.elapsed()), is_done };
+        return report.write(args.output, out);
+    }
+}
+
+fn ms(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}
+
+type Message = (usize, Result<WaitProgress, Failure>);
+
+async fn follow(
+    index: usize,
+    server: String,
+    mut client: InspectClient<Channel>,
+    request: WaitRequest,
+    sender: mpsc::Sender<Message>,
+) {
+    let mut stream = match client.wait(request).await {
+        Ok(answer) => answer.into_inner(),
+        Err(status) => return drop(sender.send((index, Err(refused(&server, &status)))).await),
+    };
+    loop {
+        let message = match stream.message().await {
+            Ok(Some(progress)) => Ok(progress),
+            Ok(None) => return,
+            Err(status) => Err(refused(&server, &status)),
+        };
+        let is_over = message.is_err();
+        if sender.send((index, message)).await.is_err() || is_over {
+            return;
+        }
+    }
+}
+
+struct Report<'a> {
+    wait: &'a WaitArgs,
+    service: &'a Selected,
+    replicas: &'a [&'a WaitProgress],
+    took_ms: u64,
+    is_done: bool,
+}
+
+impl Report<'_> {
+    fn write(&self, output: Output, out: &mut dyn Write) -> Result<(), Failure> {
+        if output == Output::Json {
+            let replicas: Vec<Value> = self.replicas.iter().map(|progress| json::progress(progress)).collect();
+            write_json(out, &json!({ "done": self.is_done, "took_ms": self.took_ms, "replicas": replicas }))?;
+        }
+        if !self.is_done {
+            return Err(Failure::TimedOut(self.missing()));
+        }
+        if output != Output::Json {
+            let agents = self.sum(|progress| progress.agents);
+            let (nodes, verb) = if agents == 1 { ("node", "has") } else { ("nodes", "have") };
+            let took = units::duration(self.took_ms);
+            writeln!(out, "{}: {} {nodes} {verb} programmed it, {took}", self.what(), thousands(agents))?;
+            for node in self.replicas.iter().flat_map(|progress| &progress.disconnected) {
+                writeln!(out, "  {}: disconnected meanwhile, not waited for", plain(node))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn sum(&self, count: impl Fn(&WaitProgress) -> u64) -> u64 {
+        self.replicas.iter().map(|progress| count(progress)).sum()
+    }
+
+    fn what(&self) -> String {
+        let Selected { namespace, name } = self.service;
+        let gone = if self.wait.gone { " gone" } else { "" };
+        match self.wait.endpoint {
+            Some(endpoint) => format!("endpoint {endpoint} of {namespace}/{name}{gone}"),
+            None => format!("service {namespace}/{name}{gone}"),
+        }
+    }
+
+    /// Why the wait is not over, the replica's part first.
+    fn missing(&self) -> String {
+        let mut text = format!("{}: not everywhere after {}", self.what(), units::duration(ms(self.wait.timeout)));
+        for progress in self.replicas {
+            let replica = plain(&progress.replica);
+            let problem = match (progress.waiting_for.as_str(), self.wait.gone) {
+                ("source", _) => "its source has not been listed, or is behind another replica's",
+                ("service", false) => "it knows no such service",
+                ("endpoint", false) => "it knows no such endpoint of the service",
+                ("service", true) => "the service is still there",
+                ("endpoint", true) => "the endpoint is still there",
+                _ => continue,
+            };
+            let _ = write!(text, "\n  replica {replica}: {problem}");
+        }
+        let (agents, programmed) = (self.sum(|progress| progress.agents), self.sum(|progress| progress.programmed));
+        if agents == 0 {
+            text.push_str("\n  no agents are connected (--allow-empty lets that pass)");
+        } else if self.replicas.iter().all(|progress| progress.version > 0) {
+            let _ = write!(text, "\n  {} of {} nodes have programmed it", thousands(programmed), thousands(agents));
+        }
+        let laggards =
+            self.replicas.iter().flat_map(|progress| progress.laggards.iter().map(move |laggard| (progress, laggard)));
+        for (progress, laggard) in laggards.take(MAX_NAMED) {
+            let (at, version) = (laggard.programmed_version, progress.version);
+            let reason = match laggard.reason.as_str() {
+                "" if laggard.sent_version >= version => "it was sent, and there is no ACK yet",
+                "" => "not sent yet: the agent is waiting for this replica, or does not read",
+                reason => reason,
+            };
+            let lag = units::duration(laggard.lag_ms);
+            let _ = write!(
+                text,
+                "\n  {}: at version {at} of {version}, {lag} behind: {}",
+                plain(&laggard.node),
+                plain(reason)
+            );
+        }
+        let named = self.sum(|progress| progress.laggards.len() as u64).min(MAX_NAMED as u64);
+        let counted = self.replicas.iter().filter(|progress| progress.version > 0);
+        let unnamed = counted.map(|progress| progress.agents - progress.programmed.min(progress.agents)).sum::<u64>();
+        let unnamed = unnamed.saturating_sub(named);
+        if named > 0 && unnamed > 0 {
+            let _ = write!(text, "\n  and {} more: headgatectl agents --behind", thousands(unnamed));
+        }
+        for node in self.replicas.iter().flat_map(|progress| &progress.disconnected).take(MAX_NAMED) {
+            let _ = write!(text, "\n  {}: disconnected meanwhile", plain(node));
+        }
+        text
+    }
+}

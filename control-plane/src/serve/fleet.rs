@@ -1,0 +1,366 @@
+//! What the whole fleet has programmed, kept up to date with each ACK at the cost of a look into a map of the distinct versions.
+//!
+//! A commit, whose age counts from its event's arrival from the source, is *programmed everywhere* when the last member has acknowledged it. A member is an agent with a stream that has, since it
+//! connected, acknowledged what was the head at that time: one that joins starts from there and does not count for what
+//! was committed before. Commits that only wait for an agent that leaves are not measured, since nobody knows how long the others took.
+
+use std::{
+    collections::{BTreeMap, HashMap, VecDeque},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use headgate_proto::v1;
+use tokio::sync::watch;
+
+use super::agents::Record;
+use crate::{metrics::Metrics, store::Store};
+
+/// Measured commits that the summary is made from.
+const RECENT: usize = 1024;
+
+/// An agent is up to date when it has programmed everything that is older than this: at any moment something is on its way.
+pub(super) const SETTLED: Duration = Duration::from_secs(1);
+
+/// One agent, as the fleet counts it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Seat {
+    version: u64,
+    is_failing: bool,
+    /// The head at the time of connecting, until that is acknowledged.
+    joins_at: Option<u64>,
+}
+
+#[derive(Debug, Default)]
+struct Table {
+    /// All agents with a stream, by whether they fail and by version.
+    all: BTreeMap<(bool, u64), usize>,
+    /// Members by version.
+    members: BTreeMap<u64, usize>,
+    /// Commits up to here have been measured, or will not be.
+    measured: u64,
+    recent: VecDeque<Duration>,
+    rejecting: HashMap<Arc<str>, Vec<v1::Rejection>>,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct Fleet {
+    store: Arc<Store>,
+    metrics: Arc<Metrics>,
+    table: Mutex<Table>,
+    changed: watch::Sender<()>,
+}
+
+/// How many agents are in which state. The states exclude each other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) struct Standing {
+    pub(super) up_to_date: usize,
+    pub(super) behind: usize,
+    /// The last attempt failed, or a resource is rejected.
+    pub(super) failing: usize,
+}
+
+/// How long the last commits took until they were programmed everywhere.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) struct Everywhere {
+    pub(super) p50: Duration,
+    pub(super) p99: Duration,
+    pub(super) max: Duration,
+    pub(super) commits: usize,
+}
+
+fn count_in<K: Ord>(counts: &mut BTreeMap<K, usize>, key: K) {
+    *counts.entry(key).or_default() += 1;
+}
+
+fn count_out<K: Ord>(counts: &mut BTreeMap<K, usize>, key: &K) {
+    if let Some(count) = counts.get_mut(key) {
+        *count -= 1;
+        if *count == 0 {
+            counts.remove(key);
+        }
+    }
+}
+
+impl Table {
+    fn count(&mut self, seat: Seat) {
+        count_in(&mut self.all, (seat.is_failing, seat.version));
+        if seat.joins_at.is_none() {
+            if self.members.is_empty() {
+                self.measured = seat.version;
+            }
+            count_in(&mut self.members, seat.version);
+        }
+    }
+
+    fn discount(&mut self, seat: Seat) {
+        count_out(&mut self.all, &(seat.is_failing, seat.version));
+        if seat.joins_at.is_none() {
+            count_out(&mut self.members, &seat.version);
+        }
+    }
+
+    fn oldest_member(&self) -> Option<u64> {
+        self.members.first_key_value().map(|(version, _)| *version)
+    }
+}
+
+impl Fleet {
+    pub(super) fn new(store: Arc<Store>, metrics: Arc<Metrics>) -> Self {
+        Self { store, metrics, table: Mutex::default(), changed: watch::Sender::new(()) }
+    }
+
+    fn table(&self) -> MutexGuard<'_, Table> {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Wakes at each change of what agents have programmed, or of which there are.
+    pub(super) fn changes(&self) -> watch::Receiver<()> {
+        self.changed.subscribe()
+    }
+
+    /// An agent has connected.
+    pub(super) fn enter(&self, node: &Arc<str>, record: &Record) -> Seat {
+        let head = self.store.version();
+        let mut seat =
+            Seat { version: record.programmed_version, is_failing: record.is_failing(), joins_at: Some(head) };
+        seat.settle();
+        let mut table = self.table();
+        table.count(seat);
+        table.note_rejections(node, record);
+        drop(table);
+        self.changed.send_replace(());
+        seat
+    }
+
+    /// An agent has said something.
+    pub(super) fn update(&self, node: &Arc<str>, seat: &mut Seat, record: &Record) {
+        let old = *seat;
+        (seat.version, seat.is_failing) = (record.programmed_version, record.is_failing());
+        seat.settle();
+        let mut table = self.table();
+        table.note_rejections(node, record);
+        if *seat != old {
+            // In before out, so that the last member is not counted as gone for a moment.
+            table.count(*seat);
+            table.discount(old);
+            self.measure(&mut table);
+        }
+        drop(table);
+        self.changed.send_replace(());
+    }
+
+    /// An agent has gone.
+    pub(super) fn leave(&self, node: &Arc<str>, seat: Seat) {
+        let mut table = self.table();
+        table.discount(seat);
+        table.rejecting.remove(node);
+        if let Some(oldest) = table.oldest_member() {
+            table.measured = table.measured.max(oldest);
+        }
+        drop(table);
+        self.changed.send_replace(());
+    }
+
+    fn measure(&self, table: &mut Table) {
+        let Some(oldest) = table.oldest_member().filter(|oldest| *oldest > table.measured) else { return };
+        for age in self.store.commit_ages(table.measured, oldest) {
+            self.metrics.observe_programmed_everywhere(age);
+            if table.recent.len() >= RECENT {
+                table.recent.pop_front();
+            }
+            table.recent.push_back(age);
+        }
+        table.measured = oldest;
+    }
+
+    /// How many agents have a stream, and how many of these have programmed `version`. Those that fail now may have programmed it before.
+    pub(super) fn programmed(&self, version: u64) -> (usize, usize) {
+        let table = self.table();
+        let reached = [false, true]
+            .map(|failing| table.all.range((failing, version)..=(failing, u64::MAX)).map(|(_, n)| n).sum::<usize>());
+        (table.all.values().sum(), reached.iter().sum())
+    }
+
+    /// Rejections of present agents that `is_meant` picks, one an agent.
+    pub(super) fn rejections(&self, is_meant: impl Fn(&v1::Rejection) -> bool) -> HashMap<Arc<str>, v1::Rejection> {
+        let table = self.table();
+        let found = |(node, list): (&Arc<str>, &Vec<v1::Rejection>)| {
+            Some((Arc::clone(node), list.iter().find(|rejection| is_meant(rejection))?.clone()))
+        };
+        table.rejecting.iter().filter_map(found).collect()
+    }
+
+    /// How many agents are in which state.
+    pub(super) fn standing(&self) -> Standing {
+        let settled = self.store.version_before(SETTLED);
+        let mut standing = Standing::default();
+        for ((is_failing, version), count) in &self.table().all {
+            match (is_failing, *version >= settled) {
+                (true, _) => standing.failing += count,
+                (false, true) => standing.up_to_date += count,
+                (false, false) => standing.behind += count,
+            }
+        }
+        standing
+    }
+
+    /// The last commits that were measured.
+    pub(super) fn everywhere(&self) -> Everywhere {
+        let mut ages: Vec<Duration> = self.table().recent.iter().copied().collect();
+        ages.sort_unstable();
+        let at = |percent: usize| {
+            ages.get((ages.len() * percent).div_ceil(100).saturating_sub(1)).copied().unwrap_or_default()
+        };
+        Everywhere { p50: at(50), p99: at(99), max: at(100), commits: ages.len() }
+    }
+
+    /// Sets the gauges that depend on the time, for a scrape.
+    pub(super) fn refresh_metrics(&self) {
+        let Standing { up_to_date, behind, failing } = self.standing();
+        self.metrics.set_agents([("up_to_date", up_to_date), ("behind", behind), ("failing", failing)]);
+    }
+}
+
+impl Table {
+    fn note_rejections(&mut self, node: &Arc<str>, record: &Record) {
+        if !record.rejections.is_empty() {
+            self.rejecting.insert(Arc::clone(node), record.rejections.clone());
+        } else if !self.rejecting.is_empty() {
+            self.rejecting.remove(node);
+        }
+    }
+}
+
+impl Seat {
+    /// Makes a member of an agent that has reached the head of the time when it connected.
+    fn settle(&mut self) {
+        self.joins_at = self.joins_at.filter(|head| self.version < *head);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use headgate_core::{Change, ServiceCidr};
+
+    use super::*;
+    use crate::{
+        store::Limits,
+        transaction::{Sink as _, Transaction, TriggeredChange},
+    };
+
+    struct Rig {
+        fleet: Fleet,
+        seats: HashMap<&'static str, (Seat, Record)>,
+        commits: u8,
+    }
+
+    impl Rig {
+        fn new() -> Self {
+            let metrics = Arc::new(Metrics::default());
+            let store = Arc::new(Store::new(Limits::default(), Arc::clone(&metrics)));
+            Self { fleet: Fleet::new(store, metrics), seats: HashMap::new(), commits: 0 }
+        }
+
+        fn commit(&mut self) {
+            self.commits += 1;
+            let cidrs = vec![ipnet::IpNet::new([10, self.commits, 0, 0].into(), 16).unwrap()];
+            let change = Change::ServiceCidr(ServiceCidr { name: "kubernetes".into(), cidrs });
+            let changes = vec![TriggeredChange { change, trigger_unix_ms: 0 }];
+            self.fleet.store.commit(Transaction { changes, ..Transaction::default() });
+        }
+
+        fn enter(&mut self, node: &'static str) {
+            let record = Record::default();
+            let seat = self.fleet.enter(&node.into(), &record);
+            self.seats.insert(node, (seat, record));
+        }
+
+        fn say(&mut self, node: &'static str, change: impl FnOnce(&mut Record)) {
+            let (seat, record) = self.seats.get_mut(node).unwrap();
+            change(record);
+            self.fleet.update(&node.into(), seat, record);
+        }
+
+        fn ack(&mut self, node: &'static str, version: u64) {
+            self.say(node, |record| record.ack(&v1::Ack { version, ..v1::Ack::default() }));
+        }
+
+        fn leave(&mut self, node: &'static str) {
+            let (seat, _) = self.seats.remove(node).unwrap();
+            self.fleet.leave(&node.into(), seat);
+        }
+
+        fn measured(&self) -> usize {
+            self.fleet.everywhere().commits
+        }
+    }
+
+    #[test]
+    fn a_commit_is_measured_when_the_last_member_has_it() {
+        let mut rig = Rig::new();
+        rig.enter("a");
+        rig.enter("b");
+        (0..3).for_each(|_| rig.commit());
+        rig.ack("a", 3);
+        assert_eq!(rig.measured(), 0);
+        rig.ack("b", 2);
+        assert_eq!(rig.measured(), 2);
+        rig.ack("b", 3);
+        rig.ack("b", 3);
+        assert_eq!((rig.measured(), rig.fleet.programmed(3), rig.fleet.programmed(4)), (3, (2, 2), (2, 0)));
+        let text = rig.fleet.metrics.render();
+        assert!(text.contains("headgate_control_plane_programmed_everywhere_seconds_count 3"), "{text}");
+    }
+
+    #[test]
+    fn agents_that_join_or_leave_distort_nothing() {
+        let mut rig = Rig::new();
+        rig.commit();
+        rig.enter("a");
+        rig.ack("a", 1);
+        rig.commit();
+        rig.enter("late");
+        rig.ack("a", 2);
+        assert_eq!(rig.measured(), 1, "the one that joins is not waited for");
+        rig.ack("late", 1);
+        rig.commit();
+        rig.ack("a", 3);
+        assert_eq!(rig.measured(), 2, "it has not reached the head that it found");
+        rig.ack("late", 2);
+        rig.commit();
+        rig.ack("a", 4);
+        assert_eq!(rig.measured(), 2, "it is a member now");
+        rig.leave("late");
+        assert_eq!(rig.measured(), 2, "what it held up is not measured");
+        rig.commit();
+        rig.ack("a", 5);
+        assert_eq!(rig.measured(), 3);
+        rig.leave("a");
+        rig.commit();
+        rig.enter("a");
+        rig.ack("a", 6);
+        assert_eq!((rig.measured(), rig.fleet.programmed(0)), (3, (1, 1)), "a commit without members is not measured");
+    }
+
+    #[test]
+    fn standing_tells_failing_from_the_rest() {
+        let mut rig = Rig::new();
+        rig.commit();
+        ["a", "b"].into_iter().for_each(|node| rig.enter(node));
+        assert_eq!(rig.fleet.standing(), Standing { up_to_date: 2, ..Standing::default() }, "the commit is too young");
+        rig.say("b", |record| record.failed(&v1::ApplyFailed { version: 1, ..Default::default() }));
+        assert_eq!(rig.fleet.standing(), Standing { up_to_date: 1, failing: 1, ..Standing::default() });
+        let rejection = v1::Rejection { resource: "Service prod/web".into(), ..Default::default() };
+        rig.say("a", |record| record.nack(&v1::Nack { rejections: vec![rejection], ..Default::default() }));
+        assert_eq!(rig.fleet.rejections(|rejection| rejection.resource.ends_with("/web")).len(), 1);
+        rig.ack("b", 1);
+        assert_eq!(rig.fleet.standing(), Standing { up_to_date: 1, failing: 1, ..Standing::default() });
+        rig.fleet.refresh_metrics();
+        assert!(rig.fleet.metrics.render().contains("headgate_control_plane_agents{state=\"failing\"} 1"));
+        rig.leave("a");
+        assert!(rig.fleet.rejections(|_| true).is_empty());
+    }
+}
