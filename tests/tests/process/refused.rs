@@ -38,7 +38,7 @@ fn until_listed(rig: &Rig, listed: bool) {
     eventually(&format!("headgatectl agents lists the refusal: {listed}"), || {
         let said = rig.headgatectl(&["agents"])?;
         let is_listed = said.contains("rejected Service ns/sticky") && said.contains("Couldn't load match `recent'");
-        let is_current = said.contains("current") && !said.contains("rejected");
+        let is_current = said.contains("up to date") && !said.contains("rejected");
         if (listed && is_listed) || (!listed && is_current) { Ok(()) } else { Err(said) }
     });
 }
