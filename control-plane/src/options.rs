@@ -12,7 +12,7 @@ use headgate_tls::FileError;
 
 use crate::{
     serve::{Security, Settings, tls::ServerTls},
-    source::SourceSpec,
+    source::{SourceSettings, SourceSpec},
 };
 
 /// Where gRPC is served unless `--listen` says otherwise.
@@ -29,6 +29,11 @@ pub struct Options {
     /// Kubeconfig for --source kubernetes; without it the in-cluster configuration is used
     #[arg(long, value_name = "FILE")]
     pub kubeconfig: Option<PathBuf>,
+
+    /// A watch of the API server in which nothing comes for so long, neither change nor bookmark, is taken for dead and opened anew, in seconds.
+    /// Servers send bookmarks about every minute
+    #[arg(long, value_name = "SECONDS", default_value_t = 150, value_parser = clap::value_parser!(u32).range(1..=3600))]
+    pub watch_silence_seconds: u32,
 
     /// Where agents, grpcurl and headgatectl connect (gRPC: Discovery, Inspect, health, reflection) [default: [::]:7443]
     #[arg(long, value_name = "ADDR:PORT")]
@@ -135,6 +140,13 @@ impl Options {
             required(&self.tls_client_ca, "--tls-client-ca")?,
         )?;
         Ok(Security::Tls(tls))
+    }
+
+    /// What reading the source needs to know.
+    #[must_use]
+    pub fn source_settings(&self) -> SourceSettings {
+        let watch_silence = Duration::from_secs(self.watch_silence_seconds.into());
+        SourceSettings { kubeconfig: self.kubeconfig.clone(), watch_silence }
     }
 
     /// What serving needs to know.

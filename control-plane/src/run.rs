@@ -63,7 +63,7 @@ impl ControlPlane {
         )
         .await?;
         let sink: Arc<dyn Sink> = Arc::<Store>::clone(&store);
-        let run = source::run(options.source.clone(), options.kubeconfig.clone(), sink, shutdown.clone());
+        let run = source::run(options.source.clone(), options.source_settings(), sink, shutdown.clone());
         Ok(Self { running, store, source: tokio::spawn(run), shutdown })
     }
 

@@ -83,7 +83,7 @@ pub trait Sink: Send + Sync + 'static {
     /// Every kind has been listed once and committed: serving may begin. Called once.
     fn synced(&self);
 
-    /// The source was heard from just now, for freshness; `kind` names which of its watches.
+    /// The source has just shown that what was handed on of a kind is current: by a complete list, a change or a bookmark.
     fn heard(&self, kind: SourceKind);
 
     /// Replaces the list of all present problems. Sorted.

@@ -13,7 +13,7 @@ use std::{
 };
 
 use headgate_control_plane::{
-    source::{self, SourceError, SourceSpec},
+    source::{self, SourceError, SourceSettings, SourceSpec},
     transaction::{Sink, SourceKind},
 };
 use tempfile::TempDir;
@@ -46,7 +46,12 @@ impl Reading {
     async fn of_folder(folder: TempDir) -> Self {
         let (sink, shutdown) = (Arc::new(CollectingSink::default()), CancellationToken::new());
         let spec: SourceSpec = format!("files:{}", folder.path().display()).parse().unwrap();
-        let task = tokio::spawn(source::run(spec, None, Arc::clone(&sink) as Arc<dyn Sink>, shutdown.clone()));
+        let task = tokio::spawn(source::run(
+            spec,
+            SourceSettings::default(),
+            Arc::clone(&sink) as Arc<dyn Sink>,
+            shutdown.clone(),
+        ));
         let reading = Self { folder, sink, shutdown, task };
         reading.sink.until("the folder is read", |c| c.synced == 1).await;
         reading
@@ -269,11 +274,23 @@ async fn a_folder_that_goes_away_keeps_its_services() {
 #[tokio::test]
 async fn a_folder_that_is_not_there_is_an_error_at_once() {
     let sink = Arc::new(CollectingSink::default());
-    let run = source::run(SourceSpec::Files("/nowhere/at/all".into()), None, sink.clone(), CancellationToken::new());
+    let run = source::run(
+        SourceSpec::Files("/nowhere/at/all".into()),
+        SourceSettings::default(),
+        sink.clone(),
+        CancellationToken::new(),
+    );
     let error = run.await.unwrap_err();
     assert!(error.to_string().contains("/nowhere/at/all"), "{error}");
     let spec = SourceSpec::Files("/tmp".into());
-    let useless = source::run(spec, Some("/k".into()), sink, CancellationToken::new()).await.unwrap_err();
+    let useless = source::run(
+        spec,
+        SourceSettings { kubeconfig: Some("/k".into()), ..SourceSettings::default() },
+        sink,
+        CancellationToken::new(),
+    )
+    .await
+    .unwrap_err();
     assert!(matches!(useless, SourceError::UselessKubeconfig(..)), "{useless}");
 }
 

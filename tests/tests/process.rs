@@ -10,5 +10,6 @@ mod process {
     mod refused;
     mod rig;
     mod settings;
+    mod stale;
     mod sync;
 }

@@ -11,7 +11,7 @@ use std::{sync::Arc, time::Duration};
 use headgate_control_plane::{
     model::{Event, Model},
     source::{
-        self, SourceError, SourceSpec,
+        self, SourceError, SourceSettings, SourceSpec,
         objects::{Object, ObjectKind},
     },
     transaction::{Sink, SourceKind},
@@ -44,12 +44,17 @@ impl Drop for Watching {
 
 impl Watching {
     fn start(kubeconfig: &str) -> Self {
+        Self::start_with(kubeconfig, SourceSettings::DEFAULT_WATCH_SILENCE)
+    }
+
+    fn start_with(kubeconfig: &str, watch_silence: Duration) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("kubeconfig");
         std::fs::write(&path, kubeconfig).unwrap();
         let (sink, shutdown) = (Arc::new(CollectingSink::default()), CancellationToken::new());
         let dyn_sink = Arc::clone(&sink) as Arc<dyn Sink>;
-        let task = tokio::spawn(source::run(SourceSpec::Kubernetes, Some(path), dyn_sink, shutdown.clone()));
+        let settings = SourceSettings { kubeconfig: Some(path), watch_silence };
+        let task = tokio::spawn(source::run(SourceSpec::Kubernetes, settings, dyn_sink, shutdown.clone()));
         Self { sink, shutdown, task, _kubeconfig: folder }
     }
 
@@ -463,6 +468,33 @@ async fn bookmarks_are_signs_of_life_and_move_positions() {
     assert!(watching.sink.look(|c| c.heard[&SourceKind::Nodes]) > before);
 }
 
+/// The server accepts watches and says nothing in them; everything else works.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_watch_that_died_is_opened_anew_and_never_looks_fresh() {
+    let options = Options { bookmark_interval: Duration::from_millis(100), ..Options::default() };
+    let server = server(options);
+    let watching = Watching::start_with(&server.kubeconfig(), Duration::from_secs(1));
+    watching.sink.until("everything is listed", |c| c.synced == 1).await;
+    watching.agrees_with(&server).await;
+    server.block(Kind::EndpointSlice);
+    let opened = || server.requests(Verb::Watch, Some(Kind::EndpointSlice));
+    let heard = || watching.sink.look(|c| c.heard[&SourceKind::EndpointSlices]);
+    server.apply(web_slice(&["10.1.0.77"])).unwrap();
+    let before = opened();
+    server.wait_until("it is opened anew", |_| opened() > before).await.unwrap();
+    // What was on its way has arrived by now.
+    let (heard_before, others) = (heard(), watching.sink.look(|c| c.heard[&SourceKind::Nodes]));
+    server.wait_until("it is opened anew twice more", |_| opened() >= before + 3).await.unwrap();
+    watching.sink.until("other kinds are heard", |c| c.heard[&SourceKind::Nodes] > others).await;
+    watching.sink.look(|c| assert!(c.errors[&(SourceKind::EndpointSlices, "timeout")] >= 2));
+    assert_eq!(heard(), heard_before, "a watch that says nothing counts as heard");
+    server.release(Kind::EndpointSlice);
+    let has_come = |c: &sink::Collected| c.endpoints("shop", "web").contains(&"10.1.0.77".to_owned());
+    watching.sink.until("the change arrives", has_come).await;
+    watching.agrees_with(&server).await;
+    assert!(heard() > heard_before);
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_server_that_is_away_at_first_is_waited_for() {
     let server = server(Options::default());
@@ -480,7 +512,7 @@ async fn a_server_that_is_away_at_first_is_waited_for() {
 async fn a_kubeconfig_that_cannot_be_used_is_an_error_at_once() {
     let run = source::run(
         SourceSpec::Kubernetes,
-        Some("/nowhere/kubeconfig".into()),
+        SourceSettings { kubeconfig: Some("/nowhere/kubeconfig".into()), ..SourceSettings::default() },
         Arc::new(CollectingSink::default()),
         CancellationToken::new(),
     );

@@ -4,7 +4,7 @@ mod files;
 mod kubernetes;
 pub mod objects;
 
-use std::{fmt, path::PathBuf, str::FromStr, sync::Arc};
+use std::{fmt, path::PathBuf, str::FromStr, sync::Arc, time::Duration};
 
 use tokio_util::sync::CancellationToken;
 
@@ -35,6 +35,26 @@ pub enum SourceSpec {
     Files(PathBuf),
     /// `kubernetes`: an API server.
     Kubernetes,
+}
+
+/// How to read it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SourceSettings {
+    /// For `kubernetes`: the configuration's file; without it that of the cluster around the pod.
+    pub kubeconfig: Option<PathBuf>,
+    /// For `kubernetes`: a watch in which nothing comes for so long is opened anew.
+    pub watch_silence: Duration,
+}
+
+impl SourceSettings {
+    /// Two bookmarks may be late: servers send one about every minute.
+    pub const DEFAULT_WATCH_SILENCE: Duration = Duration::from_secs(150);
+}
+
+impl Default for SourceSettings {
+    fn default() -> Self {
+        Self { kubeconfig: None, watch_silence: Self::DEFAULT_WATCH_SILENCE }
+    }
 }
 
 /// A source that cannot be meant.
@@ -102,12 +122,12 @@ pub enum SourceError {
 /// See [`SourceError`]. A source that is away for a time, or partly bad, is no error: that is counted and shown by `sink`.
 pub async fn run(
     spec: SourceSpec,
-    kubeconfig: Option<PathBuf>,
+    settings: SourceSettings,
     sink: Arc<dyn Sink>,
     shutdown: CancellationToken,
 ) -> Result<(), SourceError> {
-    match (spec, kubeconfig) {
-        (SourceSpec::Kubernetes, kubeconfig) => kubernetes::run(kubeconfig, sink, shutdown).await,
+    match (spec, settings.kubeconfig.clone()) {
+        (SourceSpec::Kubernetes, _) => kubernetes::run(settings, sink, shutdown).await,
         (spec @ SourceSpec::Files(_), Some(path)) => Err(SourceError::UselessKubeconfig(path, spec)),
         (SourceSpec::Files(folder), None) => files::run(folder, sink, shutdown).await,
     }

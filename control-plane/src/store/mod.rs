@@ -200,11 +200,12 @@ impl Store {
         seen.iter().find_map(compare)
     }
 
-    /// Time since the source was last heard, for its stalest kind; since the start, when it never was.
+    /// Time since the source was last heard, for its stalest kind; since the start, until every kind has been listed.
     #[must_use]
     pub fn source_age(&self) -> Duration {
         let freshness = self.freshness.lock().unwrap_or_else(PoisonError::into_inner);
-        freshness.heard.values().min().unwrap_or(&freshness.started).elapsed()
+        let oldest = freshness.heard.values().min().filter(|_| self.is_synced());
+        oldest.unwrap_or(&freshness.started).elapsed()
     }
 
     /// Present problems, sorted.

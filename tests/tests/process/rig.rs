@@ -11,6 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use headgate_tests::apiserver::ApiServer;
 use headgate_tests::testbed::{Namespace, netns, process::program};
 use nix::{
     sys::signal::{Signal, kill},
@@ -22,6 +23,7 @@ use tempfile::TempDir;
 const GUARD: Duration = Duration::from_secs(60);
 const HEALTH: u16 = 10256;
 const METRICS: u16 = 10249;
+const REPLICA: u16 = 7480;
 
 /// Tries until it gives something; panics with `what` and the last thing seen after a long while.
 pub(super) fn eventually<T>(what: &str, mut attempt: impl FnMut() -> Result<T, String>) -> T {
@@ -119,6 +121,23 @@ impl Rig {
         command.arg("--metrics-listen=127.0.0.1:7480");
         rig.control_plane = Some(Program::start(&rig.namespace, command, rig.path("control-plane.log")));
         rig
+    }
+
+    /// The same with a control plane that watches an API server, which runs on the node as well, and is asked what it thinks by `Self::replica_page`.
+    pub(super) fn watching(api: fn() -> ApiServer, options: &[&str]) -> (Self, ApiServer) {
+        let mut rig = Self::new();
+        let api = rig.namespace.run(|| Ok(api())).unwrap();
+        let mut command = Command::new(program("headgate-control-plane").unwrap());
+        command.arg("--source=kubernetes").arg("--kubeconfig").arg(rig.write("kubeconfig", &api.kubeconfig()));
+        command.args(["--listen=127.0.0.1:7443", "--insecure-loopback", "--metrics-listen=127.0.0.1:7480"]);
+        command.args(options);
+        rig.control_plane = Some(Program::start(&rig.namespace, command, rig.path("control-plane.log")));
+        (rig, api)
+    }
+
+    /// A page of the control plane.
+    pub(super) fn replica_page(&self, path: &str) -> Result<(u16, String), String> {
+        self.get(REPLICA, path)
     }
 
     /// A path in the folder of this rig.

@@ -6,7 +6,7 @@ mod wire;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    path::{Path, PathBuf},
+    path::Path,
     sync::Arc,
     time::{Duration, SystemTime},
 };
@@ -23,7 +23,7 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 
 use self::watch::{KindStep, Step, Watch, source_kind};
-use super::SourceError;
+use super::{SourceError, SourceSettings};
 use crate::{
     model::{Event, Model},
     source::objects::ObjectKind,
@@ -51,15 +51,16 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// The configuration cannot be used; or a part of the program ended that never should. A server that cannot be reached, or says nonsense, is
 /// no error: it is asked again.
 pub(super) async fn run(
-    kubeconfig: Option<PathBuf>,
+    settings: SourceSettings,
     sink: Arc<dyn Sink>,
     shutdown: CancellationToken,
 ) -> Result<(), SourceError> {
-    let client = client(kubeconfig.as_deref()).await?;
+    let client = client(settings.kubeconfig.as_deref()).await?;
     let (sender, mut steps) = mpsc::channel(WAITING_STEPS);
     let mut watches = JoinSet::new();
     for kind in ObjectKind::ALL {
-        watches.spawn(Watch::new(kind, client.clone(), Arc::clone(&sink), sender.clone()).run(shutdown.clone()));
+        let watch = Watch::new(kind, client.clone(), settings.watch_silence, Arc::clone(&sink), sender.clone());
+        watches.spawn(watch.run(shutdown.clone()));
     }
     drop(sender);
     let mut state = Applier::new(sink);

@@ -6,6 +6,11 @@
 //!   no version ── list complete ──► version ── watch ┴─ ended, broke, garbage ─► same version again
 //! ```
 //!
+//! A watch in which nothing comes for a while, neither change nor bookmark, is taken for dead and opened anew from where it was: a server or a load balancer
+//! that hangs says nothing, and neither does a connection whose other end is gone. Only what shows the state to be current counts as heard: a
+//! complete list, a change, a bookmark. A watch that opens, a page and a server that answers something else show nothing of the kind, so that the age of a
+//! kind grows until its watch really works again.
+//!
 //! A list is handed on as a whole when it is complete, never in part, so nothing is removed by one that breaks. A watch goes on
 //! behind the last event that was understood, so nothing is lost by one that breaks.
 
@@ -43,9 +48,6 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// How long the check for a restored server may take; without an answer the watch goes on without it.
 const CHECK_TIMEOUT: Duration = Duration::from_secs(5);
-
-/// A watch in which nothing comes for so long is opened anew, from where it was. Servers send bookmarks about every minute.
-const SILENCE_LIMIT: Duration = Duration::from_secs(150);
 
 /// A streaming list in which nothing comes for so long is given up.
 const LIST_SILENCE_LIMIT: Duration = Duration::from_secs(60);
@@ -98,11 +100,20 @@ pub(super) struct Watch {
     broken_streams: u32,
     is_listed: bool,
     is_absence_told: bool,
+    silence_limit: Duration,
 }
 
 impl Watch {
-    pub(super) fn new(kind: ObjectKind, client: Client, sink: Arc<dyn Sink>, steps: mpsc::Sender<KindStep>) -> Self {
+    /// `silence_limit`: how long a watch may say nothing.
+    pub(super) fn new(
+        kind: ObjectKind,
+        client: Client,
+        silence_limit: Duration,
+        sink: Arc<dyn Sink>,
+        steps: mpsc::Sender<KindStep>,
+    ) -> Self {
         Self {
+            silence_limit,
             kind,
             client,
             sink,
@@ -213,7 +224,6 @@ impl Watch {
             let line = timeout(LIST_SILENCE_LIMIT, lines.next()).await;
             let line = line.map_err(|_| Failure::silent("a streaming list stood still", LIST_SILENCE_LIMIT))??;
             let Some(line) = line else { return Err(Failure::incomplete_list()) };
-            self.heard();
             match self.decode(&line)? {
                 // The protocol has none here; if one comes it must not be served.
                 Line::Event { event: Event::Delete(key), .. } => listed.retain(|other: &Event| other.key() != key),
@@ -265,12 +275,12 @@ impl Watch {
         };
         let bytes = timeout(ANSWER_TIMEOUT, read).await;
         let bytes: Bytes = bytes.map_err(|_| Failure::silent("a list did not come", ANSWER_TIMEOUT))??;
-        self.heard();
         wire::page(self.kind, &bytes).map_err(Failure::malformed)
     }
 
     async fn finish_list(&mut self, listed: Vec<Event>, version: String) {
         tracing::info!(kind = self.kind.name(), objects = listed.len(), version, "listed");
+        self.heard();
         self.is_listed = true;
         self.back_off.reset();
         self.version = Some(version.clone());
@@ -311,7 +321,6 @@ impl Watch {
         request.headers_mut().insert(header::ACCEPT_ENCODING, HeaderValue::from_static("identity"));
         let body = timeout(ANSWER_TIMEOUT, self.send(request, Verb::Watch)).await;
         let body = body.map_err(|_| Failure::silent("a watch did not begin", ANSWER_TIMEOUT))??;
-        self.heard();
         Ok(Lines::new(body))
     }
 
@@ -333,8 +342,8 @@ impl Watch {
     /// Hands on events until the watch ends.
     async fn follow(&mut self, mut lines: Lines) -> Result<(), Failure> {
         loop {
-            let line = timeout(SILENCE_LIMIT, lines.next()).await;
-            let line = line.map_err(|_| Failure::silent("nothing came in a watch", SILENCE_LIMIT))??;
+            let line = timeout(self.silence_limit, lines.next()).await;
+            let line = line.map_err(|_| Failure::silent("nothing came in a watch", self.silence_limit))??;
             let Some(line) = line else { return Ok(()) };
             let (step, version) = match self.decode(&line)? {
                 Line::Event { event, version } => (Step::Changed(event), version),

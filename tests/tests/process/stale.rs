@@ -1,0 +1,68 @@
+//! An API server that hangs: the connection stays, and nothing comes. Everybody sees the age of what they have grow, and forwarding goes on.
+
+use std::time::Duration;
+
+use headgate_tests::apiserver::{
+    ApiServer, Kind, Options,
+    objects::{endpoint_slice, service},
+};
+use serde_json::Value;
+
+use super::rig::{Rig, eventually};
+
+fn api() -> ApiServer {
+    let api = ApiServer::start_with(Options { bookmark_interval: Duration::from_millis(200), ..Options::default() });
+    let api = api.unwrap();
+    api.apply(service("shop", "web").cluster_ip("10.96.0.10").port("", "TCP", 80, 8080).build()).unwrap();
+    api.apply(slice("10.244.0.1")).unwrap();
+    api
+}
+
+fn slice(address: &str) -> Value {
+    endpoint_slice("shop", "web-1", "web").endpoint(address, "node-a").port("", "TCP", 8080).build()
+}
+
+/// Seconds since a kind was heard, by the replica's page for health.
+fn heard_ago(rig: &Rig, kind: &str) -> Result<u64, String> {
+    let (_, page) = rig.replica_page("/healthz")?;
+    let line = page.lines().find_map(|line| line.strip_prefix(kind)?.strip_prefix(" heard ")?.strip_suffix(" s ago"));
+    line.and_then(|seconds| seconds.parse().ok()).ok_or(page.clone())
+}
+
+#[test]
+fn a_hanging_api_server_shows_as_growing_age_everywhere_and_is_asked_anew() {
+    let (rig, api) = Rig::watching(api, &["--watch-silence-seconds=1", "--heartbeat-seconds=1"]);
+    let agent = rig.agent(&[]);
+    rig.until_programmed();
+    rig.until_rules("the service is there", "nat", |rules| rules.iter().any(|rule| rule.contains("10.244.0.1:8080")));
+    rig.until_metric("headgate_agent_source_age_seconds", |age| age < 2.0);
+
+    api.block(Kind::EndpointSlice);
+    let restarts = "headgate_source_errors_total{kind=\"endpoint_slices\",reason=\"timeout\"}";
+    let age_by_kind = "headgate_source_age_seconds{kind=\"endpoint_slices\"}";
+    for age in [4.0, 7.0] {
+        rig.until_metric("headgate_agent_source_age_seconds", |seen| seen >= age);
+        eventually("the replica's metrics tell the age", || {
+            let (_, page) = rig.replica_page("/metrics")?;
+            let value = |name: &str| page.lines().find_map(|line| line.strip_prefix(name)?.trim().parse::<f64>().ok());
+            if value(age_by_kind) >= Some(age) && value(restarts) >= Some(1.0) { Ok(()) } else { Err(page.clone()) }
+        });
+    }
+    let (_, health) = rig.page("/healthz").unwrap();
+    let health: Value = serde_json::from_str(&health).unwrap();
+    assert!(health["sourceAgeSeconds"].as_f64() >= Some(7.0) && health["connected"] == true, "{health}");
+    assert!(heard_ago(&rig, "endpoint_slices").unwrap() >= 7);
+    eventually("other kinds are heard", || {
+        heard_ago(&rig, "nodes").and_then(|age| if age < 5 { Ok(()) } else { Err(age.to_string()) })
+    });
+    let status = rig.headgatectl(&["status"]).unwrap();
+    assert!(status.contains("endpoint_slices "), "{status}");
+    let rules = rig.rules("iptables-nft-save", "nat");
+    assert!(rules.iter().any(|rule| rule.contains("10.244.0.1:8080")), "forwarding goes on: {rules:?}");
+
+    api.apply(slice("10.244.0.2")).unwrap();
+    api.release(Kind::EndpointSlice);
+    rig.until_rules("the change arrives", "nat", |rules| rules.iter().any(|rule| rule.contains("10.244.0.2:8080")));
+    rig.until_metric("headgate_agent_source_age_seconds", |age| age < 2.0);
+    drop(agent);
+}
