@@ -16,6 +16,8 @@ pub enum Family {
 pub enum SetType {
     /// `hash:ip`
     HashIp,
+    /// `hash:net`
+    HashNet,
     /// `hash:ip,port`
     HashIpPort,
     /// `hash:ip,port,ip`
@@ -28,14 +30,15 @@ pub enum SetType {
 
 impl SetType {
     /// All of them.
-    pub const ALL: [Self; 5] =
-        [Self::HashIp, Self::HashIpPort, Self::HashIpPortIp, Self::HashIpPortNet, Self::BitmapPort];
+    pub const ALL: [Self; 6] =
+        [Self::HashIp, Self::HashNet, Self::HashIpPort, Self::HashIpPortIp, Self::HashIpPortNet, Self::BitmapPort];
 
     /// The kernel's name of the type.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
             Self::HashIp => "hash:ip",
+            Self::HashNet => "hash:net",
             Self::HashIpPort => "hash:ip,port",
             Self::HashIpPortIp => "hash:ip,port,ip",
             Self::HashIpPortNet => "hash:ip,port,net",
@@ -54,6 +57,7 @@ impl SetType {
     pub(crate) fn wanted_revision(self) -> u8 {
         match self {
             Self::HashIp => 4,
+            Self::HashNet => 6,
             Self::HashIpPort | Self::HashIpPortIp => 5,
             Self::HashIpPortNet => 7,
             Self::BitmapPort => 3,
@@ -64,6 +68,7 @@ impl SetType {
     pub(crate) fn comment_revision(self) -> u8 {
         match self {
             Self::HashIp | Self::BitmapPort => 2,
+            Self::HashNet => 4,
             Self::HashIpPort | Self::HashIpPortIp => 3,
             Self::HashIpPortNet => 5,
         }
@@ -144,6 +149,8 @@ impl Specification {
 pub enum Element {
     /// Of `hash:ip`.
     Ip(IpAddr),
+    /// Of `hash:net`: the network and the length of its prefix, 1 at least.
+    Net(IpAddr, u8),
     /// Of `hash:ip,port`.
     IpPort(IpAddr, Protocol, u16),
     /// Of `hash:ip,port,ip`.
@@ -170,6 +177,9 @@ impl fmt::Display for Element {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Ip(ip) => write!(f, "{ip}"),
+            Self::Net(net, 32) if net.is_ipv4() => write!(f, "{net}"),
+            Self::Net(net, 128) => write!(f, "{net}"),
+            Self::Net(net, length) => write!(f, "{net}/{length}"),
             Self::IpPort(ip, protocol, port) => write!(f, "{ip},{protocol}:{port}"),
             Self::IpPortIp(ip, protocol, port, other) => write!(f, "{ip},{protocol}:{port},{other}"),
             Self::IpPortNet(ip, protocol, port, net, 32) if net.is_ipv4() => write!(f, "{ip},{protocol}:{port},{net}"),

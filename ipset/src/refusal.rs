@@ -94,6 +94,7 @@ fn type_of(element: &crate::Element) -> SetType {
     use crate::Element;
     match element {
         Element::Ip(_) => SetType::HashIp,
+        Element::Net(..) => SetType::HashNet,
         Element::IpPort(..) => SetType::HashIpPort,
         Element::IpPortIp(..) => SetType::HashIpPortIp,
         Element::IpPortNet(..) => SetType::HashIpPortNet,

@@ -42,6 +42,7 @@ mod top {
 /// `IPSET_ATTR_…` within `DATA`.
 mod data {
     pub(super) const IP: u16 = 1;
+    pub(super) const CIDR: u16 = 3;
     pub(super) const PORT: u16 = 4;
     pub(super) const PORT_TO: u16 = 5;
     pub(super) const PROTO: u16 = 7;
@@ -199,6 +200,7 @@ fn put_element(request: Request, element: &Element) -> Request {
     };
     match *element {
         Element::Ip(ip) => put_ip(request, data::IP, ip),
+        Element::Net(net, length) => put_ip(request, data::IP, net).attribute(data::CIDR, &[length]),
         Element::IpPort(ip, protocol, port) => put_ip_port(request, ip, protocol, port),
         Element::IpPortIp(ip, protocol, port, other) => {
             put_ip(put_ip_port(request, ip, protocol, port), data::IP2, other)

@@ -133,7 +133,7 @@ fn entry(set_type: SetType, bytes: &[u8]) -> Result<Entry, Malformed> {
         match attribute? {
             (data::IP, value) => first = Some(ip(value)?),
             (data::IP2, value) => second = Some(ip(value)?),
-            (data::CIDR2, value) => length = Some(read_u8(value)?),
+            (data::CIDR | data::CIDR2, value) => length = Some(read_u8(value)?),
             (data::PORT, value) => port = Some(read_be16(value)?),
             (data::PROTO, value) => protocol = Some(Protocol::of_number(read_u8(value)?)),
             (data::COMMENT, value) => comment = Some(read_text(value)?.to_owned()),
@@ -146,6 +146,10 @@ fn entry(set_type: SetType, bytes: &[u8]) -> Result<Entry, Malformed> {
     let protocol = || protocol.ok_or(Malformed("an entry without its protocol"));
     let element = match set_type {
         SetType::HashIp => Element::Ip(first()?),
+        SetType::HashNet => {
+            let net = first()?;
+            Element::Net(net, length.unwrap_or(if net.is_ipv4() { 32 } else { 128 }))
+        }
         SetType::HashIpPort => Element::IpPort(first()?, protocol()?, port()?),
         SetType::HashIpPortIp => Element::IpPortIp(first()?, protocol()?, port()?, second()?),
         SetType::HashIpPortNet => {

@@ -64,11 +64,12 @@ fn any_entry() -> impl Strategy<Value = (SetType, Entry)> {
     let protocol =
         prop_oneof![Just(Protocol::Tcp), Just(Protocol::Udp), Just(Protocol::Sctp), Just(Protocol::Other(1))];
     let ip = any::<IpAddr>;
-    (0..5_usize, ip(), protocol, any::<u16>(), ip(), any::<u8>(), prop::option::of("[a-z/]{1,20}")).prop_map(
+    (0..SetType::ALL.len(), ip(), protocol, any::<u16>(), ip(), any::<u8>(), prop::option::of("[a-z/]{1,20}")).prop_map(
         |(of, ip, protocol, port, other, length, comment)| {
             let set_type = SetType::ALL[of];
             let element = match set_type {
                 SetType::HashIp => Element::Ip(ip),
+                SetType::HashNet => Element::Net(ip, 24),
                 SetType::HashIpPort => Element::IpPort(ip, protocol, port),
                 SetType::HashIpPortIp => Element::IpPortIp(ip, protocol, port, other),
                 SetType::HashIpPortNet => Element::IpPortNet(ip, protocol, port, other, length),
@@ -82,13 +83,13 @@ fn any_entry() -> impl Strategy<Value = (SetType, Entry)> {
 #[test]
 fn sets_of_other_types_are_listed_by_their_headers() {
     let bytes = request(commands::LIST, 0, 7)
-        .text(top::SETNAME, "nets")
-        .text(top::TYPENAME, "hash:net")
+        .text(top::SETNAME, "macs")
+        .text(top::TYPENAME, "hash:mac")
         .attribute(top::REVISION, &[7])
         .attribute(top::FAMILY, &[IPV6])
         .nested(top::DATA, |all| put_u32(put_u32(all, data::ELEMENTS, 9), data::REFERENCES, 2));
     let header = read_part(bytes.payload()).unwrap().header.unwrap();
-    assert_eq!((header.type_name.as_str(), header.family, header.revision), ("hash:net", Some(Family::V6), 7));
+    assert_eq!((header.type_name.as_str(), header.family, header.revision), ("hash:mac", Some(Family::V6), 7));
     assert_eq!((header.elements, header.references), (Some(9), 2));
     assert_eq!(SetType::of_name(&header.type_name), None);
 }

@@ -33,6 +33,11 @@ fn table() -> (Vec<(Specification, Vec<Entry>)>, &'static str) {
     let sets = vec![
         (of("ips", SetType::HashIp, Family::V4), vec![Entry::new(Element::Ip(v4))]),
         (
+            of("nets", SetType::HashNet, Family::V4),
+            vec![Entry::new(Element::Net([10, 96, 0, 0].into(), 12)), Entry::new(Element::Net(v4, 32))],
+        ),
+        (of("nets6", SetType::HashNet, Family::V6), vec![Entry::new(Element::Net(v6, 128))]),
+        (
             of("ips6", SetType::HashIp, Family::V6).with_comments(),
             vec![Entry::new(Element::Ip(v6)).with_comment("a b")],
         ),
@@ -61,6 +66,11 @@ fn table() -> (Vec<(Specification, Vec<Entry>)>, &'static str) {
     let text = "\
         create ips hash:ip family inet hashsize 1024 maxelem 65536\n\
         add ips 10.0.0.1\n\
+        create nets hash:net family inet hashsize 1024 maxelem 65536\n\
+        add nets 10.96.0.0/12\n\
+        add nets 10.0.0.1\n\
+        create nets6 hash:net family inet6 hashsize 1024 maxelem 65536\n\
+        add nets6 fd00::1\n\
         create ips6 hash:ip family inet6 hashsize 1024 maxelem 65536 comment\n\
         add ips6 fd00::1 comment \"a b\"\n\
         create cluster hash:ip,port family inet hashsize 1024 maxelem 65536 comment\n\
