@@ -76,8 +76,8 @@ pub struct LocalRoute {
 /// A change of addresses or routes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Change {
-    /// The link gets an address, of host scope in IPv4, without duplicate address detection and prefix route in IPv6, where
-    /// the kernel delivers to it a moment later. `EEXIST` if it has it.
+    /// The link gets an address that is not to be a source: of host scope in IPv4, deprecated from the beginning in IPv6, there without
+    /// duplicate address detection and prefix route; the kernel delivers to it a moment later. `EEXIST` if it has it.
     AddAddress {
         /// The link's number.
         link: u32,

@@ -18,6 +18,8 @@ const LINK_HEADER_BYTES: usize = 16;
 const ADDRESS: u16 = 1;
 /// `IFA_LOCAL`: this end's address, which differs from `IFA_ADDRESS` on point-to-point links.
 const ADDRESS_LOCAL: u16 = 2;
+/// `IFA_CACHEINFO`: lifetimes.
+const ADDRESS_LIFETIMES: u16 = 6;
 /// `IFA_FLAGS`.
 const ADDRESS_FLAGS: u16 = 8;
 /// Bytes of `struct ifaddrmsg`.
@@ -183,15 +185,23 @@ pub(super) fn local_route(payload: &[u8]) -> Result<Option<LocalRoute>, Malforme
     }))
 }
 
+/// `struct ifa_cacheinfo`: preferred for no time, valid for ever. IPv6 knows no host scope; this keeps the kernel from choosing the
+/// address as a source (RFC 6724, rule 3).
+fn never_a_source() -> [u8; 16] {
+    let mut lifetimes = [0; 16];
+    lifetimes[4..8].copy_from_slice(&u32::MAX.to_ne_bytes());
+    lifetimes
+}
+
 pub(super) fn change(change: &Change) -> Request {
     match *change {
         Change::AddAddress { link, address } => {
             let request = address_request(libc::RTM_NEWADDR, FLAG_CREATE, link, address);
             match address.address {
                 IpAddr::V4(_) => request,
-                IpAddr::V6(_) => {
-                    request.attribute(ADDRESS_FLAGS, &(libc::IFA_F_NODAD | libc::IFA_F_NOPREFIXROUTE).to_ne_bytes())
-                }
+                IpAddr::V6(_) => request
+                    .attribute(ADDRESS_FLAGS, &(libc::IFA_F_NODAD | libc::IFA_F_NOPREFIXROUTE).to_ne_bytes())
+                    .attribute(ADDRESS_LIFETIMES, &never_a_source()),
             }
         }
         Change::RemoveAddress { link, address } => address_request(libc::RTM_DELADDR, 0, link, address),
@@ -219,7 +229,7 @@ mod tests {
         assert_eq!(
             hex(change(&add("fd00:96::1")).payload()),
             "0a8000fe 07000000 14000200 fd000096 00000000 00000000 00000001 14000100 fd000096 00000000 00000000 00000001 \
-             08000800 02020000 "
+             08000800 02020000 14000600 00000000 ffffffff 00000000 00000000 "
         );
         let network = Prefix { address: "10.96.0.0".parse().unwrap(), length: 12 };
         let route = Change::AddLocalRoute(LocalRoute { network, link: 7, protocol: 4 });
