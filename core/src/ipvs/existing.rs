@@ -42,12 +42,24 @@ impl Existing {
     /// The element that shows a virtual server to be ours, if it is.
     #[must_use]
     pub fn mark(&self, key: &ServerKey, config: &IpvsConfig) -> Option<(Set, Element)> {
+        self.mark_besides(key, config, |_| false)
+    }
+
+    /// The same, rather an element that services do not need than one that they do: it stands there for the server alone.
+    #[must_use]
+    pub fn mark_besides(
+        &self,
+        key: &ServerKey,
+        config: &IpvsConfig,
+        is_needed: impl Fn(&(Set, Element)) -> bool,
+    ) -> Option<(Set, Element)> {
         if config.excludes(key.address) {
             return None;
         }
         let has = |set: &Set| self.sets.get(set).is_some_and(|elements| elements.contains(&key.element()));
-        if let Some(set) = Set::OF_SERVERS.into_iter().find(has) {
-            return Some((set, key.element()));
+        let mut marks = Set::OF_SERVERS.into_iter().filter(has).map(|set| (set, key.element())).peekable();
+        if let Some(first) = marks.peek().copied() {
+            return Some(marks.find(|mark| !is_needed(mark)).unwrap_or(first));
         }
         let is_routed = self.routes.iter().any(|route| route.contains(&key.address));
         if self.bound.contains(&key.address) || is_routed {

@@ -101,6 +101,11 @@ impl Ledger {
         &self.rules
     }
 
+    /// As [`iptables::Ledger::confirm`].
+    pub fn confirm(&mut self) {
+        self.rules.confirm();
+    }
+
     /// As [`iptables::Ledger::leave`].
     pub fn leave(&mut self, table: iptables::Table, name: &str) -> bool {
         self.rules.leave(table, name)
@@ -141,9 +146,16 @@ impl Ledger {
             routes_removed.extend(self.routes.difference(&new_routes).copied());
             self.reroute(new_routes, &mut round);
         }
+        // An address may go from one service to another: each server is programmed once, when all have said what they want.
+        let mut servers = BTreeSet::new();
         for key in &dirty.services {
             let plan = self.plan_of(state, node, key);
-            self.program(key, plan, now_ms, &mut round);
+            servers.extend(plan.servers.keys().copied());
+            servers.extend(self.withdraw(key, &mut round));
+            self.enter(key, plan, &mut round);
+        }
+        for server in servers {
+            self.program_server(server, now_ms, &mut round);
         }
         let mut plan = self.finish(round);
         plan.before.splice(0..0, routes_added.into_iter().map(Op::AddRoute));
@@ -179,8 +191,9 @@ impl Ledger {
         // Servers that are wanted are ours, whoever made them.
         let wanted: BTreeSet<ServerKey> = self.claimants.keys().copied().collect();
         for (key, found) in &existing.servers {
-            let Some(mark) = self.wanted(key).map(|wanted| wanted.mark).or_else(|| existing.mark(key, &self.config))
-            else {
+            let is_needed = |element: &(Set, Element)| self.elements.contains_key(element);
+            let found_mark = || existing.mark_besides(key, &self.config, is_needed);
+            let Some(mark) = self.wanted(key).map(|wanted| wanted.mark).or_else(found_mark) else {
                 continue;
             };
             let is_bound =
@@ -279,16 +292,6 @@ impl Ledger {
     fn plan_of(&self, state: &State, node: &NodeFacts, key: &Arc<ServiceKey>) -> ServicePlan {
         let Some(service) = state.entry(key).and_then(|entry| entry.service()) else { return ServicePlan::default() };
         service::plan(&self.config, service, &service_views(state, key, self.config.family, node))
-    }
-
-    /// Replaces a service's plan, and brings the servers of the old and of the new one to what is wanted.
-    fn program(&mut self, key: &Arc<ServiceKey>, plan: ServicePlan, now_ms: u64, round: &mut Round) {
-        let mut servers: BTreeSet<ServerKey> = plan.servers.keys().copied().collect();
-        servers.extend(self.withdraw(key, round));
-        self.enter(key, plan, round);
-        for server in servers {
-            self.program_server(server, now_ms, round);
-        }
     }
 
     /// Enters a service's plan, and what it needs besides servers.

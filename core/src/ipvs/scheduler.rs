@@ -87,6 +87,13 @@ impl Scheduler {
         self == Self::MaglevHashing
     }
 
+    /// Whether the kernel is to look for another destination when the one that the hash gives takes no connections, as while it drains (flags
+    /// `sh-fallback`, `mh-fallback`).
+    #[must_use]
+    pub fn falls_back(self) -> bool {
+        matches!(self, Self::SourceHashing | Self::MaglevHashing)
+    }
+
     /// Weight of the destination at `position` of `count`, in order of address. Kubernetes knows no weights, so all are alike, but where the
     /// scheduler goes by nothing else: `fo` takes the highest, and so does `ovf`, to which it is also the number of active connections
     /// beyond which the next one is used.
