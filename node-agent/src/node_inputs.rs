@@ -3,7 +3,7 @@
 
 use std::{io, net::IpAddr};
 
-use headgate_core::{Family, Node, iptables::NodePortAddresses, masquerade::LocalDetector};
+use headgate_core::{Family, Node, iptables::NodePortAddresses, ipvs, masquerade::LocalDetector};
 use ipnet::IpNet;
 
 use crate::config::{DetectLocal, NodePortSelector, Settings};
@@ -30,6 +30,8 @@ pub struct NodeInputs {
     pub node_ports_v4: NodePortAddresses,
     /// The IPv6 ones.
     pub node_ports_v6: NodePortAddresses,
+    /// Addresses of the machine's interfaces, sorted, but for the device that has the services' addresses; empty while nobody needs them.
+    pub interfaces: Vec<IpAddr>,
 }
 
 impl NodeInputs {
@@ -78,7 +80,11 @@ impl NodeSettings {
     /// Resolves. `interfaces` are the machine's addresses, in any order.
     #[must_use]
     pub fn resolve(&self, node: Option<&Node>, interfaces: &[IpAddr]) -> NodeInputs {
+        let mut sorted = interfaces.to_vec();
+        sorted.sort_unstable();
+        sorted.dedup();
         NodeInputs {
+            interfaces: sorted,
             detector_v4: self.detector(Family::V4, node),
             detector_v6: self.detector(Family::V6, node),
             node_ports_v4: self.addresses(Family::V4, node, interfaces),
@@ -160,7 +166,8 @@ pub fn node_addresses(of_node: &[IpAddr], bind_address: Option<IpAddr>) -> Vec<I
     addresses
 }
 
-/// Addresses of all interfaces, without IPv6's link-local ones, which mean nothing without their interface.
+/// Addresses of all interfaces but the one that has the services' addresses, without IPv6's link-local ones, which mean nothing without their
+/// interface.
 ///
 /// # Errors
 /// What the system says.
@@ -168,6 +175,9 @@ pub fn interface_addresses() -> io::Result<Vec<IpAddr>> {
     let mut addresses = Vec::new();
     for interface in nix::ifaddrs::getifaddrs()? {
         let Some(address) = interface.address else { continue };
+        if interface.interface_name == ipvs::DEVICE {
+            continue;
+        }
         if let Some(v4) = address.as_sockaddr_in() {
             addresses.push(IpAddr::V4(v4.ip()));
         } else if let Some(v6) = address.as_sockaddr_in6()

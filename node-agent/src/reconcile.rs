@@ -212,11 +212,13 @@ impl Reconciler {
             self.verify_at = Instant::now();
         }
         loop {
-            let verify_at = self.refused.next_due().map_or(self.verify_at, |due| due.min(self.verify_at));
+            let due = [self.refused.next_due(), self.tend_at()];
+            let verify_at = due.into_iter().flatten().fold(self.verify_at, Instant::min);
             match self.shared.wait(self.done, self.pace, verify_at) {
                 Wake::Stop => return,
                 Wake::Work => self.sync(),
                 Wake::Verify if self.shared.is_unconfirmed() => self.look_before_control_plane(),
+                Wake::Verify if self.tend_at().is_some_and(|due| due <= Instant::now()) => self.tend(),
                 Wake::Verify if Instant::now() < self.verify_at => self.retry(&self.refused.due()),
                 Wake::Verify => self.verify(),
             }
@@ -428,7 +430,8 @@ impl Reconciler {
 
     /// Resolves what depends on the node and its interfaces, and has everything programmed anew when rules change by it.
     fn resolve_inputs(&mut self) {
-        let interfaces = if self.node_settings.needs_interfaces() { interface_addresses() } else { Ok(Vec::new()) };
+        let needs_interfaces = self.node_settings.needs_interfaces() || self.backend.needs_interfaces();
+        let interfaces = if needs_interfaces { interface_addresses() } else { Ok(Vec::new()) };
         let interfaces = match interfaces {
             Ok(interfaces) => interfaces,
             Err(error) => {
@@ -448,6 +451,19 @@ impl Reconciler {
             self.done = None;
         }
         self.inputs.send_replace(inputs);
+    }
+
+    /// When the backend wants to be tended: not while it is about to put everything in order.
+    fn tend_at(&self) -> Option<Instant> {
+        self.backend.tend_at().filter(|_| !self.unfinished.needs_full)
+    }
+
+    fn tend(&mut self) {
+        if let Err(error) = self.backend.tend() {
+            warn!(%error, "tending what was programmed failed; programming everything anew");
+            self.unfinished.needs_full = true;
+            self.done = None;
+        }
     }
 
     fn verify(&mut self) {

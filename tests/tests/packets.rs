@@ -4,6 +4,7 @@
 use anyhow::Result;
 use headgate_tests::cases::{self, affinity, changes, lifecycle, live, payloads, raw, rules, settings, table};
 use headgate_tests::testbed::{Backend, Manifests, Testbed};
+use headgate_tests::uml;
 
 /// Shows the whole error, one cause a line, and takes the panic's way, by which the testbed keeps its logs.
 fn check(result: Result<()>) {
@@ -14,12 +15,16 @@ fn check(result: Result<()>) {
 
 /// Runs a scenario on a running cluster with `manifests`.
 fn on_testbed(backend: Backend, manifests: Result<Manifests>, scenario: impl FnOnce(&Testbed) -> Result<()>) {
-    on(manifests.and_then(|manifests| Testbed::start(backend, manifests)), scenario);
+    where_it_runs(backend, || on(manifests.and_then(|manifests| Testbed::start(backend, manifests)), scenario));
 }
 
 /// Runs a scenario on machines on which it starts the programs itself.
 fn on_machines(backend: Backend, manifests: Result<Manifests>, scenario: impl FnOnce(&Testbed) -> Result<()>) {
-    on(manifests.and_then(|manifests| Testbed::machines_only(backend, manifests)), scenario);
+    where_it_runs(backend, || on(manifests.and_then(|manifests| Testbed::machines_only(backend, manifests)), scenario));
+}
+
+fn where_it_runs(backend: Backend, test: impl FnOnce()) {
+    if backend.runs_in_uml() { uml::inside(test) } else { test() }
 }
 
 /// The testbed is still there when a failure panics.
@@ -224,4 +229,25 @@ packet_tests! {
     iptables_nft: Backend::IptablesNft;
     iptables_legacy_compact: Backend::IptablesLegacyCompact;
     iptables_nft_compact: Backend::IptablesNftCompact;
+}
+
+mod ipvs {
+    use super::*;
+
+    const BACKEND: Backend = Backend::Ipvs;
+
+    #[test]
+    fn cluster_ip() {
+        group(BACKEND, "cluster_ip");
+    }
+
+    #[test]
+    fn endpoint_conditions() {
+        group(BACKEND, "endpoint_conditions");
+    }
+
+    #[test]
+    fn external_traffic_policy() {
+        group(BACKEND, "external_traffic_policy");
+    }
 }

@@ -3,7 +3,13 @@
 //! Backends are synchronous (the kernel works inside the system call or the process that is waited for) and run on the thread of
 //! [`crate::reconcile`].
 
-use std::{any::Any, collections::BTreeSet, fmt, sync::Arc, time::Duration};
+use std::{
+    any::Any,
+    collections::BTreeSet,
+    fmt,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use headgate_core::{
     Dirty, Family, ServiceKey, State,
@@ -11,8 +17,10 @@ use headgate_core::{
     view::{NoLocalEndpoints, NodeFacts},
 };
 
+use tracing::error;
+
 use crate::{
-    config::{ProxyMode, Settings},
+    config::{IpvsSettings, ProxyMode, Settings},
     node_inputs::{NodeInputs, NodeSettings},
     options::Options,
     sysctl::Sysctls,
@@ -21,6 +29,7 @@ use crate::{
 #[doc(hidden)]
 pub mod fake;
 pub mod iptables;
+pub mod ipvs;
 
 /// What one step did.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -147,6 +156,24 @@ pub trait Backend: Send {
         Vec::new()
     }
 
+    /// The addresses of the node's interfaces matter, and are to be read.
+    fn needs_interfaces(&self) -> bool {
+        false
+    }
+
+    /// When [`Self::tend`] is to be called; `None` while there is nothing to tend.
+    fn tend_at(&self) -> Option<Instant> {
+        None
+    }
+
+    /// Does what time brings with it, such as removing what has drained.
+    ///
+    /// # Errors
+    /// As [`Self::apply`].
+    fn tend(&mut self) -> Result<(), BackendError> {
+        Ok(())
+    }
+
     /// Takes what rules depend on besides the state. True when rules change by it: then the next step has to be [`Self::sync_full`].
     fn reconfigure(&mut self, inputs: &NodeInputs) -> bool {
         let _ = inputs;
@@ -238,16 +265,25 @@ pub fn proxy_mode(backend_name: &str) -> &str {
     backend_name.split('-').next().unwrap_or(backend_name)
 }
 
-/// The backend that the options ask for. Touches no rule.
+/// The backend that the options ask for, or iptables where this machine cannot run that: then the backend says in [`Backend::degraded`] what is
+/// missing. Touches no rule.
 ///
 /// # Errors
 /// When this machine cannot run it, or the options contradict each other; the message says what to change.
 pub fn build(options: &Options, settings: &Settings) -> Result<Box<dyn Backend>, BackendError> {
+    let iptables = || iptables::IptablesBackend::new(iptables_config(options, settings, options.iptables_variant));
     match settings.mode {
-        ProxyMode::Auto | ProxyMode::Iptables => {
-            let config = iptables_config(options, settings, options.iptables_variant);
-            Ok(Box::new(iptables::IptablesBackend::new(config)?))
-        }
+        ProxyMode::Auto | ProxyMode::Iptables => Ok(Box::new(iptables()?)),
+        ProxyMode::Ipvs => match ipvs::IpvsBackend::new(ipvs_config(options, settings)) {
+            Ok(backend) => Ok(Box::new(backend)),
+            Err(error) if error.kind == ErrorKind::Unavailable => {
+                let sentence =
+                    format!("mode ipvs was asked for and cannot run here, so iptables does its work: {error}");
+                error!("{sentence}");
+                Ok(Box::new(iptables()?.degraded_by(sentence)))
+            }
+            Err(error) => Err(error),
+        },
     }
 }
 
@@ -277,19 +313,42 @@ pub fn cleanup_all(options: &Options, settings: &Settings) -> Vec<Cleanup> {
         let outcome = iptables::IptablesBackend::new(config).and_then(|mut backend| backend.cleanup());
         Cleanup { backend: name.to_owned(), outcome }
     };
-    variants.into_iter().map(clean).collect()
+    let mut cleaned: Vec<Cleanup> = variants.into_iter().map(clean).collect();
+    // Rules refer to sets, so that sets can only go after them.
+    let outcome = ipvs::remove_all(&settings.ipvs.exclude_cidrs);
+    cleaned.push(Cleanup { backend: "ipvs".to_owned(), outcome });
+    cleaned
+}
+
+fn masquerade(settings: &Settings) -> MasqueradeConfig {
+    let NodeInputs { detector_v4, detector_v6, .. } = NodeSettings::of(settings).resolve(None, &[]);
+    MasqueradeConfig { all: settings.masquerade_all, bit: settings.masquerade_bit, detector_v4, detector_v6 }
+}
+
+fn ipvs_config(options: &Options, settings: &Settings) -> ipvs::Config {
+    let IpvsSettings { scheduler, exclude_cidrs, strict_arp, tcp_timeout, tcp_fin_timeout, udp_timeout } =
+        settings.ipvs.clone();
+    ipvs::Config {
+        variant: options.iptables_variant,
+        masquerade: masquerade(settings),
+        scheduler,
+        exclude_cidrs,
+        strict_arp,
+        tcp_timeout,
+        tcp_fin_timeout,
+        udp_timeout,
+        ..ipvs::Config::default()
+    }
 }
 
 fn iptables_config(options: &Options, settings: &Settings, variant: iptables::Variant) -> iptables::Config {
-    let NodeInputs { detector_v4, detector_v6, .. } = NodeSettings::of(settings).resolve(None, &[]);
-    let masquerade =
-        MasqueradeConfig { all: settings.masquerade_all, bit: settings.masquerade_bit, detector_v4, detector_v6 };
     iptables::Config {
         variant,
         layout: options.iptables_layout,
-        masquerade,
+        masquerade: masquerade(settings),
         localhost_node_ports: settings.localhost_node_ports,
         conntrack_tcp_be_liberal: Sysctls::default().is_tcp_liberal(),
+        ipvs_exclude_cidrs: settings.ipvs.exclude_cidrs.clone(),
         ..iptables::Config::default()
     }
 }

@@ -58,7 +58,6 @@ const fn ignored(
 const NO_API: &str = "the agent holds no API credentials: it is served by --control-plane";
 const WINDOWS: &str = "for Windows only";
 const NFTABLES: &str = "only for mode nftables, which is not built yet";
-const IPVS: &str = "only for mode ipvs, which is not built yet";
 const LOGS: &str = "--log (or HEADGATE_LOG) sets what is logged; logs go to standard error as text";
 
 const NATURAL: Kind = Kind::Int(0, i64::MAX);
@@ -71,7 +70,7 @@ pub const FIELDS: &[Field] = &[
         "proxy-mode",
         Kind::Choice(&["", "auto", "iptables", "ipvs", "nftables", "userspace"]),
         "auto",
-        "How the kernel is programmed: `auto` (also when empty) takes the best that the node can run, `iptables` is built, others are refused until they are",
+        "How the kernel is programmed: `auto` (also when empty) takes the best that the node can run, `iptables` and `ipvs` are built, others are refused until they are. Where a node lacks what `ipvs` needs, it runs `iptables`, and says so in the log, in `headgatectl agents` and in `/healthz` of the metrics port",
     ),
     used(
         "hostnameOverride",
@@ -185,6 +184,38 @@ pub const FIELDS: &[Field] = &[
         )
     },
     used(
+        "ipvs.scheduler",
+        "ipvs-scheduler",
+        Kind::Text,
+        "",
+        "Mode ipvs: how virtual servers choose endpoints: rr (also when empty), wrr, lc, wlc, lblc, lblcr, sh, dh, sed, nq, mh, fo or ovf. The annotation `headgate.io/scheduler` chooses another one for a Service",
+    ),
+    used(
+        "ipvs.excludeCIDRs",
+        "ipvs-exclude-cidrs",
+        Kind::List,
+        "",
+        "Mode ipvs: virtual servers of these addresses are others', and never removed",
+    ),
+    used(
+        "ipvs.strictARP",
+        "ipvs-strict-arp",
+        Kind::Bool,
+        "false",
+        "Mode ipvs: sets `arp_ignore` to 1 and `arp_announce` to 2, so that interfaces do not answer for the services' addresses",
+    ),
+    used(
+        "ipvs.tcpTimeout",
+        "ipvs-tcp-timeout",
+        Kind::Duration,
+        "0s",
+        "Mode ipvs: idle time after which an established TCP connection is forgotten; 0s leaves it as it is",
+    ),
+    used("ipvs.tcpFinTimeout", "ipvs-tcpfin-timeout", Kind::Duration, "0s", "Mode ipvs: the same after a FIN"),
+    used("ipvs.udpTimeout", "ipvs-udp-timeout", Kind::Duration, "0s", "Mode ipvs: the same for UDP flows"),
+    used("ipvs.syncPeriod", "ipvs-sync-period", Kind::Duration, "30s", "Mode ipvs: as `iptables.syncPeriod`"),
+    used("ipvs.minSyncPeriod", "ipvs-min-sync-period", Kind::Duration, "0s", "Mode ipvs: as `iptables.minSyncPeriod`"),
+    used(
         "conntrack.maxPerCore",
         "conntrack-max-per-core",
         NATURAL,
@@ -284,14 +315,6 @@ pub const FIELDS: &[Field] = &[
     ignored("", "log-text-info-buffer-size", Kind::Any, "0", LOGS),
     ignored("", "log-json-split-stream", Kind::Any, "false", LOGS),
     ignored("", "log-json-info-buffer-size", Kind::Any, "0", LOGS),
-    ignored("ipvs.syncPeriod", "ipvs-sync-period", Kind::Duration, "30s", IPVS),
-    ignored("ipvs.minSyncPeriod", "ipvs-min-sync-period", Kind::Duration, "0s", IPVS),
-    ignored("ipvs.scheduler", "ipvs-scheduler", Kind::Text, "", IPVS),
-    ignored("ipvs.excludeCIDRs", "ipvs-exclude-cidrs", Kind::List, "", IPVS),
-    ignored("ipvs.strictARP", "ipvs-strict-arp", Kind::Bool, "false", IPVS),
-    ignored("ipvs.tcpTimeout", "ipvs-tcp-timeout", Kind::Duration, "0s", IPVS),
-    ignored("ipvs.tcpFinTimeout", "ipvs-tcpfin-timeout", Kind::Duration, "0s", IPVS),
-    ignored("ipvs.udpTimeout", "ipvs-udp-timeout", Kind::Duration, "0s", IPVS),
     ignored("nftables.masqueradeBit", "", Kind::Int(0, 31), "14", NFTABLES),
     ignored("nftables.masqueradeAll", "", Kind::Bool, "false", NFTABLES),
     ignored("nftables.syncPeriod", "", Kind::Duration, "30s", NFTABLES),

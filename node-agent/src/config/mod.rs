@@ -12,7 +12,7 @@ mod yaml;
 mod tests;
 
 pub use raw::{Findings, Origin, Raw};
-pub use settings::{Conntrack, DetectLocal, NodePortSelector, ProxyMode, Settings};
+pub use settings::{Conntrack, DetectLocal, IpvsSettings, NodePortSelector, ProxyMode, Settings};
 
 use std::{io, path::Path};
 

@@ -60,6 +60,13 @@ impl Raw {
         self.values.contains_key(id)
     }
 
+    /// True when the setting was given, and differs from the default.
+    #[must_use]
+    pub fn is_changed(&self, id: &str) -> bool {
+        let field = fields::by_id(id);
+        self.values.get(id).zip(field).is_some_and(|(value, field)| !is_default(field, value))
+    }
+
     /// How a message names a setting.
     #[must_use]
     pub fn name(&self, id: &str) -> String {
@@ -243,6 +250,8 @@ fn is_default(field: &Field, value: &Value) -> bool {
     let default = field.kind.parse(field.default);
     match value {
         Value::Any(json) => says_nothing(json) || json.to_string().trim_matches('"') == field.default,
+        Value::Text(text) if field.default.is_empty() => text.is_empty(),
+        Value::List(list) if field.default.is_empty() => list.is_empty(),
         value => !field.default.is_empty() && default.is_ok_and(|default| default == *value),
     }
 }

@@ -5,11 +5,14 @@ use std::{
     time::Duration,
 };
 
-use headgate_core::Family;
+use headgate_core::{Family, ipvs::Scheduler};
 use ipnet::IpNet;
 use serde_json::Value as Json;
 
-use super::raw::{Origin, Raw};
+use super::{
+    fields::{FIELDS, Field},
+    raw::{Origin, Raw},
+};
 
 /// The longest name that Linux gives an interface.
 const INTERFACE_NAME_MAX: usize = 15;
@@ -22,6 +25,25 @@ pub enum ProxyMode {
     Auto,
     /// iptables rules.
     Iptables,
+    /// Virtual servers of IPVS.
+    Ipvs,
+}
+
+/// What concerns mode ipvs alone. Zero timeouts leave the kernel's.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct IpvsSettings {
+    /// The cluster's scheduler.
+    pub scheduler: Scheduler,
+    /// Virtual servers of these addresses are others'.
+    pub exclude_cidrs: Vec<IpNet>,
+    /// Other interfaces do not answer ARP for the services' addresses.
+    pub strict_arp: bool,
+    /// Idle time of established TCP connections.
+    pub tcp_timeout: Duration,
+    /// Idle time of TCP connections after a FIN.
+    pub tcp_fin_timeout: Duration,
+    /// Idle time of UDP flows.
+    pub udp_timeout: Duration,
 }
 
 /// How local pods are told from other clients.
@@ -103,6 +125,8 @@ pub struct Settings {
     pub sync_period: Duration,
     /// Shortest time between syncs.
     pub min_sync_period: Duration,
+    /// Mode ipvs.
+    pub ipvs: IpvsSettings,
     /// Connection tracking.
     pub conntrack: Conntrack,
     /// For `/proc/self/oom_score_adj`.
@@ -155,8 +179,18 @@ impl Checker<'_> {
         let any = if is_v6 { "[::]:10256" } else { "0.0.0.0:10256" };
         let loopback = if is_v6 { "[::1]:10249" } else { "127.0.0.1:10249" };
         let hostname_override = Some(raw.text("hostnameOverride")).filter(|name| !name.is_empty());
+        let mode = self.mode();
+        // As with kube-proxy, each mode has periods of its own.
+        let [sync_period, min_sync_period] = match mode {
+            ProxyMode::Auto | ProxyMode::Iptables => ["iptables.syncPeriod", "iptables.minSyncPeriod"],
+            ProxyMode::Ipvs => ["ipvs.syncPeriod", "ipvs.minSyncPeriod"],
+        };
+        self.periods(sync_period, min_sync_period);
+        if mode != ProxyMode::Ipvs {
+            self.note_unused_section("ipvs.");
+        }
         let mut settings = Settings {
-            mode: self.mode(),
+            mode,
             hostname_override,
             bind_address: Some(bind_address).filter(|address| !address.is_unspecified()),
             healthz_bind_address: self.server("healthzBindAddress", any, 10256),
@@ -167,15 +201,15 @@ impl Checker<'_> {
             localhost_node_ports: raw.bool("iptables.localhostNodePorts"),
             masquerade_all: raw.bool("iptables.masqueradeAll"),
             masquerade_bit: u8::try_from(raw.int("iptables.masqueradeBit")).unwrap_or(14),
-            sync_period: raw.duration("iptables.syncPeriod"),
-            min_sync_period: raw.duration("iptables.minSyncPeriod"),
+            sync_period: raw.duration(sync_period),
+            min_sync_period: raw.duration(min_sync_period),
+            ipvs: self.ipvs(),
             conntrack: self.conntrack(),
             oom_score_adj: raw.int("oomScoreAdj"),
             allow_external_ips: self.external_ips_gate(),
             notes: Vec::new(),
             document: raw.to_json(),
         };
-        self.periods(settings.sync_period, settings.min_sync_period);
         settings.notes = std::mem::take(&mut self.notes);
         let shown = |address: Option<SocketAddr>| address.map(|a| a.to_string()).unwrap_or_default();
         settings.document["healthzBindAddress"] = shown(settings.healthz_bind_address).into();
@@ -187,11 +221,21 @@ impl Checker<'_> {
         match self.raw.text("mode").as_str() {
             "" | "auto" => ProxyMode::Auto,
             "iptables" => ProxyMode::Iptables,
+            "ipvs" => ProxyMode::Ipvs,
             other => {
-                self.problem("mode", &format!("mode {other} is not built yet; pass auto or iptables"));
+                self.problem("mode", &format!("mode {other} is not built yet; pass auto, iptables or ipvs"));
                 ProxyMode::Auto
             }
         }
+    }
+
+    /// Names what was set of a mode that is not in use.
+    fn note_unused_section(&mut self, prefix: &str) {
+        let mode = self.raw.text("mode");
+        let mode = if mode.is_empty() { "auto" } else { &mode };
+        let (raw, setting) = (self.raw, self.raw.name("mode"));
+        let ids = FIELDS.iter().map(Field::id).filter(|id| id.starts_with(prefix) && raw.is_changed(id));
+        self.notes.extend(ids.map(|id| format!("{} (not used while {setting} is {mode})", raw.name(id))));
     }
 
     fn bind_address(&mut self) -> IpAddr {
@@ -222,12 +266,38 @@ impl Checker<'_> {
         address
     }
 
-    fn periods(&mut self, sync: Duration, min_sync: Duration) {
-        if sync.is_zero() {
-            self.problem("iptables.syncPeriod", "must be more than zero, such as 30s");
-        } else if min_sync > sync {
-            let sync = self.raw.name("iptables.syncPeriod");
-            self.problem("iptables.minSyncPeriod", &format!("must not be more than {sync}; write a shorter time"));
+    fn periods(&mut self, sync: &str, min_sync: &str) {
+        let (period, min_period) = (self.raw.duration(sync), self.raw.duration(min_sync));
+        if period.is_zero() {
+            self.problem(sync, "must be more than zero, such as 30s");
+        } else if min_period > period {
+            let sync = self.raw.name(sync);
+            self.problem(min_sync, &format!("must not be more than {sync}; write a shorter time"));
+        }
+    }
+
+    fn ipvs(&mut self) -> IpvsSettings {
+        const SCHEDULER: &str = "ipvs.scheduler";
+        let name = self.raw.text(SCHEDULER);
+        let scheduler = if name.is_empty() { Some(Scheduler::default()) } else { Scheduler::parse(&name) };
+        if scheduler.is_none() {
+            let known: Vec<&str> = Scheduler::ALL.iter().map(|scheduler| scheduler.as_str()).collect();
+            self.problem(SCHEDULER, &format!("{name:?} is no scheduler of IPVS; write one of {}", known.join(", ")));
+        }
+        let mut exclude_cidrs = Vec::new();
+        for part in self.raw.list("ipvs.excludeCIDRs") {
+            match self.raw.cidr("ipvs.excludeCIDRs", &part) {
+                Ok(cidr) => exclude_cidrs.push(cidr),
+                Err(problem) => self.problems.push(problem),
+            }
+        }
+        IpvsSettings {
+            scheduler: scheduler.unwrap_or_default(),
+            exclude_cidrs,
+            strict_arp: self.raw.bool("ipvs.strictARP"),
+            tcp_timeout: self.raw.duration("ipvs.tcpTimeout"),
+            tcp_fin_timeout: self.raw.duration("ipvs.tcpFinTimeout"),
+            udp_timeout: self.raw.duration("ipvs.udpTimeout"),
         }
     }
 

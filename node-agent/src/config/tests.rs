@@ -1,6 +1,8 @@
 #![allow(clippy::unwrap_used)]
 use std::time::Duration;
 
+use headgate_core::ipvs::Scheduler;
+
 use super::*;
 
 const HEAD: &str = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n";
@@ -65,7 +67,36 @@ fn unknown_repeated_and_meaningless_fields_are_named() {
     let settings = Settings::check(&file.raw).unwrap();
     assert_eq!(settings.mode, ProxyMode::Auto);
     assert!(settings.masquerade_all);
-    assert_eq!(settings.notes, ["ipvs.scheduler (only for mode ipvs, which is not built yet)"]);
+    assert_eq!(settings.notes, ["ipvs.scheduler (not used while mode is auto)"]);
+}
+
+#[test]
+fn mode_ipvs_has_settings_and_periods_of_its_own() {
+    let file = read(
+        "mode: ipvs\niptables: {syncPeriod: 7s}\nipvs: {scheduler: wlc, excludeCIDRs: [192.0.2.0/24], strictARP: true, syncPeriod: 9s, \
+         tcpTimeout: 15m, tcpFinTimeout: 2m, udpTimeout: 5m}\n",
+    );
+    let settings = Settings::check(&file.unwrap().raw).unwrap();
+    assert_eq!((settings.mode, settings.sync_period), (ProxyMode::Ipvs, Duration::from_secs(9)));
+    assert_eq!(settings.notes, Vec::<String>::new());
+    let expected = IpvsSettings {
+        scheduler: Scheduler::WeightedLeastConnection,
+        exclude_cidrs: vec!["192.0.2.0/24".parse().unwrap()],
+        strict_arp: true,
+        tcp_timeout: Duration::from_secs(900),
+        tcp_fin_timeout: Duration::from_secs(120),
+        udp_timeout: Duration::from_secs(300),
+    };
+    assert_eq!(settings.ipvs, expected);
+    let wrong =
+        read("mode: ipvs\nipvs: {scheduler: best, excludeCIDRs: [here], minSyncPeriod: 1m}\n").unwrap_err().to_string();
+    for part in [
+        "ipvs.scheduler: \"best\" is no scheduler",
+        "ipvs.excludeCIDRs: \"here\" is not a CIDR",
+        "ipvs.minSyncPeriod: must not be more",
+    ] {
+        assert!(wrong.contains(part), "{part} is not in {wrong}");
+    }
 }
 
 #[test]

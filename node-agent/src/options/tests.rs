@@ -29,8 +29,9 @@ fn refused(arguments: &[&str]) -> String {
 
 #[test]
 fn modes_to_come_are_refused_by_name() {
-    let error = refused(&["--proxy-mode=ipvs"]);
-    assert!(error.contains("--proxy-mode: mode ipvs is not built yet; pass auto or iptables"), "{error}");
+    let error = refused(&["--proxy-mode=nftables"]);
+    assert!(error.contains("--proxy-mode: mode nftables is not built yet; pass auto, iptables or ipvs"), "{error}");
+    assert_eq!(settings(&["--proxy-mode=ipvs"]).mode, ProxyMode::Ipvs);
     assert_eq!(settings(&["--proxy-mode=iptables"]).mode, ProxyMode::Iptables);
     assert_eq!(settings(&[]).mode, ProxyMode::Auto);
 }

@@ -167,7 +167,9 @@ pub fn flushed_rules_come_back(bed: &Testbed) -> Result<()> {
 /// On machines with [`super::lifecycle::some_services`] on which nothing runs yet.
 pub fn the_other_variant_goes(bed: &Testbed) -> Result<()> {
     let (other, other_variant) = match bed.backend() {
-        Backend::IptablesLegacy | Backend::IptablesLegacyCompact => (Backend::IptablesNft, Variant::Nft),
+        Backend::IptablesLegacy | Backend::IptablesLegacyCompact | Backend::Ipvs => {
+            (Backend::IptablesNft, Variant::Nft)
+        }
         Backend::IptablesNft | Backend::IptablesNftCompact => (Backend::IptablesLegacy, Variant::Legacy),
     };
     bed.start_control_plane()?;

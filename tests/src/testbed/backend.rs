@@ -15,26 +15,34 @@ pub enum Backend {
     IptablesLegacyCompact,
     /// iptables, by nftables, in the layout of large clusters.
     IptablesNftCompact,
+    /// IPVS, with rules by the kernel's old table interface.
+    Ipvs,
 }
 
 impl Backend {
     /// All of them.
-    pub const ALL: [Self; 4] =
-        [Self::IptablesLegacy, Self::IptablesNft, Self::IptablesLegacyCompact, Self::IptablesNftCompact];
+    pub const ALL: [Self; 5] =
+        [Self::IptablesLegacy, Self::IptablesNft, Self::IptablesLegacyCompact, Self::IptablesNftCompact, Self::Ipvs];
 
     /// The agent's flags that choose it.
     pub fn agent_arguments(self) -> Vec<&'static str> {
         let variant = if self.variant() == Variant::Legacy { "legacy" } else { "nft" };
         let layout = if self.is_compact() { "compact" } else { "classic" };
-        vec!["--proxy-mode", "iptables", "--iptables-variant", variant, "--iptables-layout", layout]
+        let mode = if self == Self::Ipvs { "ipvs" } else { "iptables" };
+        vec!["--proxy-mode", mode, "--iptables-variant", variant, "--iptables-layout", layout]
     }
 
     /// The program that is called iptables.
     pub fn variant(self) -> Variant {
         match self {
-            Self::IptablesLegacy | Self::IptablesLegacyCompact => Variant::Legacy,
+            Self::IptablesLegacy | Self::IptablesLegacyCompact | Self::Ipvs => Variant::Legacy,
             Self::IptablesNft | Self::IptablesNftCompact => Variant::Nft,
         }
+    }
+
+    /// It takes a kernel of which the host need not have the like: its tests run inside User-Mode Linux.
+    pub fn runs_in_uml(self) -> bool {
+        self == Self::Ipvs
     }
 
     /// Laid out as for a large cluster.
@@ -50,6 +58,7 @@ impl fmt::Display for Backend {
             Self::IptablesNft => "iptables-nft",
             Self::IptablesLegacyCompact => "iptables-legacy, compact",
             Self::IptablesNftCompact => "iptables-nft, compact",
+            Self::Ipvs => "ipvs",
         })
     }
 }

@@ -22,7 +22,7 @@ fn row_110_a_file_is_read_leniently_and_flags_yield_to_it() {
     for part in [
         "iptables.foo (unknown)",
         "mode (stands more than once",
-        "ipvs.scheduler (only for mode ipvs",
+        "ipvs.scheduler (not used while mode is iptables)",
         "clientConnection.kubeconfig (the agent holds no API credentials",
         "--cluster-cidr (--config is given",
         "--masquerade-all (--config is given",

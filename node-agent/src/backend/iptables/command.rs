@@ -23,15 +23,20 @@ const EXIT_RESOURCE_PROBLEM: i32 = 4;
 
 /// The programs of one family and variant.
 #[derive(Debug, Clone)]
-pub(super) struct Programs {
+pub(in crate::backend) struct Programs {
     family: Family,
     variant: &'static str,
 }
 
 impl Programs {
     /// The programs of a variant, which must not be `Auto`.
-    pub(super) fn new(family: Family, variant: Variant) -> Self {
+    pub(in crate::backend) fn new(family: Family, variant: Variant) -> Self {
         Self { family, variant: if variant == Variant::Legacy { "legacy" } else { "nft" } }
+    }
+
+    /// The family.
+    pub(in crate::backend) fn family(&self) -> Family {
+        self.family
     }
 
     fn name(&self, tool: &str) -> String {
@@ -43,19 +48,19 @@ impl Programs {
     }
 
     /// True when the programs are installed.
-    pub(super) fn are_installed(&self) -> bool {
+    pub(in crate::backend) fn are_installed(&self) -> bool {
         Command::new(self.name("restore")).arg("--version").output().is_ok_and(|output| output.status.success())
     }
 
     /// What of ours the kernel has in a table. Empty where the table does not exist yet.
-    pub(super) fn existing(&self, table: Table) -> Result<Existing, BackendError> {
+    pub(in crate::backend) fn existing(&self, table: Table) -> Result<Existing, BackendError> {
         let mut reader = ExistingReader::new(table);
         self.save(table, |line| reader.line(line))?;
         Ok(reader.finish())
     }
 
     /// Reads a table line by line.
-    pub(super) fn save(&self, table: Table, mut take: impl FnMut(&str)) -> Result<(), BackendError> {
+    pub(in crate::backend) fn save(&self, table: Table, mut take: impl FnMut(&str)) -> Result<(), BackendError> {
         if !self.may_have(table) {
             return Ok(());
         }
@@ -101,7 +106,7 @@ impl Programs {
     }
 
     /// Runs a script. Each table's part takes effect as a whole or not at all.
-    pub(super) fn restore(&self, script: &Script) -> Result<(), BackendError> {
+    pub(in crate::backend) fn restore(&self, script: &Script) -> Result<(), BackendError> {
         let program = self.name("restore");
         tracing::trace!(%program, %script, "restoring");
         let mut child = Command::new(&program)
@@ -122,12 +127,12 @@ impl Programs {
     }
 
     /// True when a chain exists.
-    pub(super) fn has_chain(&self, table: Table, chain: &str) -> Result<bool, BackendError> {
+    pub(in crate::backend) fn has_chain(&self, table: Table, chain: &str) -> Result<bool, BackendError> {
         self.test(table, &["-S", chain, "1"])
     }
 
     /// True when a rule exists in a chain. `rule` is as `iptables-save` prints it.
-    pub(super) fn has_rule(&self, table: Table, chain: &str, rule: &str) -> Result<bool, BackendError> {
+    pub(in crate::backend) fn has_rule(&self, table: Table, chain: &str, rule: &str) -> Result<bool, BackendError> {
         let words = split_rule(rule);
         let mut arguments = vec!["-C", chain];
         arguments.extend(words.iter().map(String::as_str));

@@ -1,6 +1,7 @@
 //! What the operator asked of the iptables backend.
 
 use headgate_core::{Family, iptables::Layout, masquerade::MasqueradeConfig};
+use ipnet::IpNet;
 
 /// Which iptables the rules are written with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
@@ -27,6 +28,8 @@ pub struct Config {
     pub localhost_node_ports: bool,
     /// Conntrack calls no packet INVALID for being outside of the window: there is nothing to drop.
     pub conntrack_tcp_be_liberal: bool,
+    /// Virtual servers of these addresses are others', should an earlier run have left some of ours.
+    pub ipvs_exclude_cidrs: Vec<IpNet>,
     /// Families to program, where the node can.
     pub families: Vec<Family>,
 }
@@ -39,6 +42,7 @@ impl Default for Config {
             masquerade: MasqueradeConfig::default(),
             localhost_node_ports: true,
             conntrack_tcp_be_liberal: false,
+            ipvs_exclude_cidrs: Vec::new(),
             families: Family::BOTH.to_vec(),
         }
     }

@@ -2,11 +2,12 @@
 //!
 //! A change writes the chains of changed services and nothing else. Only a full sync reads the kernel.
 
-mod command;
+pub(super) mod command;
 mod config;
 mod refused;
-mod sysctl;
-mod variant;
+pub(super) mod rules;
+pub(super) mod sysctl;
+pub(super) mod variant;
 
 pub use config::{Config, Variant};
 
@@ -18,12 +19,15 @@ use std::{
 
 use headgate_core::{
     Dirty, Family, ServiceKey, State,
-    iptables::{ExistingTables, Ledger, RenderConfig, Script, Table, fixed, ledger::Planned},
+    iptables::{Ledger, RenderConfig, Script, Table, fixed, ledger::Planned},
     view::NodeFacts,
 };
+use ipnet::IpNet;
 
-use self::command::Programs;
-use super::{Backend, BackendError, ErrorKind, FamilyStatistics, Plan, Refused, Report, StateSource, TableStatistics};
+use self::{command::Programs, rules::Left};
+use super::{
+    Backend, BackendError, ErrorKind, FamilyStatistics, Plan, Refused, Report, StateSource, TableStatistics, ipvs,
+};
 use crate::node_inputs::NodeInputs;
 
 /// A comparison of every rule is followed by a pause of this many times what it took.
@@ -36,6 +40,8 @@ pub struct IptablesBackend {
     families: Vec<FamilyBackend>,
     /// The same families in the variant that is not used, until what an earlier run may have left there is gone.
     other_variant: Vec<FamilyBackend>,
+    /// What tells others' virtual servers from those that a run in mode ipvs may have left, until those are gone.
+    left_of_ipvs: Option<Vec<IpNet>>,
     degraded: Vec<String>,
 }
 
@@ -49,15 +55,6 @@ struct FamilyBackend {
     last_took: Duration,
     /// Rules that the last step wrote: nat, filter.
     last_rules: [u32; 2],
-}
-
-/// A chain that the kernel does not delete.
-#[derive(Debug)]
-struct Left {
-    table: Table,
-    name: String,
-    /// For the log: which chain, and what the kernel says.
-    sentence: String,
 }
 
 /// What [`Backend::plan`] hands to [`Backend::apply`]: a script for each family, in the order of the backend's families.
@@ -94,7 +91,14 @@ impl IptablesBackend {
             families.push(FamilyBackend::new(Programs::new(family, variant), render));
         }
         let name = if variant == Variant::Legacy { "iptables-legacy" } else { "iptables-nft" };
-        Ok(Self { name, families, other_variant, degraded })
+        Ok(Self { name, families, other_variant, left_of_ipvs: Some(config.ipvs_exclude_cidrs), degraded })
+    }
+
+    /// Says for what reason it runs in place of another backend.
+    #[must_use]
+    pub fn degraded_by(mut self, sentence: String) -> Self {
+        self.degraded.push(sentence);
+        self
     }
 }
 
@@ -118,12 +122,21 @@ impl Backend for IptablesBackend {
         result?;
         // Both variants' rules would be followed; ours are in place now.
         self.other_variant.retain(|family| {
-            let left = family.cleanup().map_err(|error| error.of(family.family));
+            let left = family.programs.cleanup().map_err(|error| error.of(family.family));
             report.warnings.extend(left.as_ref().err().map(|error| {
                 format!("what an earlier run left in the other variant of iptables cannot be removed: {error}")
             }));
             left.is_err()
         });
+        // Their sets go after the rules that refer to them.
+        if let Some(exclude_cidrs) = &self.left_of_ipvs {
+            match ipvs::remove_all(exclude_cidrs) {
+                Ok(()) => self.left_of_ipvs = None,
+                Err(error) => {
+                    report.warnings.push(format!("what an earlier run in mode ipvs left cannot be removed: {error}"));
+                }
+            }
+        }
         Ok(report)
     }
 
@@ -187,7 +200,7 @@ impl Backend for IptablesBackend {
 
     fn has_rules(&mut self) -> Result<bool, BackendError> {
         for family in &self.families {
-            if !family.is_intact()? {
+            if !family.programs.is_intact(family.ledger.config())? {
                 return Ok(false);
             }
         }
@@ -196,7 +209,7 @@ impl Backend for IptablesBackend {
 
     fn verify(&mut self) -> Result<bool, BackendError> {
         for family in &mut self.families {
-            if !family.is_intact()? || !family.is_intact_in_depth()? {
+            if !family.programs.is_intact(family.ledger.config())? || !family.is_intact_in_depth()? {
                 return Ok(false);
             }
         }
@@ -206,7 +219,7 @@ impl Backend for IptablesBackend {
     fn cleanup(&mut self) -> Result<(), BackendError> {
         let mut result = Ok(());
         for family in &self.families {
-            result = BackendError::join(result, family.cleanup());
+            result = BackendError::join(result, family.programs.cleanup());
         }
         result
     }
@@ -229,21 +242,13 @@ impl FamilyBackend {
         if fixed::has_localnet_guard(self.ledger.config()) {
             report.warnings.extend(sysctl::route_localnet().err());
         }
-        let existing = self.existing()?;
+        let existing = self.programs.existing_tables()?;
         let mut work = None;
         source.look(&mut |state, node| work = Some(self.ledger.full(state, node, &existing)));
         let Some((script, planned)) = work else { return Ok(()) };
         self.run(&script, planned, report)?;
         self.next_deep_look.get_or_insert_with(Instant::now);
         Ok(())
-    }
-
-    fn existing(&self) -> Result<ExistingTables, BackendError> {
-        let mut tables = ExistingTables::default();
-        for table in Table::ALL {
-            tables.set(table, self.programs.existing(table)?);
-        }
-        Ok(tables)
     }
 
     fn statistics(&self) -> FamilyStatistics {
@@ -272,45 +277,11 @@ impl FamilyBackend {
             return Ok(());
         }
         // Each is named once, not at every repair.
-        for Left { table, name, sentence } in self.restore(script)? {
+        for Left { table, name, sentence } in self.programs.restore_leaving(script)? {
             report.warnings.extend(self.ledger.leave(table, &name).then_some(sentence));
         }
         report.objects_written += script.chains_written() + script.chains_deleted();
         Ok(())
-    }
-
-    /// Runs a script. Where the kernel refuses to delete a chain because a rule of somebody else's leads to it, the chain stays, empty,
-    /// and is named in a sentence: it must not keep everything else from being written.
-    fn restore(&self, script: &Script) -> Result<Vec<Left>, BackendError> {
-        let refused = match self.programs.restore(script) {
-            Ok(()) => return Ok(Vec::new()),
-            Err(error) if script.chains_deleted() == 0 || error.kind == ErrorKind::Unavailable => return Err(error),
-            Err(error) => error,
-        };
-        let (writes, deletions) = script.clone().split_deletions();
-        if !writes.is_empty() {
-            self.programs.restore(&writes)?;
-        }
-        tracing::debug!(error = %refused, "deleting chains one by one");
-        let mut left = Vec::new();
-        self.delete_what_can_be(&deletions, &mut left);
-        Ok(left)
-    }
-
-    /// Deletes chains, by halves where the kernel refuses.
-    fn delete_what_can_be(&self, chains: &[(Table, String)], left: &mut Vec<Left>) {
-        if chains.is_empty() {
-            return;
-        }
-        let Err(error) = self.programs.restore(&Script::deleting(chains)) else { return };
-        if let [(table, name)] = chains {
-            let sentence = format!("chain {name} of table {table} ({}) stays, empty: {error}", self.family);
-            left.push(Left { table: *table, name: name.clone(), sentence });
-            return;
-        }
-        let (first, second) = chains.split_at(chains.len() / 2);
-        self.delete_what_can_be(first, left);
-        self.delete_what_can_be(second, left);
     }
 
     /// Compares every rule with what is wanted, as often as that costs at most some percent of a core.
@@ -319,30 +290,8 @@ impl FamilyBackend {
         if self.next_deep_look.is_none_or(|due| started < due) {
             return Ok(true);
         }
-        let is_intact = self.ledger.is_in(&self.existing()?);
+        let is_intact = self.ledger.is_in(&self.programs.existing_tables()?);
         self.next_deep_look = Some(Instant::now() + started.elapsed() * DEEP_LOOK_PAUSE_FACTOR);
         Ok(is_intact)
-    }
-
-    /// Somebody who flushes tables takes the canary with them, or at least the rules that lead to our chains.
-    fn is_intact(&self) -> Result<bool, BackendError> {
-        if !self.programs.has_chain(Table::Mangle, fixed::CANARY)? {
-            return Ok(false);
-        }
-        for jump in fixed::jumps(self.ledger.config()) {
-            if !self.programs.has_rule(jump.table, jump.from, &jump.rule)? {
-                tracing::warn!(family = %self.family, table = %jump.table, chain = jump.from, "rule removed by somebody else");
-                return Ok(false);
-            }
-        }
-        Ok(true)
-    }
-
-    fn cleanup(&self) -> Result<(), BackendError> {
-        let existing = self.existing()?;
-        let script = Ledger::cleanup(&existing);
-        let left = if script.is_empty() { Vec::new() } else { self.restore(&script)? };
-        let sentences: Vec<String> = left.into_iter().map(|left| left.sentence).collect();
-        if sentences.is_empty() { Ok(()) } else { Err(BackendError::new(ErrorKind::Fatal, sentences.join("; "))) }
     }
 }

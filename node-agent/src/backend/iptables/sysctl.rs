@@ -12,7 +12,7 @@ pub(super) fn route_localnet() -> Result<(), String> {
 }
 
 /// True when the node speaks IPv6.
-pub(super) fn has_ipv6() -> bool {
+pub(in crate::backend) fn has_ipv6() -> bool {
     Path::new("/proc/thread-self/net/if_inet6").exists()
 }
 

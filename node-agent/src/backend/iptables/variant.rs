@@ -16,7 +16,7 @@ const KUBELET_CHAINS: [&str; 2] = [":KUBE-IPTABLES-HINT", ":KUBE-KUBELET-CANARY"
 ///
 /// # Errors
 /// [`ErrorKind::Unavailable`] when the programs are not installed.
-pub(super) fn choose(asked: Variant) -> Result<Variant, BackendError> {
+pub(in crate::backend) fn choose(asked: Variant) -> Result<Variant, BackendError> {
     let is_installed = |variant| Programs::new(Family::V4, variant).are_installed();
     match asked {
         Variant::Auto => detect(is_installed(Variant::Legacy), is_installed(Variant::Nft)),

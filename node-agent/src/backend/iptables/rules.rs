@@ -1,0 +1,87 @@
+//! Reading and writing the rules of one family, whatever they are for: the iptables backend's, and those beside virtual servers of IPVS.
+
+use headgate_core::iptables::{ExistingTables, Ledger, RenderConfig, Script, Table, fixed};
+
+use super::{
+    super::{BackendError, ErrorKind},
+    command::Programs,
+};
+
+/// A chain that the kernel does not delete.
+#[derive(Debug)]
+pub(in crate::backend) struct Left {
+    /// Its table.
+    pub(in crate::backend) table: Table,
+    /// Its name.
+    pub(in crate::backend) name: String,
+    /// For the log: which chain, and what the kernel says.
+    pub(in crate::backend) sentence: String,
+}
+
+impl Programs {
+    /// What of ours the kernel has.
+    pub(in crate::backend) fn existing_tables(&self) -> Result<ExistingTables, BackendError> {
+        let mut tables = ExistingTables::default();
+        for table in Table::ALL {
+            tables.set(table, self.existing(table)?);
+        }
+        Ok(tables)
+    }
+
+    /// Runs a script. Where the kernel refuses to delete a chain because a rule of somebody else's leads to it, the chain stays, empty,
+    /// and is named in a sentence: it must not keep everything else from being written.
+    pub(in crate::backend) fn restore_leaving(&self, script: &Script) -> Result<Vec<Left>, BackendError> {
+        let refused = match self.restore(script) {
+            Ok(()) => return Ok(Vec::new()),
+            Err(error) if script.chains_deleted() == 0 || error.kind == ErrorKind::Unavailable => return Err(error),
+            Err(error) => error,
+        };
+        let (writes, deletions) = script.clone().split_deletions();
+        if !writes.is_empty() {
+            self.restore(&writes)?;
+        }
+        tracing::debug!(error = %refused, "deleting chains one by one");
+        let mut left = Vec::new();
+        self.delete_what_can_be(&deletions, &mut left);
+        Ok(left)
+    }
+
+    /// Deletes chains, by halves where the kernel refuses.
+    fn delete_what_can_be(&self, chains: &[(Table, String)], left: &mut Vec<Left>) {
+        if chains.is_empty() {
+            return;
+        }
+        let Err(error) = self.restore(&Script::deleting(chains)) else { return };
+        if let [(table, name)] = chains {
+            let sentence = format!("chain {name} of table {table} ({}) stays, empty: {error}", self.family());
+            left.push(Left { table: *table, name: name.clone(), sentence });
+            return;
+        }
+        let (first, second) = chains.split_at(chains.len() / 2);
+        self.delete_what_can_be(first, left);
+        self.delete_what_can_be(second, left);
+    }
+
+    /// Somebody who flushes tables takes the canary with them, or at least the rules that lead to our chains.
+    pub(in crate::backend) fn is_intact(&self, config: &RenderConfig) -> Result<bool, BackendError> {
+        if !self.has_chain(Table::Mangle, fixed::CANARY)? {
+            return Ok(false);
+        }
+        for jump in fixed::jumps(config) {
+            if !self.has_rule(jump.table, jump.from, &jump.rule)? {
+                tracing::warn!(family = %self.family(), table = %jump.table, chain = jump.from, "rule removed by somebody else");
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Removes everything that is ours.
+    pub(in crate::backend) fn cleanup(&self) -> Result<(), BackendError> {
+        let existing = self.existing_tables()?;
+        let script = Ledger::cleanup(&existing);
+        let left = if script.is_empty() { Vec::new() } else { self.restore_leaving(&script)? };
+        let sentences: Vec<String> = left.into_iter().map(|left| left.sentence).collect();
+        if sentences.is_empty() { Ok(()) } else { Err(BackendError::new(ErrorKind::Fatal, sentences.join("; "))) }
+    }
+}

@@ -1,0 +1,201 @@
+//! Between what `core` plans and what the kernel's clients take.
+
+use headgate_core::{
+    Family, Protocol,
+    ipvs::{Element, Scheduler, ServerKey, Set, SetKind, Settings},
+};
+use headgate_netlink::route::Prefix;
+use ipnet::IpNet;
+use ipset_netlink::{self as ipset, SetType, Specification};
+use ipvs_netlink::{self as ipvs, SchedulerFlags, ServiceId};
+use std::net::{IpAddr, SocketAddr};
+
+/// A virtual server's name in the kernel.
+pub(super) fn service_id(key: ServerKey) -> ServiceId {
+    let protocol = match key.protocol {
+        Protocol::Tcp => ipvs::Protocol::Tcp,
+        Protocol::Udp => ipvs::Protocol::Udp,
+        Protocol::Sctp => ipvs::Protocol::Sctp,
+    };
+    ServiceId::new(protocol, SocketAddr::new(key.address, key.port))
+}
+
+/// A name in the kernel as a virtual server's; `None` for those by firewall mark and of other protocols, which are never ours.
+pub(super) fn server_key(id: ServiceId) -> Option<ServerKey> {
+    let ServiceId::Address { protocol, address } = id else { return None };
+    let protocol = match protocol {
+        ipvs::Protocol::Tcp => Protocol::Tcp,
+        ipvs::Protocol::Udp => Protocol::Udp,
+        ipvs::Protocol::Sctp => Protocol::Sctp,
+        ipvs::Protocol::Other(_) => return None,
+    };
+    Some(ServerKey { address: address.ip(), protocol, port: address.port() })
+}
+
+/// A virtual server as it is to be.
+pub(super) fn service(key: ServerKey, settings: Settings) -> ipvs::Service {
+    let service = ipvs::Service::new(service_id(key), settings.scheduler.as_str());
+    let service = match settings.persistence_seconds {
+        Some(seconds) => service.persistent(seconds),
+        None => service,
+    };
+    ipvs::Service { scheduler_flags: scheduler_flags(settings.scheduler), ..service }
+}
+
+/// Settings of a virtual server that the kernel has; `None` if they are none that we give.
+pub(super) fn settings(found: &ipvs::ServiceEntry) -> Option<Settings> {
+    let scheduler = Scheduler::parse(&found.service.scheduler)?;
+    let persistence_seconds = found.service.persistence.map(|persistence| persistence.timeout_seconds);
+    let settings = Settings { scheduler, persistence_seconds };
+    let is_as_given = found.service == service(server_key(found.service.id)?, settings) && found.other_flags == 0;
+    is_as_given.then_some(settings)
+}
+
+fn scheduler_flags(scheduler: Scheduler) -> SchedulerFlags {
+    SchedulerFlags { fallback: scheduler.falls_back(), port: scheduler.hashes_source_port(), third: false }
+}
+
+/// A destination as it is to be.
+pub(super) fn destination(address: SocketAddr, weight: u32) -> ipvs::Destination {
+    ipvs::Destination::new(address).weighing(weight)
+}
+
+/// A destination's weight, or one that no destination can have if it is not one that we make: so it differs from whatever is wanted.
+pub(super) fn weight(found: &ipvs::Destination) -> u32 {
+    let is_ours = *found == destination(found.address, found.weight);
+    if is_ours { found.weight } else { u32::MAX }
+}
+
+fn ipset_family(family: Family) -> ipset::Family {
+    match family {
+        Family::V4 => ipset::Family::V4,
+        Family::V6 => ipset::Family::V6,
+    }
+}
+
+/// A set as it is to be made.
+pub(super) fn specification(set: Set, family: Family) -> Specification {
+    let set_type = match set.kind() {
+        SetKind::Port => SetType::BitmapPort,
+        SetKind::Ip => SetType::HashIp,
+        SetKind::Net => SetType::HashNet,
+        SetKind::IpPort => SetType::HashIpPort,
+        SetKind::IpPortIp => SetType::HashIpPortIp,
+        SetKind::IpPortNet => SetType::HashIpPortNet,
+    };
+    let wanted = Specification::new(set.name(family), set_type, ipset_family(family));
+    match set_type {
+        SetType::BitmapPort => wanted,
+        _ => wanted.with_sizes(SetKind::HASH_SIZE, SetKind::MAX_ELEMENTS),
+    }
+}
+
+/// An element for the kernel.
+pub(super) fn element(element: Element) -> ipset::Element {
+    match element {
+        Element::Port(port) => ipset::Element::Port(port),
+        Element::Ip(address) => ipset::Element::Ip(address),
+        Element::Net(net) => ipset::Element::Net(net.addr(), net.prefix_len()),
+        Element::IpPort(address, protocol, port) => ipset::Element::IpPort(address, ipset_protocol(protocol), port),
+        Element::IpPortIp(address, protocol, port, second) => {
+            ipset::Element::IpPortIp(address, ipset_protocol(protocol), port, second)
+        }
+        Element::IpPortNet(address, protocol, port, net) => {
+            ipset::Element::IpPortNet(address, ipset_protocol(protocol), port, net.addr(), net.prefix_len())
+        }
+    }
+}
+
+fn ipset_protocol(protocol: Protocol) -> ipset::Protocol {
+    match protocol {
+        Protocol::Tcp => ipset::Protocol::Tcp,
+        Protocol::Udp => ipset::Protocol::Udp,
+        Protocol::Sctp => ipset::Protocol::Sctp,
+    }
+}
+
+/// An element of the kernel's; `None` for one that we never make.
+pub(super) fn known_element(found: &ipset::Element) -> Option<Element> {
+    let known = |protocol| match protocol {
+        ipset::Protocol::Tcp => Some(Protocol::Tcp),
+        ipset::Protocol::Udp => Some(Protocol::Udp),
+        ipset::Protocol::Sctp => Some(Protocol::Sctp),
+        ipset::Protocol::Other(_) => None,
+    };
+    Some(match *found {
+        ipset::Element::Port(port) => Element::Port(port),
+        ipset::Element::Ip(address) => Element::Ip(address),
+        ipset::Element::Net(net, length) => Element::Net(IpNet::new(net, length).ok()?),
+        ipset::Element::IpPort(address, protocol, port) => Element::IpPort(address, known(protocol)?, port),
+        ipset::Element::IpPortIp(address, protocol, port, second) => {
+            Element::IpPortIp(address, known(protocol)?, port, second)
+        }
+        ipset::Element::IpPortNet(address, protocol, port, net, length) => {
+            Element::IpPortNet(address, known(protocol)?, port, IpNet::new(net, length).ok()?)
+        }
+    })
+}
+
+/// A network for rtnetlink.
+pub(super) fn prefix(net: IpNet) -> Prefix {
+    Prefix { address: net.addr(), length: net.prefix_len() }
+}
+
+/// A host's prefix.
+pub(super) fn host(address: IpAddr) -> Prefix {
+    Prefix::host(address)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    fn key(protocol: Protocol) -> ServerKey {
+        ServerKey { address: "10.96.0.1".parse().unwrap(), protocol, port: 80 }
+    }
+
+    #[test]
+    fn servers_are_read_back_as_they_were_made_and_others_are_told() {
+        for scheduler in Scheduler::ALL {
+            for persistence_seconds in [None, Some(10_800)] {
+                let made = Settings { scheduler, persistence_seconds };
+                let entry = ipvs::ServiceEntry {
+                    service: service(key(Protocol::Sctp), made),
+                    hashed: true,
+                    other_flags: 0,
+                    statistics: ipvs::Statistics::default(),
+                };
+                assert_eq!(settings(&entry), Some(made));
+                let by_packet = ipvs::Service { one_packet: true, ..entry.service.clone() };
+                assert_eq!(settings(&ipvs::ServiceEntry { service: by_packet, ..entry }), None);
+            }
+        }
+        assert_eq!(server_key(service_id(key(Protocol::Udp))), Some(key(Protocol::Udp)));
+        assert_eq!(server_key(ServiceId::FirewallMark { family: ipvs::Family::V4, mark: 1 }), None);
+    }
+
+    #[test]
+    fn destinations_that_are_not_ours_weigh_what_none_of_ours_does() {
+        let ours = destination("10.0.0.1:80".parse().unwrap(), 7);
+        assert_eq!(weight(&ours), 7);
+        assert_eq!(weight(&ipvs::Destination { forwarding: ipvs::Forwarding::Direct, ..ours }), u32::MAX);
+        assert_eq!(weight(&ipvs::Destination { upper_threshold: 1, ..ours }), u32::MAX);
+    }
+
+    #[test]
+    fn elements_go_there_and_back() {
+        let (v4, v6): (IpAddr, IpAddr) = ("10.96.0.1".parse().unwrap(), "fd00::1".parse().unwrap());
+        for made in [
+            Element::Port(30_000),
+            Element::Ip(v6),
+            Element::Net("10.96.0.0/12".parse().unwrap()),
+            Element::IpPort(v4, Protocol::Sctp, 80),
+            Element::IpPortIp(v6, Protocol::Udp, 53, v6),
+            Element::IpPortNet(v4, Protocol::Tcp, 80, "192.0.2.0/24".parse().unwrap()),
+        ] {
+            assert_eq!(known_element(&element(made)), Some(made));
+        }
+        assert_eq!(known_element(&ipset::Element::IpPort(v4, ipset::Protocol::Other(1), 0)), None);
+    }
+}

@@ -1,0 +1,215 @@
+//! One family's virtual servers, sets and rules.
+
+use std::{
+    collections::BTreeMap,
+    net::{IpAddr, SocketAddr},
+    time::{Duration, Instant},
+};
+
+use headgate_core::{
+    Family,
+    iptables::{NodePortAddresses, Table},
+    ipvs::{Ledger, Op, Plan},
+};
+
+use super::{
+    super::{
+        BackendError, ErrorKind, FamilyStatistics, Report, StateSource, TableStatistics,
+        iptables::{command::Programs, rules::Left},
+    },
+    convert,
+    kernel::{Kernel, of_ipvs, of_sets},
+    read, write,
+    write::RefusedOp,
+};
+use crate::node_inputs::NodeInputs;
+
+/// A comparison of everything is followed by a pause of this many times what it took.
+const DEEP_LOOK_PAUSE_FACTOR: u32 = 100;
+
+/// One family.
+#[derive(Debug)]
+pub(super) struct FamilyBackend {
+    pub(super) family: Family,
+    pub(super) programs: Programs,
+    pub(super) ledger: Ledger,
+    /// When everything may be compared again; `None` before the first full sync, when there is nothing to compare with.
+    next_deep_look: Option<Instant>,
+    last_took: Duration,
+    /// Rules that the last step wrote: nat, filter.
+    last_rules: [u32; 2],
+}
+
+impl FamilyBackend {
+    pub(super) fn new(programs: Programs, ledger: Ledger) -> Self {
+        Self {
+            family: programs.family(),
+            programs,
+            ledger,
+            next_deep_look: None,
+            last_took: Duration::ZERO,
+            last_rules: [0; 2],
+        }
+    }
+
+    /// Takes the addresses of the node's other devices, those that answer NodePorts, and how local pods are told. True when something changes by it.
+    pub(super) fn reconfigure(&mut self, inputs: &NodeInputs) -> bool {
+        let mut config = self.ledger.config().clone();
+        let of_family = |address: &&IpAddr| Family::of(**address) == self.family;
+        config.other_addresses = inputs.interfaces.iter().filter(of_family).copied().collect();
+        let is_elsewhere = |address: &&IpAddr| !address.is_loopback() && of_family(address);
+        config.node_port_addresses = match inputs.node_ports(self.family) {
+            NodePortAddresses::All => inputs.interfaces.iter().filter(is_elsewhere).copied().collect(),
+            NodePortAddresses::Only(addresses) => addresses.iter().filter(is_elsewhere).copied().collect(),
+        };
+        config.masquerade.detector_v4.clone_from(&inputs.detector_v4);
+        config.masquerade.detector_v6.clone_from(&inputs.detector_v6);
+        let is_new = config != *self.ledger.config();
+        if is_new {
+            self.ledger.set_config(config);
+        }
+        is_new
+    }
+
+    /// Reads what there is, and writes what differs.
+    pub(super) fn sync_full(
+        &mut self,
+        kernel: &mut Kernel,
+        source: &dyn StateSource,
+        now_ms: u64,
+        report: &mut Report,
+    ) -> Result<(), BackendError> {
+        let device = kernel.device()?;
+        let tables = self.programs.existing_tables()?;
+        let existing = read::existing(kernel, device, self.family, tables)?;
+        let mut plan = None;
+        source.look(&mut |state, node| plan = Some(self.ledger.full(state, node, &existing, now_ms)));
+        drop(existing);
+        let Some(plan) = plan else { return Ok(()) };
+        self.run(kernel, device, &plan, report)?;
+        self.next_deep_look.get_or_insert_with(Instant::now);
+        Ok(())
+    }
+
+    /// Carries out a plan.
+    pub(super) fn run(
+        &mut self,
+        kernel: &mut Kernel,
+        device: u32,
+        plan: &Plan,
+        report: &mut Report,
+    ) -> Result<(), BackendError> {
+        let started = Instant::now();
+        let written = |table| u32::try_from(plan.script.rules_written(table)).unwrap_or(u32::MAX);
+        self.last_rules = [written(Table::Nat), written(Table::Filter)];
+        let result = self.write(kernel, device, plan, report);
+        self.last_took = started.elapsed();
+        result
+    }
+
+    fn write(
+        &mut self,
+        kernel: &mut Kernel,
+        device: u32,
+        plan: &Plan,
+        report: &mut Report,
+    ) -> Result<(), BackendError> {
+        // Both families compute the same services: they count once.
+        report.services_planned = report.services_planned.max(plan.services_planned);
+        let mut refused = write::run(kernel, device, self.family, &plan.before)?;
+        if !plan.script.is_empty() {
+            // Each is named once, not at every repair.
+            for Left { table, name, sentence } in self.programs.restore_leaving(&plan.script)? {
+                report.warnings.extend(self.ledger.leave(table, &name).then_some(sentence));
+            }
+        }
+        self.ledger.confirm();
+        refused.extend(write::run(kernel, device, self.family, &plan.after)?);
+        let chains = plan.script.chains_written() + plan.script.chains_deleted();
+        report.objects_written += chains + u32::try_from(plan.ops().count()).unwrap_or(u32::MAX);
+        self.judge(refused, report)
+    }
+
+    /// What becomes of steps that the kernel refuses.
+    fn judge(&mut self, refused: Vec<RefusedOp>, report: &mut Report) -> Result<(), BackendError> {
+        if refused.is_empty() {
+            return Ok(());
+        }
+        let mut config = self.ledger.config().clone();
+        for scheduler in refused.iter().filter_map(|refused| refused.missing_scheduler) {
+            if config.available_schedulers.remove(&scheduler) {
+                report.warnings.push(format!(
+                    "this kernel has no scheduler {scheduler} (load it: modprobe ip_vs_{scheduler}): services that ask for it get {}",
+                    config.scheduler
+                ));
+            }
+        }
+        self.ledger.set_config(config);
+        let count = refused.len();
+        let reasons: Vec<String> = refused.into_iter().take(5).map(|refused| refused.reason).collect();
+        let message = format!("the kernel refuses {count} steps: {}", reasons.join("; "));
+        Err(BackendError::new(ErrorKind::NeedsFullSync, message))
+    }
+
+    /// What somebody else flushes shows at once; what somebody changes shows when everything is compared.
+    pub(super) fn is_intact(&mut self, kernel: &mut Kernel) -> Result<bool, BackendError> {
+        Ok(self.has_rules(kernel)? && self.is_intact_in_depth(kernel)?)
+    }
+
+    /// Rules that lead to our chains, the device and the sets are there.
+    pub(super) fn has_rules(&self, kernel: &mut Kernel) -> Result<bool, BackendError> {
+        if !self.programs.is_intact(self.ledger.rules().config())? {
+            return Ok(false);
+        }
+        if kernel.existing_device()?.is_none() {
+            return Ok(false);
+        }
+        let set = headgate_core::ipvs::Set::ClusterIp.name(self.family);
+        let found = kernel.sets()?.set(&set).map_err(of_sets)?;
+        Ok(found.is_some())
+    }
+
+    fn is_intact_in_depth(&mut self, kernel: &mut Kernel) -> Result<bool, BackendError> {
+        let started = Instant::now();
+        if self.next_deep_look.is_none_or(|due| started < due) {
+            return Ok(true);
+        }
+        let device = kernel.device()?;
+        let tables = self.programs.existing_tables()?;
+        let is_intact = self.ledger.is_in(&read::existing(kernel, device, self.family, tables)?);
+        self.next_deep_look = Some(Instant::now() + started.elapsed() * DEEP_LOOK_PAUSE_FACTOR);
+        Ok(is_intact)
+    }
+
+    /// Asks how many connections draining destinations still have, and removes those without any.
+    pub(super) fn drain(&mut self, kernel: &mut Kernel, now_ms: u64) -> Result<(), BackendError> {
+        let draining: Vec<_> = self.ledger.draining().collect();
+        let mut ops: Vec<Op> = Vec::new();
+        for key in draining {
+            let found = kernel.ipvs()?.destinations(convert::service_id(key)).map_err(of_ipvs)?;
+            let count = |entry: &ipvs_netlink::DestinationEntry| {
+                u64::from(entry.active_connections) + u64::from(entry.inactive_connections)
+            };
+            let connections: BTreeMap<SocketAddr, u64> =
+                found.iter().map(|entry| (entry.destination.address, count(entry))).collect();
+            let Plan { before, after, .. } = self.ledger.drained(key, &connections, now_ms);
+            ops.extend(before.into_iter().chain(after));
+        }
+        if ops.is_empty() {
+            return Ok(());
+        }
+        let device = kernel.device()?;
+        let refused = write::run(kernel, device, self.family, &ops)?;
+        self.judge(refused, &mut Report::default())
+    }
+
+    pub(super) fn statistics(&self) -> FamilyStatistics {
+        let tally = self.ledger.tally();
+        let [nat, filter] = self.last_rules;
+        let rules = vec![
+            TableStatistics { table: "nat", total: tally.nat_rules, last: nat },
+            TableStatistics { table: "filter", total: tally.filter_rules, last: filter },
+        ];
+        FamilyStatistics { family: self.family, took: self.last_took, rules, no_local: tally.no_local }
+    }
+}

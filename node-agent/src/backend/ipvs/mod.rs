@@ -1,0 +1,249 @@
+//! The IPVS backend: plans of [`headgate_core::ipvs`], carried out over netlink, and the rules beside them by `iptables-restore`.
+//!
+//! A change writes what it changes. Only a full sync reads the kernel, and a look at everything in the background. What is refused, each for
+//! itself, keeps nothing else from being done.
+
+mod cleanup;
+mod config;
+mod convert;
+mod family;
+mod kernel;
+mod probe;
+mod read;
+mod sysctl;
+mod write;
+
+pub(super) use cleanup::remove_all;
+pub use config::Config;
+
+use std::time::{Duration, Instant};
+
+use headgate_core::{
+    Dirty, Family, State,
+    ipvs::{IpvsConfig, Ledger, Plan as FamilyPlan},
+    view::NodeFacts,
+};
+use ipvs_netlink::Timeouts;
+
+use self::{
+    family::FamilyBackend,
+    kernel::{Kernel, of_ipvs},
+    sysctl::Sysctls,
+};
+use super::{
+    Backend, BackendError, ErrorKind, FamilyStatistics, Plan, Report, StateSource,
+    iptables::{Variant, command::Programs, sysctl::has_ipv6, variant},
+};
+use crate::node_inputs::NodeInputs;
+
+/// Time between two questions for the connections of draining destinations.
+const DRAIN_INTERVAL: Duration = Duration::from_secs(5);
+
+/// Programs the kernel's IPVS.
+#[derive(Debug)]
+pub struct IpvsBackend {
+    config: Config,
+    kernel: Kernel,
+    families: Vec<FamilyBackend>,
+    /// Both families' programs of the variant of iptables that is not used, until what an earlier run may have left there is gone.
+    other_variant: Vec<Programs>,
+    degraded: Vec<String>,
+    is_prepared: bool,
+    began: Instant,
+    drain_at: Option<Instant>,
+}
+
+/// What [`Backend::plan`] hands to [`Backend::apply`], in the order of the backend's families.
+#[derive(Debug)]
+struct IpvsPlan(Vec<FamilyPlan>);
+
+impl IpvsBackend {
+    /// Looks whether this machine can run the backend. Programs nothing.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unavailable`] where it cannot: all that is missing, and how to get it.
+    pub fn new(config: Config) -> Result<Self, BackendError> {
+        let variant = variant::choose(config.variant)?;
+        let other = if variant == Variant::Legacy { Variant::Nft } else { Variant::Legacy };
+        let mut degraded = Vec::new();
+        let (mut families, mut other_variant) = (Vec::new(), Vec::new());
+        for family in config.families.iter().copied() {
+            if family == Family::V6 && !has_ipv6() {
+                degraded.push("IPv6 is off on this node: IPv6 services are not programmed".to_owned());
+                continue;
+            }
+            let ledger = Ledger::new(IpvsConfig {
+                scheduler: config.scheduler,
+                exclude_cidrs: config.exclude_cidrs.clone(),
+                binding: config.binding,
+                masquerade: config.masquerade.clone(),
+                ..IpvsConfig::new(family)
+            });
+            families.push(FamilyBackend::new(Programs::new(family, variant), ledger));
+            other_variant.extend(Some(Programs::new(family, other)).filter(Programs::are_installed));
+        }
+        let programmed: Vec<Family> = families.iter().map(|family| family.family).collect();
+        probe::require(config.scheduler, &programmed)?;
+        Ok(Self {
+            config,
+            kernel: Kernel::default(),
+            families,
+            other_variant,
+            degraded,
+            is_prepared: false,
+            began: Instant::now(),
+            drain_at: None,
+        })
+    }
+
+    /// Milliseconds since the backend was made.
+    fn now_ms(&self) -> u64 {
+        u64::try_from(self.began.elapsed().as_millis()).unwrap_or(u64::MAX)
+    }
+
+    /// Kernel parameters and time-outs, once.
+    fn prepare(&mut self) -> Result<(), BackendError> {
+        if self.is_prepared {
+            return Ok(());
+        }
+        // The parameters come with IPVS.
+        let ipvs = self.kernel.ipvs()?;
+        let seconds = |timeout: Duration| u32::try_from(timeout.as_secs()).unwrap_or(u32::MAX);
+        let Config { tcp_timeout, tcp_fin_timeout, udp_timeout, strict_arp, .. } = self.config;
+        let timeouts = Timeouts {
+            tcp_seconds: seconds(tcp_timeout),
+            tcp_fin_seconds: seconds(tcp_fin_timeout),
+            udp_seconds: seconds(udp_timeout),
+        };
+        if timeouts != Timeouts::default() {
+            ipvs.set_timeouts(&timeouts).map_err(of_ipvs)?;
+        }
+        let sentences =
+            Sysctls::default().set(strict_arp).map_err(|error| BackendError::new(ErrorKind::Fatal, error))?;
+        self.degraded.extend(sentences);
+        self.is_prepared = true;
+        Ok(())
+    }
+
+    /// Does something for each family; one's failure does not keep the other from its turn. After a failure connections are opened anew, since
+    /// answers to old questions may still come on them.
+    fn each(
+        &mut self,
+        mut work: impl FnMut(&mut FamilyBackend, &mut Kernel) -> Result<(), BackendError>,
+    ) -> Result<(), BackendError> {
+        let mut result = Ok(());
+        for family in &mut self.families {
+            let done = work(family, &mut self.kernel).map_err(|error| error.of(family.family));
+            if done.is_err() {
+                self.kernel = Kernel::default();
+            }
+            result = BackendError::join(result, done);
+        }
+        self.plan_drain();
+        result
+    }
+
+    fn plan_drain(&mut self) {
+        let is_draining = self.families.iter().any(|family| family.ledger.draining().next().is_some());
+        self.drain_at = is_draining.then(|| self.drain_at.unwrap_or_else(|| Instant::now() + DRAIN_INTERVAL));
+    }
+}
+
+impl Backend for IpvsBackend {
+    fn name(&self) -> &str {
+        "ipvs"
+    }
+
+    fn degraded(&self) -> Vec<String> {
+        self.degraded.clone()
+    }
+
+    fn needs_interfaces(&self) -> bool {
+        true
+    }
+
+    fn sync_full_from(&mut self, source: &dyn StateSource) -> Result<Report, BackendError> {
+        self.prepare()?;
+        let mut report = Report::default();
+        let now_ms = self.now_ms();
+        self.each(|family, kernel| family.sync_full(kernel, source, now_ms, &mut report))?;
+        // Both variants' rules would be followed; ours are in place now.
+        self.other_variant.retain(|programs| {
+            let left = programs.cleanup().map_err(|error| error.of(programs.family()));
+            report.warnings.extend(left.as_ref().err().map(|error| {
+                format!("what an earlier run left in the other variant of iptables cannot be removed: {error}")
+            }));
+            left.is_err()
+        });
+        Ok(report)
+    }
+
+    fn plan(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> Plan {
+        let now_ms = self.now_ms();
+        let plans = self.families.iter_mut().map(|family| family.ledger.changed(state, node, dirty, now_ms)).collect();
+        Box::new(IpvsPlan(plans))
+    }
+
+    fn apply(&mut self, plan: Plan) -> Result<Report, BackendError> {
+        let Ok(plan) = plan.downcast::<IpvsPlan>() else {
+            let message = "a plan of another backend was applied; everything is written again";
+            return Err(BackendError::new(ErrorKind::NeedsFullSync, message));
+        };
+        let mut report = Report::default();
+        let mut plans = plan.0.into_iter();
+        self.each(|family, kernel| {
+            let Some(plan) = plans.next() else { return Ok(()) };
+            let device = kernel.device()?;
+            family.run(kernel, device, &plan, &mut report)
+        })?;
+        Ok(report)
+    }
+
+    fn statistics(&self) -> Vec<FamilyStatistics> {
+        self.families.iter().map(FamilyBackend::statistics).collect()
+    }
+
+    fn reconfigure(&mut self, inputs: &NodeInputs) -> bool {
+        let mut is_new = false;
+        for family in &mut self.families {
+            is_new |= family.reconfigure(inputs);
+        }
+        is_new
+    }
+
+    fn has_rules(&mut self) -> Result<bool, BackendError> {
+        let mut has_rules = true;
+        self.each(|family, kernel| {
+            has_rules = has_rules && family.has_rules(kernel)?;
+            Ok(())
+        })?;
+        Ok(has_rules)
+    }
+
+    fn verify(&mut self) -> Result<bool, BackendError> {
+        let mut is_intact = true;
+        self.each(|family, kernel| {
+            is_intact = is_intact && family.is_intact(kernel)?;
+            Ok(())
+        })?;
+        Ok(is_intact)
+    }
+
+    fn tend_at(&self) -> Option<Instant> {
+        self.drain_at
+    }
+
+    fn tend(&mut self) -> Result<(), BackendError> {
+        self.drain_at = None;
+        let now_ms = self.now_ms();
+        self.each(|family, kernel| family.drain(kernel, now_ms))
+    }
+
+    fn cleanup(&mut self) -> Result<(), BackendError> {
+        let mut result = Ok(());
+        for programs in self.families.iter().map(|family| &family.programs).chain(&self.other_variant) {
+            result = BackendError::join(result, programs.cleanup());
+        }
+        BackendError::join(result, remove_all(&self.config.exclude_cidrs))
+    }
+}

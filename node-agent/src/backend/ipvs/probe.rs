@@ -1,0 +1,102 @@
+//! What the kernel has to have, tried before anything is programmed. A kernel that can load modules loads them by this.
+
+use std::net::{IpAddr, Ipv4Addr};
+
+use headgate_core::{
+    Family, Protocol,
+    ipvs::{Scheduler, ServerKey, Set, Settings},
+};
+use ipset_netlink::IpSets;
+use ipvs_netlink::{Command, Ipvs};
+
+use super::{
+    super::{BackendError, ErrorKind},
+    convert,
+    kernel::{of_ipvs, of_routing, of_sets},
+};
+
+/// A scheduler is tried on a virtual server of this address, which nobody has (RFC 5737), as kube-proxy does it.
+const PROBE_ADDRESS: IpAddr = IpAddr::V4(Ipv4Addr::new(198, 51, 100, 0));
+/// Ports for it, should somebody have some of them.
+const PROBE_PORTS: std::ops::Range<u16> = 20_000..20_008;
+
+/// Everything that the backend needs in these families. Leaves nothing behind.
+///
+/// # Errors
+/// [`ErrorKind::Unavailable`]: all that is missing, each with how to get it.
+pub(super) fn require(scheduler: Scheduler, families: &[Family]) -> Result<(), BackendError> {
+    let mut missing = Vec::new();
+    let mut note = |result: Result<(), BackendError>| missing.extend(result.err().map(|error| error.message));
+    note(Ipvs::open().map_err(of_ipvs).and_then(|mut ipvs| has_scheduler(&mut ipvs, scheduler)));
+    match IpSets::open() {
+        Ok(mut sets) => set_types(families).into_iter().for_each(|(set_type, family)| {
+            note(sets.revision(set_type, family).map(drop).map_err(of_sets));
+        }),
+        Err(error) => note(Err(of_sets(error))),
+    }
+    note(has_dummy_devices());
+    if missing.is_empty() {
+        return Ok(());
+    }
+    missing.dedup();
+    Err(BackendError::new(ErrorKind::Unavailable, missing.join("; ")))
+}
+
+fn set_types(families: &[Family]) -> Vec<(ipset_netlink::SetType, ipset_netlink::Family)> {
+    let specifications = families.iter().flat_map(|family| Set::ALL.map(|set| convert::specification(set, *family)));
+    let mut types: Vec<_> = specifications.map(|wanted| (wanted.set_type, wanted.family)).collect();
+    types.sort_unstable();
+    types.dedup();
+    types
+}
+
+/// Makes a virtual server with the scheduler, and removes it again.
+fn has_scheduler(ipvs: &mut Ipvs, scheduler: Scheduler) -> Result<(), BackendError> {
+    for port in PROBE_PORTS {
+        let key = ServerKey { address: PROBE_ADDRESS, protocol: Protocol::Tcp, port };
+        let settings = Settings { scheduler, persistence_seconds: None };
+        let add = Command::AddService(convert::service(key, settings));
+        match ipvs.execute([&add]).map_err(of_ipvs)?.first() {
+            None => {
+                let remove = Command::RemoveService(convert::service_id(key));
+                ipvs.execute([&remove]).map_err(of_ipvs)?;
+                return Ok(());
+            }
+            // Somebody's, or left by an agent that was killed at this point; the cleanup knows.
+            Some(refused) if refused.refusal.code == libc::EEXIST => {}
+            Some(refused) if refused.refusal.code == libc::ENOENT => {
+                let message = format!(
+                    "this kernel has no scheduler {scheduler}: load the module ip_vs_{scheduler} (modprobe ip_vs_{scheduler})"
+                );
+                return Err(BackendError::new(ErrorKind::Unavailable, message));
+            }
+            Some(refused) => {
+                return Err(BackendError::new(ErrorKind::Unavailable, add.explain(&refused.refusal)));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Makes a device of another name and removes it again, unless ours is there.
+fn has_dummy_devices() -> Result<(), BackendError> {
+    const PROBE_DEVICE: &str = "kube-ipvs-probe";
+    let mut routing = headgate_netlink::route::Routing::open().map_err(of_routing)?;
+    let is_there = routing.link(headgate_core::ipvs::DEVICE).map_err(of_routing)?;
+    if is_there.is_some() {
+        return Ok(());
+    }
+    match routing.add_dummy(PROBE_DEVICE) {
+        Ok(()) => {}
+        Err(error) if error.refusal_code() == Some(libc::EEXIST) => {}
+        Err(error) if error.refusal_code() == Some(libc::EOPNOTSUPP) => {
+            let message = "this kernel has no dummy devices: load the module dummy (modprobe dummy)";
+            return Err(BackendError::new(ErrorKind::Unavailable, message));
+        }
+        Err(error) => return Err(of_routing(error)),
+    }
+    if let Some(link) = routing.link(PROBE_DEVICE).map_err(of_routing)? {
+        routing.remove_link(link.index).map_err(of_routing)?;
+    }
+    Ok(())
+}

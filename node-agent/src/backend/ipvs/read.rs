@@ -1,0 +1,138 @@
+//! What the kernel has, as the ledger compares it with what is wanted.
+
+use std::{collections::BTreeSet, net::IpAddr};
+
+use headgate_core::{
+    Family,
+    iptables::ExistingTables,
+    ipvs::{Existing, Set, existing::ExistingServer},
+};
+use headgate_netlink::route::Routing;
+use ipnet::IpNet;
+use ipset_netlink::{Change, IpSets, Specification};
+use ipvs_netlink::Ipvs;
+
+use super::{
+    super::{BackendError, ErrorKind},
+    convert,
+    kernel::{Kernel, of_ipvs, of_routing, of_sets},
+    write::ROUTE_PROTOCOL,
+};
+
+/// Everything of one family, at the cost of what there is. Sets of other sizes than ours are made anew with what is in them.
+pub(super) fn existing(
+    kernel: &mut Kernel,
+    device: u32,
+    family: Family,
+    tables: ExistingTables,
+) -> Result<Existing, BackendError> {
+    let mut existing = Existing { tables, ..Existing::default() };
+    read_device(kernel.routing()?, device, family, &mut existing)?;
+    read_sets(kernel.sets()?, family, OfOtherSize::MakeAnew, &mut existing)?;
+    read_servers(kernel.ipvs()?, family, &mut existing)?;
+    Ok(existing)
+}
+
+/// Addresses and routes of our device.
+pub(super) fn read_device(
+    routing: &mut Routing,
+    device: u32,
+    family: Family,
+    existing: &mut Existing,
+) -> Result<(), BackendError> {
+    let addresses = routing.addresses(device).map_err(of_routing)?;
+    let is_ours = |address: &IpAddr| Family::of(*address) == family && !is_link_local(*address);
+    existing.bound = addresses.into_iter().map(|prefix| prefix.address).filter(is_ours).collect();
+    for route in routing.local_routes(device, ROUTE_PROTOCOL).map_err(of_routing)? {
+        let net = IpNet::new(route.network.address, route.network.length);
+        existing.routes.extend(net.ok().filter(|net| Family::of(net.addr()) == family));
+    }
+    Ok(())
+}
+
+/// The kernel gives every device one of IPv6 by itself.
+fn is_link_local(address: IpAddr) -> bool {
+    matches!(address, IpAddr::V6(address) if address.is_unicast_link_local())
+}
+
+/// What becomes of sets that are not of our sizes, such as kube-proxy's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum OfOtherSize {
+    /// They are made anew with what is in them.
+    MakeAnew,
+    /// They are as good as others.
+    Take,
+}
+
+/// Sets of our names, with their elements.
+pub(super) fn read_sets(
+    sets: &mut IpSets,
+    family: Family,
+    of_other_size: OfOtherSize,
+    existing: &mut Existing,
+) -> Result<(), BackendError> {
+    for set in Set::ALL {
+        let wanted = convert::specification(set, family);
+        let Some(found) = sets.set(&wanted.name).map_err(of_sets)? else { continue };
+        if !found.header.fits(&wanted) && of_other_size == OfOtherSize::MakeAnew {
+            let is_of_type = found.header.type_name == wanted.set_type.name();
+            if is_of_type {
+                let changes = found.entries.iter().map(|entry| Change::add(&wanted.name, entry.clone()));
+                replace(sets, &wanted, changes.collect())?;
+            } else if found.header.references == 0 {
+                sets.destroy(&wanted.name).map_err(of_sets)?;
+                continue;
+            } else {
+                let message = format!(
+                    "the set {} is of type {}, not {}, and rules refer to it: remove them, or run this program with --cleanup",
+                    wanted.name, found.header.type_name, wanted.set_type
+                );
+                return Err(BackendError::new(ErrorKind::Fatal, message));
+            }
+        }
+        // What we never put there has no place there either, whatever made it.
+        let mut elements = BTreeSet::new();
+        let mut foreign = Vec::new();
+        for entry in &found.entries {
+            match convert::known_element(&entry.element) {
+                Some(element) => drop(elements.insert(element)),
+                None => foreign.push(Change::delete(&wanted.name, entry.element)),
+            }
+        }
+        if of_other_size == OfOtherSize::MakeAnew {
+            sets.execute(&foreign).map_err(of_sets)?;
+        }
+        existing.sets.insert(set, elements);
+    }
+    Ok(())
+}
+
+/// Makes a set anew with these elements. Rules that refer to it never see less than what is in it.
+fn replace(sets: &mut IpSets, wanted: &Specification, mut changes: Vec<Change>) -> Result<(), BackendError> {
+    let draft = Specification { name: "KUBE-DRAFT".to_owned(), ..wanted.clone() };
+    // A draft that is there is from an agent that was killed in between.
+    sets.destroy(&draft.name).map_err(of_sets)?;
+    sets.create(&draft).map_err(of_sets)?;
+    for change in &mut changes {
+        if let Change::Add(set, _) = change {
+            set.clone_from(&draft.name);
+        }
+    }
+    sets.execute(&changes).map_err(of_sets)?;
+    sets.swap(&wanted.name, &draft.name).map_err(of_sets)?;
+    sets.destroy(&draft.name).map_err(of_sets)
+}
+
+/// All virtual servers by address, with their destinations.
+pub(super) fn read_servers(ipvs: &mut Ipvs, family: Family, existing: &mut Existing) -> Result<(), BackendError> {
+    for found in ipvs.services().map_err(of_ipvs)? {
+        let id = found.service.id;
+        let Some(key) = convert::server_key(id).filter(|key| Family::of(key.address) == family) else { continue };
+        let destinations = ipvs.destinations(id).map_err(of_ipvs)?;
+        let weighed =
+            |entry: ipvs_netlink::DestinationEntry| (entry.destination.address, convert::weight(&entry.destination));
+        let destinations = destinations.into_iter().map(weighed).collect();
+        existing.servers.insert(key, ExistingServer { settings: convert::settings(&found), destinations });
+    }
+    Ok(())
+}

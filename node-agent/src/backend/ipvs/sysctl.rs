@@ -1,0 +1,168 @@
+//! Kernel parameters that IPVS needs, as kube-proxy sets them.
+
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+};
+
+use tracing::info;
+
+/// The parameter without which nothing can be masqueraded: IPVS then leaves connections unknown to conntrack.
+const CONNTRACK: Parameter = Parameter { path: "net/ipv4/vs/conntrack", value: "1", without: "" };
+
+/// A parameter.
+#[derive(Debug, Clone, Copy)]
+struct Parameter {
+    /// Below `/proc/sys`.
+    path: &'static str,
+    /// What it is to be.
+    value: &'static str,
+    /// What is worse without.
+    without: &'static str,
+}
+
+/// Parameters below a folder, which is `/proc/sys` except in tests. Those of the network are of the calling thread's namespace.
+#[derive(Debug)]
+pub(super) struct Sysctls {
+    root: PathBuf,
+}
+
+impl Default for Sysctls {
+    fn default() -> Self {
+        Self { root: "/proc/sys".into() }
+    }
+}
+
+impl Sysctls {
+    /// Sets everything. Returns a sentence for each parameter that cannot be set and without which services work all the same.
+    ///
+    /// # Errors
+    /// The one that they do not work without, with the remedy.
+    pub(super) fn set(&self, strict_arp: bool) -> Result<Vec<String>, String> {
+        self.write(CONNTRACK).map_err(|error| {
+            format!("{error}: without it IPVS cannot masquerade; give the agent a writable /proc/sys and CAP_NET_ADMIN")
+        })?;
+        let mut parameters = vec![
+            Parameter {
+                path: "net/ipv4/vs/expire_nodest_conn",
+                value: "1",
+                without: "connections to endpoints that are gone hang instead of ending",
+            },
+            Parameter {
+                path: "net/ipv4/vs/expire_quiescent_template",
+                value: "1",
+                without: "clients with session affinity stay with endpoints that drain",
+            },
+            Parameter {
+                path: "net/ipv4/ip_forward",
+                value: "1",
+                without: "nothing is forwarded to endpoints on other nodes",
+            },
+        ];
+        if reuses_connections_badly(&self.release()) {
+            parameters.push(Parameter {
+                path: "net/ipv4/vs/conn_reuse_mode",
+                value: "0",
+                without: "each client port that is used again costs a second",
+            });
+        }
+        if strict_arp {
+            let without = "other interfaces answer ARP for the services' addresses, though strictARP is set";
+            parameters.push(Parameter { path: "net/ipv4/conf/all/arp_ignore", value: "1", without });
+            parameters.push(Parameter { path: "net/ipv4/conf/all/arp_announce", value: "2", without });
+        }
+        let sentence =
+            |parameter: Parameter| self.write(parameter).err().map(|error| format!("{error}: {}", parameter.without));
+        Ok(parameters.into_iter().filter_map(sentence).collect())
+    }
+
+    fn release(&self) -> String {
+        fs::read_to_string(self.root.join("kernel/osrelease")).unwrap_or_default()
+    }
+
+    fn write(&self, parameter: Parameter) -> Result<(), String> {
+        let path = self.root.join(parameter.path);
+        write(&path, parameter.value)
+            .map_err(|error| format!("cannot write {} to {}: {error}", parameter.value, path.display()))
+    }
+}
+
+fn write(path: &Path, value: &str) -> io::Result<()> {
+    let found = fs::read_to_string(path)?;
+    if found.trim() != value {
+        fs::write(path, value)?;
+        info!(parameter = %path.display(), from = found.trim(), to = value, "set");
+    }
+    Ok(())
+}
+
+/// Linux 4.1 to 5.8: a client port that is used again within two minutes waits for a second, if conntrack knows it. Newer kernels mend that, and
+/// older ones have no such parameter.
+fn reuses_connections_badly(release: &str) -> bool {
+    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(str::parse::<u32>);
+    let (Some(Ok(major)), Some(Ok(minor))) = (numbers.next(), numbers.next()) else { return false };
+    ((4, 1)..(5, 9)).contains(&(major, minor))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    const ALL: [&str; 7] = [
+        "net/ipv4/vs/conntrack",
+        "net/ipv4/vs/expire_nodest_conn",
+        "net/ipv4/vs/expire_quiescent_template",
+        "net/ipv4/ip_forward",
+        "net/ipv4/vs/conn_reuse_mode",
+        "net/ipv4/conf/all/arp_ignore",
+        "net/ipv4/conf/all/arp_announce",
+    ];
+
+    fn machine(release: &str, parameters: &[&str]) -> (tempfile::TempDir, Sysctls) {
+        let folder = tempfile::tempdir().unwrap();
+        for path in ALL.iter().chain(&["kernel/osrelease"]) {
+            fs::create_dir_all(folder.path().join(path).parent().unwrap()).unwrap();
+        }
+        parameters.iter().for_each(|path| fs::write(folder.path().join(path), "7\n").unwrap());
+        fs::write(folder.path().join("kernel/osrelease"), release).unwrap();
+        let sysctls = Sysctls { root: folder.path().to_owned() };
+        (folder, sysctls)
+    }
+
+    #[test]
+    fn parameters_are_set_where_they_are_needed() {
+        let values = |release: &str, strict_arp: bool| {
+            let (folder, sysctls) = machine(release, &ALL);
+            assert_eq!(sysctls.set(strict_arp).unwrap(), Vec::<String>::new());
+            ALL.map(|path| fs::read_to_string(folder.path().join(path)).unwrap().trim().to_owned())
+        };
+        assert_eq!(values("6.1.90\n", false), ["1", "1", "1", "1", "7", "7", "7"]);
+        assert_eq!(values("5.4.0-150-generic\n", true), ["1", "1", "1", "1", "0", "1", "2"]);
+    }
+
+    #[test]
+    fn what_cannot_be_set_is_told_with_what_it_means() {
+        let (_folder, sysctls) = machine("6.1.90", &ALL[..1]);
+        let sentences = sysctls.set(false).unwrap();
+        assert_eq!(sentences.len(), 3, "{sentences:?}");
+        assert!(sentences[2].contains("ip_forward") && sentences[2].contains("nothing is forwarded"), "{sentences:?}");
+        let (_folder, sysctls) = machine("6.1.90", &ALL[1..]);
+        assert!(sysctls.set(false).unwrap_err().contains("cannot masquerade"));
+    }
+
+    #[test]
+    fn kernels_are_told_by_their_release() {
+        for (release, is_bad) in [
+            ("4.0.9", false),
+            ("4.1.0", true),
+            ("4.19.0-26-amd64", true),
+            ("5.8.18", true),
+            ("5.9.0", false),
+            ("6.1.0-37", false),
+            ("x", false),
+        ] {
+            assert_eq!(reuses_connections_badly(release), is_bad, "{release}");
+        }
+    }
+}

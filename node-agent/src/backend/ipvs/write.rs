@@ -1,0 +1,240 @@
+//! Steps of a plan, carried out: neighbours that go to the same part of the kernel travel together.
+
+use headgate_core::{
+    Family,
+    ipvs::{Op, Scheduler},
+};
+use headgate_netlink::route::{Change as RouteChange, LocalRoute};
+use ipset_netlink::{Change as SetChange, IpSetError};
+use ipvs_netlink::{Command, Refusal};
+
+use super::{
+    super::BackendError,
+    convert,
+    kernel::{Kernel, of_ipvs, of_routing, of_sets},
+};
+
+/// `RTPROT_STATIC`: by which our routes are told from the kernel's own.
+pub(super) const ROUTE_PROTOCOL: u8 = libc::RTPROT_STATIC;
+
+/// A step that the kernel refuses for itself. All others are done.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct RefusedOp {
+    /// The step.
+    pub(super) op: Op,
+    /// Why, with the object that it is about.
+    pub(super) reason: String,
+    /// The scheduler that the kernel lacks, if that is why.
+    pub(super) missing_scheduler: Option<Scheduler>,
+}
+
+/// Which part of the kernel takes a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Part {
+    Set,
+    Elements,
+    Addresses,
+    Servers,
+}
+
+fn part(op: &Op) -> Part {
+    match op {
+        Op::CreateSet(_) | Op::DestroySet(_) => Part::Set,
+        Op::AddElement(..) | Op::DeleteElement(..) => Part::Elements,
+        Op::Bind(_) | Op::Unbind(_) | Op::AddRoute(_) | Op::DeleteRoute(_) => Part::Addresses,
+        Op::AddServer(..)
+        | Op::EditServer(..)
+        | Op::DeleteServer(_)
+        | Op::AddDestination(..)
+        | Op::EditDestination(..)
+        | Op::DeleteDestination(..) => Part::Servers,
+    }
+}
+
+/// Carries out steps in their order. What somebody else has done already counts as done. Returns what is refused.
+///
+/// # Errors
+/// The kernel cannot be reached, or lacks a type of sets. What was done is not known.
+pub(super) fn run(
+    kernel: &mut Kernel,
+    device: u32,
+    family: Family,
+    ops: &[Op],
+) -> Result<Vec<RefusedOp>, BackendError> {
+    let mut refused = Vec::new();
+    for ops in ops.chunk_by(|one, next| part(one) == part(next)) {
+        match ops.first().map(part) {
+            Some(Part::Set) => ops.iter().try_for_each(|op| set(kernel, family, *op, &mut refused))?,
+            Some(Part::Elements) => elements(kernel, family, ops, &mut refused)?,
+            Some(Part::Addresses) => addresses(kernel, device, ops, &mut refused)?,
+            Some(Part::Servers) => servers(kernel, ops, &mut refused)?,
+            None => {}
+        }
+    }
+    Ok(refused)
+}
+
+fn set(kernel: &mut Kernel, family: Family, op: Op, refused: &mut Vec<RefusedOp>) -> Result<(), BackendError> {
+    let sets = kernel.sets()?;
+    let result = match op {
+        Op::CreateSet(set) => sets.create(&convert::specification(set, family)),
+        Op::DestroySet(set) => sets.destroy(&set.name(family)),
+        _ => Ok(()),
+    };
+    match result {
+        Err(IpSetError::Refused { .. }) if matches!(op, Op::DestroySet(_)) => {
+            let reason = result.err().map(|error| error.to_string()).unwrap_or_default();
+            refused.push(RefusedOp { op, reason, missing_scheduler: None });
+            Ok(())
+        }
+        result => result.map_err(of_sets),
+    }
+}
+
+fn elements(kernel: &mut Kernel, family: Family, ops: &[Op], refused: &mut Vec<RefusedOp>) -> Result<(), BackendError> {
+    let change = |op: &Op| match *op {
+        Op::AddElement(set, element) => {
+            Some(SetChange::add(set.name(family), ipset_netlink::Entry::new(convert::element(element))))
+        }
+        Op::DeleteElement(set, element) => Some(SetChange::delete(set.name(family), convert::element(element))),
+        _ => None,
+    };
+    let changes: Vec<SetChange> = ops.iter().filter_map(change).collect();
+    for refusal in kernel.sets()?.execute(&changes).map_err(of_sets)? {
+        let (op, change) = (ops[refusal.index], &changes[refusal.index]);
+        refused.push(RefusedOp { op, reason: change.explain(&refusal.refusal), missing_scheduler: None });
+    }
+    Ok(())
+}
+
+fn addresses(kernel: &mut Kernel, device: u32, ops: &[Op], refused: &mut Vec<RefusedOp>) -> Result<(), BackendError> {
+    let route = |net| LocalRoute { network: convert::prefix(net), link: device, protocol: ROUTE_PROTOCOL };
+    let change = |op: &Op| match *op {
+        Op::Bind(address) => Some(RouteChange::AddAddress { link: device, address: convert::host(address) }),
+        Op::Unbind(address) => Some(RouteChange::RemoveAddress { link: device, address: convert::host(address) }),
+        Op::AddRoute(net) => Some(RouteChange::AddLocalRoute(route(net))),
+        Op::DeleteRoute(net) => Some(RouteChange::RemoveLocalRoute(route(net))),
+        _ => None,
+    };
+    let changes: Vec<RouteChange> = ops.iter().filter_map(change).collect();
+    let mut refusals = Vec::new();
+    kernel.routing()?.change(&changes, |index, refusal| refusals.push((index, refusal))).map_err(of_routing)?;
+    for (index, refusal) in refusals {
+        let (op, code) = (ops[index], refusal.code);
+        let (what, is_done) = match op {
+            Op::Bind(address) => (format!("address {address}"), code == libc::EEXIST),
+            Op::Unbind(address) => (format!("removing address {address}"), code == libc::EADDRNOTAVAIL),
+            Op::AddRoute(net) => (format!("route of {net}"), code == libc::EEXIST),
+            Op::DeleteRoute(net) => (format!("removing the route of {net}"), code == libc::ESRCH),
+            _ => continue,
+        };
+        if !is_done {
+            let reason = format!("{what} on device {}: {refusal}", headgate_core::ipvs::DEVICE);
+            refused.push(RefusedOp { op, reason, missing_scheduler: None });
+        }
+    }
+    Ok(())
+}
+
+fn command(op: &Op) -> Option<Command> {
+    Some(match *op {
+        Op::AddServer(key, settings) => Command::AddService(convert::service(key, settings)),
+        Op::EditServer(key, settings) => Command::SetService(convert::service(key, settings)),
+        Op::DeleteServer(key) => Command::RemoveService(convert::service_id(key)),
+        Op::AddDestination(key, address, weight) => {
+            Command::AddDestination(convert::service_id(key), convert::destination(address, weight))
+        }
+        Op::EditDestination(key, address, weight) => {
+            Command::SetDestination(convert::service_id(key), convert::destination(address, weight))
+        }
+        Op::DeleteDestination(key, address) => Command::RemoveDestination(convert::service_id(key), address),
+        _ => return None,
+    })
+}
+
+fn servers(kernel: &mut Kernel, ops: &[Op], refused: &mut Vec<RefusedOp>) -> Result<(), BackendError> {
+    let commands: Vec<Command> = ops.iter().filter_map(command).collect();
+    let refusals = kernel.ipvs()?.execute(&commands).map_err(of_ipvs)?;
+    let mut again = Vec::new();
+    for refusal in refusals {
+        let (op, command) = (ops[refusal.index], &commands[refusal.index]);
+        match what_then(command, &refusal.refusal) {
+            Then::Done => {}
+            Then::Instead(command) => again.push((op, command)),
+            Then::Refused => refused.push(refused_op(op, command, &refusal.refusal)),
+        }
+    }
+    if again.is_empty() {
+        return Ok(());
+    }
+    let (ops, commands): (Vec<Op>, Vec<Command>) = again.into_iter().unzip();
+    for refusal in kernel.ipvs()?.execute(&commands).map_err(of_ipvs)? {
+        refused.push(refused_op(ops[refusal.index], &commands[refusal.index], &refusal.refusal));
+    }
+    Ok(())
+}
+
+fn refused_op(op: Op, command: &Command, refusal: &Refusal) -> RefusedOp {
+    let missing_scheduler = match op {
+        Op::AddServer(_, settings) | Op::EditServer(_, settings) if refusal.code == libc::ENOENT => {
+            Some(settings.scheduler)
+        }
+        _ => None,
+    };
+    RefusedOp { op, reason: command.explain(refusal), missing_scheduler }
+}
+
+/// What a refusal asks for.
+#[derive(Debug, PartialEq)]
+enum Then {
+    /// The kernel is as it is to be.
+    Done,
+    /// This, which comes to what was wanted.
+    Instead(Command),
+    /// It stands.
+    Refused,
+}
+
+fn what_then(command: &Command, refusal: &Refusal) -> Then {
+    match (command, refusal.code) {
+        (Command::AddService(service), libc::EEXIST) => Then::Instead(Command::SetService(service.clone())),
+        (Command::AddDestination(id, destination), libc::EEXIST) => {
+            Then::Instead(Command::SetDestination(*id, *destination))
+        }
+        (Command::SetDestination(id, destination), libc::ENOENT) if destination.weight > 0 => {
+            Then::Instead(Command::AddDestination(*id, *destination))
+        }
+        // What was to keep its last connections has none.
+        (Command::SetDestination(..) | Command::RemoveDestination(..), libc::ENOENT)
+        | (Command::RemoveService(_) | Command::RemoveDestination(..), libc::ESRCH) => Then::Done,
+        _ => Then::Refused,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use headgate_core::{Protocol, ipvs::ServerKey};
+
+    use super::*;
+
+    #[test]
+    fn what_others_did_already_is_taken_as_done_and_the_rest_is_told() {
+        let key = ServerKey { address: "10.96.0.1".parse().unwrap(), protocol: Protocol::Tcp, port: 80 };
+        let address = "10.0.0.1:8080".parse().unwrap();
+        let then = |op: Op, code| what_then(&command(&op).unwrap(), &Refusal::of_code(code));
+        assert_eq!(then(Op::DeleteServer(key), libc::ESRCH), Then::Done);
+        assert_eq!(then(Op::DeleteDestination(key, address), libc::ENOENT), Then::Done);
+        assert_eq!(then(Op::EditDestination(key, address, 0), libc::ENOENT), Then::Done);
+        let add = command(&Op::AddDestination(key, address, 3)).unwrap();
+        assert_eq!(then(Op::EditDestination(key, address, 3), libc::ENOENT), Then::Instead(add.clone()));
+        let edit = command(&Op::EditDestination(key, address, 3)).unwrap();
+        assert_eq!(then(Op::AddDestination(key, address, 3), libc::EEXIST), Then::Instead(edit));
+        assert_eq!(then(Op::AddDestination(key, address, 3), libc::ESRCH), Then::Refused);
+        let settings = headgate_core::ipvs::Settings { scheduler: Scheduler::MaglevHashing, persistence_seconds: None };
+        let op = Op::AddServer(key, settings);
+        let refused = refused_op(op, &command(&op).unwrap(), &Refusal::of_code(libc::ENOENT));
+        assert_eq!(refused.missing_scheduler, Some(Scheduler::MaglevHashing));
+        assert!(refused.reason.contains("10.96.0.1:80") && refused.reason.contains("ip_vs_"), "{}", refused.reason);
+    }
+}
