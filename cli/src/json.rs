@@ -25,6 +25,10 @@ pub fn service(info: &ServiceInfo) -> Value {
         "ready_endpoints": info.ready_endpoints,
         "version": info.version,
         "conflicts": info.conflicts,
+        "scheduler": info.scheduler,
+        "health_check": info.health_check,
+        "health_check_interval_ms": info.health_check_interval_ms,
+        "problems": info.problems.iter().map(problem).collect::<Vec<_>>(),
     })
 }
 

@@ -99,12 +99,16 @@ fn paint(text: &str, tone: Tone, style: Style) -> String {
     if style.colour { format!("{}{text}\u{1b}[0m", tone.ansi()) } else { text.to_owned() }
 }
 
-/// Services, one a row; conflicts below.
+/// Services, one a row; conflicts and problems below. What is asked for by annotation is a column when some service asks for it.
 pub fn services(services: &[ServiceInfo], style: Style) -> String {
-    let headers =
-        ["NAMESPACE", "NAME", "CLUSTER-IP", "EXTERNAL-IP", "PORTS", ">READY", "POLICY", "AFFINITY", ">VERSION"];
+    let mut headers =
+        vec!["NAMESPACE", "NAME", "CLUSTER-IP", "EXTERNAL-IP", "PORTS", ">READY", "POLICY", "AFFINITY", ">VERSION"];
+    let some_scheduler = services.iter().any(|service| !service.scheduler.is_empty());
+    let some_health_check = services.iter().any(|service| !service.health_check.is_empty());
+    headers.extend(some_scheduler.then_some("SCHEDULER"));
+    headers.extend(some_health_check.then_some("HEALTH-CHECK"));
     let rows = services.iter().map(|service| {
-        vec![
+        let mut row = vec![
             cell(&service.namespace),
             cell(&service.name),
             cell(service.cluster_ips.join(",")),
@@ -114,10 +118,16 @@ pub fn services(services: &[ServiceInfo], style: Style) -> String {
             cell(policy(service)),
             cell(affinity(service)),
             cell(service.version.to_string()),
-        ]
+        ];
+        row.extend(some_scheduler.then(|| cell(&service.scheduler)));
+        row.extend(some_health_check.then(|| cell(health_check(service))));
+        row
     });
     let mut output = table(&headers, rows, style);
     for service in services {
+        for problem in &service.problems {
+            note(&mut output, &sentence(problem), Tone::Attention, style);
+        }
         for conflict in &service.conflicts {
             let text = format!("{}/{}: conflict: {conflict}", service.namespace, service.name);
             note(&mut output, &text, Tone::Attention, style);
@@ -151,6 +161,15 @@ fn readiness(service: &ServiceInfo) -> Cell {
 fn policy(service: &ServiceInfo) -> String {
     let (internal, external) = (&service.internal_traffic_policy, &service.external_traffic_policy);
     if internal == external { internal.clone() } else { format!("{internal} in, {external} out") }
+}
+
+fn health_check(service: &ServiceInfo) -> String {
+    match service.health_check_interval_ms {
+        milliseconds if milliseconds > 0 && !service.health_check.is_empty() => {
+            format!("{} {}", service.health_check, units::duration(u64::from(milliseconds)))
+        }
+        _ => service.health_check.clone(),
+    }
 }
 
 fn affinity(service: &ServiceInfo) -> String {

@@ -126,6 +126,7 @@ pub fn service_hash(service: &Service) -> u128 {
     form.number(service.created_unix_seconds.cast_unsigned());
     form.text(&service.scheduler);
     form.text(&service.health_check);
+    form.number(u64::from(service.health_check_interval_ms));
     form.finish()
 }
 

@@ -334,6 +334,7 @@ fn service_from_wire(wire: v1::Service) -> Checked<Service> {
         created_unix_seconds: wire.created_unix_seconds,
         scheduler: wire.scheduler.into(),
         health_check: wire.health_check.into(),
+        health_check_interval_ms: wire.health_check_interval_ms,
         key,
     };
     let mut families: HashMap<bool, IpAddr> = HashMap::new();

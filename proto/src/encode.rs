@@ -315,6 +315,7 @@ fn service_to_wire(service: &Service) -> v1::Service {
         created_unix_seconds: service.created_unix_seconds,
         scheduler: service.scheduler.to_string(),
         health_check: service.health_check.to_string(),
+        health_check_interval_ms: service.health_check_interval_ms,
     }
 }
 

@@ -57,6 +57,27 @@ kube-system/kube-dns: conflict: 203.0.113.9 53/UDP is held by Service prod/dns, 
     assert_eq!(services(&[web(), dns()], PLAIN), expected);
 }
 
+#[test]
+fn what_annotations_ask_for_is_a_column_and_what_is_wrong_a_line() {
+    let problem = Problem {
+        object: "Service demo/web".into(),
+        field: "metadata.annotations[headgate.io/scheduler]".into(),
+        message: "\"fastest\" is no scheduler of IPVS; the cluster's scheduler is used".into(),
+        origin: "web.yaml, document 2".into(),
+    };
+    let checked = ServiceInfo { health_check: "tcp".into(), health_check_interval_ms: 5000, ..dns() };
+    let output = services(&[ServiceInfo { problems: vec![problem], ..web() }, checked], PLAIN);
+    let lines: Vec<&str> = output.lines().collect();
+    assert!(lines[0].ends_with("VERSION  HEALTH-CHECK") && lines[1].ends_with("18  -"), "{output}");
+    assert!(lines[2].ends_with("2  tcp 5.0s"), "{output}");
+    let told = "Service demo/web, metadata.annotations[headgate.io/scheduler]: \"fastest\" is no scheduler of IPVS; the cluster's \
+                scheduler is used [web.yaml, document 2]";
+    assert_eq!(lines[3], told);
+    let output = services(&[ServiceInfo { scheduler: "mh".into(), ..web() }], PLAIN);
+    assert!(output.lines().next().unwrap().ends_with("VERSION  SCHEDULER"), "{output}");
+    assert!(output.lines().nth(1).unwrap().ends_with("18  mh"), "{output}");
+}
+
 fn ready(address: &str) -> EndpointInfo {
     EndpointInfo {
         namespace: "demo".into(),

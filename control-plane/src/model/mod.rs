@@ -4,6 +4,7 @@
 //! what it changes: a slice's change visits that slice's addresses. Events add up until [`Model::take`], where what ended as it
 //! began drops out. What happens to bad objects is said in `table.rs`.
 
+mod annotations;
 mod cidrs;
 mod endpoints;
 mod intern;

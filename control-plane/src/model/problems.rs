@@ -11,6 +11,8 @@ use crate::{source::objects::ObjectKey, transaction::Problem};
 enum Reach {
     /// One entry of a list is left out; the object is used otherwise.
     Entry,
+    /// An annotation that only adds to the object means nothing, and this is done instead; the object is used otherwise.
+    Annotation(&'static str),
     /// The object cannot be used as a whole.
     Object,
 }
@@ -25,6 +27,12 @@ impl Findings {
         self.0.push((Reach::Entry, field.into(), message.into()));
     }
 
+    /// An annotation of Headgate's cannot be read; `instead` says what is done.
+    pub(super) fn annotation(&mut self, name: &str, message: impl Into<String>, instead: &'static str) {
+        let field = format!("metadata.annotations[{name}]");
+        self.0.push((Reach::Annotation(instead), field, message.into()));
+    }
+
     /// The object cannot be used as it is.
     pub(super) fn object(&mut self, field: impl Into<String>, message: impl Into<String>) {
         self.0.push((Reach::Object, field.into(), message.into()));
@@ -32,13 +40,17 @@ impl Findings {
 
     /// True unless the object as a whole is unfit.
     pub(super) fn is_fit(&self) -> bool {
-        self.0.iter().all(|(reach, ..)| *reach == Reach::Entry)
+        self.0.iter().all(|(reach, ..)| *reach != Reach::Object)
     }
 
     /// As problems of an object. `consequence` ends the message of findings about the whole object.
     pub(super) fn into_problems(self, key: &ObjectKey, origin: &str, consequence: &str) -> Vec<Problem> {
         let problem = |(reach, field, message): (Reach, String, String)| {
-            let consequence = if reach == Reach::Entry { "this entry is left out" } else { consequence };
+            let consequence = match reach {
+                Reach::Entry => "this entry is left out",
+                Reach::Annotation(instead) => instead,
+                Reach::Object => consequence,
+            };
             Problem {
                 object: key.to_string(),
                 field,

@@ -5,7 +5,7 @@ use std::{collections::HashSet, net::IpAddr};
 use headgate_core::{ClientIpAffinity, Family, Service, ServiceKey, ServicePort, TrafficPolicy};
 use ipnet::IpNet;
 
-use super::{parse, problems::Findings, size, table::Reading};
+use super::{annotations, parse, problems::Findings, size, table::Reading};
 use crate::source::objects;
 
 /// The API's default of `timeoutSeconds`.
@@ -40,8 +40,7 @@ pub(super) fn read(object: &objects::Service) -> Reading<Service> {
     read_policies(spec, &mut service, &mut findings);
     service.session_affinity = session_affinity(spec, &mut findings);
     service.created_unix_seconds = parse::unix_seconds(&object.metadata.creation_timestamp);
-    service.scheduler = object.metadata.annotations.scheduler.as_deref().unwrap_or_default().into();
-    service.health_check = object.metadata.annotations.health_check.as_deref().unwrap_or_default().into();
+    annotations::read(&object.metadata.annotations, &mut service, &mut findings);
     if let Err(message) = size::check_service(&service) {
         findings.object("spec", message);
         return Reading { value: None, findings };

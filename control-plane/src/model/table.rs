@@ -1,8 +1,9 @@
 //! Objects of one kind as they are in use, and the rule for bad ones.
 //!
-//! The rule: **a bad object never withdraws a live one.** Findings come in two reaches.
+//! The rule: **a bad object never withdraws a live one.** Findings come in three reaches.
 //! - An *entry* (an externalIP, a load balancer address, an endpoint, an address of a Node): it is left out, the rest of that same version is used.
 //!   Such lists change by entries, and holding an old version for one would keep sending traffic to others that are gone.
+//! - An *annotation* of ours: it means nothing, as if it were not there, and the rest is used.
 //! - The *object* (ports, ClusterIPs, policies, source ranges, labels that say what it belongs to, text that does not
 //!   decode): the last good version stays in use as a whole, for as long as the object is bad. Where there was none,
 //!   what of it can be used is used, unless that would open what it means to close.

@@ -370,6 +370,53 @@ fn what_was_never_good_is_used_as_far_as_it_goes() {
 }
 
 #[test]
+fn annotations_that_mean_nothing_are_told_and_change_nothing_else() {
+    let annotated = |annotations: Value| {
+        let mut value = service("s", json!({}));
+        value["metadata"]["annotations"] = annotations;
+        value
+    };
+    for (annotations, read, problem) in [
+        (json!({"headgate.io/scheduler": "mh"}), ("mh", "", 0), None),
+        (
+            json!({"headgate.io/scheduler": "fastest"}),
+            ("", "", 0),
+            Some("scheduler] \"fastest\" is no scheduler of IPVS"),
+        ),
+        (json!({"headgate.io/scheduler": ""}), ("", "", 0), Some("the cluster's scheduler is used")),
+        (
+            json!({"headgate.io/health-check": "tcp", "headgate.io/health-check-interval": "5s"}),
+            ("", "tcp", 5_000),
+            None,
+        ),
+        (json!({"headgate.io/health-check-interval": "1500ms"}), ("", "", 1_500), None),
+        (json!({"headgate.io/health-check": "http"}), ("", "", 0), Some("its endpoints are not checked")),
+        (json!({"headgate.io/health-check-interval": "1ms"}), ("", "", 0), Some("the agents' interval is used")),
+        (
+            json!({"headgate.io/health-check-interval": "99999999999999999999s"}),
+            ("", "", 0),
+            Some("is no time between"),
+        ),
+        (json!({"headgate.io/health-check-interval": "5"}), ("", "", 0), Some("is no time between")),
+    ] {
+        let mut bench = Bench::with(&[annotated(annotations)]);
+        let found = bench.service("s").unwrap();
+        assert_eq!((&*found.scheduler, &*found.health_check, found.health_check_interval_ms), read);
+        let problems = bench.problems();
+        assert_eq!(problems.len(), usize::from(problem.is_some()), "{problems:?}");
+        assert!(problems.iter().all(|text| text.contains(problem.unwrap())), "{problems:?}");
+        assert!(problems.iter().all(|text| text.starts_with("Service x/s metadata.annotations[headgate.io/")));
+    }
+    // The rest of such a version is taken all the same.
+    let mut bench = Bench::with(&[service("s", json!({}))]);
+    let mut value = annotated(json!({"headgate.io/scheduler": "fastest"}));
+    value["spec"]["externalIPs"] = json!(["192.0.2.1"]);
+    bench.apply(&value);
+    bench.flush();
+    assert_eq!(bench.service("s").unwrap().external_ips.len(), 1);
+}
+
+#[test]
 fn bad_endpoints_leave_the_others_alone() {
     let addresses = ["10.1.0.1", "300.1.1.1", "127.0.0.1", "0.0.0.0", "224.0.0.1", "169.254.0.1"];
     let mut endpoints: Vec<Value> = addresses.into_iter().map(ready).collect();

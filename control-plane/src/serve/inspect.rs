@@ -50,6 +50,14 @@ fn problems_to_wire(problems: &[Problem]) -> Vec<v1::Problem> {
     shown
 }
 
+/// Those of one object. The list is sorted by object.
+fn problems_of<'a>(problems: &'a [Problem], object: &str) -> &'a [Problem] {
+    let begin = problems.partition_point(|problem| problem.object.as_str() < object);
+    let rest = problems.get(begin..).unwrap_or_default();
+    let count = rest.partition_point(|problem| problem.object == object);
+    rest.get(..count).unwrap_or_default()
+}
+
 #[tonic::async_trait]
 impl Inspect for Inspector {
     type ListServicesStream = Items<v1::ServiceInfo>;
@@ -277,6 +285,10 @@ fn service_info(store: &Store, key: &ServiceKey) -> Option<v1::ServiceInfo> {
         ready_endpoints: count(detail.ready_endpoints),
         version: detail.version,
         conflicts: detail.lost.iter().map(|(claim, holder)| conflict(claim, holder)).collect(),
+        scheduler: service.scheduler.to_string(),
+        health_check: service.health_check.to_string(),
+        health_check_interval_ms: service.health_check_interval_ms,
+        problems: problems_to_wire(problems_of(&store.present_problems(), &format!("Service {key}"))),
     })
 }
 
@@ -368,6 +380,24 @@ fn unix_ms(time: SystemTime) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_objects_problems_are_found_among_others() {
+        let problem = |object: &str, field: &str| Problem {
+            object: object.into(),
+            field: field.into(),
+            message: String::new(),
+            origin: String::new(),
+        };
+        let mut problems =
+            ["Service a/b", "Service a/web", "Service a/web2", "Node n", "Service a/web"].map(|of| problem(of, "f"));
+        problems[4].field = "g".into();
+        problems.sort();
+        let fields = |object| problems_of(&problems, object).iter().map(|p| p.field.as_str()).collect::<Vec<_>>();
+        assert_eq!(fields("Service a/web"), ["f", "g"]);
+        assert_eq!(fields("Service a/we"), [""; 0]);
+        assert_eq!(fields("Service z/z"), [""; 0]);
+    }
 
     #[test]
     fn a_status_with_very_many_problems_fits_into_an_answer() {

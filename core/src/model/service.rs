@@ -105,8 +105,10 @@ pub struct Service {
     pub created_unix_seconds: i64,
     /// Annotation `headgate.io/scheduler`; empty for the cluster's default.
     pub scheduler: CompactString,
-    /// Annotation `headgate.io/health-check`; empty for none.
+    /// Annotation `headgate.io/health-check`: `tcp`, or empty for none. Agents check nothing for a kind that they do not know.
     pub health_check: CompactString,
+    /// Annotation `headgate.io/health-check-interval`: time between two checks of an endpoint; 0 for the agent's default.
+    pub health_check_interval_ms: u32,
 }
 
 impl Service {
@@ -127,6 +129,7 @@ impl Service {
             created_unix_seconds: 0,
             scheduler: CompactString::default(),
             health_check: CompactString::default(),
+            health_check_interval_ms: 0,
         }
     }
 

@@ -62,6 +62,8 @@ pub struct Annotations {
     pub scheduler: Option<String>,
     /// `headgate.io/health-check`.
     pub health_check: Option<String>,
+    /// `headgate.io/health-check-interval`.
+    pub health_check_interval: Option<String>,
     /// `endpoints.kubernetes.io/last-change-trigger-time`.
     pub last_change_trigger_time: Option<String>,
 }
@@ -89,6 +91,7 @@ impl Picked for Annotations {
         match key {
             "headgate.io/scheduler" => Some(&mut self.scheduler),
             "headgate.io/health-check" => Some(&mut self.health_check),
+            "headgate.io/health-check-interval" => Some(&mut self.health_check_interval),
             "endpoints.kubernetes.io/last-change-trigger-time" => Some(&mut self.last_change_trigger_time),
             _ => None,
         }
