@@ -52,7 +52,7 @@ impl Scheduler {
         Self::WeightedOverflow,
     ];
 
-    /// Active connections with which a destination has its fill under [`Scheduler::WeightedOverflow`], if it is the last in order.
+    /// Active connections beyond which a destination has its fill under [`Scheduler::WeightedOverflow`], if it is the last in order.
     pub const OVERFLOW_CONNECTIONS: u32 = 100;
 
     /// The name that the kernel knows it by, which is also that of its module behind `ip_vs_`.
