@@ -5,8 +5,12 @@
 //! 2. The Local set is the ready endpoints on this node; if there is none, those of this node that are serving and terminating. Hints
 //!    never apply.
 //! 3. An endpoint that is neither ready nor serving and terminating is never used.
+//! 4. Of each set, endpoints that fail this node's [health checks](crate::endpoint_health) get no new connections, unless all of them fail.
 
-use std::net::IpAddr;
+use std::{
+    collections::BTreeSet,
+    net::{IpAddr, SocketAddr},
+};
 
 use crate::{
     model::{Endpoint, Family, ServicePort},
@@ -34,8 +38,31 @@ pub struct EndpointChoice {
     pub cluster: Vec<Destination>,
     /// For Local policy.
     pub local: Vec<Destination>,
+    /// Of the Cluster set, those that fail health checks while others do not: they get no new connections, and keep theirs.
+    pub failing_cluster: Vec<Destination>,
+    /// The same of the Local set.
+    pub failing_local: Vec<Destination>,
     /// There is a ready, or serving and terminating, endpoint anywhere.
     pub has_any: bool,
+}
+
+impl EndpointChoice {
+    /// Takes those that fail out of each set, unless that would leave none.
+    #[must_use]
+    pub fn without_failing(mut self, failing: &BTreeSet<SocketAddr>) -> Self {
+        if failing.is_empty() {
+            return self;
+        }
+        let is_good = |endpoint: &Destination| !failing.contains(&SocketAddr::new(endpoint.address, endpoint.port));
+        for (set, failing) in
+            [(&mut self.cluster, &mut self.failing_cluster), (&mut self.local, &mut self.failing_local)]
+        {
+            if set.iter().any(is_good) {
+                (*set, *failing) = std::mem::take(set).into_iter().partition(is_good);
+            }
+        }
+        self
+    }
 }
 
 /// Chooses among the endpoints of a service for one of its ports.

@@ -5,13 +5,14 @@
 //! opens a socket, reads a clock, starts a process or knows an async runtime, and a test over `cargo metadata` keeps it so.
 //!
 //! Each Kubernetes behaviour has one file, used by every backend: [`topology`], [`endpoint_choice`], [`masquerade`],
-//! [`source_ranges`], [`claims`], [`conntrack`], [`health_check_port`].
+//! [`source_ranges`], [`claims`], [`conntrack`], [`health_check_port`], [`endpoint_health`].
 
 pub mod claims;
 pub mod conntrack;
 pub mod digest;
 pub mod dns_name;
 pub mod endpoint_choice;
+pub mod endpoint_health;
 pub mod health_check_port;
 pub mod iptables;
 pub mod ipvs;

@@ -4,7 +4,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
-    net::IpAddr,
+    net::{IpAddr, SocketAddr},
     sync::Arc,
 };
 
@@ -32,6 +32,7 @@ pub struct State {
 pub struct ServiceEntry {
     service: Option<Service>,
     endpoints: BTreeMap<IpAddr, Endpoint>,
+    failing: BTreeSet<SocketAddr>,
 }
 
 impl ServiceEntry {
@@ -45,6 +46,12 @@ impl ServiceEntry {
     #[must_use]
     pub fn endpoints(&self) -> &BTreeMap<IpAddr, Endpoint> {
         &self.endpoints
+    }
+
+    /// TCP ports of its endpoints that fail this node's health checks.
+    #[must_use]
+    pub fn failing(&self) -> &BTreeSet<SocketAddr> {
+        &self.failing
     }
 }
 
@@ -84,6 +91,18 @@ impl State {
             Change::ServiceCidr(service_cidr) => self.put_service_cidr(service_cidr, dirty),
             Change::RemoveServiceCidr(name) => self.remove_service_cidr(&name, dirty),
         }
+    }
+
+    /// Takes what this node has found by its own health checks: which TCP ports of a service's endpoints fail. It is no resource: digests
+    /// know nothing of it, and it goes with the service and its endpoints.
+    ///
+    /// Returns false, and leaves `dirty` alone, when it was so already, or nothing is known of the service.
+    pub fn set_failing(&mut self, key: &ServiceKey, failing: BTreeSet<SocketAddr>, dirty: &mut Dirty) -> bool {
+        let key = self.shared_key(key.clone());
+        let Some(entry) = self.entries.get_mut(&key).filter(|entry| entry.failing != failing) else { return false };
+        entry.failing = failing;
+        dirty.services.insert(key);
+        true
     }
 
     /// One service and its endpoints.

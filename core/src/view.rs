@@ -1,6 +1,10 @@
 //! The node's view: what one node must do for one service port in one family, whatever backend does it.
 
-use std::{net::IpAddr, sync::Arc};
+use std::{
+    collections::BTreeSet,
+    net::{IpAddr, SocketAddr},
+    sync::Arc,
+};
 
 use compact_str::CompactString;
 
@@ -98,6 +102,10 @@ pub struct ServicePortView {
     pub cluster_endpoints: Vec<Destination>,
     /// Endpoints for Local policy.
     pub local_endpoints: Vec<Destination>,
+    /// Endpoints for Cluster policy that fail health checks while others do not: no new connections, but those that they have go on.
+    pub failing_cluster_endpoints: Vec<Destination>,
+    /// The same for Local policy.
+    pub failing_local_endpoints: Vec<Destination>,
     /// Some endpoint is usable somewhere; without one, connections are refused.
     pub has_any_endpoint: bool,
 }
@@ -150,7 +158,8 @@ pub fn service_views(state: &State, key: &Arc<ServiceKey>, family: Family, node:
     };
     let source_ranges = SourceRanges::of(service, family, &node.addresses);
     let context = Context { state, key, service, cluster_ip, family, node, source_ranges };
-    service.ports.iter().map(|port| context.port_view(port, entry.endpoints().values())).collect()
+    let failing = if service.is_checked_by_tcp() { entry.failing() } else { &BTreeSet::new() };
+    service.ports.iter().map(|port| context.port_view(port, entry.endpoints().values(), failing)).collect()
 }
 
 struct Context<'a> {
@@ -168,8 +177,12 @@ impl Context<'_> {
         &self,
         port: &ServicePort,
         endpoints: impl Iterator<Item = &'e Endpoint> + Clone,
+        failing: &BTreeSet<SocketAddr>,
     ) -> ServicePortView {
-        let choice = endpoint_choice::choose(endpoints, port, self.family, self.node);
+        let mut choice = endpoint_choice::choose(endpoints, port, self.family, self.node);
+        if port.protocol == Protocol::Tcp {
+            choice = choice.without_failing(failing);
+        }
         let holds =
             |address: &IpAddr| self.state.claims().holds(self.key, &Claim::Address(*address, port.protocol, port.port));
         let held = |addresses: &[IpAddr]| {
@@ -196,6 +209,8 @@ impl Context<'_> {
             affinity_timeout_seconds: self.service.session_affinity.map(|affinity| affinity.timeout_seconds),
             cluster_endpoints: choice.cluster,
             local_endpoints: choice.local,
+            failing_cluster_endpoints: choice.failing_cluster,
+            failing_local_endpoints: choice.failing_local,
             has_any_endpoint: choice.has_any,
         };
         if !view.uses_local_endpoints() {

@@ -3,6 +3,10 @@
 //! A companion looks at the state while a step is planned, and acts once the step's rules are in the kernel. It never keeps programming waiting: whatever
 //! takes time or may fail goes to a thread or task of its own, which tries again by itself.
 
+mod follower;
+
+pub use follower::{Changes, Find, Follower, Mailbox};
+
 use std::{collections::BTreeSet, sync::Arc};
 
 use headgate_core::{Family, ServiceKey, State, iptables::NodePortAddresses, view::NodeFacts};

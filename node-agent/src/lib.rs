@@ -8,6 +8,7 @@ pub mod backlog;
 pub mod companion;
 pub mod config;
 pub mod conntrack;
+pub mod endpoint_health;
 #[doc(hidden)]
 pub mod fuzz;
 pub mod health_check;
@@ -174,7 +175,9 @@ async fn run_configured(
     let node_ports = NodePorts::of_inputs(reconciler.inputs());
     let (health_check_ports, health_check_server) =
         health_check::new(metrics.health_check.clone(), node_ports.clone(), is_alive(&shared, sync_period));
-    let mut companions: Vec<Box<dyn Companion>> = vec![Box::new(health_check_ports)];
+    let (checked_endpoints, checker) =
+        endpoint_health::new(options.check_timing(), Arc::clone(&shared), Arc::clone(&metrics));
+    let mut companions: Vec<Box<dyn Companion>> = vec![Box::new(health_check_ports), Box::new(checked_endpoints)];
     if machine == Machine::Ours {
         companions.push(Box::new(ConntrackCleaner::start(metrics.conntrack.clone(), node_ports)?));
     }
@@ -208,6 +211,7 @@ async fn run_configured(
         tokio::spawn(server.run(running.clone()));
     }
     tokio::spawn(health_check_server.run(running.clone()));
+    tokio::spawn(checker.run(running.clone()));
     if let Some(tls) = following_tls {
         let running = running.clone();
         tokio::spawn(async move { running.run_until_cancelled(tls.follow()).await });

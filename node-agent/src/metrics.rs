@@ -1,6 +1,7 @@
 //! What the agent counts, for Prometheus and for `/healthz`.
 
 pub mod catalogue;
+pub mod endpoint_health;
 pub mod kube_proxy;
 pub mod tls;
 
@@ -16,7 +17,10 @@ use prometheus_client::{
     registry::{Registry, Unit},
 };
 
-use self::{catalogue::Catalogue, kube_proxy::KubeProxyMetrics, tls::TlsMetrics};
+pub use self::endpoint_health::CheckResult;
+use self::{
+    catalogue::Catalogue, endpoint_health::EndpointHealthMetrics, kube_proxy::KubeProxyMetrics, tls::TlsMetrics,
+};
 use crate::{backend::Report, backlog::Counts, conntrack::ConntrackMetrics, health_check::HealthCheckMetrics};
 
 /// What a sync had to do.
@@ -76,6 +80,8 @@ pub struct Metrics {
     pub conntrack: ConntrackMetrics,
     /// Of certificates and handshakes.
     pub tls: TlsMetrics,
+    /// Active health checks.
+    pub endpoint_health: EndpointHealthMetrics,
     /// 1 while a stream is up and welcomed.
     pub connected: Gauge,
     /// Streams after the first that were begun.
@@ -127,6 +133,7 @@ impl Default for Metrics {
             kube_proxy,
             conntrack,
             tls: TlsMetrics::default(),
+            endpoint_health: EndpointHealthMetrics::default(),
             connected: Gauge::default(),
             reconnects: Counter::default(),
             rejected_resources: Counter::default(),
@@ -209,6 +216,7 @@ impl Metrics {
         self.catalogue.describe("headgate_agent_conntrack_passes_failed_total", "counter", "ip_family", help);
         self.conntrack.register(&mut self.registry);
         self.tls.register(&mut self.catalogue, &mut self.registry);
+        self.endpoint_health.register(&mut self.catalogue, &mut self.registry);
         for (name, kind, help) in HealthCheckMetrics::DESCRIPTIONS {
             self.catalogue.describe(&format!("headgate_agent_{name}"), kind, "", help);
         }

@@ -9,7 +9,7 @@ use std::{
 };
 
 use clap::builder::{PossibleValuesParser, TypedValueParser as _};
-use headgate_core::iptables::Layout;
+use headgate_core::{endpoint_health::CheckTiming, iptables::Layout};
 use headgate_tls::{Files, Side};
 
 use self::kube_proxy::KubeProxyFlags;
@@ -115,6 +115,15 @@ pub struct Options {
     #[arg(long, value_name = "DURATION", default_value = "10s", value_parser = duration)]
     pub state_save_period: Duration,
 
+    /// Time between two health checks of an endpoint, for Services with the annotation headgate.io/health-check that do not give their own by
+    /// headgate.io/health-check-interval. 500ms to 1h
+    #[arg(long, value_name = "DURATION", default_value = "5s", value_parser = check_interval)]
+    pub health_check_interval: Duration,
+
+    /// Longest time for such a check, or a quarter of its interval where that is shorter
+    #[arg(long, value_name = "DURATION", default_value = "1s", value_parser = check_timeout)]
+    pub health_check_timeout: Duration,
+
     /// kube-proxy's.
     #[command(flatten)]
     pub kube_proxy: KubeProxyFlags,
@@ -174,6 +183,17 @@ impl Options {
         Ok(name.into())
     }
 
+    /// How endpoints are checked.
+    #[must_use]
+    pub fn check_timing(&self) -> CheckTiming {
+        let milliseconds = |duration: Duration| u32::try_from(duration.as_millis()).unwrap_or(u32::MAX);
+        let Self { health_check_interval, health_check_timeout, .. } = self;
+        CheckTiming {
+            interval_ms: milliseconds(*health_check_interval),
+            timeout_ms: milliseconds(*health_check_timeout),
+        }
+    }
+
     /// The folder for the last good state; `None` when none is to be kept.
     #[must_use]
     pub fn state_folder(&self) -> Option<&Path> {
@@ -198,6 +218,21 @@ impl Options {
         let missing: Vec<&str> = files.iter().filter(|(_, file)| file.is_none()).map(|(name, _)| *name).collect();
         Err(OptionsError::TlsFilesMissing(missing.join(", ")))
     }
+}
+
+/// The interval of health checks: as for the annotation, so that no node is kept busy with them.
+fn check_interval(text: &str) -> Result<Duration, String> {
+    let bounds = Duration::from_millis(500)..=Duration::from_secs(3600);
+    duration(text).and_then(|interval| {
+        bounds.contains(&interval).then_some(interval).ok_or_else(|| format!("{text} is not between 500ms and 1h"))
+    })
+}
+
+fn check_timeout(text: &str) -> Result<Duration, String> {
+    let bounds = Duration::from_millis(1)..=Duration::from_secs(3600);
+    duration(text).and_then(|timeout| {
+        bounds.contains(&timeout).then_some(timeout).ok_or_else(|| format!("{text} is not between 1ms and 1h"))
+    })
 }
 
 /// A duration as Go writes it.

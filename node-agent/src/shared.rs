@@ -4,7 +4,8 @@
 //! while the kernel is busy gathers in one set of dirty keys: each is planned once, at its newest value.
 
 use std::{
-    net::IpAddr,
+    collections::BTreeSet,
+    net::{IpAddr, SocketAddr},
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError},
     time::Instant,
 };
@@ -252,6 +253,22 @@ impl Shared {
         inner.is_unconfirmed = false;
         inner.generation += 1;
         self.changed.notify_all();
+    }
+
+    /// Takes which endpoints of these services fail this node's own health checks; services for which that is new are planned anew. Waits for the
+    /// lock, as [`Self::apply`] does.
+    pub fn set_failing(&self, found: Vec<(Arc<ServiceKey>, BTreeSet<SocketAddr>)>) {
+        let mut inner = self.lock();
+        let Inner { held, dirty, .. } = &mut *inner;
+        let mut is_new = false;
+        for (key, failing) in found {
+            is_new |= held.set_failing(&key, failing, dirty);
+        }
+        if is_new {
+            self.backlog.queue_other();
+            inner.generation += 1;
+            self.changed.notify_all();
+        }
     }
 
     /// Takes what the stream says of the node. Whatever depends on it is planned anew when it differs.

@@ -2,7 +2,7 @@
 #![allow(missing_docs, clippy::unwrap_used)]
 
 use anyhow::Result;
-use headgate_tests::cases::{self, affinity, changes, lifecycle, live, payloads, raw, rules, settings, table};
+use headgate_tests::cases::{self, affinity, changes, health, lifecycle, live, payloads, raw, rules, settings, table};
 use headgate_tests::testbed::{Backend, Manifests, Testbed};
 use headgate_tests::uml;
 
@@ -201,6 +201,11 @@ macro_rules! packet_tests {
             #[test]
             fn scale_to_zero_and_back() {
                 scenario(BACKEND, live::scale_to_zero_and_back);
+            }
+
+            #[test]
+            fn health_checks() {
+                scenario(BACKEND, health::refusing_endpoints_are_left_out);
             }
 
             // rows: 89, 92

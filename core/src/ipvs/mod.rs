@@ -27,6 +27,8 @@
 //! server stays as long as it has a destination, and so do its address and what marks it as ours in sets: an agent that
 //! starts anew finds a destination of weight 0 and goes on.
 //!
+//! A destination that fails health checks has weight 0 as well, but stays until its endpoint goes.
+//!
 //! # Whose a virtual server is
 //!
 //! It is ours if its address is on our device, or its port in one of our sets; what is not is never touched, and neither is what

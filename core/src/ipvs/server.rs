@@ -64,7 +64,7 @@ pub struct Wanted {
 /// What became of a destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Destination {
-    /// It takes connections, with this weight.
+    /// It takes connections, with this weight. With 0 it takes none, since it fails health checks, and stays.
     Active(u32),
     /// It keeps those that it has, since this time.
     Draining(u64),
@@ -147,6 +147,7 @@ impl Server {
             match self.destinations.insert(*address, Destination::Active(*weight)) {
                 None => before.push(Op::AddDestination(key, *address, *weight)),
                 Some(Destination::Active(old)) if old == *weight => {}
+                Some(Destination::Draining(_)) if *weight == 0 => {}
                 Some(_) => before.push(Op::EditDestination(key, *address, *weight)),
             }
         }
@@ -156,8 +157,10 @@ impl Server {
             }
             match destination {
                 Destination::Draining(_) => true,
-                Destination::Active(_) if key.protocol == Protocol::Tcp => {
-                    after.push(Op::EditDestination(key, *address, 0));
+                Destination::Active(weight) if key.protocol == Protocol::Tcp => {
+                    if *weight != 0 {
+                        after.push(Op::EditDestination(key, *address, 0));
+                    }
                     *destination = Destination::Draining(now_ms);
                     true
                 }

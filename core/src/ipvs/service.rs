@@ -154,17 +154,23 @@ impl Port<'_> {
 
     fn destinations(&mut self, policy: TrafficPolicy) -> Weighted {
         let scheduler = self.settings.scheduler;
-        let (of_policy, endpoints) = match policy {
-            TrafficPolicy::Cluster => (&mut self.cluster, &self.view.cluster_endpoints),
-            TrafficPolicy::Local => (&mut self.local, &self.view.local_endpoints),
+        let view = self.view;
+        let (of_policy, endpoints, failing) = match policy {
+            TrafficPolicy::Cluster => (&mut self.cluster, &view.cluster_endpoints, &view.failing_cluster_endpoints),
+            TrafficPolicy::Local => (&mut self.local, &view.local_endpoints, &view.failing_local_endpoints),
         };
         Arc::clone(of_policy.get_or_insert_with(|| {
-            let mut addresses: Vec<SocketAddr> =
-                endpoints.iter().map(|endpoint| SocketAddr::new(endpoint.address, endpoint.port)).collect();
+            let address = |endpoint: &Destination| SocketAddr::new(endpoint.address, endpoint.port);
+            let usable = endpoints.iter().map(|endpoint| (address(endpoint), true));
+            let failing = failing.iter().map(|endpoint| (address(endpoint), false));
+            let mut addresses: Vec<(SocketAddr, bool)> = usable.chain(failing).collect();
             addresses.sort_unstable();
             addresses.dedup();
             let count = addresses.len();
-            let weigh = |(position, address)| (address, scheduler.weight(position, count));
+            // One that fails keeps its rank, so that the others keep their weights.
+            let weigh = |(position, (address, is_usable))| {
+                (address, if is_usable { scheduler.weight(position, count) } else { 0 })
+            };
             addresses.into_iter().enumerate().map(weigh).collect()
         }))
     }
@@ -189,8 +195,10 @@ impl Port<'_> {
     /// Endpoints that may be sent to themselves on this node; others are by their own node.
     fn loop_back(&self, plan: &mut ServicePlan) {
         let view = self.view;
-        let cluster = view.cluster_endpoints.iter().filter(|_| view.uses_cluster_endpoints());
-        let local = view.local_endpoints.iter().filter(|_| view.uses_local_endpoints());
+        let cluster = view.cluster_endpoints.iter().chain(&view.failing_cluster_endpoints);
+        let cluster = cluster.filter(|_| view.uses_cluster_endpoints());
+        let local = view.local_endpoints.iter().chain(&view.failing_local_endpoints);
+        let local = local.filter(|_| view.uses_local_endpoints());
         for Destination { address, port, .. } in cluster.chain(local).filter(|endpoint| endpoint.may_be_here) {
             plan.elements.insert((Set::LoopBack, Element::IpPortIp(*address, view.protocol, *port, *address)));
         }

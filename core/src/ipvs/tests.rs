@@ -329,6 +329,39 @@ fn tcp_drains_udp_goes_at_once_and_what_returns_is_restored() {
 }
 
 #[test]
+fn what_fails_health_checks_has_no_weight_and_stays() {
+    let mut rig = Rig::new(config());
+    let key = ServerKey { address: ip("10.96.0.1"), protocol: Protocol::Tcp, port: 80 };
+    let mut checked = service();
+    (checked.external_ips, checked.load_balancer_ips, checked.ports[0].node_port) = (Vec::new(), Vec::new(), 0);
+    checked.health_check = "tcp".into();
+    rig.step([Change::Service(checked.clone()), endpoint("10.244.1.1", "node-a"), endpoint("10.244.2.1", "node-b")]);
+    let one: SocketAddr = "10.244.2.1:8080".parse().unwrap();
+    let fails = |rig: &mut Rig, failing: &[SocketAddr]| {
+        let mut dirty = Dirty::default();
+        rig.state.set_failing(&checked.key, failing.iter().copied().collect(), &mut dirty);
+        let plan = rig.ledger.changed(&rig.state, &node(), &dirty, 0);
+        rig.kernel.apply(&plan).unwrap();
+        plan.ops().copied().collect::<Vec<_>>()
+    };
+    assert_eq!(fails(&mut rig, &[one]), [Op::EditDestination(key, one, 0)]);
+    assert_eq!(rig.ledger.draining().count(), 0, "it is not on its way out");
+    assert!(rig.ledger.drained(key, &[(one, 0)].into(), 1).is_empty());
+    // A new agent that knows as much writes nothing, and one that knows nothing yet uses it.
+    let mut restarted = Ledger::new(config());
+    assert!(restarted.full(&rig.state, &node(), &rig.kernel.existing(), 0).is_empty());
+    assert!(restarted.is_in(&rig.kernel.existing()) && restarted.draining().count() == 0);
+    let all: Vec<SocketAddr> = vec!["10.244.1.1:8080".parse().unwrap(), one];
+    assert_eq!(fails(&mut rig, &all), [Op::EditDestination(key, one, 1)], "all fail: all are used");
+    assert_eq!(fails(&mut rig, &[one]), [Op::EditDestination(key, one, 0)]);
+    let plan = rig.step([Change::RemoveEndpoint(checked.key.clone(), one.ip())]);
+    assert!(plan.is_empty() && rig.ledger.draining().eq([key]), "its connections go on: {plan:?}");
+    assert_eq!(fails(&mut rig, &[]), []);
+    let plan = rig.step([endpoint("10.244.2.1", "node-b")]);
+    assert_eq!(plan.before, [Op::EditDestination(key, one, 1)]);
+}
+
+#[test]
 fn service_ranges_can_be_routed_instead() {
     let cidr = |range: &str| {
         Change::ServiceCidr(crate::ServiceCidr { name: "kubernetes".into(), cidrs: vec![range.parse().unwrap()] })

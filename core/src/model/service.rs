@@ -133,6 +133,12 @@ impl Service {
         }
     }
 
+    /// Agents check its endpoints by connecting to them.
+    #[must_use]
+    pub fn is_checked_by_tcp(&self) -> bool {
+        self.health_check == "tcp"
+    }
+
     /// The ClusterIP of a family; a family without one is not programmed.
     #[must_use]
     pub fn cluster_ip(&self, family: Family) -> Option<IpAddr> {

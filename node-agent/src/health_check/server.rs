@@ -15,10 +15,10 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use super::{
-    Changes, HealthCheckMetrics, Mailbox,
+    HealthCheckMetrics,
     page::{self, IsHealthy, Page},
 };
-use crate::companion::NodePorts;
+use crate::companion::{Changes, Mailbox, NodePorts};
 
 /// Time between attempts to listen where it failed, and between looks at whether the node's addresses changed.
 const RETRY_PERIOD: Duration = Duration::from_secs(5);
@@ -27,7 +27,7 @@ const BACKLOG: i32 = 128;
 /// Listens at all health-check node ports of this node.
 #[derive(Debug)]
 pub struct Server {
-    mailbox: Arc<Mailbox>,
+    mailbox: Arc<Mailbox<HealthCheckPort>>,
     metrics: HealthCheckMetrics,
     node_ports: NodePorts,
     is_healthy: IsHealthy,
@@ -52,7 +52,7 @@ impl Drop for Listener {
 
 impl Server {
     pub(super) fn new(
-        mailbox: Arc<Mailbox>,
+        mailbox: Arc<Mailbox<HealthCheckPort>>,
         metrics: HealthCheckMetrics,
         node_ports: NodePorts,
         is_healthy: IsHealthy,
@@ -75,7 +75,7 @@ impl Server {
         self.metrics.listening.set(0);
     }
 
-    async fn take(&mut self, changes: Changes) {
+    async fn take(&mut self, changes: Changes<HealthCheckPort>) {
         let keys: BTreeSet<Arc<ServiceKey>> = changes.keys().cloned().collect();
         for (key, port) in changes {
             match port {

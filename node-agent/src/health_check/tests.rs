@@ -2,18 +2,25 @@
 use std::{
     io::{Read as _, Write as _},
     net::{IpAddr, SocketAddr, TcpListener, TcpStream},
-    sync::atomic::{AtomicBool, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     time::{Duration, Instant},
 };
 
 use headgate_core::{
-    Change, Dirty, Endpoint, EndpointPort, Protocol, Service, ServicePort, TrafficPolicy, iptables::NodePortAddresses,
+    Change, Dirty, Endpoint, EndpointPort, Protocol, Service, ServiceKey, ServicePort, State, TrafficPolicy,
+    iptables::NodePortAddresses, view::NodeFacts,
 };
 use tokio::sync::watch;
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 use super::*;
-use crate::node_inputs::NodeInputs;
+use crate::{
+    companion::{Companion as _, Scope},
+    node_inputs::NodeInputs,
+};
 
 /// Only ever waited for when a test fails.
 const GUARD: Duration = Duration::from_secs(30);

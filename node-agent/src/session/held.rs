@@ -1,8 +1,8 @@
 //! What the agent holds, and how a step of the stream changes it.
 
 use std::{
-    collections::{BTreeMap, HashMap, HashSet},
-    net::IpAddr,
+    collections::{BTreeMap, BTreeSet, HashMap, HashSet},
+    net::{IpAddr, SocketAddr},
 };
 
 use headgate_core::{
@@ -143,6 +143,11 @@ impl Held {
         let position = |(kind, position): (&i32, &u64)| v1::SourcePosition { kind: *kind, position: *position };
         let positions = self.sources.iter().map(position).collect();
         Some(v1::Resume { epoch, version, positions, digests: None })
+    }
+
+    /// As [`State::set_failing`]. Nothing of it is saved to disk.
+    pub(crate) fn set_failing(&mut self, key: &ServiceKey, failing: BTreeSet<SocketAddr>, dirty: &mut Dirty) -> bool {
+        self.state.set_failing(key, failing, dirty)
     }
 
     /// Takes a step, and adds what it affects to `dirty`.

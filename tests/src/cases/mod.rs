@@ -4,6 +4,7 @@
 //! - The groups of the table on [hints](table::GROUPS) and on how objects are read have files of their own.
 //! - [`affinity`], [`payloads`]: what takes more than one question to see.
 //! - [`changes`]: services, slices and nodes that become something else; [`settings`]: what agents' settings do.
+//! - [`health`]: active health checks.
 //! - [`rules`]: what is written to the kernel, and what others do to it; [`raw`]: packets that no well-behaved client sends.
 //! - [`live`]: changes of services while connections run; [`lifecycle`]: stops and crashes of programs, foreign rules, clean-up.
 //!
@@ -13,6 +14,7 @@
 pub mod affinity;
 pub mod case;
 pub mod changes;
+pub mod health;
 mod hints;
 mod intake;
 pub mod lifecycle;

@@ -1,0 +1,299 @@
+#![allow(clippy::unwrap_used)]
+use std::net::IpAddr;
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::{
+    model::{Change, Endpoint, EndpointPort, Service, ServicePort, TrafficPolicy},
+    state::Dirty,
+};
+
+fn key(name: &str) -> Arc<ServiceKey> {
+    Arc::new(ServiceKey::new("ns", name))
+}
+
+fn address(last: u8) -> SocketAddr {
+    SocketAddr::from(([10, 244, 0, last], 8080))
+}
+
+fn wanted(interval_ms: u32, last: impl IntoIterator<Item = u8>) -> ServiceTargets {
+    ServiceTargets { interval_ms: Some(interval_ms), addresses: last.into_iter().map(address).collect() }
+}
+
+/// What must be true at any time.
+fn hold_together(checks: &Checks) {
+    let waiting: BTreeSet<(u64, SocketAddr)> = checks
+        .targets
+        .iter()
+        .filter_map(|(address, target)| match target.next {
+            Next::At(at) => Some((at, *address)),
+            Next::Running(_) => None,
+        })
+        .collect();
+    assert_eq!(waiting, checks.due);
+    assert_eq!(checks.failing, checks.targets.values().filter(|target| target.is_failing).count());
+    let wanted: BTreeSet<SocketAddr> = checks.services.values().flatten().copied().collect();
+    assert_eq!(wanted, checks.targets.keys().copied().collect());
+    for (address, target) in &checks.targets {
+        let users: BTreeSet<_> = target.users.keys().cloned().collect();
+        let of = checks.services.iter().filter(|(_, addresses)| addresses.contains(address));
+        assert_eq!(users, of.map(|(key, _)| Arc::clone(key)).collect());
+    }
+}
+
+/// Makes the next check of a single target, whenever it is due, with this outcome.
+fn next_outcome(checks: &mut Checks, has_passed: bool) -> (u64, Vec<Arc<ServiceKey>>) {
+    let now = checks.next_due_ms().unwrap();
+    let started = checks.start(now, 8);
+    assert_eq!(started.len(), 1);
+    assert!(checks.start(now, 8).is_empty() && checks.next_due_ms().is_none(), "it runs");
+    (now, checks.finish(&started[0], has_passed, now))
+}
+
+#[test]
+fn two_outcomes_in_a_row_count_and_one_does_not() {
+    let mut checks = Checks::new(CheckTiming::default(), 7);
+    let (web, other) = (key("web"), key("other"));
+    checks.set_service(&web, Some(wanted(1000, [1])), 0);
+    checks.set_service(&other, Some(wanted(4000, [1])), 0);
+    assert_eq!((checks.len(), checks.failing_count()), (1, 0));
+    for has_passed in [true, false, true, false, true] {
+        assert_eq!(next_outcome(&mut checks, has_passed).1, []);
+    }
+    let (first, turned) = next_outcome(&mut checks, false);
+    assert_eq!(turned, []);
+    let (second, turned) = next_outcome(&mut checks, false);
+    assert!((225..=275).contains(&(second - first)), "a doubt is looked into soon: {}", second - first);
+    assert_eq!(turned, [Arc::clone(&other), Arc::clone(&web)]);
+    assert_eq!((checks.failing(&web), checks.failing(&other)), ([address(1)].into(), [address(1)].into()));
+    let (third, turned) = next_outcome(&mut checks, false);
+    assert!((900..=1100).contains(&(third - second)), "the shorter interval counts: {}", third - second);
+    assert_eq!(turned, []);
+    for (has_passed, count) in [(true, 0), (false, 0), (true, 0), (true, 2)] {
+        assert_eq!(next_outcome(&mut checks, has_passed).1.len(), count);
+    }
+    assert!(checks.failing(&web).is_empty());
+    hold_together(&checks);
+}
+
+#[test]
+fn checks_take_a_quarter_of_the_interval_at_most() {
+    let mut checks = Checks::new(CheckTiming { interval_ms: 60_000, timeout_ms: 1_000 }, 7);
+    checks.set_service(&key("slow"), Some(ServiceTargets { interval_ms: None, addresses: [address(1)].into() }), 0);
+    checks.set_service(&key("quick"), Some(wanted(500, [2])), 0);
+    let timeouts: BTreeSet<_> =
+        checks.start(60_000, 8).into_iter().map(|check| (check.address, check.timeout_ms)).collect();
+    assert_eq!(timeouts, [(address(1), 1_000), (address(2), 125)].into());
+}
+
+#[test]
+fn there_is_never_more_than_room_for_and_who_waits_longest_comes_first() {
+    let mut checks = Checks::new(CheckTiming::default(), 1);
+    checks.set_service(&key("web"), Some(wanted(1000, 0..50)), 0);
+    let order: Vec<_> = checks.due.iter().map(|(_, address)| *address).collect();
+    let mut started = Vec::new();
+    for _ in 0..5 {
+        let some = checks.start(1000, 10);
+        assert_eq!(some.len(), 10);
+        started.extend(some.iter().map(|check| check.address));
+    }
+    assert_eq!(started, order);
+    // They are spread over the interval.
+    let mut checks = Checks::new(CheckTiming::default(), 1);
+    checks.set_service(&key("web"), Some(wanted(1000, 0..250)), 0);
+    let early = checks.start(500, usize::MAX).len();
+    assert!((75..175).contains(&early), "{early}");
+}
+
+#[test]
+fn outcomes_of_checks_that_nobody_wants_any_more_mean_nothing() {
+    let mut checks = Checks::new(CheckTiming::default(), 7);
+    let web = key("web");
+    checks.set_service(&web, Some(wanted(1000, [1])), 0);
+    for _ in 0..2 {
+        next_outcome(&mut checks, false);
+    }
+    let running = checks.start(10_000, 1);
+    checks.set_service(&web, None, 10_000);
+    assert!(checks.is_empty() && checks.failing_count() == 0);
+    // It comes back while the old check still runs: it is a new endpoint.
+    checks.set_service(&web, Some(wanted(1000, [1])), 10_000);
+    assert_eq!(checks.finish(&running[0], false, 10_100), []);
+    assert!(checks.failing(&web).is_empty());
+    hold_together(&checks);
+}
+
+#[derive(Debug, Clone)]
+enum Step {
+    Set(u8, Option<(u32, Vec<u8>)>),
+    Start(usize),
+    Finish(usize, bool),
+    Pass(u64),
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let set = (1..4000_u32, prop::collection::vec(0..6_u8, 0..4));
+    prop_oneof![
+        (0..3_u8, prop::option::of(set)).prop_map(|(service, set)| Step::Set(service, set)),
+        (0..4_usize).prop_map(Step::Start),
+        (0..8_usize, any::<bool>()).prop_map(|(which, passed)| Step::Finish(which, passed)),
+        (0..5000_u64).prop_map(Step::Pass),
+    ]
+}
+
+proptest! {
+    /// Whatever is set, begun and ended in whatever order.
+    #[test]
+    fn any_order_holds_together(steps in prop::collection::vec(step(), 0..60), seed: u64) {
+        let mut checks = Checks::new(CheckTiming::default(), seed);
+        let (mut now, mut running) = (0, Vec::new());
+        for step in steps {
+            match step {
+                Step::Set(service, set) => {
+                    let set = set.map(|(interval, last)| wanted(interval, last));
+                    checks.set_service(&key(&service.to_string()), set, now);
+                }
+                Step::Start(room) => {
+                    let started = checks.start(now, room);
+                    prop_assert!(started.len() <= room);
+                    running.extend(started);
+                }
+                Step::Finish(which, passed) if which < running.len() => {
+                    let check = running.remove(which);
+                    let turned = checks.finish(&check, passed, now);
+                    for key in turned {
+                        prop_assert_eq!(checks.failing(&key).contains(&check.address), !passed);
+                    }
+                }
+                Step::Finish(..) => {}
+                Step::Pass(time) => now += time,
+            }
+            hold_together(&checks);
+        }
+    }
+
+    /// An endpoint that stops or begins to answer is known for it within two intervals, however long its checks take to fail.
+    #[test]
+    fn what_changes_is_seen_within_two_intervals(
+        interval in 500..20_000_u32,
+        timeout in 1..10_000_u32,
+        first_pause in 0..40_000_u64,
+        times_out: bool,
+        seed: u64,
+    ) {
+        let mut checks = Checks::new(CheckTiming { interval_ms: interval, timeout_ms: timeout }, seed);
+        let web = key("web");
+        checks.set_service(&web, Some(wanted(interval, [1, 2])), 0);
+        let interval = u64::from(interval);
+        // Address 1 fails from the one time to the other; address 2 never does.
+        let (down, up) = (first_pause, first_pause + 5 * interval);
+        let end = up + 5 * interval;
+        let mut running: BTreeSet<(u64, u64, bool)> = BTreeSet::new();
+        let mut by_ticket = HashMap::new();
+        let mut now = 0;
+        while now < end {
+            for check in checks.start(now, 8) {
+                let passes = check.address == address(2) || !(down..up).contains(&now);
+                let took = if !passes && times_out { u64::from(check.timeout_ms) } else { 0 };
+                running.insert((now + took, check.ticket, passes));
+                by_ticket.insert(check.ticket, check);
+            }
+            while let Some((at, ticket, passes)) = running.first().copied().filter(|(at, ..)| *at <= now) {
+                running.remove(&(at, ticket, passes));
+                checks.finish(&by_ticket[&ticket], passes, now);
+            }
+            let is_failing = !checks.failing(&web).is_empty();
+            if (down + 2 * interval..up).contains(&now) {
+                prop_assert_eq!(checks.failing(&web), [address(1)].into(), "at {}", now);
+            }
+            prop_assert!(!is_failing || (down..up + 2 * interval).contains(&now), "at {}", now);
+            let next = running.first().map(|(at, ..)| *at).into_iter().chain(checks.next_due_ms()).min().unwrap();
+            let edges = [down + 2 * interval, up - 1, up + 2 * interval];
+            now = edges.into_iter().filter(|edge| *edge > now).chain([next.max(now + 1)]).min().unwrap();
+        }
+    }
+}
+
+fn state_with(service: Service, endpoints: &[(&str, &str)]) -> (State, Arc<ServiceKey>) {
+    let (mut state, mut dirty) = (State::default(), Dirty::default());
+    let key = Arc::new(service.key.clone());
+    let ports: Arc<[EndpointPort]> = [("web", Protocol::Tcp, 8080), ("dns", Protocol::Udp, 53)]
+        .map(|(name, protocol, port)| EndpointPort { name: name.into(), protocol, port })
+        .into();
+    state.apply(Change::Service(service), &mut dirty);
+    for (address, node) in endpoints {
+        let address: IpAddr = address.parse().unwrap();
+        let endpoint = Endpoint { node: Some((*node).into()), ..Endpoint::new(address, Arc::clone(&ports)) };
+        state.apply(Change::Endpoint((*key).clone(), endpoint), &mut dirty);
+    }
+    (state, key)
+}
+
+fn service(health_check: &str) -> Service {
+    let port = |name: &str, protocol, port| ServicePort { name: name.into(), protocol, port, node_port: 0 };
+    let ports = vec![port("web", Protocol::Tcp, 80), port("dns", Protocol::Udp, 53)];
+    let addresses = ["10.96.0.1", "fd00::1"].map(|address| address.parse().unwrap());
+    let mut service = Service::new(ServiceKey::new("ns", "web"), addresses.to_vec(), ports);
+    service.health_check = health_check.into();
+    service
+}
+
+const ENDPOINTS: [(&str, &str); 4] =
+    [("10.244.1.1", "node-a"), ("10.244.2.1", "node-b"), ("10.244.2.2", "node-b"), ("fd00:1::1", "node-b")];
+
+#[test]
+fn a_node_checks_the_tcp_ports_that_it_uses() {
+    let node = NodeFacts::named("node-a");
+    let of = |service: Service| {
+        let (state, key) = state_with(service, &ENDPOINTS);
+        targets(&state, &key, &node)
+    };
+    let texts = |addresses: &[&str]| addresses.iter().map(|text| text.parse().unwrap()).collect::<BTreeSet<_>>();
+    let all = texts(&["10.244.1.1:8080", "10.244.2.1:8080", "10.244.2.2:8080", "[fd00:1::1]:8080"]);
+    assert_eq!(of(service("tcp")), Some(ServiceTargets { interval_ms: None, addresses: all }));
+    assert_eq!(of(service("")), None);
+    assert_eq!(of(service("http")), None, "a kind that is not known");
+    let mut local = service("tcp");
+    (local.internal_traffic_policy, local.health_check_interval_ms) = (TrafficPolicy::Local, 700);
+    assert_eq!(
+        of(local),
+        Some(ServiceTargets { interval_ms: Some(700), addresses: texts(&["10.244.1.1:8080"]) }),
+        "other nodes' endpoints are not used here"
+    );
+    assert_eq!(targets(&State::default(), &key("none"), &node), None);
+}
+
+#[test]
+fn new_connections_are_kept_off_what_fails_and_what_fails_is_checked_on() {
+    let (mut state, key) = state_with(service("tcp"), &ENDPOINTS);
+    let node = NodeFacts::named("node-a");
+    let texts = |found: &[crate::endpoint_choice::Destination]| {
+        found.iter().map(|endpoint| endpoint.address.to_string()).collect::<Vec<_>>()
+    };
+    let wanted = targets(&state, &key, &node);
+    let failing = |last: &[&str]| last.iter().map(|text| text.parse().unwrap()).collect::<BTreeSet<SocketAddr>>();
+    let mut dirty = Dirty::default();
+    assert!(state.set_failing(&key, failing(&["10.244.1.1:8080", "10.244.2.1:8080"]), &mut dirty));
+    assert_eq!(dirty.services, [Arc::clone(&key)].into());
+    let views = service_views(&state, &key, Family::V4, &node);
+    assert_eq!(texts(&views[0].cluster_endpoints), ["10.244.2.2"]);
+    assert_eq!(texts(&views[0].failing_cluster_endpoints), ["10.244.1.1", "10.244.2.1"]);
+    assert_eq!(texts(&views[0].local_endpoints), ["10.244.1.1"], "this node's only one is used all the same");
+    assert!(views[0].failing_local_endpoints.is_empty());
+    assert_eq!(texts(&views[1].cluster_endpoints).len(), 3, "a check of TCP says nothing about UDP");
+    assert_eq!(targets(&state, &key, &node), wanted);
+
+    let before = state.digests().clone();
+    let all = failing(&["10.244.1.1:8080", "10.244.2.1:8080", "10.244.2.2:8080"]);
+    assert!(state.set_failing(&key, all.clone(), &mut dirty) && !state.set_failing(&key, all.clone(), &mut dirty));
+    let views = service_views(&state, &key, Family::V4, &node);
+    assert_eq!(texts(&views[0].cluster_endpoints).len(), 3, "all fail: all are used");
+    assert_eq!(*state.digests(), before, "it is this node's own knowledge");
+
+    // Without the annotation what was found does not count, nor does it without the service.
+    state.apply(Change::Service(service("")), &mut dirty);
+    state.set_failing(&key, failing(&["10.244.1.1:8080"]), &mut dirty);
+    assert_eq!(texts(&service_views(&state, &key, Family::V4, &node)[0].cluster_endpoints).len(), 3);
+    assert!(!state.set_failing(&ServiceKey::new("ns", "none"), all, &mut dirty));
+}

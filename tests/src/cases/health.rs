@@ -1,0 +1,84 @@
+//! Active health checks: new connections are kept off endpoints that refuse, and those that run go on.
+
+use std::io::{Read as _, Write as _};
+use std::net::{Ipv6Addr, SocketAddr, TcpListener, TcpStream};
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::json;
+
+use super::changes::eventually;
+use super::live::{expect_servers, hold_connections, targets};
+use crate::testbed::manifests::{Port, Service, Slice, Via, ready};
+use crate::testbed::{Family, Outcome, Request, Testbed, Transport, client};
+
+/// Where no server of the testbed listens.
+const SILENT_PORT: u16 = 9999;
+const GUARD: Duration = Duration::from_secs(30);
+
+/// A service with an endpoint that answers and one that refuses.
+fn half_dead(name: &str) -> Service {
+    let ports = vec![Port { name: "tcp", transport: Transport::Tcp, port: 80, target_port: SILENT_PORT }];
+    let mut service = Service::new(name, &["a1"]);
+    service.more_slices = vec![Slice { suffix: "silent", ports, endpoints: ready(&["b1"]) }];
+    service
+}
+
+/// An endpoint refuses, begins to accept, has a connection, and refuses again. Checked every two seconds.
+pub fn refusing_endpoints_are_left_out(bed: &Testbed) -> Result<()> {
+    bed.update(|manifests| {
+        manifests.add(half_dead("unchecked"))?;
+        let mut checked = half_dead("checked");
+        checked.patch = Some(|_| {
+            let annotations = json!({"headgate.io/health-check": "tcp", "headgate.io/health-check-interval": "2s"});
+            json!({"metadata": {"annotations": annotations}})
+        });
+        manifests.add(checked)
+    })?;
+    let unchecked = bed.address("unchecked", Via::ClusterIp, Family::V4, "tcp")?;
+    let outcomes = client::ask_many(bed.machines().machine("a3")?, &Request::new(Transport::Tcp, unchecked), 40)?;
+    ensure!(outcomes.contains(&Outcome::Refused), "without checks some connections are refused: {outcomes:?}");
+
+    eventually(|| expect_servers(bed, "checked", &["a1"])).context("the refusing endpoint is left out")?;
+    let mut held = hold_connections(bed, "checked")?;
+    // Nobody is sent there any more, of many.
+    for (from, to) in targets(bed, "checked")? {
+        let outcomes = client::ask_many(bed.machines().machine(from)?, &Request::new(Transport::Tcp, to), 40)?;
+        ensure!(!outcomes.contains(&Outcome::Refused), "{from} is still refused by {to}");
+    }
+
+    let to = bed.address("checked", Via::ClusterIp, Family::V4, "tcp")?;
+    let listener = bed.machines().machine("b1")?.run(|| {
+        let listener = TcpListener::bind((Ipv6Addr::UNSPECIFIED, SILENT_PORT))?;
+        listener.set_nonblocking(true)?;
+        Ok(listener)
+    })?;
+    let (mut inside, mut outside) = eventually_connected(bed, to, &listener).context("it gets connections again")?;
+
+    drop(listener);
+    eventually(|| expect_servers(bed, "checked", &["a1"])).context("it is left out again")?;
+    inside.write_all(b"still")?;
+    outside.set_read_timeout(Some(GUARD))?;
+    outside.read_exact(&mut [0; 5]).context("a connection to an endpoint that fails goes on")?;
+    held.iter_mut().try_for_each(client::HeldConnection::check)
+}
+
+/// Connects until `listener` has one of the connections; both its ends. Checks connect as well, and say nothing.
+fn eventually_connected(bed: &Testbed, to: SocketAddr, listener: &TcpListener) -> Result<(TcpStream, TcpStream)> {
+    let machine = bed.machines().machine("a3")?;
+    let found = std::cell::RefCell::new(None);
+    eventually(|| {
+        let mut client = machine.run(move || Ok(TcpStream::connect_timeout(&to, GUARD)?))?;
+        client.write_all(b"x")?;
+        while let Ok((mut server, _)) = listener.accept() {
+            server.set_nonblocking(false)?;
+            server.set_read_timeout(Some(Duration::from_millis(200)))?;
+            if matches!(server.read(&mut [0]), Ok(1)) && client.local_addr()?.port() == server.peer_addr()?.port() {
+                *found.borrow_mut() = Some((server, client));
+                return Ok(());
+            }
+        }
+        anyhow::bail!("{to} leads elsewhere")
+    })?;
+    found.into_inner().context("no connection was kept")
+}
