@@ -18,6 +18,7 @@ mod memory;
 pub mod metrics;
 pub mod node_inputs;
 pub mod options;
+pub mod packet_counters;
 pub mod persist;
 pub mod reconcile;
 mod refused;

@@ -212,6 +212,8 @@ impl Metrics {
         add.gauge("services_refused", "", help, self.services_refused.clone());
         let help = "Times that the kernel began to refuse a service's rules";
         add.counter("service_refusals", "", help, self.service_refusals.clone());
+        let help = "1 while rules count packets into nfnetlink_acct: what the kubeproxy_iptables_…_packets_total show";
+        add.gauge("packet_counters", "", help, self.kube_proxy.counts_packets().clone());
         let help = "Passes over the connection tracking table that failed and are tried again";
         self.catalogue.describe("headgate_agent_conntrack_passes_failed_total", "counter", "ip_family", help);
         self.conntrack.register(&mut self.registry);

@@ -343,6 +343,7 @@ impl Reconciler {
         let Report { services_planned, objects_written, .. } = *report;
         let programmed = Some(Programmed { target, generation, took, services_planned, objects_written });
         let refused = self.refused.rejections();
+        self.metrics.kube_proxy.set_counts_packets(self.backend.counts_packets());
         self.metrics.services_refused.set(i64::try_from(self.refused.len()).unwrap_or(i64::MAX));
         self.progress.send_modify(|progress| {
             progress.programmed = programmed;

@@ -173,7 +173,7 @@ macro_rules! packet_tests {
                 on_machines(BACKEND, lifecycle::some_services(), rules::no_sctp_sockets);
             }
 
-            // rows: 87
+            // rows: 87, 109
             #[test]
             fn out_of_window() {
                 scenario(BACKEND, raw::out_of_window);

@@ -4,6 +4,7 @@
 
 mod process {
     mod config;
+    mod counters;
     mod health;
     mod metrics;
     mod node;

@@ -43,6 +43,8 @@ pub struct RenderConfig {
     pub localhost_node_ports: bool,
     /// `nf_conntrack_tcp_be_liberal` is on: packets that conntrack calls INVALID need not be dropped.
     pub conntrack_tcp_be_liberal: bool,
+    /// Rules count into [`super::fixed::INVALID_COUNTER`] and [`super::fixed::LOCALHOST_COUNTER`], which have to exist.
+    pub counts_packets: bool,
     /// Layout.
     pub layout: Layout,
     /// Virtual servers of IPVS do the work: only the rules that stand beside them, see [`super::beside_ipvs`].
@@ -65,6 +67,7 @@ impl RenderConfig {
             node_port_addresses: NodePortAddresses::All,
             localhost_node_ports: family == Family::V4,
             conntrack_tcp_be_liberal: false,
+            counts_packets: false,
             layout: Layout::Auto,
             beside_ipvs: false,
         }

@@ -75,6 +75,11 @@ impl ExistingReader {
     }
 
     fn rule(&mut self, line: &str, rule: &str) {
+        // iptables 1.8.9 prints one space too many there, and later versions may not.
+        if line.contains("--nfacct-name  ") {
+            let line = line.replace("--nfacct-name  ", "--nfacct-name ");
+            return self.rule(&line, line.strip_prefix("-A ").unwrap_or(&line));
+        }
         let (chain, rest) = rule.split_once(' ').unwrap_or((rule, ""));
         if let Some(Some(hash)) = self.existing.chains.get_mut(chain) {
             hash.add(line);

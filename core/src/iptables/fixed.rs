@@ -32,6 +32,11 @@ pub const LOCALNET_GUARD: &str = "KUBE-LOCALNET-GUARD";
 /// `KUBE-PROXY-CANARY`: empty; gone when somebody flushed the tables.
 pub const CANARY: &str = "KUBE-PROXY-CANARY";
 
+/// Counts packets that KUBE-FORWARD drops as INVALID; kube-proxy's name.
+pub const INVALID_COUNTER: &str = "ct_state_invalid_dropped_pkts";
+/// Counts what NodePorts on 127.0.0.0/8 accept; kube-proxy's name.
+pub const LOCALHOST_COUNTER: &str = "localhost_nps_accepted_pkts";
+
 /// A jump from a chain of the kernel's into one of ours.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Jump {
@@ -240,7 +245,9 @@ fn forward(config: &RenderConfig) -> FixedChain {
     let mut rules = String::new();
     let mark = config.masquerade.mark();
     if !config.conntrack_tcp_be_liberal && !config.beside_ipvs {
-        Line::append(&mut rules, FORWARD).add("-m conntrack --ctstate INVALID").jump("DROP");
+        let line = Line::append(&mut rules, FORWARD).add("-m conntrack --ctstate INVALID");
+        let line = if config.counts_packets { line.counted_by(INVALID_COUNTER) } else { line };
+        line.jump("DROP");
     }
     Line::append(&mut rules, FORWARD)
         .comment("kubernetes forwarding rules")

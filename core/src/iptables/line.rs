@@ -117,6 +117,11 @@ impl<'a> Line<'a> {
         self.add(format_args!("-m statistic --mode random --probability {:.11}", units / UNITS))
     }
 
+    /// Counts the packets that have matched so far into a counter that has to exist. It always matches.
+    pub(super) fn counted_by(self, counter: &str) -> Self {
+        self.add(format_args!("-m nfacct --nfacct-name {counter}"))
+    }
+
     pub(super) fn jump(self, target: impl Display) {
         self.add(format_args!("-j {target}")).end();
     }

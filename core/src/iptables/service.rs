@@ -5,7 +5,7 @@ use std::fmt::Display;
 use super::{
     Table,
     config::RenderConfig,
-    fixed::MARK_MASQ,
+    fixed::{LOCALHOST_COUNTER, MARK_MASQ},
     line::Line,
     names::{ChainKind, ChainName},
     shared::{DispatchLine, Selector, SharedChain},
@@ -282,6 +282,10 @@ impl<'a> Port<'a> {
         let (chain, name) = (self.external, &self.name);
         let mut rules = String::new();
         let reaches_cluster = !self.view.cluster_endpoints.is_empty();
+        // Only NodePorts have such destinations. Here, and not where NodePorts are looked for, it costs other connections nothing.
+        if self.config.counts_packets && self.config.localhost_node_ports && self.view.node_port != 0 {
+            Line::append(&mut rules, chain).add("-d 127.0.0.0/8").counted_by(LOCALHOST_COUNTER).end();
+        }
         if !self.view.external_traffic_policy.is_local() {
             self.comment(
                 Line::append(&mut rules, chain),

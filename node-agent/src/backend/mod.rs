@@ -151,6 +151,11 @@ pub trait Backend: Send {
         let _ = refused;
     }
 
+    /// True while its rules count into [`crate::packet_counters`].
+    fn counts_packets(&self) -> bool {
+        false
+    }
+
     /// What the last step brought the kernel to, in numbers, for each family that is programmed. Costs nothing: the numbers are kept in step.
     fn statistics(&self) -> Vec<FamilyStatistics> {
         Vec::new()
@@ -349,6 +354,7 @@ fn iptables_config(options: &Options, settings: &Settings, variant: iptables::Va
         localhost_node_ports: settings.localhost_node_ports,
         conntrack_tcp_be_liberal: Sysctls::default().is_tcp_liberal(),
         ipvs_exclude_cidrs: settings.ipvs.exclude_cidrs.clone(),
+        count_packets: true,
         ..iptables::Config::default()
     }
 }

@@ -13,8 +13,7 @@ const HEAD: &str = "\
 kube-proxy's names, labels and buckets; dashboards and alerts made for it keep working. Headgate's own have the prefix `headgate_agent_`, and base units. A metric with
 labels appears with its first value.
 
-Not served: `kubeproxy_iptables_ct_state_invalid_dropped_packets_total` and `kubeproxy_iptables_localhost_nodeports_accepted_packets_total`, which
-need the kernel's nfacct counters in the rules; what belongs to nftables, until that mode is built; and `/metrics/slis`.
+Not served: what belongs to nftables, until that mode is built; and `/metrics/slis`.
 ";
 
 /// One metric.

@@ -16,12 +16,14 @@ use prometheus_client::{
     },
     registry::Registry,
 };
+use tracing::debug;
 
 use super::{SyncKind, catalogue::Catalogue};
 use crate::{
     backend::FamilyStatistics,
     backlog::{Counts, Trigger},
     conntrack::ConntrackMetrics,
+    packet_counters,
 };
 
 /// Label `ip_family`.
@@ -70,6 +72,10 @@ pub struct KubeProxyMetrics {
     no_local_endpoints: Family<PolicyLabel, Gauge>,
     iptables_total: Family<TableLabel, Gauge>,
     iptables_last: Family<TableLabel, Gauge>,
+    invalid_dropped: Counter,
+    localhost_accepted: Counter,
+    /// 1 while rules count into [`crate::packet_counters`].
+    counts_packets: Gauge,
     restore_failures: Family<FamilyLabel, Counter>,
     partial_restore_failures: Family<FamilyLabel, Counter>,
     healthz: Family<CodeLabel, Counter>,
@@ -109,6 +115,9 @@ impl KubeProxyMetrics {
             no_local_endpoints: Family::default(),
             iptables_total: Family::default(),
             iptables_last: Family::default(),
+            invalid_dropped: Counter::default(),
+            localhost_accepted: Counter::default(),
+            counts_packets: Gauge::default(),
             restore_failures: Family::default(),
             partial_restore_failures: Family::default(),
             healthz: Family::default(),
@@ -173,6 +182,10 @@ impl KubeProxyMetrics {
         add.gauge("sync_proxy_rules_iptables_total", labels, help, self.iptables_total.clone());
         let help = "iptables rules that the last sync wrote";
         add.gauge("sync_proxy_rules_iptables_last", labels, help, self.iptables_last.clone());
+        let help = "Packets that conntrack called INVALID and that were dropped. 0 where packets are not counted, see headgate_agent_packet_counters";
+        add.counter("iptables_ct_state_invalid_dropped_packets", "", help, self.invalid_dropped.clone());
+        let help = "First packets of connections that NodePorts accepted on 127.0.0.0/8. 0 where packets are not counted, see headgate_agent_packet_counters";
+        add.counter("iptables_localhost_nodeports_accepted_packets", "", help, self.localhost_accepted.clone());
         let help = "Syncs that iptables refused";
         add.counter("sync_proxy_rules_iptables_restore_failures", "ip_family", help, self.restore_failures.clone());
         let help = "Syncs of what changed that iptables refused";
@@ -246,11 +259,33 @@ impl KubeProxyMetrics {
         }
     }
 
+    /// Whether rules count packets.
+    pub(crate) fn set_counts_packets(&self, counts_packets: bool) {
+        self.counts_packets.set(counts_packets.into());
+    }
+
+    pub(super) fn counts_packets(&self) -> &Gauge {
+        &self.counts_packets
+    }
+
+    fn take_packet_counts(&self) {
+        if self.counts_packets.get() == 0 {
+            return;
+        }
+        match packet_counters::read() {
+            Ok(counts) => {
+                raise(&self.invalid_dropped, counts.invalid_dropped);
+                raise(&self.localhost_accepted, counts.localhost_node_ports_accepted);
+            }
+            Err(error) => debug!(%error, "packet counters cannot be read"),
+        }
+    }
+
     /// Takes over what is counted elsewhere, before the registry is read.
     pub(super) fn take_counts(&self, counts: &Counts) {
+        self.take_packet_counts();
         self.endpoint_changes_pending.set(signed(counts.endpoint_changes_pending));
         self.service_changes_pending.set(signed(counts.service_changes_pending));
-        let raise = |counter: &Counter, to: u64| counter.inc_by(to.saturating_sub(counter.get()));
         raise(&self.endpoint_changes_total, counts.endpoint_changes_total);
         raise(&self.service_changes_total, counts.service_changes_total);
         for (family, synced_at) in IpFamily::BOTH.into_iter().zip(counts.synced_at) {
@@ -266,6 +301,11 @@ impl KubeProxyMetrics {
     pub(super) fn registry(&self) -> &Registry {
         &self.registry
     }
+}
+
+/// Brings a counter to what was counted elsewhere; it never falls.
+fn raise(counter: &Counter, to: u64) {
+    counter.inc_by(to.saturating_sub(counter.get()));
 }
 
 fn name(family: IpFamily) -> &'static str {

@@ -4,6 +4,7 @@ use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
+use headgate_node_agent::packet_counters;
 use socket2::{Domain, Protocol, Socket, Type};
 
 use crate::testbed::client::HeldConnection;
@@ -89,7 +90,7 @@ fn last_segment(socket: &UdpSocket, family: Family, client_port: u16, server_por
 }
 
 /// Conntrack does not know a packet far outside of the window, so its source is not translated back; the client would answer it by a reset,
-/// and the reset would end the good connection. Such packets are dropped on their way.
+/// and the reset would end the good connection. Such packets are dropped on their way, and counted.
 pub fn out_of_window(bed: &Testbed) -> Result<()> {
     bed.update(|manifests| manifests.add(Service::new("windowed", &["a1"])))?;
     for family in Family::BOTH {
@@ -113,11 +114,14 @@ pub fn out_of_window(bed: &Testbed) -> Result<()> {
             std::thread::sleep(QUIET);
             Ok(())
         };
+        let node = bed.machines().machine("node-a")?;
+        let counted_before = node.run(|| Ok(packet_counters::read()?))?.invalid_dropped;
         disturb()?;
         held.check().with_context(|| format!("over {family}, after a segment from outside of the window"))?;
+        let counted = node.run(|| Ok(packet_counters::read()?))?.invalid_dropped - counted_before;
+        ensure!(counted > 0, "over {family} the dropped segment was not counted");
         // The same without the rule: it is what makes the difference.
         let lock = bed.machines().xtables_lock("node-a");
-        let node = bed.machines().machine("node-a")?;
         iptables::run(node, bed.backend().variant(), family, &lock, &["-F", "KUBE-FORWARD"])?;
         disturb()?;
         if held.check().is_ok() {

@@ -138,6 +138,9 @@ impl Rig {
     /// A page of the control plane.
     pub(super) fn replica_page(&self, path: &str) -> Result<(u16, String), String> {
         self.get(REPLICA, path)
+    /// Does something on the node.
+    pub(super) fn run<T: Send>(&self, work: impl FnOnce() -> T + Send) -> T {
+        self.namespace.run(|| Ok(work())).unwrap()
     }
 
     /// A path in the folder of this rig.
@@ -177,10 +180,13 @@ impl Rig {
         Program::start(&self.namespace, self.agent_command(arguments), self.path("action.log")).ended()
     }
 
-    /// Starts the agent of node-a with further arguments.
+    /// Starts the agent of node-a with further arguments; with the nft variant, unless they name another.
     pub(super) fn agent(&self, arguments: &[&str]) -> Program {
         let mut all = vec!["--node-name=node-a", "--control-plane=http://127.0.0.1:7443", "--insecure-loopback"];
-        all.extend(["--state-dir=", "--iptables-variant=nft"]);
+        all.push("--state-dir=");
+        if !arguments.iter().any(|argument| argument.starts_with("--iptables-variant=")) {
+            all.push("--iptables-variant=nft");
+        }
         all.extend(arguments);
         Program::start(&self.namespace, self.agent_command(&all), self.path("agent.log"))
     }

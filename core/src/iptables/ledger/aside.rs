@@ -151,6 +151,16 @@ impl Ledger {
         script
     }
 
+    /// A script by which the kernel is asked whether it takes rules that count packets. [`Self::end_of_trials`] is to follow.
+    #[must_use]
+    pub fn trial_of_counters() -> Script {
+        let rule = |counter| format!("-A {} -m nfacct --nfacct-name {counter}\n", fixed::CANARY);
+        let mut script = Script::default();
+        script.write_chain(Table::Nat, &fixed::CANARY, &rule(fixed::LOCALHOST_COUNTER));
+        script.write_chain(Table::Filter, &fixed::CANARY, &rule(fixed::INVALID_COUNTER));
+        script
+    }
+
     /// Empties the canary chains after [`Self::trial`]s.
     #[must_use]
     pub fn end_of_trials() -> Script {

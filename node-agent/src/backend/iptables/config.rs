@@ -30,6 +30,8 @@ pub struct Config {
     pub conntrack_tcp_be_liberal: bool,
     /// Virtual servers of these addresses are others', should an earlier run have left some of ours.
     pub ipvs_exclude_cidrs: Vec<IpNet>,
+    /// Count packets as kube-proxy does, where the kernel and the programs can.
+    pub count_packets: bool,
     /// Families to program, where the node can.
     pub families: Vec<Family>,
 }
@@ -43,6 +45,7 @@ impl Default for Config {
             localhost_node_ports: true,
             conntrack_tcp_be_liberal: false,
             ipvs_exclude_cidrs: Vec::new(),
+            count_packets: false,
             families: Family::BOTH.to_vec(),
         }
     }

@@ -4,6 +4,7 @@
 
 pub(super) mod command;
 mod config;
+mod counters;
 mod refused;
 pub(super) mod rules;
 pub(super) mod sysctl;
@@ -28,7 +29,7 @@ use self::{command::Programs, rules::Left};
 use super::{
     Backend, BackendError, ErrorKind, FamilyStatistics, Plan, Refused, Report, StateSource, TableStatistics, ipvs,
 };
-use crate::node_inputs::NodeInputs;
+use crate::{node_inputs::NodeInputs, packet_counters};
 
 /// A comparison of every rule is followed by a pause of this many times what it took.
 const DEEP_LOOK_PAUSE_FACTOR: u32 = 100;
@@ -50,6 +51,8 @@ struct FamilyBackend {
     family: Family,
     programs: Programs,
     ledger: Ledger,
+    /// A full sync with rules that count packets has succeeded.
+    has_counted: bool,
     /// When every rule may be compared again; `None` before the first full sync, when there is nothing to compare with.
     next_deep_look: Option<Instant>,
     last_took: Duration,
@@ -82,6 +85,7 @@ impl IptablesBackend {
                 layout: config.layout,
                 localhost_node_ports: config.localhost_node_ports && family == Family::V4,
                 conntrack_tcp_be_liberal: config.conntrack_tcp_be_liberal,
+                counts_packets: config.count_packets,
                 ..RenderConfig::new(family)
             };
             let others_programs = Programs::new(family, other);
@@ -179,6 +183,10 @@ impl Backend for IptablesBackend {
         }
     }
 
+    fn counts_packets(&self) -> bool {
+        self.families.iter().any(|family| family.ledger.config().counts_packets)
+    }
+
     fn statistics(&self) -> Vec<FamilyStatistics> {
         self.families.iter().map(FamilyBackend::statistics).collect()
     }
@@ -221,6 +229,10 @@ impl Backend for IptablesBackend {
         for family in &self.families {
             result = BackendError::join(result, family.programs.cleanup());
         }
+        if self.counts_packets() {
+            let removed = packet_counters::remove();
+            result = BackendError::join(result, removed.map_err(|error| counters::error("removing", &error)));
+        }
         result
     }
 }
@@ -231,6 +243,7 @@ impl FamilyBackend {
             family: render.family,
             programs,
             ledger: Ledger::new(render),
+            has_counted: false,
             next_deep_look: None,
             last_took: Duration::ZERO,
             last_rules: [0; 2],
@@ -239,6 +252,12 @@ impl FamilyBackend {
 
     /// One family after the other, so that there is never more than one script of the whole.
     fn sync_full(&mut self, source: &dyn StateSource, report: &mut Report) -> Result<(), BackendError> {
+        self.make_counters();
+        let synced = self.sync_everything(source, report);
+        if self.counters_are_refused(&synced)? { self.sync_everything(source, report) } else { synced }
+    }
+
+    fn sync_everything(&mut self, source: &dyn StateSource, report: &mut Report) -> Result<(), BackendError> {
         if fixed::has_localnet_guard(self.ledger.config()) {
             report.warnings.extend(sysctl::route_localnet().err());
         }
