@@ -105,6 +105,22 @@ pub struct Counts {
     pub synced_at: [Option<SystemTime>; 2],
 }
 
+impl Inner {
+    fn synced(&mut self, is_in_sync: impl Fn(Family) -> bool) {
+        for (i, family) in Family::BOTH.into_iter().enumerate() {
+            if is_in_sync(family) {
+                self.taken_since[i] = None;
+                self.synced_at[i] = Some(SystemTime::now());
+            }
+        }
+    }
+}
+
+/// True when the family is in a list by which none means both.
+fn names(families: &[Family], family: Family) -> bool {
+    families.is_empty() || families.contains(&family)
+}
+
 impl Backlog {
     /// Changes have come.
     pub(crate) fn queue<'a>(&self, changes: impl IntoIterator<Item = &'a Change>, triggers: &[Trigger]) {
@@ -145,23 +161,17 @@ impl Backlog {
         inner.taken_since.iter_mut().for_each(|taken_since| *taken_since = taken_since.or(since));
     }
 
-    /// What was taken is in the kernel. Returns what set it off.
-    pub(crate) fn succeeded(&self) -> Vec<Trigger> {
+    /// What was taken is in the kernel, in all families that are programmed at all; none means both. Returns what set it off.
+    pub(crate) fn succeeded(&self, programmed: &[Family]) -> Vec<Trigger> {
         let mut inner = self.lock();
         inner.taken_since = [None; 2];
-        inner.synced_at = [Some(SystemTime::now()); 2];
+        inner.synced(|family| names(programmed, family));
         std::mem::take(&mut inner.taken).triggers
     }
 
-    /// What was taken is not in the kernel, in these families; none means both.
-    pub(crate) fn failed(&self, families: &[Family]) {
-        let mut inner = self.lock();
-        for (i, family) in Family::BOTH.into_iter().enumerate() {
-            if !families.is_empty() && !families.contains(&family) {
-                inner.taken_since[i] = None;
-                inner.synced_at[i] = Some(SystemTime::now());
-            }
-        }
+    /// What was taken is not in the kernel, in these families; it is in others that are programmed. In both cases, none means both.
+    pub(crate) fn failed(&self, failed: &[Family], programmed: &[Family]) {
+        self.lock().synced(|family| !names(failed, family) && names(programmed, family));
     }
 
     /// What the stream says of the node; `None` when the source knows none.
@@ -175,14 +185,15 @@ impl Backlog {
         };
     }
 
-    /// How the agent does. A family is unhealthy when a change has waited for longer than `patience`.
+    /// How the agent does. A family is unhealthy when a change has waited for longer than `patience`, but for one that was never in sync: it
+    /// is starting, as in kube-proxy, and whoever ended it for that would only begin it anew.
     #[must_use]
     pub fn health(&self, patience: Duration) -> Health {
         let inner = self.lock();
         let family = |i: usize| {
             let oldest = inner.taken_since[i].or(inner.waiting_since);
             FamilyHealth {
-                is_healthy: oldest.is_none_or(|oldest| oldest.elapsed() < patience),
+                is_healthy: inner.synced_at[i].is_none() || oldest.is_none_or(|oldest| oldest.elapsed() < patience),
                 synced_at: inner.synced_at[i],
             }
         };
@@ -224,16 +235,39 @@ mod tests {
         let backlog = Backlog::default();
         assert!(backlog.health(Duration::ZERO).is_alive(), "nothing has come");
         backlog.queue([], &[]);
+        assert!(backlog.health(Duration::ZERO).is_alive(), "it is starting");
+        backlog.take();
+        backlog.failed(&[Family::V6], &[]);
+        let health = backlog.health(Duration::ZERO);
+        assert!(health.v4.synced_at.is_some() && health.v6.synced_at.is_none() && health.is_alive());
+        backlog.take();
+        backlog.succeeded(&[]);
+        backlog.queue([], &[]);
         assert!(backlog.health(LONG).is_alive(), "it has not waited long");
         assert!(!backlog.health(Duration::ZERO).is_alive());
         backlog.take();
-        backlog.failed(&[Family::V6]);
+        backlog.failed(&[Family::V6], &[]);
         let health = backlog.health(Duration::ZERO);
-        assert!(health.v4.is_healthy && health.v4.synced_at.is_some());
-        assert!(!health.v6.is_healthy && health.v6.synced_at.is_none());
+        assert!(health.v4.is_healthy && !health.v6.is_healthy);
         backlog.take();
-        backlog.succeeded();
+        backlog.succeeded(&[]);
         assert!(backlog.health(Duration::ZERO).is_alive());
+    }
+
+    #[test]
+    fn a_family_that_is_not_programmed_is_never_in_sync_and_never_late() {
+        let backlog = Backlog::default();
+        for _ in 0..2 {
+            backlog.queue([], &[]);
+            backlog.take();
+            backlog.failed(&[Family::V4], &[Family::V4]);
+            backlog.take();
+            backlog.succeeded(&[Family::V4]);
+        }
+        backlog.queue([], &[]);
+        let health = backlog.health(Duration::ZERO);
+        assert!(health.v4.synced_at.is_some() && !health.v4.is_healthy);
+        assert!(health.v6.synced_at.is_none() && health.v6.is_healthy);
     }
 
     // rows: 107
@@ -259,12 +293,12 @@ mod tests {
         let removal = Change::RemoveService(headgate_core::ServiceKey::new("a", "b"));
         backlog.queue([&removal], &[trigger]);
         backlog.take();
-        backlog.failed(&[]);
+        backlog.failed(&[], &[]);
         backlog.queue([&removal], &[]);
         assert_eq!(backlog.counts().service_changes_pending, 2);
         backlog.take();
-        assert_eq!(backlog.succeeded(), [trigger]);
-        assert_eq!(backlog.succeeded(), []);
+        assert_eq!(backlog.succeeded(&[]), [trigger]);
+        assert_eq!(backlog.succeeded(&[]), []);
         let counts = backlog.counts();
         assert_eq!((counts.service_changes_pending, counts.service_changes_total), (0, 2));
     }

@@ -1,5 +1,7 @@
-//! Pages: `/metrics`, `/healthz`, `/proxyMode` and `/configz` on one port, `/healthz` and `/livez` for load balancers and the kubelet on another.
+//! Pages: `/metrics`, `/metrics/slis`, `/healthz`, `/proxyMode`, `/configz` and `/status` on one port, `/healthz` and `/livez` for load balancers and the
+//! kubelet on another.
 
+mod component;
 pub mod health;
 pub mod listen;
 
@@ -18,6 +20,8 @@ use crate::{
     backend::proxy_mode, backlog::Backlog, config::Settings, http::health::HealthPages, http::listen::Server,
     metrics::Metrics, reconcile::Progress,
 };
+
+const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
 /// What the pages are made from.
 #[derive(Debug, Clone)]
@@ -42,7 +46,7 @@ pub fn servers(settings: &Settings, pages: &Pages) -> Vec<Server> {
         servers.push(Server::new("/healthz and /livez", "--healthz-bind-address", address, health::router(pages)));
     }
     if let Some(address) = settings.metrics_bind_address {
-        let what = "/metrics, /healthz, /proxyMode and /configz";
+        let what = "/metrics, /metrics/slis, /healthz, /proxyMode, /configz and /status";
         servers.push(Server::new(what, "--metrics-bind-address", address, router(pages.clone())));
     }
     servers
@@ -51,24 +55,22 @@ pub fn servers(settings: &Settings, pages: &Pages) -> Vec<Server> {
 fn router(pages: Pages) -> Router {
     Router::new()
         .route("/metrics", get(metrics))
-        .route("/healthz", get(healthz))
         .route("/proxyMode", get(mode))
         .route("/configz", get(configz))
+        .route("/status", get(status))
         .with_state(pages)
+        .merge(component::router())
 }
 
 async fn metrics(State(pages): State<Pages>) -> impl IntoResponse {
     match pages.metrics.encode(&pages.backlog.counts()) {
-        Ok(text) => {
-            let content_type = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-            (StatusCode::OK, [(CONTENT_TYPE, content_type)], text)
-        }
+        Ok(text) => (StatusCode::OK, [(CONTENT_TYPE, OPEN_METRICS)], text),
         Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, [(CONTENT_TYPE, "text/plain")], error.to_string()),
     }
 }
 
-/// Always 200 while the process runs: without its control plane the agent is still healthy, since forwarding goes on.
-async fn healthz(State(pages): State<Pages>) -> impl IntoResponse {
+/// What the agent knows of itself, for whoever looks: its control plane, what it holds and has programmed, and what is wrong.
+async fn status(State(pages): State<Pages>) -> impl IntoResponse {
     let progress = pages.progress.borrow().clone();
     let programmed = progress.programmed.map(|programmed| programmed.target.version);
     Json(serde_json::json!({

@@ -9,13 +9,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-use headgate_core::{Dirty, ServiceKey, State, iptables::RenderConfig};
+use headgate_core::{Dirty, Family, ServiceKey, State, iptables::RenderConfig};
 use headgate_proto::v1;
 use tokio::sync::watch;
 use tracing::{error, info, warn};
 
 use crate::{
-    backend::{Backend, BackendError, ErrorKind, Plan, Refused, Report},
+    backend::{Backend, BackendError, ErrorKind, FamilyStatistics, Plan, Refused, Report},
     companion::{Companion, Scope},
     memory,
     metrics::{Metrics, SyncKind},
@@ -337,9 +337,10 @@ impl Reconciler {
         }
         self.companions.iter_mut().for_each(|companion| companion.applied());
         self.failures.reset();
-        let triggers = self.shared.backlog().succeeded();
+        let statistics = self.backend.statistics();
+        let triggers = self.shared.backlog().succeeded(&families(&statistics));
         self.metrics.synced(kind, took, report, target.version);
-        self.metrics.kube_proxy.synced(kind, took, &self.backend.statistics(), &triggers);
+        self.metrics.kube_proxy.synced(kind, took, &statistics, &triggers);
         let Report { services_planned, objects_written, .. } = *report;
         let programmed = Some(Programmed { target, generation, took, services_planned, objects_written });
         let refused = self.refused.rejections();
@@ -377,7 +378,7 @@ impl Reconciler {
         let attempts = self.failures.attempts();
         error!(%error, version = target.version, attempts, pause_ms = pause.as_millis(), "could not program the kernel");
         self.pace.after_failure = Some(AfterFailure { generation, retry_at: now + pause, with_news_at });
-        self.shared.backlog().failed(&error.families);
+        self.shared.backlog().failed(&error.families, &families(&self.backend.statistics()));
         self.metrics.sync_failed(kind);
         self.metrics.kube_proxy.failed(kind, &error.families);
         let failure = Some(Failure { target, error: error.message.clone(), attempts });
@@ -488,6 +489,11 @@ impl Reconciler {
             }
         }
     }
+}
+
+/// The families that are programmed; none means both.
+fn families(statistics: &[FamilyStatistics]) -> Vec<Family> {
+    statistics.iter().map(|statistics| statistics.family).collect()
 }
 
 fn status(backend: &dyn Backend) -> v1::AgentStatus {

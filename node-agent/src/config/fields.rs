@@ -98,7 +98,7 @@ pub const FIELDS: &[Field] = &[
         "metrics-bind-address",
         Kind::Text,
         "127.0.0.1:10249",
-        "Where `/metrics`, `/healthz`, `/proxyMode` and `/configz` are served. As a flag, empty turns it off",
+        "Where `/metrics`, `/metrics/slis`, `/healthz`, `/proxyMode`, `/configz` and `/status` are served. As a flag, empty turns it off",
     ),
     used(
         "bindAddressHardFail",
@@ -298,7 +298,13 @@ pub const FIELDS: &[Field] = &[
         "the control plane's stream is checked against digests, and never listed anew",
     ),
     ignored("portRange", "proxy-port-range", Kind::Text, "", "kube-proxy does not use it either"),
-    ignored("enableProfiling", "profiling", Kind::Bool, "false", "there are no profiling pages"),
+    ignored(
+        "enableProfiling",
+        "profiling",
+        Kind::Bool,
+        "false",
+        "pages of the Go runtime: `perf record --call-graph dwarf -p PID` profiles the agent, whose binary tells names and lines",
+    ),
     ignored(
         "showHiddenMetricsForVersion",
         "show-hidden-metrics-for-version",

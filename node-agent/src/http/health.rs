@@ -43,15 +43,23 @@ struct Page {
     #[serde(skip_serializing_if = "Option::is_none")]
     node_eligible: Option<bool>,
     healthy: bool,
+    #[serde(skip_serializing_if = "Status::is_empty")]
     status: Status,
 }
 
+/// Families that have been programmed at least once. One that this node does not have never is.
 #[derive(Debug, Serialize)]
 struct Status {
-    #[serde(rename = "IPv4")]
-    v4: FamilyPage,
-    #[serde(rename = "IPv6")]
-    v6: FamilyPage,
+    #[serde(rename = "IPv4", skip_serializing_if = "Option::is_none")]
+    v4: Option<FamilyPage>,
+    #[serde(rename = "IPv6", skip_serializing_if = "Option::is_none")]
+    v6: Option<FamilyPage>,
+}
+
+impl Status {
+    fn is_empty(&self) -> bool {
+        self.v4.is_none() && self.v6.is_none()
+    }
 }
 
 #[derive(Debug, Serialize)]
@@ -91,20 +99,19 @@ fn answer(code: StatusCode, page: &Page) -> (StatusCode, [(HeaderName, HeaderVal
     (code, headers, serde_json::to_string(page).unwrap_or_default())
 }
 
-fn page(health: Health, healthy: bool, node_eligible: Option<bool>) -> Page {
+/// `healthy` in the body is about the families alone; `is_ok`, the status code, about the node as well. What is well counts as of now.
+fn page(health: Health, is_ok: bool, node_eligible: Option<bool>) -> Page {
     let now = SystemTime::now();
-    let family = |family: FamilyHealth| FamilyPage {
-        last_updated: rfc3339(if family.is_healthy { Some(now) } else { family.synced_at }),
-        healthy: family.is_healthy,
+    let family = |family: FamilyHealth| {
+        let synced_at = family.synced_at?;
+        Some(FamilyPage { last_updated: rfc3339(Some(synced_at)), healthy: family.is_healthy })
     };
-    let stale = [health.v4, health.v6].into_iter().filter(|family| !family.is_healthy);
-    // The oldest of those that wait; nothing is older than never.
-    let last_updated = stale.map(|family| family.synced_at).min().unwrap_or(Some(now));
+    let newest = health.v4.synced_at.max(health.v6.synced_at);
     Page {
-        last_updated: rfc3339(last_updated),
+        last_updated: rfc3339(if is_ok { Some(now) } else { newest }),
         current_time: rfc3339(Some(now)),
         node_eligible,
-        healthy,
+        healthy: health.is_alive(),
         status: Status { v4: family(health.v4), v6: family(health.v6) },
     }
 }
@@ -154,20 +161,39 @@ mod tests {
     // rows: 105
     #[test]
     fn row_105_the_body_says_what_kube_proxys_says() {
-        let synced_at = Some(UNIX_EPOCH + Duration::from_secs(5));
-        let well = FamilyHealth { is_healthy: true, synced_at };
-        let health = Health { v4: FamilyHealth { is_healthy: false, synced_at }, v6: well, is_node_eligible: true };
-        let json = |page: &Page| serde_json::to_value(page).unwrap_or_default();
-        let found = json(&page(health, false, Some(true)));
-        assert_eq!(found["lastUpdated"], "1970-01-01T00:00:05Z");
-        assert_eq!((&found["healthy"], &found["nodeEligible"]), (&false.into(), &true.into()));
-        assert_eq!(
-            found["status"]["IPv4"],
-            serde_json::json!({"lastUpdated": "1970-01-01T00:00:05Z", "healthy": false})
+        let synced_at = |second| Some(UNIX_EPOCH + Duration::from_secs(second));
+        let (late, well) = (
+            FamilyHealth { is_healthy: false, synced_at: synced_at(5) },
+            FamilyHealth { is_healthy: true, synced_at: synced_at(6) },
         );
-        assert_eq!(found["status"]["IPv6"]["healthy"], true);
-        let found = json(&page(Health { v4: well, ..health }, true, None));
+        let json = |page: &Page| serde_json::to_value(page).unwrap_or_default();
+
+        let found = json(&page(Health { v4: late, v6: well, is_node_eligible: true }, false, Some(true)));
+        let status = serde_json::json!({
+            "IPv4": {"lastUpdated": "1970-01-01T00:00:05Z", "healthy": false},
+            "IPv6": {"lastUpdated": "1970-01-01T00:00:06Z", "healthy": true},
+        });
+        let expected = serde_json::json!({
+            "lastUpdated": "1970-01-01T00:00:06Z", "currentTime": found["currentTime"], "nodeEligible": true,
+            "healthy": false, "status": status,
+        });
+        assert_eq!(found, expected);
+
+        // A node that goes away: the proxy itself is well.
+        let found = json(&page(Health { v4: well, v6: well, is_node_eligible: false }, false, Some(false)));
+        assert_eq!((&found["healthy"], &found["nodeEligible"]), (&true.into(), &false.into()));
+        assert_eq!(found["lastUpdated"], "1970-01-01T00:00:06Z");
+
+        // One family has never been programmed, as on a node without IPv6; /livez does not say whether the node is eligible.
+        let never = FamilyHealth { is_healthy: true, synced_at: None };
+        let found = json(&page(Health { v4: well, v6: never, is_node_eligible: true }, true, None));
         assert_eq!(found["lastUpdated"], found["currentTime"]);
-        assert!(found.get("nodeEligible").is_none());
+        assert_eq!(found.get("nodeEligible"), None);
+        assert_eq!(
+            found["status"],
+            serde_json::json!({"IPv4": {"lastUpdated": "1970-01-01T00:00:06Z", "healthy": true}})
+        );
+        let found = json(&page(Health { v4: never, v6: never, is_node_eligible: true }, true, None));
+        assert_eq!(found.get("status"), None, "nothing is programmed yet");
     }
 }

@@ -13,7 +13,10 @@ const HEAD: &str = "\
 kube-proxy's names, labels and buckets; dashboards and alerts made for it keep working. Headgate's own have the prefix `headgate_agent_`, and base units. A metric with
 labels appears with its first value.
 
-Not served: what belongs to nftables, until that mode is built; and `/metrics/slis`.
+`/metrics/slis` on the same port has `kubernetes_healthcheck{name,type}` and `kubernetes_healthchecks_total{name,type,status}`, which tell and count the results of
+`/healthz` there, as in every component of Kubernetes; `DELETE` resets them.
+
+Not served: what belongs to nftables, until that mode is built.
 ";
 
 /// One metric.

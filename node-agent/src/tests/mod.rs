@@ -342,7 +342,7 @@ async fn pages_are_served_also_when_the_address_was_taken_at_first() {
     drop(taken);
     let health = timeout(GUARD, async {
         loop {
-            if let Some(answer) = get(address, "/healthz").await {
+            if let Some(answer) = get(address, "/status").await {
                 return answer;
             }
             sleep(Duration::from_millis(20)).await;

@@ -42,8 +42,8 @@ impl Agent {
         Self { metrics, _stops: shutdown.drop_guard() }
     }
 
-    fn health(&self) -> Value {
-        let page = page(self.metrics, "/healthz").unwrap_or_default();
+    fn status(&self) -> Value {
+        let page = page(self.metrics, "/status").unwrap_or_default();
         serde_json::from_str(&page).unwrap_or_default()
     }
 
@@ -52,7 +52,7 @@ impl Agent {
     }
 
     async fn until_connected(&self, is_connected: bool) {
-        eventually("connected, or not", || async { self.health()["connected"] == is_connected }).await;
+        eventually("connected, or not", || async { self.status()["connected"] == is_connected }).await;
     }
 }
 
@@ -80,25 +80,25 @@ async fn bad_files_are_shown_while_the_stream_stays_and_no_other_is_made() {
     own.write(folder.path(), &[&authority]);
     let agent = Agent::start(&server, folder.path());
     agent.until_connected(true).await;
-    assert_eq!(agent.health()["tlsProblem"], Value::Null);
+    assert_eq!(agent.status()["tlsProblem"], Value::Null);
 
     fs::write(folder.path().join("tls.key"), "garbage").unwrap();
     let is_named =
         |text: &str| text.contains("--tls-key") && text.contains("tls.key") && text.contains("it must be a PEM");
-    eventually("health shows it", || async { agent.health()["tlsProblem"].as_str().is_some_and(is_named) }).await;
+    eventually("the page shows it", || async { agent.status()["tlsProblem"].as_str().is_some_and(is_named) }).await;
     eventually("the replica knows", || async { degraded(&reader).await.iter().any(|text| is_named(text)) }).await;
     assert_eq!(agent.metric("headgate_agent_tls_reloads_total{result=\"failure\"}"), 1);
     server.put(2);
-    eventually("the stream stays", || async { agent.health()["version"] == 2 }).await;
-    assert_eq!(agent.health()["connected"], true);
+    eventually("the stream stays", || async { agent.status()["version"] == 2 }).await;
+    assert_eq!(agent.status()["connected"], true);
 
     let _ = replace(&server, &authority).await;
     let refused = "headgate_agent_stream_errors_total{reason=\"tls_files\"}";
     eventually("no other is made", || async { agent.metric(refused) > 0 }).await;
-    assert_eq!(agent.health()["connected"], false);
+    assert_eq!(agent.status()["connected"], false);
     own.write(folder.path(), &[&authority]);
     agent.until_connected(true).await;
-    assert_eq!(agent.health()["tlsProblem"], Value::Null);
+    assert_eq!(agent.status()["tlsProblem"], Value::Null);
     eventually("the replica knows", || async { degraded(&reader).await.is_empty() }).await;
     server.running.stop().await;
 }

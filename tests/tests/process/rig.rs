@@ -138,6 +138,8 @@ impl Rig {
     /// A page of the control plane.
     pub(super) fn replica_page(&self, path: &str) -> Result<(u16, String), String> {
         self.get(REPLICA, path)
+    }
+
     /// Does something on the node.
     pub(super) fn run<T: Send>(&self, work: impl FnOnce() -> T + Send) -> T {
         self.namespace.run(|| Ok(work())).unwrap()
@@ -286,11 +288,15 @@ impl Rig {
 
     /// Gets a page; status and body.
     fn get(&self, port: u16, path: &str) -> Result<(u16, String), String> {
+        self.request("GET", port, path)
+    }
+
+    fn request(&self, method: &str, port: u16, path: &str) -> Result<(u16, String), String> {
         let answer = self.namespace.run(|| {
             let address = SocketAddr::from(([127, 0, 0, 1], port));
             let mut stream = TcpStream::connect_timeout(&address, GUARD)?;
             stream.set_read_timeout(Some(GUARD))?;
-            write!(stream, "GET {path} HTTP/1.1\r\nHost: node\r\nConnection: close\r\n\r\n")?;
+            write!(stream, "{method} {path} HTTP/1.1\r\nHost: node\r\nConnection: close\r\n\r\n")?;
             let mut answer = String::new();
             stream.read_to_string(&mut answer)?;
             Ok(answer)
@@ -320,6 +326,11 @@ impl Rig {
         self.get(METRICS, path)
     }
 
+    /// Deletes what a page of the port for metrics has counted.
+    pub(super) fn delete(&self, path: &str) -> Result<(u16, String), String> {
+        self.request("DELETE", METRICS, path)
+    }
+
     /// A metric's value; 0 when it is not there.
     pub(super) fn metric(&self, name: &str) -> f64 {
         let text = self.page("/metrics").map(|(_, body)| body).unwrap_or_default();
@@ -344,6 +355,11 @@ impl Rig {
     pub(super) fn parameter(&self, path: &str) -> String {
         let read = || Ok(fs::read_to_string(Path::new("/proc/sys").join(path))?);
         self.namespace.run(read).unwrap().trim().to_owned()
+    }
+
+    /// Sets a kernel parameter of the node.
+    pub(super) fn set_parameter(&self, path: &str, value: &str) {
+        self.run(|| fs::write(Path::new("/proc/sys").join(path), value)).unwrap();
     }
 
     /// Runs `ip` commands on the node.

@@ -1,6 +1,6 @@
 //! Kernel settings that the rules depend on.
 
-use std::{fs, io, path::Path};
+use std::{fs, io};
 
 /// Lets packets to 127.0.0.0/8 be routed, which NodePorts on localhost need. The rules guard those addresses against neighbours.
 ///
@@ -11,9 +11,14 @@ pub(super) fn route_localnet() -> Result<(), String> {
     set(path, "1").map_err(|error| format!("NodePorts do not answer on 127.0.0.1: cannot write 1 to {path}: {error}"))
 }
 
-/// True when the node speaks IPv6.
+/// False when the kernel was told to do without IPv6 (`ipv6.disable=1`), or when all interfaces were (`disable_ipv6`) and none has an address.
 pub(in crate::backend) fn has_ipv6() -> bool {
-    Path::new("/proc/thread-self/net/if_inet6").exists()
+    let is_off =
+        || fs::read_to_string("/proc/sys/net/ipv6/conf/all/disable_ipv6").is_ok_and(|value| value.trim() == "1");
+    match fs::read_to_string("/proc/thread-self/net/if_inet6") {
+        Ok(addresses) => !(addresses.is_empty() && is_off()),
+        Err(_) => false,
+    }
 }
 
 fn set(path: &str, value: &str) -> io::Result<()> {

@@ -1,0 +1,113 @@
+//! What every component of Kubernetes serves on its metrics port: `/healthz` with its one check `ping`, and `/metrics/slis`, which counts its results
+//! (KEP-3466). Whether forwarding works is a matter of [`super::health`]: this says that the process answers.
+
+use std::{fmt::Write as _, sync::Arc};
+
+use axum::{
+    Router,
+    extract::{Query, State},
+    http::{HeaderName, StatusCode, header},
+    response::IntoResponse,
+    routing::get,
+};
+use prometheus_client::{
+    encoding::{EncodeLabelSet, text},
+    metrics::{counter::Counter, family::Family, gauge::Gauge},
+    registry::Registry,
+};
+
+const PING: &str = "ping";
+const HEALTHZ: &str = "healthz";
+const TEXT: [(HeaderName, &str); 2] =
+    [(header::CONTENT_TYPE, "text/plain; charset=utf-8"), (header::X_CONTENT_TYPE_OPTIONS, "nosniff")];
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct CheckLabel {
+    name: &'static str,
+    r#type: &'static str,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ResultLabel {
+    name: &'static str,
+    r#type: &'static str,
+    status: &'static str,
+}
+
+/// Results of health checks, by the names of Kubernetes' service level indicators.
+#[derive(Debug)]
+struct Indicators {
+    registry: Registry,
+    healthcheck: Family<CheckLabel, Gauge>,
+    healthchecks: Family<ResultLabel, Counter>,
+}
+
+impl Default for Indicators {
+    fn default() -> Self {
+        let (healthcheck, healthchecks) = (Family::default(), Family::default());
+        let mut registry = Registry::with_prefix("kubernetes");
+        registry.register(
+            "healthcheck",
+            "The last result of a health check: 1 for success",
+            Family::clone(&healthcheck),
+        );
+        registry.register("healthchecks", "Results of health checks", Family::clone(&healthchecks));
+        Self { registry, healthcheck, healthchecks }
+    }
+}
+
+impl Indicators {
+    /// `ping` has succeeded, as it always does.
+    fn pinged(&self) {
+        self.healthcheck.get_or_create(&CheckLabel { name: PING, r#type: HEALTHZ }).set(1);
+        self.healthchecks.get_or_create(&ResultLabel { name: PING, r#type: HEALTHZ, status: "success" }).inc();
+    }
+}
+
+/// The pages.
+pub(super) fn router() -> Router {
+    Router::new()
+        .route("/healthz", get(healthz))
+        .route("/healthz/ping", get((StatusCode::OK, TEXT, "ok")))
+        .route("/metrics/slis", get(slis).delete(reset))
+        .with_state(Arc::new(Indicators::default()))
+}
+
+/// `?verbose` lists the checks, `?exclude=ping` passes one over.
+async fn healthz(
+    State(indicators): State<Arc<Indicators>>,
+    Query(query): Query<Vec<(String, String)>>,
+) -> impl IntoResponse {
+    let mut excluded: Vec<&str> = query.iter().filter(|(key, _)| key == "exclude").map(|(_, name)| &**name).collect();
+    excluded.sort_unstable();
+    excluded.dedup();
+    let mut body = String::new();
+    if excluded.contains(&PING) {
+        excluded.retain(|name| *name != PING);
+        body.push_str("[+]ping excluded: ok\n");
+    } else {
+        indicators.pinged();
+        body.push_str("[+]ping ok\n");
+    }
+    if !excluded.is_empty() {
+        let names: Vec<String> = excluded.iter().map(|name| format!("{name:?}")).collect();
+        let _ = writeln!(body, "warn: some health checks cannot be excluded: no matches for {}", names.join(","));
+    }
+    body.push_str("healthz check passed\n");
+    let is_verbose = query.iter().any(|(key, _)| key == "verbose");
+    (StatusCode::OK, TEXT, if is_verbose { body } else { "ok".to_owned() })
+}
+
+async fn slis(State(indicators): State<Arc<Indicators>>) -> impl IntoResponse {
+    let mut out = String::new();
+    // Formatting into a string does not fail.
+    let _ = text::encode(&mut out, &indicators.registry);
+    (StatusCode::OK, [(header::CONTENT_TYPE, super::OPEN_METRICS)], out)
+}
+
+/// Begins to count anew.
+async fn reset(State(indicators): State<Arc<Indicators>>) -> impl IntoResponse {
+    indicators.healthcheck.clear();
+    indicators.healthchecks.clear();
+    (StatusCode::OK, TEXT, "metrics reset\n")
+}
