@@ -2,7 +2,6 @@
 #![allow(clippy::unwrap_used, missing_docs)]
 
 mod conntrack {
-    mod flow;
     mod kernel;
     mod services;
 }

@@ -191,6 +191,12 @@ macro_rules! packet_tests {
                 scenario(BACKEND, live::rolling_replacement);
             }
 
+            // rows: 79, 83, 85
+            #[test]
+            fn udp_rolling_replacement() {
+                scenario(BACKEND, live::udp_rolling_replacement);
+            }
+
             // rows: 14, 15, 20, 98, 104
             #[test]
             fn services_come_and_go() {

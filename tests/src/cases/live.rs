@@ -8,10 +8,11 @@ use anyhow::{Context, Result, bail, ensure};
 
 use super::run::{answers, shares};
 use crate::testbed::client::{self, HeldConnection};
+use crate::testbed::flow::{self, Flow, open_all};
 use crate::testbed::manifests::{Service, Via, ready};
 use crate::testbed::{Answer, Family, Outcome, Request, Testbed, Transport};
 
-use Via::{ClusterIp, NodePort};
+use Via::{ClusterIp, LoadBalancerIp, NodePort};
 
 /// Ways by which scenarios ask: client, way.
 const WAYS: [(&str, Via); 3] = [("a3", ClusterIp), ("b3", ClusterIp), ("outside-1", NodePort("node-a"))];
@@ -131,6 +132,65 @@ pub fn rolling_replacement(bed: &Testbed) -> Result<()> {
     let shares = shares(&answers);
     ensure!(["a1", "b2", "b3"].iter().all(|server| shares.contains_key(server)), "meanwhile {shares:?} answered");
     expect_servers(bed, "rolling", &["a1", "c1"])
+}
+
+/// Ways of UDP clients: a node's own among them, and those of external addresses.
+const UDP_WAYS: [(&str, Via); 5] = [
+    ("a3", ClusterIp),
+    ("node-a", ClusterIp),
+    ("b3", ClusterIp),
+    ("outside-1", NodePort("node-a")),
+    ("outside-2", LoadBalancerIp),
+];
+
+/// The same replacement for UDP clients that keep their sockets and never pause: connection tracking would keep them on an endpoint that is
+/// gone for as long as they ask. Those of a removed endpoint go to another at once; those of the others stay where they are. An entry that was
+/// deleted before the rules were in place would be renewed by the old ones, and its client stay with the old endpoint.
+pub fn udp_rolling_replacement(bed: &Testbed) -> Result<()> {
+    bed.update(|manifests| manifests.add(Service::new("datagrams", &["a1", "b1", "c1"])))?;
+    let mut flows = Vec::new();
+    // So many that each endpoint has some by each way.
+    for _ in 0..4 {
+        flows.extend(open_all(bed, "datagrams", &UDP_WAYS)?);
+    }
+    let servers = || flows.iter().map(Flow::server).collect::<Result<Vec<_>>>();
+    servers()?;
+    for (old, new) in [("a1", "a2"), ("b1", "b2"), ("c1", "b3")] {
+        let context = || format!("{old} is replaced by {new}");
+        let before = servers()?;
+        flow::while_asking(&flows, || {
+            bed.update(|manifests| {
+                manifests.service_mut("datagrams")?.endpoints.extend(ready(&[new]));
+                Ok(())
+            })
+        })?;
+        ensure!(servers()? == before, "flows moved when {new} was added: {before:?}, now {:?}", servers()?);
+        let moving = before.iter().filter(|server| *server == old).count();
+        ensure!(moving > 0, "{old} has no flow: {before:?}");
+        flow::while_asking(&flows, || {
+            bed.update(|manifests| {
+                manifests.service_mut("datagrams")?.endpoints.retain(|endpoint| endpoint.name != old);
+                Ok(())
+            })
+        })?;
+        let is_elsewhere = |outcome: &Outcome| matches!(outcome, Outcome::Answered(answer) if answer.server != old);
+        for (flow, before) in flows.iter().zip(&before) {
+            if before == old {
+                flow.until("answered by another endpoint", is_elsewhere).with_context(context)?;
+            } else {
+                let now = flow.server().with_context(context)?;
+                ensure!(now == *before, "{}: a flow moved from {before} to {now}", context());
+            }
+        }
+    }
+    // All at once, to one: nothing but the table could keep a client away from it.
+    flow::while_asking(&flows, || {
+        bed.update(|manifests| {
+            manifests.service_mut("datagrams")?.endpoints = ready(&["c1"]);
+            Ok(())
+        })
+    })?;
+    flows.iter().try_for_each(|flow| flow.until_answered_by("c1").map(drop))
 }
 
 /// Services are added, scaled, get other ports, go, and come again; a neighbour notices nothing.

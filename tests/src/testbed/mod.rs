@@ -24,6 +24,7 @@ pub mod backend;
 mod bed;
 pub mod client;
 mod cluster;
+pub mod flow;
 pub mod iptables;
 pub mod machines;
 pub mod manifests;

@@ -14,13 +14,12 @@ use headgate_tests::{
     testbed::{
         Backend, Manifests, Outcome, Testbed,
         client::HeldConnection,
+        flow::{Flow, open_all},
         iptables::Variant,
         manifests::{Endpoint, Service, Via, ready},
         plan::{self, Family, LINE_PORT, SECOND_LINE_PORT},
     },
 };
-
-use super::flow::{Flow, open_all};
 
 /// From pods, nodes and outside, by every kind of address.
 const WAYS: [(&str, Via); 7] = [

@@ -3,11 +3,13 @@
 use std::{
     io::ErrorKind,
     net::{Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket},
+    sync::atomic::{AtomicBool, AtomicUsize, Ordering},
     time::{Duration, Instant},
 };
 
-use anyhow::{Context as _, Result, bail};
-use headgate_tests::testbed::{Answer, Outcome, Testbed, manifests::Via, plan::Family};
+use anyhow::{Context as _, Result, bail, ensure};
+
+use super::{Answer, Outcome, Testbed, manifests::Via, plan::Family};
 
 /// Longest wait for a flow to follow. A guard: it takes some milliseconds.
 const GUARD: Duration = Duration::from_secs(30);
@@ -17,14 +19,14 @@ const PAUSE: Duration = Duration::from_millis(5);
 
 /// A client with one socket.
 #[derive(Debug)]
-pub(super) struct Flow {
+pub struct Flow {
     socket: UdpSocket,
     name: String,
 }
 
 impl Flow {
     /// A client on a machine that asks an address.
-    pub(super) fn open(bed: &Testbed, from: &str, to: SocketAddr) -> Result<Self> {
+    pub fn open(bed: &Testbed, from: &str, to: SocketAddr) -> Result<Self> {
         let socket = bed.machines().machine(from)?.run(|| {
             let own = if to.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
             let socket = UdpSocket::bind(SocketAddr::new(own, 0))?;
@@ -36,7 +38,7 @@ impl Flow {
     }
 
     /// Asks once.
-    pub(super) fn ask(&self) -> Outcome {
+    pub fn ask(&self) -> Outcome {
         // What an earlier question left behind: a late answer, or an error that nobody has fetched.
         while self.drain() {}
         let asked = self.socket.send(b"who");
@@ -68,7 +70,7 @@ impl Flow {
     }
 
     /// Asks again and again, as a client does that does not know of any change, until `is_so`; what came then.
-    pub(super) fn until(&self, wanted: &str, is_so: impl Fn(&Outcome) -> bool) -> Result<Outcome> {
+    pub fn until(&self, wanted: &str, is_so: impl Fn(&Outcome) -> bool) -> Result<Outcome> {
         let deadline = Instant::now() + GUARD;
         loop {
             let outcome = self.ask();
@@ -83,7 +85,7 @@ impl Flow {
     }
 
     /// Until this server answers.
-    pub(super) fn until_answered_by(&self, server: &str) -> Result<Answer> {
+    pub fn until_answered_by(&self, server: &str) -> Result<Answer> {
         let is_so = |outcome: &Outcome| matches!(outcome, Outcome::Answered(answer) if answer.server == server);
         match self.until(&format!("answered by {server}"), is_so)? {
             Outcome::Answered(answer) => Ok(answer),
@@ -92,12 +94,12 @@ impl Flow {
     }
 
     /// Until nobody answers.
-    pub(super) fn until_unanswered(&self) -> Result<()> {
+    pub fn until_unanswered(&self) -> Result<()> {
         self.until("unanswered", |outcome| !matches!(outcome, Outcome::Answered(_))).map(drop)
     }
 
     /// Who answers now.
-    pub(super) fn server(&self) -> Result<String> {
+    pub fn server(&self) -> Result<String> {
         match self.ask() {
             Outcome::Answered(answer) => Ok(answer.server),
             other => bail!("{}: {other}", self.name),
@@ -106,7 +108,7 @@ impl Flow {
 }
 
 /// Clients by these ways, in both families, that a service's port `udp` has answered.
-pub(super) fn open_all(bed: &Testbed, service: &str, ways: &[(&str, Via)]) -> Result<Vec<Flow>> {
+pub fn open_all(bed: &Testbed, service: &str, ways: &[(&str, Via)]) -> Result<Vec<Flow>> {
     let mut flows = Vec::new();
     for family in Family::BOTH {
         for (from, via) in ways {
@@ -115,4 +117,30 @@ pub(super) fn open_all(bed: &Testbed, service: &str, ways: &[(&str, Via)]) -> Re
         }
     }
     Ok(flows)
+}
+
+/// All clients ask without a pause while something is done, each on a thread of its own.
+///
+/// # Errors
+/// What `work` says, or that clients hardly asked.
+pub fn while_asking(flows: &[Flow], work: impl FnOnce() -> Result<()>) -> Result<()> {
+    let (stop, asked) = (AtomicBool::new(false), AtomicUsize::new(0));
+    std::thread::scope(|scope| {
+        for flow in flows {
+            scope.spawn(|| {
+                while !stop.load(Ordering::Relaxed) {
+                    flow.ask();
+                    asked.fetch_add(1, Ordering::Relaxed);
+                    std::thread::sleep(PAUSE);
+                }
+            });
+        }
+        // Threads must end whatever becomes of the work.
+        let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
+        stop.store(true, Ordering::Relaxed);
+        result.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    })?;
+    let asked = asked.into_inner();
+    ensure!(asked >= flows.len(), "{} clients asked {asked} times meanwhile", flows.len());
+    Ok(())
 }
