@@ -4,11 +4,16 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpStream, UdpSocket};
+use std::os::fd::AsRawFd;
 use std::str::FromStr;
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
+use nix::{
+    libc,
+    sys::socket::{ControlMessageOwned, MsgFlags, recvmsg, setsockopt, sockopt},
+};
 use socket2::{Domain, Protocol, Socket, Type};
 
 use super::netns::Namespace;
@@ -16,11 +21,8 @@ use super::sctp;
 
 /// How long to wait for an answer that is expected. Generous: it only ends what has gone wrong.
 pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(8);
-/// How long to wait where silence is expected. What is refused or answered is so within a millisecond...
+/// How long to wait where silence is expected. What is refused or answered is so within a millisecond.
 const SILENCE_TIMEOUT: Duration = Duration::from_secs(1);
-/// ...but for refused IPv6 connections of pods: the ICMP message is back before `connect` has let go of the socket, Linux then
-/// only makes a note of it, and the connection fails with the answer to the next SYN, a second later.
-const SILENCE_TIMEOUT_TCP_V6: Duration = Duration::from_millis(2500);
 
 /// What a client speaks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -124,9 +126,7 @@ impl Request {
     /// The same with the shortest time-out after which silence means dropped.
     #[must_use]
     pub fn expecting_silence(self) -> Self {
-        let is_tcp = matches!(self.transport, Transport::Tcp | Transport::Http);
-        let timeout = if is_tcp && self.to.is_ipv6() { SILENCE_TIMEOUT_TCP_V6 } else { SILENCE_TIMEOUT };
-        Self { timeout, ..self }
+        Self { timeout: SILENCE_TIMEOUT, ..self }
     }
 }
 
@@ -185,12 +185,38 @@ fn connect(request: &Request) -> io::Result<TcpStream> {
         socket.set_reuse_address(true)?;
         socket.bind(&SocketAddr::new(unspecified(request.to), port).into())?;
     }
-    socket.connect_timeout(&request.to.into(), request.timeout)?;
+    queue_icmp_errors(&socket, true)?;
+    let connected = socket.connect_timeout(&request.to.into(), request.timeout);
+    connected.map_err(|error| icmp_error(&socket).unwrap_or(error))?;
+    queue_icmp_errors(&socket, false)?;
     let stream = TcpStream::from(socket);
     stream.set_read_timeout(Some(request.timeout))?;
     stream.set_write_timeout(Some(request.timeout))?;
     stream.set_nodelay(true)?;
     Ok(stream)
+}
+
+/// An ICMP message may be back before `connect` has let go of the socket. Linux then only makes a note of it, and the connection fails with the
+/// answer to the next SYN, a second later; in the queue of errors it is found at once.
+fn queue_icmp_errors(socket: &Socket, queue: bool) -> io::Result<()> {
+    match socket.domain()? {
+        Domain::IPV4 => setsockopt(socket, sockopt::Ipv4RecvErr, &queue)?,
+        _ => setsockopt(socket, sockopt::Ipv6RecvErr, &queue)?,
+    }
+    Ok(())
+}
+
+/// What an ICMP message said of a socket.
+fn icmp_error(socket: &Socket) -> Option<io::Error> {
+    let mut space = nix::cmsg_space!(libc::sock_extended_err, libc::sockaddr_in6);
+    let flags = MsgFlags::MSG_ERRQUEUE | MsgFlags::MSG_DONTWAIT;
+    let message = recvmsg::<()>(socket.as_raw_fd(), &mut [], Some(&mut space), flags).ok()?;
+    message.cmsgs().ok()?.find_map(|control| match control {
+        ControlMessageOwned::Ipv4RecvErr(error, _) | ControlMessageOwned::Ipv6RecvErr(error, _) => {
+            Some(io::Error::from_raw_os_error(error.ee_errno.cast_signed()))
+        }
+        _ => None,
+    })
 }
 
 fn ask_tcp(request: &Request) -> io::Result<String> {
