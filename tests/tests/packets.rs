@@ -107,6 +107,12 @@ macro_rules! packet_tests {
                 });
             }
 
+            // rows: 22, 38, 52, 53, 54, 73, 75, 76, 77
+            #[test]
+            fn affinity_with_local_policies() {
+                scenario(BACKEND, affinity::with_local_policies);
+            }
+
             // rows: 37
             #[test]
             fn large_payloads() {

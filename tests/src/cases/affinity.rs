@@ -7,8 +7,8 @@ use anyhow::{Context, Result, ensure};
 
 use super::case::EVERY_TRANSPORT;
 use super::run::{answers, shares};
-use crate::testbed::manifests::{Service, Via};
-use crate::testbed::{Family, Request, Testbed, client};
+use crate::testbed::manifests::{Service, Via, ready};
+use crate::testbed::{Family, Outcome, Request, Testbed, Transport, client};
 
 use Via::{ClusterIp, ExternalIp, LoadBalancerIp, NodePort};
 
@@ -87,9 +87,10 @@ pub fn expires(bed: &Testbed) -> Result<()> {
     };
     // Most of it is waiting for the time-out.
     std::thread::scope(|scope| {
-        Family::BOTH.map(|family| scope.spawn(move || expires_over(family))).into_iter().try_for_each(|thread| {
-            thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-        })
+        Family::BOTH
+            .map(|family| scope.spawn(move || expires_over(family)))
+            .into_iter()
+            .try_for_each(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
     })
 }
 
@@ -126,4 +127,105 @@ pub fn changes_live(bed: &Testbed) -> Result<()> {
         Ok(())
     })?;
     spread("after affinity")
+}
+
+/// Endpoints of `local` in [`with_local_policies`]: two on node-a, one on node-b, none on node-c.
+const SPREAD: [&str; 3] = ["a1", "a2", "b1"];
+
+/// Affinity and policy Local together: a client sticks to one of the endpoints that the policy leaves it, however it came to others, and keeps its
+/// source. Both can be switched while the other stays.
+pub fn with_local_policies(bed: &Testbed) -> Result<()> {
+    bed.update(|manifests| {
+        let service = Service::new("local", &SPREAD);
+        let affinity_timeout_seconds = Some(10_800);
+        manifests.add(Service { external_local: true, internal_local: true, affinity_timeout_seconds, ..service })
+    })?;
+    for family in Family::BOTH {
+        for port in EVERY_TRANSPORT {
+            sticks_within_policies(bed, family, port)?;
+        }
+    }
+    let change = |change: &dyn Fn(&mut Service)| {
+        bed.update(|manifests| {
+            change(manifests.service_mut("local")?);
+            Ok(())
+        })
+    };
+    let by_balancer = |family| only_server(bed, "outside-1", "local", LoadBalancerIp, family, "tcp");
+    let now = |expected: &[&str], context: &str| {
+        for family in Family::BOTH {
+            let request = Request::new(Transport::Tcp, bed.address("local", LoadBalancerIp, family, "tcp")?);
+            let answers = answers(client::ask_many(bed.machines().machine("outside-1")?, &request, 60)?)?;
+            let found: Vec<&str> = shares(&answers).into_keys().collect();
+            ensure!(found == expected, "{context}, over {family}: {found:?}, not {expected:?}");
+        }
+        Ok(())
+    };
+    change(&|service| service.affinity_timeout_seconds = None)?;
+    now(&["a1", "a2"], "without affinity")?;
+    change(&|service| service.affinity_timeout_seconds = Some(10_800))?;
+    let before = [by_balancer(Family::V4)?, by_balancer(Family::V6)?];
+    // The record outlives the policy, since the endpoint is of either.
+    for external_local in [false, true] {
+        change(&|service| service.external_local = external_local)?;
+        for (family, before) in Family::BOTH.into_iter().zip(&before) {
+            let now = by_balancer(family)?;
+            ensure!(now == *before, "policy Local: {external_local}: {now} answers over {family}, and {before} did");
+        }
+    }
+    // A client whose server goes stays within the policy, though its record would have led it elsewhere under the other.
+    for left in ["a2", "a1"] {
+        change(&|service| service.endpoints = ready(&[left, "b1"]))?;
+        now(&[left], "with one endpoint left on the node")?;
+    }
+    change(&|service| service.endpoints = ready(&["b1"]))?;
+    for family in Family::BOTH {
+        expect_silence(bed, "outside-1", LoadBalancerIp, family)?;
+        let server = only_server(bed, "a3", "local", LoadBalancerIp, family, "tcp")?;
+        ensure!(server == "b1", "a pod is not short-circuited: {server} answers");
+    }
+    change(&|service| service.external_local = false)?;
+    for family in Family::BOTH {
+        ensure!(by_balancer(family)? == "b1", "the only endpoint does not answer");
+    }
+    change(&|service| (service.endpoints, service.external_local) = (ready(&SPREAD), true))?;
+    Family::BOTH.into_iter().try_for_each(|family| {
+        let server = by_balancer(family)?;
+        ensure!(server != "b1", "over {family} the record of another node's endpoint leads out of the policy");
+        Ok(())
+    })
+}
+
+/// Who may come to whom, for one port of the service that has both policies.
+fn sticks_within_policies(bed: &Testbed, family: Family, port: &str) -> Result<()> {
+    let one_of = |from: &str, via: Via, servers: &[&str]| -> Result<String> {
+        let server = only_server(bed, from, "local", via, family, port)?;
+        ensure!(servers.contains(&&*server), "{from} by {via:?} over {family} {port}: {server}, not of {servers:?}");
+        Ok(server)
+    };
+    const ON_NODE_A: &[&str] = &["a1", "a2"];
+    for from in ["outside-1", "node-b"] {
+        one_of(from, NodePort("node-a"), ON_NODE_A)?;
+    }
+    let by_port = one_of("outside-1", NodePort("node-a"), ON_NODE_A)?;
+    for via in [ExternalIp, LoadBalancerIp] {
+        let server = one_of("outside-1", via, ON_NODE_A)?;
+        ensure!(server == by_port, "one record, but {via:?} leads to {server} and the NodePort to {by_port}");
+    }
+    one_of("outside-2", LoadBalancerIp, &["b1"])?;
+    one_of("b3", ClusterIp, &["b1"])?;
+    // A pod takes the short way by external addresses, so that its record may be of another node's endpoint; by the cluster
+    // address that does not count.
+    one_of("a3", LoadBalancerIp, &SPREAD)?;
+    one_of("a3", ClusterIp, ON_NODE_A)?;
+    one_of("node-a", NodePort("node-a"), &SPREAD)?;
+    one_of("node-a", ClusterIp, ON_NODE_A)?;
+    Ok(())
+}
+
+fn expect_silence(bed: &Testbed, from: &str, via: Via, family: Family) -> Result<()> {
+    let request = Request::new(Transport::Tcp, bed.address("local", via, family, "tcp")?).expecting_silence();
+    let outcome = bed.machines().ask(from, &request)?;
+    ensure!(outcome == Outcome::TimedOut, "{from} by {via:?} over {family}: {outcome}, without an endpoint here");
+    Ok(())
 }
