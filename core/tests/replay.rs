@@ -5,7 +5,11 @@ use std::{collections::BTreeMap, net::IpAddr, sync::Arc};
 
 use headgate_core::{
     Change, Dirty, Endpoint, EndpointPort, Family, Protocol, Service, ServiceKey, ServicePort, State,
-    iptables::{ExistingTables, Layout, Ledger, RenderConfig, Table, fake_kernel::FakeKernel},
+    iptables::{
+        ExistingTables, Layout, Ledger, RenderConfig, Table,
+        fake_kernel::FakeKernel,
+        script::{Piece, Writing},
+    },
     masquerade::LocalDetector,
 };
 use proptest::prelude::*;
@@ -47,6 +51,40 @@ impl Rig {
         let (script, planned) = self.ledger.changed(&self.state, &node(), &dirty);
         self.kernel.restore(&script.to_string()).unwrap();
         (planned.services as usize, dirty.services.len())
+    }
+
+    /// A full sync whose script leaves services' chains for the moment in which it is written; by then, `meanwhile` has happened.
+    fn full_late(&mut self, writing: Writing, meanwhile: &[Change]) -> Result<(), String> {
+        let saves = Table::ALL.map(|table| self.kernel.save(table)).concat();
+        let (script, _) = self.ledger.full_by(writing, &self.state, &node(), ExistingTables::parse(&saves));
+        let mut dirty = Dirty::default();
+        for change in meanwhile {
+            self.state.apply(change.clone(), &mut dirty);
+        }
+        let (mut text, mut changed) = (String::new(), Vec::new());
+        for piece in script.pieces() {
+            match piece {
+                Piece::Text(lines) => text.push_str(lines),
+                Piece::Services(services) => {
+                    self.ledger.write_late(&self.state, &node(), &script, services, &mut text, &mut changed);
+                }
+            }
+        }
+        self.kernel.restore(&text).map_err(|error| format!("{error} in\n{text}"))?;
+        self.ledger.note_late(changed);
+        let (script, _) = self.ledger.changed(&self.state, &node(), &dirty);
+        self.kernel.restore(&script.to_string())
+    }
+
+    /// Takes out all rules of the kernel's own chains.
+    fn unhook(&mut self) {
+        for table in Table::ALL {
+            let save = self.kernel.save(table);
+            let hooks =
+                save.lines().filter_map(|line| line.strip_prefix("-A ").filter(|rule| !rule.starts_with("KUBE-")));
+            let text: String = hooks.map(|rule| format!("-D {rule}\n")).collect();
+            self.kernel.restore(&format!("*{table}\n{text}COMMIT\n")).unwrap();
+        }
     }
 
     fn is_intact(&self) -> bool {
@@ -143,6 +181,44 @@ proptest! {
             rig.kernel.restore(&Ledger::cleanup(&ExistingTables::parse(&saves)).to_string()).unwrap();
             prop_assert_eq!(rig.kernel, FakeKernel::default());
         }
+    }
+
+    // rows: 19, 98
+    #[test]
+    fn what_changes_while_a_full_sync_is_written_is_right_after_the_next_step(
+        earlier in prop::collection::vec(any_change(8), 0..30),
+        changes in prop::collection::vec(any_change(8), 1..30),
+        meanwhile in prop::collection::vec(any_change(8), 0..20),
+        hooked in any::<bool>(),
+        writing in prop_oneof![Just(Writing::Late), Just(Writing::LateInSteps)],
+        layout in prop_oneof![Just(Layout::Classic), Just(Layout::Compact)],
+    ) {
+        // What an earlier run left, from which somebody may have taken the rules that lead to it.
+        let mut rig = Rig::new(config(Family::V4, layout));
+        if !earlier.is_empty() {
+            rig.full();
+            rig.step(&earlier);
+        }
+        if !hooked {
+            rig.unhook();
+        }
+        rig.ledger = Ledger::new(config(Family::V4, layout));
+        for change in &changes {
+            rig.state.apply(change.clone(), &mut Dirty::default());
+        }
+        rig.full_late(writing, &meanwhile).map_err(TestCaseError::fail)?;
+
+        let mut wanted = Rig::new(config(Family::V4, layout));
+        for change in earlier.iter().chain(&changes).chain(&meanwhile) {
+            wanted.state.apply(change.clone(), &mut Dirty::default());
+        }
+        wanted.full();
+        prop_assert_eq!(flat(&rig.rules()), flat(&wanted.rules()));
+        prop_assert!(rig.is_intact());
+        // Groups may be cut anew, once.
+        rig.full();
+        prop_assert_eq!(flat(&rig.rules()), flat(&wanted.rules()));
+        prop_assert_eq!(rig.full(), 0);
     }
 }
 

@@ -142,6 +142,12 @@ impl Existing {
         self.held.contains_key(name) && self.has_chain_with(name, RulesHash::default())
     }
 
+    /// True when packets may get to chains of ours.
+    #[must_use]
+    pub fn leads_to_ours(&self, table: Table) -> bool {
+        !self.held.is_empty() || self.jumps_to_ours(table).next().is_some()
+    }
+
     /// Rules of the kernel's own chains that lead to a chain of ours, as (chain, rule).
     pub fn jumps_to_ours(&self, table: Table) -> impl Iterator<Item = (&str, &str)> {
         self.base_rules.iter().filter_map(

@@ -4,6 +4,9 @@
 //! [`Ledger::full`] brings ledger and kernel together again.
 
 mod aside;
+mod late;
+
+pub use late::LateChange;
 
 use std::{
     collections::{BTreeSet, HashMap, HashSet, hash_map::DefaultHasher},
@@ -18,7 +21,7 @@ use super::{
     config::RenderConfig,
     fixed,
     names::ChainName,
-    script::Script,
+    script::{Script, Writing},
     service::{self, ServiceRules},
     shared::{DispatchLine, Selector, Shared, SharedChain},
     tally::Tally,
@@ -112,6 +115,17 @@ impl Ledger {
     /// Forgets what was programmed and goes by what the kernel has: writes the chains that differ from what is wanted, and deletes those
     /// that are ours by name and not wanted. Where everything is as it should be, the script is empty. Nothing else is touched.
     pub fn full(&mut self, state: &State, node: &NodeFacts, existing: &ExistingTables) -> (Script, Planned) {
+        self.full_by(Writing::Text, state, node, existing.clone())
+    }
+
+    /// The same with the rules of services' chains held as `writing` says; in steps only where nothing leads to our chains.
+    pub fn full_by(
+        &mut self,
+        writing: Writing,
+        state: &State,
+        node: &NodeFacts,
+        existing: ExistingTables,
+    ) -> (Script, Planned) {
         let is_compact = self.wants_compact(state, existing.get(Table::Nat).chains.contains_key(fixed::HAIRPIN));
         self.everything_becomes_new();
         self.shared = self.new_shared(state, is_compact, existing.get(Table::Nat).prefix_length);
@@ -120,17 +134,19 @@ impl Ledger {
         self.tally = Tally::default();
         self.fixed_tally = self.tally_of_fixed(is_compact);
 
-        let mut script = Script::comparing_with(existing.clone());
+        let is_reached = existing.get(Table::Nat).leads_to_ours(Table::Nat);
+        let writing = if is_reached && writing == Writing::LateInSteps { Writing::Late } else { writing };
+        let keys: BTreeSet<&Arc<ServiceKey>> = state.entries().map(|(key, _)| key).collect();
+        let (aside, keys): (Vec<_>, Vec<_>) = keys.into_iter().partition(|key| self.aside.contains(key));
+        for key in aside {
+            self.keep(key, &existing);
+        }
+        let mut script = Script::comparing_with(existing, writing);
         let mut planned = Planned::default();
         for chain in fixed::chains(&self.config) {
             script.write_chain(chain.table, &chain.name, &chain.rules);
         }
-        let keys: BTreeSet<&Arc<ServiceKey>> = state.entries().map(|(key, _)| key).collect();
         for key in keys {
-            if self.aside.contains(key) {
-                self.keep(key, existing);
-                continue;
-            }
             let rules = self.render(state, node, key);
             planned.services += 1;
             self.program(key, rules, &mut script, &mut Vec::new());
@@ -139,11 +155,11 @@ impl Ledger {
         let postrouting = fixed::postrouting(&self.config, is_compact);
         script.write_chain(postrouting.table, &postrouting.name, &postrouting.rules);
         let left = std::mem::take(&mut self.left);
+        let existing = script.take_existing();
         for table in Table::ALL {
             self.write_jumps(table, existing.get(table), &mut script);
             self.delete_stale(table, existing.get(table), &left, &mut script);
         }
-        script.forget_existing();
         (script, planned)
     }
 
@@ -227,7 +243,7 @@ impl Ledger {
         for chain in rules.chains {
             let hash = RulesHash::of(&chain.rules);
             if before.get(&chain.name) != Some(&hash) {
-                script.write_chain(Table::Nat, &chain.name, &chain.rules);
+                script.write_service_chain(key, chain.name, &chain.rules, hash);
             }
             chains.push((chain.name, hash));
         }

@@ -3,11 +3,38 @@
 use std::{
     collections::BTreeSet,
     fmt::{Display, Write as _},
+    sync::Arc,
 };
 
-use super::{ExistingTables, RulesHash, Table};
+use super::{ExistingTables, RulesHash, Table, fixed, names::ChainName};
+use crate::model::ServiceKey;
 
-/// A restore script under construction. One table's part is one atomic step.
+/// Services that are rendered and written in one go.
+const SERVICES_AT_ONCE: usize = 256;
+
+/// How a script holds the rules of services' own chains.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub enum Writing {
+    /// As text.
+    #[default]
+    Text,
+    /// Not at all: they are rendered while the script is written, a few services at a time, so that there is never more of them in memory.
+    Late,
+    /// Likewise, and each few services are a step of their own, before all other steps, so that `iptables-restore` does not hold more either. Only for a
+    /// kernel in which nothing leads to our chains yet: no packet sees what is unfinished.
+    LateInSteps,
+}
+
+/// A part of a script's text.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Piece<'a> {
+    /// Complete lines.
+    Text(&'a str),
+    /// What [`super::Ledger::write_late`] writes for these services.
+    Services(&'a [Arc<ServiceKey>]),
+}
+
+/// A restore script under construction. One table's part is one atomic step, but see [`Writing::LateInSteps`].
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Script {
     mangle: Part,
@@ -18,6 +45,11 @@ pub struct Script {
     filter_first: bool,
     /// What the kernel has, while a full script is written: chains that are there already are left out.
     existing: Option<ExistingTables>,
+    writing: Writing,
+    /// Services whose chains are rendered late, in order.
+    late: Vec<Arc<ServiceKey>>,
+    /// Names of their chains that are declared with them, and not at the head of the table's part.
+    late_chains: BTreeSet<String>,
 }
 
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
@@ -28,6 +60,8 @@ struct Part {
     body: String,
     /// Deletions come last, when nothing leads to the chain any more.
     deletions: String,
+    /// Rules to be written, those rendered late included.
+    rules: usize,
 }
 
 impl Part {
@@ -52,40 +86,76 @@ impl Script {
 
     /// A script that leaves out what the kernel has already.
     #[must_use]
-    pub(super) fn comparing_with(existing: ExistingTables) -> Self {
-        Self { existing: Some(existing), ..Self::default() }
+    pub(super) fn comparing_with(existing: ExistingTables, writing: Writing) -> Self {
+        Self { existing: Some(existing), writing, ..Self::default() }
     }
 
-    /// Ends the comparison and frees what it took.
-    pub(super) fn forget_existing(&mut self) {
-        self.existing = None;
+    /// Ends the comparison and gives back what it was made with.
+    pub(super) fn take_existing(&mut self) -> ExistingTables {
+        self.existing.take().unwrap_or_default()
+    }
+
+    fn is_there(&self, table: Table, name: &impl Display, hash: RulesHash) -> bool {
+        let has = |existing: &ExistingTables| existing.get(table).has_chain_with(&name.to_string(), hash);
+        self.existing.as_ref().is_some_and(has)
     }
 
     /// Creates or replaces a chain. `rules` are complete lines.
     pub fn write_chain(&mut self, table: Table, name: &impl Display, rules: &str) {
-        if let Some(existing) = &self.existing
-            && existing.get(table).has_chain_with(&name.to_string(), RulesHash::of(rules))
-        {
+        if self.existing.is_none() || !self.is_there(table, name, RulesHash::of(rules)) {
+            self.put_chain(table, name, rules);
+        }
+    }
+
+    fn put_chain(&mut self, table: Table, name: &impl Display, rules: &str) {
+        let part = self.part(table);
+        part.declarations.insert(declaration(name));
+        part.body.push_str(rules);
+        part.rules += rules.lines().count();
+        self.chains_written += 1;
+    }
+
+    /// The same for a chain of a service's own, in nat; `hash` is that of its rules.
+    pub(super) fn write_service_chain(&mut self, key: &Arc<ServiceKey>, name: ChainName, rules: &str, hash: RulesHash) {
+        if self.is_there(Table::Nat, &name, hash) {
             return;
         }
-        // Writing to a String cannot fail.
-        let part = self.part(table);
-        part.declarations.insert(format!(":{name} - [0:0]\n"));
-        part.body.push_str(rules);
+        match self.writing {
+            Writing::Text => return self.put_chain(Table::Nat, &name, rules),
+            Writing::Late => self.nat.declarations.insert(declaration(&name)),
+            Writing::LateInSteps => self.late_chains.insert(name.to_string()),
+        };
+        self.nat.rules += rules.lines().count();
         self.chains_written += 1;
+        if self.late.last() != Some(key) {
+            self.late.push(Arc::clone(key));
+        }
+    }
+
+    /// True when a chain is declared at the head of nat's part.
+    pub(super) fn declares(&self, name: ChainName) -> bool {
+        self.nat.declarations.contains(&declaration(&name))
+    }
+
+    /// True when a chain is to be declared with its rules, which are rendered late.
+    pub(super) fn declares_late(&self, name: ChainName) -> bool {
+        self.late_chains.contains(&name.to_string())
     }
 
     /// Empties a chain now and deletes it at the end of its table's step.
     pub fn delete_chain(&mut self, table: Table, name: &impl Display) {
         let part = self.part(table);
-        part.declarations.insert(format!(":{name} - [0:0]\n"));
+        part.declarations.insert(declaration(name));
+        // Writing to a String cannot fail.
         let _ = writeln!(part.deletions, "-X {name}");
         self.chains_deleted += 1;
     }
 
     /// Inserts a rule at the head of a chain.
     pub fn insert_first(&mut self, table: Table, chain: &str, rule: &str) {
-        let _ = writeln!(self.part(table).body, "-I {chain} {rule}");
+        let part = self.part(table);
+        let _ = writeln!(part.body, "-I {chain} {rule}");
+        part.rules += 1;
         self.chains_written += 1;
     }
 
@@ -125,18 +195,17 @@ impl Script {
     /// True when there is nothing to do.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        [&self.mangle, &self.nat, &self.filter].iter().all(|part| part.is_empty())
+        self.late.is_empty() && [&self.mangle, &self.nat, &self.filter].iter().all(|part| part.is_empty())
     }
 
-    /// Rules that it writes to a table. Cost: the length of the script.
+    /// Rules that it writes to a table.
     #[must_use]
     pub fn rules_written(&self, table: Table) -> usize {
-        let part = match table {
-            Table::Mangle => &self.mangle,
-            Table::Nat => &self.nat,
-            Table::Filter => &self.filter,
-        };
-        part.body.lines().filter(|line| !line.starts_with("-D ")).count()
+        match table {
+            Table::Mangle => self.mangle.rules,
+            Table::Nat => self.nat.rules,
+            Table::Filter => self.filter.rules,
+        }
     }
 
     /// Chains created or replaced, jumps included.
@@ -151,23 +220,56 @@ impl Script {
         self.chains_deleted
     }
 
-    /// Length of the text, in bytes, headers excepted.
+    /// Length of the text that it holds, in bytes, headers excepted.
     #[must_use]
     pub fn len_bytes(&self) -> usize {
         [&self.mangle, &self.nat, &self.filter].iter().map(|part| part.texts().map(str::len).sum::<usize>()).sum()
     }
 
-    /// The text in pieces, in order, for writing to a pipe without copying.
-    pub fn pieces(&self) -> impl Iterator<Item = &str> {
-        let (mangle, nat, filter) = (("*mangle\n", &self.mangle), ("*nat\n", &self.nat), ("*filter\n", &self.filter));
-        let order = if self.filter_first { [mangle, filter, nat] } else { [mangle, nat, filter] };
-        let used = order.into_iter().filter(|(_, part)| !part.is_empty());
-        used.flat_map(|(head, part)| std::iter::once(head).chain(part.texts()).chain(["COMMIT\n"]))
+    /// The script in pieces, in order, for writing to a pipe without copying.
+    pub fn pieces(&self) -> impl Iterator<Item = Piece<'_>> {
+        let services = || self.late.chunks(SERVICES_AT_ONCE).map(Piece::Services);
+        let is_in_steps = self.writing == Writing::LateInSteps && !self.late.is_empty();
+        // Services' chains lead to this one, whose rule comes with the rest.
+        let needs_target = self.nat.declarations.contains(&declaration(&fixed::MARK_MASQ));
+        let target = (is_in_steps && needs_target).then(|| [":", fixed::MARK_MASQ, " - [0:0]\n"].map(Piece::Text));
+        let first = target.into_iter().flat_map(|target| step("*nat\n", target.into_iter()));
+        let steps = is_in_steps.then(services).into_iter().flatten();
+        let steps = first.chain(steps.flat_map(|services| step("*nat\n", std::iter::once(services))));
+
+        let part = move |table: Table| {
+            let (head, part) = match table {
+                Table::Mangle => ("*mangle\n", &self.mangle),
+                Table::Nat => ("*nat\n", &self.nat),
+                Table::Filter => ("*filter\n", &self.filter),
+            };
+            let has_services = table == Table::Nat && !is_in_steps && !self.late.is_empty();
+            let declarations = part.declarations.iter().rev().map(String::as_str);
+            let texts = declarations.chain([part.body.as_str()]).map(Piece::Text);
+            let late = has_services.then(services).into_iter().flatten();
+            let deletions = [Piece::Text(part.deletions.as_str())];
+            let is_used = has_services || !part.is_empty();
+            is_used.then(|| step(head, texts.chain(late).chain(deletions))).into_iter().flatten()
+        };
+        let order = if self.filter_first { [Table::Filter, Table::Nat] } else { [Table::Nat, Table::Filter] };
+        steps.chain([Table::Mangle].into_iter().chain(order).flat_map(part))
     }
 }
 
+fn step<'a>(head: &'a str, pieces: impl Iterator<Item = Piece<'a>>) -> impl Iterator<Item = Piece<'a>> {
+    std::iter::once(Piece::Text(head)).chain(pieces).chain([Piece::Text("COMMIT\n")])
+}
+
+pub(super) fn declaration(name: &impl Display) -> String {
+    format!(":{name} - [0:0]\n")
+}
+
+/// Services that are rendered late are only counted.
 impl Display for Script {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        self.pieces().try_for_each(|piece| f.write_str(piece))
+        self.pieces().try_for_each(|piece| match piece {
+            Piece::Text(text) => f.write_str(text),
+            Piece::Services(services) => writeln!(f, "# chains of {} services", services.len()),
+        })
     }
 }

@@ -1,11 +1,12 @@
 //! `agent-memory`: what the agent's process takes, without services and with 10,000 × 10 endpoints, at rest and at its highest; and what it takes together with
-//! the programs that it runs, at their highest during the first sync. Real programs: a control plane on a folder of manifests, and an agent.
+//! the programs that it runs, at their highest during the first sync. Beside that, what `iptables-restore` takes when it is given the same rules in one
+//! piece by somebody who has no memory at all: less than that cannot be had with it, unless it is given less at once. Real programs: a control plane on a folder of manifests, and an agent.
 
 use std::{
     fmt::Write as _,
     fs,
     path::Path,
-    process::Command,
+    process::{Command, Stdio},
     time::{Duration, Instant},
 };
 
@@ -42,6 +43,8 @@ pub fn run(services: Option<u32>) -> Result<Vec<Figure>> {
             anchor,
             empty.with_programs,
         ));
+        let alone = "the program alone, given all rules at once";
+        figures.push(Figure::against(name("programs-highest"), full.programs, "MB", alone, full.program_alone));
     }
     Ok(figures)
 }
@@ -53,6 +56,10 @@ struct Megabytes {
     highest: f64,
     /// Of the agent and its children together, at any moment that was looked at.
     with_programs: f64,
+    /// Of the children alone.
+    programs: f64,
+    /// Of `iptables-restore` that is given the same rules in one piece.
+    program_alone: f64,
 }
 
 fn measure(variant: &str, services: u32) -> Result<Megabytes> {
@@ -72,7 +79,10 @@ fn measure(variant: &str, services: u32) -> Result<Megabytes> {
     agent.args(["--iptables-variant", variant, "--cluster-cidr", "11.0.0.0/8", "--log", "warn"]);
     agent.arg("--state-dir").arg(folder.path().join("state"));
     let mut agent = Process::start("agent", &namespace, agent, &folder.path().join("agent.log"))?;
-    let measured = watch(&namespace, &mut agent, services);
+    let measured = watch(&namespace, &mut agent, services).and_then(|measured| {
+        let rules = folder.path().join("rules");
+        Ok(Megabytes { program_alone: program_alone(variant, &namespace, &rules)?, ..measured })
+    });
     let log = agent.log_tail();
     agent.kill()?;
     control_plane.kill()?;
@@ -82,24 +92,54 @@ fn measure(variant: &str, services: u32) -> Result<Megabytes> {
 /// Watches until everything is programmed, and some seconds more.
 fn watch(namespace: &Namespace, agent: &mut Process, services: u32) -> Result<Megabytes> {
     let started = Instant::now();
-    let mut with_programs: f64 = 0.0;
+    let (mut with_programs, mut programs): (f64, f64) = (0.0, 0.0);
     let mut settled = None;
     loop {
         agent.check_running()?;
         let own = status_mb(agent.id(), "VmRSS")?;
-        with_programs = with_programs.max(own + children_mb(agent.id()));
+        let children = children_mb(agent.id());
+        with_programs = with_programs.max(own + children);
+        programs = programs.max(children);
         if settled.is_none() && is_programmed(namespace, services) {
             settled = Some(Instant::now());
         }
         if settled.is_some_and(|at: Instant| at.elapsed() > Duration::from_secs(5)) {
             let highest = status_mb(agent.id(), "VmHWM")?;
-            return Ok(Megabytes { resident: own, highest, with_programs: with_programs.max(highest) });
+            let with_programs = with_programs.max(highest);
+            return Ok(Megabytes { resident: own, highest, with_programs, programs, program_alone: 0.0 });
         }
         if started.elapsed() > LONGEST_SYNC {
             bail!("{services} services were not programmed within {} s", LONGEST_SYNC.as_secs());
         }
         std::thread::sleep(Duration::from_millis(20));
     }
+}
+
+/// Loads the rules of a namespace into an empty one by the program alone, and looks at the most that it takes.
+fn program_alone(variant: &str, full: &Namespace, rules: &Path) -> Result<f64> {
+    let mut save = Command::new(format!("iptables-{variant}-save"));
+    save.args(["-t", "nat"]).stdout(fs::File::create(rules)?);
+    let saved = full.spawn(save)?.wait()?;
+    if !saved.success() {
+        bail!("iptables-{variant}-save: {saved}");
+    }
+    let empty = Namespace::create(format!("hg{}-bench-memory-alone", std::process::id()))?;
+    let mut restore = Command::new(format!("iptables-{variant}-restore"));
+    restore.args(["--noflush", "-w", "5"]).stdin(Stdio::from(fs::File::open(rules)?));
+    let mut child = empty.spawn(restore)?;
+    let mut highest: f64 = 0.0;
+    let status = loop {
+        // Once it has ended there is nothing to see.
+        highest = highest.max(status_mb(child.id(), "VmHWM").unwrap_or_default());
+        if let Some(status) = child.try_wait()? {
+            break status;
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    };
+    if !status.success() || highest == 0.0 {
+        bail!("iptables-{variant}-restore alone: {status}, {highest} MB seen");
+    }
+    Ok(highest)
 }
 
 /// True once the agent's own page says so: rules are counted as they are programmed.

@@ -1,13 +1,18 @@
 //! The programs: `iptables-save` to read, `iptables-restore --noflush` to write.
 
 use std::{
+    borrow::Cow,
     io::{self, BufRead as _, BufReader, BufWriter, Write as _},
     process::{Command, Output, Stdio},
+    sync::Arc,
 };
 
 use headgate_core::{
-    Family,
-    iptables::{Existing, ExistingReader, Script, Table},
+    Family, ServiceKey,
+    iptables::{
+        Existing, ExistingReader, Script, Table,
+        script::{Piece, Writing},
+    },
 };
 
 use super::{
@@ -20,6 +25,9 @@ const LOCK_WAIT_SECONDS: &str = "5";
 
 /// Exit status of an iptables program that did not get the lock (xtables.h, RESOURCE_PROBLEM).
 const EXIT_RESOURCE_PROBLEM: i32 = 4;
+
+/// Writes what a script leaves for later: the chains of services.
+pub(super) type Render<'a> = dyn FnMut(&[Arc<ServiceKey>], &mut String) + 'a;
 
 /// The programs of one family and variant.
 #[derive(Debug, Clone)]
@@ -37,6 +45,12 @@ impl Programs {
     /// The family.
     pub(in crate::backend) fn family(&self) -> Family {
         self.family
+    }
+
+    /// How these programs are given all services at once. The nft variant holds what it has read until it commits, some 1.5 KB a rule, and gets slower
+    /// as that grows; the legacy variant reads and writes the whole table at each commit, so that steps would cost the square of their number.
+    pub(super) fn writing(&self) -> Writing {
+        if self.variant == "nft" { Writing::LateInSteps } else { Writing::Late }
     }
 
     fn name(&self, tool: &str) -> String {
@@ -105,8 +119,13 @@ impl Programs {
         self.variant != "legacy" || exists()
     }
 
-    /// Runs a script. Each table's part takes effect as a whole or not at all.
+    /// Runs a script that holds all its text. Each table's part takes effect as a whole or not at all.
     pub(in crate::backend) fn restore(&self, script: &Script) -> Result<(), BackendError> {
+        self.restore_with(script, &mut |_, _| {})
+    }
+
+    /// Runs a script, with what it leaves for later as `render` writes it.
+    pub(super) fn restore_with(&self, script: &Script, render: &mut Render<'_>) -> Result<(), BackendError> {
         let program = self.name("restore");
         tracing::trace!(%program, %script, "restoring");
         let mut child = Command::new(&program)
@@ -116,10 +135,12 @@ impl Programs {
             .stderr(Stdio::piped())
             .spawn()
             .map_err(|error| start_error(&program, &error))?;
-        let written = child.stdin.take().map_or(Ok(()), |stdin| write_pieces(stdin, script));
+        let mut late_lines = Vec::new();
+        let written =
+            child.stdin.take().map_or(Ok(()), |stdin| write_pieces(stdin, script, &mut *render, &mut late_lines));
         let output = child.wait_with_output().map_err(|error| start_error(&program, &error))?;
         if !output.status.success() {
-            return Err(refusal(failure(&program, &offending_line(script, &output), &output)));
+            return Err(refusal(failure(&program, &offending_line(script, render, &late_lines, &output), &output)));
         }
         // A program that succeeds has read everything; had it not, success would mean nothing.
         written
@@ -152,9 +173,26 @@ impl Programs {
     }
 }
 
-fn write_pieces(stdin: impl io::Write, script: &Script) -> io::Result<()> {
+/// Writes a script. `late_lines` takes the number of lines that each call of `render` made.
+fn write_pieces(
+    stdin: impl io::Write,
+    script: &Script,
+    render: &mut Render<'_>,
+    late_lines: &mut Vec<usize>,
+) -> io::Result<()> {
     let mut writer = BufWriter::with_capacity(64 << 10, stdin);
-    script.pieces().try_for_each(|piece| writer.write_all(piece.as_bytes()))?;
+    let mut late = String::new();
+    for piece in script.pieces() {
+        match piece {
+            Piece::Text(text) => writer.write_all(text.as_bytes())?,
+            Piece::Services(services) => {
+                late.clear();
+                render(services, &mut late);
+                late_lines.push(late.lines().count());
+                writer.write_all(late.as_bytes())?;
+            }
+        }
+    }
     writer.flush()
 }
 
@@ -206,7 +244,7 @@ fn failure(program: &str, what: &str, output: &Output) -> BackendError {
 }
 
 /// The line of the script that the program complained about, such as `line 17 failed` or `Error occurred at line: 17`.
-fn offending_line(script: &Script, output: &Output) -> String {
+fn offending_line(script: &Script, render: &mut Render<'_>, late_lines: &[usize], output: &Output) -> String {
     let stderr = String::from_utf8_lossy(&output.stderr);
     let number = stderr.lines().find_map(|line| {
         let (_, rest) = line.split_once("line")?;
@@ -214,8 +252,34 @@ fn offending_line(script: &Script, output: &Output) -> String {
             rest.chars().skip_while(|c| !c.is_ascii_digit()).take_while(char::is_ascii_digit).collect();
         digits.parse::<usize>().ok()
     });
-    let text = number.and_then(|n| script.pieces().flat_map(str::lines).nth(n.checked_sub(1)?));
-    text.map_or_else(|| "rules refused".to_owned(), |line| format!("refused `{line}`"))
+    let line = number.and_then(|number| nth_line(script, render, late_lines, number.checked_sub(1)?));
+    line.map_or_else(|| "rules refused".to_owned(), |line| format!("refused `{line}`"))
+}
+
+/// A line of a script, counted from 0. What was rendered while the script was written is rendered again, unless it has become something else.
+fn nth_line(script: &Script, render: &mut Render<'_>, late_lines: &[usize], mut index: usize) -> Option<String> {
+    let mut late_lines = late_lines.iter();
+    for piece in script.pieces() {
+        let (text, lines) = match piece {
+            Piece::Text(text) => (Cow::Borrowed(text), text.lines().count()),
+            Piece::Services(services) => {
+                let lines = *late_lines.next()?;
+                let mut text = String::new();
+                if index < lines {
+                    render(services, &mut text);
+                    if text.lines().count() != lines {
+                        return None;
+                    }
+                }
+                (Cow::Owned(text), lines)
+            }
+        };
+        if index < lines {
+            return text.lines().nth(index).map(str::to_owned);
+        }
+        index -= lines;
+    }
+    None
 }
 
 #[cfg(test)]

@@ -20,7 +20,10 @@ use std::{
 
 use headgate_core::{
     Dirty, Family, ServiceKey, State,
-    iptables::{Ledger, RenderConfig, Script, Table, fixed, ledger::Planned},
+    iptables::{
+        Ledger, RenderConfig, Script, Table, fixed,
+        ledger::{LateChange, Planned},
+    },
     view::NodeFacts,
 };
 use ipnet::IpNet;
@@ -157,7 +160,8 @@ impl Backend for IptablesBackend {
         let mut report = Report::default();
         let mut result = Ok(());
         for (family, (script, planned)) in self.families.iter_mut().zip(plan.0) {
-            let applied = family.run(&script, planned, &mut report).map_err(|error| error.of(family.family));
+            // Such scripts hold all their text.
+            let applied = family.run(&script, None, planned, &mut report).map_err(|error| error.of(family.family));
             result = BackendError::join(result, applied);
         }
         result.map(|()| report)
@@ -261,11 +265,15 @@ impl FamilyBackend {
         if fixed::has_localnet_guard(self.ledger.config()) {
             report.warnings.extend(sysctl::route_localnet().err());
         }
-        let existing = self.programs.existing_tables()?;
+        let mut existing = Some(self.programs.existing_tables()?);
         let mut work = None;
-        source.look(&mut |state, node| work = Some(self.ledger.full(state, node, &existing)));
+        source.look(&mut |state, node| {
+            // The source shows one state.
+            let Some(existing) = existing.take() else { return };
+            work = Some(self.ledger.full_by(self.programs.writing(), state, node, existing));
+        });
         let Some((script, planned)) = work else { return Ok(()) };
-        self.run(&script, planned, report)?;
+        self.run(&script, Some(source), planned, report)?;
         self.next_deep_look.get_or_insert_with(Instant::now);
         Ok(())
     }
@@ -280,27 +288,60 @@ impl FamilyBackend {
         FamilyStatistics { family: self.family, took: self.last_took, rules, no_local: tally.no_local }
     }
 
-    fn run(&mut self, script: &Script, planned: Planned, report: &mut Report) -> Result<(), BackendError> {
+    fn run(
+        &mut self,
+        script: &Script,
+        source: Option<&dyn StateSource>,
+        planned: Planned,
+        report: &mut Report,
+    ) -> Result<(), BackendError> {
         let started = Instant::now();
         let written = |table| u32::try_from(script.rules_written(table)).unwrap_or(u32::MAX);
         self.last_rules = [written(Table::Nat), written(Table::Filter)];
-        let result = self.write(script, planned, report);
+        let result = self.write(script, source, planned, report);
         self.last_took = started.elapsed();
         result.inspect(|()| self.ledger.confirm())
     }
 
-    fn write(&mut self, script: &Script, planned: Planned, report: &mut Report) -> Result<(), BackendError> {
+    fn write(
+        &mut self,
+        script: &Script,
+        source: Option<&dyn StateSource>,
+        planned: Planned,
+        report: &mut Report,
+    ) -> Result<(), BackendError> {
         // Both families compute the same services: they count once.
         report.services_planned = report.services_planned.max(planned.services);
         if script.is_empty() {
             return Ok(());
         }
         // Each is named once, not at every repair.
-        for Left { table, name, sentence } in self.programs.restore_leaving(script)? {
+        let mut changed = Vec::new();
+        let left =
+            self.programs.restore_leaving_by(script, &mut |script| self.restore(script, source, &mut changed))?;
+        self.ledger.note_late(changed);
+        for Left { table, name, sentence } in left {
             report.warnings.extend(self.ledger.leave(table, &name).then_some(sentence));
         }
         report.objects_written += script.chains_written() + script.chains_deleted();
         Ok(())
+    }
+
+    /// Runs a script, with what it leaves for later rendered from the source. `changed` takes what became of that meanwhile.
+    fn restore(
+        &self,
+        script: &Script,
+        source: Option<&dyn StateSource>,
+        changed: &mut Vec<LateChange>,
+    ) -> Result<(), BackendError> {
+        changed.clear();
+        self.programs.restore_with(script, &mut |services, text| {
+            let Some(source) = source else { return };
+            source.look(&mut |state, node| {
+                text.clear();
+                self.ledger.write_late(state, node, script, services, text, changed);
+            });
+        })
     }
 
     /// Compares every rule with what is wanted, as often as that costs at most some percent of a core.

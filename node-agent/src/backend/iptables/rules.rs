@@ -31,14 +31,23 @@ impl Programs {
     /// Runs a script. Where the kernel refuses to delete a chain because a rule of somebody else's leads to it, the chain stays, empty,
     /// and is named in a sentence: it must not keep everything else from being written.
     pub(in crate::backend) fn restore_leaving(&self, script: &Script) -> Result<Vec<Left>, BackendError> {
-        let refused = match self.restore(script) {
+        self.restore_leaving_by(script, &mut |script| self.restore(script))
+    }
+
+    /// The same for a script that `restore` runs, whole or without its deletions.
+    pub(super) fn restore_leaving_by(
+        &self,
+        script: &Script,
+        restore: &mut dyn FnMut(&Script) -> Result<(), BackendError>,
+    ) -> Result<Vec<Left>, BackendError> {
+        let refused = match restore(script) {
             Ok(()) => return Ok(Vec::new()),
             Err(error) if script.chains_deleted() == 0 || error.kind == ErrorKind::Unavailable => return Err(error),
             Err(error) => error,
         };
         let (writes, deletions) = script.clone().split_deletions();
         if !writes.is_empty() {
-            self.restore(&writes)?;
+            restore(&writes)?;
         }
         tracing::debug!(error = %refused, "deleting chains one by one");
         let mut left = Vec::new();
