@@ -296,7 +296,9 @@ impl Ledger {
         for name in stale {
             let known = (table, name.clone());
             if existing.held.contains_key(name) && left.contains(&known) {
-                script.write_chain(table, name, "");
+                if !existing.is_left(name) {
+                    script.write_chain(table, name, "");
+                }
                 self.left.insert(known);
             } else {
                 script.delete_chain(table, name);
