@@ -56,13 +56,38 @@ fn grpcurl() -> PathBuf {
 struct ControlPlane {
     child: Child,
     address: String,
+    /// How grpcurl speaks to it.
+    transport: Vec<String>,
 }
 
 impl ControlPlane {
     fn start(folder: &Path) -> Self {
+        Self::start_with(folder, &["--insecure-loopback".into()], vec!["-plaintext".into()])
+    }
+
+    /// With the files of this folder, which `headgatectl certs` has made; grpcurl shows the certificate of `who`.
+    fn start_with_tls(folder: &Path, certs: &Path, who: Option<&str>) -> Self {
+        let file = |name: &str| certs.join(name).display().to_string();
+        let [cert, key, ca] = ["control-plane/tls.crt", "control-plane/tls.key", "ca.crt"].map(file);
+        let options = [("--tls-cert", cert), ("--tls-key", key), ("--tls-client-ca", ca)];
+        let options: Vec<String> = options.into_iter().map(|(option, file)| format!("{option}={file}")).collect();
+        Self::start_with(folder, &options, Self::tls(certs, who))
+    }
+
+    fn tls(certs: &Path, who: Option<&str>) -> Vec<String> {
+        let file = |name: &str| certs.join(name).display().to_string();
+        let mut transport = vec!["-cacert".to_owned(), file("ca.crt")];
+        if let Some(who) = who {
+            transport.extend(["-cert".into(), file(&format!("{who}.crt")), "-key".into(), file(&format!("{who}.key"))]);
+        }
+        transport
+    }
+
+    fn start_with(folder: &Path, security: &[String], transport: Vec<String>) -> Self {
         let source = format!("files:{}", folder.display());
         let mut child = Command::new(program("headgate-control-plane").unwrap())
-            .args(["--source", &source, "--insecure-loopback", "--listen", "127.0.0.1:0"])
+            .args(["--source", &source, "--listen", "127.0.0.1:0"])
+            .args(security)
             .args(["--metrics-listen", "127.0.0.1:0", "--replica-name", "replica-1", "--log", "info"])
             .stderr(Stdio::piped())
             .spawn()
@@ -76,7 +101,7 @@ impl ControlPlane {
                 drop(sender.send(line));
             }
         });
-        let mut control_plane = Self { child, address: String::new() };
+        let mut control_plane = Self { child, address: String::new(), transport };
         while control_plane.address.is_empty() {
             let line = receiver.recv_timeout(GUARD).expect("the control plane does not say where it listens");
             if let Some((_, rest)) = line.split_once("listen=") {
@@ -88,7 +113,8 @@ impl ControlPlane {
 
     fn call(&self, arguments: &[&str], method: &[&str]) -> Result<String, String> {
         let output = Command::new(grpcurl())
-            .args(["-plaintext", "-max-time", "30"])
+            .args(&self.transport)
+            .args(["-max-time", "30"])
             .args(arguments)
             .arg(&self.address)
             .args(method)
@@ -155,5 +181,46 @@ fn lists_and_calls_the_control_plane() {
     let refused =
         control_plane.call(&["-d", "{\"ack\": {\"version\": 1}}"], &["headgate.v1.Discovery/Sync"]).unwrap_err();
     assert!(refused.contains("InvalidArgument") && refused.contains("Hello"), "{refused}");
+    assert!(control_plane.stop(), "SIGTERM does not end it well");
+}
+
+/// The certificates are those that `headgatectl certs` makes for a trial.
+#[test]
+fn over_tls_readers_look_and_others_are_told_why_not() {
+    let folder = tempfile::tempdir().unwrap();
+    let (manifests, certs) = (folder.path().join("manifests"), folder.path().join("certs"));
+    fs::create_dir(&manifests).unwrap();
+    fs::write(manifests.join("web.yaml"), MANIFESTS).unwrap();
+    let made = Command::new(program("headgatectl").unwrap())
+        .args(["certs", "--server-ip", "127.0.0.1", "--node", "node-a", "--reader", "me", "--out"])
+        .arg(&certs)
+        .output()
+        .unwrap();
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+
+    let mut control_plane = ControlPlane::start_with_tls(&manifests, &certs, Some("readers/me"));
+    let health = || control_plane.json("grpc.health.v1.Health/Check", "{\"service\": \"headgate.v1.Discovery\"}");
+    while health()[0]["status"] != "SERVING" {
+        thread::sleep(Duration::from_millis(20));
+    }
+    let services = control_plane.call(&[], &["list"]).unwrap();
+    assert!(services.lines().any(|line| line == "headgate.v1.Inspect"), "{services}");
+    let services = control_plane.json("headgate.v1.Inspect/ListServices", "{\"namespace\": \"shop\"}");
+    assert_eq!(services[0]["name"], "web");
+    let hello = "{\"hello\": {\"nodeName\": \"node-a\"}}";
+    let refused = control_plane.call(&["-d", hello], &["headgate.v1.Discovery/Sync"]).unwrap_err();
+    assert!(refused.contains("PermissionDenied") && refused.contains("headgate://node/node-a"), "{refused}");
+
+    // A node has no reflection, so it needs the protocol's files; and it may not look.
+    let protocol = Path::new(env!("CARGO_MANIFEST_DIR")).join("../proto");
+    let files = ["-import-path", protocol.to_str().unwrap(), "-proto", "headgate/v1/inspect.proto"];
+    control_plane.transport = ControlPlane::tls(&certs, Some("nodes/node-a"));
+    let refused = control_plane.call(&files, &["headgate.v1.Inspect/GetStatus"]).unwrap_err();
+    assert!(refused.contains("PermissionDenied") && refused.contains("headgate://reader/NAME"), "{refused}");
+    let refused = control_plane.call(&[], &["list"]).unwrap_err();
+    assert!(refused.contains("--nodes-may-inspect"), "{refused}");
+    control_plane.transport = ControlPlane::tls(&certs, None);
+    let refused = control_plane.call(&files, &["headgate.v1.Inspect/GetStatus"]).unwrap_err();
+    assert!(!refused.contains("PermissionDenied"), "without a certificate there is no connection: {refused}");
     assert!(control_plane.stop(), "SIGTERM does not end it well");
 }

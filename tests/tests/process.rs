@@ -13,4 +13,5 @@ mod process {
     mod settings;
     mod stale;
     mod sync;
+    mod truth;
 }

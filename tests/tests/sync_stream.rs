@@ -16,6 +16,7 @@ use bytes::Bytes;
 use client::{Client, GUARD, channel, hello, raw};
 use headgate_control_plane::{
     serve::{Security, Settings},
+    store::Limits,
     transaction::{NodeChange, Sink as _, SourceKind, Transaction},
 };
 use headgate_core::{Change, Dirty, Node, Service};
@@ -371,6 +372,43 @@ async fn a_slow_reader_skips_and_disturbs_nobody() {
     slow.reach(commits).await;
     assert!(slow.batches < 200, "the slow reader got {} of {commits} batches", slow.batches);
     assert_same(&slow, &replica);
+    replica.running.stop().await;
+}
+
+#[tokio::test]
+async fn a_reader_in_the_middle_of_what_is_no_longer_kept_is_told_that_it_was_too_slow() {
+    let limits = Limits { delta_cache_bytes: 1, max_delta_changes: 100_000, ..Limits::default() };
+    // No heartbeat counts as a message here.
+    let quiet = Settings { heartbeat_interval: Duration::from_secs(3600), ..settings() };
+    let replica = Replica::start_limited(quiet, Security::Plaintext, limits).await;
+    replica.store.synced();
+    replica.put([service(1, 80)]);
+    let mut slow = open(&replica, "slow").await;
+    slow.reach(1).await;
+    let held = {
+        let mut other = open(&replica, "other").await;
+        other.reach(1).await;
+        other.held
+    };
+    let channel = channel(replica.running.local_addr).await;
+    agent_until(&channel, "slow", |slow| slow.sent_version == 1).await;
+    let sent = replica.metric("headgate_messages_sent_total");
+    // A batch of more than one message, of which the first does not fit into the window of a reader that does not read.
+    replica.put((0..300).flat_map(|number| (0..240).map(move |host| endpoint(number, host, 80))));
+    let is_under_way = async {
+        while replica.metric("headgate_messages_sent_total") == sent {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    timeout(GUARD, is_under_way).await.expect("nothing was sent");
+    // A step from somewhere else to somewhere else takes its place.
+    (0..20).for_each(|port| replica.put([service(1, 81 + port)]));
+    let mut other = Client::open(channel, "other", Some(held)).await.unwrap();
+    other.until(|client| client.held.version == 22).await;
+    let end = slow.status().await;
+    assert_eq!(end.code(), Code::Unavailable, "{end}");
+    assert!(end.message().contains("read too slowly"), "{end}");
+    assert_eq!(replica.metric("headgate_streams_ended_total{reason=\"too_slow\"}"), 1);
     replica.running.stop().await;
 }
 

@@ -27,7 +27,7 @@ use super::{
 };
 use crate::{
     identity::{Expiry, Peer},
-    store::{Cursor, Resume, ResumeMode, server_frame},
+    store::{Cursor, NotYet, ResumeMode, Resumption, server_frame},
 };
 
 /// The frames of a response body.
@@ -149,7 +149,7 @@ enum Position {
 }
 
 struct Waiting {
-    resume: Option<Resume>,
+    resumption: Resumption,
     synced: watch::Receiver<bool>,
     moves: watch::Receiver<u64>,
     /// When waiting for a source that is behind ends; set once that wait begins.
@@ -166,14 +166,14 @@ impl Session {
     ) -> Self {
         let store = &shared.store;
         let (synced, moves, head) = (store.watch_synced(), store.moves(), store.head());
-        let (mode, cursor) = store.cursor(admitted.resume.as_ref());
+        let (mode, begun) = Resumption::begin(store, admitted.resume);
         let agent = Arc::new(Agent::new(admitted.node, peer.address, hello, mode));
-        let position = if mode == ResumeMode::Log {
-            agent.set_sent_version(cursor.version());
-            Position::At(cursor)
-        } else {
-            let resume = admitted.resume.map(|resume| Resume { epoch: 0, ..resume });
-            Position::Waiting(Box::new(Waiting { resume, synced, moves, behind_until: None }))
+        let position = match begun {
+            Ok(cursor) => {
+                agent.set_sent_version(cursor.version());
+                Position::At(cursor)
+            }
+            Err(resumption) => Position::Waiting(Box::new(Waiting { resumption, synced, moves, behind_until: None })),
         };
         shared.agents.enter(&agent);
         shared.metrics.stream_opened();
@@ -252,10 +252,7 @@ impl Session {
             return Ok(Some(self.own_node()));
         }
         if let Position::Waiting(waiting) = &mut self.position {
-            if !waiting.is_over(&self.shared, &self.agent) {
-                return Ok(None);
-            }
-            let (_, cursor) = self.shared.store.cursor(waiting.resume.as_ref());
+            let Some(cursor) = waiting.place(&self.shared, &self.agent) else { return Ok(None) };
             self.position = Position::At(cursor);
         }
         self.resource_message()
@@ -266,8 +263,14 @@ impl Session {
         // Seen before the look, so that a version that comes meanwhile wakes us.
         self.head.borrow_and_update();
         let snapshots = cursor.snapshots();
-        let bytes = self.shared.store.next_frame(cursor);
-        let bytes = bytes.map_err(|error| End::plain("too_slow", Status::unavailable(error.to_string())))?;
+        let bytes = match self.shared.store.next_frame(cursor) {
+            Ok(bytes) => bytes,
+            Err(error) => {
+                // Through the agent, so that it is counted as what it is.
+                self.agent.end(End::plain("too_slow", Status::unavailable(error.to_string())));
+                return self.poll_next();
+            }
+        };
         if cursor.snapshots() > snapshots {
             self.shared.metrics.count_snapshot();
         }
@@ -333,26 +336,29 @@ async fn waiting_change(position: &mut Position) {
 }
 
 impl Waiting {
-    fn is_over(&mut self, shared: &Shared, agent: &Agent) -> bool {
-        if !*self.synced.borrow_and_update() {
-            return false;
-        }
+    /// The agent's place, once it need not wait any longer.
+    fn place(&mut self, shared: &Shared, agent: &Agent) -> Option<Cursor> {
+        // Seen before the look, so that what comes meanwhile wakes us.
+        self.synced.borrow_and_update();
         self.moves.borrow_and_update();
-        let behind = self.resume.as_ref().and_then(|resume| shared.store.behind(&resume.positions));
-        let Some((kind, here, there)) = behind else { return true };
+        let (kind, here, there) = match self.resumption.go_on(&shared.store) {
+            Ok(cursor) => return Some(cursor),
+            Err(NotYet::Unlisted) => return None,
+            Err(NotYet::Behind { kind, here, there }) => (kind, here, there),
+        };
         let Some(until) = self.behind_until else {
             self.behind_until = Some(Instant::now() + shared.settings.behind_wait);
             shared.metrics.count_behind_wait();
             tracing::info!(node = %agent.node, ?kind, here, there, "the source is behind what the agent has: it waits");
-            return false;
+            return None;
         };
-        let is_expired = until <= Instant::now();
-        if is_expired {
-            shared.metrics.count_behind_wait_expired();
-            tracing::warn!(node = %agent.node, ?kind, here, there,
-                "the source is still behind what the agent has (a restored etcd?): the agent goes back to this replica's state");
+        if until > Instant::now() {
+            return None;
         }
-        is_expired
+        shared.metrics.count_behind_wait_expired();
+        tracing::warn!(node = %agent.node, ?kind, here, there,
+            "the source is still behind what the agent has (a restored etcd?): the agent goes back to this replica's state");
+        Some(self.resumption.go_back(&shared.store))
     }
 }
 

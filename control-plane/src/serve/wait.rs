@@ -15,10 +15,9 @@ use tonic::Status;
 
 use super::{
     Lifecycle, Shared,
-    hello::positions_from_wire,
     inspect::{expired, lag_ms},
 };
-use crate::{identity::Expiry, transaction::SourceKind};
+use crate::{identity::Expiry, store::positions_from_wire, transaction::SourceKind};
 
 const DEFAULT_TIMEOUT: Duration = Duration::from_secs(60);
 /// Longer waits are cut to a day, so that a deadline can always be computed.

@@ -1,15 +1,9 @@
 //! A stream's place in the store: a few words of memory, however far behind it is.
 
-use std::{
-    collections::BTreeMap,
-    sync::{Arc, Weak},
-};
+use std::sync::{Arc, Weak};
 
 use bytes::Bytes;
-use headgate_core::{
-    Change,
-    digest::{BUCKETS, Digests},
-};
+use headgate_core::{Change, digest::BUCKETS};
 use headgate_proto::{References, v1};
 
 use super::{
@@ -18,24 +12,11 @@ use super::{
     deltas::Delta,
     encode::{batch_frames, positions_to_wire, present_all, server_frame},
     log,
+    resume::Resume,
 };
-use crate::transaction::SourceKind;
 
 /// A cursor this many versions behind the head takes single batches; one further behind skips to current values.
 const FOLLOW_VERSIONS: u64 = 16;
-
-/// What an agent says that it holds (`Hello.resume`).
-#[derive(Debug, Clone, Default)]
-pub struct Resume {
-    /// Epoch of the replica that it followed last, 0 when unknown.
-    pub epoch: u64,
-    /// Version within that epoch.
-    pub version: u64,
-    /// Source positions that its state covers.
-    pub positions: BTreeMap<SourceKind, u64>,
-    /// Digests of its state, if it sent them.
-    pub digests: Option<Digests>,
-}
 
 /// How a stream begins; see the contract, 3.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

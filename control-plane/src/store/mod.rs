@@ -15,6 +15,7 @@ mod inspect;
 mod log;
 mod names;
 mod nodes;
+mod resume;
 #[cfg(test)]
 mod tests;
 
@@ -27,9 +28,11 @@ use std::{
 use headgate_core::{Dirty, Endpoint, Node, ServiceKey, State, digest::Digests};
 use tokio::sync::watch;
 
-pub use cursor::{Cursor, Resume, ResumeMode, TooSlow};
+pub use cursor::{Cursor, ResumeMode, TooSlow};
 pub(crate) use encode::{positions_to_wire, server_frame};
 pub use inspect::{WatchPage, WatchPlace};
+pub(crate) use resume::positions_from_wire;
+pub use resume::{NotYet, Resume, Resumption};
 
 use crate::{
     metrics::Metrics,

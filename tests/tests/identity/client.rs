@@ -151,6 +151,24 @@ impl Connected {
         Ok(client.get_status(v1::GetStatusRequest {}).await?.into_inner())
     }
 
+    /// Changes from now on.
+    pub(crate) async fn watch(&self) -> Result<Streaming<v1::WatchEvent>, Status> {
+        let mut client = InspectClient::new(self.channel.clone());
+        Ok(client.watch(v1::WatchRequest::default()).await?.into_inner())
+    }
+
+    /// How far a service is programmed, for longer than any test lasts.
+    pub(crate) async fn wait(&self, name: &str) -> Result<Streaming<v1::WaitProgress>, Status> {
+        let mut client = InspectClient::new(self.channel.clone());
+        let request = v1::WaitRequest {
+            namespace: "default".into(),
+            name: name.into(),
+            timeout_ms: 3_600_000,
+            ..Default::default()
+        };
+        Ok(client.wait(request).await?.into_inner())
+    }
+
     pub(crate) async fn health(&self) -> Result<i32, Status> {
         let mut client = HealthClient::new(self.channel.clone());
         let request = HealthCheckRequest { service: "headgate.v1.Discovery".into() };

@@ -5,12 +5,13 @@ use std::{fs, time::Duration};
 use headgate_control_plane::serve::Settings;
 use headgate_tls::explain;
 use rustls::HandshakeKind;
-use tonic::Code;
+use tokio::time::timeout;
+use tonic::{Code, Status};
 
 use crate::{
     authority::{Authority, in_seconds},
     client::{Client, files},
-    server::{Server, eventually},
+    server::{GUARD, Server, eventually},
 };
 
 #[tokio::test]
@@ -32,6 +33,68 @@ async fn the_second_handshake_is_resumed_and_keeps_the_identity() {
     assert_eq!(other.kind, HandshakeKind::Full);
     server.until_metric("headgate_tls_handshakes_total{kind=\"full\"}", 2).await;
     assert_eq!(server.metric("headgate_tls_handshakes_total{kind=\"resumed\"}"), 1);
+    server.running.stop().await;
+}
+
+#[tokio::test]
+async fn a_session_is_of_one_replica_and_another_one_just_does_without() {
+    let authority = Authority::new("authority");
+    let own = authority.server(|_| {});
+    let first = Server::start_with(&own, &authority, Settings::default()).await;
+    let second = Server::start_with(&own, &authority, Settings::default()).await;
+    let client = Client::new(&authority, &authority.node("n1"));
+    let connect = async |server: &Server| {
+        let connection = client.connect(server.running.local_addr).await.unwrap();
+        // Tickets come after the handshake.
+        connection.sync("n1").await.unwrap().hears_of("service-1").await;
+        connection.kind
+    };
+    assert_eq!(connect(&first).await, HandshakeKind::Full);
+    assert_eq!(connect(&first).await, HandshakeKind::Resumed);
+    // The ticket is offered, since both have the same name, and is of no use there.
+    assert_eq!(connect(&second).await, HandshakeKind::Full);
+    assert_eq!(connect(&second).await, HandshakeKind::Resumed);
+    for server in [first, second] {
+        assert_eq!(server.metric("headgate_tls_handshakes_total{kind=\"full\"}"), 1);
+        assert_eq!(server.metric("headgate_tls_handshakes_total{kind=\"resumed\"}"), 1);
+        server.running.stop().await;
+    }
+}
+
+#[tokio::test]
+async fn what_a_reader_follows_ends_with_its_certificate() {
+    let authority = Authority::new("authority");
+    let server = Server::start(&authority).await;
+    let not_after = in_seconds(6);
+    let expiring = authority.client(&["headgate://reader/me"], |params| params.not_after = not_after.into());
+    let lasting = authority.client(&["headgate://reader/other"], |_| {});
+    let connect = async |pair| Client::new(&authority, &pair).connect(server.running.local_addr).await.unwrap();
+    let (expiring, lasting) = (connect(expiring).await, connect(lasting).await);
+    let (mut events, mut progress) = (expiring.watch().await.unwrap(), expiring.wait("service-9").await.unwrap());
+    let mut goes_on = lasting.watch().await.unwrap();
+    server.put(2);
+    for events in [&mut events, &mut goes_on] {
+        let event = timeout(GUARD, events.message()).await.unwrap().unwrap().unwrap();
+        assert_eq!(event.service.unwrap().name, "service-2");
+    }
+    let watched = async {
+        while events.message().await?.is_some() {}
+        Ok::<_, Status>(())
+    };
+    let waited = async {
+        while progress.message().await?.is_some() {}
+        Ok::<_, Status>(())
+    };
+    let ends = timeout(GUARD, async { tokio::join!(watched, waited) }).await.expect("they do not end");
+    // A certificate counts in whole seconds.
+    assert!(std::time::SystemTime::now() + Duration::from_secs(1) > not_after, "they ended before their time");
+    for status in [ends.0.unwrap_err(), ends.1.unwrap_err()] {
+        assert_eq!(status.code(), Code::Unauthenticated, "{status}");
+        assert!(status.message().contains("the client certificate expired at"), "{status}");
+    }
+    server.put(3);
+    let event = timeout(GUARD, goes_on.message()).await.unwrap().unwrap().unwrap();
+    assert_eq!(event.service.unwrap().name, "service-3");
     server.running.stop().await;
 }
 

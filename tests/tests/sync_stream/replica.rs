@@ -30,8 +30,13 @@ impl Replica {
 
     /// Serves an empty store that has not been synced.
     pub(crate) async fn start_with(settings: Settings, security: Security) -> Self {
+        Self::start_limited(settings, security, Limits::default()).await
+    }
+
+    /// The same with a store that keeps only so much.
+    pub(crate) async fn start_limited(settings: Settings, security: Security, limits: Limits) -> Self {
         let metrics = Arc::new(Metrics::default());
-        let store = Arc::new(Store::new(Limits::default(), Arc::clone(&metrics)));
+        let store = Arc::new(Store::new(limits, Arc::clone(&metrics)));
         let address = (Ipv4Addr::LOCALHOST, 0).into();
         let (serving, counting) = (Arc::clone(&store), Arc::clone(&metrics));
         let token = CancellationToken::new();

@@ -1,0 +1,109 @@
+//! How an agent goes on from what it holds, and when it has to wait first (contract, 3 and 6). No clock and no connection: the session asks, and knows
+//! how long it has asked.
+
+use std::collections::BTreeMap;
+
+use headgate_core::digest::Digests;
+use headgate_proto::{digests_from_wire, v1};
+
+use super::{Cursor, ResumeMode, Store};
+use crate::transaction::SourceKind;
+
+/// What an agent says that it holds (`Hello.resume`).
+#[derive(Debug, Clone, Default)]
+pub struct Resume {
+    /// Epoch of the replica that it followed last, 0 when unknown.
+    pub epoch: u64,
+    /// Version within that epoch.
+    pub version: u64,
+    /// Source positions that its state covers.
+    pub positions: BTreeMap<SourceKind, u64>,
+    /// Digests of its state, if it sent them.
+    pub digests: Option<Digests>,
+}
+
+impl Resume {
+    /// Reads it; `None` when the digests are not one sum and one count for each bucket.
+    #[must_use]
+    pub fn from_wire(wire: &v1::Resume) -> Option<Self> {
+        let digests = match &wire.digests {
+            None => None,
+            Some(digests) => Some(digests_from_wire(digests)?),
+        };
+        let positions = positions_from_wire(&wire.positions);
+        Some(Self { epoch: wire.epoch, version: wire.version, positions, digests })
+    }
+}
+
+/// Positions by kind; a kind that only newer programs know cannot be compared, and is left out.
+pub(crate) fn positions_from_wire(wire: &[v1::SourcePosition]) -> BTreeMap<SourceKind, u64> {
+    wire.iter().filter_map(|wire| Some((kind(wire.kind())?, wire.position))).collect()
+}
+
+fn kind(wire: v1::source_position::Kind) -> Option<SourceKind> {
+    use v1::source_position::Kind;
+    match wire {
+        Kind::Services => Some(SourceKind::Services),
+        Kind::EndpointSlices => Some(SourceKind::EndpointSlices),
+        Kind::Nodes => Some(SourceKind::Nodes),
+        Kind::ServiceCidrs => Some(SourceKind::ServiceCidrs),
+        Kind::Files => Some(SourceKind::Files),
+        Kind::Unspecified => None,
+    }
+}
+
+/// Why an agent is given nothing yet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NotYet {
+    /// The source has not been listed: there is no state, only parts of one.
+    Unlisted,
+    /// The agent has seen more of the source than this replica.
+    Behind {
+        /// Of this kind.
+        kind: SourceKind,
+        /// Where this replica is.
+        here: u64,
+        /// Where the agent is.
+        there: u64,
+    },
+}
+
+/// An agent on its way from `Hello` to its place in the store. Once it was told that it resumes by digests, or from nothing, it does so however long
+/// it waits.
+#[derive(Debug)]
+pub struct Resumption(Option<Resume>);
+
+impl Resumption {
+    /// How an agent goes on, for `Welcome`; and its place, if it has one at once, as only a resume by the log does: it goes on where it was on this very replica.
+    pub fn begin(store: &Store, resume: Option<Resume>) -> (ResumeMode, Result<Cursor, Self>) {
+        let (mode, cursor) = store.cursor(resume.as_ref());
+        match mode {
+            ResumeMode::Log => (mode, Ok(cursor)),
+            ResumeMode::Digests | ResumeMode::Full => {
+                (mode, Err(Self(resume.map(|resume| Resume { epoch: 0, ..resume }))))
+            }
+        }
+    }
+
+    /// The agent's place, once this replica has everything that the agent has.
+    ///
+    /// # Errors
+    /// Why it has to wait; to be asked again when the source was listed or moved.
+    pub fn go_on(&self, store: &Store) -> Result<Cursor, NotYet> {
+        if !store.is_synced() {
+            return Err(NotYet::Unlisted);
+        }
+        let behind = self.0.as_ref().and_then(|resume| store.behind(&resume.positions));
+        match behind {
+            Some((kind, here, there)) => Err(NotYet::Behind { kind, here, there }),
+            None => Ok(self.go_back(store)),
+        }
+    }
+
+    /// The agent's place in what this replica has, be it older than what the agent has. For when it has waited too long, as after the restore of
+    /// a source.
+    #[must_use]
+    pub fn go_back(&self, store: &Store) -> Cursor {
+        store.cursor(self.0.as_ref()).1
+    }
+}

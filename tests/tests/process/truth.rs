@@ -1,0 +1,59 @@
+//! What `headgatectl wait` and `agents` say of a real agent, held against the kernel.
+
+use super::rig::{Rig, eventually, node, service, slice};
+
+const RESTORE: &str = "iptables-nft-restore";
+
+fn translates_to(rig: &Rig, address: &str) -> bool {
+    let target = format!("{address}:8080");
+    rig.rules("iptables-nft-save", "nat").iter().any(|rule| rule.contains("DNAT") && rule.contains(&target))
+}
+
+#[test]
+fn wait_returns_when_the_kernel_has_it_and_says_why_it_has_not() {
+    let rig = Rig::serving(&[
+        ("node", node("")),
+        ("web", service("web", 1, "")),
+        ("web-1", slice("web", &[("node-a", 1)], "")),
+    ]);
+    rig.make_breakable(RESTORE);
+    let _agent = rig.agent(&["--iptables-sync-period=1s"]);
+    rig.until_programmed();
+    let said = rig.headgatectl(&["wait", "ns/web"]).unwrap();
+    assert!(said.starts_with("service ns/web: 1 node has programmed it, "), "{said}");
+    assert!(translates_to(&rig, "10.244.1.1"));
+
+    rig.break_tool(RESTORE);
+    rig.put("web-1", &slice("web", &[("node-a", 1), ("node-a", 2)], ""));
+    let said = rig.headgatectl(&["wait", "ns/web", "--endpoint", "10.244.1.2", "--timeout", "5s"]).unwrap_err();
+    assert!(said.contains("exit status: 3") && said.contains("0 of 1 nodes have programmed it"), "{said}");
+    assert!(said.contains("node-a: at version 1 of 2, ") && said.contains("broken on purpose"), "{said}");
+    eventually("headgatectl agents shows the failure", || {
+        let said = rig.headgatectl(&["agents"])?;
+        let row = said.lines().nth(1).unwrap_or_default();
+        let is_shown = row.starts_with("node-a  failing") && row.contains("iptables-nft");
+        let is_told = said.contains("node-a: error: version 2, attempt ") && said.contains("broken on purpose");
+        let is_counted = said.contains("fleet: 0 of 1 up to date, 1 failing");
+        if is_shown && is_told && is_counted { Ok(()) } else { Err(said) }
+    });
+    assert!(!translates_to(&rig, "10.244.1.2"));
+
+    rig.mend_tool(RESTORE);
+    rig.headgatectl(&["wait", "ns/web", "--endpoint", "10.244.1.2"]).unwrap();
+    assert!(translates_to(&rig, "10.244.1.2"), "wait returned before the kernel had it");
+    rig.put("web-1", &slice("web", &[("node-a", 2)], ""));
+    rig.headgatectl(&["wait", "ns/web", "--endpoint", "10.244.1.1", "--gone"]).unwrap();
+    assert!(!translates_to(&rig, "10.244.1.1"), "wait returned before the kernel had it");
+
+    let agents = rig.headgatectl(&["agents", "-o", "json"]).unwrap();
+    let agents: serde_json::Value = serde_json::from_str(&agents).unwrap();
+    let agent = &agents[0];
+    assert_eq!((&agent["sent_version"], &agent["programmed_version"]), (&3.into(), &3.into()), "{agent}");
+    let counts = ["apply_microseconds", "services_planned", "objects_written"].map(|field| agent[field].as_u64());
+    assert!(counts.into_iter().all(|count| count > Some(0)), "{agent}");
+    let (_, page) = rig.replica_page("/metrics").unwrap();
+    let count = "headgate_control_plane_programmed_everywhere_seconds_count 2";
+    assert!(page.lines().any(|line| line == count), "{page}");
+    let fleet = rig.headgatectl(&["agents"]).unwrap();
+    assert!(fleet.contains("fleet: 1 of 1 up to date; everywhere after p50 "), "{fleet}");
+}
