@@ -83,6 +83,8 @@ pub struct Metrics {
     resumes: Family<Mode, Total>,
     resumed_resources: Total,
     snapshots: Total,
+    snapshots_in_flight: Level,
+    snapshots_waiting: Level,
     messages_sent: Total,
     bytes_sent: Total,
     agent_messages: Family<Message, Total>,
@@ -90,6 +92,7 @@ pub struct Metrics {
     rejected_resources: Total,
     behind_waits: Total,
     behind_waits_expired: Total,
+    connections_refused: Family<Reason, Total>,
     handshakes_failed: Family<Reason, Total>,
     handshakes: Family<Kind, Total>,
     tls_reloads: Family<Outcome, Total>,
@@ -129,6 +132,8 @@ impl Default for Metrics {
                 "Resources and removals sent to bring agents up to date at the beginning of their streams",
             ),
             snapshots: add.add("snapshots", "Snapshots sent, full or of some buckets"),
+            snapshots_in_flight: add.add("snapshots_in_flight", "Snapshots that are being sent"),
+            snapshots_waiting: add.add("snapshots_waiting", "Snapshots that wait for their turn"),
             messages_sent: add.add("messages_sent", "Messages put on streams"),
             bytes_sent: add.add("sent_bytes", "Bytes of messages put on streams, framing included"),
             agent_messages: add.add("agent_messages", "Messages of agents, by what they are"),
@@ -136,6 +141,7 @@ impl Default for Metrics {
             rejected_resources: add.add("rejected_resources", "Resources named in NACKs"),
             behind_waits: add.add("behind_waits", "Agents kept waiting because this replica's source was behind them"),
             behind_waits_expired: add.add("behind_waits_expired", "Such waits that ended by going back in time"),
+            connections_refused: add.add("connections_refused", "Connections closed before any request, by reason"),
             handshakes_failed: add.add("tls_handshakes_failed", "TLS handshakes that came to nothing, by reason"),
             handshakes: add.add("tls_handshakes", "TLS handshakes that were done, by kind: full or resumed"),
             tls_reloads: add.add("tls_reloads", "Times that other TLS files were taken up (success) or had to be refused (failure)"),
@@ -250,6 +256,11 @@ impl Metrics {
         self.snapshots.inc();
     }
 
+    pub(crate) fn set_snapshots(&self, in_flight: usize, waiting: usize) {
+        self.snapshots_in_flight.set(level(in_flight));
+        self.snapshots_waiting.set(level(waiting));
+    }
+
     pub(crate) fn count_sent(&self, bytes: usize) {
         self.messages_sent.inc();
         self.bytes_sent.inc_by(bytes as u64);
@@ -293,6 +304,10 @@ impl Metrics {
 
     pub(crate) fn count_request_denied(&self, reason: &'static str) {
         self.requests_denied.get_or_create(&Reason { reason }).inc();
+    }
+
+    pub(crate) fn count_connection_refused(&self, reason: &'static str) {
+        self.connections_refused.get_or_create(&Reason { reason }).inc();
     }
 
     pub(crate) fn count_handshake_failed(&self, reason: &'static str) {

@@ -4,18 +4,20 @@ use std::{
     collections::{BTreeMap, HashMap, HashSet},
     net::SocketAddr,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
     time::SystemTime,
 };
 
 use headgate_proto::v1;
-use tokio::sync::watch;
 use tonic::Status;
 
-use super::fleet::{Fleet, Seat};
-use crate::store::ResumeMode;
+use super::{
+    fleet::{Fleet, Seat},
+    signal::Signal,
+};
+use crate::store::{NodeObserver, ResumeMode};
 
 /// Nodes without a stream whose last ACK is remembered, so that a stream that resumes by the log starts with it.
 const MAX_DEPARTED: usize = 65_536;
@@ -58,7 +60,8 @@ pub(super) struct Agent {
     pub(super) resume: ResumeMode,
     pub(super) resumed_resources: AtomicU64,
     sent_version: AtomicU64,
-    end: watch::Sender<Option<End>>,
+    end: OnceLock<End>,
+    signal: Arc<Signal>,
     record: Mutex<Record>,
     /// Where the fleet counts it, while it has a stream that was not replaced.
     place: Mutex<Option<(Arc<Fleet>, Seat)>>,
@@ -78,7 +81,13 @@ pub(super) struct Record {
 }
 
 impl Agent {
-    pub(super) fn new(node: Arc<str>, address: SocketAddr, hello: &v1::Hello, resume: ResumeMode) -> Self {
+    pub(super) fn new(
+        node: Arc<str>,
+        address: SocketAddr,
+        hello: &v1::Hello,
+        resume: ResumeMode,
+        signal: Arc<Signal>,
+    ) -> Self {
         let agent = Self {
             node,
             address,
@@ -87,7 +96,8 @@ impl Agent {
             resume,
             resumed_resources: AtomicU64::new(0),
             sent_version: AtomicU64::new(0),
-            end: watch::Sender::new(None),
+            end: OnceLock::new(),
+            signal,
             record: Mutex::default(),
             place: Mutex::default(),
         };
@@ -99,16 +109,19 @@ impl Agent {
 
     /// Ends the stream, unless something else has ended it already.
     pub(super) fn end(&self, end: End) {
-        self.end.send_if_modified(|present| {
-            let is_first = present.is_none();
-            present.get_or_insert(end);
-            is_first
-        });
+        if self.end.set(end).is_ok() {
+            self.signal.wake();
+        }
     }
 
-    /// Follows whether the stream has to end.
-    pub(super) fn ended(&self) -> watch::Receiver<Option<End>> {
-        self.end.subscribe()
+    /// Why the stream has to end, if it has.
+    pub(super) fn ended(&self) -> Option<&End> {
+        self.end.get()
+    }
+
+    /// What wakes the stream.
+    pub(super) fn signal(&self) -> &Arc<Signal> {
+        &self.signal
     }
 
     pub(super) fn sent_version(&self) -> u64 {
@@ -272,6 +285,14 @@ impl Agents {
 
     pub(super) fn len(&self) -> usize {
         self.table().present.len()
+    }
+}
+
+impl NodeObserver for Agents {
+    fn node_changed(&self, name: &str) {
+        if let Some(agent) = self.table().present.get(name) {
+            agent.signal.change_node();
+        }
     }
 }
 

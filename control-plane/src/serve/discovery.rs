@@ -19,10 +19,11 @@ use tonic::{
 use tonic_prost::ProstCodec;
 use tower::Service;
 
-use super::{Shared, session};
+use super::{Shared, body};
 use crate::identity::Peer;
 
-const SYNC_PATH: &str = "/headgate.v1.Discovery/Sync";
+/// Path of the method.
+pub(super) const SYNC_PATH: &str = "/headgate.v1.Discovery/Sync";
 
 const GRPC: HeaderValue = HeaderValue::from_static("application/grpc");
 
@@ -56,18 +57,22 @@ impl Discovery {
                 request.uri().path()
             )));
         }
-        let content_type = request.headers().get(header::CONTENT_TYPE).map(HeaderValue::as_bytes).unwrap_or_default();
-        if !content_type.starts_with(b"application/grpc") {
+        if !is_grpc(request.headers().get(header::CONTENT_TYPE)) {
             return Err(Status::invalid_argument("content-type must be application/grpc"));
         }
         let peer = request.extensions().get::<Peer>().cloned();
         let peer = peer.ok_or_else(|| Status::internal("the connection has no peer"))?;
         let requests = Streaming::new_request(decoder(), request.into_body(), None, Some(MAX_AGENT_MESSAGE_BYTES));
-        let frames = session::frames(Arc::clone(&self.0), peer, requests);
+        let frames = body::frames(Arc::clone(&self.0), peer, requests);
         let mut response = Response::new(Body::new(StreamBody::new(frames)));
         response.headers_mut().insert(header::CONTENT_TYPE, GRPC);
         Ok(response)
     }
+}
+
+/// True when a request's content type is gRPC's.
+pub(super) fn is_grpc(content_type: Option<&HeaderValue>) -> bool {
+    content_type.is_some_and(|content_type| content_type.as_bytes().starts_with(b"application/grpc"))
 }
 
 fn decoder() -> impl Decoder<Item = v1::AgentMessage, Error = Status> + Send + 'static {

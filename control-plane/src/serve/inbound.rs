@@ -17,7 +17,7 @@ pub(super) async fn read(mut requests: Streaming<v1::AgentMessage>, agent: Arc<A
                     break end;
                 }
             }
-            Ok(None) => break End::plain("closed_by_agent", Status::ok("")),
+            Ok(None) => break closed_by_agent(),
             Err(status) => break failure(&status),
         }
     };
@@ -27,21 +27,36 @@ pub(super) async fn read(mut requests: Streaming<v1::AgentMessage>, agent: Arc<A
 /// Why reading an agent's message failed, in the contract's terms.
 pub(super) fn failure(status: &Status) -> End {
     match status.code() {
-        Code::OutOfRange | Code::ResourceExhausted => {
-            let text =
-                format!("a message of an agent may have {} bytes at most", headgate_proto::MAX_AGENT_MESSAGE_BYTES);
-            End::refusal("message_too_large", Status::resource_exhausted(text))
-        }
-        Code::Internal | Code::InvalidArgument | Code::Unimplemented => {
-            let text = format!("not a headgate.v1.AgentMessage: {}", status.message());
-            End::refusal("malformed_message", Status::invalid_argument(text))
-        }
+        Code::OutOfRange | Code::ResourceExhausted => too_large(),
+        Code::Internal | Code::InvalidArgument | Code::Unimplemented => malformed(status.message()),
         // The transport: nobody is there to read a status.
         _ => End::plain("disconnected", Status::cancelled(status.message())),
     }
 }
 
-fn take(message: v1::AgentMessage, agent: &Agent, metrics: &Metrics) -> Result<(), End> {
+/// The end of a stream on which a message was longer than the contract allows.
+pub(super) fn too_large() -> End {
+    let text = format!("a message of an agent may have {} bytes at most", headgate_proto::MAX_AGENT_MESSAGE_BYTES);
+    End::refusal("message_too_large", Status::resource_exhausted(text))
+}
+
+/// The end of a stream on which something came that is no message.
+pub(super) fn malformed(problem: &str) -> End {
+    let text = format!("not a headgate.v1.AgentMessage: {problem}");
+    End::refusal("malformed_message", Status::invalid_argument(text))
+}
+
+/// The end of a stream whose agent has closed its half between messages.
+pub(super) fn closed_by_agent() -> End {
+    End::plain("closed_by_agent", Status::ok(""))
+}
+
+/// Takes in one message.
+///
+/// # Errors
+///
+/// The end of the stream.
+pub(super) fn take(message: v1::AgentMessage, agent: &Agent, metrics: &Metrics) -> Result<(), End> {
     let Some(body) = message.body else {
         // A kind that a newer agent knows (contract, 12), or nothing at all.
         metrics.count_ignored("unknown_message");

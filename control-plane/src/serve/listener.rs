@@ -127,9 +127,19 @@ pub(super) struct Connection {
     peer: Peer,
 }
 
-enum Io {
+/// What carries it.
+pub(super) enum Io {
+    /// No TLS.
     Plain(TcpStream),
+    /// After its handshake.
     Tls(Box<TlsStream<TcpStream>>),
+}
+
+impl Connection {
+    /// Gives up the connection for what carries it.
+    pub(super) fn into_io(self) -> Io {
+        self.io
+    }
 }
 
 impl Connected for Connection {

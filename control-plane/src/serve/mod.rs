@@ -1,7 +1,11 @@
 //! Serving: gRPC to agents and people, HTTP to probes and Prometheus.
 
+mod admission;
 mod agents;
+mod body;
+mod connections;
 mod discovery;
+mod first_request;
 mod fleet;
 mod hello;
 mod http_api;
@@ -9,13 +13,16 @@ mod inbound;
 mod inspect;
 mod listener;
 mod session;
+mod signal;
+mod streams;
+mod sync_connection;
 pub mod tls;
 mod wait;
 
 use std::{
     io,
     net::{Ipv4Addr, Ipv6Addr, SocketAddr},
-    sync::Arc,
+    sync::{Arc, atomic::AtomicUsize},
     time::{Duration, Instant, SystemTime},
 };
 
@@ -23,6 +30,7 @@ use headgate_proto::{FILE_DESCRIPTOR_SET, v1::inspect_server::InspectServer};
 use tokio::{net::TcpListener, sync::watch, task::JoinHandle};
 use tokio_stream::wrappers::ReceiverStream;
 pub use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
 use tonic::{
     Request, Status,
     service::{Routes, interceptor::InterceptedService},
@@ -30,10 +38,16 @@ use tonic::{
 };
 use tonic_health::ServingStatus;
 
-use crate::{identity::Peer, metrics::Metrics, store::Store};
+use crate::{
+    identity::Peer,
+    metrics::Metrics,
+    store::{NodeObserver, Store},
+};
+use admission::Admission;
 use agents::{Agents, End};
 use discovery::Discovery;
 use fleet::Fleet;
+use streams::Streams;
 
 /// Both sides probe a connection on which nothing is heard, and give it up after the same time again.
 const KEEPALIVE: Duration = Duration::from_secs(20);
@@ -114,13 +128,35 @@ enum Lifecycle {
 /// What every stream shares.
 struct Shared {
     store: Arc<Store>,
-    agents: Agents,
+    agents: Arc<Agents>,
+    streams: Arc<Streams>,
+    admission: Admission,
+    /// Streams that wait for the source to reach a position, or to be listed.
+    waiting_for_position: AtomicUsize,
     metrics: Arc<Metrics>,
     settings: Settings,
     lifecycle: watch::Sender<Lifecycle>,
 }
 
 impl Shared {
+    fn new(store: Arc<Store>, metrics: Arc<Metrics>, settings: Settings) -> Arc<Self> {
+        let fleet = Fleet::new(Arc::clone(&store), Arc::clone(&metrics));
+        let agents = Arc::new(Agents::new(Arc::new(fleet)));
+        let observer: Arc<dyn NodeObserver> = Arc::<Agents>::clone(&agents);
+        store.observe_nodes(Arc::downgrade(&observer));
+        let times = [settings.heartbeat_interval, settings.behind_wait, settings.hello_timeout];
+        Arc::new(Self {
+            agents,
+            streams: Arc::new(Streams::new(times)),
+            admission: Admission::new(Arc::clone(&metrics)),
+            waiting_for_position: AtomicUsize::new(0),
+            metrics,
+            settings,
+            lifecycle: watch::Sender::new(Lifecycle::Serving),
+            store,
+        })
+    }
+
     fn count_end(&self, end: &End, address: SocketAddr, node: &str) {
         let (reason, status) = (end.reason, end.status.message());
         if end.is_refusal {
@@ -197,17 +233,12 @@ pub async fn start(
         None => None,
     };
     let metrics_addr = metrics_listener.as_ref().map(|(_, address)| *address);
-    let shared = Arc::new(Shared {
-        agents: Agents::new(Arc::new(Fleet::new(Arc::clone(&store), Arc::clone(&metrics)))),
-        metrics: Arc::clone(&metrics),
-        settings,
-        lifecycle: watch::Sender::new(Lifecycle::Serving),
-        store,
-    });
+    let shared = Shared::new(store, Arc::clone(&metrics), settings);
     let routes = routes(&shared).await?;
     // A child, so that dropping `Running` after `stop` does not touch the caller's token.
     let shutdown = shutdown.child_token();
     let stopped = CancellationToken::new();
+    streams::start(&shared, &stopped);
     if let Some((listener, _)) = metrics_listener {
         tokio::spawn(http_api::serve(listener, Arc::clone(&shared), stopped.clone()));
     }
@@ -290,23 +321,31 @@ async fn serve(
     shutdown: CancellationToken,
     stopped: CancellationToken,
 ) {
-    let (connections, accept) = listener::accept(listener, security, Arc::clone(&shared.metrics), shutdown.clone());
+    let (accepted, accept) = listener::accept(listener, security, Arc::clone(&shared.metrics), shutdown.clone());
+    let tasks = TaskTracker::new();
+    let (general, dispatch) = connections::dispatch(accepted, Arc::clone(&shared), tasks.clone(), shutdown.clone());
     let server = Server::builder()
         .http2_keepalive_interval(Some(KEEPALIVE))
         .http2_keepalive_timeout(Some(KEEPALIVE))
         .add_routes(routes)
-        .serve_with_incoming_shutdown(ReceiverStream::new(connections), shutdown.clone().cancelled_owned());
+        .serve_with_incoming_shutdown(ReceiverStream::new(general), shutdown.clone().cancelled_owned());
     let mut server = tokio::spawn(server);
     shutdown.cancelled().await;
     drain(&shared).await;
-    match tokio::time::timeout(LINGER, &mut server).await {
+    tasks.close();
+    let ended = async { tokio::join!(&mut server, tasks.wait()).0 };
+    match tokio::time::timeout(LINGER, ended).await {
         Ok(Ok(Ok(()))) => {}
         Ok(Ok(Err(error))) => tracing::error!(%error, "gRPC server failed"),
         Ok(Err(error)) => tracing::error!(%error, "gRPC server ended by a defect"),
         // A connection that takes nothing, not even the end of its stream.
-        Err(_) => server.abort(),
+        Err(_) => {
+            server.abort();
+            shared.streams.abort();
+        }
     }
     accept.abort();
+    dispatch.abort();
     stopped.cancel();
 }
 

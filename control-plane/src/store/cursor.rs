@@ -99,6 +99,15 @@ impl Cursor {
         self.snapshots
     }
 
+    /// Buckets of the snapshot that the next message is part of; `None` when it is not part of one.
+    #[must_use]
+    pub fn snapshot_buckets(&self) -> Option<usize> {
+        match &self.phase {
+            Phase::Snapshot(walk) => Some(walk.buckets.as_ref().map_or(BUCKETS, |buckets| buckets.len())),
+            Phase::Follow | Phase::Parts { .. } => None,
+        }
+    }
+
     /// True between batches: what the agent has been sent is complete up to [`Cursor::version`].
     #[must_use]
     pub fn is_complete(&self) -> bool {

@@ -21,7 +21,10 @@ mod tests;
 
 use std::{
     collections::{BTreeMap, VecDeque},
-    sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, Weak,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
     time::{Duration, Instant, SystemTime},
 };
 
@@ -42,6 +45,7 @@ use buckets::Buckets;
 use deltas::{Delta, DeltaCache, Ring};
 use log::{Log, LogKey};
 use names::Names;
+pub use nodes::NodeObserver;
 use nodes::Nodes;
 
 /// A batch of more changes than this is not encoded at its commit, but by the first stream that asks for it.
@@ -81,6 +85,9 @@ pub struct Store {
     head: watch::Sender<u64>,
     moves: watch::Sender<u64>,
     synced: watch::Sender<bool>,
+    // What `head` and `synced` hold, for those who look thousands of times for each change.
+    head_version: AtomicU64,
+    has_synced: AtomicBool,
     metrics: Arc<Metrics>,
 }
 
@@ -145,6 +152,8 @@ impl Store {
             head: watch::Sender::new(0),
             moves: watch::Sender::new(0),
             synced: watch::Sender::new(false),
+            head_version: AtomicU64::new(0),
+            has_synced: AtomicBool::new(false),
             metrics,
         }
     }
@@ -158,7 +167,7 @@ impl Store {
     /// The newest version.
     #[must_use]
     pub fn version(&self) -> u64 {
-        *self.head.borrow()
+        self.head_version.load(Ordering::Acquire)
     }
 
     /// Wakes at each new version.
@@ -176,7 +185,7 @@ impl Store {
     /// True once every kind has been listed and committed.
     #[must_use]
     pub fn is_synced(&self) -> bool {
-        *self.synced.borrow()
+        self.has_synced.load(Ordering::Acquire)
     }
 
     /// Wakes when a source position moves, whether or not that made a version.
@@ -185,10 +194,15 @@ impl Store {
         self.moves.subscribe()
     }
 
-    /// Follows a node, whether it is known or not.
+    /// A node, if it is known.
     #[must_use]
-    pub fn follow_node(&self, name: &str) -> watch::Receiver<Option<Arc<Node>>> {
-        self.write().nodes.follow(name)
+    pub fn node(&self, name: &str) -> Option<Arc<Node>> {
+        self.read().nodes.get(name).cloned()
+    }
+
+    /// Tells an observer of nodes that change from now on, for as long as it lives.
+    pub fn observe_nodes(&self, observer: Weak<dyn NodeObserver>) {
+        self.write().nodes.observe(observer);
     }
 
     /// The first kind of which `seen` is ahead of this replica, as (kind, here, there). Kinds that this replica's source does not have
@@ -385,13 +399,14 @@ impl Sink for Store {
         let has_moved = !(positions.is_empty() && bookmarks.is_empty());
         let received = received.unwrap_or_else(SystemTime::now);
         let is_synced = self.is_synced();
-        let (effective, version) = {
+        let (effective, version, changed_nodes, observers) = {
             let mut inner = self.write();
             inner.changed_positions.extend(positions.iter().copied());
             inner.positions.extend(positions);
             inner.positions.extend(bookmarks);
             let effective = inner.apply(changes, received, is_synced);
-            nodes.into_iter().for_each(|change| inner.nodes.apply(change));
+            let changed_nodes: Vec<_> = nodes.into_iter().filter_map(|change| inner.nodes.apply(change)).collect();
+            let observers = if changed_nodes.is_empty() { Vec::new() } else { inner.nodes.observers() };
             self.metrics.set_resources(
                 inner.state.service_count(),
                 inner.state.endpoint_count(),
@@ -399,19 +414,24 @@ impl Sink for Store {
                 inner.nodes.len(),
             );
             self.metrics.set_store(inner.version, inner.log.tombstones());
-            (effective, inner.version)
+            (effective, inner.version, changed_nodes, observers)
         };
         self.metrics.count_changes(effective);
         if effective > 0 {
+            self.head_version.store(version, Ordering::Release);
             self.head.send_replace(version);
         }
         if has_moved {
             self.moves.send_modify(|moves| *moves = moves.wrapping_add(1));
         }
+        for observer in observers {
+            changed_nodes.iter().for_each(|name| observer.node_changed(name));
+        }
     }
 
     fn synced(&self) {
         self.metrics.set_synced();
+        self.has_synced.store(true, Ordering::Release);
         self.synced.send_replace(true);
     }
 

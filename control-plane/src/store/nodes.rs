@@ -1,17 +1,25 @@
-//! Nodes: each stream follows its own.
+//! Nodes: each stream is told of its own.
 
-use std::{collections::HashMap, sync::Arc};
+use std::{
+    collections::HashMap,
+    sync::{Arc, Weak},
+};
 
 use headgate_core::Node;
-use tokio::sync::watch;
 
 use crate::transaction::NodeChange;
 
-/// Nodes by name, and who follows them.
-#[derive(Debug, Default)]
+/// Who wants to know which nodes change.
+pub trait NodeObserver: Send + Sync {
+    /// The node of this name is another than it was, or is gone. Called after the commit, by the task that commits: it must be quick.
+    fn node_changed(&self, name: &str);
+}
+
+/// Nodes by name, and who is told of changes.
+#[derive(Default)]
 pub(super) struct Nodes {
     by_name: HashMap<Arc<str>, Arc<Node>>,
-    followers: HashMap<Arc<str>, watch::Sender<Option<Arc<Node>>>>,
+    observers: Vec<Weak<dyn NodeObserver>>,
 }
 
 impl Nodes {
@@ -19,40 +27,40 @@ impl Nodes {
         self.by_name.len()
     }
 
-    /// Takes in a change and tells the node's follower, if it has one and something differs.
-    pub(super) fn apply(&mut self, change: NodeChange) {
+    pub(super) fn get(&self, name: &str) -> Option<&Arc<Node>> {
+        self.by_name.get(name)
+    }
+
+    /// Takes in a change. Returns the node's name if something differs.
+    pub(super) fn apply(&mut self, change: NodeChange) -> Option<Arc<str>> {
         let (name, node) = match change {
             NodeChange::Apply(node) => (Arc::clone(&node.name), Some(Arc::new(node))),
             NodeChange::Remove(name) => (name, None),
         };
         if self.by_name.get(&name) == node.as_ref() {
-            return;
-        }
-        if let Some(follower) = self.followers.get(&name) {
-            follower.send_replace(node.clone());
+            return None;
         }
         match node {
-            Some(node) => self.by_name.insert(name, node),
+            Some(node) => self.by_name.insert(Arc::clone(&name), node),
             None => self.by_name.remove(&name),
         };
+        Some(name)
     }
 
-    /// Follows a node, known or not. A follower that is dropped costs one entry until the next change of the number of followers.
-    pub(super) fn follow(&mut self, name: &str) -> watch::Receiver<Option<Arc<Node>>> {
-        if let Some(follower) = self.followers.get(name) {
-            return follower.subscribe();
-        }
-        // A sweep each time the table is about to grow: amortised constant cost, and names that are gone do not pile up.
-        if self.followers.len() == self.followers.capacity() {
-            self.followers.retain(|_, follower| follower.receiver_count() > 0);
-        }
-        let (sender, receiver) = watch::channel(self.by_name.get(name).cloned());
-        self.followers.insert(name.into(), sender);
-        receiver
+    /// Tells an observer of changes from now on, for as long as it lives.
+    pub(super) fn observe(&mut self, observer: Weak<dyn NodeObserver>) {
+        self.observers.retain(|observer| observer.strong_count() > 0);
+        self.observers.push(observer);
     }
 
-    #[cfg(test)]
-    pub(super) fn followers(&self) -> usize {
-        self.followers.len()
+    /// Those to tell.
+    pub(super) fn observers(&self) -> Vec<Arc<dyn NodeObserver>> {
+        self.observers.iter().filter_map(Weak::upgrade).collect()
+    }
+}
+
+impl std::fmt::Debug for Nodes {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.debug_struct("Nodes").field("by_name", &self.by_name).finish_non_exhaustive()
     }
 }

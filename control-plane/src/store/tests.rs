@@ -378,7 +378,7 @@ fn lag_counts_from_the_first_version_that_is_missing() {
 }
 
 #[test]
-fn each_stream_follows_its_own_node() {
+fn observers_are_told_of_nodes_that_change() {
     let store = store(Limits::default());
     let node = |zone: &str| Node {
         name: "n1".into(),
@@ -388,19 +388,32 @@ fn each_stream_follows_its_own_node() {
         going_away: false,
     };
     let commit = |change| store.commit(Transaction { nodes: vec![change], ..Transaction::default() });
-    let (mut ours, other) = (store.follow_node("n1"), store.follow_node("n2"));
-    assert!(ours.borrow().is_none());
+    let told = Arc::new(Told::default());
+    let observer: Arc<dyn NodeObserver> = Arc::<Told>::clone(&told);
+    store.observe_nodes(Arc::downgrade(&observer));
     commit(NodeChange::Apply(node("a")));
-    assert_eq!(ours.borrow_and_update().as_ref().unwrap().zone.as_deref(), Some("a"));
+    assert_eq!(store.node("n1").unwrap().zone.as_deref(), Some("a"));
     commit(NodeChange::Apply(node("a")));
-    assert!(!ours.has_changed().unwrap() && !other.has_changed().unwrap());
+    assert_eq!(*told.0.lock().unwrap(), ["n1"], "told once, since the second is the same");
     commit(NodeChange::Remove("n1".into()));
-    assert!(ours.borrow_and_update().is_none());
+    assert!(store.node("n1").is_none() && told.0.lock().unwrap().len() == 2);
     assert_eq!(store.version(), 0, "nodes make no version");
-    for number in 0..1000 {
-        drop(store.follow_node(&format!("gone-{number}")));
+    drop((told, observer));
+    commit(NodeChange::Apply(node("b")));
+    for _ in 0..100 {
+        let passing: Arc<dyn NodeObserver> = Arc::new(Told::default());
+        store.observe_nodes(Arc::downgrade(&passing));
     }
-    assert!(store.read().nodes.followers() < 100);
+    assert!(store.read().nodes.observers().is_empty());
+}
+
+#[derive(Default)]
+struct Told(Mutex<Vec<String>>);
+
+impl NodeObserver for Told {
+    fn node_changed(&self, name: &str) {
+        self.0.lock().unwrap().push(name.to_owned());
+    }
 }
 
 #[test]

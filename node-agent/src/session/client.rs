@@ -273,14 +273,17 @@ impl Stream {
             let drain_at = self.drain.as_ref().map(|(at, _)| *at);
             let confirm_at = self.confirm_at;
             let renew_at = self.renewal.as_ref().map(|renewal| renewal.look_at);
+            let now = Instant::now();
+            let ready_at = self.outbox.ready_at(now);
+            let is_ready = ready_at.is_some_and(|at| at <= now);
             tokio::select! {
                 // In this order: a busy replica may not keep our answers from it, and what has arrived counts before silence does.
                 biased;
                 () = sleep_until(drain_at.unwrap_or_else(Instant::now)), if drain_at.is_some() => {
                     return Ok(StreamEnd::Drained(self.drain.map(|(_, reason)| reason).unwrap_or_default()));
                 }
-                Ok(permit) = outgoing.reserve(), if !self.outbox.is_empty() => {
-                    if let Some(message) = self.outbox.pop() {
+                Ok(permit) = outgoing.reserve(), if is_ready => {
+                    if let Some(message) = self.outbox.pop(now) {
                         permit.send(message);
                     }
                 }
@@ -301,6 +304,8 @@ impl Stream {
                     }
                     silence.as_mut().reset(Instant::now() + self.silent_after);
                 }
+                // An ACK may go.
+                () = sleep_until(ready_at.unwrap_or(now)), if ready_at.is_some() && !is_ready => {}
                 () = sleep_until(confirm_at.unwrap_or_else(Instant::now)), if confirm_at.is_some() => {
                     self.confirm_at = None;
                     session.shared.confirm();
@@ -436,13 +441,15 @@ impl Stream {
             return;
         }
         self.acked = Some(reached);
-        self.outbox.ack(v1::Ack {
+        let ack = v1::Ack {
             version: target.version,
             node_revision,
             apply_microseconds: u64::try_from(programmed.took.as_micros()).unwrap_or(u64::MAX),
             services_planned: programmed.services_planned,
             objects_written: programmed.objects_written,
-        });
+            programmed_ago_microseconds: 0,
+        };
+        self.outbox.ack(ack, Instant::now());
     }
 }
 

@@ -1,12 +1,13 @@
 //! What the agent has to say and could not yet: bounded, whatever the replica reads.
 
-use std::collections::VecDeque;
+use std::{collections::VecDeque, time::Duration};
 
 use headgate_proto::{
     MAX_AGENT_MESSAGE_BYTES,
     v1::{self, agent_message::Body},
 };
 use prost::Message as _;
+use tokio::time::Instant;
 
 /// Longest field of a rejection that is sent.
 const MAX_TEXT_BYTES: usize = 1024;
@@ -15,28 +16,39 @@ const MAX_WAITING_NACKS: usize = 64;
 /// Half of what a message may be, so that its own fields have room.
 const NACK_BYTES: usize = MAX_AGENT_MESSAGE_BYTES / 2;
 
+/// Least time between two ACKs (contract, 7). A fleet's ACKs are most of what a replica has to read: thousands of agents times the changes a second.
+const ACK_INTERVAL: Duration = Duration::from_millis(250);
+
 /// Messages in order. A newer status, ACK, or failure, replaces one that waits.
 #[derive(Debug, Default)]
 pub(super) struct Outbox {
     nacks: VecDeque<v1::Nack>,
     failed: Option<v1::ApplyFailed>,
-    ack: Option<v1::Ack>,
+    /// With the time at which it was programmed.
+    ack: Option<(v1::Ack, Instant)>,
+    last_ack: Option<Instant>,
     status: Option<v1::AgentStatus>,
 }
 
 impl Outbox {
-    pub(super) fn is_empty(&self) -> bool {
-        self.nacks.is_empty() && self.failed.is_none() && self.ack.is_none() && self.status.is_none()
+    /// When there is something to send; `None` when there is nothing. An ACK may have to wait, anything else goes at once.
+    pub(super) fn ready_at(&self, now: Instant) -> Option<Instant> {
+        if !self.nacks.is_empty() || self.failed.is_some() || self.status.is_some() {
+            return Some(now);
+        }
+        self.ack.as_ref()?;
+        Some(self.last_ack.map_or(now, |last| last + ACK_INTERVAL))
     }
 
-    pub(super) fn ack(&mut self, mut ack: v1::Ack) {
-        if let Some(waiting) = &self.ack {
+    /// Queues an ACK of what has been programmed just now.
+    pub(super) fn ack(&mut self, mut ack: v1::Ack, now: Instant) {
+        if let Some((waiting, _)) = &self.ack {
             ack.services_planned = ack.services_planned.saturating_add(waiting.services_planned);
             ack.objects_written = ack.objects_written.saturating_add(waiting.objects_written);
         }
         // The failure that came before is made good.
         self.failed = None;
-        self.ack = Some(ack);
+        self.ack = Some((ack, now));
     }
 
     pub(super) fn status(&mut self, mut status: v1::AgentStatus) {
@@ -88,8 +100,8 @@ impl Outbox {
         0
     }
 
-    /// The next message to send.
-    pub(super) fn pop(&mut self) -> Option<v1::AgentMessage> {
+    /// The next message to send, if there is one and its time has come.
+    pub(super) fn pop(&mut self, now: Instant) -> Option<v1::AgentMessage> {
         let body = if let Some(status) = self.status.take() {
             Body::Status(status)
         } else if let Some(nack) = self.nacks.pop_front() {
@@ -97,7 +109,11 @@ impl Outbox {
         } else if let Some(failed) = self.failed.take() {
             Body::ApplyFailed(failed)
         } else {
-            Body::Ack(self.ack.take()?)
+            self.ready_at(now).filter(|at| *at <= now)?;
+            let (mut ack, programmed) = self.ack.take()?;
+            self.last_ack = Some(now);
+            ack.programmed_ago_microseconds = u64::try_from((now - programmed).as_micros()).unwrap_or(u64::MAX);
+            Body::Ack(ack)
         };
         Some(v1::AgentMessage { body: Some(body) })
     }
@@ -121,15 +137,42 @@ mod tests {
         v1::Rejection { resource: "Service a/b".into(), field: "ports".into(), reason: reason.into() }
     }
 
+    fn ack(message: Option<v1::AgentMessage>) -> v1::Ack {
+        match message.unwrap().body {
+            Some(Body::Ack(ack)) => ack,
+            other => panic!("not an ACK: {other:?}"),
+        }
+    }
+
     #[test]
     fn a_newer_ack_replaces_and_sums() {
-        let mut outbox = Outbox::default();
-        outbox.ack(v1::Ack { version: 1, services_planned: 2, objects_written: 3, ..Default::default() });
+        let (mut outbox, now) = (Outbox::default(), Instant::now());
+        outbox.ack(v1::Ack { version: 1, services_planned: 2, objects_written: 3, ..Default::default() }, now);
         outbox.apply_failed(v1::ApplyFailed { version: 2, ..Default::default() });
-        outbox.ack(v1::Ack { version: 2, services_planned: 1, objects_written: 1, ..Default::default() });
-        let Some(Body::Ack(ack)) = outbox.pop().unwrap().body else { panic!("no ACK") };
+        outbox.ack(v1::Ack { version: 2, services_planned: 1, objects_written: 1, ..Default::default() }, now);
+        let ack = ack(outbox.pop(now));
         assert_eq!((ack.version, ack.services_planned, ack.objects_written), (2, 3, 4));
-        assert!(outbox.is_empty() && outbox.pop().is_none());
+        assert!(outbox.ready_at(now).is_none() && outbox.pop(now).is_none());
+    }
+
+    #[test]
+    fn acks_keep_a_distance_and_say_how_old_they_are() {
+        let (mut outbox, start) = (Outbox::default(), Instant::now());
+        let at = |ms| start + Duration::from_millis(ms);
+        outbox.ack(v1::Ack { version: 1, ..Default::default() }, at(0));
+        assert_eq!(ack(outbox.pop(at(0))).programmed_ago_microseconds, 0, "the first goes at once");
+        outbox.ack(v1::Ack { version: 2, ..Default::default() }, at(50));
+        outbox.ack(v1::Ack { version: 3, ..Default::default() }, at(100));
+        assert_eq!(outbox.ready_at(at(100)), Some(at(250)));
+        assert!(outbox.pop(at(249)).is_none());
+        // What else there is to say does not wait.
+        outbox.apply_failed(v1::ApplyFailed { version: 4, ..Default::default() });
+        assert_eq!(outbox.ready_at(at(110)), Some(at(110)));
+        assert!(matches!(outbox.pop(at(110)).unwrap().body, Some(Body::ApplyFailed(_))));
+        let late = ack(outbox.pop(at(250)));
+        assert_eq!((late.version, late.programmed_ago_microseconds), (3, 150_000));
+        outbox.ack(v1::Ack { version: 5, ..Default::default() }, at(900));
+        assert_eq!(ack(outbox.pop(at(900))).version, 5, "after a quiet time one goes at once");
     }
 
     #[test]
@@ -140,7 +183,7 @@ mod tests {
             outbox.nack(v1::Nack { version: 7, rejections: vec![rejection(&long); 9_000], withdrawn: vec![long; 900] });
         assert!(dropped > 0);
         let mut sent = 0;
-        while let Some(message) = outbox.pop() {
+        while let Some(message) = outbox.pop(Instant::now()) {
             assert!(message.encoded_len() <= MAX_AGENT_MESSAGE_BYTES);
             let Some(Body::Nack(nack)) = message.body else { panic!("not a NACK") };
             assert_eq!(nack.version, 7);
@@ -151,10 +194,10 @@ mod tests {
 
     #[test]
     fn rejections_go_before_the_ack() {
-        let mut outbox = Outbox::default();
-        outbox.ack(v1::Ack::default());
+        let (mut outbox, now) = (Outbox::default(), Instant::now());
+        outbox.ack(v1::Ack::default(), now);
         assert_eq!(outbox.nack(v1::Nack { version: 1, rejections: vec![rejection("x")], ..Default::default() }), 0);
-        assert!(matches!(outbox.pop().unwrap().body, Some(Body::Nack(_))));
-        assert!(matches!(outbox.pop().unwrap().body, Some(Body::Ack(_))));
+        assert!(matches!(outbox.pop(now).unwrap().body, Some(Body::Nack(_))));
+        assert!(matches!(outbox.pop(now).unwrap().body, Some(Body::Ack(_))));
     }
 }

@@ -136,6 +136,7 @@ impl Agent {
             apply_microseconds: 900,
             services_planned: 1,
             objects_written: 2,
+            programmed_ago_microseconds: 0,
         };
         Some(v1::AgentMessage { body: Some(Body::Ack(ack)) }.encode_to_vec())
     }

@@ -14,8 +14,12 @@ async fn nodes_follow_readers_look_and_health_is_open() {
     let connect = async |pair| Client::new(&authority, &pair).connect(address).await.unwrap();
 
     let node = connect(authority.node("n1")).await;
-    node.sync("n1").await.unwrap().hears_of("service-1").await;
     assert_eq!(node.health().await.unwrap(), 1);
+    // Beside other requests, and on a connection of its own, which is served apart.
+    let stream = connect(authority.node("n1")).await;
+    for connection in [&node, &stream] {
+        connection.sync("n1").await.unwrap().hears_of("service-1").await;
+    }
     let denied = [node.inspect().await.map(drop).unwrap_err(), node.reflection().await.unwrap_err()];
     for status in denied {
         assert_eq!(status.code(), Code::PermissionDenied, "{status}");
@@ -23,8 +27,10 @@ async fn nodes_follow_readers_look_and_health_is_open() {
         assert!(status.message().contains("headgate://reader/NAME"), "{status}");
     }
     assert_eq!(server.metric("headgate_requests_denied_total{reason=\"permission_denied\"}"), 2);
-    let status = node.sync("n2").await.err().unwrap();
-    assert!(status.code() == Code::PermissionDenied && status.message().contains("--node-name n1"), "{status}");
+    for connection in [node, connect(authority.node("n1")).await] {
+        let status = connection.sync("n2").await.err().unwrap();
+        assert!(status.code() == Code::PermissionDenied && status.message().contains("--node-name n1"), "{status}");
+    }
 
     let in_group = authority.client(&[], |params| {
         params.distinguished_name.push(DnType::OrganizationName, "headgate:readers");
@@ -79,9 +85,9 @@ async fn a_certificate_that_does_not_say_clearly_whose_it_is_is_nobody_s() {
     for (pair, problem) in cases {
         let nobody = Client::new(&authority, &pair).connect(address).await.unwrap();
         let statuses = [
-            nobody.sync("n1").await.err().unwrap(),
             nobody.inspect().await.map(drop).unwrap_err(),
             nobody.reflection().await.unwrap_err(),
+            nobody.sync("n1").await.err().unwrap(),
         ];
         for status in statuses {
             assert_eq!(status.code(), Code::PermissionDenied, "{status}");

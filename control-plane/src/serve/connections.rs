@@ -1,0 +1,261 @@
+//! How many connections there may be, and where each goes: to a stream's own server, or to the general one.
+
+use std::{
+    collections::HashMap,
+    io,
+    pin::Pin,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    task::{Context, Poll},
+    time::Duration,
+};
+
+use tokio::{
+    io::{AsyncRead, AsyncWrite, ReadBuf},
+    sync::mpsc,
+    task::JoinHandle,
+};
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
+use tonic::transport::server::Connected;
+
+use super::{
+    Shared,
+    first_request::{self, WithoutFirstAck},
+    listener::{Connection, Io},
+    sync_connection,
+};
+use crate::identity::{Identity, Peer};
+
+/// Connections in all; more are closed at once.
+const MAX_CONNECTIONS: usize = 65_536;
+
+/// Connections of one node: one that is going, one that replaces it, and some for people who look.
+const MAX_CONNECTIONS_PER_NODE: usize = 16;
+
+/// How long the first request is waited for. A connection that is made before there is anything to ask goes to the general server, which keeps it.
+const FIRST_REQUEST_WAIT: Duration = Duration::from_secs(10);
+
+/// Connections that are open.
+#[derive(Debug, Default)]
+pub(super) struct Connections(Mutex<Counts>);
+
+#[derive(Debug, Default)]
+struct Counts {
+    all: usize,
+    by_node: HashMap<Arc<str>, usize>,
+}
+
+/// One of them, until it is dropped.
+#[derive(Debug)]
+pub(super) struct Held {
+    connections: Arc<Connections>,
+    node: Option<Arc<str>>,
+}
+
+impl Connections {
+    /// Counts a connection in.
+    ///
+    /// # Errors
+    ///
+    /// The bound that it would exceed, as a label.
+    fn hold(self: &Arc<Self>, identity: &Identity) -> Result<Held, &'static str> {
+        let mut counts = self.counts();
+        if counts.all >= MAX_CONNECTIONS {
+            return Err("too_many_connections");
+        }
+        let node = match identity {
+            Identity::Node(node) => Some(Arc::clone(node)),
+            _ => None,
+        };
+        if let Some(node) = &node {
+            let count = counts.by_node.entry(Arc::clone(node)).or_default();
+            if *count >= MAX_CONNECTIONS_PER_NODE {
+                return Err("too_many_connections_of_node");
+            }
+            *count += 1;
+        }
+        counts.all += 1;
+        drop(counts);
+        Ok(Held { connections: Arc::clone(self), node })
+    }
+
+    fn counts(&self) -> MutexGuard<'_, Counts> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        let mut counts = self.connections.counts();
+        counts.all -= 1;
+        if let Some(node) = &self.node
+            && let Some(count) = counts.by_node.get_mut(node)
+        {
+            *count -= 1;
+            if *count == 0 {
+                counts.by_node.remove(node);
+            }
+        }
+    }
+}
+
+/// Sends each connection to where it belongs until `shutdown` is cancelled. Returns those for the general server; the others are served in `tasks`.
+pub(super) fn dispatch(
+    mut accepted: mpsc::Receiver<io::Result<Connection>>,
+    shared: Arc<Shared>,
+    tasks: TaskTracker,
+    shutdown: CancellationToken,
+) -> (mpsc::Receiver<io::Result<General>>, JoinHandle<()>) {
+    let (sender, receiver) = mpsc::channel(16);
+    let connections = Arc::new(Connections::default());
+    let dispatch = async move {
+        while let Some(connection) = accepted.recv().await {
+            let Ok(connection) = connection else { continue };
+            let peer = connection.connect_info();
+            let held = match connections.hold(&peer.identity) {
+                Ok(held) => held,
+                Err(reason) => {
+                    shared.metrics.count_connection_refused(reason);
+                    tracing::warn!(address = %peer.address, identity = ?peer.identity, reason, "connection refused");
+                    continue;
+                }
+            };
+            let first = first_request(connection, peer, Arc::clone(&shared), held, tasks.clone(), sender.clone());
+            let shutdown = shutdown.clone();
+            tokio::spawn(async move { shutdown.run_until_cancelled(first).await });
+        }
+    };
+    (receiver, tokio::spawn(dispatch))
+}
+
+async fn first_request(
+    mut connection: Connection,
+    peer: Peer,
+    shared: Arc<Shared>,
+    held: Held,
+    tasks: TaskTracker,
+    general: mpsc::Sender<io::Result<General>>,
+) {
+    let first = match first_request::read(&mut connection, FIRST_REQUEST_WAIT).await {
+        Ok(first) => first,
+        Err(error) => {
+            tracing::debug!(address = %peer.address, %error, "connection without a request");
+            return;
+        }
+    };
+    if !first.is_sync {
+        // The server is gone when nobody receives: the connection closes.
+        return drop(general.send(Ok(General::new(connection, held, &first.bytes))).await);
+    }
+    let (stream, tls) = match connection.into_io() {
+        Io::Plain(stream) => (stream, None),
+        Io::Tls(tls) => {
+            let (stream, tls) = tls.into_inner();
+            (stream, Some(tls))
+        }
+    };
+    tasks.spawn(sync_connection::serve(&shared, peer, stream, tls, &first.bytes, held));
+}
+
+/// A connection for the general server, with what was read of it before.
+pub(super) struct General {
+    connection: Connection,
+    _held: Held,
+    unread: Vec<u8>,
+    read_bytes: usize,
+    filter: WithoutFirstAck,
+}
+
+impl General {
+    fn new(connection: Connection, held: Held, read: &[u8]) -> Self {
+        let (mut filter, mut unread) = (WithoutFirstAck::new(), Vec::new());
+        filter.pass(read, &mut unread);
+        Self { connection, _held: held, unread, read_bytes: 0, filter }
+    }
+}
+
+impl Connected for General {
+    type ConnectInfo = Peer;
+
+    fn connect_info(&self) -> Peer {
+        self.connection.connect_info()
+    }
+}
+
+impl AsyncRead for General {
+    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        let this = &mut *self;
+        loop {
+            if this.read_bytes < this.unread.len() {
+                let unread = &this.unread[this.read_bytes..];
+                let bytes = unread.len().min(buffer.remaining());
+                buffer.put_slice(&unread[..bytes]);
+                this.read_bytes += bytes;
+                return Poll::Ready(Ok(()));
+            }
+            this.unread = Vec::new();
+            this.read_bytes = 0;
+            if this.filter.is_done() {
+                return Pin::new(&mut this.connection).poll_read(cx, buffer);
+            }
+            let mut scratch = [0; 4096];
+            let mut read = ReadBuf::new(&mut scratch);
+            match Pin::new(&mut this.connection).poll_read(cx, &mut read) {
+                Poll::Ready(Ok(())) if read.filled().is_empty() => return Poll::Ready(Ok(())),
+                Poll::Ready(Ok(())) => this.filter.pass(read.filled(), &mut this.unread),
+                other => return other,
+            }
+        }
+    }
+}
+
+impl AsyncWrite for General {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.connection).poll_write(cx, bytes)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        slices: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.connection).poll_write_vectored(cx, slices)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.connection.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.connection).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.connection).poll_shutdown(cx)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn connections_of_a_node_are_bounded_and_counted_out() {
+        let connections = Arc::new(Connections::default());
+        let node = |name: &str| Identity::Node(name.into());
+        let held: Vec<Held> = (0..MAX_CONNECTIONS_PER_NODE).map(|_| connections.hold(&node("n1")).unwrap()).collect();
+        assert_eq!(connections.hold(&node("n1")).unwrap_err(), "too_many_connections_of_node");
+        let others = [connections.hold(&node("n2")).unwrap(), connections.hold(&Identity::Unchecked).unwrap()];
+        assert_eq!(connections.counts().all, MAX_CONNECTIONS_PER_NODE + others.len());
+        drop((held, others));
+        let counts = connections.counts();
+        assert_eq!((counts.all, counts.by_node.len()), (0, 0));
+    }
+
+    #[test]
+    fn connections_are_bounded_in_all() {
+        let connections = Arc::new(Connections::default());
+        connections.counts().all = MAX_CONNECTIONS;
+        assert_eq!(connections.hold(&Identity::Unchecked).unwrap_err(), "too_many_connections");
+    }
+}

@@ -1,0 +1,172 @@
+//! HTTP/2 frames (RFC 9113, section 4 and 6): their header, and those that a server of one gRPC stream writes.
+
+use tonic::Status;
+
+/// Length of a frame's header.
+pub(in crate::serve) const HEADER_BYTES: usize = 9;
+
+/// Largest payload that a peer may send, and that we send: what holds without `SETTINGS_MAX_FRAME_SIZE` (RFC 9113, 4.2).
+pub(in crate::serve) const MAX_PAYLOAD_BYTES: u32 = 16_384;
+
+/// What a client sends first (RFC 9113, 3.4).
+pub(in crate::serve) const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+
+/// Window of a connection and a stream without settings (RFC 9113, 6.9.2).
+pub(super) const DEFAULT_WINDOW: u32 = 65_535;
+
+/// Largest window (RFC 9113, 6.9.1).
+pub(super) const MAX_WINDOW: u32 = (1 << 31) - 1;
+
+/// Types of frames (RFC 9113, section 6).
+pub(in crate::serve) mod kind {
+    pub(in crate::serve) const DATA: u8 = 0;
+    pub(in crate::serve) const HEADERS: u8 = 1;
+    pub(in crate::serve) const PRIORITY: u8 = 2;
+    pub(in crate::serve) const RST_STREAM: u8 = 3;
+    pub(in crate::serve) const SETTINGS: u8 = 4;
+    pub(in crate::serve) const PUSH_PROMISE: u8 = 5;
+    pub(in crate::serve) const PING: u8 = 6;
+    pub(in crate::serve) const GOAWAY: u8 = 7;
+    pub(in crate::serve) const WINDOW_UPDATE: u8 = 8;
+    pub(in crate::serve) const CONTINUATION: u8 = 9;
+}
+
+/// Flags of frames.
+pub(in crate::serve) mod flag {
+    pub(in crate::serve) const ACK: u8 = 0x1;
+    pub(in crate::serve) const END_STREAM: u8 = 0x1;
+    pub(in crate::serve) const END_HEADERS: u8 = 0x4;
+    pub(in crate::serve) const PADDED: u8 = 0x8;
+}
+
+/// Error codes (RFC 9113, section 7).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u32)]
+pub(in crate::serve) enum Code {
+    NoError = 0x0,
+    ProtocolError = 0x1,
+    FlowControlError = 0x3,
+    StreamClosed = 0x5,
+    FrameSizeError = 0x6,
+    EnhanceYourCalm = 0xb,
+}
+
+/// A frame's header.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::serve) struct Header {
+    pub(in crate::serve) length: u32,
+    pub(in crate::serve) kind: u8,
+    pub(in crate::serve) flags: u8,
+    pub(in crate::serve) stream: u32,
+}
+
+impl Header {
+    /// Reads a header. The reserved bit before the stream's number is ignored (RFC 9113, 4.1).
+    pub(in crate::serve) fn parse(bytes: &[u8; HEADER_BYTES]) -> Self {
+        let [l0, l1, l2, kind, flags, s0, s1, s2, s3] = *bytes;
+        Self {
+            length: u32::from_be_bytes([0, l0, l1, l2]),
+            kind,
+            flags,
+            stream: u32::from_be_bytes([s0, s1, s2, s3]) & MAX_WINDOW,
+        }
+    }
+
+    /// The header at the front of `bytes`, if they hold one.
+    pub(in crate::serve) fn peek(bytes: &[u8]) -> Option<Self> {
+        bytes.first_chunk().map(Self::parse)
+    }
+
+    /// True when a flag is set.
+    pub(in crate::serve) fn has(&self, flag: u8) -> bool {
+        self.flags & flag != 0
+    }
+
+    fn put(self, out: &mut Vec<u8>) {
+        let [_, l0, l1, l2] = self.length.to_be_bytes();
+        out.extend_from_slice(&[l0, l1, l2, self.kind, self.flags]);
+        out.extend_from_slice(&self.stream.to_be_bytes());
+    }
+}
+
+fn put(out: &mut Vec<u8>, kind: u8, flags: u8, stream: u32, payload: &[u8]) {
+    // Payloads here are a few bytes, a status, or cut to the peer's frame size, all far below 2^24.
+    Header { length: u32::try_from(payload.len()).unwrap_or(u32::MAX), kind, flags, stream }.put(out);
+    out.extend_from_slice(payload);
+}
+
+/// `SETTINGS` that change nothing: the server's part of the preface.
+pub(in crate::serve) fn put_settings(out: &mut Vec<u8>) {
+    put(out, kind::SETTINGS, 0, 0, &[]);
+}
+
+pub(super) fn put_settings_ack(out: &mut Vec<u8>) {
+    put(out, kind::SETTINGS, flag::ACK, 0, &[]);
+}
+
+pub(super) fn put_ping(out: &mut Vec<u8>, is_ack: bool, payload: [u8; 8]) {
+    put(out, kind::PING, if is_ack { flag::ACK } else { 0 }, 0, &payload);
+}
+
+pub(super) fn put_window_update(out: &mut Vec<u8>, stream: u32, increment: u32) {
+    put(out, kind::WINDOW_UPDATE, 0, stream, &increment.to_be_bytes());
+}
+
+pub(super) fn put_reset(out: &mut Vec<u8>, stream: u32, code: Code) {
+    put(out, kind::RST_STREAM, 0, stream, &(code as u32).to_be_bytes());
+}
+
+pub(super) fn put_go_away(out: &mut Vec<u8>, last_stream: u32, code: Code, text: &str) {
+    let mut payload = Vec::with_capacity(8 + text.len());
+    payload.extend_from_slice(&last_stream.to_be_bytes());
+    payload.extend_from_slice(&(code as u32).to_be_bytes());
+    payload.extend_from_slice(text.as_bytes());
+    put(out, kind::GOAWAY, 0, 0, &payload);
+}
+
+pub(super) fn put_data(out: &mut Vec<u8>, stream: u32, payload: &[u8]) {
+    put(out, kind::DATA, 0, stream, payload);
+}
+
+/// The response's headers: `:status: 200` from HPACK's static table (index 8), and the content type under that table's name (index 31), as a literal that
+/// is not to be indexed (RFC 7541, 6.1 and 6.2.2).
+pub(super) fn put_response_headers(out: &mut Vec<u8>, stream: u32) {
+    let mut block = vec![0x88, 0x0f, 31 - 15];
+    put_string(&mut block, b"application/grpc");
+    put(out, kind::HEADERS, flag::END_HEADERS, stream, &block);
+}
+
+/// The trailers that end a gRPC stream.
+pub(super) fn put_trailers(out: &mut Vec<u8>, stream: u32, status: &Status) {
+    let mut headers = http::HeaderMap::new();
+    if let Err(status) = status.add_header(&mut headers) {
+        // Only metadata can fail to be a header, and there is none.
+        tracing::error!(%status, "a stream's status cannot be written");
+    }
+    let mut block = Vec::new();
+    for (name, value) in &headers {
+        // A literal with a literal name, not to be indexed.
+        block.push(0x00);
+        put_string(&mut block, name.as_str().as_bytes());
+        put_string(&mut block, value.as_bytes());
+    }
+    put(out, kind::HEADERS, flag::END_HEADERS | flag::END_STREAM, stream, &block);
+}
+
+/// A string literal without Huffman coding (RFC 7541, 5.2).
+fn put_string(out: &mut Vec<u8>, text: &[u8]) {
+    // An integer with a prefix of seven bits (RFC 7541, 5.1).
+    let mut rest = text.len();
+    if rest < 127 {
+        out.extend(u8::try_from(rest));
+    } else {
+        out.push(127);
+        rest -= 127;
+        while rest >= 128 {
+            out.extend(u8::try_from(rest % 128 + 128));
+            rest /= 128;
+        }
+        out.extend(u8::try_from(rest));
+    }
+    out.extend_from_slice(text);
+}

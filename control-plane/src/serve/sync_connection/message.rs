@@ -1,0 +1,148 @@
+//! gRPC messages out of the bytes of a stream, wherever they are cut.
+
+use headgate_proto::{MAX_AGENT_MESSAGE_BYTES, frame::PREFIX_BYTES};
+
+/// Why the bytes are no messages of an agent.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Malformed {
+    /// Longer than the contract allows.
+    TooLarge,
+    /// Compressed, though nothing said that we could read that.
+    Compressed,
+    /// The stream ended in the middle of one.
+    Incomplete,
+}
+
+/// Puts messages together. Holds nothing between messages, and as much as has arrived within one.
+#[derive(Debug, Default)]
+pub(super) struct Messages {
+    prefix: [u8; PREFIX_BYTES],
+    prefix_bytes: u8,
+    body: Vec<u8>,
+}
+
+impl Messages {
+    /// Takes in bytes and hands each message that they complete to `take`.
+    ///
+    /// # Errors
+    ///
+    /// What `take` says, or [`Malformed`]. Nothing may be fed after that.
+    pub(super) fn feed<E: From<Malformed>>(
+        &mut self,
+        mut bytes: &[u8],
+        mut take: impl FnMut(&[u8]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        loop {
+            let have = usize::from(self.prefix_bytes);
+            let (prefix, rest) = bytes.split_at(bytes.len().min(PREFIX_BYTES - have));
+            self.prefix[have..have + prefix.len()].copy_from_slice(prefix);
+            self.prefix_bytes += u8::try_from(prefix.len()).unwrap_or(0);
+            bytes = rest;
+            if usize::from(self.prefix_bytes) < PREFIX_BYTES {
+                return Ok(());
+            }
+            let length = self.length()?;
+            let wanted = length - self.body.len();
+            if bytes.len() < wanted {
+                self.body.extend_from_slice(bytes);
+                return Ok(());
+            }
+            let (body, rest) = bytes.split_at(wanted);
+            bytes = rest;
+            self.prefix_bytes = 0;
+            if self.body.is_empty() {
+                take(body)?;
+            } else {
+                let mut whole = std::mem::take(&mut self.body);
+                whole.extend_from_slice(body);
+                take(&whole)?;
+            }
+        }
+    }
+
+    /// Checks that the stream may end here.
+    ///
+    /// # Errors
+    ///
+    /// [`Malformed::Incomplete`] in the middle of a message.
+    pub(super) fn end(&self) -> Result<(), Malformed> {
+        if self.prefix_bytes == 0 { Ok(()) } else { Err(Malformed::Incomplete) }
+    }
+
+    fn length(&self) -> Result<usize, Malformed> {
+        let [compressed, l0, l1, l2, l3] = self.prefix;
+        let length = usize::try_from(u32::from_be_bytes([l0, l1, l2, l3])).unwrap_or(usize::MAX);
+        if length > MAX_AGENT_MESSAGE_BYTES {
+            return Err(Malformed::TooLarge);
+        }
+        if compressed != 0 {
+            return Err(Malformed::Compressed);
+        }
+        Ok(length)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn framed(message: &[u8]) -> Vec<u8> {
+        let length = u32::try_from(message.len()).unwrap();
+        [&[0][..], &length.to_be_bytes(), message].concat()
+    }
+
+    fn read(pieces: &[&[u8]]) -> (Vec<Vec<u8>>, Result<(), Malformed>) {
+        let (mut messages, mut taken) = (Messages::default(), Vec::new());
+        for piece in pieces {
+            let result = messages.feed(piece, |message| {
+                taken.push(message.to_vec());
+                Ok::<_, Malformed>(())
+            });
+            if result.is_err() {
+                return (taken, result);
+            }
+        }
+        (taken, messages.end())
+    }
+
+    #[test]
+    fn what_is_too_large_or_compressed_is_refused_by_its_prefix() {
+        let large = u32::try_from(MAX_AGENT_MESSAGE_BYTES + 1).unwrap().to_be_bytes();
+        assert_eq!(read(&[&[0], &large]).1, Err(Malformed::TooLarge));
+        assert_eq!(read(&[&[1, 0, 0, 0, 4]]).1, Err(Malformed::Compressed));
+        assert_eq!(read(&[&framed(b"ab"), &[0, 0]]), (vec![b"ab".to_vec()], Err(Malformed::Incomplete)));
+    }
+
+    proptest! {
+        #[test]
+        fn cuts_make_no_difference(
+            sent in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..40), 0..8),
+            cuts in prop::collection::vec(any::<prop::sample::Index>(), 0..12),
+        ) {
+            let bytes: Vec<u8> = sent.iter().flat_map(|message| framed(message)).collect();
+            let mut cuts: Vec<usize> = cuts.iter().map(|cut| cut.index(bytes.len() + 1)).collect();
+            cuts.extend([0, bytes.len()]);
+            cuts.sort_unstable();
+            let pieces: Vec<&[u8]> = cuts.windows(2).map(|cut| &bytes[cut[0]..cut[1]]).collect();
+            prop_assert_eq!(read(&pieces), (sent, Ok(())));
+        }
+
+        #[test]
+        fn any_bytes_are_taken_without_holding_more_than_they_are(
+            pieces in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..64), 0..16),
+        ) {
+            let mut messages = Messages::default();
+            let mut total = 0;
+            for piece in &pieces {
+                total += piece.len();
+                if messages.feed(piece, |_| Ok::<_, Malformed>(())).is_err() {
+                    break;
+                }
+                prop_assert!(messages.body.capacity() <= 2 * total.max(64));
+            }
+        }
+    }
+}
