@@ -30,8 +30,8 @@ demo: ## See it work: three nodes, a service, live changes. KEEP=1 leaves it run
 	@exec target/debug/demo $(if $(keep),--keep)
 
 bench: ## Measure, and write JSON to target/bench. ONLY=name runs one; ARGS="--agents 500" and the like
-	@.ci/setup demo
-	cargo build --release --locked -p headgate-control-plane -p headgate-node-agent
+	@.ci/setup bench
+	cargo build --release --locked -p headgate-control-plane -p headgate-node-agent -p headgate-tests --bins
 	cargo run --release --locked -p headgate-tests --bin bench -- $(if $(ONLY),--only $(ONLY)) $(ARGS)
 
 fmt: ## Format the code

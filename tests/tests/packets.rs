@@ -220,6 +220,11 @@ macro_rules! packet_tests {
                 scenario(BACKEND, health::refusing_endpoints_are_left_out);
             }
 
+            #[test]
+            fn connections_survive() {
+                on_testbed(BACKEND, lifecycle::some_services(), lifecycle::connections_survive);
+            }
+
             // rows: 89, 92
             #[test]
             fn control_plane_outage() {

@@ -9,6 +9,7 @@ pub mod conntrack;
 pub mod delta;
 pub mod fleet;
 pub mod iptables;
+pub mod ipvs;
 pub mod kube_proxy_shape;
 pub mod lagging;
 pub mod memory;

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use anyhow::{Result, bail};
 use clap::Parser;
 use headgate_tests::bench::{
-    apiserver_load, connect, conntrack, delta, fleet, iptables, lagging, memory,
+    apiserver_load, connect, conntrack, delta, fleet, iptables, ipvs, lagging, memory,
     report::{Figure, publish},
     slow, storm, wire,
 };
@@ -25,6 +25,9 @@ struct Arguments {
     /// Number of services, where a bench has one size (default: each bench's own)
     #[arg(long, value_name = "N")]
     services: Option<u32>,
+    /// Measure here, inside User-Mode Linux, for the bench that asked for it
+    #[arg(long, hide = true)]
+    inside: bool,
     /// Folder for the JSON files
     #[arg(long, default_value = "target/bench", value_name = "DIR")]
     out: PathBuf,
@@ -51,6 +54,7 @@ const BENCHES: &[(&str, &str, Bench)] = &[
     ("iptables-incremental", "one endpoint changes, legacy and nft", |a| {
         iptables::run(iptables::Bench::Incremental, a.services)
     }),
+    ("ipvs", "loads and changes beside ipvsadm, inside User-Mode Linux", |a| ipvs::run(a.services)),
     ("conntrack", "a thousand stale UDP flows among a million entries", |_| conntrack::run()),
     ("agent-memory", "memory of the agent and the programs it runs", |a| memory::run(a.services)),
     ("iptables-connect", "a new connection through the first and the last service", |a| connect::run(a.services)),
@@ -58,6 +62,9 @@ const BENCHES: &[(&str, &str, Bench)] = &[
 
 fn main() -> Result<()> {
     let arguments = Arguments::parse();
+    if arguments.inside {
+        return ipvs::measure_inside(arguments.services);
+    }
     if arguments.list {
         BENCHES.iter().for_each(|(name, what, _)| println!("{name:<24} {what}"));
         return Ok(());

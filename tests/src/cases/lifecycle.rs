@@ -114,6 +114,53 @@ pub fn agent_crash(bed: &Testbed) -> Result<()> {
     Ok(())
 }
 
+/// Established connections outlive what their operators do: an agent that is stopped and started, killed while its endpoint goes, and replaced by a program
+/// that cannot read its state on disk, as another version may be.
+///
+/// On a running cluster with [`some_services`].
+pub fn connections_survive(bed: &Testbed) -> Result<()> {
+    // Those that the connections pass.
+    let restarted = ["node-a", "node-b"];
+    let mut held = live::hold_connections(bed, "steady")?;
+    let mut check = |after: &str| {
+        held.iter_mut().try_for_each(HeldConnection::check).with_context(|| format!("a held connection, after {after}"))
+    };
+    for node in restarted {
+        bed.stop_agent(node)?;
+        bed.start_agent(node)?;
+    }
+    bed.wait_programmed()?;
+    check("agents were stopped and started")?;
+
+    replace_steady(bed, &["a1"])?;
+    check("an endpoint has gone")?;
+    expect_servers(bed, "steady", &["a1"])?;
+    for node in restarted {
+        bed.kill_agent(node)?;
+    }
+    bed.write(|manifests| {
+        manifests.service_mut("steady")?.endpoints = ready(&["a2"]);
+        Ok(())
+    })?;
+    for node in restarted {
+        bed.start_agent(node)?;
+    }
+    bed.wait_programmed()?;
+    check("the other endpoint went while agents were killed")?;
+    expect_servers(bed, "steady", &["a2"])?;
+
+    let empty = bed.machines().folder().join("state-of-another-version");
+    for node in restarted {
+        bed.stop_agent(node)?;
+        let folder = empty.join(node);
+        let folder = folder.to_str().context("the folder's name is not UTF-8")?;
+        bed.start_agent_with(node, &AgentSetup::with(&["--state-dir", folder]))?;
+    }
+    bed.wait_programmed()?;
+    check("agents were replaced")?;
+    expect_servers(bed, "steady", &["a2"])
+}
+
 /// What every rule has that leads to a pod, in IPv4.
 fn translation_to(pod: &str) -> Result<String> {
     let address = plan::address(pod).with_context(|| format!("no pod called {pod}"))?;

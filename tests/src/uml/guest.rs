@@ -89,8 +89,11 @@ pub fn is_here() -> bool {
     std::env::var_os(ENTERED_VARIABLE).is_some()
 }
 
-/// Says that the test has begun: without it, a program in which the test does not exist would count as passed.
-pub(super) fn mark_entered() {
+/// Says that the test, or what else was asked for, has begun: without it, a program in which the test does not exist would count as passed.
+///
+/// # Panics
+/// The mark cannot be made.
+pub fn mark_entered() {
     if let Some(path) = std::env::var_os(ENTERED_VARIABLE) {
         std::fs::write(&path, "").expect("a test inside can write to its slot");
     }
@@ -194,7 +197,7 @@ fn run_test(slot: &Path, request: &Request) -> Result<Outcome> {
     let output = open_for_appending(&slot.join(request.output()))?;
     println!("uml-init: {}", request.test);
     let child = Command::new(&request.program)
-        .args(["--exact", &request.test, "--nocapture", "--include-ignored"])
+        .args(&request.arguments)
         .current_dir(&request.directory)
         .env_clear()
         .env("PATH", PATH)

@@ -74,15 +74,31 @@ fn shown(kept: Option<&Path>) -> String {
 
 /// As [`super::run_inside`].
 pub(super) fn run(test: &str, time_limit: Duration) -> Result<(), Failure> {
+    let arguments = ["--exact", test, "--nocapture", "--include-ignored"];
+    let (output, result) = run_program(test, &arguments, time_limit)?;
+    print!("{output}");
+    result
+}
+
+/// Runs the running program inside with these arguments: its output, and what became of it.
+pub(super) fn run_program(
+    name: &str,
+    arguments: &[&str],
+    time_limit: Duration,
+) -> Result<(String, Result<(), Failure>), Failure> {
     let slot = Slot::acquire()?;
-    let request = request(test, time_limit)?;
+    let request = request(name, arguments, time_limit)?;
     protocol::write(slot.folder(), REQUEST, &request).context("writing the request")?;
     let outcome = wait(&slot, &request);
-    print_output(&slot, &request);
+    let output = output(&slot, &request);
+    Ok((output, outcome.and_then(|outcome| judge(&slot, request, outcome))))
+}
+
+fn judge(slot: &Slot, request: Request, outcome: Outcome) -> Result<(), Failure> {
     let was_entered = slot.folder().join(request.entered()).exists();
-    match outcome? {
+    match outcome {
         Outcome::Passed if was_entered => {
-            tidy(&slot, &request)?;
+            tidy(slot, &request)?;
             Ok(())
         }
         Outcome::Passed => Err(Failure::NotRun { program: request.program, test: request.test }),
@@ -94,7 +110,7 @@ pub(super) fn run(test: &str, time_limit: Duration) -> Result<(), Failure> {
     }
 }
 
-fn request(test: &str, time_limit: Duration) -> Result<Request> {
+fn request(test: &str, arguments: &[&str], time_limit: Duration) -> Result<Request> {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_micros();
     let text = |(name, value): (std::ffi::OsString, std::ffi::OsString)| {
         Some((name.into_string().ok()?, value.into_string().ok()?))
@@ -103,6 +119,7 @@ fn request(test: &str, time_limit: Duration) -> Result<Request> {
         id: format!("{}-{now}", std::process::id()),
         program: std::env::current_exe().context("finding the running program")?,
         test: test.to_owned(),
+        arguments: arguments.iter().map(|argument| (*argument).to_owned()).collect(),
         directory: std::env::current_dir().context("finding the working directory")?,
         environment: std::env::vars_os().filter_map(text).collect(),
         time_limit_seconds: time_limit.as_secs(),
@@ -159,13 +176,13 @@ fn beat(folder: &Path) -> Result<()> {
     touch().with_context(|| format!("writing {}", path.display()))
 }
 
-/// Prints what the test printed. Text that is not UTF-8 is shown as well as it can be.
-fn print_output(slot: &Slot, request: &Request) {
+/// What the test printed. Text that is not UTF-8 is shown as well as it can be.
+fn output(slot: &Slot, request: &Request) -> String {
     match std::fs::read(slot.folder().join(request.output())) {
-        Ok(bytes) => print!("{}", String::from_utf8_lossy(&bytes)),
+        Ok(bytes) => String::from_utf8_lossy(&bytes).into_owned(),
         // It was not begun.
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
-        Err(error) => eprintln!("warning: the test's output cannot be read: {error}"),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
+        Err(error) => format!("warning: the test's output cannot be read: {error}\n"),
     }
 }
 

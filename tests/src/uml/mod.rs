@@ -64,6 +64,19 @@ pub fn run_inside(test: &str, time_limit: Duration) -> Result<(), Failure> {
     host::run(test, time_limit)
 }
 
+/// Runs the running program once more, inside, with other arguments; its output. There it has to call [`guest::mark_entered`].
+///
+/// # Errors
+/// It failed, whereupon its output has been printed, or could not be run.
+pub fn run_program_inside(name: &str, arguments: &[&str], time_limit: Duration) -> Result<String, Failure> {
+    let (output, result) = host::run_program(name, arguments, time_limit)?;
+    if let Err(failure) = result {
+        print!("{output}");
+        return Err(failure);
+    }
+    Ok(output)
+}
+
 /// Name of the running test: nextest says it, and libtest names the test's thread.
 fn own_name() -> String {
     std::env::var("NEXTEST_TEST_NAME")

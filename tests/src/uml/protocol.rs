@@ -28,8 +28,10 @@ pub(super) struct Request {
     pub(super) id: String,
     /// The test program.
     pub(super) program: PathBuf,
-    /// Full name of the test in it.
+    /// Full name of the test in it, or what the program is run for.
     pub(super) test: String,
+    /// The program's arguments.
+    pub(super) arguments: Vec<String>,
     /// Its working directory.
     pub(super) directory: PathBuf,
     /// Its environment.

@@ -85,7 +85,10 @@ pub(super) fn sweep() -> Result<()> {
 /// `target/uml`, found from the running program in `target/debug/deps`.
 fn all_runs() -> Result<PathBuf> {
     let own = std::env::current_exe().context("finding the running program")?;
-    let target = own.ancestors().nth(3).with_context(|| format!("{} is not in a target folder", own.display()))?;
+    // target/<profile>/deps/<test>, or target/<profile>/<program>.
+    let is_test = own.parent().is_some_and(|folder| folder.ends_with("deps"));
+    let target = own.ancestors().nth(if is_test { 3 } else { 2 });
+    let target = target.with_context(|| format!("{} is not in a target folder", own.display()))?;
     Ok(target.join("uml"))
 }
 
