@@ -98,6 +98,9 @@ pub struct Metrics {
     tls_reloads: Family<Outcome, Total>,
     tls_not_after: Family<TlsFile, Level>,
     requests_denied: Family<Reason, Total>,
+    balance_replicas: Level,
+    balance_limit: Level,
+    balance_asked: Total,
 }
 
 impl Default for Metrics {
@@ -150,6 +153,12 @@ impl Default for Metrics {
                 "When what is in use expires, in seconds since 1970: the own certificate (cert), the first of the clients' authorities (client_ca)",
             ),
             requests_denied: add.add("requests_denied", "Requests to Inspect or reflection that were refused, by reason"),
+            balance_replicas: add.add("balance_replicas", "Ready replicas, as the source says of --balance-service"),
+            balance_limit: add.add(
+                "balance_limit_agents",
+                "Agents above which this replica asks some to go elsewhere; 0 while it asks nobody",
+            ),
+            balance_asked: add.add("balance_asked_agents", "Times that an agent was asked to go elsewhere for balance"),
             registry,
         }
     }
@@ -308,6 +317,16 @@ impl Metrics {
 
     pub(crate) fn count_connection_refused(&self, reason: &'static str) {
         self.connections_refused.get_or_create(&Reason { reason }).inc();
+    }
+
+    /// `limit` is 0 while nobody is asked to go.
+    pub(crate) fn set_balance(&self, replicas: usize, limit: usize) {
+        self.balance_replicas.set(level(replicas));
+        self.balance_limit.set(level(limit));
+    }
+
+    pub(crate) fn count_asked_to_move(&self) {
+        self.balance_asked.inc();
     }
 
     pub(crate) fn count_handshake_failed(&self, reason: &'static str) {

@@ -7,7 +7,7 @@ use std::{
 };
 
 use clap::Parser;
-use headgate_core::plaintext;
+use headgate_core::{ServiceKey, dns_name::check_subdomain, plaintext};
 use headgate_tls::FileError;
 
 use crate::{
@@ -80,6 +80,11 @@ pub struct Options {
     /// How long agents have to go elsewhere when this replica stops, in milliseconds
     #[arg(long, value_name = "MILLISECONDS", default_value_t = 2000, value_parser = clap::value_parser!(u32).range(0..=600_000))]
     pub drain_grace_ms: u32,
+
+    /// The Service whose ready endpoints are the control plane's replicas, itself among what is served, and not headless. A replica with many more
+    /// agents than its share of the nodes asks some to go to another. Without it agents stay where they are
+    #[arg(long, value_name = "NAMESPACE/NAME", value_parser = service_key)]
+    pub balance_service: Option<ServiceKey>,
 
     /// What to log: a level (error, warn, info, debug, trace), or directives such as info,headgate_control_plane=debug
     #[arg(long, value_name = "FILTER", env = "HEADGATE_LOG", default_value = "info")]
@@ -159,9 +164,17 @@ impl Options {
             behind_wait: Duration::from_secs(self.behind_wait_seconds.into()),
             drain_grace: Duration::from_millis(self.drain_grace_ms.into()),
             nodes_may_inspect: self.nodes_may_inspect,
+            balance_service: self.balance_service.clone(),
             ..Settings::default()
         }
     }
+}
+
+fn service_key(text: &str) -> Result<ServiceKey, String> {
+    let (namespace, name) = text.split_once('/').ok_or("write NAMESPACE/NAME")?;
+    check_subdomain(namespace).map_err(|problem| format!("the namespace {problem}"))?;
+    check_subdomain(name).map_err(|problem| format!("the name {problem}"))?;
+    Ok(ServiceKey::new(namespace, name))
 }
 
 /// Whether nobody else can be on the way to this address.
@@ -223,6 +236,16 @@ mod tests {
             ["--tls-cert", "/nonexistent/a", "--tls-key", "/nonexistent/b", "--tls-client-ca", "/nonexistent/c"];
         let text = refusal(&files);
         assert!(text.starts_with("--tls-cert /nonexistent/a: cannot read it"), "{text}");
+    }
+
+    #[test]
+    fn a_service_is_named_with_its_namespace() {
+        let key = ServiceKey::new("headgate-system", "headgate-control-plane");
+        let read = options(&["--balance-service", "headgate-system/headgate-control-plane"]).settings().balance_service;
+        assert_eq!((read, options(&[]).settings().balance_service), (Some(key), None));
+        assert_eq!(service_key("web").unwrap_err(), "write NAMESPACE/NAME");
+        assert!(service_key("Prod/web").unwrap_err().starts_with("the namespace "));
+        assert!(service_key("prod/").unwrap_err().starts_with("the name "));
     }
 
     #[test]

@@ -155,6 +155,22 @@ fn the_control_plane_runs_as_nobody_and_is_probed() {
 }
 
 #[test]
+fn replicas_are_the_endpoints_of_a_service_that_is_watched() {
+    let service = object("Service", "headgate-control-plane");
+    let name = format!("{}/headgate-control-plane", service["metadata"]["namespace"].as_str().unwrap());
+    let container = &control_plane_pod()["containers"][0];
+    assert!(strings(&container["args"]).contains(format!("--balance-service={name}").as_str()));
+    let deployment = object("Deployment", "headgate-control-plane");
+    assert_eq!(service["spec"]["selector"], deployment["spec"]["selector"]["matchLabels"]);
+    assert_eq!(service["spec"]["clusterIP"], Value::Null, "the slices of a headless Service are not watched");
+    for port in service["spec"]["ports"].as_array().unwrap() {
+        let is_there =
+            |of_pod: &Value| (&of_pod["name"], &of_pod["containerPort"]) == (&port["targetPort"], &port["port"]);
+        assert!(container["ports"].as_array().unwrap().iter().any(is_there), "{port}");
+    }
+}
+
+#[test]
 fn options_are_known_to_the_programs_and_references_resolve() {
     let settings = object("ConfigMap", "headgate-settings")["data"].clone();
     for (pod, name) in [(control_plane_pod(), "headgate-control-plane"), (agent_pod(), "headgate-node-agent")] {

@@ -3,13 +3,14 @@
 
 #![allow(clippy::unwrap_used)]
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use headgate_tests::{
     bench::{
         lagging,
         slow::slow_members,
         storm::{self, CHANGED},
+        workload,
     },
     fleet::{
         Break, Fault, Garbage, Member, Settings,
@@ -23,6 +24,21 @@ fn stage(agents: usize, services: u32) -> Stage {
     let settings = Settings { backoff: Duration::from_millis(50), ..Settings::default() };
     let wire = Wire::VethUnsteered;
     Stage::set(Setup { services, endpoints: 10, agents, full_agents: 2, wire, settings, is_pinned: false }).unwrap()
+}
+
+/// Waits until each of these metrics of a replica has its value.
+fn wait_for_metrics(stage: &Stage, expected: &[(usize, &str, f64)]) {
+    let until = Instant::now() + LIMIT;
+    let metric =
+        |(number, name, _): &(usize, &str, f64)| stage.replicas[*number].metric(&stage.machines, name).unwrap();
+    loop {
+        let found: Vec<f64> = expected.iter().map(metric).collect();
+        if found.iter().zip(expected).all(|(found, (_, _, expected))| found == expected) {
+            return;
+        }
+        assert!(Instant::now() < until, "{found:?} in place of {expected:?}");
+        std::thread::sleep(Duration::from_millis(50));
+    }
 }
 
 /// Bounds waiting, and nothing else.
@@ -82,6 +98,51 @@ fn a_replica_that_is_behind_lets_agents_wait_and_never_sends_older_state() {
     let lagging = lagging::measure(&mut stage, agents, 20, 7).unwrap();
     assert!(lagging.waits >= agents as f64 && lagging.expired == 0.0, "{lagging:?}");
     assert!(lagging.streams > 0, "nobody moved");
+}
+
+#[test]
+fn agents_move_to_a_replica_that_comes_late_and_lose_nothing() {
+    let agents = 60;
+    let settings = Settings { backoff: Duration::from_millis(50), ..Settings::default() };
+    // All hold a state, so that each resumes by digests of its own.
+    let setup = Setup {
+        services: 200,
+        endpoints: 2,
+        agents,
+        full_agents: agents,
+        wire: Wire::VethUnsteered,
+        settings,
+        is_pinned: false,
+    };
+    let mut stage = Stage::set(setup).unwrap();
+    let nodes: Vec<String> = (0..agents).map(|number| format!("node-{number:05}")).collect();
+    stage.source.add_nodes(nodes.iter().map(String::as_str)).unwrap();
+    // Any Service will do, as long as it has an endpoint for each replica; of its two, one is ready at first.
+    let service = workload::key(0).to_string();
+    let options = ["--balance-service", service.as_str()];
+    stage.source.toggle(0).unwrap();
+    stage.start_replica(&options).unwrap();
+    stage.join(0, agents, 0).unwrap();
+    wait_for_metrics(&stage, &[(0, "headgate_balance_replicas", 1.0), (0, "headgate_balance_limit_agents", 0.0)]);
+    stage.start_replica(&options).unwrap();
+    let addresses = [stage.replicas[0].address(), stage.replicas[1].address()];
+    stage.fleet.ask(move |worker| worker.redirect(&addresses)).unwrap();
+    let version = stage.source.toggle(0).unwrap();
+    stage.wait_for_all(version).unwrap();
+    // Half of the nodes are 30: up to 44 agents are borne, and once there are more they go until 37 are left.
+    wait_for_metrics(&stage, &[(0, "headgate_balance_limit_agents", 44.0)]);
+    wait_for_metrics(&stage, &[(0, "headgate_streams", 37.0), (1, "headgate_streams", 23.0)]);
+    let everybody = "everybody has a stream again";
+    stage.fleet.wait_until(everybody, LIMIT, move |worker| worker.having(version) == agents).unwrap();
+    let asked = "headgate_balance_asked_agents_total";
+    wait_for_metrics(&stage, &[(0, asked, 23.0), (1, asked, 0.0)]);
+    // They came with what they had, and nothing was sent for it.
+    let moved = stage.fleet.ask(|worker| worker.summary_of(|client| client.counts().connections > 1)).unwrap();
+    assert_eq!((moved.agents, moved.by_digests), (23, 23));
+    assert_eq!((moved.present.chunks, moved.present.chunk_resources, moved.present.batch_resources), (0, 0, 0));
+    let version = stage.source.change().unwrap();
+    stage.wait_for_all(version).unwrap();
+    assert_eq!(stage.compare_digests().unwrap(), agents);
 }
 
 #[test]

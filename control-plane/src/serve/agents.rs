@@ -5,7 +5,7 @@ use std::{
     net::SocketAddr,
     sync::{
         Arc, Mutex, MutexGuard, OnceLock, PoisonError,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::SystemTime,
 };
@@ -61,6 +61,7 @@ pub(super) struct Agent {
     pub(super) resumed_resources: AtomicU64,
     sent_version: AtomicU64,
     end: OnceLock<End>,
+    asked_to_move: AtomicBool,
     signal: Arc<Signal>,
     record: Mutex<Record>,
     /// Where the fleet counts it, while it has a stream that was not replaced.
@@ -97,6 +98,7 @@ impl Agent {
             resumed_resources: AtomicU64::new(0),
             sent_version: AtomicU64::new(0),
             end: OnceLock::new(),
+            asked_to_move: AtomicBool::new(false),
             signal,
             record: Mutex::default(),
             place: Mutex::default(),
@@ -117,6 +119,17 @@ impl Agent {
     /// Why the stream has to end, if it has.
     pub(super) fn ended(&self) -> Option<&End> {
         self.end.get()
+    }
+
+    /// Has the stream ask the agent to go to another replica.
+    pub(super) fn ask_to_move(&self) {
+        self.asked_to_move.store(true, Ordering::Release);
+        self.signal.wake();
+    }
+
+    /// True once after each [`Self::ask_to_move`].
+    pub(super) fn take_request_to_move(&self) -> bool {
+        self.asked_to_move.load(Ordering::Acquire) && self.asked_to_move.swap(false, Ordering::AcqRel)
     }
 
     /// What wakes the stream.

@@ -2,6 +2,7 @@
 
 mod admission;
 mod agents;
+mod balance;
 mod body;
 mod connections;
 mod discovery;
@@ -26,6 +27,7 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
+use headgate_core::ServiceKey;
 use headgate_proto::{FILE_DESCRIPTOR_SET, v1::inspect_server::InspectServer};
 use tokio::{net::TcpListener, sync::watch, task::JoinHandle};
 use tokio_stream::wrappers::ReceiverStream;
@@ -81,6 +83,8 @@ pub struct Settings {
     pub drain_grace: Duration,
     /// Whether nodes may use Inspect and reflection, as readers may.
     pub nodes_may_inspect: bool,
+    /// The Service whose ready endpoints are the replicas, between which agents are balanced; without it they are not.
+    pub balance_service: Option<ServiceKey>,
 }
 
 impl Default for Settings {
@@ -93,6 +97,7 @@ impl Default for Settings {
             hello_timeout: Duration::from_secs(10),
             drain_grace: Duration::from_secs(2),
             nodes_may_inspect: false,
+            balance_service: None,
         }
     }
 }
@@ -108,10 +113,6 @@ impl Settings {
 
     fn behind_wait_ms(&self) -> u32 {
         to_ms(self.behind_wait)
-    }
-
-    fn drain_grace_ms(&self) -> u32 {
-        to_ms(self.drain_grace)
     }
 }
 
@@ -244,6 +245,9 @@ pub async fn start(
     }
     if let Security::Tls(tls) = &security {
         tokio::spawn(Arc::clone(tls).follow(metrics, shutdown.clone()));
+    }
+    if let Some(service) = shared.settings.balance_service.clone() {
+        tokio::spawn(stopped.clone().run_until_cancelled_owned(balance::run(Arc::clone(&shared), service)));
     }
     let task = tokio::spawn(serve(listener, security, routes, shared, shutdown.clone(), stopped));
     Ok(Running { local_addr, metrics_addr, shutdown, task })

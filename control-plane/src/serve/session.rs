@@ -4,7 +4,10 @@
 //! connection that takes nothing costs nothing. A session does no input or output and waits for nothing: whoever carries the
 //! stream ([`super::body`]) asks again when it is visited ([`super::streams`]) or its signal wakes it.
 
-use std::sync::{Arc, atomic::Ordering};
+use std::{
+    sync::{Arc, atomic::Ordering},
+    time::Duration,
+};
 
 use bytes::Bytes;
 use headgate_proto::{node_to_wire, v1};
@@ -16,9 +19,11 @@ use super::{
     Lifecycle, Shared,
     admission::Ticket,
     agents::{Agent, End},
+    balance,
     hello::{self, Admitted},
     inbound,
     signal::Signal,
+    to_ms,
 };
 use crate::{
     identity::{Expiry, Peer},
@@ -197,7 +202,10 @@ impl Session {
         }
         if !self.has_drained && *self.shared.lifecycle.borrow() == Lifecycle::Draining {
             self.has_drained = true;
-            return Ok(Some(self.drain()));
+            return Ok(Some(drain(self.shared.settings.drain_grace, "this replica stops")));
+        }
+        if self.agent.take_request_to_move() {
+            return Ok(Some(drain(balance::MOVE_WITHIN, "this replica has more than its share of agents")));
         }
         // The visit after this one may come too late.
         if self.next_heartbeat <= now + self.shared.streams.tick() {
@@ -256,16 +264,15 @@ impl Session {
         server_frame(Body::Heartbeat(v1::Heartbeat { head_version: self.shared.store.version(), source_age_ms }))
     }
 
-    fn drain(&self) -> Bytes {
-        let reconnect_within_ms = self.shared.settings.drain_grace_ms();
-        server_frame(Body::Drain(v1::Drain { reconnect_within_ms, reason: "this replica stops".into() }))
-    }
-
     fn own_node(&mut self) -> Bytes {
         self.node_revision += 1;
         let node = self.shared.store.node(&self.agent.node).as_deref().map(node_to_wire);
         server_frame(Body::OwnNode(v1::OwnNode { revision: self.node_revision, node }))
     }
+}
+
+fn drain(within: Duration, reason: &str) -> Bytes {
+    server_frame(Body::Drain(v1::Drain { reconnect_within_ms: to_ms(within), reason: reason.into() }))
 }
 
 impl Waiting {

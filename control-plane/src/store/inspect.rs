@@ -2,7 +2,7 @@
 
 use std::{net::IpAddr, sync::Arc};
 
-use headgate_core::{Change, Endpoint, Service, ServiceKey, claims::Claim};
+use headgate_core::{Change, Endpoint, Family, Service, ServiceKey, claims::Claim};
 
 use super::{
     Store, encode,
@@ -51,6 +51,22 @@ impl Store {
             endpoints: inner.state.endpoint_count(),
             nodes: inner.nodes.len(),
         }
+    }
+
+    /// Number of nodes.
+    pub(crate) fn node_count(&self) -> usize {
+        self.read().nodes.len()
+    }
+
+    /// Number of ready endpoints, of the family of which there are more: in a dual-stack cluster each is there twice.
+    pub(crate) fn ready_endpoints(&self, key: &ServiceKey) -> usize {
+        let inner = self.read();
+        let Some(entry) = inner.state.entry(key) else { return 0 };
+        let ready = |family| {
+            let of_family = |endpoint: &&Endpoint| Family::of(endpoint.address) == family && endpoint.conditions.ready;
+            entry.endpoints().values().filter(of_family).count()
+        };
+        Family::BOTH.map(ready).into_iter().max().unwrap_or_default()
     }
 
     /// Keys with a Service or endpoints that pass `filter`, sorted.

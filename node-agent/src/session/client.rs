@@ -154,6 +154,9 @@ impl Session {
             if welcomed_at.is_some_and(|at: Instant| at.elapsed() >= HEALTHY_AFTER) {
                 backoff.reset();
             }
+            if matches!(end, StreamEnd::Drained(_)) {
+                replicas.forget();
+            }
             let is_renewed = matches!(end, StreamEnd::Renewed);
             if is_renewed {
                 replicas.stay();

@@ -54,6 +54,11 @@ impl Replicas {
         self.last.clone()
     }
 
+    /// Names are resolved anew before the next is taken: what is known of them may be as old as the stream that has ended.
+    pub(super) fn forget(&mut self) {
+        self.waiting.clear();
+    }
+
     /// The replica that was tried last comes next again.
     pub(super) fn stay(&mut self) {
         if let Some(last) = self.last.clone() {
@@ -109,6 +114,18 @@ mod tests {
                 previous = next;
             }
             assert_eq!(round.len(), 3);
+        }
+    }
+
+    #[tokio::test]
+    async fn once_they_are_forgotten_the_last_one_is_still_not_taken_first() {
+        let mut replicas = replicas(&["http://127.0.0.1:1", "http://127.0.0.2:1"]);
+        let mut last = replicas.next().await.unwrap();
+        for _ in 0..10 {
+            replicas.forget();
+            let next = replicas.next().await.unwrap();
+            assert_ne!(next, last);
+            last = next;
         }
     }
 

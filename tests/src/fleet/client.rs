@@ -89,6 +89,8 @@ pub struct Client {
     agent: Agent,
     link: Option<Link>,
     next_replica: usize,
+    /// A replica that asked it to go elsewhere, until it has connected again.
+    left: Option<SocketAddr>,
     pub(super) failures: u32,
     last_ack: Option<Instant>,
     pub(super) ack_is_scheduled: bool,
@@ -122,6 +124,7 @@ impl Client {
             agent,
             link: None,
             next_replica: 0,
+            left: None,
             failures: 0,
             last_ack: None,
             ack_is_scheduled: false,
@@ -197,12 +200,22 @@ impl Client {
         self.failures = 0;
     }
 
+    /// The next replica, which is not the one that was left while there are others.
+    fn next_address(&mut self) -> Result<SocketAddr> {
+        let left = self.left.take();
+        let replicas = &self.member.replicas;
+        let address = |number: usize| replicas.get(number % replicas.len().max(1)).copied();
+        if address(self.next_replica) == left {
+            self.next_replica += 1;
+        }
+        let address = address(self.next_replica).context("an agent without replicas")?;
+        self.next_replica += 1;
+        Ok(address)
+    }
+
     /// Begins a connection to its next replica.
     pub(super) fn connect(&mut self, registry: &Registry, token: Token) -> Result<()> {
-        let replicas = &self.member.replicas;
-        let index = self.next_replica % replicas.len().max(1);
-        let address = *replicas.get(index).context("an agent without replicas")?;
-        self.next_replica += 1;
+        let address = self.next_address()?;
         let socket = Socket::new(Domain::for_address(address), Type::STREAM, None)?;
         socket.set_nonblocking(true)?;
         socket.set_tcp_nodelay(true)?;
@@ -235,6 +248,15 @@ impl Client {
         self.counts.connections += 1;
         self.ack_is_scheduled = false;
         Ok(())
+    }
+
+    /// The connection is to be left for another, if it is still this one.
+    pub(super) fn leaves(&mut self, connection: u64) -> bool {
+        let leaves = self.link.is_some() && self.counts.connections == connection;
+        if leaves {
+            self.left = self.link.as_ref().and_then(|link| link.socket.peer_addr().ok());
+        }
+        leaves
     }
 
     /// Drops the connection.
@@ -273,7 +295,7 @@ impl Client {
         ack_interval: Duration,
         reference: Option<&Reference>,
     ) -> Result<Outcome, Lost> {
-        let mut wants_ack = false;
+        let (mut wants_ack, mut move_at) = (false, None);
         loop {
             let Some(link) = &mut self.link else { return Ok(Outcome::default()) };
             let Scratch { incoming, plain, cipher } = scratch;
@@ -302,6 +324,9 @@ impl Client {
                     // The replica has to learn what is programmed, also when nothing changes from now on.
                     Effect::Welcomed => wants_ack |= agent.tracker().mode() == Some(Mode::Log),
                     Effect::Node => wants_ack = true,
+                    Effect::Drained(within_ms) => {
+                        move_at = Some(now + Duration::from_millis(within_ms).mul_f64(fastrand::f64()));
+                    }
                     Effect::Moved(before) => {
                         wants_ack = true;
                         if let (true, true, Some(after)) = (is_measured, gauge.is_recording, agent.tracker().point()) {
@@ -345,7 +370,8 @@ impl Client {
                 break;
             }
         }
-        if wants_ack { self.answer(scratch, ack_interval) } else { Ok(Outcome::default()) }
+        let outcome = if wants_ack { self.answer(scratch, ack_interval)? } else { Outcome::default() };
+        Ok(Outcome { move_at: move_at.map(|at| (at, self.counts.connections)), ..outcome })
     }
 
     /// Acknowledges now, or says when.
@@ -368,7 +394,7 @@ impl Client {
             Some(_) if self.ack_is_scheduled => Ok(Outcome::default()),
             Some(due) => {
                 self.ack_is_scheduled = true;
-                Ok(Outcome { ack_at: Some(due) })
+                Ok(Outcome { ack_at: Some(due), ..Outcome::default() })
             }
             None => self.acknowledge(scratch).map(|()| Outcome::default()),
         }
@@ -415,6 +441,8 @@ impl Client {
 pub(super) struct Outcome {
     /// When the next ACK is due, if that has to be looked after.
     pub(super) ack_at: Option<Instant>,
+    /// When this connection, of those begun so far, is to be left for one to another replica.
+    pub(super) move_at: Option<(Instant, u64)>,
 }
 
 impl Lost {

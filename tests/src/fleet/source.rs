@@ -75,6 +75,17 @@ impl Source {
         Ok(version)
     }
 
+    /// Writes Nodes that agents may be of.
+    ///
+    /// # Errors
+    /// When the API refuses one, which is a defect.
+    pub fn add_nodes<'a>(&self, names: impl IntoIterator<Item = &'a str>) -> Result<()> {
+        for name in names {
+            self.apply(json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}}))?;
+        }
+        Ok(())
+    }
+
     fn slice_object(&self, number: u32) -> Value {
         slice_object(number, self.endpoints, !self.unready.contains(&number))
     }

@@ -146,6 +146,8 @@ pub(super) enum Effect {
     Moved(Point),
     /// Its own node has changed.
     Node,
+    /// The replica asks it to go elsewhere within so many milliseconds.
+    Drained(u64),
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -238,10 +240,7 @@ impl Tracker {
                 4 => self.on_end(body)?,
                 5 => self.on_node(body)?,
                 6 => self.on_heartbeat(body)?,
-                7 => {
-                    self.received.drains += 1;
-                    Effect::None
-                }
+                7 => self.on_drain(body)?,
                 // Contract, 12.
                 _ => Effect::None,
             };
@@ -381,6 +380,17 @@ impl Tracker {
             }
         }
         Ok(Effect::Node)
+    }
+
+    fn on_drain(&mut self, body: &[u8]) -> Result<Effect, Violation> {
+        self.received.drains += 1;
+        let mut within_ms = 0;
+        for field in Fields(body) {
+            if let (1, value) = field? {
+                within_ms = value.number()?;
+            }
+        }
+        Ok(Effect::Drained(within_ms))
     }
 
     fn on_heartbeat(&mut self, body: &[u8]) -> Result<Effect, Violation> {

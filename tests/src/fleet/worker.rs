@@ -37,6 +37,7 @@ const MOST_BACKOFF: Duration = Duration::from_secs(10);
 enum Due {
     Ack(usize),
     Connect(usize),
+    Move(usize, u64),
     SlowRead(usize),
     Sweep,
 }
@@ -173,8 +174,10 @@ impl Worker {
     /// Looks after what an agent's connection came to.
     fn after(&mut self, index: usize, outcome: Result<Outcome, Lost>) {
         match outcome {
-            Ok(Outcome { ack_at: Some(at) }) => self.due.push(Reverse((at, Due::Ack(index)))),
-            Ok(_) => {
+            Ok(Outcome { ack_at, move_at }) => {
+                let ack = ack_at.map(|at| (at, Due::Ack(index)));
+                let leave = move_at.map(|(at, connection)| (at, Due::Move(index, connection)));
+                self.due.extend(ack.into_iter().chain(leave).map(Reverse));
                 if self.clients[index].is_following() {
                     self.clients[index].failures = 0;
                 }
@@ -230,6 +233,12 @@ impl Worker {
                     }
                 }
                 Due::Connect(index) => self.waiting.push_back(index),
+                Due::Move(index, connection) => {
+                    if self.clients[index].leaves(connection) {
+                        self.disconnect(index, Break::Close);
+                        self.waiting.push_back(index);
+                    }
+                }
                 Due::SlowRead(index) => self.slow_read(index, at),
                 Due::Sweep => self.sweep(now),
             }
