@@ -5,8 +5,18 @@
 //! A case that fails is written to `target/fuzz`; put it into the corpus once it is mended.
 #![allow(clippy::unwrap_used, missing_docs)]
 
+#[path = "fuzz/agents.rs"]
+mod agents;
+#[path = "sync_stream/client.rs"]
+#[allow(dead_code)]
+mod client;
+#[path = "fuzz/connections.rs"]
+mod connections;
 #[path = "fuzz/mutate.rs"]
 mod mutate;
+#[path = "sync_stream/replica.rs"]
+#[allow(dead_code)]
+mod replica;
 #[path = "fuzz/streams.rs"]
 mod streams;
 
@@ -244,4 +254,16 @@ fn fuzz_messages(target: &str, run: impl Fn(&[Vec<u8>]) -> usize) {
 #[test]
 fn server_streams() {
     fuzz_messages("server_stream", |messages| agent::server_stream(messages.iter().map(Vec::as_slice)));
+}
+
+#[test]
+fn agent_streams() {
+    fuzz_messages("agent_stream", |messages| control_plane::agent_stream(messages.iter().map(Vec::as_slice)));
+}
+
+#[test]
+fn certificates() {
+    fuzz("certificate", &["headgate://node/", "headgate://reader/", "system:node:"], |_, der| {
+        control_plane::certificate(der)
+    });
 }

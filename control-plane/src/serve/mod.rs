@@ -8,6 +8,7 @@ mod connections;
 mod discovery;
 mod first_request;
 mod fleet;
+pub(crate) mod fuzz;
 mod hello;
 mod http_api;
 mod inbound;
@@ -56,6 +57,9 @@ const KEEPALIVE: Duration = Duration::from_secs(20);
 
 /// What a stopping replica's connections get after their streams have ended, to write what is left.
 const LINGER: Duration = Duration::from_secs(1);
+
+/// Longest message of a request to Inspect, health or reflection, which hold names. Room is made for a message as soon as its length is known.
+const MAX_REQUEST_BYTES: usize = 64 << 10;
 
 /// How connections are secured.
 #[derive(Clone)]
@@ -294,11 +298,15 @@ async fn routes(shared: &Arc<Shared>) -> Result<Routes, ServeError> {
             .register_encoded_file_descriptor_set(FILE_DESCRIPTOR_SET)
             .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
     };
+    let inspect = InspectServer::new(inspect::Inspector(Arc::clone(shared)));
+    let inspect = inspect.max_decoding_message_size(MAX_REQUEST_BYTES);
+    let reflection_v1 = reflection().build_v1()?.max_decoding_message_size(MAX_REQUEST_BYTES);
+    let reflection_v1alpha = reflection().build_v1alpha()?.max_decoding_message_size(MAX_REQUEST_BYTES);
     Ok(Routes::new(Discovery(Arc::clone(shared)))
-        .add_service(InspectServer::with_interceptor(inspect::Inspector(Arc::clone(shared)), readers_only(shared)))
-        .add_service(health)
-        .add_service(InterceptedService::new(reflection().build_v1()?, readers_only(shared)))
-        .add_service(InterceptedService::new(reflection().build_v1alpha()?, readers_only(shared))))
+        .add_service(InterceptedService::new(inspect, readers_only(shared)))
+        .add_service(health.max_decoding_message_size(MAX_REQUEST_BYTES))
+        .add_service(InterceptedService::new(reflection_v1, readers_only(shared)))
+        .add_service(InterceptedService::new(reflection_v1alpha, readers_only(shared))))
 }
 
 /// Lets requests through that may look; health is for everybody whose certificate is believed.

@@ -1,0 +1,45 @@
+//! Streams of agents without connections, for [`crate::fuzz`].
+
+use std::sync::Arc;
+
+use headgate_proto::v1::{self, agent_message::Body};
+use prost::Message as _;
+use tokio::time::Instant;
+
+use super::{Settings, Shared, session::Session, signal::Signal};
+use crate::{
+    identity::{Identity, Peer},
+    metrics::Metrics,
+    store::Store,
+};
+
+/// In a `Hello`, this epoch stands for the store's own, which is random.
+const OWN_EPOCH: u64 = 1;
+
+/// Gives `messages` to a stream of a replica that serves `store`, and takes what it sends in between. Returns how many of them were accepted.
+pub(crate) fn stream<'a>(store: Arc<Store>, messages: impl IntoIterator<Item = &'a [u8]>) -> usize {
+    let shared = Shared::new(store, Arc::new(Metrics::default()), Settings::default());
+    let peer = Peer { address: ([127, 0, 0, 1], 7443).into(), identity: Identity::Unchecked, not_after: None };
+    let signal = Arc::new(Signal::new());
+    let mut session: Option<Session> = None;
+    let mut accepted = 0;
+    for bytes in messages {
+        let Ok(mut message) = v1::AgentMessage::decode(bytes) else { break };
+        if let Some(Body::Hello(v1::Hello { resume: Some(resume), .. })) = &mut message.body
+            && resume.epoch == OWN_EPOCH
+        {
+            resume.epoch = shared.store.epoch();
+        }
+        let taken = match &mut session {
+            Some(session) => session.take(message),
+            None => Session::open(&shared, &peer, &message, &signal).map(|opened| session = Some(opened)),
+        };
+        if taken.is_err() {
+            break;
+        }
+        accepted += 1;
+        let sends = |session: &mut Session| matches!(session.next(Instant::now()), Ok(Some(_)));
+        while session.as_mut().is_some_and(sends) {}
+    }
+    accepted
+}

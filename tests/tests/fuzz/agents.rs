@@ -1,0 +1,136 @@
+//! Writes the part of the corpus that agents send: messages, whole connections, and certificates.
+
+use std::{fs, path::Path};
+
+use headgate_control_plane::fuzz;
+use headgate_core::digest::Digests;
+use headgate_proto::{digests_to_wire, frame::frame, v1};
+use rcgen::{CertificateParams, DnType, KeyPair, SanType};
+use v1::agent_message::Body;
+
+use super::connections::{DATA, END_HEADERS, END_STREAM, HEADERS, PREFACE, SETTINGS, WINDOW_UPDATE, http2_frame};
+
+/// Epochs: that of the replica, by convention of the target, and another.
+const OWN: u64 = 1;
+const OTHER: u64 = 7;
+
+fn message(body: Body) -> Vec<u8> {
+    frame(&v1::AgentMessage { body: Some(body) }).to_vec()
+}
+
+fn hello(resume: Option<v1::Resume>) -> Vec<u8> {
+    message(Body::Hello(v1::Hello {
+        node_name: "node-a".into(),
+        agent_version: "0.1.0".into(),
+        status: Some(v1::AgentStatus { backend: "iptables".into(), degraded: vec!["no IPv6".into()] }),
+        resume,
+    }))
+}
+
+fn resume(epoch: u64) -> v1::Resume {
+    let position = |kind, position| v1::SourcePosition { kind, position };
+    let digests = Some(digests_to_wire(&Digests::default()));
+    v1::Resume { epoch, version: 1, positions: vec![position(1, 100), position(2, 90), position(9, 1)], digests }
+}
+
+/// What an agent may say after its `Hello`.
+fn answers() -> Vec<u8> {
+    let rejection =
+        v1::Rejection { resource: "Service shop/web".into(), field: "ports[0].port".into(), reason: "it is 0".into() };
+    let ack = |version| v1::Ack {
+        version,
+        node_revision: 1,
+        apply_microseconds: 900,
+        services_planned: 1,
+        objects_written: 2,
+        ..Default::default()
+    };
+    [
+        Body::Ack(ack(1)),
+        Body::Nack(v1::Nack { version: 1, rejections: vec![rejection; 3], withdrawn: vec!["Service shop/old".into()] }),
+        Body::ApplyFailed(v1::ApplyFailed { version: 1, error: "iptables-restore: busy".into(), attempts: 2 }),
+        Body::Status(v1::AgentStatus { backend: "ipvs".into(), degraded: Vec::new() }),
+        Body::Ack(ack(2)),
+    ]
+    .into_iter()
+    .flat_map(message)
+    .collect()
+}
+
+/// A header field that is not indexed (RFC 7541, 6.2.2). Texts are short.
+fn field(name: &str, value: &str) -> Vec<u8> {
+    let text = |text: &str| [&[u8::try_from(text.len()).unwrap()], text.as_bytes()].concat();
+    [vec![0], text(name), text(value)].concat()
+}
+
+/// A connection with one request.
+fn connection(path: &str, messages: &[u8], ends: bool) -> Vec<u8> {
+    // `:method: POST` and `:scheme: http`.
+    let mut block = vec![0x83, 0x86];
+    let fields = [(":authority", "replica"), ("content-type", "application/grpc"), ("te", "trailers")];
+    block.extend(field(":path", path));
+    fields.into_iter().for_each(|(name, value)| block.extend(field(name, value)));
+    let (first, rest) = messages.split_at(messages.len() / 2);
+    [
+        PREFACE.to_vec(),
+        http2_frame(SETTINGS, 0, 0, &[0, 4, 0, 1, 0, 0]),
+        http2_frame(WINDOW_UPDATE, 0, 0, &[0, 1, 0, 0]),
+        http2_frame(HEADERS, END_HEADERS, 1, &block),
+        http2_frame(DATA, 0, 1, first),
+        http2_frame(DATA, if ends { END_STREAM } else { 0 }, 1, rest),
+    ]
+    .concat()
+}
+
+fn certificate(common_name: &str, uri: Option<&str>) -> Vec<u8> {
+    let mut parameters = CertificateParams::default();
+    parameters.distinguished_name.push(DnType::CommonName, common_name);
+    if let Some(uri) = uri {
+        parameters.subject_alt_names.push(SanType::URI(uri.try_into().unwrap()));
+    }
+    let key = KeyPair::generate().unwrap();
+    parameters.self_signed(&key).unwrap().der().to_vec()
+}
+
+fn write(target: &str, files: &[(&str, Vec<u8>)]) {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus").join(target);
+    fs::create_dir_all(&folder).unwrap();
+    for (name, bytes) in files {
+        fs::write(folder.join(name), bytes).unwrap();
+    }
+}
+
+/// Does so when asked by `HEADGATE_WRITE_CORPUS=1`, after a change of the protocol.
+#[test]
+fn corpus_of_agents_is_written_when_asked_for() {
+    let streams = [
+        ("new.bin", [hello(None), answers()].concat()),
+        ("resumed-by-log.bin", [hello(Some(resume(OWN))), answers()].concat()),
+        ("resumed-by-digests.bin", [hello(Some(resume(OTHER))), answers()].concat()),
+    ];
+    for (name, bytes) in &streams {
+        let messages = super::messages_of(bytes);
+        assert_eq!(fuzz::agent_stream(messages.iter().map(Vec::as_slice)), messages.len(), "{name}");
+    }
+    let certificates = [
+        ("node-by-uri.der", certificate("agent", Some("headgate://node/node-a"))),
+        ("node-by-name.der", certificate("system:node:node-a", None)),
+        ("reader.der", certificate("me", Some("headgate://reader/me"))),
+    ];
+    assert!(certificates.iter().all(|(_, der)| fuzz::certificate(der)));
+    if std::env::var_os("HEADGATE_WRITE_CORPUS").is_none() {
+        return;
+    }
+    let sync = "/headgate.v1.Discovery/Sync";
+    let list = frame(&v1::ListServicesRequest::default());
+    let check = [0, 0, 0, 0, 2, 0x0a, 0];
+    let connections = [
+        ("sync.bin", connection(sync, &streams[0].1, false)),
+        ("sync-resumed.bin", connection(sync, &streams[2].1, false)),
+        ("inspect.bin", connection("/headgate.v1.Inspect/ListServices", &list, true)),
+        ("health.bin", connection("/grpc.health.v1.Health/Check", &check, true)),
+    ];
+    write("agent_stream", &streams);
+    write("certificate", &certificates);
+    write("connection", &connections);
+}
