@@ -9,6 +9,7 @@ use headgate_tests::{
     bench::{
         lagging,
         slow::slow_members,
+        snapshots::{self, IN_FLIGHT},
         storm::{self, CHANGED},
         workload,
     },
@@ -55,6 +56,17 @@ fn a_storm_brings_what_differs_and_nothing_else() {
     assert!(storm.changed.summary.present.buckets >= u64::from(CHANGED) / 2 * agents as u64);
     assert_eq!(storm.same.summary.by_log, agents);
     assert_eq!(storm.same.resumed_handshakes, agents as u64, "TLS sessions resume where they were made");
+}
+
+#[test]
+fn snapshots_are_sent_in_order_and_few_at_a_time() {
+    let agents = 300;
+    let mut stage = stage(agents, 800);
+    let seen = snapshots::measure(&mut stage, agents).unwrap();
+    assert!(seen.waiting > 0 && seen.in_flight <= IN_FLIGHT, "{seen:?}");
+    // Without any order it would be a half.
+    assert!(seen.overtaken < 0.4, "{seen:?}");
+    stage.compare_digests().unwrap();
 }
 
 #[test]

@@ -30,7 +30,7 @@ const CLOSE: f64 = 1.06;
 /// How large, how long, and on what.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Load {
-    /// Agents, of benches with a fleet [default: 5000; slow: 1000; lagging: 500; apiserver-load: 1, 100 and 5000]
+    /// Agents, of benches with a fleet [default: 5000; snapshots: 2000; slow: 1000; lagging: 500; apiserver-load: 1, 100 and 5000]
     #[arg(long, value_name = "N")]
     pub agents: Option<usize>,
     /// Agents among them that decode everything into the state of a real agent

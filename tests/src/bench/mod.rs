@@ -1,6 +1,7 @@
 //! Benches: each measures Headgate and an anchor in the same run, prints both with their ratio, and writes them as JSON.
 //!
-//! Figures are medians of repeated runs. Nothing asserts on time: machines differ, ratios are for people.
+//! Figures are medians of repeated runs. A bench fails when what it promises does not hold: counts, bytes, and ratios within one run. Times alone fail nothing,
+//! for machines differ.
 
 pub mod apiserver_load;
 pub mod clock;
@@ -15,6 +16,7 @@ pub mod lagging;
 pub mod memory;
 pub mod report;
 pub mod slow;
+pub mod snapshots;
 pub mod storm;
 pub mod wire;
 pub mod workload;

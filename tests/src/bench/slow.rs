@@ -24,13 +24,15 @@ const BYTES_PER_SECOND: u32 = 1_000;
 const ROUNDS: u32 = 3;
 /// How often memory is looked at.
 const SAMPLING: Duration = Duration::from_millis(500);
+/// How much later than without them the others may have a change, at p99.
+const WORSE: f64 = 1.1;
 /// Memory that may come and go whatever agents do: an allocator's, and a log's that fills up to its bound.
 const SLACK_BYTES: u64 = 4 << 20;
 
 /// Runs the bench.
 ///
 /// # Errors
-/// When memory grows while slow agents stay, or the others do not get everything.
+/// When memory grows while slow agents stay, or the others get something late, or not at all.
 pub fn run(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
     let agents = load.agents.unwrap_or(1_000);
     apart(|| {
@@ -89,6 +91,11 @@ fn measure(stage: &mut Stage, agents: usize, load: &Load) -> Result<Vec<Figure>>
         let most = SLACK_BYTES.max(growth.first / 50);
         ensure!(growth.last <= growth.first + most, "memory grows with time beside slow agents: {growths:?}");
     }
+    let (with_p99, without_p99) = (with.ms(0.99), without.ms(0.99));
+    ensure!(
+        with_p99 <= without_p99 * WORSE,
+        "slow agents make the others wait: p99 is {with_p99:.2} ms beside them, and {without_p99:.2} ms without"
+    );
     let label = format!("{agents}+{}", NEVER + SLOW);
     let name = |what: &str| format!("slow/{what}/{label}");
     let against = |what: &str, share: f64| {

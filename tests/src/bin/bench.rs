@@ -7,7 +7,7 @@ use clap::Parser;
 use headgate_tests::bench::{
     apiserver_load, connect, conntrack, delta, fleet, iptables, ipvs, lagging, memory,
     report::{Figure, publish},
-    slow, storm, wire,
+    slow, snapshots, storm, wire,
 };
 
 /// Measures Headgate beside an anchor in the same run; prints the figures and writes them as JSON
@@ -45,6 +45,9 @@ const BENCHES: &[(&str, &str, Bench)] = &[
     ("fleet", "thousands of agents on one replica: delay, CPU and memory", |a| fleet::run(&a.load, a.services)),
     ("wire", "bytes of an endpoint's change per node, alone and in bursts; fails above its goals", |_| wire::run()),
     ("storm", "all agents come back at once", |a| storm::run(&a.load, a.services)),
+    ("snapshots", "thousands of agents that have nothing come at once; fails when order or memory is not kept", |a| {
+        snapshots::run(&a.load, a.services)
+    }),
     ("slow", "agents that read slowly or not at all, beside others", |a| slow::run(&a.load, a.services)),
     ("apiserver-load", "what the API server sees of 1, 100 and 5,000 agents", |a| {
         apiserver_load::run(&a.load, a.services)

@@ -52,6 +52,8 @@ pub(super) struct Gauge {
     pub(super) timetable: Arc<Timetable>,
     pub(super) is_recording: bool,
     pub(super) latency: Histogram,
+    /// Moments at which agents were welcomed, and had their first snapshot, are numbered.
+    pub(super) moments: u64,
 }
 
 impl Gauge {
@@ -98,6 +100,8 @@ pub struct Client {
     pub(super) is_suspended: bool,
     earlier: Received,
     counts: Counts,
+    welcomed: Option<u64>,
+    first_snapshot: Option<(u64, u64)>,
 }
 
 /// What happened on an agent's connections, ended ones included.
@@ -132,6 +136,8 @@ impl Client {
             is_suspended: false,
             earlier: Received::default(),
             counts: Counts::default(),
+            welcomed: None,
+            first_snapshot: None,
         }
     }
 
@@ -159,6 +165,12 @@ impl Client {
         let mut all = self.earlier;
         all += *self.agent.tracker().received();
         all
+    }
+
+    /// When it was first welcomed, and when it had its first snapshot, as places in the order of such moments of all agents.
+    #[must_use]
+    pub fn first_snapshot(&self) -> Option<(u64, u64)> {
+        self.first_snapshot
     }
 
     /// How its present stream began; none when there is none.
@@ -316,19 +328,28 @@ impl Client {
             plain.clear();
             cipher.clear();
             let (http2, agent, is_measured) = (&mut link.http2, &mut self.agent, self.member.is_measured);
+            let (welcomed, first_snapshot) = (&mut self.welcomed, &mut self.first_snapshot);
             let mut broken = None;
             let mut on_message = |message: &[u8]| {
                 let effect = agent.on_message(message).map_err(|violation| violation.to_string())?;
                 match effect {
                     Effect::None => {}
                     // The replica has to learn what is programmed, also when nothing changes from now on.
-                    Effect::Welcomed => wants_ack |= agent.tracker().mode() == Some(Mode::Log),
+                    Effect::Welcomed => {
+                        wants_ack |= agent.tracker().mode() == Some(Mode::Log);
+                        gauge.moments += 1;
+                        welcomed.get_or_insert(gauge.moments);
+                    }
                     Effect::Node => wants_ack = true,
                     Effect::Drained(within_ms) => {
                         move_at = Some(now + Duration::from_millis(within_ms).mul_f64(fastrand::f64()));
                     }
                     Effect::Moved(before) => {
                         wants_ack = true;
+                        if first_snapshot.is_none() {
+                            gauge.moments += 1;
+                            *first_snapshot = welcomed.map(|welcomed| (welcomed, gauge.moments));
+                        }
                         if let (true, true, Some(after)) = (is_measured, gauge.is_recording, agent.tracker().point()) {
                             gauge.moved(&before, &after, now);
                         }

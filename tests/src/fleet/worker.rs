@@ -96,7 +96,7 @@ impl Worker {
             waiting: VecDeque::new(),
             handshaking: 0,
             scratch: Scratch::new(),
-            gauge: Gauge { timetable, is_recording: false, latency: Histogram::default() },
+            gauge: Gauge { timetable, is_recording: false, latency: Histogram::default(), moments: 0 },
             reference: None,
             ends: BTreeMap::new(),
         };
