@@ -154,7 +154,7 @@ impl Held {
     pub fn apply(&mut self, step: Step, dirty: &mut Dirty) {
         // Removals go last: what is new comes before what it replaces goes.
         let removals = step.snapshot.as_ref().map(|snapshot| self.left_over(snapshot, &step.changes));
-        for change in step.changes.into_iter().chain(removals.into_iter().flatten()) {
+        for change in in_parts(step.changes).chain(removals.into_iter().flatten()) {
             self.unsaved.note(&change);
             self.state.apply(change, dirty);
         }
@@ -169,7 +169,8 @@ impl Held {
     /// Removals of what is held in the snapshot's buckets and the snapshot did not carry. A full pass over the keys.
     fn left_over(&self, snapshot: &Snapshot, changes: &[Change]) -> Vec<Change> {
         let mut removals = Vec::new();
-        if snapshot.buckets.is_empty() {
+        let holds_nothing = self.state.entries().next().is_none() && self.state.service_cidrs().next().is_none();
+        if snapshot.buckets.is_empty() || holds_nothing {
             return removals;
         }
         let carried = Carried::of(changes);
@@ -203,6 +204,22 @@ impl Held {
     }
 }
 
+/// Changes that are freed together as they are taken up.
+const CHANGES_IN_A_PART: usize = 4096;
+
+/// Hands out changes in order, and frees what held them on the way: a snapshot and the state that becomes of it are never both there as a whole.
+fn in_parts(mut changes: Vec<Change>) -> impl Iterator<Item = Change> {
+    let mut parts = Vec::new();
+    while changes.len() > CHANGES_IN_A_PART {
+        let start = (changes.len() - 1) / CHANGES_IN_A_PART * CHANGES_IN_A_PART;
+        parts.push(changes.split_off(start));
+        changes.shrink_to_fit();
+    }
+    parts.push(changes);
+    // The first one was cut last.
+    std::iter::from_fn(move || parts.pop()).flatten()
+}
+
 /// Keys that a snapshot carried.
 #[derive(Default)]
 struct Carried<'a> {
@@ -230,5 +247,20 @@ impl<'a> Carried<'a> {
             }
         }
         carried
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_keep_the_order_and_leave_out_nothing() {
+        for count in [0, 1, CHANGES_IN_A_PART, CHANGES_IN_A_PART + 1, 3 * CHANGES_IN_A_PART, 3 * CHANGES_IN_A_PART + 7]
+        {
+            let change = |number: usize| Change::RemoveServiceCidr(number.to_string().into());
+            let changes: Vec<Change> = (0..count).map(change).collect();
+            assert_eq!(in_parts(changes.clone()).collect::<Vec<_>>(), changes, "{count} changes");
+        }
     }
 }
