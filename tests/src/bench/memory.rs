@@ -80,8 +80,10 @@ fn measure(variant: &str, services: u32) -> Result<Megabytes> {
     agent.arg("--state-dir").arg(folder.path().join("state"));
     let mut agent = Process::start("agent", &namespace, agent, &folder.path().join("agent.log"))?;
     let measured = watch(&namespace, &mut agent, services).and_then(|measured| {
+        // With no rules it is over before anybody looks.
         let rules = folder.path().join("rules");
-        Ok(Megabytes { program_alone: program_alone(variant, &namespace, &rules)?, ..measured })
+        let program_alone = if services == 0 { 0.0 } else { program_alone(variant, &namespace, &rules)? };
+        Ok(Megabytes { program_alone, ..measured })
     });
     let log = agent.log_tail();
     agent.kill()?;
