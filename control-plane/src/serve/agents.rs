@@ -7,7 +7,7 @@ use std::{
         Arc, Mutex, MutexGuard, OnceLock, PoisonError,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
-    time::SystemTime,
+    time::{Duration, Instant, SystemTime},
 };
 
 use headgate_proto::v1;
@@ -27,6 +27,9 @@ const MAX_LISTED: usize = 64;
 
 /// Bytes kept of a text that an agent sent.
 const MAX_TEXT_BYTES: usize = 512;
+
+/// An ACK that claims to have waited for longer is not believed.
+const MAX_AGO: Duration = Duration::from_secs(3_600);
 
 /// Why a stream ends.
 #[derive(Debug, Clone)]
@@ -143,10 +146,19 @@ impl Agent {
 
     /// Takes in what the agent says, for the fleet too.
     pub(super) fn update(&self, change: impl FnOnce(&mut Record)) {
+        self.update_programmed(&[], change);
+    }
+
+    /// The same with an ACK, which has come at `now`.
+    pub(super) fn ack(&self, ack: &v1::Ack, now: Instant) {
+        self.update_programmed(&programmed(ack, now), |record| record.ack(ack));
+    }
+
+    fn update_programmed(&self, programmed: &[(u64, Instant)], change: impl FnOnce(&mut Record)) {
         let mut record = self.record();
         change(&mut record);
         if let Some((fleet, seat)) = &mut *self.place() {
-            fleet.update(&self.node, seat, &record);
+            fleet.update(&self.node, seat, &record, programmed);
         }
     }
 
@@ -217,6 +229,23 @@ impl Record {
         let excess = self.rejections.len().saturating_sub(MAX_LISTED);
         self.rejections.drain(..excess);
     }
+}
+
+/// The versions that an ACK names, in ascending order, and when the kernel had them. What cannot be so is left out.
+fn programmed(ack: &v1::Ack, now: Instant) -> Vec<(u64, Instant)> {
+    let earlier = ack.earlier.iter().take(MAX_LISTED).map(|earlier| (earlier.version, earlier.ago_microseconds));
+    let mut found: Vec<(u64, Instant)> = Vec::with_capacity(ack.earlier.len().min(MAX_LISTED) + 1);
+    for (version, ago) in earlier.chain([(ack.version, ack.programmed_ago_microseconds)]) {
+        let is_next = version <= ack.version && found.last().is_none_or(|(last, _)| version > *last);
+        let ago = Duration::from_micros(ago);
+        if is_next
+            && ago <= MAX_AGO
+            && let Some(at) = now.checked_sub(ago)
+        {
+            found.push((version, at));
+        }
+    }
+    found
 }
 
 /// A text of a peer's, cut at a character's boundary.
@@ -312,6 +341,22 @@ impl NodeObserver for Agents {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_ack_says_when_the_kernel_had_what_it_covers() {
+        let now = Instant::now() + Duration::from_secs(1);
+        let earlier = |version, ago_microseconds| v1::ProgrammedVersion { version, ago_microseconds };
+        let ack = v1::Ack {
+            version: 9,
+            programmed_ago_microseconds: 10,
+            // Out of order, ahead of the ACK, and before there was any clock.
+            earlier: vec![earlier(5, 300), earlier(7, 200), earlier(6, 100), earlier(10, 50), earlier(8, u64::MAX)],
+            ..v1::Ack::default()
+        };
+        let ago = |(version, at): (u64, Instant)| (version, (now - at).as_micros());
+        let found: Vec<_> = programmed(&ack, now).into_iter().map(ago).collect();
+        assert_eq!(found, [(5, 300), (7, 200), (9, 10)]);
+    }
 
     #[test]
     fn texts_of_a_peer_are_cut_between_characters() {

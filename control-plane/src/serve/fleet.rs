@@ -1,20 +1,24 @@
 //! What the whole fleet has programmed, kept up to date with each ACK at the cost of a look into a map of the distinct versions.
 //!
-//! A commit, whose age counts from its event's arrival from the source, is *programmed everywhere* when the last member has acknowledged it. A member is an agent with a stream that has, since it
+//! A commit, whose age counts from its event's arrival from the source, is *programmed everywhere* when the last member has programmed it, which is known when the last
+//! member has acknowledged it: an ACK that has waited says how long ago the kernel had each version that it covers (contract, 7). A member is an agent with a stream that has, since it
 //! connected, acknowledged what was the head at that time: one that joins starts from there and does not count for what
 //! was committed before. Commits that only wait for an agent that leaves are not measured, since nobody knows how long the others took.
 
 use std::{
     collections::{BTreeMap, HashMap, VecDeque},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use headgate_proto::v1;
 use tokio::sync::watch;
 
 use super::agents::Record;
-use crate::{metrics::Metrics, store::Store};
+use crate::{
+    metrics::Metrics,
+    store::{Store, TIMED_COMMITS},
+};
 
 /// Measured commits that the summary is made from.
 const RECENT: usize = 1024;
@@ -39,6 +43,8 @@ struct Table {
     members: BTreeMap<u64, usize>,
     /// Commits up to here have been measured, or will not be.
     measured: u64,
+    /// When the last member so far had programmed each version after that; `None` where no member has said so.
+    programmed: VecDeque<Option<Instant>>,
     recent: VecDeque<Duration>,
     rejecting: HashMap<Arc<str>, Vec<v1::Rejection>>,
 }
@@ -89,6 +95,7 @@ impl Table {
         if seat.joins_at.is_none() {
             if self.members.is_empty() {
                 self.measured = seat.version;
+                self.programmed.clear();
             }
             count_in(&mut self.members, seat.version);
         }
@@ -99,6 +106,33 @@ impl Table {
         if seat.joins_at.is_none() {
             count_out(&mut self.members, &seat.version);
         }
+    }
+
+    /// Takes note of when a member had programmed the versions after `after`. An event of `programmed` stands for all up to its version, in ascending order.
+    fn note_programmed(&mut self, after: u64, programmed: &[(u64, Instant)]) {
+        let mut next = after.max(self.measured) + 1;
+        for (version, at) in programmed {
+            for version in next..=*version {
+                let index = usize::try_from(version - self.measured - 1).unwrap_or(usize::MAX);
+                if index >= TIMED_COMMITS {
+                    // So far back that the commit's time is forgotten when it is measured.
+                    return;
+                }
+                if index >= self.programmed.len() {
+                    self.programmed.resize(index + 1, None);
+                }
+                let latest = &mut self.programmed[index];
+                *latest = (*latest).max(Some(*at));
+            }
+            next = next.max(*version + 1);
+        }
+    }
+
+    /// Has commits up to a version measured. Returns when each of them was programmed by the last member.
+    fn measured_to(&mut self, version: u64) -> Vec<Option<Instant>> {
+        let count = usize::try_from(version.saturating_sub(self.measured)).unwrap_or(usize::MAX);
+        self.measured = self.measured.max(version);
+        self.programmed.drain(..count.min(self.programmed.len())).collect()
     }
 
     fn oldest_member(&self) -> Option<u64> {
@@ -134,14 +168,17 @@ impl Fleet {
         seat
     }
 
-    /// An agent has said something.
-    pub(super) fn update(&self, node: &Arc<str>, seat: &mut Seat, record: &Record) {
+    /// An agent has said something. `programmed` are the versions that an ACK names, in ascending order, and when the kernel had them.
+    pub(super) fn update(&self, node: &Arc<str>, seat: &mut Seat, record: &Record, programmed: &[(u64, Instant)]) {
         let old = *seat;
         (seat.version, seat.is_failing) = (record.programmed_version, record.is_failing());
         seat.settle();
         let mut table = self.table();
         table.note_rejections(node, record);
         if *seat != old {
+            if old.joins_at.is_none() {
+                table.note_programmed(old.version, programmed);
+            }
             // In before out, so that the last member is not counted as gone for a moment.
             table.count(*seat);
             table.discount(old);
@@ -157,7 +194,7 @@ impl Fleet {
         table.discount(seat);
         table.rejecting.remove(node);
         if let Some(oldest) = table.oldest_member() {
-            table.measured = table.measured.max(oldest);
+            table.measured_to(oldest);
         }
         drop(table);
         self.changed.send_replace(());
@@ -165,14 +202,20 @@ impl Fleet {
 
     fn measure(&self, table: &mut Table) {
         let Some(oldest) = table.oldest_member().filter(|oldest| *oldest > table.measured) else { return };
-        for age in self.store.commit_ages(table.measured, oldest) {
+        let ages = self.store.commit_ages(table.measured, oldest);
+        let asked = usize::try_from(oldest - table.measured).unwrap_or(usize::MAX);
+        let forgotten = asked.saturating_sub(ages.len());
+        let programmed = table.measured_to(oldest);
+        // Ages of the oldest may be forgotten.
+        let times = programmed.into_iter().skip(forgotten).chain(std::iter::repeat(None));
+        for (age, at) in ages.into_iter().zip(times) {
+            let age = age.saturating_sub(at.map_or(Duration::ZERO, |at| at.elapsed()));
             self.metrics.observe_programmed_everywhere(age);
             if table.recent.len() >= RECENT {
                 table.recent.pop_front();
             }
             table.recent.push_back(age);
         }
-        table.measured = oldest;
     }
 
     /// How many agents have a stream, and how many of these have programmed `version`. Those that fail now may have programmed it before.
@@ -281,11 +324,17 @@ mod tests {
         fn say(&mut self, node: &'static str, change: impl FnOnce(&mut Record)) {
             let (seat, record) = self.seats.get_mut(node).unwrap();
             change(record);
-            self.fleet.update(&node.into(), seat, record);
+            self.fleet.update(&node.into(), seat, record, &[]);
         }
 
         fn ack(&mut self, node: &'static str, version: u64) {
             self.say(node, |record| record.ack(&v1::Ack { version, ..v1::Ack::default() }));
+        }
+
+        fn ack_of(&mut self, node: &'static str, programmed: &[(u64, Instant)]) {
+            let (seat, record) = self.seats.get_mut(node).unwrap();
+            record.programmed_version = programmed.last().unwrap().0;
+            self.fleet.update(&node.into(), seat, record, programmed);
         }
 
         fn leave(&mut self, node: &'static str) {
@@ -343,6 +392,27 @@ mod tests {
         rig.enter("a");
         rig.ack("a", 6);
         assert_eq!((rig.measured(), rig.fleet.programmed(0)), (3, (1, 1)), "a commit without members is not measured");
+    }
+
+    #[test]
+    fn what_counts_is_when_the_kernel_had_it_and_not_when_the_ack_came() {
+        let mut rig = Rig::new();
+        rig.enter("a");
+        rig.enter("b");
+        let before = Instant::now();
+        std::thread::sleep(Duration::from_millis(5));
+        rig.commit();
+        rig.commit();
+        let after = Instant::now() + Duration::from_secs(3_600);
+        // The last ACK says that the kernel had both before anybody could know, which leaves nothing of their ages but what the other one says of the first.
+        rig.ack_of("a", &[(1, after), (2, before)]);
+        std::thread::sleep(Duration::from_millis(5));
+        rig.ack_of("b", &[(2, before)]);
+        let everywhere = rig.fleet.everywhere();
+        assert_eq!((everywhere.commits, everywhere.p50), (2, Duration::ZERO));
+        assert!(everywhere.max > Duration::ZERO, "{everywhere:?}");
+        // Nothing is kept for what has been measured.
+        assert_eq!(rig.fleet.table().programmed.len(), 0);
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! What an agent sends after its `Hello`, read by a task of its own so that a stream that cannot be written to still takes in ACKs.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Instant};
 
 use headgate_proto::v1::{self, agent_message::Body};
 use tonic::{Code, Status, Streaming};
@@ -70,7 +70,7 @@ pub(super) fn take(message: v1::AgentMessage, agent: &Agent, metrics: &Metrics) 
         Body::Ack(ack) => {
             metrics.count_agent_message("ack");
             if was_sent(ack.version, agent, metrics) {
-                agent.update(|record| record.ack(&ack));
+                agent.ack(&ack, Instant::now());
             }
         }
         Body::Nack(nack) => {

@@ -52,7 +52,7 @@ use nodes::Nodes;
 const EAGER_CHANGES: usize = 1024;
 
 /// Commits whose time is remembered, for lag.
-const TIMED_COMMITS: usize = 4096;
+pub(crate) const TIMED_COMMITS: usize = 4096;
 
 /// Bounds of what the store keeps beside the state itself.
 #[derive(Debug, Clone)]

@@ -450,7 +450,7 @@ impl Stream {
             apply_microseconds: u64::try_from(programmed.took.as_micros()).unwrap_or(u64::MAX),
             services_planned: programmed.services_planned,
             objects_written: programmed.objects_written,
-            programmed_ago_microseconds: 0,
+            ..v1::Ack::default()
         };
         self.outbox.ack(ack, Instant::now());
     }

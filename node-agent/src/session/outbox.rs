@@ -19,15 +19,25 @@ const NACK_BYTES: usize = MAX_AGENT_MESSAGE_BYTES / 2;
 /// Least time between two ACKs (contract, 7). A fleet's ACKs are most of what a replica has to read: thousands of agents times the changes a second.
 const ACK_INTERVAL: Duration = Duration::from_millis(250);
 
+/// Times of earlier versions in one ACK (`Ack.earlier`); what is older counts as programmed with the oldest of them.
+const MAX_EARLIER: usize = 64;
+
 /// Messages in order. A newer status, ACK, or failure, replaces one that waits.
 #[derive(Debug, Default)]
 pub(super) struct Outbox {
     nacks: VecDeque<v1::Nack>,
     failed: Option<v1::ApplyFailed>,
-    /// With the time at which it was programmed.
-    ack: Option<(v1::Ack, Instant)>,
+    ack: Option<WaitingAck>,
     last_ack: Option<Instant>,
     status: Option<v1::AgentStatus>,
+}
+
+/// An ACK that may wait for others.
+#[derive(Debug)]
+struct WaitingAck {
+    ack: v1::Ack,
+    /// The versions that it covers, and when each was programmed. The last is its own.
+    programmed: VecDeque<(u64, Instant)>,
 }
 
 impl Outbox {
@@ -42,13 +52,21 @@ impl Outbox {
 
     /// Queues an ACK of what has been programmed just now.
     pub(super) fn ack(&mut self, mut ack: v1::Ack, now: Instant) {
-        if let Some((waiting, _)) = &self.ack {
-            ack.services_planned = ack.services_planned.saturating_add(waiting.services_planned);
-            ack.objects_written = ack.objects_written.saturating_add(waiting.objects_written);
+        let mut programmed = VecDeque::with_capacity(1);
+        if let Some(waiting) = self.ack.take() {
+            ack.services_planned = ack.services_planned.saturating_add(waiting.ack.services_planned);
+            ack.objects_written = ack.objects_written.saturating_add(waiting.ack.objects_written);
+            programmed = waiting.programmed;
+            // A node's revision alone is acknowledged by the same version.
+            programmed.retain(|(version, _)| *version < ack.version);
+            if programmed.len() > MAX_EARLIER {
+                programmed.pop_front();
+            }
         }
+        programmed.push_back((ack.version, now));
         // The failure that came before is made good.
         self.failed = None;
-        self.ack = Some((ack, now));
+        self.ack = Some(WaitingAck { ack, programmed });
     }
 
     pub(super) fn status(&mut self, mut status: v1::AgentStatus) {
@@ -110,9 +128,15 @@ impl Outbox {
             Body::ApplyFailed(failed)
         } else {
             self.ready_at(now).filter(|at| *at <= now)?;
-            let (mut ack, programmed) = self.ack.take()?;
+            let WaitingAck { mut ack, programmed } = self.ack.take()?;
             self.last_ack = Some(now);
-            ack.programmed_ago_microseconds = u64::try_from((now - programmed).as_micros()).unwrap_or(u64::MAX);
+            let ago = |at: Instant| u64::try_from((now - at).as_micros()).unwrap_or(u64::MAX);
+            let mut earlier: Vec<_> = programmed
+                .into_iter()
+                .map(|(version, at)| v1::ProgrammedVersion { version, ago_microseconds: ago(at) })
+                .collect();
+            ack.programmed_ago_microseconds = earlier.pop().map_or(0, |own| own.ago_microseconds);
+            ack.earlier = earlier;
             Body::Ack(ack)
         };
         Some(v1::AgentMessage { body: Some(body) })
@@ -171,8 +195,22 @@ mod tests {
         assert!(matches!(outbox.pop(at(110)).unwrap().body, Some(Body::ApplyFailed(_))));
         let late = ack(outbox.pop(at(250)));
         assert_eq!((late.version, late.programmed_ago_microseconds), (3, 150_000));
+        assert_eq!(late.earlier, [v1::ProgrammedVersion { version: 2, ago_microseconds: 200_000 }]);
         outbox.ack(v1::Ack { version: 5, ..Default::default() }, at(900));
         assert_eq!(ack(outbox.pop(at(900))).version, 5, "after a quiet time one goes at once");
+    }
+
+    #[test]
+    fn times_of_earlier_versions_are_bounded_and_of_each_version_once() {
+        let (mut outbox, now) = (Outbox::default(), Instant::now());
+        for version in 1..=1_000 {
+            // A version, and then the node's revision with it.
+            outbox.ack(v1::Ack { version, ..Default::default() }, now);
+            outbox.ack(v1::Ack { version, node_revision: 1, ..Default::default() }, now);
+        }
+        let ack = ack(outbox.pop(now));
+        let versions: Vec<u64> = ack.earlier.iter().map(|earlier| earlier.version).collect();
+        assert_eq!((ack.version, versions), (1_000, (936..1_000).collect()));
     }
 
     #[test]

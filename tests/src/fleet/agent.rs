@@ -1,6 +1,6 @@
 //! One agent's knowledge, which outlives its connections: a tracker, and for some agents the real state behind it.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Instant};
 
 use headgate_core::{Dirty, digest::Digests, reference::Referable};
 use headgate_node_agent::session::{
@@ -127,16 +127,23 @@ impl Agent {
         Ok(effect)
     }
 
-    /// The bytes of an ACK for where it is; none before there is anything to acknowledge.
-    pub(super) fn ack(&self) -> Option<Vec<u8>> {
+    /// The bytes of an ACK for where it is, with the times at which it reached the versions that came since the last; none before there is anything to
+    /// acknowledge.
+    pub(super) fn ack(&self, programmed: &[(u64, Instant)]) -> Option<Vec<u8>> {
         let version = self.tracker.point()?.version;
+        let ago = |at: &Instant| u64::try_from(at.elapsed().as_micros()).unwrap_or(u64::MAX);
+        let (last, earlier) = programmed.split_last().unzip();
+        let earlier = earlier.unwrap_or_default().iter();
         let ack = v1::Ack {
             version,
             node_revision: self.tracker.node_revision(),
             apply_microseconds: 900,
             services_planned: 1,
             objects_written: 2,
-            programmed_ago_microseconds: 0,
+            programmed_ago_microseconds: last.map_or(0, |(_, at)| ago(at)),
+            earlier: earlier
+                .map(|(version, at)| v1::ProgrammedVersion { version: *version, ago_microseconds: ago(at) })
+                .collect(),
         };
         Some(v1::AgentMessage { body: Some(Body::Ack(ack)) }.encode_to_vec())
     }

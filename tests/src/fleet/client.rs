@@ -22,6 +22,9 @@ use super::{
     tracker::{Effect, Mode, Point, Received, Violation},
 };
 
+/// Earlier versions that an ACK tells of (contract, `Ack.earlier`).
+const MAX_EARLIER: usize = 64;
+
 /// Why a connection is no more.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Lost {
@@ -95,6 +98,8 @@ pub struct Client {
     left: Option<SocketAddr>,
     pub(super) failures: u32,
     last_ack: Option<Instant>,
+    /// Versions that the next ACK covers, and when they came.
+    programmed: Vec<(u64, Instant)>,
     pub(super) ack_is_scheduled: bool,
     pub(super) violation: Option<String>,
     pub(super) is_suspended: bool,
@@ -131,6 +136,7 @@ impl Client {
             left: None,
             failures: 0,
             last_ack: None,
+            programmed: Vec::new(),
             ack_is_scheduled: false,
             violation: None,
             is_suspended: false,
@@ -275,6 +281,7 @@ impl Client {
     pub(super) fn disconnect(&mut self, how: Break) {
         let Some(link) = self.link.take() else { return };
         self.earlier += self.agent.end_stream();
+        self.programmed.clear();
         if how == Break::Reset
             && let Err(error) = SockRef::from(&link.socket).set_linger(Some(Duration::ZERO))
         {
@@ -329,6 +336,7 @@ impl Client {
             cipher.clear();
             let (http2, agent, is_measured) = (&mut link.http2, &mut self.agent, self.member.is_measured);
             let (welcomed, first_snapshot) = (&mut self.welcomed, &mut self.first_snapshot);
+            let programmed = &mut self.programmed;
             let mut broken = None;
             let mut on_message = |message: &[u8]| {
                 let effect = agent.on_message(message).map_err(|violation| violation.to_string())?;
@@ -350,6 +358,10 @@ impl Client {
                             gauge.moments += 1;
                             *first_snapshot = welcomed.map(|welcomed| (welcomed, gauge.moments));
                         }
+                        if programmed.len() > MAX_EARLIER {
+                            programmed.remove(0);
+                        }
+                        programmed.extend(agent.tracker().point().map(|point| (point.version, now)));
                         if let (true, true, Some(after)) = (is_measured, gauge.is_recording, agent.tracker().point()) {
                             gauge.moved(&before, &after, now);
                         }
@@ -424,9 +436,10 @@ impl Client {
     /// Sends an ACK for where it is.
     pub(super) fn acknowledge(&mut self, scratch: &mut Scratch) -> Result<(), Lost> {
         self.ack_is_scheduled = false;
-        let Some(ack) = self.agent.ack().filter(|_| self.is_following()) else { return Ok(()) };
+        let Some(ack) = self.agent.ack(&self.programmed).filter(|_| self.is_following()) else { return Ok(()) };
         if self.send(&ack, scratch)? {
             self.last_ack = Some(Instant::now());
+            self.programmed.clear();
             self.counts.acks += 1;
         }
         Ok(())
