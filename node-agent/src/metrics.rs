@@ -98,6 +98,8 @@ pub struct Metrics {
     pub verifications_failed: Counter,
     /// Services whose rules the kernel refuses.
     pub services_refused: Gauge,
+    /// Ways in which the agent runs below what was asked for.
+    pub degraded_modes: Gauge,
     /// Times that the kernel began to refuse a service's rules.
     pub service_refusals: Counter,
     /// Health-check node ports.
@@ -142,6 +144,7 @@ impl Default for Metrics {
             repairs: Counter::default(),
             verifications_failed: Counter::default(),
             services_refused: Gauge::default(),
+            degraded_modes: Gauge::default(),
             service_refusals: Counter::default(),
             health_check: HealthCheckMetrics::default(),
             head_version: Gauge::default(),
@@ -210,6 +213,8 @@ impl Metrics {
         let help =
             "Services whose rules the kernel refuses: their last good ones stay, and nothing else waits for them";
         add.gauge("services_refused", "", help, self.services_refused.clone());
+        let help = "Ways in which the agent runs below what was asked for, such as iptables in place of ipvs; /healthz of the metrics port and headgatectl agents name them";
+        add.gauge("degraded_modes", "", help, self.degraded_modes.clone());
         let help = "Times that the kernel began to refuse a service's rules";
         add.counter("service_refusals", "", help, self.service_refusals.clone());
         let help = "1 while rules count packets into nfnetlink_acct: what the kubeproxy_iptables_…_packets_total show";

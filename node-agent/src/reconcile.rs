@@ -413,6 +413,7 @@ impl Reconciler {
     fn tell_status(&self) {
         let mut now = status(self.backend.as_ref());
         now.degraded.extend_from_slice(&self.complaints);
+        self.metrics.degraded_modes.set(i64::try_from(now.degraded.len()).unwrap_or(i64::MAX));
         self.progress.send_if_modified(|progress| {
             let is_new = progress.status != now;
             if is_new {

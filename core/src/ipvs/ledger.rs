@@ -14,6 +14,7 @@ use super::{
     config::{Binding, IpvsConfig},
     existing::Existing,
     plan::{Op, Plan},
+    refused::Barred,
     server::{Server, ServerKey, Wanted},
     service::{self, ServicePlan, Via},
     sets::{Element, Set},
@@ -51,6 +52,7 @@ pub struct Ledger {
     bound: HashMap<IpAddr, u32>,
     routes: BTreeSet<IpNet>,
     problems: BTreeMap<Arc<ServiceKey>, String>,
+    barred: Barred,
 }
 
 /// Changes of one round, before they are put in order. What is needed again in the same round is not removed.
@@ -80,6 +82,7 @@ impl Ledger {
             bound: HashMap::new(),
             routes: BTreeSet::new(),
             problems: BTreeMap::new(),
+            barred: Barred::default(),
         }
     }
 
@@ -99,6 +102,11 @@ impl Ledger {
     #[must_use]
     pub fn rules(&self) -> &iptables::Ledger {
         &self.rules
+    }
+
+    /// As [`iptables::Ledger::set_aside`], of the rules beside the virtual servers.
+    pub fn set_rules_aside(&mut self, services: &BTreeSet<Arc<ServiceKey>>) {
+        self.rules.set_aside(services);
     }
 
     /// As [`iptables::Ledger::confirm`].
@@ -291,7 +299,17 @@ impl Ledger {
 
     fn plan_of(&self, state: &State, node: &NodeFacts, key: &Arc<ServiceKey>) -> ServicePlan {
         let Some(service) = state.entry(key).and_then(|entry| entry.service()) else { return ServicePlan::default() };
-        service::plan(&self.config, service, &service_views(state, key, self.config.family, node))
+        let mut plan = service::plan(&self.config, service, &service_views(state, key, self.config.family, node));
+        self.barred.strip(key, &mut plan);
+        plan
+    }
+
+    pub(super) fn plans(&self) -> impl Iterator<Item = (&Arc<ServiceKey>, &ServicePlan)> {
+        self.programmed.iter()
+    }
+
+    pub(super) fn set_barred(&mut self, barred: Barred) {
+        self.barred = barred;
     }
 
     /// Enters a service's plan, and what it needs besides servers.

@@ -23,7 +23,8 @@
 //! # Draining
 //!
 //! A TCP destination that is not wanted any more gets weight 0, so that connections go on and no new ones come, and is removed when the kernel
-//! counts none. One that comes back gets its weight back. UDP and SCTP destinations are removed at once, as kube-proxy does. A virtual
+//! counts none. One that comes back gets its weight back. UDP and SCTP destinations are removed at once, as kube-proxy does, and those of scheduler
+//! `dh`, which does not pass over weight 0. A virtual
 //! server stays as long as it has a destination, and so do its address and what marks it as ours in sets: an agent that
 //! starts anew finds a destination of weight 0 and goes on.
 //!
@@ -40,6 +41,7 @@ pub mod existing;
 pub mod fake_kernel;
 pub mod ledger;
 pub mod plan;
+mod refused;
 pub mod scheduler;
 pub mod server;
 pub mod service;

@@ -94,6 +94,13 @@ impl Scheduler {
         matches!(self, Self::SourceHashing | Self::MaglevHashing)
     }
 
+    /// Whether new connections find another destination while one drains. `dh` does not look for another one: all connections to an address would
+    /// fail as long as the one that its hash gives has weight 0.
+    #[must_use]
+    pub fn passes_over_weight_zero(self) -> bool {
+        self != Self::DestinationHashing
+    }
+
     /// Weight of the destination at `position` of `count`, in order of address. Kubernetes knows no weights, so all are alike, but where the
     /// scheduler goes by nothing else: `fo` takes the highest, and so does `ovf`, to which it is also the number of active connections
     /// beyond which the next one is used.

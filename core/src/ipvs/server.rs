@@ -143,6 +143,9 @@ impl Server {
         after: &mut Vec<Op>,
     ) {
         let key = self.key;
+        // A server that nobody wants any more may drain whatever its scheduler.
+        let can_drain =
+            key.protocol == Protocol::Tcp && (wanted.is_empty() || self.settings.scheduler.passes_over_weight_zero());
         for (address, weight) in wanted {
             match self.destinations.insert(*address, Destination::Active(*weight)) {
                 None => before.push(Op::AddDestination(key, *address, *weight)),
@@ -157,7 +160,7 @@ impl Server {
             }
             match destination {
                 Destination::Draining(_) => true,
-                Destination::Active(weight) if key.protocol == Protocol::Tcp => {
+                Destination::Active(weight) if can_drain => {
                     if *weight != 0 {
                         after.push(Op::EditDestination(key, *address, 0));
                     }

@@ -177,7 +177,8 @@ impl Port<'_> {
 
     fn source_ranges(&self, plan: &mut ServicePlan, address: IpAddr) {
         let ranges = &self.view.source_ranges;
-        if ranges.is_open() {
+        // Without endpoints everybody is refused, whom the ranges admit or not.
+        if ranges.is_open() || !self.view.has_any_endpoint {
             return;
         }
         let ServerKey { address, protocol, port } = self.key(address);

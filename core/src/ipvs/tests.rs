@@ -394,3 +394,65 @@ fn what_kube_proxy_left_is_taken_over() {
     assert_eq!(rig.kernel.servers.keys().collect::<Vec<_>>(), [&key("192.0.2.11", 8000)]);
     assert!(rig.kernel.bound.is_empty());
 }
+
+#[test]
+fn schedulers_that_do_not_pass_over_weight_zero_lose_destinations_at_once() {
+    let mut rig = Rig::new(config());
+    let service = Service { scheduler: "dh".into(), ..service() };
+    rig.step([Change::Service(service.clone()), endpoint("10.244.1.1", "node-a"), endpoint("10.244.2.1", "node-b")]);
+    rig.step([Change::RemoveEndpoint(service.key.clone(), ip("10.244.2.1"))]);
+    assert_eq!(rig.destinations("10.96.0.1", 80), weighted(&[("10.244.1.1:8080", 1)]));
+    // When there is nothing to choose from any more, the last one may keep its connections.
+    rig.step([Change::RemoveEndpoint(service.key, ip("10.244.1.1"))]);
+    assert_eq!(rig.destinations("10.96.0.1", 80), weighted(&[("10.244.1.1:8080", 0)]));
+}
+
+#[test]
+fn an_address_that_goes_to_another_service_keeps_what_both_want() {
+    let mut rig = Rig::new(config());
+    let first = service();
+    let second = Service { key: ServiceKey::new("ns", "other"), cluster_ips: vec![ip("10.96.0.2")], ..service() };
+    let of_second = |change: Change| match change {
+        Change::Endpoint(_, endpoint) => Change::Endpoint(second.key.clone(), endpoint),
+        other => other,
+    };
+    rig.step([
+        Change::Service(first.clone()),
+        endpoint("10.244.1.1", "node-a"),
+        Change::Service(second.clone()),
+        of_second(endpoint("10.244.1.1", "node-a")),
+    ]);
+    // The first has been the winner; both change in one step.
+    rig.step([Change::RemoveService(first.key)]);
+    assert_eq!(rig.destinations("203.0.113.1", 80), weighted(&[("10.244.1.1:8080", 1)]));
+}
+
+#[test]
+fn without_endpoints_everybody_is_refused_whatever_ranges_say() {
+    let mut rig = Rig::new(config());
+    let service = Service { load_balancer_source_ranges: vec!["10.0.0.0/8".parse().unwrap()], ..service() };
+    rig.step([Change::Service(service)]);
+    assert!(rig.kernel.sets[&Set::LoadBalancerFirewall].is_empty());
+    rig.step([endpoint("10.244.1.1", "node-a")]);
+    assert!(rig.has(Set::LoadBalancerFirewall, "203.0.113.2,tcp:80"));
+}
+
+#[test]
+fn what_the_kernel_refuses_is_left_out_and_the_rest_is_programmed() {
+    let mut rig = Rig::new(config());
+    rig.step([Change::Service(service()), endpoint("10.244.1.1", "node-a")]);
+    let refused = Op::Bind(ip("203.0.113.1"));
+    let services = rig.ledger.services_that_want(&refused);
+    assert_eq!(services.iter().map(Arc::as_ref).collect::<Vec<_>>(), [&service().key]);
+    assert!(rig.ledger.services_that_want(&Op::Bind(ip("203.0.113.9"))).is_empty());
+    rig.ledger.bar(services.into_iter().map(|key| (key, vec![refused])).collect());
+    let plan = rig.ledger.full(&rig.state, &node(), &rig.kernel.existing(), 0);
+    rig.kernel.apply(&plan).unwrap();
+    assert!(!rig.kernel.bound.contains(&ip("203.0.113.1")) || rig.ledger.draining().count() == 1);
+    assert_eq!(rig.destinations("10.96.0.1", 80), weighted(&[("10.244.1.1:8080", 1)]));
+    assert_eq!(rig.destinations("203.0.113.2", 80), weighted(&[("10.244.1.1:8080", 1)]));
+    // Tried again, it is there again.
+    rig.ledger.bar(BTreeMap::new());
+    rig.step([endpoint("10.244.1.2", "node-b")]);
+    assert_eq!(rig.destinations("203.0.113.1", 80), weighted(&[("10.244.1.1:8080", 1), ("10.244.1.2:8080", 1)]));
+}

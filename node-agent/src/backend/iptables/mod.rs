@@ -5,7 +5,7 @@
 pub(super) mod command;
 mod config;
 mod counters;
-mod refused;
+pub(super) mod refused;
 pub(super) mod rules;
 pub(super) mod sysctl;
 pub(super) mod variant;
@@ -175,7 +175,7 @@ impl Backend for IptablesBackend {
     ) -> Result<Vec<Refused>, BackendError> {
         let mut refused = Vec::new();
         for family in self.families.iter().filter(|of| families.is_empty() || families.contains(&of.family)) {
-            refused.extend(family.find_refused(source, suspects)?);
+            refused.extend(refused::find_refused(&family.programs, &family.ledger, source, suspects)?);
         }
         Ok(refused)
     }

@@ -2,9 +2,9 @@
 
 use std::{collections::BTreeSet, sync::Arc};
 
-use headgate_core::{ServiceKey, State, iptables::Ledger};
+use headgate_core::{Family, ServiceKey, State, iptables::Ledger};
 
-use super::FamilyBackend;
+use super::command::Programs;
 use crate::{
     backend::{BackendError, ErrorKind, Refused, StateSource},
     isolate::{Fault, find_faults},
@@ -13,49 +13,47 @@ use crate::{
 /// Attempts in one search. For one service among 10,000, 28 are enough.
 const MAX_ATTEMPTS: u32 = 256;
 
-impl FamilyBackend {
-    /// Tries the suspects' rules, by halves; without suspects, all services that are not set aside yet. See [`Ledger::trial`] for what becomes
-    /// of traffic meanwhile.
-    pub(super) fn find_refused(
-        &self,
-        source: &dyn StateSource,
-        suspects: Option<&BTreeSet<Arc<ServiceKey>>>,
-    ) -> Result<Vec<Refused>, BackendError> {
-        let services = match suspects {
-            Some(suspects) => suspects.iter().cloned().collect(),
-            None => self.all_services(source),
-        };
-        let attempt = |services: &[Arc<ServiceKey>]| {
-            let mut trial = None;
-            source.look(&mut |state, node| trial = Some(self.ledger.trial(state, node, services)));
-            let Some(trial) = trial else { return Ok(None) };
-            match self.programs.restore(&trial) {
-                Ok(()) => Ok(None),
-                Err(error) if error.kind == ErrorKind::Refused => Ok(Some(error.message)),
-                Err(error) => Err(error.of(self.family)),
-            }
-        };
-        let found = find_faults(&services, "", MAX_ATTEMPTS, attempt);
-        self.programs.restore(&Ledger::end_of_trials())?;
-        Ok(found?.into_iter().flat_map(|fault| self.refused(fault)).collect())
-    }
+/// Tries the suspects' rules, by halves; without suspects, all services that are not set aside yet. See [`Ledger::trial`] for what becomes
+/// of traffic meanwhile.
+pub(in crate::backend) fn find_refused(
+    programs: &Programs,
+    ledger: &Ledger,
+    source: &dyn StateSource,
+    suspects: Option<&BTreeSet<Arc<ServiceKey>>>,
+) -> Result<Vec<Refused>, BackendError> {
+    let services = match suspects {
+        Some(suspects) => suspects.iter().cloned().collect(),
+        None => all_services(ledger, source),
+    };
+    let attempt = |services: &[Arc<ServiceKey>]| {
+        let mut trial = None;
+        source.look(&mut |state, node| trial = Some(ledger.trial(state, node, services)));
+        let Some(trial) = trial else { return Ok(None) };
+        match programs.restore(&trial) {
+            Ok(()) => Ok(None),
+            Err(error) if error.kind == ErrorKind::Refused => Ok(Some(error.message)),
+            Err(error) => Err(error.of(programs.family())),
+        }
+    };
+    let found = find_faults(&services, "", MAX_ATTEMPTS, attempt);
+    programs.restore(&Ledger::end_of_trials())?;
+    Ok(found?.into_iter().flat_map(|fault| refused(programs.family(), fault)).collect())
+}
 
-    fn all_services(&self, source: &dyn StateSource) -> Vec<Arc<ServiceKey>> {
-        let mut services = Vec::new();
-        source.look(&mut |state: &State, _| {
-            services =
-                state.entries().map(|(key, _)| Arc::clone(key)).filter(|key| !self.ledger.is_aside(key)).collect();
-        });
-        services.sort_unstable();
-        services
-    }
+fn all_services(ledger: &Ledger, source: &dyn StateSource) -> Vec<Arc<ServiceKey>> {
+    let mut services = Vec::new();
+    source.look(&mut |state: &State, _| {
+        services = state.entries().map(|(key, _)| Arc::clone(key)).filter(|key| !ledger.is_aside(key)).collect();
+    });
+    services.sort_unstable();
+    services
+}
 
-    fn refused(&self, fault: Fault<Arc<ServiceKey>>) -> impl Iterator<Item = Refused> {
-        let (family, count) = (self.family, fault.items.len());
-        let reason = match count {
-            1 => fault.reason,
-            _ => format!("one of {count} services, or several, too many to tell them apart now: {}", fault.reason),
-        };
-        fault.items.into_iter().map(move |service| Refused { service, family, reason: reason.clone() })
-    }
+fn refused(family: Family, fault: Fault<Arc<ServiceKey>>) -> impl Iterator<Item = Refused> {
+    let count = fault.items.len();
+    let reason = match count {
+        1 => fault.reason,
+        _ => format!("one of {count} services, or several, too many to tell them apart now: {}", fault.reason),
+    };
+    fault.items.into_iter().map(move |service| Refused { service, family, reason: reason.clone() })
 }

@@ -1,21 +1,22 @@
 //! One family's virtual servers, sets and rules.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     net::{IpAddr, SocketAddr},
+    sync::Arc,
     time::{Duration, Instant},
 };
 
 use headgate_core::{
-    Family,
+    Family, ServiceKey,
     iptables::{NodePortAddresses, Table},
     ipvs::{Ledger, Op, Plan},
 };
 
 use super::{
     super::{
-        BackendError, ErrorKind, FamilyStatistics, Report, StateSource, TableStatistics,
-        iptables::{command::Programs, rules::Left},
+        BackendError, ErrorKind, FamilyStatistics, Refused, Report, StateSource, TableStatistics,
+        iptables::{command::Programs, refused::find_refused, rules::Left},
     },
     convert,
     kernel::{Kernel, of_ipvs, of_sets},
@@ -38,6 +39,10 @@ pub(super) struct FamilyBackend {
     last_took: Duration,
     /// Rules that the last step wrote: nat, filter.
     last_rules: [u32; 2],
+    /// Steps that the kernel refuses, by the service that asks for them: in the last attempt, and those that are left out of plans since.
+    refused: BTreeMap<Arc<ServiceKey>, Vec<RefusedOp>>,
+    /// Some of them are from an attempt that has not been looked into.
+    has_newly_refused: bool,
 }
 
 impl FamilyBackend {
@@ -49,6 +54,8 @@ impl FamilyBackend {
             next_deep_look: None,
             last_took: Duration::ZERO,
             last_rules: [0; 2],
+            refused: BTreeMap::new(),
+            has_newly_refused: false,
         }
     }
 
@@ -145,10 +152,55 @@ impl FamilyBackend {
             }
         }
         self.ledger.set_config(config);
-        let count = refused.len();
-        let reasons: Vec<String> = refused.into_iter().take(5).map(|refused| refused.reason).collect();
-        let message = format!("the kernel refuses {count} steps: {}", reasons.join("; "));
-        Err(BackendError::new(ErrorKind::NeedsFullSync, message))
+        let reasons: Vec<String> = refused.iter().take(5).map(|refused| refused.reason.clone()).collect();
+        let message = format!("the kernel refuses {} steps: {}", refused.len(), reasons.join("; "));
+        let mut kind = ErrorKind::Refused;
+        for refused in refused {
+            let services = self.ledger.services_that_want(&refused.op);
+            // What no service is at fault for only the kernel can tell; another scheduler is taken by planning anew.
+            if services.is_empty() || refused.missing_scheduler.is_some() {
+                kind = ErrorKind::NeedsFullSync;
+                continue;
+            }
+            for service in services {
+                self.has_newly_refused = true;
+                let ops = self.refused.entry(service).or_default();
+                if !ops.contains(&refused) {
+                    ops.push(refused.clone());
+                }
+            }
+        }
+        Err(BackendError::new(kind, message))
+    }
+
+    /// As [`Backend::find_refused`](super::super::Backend::find_refused). Steps stand for themselves, so that it is known who is at fault; rules have to be tried.
+    pub(super) fn find_refused(
+        &mut self,
+        source: &dyn StateSource,
+        suspects: Option<&BTreeSet<Arc<ServiceKey>>>,
+    ) -> Result<Vec<Refused>, BackendError> {
+        if !std::mem::take(&mut self.has_newly_refused) {
+            return find_refused(&self.programs, self.ledger.rules(), source, suspects);
+        }
+        let reason = |ops: &Vec<RefusedOp>| {
+            let reasons: Vec<&str> = ops.iter().map(|refused| refused.reason.as_str()).collect();
+            reasons.join("; ")
+        };
+        let refused = |(service, ops): (&Arc<ServiceKey>, &Vec<RefusedOp>)| Refused {
+            service: Arc::clone(service),
+            family: self.family,
+            reason: format!("{}; the rest of the service is programmed", reason(ops)),
+        };
+        Ok(self.refused.iter().map(refused).collect())
+    }
+
+    /// As [`Backend::set_aside`](super::super::Backend::set_aside): of services with refused steps, those are left out; of others, the rules stay as they were.
+    pub(super) fn set_aside(&mut self, services: &BTreeSet<Arc<ServiceKey>>) {
+        self.refused.retain(|service, _| services.contains(service));
+        let ops = |refused: &Vec<RefusedOp>| refused.iter().map(|refused| refused.op).collect();
+        self.ledger.bar(self.refused.iter().map(|(service, refused)| (Arc::clone(service), ops(refused))).collect());
+        let by_rules = services.iter().filter(|service| !self.refused.contains_key(*service));
+        self.ledger.set_rules_aside(&by_rules.cloned().collect());
     }
 
     /// What somebody else flushes shows at once; what somebody changes shows when everything is compared.

@@ -16,10 +16,14 @@ mod write;
 pub(super) use cleanup::remove_all;
 pub use config::Config;
 
-use std::time::{Duration, Instant};
+use std::{
+    collections::BTreeSet,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use headgate_core::{
-    Dirty, Family, State,
+    Dirty, Family, ServiceKey, State,
     ipvs::{IpvsConfig, Ledger, Plan as FamilyPlan},
     view::NodeFacts,
 };
@@ -31,7 +35,7 @@ use self::{
     sysctl::Sysctls,
 };
 use super::{
-    Backend, BackendError, ErrorKind, FamilyStatistics, Plan, Report, StateSource,
+    Backend, BackendError, ErrorKind, FamilyStatistics, Plan, Refused, Report, StateSource,
     iptables::{Variant, command::Programs, sysctl::has_ipv6, variant},
 };
 use crate::node_inputs::NodeInputs;
@@ -197,6 +201,26 @@ impl Backend for IpvsBackend {
             family.run(kernel, device, &plan, &mut report)
         })?;
         Ok(report)
+    }
+
+    fn find_refused(
+        &mut self,
+        source: &dyn StateSource,
+        suspects: Option<&BTreeSet<Arc<ServiceKey>>>,
+        families: &[Family],
+    ) -> Result<Vec<Refused>, BackendError> {
+        let mut refused = Vec::new();
+        for family in self.families.iter_mut().filter(|of| families.is_empty() || families.contains(&of.family)) {
+            refused.extend(family.find_refused(source, suspects)?);
+        }
+        Ok(refused)
+    }
+
+    fn set_aside(&mut self, refused: &[Refused]) {
+        for family in &mut self.families {
+            let own = refused.iter().filter(|refused| refused.family == family.family);
+            family.set_aside(&own.map(|refused| Arc::clone(&refused.service)).collect());
+        }
     }
 
     fn statistics(&self) -> Vec<FamilyStatistics> {

@@ -62,8 +62,13 @@ fn has_scheduler(ipvs: &mut Ipvs, scheduler: Scheduler) -> Result<(), BackendErr
                 ipvs.execute([&remove]).map_err(of_ipvs)?;
                 return Ok(());
             }
-            // Somebody's, or left by an agent that was killed at this point; the cleanup knows.
-            Some(refused) if refused.refusal.code == libc::EEXIST => {}
+            Some(refused) if refused.refusal.code == libc::EEXIST => {
+                // Without destinations it is of an agent that was killed at this point.
+                let id = convert::service_id(key);
+                if ipvs.destinations(id).map_err(of_ipvs)?.is_empty() {
+                    ipvs.execute([&Command::RemoveService(id)]).map_err(of_ipvs)?;
+                }
+            }
             Some(refused) if refused.refusal.code == libc::ENOENT => {
                 let message = format!(
                     "this kernel has no scheduler {scheduler}: load the module ip_vs_{scheduler} (modprobe ip_vs_{scheduler})"
