@@ -133,7 +133,7 @@ fn flat(saves: &[String]) -> Vec<String> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
 
-    // rows: 19, 93, 98, 100
+    // rows of iptables: 19, 93, 98, 100
     #[test]
     fn replayed_split_and_squashed_changes_end_in_the_same_rules(
         changes in prop::collection::vec(any_change(8), 1..60),
@@ -222,7 +222,7 @@ proptest! {
     }
 }
 
-// rows: 99
+// rows of iptables: 99
 #[test]
 fn crossing_the_dispatch_threshold_keeps_the_rules_right() {
     for removed in [0u16, 100, 144, 272, 399] {

@@ -14,6 +14,7 @@ use headgate_tests::testbed::{
     manifests::{Endpoint, Port, Service, Slice, Via, ready},
     plan::{self, Family, SECOND_LINE_PORT},
 };
+use headgate_tests::uml;
 use serde_json::{Value, json};
 
 /// Longest wait for what is to come. A guard: it takes some milliseconds.
@@ -231,26 +232,36 @@ fn only_the_addresses_of_node_ports_listen() {
     }
 }
 
-// rows: 72
+// rows of iptables: 72
 #[test]
 fn the_hosts_firewall_lets_health_checks_through() {
     for (backend, variant) in [(Backend::IptablesLegacy, Variant::Legacy), (Backend::IptablesNft, Variant::Nft)] {
-        scenario(backend, cluster(service("web", &["a1"])), |bed| {
-            let node = bed.machines().machine("node-a")?;
-            let other = PORT + 1;
-            let _listening: Vec<TcpListener> = Family::BOTH
-                .into_iter()
-                .map(|family| node.run(|| Ok(TcpListener::bind((node_address("node-a", family), other))?)))
-                .collect::<Result<_>>()?;
-            expect(bed, "node-a", PORT, &says(200, "web", 1))?;
-            for family in Family::BOTH {
-                let rule = format!("-A INPUT -p tcp --dport {PORT}:{other} -j DROP");
-                let lock = bed.machines().xtables_lock("node-a");
-                iptables::run(node, variant, family, &lock, &rule.split(' ').collect::<Vec<_>>())?;
-                let found = ask(bed, "outside-1", SocketAddr::new(node_address("node-a", family), other))?;
-                ensure!(found == Health::Silent, "{found:?} at a port that the firewall closes");
-            }
-            expect(bed, "node-a", PORT, &says(200, "web", 1))
-        });
+        lets_health_checks_through(backend, variant);
     }
+}
+
+// rows of ipvs: 72
+#[test]
+fn the_hosts_firewall_lets_health_checks_through_to_virtual_servers() {
+    uml::inside(|| lets_health_checks_through(Backend::Ipvs, Variant::Legacy));
+}
+
+fn lets_health_checks_through(backend: Backend, variant: Variant) {
+    scenario(backend, cluster(service("web", &["a1"])), |bed| {
+        let node = bed.machines().machine("node-a")?;
+        let other = PORT + 1;
+        let _listening: Vec<TcpListener> = Family::BOTH
+            .into_iter()
+            .map(|family| node.run(|| Ok(TcpListener::bind((node_address("node-a", family), other))?)))
+            .collect::<Result<_>>()?;
+        expect(bed, "node-a", PORT, &says(200, "web", 1))?;
+        for family in Family::BOTH {
+            let rule = format!("-A INPUT -p tcp --dport {PORT}:{other} -j DROP");
+            let lock = bed.machines().xtables_lock("node-a");
+            iptables::run(node, variant, family, &lock, &rule.split(' ').collect::<Vec<_>>())?;
+            let found = ask(bed, "outside-1", SocketAddr::new(node_address("node-a", family), other))?;
+            ensure!(found == Health::Silent, "{found:?} at a port that the firewall closes");
+        }
+        expect(bed, "node-a", PORT, &says(200, "web", 1))
+    });
 }

@@ -97,7 +97,8 @@ macro_rules! packet_tests {
                 group(BACKEND, "intake");
             }
 
-            // rows: 73, 74, 75, 76, 77, 78
+            // rows: 73, 74, 75, 77, 78
+            // rows of iptables: 76
             #[test]
             fn affinity() {
                 on_testbed(BACKEND, table::services(), |bed| {
@@ -155,24 +156,6 @@ macro_rules! packet_tests {
                 on_machines(BACKEND, settings::services(), settings::masquerading);
             }
 
-            // rows: 93, 98, 100
-            #[test]
-            fn a_change_writes_its_service() {
-                on_machines(BACKEND, lifecycle::some_services(), rules::a_change_writes_its_service);
-            }
-
-            // rows: 96
-            #[test]
-            fn flushed_rules_come_back() {
-                on_machines(BACKEND, lifecycle::some_services(), rules::flushed_rules_come_back);
-            }
-
-            // rows: 103
-            #[test]
-            fn the_other_variant_goes() {
-                on_machines(BACKEND, lifecycle::some_services(), rules::the_other_variant_goes);
-            }
-
             // rows: 17
             #[test]
             fn no_sctp_sockets() {
@@ -183,12 +166,6 @@ macro_rules! packet_tests {
             #[test]
             fn out_of_window() {
                 scenario(BACKEND, raw::out_of_window);
-            }
-
-            // rows: 50
-            #[test]
-            fn loopback_is_guarded() {
-                scenario(BACKEND, raw::loopback_is_guarded);
             }
 
             // rows: 15, 89, 104
@@ -236,8 +213,43 @@ macro_rules! packet_tests {
             fn agent_crash() {
                 on_testbed(BACKEND, lifecycle::some_services(), lifecycle::agent_crash);
             }
+        }
+    )* };
+}
 
-            // rows: 97, 103
+/// Tests about rules alone.
+macro_rules! rule_tests {
+    ($($module:ident: $backend:expr;)*) => { $(
+        mod $module {
+            use super::*;
+
+            const BACKEND: Backend = $backend;
+
+            // rows of iptables: 93, 98, 100
+            #[test]
+            fn a_change_writes_its_service() {
+                on_machines(BACKEND, lifecycle::some_services(), rules::a_change_writes_its_service);
+            }
+
+            // rows of iptables: 96
+            #[test]
+            fn flushed_rules_come_back() {
+                on_machines(BACKEND, lifecycle::some_services(), rules::flushed_rules_come_back);
+            }
+
+            // rows of iptables: 103
+            #[test]
+            fn the_other_variant_goes() {
+                on_machines(BACKEND, lifecycle::some_services(), rules::the_other_variant_goes);
+            }
+
+            // rows of iptables: 50
+            #[test]
+            fn loopback_is_guarded() {
+                scenario(BACKEND, raw::loopback_is_guarded);
+            }
+
+            // rows of iptables: 97, 103
             #[test]
             fn foreign_rules_and_cleanup() {
                 on_machines(BACKEND, lifecycle::some_services(), lifecycle::foreign_rules_and_cleanup);
@@ -251,25 +263,73 @@ packet_tests! {
     iptables_nft: Backend::IptablesNft;
     iptables_legacy_compact: Backend::IptablesLegacyCompact;
     iptables_nft_compact: Backend::IptablesNftCompact;
+    ipvs: Backend::Ipvs;
 }
 
-mod ipvs {
+/// As backends see it: what is in rules, and nowhere else.
+mod rules_of {
+    use super::*;
+
+    rule_tests! {
+        iptables_legacy: Backend::IptablesLegacy;
+        iptables_nft: Backend::IptablesNft;
+        iptables_legacy_compact: Backend::IptablesLegacyCompact;
+        iptables_nft_compact: Backend::IptablesNftCompact;
+    }
+}
+
+/// What only mode ipvs has.
+mod virtual_servers {
+    use headgate_tests::cases::ipvs;
+
     use super::*;
 
     const BACKEND: Backend = Backend::Ipvs;
 
+    // rows of ipvs: 92, 93, 98, 100
     #[test]
-    fn cluster_ip() {
-        group(BACKEND, "cluster_ip");
+    fn a_change_writes_what_it_changes() {
+        on_machines(BACKEND, lifecycle::some_services(), ipvs::a_change_writes_what_it_changes);
+    }
+
+    // rows of ipvs: 96
+    #[test]
+    fn flushed_state_comes_back() {
+        on_machines(BACKEND, lifecycle::some_services(), ipvs::flushed_state_comes_back);
+    }
+
+    // rows of ipvs: 97, 101, 103
+    #[test]
+    fn foreign_state_and_cleanup() {
+        on_machines(BACKEND, lifecycle::some_services(), ipvs::foreign_state_and_cleanup);
+    }
+
+    // rows of ipvs: 103
+    #[test]
+    fn modes_switch() {
+        on_machines(BACKEND, lifecycle::some_services(), ipvs::modes_switch);
+    }
+
+    // rows of ipvs: 89, 102
+    #[test]
+    fn destinations_drain() {
+        on_testbed(BACKEND, lifecycle::some_services(), ipvs::destinations_drain);
+    }
+
+    // rows of ipvs: 41, 43, 46, 59
+    #[test]
+    fn addresses() {
+        on_machines(BACKEND, Ok(Manifests::default()), ipvs::addresses);
     }
 
     #[test]
-    fn endpoint_conditions() {
-        group(BACKEND, "endpoint_conditions");
+    fn a_refused_destination_disturbs_nothing() {
+        on_testbed(BACKEND, lifecycle::some_services(), ipvs::a_refused_destination_disturbs_nothing);
     }
 
+    // rows of ipvs: 108
     #[test]
-    fn external_traffic_policy() {
-        group(BACKEND, "external_traffic_policy");
+    fn falls_back_to_iptables() {
+        on_machines(BACKEND, lifecycle::some_services(), ipvs::falls_back_to_iptables);
     }
 }

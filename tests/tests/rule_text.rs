@@ -291,32 +291,32 @@ fn run(variant: Variant, layout: Layout) {
         .unwrap();
 }
 
-// rows: 99, 100
+// rows of iptables: 99, 100
 #[test]
 fn legacy_prints_classic_rules_back_as_rendered() {
     run(Variant::Legacy, Layout::Classic);
 }
 
-// rows: 99, 100
+// rows of iptables: 99, 100
 #[test]
 fn nft_prints_classic_rules_back_as_rendered() {
     run(Variant::Nft, Layout::Classic);
 }
 
-// rows: 99, 100
+// rows of iptables: 99, 100
 #[test]
 fn legacy_prints_compact_rules_back_as_rendered() {
     run(Variant::Legacy, Layout::Compact);
 }
 
-// rows: 99, 100
+// rows of iptables: 99, 100
 #[test]
 fn nft_prints_compact_rules_back_as_rendered() {
     run(Variant::Nft, Layout::Compact);
 }
 
 /// 300 services more and fewer change the layout twice.
-// rows: 99, 100
+// rows of iptables: 99, 100
 #[test]
 fn nft_prints_rules_back_as_rendered_when_the_layout_changes() {
     run(Variant::Nft, Layout::Auto);

@@ -56,7 +56,7 @@ fn rules<'a>(script: &'a str, chain: &str) -> Vec<&'a str> {
     script.lines().filter_map(|line| line.strip_prefix(&start)).collect()
 }
 
-// rows: 100
+// rows of iptables: 100
 #[test]
 fn hashes_are_kube_proxys() {
     let vector = |kind, text| ChainName::of(kind, text).to_string();
@@ -72,7 +72,7 @@ fn hashes_are_kube_proxys() {
     }
 }
 
-// rows: 30, 32, 100
+// rows of iptables: 30, 32, 100
 #[test]
 fn a_cluster_ip_spreads_over_its_endpoints_as_in_kube_proxy() {
     let key = ServiceKey::new("ns4", "svc4");
@@ -117,7 +117,7 @@ fn a_cluster_ip_spreads_over_its_endpoints_as_in_kube_proxy() {
     );
 }
 
-// rows: 52, 53, 54, 55
+// rows of iptables: 52, 53, 54, 55
 #[test]
 fn a_local_policy_short_circuits_pods_and_the_node_and_drops_the_rest() {
     let key = ServiceKey::new("ns2", "svc2");
@@ -146,7 +146,7 @@ fn a_local_policy_short_circuits_pods_and_the_node_and_drops_the_rest() {
     assert!(script.contains(r#"-A KUBE-NODEPORTS -p tcp -m comment --comment "ns2/svc2 health check node port" -m tcp --dport 30000 -j ACCEPT"#));
 }
 
-// rows: 60, 62, 63
+// rows of iptables: 60, 62, 63
 #[test]
 fn source_ranges_guard_load_balancer_ips_alone() {
     let key = ServiceKey::new("ns5", "svc5");
@@ -172,7 +172,7 @@ fn source_ranges_guard_load_balancer_ips_alone() {
     assert!(rules(&script, "KUBE-NODEPORTS")[0].ends_with("--dport 3002 -j KUBE-EXT-NUKIZ6OKUXPJNT4C"));
 }
 
-// rows: 73, 74
+// rows of iptables: 73, 74
 #[test]
 fn affinity_checks_and_records_the_client() {
     let key = ServiceKey::new("ns1", "svc1");
@@ -193,7 +193,7 @@ fn affinity_checks_and_records_the_client() {
     );
 }
 
-// rows: 40, 57
+// rows of iptables: 40, 57
 #[test]
 fn without_endpoints_connections_are_refused() {
     let (state, _) = state([Change::Service(service("svc6", "172.30.0.46"))]);
@@ -203,7 +203,7 @@ fn without_endpoints_connections_are_refused() {
     assert!(!script.contains("172.30.0.46/32 -p tcp -m comment --comment \"ns6/svc6:p80 cluster IP\""));
 }
 
-// rows: 93
+// rows of iptables: 93
 #[test]
 fn one_endpoint_touches_two_chains_and_no_dispatch() {
     let changes = (0..100u32).flat_map(|i| {
@@ -259,7 +259,7 @@ fn the_older_service_holds_an_address_that_two_claim() {
     assert_eq!(leads_to(&full(config(), &state).1), ["ns1/svc1"]);
 }
 
-// rows: 20, 21
+// rows of iptables: 20, 21
 #[test]
 fn terminating_endpoints_serve_only_when_nothing_is_ready() {
     let key = ServiceKey::new("ns1", "svc1");
@@ -279,7 +279,7 @@ fn terminating_endpoints_serve_only_when_nothing_is_ready() {
     assert!(!script.contains("10.180.0.1:80") && !script.contains("10.180.0.3:80"));
 }
 
-// rows: 97, 98
+// rows of iptables: 97, 98
 #[test]
 fn stale_chains_go_and_foreign_ones_stay() {
     let save = "*nat\n:PREROUTING ACCEPT [0:0]\n:DOCKER - [0:0]\n:KUBE-SVC-XPGD46QRK7WJZT7O - [0:0]\n\
@@ -300,7 +300,7 @@ fn stale_chains_go_and_foreign_ones_stay() {
     assert!(Existing::parse(Table::Filter, save).chains.is_empty());
 }
 
-// rows: 99
+// rows of iptables: 99
 #[test]
 fn the_compact_layout_translates_in_the_services_chain() {
     let key = ServiceKey::new("ns1", "svc1");

@@ -1,5 +1,39 @@
 //! The checklist: what users of a Kubernetes service proxy rely on.
 
+use crate::testbed::Backend;
+
+/// A backend's column of the checklist.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Column {
+    /// iptables, all variants and layouts.
+    Iptables,
+    /// IPVS.
+    Ipvs,
+}
+
+impl Column {
+    /// All of them.
+    pub const ALL: [Self; 2] = [Self::Iptables, Self::Ipvs];
+
+    /// As comments name it.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Iptables => "iptables",
+            Self::Ipvs => "ipvs",
+        }
+    }
+
+    /// The backend of the packet cases that it stands for.
+    #[must_use]
+    pub fn backend(self) -> Backend {
+        match self {
+            Self::Iptables => Backend::IptablesLegacy,
+            Self::Ipvs => Backend::Ipvs,
+        }
+    }
+}
+
 /// Rows that belong together.
 #[derive(Debug)]
 pub struct Section {
@@ -19,6 +53,51 @@ pub struct Row {
     /// Why the iptables backend needs no test of it, if it needs none.
     pub iptables_reason: Option<&'static str>,
 }
+
+impl Row {
+    /// Why a backend needs no test of it, if it needs none.
+    #[must_use]
+    pub fn reason(&self, column: Column) -> Option<&'static str> {
+        match column {
+            Column::Iptables => self.iptables_reason,
+            Column::Ipvs => IPVS_REASONS.iter().find(|(number, _)| *number == self.number).map(|(_, reason)| *reason),
+        }
+    }
+}
+
+/// Where IPVS cannot do what the checklist says, or has no need to.
+const IPVS_REASONS: &[(u8, &str)] = &[
+    (
+        37,
+        "but for UDP datagrams above the path's MTU that a node itself sends: IPVS translates them behind the kernel's choice of a path, and the sender is told that they are too long (over IPv4 the first one only)",
+    ),
+    (
+        42,
+        "as with kube-proxy: the packet leaves by the node's routes, since only addresses of Services are the node's own",
+    ),
+    (
+        48,
+        "IPVS cannot: a virtual server on 127.0.0.1 would send packets away with a source that nobody can reply to; connections are refused, as with kube-proxy",
+    ),
+    (
+        50,
+        "no NodePorts on 127.0.0.0/8, so the kernel keeps its own guard: nothing is opened that would have to be guarded",
+    ),
+    (
+        74,
+        "IPVS counts from when it forgets the client's last connection, two minutes after its end, and looks once a minute",
+    ),
+    (76, "IPVS cannot: it keeps records by virtual server, so each address of a port has its own"),
+    (
+        83,
+        "a UDP destination that gets no new flows is removed at once, and its flows go to others, as with kube-proxy; those of TCP are kept, see rows 89 and 102",
+    ),
+    (
+        85,
+        "nothing to order: destinations are removed in the same batch in which others are added, and flows are looked for after it",
+    ),
+    (99, "no need: the number of rules is the same for any number of services, apart from services with Local policy"),
+];
 
 const fn row(number: u8, behaviour: &'static str) -> Row {
     Row { number, behaviour, iptables_reason: None }

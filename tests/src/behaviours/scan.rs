@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use super::rows::SECTIONS;
-use crate::cases::table;
+use super::rows::{Column, SECTIONS};
+use crate::cases::{Case, table};
 
 /// Crates by their folder, and the binary ids that nextest gives them.
 const CRATES: [(&str, &str); 6] = [
@@ -71,11 +71,11 @@ impl ProvingTest {
 /// Tests by row.
 pub type Evidence = BTreeMap<u8, Vec<ProvingTest>>;
 
-/// Collects from all sources under `root`.
+/// Collects what proves a backend's rows from all sources under `root`.
 ///
 /// # Errors
 /// A comment names a row that does not exist, or stands above no test; a group has no test; a file cannot be read.
-pub fn scan(root: &Path) -> Result<Evidence, ScanError> {
+pub fn scan(root: &Path, column: Column) -> Result<Evidence, ScanError> {
     let mut evidence = Evidence::new();
     for (folder, _) in CRATES {
         for file in sources(root, &Path::new(folder).join("src"))?
@@ -83,7 +83,7 @@ pub fn scan(root: &Path) -> Result<Evidence, ScanError> {
             .chain(sources(root, &Path::new(folder).join("tests"))?)
         {
             let text = read(root, &file)?;
-            for (name, rows) in comments(&file, &text)? {
+            for (name, rows) in comments(&file, &text, column)? {
                 enter(&mut evidence, &ProvingTest { file: file.clone(), name }, &rows);
             }
         }
@@ -93,7 +93,9 @@ pub fn scan(root: &Path) -> Result<Evidence, ScanError> {
         if !packets.contains(&format!("fn {name}()")) {
             return Err(ScanError::Group(name.to_owned()));
         }
-        let rows: Vec<u8> = cases().iter().flat_map(|case| case.rows.iter().copied()).collect();
+        let cases = cases();
+        let is_run = |case: &&Case| !case.excluded.iter().any(|(backend, _)| *backend == column.backend());
+        let rows: Vec<u8> = cases.iter().filter(is_run).flat_map(|case| case.rows.iter().copied()).collect();
         enter(&mut evidence, &ProvingTest { file: PACKETS.into(), name: name.to_owned() }, &rows);
     }
     for tests in evidence.values_mut() {
@@ -134,15 +136,23 @@ fn sources(root: &Path, folder: &Path) -> Result<Vec<PathBuf>, ScanError> {
 }
 
 /// Tests with such a comment, and its rows.
-fn comments(file: &Path, text: &str) -> Result<Vec<(String, Vec<u8>)>, ScanError> {
+fn comments(file: &Path, text: &str, column: Column) -> Result<Vec<(String, Vec<u8>)>, ScanError> {
     let lines: Vec<&str> = text.lines().map(str::trim).collect();
     let mut found = Vec::new();
     for (index, line) in lines.iter().enumerate() {
-        let Some(list) = line.strip_prefix("// rows:") else { continue };
+        let Some(rest) = line.strip_prefix("// rows") else { continue };
+        let Some((of, list)) = rest.split_once(':') else { continue };
         let failed = |message: String| ScanError::Comment { path: file.to_owned(), line: index + 1, message };
+        let is_known = of.is_empty() || Column::ALL.iter().any(|column| of == format!(" of {}", column.name()));
+        if !is_known {
+            return Err(failed(format!("\"rows{of}\" names no backend: write \"rows\" or \"rows of ipvs\"")));
+        }
         let rows = list.split(',').map(|number| known_row(number.trim())).collect::<Result<Vec<u8>, String>>();
         let name = test_below(&lines[index + 1..]).ok_or("no test follows: put the comment right above #[test]");
-        found.push((name.map_err(|message| failed(message.to_owned()))?, rows.map_err(failed)?));
+        let (name, rows) = (name.map_err(|message| failed(message.to_owned()))?, rows.map_err(failed)?);
+        if of.is_empty() || of == format!(" of {}", column.name()) {
+            found.push((name, rows));
+        }
     }
     Ok(found)
 }
@@ -172,10 +182,10 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use std::path::Path;
 
-    use super::{ProvingTest, comments};
+    use super::{Column, ProvingTest, comments};
 
     fn found(text: &str) -> Result<Vec<(String, Vec<u8>)>, String> {
-        comments(Path::new("core/src/x.rs"), text).map_err(|error| error.to_string())
+        comments(Path::new("core/src/x.rs"), text, Column::Ipvs).map_err(|error| error.to_string())
     }
 
     // Written with a space too many, so that they are not found where they stand.
@@ -187,6 +197,14 @@ mod tests {
             "{PREFIX}: 31, 36\n/// Words.\n#[test]\nfn a() {{}}\n  {PREFIX}: 1\n#[tokio::test(x)]\nasync fn b() {{}}"
         );
         assert_eq!(found(&text).unwrap(), [("a".to_owned(), vec![31, 36]), ("b".to_owned(), vec![1])]);
+    }
+
+    #[test]
+    fn rows_of_one_backend_are_not_the_others() {
+        let text = format!("{PREFIX} of iptables: 1\n#[test]\nfn a() {{}}\n{PREFIX} of ipvs: 2\n#[test]\nfn b() {{}}");
+        assert_eq!(found(&text).unwrap(), [("b".to_owned(), vec![2])]);
+        let error = found(&format!("{PREFIX} of ipsv: 2\n#[test]\nfn b() {{}}")).unwrap_err();
+        assert!(error.contains("names no backend"), "{error}");
     }
 
     #[test]

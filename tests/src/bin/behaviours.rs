@@ -3,16 +3,17 @@
 use std::path::Path;
 
 use anyhow::{Context, Result, anyhow, bail};
-use headgate_tests::behaviours::{self, Report, scan};
+use headgate_tests::behaviours::{self, Column, Report, scan};
 
 fn main() -> Result<()> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().context("the top level of the repository")?;
-    let evidence = scan::scan(root)?;
-    let page = behaviours::render(&evidence).map_err(|bare| anyhow!("{bare}"))?;
+    let columns = Column::ALL.map(|column| scan::scan(root, column).map(|evidence| (column, evidence)));
+    let columns = columns.into_iter().collect::<Result<Vec<_>, _>>()?;
+    let page = behaviours::render(&columns).map_err(|bare| anyhow!("{bare}"))?;
     let report = Report::newest(root)?;
-    let mut objections: Vec<String> = evidence
-        .values()
-        .flatten()
+    let mut objections: Vec<String> = columns
+        .iter()
+        .flat_map(|(_, evidence)| evidence.values().flatten())
         .filter_map(|test| Some(format!("{} {} {}", test.file.display(), test.name, report.objection(test)?)))
         .collect();
     objections.sort();

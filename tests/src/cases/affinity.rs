@@ -1,6 +1,7 @@
 //! Session affinity by client address.
 
 use std::collections::BTreeSet;
+use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -8,7 +9,7 @@ use anyhow::{Context, Result, ensure};
 use super::case::EVERY_TRANSPORT;
 use super::run::{answers, shares};
 use crate::testbed::manifests::{Service, Via, ready};
-use crate::testbed::{Family, Outcome, Request, Testbed, Transport, client};
+use crate::testbed::{Backend, Family, Outcome, Request, Testbed, Transport, client};
 
 use Via::{ClusterIp, ExternalIp, LoadBalancerIp, NodePort};
 
@@ -36,6 +37,10 @@ pub fn sticks(bed: &Testbed) -> Result<()> {
             for from in CLIENTS_OF_NODE_A {
                 seen.insert(only_server(bed, from, "sticky", NodePort("node-a"), family, port)?);
             }
+            if bed.backend() == Backend::Ipvs {
+                // IPVS keeps records by virtual server.
+                continue;
+            }
             // The record is the service port's, not the address's.
             for (from, ways) in [
                 ("outside-1", [ClusterIp, NodePort("node-a"), ExternalIp, LoadBalancerIp]),
@@ -58,6 +63,9 @@ pub fn sticks(bed: &Testbed) -> Result<()> {
 pub fn expires(bed: &Testbed) -> Result<()> {
     let service = bed.service("sticky-briefly")?;
     let timeout_seconds = service.affinity_timeout_seconds.context("sticky-briefly has affinity")?;
+    if bed.backend() == Backend::Ipvs {
+        return has_timeout(bed, &service, timeout_seconds);
+    }
     let expires_over = |family| -> Result<()> {
         let ask_all = || -> Result<Vec<String>> {
             CLIENTS_OF_NODE_A
@@ -92,6 +100,21 @@ pub fn expires(bed: &Testbed) -> Result<()> {
             .into_iter()
             .try_for_each(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
     })
+}
+
+/// IPVS counts from when it forgets a client's last connection, minutes after its end, and looks once a minute: what can be seen at once is that it was
+/// told the time-out.
+fn has_timeout(bed: &Testbed, service: &Service, timeout_seconds: u32) -> Result<()> {
+    let mut command = Command::new("ipvsadm");
+    command.arg("-Sn");
+    let listed = bed.machines().machine("node-a")?.output(command)?;
+    for family in Family::BOTH {
+        let server = service.socket_address(ClusterIp, family, "tcp")?;
+        let line = listed.lines().find(|line| line.starts_with(&format!("-A -t {server} ")));
+        let line = line.with_context(|| format!("no virtual server {server}:\n{listed}"))?;
+        ensure!(line.contains(&format!(" -p {timeout_seconds}")), "it does not last {timeout_seconds} s: {line}");
+    }
+    Ok(())
 }
 
 /// Affinity can be switched on and off, and a client whose server is gone gets another.

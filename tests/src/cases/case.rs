@@ -40,6 +40,8 @@ pub enum Expect {
     Refused,
     /// Silence.
     Dropped,
+    /// Nobody answers where a service has been: silence, or, where the node keeps the address as long as connections to it live, a refusal.
+    Gone,
 }
 
 /// The source address that a server sees.
@@ -100,6 +102,11 @@ impl Question {
     /// It must vanish without a word.
     pub fn dropped(self) -> Case {
         self.must(Expect::Dropped)
+    }
+
+    /// Nobody must answer any more.
+    pub fn gone(self) -> Case {
+        self.must(Expect::Gone)
     }
 
     fn must(self, expect: Expect) -> Case {

@@ -6,6 +6,7 @@
 //! - [`changes`]: services, slices and nodes that become something else; [`settings`]: what agents' settings do.
 //! - [`health`]: active health checks.
 //! - [`rules`]: what is written to the kernel, and what others do to it; [`raw`]: packets that no well-behaved client sends.
+//! - [`ipvs`]: what only mode ipvs has, in the kernel and for connections.
 //! - [`live`]: changes of services while connections run; [`lifecycle`]: stops and crashes of programs, foreign rules, clean-up.
 //!
 //! Expected behaviour is that of kube-proxy in iptables mode where users rely on it. A backend that differs on
@@ -17,6 +18,7 @@ pub mod changes;
 pub mod health;
 mod hints;
 mod intake;
+pub mod ipvs;
 pub mod lifecycle;
 pub mod live;
 pub mod payloads;

@@ -1,10 +1,10 @@
 //! More data than fits a packet.
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 
 use super::run::answers;
 use crate::testbed::manifests::Via;
-use crate::testbed::{Family, Request, Testbed, Transport, client};
+use crate::testbed::{Backend, Family, Outcome, Request, Testbed, Transport, client};
 
 const BODY_BYTES: usize = 4_000_000;
 /// Fourteen fragments on links of 1,500 bytes.
@@ -26,6 +26,13 @@ pub fn large_payloads(bed: &Testbed) -> Result<()> {
                 .with_context(context)?;
             let request = Request::new(Transport::Udp, bed.address("web", via, family, "udp")?);
             let request = Request { datagram_bytes: DATAGRAM_BYTES, ..request };
+            if bed.backend() == Backend::Ipvs && from == "node-a" {
+                // IPVS translates what the node itself sends behind the kernel's choice of a path, so that the sender fragments for none, and
+                // what does not fit fails. IPv4 learns from that, IPv6 keeps no such knowledge of local addresses.
+                let outcome = client::ask(client, &request)?;
+                ensure!(matches!(outcome, Outcome::Broken(_) | Outcome::Answered(_)), "{outcome}");
+                continue;
+            }
             answers(client::ask_many(client, &request, 8)?).with_context(context)?;
         }
     }

@@ -45,6 +45,11 @@ impl Backend {
         self == Self::Ipvs
     }
 
+    /// The services' addresses are the node's own, so that it refuses what it does not serve on them.
+    pub fn binds_addresses(self) -> bool {
+        self == Self::Ipvs
+    }
+
     /// Laid out as for a large cluster.
     pub fn is_compact(self) -> bool {
         matches!(self, Self::IptablesLegacyCompact | Self::IptablesNftCompact)

@@ -15,7 +15,7 @@ use super::plan::{Family, NODES};
 use super::process::Process;
 
 /// Longest wait for a change to be programmed everywhere. A guard: it takes well under a second.
-const PROGRAMMED_TIMEOUT: Duration = Duration::from_secs(60);
+const PROGRAMMED_TIMEOUT: Duration = Duration::from_secs(120);
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// A cluster under test. All of it goes away when this is dropped; logs and manifests stay if the test has failed.
@@ -199,7 +199,12 @@ impl Testbed {
 
     /// Runs the agent's program with `--cleanup` on a node.
     pub fn clean_up(&self, node: &str) -> Result<()> {
-        cluster::clean_up(&self.machines, self.backend, node)
+        self.clean_up_with(node, &AgentSetup::default())
+    }
+
+    /// The same for an agent that was started in a special way.
+    pub fn clean_up_with(&self, node: &str, setup: &AgentSetup) -> Result<()> {
+        cluster::clean_up(&self.machines, self.backend, node, setup)
     }
 
     fn take_agent(&self, node: &str) -> Result<Process> {

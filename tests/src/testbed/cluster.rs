@@ -99,8 +99,8 @@ pub(super) fn start_agent(machines: &Machines, backend: Backend, node: &str, set
 }
 
 /// Has the agent's program remove all that it made on a node.
-pub(super) fn clean_up(machines: &Machines, backend: Backend, node: &str) -> Result<()> {
-    let mut command = agent_command(machines, backend, node, &AgentSetup::default())?;
+pub(super) fn clean_up(machines: &Machines, backend: Backend, node: &str, setup: &AgentSetup) -> Result<()> {
+    let mut command = agent_command(machines, backend, node, setup)?;
     command.arg("--cleanup");
     machines.machine(node)?.output(command).map(drop)
 }

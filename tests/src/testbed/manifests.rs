@@ -18,6 +18,8 @@ use super::plan::{self, Family, HTTP_PORT, LINE_PORT, SECOND_LINE_PORT};
 pub const NAMESPACE: &str = "testbed";
 /// Service whose port is the number of times that the manifests were written: seen there, a change has reached the control plane.
 pub(super) const MARKER: &str = "marker";
+/// Its address.
+pub const MARKER_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 96, 255, 254);
 
 /// Nodes and services of a testbed.
 #[derive(Debug, Clone, Default)]

@@ -20,6 +20,8 @@ const CHUNK_INIT: u8 = 1;
 const CHUNK_INIT_ACK: u8 = 2;
 const CHUNK_ABORT: u8 = 6;
 const PARAMETER_STATE_COOKIE: u16 = 7;
+/// After this an INIT is sent again (`RTO.Initial` of RFC 9260). IPVS drops the first one of a port that is used again soon.
+const RETRANSMISSION_TIMEOUT: Duration = Duration::from_secs(1);
 const HEADER_BYTES: usize = 12;
 /// Chunk header and fixed part of INIT and INIT ACK.
 const INIT_BYTES: usize = 20;
@@ -146,16 +148,23 @@ pub(super) fn ask(source: SocketAddr, to: SocketAddr, timeout: Duration) -> io::
         verification_tag: 0,
         chunk: Chunk::Init { initiate_tag },
     };
-    tolerate_local_filter(socket.send(&init.encode()))?;
     let deadline = Instant::now() + timeout;
+    let mut send_at = Instant::now();
     let mut buffer = [0; 2048];
     loop {
-        let left = deadline.saturating_duration_since(Instant::now());
-        if left.is_zero() {
+        let now = Instant::now();
+        if now >= deadline {
             return Err(io::ErrorKind::TimedOut.into());
         }
-        socket.set_read_timeout(Some(left))?;
-        let length = socket.recv(&mut buffer)?;
+        if now >= send_at {
+            tolerate_local_filter(socket.send(&init.encode()))?;
+            send_at = now + RETRANSMISSION_TIMEOUT;
+        }
+        socket.set_read_timeout(Some(deadline.min(send_at).saturating_duration_since(now)))?;
+        let length = match socket.recv(&mut buffer) {
+            Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => continue,
+            received => received?,
+        };
         let Some(packet) = Packet::decode(payload(family, &buffer[..length])) else { continue };
         if packet.source_port != to.port()
             || packet.destination_port != source.port()

@@ -131,7 +131,9 @@ fn prepare(slot: &Path) -> Result<()> {
     set("/proc/sys/kernel/hostname", "uml")?;
     // A kernel that has done something wrong must not go on as if nothing had happened.
     set("/proc/sys/kernel/panic_on_oops", "1")?;
-    load_modules()
+    load_modules()?;
+    // By its little memory this kernel would track 8,192 connections in a namespace, and drop packets of all others; only here can that be changed.
+    set("/proc/sys/net/netfilter/nf_conntrack_max", "262144")
 }
 
 fn bind(from: &Path, to: &Path, flags: MsFlags) -> Result<()> {

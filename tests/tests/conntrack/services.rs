@@ -19,6 +19,7 @@ use headgate_tests::{
         manifests::{Endpoint, Service, Via, ready},
         plan::{self, Family, LINE_PORT, SECOND_LINE_PORT},
     },
+    uml,
 };
 
 /// From pods, nodes and outside, by every kind of address.
@@ -33,10 +34,13 @@ const WAYS: [(&str, Via); 7] = [
 ];
 
 fn scenario(backend: Backend, manifests: Manifests, work: impl FnOnce(&Testbed) -> Result<()>) {
-    let bed = Testbed::start(backend, manifests).unwrap();
-    if let Err(error) = work(&bed) {
-        panic!("{error:#}");
-    }
+    let test = || {
+        let bed = Testbed::start(backend, manifests).unwrap();
+        if let Err(error) = work(&bed) {
+            panic!("{error:#}");
+        }
+    };
+    if backend.runs_in_uml() { uml::inside(test) } else { test() }
 }
 
 fn one_service(endpoints: &[&str]) -> Manifests {
@@ -317,15 +321,30 @@ macro_rules! service_tests {
             fn udp_clients_recover_once_there_is_an_endpoint() {
                 scenario($backend, Manifests::default(), recovers_once_there_is_an_endpoint);
             }
+        }
+    )* };
+}
 
-            // rows: 83, 84
+service_tests! {
+    iptables_legacy: Backend::IptablesLegacy;
+    iptables_nft: Backend::IptablesNft;
+    ipvs: Backend::Ipvs;
+}
+
+/// What is a matter of rules alone: virtual servers lose a UDP destination at once, with its flows.
+macro_rules! rule_tests {
+    ($($module:ident: $backend:expr;)*) => { $(
+        mod $module {
+            use super::*;
+
+            // rows of iptables: 83, 84
             #[test]
             fn flows_that_lead_somewhere_stay() {
                 let manifests = one_service(&["a1", "b1", "b2", "c1"]);
                 scenario($backend, manifests, leaves_the_rest_alone);
             }
 
-            // rows: 85
+            // rows of iptables: 85
             #[test]
             fn flows_are_cleaned_after_the_rules() {
                 scenario($backend, one_service(&["b1"]), is_cleaned_after_the_rules);
@@ -334,7 +353,7 @@ macro_rules! service_tests {
     )* };
 }
 
-service_tests! {
-    iptables_legacy: Backend::IptablesLegacy;
-    iptables_nft: Backend::IptablesNft;
+rule_tests! {
+    rules_of_iptables_legacy: Backend::IptablesLegacy;
+    rules_of_iptables_nft: Backend::IptablesNft;
 }

@@ -66,7 +66,7 @@ fn row_112_primary_is_the_internal_address_unless_the_operator_names_one() {
     rig.until_rules("the operator's address", "nat", is_at("203.0.113.5"));
 }
 
-// rows: 48
+// rows of iptables: 48
 #[test]
 fn row_48_node_ports_on_localhost_can_be_turned_off() {
     let rig = web();

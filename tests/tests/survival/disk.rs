@@ -99,19 +99,19 @@ fn start_on_small_disk(bed: &Testbed, disk: &Path) -> Result<Process> {
     Process::start("headgate-node-agent on a small disk", bed.machines().machine(NODE)?, command, &log)
 }
 
-// rows: 92
+// rows of iptables: 92
 #[test]
 fn a_damaged_file_is_ignored_and_replaced() {
     on_machines(Backend::IptablesNft, damaged_file);
 }
 
-// rows: 92
+// rows of iptables: 92
 #[test]
 fn a_folder_that_cannot_be_written_does_no_harm() {
     on_machines(Backend::IptablesLegacy, unwritable_folder);
 }
 
-// rows: 92
+// rows of iptables: 92
 #[test]
 fn a_full_disk_does_no_harm() {
     on_machines(Backend::IptablesNft, full_disk);

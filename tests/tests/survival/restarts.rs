@@ -184,49 +184,49 @@ fn kills(bed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-// rows: 91, 92
+// rows of iptables: 91, 92
 #[test]
 fn cold_start_legacy() {
     on_machines(Backend::IptablesLegacy, cold_start);
 }
 
-// rows: 91, 92
+// rows of iptables: 91, 92
 #[test]
 fn cold_start_nft() {
     on_machines(Backend::IptablesNft, cold_start);
 }
 
-// rows: 89, 92
+// rows of iptables: 89, 92
 #[test]
 fn warm_restart_legacy() {
     on_machines(Backend::IptablesLegacy, warm_restart);
 }
 
-// rows: 89, 92
+// rows of iptables: 89, 92
 #[test]
 fn warm_restart_nft() {
     on_machines(Backend::IptablesNft, warm_restart);
 }
 
-// rows: 92
+// rows of iptables: 92
 #[test]
 fn restart_with_changes_legacy() {
     on_machines(Backend::IptablesLegacy, restart_with_changes);
 }
 
-// rows: 92
+// rows of iptables: 92
 #[test]
 fn restart_with_changes_nft() {
     on_machines(Backend::IptablesNft, restart_with_changes);
 }
 
-// rows: 92
+// rows of iptables: 92
 #[test]
 fn kills_at_any_moment_legacy() {
     on_machines(Backend::IptablesLegacy, kills);
 }
 
-// rows: 92
+// rows of iptables: 92
 #[test]
 fn kills_at_any_moment_nft() {
     on_machines(Backend::IptablesNft, kills);

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
 
-use super::{Endpoint, MARKER, Manifests, NAMESPACE, Service, ServiceType, Slice};
+use super::{Endpoint, MARKER, MARKER_ADDRESS, Manifests, NAMESPACE, Service, ServiceType, Slice};
 use crate::testbed::client::Transport;
 use crate::testbed::plan::{self, Family, NODES};
 
@@ -195,7 +195,7 @@ fn marker(generation: u16) -> Value {
         "apiVersion": "v1", "kind": "Service",
         "metadata": { "name": MARKER, "namespace": NAMESPACE },
         "spec": {
-            "type": "ClusterIP", "clusterIP": "10.96.255.254", "clusterIPs": ["10.96.255.254"], "ipFamilies": ["IPv4"],
+            "type": "ClusterIP", "clusterIP": MARKER_ADDRESS, "clusterIPs": [MARKER_ADDRESS], "ipFamilies": ["IPv4"],
             "ports": [{ "name": "generation", "protocol": "TCP", "port": generation }],
         },
     })

@@ -1,0 +1,485 @@
+//! What is IPVS's alone: virtual servers, sets and the device in the kernel, what others do to them, and what becomes of them.
+
+use std::net::{IpAddr, SocketAddr, UdpSocket};
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use socket2::{Domain, Protocol, Socket, Type};
+
+use super::case::{Source, ask};
+use super::changes::{eventually, within};
+use super::run::run;
+use crate::testbed::client::HeldConnection;
+use crate::testbed::iptables::{self, Variant};
+use crate::testbed::manifests::{MARKER_ADDRESS, Service, Via, ready};
+use crate::testbed::{AgentInfo, AgentSetup, Backend, Family, Namespace, Outcome, Request, Testbed, Transport};
+
+use Source::{Kept, Masqueraded};
+use Via::{ClusterIp, ExternalIp, NodePort};
+
+/// Longer than the agent waits between two looks at draining destinations.
+const DRAIN_LOOK: Duration = Duration::from_secs(7);
+
+/// Runs a program on a machine; what it printed.
+fn tool(machine: &Namespace, program: &str, arguments: &[&str]) -> Result<String> {
+    let mut command = Command::new(program);
+    command.args(arguments);
+    machine.output(command)
+}
+
+/// Everything that an IPVS backend has in a node's kernel, as the kernel's own tools show it: virtual servers, sets, the device and rules.
+fn kernel(bed: &Testbed, node: &str) -> Result<Vec<String>> {
+    let machine = bed.machines().machine(node)?;
+    let mut lines: Vec<String> =
+        tool(machine, "ipvsadm", &["-Sn"])?.lines().map(|line| format!("server {line}")).collect();
+    // The number of buckets is the kernel's business.
+    let without_buckets = |line: &str| {
+        let words: Vec<&str> = line.split(' ').collect();
+        let at = words.iter().position(|word| *word == "hashsize" || *word == "bucketsize");
+        match at {
+            Some(at) => [&words[..at], words.get(at + 2..).unwrap_or_default()].concat().join(" "),
+            None => line.to_owned(),
+        }
+    };
+    lines.extend(tool(machine, "ipset", &["save"])?.lines().map(without_buckets));
+    let addresses = tool(machine, "ip", &["-brief", "address", "show"])?;
+    let device = addresses.lines().filter(|line| line.starts_with("kube-ipvs0"));
+    let is_own = |word: &&str| !word.starts_with("fe80:");
+    lines.extend(device.flat_map(str::split_whitespace).filter(is_own).map(|word| format!("device {word}")));
+    lines.sort();
+    let lock = bed.machines().xtables_lock(node);
+    for family in Family::BOTH {
+        let saved = iptables::save(machine, Variant::Legacy, family, &lock)?;
+        let mut rules: Vec<String> = saved.lines().map(|line| format!("{family} {line}")).collect();
+        rules.sort();
+        lines.extend(rules);
+    }
+    Ok(lines)
+}
+
+/// Lines without those about the testbed's marker, whose port changes with each version.
+fn without_marker(lines: Vec<String>) -> Vec<String> {
+    let marker = MARKER_ADDRESS.to_string();
+    lines.into_iter().filter(|line| !line.contains(&marker)).collect()
+}
+
+fn difference(one: &[String], other: &[String]) -> Vec<String> {
+    let gone = one.iter().filter(|line| !other.contains(line)).map(|line| format!("- {line}"));
+    gone.chain(other.iter().filter(|line| !one.contains(line)).map(|line| format!("+ {line}"))).collect()
+}
+
+/// Waits until a node's kernel is as it was.
+fn returns_to(bed: &Testbed, node: &str, before: &[String]) -> Result<()> {
+    eventually(|| {
+        let different = difference(before, &kernel(bed, node)?);
+        ensure!(different.is_empty(), "different:\n{}", different.join("\n"));
+        Ok(())
+    })
+}
+
+fn agent(bed: &Testbed, node: &str) -> Result<AgentInfo> {
+    bed.agents()?.into_iter().find(|agent| agent.node == node).with_context(|| format!("no agent of {node}"))
+}
+
+/// Starts the agent of node-a anew, and waits until it has told the control plane that everything is programmed.
+fn restart(bed: &Testbed, setup: &AgentSetup) -> Result<AgentInfo> {
+    let before = agent(bed, "node-a")?.connected_unix_ms;
+    bed.kill_agent("node-a")?;
+    bed.start_agent_with("node-a", setup)?;
+    eventually(|| {
+        let now = agent(bed, "node-a")?;
+        let is_new = now.connected_unix_ms > before && now.programmed_version == now.head_version;
+        ensure!(is_new && now.head_version > 0, "the restarted agent is not up to date: {now:?}");
+        Ok(())
+    })?;
+    agent(bed, "node-a")
+}
+
+fn set_endpoints(bed: &Testbed, endpoints: &[&str]) -> Result<()> {
+    bed.update(|manifests| {
+        manifests.service_mut("steady")?.endpoints = ready(endpoints);
+        Ok(())
+    })
+}
+
+/// A change writes what it changes and nothing else; taken back, it leaves everything as it was. A warm restart writes nothing.
+///
+/// On machines with [`super::lifecycle::some_services`] on which nothing runs yet.
+pub fn a_change_writes_what_it_changes(bed: &Testbed) -> Result<()> {
+    bed.start_control_plane()?;
+    bed.start_agent("node-a")?;
+    bed.wait_programmed()?;
+    let before = kernel(bed, "node-a")?;
+    set_endpoints(bed, &["a1", "b2"])?;
+    let after = kernel(bed, "node-a")?;
+    let (changed, written) = (difference(&before, &after), agent(bed, "node-a")?.objects_written);
+    ensure!(!changed.is_empty() && written > 0, "nothing was written");
+    // Each step adds, removes or replaces a line; one more each for what was added and has drained meanwhile.
+    ensure!(
+        written as usize <= 2 * changed.len(),
+        "{written} objects were written for these changes:\n{}",
+        changed.join("\n")
+    );
+    // TCP would keep what it was asked by for two minutes.
+    run(bed, &[ask("a3", "steady", ClusterIp).ports(&["udp"]).answered(&["a1", "b2"], Kept)])?;
+    set_endpoints(bed, &["a1", "b1"])?;
+    eventually(|| {
+        let different = difference(&without_marker(before.clone()), &without_marker(kernel(bed, "node-a")?));
+        ensure!(different.is_empty(), "different after there and back:\n{}", different.join("\n"));
+        Ok(())
+    })?;
+    let settled = kernel(bed, "node-a")?;
+    let written = restart(bed, &AgentSetup::default())?.objects_written;
+    ensure!(written == 0, "{written} objects were written by a warm restart");
+    returns_to(bed, "node-a", &settled)
+}
+
+/// Somebody flushes virtual servers, sets, addresses or rules, or removes the device: everything comes back by itself.
+///
+/// On machines with [`super::lifecycle::some_services`] on which nothing runs yet.
+pub fn flushed_state_comes_back(bed: &Testbed) -> Result<()> {
+    bed.start_control_plane()?;
+    bed.start_agent_with("node-a", &AgentSetup::with(&["--ipvs-sync-period", "1s"]))?;
+    bed.wait_programmed()?;
+    let before = kernel(bed, "node-a")?;
+    let (node, lock) = (bed.machines().machine("node-a")?, bed.machines().xtables_lock("node-a"));
+    let flush = |arguments: &[&str]| {
+        Family::BOTH.into_iter().try_for_each(|family| iptables::run(node, Variant::Legacy, family, &lock, arguments))
+    };
+    let one_destination = || -> Result<()> {
+        let server = bed.address("steady", ClusterIp, Family::V4, "tcp")?.to_string();
+        let listed = tool(node, "ipvsadm", &["-Sn"])?;
+        let added =
+            listed.lines().find(|line| line.starts_with(&format!("-a -t {server} "))).context("no destination")?;
+        let destination = added.split(' ').nth(4).context("a destination's address")?;
+        tool(node, "ipvsadm", &["-d", "-t", &server, "-r", destination]).map(drop)
+    };
+    let steps: [(&str, &dyn Fn() -> Result<()>); 6] = [
+        ("virtual servers were flushed", &|| tool(node, "ipvsadm", &["-C"]).map(drop)),
+        ("one destination was removed", &one_destination),
+        ("sets were flushed", &|| tool(node, "ipset", &["flush"]).map(drop)),
+        ("addresses were flushed", &|| node.ip_batch("addr flush dev kube-ipvs0\n")),
+        ("the device was removed", &|| node.ip_batch("link del kube-ipvs0\n")),
+        ("rules were flushed", &|| flush(&["-t", "nat", "-F"]).and_then(|()| flush(&["-F", "KUBE-IPVS-FILTER"]))),
+    ];
+    for (what, step) in steps {
+        step().with_context(|| what.to_owned())?;
+        returns_to(bed, "node-a", &before).with_context(|| format!("after {what}"))?;
+        run(bed, &[ask("a3", "steady", ClusterIp).answered(&["a1", "b1"], Kept)])
+            .with_context(|| format!("after {what}"))?;
+    }
+    Ok(())
+}
+
+/// Virtual servers, sets, rules and addresses of others survive whatever the agent does; after `--cleanup` everything is as it was before.
+///
+/// On machines with [`super::lifecycle::some_services`] on which nothing runs yet.
+pub fn foreign_state_and_cleanup(bed: &Testbed) -> Result<()> {
+    let (node, lock) = (bed.machines().machine("node-a")?, bed.machines().xtables_lock("node-a"));
+    let own = crate::testbed::plan::address("node-a").context("node-a has addresses")?;
+    let servers = [
+        format!("-A -t {}:22222 -s wlc", own.v4),
+        format!("-a -t {}:22222 -r 198.18.5.1:80 -g -w 3", own.v4),
+        "-A -u 198.18.5.9:53 -s sh -p 99".to_owned(),
+        "-A -t [2001:db8:5::9]:80 -s rr".to_owned(),
+        "-A -f 77 -s rr".to_owned(),
+    ];
+    for server in &servers {
+        tool(node, "ipvsadm", &server.split(' ').collect::<Vec<_>>())?;
+    }
+    tool(node, "ipset", &["create", "FOREIGN", "hash:ip"])?;
+    tool(node, "ipset", &["add", "FOREIGN", "198.18.5.1"])?;
+    let rule = "-A FORWARD -m set --match-set FOREIGN src -j ACCEPT";
+    iptables::run(node, Variant::Legacy, Family::V4, &lock, &rule.split(' ').collect::<Vec<_>>())?;
+    let before = kernel(bed, "node-a")?;
+    let expect_foreign = |when: &str| -> Result<()> {
+        let lost: Vec<String> = difference(&before, &kernel(bed, "node-a")?);
+        let lost: Vec<&String> = lost.iter().filter(|line| line.starts_with('-')).collect();
+        ensure!(lost.is_empty(), "{when} these are gone: {lost:#?}");
+        Ok(())
+    };
+
+    bed.start_control_plane()?;
+    let exclude = AgentSetup::with(&["--ipvs-exclude-cidrs", "198.18.7.0/24"]);
+    bed.start_agent_with("node-a", &exclude)?;
+    bed.wait_programmed()?;
+    expect_foreign("after the start")?;
+    // On our own device a server is ours, unless its network is excluded.
+    node.ip_batch("addr add 198.18.7.1/32 dev kube-ipvs0\naddr add 198.18.8.1/32 dev kube-ipvs0\n")?;
+    for address in ["198.18.7.1:80", "198.18.8.1:80"] {
+        tool(node, "ipvsadm", &["-A", "-t", address, "-s", "rr"])?;
+    }
+    restart(bed, &exclude)?;
+    set_endpoints(bed, &["a2"])?;
+    let listed = tool(node, "ipvsadm", &["-Sn"])?;
+    ensure!(listed.contains("198.18.7.1:80"), "an excluded virtual server is gone:\n{listed}");
+    ensure!(!listed.contains("198.18.8.1:80"), "a stale virtual server is still there:\n{listed}");
+    expect_foreign("after a restart")?;
+    run(bed, &[ask("a3", "steady", ClusterIp).answered(&["a2"], Kept)])?;
+
+    bed.stop_agent("node-a")?;
+    ensure!(kernel(bed, "node-a")?.len() > before.len() + 50, "what was programmed went with the agent");
+    for attempt in ["--cleanup", "a second --cleanup"] {
+        bed.clean_up_with("node-a", &exclude)?;
+        let after = kernel(bed, "node-a")?;
+        let excluded = |line: &String| line.contains("198.18.7.1:80");
+        ensure!(after.iter().any(excluded), "{attempt} took an excluded virtual server");
+        let after: Vec<String> = after.into_iter().filter(|line| !excluded(line)).collect();
+        let different = difference(&before, &after);
+        ensure!(different.is_empty(), "different after {attempt}:\n{}", different.join("\n"));
+    }
+    Ok(())
+}
+
+/// From iptables to IPVS and back: nothing of the other mode stays, and services answer at any time.
+///
+/// On machines with [`super::lifecycle::some_services`] on which nothing runs yet.
+pub fn modes_switch(bed: &Testbed) -> Result<()> {
+    bed.start_control_plane()?;
+    let by_iptables = AgentSetup { backend: Some(Backend::IptablesLegacy), ..AgentSetup::default() };
+    let answers = || run(bed, &[ask("a3", "steady", ClusterIp).ports(&["tcp", "udp"]).answered(&["a1", "b1"], Kept)]);
+    bed.start_agent_with("node-a", &by_iptables)?;
+    bed.wait_programmed()?;
+    let of_iptables = kernel(bed, "node-a")?;
+    ensure!(of_iptables.iter().any(|line| line.contains("KUBE-SEP-")), "no rules of iptables: {of_iptables:#?}");
+    answers()?;
+    ensure!(restart(bed, &AgentSetup::default())?.backend == "ipvs", "the backend is not ipvs");
+    eventually(|| {
+        let left: Vec<String> = kernel(bed, "node-a")?.into_iter().filter(|line| line.contains("KUBE-SEP-")).collect();
+        ensure!(left.is_empty(), "rules of iptables are still there: {left:#?}");
+        Ok(())
+    })?;
+    answers()?;
+    restart(bed, &by_iptables)?;
+    returns_to(bed, "node-a", &of_iptables)?;
+    answers()
+}
+
+/// A TCP destination that goes keeps its connections at weight 0 until they have ended, also when its whole service is deleted and the agent
+/// starts anew; a UDP destination goes at once.
+///
+/// On a running cluster with [`super::lifecycle::some_services`].
+pub fn destinations_drain(bed: &Testbed) -> Result<()> {
+    let node = bed.machines().machine("node-a")?;
+    let to = bed.address("steady", ClusterIp, Family::V4, "tcp")?;
+    let client = bed.machines().machine("a3")?;
+    let mut held = HeldConnection::open(client, to)?;
+    let server = crate::testbed::plan::address(&held.answer.server).context("the server has addresses")?.v4;
+    let destination = |transport: &str| -> Result<Option<String>> {
+        let start = format!("-a -{transport} {}:", to.ip());
+        let listed = tool(node, "ipvsadm", &["-Sn"])?;
+        let is_it = |line: &&str| line.starts_with(&start) && line.contains(&format!("-r {server}:"));
+        let found = listed.lines().filter(is_it).find(|line| transport == "u" || line.contains(&format!(" {to} ")));
+        Ok(found.map(str::to_owned))
+    };
+    let rest: Vec<&str> = ["a1", "b1"].into_iter().filter(|pod| *pod != held.answer.server).collect();
+    ensure!(destination("u")?.is_some(), "UDP has no such destination");
+    set_endpoints(bed, &rest)?;
+    ensure!(destination("u")?.is_none(), "the destination of UDP is still there");
+    let drains = || -> Result<()> {
+        let line = destination("t")?.context("the destination is gone, and its connection with it")?;
+        ensure!(line.ends_with("-w 0"), "it still takes connections: {line}");
+        Ok(())
+    };
+    drains()?;
+    std::thread::sleep(DRAIN_LOOK);
+    drains()?;
+    held.check()?;
+    run(bed, &[ask("a3", "steady", ClusterIp).answered(if rest == ["a1"] { &["a1"] } else { &["b1"] }, Kept)])?;
+
+    restart(bed, &AgentSetup::default())?;
+    bed.update(|manifests| manifests.remove("steady").map(drop))?;
+    std::thread::sleep(DRAIN_LOOK);
+    drains().context("after a restart, and the service's deletion")?;
+    held.check().context("after the service was deleted")?;
+    held.reset()?;
+    let is_gone = || -> Result<()> {
+        let listed = tool(node, "ipvsadm", &["-Sn"])?;
+        ensure!(!listed.contains(&to.to_string()), "the virtual server is still there:\n{listed}");
+        let addresses = tool(node, "ip", &["-brief", "address", "show", "dev", "kube-ipvs0"])?;
+        ensure!(!addresses.contains(&format!("{}/", to.ip())), "the address is still there: {addresses}");
+        Ok(())
+    };
+    // Connections that have ended are remembered for up to two minutes (TIME_WAIT).
+    within(Duration::from_secs(150), is_gone).context("after the last connection was reset")
+}
+
+/// What a service's address answers besides its ports; an address that another interface has is served and not taken.
+///
+/// On machines on which nothing runs yet, without services.
+pub fn addresses(bed: &Testbed) -> Result<()> {
+    let node = bed.machines().machine("node-a")?;
+    bed.write(|manifests| manifests.add(Service::new("web", &["a1", "b1"])))?;
+    let external = Family::BOTH.map(|family| bed.address("web", ExternalIp, family, "tcp"));
+    for address in external {
+        let address = address?.ip();
+        // As addresses of such interfaces are: never a source.
+        let rest = if address.is_ipv4() { "32 dev lo scope host" } else { "128 dev lo preferred_lft 0" };
+        node.ip_batch(&format!("addr add {address}/{rest}\n"))?;
+    }
+    bed.start_control_plane()?;
+    bed.start_agent_with("node-a", &AgentSetup::with(&["--ipvs-strict-arp", "--ipvs-tcp-timeout", "17m"]))?;
+    bed.wait_programmed()?;
+    let bound = tool(node, "ip", &["-brief", "address", "show", "dev", "kube-ipvs0"])?;
+    for family in Family::BOTH {
+        let cluster = bed.address("web", ClusterIp, family, "tcp")?;
+        let external = bed.address("web", ExternalIp, family, "tcp")?;
+        ensure!(bound.contains(&format!("{}/", cluster.ip())), "{cluster} is not on the device: {bound}");
+        ensure!(!bound.contains(&format!("{}/", external.ip())), "{external} of another interface was taken: {bound}");
+        for from in ["a3", "outside-1"] {
+            let machine = bed.machines().machine(from)?;
+            ping(machine, cluster.ip()).with_context(|| format!("{from} pings {}", cluster.ip()))?;
+            let undefined = SocketAddr::new(cluster.ip(), 4);
+            let outcome = bed.machines().ask(from, &Request::new(Transport::Tcp, undefined))?;
+            ensure!(outcome == Outcome::Refused, "{from} asks {undefined}: {outcome}, not refused");
+        }
+    }
+    run(
+        bed,
+        &[
+            ask("outside-1", "web", ExternalIp).ports(&["tcp", "udp"]).answered(&["a1", "b1"], Masqueraded("node-a")),
+            ask("outside-1", "web", NodePort("node-a")).answered(&["a1", "b1"], Masqueraded("node-a")),
+        ],
+    )?;
+    let parameters = node.run(|| {
+        let read = |path: &str| std::fs::read_to_string(format!("/proc/sys/net/ipv4/{path}"));
+        let all = ["conf/all/arp_ignore", "conf/all/arp_announce", "vs/conntrack", "vs/expire_nodest_conn"];
+        Ok(all.map(|path| read(path).map(|value| value.trim().to_owned()).unwrap_or_default()))
+    })?;
+    ensure!(parameters == ["1", "2", "1", "1"], "kernel parameters are {parameters:?}");
+    let timeouts = tool(node, "ipvsadm", &["-L", "--timeout"])?;
+    ensure!(timeouts.contains("1020"), "the time-outs are {timeouts}");
+    Ok(())
+}
+
+/// Waits for the answer to a ping.
+fn ping(from: &Namespace, to: IpAddr) -> Result<()> {
+    const ID: [u8; 2] = [0x4e, 0x47];
+    let is_v4 = to.is_ipv4();
+    let (kind, answer) = if is_v4 { (8, 0) } else { (128, 129) };
+    let mut request = vec![kind, 0, 0, 0, ID[0], ID[1], 0, 1];
+    if is_v4 {
+        // The sum of the words above; the kernel computes that of ICMPv6.
+        let checksum = !(0x0800_u16 + 0x4e47 + 1);
+        request[2..4].copy_from_slice(&checksum.to_be_bytes());
+    }
+    let protocol = if is_v4 { Protocol::ICMPV4 } else { Protocol::ICMPV6 };
+    from.run(|| {
+        let socket = Socket::new(Domain::for_address(SocketAddr::new(to, 0)), Type::RAW, Some(protocol))?;
+        socket.set_read_timeout(Some(Duration::from_secs(5)))?;
+        let socket = UdpSocket::from(socket);
+        socket.send_to(&request, SocketAddr::new(to, 0)).context("sending a ping")?;
+        let mut buffer = [0; 512];
+        loop {
+            let length = socket.recv(&mut buffer).context("no answer")?;
+            let packet = buffer.get(if is_v4 { 20 } else { 0 }..length).unwrap_or_default();
+            if packet.first() == Some(&answer) && packet.get(4..6) == Some(&ID) {
+                return Ok(());
+            }
+        }
+    })
+}
+
+/// The kernel lacks what mode ipvs needs: iptables does the work, and everybody is told what is missing.
+///
+/// On machines with [`super::lifecycle::some_services`] on which nothing runs yet.
+pub fn falls_back_to_iptables(bed: &Testbed) -> Result<()> {
+    let _modules = WithoutModules::new(&["ip_vs_wrr", "dummy"])?;
+    bed.start_control_plane()?;
+    bed.start_agent_with("node-a", &AgentSetup::with(&["--ipvs-scheduler", "wrr"]))?;
+    bed.wait_programmed()?;
+    let info = agent(bed, "node-a")?;
+    ensure!(info.backend == "iptables-legacy", "the backend is {}", info.backend);
+    let told = info.degraded.join("\n");
+    for part in ["mode ipvs was asked for", "modprobe ip_vs_wrr", "modprobe dummy"] {
+        ensure!(told.contains(part), "{part:?} is not among what is degraded: {told:?}");
+    }
+    run(bed, &[ask("a3", "steady", ClusterIp).ports(&["tcp", "udp"]).answered(&["a1", "b1"], Kept)])?;
+    expect_page(bed, "/proxyMode", "iptables")?;
+    expect_page(bed, "/metrics", "headgate_agent_degraded_modes 1")?;
+    expect_page(bed, "/healthz", "modprobe dummy")
+}
+
+/// A page of the metrics port of node-a has this in it.
+fn expect_page(bed: &Testbed, page: &str, expected: &str) -> Result<()> {
+    let url = format!("http://127.0.0.1:10249{page}");
+    let body = tool(bed.machines().machine("node-a")?, "curl", &["-sS", "--max-time", "10", &url])?;
+    ensure!(body.contains(expected), "{expected:?} is not in {page}:\n{body}");
+    Ok(())
+}
+
+/// A kernel without some modules, which cannot load any, until dropped.
+struct WithoutModules<'a> {
+    modules: &'a [&'a str],
+    loader: String,
+}
+
+const LOADER: &str = "/proc/sys/kernel/modprobe";
+
+impl<'a> WithoutModules<'a> {
+    fn new(modules: &'a [&'a str]) -> Result<Self> {
+        let loader = std::fs::read_to_string(LOADER)?.trim().to_owned();
+        let without = Self { modules, loader };
+        for module in modules {
+            let status = Command::new("rmmod").arg(module).status().context("running rmmod (Debian package kmod)")?;
+            ensure!(status.success(), "rmmod {module}: {status}");
+        }
+        std::fs::write(LOADER, "/bin/false").context("turning the loading of modules off")?;
+        Ok(without)
+    }
+}
+
+impl Drop for WithoutModules<'_> {
+    fn drop(&mut self) {
+        if let Err(error) = std::fs::write(LOADER, &self.loader) {
+            eprintln!("warning: {LOADER} stays turned off: {error}");
+        }
+        let loaded = Command::new(&self.loader).arg("-a").args(self.modules).status();
+        if !loaded.as_ref().is_ok_and(std::process::ExitStatus::success) {
+            eprintln!("warning: {:?} stay away: {loaded:?}", self.modules);
+        }
+    }
+}
+
+/// The kernel takes no destination whose address is a broadcast address of the node: it is left out and told, and nothing else is disturbed.
+///
+/// On a running cluster with [`super::lifecycle::some_services`].
+pub fn a_refused_destination_disturbs_nothing(bed: &Testbed) -> Result<()> {
+    const V4: &[Family] = &[Family::V4];
+    let node = bed.machines().machine("node-a")?;
+    let refused = crate::testbed::plan::address("a2").context("a2 has addresses")?.v4;
+    node.ip_batch(&format!("route add broadcast {refused} dev eth0 table local\n"))?;
+    bed.update(|manifests| {
+        manifests.add(Service::new("bad", &["a1", "a2"]))?;
+        manifests.add(Service::new("good", &["b1"]))
+    })?;
+    let told = || -> Result<String> { Ok(format!("{:?}", agent(bed, "node-a")?.rejections)) };
+    eventually(|| {
+        let told = told()?;
+        ensure!(told.contains("testbed/bad") && told.contains(&refused.to_string()), "what the agent tells is {told}");
+        Ok(())
+    })?;
+    run(
+        bed,
+        &[
+            ask("a3", "good", ClusterIp).ports(&["tcp", "udp"]).answered(&["b1"], Kept),
+            ask("a3", "bad", ClusterIp).ports(&["tcp", "udp"]).over(V4).answered(&["a1"], Kept),
+            ask("a3", "bad", ClusterIp).over(&[Family::V6]).answered(&["a1", "a2"], Kept),
+        ],
+    )?;
+    set_endpoints(bed, &["a1"])?;
+    run(bed, &[ask("a3", "steady", ClusterIp).answered(&["a1"], Kept)])?;
+    // Once the kernel takes it, a change of the service has it tried again.
+    node.ip_batch(&format!("route del broadcast {refused} dev eth0 table local\n"))?;
+    bed.update(|manifests| {
+        manifests.service_mut("bad")?.endpoints = ready(&["a1", "a2", "b1"]);
+        Ok(())
+    })?;
+    eventually(|| {
+        let told = told()?;
+        ensure!(told == "[]", "the agent still tells {told}");
+        Ok(())
+    })?;
+    run(bed, &[ask("a3", "bad", ClusterIp).ports(&["tcp", "udp"]).answered(&["a1", "a2", "b1"], Kept)])
+}
