@@ -1,21 +1,20 @@
 //! A node's own facts change among the changes of services: whatever the order, the rules are those of the facts at the end.
 #![allow(clippy::unwrap_used)]
 
-use std::{net::IpAddr, sync::Arc};
+use std::net::IpAddr;
 
 use headgate_core::{
-    Change, Dirty, Endpoint, EndpointPort, Family, Hints, Protocol, Service, ServiceKey, ServicePort, State,
-    TrafficPolicy,
+    Change, Dirty, Family, ServiceKey, State,
     iptables::{Existing, Layout, Ledger, RenderConfig, Table, fake_kernel::FakeKernel},
     view::NodeFacts,
 };
 use proptest::prelude::*;
 
-const NODE: &str = "n1";
+mod changes;
+use changes::{any_change, last_of_each, node, subject};
 
-fn key(number: u8) -> ServiceKey {
-    ServiceKey::new("ns", &format!("svc{number}"))
-}
+mod flat;
+use flat::flat;
 
 /// What can happen.
 #[derive(Debug, Clone)]
@@ -25,33 +24,21 @@ enum Event {
     Change(Box<Change>),
 }
 
+/// What an event is about; each has the last one's say.
+#[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Subject {
+    Zone,
+    Address,
+    Change((ServiceKey, Option<IpAddr>)),
+}
+
 impl Event {
-    fn change(change: Change) -> Self {
-        Self::Change(Box::new(change))
-    }
-}
-
-prop_compose! {
-    fn any_service()(number in 0u8..4, is_local in any::<bool>(), has_ranges in any::<bool>()) -> Service {
-        let ports = vec![ServicePort { name: "a".into(), protocol: Protocol::Tcp, port: 80, node_port: 30_000 + u16::from(number) }];
-        let mut service = Service::new(key(number), vec![IpAddr::from([10, 96, 0, number])], ports);
-        service.load_balancer_ips.push(IpAddr::from([203, 0, 113, number]));
-        if is_local { service.internal_traffic_policy = TrafficPolicy::Local; }
-        // A node whose address is in a range is treated in another way.
-        if has_ranges { service.load_balancer_source_ranges.push("192.0.2.0/31".parse().unwrap()); }
-        service
-    }
-}
-
-prop_compose! {
-    fn any_endpoint()(number in 0u8..4, address in 0u8..5, zone in 0u8..3, node in 0u8..3) -> Change {
-        let ports = Arc::from([EndpointPort { name: "a".into(), protocol: Protocol::Tcp, port: 8080 }]);
-        let mut endpoint = Endpoint::new(IpAddr::from([10, 244, 0, address]), ports);
-        endpoint.node = Some(format!("n{}", address % 3).into());
-        let nodes = if node > 0 { vec![format!("n{node}").into()] } else { Vec::new() };
-        let zones = if zone > 0 { vec![format!("z{zone}").into()] } else { Vec::new() };
-        endpoint.hints = Some(Arc::new(Hints { zones, nodes }));
-        Change::Endpoint(key(number), endpoint)
+    fn subject(&self) -> Subject {
+        match self {
+            Self::Zone(_) => Subject::Zone,
+            Self::Address(_) => Subject::Address,
+            Self::Change(change) => Subject::Change(subject(change)),
+        }
     }
 }
 
@@ -59,12 +46,7 @@ fn any_event() -> impl Strategy<Value = Event> {
     prop_oneof![
         2 => prop::option::of(1u8..4).prop_map(Event::Zone),
         1 => (0u8..4).prop_map(Event::Address),
-        2 => any_service().prop_map(|service| Event::change(Change::Service(service))),
-        4 => any_endpoint().prop_map(Event::change),
-        1 => (0u8..4, 0u8..5).prop_map(|(number, address)| {
-            Event::change(Change::RemoveEndpoint(key(number), IpAddr::from([10, 244, 0, address])))
-        }),
-        1 => (0u8..4).prop_map(|number| Event::change(Change::RemoveService(key(number)))),
+        8 => any_change(4).prop_map(|change| Event::Change(Box::new(change))),
     ]
 }
 
@@ -77,16 +59,19 @@ struct Agent {
 }
 
 impl Agent {
-    fn new(layout: Layout) -> Self {
-        let config = RenderConfig { layout, ..RenderConfig::new(Family::V4) };
+    fn new(layout: Layout, family: Family) -> Self {
+        let config = RenderConfig { layout, ..RenderConfig::new(family) };
         let (kernel, ledger) = (FakeKernel::default(), Ledger::new(config));
-        Self { facts: NodeFacts::named(NODE), state: State::default(), kernel, ledger }
+        Self { facts: node(), state: State::default(), kernel, ledger }
     }
 
     fn take(&mut self, event: &Event, dirty: &mut Dirty) -> bool {
         match event {
             Event::Zone(zone) => self.facts.zone = zone.map(|zone| format!("z{zone}").into()),
-            Event::Address(last) => self.facts.addresses = vec![IpAddr::from([192, 0, 2, *last])],
+            Event::Address(last) => {
+                let v6 = format!("2001:db8:5::{last}").parse().unwrap();
+                self.facts.addresses = vec![IpAddr::from([192, 0, 2, *last]), v6];
+            }
             Event::Change(change) => {
                 self.state.apply(Change::clone(change), dirty);
                 return false;
@@ -117,23 +102,8 @@ impl Agent {
         self.kernel.restore(&script.to_string()).unwrap();
     }
 
-    /// Rules, sorted, as if dispatch chains had no groups: how those are cut depends on the addresses of the first full sync.
     fn rules(&self) -> Vec<String> {
-        let is_group = |name: &str| name.starts_with("KUBE-SVCS-") || name.starts_with("KUBE-NPS-");
-        let mut rules = Vec::new();
-        for table in Table::ALL {
-            for line in self.kernel.save(table).lines() {
-                let words: Vec<&str> = line.split(' ').collect();
-                let name = words.get(1).copied().unwrap_or_default();
-                if is_group(words[0].trim_start_matches(':')) || words.last().is_some_and(|target| is_group(target)) {
-                    continue;
-                }
-                let line = if is_group(name) { line.replace(name, "group") } else { line.to_owned() };
-                rules.push(format!("{table} {line}"));
-            }
-        }
-        rules.sort();
-        rules
+        flat(&Table::ALL.map(|table| self.kernel.save(table)))
     }
 }
 
@@ -146,19 +116,23 @@ proptest! {
         events in prop::collection::vec(any_event(), 1..50),
         chunk in 1usize..8,
         layout in prop_oneof![Just(Layout::Classic), Just(Layout::Compact)],
+        family in prop_oneof![Just(Family::V4), Just(Family::V6)],
     ) {
-        let mut at_once = Agent::new(layout);
+        let mut at_once = Agent::new(layout, family);
         for event in &events {
             at_once.take(event, &mut Dirty::default());
         }
         at_once.full();
         let wanted = at_once.rules();
 
-        // As they came, and with all of the node's first or last.
+        // As they came; with all of the node's first, or last; the last of each alone, in their order and reversed.
         let (of_node, others): (Vec<Event>, Vec<Event>) =
             events.iter().cloned().partition(|event| !matches!(event, Event::Change(_)));
-        for sequence in [events.clone(), [of_node.clone(), others.clone()].concat(), [others, of_node].concat()] {
-            let mut agent = Agent::new(layout);
+        let squashed = last_of_each(&events, Event::subject);
+        let reversed: Vec<Event> = squashed.iter().rev().cloned().collect();
+        let node_first = [of_node.clone(), others.clone()].concat();
+        for sequence in [events.clone(), node_first, [others, of_node].concat(), squashed, reversed] {
+            let mut agent = Agent::new(layout, family);
             agent.full();
             for part in sequence.chunks(chunk) {
                 agent.step(part);

@@ -1,7 +1,7 @@
 //! Any order, split or squash of the same changes ends in the same state, digests and rules, and every script on the way is one that a kernel takes.
 #![allow(clippy::unwrap_used)]
 
-use std::{collections::BTreeMap, net::IpAddr, sync::Arc};
+use std::{net::IpAddr, sync::Arc};
 
 use headgate_core::{
     Change, Dirty, Endpoint, EndpointPort, Family, Protocol, Service, ServiceKey, ServicePort, State,
@@ -16,6 +16,9 @@ use proptest::prelude::*;
 
 mod changes;
 use changes::{any_change, node, squash};
+
+mod flat;
+use flat::flat;
 
 fn config(family: Family, layout: Layout) -> RenderConfig {
     let mut config = RenderConfig { layout, ..RenderConfig::new(family) };
@@ -103,31 +106,6 @@ impl Rig {
     fn rules(&self) -> Vec<String> {
         Table::ALL.iter().map(|table| self.kernel.save(*table)).collect()
     }
-}
-
-/// Rules as if dispatch chains had no groups. How those are cut depends on the addresses at the last full sync. The two rules by which a group of ClusterIPs
-/// marks packets for masquerading are the same in each, and stand here once.
-fn flat(saves: &[String]) -> Vec<String> {
-    let is_group = |name: &str| name.starts_with("KUBE-SVCS-") || name.starts_with("KUBE-NPS-");
-    let mut flat = Vec::new();
-    for save in saves {
-        let lead = |rule: &str| {
-            let (chain, target) = (rule.split(' ').nth(1)?, rule.rsplit_once(" -j ")?.1);
-            is_group(target).then(|| (target.to_owned(), chain.to_owned()))
-        };
-        let led_from: BTreeMap<String, String> = save.lines().filter_map(lead).collect();
-        for line in save.lines().filter(|line| lead(line).is_none() && !line.starts_with(':')) {
-            let mut words: Vec<&str> = line.split(' ').collect();
-            if let Some(from) = words.get(1).and_then(|chain| led_from.get(*chain)) {
-                words[1] = from;
-            }
-            flat.push(words.join(" "));
-        }
-    }
-    flat.sort_unstable();
-    let marks = |rule: &str| rule.ends_with("-j KUBE-MARK-MASQ") || rule.contains(" -j MARK ");
-    flat.dedup_by(|rule, before| rule == before && marks(rule));
-    flat
 }
 
 proptest! {

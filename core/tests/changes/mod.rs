@@ -1,4 +1,5 @@
-//! Changes to replay: any services, endpoints and removals, among few names and addresses, so that they meet.
+//! Changes to replay: any services, endpoints and removals, among few names and addresses, so that they meet. Between two versions of a service
+//! anything may differ that can be written: families, addresses, ports, policies, affinity, source ranges, annotations.
 
 use std::{collections::BTreeSet, net::IpAddr, sync::Arc};
 
@@ -16,51 +17,136 @@ fn key(i: u8) -> ServiceKey {
     ServiceKey::new("ns", &format!("svc{i}"))
 }
 
+fn any_protocol() -> impl Strategy<Value = Protocol> {
+    prop_oneof![6 => Just(Protocol::Tcp), 2 => Just(Protocol::Udp), 1 => Just(Protocol::Sctp)]
+}
+
 prop_compose! {
-    pub(crate) fn any_service(services: u8)(
-        i in 0..services, shared in any::<bool>(), external in any::<bool>(), vip in any::<bool>(), node_port in any::<bool>(),
-        internal_local in any::<bool>(), external_local in any::<bool>(), affinity in any::<bool>(), ranges in any::<bool>(),
-        udp in any::<bool>(), created in 0i64..3, second_port in any::<bool>(),
-    ) -> Service {
-        let protocol = if udp { Protocol::Udp } else { Protocol::Tcp };
-        // Several services claim the same externalIP and NodePort.
-        let mut ports = vec![ServicePort { name: "a".into(), protocol, port: 80, node_port: if node_port { 30000 + u16::from(i % 3) } else { 0 } }];
-        if second_port {
-            ports.push(ServicePort { name: "b".into(), protocol: Protocol::Tcp, port: 81, node_port: 0 });
+    /// One port or two. Several services claim the same NodePort.
+    fn any_ports(i: u8)(
+        protocol in any_protocol(), port in 80u16..82, is_renamed in prop::bool::weighted(0.2), has_node_port in any::<bool>(),
+        second in prop::option::of((any_protocol(), any::<bool>())),
+    ) -> Vec<ServicePort> {
+        let name = if is_renamed { "c" } else { "a" };
+        let node_port = if has_node_port { 30_000 + u16::from(i % 3) } else { 0 };
+        let mut ports = vec![ServicePort { name: name.into(), protocol, port, node_port }];
+        if let Some((protocol, has_node_port)) = second {
+            let node_port = if has_node_port { 30_010 + u16::from(i) } else { 0 };
+            ports.push(ServicePort { name: "b".into(), protocol, port: 90, node_port });
         }
-        let cluster_ips = vec![IpAddr::from([10, 96, i, 1]), format!("fd00:96::{i:x}").parse().unwrap()];
-        let mut service = Service::new(key(i), cluster_ips, ports);
-        if external {
-            service.external_ips.push(IpAddr::from([192, 0, 2, if shared { 100 } else { 100 + i }]));
-        }
-        if vip {
-            service.load_balancer_ips.push(IpAddr::from([203, 0, 113, i]));
-        }
-        if internal_local { service.internal_traffic_policy = TrafficPolicy::Local; }
-        if external_local { service.external_traffic_policy = TrafficPolicy::Local; service.health_check_node_port = 31000 + u16::from(i); }
-        service.session_affinity = affinity.then_some(ClientIpAffinity { timeout_seconds: 10 });
-        if ranges { service.load_balancer_source_ranges.push("198.51.100.0/24".parse().unwrap()); }
-        service.created_unix_seconds = created;
-        service
+        ports
     }
 }
 
 prop_compose! {
+    /// Addresses from outside, in both families; several services claim the same ones. A ClusterIP, too, is there in one family or in both.
+    fn any_addresses(i: u8)(
+        families in prop_oneof![4 => Just((true, true)), 1 => Just((true, false)), 1 => Just((false, true))],
+        is_shared in any::<bool>(), has_external in any::<bool>(), has_balancer in any::<bool>(), has_v6 in any::<bool>(),
+    ) -> [Vec<IpAddr>; 3] {
+        let mut cluster = Vec::new();
+        if families.0 { cluster.push(IpAddr::from([10, 96, i, 1])); }
+        if families.1 { cluster.push(format!("fd00:96::{i:x}").parse().unwrap()); }
+        let last = if is_shared { 100 } else { 100 + i };
+        let of = |is_there: bool, v4: [u8; 3], v6: &str| -> Vec<IpAddr> {
+            let mut addresses = Vec::new();
+            if is_there { addresses.push(IpAddr::from([v4[0], v4[1], v4[2], last])); }
+            if is_there && has_v6 { addresses.push(format!("{v6}{last:x}").parse().unwrap()); }
+            addresses
+        };
+        let external = of(has_external, [192, 0, 2], "2001:db8:e::");
+        [cluster, external, of(has_balancer, [203, 0, 113], "2001:db8:b::")]
+    }
+}
+
+/// None, of clients, of the node itself, of the other family alone, of everybody.
+fn any_source_ranges() -> impl Strategy<Value = Vec<&'static str>> {
+    prop_oneof![
+        4 => Just(vec![]),
+        1 => Just(vec!["198.51.100.0/24", "2001:db8:5::/64"]),
+        1 => Just(vec!["192.0.2.0/31"]),
+        1 => Just(vec!["2001:db8:5::/64"]),
+        1 => Just(vec!["0.0.0.0/0", "198.51.100.0/24"]),
+    ]
+}
+
+/// An index and what depends on it.
+fn any_number(services: u8) -> impl Strategy<Value = (u8, Vec<ServicePort>, [Vec<IpAddr>; 3])> {
+    (0..services).prop_flat_map(|i| (Just(i), any_ports(i), any_addresses(i)))
+}
+
+prop_compose! {
+    pub(crate) fn any_service(services: u8)(
+        (i, ports, [cluster_ips, external_ips, load_balancer_ips]) in any_number(services), created_unix_seconds in 0i64..3,
+        internal_local in any::<bool>(), external_local in any::<bool>(), health_check_node_port in 0u16..2,
+        timeout_seconds in prop::option::of(prop_oneof![Just(10u32), Just(10_800)]), ranges in any_source_ranges(),
+        scheduler in prop_oneof![3 => Just(""), 1 => Just("fo")], health_check in prop_oneof![3 => Just(""), 1 => Just("tcp")],
+    ) -> Service {
+        let policy = |is_local| if is_local { TrafficPolicy::Local } else { TrafficPolicy::Cluster };
+        let health_check_node_port =
+            if external_local { 31_000 + 100 * health_check_node_port + u16::from(i) } else { 0 };
+        Service {
+            external_ips,
+            load_balancer_ips,
+            internal_traffic_policy: policy(internal_local),
+            external_traffic_policy: policy(external_local),
+            session_affinity: timeout_seconds.map(|timeout_seconds| ClientIpAffinity { timeout_seconds }),
+            load_balancer_source_ranges: ranges.into_iter().map(|range| range.parse().unwrap()).collect(),
+            health_check_node_port,
+            created_unix_seconds,
+            scheduler: scheduler.into(),
+            health_check: health_check.into(),
+            ..Service::new(key(i), cluster_ips, ports)
+        }
+    }
+}
+
+/// Ready, published although it ends, ending and serving, ending and not serving, not ready.
+const CONDITIONS: [Conditions; 6] = [
+    Conditions::READY,
+    Conditions::READY,
+    Conditions { ready: true, serving: true, terminating: true },
+    Conditions { ready: false, serving: true, terminating: true },
+    Conditions { ready: false, serving: false, terminating: true },
+    Conditions { ready: false, serving: false, terminating: false },
+];
+
+/// Hints: none, for zones, for nodes, for both.
+fn any_hints() -> impl Strategy<Value = Option<Arc<Hints>>> {
+    let names = |letter: char| {
+        prop::collection::btree_set(1u8..4, 0..3).prop_map(move |numbers| {
+            numbers.into_iter().map(|n| format!("{letter}{n}").into()).collect::<Vec<Arc<str>>>()
+        })
+    };
+    prop_oneof![
+        1 => Just(None),
+        2 => (names('z'), names('n')).prop_map(|(zones, nodes)| Some(Arc::new(Hints { zones, nodes }))),
+    ]
+}
+
+prop_compose! {
     pub(crate) fn any_endpoint(services: u8)(
-        i in 0..services, address in 0u8..6, v6 in any::<bool>(), state in 0u8..4, node in 0u8..3, hint in 0u8..3, ports in 0u8..4,
+        i in 0..services, address in 0u8..6, v6 in any::<bool>(), state in 0..CONDITIONS.len(), node in 0u8..3, zone in 0u8..3,
+        hints in any_hints(), ports in 0u8..6,
     ) -> (ServiceKey, Endpoint) {
         let address: IpAddr = if v6 { format!("fd00:244::{address:x}").parse().unwrap() } else { IpAddr::from([10, 244, 0, address]) };
         let port = |name: &str, number| EndpointPort { name: name.into(), protocol: Protocol::Tcp, port: number };
+        let of = |protocol, port| EndpointPort { protocol, ..port };
         let ports: Vec<EndpointPort> = match ports {
             0 => vec![port("a", 8080)],
             1 => vec![port("a", 8080), port("b", 8081)],
             2 => vec![port("a", 8080), port("a", 9090)],
-            _ => vec![EndpointPort { protocol: Protocol::Udp, ..port("a", 53) }],
+            3 => vec![of(Protocol::Udp, port("a", 53))],
+            4 => vec![port("a", 53), of(Protocol::Udp, port("a", 53)), of(Protocol::Sctp, port("a", 53)), of(Protocol::Udp, port("b", 54))],
+            _ => vec![port("b", 8081), port("c", 8080)],
         };
-        let mut endpoint = Endpoint::new(address, Arc::from(ports));
-        endpoint.conditions = Conditions { ready: state < 2, serving: state < 3, terminating: state == 2 };
-        endpoint.node = (node > 0).then(|| format!("n{node}").into());
-        endpoint.hints = (hint > 0).then(|| Arc::new(Hints { zones: vec![format!("z{hint}").into()], nodes: Vec::new() }));
+        let endpoint = Endpoint {
+            conditions: CONDITIONS[state],
+            node: (node > 0).then(|| format!("n{node}").into()),
+            zone: (zone > 0).then(|| format!("z{zone}").into()),
+            hints,
+            ..Endpoint::new(address, Arc::from(ports))
+        };
         (key(i), endpoint)
     }
 }
@@ -75,7 +161,7 @@ pub(crate) fn any_change(services: u8) -> impl Strategy<Value = Change> {
 }
 
 /// The identity of what a change is about.
-fn subject(change: &Change) -> (ServiceKey, Option<IpAddr>) {
+pub(crate) fn subject(change: &Change) -> (ServiceKey, Option<IpAddr>) {
     match change {
         Change::Service(service) => (service.key.clone(), None),
         Change::RemoveService(key) => (key.clone(), None),
@@ -85,11 +171,16 @@ fn subject(change: &Change) -> (ServiceKey, Option<IpAddr>) {
     }
 }
 
-/// Only the last change of each subject.
-pub(crate) fn squash(changes: &[Change]) -> Vec<Change> {
+/// Only the last of each subject.
+pub(crate) fn last_of_each<T: Clone, S: Ord>(all: &[T], subject: impl Fn(&T) -> S) -> Vec<T> {
     let mut seen = BTreeSet::new();
-    let mut squashed: Vec<Change> =
-        changes.iter().rev().filter(|change| seen.insert(subject(change))).cloned().collect();
-    squashed.reverse();
-    squashed
+    let mut last: Vec<T> = all.iter().rev().filter(|one| seen.insert(subject(one))).cloned().collect();
+    last.reverse();
+    last
+}
+
+/// Only the last change of each subject.
+#[allow(dead_code)] // not every test that uses this module does
+pub(crate) fn squash(changes: &[Change]) -> Vec<Change> {
+    last_of_each(changes, subject)
 }

@@ -4,21 +4,145 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// Versions of objects that collide on purpose: few names, few addresses.
+/// `spec.type`, with what such a Service has for an address.
+fn any_type() -> impl Strategy<Value = (&'static str, bool)> {
+    prop_oneof![
+        3 => Just(("ClusterIP", true)),
+        2 => Just(("NodePort", true)),
+        3 => Just(("LoadBalancer", true)),
+        1 => Just(("ExternalName", false)),
+        1 => Just(("ClusterIP", false)),
+    ]
+}
+
+prop_compose! {
+    /// Ports by name, number, protocol and NodePort.
+    fn any_ports()(
+        name in prop_oneof![4 => Just("http"), 1 => Just("renamed")], port in 80_u16..82, node_port in prop_oneof![Just(0_u16), Just(30_080)],
+        protocol in prop_oneof![4 => Just("TCP"), 1 => Just("UDP"), 1 => Just("SCTP")], has_second in any::<bool>(),
+    ) -> Value {
+        let mut ports = vec![json!({"name": name, "port": port, "nodePort": node_port, "protocol": protocol})];
+        if has_second {
+            ports.push(json!({"name": "metrics", "port": 9000}));
+        }
+        json!(ports)
+    }
+}
+
+/// Labels and annotations that mean something, on and off.
+fn any_metadata() -> impl Strategy<Value = (Value, Value)> {
+    let labels = prop_oneof![
+        4 => Just(json!({})),
+        1 => Just(json!({"service.kubernetes.io/service-proxy-name": ""})),
+        1 => Just(json!({"service.kubernetes.io/service-proxy-name": "another"})),
+    ];
+    let annotations = prop_oneof![
+        3 => Just(json!({})),
+        1 => Just(json!({"headgate.io/scheduler": "lc"})),
+        1 => Just(json!({"headgate.io/health-check": "tcp", "example.com/other": "x"})),
+    ];
+    (labels, annotations)
+}
+
+prop_compose! {
+    fn any_service()(
+        name in 0_u8..2, (of_type, has_address) in any_type(), is_dual in any::<bool>(), address in 1_u8..4, ports in any_ports(),
+        (labels, annotations) in any_metadata(), policies in (any::<bool>(), any::<bool>()),
+        affinity in prop::option::of(prop_oneof![Just(json!({})), Just(json!({"clientIP": {"timeoutSeconds": 30}}))]),
+        external in prop_oneof![Just(json!([])), Just(json!(["192.0.2.100"])), Just(json!(["2001:db8::100", "192.0.2.101"]))],
+        ingress in prop_oneof![
+            Just(json!([])), Just(json!([{"ip": "203.0.113.1"}])), Just(json!([{"ip": "203.0.113.1", "ipMode": "Proxy"}, {"hostname": "b"}])),
+        ],
+        ranges in prop_oneof![Just(json!([])), Just(json!([" 198.51.100.0/24"])), Just(json!(["0.0.0.0/0", "::/0"]))],
+    ) -> Value {
+        let policy = |is_local| if is_local { "Local" } else { "Cluster" };
+        let cluster_ip = if has_address { format!("10.0.0.{address}") } else { "None".to_owned() };
+        let mut value = service(&format!("s{name}"), json!({
+            "type": of_type, "clusterIP": cluster_ip, "ports": ports, "externalIPs": external, "loadBalancerSourceRanges": ranges,
+            "internalTrafficPolicy": policy(policies.0), "externalTrafficPolicy": policy(policies.1),
+        }));
+        if has_address && is_dual {
+            value["spec"]["clusterIPs"] = json!([cluster_ip, format!("fd00::{address}")]);
+            value["spec"]["ipFamilies"] = json!(["IPv4", "IPv6"]);
+        }
+        if let Some(config) = affinity {
+            value["spec"]["sessionAffinity"] = json!("ClientIP");
+            value["spec"]["sessionAffinityConfig"] = config;
+        }
+        if of_type == "LoadBalancer" && policies.1 {
+            value["spec"]["healthCheckNodePort"] = json!(31_000);
+        }
+        value["status"] = json!({"loadBalancer": {"ingress": ingress}});
+        value["metadata"]["labels"] = labels;
+        value["metadata"]["annotations"] = annotations;
+        value
+    }
+}
+
+/// Conditions as they are written, and left out.
+fn any_conditions() -> impl Strategy<Value = Value> {
+    let value = |ready: Option<bool>, serving: Option<bool>, terminating: Option<bool>| json!({"ready": ready, "serving": serving, "terminating": terminating});
+    let any_one = || prop::option::of(any::<bool>());
+    prop_oneof![1 => Just(json!({})), 3 => (any_one(), any_one(), any_one()).prop_map(move |(r, s, t)| value(r, s, t))]
+}
+
+prop_compose! {
+    fn any_slice()(
+        name in 0_u8..4, of in 0_u8..2, is_v6 in prop::bool::weighted(0.3), is_for_dns in prop::bool::weighted(0.2),
+        endpoints in prop::collection::vec((0_u8..6, any_conditions(), 0_u8..3, 0_u8..4), 0..5), ports in 0_u8..4, has_trigger in any::<bool>(),
+    ) -> Value {
+        let endpoint = |(address, conditions, node, hint): (u8, Value, u8, u8)| {
+            let last = address + 1;
+            let address = if is_v6 { format!("fd00:1::{last}") } else { format!("10.1.0.{last}") };
+            let mut endpoint = json!({"addresses": [address], "conditions": conditions, "zone": format!("z{node}")});
+            if node > 0 { endpoint["nodeName"] = json!(format!("n{node}")); }
+            match hint {
+                0 => {}
+                1 => endpoint["hints"] = json!({"forZones": [{"name": "z1"}]}),
+                2 => endpoint["hints"] = json!({"forNodes": [{"name": "n1"}], "forZones": [{"name": "z2"}]}),
+                _ => endpoint["hints"] = json!({}),
+            }
+            endpoint
+        };
+        let endpoints: Vec<Value> = endpoints.into_iter().map(endpoint).collect();
+        let ports = match ports {
+            0 => http(1),
+            1 => json!([{"name": "http", "port": 2}, {"name": "metrics", "port": 3}]),
+            2 => json!([{"name": "http", "port": 1, "protocol": "UDP"}, {"name": "renamed", "port": 1}]),
+            _ => json!([{"port": 1}, {"name": "http"}]),
+        };
+        let mut value = slice(&format!("slice{name}{}", if is_v6 { "-v6" } else { "" }), &format!("s{of}"), json!(endpoints), ports);
+        if is_v6 { value["addressType"] = json!("IPv6"); }
+        if is_for_dns { value["metadata"]["labels"]["service.kubernetes.io/headless"] = json!(""); }
+        if has_trigger {
+            value["metadata"]["annotations"] = json!({"endpoints.kubernetes.io/last-change-trigger-time": "2024-01-01T00:00:00Z"});
+        }
+        value
+    }
+}
+
+prop_compose! {
+    fn any_node()(name in 0_u8..2, zone in 0_u8..3, address in 1_u8..3, is_tainted in any::<bool>(), other_label in any::<bool>()) -> Value {
+        let mut labels = json!({});
+        if zone > 0 { labels["topology.kubernetes.io/zone"] = json!(format!("z{zone}")); }
+        if other_label { labels["example.com/other"] = json!("x"); }
+        let taints = if is_tainted { json!([{"key": "ToBeDeletedByClusterAutoscaler", "effect": "NoSchedule"}]) } else { json!([]) };
+        json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": format!("n{name}"), "labels": labels},
+            "spec": {"taints": taints, "podCIDRs": [format!("10.1.{address}.0/24")]},
+            "status": {"addresses": [{"type": "InternalIP", "address": format!("192.0.2.{address}")}]}})
+    }
+}
+
+fn any_range() -> impl Strategy<Value = Value> {
+    (0_u8..2, 96_u8..98).prop_map(|(name, second)| {
+        json!({"apiVersion": "networking.k8s.io/v1", "kind": "ServiceCIDR", "metadata": {"name": format!("range{name}")},
+            "spec": {"cidrs": [format!("10.{second}.0.0/16")]}})
+    })
+}
+
+/// Versions of objects that collide on purpose: few names, few addresses. Whatever the model reads may differ between two versions.
 fn any_event() -> impl Strategy<Value = Value> {
-    let endpoint = (0_u8..6, any::<bool>(), 0_u8..3).prop_map(|(address, terminating, node)| {
-        json!({"addresses": [format!("10.1.0.{}", address + 1)], "nodeName": format!("n{node}"),
-            "conditions": {"ready": !terminating, "serving": true, "terminating": terminating}})
-    });
-    let a_slice =
-        (0_u8..4, 0_u8..2, prop::collection::vec(endpoint, 0..5), 1_u32..4).prop_map(|(name, of, endpoints, port)| {
-            slice(&format!("slice{name}"), &format!("s{of}"), json!(endpoints), http(port))
-        });
-    let a_service = (0_u8..2, 1_u8..4, any::<bool>()).prop_map(|(name, address, headless)| {
-        let cluster_ip = if headless { "None".to_owned() } else { format!("10.0.0.{address}") };
-        service(&format!("s{name}"), json!({"clusterIP": cluster_ip}))
-    });
-    prop_oneof![3 => a_slice, 1 => a_service]
+    prop_oneof![6 => any_slice(), 4 => any_service(), 1 => any_node(), 1 => any_range()]
 }
 
 proptest! {
@@ -52,6 +176,7 @@ proptest! {
         }
         let squashed = Bench::with(&values);
         prop_assert_eq!(by_event.state.digests(), squashed.state.digests());
+        prop_assert_eq!(&by_event.nodes, &squashed.nodes);
         values.reverse();
         for kind in ObjectKind::ALL {
             let listed = values.iter().map(object).filter(|object| object.kind() == kind);
