@@ -237,6 +237,12 @@ macro_rules! rule_tests {
                 on_machines(BACKEND, lifecycle::some_services(), rules::flushed_rules_come_back);
             }
 
+            // rows of iptables: 18, 31, 32, 33, 45, 46, 47, 48, 54, 112, 113
+            #[test]
+            fn addresses_and_pods() {
+                on_machines(BACKEND, settings::services(), settings::addresses_and_pods);
+            }
+
             // rows of iptables: 103
             #[test]
             fn the_other_variant_goes() {

@@ -1,14 +1,16 @@
 //! What an agent's settings do to packets.
 
+use std::net::SocketAddr;
+
 use anyhow::{Result, ensure};
 
-use super::case::{Source, ask};
+use super::case::{Case, Source, ask};
 use super::run::run;
 use crate::testbed::manifests::{Service, Via};
-use crate::testbed::{AgentSetup, Family, Manifests, Testbed, iptables};
+use crate::testbed::{AgentSetup, Family, Manifests, Outcome, Request, Testbed, Transport, iptables};
 
 use Source::{Kept, Masqueraded};
-use Via::{ClusterIp, ExternalIp, LoadBalancerIp, NodePort};
+use Via::{ClusterIp, ExternalIp, LoadBalancerIp, Localhost, NodePort};
 
 /// Services of the scenario here.
 pub fn services() -> Result<Manifests> {
@@ -66,6 +68,80 @@ pub fn masquerading(bed: &Testbed) -> Result<()> {
             ensure!(rules.contains(expected), "{expected} is not among the rules:\n{rules}");
         }
         ensure!(!rules.contains("0x4000"), "the default bit is used as well:\n{rules}");
+    }
+    Ok(())
+}
+
+/// Addresses that nodes have besides the planned one. Nobody sends from the second of each pair, which is deprecated from the start.
+const FURTHER: [(&str, &str, &str); 3] = [
+    ("node-a", "192.0.2.21", "2001:db8:0:1::21"),
+    ("node-b", "192.0.2.22", "2001:db8:0:1::22"),
+    ("node-c", "192.0.2.23", "2001:db8:0:1::23"),
+];
+
+/// Three nodes that answer NodePorts on other addresses, tell their pods in other ways, and of which one ignores externalIPs.
+///
+/// On machines with [`services`] on which nothing runs yet.
+pub fn addresses_and_pods(bed: &Testbed) -> Result<()> {
+    const WEB: &[&str] = &["a1", "b1", "c1"];
+    for (node, v4, v6) in FURTHER {
+        let commands = format!("addr add {v4}/24 dev eth0\naddr add {v6}/64 dev eth0 nodad preferred_lft 0\n");
+        bed.machines().machine(node)?.ip_batch(&commands)?;
+    }
+    bed.start_control_plane()?;
+    let start = |node, arguments: &[&str]| {
+        bed.start_agent_with(node, &AgentSetup { cannot_tell_pods: true, ..AgentSetup::with(arguments) })
+    };
+    // One range, of IPv4; pods by how their interfaces are called.
+    let by_name = ["--detect-local-mode=InterfaceNamePrefix", "--pod-interface-name-prefix=veth-"];
+    start("node-a", &[&by_name[..], &["--nodeport-addresses=192.0.2.11/32"]].concat())?;
+    // All addresses but localhost; only b3 is seen as a pod, by its interface; no externalIPs.
+    let by_bridge = ["--detect-local-mode=BridgeInterface", "--pod-bridge-interface=veth-b3"];
+    let fewer = ["--iptables-localhost-nodeports=false", "--feature-gates=AllowServiceExternalIPs=false"];
+    start("node-b", &[&by_bridge[..], &fewer].concat())?;
+    // The Node's own addresses, and pods by its podCIDRs.
+    start("node-c", &["--detect-local-mode=NodeCIDR", "--nodeport-addresses=primary"])?;
+    bed.wait_programmed()?;
+
+    let pods = |node: &'static str, pod: &'static str, outside: &'static str| {
+        [
+            ask(pod, "web", ClusterIp).ports(&["tcp", "udp"]).answered(WEB, Kept),
+            ask(node, "web", ClusterIp).answered(WEB, Masqueraded(node)),
+            ask(outside, "web", NodePort(node)).ports(&["tcp", "udp"]).answered(WEB, Masqueraded(node)),
+        ]
+    };
+    let mut cases: Vec<Case> =
+        [pods("node-a", "a3", "outside-1"), pods("node-b", "b3", "outside-2"), pods("node-c", "c2", "outside-1")]
+            .concat();
+    cases.extend([
+        ask("outside-1", "web", ClusterIp).answered(WEB, Masqueraded("node-a")),
+        // A pod takes the short way, in each mode.
+        ask("a3", "local-of-b", LoadBalancerIp).answered(&["b1", "c1"], Kept),
+        ask("c2", "local-of-b", LoadBalancerIp).answered(&["b1", "c1"], Kept),
+        ask("b3", "local-elsewhere", LoadBalancerIp).answered(&["a1", "c1"], Kept),
+        // Another pod of node-b is as good as outside.
+        ask("b2", "web", ClusterIp).answered(WEB, Masqueraded("node-b")),
+        ask("b2", "local-elsewhere", LoadBalancerIp).dropped(),
+        // 127.0.0.1 is not in the range, and is switched off, and is not the Node's.
+        ask("node-a", "web", Localhost).over(&[Family::V4]).refused(),
+        ask("node-b", "web", Localhost).over(&[Family::V4]).refused(),
+        ask("node-c", "web", Localhost).over(&[Family::V4]).refused(),
+        ask("outside-2", "web", ExternalIp).dropped(),
+        ask("b3", "web", ExternalIp).dropped(),
+        ask("outside-2", "web", LoadBalancerIp).answered(WEB, Masqueraded("node-b")),
+        ask("a3", "web", ExternalIp).answered(WEB, Masqueraded("node-a")),
+    ]);
+    run(bed, &cases)?;
+    for (node, v4, v6) in FURTHER {
+        for (family, address) in [(Family::V4, v4), (Family::V6, v6)] {
+            let planned = bed.address("web", NodePort(node), family, "tcp")?;
+            let to = SocketAddr::new(address.parse()?, planned.port());
+            let outcome = bed.machines().ask("outside-1", &Request::new(Transport::Tcp, to))?;
+            // node-a names no range of IPv6, so that all its addresses of that family answer.
+            let answers = node == "node-b" || (node == "node-a" && family == Family::V6);
+            ensure!(matches!(outcome, Outcome::Answered(_)) == answers, "NodePort at {to} of {node}: {outcome}");
+            ensure!(answers || outcome == Outcome::Refused, "NodePort at {to} of {node}: {outcome}");
+        }
     }
     Ok(())
 }

@@ -108,6 +108,31 @@ fn row_106_a_change_that_waits_too_long_makes_its_family_unhealthy_until_it_is_p
     assert!(rig.metric("kubeproxy_sync_full_proxy_rules_duration_seconds_count{ip_family=\"IPv6\"}") >= 1.0);
 }
 
+// rows: 67
+#[test]
+fn row_67_health_check_node_ports_fail_while_the_proxy_is_unhealthy() {
+    let balanced = "  type: LoadBalancer\n  externalTrafficPolicy: Local\n  healthCheckNodePort: 31500\n";
+    let service_text = service("web", 10, "").replace("  type: NodePort\n", balanced);
+    let rig =
+        Rig::serving(&[("node", node("")), ("web", service_text), ("web-1", slice("web", &[("node-a", 10)], ""))]);
+    rig.make_breakable("ip6tables-nft-restore");
+    let _agent = rig.agent(&["--iptables-sync-period=1s"]);
+    let until = |code: u16, is_healthy: bool| {
+        eventually(&format!("the port answers {code}"), || {
+            let (found, body) = rig.get(31_500, "/")?;
+            let body: serde_json::Value = serde_json::from_str(&body).map_err(|error| error.to_string())?;
+            let is_so = found == code && body["serviceProxyHealthy"] == is_healthy && body["localEndpoints"] == 1;
+            if is_so { Ok(()) } else { Err(format!("{found} {body}")) }
+        });
+    };
+    until(200, true);
+    rig.break_tool("ip6tables-nft-restore");
+    rig.put("more", &service("more", 20, ""));
+    until(503, false);
+    rig.mend_tool("ip6tables-nft-restore");
+    until(200, true);
+}
+
 // rows: 107
 #[test]
 fn row_107_a_node_that_goes_away_fails_healthz_alone() {

@@ -287,7 +287,7 @@ impl Rig {
     }
 
     /// Gets a page; status and body.
-    fn get(&self, port: u16, path: &str) -> Result<(u16, String), String> {
+    pub(super) fn get(&self, port: u16, path: &str) -> Result<(u16, String), String> {
         self.request("GET", port, path)
     }
 
