@@ -349,6 +349,7 @@ fn manifests_have_no_field_that_the_api_does_not_know() {
         let known = match kind.as_str() {
             "Namespace" => round_trip::<core::Namespace>(&object),
             "ConfigMap" => round_trip::<core::ConfigMap>(&object),
+            "Service" => round_trip::<core::Service>(&object),
             "ServiceAccount" => round_trip::<core::ServiceAccount>(&object),
             "ClusterRole" => round_trip::<rbac::ClusterRole>(&object),
             "ClusterRoleBinding" => round_trip::<rbac::ClusterRoleBinding>(&object),

@@ -102,6 +102,10 @@ fn follows_its_service(bed: &Testbed) -> Result<()> {
     all_answered_by(&flows, "a1")?;
     bed.update(|manifests| manifests.remove("dns").map(drop))?;
     flows.iter().try_for_each(Flow::until_unanswered).context("after the service was deleted")?;
+    if bed.backend() == Backend::Ipvs {
+        // The kernel may come first: IPVS drops the entry of a flow whose destination is gone at the flow's next packet.
+        return Ok(());
+    }
     for family in ["IPv4", "IPv6"] {
         let name = format!("kubeproxy_conntrack_reconciler_deleted_entries_total{{ip_family=\"{family}\"}} ");
         let deleted = metrics(bed)?.lines().find_map(|line| line.strip_prefix(&name)?.parse::<u64>().ok());

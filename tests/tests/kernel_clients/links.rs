@@ -64,7 +64,7 @@ fn addresses_of_one_link_are_changed_and_listed() {
         assert_eq!(BTreeSet::from_iter(routing.addresses(link).unwrap()), BTreeSet::from(all));
         let printed = output("ip", &["-o", "addr", "show", "dev", NAME]);
         assert!(printed.contains("inet 10.96.0.1/32 scope host"), "{printed}");
-        assert!(printed.contains("inet6 fd00:96::a/128 scope global nodad noprefixroute"), "{printed}");
+        assert!(printed.contains("inet6 fd00:96::a/128 scope global nodad deprecated noprefixroute"), "{printed}");
         assert!(!routing.addresses(1).unwrap().contains(&all[0]), "only the link's own are listed");
         let gone = Change::RemoveAddress { link, address: all[1] };
         let refused = codes(&mut routing, &[Change::AddAddress { link, address: all[0] }, gone, gone]);
