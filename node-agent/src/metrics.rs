@@ -213,7 +213,7 @@ impl Metrics {
         let help =
             "Services whose rules the kernel refuses: their last good ones stay, and nothing else waits for them";
         add.gauge("services_refused", "", help, self.services_refused.clone());
-        let help = "Ways in which the agent runs below what was asked for, such as iptables in place of ipvs; /healthz of the metrics port and headgatectl agents name them";
+        let help = "Ways in which the agent runs below what was asked for, such as iptables in place of ipvs; /status of the metrics port and headgatectl agents name them";
         add.gauge("degraded_modes", "", help, self.degraded_modes.clone());
         let help = "Times that the kernel began to refuse a service's rules";
         add.counter("service_refusals", "", help, self.service_refusals.clone());

@@ -70,7 +70,7 @@ pub const FIELDS: &[Field] = &[
         "proxy-mode",
         Kind::Choice(&["", "auto", "iptables", "ipvs", "nftables", "userspace"]),
         "auto",
-        "How the kernel is programmed: `auto` (also when empty) takes the best that the node can run, `iptables` and `ipvs` are built, others are refused until they are. Where a node lacks what `ipvs` needs, it runs `iptables`, and says so in the log, in `headgatectl agents` and in `/healthz` of the metrics port",
+        "How the kernel is programmed: `auto` (also when empty) takes the best that the node can run, `iptables` and `ipvs` are built, others are refused until they are. Where a node lacks what `ipvs` needs, it runs `iptables`, and says so in the log, in `headgatectl agents` and in `/status` of the metrics port",
     ),
     used(
         "hostnameOverride",
