@@ -6,6 +6,7 @@ use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpStream, UdpSocket};
 use std::os::fd::AsRawFd;
 use std::str::FromStr;
+use std::sync::atomic::{AtomicU16, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -178,13 +179,35 @@ fn unspecified(to: SocketAddr) -> IpAddr {
     if to.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() }
 }
 
+/// The next port to send from when a request does not care: above those of NodePorts.
+static NEXT_PORT: AtomicU16 = AtomicU16::new(0);
+const FIRST_PORT: u16 = 33_000;
+const PORTS: u16 = 32_000;
+
+/// Calls `bind` with the port that the request asks for, or else one that no request of this process had for long.
+///
+/// IPVS translates no source ports, so that two connections from one port by different services to one endpoint are the same connection to that
+/// endpoint and to conntrack, until both have forgotten the first one. The kernel's own choice of ports repeats them for other destinations.
+fn from_a_port<T>(request: &Request, bind: impl Fn(SocketAddr) -> io::Result<T>) -> io::Result<T> {
+    let from = |port| SocketAddr::new(unspecified(request.to), port);
+    if let Some(port) = request.from_port {
+        return bind(from(port));
+    }
+    loop {
+        let port = FIRST_PORT + NEXT_PORT.fetch_add(1, Ordering::Relaxed) % PORTS;
+        match bind(from(port)) {
+            // Somebody else's.
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse => {}
+            bound => return bound,
+        }
+    }
+}
+
 fn connect(request: &Request) -> io::Result<TcpStream> {
     let domain = Domain::for_address(request.to);
     let socket = Socket::new(domain, Type::STREAM, Some(Protocol::TCP))?;
-    if let Some(port) = request.from_port {
-        socket.set_reuse_address(true)?;
-        socket.bind(&SocketAddr::new(unspecified(request.to), port).into())?;
-    }
+    socket.set_reuse_address(true)?;
+    from_a_port(request, |from| socket.bind(&from.into()))?;
     queue_icmp_errors(&socket, true)?;
     let connected = socket.connect_timeout(&request.to.into(), request.timeout);
     connected.map_err(|error| icmp_error(&socket).unwrap_or(error))?;
@@ -233,7 +256,7 @@ fn exchange_line(stream: &mut BufReader<TcpStream>, line: &str) -> io::Result<St
 }
 
 fn ask_udp(request: &Request) -> io::Result<String> {
-    let socket = UdpSocket::bind((unspecified(request.to), request.from_port.unwrap_or(0)))?;
+    let socket = from_a_port(request, UdpSocket::bind)?;
     socket.connect(request.to)?;
     socket.set_read_timeout(Some(request.timeout))?;
     let length = request.datagram_bytes;
