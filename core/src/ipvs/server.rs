@@ -159,7 +159,7 @@ impl Server {
                 return true;
             }
             match destination {
-                Destination::Draining(_) => true,
+                Destination::Draining(_) if can_drain => true,
                 Destination::Active(weight) if can_drain => {
                     if *weight != 0 {
                         after.push(Op::EditDestination(key, *address, 0));
@@ -167,7 +167,7 @@ impl Server {
                     *destination = Destination::Draining(now_ms);
                     true
                 }
-                Destination::Active(_) => {
+                Destination::Draining(_) | Destination::Active(_) => {
                     after.push(Op::DeleteDestination(key, *address));
                     false
                 }

@@ -162,7 +162,9 @@ impl Port<'_> {
         Arc::clone(of_policy.get_or_insert_with(|| {
             let address = |endpoint: &Destination| SocketAddr::new(endpoint.address, endpoint.port);
             let usable = endpoints.iter().map(|endpoint| (address(endpoint), true));
-            let failing = failing.iter().map(|endpoint| (address(endpoint), false));
+            // A scheduler that chooses them in spite of their weight must not see them.
+            let failing = failing.iter().filter(|_| scheduler.passes_over_weight_zero());
+            let failing = failing.map(|endpoint| (address(endpoint), false));
             let mut addresses: Vec<(SocketAddr, bool)> = usable.chain(failing).collect();
             addresses.sort_unstable();
             addresses.dedup();

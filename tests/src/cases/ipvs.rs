@@ -398,7 +398,7 @@ pub fn falls_back_to_iptables(bed: &Testbed) -> Result<()> {
     run(bed, &[ask("a3", "steady", ClusterIp).ports(&["tcp", "udp"]).answered(&["a1", "b1"], Kept)])?;
     expect_page(bed, "/proxyMode", "iptables")?;
     expect_page(bed, "/metrics", "headgate_agent_degraded_modes 1")?;
-    expect_page(bed, "/healthz", "modprobe dummy")
+    expect_page(bed, "/status", "modprobe dummy")
 }
 
 /// A page of the metrics port of node-a has this in it.

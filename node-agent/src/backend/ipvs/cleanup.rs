@@ -9,6 +9,7 @@ use ipnet::IpNet;
 use super::{
     super::{BackendError, ErrorKind},
     kernel::{self, Kernel, of_routing},
+    probe,
     read::{self, OfOtherSize},
     write,
 };
@@ -24,13 +25,23 @@ pub(in crate::backend) fn remove_all(exclude_cidrs: &[IpNet]) -> Result<(), Back
     let mut result = Ok(());
     for family in Family::BOTH {
         let removed = remove(&mut kernel, device, family, exclude_cidrs).map_err(|error| error.of(family));
+        if removed.is_err() {
+            // What an interrupted dump left in a socket is not the answer to the next question.
+            kernel = Kernel::default();
+        }
         result = BackendError::join(result, removed);
     }
     if let Some(device) = device {
         let removed = kernel.routing().and_then(|routing| routing.remove_link(device).map_err(of_routing));
         result = BackendError::join(result, removed);
     }
-    result
+    // Left behind by an agent that was killed while it looked at what the kernel can do.
+    let probe = kernel.routing().and_then(|routing| routing.link(probe::PROBE_DEVICE).map_err(of_routing));
+    let removed = probe.and_then(|link| match link {
+        Some(link) => kernel.routing().and_then(|routing| routing.remove_link(link.index).map_err(of_routing)),
+        None => Ok(()),
+    });
+    BackendError::join(result, removed)
 }
 
 fn remove(
@@ -44,6 +55,7 @@ fn remove(
         read::read_device(kernel.routing()?, device, family, &mut existing)?;
     }
     if kernel::has_sets() {
+        read::destroy_if_there(kernel.sets()?, read::DRAFT)?;
         read::read_sets(kernel.sets()?, family, OfOtherSize::Take, &mut existing)?;
     }
     if kernel::has_ipvs() {

@@ -10,7 +10,7 @@ use std::{
 use headgate_core::{
     Family, ServiceKey,
     iptables::{NodePortAddresses, Table},
-    ipvs::{Ledger, Op, Plan},
+    ipvs::{Ledger, Op, Plan, ServerKey},
 };
 
 use super::{
@@ -154,19 +154,34 @@ impl FamilyBackend {
         self.ledger.set_config(config);
         let reasons: Vec<String> = refused.iter().take(5).map(|refused| refused.reason.clone()).collect();
         let message = format!("the kernel refuses {} steps: {}", refused.len(), reasons.join("; "));
-        let mut kind = ErrorKind::Refused;
+        let without_scheduler: BTreeSet<ServerKey> = refused
+            .iter()
+            .filter(|refused| refused.missing_scheduler.is_some())
+            .filter_map(|refused| if let Op::AddServer(key, _) = refused.op { Some(key) } else { None })
+            .collect();
+        let (mut kind, mut at_fault) = (ErrorKind::Refused, Vec::new());
         for refused in refused {
-            let services = self.ledger.services_that_want(&refused.op);
-            // What no service is at fault for only the kernel can tell; another scheduler is taken by planning anew.
-            if services.is_empty() || refused.missing_scheduler.is_some() {
+            // Another scheduler is taken by planning anew, which makes the destinations of the server as well.
+            let follows = matches!(refused.op, Op::AddDestination(key, ..) if without_scheduler.contains(&key));
+            if refused.missing_scheduler.is_some() || follows {
                 kind = ErrorKind::NeedsFullSync;
                 continue;
             }
-            for service in services {
-                self.has_newly_refused = true;
+            let services = self.ledger.services_that_want(&refused.op);
+            // What no service is at fault for only the kernel can tell.
+            if services.is_empty() {
+                kind = ErrorKind::NeedsFullSync;
+                continue;
+            }
+            at_fault.extend(services.into_iter().map(|service| (service, refused.clone())));
+        }
+        // A full sync tries all of them again.
+        if kind == ErrorKind::Refused {
+            self.has_newly_refused = true;
+            for (service, refused) in at_fault {
                 let ops = self.refused.entry(service).or_default();
                 if !ops.contains(&refused) {
-                    ops.push(refused.clone());
+                    ops.push(refused);
                 }
             }
         }

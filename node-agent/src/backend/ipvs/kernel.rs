@@ -75,7 +75,9 @@ impl Kernel {
 
     /// The number of our device, if it is there.
     pub(super) fn existing_device(&mut self) -> Result<Option<u32>, BackendError> {
-        Ok(self.routing()?.link(DEVICE).map_err(of_routing)?.map(|link| link.index))
+        let link = self.routing()?.link(DEVICE).map_err(of_routing)?;
+        // A device of another kind is somebody else's.
+        Ok(link.filter(|link| link.kind.as_deref() == Some("dummy")).map(|link| link.index))
     }
 }
 

@@ -83,9 +83,11 @@ fn has_scheduler(ipvs: &mut Ipvs, scheduler: Scheduler) -> Result<(), BackendErr
     Ok(())
 }
 
+/// The device that shows whether there can be any.
+pub(super) const PROBE_DEVICE: &str = "kube-ipvs-probe";
+
 /// Makes a device of another name and removes it again, unless ours is there.
 fn has_dummy_devices() -> Result<(), BackendError> {
-    const PROBE_DEVICE: &str = "kube-ipvs-probe";
     let mut routing = headgate_netlink::route::Routing::open().map_err(of_routing)?;
     let is_there = routing.link(headgate_core::ipvs::DEVICE).map_err(of_routing)?;
     if is_there.is_some() {

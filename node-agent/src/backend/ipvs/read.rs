@@ -77,7 +77,9 @@ pub(super) fn read_sets(
         if !found.header.fits(&wanted) && of_other_size == OfOtherSize::MakeAnew {
             let is_of_type = found.header.type_name == wanted.set_type.name();
             if is_of_type {
-                let changes = found.entries.iter().map(|entry| Change::add(&wanted.name, entry.clone()));
+                // A draft has no comments.
+                let bare = |entry: &ipset_netlink::Entry| ipset_netlink::Entry::new(entry.element);
+                let changes = found.entries.iter().map(|entry| Change::add(&wanted.name, bare(entry)));
                 replace(sets, &wanted, changes.collect())?;
             } else if found.header.references == 0 {
                 sets.destroy(&wanted.name).map_err(of_sets)?;
@@ -107,18 +109,32 @@ pub(super) fn read_sets(
     Ok(())
 }
 
+/// The set that takes another's place.
+pub(super) const DRAFT: &str = "KUBE-DRAFT";
+
+/// Destroys a set that need not be there.
+pub(super) fn destroy_if_there(sets: &mut IpSets, name: &str) -> Result<(), BackendError> {
+    match sets.destroy(name) {
+        Err(error) if error.refusal_code() == Some(libc::ENOENT) => Ok(()),
+        result => result.map_err(of_sets),
+    }
+}
+
 /// Makes a set anew with these elements. Rules that refer to it never see less than what is in it.
 fn replace(sets: &mut IpSets, wanted: &Specification, mut changes: Vec<Change>) -> Result<(), BackendError> {
-    let draft = Specification { name: "KUBE-DRAFT".to_owned(), ..wanted.clone() };
+    let draft = Specification { name: DRAFT.to_owned(), ..wanted.clone() };
     // A draft that is there is from an agent that was killed in between.
-    sets.destroy(&draft.name).map_err(of_sets)?;
+    destroy_if_there(sets, DRAFT)?;
     sets.create(&draft).map_err(of_sets)?;
     for change in &mut changes {
         if let Change::Add(set, _) = change {
             set.clone_from(&draft.name);
         }
     }
-    sets.execute(&changes).map_err(of_sets)?;
+    if let Some(refused) = sets.execute(&changes).map_err(of_sets)?.first() {
+        let message = changes[refused.index].explain(&refused.refusal);
+        return Err(BackendError::new(ErrorKind::NeedsFullSync, message));
+    }
     sets.swap(&wanted.name, &draft.name).map_err(of_sets)?;
     sets.destroy(&draft.name).map_err(of_sets)
 }
