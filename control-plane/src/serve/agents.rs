@@ -81,6 +81,8 @@ pub(super) struct Record {
     pub(super) services_planned: u32,
     pub(super) objects_written: u32,
     pub(super) last_error: String,
+    /// The version that it is about.
+    failed_version: u64,
     pub(super) rejections: Vec<v1::Rejection>,
 }
 
@@ -204,10 +206,14 @@ impl Record {
         self.apply_microseconds = ack.apply_microseconds;
         self.services_planned = ack.services_planned;
         self.objects_written = ack.objects_written;
-        self.last_error.clear();
+        // An ACK may have waited while a newer version failed.
+        if ack.version >= self.failed_version {
+            self.last_error.clear();
+        }
     }
 
     pub(super) fn failed(&mut self, failed: &v1::ApplyFailed) {
+        self.failed_version = failed.version;
         self.last_error = format!("version {}, attempt {}: {}", failed.version, failed.attempts, clip(&failed.error));
     }
 
@@ -217,7 +223,9 @@ impl Record {
             let withdrawn: HashSet<&str> = nack.withdrawn.iter().map(|resource| clip(resource)).collect();
             self.rejections.retain(|old| !withdrawn.contains(old.resource.as_str()));
         }
-        for rejection in &nack.rejections {
+        // Only so many are kept, so that the rest need not be compared: a peer decides how many there are.
+        let skipped = nack.rejections.len().saturating_sub(MAX_LISTED);
+        for rejection in &nack.rejections[skipped..] {
             let rejection = v1::Rejection {
                 resource: clip(&rejection.resource).to_owned(),
                 field: clip(&rejection.field).to_owned(),

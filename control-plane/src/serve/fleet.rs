@@ -269,7 +269,9 @@ impl Fleet {
 impl Table {
     fn note_rejections(&mut self, node: &Arc<str>, record: &Record) {
         if !record.rejections.is_empty() {
-            self.rejecting.insert(Arc::clone(node), record.rejections.clone());
+            if self.rejecting.get(node) != Some(&record.rejections) {
+                self.rejecting.insert(Arc::clone(node), record.rejections.clone());
+            }
         } else if !self.rejecting.is_empty() {
             self.rejecting.remove(node);
         }

@@ -100,7 +100,8 @@ impl Waiter {
             self.head.borrow_and_update();
             self.moves.borrow_and_update();
             self.synced.borrow_and_update();
-            let timed_out = Instant::now() >= self.deadline;
+            let looked = Instant::now();
+            let timed_out = looked >= self.deadline;
             let progress = self.progress(timed_out);
             if timed_out || self.last.as_ref() != Some(&progress) {
                 if self.last.is_some() && !timed_out {
@@ -111,6 +112,8 @@ impl Waiter {
                 return Some(Ok(progress));
             }
             self.wake().await;
+            // One look for all ACKs that come meanwhile; the first after a quiet time is looked at at once.
+            sleep_until((looked + PACE).min(self.deadline)).await;
         }
     }
 

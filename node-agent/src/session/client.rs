@@ -221,6 +221,7 @@ impl Session {
             number,
             epoch: None,
             acked: None,
+            has_failed: false,
             refused: BTreeMap::new(),
             said: status,
             confirm_at: None,
@@ -248,6 +249,8 @@ struct Stream {
     epoch: Option<u64>,
     /// Version and node revision that were last acknowledged here.
     acked: Option<(u64, u64)>,
+    /// Whether the replica was told of a failure since the last ACK that said that there is none.
+    has_failed: bool,
     /// Services that the kernel refuses, by name, as the replica has been told.
     refused: BTreeMap<String, v1::Rejection>,
     /// What the replica has been told of the backend.
@@ -427,6 +430,7 @@ impl Stream {
         if let Some(failure) = &progress.failure
             && Some(failure.target.epoch) == self.epoch
         {
+            self.has_failed = true;
             self.outbox.apply_failed(v1::ApplyFailed {
                 version: failure.target.version,
                 error: failure.error.clone(),
@@ -440,9 +444,12 @@ impl Stream {
         }
         let node_revision = if target.stream == self.number { target.node_revision } else { 0 };
         let reached = (target.version, node_revision);
-        if Some(target.epoch) != self.epoch || self.acked == Some(reached) {
+        // A version that was acknowledged may have failed when it was tried again, and the replica waits to hear that this is over.
+        let is_made_good = self.has_failed && progress.failure.is_none();
+        if Some(target.epoch) != self.epoch || (self.acked == Some(reached) && !is_made_good) {
             return;
         }
+        self.has_failed &= !is_made_good;
         self.acked = Some(reached);
         let ack = v1::Ack {
             version: target.version,

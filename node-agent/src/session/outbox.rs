@@ -64,8 +64,8 @@ impl Outbox {
             }
         }
         programmed.push_back((ack.version, now));
-        // The failure that came before is made good.
-        self.failed = None;
+        // A failure of what this covers is made good; one of a newer version is not.
+        self.failed.take_if(|failed| failed.version <= ack.version);
         self.ack = Some(WaitingAck { ack, programmed });
     }
 

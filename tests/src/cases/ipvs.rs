@@ -385,6 +385,21 @@ fn ping(from: &Namespace, to: IpAddr) -> Result<()> {
 ///
 /// On machines with [`super::lifecycle::some_services`] on which nothing runs yet.
 pub fn falls_back_to_iptables(bed: &Testbed) -> Result<()> {
+    // What iptables needs and IPVS does not: nothing can be loaded from here on.
+    let needed = [
+        "xt_nat",
+        "xt_statistic",
+        "xt_recent",
+        "xt_conntrack",
+        "xt_comment",
+        "xt_mark",
+        "xt_addrtype",
+        "ipt_REJECT",
+        "ip6t_REJECT",
+    ];
+    let status =
+        Command::new("modprobe").arg("-a").args(needed).status().context("running modprobe (Debian package kmod)")?;
+    ensure!(status.success(), "modprobe -a {needed:?}: {status}");
     let _modules = WithoutModules::new(&["ip_vs_wrr", "dummy"])?;
     bed.start_control_plane()?;
     bed.start_agent_with("node-a", &AgentSetup::with(&["--ipvs-scheduler", "wrr"]))?;

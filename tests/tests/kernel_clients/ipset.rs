@@ -131,10 +131,10 @@ fn the_client_lists_what_the_program_makes() {
         assert!(program.wait()?.success());
         let mut sets = IpSets::open()?;
         is_listed(&mut sets, &table);
-        output("ipset", &["create", "foreign", "hash:net,net"]);
-        output("ipset", &["add", "foreign", "10.0.0.0/8,10.1.0.0/16"]);
+        output("ipset", &["create", "foreign", "hash:net,port"]);
+        output("ipset", &["add", "foreign", "10.0.0.0/8,tcp:80"]);
         let foreign = sets.set("foreign")?.unwrap();
-        assert_eq!((foreign.header.type_name.as_str(), foreign.entries.len()), ("hash:net,net", 0));
+        assert_eq!((foreign.header.type_name.as_str(), foreign.entries.len()), ("hash:net,port", 0));
         assert_eq!(sets.list()?.len(), table.len() + 1);
         Ok(())
     });

@@ -113,7 +113,7 @@ fn row_111_changed_pod_ranges_are_taken_up_without_ending() {
     let is_undetected = |rules: &[String]| !rules.iter().any(|rule| rule.contains("! -s 10.244"));
     rig.until_rules("no range, no detector", "nat", is_undetected);
     eventually("it is said", || {
-        let (_, page) = rig.page("/healthz")?;
+        let (_, page) = rig.page("/status")?;
         if page.contains("the Node has no podCIDRs") { Ok(()) } else { Err(page) }
     });
     assert!(agent.is_running());

@@ -175,6 +175,8 @@ impl Stream {
             Event::Reset => {
                 self.finish(&End::plain("disconnected", Status::cancelled("the client reset the stream")));
                 self.say_go_away(Code::NoError, "");
+                // Nothing may be sent on a stream that was reset (RFC 9113, 5.1).
+                self.close();
             }
             Event::OtherStream => self.other_stream()?,
             Event::InitialWindow(window) => {
