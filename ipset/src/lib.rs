@@ -9,14 +9,12 @@ pub use model::{Change, Element, Entry, Family, Header, Protocol, Set, SetType, 
 
 use std::collections::HashMap;
 
-use headgate_netlink::{Connection, Dumped, Request};
+use headgate_netlink::{Connection, Request};
 
 /// `IPSET_PROTOCOL`: the version that is spoken where the kernel knows it. What is used of it is the same in 6.
 const PROTOCOL: u8 = 7;
 /// `IPSET_PROTOCOL_MIN`.
 const PROTOCOL_MIN: u8 = 6;
-/// Attempts at a list that the kernel interrupts.
-const ATTEMPTS: u32 = 5;
 
 /// Why nothing is known, or nothing done.
 #[derive(Debug, thiserror::Error)]
@@ -232,21 +230,7 @@ impl IpSets {
     }
 
     fn read(&mut self, request: &Request) -> Result<Vec<Set>, IpSetError> {
-        for _ in 0..ATTEMPTS {
-            let (mut sets, mut malformed) = (Vec::new(), None);
-            let dumped = self.connection.dump(request.clone(), |_, payload| {
-                if let Err(error) = wire::read_part(payload).and_then(|part| add(&mut sets, part)) {
-                    malformed = Some(error);
-                }
-            })?;
-            if let Some(error) = malformed {
-                return Err(error.into());
-            }
-            if dumped == Dumped::Whole {
-                return Ok(sets);
-            }
-        }
-        Err(NetlinkError::Kernel(Refusal::of_code(libc::EINTR)).into())
+        self.connection.list(request, |sets, payload| add(sets, wire::read_part(payload)?))
     }
 }
 

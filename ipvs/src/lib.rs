@@ -11,14 +11,12 @@ pub use model::{
     ServiceEntry, ServiceId, Statistics, Timeouts, Tunnel, TunnelKind,
 };
 
-use headgate_netlink::{Connection, Dumped, Request, generic};
+use headgate_netlink::{Connection, Request, generic};
 
 /// `IPVS_GENL_NAME`.
 const FAMILY: &str = "IPVS";
 /// `IPVS_GENL_VERSION`.
 const FAMILY_VERSION: u8 = 1;
-/// Attempts at a list that the kernel interrupts.
-const ATTEMPTS: u32 = 5;
 
 /// Why nothing is known, or nothing done.
 #[derive(Debug, thiserror::Error)]
@@ -147,19 +145,9 @@ impl Ipvs {
         request: &Request,
         read: impl Fn(&[u8]) -> Result<T, Malformed>,
     ) -> Result<Vec<T>, IpvsError> {
-        for _ in 0..ATTEMPTS {
-            let (mut found, mut malformed) = (Vec::new(), None);
-            let dumped = self.connection.dump(request.clone(), |_, payload| match read(payload) {
-                Ok(entry) => found.push(entry),
-                Err(error) => malformed = Some(error),
-            })?;
-            if let Some(error) = malformed {
-                return Err(error.into());
-            }
-            if dumped == Dumped::Whole {
-                return Ok(found);
-            }
-        }
-        Err(NetlinkError::Kernel(Refusal::of_code(libc::EINTR)).into())
+        self.connection.list(request, |found: &mut Vec<T>, payload| {
+            found.push(read(payload)?);
+            Ok(())
+        })
     }
 }

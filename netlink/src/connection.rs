@@ -9,6 +9,9 @@ pub const BATCH_REQUESTS: usize = 128;
 /// Most bytes of requests that are sent at once, unless one request alone has more: the kernel copies them into one piece of memory.
 pub const BATCH_BYTES: usize = 64 * 1024;
 
+/// Attempts at a list that the kernel interrupts.
+const LIST_ATTEMPTS: u32 = 5;
+
 /// How a dump ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Dumped {
@@ -87,6 +90,38 @@ impl Connection {
                 }
             }
         }
+    }
+
+    /// Asks for a list as often as it takes until no change of the table comes between, within bounds. `add` puts a message's payload to what was
+    /// found before it, which begins anew with each attempt.
+    ///
+    /// # Errors
+    /// Those of [`Connection::dump`]; what `add` finds malformed; `EINTR` of the kernel when it was interrupted each time, after which it is worth
+    /// trying again.
+    pub fn list<L, E>(
+        &mut self,
+        request: &Request,
+        add: impl Fn(&mut L, &[u8]) -> Result<(), Malformed>,
+    ) -> Result<L, E>
+    where
+        L: Default,
+        E: From<NetlinkError> + From<Malformed>,
+    {
+        for _ in 0..LIST_ATTEMPTS {
+            let (mut found, mut malformed) = (L::default(), None);
+            let dumped = self.dump(request.clone(), |_, payload| {
+                if let Err(error) = add(&mut found, payload) {
+                    malformed = Some(error);
+                }
+            })?;
+            if let Some(error) = malformed {
+                return Err(error.into());
+            }
+            if dumped == Dumped::Whole {
+                return Ok(found);
+            }
+        }
+        Err(NetlinkError::Kernel(Refusal::of_code(libc::EINTR)).into())
     }
 
     /// Asks one question that is no list, or for one change, and hands out each answer's type and payload until the kernel acknowledges.

@@ -7,10 +7,7 @@ mod wire;
 
 use std::{fmt, net::IpAddr};
 
-use super::{Connection, Dumped, Malformed, NetlinkError, Options, Refusal};
-
-/// Attempts at a list that the kernel interrupts.
-const ATTEMPTS: u32 = 5;
+use super::{Connection, Malformed, NetlinkError, Options, Refusal};
 
 /// A network, or an address with the length of its network.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -193,19 +190,9 @@ impl Routing {
         request: &super::Request,
         read: impl Fn(&[u8]) -> Result<Option<T>, Malformed>,
     ) -> Result<Vec<T>, NetlinkError> {
-        for _ in 0..ATTEMPTS {
-            let (mut found, mut malformed) = (Vec::new(), None);
-            let dumped = self.connection.dump(request.clone(), |_, payload| match read(payload) {
-                Ok(entry) => found.extend(entry),
-                Err(error) => malformed = Some(error),
-            })?;
-            if let Some(error) = malformed {
-                return Err(error.into());
-            }
-            if dumped == Dumped::Whole {
-                return Ok(found);
-            }
-        }
-        Err(NetlinkError::Kernel(Refusal::of_code(libc::EINTR)))
+        self.connection.list(request, |found: &mut Vec<T>, payload| {
+            found.extend(read(payload)?);
+            Ok(())
+        })
     }
 }
