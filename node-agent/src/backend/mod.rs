@@ -13,6 +13,7 @@ use std::{
 
 use headgate_core::{
     Dirty, Family, ServiceKey, State,
+    iptables::Tally,
     masquerade::MasqueradeConfig,
     view::{NoLocalEndpoints, NodeFacts},
 };
@@ -53,6 +54,17 @@ pub struct FamilyStatistics {
     pub rules: Vec<TableStatistics>,
     /// Service ports whose Local policies find no endpoint on this node.
     pub no_local: NoLocalEndpoints,
+}
+
+impl FamilyStatistics {
+    /// Of a backend that has rules. `last` are those that the last step wrote: nat, filter.
+    pub(crate) fn of_rules(family: Family, took: Duration, tally: &Tally, [nat, filter]: [u32; 2]) -> Self {
+        let rules = vec![
+            TableStatistics { table: "nat", total: tally.nat_rules, last: nat },
+            TableStatistics { table: "filter", total: tally.filter_rules, last: filter },
+        ];
+        Self { family, took, rules, no_local: tally.no_local }
+    }
 }
 
 /// Rules of one table.
@@ -237,6 +249,11 @@ impl BackendError {
     /// An error of a kind.
     pub fn new(kind: ErrorKind, message: impl fmt::Display) -> Self {
         Self { kind, message: message.to_string(), families: Vec::new() }
+    }
+
+    /// A plan that another backend made cannot be applied.
+    pub(crate) fn of_another_plan() -> Self {
+        Self::new(ErrorKind::NeedsFullSync, "a plan of another backend was applied; everything is written again")
     }
 
     /// The same, about one family.

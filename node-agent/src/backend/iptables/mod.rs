@@ -29,9 +29,7 @@ use headgate_core::{
 use ipnet::IpNet;
 
 use self::{command::Programs, rules::Left};
-use super::{
-    Backend, BackendError, ErrorKind, FamilyStatistics, Plan, Refused, Report, StateSource, TableStatistics, ipvs,
-};
+use super::{Backend, BackendError, FamilyStatistics, Plan, Refused, Report, StateSource, ipvs};
 use crate::{node_inputs::NodeInputs, packet_counters};
 
 /// A comparison of every rule is followed by a pause of this many times what it took.
@@ -154,8 +152,7 @@ impl Backend for IptablesBackend {
 
     fn apply(&mut self, plan: Plan) -> Result<Report, BackendError> {
         let Ok(plan) = plan.downcast::<IptablesPlan>() else {
-            let message = "a plan of another backend was applied; everything is written again";
-            return Err(BackendError::new(ErrorKind::NeedsFullSync, message));
+            return Err(BackendError::of_another_plan());
         };
         let mut report = Report::default();
         let mut result = Ok(());
@@ -279,13 +276,7 @@ impl FamilyBackend {
     }
 
     fn statistics(&self) -> FamilyStatistics {
-        let tally = self.ledger.tally();
-        let [nat, filter] = self.last_rules;
-        let rules = vec![
-            TableStatistics { table: "nat", total: tally.nat_rules, last: nat },
-            TableStatistics { table: "filter", total: tally.filter_rules, last: filter },
-        ];
-        FamilyStatistics { family: self.family, took: self.last_took, rules, no_local: tally.no_local }
+        FamilyStatistics::of_rules(self.family, self.last_took, &self.ledger.tally(), self.last_rules)
     }
 
     fn run(

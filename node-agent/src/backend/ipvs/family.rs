@@ -15,7 +15,7 @@ use headgate_core::{
 
 use super::{
     super::{
-        BackendError, ErrorKind, FamilyStatistics, Refused, Report, StateSource, TableStatistics,
+        BackendError, ErrorKind, FamilyStatistics, Refused, Report, StateSource,
         iptables::{command::Programs, refused::find_refused, rules::Left},
     },
     convert,
@@ -271,12 +271,6 @@ impl FamilyBackend {
     }
 
     pub(super) fn statistics(&self) -> FamilyStatistics {
-        let tally = self.ledger.tally();
-        let [nat, filter] = self.last_rules;
-        let rules = vec![
-            TableStatistics { table: "nat", total: tally.nat_rules, last: nat },
-            TableStatistics { table: "filter", total: tally.filter_rules, last: filter },
-        ];
-        FamilyStatistics { family: self.family, took: self.last_took, rules, no_local: tally.no_local }
+        FamilyStatistics::of_rules(self.family, self.last_took, &self.ledger.tally(), self.last_rules)
     }
 }

@@ -190,8 +190,7 @@ impl Backend for IpvsBackend {
 
     fn apply(&mut self, plan: Plan) -> Result<Report, BackendError> {
         let Ok(plan) = plan.downcast::<IpvsPlan>() else {
-            let message = "a plan of another backend was applied; everything is written again";
-            return Err(BackendError::new(ErrorKind::NeedsFullSync, message));
+            return Err(BackendError::of_another_plan());
         };
         let mut report = Report::default();
         let mut plans = plan.0.into_iter();
