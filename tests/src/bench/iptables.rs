@@ -1,5 +1,6 @@
-//! `iptables-full` and `iptables-incremental`: the real backend on the real kernel, in a namespace, beside a ruleset of kube-proxy's shape. A change also
-//! stands beside the least that `iptables-restore` can be asked for with the same rules in the kernel: one rule in a chain that nothing leads to.
+//! `iptables-full` and `iptables-incremental`: the real backend on the real kernel, in a namespace, beside a ruleset of kube-proxy's shape, and beside the
+//! services alone as a skilled hand would write them. A change also stands beside the least that `iptables-restore` can be asked for with the same rules in
+//! the kernel: one rule in a chain that nothing leads to.
 
 use std::{
     io::Write as _,
@@ -21,7 +22,7 @@ use super::{
     clock::wall_ms,
     kube_proxy_shape,
     report::{Figure, median},
-    workload,
+    two_level_shape, workload,
 };
 use crate::testbed::netns::Namespace;
 
@@ -83,6 +84,9 @@ fn measured(bench: Bench, variant: Variant, services: u32) -> Result<Vec<Figure>
         let beside = in_namespace("anchor", |_| anchor(variant, services))?;
         figures.push(Figure::against(name(what), pick(&ours), "ms", "a ruleset of kube-proxy's shape", pick(&beside)));
     }
+    let by_hand = in_namespace("by-hand", |_| by_hand(variant, services))?;
+    let (figure, shape) = (name(&format!("{what}/of-two-level")), "the services alone, by hand, on two levels");
+    figures.push(Figure::against(figure, pick(&ours), "ms", shape, pick(&by_hand)));
     if bench == Bench::Incremental {
         let anchor = "one rule in a chain that nothing leads to, by hand";
         figures.push(Figure::against(name("iptables-incremental/of-least"), ours.change_ms, "ms", anchor, least_ms));
@@ -142,14 +146,28 @@ fn anchor(variant: Variant, services: u32) -> Result<Timings> {
     let (full_ms, loaded) = wall_ms(|| restore(variant, &full));
     loaded?;
     restore(variant, kube_proxy_shape::JUMPS)?;
+    let change_ms = changes(variant, services, |service| kube_proxy_shape::partial(services, ENDPOINTS + 1, service))?;
+    Ok(Timings { full_ms, change_ms })
+}
+
+fn by_hand(variant: Variant, services: u32) -> Result<Timings> {
+    let full = two_level_shape::full(services, ENDPOINTS);
+    let (full_ms, loaded) = wall_ms(|| restore(variant, &full));
+    loaded?;
+    let change_ms = changes(variant, services, |service| two_level_shape::change(service, ENDPOINTS + 1))?;
+    Ok(Timings { full_ms, change_ms })
+}
+
+/// The median time of scripts, each of which changes one service in the middle.
+fn changes(variant: Variant, services: u32, script: impl Fn(u32) -> String) -> Result<f64> {
     let mut times = Vec::new();
     for i in 0..CHANGES {
-        let partial = kube_proxy_shape::partial(services, ENDPOINTS + 1, services / 2 + i);
-        let (ms, loaded) = wall_ms(|| restore(variant, &partial));
+        let script = script(services / 2 + i);
+        let (ms, loaded) = wall_ms(|| restore(variant, &script));
         loaded?;
         times.push(ms);
     }
-    Ok(Timings { full_ms, change_ms: median(times) })
+    Ok(median(times))
 }
 
 pub(super) fn restore(variant: Variant, script: &str) -> Result<()> {

@@ -18,5 +18,6 @@ pub mod report;
 pub mod slow;
 pub mod snapshots;
 pub mod storm;
+pub mod two_level_shape;
 pub mod wire;
 pub mod workload;
