@@ -24,7 +24,7 @@ use super::{
     report::{Figure, median},
     workload,
 };
-use crate::uml;
+use crate::{testbed::netns::Namespace, uml};
 
 const SERVICES: u32 = 10_000;
 const ENDPOINTS: u32 = 10;
@@ -54,6 +54,9 @@ struct Measured {
 pub fn run(services: Option<u32>) -> Result<Vec<Figure>> {
     let services = services.unwrap_or(SERVICES);
     let count = services.to_string();
+    eprintln!(
+        "ipvs: {count} services are loaded {LOADS} times by each, inside User-Mode Linux; that takes some minutes"
+    );
     let arguments = ["--only", "ipvs", "--inside", "--services", &count];
     let output = uml::run_program_inside("bench ipvs", &arguments, TIME_LIMIT)?;
     let line = output.lines().find_map(|line| line.strip_prefix(MARK)).context("nothing was measured inside")?;
@@ -91,64 +94,86 @@ pub fn measure_inside(services: Option<u32>) -> Result<()> {
     Ok(())
 }
 
+/// Each load has a network namespace of its own: a kernel keeps removed real servers for two minutes, and each new one is looked for among them
+/// (`ip_vs_trash_get_dest`), so that a second load in the same place would measure what the first one left.
 fn measure(services: u32) -> Result<Measured> {
     let table = table(services);
-    let mut state = workload::state(services, ENDPOINTS);
-    let node = NodeFacts::named("node-000");
-    let (mut loads, mut restores, mut commands) = (Vec::new(), Vec::new(), Vec::new());
-    let mut ours = None;
+    let (mut loads, mut restores) = (Vec::new(), Vec::new());
+    let mut measured = Measured::default();
     for load in 0..LOADS {
-        let (ms, restored) = wall_ms(|| restore(&table));
-        restored?;
-        restores.push(ms);
-        if load == 0 {
-            expect(&table)?;
-            for i in 0..CHANGES {
-                let line = destination_line(services / 2 + i, ENDPOINTS);
-                let (ms, output) = wall_ms(|| ipvsadm(&line.split(' ').collect::<Vec<_>>()));
-                output?;
-                commands.push(ms);
+        restores.push(in_namespace("anchor", || {
+            let (ms, restored) = wall_ms(|| restore(&table));
+            restored?;
+            if load == 0 {
+                expect(&table)?;
+                measured.command = one_command(services)?;
             }
-        }
-        ipvsadm(&["-C"])?;
-        let mut backend = backend()?;
-        let (ms, report) = wall_ms(|| backend.sync_full(&state, &node));
-        report?;
-        loads.push(ms);
-        if load == 0 {
-            expect(&table)?;
-        }
-        if load + 1 < LOADS {
+            Ok(ms)
+        })?);
+        loads.push(in_namespace("ours", || {
+            let mut state = workload::state(services, ENDPOINTS);
+            let mut backend = backend()?;
+            let (ms, report) = wall_ms(|| backend.sync_full(&state, &node()));
+            report?;
+            if load == 0 {
+                expect(&table)?;
+                measure_changes(&mut backend, &mut state, services, &mut measured)?;
+                measured.load_again = start_anew(&state)?;
+            }
             cleanup(&mut backend)?;
-        }
-        ours = Some(backend);
+            Ok(ms)
+        })?);
     }
-    let mut ours = ours.context("nothing was loaded")?;
+    Ok(Measured { load: median(loads), restore: median(restores), ..measured })
+}
+
+fn in_namespace<T: Send>(name: &str, work: impl FnOnce() -> Result<T> + Send) -> Result<T> {
+    let namespace = Namespace::create(format!("hg{}-bench-{name}", std::process::id()))?;
+    // IPVS takes every real server for a broadcast address as long as no address of the namespace's own has made its local routes.
+    namespace.ip_batch("link set lo up\n")?;
+    namespace.run(work)
+}
+
+/// The median time of an endpoint's addition by one `ipvsadm` process.
+fn one_command(services: u32) -> Result<f64> {
+    let mut commands = Vec::new();
+    for i in 0..CHANGES {
+        let line = destination_line(services / 2 + i, ENDPOINTS);
+        let (ms, output) = wall_ms(|| ipvsadm(&line.split(' ').collect::<Vec<_>>()));
+        output?;
+        commands.push(ms);
+    }
+    Ok(median(commands))
+}
+
+fn measure_changes(backend: &mut IpvsBackend, state: &mut State, services: u32, measured: &mut Measured) -> Result<()> {
     let mut changes = Vec::new();
     for i in 0..CHANGES {
-        let (ms, changed) = wall_ms(|| change(&mut ours, &mut state, &node, services / 2 + i..services / 2 + i + 1));
+        let (ms, changed) = wall_ms(|| change(backend, state, services / 2 + i..services / 2 + i + 1));
         changed?;
         changes.push(ms);
     }
-    let (pipelined, changed) = wall_ms(|| change(&mut ours, &mut state, &node, 0..PIPELINED.min(services / 2)));
+    let pipelined = PIPELINED.min(services / 2);
+    let (ms, changed) = wall_ms(|| change(backend, state, 0..pipelined));
     changed?;
-    let expected = services * ENDPOINTS + CHANGES + PIPELINED.min(services / 2);
+    (measured.change, measured.pipelined) = (median(changes), ms);
+    let expected = services * ENDPOINTS + CHANGES + pipelined;
     let found = lines_of_kernel()?.iter().filter(|line| line.starts_with("-a ")).count();
     ensure!(found == expected as usize, "{found} destinations are programmed, not {expected}");
-    // An agent that starts anew finds everything as it should be.
-    let mut anew =
-        IpvsBackend::new(Config { variant: Variant::Legacy, families: vec![Family::V4], ..Config::default() })?;
-    let (load_again, report) = wall_ms(|| anew.sync_full(&state, &node));
+    Ok(())
+}
+
+/// An agent that starts anew finds everything as it should be, and says after how many milliseconds.
+fn start_anew(state: &State) -> Result<f64> {
+    let mut anew = backend()?;
+    let (ms, report) = wall_ms(|| anew.sync_full(state, &node()));
     let written = report?.objects_written;
     ensure!(written == 0, "an agent that started anew wrote {written} objects");
-    Ok(Measured {
-        load: median(loads),
-        load_again,
-        restore: median(restores),
-        change: median(changes),
-        command: median(commands),
-        pipelined,
-    })
+    Ok(ms)
+}
+
+fn node() -> NodeFacts {
+    NodeFacts::named("node-000")
 }
 
 fn backend() -> Result<IpvsBackend> {
@@ -164,19 +189,14 @@ fn cleanup(backend: &mut IpvsBackend) -> Result<()> {
 }
 
 /// An endpoint comes to each of some services, all in one step.
-fn change(
-    backend: &mut IpvsBackend,
-    state: &mut State,
-    node: &NodeFacts,
-    services: std::ops::Range<u32>,
-) -> Result<()> {
+fn change(backend: &mut IpvsBackend, state: &mut State, services: std::ops::Range<u32>) -> Result<()> {
     let count = services.end - services.start;
     let mut dirty = Dirty::default();
     for service in services {
         let added = workload::endpoint(service, ENDPOINTS);
         state.apply(Change::Endpoint(workload::key(service), added), &mut dirty);
     }
-    let plan = backend.plan(state, node, &dirty);
+    let plan = backend.plan(state, &node(), &dirty);
     let report = backend.apply(plan)?;
     ensure!(report.services_planned == count, "{count} services changed, and {report:?}");
     Ok(())
