@@ -7,7 +7,7 @@ use std::{
 
 use anyhow::anyhow;
 use clap::Parser as _;
-use headgate_control_plane::{options::Options, run::run};
+use headgate_control_plane::{open_files, options::Options, run::run};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 use tracing_subscriber::EnvFilter;
@@ -29,6 +29,9 @@ async fn run_until_signal(options: &Options) -> anyhow::Result<()> {
     let filter = filter.map_err(|error| anyhow!("--log {}: {error}; pass a level such as info", options.log))?;
     let ansi = stderr().is_terminal();
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(stderr).with_ansi(ansi).init();
+    if let Err(error) = open_files::raise() {
+        tracing::warn!(%error, "the limit of open files (ulimit -n) cannot be raised: each agent takes one");
+    }
     let shutdown = CancellationToken::new();
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
     let token = shutdown.clone();

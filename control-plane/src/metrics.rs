@@ -93,8 +93,10 @@ pub struct Metrics {
     behind_waits: Total,
     behind_waits_expired: Total,
     connections_refused: Family<Reason, Total>,
+    untaken: Total,
     handshakes_failed: Family<Reason, Total>,
     handshakes: Family<Kind, Total>,
+    handshakes_pending: Family<State, Level>,
     tls_reloads: Family<Outcome, Total>,
     tls_not_after: Family<TlsFile, Level>,
     requests_denied: Family<Reason, Total>,
@@ -109,7 +111,7 @@ impl Default for Metrics {
         let programmed_everywhere = Histogram::new(EVERYWHERE_SECONDS);
         registry.register(
             "control_plane_programmed_everywhere_seconds",
-            "Time from the arrival of a change from the source to the ACK of the last agent that was connected then",
+            "Time from the arrival of a change from the source until the last of the agents that were connected then had it in its kernel. That moment is when the agent's ACK came, less the time that the ACK says to have waited since the kernel took the change",
             programmed_everywhere.clone(),
         );
         let mut add = Adder(&mut registry);
@@ -145,8 +147,16 @@ impl Default for Metrics {
             behind_waits: add.add("behind_waits", "Agents kept waiting because this replica's source was behind them"),
             behind_waits_expired: add.add("behind_waits_expired", "Such waits that ended by going back in time"),
             connections_refused: add.add("connections_refused", "Connections closed before any request, by reason"),
+            untaken: add.add(
+                "connections_untaken",
+                "Connections closed because their client took nothing of an answer for minutes, and kept it from ending",
+            ),
             handshakes_failed: add.add("tls_handshakes_failed", "TLS handshakes that came to nothing, by reason"),
             handshakes: add.add("tls_handshakes", "TLS handshakes that were done, by kind: full or resumed"),
+            handshakes_pending: add.add(
+                "tls_handshakes_pending",
+                "TLS handshakes that are not done, by state: active, or waiting (for the turn of the address that they come from)",
+            ),
             tls_reloads: add.add("tls_reloads", "Times that other TLS files were taken up (success) or had to be refused (failure)"),
             tls_not_after: add.add(
                 "tls_certificate_not_after_seconds",
@@ -300,6 +310,12 @@ impl Metrics {
         self.handshakes.get_or_create(&Kind { kind }).inc();
     }
 
+    pub(crate) fn set_handshakes_pending(&self, active: usize, waiting: usize) {
+        for (state, count) in [("active", active), ("waiting", waiting)] {
+            self.handshakes_pending.get_or_create(&State { state }).set(level(count));
+        }
+    }
+
     pub(crate) fn count_tls_reload(&self, result: &'static str) {
         self.tls_reloads.get_or_create(&Outcome { result }).inc();
     }
@@ -317,6 +333,10 @@ impl Metrics {
 
     pub(crate) fn count_connection_refused(&self, reason: &'static str) {
         self.connections_refused.get_or_create(&Reason { reason }).inc();
+    }
+
+    pub(crate) fn count_untaken(&self) {
+        self.untaken.inc();
     }
 
     /// `limit` is 0 while nobody is asked to go.

@@ -14,6 +14,10 @@ use std::time::Duration;
 use bytes::{Buf as _, Bytes, BytesMut};
 use client::{Client, GUARD, channel, hello, message};
 use h2::{RecvStream, SendStream};
+use headgate_control_plane::{
+    serve::{Security, Settings},
+    transaction::Sink as _,
+};
 use headgate_core::{
     Change, Dirty, State,
     reference::{Referable, Referrer},
@@ -271,6 +275,74 @@ async fn bytes_may_come_one_at_a_time() {
     assert_eq!(wire.until(7).await.2[4..8], [0; 4], "GOAWAY without an error");
     assert!(wire.frame().await.is_none());
     assert_eq!(replica.metric("headgate_agent_messages_total{message=\"ack\"}"), 1);
+    replica.running.stop().await;
+}
+
+/// Everything up to `Hello`, with these settings, and a header block that begins with these bytes.
+fn opening_with(settings: &[u8], begin: &[u8]) -> Vec<u8> {
+    let block = [begin, &sync_headers()].concat();
+    let hello = frame(&hello("n1", None));
+    [PREFACE.to_vec(), wire_frame(4, 0, 0, settings), wire_frame(1, 4, 1, &block), wire_frame(0, 0, 1, &hello)].concat()
+}
+
+#[tokio::test]
+async fn the_size_of_the_header_table_is_agreed_upon() {
+    let replica = Replica::start().await;
+    // Without a table, whose size the answer has to begin with (RFC 9113, 4.3.1).
+    let mut wire = Wire::connect(&replica).await;
+    wire.send(&opening_with(&[0, 1, 0, 0, 0, 0], &[0x20])).await;
+    let (_, _, block) = wire.until(1).await;
+    assert_eq!(block[..2], [0x20, 0x88], "no table, then :status 200");
+    wire.until(0).await;
+    // As much as everybody may use, and more.
+    let mut wire = Wire::connect(&replica).await;
+    wire.send(&opening_with(&[], &[0x3f, 0xe1, 0x1f])).await;
+    wire.until(0).await;
+    let mut wire = Wire::connect(&replica).await;
+    wire.send(&opening_with(&[], &[0x3f, 0xe2, 0x1f])).await;
+    assert_ne!(wire.until(7).await.2[4..8], [0; 4], "GOAWAY with an error");
+    assert!(wire.frame().await.is_none());
+    replica.running.stop().await;
+}
+
+#[tokio::test]
+async fn an_answer_that_nobody_takes_is_not_kept_for_ever() {
+    let settings = Settings { untaken_timeout: Duration::from_millis(200), ..replica::settings() };
+    let replica = Replica::start_with(settings, Security::Plaintext).await;
+    replica.store.synced();
+    let connect = |window: u32| {
+        let socket = TcpStream::connect(replica.running.local_addr);
+        async move {
+            let (mut requests, connection) =
+                h2::client::Builder::new().initial_window_size(window).handshake(socket.await.unwrap()).await.unwrap();
+            let connection = tokio::spawn(connection);
+            // The first request decides which server it is: another than Sync, with an answer that has no body.
+            let other = Request::post("http://replica.example/a/b").header("content-type", "application/grpc");
+            let (answer, _) = requests.send_request(other.body(()).unwrap(), true).unwrap();
+            assert!(timeout(GUARD, answer).await.unwrap().unwrap().headers().contains_key("grpc-status"));
+            let (answer, mut sender) = requests.send_request(sync_request(), false).unwrap();
+            sender.send_data(frame(&hello(&format!("n{window}"), None)), false).unwrap();
+            let answer = timeout(GUARD, answer).await.unwrap().unwrap().into_body();
+            (connection, requests, sender, answer)
+        }
+    };
+    let (_, _requests, _sender, mut body) = connect(60_000).await;
+    assert!(timeout(GUARD, body.data()).await.unwrap().is_some(), "Welcome");
+    // No room for a byte of `Welcome`: the connection answers pings, and would last.
+    let (connection, _all, _that, _is_kept) = connect(0).await;
+    let _ = timeout(GUARD, connection).await.expect("the connection lasts");
+    let ended = async {
+        while replica.metric("headgate_streams") > 1 {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    timeout(GUARD, ended).await.expect("the stream lasts");
+    assert_eq!(replica.metric("headgate_connections_untaken_total"), 1, "one that takes what there is stays");
+    replica.put([service(1, 80)]);
+    let mut bytes = Vec::new();
+    while !bytes.windows(9).any(|text| text == b"service-1") {
+        bytes.extend_from_slice(&timeout(GUARD, body.data()).await.expect("nothing came").unwrap().unwrap());
+    }
     replica.running.stop().await;
 }
 

@@ -3,6 +3,8 @@
 
 #[path = "sync_stream/client.rs"]
 mod client;
+#[path = "sync_stream/crowd.rs"]
+mod crowd;
 #[path = "sync_stream/refusals.rs"]
 mod refusals;
 #[path = "sync_stream/replica.rs"]

@@ -96,7 +96,7 @@ async fn open(shared: &Arc<Shared>, peer: &Peer, mut requests: Streaming<v1::Age
     // Visited before the first look, so that nothing is missed between the two.
     let visited = shared.streams.add(Arc::<Signal>::clone(&signal));
     let session = Session::open(shared, peer, &message, &signal)?;
-    let inbound = tokio::spawn(inbound::read(requests, Arc::clone(session.agent()), Arc::clone(&shared.metrics)));
+    let inbound = tokio::spawn(inbound::read(requests, Arc::clone(session.agent()), Arc::clone(shared)));
     Ok(Box::new(Open { session, signal, inbound, _visited: visited }))
 }
 

@@ -13,6 +13,7 @@ use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
     sync::mpsc,
     task::JoinHandle,
+    time::Instant,
 };
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tonic::transport::server::Connected;
@@ -22,6 +23,8 @@ use super::{
     first_request::{self, WithoutFirstAck},
     listener::{Connection, Io},
     sync_connection,
+    untaken::{Caller, Closer},
+    warnings::Warning,
 };
 use crate::identity::{Identity, Peer};
 
@@ -115,7 +118,9 @@ pub(super) fn dispatch(
                 Ok(held) => held,
                 Err(reason) => {
                     shared.metrics.count_connection_refused(reason);
-                    tracing::warn!(address = %peer.address, identity = ?peer.identity, reason, "connection refused");
+                    if shared.warnings.admit(Warning::ConnectionRefused, Instant::now()) {
+                        tracing::warn!(address = %peer.address, identity = ?peer.identity, reason, "connection refused");
+                    }
                     continue;
                 }
             };
@@ -163,27 +168,31 @@ pub(super) struct General {
     unread: Vec<u8>,
     read_bytes: usize,
     filter: WithoutFirstAck,
+    closer: Arc<Closer>,
 }
 
 impl General {
     fn new(connection: Connection, held: Held, read: &[u8]) -> Self {
         let (mut filter, mut unread) = (WithoutFirstAck::new(), Vec::new());
         filter.pass(read, &mut unread);
-        Self { connection, _held: held, unread, read_bytes: 0, filter }
+        Self { connection, _held: held, unread, read_bytes: 0, filter, closer: Arc::default() }
     }
 }
 
 impl Connected for General {
-    type ConnectInfo = Peer;
+    type ConnectInfo = Caller;
 
-    fn connect_info(&self) -> Peer {
-        self.connection.connect_info()
+    fn connect_info(&self) -> Caller {
+        Caller { peer: self.connection.connect_info(), connection: Arc::clone(&self.closer) }
     }
 }
 
 impl AsyncRead for General {
     fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         let this = &mut *self;
+        if this.closer.poll_closed(cx) {
+            return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
+        }
         loop {
             if this.read_bytes < this.unread.len() {
                 let unread = &this.unread[this.read_bytes..];

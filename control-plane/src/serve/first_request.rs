@@ -255,6 +255,36 @@ mod tests {
         }
     }
 
+    /// `:method: POST`, `:scheme: http`, `:path` and `content-type` as literals.
+    fn fields() -> Vec<u8> {
+        let path = SYNC_PATH.as_bytes();
+        let named = |name: &[u8], value: &[u8]| [name, &[u8::try_from(value.len()).unwrap()], value].concat();
+        [vec![0x83, 0x86], named(&[0x04], path), named(&[0x0f, 16], b"application/grpc")].concat()
+    }
+
+    #[test]
+    fn the_header_table_has_the_size_that_every_client_may_use_and_no_more() {
+        // RFC 7541, 6.3: an integer with a prefix of five bits, at most the 4,096 that hold without SETTINGS_HEADER_TABLE_SIZE.
+        let updates: [(&str, &[u8], bool); 7] = [
+            ("none", &[], true),
+            ("0", &[0x20], true),
+            ("30", &[0x3e], true),
+            ("4,096", &[0x3f, 0xe1, 0x1f], true),
+            ("0 and then 4,096", &[0x20, 0x3f, 0xe1, 0x1f], true),
+            ("4,097", &[0x3f, 0xe2, 0x1f], false),
+            ("without an end", &[0x3f, 0xff, 0xff, 0xff, 0xff, 0xff], false),
+        ];
+        for (what, update, is_accepted) in updates {
+            let block = [update, &fields()].concat();
+            let bytes =
+                [PREFACE, &frame(kind::SETTINGS, 0, 0, &[]), &frame(kind::HEADERS, flag::END_HEADERS, 1, &block)];
+            assert_eq!(is_sync(&bytes.concat()), is_accepted, "{what}");
+        }
+        // It is said in front of all fields (4.2).
+        let behind = frame(kind::HEADERS, flag::END_HEADERS, 1, &[fields(), vec![0x20]].concat());
+        assert!(!is_sync(&[PREFACE, &frame(kind::SETTINGS, 0, 0, &[]), &behind].concat()));
+    }
+
     #[test]
     fn what_is_not_http2_goes_to_the_general_server() {
         assert_eq!(scan(b"GET / HTTP/1.1\r\n"), Scan::Unexpected);

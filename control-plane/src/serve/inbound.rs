@@ -1,19 +1,24 @@
 //! What an agent sends after its `Hello`, read by a task of its own so that a stream that cannot be written to still takes in ACKs.
 
-use std::{sync::Arc, time::Instant};
+use std::sync::Arc;
 
 use headgate_proto::v1::{self, agent_message::Body};
+use tokio::time::Instant;
 use tonic::{Code, Status, Streaming};
 
-use super::agents::{Agent, End, clip};
+use super::{
+    Shared,
+    agents::{Agent, End, clip},
+    warnings::Warning,
+};
 use crate::metrics::Metrics;
 
 /// Reads until the agent closes its half, goes away, or does something that ends the stream; says which by [`Agent::end`].
-pub(super) async fn read(mut requests: Streaming<v1::AgentMessage>, agent: Arc<Agent>, metrics: Arc<Metrics>) {
+pub(super) async fn read(mut requests: Streaming<v1::AgentMessage>, agent: Arc<Agent>, shared: Arc<Shared>) {
     let end = loop {
         match requests.message().await {
             Ok(Some(message)) => {
-                if let Err(end) = take(message, &agent, &metrics) {
+                if let Err(end) = take(message, &agent, &shared) {
                     break end;
                 }
             }
@@ -56,7 +61,8 @@ pub(super) fn closed_by_agent() -> End {
 /// # Errors
 ///
 /// The end of the stream.
-pub(super) fn take(message: v1::AgentMessage, agent: &Agent, metrics: &Metrics) -> Result<(), End> {
+pub(super) fn take(message: v1::AgentMessage, agent: &Agent, shared: &Shared) -> Result<(), End> {
+    let Shared { metrics, warnings, .. } = shared;
     let Some(body) = message.body else {
         // A kind that a newer agent knows (contract, 12), or nothing at all.
         metrics.count_ignored("unknown_message");
@@ -70,13 +76,15 @@ pub(super) fn take(message: v1::AgentMessage, agent: &Agent, metrics: &Metrics) 
         Body::Ack(ack) => {
             metrics.count_agent_message("ack");
             if was_sent(ack.version, agent, metrics) {
-                agent.ack(&ack, Instant::now());
+                agent.ack(&ack, Instant::now().into_std());
             }
         }
         Body::Nack(nack) => {
             metrics.count_agent_message("nack");
             metrics.count_rejected_resources(nack.rejections.len());
-            if let Some(first) = nack.rejections.first() {
+            if let Some(first) = nack.rejections.first()
+                && warnings.admit(Warning::Rejected, Instant::now())
+            {
                 let count = nack.rejections.len();
                 // A peer decides what is in the log, but not how long a line is.
                 let (resource, field, reason) = (clip(&first.resource), clip(&first.field), clip(&first.reason));
@@ -86,7 +94,9 @@ pub(super) fn take(message: v1::AgentMessage, agent: &Agent, metrics: &Metrics) 
         }
         Body::ApplyFailed(failed) => {
             metrics.count_agent_message("apply_failed");
-            tracing::warn!(node = %agent.node, version = failed.version, attempts = failed.attempts, error = clip(&failed.error), "agent failed to program its kernel and retries");
+            if warnings.admit(Warning::ApplyFailed, Instant::now()) {
+                tracing::warn!(node = %agent.node, version = failed.version, attempts = failed.attempts, error = clip(&failed.error), "agent failed to program its kernel and retries");
+            }
             agent.update(|record| record.failed(&failed));
         }
         Body::Status(status) => {

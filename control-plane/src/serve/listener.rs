@@ -13,22 +13,24 @@ use rustls::HandshakeKind;
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
     net::{TcpListener, TcpStream},
-    sync::{Semaphore, mpsc},
+    sync::mpsc,
     task::JoinHandle,
-    time::{sleep, timeout},
+    time::{Instant, MissedTickBehavior, interval, sleep, timeout},
 };
 use tokio_rustls::{TlsAcceptor, server::TlsStream};
 use tokio_util::sync::CancellationToken;
 use tonic::transport::server::Connected;
 
-use super::{Security, tls::ServerTls};
+use super::{
+    Security, Shared,
+    handshakes::{Displaced, Handshakes},
+    tls::ServerTls,
+    warnings::Warning,
+};
 use crate::{
     identity::{self, Identity, Peer},
     metrics::Metrics,
 };
-
-/// Handshakes at the same time; more wait in the kernel's backlog.
-const MAX_HANDSHAKES: usize = 256;
 
 /// Longest time a handshake may take.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -36,36 +38,47 @@ const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Wait after an accept that failed, as for want of file descriptors, which would fail again at once.
 const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 
+/// How often it is looked at whether somebody holds up those who wait.
+const ROOM_INTERVAL: Duration = Duration::from_millis(100);
+
+/// Connections that are ready for HTTP/2.
+type Ready = mpsc::Sender<io::Result<Connection>>;
+
 /// Accepts connections until `shutdown` is cancelled, and hands them over once they are ready for HTTP/2.
 pub(super) fn accept(
     listener: TcpListener,
     security: Security,
-    metrics: Arc<Metrics>,
+    shared: Arc<Shared>,
     shutdown: CancellationToken,
 ) -> (mpsc::Receiver<io::Result<Connection>>, JoinHandle<()>) {
     let (sender, receiver) = mpsc::channel(16);
     let accept = async move {
         tokio::select! {
-            () = accept_all(listener, security, metrics, sender) => {}
+            () = accept_all(listener, security, shared, sender) => {}
             () = shutdown.cancelled() => {}
         }
     };
     (receiver, tokio::spawn(accept))
 }
 
-async fn accept_all(
-    listener: TcpListener,
-    security: Security,
-    metrics: Arc<Metrics>,
-    sender: mpsc::Sender<io::Result<Connection>>,
-) {
-    let handshakes = Arc::new(Semaphore::new(MAX_HANDSHAKES));
+async fn accept_all(listener: TcpListener, security: Security, shared: Arc<Shared>, ready: Ready) {
+    let handshakes = Handshakes::new(Arc::clone(&shared.metrics));
+    let mut room = interval(ROOM_INTERVAL);
+    room.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
-        let Ok(permit) = Arc::clone(&handshakes).acquire_owned().await else { return };
-        let (stream, address) = match listener.accept().await {
+        let accepted = tokio::select! {
+            accepted = listener.accept() => accepted,
+            _ = room.tick(), if handshakes.is_crowded() => {
+                handshakes.make_room(Instant::now());
+                continue;
+            }
+        };
+        let (stream, address) = match accepted {
             Ok(accepted) => accepted,
             Err(error) => {
-                tracing::warn!(%error, "a connection cannot be accepted");
+                if shared.warnings.admit(Warning::ConnectionRefused, Instant::now()) {
+                    tracing::warn!(%error, "a connection cannot be accepted");
+                }
                 sleep(ACCEPT_RETRY).await;
                 continue;
             }
@@ -73,35 +86,65 @@ async fn accept_all(
         if let Err(error) = stream.set_nodelay(true) {
             tracing::debug!(%address, %error, "TCP_NODELAY");
         }
-        let (security, metrics, sender) = (security.clone(), Arc::clone(&metrics), sender.clone());
-        tokio::spawn(async move {
-            match secure(stream, address, security, &metrics).await {
+        match &security {
+            Security::Plaintext => {
+                let peer = Peer { address, identity: Identity::Unchecked, not_after: None };
                 // The server is gone when nobody receives: the connection closes.
-                Ok(connection) => drop(sender.send(Ok(connection)).await),
-                Err((reason, error)) => {
-                    metrics.count_handshake_failed(reason);
-                    tracing::warn!(%address, reason, error, "TLS handshake");
-                }
+                let _ = ready.send(Ok(Connection { io: Io::Plain(stream), peer })).await;
             }
-            drop(permit);
-        });
+            Security::Tls(tls) => secure_in_turn(stream, address, tls, &handshakes, &shared, &ready),
+        }
+    }
+}
+
+/// Has a handshake done as soon as it is the address's turn.
+fn secure_in_turn(
+    stream: TcpStream,
+    address: SocketAddr,
+    tls: &Arc<ServerTls>,
+    handshakes: &Arc<Handshakes>,
+    shared: &Arc<Shared>,
+    ready: &Ready,
+) {
+    let Some(place) = handshakes.enter(address.ip(), Instant::now()) else {
+        return refused(address, shared);
+    };
+    let (tls, shared, ready) = (Arc::clone(tls), Arc::clone(shared), ready.clone());
+    tokio::spawn(async move {
+        let secured = place.run(|| secure(stream, address, &tls, &shared.metrics)).await;
+        let (reason, error) = match secured {
+            // As above.
+            Ok(Ok(connection)) => return drop(ready.send(Ok(connection)).await),
+            Ok(Err(failure)) => failure,
+            Err(Displaced::Waiting) => return refused(address, &shared),
+            Err(Displaced::Silent) => ("silent", "silent while others waited for its place".to_owned()),
+        };
+        shared.metrics.count_handshake_failed(reason);
+        if shared.warnings.admit(Warning::Handshake, Instant::now()) {
+            tracing::warn!(%address, reason, error, "TLS handshake");
+        }
+    });
+}
+
+/// More connections wait for their handshakes than may.
+fn refused(address: SocketAddr, shared: &Shared) {
+    let reason = "too_many_handshakes";
+    shared.metrics.count_connection_refused(reason);
+    if shared.warnings.admit(Warning::ConnectionRefused, Instant::now()) {
+        tracing::warn!(%address, reason, "connection refused");
     }
 }
 
 async fn secure(
     stream: TcpStream,
     address: SocketAddr,
-    security: Security,
+    tls: &ServerTls,
     metrics: &Metrics,
 ) -> Result<Connection, (&'static str, String)> {
-    let Security::Tls(tls) = security else {
-        let peer = Peer { address, identity: Identity::Unchecked, not_after: None };
-        return Ok(Connection { io: Io::Plain(stream), peer });
-    };
     let handshake = timeout(HANDSHAKE_TIMEOUT, TlsAcceptor::from(tls.config()).accept(stream)).await;
     let stream = handshake
         .map_err(|_| ("timeout", format!("not done within {} s", HANDSHAKE_TIMEOUT.as_secs())))?
-        .map_err(|error| refusal(&error, &tls))?;
+        .map_err(|error| refusal(&error, tls))?;
     let session = stream.get_ref().1;
     // Of a resumed session too: the ticket holds what was verified when it was issued.
     let certificate = session.peer_certificates().and_then(<[_]>::first);

@@ -9,6 +9,7 @@ mod discovery;
 mod first_request;
 mod fleet;
 pub(crate) mod fuzz;
+mod handshakes;
 mod hello;
 mod http_api;
 mod inbound;
@@ -19,7 +20,9 @@ mod signal;
 mod streams;
 mod sync_connection;
 pub mod tls;
+mod untaken;
 mod wait;
+mod warnings;
 
 use std::{
     io,
@@ -40,6 +43,7 @@ use tonic::{
     transport::Server,
 };
 use tonic_health::ServingStatus;
+use tower::layer::layer_fn;
 
 use crate::{
     identity::Peer,
@@ -51,6 +55,8 @@ use agents::{Agents, End};
 use discovery::Discovery;
 use fleet::Fleet;
 use streams::Streams;
+use untaken::Untaken;
+use warnings::{Warning, Warnings};
 
 /// Both sides probe a connection on which nothing is heard, and give it up after the same time again.
 const KEEPALIVE: Duration = Duration::from_secs(20);
@@ -60,6 +66,9 @@ const LINGER: Duration = Duration::from_secs(1);
 
 /// Longest message of a request to Inspect, health or reflection, which hold names. Room is made for a message as soon as its length is known.
 const MAX_REQUEST_BYTES: usize = 64 << 10;
+
+/// Requests at the same time on a connection of the general server.
+const MAX_REQUESTS: u32 = 64;
 
 /// How connections are secured.
 #[derive(Clone)]
@@ -83,6 +92,8 @@ pub struct Settings {
     pub behind_wait: Duration,
     /// How long a stream may take to say `Hello`.
     pub hello_timeout: Duration,
+    /// How long an answer of the general server may wait for its client to take some of it.
+    pub untaken_timeout: Duration,
     /// How long agents have to go elsewhere when the replica stops.
     pub drain_grace: Duration,
     /// Whether nodes may use Inspect and reflection, as readers may.
@@ -99,6 +110,7 @@ impl Default for Settings {
             heartbeat_interval: Duration::from_secs(10),
             behind_wait: Duration::from_secs(30),
             hello_timeout: Duration::from_secs(10),
+            untaken_timeout: Duration::from_secs(300),
             drain_grace: Duration::from_secs(2),
             nodes_may_inspect: false,
             balance_service: None,
@@ -139,6 +151,7 @@ struct Shared {
     /// Streams that wait for the source to reach a position, or to be listed.
     waiting_for_position: AtomicUsize,
     metrics: Arc<Metrics>,
+    warnings: Warnings,
     settings: Settings,
     lifecycle: watch::Sender<Lifecycle>,
 }
@@ -149,13 +162,15 @@ impl Shared {
         let agents = Arc::new(Agents::new(Arc::new(fleet)));
         let observer: Arc<dyn NodeObserver> = Arc::<Agents>::clone(&agents);
         store.observe_nodes(Arc::downgrade(&observer));
-        let times = [settings.heartbeat_interval, settings.behind_wait, settings.hello_timeout];
+        let times =
+            [settings.heartbeat_interval, settings.behind_wait, settings.hello_timeout, settings.untaken_timeout];
         Arc::new(Self {
             agents,
             streams: Arc::new(Streams::new(times)),
             admission: Admission::new(Arc::clone(&metrics)),
             waiting_for_position: AtomicUsize::new(0),
             metrics,
+            warnings: Warnings::default(),
             settings,
             lifecycle: watch::Sender::new(Lifecycle::Serving),
             store,
@@ -166,7 +181,9 @@ impl Shared {
         let (reason, status) = (end.reason, end.status.message());
         if end.is_refusal {
             self.metrics.count_rejected(reason);
-            tracing::warn!(%address, node, reason, status, "stream refused");
+            if self.warnings.admit(Warning::StreamRefused, tokio::time::Instant::now()) {
+                tracing::warn!(%address, node, reason, status, "stream refused");
+            }
         } else {
             self.metrics.count_ended(reason);
             tracing::info!(%address, node, reason, "stream ended");
@@ -318,7 +335,9 @@ fn readers_only(shared: &Arc<Shared>) -> impl FnMut(Request<()>) -> Result<Reque
         let allowed = peer.may_inspect(shared.settings.nodes_may_inspect, SystemTime::now());
         allowed.map_err(|denied| {
             shared.metrics.count_request_denied(denied.reason());
-            tracing::warn!(address = %peer.address, reason = denied.reason(), %denied, "request refused");
+            if shared.warnings.admit(Warning::RequestRefused, tokio::time::Instant::now()) {
+                tracing::warn!(address = %peer.address, reason = denied.reason(), %denied, "request refused");
+            }
             Status::from(denied)
         })?;
         Ok(request)
@@ -333,12 +352,15 @@ async fn serve(
     shutdown: CancellationToken,
     stopped: CancellationToken,
 ) {
-    let (accepted, accept) = listener::accept(listener, security, Arc::clone(&shared.metrics), shutdown.clone());
+    let (accepted, accept) = listener::accept(listener, security, Arc::clone(&shared), shutdown.clone());
     let tasks = TaskTracker::new();
     let (general, dispatch) = connections::dispatch(accepted, Arc::clone(&shared), tasks.clone(), shutdown.clone());
+    let answering = Arc::clone(&shared);
     let server = Server::builder()
         .http2_keepalive_interval(Some(KEEPALIVE))
         .http2_keepalive_timeout(Some(KEEPALIVE))
+        .max_concurrent_streams(Some(MAX_REQUESTS))
+        .layer(layer_fn(move |routes| Untaken::new(routes, Arc::clone(&answering))))
         .add_routes(routes)
         .serve_with_incoming_shutdown(ReceiverStream::new(general), shutdown.clone().cancelled_owned());
     let mut server = tokio::spawn(server);

@@ -24,6 +24,7 @@ use super::{
     inbound,
     signal::Signal,
     to_ms,
+    warnings::Warning,
 };
 use crate::{
     identity::{Expiry, Peer},
@@ -166,7 +167,7 @@ impl Session {
     ///
     /// The end of the stream.
     pub(super) fn take(&self, message: v1::AgentMessage) -> Result<(), End> {
-        inbound::take(message, &self.agent, &self.shared.metrics)
+        inbound::take(message, &self.agent, &self.shared)
     }
 
     /// Why the stream has to end, if it has.
@@ -293,8 +294,10 @@ impl Waiting {
             return None;
         }
         shared.metrics.count_behind_wait_expired();
-        tracing::warn!(node = %agent.node, ?kind, here, there,
-            "the source is still behind what the agent has (a restored etcd?): the agent goes back to this replica's state");
+        if shared.warnings.admit(Warning::WentBack, now) {
+            tracing::warn!(node = %agent.node, ?kind, here, there,
+                "the source is still behind what the agent has (a restored etcd?): the agent goes back to this replica's state");
+        }
         Some(self.resumption.go_back(&shared.store))
     }
 }

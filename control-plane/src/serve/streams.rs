@@ -160,7 +160,11 @@ async fn visit_all(shared: &Shared, shard: usize) {
                     continue;
                 }
             }
-            _ = tick.tick() => shared.admission.tick(Instant::now()),
+            _ = tick.tick() => {
+                let now = Instant::now();
+                shared.admission.tick(now);
+                shared.warnings.tick(now);
+            }
         }
         // Seen before the look, so that what comes meanwhile has the streams visited again.
         head.mark_unchanged();

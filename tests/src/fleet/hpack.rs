@@ -70,21 +70,28 @@ fn put_number(block: &mut Vec<u8>, pattern: u8, prefix_bits: u8, number: usize) 
     block.push(byte(rest));
 }
 
+/// True when a header block begins by saying that there is no dynamic table, as the first one must whose sender has been allowed none (RFC 9113, 4.3.1).
+pub(super) fn gives_up_table(block: &[u8]) -> bool {
+    block.first() == Some(&0x20)
+}
+
 /// Reads a header block.
 pub(super) fn read(block: &[u8]) -> Result<Status, Malformed> {
     let mut reader = Reader(block);
     let mut status = Status::default();
+    // The size of the dynamic table, which is nought: it may be said in front of all fields (RFC 7541, 4.2 and 6.3).
+    while reader.0.first().is_some_and(|first| first & 0xe0 == 0x20) {
+        if reader.number(5)? != 0 {
+            return Err(Malformed);
+        }
+    }
     while let Some(first) = reader.0.first().copied() {
         if first & 0x80 != 0 {
             status.take_static(reader.number(7)?)?;
             continue;
         }
         if first & 0xe0 == 0x20 {
-            // The size of the dynamic table, which is nought.
-            if reader.number(5)? != 0 {
-                return Err(Malformed);
-            }
-            continue;
+            return Err(Malformed);
         }
         let index = reader.number(if first & 0xc0 == 0x40 { 6 } else { 4 })?;
         let name = match index {
@@ -209,7 +216,7 @@ mod tests {
 
     #[test]
     fn trailers_are_read_in_every_form() {
-        let mut block = vec![0x88, 0x20];
+        let mut block = vec![0x20, 0x88];
         put_literal(&mut block, "grpc-status", "14");
         put_literal(&mut block, "grpc-message", &"x".repeat(200));
         put_indexed_name(&mut block, 31, "application/grpc");
@@ -218,5 +225,7 @@ mod tests {
         assert_eq!(status.grpc_message.len(), 200);
         assert_eq!(read(&[0xbe]), Err(Malformed), "an entry of the dynamic table");
         assert_eq!(read(&block[..block.len() - 1]), Err(Malformed));
+        assert_eq!(read(&[0x21, 0x88]), Err(Malformed), "a table of a byte, where none is allowed");
+        assert_eq!(read(&[0x88, 0x20]), Err(Malformed), "the size of the table behind a field");
     }
 }

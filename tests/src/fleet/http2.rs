@@ -90,6 +90,8 @@ pub(super) struct Http2 {
     stream_send_window: i64,
     /// SETTINGS_INITIAL_WINDOW_SIZE of the server's.
     initial_send_window: i64,
+    /// The server has said that it uses no header table, as our settings ask.
+    table_is_given_up: bool,
     pub(super) end: Option<End>,
     pub(super) goes_away: bool,
 }
@@ -109,6 +111,7 @@ impl Http2 {
             send_window: DEFAULT_WINDOW.into(),
             stream_send_window: DEFAULT_WINDOW.into(),
             initial_send_window: DEFAULT_WINDOW.into(),
+            table_is_given_up: false,
             end: None,
             goes_away: false,
         }
@@ -253,6 +256,11 @@ impl Http2 {
             kind::HEADERS | kind::CONTINUATION => {
                 if kind == kind::HEADERS && flags & (flag::PADDED | flag::PRIORITY) != 0 {
                     return Err(Broken::Http2("padded headers, which no gRPC server sends"));
+                }
+                if !std::mem::replace(&mut self.table_is_given_up, true) && !hpack::gives_up_table(&payload) {
+                    return Err(Broken::Http2(
+                        "headers that do not give up the header table, which the settings forbid",
+                    ));
                 }
                 let status = hpack::read(&payload)?;
                 self.take_headers(status)?;
@@ -419,7 +427,7 @@ mod tests {
         let padded = [&[2], second, &[0, 0]].concat();
         let bytes = [
             frame(kind::SETTINGS, 0, 0, &[0, 4, 0, 0, 0, 9]),
-            frame(kind::HEADERS, flag::END_HEADERS, STREAM, &[0x88]),
+            frame(kind::HEADERS, flag::END_HEADERS, STREAM, &[0x20, 0x88]),
             frame(kind::DATA, 0, STREAM, first),
             frame(kind::PING, 0, 0, b"12345678"),
             frame(kind::DATA, 0, STREAM, &[]),
@@ -448,8 +456,9 @@ mod tests {
             frame(kind::DATA, 0, STREAM, &too_long),
             frame(kind::DATA, 0, 3, b"x"),
             frame(kind::DATA, flag::END_STREAM, STREAM, b""),
-            frame(kind::HEADERS, flag::END_HEADERS, STREAM, &[0xc0]),
-            frame(kind::HEADERS, flag::END_HEADERS, STREAM, &[0x8d]),
+            frame(kind::HEADERS, flag::END_HEADERS, STREAM, &[0x20, 0xc0]),
+            frame(kind::HEADERS, flag::END_HEADERS, STREAM, &[0x20, 0x8d]),
+            frame(kind::HEADERS, flag::END_HEADERS, STREAM, &[0x88]),
             vec![0xff; 9],
         ];
         for bytes in broken {

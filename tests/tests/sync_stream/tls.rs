@@ -1,6 +1,11 @@
 //! An authority, certificates, and a TLS client.
 
-use std::{fs, net::SocketAddr, path::Path, sync::Arc};
+use std::{
+    fs,
+    net::{IpAddr, Ipv4Addr, SocketAddr},
+    path::Path,
+    sync::Arc,
+};
 
 use headgate_control_plane::serve::tls::ServerTls;
 use hyper_util::rt::TokioIo;
@@ -10,7 +15,7 @@ use rustls::{
     crypto::ring,
     pki_types::{PrivateKeyDer, PrivatePkcs8KeyDer, ServerName},
 };
-use tokio::net::TcpStream;
+use tokio::net::TcpSocket;
 use tokio_rustls::TlsConnector;
 use tonic::transport::{Channel, Error};
 
@@ -65,6 +70,16 @@ pub(crate) async fn connect(
     authority: &Authority,
     leaf: Option<&Leaf>,
 ) -> Result<Channel, Arc<Error>> {
+    connect_from(Ipv4Addr::LOCALHOST.into(), address, authority, leaf).await
+}
+
+/// The same from an address of this host's.
+pub(crate) async fn connect_from(
+    host: IpAddr,
+    address: SocketAddr,
+    authority: &Authority,
+    leaf: Option<&Leaf>,
+) -> Result<Channel, Arc<Error>> {
     let mut roots = RootCertStore::empty();
     roots.add(authority.certificate.der().clone()).unwrap();
     let builder = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()));
@@ -81,7 +96,9 @@ pub(crate) async fn connect(
     let connect = tower::service_fn(move |_| {
         let connector = connector.clone();
         async move {
-            let stream = TcpStream::connect(address).await?;
+            let socket = TcpSocket::new_v4()?;
+            socket.bind((host, 0).into())?;
+            let stream = socket.connect(address).await?;
             let name = ServerName::try_from("localhost").unwrap();
             Ok::<_, std::io::Error>(TokioIo::new(connector.connect(name, stream).await?))
         }
