@@ -10,6 +10,7 @@ use super::run::{answers, shares};
 use crate::testbed::client::{self, HeldConnection};
 use crate::testbed::flow::{self, Flow, open_all};
 use crate::testbed::manifests::{Service, Via, ready};
+use crate::testbed::turn::in_turn;
 use crate::testbed::{Answer, Family, Outcome, Request, Testbed, Transport};
 
 use Via::{ClusterIp, LoadBalancerIp, NodePort};
@@ -35,8 +36,9 @@ pub fn while_asking(
             threads.push(scope.spawn(move || {
                 machine.run(|| {
                     let mut outcomes = Vec::new();
+                    let request = Request::new(Transport::Tcp, *to);
                     while !stop.load(Ordering::Relaxed) {
-                        outcomes.push(client::outcome(&Request::new(Transport::Tcp, *to)));
+                        outcomes.push(in_turn(&request, || client::outcome(&request)));
                         std::thread::sleep(PAUSE);
                     }
                     answers(outcomes).with_context(|| format!("{from} kept asking {to}"))

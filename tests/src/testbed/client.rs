@@ -19,6 +19,7 @@ use socket2::{Domain, Protocol, Socket, Type};
 
 use super::netns::Namespace;
 use super::sctp;
+use super::turn::in_turn;
 
 /// How long to wait for an answer that is expected. Generous: it only ends what has gone wrong.
 pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(8);
@@ -131,15 +132,15 @@ impl Request {
     }
 }
 
-/// Asks once from `namespace`.
+/// Asks once from `namespace`. One request in a series of somebody else's does no harm, so it waits for none.
 pub fn ask(namespace: &Namespace, request: &Request) -> Result<Outcome> {
-    Ok(ask_many(namespace, request, 1)?.remove(0))
+    namespace.run(|| Ok(outcome(request)))
 }
 
-/// Asks `count` times, one after the other, each with a socket of its own. Ends at the first time-out, since the rest
-/// would only take as long again.
+/// Asks `count` times, one after the other, each with a socket of its own, while no other series goes to the same target (see [`super::turn`]).
+/// Ends at the first time-out, since the rest would only take as long again.
 pub fn ask_many(namespace: &Namespace, request: &Request, count: usize) -> Result<Vec<Outcome>> {
-    namespace.run(|| {
+    let series = || {
         let mut outcomes = Vec::with_capacity(count);
         for _ in 0..count {
             let outcome = outcome(request);
@@ -150,7 +151,8 @@ pub fn ask_many(namespace: &Namespace, request: &Request, count: usize) -> Resul
             }
         }
         Ok(outcomes)
-    })
+    };
+    in_turn(request, || namespace.run(series))
 }
 
 /// Asks from the namespace in which the calling thread is.

@@ -35,6 +35,7 @@ pub mod process;
 mod sctp;
 mod server;
 mod spawn;
+pub mod turn;
 
 pub use backend::Backend;
 pub use bed::Testbed;
