@@ -11,6 +11,16 @@ pub enum Family {
     V6,
 }
 
+/// As the `ipset` program writes it.
+impl fmt::Display for Family {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::V4 => "inet",
+            Self::V6 => "inet6",
+        })
+    }
+}
+
 /// What the entries of a set consist of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum SetType {
@@ -239,6 +249,9 @@ pub struct Header {
     pub port_range: Option<(u16, u16)>,
     /// There is room for comments.
     pub comments: bool,
+    /// An option decides which entries it holds besides what is added and deleted: a time-out, a mask over addresses, or that it makes room by
+    /// itself when it is full (`timeout`, `netmask`, `bitmask`, `forceadd`). Sets that this crate makes have none.
+    pub changes_entries: bool,
     /// Rules and other sets that use it; it cannot be destroyed while there are any.
     pub references: u32,
     /// Entries, where the kernel says it (Linux 4.9).
@@ -246,13 +259,21 @@ pub struct Header {
 }
 
 impl Header {
-    /// The set is what was asked for: swapping is not needed. Sizes of hashes that were not asked for may be anything, and hashes may have grown.
+    /// It can be swapped with the set that is asked for, and may hold the same entries: type and family are the same.
+    #[must_use]
+    pub fn is_of_type(&self, wanted: &Specification) -> bool {
+        let is_bitmap = wanted.set_type == SetType::BitmapPort;
+        self.type_name == wanted.set_type.name() && (is_bitmap || self.family == Some(wanted.family))
+    }
+
+    /// The set is what was asked for: swapping is not needed. Sizes of hashes that were not asked for may be anything, and hashes may have grown. Options that
+    /// leave entries as they are, such as counters, may be there.
     #[must_use]
     pub fn fits(&self, wanted: &Specification) -> bool {
         let is_bitmap = wanted.set_type == SetType::BitmapPort;
-        self.type_name == wanted.set_type.name()
+        self.is_of_type(wanted)
             && self.comments == wanted.comments
-            && (is_bitmap || self.family == Some(wanted.family))
+            && !self.changes_entries
             && (!is_bitmap || self.port_range == Some(wanted.port_range))
             && wanted.max_elements.is_none_or(|wanted| self.max_elements == Some(wanted))
     }

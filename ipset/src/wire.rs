@@ -45,12 +45,16 @@ mod data {
     pub(super) const CIDR: u16 = 3;
     pub(super) const PORT: u16 = 4;
     pub(super) const PORT_TO: u16 = 5;
+    pub(super) const TIMEOUT: u16 = 6;
     pub(super) const PROTO: u16 = 7;
     pub(super) const CADT_FLAGS: u16 = 8;
+    pub(super) const BITMASK: u16 = 12;
     pub(super) const HASHSIZE: u16 = 18;
     pub(super) const MAXELEM: u16 = 19;
     pub(super) const REFERENCES: u16 = 25;
     pub(super) const ELEMENTS: u16 = 24;
+    /// In headers; in entries this number is [`IP2`].
+    pub(super) const NETMASK: u16 = 20;
     pub(super) const IP2: u16 = 20;
     pub(super) const CIDR2: u16 = 21;
     pub(super) const COMMENT: u16 = 26;
@@ -62,6 +66,8 @@ const IPADDR_V4: u16 = 1;
 const IPADDR_V6: u16 = 2;
 /// `IPSET_FLAG_WITH_COMMENT`.
 const WITH_COMMENT: u32 = 1 << 4;
+/// `IPSET_FLAG_WITH_FORCEADD`.
+const WITH_FORCEADD: u32 = 1 << 5;
 /// `IPSET_FLAG_LIST_HEADER`.
 const LIST_HEADER: u32 = 1 << 2;
 

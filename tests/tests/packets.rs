@@ -197,6 +197,7 @@ macro_rules! packet_tests {
                 scenario(BACKEND, health::refusing_endpoints_are_left_out);
             }
 
+            // rows: 89, 92
             #[test]
             fn connections_survive() {
                 on_testbed(BACKEND, lifecycle::some_services(), lifecycle::connections_survive);
@@ -314,6 +315,12 @@ mod virtual_servers {
     #[test]
     fn modes_switch() {
         on_machines(BACKEND, lifecycle::some_services(), ipvs::modes_switch);
+    }
+
+    // rows of ipvs: 92, 98, 100
+    #[test]
+    fn kube_proxys_state_is_taken_over() {
+        on_machines(BACKEND, lifecycle::some_services(), ipvs::kube_proxys_state_is_taken_over);
     }
 
     // rows of ipvs: 89, 102

@@ -4,7 +4,7 @@ use std::net::IpAddr;
 
 use headgate_netlink::{Malformed, checked_attributes, netfilter, read_be16, read_be32, read_ip, read_text, read_u8};
 
-use super::{IPADDR_V4, IPADDR_V6, IPV4, IPV6, WITH_COMMENT, data, top};
+use super::{IPADDR_V4, IPADDR_V6, IPV4, IPV6, WITH_COMMENT, WITH_FORCEADD, data, top};
 use crate::{Element, Entry, Family, Header, Protocol, SetType};
 
 /// Least and greatest number of a range of versions.
@@ -90,7 +90,7 @@ fn read_header(name: String, type_name: String, family: u8, revision: u8, bytes:
     let is_bitmap = type_name == SetType::BitmapPort.name();
     let (mut hash_size, mut max_elements, mut elements) = (None, None, None);
     let (mut first, mut last) = (None, None);
-    let (mut flags, mut references) = (0, 0);
+    let (mut flags, mut references, mut changes_entries) = (0, 0, false);
     for attribute in checked_attributes(bytes) {
         match attribute? {
             (data::HASHSIZE, value) => hash_size = Some(read_be32(value)?),
@@ -98,6 +98,7 @@ fn read_header(name: String, type_name: String, family: u8, revision: u8, bytes:
             (data::ELEMENTS, value) => elements = Some(read_be32(value)?),
             (data::REFERENCES, value) => references = read_be32(value)?,
             (data::CADT_FLAGS, value) => flags = read_be32(value)?,
+            (data::TIMEOUT | data::NETMASK | data::BITMASK, _) => changes_entries = true,
             (data::PORT, value) if is_bitmap => first = Some(read_be16(value)?),
             (data::PORT_TO, value) if is_bitmap => last = Some(read_be16(value)?),
             _ => {}
@@ -112,6 +113,7 @@ fn read_header(name: String, type_name: String, family: u8, revision: u8, bytes:
         max_elements,
         port_range: first.zip(last),
         comments: flags & WITH_COMMENT != 0,
+        changes_entries: changes_entries || flags & WITH_FORCEADD != 0,
         references,
         elements,
     })

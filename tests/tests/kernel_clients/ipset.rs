@@ -141,6 +141,32 @@ fn the_client_lists_what_the_program_makes() {
 }
 
 #[test]
+fn options_that_decide_which_entries_stay_are_told() {
+    in_namespace("options", || {
+        let mut sets = IpSets::open()?;
+        let wanted = |name: &str| Specification::new(name, SetType::HashIp, Family::V4);
+        for (name, options, fits) in [
+            ("plain", &[][..], true),
+            ("counters", &["counters", "skbinfo"], true),
+            ("comment", &["comment"], false),
+            ("expiring", &["timeout", "600"], false),
+            ("masked", &["netmask", "24"], false),
+            ("evicting", &["forceadd"], false),
+        ] {
+            output("ipset", &[&["create", name, "hash:ip"], options].concat());
+            output("ipset", &["add", name, "10.0.0.1"]);
+            let found = sets.set(name)?.unwrap();
+            assert_eq!((found.header.fits(&wanted(name)), found.entries.len()), (fits, 1), "{:?}", found.header);
+            assert_eq!(found.header.changes_entries, !fits && name != "comment", "{:?}", found.header);
+            assert!(found.header.is_of_type(&wanted(name)));
+            let of_v6 = Specification::new(name, SetType::HashIp, Family::V6);
+            assert!(!found.header.is_of_type(&of_v6) && !found.header.fits(&of_v6));
+        }
+        Ok(())
+    });
+}
+
+#[test]
 fn entries_come_and_go_and_sets_are_swapped_and_destroyed() {
     in_namespace("change", || {
         let mut sets = IpSets::open()?;

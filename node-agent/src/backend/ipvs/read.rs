@@ -75,8 +75,7 @@ pub(super) fn read_sets(
         let wanted = convert::specification(set, family);
         let Some(found) = sets.set(&wanted.name).map_err(of_sets)? else { continue };
         if !found.header.fits(&wanted) && of_other_size == OfOtherSize::MakeAnew {
-            let is_of_type = found.header.type_name == wanted.set_type.name();
-            if is_of_type {
+            if found.header.is_of_type(&wanted) {
                 // A draft has no comments.
                 let bare = |entry: &ipset_netlink::Entry| ipset_netlink::Entry::new(entry.element);
                 let changes = found.entries.iter().map(|entry| Change::add(&wanted.name, bare(entry)));
@@ -85,9 +84,14 @@ pub(super) fn read_sets(
                 sets.destroy(&wanted.name).map_err(of_sets)?;
                 continue;
             } else {
+                let family = |family: Option<_>| family.map(|family| format!(" family {family}")).unwrap_or_default();
                 let message = format!(
-                    "the set {} is of type {}, not {}, and rules refer to it: remove them, or run this program with --cleanup",
-                    wanted.name, found.header.type_name, wanted.set_type
+                    "the set {name} is of type {}{}, and has to be {}{}, but rules refer to it (iptables-save | grep {name}): remove them, or run this program with --cleanup",
+                    found.header.type_name,
+                    family(found.header.family),
+                    wanted.set_type,
+                    family(found.header.family.map(|_| wanted.family)),
+                    name = wanted.name,
                 );
                 return Err(BackendError::new(ErrorKind::Fatal, message));
             }

@@ -1,5 +1,13 @@
 //! What is IPVS's alone: virtual servers, sets and the device in the kernel, what others do to them, and what becomes of them.
 
+mod modules;
+mod refused;
+mod takeover;
+
+pub use modules::falls_back_to_iptables;
+pub use refused::a_refused_destination_disturbs_nothing;
+pub use takeover::kube_proxys_state_is_taken_over;
+
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::process::Command;
 use std::time::Duration;
@@ -69,10 +77,13 @@ fn difference(one: &[String], other: &[String]) -> Vec<String> {
     gone.chain(other.iter().filter(|line| !one.contains(line)).map(|line| format!("+ {line}"))).collect()
 }
 
+/// Longest wait until the agent has seen what somebody changed by hand. What only the full comparison finds waits for its turn, which comes as often
+/// as that takes one percent of a core.
+const CHANGED_BY_HAND: Duration = Duration::from_secs(150);
+
 /// Waits until a node's kernel is as it was.
 fn returns_to(bed: &Testbed, node: &str, before: &[String]) -> Result<()> {
-    // What only the full comparison finds waits for its turn, which comes as often as that takes one percent of a core.
-    within(Duration::from_secs(150), || {
+    within(CHANGED_BY_HAND, || {
         let different = difference(before, &kernel(bed, node)?);
         ensure!(different.is_empty(), "different:\n{}", different.join("\n"));
         Ok(())
@@ -380,124 +391,4 @@ fn ping(from: &Namespace, to: IpAddr) -> Result<()> {
             }
         }
     })
-}
-
-/// The kernel lacks what mode ipvs needs: iptables does the work, and everybody is told what is missing.
-///
-/// On machines with [`super::lifecycle::some_services`] on which nothing runs yet.
-pub fn falls_back_to_iptables(bed: &Testbed) -> Result<()> {
-    // What iptables needs and IPVS does not: nothing can be loaded from here on.
-    let needed = [
-        "xt_nat",
-        "xt_sctp",
-        "xt_tcpudp",
-        "xt_statistic",
-        "xt_recent",
-        "xt_conntrack",
-        "xt_comment",
-        "xt_mark",
-        "xt_addrtype",
-        "ipt_REJECT",
-        "ip6t_REJECT",
-    ];
-    let status =
-        Command::new("modprobe").arg("-a").args(needed).status().context("running modprobe (Debian package kmod)")?;
-    ensure!(status.success(), "modprobe -a {needed:?}: {status}");
-    let _modules = WithoutModules::new(&["ip_vs_wrr", "dummy"])?;
-    bed.start_control_plane()?;
-    bed.start_agent_with("node-a", &AgentSetup::with(&["--ipvs-scheduler", "wrr"]))?;
-    bed.wait_programmed()?;
-    let info = agent(bed, "node-a")?;
-    ensure!(info.backend == "iptables-legacy", "the backend is {}", info.backend);
-    let told = info.degraded.join("\n");
-    for part in ["mode ipvs was asked for", "modprobe ip_vs_wrr", "modprobe dummy"] {
-        ensure!(told.contains(part), "{part:?} is not among what is degraded: {told:?}");
-    }
-    run(bed, &[ask("a3", "steady", ClusterIp).ports(&["tcp", "udp"]).answered(&["a1", "b1"], Kept)])?;
-    expect_page(bed, "/proxyMode", "iptables")?;
-    expect_page(bed, "/metrics", "headgate_agent_degraded_modes 1")?;
-    expect_page(bed, "/status", "modprobe dummy")
-}
-
-/// A page of the metrics port of node-a has this in it.
-fn expect_page(bed: &Testbed, page: &str, expected: &str) -> Result<()> {
-    let url = format!("http://127.0.0.1:10249{page}");
-    let body = tool(bed.machines().machine("node-a")?, "curl", &["-sS", "--max-time", "10", &url])?;
-    ensure!(body.contains(expected), "{expected:?} is not in {page}:\n{body}");
-    Ok(())
-}
-
-/// A kernel without some modules, which cannot load any, until dropped.
-struct WithoutModules<'a> {
-    modules: &'a [&'a str],
-    loader: String,
-}
-
-const LOADER: &str = "/proc/sys/kernel/modprobe";
-
-impl<'a> WithoutModules<'a> {
-    fn new(modules: &'a [&'a str]) -> Result<Self> {
-        let loader = std::fs::read_to_string(LOADER)?.trim().to_owned();
-        let without = Self { modules, loader };
-        for module in modules {
-            let status = Command::new("rmmod").arg(module).status().context("running rmmod (Debian package kmod)")?;
-            ensure!(status.success(), "rmmod {module}: {status}");
-        }
-        std::fs::write(LOADER, "/bin/false").context("turning the loading of modules off")?;
-        Ok(without)
-    }
-}
-
-impl Drop for WithoutModules<'_> {
-    fn drop(&mut self) {
-        if let Err(error) = std::fs::write(LOADER, &self.loader) {
-            eprintln!("warning: {LOADER} stays turned off: {error}");
-        }
-        let loaded = Command::new(&self.loader).arg("-a").args(self.modules).status();
-        if !loaded.as_ref().is_ok_and(std::process::ExitStatus::success) {
-            eprintln!("warning: {:?} stay away: {loaded:?}", self.modules);
-        }
-    }
-}
-
-/// The kernel takes no destination whose address is a broadcast address of the node: it is left out and told, and nothing else is disturbed.
-///
-/// On a running cluster with [`super::lifecycle::some_services`].
-pub fn a_refused_destination_disturbs_nothing(bed: &Testbed) -> Result<()> {
-    const V4: &[Family] = &[Family::V4];
-    let node = bed.machines().machine("node-a")?;
-    let refused = crate::testbed::plan::address("a2").context("a2 has addresses")?.v4;
-    node.ip_batch(&format!("route add broadcast {refused} dev eth0 table local\n"))?;
-    bed.update(|manifests| {
-        manifests.add(Service::new("bad", &["a1", "a2"]))?;
-        manifests.add(Service::new("good", &["b1"]))
-    })?;
-    let told = || -> Result<String> { Ok(format!("{:?}", agent(bed, "node-a")?.rejections)) };
-    eventually(|| {
-        let told = told()?;
-        ensure!(told.contains("testbed/bad") && told.contains(&refused.to_string()), "what the agent tells is {told}");
-        Ok(())
-    })?;
-    run(
-        bed,
-        &[
-            ask("a3", "good", ClusterIp).ports(&["tcp", "udp"]).answered(&["b1"], Kept),
-            ask("a3", "bad", ClusterIp).ports(&["tcp", "udp"]).over(V4).answered(&["a1"], Kept),
-            ask("a3", "bad", ClusterIp).over(&[Family::V6]).answered(&["a1", "a2"], Kept),
-        ],
-    )?;
-    set_endpoints(bed, &["a1"])?;
-    run(bed, &[ask("a3", "steady", ClusterIp).answered(&["a1"], Kept)])?;
-    // Once the kernel takes it, a change of the service has it tried again.
-    node.ip_batch(&format!("route del broadcast {refused} dev eth0 table local\n"))?;
-    bed.update(|manifests| {
-        manifests.service_mut("bad")?.endpoints = ready(&["a1", "a2", "b1"]);
-        Ok(())
-    })?;
-    eventually(|| {
-        let told = told()?;
-        ensure!(told == "[]", "the agent still tells {told}");
-        Ok(())
-    })?;
-    run(bed, &[ask("a3", "bad", ClusterIp).ports(&["tcp", "udp"]).answered(&["a1", "a2", "b1"], Kept)])
 }

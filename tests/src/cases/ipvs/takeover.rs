@@ -1,0 +1,134 @@
+//! A node that ran kube-proxy in mode ipvs.
+
+use std::io::Write as _;
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, ensure};
+
+use super::super::case::{Source, ask};
+use super::super::changes::within;
+use super::super::run::run;
+use super::{CHANGED_BY_HAND, agent, kernel, returns_to, tool};
+use crate::testbed::iptables::{self, Variant};
+use crate::testbed::manifests::Via;
+use crate::testbed::{Family, Namespace, Testbed, plan};
+
+use Source::{Kept, Masqueraded};
+use Via::{ClusterIp, ExternalIp, NodePort};
+
+/// Sets as kube-proxy makes them, and with every option that somebody may have given them; what is in them is stale.
+const SETS: &str = "\
+create KUBE-CLUSTER-IP hash:ip,port family inet hashsize 1024 maxelem 65536
+add KUBE-CLUSTER-IP 10.96.200.1,tcp:80
+create KUBE-6-CLUSTER-IP hash:ip,port family inet6 hashsize 1024 maxelem 65536 counters
+add KUBE-6-CLUSTER-IP fd00:10:96::c8,tcp:80
+create KUBE-LOOP-BACK hash:ip,port,ip family inet hashsize 1024 maxelem 65536 comment
+add KUBE-LOOP-BACK 10.244.1.200,tcp:80,10.244.1.200 comment \"testbed/stale:tcp\"
+create KUBE-EXTERNAL-IP hash:ip,port family inet hashsize 64 maxelem 16 timeout 600
+add KUBE-EXTERNAL-IP 198.51.100.200,tcp:80
+create KUBE-LOAD-BALANCER hash:ip,port family inet hashsize 1024 maxelem 1048576 forceadd
+create KUBE-IPVS-IPS hash:ip family inet netmask 24 hashsize 1024 maxelem 1048576
+add KUBE-IPVS-IPS 10.96.200.0
+create KUBE-NODE-PORT-TCP bitmap:port range 30000-32767
+add KUBE-NODE-PORT-TCP 30999
+create KUBE-LOAD-BALANCER-SOURCE-CIDR hash:ip,port,net family inet hashsize 1024 maxelem 65536 skbinfo
+create KUBE-HEALTH-CHECK-NODE-PORT hash:ip family inet
+create KUBE-EXTERNAL-IP-LOCAL hash:ip,port family inet6 hashsize 1024 maxelem 65536
+";
+
+/// Rules that refer to some of them: such sets cannot be destroyed.
+const RULES: &[&str] = &[
+    "-t nat -N KUBE-SERVICES",
+    "-t nat -A PREROUTING -m comment --comment kubernetes -j KUBE-SERVICES",
+    "-t nat -A KUBE-SERVICES -m set --match-set KUBE-CLUSTER-IP dst,dst -j ACCEPT",
+    "-t nat -A KUBE-SERVICES -m set --match-set KUBE-EXTERNAL-IP dst,dst -j ACCEPT",
+    "-t nat -A KUBE-SERVICES -m set --match-set KUBE-LOAD-BALANCER dst,dst -j ACCEPT",
+    "-t nat -N KUBE-POSTROUTING",
+    "-t nat -A POSTROUTING -j KUBE-POSTROUTING",
+    "-t nat -A KUBE-POSTROUTING -m set --match-set KUBE-LOOP-BACK dst,dst,src -j MASQUERADE",
+    "-t nat -N KUBE-NODE-PORT",
+    "-t nat -A KUBE-NODE-PORT -p tcp -m set --match-set KUBE-NODE-PORT-TCP dst -j ACCEPT",
+    "-t filter -N KUBE-IPVS-FILTER",
+    "-t filter -A KUBE-IPVS-FILTER -m set --match-set KUBE-IPVS-IPS dst -j REJECT",
+];
+
+fn restore_sets(node: &Namespace, lines: &str) -> Result<()> {
+    node.run(|| {
+        let mut ipset = Command::new("ipset").arg("restore").stdin(Stdio::piped()).spawn().context("running ipset")?;
+        ipset.stdin.take().context("ipset's input")?.write_all(lines.as_bytes())?;
+        let status = ipset.wait()?;
+        ensure!(status.success(), "ipset restore: {status}");
+        Ok(())
+    })
+}
+
+fn rule(bed: &Testbed, rule: &str) -> Result<()> {
+    let (node, lock) = (bed.machines().machine("node-a")?, bed.machines().xtables_lock("node-a"));
+    iptables::run(node, Variant::Legacy, Family::V4, &lock, &rule.split(' ').collect::<Vec<_>>())
+}
+
+/// What kube-proxy left is taken over, be its sets of other sizes, with other options, or of other types: in the end everything is as on a node that
+/// had nothing, and whoever asked a service meanwhile was answered. A set of another type that somebody's rules refer to cannot be: that is told, and
+/// mended when the rules are gone.
+///
+/// On machines with [`super::super::lifecycle::some_services`] on which nothing runs yet.
+pub fn kube_proxys_state_is_taken_over(bed: &Testbed) -> Result<()> {
+    let node = bed.machines().machine("node-a")?;
+    let answers = || {
+        run(
+            bed,
+            &[
+                ask("a3", "steady", ClusterIp).ports(&["tcp", "udp"]).answered(&["a1", "b1"], Kept),
+                ask("outside-1", "steady", ExternalIp).answered(&["a1", "b1"], Masqueraded("node-a")),
+                ask("outside-1", "steady", NodePort("node-a")).answered(&["a1", "b1"], Masqueraded("node-a")),
+            ],
+        )
+    };
+    bed.start_control_plane()?;
+    bed.start_agent("node-a")?;
+    bed.wait_programmed()?;
+    let wanted = kernel(bed, "node-a")?;
+    bed.stop_agent("node-a")?;
+    bed.clean_up("node-a")?;
+    ensure!(kernel(bed, "node-a")?.iter().all(|line| !line.contains("KUBE-")), "--cleanup has left something");
+
+    restore_sets(node, SETS)?;
+    RULES.iter().try_for_each(|line| rule(bed, line))?;
+    node.ip_batch("link add kube-ipvs0 type dummy\naddr add 10.96.200.1/32 dev kube-ipvs0\n")?;
+    let steady = bed.address("steady", ClusterIp, Family::V4, "tcp")?;
+    node.ip_batch(&format!("addr add {}/32 dev kube-ipvs0\n", steady.ip()))?;
+    let [first, second] = ["a1", "b2"].map(|pod| plan::address(pod).map(|address| address.v4.to_string()));
+    let (first, second) = (first.context("a1's address")?, second.context("b2's address")?);
+    for server in [
+        "-A -t 10.96.200.1:80 -s rr".to_owned(),
+        format!("-A -t {steady} -s wlc -p 300"),
+        format!("-a -t {steady} -r {first}:8080 -m -w 1"),
+        format!("-a -t {steady} -r {second}:8080 -m -w 1"),
+    ] {
+        tool(node, "ipvsadm", &server.split(' ').collect::<Vec<_>>())?;
+    }
+    bed.start_agent("node-a")?;
+    bed.wait_programmed()?;
+    answers()?;
+    returns_to(bed, "node-a", &wanted).context("what kube-proxy left is not taken over")?;
+
+    // A set that cannot be swapped, to which a rule of somebody else's refers.
+    bed.stop_agent("node-a")?;
+    bed.clean_up("node-a")?;
+    restore_sets(node, "create KUBE-EXTERNAL-IP-LOCAL hash:ip family inet\n")?;
+    let refer = |change: &str| {
+        rule(bed, &format!("-t filter {change} FORWARD -m set --match-set KUBE-EXTERNAL-IP-LOCAL dst -j ACCEPT"))
+    };
+    refer("-A")?;
+    bed.start_agent("node-a")?;
+    within(CHANGED_BY_HAND, || {
+        let error = agent(bed, "node-a")?.last_error;
+        let parts = ["KUBE-EXTERNAL-IP-LOCAL is of type hash:ip family inet", "hash:ip,port", "iptables-save | grep"];
+        ensure!(parts.iter().all(|part| error.contains(part)), "the agent says {error:?}");
+        Ok(())
+    })?;
+    refer("-D")?;
+    bed.wait_programmed()?;
+    returns_to(bed, "node-a", &wanted)?;
+    answers()
+}
