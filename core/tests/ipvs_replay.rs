@@ -6,8 +6,8 @@ use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
 
 use headgate_core::{
-    Change, Dirty, Family, Protocol, ServiceCidr, State,
-    ipvs::{Binding, Element, IpvsConfig, Ledger, Op, Scheduler, ServerKey, Set, Settings, fake_kernel::FakeKernel},
+    Change, Dirty, Family, Protocol, State,
+    ipvs::{Element, IpvsConfig, Ledger, Op, Scheduler, ServerKey, Set, Settings, fake_kernel::FakeKernel},
     masquerade::LocalDetector,
 };
 use proptest::prelude::*;
@@ -17,8 +17,8 @@ use changes::{any_change, node, squash};
 
 const FAR_FUTURE_MS: u64 = 1 << 40;
 
-fn config(family: Family, binding: Binding) -> IpvsConfig {
-    let mut config = IpvsConfig { binding, scheduler: Scheduler::WeightedLeastConnection, ..IpvsConfig::new(family) };
+fn config(family: Family) -> IpvsConfig {
+    let mut config = IpvsConfig { scheduler: Scheduler::WeightedLeastConnection, ..IpvsConfig::new(family) };
     config.masquerade.detector_v4 = Some(LocalDetector::Cidr("10.244.0.0/16".parse().unwrap()));
     // One of them is an externalIP of services as well, which is not bound then.
     config.node_port_addresses =
@@ -82,9 +82,7 @@ impl Rig {
     fn check(&self) {
         let config = self.ledger.config();
         for (key, _) in self.kernel.servers.iter().filter(|(key, _)| foreign().iter().all(|(other, _)| other != *key)) {
-            let is_local = self.kernel.bound.contains(&key.address)
-                || config.other_addresses.contains(&key.address)
-                || self.kernel.routes.iter().any(|route| route.contains(&key.address));
+            let is_local = self.kernel.bound.contains(&key.address) || config.other_addresses.contains(&key.address);
             assert!(is_local, "the node does not answer on {key}");
             let existing = self.kernel.existing();
             assert!(config.excludes(key.address) || existing.mark(key, config).is_some(), "{key} has no mark");
@@ -139,15 +137,10 @@ proptest! {
         changes in prop::collection::vec(any_scheduled_change(8), 1..60),
         chunk in 1usize..10,
         restarts in any::<bool>(),
-        binding in prop_oneof![Just(Binding::Addresses), Just(Binding::ServiceCidrRoutes)],
         family in prop_oneof![Just(Family::V4), Just(Family::V6)],
     ) {
-        let cidr = Change::ServiceCidr(ServiceCidr {
-            name: "kubernetes".into(),
-            cidrs: vec!["10.96.0.0/12".parse().unwrap(), "fd00:96::/112".parse().unwrap()],
-        });
-        let mut wanted = Rig::new(config(family, binding));
-        for change in changes.iter().chain([&cidr]) {
+        let mut wanted = Rig::new(config(family));
+        for change in &changes {
             wanted.state.apply(change.clone(), &mut Dirty::default());
         }
         wanted.full();
@@ -156,20 +149,16 @@ proptest! {
         let mut reversed = squashed.clone();
         reversed.reverse();
         for sequence in [&changes, &squashed, &reversed] {
-            let mut rig = Rig::new(config(family, binding));
+            let mut rig = Rig::new(config(family));
             rig.full();
             for (i, part) in sequence.chunks(chunk).enumerate() {
                 rig.now_ms += 1000;
-                if i == 1 {
-                    rig.step(std::slice::from_ref(&cidr));
-                }
                 rig.step(part);
                 if restarts && i % 3 == 2 {
                     rig.restart();
                     prop_assert!(!rig.full(), "an agent that starts anew changes what was right");
                 }
             }
-            rig.step(std::slice::from_ref(&cidr));
             rig.drain();
             prop_assert_eq!(&rig.kernel, &wanted.kernel);
             prop_assert_eq!(rig.ledger.warnings(), wanted.ledger.warnings());
@@ -203,7 +192,7 @@ proptest! {
     #[test]
     fn connections_outlive_changes_and_end_with_the_limit(changes in prop::collection::vec(any_scheduled_change(4), 1..40)) {
         let limit = 60_000;
-        let mut rig = Rig::new(IpvsConfig { drain_limit_ms: Some(limit), ..config(Family::V4, Binding::Addresses) });
+        let mut rig = Rig::new(IpvsConfig { drain_limit_ms: Some(limit), ..config(Family::V4) });
         rig.full();
         let mut ever: BTreeMap<ServerKey, BTreeMap<SocketAddr, u64>> = BTreeMap::new();
         for change in &changes {
@@ -233,7 +222,7 @@ proptest! {
 
 #[test]
 fn servers_of_excluded_networks_stay_even_on_our_addresses() {
-    let mut rig = Rig::new(config(Family::V4, Binding::Addresses));
+    let mut rig = Rig::new(config(Family::V4));
     let (key, _) = foreign()[1];
     rig.kernel.bound.insert(key.address);
     rig.kernel.bound.insert("203.0.113.9".parse::<IpAddr>().unwrap());

@@ -1,4 +1,4 @@
-//! Measures what it costs to make a node take service addresses for its own: thousands of addresses on a dummy device, or one local route.
+//! Measures what it costs to make a node take service addresses for its own: thousands of addresses on a dummy device.
 //!
 //! `address_cost COUNT`, in a network namespace of its own, since it makes and removes a device. It prints CPU time of this thread, in which the
 //! kernel works.
@@ -6,7 +6,7 @@
 
 use headgate_netlink::{
     NetlinkError,
-    route::{Change, LocalRoute, Prefix, Routing},
+    route::{Change, Prefix, Routing},
 };
 
 fn cpu_us() -> i64 {
@@ -47,18 +47,6 @@ fn main() -> Result<(), NetlinkError> {
         measured(&format!("{family} list"), all.len(), || routing.addresses(link).map(drop))?;
         let gone: Vec<_> = addresses.iter().map(|address| Change::RemoveAddress { link, address: *address }).collect();
         measured(&format!("{family} removal"), gone.len(), || routing.change(&gone, |_, _| refused += 1))?;
-        let length = if family == "v4" { 12 } else { 108 };
-        let route = LocalRoute { network: Prefix { address: address(family, 0), length }, link, protocol: 4 };
-        measured(&format!("{family} local route"), 1, || {
-            routing.change(&[Change::AddLocalRoute(route)], |_, _| refused += 1)
-        })?;
-        let routes: Vec<_> = addresses
-            .iter()
-            .map(|network| Change::AddLocalRoute(LocalRoute { network: *network, link, protocol: 4 }))
-            .collect();
-        measured(&format!("{family} local route for each address"), routes.len(), || {
-            routing.change(&routes, |_, _| refused += 1)
-        })?;
         println!("{family}: {refused} refused");
     }
     routing.remove_link(link)

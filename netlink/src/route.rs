@@ -1,7 +1,6 @@
-//! Links, addresses and local routes (`linux/rtnetlink.h`, `if_link.h`, `if_addr.h`): what a proxy needs to make a node take addresses for its own.
+//! Links and addresses (`linux/rtnetlink.h`, `if_link.h`, `if_addr.h`): what a proxy needs to make a node take addresses for its own.
 //!
-//! An address costs the kernel more the more there are on the node, above all its removal in IPv6; a local route costs the same however many there are,
-//! and takes a whole network at once. The example `address_cost` measures both.
+//! An address costs the kernel more the more there are on the node, above all its removal in IPv6. The example `address_cost` measures it.
 
 mod wire;
 
@@ -59,18 +58,7 @@ impl Link {
     }
 }
 
-/// A route by which a network's packets are delivered to this node (`RTN_LOCAL` in the table `local`).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct LocalRoute {
-    /// What is delivered here.
-    pub network: Prefix,
-    /// The link that the route belongs to: with it, it goes. It has to be up.
-    pub link: u32,
-    /// Whose route it is (`RTPROT_…`); the kernel's own have 2.
-    pub protocol: u8,
-}
-
-/// A change of addresses or routes.
+/// A change of addresses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Change {
     /// The link gets an address that is not to be a source: of host scope in IPv4, deprecated from the beginning in IPv6, there without
@@ -88,10 +76,6 @@ pub enum Change {
         /// The address.
         address: Prefix,
     },
-    /// `EEXIST` if there is such a route, `ENETDOWN` when the link is down (IPv4).
-    AddLocalRoute(LocalRoute),
-    /// `ESRCH` if there is no such route.
-    RemoveLocalRoute(LocalRoute),
 }
 
 /// A connection to rtnetlink in the network namespace of the thread that opened it.
@@ -157,20 +141,6 @@ impl Routing {
             all.extend(self.list(&list, |payload| Ok(wire::address(payload)?.filter(|(of, _)| *of == link)))?);
         }
         Ok(all.into_iter().map(|(_, address)| address).collect())
-    }
-
-    /// All local routes of a link and a protocol, of both families.
-    ///
-    /// # Errors
-    /// When the kernel does not list them, or interrupts each of several lists.
-    pub fn local_routes(&mut self, link: u32, protocol: u8) -> Result<Vec<LocalRoute>, NetlinkError> {
-        let mut all = Vec::new();
-        for family in [libc::AF_INET, libc::AF_INET6] {
-            let list = wire::list_local_routes(family, link, protocol);
-            let ours = |route: &LocalRoute| route.link == link && route.protocol == protocol;
-            all.extend(self.list(&list, |payload| Ok(wire::local_route(payload)?.filter(ours)))?);
-        }
-        Ok(all)
     }
 
     /// Makes changes, many in one send; each that the kernel refuses is given to `refused` by its index, the others are done.

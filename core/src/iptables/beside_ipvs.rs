@@ -186,8 +186,6 @@ fn in_filter(family: Family) -> String {
         Family::V6 => "-p ipv6-icmp -m icmp6 --icmpv6-type 128",
     };
     Line::append(&mut rules, IN_FILTER).add(ping).jump("RETURN");
-    for set in [Set::BoundAddresses, Set::ServiceCidrs] {
-        Line::append(&mut rules, IN_FILTER).in_set(set, family, "dst").reject(family);
-    }
+    Line::append(&mut rules, IN_FILTER).in_set(Set::BoundAddresses, family, "dst").reject(family);
     rules
 }

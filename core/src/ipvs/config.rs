@@ -1,9 +1,6 @@
 //! What the plan depends on besides state and node.
 
-use std::{
-    collections::BTreeSet,
-    net::{IpAddr, SocketAddr},
-};
+use std::{collections::BTreeSet, net::IpAddr};
 
 use ipnet::IpNet;
 
@@ -13,17 +10,6 @@ use crate::{
     masquerade::MasqueradeConfig,
     model::Family,
 };
-
-/// How the node comes to answer on the services' addresses.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub enum Binding {
-    /// Each is an address of the dummy device, as with kube-proxy.
-    #[default]
-    Addresses,
-    /// ServiceCIDRs are routed to the dummy device as a whole, which costs the same for any number of services; addresses outside of
-    /// them are addresses of the device. An address of a ServiceCIDR that no service has is the node's own as well.
-    ServiceCidrRoutes,
-}
 
 /// Configuration of one family.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -40,8 +26,6 @@ pub struct IpvsConfig {
     pub other_addresses: BTreeSet<IpAddr>,
     /// Virtual servers of these addresses are others', whatever sets say.
     pub exclude_cidrs: Vec<IpNet>,
-    /// How addresses are bound.
-    pub binding: Binding,
     /// A draining destination is removed after so long even if it has connections; `None`, as with kube-proxy, for never.
     pub drain_limit_ms: Option<u64>,
     /// Masquerading.
@@ -59,7 +43,6 @@ impl IpvsConfig {
             node_port_addresses: Vec::new(),
             other_addresses: BTreeSet::new(),
             exclude_cidrs: Vec::new(),
-            binding: Binding::default(),
             drain_limit_ms: None,
             masquerade: MasqueradeConfig::default(),
         }
@@ -110,6 +93,3 @@ impl IpvsConfig {
         }
     }
 }
-
-/// A destination: address and port of an endpoint.
-pub type Destination = SocketAddr;

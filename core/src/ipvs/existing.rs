@@ -5,8 +5,6 @@ use std::{
     net::{IpAddr, SocketAddr},
 };
 
-use ipnet::IpNet;
-
 use super::{
     config::IpvsConfig,
     server::{ServerKey, Settings},
@@ -30,8 +28,6 @@ pub struct Existing {
     pub sets: BTreeMap<Set, BTreeSet<Element>>,
     /// Addresses of our device.
     pub bound: BTreeSet<IpAddr>,
-    /// Local routes of our device that are shorter than a host's prefix.
-    pub routes: BTreeSet<IpNet>,
     /// Virtual servers by address, whoever made them. Those by firewall mark are others' and left out.
     pub servers: BTreeMap<ServerKey, ExistingServer>,
     /// iptables.
@@ -61,8 +57,7 @@ impl Existing {
         if let Some(first) = marks.peek().copied() {
             return Some(marks.find(|mark| !is_needed(mark)).unwrap_or(first));
         }
-        let is_routed = self.routes.iter().any(|route| route.contains(&key.address));
-        if self.bound.contains(&key.address) || is_routed {
+        if self.bound.contains(&key.address) {
             return Some((Set::ClusterIp, key.element()));
         }
         self.is_kube_proxys_node_port(key).then_some((Set::NodePortServers, key.element()))

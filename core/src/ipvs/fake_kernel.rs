@@ -7,8 +7,6 @@ use std::{
     net::{IpAddr, SocketAddr},
 };
 
-use ipnet::IpNet;
-
 use super::{
     config::IpvsConfig,
     existing::{Existing, ExistingServer},
@@ -31,8 +29,6 @@ pub struct FakeKernel {
     pub sets: BTreeMap<Set, BTreeSet<Element>>,
     /// Addresses of the device.
     pub bound: BTreeSet<IpAddr>,
-    /// Routes to the device.
-    pub routes: BTreeSet<IpNet>,
     /// Virtual servers.
     pub servers: BTreeMap<ServerKey, (Settings, BTreeMap<SocketAddr, u32>)>,
     /// iptables.
@@ -48,7 +44,6 @@ impl FakeKernel {
             schedulers: config.available_schedulers.clone(),
             sets: BTreeMap::new(),
             bound: BTreeSet::new(),
-            routes: BTreeSet::new(),
             servers: BTreeMap::new(),
             iptables: FakeIptables::default(),
         }
@@ -86,7 +81,6 @@ impl FakeKernel {
         Existing {
             sets: self.sets.clone(),
             bound: self.bound.clone(),
-            routes: self.routes.clone(),
             servers: servers.collect(),
             tables: ExistingTables::parse(&saves),
         }
@@ -113,8 +107,6 @@ impl FakeKernel {
             Op::Bind(address) if Family::of(address) != self.family => Err("wrong family"),
             Op::Bind(address) => exists(self.bound.insert(address)),
             Op::Unbind(address) => missing(self.bound.remove(&address)),
-            Op::AddRoute(route) => exists(self.routes.insert(route)),
-            Op::DeleteRoute(route) => missing(self.routes.remove(&route)),
             Op::AddServer(key, settings) => {
                 self.check(settings)?;
                 exists(self.servers.insert(key, (settings, BTreeMap::new())).is_none())

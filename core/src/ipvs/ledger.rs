@@ -8,10 +8,8 @@ use std::{
     sync::Arc,
 };
 
-use ipnet::IpNet;
-
 use super::{
-    config::{Binding, IpvsConfig},
+    config::IpvsConfig,
     existing::Existing,
     plan::{Op, Plan},
     refused::Barred,
@@ -21,7 +19,7 @@ use super::{
 };
 use crate::{
     iptables::{self, Tally},
-    model::{Family, ServiceKey},
+    model::ServiceKey,
     state::{Dirty, State},
     view::{NodeFacts, service_views},
 };
@@ -50,7 +48,6 @@ pub struct Ledger {
     /// How many services and virtual servers need an element, and an address.
     elements: HashMap<(Set, Element), u32>,
     bound: HashMap<IpAddr, u32>,
-    routes: BTreeSet<IpNet>,
     problems: BTreeMap<Arc<ServiceKey>, String>,
     barred: Barred,
 }
@@ -80,7 +77,6 @@ impl Ledger {
             draining: BTreeSet::new(),
             elements: HashMap::new(),
             bound: HashMap::new(),
-            routes: BTreeSet::new(),
             problems: BTreeMap::new(),
             barred: Barred::default(),
         }
@@ -139,21 +135,12 @@ impl Ledger {
         self.servers.len()
     }
 
-    /// Plans what changed for the dirty services, at the cost of those services alone. A change of ServiceCIDRs costs their number, and
-    /// with [`Binding::ServiceCidrRoutes`] a full pass over addresses.
+    /// Plans what changed for the dirty services, at the cost of those services alone.
     ///
     /// `now_ms` is any clock that does not go back; it is compared with itself only.
     pub fn changed(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty, now_ms: u64) -> Plan {
         let (script, planned) = self.rules.changed(state, node, dirty);
         let mut round = Round::default();
-        let new_routes = self.wanted_routes(state);
-        let mut routes_added = Vec::new();
-        let mut routes_removed = Vec::new();
-        if dirty.service_cidrs && new_routes != self.routes {
-            routes_added.extend(new_routes.difference(&self.routes).copied());
-            routes_removed.extend(self.routes.difference(&new_routes).copied());
-            self.reroute(new_routes, &mut round);
-        }
         // An address may go from one service to another: each server is programmed once, when all have said what they want.
         let mut servers = BTreeSet::new();
         for key in &dirty.services {
@@ -166,8 +153,6 @@ impl Ledger {
             self.program_server(server, now_ms, &mut round);
         }
         let mut plan = self.finish(round);
-        plan.before.splice(0..0, routes_added.into_iter().map(Op::AddRoute));
-        plan.after.extend(routes_removed.into_iter().map(Op::DeleteRoute));
         plan.script = script;
         plan.services_planned = planned.services;
         plan
@@ -184,7 +169,6 @@ impl Ledger {
         self.bound.clear();
         self.problems.clear();
         self.draining.clear();
-        self.routes = self.wanted_routes(state);
 
         let mut round = Round::default();
         for (set, elements) in &existing.sets {
@@ -225,15 +209,10 @@ impl Ledger {
         for key in ours {
             self.program_server(key, now_ms, &mut round);
         }
-        for route in self.routes.clone() {
-            self.need_element((Set::ServiceCidrs, Element::Net(route)), &mut round);
-        }
 
         let mut plan = self.finish(round);
         let missing_sets = Set::ALL.into_iter().filter(|set| !existing.sets.contains_key(set)).map(Op::CreateSet);
-        let routes = self.routes.difference(&existing.routes).copied().map(Op::AddRoute);
-        plan.before.splice(0..0, missing_sets.chain(routes));
-        plan.after.extend(existing.routes.difference(&self.routes).copied().map(Op::DeleteRoute));
+        plan.before.splice(0..0, missing_sets);
         plan.script = script;
         plan.services_planned = planned.services;
         plan
@@ -266,7 +245,6 @@ impl Ledger {
             }
         }
         plan.after.extend(existing.bound.iter().copied().map(Op::Unbind));
-        plan.after.extend(existing.routes.iter().copied().map(Op::DeleteRoute));
         plan.after.extend(existing.sets.keys().rev().copied().map(Op::DestroySet));
         plan
     }
@@ -291,7 +269,6 @@ impl Ledger {
             && elements == self.elements.len()
             && self.elements.keys().all(has_element)
             && bound == existing.bound
-            && self.routes == existing.routes
             && self.servers.iter().all(is_as_programmed)
             && ours.into_iter().all(|key| self.servers.contains_key(key))
             && self.rules.is_in(&existing.tables)
@@ -431,14 +408,7 @@ impl Ledger {
         }
     }
 
-    fn is_routed(&self, address: IpAddr) -> bool {
-        self.routes.iter().any(|route| route.contains(&address))
-    }
-
     fn need_address(&mut self, address: IpAddr, round: &mut Round) {
-        if self.is_routed(address) {
-            return;
-        }
         let count = self.bound.entry(address).or_default();
         round.bound.entry(address).or_insert(*count > 0);
         *count += 1;
@@ -446,9 +416,6 @@ impl Ledger {
     }
 
     fn release_address(&mut self, address: IpAddr, round: &mut Round) {
-        if self.is_routed(address) {
-            return;
-        }
         let Some(count) = self.bound.get_mut(&address) else { return };
         round.bound.entry(address).or_insert(true);
         *count -= 1;
@@ -456,29 +423,6 @@ impl Ledger {
             self.bound.remove(&address);
         }
         self.release_element((Set::BoundAddresses, Element::Ip(address)), round);
-    }
-
-    fn wanted_routes(&self, state: &State) -> BTreeSet<IpNet> {
-        if self.config.binding != Binding::ServiceCidrRoutes {
-            return BTreeSet::new();
-        }
-        let of_family = |net: &IpNet| Family::of(net.addr()) == self.config.family;
-        state.service_cidrs().flat_map(|cidr| cidr.cidrs.iter().map(IpNet::trunc)).filter(of_family).collect()
-    }
-
-    /// Takes other routes: addresses that they cover need not be bound, and others have to be again.
-    fn reroute(&mut self, routes: BTreeSet<IpNet>, round: &mut Round) {
-        let services: Vec<IpAddr> = self.programmed.values().flat_map(|plan| plan.bound.iter().copied()).collect();
-        let servers: Vec<IpAddr> =
-            self.servers.values().filter(|server| server.is_bound).map(Server::address).collect();
-        let needed = || services.iter().chain(&servers).copied();
-        let old = self.routes.clone();
-        needed().for_each(|address| self.release_address(address, round));
-        old.difference(&routes)
-            .for_each(|route| self.release_element((Set::ServiceCidrs, Element::Net(*route)), round));
-        routes.difference(&old).for_each(|route| self.need_element((Set::ServiceCidrs, Element::Net(*route)), round));
-        self.routes = routes;
-        needed().for_each(|address| self.need_address(address, round));
     }
 
     /// Puts a round in order.

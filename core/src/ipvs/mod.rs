@@ -50,7 +50,7 @@ pub mod sets;
 #[cfg(test)]
 mod tests;
 
-pub use config::{Binding, IpvsConfig};
+pub use config::IpvsConfig;
 pub use existing::Existing;
 pub use ledger::{Ledger, Warning};
 pub use plan::{Op, Plan};

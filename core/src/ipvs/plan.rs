@@ -2,8 +2,6 @@
 
 use std::net::{IpAddr, SocketAddr};
 
-use ipnet::IpNet;
-
 use super::{
     server::{ServerKey, Settings},
     sets::{Element, Set},
@@ -19,8 +17,6 @@ pub enum Op {
     AddElement(Set, Element),
     /// Gives our device an address, /32 or /128.
     Bind(IpAddr),
-    /// Adds a local route of that prefix to our device.
-    AddRoute(IpNet),
     /// Adds a virtual server without destinations.
     AddServer(ServerKey, Settings),
     /// Changes a virtual server's settings.
@@ -35,8 +31,6 @@ pub enum Op {
     DeleteServer(ServerKey),
     /// Takes an address from our device.
     Unbind(IpAddr),
-    /// Removes a local route.
-    DeleteRoute(IpNet),
     /// Removes an element that is there.
     DeleteElement(Set, Element),
     /// Removes a set that no rule refers to.

@@ -46,8 +46,6 @@ pub enum Set {
     LoopBack,
     /// Addresses on our device.
     BoundAddresses,
-    /// ServiceCIDRs that are routed to our device, with [`super::Binding::ServiceCidrRoutes`]. Not kube-proxy's.
-    ServiceCidrs,
     /// Addresses and ports without an endpoint anywhere: refused. Not kube-proxy's.
     NoEndpoints,
     /// Addresses and ports with Local policy that have endpoints, but none here: dropped. Not kube-proxy's.
@@ -61,8 +59,6 @@ pub enum SetKind {
     Port,
     /// `hash:ip`.
     Ip,
-    /// `hash:net`.
-    Net,
     /// `hash:ip,port`.
     IpPort,
     /// `hash:ip,port,ip`.
@@ -84,7 +80,6 @@ impl SetKind {
         match self {
             Self::Port => "bitmap:port",
             Self::Ip => "hash:ip",
-            Self::Net => "hash:net",
             Self::IpPort => "hash:ip,port",
             Self::IpPortIp => "hash:ip,port,ip",
             Self::IpPortNet => "hash:ip,port,net",
@@ -99,8 +94,6 @@ pub enum Element {
     Port(u16),
     /// Of `hash:ip`.
     Ip(IpAddr),
-    /// Of `hash:net`.
-    Net(IpNet),
     /// Of `hash:ip,port`.
     IpPort(IpAddr, Protocol, u16),
     /// Of `hash:ip,port,ip`.
@@ -116,7 +109,6 @@ impl Element {
         match self {
             Self::Port(_) => SetKind::Port,
             Self::Ip(_) => SetKind::Ip,
-            Self::Net(_) => SetKind::Net,
             Self::IpPort(..) => SetKind::IpPort,
             Self::IpPortIp(..) => SetKind::IpPortIp,
             Self::IpPortNet(..) => SetKind::IpPortNet,
@@ -130,7 +122,6 @@ impl fmt::Display for Element {
         match self {
             Self::Port(port) => write!(f, "{port}"),
             Self::Ip(address) => write!(f, "{address}"),
-            Self::Net(net) => write_net(f, net),
             Self::IpPort(address, protocol, port) => write!(f, "{address},{}:{port}", protocol.as_lower_str()),
             Self::IpPortIp(address, protocol, port, second) => {
                 write!(f, "{address},{}:{port},{second}", protocol.as_lower_str())
@@ -153,7 +144,7 @@ const NAME_LENGTH: usize = 31;
 
 impl Set {
     /// All of them.
-    pub const ALL: [Self; 21] = [
+    pub const ALL: [Self; 20] = [
         Self::ClusterIp,
         Self::ExternalIp,
         Self::ExternalIpLocal,
@@ -172,7 +163,6 @@ impl Set {
         Self::HealthCheckNodePort,
         Self::LoopBack,
         Self::BoundAddresses,
-        Self::ServiceCidrs,
         Self::NoEndpoints,
         Self::NoLocalEndpoints,
     ];
@@ -202,7 +192,6 @@ impl Set {
             Self::HealthCheckNodePort => "HEALTH-CHECK-NODE-PORT",
             Self::LoopBack => "LOOP-BACK",
             Self::BoundAddresses => "IPVS-IPS",
-            Self::ServiceCidrs => "IPVS-SERVICE-CIDRS",
             Self::NoEndpoints => "NO-ENDPOINTS",
             Self::NoLocalEndpoints => "NO-LOCAL-ENDPOINTS",
         }
@@ -235,7 +224,6 @@ impl Set {
             | Self::NodePortLocalUdp
             | Self::HealthCheckNodePort => SetKind::Port,
             Self::BoundAddresses => SetKind::Ip,
-            Self::ServiceCidrs => SetKind::Net,
             Self::LoopBack | Self::LoadBalancerSourceIp => SetKind::IpPortIp,
             Self::LoadBalancerSourceCidr => SetKind::IpPortNet,
             _ => SetKind::IpPort,

@@ -236,7 +236,6 @@ fn constant_rules_look_up_sets() {
             "-p tcp -m set --match-set KUBE-HEALTH-CHECK-NODE-PORT dst -j RETURN",
             "-p icmp -m icmp --icmp-type 8 -j RETURN",
             "-m set --match-set KUBE-IPVS-IPS dst -j REJECT --reject-with icmp-port-unreachable",
-            "-m set --match-set KUBE-IPVS-SERVICE-CIDRS dst -j REJECT --reject-with icmp-port-unreachable",
         ]
     );
     assert_eq!(
@@ -359,23 +358,6 @@ fn what_fails_health_checks_has_no_weight_and_stays() {
     assert_eq!(fails(&mut rig, &[]), []);
     let plan = rig.step([endpoint("10.244.2.1", "node-b")]);
     assert_eq!(plan.before, [Op::EditDestination(key, one, 1)]);
-}
-
-#[test]
-fn service_ranges_can_be_routed_instead() {
-    let cidr = |range: &str| {
-        Change::ServiceCidr(crate::ServiceCidr { name: "kubernetes".into(), cidrs: vec![range.parse().unwrap()] })
-    };
-    let mut rig = Rig::new(IpvsConfig { binding: Binding::ServiceCidrRoutes, ..config() });
-    rig.step([cidr("10.96.0.0/16"), Change::Service(service()), endpoint("10.244.1.1", "node-a")]);
-    assert_eq!(rig.kernel.bound, ["203.0.113.1", "203.0.113.2"].map(ip).into());
-    assert_eq!(rig.kernel.routes, ["10.96.0.0/16".parse().unwrap()].into());
-    assert!(rig.has(Set::ServiceCidrs, "10.96.0.0/16"));
-    // The range moves: the address is bound before the route goes.
-    let plan = rig.step([cidr("10.97.0.0/16")]);
-    assert_eq!(plan.before[0], Op::AddRoute("10.97.0.0/16".parse().unwrap()));
-    assert!(plan.before.contains(&Op::Bind(ip("10.96.0.1"))));
-    assert_eq!(plan.after.last(), Some(&Op::DeleteRoute("10.96.0.0/16".parse().unwrap())));
 }
 
 #[test]

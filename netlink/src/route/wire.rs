@@ -2,7 +2,7 @@
 
 use std::net::IpAddr;
 
-use super::{Change, Link, LocalRoute, Prefix};
+use super::{Change, Link, Prefix};
 use crate::{Malformed, Request, checked_attributes, read_ip, read_text, read_u32};
 
 /// `IFLA_IFNAME`.
@@ -24,15 +24,6 @@ const ADDRESS_LIFETIMES: u16 = 6;
 const ADDRESS_FLAGS: u16 = 8;
 /// Bytes of `struct ifaddrmsg`.
 const ADDRESS_HEADER_BYTES: usize = 8;
-
-/// `RTA_DST`.
-const ROUTE_DESTINATION: u16 = 1;
-/// `RTA_OIF`.
-const ROUTE_LINK: u16 = 4;
-/// `RTA_TABLE`.
-const ROUTE_TABLE: u16 = 15;
-/// Bytes of `struct rtmsg`.
-const ROUTE_HEADER_BYTES: usize = 12;
 
 const FLAG_DUMP: u16 = libc::NLM_F_DUMP as u16;
 const FLAG_CREATE: u16 = (libc::NLM_F_CREATE | libc::NLM_F_EXCL) as u16;
@@ -136,55 +127,6 @@ pub(super) fn address(payload: &[u8]) -> Result<Option<(u32, Prefix)>, Malformed
     Ok(local.or(other).map(|address| (link, Prefix { address, length: header[1] })))
 }
 
-fn route_header(family: u8, length: u8, protocol: u8) -> [u8; ROUTE_HEADER_BYTES] {
-    let mut header = [0; ROUTE_HEADER_BYTES];
-    header[..8].copy_from_slice(&[
-        family,
-        length,
-        0,
-        0,
-        libc::RT_TABLE_LOCAL,
-        protocol,
-        libc::RT_SCOPE_HOST,
-        libc::RTN_LOCAL,
-    ]);
-    header
-}
-
-fn route_request(kind: u16, flags: u16, route: &LocalRoute) -> Request {
-    let header = route_header(family_of(route.network.address), route.network.length, route.protocol);
-    put_ip(Request::new(kind, flags, &header), ROUTE_DESTINATION, route.network.address)
-        .attribute(ROUTE_LINK, &route.link.to_ne_bytes())
-}
-
-pub(super) fn list_local_routes(family: libc::c_int, link: u32, protocol: u8) -> Request {
-    let mut header = route_header(family_number(family), 0, protocol);
-    // Lists are not filtered by scope.
-    header[6] = 0;
-    Request::new(libc::RTM_GETROUTE, FLAG_DUMP, &header).attribute(ROUTE_LINK, &link.to_ne_bytes())
-}
-
-/// A route, if it is one of the table `local` to this node.
-pub(super) fn local_route(payload: &[u8]) -> Result<Option<LocalRoute>, Malformed> {
-    let short = Malformed("a route without its header");
-    let header = payload.get(..ROUTE_HEADER_BYTES).ok_or(short)?;
-    let (mut destination, mut link, mut table) = (None, None, u32::from(header[4]));
-    for attribute in checked_attributes(payload.get(ROUTE_HEADER_BYTES..).ok_or(short)?) {
-        match attribute? {
-            (ROUTE_DESTINATION, value) => destination = Some(read_ip(value)?),
-            (ROUTE_LINK, value) => link = Some(read_u32(value)?),
-            (ROUTE_TABLE, value) => table = read_u32(value)?,
-            _ => {}
-        }
-    }
-    let is_ours = table == u32::from(libc::RT_TABLE_LOCAL) && header[7] == libc::RTN_LOCAL;
-    Ok(destination.zip(link).filter(|_| is_ours).map(|(address, link)| LocalRoute {
-        network: Prefix { address, length: header[1] },
-        link,
-        protocol: header[5],
-    }))
-}
-
 /// `struct ifa_cacheinfo`: preferred for no time, valid for ever. IPv6 knows no host scope; this keeps the kernel from choosing the
 /// address as a source (RFC 6724, rule 3).
 fn never_a_source() -> [u8; 16] {
@@ -205,8 +147,6 @@ pub(super) fn change(change: &Change) -> Request {
             }
         }
         Change::RemoveAddress { link, address } => address_request(libc::RTM_DELADDR, 0, link, address),
-        Change::AddLocalRoute(route) => route_request(libc::RTM_NEWROUTE, FLAG_CREATE, &route),
-        Change::RemoveLocalRoute(route) => route_request(libc::RTM_DELROUTE, 0, &route),
     }
 }
 
@@ -231,9 +171,6 @@ mod tests {
             "0a8000fe 07000000 14000200 fd000096 00000000 00000000 00000001 14000100 fd000096 00000000 00000000 00000001 \
              08000800 02020000 14000600 00000000 ffffffff 00000000 00000000 "
         );
-        let network = Prefix { address: "10.96.0.0".parse().unwrap(), length: 12 };
-        let route = Change::AddLocalRoute(LocalRoute { network, link: 7, protocol: 4 });
-        assert_eq!(hex(change(&route).payload()), "020c0000 ff04fe02 00000000 08000100 0a600000 08000400 07000000 ");
         assert_eq!(
             hex(add_dummy("kube-ipvs0").payload()),
             "00000000 00000000 80000000 80000000 0f000300 6b756265 2d697076 73300000 10001280 0a000100 64756d6d 79000000 "
@@ -243,8 +180,6 @@ mod tests {
     #[test]
     fn what_is_written_reads_back() {
         let prefix = Prefix { address: "fd00:96::".parse().unwrap(), length: 112 };
-        let route = LocalRoute { network: prefix, link: 3, protocol: 4 };
-        assert_eq!(local_route(change(&Change::AddLocalRoute(route)).payload()), Ok(Some(route)));
         let added = change(&Change::AddAddress { link: 3, address: prefix });
         assert_eq!(address(added.payload()), Ok(Some((3, prefix))));
         let link = link(add_dummy("d0").payload()).unwrap();
@@ -255,7 +190,7 @@ mod tests {
     proptest! {
         #[test]
         fn any_bytes_are_read_or_an_error(bytes in prop::collection::vec(any::<u8>(), 0..120)) {
-            let _ = (link(&bytes), address(&bytes), local_route(&bytes));
+            let _ = (link(&bytes), address(&bytes));
         }
     }
 }

@@ -51,7 +51,6 @@ const WANTED_MODULES: &[&str] = &[
     "ip_set_hash_ipport",
     "ip_set_hash_ipportip",
     "ip_set_hash_ipportnet",
-    "ip_set_hash_net",
     "ip_set_bitmap_port",
     "xt_set",
     "xt_ipvs",

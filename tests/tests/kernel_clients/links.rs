@@ -1,17 +1,16 @@
-//! Dummy devices, addresses and local routes.
+//! Dummy devices and their addresses.
 
 use std::{
     collections::BTreeSet,
-    net::{IpAddr, TcpListener, TcpStream},
+    net::{IpAddr, TcpListener},
 };
 
-use headgate_netlink::route::{Change, Link, LocalRoute, Prefix, Routing};
+use headgate_netlink::route::{Change, Link, Prefix, Routing};
 use headgate_tests::uml;
 
 use super::{connect_soon, output};
 
 const NAME: &str = "kube-ipvs0";
-const STATIC: u8 = libc::RTPROT_STATIC;
 
 fn device(routing: &mut Routing) -> Link {
     routing.add_dummy(NAME).unwrap();
@@ -86,38 +85,6 @@ fn connections_reach_addresses_of_the_device_though_it_is_down() {
             let address: IpAddr = address.parse().unwrap();
             let listener = TcpListener::bind((address, 0)).unwrap();
             connect_soon(listener.local_addr().unwrap());
-        }
-    });
-}
-
-fn connects(address: &str) -> bool {
-    let address: IpAddr = address.parse().unwrap();
-    let any: IpAddr = if address.is_ipv4() { [0; 4].into() } else { [0_u16; 8].into() };
-    let listener = TcpListener::bind((any, 0)).unwrap();
-    TcpStream::connect((address, listener.local_addr().unwrap().port())).is_ok()
-}
-
-#[test]
-fn a_local_route_makes_a_whole_network_the_nodes_own() {
-    uml::inside(|| {
-        let mut routing = Routing::open().unwrap();
-        let link = device(&mut routing).index;
-        routing.set_up(link, true).unwrap();
-        for (network, length, address) in [("10.96.0.0", 12, "10.111.7.7"), ("fd00:96::", 112, "fd00:96::abcd")] {
-            let network = Prefix { address: network.parse().unwrap(), length };
-            let route = LocalRoute { network, link, protocol: STATIC };
-            assert!(!connects(address), "{address} before");
-            done(&mut routing, &[Change::AddLocalRoute(route)]);
-            assert_eq!(routing.local_routes(link, STATIC).unwrap(), [route], "nothing of the kernel's own");
-            let family = if length == 12 { "-4" } else { "-6" };
-            let printed = output("ip", &[family, "route", "show", "table", "local", "dev", NAME, "proto", "static"]);
-            assert!(printed.contains(&format!("local {network}")), "{printed}");
-            assert!(connects(address), "{address}");
-            assert_eq!(codes(&mut routing, &[Change::AddLocalRoute(route)]), [(0, libc::EEXIST)]);
-            done(&mut routing, &[Change::RemoveLocalRoute(route)]);
-            assert_eq!(codes(&mut routing, &[Change::RemoveLocalRoute(route)]), [(0, libc::ESRCH)]);
-            assert_eq!(routing.local_routes(link, STATIC).unwrap(), []);
-            assert!(!connects(address), "{address} after");
         }
     });
 }

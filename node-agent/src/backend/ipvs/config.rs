@@ -2,11 +2,7 @@
 
 use std::time::Duration;
 
-use headgate_core::{
-    Family,
-    ipvs::{Binding, Scheduler},
-    masquerade::MasqueradeConfig,
-};
+use headgate_core::{Family, ipvs::Scheduler, masquerade::MasqueradeConfig};
 use ipnet::IpNet;
 
 use super::super::iptables::Variant;
@@ -30,8 +26,6 @@ pub struct Config {
     pub tcp_fin_timeout: Duration,
     /// The same of UDP flows.
     pub udp_timeout: Duration,
-    /// How the services' addresses become the node's.
-    pub binding: Binding,
     /// Families to program, where the node can.
     pub families: Vec<Family>,
 }
@@ -47,7 +41,6 @@ impl Default for Config {
             tcp_timeout: Duration::ZERO,
             tcp_fin_timeout: Duration::ZERO,
             udp_timeout: Duration::ZERO,
-            binding: Binding::default(),
             families: Family::BOTH.to_vec(),
         }
     }

@@ -78,7 +78,6 @@ pub(super) fn specification(set: Set, family: Family) -> Specification {
     let set_type = match set.kind() {
         SetKind::Port => SetType::BitmapPort,
         SetKind::Ip => SetType::HashIp,
-        SetKind::Net => SetType::HashNet,
         SetKind::IpPort => SetType::HashIpPort,
         SetKind::IpPortIp => SetType::HashIpPortIp,
         SetKind::IpPortNet => SetType::HashIpPortNet,
@@ -95,7 +94,6 @@ pub(super) fn element(element: Element) -> ipset::Element {
     match element {
         Element::Port(port) => ipset::Element::Port(port),
         Element::Ip(address) => ipset::Element::Ip(address),
-        Element::Net(net) => ipset::Element::Net(net.addr(), net.prefix_len()),
         Element::IpPort(address, protocol, port) => ipset::Element::IpPort(address, ipset_protocol(protocol), port),
         Element::IpPortIp(address, protocol, port, second) => {
             ipset::Element::IpPortIp(address, ipset_protocol(protocol), port, second)
@@ -125,7 +123,8 @@ pub(super) fn known_element(found: &ipset::Element) -> Option<Element> {
     Some(match *found {
         ipset::Element::Port(port) => Element::Port(port),
         ipset::Element::Ip(address) => Element::Ip(address),
-        ipset::Element::Net(net, length) => Element::Net(IpNet::new(net, length).ok()?),
+        // Of no set that we make.
+        ipset::Element::Net(..) => return None,
         ipset::Element::IpPort(address, protocol, port) => Element::IpPort(address, known(protocol)?, port),
         ipset::Element::IpPortIp(address, protocol, port, second) => {
             Element::IpPortIp(address, known(protocol)?, port, second)
@@ -134,11 +133,6 @@ pub(super) fn known_element(found: &ipset::Element) -> Option<Element> {
             Element::IpPortNet(address, known(protocol)?, port, IpNet::new(net, length).ok()?)
         }
     })
-}
-
-/// A network for rtnetlink.
-pub(super) fn prefix(net: IpNet) -> Prefix {
-    Prefix { address: net.addr(), length: net.prefix_len() }
 }
 
 /// A host's prefix.
@@ -189,7 +183,6 @@ mod tests {
         for made in [
             Element::Port(30_000),
             Element::Ip(v6),
-            Element::Net("10.96.0.0/12".parse().unwrap()),
             Element::IpPort(v4, Protocol::Sctp, 80),
             Element::IpPortIp(v6, Protocol::Udp, 53, v6),
             Element::IpPortNet(v4, Protocol::Tcp, 80, "192.0.2.0/24".parse().unwrap()),

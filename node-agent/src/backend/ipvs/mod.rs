@@ -79,7 +79,6 @@ impl IpvsBackend {
             let ledger = Ledger::new(IpvsConfig {
                 scheduler: config.scheduler,
                 exclude_cidrs: config.exclude_cidrs.clone(),
-                binding: config.binding,
                 masquerade: config.masquerade.clone(),
                 ..IpvsConfig::new(family)
             });

@@ -8,7 +8,6 @@ use headgate_core::{
     ipvs::{Existing, Set, existing::ExistingServer},
 };
 use headgate_netlink::route::Routing;
-use ipnet::IpNet;
 use ipset_netlink::{Change, IpSets, Specification};
 use ipvs_netlink::Ipvs;
 
@@ -16,7 +15,6 @@ use super::{
     super::{BackendError, ErrorKind},
     convert,
     kernel::{Kernel, of_ipvs, of_routing, of_sets},
-    write::ROUTE_PROTOCOL,
 };
 
 /// Everything of one family, at the cost of what there is. Sets of other sizes than ours are made anew with what is in them.
@@ -33,7 +31,7 @@ pub(super) fn existing(
     Ok(existing)
 }
 
-/// Addresses and routes of our device.
+/// Addresses of our device.
 pub(super) fn read_device(
     routing: &mut Routing,
     device: u32,
@@ -43,10 +41,6 @@ pub(super) fn read_device(
     let addresses = routing.addresses(device).map_err(of_routing)?;
     let is_ours = |address: &IpAddr| Family::of(*address) == family && !is_link_local(*address);
     existing.bound = addresses.into_iter().map(|prefix| prefix.address).filter(is_ours).collect();
-    for route in routing.local_routes(device, ROUTE_PROTOCOL).map_err(of_routing)? {
-        let net = IpNet::new(route.network.address, route.network.length);
-        existing.routes.extend(net.ok().filter(|net| Family::of(net.addr()) == family));
-    }
     Ok(())
 }
 

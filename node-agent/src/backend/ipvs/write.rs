@@ -4,7 +4,7 @@ use headgate_core::{
     Family,
     ipvs::{Op, Scheduler},
 };
-use headgate_netlink::route::{Change as RouteChange, LocalRoute};
+use headgate_netlink::route::Change as RouteChange;
 use ipset_netlink::{Change as SetChange, IpSetError};
 use ipvs_netlink::{Command, Refusal};
 
@@ -13,9 +13,6 @@ use super::{
     convert,
     kernel::{Kernel, of_ipvs, of_routing, of_sets},
 };
-
-/// `RTPROT_STATIC`: by which our routes are told from the kernel's own.
-pub(super) const ROUTE_PROTOCOL: u8 = libc::RTPROT_STATIC;
 
 /// A step that the kernel refuses for itself. All others are done.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -41,7 +38,7 @@ fn part(op: &Op) -> Part {
     match op {
         Op::CreateSet(_) | Op::DestroySet(_) => Part::Set,
         Op::AddElement(..) | Op::DeleteElement(..) => Part::Elements,
-        Op::Bind(_) | Op::Unbind(_) | Op::AddRoute(_) | Op::DeleteRoute(_) => Part::Addresses,
+        Op::Bind(_) | Op::Unbind(_) => Part::Addresses,
         Op::AddServer(..)
         | Op::EditServer(..)
         | Op::DeleteServer(_)
@@ -108,12 +105,9 @@ fn elements(kernel: &mut Kernel, family: Family, ops: &[Op], refused: &mut Vec<R
 }
 
 fn addresses(kernel: &mut Kernel, device: u32, ops: &[Op], refused: &mut Vec<RefusedOp>) -> Result<(), BackendError> {
-    let route = |net| LocalRoute { network: convert::prefix(net), link: device, protocol: ROUTE_PROTOCOL };
     let change = |op: &Op| match *op {
         Op::Bind(address) => Some(RouteChange::AddAddress { link: device, address: convert::host(address) }),
         Op::Unbind(address) => Some(RouteChange::RemoveAddress { link: device, address: convert::host(address) }),
-        Op::AddRoute(net) => Some(RouteChange::AddLocalRoute(route(net))),
-        Op::DeleteRoute(net) => Some(RouteChange::RemoveLocalRoute(route(net))),
         _ => None,
     };
     let changes: Vec<RouteChange> = ops.iter().filter_map(change).collect();
@@ -124,8 +118,6 @@ fn addresses(kernel: &mut Kernel, device: u32, ops: &[Op], refused: &mut Vec<Ref
         let (what, is_done) = match op {
             Op::Bind(address) => (format!("address {address}"), code == libc::EEXIST),
             Op::Unbind(address) => (format!("removing address {address}"), code == libc::EADDRNOTAVAIL),
-            Op::AddRoute(net) => (format!("route of {net}"), code == libc::EEXIST),
-            Op::DeleteRoute(net) => (format!("removing the route of {net}"), code == libc::ESRCH),
             _ => continue,
         };
         if !is_done {
