@@ -27,7 +27,7 @@ pub struct State {
     endpoints: usize,
 }
 
-/// A service and what is behind it. One may be there without the other, since the API promises no order.
+/// A service and what is behind it. One may be there without the other, since the API promises no order, and what is known to fail without both.
 #[derive(Debug, Default)]
 pub struct ServiceEntry {
     service: Option<Service>,
@@ -52,6 +52,10 @@ impl ServiceEntry {
     #[must_use]
     pub fn failing(&self) -> &BTreeSet<SocketAddr> {
         &self.failing
+    }
+
+    fn is_empty(&self) -> bool {
+        self.service.is_none() && self.endpoints.is_empty() && self.failing.is_empty()
     }
 }
 
@@ -94,13 +98,18 @@ impl State {
     }
 
     /// Takes what this node has found by its own health checks: which TCP ports of a service's endpoints fail. It is no resource: digests
-    /// know nothing of it, and it goes with the service and its endpoints.
+    /// know nothing of it, and it does not go with the service, which may be back before whoever checks has seen it go. Then nothing
+    /// new would be found, and it would not be told again. So it stays until an empty set is told, as it has to be when a service is not
+    /// checked any more.
     ///
-    /// Returns false, and leaves `dirty` alone, when it was so already, or nothing is known of the service.
+    /// Returns false, and leaves `dirty` alone, when it was so already.
     pub fn set_failing(&mut self, key: &ServiceKey, failing: BTreeSet<SocketAddr>, dirty: &mut Dirty) -> bool {
         let key = self.shared_key(key.clone());
-        let Some(entry) = self.entries.get_mut(&key).filter(|entry| entry.failing != failing) else { return false };
-        entry.failing = failing;
+        if self.entries.get(&key).map_or(failing.is_empty(), |entry| entry.failing == failing) {
+            return false;
+        }
+        self.entries.entry(Arc::clone(&key)).or_default().failing = failing;
+        self.drop_empty(&key);
         dirty.services.insert(key);
         true
     }
@@ -111,7 +120,7 @@ impl State {
         self.entries.get(key)
     }
 
-    /// All entries, in no particular order. A full pass: not for the hot path.
+    /// All entries, in no particular order, those without a Service included. A full pass: not for the hot path.
     pub fn entries(&self) -> impl Iterator<Item = (&Arc<ServiceKey>, &ServiceEntry)> {
         self.entries.iter()
     }
@@ -214,7 +223,7 @@ impl State {
     }
 
     fn drop_empty(&mut self, key: &ServiceKey) {
-        if self.entries.get(key).is_some_and(|entry| entry.service.is_none() && entry.endpoints.is_empty()) {
+        if self.entries.get(key).is_some_and(ServiceEntry::is_empty) {
             self.entries.remove(key);
         }
     }

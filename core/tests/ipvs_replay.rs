@@ -6,14 +6,15 @@ use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
 
 use headgate_core::{
-    Change, Dirty, Family, Protocol, State,
+    Change, Dirty, Family, Protocol, State, TrafficPolicy,
     ipvs::{Element, IpvsConfig, Ledger, Op, Scheduler, ServerKey, Set, Settings, fake_kernel::FakeKernel},
     masquerade::LocalDetector,
+    view::service_views,
 };
 use proptest::prelude::*;
 
 mod changes;
-use changes::{any_change, node, squash};
+use changes::{Event, any_event, node, squash};
 
 const FAR_FUTURE_MS: u64 = 1 << 40;
 
@@ -62,11 +63,9 @@ impl Rig {
         self.ledger = Ledger::new(self.ledger.config().clone());
     }
 
-    fn step(&mut self, changes: &[Change]) {
+    fn step(&mut self, events: &[Event]) {
         let mut dirty = Dirty::default();
-        for change in changes {
-            self.state.apply(change.clone(), &mut dirty);
-        }
+        events.iter().for_each(|event| event.apply(&mut self.state, &mut dirty));
         let before = self.kernel.clone();
         let plan = self.ledger.changed(&self.state, &node(), &dirty, self.now_ms);
         assert_eq!(plan.services_planned as usize, dirty.services.len());
@@ -104,7 +103,26 @@ impl Rig {
                 assert!(is_served || is_refused(&key) || drains, "{key} is neither served nor refused");
             }
         }
+        self.check_new_connections_find_an_endpoint();
         assert!(self.ledger.is_in(&self.kernel.existing()));
+    }
+
+    /// Whatever fails its health checks, some endpoint takes new connections where there are endpoints.
+    fn check_new_connections_find_an_endpoint(&self) {
+        for key in self.state.entries().map(|(key, _)| key) {
+            for view in service_views(&self.state, key, self.ledger.config().family, &node()) {
+                let Some(address) = view.cluster_ip else { continue };
+                let endpoints = match view.internal_traffic_policy {
+                    TrafficPolicy::Cluster => &view.cluster_endpoints,
+                    TrafficPolicy::Local => &view.local_endpoints,
+                };
+                let server = ServerKey { address, protocol: view.protocol, port: view.port };
+                let takes = |(_, destinations): &(Settings, BTreeMap<SocketAddr, u32>)| {
+                    destinations.values().any(|weight| *weight > 0)
+                };
+                assert_eq!(self.kernel.servers.get(&server).is_some_and(takes), !endpoints.is_empty(), "{server}");
+            }
+        }
     }
 
     /// All connections end.
@@ -120,12 +138,14 @@ impl Rig {
 }
 
 /// Some services ask for a scheduler.
-fn any_scheduled_change(services: u8) -> impl Strategy<Value = Change> {
-    (any_change(services), prop_oneof![Just(""), Just("fo"), Just("fastest")]).prop_map(|(mut change, scheduler)| {
-        if let Change::Service(service) = &mut change {
+fn any_scheduled_event(services: u8) -> impl Strategy<Value = Event> {
+    (any_event(services), prop_oneof![Just(""), Just("fo"), Just("fastest")]).prop_map(|(mut event, scheduler)| {
+        if let Event::Change(change) = &mut event
+            && let Change::Service(service) = &mut **change
+        {
             service.scheduler = scheduler.into();
         }
-        change
+        event
     })
 }
 
@@ -134,15 +154,13 @@ proptest! {
 
     #[test]
     fn replayed_split_and_squashed_changes_end_in_the_same_kernel(
-        changes in prop::collection::vec(any_scheduled_change(8), 1..60),
+        changes in prop::collection::vec(any_scheduled_event(8), 1..60),
         chunk in 1usize..10,
         restarts in any::<bool>(),
         family in prop_oneof![Just(Family::V4), Just(Family::V6)],
     ) {
         let mut wanted = Rig::new(config(family));
-        for change in &changes {
-            wanted.state.apply(change.clone(), &mut Dirty::default());
-        }
+        changes.iter().for_each(|event| event.apply(&mut wanted.state, &mut Dirty::default()));
         wanted.full();
 
         let squashed = squash(&changes);
@@ -190,13 +208,13 @@ proptest! {
     }
 
     #[test]
-    fn connections_outlive_changes_and_end_with_the_limit(changes in prop::collection::vec(any_scheduled_change(4), 1..40)) {
+    fn connections_outlive_changes_and_end_with_the_limit(changes in prop::collection::vec(any_scheduled_event(4), 1..40)) {
         let limit = 60_000;
         let mut rig = Rig::new(IpvsConfig { drain_limit_ms: Some(limit), ..config(Family::V4) });
         rig.full();
         let mut ever: BTreeMap<ServerKey, BTreeMap<SocketAddr, u64>> = BTreeMap::new();
-        for change in &changes {
-            rig.step(std::slice::from_ref(change));
+        for event in &changes {
+            rig.step(std::slice::from_ref(event));
             for (key, (_, destinations)) in rig.kernel.servers.iter().filter(|(key, _)| key.protocol == Protocol::Tcp) {
                 ever.entry(*key).or_default().extend(destinations.keys().map(|address| (*address, 1)));
             }

@@ -15,7 +15,7 @@ use headgate_core::{
 use proptest::prelude::*;
 
 mod changes;
-use changes::{any_change, node, squash};
+use changes::{Event, any_event, node, squash};
 
 mod flat;
 use flat::flat;
@@ -46,24 +46,20 @@ impl Rig {
     }
 
     /// Returns the number of services that were planned, and of those that were dirty.
-    fn step(&mut self, changes: &[Change]) -> (usize, usize) {
+    fn step(&mut self, events: &[Event]) -> (usize, usize) {
         let mut dirty = Dirty::default();
-        for change in changes {
-            self.state.apply(change.clone(), &mut dirty);
-        }
+        events.iter().for_each(|event| event.apply(&mut self.state, &mut dirty));
         let (script, planned) = self.ledger.changed(&self.state, &node(), &dirty);
         self.kernel.restore(&script.to_string()).unwrap();
         (planned.services as usize, dirty.services.len())
     }
 
     /// A full sync whose script leaves services' chains for the moment in which it is written; by then, `meanwhile` has happened.
-    fn full_late(&mut self, writing: Writing, meanwhile: &[Change]) -> Result<(), String> {
+    fn full_late(&mut self, writing: Writing, meanwhile: &[Event]) -> Result<(), String> {
         let saves = Table::ALL.map(|table| self.kernel.save(table)).concat();
         let (script, _) = self.ledger.full_by(writing, &self.state, &node(), ExistingTables::parse(&saves));
         let mut dirty = Dirty::default();
-        for change in meanwhile {
-            self.state.apply(change.clone(), &mut dirty);
-        }
+        meanwhile.iter().for_each(|event| event.apply(&mut self.state, &mut dirty));
         let (mut text, mut changed) = (String::new(), Vec::new());
         for piece in script.pieces() {
             match piece {
@@ -114,16 +110,14 @@ proptest! {
     // rows of iptables: 19, 93, 98, 100
     #[test]
     fn replayed_split_and_squashed_changes_end_in_the_same_rules(
-        changes in prop::collection::vec(any_change(8), 1..60),
+        changes in prop::collection::vec(any_event(8), 1..60),
         chunk in 1usize..10,
         layout in prop_oneof![Just(Layout::Classic), Just(Layout::Compact)],
         family in prop_oneof![Just(Family::V4), Just(Family::V6)],
     ) {
         // From the final state in one go.
         let mut wanted = Rig::new(config(family, layout));
-        for change in &changes {
-            wanted.state.apply(change.clone(), &mut Dirty::default());
-        }
+        changes.iter().for_each(|event| event.apply(&mut wanted.state, &mut Dirty::default()));
         wanted.full();
 
         let squashed = squash(&changes);
@@ -138,6 +132,7 @@ proptest! {
             }
             prop_assert_eq!(rig.state.digests(), wanted.state.digests());
             prop_assert_eq!((rig.state.service_count(), rig.state.endpoint_count()), (wanted.state.service_count(), wanted.state.endpoint_count()));
+            prop_assert_eq!(rig.state.entries().count(), wanted.state.entries().count());
             if layout == Layout::Classic {
                 prop_assert_eq!(rig.rules(), wanted.rules());
             }
@@ -164,9 +159,9 @@ proptest! {
     // rows: 19, 98
     #[test]
     fn what_changes_while_a_full_sync_is_written_is_right_after_the_next_step(
-        earlier in prop::collection::vec(any_change(8), 0..30),
-        changes in prop::collection::vec(any_change(8), 1..30),
-        meanwhile in prop::collection::vec(any_change(8), 0..20),
+        earlier in prop::collection::vec(any_event(8), 0..30),
+        changes in prop::collection::vec(any_event(8), 1..30),
+        meanwhile in prop::collection::vec(any_event(8), 0..20),
         hooked in any::<bool>(),
         writing in prop_oneof![Just(Writing::Late), Just(Writing::LateInSteps)],
         layout in prop_oneof![Just(Layout::Classic), Just(Layout::Compact)],
@@ -181,14 +176,12 @@ proptest! {
             rig.unhook();
         }
         rig.ledger = Ledger::new(config(Family::V4, layout));
-        for change in &changes {
-            rig.state.apply(change.clone(), &mut Dirty::default());
-        }
+        changes.iter().for_each(|event| event.apply(&mut rig.state, &mut Dirty::default()));
         rig.full_late(writing, &meanwhile).map_err(TestCaseError::fail)?;
 
         let mut wanted = Rig::new(config(Family::V4, layout));
-        for change in earlier.iter().chain(&changes).chain(&meanwhile) {
-            wanted.state.apply(change.clone(), &mut Dirty::default());
+        for event in earlier.iter().chain(&changes).chain(&meanwhile) {
+            event.apply(&mut wanted.state, &mut Dirty::default());
         }
         wanted.full();
         prop_assert_eq!(flat(&rig.rules()), flat(&wanted.rules()));
@@ -223,13 +216,12 @@ fn crossing_the_dispatch_threshold_keeps_the_rules_right() {
         let mut rig = Rig::new(config(Family::V4, Layout::Auto));
         rig.full();
         for i in 0..400 {
-            rig.step(&[Change::Service(service(i)), Change::Endpoint(service(i).key, endpoint())]);
+            rig.step(&[Change::Service(service(i)), Change::Endpoint(service(i).key, endpoint())].map(Event::from));
         }
         for i in 0..removed {
-            rig.step(&[
-                Change::RemoveService(service(i).key),
-                Change::RemoveEndpoint(service(i).key, endpoint().address),
-            ]);
+            let gone =
+                [Change::RemoveService(service(i).key), Change::RemoveEndpoint(service(i).key, endpoint().address)];
+            rig.step(&gone.map(Event::from));
         }
         let text = rig.kernel.save(Table::Nat);
         for i in 0..400u16 {

@@ -295,5 +295,46 @@ fn new_connections_are_kept_off_what_fails_and_what_fails_is_checked_on() {
     state.apply(Change::Service(service("")), &mut dirty);
     state.set_failing(&key, failing(&["10.244.1.1:8080"]), &mut dirty);
     assert_eq!(texts(&service_views(&state, &key, Family::V4, &node)[0].cluster_endpoints).len(), 3);
-    assert!(!state.set_failing(&ServiceKey::new("ns", "none"), all, &mut dirty));
+}
+
+#[test]
+fn what_fails_is_known_until_it_is_told_to_be_over() {
+    let (mut state, key) = state_with(service("tcp"), &ENDPOINTS);
+    let node = NodeFacts::named("node-a");
+    let (digests, dirty) = (state.digests().clone(), &mut Dirty::default());
+    let endpoints: Vec<Endpoint> = state.entry(&key).unwrap().endpoints().values().cloned().collect();
+    let come = |state: &mut State, dirty: &mut Dirty| {
+        state.apply(Change::Service(service("tcp")), dirty);
+        for endpoint in &endpoints {
+            state.apply(Change::Endpoint((*key).clone(), endpoint.clone()), dirty);
+        }
+        assert_eq!(*state.digests(), digests);
+        service_views(state, &key, Family::V4, &node)[0].failing_cluster_endpoints.len()
+    };
+    let go = |state: &mut State, dirty: &mut Dirty| {
+        state.apply(Change::RemoveService((*key).clone()), dirty);
+        for endpoint in &endpoints {
+            state.apply(Change::RemoveEndpoint((*key).clone(), endpoint.address), dirty);
+        }
+        assert_eq!((state.service_count(), state.endpoint_count()), (0, 0));
+    };
+    let failing = BTreeSet::from(["10.244.1.1:8080".parse().unwrap()]);
+    assert!(state.set_failing(&key, failing.clone(), dirty));
+
+    // The service is back before whoever checks has seen it go. It finds nothing new, so it tells nothing.
+    go(&mut state, dirty);
+    assert_eq!(come(&mut state, dirty), 1);
+    // It goes for good, and is told to be checked no longer, before or after that: nothing is left of it.
+    go(&mut state, dirty);
+    assert!(state.set_failing(&key, BTreeSet::new(), dirty));
+    assert_eq!(state.entries().count(), 0);
+    assert_eq!(come(&mut state, dirty), 0);
+    assert!(state.set_failing(&key, failing.clone(), dirty) && state.set_failing(&key, BTreeSet::new(), dirty));
+    go(&mut state, dirty);
+    assert_eq!(state.entries().count(), 0);
+    *dirty = Dirty::default();
+    assert!(!state.set_failing(&key, BTreeSet::new(), dirty) && dirty.is_empty());
+    // What is found while it is away counts when it is back.
+    assert!(state.set_failing(&key, failing, dirty));
+    assert_eq!(come(&mut state, dirty), 1);
 }

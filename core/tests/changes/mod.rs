@@ -1,11 +1,15 @@
 //! Changes to replay: any services, endpoints and removals, among few names and addresses, so that they meet. Between two versions of a service
 //! anything may differ that can be written: families, addresses, ports, policies, affinity, source ranges, annotations.
 
-use std::{collections::BTreeSet, net::IpAddr, sync::Arc};
+use std::{
+    collections::BTreeSet,
+    net::{IpAddr, SocketAddr},
+    sync::Arc,
+};
 
 use headgate_core::{
-    Change, ClientIpAffinity, Conditions, Endpoint, EndpointPort, Hints, Protocol, Service, ServiceKey, ServicePort,
-    TrafficPolicy, view::NodeFacts,
+    Change, ClientIpAffinity, Conditions, Dirty, Endpoint, EndpointPort, Hints, Protocol, Service, ServiceKey,
+    ServicePort, State, TrafficPolicy, view::NodeFacts,
 };
 use proptest::prelude::*;
 
@@ -124,12 +128,18 @@ fn any_hints() -> impl Strategy<Value = Option<Arc<Hints>>> {
     ]
 }
 
+/// Few, in both families, which services share.
+fn any_address() -> impl Strategy<Value = IpAddr> {
+    (0u8..6, any::<bool>()).prop_map(|(last, v6)| {
+        if v6 { format!("fd00:244::{last:x}").parse().unwrap() } else { IpAddr::from([10, 244, 0, last]) }
+    })
+}
+
 prop_compose! {
     pub(crate) fn any_endpoint(services: u8)(
-        i in 0..services, address in 0u8..6, v6 in any::<bool>(), state in 0..CONDITIONS.len(), node in 0u8..3, zone in 0u8..3,
+        i in 0..services, address in any_address(), state in 0..CONDITIONS.len(), node in 0u8..3, zone in 0u8..3,
         hints in any_hints(), ports in 0u8..6,
     ) -> (ServiceKey, Endpoint) {
-        let address: IpAddr = if v6 { format!("fd00:244::{address:x}").parse().unwrap() } else { IpAddr::from([10, 244, 0, address]) };
         let port = |name: &str, number| EndpointPort { name: name.into(), protocol: Protocol::Tcp, port: number };
         let of = |protocol, port| EndpointPort { protocol, ..port };
         let ports: Vec<EndpointPort> = match ports {
@@ -179,8 +189,63 @@ pub(crate) fn last_of_each<T: Clone, S: Ord>(all: &[T], subject: impl Fn(&T) -> 
     last
 }
 
-/// Only the last change of each subject.
+/// What happens to a state.
 #[allow(dead_code)] // not every test that uses this module does
-pub(crate) fn squash(changes: &[Change]) -> Vec<Change> {
-    last_of_each(changes, subject)
+#[derive(Debug, Clone)]
+pub(crate) enum Event {
+    /// A change comes.
+    Change(Box<Change>),
+    /// Of a service's endpoints, these ports fail the node's own health checks, and no others.
+    Failing(ServiceKey, BTreeSet<SocketAddr>),
+}
+
+impl From<Change> for Event {
+    fn from(change: Change) -> Self {
+        Self::Change(Box::new(change))
+    }
+}
+
+#[allow(dead_code)] // not every test that uses this module does
+impl Event {
+    pub(crate) fn apply(&self, state: &mut State, dirty: &mut Dirty) {
+        match self {
+            Self::Change(change) => drop(state.apply((**change).clone(), dirty)),
+            Self::Failing(key, failing) => drop(state.set_failing(key, failing.clone(), dirty)),
+        }
+    }
+
+    fn subject(&self) -> (ServiceKey, Option<IpAddr>, bool) {
+        match self {
+            Self::Change(change) => {
+                let (key, address) = subject(change);
+                (key, address, false)
+            }
+            Self::Failing(key, _) => (key.clone(), None, true),
+        }
+    }
+}
+
+prop_compose! {
+    /// Any endpoints of a service that may be there or not, none of them, or more than it has.
+    fn any_failing(services: u8)(
+        i in 0..services, failing in prop::collection::btree_set((any_address(), 0usize..4), 0..6),
+    ) -> Event {
+        let of = |(address, port): (IpAddr, usize)| SocketAddr::new(address, [8080, 8081, 9090, 53][port]);
+        Event::Failing(key(i), failing.into_iter().map(of).collect())
+    }
+}
+
+/// Changes, and what health checks find now and then.
+#[allow(dead_code)] // not every test that uses this module does
+pub(crate) fn any_event(services: u8) -> impl Strategy<Value = Event> {
+    prop_oneof![
+        9 => any_change(services).prop_map(Event::from),
+        1 => any_failing(services),
+    ]
+}
+
+/// Only the last event of each subject.
+#[allow(dead_code)] // not every test that uses this module does
+pub(crate) fn squash(events: &[Event]) -> Vec<Event> {
+    last_of_each(events, Event::subject)
 }

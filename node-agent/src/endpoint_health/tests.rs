@@ -35,13 +35,18 @@ impl World {
 
     /// Changes come, and are programmed.
     fn step(&mut self, changes: impl IntoIterator<Item = Change>) {
+        self.come(changes);
+        let Self { shared, follower, .. } = self;
+        shared.with_facts(|state, node: &NodeFacts| follower.plan(state, node, Scope::All));
+        follower.applied();
+    }
+
+    /// Changes come, and others before they are programmed.
+    fn come(&mut self, changes: impl IntoIterator<Item = Change>) {
         self.version += 1;
         let snapshot = (self.version == 1).then(|| Snapshot { buckets: Buckets::All, rejected: Default::default() });
         let (version, changes) = (self.version, changes.into_iter().collect());
         self.shared.apply(Step { epoch: 1, version, positions: Vec::new(), changes, triggers: Vec::new(), snapshot });
-        let Self { shared, follower, .. } = self;
-        shared.with_facts(|state, node: &NodeFacts| follower.plan(state, node, Scope::All));
-        follower.applied();
     }
 
     fn failing(&self) -> BTreeSet<SocketAddr> {
@@ -126,6 +131,28 @@ async fn checks_go_on_after_an_endpoint_was_replaced() {
     world.expect(&[other]).await;
     world.step([Change::RemoveService(key())]);
     world.wait(|world| world.metrics.endpoint_health.failing() == 0, "nothing is checked").await;
+}
+
+#[tokio::test]
+async fn a_service_that_goes_and_comes_back_keeps_what_fails_and_one_that_goes_leaves_nothing() {
+    let mut world = World::start();
+    let (_listener, good) = listen("127.0.0.1:0");
+    let (refusing, bad) = listen("127.0.0.2:0");
+    drop(refusing);
+    let all = || [service("tcp"), endpoint(good), endpoint(bad)];
+    let none = || {
+        let endpoints = [good, bad].map(|address| Change::RemoveEndpoint(key(), address.ip()));
+        [Change::RemoveService(key())].into_iter().chain(endpoints)
+    };
+    world.step(all());
+    world.expect(&[bad]).await;
+    // Both within one round, so that the checker sees no difference.
+    world.come(none());
+    world.step(all());
+    assert_eq!(world.failing(), [bad].into());
+    world.step(none());
+    world.wait(|world| world.shared.with_state(|state| state.entries().count()) == 0, "nothing is left").await;
+    assert_eq!(world.metrics.endpoint_health.failing(), 0);
 }
 
 #[test]
