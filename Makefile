@@ -51,7 +51,7 @@ descriptor: ## Write the committed descriptor set of the protocol anew, after a 
 	HEADGATE_WRITE_DESCRIPTOR=1 cargo nextest run --locked -p headgate-tests --test tidy protocol_is_compatible --no-capture
 
 docs: ## Write the generated pages under docs/ anew (configuration, metrics)
-	HEADGATE_WRITE_DOCS=1 cargo nextest run --locked -p headgate-node-agent --lib documents_are_current
+	HEADGATE_WRITE_DOCS=1 cargo nextest run --locked -p headgate-node-agent -p headgate-control-plane --lib documents_are_current
 
 behaviours: ## Write docs/behaviours.md anew, from the last `make test`, all of which must have passed
 	cargo run --locked -p headgate-tests --bin behaviours

@@ -1,5 +1,7 @@
 //! Metrics, in base units, named `headgate_…`.
 
+mod catalogue;
+
 use std::{
     sync::atomic::{AtomicI64, AtomicU64},
     time::Duration,
@@ -12,6 +14,7 @@ use prometheus_client::{
     registry::Registry,
 };
 
+use self::catalogue::{Catalogue, Described, Labelled};
 use crate::{store::ResumeMode, transaction::SourceKind};
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -20,9 +23,17 @@ struct SourceError {
     reason: &'static str,
 }
 
+impl Labelled for SourceError {
+    const LABELS: &str = "kind, reason";
+}
+
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Reason {
     reason: &'static str,
+}
+
+impl Labelled for Reason {
+    const LABELS: &str = "reason";
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -30,9 +41,17 @@ struct Outcome {
     result: &'static str,
 }
 
+impl Labelled for Outcome {
+    const LABELS: &str = "result";
+}
+
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct TlsFile {
     file: &'static str,
+}
+
+impl Labelled for TlsFile {
+    const LABELS: &str = "file";
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -40,9 +59,17 @@ struct Kind {
     kind: &'static str,
 }
 
+impl Labelled for Kind {
+    const LABELS: &str = "kind";
+}
+
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Mode {
     mode: &'static str,
+}
+
+impl Labelled for Mode {
+    const LABELS: &str = "mode";
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -50,9 +77,17 @@ struct Message {
     message: &'static str,
 }
 
+impl Labelled for Message {
+    const LABELS: &str = "message";
+}
+
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct State {
     state: &'static str,
+}
+
+impl Labelled for State {
+    const LABELS: &str = "state";
 }
 
 /// Upper bounds in seconds: from a quiet fleet on one rack to nodes that are stuck.
@@ -66,6 +101,7 @@ type Level = Gauge<i64, AtomicI64>;
 #[derive(Debug)]
 pub struct Metrics {
     registry: Registry,
+    catalogue: Catalogue,
     programmed_everywhere: Histogram,
     agents: Family<State, Level>,
     source_ages: Family<Kind, Level>,
@@ -85,6 +121,7 @@ pub struct Metrics {
     snapshots: Total,
     snapshots_in_flight: Level,
     snapshots_waiting: Level,
+    snapshots_waited: Total,
     messages_sent: Total,
     bytes_sent: Total,
     agent_messages: Family<Message, Total>,
@@ -108,13 +145,15 @@ pub struct Metrics {
 impl Default for Metrics {
     fn default() -> Self {
         let mut registry = Registry::with_prefix("headgate");
+        let mut catalogue = Catalogue::default();
         let programmed_everywhere = Histogram::new(EVERYWHERE_SECONDS);
-        registry.register(
+        catalogue.register(
+            &mut registry,
             "control_plane_programmed_everywhere_seconds",
             "Time from the arrival of a change from the source until the last of the agents that were connected then had it in its kernel. That moment is when the agent's ACK came, less the time that the ACK says to have waited since the kernel took the change",
             programmed_everywhere.clone(),
         );
-        let mut add = Adder(&mut registry);
+        let mut add = Adder(&mut catalogue, &mut registry);
         Self {
             programmed_everywhere,
             agents: add.add("control_plane_agents", "Agents with a stream, by state: up_to_date (all that is older than a second is programmed), behind, or failing (the last attempt failed, or a resource is rejected)"),
@@ -139,6 +178,7 @@ impl Default for Metrics {
             snapshots: add.add("snapshots", "Snapshots sent, full or of some buckets"),
             snapshots_in_flight: add.add("snapshots_in_flight", "Snapshots that are being sent"),
             snapshots_waiting: add.add("snapshots_waiting", "Snapshots that wait for their turn"),
+            snapshots_waited: add.add("snapshots_waited", "Snapshots that had to wait for their turn"),
             messages_sent: add.add("messages_sent", "Messages put on streams"),
             bytes_sent: add.add("sent_bytes", "Bytes of messages put on streams, framing included"),
             agent_messages: add.add("agent_messages", "Messages of agents, by what they are"),
@@ -170,19 +210,20 @@ impl Default for Metrics {
             ),
             balance_asked: add.add("balance_asked_agents", "Times that an agent was asked to go elsewhere for balance"),
             registry,
+            catalogue,
         }
     }
 }
 
-struct Adder<'a>(&'a mut Registry);
+struct Adder<'a>(&'a mut Catalogue, &'a mut Registry);
 
 impl Adder<'_> {
     fn add<M>(&mut self, name: &str, help: &str) -> M
     where
-        M: Default + Clone + prometheus_client::registry::Metric,
+        M: Default + Clone + Described + prometheus_client::registry::Metric,
     {
         let metric = M::default();
-        self.0.register(name, help, metric.clone());
+        self.0.register(self.1, name, help, metric.clone());
         metric
     }
 }
@@ -201,6 +242,12 @@ impl Metrics {
             tracing::error!(%error, "metrics cannot be encoded");
         }
         text
+    }
+
+    /// What each metric is, as `docs/control-plane-metrics.md`.
+    #[must_use]
+    pub fn page(&self) -> String {
+        self.catalogue.page()
     }
 
     pub(crate) fn count_source_error(&self, kind: SourceKind, reason: &'static str) {
@@ -273,6 +320,10 @@ impl Metrics {
 
     pub(crate) fn count_snapshot(&self) {
         self.snapshots.inc();
+    }
+
+    pub(crate) fn count_snapshot_waited(&self) {
+        self.snapshots_waited.inc();
     }
 
     pub(crate) fn set_snapshots(&self, in_flight: usize, waiting: usize) {

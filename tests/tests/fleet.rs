@@ -63,7 +63,7 @@ fn snapshots_are_sent_in_order_and_few_at_a_time() {
     let agents = 300;
     let mut stage = stage(agents, 800);
     let seen = snapshots::measure(&mut stage, agents).unwrap();
-    assert!(seen.waiting > 0 && seen.in_flight <= IN_FLIGHT, "{seen:?}");
+    assert!(seen.waited > 0 && seen.in_flight <= IN_FLIGHT, "{seen:?}");
     // Without any order it would be a half.
     assert!(seen.overtaken < 0.4, "{seen:?}");
     stage.compare_digests().unwrap();

@@ -87,7 +87,11 @@ impl Admission {
         queue.waiting.push_back(Waiting { ticket: number, buckets, signal: Arc::downgrade(signal) });
         queue.admit(now, Some(number));
         self.publish(&queue);
-        queue.admitted.contains_key(&number)
+        let is_admitted = queue.admitted.contains_key(&number);
+        if !is_admitted {
+            self.metrics.count_snapshot_waited();
+        }
+        is_admitted
     }
 
     /// Gives back a turn, or a place in the queue. Does nothing for a ticket that holds neither.

@@ -38,6 +38,8 @@ pub struct Snapshots {
     pub in_flight: usize,
     /// Most that were seen waiting for their turn.
     pub waiting: usize,
+    /// How many had to wait, be it for a moment that nobody saw.
+    pub waited: usize,
     /// Share of pairs of agents that were served in another order than they were welcomed in.
     pub overtaken: f64,
     /// Bytes of snapshots that each agent was sent.
@@ -55,7 +57,7 @@ pub fn run(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
     let growth = highest.saturating_sub(before);
     let allowed = BYTES_PER_AGENT * agents as u64 + SHARED_BYTES;
     ensure!(growth <= allowed, "memory grows by {growth} bytes with {agents} snapshots; {allowed} are enough");
-    ensure!(seen.waiting > 0, "nobody waited: there were too few agents to say anything about order");
+    ensure!(seen.waited > 0, "nobody waited: there were too few agents to say anything about order");
     let overtaken = seen.overtaken;
     ensure!(
         overtaken <= OVERTAKEN,
@@ -70,6 +72,7 @@ pub fn run(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
         figure("memory-growth-per-agent", growth as f64 / 1e3 / agents as f64, "KB"),
         figure("in-flight-highest", seen.in_flight as f64, ""),
         figure("waiting-highest", seen.waiting as f64, ""),
+        figure("waited", seen.waited as f64, ""),
         figure("pairs-overtaken", seen.overtaken * 100.0, "%"),
     ])
 }
@@ -108,6 +111,7 @@ pub fn measure(stage: &mut Stage, agents: usize) -> Result<Snapshots> {
         bytes: (before, replica.highest_resident_bytes()?),
         in_flight,
         waiting,
+        waited: replica.metric(&stage.machines, "headgate_snapshots_waited_total")? as usize,
         overtaken,
         bytes_each: received.chunk_bytes / agents as u64,
     })
