@@ -9,7 +9,7 @@ mod client;
 #[allow(dead_code)]
 mod replica;
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bytes::{Buf as _, Bytes, BytesMut};
 use client::{Client, GUARD, channel, hello, message};
@@ -401,5 +401,43 @@ async fn who_asks_and_does_not_read_is_sent_away() {
     assert_eq!(replica.metric("headgate_streams_rejected_total{reason=\"http2_violation\"}"), 1);
     replica.put([service(1, 80)]);
     good.reach(1).await;
+    replica.running.stop().await;
+}
+
+#[tokio::test]
+async fn who_says_more_than_an_agent_has_to_say_is_heard_later() {
+    let replica = Replica::start().await;
+    let mut good = Client::open(channel(replica.running.local_addr).await, "good", None).await.unwrap();
+    let failed = v1::ApplyFailed { error: "x".repeat(60_000), ..Default::default() };
+    let failed = frame(&message(v1::agent_message::Body::ApplyFailed(failed)));
+    // On a connection of the stream's own, and behind another request.
+    for (round, is_alone) in [true, false].into_iter().enumerate() {
+        let socket = TcpStream::connect(replica.running.local_addr).await.unwrap();
+        let (mut requests, connection) = h2::client::handshake(socket).await.unwrap();
+        let connection = tokio::spawn(connection);
+        if !is_alone {
+            let other = Request::post("http://replica.example/a/b").body(()).unwrap();
+            timeout(GUARD, requests.send_request(other, true).unwrap().0).await.unwrap().unwrap();
+        }
+        let (answer, mut sender) = requests.send_request(sync_request(), false).unwrap();
+        let _answer = timeout(GUARD, answer).await.unwrap().unwrap();
+        sender.send_data(frame(&hello("bad", None)), false).unwrap();
+        let heard = |before: u64| replica.metric("headgate_agent_messages_total{message=\"apply_failed\"}") - before;
+        let (before, start) = (heard(0), Instant::now());
+        for _ in 0..1_000 {
+            sender.send_data(failed.clone(), false).unwrap();
+        }
+        let mut port = 0;
+        while port < 20 || start.elapsed() < Duration::from_secs(1) {
+            port += 1;
+            replica.put([service(1, port)]);
+            good.reach(replica.store.version()).await;
+        }
+        // A megabyte at once and a quarter of one a second (`serve/budget.rs`), with as much for good measure.
+        let most = 2 * ((1 << 20) + start.elapsed().as_millis() * (256 << 10) / 1_000);
+        let bytes = u128::from(heard(before)) * failed.len() as u128;
+        assert!(bytes > 0 && bytes < most, "{bytes} bytes were read, not {most} at the most, in round {round}");
+        connection.abort();
+    }
     replica.running.stop().await;
 }

@@ -83,7 +83,8 @@ pub(super) struct Record {
     pub(super) last_error: String,
     /// The version that it is about.
     failed_version: u64,
-    pub(super) rejections: Vec<v1::Rejection>,
+    /// Shared with the fleet's table.
+    pub(super) rejections: Arc<Vec<v1::Rejection>>,
 }
 
 impl Agent {
@@ -219,9 +220,10 @@ impl Record {
 
     /// Takes in rejections and withdrawals; a resource that was rejected before is listed once, with the newer reason.
     pub(super) fn nack(&mut self, nack: &v1::Nack) {
-        if !nack.withdrawn.is_empty() && !self.rejections.is_empty() {
+        let rejections = Arc::make_mut(&mut self.rejections);
+        if !nack.withdrawn.is_empty() && !rejections.is_empty() {
             let withdrawn: HashSet<&str> = nack.withdrawn.iter().map(|resource| clip(resource)).collect();
-            self.rejections.retain(|old| !withdrawn.contains(old.resource.as_str()));
+            rejections.retain(|old| !withdrawn.contains(old.resource.as_str()));
         }
         // Only so many are kept, so that the rest need not be compared: a peer decides how many there are.
         let skipped = nack.rejections.len().saturating_sub(MAX_LISTED);
@@ -231,11 +233,11 @@ impl Record {
                 field: clip(&rejection.field).to_owned(),
                 reason: clip(&rejection.reason).to_owned(),
             };
-            self.rejections.retain(|old| old.resource != rejection.resource);
-            self.rejections.push(rejection);
+            rejections.retain(|old| old.resource != rejection.resource);
+            rejections.push(rejection);
         }
-        let excess = self.rejections.len().saturating_sub(MAX_LISTED);
-        self.rejections.drain(..excess);
+        let excess = rejections.len().saturating_sub(MAX_LISTED);
+        rejections.drain(..excess);
     }
 }
 

@@ -5,7 +5,7 @@ use std::{
     io,
     pin::Pin,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
-    task::{Context, Poll},
+    task::{Context, Poll, ready},
     time::Duration,
 };
 
@@ -13,17 +13,19 @@ use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
     sync::mpsc,
     task::JoinHandle,
-    time::Instant,
+    time::{Instant, Sleep, sleep},
 };
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tonic::transport::server::Connected;
 
 use super::{
     Shared,
+    budget::Budget,
+    closer::Closer,
     first_request::{self, WithoutFirstAck},
     listener::{Connection, Io},
     sync_connection,
-    untaken::{Caller, Closer},
+    untaken::Caller,
     warnings::Warning,
 };
 use crate::identity::{Identity, Peer};
@@ -169,13 +171,31 @@ pub(super) struct General {
     read_bytes: usize,
     filter: WithoutFirstAck,
     closer: Arc<Closer>,
+    budget: Budget,
+    pause: Option<Pin<Box<Sleep>>>,
 }
 
 impl General {
     fn new(connection: Connection, held: Held, read: &[u8]) -> Self {
         let (mut filter, mut unread) = (WithoutFirstAck::new(), Vec::new());
         filter.pass(read, &mut unread);
-        Self { connection, _held: held, unread, read_bytes: 0, filter, closer: Arc::default() }
+        let mut budget = Budget::new(Instant::now());
+        budget.spend(read.len(), Instant::now());
+        Self { connection, _held: held, unread, read_bytes: 0, filter, closer: Arc::default(), budget, pause: None }
+    }
+
+    /// Reads from the connection as its budget allows.
+    fn poll_connection(&mut self, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        if let Some(pause) = &mut self.pause {
+            ready!(pause.as_mut().poll(cx));
+            self.pause = None;
+        }
+        let before = buffer.filled().len();
+        ready!(Pin::new(&mut self.connection).poll_read(cx, buffer))?;
+        let now = Instant::now();
+        self.budget.spend(buffer.filled().len() - before, now);
+        self.pause = self.budget.pause(now).map(|pause| Box::pin(sleep(pause)));
+        Poll::Ready(Ok(()))
     }
 }
 
@@ -204,11 +224,11 @@ impl AsyncRead for General {
             this.unread = Vec::new();
             this.read_bytes = 0;
             if this.filter.is_done() {
-                return Pin::new(&mut this.connection).poll_read(cx, buffer);
+                return this.poll_connection(cx, buffer);
             }
             let mut scratch = [0; 4096];
             let mut read = ReadBuf::new(&mut scratch);
-            match Pin::new(&mut this.connection).poll_read(cx, &mut read) {
+            match this.poll_connection(cx, &mut read) {
                 Poll::Ready(Ok(())) if read.filled().is_empty() => return Poll::Ready(Ok(())),
                 Poll::Ready(Ok(())) => this.filter.pass(read.filled(), &mut this.unread),
                 other => return other,

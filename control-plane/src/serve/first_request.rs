@@ -25,6 +25,9 @@ use super::{
 /// Bytes of a connection up to the end of its first request's headers; one that sends more before them goes to the general server, which knows what to say.
 const MAX_BYTES: usize = 64 << 10;
 
+/// Bytes of a request's headers, unpacked: as many as the general server allows.
+const MAX_HEADER_LIST_BYTES: u32 = 16 << 10;
+
 /// What has come until the first request's headers were complete, or the wait was over, and maybe some bytes more.
 #[derive(Debug)]
 pub(super) struct FirstRequest {
@@ -48,6 +51,7 @@ pub(super) async fn read(
     connection.write_all(&settings).await?;
     connection.flush().await?;
     let mut bytes = Vec::with_capacity(1 << 10);
+    let mut scanned = 0;
     let until = Instant::now() + wait;
     loop {
         let Ok(read) = timeout_at(until, connection.read_buf(&mut bytes)).await else {
@@ -56,7 +60,7 @@ pub(super) async fn read(
         if read? == 0 {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
-        match scan(&bytes) {
+        match scan(&bytes, &mut scanned) {
             Scan::Incomplete if bytes.len() < MAX_BYTES => {}
             Scan::Headers { end } => return Ok(FirstRequest { is_sync: is_sync(&bytes[..end]), bytes }),
             Scan::Incomplete | Scan::Unexpected => return Ok(FirstRequest { bytes, is_sync: false }),
@@ -75,11 +79,15 @@ enum Scan {
     Unexpected,
 }
 
-fn scan(bytes: &[u8]) -> Scan {
-    let Some(mut rest) = bytes.strip_prefix(PREFACE) else {
-        return if PREFACE.starts_with(bytes) { Scan::Incomplete } else { Scan::Unexpected };
-    };
-    while let Some(header) = Header::peek(rest) {
+/// Goes on from where `scanned` says that the last look came to: with many small frames in many pieces, each byte is looked at once.
+fn scan(bytes: &[u8], scanned: &mut usize) -> Scan {
+    if *scanned == 0 {
+        if !bytes.starts_with(PREFACE) {
+            return if PREFACE.starts_with(bytes) { Scan::Incomplete } else { Scan::Unexpected };
+        }
+        *scanned = PREFACE.len();
+    }
+    while let Some((rest, header)) = bytes.get(*scanned..).and_then(|rest| Some((rest, Header::peek(rest)?))) {
         let is_usual = matches!(
             header.kind,
             kind::HEADERS | kind::CONTINUATION | kind::SETTINGS | kind::PRIORITY | kind::PING | kind::WINDOW_UPDATE
@@ -88,10 +96,12 @@ fn scan(bytes: &[u8]) -> Scan {
             return Scan::Unexpected;
         }
         let length = HEADER_BYTES + usize::try_from(header.length).unwrap_or(usize::MAX);
-        let Some(after) = rest.get(length..) else { return Scan::Incomplete };
-        rest = after;
+        if rest.len() < length {
+            return Scan::Incomplete;
+        }
+        *scanned += length;
         if matches!(header.kind, kind::HEADERS | kind::CONTINUATION) && header.has(flag::END_HEADERS) {
-            return Scan::Headers { end: bytes.len() - rest.len() };
+            return Scan::Headers { end: *scanned };
         }
     }
     Scan::Incomplete
@@ -110,7 +120,10 @@ fn is_sync(bytes: &[u8]) -> bool {
 /// accepted in a request, are the same here as on connections that it serves.
 fn parse(bytes: &[u8]) -> Option<Request<h2::RecvStream>> {
     let cx = &mut Context::from_waker(Waker::noop());
-    let handshake = pin!(h2::server::Builder::new().handshake::<_, Bytes>(Replay(bytes)));
+    // A few bytes may stand for many, by way of the header table.
+    let handshake =
+        h2::server::Builder::new().max_header_list_size(MAX_HEADER_LIST_BYTES).handshake::<_, Bytes>(Replay(bytes));
+    let handshake = pin!(handshake);
     let Poll::Ready(Ok(mut connection)) = handshake.poll(cx) else { return None };
     let accept = pin!(connection.accept());
     match accept.poll(cx) {
@@ -205,6 +218,10 @@ mod tests {
 
     use super::*;
 
+    fn look(bytes: &[u8]) -> Scan {
+        scan(bytes, &mut 0)
+    }
+
     fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
         let length = u32::try_from(payload.len()).unwrap().to_be_bytes();
         [&length[1..], &[kind, flags], &stream.to_be_bytes(), payload].concat()
@@ -237,7 +254,7 @@ mod tests {
     #[test]
     fn only_a_proper_request_for_sync_is_one() {
         let wanted = client(SYNC_PATH, Method::POST, "application/grpc");
-        assert_eq!(scan(&wanted), Scan::Headers { end: wanted.len() });
+        assert_eq!(look(&wanted), Scan::Headers { end: wanted.len() });
         assert!(is_sync(&wanted));
         for (path, method, content_type) in [
             ("/headgate.v1.Inspect/GetStatus", Method::POST, "application/grpc"),
@@ -245,12 +262,12 @@ mod tests {
             (SYNC_PATH, Method::POST, "text/plain"),
         ] {
             let bytes = client(path, method, content_type);
-            assert!(matches!(scan(&bytes), Scan::Headers { .. }) && !is_sync(&bytes), "{path}");
+            assert!(matches!(look(&bytes), Scan::Headers { .. }) && !is_sync(&bytes), "{path}");
         }
         // No request at all: a header block that cannot be decoded, and one without pseudo-headers.
         for block in [&b"\xff\xff\xff"[..], b"\x00\x01a\x01b"] {
             let bytes = [PREFACE, &frame(4, 0, 0, &[]), &frame(1, flag::END_HEADERS, 1, block)].concat();
-            assert_eq!(scan(&bytes), Scan::Headers { end: bytes.len() });
+            assert_eq!(look(&bytes), Scan::Headers { end: bytes.len() });
             assert!(!is_sync(&bytes));
         }
     }
@@ -287,12 +304,12 @@ mod tests {
 
     #[test]
     fn what_is_not_http2_goes_to_the_general_server() {
-        assert_eq!(scan(b"GET / HTTP/1.1\r\n"), Scan::Unexpected);
-        assert_eq!(scan(&PREFACE[..10]), Scan::Incomplete);
+        assert_eq!(look(b"GET / HTTP/1.1\r\n"), Scan::Unexpected);
+        assert_eq!(look(&PREFACE[..10]), Scan::Incomplete);
         let data_first = [PREFACE, &frame(kind::DATA, 0, 1, b"x")].concat();
-        assert_eq!(scan(&data_first), Scan::Unexpected);
+        assert_eq!(look(&data_first), Scan::Unexpected);
         let large = [PREFACE, &[0, 0x40, 1, 1, 0, 0, 0, 0, 1]].concat();
-        assert_eq!(scan(&large), Scan::Unexpected);
+        assert_eq!(look(&large), Scan::Unexpected);
     }
 
     #[tokio::test]
@@ -323,13 +340,16 @@ mod tests {
     proptest! {
         #[test]
         fn any_bytes_are_looked_at(bytes in prop::collection::vec(any::<u8>(), 0..200), block in prop::collection::vec(any::<u8>(), 0..200)) {
-            scan(&bytes);
+            look(&bytes);
             let bytes = [PREFACE, &frame(kind::SETTINGS, 0, 0, &[]), &frame(kind::HEADERS, flag::END_HEADERS, 1, &block)].concat();
-            prop_assert_eq!(scan(&bytes), Scan::Headers { end: bytes.len() });
+            prop_assert_eq!(look(&bytes), Scan::Headers { end: bytes.len() });
             parse(&bytes);
+            let mut scanned = 0;
             for end in 0..bytes.len() {
-                prop_assert_eq!(scan(&bytes[..end]), Scan::Incomplete);
+                prop_assert_eq!(look(&bytes[..end]), Scan::Incomplete);
+                prop_assert_eq!(scan(&bytes[..end], &mut scanned), Scan::Incomplete);
             }
+            prop_assert_eq!(scan(&bytes, &mut scanned), Scan::Headers { end: bytes.len() });
         }
     }
 }

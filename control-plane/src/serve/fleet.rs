@@ -46,7 +46,7 @@ struct Table {
     /// When the last member so far had programmed each version after that; `None` where no member has said so.
     programmed: VecDeque<Option<Instant>>,
     recent: VecDeque<Duration>,
-    rejecting: HashMap<Arc<str>, Vec<v1::Rejection>>,
+    rejecting: HashMap<Arc<str>, Arc<Vec<v1::Rejection>>>,
 }
 
 /// See the module.
@@ -229,7 +229,7 @@ impl Fleet {
     /// Rejections of present agents that `is_meant` picks, one an agent.
     pub(super) fn rejections(&self, is_meant: impl Fn(&v1::Rejection) -> bool) -> HashMap<Arc<str>, v1::Rejection> {
         let table = self.table();
-        let found = |(node, list): (&Arc<str>, &Vec<v1::Rejection>)| {
+        let found = |(node, list): (&Arc<str>, &Arc<Vec<v1::Rejection>>)| {
             Some((Arc::clone(node), list.iter().find(|rejection| is_meant(rejection))?.clone()))
         };
         table.rejecting.iter().filter_map(found).collect()
@@ -269,8 +269,8 @@ impl Fleet {
 impl Table {
     fn note_rejections(&mut self, node: &Arc<str>, record: &Record) {
         if !record.rejections.is_empty() {
-            if self.rejecting.get(node) != Some(&record.rejections) {
-                self.rejecting.insert(Arc::clone(node), record.rejections.clone());
+            if !self.rejecting.get(node).is_some_and(|known| Arc::ptr_eq(known, &record.rejections)) {
+                self.rejecting.insert(Arc::clone(node), Arc::clone(&record.rejections));
             }
         } else if !self.rejecting.is_empty() {
             self.rejecting.remove(node);

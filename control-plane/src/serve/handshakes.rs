@@ -1,28 +1,41 @@
 //! Whose turn it is to shake hands.
 //!
-//! Whoever reaches the port can begin a TLS handshake and never go on, without any certificate. So no address has all the places: it has a bounded number of handshakes
-//! at the same time, and of connections that wait for that; addresses take turns; and where somebody waits, who has said nothing for a while goes,
-//! the longest silent first. An honest client is silent for a round trip.
+//! Whoever reaches the port can begin a TLS handshake without any certificate, and never go on, or begin one after the other. So no address has all the places: it has a
+//! bounded number of handshakes at the same time, and of connections that wait for that; addresses take turns; and where somebody waits, who has said nothing
+//! for a while goes, the longest silent first. An honest client is silent for a round trip. A source whose handshakes fail rests in between. And since a handshake computes as
+//! long as it takes to send some fifty messages, there is one step of one handshake at a time on each core, and streams have their turn before the next.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap, VecDeque},
     future::poll_fn,
     net::{IpAddr, Ipv6Addr},
+    num::NonZeroUsize,
     pin::pin,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
-    task::Poll,
+    task::{Poll, ready},
+    thread,
     time::Duration,
 };
 
 use tokio::{
-    sync::{Notify, oneshot},
+    sync::{Notify, Semaphore, oneshot},
     time::Instant,
 };
+use tokio_util::sync::PollSemaphore;
 
 use crate::{metrics::Metrics, open_files};
 
 /// How long a handshake may be silent when somebody waits for its place.
 const PATIENCE: Duration = Duration::from_secs(1);
+
+/// Rest of a source for each handshake that failed.
+const REST: Duration = Duration::from_millis(50);
+
+/// Rests that a source may owe before it has to take them: a few failures cost nothing.
+const OWED: Duration = Duration::from_secs(1);
+
+/// Sources that owe rests; more are not kept.
+const MAX_OWING: usize = 65_536;
 
 /// How many there may be.
 #[derive(Debug, Clone, Copy)]
@@ -59,6 +72,8 @@ impl Source {
 pub(super) struct Handshakes {
     table: Mutex<Table>,
     bounds: Bounds,
+    /// Steps of handshakes at the same time.
+    steps: Arc<Semaphore>,
     metrics: Arc<Metrics>,
 }
 
@@ -68,8 +83,12 @@ struct Table {
     active: BTreeMap<u64, Active>,
     /// Those that have a connection here.
     sources: HashMap<Source, Connections>,
-    /// Sources of which somebody waits, in the order of their turns.
+    /// Sources of which somebody waits, in the order of their turns; without those that rest.
     turns: VecDeque<Source>,
+    /// Sources of which somebody waits, and that rest for so long.
+    resting: BTreeSet<(Instant, Source)>,
+    /// Until when sources would rest if each failure had its rest at once.
+    owed: HashMap<Source, Instant>,
     /// The same by how many wait.
     by_waiting: BTreeSet<(usize, Source)>,
     waiting: usize,
@@ -80,6 +99,7 @@ struct Connections {
     active: usize,
     /// In order of their numbers.
     waiting: VecDeque<Waiting>,
+    rests_until: Option<Instant>,
 }
 
 #[derive(Debug)]
@@ -124,7 +144,8 @@ impl Handshakes {
     }
 
     fn with_bounds(bounds: Bounds, metrics: Arc<Metrics>) -> Arc<Self> {
-        Arc::new(Self { table: Mutex::default(), bounds, metrics })
+        let cores = thread::available_parallelism().map_or(1, NonZeroUsize::get);
+        Arc::new(Self { table: Mutex::default(), bounds, steps: Arc::new(Semaphore::new(cores)), metrics })
     }
 
     /// Takes in a connection from an address. `None` when more wait than there may, and it is not to be preferred to any of them.
@@ -153,9 +174,12 @@ impl Handshakes {
         self.table().waiting > 0
     }
 
-    /// Has handshakes leave that have been silent for too long, as many as there are connections that wait for just their places.
+    /// Begins what can begin, since sources have rested; then has handshakes leave that have been silent for too long, as many as there are connections that
+    /// wait for just their places.
     pub(super) fn make_room(&self, now: Instant) {
-        let table = self.table();
+        let mut table = self.table();
+        table.begin(&self.bounds, now);
+        self.publish(&table);
         let is_full = table.active.len() >= self.bounds.active;
         let is_in_the_way = |source: Source| {
             let connections = table.sources.get(&source);
@@ -165,6 +189,19 @@ impl Handshakes {
         let mut silent: Vec<&Active> = table.active.values().filter(is_silent).collect();
         silent.sort_by_key(|active| active.heard);
         silent.into_iter().take(table.waiting).for_each(|active| active.leave.notify_one());
+    }
+
+    fn failed(&self, source: Source, now: Instant) {
+        let mut table = self.table();
+        if table.owed.len() >= MAX_OWING {
+            table.owed.retain(|_, until| *until > now);
+        }
+        let has_room = table.owed.len() < MAX_OWING;
+        match table.owed.get_mut(&source) {
+            Some(until) => *until = (*until).max(now) + REST,
+            None if has_room => drop(table.owed.insert(source, now + REST)),
+            None => {}
+        }
     }
 
     fn heard(&self, number: u64, now: Instant) {
@@ -216,14 +253,29 @@ impl Table {
         self.recount(source, before);
     }
 
+    /// When a source has rested, if it has to.
+    fn rest(&self, source: Source, now: Instant) -> Option<Instant> {
+        self.owed.get(&source)?.checked_sub(OWED).filter(|until| *until > now)
+    }
+
     /// Begins as many handshakes as there is room for, of one source after the other.
     fn begin(&mut self, bounds: &Bounds, now: Instant) {
+        while let Some((until, source)) = self.resting.first().copied().filter(|(until, _)| *until <= now) {
+            self.resting.remove(&(until, source));
+            self.turns.push_back(source);
+            self.sources.entry(source).or_default().rests_until = None;
+        }
         while self.active.len() < bounds.active {
             // Few sources can be at their bound, so few are passed over.
             let has_room =
                 |source: &Source| self.sources.get(source).is_some_and(|of| of.active < bounds.active_of_source);
             let Some(position) = self.turns.iter().position(has_room) else { return };
             let Some(source) = self.turns.remove(position) else { return };
+            if let Some(until) = self.rest(source, now) {
+                self.resting.insert((until, source));
+                self.sources.entry(source).or_default().rests_until = Some(until);
+                continue;
+            }
             let before = self.waiting_of(source);
             let Some(of) = self.sources.get_mut(&source) else { continue };
             let Some(first) = of.waiting.pop_front() else { continue };
@@ -242,9 +294,7 @@ impl Table {
     fn displace(&mut self, source: Source) -> Option<u64> {
         let before = self.waiting_of(source);
         let last = self.sources.get_mut(&source)?.waiting.pop_back()?;
-        if before == 1 {
-            self.turns.retain(|other| *other != source);
-        }
+        self.skip_if_nobody_waits(source);
         self.recount(source, before);
         Some(last.number)
     }
@@ -256,33 +306,56 @@ impl Table {
             of.active -= 1;
         } else if let Ok(position) = of.waiting.binary_search_by_key(&number, |waiting| waiting.number) {
             of.waiting.remove(position);
-            if of.waiting.is_empty() {
-                self.turns.retain(|other| *other != source);
-            }
+            self.skip_if_nobody_waits(source);
         }
         self.recount(source, before);
+    }
+
+    fn skip_if_nobody_waits(&mut self, source: Source) {
+        let Some(of) = self.sources.get_mut(&source).filter(|of| of.waiting.is_empty()) else { return };
+        match of.rests_until.take() {
+            Some(until) => drop(self.resting.remove(&(until, source))),
+            None => self.turns.retain(|other| *other != source),
+        }
     }
 }
 
 impl Place {
-    /// Begins a handshake when it is its turn, and runs it. A future that is woken counts as a peer that has said something.
+    /// Begins a handshake when it is its turn, and runs it, step by step. A future that is woken counts as a peer that has said something.
     ///
     /// # Errors
     ///
     /// [`Displaced`]; what `begin` holds is dropped then.
-    pub(super) async fn run<F: Future>(mut self, begin: impl FnOnce() -> F) -> Result<F::Output, Displaced> {
+    pub(super) async fn run<T, E, F>(mut self, begin: impl FnOnce() -> F) -> Result<Result<T, E>, Displaced>
+    where
+        F: Future<Output = Result<T, E>>,
+    {
         (&mut self.turn).await.map_err(|_| Displaced::Waiting)?;
         // On the heap only now: thousands may wait.
         let mut handshake = Box::pin(begin());
         let mut leave = pin!(self.leave.notified());
-        poll_fn(|cx| {
-            self.handshakes.heard(self.number, Instant::now());
-            if let Poll::Ready(output) = handshake.as_mut().poll(cx) {
-                return Poll::Ready(Ok(output));
+        let mut steps = PollSemaphore::new(Arc::clone(&self.handshakes.steps));
+        let mut step = None;
+        let ended = poll_fn(|cx| {
+            if leave.as_mut().poll(cx).is_ready() {
+                return Poll::Ready(Err(Displaced::Silent));
             }
-            leave.as_mut().poll(cx).map(|()| Err(Displaced::Silent))
+            self.handshakes.heard(self.number, Instant::now());
+            if step.is_none() {
+                step = ready!(steps.poll_acquire(cx));
+                // To the end of the queue: who gave the step back had us run next.
+                cx.waker().wake_by_ref();
+                return Poll::Pending;
+            }
+            let polled = handshake.as_mut().poll(cx);
+            step = None;
+            polled.map(Ok)
         })
-        .await
+        .await;
+        if !matches!(ended, Ok(Ok(_))) {
+            self.handshakes.failed(self.source, Instant::now());
+        }
+        ended
     }
 }
 

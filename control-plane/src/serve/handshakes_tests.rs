@@ -63,29 +63,34 @@ async fn when_too_many_wait_the_longest_queue_gets_shorter() {
     assert_eq!((crowd.len(), others.len(), rig.handshakes.table().waiting), (6, 4, 6));
     let late = rig.enter(3).unwrap();
     assert_eq!(rig.handshakes.table().waiting, 6);
-    let displaced = crowd.pop().unwrap().run(pending::<()>).await;
+    let displaced = crowd.pop().unwrap().run(pending::<Result<(), ()>>).await;
     assert_eq!(displaced, Err(Displaced::Waiting), "the one that came last of those who are most");
     drop((crowd, others, late));
     rig.end();
 }
 
-/// What comes of a handshake, whose task has run as far as it can.
-async fn begun<F>(place: Place, handshake: F) -> tokio::task::JoinHandle<Result<F::Output, Displaced>>
-where
-    F: Future<Output: Send> + Send + 'static,
-{
+/// What comes of a handshake.
+type Ended<E> = tokio::task::JoinHandle<Result<Result<(), E>, Displaced>>;
+
+/// A handshake whose task has run as far as it can.
+async fn begun<E: Send + 'static>(
+    place: Place,
+    handshake: impl Future<Output = Result<(), E>> + Send + 'static,
+) -> Ended<E> {
     let task = tokio::spawn(place.run(|| handshake));
-    tokio::task::yield_now().await;
+    for _ in 0..4 {
+        tokio::task::yield_now().await;
+    }
     task
 }
 
 #[tokio::test]
 async fn who_is_silent_goes_when_somebody_waits_for_just_that_place() {
     let rig = Rig::new();
-    let silent = begun(rig.enter(1).unwrap(), pending::<()>()).await;
+    let silent = begun(rig.enter(1).unwrap(), pending::<Result<(), ()>>()).await;
     let (wake, woken) = oneshot::channel::<()>();
     let talking = begun(rig.enter(1).unwrap(), woken).await;
-    let other = begun(rig.enter(2).unwrap(), pending::<()>()).await;
+    let other = begun(rig.enter(2).unwrap(), pending::<Result<(), ()>>()).await;
     let later = Instant::now() + PATIENCE;
     rig.handshakes.make_room(later);
     tokio::task::yield_now().await;
@@ -97,7 +102,7 @@ async fn who_is_silent_goes_when_somebody_waits_for_just_that_place() {
     assert!(!other.is_finished(), "nobody waits for its place");
     assert_eq!(rig.active(), [1, 2, 1], "who waited has its turn");
     wake.send(()).unwrap();
-    assert_eq!(talking.await.unwrap(), Ok(Ok(())));
+    assert_eq!(talking.await.unwrap().map(|ended| ended.is_ok()), Ok(true));
     drop(waiting);
     other.abort();
     assert!(other.await.unwrap_err().is_cancelled());
@@ -114,9 +119,9 @@ async fn who_says_something_is_not_silent() {
     let talks = async move {
         told.notified().await;
         says.notify_one();
-        pending::<()>().await;
+        pending().await
     };
-    let talking = begun(rig.enter(1).unwrap(), talks).await;
+    let talking = begun::<()>(rig.enter(1).unwrap(), talks).await;
     // Its turn has come, and it has not even begun.
     let mute = rig.enter(1).unwrap();
     let waiting = rig.enter(1).unwrap();
@@ -125,9 +130,33 @@ async fn who_says_something_is_not_silent() {
     rig.handshakes.make_room(now);
     tokio::task::yield_now().await;
     assert!(!talking.is_finished());
-    assert_eq!(mute.run(pending::<()>).await, Err(Displaced::Silent));
+    assert_eq!(mute.run(pending::<Result<(), ()>>).await, Err(Displaced::Silent));
     talking.abort();
     drop(waiting);
+}
+
+#[tokio::test]
+async fn a_source_whose_handshakes_fail_rests_and_others_do_not() {
+    let mut rig = Rig::new();
+    rig.now = Instant::now();
+    let fail = async |rig: &Rig, host| rig.enter(host).unwrap().run(|| std::future::ready(Err::<(), ()>(()))).await;
+    let costless = OWED.as_millis() / REST.as_millis();
+    for _ in 0..costless {
+        assert_eq!(fail(&rig, 1).await, Ok(Err(())), "a few failures cost nothing");
+    }
+    rig.handshakes.table().owed.values_mut().for_each(|until| *until = rig.now + OWED + REST);
+    let (resting, other) = (rig.enter(1).unwrap(), rig.enter(2).unwrap());
+    assert_eq!(rig.active(), [2]);
+    rig.handshakes.make_room(rig.now + REST / 2);
+    assert_eq!(rig.active(), [2]);
+    rig.handshakes.make_room(rig.now + REST);
+    assert_eq!(rig.active(), [1, 2]);
+    drop((resting, other));
+    // One that goes while it rests leaves nothing.
+    rig.handshakes.table().owed.values_mut().for_each(|until| *until = rig.now + OWED * 9);
+    drop(rig.enter(1).unwrap());
+    assert!(rig.handshakes.table().resting.is_empty());
+    rig.end();
 }
 
 #[test]

@@ -1,25 +1,33 @@
 //! `/metrics`, `/healthz` and `/readyz`.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use axum::{Router, http::StatusCode, http::header::CONTENT_TYPE, response::IntoResponse, routing::get};
-use tokio::net::TcpListener;
+use tokio::{
+    net::TcpListener,
+    sync::Mutex,
+    time::{Instant, sleep_until},
+};
 use tokio_util::sync::CancellationToken;
 
-use super::{Lifecycle, Shared};
+use super::{Lifecycle, Shared, http_listener::BoundedListener};
 use crate::metrics::kind_name;
+
+/// Between two pages of metrics, each of which takes the time of a hundred messages to agents: everybody may ask for one.
+const SCRAPE_PAUSE: Duration = Duration::from_millis(20);
 
 const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
 /// Serves until `stopped` is cancelled.
 pub(super) async fn serve(listener: TcpListener, shared: Arc<Shared>, stopped: CancellationToken) {
     let (scraped, healthy) = (Arc::clone(&shared), Arc::clone(&shared));
+    let turn = Arc::new(Mutex::new(Instant::now()));
     let router = Router::new()
-        .route("/metrics", get(move || async move { ([(CONTENT_TYPE, OPEN_METRICS)], scrape(&scraped)) }))
+        .route("/metrics", get(move || async move { ([(CONTENT_TYPE, OPEN_METRICS)], scrape(&scraped, &turn).await) }))
         .route("/healthz", get(move || async move { health(&healthy) }))
         .route("/readyz", get(move || async move { ready(&shared) }));
     tokio::select! {
-        result = async { axum::serve(listener, router).await } => {
+        result = async { axum::serve(BoundedListener::new(listener), router).await } => {
             if let Err(error) = result {
                 tracing::error!(%error, "serving metrics failed");
             }
@@ -28,7 +36,10 @@ pub(super) async fn serve(listener: TcpListener, shared: Arc<Shared>, stopped: C
     }
 }
 
-fn scrape(shared: &Shared) -> String {
+async fn scrape(shared: &Shared, turn: &Mutex<Instant>) -> String {
+    let mut next = turn.lock().await;
+    sleep_until(*next).await;
+    *next = Instant::now() + SCRAPE_PAUSE;
     shared.agents.fleet().refresh_metrics();
     for (kind, age) in shared.store.source_ages() {
         shared.metrics.set_source_age(kind, age);

@@ -368,7 +368,7 @@ fn agent_info(store: &Store, agent: &Agent) -> v1::AgentInfo {
         resumed_resources: agent.resumed_resources.load(Ordering::Relaxed),
         connected_unix_ms: unix_ms(agent.connected),
         last_error: record.last_error,
-        rejections: record.rejections.into_iter().map(rejection).collect(),
+        rejections: record.rejections.iter().cloned().map(rejection).collect(),
     }
 }
 

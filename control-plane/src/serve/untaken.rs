@@ -5,10 +5,7 @@
 
 use std::{
     pin::Pin,
-    sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicBool, Ordering},
-    },
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     task::{Context, Poll, Wake, Waker},
     time::Duration,
 };
@@ -23,30 +20,10 @@ use tower::Service;
 
 use super::{
     Shared,
+    closer::Closer,
     streams::{Visit, Visited},
 };
 use crate::identity::Peer;
-
-/// Closes one connection.
-#[derive(Debug, Default)]
-pub(super) struct Closer {
-    is_closed: AtomicBool,
-    reader: AtomicWaker,
-}
-
-impl Closer {
-    /// Has the connection closed.
-    fn close(&self) {
-        self.is_closed.store(true, Ordering::Release);
-        self.reader.wake();
-    }
-
-    /// True when the connection is to be closed; otherwise whoever reads it is woken when it is.
-    pub(super) fn poll_closed(&self, cx: &Context<'_>) -> bool {
-        self.reader.register(cx.waker());
-        self.is_closed.load(Ordering::Acquire)
-    }
-}
 
 /// Who asks, and the connection that it asks on; found in the extensions of every request.
 #[derive(Debug, Clone)]

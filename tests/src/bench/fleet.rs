@@ -8,7 +8,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
 
-use super::report::Figure;
+use super::{
+    profile::{Profile, Sampling},
+    report::Figure,
+};
 use crate::fleet::{
     Settings,
     phase::Phase,
@@ -122,7 +125,9 @@ fn run_once(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
     let joined = stage.replicas[0].cpu()?.since(&cpu);
     std::thread::sleep(SETTLING);
     let idle = stage.replicas[0].resident_bytes()?;
+    let sampling = Sampling::start(stage.replicas[0].id())?;
     let phase = Phase::run(&mut stage, 0, load.time(), load.rate)?;
+    let profile = sampling.map(Sampling::finish).transpose()?.flatten();
     stage.replicas[0].check_running()?;
     stage.compare_digests()?;
     check_deliveries(&phase, agents)?;
@@ -140,6 +145,7 @@ fn run_once(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
         figure("connecting-cpu-per-agent", joined.busy() * 1e6 / agents as f64, "µs"),
     ];
     figures.extend(phase_figures("fleet", &phase, agents, &label));
+    figures.extend(profile.iter().flat_map(|profile| profile_figures(profile, &phase, &label)));
     Ok(figures)
 }
 
@@ -180,6 +186,16 @@ fn phase_figures(bench: &str, phase: &Phase, agents: usize, label: &str) -> Vec<
     ]
 }
 
+/// Where the replica's time for a message goes; it all adds up to that.
+fn profile_figures(profile: &Profile, phase: &Phase, label: &str) -> Vec<Figure> {
+    let each = phase.server.busy() * 1e6 / phase.messages.max(1) as f64;
+    let figure = |(what, share): (&str, f64)| {
+        let name = format!("fleet/where/{what}/{label}");
+        Figure::against(name, share * each, "µs", "all", each)
+    };
+    profile.shares().into_iter().map(figure).collect()
+}
+
 /// Adds agents, or sends some away, until the delay is just held. All of it on one replica.
 fn find_largest(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
     let start = load.agents.unwrap_or(5_000);
@@ -188,6 +204,7 @@ fn find_largest(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
     let (mut joined, mut figures) = (0, Vec::new());
     let (mut holds, mut fails): (Option<usize>, Option<usize>) = (None, None);
     let mut agents = start;
+    let (mut by_cpu, mut is_ended_by_load) = (0.0, false);
     loop {
         if agents > joined {
             stage.fleet.ask(|worker| worker.resume_at(None))?;
@@ -211,8 +228,10 @@ fn find_largest(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
         figures.push(Figure::alone(format!("fleet/server-core-share/{label}"), share(&phase), "%"));
         if p99 <= HELD_P99_MS {
             holds = Some(agents);
+            by_cpu = phase.agents_by_cpu(agents);
         } else {
             fails = Some(agents);
+            is_ended_by_load = phase.load_share() > BUSY && phase.server_seconds() < BUSY * phase.seconds;
         }
         agents = match (holds, fails) {
             (Some(holds), Some(fails)) if fails as f64 <= holds as f64 * CLOSE => break,
@@ -223,7 +242,14 @@ fn find_largest(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
             (None, _) => agents * 4 / 5,
         };
     }
+    if is_ended_by_load {
+        println!(
+            "the load generator, and not the replica, ends the search: see largest-by-server-cpu for what the replica's core would serve at its cost of \
+             the largest that held"
+        );
+    }
     figures.push(Figure::alone("fleet/largest-within-50-ms", holds.unwrap_or_default() as f64, "agents"));
+    figures.push(Figure::alone("fleet/largest-by-server-cpu", by_cpu, "agents"));
     Ok(figures)
 }
 

@@ -14,6 +14,7 @@ pub mod ipvs;
 pub mod kube_proxy_shape;
 pub mod lagging;
 pub mod memory;
+pub mod profile;
 pub mod report;
 pub mod slow;
 pub mod snapshots;

@@ -247,6 +247,12 @@ impl Replica {
         self.process.check_running()
     }
 
+    /// Number of the process.
+    #[must_use]
+    pub fn id(&self) -> u32 {
+        self.process.id()
+    }
+
     /// What it logged last.
     #[must_use]
     pub fn log_tail(&self) -> String {

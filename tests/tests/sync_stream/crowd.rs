@@ -16,6 +16,7 @@ use tokio::{
 
 use crate::{
     client::{Client, GUARD},
+    get,
     replica::{Replica, service, settings},
     tls,
 };
@@ -109,5 +110,28 @@ async fn silent_peers_keep_no_agent_out() {
     agent_gets_everything(&replica, &authority, host(1), "n1").await;
     assert!(silent() > before);
     crowd.leave().await;
+    replica.running.stop().await;
+}
+
+#[tokio::test]
+async fn connections_for_pages_are_few_and_the_next_one_has_its_place() {
+    allow_open_files(10_000).unwrap();
+    let replica = Replica::start().await;
+    let address = replica.running.metrics_addr.unwrap();
+    let mut crowd = JoinSet::new();
+    for number in 0..500 {
+        let mut stream = TcpStream::connect(address).await.unwrap();
+        if number % 2 == 0 {
+            // The half of a request.
+            stream.write_all(b"GET /metrics HTTP/1.1\r\n").await.unwrap();
+        }
+        crowd.spawn(async move { stream.read(&mut [0]).await });
+    }
+    for _ in 0..500 - 64 {
+        timeout(GUARD, crowd.join_next()).await.expect("more are kept than there may be");
+    }
+    for path in ["/healthz", "/readyz", "/metrics"] {
+        assert_eq!(get(&replica, path).await.0, "HTTP/1.1 200 OK");
+    }
     replica.running.stop().await;
 }

@@ -3,7 +3,7 @@
 use std::{
     io::{self, Read as _, Write as _},
     pin::Pin,
-    task::{Context, Poll, Waker},
+    task::{Context, Poll, Waker, ready},
 };
 
 use rustls::ServerConnection;
@@ -11,7 +11,10 @@ use socket2::SockRef;
 use tokio::{
     io::{AsyncRead as _, AsyncWrite as _, ReadBuf},
     net::TcpStream,
+    time::Instant,
 };
+
+use crate::serve::budget::Budget;
 
 /// Bytes that the kernel takes while earlier ones have not left it (`TCP_NOTSENT_LOWAT`, tcp(7)). Without a bound it takes megabytes for a peer that does
 /// not read, all of them out of date by the time that it does.
@@ -24,6 +27,7 @@ pub(super) struct Io {
     /// Without TLS: what was to be written and the kernel did not take. TLS keeps its own.
     unwritten: Vec<u8>,
     written_bytes: u64,
+    budget: Budget,
 }
 
 impl Io {
@@ -36,7 +40,12 @@ impl Io {
             // What is written is at most one record, and only once the one before it has left.
             tls.set_buffer_limit(None);
         }
-        Self { stream, tls, unwritten: Vec::new(), written_bytes: 0 }
+        Self { stream, tls, unwritten: Vec::new(), written_bytes: 0, budget: Budget::new(Instant::now()) }
+    }
+
+    /// True while what has come has to wait, since so much has come before.
+    pub(super) fn is_paused(&self, now: Instant) -> bool {
+        self.budget.pause(now).is_some()
     }
 
     /// Bytes that the kernel has taken: as this grows, the peer reads.
@@ -44,13 +53,14 @@ impl Io {
         self.written_bytes
     }
 
-    /// Reads into `buffer`. 0 is the end.
+    /// Reads into `buffer`. 0 is the end. Not to be called while it is paused.
     ///
     /// # Errors
     ///
     /// The connection is broken, or what came is not TLS's.
     pub(super) fn poll_read(&mut self, cx: &mut Context<'_>, buffer: &mut [u8]) -> Poll<io::Result<usize>> {
-        let Some(tls) = &mut self.tls else { return poll_socket(&mut self.stream, cx, buffer) };
+        let Self { stream, budget, .. } = self;
+        let Some(tls) = &mut self.tls else { return poll_socket(stream, budget, cx, buffer) };
         loop {
             match tls.reader().read(buffer) {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
@@ -58,14 +68,14 @@ impl Io {
                 Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Poll::Ready(Ok(0)),
                 read => return Poll::Ready(read),
             }
-            match tls.read_tls(&mut Socket(&mut self.stream, cx)) {
+            match tls.read_tls(&mut Reader { stream, budget, cx }) {
                 Ok(_) => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Poll::Pending,
                 Err(error) => return Poll::Ready(Err(error)),
             }
             if let Err(error) = tls.process_new_packets() {
                 // The alert that says why, if there is room for it.
-                let _ = tls.write_tls(&mut Socket(&mut self.stream, cx));
+                let _ = tls.write_tls(&mut Writer(stream));
                 return Poll::Ready(Err(io::Error::new(io::ErrorKind::InvalidData, error)));
             }
         }
@@ -97,7 +107,7 @@ impl Io {
     pub(super) fn flush(&mut self) -> io::Result<bool> {
         loop {
             let written = match &mut self.tls {
-                Some(tls) if tls.wants_write() => tls.write_tls(&mut Socket(&mut self.stream, &mut no_context())),
+                Some(tls) if tls.wants_write() => tls.write_tls(&mut Writer(&mut self.stream)),
                 None if !self.unwritten.is_empty() => self.stream.try_write(&self.unwritten),
                 _ => return Ok(true),
             };
@@ -144,25 +154,39 @@ fn no_context() -> Context<'static> {
     Context::from_waker(Waker::noop())
 }
 
-fn poll_socket(stream: &mut TcpStream, cx: &mut Context<'_>, buffer: &mut [u8]) -> Poll<io::Result<usize>> {
+fn poll_socket(
+    stream: &mut TcpStream,
+    budget: &mut Budget,
+    cx: &mut Context<'_>,
+    buffer: &mut [u8],
+) -> Poll<io::Result<usize>> {
     let mut buffer = ReadBuf::new(buffer);
     // Unlike `try_read` this knows that a read that did not fill the buffer has emptied the socket, which spares a second call to the kernel.
-    Pin::new(stream).poll_read(cx, &mut buffer).map_ok(|()| buffer.filled().len())
+    ready!(Pin::new(stream).poll_read(cx, &mut buffer))?;
+    budget.spend(buffer.filled().len(), Instant::now());
+    Poll::Ready(Ok(buffer.filled().len()))
 }
 
-/// The socket as rustls wants it. Reading waits as its context says; writing does not wait.
-struct Socket<'a, 'b, 'c>(&'a mut TcpStream, &'b mut Context<'c>);
+/// The socket as rustls reads it: waiting as the context says.
+struct Reader<'a, 'b> {
+    stream: &'a mut TcpStream,
+    budget: &'a mut Budget,
+    cx: &'a mut Context<'b>,
+}
 
-impl io::Read for Socket<'_, '_, '_> {
+impl io::Read for Reader<'_, '_> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        match poll_socket(self.0, self.1, buffer) {
+        match poll_socket(self.stream, self.budget, self.cx, buffer) {
             Poll::Ready(read) => read,
             Poll::Pending => Err(io::ErrorKind::WouldBlock.into()),
         }
     }
 }
 
-impl io::Write for Socket<'_, '_, '_> {
+/// The socket as rustls writes it: without waiting.
+struct Writer<'a>(&'a mut TcpStream);
+
+impl io::Write for Writer<'_> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.0.try_write(bytes)
     }

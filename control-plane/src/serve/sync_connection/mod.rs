@@ -65,6 +65,8 @@ struct State {
     http2: Http2,
     /// The kernel takes nothing at the moment.
     is_blocked: bool,
+    /// Nothing is read at the moment.
+    is_paused: bool,
     /// Nothing more is going to be written.
     is_closed: bool,
 }
@@ -81,7 +83,7 @@ pub(super) fn serve(
     let signal = Arc::new(Signal::new());
     let mut http2 = Http2::new(Arc::clone(shared), peer, Arc::clone(&signal));
     http2.receive(&first[PREFACE.len().min(first.len())..]);
-    let state = State { io: Io::new(stream, tls), http2, is_blocked: false, is_closed: false };
+    let state = State { io: Io::new(stream, tls), http2, is_blocked: false, is_paused: false, is_closed: false };
     let connection = Arc::new(SyncConnection { signal, state: Mutex::new(Some(state)), _held: held });
     let visited = shared.streams.add(Arc::<SyncConnection>::clone(&connection));
     Serve { connection, _visited: visited }
@@ -129,7 +131,9 @@ impl State {
     fn run(&mut self, scratch: &mut Scratch, cx: &mut Context<'_>) -> Result<(), Error> {
         let now = Instant::now();
         let mut read = 0;
-        while let Poll::Ready(bytes) = self.io.poll_read(cx, &mut scratch.read)? {
+        while !self.io.is_paused(now)
+            && let Poll::Ready(bytes) = self.io.poll_read(cx, &mut scratch.read)?
+        {
             if bytes == 0 {
                 return Err(ErrorKind::UnexpectedEof.into());
             }
@@ -141,6 +145,7 @@ impl State {
                 break;
             }
         }
+        self.is_paused = self.io.is_paused(now);
         loop {
             match self.write(&mut scratch.write, now)? {
                 Written::All => return Ok(()),
@@ -212,8 +217,10 @@ impl Visit for SyncConnection {
             state.http2.disconnected(error);
         }
         let is_idle = matches!(written, Ok(Written::All)) && !state.http2.is_over();
+        // Nothing else wakes the task for what has come already.
+        let reads_again = state.is_paused && !state.io.is_paused(now);
         drop(slot);
-        if !is_idle {
+        if !is_idle || reads_again {
             self.signal.wake();
         }
     }
