@@ -121,7 +121,7 @@ fn expect_from_node_a(bed: &Testbed, servers: &'static [&'static str]) -> Result
     run(bed, &cases)
 }
 
-/// Somebody flushes all tables, or only what leads to our chains: everything comes back by itself.
+/// Somebody flushes all tables, one of them, or only what leads to our chains: everything comes back by itself.
 ///
 /// On machines with [`super::lifecycle::some_services`] on which nothing runs yet.
 pub fn flushed_rules_come_back(bed: &Testbed) -> Result<()> {
@@ -137,15 +137,19 @@ pub fn flushed_rules_come_back(bed: &Testbed) -> Result<()> {
             .into_iter()
             .try_for_each(|family| iptables::run(node, bed.backend().variant(), family, &lock, arguments))
     };
-    let all_tables = || -> Result<()> {
-        for table in ["mangle", "nat", "filter"] {
+    let tables = |tables: &[&str]| -> Result<()> {
+        for table in tables {
             flush(&["-t", table, "-F"])?;
             flush(&["-t", table, "-X"])?;
         }
         Ok(())
     };
-    let steps: [(&str, &dyn Fn() -> Result<()>); 3] = [
-        ("all tables were flushed", &all_tables),
+    let steps: [(&str, &dyn Fn() -> Result<()>); 6] = [
+        ("all tables were flushed", &|| tables(&["mangle", "nat", "filter"])),
+        // One alone: the canary in mangle, at which is looked first, stays.
+        ("table nat was flushed", &|| tables(&["nat"])),
+        ("table filter was flushed", &|| tables(&["filter"])),
+        ("one chain was flushed", &|| flush(&["-t", "nat", "-F", "KUBE-MARK-MASQ"])),
         ("what leads to the chains was flushed", &|| flush(&["-t", "nat", "-F", "PREROUTING"])),
         ("the chain that refuses was cut off", &|| flush(&["-F", "OUTPUT"])),
     ];

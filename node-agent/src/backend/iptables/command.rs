@@ -23,6 +23,9 @@ use super::{
 /// Seconds to wait for the lock that all iptables programs share (legacy only; nft ignores it).
 const LOCK_WAIT_SECONDS: &str = "5";
 
+/// Exit status of an iptables program that cannot do anything with what it was asked (xtables.h, PARAMETER_PROBLEM).
+const EXIT_PARAMETER_PROBLEM: i32 = 2;
+
 /// Exit status of an iptables program that did not get the lock (xtables.h, RESOURCE_PROBLEM).
 const EXIT_RESOURCE_PROBLEM: i32 = 4;
 
@@ -149,7 +152,8 @@ impl Programs {
 
     /// True when a chain exists.
     pub(in crate::backend) fn has_chain(&self, table: Table, chain: &str) -> Result<bool, BackendError> {
-        self.test(table, &["-S", chain, "1"])
+        let output = self.test(table, &["-S", chain, "1"])?;
+        self.is_found(table, &output)
     }
 
     /// True when a rule exists in a chain. `rule` is as `iptables-save` prints it.
@@ -157,20 +161,31 @@ impl Programs {
         let words = split_rule(rule);
         let mut arguments = vec!["-C", chain];
         arguments.extend(words.iter().map(String::as_str));
-        self.test(table, &arguments)
+        let output = self.test(table, &arguments)?;
+        // A rule cannot lead to a chain that does not exist. Each variant complains about it in words of its own, as it does about what is wrong with
+        // the question itself.
+        let target = words.iter().skip_while(|word| *word != "-j").nth(1);
+        if output.status.code() == Some(EXIT_PARAMETER_PROBLEM)
+            && let Some(target) = target
+            && !self.has_chain(table, target)?
+        {
+            return Ok(false);
+        }
+        self.is_found(table, &output)
     }
 
-    fn test(&self, table: Table, arguments: &[&str]) -> Result<bool, BackendError> {
+    fn test(&self, table: Table, arguments: &[&str]) -> Result<Output, BackendError> {
         let program = self.name("");
         let mut command = Command::new(&program);
         command.args(["-w", LOCK_WAIT_SECONDS, "-t", table.as_str()]).args(arguments);
-        let output = command.output().map_err(|error| start_error(&program, &error))?;
+        command.output().map_err(|error| start_error(&program, &error))
+    }
+
+    fn is_found(&self, table: Table, output: &Output) -> Result<bool, BackendError> {
         match output.status.code() {
             Some(0) => Ok(true),
             Some(1) => Ok(false),
-            // A rule cannot be in a chain that leads to one that does not exist; the legacy variant takes the name for an extension's.
-            Some(2) if String::from_utf8_lossy(&output.stderr).contains("Couldn't load target") => Ok(false),
-            _ => Err(failure(&program, &format!("cannot look at table {table}"), &output)),
+            _ => Err(failure(&self.name(""), &format!("cannot look at table {table}"), output)),
         }
     }
 }
