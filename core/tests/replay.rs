@@ -232,7 +232,7 @@ fn crossing_the_dispatch_threshold_keeps_the_rules_right() {
         rig.full();
         let (script, _) = rig.ledger.changed(&rig.state, &node(), &Dirty::default());
         assert!(script.is_empty());
-        let is_two_level = before.concat().contains("KUBE-SVCS-");
+        let is_two_level = before.concat().contains("KUBE-SVC-G-");
         // 400 services are dispatched on two levels, and fewer than half of the threshold on one again.
         assert_eq!(is_two_level, removed < 272, "{removed} removed");
     }

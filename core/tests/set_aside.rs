@@ -105,7 +105,9 @@ fn addresses(name: &str) -> [IpAddr; 2] {
 
 /// Not those that all services, or those of a group, have in common.
 fn is_chain_of_service(word: &str) -> bool {
-    ["KUBE-SVC-", "KUBE-SVL-", "KUBE-EXT-", "KUBE-FW-", "KUBE-SEP-"].iter().any(|prefix| word.starts_with(prefix))
+    let prefixes = ["KUBE-SVC-", "KUBE-SVL-", "KUBE-EXT-", "KUBE-FW-", "KUBE-SEP-"];
+    // Dispatch groups have a dash more.
+    prefixes.iter().find_map(|prefix| word.strip_prefix(prefix)).is_some_and(|hash| !hash.contains('-'))
 }
 
 fn service(name: &str, has_affinity: bool) -> Change {

@@ -250,6 +250,11 @@ macro_rules! rule_tests {
                 on_machines(BACKEND, lifecycle::some_services(), rules::the_other_variant_goes);
             }
 
+            #[test]
+            fn kube_proxy_comes_back() {
+                on_machines(BACKEND, lifecycle::some_services(), rules::kube_proxy_comes_back);
+            }
+
             // rows of iptables: 50
             #[test]
             fn loopback_is_guarded() {

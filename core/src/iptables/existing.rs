@@ -108,7 +108,7 @@ fn target(rule: &str) -> Option<&str> {
     words.next()
 }
 
-/// The prefix length of `-d 10.96.0.0/24 -j KUBE-SVCS-…`.
+/// The prefix length of `-d 10.96.0.0/24 -j KUBE-SVC-G-…`.
 fn group_prefix_length(rule: &str) -> Option<u8> {
     let (prefix, target) = rule.strip_prefix("-d ")?.split_once(" -j ")?;
     ChainName::parse(target)?;

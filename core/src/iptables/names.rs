@@ -23,14 +23,16 @@ pub enum ChainKind {
     Firewall,
     /// `KUBE-SEP-`: one endpoint.
     Endpoint,
-    /// `KUBE-SVCS-`: second level of the dispatch by address.
+    /// `KUBE-SVC-G-`: second level of the dispatch by address.
     AddressGroup,
-    /// `KUBE-NPS-`: second level of the dispatch by NodePort.
+    /// `KUBE-EXT-G-`: second level of the dispatch by NodePort.
     NodePortGroup,
+    /// `KUBE-HPS-`: second level of KUBE-HAIRPIN.
+    HairpinGroup,
 }
 
 impl ChainKind {
-    const ALL: [Self; 7] = [
+    const ALL: [Self; 8] = [
         Self::ClusterPolicy,
         Self::LocalPolicy,
         Self::External,
@@ -38,9 +40,14 @@ impl ChainKind {
         Self::Endpoint,
         Self::AddressGroup,
         Self::NodePortGroup,
+        Self::HairpinGroup,
     ];
 
     /// The name's beginning.
+    ///
+    /// Groups that lead to services' chains begin as those do. So kube-proxy, where it takes a node over, finds them among the chains of services that it does
+    /// not know, and removes them. Left behind, they would keep the chains that they lead to from being deleted, and with that each of its syncs from
+    /// succeeding. KUBE-HAIRPIN leads to its groups and stays there, so that theirs have to stay as well.
     #[must_use]
     pub fn prefix(self) -> &'static str {
         match self {
@@ -49,8 +56,9 @@ impl ChainKind {
             Self::External => "KUBE-EXT-",
             Self::Firewall => "KUBE-FW-",
             Self::Endpoint => "KUBE-SEP-",
-            Self::AddressGroup => "KUBE-SVCS-",
-            Self::NodePortGroup => "KUBE-NPS-",
+            Self::AddressGroup => "KUBE-SVC-G-",
+            Self::NodePortGroup => "KUBE-EXT-G-",
+            Self::HairpinGroup => "KUBE-HPS-",
         }
     }
 }
@@ -94,9 +102,11 @@ impl ChainName {
     /// Reads a name back; `None` when it is not one of ours.
     #[must_use]
     pub fn parse(text: &str) -> Option<Self> {
-        let (kind, rest) = ChainKind::ALL.iter().find_map(|kind| Some((*kind, text.strip_prefix(kind.prefix())?)))?;
-        let hash = BASE32_NOPAD.decode(rest.as_bytes()).ok()?;
-        Some(Self { kind, hash: hash.try_into().ok()? })
+        ChainKind::ALL.into_iter().find_map(|kind| {
+            // A prefix may begin with another one; what follows that is no hash then, for the dash in it.
+            let hash = BASE32_NOPAD.decode(text.strip_prefix(kind.prefix())?.as_bytes()).ok()?;
+            Some(Self { kind, hash: hash.try_into().ok()? })
+        })
     }
 }
 

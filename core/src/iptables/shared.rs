@@ -328,7 +328,10 @@ fn group_chain(chain: SharedChain, group: Group) -> Option<ChainName> {
         Group::ClusterIps(prefix) => {
             Some(ChainName::of(ChainKind::AddressGroup, &format!("{} cluster IP {prefix}", chain.name())))
         }
-        Group::Addresses(prefix) => Some(ChainName::of(ChainKind::AddressGroup, &format!("{} {prefix}", chain.name()))),
+        Group::Addresses(prefix) => {
+            let kind = if chain == SharedChain::NatHairpin { ChainKind::HairpinGroup } else { ChainKind::AddressGroup };
+            Some(ChainName::of(kind, &format!("{} {prefix}", chain.name())))
+        }
         Group::Ports(protocol, block) => {
             Some(ChainName::of(ChainKind::NodePortGroup, &format!("{} {protocol} {block}", chain.name())))
         }

@@ -62,7 +62,10 @@ fn hashes_are_kube_proxys() {
     let vector = |kind, text| ChainName::of(kind, text).to_string();
     assert_eq!(vector(ChainKind::ClusterPolicy, "ns1/svc1:p80tcp"), "KUBE-SVC-XPGD46QRK7WJZT7O");
     assert_eq!(vector(ChainKind::Endpoint, "ns1/svc1:p80tcp10.180.0.1:80"), "KUBE-SEP-SXIVWICOYRO3J4NJ");
-    for name in ["KUBE-SVC-XPGD46QRK7WJZT7O", "KUBE-SEP-SXIVWICOYRO3J4NJ", "KUBE-FW-NUKIZ6OKUXPJNT4C"] {
+    let services = ["KUBE-SVC-XPGD46QRK7WJZT7O", "KUBE-SEP-SXIVWICOYRO3J4NJ", "KUBE-FW-NUKIZ6OKUXPJNT4C"];
+    let groups = ["KUBE-SVC-G-XPGD46QRK7WJZT7O", "KUBE-EXT-G-XPGD46QRK7WJZT7O", "KUBE-HPS-XPGD46QRK7WJZT7O"];
+    for name in services.into_iter().chain(groups) {
+        assert!(name.len() <= 28, "iptables takes no longer names: {name}");
         assert_eq!(ChainName::parse(name).unwrap().to_string(), name);
     }
     for foreign in
@@ -344,7 +347,7 @@ fn the_compact_layout_translates_in_the_services_chain() {
     let group = hairpin[0].strip_prefix("-s 10.180.0.0/24 -j ").unwrap();
     assert_eq!(rules(&script, group), ["-s 10.180.0.2/32 -d 10.180.0.2/32 -j MASQUERADE --random-fully"]);
     assert_eq!(rules(&script, "KUBE-POSTROUTING")[0], "-m conntrack --ctstate DNAT -j KUBE-HAIRPIN");
-    assert!(rules(&script, "KUBE-NODEPORTS")[0].starts_with("-p tcp -m tcp --dport 29984:30015 -j KUBE-NPS-"));
+    assert!(rules(&script, "KUBE-NODEPORTS")[0].starts_with("-p tcp -m tcp --dport 29984:30015 -j KUBE-EXT-G-"));
 }
 
 #[test]
@@ -359,9 +362,9 @@ fn the_compact_layout_masquerades_by_groups_of_cluster_ips() {
     let groups = |config: RenderConfig| {
         let (_, script) = full(RenderConfig { layout: Layout::Compact, ..config }, &state);
         let leads = rules(&script, "KUBE-SERVICES");
-        let names = leads.iter().filter_map(|rule| rule.split_once(" -j KUBE-SVCS-"));
+        let names = leads.iter().filter_map(|rule| rule.split_once(" -j KUBE-SVC-G-"));
         let groups: Vec<Vec<String>> = names
-            .map(|(_, hash)| rules(&script, &format!("KUBE-SVCS-{hash}")).into_iter().map(str::to_owned).collect())
+            .map(|(_, hash)| rules(&script, &format!("KUBE-SVC-G-{hash}")).into_iter().map(str::to_owned).collect())
             .collect();
         groups
     };
@@ -402,7 +405,7 @@ fn dispatch_groups_are_cut_anew_when_the_cluster_grows() {
             *lengths.entry(chain).or_default() += 1;
         }
     }
-    let longest = lengths.iter().filter(|(chain, _)| chain.starts_with("KUBE-SVCS-")).map(|(_, n)| *n).max().unwrap();
+    let longest = lengths.iter().filter(|(chain, _)| chain.starts_with("KUBE-SVC-G-")).map(|(_, n)| *n).max().unwrap();
     // At best some 2·√4000 = 126 rules have to be passed; groups that were cut for a fourth of the services are at most four times too long.
     assert!(longest + lengths["KUBE-SERVICES"] < 4 * 126, "{longest} + {}", lengths["KUBE-SERVICES"]);
 }

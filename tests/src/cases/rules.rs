@@ -18,8 +18,14 @@ use crate::testbed::{AgentSetup, Backend, Family, Testbed};
 use Source::{Kept, Masqueraded};
 use Via::{ClusterIp, NodePort};
 
-/// Chains that belong to one service.
+/// What names of chains begin with by which kube-proxy knows that they are of services, and its own.
 const OF_SERVICES: [&str; 5] = ["KUBE-SVC-", "KUBE-SVL-", "KUBE-EXT-", "KUBE-FW-", "KUBE-SEP-"];
+
+/// True for a chain that belongs to one service. Dispatch groups are called in the same way, with a dash more.
+fn is_of_one_service(chain: &str) -> bool {
+    let hash = OF_SERVICES.iter().find_map(|prefix| chain.strip_prefix(prefix));
+    hash.is_some_and(|hash| !hash.contains('-'))
+}
 
 /// Rules of node-a in the backend's variant, both families, each chain's in order, chains sorted.
 fn rules(bed: &Testbed) -> Result<Vec<String>> {
@@ -50,8 +56,7 @@ fn chains_of<'a>(rules: &'a [String], service: &Service) -> BTreeSet<&'a str> {
         let is_about =
             |rule: &&String| rule.split(' ').any(|word| chains.contains(word) || roots.iter().any(|root| root == word));
         let words = rules.iter().filter(is_about).flat_map(|rule| rule.split(' '));
-        let found: BTreeSet<&str> =
-            words.filter(|word| OF_SERVICES.iter().any(|prefix| word.starts_with(prefix))).collect();
+        let found: BTreeSet<&str> = words.filter(|word| is_of_one_service(word)).collect();
         if found.len() == chains.len() {
             return chains;
         }
@@ -96,8 +101,8 @@ pub fn a_change_writes_its_service(bed: &Testbed) -> Result<()> {
     ensure!(!own.is_empty(), "no chain of the service was found");
     own.extend(chains_of(&after, &steady));
     // The marker of the testbed changes its port with each version.
-    let dispatch = |chain: &&str| !OF_SERVICES.iter().any(|prefix| chain.starts_with(prefix));
-    let others: Vec<&&str> = written.iter().filter(|chain| !dispatch(chain) && !own.contains(**chain)).collect();
+    let others: Vec<&&str> =
+        written.iter().filter(|chain| is_of_one_service(chain) && !own.contains(**chain)).collect();
     ensure!(others.is_empty(), "chains of other services were written: {others:?}; its own are {own:?}");
     ensure!(written.iter().any(|chain| own.contains(chain)), "only {written:?} were written");
     ensure!(after != before, "the rules are still those of before");
@@ -200,6 +205,45 @@ pub fn the_other_variant_goes(bed: &Testbed) -> Result<()> {
         Ok(())
     })?;
     expect_servers(bed, "steady", &["a2", "c1"])
+}
+
+/// kube-proxy comes back to the node. Its sync writes its own chains anew and removes, in the same step, all chains of services that it does not know: here, all
+/// that there are. Were one of them still led to, that and each later sync would fail. Then the agent comes back.
+///
+/// On machines with [`super::lifecycle::some_services`] on which nothing runs yet.
+pub fn kube_proxy_comes_back(bed: &Testbed) -> Result<()> {
+    const REWRITTEN: [&str; 4] = ["KUBE-SERVICES", "KUBE-NODEPORTS", "KUBE-POSTROUTING", "KUBE-MARK-MASQ"];
+    bed.start_control_plane()?;
+    for node in &NODES {
+        bed.start_agent(node.name)?;
+    }
+    bed.wait_programmed()?;
+    let before = rules(bed)?;
+    bed.stop_agent("node-a")?;
+    let (node, lock) = (bed.machines().machine("node-a")?, bed.machines().xtables_lock("node-a"));
+    for family in Family::BOTH {
+        let saved = iptables::save(node, bed.backend().variant(), family, &lock)?;
+        let (_, nat) = saved.split_once("*nat\n").context("no table nat")?;
+        let (nat, _) = nat.split_once("COMMIT\n").context("no end of table nat")?;
+        let chains = nat.lines().filter_map(|line| line.strip_prefix(':')?.split(' ').next());
+        let unknown: Vec<&str> =
+            chains.filter(|chain| OF_SERVICES.iter().any(|prefix| chain.starts_with(prefix))).collect();
+        ensure!(!unknown.is_empty(), "no chain of a service:\n{nat}");
+        let flushed = REWRITTEN.iter().chain(&unknown).map(|chain| format!(":{chain} - [0:0]\n"));
+        let removed = unknown.iter().map(|chain| format!("-X {chain}\n"));
+        let script = bed.machines().folder().join("as-kube-proxy");
+        let text: String = flushed.chain(removed).collect();
+        std::fs::write(&script, format!("*nat\n{text}COMMIT\n")).context("writing a script")?;
+        iptables::restore(node, bed.backend().variant(), family, &lock, &script)
+            .with_context(|| format!("kube-proxy's sync fails over {family}"))?;
+    }
+    bed.start_agent("node-a")?;
+    eventually(|| {
+        let now = rules(bed)?;
+        ensure!(now == before, "before:\n{}\nnow:\n{}", before.join("\n"), now.join("\n"));
+        Ok(())
+    })?;
+    expect_servers(bed, "steady", &["a1", "b1"])
 }
 
 /// Services with SCTP ports are programmed, and neither has the kernel loaded what SCTP sockets need, nor has anybody opened one.

@@ -35,6 +35,13 @@ pub fn run(machine: &Namespace, variant: Variant, family: Family, lock: &Path, a
     machine.output(command).map(drop)
 }
 
+/// Gives a script to `iptables-restore --noflush` in `machine`. It has to be in a file.
+pub fn restore(machine: &Namespace, variant: Variant, family: Family, lock: &Path, script: &Path) -> Result<()> {
+    let mut command = Command::new(variant.program(family, "-restore"));
+    command.args(["--noflush", "-w", "60"]).arg(script).env("XTABLES_LOCKFILE", lock);
+    machine.output(command).map(drop)
+}
+
 /// Rules of one variant and family as `iptables-save` prints them, without comments, packet counters, and tables in which there is
 /// nothing but empty built-in chains that accept (a table appears when somebody first looks at it).
 pub fn save(machine: &Namespace, variant: Variant, family: Family, lock: &Path) -> Result<String> {
