@@ -193,6 +193,7 @@ fn a_foreign_rule_keeps_nothing_from_being_written(variant: Variant, by: testbed
             assert_eq!((repaired.objects_written, repaired.warnings), (0, Vec::new()), "it is named once");
             let error = rig.backend.cleanup().unwrap_err();
             assert!(error.message.contains(chain), "{error}");
+            assert!(!error.message.contains("KUBE-PROXY-CANARY"), "what is gone is not left: {error}");
             assert_eq!(save().matches("KUBE-").count(), 2, "the chain and the rule that leads to it:\n{}", save());
             by_hand(&["-t", "nat", "-F", "SOMEBODY"]);
             rig.backend.sync_full(&rig.state, &node()).unwrap();
