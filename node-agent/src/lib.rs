@@ -95,6 +95,9 @@ pub async fn run(options: Options, shutdown: CancellationToken) -> Result<(), Ag
     if let Some(warning) = &configured.warning {
         warn!("{warning}");
     }
+    // What cannot run should not have changed the machine.
+    options.node_name(&configured.settings)?;
+    options.control_planes()?;
     prepare(&configured.settings)?;
     let backend = backend::build(&options, &configured.settings)?;
     run_configured(options, configured, backend, Machine::Ours, shutdown).await

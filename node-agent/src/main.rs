@@ -2,7 +2,7 @@
 
 use std::process::ExitCode;
 
-use anyhow::Context as _;
+use anyhow::{Context as _, anyhow};
 use clap::Parser as _;
 use headgate_node_agent::{
     backend::{self, Cleanup, ErrorKind},
@@ -27,8 +27,8 @@ fn main() -> ExitCode {
 }
 
 fn start(options: Options) -> anyhow::Result<()> {
-    let filter =
-        EnvFilter::try_new(&options.log).context("--log: not a filter such as info or headgate_node_agent=debug")?;
+    let filter = EnvFilter::try_new(&options.log)
+        .map_err(|error| anyhow!("--log: {error}; write a filter such as info or headgate_node_agent=debug"))?;
     let ansi = std::io::IsTerminal::is_terminal(&std::io::stderr());
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(ansi).init();
     if let Some(path) = &options.write_config_to {

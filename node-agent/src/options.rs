@@ -26,15 +26,21 @@ pub enum OptionsError {
     /// No host name either.
     #[error("--node-name: {0}; pass the Kubernetes name of this node")]
     NodeName(String),
-    /// An address of a control plane.
+    /// An address of a control plane. The sentence is all there is to say: it has no source, which would be shown beside it.
     #[error("--control-plane: {0}")]
-    ControlPlane(#[from] AddressError),
+    ControlPlane(String),
     /// TLS files are missing.
     #[error("--control-plane names an https URL, which needs --tls-cert, --tls-key and --tls-ca; missing: {0}")]
     TlsFilesMissing(String),
     /// kube-proxy's settings.
     #[error(transparent)]
     Config(#[from] ConfigError),
+}
+
+impl From<AddressError> for OptionsError {
+    fn from(error: AddressError) -> Self {
+        Self::ControlPlane(error.to_string())
+    }
 }
 
 /// Settings, and where they come from.
@@ -55,7 +61,13 @@ pub struct Configured {
 #[command(name = "headgate-node-agent", version)]
 pub struct Options {
     /// Kubernetes name of this node. Default: the host name in lower case
-    #[arg(long, value_name = "NAME", visible_alias = "hostname-override", env = "HEADGATE_NODE_NAME")]
+    #[arg(
+        long,
+        value_name = "NAME",
+        visible_alias = "hostname-override",
+        env = "HEADGATE_NODE_NAME",
+        overrides_with = "node_name"
+    )]
     pub node_name: Option<String>,
 
     /// Control plane replicas, any of which will do: https://HOST:7443, or http://ADDRESS:PORT together with
@@ -206,7 +218,7 @@ impl Options {
     /// A URL cannot be used, or may not be used without TLS, or a file's name is missing.
     pub fn control_planes(&self) -> Result<(Vec<ControlPlane>, Option<Files>), OptionsError> {
         let parse = |url: &String| ControlPlane::parse(url, self.insecure_loopback);
-        let targets: Vec<ControlPlane> = self.control_plane.iter().map(parse).collect::<Result<_, _>>()?;
+        let targets: Vec<ControlPlane> = self.control_plane.iter().map(parse).collect::<Result<_, AddressError>>()?;
         if !targets.iter().any(ControlPlane::uses_tls) {
             return Ok((targets, None));
         }

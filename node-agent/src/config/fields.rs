@@ -101,6 +101,14 @@ pub const FIELDS: &[Field] = &[
         "Where `/metrics`, `/metrics/slis`, `/healthz`, `/proxyMode`, `/configz` and `/status` are served. As a flag, empty turns it off",
     ),
     used(
+        "",
+        "healthz-port",
+        Kind::Int(0, 65_535),
+        "10256",
+        "Port of `--healthz-bind-address` where that names none. 0 turns the pages off. kube-proxy calls this flag deprecated",
+    ),
+    used("", "metrics-port", Kind::Int(0, 65_535), "10249", "The same for `--metrics-bind-address`"),
+    used(
         "bindAddressHardFail",
         "bind-address-hard-fail",
         Kind::Bool,

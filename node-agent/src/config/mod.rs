@@ -35,6 +35,9 @@ pub enum ConfigError {
         /// Where and why.
         error: String,
     },
+    /// It is more than one document.
+    #[error("{0} holds several YAML documents; keep the one of kind {KIND} alone", KIND = raw::KIND)]
+    Several(String),
     /// Values that cannot be: all of them.
     #[error("{} cannot be used:{}", .from, list(.problems))]
     Invalid {
@@ -76,8 +79,10 @@ pub fn read_file(path: &Path) -> Result<ConfigFile, ConfigError> {
 /// # Errors
 /// As [`read_file`].
 pub fn parse(path: &str, text: String) -> Result<ConfigFile, ConfigError> {
-    let tree = yaml::Tree::parse(&text)
-        .map_err(|error| ConfigError::Syntax { path: path.to_owned(), error: error.to_string() })?;
+    let tree = yaml::Tree::parse(&text).map_err(|mistake| match mistake {
+        yaml::Mistake::Syntax(error) => ConfigError::Syntax { path: path.to_owned(), error },
+        yaml::Mistake::Several => ConfigError::Several(path.to_owned()),
+    })?;
     let (raw, Findings { mut problems, notes }) = Raw::from_tree(&tree);
     // What is wrong by itself hides nothing of what is wrong together.
     problems.extend(Settings::check(&raw).err().unwrap_or_default());

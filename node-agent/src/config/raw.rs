@@ -44,10 +44,11 @@ pub struct Findings {
 }
 
 impl Raw {
-    /// Sets a value. A list's elements gather.
+    /// Sets a value. A list's elements gather, and so do feature gates.
     pub fn set(&mut self, id: &'static str, value: Value) {
         match (self.values.get_mut(id), value) {
             (Some(Value::List(held)), Value::List(more)) => held.extend(more),
+            (Some(Value::Any(Json::Object(held))), Value::Any(Json::Object(more))) => held.extend(more),
             (_, value) => {
                 self.values.insert(id, value);
             }
@@ -156,8 +157,8 @@ impl Raw {
         for (key, expected) in [("apiVersion", API_VERSION), ("kind", KIND)] {
             let found = entries.iter().rev().find(|(found, _)| found == key).map(|(_, tree)| tree.to_json());
             if found != Some(Json::from(expected)) {
-                let found = found.map_or_else(|| "missing".to_owned(), |found| found.to_string());
-                findings.problems.push(format!("{key}: {found} cannot be used; write {expected}"));
+                let found = found.map_or_else(|| "missing".to_owned(), |found| format!("{found} cannot be used"));
+                findings.problems.push(format!("{key}: {found}; write {expected}"));
             }
         }
         raw.read_section("", entries, &mut findings);
@@ -175,7 +176,9 @@ impl Raw {
             if path == "apiVersion" || path == "kind" {
                 continue;
             }
-            match (fields::by_id(&path).filter(|field| !field.path.is_empty()), tree) {
+            // A dot in a key is no way into a section: `iptables.syncPeriod` at the top is a field that nobody knows.
+            let field = fields::by_id(&path).filter(|field| !field.path.is_empty() && !key.contains('.'));
+            match (field, tree) {
                 (_, Tree::Scalar(Json::Null)) => {}
                 (Some(field), tree) => self.read_field(field, tree, findings),
                 (None, Tree::Mapping(inner)) if fields::is_section(&path) => self.read_section(&path, inner, findings),

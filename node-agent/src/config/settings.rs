@@ -193,8 +193,8 @@ impl Checker<'_> {
             mode,
             hostname_override,
             bind_address: Some(bind_address).filter(|address| !address.is_unspecified()),
-            healthz_bind_address: self.server("healthzBindAddress", any, 10256),
-            metrics_bind_address: self.server("metricsBindAddress", loopback, 10249),
+            healthz_bind_address: self.server("healthzBindAddress", any, "healthz-port"),
+            metrics_bind_address: self.server("metricsBindAddress", loopback, "metrics-port"),
             bind_address_hard_fail: raw.bool("bindAddressHardFail"),
             detect_local: self.detect_local(),
             node_ports: self.node_ports(),
@@ -223,7 +223,7 @@ impl Checker<'_> {
             "iptables" => ProxyMode::Iptables,
             "ipvs" => ProxyMode::Ipvs,
             other => {
-                self.problem("mode", &format!("mode {other} is not built yet; pass auto, iptables or ipvs"));
+                self.problem("mode", &format!("{other} is not built yet; pass auto, iptables or ipvs"));
                 ProxyMode::Auto
             }
         }
@@ -247,11 +247,13 @@ impl Checker<'_> {
         self.or_problem(address, any)
     }
 
-    /// An address to serve on. A port that is left out is the default one, as kube-proxy has it.
-    fn server(&mut self, id: &str, default: &str, port: u16) -> Option<SocketAddr> {
+    /// An address to serve on. A port that is left out is that of a flag which kube-proxy calls deprecated, as kube-proxy has it: its default, unless it
+    /// was given.
+    fn server(&mut self, id: &str, default: &str, port_flag: &str) -> Option<SocketAddr> {
         let text = self.raw.text(id);
+        let port = u16::try_from(self.raw.int(port_flag)).unwrap_or(0);
         let is_off = text.is_empty() && self.raw.is_set(id) && self.raw.origin == Origin::Flags;
-        if is_off {
+        if is_off || port == 0 {
             return None;
         }
         let text = if self.raw.is_set(id) && !text.is_empty() { text } else { default.to_owned() };

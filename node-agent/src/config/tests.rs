@@ -58,14 +58,19 @@ fn what_kubeadm_writes_is_read_without_noise() {
 #[test]
 fn unknown_repeated_and_meaningless_fields_are_named() {
     let file =
-        read("mode: iptables\nmode: auto\nfoo: 1\niptables: {bar: 2, masqueradeAll: true}\nipvs: {scheduler: rr}\n")
+        read("mode: iptables\nmode: auto\nfoo: 1\niptables: {bar: 2, masqueradeAll: true}\niptables.syncPeriod: 7s\nipvs: {scheduler: rr}\n")
             .unwrap();
     assert_eq!(
         file.notes,
-        ["mode (stands more than once; the last counts)", "foo (unknown)", "iptables.bar (unknown)"]
+        [
+            "mode (stands more than once; the last counts)",
+            "foo (unknown)",
+            "iptables.bar (unknown)",
+            "iptables.syncPeriod (unknown)"
+        ]
     );
     let settings = Settings::check(&file.raw).unwrap();
-    assert_eq!(settings.mode, ProxyMode::Auto);
+    assert_eq!((settings.mode, settings.sync_period), (ProxyMode::Auto, Duration::from_secs(30)));
     assert!(settings.masquerade_all);
     assert_eq!(settings.notes, ["ipvs.scheduler (not used while mode is auto)"]);
 }
@@ -114,7 +119,7 @@ fn every_problem_is_named_with_its_field_and_the_remedy() {
             "  conntrack.min: -1 cannot be used; write a whole number of at least 0",
             "  oomScoreAdj: 2000 cannot be used; write a whole number from -1000 to 1000",
             "  detectLocal: 5 cannot be used; write a mapping",
-            "  mode: \"fast\" cannot be used; write one of , auto, iptables, ipvs, nftables, userspace",
+            "  mode: \"fast\" cannot be used; write one of auto, iptables, ipvs, nftables, userspace",
             "  healthzBindAddress: \"here\" is not an address and a port; write one such as 0.0.0.0:10256",
             "  clusterCIDR: \"nonsense\" is not a CIDR; write one such as 10.0.0.0/8",
             "  nodePortAddresses: primary excludes everything else; write primary alone, or CIDRs alone",
@@ -129,7 +134,12 @@ fn another_kind_or_no_yaml_is_refused() {
     assert!(error.contains("kind: \"ConfigMap\" cannot be used; write KubeProxyConfiguration"), "{error}");
     assert!(parse("c", "[1".into()).unwrap_err().to_string().starts_with("c is not YAML: "));
     assert!(parse("c", "just text".into()).unwrap_err().to_string().contains("not a mapping"));
-    assert!(parse("c", String::new()).unwrap_err().to_string().contains("apiVersion: missing"));
+    assert!(parse("c", String::new()).unwrap_err().to_string().contains("apiVersion: missing; write kubeproxy"));
+    let two = format!("kind: ClusterConfiguration\n---\n{HEAD}");
+    assert_eq!(
+        parse("c", two).unwrap_err().to_string(),
+        "c holds several YAML documents; keep the one of kind KubeProxyConfiguration alone"
+    );
 }
 
 #[test]
@@ -141,6 +151,8 @@ fn defaults_written_are_read_back() {
     assert_eq!(file.notes, Vec::<String>::new());
     let (read, defaults) = (Settings::check(&file.raw).unwrap(), Settings::check(&Raw::default()).unwrap());
     assert_eq!(read, defaults, "{}", file.text);
+    // Where kube-proxy expects a number, it takes nothing else.
+    assert!(file.text.contains("qps: 5\n"), "{}", file.text);
 }
 
 #[test]

@@ -52,7 +52,10 @@ impl Kind {
             Self::Int(min, i64::MAX) => format!("write a whole number of at least {min}"),
             Self::Int(min, max) => format!("write a whole number from {min} to {max}"),
             Self::Text => "write text".into(),
-            Self::Choice(choices) => format!("write one of {}", choices.join(", ")),
+            Self::Choice(choices) => {
+                let choices: Vec<&str> = choices.iter().copied().filter(|choice| !choice.is_empty()).collect();
+                format!("write one of {}", choices.join(", "))
+            }
             Self::List => "write a list of texts".into(),
             Self::Duration => "write a duration such as 250ms, 30s, 1m0s or 24h".into(),
             Self::Gates => "write names with true or false, such as AllowServiceExternalIPs=false".into(),
@@ -95,7 +98,10 @@ impl Kind {
             }
             Self::Duration => parse_duration(text).map(Value::Duration).ok_or_else(wrong),
             Self::Gates => parse_gates(text).map(Value::Any).ok_or_else(wrong),
-            Self::Any => Ok(Value::Any(Json::String(text.to_owned()))),
+            Self::Any => {
+                let number = serde_json::from_str(text).ok().filter(Json::is_number);
+                Ok(Value::Any(number.unwrap_or_else(|| Json::String(text.to_owned()))))
+            }
         }
     }
 

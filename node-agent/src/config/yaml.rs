@@ -16,11 +16,24 @@ pub(super) enum Tree {
     Mapping(Vec<(String, Tree)>),
 }
 
+/// Why there is no tree.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Mistake {
+    /// It is not YAML: where and why.
+    Syntax(String),
+    /// There are several documents.
+    Several,
+}
+
 impl Tree {
-    /// Parses one document; nothing at all counts as an empty mapping.
-    pub(super) fn parse(text: &str) -> Result<Self, serde_saphyr::Error> {
+    /// Parses one document; nothing at all counts as an empty mapping. More than one are [`Mistake::Several`].
+    pub(super) fn parse(text: &str) -> Result<Self, Mistake> {
         let options = serde_saphyr::options! { duplicate_keys: serde_saphyr::DuplicateKeyPolicy::LastWins };
-        let tree: Option<Self> = serde_saphyr::from_str_with_options(text, options)?;
+        let tree: Option<Self> =
+            serde_saphyr::from_str_with_options(text, options).map_err(|error| match error.without_snippet() {
+                serde_saphyr::Error::MultipleDocuments { .. } => Mistake::Several,
+                _ => Mistake::Syntax(error.to_string()),
+            })?;
         Ok(tree.unwrap_or_else(|| Self::Mapping(Vec::new())))
     }
 
@@ -124,6 +137,15 @@ mod tests {
         assert_eq!(keys, ["a", "b", "a", "7"]);
         assert_eq!(tree.to_json(), serde_json::json!({"a": [true, "2"], "b": {"c": null}, "7": "z"}));
         assert_eq!(Tree::parse("").unwrap(), Tree::Mapping(vec![]));
-        assert!(Tree::parse("a: [").is_err());
+        assert!(matches!(Tree::parse("a: ["), Err(Mistake::Syntax(_))));
+    }
+
+    #[test]
+    fn a_document_may_be_marked_and_stands_alone() {
+        let expected = Tree::parse("a: 1").unwrap();
+        for text in ["---\na: 1\n", "# words\n---\na: 1\n...\n", "\u{feff}a: 1\r\n"] {
+            assert_eq!(Tree::parse(text), Ok(expected.clone()), "{text:?}");
+        }
+        assert_eq!(Tree::parse("a: 1\n---\nb: 2\n"), Err(Mistake::Several));
     }
 }

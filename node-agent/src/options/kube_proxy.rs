@@ -63,9 +63,14 @@ fn argument(field: &'static Field) -> Arg {
         argument = argument.short('v');
     }
     argument = match kind {
+        Kind::List | Kind::Gates => argument.action(ArgAction::Append),
+        // As with Go's flags, the last one counts.
+        _ => argument.overrides_with(field.flag),
+    };
+    argument = match kind {
         // As Go's flags: --masquerade-all, or --masquerade-all=false.
         Kind::Bool => argument.num_args(0..=1).require_equals(true).default_missing_value("true").value_name("BOOL"),
-        Kind::List => argument.action(ArgAction::Append).value_name("LIST"),
+        Kind::List => argument.value_name("LIST"),
         Kind::Int(..) => argument.value_name("N").allow_negative_numbers(true),
         Kind::Duration => argument.value_name("DURATION"),
         Kind::Choice(_) | Kind::Text | Kind::Gates | Kind::Any => argument.value_name("TEXT"),

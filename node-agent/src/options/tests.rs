@@ -30,7 +30,7 @@ fn refused(arguments: &[&str]) -> String {
 #[test]
 fn modes_to_come_are_refused_by_name() {
     let error = refused(&["--proxy-mode=nftables"]);
-    assert!(error.contains("--proxy-mode: mode nftables is not built yet; pass auto, iptables or ipvs"), "{error}");
+    assert!(error.contains("--proxy-mode: nftables is not built yet; pass auto, iptables or ipvs"), "{error}");
     assert_eq!(settings(&["--proxy-mode=ipvs"]).mode, ProxyMode::Ipvs);
     assert_eq!(settings(&["--proxy-mode=iptables"]).mode, ProxyMode::Iptables);
     assert_eq!(settings(&[]).mode, ProxyMode::Auto);
@@ -99,6 +99,31 @@ fn truth_values_are_written_as_for_go() {
 }
 
 #[test]
+fn of_flags_that_stand_twice_the_last_counts_and_lists_gather() {
+    let twice = [
+        "--node-name=a",
+        "--hostname-override=b",
+        "-v=2",
+        "--v=4",
+        "--masquerade-all",
+        "--masquerade-all=false",
+        "--iptables-masquerade-bit=3",
+        "--iptables-masquerade-bit=5",
+        "--nodeport-addresses=10.0.0.0/8",
+        "--nodeport-addresses=127.0.0.0/8",
+        "--feature-gates=A=true",
+        "--feature-gates=AllowServiceExternalIPs=false",
+    ];
+    let configured = configured(&twice);
+    let settings = &configured.settings;
+    assert_eq!((settings.masquerade_all, settings.masquerade_bit, settings.allow_external_ips), (false, 5, false));
+    assert!(matches!(&settings.node_ports, NodePortSelector::Cidrs(cidrs) if cidrs.len() == 2));
+    assert!(configured.warning.unwrap().contains("--feature-gates A (no such"));
+    let options = parse(&["--cleanup", "--node-name=a", "--hostname-override=b"]).unwrap();
+    assert_eq!(&*options.node_name(settings).unwrap(), "b");
+}
+
+#[test]
 fn masquerade_bit_is_a_bit() {
     assert!(parse(&["--cleanup", "--iptables-masquerade-bit=32"]).is_err());
     assert_eq!(settings(&[]).masquerade_bit, 14);
@@ -134,6 +159,11 @@ fn servers_can_be_turned_off_and_moved() {
     let v6 = settings(&["--bind-address=::"]);
     assert_eq!(v6.healthz_bind_address, Some("[::]:10256".parse().unwrap()));
     assert_eq!(v6.metrics_bind_address, Some("[::1]:10249".parse().unwrap()));
+    // kube-proxy's older flags.
+    let ports = settings(&["--healthz-port=0", "--metrics-port=9", "--metrics-bind-address=192.0.2.1"]);
+    assert_eq!(ports.healthz_bind_address, None);
+    assert_eq!(ports.metrics_bind_address, Some("192.0.2.1:9".parse().unwrap()));
+    assert_eq!(settings(&["--metrics-port=9"]).metrics_bind_address, Some("127.0.0.1:10249".parse().unwrap()));
     assert!(refused(&["--healthz-bind-address=x:y"]).contains("--healthz-bind-address: \"x:y\" is not an address"));
 }
 

@@ -168,9 +168,10 @@ fn conntrack_max(config: &Conntrack, cores: u64) -> Option<u64> {
     (config.max_per_core > 0).then(|| by_cores.max(config.min))
 }
 
-/// Seconds, rounded down as kube-proxy does it; `None` for zero, which leaves a parameter.
+/// Seconds, rounded down as kube-proxy does it; `None` for zero, which leaves a parameter. What is shorter than a second is one: with 0 the kernel would forget
+/// each connection at once.
 fn whole_seconds(timeout: Duration) -> Option<u64> {
-    (!timeout.is_zero()).then_some(timeout.as_secs())
+    (!timeout.is_zero()).then_some(timeout.as_secs().max(1))
 }
 
 #[cfg(test)]
@@ -218,12 +219,14 @@ mod tests {
     #[test]
     fn row_88_parameters_are_set_and_those_not_asked_for_stay() {
         let root = machine(&ALL);
+        let close_wait = Duration::from_millis(1);
         let config = Conntrack { max_per_core: 1, min: 8192, udp_timeout: Duration::from_secs(7), ..defaults() };
+        let config = Conntrack { tcp_close_wait_timeout: close_wait, ..config };
         let warnings = Sysctls::at(root.path()).set_conntrack(&config).unwrap();
         assert_eq!(warnings, Vec::<String>::new());
         let read = |name: &str| fs::read_to_string(root.path().join(PARAMETERS).join(name)).unwrap().trim().to_owned();
         let found: Vec<String> = ALL.iter().map(|(name, _)| read(name)).collect();
-        assert_eq!(found, ["8192", "86400", "3600", "0", "7", "120"]);
+        assert_eq!(found, ["8192", "86400", "1", "0", "7", "120"]);
         assert_eq!(fs::read_to_string(root.path().join(HASH_SIZE)).unwrap(), "2048");
         assert!(!Sysctls::at(root.path()).is_tcp_liberal());
         let liberal = Conntrack { tcp_be_liberal: true, max_per_core: 0, ..defaults() };

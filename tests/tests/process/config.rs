@@ -59,6 +59,23 @@ fn row_110_impossible_values_are_refused_all_at_once() {
     );
 }
 
+#[test]
+fn what_cannot_run_says_so_once_and_changes_nothing() {
+    let rig = Rig::new();
+    let parameter = "net/netfilter/nf_conntrack_tcp_timeout_close_wait";
+    let before = rig.parameter(parameter);
+    for (arguments, said) in [
+        (["--control-plane=http://10.0.0.1:7443", "--log=info"], "would be plaintext"),
+        (["--control-plane=https://10.0.0.1:7443", "--log=info"], "needs --tls-cert"),
+        (["--control-plane=https://10.0.0.1:7443", "--node-name=a b"], "is not a DNS name"),
+        (["--control-plane=https://10.0.0.1:7443", "--log=a=b"], "error parsing level filter"),
+    ] {
+        let (status, log) = rig.run_agent(&arguments);
+        assert_eq!((status.code(), log.matches(said).count()), (Some(1), 1), "{arguments:?}: {log}");
+        assert_eq!(rig.parameter(parameter), before, "{arguments:?}: {log}");
+    }
+}
+
 // rows: 110
 #[test]
 fn row_110_the_defaults_can_be_written_and_used() {
