@@ -8,7 +8,7 @@ use std::net::IpAddr;
 
 use sha2::{Digest as _, Sha256};
 
-use crate::model::{Endpoint, Service, ServiceCidr, ServiceKey};
+use crate::model::{Endpoint, Placement, Service, ServiceCidr, ServiceKey};
 
 /// Number of buckets that resources are spread over.
 pub const BUCKETS: usize = 1024;
@@ -146,9 +146,10 @@ pub fn endpoint_hash(key: &ServiceKey, endpoint: &Endpoint) -> u128 {
     form.number(
         u64::from(conditions.ready) | u64::from(conditions.serving) << 1 | u64::from(conditions.terminating) << 2,
     );
-    form.text(endpoint.node.as_deref().unwrap_or_default());
-    form.text(endpoint.zone.as_deref().unwrap_or_default());
-    if let Some(hints) = &endpoint.hints {
+    let Placement { node, zone, hints } = &*endpoint.placement;
+    form.text(node.as_deref().unwrap_or_default());
+    form.text(zone.as_deref().unwrap_or_default());
+    if let Some(hints) = hints {
         for list in [&hints.zones, &hints.nodes] {
             form.number(list.len() as u64);
             list.iter().for_each(|name| form.text(name));

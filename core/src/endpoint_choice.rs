@@ -77,7 +77,7 @@ pub fn choose<'a>(
     });
     let ready = candidates.clone().filter(|endpoint| endpoint.conditions.ready);
     let mode = TopologyMode::decide(ready.clone(), node);
-    let is_local = |endpoint: &Endpoint| endpoint.node.as_deref() == Some(&*node.name);
+    let is_local = |endpoint: &Endpoint| endpoint.placement.node.as_deref() == Some(&*node.name);
 
     let mut choice = EndpointChoice::default();
     let mut terminating = EndpointChoice::default();
@@ -97,7 +97,7 @@ pub fn choose<'a>(
                 address: endpoint.address,
                 port: candidate.port,
                 is_local: is_local(endpoint),
-                may_be_here: is_local(endpoint) || endpoint.node.is_none(),
+                may_be_here: is_local(endpoint) || endpoint.placement.node.is_none(),
             };
             if admitted {
                 chosen.cluster.push(destination);

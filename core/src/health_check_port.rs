@@ -46,7 +46,7 @@ pub fn health_check_port(state: &State, key: &ServiceKey, node: &NodeFacts) -> O
         let local = entry.endpoints().values().filter(|endpoint| {
             Family::of(endpoint.address) == family
                 && endpoint.conditions.ready
-                && endpoint.node.as_deref().is_some_and(is_local)
+                && endpoint.placement.node.as_deref().is_some_and(is_local)
         });
         u32::try_from(local.count()).ok()
     };
@@ -63,7 +63,9 @@ mod tests {
     use std::{net::IpAddr, sync::Arc};
 
     use super::*;
-    use crate::model::{Change, Conditions, Endpoint, EndpointPort, Protocol, Service, ServicePort, TrafficPolicy};
+    use crate::model::{
+        Change, Conditions, Endpoint, EndpointPort, Placement, Protocol, Service, ServicePort, TrafficPolicy,
+    };
     use crate::state::Dirty;
 
     fn key() -> ServiceKey {
@@ -83,14 +85,14 @@ mod tests {
         let port = |port| EndpointPort { name: "".into(), protocol: Protocol::Tcp, port };
         let mut endpoint =
             Endpoint::new(address.parse::<IpAddr>().unwrap(), Arc::from([port(8080), port(8081), port(8082)]));
-        endpoint.node = Some(node.into());
+        endpoint.placement = Placement::on(node).into();
         endpoint.conditions = conditions;
         endpoint
     }
 
     fn found(service: Service, endpoints: Vec<Endpoint>) -> Option<HealthCheckPort> {
         let mut state = State::default();
-        state.apply(Change::Service(service), &mut Dirty::default());
+        state.apply(Change::from(service), &mut Dirty::default());
         for endpoint in endpoints {
             state.apply(Change::Endpoint(key(), endpoint), &mut Dirty::default());
         }

@@ -19,6 +19,7 @@ pub mod ipvs;
 pub mod masquerade;
 pub mod model;
 pub mod plaintext;
+pub mod pool;
 pub mod reference;
 pub mod source_ranges;
 pub mod state;

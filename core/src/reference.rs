@@ -78,7 +78,7 @@ pub struct Referable {
     /// Keys of Services.
     pub services: Vec<Arc<ServiceKey>>,
     /// Placements of endpoints.
-    pub placements: HashSet<Placement>,
+    pub placements: HashSet<Arc<Placement>>,
     /// Port lists of endpoints.
     pub ports: HashSet<Arc<[EndpointPort]>>,
 }
@@ -93,9 +93,8 @@ impl Referable {
                 found.services.push(Arc::clone(key));
             }
             for endpoint in entry.endpoints().values() {
-                let placement = endpoint.placement();
-                if !found.placements.contains(&placement) {
-                    found.placements.insert(placement);
+                if !found.placements.contains(&endpoint.placement) {
+                    found.placements.insert(Arc::clone(&endpoint.placement));
                 }
                 if !found.ports.contains(&endpoint.ports) {
                     found.ports.insert(Arc::clone(&endpoint.ports));
@@ -118,10 +117,9 @@ mod tests {
         assert_eq!(one.service(&key), one.service(&key.clone()));
         assert_ne!(one.service(&key), other.service(&key));
         assert_ne!(one.service(&key), one.service(&ServiceKey::new("pro", "dweb")));
-        let node = |name: &str| Placement { node: Some(name.into()), ..Placement::default() };
-        assert_ne!(one.placement(&node("a")), one.placement(&node("b")));
+        assert_ne!(one.placement(&Placement::on("a")), one.placement(&Placement::on("b")));
         assert_ne!(
-            one.placement(&node("a")),
+            one.placement(&Placement::on("a")),
             one.placement(&Placement { zone: Some("a".into()), ..Placement::default() })
         );
         let port = |port| EndpointPort { name: "http".into(), protocol: Protocol::Tcp, port };

@@ -30,7 +30,7 @@ pub struct State {
 /// A service and what is behind it. One may be there without the other, since the API promises no order, and what is known to fail without both.
 #[derive(Debug, Default)]
 pub struct ServiceEntry {
-    service: Option<Service>,
+    service: Option<Box<Service>>,
     endpoints: BTreeMap<IpAddr, Endpoint>,
     failing: BTreeSet<SocketAddr>,
 }
@@ -39,7 +39,7 @@ impl ServiceEntry {
     /// The Service, if it is known.
     #[must_use]
     pub fn service(&self) -> Option<&Service> {
-        self.service.as_ref()
+        self.service.as_deref()
     }
 
     /// Its endpoints, in order of address.
@@ -164,7 +164,7 @@ impl State {
         self.entries.get_key_value(&key).map_or_else(|| Arc::new(key), |(shared, _)| Arc::clone(shared))
     }
 
-    fn put_service(&mut self, service: Service, dirty: &mut Dirty) -> bool {
+    fn put_service(&mut self, service: Box<Service>, dirty: &mut Dirty) -> bool {
         let key = self.shared_key(service.key.clone());
         let entry = self.entries.entry(Arc::clone(&key)).or_default();
         if entry.service.as_ref() == Some(&service) {

@@ -23,7 +23,8 @@ impl TopologyMode {
         let (mut any, mut all_node, mut some_node, mut all_zone, mut some_zone) = (false, true, false, true, false);
         for endpoint in ready {
             any = true;
-            let (nodes, zones) = endpoint.hints.as_deref().map_or((&[][..], &[][..]), |h| (&h.nodes[..], &h.zones[..]));
+            let (nodes, zones) =
+                endpoint.placement.hints.as_deref().map_or((&[][..], &[][..]), |h| (&h.nodes[..], &h.zones[..]));
             all_node &= !nodes.is_empty();
             some_node |= nodes.iter().any(|hint| **hint == *node.name);
             all_zone &= !zones.is_empty();
@@ -41,7 +42,7 @@ impl TopologyMode {
     /// True when the mode admits a ready endpoint.
     #[must_use]
     pub fn admits(self, endpoint: &Endpoint, node: &NodeFacts) -> bool {
-        let hints = endpoint.hints.as_deref();
+        let hints = endpoint.placement.hints.as_deref();
         match self {
             Self::Any => true,
             Self::SameNode => hints.is_some_and(|hints| hints.nodes.iter().any(|hint| **hint == *node.name)),

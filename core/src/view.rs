@@ -234,7 +234,7 @@ mod tests {
         let mut service = Service::new(ServiceKey::new("ns", "s"), vec![ip("10.96.0.1")], vec![port]);
         service.external_ips = vec![ip("198.51.100.1")];
         let (key, mut state) = (Arc::new(service.key.clone()), State::default());
-        state.apply(Change::Service(service), &mut Dirty::default());
+        state.apply(Change::from(service), &mut Dirty::default());
         let external = |ignores_external_ips| {
             let facts = NodeFacts { ignores_external_ips, ..NodeFacts::named("n") };
             service_views(&state, &key, Family::V4, &facts).remove(0).external_ips

@@ -216,7 +216,7 @@ fn crossing_the_dispatch_threshold_keeps_the_rules_right() {
         let mut rig = Rig::new(config(Family::V4, Layout::Auto));
         rig.full();
         for i in 0..400 {
-            rig.step(&[Change::Service(service(i)), Change::Endpoint(service(i).key, endpoint())].map(Event::from));
+            rig.step(&[Change::from(service(i)), Change::Endpoint(service(i).key, endpoint())].map(Event::from));
         }
         for i in 0..removed {
             let gone =

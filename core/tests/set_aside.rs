@@ -116,7 +116,7 @@ fn service(name: &str, has_affinity: bool) -> Change {
     let mut service = Service::new(key(name), vec![cluster_ip], vec![port]);
     service.external_ips = vec![external_ip];
     service.session_affinity = has_affinity.then_some(ClientIpAffinity { timeout_seconds: 10 });
-    Change::Service(service)
+    Change::from(service)
 }
 
 fn endpoint(name: &str, low: u8) -> Change {

@@ -88,7 +88,7 @@ pub fn configuration(text: &str) -> bool {
 fn assert_digests(state: &State) {
     let mut anew = State::default();
     for (key, entry) in state.entries() {
-        let service = entry.service().cloned().map(Change::Service);
+        let service = entry.service().cloned().map(Change::from);
         let endpoints = entry.endpoints().values().map(|endpoint| Change::Endpoint((**key).clone(), endpoint.clone()));
         for change in service.into_iter().chain(endpoints) {
             anew.apply(change, &mut Dirty::default());

@@ -1,15 +1,12 @@
 //! Wire → core. What cannot be used is named, and the rest goes on.
 
-use std::{
-    collections::{HashMap, HashSet},
-    net::IpAddr,
-    sync::Arc,
-};
+use std::{collections::HashMap, net::IpAddr, sync::Arc};
 
 use headgate_core::{
     Change, ClientIpAffinity, Conditions, Endpoint, EndpointPort, Hints, Node, Placement, Protocol, Service,
     ServiceCidr, ServiceKey, ServicePort, TrafficPolicy,
     digest::{BUCKETS, BucketDigest, Digests},
+    pool::Pool,
     reference::{Referable, Referrer},
 };
 use ipnet::IpNet;
@@ -38,13 +35,13 @@ impl Fault {
 
 type Checked<T> = Result<T, Fault>;
 
-/// Turns messages into changes. Keeps strings and port lists that it has seen, so that equal ones share memory across messages; and what
-/// references stand for (contract, 13).
+/// Turns messages into changes. Equal strings, port lists and placements share memory, across messages too. Keeps what references stand for
+/// (contract, 13).
 #[derive(Debug, Default)]
 pub struct Decoder {
-    strings: HashSet<Arc<str>>,
-    port_lists: HashSet<Arc<[EndpointPort]>>,
-    sweep_at: usize,
+    strings: Pool<str>,
+    port_lists: Pool<[EndpointPort]>,
+    placements: Pool<Placement>,
     known: Known,
 }
 
@@ -52,7 +49,7 @@ pub struct Decoder {
 struct Tables {
     strings: Vec<Arc<str>>,
     port_lists: Vec<Result<Arc<[EndpointPort]>, String>>,
-    placements: Vec<Result<Placement, String>>,
+    placements: Vec<Result<Arc<Placement>, String>>,
 }
 
 impl Decoder {
@@ -79,7 +76,6 @@ impl Decoder {
     /// # Errors
     /// [`UnknownReference`]: the message cannot be understood by who holds what this side holds. Nothing of it may be used.
     pub fn changes(&mut self, wire: v1::Changes) -> Result<(Vec<Change>, Vec<v1::Rejection>), UnknownReference> {
-        self.sweep();
         let (mut changes, mut rejections) = (Vec::new(), Vec::new());
         let tables = self.tables(&wire)?;
         for service in wire.services {
@@ -87,7 +83,7 @@ impl Decoder {
             match service_from_wire(service) {
                 Ok(service) => {
                     self.known.learn_service(&service.key);
-                    changes.push(Change::Service(service));
+                    changes.push(Change::from(service));
                 }
                 Err(fault) => {
                     if let Ok(key) = key_from_wire(&wire_key) {
@@ -184,7 +180,7 @@ impl Decoder {
         Ok(tables)
     }
 
-    fn shared_placement(&mut self, wire: &v1::Placement, tables: &Tables) -> Result<Placement, String> {
+    fn shared_placement(&mut self, wire: &v1::Placement, tables: &Tables) -> Result<Arc<Placement>, String> {
         let reason = |fault: Fault| format!("{}: {}", fault.field, fault.reason);
         let hints = Hints {
             zones: tables.strings(&wire.hint_zones, "hint_zones").map_err(reason)?,
@@ -195,17 +191,13 @@ impl Decoder {
             zone: tables.string(wire.zone, "zone").map_err(reason)?,
             hints: (hints != Hints::default()).then(|| Arc::new(hints)),
         };
-        self.known.learn_placement(&placement);
-        Ok(placement)
+        let shared = self.placements.get(&placement, || Arc::new(placement.clone()));
+        self.known.learn_placement(&shared);
+        Ok(shared)
     }
 
     fn shared_string(&mut self, text: &str) -> Arc<str> {
-        if let Some(shared) = self.strings.get(text) {
-            return Arc::clone(shared);
-        }
-        let shared: Arc<str> = text.into();
-        self.strings.insert(Arc::clone(&shared));
-        shared
+        self.strings.get(text, || text.into())
     }
 
     fn shared_port_list(&mut self, wire: &v1::PortList) -> Result<Arc<[EndpointPort]>, String> {
@@ -217,25 +209,9 @@ impl Decoder {
         }
         ports.sort_unstable();
         ports.dedup();
-        if let Some(shared) = self.port_lists.get(ports.as_slice()) {
-            self.known.learn_ports(shared);
-            return Ok(Arc::clone(shared));
-        }
-        let shared: Arc<[EndpointPort]> = ports.into();
-        self.port_lists.insert(Arc::clone(&shared));
+        let shared = self.port_lists.get(&ports, || ports.as_slice().into());
         self.known.learn_ports(&shared);
         Ok(shared)
-    }
-
-    /// Forgets what nobody uses any more, once the tables have doubled: amortised constant cost.
-    fn sweep(&mut self) {
-        let size = self.strings.len() + self.port_lists.len();
-        if size < self.sweep_at.max(1024) {
-            return;
-        }
-        self.strings.retain(|shared| Arc::strong_count(shared) > 1);
-        self.port_lists.retain(|shared| Arc::strong_count(shared) > 1);
-        self.sweep_at = 2 * (self.strings.len() + self.port_lists.len());
     }
 }
 
@@ -266,10 +242,10 @@ impl Tables {
         }
     }
 
-    fn placement(&self, index: u32) -> Checked<Placement> {
+    fn placement(&self, index: u32) -> Checked<Arc<Placement>> {
         let found = usize::try_from(index).ok().and_then(|index| self.placements.get(index));
         match found {
-            Some(Ok(placement)) => Ok(placement.clone()),
+            Some(Ok(placement)) => Ok(Arc::clone(placement)),
             Some(Err(reason)) => Err(Fault::new("placement", reason.clone())),
             None => Err(Fault::new("placement", format!("refers to placement {index} of {}", self.placements.len()))),
         }
@@ -277,14 +253,11 @@ impl Tables {
 }
 
 fn endpoint_from_wire(wire: &v1::Endpoint, tables: &Tables) -> Checked<Endpoint> {
-    let Placement { node, zone, hints } = tables.placement(wire.placement)?;
     Ok(Endpoint {
         address: address_from_wire(&wire.address, "address")?,
         ports: tables.port_list(wire.port_list)?,
         conditions: conditions_from_wire(wire.conditions)?,
-        node,
-        zone,
-        hints,
+        placement: tables.placement(wire.placement)?,
     })
 }
 
@@ -461,6 +434,26 @@ fn protocol_from_wire(number: i32, field: &str) -> Checked<Protocol> {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
+    use crate::encode::ChangesBuilder;
+
+    #[test]
+    fn endpoints_of_different_messages_share_what_they_have_in_common() {
+        let mut decoder = Decoder::default();
+        let mut received = |last: u8| {
+            let port = EndpointPort { name: "http".into(), protocol: Protocol::Tcp, port: 8080 };
+            let mut endpoint = Endpoint::new([10, 1, 0, last].into(), Arc::from([port]));
+            endpoint.placement = Placement::on("node-1").into();
+            let mut message = ChangesBuilder::default();
+            message.endpoint(&ServiceKey::new("prod", "web"), &endpoint, 0);
+            let (changes, _) = decoder.changes(message.finish()).unwrap();
+            let [Change::Endpoint(_, received)] = changes.as_slice() else { panic!("{changes:?}") };
+            assert_eq!(*received, endpoint);
+            received.clone()
+        };
+        let (one, other) = (received(1), received(2));
+        assert!(Arc::ptr_eq(&one.placement, &other.placement));
+        assert!(Arc::ptr_eq(&one.ports, &other.ports));
+    }
 
     #[test]
     fn names_that_would_end_a_rule_are_refused_and_the_rest_goes_on() {

@@ -34,7 +34,7 @@ pub struct ChangesBuilder {
     last_group: Option<ServiceKey>,
     strings: HashMap<Arc<str>, u32>,
     port_lists: HashMap<Arc<[EndpointPort]>, u32>,
-    placements: HashMap<Placement, u32>,
+    placements: HashMap<Arc<Placement>, u32>,
     known_port_lists: HashMap<u32, u32>,
     known_placements: HashMap<u32, u32>,
     triggers: HashMap<u64, u32>,
@@ -87,7 +87,7 @@ impl ChangesBuilder {
         let wire = v1::Endpoint {
             address: address_to_wire(endpoint.address),
             port_list: self.port_list(&endpoint.ports, references.ports),
-            placement: self.placement(&endpoint.placement(), references.placement),
+            placement: self.placement(&endpoint.placement, references.placement),
             conditions: condition(!conditions.ready, v1::endpoint::Condition::NotReady)
                 | condition(!conditions.serving, v1::endpoint::Condition::NotServing)
                 | condition(conditions.terminating, v1::endpoint::Condition::Terminating),
@@ -228,7 +228,7 @@ impl ChangesBuilder {
         index
     }
 
-    fn placement(&mut self, placement: &Placement, reference: Option<u32>) -> u32 {
+    fn placement(&mut self, placement: &Arc<Placement>, reference: Option<u32>) -> u32 {
         if let Some(reference) = reference {
             self.estimated_bytes += 5;
             return known_index(&mut self.known_placements, &mut self.changes.known_placements, reference);
@@ -249,7 +249,7 @@ impl ChangesBuilder {
         self.estimated_bytes += prost::Message::encoded_len(&wire) + 4;
         let index = u32::try_from(self.changes.placements.len()).unwrap_or(u32::MAX);
         self.changes.placements.push(wire);
-        self.placements.insert(placement.clone(), index);
+        self.placements.insert(Arc::clone(placement), index);
         index
     }
 }

@@ -34,7 +34,7 @@ pub(crate) struct Known {
     /// Absent: messages hold no references, and nothing is learned.
     referrer: Option<Referrer>,
     services: Table<Arc<ServiceKey>>,
-    placements: Table<Placement>,
+    placements: Table<Arc<Placement>>,
     ports: Table<Arc<[EndpointPort]>>,
     held: usize,
     /// Of resources that could not be used: the replica holds these, so it refers to what they carried.
@@ -44,7 +44,7 @@ pub(crate) struct Known {
 #[derive(Debug, Default)]
 struct Unusable {
     services: Vec<ServiceKey>,
-    endpoints: Vec<(Placement, Arc<[EndpointPort]>)>,
+    endpoints: Vec<(Arc<Placement>, Arc<[EndpointPort]>)>,
 }
 
 impl Known {
@@ -87,7 +87,7 @@ impl Known {
     }
 
     /// An endpoint could not be used, or part of it.
-    pub(crate) fn note_unusable_endpoint(&mut self, placement: Placement, ports: Arc<[EndpointPort]>) {
+    pub(crate) fn note_unusable_endpoint(&mut self, placement: Arc<Placement>, ports: Arc<[EndpointPort]>) {
         let (noted, endpoint) = (&mut self.unusable.endpoints, (placement, ports));
         if noted.len() < MAX_UNUSABLE && !noted.contains(&endpoint) {
             noted.push(endpoint);
@@ -126,9 +126,9 @@ impl Known {
         }
     }
 
-    pub(crate) fn learn_placement(&mut self, placement: &Placement) {
+    pub(crate) fn learn_placement(&mut self, placement: &Arc<Placement>) {
         if let Some(referrer) = self.referrer {
-            learn(&mut self.placements, referrer.placement(placement), placement.clone());
+            learn(&mut self.placements, referrer.placement(placement), Arc::clone(placement));
         }
     }
 
@@ -142,7 +142,7 @@ impl Known {
         find(&self.services, reference, "service").map(|key| (**key).clone())
     }
 
-    pub(crate) fn placement(&self, reference: u32) -> Result<Placement, UnknownReference> {
+    pub(crate) fn placement(&self, reference: u32) -> Result<Arc<Placement>, UnknownReference> {
         find(&self.placements, reference, "placement").cloned()
     }
 
@@ -200,7 +200,7 @@ mod tests {
         assert!(known.service(referrer.service(&key)).is_err());
         for number in 0..=LEARNED_MUCH + 2 {
             assert!(!known.has_learned_much());
-            known.learn_placement(&Placement { node: Some(format!("n{number}").into()), ..Placement::default() });
+            known.learn_placement(&Placement::on(&format!("n{number}")).into());
         }
         assert!(known.has_learned_much());
     }

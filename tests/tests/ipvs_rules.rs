@@ -12,7 +12,8 @@ use headgate_core::ipvs::{Existing, IpvsConfig, Ledger, Op, Plan, SetKind};
 use headgate_core::masquerade::LocalDetector;
 use headgate_core::view::NodeFacts;
 use headgate_core::{
-    Change, Dirty, Endpoint, EndpointPort, Family, Protocol, Service, ServiceKey, ServicePort, State, TrafficPolicy,
+    Change, Dirty, Endpoint, EndpointPort, Family, Placement, Protocol, Service, ServiceKey, ServicePort, State,
+    TrafficPolicy,
 };
 use headgate_tests::uml;
 
@@ -73,11 +74,11 @@ fn changes() -> Vec<Change> {
         ["192.0.2.0/24", "198.51.100.7/32", "2001:db8::/32"].map(|range| range.parse().unwrap()).to_vec();
     service.external_traffic_policy = TrafficPolicy::Local;
     service.health_check_node_port = 32000;
-    let mut changes = vec![Change::Service(service.clone())];
+    let mut changes = vec![Change::from(service.clone())];
     for (address, node) in [("10.244.1.1", "node-a"), ("fd00:10:244::1", "node-a"), ("10.244.2.1", "node-b")] {
         let port = |name: &str, protocol, port| EndpointPort { name: name.into(), protocol, port };
         let ports = Arc::from([port("a", Protocol::Tcp, 8080), port("b", Protocol::Sctp, 9999)]);
-        let endpoint = Endpoint { node: Some(node.into()), ..Endpoint::new(ip(address), ports) };
+        let endpoint = Endpoint { placement: Placement::on(node).into(), ..Endpoint::new(ip(address), ports) };
         changes.push(Change::Endpoint(service.key.clone(), endpoint));
     }
     changes

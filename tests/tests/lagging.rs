@@ -13,7 +13,8 @@ use headgate_control_plane::{
     transaction::{Sink as _, SourceKind, Transaction, TriggeredChange},
 };
 use headgate_core::{
-    Change, Dirty, Endpoint, EndpointPort, Protocol, Service, ServiceKey, ServicePort, State, reference::Referable,
+    Change, Dirty, Endpoint, EndpointPort, Placement, Protocol, Service, ServiceKey, ServicePort, State,
+    reference::Referable,
 };
 use headgate_node_agent::session::{
     held::Held,
@@ -39,7 +40,7 @@ fn address(number: u8, host: u8) -> IpAddr {
 fn service(number: u8, version: u64) -> Change {
     let node_port = 30_000 + u16::try_from(version).unwrap();
     let port = ServicePort { name: "http".into(), protocol: Protocol::Tcp, port: 80, node_port };
-    Change::Service(Service::new(key(number), vec![[10, 96, 0, number].into()], vec![port]))
+    Change::from(Service::new(key(number), vec![[10, 96, 0, number].into()], vec![port]))
 }
 
 /// An endpoint whose port tells its version.
@@ -47,7 +48,7 @@ fn endpoint(number: u8, host: u8, version: u64) -> Change {
     let port = u16::try_from(version).unwrap();
     let ports: Arc<[EndpointPort]> = [EndpointPort { name: "http".into(), protocol: Protocol::Tcp, port }].into();
     let mut endpoint = Endpoint::new(address(number, host), ports);
-    endpoint.node = Some(format!("node-{host}").into());
+    endpoint.placement = Placement::on(&format!("node-{host}")).into();
     Change::Endpoint(key(number), endpoint)
 }
 
@@ -132,7 +133,7 @@ impl Source {
         }
         let mut held: BTreeMap<String, Change> = BTreeMap::new();
         for (key, entry) in state.entries() {
-            held.extend(entry.service().map(|service| (key.to_string(), Change::Service(service.clone()))));
+            held.extend(entry.service().map(|service| (key.to_string(), Change::from(service.clone()))));
             held.extend(entry.endpoints().values().map(|endpoint| {
                 (format!("{key} {}", endpoint.address), Change::Endpoint((**key).clone(), endpoint.clone()))
             }));
@@ -164,7 +165,7 @@ impl Replica {
     fn list(&mut self, source: &Source, version: u64) {
         let mut state = Vec::new();
         for (key, entry) in source.state(version).entries() {
-            state.extend(entry.service().map(|service| Change::Service(service.clone())));
+            state.extend(entry.service().map(|service| Change::from(service.clone())));
             state
                 .extend(entry.endpoints().values().map(|endpoint| Change::Endpoint((**key).clone(), endpoint.clone())));
         }

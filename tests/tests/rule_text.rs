@@ -5,8 +5,8 @@
 use std::{net::IpAddr, path::Path, sync::Arc};
 
 use headgate_core::{
-    Change, ClientIpAffinity, Dirty, Endpoint, EndpointPort, Family, Protocol, Service, ServiceKey, ServicePort, State,
-    TrafficPolicy,
+    Change, ClientIpAffinity, Dirty, Endpoint, EndpointPort, Family, Placement, Protocol, Service, ServiceKey,
+    ServicePort, State, TrafficPolicy,
     iptables::{ExistingTables, Layout, Ledger, RenderConfig, Table, fake_kernel::FakeKernel},
     masquerade::{LocalDetector, MasqueradeConfig},
     view::NodeFacts,
@@ -48,7 +48,8 @@ fn endpoint(i: u8, node: &str) -> [Endpoint; 2] {
         port("sig", Protocol::Sctp, 9999),
     ]);
     let addresses: [IpAddr; 2] = [IpAddr::from([10, 244, 1, i]), format!("fd00:10:244:1::{i:x}").parse().unwrap()];
-    addresses.map(|address| Endpoint { node: Some(node.into()), ..Endpoint::new(address, Arc::clone(&ports)) })
+    addresses
+        .map(|address| Endpoint { placement: Placement::on(node).into(), ..Endpoint::new(address, Arc::clone(&ports)) })
 }
 
 /// Services that between them use every kind of rule.
@@ -67,7 +68,7 @@ fn everything() -> Vec<Change> {
     let mut changes: Vec<Change> = Vec::new();
     for (i, service) in (1u8..).zip(services) {
         let key = service.key.clone();
-        changes.push(Change::Service(service));
+        changes.push(Change::from(service));
         // The seventh has no endpoint on this node, the eighth none at all; the others have up to seven.
         let count = if i == 8 { 0 } else { i };
         for j in 0..count {
@@ -169,7 +170,7 @@ fn a_foreign_rule_keeps_nothing_from_being_written(variant: Variant, by: testbed
             rig.full();
             let key = service(1).key;
             let [v4, _] = endpoint(16, "node-b");
-            rig.step(vec![Change::Service(service(1)), Change::Endpoint(key.clone(), v4.clone())]);
+            rig.step(vec![Change::from(service(1)), Change::Endpoint(key.clone(), v4.clone())]);
             let leads = save();
             let chain = leads
                 .lines()
@@ -178,7 +179,7 @@ fn a_foreign_rule_keeps_nothing_from_being_written(variant: Variant, by: testbed
             by_hand(&["-t", "nat", "-N", "SOMEBODY"]);
             by_hand(&["-t", "nat", "-A", "SOMEBODY", "-j", chain]);
             let mut dirty = Dirty::default();
-            for change in [Change::RemoveService(key.clone()), Change::Service(service(2))] {
+            for change in [Change::RemoveService(key.clone()), Change::from(service(2))] {
                 rig.state.apply(change, &mut dirty);
             }
             let plan = rig.backend.plan(&rig.state, &node(), &dirty);
@@ -275,7 +276,7 @@ fn run(variant: Variant, layout: Layout) {
                 let cluster_ips =
                     vec![IpAddr::from([10, 97, high, low]), format!("fd00:10:97::{i:x}").parse().unwrap()];
                 let port = ServicePort { name: "web".into(), protocol: Protocol::Tcp, port: 80, node_port: 30300 + i };
-                Change::Service(Service::new(key, cluster_ips, vec![port]))
+                Change::from(Service::new(key, cluster_ips, vec![port]))
             });
             rig.step(more.collect());
             assert_equal(&namespace, saved_by, &rig, "many services");

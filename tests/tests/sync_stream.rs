@@ -367,7 +367,7 @@ async fn a_slow_reader_skips_and_disturbs_nobody() {
     for round in 0..commits {
         let Change::Service(service) = service(1, 80) else { unreachable!() };
         let filler = format!("{round:08000}");
-        replica.put([Change::Service(Service { health_check: filler.as_str().into(), ..service })]);
+        replica.put([Change::from(Service { health_check: filler.as_str().into(), ..*service })]);
         quick.reach(round + 1).await;
     }
     assert_same(&quick, &replica);
@@ -476,8 +476,8 @@ async fn inspect_lists_in_order_and_shows_conflicts() {
     let replica = Replica::start().await;
     replica.put(cluster(3));
     let Change::Service(original) = service(2, 80) else { unreachable!() };
-    let copy = Service { key: headgate_core::ServiceKey::new("other", "copy"), created_unix_seconds: 9, ..original };
-    replica.put([Change::Service(copy)]);
+    let copy = Service { key: headgate_core::ServiceKey::new("other", "copy"), created_unix_seconds: 9, ..*original };
+    replica.put([Change::from(copy)]);
     let mut inspect = InspectClient::new(channel(replica.running.local_addr).await);
     let mut listed = Vec::new();
     let mut services = inspect.list_services(v1::ListServicesRequest::default()).await.unwrap().into_inner();

@@ -268,9 +268,7 @@ fn merge(
         address,
         ports,
         conditions: facts.conditions,
-        node: facts.node.clone(),
-        zone: facts.zone.clone(),
-        hints: facts.hints.clone(),
+        placement: Arc::clone(&facts.placement),
     });
     (endpoint, dispute)
 }

@@ -1,15 +1,16 @@
-//! One copy of each string and list: a cluster has few different ones, and many endpoints.
+//! One copy of each string, list and placement: a cluster has few different ones, and many endpoints.
 
-use std::{borrow::Borrow, collections::HashSet, hash::Hash, sync::Arc};
+use std::sync::Arc;
 
-use headgate_core::{EndpointPort, Hints};
+use headgate_core::{EndpointPort, Hints, Placement, pool::Pool};
 
-/// Shared strings, port lists and hints.
+/// Shared strings, port lists, hints and placements.
 #[derive(Debug, Default)]
 pub(super) struct Interner {
     strings: Pool<str>,
     ports: Pool<[EndpointPort]>,
     hints: Pool<Hints>,
+    placements: Pool<Placement>,
 }
 
 impl Interner {
@@ -34,53 +35,32 @@ impl Interner {
         let is_empty = hints.zones.is_empty() && hints.nodes.is_empty();
         (!is_empty).then(|| self.hints.get(&hints, || Arc::new(hints.clone())))
     }
-}
 
-/// Drops what nobody else holds each time it has doubled, so that a lookup costs O(1) in the long run.
-#[derive(Debug)]
-struct Pool<T: ?Sized> {
-    held: HashSet<Arc<T>>,
-    sweep_at: usize,
-}
-
-impl<T: ?Sized> Default for Pool<T> {
-    fn default() -> Self {
-        Self { held: HashSet::new(), sweep_at: 1_024 }
-    }
-}
-
-impl<T: ?Sized + Hash + Eq> Pool<T> {
-    fn get(&mut self, value: &T, make: impl FnOnce() -> Arc<T>) -> Arc<T>
-    where
-        Arc<T>: Borrow<T>,
-    {
-        if let Some(shared) = self.held.get(value) {
-            return Arc::clone(shared);
-        }
-        if self.held.len() >= self.sweep_at {
-            self.held.retain(|shared| Arc::strong_count(shared) > 1);
-            self.sweep_at = (self.held.len() * 2).max(1_024);
-        }
-        let shared = make();
-        self.held.insert(Arc::clone(&shared));
-        shared
+    /// The shared copy of a placement.
+    pub(super) fn placement(&mut self, placement: &Placement) -> Arc<Placement> {
+        self.placements.get(placement, || Arc::new(placement.clone()))
     }
 }
 
 #[cfg(test)]
 mod tests {
-    #![allow(clippy::unwrap_used)]
+    use headgate_core::Protocol;
+
     use super::*;
 
     #[test]
-    fn equal_values_are_one_and_unused_ones_go() {
+    fn what_means_the_same_is_one() {
         let mut interner = Interner::default();
-        let kept = interner.string("zone-a").unwrap();
-        for number in 0..10_000 {
-            assert!(interner.string(&number.to_string()).is_some());
-        }
-        assert!(Arc::ptr_eq(&kept, &interner.string("zone-a").unwrap()));
-        assert!(interner.strings.held.len() < 2_000);
-        assert_eq!(interner.string(""), None);
+        let port = |port| EndpointPort { name: "http".into(), protocol: Protocol::Tcp, port };
+        let ports = interner.ports(vec![port(80), port(8080)]);
+        assert!(Arc::ptr_eq(&ports, &interner.ports(vec![port(8080), port(80), port(8080)])));
+        let mut placement = |zones: [&str; 3]| {
+            let zones = zones.into_iter().filter_map(|zone| interner.string(zone)).collect();
+            let hints = interner.hints(Hints { zones, nodes: Vec::new() });
+            interner.placement(&Placement { hints, ..Placement::on("node-1") })
+        };
+        let placed = placement(["a", "b", ""]);
+        assert!(Arc::ptr_eq(&placed, &placement(["b", "a", "b"])));
+        assert_eq!(placement(["", "", ""]).hints, None);
     }
 }

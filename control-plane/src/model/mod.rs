@@ -142,7 +142,7 @@ impl Model {
                     gone.extend(removed);
                     continue;
                 }
-                Some(Some(service)) => changes.push(untriggered(Change::Service(service))),
+                Some(Some(service)) => changes.push(untriggered(Change::from(service))),
                 None => {}
             }
             changes.extend(removed);

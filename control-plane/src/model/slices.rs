@@ -2,7 +2,7 @@
 
 use std::{net::IpAddr, sync::Arc};
 
-use headgate_core::{Conditions, EndpointPort, Family, Hints, ServiceKey};
+use headgate_core::{Conditions, EndpointPort, Family, Hints, Placement, ServiceKey};
 
 use super::{intern::Interner, parse, problems::Findings, size, table::Reading};
 use crate::source::objects;
@@ -11,9 +11,7 @@ use crate::source::objects;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Facts {
     pub(super) conditions: Conditions,
-    pub(super) node: Option<Arc<str>>,
-    pub(super) zone: Option<Arc<str>>,
-    pub(super) hints: Option<Arc<Hints>>,
+    pub(super) placement: Arc<Placement>,
 }
 
 /// A slice as it is in use.
@@ -166,14 +164,13 @@ fn facts(index: usize, written: &objects::SliceEndpoint, interner: &mut Interner
             findings.entry(format!("endpoints[{index}].{field}"), message);
         }
     }
+    let placement = Placement { node, zone, hints: interner.hints(hints) };
     Facts {
         conditions: Conditions {
             ready: conditions.ready.unwrap_or(true),
             serving: conditions.serving.unwrap_or(true),
             terminating: conditions.terminating.unwrap_or(false),
         },
-        node,
-        zone,
-        hints: interner.hints(hints),
+        placement: interner.placement(&placement),
     }
 }

@@ -180,8 +180,8 @@ fn conditions_have_defaults() {
     let entry = bench.state.entry(&ServiceKey::new("x", "s")).unwrap();
     let endpoint = entry.endpoints().values().next().unwrap();
     assert_eq!(endpoint.conditions, headgate_core::Conditions::READY);
-    assert_eq!(endpoint.node.as_deref(), Some("node-a"));
-    let zones: Vec<&str> = endpoint.hints.as_ref().unwrap().zones.iter().map(|zone| &**zone).collect();
+    assert_eq!(endpoint.placement.node.as_deref(), Some("node-a"));
+    let zones: Vec<&str> = endpoint.placement.hints.as_ref().unwrap().zones.iter().map(|zone| &**zone).collect();
     assert_eq!(zones, ["z1", "z2"]);
 }
 
@@ -210,7 +210,7 @@ fn slices_that_disagree_are_told() {
     for order in [[&a, &b], [&b, &a]] {
         let mut bench = Bench::with(&order.map(Clone::clone));
         let entry = bench.state.entry(&ServiceKey::new("x", "s")).unwrap();
-        assert_eq!(entry.endpoints().values().next().unwrap().node.as_deref(), Some("n1"));
+        assert_eq!(entry.endpoints().values().next().unwrap().placement.node.as_deref(), Some("n1"));
         assert!(bench.problems()[0].contains("EndpointSlice x/a and EndpointSlice x/b"));
         bench.apply(&slice("b", "s", on("n1"), http(1)));
         assert_eq!(bench.model.take_problems(), Some(Vec::new()));

@@ -8,7 +8,7 @@ use std::{
 };
 
 use futures::{Stream, StreamExt as _, stream};
-use headgate_core::{Change, Endpoint, ServiceKey, ServicePort, claims::Claim};
+use headgate_core::{Change, Endpoint, Placement, ServiceKey, ServicePort, claims::Claim};
 use headgate_proto::v1::{self, inspect_server::Inspect};
 use tokio::sync::watch;
 use tonic::{Request, Response, Status};
@@ -320,7 +320,8 @@ fn endpoint_info(key: &ServiceKey, endpoint: &Endpoint, version: u64) -> v1::End
         let text = format!("{} {}/{}", port.name, port.port, port.protocol);
         text.trim_start().to_owned()
     };
-    let hints = endpoint.hints.as_deref();
+    let Placement { node, zone, hints } = &*endpoint.placement;
+    let hints = hints.as_deref();
     v1::EndpointInfo {
         namespace: key.namespace.to_string(),
         name: key.name.to_string(),
@@ -329,8 +330,8 @@ fn endpoint_info(key: &ServiceKey, endpoint: &Endpoint, version: u64) -> v1::End
         ready: endpoint.conditions.ready,
         serving: endpoint.conditions.serving,
         terminating: endpoint.conditions.terminating,
-        node: endpoint.node.as_deref().unwrap_or_default().to_owned(),
-        zone: endpoint.zone.as_deref().unwrap_or_default().to_owned(),
+        node: node.as_deref().unwrap_or_default().to_owned(),
+        zone: zone.as_deref().unwrap_or_default().to_owned(),
         hint_zones: hints.map_or_else(Vec::new, |hints| texts(&hints.zones)),
         hint_nodes: hints.map_or_else(Vec::new, |hints| texts(&hints.nodes)),
         version,

@@ -87,6 +87,6 @@ impl Bucket {
 fn service_changes<'a>(state: &'a State, key: &'a ServiceKey) -> impl Iterator<Item = Change> + 'a {
     state.entry(key).into_iter().flat_map(move |entry| {
         let endpoints = entry.endpoints().values().map(|endpoint| Change::Endpoint(key.clone(), endpoint.clone()));
-        entry.service().cloned().map(Change::Service).into_iter().chain(endpoints)
+        entry.service().cloned().map(Change::from).into_iter().chain(endpoints)
     })
 }

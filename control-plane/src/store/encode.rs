@@ -36,7 +36,7 @@ pub(crate) fn server_frame(body: v1::server_message::Body) -> Bytes {
 pub(super) fn present(state: &State, key: &LogKey) -> Change {
     match key {
         LogKey::Service(key) => match state.entry(key).and_then(|entry| entry.service()) {
-            Some(service) => Change::Service(service.clone()),
+            Some(service) => Change::from(service.clone()),
             None => Change::RemoveService((**key).clone()),
         },
         LogKey::Endpoint(key, address) => match state.entry(key).and_then(|entry| entry.endpoints().get(address)) {

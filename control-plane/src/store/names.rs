@@ -33,7 +33,7 @@ impl<T> Default for Table<T> {
 pub(super) struct Names {
     referrer: Referrer,
     services: Table<ServiceKey>,
-    placements: Table<Placement>,
+    placements: Table<Arc<Placement>>,
     ports: Table<Arc<[EndpointPort]>>,
 }
 
@@ -88,14 +88,13 @@ impl Names {
 
     /// `version` brought an endpoint, or a new value of one.
     pub(super) fn take_endpoint(&mut self, version: u64, endpoint: &Endpoint) {
-        let placement = endpoint.placement();
-        self.placements.take(version, &placement, || self.referrer.placement(&placement));
+        self.placements.take(version, &endpoint.placement, || self.referrer.placement(&endpoint.placement));
         self.ports.take(version, &endpoint.ports, || self.referrer.ports(&endpoint.ports));
     }
 
     /// An endpoint is gone, or had this value before.
     pub(super) fn release_endpoint(&mut self, endpoint: &Endpoint) {
-        self.placements.release(&endpoint.placement());
+        self.placements.release(&endpoint.placement);
         self.ports.release(&endpoint.ports);
     }
 
@@ -104,7 +103,7 @@ impl Names {
         match change {
             Change::Endpoint(key, endpoint) => References {
                 service: self.services.reference(version, key),
-                placement: self.placements.reference(version, &endpoint.placement()),
+                placement: self.placements.reference(version, &endpoint.placement),
                 ports: self.ports.reference(version, &endpoint.ports),
             },
             Change::RemoveEndpoint(key, _) => {

@@ -6,7 +6,7 @@ mod reader;
 
 use std::{collections::BTreeSet, net::Ipv4Addr};
 
-use headgate_core::{Change, Endpoint, EndpointPort, Protocol, Service, ServiceKey, ServicePort, digest};
+use headgate_core::{Change, Endpoint, EndpointPort, Placement, Protocol, Service, ServiceKey, ServicePort, digest};
 use headgate_proto::{frame::PREFIX_BYTES, v1};
 use prost::Message as _;
 use v1::server_message::Body;
@@ -34,14 +34,14 @@ fn key(service: u8) -> ServiceKey {
 
 fn service(number: u8, port: u16) -> Change {
     let port = ServicePort { name: "http".into(), protocol: Protocol::Tcp, port, node_port: 0 };
-    Change::Service(Service::new(key(number), vec![Ipv4Addr::new(10, 0, 0, number).into()], vec![port]))
+    Change::from(Service::new(key(number), vec![Ipv4Addr::new(10, 0, 0, number).into()], vec![port]))
 }
 
 fn endpoint(service: u8, host: u16, port: u16) -> Change {
     let [high, low] = host.to_be_bytes();
     let ports = [EndpointPort { name: "http".into(), protocol: Protocol::Tcp, port }];
     let mut endpoint = Endpoint::new(Ipv4Addr::new(10, 1, high, low).into(), Arc::new(ports));
-    endpoint.node = Some(format!("node-{}", (host + port) % 4).into());
+    endpoint.placement = Placement::on(&format!("node-{}", (host + port) % 4)).into();
     Change::Endpoint(key(service), endpoint)
 }
 

@@ -82,7 +82,7 @@ fn gone(i: u8, last: u8) -> Change {
 #[test]
 fn a_new_service_suspects_every_flow_to_it() {
     let mut world = World::default();
-    let cleanup = world.step([Change::Service(dns(1)), endpoint(1, 1)]);
+    let cleanup = world.step([Change::from(dns(1)), endpoint(1, 1)]);
     let rule = rule(&cleanup, cluster_ip(1));
     assert_eq!((&*rule.keep, &rule.suspects), (&[source(1)][..], &Suspects::Any));
     let v4: Vec<_> = cleanup.filters(8).into_iter().filter(|filter| filter.family == Family::V4).collect();
@@ -92,7 +92,7 @@ fn a_new_service_suspects_every_flow_to_it() {
 #[test]
 fn a_client_that_was_there_before_the_first_endpoint_is_found() {
     let mut world = World::default();
-    world.step([Change::Service(dns(1))]);
+    world.step([Change::from(dns(1))]);
     let cleanup = world.step([endpoint(1, 1)]);
     assert_eq!(rule(&cleanup, cluster_ip(1)).suspects, Suspects::Any);
 }
@@ -100,7 +100,7 @@ fn a_client_that_was_there_before_the_first_endpoint_is_found() {
 #[test]
 fn more_endpoints_leave_nothing_stale() {
     let mut world = World::default();
-    world.step([Change::Service(dns(1)), endpoint(1, 1)]);
+    world.step([Change::from(dns(1)), endpoint(1, 1)]);
     let cleanup = world.step([endpoint(1, 2), endpoint(1, 3)]);
     assert_eq!(cleanup.filters(8).into_iter().filter(|filter| filter.family == Family::V4).count(), 0);
 }
@@ -108,7 +108,7 @@ fn more_endpoints_leave_nothing_stale() {
 #[test]
 fn a_replaced_endpoint_is_looked_for_by_its_address() {
     let mut world = World::default();
-    world.step([Change::Service(dns(1)), endpoint(1, 1), endpoint(1, 2)]);
+    world.step([Change::from(dns(1)), endpoint(1, 1), endpoint(1, 2)]);
     let cleanup = world.step([gone(1, 1), endpoint(1, 3)]);
     assert!(cleanup.filters(8).contains(&Filter::answered_by(source(1))), "{cleanup:?}");
     let to = |source: SocketAddr| cleanup.is_stale("10.96.0.1:53".parse().unwrap(), source, |_| false);
@@ -118,7 +118,7 @@ fn a_replaced_endpoint_is_looked_for_by_its_address() {
 #[test]
 fn nothing_is_left_to_answer_after_scaling_to_zero() {
     let mut world = World::default();
-    world.step([Change::Service(dns(1)), endpoint(1, 1)]);
+    world.step([Change::from(dns(1)), endpoint(1, 1)]);
     let cleanup = world.step([gone(1, 1)]);
     assert!(rule(&cleanup, cluster_ip(1)).keep.is_empty());
     assert!(cleanup.is_stale("10.96.0.1:53".parse().unwrap(), source(1), |_| false));
@@ -127,7 +127,7 @@ fn nothing_is_left_to_answer_after_scaling_to_zero() {
 #[test]
 fn a_deleted_service_is_cleaned_and_forgotten() {
     let mut world = World::default();
-    world.step([Change::Service(dns(1)), endpoint(1, 1)]);
+    world.step([Change::from(dns(1)), endpoint(1, 1)]);
     let cleanup = world.step([Change::RemoveService(key(1)), gone(1, 1)]);
     let at: SocketAddr = "10.96.0.1:53".parse().unwrap();
     assert!(cleanup.is_stale(at, source(1), |_| false));
@@ -138,10 +138,10 @@ fn a_deleted_service_is_cleaned_and_forgotten() {
 #[test]
 fn addresses_and_ports_that_go_are_cleaned() {
     let mut world = World::default();
-    world.step([Change::Service(dns(1)), endpoint(1, 1)]);
+    world.step([Change::from(dns(1)), endpoint(1, 1)]);
     let mut moved = dns(1);
     moved.ports = vec![udp("dns", 54, 0)];
-    let cleanup = world.step([Change::Service(moved)]);
+    let cleanup = world.step([Change::from(moved)]);
     assert_eq!(rule(&cleanup, cluster_ip(1)).suspects, suspects(&[1]));
     assert_eq!(rule(&cleanup, NODE_PORT).suspects, suspects(&[1]));
     let new = OriginalDestination::Address(IpAddr::from([10, 96, 0, 1]), 54);
@@ -151,7 +151,7 @@ fn addresses_and_ports_that_go_are_cleaned() {
 #[test]
 fn node_ports_count_on_the_nodes_own_addresses() {
     let mut world = World::default();
-    let cleanup = world.step([Change::Service(dns(1)), endpoint(1, 1)]);
+    let cleanup = world.step([Change::from(dns(1)), endpoint(1, 1)]);
     let here: IpAddr = "192.0.2.11".parse().unwrap();
     let stale = |to: &str| cleanup.is_stale(to.parse().unwrap(), source(9), |address| address == here);
     assert!(stale("192.0.2.11:30053"));
@@ -167,7 +167,7 @@ fn ready_or_serving_endpoints_keep_their_flows() {
     };
     let conditions = [of(1, true, true, false), of(2, false, true, true), of(3, true, false, false)];
     let cleanup = world.step(
-        [Change::Service(dns(1)), of(4, false, false, true), of(5, false, false, false)].into_iter().chain(conditions),
+        [Change::from(dns(1)), of(4, false, false, true), of(5, false, false, false)].into_iter().chain(conditions),
     );
     assert_eq!(&*rule(&cleanup, cluster_ip(1)).keep, [source(1), source(2), source(3)]);
 }
@@ -177,16 +177,16 @@ fn tcp_and_sctp_are_none_of_it() {
     let mut world = World::default();
     let mut service = dns(1);
     service.ports[0].protocol = Protocol::Tcp;
-    assert!(world.step([Change::Service(service.clone()), endpoint(1, 1)]).is_empty());
+    assert!(world.step([Change::from(service.clone()), endpoint(1, 1)]).is_empty());
     service.ports[0].protocol = Protocol::Sctp;
-    assert!(world.step([Change::Service(service)]).is_empty());
+    assert!(world.step([Change::from(service)]).is_empty());
     assert!(world.tracker.is_empty(), "memory only for services with UDP ports");
 }
 
 #[test]
 fn a_failed_step_forgets_nothing() {
     let mut world = World::default();
-    world.step([Change::Service(dns(1)), endpoint(1, 1)]);
+    world.step([Change::from(dns(1)), endpoint(1, 1)]);
     // Part of the first step's rules may have got into the kernel: flows to 2 are suspects too.
     world.failed_step([gone(1, 1), endpoint(1, 2)]);
     let cleanup = world.step([gone(1, 2), endpoint(1, 3)]);
@@ -199,7 +199,7 @@ fn a_failed_step_forgets_nothing() {
 #[test]
 fn what_waits_to_be_done_follows_what_comes_later() {
     let mut world = World::default();
-    world.step([Change::Service(dns(1)), endpoint(1, 1), endpoint(1, 2)]);
+    world.step([Change::from(dns(1)), endpoint(1, 1), endpoint(1, 2)]);
     let mut pending = world.step([gone(1, 1)]);
     pending.absorb(world.step([gone(1, 2), endpoint(1, 3)]));
     assert_eq!(rule(&pending, cluster_ip(1)).suspects, suspects(&[1, 2]));
@@ -218,7 +218,7 @@ fn an_address_that_changes_hands_keeps_the_new_owners_flows() {
         service.ports[0].node_port = 0;
         service.external_ips = vec!["192.0.2.100".parse().unwrap()];
         service.created_unix_seconds = created;
-        Change::Service(service)
+        Change::from(service)
     };
     world.step([sharing(1, 5), endpoint(1, 1), endpoint(2, 2)]);
     let cleanup = world.step([sharing(2, 4)]);
@@ -235,12 +235,12 @@ fn many_destinations_are_listed_at_once() {
     let services = (1..20).flat_map(|i| {
         let mut service = dns(i);
         service.ports[0].port = 1000 + u16::from(i);
-        [Change::Service(service), endpoint(i, 1)]
+        [Change::from(service), endpoint(i, 1)]
     });
     assert_eq!(world.step(services).filters(8), Family::BOTH.map(Filter::all));
     // Many endpoints of one service: by its destinations.
     let mut world = World::default();
-    world.step([Change::Service(dns(1))].into_iter().chain((1..100).map(|last| endpoint(1, last))));
+    world.step([Change::from(dns(1))].into_iter().chain((1..100).map(|last| endpoint(1, last))));
     let filters = world.step((1..90).map(|last| gone(1, last))).filters(8);
     assert_eq!(filters, [Filter::to(NODE_PORT), Filter::to(cluster_ip(1))]);
 }
@@ -251,7 +251,7 @@ fn addresses_with_one_port_are_looked_for_at_once() {
     let mut service = dns(1);
     service.cluster_ips.truncate(1);
     service.external_ips = vec!["192.0.2.100".parse().unwrap()];
-    let filters = world.step([Change::Service(service), endpoint(1, 1)]).filters(8);
+    let filters = world.step([Change::from(service), endpoint(1, 1)]).filters(8);
     let port_only = Filter { original_port: Some(53), ..Filter::all(Family::V4) };
     assert_eq!(
         filters,
@@ -262,7 +262,7 @@ fn addresses_with_one_port_are_looked_for_at_once() {
 #[test]
 fn everything_is_suspect_when_rules_are_programmed_whole() {
     let mut world = World::default();
-    world.step([Change::Service(dns(1)), endpoint(1, 1)]);
+    world.step([Change::from(dns(1)), endpoint(1, 1)]);
     let plan = world.tracker.plan_all(&world.state);
     assert_eq!(rule(&plan.cleanup, cluster_ip(1)).suspects, Suspects::Any);
 }
@@ -310,7 +310,7 @@ fn any_change() -> impl Strategy<Value = Change> {
             if second {
                 service.ports.push(udp("more", 99, 0));
             }
-            Change::Service(service)
+            Change::from(service)
         });
     let endpoint = (1u8..4, 1u8..5, 0u8..3, 0u16..2).prop_map(|(i, last, state, port)| {
         let port = EndpointPort { name: "dns".into(), protocol: Protocol::Udp, port: 5353 + port };

@@ -5,7 +5,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::{
-    model::{Change, Endpoint, EndpointPort, Service, ServicePort, TrafficPolicy},
+    model::{Change, Endpoint, EndpointPort, Placement, Service, ServicePort, TrafficPolicy},
     state::Dirty,
 };
 
@@ -221,10 +221,10 @@ fn state_with(service: Service, endpoints: &[(&str, &str)]) -> (State, Arc<Servi
     let ports: Arc<[EndpointPort]> = [("web", Protocol::Tcp, 8080), ("dns", Protocol::Udp, 53)]
         .map(|(name, protocol, port)| EndpointPort { name: name.into(), protocol, port })
         .into();
-    state.apply(Change::Service(service), &mut dirty);
+    state.apply(Change::from(service), &mut dirty);
     for (address, node) in endpoints {
         let address: IpAddr = address.parse().unwrap();
-        let endpoint = Endpoint { node: Some((*node).into()), ..Endpoint::new(address, Arc::clone(&ports)) };
+        let endpoint = Endpoint { placement: Placement::on(node).into(), ..Endpoint::new(address, Arc::clone(&ports)) };
         state.apply(Change::Endpoint((*key).clone(), endpoint), &mut dirty);
     }
     (state, key)
@@ -292,7 +292,7 @@ fn new_connections_are_kept_off_what_fails_and_what_fails_is_checked_on() {
     assert_eq!(*state.digests(), before, "it is this node's own knowledge");
 
     // Without the annotation what was found does not count, nor does it without the service.
-    state.apply(Change::Service(service("")), &mut dirty);
+    state.apply(Change::from(service("")), &mut dirty);
     state.set_failing(&key, failing(&["10.244.1.1:8080"]), &mut dirty);
     assert_eq!(texts(&service_views(&state, &key, Family::V4, &node)[0].cluster_endpoints).len(), 3);
 }
@@ -304,7 +304,7 @@ fn what_fails_is_known_until_it_is_told_to_be_over() {
     let (digests, dirty) = (state.digests().clone(), &mut Dirty::default());
     let endpoints: Vec<Endpoint> = state.entry(&key).unwrap().endpoints().values().cloned().collect();
     let come = |state: &mut State, dirty: &mut Dirty| {
-        state.apply(Change::Service(service("tcp")), dirty);
+        state.apply(Change::from(service("tcp")), dirty);
         for endpoint in &endpoints {
             state.apply(Change::Endpoint((*key).clone(), endpoint.clone()), dirty);
         }

@@ -74,7 +74,7 @@ mod tests {
         let mut service = Service::new(key, vec![IpAddr::from([10, 96, number, 1])], vec![port]);
         service.internal_traffic_policy = policy;
         service.external_traffic_policy = policy;
-        Change::Service(service)
+        Change::from(service)
     }
 
     fn endpoint(number: u8, last: u8) -> Change {

@@ -8,8 +8,8 @@ use super::{
     names::{ChainKind, ChainName},
 };
 use crate::{
-    Change, ClientIpAffinity, Conditions, Dirty, Endpoint, EndpointPort, Family, Protocol, Service, ServiceKey,
-    ServicePort, State, TrafficPolicy, masquerade::LocalDetector, view::NodeFacts,
+    Change, ClientIpAffinity, Conditions, Dirty, Endpoint, EndpointPort, Family, Placement, Protocol, Service,
+    ServiceKey, ServicePort, State, TrafficPolicy, masquerade::LocalDetector, view::NodeFacts,
 };
 
 fn ip(text: &str) -> IpAddr {
@@ -23,7 +23,7 @@ fn service(name: &str, cluster_ip: &str) -> Service {
 
 fn endpoint(address: &str) -> Endpoint {
     let port = EndpointPort { name: "p80".into(), protocol: Protocol::Tcp, port: 80 };
-    Endpoint { node: Some("other-node".into()), ..Endpoint::new(ip(address), Arc::from([port])) }
+    Endpoint { placement: Placement::on("other-node").into(), ..Endpoint::new(ip(address), Arc::from([port])) }
 }
 
 fn config() -> RenderConfig {
@@ -82,7 +82,7 @@ fn a_cluster_ip_spreads_over_its_endpoints_as_in_kube_proxy() {
     let mut svc4 = service("svc4", "172.30.0.44");
     svc4.external_ips = vec![ip("192.168.99.33")];
     let (state, _) = state([
-        Change::Service(svc4),
+        Change::from(svc4),
         Change::Endpoint(key.clone(), endpoint("10.180.0.4")),
         Change::Endpoint(key, endpoint("10.180.0.5")),
     ]);
@@ -129,7 +129,7 @@ fn a_local_policy_short_circuits_pods_and_the_node_and_drops_the_rest() {
     svc2.load_balancer_ips = vec![ip("1.2.3.4")];
     svc2.ports[0].node_port = 3001;
     svc2.health_check_node_port = 30000;
-    let (state, _) = state([Change::Service(svc2), Change::Endpoint(key, endpoint("10.180.0.2"))]);
+    let (state, _) = state([Change::from(svc2), Change::Endpoint(key, endpoint("10.180.0.2"))]);
     let (_, script) = full(config(), &state);
     assert_eq!(
         rules(&script, "KUBE-EXT-GNZBNJ2PO5MGZ6GT"),
@@ -157,7 +157,7 @@ fn source_ranges_guard_load_balancer_ips_alone() {
     svc5.load_balancer_ips = vec![ip("5.6.7.8")];
     svc5.ports[0].node_port = 3002;
     svc5.load_balancer_source_ranges = vec!["203.0.113.0/25".parse().unwrap(), "2001:db8::/32".parse().unwrap()];
-    let (state, _) = state([Change::Service(svc5), Change::Endpoint(key, endpoint("10.180.0.3"))]);
+    let (state, _) = state([Change::from(svc5), Change::Endpoint(key, endpoint("10.180.0.3"))]);
     let (_, script) = full(config(), &state);
     assert_eq!(
         rules(&script, "KUBE-FW-NUKIZ6OKUXPJNT4C"),
@@ -181,7 +181,7 @@ fn affinity_checks_and_records_the_client() {
     let key = ServiceKey::new("ns1", "svc1");
     let mut svc1 = service("svc1", "172.30.0.41");
     svc1.session_affinity = Some(ClientIpAffinity { timeout_seconds: 10800 });
-    let (state, _) = state([Change::Service(svc1), Change::Endpoint(key, endpoint("10.180.0.1"))]);
+    let (state, _) = state([Change::from(svc1), Change::Endpoint(key, endpoint("10.180.0.1"))]);
     let (_, script) = full(config(), &state);
     let sep = "KUBE-SEP-SXIVWICOYRO3J4NJ";
     assert_eq!(
@@ -199,7 +199,7 @@ fn affinity_checks_and_records_the_client() {
 // rows of iptables: 40, 57
 #[test]
 fn without_endpoints_connections_are_refused() {
-    let (state, _) = state([Change::Service(service("svc6", "172.30.0.46"))]);
+    let (state, _) = state([Change::from(service("svc6", "172.30.0.46"))]);
     let (_, script) = full(config(), &state);
     let refused = r#"-A KUBE-SERVICES -d 172.30.0.46/32 -p tcp -m comment --comment "ns6/svc6:p80 has no endpoints" -m tcp --dport 80 -j REJECT --reject-with icmp-port-unreachable"#;
     assert!(script.contains(refused), "{script}");
@@ -213,7 +213,7 @@ fn one_endpoint_touches_two_chains_and_no_dispatch() {
         let key = ServiceKey::new("ns", &format!("svc{i}"));
         let service = Service { key: key.clone(), ..service("svc1", &format!("172.30.{}.{}", i / 250, i % 250 + 1)) };
         let endpoints = (0..10).map(move |j| Change::Endpoint(key.clone(), endpoint(&format!("10.{i}.0.{}", j + 1))));
-        std::iter::once(Change::Service(service)).chain(endpoints)
+        std::iter::once(Change::from(service)).chain(endpoints)
     });
     let (mut state, _) = state(changes);
     // Classic: the service's chain and the endpoint's. Compact: the service's alone, the endpoint being another node's.
@@ -243,9 +243,9 @@ fn the_older_service_holds_an_address_that_two_claim() {
     young.created_unix_seconds = 200;
     let young_key = young.key.clone();
     let (mut state, _) = state([
-        Change::Service(young),
+        Change::from(young),
         Change::Endpoint(young_key.clone(), endpoint("10.180.0.1")),
-        Change::Service(old.clone()),
+        Change::from(old.clone()),
         Change::Endpoint(old.key.clone(), endpoint("10.180.0.2")),
     ]);
     let leads_to = |script: &str| -> Vec<String> {
@@ -271,7 +271,7 @@ fn terminating_endpoints_serve_only_when_nothing_is_ready() {
     let mut broken = endpoint("10.180.0.3");
     broken.conditions = Conditions { ready: false, serving: false, terminating: false };
     let (mut state, _) = state([
-        Change::Service(service("svc1", "172.30.0.41")),
+        Change::from(service("svc1", "172.30.0.41")),
         Change::Endpoint(key.clone(), leaving),
         Change::Endpoint(key.clone(), broken),
     ]);
@@ -310,12 +310,9 @@ fn the_compact_layout_translates_in_the_services_chain() {
     let mut svc1 = service("svc1", "172.30.0.41");
     svc1.session_affinity = Some(ClientIpAffinity { timeout_seconds: 60 });
     svc1.ports[0].node_port = 30001;
-    let here = Endpoint { node: Some("test-node".into()), ..endpoint("10.180.0.2") };
-    let (state, _) = state([
-        Change::Service(svc1),
-        Change::Endpoint(key.clone(), endpoint("10.180.0.1")),
-        Change::Endpoint(key, here),
-    ]);
+    let here = Endpoint { placement: Placement::on("test-node").into(), ..endpoint("10.180.0.2") };
+    let (state, _) =
+        state([Change::from(svc1), Change::Endpoint(key.clone(), endpoint("10.180.0.1")), Change::Endpoint(key, here)]);
     let (_, script) = full(RenderConfig { layout: Layout::Compact, ..config() }, &state);
     let recent = |what: &str, list: &str| format!("-m recent {what} --name {list} --mask 255.255.255.255 --rsource");
     let second = ChainName::of(ChainKind::Endpoint, "ns1/svc1:p80tcp10.180.0.2:80").to_string();
@@ -357,8 +354,8 @@ fn the_compact_layout_masquerades_by_groups_of_cluster_ips() {
     svc1.external_ips = vec![ip("172.30.0.42")];
     svc1.external_traffic_policy = TrafficPolicy::Local;
     let key = ServiceKey::new("ns1", "svc1");
-    let here = Endpoint { node: Some("test-node".into()), ..endpoint("10.180.0.2") };
-    let (state, _) = state([Change::Service(svc1), Change::Endpoint(key, here)]);
+    let here = Endpoint { placement: Placement::on("test-node").into(), ..endpoint("10.180.0.2") };
+    let (state, _) = state([Change::from(svc1), Change::Endpoint(key, here)]);
     let groups = |config: RenderConfig| {
         let (_, script) = full(RenderConfig { layout: Layout::Compact, ..config }, &state);
         let leads = rules(&script, "KUBE-SERVICES");
@@ -393,7 +390,7 @@ fn dispatch_groups_are_cut_anew_when_the_cluster_grows() {
     kernel.restore(&ledger.full(&state, &node(), &ExistingTables::default()).0.to_string()).unwrap();
     for i in 0..4000 {
         let mut dirty = Dirty::default();
-        for change in [Change::Service(numbered(i)), Change::Endpoint(key(i), endpoint("10.180.0.1"))] {
+        for change in [Change::from(numbered(i)), Change::Endpoint(key(i), endpoint("10.180.0.1"))] {
             state.apply(change, &mut dirty);
         }
         kernel.restore(&ledger.changed(&state, &node(), &dirty).0.to_string()).unwrap();

@@ -9,8 +9,8 @@ use std::{
 
 use super::*;
 use crate::{
-    Change, ClientIpAffinity, Dirty, Endpoint, EndpointPort, Family, Protocol, Service, ServiceKey, ServicePort, State,
-    TrafficPolicy, ipvs::fake_kernel::FakeKernel, masquerade::LocalDetector, view::NodeFacts,
+    Change, ClientIpAffinity, Dirty, Endpoint, EndpointPort, Family, Placement, Protocol, Service, ServiceKey,
+    ServicePort, State, TrafficPolicy, ipvs::fake_kernel::FakeKernel, masquerade::LocalDetector, view::NodeFacts,
 };
 
 fn ip(text: &str) -> IpAddr {
@@ -41,7 +41,7 @@ fn service() -> Service {
 fn endpoint(address: &str, node: &str) -> Change {
     let ports: Arc<[EndpointPort]> =
         Arc::from([EndpointPort { name: "web".into(), protocol: Protocol::Tcp, port: 8080 }]);
-    let endpoint = Endpoint { node: Some(node.into()), ..Endpoint::new(ip(address), ports) };
+    let endpoint = Endpoint { placement: Placement::on(node).into(), ..Endpoint::new(ip(address), ports) };
     Change::Endpoint(service().key, endpoint)
 }
 
@@ -114,8 +114,7 @@ fn sets_are_called_as_kube_proxy_calls_them() {
 #[test]
 fn every_address_has_a_virtual_server() {
     let mut rig = Rig::new(config());
-    let plan =
-        rig.step([Change::Service(service()), endpoint("10.244.1.1", "node-a"), endpoint("10.244.2.1", "node-b")]);
+    let plan = rig.step([Change::from(service()), endpoint("10.244.1.1", "node-a"), endpoint("10.244.2.1", "node-b")]);
     for (address, port) in [("10.96.0.1", 80), ("203.0.113.1", 80), ("203.0.113.2", 80), ("192.0.2.11", 30080)] {
         let both = weighted(&[("10.244.1.1:8080", 1), ("10.244.2.1:8080", 1)]);
         assert_eq!(rig.destinations(address, port), both, "{address}");
@@ -145,7 +144,7 @@ fn local_policies_have_local_endpoints_or_drop() {
     let mut rig = Rig::new(config());
     let mut local = service();
     (local.external_traffic_policy, local.internal_traffic_policy) = (TrafficPolicy::Local, TrafficPolicy::Local);
-    rig.step([Change::Service(local.clone()), endpoint("10.244.1.1", "node-a"), endpoint("10.244.2.1", "node-b")]);
+    rig.step([Change::from(local.clone()), endpoint("10.244.1.1", "node-a"), endpoint("10.244.2.1", "node-b")]);
     for (address, port) in [("10.96.0.1", 80), ("203.0.113.1", 80), ("203.0.113.2", 80), ("192.0.2.11", 30080)] {
         assert_eq!(rig.destinations(address, port), weighted(&[("10.244.1.1:8080", 1)]), "{address}");
     }
@@ -170,7 +169,7 @@ fn the_short_way_is_taken_before_the_virtual_server_and_behind_source_ranges() {
     let mut local = service();
     local.external_traffic_policy = TrafficPolicy::Local;
     local.load_balancer_source_ranges = vec!["198.51.100.0/24".parse().unwrap(), "192.0.2.0/24".parse().unwrap()];
-    rig.step([Change::Service(local), endpoint("10.244.2.1", "node-b")]);
+    rig.step([Change::from(local), endpoint("10.244.2.1", "node-b")]);
     let services = rig.rules(Nat, "KUBE-SERVICES");
     let lead = |address: &str, what: &str, target: &str| {
         format!(r#"-d {address}/32 -p tcp -m comment --comment "ns/web:web {what}" -m tcp --dport 80 -j {target}-"#)
@@ -265,7 +264,7 @@ fn schedulers_are_chosen_by_annotation_and_a_bad_name_is_shown() {
         let mut service = service();
         service.scheduler = name.into();
         service.session_affinity = (name == "sh").then_some(ClientIpAffinity { timeout_seconds: 300 });
-        let plan = rig.step([Change::Service(service)]);
+        let plan = rig.step([Change::from(service)]);
         assert!(name.is_empty() || plan.ops().all(|op| matches!(op, Op::EditServer(..))), "{plan:?}");
         let settings = rig.kernel.servers[&key].0;
         assert_eq!((settings.scheduler, settings.persistence_seconds), (scheduler, (name == "sh").then_some(300)));
@@ -278,7 +277,7 @@ fn schedulers_are_chosen_by_annotation_and_a_bad_name_is_shown() {
     }
     let mut first = service();
     first.scheduler = "fo".into();
-    rig.step([Change::Service(first)]);
+    rig.step([Change::from(first)]);
     assert_eq!(rig.destinations("10.96.0.1", 80), weighted(&[("10.244.1.1:8080", 2), ("10.244.2.1:8080", 1)]));
 }
 
@@ -288,7 +287,7 @@ fn tcp_drains_udp_goes_at_once_and_what_returns_is_restored() {
     let key = ServerKey { address: ip("10.96.0.1"), protocol: Protocol::Tcp, port: 80 };
     let mut plain = service();
     (plain.external_ips, plain.load_balancer_ips, plain.ports[0].node_port) = (Vec::new(), Vec::new(), 0);
-    rig.step([Change::Service(plain.clone()), endpoint("10.244.1.1", "node-a"), endpoint("10.244.2.1", "node-b")]);
+    rig.step([Change::from(plain.clone()), endpoint("10.244.1.1", "node-a"), endpoint("10.244.2.1", "node-b")]);
     rig.step([Change::RemoveEndpoint(plain.key.clone(), ip("10.244.2.1"))]);
     let draining = weighted(&[("10.244.1.1:8080", 1), ("10.244.2.1:8080", 0)]);
     assert_eq!(rig.destinations("10.96.0.1", 80), draining);
@@ -321,7 +320,7 @@ fn tcp_drains_udp_goes_at_once_and_what_returns_is_restored() {
         let port = EndpointPort { name: "web".into(), protocol: Protocol::Udp, port: 53 };
         Change::Endpoint(plain.key.clone(), Endpoint::new(ip(address), Arc::from([port])))
     };
-    rig.step([Change::Service(plain.clone()), udp("10.244.1.1"), udp("10.244.2.1")]);
+    rig.step([Change::from(plain.clone()), udp("10.244.1.1"), udp("10.244.2.1")]);
     let plan = rig.step([Change::RemoveEndpoint(plain.key.clone(), ip("10.244.2.1"))]);
     assert!(matches!(plan.after[0], Op::DeleteDestination(..)), "{plan:?}");
     assert_eq!(rig.ledger.draining().count(), 0);
@@ -334,7 +333,7 @@ fn what_fails_health_checks_has_no_weight_and_stays() {
     let mut checked = service();
     (checked.external_ips, checked.load_balancer_ips, checked.ports[0].node_port) = (Vec::new(), Vec::new(), 0);
     checked.health_check = "tcp".into();
-    rig.step([Change::Service(checked.clone()), endpoint("10.244.1.1", "node-a"), endpoint("10.244.2.1", "node-b")]);
+    rig.step([Change::from(checked.clone()), endpoint("10.244.1.1", "node-a"), endpoint("10.244.2.1", "node-b")]);
     let one: SocketAddr = "10.244.2.1:8080".parse().unwrap();
     let fails = |rig: &mut Rig, failing: &[SocketAddr]| {
         let mut dirty = Dirty::default();
@@ -381,7 +380,7 @@ fn what_kube_proxy_left_is_taken_over() {
 fn schedulers_that_do_not_pass_over_weight_zero_lose_destinations_at_once() {
     let mut rig = Rig::new(config());
     let service = Service { scheduler: "dh".into(), ..service() };
-    rig.step([Change::Service(service.clone()), endpoint("10.244.1.1", "node-a"), endpoint("10.244.2.1", "node-b")]);
+    rig.step([Change::from(service.clone()), endpoint("10.244.1.1", "node-a"), endpoint("10.244.2.1", "node-b")]);
     rig.step([Change::RemoveEndpoint(service.key.clone(), ip("10.244.2.1"))]);
     assert_eq!(rig.destinations("10.96.0.1", 80), weighted(&[("10.244.1.1:8080", 1)]));
     // When there is nothing to choose from any more, the last one may keep its connections.
@@ -399,9 +398,9 @@ fn an_address_that_goes_to_another_service_keeps_what_both_want() {
         other => other,
     };
     rig.step([
-        Change::Service(first.clone()),
+        Change::from(first.clone()),
         endpoint("10.244.1.1", "node-a"),
-        Change::Service(second.clone()),
+        Change::from(second.clone()),
         of_second(endpoint("10.244.1.1", "node-a")),
     ]);
     // The first has been the winner; both change in one step.
@@ -413,7 +412,7 @@ fn an_address_that_goes_to_another_service_keeps_what_both_want() {
 fn without_endpoints_everybody_is_refused_whatever_ranges_say() {
     let mut rig = Rig::new(config());
     let service = Service { load_balancer_source_ranges: vec!["10.0.0.0/8".parse().unwrap()], ..service() };
-    rig.step([Change::Service(service)]);
+    rig.step([Change::from(service)]);
     assert!(rig.kernel.sets[&Set::LoadBalancerFirewall].is_empty());
     rig.step([endpoint("10.244.1.1", "node-a")]);
     assert!(rig.has(Set::LoadBalancerFirewall, "203.0.113.2,tcp:80"));
@@ -422,7 +421,7 @@ fn without_endpoints_everybody_is_refused_whatever_ranges_say() {
 #[test]
 fn what_the_kernel_refuses_is_left_out_and_the_rest_is_programmed() {
     let mut rig = Rig::new(config());
-    rig.step([Change::Service(service()), endpoint("10.244.1.1", "node-a")]);
+    rig.step([Change::from(service()), endpoint("10.244.1.1", "node-a")]);
     let refused = Op::Bind(ip("203.0.113.1"));
     let services = rig.ledger.services_that_want(&refused);
     assert_eq!(services.iter().map(Arc::as_ref).collect::<Vec<_>>(), [&service().key]);

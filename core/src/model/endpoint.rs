@@ -59,7 +59,15 @@ pub struct Placement {
     pub hints: Option<Arc<Hints>>,
 }
 
-/// An address behind a service. Its identity is the service and the address. Strings and port lists are shared, since a cluster has few
+impl Placement {
+    /// On a node, without zone and hints.
+    #[must_use]
+    pub fn on(node: &str) -> Self {
+        Self { node: Some(node.into()), ..Self::default() }
+    }
+}
+
+/// An address behind a service. Its identity is the service and the address. Port lists and placements are shared, since a cluster has few
 /// different ones.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Endpoint {
@@ -69,24 +77,14 @@ pub struct Endpoint {
     pub ports: Arc<[EndpointPort]>,
     /// Conditions.
     pub conditions: Conditions,
-    /// The node it runs on, lower case.
-    pub node: Option<Arc<str>>,
-    /// The zone it is in.
-    pub zone: Option<Arc<str>>,
-    /// Hints, if it has any.
-    pub hints: Option<Arc<Hints>>,
+    /// Where it runs, and whom it should serve.
+    pub placement: Arc<Placement>,
 }
 
 impl Endpoint {
     /// A ready endpoint without node, zone and hints, for callers that fill in the rest.
     #[must_use]
     pub fn new(address: IpAddr, ports: Arc<[EndpointPort]>) -> Self {
-        Self { address, ports, conditions: Conditions::READY, node: None, zone: None, hints: None }
-    }
-
-    /// Node, zone and hints together.
-    #[must_use]
-    pub fn placement(&self) -> Placement {
-        Placement { node: self.node.clone(), zone: self.zone.clone(), hints: self.hints.clone() }
+        Self { address, ports, conditions: Conditions::READY, placement: Arc::default() }
     }
 }

@@ -8,8 +8,8 @@ use std::{
 };
 
 use headgate_core::{
-    Change, ClientIpAffinity, Conditions, Dirty, Endpoint, EndpointPort, Hints, Protocol, Service, ServiceKey,
-    ServicePort, State, TrafficPolicy, view::NodeFacts,
+    Change, ClientIpAffinity, Conditions, Dirty, Endpoint, EndpointPort, Hints, Placement, Protocol, Service,
+    ServiceKey, ServicePort, State, TrafficPolicy, view::NodeFacts,
 };
 use proptest::prelude::*;
 
@@ -150,11 +150,14 @@ prop_compose! {
             4 => vec![port("a", 53), of(Protocol::Udp, port("a", 53)), of(Protocol::Sctp, port("a", 53)), of(Protocol::Udp, port("b", 54))],
             _ => vec![port("b", 8081), port("c", 8080)],
         };
-        let endpoint = Endpoint {
-            conditions: CONDITIONS[state],
+        let placement = Placement {
             node: (node > 0).then(|| format!("n{node}").into()),
             zone: (zone > 0).then(|| format!("z{zone}").into()),
             hints,
+        };
+        let endpoint = Endpoint {
+            conditions: CONDITIONS[state],
+            placement: placement.into(),
             ..Endpoint::new(address, Arc::from(ports))
         };
         (key(i), endpoint)
@@ -163,7 +166,7 @@ prop_compose! {
 
 pub(crate) fn any_change(services: u8) -> impl Strategy<Value = Change> {
     prop_oneof![
-        3 => any_service(services).prop_map(Change::Service),
+        3 => any_service(services).prop_map(Change::from),
         6 => any_endpoint(services).prop_map(|(key, endpoint)| Change::Endpoint(key, endpoint)),
         1 => (0..services).prop_map(|i| Change::RemoveService(key(i))),
         3 => any_endpoint(services).prop_map(|(key, endpoint)| Change::RemoveEndpoint(key, endpoint.address)),

@@ -32,7 +32,7 @@ impl World {
 
 fn service() -> Change {
     let port = ServicePort { name: "dns".into(), protocol: Protocol::Udp, port: 53, node_port: 0 };
-    Change::Service(Service::new(ServiceKey::new("ns", "dns"), vec!["10.96.0.10".parse().unwrap()], vec![port]))
+    Change::from(Service::new(ServiceKey::new("ns", "dns"), vec!["10.96.0.10".parse().unwrap()], vec![port]))
 }
 
 fn pod(last: u8) -> Endpoint {

@@ -76,7 +76,7 @@ fn service(health_check: &str) -> Change {
     let port = ServicePort { name: "web".into(), protocol: Protocol::Tcp, port: 80, node_port: 0 };
     let addresses = ["10.96.0.1", "fd00::1"].map(|address| address.parse().unwrap());
     let service = Service::new(key(), addresses.to_vec(), vec![port]);
-    Change::Service(Service { health_check: health_check.into(), ..service })
+    Change::from(Service { health_check: health_check.into(), ..service })
 }
 
 fn endpoint(address: SocketAddr) -> Change {

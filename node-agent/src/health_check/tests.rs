@@ -10,7 +10,7 @@ use std::{
 };
 
 use headgate_core::{
-    Change, Dirty, Endpoint, EndpointPort, Protocol, Service, ServiceKey, ServicePort, State, TrafficPolicy,
+    Change, Dirty, Endpoint, EndpointPort, Placement, Protocol, Service, ServiceKey, ServicePort, State, TrafficPolicy,
     iptables::NodePortAddresses, view::NodeFacts,
 };
 use tokio::sync::watch;
@@ -74,13 +74,13 @@ fn service(name: &str, port: u16) -> Change {
     let mut service = Service::new(key(name), vec!["10.96.0.1".parse().unwrap()], vec![http]);
     service.external_traffic_policy = TrafficPolicy::Local;
     service.health_check_node_port = port;
-    Change::Service(service)
+    Change::from(service)
 }
 
 fn endpoint(name: &str, last: u8) -> Change {
     let port = EndpointPort { name: "".into(), protocol: Protocol::Tcp, port: 8080 };
     let mut endpoint = Endpoint::new(IpAddr::from([10, 244, 0, last]), [port].into());
-    endpoint.node = Some("node-1".into());
+    endpoint.placement = Placement::on("node-1").into();
     Change::Endpoint(key(name), endpoint)
 }
 

@@ -77,7 +77,7 @@ impl Keys {
             let entry = state.entry(key);
             let service = keys.service.then(|| {
                 let held = entry.and_then(|entry| entry.service().cloned());
-                held.map_or_else(|| Change::RemoveService(key.clone()), Change::Service)
+                held.map_or_else(|| Change::RemoveService(key.clone()), Change::from)
             });
             let endpoints = keys.endpoints.iter().map(move |address| {
                 let held = entry.and_then(|entry| entry.endpoints().get(address).cloned());

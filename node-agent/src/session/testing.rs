@@ -4,7 +4,8 @@
 use std::{net::IpAddr, sync::Arc};
 
 use headgate_core::{
-    Change, Dirty, Endpoint, EndpointPort, Protocol, Service, ServiceCidr, ServiceKey, ServicePort, State, digest,
+    Change, Dirty, Endpoint, EndpointPort, Placement, Protocol, Service, ServiceCidr, ServiceKey, ServicePort, State,
+    digest,
 };
 use headgate_proto::{
     ChangesBuilder, digests_from_wire,
@@ -93,7 +94,7 @@ impl Replica {
     fn snapshot(&self, include: impl Fn(u16) -> bool, buckets: Vec<u16>) -> Vec<v1::ServerMessage> {
         let mut changes = Vec::new();
         for (key, entry) in self.state.entries().filter(|(key, _)| include(digest::service_bucket(key))) {
-            changes.extend(entry.service().cloned().map(Change::Service));
+            changes.extend(entry.service().cloned().map(Change::from));
             let endpoints = entry.endpoints().values().cloned();
             changes.extend(endpoints.map(|endpoint| Change::Endpoint((**key).clone(), endpoint)));
         }
@@ -156,13 +157,13 @@ pub(crate) fn key(name: &str) -> ServiceKey {
 pub(crate) fn service(name: &str, port: u16) -> Change {
     let last = name.bytes().fold(1, |sum: u8, byte| sum.wrapping_mul(31).wrapping_add(byte));
     let ports = vec![ServicePort { name: "http".into(), protocol: Protocol::Tcp, port, node_port: 0 }];
-    Change::Service(Service::new(key(name), vec![IpAddr::from([10, 96, 0, last])], ports))
+    Change::from(Service::new(key(name), vec![IpAddr::from([10, 96, 0, last])], ports))
 }
 
 pub(crate) fn endpoint(name: &str, last: u8, port: u16) -> Change {
     let ports: Arc<[EndpointPort]> = vec![EndpointPort { name: "http".into(), protocol: Protocol::Tcp, port }].into();
     let mut endpoint = Endpoint::new(IpAddr::from([10, 1, 0, last]), ports);
-    endpoint.node = Some(format!("node-{}", last % 3).into());
+    endpoint.placement = Placement::on(&format!("node-{}", last % 3)).into();
     Change::Endpoint(key(name), endpoint)
 }
 

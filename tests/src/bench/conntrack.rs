@@ -159,7 +159,7 @@ fn cleanups() -> Result<(Cleanup, Cleanup)> {
         let port = EndpointPort { name: "dns".into(), protocol: udp, port: endpoint_address(last).port() };
         Change::Endpoint(key.clone(), Endpoint::new(endpoint_address(last).ip(), [port].into()))
     };
-    state.apply(Change::Service(service), &mut dirty);
+    state.apply(Change::from(service), &mut dirty);
     for last in 2..=11 {
         state.apply(endpoint(last), &mut dirty);
     }

@@ -201,7 +201,7 @@ fn write_manifests(folder: &Path, services: u32) -> Result<()> {
             );
             for number in 0..ENDPOINTS {
                 let endpoint = workload::endpoint(service, number);
-                let node = endpoint.node.as_deref().unwrap_or_default();
+                let node = endpoint.placement.node.as_deref().unwrap_or_default();
                 let _ = writeln!(text, "- {{addresses: [{}], nodeName: {node}}}", endpoint.address);
             }
             text.push_str("---\n");

@@ -15,7 +15,7 @@ use headgate_control_plane::{
     store::{Cursor, Limits, Store},
     transaction::{Sink as _, SourceKind, Transaction, TriggeredChange},
 };
-use headgate_core::{Change, Endpoint, EndpointPort, Protocol, Service, ServiceKey, ServicePort};
+use headgate_core::{Change, Endpoint, EndpointPort, Placement, Protocol, Service, ServiceKey, ServicePort};
 use headgate_proto::{frame::PREFIX_BYTES, v1};
 use prost::Message as _;
 use serde_json::{Value, json};
@@ -100,7 +100,7 @@ fn alone(pods: Pods, slice: u32, figures: &mut Vec<Figure>) -> Result<()> {
     let mut not_ready = replica.endpoint(7, 3);
     (not_ready.conditions.ready, not_ready.conditions.serving) = (false, false);
     let mut first_on_its_node = replica.endpoint(7, slice + 1);
-    first_on_its_node.node = Some("ip-10-7-211-34.ec2.internal".into());
+    Arc::make_mut(&mut first_on_its_node.placement).node = Some("ip-10-7-211-34.ec2.internal".into());
     let removed = Change::RemoveEndpoint(key(7), replica.endpoint(7, 4).address);
     let changes = [
         ("becomes-unready", Change::Endpoint(key(7), not_ready)),
@@ -214,8 +214,9 @@ impl Replica {
         let port = |name: &str, port| EndpointPort { name: name.into(), protocol: Protocol::Tcp, port };
         let mut endpoint = Endpoint::new(address, Arc::from([port("http", 8080), port("metrics", 9090)]));
         let node = (service * 7 + number * 13) % NODES;
-        endpoint.node = Some(format!("ip-10-0-{}-{}.ec2.internal", node / 50 * 64, 100 + node % 50).into());
-        endpoint.zone = ZONES.get(node as usize % ZONES.len()).copied().map(Into::into);
+        let zone = ZONES.get(node as usize % ZONES.len()).copied().map(Into::into);
+        let node = format!("ip-10-0-{}-{}.ec2.internal", node / 50 * 64, 100 + node % 50);
+        endpoint.placement = Placement { zone, ..Placement::on(&node) }.into();
         endpoint
     }
 }
@@ -248,7 +249,7 @@ fn key(service: u32) -> ServiceKey {
 fn service(number: u32) -> Change {
     let [_, _, high, low] = number.to_be_bytes();
     let port = ServicePort { name: "http".into(), protocol: Protocol::Tcp, port: 80, node_port: 0 };
-    Change::Service(Service::new(key(number), vec![[172, 20, high, low].into()], vec![port]))
+    Change::from(Service::new(key(number), vec![[172, 20, high, low].into()], vec![port]))
 }
 
 /// The watch event that a kube-proxy receives for a change of a slice: all of it.
@@ -259,7 +260,7 @@ pub fn slice_event(key: &ServiceKey, endpoints: &[Endpoint]) -> Value {
         json!({
             "addresses": [endpoint.address],
             "conditions": {"ready": true, "serving": true, "terminating": false},
-            "nodeName": endpoint.node, "zone": endpoint.zone,
+            "nodeName": endpoint.placement.node, "zone": endpoint.placement.zone,
             "targetRef": {"kind": "Pod", "namespace": key.namespace.as_str(), "name": format!("{name}-7d4b9c6f5-x{i:04}"), "uid": "0b0f4d5e-3c52-4c0e-9a77-d9a1f5b8c1aa"},
         })
     };

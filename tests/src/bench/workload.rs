@@ -2,7 +2,9 @@
 
 use std::{net::IpAddr, sync::Arc};
 
-use headgate_core::{Change, Dirty, Endpoint, EndpointPort, Protocol, Service, ServiceKey, ServicePort, State};
+use headgate_core::{
+    Change, Dirty, Endpoint, EndpointPort, Placement, Protocol, Service, ServiceKey, ServicePort, State,
+};
 
 /// Key of a service by number.
 #[must_use]
@@ -36,8 +38,9 @@ pub fn service(number: u32) -> Service {
 pub fn endpoint(service: u32, number: u32) -> Endpoint {
     let port = EndpointPort { name: "http".into(), protocol: Protocol::Tcp, port: 8080 };
     let mut endpoint = Endpoint::new(endpoint_ip(service, number), Arc::from([port]));
-    endpoint.node = Some(format!("node-{:03}", (service + number) % 100).into());
-    endpoint.zone = Some(format!("zone-{}", (service + number) % 3).into());
+    let zone = Some(format!("zone-{}", (service + number) % 3).into());
+    let node = format!("node-{:03}", (service + number) % 100);
+    endpoint.placement = Placement { zone, ..Placement::on(&node) }.into();
     endpoint
 }
 
@@ -45,7 +48,7 @@ pub fn endpoint(service: u32, number: u32) -> Endpoint {
 pub fn changes(services: u32, endpoints: u32) -> impl Iterator<Item = Change> {
     (0..services).flat_map(move |i| {
         let of_service = (0..endpoints).map(move |j| Change::Endpoint(key(i), endpoint(i, j)));
-        std::iter::once(Change::Service(service(i))).chain(of_service)
+        std::iter::once(Change::from(service(i))).chain(of_service)
     })
 }
 

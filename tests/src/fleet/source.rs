@@ -235,11 +235,11 @@ fn slice_object(number: u32, endpoints: u32, is_first_ready: bool) -> Value {
     let key = workload::key(number);
     let (namespace, name) = (key.namespace.as_str(), key.name.as_str());
     let endpoint = |i: u32| {
-        let Endpoint { address, node, zone, .. } = workload::endpoint(number, i);
+        let Endpoint { address, placement, .. } = workload::endpoint(number, i);
         let ready = is_first_ready || i > 0;
         json!({
             "addresses": [address], "conditions": {"ready": ready, "serving": ready, "terminating": false},
-            "nodeName": node, "zone": zone,
+            "nodeName": placement.node, "zone": placement.zone,
             "targetRef": {
                 "kind": "Pod", "namespace": namespace, "name": format!("{name}-7d4b9c6f5-x{i:04}"),
                 "uid": "0b0f4d5e-3c52-4c0e-9a77-d9a1f5b8c1aa",

@@ -118,7 +118,7 @@ fn key() -> ServiceKey {
 fn dns(node_port: u16) -> Change {
     let port = ServicePort { name: "dns".into(), protocol: Protocol::Udp, port: 53, node_port };
     let cluster_ips = vec!["10.96.0.10".parse().unwrap(), "fd00:96::10".parse().unwrap()];
-    Change::Service(Service::new(key(), cluster_ips, vec![port]))
+    Change::from(Service::new(key(), cluster_ips, vec![port]))
 }
 
 fn endpoint(address: &str) -> Change {

@@ -8,8 +8,8 @@ use headgate_control_plane::{
     transaction::{Sink as _, SourceKind, Transaction, TriggeredChange},
 };
 use headgate_core::{
-    Change, Conditions, Dirty, Endpoint, EndpointPort, Hints, Protocol, Service, ServiceCidr, ServiceKey, ServicePort,
-    State,
+    Change, Conditions, Dirty, Endpoint, EndpointPort, Hints, Placement, Protocol, Service, ServiceCidr, ServiceKey,
+    ServicePort, State,
 };
 use headgate_node_agent::fuzz;
 use headgate_proto::{ChangesBuilder, digests_to_wire, frame::frame, v1};
@@ -25,12 +25,12 @@ fn key(index: u8) -> ServiceKey {
 fn endpoint(index: u8, host: u8) -> Change {
     let ports: Arc<[EndpointPort]> = [EndpointPort { name: "http".into(), protocol: Protocol::Tcp, port: 8080 }].into();
     let mut endpoint = Endpoint::new([10, 244, index, host].into(), ports);
-    endpoint.node = Some(format!("node-{}", host % 3).into());
-    endpoint.zone = Some("zone-1".into());
+    let mut placement = Placement { zone: Some("zone-1".into()), ..Placement::on(&format!("node-{}", host % 3)) };
     if host.is_multiple_of(2) {
-        endpoint.hints = Some(Arc::new(Hints { zones: vec!["zone-1".into()], nodes: Vec::new() }));
+        placement.hints = Some(Arc::new(Hints { zones: vec!["zone-1".into()], nodes: Vec::new() }));
         endpoint.conditions = Conditions { ready: false, serving: true, terminating: true };
     }
+    endpoint.placement = placement.into();
     Change::Endpoint(key(index), endpoint)
 }
 
@@ -43,7 +43,7 @@ fn changes() -> Vec<Change> {
         let cluster_ips = vec![[10, 96, 0, index + 1].into(), "fd00::1".parse().unwrap()];
         let ports = vec![ServicePort { name: "http".into(), protocol: Protocol::Tcp, port: 80, node_port: 30_000 }];
         let service = Service::new(key(index), cluster_ips, ports);
-        changes.push(Change::Service(service));
+        changes.push(Change::from(service));
         changes.extend((1..5).map(|host| endpoint(index, host)));
     }
     changes

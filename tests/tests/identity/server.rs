@@ -63,7 +63,7 @@ impl Server {
     pub(crate) fn put(&self, number: u8) {
         let port = ServicePort { name: "http".into(), protocol: Protocol::Tcp, port: 80, node_port: 0 };
         let key = ServiceKey::new("default", &format!("service-{number}"));
-        let change = Change::Service(Service::new(key, vec![Ipv4Addr::new(10, 96, 0, number).into()], vec![port]));
+        let change = Change::from(Service::new(key, vec![Ipv4Addr::new(10, 96, 0, number).into()], vec![port]));
         let changes = vec![TriggeredChange { change, trigger_unix_ms: 0 }];
         let positions = vec![(SourceKind::Services, number.into())];
         self.store.commit(Transaction { changes, positions, ..Transaction::default() });

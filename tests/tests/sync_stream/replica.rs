@@ -8,7 +8,7 @@ use headgate_control_plane::{
     store::{Limits, Store},
     transaction::{Sink as _, SourceKind, Transaction, TriggeredChange},
 };
-use headgate_core::{Change, Endpoint, EndpointPort, Protocol, Service, ServiceKey, ServicePort};
+use headgate_core::{Change, Endpoint, EndpointPort, Placement, Protocol, Service, ServiceKey, ServicePort};
 
 pub(crate) struct Replica {
     pub(crate) store: Arc<Store>,
@@ -69,15 +69,15 @@ pub(crate) fn key(number: u16) -> ServiceKey {
 pub(crate) fn service(number: u16, port: u16) -> Change {
     let [high, low] = number.to_be_bytes();
     let port = ServicePort { name: "http".into(), protocol: Protocol::Tcp, port, node_port: 0 };
-    Change::Service(Service::new(key(number), vec![Ipv4Addr::new(10, 96, high, low).into()], vec![port]))
+    Change::from(Service::new(key(number), vec![Ipv4Addr::new(10, 96, high, low).into()], vec![port]))
 }
 
 pub(crate) fn endpoint(service: u16, host: u8, port: u16) -> Change {
     let [high, low] = service.to_be_bytes();
     let ports = [EndpointPort { name: "http".into(), protocol: Protocol::Tcp, port }];
     let mut endpoint = Endpoint::new(Ipv4Addr::new(10, high, low, host).into(), Arc::new(ports));
-    endpoint.node = Some(format!("node-{}", host % 8).into());
-    endpoint.zone = Some("zone-a".into());
+    let placement = Placement { zone: Some("zone-a".into()), ..Placement::on(&format!("node-{}", host % 8)) };
+    endpoint.placement = placement.into();
     Change::Endpoint(key(service), endpoint)
 }
 

@@ -43,8 +43,9 @@ fn a_name_that_could_be_read_as_a_rule_is_refused_alone() {
     assert_eq!(bench.endpoints("s"), ["10.1.0.3:80"], "an endpoint stands without them");
     let state = bench.state.entry(&ServiceKey::new("x", "s")).unwrap();
     let endpoint = state.endpoints().values().next().unwrap();
-    assert_eq!((&endpoint.node, &endpoint.zone), (&None, &None));
-    assert_eq!(endpoint.hints.as_ref().unwrap().zones, [Arc::from("z")]);
+    let placement = &endpoint.placement;
+    assert_eq!((&placement.node, &placement.zone), (&None, &None));
+    assert_eq!(placement.hints.as_ref().unwrap().zones, [Arc::from("z")]);
 }
 
 #[test]

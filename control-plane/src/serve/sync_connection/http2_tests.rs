@@ -55,7 +55,7 @@ impl Rig {
         let [high, low] = number.to_be_bytes();
         let key = ServiceKey::new("default", &format!("service-{number}-{}", "x".repeat(40)));
         let service = Service::new(key, vec![Ipv4Addr::new(10, 96, high, low).into()], Vec::new());
-        let change = TriggeredChange { change: Change::Service(service), trigger_unix_ms: 0 };
+        let change = TriggeredChange { change: Change::from(service), trigger_unix_ms: 0 };
         self.shared.store.commit(Transaction { changes: vec![change], ..Transaction::default() });
     }
 

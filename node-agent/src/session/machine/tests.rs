@@ -356,7 +356,7 @@ fn referring(replica: &Replica, version: u64, like: &Change) -> v1::ServerMessag
     let changes = v1::Changes {
         endpoints: vec![group],
         known_port_lists: vec![referrer.ports(&other.ports)],
-        known_placements: vec![referrer.placement(&other.placement())],
+        known_placements: vec![referrer.placement(&other.placement)],
         ..Default::default()
     };
     message(Body::Batch(v1::Batch { version, changes: Some(changes), ..Default::default() }))
