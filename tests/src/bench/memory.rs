@@ -184,7 +184,8 @@ fn children_mb(process: u32) -> f64 {
     children.into_iter().filter_map(|child| status_mb(child, "VmRSS").ok()).sum()
 }
 
-fn write_manifests(folder: &Path, services: u32) -> Result<()> {
+/// Writes the cluster as manifests for a control plane, a hundred services a file.
+pub(super) fn write_manifests(folder: &Path, services: u32) -> Result<()> {
     for first in (0..services).step_by(SERVICES_PER_FILE as usize) {
         let mut text = String::new();
         for service in first..services.min(first + SERVICES_PER_FILE) {

@@ -20,5 +20,6 @@ pub mod slow;
 pub mod snapshots;
 pub mod storm;
 pub mod two_level_shape;
+pub mod warm_restart;
 pub mod wire;
 pub mod workload;

@@ -7,7 +7,7 @@ use clap::Parser;
 use headgate_tests::bench::{
     apiserver_load, connect, conntrack, delta, fleet, iptables, ipvs, lagging, memory,
     report::{Figure, publish},
-    slow, snapshots, storm, wire,
+    slow, snapshots, storm, warm_restart, wire,
 };
 
 /// Measures Headgate beside an anchor in the same run; prints the figures and writes them as JSON
@@ -59,6 +59,11 @@ const BENCHES: &[(&str, &str, Bench)] = &[
     }),
     ("ipvs", "loads and changes beside ipvsadm, inside User-Mode Linux", |a| ipvs::run(a.services)),
     ("conntrack", "a thousand stale UDP flows among a million entries", |_| conntrack::run()),
+    (
+        "warm-restart",
+        "agents that begin where their rules are in place; fails when one writes, or a client notices",
+        |a| warm_restart::run(a.services),
+    ),
     ("agent-memory", "memory of the agent and the programs it runs", |a| memory::run(a.services)),
     ("iptables-connect", "a new connection through the first and the last service", |a| connect::run(a.services)),
 ];

@@ -31,3 +31,4 @@ mod write_log;
 
 pub use case::{Case, Source};
 pub use run::run;
+pub(crate) use write_log::WriteLog;
