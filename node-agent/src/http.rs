@@ -2,6 +2,7 @@
 //! kubelet on another.
 
 mod component;
+mod exposition;
 pub mod health;
 pub mod listen;
 
@@ -10,8 +11,8 @@ use std::sync::Arc;
 use axum::{
     Json, Router,
     extract::State,
-    http::{StatusCode, header::CONTENT_TYPE},
-    response::IntoResponse,
+    http::{HeaderMap, StatusCode, header::CONTENT_TYPE},
+    response::{IntoResponse, Response},
     routing::get,
 };
 use tokio::sync::watch;
@@ -20,8 +21,6 @@ use crate::{
     backend::proxy_mode, backlog::Backlog, config::Settings, http::health::HealthPages, http::listen::Server,
     metrics::Metrics, reconcile::Progress,
 };
-
-const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
 /// What the pages are made from.
 #[derive(Debug, Clone)]
@@ -62,10 +61,12 @@ fn router(pages: Pages) -> Router {
         .merge(component::router())
 }
 
-async fn metrics(State(pages): State<Pages>) -> impl IntoResponse {
+async fn metrics(State(pages): State<Pages>, request: HeaderMap) -> Response {
     match pages.metrics.encode(&pages.backlog.counts()) {
-        Ok(text) => (StatusCode::OK, [(CONTENT_TYPE, OPEN_METRICS)], text),
-        Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, [(CONTENT_TYPE, "text/plain")], error.to_string()),
+        Ok(text) => exposition::answer(&request, text).into_response(),
+        Err(error) => {
+            (StatusCode::INTERNAL_SERVER_ERROR, [(CONTENT_TYPE, "text/plain")], error.to_string()).into_response()
+        }
     }
 }
 

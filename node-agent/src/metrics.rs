@@ -3,6 +3,7 @@
 pub mod catalogue;
 pub mod endpoint_health;
 pub mod kube_proxy;
+pub mod process;
 pub mod tls;
 
 use std::{
@@ -19,7 +20,8 @@ use prometheus_client::{
 
 pub use self::endpoint_health::CheckResult;
 use self::{
-    catalogue::Catalogue, endpoint_health::EndpointHealthMetrics, kube_proxy::KubeProxyMetrics, tls::TlsMetrics,
+    catalogue::Catalogue, endpoint_health::EndpointHealthMetrics, kube_proxy::KubeProxyMetrics,
+    process::ProcessMetrics, tls::TlsMetrics,
 };
 use crate::{backend::Report, backlog::Counts, conntrack::ConntrackMetrics, health_check::HealthCheckMetrics};
 
@@ -76,6 +78,7 @@ pub struct Metrics {
     catalogue: Catalogue,
     /// kube-proxy's.
     pub kube_proxy: KubeProxyMetrics,
+    process: ProcessMetrics,
     /// Of the thread that deletes stale flows.
     pub conntrack: ConntrackMetrics,
     /// Of certificates and handshakes.
@@ -129,10 +132,12 @@ impl Default for Metrics {
             || Histogram::new(prometheus_client::metrics::histogram::exponential_buckets(0.001, 2.0, 15));
         let (mut catalogue, conntrack) = (Catalogue::default(), ConntrackMetrics::default());
         let kube_proxy = KubeProxyMetrics::new(&mut catalogue, &conntrack);
+        let process = ProcessMetrics::new(&mut catalogue);
         let mut metrics = Self {
             registry: Registry::with_prefix("headgate_agent"),
             catalogue,
             kube_proxy,
+            process,
             conntrack,
             tls: TlsMetrics::default(),
             endpoint_health: EndpointHealthMetrics::default(),
@@ -291,7 +296,7 @@ impl Metrics {
         &self.catalogue
     }
 
-    /// Everything in Prometheus' text format, with what is counted elsewhere.
+    /// Everything as OpenMetrics text, with what is counted elsewhere.
     ///
     /// # Errors
     /// Only when formatting fails, which a `String` does not.
@@ -299,8 +304,10 @@ impl Metrics {
         self.source_age_seconds.set(self.source_age().map_or(0.0, |age| age.as_secs_f64()));
         let mut out = String::new();
         self.kube_proxy.take_counts(counts);
+        self.process.take();
         text::encode_registry(&mut out, &self.registry)?;
         text::encode_registry(&mut out, self.kube_proxy.registry())?;
+        text::encode_registry(&mut out, self.process.registry())?;
         text::encode_eof(&mut out)?;
         Ok(out)
     }

@@ -6,7 +6,7 @@ use std::{fmt::Write as _, sync::Arc};
 use axum::{
     Router,
     extract::{Query, State},
-    http::{HeaderName, StatusCode, header},
+    http::{HeaderMap, HeaderName, StatusCode, header},
     response::IntoResponse,
     routing::get,
 };
@@ -15,6 +15,8 @@ use prometheus_client::{
     metrics::{counter::Counter, family::Family, gauge::Gauge},
     registry::Registry,
 };
+
+use super::exposition;
 
 const PING: &str = "ping";
 const HEALTHZ: &str = "healthz";
@@ -98,11 +100,11 @@ async fn healthz(
     (StatusCode::OK, TEXT, if is_verbose { body } else { "ok".to_owned() })
 }
 
-async fn slis(State(indicators): State<Arc<Indicators>>) -> impl IntoResponse {
+async fn slis(State(indicators): State<Arc<Indicators>>, request: HeaderMap) -> impl IntoResponse {
     let mut out = String::new();
     // Formatting into a string does not fail.
     let _ = text::encode(&mut out, &indicators.registry);
-    (StatusCode::OK, [(header::CONTENT_TYPE, super::OPEN_METRICS)], out)
+    exposition::answer(&request, out)
 }
 
 /// Begins to count anew.

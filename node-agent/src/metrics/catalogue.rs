@@ -9,9 +9,10 @@ const HEAD: &str = "\
 
 <!-- Written by `make docs` from what node-agent/src/metrics.rs and node-agent/src/metrics/ register; edit those. -->
 
-`GET /metrics` on the metrics port (127.0.0.1:10249, `--metrics-bind-address`) answers in the OpenMetrics text format. Metrics with the prefix `kubeproxy_` have
-kube-proxy's names, labels and buckets; dashboards and alerts made for it keep working. Headgate's own have the prefix `headgate_agent_`, and base units. A metric with
-labels appears with its first value.
+`GET /metrics` on the metrics port (127.0.0.1:10249, `--metrics-bind-address`) answers in Prometheus' text format, as kube-proxy does, or in OpenMetrics to those who ask for it.
+Metrics with the prefixes `kubeproxy_` and `process_` have kube-proxy's names, labels and buckets; dashboards and alerts made for it keep working, but for what they show
+of the Go runtime and of requests to the API server, since the agent has neither. Headgate's own have the prefix `headgate_agent_`, and base units. A metric with labels
+appears with its first value.
 
 `/metrics/slis` on the same port has `kubernetes_healthcheck{name,type}` and `kubernetes_healthchecks_total{name,type,status}`, which tell and count the results of
 `/healthz` there, as in every component of Kubernetes; `DELETE` resets them.
@@ -56,7 +57,9 @@ impl Catalogue {
     #[must_use]
     pub fn page(&self) -> String {
         let mut page = HEAD.to_owned();
-        for (title, prefix) in [("Headgate's own", "headgate_agent_"), ("As kube-proxy's", "kubeproxy_")] {
+        for (title, prefix) in
+            [("Headgate's own", "headgate_agent_"), ("As kube-proxy's", "kubeproxy_"), ("Of the process", "process_")]
+        {
             // Writing to a string does not fail.
             let _ = write!(page, "\n## {title}\n\n| name | type | labels | meaning |\n| --- | --- | --- | --- |\n");
             let mut listed: Vec<&Description> =

@@ -289,7 +289,10 @@ pub const SECTIONS: &[Section] = &[
             row(108, "/proxyMode tells the mode"),
             row(109, "Names and labels of metrics"),
             row(110, "The configuration file: defaults, lenience, validation"),
-            row(111, "An edit of the file, or another pod range, ends the process"),
+            row(
+                111,
+                "An edit of the file ends the process; another pod range is taken up without that (kube-proxy ends)",
+            ),
             row(112, "Which address is the node's, and which family comes first"),
             row(113, "How local pods are told, by mode and family"),
         ],

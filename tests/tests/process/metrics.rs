@@ -61,6 +61,28 @@ fn row_109_metrics_have_kube_proxys_names_and_say_what_the_kernel_has() {
 
 // rows: 109
 #[test]
+fn row_109_metrics_are_told_in_the_format_that_is_asked_for() {
+    let rig = Rig::new();
+    let _agent = rig.agent(&[]);
+    eventually("the page is served", || rig.page("/metrics"));
+    let counter = "kubeproxy_sync_proxy_rules_service_changes";
+    let type_line = |name: &str| format!("# TYPE {name} counter\n");
+    // As kube-proxy answers everybody, and what Prometheus asks for.
+    for accept in ["*/*", "text/plain;version=0.0.4;q=0.3"] {
+        let (content_type, text) = rig.metrics_for(accept);
+        assert_eq!(content_type, "text/plain; version=0.0.4; charset=utf-8");
+        assert!(text.contains(&type_line(&format!("{counter}_total"))) && !text.contains("# EOF"), "{text}");
+    }
+    let (content_type, text) = rig.metrics_for("text/plain;q=0.3, application/openmetrics-text;version=1.0.0;q=0.5");
+    assert!(content_type.starts_with("application/openmetrics-text; version=1.0.0"), "{content_type}");
+    assert!(text.contains(&type_line(counter)) && text.ends_with("# EOF\n"), "{text}");
+    // What kube-proxy's dashboards show of the process.
+    assert!(rig.metric("process_resident_memory_bytes") > 1e6);
+    rig.until_metric("process_cpu_seconds_total", |seconds| seconds > 0.0);
+}
+
+// rows: 109
+#[test]
 fn row_109_programming_latency_counts_changes_with_a_trigger_time_since_the_start() {
     const COUNT: &str = "kubeproxy_network_programming_duration_seconds_count{ip_family=\"IPv4\"}";
     let annotation =

@@ -177,9 +177,10 @@ impl Rig {
         command
     }
 
-    /// Runs the agent's program to its end.
+    /// Runs the agent's program to its end. The state that the machine may have on disk is not its business.
     pub(super) fn run_agent(&self, arguments: &[&str]) -> (ExitStatus, String) {
-        Program::start(&self.namespace, self.agent_command(arguments), self.path("action.log")).ended()
+        let arguments = [&["--state-dir="], arguments].concat();
+        Program::start(&self.namespace, self.agent_command(&arguments), self.path("action.log")).ended()
     }
 
     /// Starts the agent of node-a with further arguments; with the nft variant, unless they name another.
@@ -288,15 +289,16 @@ impl Rig {
 
     /// Gets a page; status and body.
     pub(super) fn get(&self, port: u16, path: &str) -> Result<(u16, String), String> {
-        self.request("GET", port, path)
+        self.request("GET", port, path, "*/*").map(|(code, _, body)| (code, body))
     }
 
-    fn request(&self, method: &str, port: u16, path: &str) -> Result<(u16, String), String> {
+    /// Status, headers and body.
+    fn request(&self, method: &str, port: u16, path: &str, accept: &str) -> Result<(u16, String, String), String> {
         let answer = self.namespace.run(|| {
             let address = SocketAddr::from(([127, 0, 0, 1], port));
             let mut stream = TcpStream::connect_timeout(&address, GUARD)?;
             stream.set_read_timeout(Some(GUARD))?;
-            write!(stream, "{method} {path} HTTP/1.1\r\nHost: node\r\nConnection: close\r\n\r\n")?;
+            write!(stream, "{method} {path} HTTP/1.1\r\nHost: node\r\nAccept: {accept}\r\nConnection: close\r\n\r\n")?;
             let mut answer = String::new();
             stream.read_to_string(&mut answer)?;
             Ok(answer)
@@ -304,7 +306,7 @@ impl Rig {
         let answer = answer.map_err(|error| format!("{error:#}"))?;
         let (head, body) = answer.split_once("\r\n\r\n").ok_or_else(|| answer.clone())?;
         let code = head.split(' ').nth(1).and_then(|code| code.parse().ok()).ok_or_else(|| answer.clone())?;
-        Ok((code, body.to_owned()))
+        Ok((code, head.to_owned(), body.to_owned()))
     }
 
     /// A page of the port for health.
@@ -328,7 +330,15 @@ impl Rig {
 
     /// Deletes what a page of the port for metrics has counted.
     pub(super) fn delete(&self, path: &str) -> Result<(u16, String), String> {
-        self.request("DELETE", METRICS, path)
+        self.request("DELETE", METRICS, path, "*/*").map(|(code, _, body)| (code, body))
+    }
+
+    /// The metrics as they are told to somebody who accepts this: content type and text.
+    pub(super) fn metrics_for(&self, accept: &str) -> (String, String) {
+        let (_, head, body) = self.request("GET", METRICS, "/metrics", accept).unwrap();
+        let content_type =
+            head.lines().find_map(|line| line.to_lowercase().strip_prefix("content-type: ").map(str::to_owned));
+        (content_type.unwrap(), body)
     }
 
     /// A metric's value; 0 when it is not there.

@@ -1,0 +1,116 @@
+//! What the operating system says of the process, by the names under which every component of Kubernetes tells it. Looked up when somebody asks. Programs that the
+//! agent runs are processes of their own, and not in it.
+
+use std::{
+    fs,
+    sync::atomic::AtomicU64,
+    time::{SystemTime, UNIX_EPOCH},
+};
+
+use nix::sys::resource::{Resource, UsageWho, getrlimit, getrusage};
+use prometheus_client::{
+    metrics::{counter::Counter, gauge::Gauge},
+    registry::{Registry, Unit},
+};
+use tracing::debug;
+
+use super::catalogue::Catalogue;
+
+/// See the module.
+#[derive(Debug)]
+pub struct ProcessMetrics {
+    registry: Registry,
+    cpu_seconds: Counter<f64, AtomicU64>,
+    resident_bytes: Gauge<u64, AtomicU64>,
+    virtual_bytes: Gauge<u64, AtomicU64>,
+    open_fds: Gauge<u64, AtomicU64>,
+    max_fds: Gauge<u64, AtomicU64>,
+}
+
+impl ProcessMetrics {
+    /// Registers everything, and describes it in the catalogue. The process begins now.
+    pub(super) fn new(catalogue: &mut Catalogue) -> Self {
+        let mut metrics = Self {
+            registry: Registry::with_prefix("process"),
+            cpu_seconds: Counter::default(),
+            resident_bytes: Gauge::default(),
+            virtual_bytes: Gauge::default(),
+            open_fds: Gauge::default(),
+            max_fds: Gauge::default(),
+        };
+        let started = Gauge::<f64, AtomicU64>::default();
+        started.set(SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64());
+        let mut add = catalogue.adder("process", &mut metrics.registry);
+        add.counter("cpu_seconds", "", "CPU time of the agent itself", metrics.cpu_seconds.clone());
+        let help = "Memory of the agent itself that is in use";
+        add.gauge_in(Unit::Bytes, "resident_memory", "", help, metrics.resident_bytes.clone());
+        let help = "Address space of the agent";
+        add.gauge_in(Unit::Bytes, "virtual_memory", "", help, metrics.virtual_bytes.clone());
+        let help = "When the agent began, in seconds since the Unix epoch";
+        add.gauge_in(Unit::Seconds, "start_time", "", help, started);
+        add.gauge("open_fds", "", "Open file descriptors", metrics.open_fds.clone());
+        add.gauge("max_fds", "", "File descriptors that may be open", metrics.max_fds.clone());
+        metrics
+    }
+
+    /// Looks, before the registry is read. What cannot be found out stays as it was.
+    pub(super) fn take(&self) {
+        match getrusage(UsageWho::RUSAGE_SELF) {
+            Ok(usage) => {
+                let spent = [usage.user_time(), usage.system_time()];
+                let spent: f64 = spent.iter().map(|time| time.tv_sec() as f64 + time.tv_usec() as f64 / 1e6).sum();
+                self.cpu_seconds.inc_by((spent - self.cpu_seconds.get()).max(0.0));
+            }
+            Err(error) => debug!(%error, "the CPU time of the process cannot be read"),
+        }
+        match fs::read_to_string("/proc/self/status") {
+            Ok(status) => {
+                for (field, gauge) in [("VmRSS:", &self.resident_bytes), ("VmSize:", &self.virtual_bytes)] {
+                    if let Some(bytes) = bytes_of(&status, field) {
+                        gauge.set(bytes);
+                    }
+                }
+            }
+            Err(error) => debug!(%error, "the memory of the process cannot be read"),
+        }
+        match fs::read_dir("/proc/self/fd") {
+            // One is the listing's own.
+            Ok(open) => {
+                self.open_fds.set((open.count() as u64).saturating_sub(1));
+            }
+            Err(error) => debug!(%error, "the file descriptors of the process cannot be listed"),
+        }
+        if let Ok((max, _)) = getrlimit(Resource::RLIMIT_NOFILE) {
+            self.max_fds.set(max);
+        }
+    }
+
+    pub(super) fn registry(&self) -> &Registry {
+        &self.registry
+    }
+}
+
+/// A size in `/proc/self/status`, which counts in kibibytes.
+fn bytes_of(status: &str, field: &str) -> Option<u64> {
+    let value = status.lines().find_map(|line| line.strip_prefix(field))?;
+    value.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_process_is_as_the_system_says() {
+        let metrics = ProcessMetrics::new(&mut Catalogue::default());
+        metrics.take();
+        let (cpu, resident) = (metrics.cpu_seconds.get(), metrics.resident_bytes.get());
+        assert!(cpu > 0.0 && resident > 1 << 20 && metrics.virtual_bytes.get() > resident, "{metrics:?}");
+        // Standard input and output at least.
+        assert!(metrics.open_fds.get() >= 3 && metrics.max_fds.get() >= metrics.open_fds.get(), "{metrics:?}");
+        metrics.take();
+        assert!(metrics.cpu_seconds.get() >= cpu, "it never falls");
+        assert_eq!(bytes_of("VmPeak:\t 9 kB\nVmRSS:\t    12 kB\n", "VmRSS:"), Some(12 << 10));
+        assert_eq!(bytes_of("VmRSS:\t12\n", "VmRSS:"), None);
+    }
+}
