@@ -12,7 +12,7 @@ use headgate_node_agent::{
 };
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
-use tracing::{error, info};
+use tracing::{error, info, warn};
 use tracing_subscriber::EnvFilter;
 
 fn main() -> ExitCode {
@@ -40,7 +40,9 @@ fn start(options: Options) -> anyhow::Result<()> {
         return clean(&options);
     }
     if options.init_only {
-        headgate_node_agent::prepare(&options.configured()?.settings)?;
+        let settings = options.configured()?.settings;
+        headgate_node_agent::prepare(&settings)?;
+        backend::prepare(&settings)?;
         info!("--init-only: kernel parameters are set");
         return Ok(());
     }
@@ -56,6 +58,9 @@ fn clean(options: &Options) -> anyhow::Result<()> {
             Err(error) if error.kind == ErrorKind::Unavailable => info!(backend, %error, "cannot run here"),
             Err(error) => error!(backend, %error, "something is left"),
         }
+    }
+    if let Some(sentence) = backend::iptables::left_settings() {
+        warn!("{sentence}");
     }
     if let Some(folder) = options.state_folder() {
         let help = || format!("--cleanup: removing the saved state in {}", folder.display());

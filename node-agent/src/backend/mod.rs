@@ -22,7 +22,7 @@ use tracing::error;
 
 use crate::{
     config::{IpvsSettings, ProxyMode, Settings},
-    node_inputs::{NodeInputs, NodeSettings},
+    node_inputs::{NodeInputs, NodeSettings, interface_addresses},
     options::Options,
     sysctl::Sysctls,
 };
@@ -307,6 +307,20 @@ pub fn build(options: &Options, settings: &Settings) -> Result<Box<dyn Backend>,
             Err(error) => Err(error),
         },
     }
+}
+
+/// Sets the parameters of the kernel that the backend sets by itself where it may; for `--init-only`, which may more than the agent after it.
+///
+/// # Errors
+/// A parameter cannot be set.
+pub fn prepare(settings: &Settings) -> Result<(), BackendError> {
+    let node = NodeSettings::of(settings);
+    let interfaces = if node.needs_interfaces() { interface_addresses() } else { Ok(Vec::new()) };
+    let interfaces = interfaces.map_err(|error| {
+        BackendError::new(ErrorKind::Retry, format!("the addresses of the interfaces cannot be read: {error}"))
+    })?;
+    let is_iptables = settings.mode != ProxyMode::Ipvs;
+    iptables::prepare(is_iptables && settings.localhost_node_ports, &node.resolve(None, &interfaces))
 }
 
 /// What [`cleanup_all`] found of one way to program the kernel.

@@ -204,7 +204,7 @@ impl StateFile {
 
 /// Names in the folder.
 pub(super) const FILE: &str = "state";
-const TEMPORARY: &str = "state.new";
+pub(super) const TEMPORARY: &str = "state.new";
 const LOCK: &str = "lock";
 
 impl Log {

@@ -87,15 +87,15 @@ pub(crate) fn open(folder: &Path, node_name: Arc<str>) -> (Option<Restored>, Sav
     (restored, Saver::new(file, is_restored))
 }
 
-/// Removes the state file of a folder, if there is one; for `--cleanup`.
+/// Removes the state file of a folder, and what a killed agent left of writing one; for `--cleanup`.
 ///
 /// # Errors
 /// When it is there and cannot be removed.
 pub fn remove(folder: &Path) -> io::Result<()> {
-    match fs::remove_file(folder.join(file::FILE)) {
+    [file::FILE, file::TEMPORARY].into_iter().try_for_each(|name| match fs::remove_file(folder.join(name)) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
         _ => Ok(()),
-    }
+    })
 }
 
 /// The state in a file's bytes, if there is one; for [`crate::fuzz`].

@@ -285,8 +285,11 @@ fn a_folder_that_cannot_be_is_an_error_with_its_name() {
 #[test]
 fn clean_up_removes_the_file() {
     let agent = Agent::with_state();
+    // Left by one that was killed while it wrote.
+    let half = agent.folder.path().join("state.new");
+    std::fs::write(&half, "half").unwrap();
     remove(agent.folder.path()).unwrap();
-    assert!(!agent.file.path().exists());
+    assert!(!agent.file.path().exists() && !half.exists());
     remove(agent.folder.path()).unwrap();
 }
 

@@ -74,12 +74,24 @@ fn row_48_node_ports_on_localhost_can_be_turned_off() {
     rig.until_programmed();
     assert_eq!(rig.parameter("net/ipv4/conf/all/route_localnet"), "1");
     assert!(agent.terminate().0.success());
+    let (status, log) = rig.run_agent(&["--cleanup"]);
+    assert!(status.success() && log.contains("route_localnet stays 1"), "{log}");
     let rig = web();
     let _agent = rig.agent(&["--iptables-localhost-nodeports=false"]);
     rig.until_programmed();
     let jumps = node_port_jumps(&rig.rules("iptables-nft-save", "nat"));
     assert_eq!(jumps, ["! -d 127.0.0.0/8"]);
     assert_eq!(rig.parameter("net/ipv4/conf/all/route_localnet"), "0");
+    // So it is where parameters are set beforehand, by somebody who may more.
+    for (argument, expected) in [
+        ("--iptables-localhost-nodeports=false", "0"),
+        ("--nodeport-addresses=192.0.2.0/24", "0"),
+        ("--nodeport-addresses=127.0.0.0/8", "1"),
+    ] {
+        let (status, log) = rig.run_agent(&["--init-only", argument]);
+        assert!(status.success(), "{log}");
+        assert_eq!(rig.parameter("net/ipv4/conf/all/route_localnet"), expected, "{argument}");
+    }
 }
 
 // rows: 113

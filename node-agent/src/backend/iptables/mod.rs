@@ -35,6 +35,23 @@ use crate::{node_inputs::NodeInputs, packet_counters};
 /// A comparison of every rule is followed by a pause of this many times what it took.
 const DEEP_LOOK_PAUSE_FACTOR: u32 = 100;
 
+/// Sets what rules for NodePorts on 127.0.0.0/8 need, where there are to be any.
+pub(super) fn prepare(localhost_node_ports: bool, inputs: &NodeInputs) -> Result<(), BackendError> {
+    let mut config = RenderConfig { localhost_node_ports, ..RenderConfig::new(Family::V4) };
+    config.node_port_addresses = inputs.node_ports(Family::V4).clone();
+    let set = if fixed::has_localnet_guard(&config) { sysctl::route_localnet() } else { Ok(()) };
+    set.map_err(|sentence| BackendError::new(super::ErrorKind::Fatal, sentence))
+}
+
+/// What stays of the machine's settings after a cleanup, for who set it cannot be told: a sentence for the operator, if there is something.
+#[must_use]
+pub fn left_settings() -> Option<&'static str> {
+    sysctl::is_localnet_routed().then_some(
+        "net.ipv4.conf.all.route_localnet stays 1. Unless other rules guard it, as the kubelet's in KUBE-FIREWALL do, neighbours reach what \
+         listens on 127.0.0.1: set it to 0, if no other software needs it",
+    )
+}
+
 /// Programs the kernel by `iptables-restore`.
 #[derive(Debug)]
 pub struct IptablesBackend {

@@ -2,13 +2,20 @@
 
 use std::{fs, io};
 
+const ROUTE_LOCALNET: &str = "/proc/sys/net/ipv4/conf/all/route_localnet";
+
 /// Lets packets to 127.0.0.0/8 be routed, which NodePorts on localhost need. The rules guard those addresses against neighbours.
 ///
 /// # Errors
 /// A sentence for the operator; everything else works without it.
 pub(super) fn route_localnet() -> Result<(), String> {
-    let path = "/proc/sys/net/ipv4/conf/all/route_localnet";
+    let path = ROUTE_LOCALNET;
     set(path, "1").map_err(|error| format!("NodePorts do not answer on 127.0.0.1: cannot write 1 to {path}: {error}"))
+}
+
+/// True while the kernel routes packets to 127.0.0.0/8.
+pub(super) fn is_localnet_routed() -> bool {
+    fs::read_to_string(ROUTE_LOCALNET).is_ok_and(|value| value.trim() != "0")
 }
 
 /// False when the kernel was told to do without IPv6 (`ipv6.disable=1`), or when all interfaces were (`disable_ipv6`) and none has an address.
