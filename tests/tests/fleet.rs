@@ -188,7 +188,10 @@ fn hostile_and_vanishing_agents_disturb_nobody() {
     let is_told = |worker: &headgate_tests::fleet::Worker| worker.ends().keys().any(|end| end.starts_with("status 3"));
     stage.fleet.wait_until("INVALID_ARGUMENT for what is no message", LIMIT, is_told).unwrap();
     stage.fleet.wait_until("vanishing agents are there", LIMIT, |worker| worker.having(0) == worker.sound()).unwrap();
-    stage.fleet.ask(|worker| worker.set_fault(Fault::NeverRead, |client| client.member().source.is_some())).unwrap();
+    stage
+        .fleet
+        .ask(move |worker| worker.set_fault(Fault::NeverRead, |client| client.member().source == source))
+        .unwrap();
     stage.machines.vanish().unwrap();
     let mut version = 0;
     for _ in 0..50 {

@@ -22,6 +22,10 @@ use crate::store::{NodeObserver, ResumeMode};
 /// Nodes without a stream whose last ACK is remembered, so that a stream that resumes by the log starts with it.
 const MAX_DEPARTED: usize = 65_536;
 
+/// Streams of a node that may be opened at once, and how often further ones. Each may have a large step of the log compacted for it alone.
+const STREAMS_AT_ONCE: u32 = 64;
+const STREAM_INTERVAL: Duration = Duration::from_millis(250);
+
 /// Rejections and the like kept for one agent.
 const MAX_LISTED: usize = 64;
 
@@ -274,6 +278,8 @@ pub(super) struct Agents {
 struct Table {
     present: BTreeMap<Arc<str>, Arc<Agent>>,
     departed: HashMap<Arc<str>, u64>,
+    /// When nodes may open as many streams at once as ever; those that may already among them.
+    rested_at: HashMap<Arc<str>, Instant>,
 }
 
 impl Agents {
@@ -288,6 +294,20 @@ impl Agents {
 
     fn table(&self) -> MutexGuard<'_, Table> {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// True when a node may open a stream now, and has not opened too many before.
+    pub(super) fn may_open(&self, node: &str, now: Instant) -> bool {
+        let mut table = self.table();
+        let rested_at = table.rested_at.get(node).copied().unwrap_or(now).max(now) + STREAM_INTERVAL;
+        if rested_at > now + STREAM_INTERVAL * STREAMS_AT_ONCE {
+            return false;
+        }
+        if table.rested_at.len() >= MAX_DEPARTED {
+            table.rested_at.retain(|_, rested_at| *rested_at > now);
+        }
+        table.rested_at.insert(node.into(), rested_at);
+        true
     }
 
     /// Enters a stream. The node's older one, if any, is ended.
@@ -366,6 +386,19 @@ mod tests {
         let ago = |(version, at): (u64, Instant)| (version, (now - at).as_micros());
         let found: Vec<_> = programmed(&ack, now).into_iter().map(ago).collect();
         assert_eq!(found, [(5, 300), (7, 200), (9, 10)]);
+    }
+
+    #[test]
+    fn a_node_opens_some_streams_at_once_and_then_a_few_a_second() {
+        let metrics = Arc::new(crate::metrics::Metrics::default());
+        let store = Arc::new(crate::store::Store::new(crate::store::Limits::default(), Arc::clone(&metrics)));
+        let (agents, start) = (Agents::new(Arc::new(Fleet::new(store, metrics))), Instant::now());
+        let opened = (0..1_000).filter(|_| agents.may_open("n1", start)).count();
+        assert_eq!(opened, STREAMS_AT_ONCE as usize);
+        assert!(agents.may_open("n2", start), "each node for itself");
+        let later = start + STREAM_INTERVAL * 3;
+        assert_eq!((0..10).filter(|_| agents.may_open("n1", later)).count(), 3);
+        assert_eq!((0..1_000).filter(|_| agents.may_open("n1", later + STREAM_INTERVAL * 1_000)).count(), opened);
     }
 
     #[test]

@@ -36,6 +36,12 @@ const MAX_CONNECTIONS: usize = 65_536;
 /// Connections of one node: one that is going, one that replaces it, and some for people who look.
 const MAX_CONNECTIONS_PER_NODE: usize = 16;
 
+/// Connections of one reader, or of all who share a reader's name.
+const MAX_CONNECTIONS_PER_READER: usize = 256;
+
+/// Connections of all whose certificates say nothing that we understand: other programs, where the authority is the cluster's.
+const MAX_CONNECTIONS_OF_NOBODY: usize = 64;
+
 /// How long the first request is waited for. A connection that is made before there is anything to ask goes to the general server, which keeps it.
 const FIRST_REQUEST_WAIT: Duration = Duration::from_secs(10);
 
@@ -46,14 +52,43 @@ pub(super) struct Connections(Mutex<Counts>);
 #[derive(Debug, Default)]
 struct Counts {
     all: usize,
-    by_node: HashMap<Arc<str>, usize>,
+    by_holder: HashMap<Holder, usize>,
+}
+
+/// Whose connections are counted together.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+enum Holder {
+    Node(Arc<str>),
+    Reader(Arc<str>),
+    Nobody,
+}
+
+impl Holder {
+    /// `None` without TLS, where everybody is the same.
+    fn of(identity: &Identity) -> Option<Self> {
+        match identity {
+            Identity::Node(name) => Some(Self::Node(Arc::clone(name))),
+            Identity::Reader(name) => Some(Self::Reader(Arc::clone(name))),
+            Identity::Unusable(_) => Some(Self::Nobody),
+            Identity::Unchecked => None,
+        }
+    }
+
+    /// How many it may have, and the label of the bound.
+    fn bound(&self) -> (usize, &'static str) {
+        match self {
+            Self::Node(_) => (MAX_CONNECTIONS_PER_NODE, "too_many_connections_of_node"),
+            Self::Reader(_) => (MAX_CONNECTIONS_PER_READER, "too_many_connections_of_reader"),
+            Self::Nobody => (MAX_CONNECTIONS_OF_NOBODY, "too_many_connections_of_nobody"),
+        }
+    }
 }
 
 /// One of them, until it is dropped.
 #[derive(Debug)]
 pub(super) struct Held {
     connections: Arc<Connections>,
-    node: Option<Arc<str>>,
+    holder: Option<Holder>,
 }
 
 impl Connections {
@@ -67,20 +102,18 @@ impl Connections {
         if counts.all >= MAX_CONNECTIONS {
             return Err("too_many_connections");
         }
-        let node = match identity {
-            Identity::Node(node) => Some(Arc::clone(node)),
-            _ => None,
-        };
-        if let Some(node) = &node {
-            let count = counts.by_node.entry(Arc::clone(node)).or_default();
-            if *count >= MAX_CONNECTIONS_PER_NODE {
-                return Err("too_many_connections_of_node");
+        let holder = Holder::of(identity);
+        if let Some(holder) = &holder {
+            let (most, reason) = holder.bound();
+            let count = counts.by_holder.entry(holder.clone()).or_default();
+            if *count >= most {
+                return Err(reason);
             }
             *count += 1;
         }
         counts.all += 1;
         drop(counts);
-        Ok(Held { connections: Arc::clone(self), node })
+        Ok(Held { connections: Arc::clone(self), holder })
     }
 
     fn counts(&self) -> MutexGuard<'_, Counts> {
@@ -92,12 +125,12 @@ impl Drop for Held {
     fn drop(&mut self) {
         let mut counts = self.connections.counts();
         counts.all -= 1;
-        if let Some(node) = &self.node
-            && let Some(count) = counts.by_node.get_mut(node)
+        if let Some(holder) = &self.holder
+            && let Some(count) = counts.by_holder.get_mut(holder)
         {
             *count -= 1;
             if *count == 0 {
-                counts.by_node.remove(node);
+                counts.by_holder.remove(holder);
             }
         }
     }
@@ -145,6 +178,9 @@ async fn first_request(
     let first = match first_request::read(&mut connection, FIRST_REQUEST_WAIT).await {
         Ok(first) => first,
         Err(error) => {
+            if error.kind() == io::ErrorKind::TimedOut {
+                shared.metrics.count_connection_refused("no_request");
+            }
             tracing::debug!(address = %peer.address, %error, "connection without a request");
             return;
         }
@@ -269,16 +305,27 @@ mod tests {
     use super::*;
 
     #[test]
-    fn connections_of_a_node_are_bounded_and_counted_out() {
+    fn connections_of_one_holder_are_bounded_and_counted_out() {
         let connections = Arc::new(Connections::default());
-        let node = |name: &str| Identity::Node(name.into());
-        let held: Vec<Held> = (0..MAX_CONNECTIONS_PER_NODE).map(|_| connections.hold(&node("n1")).unwrap()).collect();
-        assert_eq!(connections.hold(&node("n1")).unwrap_err(), "too_many_connections_of_node");
-        let others = [connections.hold(&node("n2")).unwrap(), connections.hold(&Identity::Unchecked).unwrap()];
-        assert_eq!(connections.counts().all, MAX_CONNECTIONS_PER_NODE + others.len());
-        drop((held, others));
+        let (node, reader) = (|name: &str| Identity::Node(name.into()), |name: &str| Identity::Reader(name.into()));
+        let nobody = |problem: &str| Identity::Unusable(problem.into());
+        let cases = [
+            (node("same"), node("same"), MAX_CONNECTIONS_PER_NODE, "too_many_connections_of_node"),
+            (reader("same"), reader("same"), MAX_CONNECTIONS_PER_READER, "too_many_connections_of_reader"),
+            (nobody("this"), nobody("that"), MAX_CONNECTIONS_OF_NOBODY, "too_many_connections_of_nobody"),
+        ];
+        let mut held = Vec::new();
+        for (identity, next, most, reason) in cases {
+            held.extend((0..most).map(|_| connections.hold(&identity).unwrap()));
+            assert_eq!(connections.hold(&next).unwrap_err(), reason);
+        }
+        held.extend(
+            [node("other"), reader("other"), Identity::Unchecked].map(|other| connections.hold(&other).unwrap()),
+        );
+        assert_eq!(connections.counts().all, held.len());
+        drop(held);
         let counts = connections.counts();
-        assert_eq!((counts.all, counts.by_node.len()), (0, 0));
+        assert_eq!((counts.all, counts.by_holder.len()), (0, 0));
     }
 
     #[test]

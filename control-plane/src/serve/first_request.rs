@@ -41,7 +41,7 @@ pub(super) struct FirstRequest {
 ///
 /// # Errors
 ///
-/// The connection broke, or ended without a request.
+/// The connection broke, or ended without a request, or its client did not even begin in time.
 pub(super) async fn read(
     connection: &mut (impl AsyncRead + AsyncWrite + Unpin),
     wait: Duration,
@@ -55,6 +55,10 @@ pub(super) async fn read(
     let until = Instant::now() + wait;
     loop {
         let Ok(read) = timeout_at(until, connection.read_buf(&mut bytes)).await else {
+            // The general server waits for a preface for ever, and only then begins to ask whether anybody is there.
+            if bytes.len() < PREFACE.len() {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
             return Ok(FirstRequest { bytes, is_sync: false });
         };
         if read? == 0 {
@@ -315,9 +319,12 @@ mod tests {
     #[tokio::test]
     async fn who_connects_before_having_a_request_is_kept() {
         let (mut mine, mut theirs) = tokio::io::duplex(1 << 10);
-        theirs.write_all(&PREFACE[..20]).await.unwrap();
+        theirs.write_all(PREFACE).await.unwrap();
         let first = read(&mut mine, Duration::ZERO).await.unwrap();
-        assert!(!first.is_sync && first.bytes == PREFACE[..20]);
+        assert!(!first.is_sync && first.bytes == PREFACE);
+        theirs.write_all(&PREFACE[..20]).await.unwrap();
+        let error = read(&mut mine, Duration::ZERO).await.unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut, "one that has not begun is not kept");
         drop(theirs);
         assert!(read(&mut mine, Duration::ZERO).await.is_err());
     }

@@ -191,7 +191,12 @@ impl Handshakes {
         silent.into_iter().take(table.waiting).for_each(|active| active.leave.notify_one());
     }
 
-    fn failed(&self, source: Source, now: Instant) {
+    /// Has the source of an address rest, since it comes too often with what is refused.
+    pub(super) fn failed(&self, address: IpAddr) {
+        self.owe(Source::of(address), Instant::now());
+    }
+
+    fn owe(&self, source: Source, now: Instant) {
         let mut table = self.table();
         if table.owed.len() >= MAX_OWING {
             table.owed.retain(|_, until| *until > now);
@@ -353,7 +358,7 @@ impl Place {
         })
         .await;
         if !matches!(ended, Ok(Ok(_))) {
-            self.handshakes.failed(self.source, Instant::now());
+            self.handshakes.owe(self.source, Instant::now());
         }
         ended
     }

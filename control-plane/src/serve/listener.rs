@@ -21,12 +21,7 @@ use tokio_rustls::{TlsAcceptor, server::TlsStream};
 use tokio_util::sync::CancellationToken;
 use tonic::transport::server::Connected;
 
-use super::{
-    Security, Shared,
-    handshakes::{Displaced, Handshakes},
-    tls::ServerTls,
-    warnings::Warning,
-};
+use super::{Security, Shared, handshakes::Displaced, tls::ServerTls, warnings::Warning};
 use crate::{
     identity::{self, Identity, Peer},
     metrics::Metrics,
@@ -62,7 +57,7 @@ pub(super) fn accept(
 }
 
 async fn accept_all(listener: TcpListener, security: Security, shared: Arc<Shared>, ready: Ready) {
-    let handshakes = Handshakes::new(Arc::clone(&shared.metrics));
+    let handshakes = &shared.handshakes;
     let mut room = interval(ROOM_INTERVAL);
     room.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
@@ -92,21 +87,14 @@ async fn accept_all(listener: TcpListener, security: Security, shared: Arc<Share
                 // The server is gone when nobody receives: the connection closes.
                 let _ = ready.send(Ok(Connection { io: Io::Plain(stream), peer })).await;
             }
-            Security::Tls(tls) => secure_in_turn(stream, address, tls, &handshakes, &shared, &ready),
+            Security::Tls(tls) => secure_in_turn(stream, address, tls, &shared, &ready),
         }
     }
 }
 
 /// Has a handshake done as soon as it is the address's turn.
-fn secure_in_turn(
-    stream: TcpStream,
-    address: SocketAddr,
-    tls: &Arc<ServerTls>,
-    handshakes: &Arc<Handshakes>,
-    shared: &Arc<Shared>,
-    ready: &Ready,
-) {
-    let Some(place) = handshakes.enter(address.ip(), Instant::now()) else {
+fn secure_in_turn(stream: TcpStream, address: SocketAddr, tls: &Arc<ServerTls>, shared: &Arc<Shared>, ready: &Ready) {
+    let Some(place) = shared.handshakes.enter(address.ip(), Instant::now()) else {
         return refused(address, shared);
     };
     let (tls, shared, ready) = (Arc::clone(tls), Arc::clone(shared), ready.clone());

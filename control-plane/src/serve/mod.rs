@@ -57,6 +57,7 @@ use admission::Admission;
 use agents::{Agents, End};
 use discovery::Discovery;
 use fleet::Fleet;
+use handshakes::Handshakes;
 use streams::Streams;
 use untaken::Untaken;
 use warnings::{Warning, Warnings};
@@ -72,6 +73,9 @@ const MAX_REQUEST_BYTES: usize = 64 << 10;
 
 /// Requests at the same time on a connection of the general server.
 const MAX_REQUESTS: u32 = 64;
+
+/// What a client may send on such a connection before it is read: requests are small.
+const REQUEST_WINDOW_BYTES: u32 = 65_535;
 
 /// How connections are secured.
 #[derive(Clone)]
@@ -150,6 +154,7 @@ struct Shared {
     store: Arc<Store>,
     agents: Arc<Agents>,
     streams: Arc<Streams>,
+    handshakes: Arc<Handshakes>,
     admission: Admission,
     /// Streams that wait for the source to reach a position, or to be listed.
     waiting_for_position: AtomicUsize,
@@ -170,6 +175,7 @@ impl Shared {
         Arc::new(Self {
             agents,
             streams: Arc::new(Streams::new(times)),
+            handshakes: Handshakes::new(Arc::clone(&metrics)),
             admission: Admission::new(Arc::clone(&metrics)),
             waiting_for_position: AtomicUsize::new(0),
             metrics,
@@ -363,6 +369,8 @@ async fn serve(
         .http2_keepalive_interval(Some(KEEPALIVE))
         .http2_keepalive_timeout(Some(KEEPALIVE))
         .max_concurrent_streams(Some(MAX_REQUESTS))
+        .initial_stream_window_size(Some(REQUEST_WINDOW_BYTES))
+        .initial_connection_window_size(Some(REQUEST_WINDOW_BYTES))
         .layer(layer_fn(move |routes| Untaken::new(routes, Arc::clone(&answering))))
         .add_routes(routes)
         .serve_with_incoming_shutdown(ReceiverStream::new(general), shutdown.clone().cancelled_owned());

@@ -108,6 +108,11 @@ impl Session {
             return Err(End::refusal("no_hello", Status::invalid_argument(text)));
         };
         let admitted = hello::admit(hello, peer)?;
+        if !shared.agents.may_open(&admitted.node, std::time::Instant::now()) {
+            shared.handshakes.failed(peer.address.ip());
+            let text = format!("node {} opens streams too often; wait some seconds before the next", admitted.node);
+            return Err(End::refusal("too_many_streams", Status::resource_exhausted(text)));
+        }
         Ok(Self::start(shared, peer, hello, admitted, signal))
     }
 

@@ -14,6 +14,8 @@ use crate::{
 
 /// Numbers of agents, unless one is given.
 const AGENTS: [usize; 3] = [1, 100, 5_000];
+/// A phase's part of the time: what is counted is the same after few changes as after many.
+const PHASES: u32 = 6;
 /// Bytes of the same changes may differ by this much: versions and generations grow by a digit.
 const SAME: f64 = 0.01;
 
@@ -79,12 +81,13 @@ fn measure(stage: &mut Stage, counts: &[usize], load: &Load) -> Result<Vec<Seen>
     let mut seen = Vec::new();
     let mut joined = 0;
     for agents in counts.iter().copied() {
+        println!("{agents} agents of {} connect, and get everything", counts.iter().max().unwrap_or(&0));
         stage.join(joined, agents.saturating_sub(joined), 0)?;
         joined = joined.max(agents);
         let api = stage.source.api();
         let (requests, connections, bytes) = (api.recorded().len(), api.connections(), api.bytes_sent());
         let events = stage.source.event_bytes();
-        let phase = Phase::run(stage, 0, load.time() / 3, load.rate)?;
+        let phase = Phase::run(stage, 0, load.time() / PHASES, load.rate)?;
         let api = stage.source.api();
         seen.push(Seen {
             agents,

@@ -1,5 +1,5 @@
 //! `fleet`: thousands of agents on one replica that has one core, each with a TLS connection of its own, while endpoints change. Memory per agent, the time
-//! from a change to every agent, and the replica's CPU time per delivered message.
+//! from a change to every agent, the replica's CPU time per delivered message, and where that goes.
 //!
 //! Replica and load have a core each, and a network namespace each; packets are taken in by the core of the machine that they arrive at, as they would be on
 //! two machines. The replica is the real program, on a stand-in API server over real HTTP.
@@ -21,6 +21,8 @@ use crate::fleet::{
 
 /// Pause before memory is looked at, in which what was needed for a moment is given back.
 pub(super) const SETTLING: Duration = Duration::from_secs(5);
+/// Shortest time for which samples are taken.
+const LEAST_SAMPLED: Duration = Duration::from_secs(5);
 /// A load generator that is busier than this is taken for the bottleneck.
 const BUSY: f64 = 0.9;
 /// Other programs that take more of a core than this are worth a warning. The stand-in API server and the changes belong to the load's core.
@@ -125,9 +127,8 @@ fn run_once(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
     let joined = stage.replicas[0].cpu()?.since(&cpu);
     std::thread::sleep(SETTLING);
     let idle = stage.replicas[0].resident_bytes()?;
-    let sampling = Sampling::start(stage.replicas[0].id())?;
     let phase = Phase::run(&mut stage, 0, load.time(), load.rate)?;
-    let profile = sampling.map(Sampling::finish).transpose()?.flatten();
+    let profile = profile(&mut stage, load)?;
     stage.replicas[0].check_running()?;
     stage.compare_digests()?;
     check_deliveries(&phase, agents)?;
@@ -184,6 +185,13 @@ fn phase_figures(bench: &str, phase: &Phase, agents: usize, label: &str) -> Vec<
         figure("foreign-share", phase.foreign_share() * 100.0, "%"),
         figure("seconds", phase.seconds, "s"),
     ]
+}
+
+/// Where the replica's time goes, in a phase of its own: samples cost a process some of what they look at.
+fn profile(stage: &mut Stage, load: &Load) -> Result<Option<Profile>> {
+    let Some(sampling) = Sampling::start(stage.replicas[0].id())? else { return Ok(None) };
+    Phase::run(stage, 0, (load.time() / 4).max(LEAST_SAMPLED), load.rate)?;
+    sampling.finish()
 }
 
 /// Where the replica's time for a message goes; it all adds up to that.

@@ -1,7 +1,7 @@
 //! Where the CPU time of a process goes: the shares of samples that `perf` takes of it while it runs, by what the program and the kernel are doing.
 //!
 //! A sample is a timer's interrupt, so each stands for the same CPU time, in the kernel and outside. In the kernel the call chain says which system call it is for;
-//! outside, where call chains are not kept, the function itself says what is done. 199 samples a second cost a process some thousandth of its time.
+//! outside, where call chains are not kept, the function itself says what is done. A process that is sampled takes some percent longer, so times are measured without.
 
 use std::{
     collections::BTreeMap,

@@ -28,6 +28,8 @@ const SERVER: Ipv4Addr = Ipv4Addr::new(198, 18, 0, 1);
 const AGENTS: Ipv4Addr = Ipv4Addr::new(198, 18, 0, 2);
 /// A second address of the agents' machine, which can be taken away.
 const VANISHING: Ipv4Addr = Ipv4Addr::new(198, 18, 0, 3);
+/// Hosts that agents are spread over, as addresses of their machine: a replica shares its time out by address.
+const HOSTS: u8 = 64;
 /// The core of the replicas, and of everything else.
 pub const SERVER_CORE: usize = 0;
 /// See [`SERVER_CORE`].
@@ -74,8 +76,9 @@ impl Machines {
             "link add veth0 type veth peer name veth0 netns {}\naddr add {SERVER}/24 dev veth0\nlink set veth0 up\n",
             agents.name()
         ))?;
+        let hosts: String = (0..HOSTS).map(|host| format!("addr add {}/24 dev veth0\n", host_address(host))).collect();
         agents.ip_batch(&format!(
-            "addr add {AGENTS}/24 dev veth0\naddr add {VANISHING}/24 dev veth0\nlink set veth0 up\n"
+            "addr add {AGENTS}/24 dev veth0\naddr add {VANISHING}/24 dev veth0\n{hosts}link set veth0 up\n"
         ))?;
         if wire == Wire::Veth && cores()? >= 2 {
             steer(&server, SERVER_CORE)?;
@@ -102,6 +105,14 @@ impl Machines {
         if self.agents.is_some() { SERVER.into() } else { Ipv4Addr::LOCALHOST.into() }
     }
 
+    /// The address of an agent's host.
+    #[must_use]
+    pub fn host(&self, agent: usize) -> IpAddr {
+        // The remainder is below 64 and fits.
+        let host = u8::try_from(agent % usize::from(HOSTS)).unwrap_or_default();
+        if self.agents.is_some() { host_address(host).into() } else { Ipv4Addr::new(127, 0, 0, 2 + host).into() }
+    }
+
     /// An address for agents that are to vanish; none on the loopback interface.
     #[must_use]
     pub fn vanishing_address(&self) -> Option<IpAddr> {
@@ -116,6 +127,10 @@ impl Machines {
         let agents = self.agents.as_ref().context("nobody can vanish on the loopback interface")?;
         agents.ip_batch(&format!("addr del {VANISHING}/24 dev veth0\n"))
     }
+}
+
+fn host_address(host: u8) -> Ipv4Addr {
+    Ipv4Addr::new(198, 18, 0, 16 + host)
 }
 
 /// Number of cores that this process may use.

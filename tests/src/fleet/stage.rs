@@ -119,6 +119,7 @@ impl Stage {
         let member = |number: usize| Member {
             node: format!("node-{number:05}"),
             replicas: vec![self.replicas[replica].address()],
+            source: Some(self.machines.host(number)),
             is_full: number < self.setup.full_agents,
             is_measured: true,
             ..Member::default()

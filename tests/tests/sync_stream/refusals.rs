@@ -121,3 +121,25 @@ async fn a_newer_stream_of_a_node_replaces_the_older() {
     assert_eq!(replica.metric("headgate_streams_ended_total{reason=\"replaced\"}"), 1);
     replica.running.stop().await;
 }
+
+#[tokio::test]
+async fn a_node_that_opens_one_stream_after_the_other_has_to_wait() {
+    let replica = Replica::start().await;
+    let mut good = open(&replica, "good").await;
+    let refused = async {
+        loop {
+            let status = match Client::open(channel(replica.running.local_addr).await, "bad", None).await {
+                Ok(_) => continue,
+                Err(status) => status,
+            };
+            return status;
+        }
+    };
+    let status = timeout(GUARD, refused).await.expect("any number of streams is opened");
+    assert_eq!(status.code(), Code::ResourceExhausted, "{status}");
+    assert!(status.message().contains("node bad opens streams too often"), "{status}");
+    assert_eq!(replica.metric("headgate_streams_rejected_total{reason=\"too_many_streams\"}"), 1);
+    replica.put([service(1, 80)]);
+    good.reach(1).await;
+    replica.running.stop().await;
+}
