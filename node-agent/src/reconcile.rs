@@ -29,6 +29,9 @@ use crate::{
 /// it for a fifth of the time at most, however much changes.
 const NEWS_PAUSE: Duration = Duration::from_millis(200);
 const NEWS_PAUSE_FACTOR: u32 = 4;
+/// After so many looks at the rules that failed, one after the other, everything is programmed anew, which looks by other means. Rules that somebody removed must not
+/// stay away for as long as nobody can tell.
+const FAILED_LOOKS_BEFORE_FULL_SYNC: u32 = 2;
 
 /// When the loop does what.
 #[derive(Debug, Clone)]
@@ -129,6 +132,8 @@ pub struct Reconciler {
     done: Option<u64>,
     pace: Pace,
     verify_at: Instant,
+    /// Looks at the rules that failed since the last one that succeeded.
+    failed_looks: u32,
     /// When everything is to be looked at anew.
     full_sync_at: Instant,
 }
@@ -179,6 +184,7 @@ impl Reconciler {
             done: None,
             pace: Pace { not_before: now, after_failure: None },
             verify_at,
+            failed_looks: 0,
             full_sync_at,
         };
         (reconciler, receiver)
@@ -472,22 +478,25 @@ impl Reconciler {
     fn verify(&mut self) {
         self.verify_at = Instant::now() + self.timing.sync_period;
         self.resolve_inputs();
-        match self.backend.verify() {
-            Ok(true) if self.is_full_sync_due() => {
-                self.unfinished.needs_full = true;
-                self.done = None;
-            }
-            Ok(true) => {}
+        let verified = self.backend.verify();
+        self.failed_looks = if verified.is_err() { self.failed_looks + 1 } else { 0 };
+        let needs_full = match verified {
+            Ok(true) => self.is_full_sync_due(),
             Ok(false) => {
                 warn!("somebody else removed or changed our rules; programming everything anew");
                 self.metrics.repairs.inc();
-                self.unfinished.needs_full = true;
-                self.done = None;
+                true
             }
             Err(error) => {
                 self.metrics.verifications_failed.inc();
-                warn!(%error, "could not verify the rules");
+                warn!(%error, failed = self.failed_looks, "could not verify the rules");
+                self.failed_looks >= FAILED_LOOKS_BEFORE_FULL_SYNC
             }
+        };
+        if needs_full {
+            self.failed_looks = 0;
+            self.unfinished.needs_full = true;
+            self.done = None;
         }
     }
 }

@@ -374,6 +374,18 @@ fn a_verification_that_fails_changes_nothing() {
     assert_eq!(run.metrics.verifications_failed.get(), 1);
 }
 
+#[test]
+fn verifications_that_go_on_failing_end_in_a_full_sync() {
+    let run = Loop::start(Timing { sync_period: Duration::from_millis(5), ..timing() });
+    run.snapshot(1, vec![service("web", 80)]);
+    run.wait_programmed(1);
+    run.control.fail_next(retry());
+    run.control.fail_next(retry());
+    let synced = |calls: &[Call]| calls[1..].iter().any(|call| matches!(call, Call::Full(..)));
+    assert!(run.control.wait_for(GUARD, synced), "{:?}", run.control.calls());
+    assert_eq!(run.metrics.verifications_failed.get(), 2);
+}
+
 // rows: 29
 #[test]
 fn another_zone_or_address_of_the_node_programs_everything_anew() {

@@ -231,3 +231,15 @@ fn kills_at_any_moment_legacy() {
 fn kills_at_any_moment_nft() {
     on_machines(Backend::IptablesNft, kills);
 }
+
+// rows of iptables: 92
+#[test]
+fn kills_at_any_moment_legacy_compact() {
+    on_machines(Backend::IptablesLegacyCompact, kills);
+}
+
+// rows of iptables: 92
+#[test]
+fn kills_at_any_moment_nft_compact() {
+    on_machines(Backend::IptablesNftCompact, kills);
+}
