@@ -56,10 +56,10 @@ const BOUNDS: Bounds = Bounds { active: 256, active_of_source: 64, waiting: 16_3
 
 /// Where connections come from: an IPv4 address, or an IPv6 network of 64 bits, of which a host may use any address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-struct Source(IpAddr);
+pub(super) struct Source(IpAddr);
 
 impl Source {
-    fn of(address: IpAddr) -> Self {
+    pub(super) fn of(address: IpAddr) -> Self {
         match address.to_canonical() {
             IpAddr::V6(address) => Self(Ipv6Addr::from_bits(address.to_bits() & !u128::from(u64::MAX)).into()),
             ipv4 @ IpAddr::V4(_) => Self(ipv4),

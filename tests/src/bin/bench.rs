@@ -16,7 +16,8 @@ use headgate_tests::bench::{
     after_help = "The benches with a fleet need root, and two cores. While tuning the control plane, one round takes half a minute:\n  \
 cargo build --release -p headgate-control-plane -p headgate-tests --bins\n  \
 target/release/bench --only fleet --agents 500 --seconds 10 --services 1000\n\
-Only the control plane has to be built anew after that; what counts then is server-cpu-per-message and memory-per-agent."
+Only the control plane has to be built anew after that; what counts then is server-cpu-per-message and memory-per-agent.\n\
+Where the control plane's CPU time goes is measured where perf is installed (Debian package linux-perf)."
 )]
 struct Arguments {
     /// Run only this bench

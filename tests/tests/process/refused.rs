@@ -87,8 +87,9 @@ fn one_service_holds_up_nothing_else(variant: &Variant) {
     let canaries = |table: &str| {
         rig.rules(variant.save, table).iter().filter(|rule| rule.starts_with("-A KUBE-PROXY-CANARY")).count()
     };
-    assert_eq!((canaries("nat"), canaries("filter")), (0, 0), "nothing of the trials is left");
+    // A trial's own lines go with the step after it, which an agent that is up to date has taken.
     until_listed(&rig, false);
+    assert_eq!((canaries("nat"), canaries("filter")), (0, 0), "nothing of the trials is left");
     assert_eq!(rig.metric("headgate_agent_services_refused"), 0.0);
 }
 

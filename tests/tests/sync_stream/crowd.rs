@@ -120,18 +120,24 @@ async fn connections_for_pages_are_few_and_the_next_one_has_its_place() {
     let address = replica.running.metrics_addr.unwrap();
     let mut crowd = JoinSet::new();
     for number in 0..500 {
-        let mut stream = TcpStream::connect(address).await.unwrap();
+        let mut stream = connect_from(host(2), address).await.unwrap();
         if number % 2 == 0 {
             // The half of a request.
             stream.write_all(b"GET /metrics HTTP/1.1\r\n").await.unwrap();
         }
         crowd.spawn(async move { stream.read(&mut [0]).await });
     }
-    for _ in 0..500 - 64 {
+    for _ in 0..500 - 16 {
         timeout(GUARD, crowd.join_next()).await.expect("more are kept than there may be");
     }
     for path in ["/healthz", "/readyz", "/metrics"] {
         assert_eq!(get(&replica, path).await.0, "HTTP/1.1 200 OK");
     }
+    // Requests for what takes longest, each on a connection of its own, one after the other.
+    let flood = Crowd::gather(address, [2], 200, b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n");
+    for _ in 0..20 {
+        assert_eq!(get(&replica, "/metrics").await.0, "HTTP/1.1 200 OK");
+    }
+    flood.leave().await;
     replica.running.stop().await;
 }
