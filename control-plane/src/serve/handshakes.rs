@@ -52,7 +52,7 @@ struct Bounds {
 
 /// A core does some thousand handshakes a second, each of which is on its way for some round trips, so more at the same time would not make them faster. All agents
 /// behind one address translator are one source: thousands may wait.
-const BOUNDS: Bounds = Bounds { active: 256, active_of_source: 64, waiting: 16_384, waiting_of_source: 8_192 };
+const BOUNDS: Bounds = Bounds { active: 256, active_of_source: 64, waiting: 16_384, waiting_of_source: 12_288 };
 
 /// Where connections come from: an IPv4 address, or an IPv6 network of 64 bits, of which a host may use any address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -137,9 +137,9 @@ pub(super) enum Displaced {
 
 impl Handshakes {
     pub(super) fn new(metrics: Arc<Metrics>) -> Arc<Self> {
-        // Those who wait leave files for connections.
-        let files = usize::try_from(open_files::limit() / 4).unwrap_or(usize::MAX);
-        let (waiting, waiting_of_source) = (BOUNDS.waiting.min(files), BOUNDS.waiting_of_source.min(files / 2));
+        // Those who wait leave files for connections. A client that is sent away has spent its session ticket, so few should be.
+        let files = usize::try_from(open_files::limit() / 2).unwrap_or(usize::MAX);
+        let (waiting, waiting_of_source) = (BOUNDS.waiting.min(files), BOUNDS.waiting_of_source.min(files / 4 * 3));
         Self::with_bounds(Bounds { waiting, waiting_of_source, ..BOUNDS }, metrics)
     }
 

@@ -20,6 +20,8 @@ use crate::fleet::{
 pub const CHANGED: u32 = 20;
 /// Longest time until everybody is back.
 const LIMIT: Duration = Duration::from_secs(180);
+/// Share of sessions that must be resumed where agents come back to their replica: who is sent away in between comes without a ticket.
+const RESUMED: f64 = 0.95;
 
 /// How everybody came back.
 #[derive(Debug, Clone)]
@@ -156,6 +158,8 @@ fn same_replica(stage: &mut Stage, agents: usize) -> Result<Return> {
     stage.fleet.ask(move |worker| worker.reconnect(Break::Reset, &[address], |_| true))?;
     let back = timer.wait(stage, 0, agents, 0, |summary| summary.by_log)?;
     nothing_was_sent(&back, agents)?;
+    let resumed = back.resumed_handshakes as f64 / agents as f64;
+    ensure!(resumed >= RESUMED, "only {resumed:.3} of the TLS sessions were resumed");
     Ok(back)
 }
 
