@@ -207,7 +207,8 @@ fn profile_figures(profile: &Profile, phase: &Phase, label: &str) -> Vec<Figure>
 /// Adds agents, or sends some away, until the delay is just held. All of it on one replica.
 fn find_largest(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
     let start = load.agents.unwrap_or(5_000);
-    let mut stage = load.stage(start * 4, services)?;
+    let most = (start * 4).min(Stage::most_agents()?).max(start);
+    let mut stage = load.stage(most, services)?;
     stage.start_replica(&[])?;
     let (mut joined, mut figures) = (0, Vec::new());
     let (mut holds, mut fails): (Option<usize>, Option<usize>) = (None, None);
@@ -244,8 +245,11 @@ fn find_largest(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
         agents = match (holds, fails) {
             (Some(holds), Some(fails)) if fails as f64 <= holds as f64 * CLOSE => break,
             (Some(holds), Some(fails)) => usize::midpoint(holds, fails),
-            (Some(holds), None) if holds >= start * 4 => break,
-            (Some(holds), None) => (holds * 5 / 4).min(start * 4),
+            (Some(holds), None) if holds >= most => {
+                println!("{most} agents are the most that are tried, or that the limit on open files has room for");
+                break;
+            }
+            (Some(holds), None) => (holds * 5 / 4).min(most),
             (None, Some(fails)) if fails <= 10 => bail!("not even {fails} agents get changes within {HELD_P99_MS} ms"),
             (None, _) => agents * 4 / 5,
         };

@@ -12,7 +12,7 @@ use std::{
 use anyhow::{Context as _, Result, bail};
 use nix::{
     sched::{CpuSet, sched_setaffinity},
-    sys::resource::{Resource, setrlimit},
+    sys::resource::{Resource, getrlimit, setrlimit},
     unistd::Pid,
 };
 
@@ -166,6 +166,15 @@ pub fn pin_this_thread(core: usize) -> Result<()> {
 /// When the system does not allow them.
 pub fn allow_open_files(count: u64) -> Result<()> {
     setrlimit(Resource::RLIMIT_NOFILE, count, count).with_context(|| format!("allowing {count} open files"))
+}
+
+/// How many files this process may allow itself at most.
+///
+/// # Errors
+/// When the system does not tell.
+pub fn open_files_allowed() -> Result<u64> {
+    let (_, allowed) = getrlimit(Resource::RLIMIT_NOFILE).context("asking how many files may be open")?;
+    Ok(allowed)
 }
 
 /// How a replica is started.

@@ -14,6 +14,8 @@ use super::{
 
 /// Longest time until all agents have everything, at first and after the last change.
 const CONVERGENCE_LIMIT: Duration = Duration::from_secs(300);
+/// Its connection, and the one of which it is about to let go.
+const FILES_PER_AGENT: u64 = 2;
 /// Open files that neither connections nor their epoll entries need.
 const SPARE_FILES: u64 = 4_096;
 
@@ -54,6 +56,15 @@ pub struct Stage {
 }
 
 impl Stage {
+    /// The most agents that the system's limit on open files has room for.
+    ///
+    /// # Errors
+    /// When the system does not tell its limit.
+    pub fn most_agents() -> Result<usize> {
+        let files = rig::open_files_allowed()?.saturating_sub(SPARE_FILES);
+        Ok(usize::try_from(files / FILES_PER_AGENT).unwrap_or(usize::MAX))
+    }
+
     /// Starts everything but replicas and agents. Where cores are given out, the calling thread is bound to the load's from then on.
     ///
     /// # Errors
@@ -62,7 +73,7 @@ impl Stage {
         if setup.is_pinned {
             rig::pin_this_thread(LOAD_CORE)?;
         }
-        rig::allow_open_files(2 * setup.agents as u64 + SPARE_FILES)?;
+        rig::allow_open_files(FILES_PER_AGENT * setup.agents as u64 + SPARE_FILES)?;
         let folder = tempfile::tempdir().context("making a folder")?;
         let authority = Arc::new(Authority::new()?);
         let files = authority.write_server_files(folder.path())?;
