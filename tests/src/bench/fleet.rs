@@ -254,6 +254,11 @@ fn find_largest(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
             (None, _) => agents * 4 / 5,
         };
     }
+    if fails.is_none() {
+        println!(
+            "the search goes to four times as many as it begins with, and all of them hold: begin with more (--agents)"
+        );
+    }
     if is_ended_by_load {
         println!(
             "the load generator, and not the replica, ends the search: see largest-by-server-cpu for what the replica's core would serve at its cost of \
