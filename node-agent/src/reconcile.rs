@@ -262,7 +262,31 @@ impl Reconciler {
                 self.done = None;
                 self.unfinished.needs_full = true;
             }
+            Err(error) if error.kind == ErrorKind::PlanAgain => {
+                info!("{error}");
+                // What was to be done stays to be done, so that whoever follows the rules misses nothing, and is reported with the next step.
+                self.done = None;
+                self.plan_again();
+            }
             Err(error) => self.failed(target, generation, kind, started.elapsed(), &error),
+        }
+    }
+
+    /// Has the next step plan what the backend asks for.
+    fn plan_again(&mut self) {
+        let services = self.backend.services_to_plan();
+        if !services.is_empty() {
+            self.unfinished.dirty.services.extend(services);
+            self.done = None;
+        }
+    }
+
+    /// Takes note of what the kernel refuses of services while it takes the rest.
+    fn note_refused_parts(&mut self) {
+        let Some(parts) = self.backend.refused_parts() else { return };
+        for Refused { service, family, reason } in self.refused.set_parts(parts) {
+            self.metrics.service_refusals.inc();
+            warn!(%service, %family, reason, "a part of a service is refused; the rest of it is programmed");
         }
     }
 
@@ -343,6 +367,7 @@ impl Reconciler {
         }
         self.companions.iter_mut().for_each(|companion| companion.applied());
         self.failures.reset();
+        self.note_refused_parts();
         let statistics = self.backend.statistics();
         let triggers = self.shared.backlog().succeeded(&families(&statistics));
         self.metrics.synced(kind, took, report, target.version);
@@ -372,7 +397,7 @@ impl Reconciler {
         self.unfinished.needs_full = true;
         let now = Instant::now();
         let (pause, with_news_at) = match error.kind {
-            ErrorKind::Retry | ErrorKind::NeedsFullSync | ErrorKind::Refused => {
+            ErrorKind::Retry | ErrorKind::PlanAgain | ErrorKind::NeedsFullSync | ErrorKind::Refused => {
                 (self.failures.next_pause(), now + NEWS_PAUSE.max(took * NEWS_PAUSE_FACTOR))
             }
             // Only a change to the machine helps: look again as rarely as we ever do.
@@ -468,11 +493,18 @@ impl Reconciler {
     }
 
     fn tend(&mut self) {
-        if let Err(error) = self.backend.tend() {
-            warn!(%error, "tending what was programmed failed; programming everything anew");
-            self.unfinished.needs_full = true;
-            self.done = None;
+        match self.backend.tend() {
+            Ok(()) => {}
+            Err(error) if error.kind == ErrorKind::PlanAgain => info!("{error}"),
+            Err(error) => {
+                warn!(%error, "tending what was programmed failed; programming everything anew");
+                self.unfinished.needs_full = true;
+                self.done = None;
+            }
         }
+        self.plan_again();
+        self.note_refused_parts();
+        self.tell_refused();
     }
 
     fn verify(&mut self) {

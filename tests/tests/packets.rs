@@ -345,6 +345,11 @@ mod virtual_servers {
         on_testbed(BACKEND, lifecycle::some_services(), ipvs::a_refused_destination_disturbs_nothing);
     }
 
+    #[test]
+    fn a_missing_scheduler_is_made_up_for() {
+        on_testbed(BACKEND, lifecycle::some_services(), ipvs::a_missing_scheduler_is_made_up_for);
+    }
+
     // rows of ipvs: 108
     #[test]
     fn falls_back_to_iptables() {

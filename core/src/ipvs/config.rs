@@ -18,7 +18,7 @@ pub struct IpvsConfig {
     pub family: Family,
     /// The cluster's scheduler.
     pub scheduler: Scheduler,
-    /// Schedulers that the kernel has. A service that asks for another one gets the cluster's, with a warning.
+    /// Schedulers that the kernel has. A service that asks for another one gets the cluster's, as a [`Problem`].
     pub available_schedulers: BTreeSet<Scheduler>,
     /// Addresses of the node that answer NodePorts: concrete ones, none on loopback or our device.
     pub node_port_addresses: Vec<IpAddr>,
@@ -68,28 +68,24 @@ impl IpvsConfig {
 
     /// The scheduler of a service that asks for `name`, and what is wrong with the name.
     #[must_use]
-    pub fn scheduler_for(&self, name: &str) -> (Scheduler, Option<String>) {
+    pub fn scheduler_for(&self, name: &str) -> (Scheduler, Option<Problem>) {
         if name.is_empty() {
             return (self.scheduler, None);
         }
-        match Scheduler::parse(name) {
-            Some(scheduler) if self.available_schedulers.contains(&scheduler) => (scheduler, None),
-            Some(scheduler) => {
-                let problem = format!(
-                    "this node's kernel lacks scheduler {scheduler} (load it: `modprobe ip_vs_{scheduler}`); {} is used",
-                    self.scheduler
-                );
-                (self.scheduler, Some(problem))
-            }
-            None => {
-                let known: Vec<&str> = Scheduler::ALL.iter().map(|scheduler| scheduler.as_str()).collect();
-                let problem = format!(
-                    "annotation headgate.io/scheduler names no scheduler of IPVS: {name:?}; {} is used (there are {})",
-                    self.scheduler,
-                    known.join(", ")
-                );
-                (self.scheduler, Some(problem))
-            }
-        }
+        let problem = match Scheduler::parse(name) {
+            Some(scheduler) if self.available_schedulers.contains(&scheduler) => return (scheduler, None),
+            Some(scheduler) => Problem::MissingScheduler(scheduler),
+            None => Problem::UnknownScheduler(name.to_owned()),
+        };
+        (self.scheduler, Some(problem))
     }
+}
+
+/// What is wrong with the scheduler that a service asks for. It gets the cluster's.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Problem {
+    /// IPVS has none of this name.
+    UnknownScheduler(String),
+    /// This node's kernel has not loaded it, and cannot.
+    MissingScheduler(Scheduler),
 }

@@ -71,6 +71,66 @@ impl FakeKernel {
         Ok(())
     }
 
+    /// Carries out a plan as the agent does: what is as a step wants it counts as done, and what is refused keeps nothing else from being done. Nothing
+    /// that only removes is refused. Returns what is.
+    ///
+    /// # Errors
+    /// Names a step that nothing excuses, or the rule.
+    pub fn apply_but(&mut self, plan: &Plan, refuses: impl Fn(&Op) -> bool) -> Result<Vec<Op>, String> {
+        let mut refused = Vec::new();
+        for op in &plan.before {
+            refused.extend(self.take(*op, &refuses)?);
+        }
+        self.apply(&Plan { script: plan.script.clone(), ..Plan::default() })?;
+        for op in &plan.after {
+            refused.extend(self.take(*op, &refuses)?);
+        }
+        Ok(refused)
+    }
+
+    fn take(&mut self, op: Op, refuses: impl Fn(&Op) -> bool) -> Result<Option<Op>, String> {
+        let has_server = |key: &ServerKey| self.servers.contains_key(key);
+        let weight = |key: &ServerKey, address: &SocketAddr| self.servers.get(key)?.1.get(address).copied();
+        let has_element = |set: &Set, element: &Element| self.sets.get(set).is_some_and(|set| set.contains(element));
+        let instead = match op {
+            Op::DeleteElement(set, element) if !has_element(&set, &element) => return Ok(None),
+            Op::Unbind(address) if !self.bound.contains(&address) => return Ok(None),
+            Op::DeleteServer(key) if !has_server(&key) => return Ok(None),
+            Op::DeleteDestination(key, address) | Op::EditDestination(key, address, 0)
+                if weight(&key, &address).is_none() =>
+            {
+                return Ok(None);
+            }
+            _ if op.object().is_some() && refuses(&op) => return Ok(Some(op)),
+            Op::AddElement(set, element) if has_element(&set, &element) => return Ok(None),
+            Op::Bind(address) if self.bound.contains(&address) => return Ok(None),
+            Op::AddServer(_, settings) | Op::EditServer(_, settings) if self.check(settings).is_err() => {
+                return Ok(Some(op));
+            }
+            Op::AddServer(key, settings) if has_server(&key) => Op::EditServer(key, settings),
+            Op::EditServer(key, settings) if !has_server(&key) => Op::AddServer(key, settings),
+            Op::AddDestination(key, ..) | Op::EditDestination(key, ..) if !has_server(&key) => return Ok(Some(op)),
+            Op::AddDestination(key, address, to) if weight(&key, &address).is_some() => {
+                Op::EditDestination(key, address, to)
+            }
+            Op::EditDestination(key, address, to) if weight(&key, &address).is_none() => {
+                Op::AddDestination(key, address, to)
+            }
+            op => op,
+        };
+        self.step(instead).map_err(|what| format!("{what}: {op:?}"))?;
+        Ok(None)
+    }
+
+    /// Loads a scheduler, or takes it away.
+    pub fn set_scheduler(&mut self, scheduler: Scheduler, is_there: bool) {
+        if is_there {
+            self.schedulers.insert(scheduler);
+        } else {
+            self.schedulers.remove(&scheduler);
+        }
+    }
+
     /// What the agent would read.
     #[must_use]
     pub fn existing(&self) -> Existing {

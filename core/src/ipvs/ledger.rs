@@ -1,6 +1,7 @@
 //! What is programmed in one family, and the plans that change it.
 //!
-//! The ledger assumes that plans succeed: after one that did not, only [`Ledger::full`] brings ledger and kernel together again.
+//! The ledger assumes that plans succeed, but for steps that the kernel refuses for themselves ([`Ledger::settle`]). After one that did not, only
+//! [`Ledger::full`] brings ledger and kernel together again.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -9,10 +10,11 @@ use std::{
 };
 
 use super::{
-    config::IpvsConfig,
+    config::{IpvsConfig, Problem},
     existing::Existing,
     plan::{Op, Plan},
-    refused::Barred,
+    refused::{Lacking, Object},
+    scheduler::Scheduler,
     server::{Server, ServerKey, Wanted},
     service::{self, ServicePlan, Via},
     sets::{Element, Set},
@@ -23,15 +25,6 @@ use crate::{
     state::{Dirty, State},
     view::{NodeFacts, service_views},
 };
-
-/// Something that a service asks for and does not get.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Warning {
-    /// The service.
-    pub key: Arc<ServiceKey>,
-    /// What is wrong and what is done instead.
-    pub message: String,
-}
 
 /// One family's programmed state.
 #[derive(Debug)]
@@ -48,13 +41,15 @@ pub struct Ledger {
     /// How many services and virtual servers need an element, and an address.
     elements: HashMap<(Set, Element), u32>,
     bound: HashMap<IpAddr, u32>,
-    problems: BTreeMap<Arc<ServiceKey>, String>,
-    barred: Barred,
+    problems: BTreeMap<Arc<ServiceKey>, Problem>,
+    pub(super) lacking: Lacking,
 }
 
 /// Changes of one round, before they are put in order. What is needed again in the same round is not removed.
 #[derive(Debug, Default)]
 struct Round {
+    /// Servers and destinations that the kernel has refused so far, to be tried once more. Elements and addresses are, as not being there.
+    again: BTreeSet<Object>,
     /// Changes of servers, in order.
     before: Vec<Op>,
     after: Vec<Op>,
@@ -78,7 +73,7 @@ impl Ledger {
             elements: HashMap::new(),
             bound: HashMap::new(),
             problems: BTreeMap::new(),
-            barred: Barred::default(),
+            lacking: Lacking::default(),
         }
     }
 
@@ -121,12 +116,26 @@ impl Ledger {
         self.rules.tally()
     }
 
-    /// What services ask for and do not get, by service. Cost: their number.
-    #[must_use]
-    pub fn warnings(&self) -> Vec<Warning> {
-        let warning =
-            |(key, message): (&Arc<ServiceKey>, &String)| Warning { key: Arc::clone(key), message: message.clone() };
-        self.problems.iter().map(warning).collect()
+    /// What services ask for and do not get.
+    pub fn problems(&self) -> impl Iterator<Item = (&Arc<ServiceKey>, &Problem)> {
+        self.problems.iter()
+    }
+
+    /// Takes note of whether the kernel has a scheduler. Returns the services that are to be planned as changed: those that get another one instead if it has;
+    /// if not, those whose virtual servers it refuses. Cost: services with problems, and what is lacking.
+    pub fn set_available(&mut self, scheduler: Scheduler, is_available: bool) -> BTreeSet<Arc<ServiceKey>> {
+        if is_available {
+            self.config.available_schedulers.insert(scheduler);
+            let missing = Problem::MissingScheduler(scheduler);
+            let getting_another = self.problems.iter().filter(|(_, problem)| **problem == missing);
+            return getting_another.map(|(service, _)| Arc::clone(service)).collect();
+        }
+        self.config.available_schedulers.remove(&scheduler);
+        let asks = |object: &Object| match object {
+            Object::Server(key) => self.servers.get(key).is_some_and(|server| server.settings.scheduler == scheduler),
+            _ => false,
+        };
+        self.lacking().filter(|(object, _)| asks(object)).map(|(_, service)| Arc::clone(service)).collect()
     }
 
     /// Number of virtual servers.
@@ -149,9 +158,10 @@ impl Ledger {
             servers.extend(self.withdraw(key, &mut round));
             self.enter(key, plan, &mut round);
         }
-        for server in servers {
-            self.program_server(server, now_ms, &mut round);
+        for server in &servers {
+            self.program_server(*server, now_ms, &mut round);
         }
+        round.again.extend(servers.iter().flat_map(|server| self.lacking.of_server(*server)));
         let mut plan = self.finish(round);
         plan.script = script;
         plan.services_planned = planned.services;
@@ -169,6 +179,8 @@ impl Ledger {
         self.bound.clear();
         self.problems.clear();
         self.draining.clear();
+        // All of it is tried: what is not there is made.
+        self.lacking.clear();
 
         let mut round = Round::default();
         for (set, elements) in &existing.sets {
@@ -255,20 +267,26 @@ impl Ledger {
     pub fn is_in(&self, existing: &Existing) -> bool {
         let has_sets = Set::ALL.into_iter().all(|set| existing.sets.contains_key(&set));
         let elements: usize = existing.sets.values().map(BTreeSet::len).sum();
-        let has_element =
-            |(set, element): &(Set, Element)| existing.sets.get(set).is_some_and(|elements| elements.contains(element));
-        let bound: BTreeSet<IpAddr> = self.bound.keys().copied().collect();
-        let is_as_programmed = |(key, server): (&ServerKey, &Server)| {
-            existing
-                .servers
-                .get(key)
-                .is_some_and(|found| found.settings == Some(server.settings) && server.matches(&found.destinations))
+        let has_element = |(set, element): &&(Set, Element)| {
+            existing.sets.get(set).is_some_and(|elements| elements.contains(element))
+        };
+        let (found, missing): (Vec<_>, Vec<_>) = self.elements.keys().partition(has_element);
+        let lacks_element = |(set, element): &(Set, Element)| self.lacks(&Object::Element(*set, *element));
+        let has_address = |address: &IpAddr| existing.bound.contains(address) || self.lacks(&Object::Address(*address));
+        let is_as_programmed = |(key, server): (&ServerKey, &Server)| match existing.servers.get(key) {
+            Some(found) => {
+                (found.settings == Some(server.settings) || self.lacks(&Object::Server(*key)))
+                    && server.matches(&found.destinations, |address| self.lacks(&Object::Destination(*key, *address)))
+            }
+            // What nobody wants may have drained.
+            None => self.lacks(&Object::Server(*key)) || !self.claimants.contains_key(key),
         };
         let ours = existing.servers.keys().filter(|key| existing.mark(key, &self.config).is_some());
         has_sets
-            && elements == self.elements.len()
-            && self.elements.keys().all(has_element)
-            && bound == existing.bound
+            && elements == found.len()
+            && missing.into_iter().all(lacks_element)
+            && existing.bound.iter().all(|address| self.bound.contains_key(address))
+            && self.bound.keys().all(has_address)
             && self.servers.iter().all(is_as_programmed)
             && ours.into_iter().all(|key| self.servers.contains_key(key))
             && self.rules.is_in(&existing.tables)
@@ -276,17 +294,33 @@ impl Ledger {
 
     fn plan_of(&self, state: &State, node: &NodeFacts, key: &Arc<ServiceKey>) -> ServicePlan {
         let Some(service) = state.entry(key).and_then(|entry| entry.service()) else { return ServicePlan::default() };
-        let mut plan = service::plan(&self.config, service, &service_views(state, key, self.config.family, node));
-        self.barred.strip(key, &mut plan);
-        plan
+        service::plan(&self.config, service, &service_views(state, key, self.config.family, node))
+    }
+
+    /// The step that makes what counts as programmed.
+    pub(super) fn step_to(&self, object: Object) -> Option<Op> {
+        match object {
+            Object::Element(set, element) => Some(Op::AddElement(set, element)),
+            Object::Address(address) => Some(Op::Bind(address)),
+            Object::Server(key) => Some(Op::AddServer(key, self.servers.get(&key)?.settings)),
+            Object::Destination(key, address) => {
+                let weight = self.servers.get(&key)?.active_weight(&address)?;
+                Some(Op::AddDestination(key, address, weight))
+            }
+        }
+    }
+
+    /// The service that a server is made for.
+    pub(super) fn owner(&self, server: &ServerKey) -> Option<&Arc<ServiceKey>> {
+        self.claimants.get(server)?.first().map(|(_, service)| service)
+    }
+
+    pub(super) fn is_programmed(&self, service: &ServiceKey) -> bool {
+        self.programmed.contains_key(service)
     }
 
     pub(super) fn plans(&self) -> impl Iterator<Item = (&Arc<ServiceKey>, &ServicePlan)> {
         self.programmed.iter()
-    }
-
-    pub(super) fn set_barred(&mut self, barred: Barred) {
-        self.barred = barred;
     }
 
     /// Enters a service's plan, and what it needs besides servers.
@@ -326,8 +360,7 @@ impl Ledger {
 
     /// What is wanted of a server by the service that has it.
     fn wanted(&self, key: &ServerKey) -> Option<&Wanted> {
-        let (_, service) = self.claimants.get(key)?.first()?;
-        self.programmed.get(service)?.servers.get(key).map(|(_, wanted)| wanted)
+        self.programmed.get(self.owner(key)?)?.servers.get(key).map(|(_, wanted)| wanted)
     }
 
     fn program_server(&mut self, key: ServerKey, now_ms: u64, round: &mut Round) {
@@ -361,6 +394,19 @@ impl Ledger {
         self.tidy(key, round);
     }
 
+    /// Forgets what the kernel lacks of a server and is not wanted any more.
+    fn forget_lacking(&mut self, key: ServerKey) {
+        if self.lacking.is_empty() {
+            return;
+        }
+        let is_claimed = self.claimants.contains_key(&key);
+        for object in self.lacking.of_server(key) {
+            if !is_claimed || self.step_to(object).is_none() {
+                self.lacking.remove(&object);
+            }
+        }
+    }
+
     /// Removes a server that nobody wants and that has no destinations any more.
     fn tidy(&mut self, key: ServerKey, round: &mut Round) {
         let is_wanted = self.claimants.contains_key(&key);
@@ -377,6 +423,7 @@ impl Ledger {
             round.after.push(Op::DeleteServer(key));
             self.release(&server, round);
         }
+        self.forget_lacking(key);
     }
 
     fn hold(&mut self, server: &Server, round: &mut Round) {
@@ -395,32 +442,38 @@ impl Ledger {
 
     fn need_element(&mut self, element: (Set, Element), round: &mut Round) {
         let count = self.elements.entry(element).or_default();
-        round.elements.entry(element).or_insert(*count > 0);
+        let is_there = *count > 0 && !self.lacking.contains(&Object::Element(element.0, element.1));
+        round.elements.entry(element).or_insert(is_there);
         *count += 1;
     }
 
     fn release_element(&mut self, element: (Set, Element), round: &mut Round) {
         let Some(count) = self.elements.get_mut(&element) else { return };
-        round.elements.entry(element).or_insert(true);
+        let object = Object::Element(element.0, element.1);
+        round.elements.entry(element).or_insert(!self.lacking.contains(&object));
         *count -= 1;
         if *count == 0 {
             self.elements.remove(&element);
+            self.lacking.remove(&object);
         }
     }
 
     fn need_address(&mut self, address: IpAddr, round: &mut Round) {
         let count = self.bound.entry(address).or_default();
-        round.bound.entry(address).or_insert(*count > 0);
+        let is_there = *count > 0 && !self.lacking.contains(&Object::Address(address));
+        round.bound.entry(address).or_insert(is_there);
         *count += 1;
         self.need_element((Set::BoundAddresses, Element::Ip(address)), round);
     }
 
     fn release_address(&mut self, address: IpAddr, round: &mut Round) {
         let Some(count) = self.bound.get_mut(&address) else { return };
-        round.bound.entry(address).or_insert(true);
+        let object = Object::Address(address);
+        round.bound.entry(address).or_insert(!self.lacking.contains(&object));
         *count -= 1;
         if *count == 0 {
             self.bound.remove(&address);
+            self.lacking.remove(&object);
         }
         self.release_element((Set::BoundAddresses, Element::Ip(address)), round);
     }
@@ -433,6 +486,7 @@ impl Ledger {
         plan.before.extend(added.map(|((set, element), _)| Op::AddElement(*set, *element)));
         let bound = round.bound.iter().filter(|(address, was_there)| !**was_there && self.bound.contains_key(*address));
         plan.before.extend(bound.map(|(address, _)| Op::Bind(*address)));
+        plan.before.extend(round.again.into_iter().filter_map(|object| self.step_to(object)));
         plan.before.extend(round.before);
         plan.after.extend(round.after);
         let unbound =

@@ -30,6 +30,10 @@
 //!
 //! A destination that fails health checks has weight 0 as well, but stays until its endpoint goes.
 //!
+//! # What the kernel refuses
+//!
+//! See [`refused`].
+//!
 //! # Whose a virtual server is
 //!
 //! It is ours if its address is on our device, or its port in one of our sets; what is not is never touched, and neither is what
@@ -41,7 +45,7 @@ pub mod existing;
 pub mod fake_kernel;
 pub mod ledger;
 pub mod plan;
-mod refused;
+pub mod refused;
 pub mod scheduler;
 pub mod server;
 pub mod service;
@@ -50,10 +54,11 @@ pub mod sets;
 #[cfg(test)]
 mod tests;
 
-pub use config::IpvsConfig;
+pub use config::{IpvsConfig, Problem};
 pub use existing::Existing;
-pub use ledger::{Ledger, Warning};
+pub use ledger::Ledger;
 pub use plan::{Op, Plan};
+pub use refused::Object;
 pub use scheduler::Scheduler;
 pub use server::{ServerKey, Settings};
 pub use sets::{Element, Set, SetKind};

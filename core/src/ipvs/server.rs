@@ -125,10 +125,18 @@ impl Server {
         self.key.address
     }
 
-    /// Whether the kernel has these destinations and weights. What drains may be gone.
-    pub(super) fn matches(&self, found: &BTreeMap<SocketAddr, u32>) -> bool {
+    /// The weight of a destination that takes connections.
+    pub(super) fn active_weight(&self, address: &SocketAddr) -> Option<u32> {
+        match self.destinations.get(address)? {
+            Destination::Active(weight) => Some(*weight),
+            Destination::Draining(_) => None,
+        }
+    }
+
+    /// Whether the kernel has these destinations and weights. What drains may be gone, and what is lacking may be as it likes.
+    pub(super) fn matches(&self, found: &BTreeMap<SocketAddr, u32>, is_lacking: impl Fn(&SocketAddr) -> bool) -> bool {
         let is_found = |(address, destination): (&SocketAddr, &Destination)| match destination {
-            Destination::Active(weight) => found.get(address) == Some(weight),
+            Destination::Active(weight) => found.get(address) == Some(weight) || is_lacking(address),
             Destination::Draining(_) => found.get(address).is_none_or(|weight| *weight == 0),
         };
         self.destinations.iter().all(is_found) && found.keys().all(|address| self.destinations.contains_key(address))

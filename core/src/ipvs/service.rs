@@ -7,7 +7,7 @@ use std::{
 };
 
 use super::{
-    config::IpvsConfig,
+    config::{IpvsConfig, Problem},
     server::{ServerKey, Settings, Wanted},
     sets::{Element, Set},
 };
@@ -41,7 +41,7 @@ pub struct ServicePlan {
     /// Addresses that our device must have, whether or not there are virtual servers on them.
     pub bound: BTreeSet<IpAddr>,
     /// What is wrong with the service's annotations.
-    pub problem: Option<String>,
+    pub problem: Option<Problem>,
 }
 
 /// The plan of a service from the views of its ports.

@@ -257,8 +257,8 @@ fn schedulers_are_chosen_by_annotation_and_a_bad_name_is_shown() {
     for (name, scheduler, problem) in [
         ("", Scheduler::WeightedLeastConnection, None),
         ("mh", Scheduler::MaglevHashing, None),
-        ("nq", Scheduler::WeightedLeastConnection, Some("modprobe ip_vs_nq")),
-        ("fastest", Scheduler::WeightedLeastConnection, Some("\"fastest\"")),
+        ("nq", Scheduler::WeightedLeastConnection, Some(Problem::MissingScheduler(Scheduler::NeverQueue))),
+        ("fastest", Scheduler::WeightedLeastConnection, Some(Problem::UnknownScheduler("fastest".into()))),
         ("sh", Scheduler::SourceHashing, None),
     ] {
         let mut service = service();
@@ -268,9 +268,8 @@ fn schedulers_are_chosen_by_annotation_and_a_bad_name_is_shown() {
         assert!(name.is_empty() || plan.ops().all(|op| matches!(op, Op::EditServer(..))), "{plan:?}");
         let settings = rig.kernel.servers[&key].0;
         assert_eq!((settings.scheduler, settings.persistence_seconds), (scheduler, (name == "sh").then_some(300)));
-        let warnings = rig.ledger.warnings();
-        assert_eq!(warnings.len(), usize::from(problem.is_some()), "{name}");
-        assert!(warnings.iter().all(|warning| warning.message.contains(problem.unwrap())), "{warnings:?}");
+        let problems: Vec<_> = rig.ledger.problems().map(|(_, problem)| problem.clone()).collect();
+        assert_eq!(problems, Vec::from_iter(problem), "{name}");
     }
     for scheduler in Scheduler::ALL {
         assert_eq!(Scheduler::parse(scheduler.as_str()), Some(scheduler));
@@ -419,21 +418,106 @@ fn without_endpoints_everybody_is_refused_whatever_ranges_say() {
 }
 
 #[test]
-fn what_the_kernel_refuses_is_left_out_and_the_rest_is_programmed() {
+fn what_the_kernel_refuses_is_made_up_for_at_the_cost_of_itself() {
     let mut rig = Rig::new(config());
-    rig.step([Change::from(service()), endpoint("10.244.1.1", "node-a")]);
-    let refused = Op::Bind(ip("203.0.113.1"));
-    let services = rig.ledger.services_that_want(&refused);
-    assert_eq!(services.iter().map(Arc::as_ref).collect::<Vec<_>>(), [&service().key]);
-    assert!(rig.ledger.services_that_want(&Op::Bind(ip("203.0.113.9"))).is_empty());
-    rig.ledger.bar(services.into_iter().map(|key| (key, vec![refused])).collect());
-    let plan = rig.ledger.full(&rig.state, &node(), &rig.kernel.existing(), 0);
-    rig.kernel.apply(&plan).unwrap();
-    assert!(!rig.kernel.bound.contains(&ip("203.0.113.1")) || rig.ledger.draining().count() == 1);
-    assert_eq!(rig.destinations("10.96.0.1", 80), weighted(&[("10.244.1.1:8080", 1)]));
-    assert_eq!(rig.destinations("203.0.113.2", 80), weighted(&[("10.244.1.1:8080", 1)]));
-    // Tried again, it is there again.
-    rig.ledger.bar(BTreeMap::new());
-    rig.step([endpoint("10.244.1.2", "node-b")]);
-    assert_eq!(rig.destinations("203.0.113.1", 80), weighted(&[("10.244.1.1:8080", 1), ("10.244.1.2:8080", 1)]));
+    let key = |address: &str| ServerKey { address: ip(address), protocol: Protocol::Tcp, port: 80 };
+    let (external, bad) = (key("203.0.113.1"), SocketAddr::new(ip("10.244.1.9"), 8080));
+    let refuses = |op: &Op| match op {
+        Op::AddServer(server, _) => *server == external,
+        Op::AddDestination(_, address, _) => *address == bad,
+        _ => false,
+    };
+    let step = |rig: &mut Rig, changes: Vec<Change>| {
+        let mut dirty = Dirty::default();
+        changes.into_iter().for_each(|change| {
+            rig.state.apply(change, &mut dirty);
+        });
+        let plan = rig.ledger.changed(&rig.state, &node(), &dirty, 0);
+        let refused = rig.kernel.apply_but(&plan, refuses).unwrap();
+        assert_eq!(rig.ledger.settle(plan.ops(), &refused), []);
+        assert!(rig.ledger.is_in(&rig.kernel.existing()));
+        plan
+    };
+    step(&mut rig, vec![Change::from(service()), endpoint("10.244.1.1", "node-a"), endpoint("10.244.1.9", "node-b")]);
+    assert_eq!(rig.destinations("203.0.113.1", 80), None);
+    assert_eq!(rig.destinations("10.96.0.1", 80), weighted(&[("10.244.1.1:8080", 1)]), "the rest is programmed");
+    // A destination on each of three servers, the fourth server, and both of its destinations.
+    assert_eq!(rig.ledger.lacking().count(), 3 + 1 + 2);
+    assert!(rig.ledger.lacking().all(|(_, of)| **of == service().key));
+
+    // A change of the service has it tried; one of another service has not.
+    let other = Service { external_ips: vec![], load_balancer_ips: vec![], ..service() };
+    let other =
+        Service { key: ServiceKey::new("ns", "other"), cluster_ips: vec![ip("10.96.0.2")], ports: vec![], ..other };
+    assert!(step(&mut rig, vec![Change::from(other)]).is_empty());
+    let plan = step(&mut rig, vec![endpoint("10.244.1.2", "node-b")]);
+    assert_eq!(plan.ops().count(), 6 + 4, "what is lacking, and one destination on each server: {plan:?}");
+    assert_eq!(rig.ledger.lacking().count(), 3 + 1 + 3);
+
+    // So does whoever likes, of a server and what belongs to it, or of one destination.
+    let again = rig.ledger.again([Object::Server(external)]);
+    assert!(matches!(
+        again[..],
+        [Op::AddServer(..), Op::AddDestination(..), Op::AddDestination(..), Op::AddDestination(..)]
+    ));
+    let before = rig.ledger.lacking_revision();
+    let refused = rig.kernel.apply_but(&Plan { before: again.clone(), ..Plan::default() }, |_| false).unwrap();
+    assert_eq!((refused.len(), rig.ledger.settle(&again, &refused).len()), (0, 0));
+    assert_ne!(rig.ledger.lacking_revision(), before);
+    assert_eq!(rig.ledger.lacking().count(), 3);
+    assert!(rig.ledger.is_in(&rig.kernel.existing()));
+    assert_eq!(rig.destinations("203.0.113.1", 80).map(|all| all.len()), Some(3));
+    assert_eq!(rig.ledger.again([Object::Server(external), Object::Destination(key("10.96.0.1"), bad)]).len(), 1);
+
+    // What is not wanted any more is not lacking either.
+    step(&mut rig, vec![Change::RemoveEndpoint(service().key, bad.ip())]);
+    assert_eq!(rig.ledger.lacking().count(), 0);
+    // What removes something is nobody's.
+    let removal = Op::Unbind(ip("10.96.0.1"));
+    assert_eq!(rig.ledger.settle(&[removal], &[removal]), [removal]);
+}
+
+#[test]
+fn a_scheduler_that_is_missing_is_replaced_and_comes_back_at_the_cost_of_who_asks_for_it() {
+    let mut rig = Rig::new(config());
+    let hashed = |scheduler: &str| Change::from(Service { scheduler: scheduler.into(), ..service() });
+    let key = ServerKey { address: ip("10.96.0.1"), protocol: Protocol::Tcp, port: 80 };
+    let step = |rig: &mut Rig, changes: Vec<Change>, services: &[ServiceKey]| {
+        let mut dirty = Dirty { services: services.iter().cloned().map(Arc::new).collect(), ..Dirty::default() };
+        changes.into_iter().for_each(|change| {
+            rig.state.apply(change, &mut dirty);
+        });
+        let plan = rig.ledger.changed(&rig.state, &node(), &dirty, 0);
+        let refused = rig.kernel.apply_but(&plan, |_| false).unwrap();
+        assert_eq!(rig.ledger.settle(plan.ops(), &refused), []);
+        refused
+    };
+    rig.kernel.set_scheduler(Scheduler::MaglevHashing, false);
+    for begins_with in [vec![hashed("mh"), endpoint("10.244.1.1", "node-a")], vec![hashed("wlc"), hashed("mh")]] {
+        // A new server is not made, one that is there stays as it is.
+        let was_there = rig.kernel.servers.contains_key(&key);
+        let before = rig.destinations("10.96.0.1", 80);
+        for change in begins_with {
+            let refused = step(&mut rig, vec![change], &[]);
+            let is_edit = |op: &Op| matches!(op, Op::EditServer(..));
+            assert!(refused.iter().all(|op| is_edit(op) == was_there), "{refused:?}");
+        }
+        assert!(rig.ledger.lacks(&Object::Server(key)));
+        assert_eq!(rig.destinations("10.96.0.1", 80), before);
+        let services = rig.ledger.set_available(Scheduler::MaglevHashing, false);
+        assert_eq!(services, [Arc::new(service().key)].into());
+        assert_eq!(step(&mut rig, vec![], &[service().key]), []);
+        assert_eq!(rig.ledger.lacking().count(), 0);
+        assert_eq!(rig.kernel.servers[&key].0.scheduler, Scheduler::RoundRobin);
+        assert_eq!(rig.destinations("10.96.0.1", 80), weighted(&[("10.244.1.1:8080", 1)]));
+        let problem = Problem::MissingScheduler(Scheduler::MaglevHashing);
+        assert_eq!(rig.ledger.problems().collect::<Vec<_>>(), [(&Arc::new(service().key), &problem)]);
+        assert!(rig.ledger.is_in(&rig.kernel.existing()));
+        assert_eq!(rig.ledger.set_available(Scheduler::MaglevHashing, true), services);
+    }
+    // It is loaded: who asked for it gets it.
+    rig.kernel.set_scheduler(Scheduler::MaglevHashing, true);
+    assert_eq!(step(&mut rig, vec![], &[service().key]), []);
+    assert_eq!(rig.kernel.servers[&key].0.scheduler, Scheduler::MaglevHashing);
+    assert_eq!(rig.ledger.problems().count(), 0);
 }

@@ -38,6 +38,8 @@ struct Script {
     degraded: Vec<String>,
     refused: BTreeSet<String>,
     aside: BTreeSet<String>,
+    parts: Option<Vec<Refused>>,
+    to_plan: BTreeSet<Arc<ServiceKey>>,
 }
 
 impl FakeControl {
@@ -71,6 +73,17 @@ impl FakeControl {
     #[must_use]
     pub fn aside(&self) -> Vec<String> {
         self.script().aside.iter().cloned().collect()
+    }
+
+    /// From now on the kernel refuses a part of these services, and takes the rest.
+    pub fn refuse_parts(&self, parts: Vec<Refused>) {
+        self.script().parts = Some(parts);
+    }
+
+    /// The backend asks for these services (`namespace`, `name`) to be planned, once.
+    pub fn plan_again(&self, services: &[(&str, &str)]) {
+        let keys = services.iter().map(|(namespace, name)| Arc::new(ServiceKey::new(namespace, name)));
+        self.script().to_plan = keys.collect();
     }
 
     /// While set, the kernel's work does not end.
@@ -183,6 +196,14 @@ impl Backend for FakeBackend {
 
     fn set_aside(&mut self, refused: &[Refused]) {
         self.control.script().aside = refused.iter().map(|refused| refused.service.to_string()).collect();
+    }
+
+    fn refused_parts(&mut self) -> Option<Vec<Refused>> {
+        self.control.script().parts.take()
+    }
+
+    fn services_to_plan(&mut self) -> BTreeSet<Arc<ServiceKey>> {
+        std::mem::take(&mut self.control.script().to_plan)
     }
 
     fn verify(&mut self) -> Result<bool, BackendError> {

@@ -163,6 +163,18 @@ pub trait Backend: Send {
         let _ = refused;
     }
 
+    /// What the kernel refuses of services for itself while it takes the rest of them, once it has changed since the last call. The backend tries it again
+    /// by itself, when the service is planned and in [`Self::tend`].
+    fn refused_parts(&mut self) -> Option<Vec<Refused>> {
+        None
+    }
+
+    /// Services that have to be planned as changed because of what the backend has found out about the kernel: after [`ErrorKind::PlanAgain`] and
+    /// [`Self::tend`].
+    fn services_to_plan(&mut self) -> BTreeSet<Arc<ServiceKey>> {
+        BTreeSet::new()
+    }
+
     /// True while its rules count into [`crate::packet_counters`].
     fn counts_packets(&self) -> bool {
         false
@@ -225,6 +237,9 @@ pub enum ErrorKind {
     Retry,
     /// The kernel is not as the backend thinks: only a full sync helps.
     NeedsFullSync,
+    /// All is done that the kernel takes. The rest comes out differently when its services are planned anew, which [`Backend::services_to_plan`] names:
+    /// nothing has failed.
+    PlanAgain,
     /// What is written is refused for itself: some service's rules cannot be had on this kernel, and the same step will fail again.
     Refused,
     /// Trying again helps only when somebody changes the machine, as when a program is missing.
@@ -262,13 +277,14 @@ impl BackendError {
         Self { families: vec![family], ..self }
     }
 
-    /// One error for two results; the graver kind counts.
+    /// One error for two results; the graver kind counts, and [`ErrorKind::PlanAgain`] is the least.
     ///
     /// # Errors
     /// One of the two has failed, or both.
     pub fn join(one: Result<(), Self>, other: Result<(), Self>) -> Result<(), Self> {
         let (Err(mut one), Err(other)) = (one.clone(), other.clone()) else { return one.and(other) };
-        if one.kind == ErrorKind::Retry {
+        let is_lesser = one.kind == ErrorKind::Retry && other.kind != ErrorKind::PlanAgain;
+        if is_lesser || one.kind == ErrorKind::PlanAgain {
             one.kind = other.kind;
         }
         if one.families.is_empty() || other.families.is_empty() {

@@ -523,6 +523,52 @@ fn a_refused_service_that_is_removed_is_refused_no_longer() {
 }
 
 #[test]
+fn a_service_that_is_refused_in_part_is_told_and_costs_no_step() {
+    let run = Loop::start(timing());
+    run.snapshot(1, vec![service("web", 80), service("db", 5432)]);
+    run.wait_programmed(1);
+    let web = Arc::new(ServiceKey::new("prod", "web"));
+    let part = Refused { service: web, family: Family::V4, reason: "10.0.0.255 is a broadcast address".into() };
+    run.control.refuse_parts(vec![part]);
+    run.batch(2, vec![endpoint("web", 1, 8080)]);
+    run.wait_programmed(2);
+    let progress = run.progress.borrow().clone();
+    assert_eq!((refusals(&progress), &progress.failure), (vec!["Service prod/web"], &None));
+    assert!(progress.refused[0].reason.ends_with("; the rest of the service is programmed"), "{:?}", progress.refused);
+    assert_eq!((run.metrics.services_refused.get(), run.metrics.service_refusals.get()), (1, 1));
+    run.batch(3, vec![endpoint("web", 2, 8080)]);
+    run.wait_programmed(3);
+    assert_eq!(refusals(&run.progress.borrow()), ["Service prod/web"], "until the backend says otherwise");
+    run.control.refuse_parts(Vec::new());
+    run.batch(4, vec![endpoint("db", 1, 5432)]);
+    run.wait_programmed(4);
+    assert!(run.progress.borrow().refused.is_empty());
+    assert_eq!((run.metrics.services_refused.get(), run.metrics.service_refusals.get()), (0, 1));
+    let calls = run.control.calls();
+    assert!(calls[1..].iter().all(|call| matches!(call, Call::Apply(..))) && calls.len() == 4, "{calls:?}");
+}
+
+#[test]
+fn what_is_planned_again_is_no_failure_and_is_reported_when_it_is_programmed() {
+    let run = Loop::start(timing());
+    let again = || run.control.fail_next(BackendError::new(ErrorKind::PlanAgain, "no scheduler mh"));
+    again();
+    run.snapshot(1, vec![service("web", 80), service("db", 5432)]);
+    run.wait_programmed(1);
+    assert!(matches!(run.control.calls()[..], [Call::Full(..), Call::Full(..)]), "{:?}", run.control.calls());
+    run.control.plan_again(&[("prod", "web")]);
+    again();
+    run.batch(2, vec![endpoint("db", 1, 5432)]);
+    run.wait_programmed(2);
+    let calls = run.control.calls();
+    assert_eq!(
+        (apply_of(&calls, 2), apply_of(&calls, 3)),
+        (vec!["prod/db".into()], vec!["prod/db".into(), "prod/web".into()])
+    );
+    assert_eq!((calls.len(), &run.progress.borrow().failure), (4, &None));
+}
+
+#[test]
 fn a_refusal_that_no_service_is_at_fault_for_is_a_failure() {
     let run = Loop::start(timing());
     run.snapshot(1, vec![service("web", 80)]);

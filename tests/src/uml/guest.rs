@@ -13,6 +13,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
 
+use super::modules::LOADER;
 use super::protocol::{self, ENTERED_VARIABLE, HEARTBEAT, Outcome, REQUEST, Request, SLOT_VARIABLE, TAKEN};
 use super::slot::open_for_appending;
 
@@ -155,7 +156,11 @@ fn load_modules() -> Result<()> {
     let script = format!("#!/bin/sh\nPATH={PATH} exec modprobe -d {MODULES_ROOT} \"$@\"\n");
     std::fs::write(MODPROBE, script).with_context(|| format!("writing {MODPROBE}"))?;
     run(Command::new("chmod").args(["+x", MODPROBE]))?;
-    set("/proc/sys/kernel/modprobe", MODPROBE)?;
+    load_wanted_modules()
+}
+
+fn load_wanted_modules() -> Result<()> {
+    set(LOADER, MODPROBE)?;
     run(Command::new(MODPROBE).arg("-a").args(WANTED_MODULES))
         .context("loading modules (`modprobe` is in Debian package kmod)")
 }
@@ -219,6 +224,10 @@ fn run_test(slot: &Path, request: &Request) -> Result<Outcome> {
     end_everything()?;
     let kept = failure.is_some() && keep_files(&slot.join(request.kept()))?;
     clean_up()?;
+    if failure.is_some() {
+        // It may have been killed while it did without some.
+        load_wanted_modules()?;
+    }
     Ok(failure.map_or(Outcome::Passed, |how| Outcome::Failed { how, kept }))
 }
 

@@ -25,6 +25,7 @@
 pub mod guest;
 mod host;
 mod machine;
+pub mod modules;
 mod protocol;
 pub mod slot;
 

@@ -10,8 +10,9 @@ use std::{
 use headgate_core::{
     Family, ServiceKey,
     iptables::{NodePortAddresses, Table},
-    ipvs::{Ledger, Op, Plan, ServerKey},
+    ipvs::{Ledger, Object, Op, Plan, Scheduler},
 };
+use tracing::info;
 
 use super::{
     super::{
@@ -20,13 +21,18 @@ use super::{
     },
     convert,
     kernel::{Kernel, of_ipvs, of_sets},
-    read, write,
+    read,
+    retry::{PAUSES, Refusals},
+    write,
     write::RefusedOp,
 };
 use crate::node_inputs::NodeInputs;
 
 /// A comparison of everything is followed by a pause of this many times what it took.
 const DEEP_LOOK_PAUSE_FACTOR: u32 = 100;
+
+/// Refusals of one service, or of one step, that are told in words.
+const MAX_REASONS: usize = 5;
 
 /// One family.
 #[derive(Debug)]
@@ -39,10 +45,10 @@ pub(super) struct FamilyBackend {
     last_took: Duration,
     /// Rules that the last step wrote: nat, filter.
     last_rules: [u32; 2],
-    /// Steps that the kernel refuses, by the service that asks for them: in the last attempt, and those that are left out of plans since.
-    refused: BTreeMap<Arc<ServiceKey>, Vec<RefusedOp>>,
-    /// Some of them are from an attempt that has not been looked into.
-    has_newly_refused: bool,
+    /// Why the ledger lacks what it does, and when that is tried again. Destinations of a server that is lacking come with it.
+    refusals: Refusals<Object>,
+    /// Schedulers that the kernel turned out not to have. Who asks for them gets another.
+    newly_missing: BTreeSet<Scheduler>,
 }
 
 impl FamilyBackend {
@@ -54,8 +60,8 @@ impl FamilyBackend {
             next_deep_look: None,
             last_took: Duration::ZERO,
             last_rules: [0; 2],
-            refused: BTreeMap::new(),
-            has_newly_refused: false,
+            refusals: Refusals::new(PAUSES),
+            newly_missing: BTreeSet::new(),
         }
     }
 
@@ -134,88 +140,103 @@ impl FamilyBackend {
         refused.extend(write::run(kernel, device, self.family, &plan.after)?);
         let chains = plan.script.chains_written() + plan.script.chains_deleted();
         report.objects_written += chains + u32::try_from(plan.ops().count()).unwrap_or(u32::MAX);
-        self.judge(refused, report)
+        self.settle(plan.ops(), &refused)
     }
 
-    /// What becomes of steps that the kernel refuses.
-    fn judge(&mut self, refused: Vec<RefusedOp>, report: &mut Report) -> Result<(), BackendError> {
-        if refused.is_empty() {
+    /// Takes note of what became of steps: where the kernel refuses what a service wants, that is lacking until it is tried again, and the rest of the service
+    /// is programmed.
+    fn settle<'a>(&mut self, ops: impl Iterator<Item = &'a Op>, refused: &[RefusedOp]) -> Result<(), BackendError> {
+        let before = self.ledger.lacking_revision();
+        let steps: Vec<Op> = refused.iter().map(|refused| refused.op).collect();
+        let unowned = self.ledger.settle(ops, &steps);
+        let now = Instant::now();
+        for RefusedOp { op, reason, missing_scheduler } in refused {
+            let Some(object) = op.object().filter(|object| self.ledger.lacks(object)) else { continue };
+            let config = self.ledger.config();
+            // In place of the cluster's there is no other.
+            let is_replaced = |scheduler: &Scheduler| {
+                *scheduler != config.scheduler && config.available_schedulers.contains(scheduler)
+            };
+            if let Some(scheduler) = missing_scheduler.filter(is_replaced) {
+                self.newly_missing.insert(scheduler);
+            }
+            let comes_with_server =
+                matches!(object, Object::Destination(server, _) if self.ledger.lacks(&Object::Server(server)));
+            if !comes_with_server {
+                self.refusals.note(object, reason.clone(), now);
+            }
+        }
+        if self.ledger.lacking_revision() != before {
+            self.refusals.retain(|object| self.ledger.lacks(object));
+        }
+        if !unowned.is_empty() {
+            let reasons = refused.iter().filter(|refused| unowned.contains(&refused.op));
+            let reasons = in_words(reasons.map(|refused| refused.reason.as_str()));
+            let message = format!("the kernel refuses {} steps: {reasons}", unowned.len());
+            return Err(BackendError::new(ErrorKind::NeedsFullSync, message));
+        }
+        if self.newly_missing.is_empty() {
             return Ok(());
         }
-        let mut config = self.ledger.config().clone();
-        for scheduler in refused.iter().filter_map(|refused| refused.missing_scheduler) {
-            if config.available_schedulers.remove(&scheduler) {
-                report.warnings.push(format!(
-                    "this kernel has no scheduler {scheduler} (load it: modprobe ip_vs_{scheduler}): services that ask for it get {}",
-                    config.scheduler
-                ));
-            }
-        }
-        self.ledger.set_config(config);
-        let reasons: Vec<String> = refused.iter().take(5).map(|refused| refused.reason.clone()).collect();
-        let message = format!("the kernel refuses {} steps: {}", refused.len(), reasons.join("; "));
-        let without_scheduler: BTreeSet<ServerKey> = refused
-            .iter()
-            .filter(|refused| refused.missing_scheduler.is_some())
-            .filter_map(|refused| if let Op::AddServer(key, _) = refused.op { Some(key) } else { None })
-            .collect();
-        let (mut kind, mut at_fault) = (ErrorKind::Refused, Vec::new());
-        for refused in refused {
-            // Another scheduler is taken by planning anew, which makes the destinations of the server as well.
-            let follows = matches!(refused.op, Op::AddDestination(key, ..) if without_scheduler.contains(&key));
-            if refused.missing_scheduler.is_some() || follows {
-                kind = ErrorKind::NeedsFullSync;
-                continue;
-            }
-            let services = self.ledger.services_that_want(&refused.op);
-            // What no service is at fault for only the kernel can tell.
-            if services.is_empty() {
-                kind = ErrorKind::NeedsFullSync;
-                continue;
-            }
-            at_fault.extend(services.into_iter().map(|service| (service, refused.clone())));
-        }
-        // A full sync tries all of them again.
-        if kind == ErrorKind::Refused {
-            self.has_newly_refused = true;
-            for (service, refused) in at_fault {
-                let ops = self.refused.entry(service).or_default();
-                if !ops.contains(&refused) {
-                    ops.push(refused);
-                }
-            }
-        }
-        Err(BackendError::new(kind, message))
+        let names: Vec<&str> = self.newly_missing.iter().map(|scheduler| scheduler.as_str()).collect();
+        let message =
+            format!("the kernel has no scheduler {}: services that ask for it are planned anew", names.join(", "));
+        Err(BackendError::new(ErrorKind::PlanAgain, message))
     }
 
-    /// As [`Backend::find_refused`](super::super::Backend::find_refused). Steps stand for themselves, so that it is known who is at fault; rules have to be tried.
+    /// Schedulers that the kernel turned out not to have since the last call.
+    pub(super) fn take_newly_missing(&mut self) -> BTreeSet<Scheduler> {
+        std::mem::take(&mut self.newly_missing)
+    }
+
+    /// Tries once more what the kernel has refused and is due. Cost: what is tried.
+    pub(super) fn retry(&mut self, kernel: &mut Kernel, now: Instant) -> Result<(), BackendError> {
+        let due = self.refusals.due(now);
+        if due.is_empty() {
+            return Ok(());
+        }
+        let ops = self.ledger.again(due.iter().copied());
+        let device = kernel.device()?;
+        let refused = write::run(kernel, device, self.family, &ops)?;
+        self.settle(ops.iter(), &refused)?;
+        let taken = due.iter().filter(|object| !self.ledger.lacks(object)).count();
+        if taken > 0 {
+            info!(family = %self.family, taken, "the kernel takes what it had refused");
+        }
+        Ok(())
+    }
+
+    /// When [`Self::retry`] has something to do.
+    pub(super) fn retry_at(&self) -> Option<Instant> {
+        self.refusals.next_due()
+    }
+
+    /// What the kernel refuses of services, each with its reasons.
+    pub(super) fn refused_parts(&self) -> Vec<Refused> {
+        let mut reasons: BTreeMap<&Arc<ServiceKey>, Vec<&str>> = BTreeMap::new();
+        for (object, service) in self.ledger.lacking() {
+            reasons.entry(service).or_default().extend(self.refusals.reason(&object));
+        }
+        let refused = |(service, reasons): (&Arc<ServiceKey>, Vec<&str>)| Refused {
+            service: Arc::clone(service),
+            family: self.family,
+            reason: in_words(reasons.into_iter()),
+        };
+        reasons.into_iter().map(refused).collect()
+    }
+
+    /// As [`Backend::find_refused`](super::super::Backend::find_refused), of the rules beside the virtual servers: these are refused as a whole.
     pub(super) fn find_refused(
         &mut self,
         source: &dyn StateSource,
         suspects: Option<&BTreeSet<Arc<ServiceKey>>>,
     ) -> Result<Vec<Refused>, BackendError> {
-        if !std::mem::take(&mut self.has_newly_refused) {
-            return find_refused(&self.programs, self.ledger.rules(), source, suspects);
-        }
-        let reason = |ops: &Vec<RefusedOp>| {
-            let reasons: Vec<&str> = ops.iter().map(|refused| refused.reason.as_str()).collect();
-            reasons.join("; ")
-        };
-        let refused = |(service, ops): (&Arc<ServiceKey>, &Vec<RefusedOp>)| Refused {
-            service: Arc::clone(service),
-            family: self.family,
-            reason: format!("{}; the rest of the service is programmed", reason(ops)),
-        };
-        Ok(self.refused.iter().map(refused).collect())
+        find_refused(&self.programs, self.ledger.rules(), source, suspects)
     }
 
-    /// As [`Backend::set_aside`](super::super::Backend::set_aside): of services with refused steps, those are left out; of others, the rules stay as they were.
+    /// As [`Backend::set_aside`](super::super::Backend::set_aside), of the rules.
     pub(super) fn set_aside(&mut self, services: &BTreeSet<Arc<ServiceKey>>) {
-        self.refused.retain(|service, _| services.contains(service));
-        let ops = |refused: &Vec<RefusedOp>| refused.iter().map(|refused| refused.op).collect();
-        self.ledger.bar(self.refused.iter().map(|(service, refused)| (Arc::clone(service), ops(refused))).collect());
-        let by_rules = services.iter().filter(|service| !self.refused.contains_key(*service));
-        self.ledger.set_rules_aside(&by_rules.cloned().collect());
+        self.ledger.set_rules_aside(services);
     }
 
     /// What somebody else flushes shows at once; what somebody changes shows when everything is compared.
@@ -267,10 +288,19 @@ impl FamilyBackend {
         }
         let device = kernel.device()?;
         let refused = write::run(kernel, device, self.family, &ops)?;
-        self.judge(refused, &mut Report::default())
+        self.settle(ops.iter(), &refused)
     }
 
     pub(super) fn statistics(&self) -> FamilyStatistics {
         FamilyStatistics::of_rules(self.family, self.last_took, &self.ledger.tally(), self.last_rules)
+    }
+}
+
+/// The first of some sentences, and how many more there are.
+fn in_words<'a>(mut sentences: impl Iterator<Item = &'a str>) -> String {
+    let first: Vec<&str> = sentences.by_ref().take(MAX_REASONS).collect();
+    match sentences.count() {
+        0 => first.join("; "),
+        more => format!("{}; and {more} more", first.join("; ")),
     }
 }

@@ -10,6 +10,7 @@ mod family;
 mod kernel;
 mod probe;
 mod read;
+mod retry;
 mod sysctl;
 mod write;
 
@@ -24,14 +25,16 @@ use std::{
 
 use headgate_core::{
     Dirty, Family, ServiceKey, State,
-    ipvs::{IpvsConfig, Ledger, Plan as FamilyPlan},
+    ipvs::{IpvsConfig, Ledger, Plan as FamilyPlan, Problem, Scheduler},
     view::NodeFacts,
 };
 use ipvs_netlink::Timeouts;
+use tracing::info;
 
 use self::{
     family::FamilyBackend,
     kernel::{Kernel, of_ipvs},
+    retry::{PAUSES_OF_SCHEDULERS, Refusals},
     sysctl::Sysctls,
 };
 use super::{
@@ -42,6 +45,9 @@ use crate::node_inputs::NodeInputs;
 
 /// Time between two questions for the connections of draining destinations.
 const DRAIN_INTERVAL: Duration = Duration::from_secs(5);
+
+/// Services that are named where a scheduler is missing.
+const MAX_NAMES: usize = 3;
 
 /// Programs the kernel's IPVS.
 #[derive(Debug)]
@@ -55,6 +61,12 @@ pub struct IpvsBackend {
     is_prepared: bool,
     began: Instant,
     drain_at: Option<Instant>,
+    /// Schedulers that services ask for and the kernel does not have.
+    missing_schedulers: Refusals<Scheduler>,
+    /// Services that get another scheduler than they had.
+    to_plan: BTreeSet<Arc<ServiceKey>>,
+    /// What was told of by [`Backend::refused_parts`], as the ledgers count.
+    told_revisions: Vec<u64>,
 }
 
 /// What [`Backend::plan`] hands to [`Backend::apply`], in the order of the backend's families.
@@ -88,6 +100,9 @@ impl IpvsBackend {
         let programmed: Vec<Family> = families.iter().map(|family| family.family).collect();
         probe::require(config.scheduler, &programmed)?;
         Ok(Self {
+            missing_schedulers: Refusals::new(PAUSES_OF_SCHEDULERS),
+            to_plan: BTreeSet::new(),
+            told_revisions: Vec::new(),
             config,
             kernel: Kernel::default(),
             families,
@@ -142,8 +157,63 @@ impl IpvsBackend {
             }
             result = BackendError::join(result, done);
         }
+        self.replace_missing_schedulers();
         self.plan_drain();
         result
+    }
+
+    /// Has services whose scheduler the kernel turned out not to have planned with the cluster's.
+    fn replace_missing_schedulers(&mut self) {
+        let missing: BTreeSet<Scheduler> =
+            self.families.iter_mut().flat_map(FamilyBackend::take_newly_missing).collect();
+        for scheduler in missing {
+            self.missing_schedulers.note(scheduler, String::new(), Instant::now());
+            self.set_available(scheduler, false);
+        }
+    }
+
+    fn set_available(&mut self, scheduler: Scheduler, is_available: bool) {
+        for family in &mut self.families {
+            self.to_plan.extend(family.ledger.set_available(scheduler, is_available));
+        }
+    }
+
+    /// Looks whether the kernel has schedulers by now that it did not have.
+    fn look_for_schedulers(&mut self, now: Instant) -> Result<(), BackendError> {
+        for scheduler in self.missing_schedulers.due(now) {
+            match probe::has_scheduler(self.kernel.ipvs()?, scheduler) {
+                Ok(()) => {
+                    info!(%scheduler, "the kernel has a scheduler that it did not have: services that ask for it get it");
+                    self.missing_schedulers.retain(|missing| *missing != scheduler);
+                    self.set_available(scheduler, true);
+                }
+                Err(error) if error.kind == ErrorKind::Unavailable => {
+                    self.missing_schedulers.note(scheduler, error.message, now);
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    /// What is to be told about a missing scheduler; none when no service asks for it.
+    fn lament(&self, scheduler: Scheduler) -> Option<String> {
+        let problem = Problem::MissingScheduler(scheduler);
+        let of = |family: &FamilyBackend| {
+            let services = family.ledger.problems().filter(|(_, found)| **found == problem);
+            services.map(|(service, _)| service.to_string()).collect::<Vec<_>>()
+        };
+        let services: BTreeSet<String> = self.families.iter().flat_map(of).collect();
+        let named: Vec<&str> = services.iter().take(MAX_NAMES).map(String::as_str).collect();
+        let more = services.len() - named.len();
+        let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+        (!named.is_empty()).then(|| {
+            format!(
+                "this kernel has no scheduler {scheduler}: load the module ip_vs_{scheduler} (modprobe ip_vs_{scheduler}); until then services that ask for it get {}: {}{more}",
+                self.config.scheduler,
+                named.join(", "),
+            )
+        })
     }
 
     fn plan_drain(&mut self) {
@@ -158,7 +228,8 @@ impl Backend for IpvsBackend {
     }
 
     fn degraded(&self) -> Vec<String> {
-        self.degraded.clone()
+        let missing = self.missing_schedulers.all().filter_map(|scheduler| self.lament(scheduler));
+        self.degraded.iter().cloned().chain(missing).collect()
     }
 
     fn needs_interfaces(&self) -> bool {
@@ -251,14 +322,38 @@ impl Backend for IpvsBackend {
         Ok(is_intact)
     }
 
+    fn refused_parts(&mut self) -> Option<Vec<Refused>> {
+        let revisions: Vec<u64> = self.families.iter().map(|family| family.ledger.lacking_revision()).collect();
+        if revisions == self.told_revisions {
+            return None;
+        }
+        self.told_revisions = revisions;
+        Some(self.families.iter().flat_map(FamilyBackend::refused_parts).collect())
+    }
+
+    fn services_to_plan(&mut self) -> BTreeSet<Arc<ServiceKey>> {
+        std::mem::take(&mut self.to_plan)
+    }
+
     fn tend_at(&self) -> Option<Instant> {
-        self.drain_at
+        let retries = self.families.iter().map(FamilyBackend::retry_at);
+        retries.chain([self.drain_at, self.missing_schedulers.next_due()]).flatten().min()
     }
 
     fn tend(&mut self) -> Result<(), BackendError> {
-        self.drain_at = None;
+        let now = Instant::now();
+        self.look_for_schedulers(now)?;
+        let is_draining = self.drain_at.is_some_and(|at| at <= now);
+        if is_draining {
+            self.drain_at = None;
+        }
         let now_ms = self.now_ms();
-        self.each(|family, kernel| family.drain(kernel, now_ms))
+        self.each(|family, kernel| {
+            if is_draining {
+                family.drain(kernel, now_ms)?;
+            }
+            family.retry(kernel, now)
+        })
     }
 
     fn cleanup(&mut self) -> Result<(), BackendError> {

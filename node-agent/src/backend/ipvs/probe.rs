@@ -51,7 +51,10 @@ fn set_types(families: &[Family]) -> Vec<(ipset_netlink::SetType, ipset_netlink:
 }
 
 /// Makes a virtual server with the scheduler, and removes it again.
-fn has_scheduler(ipvs: &mut Ipvs, scheduler: Scheduler) -> Result<(), BackendError> {
+///
+/// # Errors
+/// [`ErrorKind::Unavailable`] when the kernel does not have it: how to get it.
+pub(super) fn has_scheduler(ipvs: &mut Ipvs, scheduler: Scheduler) -> Result<(), BackendError> {
     for port in PROBE_PORTS {
         let key = ServerKey { address: PROBE_ADDRESS, protocol: Protocol::Tcp, port };
         let settings = Settings { scheduler, persistence_seconds: None };

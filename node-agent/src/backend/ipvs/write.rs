@@ -196,9 +196,11 @@ fn what_then(command: &Command, refusal: &Refusal) -> Then {
         (Command::SetDestination(id, destination), libc::ENOENT) if destination.weight > 0 => {
             Then::Instead(Command::AddDestination(*id, *destination))
         }
+        (Command::SetService(service), libc::ESRCH) => Then::Instead(Command::AddService(service.clone())),
         // What was to keep its last connections has none.
         (Command::SetDestination(..) | Command::RemoveDestination(..), libc::ENOENT)
         | (Command::RemoveService(_) | Command::RemoveDestination(..), libc::ESRCH) => Then::Done,
+        (Command::SetDestination(_, destination), libc::ESRCH) if destination.weight == 0 => Then::Done,
         _ => Then::Refused,
     }
 }
@@ -222,9 +224,15 @@ mod tests {
         assert_eq!(then(Op::EditDestination(key, address, 3), libc::ENOENT), Then::Instead(add.clone()));
         let edit = command(&Op::EditDestination(key, address, 3)).unwrap();
         assert_eq!(then(Op::AddDestination(key, address, 3), libc::EEXIST), Then::Instead(edit));
-        assert_eq!(then(Op::AddDestination(key, address, 3), libc::ESRCH), Then::Refused);
+        for weight in [0, 3] {
+            assert_eq!(then(Op::AddDestination(key, address, weight.max(1)), libc::ESRCH), Then::Refused);
+            let expected = if weight == 0 { Then::Done } else { Then::Refused };
+            assert_eq!(then(Op::EditDestination(key, address, weight), libc::ESRCH), expected);
+        }
         let settings = headgate_core::ipvs::Settings { scheduler: Scheduler::MaglevHashing, persistence_seconds: None };
         let op = Op::AddServer(key, settings);
+        let add = command(&op).unwrap();
+        assert_eq!(then(Op::EditServer(key, settings), libc::ESRCH), Then::Instead(add));
         let refused = refused_op(op, &command(&op).unwrap(), &Refusal::of_code(libc::ENOENT));
         assert_eq!(refused.missing_scheduler, Some(Scheduler::MaglevHashing));
         assert!(refused.reason.contains("10.96.0.1:80") && refused.reason.contains("ip_vs_"), "{}", refused.reason);

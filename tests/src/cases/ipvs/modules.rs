@@ -3,12 +3,18 @@
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
+use serde_json::{Value, json};
 
 use super::super::case::{Source, ask};
+use super::super::changes::{eventually, within};
+use super::super::live::{targets, while_asking};
 use super::super::run::run;
-use super::{agent, tool};
-use crate::testbed::manifests::Via;
-use crate::testbed::{AgentSetup, Testbed};
+use super::{CHANGED_BY_HAND, agent, tool};
+use crate::testbed::manifests::{Service, Via};
+use crate::testbed::plan::{self, CONTROL, CONTROL_PORT};
+use crate::testbed::process::program;
+use crate::testbed::{AgentSetup, Family, Testbed};
+use crate::uml::modules::WithoutModules;
 
 use Source::Kept;
 use Via::ClusterIp;
@@ -58,35 +64,80 @@ fn expect_page(bed: &Testbed, page: &str, expected: &str) -> Result<()> {
     Ok(())
 }
 
-/// A kernel without some modules, which cannot load any, until dropped.
-struct WithoutModules<'a> {
-    modules: &'a [&'a str],
-    loader: String,
+fn asking_for(scheduler: &str) -> Value {
+    json!({"metadata": {"annotations": {"headgate.io/scheduler": scheduler}}})
 }
 
-const LOADER: &str = "/proc/sys/kernel/modprobe";
-
-impl<'a> WithoutModules<'a> {
-    fn new(modules: &'a [&'a str]) -> Result<Self> {
-        let loader = std::fs::read_to_string(LOADER)?.trim().to_owned();
-        let without = Self { modules, loader };
-        for module in modules {
-            let status = Command::new("rmmod").arg(module).status().context("running rmmod (Debian package kmod)")?;
-            ensure!(status.success(), "rmmod {module}: {status}");
-        }
-        std::fs::write(LOADER, "/bin/false").context("turning the loading of modules off")?;
-        Ok(without)
-    }
+/// The scheduler that the kernel of node-a has for a service, and the number of destinations.
+fn scheduler(bed: &Testbed, service: &str) -> Result<(String, usize)> {
+    let server = bed.address(service, ClusterIp, Family::V4, "tcp")?;
+    let listed = tool(bed.machines().machine("node-a")?, "ipvsadm", &["-Sn"])?;
+    let made = listed.lines().find_map(|line| line.strip_prefix(&format!("-A -t {server} -s ")));
+    let made = made.with_context(|| format!("no virtual server {server}:\n{listed}"))?;
+    let destinations = listed.lines().filter(|line| line.starts_with(&format!("-a -t {server} "))).count();
+    Ok((made.split(' ').next().unwrap_or_default().to_owned(), destinations))
 }
 
-impl Drop for WithoutModules<'_> {
-    fn drop(&mut self) {
-        if let Err(error) = std::fs::write(LOADER, &self.loader) {
-            eprintln!("warning: {LOADER} stays turned off: {error}");
+/// Services ask for a scheduler that the kernel has not got any more. They are served as a whole nevertheless, new ones by the cluster's, and everybody is
+/// told; when the module can be loaded again, they get what they asked for.
+///
+/// On a running cluster with [`super::super::lifecycle::some_services`].
+pub fn a_missing_scheduler_is_made_up_for(bed: &Testbed) -> Result<()> {
+    let answers = || {
+        run(
+            bed,
+            &[
+                ask("a3", "steady", ClusterIp).ports(&["tcp", "udp"]).answered(&["a1", "b1"], Kept),
+                ask("a3", "hashed", ClusterIp).ports(&["tcp", "udp"]).answered(&["a2", "b2"], Kept),
+            ],
+        )
+    };
+    bed.update(|manifests| {
+        manifests.service_mut("steady")?.patch = Some(|_| asking_for("wrr"));
+        Ok(())
+    })?;
+    ensure!(scheduler(bed, "steady")? == ("wrr".to_owned(), 2), "steady has {:?}", scheduler(bed, "steady")?);
+
+    let modules = WithoutModules::new(&["ip_vs_mh"])?;
+    while_asking(bed, &targets(bed, "steady")?, || {
+        bed.update(|manifests| {
+            manifests.service_mut("steady")?.patch = Some(|_| asking_for("mh"));
+            let mut hashed = Service::new("hashed", &["a2", "b2"]);
+            hashed.patch = Some(|_| asking_for("mh"));
+            manifests.add(hashed)
+        })?;
+        for service in ["steady", "hashed"] {
+            let found = scheduler(bed, service)?;
+            ensure!(found == ("rr".to_owned(), 2), "{service} has {found:?}");
         }
-        let loaded = Command::new(&self.loader).arg("-a").args(self.modules).status();
-        if !loaded.as_ref().is_ok_and(std::process::ExitStatus::success) {
-            eprintln!("warning: {:?} stay away: {loaded:?}", self.modules);
+        answers()
+    })?;
+    let told = || -> Result<String> { Ok(agent(bed, "node-a")?.degraded.join("\n")) };
+    eventually(|| {
+        let told = told()?;
+        for part in ["modprobe ip_vs_mh", "get rr: testbed/hashed, testbed/steady"] {
+            ensure!(told.contains(part), "{part:?} is not among what is degraded: {told:?}");
         }
-    }
+        Ok(())
+    })?;
+    ensure!(agent(bed, "node-a")?.rejections.is_empty(), "a service is told to be refused");
+    expect_page(bed, "/metrics", "headgate_agent_degraded_modes 1")?;
+    expect_page(bed, "/status", "modprobe ip_vs_mh")?;
+    let replica = format!("http://{}:{CONTROL_PORT}", plan::address(CONTROL).context("no control plane")?.v4);
+    let headgatectl = program("headgatectl")?;
+    let headgatectl = headgatectl.to_str().context("the program's path is not UTF-8")?;
+    let shown = tool(bed.machines().machine(CONTROL)?, headgatectl, &["--server", &replica, "agents"])?;
+    ensure!(shown.contains("modprobe ip_vs_mh"), "headgatectl does not show it:\n{shown}");
+
+    drop(modules);
+    within(CHANGED_BY_HAND, || {
+        for service in ["steady", "hashed"] {
+            let found = scheduler(bed, service)?;
+            ensure!(found == ("mh".to_owned(), 2), "{service} has {found:?}");
+        }
+        let told = told()?;
+        ensure!(told.is_empty(), "still told: {told}");
+        Ok(())
+    })?;
+    answers()
 }

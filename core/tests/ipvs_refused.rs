@@ -1,0 +1,196 @@
+//! IPVS on a kernel that refuses some of what services want: everything else is there at any time, the ledger knows just what is lacking, and once the kernel
+//! takes it, trying that again is enough.
+#![allow(clippy::unwrap_used)]
+
+use std::{collections::BTreeSet, net::SocketAddr};
+
+use headgate_core::{
+    Dirty, Family, Protocol, State,
+    ipvs::{IpvsConfig, Ledger, Object, Op, Plan, Set, fake_kernel::FakeKernel},
+};
+use proptest::prelude::*;
+
+mod changes;
+use changes::{Event, any_event, node};
+
+/// What the kernel refuses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Refusal {
+    /// Endpoints whose addresses end so.
+    Destination(u8),
+    /// Virtual servers of a protocol.
+    Protocol(Protocol),
+    /// A time-out of persistence, also for servers that are there.
+    Persistence(u32),
+    /// Addresses on the device that end so.
+    Address(u8),
+    /// Elements of a set.
+    Element(Set),
+}
+
+impl Refusal {
+    fn refuses(self, op: &Op) -> bool {
+        let last = |address: std::net::IpAddr| match address {
+            std::net::IpAddr::V4(address) => address.octets()[3],
+            std::net::IpAddr::V6(address) => address.octets()[15],
+        };
+        match (self, op) {
+            (Self::Persistence(seconds), Op::AddServer(_, settings) | Op::EditServer(_, settings)) => {
+                settings.persistence_seconds == Some(seconds)
+            }
+            (refusal, op) => match (refusal, op.object()) {
+                (Self::Destination(of), Some(Object::Destination(_, address))) => last(address.ip()) == of,
+                (Self::Protocol(protocol), Some(Object::Server(server))) => server.protocol == protocol,
+                (Self::Address(of), Some(Object::Address(address))) => last(address) == of,
+                (Self::Element(refused), Some(Object::Element(set, _))) => set == refused,
+                _ => false,
+            },
+        }
+    }
+}
+
+fn any_refusals() -> impl Strategy<Value = BTreeSet<Refusal>> {
+    let any = prop_oneof![
+        (0u8..6).prop_map(Refusal::Destination),
+        Just(Refusal::Protocol(Protocol::Udp)),
+        Just(Refusal::Protocol(Protocol::Tcp)),
+        Just(Refusal::Persistence(10)),
+        Just(Refusal::Address(100)),
+        Just(Refusal::Address(1)),
+        Just(Refusal::Element(Set::LoopBack)),
+        Just(Refusal::Element(Set::NoEndpoints)),
+    ];
+    prop::collection::btree_set(any, 0..4)
+}
+
+struct Rig {
+    kernel: FakeKernel,
+    ledger: Ledger,
+    state: State,
+    refusals: BTreeSet<Refusal>,
+}
+
+impl Rig {
+    fn new(config: IpvsConfig, refusals: BTreeSet<Refusal>) -> Self {
+        let kernel = FakeKernel::new(&config);
+        Self { kernel, ledger: Ledger::new(config), state: State::default(), refusals }
+    }
+
+    fn run(&mut self, plan: &Plan) {
+        let refusals = &self.refusals;
+        let refused = self.kernel.apply_but(plan, |op| refusals.iter().any(|refusal| refusal.refuses(op))).unwrap();
+        assert_eq!(self.ledger.settle(plan.ops(), &refused), [], "somebody wants everything");
+        assert!(self.ledger.is_in(&self.kernel.existing()));
+    }
+
+    fn full(&mut self) {
+        let plan = self.ledger.full(&self.state, &node(), &self.kernel.existing(), 0);
+        self.run(&plan);
+    }
+
+    fn step(&mut self, events: &[Event]) {
+        let mut dirty = Dirty::default();
+        events.iter().for_each(|event| event.apply(&mut self.state, &mut dirty));
+        let plan = self.ledger.changed(&self.state, &node(), &dirty, 0);
+        self.run(&plan);
+    }
+
+    /// Everything is there that the kernel has not refused, and what is told to be lacking is wanted.
+    fn check(&self) {
+        let mut wanted = FakeKernel::new(self.ledger.config());
+        let plan = Ledger::new(self.ledger.config().clone()).full(&self.state, &node(), &wanted.existing(), 0);
+        wanted.apply(&plan).unwrap();
+        let lacks = |object: Object| self.ledger.lacks(&object);
+        for (set, elements) in &wanted.sets {
+            for element in elements {
+                let is_there = self.kernel.sets[set].contains(element);
+                assert!(is_there != lacks(Object::Element(*set, *element)), "{element} in {set:?}");
+            }
+        }
+        for address in &wanted.bound {
+            assert!(self.kernel.bound.contains(address) != lacks(Object::Address(*address)), "{address}");
+        }
+        for (key, (settings, destinations)) in &wanted.servers {
+            let found = self.kernel.servers.get(key);
+            assert!(found.is_some_and(|(found, _)| found == settings) != lacks(Object::Server(*key)), "{key}");
+            for (address, weight) in destinations {
+                let is_there = found.is_some_and(|(_, found)| found.get(address) == Some(weight));
+                assert!(is_there != lacks(Object::Destination(*key, *address)), "{address} of {key}");
+            }
+        }
+        for (object, service) in self.ledger.lacking() {
+            let is_wanted = match object {
+                Object::Element(set, element) => wanted.sets[&set].contains(&element),
+                Object::Address(address) => wanted.bound.contains(&address),
+                Object::Server(key) => wanted.servers.contains_key(&key),
+                Object::Destination(key, address) => wanted.servers[&key].1.contains_key(&address),
+            };
+            // Elements and addresses of servers that drain are wanted by these.
+            let is_mark = matches!(object, Object::Element(..) | Object::Address(_));
+            assert!(is_wanted || is_mark, "{object:?} is wanted by nobody");
+            assert!(self.state.entry(service).is_some() || is_mark, "{service} is gone");
+        }
+    }
+
+    fn drain(&mut self) {
+        for key in self.ledger.draining().collect::<Vec<_>>() {
+            let found = self.kernel.servers.get(&key).map(|(_, found)| found.clone()).unwrap_or_default();
+            let none = found.into_keys().map(|address: SocketAddr| (address, 0)).collect();
+            let plan = self.ledger.drained(key, &none, 0);
+            self.run(&plan);
+        }
+    }
+}
+
+fn config(family: Family) -> IpvsConfig {
+    let mut config = IpvsConfig::new(family);
+    config.node_port_addresses = ["192.0.2.1", "2001:db8::1"].iter().map(|address| address.parse().unwrap()).collect();
+    config.other_addresses = config.node_port_addresses.iter().copied().collect();
+    config
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
+
+    #[test]
+    fn the_rest_is_programmed_and_what_was_lacking_comes_by_being_tried_again(
+        events in prop::collection::vec(any_event(5), 1..50),
+        chunk in 1usize..8,
+        refusals in any_refusals(),
+        restarts in any::<bool>(),
+        family in prop_oneof![Just(Family::V4), Just(Family::V6)],
+    ) {
+        let mut rig = Rig::new(config(family), refusals);
+        rig.full();
+        for (i, part) in events.chunks(chunk).enumerate() {
+            rig.step(part);
+            rig.check();
+            if i % 4 == 3 {
+                rig.drain();
+                rig.check();
+            }
+            if restarts && i % 3 == 2 {
+                rig.ledger = Ledger::new(rig.ledger.config().clone());
+                rig.full();
+                rig.check();
+            }
+        }
+        // In vain, and then not.
+        for is_refused in [true, false] {
+            if !is_refused {
+                rig.refusals.clear();
+            }
+            let lacking: Vec<Object> = rig.ledger.lacking().map(|(object, _)| object).collect();
+            let before = rig.ledger.again(lacking.iter().copied());
+            prop_assert_eq!(before.len(), lacking.len(), "each by one step: {:?}", lacking);
+            rig.run(&Plan { before, ..Plan::default() });
+            rig.check();
+            prop_assert_eq!(rig.ledger.lacking().count(), if is_refused { lacking.len() } else { 0 });
+        }
+        rig.drain();
+        let mut wanted = Rig::new(config(family), BTreeSet::new());
+        wanted.state = std::mem::take(&mut rig.state);
+        wanted.full();
+        prop_assert_eq!(&rig.kernel, &wanted.kernel);
+    }
+}
