@@ -66,6 +66,7 @@ impl Command {
             (Self::AddService(_), libc::EEXIST) => "it exists",
             (Self::AddDestination(..), libc::EEXIST) => "it exists",
             (Self::SetDestination(..) | Self::RemoveDestination(..), libc::ENOENT) => "there is no such destination",
+            (Self::AddDestination(..), libc::EINVAL) => "to this node it is no unicast address (see ip route get)",
             (Self::AddDestination(..) | Self::SetDestination(..), libc::ERANGE) => {
                 "the weight is out of range, or the lower threshold is above the upper"
             }

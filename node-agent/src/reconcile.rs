@@ -497,7 +497,7 @@ impl Reconciler {
             Ok(()) => {}
             Err(error) if error.kind == ErrorKind::PlanAgain => info!("{error}"),
             Err(error) => {
-                warn!(%error, "tending what was programmed failed; programming everything anew");
+                warn!(%error, "programming everything anew");
                 self.unfinished.needs_full = true;
                 self.done = None;
             }

@@ -123,18 +123,18 @@ impl RefusedServices {
 
     fn rejection(&self, service: &Arc<ServiceKey>) -> v1::Rejection {
         let (mut fields, mut all_reasons) = (Vec::new(), Vec::new());
-        let mut add = |what: &str, reasons: &BTreeMap<Family, String>, end: &str| {
+        let mut add = |what: &str, reasons: &BTreeMap<Family, String>, begin: &str| {
             let families: Vec<String> = reasons.keys().map(ToString::to_string).collect();
             fields.push(format!("{what} ({})", families.join(", ")));
             let reasons: BTreeSet<&str> = reasons.values().map(String::as_str).collect();
             let reasons: Vec<&str> = reasons.into_iter().collect();
-            all_reasons.push(format!("{}{end}", reasons.join("; ")));
+            all_reasons.push(format!("{begin}{}", reasons.join("; ")));
         };
         if let Some(entry) = self.aside.get(service) {
             add("rules", &entry.reasons, "");
         }
         if let Some(reasons) = self.parts.get(service) {
-            add("virtual servers", reasons, "; the rest of the service is programmed");
+            add("virtual servers", reasons, "all of the service is programmed but this: ");
         }
         v1::Rejection {
             resource: format!("Service {service}"),
@@ -202,7 +202,7 @@ mod tests {
         assert_eq!((services.len(), services.all().len()), (3, 1), "parts are not set aside");
         let told: Vec<(String, String)> =
             services.rejections().into_iter().map(|rejection| (rejection.field, rejection.reason)).collect();
-        let part = "a broadcast address; the rest of the service is programmed";
+        let part = "all of the service is programmed but this: a broadcast address";
         assert_eq!(told[0], ("virtual servers (IPv4, IPv6)".to_owned(), part.to_owned()));
         assert_eq!(told[2], ("rules (IPv4), virtual servers (IPv4, IPv6)".to_owned(), format!("no match; {part}")));
         assert!(services.set_parts(Vec::new()).is_empty());

@@ -350,6 +350,11 @@ mod virtual_servers {
         on_testbed(BACKEND, lifecycle::some_services(), ipvs::a_missing_scheduler_is_made_up_for);
     }
 
+    #[test]
+    fn sctp_that_cannot_be_matched_is_left_out() {
+        on_machines(BACKEND, lifecycle::some_services(), ipvs::sctp_that_cannot_be_matched_is_left_out);
+    }
+
     // rows of ipvs: 108
     #[test]
     fn falls_back_to_iptables() {

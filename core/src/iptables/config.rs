@@ -45,6 +45,8 @@ pub struct RenderConfig {
     pub conntrack_tcp_be_liberal: bool,
     /// Rules count into [`super::fixed::INVALID_COUNTER`] and [`super::fixed::LOCALHOST_COUNTER`], which have to exist.
     pub counts_packets: bool,
+    /// iptables cannot match SCTP on this machine: ports of SCTP have no rules, so that those of other protocols have theirs.
+    pub leaves_out_sctp: bool,
     /// Layout.
     pub layout: Layout,
     /// Virtual servers of IPVS do the work: only the rules that stand beside them, see [`super::beside_ipvs`].
@@ -68,6 +70,7 @@ impl RenderConfig {
             localhost_node_ports: family == Family::V4,
             conntrack_tcp_be_liberal: false,
             counts_packets: false,
+            leaves_out_sctp: false,
             layout: Layout::Auto,
             beside_ipvs: false,
         }

@@ -12,7 +12,7 @@ use super::{
 };
 use crate::{
     endpoint_choice::Destination,
-    model::Service,
+    model::{Protocol, Service},
     view::{NoLocalEndpoints, ServicePortView},
 };
 
@@ -40,7 +40,8 @@ pub struct ServiceRules {
 #[must_use]
 pub fn render(config: &RenderConfig, is_compact: bool, service: &Service, views: &[ServicePortView]) -> ServiceRules {
     let mut rules = ServiceRules::default();
-    for view in views {
+    let is_left_out = |view: &&ServicePortView| config.leaves_out_sctp && view.protocol == Protocol::Sctp;
+    for view in views.iter().filter(|view| !is_left_out(view)) {
         rules.no_local.add(view.no_local_endpoints());
         Port::new(config, is_compact, view).render(&mut rules);
     }
@@ -52,7 +53,7 @@ pub fn render(config: &RenderConfig, is_compact: bool, service: &Service, views:
 
 /// The host's own firewall may not keep a load balancer's health checks out.
 fn health_check_line(service: &Service) -> DispatchLine {
-    let (protocol, port) = (crate::model::Protocol::Tcp, service.health_check_node_port);
+    let (protocol, port) = (Protocol::Tcp, service.health_check_node_port);
     let mut rule = String::new();
     Line::bare(&mut rule)
         .protocol(protocol)

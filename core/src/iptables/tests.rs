@@ -406,3 +406,42 @@ fn dispatch_groups_are_cut_anew_when_the_cluster_grows() {
     // At best some 2·√4000 = 126 rules have to be passed; groups that were cut for a fourth of the services are at most four times too long.
     assert!(longest + lengths["KUBE-SERVICES"] < 4 * 126, "{longest} + {}", lengths["KUBE-SERVICES"]);
 }
+
+#[test]
+fn without_a_match_for_sctp_its_ports_are_left_out_and_others_are_as_ever() {
+    let port = |name: &str, protocol, node_port| ServicePort { name: name.into(), protocol, port: 80, node_port };
+    let of_endpoint = |name: &str, protocol| EndpointPort { name: name.into(), protocol, port: 8080 };
+    let without = Service {
+        ports: vec![port("t", Protocol::Tcp, 30080), port("u", Protocol::Udp, 30080)],
+        external_ips: vec![ip("192.168.99.33")],
+        load_balancer_ips: vec![ip("192.168.99.34")],
+        external_traffic_policy: TrafficPolicy::Local,
+        ..service("svc1", "172.30.0.41")
+    };
+    let mut with = without.clone();
+    with.ports.push(port("s", Protocol::Sctp, 30081));
+    let empty = Service { key: ServiceKey::new("ns2", "svc2"), cluster_ips: vec![ip("172.30.0.42")], ..with.clone() };
+    let script = |config: RenderConfig, service: &Service, empty: &Service| {
+        let ports =
+            [of_endpoint("t", Protocol::Tcp), of_endpoint("u", Protocol::Udp), of_endpoint("s", Protocol::Sctp)];
+        let endpoint = Endpoint { ports: Arc::from(ports), ..endpoint("10.180.0.4") };
+        let changes = [
+            Change::from(service.clone()),
+            Change::from(empty.clone()),
+            Change::Endpoint(service.key.clone(), endpoint),
+        ];
+        full(config, &state(changes).0).1
+    };
+    for (layout, beside_ipvs) in [(Layout::Classic, false), (Layout::Compact, false), (Layout::Classic, true)] {
+        let config = RenderConfig { layout, beside_ipvs, ..config() };
+        let left_out = script(RenderConfig { leaves_out_sctp: true, ..config.clone() }, &with, &empty);
+        let empty_without = Service { ports: without.ports.clone(), ..empty.clone() };
+        assert_eq!(left_out, script(config.clone(), &without, &empty_without));
+        assert!(!left_out.contains("-m sctp") && script(config, &with, &empty).contains("-m sctp"), "{layout:?}");
+    }
+    let mut kernel = FakeKernel::default();
+    kernel.restore(&Ledger::trial_of_sctp().to_string()).unwrap();
+    assert!(kernel.save(Table::Nat).contains("-p sctp -m sctp"));
+    kernel.restore(&Ledger::end_of_trials().to_string()).unwrap();
+    assert!(!kernel.save(Table::Nat).contains("sctp"));
+}

@@ -30,6 +30,8 @@ pub struct IpvsConfig {
     pub drain_limit_ms: Option<u64>,
     /// Masquerading.
     pub masquerade: MasqueradeConfig,
+    /// As [`RenderConfig::leaves_out_sctp`], of the rules beside virtual servers.
+    pub leaves_out_sctp: bool,
 }
 
 impl IpvsConfig {
@@ -45,6 +47,7 @@ impl IpvsConfig {
             exclude_cidrs: Vec::new(),
             drain_limit_ms: None,
             masquerade: MasqueradeConfig::default(),
+            leaves_out_sctp: false,
         }
     }
 
@@ -55,6 +58,7 @@ impl IpvsConfig {
             masquerade: self.masquerade.clone(),
             node_port_addresses: NodePortAddresses::Only(self.node_port_addresses.clone()),
             localhost_node_ports: false,
+            leaves_out_sctp: self.leaves_out_sctp,
             beside_ipvs: true,
             ..RenderConfig::new(self.family)
         }

@@ -183,6 +183,11 @@ fn refusals_are_said_in_words() {
          ip_vs_NAME for it"
     );
     assert_eq!(
+        Command::AddDestination(service.id, crate::Destination::new(at("10.0.0.255:1")))
+            .explain(&refusal(libc::EINVAL)),
+        "destination 10.0.0.255:1 of virtual service TCP 10.96.0.10:80: to this node it is no unicast address (see ip route get)"
+    );
+    assert_eq!(
         Command::RemoveDestination(service.id, at("10.0.0.1:1")).explain(&refusal(libc::ENOENT)),
         "destination 10.0.0.1:1 of virtual service TCP 10.96.0.10:80: there is no such destination"
     );

@@ -31,6 +31,7 @@ use crate::{
 pub mod fake;
 pub mod iptables;
 pub mod ipvs;
+mod retry;
 
 /// What one step did.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -292,7 +293,9 @@ impl BackendError {
         } else {
             one.families.extend(other.families);
         }
-        one.message = format!("{}; {}", one.message, other.message);
+        if one.message != other.message {
+            one.message = format!("{}; {}", one.message, other.message);
+        }
         Err(one)
     }
 }

@@ -534,7 +534,11 @@ fn a_service_that_is_refused_in_part_is_told_and_costs_no_step() {
     run.wait_programmed(2);
     let progress = run.progress.borrow().clone();
     assert_eq!((refusals(&progress), &progress.failure), (vec!["Service prod/web"], &None));
-    assert!(progress.refused[0].reason.ends_with("; the rest of the service is programmed"), "{:?}", progress.refused);
+    assert!(
+        progress.refused[0].reason.starts_with("all of the service is programmed but this: "),
+        "{:?}",
+        progress.refused
+    );
     assert_eq!((run.metrics.services_refused.get(), run.metrics.service_refusals.get()), (1, 1));
     run.batch(3, vec![endpoint("web", 2, 8080)]);
     run.wait_programmed(3);

@@ -18,7 +18,7 @@ pub struct WithoutModules<'a> {
 }
 
 impl<'a> WithoutModules<'a> {
-    /// Removes modules that nothing uses.
+    /// Removes modules that nothing uses, those that are loaded.
     ///
     /// # Errors
     /// One of them is used, or the kernel cannot be kept from loading it.
@@ -27,7 +27,9 @@ impl<'a> WithoutModules<'a> {
         // From here on what has been removed comes back.
         let without = Self { modules, loader };
         let deadline = Instant::now() + USED_LIMIT;
-        for module in modules {
+        let loaded = std::fs::read_to_string("/proc/modules").context("listing modules")?;
+        let is_loaded = |module: &&&str| loaded.lines().any(|line| line.split(' ').next() == Some(**module));
+        for module in modules.iter().filter(is_loaded) {
             loop {
                 let output =
                     Command::new("rmmod").arg(module).output().context("running rmmod (Debian package kmod)")?;

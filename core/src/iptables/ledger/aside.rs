@@ -161,6 +161,14 @@ impl Ledger {
         script
     }
 
+    /// A script by which the kernel is asked whether it takes rules that match SCTP. [`Self::end_of_trials`] is to follow.
+    #[must_use]
+    pub fn trial_of_sctp() -> Script {
+        let mut script = Script::default();
+        script.write_chain(Table::Nat, &fixed::CANARY, &format!("-A {} -p sctp -m sctp --dport 1\n", fixed::CANARY));
+        script
+    }
+
     /// Empties the canary chains after [`Self::trial`]s.
     #[must_use]
     pub fn end_of_trials() -> Script {

@@ -7,6 +7,7 @@ mod config;
 mod counters;
 pub(super) mod refused;
 pub(super) mod rules;
+pub(super) mod sctp;
 pub(super) mod sysctl;
 pub(super) mod variant;
 
@@ -28,7 +29,7 @@ use headgate_core::{
 };
 use ipnet::IpNet;
 
-use self::{command::Programs, rules::Left};
+use self::{command::Programs, rules::Left, sctp::Sctp};
 use super::{Backend, BackendError, FamilyStatistics, Plan, Refused, Report, StateSource, ipvs};
 use crate::{node_inputs::NodeInputs, packet_counters};
 
@@ -69,6 +70,7 @@ struct FamilyBackend {
     family: Family,
     programs: Programs,
     ledger: Ledger,
+    sctp: Sctp,
     /// A full sync with rules that count packets has succeeded.
     has_counted: bool,
     /// When every rule may be compared again; `None` before the first full sync, when there is nothing to compare with.
@@ -130,7 +132,9 @@ impl Backend for IptablesBackend {
     }
 
     fn degraded(&self) -> Vec<String> {
-        self.degraded.clone()
+        let lament = |family: &FamilyBackend| family.sctp.lament("ports of SCTP do not work");
+        let without_sctp = self.families.iter().find_map(lament);
+        self.degraded.iter().cloned().chain(without_sctp).collect()
     }
 
     fn sync_full_from(&mut self, source: &dyn StateSource) -> Result<Report, BackendError> {
@@ -224,6 +228,19 @@ impl Backend for IptablesBackend {
         is_new
     }
 
+    fn tend_at(&self) -> Option<Instant> {
+        self.families.iter().filter_map(|family| family.sctp.look_at()).min()
+    }
+
+    fn tend(&mut self) -> Result<(), BackendError> {
+        let now = Instant::now();
+        let mut result = Ok(());
+        for family in &mut self.families {
+            result = BackendError::join(result, family.look_for_sctp(now).map_err(|error| error.of(family.family)));
+        }
+        result
+    }
+
     fn has_rules(&mut self) -> Result<bool, BackendError> {
         for family in &self.families {
             if !family.programs.is_intact(family.ledger.config())? {
@@ -261,6 +278,7 @@ impl FamilyBackend {
             family: render.family,
             programs,
             ledger: Ledger::new(render),
+            sctp: Sctp::default(),
             has_counted: false,
             next_deep_look: None,
             last_took: Duration::ZERO,
@@ -308,7 +326,32 @@ impl FamilyBackend {
         self.last_rules = [written(Table::Nat), written(Table::Filter)];
         let result = self.write(script, source, planned, report);
         self.last_took = started.elapsed();
-        result.inspect(|()| self.ledger.confirm())
+        match result {
+            Ok(()) => {
+                self.ledger.confirm();
+                Ok(())
+            }
+            Err(error) => {
+                let error = self.sctp.judge(&self.programs, error);
+                self.leave_out_sctp(self.sctp.is_missing());
+                Err(error)
+            }
+        }
+    }
+
+    fn leave_out_sctp(&mut self, is_left_out: bool) {
+        if self.ledger.config().leaves_out_sctp != is_left_out {
+            self.ledger.set_config(RenderConfig { leaves_out_sctp: is_left_out, ..self.ledger.config().clone() });
+        }
+    }
+
+    /// Looks whether SCTP can be matched by now, if it could not and it is time.
+    fn look_for_sctp(&mut self, now: Instant) -> Result<(), BackendError> {
+        if self.sctp.look(&self.programs, now)? {
+            self.leave_out_sctp(false);
+            return Err(sctp::can_be_matched_again());
+        }
+        Ok(())
     }
 
     fn write(

@@ -10,20 +10,19 @@ use std::{
 use headgate_core::{
     Family, ServiceKey,
     iptables::{NodePortAddresses, Table},
-    ipvs::{Ledger, Object, Op, Plan, Scheduler},
+    ipvs::{IpvsConfig, Ledger, Object, Op, Plan, Scheduler},
 };
 use tracing::info;
 
 use super::{
     super::{
         BackendError, ErrorKind, FamilyStatistics, Refused, Report, StateSource,
-        iptables::{command::Programs, refused::find_refused, rules::Left},
+        iptables::{command::Programs, refused::find_refused, rules::Left, sctp, sctp::Sctp},
+        retry::{PAUSES, Refusals},
     },
     convert,
     kernel::{Kernel, of_ipvs, of_sets},
-    read,
-    retry::{PAUSES, Refusals},
-    write,
+    read, write,
     write::RefusedOp,
 };
 use crate::node_inputs::NodeInputs;
@@ -32,7 +31,7 @@ use crate::node_inputs::NodeInputs;
 const DEEP_LOOK_PAUSE_FACTOR: u32 = 100;
 
 /// Refusals of one service, or of one step, that are told in words.
-const MAX_REASONS: usize = 5;
+const MAX_REASONS: usize = 3;
 
 /// One family.
 #[derive(Debug)]
@@ -40,6 +39,7 @@ pub(super) struct FamilyBackend {
     pub(super) family: Family,
     pub(super) programs: Programs,
     pub(super) ledger: Ledger,
+    pub(super) sctp: Sctp,
     /// When everything may be compared again; `None` before the first full sync, when there is nothing to compare with.
     next_deep_look: Option<Instant>,
     last_took: Duration,
@@ -57,6 +57,7 @@ impl FamilyBackend {
             family: programs.family(),
             programs,
             ledger,
+            sctp: Sctp::default(),
             next_deep_look: None,
             last_took: Duration::ZERO,
             last_rules: [0; 2],
@@ -132,7 +133,8 @@ impl FamilyBackend {
         let mut refused = write::run(kernel, device, self.family, &plan.before)?;
         if !plan.script.is_empty() {
             // Each is named once, not at every repair.
-            for Left { table, name, sentence } in self.programs.restore_leaving(&plan.script)? {
+            let left = self.programs.restore_leaving(&plan.script).map_err(|error| self.without_sctp(error))?;
+            for Left { table, name, sentence } in left {
                 report.warnings.extend(self.ledger.leave(table, &name).then_some(sentence));
             }
         }
@@ -141,6 +143,28 @@ impl FamilyBackend {
         let chains = plan.script.chains_written() + plan.script.chains_deleted();
         report.objects_written += chains + u32::try_from(plan.ops().count()).unwrap_or(u32::MAX);
         self.settle(plan.ops(), &refused)
+    }
+
+    /// A script has failed: where that is because SCTP cannot be matched, its ports are left out of the rules from now on.
+    fn without_sctp(&mut self, error: BackendError) -> BackendError {
+        let error = self.sctp.judge(&self.programs, error);
+        self.leave_out_sctp(self.sctp.is_missing());
+        error
+    }
+
+    fn leave_out_sctp(&mut self, is_left_out: bool) {
+        if self.ledger.config().leaves_out_sctp != is_left_out {
+            self.ledger.set_config(IpvsConfig { leaves_out_sctp: is_left_out, ..self.ledger.config().clone() });
+        }
+    }
+
+    /// Looks whether SCTP can be matched by now, if it could not and it is time.
+    pub(super) fn look_for_sctp(&mut self, now: Instant) -> Result<(), BackendError> {
+        if self.sctp.look(&self.programs, now)? {
+            self.leave_out_sctp(false);
+            return Err(sctp::can_be_matched_again());
+        }
+        Ok(())
     }
 
     /// Takes note of what became of steps: where the kernel refuses what a service wants, that is lacking until it is tried again, and the rest of the service
@@ -206,9 +230,9 @@ impl FamilyBackend {
         Ok(())
     }
 
-    /// When [`Self::retry`] has something to do.
+    /// When [`Self::retry`] or [`Self::look_for_sctp`] has something to do.
     pub(super) fn retry_at(&self) -> Option<Instant> {
-        self.refusals.next_due()
+        [self.refusals.next_due(), self.sctp.look_at()].into_iter().flatten().min()
     }
 
     /// What the kernel refuses of services, each with its reasons.

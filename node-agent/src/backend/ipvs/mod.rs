@@ -10,7 +10,6 @@ mod family;
 mod kernel;
 mod probe;
 mod read;
-mod retry;
 mod sysctl;
 mod write;
 
@@ -34,12 +33,12 @@ use tracing::info;
 use self::{
     family::FamilyBackend,
     kernel::{Kernel, of_ipvs},
-    retry::{PAUSES_OF_SCHEDULERS, Refusals},
     sysctl::Sysctls,
 };
 use super::{
     Backend, BackendError, ErrorKind, FamilyStatistics, Plan, Refused, Report, StateSource,
     iptables::{Variant, command::Programs, sysctl::has_ipv6, variant},
+    retry::{PAUSES_OF_MODULES, Refusals},
 };
 use crate::node_inputs::NodeInputs;
 
@@ -100,7 +99,7 @@ impl IpvsBackend {
         let programmed: Vec<Family> = families.iter().map(|family| family.family).collect();
         probe::require(config.scheduler, &programmed)?;
         Ok(Self {
-            missing_schedulers: Refusals::new(PAUSES_OF_SCHEDULERS),
+            missing_schedulers: Refusals::new(PAUSES_OF_MODULES),
             to_plan: BTreeSet::new(),
             told_revisions: Vec::new(),
             config,
@@ -229,7 +228,9 @@ impl Backend for IpvsBackend {
 
     fn degraded(&self) -> Vec<String> {
         let missing = self.missing_schedulers.all().filter_map(|scheduler| self.lament(scheduler));
-        self.degraded.iter().cloned().chain(missing).collect()
+        let until_then = "pods and the node itself reach ports of SCTP at addresses with externalTrafficPolicy Local only where this node has an endpoint";
+        let without_sctp = self.families.iter().find_map(|family| family.sctp.lament(until_then));
+        self.degraded.iter().cloned().chain(missing).chain(without_sctp).collect()
     }
 
     fn needs_interfaces(&self) -> bool {
@@ -352,7 +353,8 @@ impl Backend for IpvsBackend {
             if is_draining {
                 family.drain(kernel, now_ms)?;
             }
-            family.retry(kernel, now)
+            family.retry(kernel, now)?;
+            family.look_for_sctp(now)
         })
     }
 

@@ -4,7 +4,9 @@ mod modules;
 mod refused;
 mod takeover;
 
-pub use modules::{a_missing_scheduler_is_made_up_for, falls_back_to_iptables};
+pub use modules::{
+    a_missing_scheduler_is_made_up_for, falls_back_to_iptables, sctp_that_cannot_be_matched_is_left_out,
+};
 pub use refused::a_refused_destination_disturbs_nothing;
 pub use takeover::kube_proxys_state_is_taken_over;
 

@@ -13,11 +13,11 @@ use super::{CHANGED_BY_HAND, agent, tool};
 use crate::testbed::manifests::{Service, Via};
 use crate::testbed::plan::{self, CONTROL, CONTROL_PORT};
 use crate::testbed::process::program;
-use crate::testbed::{AgentSetup, Family, Testbed};
+use crate::testbed::{AgentSetup, Backend, Family, Outcome, Request, Testbed, Transport};
 use crate::uml::modules::WithoutModules;
 
 use Source::Kept;
-use Via::ClusterIp;
+use Via::{ClusterIp, LoadBalancerIp};
 
 /// The kernel lacks what mode ipvs needs: iptables does the work, and everybody is told what is missing.
 ///
@@ -140,4 +140,61 @@ pub fn a_missing_scheduler_is_made_up_for(bed: &Testbed) -> Result<()> {
         Ok(())
     })?;
     answers()
+}
+
+/// iptables cannot match SCTP: what needs it is left out and told, and everything else works, in either mode. When the module can be loaded again, it
+/// works as well.
+///
+/// On machines with [`super::super::lifecycle::some_services`] on which nothing runs yet.
+pub fn sctp_that_cannot_be_matched_is_left_out(bed: &Testbed) -> Result<()> {
+    bed.write(|manifests| {
+        let mut elsewhere = Service::new("elsewhere", &["b1"]);
+        elsewhere.external_local = true;
+        manifests.add(elsewhere)
+    })?;
+    let told = |expected: &[&str]| {
+        eventually(|| {
+            let agent = agent(bed, "node-a")?;
+            let told = agent.degraded.join("\n");
+            ensure!(expected.iter().all(|part| told.contains(part)), "{expected:?} is not what is degraded: {told:?}");
+            ensure!(told.is_empty() == expected.is_empty(), "still told: {told:?}");
+            ensure!(agent.rejections.is_empty(), "services are refused: {:?}", agent.rejections);
+            Ok(())
+        })
+    };
+    let others = [
+        ask("a3", "steady", ClusterIp).ports(&["tcp", "udp"]).answered(&["a1", "b1"], Kept),
+        // By the short way, since no endpoint is here.
+        ask("a3", "elsewhere", LoadBalancerIp).ports(&["tcp", "udp"]).answered(&["b1"], Kept),
+    ];
+    let of_sctp = [
+        ask("a3", "steady", ClusterIp).ports(&["sctp"]).answered(&["a1", "b1"], Kept),
+        ask("a3", "elsewhere", LoadBalancerIp).ports(&["sctp"]).answered(&["b1"], Kept),
+    ];
+
+    let modules = WithoutModules::new(&["xt_sctp"])?;
+    bed.start_control_plane()?;
+    bed.start_agent("node-a")?;
+    bed.wait_programmed()?;
+    told(&["modprobe xt_sctp", "externalTrafficPolicy Local"])?;
+    run(bed, &others)?;
+    // Virtual servers need no match.
+    run(bed, &of_sctp[..1])?;
+
+    super::restart(bed, &AgentSetup { backend: Some(Backend::IptablesLegacy), ..AgentSetup::default() })?;
+    told(&["modprobe xt_sctp", "ports of SCTP do not work"])?;
+    // It has told that before everything is programmed without.
+    let without = bed.address("steady", ClusterIp, Family::V4, "sctp")?;
+    eventually(|| {
+        let outcome = bed.machines().ask("a3", &Request::new(Transport::Sctp, without).expecting_silence())?;
+        ensure!(!matches!(outcome, Outcome::Answered(_)), "SCTP is {outcome}, though nothing can match it");
+        Ok(())
+    })?;
+    run(bed, &others)?;
+
+    drop(modules);
+    within(CHANGED_BY_HAND, || told(&[]))?;
+    // That it is there is known before everything is programmed with it.
+    eventually(|| run(bed, &of_sctp))?;
+    run(bed, &others)
 }

@@ -1,0 +1,106 @@
+//! When what the kernel refuses is tried again.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::{Duration, Instant},
+};
+
+/// First and longest pause before steps are tried again. The first is short: at boot, as long as no interface is up, the kernel takes every address for a
+/// broadcast address, which it takes for no destination.
+pub(in crate::backend) const PAUSES: [Duration; 2] = [Duration::from_secs(5), Duration::from_secs(3600)];
+
+/// The same for what comes with a module: whoever has loaded one waits for it.
+pub(in crate::backend) const PAUSES_OF_MODULES: [Duration; 2] = [Duration::from_secs(5), Duration::from_secs(300)];
+
+/// What the kernel refuses, why, and when it is tried next: after pauses that double from the first to the longest. All that is refused at one time is tried
+/// at one time.
+#[derive(Debug)]
+pub(in crate::backend) struct Refusals<K> {
+    pauses: [Duration; 2],
+    refusals: BTreeMap<K, Refusal>,
+    due: BTreeSet<(Instant, K)>,
+}
+
+#[derive(Debug)]
+struct Refusal {
+    reason: String,
+    attempts: u32,
+    retry_at: Instant,
+}
+
+impl<K: Ord + Copy> Refusals<K> {
+    /// None yet. `pauses` are the first and the longest one.
+    pub(in crate::backend) fn new(pauses: [Duration; 2]) -> Self {
+        Self { pauses, refusals: BTreeMap::new(), due: BTreeSet::new() }
+    }
+
+    /// The kernel has refused this at `now`.
+    pub(in crate::backend) fn note(&mut self, what: K, reason: String, now: Instant) {
+        let attempts = self.remove(what).map_or(0, |refusal| refusal.attempts);
+        let [first, longest] = self.pauses;
+        let pause = first.saturating_mul(1u32.checked_shl(attempts).unwrap_or(u32::MAX)).min(longest);
+        let retry_at = now + pause;
+        self.refusals.insert(what, Refusal { reason, attempts: attempts.saturating_add(1), retry_at });
+        self.due.insert((retry_at, what));
+    }
+
+    fn remove(&mut self, what: K) -> Option<Refusal> {
+        let refusal = self.refusals.remove(&what)?;
+        self.due.remove(&(refusal.retry_at, what));
+        Some(refusal)
+    }
+
+    /// Forgets what is refused no longer. Cost: the number of all.
+    pub(in crate::backend) fn retain(&mut self, is_refused: impl Fn(&K) -> bool) {
+        self.refusals.retain(|what, _| is_refused(what));
+        self.due.retain(|(_, what)| is_refused(what));
+    }
+
+    /// Why it is refused.
+    pub(in crate::backend) fn reason(&self, what: &K) -> Option<&str> {
+        self.refusals.get(what).map(|refusal| refusal.reason.as_str())
+    }
+
+    /// What is refused.
+    pub(in crate::backend) fn all(&self) -> impl Iterator<Item = K> {
+        self.refusals.keys().copied()
+    }
+
+    /// What is to be tried again, in order of time.
+    pub(in crate::backend) fn due(&self, now: Instant) -> Vec<K> {
+        self.due.iter().take_while(|(at, _)| *at <= now).map(|(_, what)| *what).collect()
+    }
+
+    /// When something is to be tried again.
+    pub(in crate::backend) fn next_due(&self) -> Option<Instant> {
+        self.due.first().map(|(at, _)| *at)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pauses_double_up_to_the_longest_and_begin_anew_after_a_success() {
+        let (minute, began) = (Duration::from_secs(60), Instant::now());
+        let mut refusals = Refusals::new([minute, 60 * minute]);
+        refusals.note("other", String::new(), began + 1000 * minute);
+        let (mut now, mut pauses) = (began, Vec::new());
+        for _ in 0..9 {
+            refusals.note("web", format!("since {} s", now.duration_since(began).as_secs()), now);
+            let due = refusals.next_due().unwrap_or(began);
+            assert_eq!(refusals.due(due - Duration::from_millis(1)), [""; 0]);
+            assert_eq!(refusals.due(due), ["web"]);
+            pauses.push(due.duration_since(now).as_secs() / 60);
+            now = due;
+        }
+        assert_eq!(pauses, [1, 2, 4, 8, 16, 32, 60, 60, 60]);
+        assert_eq!(refusals.reason(&"web"), Some("since 10980 s"));
+        refusals.retain(|what| *what == "other");
+        assert_eq!((refusals.reason(&"web"), refusals.all().collect::<Vec<_>>()), (None, vec!["other"]));
+        refusals.note("web", String::new(), began);
+        assert_eq!(refusals.next_due(), Some(began + minute));
+        assert_eq!(refusals.due(began + 2000 * minute), ["web", "other"]);
+    }
+}
