@@ -302,7 +302,7 @@ impl Ledger {
         match object {
             Object::Element(set, element) => Some(Op::AddElement(set, element)),
             Object::Address(address) => Some(Op::Bind(address)),
-            Object::Server(key) => Some(Op::AddServer(key, self.servers.get(&key)?.settings)),
+            Object::Server(key) => self.owner(&key).and(Some(Op::AddServer(key, self.servers.get(&key)?.settings))),
             Object::Destination(key, address) => {
                 let weight = self.servers.get(&key)?.active_weight(&address)?;
                 Some(Op::AddDestination(key, address, weight))
@@ -394,14 +394,17 @@ impl Ledger {
         self.tidy(key, round);
     }
 
-    /// Forgets what the kernel lacks of a server and is not wanted any more.
+    /// Forgets what the kernel lacks of a server and is not wanted any more. As long as the server drains, it is not known how it is set up.
     fn forget_lacking(&mut self, key: ServerKey) {
         if self.lacking.is_empty() {
             return;
         }
-        let is_claimed = self.claimants.contains_key(&key);
         for object in self.lacking.of_server(key) {
-            if !is_claimed || self.step_to(object).is_none() {
+            let stays = match object {
+                Object::Server(key) => self.servers.contains_key(&key),
+                object => self.step_to(object).is_some(),
+            };
+            if !stays {
                 self.lacking.remove(&object);
             }
         }

@@ -220,6 +220,9 @@ impl FamilyBackend {
             return Ok(());
         }
         let ops = self.ledger.again(due.iter().copied());
+        // What nobody wants at the moment is tried when somebody does.
+        let tried: BTreeSet<Object> = ops.iter().filter_map(Op::object).collect();
+        self.refusals.retain(|object| tried.contains(object) || !due.contains(object));
         let device = kernel.device()?;
         let refused = write::run(kernel, device, self.family, &ops)?;
         self.settle(ops.iter(), &refused)?;
