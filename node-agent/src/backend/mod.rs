@@ -31,6 +31,7 @@ use crate::{
 pub mod fake;
 pub mod iptables;
 pub mod ipvs;
+mod leftovers;
 mod retry;
 
 /// What one step did.

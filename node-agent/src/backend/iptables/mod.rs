@@ -19,6 +19,9 @@ use std::{
     time::{Duration, Instant},
 };
 
+use self::{command::Programs, rules::Left, sctp::Sctp};
+use super::{Backend, BackendError, FamilyStatistics, Plan, Refused, Report, StateSource, leftovers::Leftovers};
+use crate::{node_inputs::NodeInputs, packet_counters};
 use headgate_core::{
     Dirty, Family, ServiceKey, State,
     iptables::{
@@ -27,11 +30,6 @@ use headgate_core::{
     },
     view::NodeFacts,
 };
-use ipnet::IpNet;
-
-use self::{command::Programs, rules::Left, sctp::Sctp};
-use super::{Backend, BackendError, FamilyStatistics, Plan, Refused, Report, StateSource, ipvs};
-use crate::{node_inputs::NodeInputs, packet_counters};
 
 /// A comparison of every rule is followed by a pause of this many times what it took.
 const DEEP_LOOK_PAUSE_FACTOR: u32 = 100;
@@ -58,10 +56,7 @@ pub fn left_settings() -> Option<&'static str> {
 pub struct IptablesBackend {
     name: &'static str,
     families: Vec<FamilyBackend>,
-    /// The same families in the variant that is not used, until what an earlier run may have left there is gone.
-    other_variant: Vec<FamilyBackend>,
-    /// What tells others' virtual servers from those that a run in mode ipvs may have left, until those are gone.
-    left_of_ipvs: Option<Vec<IpNet>>,
+    leftovers: Leftovers,
     degraded: Vec<String>,
 }
 
@@ -108,14 +103,12 @@ impl IptablesBackend {
                 counts_packets: config.count_packets,
                 ..RenderConfig::new(family)
             };
-            let others_programs = Programs::new(family, other);
-            if others_programs.are_installed() {
-                other_variant.push(FamilyBackend::new(others_programs, render.clone()));
-            }
+            other_variant.extend(Some(Programs::new(family, other)).filter(Programs::are_installed));
             families.push(FamilyBackend::new(Programs::new(family, variant), render));
         }
         let name = if variant == Variant::Legacy { "iptables-legacy" } else { "iptables-nft" };
-        Ok(Self { name, families, other_variant, left_of_ipvs: Some(config.ipvs_exclude_cidrs), degraded })
+        let leftovers = Leftovers::new(other_variant, Some(config.ipvs_exclude_cidrs));
+        Ok(Self { name, families, leftovers, degraded })
     }
 
     /// Says for what reason it runs in place of another backend.
@@ -147,22 +140,7 @@ impl Backend for IptablesBackend {
         }
         result?;
         // Both variants' rules would be followed; ours are in place now.
-        self.other_variant.retain(|family| {
-            let left = family.programs.cleanup().map_err(|error| error.of(family.family));
-            report.warnings.extend(left.as_ref().err().map(|error| {
-                format!("what an earlier run left in the other variant of iptables cannot be removed: {error}")
-            }));
-            left.is_err()
-        });
-        // Their sets go after the rules that refer to them.
-        if let Some(exclude_cidrs) = &self.left_of_ipvs {
-            match ipvs::remove_all(exclude_cidrs) {
-                Ok(()) => self.left_of_ipvs = None,
-                Err(error) => {
-                    report.warnings.push(format!("what an earlier run in mode ipvs left cannot be removed: {error}"));
-                }
-            }
-        }
+        report.warnings.extend(self.leftovers.remove());
         Ok(report)
     }
 
@@ -229,11 +207,12 @@ impl Backend for IptablesBackend {
     }
 
     fn tend_at(&self) -> Option<Instant> {
-        self.families.iter().filter_map(|family| family.sctp.look_at()).min()
+        self.families.iter().map(|family| family.sctp.look_at()).chain([self.leftovers.retry_at()]).flatten().min()
     }
 
     fn tend(&mut self) -> Result<(), BackendError> {
         let now = Instant::now();
+        self.leftovers.retry(now);
         let mut result = Ok(());
         for family in &mut self.families {
             result = BackendError::join(result, family.look_for_sctp(now).map_err(|error| error.of(family.family)));
@@ -243,7 +222,7 @@ impl Backend for IptablesBackend {
 
     fn has_rules(&mut self) -> Result<bool, BackendError> {
         for family in &self.families {
-            if !family.programs.is_intact(family.ledger.config())? {
+            if family.programs.missing(family.ledger.config())?.is_some() {
                 return Ok(false);
             }
         }

@@ -78,18 +78,27 @@ impl Programs {
         self.delete_what_can_be(second, left);
     }
 
-    /// Somebody who flushes tables takes the canary with them, or at least the rules that lead to our chains.
-    pub(in crate::backend) fn is_intact(&self, config: &RenderConfig) -> Result<bool, BackendError> {
+    /// What is not there of what leads to our rules, if anything is not: somebody who flushes tables takes the canary with them, or these rules.
+    pub(in crate::backend) fn missing(&self, config: &RenderConfig) -> Result<Option<String>, BackendError> {
+        let in_words = |what: &str, table: Table| format!("{what} of table {table} ({})", self.family());
         if !self.has_chain(Table::Mangle, fixed::CANARY)? {
-            return Ok(false);
+            return Ok(Some(in_words(&format!("chain {}", fixed::CANARY), Table::Mangle)));
         }
         for jump in fixed::jumps(config) {
             if !self.has_rule(jump.table, jump.from, &jump.rule)? {
-                tracing::warn!(family = %self.family(), table = %jump.table, chain = jump.from, "rule removed by somebody else");
-                return Ok(false);
+                return Ok(Some(in_words(&format!("a rule in chain {}", jump.from), jump.table)));
             }
         }
-        Ok(true)
+        Ok(None)
+    }
+
+    /// Whether what leads to our rules is as we programmed it.
+    pub(in crate::backend) fn is_intact(&self, config: &RenderConfig) -> Result<bool, BackendError> {
+        let missing = self.missing(config)?;
+        if let Some(missing) = &missing {
+            tracing::warn!("somebody else has removed {missing}");
+        }
+        Ok(missing.is_none())
     }
 
     /// Removes everything that is ours.

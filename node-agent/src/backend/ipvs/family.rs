@@ -268,14 +268,17 @@ impl FamilyBackend {
 
     /// What somebody else flushes shows at once; what somebody changes shows when everything is compared.
     pub(super) fn is_intact(&mut self, kernel: &mut Kernel) -> Result<bool, BackendError> {
-        Ok(self.has_rules(kernel)? && self.is_intact_in_depth(kernel)?)
+        Ok(self.programs.is_intact(self.ledger.rules().config())?
+            && self.has_device_and_sets(kernel)?
+            && self.is_intact_in_depth(kernel)?)
     }
 
     /// Rules that lead to our chains, the device and the sets are there.
     pub(super) fn has_rules(&self, kernel: &mut Kernel) -> Result<bool, BackendError> {
-        if !self.programs.is_intact(self.ledger.rules().config())? {
-            return Ok(false);
-        }
+        Ok(self.programs.missing(self.ledger.rules().config())?.is_none() && self.has_device_and_sets(kernel)?)
+    }
+
+    fn has_device_and_sets(&self, kernel: &mut Kernel) -> Result<bool, BackendError> {
         if kernel.existing_device()?.is_none() {
             return Ok(false);
         }

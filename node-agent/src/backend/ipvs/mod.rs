@@ -38,6 +38,7 @@ use self::{
 use super::{
     Backend, BackendError, ErrorKind, FamilyStatistics, Plan, Refused, Report, StateSource,
     iptables::{Variant, command::Programs, sysctl::has_ipv6, variant},
+    leftovers::Leftovers,
     retry::{PAUSES_OF_MODULES, Refusals},
 };
 use crate::node_inputs::NodeInputs;
@@ -54,8 +55,7 @@ pub struct IpvsBackend {
     config: Config,
     kernel: Kernel,
     families: Vec<FamilyBackend>,
-    /// Both families' programs of the variant of iptables that is not used, until what an earlier run may have left there is gone.
-    other_variant: Vec<Programs>,
+    leftovers: Leftovers,
     degraded: Vec<String>,
     is_prepared: bool,
     began: Instant,
@@ -105,7 +105,7 @@ impl IpvsBackend {
             config,
             kernel: Kernel::default(),
             families,
-            other_variant,
+            leftovers: Leftovers::new(other_variant, None),
             degraded,
             is_prepared: false,
             began: Instant::now(),
@@ -243,13 +243,7 @@ impl Backend for IpvsBackend {
         let now_ms = self.now_ms();
         self.each(|family, kernel| family.sync_full(kernel, source, now_ms, &mut report))?;
         // Both variants' rules would be followed; ours are in place now.
-        self.other_variant.retain(|programs| {
-            let left = programs.cleanup().map_err(|error| error.of(programs.family()));
-            report.warnings.extend(left.as_ref().err().map(|error| {
-                format!("what an earlier run left in the other variant of iptables cannot be removed: {error}")
-            }));
-            left.is_err()
-        });
+        report.warnings.extend(self.leftovers.remove());
         Ok(report)
     }
 
@@ -338,11 +332,13 @@ impl Backend for IpvsBackend {
 
     fn tend_at(&self) -> Option<Instant> {
         let retries = self.families.iter().map(FamilyBackend::retry_at);
-        retries.chain([self.drain_at, self.missing_schedulers.next_due()]).flatten().min()
+        let others = [self.drain_at, self.missing_schedulers.next_due(), self.leftovers.retry_at()];
+        retries.chain(others).flatten().min()
     }
 
     fn tend(&mut self) -> Result<(), BackendError> {
         let now = Instant::now();
+        self.leftovers.retry(now);
         self.look_for_schedulers(now)?;
         let is_draining = self.drain_at.is_some_and(|at| at <= now);
         if is_draining {
@@ -360,9 +356,10 @@ impl Backend for IpvsBackend {
 
     fn cleanup(&mut self) -> Result<(), BackendError> {
         let mut result = Ok(());
-        for programs in self.families.iter().map(|family| &family.programs).chain(&self.other_variant) {
-            result = BackendError::join(result, programs.cleanup());
+        for family in &self.families {
+            result = BackendError::join(result, family.programs.cleanup());
         }
+        result = BackendError::join(result, self.leftovers.clean_up_other_variant());
         BackendError::join(result, remove_all(&self.config.exclude_cidrs))
     }
 }

@@ -265,7 +265,22 @@ pub fn modes_switch(bed: &Testbed) -> Result<()> {
         Ok(())
     })?;
     answers()?;
+    // A rule of somebody else's keeps a set from being removed for as long as it is there.
+    let node = bed.machines().machine("node-a")?;
+    let foreign = |what: &str| -> Result<String> {
+        let rule = "-m set --match-set KUBE-CLUSTER-IP dst,dst -j ACCEPT";
+        let arguments: Vec<&str> = [what, "INPUT"].into_iter().chain(rule.split(' ')).collect();
+        tool(node, "iptables-legacy", &arguments)
+    };
+    foreign("-A")?;
     restart(bed, &by_iptables)?;
+    eventually(|| {
+        let sets = tool(node, "ipset", &["list", "-n"])?;
+        ensure!(sets.trim() == "KUBE-CLUSTER-IP", "of the sets there are {sets}");
+        Ok(())
+    })?;
+    answers()?;
+    foreign("-D")?;
     returns_to(bed, "node-a", &of_iptables)?;
     answers()
 }
