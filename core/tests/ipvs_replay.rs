@@ -7,7 +7,8 @@ use std::net::{IpAddr, SocketAddr};
 
 use headgate_core::{
     Change, Dirty, Family, Protocol, State, TrafficPolicy,
-    ipvs::{Element, IpvsConfig, Ledger, Op, Scheduler, ServerKey, Set, Settings, fake_kernel::FakeKernel},
+    iptables::Script,
+    ipvs::{Element, IpvsConfig, Ledger, Op, Plan, Scheduler, ServerKey, Set, Settings, fake_kernel::FakeKernel},
     masquerade::LocalDetector,
     view::service_views,
 };
@@ -61,6 +62,24 @@ impl Rig {
 
     fn restart(&mut self) {
         self.ledger = Ledger::new(self.ledger.config().clone());
+    }
+
+    /// The agent is killed when it has done some steps of a plan, and starts anew. The rules are one step.
+    fn killed_in(&mut self, plan: &Plan, at: prop::sample::Index) {
+        for op in plan.ops() {
+            let Op::DeleteDestination(key, address) = op else { continue };
+            assert_ne!(key.protocol, Protocol::Tcp, "{address} of {key} is cut off");
+        }
+        let before = plan.before.len();
+        let done = at.index(before + plan.after.len() + 2);
+        let cut = Plan {
+            before: plan.before[..done.min(before)].to_vec(),
+            script: if done > before { plan.script.clone() } else { Script::default() },
+            after: plan.after[..done.saturating_sub(before + 1)].to_vec(),
+            ..Plan::default()
+        };
+        self.kernel.apply(&cut).unwrap();
+        self.restart();
     }
 
     fn step(&mut self, events: &[Event]) {
@@ -205,6 +224,34 @@ proptest! {
             rig.kernel.servers.clear();
             prop_assert_eq!(&rig.kernel, &FakeKernel::new(rig.ledger.config()));
         }
+    }
+
+    #[test]
+    fn an_agent_that_was_killed_at_any_step_and_starts_anew_puts_everything_in_order(
+        changes in prop::collection::vec(any_scheduled_event(6), 1..40),
+        chunk in 1usize..6,
+        kills in prop::collection::vec(any::<[prop::sample::Index; 2]>(), 1..10),
+        family in prop_oneof![Just(Family::V4), Just(Family::V6)],
+    ) {
+        let mut wanted = Rig::new(config(family));
+        changes.iter().for_each(|event| event.apply(&mut wanted.state, &mut Dirty::default()));
+        wanted.full();
+        let mut rig = Rig::new(config(family));
+        for (part, [first, second]) in changes.chunks(chunk).zip(kills.iter().cycle()) {
+            let mut dirty = Dirty::default();
+            part.iter().for_each(|event| event.apply(&mut rig.state, &mut dirty));
+            // Before the first full sync nothing is programmed.
+            if !rig.kernel.sets.is_empty() {
+                let plan = rig.ledger.changed(&rig.state, &node(), &dirty, rig.now_ms);
+                rig.killed_in(&plan, *first);
+            }
+            let plan = rig.ledger.full(&rig.state, &node(), &rig.kernel.existing(), rig.now_ms);
+            rig.killed_in(&plan, *second);
+            rig.full();
+        }
+        rig.drain();
+        prop_assert_eq!(&rig.kernel, &wanted.kernel);
+        prop_assert!(!rig.full());
     }
 
     #[test]
