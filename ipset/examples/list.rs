@@ -7,7 +7,8 @@ fn main() -> Result<(), IpSetError> {
         println!("{}", describe(&set.header));
         for entry in set.entries {
             let comment = entry.comment.map(|comment| format!(" comment \"{comment}\"")).unwrap_or_default();
-            println!("add {} {}{comment}", set.header.name, entry.element);
+            let nomatch = if entry.nomatch { " nomatch" } else { "" };
+            println!("add {} {}{nomatch}{comment}", set.header.name, entry.element);
         }
     }
     Ok(())

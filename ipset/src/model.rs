@@ -207,19 +207,28 @@ pub struct Entry {
     pub element: Element,
     /// A comment of at most 255 bytes, if the set has room for comments.
     pub comment: Option<String>,
+    /// What it consists of does not match, though an entry with a larger network may. Only types with networks have this.
+    pub nomatch: bool,
 }
 
 impl Entry {
     /// An entry without a comment.
     #[must_use]
     pub fn new(element: Element) -> Self {
-        Self { element, comment: None }
+        Self { element, comment: None, nomatch: false }
     }
 
     /// An entry of `hash:ip,port`.
     #[must_use]
     pub fn ip_port(ip: IpAddr, protocol: Protocol, port: u16) -> Self {
         Self::new(Element::IpPort(ip, protocol, port))
+    }
+
+    /// The same as an exception, see [`Entry::nomatch`].
+    #[must_use]
+    pub fn excepted(mut self) -> Self {
+        self.nomatch = true;
+        self
     }
 
     /// The same with a comment.

@@ -64,6 +64,8 @@ mod data {
 const IPADDR_V4: u16 = 1;
 /// `IPSET_ATTR_IPADDR_IPV6`.
 const IPADDR_V6: u16 = 2;
+/// `IPSET_FLAG_NOMATCH`.
+const NOMATCH: u32 = 1 << 2;
 /// `IPSET_FLAG_WITH_COMMENT`.
 const WITH_COMMENT: u32 = 1 << 4;
 /// `IPSET_FLAG_WITH_FORCEADD`.
@@ -187,12 +189,13 @@ pub(crate) fn list(protocol: u8, set: Option<&str>, entries: bool) -> Request {
 
 /// The request of a change.
 pub(crate) fn change(protocol: u8, change: &Change) -> Request {
-    let (command, set, element, comment) = match change {
-        Change::Add(set, entry) => (commands::ADD, set, &entry.element, entry.comment.as_deref()),
-        Change::Delete(set, element) => (commands::DEL, set, element, None),
+    let (command, set, element, comment, nomatch) = match change {
+        Change::Add(set, entry) => (commands::ADD, set, &entry.element, entry.comment.as_deref(), entry.nomatch),
+        Change::Delete(set, element) => (commands::DEL, set, element, None, false),
     };
     about(command, 0, protocol, set).nested(top::DATA, |request| {
         let request = put_element(request, element);
+        let request = if nomatch { put_u32(request, data::CADT_FLAGS, NOMATCH) } else { request };
         match comment {
             Some(comment) => request.text(data::COMMENT, comment),
             None => request,

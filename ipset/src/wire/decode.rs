@@ -4,7 +4,7 @@ use std::net::IpAddr;
 
 use headgate_netlink::{Malformed, checked_attributes, netfilter, read_be16, read_be32, read_ip, read_text, read_u8};
 
-use super::{IPADDR_V4, IPADDR_V6, IPV4, IPV6, WITH_COMMENT, WITH_FORCEADD, data, top};
+use super::{IPADDR_V4, IPADDR_V6, IPV4, IPV6, NOMATCH, WITH_COMMENT, WITH_FORCEADD, data, top};
 use crate::{Element, Entry, Family, Header, Protocol, SetType};
 
 /// Least and greatest number of a range of versions.
@@ -131,6 +131,7 @@ fn ip(value: &[u8]) -> Result<IpAddr, Malformed> {
 fn entry(set_type: SetType, bytes: &[u8]) -> Result<Entry, Malformed> {
     let (mut first, mut second, mut length) = (None, None, None);
     let (mut port, mut protocol, mut comment) = (None, None, None);
+    let mut flags = 0;
     for attribute in checked_attributes(bytes) {
         match attribute? {
             (data::IP, value) => first = Some(ip(value)?),
@@ -139,6 +140,7 @@ fn entry(set_type: SetType, bytes: &[u8]) -> Result<Entry, Malformed> {
             (data::PORT, value) => port = Some(read_be16(value)?),
             (data::PROTO, value) => protocol = Some(Protocol::of_number(read_u8(value)?)),
             (data::COMMENT, value) => comment = Some(read_text(value)?.to_owned()),
+            (data::CADT_FLAGS, value) => flags = read_be32(value)?,
             _ => {}
         }
     }
@@ -162,5 +164,5 @@ fn entry(set_type: SetType, bytes: &[u8]) -> Result<Entry, Malformed> {
         }
         SetType::BitmapPort => Element::Port(port()?),
     };
-    Ok(Entry { element, comment })
+    Ok(Entry { element, comment, nomatch: flags & NOMATCH != 0 })
 }

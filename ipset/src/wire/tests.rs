@@ -38,6 +38,13 @@ fn requests_are_what_the_kernel_takes() {
         )
     );
     assert_eq!(
+        hex(change(7, &Change::add("a", Entry::new(element).excepted())).payload()),
+        format!(
+            "{set}3c000780 0c000180 08000140 0a000001 06000440 00500000 05000700 06000000 \
+             0c001480 08000140 0a010000 05001500 10000000 08000840 00000004 "
+        )
+    );
+    assert_eq!(
         hex(change(7, &Change::delete("a", Element::Port(53))).payload()),
         format!("{set}0c000780 06000440 00350000 ")
     );
@@ -52,6 +59,7 @@ fn listed(set_type: SetType, family: Family, entries: &[Entry]) -> Vec<u8> {
             entries.iter().fold(all, |all, entry| {
                 all.nested(top::DATA, |all| {
                     let all = put_element(all, &entry.element);
+                    let all = if entry.nomatch { put_u32(all, data::CADT_FLAGS, NOMATCH) } else { all };
                     entry.comment.iter().fold(all, |all, comment| all.text(data::COMMENT, comment))
                 })
             })
@@ -64,8 +72,17 @@ fn any_entry() -> impl Strategy<Value = (SetType, Entry)> {
     let protocol =
         prop_oneof![Just(Protocol::Tcp), Just(Protocol::Udp), Just(Protocol::Sctp), Just(Protocol::Other(1))];
     let ip = any::<IpAddr>;
-    (0..SetType::ALL.len(), ip(), protocol, any::<u16>(), ip(), any::<u8>(), prop::option::of("[a-z/]{1,20}")).prop_map(
-        |(of, ip, protocol, port, other, length, comment)| {
+    (
+        0..SetType::ALL.len(),
+        ip(),
+        protocol,
+        any::<u16>(),
+        ip(),
+        any::<u8>(),
+        prop::option::of("[a-z/]{1,20}"),
+        any::<bool>(),
+    )
+        .prop_map(|(of, ip, protocol, port, other, length, comment, nomatch)| {
             let set_type = SetType::ALL[of];
             let element = match set_type {
                 SetType::HashIp => Element::Ip(ip),
@@ -75,9 +92,8 @@ fn any_entry() -> impl Strategy<Value = (SetType, Entry)> {
                 SetType::HashIpPortNet => Element::IpPortNet(ip, protocol, port, other, length),
                 SetType::BitmapPort => Element::Port(port),
             };
-            (set_type, Entry { element, comment })
-        },
-    )
+            (set_type, Entry { element, comment, nomatch })
+        })
 }
 
 #[test]
