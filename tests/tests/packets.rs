@@ -310,6 +310,22 @@ mod virtual_servers {
         on_machines(BACKEND, lifecycle::some_services(), ipvs::flushed_state_comes_back);
     }
 
+    // rows of ipvs: 96
+    #[test]
+    fn a_change_finds_out_what_is_gone() {
+        on_machines(BACKEND, lifecycle::some_services(), ipvs::a_change_finds_out_what_is_gone);
+    }
+
+    #[test]
+    fn what_others_change_is_changed_back() {
+        on_machines(BACKEND, lifecycle::some_services(), ipvs::what_others_change_is_changed_back);
+    }
+
+    #[test]
+    fn ipv6_is_switched_on_for_the_device() {
+        on_machines(BACKEND, lifecycle::some_services(), ipvs::ipv6_is_switched_on_for_the_device);
+    }
+
     // rows of ipvs: 97, 101, 103
     #[test]
     fn foreign_state_and_cleanup() {

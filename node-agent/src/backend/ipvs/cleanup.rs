@@ -10,7 +10,7 @@ use super::{
     super::{BackendError, ErrorKind},
     kernel::{self, Kernel, of_routing},
     probe,
-    read::{self, OfOtherSize},
+    read::{self, OfNetworks, OfOtherSize},
     write,
 };
 
@@ -52,7 +52,7 @@ fn remove(
 ) -> Result<(), BackendError> {
     let mut existing = Existing::default();
     if let Some(device) = device {
-        read::read_device(kernel.routing()?, device, family, &mut existing)?;
+        read::read_device(kernel.routing()?, device, family, OfNetworks::Leave, &mut existing)?;
     }
     if kernel::has_sets() {
         read::destroy_if_there(kernel.sets()?, read::DRAFT)?;
@@ -63,10 +63,11 @@ fn remove(
     }
     let config = IpvsConfig { exclude_cidrs: exclude_cidrs.to_vec(), ..IpvsConfig::new(family) };
     let plan = Ledger::cleanup(&config, &existing);
-    let refused = write::run(kernel, device.unwrap_or_default(), family, &plan.after)?;
-    if refused.is_empty() {
+    let mut outcome = write::Outcome::default();
+    write::run(kernel, device.unwrap_or_default(), family, &plan.after, &mut outcome)?;
+    if outcome.refused.is_empty() {
         return Ok(());
     }
-    let reasons: Vec<String> = refused.into_iter().map(|refused| refused.reason).collect();
+    let reasons: Vec<String> = outcome.refused.into_iter().map(|refused| refused.reason).collect();
     Err(BackendError::new(ErrorKind::Fatal, reasons.join("; ")))
 }

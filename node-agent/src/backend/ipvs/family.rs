@@ -10,7 +10,7 @@ use std::{
 use headgate_core::{
     Family, ServiceKey,
     iptables::{NodePortAddresses, Table},
-    ipvs::{IpvsConfig, Ledger, Object, Op, Plan, Scheduler},
+    ipvs::{IpvsConfig, Ledger, Object, Op, Plan, Scheduler, ServerKey},
 };
 use tracing::info;
 
@@ -22,8 +22,10 @@ use super::{
     },
     convert,
     kernel::{Kernel, of_ipvs, of_sets},
-    read, write,
-    write::RefusedOp,
+    read,
+    sysctl::Sysctls,
+    write,
+    write::{Outcome, RefusedOp},
 };
 use crate::node_inputs::NodeInputs;
 
@@ -94,6 +96,9 @@ impl FamilyBackend {
         report: &mut Report,
     ) -> Result<(), BackendError> {
         let device = kernel.device()?;
+        if self.family == Family::V6 {
+            report.warnings.extend(Sysctls::default().allow_ipv6_on_device().err());
+        }
         let tables = self.programs.existing_tables()?;
         let existing = read::existing(kernel, device, self.family, tables)?;
         let mut plan = None;
@@ -130,7 +135,8 @@ impl FamilyBackend {
     ) -> Result<(), BackendError> {
         // Both families compute the same services: they count once.
         report.services_planned = report.services_planned.max(plan.services_planned);
-        let mut refused = write::run(kernel, device, self.family, &plan.before)?;
+        let mut outcome = Outcome::default();
+        write::run(kernel, device, self.family, &plan.before, &mut outcome)?;
         if !plan.script.is_empty() {
             // Each is named once, not at every repair.
             let left = self.programs.restore_leaving(&plan.script).map_err(|error| self.without_sctp(error))?;
@@ -139,10 +145,10 @@ impl FamilyBackend {
             }
         }
         self.ledger.confirm();
-        refused.extend(write::run(kernel, device, self.family, &plan.after)?);
+        write::run(kernel, device, self.family, &plan.after, &mut outcome)?;
         let chains = plan.script.chains_written() + plan.script.chains_deleted();
         report.objects_written += chains + u32::try_from(plan.ops().count()).unwrap_or(u32::MAX);
-        self.settle(plan.ops(), &refused)
+        self.settle(plan.ops(), &outcome)
     }
 
     /// A script has failed: where that is because SCTP cannot be matched, its ports are left out of the rules from now on.
@@ -168,8 +174,10 @@ impl FamilyBackend {
     }
 
     /// Takes note of what became of steps: where the kernel refuses what a service wants, that is lacking until it is tried again, and the rest of the service
-    /// is programmed.
-    fn settle<'a>(&mut self, ops: impl Iterator<Item = &'a Op>, refused: &[RefusedOp]) -> Result<(), BackendError> {
+    /// is programmed. What somebody else has removed is no such case: nobody knows what went with it.
+    fn settle<'a>(&mut self, ops: impl Iterator<Item = &'a Op>, outcome: &Outcome) -> Result<(), BackendError> {
+        let gone = self.gone(outcome);
+        let refused = &outcome.refused;
         let before = self.ledger.lacking_revision();
         let steps: Vec<Op> = refused.iter().map(|refused| refused.op).collect();
         let unowned = self.ledger.settle(ops, &steps);
@@ -199,6 +207,10 @@ impl FamilyBackend {
             let message = format!("the kernel refuses {} steps: {reasons}", unowned.len());
             return Err(BackendError::new(ErrorKind::NeedsFullSync, message));
         }
+        if let Some(server) = gone {
+            let message = format!("somebody else has removed the virtual server {server}, at least");
+            return Err(BackendError::new(ErrorKind::NeedsFullSync, message));
+        }
         if self.newly_missing.is_empty() {
             return Ok(());
         }
@@ -206,6 +218,21 @@ impl FamilyBackend {
         let message =
             format!("the kernel has no scheduler {}: services that ask for it are planned anew", names.join(", "));
         Err(BackendError::new(ErrorKind::PlanAgain, message))
+    }
+
+    /// A virtual server that steps did not find, though the kernel has never refused it.
+    fn gone(&self, Outcome { refused, absent }: &Outcome) -> Option<ServerKey> {
+        let not_made: BTreeSet<ServerKey> = refused
+            .iter()
+            .filter_map(|refused| match refused.op {
+                Op::AddServer(server, _) => Some(server),
+                _ => None,
+            })
+            .collect();
+        absent
+            .iter()
+            .find(|server| !not_made.contains(server) && !self.ledger.lacks(&Object::Server(**server)))
+            .copied()
     }
 
     /// Schedulers that the kernel turned out not to have since the last call.
@@ -223,9 +250,7 @@ impl FamilyBackend {
         // What nobody wants at the moment is tried when somebody does.
         let tried: BTreeSet<Object> = ops.iter().filter_map(Op::object).collect();
         self.refusals.retain(|object| tried.contains(object) || !due.contains(object));
-        let device = kernel.device()?;
-        let refused = write::run(kernel, device, self.family, &ops)?;
-        self.settle(ops.iter(), &refused)?;
+        self.run_steps(kernel, &ops)?;
         let taken = due.iter().filter(|object| !self.ledger.lacks(object)).count();
         if taken > 0 {
             info!(family = %self.family, taken, "the kernel takes what it had refused");
@@ -266,20 +291,20 @@ impl FamilyBackend {
         self.ledger.set_rules_aside(services);
     }
 
-    /// What somebody else flushes shows at once; what somebody changes shows when everything is compared.
+    /// Missing rules and sets, and a device that is gone or down, show at once; all else shows when everything is compared.
     pub(super) fn is_intact(&mut self, kernel: &mut Kernel) -> Result<bool, BackendError> {
         Ok(self.programs.is_intact(self.ledger.rules().config())?
             && self.has_device_and_sets(kernel)?
             && self.is_intact_in_depth(kernel)?)
     }
 
-    /// Rules that lead to our chains, the device and the sets are there.
+    /// Rules that lead to our chains, the device, up, and the sets are there.
     pub(super) fn has_rules(&self, kernel: &mut Kernel) -> Result<bool, BackendError> {
         Ok(self.programs.missing(self.ledger.rules().config())?.is_none() && self.has_device_and_sets(kernel)?)
     }
 
     fn has_device_and_sets(&self, kernel: &mut Kernel) -> Result<bool, BackendError> {
-        if kernel.existing_device()?.is_none() {
+        if !kernel.link()?.is_some_and(|link| link.is_up()) {
             return Ok(false);
         }
         let set = headgate_core::ipvs::Set::ClusterIp.name(self.family);
@@ -292,7 +317,7 @@ impl FamilyBackend {
         if self.next_deep_look.is_none_or(|due| started < due) {
             return Ok(true);
         }
-        let device = kernel.device()?;
+        let device = kernel.device_in_use()?;
         let tables = self.programs.existing_tables()?;
         let is_intact = self.ledger.is_in(&read::existing(kernel, device, self.family, tables)?);
         self.next_deep_look = Some(Instant::now() + started.elapsed() * DEEP_LOOK_PAUSE_FACTOR);
@@ -316,9 +341,14 @@ impl FamilyBackend {
         if ops.is_empty() {
             return Ok(());
         }
-        let device = kernel.device()?;
-        let refused = write::run(kernel, device, self.family, &ops)?;
-        self.settle(ops.iter(), &refused)
+        self.run_steps(kernel, &ops)
+    }
+
+    fn run_steps(&mut self, kernel: &mut Kernel, ops: &[Op]) -> Result<(), BackendError> {
+        let device = kernel.device_in_use()?;
+        let mut outcome = Outcome::default();
+        write::run(kernel, device, self.family, ops, &mut outcome)?;
+        self.settle(ops.iter(), &outcome)
     }
 
     pub(super) fn statistics(&self) -> FamilyStatistics {

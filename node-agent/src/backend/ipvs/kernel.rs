@@ -3,7 +3,10 @@
 use std::path::Path;
 
 use headgate_core::ipvs::DEVICE;
-use headgate_netlink::{NetlinkError, route::Routing};
+use headgate_netlink::{
+    NetlinkError,
+    route::{Link, Routing},
+};
 use ipset_netlink::{IpSetError, IpSets};
 use ipvs_netlink::{Ipvs, IpvsError};
 
@@ -73,11 +76,30 @@ impl Kernel {
         Ok(link.index)
     }
 
+    /// The number of our device, on which everything is that has been put there.
+    ///
+    /// # Errors
+    /// It is gone, and its addresses with it; or down, by which it has lost those of IPv6. Only a full sync helps.
+    pub(super) fn device_in_use(&mut self) -> Result<u32, BackendError> {
+        let state = match self.link()? {
+            Some(link) if link.is_up() => return Ok(link.index),
+            Some(_) => "down",
+            None => "gone",
+        };
+        let message = format!("device {DEVICE} is {state}: services' addresses went with it");
+        Err(BackendError::new(ErrorKind::NeedsFullSync, message))
+    }
+
     /// The number of our device, if it is there.
     pub(super) fn existing_device(&mut self) -> Result<Option<u32>, BackendError> {
+        Ok(self.link()?.map(|link| link.index))
+    }
+
+    /// Our device, if it is there.
+    pub(super) fn link(&mut self) -> Result<Option<Link>, BackendError> {
         let link = self.routing()?.link(DEVICE).map_err(of_routing)?;
         // A device of another kind is somebody else's.
-        Ok(link.filter(|link| link.kind.as_deref() == Some("dummy")).map(|link| link.index))
+        Ok(link.filter(|link| link.kind.as_deref() == Some("dummy")))
     }
 }
 

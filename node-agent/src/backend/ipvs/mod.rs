@@ -261,7 +261,7 @@ impl Backend for IpvsBackend {
         let mut plans = plan.0.into_iter();
         self.each(|family, kernel| {
             let Some(plan) = plans.next() else { return Ok(()) };
-            let device = kernel.device()?;
+            let device = kernel.device_in_use()?;
             family.run(kernel, device, &plan, &mut report)
         })?;
         Ok(report)

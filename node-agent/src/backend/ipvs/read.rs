@@ -7,8 +7,8 @@ use headgate_core::{
     iptables::ExistingTables,
     ipvs::{Existing, Set, existing::ExistingServer},
 };
-use headgate_netlink::route::Routing;
-use ipset_netlink::{Change, IpSets, Specification};
+use headgate_netlink::route::{Change as RouteChange, Prefix, Routing};
+use ipset_netlink::{Change, Entry, IpSets, Specification};
 use ipvs_netlink::Ipvs;
 
 use super::{
@@ -25,10 +25,20 @@ pub(super) fn existing(
     tables: ExistingTables,
 ) -> Result<Existing, BackendError> {
     let mut existing = Existing { tables, ..Existing::default() };
-    read_device(kernel.routing()?, device, family, &mut existing)?;
+    read_device(kernel.routing()?, device, family, OfNetworks::Remove, &mut existing)?;
     read_sets(kernel.sets()?, family, OfOtherSize::MakeAnew, &mut existing)?;
     read_servers(kernel.ipvs()?, family, &mut existing)?;
     Ok(existing)
+}
+
+/// What becomes of addresses of networks, such as 10.96.0.1/16, on our device. None of ours are: the kernel takes such an address for another than
+/// that of the host alone, and the whole network for one behind the device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum OfNetworks {
+    /// They are removed.
+    Remove,
+    /// They stay.
+    Leave,
 }
 
 /// Addresses of our device.
@@ -36,15 +46,24 @@ pub(super) fn read_device(
     routing: &mut Routing,
     device: u32,
     family: Family,
+    of_networks: OfNetworks,
     existing: &mut Existing,
 ) -> Result<(), BackendError> {
     let addresses = routing.addresses(device).map_err(of_routing)?;
-    let is_ours = |address: &IpAddr| Family::of(*address) == family && !is_link_local(*address);
-    existing.bound = addresses.into_iter().map(|prefix| prefix.address).filter(is_ours).collect();
+    let of_family = addresses.into_iter().filter(|prefix| Family::of(prefix.address) == family);
+    let (hosts, networks): (Vec<Prefix>, Vec<Prefix>) =
+        of_family.partition(|prefix| *prefix == convert::host(prefix.address));
+    existing.bound = hosts.into_iter().map(|prefix| prefix.address).collect();
+    if of_networks == OfNetworks::Remove {
+        let networks = networks.into_iter().filter(|prefix| !is_link_local(prefix.address));
+        let removals: Vec<_> = networks.map(|address| RouteChange::RemoveAddress { link: device, address }).collect();
+        // What is refused is gone already, or is looked at again.
+        routing.change(&removals, |_, _| {}).map_err(of_routing)?;
+    }
     Ok(())
 }
 
-/// The kernel gives every device one of IPv6 by itself.
+/// The kernel gives every device a network of IPv6 by itself.
 fn is_link_local(address: IpAddr) -> bool {
     matches!(address, IpAddr::V6(address) if address.is_unicast_link_local())
 }
@@ -71,8 +90,9 @@ pub(super) fn read_sets(
         if !found.header.fits(&wanted) && of_other_size == OfOtherSize::MakeAnew {
             if found.header.is_of_type(&wanted) {
                 // A draft has no comments.
-                let bare = |entry: &ipset_netlink::Entry| ipset_netlink::Entry::new(entry.element);
-                let changes = found.entries.iter().map(|entry| Change::add(&wanted.name, bare(entry)));
+                let bare = |entry: &Entry| Entry::new(entry.element);
+                let matching = found.entries.iter().filter(|entry| !entry.nomatch);
+                let changes = matching.map(|entry| Change::add(&wanted.name, bare(entry)));
                 replace(sets, &wanted, changes.collect())?;
             } else if found.header.references == 0 {
                 sets.destroy(&wanted.name).map_err(of_sets)?;
@@ -95,8 +115,8 @@ pub(super) fn read_sets(
         let mut foreign = Vec::new();
         for entry in &found.entries {
             match convert::known_element(&entry.element) {
-                Some(element) => drop(elements.insert(element)),
-                None => foreign.push(Change::delete(&wanted.name, entry.element)),
+                Some(element) if !entry.nomatch => drop(elements.insert(element)),
+                _ => foreign.push(Change::delete(&wanted.name, entry.element)),
             }
         }
         if of_other_size == OfOtherSize::MakeAnew {

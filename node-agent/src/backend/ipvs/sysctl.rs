@@ -5,6 +5,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use headgate_core::ipvs::DEVICE;
 use tracing::info;
 
 /// The parameter without which nothing can be masqueraded: IPVS then leaves connections unknown to conntrack.
@@ -39,7 +40,7 @@ impl Sysctls {
     /// # Errors
     /// The one that they do not work without, with the remedy.
     pub(super) fn set(&self, strict_arp: bool) -> Result<Vec<String>, String> {
-        self.write(CONNTRACK).map_err(|error| {
+        self.write(CONNTRACK.path, CONNTRACK.value).map_err(|error| {
             format!("{error}: without it IPVS cannot masquerade; give the agent a writable /proc/sys and CAP_NET_ADMIN")
         })?;
         let mut parameters = vec![
@@ -71,19 +72,31 @@ impl Sysctls {
             parameters.push(Parameter { path: "net/ipv4/conf/all/arp_ignore", value: "1", without });
             parameters.push(Parameter { path: "net/ipv4/conf/all/arp_announce", value: "2", without });
         }
-        let sentence =
-            |parameter: Parameter| self.write(parameter).err().map(|error| format!("{error}: {}", parameter.without));
+        let sentence = |Parameter { path, value, without }: Parameter| {
+            self.write(path, value).err().map(|error| format!("{error}: {without}"))
+        };
         Ok(parameters.into_iter().filter_map(sentence).collect())
+    }
+
+    /// Has our device take IPv6 addresses. It takes none where `net.ipv6.conf.default.disable_ipv6` was 1 when it was made, or IPv6 was switched off on all
+    /// devices since, though the node's own may have it.
+    ///
+    /// # Errors
+    /// The parameter cannot be set: a sentence that says what that means.
+    pub(super) fn allow_ipv6_on_device(&self) -> Result<(), String> {
+        let path = format!("net/ipv6/conf/{DEVICE}/disable_ipv6");
+        let without = "services cannot be reached at their IPv6 addresses";
+        self.write(&path, "0").map_err(|error| format!("{error}: {without}"))
     }
 
     fn release(&self) -> String {
         fs::read_to_string(self.root.join("kernel/osrelease")).unwrap_or_default()
     }
 
-    fn write(&self, parameter: Parameter) -> Result<(), String> {
-        let path = self.root.join(parameter.path);
-        write(&path, parameter.value)
-            .map_err(|error| format!("cannot write {} to {}: {error}", parameter.value, path.display()))
+    /// Sets a parameter, given by its path below the folder, unless it is so.
+    fn write(&self, path: &str, value: &str) -> Result<(), String> {
+        let path = self.root.join(path);
+        write(&path, value).map_err(|error| format!("cannot write {value} to {}: {error}", path.display()))
     }
 }
 
@@ -149,6 +162,18 @@ mod tests {
         assert!(sentences[2].contains("ip_forward") && sentences[2].contains("nothing is forwarded"), "{sentences:?}");
         let (_folder, sysctls) = machine("6.1.90", &ALL[1..]);
         assert!(sysctls.set(false).unwrap_err().contains("cannot masquerade"));
+    }
+
+    #[test]
+    fn ipv6_is_allowed_on_the_device_or_what_that_means_is_told() {
+        let (folder, sysctls) = machine("6.1.90", &[]);
+        let path = folder.path().join("net/ipv6/conf/kube-ipvs0/disable_ipv6");
+        let error = sysctls.allow_ipv6_on_device().unwrap_err();
+        assert!(error.contains("kube-ipvs0/disable_ipv6") && error.contains("IPv6 addresses"), "{error}");
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(&path, "1\n").unwrap();
+        assert_eq!(sysctls.allow_ipv6_on_device(), Ok(()));
+        assert_eq!(fs::read_to_string(path).unwrap(), "0");
     }
 
     #[test]

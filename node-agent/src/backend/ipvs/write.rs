@@ -1,15 +1,17 @@
 //! Steps of a plan, carried out: neighbours that go to the same part of the kernel travel together.
 
+use std::{collections::BTreeSet, net::IpAddr};
+
 use headgate_core::{
     Family,
-    ipvs::{Op, Scheduler},
+    ipvs::{DEVICE, Op, Scheduler, ServerKey},
 };
 use headgate_netlink::route::Change as RouteChange;
 use ipset_netlink::{Change as SetChange, IpSetError};
 use ipvs_netlink::{Command, Refusal};
 
 use super::{
-    super::BackendError,
+    super::{BackendError, ErrorKind},
     convert,
     kernel::{Kernel, of_ipvs, of_routing, of_sets},
 };
@@ -23,6 +25,15 @@ pub(super) struct RefusedOp {
     pub(super) reason: String,
     /// The scheduler that the kernel lacks, if that is why.
     pub(super) missing_scheduler: Option<Scheduler>,
+}
+
+/// What became of steps that were carried out.
+#[derive(Debug, Default)]
+pub(super) struct Outcome {
+    /// Those that the kernel refuses. All others are done.
+    pub(super) refused: Vec<RefusedOp>,
+    /// Virtual servers that steps were to change, and that are not there.
+    pub(super) absent: BTreeSet<ServerKey>,
 }
 
 /// Which part of the kernel takes a step.
@@ -48,27 +59,27 @@ fn part(op: &Op) -> Part {
     }
 }
 
-/// Carries out steps in their order. What somebody else has done already counts as done. Returns what is refused.
+/// Carries out steps in their order. What somebody else has done already counts as done. Adds to `outcome` what became of them.
 ///
 /// # Errors
-/// The kernel cannot be reached, or lacks a type of sets. What was done is not known.
+/// The kernel cannot be reached, or lacks a type of sets; or a set or the device is gone, so that only a full sync helps. What was done is not known.
 pub(super) fn run(
     kernel: &mut Kernel,
     device: u32,
     family: Family,
     ops: &[Op],
-) -> Result<Vec<RefusedOp>, BackendError> {
-    let mut refused = Vec::new();
+    outcome: &mut Outcome,
+) -> Result<(), BackendError> {
     for ops in ops.chunk_by(|one, next| part(one) == part(next)) {
         match ops.first().map(part) {
-            Some(Part::Set) => ops.iter().try_for_each(|op| set(kernel, family, *op, &mut refused))?,
-            Some(Part::Elements) => elements(kernel, family, ops, &mut refused)?,
-            Some(Part::Addresses) => addresses(kernel, device, ops, &mut refused)?,
-            Some(Part::Servers) => servers(kernel, ops, &mut refused)?,
+            Some(Part::Set) => ops.iter().try_for_each(|op| set(kernel, family, *op, &mut outcome.refused))?,
+            Some(Part::Elements) => elements(kernel, family, ops, &mut outcome.refused)?,
+            Some(Part::Addresses) => addresses(kernel, device, ops, &mut outcome.refused)?,
+            Some(Part::Servers) => servers(kernel, ops, outcome)?,
             None => {}
         }
     }
-    Ok(refused)
+    Ok(())
 }
 
 fn set(kernel: &mut Kernel, family: Family, op: Op, refused: &mut Vec<RefusedOp>) -> Result<(), BackendError> {
@@ -99,6 +110,9 @@ fn elements(kernel: &mut Kernel, family: Family, ops: &[Op], refused: &mut Vec<R
     let changes: Vec<SetChange> = ops.iter().filter_map(change).collect();
     for refusal in kernel.sets()?.execute(&changes).map_err(of_sets)? {
         let (op, change) = (ops[refusal.index], &changes[refusal.index]);
+        if refusal.refusal.code == libc::ENOENT {
+            return Err(BackendError::new(ErrorKind::NeedsFullSync, change.explain(&refusal.refusal)));
+        }
         refused.push(RefusedOp { op, reason: change.explain(&refusal.refusal), missing_scheduler: None });
     }
     Ok(())
@@ -120,10 +134,20 @@ fn addresses(kernel: &mut Kernel, device: u32, ops: &[Op], refused: &mut Vec<Ref
             Op::Unbind(address) => (format!("removing address {address}"), code == libc::EADDRNOTAVAIL),
             _ => continue,
         };
-        if !is_done {
-            let reason = format!("{what} on device {}: {refusal}", headgate_core::ipvs::DEVICE);
-            refused.push(RefusedOp { op, reason, missing_scheduler: None });
+        if is_done {
+            continue;
         }
+        let remedy = match op {
+            Op::Bind(IpAddr::V6(_)) if code == libc::EACCES => {
+                format!(" (IPv6 is off on it: sysctl -w net.ipv6.conf.{DEVICE}.disable_ipv6=0)")
+            }
+            _ => String::new(),
+        };
+        let reason = format!("{what} on device {DEVICE}: {refusal}{remedy}");
+        if code == libc::ENODEV {
+            return Err(BackendError::new(ErrorKind::NeedsFullSync, reason));
+        }
+        refused.push(RefusedOp { op, reason, missing_scheduler: None });
     }
     Ok(())
 }
@@ -144,12 +168,14 @@ fn command(op: &Op) -> Option<Command> {
     })
 }
 
-fn servers(kernel: &mut Kernel, ops: &[Op], refused: &mut Vec<RefusedOp>) -> Result<(), BackendError> {
+fn servers(kernel: &mut Kernel, ops: &[Op], outcome: &mut Outcome) -> Result<(), BackendError> {
     let commands: Vec<Command> = ops.iter().filter_map(command).collect();
     let refusals = kernel.ipvs()?.execute(&commands).map_err(of_ipvs)?;
+    let Outcome { refused, absent } = outcome;
     let mut again = Vec::new();
     for refusal in refusals {
         let (op, command) = (ops[refusal.index], &commands[refusal.index]);
+        absent.extend(absent_server(&op, refusal.refusal.code));
         match what_then(command, &refusal.refusal) {
             Then::Done => {}
             Then::Instead(command) => again.push((op, command)),
@@ -174,6 +200,18 @@ fn refused_op(op: Op, command: &Command, refusal: &Refusal) -> RefusedOp {
         _ => None,
     };
     RefusedOp { op, reason: command.explain(refusal), missing_scheduler }
+}
+
+/// The virtual server that has to be there for a step, if it is refused because it is not.
+fn absent_server(op: &Op, code: i32) -> Option<ServerKey> {
+    match *op {
+        Op::EditServer(key, _) | Op::AddDestination(key, ..) | Op::EditDestination(key, _, 1..)
+            if code == libc::ESRCH =>
+        {
+            Some(key)
+        }
+        _ => None,
+    }
 }
 
 /// What a refusal asks for.
@@ -233,6 +271,15 @@ mod tests {
         let op = Op::AddServer(key, settings);
         let add = command(&op).unwrap();
         assert_eq!(then(Op::EditServer(key, settings), libc::ESRCH), Then::Instead(add));
+        for needs_it in [op, Op::AddDestination(key, address, 0), Op::EditDestination(key, address, 3)] {
+            let expected = Some(key).filter(|_| needs_it != op);
+            assert_eq!(absent_server(&needs_it, libc::ESRCH), expected);
+            assert_eq!(absent_server(&needs_it, libc::ENOENT), None);
+        }
+        assert_eq!(absent_server(&Op::EditServer(key, settings), libc::ESRCH), Some(key));
+        for wants_it_gone in [Op::EditDestination(key, address, 0), Op::DeleteServer(key)] {
+            assert_eq!(absent_server(&wants_it_gone, libc::ESRCH), None);
+        }
         let refused = refused_op(op, &command(&op).unwrap(), &Refusal::of_code(libc::ENOENT));
         assert_eq!(refused.missing_scheduler, Some(Scheduler::MaglevHashing));
         assert!(refused.reason.contains("10.96.0.1:80") && refused.reason.contains("ip_vs_"), "{}", refused.reason);

@@ -1,9 +1,13 @@
 //! What is IPVS's alone: virtual servers, sets and the device in the kernel, what others do to them, and what becomes of them.
 
+mod meddling;
 mod modules;
 mod refused;
 mod takeover;
 
+pub use meddling::{
+    a_change_finds_out_what_is_gone, ipv6_is_switched_on_for_the_device, what_others_change_is_changed_back,
+};
 pub use modules::{
     a_missing_scheduler_is_made_up_for, falls_back_to_iptables, sctp_that_cannot_be_matched_is_left_out,
 };

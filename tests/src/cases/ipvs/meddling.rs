@@ -1,0 +1,135 @@
+//! What others do to the device, the sets and the virtual servers, and IPv6 switched off, while an agent runs.
+
+use anyhow::{Context, Result, ensure};
+
+use super::super::case::{Source, ask};
+use super::super::changes::within;
+use super::super::run::run;
+use super::{CHANGED_BY_HAND, difference, kernel, returns_to, set_endpoints, tool, without_marker};
+use crate::testbed::manifests::{Service, Via};
+use crate::testbed::{AgentSetup, Family, Namespace, Testbed};
+
+use Source::{Kept, Masqueraded};
+use Via::{ClusterIp, LoadBalancerIp};
+
+type Step<'a> = &'a dyn Fn() -> Result<()>;
+
+/// Somebody removes what a change needs: the next change finds it out, and has everything back before it is reported as programmed, without waiting for the
+/// next look at the rules.
+///
+/// On machines with [`super::super::lifecycle::some_services`] on which nothing runs yet.
+pub fn a_change_finds_out_what_is_gone(bed: &Testbed) -> Result<()> {
+    bed.start_control_plane()?;
+    bed.start_agent_with("node-a", &AgentSetup::with(&["--ipvs-sync-period", "1h"]))?;
+    bed.wait_programmed()?;
+    let node = bed.machines().machine("node-a")?;
+    let there_and_back = || set_endpoints(bed, &["a1", "b2"]).and_then(|()| set_endpoints(bed, &["a1", "b1"]));
+    let affinity = || -> Result<()> {
+        for timeout in [Some(600), None] {
+            bed.update(|manifests| {
+                manifests.service_mut("steady")?.affinity_timeout_seconds = timeout;
+                Ok(())
+            })?;
+        }
+        Ok(())
+    };
+    let node_port = || -> Result<()> {
+        bed.update(|manifests| manifests.add(Service::new("new", &["a2"])))?;
+        bed.update(|manifests| manifests.remove("new").map(drop))
+    };
+    let flush_servers = || tool(node, "ipvsadm", &["-C"]).map(drop);
+    let steps: [(&str, Step<'_>, Step<'_>); 5] = [
+        ("virtual servers were flushed, and endpoints change", &flush_servers, &there_and_back),
+        ("virtual servers were flushed, and settings change", &flush_servers, &affinity),
+        ("the device was removed", &|| node.ip_batch("link del kube-ipvs0\n"), &there_and_back),
+        ("the device was set down", &|| node.ip_batch("link set kube-ipvs0 down\n"), &there_and_back),
+        ("a set was destroyed", &|| tool(node, "ipset", &["destroy", "KUBE-NODE-PORT-SERVERS"]).map(drop), &node_port),
+    ];
+    let before = without_marker(kernel(bed, "node-a")?);
+    for (what, step, change) in steps {
+        step().with_context(|| what.to_owned())?;
+        change().with_context(|| what.to_owned())?;
+        within(CHANGED_BY_HAND, || {
+            let different = difference(&before, &without_marker(kernel(bed, "node-a")?));
+            ensure!(different.is_empty(), "different:\n{}", different.join("\n"));
+            Ok(())
+        })
+        .with_context(|| what.to_owned())?;
+        run(bed, &[ask("a3", "other", ClusterIp).ports(&["tcp", "udp"]).answered(&["c1"], Kept)])
+            .with_context(|| what.to_owned())?;
+    }
+    Ok(())
+}
+
+/// What others put where only ours belongs goes, and what they change is changed back.
+///
+/// On machines with [`super::super::lifecycle::some_services`] on which nothing runs yet.
+pub fn what_others_change_is_changed_back(bed: &Testbed) -> Result<()> {
+    bed.write(|manifests| {
+        let mut ranged = Service::new("ranged", &["a1"]);
+        ranged.source_ranges = vec!["10.244.0.0/16".to_owned(), "fd00:10:244::/48".to_owned()];
+        manifests.add(ranged)
+    })?;
+    bed.start_control_plane()?;
+    bed.start_agent_with("node-a", &AgentSetup::with(&["--ipvs-sync-period", "1s"]))?;
+    bed.wait_programmed()?;
+    let node = bed.machines().machine("node-a")?;
+    let before = kernel(bed, "node-a")?;
+    let server = bed.address("steady", ClusterIp, Family::V4, "tcp")?;
+
+    // Addresses of networks: one of nobody's in each family, and one that is wanted, but for the host alone.
+    let address = server.ip();
+    node.ip_batch(&format!(
+        "addr add 10.96.200.1/16 dev kube-ipvs0\naddr add fd00:10:96::c8/112 dev kube-ipvs0\n\
+         addr del {address}/32 dev kube-ipvs0\naddr add {address}/24 dev kube-ipvs0 scope host\n"
+    ))?;
+    // A range that may reach a load balancer's address becomes one that may not.
+    let set = "KUBE-LOAD-BALANCER-SOURCE-CIDR";
+    let saved = tool(node, "ipset", &["save", set])?;
+    let range = saved.lines().find(|line| line.starts_with("add ")).context("no range is in the set")?;
+    let range = range.split(' ').nth(2).context("no range")?;
+    tool(node, "ipset", &["-exist", "add", set, range, "nomatch"])?;
+    // Settings of a virtual server, its destinations, and one more.
+    let server = server.to_string();
+    tool(node, "ipvsadm", &["-E", "-t", &server, "-s", "wlc", "-p", "77"])?;
+    let saved = tool(node, "ipvsadm", &["-Sn"])?;
+    let added: Vec<&str> = saved.lines().filter(|line| line.starts_with(&format!("-a -t {server} "))).collect();
+    ensure!(added.len() == 2, "{server} has the destinations {added:?}");
+    for (line, change) in added.into_iter().zip([["-w", "0"], ["-x", "5"]]) {
+        let destination = line.split(' ').nth(4).context("a destination's address")?;
+        tool(node, "ipvsadm", &[&["-e", "-t", &server, "-r", destination, "-m"][..], &change].concat())?;
+    }
+    tool(node, "ipvsadm", &["-a", "-t", &server, "-r", "198.18.77.1:80", "-g", "-w", "9"])?;
+
+    returns_to(bed, "node-a", &before)?;
+    run(
+        bed,
+        &[
+            ask("a3", "steady", ClusterIp).answered(&["a1", "b1"], Kept),
+            ask("a3", "ranged", LoadBalancerIp).answered(&["a1"], Masqueraded("node-a")),
+        ],
+    )
+}
+
+/// Where new devices come without IPv6, and when it is switched off later, the agent switches it on for its own device.
+///
+/// On machines with [`super::super::lifecycle::some_services`] on which nothing runs yet.
+pub fn ipv6_is_switched_on_for_the_device(bed: &Testbed) -> Result<()> {
+    let node = bed.machines().machine("node-a")?;
+    let switch_off = |node: &Namespace, device: &str| {
+        node.run(|| {
+            let path = format!("/proc/sys/net/ipv6/conf/{device}/disable_ipv6");
+            std::fs::write(&path, "1").with_context(|| path)
+        })
+    };
+    let answers = || run(bed, &[ask("a3", "steady", ClusterIp).ports(&["tcp", "udp"]).answered(&["a1", "b1"], Kept)]);
+    switch_off(node, "default")?;
+    bed.start_control_plane()?;
+    bed.start_agent_with("node-a", &AgentSetup::with(&["--ipvs-sync-period", "1s"]))?;
+    bed.wait_programmed()?;
+    answers()?;
+    let before = kernel(bed, "node-a")?;
+    switch_off(node, "kube-ipvs0")?;
+    returns_to(bed, "node-a", &before).context("IPv6 was switched off on the device")?;
+    answers()
+}
