@@ -19,8 +19,8 @@ use super::{
 };
 use crate::store::{NodeObserver, ResumeMode};
 
-/// Nodes without a stream whose last ACK is remembered, so that a stream that resumes by the log starts with it.
-const MAX_DEPARTED: usize = 65_536;
+/// Nodes of which it is remembered how many streams they have opened; those that may open as many as ever are forgotten first.
+const MAX_RESTING: usize = 65_536;
 
 /// Streams of a node that may be opened at once, and how often further ones. Each may have a large step of the log compacted for it alone.
 const STREAMS_AT_ONCE: u32 = 64;
@@ -196,6 +196,13 @@ impl Agent {
 }
 
 impl Record {
+    /// The version that the kernel has, as far as that is known. 0 when a version failed that had been acknowledged: it was programmed anew because the
+    /// rules were found to be others, and nobody knows which of them are left.
+    pub(super) fn kernel_version(&self) -> u64 {
+        let is_lost = !self.last_error.is_empty() && self.failed_version <= self.programmed_version;
+        if is_lost { 0 } else { self.programmed_version }
+    }
+
     /// The last attempt failed, or something is rejected.
     pub(super) fn is_failing(&self) -> bool {
         !self.last_error.is_empty() || !self.rejections.is_empty()
@@ -277,7 +284,6 @@ pub(super) struct Agents {
 #[derive(Debug, Default)]
 struct Table {
     present: BTreeMap<Arc<str>, Arc<Agent>>,
-    departed: HashMap<Arc<str>, u64>,
     /// When nodes may open as many streams at once as ever; those that may already among them.
     rested_at: HashMap<Arc<str>, Instant>,
 }
@@ -303,7 +309,7 @@ impl Agents {
         if rested_at > now + STREAM_INTERVAL * STREAMS_AT_ONCE {
             return false;
         }
-        if table.rested_at.len() >= MAX_DEPARTED {
+        if table.rested_at.len() >= MAX_RESTING {
             table.rested_at.retain(|_, rested_at| *rested_at > now);
         }
         table.rested_at.insert(node.into(), rested_at);
@@ -311,16 +317,11 @@ impl Agents {
     }
 
     /// Enters a stream. The node's older one, if any, is ended.
+    ///
+    /// Nothing that an earlier stream acknowledged counts for it, also where it goes on by the log: the node may have rebooted in between, and then
+    /// its kernel has nothing. An agent says at once what is programmed (contract, 7).
     pub(super) fn enter(&self, agent: &Arc<Agent>) {
-        let mut table = self.table();
-        let departed = table.departed.remove(&agent.node);
-        let old = table.present.insert(Arc::clone(&agent.node), Arc::clone(agent));
-        drop(table);
-        let replaced = old.as_ref().map(|old| old.record().programmed_version);
-        if let Some(programmed) = departed.max(replaced).filter(|_| agent.resume == ResumeMode::Log) {
-            // Same epoch, so the version means the same, and what is programmed stays so while a stream is down.
-            agent.record().programmed_version = programmed;
-        }
+        let old = self.table().present.insert(Arc::clone(&agent.node), Arc::clone(agent));
         if let Some(old) = &old {
             old.leave();
         }
@@ -337,11 +338,6 @@ impl Agents {
         let mut table = self.table();
         if table.present.get(&agent.node).is_some_and(|present| Arc::ptr_eq(present, agent)) {
             table.present.remove(&agent.node);
-            if table.departed.len() >= MAX_DEPARTED {
-                table.departed.clear();
-            }
-            let programmed = agent.record().programmed_version;
-            table.departed.insert(Arc::clone(&agent.node), programmed);
         }
     }
 

@@ -157,8 +157,7 @@ impl Fleet {
     /// An agent has connected.
     pub(super) fn enter(&self, node: &Arc<str>, record: &Record) -> Seat {
         let head = self.store.version();
-        let mut seat =
-            Seat { version: record.programmed_version, is_failing: record.is_failing(), joins_at: Some(head) };
+        let mut seat = Seat { version: record.kernel_version(), is_failing: record.is_failing(), joins_at: Some(head) };
         seat.settle();
         let mut table = self.table();
         table.count(seat);
@@ -171,7 +170,7 @@ impl Fleet {
     /// An agent has said something. `programmed` are the versions that an ACK names, in ascending order, and when the kernel had them.
     pub(super) fn update(&self, node: &Arc<str>, seat: &mut Seat, record: &Record, programmed: &[(u64, Instant)]) {
         let old = *seat;
-        (seat.version, seat.is_failing) = (record.programmed_version, record.is_failing());
+        (seat.version, seat.is_failing) = (record.kernel_version(), record.is_failing());
         seat.settle();
         let mut table = self.table();
         table.note_rejections(node, record);
@@ -218,7 +217,7 @@ impl Fleet {
         }
     }
 
-    /// How many agents have a stream, and how many of these have programmed `version`. Those that fail now may have programmed it before.
+    /// How many agents have a stream, and how many of these have programmed `version`. Those that fail at a later one have what they had before.
     pub(super) fn programmed(&self, version: u64) -> (usize, usize) {
         let table = self.table();
         let reached = [false, true]

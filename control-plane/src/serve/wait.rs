@@ -168,7 +168,7 @@ impl Waiter {
             let has = |node: &str| {
                 all.binary_search_by(|agent| (*agent.node).cmp(node))
                     .ok()
-                    .is_some_and(|index| all[index].record().programmed_version >= *version)
+                    .is_some_and(|index| all[index].record().kernel_version() >= *version)
             };
             programmed = programmed.saturating_sub(rejections.keys().filter(|node| has(node)).count());
         }
@@ -207,12 +207,12 @@ impl Waiter {
     ) -> Vec<v1::Laggard> {
         let mut laggards = Vec::new();
         for agent in self.shared.agents.all() {
-            let (programmed_version, error) = {
+            let (programmed_version, kernel_version, error) = {
                 let record = agent.record();
-                (record.programmed_version, record.last_error.clone())
+                (record.programmed_version, record.kernel_version(), record.last_error.clone())
             };
             let rejection = rejections.get(&agent.node);
-            if programmed_version >= version && rejection.is_none() {
+            if kernel_version >= version && rejection.is_none() {
                 continue;
             }
             let rejected = rejection.map(|rejection| {

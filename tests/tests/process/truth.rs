@@ -69,3 +69,45 @@ fn wait_returns_when_the_kernel_has_it_and_says_why_it_has_not() {
     let fleet = rig.headgatectl(&["agents"]).unwrap();
     assert!(fleet.contains("fleet: 1 of 1 up to date; everywhere after p50 "), "{fleet}");
 }
+
+/// The agent has forgotten nothing and the kernel has: what it acknowledged before is no more, whichever way it got lost.
+#[test]
+fn what_was_acknowledged_and_is_gone_from_the_kernel_does_not_count() {
+    let rig = Rig::serving(&[("web", service("web", 1, "")), ("web-1", slice("web", &[("node-a", 1)], ""))]);
+    rig.make_breakable(RESTORE);
+    let state = format!("--state-dir={}", rig.path("state").display());
+    let arguments = [state.as_str(), "--state-save-period=100ms", "--iptables-sync-period=1s"];
+    let agent = rig.agent(&arguments);
+    rig.until_programmed();
+    rig.headgatectl(&["wait", "ns/web"]).unwrap();
+    let is_told = |what: &str| {
+        eventually(what, || {
+            let said = rig.headgatectl(&["wait", "ns/web", "--timeout", "300ms"]).unwrap_or_else(|error| error);
+            let is_counted = said.contains("exit status: 3") && said.contains("0 of 1 nodes have programmed it");
+            if is_counted && said.contains("broken on purpose") { Ok(()) } else { Err(said) }
+        });
+    };
+
+    // Somebody flushes the rules, and they cannot be written again.
+    rig.break_tool(RESTORE);
+    rig.flush("iptables-nft");
+    is_told("the agent finds that the rules are gone, and wait says so");
+    rig.mend_tool(RESTORE);
+    rig.headgatectl(&["wait", "ns/web"]).unwrap();
+    assert!(translates_to(&rig, "10.244.1.1"), "wait returned before the kernel had it");
+
+    // The node reboots: its disk has the state, with the version at this very replica, and its kernel nothing.
+    agent.terminate();
+    rig.break_tool(RESTORE);
+    rig.flush("iptables-nft");
+    let agent = rig.agent(&arguments);
+    eventually("the agent is back, by the log", || {
+        let agents = rig.headgatectl(&["agents", "-o", "wide"])?;
+        if agents.contains("log (0)") { Ok(()) } else { Err(agents) }
+    });
+    is_told("wait names the node whose kernel has nothing after the reboot");
+    rig.mend_tool(RESTORE);
+    rig.headgatectl(&["wait", "ns/web"]).unwrap();
+    assert!(translates_to(&rig, "10.244.1.1"), "wait returned before the kernel had it");
+    drop(agent);
+}
