@@ -11,6 +11,8 @@ use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint, Identity
 use crate::args::TlsArgs;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// For a handshake, and for the beginning of each answer. In a storm of agents a handshake has to wait for its turn.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 /// Finds a replica that went away without a word, as in `watch`.
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
 
@@ -46,8 +48,20 @@ pub enum ConnectError {
 /// answers there is believed.
 pub async fn connect(server: &str, tls: &TlsArgs) -> Result<InspectClient<Channel>, ConnectError> {
     let endpoint = endpoint(server, tls)?;
-    let channel = endpoint.connect().await.map_err(|error| unreachable(server, &error))?;
+    // The time-out of connecting is over with TCP's part, which a system does for a program that hangs.
+    let connected = tokio::time::timeout(ANSWER_TIMEOUT, endpoint.connect()).await.map_err(|_| silent(server))?;
+    let channel = connected.map_err(|error| unreachable(server, &error))?;
     Ok(InspectClient::new(channel))
+}
+
+/// What to say of a replica that accepts connections and does not answer.
+pub(crate) fn silent(server: &str) -> ConnectError {
+    ConnectError::Unreachable {
+        server: server.to_owned(),
+        reason: format!("it takes connections, and has not answered within {} s", ANSWER_TIMEOUT.as_secs()),
+        advice: "The replica hangs, or has too much to do: look at its log and its load. To ask the other replicas, leave it out of --server."
+            .to_owned(),
+    }
 }
 
 /// The URLs of all replicas that `servers` name: a host name that resolves to several addresses stands for all of them. The second part is the name
@@ -92,6 +106,7 @@ fn endpoint(server: &str, tls: &TlsArgs) -> Result<Endpoint, ConnectError> {
     let endpoint = Endpoint::from_shared(server.to_owned())
         .map_err(|error| usage(format!("--server {server} is no URL ({error}): write https://HOST:7443")))?
         .connect_timeout(CONNECT_TIMEOUT)
+        .timeout(ANSWER_TIMEOUT)
         .http2_keep_alive_interval(KEEPALIVE_INTERVAL)
         .keep_alive_while_idle(true);
     let uri = endpoint.uri();
@@ -168,6 +183,11 @@ fn unreachable(server: &str, error: &tonic::transport::Error) -> ConnectError {
         _ => "Check --server (or HEADGATE_SERVER): scheme, host and port.",
     };
     ConnectError::Unreachable { server: server.to_owned(), reason, advice: advice.to_owned() }
+}
+
+/// True when a request failed since nobody began to answer it in time.
+pub(crate) fn is_silence(status: &tonic::Status) -> bool {
+    causes(status).any(<dyn std::error::Error>::is::<tonic::TimeoutExpired>)
 }
 
 fn causes<'a>(

@@ -219,6 +219,9 @@ pub(crate) fn write_json(out: &mut dyn Write, value: &Value) -> Result<(), Failu
 }
 
 pub(crate) fn refused(server: &str, status: &Status) -> Failure {
+    if client::is_silence(status) {
+        return Failure::Connect(client::silent(server));
+    }
     let message = if status.message().is_empty() { client::chain(status) } else { status.message().to_owned() };
     let message = render::plain(&message).into_owned();
     Failure::Server { server: server.to_owned(), code: status.code(), message }

@@ -51,6 +51,7 @@ pub(crate) async fn run(args: &Args, wait: &WaitArgs, service: Selected, out: &m
         positions: positions.into_iter().map(position).collect(),
     };
     let count = clients.len();
+    let servers: Vec<String> = clients.iter().map(|(server, _)| server.clone()).collect();
     let (sender, mut messages) = mpsc::channel(16);
     for (index, (server, client)) in clients.into_iter().enumerate() {
         tokio::spawn(follow(index, server, client, request.clone(), sender.clone()));
@@ -60,8 +61,11 @@ pub(crate) async fn run(args: &Args, wait: &WaitArgs, service: Selected, out: &m
     loop {
         let message = timeout_at(deadline, messages.recv()).await;
         let Ok(Some((index, progress))) = message else {
+            let is_silent = |progress: &Option<WaitProgress>| progress.as_ref().is_none_or(|last| !last.timed_out);
+            let silent = servers.iter().zip(&latest).filter(|(_, last)| is_silent(last)).map(|(server, _)| &**server);
+            let (silent, time) = (silent.collect::<Vec<_>>().join(", "), units::duration(ms(wait.timeout)));
             let text =
-                format!("a replica said nothing more before the time was up ({})", units::duration(ms(wait.timeout)));
+                format!("{silent} said nothing more before the time was up ({time}): look at its log and its load");
             return Err(Failure::TimedOut(text));
         };
         latest[index] = Some(progress?);

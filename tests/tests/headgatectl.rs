@@ -247,6 +247,28 @@ async fn an_unreachable_server_is_named_with_what_to_do() {
 }
 
 #[tokio::test]
+async fn a_replica_that_hangs_is_named_and_not_waited_for_without_end() {
+    // The system takes connections for a program that does nothing with them.
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let (address, folder) = (listener.local_addr().unwrap(), tempfile::tempdir().unwrap());
+    let (authority, out) = (folder.path().join("ca.crt"), folder.path().to_str().unwrap());
+    answer("http://127.0.0.1:1", &["certs", "--out", out, "--reader", "me"]).await;
+    let (plain, secured) = (format!("http://{address}"), format!("https://{address}"));
+    let ask_plain = refusal(&plain, &["wait", "web", "--timeout", "1s"]);
+    let arguments = ["--tls-ca", authority.to_str().unwrap(), "agents"];
+    let ask_secured = refusal(&secured, &arguments);
+    let refusals = tokio::time::timeout(std::time::Duration::from_secs(120), async {
+        let (plain, secured) = tokio::join!(ask_plain, ask_secured);
+        [plain, secured]
+    });
+    for ((code, error), server) in refusals.await.expect("it does not end").into_iter().zip([plain, secured]) {
+        assert_eq!(code, 1, "{error}");
+        assert!(error.contains(&format!("cannot reach {server}: it takes connections")), "{error}");
+        assert!(error.contains("look at its log"), "{error}");
+    }
+}
+
+#[tokio::test]
 async fn usage_errors_have_exit_code_2_and_trouble_nobody() {
     let nowhere = "http://127.0.0.1:1";
     for (server, arguments, expected) in [
