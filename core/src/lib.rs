@@ -13,6 +13,7 @@ pub mod digest;
 pub mod dns_name;
 pub mod endpoint_choice;
 pub mod endpoint_health;
+pub mod exposition;
 pub mod health_check_port;
 pub mod iptables;
 pub mod ipvs;

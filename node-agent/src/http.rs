@@ -2,7 +2,6 @@
 //! kubelet on another.
 
 mod component;
-mod exposition;
 pub mod health;
 pub mod listen;
 
@@ -11,10 +10,14 @@ use std::sync::Arc;
 use axum::{
     Json, Router,
     extract::State,
-    http::{HeaderMap, StatusCode, header::CONTENT_TYPE},
+    http::{
+        HeaderMap, StatusCode,
+        header::{ACCEPT, CONTENT_TYPE},
+    },
     response::{IntoResponse, Response},
     routing::get,
 };
+use headgate_core::exposition;
 use tokio::sync::watch;
 
 use crate::{
@@ -63,11 +66,18 @@ fn router(pages: Pages) -> Router {
 
 async fn metrics(State(pages): State<Pages>, request: HeaderMap) -> Response {
     match pages.metrics.encode(&pages.backlog.counts()) {
-        Ok(text) => exposition::answer(&request, text).into_response(),
+        Ok(text) => in_format(&request, text).into_response(),
         Err(error) => {
             (StatusCode::INTERNAL_SERVER_ERROR, [(CONTENT_TYPE, "text/plain")], error.to_string()).into_response()
         }
     }
+}
+
+/// A page of metrics, from OpenMetrics text, in the format that the request asks for.
+fn in_format(request: &HeaderMap, open_metrics: String) -> impl IntoResponse + use<> {
+    let accepted = request.get_all(ACCEPT).iter().filter_map(|value| value.to_str().ok());
+    let (content_type, text) = exposition::page(accepted, open_metrics);
+    ([(CONTENT_TYPE, content_type)], text)
 }
 
 /// What the agent knows of itself, for whoever looks: its control plane, what it holds and has programmed, and what is wrong.

@@ -8,7 +8,10 @@ use std::{
     time::Duration,
 };
 
-use clap::builder::{PossibleValuesParser, TypedValueParser as _};
+use clap::{
+    ArgAction,
+    builder::{PossibleValuesParser, TypedValueParser as _},
+};
 use headgate_core::{endpoint_health::CheckTiming, iptables::Layout};
 use headgate_tls::{Files, Side};
 
@@ -29,6 +32,9 @@ pub enum OptionsError {
     /// An address of a control plane. The sentence is all there is to say: it has no source, which would be shown beside it.
     #[error("--control-plane: {0}")]
     ControlPlane(String),
+    /// There is none: clap lets `--cleanup=false` pass for an action.
+    #[error("--control-plane: pass at least one URL, such as https://192.0.2.10:7443")]
+    NoControlPlane,
     /// TLS files are missing.
     #[error("--control-plane names an https URL, which needs --tls-cert, --tls-key and --tls-ca; missing: {0}")]
     TlsFilesMissing(String),
@@ -115,7 +121,8 @@ pub struct Options {
     pub write_config_to: Option<PathBuf>,
 
     /// Set the kernel's parameters that need privileges, and exit
-    #[arg(long)]
+    #[arg(long, action = ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value_t = false,
+        hide_default_value = true, value_name = "BOOL")]
     pub init_only: bool,
 
     /// Folder for the last good state, from which a cold start forwards while no control plane answers. Empty keeps none
@@ -141,7 +148,8 @@ pub struct Options {
     pub kube_proxy: KubeProxyFlags,
 
     /// Remove every rule that any backend of Headgate made on this node, and exit
-    #[arg(long)]
+    #[arg(long, action = ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value_t = false,
+        hide_default_value = true, value_name = "BOOL")]
     pub cleanup: bool,
 
     /// What to log, such as info or headgate_node_agent=debug
@@ -215,10 +223,13 @@ impl Options {
     /// The control planes to try, and the files for TLS when one of them needs it.
     ///
     /// # Errors
-    /// A URL cannot be used, or may not be used without TLS, or a file's name is missing.
+    /// There is no URL, or one that cannot be used, or may not be used without TLS, or a file's name is missing.
     pub fn control_planes(&self) -> Result<(Vec<ControlPlane>, Option<Files>), OptionsError> {
         let parse = |url: &String| ControlPlane::parse(url, self.insecure_loopback);
         let targets: Vec<ControlPlane> = self.control_plane.iter().map(parse).collect::<Result<_, AddressError>>()?;
+        if targets.is_empty() {
+            return Err(OptionsError::NoControlPlane);
+        }
         if !targets.iter().any(ControlPlane::uses_tls) {
             return Ok((targets, None));
         }

@@ -288,13 +288,19 @@ async fn nothing_is_sent_before_the_source_has_been_listed() {
 
 /// Status line and body of a plain HTTP request.
 async fn get(replica: &Replica, path: &str) -> (String, String) {
+    let (head, body) = get_with(replica, path, "*/*").await;
+    (head.lines().next().unwrap().to_owned(), body)
+}
+
+/// Status line with headers, and body.
+async fn get_with(replica: &Replica, path: &str, accept: &str) -> (String, String) {
     let mut socket = tokio::net::TcpStream::connect(replica.running.metrics_addr.unwrap()).await.unwrap();
-    let request = format!("GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n");
+    let request = format!("GET {path} HTTP/1.1\r\nHost: localhost\r\nAccept: {accept}\r\nConnection: close\r\n\r\n");
     socket.write_all(request.as_bytes()).await.unwrap();
     let mut answer = String::new();
     timeout(GUARD, socket.read_to_string(&mut answer)).await.unwrap().unwrap();
     let (head, body) = answer.split_once("\r\n\r\n").unwrap();
-    (head.lines().next().unwrap().to_owned(), body.to_owned())
+    (head.to_owned(), body.to_owned())
 }
 
 #[tokio::test]
@@ -314,6 +320,10 @@ async fn probes_and_metrics_follow_the_source() {
     ] {
         assert!(metrics.contains(sample), "{sample} is not in\n{metrics}");
     }
+    assert!(metrics.contains("# TYPE headgate_source_errors_total counter") && !metrics.contains("# EOF"), "{metrics}");
+    let (head, metrics) = get_with(&replica, "/metrics", "application/openmetrics-text;version=1.0.0").await;
+    assert!(head.contains("content-type: application/openmetrics-text; version=1.0.0"), "{head}");
+    assert!(metrics.contains("# TYPE headgate_source_errors counter") && metrics.ends_with("# EOF\n"), "{metrics}");
     replica.running.stop().await;
 }
 

@@ -13,7 +13,8 @@ const HEAD: &str = "\
 
 <!-- Written by `make docs` from what control-plane/src/metrics.rs registers; edit that. -->
 
-`GET /metrics` of each replica (`--metrics-listen`) answers in the OpenMetrics text format. A metric with labels appears with its first value. Labels are
+`GET /metrics` of each replica (`--metrics-listen`) answers in Prometheus' text format, or in OpenMetrics to those who
+ask for it. A metric with labels appears with its first value. Labels are
 bounded: no name of a node or a service is one; `headgatectl agents` and `headgatectl status` name them.
 
 | name | type | labels | meaning |

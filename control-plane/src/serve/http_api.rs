@@ -2,7 +2,16 @@
 
 use std::{sync::Arc, time::Duration};
 
-use axum::{Router, http::StatusCode, http::header::CONTENT_TYPE, response::IntoResponse, routing::get};
+use axum::{
+    Router,
+    http::{
+        HeaderMap, StatusCode,
+        header::{ACCEPT, CONTENT_TYPE},
+    },
+    response::IntoResponse,
+    routing::get,
+};
+use headgate_core::exposition;
 use tokio::{
     net::TcpListener,
     sync::Mutex,
@@ -16,14 +25,12 @@ use crate::metrics::kind_name;
 /// Between two pages of metrics, each of which takes the time of a hundred messages to agents: everybody may ask for one.
 const SCRAPE_PAUSE: Duration = Duration::from_millis(20);
 
-const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-
 /// Serves until `stopped` is cancelled.
 pub(super) async fn serve(listener: TcpListener, shared: Arc<Shared>, stopped: CancellationToken) {
     let (scraped, healthy) = (Arc::clone(&shared), Arc::clone(&shared));
     let turn = Arc::new(Mutex::new(Instant::now()));
     let router = Router::new()
-        .route("/metrics", get(move || async move { ([(CONTENT_TYPE, OPEN_METRICS)], scrape(&scraped, &turn).await) }))
+        .route("/metrics", get(move |request| async move { in_format(&request, scrape(&scraped, &turn).await) }))
         .route("/healthz", get(move || async move { health(&healthy) }))
         .route("/readyz", get(move || async move { ready(&shared) }));
     tokio::select! {
@@ -45,6 +52,13 @@ async fn scrape(shared: &Shared, turn: &Mutex<Instant>) -> String {
         shared.metrics.set_source_age(kind, age);
     }
     shared.metrics.render()
+}
+
+/// A page of metrics in the format that the request asks for.
+fn in_format(request: &HeaderMap, open_metrics: String) -> impl IntoResponse + use<> {
+    let accepted = request.get_all(ACCEPT).iter().filter_map(|value| value.to_str().ok());
+    let (content_type, text) = exposition::page(accepted, open_metrics);
+    ([(CONTENT_TYPE, content_type)], text)
 }
 
 /// The process lives; and how long ago each kind of the source was heard. Its age fails no probe: without the API server every replica grows

@@ -16,7 +16,7 @@ use prometheus_client::{
     registry::Registry,
 };
 
-use super::exposition;
+use super::in_format;
 
 const PING: &str = "ping";
 const HEALTHZ: &str = "healthz";
@@ -104,7 +104,7 @@ async fn slis(State(indicators): State<Arc<Indicators>>, request: HeaderMap) -> 
     let mut out = String::new();
     // Formatting into a string does not fail.
     let _ = text::encode(&mut out, &indicators.registry);
-    exposition::answer(&request, out)
+    in_format(&request, out)
 }
 
 /// Begins to count anew.

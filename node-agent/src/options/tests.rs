@@ -42,6 +42,11 @@ fn a_control_plane_is_needed_except_for_actions() {
     assert!(parse(&["--cleanup"]).unwrap().cleanup);
     assert!(parse(&["--init-only"]).unwrap().init_only);
     assert!(parse(&["--write-config-to=/x"]).is_ok());
+    // As Go's flags.
+    assert!(parse(&["--cleanup=true"]).unwrap().cleanup && parse(&["--init-only=true"]).unwrap().init_only);
+    let neither = parse(&["--cleanup=false", "--init-only=false"]).unwrap();
+    assert!(!neither.cleanup && !neither.init_only);
+    assert!(neither.control_planes().unwrap_err().to_string().contains("--control-plane: pass at least one URL"));
 }
 
 #[test]

@@ -45,6 +45,8 @@ impl Kind {
 pub(super) enum FormatError {
     #[error("cannot be read: {0}")]
     Io(#[from] io::Error),
+    #[error("is no ordinary file")]
+    NoFile,
     #[error("is not a state file of Headgate")]
     Magic,
     #[error("has format version {0}, and this program reads version {FORMAT_VERSION}")]

@@ -4,8 +4,9 @@
 //! what comes before is as good as ever. Without one whole point there is nothing to use.
 
 use std::{
-    fs::File,
+    fs::OpenOptions,
     io::{self, BufReader, Read},
+    os::unix::fs::OpenOptionsExt as _,
     path::Path,
 };
 
@@ -53,11 +54,15 @@ pub(super) struct Loaded {
 
 /// Reads the file of a node; `None` when there is none.
 pub(super) fn read(path: &Path, node_name: &str) -> Result<Option<Loaded>, LoadError> {
-    match File::open(path) {
-        Ok(file) => read_from(BufReader::with_capacity(64 << 10, file), node_name).map(Some),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(FormatError::Io(error).into()),
+    // Opening a pipe would wait for a writer.
+    let file = match OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        file => file.map_err(FormatError::Io)?,
+    };
+    if !file.metadata().map_err(FormatError::Io)?.is_file() {
+        return Err(FormatError::NoFile.into());
     }
+    read_from(BufReader::with_capacity(64 << 10, file), node_name).map(Some)
 }
 
 /// The same from any input.

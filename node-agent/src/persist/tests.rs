@@ -1,7 +1,7 @@
 //! What is written is read again; what is damaged is a whole earlier state or a reason, and never a panic.
 #![allow(clippy::unwrap_used)]
 
-use std::{fs, os::unix::fs::PermissionsExt as _, path::Path, sync::Arc};
+use std::{fs, os::unix::fs::PermissionsExt as _, path::Path, process::Command, sync::Arc};
 
 use headgate_core::{Change, Node, digest::Digests};
 use headgate_proto::v1;
@@ -235,6 +235,14 @@ fn others_files_and_formats_are_told_apart() {
     let mut flipped = bytes;
     flipped[60] ^= 1;
     assert!(reason(&flipped, "node-1").contains("the checksum does not fit"));
+}
+
+#[test]
+fn a_pipe_in_the_files_place_holds_up_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut file = StateFile::new(folder.path(), "node-1".into());
+    assert!(Command::new("mkfifo").arg(file.path()).status().unwrap().success());
+    assert_eq!(file.load().map(drop).unwrap_err().to_string(), "is no ordinary file");
 }
 
 #[test]

@@ -3,23 +3,16 @@
 
 use std::collections::HashSet;
 
-use axum::{
-    http::{HeaderMap, HeaderName, header},
-    response::IntoResponse,
-};
-
 const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 const TEXT: &str = "text/plain; version=0.0.4; charset=utf-8";
 
-/// The page, from OpenMetrics text, as the request's headers ask for it.
-pub(super) fn answer(request: &HeaderMap, open_metrics: String) -> impl IntoResponse + use<> {
-    let accepted = request.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok());
-    let asks =
-        accepted.flat_map(|value| value.split(',')).any(|one| one.trim().starts_with("application/openmetrics-text"));
-    let page = |content_type: &'static str, text: String| ([(header::CONTENT_TYPE, content_type)], text);
-    let answer: ([(HeaderName, &'static str); 1], String) =
-        if asks { page(OPEN_METRICS, open_metrics) } else { page(TEXT, older_text(&open_metrics)) };
-    answer
+/// The page and its content type, from OpenMetrics text, as the request's `Accept` headers ask for it.
+pub fn page<'a>(accept: impl IntoIterator<Item = &'a str>, open_metrics: String) -> (&'static str, String) {
+    let mut accepted = accept.into_iter().flat_map(|value| value.split(','));
+    if accepted.any(|one| one.trim().starts_with("application/openmetrics-text")) {
+        return (OPEN_METRICS, open_metrics);
+    }
+    (TEXT, older_text(&open_metrics))
 }
 
 /// The same samples with descriptions as of text format 0.0.4.
@@ -44,6 +37,19 @@ fn older_text(open_metrics: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn who_asks_for_open_metrics_gets_it() {
+        let asked = |accept: &[&str]| page(accept.iter().copied(), "# EOF\n".to_owned());
+        assert_eq!(
+            asked(&["text/html, application/openmetrics-text; version=1.0.0;q=0.5"]),
+            (OPEN_METRICS, "# EOF\n".to_owned())
+        );
+        assert_eq!(asked(&["text/html", "application/openmetrics-text"]).0, OPEN_METRICS);
+        for accept in [&[][..], &["*/*"], &["text/plain;version=0.0.4"]] {
+            assert_eq!(asked(accept), (TEXT, String::new()));
+        }
+    }
 
     #[test]
     fn counters_are_described_by_the_name_that_they_are_counted_by() {
