@@ -67,6 +67,8 @@ pub(super) struct Agent {
     pub(super) resume: ResumeMode,
     pub(super) resumed_resources: AtomicU64,
     sent_version: AtomicU64,
+    /// The newest version that it has said anything about: that it is programmed, or could not be.
+    answered_version: AtomicU64,
     end: OnceLock<End>,
     asked_to_move: AtomicBool,
     signal: Arc<Signal>,
@@ -107,6 +109,7 @@ impl Agent {
             resume,
             resumed_resources: AtomicU64::new(0),
             sent_version: AtomicU64::new(0),
+            answered_version: AtomicU64::new(0),
             end: OnceLock::new(),
             asked_to_move: AtomicBool::new(false),
             signal,
@@ -158,7 +161,18 @@ impl Agent {
 
     /// The same with an ACK, which has come at `now`.
     pub(super) fn ack(&self, ack: &v1::Ack, now: Instant) {
+        self.answered(ack.version);
         self.update_programmed(&programmed(ack, now), |record| record.ack(ack));
+    }
+
+    /// Takes note that the agent has said something about a version, which was sent to it.
+    pub(super) fn answered(&self, version: u64) {
+        self.answered_version.fetch_max(version, Ordering::Relaxed);
+    }
+
+    /// The newest version that was answered.
+    pub(super) fn answered_version(&self) -> u64 {
+        self.answered_version.load(Ordering::Relaxed)
     }
 
     fn update_programmed(&self, programmed: &[(u64, Instant)], change: impl FnOnce(&mut Record)) {

@@ -97,6 +97,9 @@ pub(super) fn take(message: v1::AgentMessage, agent: &Agent, shared: &Shared) ->
             if warnings.admit(Warning::ApplyFailed, Instant::now()) {
                 tracing::warn!(node = %agent.node, version = failed.version, attempts = failed.attempts, error = clip(&failed.error), "agent failed to program its kernel and retries");
             }
+            if failed.version <= agent.sent_version() {
+                agent.answered(failed.version);
+            }
             agent.update(|record| record.failed(&failed));
         }
         Body::Status(status) => {

@@ -17,6 +17,7 @@ mod http_api;
 mod http_listener;
 mod inbound;
 mod inspect;
+mod lateness;
 mod listener;
 mod session;
 mod signal;

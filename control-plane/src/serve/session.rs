@@ -22,6 +22,7 @@ use super::{
     balance,
     hello::{self, Admitted},
     inbound,
+    lateness::Lateness,
     signal::Signal,
     to_ms,
     warnings::Warning,
@@ -58,6 +59,7 @@ pub(super) struct Session {
     has_drained: bool,
     has_resumed: bool,
     next_heartbeat: Instant,
+    lateness: Lateness,
     /// An identity that has expired keeps no stream.
     expiry: Option<Expiry>,
 }
@@ -155,6 +157,7 @@ impl Session {
             has_drained: false,
             has_resumed: false,
             next_heartbeat: Instant::now() + shared.settings.heartbeat_interval,
+            lateness: Lateness::default(),
             expiry: peer.expiry(),
             agent,
             shared: Arc::clone(shared),
@@ -164,6 +167,11 @@ impl Session {
     /// The agent at the other end.
     pub(super) fn agent(&self) -> &Arc<Agent> {
         &self.agent
+    }
+
+    /// True while the agent does not keep up.
+    pub(super) fn is_late(&mut self, now: Instant) -> bool {
+        self.lateness.look(self.agent.sent_version(), self.agent.answered_version(), now)
     }
 
     /// Takes in what the agent says after `Hello`.

@@ -34,6 +34,11 @@ pub(super) trait Visit: Send + Sync {
     /// Does what there is to do at `now`, without waiting for anything.
     fn visit(&self, now: Instant);
 
+    /// True when others are to be visited before it.
+    fn is_late(&self) -> bool {
+        false
+    }
+
     /// Ends at once, without a word to the peer.
     fn abort(&self);
 }
@@ -100,20 +105,28 @@ impl Streams {
         self.shards[shard].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Visits the streams of a shard, those that come meanwhile included.
+    /// Visits the streams of a shard, those that come meanwhile included; those that are late after all others.
     async fn sweep(&self, shard: usize) {
         let mut turn: Vec<Arc<dyn Visit>> = Vec::with_capacity(VISITS_PER_TURN);
+        let mut late: Vec<Arc<dyn Visit>> = Vec::new();
         let mut from = 0;
         loop {
             {
                 let slots = self.slots(shard);
-                let Some(rest) = slots.entries.get(from..).filter(|rest| !rest.is_empty()) else { return };
+                let Some(rest) = slots.entries.get(from..).filter(|rest| !rest.is_empty()) else { break };
                 let entries = &rest[..rest.len().min(VISITS_PER_TURN)];
                 from += entries.len();
-                turn.extend(entries.iter().flatten().cloned());
+                for stream in entries.iter().flatten() {
+                    if stream.is_late() { &mut late } else { &mut turn }.push(Arc::clone(stream));
+                }
             }
             let now = Instant::now();
             turn.drain(..).for_each(|stream| stream.visit(now));
+            yield_now().await;
+        }
+        for turn in late.chunks(VISITS_PER_TURN) {
+            let now = Instant::now();
+            turn.iter().for_each(|stream| stream.visit(now));
             yield_now().await;
         }
     }
@@ -177,5 +190,40 @@ async fn change<T>(receiver: &mut watch::Receiver<T>) {
     if receiver.changed().await.is_err() {
         // The sender is gone, and with it everything that could happen.
         std::future::pending::<()>().await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Noted {
+        name: usize,
+        is_late: bool,
+        visits: Arc<Mutex<Vec<usize>>>,
+    }
+
+    impl Visit for Noted {
+        fn visit(&self, _: Instant) {
+            self.visits.lock().unwrap_or_else(PoisonError::into_inner).push(self.name);
+        }
+
+        fn is_late(&self) -> bool {
+            self.is_late
+        }
+
+        fn abort(&self) {}
+    }
+
+    #[tokio::test]
+    async fn each_is_visited_once_and_who_is_late_after_the_others() {
+        let streams = Arc::new(Streams { shards: Box::new([Mutex::default()]), ..Streams::new([]) });
+        let visits = Arc::new(Mutex::default());
+        let noted = |name| Noted { name, is_late: name % 3 == 0, visits: Arc::clone(&visits) };
+        let visited: Vec<Visited> = (0..10 * VISITS_PER_TURN).map(|name| streams.add(Arc::new(noted(name)))).collect();
+        streams.sweep(0).await;
+        let in_time = (0..visited.len()).filter(|name| name % 3 != 0);
+        let late = (0..visited.len()).filter(|name| name % 3 == 0);
+        assert_eq!(*visits.lock().unwrap_or_else(PoisonError::into_inner), in_time.chain(late).collect::<Vec<_>>());
     }
 }

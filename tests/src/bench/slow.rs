@@ -1,5 +1,5 @@
 //! `slow`: agents that never read, and agents that read 1 KB a second, beside others on the same replica. Its memory does not grow while they stay, and
-//! the others do not feel them: phases with them and without take turns in one run.
+//! the others do not feel them, be they slow from the beginning or after they had everything: phases without and with either take turns in one run.
 
 use std::{
     sync::mpsc::{self, RecvTimeoutError},
@@ -12,7 +12,12 @@ use super::{
     fleet::{Load, SETTLING, apart, check_deliveries, warn},
     report::Figure,
 };
-use crate::fleet::{Break, Fault, Member, latency::Histogram, phase::Phase, stage::Stage};
+use crate::fleet::{
+    Break, Client, Fault, Member,
+    latency::Histogram,
+    phase::Phase,
+    stage::{CONVERGENCE_LIMIT, Stage},
+};
 
 /// Agents that never read.
 const NEVER: usize = 100;
@@ -21,9 +26,13 @@ const SLOW: usize = 100;
 /// What they read.
 const BYTES_PER_SECOND: u32 = 1_000;
 /// Times that phases without and with them follow each other: many short ones, since these times follow the machine's speed, which drifts.
-const ROUNDS: u32 = 10;
+const ROUNDS: u32 = 8;
+/// Phases of a round.
+const PHASES: u32 = 3;
 /// After this, connections that were reset cost nothing more.
 const BREATH: Duration = Duration::from_secs(1);
+/// Changes are made for so long before times are measured beside agents that hang since a moment ago.
+const WARMING_UP: Duration = Duration::from_secs(2);
 /// The phase after the rounds, in which memory is looked at, takes this part of the time.
 const WATCHED: u32 = 3;
 /// How often memory is looked at.
@@ -45,72 +54,95 @@ pub fn run(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
     })
 }
 
-/// Agents at fault for a replica of the stage: so many that never read, and so many that read slowly.
+/// Agents for a replica of the stage that have a fault from the beginning: so many that never read, and so many that read slowly.
 #[must_use]
 pub fn slow_members(stage: &Stage, never: usize, slow: usize, replica: usize) -> Vec<Member> {
-    let address = stage.replicas[replica].address();
-    let faults = std::iter::repeat_n(Fault::NeverRead, never)
-        .chain(std::iter::repeat_n(Fault::SlowRead { bytes_per_second: BYTES_PER_SECOND }, slow));
-    let member = |(number, fault)| Member {
-        node: format!("slow-{number:05}"),
-        replicas: vec![address],
-        fault,
-        ..Member::default()
-    };
-    faults.enumerate().map(member).collect()
+    let member = |number| Member { fault: fault(number, never), ..unmeasured(stage, "slow", number, replica) };
+    (0..never + slow).map(member).collect()
+}
+
+fn unmeasured(stage: &Stage, name: &str, number: usize, replica: usize) -> Member {
+    let replicas = vec![stage.replicas[replica].address()];
+    Member { node: format!("{name}-{number:05}"), replicas, ..Member::default() }
+}
+
+fn fault(number: usize, never: usize) -> Fault {
+    if number < never { Fault::NeverRead } else { Fault::SlowRead { bytes_per_second: BYTES_PER_SECOND } }
+}
+
+/// Name of the nodes whose agents are sound until they have everything.
+const HANGING: &str = "hanging";
+
+fn is_hanging(client: &Client) -> bool {
+    client.member().node.starts_with(HANGING)
+}
+
+fn is_slow(client: &Client) -> bool {
+    !client.member().is_measured && !is_hanging(client)
 }
 
 fn measure(stage: &mut Stage, agents: usize, load: &Load) -> Result<Vec<Figure>> {
     stage.start_replica(&[])?;
-    stage.join(0, agents, 0)?;
+    // In the midst of the others, as nodes come.
+    stage.join(0, agents / 2, 0)?;
+    stage.fleet.join((0..NEVER + SLOW).map(|number| unmeasured(stage, HANGING, number, 0)).collect())?;
+    stage.join(agents / 2, agents - agents / 2, 0)?;
+    stage.fleet.ask(|worker| worker.suspend(Break::Reset, is_hanging))?;
     std::thread::sleep(SETTLING);
-    let (mut without, mut with) = (Histograms::default(), Histograms::default());
+    let phase_time = load.time() / (PHASES * ROUNDS);
+    let measured = |stage: &mut Stage, histograms: &mut Histograms| -> Result<()> {
+        let phase = Phase::run(stage, 0, phase_time, load.rate)?;
+        check_deliveries(&phase, agents)?;
+        warn(&phase, agents);
+        histograms.0.push(phase.latency);
+        Ok(())
+    };
+    let (mut without, mut slow, mut hanging) = (Histograms::default(), Histograms::default(), Histograms::default());
     let mut sockets_without = 0;
-    let time = load.time() / (2 * ROUNDS);
-    let address = stage.replicas[0].address();
     for round in 0..ROUNDS {
-        let phase = Phase::run(stage, 0, time, load.rate)?;
-        check_deliveries(&phase, agents)?;
-        warn(&phase, agents);
-        without.add(&phase);
+        measured(stage, &mut without)?;
         sockets_without = socket_bytes()?;
-        if round == 0 {
-            let slow = slow_members(stage, NEVER, SLOW, 0);
-            stage.fleet.join(slow)?;
-        } else {
-            stage.fleet.ask(move |worker| worker.resume(&[address]))?;
-        }
-        std::thread::sleep(SETTLING);
-        let phase = Phase::run(stage, 0, time, load.rate)?;
-        check_deliveries(&phase, agents)?;
-        warn(&phase, agents);
-        with.add(&phase);
-        if round + 1 < ROUNDS {
-            stage.fleet.ask(|worker| worker.suspend(Break::Reset, |client| !client.is_sound()))?;
-            std::thread::sleep(BREATH);
-        }
+        begin_slow(stage, round == 0)?;
+        measured(stage, &mut slow)?;
+        stage.fleet.ask(|worker| worker.suspend(Break::Reset, is_slow))?;
+        std::thread::sleep(BREATH);
+        begin_hanging(stage)?;
+        Phase::run(stage, 0, WARMING_UP, load.rate)?;
+        measured(stage, &mut hanging)?;
+        stage.fleet.ask(|worker| worker.suspend(Break::Reset, is_hanging))?;
+        std::thread::sleep(BREATH);
     }
+    begin_hanging(stage)?;
+    begin_slow(stage, false)?;
     let (phase, samples) = with_memory(stage, load.time() / WATCHED, load.rate)?;
     check_deliveries(&phase, agents)?;
     let growth = growth(&samples)?;
     let sockets_with = socket_bytes()?;
+    // They find the present state, and not what they missed.
+    stage.fleet.ask(|worker| worker.set_fault(Fault::None, is_hanging))?;
+    let (_, version) = stage.source.change_for(BREATH, load.rate)?;
+    stage.wait_for_all(version)?;
     stage.replicas[0].check_running()?;
     stage.compare_digests()?;
     let most = SLACK_BYTES.max(growth.first / 50);
     ensure!(growth.last <= growth.first + most, "memory grows with time beside slow agents: {growth:?}");
-    let (with_p99, without_p99) = (with.ms(0.99), without.ms(0.99));
-    ensure!(
-        with_p99 <= without_p99 * WORSE,
-        "slow agents make the others wait: p99 is {with_p99:.2} ms beside them, and {without_p99:.2} ms without"
-    );
     let label = format!("{agents}+{}", NEVER + SLOW);
     let name = |what: &str| format!("slow/{what}/{label}");
-    let against = |what: &str, share: f64| {
+    let against = |what: &str, with: &Histograms, share: f64| {
         Figure::against(name(what), with.ms(share), "ms", "the same without slow agents", without.ms(share))
     };
+    for (with, what) in [(&slow, "are slow from the beginning"), (&hanging, "begin to hang")] {
+        let (with_p99, without_p99) = (with.ms(0.99), without.ms(0.99));
+        ensure!(
+            with_p99 <= without_p99 * WORSE,
+            "agents that {what} make the others wait: p99 is {with_p99:.2} ms beside them, and {without_p99:.2} ms without"
+        );
+    }
     Ok(vec![
-        against("p50", 0.5),
-        against("p99", 0.99),
+        against("p50", &slow, 0.5),
+        against("p99", &slow, 0.99),
+        against("p50-hanging", &hanging, 0.5),
+        against("p99-hanging", &hanging, 0.99),
         Figure::against(
             name("memory-late"),
             growth.last as f64 / 1e6,
@@ -128,6 +160,36 @@ fn measure(stage: &mut Stage, agents: usize, load: &Load) -> Result<Vec<Figure>>
     ])
 }
 
+/// Has the agents join that are slow from the beginning, or come back.
+fn begin_slow(stage: &Stage, is_first: bool) -> Result<()> {
+    let address = stage.replicas[0].address();
+    if is_first {
+        stage.fleet.join(slow_members(stage, NEVER, SLOW, 0))?;
+    } else {
+        stage.fleet.ask(move |worker| worker.resume(&[address], is_slow))?;
+    }
+    std::thread::sleep(SETTLING);
+    Ok(())
+}
+
+/// Has the agents come back that are sound until they have everything, and then hang.
+fn begin_hanging(stage: &Stage) -> Result<()> {
+    let address = stage.replicas[0].address();
+    stage.fleet.ask(move |worker| {
+        worker.set_fault(Fault::None, is_hanging);
+        worker.resume(&[address], is_hanging);
+    })?;
+    let what = "the agents that are to hang have everything";
+    stage.fleet.wait_until(what, CONVERGENCE_LIMIT, |worker| worker.having(0) == worker.sound())?;
+    std::thread::sleep(BREATH);
+    stage.fleet.ask(|worker| {
+        for number in 0..NEVER + SLOW {
+            let node = format!("{HANGING}-{number:05}");
+            worker.set_fault(fault(number, NEVER), |client| client.member().node == node);
+        }
+    })
+}
+
 /// Memory of all TCP sockets of this kernel: what was sent and is not read waits there, and not in the replica.
 fn socket_bytes() -> Result<u64> {
     let text = std::fs::read_to_string("/proc/net/sockstat").context("reading /proc/net/sockstat")?;
@@ -142,10 +204,6 @@ fn socket_bytes() -> Result<u64> {
 struct Histograms(Vec<Histogram>);
 
 impl Histograms {
-    fn add(&mut self, phase: &Phase) {
-        self.0.push(phase.latency.clone());
-    }
-
     fn ms(&self, share: f64) -> f64 {
         super::report::median(self.0.iter().map(|histogram| histogram.quantile(share) as f64 / 1e3).collect())
     }

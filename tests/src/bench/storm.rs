@@ -137,7 +137,7 @@ fn changed_meanwhile(stage: &mut Stage, agents: usize) -> Result<Return> {
         std::thread::sleep(Duration::from_millis(20));
     }
     let timer = Timer::start(stage, third)?;
-    stage.fleet.ask(move |worker| worker.resume(&[address]))?;
+    stage.fleet.ask(move |worker| worker.resume(&[address], |_| true))?;
     let back = timer.wait(stage, third, agents, version, |summary| summary.by_digests)?;
     let (buckets, resources) = stage.source.buckets_of(&services);
     let received = back.summary.present;

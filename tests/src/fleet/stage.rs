@@ -13,7 +13,7 @@ use super::{
 };
 
 /// Longest time until all agents have everything, at first and after the last change.
-const CONVERGENCE_LIMIT: Duration = Duration::from_secs(300);
+pub const CONVERGENCE_LIMIT: Duration = Duration::from_secs(300);
 /// Its connection, and the one of which it is about to let go.
 const FILES_PER_AGENT: u64 = 2;
 /// Open files that neither connections nor their epoll entries need.

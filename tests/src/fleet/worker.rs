@@ -317,10 +317,10 @@ impl Worker {
         }
     }
 
-    /// Lets all agents connect again that were suspended, to `replicas`.
-    pub fn resume(&mut self, replicas: &[SocketAddr]) {
+    /// Lets the agents connect again that were suspended and `chooses` chooses, to `replicas`.
+    pub fn resume(&mut self, replicas: &[SocketAddr], chooses: impl Fn(&Client) -> bool) {
         for index in 0..self.clients.len() {
-            if std::mem::take(&mut self.clients[index].is_suspended) {
+            if chooses(&self.clients[index]) && std::mem::take(&mut self.clients[index].is_suspended) {
                 self.direct(index, replicas);
                 self.waiting.push_back(index);
             }

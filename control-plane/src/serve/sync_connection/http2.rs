@@ -152,6 +152,12 @@ impl Http2 {
         self.stream.keep_time(now);
     }
 
+    /// True while the agent does not keep up with what is sent.
+    pub(super) fn is_late(&mut self, now: Instant) -> bool {
+        let Phase::Open(session) = &mut self.stream.phase else { return false };
+        session.is_late(now)
+    }
+
     /// Appends what there is to write, up to about `max_bytes`; nothing when there is nothing.
     pub(super) fn fill(&mut self, out: &mut Vec<u8>, max_bytes: usize, now: Instant) {
         self.stream.fill(out, max_bytes, now);

@@ -17,7 +17,10 @@ use std::{
     cell::RefCell,
     io::{Error, ErrorKind},
     pin::Pin,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
     task::{Context, Poll},
 };
 
@@ -57,6 +60,8 @@ struct Scratch {
 pub(super) struct SyncConnection {
     signal: Arc<Signal>,
     state: Mutex<Option<State>>,
+    /// As of the last visit.
+    is_late: AtomicBool,
     _held: Held,
 }
 
@@ -84,7 +89,12 @@ pub(super) fn serve(
     let mut http2 = Http2::new(Arc::clone(shared), peer, Arc::clone(&signal));
     http2.receive(&first[PREFACE.len().min(first.len())..]);
     let state = State { io: Io::new(stream, tls), http2, is_blocked: false, is_paused: false, is_closed: false };
-    let connection = Arc::new(SyncConnection { signal, state: Mutex::new(Some(state)), _held: held });
+    let connection = Arc::new(SyncConnection {
+        signal,
+        state: Mutex::new(Some(state)),
+        is_late: AtomicBool::new(false),
+        _held: held,
+    });
     let visited = shared.streams.add(Arc::<SyncConnection>::clone(&connection));
     Serve { connection, _visited: visited }
 }
@@ -216,6 +226,7 @@ impl Visit for SyncConnection {
         if let Err(error) = &written {
             state.http2.disconnected(error);
         }
+        self.is_late.store(state.http2.is_late(now), Ordering::Relaxed);
         let is_idle = matches!(written, Ok(Written::All)) && !state.http2.is_over();
         // Nothing else wakes the task for what has come already.
         let reads_again = state.is_paused && !state.io.is_paused(now);
@@ -223,6 +234,10 @@ impl Visit for SyncConnection {
         if !is_idle || reads_again {
             self.signal.wake();
         }
+    }
+
+    fn is_late(&self) -> bool {
+        self.is_late.load(Ordering::Relaxed)
     }
 
     fn abort(&self) {
