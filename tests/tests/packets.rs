@@ -371,6 +371,11 @@ mod virtual_servers {
         on_machines(BACKEND, lifecycle::some_services(), ipvs::sctp_that_cannot_be_matched_is_left_out);
     }
 
+    #[test]
+    fn parameters_may_be_set_beforehand() {
+        on_machines(BACKEND, lifecycle::some_services(), ipvs::parameters_may_be_set_beforehand);
+    }
+
     // rows of ipvs: 108
     #[test]
     fn falls_back_to_iptables() {

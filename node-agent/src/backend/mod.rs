@@ -339,8 +339,18 @@ pub fn prepare(settings: &Settings) -> Result<(), BackendError> {
     let interfaces = interfaces.map_err(|error| {
         BackendError::new(ErrorKind::Retry, format!("the addresses of the interfaces cannot be read: {error}"))
     })?;
-    let is_iptables = settings.mode != ProxyMode::Ipvs;
-    iptables::prepare(is_iptables && settings.localhost_node_ports, &node.resolve(None, &interfaces))
+    let inputs = node.resolve(None, &interfaces);
+    let of_iptables = || iptables::prepare(settings.localhost_node_ports, &inputs);
+    match settings.mode {
+        ProxyMode::Auto | ProxyMode::Iptables => of_iptables(),
+        ProxyMode::Ipvs => match ipvs::prepare(settings.ipvs.strict_arp) {
+            Err(error) if error.kind == ErrorKind::Unavailable => {
+                error!("mode ipvs was asked for and cannot run here, so that the agent will run iptables: {error}");
+                of_iptables()
+            }
+            result => result,
+        },
+    }
 }
 
 /// What [`cleanup_all`] found of one way to program the kernel.

@@ -204,7 +204,12 @@ impl Testbed {
 
     /// The same for an agent that was started in a special way.
     pub fn clean_up_with(&self, node: &str, setup: &AgentSetup) -> Result<()> {
-        cluster::clean_up(&self.machines, self.backend, node, setup)
+        cluster::run_agent_once(&self.machines, self.backend, node, setup, "--cleanup")
+    }
+
+    /// Has the agent's program set the kernel's parameters on a node, as an agent set up like this needs them.
+    pub fn set_parameters(&self, node: &str, setup: &AgentSetup) -> Result<()> {
+        cluster::run_agent_once(&self.machines, self.backend, node, setup, "--init-only")
     }
 
     fn take_agent(&self, node: &str) -> Result<Process> {

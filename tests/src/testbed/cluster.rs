@@ -60,6 +60,8 @@ pub struct AgentSetup {
     pub backend: Option<Backend>,
     /// A folder to look for programs in before all others.
     pub tools: Option<PathBuf>,
+    /// It may not set kernel parameters, as in a container that is not privileged.
+    pub read_only_parameters: bool,
     /// Without `--cluster-cidr`: it cannot tell pods from others.
     pub cannot_tell_pods: bool,
     /// Further arguments.
@@ -73,9 +75,20 @@ impl AgentSetup {
     }
 }
 
+/// Runs a command line, to which it gives its process, with a `/proc/sys` that cannot be written.
+const READ_ONLY_PARAMETERS: &str =
+    r#"mount --bind /proc/sys /proc/sys; mount -o remount,bind,ro /proc/sys; exec "$0" "$@""#;
+
 /// The agent's command line for a node, without what only a running agent needs.
 fn agent_command(machines: &Machines, backend: Backend, node: &str, setup: &AgentSetup) -> Result<Command> {
-    let mut command = Command::new(process::program("headgate-node-agent")?);
+    let program = process::program("headgate-node-agent")?;
+    let mut command = if setup.read_only_parameters {
+        let mut command = Command::new("unshare");
+        command.args(["--mount", "sh", "-ec", READ_ONLY_PARAMETERS]).arg(program);
+        command
+    } else {
+        Command::new(program)
+    };
     // Every node has a disk of its own; what is saved is on it soon after.
     let state = machines.folder().join(format!("state-{node}"));
     command.arg("--state-dir").arg(state).args(["--state-save-period", "200ms"]);
@@ -98,10 +111,16 @@ pub(super) fn start_agent(machines: &Machines, backend: Backend, node: &str, set
     Process::start(&format!("headgate-node-agent of {node}"), machines.machine(node)?, command, &log)
 }
 
-/// Has the agent's program remove all that it made on a node.
-pub(super) fn clean_up(machines: &Machines, backend: Backend, node: &str, setup: &AgentSetup) -> Result<()> {
+/// Has the agent's program do what a flag says, such as `--cleanup`, on a node, and end.
+pub(super) fn run_agent_once(
+    machines: &Machines,
+    backend: Backend,
+    node: &str,
+    setup: &AgentSetup,
+    flag: &str,
+) -> Result<()> {
     let mut command = agent_command(machines, backend, node, setup)?;
-    command.arg("--cleanup");
+    command.arg(flag);
     machines.machine(node)?.output(command).map(drop)
 }
 

@@ -27,7 +27,7 @@ use headgate_core::{
     ipvs::{IpvsConfig, Ledger, Plan as FamilyPlan, Problem, Scheduler},
     view::NodeFacts,
 };
-use ipvs_netlink::Timeouts;
+use ipvs_netlink::{Ipvs, Timeouts};
 use tracing::info;
 
 use self::{
@@ -45,6 +45,17 @@ use crate::node_inputs::NodeInputs;
 
 /// Time between two questions for the connections of draining destinations.
 const DRAIN_INTERVAL: Duration = Duration::from_secs(5);
+
+/// Sets all kernel parameters that the backend needs or is better with, so that it need not be allowed to.
+///
+/// # Errors
+/// One cannot be set; [`ErrorKind::Unavailable`] when the kernel has no IPVS.
+pub(super) fn prepare(strict_arp: bool) -> Result<(), BackendError> {
+    // They come with IPVS.
+    Ipvs::open().map_err(of_ipvs)?;
+    let sentences = Sysctls::default().set(strict_arp).map_err(|error| BackendError::new(ErrorKind::Fatal, error))?;
+    if sentences.is_empty() { Ok(()) } else { Err(BackendError::new(ErrorKind::Fatal, sentences.join("; "))) }
+}
 
 /// Services that are named where a scheduler is missing.
 const MAX_NAMES: usize = 3;

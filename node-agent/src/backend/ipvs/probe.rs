@@ -13,6 +13,7 @@ use super::{
     super::{BackendError, ErrorKind},
     convert,
     kernel::{of_ipvs, of_routing, of_sets},
+    sysctl::Sysctls,
 };
 
 /// A scheduler is tried on a virtual server of this address, which nobody has (RFC 5737), as kube-proxy does it.
@@ -20,7 +21,7 @@ const PROBE_ADDRESS: IpAddr = IpAddr::V4(Ipv4Addr::new(198, 51, 100, 0));
 /// Ports for it, should somebody have some of them.
 const PROBE_PORTS: std::ops::Range<u16> = 20_000..20_008;
 
-/// Everything that the backend needs in these families. Leaves nothing behind.
+/// Everything that the backend needs in these families. Leaves nothing behind but the kernel parameter without which IPVS cannot masquerade.
 ///
 /// # Errors
 /// [`ErrorKind::Unavailable`]: all that is missing, each with how to get it.
@@ -35,6 +36,11 @@ pub(super) fn require(scheduler: Scheduler, families: &[Family]) -> Result<(), B
         Err(error) => note(Err(of_sets(error))),
     }
     note(has_dummy_devices());
+    if missing.is_empty() {
+        // At last, so that nothing is set where IPVS is not used.
+        let set = Sysctls::default().set_conntrack();
+        missing.extend(set.err());
+    }
     if missing.is_empty() {
         return Ok(());
     }

@@ -40,9 +40,7 @@ impl Sysctls {
     /// # Errors
     /// The one that they do not work without, with the remedy.
     pub(super) fn set(&self, strict_arp: bool) -> Result<Vec<String>, String> {
-        self.write(CONNTRACK.path, CONNTRACK.value).map_err(|error| {
-            format!("{error}: without it IPVS cannot masquerade; give the agent a writable /proc/sys and CAP_NET_ADMIN")
-        })?;
+        self.set_conntrack()?;
         let mut parameters = vec![
             Parameter {
                 path: "net/ipv4/vs/expire_nodest_conn",
@@ -76,6 +74,18 @@ impl Sysctls {
             self.write(path, value).err().map(|error| format!("{error}: {without}"))
         };
         Ok(parameters.into_iter().filter_map(sentence).collect())
+    }
+
+    /// Sets the parameter that nothing works without.
+    ///
+    /// # Errors
+    /// It cannot be set; with the remedy.
+    pub(super) fn set_conntrack(&self) -> Result<(), String> {
+        self.write(CONNTRACK.path, CONNTRACK.value).map_err(|error| {
+            format!(
+                "{error}: without it IPVS cannot masquerade; give the agent a writable /proc/sys, or run it with --init-only before, as root and privileged"
+            )
+        })
     }
 
     /// Has our device take IPv6 addresses. It takes none where `net.ipv6.conf.default.disable_ipv6` was 1 when it was made, or IPv6 was switched off on all

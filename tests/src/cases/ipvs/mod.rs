@@ -9,7 +9,8 @@ pub use meddling::{
     a_change_finds_out_what_is_gone, ipv6_is_switched_on_for_the_device, what_others_change_is_changed_back,
 };
 pub use modules::{
-    a_missing_scheduler_is_made_up_for, falls_back_to_iptables, sctp_that_cannot_be_matched_is_left_out,
+    a_missing_scheduler_is_made_up_for, falls_back_to_iptables, parameters_may_be_set_beforehand,
+    sctp_that_cannot_be_matched_is_left_out,
 };
 pub use refused::a_refused_destination_disturbs_nothing;
 pub use takeover::kube_proxys_state_is_taken_over;

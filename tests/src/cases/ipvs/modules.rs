@@ -56,6 +56,42 @@ pub fn falls_back_to_iptables(bed: &Testbed) -> Result<()> {
     expect_page(bed, "/status", "modprobe dummy")
 }
 
+/// An agent that may not set kernel parameters, as in a container that is not privileged, runs iptables and says why, unless they have been set before by the same
+/// program with `--init-only`.
+///
+/// On machines with [`super::super::lifecycle::some_services`] on which nothing runs yet.
+pub fn parameters_may_be_set_beforehand(bed: &Testbed) -> Result<()> {
+    let arguments = AgentSetup::with(&["--ipvs-strict-arp"]);
+    let restricted = AgentSetup { read_only_parameters: true, ..arguments.clone() };
+    let answers = || run(bed, &[ask("a3", "steady", ClusterIp).ports(&["tcp", "udp"]).answered(&["a1", "b1"], Kept)]);
+    bed.start_control_plane()?;
+    bed.start_agent_with("node-a", &restricted)?;
+    bed.wait_programmed()?;
+    let info = agent(bed, "node-a")?;
+    let told = info.degraded.join("\n");
+    ensure!(info.backend == "iptables-legacy", "the backend is {}: {told}", info.backend);
+    for part in ["mode ipvs was asked for", "/proc/sys/net/ipv4/vs/conntrack", "--init-only"] {
+        ensure!(told.contains(part), "{part:?} is not among what is degraded: {told:?}");
+    }
+    answers()?;
+
+    bed.stop_agent("node-a")?;
+    bed.set_parameters("node-a", &arguments)?;
+    bed.start_agent_with("node-a", &restricted)?;
+    eventually(|| {
+        let info = agent(bed, "node-a")?;
+        let told = info.degraded.join("\n");
+        ensure!(
+            info.backend == "ipvs" && !told.contains("/proc/sys/net/ipv4/"),
+            "{} is degraded: {told}",
+            info.backend
+        );
+        Ok(())
+    })?;
+    bed.wait_programmed()?;
+    answers()
+}
+
 /// A page of the metrics port of node-a has this in it.
 fn expect_page(bed: &Testbed, page: &str, expected: &str) -> Result<()> {
     let url = format!("http://127.0.0.1:10249{page}");
