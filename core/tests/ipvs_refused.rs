@@ -80,7 +80,12 @@ impl Rig {
         let refusals = &self.refusals;
         let refused = self.kernel.apply_but(plan, |op| refusals.iter().any(|refusal| refusal.refuses(op))).unwrap();
         assert_eq!(self.ledger.settle(plan.ops(), &refused), [], "somebody wants everything");
-        assert!(self.ledger.is_in(&self.kernel.existing()));
+        let existing = self.kernel.existing();
+        assert!(self.ledger.is_in(&existing));
+        for (set, elements) in &existing.sets {
+            assert!(self.ledger.set_size(*set).contains(&elements.len()), "{set:?} has {}", elements.len());
+        }
+        assert!(self.ledger.any_server().is_none_or(|server| existing.servers.contains_key(&server)));
     }
 
     fn full(&mut self) {

@@ -123,7 +123,12 @@ impl Rig {
             }
         }
         self.check_new_connections_find_an_endpoint();
-        assert!(self.ledger.is_in(&self.kernel.existing()));
+        let existing = self.kernel.existing();
+        assert!(self.ledger.is_in(&existing));
+        for (set, elements) in &existing.sets {
+            assert!(self.ledger.set_size(*set).contains(&elements.len()), "{set:?} has {}", elements.len());
+        }
+        assert!(self.ledger.any_server().is_none_or(|server| existing.servers.contains_key(&server)));
     }
 
     /// Whatever fails its health checks, some endpoint takes new connections where there are endpoints.

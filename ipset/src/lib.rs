@@ -194,6 +194,14 @@ impl IpSets {
         Ok(sets.into_iter().map(|set| set.header).collect())
     }
 
+    /// What the kernel says of a set; none when there is no set of that name.
+    ///
+    /// # Errors
+    /// When the kernel does not list it. Try again when [`NetlinkError::is_transient`].
+    pub fn header(&mut self, name: &str) -> Result<Option<Header>, IpSetError> {
+        Ok(self.read_one(name, false)?.map(|set| set.header))
+    }
+
     /// All sets of the namespace with their entries. Those of types that are not in [`SetType`] come without.
     ///
     /// # Errors
@@ -207,7 +215,11 @@ impl IpSets {
     /// # Errors
     /// When the kernel does not list it. Try again when [`NetlinkError::is_transient`].
     pub fn set(&mut self, name: &str) -> Result<Option<Set>, IpSetError> {
-        match self.read(&wire::list(self.protocol, Some(name), true)) {
+        self.read_one(name, true)
+    }
+
+    fn read_one(&mut self, name: &str, entries: bool) -> Result<Option<Set>, IpSetError> {
+        match self.read(&wire::list(self.protocol, Some(name), entries)) {
             Err(error) if error.refusal_code() == Some(libc::ENOENT) => Ok(None),
             result => Ok(result?.pop()),
         }

@@ -6,6 +6,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
     net::{IpAddr, SocketAddr},
+    ops::RangeInclusive,
     sync::Arc,
 };
 
@@ -40,6 +41,8 @@ pub struct Ledger {
     draining: BTreeSet<ServerKey>,
     /// How many services and virtual servers need an element, and an address.
     elements: HashMap<(Set, Element), u32>,
+    /// Elements of each set.
+    set_sizes: BTreeMap<Set, usize>,
     bound: HashMap<IpAddr, u32>,
     problems: BTreeMap<Arc<ServiceKey>, Problem>,
     pub(super) lacking: Lacking,
@@ -71,6 +74,7 @@ impl Ledger {
             servers: HashMap::new(),
             draining: BTreeSet::new(),
             elements: HashMap::new(),
+            set_sizes: BTreeMap::new(),
             bound: HashMap::new(),
             problems: BTreeMap::new(),
             lacking: Lacking::default(),
@@ -176,6 +180,7 @@ impl Ledger {
         self.programmed.clear();
         self.claimants.clear();
         self.elements.clear();
+        self.set_sizes.clear();
         self.bound.clear();
         self.problems.clear();
         self.draining.clear();
@@ -323,6 +328,19 @@ impl Ledger {
         self.programmed.iter()
     }
 
+    /// How many entries a set of the kernel's may have: all that are wanted, or less those that it has refused. Cost: what is lacking.
+    #[must_use]
+    pub fn set_size(&self, set: Set) -> RangeInclusive<usize> {
+        let wanted = self.set_sizes.get(&set).copied().unwrap_or_default();
+        wanted.saturating_sub(self.lacking.elements_of(set))..=wanted
+    }
+
+    /// A virtual server that the kernel should have, if there is any. What drains may be gone.
+    #[must_use]
+    pub fn any_server(&self) -> Option<ServerKey> {
+        self.claimants.keys().find(|key| !self.lacking.contains(&Object::Server(**key))).copied()
+    }
+
     /// Enters a service's plan, and what it needs besides servers.
     fn enter(&mut self, key: &Arc<ServiceKey>, plan: ServicePlan, round: &mut Round) {
         if plan == ServicePlan::default() {
@@ -447,6 +465,9 @@ impl Ledger {
         let count = self.elements.entry(element).or_default();
         let is_there = *count > 0 && !self.lacking.contains(&Object::Element(element.0, element.1));
         round.elements.entry(element).or_insert(is_there);
+        if *count == 0 {
+            *self.set_sizes.entry(element.0).or_default() += 1;
+        }
         *count += 1;
     }
 
@@ -457,6 +478,7 @@ impl Ledger {
         *count -= 1;
         if *count == 0 {
             self.elements.remove(&element);
+            self.set_sizes.entry(element.0).and_modify(|size| *size -= 1);
             self.lacking.remove(&object);
         }
     }

@@ -81,6 +81,11 @@ impl Lacking {
         self.objects.contains_key(object)
     }
 
+    /// Elements of a set that are lacking.
+    pub(super) fn elements_of(&self, set: Set) -> usize {
+        self.objects.keys().filter(|object| matches!(object, Object::Element(of, _) if *of == set)).count()
+    }
+
     fn insert(&mut self, object: Object, service: Arc<ServiceKey>) {
         self.objects.insert(object, service);
         self.revision += 1;

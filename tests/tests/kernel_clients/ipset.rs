@@ -98,7 +98,10 @@ fn is_listed(sets: &mut IpSets, expected: &[(Specification, Vec<Entry>)]) {
         assert!(set.header.fits(wanted), "{:?} is not {wanted:?}", set.header);
         assert_eq!(BTreeSet::from_iter(&set.entries), BTreeSet::from_iter(entries), "{}", wanted.name);
         assert_eq!(sets.set(&wanted.name).unwrap().unwrap().header.name, wanted.name);
+        let elements = sets.header(&wanted.name).unwrap().unwrap().elements;
+        assert_eq!(elements.map(|elements| elements as usize), Some(entries.len()), "{}", wanted.name);
     }
+    assert_eq!(sets.header("nobodys").unwrap(), None);
     let headers: BTreeSet<_> = sets.headers().unwrap().into_iter().map(|header| header.name).collect();
     assert_eq!(headers, expected.iter().map(|(wanted, _)| wanted.name.clone()).collect());
 }

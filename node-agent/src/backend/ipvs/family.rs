@@ -10,7 +10,7 @@ use std::{
 use headgate_core::{
     Family, ServiceKey,
     iptables::{NodePortAddresses, Table},
-    ipvs::{IpvsConfig, Ledger, Object, Op, Plan, Scheduler, ServerKey},
+    ipvs::{IpvsConfig, Ledger, Object, Op, Plan, Scheduler, ServerKey, Set},
 };
 use tracing::info;
 
@@ -291,10 +291,12 @@ impl FamilyBackend {
         self.ledger.set_rules_aside(services);
     }
 
-    /// Missing rules and sets, and a device that is gone or down, show at once; all else shows when everything is compared.
+    /// What somebody flushes shows at once, be it rules, sets or virtual servers, and so does a device that is gone or down; what somebody changes shows when
+    /// everything is compared.
     pub(super) fn is_intact(&mut self, kernel: &mut Kernel) -> Result<bool, BackendError> {
         Ok(self.programs.is_intact(self.ledger.rules().config())?
             && self.has_device_and_sets(kernel)?
+            && self.has_all_elements_and_servers(kernel)?
             && self.is_intact_in_depth(kernel)?)
     }
 
@@ -307,8 +309,26 @@ impl FamilyBackend {
         if !kernel.link()?.is_some_and(|link| link.is_up()) {
             return Ok(false);
         }
-        let set = headgate_core::ipvs::Set::ClusterIp.name(self.family);
-        let found = kernel.sets()?.set(&set).map_err(of_sets)?;
+        let found = kernel.sets()?.header(&Set::ClusterIp.name(self.family)).map_err(of_sets)?;
+        Ok(found.is_some())
+    }
+
+    /// Every set has as many entries as it should, and there are virtual servers, if there should be: one of them stands for all. The cost does not grow
+    /// with the cluster's size. True before the first full sync.
+    fn has_all_elements_and_servers(&self, kernel: &mut Kernel) -> Result<bool, BackendError> {
+        if self.next_deep_look.is_none() {
+            return Ok(true);
+        }
+        for set in Set::ALL {
+            let header = kernel.sets()?.header(&set.name(self.family)).map_err(of_sets)?;
+            let Some(header) = header else { return Ok(false) };
+            let elements = header.elements.and_then(|elements| usize::try_from(elements).ok());
+            if elements.is_some_and(|elements| !self.ledger.set_size(set).contains(&elements)) {
+                return Ok(false);
+            }
+        }
+        let Some(server) = self.ledger.any_server() else { return Ok(true) };
+        let found = kernel.ipvs()?.service(convert::service_id(server)).map_err(of_ipvs)?;
         Ok(found.is_some())
     }
 
