@@ -17,6 +17,20 @@ pub(super) fn address(text: &str) -> Result<IpAddr, String> {
     parsed.ok_or_else(|| format!("{text:?} is no IP address: write one such as 10.96.0.10 or fd00::10"))
 }
 
+/// An address that some machine can have.
+///
+/// # Errors
+/// As [`address`]; and for the unspecified address, which no interface takes.
+pub(super) fn specified_address(text: &str) -> Result<IpAddr, String> {
+    let address = address(text)?;
+    if address.is_unspecified() {
+        return Err(format!(
+            "{text} is the unspecified address, which nothing can be sent to: give the load balancer's"
+        ));
+    }
+    Ok(address)
+}
+
 /// An address that a packet from elsewhere can be sent to.
 ///
 /// # Errors

@@ -146,7 +146,7 @@ fn read_external_addresses(
         if ingress.ip.is_empty() || !is_vip {
             continue;
         }
-        match parse::address(&ingress.ip) {
+        match parse::specified_address(&ingress.ip) {
             Ok(address) if has_family(address) && seen.insert(address) => load_balancer_ips.push(address),
             Ok(_) => {}
             Err(message) => findings.entry(format!("status.loadBalancer.ingress[{index}].ip"), message),

@@ -241,6 +241,18 @@ fn addresses_are_canonical_and_of_the_services_families() {
     assert_eq!(bench.problems(), [""; 0]);
 }
 
+#[test]
+fn a_load_balancers_unspecified_address_is_told_and_left_out() {
+    let mut value = service("s", json!({"type": "LoadBalancer"}));
+    value["status"] = json!({"loadBalancer": {"ingress": [{"ip": "0.0.0.0"}, {"ip": "203.0.113.1"}]}});
+    let mut bench = Bench::with(&[value]);
+    let addresses: Vec<String> =
+        bench.service("s").unwrap().load_balancer_ips.iter().map(ToString::to_string).collect();
+    assert_eq!(addresses, ["203.0.113.1"]);
+    let problems = bench.problems();
+    assert!(problems[0].starts_with("Service x/s status.loadBalancer.ingress[0].ip 0.0.0.0 is the"), "{problems:?}");
+}
+
 // rows: 52
 #[test]
 fn policies_count_where_they_have_an_effect() {
