@@ -2,7 +2,7 @@
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use headgate_proto::v1::inspect_client::InspectClient;
@@ -126,7 +126,7 @@ fn endpoint(server: &str, tls: &TlsArgs) -> Result<Endpoint, ConnectError> {
             let settings = tls_config(tls)?;
             endpoint
                 .tls_config(settings)
-                .map_err(|error| usage(format!("the TLS files cannot be used: {}", chain(&error))))
+                .map_err(|error| usage(format!("the TLS files cannot be used: {}: {}", files(tls), chain(&error))))
         }
         _ => Err(usage(format!("--server {server} has no scheme that is known: write https://HOST:7443"))),
     }
@@ -157,6 +157,17 @@ fn tls_config(tls: &TlsArgs) -> Result<ClientTlsConfig, ConnectError> {
     Ok(settings)
 }
 
+/// The files and what they have to be, for errors that do not say which of them is wrong.
+fn files(tls: &TlsArgs) -> String {
+    let path = |file: &Option<PathBuf>| {
+        file.as_ref().map_or_else(|| "(not given)".to_owned(), |file| file.display().to_string())
+    };
+    let (ca, cert, key) = (path(&tls.tls_ca), path(&tls.tls_cert), path(&tls.tls_key));
+    format!(
+        "--tls-ca {ca} must hold authorities, --tls-cert {cert} a certificate, and --tls-key {key} the key that it was made for"
+    )
+}
+
 fn read(option: &'static str, path: &Path) -> Result<Vec<u8>, ConnectError> {
     let failed = |reason: String| ConnectError::File { option, path: path.display().to_string(), reason };
     let content = std::fs::read(path).map_err(|error| failed(error.to_string()))?;
@@ -183,6 +194,21 @@ fn unreachable(server: &str, error: &tonic::transport::Error) -> ConnectError {
         _ => "Check --server (or HEADGATE_SERVER): scheme, host and port.",
     };
     ConnectError::Unreachable { server: server.to_owned(), reason, advice: advice.to_owned() }
+}
+
+/// What to say of a request that failed since its connection broke; `None` when it failed for another reason. In TLS 1.3 a client learns only after its handshake
+/// that its certificate is refused.
+pub(crate) fn broken(server: &str, status: &tonic::Status) -> Option<ConnectError> {
+    let broken = causes(status).find(|cause| cause.is::<tonic::transport::Error>())?;
+    // The alert that tells is lost where the connection ends before it is read.
+    let advice = if server.starts_with("https://") {
+        "The replica has ended, or refuses this side of the TLS handshake; its log says which. Give a certificate by --tls-cert and --tls-key that is \
+         valid now, with the extended key usage clientAuth, and signed by an authority of the replica's --tls-client-ca."
+    } else {
+        "The connection broke: the replica may have ended. Try again."
+    };
+    let (server, reason) = (server.to_owned(), chain(broken));
+    Some(ConnectError::Unreachable { server, reason, advice: advice.to_owned() })
 }
 
 /// True when a request failed since nobody began to answer it in time.

@@ -222,6 +222,9 @@ pub(crate) fn refused(server: &str, status: &Status) -> Failure {
     if client::is_silence(status) {
         return Failure::Connect(client::silent(server));
     }
+    if let Some(broken) = client::broken(server, status) {
+        return Failure::Connect(broken);
+    }
     let message = if status.message().is_empty() { client::chain(status) } else { status.message().to_owned() };
     let message = render::plain(&message).into_owned();
     Failure::Server { server: server.to_owned(), code: status.code(), message }

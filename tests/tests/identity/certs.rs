@@ -55,6 +55,19 @@ fn its_certificates_open_the_control_plane_to_whom_they_should() {
     let denied = ask("nodes/a");
     let error = String::from_utf8(denied.stderr).unwrap();
     assert!(denied.status.code() == Some(1) && error.contains("--nodes-may-inspect"), "{error}");
+    let other = folder.path().join("other");
+    made(&other, &["--reader=ops"]);
+    let file = |option: &str, folder: &Path, name: &str| format!("{option}={}", folder.join(name).display());
+    let authority = file("--tls-ca", &out, "ca.crt");
+    for (of_cert, code, expected) in
+        [(&other, 1, "signed by an authority of the replica's --tls-client-ca"), (&out, 2, "other/readers/ops.key")]
+    {
+        let (cert, key) =
+            (file("--tls-cert", of_cert, "readers/ops.crt"), file("--tls-key", &other, "readers/ops.key"));
+        let refused = headgatectl(&[&server, &cert, &key, &authority, "status"]);
+        let error = String::from_utf8(refused.stderr).unwrap();
+        assert!(refused.status.code() == Some(code) && error.contains(expected), "{error}");
+    }
 }
 
 #[test]
