@@ -246,18 +246,16 @@ fn find_largest(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
             (Some(holds), Some(fails)) if fails as f64 <= holds as f64 * CLOSE => break,
             (Some(holds), Some(fails)) => usize::midpoint(holds, fails),
             (Some(holds), None) if holds >= most => {
-                println!("{most} agents are the most that are tried, or that the limit on open files has room for");
+                println!(
+                    "{most} agents are the most that are tried, four times as many as at first, or that the limit on open files has room for, and \
+                     all of them hold: begin with more (--agents) where the limit allows it"
+                );
                 break;
             }
             (Some(holds), None) => (holds * 5 / 4).min(most),
             (None, Some(fails)) if fails <= 10 => bail!("not even {fails} agents get changes within {HELD_P99_MS} ms"),
             (None, _) => agents * 4 / 5,
         };
-    }
-    if fails.is_none() {
-        println!(
-            "the search goes to four times as many as it begins with, and all of them hold: begin with more (--agents)"
-        );
     }
     if is_ended_by_load {
         println!(

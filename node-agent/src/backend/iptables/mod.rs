@@ -19,9 +19,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-use self::{command::Programs, rules::Left, sctp::Sctp};
-use super::{Backend, BackendError, FamilyStatistics, Plan, Refused, Report, StateSource, leftovers::Leftovers};
-use crate::{node_inputs::NodeInputs, packet_counters};
 use headgate_core::{
     Dirty, Family, ServiceKey, State,
     iptables::{
@@ -30,6 +27,10 @@ use headgate_core::{
     },
     view::NodeFacts,
 };
+
+use self::{command::Programs, rules::Left, sctp::Sctp};
+use super::{Backend, BackendError, FamilyStatistics, Plan, Refused, Report, StateSource, leftovers::Leftovers};
+use crate::{node_inputs::NodeInputs, packet_counters};
 
 /// A comparison of every rule is followed by a pause of this many times what it took.
 const DEEP_LOOK_PAUSE_FACTOR: u32 = 100;
