@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use headgate_tests::cases::case::ask;
 use headgate_tests::cases::{self, Source, table};
-use headgate_tests::testbed::client::exchange_large_bodies;
+use headgate_tests::testbed::client::{ask_from_low_port, exchange_large_bodies};
 use headgate_tests::testbed::iptables::{self, Variant};
 use headgate_tests::testbed::machines::Machines;
 use headgate_tests::testbed::manifests::Via;
@@ -81,6 +81,30 @@ fn unserved_ports_are_refused_and_unknown_addresses_are_silent() {
         let nowhere = Request::new(transport, SocketAddr::new(nobody, 80)).expecting_silence();
         assert_eq!(machines.ask("a1", &nowhere).unwrap(), Outcome::TimedOut, "{transport:?} over {family}");
     });
+}
+
+#[test]
+fn a_source_port_that_somebody_holds_is_told_and_another_drawn() {
+    let machines = Machines::start().unwrap();
+    for family in Family::BOTH {
+        // Its own line server holds that port.
+        let b1 = SocketAddr::new(address("b1", family), plan::LINE_PORT);
+        let from = |port| Request { from_port: Some(port), ..Request::new(Transport::Tcp, b1) };
+        assert_eq!(machines.ask("a1", &from(plan::LINE_PORT)).unwrap(), Outcome::PortTaken);
+
+        let mut draws = Vec::new();
+        let (port, outcome) = ask_from_low_port(|drawn| {
+            draws.push(drawn);
+            machines.ask("a1", &from(if draws.len() == 1 { plan::LINE_PORT } else { drawn }))
+        })
+        .unwrap();
+        assert_eq!(Some(&port), draws.last());
+        assert!(draws.len() > 1, "{draws:?}");
+        assert!(matches!(&outcome, Outcome::Answered(answer) if answer.source.port() == port), "{outcome}");
+
+        let error = ask_from_low_port(|_| machines.ask("a1", &from(plan::LINE_PORT))).unwrap_err().to_string();
+        assert!(error.contains("holds the source port"), "{error}");
+    }
 }
 
 /// Does the same for every family and transport at once, since most of the time is waiting for silence.

@@ -68,8 +68,9 @@ fn check(bed: &Testbed, case: &Case, family: Family, port: &str) -> Result<()> {
         }
         Expect::Dropped | Expect::Gone => {
             // What nobody translated leaves a conntrack entry that says so. It must not meet a later request that is to be answered.
-            let from_port = Some(fastrand::u16(10_000..30_000));
-            let outcome = client::ask(client, &Request { from_port, ..request.expecting_silence() })?;
+            let request = request.expecting_silence();
+            let ask = |port| client::ask(client, &Request { from_port: Some(port), ..request });
+            let (_, outcome) = client::ask_from_low_port(ask)?;
             let may_be_refused = matches!(case.expect, Expect::Gone) && bed.backend().binds_addresses();
             ensure!(outcome == Outcome::TimedOut || (may_be_refused && outcome == Outcome::Refused), "{outcome}");
         }
@@ -159,10 +160,9 @@ fn check_source(answer: &Answer, from: &str, source: Source, family: Family) -> 
 /// A node that is masqueraded as itself shows it by its ports only: they are drawn anew.
 fn check_port_changes(bed: &Testbed, from: &str, request: &Request) -> Result<()> {
     for _ in 0..4 {
-        // Below those that the kernel gives to clients, one of which may have it at the moment, and off the node ports.
-        let port = fastrand::u16(10_000..30_000);
-        let request = Request { from_port: Some(port), ..*request };
-        match bed.machines().ask(from, &request)? {
+        let ask = |port| bed.machines().ask(from, &Request { from_port: Some(port), ..*request });
+        let (port, outcome) = client::ask_from_low_port(ask)?;
+        match outcome {
             Outcome::Answered(answer) if answer.source.port() != port => return Ok(()),
             // Chance may draw the same port again, though hardly ever.
             Outcome::Answered(_) => {}

@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpStream, UdpSocket};
+use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::str::FromStr;
 use std::sync::atomic::{AtomicU16, Ordering};
@@ -86,6 +87,8 @@ pub enum Outcome {
     TimedOut,
     /// ICMP said that host or network cannot be reached, or the client had no route.
     Unreachable,
+    /// Nothing was asked: another socket holds the source port that the request names.
+    PortTaken,
     /// Anything else, such as a connection reset after it was made.
     Broken(String),
 }
@@ -99,6 +102,7 @@ impl fmt::Display for Outcome {
             Self::Refused => formatter.write_str("refused"),
             Self::TimedOut => formatter.write_str("timed out"),
             Self::Unreachable => formatter.write_str("unreachable"),
+            Self::PortTaken => formatter.write_str("another socket holds the source port"),
             Self::Broken(reason) => write!(formatter, "broken: {reason}"),
         }
     }
@@ -172,10 +176,29 @@ pub(crate) fn outcome(request: &Request) -> Outcome {
             io::ErrorKind::ConnectionRefused => Outcome::Refused,
             io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => Outcome::TimedOut,
             io::ErrorKind::HostUnreachable | io::ErrorKind::NetworkUnreachable => Outcome::Unreachable,
+            io::ErrorKind::AddrInUse => Outcome::PortTaken,
             _ => Outcome::Broken(error.to_string()),
         },
     }
 }
+
+/// Calls `ask` with a source port below those that the kernel gives to clients, and off the node ports, until it has one that nobody holds: what
+/// listens on the machine (the agent's own pages, servers on its network) may stand there too. That port, and what came of the request from it.
+pub fn ask_from_low_port(mut ask: impl FnMut(u16) -> Result<Outcome>) -> Result<(u16, Outcome)> {
+    let mut outcome = Outcome::PortTaken;
+    for _ in 0..LOW_PORT_DRAWS {
+        let port = fastrand::u16(LOW_PORTS);
+        outcome = ask(port)?;
+        if outcome != Outcome::PortTaken {
+            return Ok((port, outcome));
+        }
+    }
+    bail!("{outcome}, {LOW_PORT_DRAWS} times in a row with ports drawn from {LOW_PORTS:?}")
+}
+
+const LOW_PORTS: Range<u16> = 10_000..30_000;
+/// A machine holds a handful of them, so that two in a row are rare and more are a defect.
+const LOW_PORT_DRAWS: usize = 10;
 
 fn unspecified(to: SocketAddr) -> IpAddr {
     if to.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() }
