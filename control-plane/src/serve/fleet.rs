@@ -262,6 +262,10 @@ impl Fleet {
     pub(super) fn refresh_metrics(&self) {
         let Standing { up_to_date, behind, failing } = self.standing();
         self.metrics.set_agents([("up_to_date", up_to_date), ("behind", behind), ("failing", failing)]);
+        let Everywhere { p50, p99, max, commits } = self.everywhere();
+        if commits > 0 {
+            self.metrics.set_recently_everywhere([("0.5", p50), ("0.99", p99), ("1", max)]);
+        }
     }
 }
 
@@ -356,7 +360,14 @@ mod tests {
         (0..3).for_each(|_| rig.commit());
         rig.ack("a", 3);
         assert_eq!(rig.measured(), 0);
+        let longest = |rig: &Rig| -> Option<f64> {
+            rig.fleet.refresh_metrics();
+            let name = "headgate_control_plane_recently_programmed_everywhere_seconds{quantile=\"1\"} ";
+            rig.fleet.metrics.render().lines().find_map(|line| line.strip_prefix(name)?.parse().ok())
+        };
+        assert_eq!(longest(&rig), None);
         rig.ack("b", 2);
+        assert_eq!(longest(&rig), Some(rig.fleet.everywhere().max.as_secs_f64()));
         assert_eq!(rig.measured(), 2);
         rig.ack("b", 3);
         rig.ack("b", 3);
