@@ -14,6 +14,7 @@ use super::{
 };
 use crate::fleet::{
     Settings,
+    bare::{self, BareWrites},
     phase::Phase,
     rig::Wire,
     stage::{Setup, Stage},
@@ -29,6 +30,8 @@ const BUSY: f64 = 0.9;
 const FOREIGN: f64 = 0.15;
 /// The delay that `--find-largest` holds.
 const HELD_P99_MS: f64 = 50.0;
+/// How long bare writes are measured, in seconds.
+const BARE_SECONDS: u32 = 5;
 /// How far apart the last two numbers of agents are that `--find-largest` tries.
 const CLOSE: f64 = 1.06;
 
@@ -114,6 +117,7 @@ fn run_once(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
     let mut stage = load.stage(agents, services)?;
     stage.start_replica(&[])?;
     std::thread::sleep(SETTLING);
+    let bare = bare::measure(&stage.machines, agents, BARE_SECONDS * load.rate, load.rate)?;
     let alone = stage.replicas[0].resident_bytes()?;
     let cpu = stage.replicas[0].cpu()?;
     let start = Instant::now();
@@ -145,7 +149,7 @@ fn run_once(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
         figure("connecting-all", connecting, "s"),
         figure("connecting-cpu-per-agent", joined.busy() * 1e6 / agents as f64, "µs"),
     ];
-    figures.extend(phase_figures("fleet", &phase, agents, &label));
+    figures.extend(phase_figures(&phase, &bare, agents, &label));
     figures.extend(profile.iter().flat_map(|profile| profile_figures(profile, &phase, &label)));
     Ok(figures)
 }
@@ -159,24 +163,33 @@ pub(super) fn check_deliveries(phase: &Phase, agents: usize) -> Result<()> {
     Ok(())
 }
 
-fn phase_figures(bench: &str, phase: &Phase, agents: usize, label: &str) -> Vec<Figure> {
+fn phase_figures(phase: &Phase, bare: &BareWrites, agents: usize, label: &str) -> Vec<Figure> {
     warn(phase, agents);
-    let figure = |what: &str, value: f64, unit| Figure::alone(format!("{bench}/{what}/{label}"), value, unit);
+    let name = |what: &str| format!("fleet/{what}/{label}");
+    let figure = |what: &str, value: f64, unit| Figure::alone(name(what), value, unit);
+    let against = |what: &str, value: f64, unit, anchor: f64| {
+        Figure::against(name(what), value, unit, "bare writes to as many plain sockets", anchor)
+    };
     let each = |seconds: f64| seconds * 1e6 / phase.messages.max(1) as f64;
     let deliveries = phase.latency.count().max(1) as f64;
     vec![
-        figure("p50", phase.quantile_ms(0.5), "ms"),
-        figure("p99", phase.quantile_ms(0.99), "ms"),
+        against("p50", phase.quantile_ms(0.5), "ms", bare.quantile_ms(0.5)),
+        against("p99", phase.quantile_ms(0.99), "ms", bare.quantile_ms(0.99)),
         figure("max", phase.latency.max() as f64 / 1e3, "ms"),
         figure("deliveries-measured", deliveries, ""),
         figure("messages", phase.messages as f64, ""),
         figure("changes-per-message", deliveries / phase.batches.max(1) as f64, ""),
         figure("bytes-per-message", phase.bytes as f64 / phase.messages.max(1) as f64, "bytes"),
         figure("acks", phase.acks as f64, ""),
-        figure("server-cpu-per-message", each(phase.server.busy()), "µs"),
+        against("server-cpu-per-message", each(phase.server.busy()), "µs", bare.cpu_us),
         figure("server-cpu-per-message/user", each(phase.server.user), "µs"),
         figure("server-cpu-per-message/system", each(phase.server.system), "µs"),
-        figure("server-cpu-per-message/with-interrupts", each(phase.server_seconds()), "µs"),
+        against(
+            "server-cpu-per-message/with-interrupts",
+            each(phase.server_seconds()),
+            "µs",
+            bare.cpu_with_interrupts_us,
+        ),
         figure("server-cpu-per-delivered-change", phase.server_seconds() * 1e6 / deliveries, "µs"),
         figure("server-core-share", phase.server_seconds() / phase.seconds * 100.0, "%"),
         figure("agents-by-server-cpu", phase.agents_by_cpu(agents), ""),

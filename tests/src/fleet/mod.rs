@@ -7,6 +7,7 @@
 //! What agents do wrong on purpose is a switch ([`Fault`]). [`rig`] starts what they need: an API server, replicas, and two network namespaces.
 
 pub mod agent;
+pub mod bare;
 pub mod certificates;
 mod client;
 mod hpack;

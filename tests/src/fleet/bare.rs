@@ -1,0 +1,157 @@
+//! The least that a fan-out can cost on this machine at this moment: one write of a message's size to each of many plain sockets, and somebody who reads them.
+//! No TLS, no HTTP/2, no state, no answers. What a replica is compared with, since machines differ, and one machine differs by the hour.
+
+use std::{
+    io::{Read as _, Write as _},
+    net::{SocketAddr, TcpListener, TcpStream},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use mio::{Events, Interest, Poll, Token};
+use socket2::{Domain, Socket, Type};
+
+use super::{
+    latency::Histogram,
+    rig::{CpuTime, LOAD_CORE, Machines, SERVER_CORE, pin_this_thread},
+};
+use crate::bench::clock::thread_cpu;
+
+/// What one endpoint's change takes in TCP: 38 bytes of message, 5 of gRPC's framing, 9 of HTTP/2's, 22 of TLS 1.3's.
+const MESSAGE_BYTES: usize = 74;
+/// Time that the writer may take for a connection, or the reader wait for the next bytes, before something is broken.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// What bare writes took.
+#[derive(Debug, Clone)]
+pub struct BareWrites {
+    /// CPU time of the writing thread for a write, in microseconds.
+    pub cpu_us: f64,
+    /// The same with what its core spent in interrupts meanwhile.
+    pub cpu_with_interrupts_us: f64,
+    /// Times from the begin of a round to the reader's having a message, in microseconds.
+    pub latency: Histogram,
+}
+
+impl BareWrites {
+    /// Milliseconds within which so large a share of the messages was read.
+    #[must_use]
+    pub fn quantile_ms(&self, share: f64) -> f64 {
+        self.latency.quantile(share) as f64 / 1e3
+    }
+}
+
+/// Writes a message to each of so many connections, `rounds` times and `rate` times a second: from the replicas' machine and core to the agents'.
+///
+/// # Errors
+/// When the connections cannot be made, or not everything arrives.
+pub fn measure(machines: &Machines, connections: usize, rounds: u32, rate: u32) -> Result<BareWrites> {
+    let (written, read) = connect(machines, connections)?;
+    let start = Instant::now();
+    std::thread::scope(|scope| {
+        let reader = scope.spawn(move || read_all(read, rounds, rate, start));
+        let writer = scope.spawn(|| write_all(&written, rounds, rate, start));
+        let writer = writer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        let latency = reader.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+        let (cpu, interrupts) = writer?;
+        let each = |seconds: f64| seconds * 1e6 / (connections as f64 * f64::from(rounds));
+        Ok(BareWrites { cpu_us: each(cpu), cpu_with_interrupts_us: each(cpu + interrupts), latency })
+    })
+}
+
+/// Both ends of the connections, in the same order.
+fn connect(machines: &Machines, connections: usize) -> Result<(Vec<TcpStream>, Vec<TcpStream>)> {
+    let listener = machines.server().run(|| Ok(TcpListener::bind((machines.server_address(), 0))?))?;
+    let to = listener.local_addr()?;
+    machines.agents().run(|| {
+        let mut ends = (Vec::with_capacity(connections), Vec::with_capacity(connections));
+        for number in 0..connections {
+            let socket = Socket::new(Domain::for_address(to), Type::STREAM, None)?;
+            socket.bind(&SocketAddr::new(machines.host(number), 0).into())?;
+            socket.connect_timeout(&to.into(), PATIENCE).context("connecting a plain socket")?;
+            let (written, from) = listener.accept()?;
+            let read = TcpStream::from(socket);
+            ensure!(read.local_addr()? == from, "somebody else connected: {from}");
+            written.set_nodelay(true)?;
+            written.set_write_timeout(Some(PATIENCE))?;
+            read.set_nonblocking(true)?;
+            ends.0.push(written);
+            ends.1.push(read);
+        }
+        Ok(ends)
+    })
+}
+
+/// When a round begins.
+fn begins(start: Instant, round: u32, rate: u32) -> Instant {
+    start + Duration::from_secs(1) * (round + 1) / rate
+}
+
+/// CPU time of this thread, and its core's in interrupts, in seconds.
+fn write_all(streams: &[TcpStream], rounds: u32, rate: u32, start: Instant) -> Result<(f64, f64)> {
+    pin_this_thread(SERVER_CORE)?;
+    let (cpu, core) = (thread_cpu(), CpuTime::of_core(SERVER_CORE)?);
+    for round in 0..rounds {
+        std::thread::sleep(begins(start, round, rate).saturating_duration_since(Instant::now()));
+        for mut stream in streams {
+            stream.write_all(&[0; MESSAGE_BYTES]).context("writing to a plain socket")?;
+        }
+    }
+    let interrupts = CpuTime::of_core(SERVER_CORE)?.since(&core).interrupts;
+    Ok(((thread_cpu() - cpu).as_secs_f64(), interrupts))
+}
+
+fn read_all(streams: Vec<TcpStream>, rounds: u32, rate: u32, start: Instant) -> Result<Histogram> {
+    pin_this_thread(LOAD_CORE)?;
+    let mut poll = Poll::new().context("making an epoll instance")?;
+    let mut streams: Vec<_> = streams.into_iter().map(|stream| (mio::net::TcpStream::from_std(stream), 0)).collect();
+    for (index, (stream, _)) in streams.iter_mut().enumerate() {
+        poll.registry().register(stream, Token(index), Interest::READABLE)?;
+    }
+    let (mut events, mut buffer) = (Events::with_capacity(1024), [0; 4096]);
+    let mut latency = Histogram::default();
+    let mut missing = streams.len() * rounds as usize;
+    while missing > 0 {
+        poll.poll(&mut events, Some(PATIENCE))?;
+        if events.is_empty() {
+            bail!("{missing} messages to plain sockets did not arrive");
+        }
+        for event in &events {
+            let (stream, had) = &mut streams[event.token().0];
+            loop {
+                match stream.read(&mut buffer) {
+                    Ok(0) => bail!("a plain socket was closed too early"),
+                    Ok(length) => {
+                        let now = Instant::now();
+                        let before = *had / MESSAGE_BYTES;
+                        *had += length;
+                        for round in before..*had / MESSAGE_BYTES {
+                            let round = u32::try_from(round).context("more than was written")?;
+                            let taken = now.saturating_duration_since(begins(start, round, rate));
+                            latency.record(u64::try_from(taken.as_micros()).unwrap_or(u64::MAX));
+                            missing -= 1;
+                        }
+                    }
+                    Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => break,
+                    Err(error) => return Err(error).context("reading a plain socket"),
+                }
+            }
+        }
+    }
+    Ok(latency)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use crate::fleet::rig::Wire;
+
+    #[test]
+    fn every_write_is_read_and_timed() {
+        let machines = Machines::create(Wire::Veth).unwrap();
+        let bare = measure(&machines, 20, 5, 100).unwrap();
+        assert_eq!(bare.latency.count(), 100);
+        assert!(bare.cpu_us > 0.0 && bare.cpu_with_interrupts_us >= bare.cpu_us, "{bare:?}");
+    }
+}
