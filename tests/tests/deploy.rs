@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use headgate_tests::testbed::process::program;
+use headgate_tests::testbed::{port::ReservedPort, process::program};
 use serde_json::{Value, json};
 
 fn deploy() -> PathBuf {
@@ -295,11 +295,10 @@ fn certificates_open_the_control_plane_to_whom_they_should() {
     let path = |name: &str| folder.path().join(name).display().to_string();
     run(certs(folder.path()).args(["--server-ip", "127.0.0.1", "--reader", "me"]));
     std::fs::create_dir(folder.path().join("manifests")).unwrap();
-    let sockets = [0, 1].map(|_| std::net::TcpListener::bind("127.0.0.1:0").unwrap());
-    let [port, metrics] = sockets.map(|socket| socket.local_addr().unwrap().port());
+    let port = ReservedPort::reserve().unwrap();
     let control_plane = Command::new(program("headgate-control-plane").unwrap())
         .arg(format!("--source=files:{}", path("manifests")))
-        .args([format!("--listen=127.0.0.1:{port}"), format!("--metrics-listen=127.0.0.1:{metrics}")])
+        .args([format!("--listen={}", port.address()), "--metrics-listen=127.0.0.1:0".to_owned()])
         .args([format!("--tls-cert={}", path("control-plane/tls.crt"))])
         .args([format!("--tls-key={}", path("control-plane/tls.key"))])
         .args([format!("--tls-client-ca={}", path("control-plane/ca.crt"))])
@@ -311,7 +310,7 @@ fn certificates_open_the_control_plane_to_whom_they_should() {
     let control_plane = Running(control_plane);
     let ask = |tls: &[String]| {
         let mut command = Command::new(program("headgatectl").unwrap());
-        command.arg(format!("--server=https://127.0.0.1:{port}")).args(tls).args(["status", "-o", "json"]);
+        command.arg(format!("--server=https://{}", port.address())).args(tls).args(["status", "-o", "json"]);
         command.stdin(Stdio::null()).output().unwrap()
     };
     let authority = format!("--tls-ca={}", path("ca.crt"));

@@ -52,7 +52,11 @@ fn ask(bed: &Testbed, from: &str, to: SocketAddr) -> Result<Health> {
         stream.set_read_timeout(Some(GUARD))?;
         stream.write_all(b"GET /whatever/path HTTP/1.1\r\nHost: node\r\nConnection: close\r\n\r\n")?;
         let mut response = String::new();
-        stream.read_to_string(&mut response)?;
+        match stream.read_to_string(&mut response) {
+            // It was closed while it was asked.
+            Err(error) if error.kind() == std::io::ErrorKind::ConnectionReset => return Ok(Health::Closed),
+            read => read?,
+        };
         parse(&response).with_context(|| format!("{to} answered {response:?}"))
     })
 }

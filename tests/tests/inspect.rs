@@ -3,12 +3,11 @@
 #![allow(clippy::unwrap_used)]
 
 use std::io::{BufRead as _, BufReader};
-use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use headgate_tests::testbed::process::program;
+use headgate_tests::testbed::{port::ReservedPort, process::program};
 use serde_json::Value;
 
 /// A guard, not a measure.
@@ -33,7 +32,7 @@ impl Drop for Running {
 struct ControlPlane {
     _process: Running,
     folder: tempfile::TempDir,
-    port: u16,
+    port: ReservedPort,
 }
 
 impl ControlPlane {
@@ -42,12 +41,10 @@ impl ControlPlane {
         let manifests = folder.path().join("manifests");
         std::fs::create_dir(&manifests).unwrap();
         std::fs::copy(root().join("docs/examples/web.yaml"), manifests.join("web.yaml")).unwrap();
-        // Both at once, so that they differ.
-        let sockets = [0, 1].map(|_| TcpListener::bind("127.0.0.1:0").unwrap());
-        let [port, metrics] = sockets.map(|socket| socket.local_addr().unwrap().port());
+        let port = ReservedPort::reserve().unwrap();
         let process = Command::new(program("headgate-control-plane").unwrap())
             .args(["--source", &format!("files:{}", manifests.display()), "--insecure-loopback"])
-            .args(["--listen", &format!("127.0.0.1:{port}"), "--metrics-listen", &format!("127.0.0.1:{metrics}")])
+            .args(["--listen", &port.address().to_string(), "--metrics-listen", "127.0.0.1:0"])
             .args(["--replica-name", "example"])
             .stdin(Stdio::null())
             .stdout(Stdio::null())
@@ -89,7 +86,7 @@ impl ControlPlane {
 
     /// Standard output, or what was written to standard error.
     fn headgatectl(&self, arguments: &[&str]) -> Result<String, String> {
-        let server = format!("http://127.0.0.1:{}", self.port);
+        let server = format!("http://{}", self.port.address());
         run(Command::new(program("headgatectl").unwrap()).args(["--server", &server]).args(arguments))
     }
 
@@ -150,7 +147,7 @@ fn a_manifest_that_cannot_be_used_shows_in_status_and_disturbs_nothing() {
 #[test]
 fn watch_follows_an_edit() {
     let control_plane = ControlPlane::start();
-    let server = format!("http://127.0.0.1:{}", control_plane.port);
+    let server = format!("http://{}", control_plane.port.address());
     let mut watch = Command::new(program("headgatectl").unwrap())
         .args(["--server", &server, "watch", "shop/web", "-o", "json"])
         .stdin(Stdio::null())

@@ -155,12 +155,12 @@ fn hand_written_rules(variant: Variant) {
         // The rules lead to the line servers.
         let transport = if transport == Transport::Http { Transport::Tcp } else { transport };
         for (from, source) in sources {
-            let request =
-                |to: &str| Request::new(transport, SocketAddr::new(to.parse().unwrap(), 80)).expecting_silence();
+            let request = |to: &str| Request::new(transport, SocketAddr::new(to.parse().unwrap(), 80));
+            let dropped = request(dropped).expecting_silence();
             let context = format!("{transport:?} over {family} from {from}");
             assert_eq!(answered(&machines, from, &request(service)), ("b1".to_owned(), source), "{context}");
             assert_eq!(machines.ask(from, &request(refused)).unwrap(), Outcome::Refused, "{context}");
-            assert_eq!(machines.ask(from, &request(dropped)).unwrap(), Outcome::TimedOut, "{context}");
+            assert_eq!(machines.ask(from, &dropped).unwrap(), Outcome::TimedOut, "{context}");
         }
     });
     let saved = iptables::save_all(node, &lock).unwrap();

@@ -20,6 +20,7 @@ use super::*;
 use crate::{
     companion::{Companion as _, Scope},
     node_inputs::NodeInputs,
+    tests::{ReservedPort, reserve_port},
 };
 
 /// Only ever waited for when a test fails.
@@ -88,10 +89,6 @@ fn only(addresses: &[&str]) -> NodePortAddresses {
     NodePortAddresses::Only(addresses.iter().map(|address| address.parse().unwrap()).collect())
 }
 
-fn free_port() -> u16 {
-    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
-}
-
 /// Status line and body; `None` when nobody listens.
 fn get(port: u16) -> Option<(String, serde_json::Value)> {
     let mut stream = TcpStream::connect(SocketAddr::from(([127, 0, 0, 1], port))).ok()?;
@@ -128,7 +125,8 @@ async fn answers(port: u16, name: &'static str, status: &'static str, endpoints:
 // rows: 67
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn answers_follow_endpoints_and_health() {
-    let (mut world, port) = (World::start(), free_port());
+    let (mut world, reserved) = (World::start(), reserve_port());
+    let port = reserved.port();
     world.step([service("web", port)]);
     answers(port, "web", "503", 0).await;
     world.step([endpoint("web", 1), endpoint("web", 2)]);
@@ -140,7 +138,8 @@ async fn answers_follow_endpoints_and_health() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn ports_move_and_pass_to_other_services() {
-    let (mut world, first, second) = (World::start(), free_port(), free_port());
+    let (mut world, reserved) = (World::start(), [reserve_port(), reserve_port()]);
+    let [first, second] = reserved.each_ref().map(ReservedPort::port);
     world.step([service("web", first)]);
     answers(first, "web", "503", 0).await;
     // The service moves, and another one takes its port, in one step; the other comes first in order.
@@ -156,8 +155,9 @@ async fn ports_move_and_pass_to_other_services() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_taken_port_is_counted_and_tried_again() {
     let mut world = World::start();
-    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
-    let (port, other) = (taken.local_addr().unwrap().port(), free_port());
+    let reserved = [reserve_port(), reserve_port()];
+    let [port, other] = reserved.each_ref().map(ReservedPort::port);
+    let taken = TcpListener::bind(("127.0.0.1", port)).unwrap();
     world.step([service("web", port), service("api", other)]);
     answers(other, "api", "503", 0).await;
     let failures = world.metrics.bind_failures.clone();
@@ -170,7 +170,8 @@ async fn a_taken_port_is_counted_and_tried_again() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn nothing_opens_before_the_rules_are_in_place() {
-    let (mut world, port) = (World::start(), free_port());
+    let (mut world, reserved) = (World::start(), reserve_port());
+    let port = reserved.port();
     world.plan([service("web", port)]);
     assert!(world.ports.told.is_empty());
     world.plan([service("web", port), endpoint("web", 1)]);
@@ -183,7 +184,8 @@ async fn nothing_opens_before_the_rules_are_in_place() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn sockets_follow_the_nodes_addresses() {
-    let (mut world, port) = (World::start(), free_port());
+    let (mut world, reserved) = (World::start(), reserve_port());
+    let port = reserved.port();
     world.step([service("web", port)]);
     answers(port, "web", "503", 0).await;
     world.inputs.send_replace(NodeInputs { node_ports_v4: only(&["127.0.0.2"]), ..NodeInputs::default() });

@@ -1,6 +1,7 @@
 //! The whole agent, with a backend without a kernel, against a scripted replica over real sockets.
 #![allow(clippy::unwrap_used)]
 
+mod port;
 mod replica;
 mod tls;
 
@@ -21,6 +22,7 @@ use tokio::{
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tonic::Status;
 
+pub(crate) use self::port::{ReservedPort, reserve_port};
 use self::replica::{Connection, ScriptedReplica};
 use crate::{
     AgentError,
@@ -297,10 +299,8 @@ async fn a_draining_replica_is_left_for_another() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn an_absent_control_plane_is_waited_for() {
-    // A port that nobody listens at, until somebody does.
-    let reserved = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let address = reserved.local_addr().unwrap();
-    drop(reserved);
+    let reserved = reserve_port();
+    let address = reserved.address();
     let agent = Agent::start(&[format!("--control-plane=http://{address}")]);
     sleep(Duration::from_millis(300)).await;
     assert!(!agent.running.is_finished());
@@ -332,8 +332,9 @@ async fn get(address: SocketAddr, path: &str) -> Option<String> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn pages_are_served_also_when_the_address_was_taken_at_first() {
-    let taken = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let address = taken.local_addr().unwrap();
+    let reserved = reserve_port();
+    let address = reserved.address();
+    let taken = TcpListener::bind(address).await.unwrap();
     let mut replica = ScriptedReplica::start().await;
     let url = format!("--control-plane=http://{}", replica.address);
     let agent = Agent::start(&[url, format!("--metrics-bind-address={address}")]);

@@ -1,7 +1,7 @@
 //! The thread that the stand-in runs on: listening, accepting, stopping and starting again on the same port.
 
 use std::{
-    net::{Ipv4Addr, SocketAddr, TcpListener as StdListener},
+    net::{SocketAddr, TcpListener as StdListener},
     sync::{Arc, mpsc as std_mpsc},
     thread,
 };
@@ -20,6 +20,7 @@ use super::{
     connection::{ConnectionState, CountedStream},
     http::answer,
 };
+use crate::testbed::port::ReservedPort;
 
 enum Control {
     Stop(std_mpsc::Sender<()>),
@@ -31,12 +32,10 @@ const ORDERS: usize = 64;
 
 /// The handle of the thread; ends it when dropped.
 pub(super) struct Server {
-    address: SocketAddr,
+    /// Stays ours while the server is stopped, so that nobody else gets it and connections are refused.
+    port: ReservedPort,
     control: Option<mpsc::Sender<Control>>,
     thread: Option<thread::JoinHandle<()>>,
-    /// Bound but never listening: keeps the port ours while the server is stopped, so that nobody else gets it and
-    /// connections are refused.
-    _reservation: Socket,
 }
 
 fn failed(action: &'static str) -> impl FnOnce(std::io::Error) -> StartError {
@@ -45,28 +44,24 @@ fn failed(action: &'static str) -> impl FnOnce(std::io::Error) -> StartError {
 
 impl Server {
     pub(super) fn start(shared: Arc<Shared>) -> Result<Self, StartError> {
-        let reservation = bind(SocketAddr::from((Ipv4Addr::LOCALHOST, 0))).map_err(failed("bind to 127.0.0.1"))?;
-        let address = reservation.local_addr().map_err(failed("learn its port"))?;
-        let address = address.as_socket().ok_or_else(|| {
-            failed("learn its port")(std::io::Error::other("the kernel gave an address that is not IP"))
-        })?;
+        let port = ReservedPort::reserve().map_err(failed("reserve a port of 127.0.0.1"))?;
         let runtime =
             tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed("make a runtime"))?;
         let (control, orders) = mpsc::channel(ORDERS);
         let work = move || runtime.block_on(serve(shared, orders));
         let thread =
             thread::Builder::new().name("stand-in-api".to_owned()).spawn(work).map_err(failed("start a thread"))?;
-        let server = Self { address, control: Some(control), thread: Some(thread), _reservation: reservation };
+        let server = Self { port, control: Some(control), thread: Some(thread) };
         server.listen()?;
         Ok(server)
     }
 
     pub(super) fn address(&self) -> SocketAddr {
-        self.address
+        self.port.address()
     }
 
     pub(super) fn listen(&self) -> Result<(), StartError> {
-        let listener = open(self.address).map_err(failed("listen on its port"))?;
+        let listener = open(self.port.address()).map_err(failed("listen on its port"))?;
         let (done, answer) = std_mpsc::channel();
         self.send(Control::Listen(listener, done));
         let taken = answer.recv().unwrap_or_else(|_| Err(std::io::Error::other("its thread takes no orders")));
@@ -100,15 +95,10 @@ impl Drop for Server {
     }
 }
 
-fn bind(address: SocketAddr) -> std::io::Result<Socket> {
+fn open(address: SocketAddr) -> std::io::Result<StdListener> {
     let socket = Socket::new(Domain::IPV4, Type::STREAM, None)?;
     socket.set_reuse_address(true)?;
     socket.bind(&address.into())?;
-    Ok(socket)
-}
-
-fn open(address: SocketAddr) -> std::io::Result<StdListener> {
-    let socket = bind(address)?;
     socket.listen(1_024)?;
     socket.set_nonblocking(true)?;
     Ok(socket.into())

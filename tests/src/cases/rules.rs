@@ -143,11 +143,13 @@ pub fn flushed_rules_come_back(bed: &Testbed) -> Result<()> {
             .try_for_each(|family| iptables::run(node, bed.backend().variant(), family, &lock, arguments))
     };
     let tables = |tables: &[&str]| -> Result<()> {
-        for table in tables {
-            flush(&["-t", table, "-F"])?;
-            flush(&["-t", table, "-X"])?;
-        }
-        Ok(())
+        // The agent may be faster than the second of the two, and a chain that is used again is not removed.
+        tables.iter().try_for_each(|table| {
+            eventually(|| {
+                flush(&["-t", table, "-F"])?;
+                flush(&["-t", table, "-X"])
+            })
+        })
     };
     let steps: [(&str, &dyn Fn() -> Result<()>); 6] = [
         ("all tables were flushed", &|| tables(&["mangle", "nat", "filter"])),

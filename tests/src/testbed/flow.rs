@@ -98,9 +98,9 @@ impl Flow {
         self.until("unanswered", |outcome| !matches!(outcome, Outcome::Answered(_))).map(drop)
     }
 
-    /// Who answers now.
+    /// Who answers now. A question may be lost where a machine stands still for a moment.
     pub fn server(&self) -> Result<String> {
-        match self.ask() {
+        match self.until("answered", |outcome| !matches!(outcome, Outcome::TimedOut))? {
             Outcome::Answered(answer) => Ok(answer.server),
             other => bail!("{}: {other}", self.name),
         }

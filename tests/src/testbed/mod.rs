@@ -31,6 +31,7 @@ pub mod manifests;
 pub mod netns;
 mod network;
 pub mod plan;
+pub mod port;
 pub mod process;
 mod sctp;
 mod server;

@@ -1,10 +1,11 @@
 //! The agent's files: bad ones, renewed ones, and sessions across its reconnects.
 
-use std::{fs, net::SocketAddr, path::Path};
+use std::{fs, path::Path};
 
 use clap::Parser as _;
 use headgate_node_agent::{backend::fake::FakeBackend, options::Options, run_with};
 use headgate_proto::v1::{ListAgentsRequest, inspect_client::InspectClient};
+use headgate_tests::testbed::port::ReservedPort;
 use serde_json::Value;
 use tokio_util::sync::{CancellationToken, DropGuard};
 
@@ -17,20 +18,20 @@ use crate::{
 
 /// Stops when dropped.
 struct Agent {
-    metrics: SocketAddr,
+    metrics: ReservedPort,
     _stops: DropGuard,
 }
 
 impl Agent {
     fn start(server: &Server, folder: &Path) -> Self {
-        let metrics = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+        let metrics = ReservedPort::reserve().unwrap();
         let file = |option: &str, name: &str| format!("{option}={}", folder.join(name).display());
         let arguments = [
             "headgate-node-agent".to_owned(),
             "--node-name=n1".to_owned(),
             "--state-dir=".to_owned(),
             "--healthz-bind-address=".to_owned(),
-            format!("--metrics-bind-address={metrics}"),
+            format!("--metrics-bind-address={}", metrics.address()),
             format!("--control-plane={}", server.url()),
             file("--tls-cert", "tls.crt"),
             file("--tls-key", "tls.key"),
@@ -43,12 +44,12 @@ impl Agent {
     }
 
     fn status(&self) -> Value {
-        let page = page(self.metrics, "/status").unwrap_or_default();
+        let page = page(self.metrics.address(), "/status").unwrap_or_default();
         serde_json::from_str(&page).unwrap_or_default()
     }
 
     fn metric(&self, sample: &str) -> u64 {
-        metric(self.metrics, sample)
+        metric(self.metrics.address(), sample)
     }
 
     async fn until_connected(&self, is_connected: bool) {
@@ -82,7 +83,9 @@ async fn bad_files_are_shown_while_the_stream_stays_and_no_other_is_made() {
     agent.until_connected(true).await;
     assert_eq!(agent.status()["tlsProblem"], Value::Null);
 
-    fs::write(folder.path().join("tls.key"), "garbage").unwrap();
+    // In one go: a look at what is half written would count as another failure.
+    fs::write(folder.path().join("new"), "garbage").unwrap();
+    fs::rename(folder.path().join("new"), folder.path().join("tls.key")).unwrap();
     let is_named =
         |text: &str| text.contains("--tls-key") && text.contains("tls.key") && text.contains("it must be a PEM");
     eventually("the page shows it", || async { agent.status()["tlsProblem"].as_str().is_some_and(is_named) }).await;

@@ -65,7 +65,7 @@ async fn a_session_is_of_one_replica_and_another_one_just_does_without() {
 async fn what_a_reader_follows_ends_with_its_certificate() {
     let authority = Authority::new("authority");
     let server = Server::start(&authority).await;
-    let not_after = in_seconds(6);
+    let not_after = in_seconds(10);
     let expiring = authority.client(&["headgate://reader/me"], |params| params.not_after = not_after.into());
     let lasting = authority.client(&["headgate://reader/other"], |_| {});
     let connect = async |pair| Client::new(&authority, &pair).connect(server.running.local_addr).await.unwrap();
@@ -131,7 +131,7 @@ async fn an_expired_certificate_keeps_neither_stream_nor_session() {
     let authority = Authority::new("authority");
     let server = Server::start(&authority).await;
     let address = server.running.local_addr;
-    let not_after = in_seconds(8);
+    let not_after = in_seconds(12);
     let expiring = |uri: &str| authority.client(&[uri], |params| params.not_after = not_after.into());
     let node = Client::new(&authority, &expiring("headgate://node/n1"));
     let reader = Client::new(&authority, &expiring("headgate://reader/me"));

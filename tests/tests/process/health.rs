@@ -19,7 +19,8 @@ fn row_105_healthz_and_livez_answer_as_kube_proxys_before_and_after_the_first_sy
     assert_eq!(found["healthy"], true);
     assert!(found.get("nodeEligible").is_none(), "{found}");
     assert_eq!(rig.health("/other").unwrap().0, 404);
-    assert_eq!(rig.metric("kubeproxy_proxy_livez_total{code=\"200\"}"), 1.0);
+    // The page may be served later than those.
+    rig.until_metric("kubeproxy_proxy_livez_total{code=\"200\"}", |count| count == 1.0);
     drop(agent);
 
     let rig = Rig::serving(&web(""));

@@ -44,7 +44,7 @@ fn row_95_a_burst_is_gathered_between_two_syncs() {
     let syncs = rig.until_metric(SYNCS, |syncs| syncs > before) - before;
     assert!(syncs < 20.0, "{syncs} syncs for 20 changes");
     // Values that came and went in between were never written.
-    assert!(rig.metric("kubeproxy_sync_proxy_rules_endpoint_changes_pending") == 0.0);
+    rig.until_metric("kubeproxy_sync_proxy_rules_endpoint_changes_pending", |pending| pending == 0.0);
 }
 
 // rows: 95

@@ -22,7 +22,7 @@ use crate::{
 
 #[tokio::test]
 async fn misbehaving_agents_are_refused_and_others_undisturbed() {
-    let impatient = Settings { hello_timeout: Duration::from_millis(300), ..settings() };
+    let impatient = Settings { hello_timeout: Duration::from_secs(2), ..settings() };
     let replica = Replica::start_with(impatient, Security::Plaintext).await;
     replica.store.synced();
     let mut good = open(&replica, "good").await;
