@@ -28,6 +28,8 @@ const LEAST_SAMPLED: Duration = Duration::from_secs(5);
 const BUSY: f64 = 0.9;
 /// Other programs that take more of a core than this are worth a warning. The stand-in API server and the changes belong to the load's core.
 const FOREIGN: f64 = 0.15;
+/// More than this of a core taken by other virtual machines is worth a warning.
+const STOLEN: f64 = 0.02;
 /// The delay that `--find-largest` holds.
 const HELD_P99_MS: f64 = 50.0;
 /// How long bare writes are measured, in seconds.
@@ -93,6 +95,10 @@ pub(super) fn warn(phase: &Phase, agents: usize) {
     if phase.foreign_share() > FOREIGN {
         let percent = phase.foreign_share() * 100.0;
         println!("other programs took {percent:.0} % of a core: the times below mean little, CPU times do");
+    }
+    if phase.stolen_share() > STOLEN {
+        let percent = phase.stolen_share() * 100.0;
+        println!("another virtual machine took {percent:.0} % of a core: the times below mean little");
     }
     if phase.load_share() > BUSY {
         println!(
@@ -196,6 +202,7 @@ fn phase_figures(phase: &Phase, bare: &BareWrites, agents: usize, label: &str) -
         figure("load-cpu-per-message", each(phase.load_seconds), "µs"),
         figure("load-core-share", phase.load_share() * 100.0, "%"),
         figure("foreign-share", phase.foreign_share() * 100.0, "%"),
+        figure("stolen-share", phase.stolen_share() * 100.0, "%"),
         figure("seconds", phase.seconds, "s"),
     ]
 }

@@ -53,9 +53,9 @@ pub fn measure(machines: &Machines, connections: usize, rounds: u32, rate: u32) 
         let writer = scope.spawn(|| write_all(&written, rounds, rate, start));
         let writer = writer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
         let latency = reader.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
-        let (cpu, interrupts) = writer?;
+        let (cpu, with_interrupts) = writer?;
         let each = |seconds: f64| seconds * 1e6 / (connections as f64 * f64::from(rounds));
-        Ok(BareWrites { cpu_us: each(cpu), cpu_with_interrupts_us: each(cpu + interrupts), latency })
+        Ok(BareWrites { cpu_us: each(cpu), cpu_with_interrupts_us: each(with_interrupts), latency })
     })
 }
 
@@ -87,7 +87,7 @@ fn begins(start: Instant, round: u32, rate: u32) -> Instant {
     start + Duration::from_secs(1) * (round + 1) / rate
 }
 
-/// CPU time of this thread, and its core's in interrupts, in seconds.
+/// CPU time of this thread, without and with its core's in interrupts, in seconds.
 fn write_all(streams: &[TcpStream], rounds: u32, rate: u32, start: Instant) -> Result<(f64, f64)> {
     pin_this_thread(SERVER_CORE)?;
     let (cpu, core) = (thread_cpu(), CpuTime::of_core(SERVER_CORE)?);
@@ -97,8 +97,9 @@ fn write_all(streams: &[TcpStream], rounds: u32, rate: u32, start: Instant) -> R
             stream.write_all(&[0; MESSAGE_BYTES]).context("writing to a plain socket")?;
         }
     }
-    let interrupts = CpuTime::of_core(SERVER_CORE)?.since(&core).interrupts;
-    Ok(((thread_cpu() - cpu).as_secs_f64(), interrupts))
+    let core = CpuTime::of_core(SERVER_CORE)?.since(&core);
+    let cpu = (thread_cpu() - cpu).as_secs_f64();
+    Ok((cpu, core.with_interrupts(cpu)))
 }
 
 fn read_all(streams: Vec<TcpStream>, rounds: u32, rate: u32, start: Instant) -> Result<Histogram> {

@@ -82,7 +82,7 @@ impl Phase {
     /// Seconds of the server's core: the replica's own, and what its packets took outside of any process.
     #[must_use]
     pub fn server_seconds(&self) -> f64 {
-        self.server.busy() + self.server_core.interrupts
+        self.server_core.with_interrupts(self.server.busy())
     }
 
     /// Agents that the server's core could serve at this rate of changes, by its own time alone.
@@ -94,7 +94,13 @@ impl Phase {
     /// Share of the load's core that the load took.
     #[must_use]
     pub fn load_share(&self) -> f64 {
-        (self.load_seconds + self.load_core.interrupts) / self.seconds
+        self.load_core.with_interrupts(self.load_seconds) / self.seconds
+    }
+
+    /// Share of a core that was taken away by whoever runs this machine as a virtual one, the higher of the two.
+    #[must_use]
+    pub fn stolen_share(&self) -> f64 {
+        self.server_core.stolen.max(self.load_core.stolen) / self.seconds
     }
 
     /// Share of the cores that other programs took. It has to be small for times to mean anything.

@@ -369,6 +369,8 @@ pub struct CpuTime {
     pub interrupts: f64,
     /// Doing nothing. Known of cores only.
     pub idle: f64,
+    /// Taken away by whoever runs this machine as a virtual one. Known of cores only.
+    pub stolen: f64,
 }
 
 impl CpuTime {
@@ -395,14 +397,21 @@ impl CpuTime {
         let line = text.lines().find_map(|line| line.strip_prefix(&format!("cpu{core} ")));
         let line = line.with_context(|| format!("/proc/stat has no core {core}"))?;
         let ticks: Vec<f64> = line.split_whitespace().filter_map(|field| field.parse().ok().map(seconds)).collect();
-        let [user, nice, system, idle, iowait, hard, soft, ..] = ticks[..] else { bail!("/proc/stat: {line}") };
-        Ok(Self { user: user + nice, system, interrupts: hard + soft, idle: idle + iowait })
+        let [user, nice, system, idle, iowait, hard, soft, stolen, ..] = ticks[..] else { bail!("/proc/stat: {line}") };
+        Ok(Self { user: user + nice, system, interrupts: hard + soft, idle: idle + iowait, stolen })
     }
 
     /// All of it but doing nothing.
     #[must_use]
     pub fn busy(&self) -> f64 {
         self.user + self.system + self.interrupts
+    }
+
+    /// Of a core: the seconds of what ran there, with those of interrupts. The kernel may count an interrupt as time of the process that it came to as
+    /// well (without `CONFIG_IRQ_TIME_ACCOUNTING`), so the sum is at most what the core did at all. Where nothing is known of the core, the process alone.
+    #[must_use]
+    pub fn with_interrupts(&self, process_seconds: f64) -> f64 {
+        (process_seconds + self.interrupts).min(self.busy()).max(process_seconds)
     }
 
     /// What was used since an earlier reading.
@@ -413,6 +422,7 @@ impl CpuTime {
             system: self.system - earlier.system,
             interrupts: self.interrupts - earlier.interrupts,
             idle: self.idle - earlier.idle,
+            stolen: self.stolen - earlier.stolen,
         }
     }
 }
