@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// How long an agent may have something without a word about it. ACKs come some 250 ms apart; one that comes later has programmed for long, which makes
+/// How long an agent may have something without a word about it. ACKs come 150 to 350 ms apart; one that comes later has programmed for long, which makes
 /// being visited last no worse.
 const LATE_AFTER: Duration = Duration::from_secs(1);
 

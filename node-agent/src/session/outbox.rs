@@ -1,6 +1,6 @@
 //! What the agent has to say and could not yet: bounded, whatever the replica reads.
 
-use std::{collections::VecDeque, time::Duration};
+use std::{collections::VecDeque, ops::RangeInclusive, time::Duration};
 
 use headgate_proto::{
     MAX_AGENT_MESSAGE_BYTES,
@@ -16,8 +16,10 @@ const MAX_WAITING_NACKS: usize = 64;
 /// Half of what a message may be, so that its own fields have room.
 const NACK_BYTES: usize = MAX_AGENT_MESSAGE_BYTES / 2;
 
-/// Least time between two ACKs (contract, 7). A fleet's ACKs are most of what a replica has to read: thousands of agents times the changes a second.
-const ACK_INTERVAL: Duration = Duration::from_millis(250);
+/// Least time between two ACKs in milliseconds, drawn anew for each (contract, 7). A fleet's ACKs are most of what a replica has to read: thousands of agents
+/// times the changes a second. With one time for all they would go on coming at the same moments, since the change that follows a quiet time is acknowledged
+/// by all at once, and each change that meets them there would have to wait.
+const ACK_INTERVAL_MS: RangeInclusive<u64> = 150..=350;
 
 /// Times of earlier versions in one ACK (`Ack.earlier`); what is older counts as programmed with the oldest of them.
 const MAX_EARLIER: usize = 64;
@@ -28,7 +30,8 @@ pub(super) struct Outbox {
     nacks: VecDeque<v1::Nack>,
     failed: Option<v1::ApplyFailed>,
     ack: Option<WaitingAck>,
-    last_ack: Option<Instant>,
+    /// Before then, an ACK waits for others.
+    next_ack: Option<Instant>,
     status: Option<v1::AgentStatus>,
 }
 
@@ -47,7 +50,7 @@ impl Outbox {
             return Some(now);
         }
         self.ack.as_ref()?;
-        Some(self.last_ack.map_or(now, |last| last + ACK_INTERVAL))
+        Some(self.next_ack.unwrap_or(now))
     }
 
     /// Queues an ACK of what has been programmed just now.
@@ -129,7 +132,7 @@ impl Outbox {
         } else {
             self.ready_at(now).filter(|at| *at <= now)?;
             let WaitingAck { mut ack, programmed } = self.ack.take()?;
-            self.last_ack = Some(now);
+            self.next_ack = Some(now + Duration::from_millis(fastrand::u64(ACK_INTERVAL_MS)));
             let ago = |at: Instant| u64::try_from((now - at).as_micros()).unwrap_or(u64::MAX);
             let mut earlier: Vec<_> = programmed
                 .into_iter()
@@ -182,22 +185,42 @@ mod tests {
     #[test]
     fn acks_keep_a_distance_and_say_how_old_they_are() {
         let (mut outbox, start) = (Outbox::default(), Instant::now());
-        let at = |ms| start + Duration::from_millis(ms);
+        let at = |ms: u64| start + Duration::from_millis(ms);
         outbox.ack(v1::Ack { version: 1, ..Default::default() }, at(0));
         assert_eq!(ack(outbox.pop(at(0))).programmed_ago_microseconds, 0, "the first goes at once");
         outbox.ack(v1::Ack { version: 2, ..Default::default() }, at(50));
         outbox.ack(v1::Ack { version: 3, ..Default::default() }, at(100));
-        assert_eq!(outbox.ready_at(at(100)), Some(at(250)));
-        assert!(outbox.pop(at(249)).is_none());
+        let ready = outbox.ready_at(at(100)).unwrap();
+        assert!(ready >= at(150) && ready <= at(350), "{:?}", ready - start);
+        assert!(outbox.pop(at(149)).is_none());
         // What else there is to say does not wait.
         outbox.apply_failed(v1::ApplyFailed { version: 4, ..Default::default() });
         assert_eq!(outbox.ready_at(at(110)), Some(at(110)));
         assert!(matches!(outbox.pop(at(110)).unwrap().body, Some(Body::ApplyFailed(_))));
-        let late = ack(outbox.pop(at(250)));
-        assert_eq!((late.version, late.programmed_ago_microseconds), (3, 150_000));
-        assert_eq!(late.earlier, [v1::ProgrammedVersion { version: 2, ago_microseconds: 200_000 }]);
+        let late = ack(outbox.pop(at(350)));
+        assert_eq!((late.version, late.programmed_ago_microseconds), (3, 250_000));
+        assert_eq!(late.earlier, [v1::ProgrammedVersion { version: 2, ago_microseconds: 300_000 }]);
         outbox.ack(v1::Ack { version: 5, ..Default::default() }, at(900));
         assert_eq!(ack(outbox.pop(at(900))).version, 5, "after a quiet time one goes at once");
+    }
+
+    #[test]
+    fn acks_of_agents_that_began_together_do_not_stay_together() {
+        let start = Instant::now();
+        let times = (0..100).map(|_| {
+            let mut outbox = Outbox::default();
+            outbox.ack(v1::Ack::default(), start);
+            outbox.pop(start).unwrap();
+            outbox.ack(v1::Ack::default(), start);
+            outbox.ready_at(start).unwrap() - start
+        });
+        let times: Vec<Duration> = times.collect();
+        let in_a_tenth = |tenth: &u32| {
+            let from = Duration::from_millis(150 + 20 * u64::from(*tenth));
+            times.iter().any(|time| (from..=from + Duration::from_millis(20)).contains(time))
+        };
+        // By chance one stays empty in some of ten thousand runs, and four in none.
+        assert!((0..10).filter(in_a_tenth).count() > 6, "{times:?}");
     }
 
     #[test]

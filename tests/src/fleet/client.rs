@@ -97,7 +97,7 @@ pub struct Client {
     /// A replica that asked it to go elsewhere, until it has connected again.
     left: Option<SocketAddr>,
     pub(super) failures: u32,
-    last_ack: Option<Instant>,
+    next_ack: Option<Instant>,
     /// Versions that the next ACK covers, and when they came.
     programmed: Vec<(u64, Instant)>,
     pub(super) ack_is_scheduled: bool,
@@ -135,7 +135,7 @@ impl Client {
             next_replica: 0,
             left: None,
             failures: 0,
-            last_ack: None,
+            next_ack: None,
             programmed: Vec::new(),
             ack_is_scheduled: false,
             violation: None,
@@ -388,7 +388,7 @@ impl Client {
                     _ => self.counts.full_handshakes += 1,
                 }
                 Http2::open("control-plane", plain);
-                self.last_ack = None;
+                self.next_ack = None;
                 let hello = self.agent.hello(reference);
                 if !link.http2.send(&hello, plain) {
                     return Err(Lost::Violation("the server's windows do not take a Hello".to_owned()));
@@ -422,23 +422,22 @@ impl Client {
             send::garbage(garbage, &mut link.http2, &mut scratch.plain, &mut scratch.cipher);
             link.encrypt_and_flush(&mut scratch.plain, &mut scratch.cipher)?;
         }
-        let due = self.last_ack.map(|last| last + ack_interval);
-        match due.filter(|due| *due > Instant::now()) {
+        match self.next_ack.filter(|due| *due > Instant::now()) {
             Some(_) if self.ack_is_scheduled => Ok(Outcome::default()),
             Some(due) => {
                 self.ack_is_scheduled = true;
                 Ok(Outcome { ack_at: Some(due), ..Outcome::default() })
             }
-            None => self.acknowledge(scratch).map(|()| Outcome::default()),
+            None => self.acknowledge(scratch, ack_interval).map(|()| Outcome::default()),
         }
     }
 
-    /// Sends an ACK for where it is.
-    pub(super) fn acknowledge(&mut self, scratch: &mut Scratch) -> Result<(), Lost> {
+    /// Sends an ACK for where it is. The next one waits for `ack_interval`, less or more by two fifths, as a real agent's does.
+    pub(super) fn acknowledge(&mut self, scratch: &mut Scratch, ack_interval: Duration) -> Result<(), Lost> {
         self.ack_is_scheduled = false;
         let Some(ack) = self.agent.ack(&self.programmed).filter(|_| self.is_following()) else { return Ok(()) };
         if self.send(&ack, scratch)? {
-            self.last_ack = Some(Instant::now());
+            self.next_ack = Some(Instant::now() + ack_interval.mul_f64(0.6 + 0.8 * fastrand::f64()));
             self.programmed.clear();
             self.counts.acks += 1;
         }

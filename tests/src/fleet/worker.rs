@@ -228,7 +228,7 @@ impl Worker {
             match due {
                 Due::Ack(index) => {
                     if self.clients[index].ack_is_scheduled {
-                        let sent = self.clients[index].acknowledge(&mut self.scratch);
+                        let sent = self.clients[index].acknowledge(&mut self.scratch, self.settings.ack_interval);
                         self.after(index, sent.map(|()| Outcome::default()));
                     }
                 }
