@@ -1,11 +1,13 @@
-//! `headgatectl agents`: the whole fleet, over all replicas, the worst first.
+//! `headgatectl agents`: the whole fleet, over all replicas, the worst first. A replica that cannot be asked does not hide what the others know: that is when
+//! somebody looks.
 
 use std::io::Write;
 
 use headgate_proto::v1::{AgentInfo, FleetInfo, GetStatusRequest, ListAgentsRequest};
 use serde_json::Value;
+use tokio::task::JoinSet;
 
-use crate::args::{AgentsArgs, Args, Output};
+use crate::args::{AgentsArgs, Args, Output, TlsArgs};
 use crate::client;
 use crate::json;
 use crate::render::{self, Style};
@@ -13,51 +15,113 @@ use crate::run::{Failure, collect, now_unix_ms, refused, write_json};
 
 pub(crate) async fn run(args: &Args, wanted: &AgentsArgs, style: Style, out: &mut dyn Write) -> Result<(), Failure> {
     let node = wanted.node.as_ref().or(wanted.node_flag.as_ref()).map_or("", String::as_str);
-    let (mut agents, mut fleets) = (Vec::new(), Vec::new());
-    let replicas = client::replicas(&args.server, &args.tls).await.map_err(Failure::Connect)?;
-    for (server, tls) in &replicas {
-        let mut client = client::connect(server, tls).await.map_err(Failure::Connect)?;
-        let answer = client.list_agents(ListAgentsRequest { node: node.to_owned() }).await;
-        agents.extend(collect(server, answer).await?);
-        let status = client.get_status(GetStatusRequest {}).await.map_err(|status| refused(server, &status))?;
-        fleets.extend(status.into_inner().fleet);
+    let mut found = ask_all(args, node).await?;
+    if found.asked.is_empty() && !found.failures.is_empty() {
+        return Err(found.failures.swap_remove(0));
     }
-    if !node.is_empty() && agents.is_empty() {
-        let asked: Vec<&str> = replicas.iter().map(|(server, _)| server.as_str()).collect();
-        let text = format!("no agent of node {node} is connected to {}: ask the other replicas too", asked.join(", "));
+    if !node.is_empty() && found.agents.is_empty() && found.failures.is_empty() {
+        let asked = found.asked.join(", ");
+        let text = format!("no agent of node {node} is connected to {asked}: ask the other replicas too");
         return Err(Failure::NotFound(text));
     }
-    let all = agents.len();
-    agents.retain(|agent| {
-        let (is_behind, is_failing) = (is_behind(agent), is_failing(agent));
-        (!wanted.behind || is_behind) && (!wanted.failing || is_failing)
-    });
-    agents.sort_by(|a, b| badness(b).cmp(&badness(a)).then_with(|| a.node.cmp(&b.node)));
-    if args.output == Output::Json {
-        return write_json(out, &Value::Array(agents.iter().map(json::agent).collect()));
-    }
-    if all == 0 {
-        let place = if replicas.len() == 1 { "this replica" } else { "these replicas" };
-        return Ok(writeln!(out, "No agents are connected to {place}.")?);
-    }
-    if !agents.is_empty() {
-        let shown = if wanted.limit == 0 { &agents[..] } else { &agents[..agents.len().min(wanted.limit)] };
-        let is_wide = args.output == Output::Wide;
-        out.write_all(render::agents(shown, now_unix_ms(), is_wide, style).as_bytes())?;
-        if shown.len() < agents.len() {
-            writeln!(
-                out,
-                "... and {} more: --limit 0 shows all",
-                render::thousands((agents.len() - shown.len()) as u64)
-            )?;
-        }
+    found.show(args, wanted, style, out)?;
+    let Found { asked, failures, .. } = found;
+    if failures.is_empty() {
+        Ok(())
     } else {
-        writeln!(out, "None of {} agents is meant.", render::thousands(all as u64))?;
+        Err(Failure::Missing { replicas: asked.len() + failures.len(), failures })
     }
-    if node.is_empty() {
-        writeln!(out, "{}", render::fleet(&together(&fleets)))?;
+}
+
+/// What the replicas answered.
+#[derive(Default)]
+struct Found {
+    agents: Vec<AgentInfo>,
+    fleets: Vec<FleetInfo>,
+    /// URLs of those that answered.
+    asked: Vec<String>,
+    /// Why the others did not.
+    failures: Vec<Failure>,
+}
+
+/// Asks all replicas at once, so that one that hangs holds up nothing but the end.
+async fn ask_all(args: &Args, node: &str) -> Result<Found, Failure> {
+    let replicas = client::replicas(&args.server, &args.tls).await.map_err(Failure::Connect)?;
+    let mut asked = JoinSet::new();
+    for (index, (server, tls)) in replicas.into_iter().enumerate() {
+        let node = node.to_owned();
+        asked.spawn(async move { (index, ask(&server, &tls, node).await, server) });
     }
-    Ok(())
+    let mut answers = asked.join_all().await;
+    answers.sort_unstable_by_key(|(index, ..)| *index);
+    let mut found = Found::default();
+    for (_, answer, server) in answers {
+        match answer {
+            Ok((agents, fleet)) => {
+                found.agents.extend(agents);
+                found.fleets.extend(fleet);
+                found.asked.push(server);
+            }
+            Err(failure) => found.failures.push(failure),
+        }
+    }
+    Ok(found)
+}
+
+async fn ask(server: &str, tls: &TlsArgs, node: String) -> Result<(Vec<AgentInfo>, Option<FleetInfo>), Failure> {
+    let mut client = client::connect(server, tls).await.map_err(Failure::Connect)?;
+    let answer = client.list_agents(ListAgentsRequest { node }).await;
+    let agents = collect(server, answer).await?;
+    let status = client.get_status(GetStatusRequest {}).await.map_err(|status| refused(server, &status))?;
+    Ok((agents, status.into_inner().fleet))
+}
+
+impl Found {
+    fn show(&mut self, args: &Args, wanted: &AgentsArgs, style: Style, out: &mut dyn Write) -> Result<(), Failure> {
+        let all = self.agents.len();
+        let agents = &mut self.agents;
+        agents.retain(|agent| {
+            let (is_behind, is_failing) = (is_behind(agent), is_failing(agent));
+            (!wanted.behind || is_behind) && (!wanted.failing || is_failing)
+        });
+        agents.sort_by(|a, b| badness(b).cmp(&badness(a)).then_with(|| a.node.cmp(&b.node)));
+        if args.output == Output::Json {
+            return write_json(out, &Value::Array(agents.iter().map(json::agent).collect()));
+        }
+        if all == 0 {
+            let place = match (self.asked.len(), self.failures.len()) {
+                (1, 0) => "this replica".to_owned(),
+                (_, 0) => "these replicas".to_owned(),
+                _ => self.asked.join(", "),
+            };
+            let node = wanted.node.as_ref().or(wanted.node_flag.as_ref());
+            let what = node.map_or("No agents are".to_owned(), |node| format!("No agent of node {node} is"));
+            return Ok(writeln!(out, "{what} connected to {place}.")?);
+        }
+        if !agents.is_empty() {
+            let shown = if wanted.limit == 0 { &agents[..] } else { &agents[..agents.len().min(wanted.limit)] };
+            let is_wide = args.output == Output::Wide;
+            out.write_all(render::agents(shown, now_unix_ms(), is_wide, style).as_bytes())?;
+            if shown.len() < agents.len() {
+                writeln!(
+                    out,
+                    "... and {} more: --limit 0 shows all",
+                    render::thousands((agents.len() - shown.len()) as u64)
+                )?;
+            }
+        } else {
+            writeln!(out, "None of {} agents is meant.", render::thousands(all as u64))?;
+        }
+        if wanted.node.is_none() && wanted.node_flag.is_none() {
+            write!(out, "{}", render::fleet(&together(&self.fleets)))?;
+            if !self.failures.is_empty() {
+                let replicas = self.asked.len() + self.failures.len();
+                write!(out, "; at {} of {replicas} replicas", self.asked.len())?;
+            }
+            writeln!(out)?;
+        }
+        Ok(())
+    }
 }
 
 /// It has not programmed all that is older than a second.

@@ -37,6 +37,14 @@ pub enum Failure {
         /// What it said.
         message: String,
     },
+    /// Some replicas could not be asked, so that what was shown is not all.
+    #[error("this is without the agents of {} of {replicas} replicas:{}", failures.len(), listed(failures))]
+    Missing {
+        /// How many there are.
+        replicas: usize,
+        /// Why the others could not be asked.
+        failures: Vec<Failure>,
+    },
     /// Certificates cannot be made.
     #[error(transparent)]
     Certs(#[from] CertsError),
@@ -54,9 +62,19 @@ impl Failure {
         match self {
             Self::Usage(_) | Self::Connect(ConnectError::Usage(_)) | Self::Certs(CertsError::Usage(_)) => 2,
             Self::TimedOut(_) => 3,
-            Self::Connect(_) | Self::Certs(_) | Self::NotFound(_) | Self::Server { .. } | Self::Output(_) => 1,
+            Self::Connect(_)
+            | Self::Certs(_)
+            | Self::NotFound(_)
+            | Self::Server { .. }
+            | Self::Missing { .. }
+            | Self::Output(_) => 1,
         }
     }
+}
+
+/// Each on lines of its own.
+fn listed(failures: &[Failure]) -> String {
+    failures.iter().map(|failure| format!("\n{failure}")).collect()
 }
 
 /// Runs one command and writes its answer to `out`. A reader that closes the pipe early (`| head`) ends it in peace.

@@ -12,7 +12,7 @@ use headgate_proto::v1::{
     AgentInfo, EndpointInfo, GetStatusRequest, GetStatusResponse, ListAgentsRequest, ListEndpointsRequest,
     ListServicesRequest, ServiceInfo, ServicePortInfo, WaitProgress, WaitRequest, WatchEvent, WatchRequest,
 };
-use headgate_tests::testbed::process::program;
+use headgate_tests::testbed::{port::ReservedPort, process::program};
 use serde_json::Value;
 use tonic::{Request, Response, Status};
 
@@ -235,11 +235,35 @@ async fn what_does_not_exist_is_said_with_exit_code_1() {
 }
 
 #[tokio::test]
+async fn a_replica_that_is_down_hides_no_agents_of_the_others() {
+    let (good, nobody) = (format!("http://{}", fake_server().await), ReservedPort::reserve().unwrap());
+    let dead = format!("http://{}", nobody.address());
+    let ask = async |arguments: &[&str]| {
+        // Once before the replica that answers, and once after it.
+        let first = headgatectl(&dead, &[&["--server", &good], arguments].concat()).await;
+        let second = headgatectl(&good, &[&["--server", &dead], arguments].concat()).await;
+        assert_eq!((&first.stdout, &first.stderr), (&second.stdout, &second.stderr));
+        assert_eq!((first.status.code(), second.status.code()), (Some(1), Some(1)));
+        let error = text(&first.stderr);
+        assert!(error.contains("this is without the agents of 1 of 2 replicas:\ncannot reach"), "{error}");
+        assert!(error.contains(&dead) && !error.contains(&good), "{error}");
+        text(&first.stdout)
+    };
+    let table = ask(&["agents"]).await;
+    assert!(table.contains("node-b: error: no space in the table"), "{table}");
+    assert!(table.lines().last().unwrap().ends_with("; at 1 of 2 replicas"), "{table}");
+    assert_eq!(ask(&["agents", "node-z"]).await, format!("No agent of node node-z is connected to {good}.\n"));
+    let agents: Value = serde_json::from_str(&ask(&["agents", "-o", "json"]).await).unwrap();
+    assert_eq!(agents.as_array().unwrap().len(), 2);
+
+    let (code, error) = refusal(&dead, &["--server", &dead, "agents"]).await;
+    assert!(code == 1 && error.contains("cannot reach") && !error.contains("without"), "{error}");
+}
+
+#[tokio::test]
 async fn an_unreachable_server_is_named_with_what_to_do() {
-    // A port that was free a moment ago: bound and not listened on.
-    let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
-    socket.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).unwrap();
-    let server = format!("http://{}", socket.local_addr().unwrap().as_socket().unwrap());
+    let nobody = ReservedPort::reserve().unwrap();
+    let server = format!("http://{}", nobody.address());
     let (code, error) = refusal(&server, &["services"]).await;
     assert_eq!(code, 1);
     assert!(error.contains(&format!("cannot reach {server}")) && error.contains("refused"), "{error}");
