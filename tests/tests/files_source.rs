@@ -272,30 +272,6 @@ async fn a_folder_that_goes_away_keeps_its_services() {
 }
 
 #[tokio::test]
-async fn a_look_at_everything_says_that_nothing_was_missed_so_far() {
-    let reading = Reading::of(&[("web.yaml", &service("web"))]).await;
-    let position = |c: &sink::Collected| c.positions.get(&SourceKind::Files).copied().unwrap_or_default();
-    let first = reading.sink.look(position);
-    // A new folder has everything looked at.
-    fs::create_dir(reading.path("one")).unwrap();
-    reading.sink.until("it stands at a later time", |c| position(c) > first).await;
-    reading.sink.look(|c| assert!(c.commit_sizes.len() == 1 && c.bookmarks > 0 && c.went_back == 0));
-
-    // What cannot be read may have been missed.
-    nix::unistd::mkfifo(&reading.path("pipe.yaml"), nix::sys::stat::Mode::S_IRWXU).unwrap();
-    fs::create_dir(reading.path("two")).unwrap();
-    reading.sink.until("the pipe is told", |c| !c.problems.is_empty()).await;
-    let (second, heard) = reading.sink.look(|c| (position(c), c.heard[&SourceKind::Files]));
-    fs::create_dir(reading.path("three")).unwrap();
-    reading.sink.until("everything was looked at again", |c| c.heard[&SourceKind::Files] > heard).await;
-    assert_eq!(reading.sink.look(position), second);
-    fs::remove_file(reading.path("pipe.yaml")).unwrap();
-    fs::create_dir(reading.path("four")).unwrap();
-    reading.sink.until("it stands at a later time again", |c| position(c) > second).await;
-    reading.sink.look(|c| assert_eq!((c.commit_sizes.len(), c.went_back), (1, 0)));
-}
-
-#[tokio::test]
 async fn a_folder_that_is_not_there_is_an_error_at_once() {
     let sink = Arc::new(CollectingSink::default());
     let run = source::run(

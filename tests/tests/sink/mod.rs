@@ -23,8 +23,6 @@ pub(crate) struct Collected {
     pub(crate) nodes: BTreeMap<Arc<str>, Node>,
     /// Last position of each kind.
     pub(crate) positions: BTreeMap<SourceKind, u64>,
-    /// Positions of kinds that moved on without a change.
-    pub(crate) bookmarks: u64,
     /// Positions that were lower than the one before.
     pub(crate) went_back: u64,
     /// The present problems.
@@ -125,7 +123,6 @@ impl Sink for CollectingSink {
                 }
             }
         }
-        collected.bookmarks += transaction.bookmarks.len() as u64;
         for (kind, position) in transaction.positions.into_iter().chain(transaction.bookmarks) {
             let before = collected.positions.insert(kind, position);
             collected.went_back += u64::from(before.is_some_and(|before| before > position));

@@ -27,10 +27,6 @@ pub(super) const SETTLE: Duration = Duration::from_secs(1);
 /// Larger files are refused.
 const FILE_LIMIT_BYTES: u64 = 256 * 1024 * 1024;
 
-/// Reasons by which faults of reading are counted.
-const UNREADABLE_FOLDER: &str = "unreadable_folder";
-const UNREADABLE_FILE: &str = "unreadable_file";
-
 /// What tells that a file was not touched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Stamp {
@@ -76,14 +72,6 @@ pub(super) struct Update {
     touched: BTreeSet<ObjectKey>,
 }
 
-impl Update {
-    /// Whether everything that was looked at could be read.
-    pub(super) fn is_whole(&self) -> bool {
-        let is_unread = |reason: &str| [UNREADABLE_FOLDER, UNREADABLE_FILE].contains(&reason);
-        !self.places.iter().any(|(_, reason, problems)| is_unread(reason) && !problems.is_empty())
-    }
-}
-
 /// The state of the folder.
 #[derive(Debug)]
 pub(super) struct Folder {
@@ -125,7 +113,7 @@ impl Folder {
         let mut unreadable = Vec::new();
         walk(&self.root, Path::new(""), &mut Vec::new(), &mut found, &mut unreadable);
         let told = unreadable.iter().map(|(path, error)| folder_problem(path, error)).collect();
-        update.places.push((String::new(), UNREADABLE_FOLDER, told));
+        update.places.push((String::new(), "unreadable_folder", told));
         for (path, stamp) in &found {
             let known = self.files.get(path);
             let is_touched = known.is_none_or(|file| file.stamp != Some(*stamp) || file.losing_since.is_some());
@@ -178,7 +166,7 @@ impl Folder {
                 // Without a stamp the next scan tries again.
                 let file = self.files.entry(path.to_owned()).or_default();
                 (file.stamp, file.content_hash, file.losing_since) = (None, None, None);
-                update.places.push((name, UNREADABLE_FILE, vec![problem]));
+                update.places.push((name, "unreadable_file", vec![problem]));
             }
         }
     }

@@ -73,7 +73,6 @@ struct Reader {
     /// Kept for its thread; `None` where notifications are not to be had.
     _watcher: Option<notify::RecommendedWatcher>,
     next_scan: Instant,
-    /// In milliseconds since 1970.
     position_ms: u64,
 }
 
@@ -133,34 +132,18 @@ impl Reader {
     /// Does what is due.
     fn work(&mut self, now: Instant) {
         let received = SystemTime::now();
-        let began_ms = unix_ms();
-        let (update, is_scan) = match self.notices.take(now) {
-            Some(Look::Everywhere) => (self.scan(now), true),
-            Some(Look::At(paths)) => (self.folder.look_at(paths, now), false),
-            None if now >= self.next_scan => (self.scan(now), true),
-            None => (self.folder.look_again(now), false),
+        let update = match self.notices.take(now) {
+            Some(Look::Everywhere) => self.scan(now),
+            Some(Look::At(paths)) => self.folder.look_at(paths, now),
+            None if now >= self.next_scan => self.scan(now),
+            None => self.folder.look_again(now),
         };
-        if now >= self.next_scan {
-            self.next_scan = now + RESCAN;
-        }
-        let has_seen_all = is_scan && update.is_whole();
         self.take_in(update, received);
-        if has_seen_all && self.notices.due().is_none() && self.folder.next_look().is_none() {
-            self.stand_at(began_ms);
-        }
-    }
-
-    /// Says that nothing was missed up to a time: a replica that read the folder later may have told agents of that, and they would wait here for a
-    /// change that need never come.
-    fn stand_at(&mut self, position_ms: u64) {
-        if position_ms > self.position_ms {
-            self.position_ms = position_ms;
-            let bookmarks = vec![(SourceKind::Files, position_ms)];
-            self.sink.commit(Transaction { bookmarks, ..Transaction::default() });
-        }
     }
 
     fn scan(&mut self, now: Instant) -> Update {
+        // Here alone: a file that is due at the same time does not put it off.
+        self.next_scan = now + RESCAN;
         self.folder.scan(now, |path| self.notices.is_being_written(path))
     }
 
