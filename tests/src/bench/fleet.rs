@@ -52,7 +52,7 @@ pub struct Load {
     /// Endpoint changes a second
     #[arg(long, value_name = "N", default_value_t = 20)]
     pub rate: u32,
-    /// Pause of an agent between two ACKs, in milliseconds
+    /// Pause of an agent between two ACKs, in milliseconds; each is drawn, up to two fifths less or more
     #[arg(long, value_name = "MILLISECONDS", default_value_t = 250)]
     pub ack_interval_ms: u64,
     /// What is between replica and agents

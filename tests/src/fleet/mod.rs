@@ -82,7 +82,7 @@ pub enum Break {
 /// What the agents of a fleet have in common.
 #[derive(Debug, Clone)]
 pub struct Settings {
-    /// An agent that has sent an ACK waits so long before the next one, as the real one does.
+    /// An agent that has sent an ACK waits so long before the next one, less or more by up to two fifths, as the real one does.
     pub ack_interval: Duration,
     /// TLS handshakes at the same time; further agents wait for their turn.
     pub handshakes: usize,
