@@ -1,14 +1,14 @@
 //! `headgatectl agents`: the whole fleet, over all replicas, the worst first. A replica that cannot be asked does not hide what the others know: that is when
 //! somebody looks.
 
-use std::io::Write;
+use std::io::{self, Write};
 
 use headgate_proto::v1::{AgentInfo, FleetInfo, GetStatusRequest, ListAgentsRequest};
 use serde_json::Value;
 use tokio::task::JoinSet;
 
 use crate::args::{AgentsArgs, Args, Output, TlsArgs};
-use crate::client;
+use crate::client::{self, ConnectError};
 use crate::json;
 use crate::render::{self, Style};
 use crate::run::{Failure, collect, now_unix_ms, refused, write_json};
@@ -16,7 +16,7 @@ use crate::run::{Failure, collect, now_unix_ms, refused, write_json};
 pub(crate) async fn run(args: &Args, wanted: &AgentsArgs, style: Style, out: &mut dyn Write) -> Result<(), Failure> {
     let node = wanted.node.as_ref().or(wanted.node_flag.as_ref()).map_or("", String::as_str);
     let mut found = ask_all(args, node).await?;
-    if found.asked.is_empty() && !found.failures.is_empty() {
+    if found.asked.is_empty() && found.failures.len() == 1 {
         return Err(found.failures.swap_remove(0));
     }
     if !node.is_empty() && found.agents.is_empty() && found.failures.is_empty() {
@@ -24,8 +24,13 @@ pub(crate) async fn run(args: &Args, wanted: &AgentsArgs, style: Style, out: &mu
         let text = format!("no agent of node {node} is connected to {asked}: ask the other replicas too");
         return Err(Failure::NotFound(text));
     }
-    found.show(args, wanted, style, out)?;
+    let shown = if found.asked.is_empty() { Ok(()) } else { found.show(args, wanted, style, out) };
     let Found { asked, failures, .. } = found;
+    match shown {
+        // Who reads the first lines only has to know all the same that they are not of all.
+        Err(Failure::Output(error)) if error.kind() == io::ErrorKind::BrokenPipe && !failures.is_empty() => {}
+        shown => shown?,
+    }
     if failures.is_empty() {
         Ok(())
     } else {
@@ -44,9 +49,17 @@ struct Found {
     failures: Vec<Failure>,
 }
 
-/// Asks all replicas at once, so that one that hangs holds up nothing but the end.
+/// Asks all replicas at once, so that those that hang hold up the answer by the time-out of one.
 async fn ask_all(args: &Args, node: &str) -> Result<Found, Failure> {
-    let replicas = client::replicas(&args.server, &args.tls).await.map_err(Failure::Connect)?;
+    let mut found = Found::default();
+    let mut replicas = Vec::new();
+    for server in &args.server {
+        match client::replicas_of(server, &args.tls).await {
+            Ok(some) => replicas.extend(some),
+            Err(error @ ConnectError::Unreachable { .. }) => found.failures.push(Failure::Connect(error)),
+            Err(error) => return Err(Failure::Connect(error)),
+        }
+    }
     let mut asked = JoinSet::new();
     for (index, (server, tls)) in replicas.into_iter().enumerate() {
         let node = node.to_owned();
@@ -54,7 +67,6 @@ async fn ask_all(args: &Args, node: &str) -> Result<Found, Failure> {
     }
     let mut answers = asked.join_all().await;
     answers.sort_unstable_by_key(|(index, ..)| *index);
-    let mut found = Found::default();
     for (_, answer, server) in answers {
         match answer {
             Ok((agents, fleet)) => {

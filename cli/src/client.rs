@@ -59,7 +59,7 @@ pub(crate) fn silent(server: &str) -> ConnectError {
     ConnectError::Unreachable {
         server: server.to_owned(),
         reason: format!("it takes connections, and has not answered within {} s", ANSWER_TIMEOUT.as_secs()),
-        advice: "The replica hangs, or has too much to do: look at its log and its load. To ask the other replicas, leave it out of --server."
+        advice: "The replica hangs, or has too much to do: look at its log and its load. To ask the other replicas alone, leave it out of --server."
             .to_owned(),
     }
 }
@@ -69,36 +69,38 @@ pub(crate) fn silent(server: &str) -> ConnectError {
 pub async fn replicas(servers: &[String], tls: &TlsArgs) -> Result<Vec<(String, TlsArgs)>, ConnectError> {
     let mut replicas = Vec::new();
     for server in servers {
-        // Says what is wrong with the URL and the TLS options before a name is looked up.
-        let uri = endpoint(server, tls)?.uri().clone();
-        let (scheme, host) = (uri.scheme_str().unwrap_or("https"), uri.host().unwrap_or_default());
-        let port = uri.port_u16().unwrap_or(if scheme == "http" { 80 } else { 443 });
-        let bare = host.trim_start_matches('[').trim_end_matches(']');
-        if bare.parse::<IpAddr>().is_ok() {
-            replicas.push((server.clone(), tls.clone()));
-            continue;
-        }
-        let found = tokio::net::lookup_host((bare, port)).await;
-        let found = found.map_err(|error| ConnectError::Unreachable {
-            server: server.clone(),
-            reason: format!("{bare} does not resolve: {error}"),
-            advice: "Check --server (or HEADGATE_SERVER): scheme, host and port.".to_owned(),
-        })?;
-        let mut addresses: Vec<SocketAddr> = found.collect();
-        addresses.sort_unstable();
-        addresses.dedup();
-        match addresses[..] {
-            // One name for the IPv4 and the IPv6 loopback is one replica.
-            _ if bare == "localhost" => replicas.push((server.clone(), tls.clone())),
-            [] | [_] => replicas.push((server.clone(), tls.clone())),
-            _ => {
-                let name = tls.tls_server_name.clone().unwrap_or_else(|| bare.to_owned());
-                let tls = TlsArgs { tls_server_name: Some(name), ..tls.clone() };
-                replicas.extend(addresses.iter().map(|address| (format!("{scheme}://{address}"), tls.clone())));
-            }
-        }
+        replicas.extend(replicas_of(server, tls).await?);
     }
     Ok(replicas)
+}
+
+/// The same of one server.
+pub async fn replicas_of(server: &str, tls: &TlsArgs) -> Result<Vec<(String, TlsArgs)>, ConnectError> {
+    let itself = || vec![(server.to_owned(), tls.clone())];
+    // Says what is wrong with the URL and the TLS options before a name is looked up.
+    let uri = endpoint(server, tls)?.uri().clone();
+    let (scheme, host) = (uri.scheme_str().unwrap_or("https"), uri.host().unwrap_or_default());
+    let port = uri.port_u16().unwrap_or(if scheme == "http" { 80 } else { 443 });
+    let bare = host.trim_start_matches('[').trim_end_matches(']');
+    if bare.parse::<IpAddr>().is_ok() {
+        return Ok(itself());
+    }
+    let found = tokio::net::lookup_host((bare, port)).await;
+    let found = found.map_err(|error| ConnectError::Unreachable {
+        server: server.to_owned(),
+        reason: format!("{bare} does not resolve: {error}"),
+        advice: "Check --server (or HEADGATE_SERVER): scheme, host and port.".to_owned(),
+    })?;
+    let mut addresses: Vec<SocketAddr> = found.collect();
+    addresses.sort_unstable();
+    addresses.dedup();
+    // One name for the IPv4 and the IPv6 loopback is one replica.
+    if addresses.len() < 2 || bare == "localhost" {
+        return Ok(itself());
+    }
+    let name = tls.tls_server_name.clone().unwrap_or_else(|| bare.to_owned());
+    let tls = TlsArgs { tls_server_name: Some(name), ..tls.clone() };
+    Ok(addresses.iter().map(|address| (format!("{scheme}://{address}"), tls.clone())).collect())
 }
 
 fn endpoint(server: &str, tls: &TlsArgs) -> Result<Endpoint, ConnectError> {

@@ -322,6 +322,10 @@ fn certificates_open_the_control_plane_to_whom_they_should() {
         std::thread::sleep(Duration::from_millis(50));
         answer = ask(&with_own);
     }
+    // A name that nobody knows hides no agents of those that answer.
+    let mut agents = Command::new(program("headgatectl").unwrap());
+    agents.arg("--server=https://nobody.invalid:7443").arg(format!("--server=https://{}", port.address()));
+    let agents = agents.args(&with_own).arg("agents").stdin(Stdio::null()).output().unwrap();
     let anonymous = ask(&[authority]);
     // Another authority's server is not believed.
     run(certs(&folder.path().join("other")).args(["--reader", "me"]));
@@ -330,6 +334,9 @@ fn certificates_open_the_control_plane_to_whom_they_should() {
 
     let log = std::fs::read_to_string(path("log")).unwrap();
     assert!(answer.status.success(), "{}\n{log}", String::from_utf8_lossy(&answer.stderr));
+    let (shown, error) = (String::from_utf8_lossy(&agents.stdout), String::from_utf8_lossy(&agents.stderr));
+    assert_eq!(shown, format!("No agents are connected to https://{}.\n", port.address()), "{error}");
+    assert!(agents.status.code() == Some(1) && error.contains("nobody.invalid does not resolve"), "{error}");
     assert_eq!(anonymous.status.code(), Some(1), "a client without a certificate got in");
     assert_eq!(elsewhere.status.code(), Some(1), "a server of another authority was believed");
     let error = String::from_utf8_lossy(&elsewhere.stderr);

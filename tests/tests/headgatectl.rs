@@ -256,8 +256,11 @@ async fn a_replica_that_is_down_hides_no_agents_of_the_others() {
     let agents: Value = serde_json::from_str(&ask(&["agents", "-o", "json"]).await).unwrap();
     assert_eq!(agents.as_array().unwrap().len(), 2);
 
-    let (code, error) = refusal(&dead, &["--server", &dead, "agents"]).await;
-    assert!(code == 1 && error.contains("cannot reach") && !error.contains("without"), "{error}");
+    let (code, error) = refusal(&dead, &["agents"]).await;
+    assert!(code == 1 && error.starts_with("headgatectl: cannot reach"), "{error}");
+    let (code, error) = refusal(&dead, &["--server", "http://127.0.0.1:1", "agents"]).await;
+    assert!(code == 1 && error.contains("2 of 2 replicas") && error.contains(&dead), "{error}");
+    assert!(error.contains("cannot reach http://127.0.0.1:1:"), "{error}");
 }
 
 #[tokio::test]
