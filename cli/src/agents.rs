@@ -1,7 +1,7 @@
 //! `headgatectl agents`: the whole fleet, over all replicas, the worst first. A replica that cannot be asked does not hide what the others know: that is when
 //! somebody looks.
 
-use std::io::{self, Write};
+use std::io::Write;
 
 use headgate_proto::v1::{AgentInfo, FleetInfo, GetStatusRequest, ListAgentsRequest};
 use serde_json::Value;
@@ -14,27 +14,23 @@ use crate::render::{self, Style};
 use crate::run::{Failure, collect, now_unix_ms, refused, write_json};
 
 pub(crate) async fn run(args: &Args, wanted: &AgentsArgs, style: Style, out: &mut dyn Write) -> Result<(), Failure> {
-    let node = wanted.node.as_ref().or(wanted.node_flag.as_ref()).map_or("", String::as_str);
-    let mut found = ask_all(args, node).await?;
+    let mut found = ask_all(args, wanted.node().unwrap_or_default()).await?;
     if found.asked.is_empty() && found.failures.len() == 1 {
         return Err(found.failures.swap_remove(0));
     }
-    if !node.is_empty() && found.agents.is_empty() && found.failures.is_empty() {
+    if let (Some(node), [], []) = (wanted.node(), &found.agents[..], &found.failures[..]) {
         let asked = found.asked.join(", ");
         let text = format!("no agent of node {node} is connected to {asked}: ask the other replicas too");
         return Err(Failure::NotFound(text));
     }
     let shown = if found.asked.is_empty() { Ok(()) } else { found.show(args, wanted, style, out) };
-    let Found { asked, failures, .. } = found;
-    match shown {
-        // Who reads the first lines only has to know all the same that they are not of all.
-        Err(Failure::Output(error)) if error.kind() == io::ErrorKind::BrokenPipe && !failures.is_empty() => {}
-        shown => shown?,
+    if found.failures.is_empty() {
+        return shown;
     }
-    if failures.is_empty() {
-        Ok(())
-    } else {
-        Err(Failure::Missing { replicas: asked.len() + failures.len(), failures })
+    match shown {
+        Err(failure) if !failure.is_closed_pipe() => Err(failure),
+        // Also who reads the first lines only has to know that they are not of all.
+        _ => Err(Failure::Missing { replicas: found.replicas(), failures: found.failures }),
     }
 }
 
@@ -89,6 +85,10 @@ async fn ask(server: &str, tls: &TlsArgs, node: String) -> Result<(Vec<AgentInfo
 }
 
 impl Found {
+    fn replicas(&self) -> usize {
+        self.asked.len() + self.failures.len()
+    }
+
     fn show(&mut self, args: &Args, wanted: &AgentsArgs, style: Style, out: &mut dyn Write) -> Result<(), Failure> {
         let all = self.agents.len();
         let agents = &mut self.agents;
@@ -106,8 +106,7 @@ impl Found {
                 (_, 0) => "these replicas".to_owned(),
                 _ => self.asked.join(", "),
             };
-            let node = wanted.node.as_ref().or(wanted.node_flag.as_ref());
-            let what = node.map_or("No agents are".to_owned(), |node| format!("No agent of node {node} is"));
+            let what = wanted.node().map_or("No agents are".to_owned(), |node| format!("No agent of node {node} is"));
             return Ok(writeln!(out, "{what} connected to {place}.")?);
         }
         if !agents.is_empty() {
@@ -124,11 +123,10 @@ impl Found {
         } else {
             writeln!(out, "None of {} agents is meant.", render::thousands(all as u64))?;
         }
-        if wanted.node.is_none() && wanted.node_flag.is_none() {
+        if wanted.node().is_none() {
             write!(out, "{}", render::fleet(&together(&self.fleets)))?;
             if !self.failures.is_empty() {
-                let replicas = self.asked.len() + self.failures.len();
-                write!(out, "; at {} of {replicas} replicas", self.asked.len())?;
+                write!(out, "; at {} of {} replicas", self.asked.len(), self.replicas())?;
             }
             writeln!(out)?;
         }

@@ -103,6 +103,13 @@ pub struct AgentsArgs {
     pub limit: usize,
 }
 
+impl AgentsArgs {
+    /// The node that is meant; none for all.
+    pub fn node(&self) -> Option<&str> {
+        self.node.as_deref().or(self.node_flag.as_deref())
+    }
+}
+
 /// What to wait for.
 #[derive(Debug, clap::Args)]
 pub struct WaitArgs {

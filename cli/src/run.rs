@@ -57,6 +57,11 @@ pub enum Failure {
 }
 
 impl Failure {
+    /// Whether the reader of the answer has closed the pipe.
+    pub(crate) fn is_closed_pipe(&self) -> bool {
+        matches!(self, Self::Output(error) if error.kind() == io::ErrorKind::BrokenPipe)
+    }
+
     /// 2 for usage, 3 for a wait whose time is up, 1 for all else.
     pub fn exit_code(&self) -> u8 {
         match self {
@@ -84,7 +89,7 @@ pub async fn run(args: &Args, style: Style, out: &mut dyn Write) -> Result<(), F
         _ => Session::run(args, style, out).await,
     };
     match done {
-        Err(Failure::Output(error)) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        Err(failure) if failure.is_closed_pipe() => Ok(()),
         result => result,
     }
 }
