@@ -179,8 +179,8 @@ fn phase_figures(phase: &Phase, bare: &BareWrites, agents: usize, label: &str) -
     let each = |seconds: f64| seconds * 1e6 / phase.messages.max(1) as f64;
     let deliveries = phase.latency.count().max(1) as f64;
     vec![
-        against("p50", phase.quantile_ms(0.5), "ms", bare.quantile_ms(0.5)),
-        against("p99", phase.quantile_ms(0.99), "ms", bare.quantile_ms(0.99)),
+        against("p50", phase.quantile_ms(0.5), "ms", bare.latency.quantile_ms(0.5)),
+        against("p99", phase.quantile_ms(0.99), "ms", bare.latency.quantile_ms(0.99)),
         figure("max", phase.latency.max() as f64 / 1e3, "ms"),
         figure("deliveries-measured", deliveries, ""),
         figure("messages", phase.messages as f64, ""),

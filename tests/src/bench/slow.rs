@@ -205,7 +205,7 @@ struct Histograms(Vec<Histogram>);
 
 impl Histograms {
     fn ms(&self, share: f64) -> f64 {
-        super::report::median(self.0.iter().map(|histogram| histogram.quantile(share) as f64 / 1e3).collect())
+        super::report::median(self.0.iter().map(|histogram| histogram.quantile_ms(share)).collect())
     }
 }
 

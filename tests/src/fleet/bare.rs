@@ -33,14 +33,6 @@ pub struct BareWrites {
     pub latency: Histogram,
 }
 
-impl BareWrites {
-    /// Milliseconds within which so large a share of the messages was read.
-    #[must_use]
-    pub fn quantile_ms(&self, share: f64) -> f64 {
-        self.latency.quantile(share) as f64 / 1e3
-    }
-}
-
 /// Writes a message to each of so many connections, `rounds` times and `rate` times a second: from the replicas' machine and core to the agents'.
 ///
 /// # Errors

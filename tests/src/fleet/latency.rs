@@ -101,6 +101,12 @@ impl Histogram {
         }
         self.max
     }
+
+    /// The same of a histogram of microseconds, in milliseconds.
+    #[must_use]
+    pub fn quantile_ms(&self, share: f64) -> f64 {
+        self.quantile(share) as f64 / 1e3
+    }
 }
 
 #[cfg(test)]

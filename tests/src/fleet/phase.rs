@@ -76,7 +76,7 @@ impl Phase {
     /// Milliseconds within which so large a share of all deliveries came.
     #[must_use]
     pub fn quantile_ms(&self, share: f64) -> f64 {
-        self.latency.quantile(share) as f64 / 1e3
+        self.latency.quantile_ms(share)
     }
 
     /// Seconds of the server's core: the replica's own, and what its packets took outside of any process.
