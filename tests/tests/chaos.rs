@@ -248,8 +248,8 @@ async fn run(seed: u64, steps: u32) {
     // The run is worth something only if things did go wrong and agents did move on meanwhile.
     assert!(cuts > AGENTS as u64 && connections > 2 * AGENTS as u64, "hardly anything was cut");
     // By log only if an agent comes back to the same run of the same replica, which not every seed brings about.
-    assert!(resumed["digests"] > AGENTS / 2 && resumed["full"] >= AGENTS, "agents hardly resumed: {resumed:?}");
-    assert!(moves > u64::from(steps) / 2, "the agents hardly moved while things went wrong");
+    assert!(resumed["digests"] > AGENTS && resumed["full"] >= AGENTS, "agents hardly resumed: {resumed:?}");
+    assert!(moves > u64::from(steps), "the agents hardly moved while things went wrong");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -55,6 +55,7 @@ fn a_storm_brings_what_differs_and_nothing_else() {
     assert_eq!(storm.changed.summary.by_digests, agents);
     assert!(storm.changed.summary.present.buckets >= u64::from(CHANGED) / 2 * agents as u64);
     assert_eq!(storm.same.summary.by_log, agents);
+    assert_eq!(storm.same.resumed_handshakes, agents as u64, "TLS sessions resume where they were made");
 }
 
 #[test]

@@ -15,6 +15,8 @@ use super::{Answer, Outcome, Testbed, manifests::Via, plan::Family};
 const GUARD: Duration = Duration::from_secs(30);
 /// How long an answer may take before the client asks again.
 const ANSWER_TIMEOUT: Duration = Duration::from_millis(250);
+/// How long the answer to a question may take that is asked once: a machine may stand still for a moment.
+const ONLY_ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 const PAUSE: Duration = Duration::from_millis(5);
 
 /// A client with one socket.
@@ -31,7 +33,6 @@ impl Flow {
             let own = if to.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
             let socket = UdpSocket::bind(SocketAddr::new(own, 0))?;
             socket.connect(to)?;
-            socket.set_read_timeout(Some(ANSWER_TIMEOUT))?;
             Ok(socket)
         })?;
         Ok(Self { socket, name: format!("{from} asking {to}") })
@@ -39,9 +40,13 @@ impl Flow {
 
     /// Asks once.
     pub fn ask(&self) -> Outcome {
+        self.ask_within(ANSWER_TIMEOUT)
+    }
+
+    fn ask_within(&self, limit: Duration) -> Outcome {
         // What an earlier question left behind: a late answer, or an error that nobody has fetched.
         while self.drain() {}
-        let asked = self.socket.send(b"who");
+        let asked = self.socket.set_read_timeout(Some(limit)).and_then(|()| self.socket.send(b"who"));
         let mut buffer = [0; 512];
         match asked.and_then(|_| self.socket.recv(&mut buffer)) {
             Ok(length) => match std::str::from_utf8(&buffer[..length]).unwrap_or_default().parse() {
@@ -98,9 +103,9 @@ impl Flow {
         self.until("unanswered", |outcome| !matches!(outcome, Outcome::Answered(_))).map(drop)
     }
 
-    /// Who answers now. A question may be lost where a machine stands still for a moment.
+    /// Who answers now; an error when nobody answers one question.
     pub fn server(&self) -> Result<String> {
-        match self.until("answered", |outcome| !matches!(outcome, Outcome::TimedOut))? {
+        match self.ask_within(ONLY_ANSWER_TIMEOUT) {
             Outcome::Answered(answer) => Ok(answer.server),
             other => bail!("{}: {other}", self.name),
         }
