@@ -176,6 +176,8 @@ impl Shared {
     }
 
     fn with(node_name: &str, held: Held, node: Option<Node>, is_unconfirmed: bool) -> Self {
+        let backlog = Arc::<Backlog>::default();
+        backlog.see_node(node.as_ref());
         let inner = Inner {
             held,
             is_unconfirmed,
@@ -192,7 +194,7 @@ impl Shared {
             generation: 0,
             stop: false,
         };
-        Self { backlog: Arc::default(), inner: Mutex::new(inner), changed: Condvar::new() }
+        Self { backlog, inner: Mutex::new(inner), changed: Condvar::new() }
     }
 
     /// Takes what the operator configured about the node.
@@ -214,7 +216,7 @@ impl Shared {
         &self.backlog
     }
 
-    /// The agent's own node, as far as it is known.
+    /// The agent's own node, as it was last known; `going_away` when it has been deleted since.
     #[must_use]
     pub fn node(&self) -> Option<Node> {
         self.lock().node.clone()
@@ -272,18 +274,22 @@ impl Shared {
     }
 
     /// Takes what the stream says of the node. Whatever depends on it is planned anew when it differs.
+    ///
+    /// `None`: the source has no such Node. The rules keep the values of the last Node, as kube-proxy's do: the machine still runs. It is only marked as going
+    /// away, on disk as well, so that load balancers send it nothing new, and the next Node replaces it.
     pub fn set_node(&self, revision: u64, node: Option<&Node>) {
         let mut inner = self.lock();
-        self.backlog.see_node(node);
-        let facts = inner.facts_of(node);
-        let pod_cidrs = |node: Option<&Node>| node.map(|node| node.pod_cidrs.clone()).unwrap_or_default();
-        if facts != inner.facts || pod_cidrs(node) != pod_cidrs(inner.node.as_ref()) {
+        let node = node.cloned().or_else(|| inner.node.clone().map(|last| Node { going_away: true, ..last }));
+        self.backlog.see_node(node.as_ref());
+        let facts = inner.facts_of(node.as_ref());
+        let pod_cidrs = |node: &Option<Node>| node.as_ref().map(|node| node.pod_cidrs.clone()).unwrap_or_default();
+        if facts != inner.facts || pod_cidrs(&node) != pod_cidrs(&inner.node) {
             inner.facts = facts;
             inner.needs_full = true;
             self.backlog.queue_other();
         }
-        if inner.node.as_ref() != node {
-            inner.node = node.cloned();
+        if inner.node != node {
+            inner.node = node;
             inner.is_node_saved = false;
         }
         inner.node_revision = revision;

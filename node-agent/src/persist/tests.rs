@@ -1,7 +1,7 @@
 //! What is written is read again; what is damaged is a whole earlier state or a reason, and never a panic.
 #![allow(clippy::unwrap_used)]
 
-use std::{fs, os::unix::fs::PermissionsExt as _, path::Path, process::Command, sync::Arc};
+use std::{fs, os::unix::fs::PermissionsExt as _, path::Path, process::Command, sync::Arc, time::Duration};
 
 use headgate_core::{Change, Node, digest::Digests};
 use headgate_proto::v1;
@@ -127,9 +127,29 @@ fn the_node_is_saved_with_the_state() {
     agent.batch(vec![endpoint("web", 201, 8080)]);
     agent.save();
     assert_eq!(agent.reload().restored.node, Some(node("a")), "it stays");
-    agent.shared.set_node(1, None);
+}
+
+// rows: 107
+#[test]
+fn row_107_a_deleted_node_is_saved_with_its_last_values_and_stays_ineligible_after_a_restart() {
+    let mut agent = Agent::with_state();
+    agent.shared.set_node(1, Some(&node("a")));
     agent.save();
-    assert_eq!(agent.reload().restored.node, None);
+    agent.shared.set_node(2, None);
+    agent.save();
+    let gone = Node { going_away: true, ..node("a") };
+    let restored = agent.reload().restored;
+    assert_eq!(restored.node, Some(gone.clone()));
+    let restarted = Shared::persistent("node-1", Some(restored));
+    assert_eq!(restarted.node(), Some(gone));
+    let is_eligible = || restarted.backlog().health(Duration::from_secs(3600)).is_node_eligible;
+    assert!(!is_eligible());
+    // A control plane that knows no such node changes nothing; the node that comes back replaces it.
+    restarted.set_node(1, None);
+    assert!(!is_eligible());
+    restarted.set_node(2, Some(&node("b")));
+    assert!(is_eligible());
+    assert_eq!(restarted.node(), Some(node("b")));
 }
 
 #[test]

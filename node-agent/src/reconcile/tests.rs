@@ -411,6 +411,36 @@ fn another_zone_or_address_of_the_node_programs_everything_anew() {
     assert_eq!(run.control.calls().len(), 2);
 }
 
+// rows: 29, 107
+#[test]
+fn row_107_a_deleted_node_keeps_its_last_zone_addresses_and_pod_ranges() {
+    let run = Loop::start(timing());
+    run.snapshot(1, vec![service("web", 80)]);
+    run.wait_programmed(1);
+    let node = Node {
+        name: "node-1".into(),
+        zone: Some("a".into()),
+        pod_cidrs: vec!["10.1.0.0/24".parse().unwrap()],
+        addresses: vec!["192.0.2.1".parse().unwrap()],
+        going_away: false,
+    };
+    run.shared.set_node(1, Some(&node));
+    run.wait_calls(2);
+    run.shared.set_node(2, None);
+    let acked = |progress: &Progress| progress.programmed.as_ref().is_some_and(|p| p.target.node_revision == 2);
+    run.wait_progress(acked);
+    assert_eq!(run.control.calls().len(), 2, "nothing is programmed anew");
+    assert_eq!(run.shared.node(), Some(Node { going_away: true, ..node.clone() }));
+    run.shared
+        .with_facts(|_, facts| assert_eq!((facts.zone.as_deref(), &facts.addresses), (Some("a"), &node.addresses)));
+    // The Node that comes back replaces all of it.
+    let back = Node { zone: Some("b".into()), ..node };
+    run.shared.set_node(3, Some(&back));
+    run.wait_calls(3);
+    assert!(matches!(&run.control.calls()[2], Call::Full(_, facts) if facts.zone.as_deref() == Some("b")));
+    assert_eq!(run.shared.node(), Some(back));
+}
+
 #[test]
 fn versions_of_another_epoch_are_reported_as_such() {
     let run = Loop::start(timing());

@@ -121,3 +121,38 @@ fn row_113_local_pods_are_told_by_each_mode() {
     });
     assert!(agent.terminate().0.success());
 }
+
+// rows: 107, 112, 113
+#[test]
+fn row_107_a_deleted_node_keeps_its_addresses_and_pod_ranges_also_after_a_restart() {
+    let rig = web();
+    let state = rig.path("state");
+    let state = format!("--state-dir={}", state.display());
+    let arguments = ["--detect-local-mode=NodeCIDR", "--nodeport-addresses=primary", &state];
+    let agent = rig.agent(&arguments);
+    let has_both = |rules: &[String]| {
+        let detects = |rule: &String| rule.contains("! -s 10.244.1.0/24") && rule.ends_with("-j KUBE-MARK-MASQ");
+        node_port_jumps(rules) == ["-d 192.0.2.11/32"] && rules.iter().any(detects)
+    };
+    let has = |rules: &[String], name: &str| rules.iter().any(|rule| rule.contains(&format!("ns/{name}:http")));
+    rig.until_rules("the Node's values are in the rules", "nat", has_both);
+    rig.remove("node");
+    assert_eq!(rig.until_health("/healthz", 503)["nodeEligible"], false);
+    rig.put("more", &service("more", 20, ""));
+    rig.put("more-1", &slice("more", &[("node-a", 20)], ""));
+    let rules = rig.until_rules("a change after the deletion", "nat", |rules| has(rules, "more"));
+    assert!(has_both(&rules), "{rules:#?}");
+    assert!(agent.terminate().0.success());
+
+    rig.flush("iptables-nft");
+    let _agent = rig.agent(&arguments);
+    let rules = rig.until_rules("the restarted agent's rules", "nat", |rules| has(rules, "more"));
+    assert!(has_both(&rules), "{rules:#?}");
+    assert_eq!(rig.until_health("/healthz", 503)["nodeEligible"], false);
+    rig.put("node", &node("podCIDRs: [10.244.7.0/24]"));
+    rig.until_health("/healthz", 200);
+    rig.until_rules("the Node that came back", "nat", |rules| {
+        rules.iter().any(|rule| rule.contains("! -s 10.244.7.0/24"))
+            && !rules.iter().any(|rule| rule.contains("10.244.1.0/24"))
+    });
+}
