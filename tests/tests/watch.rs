@@ -110,6 +110,10 @@ fn web(address: &str) -> Value {
     service("shop", "web").cluster_ip(address).port("http", "TCP", 80, 8080).build()
 }
 
+fn headless(name: &str) -> Value {
+    service("shop", name).cluster_ip("None").port("http", "TCP", 80, 8080).build()
+}
+
 fn web_slice(addresses: &[&str]) -> Value {
     let slice = endpoint_slice("shop", "web-1", "web").port("http", "TCP", 8080);
     addresses.iter().fold(slice, |slice, address| slice.endpoint(address, "n1")).build()
@@ -390,14 +394,85 @@ async fn a_server_without_streaming_lists_is_read_by_pages() {
     assert_eq!(watching.removed(), ["Endpoint shop/web 10.1.2.1"]);
 }
 
+/// Kubernetes 1.28 to 1.30: no streaming lists, no ServiceCIDRs, and Services cannot be selected by `spec.clusterIP`.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn servers_before_1_31_are_followed() {
+    let server = server(Options::before_1_31());
+    server.delete(Kind::ServiceCidr, "", "kubernetes").unwrap();
+    server.apply(headless("dns")).unwrap();
+    let watching = Watching::start(&server.kubeconfig());
+    watching.sink.until("everything is listed", |c| c.synced == 1).await;
+    watching.agrees_with(&server).await;
+    watching.sink.look(|c| {
+        assert!(c.serves("shop", "web") && !c.serves("shop", "dns"));
+        let refused = |kind| c.errors.get(&(kind, "refused")).copied().unwrap_or_default();
+        assert_eq!(refused(SourceKind::Services), 2, "one for the streaming list, one for the field selector");
+        assert_eq!((refused(SourceKind::EndpointSlices), refused(SourceKind::Nodes)), (1, 1));
+    });
+    for service in [headless("web"), headless("later"), web("10.0.0.10")] {
+        server.apply(service).unwrap();
+        watching.agrees_with(&server).await;
+    }
+    assert_eq!(watching.removed(), ["Service shop/web"], "it was headless for a time");
+    watching.sink.look(|c| assert!(c.problems.is_empty(), "{:?}", c.problems));
+}
+
+/// As when one of several API servers is still an old one.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_watch_that_comes_to_an_older_server_goes_on_without_the_field_selector() {
+    let server = server(Options::default());
+    let watching = Watching::synced(&server).await;
+    server.set_options(|options| options.service_field_selectors = false);
+    server.drop_watches(None);
+    server.apply(headless("dns")).unwrap();
+    watching.follows(&server, 1).await;
+    server.wait_until("all are open again", |server| server.open_watches(None) == 4).await.unwrap();
+    watching.sink.look(|c| assert_eq!(c.errors[&(SourceKind::Services, "refused")], 1));
+    assert_eq!(watching.removed(), [""; 0]);
+    let relists = server.recorded().iter().filter(|request| request.query.contains("sendInitialEvents")).count();
+    assert_eq!(relists, 4, "nothing was listed anew");
+}
+
+/// Whatever a streaming list fails with, the next request for that kind is a paged list.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_streaming_list_that_fails_is_followed_by_pages() {
+    let status = |code, retry_after_seconds| RequestFault::Status { code, retry_after_seconds };
+    let faults = [
+        status(500, None),
+        status(504, None),
+        status(403, None),
+        status(429, Some(1)),
+        RequestFault::Cut(Cut::Reset),
+        RequestFault::Garbage("<html>\n".into()),
+        RequestFault::Garbage("".into()),
+    ];
+    for fault in faults {
+        let server = server(Options::default());
+        for kind in Kind::ALL {
+            server.fail_next(1, RequestFilter::verb_of(Verb::Watch, kind), fault.clone());
+        }
+        let watching = Watching::synced(&server).await;
+        watching.follows(&server, 1).await;
+        for kind in Kind::ALL {
+            let recorded = server.recorded();
+            let asked: Vec<_> = recorded.iter().filter(|request| request.kind == Some(kind)).collect();
+            let verbs: Vec<Verb> = asked.iter().map(|request| request.verb).take(2).collect();
+            assert_eq!(verbs, [Verb::Watch, Verb::List], "{} after {fault:?}", kind.name());
+            let streaming = asked.iter().filter(|request| request.query.contains("sendInitialEvents")).count();
+            assert_eq!(streaming, 1, "{} after {fault:?}", kind.name());
+        }
+    }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_list_that_breaks_removes_nothing() {
     let server = server(Options::default());
     let watching = Watching::synced(&server).await;
     server.delete(Kind::Service, "shop", "api").unwrap();
     watching.agrees_with(&server).await;
-    // Every new list stands still before its first object, and is cut there.
+    // A streaming list stands still before its first object, and is cut there. The list by pages is cut too.
     server.block(Kind::Service);
+    server.fail_next(1, RequestFilter::verb_of(Verb::List, Kind::Service), RequestFault::Cut(Cut::Close));
     server.compact();
     let asked = |server: &ApiServer| {
         [Verb::Watch, Verb::List].map(|verb| server.requests(verb, Some(Kind::Service))).iter().sum::<u64>()

@@ -17,7 +17,7 @@ use super::{
     faults::{Cut, RequestFault},
     kinds::{Kind, Target},
     params::{ContinueToken, Match, Params},
-    selectors::Selector,
+    selectors::{Selector, indexed_fields},
     status::{self, Failure},
     watch::{Opening, Session, line},
 };
@@ -141,8 +141,13 @@ impl Call<'_> {
             }
             (&Method::GET, Target::Collection { kind, namespace }) => {
                 let params = self.params.clone()?;
-                params.validate(self.shared.options().streaming_lists)?;
-                let selector = Selector::parse(kind, &params.label_selector, &params.field_selector)?;
+                let options = self.shared.options();
+                if kind == Kind::ServiceCidr && !options.service_cidrs {
+                    return Err(status::no_such_path());
+                }
+                params.validate(options.streaming_lists)?;
+                let fields = indexed_fields(kind, options.service_field_selectors);
+                let selector = Selector::parse(fields, &params.label_selector, &params.field_selector)?;
                 if params.watch {
                     self.watch(kind, namespace, selector, &params).await
                 } else {

@@ -64,6 +64,10 @@ pub struct Options {
     pub history_limit: usize,
     /// Whether watches may ask for `sendInitialEvents`; where false, such a watch gets 422 as from older servers.
     pub streaming_lists: bool,
+    /// Whether Services can be selected by `spec.clusterIP` and `spec.type`; where false, such a request gets 400.
+    pub service_field_selectors: bool,
+    /// Whether there are ServiceCIDRs; where false, their paths get 404.
+    pub service_cidrs: bool,
     /// Whether a watch from too old a version gets HTTP code 410; where false, 200 and an ERROR event, as today's
     /// servers answer.
     pub gone_as_http_status: bool,
@@ -77,9 +81,18 @@ impl Default for Options {
             bookmark_interval: Duration::from_secs(60),
             history_limit: 10_000,
             streaming_lists: true,
+            service_field_selectors: true,
+            service_cidrs: true,
             gone_as_http_status: false,
             future_version_wait: Duration::from_secs(3),
         }
+    }
+}
+
+impl Options {
+    /// A server of Kubernetes 1.28 to 1.30 with its default feature gates.
+    pub fn before_1_31() -> Self {
+        Self { streaming_lists: false, service_field_selectors: false, service_cidrs: false, ..Self::default() }
     }
 }
 

@@ -41,13 +41,13 @@ struct FieldRequirement {
 
 impl Selector {
     /// Parses both query parameters; either may be empty.
-    /// Fails with 400 where the text is no selector, or names a field that the kind does not index.
-    pub(super) fn parse(kind: Kind, labels: &str, fields: &str) -> Result<Self, Failure> {
+    /// Fails with 400 where the text is no selector, or names a field that is not among `indexed_fields`.
+    pub(super) fn parse(indexed_fields: &[&str], labels: &str, fields: &str) -> Result<Self, Failure> {
         let labels =
             split_outside_parentheses(labels).into_iter().map(parse_label_requirement).collect::<Result<_, _>>()?;
         let fields = split_unescaped_commas(fields)
             .iter()
-            .map(|term| parse_field_requirement(kind, term))
+            .map(|term| parse_field_requirement(indexed_fields, term))
             .collect::<Result<_, _>>()?;
         Ok(Self { labels, fields })
     }
@@ -209,7 +209,7 @@ fn unescape(text: &str) -> Result<String, Failure> {
     Ok(plain)
 }
 
-fn parse_field_requirement(kind: Kind, term: &str) -> Result<FieldRequirement, Failure> {
+fn parse_field_requirement(indexed_fields: &[&str], term: &str) -> Result<FieldRequirement, Failure> {
     let (path, equal, value) = if let Some((path, value)) = term.split_once("!=") {
         (path, false, value)
     } else if let Some((path, value)) = term.split_once("==").or_else(|| term.split_once('=')) {
@@ -217,16 +217,19 @@ fn parse_field_requirement(kind: Kind, term: &str) -> Result<FieldRequirement, F
     } else {
         return Err(bad_request(&format!("invalid selector: '{term}'; can't understand '{term}'")));
     };
-    if !indexed_fields(kind).contains(&path) {
+    if !indexed_fields.contains(&path) {
         return Err(bad_request(&format!("field label not supported: {path}")));
     }
     Ok(FieldRequirement { path: path.to_owned(), equal, value: unescape(value)? })
 }
 
-/// The fields by which the real server lets each kind be selected.
-fn indexed_fields(kind: Kind) -> &'static [&'static str] {
+/// The fields by which the real server lets each kind be selected. Services by their specs from 1.31 on.
+pub(super) fn indexed_fields(kind: Kind, service_field_selectors: bool) -> &'static [&'static str] {
     match kind {
-        Kind::Service => &["metadata.name", "metadata.namespace", "spec.clusterIP", "spec.type"],
+        Kind::Service if service_field_selectors => {
+            &["metadata.name", "metadata.namespace", "spec.clusterIP", "spec.type"]
+        }
+        Kind::Service => &["metadata.name", "metadata.namespace"],
         Kind::EndpointSlice => &["metadata.name", "metadata.namespace"],
         Kind::Node => &["metadata.name", "spec.unschedulable"],
         Kind::ServiceCidr => &["metadata.name"],
@@ -255,7 +258,7 @@ mod tests {
             "metadata": {"name": "web", "namespace": "shop", "labels": {"app": "web", "tier": "front", "weight": "7"}},
             "spec": {"clusterIP": "None"},
         });
-        Selector::parse(Kind::Service, labels, fields).unwrap().matches(&object)
+        Selector::parse(indexed_fields(Kind::Service, true), labels, fields).unwrap().matches(&object)
     }
 
     #[test]
@@ -309,17 +312,17 @@ mod tests {
         for labels in
             ["app in (web", "app in web)", "a b", "=x", "app=web=x", "-app", "app in", "app=ä", ",", "weight>x"]
         {
-            let refused = Selector::parse(Kind::Service, labels, "");
+            let refused = Selector::parse(indexed_fields(Kind::Service, true), labels, "");
             // "app in" alone is a key with a blank in it.
             assert_eq!(refused.err().map(|failure| failure.code), Some(400), "{labels}");
         }
         for fields in ["spec.foo=x", "metadata.name", "metadata.name=a\\b", "metadata.name=a=b"] {
             assert_eq!(
-                Selector::parse(Kind::Service, "", fields).err().map(|failure| failure.code),
+                Selector::parse(indexed_fields(Kind::Service, true), "", fields).err().map(|failure| failure.code),
                 Some(400),
                 "{fields}"
             );
         }
-        assert!(Selector::parse(Kind::Node, "", "spec.clusterIP=None").is_err());
+        assert!(Selector::parse(indexed_fields(Kind::Node, true), "", "spec.clusterIP=None").is_err());
     }
 }

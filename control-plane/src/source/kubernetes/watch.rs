@@ -58,9 +58,6 @@ const PAGE_OBJECTS: u32 = 500;
 /// Error bodies are read up to here.
 const ERROR_BODY_LIMIT_BYTES: usize = 64 * 1024;
 
-/// After so many streaming lists that broke one is asked for by pages.
-const BROKEN_STREAMS_LIMIT: u32 = 2;
-
 /// How often a server that does not have a kind is asked again: within a minute, as bookmarks would come.
 const ABSENT_PAUSE: Duration = Duration::from_secs(50);
 
@@ -97,7 +94,10 @@ pub(super) struct Watch {
     back_off: BackOff,
     /// The server said that it has no streaming lists.
     is_streaming_refused: bool,
-    broken_streams: u32,
+    /// The server refused the kind's field selector. The model leaves out what it would have kept away.
+    is_field_selector_refused: bool,
+    /// A streaming list failed: the next list is by pages.
+    is_streaming_broken: bool,
     is_listed: bool,
     is_absence_told: bool,
     silence_limit: Duration,
@@ -121,7 +121,8 @@ impl Watch {
             version: None,
             back_off: BackOff::default(),
             is_streaming_refused: false,
-            broken_streams: 0,
+            is_field_selector_refused: false,
+            is_streaming_broken: false,
             is_listed: false,
             is_absence_told: false,
         }
@@ -146,7 +147,7 @@ impl Watch {
     /// One list with the watch behind it, or one watch.
     async fn turn(&mut self) -> Result<(), Failure> {
         let Some(version) = self.version.clone() else {
-            return if self.is_streaming_refused || self.broken_streams >= BROKEN_STREAMS_LIMIT {
+            return if self.is_streaming_refused || self.is_streaming_broken {
                 self.list_by_pages().await
             } else {
                 self.list_by_watch().await
@@ -174,15 +175,33 @@ impl Watch {
         if failure.needs_list {
             self.version = None;
         }
-        let kind = self.kind.name();
-        if self.version.is_none() && !self.is_streaming_refused && failure.refuses_streaming() {
+        let (kind, reason) = (self.kind.name(), failure.reason);
+        if failure.code == Some(StatusCode::BAD_REQUEST) && self.selectors().1.is_some() {
+            self.is_field_selector_refused = true;
+            self.is_streaming_broken = false;
+            tracing::info!(
+                kind,
+                "the server refuses the field selector, as Kubernetes before 1.31 does: going on without it: {}",
+                failure.message
+            );
+            return Duration::ZERO;
+        }
+        let is_streaming_list = self.version.is_none() && self.is_streaming_broken;
+        if is_streaming_list && failure.refuses_streaming() {
             self.is_streaming_refused = true;
             tracing::info!(kind, "the server has no streaming lists, lists are read by pages: {}", failure.message);
             return Duration::ZERO;
         }
-        let pause = self.back_off.pause(failure.retry_after);
-        let next = if self.version.is_some() { "watching goes on" } else { "listing starts over" };
-        let reason = failure.reason;
+        let pause = if is_streaming_list && failure.retry_after.is_none() {
+            Duration::ZERO
+        } else {
+            self.back_off.pause(failure.retry_after)
+        };
+        let next = match (&self.version, is_streaming_list) {
+            (Some(_), _) => "watching goes on",
+            (None, true) => "a list by pages follows",
+            (None, false) => "listing starts over",
+        };
         tracing::warn!(kind, reason, "{}; {next} in {} ms, what is known stays", failure.message, pause.as_millis());
         pause
     }
@@ -202,20 +221,16 @@ impl Watch {
         }
     }
 
-    /// A streaming list: the watch begins with the state as it is, and a bookmark tells that it is complete.
+    /// A streaming list: the watch begins with the state as it is, and a bookmark tells that it is complete. A server may
+    /// refuse these for good or fail at them alone (its etcd reports no progress, its cache is not filled), so a list by
+    /// pages follows whatever this one fails with.
     async fn list_by_watch(&mut self) -> Result<(), Failure> {
+        self.is_streaming_broken = true;
         let mut lines = self.open_watch("", true).await?;
-        match self.collect(&mut lines).await {
-            Ok((listed, version)) => {
-                self.broken_streams = 0;
-                self.finish_list(listed, version).await;
-                self.follow(lines).await
-            }
-            Err(failure) => {
-                self.broken_streams += 1;
-                Err(failure)
-            }
-        }
+        let (listed, version) = self.collect(&mut lines).await?;
+        self.is_streaming_broken = false;
+        self.finish_list(listed, version).await;
+        self.follow(lines).await
     }
 
     async fn collect(&self, lines: &mut Lines) -> Result<(Vec<Event>, String), Failure> {
@@ -236,6 +251,7 @@ impl Watch {
     }
 
     async fn list_by_pages(&mut self) -> Result<(), Failure> {
+        self.is_streaming_broken = false;
         let mut listed = Vec::new();
         let mut continue_token = None;
         loop {
@@ -252,7 +268,6 @@ impl Watch {
             listed.extend(page.events);
             continue_token = page.continue_token;
             if continue_token.is_none() {
-                self.broken_streams = 0;
                 self.finish_list(listed, page.version).await;
                 return Ok(());
             }
@@ -260,7 +275,7 @@ impl Watch {
     }
 
     async fn page(&self, continue_token: Option<String>, limit: Option<u32>) -> Result<Page, Failure> {
-        let (label_selector, field_selector) = selectors(self.kind);
+        let (label_selector, field_selector) = self.selectors();
         let parameters = ListParams {
             label_selector: label_selector.map(str::to_owned),
             field_selector: field_selector.map(str::to_owned),
@@ -306,7 +321,7 @@ impl Watch {
     }
 
     async fn open_watch(&self, version: &str, send_initial_events: bool) -> Result<Lines, Failure> {
-        let (label_selector, field_selector) = selectors(self.kind);
+        let (label_selector, field_selector) = self.selectors();
         let parameters = WatchParams {
             label_selector: label_selector.map(str::to_owned),
             field_selector: field_selector.map(str::to_owned),
@@ -357,6 +372,19 @@ impl Watch {
         }
     }
 
+    /// Label and field selector: what is no business of a service proxy stays on the server, and what becomes so arrives
+    /// as deleted.
+    fn selectors(&self) -> (Option<&'static str>, Option<&'static str>) {
+        match self.kind {
+            ObjectKind::Service => {
+                let field_selector = (!self.is_field_selector_refused).then_some("spec.clusterIP!=None");
+                (Some("!service.kubernetes.io/service-proxy-name"), field_selector)
+            }
+            ObjectKind::EndpointSlice => (Some("!service.kubernetes.io/headless"), None),
+            ObjectKind::Node | ObjectKind::ServiceCidr => (None, None),
+        }
+    }
+
     fn decode(&self, line: &[u8]) -> Result<Line, Failure> {
         wire::line(self.kind, line).map_err(Failure::malformed)
     }
@@ -388,14 +416,5 @@ fn path(kind: ObjectKind) -> &'static str {
         ObjectKind::EndpointSlice => "/apis/discovery.k8s.io/v1/endpointslices",
         ObjectKind::Node => "/api/v1/nodes",
         ObjectKind::ServiceCidr => "/apis/networking.k8s.io/v1/servicecidrs",
-    }
-}
-
-/// Label and field selector: what is no business of a service proxy stays on the server, and what becomes so arrives as deleted.
-fn selectors(kind: ObjectKind) -> (Option<&'static str>, Option<&'static str>) {
-    match kind {
-        ObjectKind::Service => (Some("!service.kubernetes.io/service-proxy-name"), Some("spec.clusterIP!=None")),
-        ObjectKind::EndpointSlice => (Some("!service.kubernetes.io/headless"), None),
-        ObjectKind::Node | ObjectKind::ServiceCidr => (None, None),
     }
 }
