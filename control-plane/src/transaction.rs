@@ -44,6 +44,18 @@ impl SourceKind {
     pub fn is_comparable(self) -> bool {
         self != Self::Files
     }
+
+    /// True when its position says how new the resources are that every agent receives.
+    #[must_use]
+    pub fn has_shared_resources(self) -> bool {
+        self != Self::Nodes
+    }
+
+    /// True when its position says how new Nodes are.
+    #[must_use]
+    pub fn has_nodes(self) -> bool {
+        matches!(self, Self::Nodes | Self::Files)
+    }
 }
 
 /// One step of the source. Changes are grouped by service; what is added comes before what refers to it, removals come last.

@@ -18,7 +18,10 @@ use crate::{
     backlog::Backlog,
     node_inputs::node_addresses,
     persist::{self, Keys, Restored, Unsaved, UnsavedStep},
-    session::held::{Held, Step},
+    session::{
+        held::{Held, Step},
+        machine::OwnNode,
+    },
 };
 
 /// What a sync brings the kernel to.
@@ -54,7 +57,7 @@ pub struct Shared {
 #[derive(Debug)]
 struct Inner {
     held: Held,
-    /// The state is from disk and no control plane has answered yet: the kernel may have rules that are newer.
+    /// The state is from disk, and no control plane has brought it up to date yet: the kernel may have rules that are newer.
     is_unconfirmed: bool,
     node_name: String,
     node: Option<Node>,
@@ -92,7 +95,8 @@ impl Inner {
     }
 
     fn own_node(&self) -> v1::OwnNode {
-        v1::OwnNode { revision: 0, node: self.node.as_ref().map(node_to_wire) }
+        let node = self.node.as_ref().map(node_to_wire);
+        v1::OwnNode { revision: 0, node, position: self.held.node_position() }
     }
 }
 
@@ -252,7 +256,6 @@ impl Shared {
         self.backlog.queue(&step.changes, &step.triggers);
         let Inner { held, dirty, .. } = inner;
         held.apply(step, dirty);
-        inner.is_unconfirmed = false;
         inner.generation += 1;
         self.changed.notify_all();
     }
@@ -277,9 +280,10 @@ impl Shared {
     ///
     /// `None`: the source has no such Node. The rules keep the values of the last Node, as kube-proxy's do: the machine still runs. It is only marked as going
     /// away, on disk as well, so that load balancers send it nothing new, and the next Node replaces it.
-    pub fn set_node(&self, revision: u64, node: Option<&Node>) {
+    pub fn set_node(&self, own: &OwnNode) {
+        let OwnNode { revision, node, position } = own;
         let mut inner = self.lock();
-        let node = node.cloned().or_else(|| inner.node.clone().map(|last| Node { going_away: true, ..last }));
+        let node = node.clone().or_else(|| inner.node.clone().map(|last| Node { going_away: true, ..last }));
         self.backlog.see_node(node.as_ref());
         let facts = inner.facts_of(node.as_ref());
         let pod_cidrs = |node: &Option<Node>| node.as_ref().map(|node| node.pod_cidrs.clone()).unwrap_or_default();
@@ -288,17 +292,18 @@ impl Shared {
             inner.needs_full = true;
             self.backlog.queue_other();
         }
-        if inner.node != node {
+        if inner.node != node || inner.held.node_position() != *position {
             inner.node = node;
+            inner.held.set_node_position(*position);
             inner.is_node_saved = false;
         }
-        inner.node_revision = revision;
+        inner.node_revision = *revision;
         inner.generation += 1;
         self.changed.notify_all();
     }
 
-    /// The state is what is to be programmed: a control plane has answered that it is up to date, or the kernel has no rules that could be
-    /// newer.
+    /// The state is what is to be programmed: it is as new as the control plane's was when the stream began, or the kernel has no rules that could
+    /// be newer.
     pub fn confirm(&self) {
         let mut inner = self.lock();
         if std::mem::take(&mut inner.is_unconfirmed) {
@@ -388,7 +393,7 @@ impl Shared {
     /// `None` when that is everything.
     pub(crate) fn take_unsaved(&self, with_digests: bool) -> Option<UnsavedStep> {
         let mut inner = self.lock();
-        let point = if with_digests { inner.held.resume() } else { inner.held.point() }?;
+        let point = inner.held.point(with_digests)?;
         let Unsaved::Some(keys) = inner.held.unsaved_mut() else { return None };
         let keys = std::mem::take(keys);
         let changes = persist::to_wire(keys.changes(inner.held.state()));

@@ -5,6 +5,8 @@
 mod client;
 #[path = "sync_stream/crowd.rs"]
 mod crowd;
+#[path = "sync_stream/own_node.rs"]
+mod own_node;
 #[path = "sync_stream/refusals.rs"]
 mod refusals;
 #[path = "sync_stream/replica.rs"]
@@ -19,9 +21,9 @@ use client::{Client, GUARD, channel, hello, raw};
 use headgate_control_plane::{
     serve::{Security, Settings},
     store::Limits,
-    transaction::{NodeChange, Sink as _, SourceKind, Transaction},
+    transaction::{Sink as _, SourceKind},
 };
-use headgate_core::{Change, Dirty, Node, Service};
+use headgate_core::{Change, Dirty, Service};
 use headgate_proto::v1::{self, inspect_client::InspectClient, welcome::ResumeMode};
 use prost::Message as _;
 use replica::{Replica, cluster, endpoint, key, remove_endpoint, remove_service, service, settings};
@@ -337,35 +339,6 @@ async fn a_resume_of_an_unlisted_source_is_not_by_its_log() {
     replica.store.synced();
     client.reach(1).await;
     assert_same(&client, &replica);
-    replica.running.stop().await;
-}
-
-#[tokio::test]
-async fn each_agent_gets_its_own_node() {
-    let replica = Replica::start().await;
-    let commit = |change| replica.store.commit(Transaction { nodes: vec![change], ..Transaction::default() });
-    let node = |name: &str, zone: &str| Node {
-        name: name.into(),
-        zone: Some(zone.into()),
-        pod_cidrs: Vec::new(),
-        addresses: Vec::new(),
-        going_away: false,
-    };
-    commit(NodeChange::Apply(node("n1", "a")));
-    let (mut first, mut second) = (open(&replica, "n1").await, open(&replica, "n2").await);
-    first.until(|client| client.nodes.len() == 1).await;
-    second.until(|client| client.nodes.len() == 1).await;
-    commit(NodeChange::Apply(node("n1", "b")));
-    commit(NodeChange::Apply(node("n2", "c")));
-    first.until(|client| client.nodes.len() == 2).await;
-    second.until(|client| client.nodes.len() == 2).await;
-    commit(NodeChange::Remove("n1".into()));
-    first.until(|client| client.nodes.len() == 3).await;
-    let zones = |client: &Client| -> Vec<(u64, Option<String>)> {
-        client.nodes.iter().map(|own| (own.revision, own.node.as_ref().map(|node| node.zone.clone()))).collect()
-    };
-    assert_eq!(zones(&first), [(1, Some("a".into())), (2, Some("b".into())), (3, None)]);
-    assert_eq!(zones(&second), [(1, None), (2, Some("c".into()))]);
     replica.running.stop().await;
 }
 

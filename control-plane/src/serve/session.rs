@@ -29,7 +29,7 @@ use super::{
 };
 use crate::{
     identity::{Expiry, Peer},
-    store::{Cursor, NotYet, ResumeMode, Resumption, server_frame},
+    store::{Cursor, NodeResumption, NotYet, OwnNode, ResumeMode, Resumption, positions_to_wire, server_frame},
 };
 
 /// How a stream of a replica that stops ends.
@@ -53,6 +53,9 @@ pub(super) struct Session {
     shared: Arc<Shared>,
     agent: Arc<Agent>,
     position: Position,
+    /// Set until the agent may be given its Node.
+    node_wait: Option<Box<NodeWait>>,
+    behind: BehindWait,
     welcome: Option<Bytes>,
     ticket: Ticket,
     node_revision: u64,
@@ -72,9 +75,20 @@ enum Position {
 
 struct Waiting {
     resumption: Resumption,
-    /// When waiting for a source that is behind ends; set once that wait begins.
-    behind_until: Option<Instant>,
     _counted: CountedWait,
+}
+
+struct NodeWait {
+    resumption: NodeResumption,
+    _counted: CountedWait,
+}
+
+/// The bounded wait of an agent that has seen more of the source than this replica.
+#[derive(Default)]
+struct BehindWait {
+    /// When it ends; set once it has begun.
+    until: Option<Instant>,
+    has_expired: bool,
 }
 
 /// One of [`Shared::waiting_for_position`].
@@ -122,6 +136,10 @@ impl Session {
         // Counted before the look at the store, so that what moves meanwhile has the stream visited.
         let counted = CountedWait::new(shared);
         let store = &shared.store;
+        let node_wait = NodeWait {
+            resumption: NodeResumption::begin(admitted.resume.as_ref()),
+            _counted: CountedWait::new(shared),
+        };
         let (mode, begun) = Resumption::begin(store, admitted.resume);
         let agent = Arc::new(Agent::new(admitted.node, peer.address, hello, mode, Arc::clone(signal)));
         let position = match begun {
@@ -129,9 +147,7 @@ impl Session {
                 agent.set_sent_version(cursor.version());
                 Position::At(cursor)
             }
-            Err(resumption) => {
-                Position::Waiting(Box::new(Waiting { resumption, behind_until: None, _counted: counted }))
-            }
+            Err(resumption) => Position::Waiting(Box::new(Waiting { resumption, _counted: counted })),
         };
         shared.agents.enter(&agent);
         shared.metrics.stream_opened();
@@ -148,9 +164,12 @@ impl Session {
             .into(),
             heartbeat_interval_ms: shared.settings.heartbeat_interval_ms(),
             behind_wait_ms: shared.settings.behind_wait_ms(),
+            head_version: Some(store.version()),
         }));
         Self {
             position,
+            node_wait: Some(Box::new(node_wait)),
+            behind: BehindWait::default(),
             welcome: Some(welcome),
             ticket: Ticket::default(),
             node_revision: 0,
@@ -225,15 +244,31 @@ impl Session {
         if self.next_heartbeat <= now + self.shared.streams.tick() {
             return Ok(Some(self.heartbeat(now)));
         }
-        // Before the source has synced there may be nodes that are just not listed yet.
-        if self.shared.store.is_synced() && self.agent.signal().take_node_change() {
+        if self.may_send_node(now) && self.agent.signal().take_node_change() {
             return Ok(Some(self.own_node()));
         }
         if let Position::Waiting(waiting) = &mut self.position {
-            let Some(cursor) = waiting.place(&self.shared, &self.agent, now) else { return Ok(None) };
+            let cursor = match waiting.resumption.go_on(&self.shared.store) {
+                Ok(cursor) => cursor,
+                Err(not_yet) if !self.behind.is_over(not_yet, &self.shared, &self.agent, now) => return Ok(None),
+                Err(_) => waiting.resumption.go_back(&self.shared.store),
+            };
             self.position = Position::At(cursor);
         }
         self.resource_message(now)
+    }
+
+    /// Before the source has been listed there may be Nodes that are just not listed yet, and while it is behind the agent they may be older than the
+    /// agent's.
+    fn may_send_node(&mut self, now: Instant) -> bool {
+        let Some(wait) = &self.node_wait else { return true };
+        if let Err(not_yet) = wait.resumption.go_on(&self.shared.store)
+            && !self.behind.is_over(not_yet, &self.shared, &self.agent, now)
+        {
+            return false;
+        }
+        self.node_wait = None;
+        true
     }
 
     fn resource_message(&mut self, now: Instant) -> Result<Option<Bytes>, End> {
@@ -280,8 +315,12 @@ impl Session {
 
     fn own_node(&mut self) -> Bytes {
         self.node_revision += 1;
-        let node = self.shared.store.node(&self.agent.node).as_deref().map(node_to_wire);
-        server_frame(Body::OwnNode(v1::OwnNode { revision: self.node_revision, node }))
+        let OwnNode { node, position } = self.shared.store.node(&self.agent.node);
+        server_frame(Body::OwnNode(v1::OwnNode {
+            revision: self.node_revision,
+            node: node.as_deref().map(node_to_wire),
+            position: positions_to_wire(position).pop(),
+        }))
     }
 }
 
@@ -289,29 +328,27 @@ fn drain(within: Duration, reason: &str) -> Bytes {
     server_frame(Body::Drain(v1::Drain { reconnect_within_ms: to_ms(within), reason: reason.into() }))
 }
 
-impl Waiting {
-    /// The agent's place, once it need not wait any longer.
-    fn place(&mut self, shared: &Shared, agent: &Agent, now: Instant) -> Option<Cursor> {
-        let (kind, here, there) = match self.resumption.go_on(&shared.store) {
-            Ok(cursor) => return Some(cursor),
-            Err(NotYet::Unlisted) => return None,
-            Err(NotYet::Behind { kind, here, there }) => (kind, here, there),
-        };
-        let Some(until) = self.behind_until else {
-            self.behind_until = Some(now + shared.settings.behind_wait);
+impl BehindWait {
+    /// True once the agent has waited for a source that is behind it as long as it has to. A source that was not listed has nothing to give at all.
+    fn is_over(&mut self, not_yet: NotYet, shared: &Shared, agent: &Agent, now: Instant) -> bool {
+        let NotYet::Behind { kind, here, there } = not_yet else { return false };
+        let Some(until) = self.until else {
+            self.until = Some(now + shared.settings.behind_wait);
             shared.metrics.count_behind_wait();
             tracing::info!(node = %agent.node, ?kind, here, there, "the source is behind what the agent has: it waits");
-            return None;
+            return false;
         };
         if until > now {
-            return None;
+            return false;
         }
-        shared.metrics.count_behind_wait_expired();
+        if !std::mem::replace(&mut self.has_expired, true) {
+            shared.metrics.count_behind_wait_expired();
+        }
         if shared.warnings.admit(Warning::WentBack, now) {
             tracing::warn!(node = %agent.node, ?kind, here, there,
                 "the source is still behind what the agent has (a restored etcd?): the agent goes back to this replica's state");
         }
-        Some(self.resumption.go_back(&shared.store))
+        true
     }
 }
 

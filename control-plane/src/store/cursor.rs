@@ -168,7 +168,7 @@ impl Walk {
         server_frame(v1::server_message::Body::SnapshotEnd(v1::SnapshotEnd {
             version: self.version,
             // Buckets may be newer than `version`; the position must cover the newest of them (contract, 6).
-            positions: positions_to_wire(inner.changed_positions.iter().map(|(kind, position)| (*kind, *position))),
+            positions: positions_to_wire(inner.shared_positions()),
             buckets,
             resource_count: self.resources,
         }))
@@ -269,7 +269,7 @@ impl Store {
             false => inner.names.references(start, change),
         };
         let changes = present_all(&inner.state, entries, references);
-        let positions = positions_to_wire(inner.changed_positions.iter().map(|(kind, position)| (*kind, *position)));
+        let positions = positions_to_wire(inner.shared_positions());
         let version = inner.version;
         // Encoding the copy needs no lock, so a commit does not wait for it.
         drop(inner);

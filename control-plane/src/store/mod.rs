@@ -28,14 +28,14 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-use headgate_core::{Dirty, Endpoint, Node, ServiceKey, State, digest::Digests};
+use headgate_core::{Dirty, Endpoint, ServiceKey, State, digest::Digests};
 use tokio::sync::watch;
 
 pub use cursor::{Cursor, ResumeMode, TooSlow};
 pub(crate) use encode::{positions_to_wire, server_frame};
 pub use inspect::{WatchPage, WatchPlace};
 pub(crate) use resume::positions_from_wire;
-pub use resume::{NotYet, Resume, Resumption};
+pub use resume::{NodeResumption, NotYet, Resume, Resumption};
 
 use crate::{
     metrics::Metrics,
@@ -45,8 +45,8 @@ use buckets::Buckets;
 use deltas::{Delta, DeltaCache, Ring};
 use log::{Log, LogKey};
 use names::Names;
-pub use nodes::NodeObserver;
 use nodes::Nodes;
+pub use nodes::{NodeObserver, OwnNode};
 
 /// A batch of more changes than this is not encoded at its commit, but by the first stream that asks for it.
 const EAGER_CHANGES: usize = 1024;
@@ -194,10 +194,10 @@ impl Store {
         self.moves.subscribe()
     }
 
-    /// A node, if it is known.
+    /// What the source says of a node.
     #[must_use]
-    pub fn node(&self, name: &str) -> Option<Arc<Node>> {
-        self.read().nodes.get(name).cloned()
+    pub fn node(&self, name: &str) -> OwnNode {
+        self.read().nodes.get(name)
     }
 
     /// Tells an observer of nodes that change from now on, for as long as it lives.
@@ -209,12 +209,21 @@ impl Store {
     /// cannot be compared and do not count.
     #[must_use]
     pub fn behind(&self, seen: &BTreeMap<SourceKind, u64>) -> Option<(SourceKind, u64, u64)> {
+        self.behind_in(seen, |_| true)
+    }
+
+    /// Does what [`Self::behind`] does, for the kinds that `counts` picks.
+    fn behind_in(
+        &self,
+        seen: &BTreeMap<SourceKind, u64>,
+        counts: impl Fn(SourceKind) -> bool,
+    ) -> Option<(SourceKind, u64, u64)> {
         let inner = self.read();
         let compare = |(kind, there): (&SourceKind, &u64)| {
             let here = *inner.positions.get(kind)?;
             (here < *there).then_some((*kind, here, *there))
         };
-        seen.iter().find_map(compare)
+        seen.iter().filter(|(kind, _)| counts(**kind)).find_map(compare)
     }
 
     /// Time since the source was last heard, for its stalest kind; since the start, until every kind has been listed.
@@ -323,6 +332,18 @@ impl Inner {
         effective as usize
     }
 
+    /// Where each kind stood when something of it changed last that every agent receives.
+    fn shared_positions(&self) -> impl Iterator<Item = (SourceKind, u64)> {
+        let positions = self.changed_positions.iter().map(|(kind, position)| (*kind, *position));
+        positions.filter(|(kind, _)| kind.has_shared_resources())
+    }
+
+    /// Where the source stands as far as Nodes are concerned.
+    fn nodes_position(&self) -> Option<(SourceKind, u64)> {
+        let mut positions = self.positions.iter().map(|(kind, position)| (*kind, *position));
+        positions.find(|(kind, _)| kind.has_nodes())
+    }
+
     /// What a change of `key` is about to replace, as far as it can be referred to.
     fn before(&self, key: &LogKey) -> Before {
         match key {
@@ -368,8 +389,8 @@ impl Inner {
 
     fn publish(&mut self, version: u64, received: SystemTime, encode: bool) {
         let told = &self.told_positions;
-        let moved = self.changed_positions.iter().filter(|(kind, position)| told.get(kind) != Some(position));
-        let positions = encode::positions_to_wire(moved.map(|(kind, position)| (*kind, *position)));
+        let moved = self.shared_positions().filter(|(kind, position)| told.get(kind) != Some(position));
+        let positions = encode::positions_to_wire(moved);
         self.told_positions.clone_from(&self.changed_positions);
         let previous_version = std::mem::replace(&mut self.version, version);
         // In order, whatever the clock does.
@@ -402,10 +423,13 @@ impl Sink for Store {
         let (effective, version, changed_nodes, observers) = {
             let mut inner = self.write();
             inner.changed_positions.extend(positions.iter().copied());
+            let changed_nodes_at = positions.iter().copied().find(|(kind, _)| kind.has_nodes());
             inner.positions.extend(positions);
             inner.positions.extend(bookmarks);
+            let nodes_position = changed_nodes_at.or_else(|| inner.nodes_position());
             let effective = inner.apply(changes, received, is_synced);
-            let changed_nodes: Vec<_> = nodes.into_iter().filter_map(|change| inner.nodes.apply(change)).collect();
+            let changed_nodes: Vec<_> =
+                nodes.into_iter().filter_map(|change| inner.nodes.apply(change, nodes_position)).collect();
             let observers = if changed_nodes.is_empty() { Vec::new() } else { inner.nodes.observers() };
             self.metrics.set_resources(
                 inner.state.service_count(),

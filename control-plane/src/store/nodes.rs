@@ -7,7 +7,7 @@ use std::{
 
 use headgate_core::Node;
 
-use crate::transaction::NodeChange;
+use crate::transaction::{NodeChange, SourceKind};
 
 /// Who wants to know which nodes change.
 pub trait NodeObserver: Send + Sync {
@@ -15,10 +15,27 @@ pub trait NodeObserver: Send + Sync {
     fn node_changed(&self, name: &str);
 }
 
+/// What the source says of a Node.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct OwnNode {
+    /// `None` when the source has no Node of this name.
+    pub node: Option<Arc<Node>>,
+    /// Where the source was when this Node changed last; without one, when any Node changed last.
+    pub position: Option<(SourceKind, u64)>,
+}
+
+#[derive(Debug)]
+struct Known {
+    node: Arc<Node>,
+    position: Option<(SourceKind, u64)>,
+}
+
 /// Nodes by name, and who is told of changes.
 #[derive(Default)]
 pub(super) struct Nodes {
-    by_name: HashMap<Arc<str>, Arc<Node>>,
+    by_name: HashMap<Arc<str>, Known>,
+    /// Where the source was when any of them changed last.
+    position: Option<(SourceKind, u64)>,
     observers: Vec<Weak<dyn NodeObserver>>,
 }
 
@@ -27,21 +44,25 @@ impl Nodes {
         self.by_name.len()
     }
 
-    pub(super) fn get(&self, name: &str) -> Option<&Arc<Node>> {
-        self.by_name.get(name)
+    pub(super) fn get(&self, name: &str) -> OwnNode {
+        match self.by_name.get(name) {
+            Some(known) => OwnNode { node: Some(Arc::clone(&known.node)), position: known.position },
+            None => OwnNode { node: None, position: self.position },
+        }
     }
 
-    /// Takes in a change. Returns the node's name if something differs.
-    pub(super) fn apply(&mut self, change: NodeChange) -> Option<Arc<str>> {
+    /// Takes in a change that the source had at `position`. Returns the node's name if something differs.
+    pub(super) fn apply(&mut self, change: NodeChange, position: Option<(SourceKind, u64)>) -> Option<Arc<str>> {
         let (name, node) = match change {
             NodeChange::Apply(node) => (Arc::clone(&node.name), Some(Arc::new(node))),
             NodeChange::Remove(name) => (name, None),
         };
-        if self.by_name.get(&name) == node.as_ref() {
+        if self.by_name.get(&name).map(|known| &known.node) == node.as_ref() {
             return None;
         }
+        self.position = position;
         match node {
-            Some(node) => self.by_name.insert(Arc::clone(&name), node),
+            Some(node) => self.by_name.insert(Arc::clone(&name), Known { node, position }),
             None => self.by_name.remove(&name),
         };
         Some(name)

@@ -68,6 +68,37 @@ pub enum NotYet {
     },
 }
 
+impl NotYet {
+    /// The first kind of `seen`, among those that count, of which this replica has seen less.
+    fn check(store: &Store, seen: &BTreeMap<SourceKind, u64>, counts: impl Fn(SourceKind) -> bool) -> Result<(), Self> {
+        if !store.is_synced() {
+            return Err(Self::Unlisted);
+        }
+        let behind = store.behind_in(seen, counts);
+        behind.map_or(Ok(()), |(kind, here, there)| Err(Self::Behind { kind, here, there }))
+    }
+}
+
+/// What an agent has seen of its own Node. It is given no older one.
+#[derive(Debug)]
+pub struct NodeResumption(BTreeMap<SourceKind, u64>);
+
+impl NodeResumption {
+    /// Takes the positions from what the agent says that it holds.
+    #[must_use]
+    pub fn begin(resume: Option<&Resume>) -> Self {
+        Self(resume.map(|resume| resume.positions.clone()).unwrap_or_default())
+    }
+
+    /// Ok once this replica's Nodes are as new as the agent's.
+    ///
+    /// # Errors
+    /// Why the agent is not given its Node yet; to be asked again when the source was listed or moved.
+    pub fn go_on(&self, store: &Store) -> Result<(), NotYet> {
+        NotYet::check(store, &self.0, SourceKind::has_nodes)
+    }
+}
+
 /// An agent on its way from `Hello` to its place in the store. Once it was told that it resumes by digests, or from nothing, it does so however long
 /// it waits.
 #[derive(Debug)]
@@ -90,14 +121,10 @@ impl Resumption {
     /// # Errors
     /// Why it has to wait; to be asked again when the source was listed or moved.
     pub fn go_on(&self, store: &Store) -> Result<Cursor, NotYet> {
-        if !store.is_synced() {
-            return Err(NotYet::Unlisted);
-        }
-        let behind = self.0.as_ref().and_then(|resume| store.behind(&resume.positions));
-        match behind {
-            Some((kind, here, there)) => Err(NotYet::Behind { kind, here, there }),
-            None => Ok(self.go_back(store)),
-        }
+        let nothing = BTreeMap::new();
+        let seen = self.0.as_ref().map_or(&nothing, |resume| &resume.positions);
+        NotYet::check(store, seen, SourceKind::has_shared_resources)?;
+        Ok(self.go_back(store))
     }
 
     /// The agent's place in what this replica has, be it older than what the agent has. For when it has waited too long, as after the restore of

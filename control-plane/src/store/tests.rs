@@ -6,7 +6,9 @@ mod reader;
 
 use std::{collections::BTreeSet, net::Ipv4Addr};
 
-use headgate_core::{Change, Endpoint, EndpointPort, Placement, Protocol, Service, ServiceKey, ServicePort, digest};
+use headgate_core::{
+    Change, Endpoint, EndpointPort, Node, Placement, Protocol, Service, ServiceKey, ServicePort, digest,
+};
 use headgate_proto::{frame::PREFIX_BYTES, v1};
 use prost::Message as _;
 use v1::server_message::Body;
@@ -377,26 +379,46 @@ fn lag_counts_from_the_first_version_that_is_missing() {
     assert_eq!((store.lagging_since(2), store.lagging_since(3)), (None, None));
 }
 
+fn node_in(zone: &str) -> Node {
+    Node { name: "n1".into(), zone: Some(zone.into()), pod_cidrs: Vec::new(), addresses: Vec::new(), going_away: false }
+}
+
+#[test]
+fn a_node_has_the_position_at_which_it_changed() {
+    let store = store(Limits::default());
+    let nodes = SourceKind::Nodes;
+    let commit = |nodes, positions, bookmarks| {
+        store.commit(Transaction { nodes, positions, bookmarks, ..Transaction::default() });
+    };
+    let position = |name: &str| store.node(name).position.map(|(kind, position)| (kind == nodes, position));
+    assert_eq!(position("n1"), None);
+    commit(vec![NodeChange::Apply(node_in("a"))], vec![(nodes, 10)], Vec::new());
+    commit(vec![NodeChange::Apply(node_in("a"))], vec![(nodes, 11)], vec![(nodes, 12)]);
+    assert_eq!(position("n1"), Some((true, 10)), "at 11 it was as before");
+    let other = Node { name: "n2".into(), ..node_in("a") };
+    commit(vec![NodeChange::Apply(other)], vec![(nodes, 13), (SourceKind::Services, 90)], vec![(nodes, 14)]);
+    assert_eq!((position("n1"), position("n2")), (Some((true, 10)), Some((true, 13))));
+    assert_eq!(position("n3"), Some((true, 13)), "without a Node, the last change of any counts");
+    commit(vec![NodeChange::Apply(node_in("b"))], Vec::new(), vec![(nodes, 20)]);
+    assert_eq!(position("n1"), Some((true, 20)), "nothing says that it is older");
+    commit(vec![NodeChange::Remove("n1".into())], vec![(nodes, 21)], Vec::new());
+    assert_eq!(position("n1"), Some((true, 21)));
+}
+
 #[test]
 fn observers_are_told_of_nodes_that_change() {
     let store = store(Limits::default());
-    let node = |zone: &str| Node {
-        name: "n1".into(),
-        zone: Some(zone.into()),
-        pod_cidrs: Vec::new(),
-        addresses: Vec::new(),
-        going_away: false,
-    };
+    let node = node_in;
     let commit = |change| store.commit(Transaction { nodes: vec![change], ..Transaction::default() });
     let told = Arc::new(Told::default());
     let observer: Arc<dyn NodeObserver> = Arc::<Told>::clone(&told);
     store.observe_nodes(Arc::downgrade(&observer));
     commit(NodeChange::Apply(node("a")));
-    assert_eq!(store.node("n1").unwrap().zone.as_deref(), Some("a"));
+    assert_eq!(store.node("n1").node.unwrap().zone.as_deref(), Some("a"));
     commit(NodeChange::Apply(node("a")));
     assert_eq!(*told.0.lock().unwrap(), ["n1"], "told once, since the second is the same");
     commit(NodeChange::Remove("n1".into()));
-    assert!(store.node("n1").is_none() && told.0.lock().unwrap().len() == 2);
+    assert!(store.node("n1").node.is_none() && told.0.lock().unwrap().len() == 2);
     assert_eq!(store.version(), 0, "nodes make no version");
     drop((told, observer));
     commit(NodeChange::Apply(node("b")));

@@ -48,7 +48,15 @@ impl Companion for Recorder {
 
 fn step(shared: &Shared, version: u64, changes: Vec<Change>) {
     let snapshot = (version == 1).then(|| Snapshot { buckets: Buckets::All, rejected: Default::default() });
-    shared.apply(Step { epoch: 1, version, positions: Vec::new(), changes, triggers: Vec::new(), snapshot });
+    shared.apply(Step {
+        epoch: 1,
+        version,
+        positions: Vec::new(),
+        changes,
+        triggers: Vec::new(),
+        snapshot,
+        has_rejections: false,
+    });
 }
 
 // rows: 85

@@ -46,7 +46,15 @@ impl World {
         self.version += 1;
         let snapshot = (self.version == 1).then(|| Snapshot { buckets: Buckets::All, rejected: Default::default() });
         let (version, changes) = (self.version, changes.into_iter().collect());
-        self.shared.apply(Step { epoch: 1, version, positions: Vec::new(), changes, triggers: Vec::new(), snapshot });
+        self.shared.apply(Step {
+            epoch: 1,
+            version,
+            positions: Vec::new(),
+            changes,
+            triggers: Vec::new(),
+            snapshot,
+            has_rejections: false,
+        });
     }
 
     fn failing(&self) -> BTreeSet<SocketAddr> {

@@ -95,7 +95,7 @@ pub(super) fn read_from(input: impl Read, node_name: &str) -> Result<Loaded, Loa
 
 /// The records up to the first point. Changes go into the state at once: there is nothing that they could spoil.
 fn read_base(reader: &mut Reader<impl Read>, decoder: &mut Decoder, node_name: &str) -> Result<Restored, LoadError> {
-    let (mut state, mut node) = (State::default(), None);
+    let (mut state, mut node) = (State::default(), LoadedNode::default());
     loop {
         match reader.next()? {
             Some((Kind::Changes, payload)) => {
@@ -110,7 +110,9 @@ fn read_base(reader: &mut Reader<impl Read>, decoder: &mut Decoder, node_name: &
                 if digests.as_ref() != Some(state.digests()) {
                     return Err(LoadError::Content("its digests are not those of what it holds".into()));
                 }
-                return Ok(Restored { held: Held::restored(state, &point), node });
+                let mut restored = Restored { held: Held::restored(state, &point), node: None };
+                node.apply_to(&mut restored);
+                return Ok(restored);
             }
             Some((Kind::Owner, _)) => return Err(LoadError::Content("it names its node twice".into())),
             None => return Err(LoadError::Incomplete),
@@ -118,11 +120,25 @@ fn read_base(reader: &mut Reader<impl Read>, decoder: &mut Decoder, node_name: &
     }
 }
 
+/// The agent's own node, and where the source was then.
+#[derive(Default)]
+struct LoadedNode {
+    node: Option<Node>,
+    position: Option<v1::SourcePosition>,
+}
+
+impl LoadedNode {
+    fn apply_to(self, restored: &mut Restored) {
+        restored.node = self.node;
+        restored.held.set_node_position(self.position);
+    }
+}
+
 /// What comes between two points.
 #[derive(Default)]
 struct Step {
     changes: Vec<Change>,
-    node: Option<Option<Node>>,
+    node: Option<LoadedNode>,
     point: v1::Resume,
 }
 
@@ -130,7 +146,7 @@ impl Step {
     fn apply_to(self, restored: &mut Restored) {
         restored.held.replay(self.changes, &self.point);
         if let Some(node) = self.node {
-            restored.node = node;
+            node.apply_to(restored);
         }
     }
 }
@@ -174,8 +190,10 @@ fn unusable(rejection: &v1::Rejection) -> LoadError {
     LoadError::Content(format!("{resource} cannot be used: {field}: {reason}"))
 }
 
-fn own_node(payload: &[u8], node_name: &str) -> Result<Option<Node>, LoadError> {
-    let Some(wire) = decode::<v1::OwnNode>(payload)?.node else { return Ok(None) };
+fn own_node(payload: &[u8], node_name: &str) -> Result<LoadedNode, LoadError> {
+    let v1::OwnNode { node, position, .. } = decode(payload)?;
+    let Some(wire) = node else { return Ok(LoadedNode { node: None, position }) };
     let node = node_from_wire(&wire).map_err(|rejection| unusable(&rejection))?;
-    if node.name.eq_ignore_ascii_case(node_name) { Ok(Some(node)) } else { Err(LoadError::ForeignNode(wire.name)) }
+    let is_ours = node.name.eq_ignore_ascii_case(node_name);
+    if is_ours { Ok(LoadedNode { node: Some(node), position }) } else { Err(LoadError::ForeignNode(wire.name)) }
 }

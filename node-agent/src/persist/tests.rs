@@ -6,16 +6,19 @@ use std::{fs, os::unix::fs::PermissionsExt as _, path::Path, process::Command, s
 use headgate_core::{Change, Node, digest::Digests};
 use headgate_proto::v1;
 use proptest::{prelude::*, sample::Index};
+use prost::Message as _;
 use tempfile::TempDir;
 
 use super::{
     file::{Prepared, StateFile},
+    file_of,
     load::{self, Loaded},
-    open, remove,
+    open, records_of, remove,
 };
 use crate::{
     session::{
         held::{Buckets, Snapshot, Step},
+        machine::OwnNode,
         testing::{endpoint, key, no_endpoint, service, service_cidr},
     },
     shared::Shared,
@@ -27,6 +30,7 @@ struct Agent {
     file: StateFile,
     shared: Shared,
     version: u64,
+    has_rejections: bool,
 }
 
 impl Agent {
@@ -34,7 +38,7 @@ impl Agent {
         let folder = tempfile::tempdir().unwrap();
         let mut file = StateFile::new(folder.path(), "node-1".into());
         assert!(file.load().unwrap().is_none());
-        Self { folder, file, shared: Shared::persistent("node-1", None), version: 0 }
+        Self { folder, file, shared: Shared::persistent("node-1", None), version: 0, has_rejections: false }
     }
 
     /// With a snapshot, saved.
@@ -59,7 +63,15 @@ impl Agent {
     fn step(&mut self, changes: Vec<Change>, snapshot: Option<Snapshot>) {
         self.version += 1;
         let positions = vec![v1::SourcePosition { kind: 5, position: 1000 + self.version }];
-        self.shared.apply(Step { epoch: 7, version: self.version, positions, changes, triggers: Vec::new(), snapshot });
+        self.shared.apply(Step {
+            epoch: 7,
+            version: self.version,
+            positions,
+            changes,
+            triggers: Vec::new(),
+            snapshot,
+            has_rejections: self.has_rejections,
+        });
     }
 
     fn save(&mut self) -> &'static str {
@@ -92,6 +104,11 @@ impl Agent {
     }
 }
 
+fn own_node(node: Option<Node>, position: u64) -> OwnNode {
+    let position = v1::SourcePosition { kind: v1::source_position::Kind::Nodes.into(), position };
+    OwnNode { revision: 1, node, position: Some(position) }
+}
+
 fn node(zone: &str) -> Node {
     Node {
         name: "node-1".into(),
@@ -121,23 +138,29 @@ fn what_changes_is_appended_and_read_again() {
 fn the_node_is_saved_with_the_state() {
     let mut agent = Agent::with_state();
     assert_eq!(agent.reload().restored.node, None);
-    agent.shared.set_node(1, Some(&node("a")));
+    agent.shared.set_node(&own_node(Some(node("a")), 20));
     agent.save();
     assert_eq!(agent.reload().restored.node, Some(node("a")));
+    agent.assert_saved();
     agent.batch(vec![endpoint("web", 201, 8080)]);
     agent.save();
     assert_eq!(agent.reload().restored.node, Some(node("a")), "it stays");
+    agent.assert_saved();
+    agent.shared.set_node(&own_node(Some(node("a")), 25));
+    agent.save();
+    agent.assert_saved();
 }
 
 // rows: 107
 #[test]
 fn row_107_a_deleted_node_is_saved_with_its_last_values_and_stays_ineligible_after_a_restart() {
     let mut agent = Agent::with_state();
-    agent.shared.set_node(1, Some(&node("a")));
+    agent.shared.set_node(&own_node(Some(node("a")), 20));
     agent.save();
-    agent.shared.set_node(2, None);
+    agent.shared.set_node(&own_node(None, 30));
     agent.save();
     let gone = Node { going_away: true, ..node("a") };
+    agent.assert_saved();
     let restored = agent.reload().restored;
     assert_eq!(restored.node, Some(gone.clone()));
     let restarted = Shared::persistent("node-1", Some(restored));
@@ -145,11 +168,42 @@ fn row_107_a_deleted_node_is_saved_with_its_last_values_and_stays_ineligible_aft
     let is_eligible = || restarted.backlog().health(Duration::from_secs(3600)).is_node_eligible;
     assert!(!is_eligible());
     // A control plane that knows no such node changes nothing; the node that comes back replaces it.
-    restarted.set_node(1, None);
+    restarted.set_node(&own_node(None, 31));
     assert!(!is_eligible());
-    restarted.set_node(2, Some(&node("b")));
+    restarted.set_node(&own_node(Some(node("b")), 32));
     assert!(is_eligible());
     assert_eq!(restarted.node(), Some(node("b")));
+}
+
+#[test]
+fn a_state_with_rejections_is_saved_without_its_epoch() {
+    let mut agent = Agent::with_state();
+    let epoch = |agent: &Agent| agent.reload().restored.held.position().unwrap().0;
+    assert_eq!(epoch(&agent), 7);
+    agent.has_rejections = true;
+    agent.batch(vec![endpoint("web", 201, 8080)]);
+    assert_eq!(agent.save(), "append");
+    assert_eq!(epoch(&agent), 0, "the log would not bring again what was rejected");
+    assert_eq!(agent.shared.position(), Some((7, 2)), "the present program knows what it rejected");
+    agent.file.give_up();
+    assert_eq!((agent.save(), epoch(&agent)), ("full", 0));
+    agent.has_rejections = false;
+    agent.batch(vec![endpoint("web", 202, 8080)]);
+    assert_eq!((agent.save(), epoch(&agent)), ("append", 7));
+}
+
+#[test]
+fn a_state_of_another_program_has_no_epoch() {
+    let agent = Agent::with_state();
+    for other in ["0.0.1", ""] {
+        let mut records = records_of(&agent.bytes());
+        let (_, point) = records.last_mut().unwrap();
+        let written = v1::Resume { agent_version: other.into(), ..v1::Resume::decode(point.as_slice()).unwrap() };
+        *point = written.encode_to_vec();
+        let records: Vec<_> = records.iter().map(|(kind, payload)| (*kind, payload.as_slice())).collect();
+        let loaded = load::read_from(file_of(&records).unwrap().as_slice(), "node-1").unwrap();
+        assert_eq!(loaded.restored.held.position(), Some((0, 1)), "it may have used less of what it was sent");
+    }
 }
 
 #[test]
@@ -196,7 +250,7 @@ fn more_changes_than_are_worth_remembering_write_everything() {
 #[test]
 fn a_restarted_agent_goes_on_with_the_file() {
     let mut agent = Agent::with_state();
-    agent.shared.set_node(1, Some(&node("a")));
+    agent.shared.set_node(&own_node(Some(node("a")), 20));
     agent.save();
     let Agent { folder, file, shared, .. } = agent;
     let before = shared.begin_stream().0;
@@ -206,9 +260,9 @@ fn a_restarted_agent_goes_on_with_the_file() {
     let shared = Shared::persistent("node-1", Some(restored));
     assert!(shared.is_unconfirmed());
     assert_eq!(shared.begin_stream().0, before);
-    let mut agent = Agent { folder, file, shared, version: 1 };
+    let mut agent = Agent { folder, file, shared, version: 1, has_rejections: false };
     agent.batch(vec![endpoint("web", 201, 8080)]);
-    assert!(!agent.shared.is_unconfirmed());
+    assert!(agent.shared.is_unconfirmed(), "more may follow of what the replica had at the stream's begin");
     assert_eq!(agent.save(), "append");
     agent.assert_saved();
     assert_eq!(agent.reload().restored.node, Some(node("a")));
@@ -221,7 +275,7 @@ fn half_an_append_is_left_out_and_replaced() {
     agent.batch(vec![endpoint("web", 201, 8080)]);
     agent.save();
     let bytes = agent.bytes();
-    let Agent { folder, file, shared, version } = agent;
+    let Agent { folder, file, shared, version, .. } = agent;
     for cut in whole + 1..bytes.len() {
         fs::write(file.path(), &bytes[..cut]).unwrap();
         let loaded = load::read(&file.path(), "node-1").unwrap().unwrap();
@@ -233,7 +287,8 @@ fn half_an_append_is_left_out_and_replaced() {
     let mut file = StateFile::new(folder.path(), "node-1".into());
     let restored = file.load().unwrap().unwrap().restored;
     drop(shared);
-    let mut agent = Agent { folder, file, shared: Shared::persistent("node-1", Some(restored)), version };
+    let shared = Shared::persistent("node-1", Some(restored));
+    let mut agent = Agent { folder, file, shared, version, has_rejections: false };
     agent.batch(vec![endpoint("web", 202, 8080)]);
     assert_eq!(agent.save(), "full", "nothing is appended behind what cannot be read");
     agent.assert_saved();
@@ -280,7 +335,7 @@ fn a_second_agent_on_the_folder_does_not_write() {
     // Once the first has gone, the second writes everything: what it has read is not what is there.
     let Agent { folder, file, shared: first, .. } = agent;
     drop((file, first));
-    let mut agent = Agent { folder, file: second, shared, version: 50 };
+    let mut agent = Agent { folder, file: second, shared, version: 50, has_rejections: false };
     agent.batch(vec![endpoint("web", 202, 8080)]);
     assert_eq!(agent.save(), "full");
     agent.assert_saved();
@@ -343,6 +398,7 @@ fn what_changes_while_everything_is_written_is_in_it() {
                     changes,
                     triggers: Vec::new(),
                     snapshot: None,
+                    has_rejections: false,
                 });
             }
         })
@@ -367,7 +423,7 @@ fn history() -> (Vec<u8>, Vec<Digests>) {
     let mut points = vec![agent.digests()];
     for round in 0..5_u8 {
         agent.batch(vec![endpoint("web", 201 + round, 8080), no_endpoint("web", 1 + round)]);
-        agent.shared.set_node(1, Some(&node(&format!("zone-{round}"))));
+        agent.shared.set_node(&own_node(Some(node(&format!("zone-{round}"))), 20));
         assert_eq!(agent.save(), "append");
         points.push(agent.digests());
     }

@@ -17,6 +17,7 @@ use crate::{
     persist::Restored,
     session::{
         held::{Buckets, Held, Snapshot, Step},
+        machine::OwnNode,
         testing::{endpoint, no_endpoint, service},
     },
 };
@@ -41,7 +42,8 @@ impl Loop {
     fn start_from_disk(timing: Timing, has_rules: bool) -> Self {
         let mut state = State::default();
         state.apply(service("web", 80), &mut Dirty::default());
-        let point = v1::Resume { epoch: 1, version: 5, ..Default::default() };
+        let agent_version = env!("CARGO_PKG_VERSION").to_owned();
+        let point = v1::Resume { epoch: 1, version: 5, agent_version, ..Default::default() };
         let restored = Restored { held: Held::restored(state, &point), node: None };
         Self::start_with(Shared::persistent("node-1", Some(restored)), timing, Some(has_rules))
     }
@@ -80,7 +82,15 @@ impl Loop {
 
     fn snapshot(&self, version: u64, changes: Vec<Change>) {
         let snapshot = Some(Snapshot { buckets: Buckets::All, rejected: Default::default() });
-        self.shared.apply(Step { epoch: 1, version, positions: Vec::new(), changes, triggers: Vec::new(), snapshot });
+        self.shared.apply(Step {
+            epoch: 1,
+            version,
+            positions: Vec::new(),
+            changes,
+            triggers: Vec::new(),
+            snapshot,
+            has_rejections: false,
+        });
     }
 
     fn batch(&self, version: u64, changes: Vec<Change>) {
@@ -91,6 +101,7 @@ impl Loop {
             changes,
             triggers: Vec::new(),
             snapshot: None,
+            has_rejections: false,
         });
     }
 }
@@ -119,6 +130,10 @@ fn retry() -> BackendError {
     BackendError::new(ErrorKind::Retry, "another process holds the lock")
 }
 
+fn own_node(revision: u64, node: Option<&Node>) -> OwnNode {
+    OwnNode { revision, node: node.cloned(), position: None }
+}
+
 fn apply_of(calls: &[Call], index: usize) -> Vec<String> {
     match &calls[index] {
         Call::Apply(services, _) => services.clone(),
@@ -130,7 +145,7 @@ fn apply_of(calls: &[Call], index: usize) -> Vec<String> {
 #[test]
 fn nothing_is_written_before_the_first_snapshot() {
     let run = Loop::start(timing());
-    run.shared.set_node(1, None);
+    run.shared.set_node(&own_node(1, None));
     let node = Node {
         name: "node-1".into(),
         zone: Some("a".into()),
@@ -138,7 +153,7 @@ fn nothing_is_written_before_the_first_snapshot() {
         addresses: Vec::new(),
         going_away: false,
     };
-    run.shared.set_node(2, Some(&node));
+    run.shared.set_node(&own_node(2, Some(&node)));
     run.snapshot(1, vec![service("web", 80)]);
     let calls = run.wait_calls(1);
     let Call::Full(_, facts) = &calls[0] else { panic!("{calls:?}") };
@@ -163,6 +178,9 @@ fn rules_that_are_in_place_wait_for_the_control_plane() {
     std::thread::sleep(Duration::from_millis(50));
     assert_eq!(run.control.calls(), [Call::Verify], "the kernel may be ahead of the disk");
     run.batch(6, vec![endpoint("web", 1, 8080)]);
+    std::thread::sleep(Duration::from_millis(50));
+    assert_eq!(run.control.calls(), [Call::Verify], "and ahead of what has come so far");
+    run.shared.confirm();
     run.wait_programmed(6);
     assert!(matches!(run.control.calls()[..], [Call::Verify, Call::Full(..)]), "{:?}", run.control.calls());
 }
@@ -400,12 +418,12 @@ fn another_zone_or_address_of_the_node_programs_everything_anew() {
         addresses: Vec::new(),
         going_away: false,
     };
-    run.shared.set_node(1, Some(&node));
+    run.shared.set_node(&own_node(1, Some(&node)));
     run.wait_calls(2);
     assert!(matches!(&run.control.calls()[1], Call::Full(_, facts) if facts.zone.as_deref() == Some("a")));
     // What no rule depends on costs nothing.
     node.going_away = true;
-    run.shared.set_node(2, Some(&node));
+    run.shared.set_node(&own_node(2, Some(&node)));
     let acked = |progress: &Progress| progress.programmed.as_ref().is_some_and(|p| p.target.node_revision == 2);
     run.wait_progress(acked);
     assert_eq!(run.control.calls().len(), 2);
@@ -424,9 +442,9 @@ fn row_107_a_deleted_node_keeps_its_last_zone_addresses_and_pod_ranges() {
         addresses: vec!["192.0.2.1".parse().unwrap()],
         going_away: false,
     };
-    run.shared.set_node(1, Some(&node));
+    run.shared.set_node(&own_node(1, Some(&node)));
     run.wait_calls(2);
-    run.shared.set_node(2, None);
+    run.shared.set_node(&own_node(2, None));
     let acked = |progress: &Progress| progress.programmed.as_ref().is_some_and(|p| p.target.node_revision == 2);
     run.wait_progress(acked);
     assert_eq!(run.control.calls().len(), 2, "nothing is programmed anew");
@@ -435,7 +453,7 @@ fn row_107_a_deleted_node_keeps_its_last_zone_addresses_and_pod_ranges() {
         .with_facts(|_, facts| assert_eq!((facts.zone.as_deref(), &facts.addresses), (Some("a"), &node.addresses)));
     // The Node that comes back replaces all of it.
     let back = Node { zone: Some("b".into()), ..node };
-    run.shared.set_node(3, Some(&back));
+    run.shared.set_node(&own_node(3, Some(&back)));
     run.wait_calls(3);
     assert!(matches!(&run.control.calls()[2], Call::Full(_, facts) if facts.zone.as_deref() == Some("b")));
     assert_eq!(run.shared.node(), Some(back));
@@ -454,6 +472,7 @@ fn versions_of_another_epoch_are_reported_as_such() {
         changes: Vec::new(),
         triggers: Vec::new(),
         snapshot,
+        has_rejections: false,
     });
     let programmed = run.wait_programmed(3);
     assert_eq!(programmed.target.epoch, 2);

@@ -7,7 +7,7 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use headgate_core::{Node, reference::Referable};
+use headgate_core::reference::Referable;
 use headgate_proto::{
     MAX_SERVER_MESSAGE_BYTES,
     v1::{self, agent_message::Body, discovery_client::DiscoveryClient, welcome::ResumeMode},
@@ -25,7 +25,7 @@ use super::{
     backoff::{Backoff, jitter},
     connect::{ConnectError, Connection, ControlPlane},
     held::Step,
-    machine::{Effect, Machine, Violation, Welcomed},
+    machine::{Effect, Machine, OwnNode, Violation, Welcomed},
     outbox::Outbox,
     replicas::{Replicas, Target},
     tls::AgentTls,
@@ -38,8 +38,6 @@ const WELCOME_TIMEOUT: Duration = Duration::from_secs(30);
 const HEALTHY_AFTER: Duration = Duration::from_secs(10);
 /// Heartbeat intervals without any message until the stream is given up (contract, 9).
 const MISSED_HEARTBEATS: u32 = 3;
-/// A replica that resumes by log sends at once what has changed. Silence for so long means that nothing has.
-const LOG_SETTLES: Duration = Duration::from_millis(500);
 /// Shortest time between two looks for a renewed certificate.
 const RENEWAL_RETRY: Duration = Duration::from_secs(10);
 /// Further away than any stream lasts.
@@ -195,7 +193,8 @@ impl Session {
         let shared = Arc::clone(&self.shared);
         // Digests are copied under the state's lock, which planning a full sync holds for a while.
         let (mut resume, position, number) = tokio::task::spawn_blocking(move || shared.begin_stream()).await?;
-        if let Some(resume) = resume.as_mut().filter(|_| self.distrusts_version) {
+        let distrusts_version = self.distrusts_version || self.machine.has_forgotten_rejections();
+        if let Some(resume) = resume.as_mut().filter(|_| distrusts_version) {
             resume.epoch = 0;
         }
         self.machine.begin(position);
@@ -224,7 +223,6 @@ impl Session {
             has_failed: false,
             refused: BTreeMap::new(),
             said: status,
-            confirm_at: None,
             silent_after: WELCOME_TIMEOUT,
             drain: None,
             renewal: self
@@ -255,8 +253,6 @@ struct Stream {
     refused: BTreeMap<String, v1::Rejection>,
     /// What the replica has been told of the backend.
     said: v1::AgentStatus,
-    /// When a resume by log counts as complete, if nothing comes.
-    confirm_at: Option<Instant>,
     silent_after: Duration,
     /// When to go elsewhere, and why.
     drain: Option<(Instant, String)>,
@@ -277,7 +273,6 @@ impl Stream {
         let mut silence = pin!(sleep(self.silent_after));
         loop {
             let drain_at = self.drain.as_ref().map(|(at, _)| *at);
-            let confirm_at = self.confirm_at;
             let renew_at = self.renewal.as_ref().map(|renewal| renewal.look_at);
             let now = Instant::now();
             let ready_at = self.outbox.ready_at(now);
@@ -312,10 +307,6 @@ impl Stream {
                 }
                 // An ACK may go.
                 () = sleep_until(ready_at.unwrap_or(now)), if ready_at.is_some() && !is_ready => {}
-                () = sleep_until(confirm_at.unwrap_or_else(Instant::now)), if confirm_at.is_some() => {
-                    self.confirm_at = None;
-                    session.shared.confirm();
-                }
                 () = sleep_until(renew_at.unwrap_or_else(Instant::now)), if renew_at.is_some() => {
                     if let Some(renewal) = &mut self.renewal && renewal.is_done().await {
                         return Ok(StreamEnd::Renewed);
@@ -351,7 +342,8 @@ impl Stream {
                 apply(&session.shared, step).await?;
                 session.metrics.version_received.set(version);
             }
-            Effect::Node(revision, node) => set_node(&session.shared, revision, node).await?,
+            Effect::Node(node) => set_node(&session.shared, node).await?,
+            Effect::Resumed => confirm(&session.shared).await?,
             Effect::Reject(nack) => self.reject(&session.metrics, nack),
             Effect::Heartbeat { source_age, head_version } => {
                 session.metrics.heard(source_age);
@@ -373,7 +365,6 @@ impl Stream {
             // The replica has to learn what is programmed, also when nothing changes from now on.
             let seen = session.progress.borrow().clone();
             self.report(&seen, &session.machine);
-            self.confirm_at = Some(Instant::now() + LOG_SETTLES);
         }
     }
 
@@ -512,7 +503,12 @@ async fn apply(shared: &Arc<Shared>, step: Step) -> Result<(), StreamEnd> {
     Ok(tokio::task::spawn_blocking(move || shared.apply(step)).await?)
 }
 
-async fn set_node(shared: &Arc<Shared>, revision: u64, node: Option<Node>) -> Result<(), StreamEnd> {
+async fn set_node(shared: &Arc<Shared>, node: OwnNode) -> Result<(), StreamEnd> {
     let shared = Arc::clone(shared);
-    Ok(tokio::task::spawn_blocking(move || shared.set_node(revision, node.as_ref())).await?)
+    Ok(tokio::task::spawn_blocking(move || shared.set_node(&node)).await?)
+}
+
+async fn confirm(shared: &Arc<Shared>) -> Result<(), StreamEnd> {
+    let shared = Arc::clone(shared);
+    Ok(tokio::task::spawn_blocking(move || shared.confirm()).await?)
 }

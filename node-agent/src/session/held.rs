@@ -28,6 +28,8 @@ pub struct Step {
     pub triggers: Vec<Trigger>,
     /// Set when the changes are complete buckets: whatever else is held in these goes.
     pub snapshot: Option<Snapshot>,
+    /// Afterwards a rejection of some resource stands: the state is not all of what the replica has at that version.
+    pub has_rejections: bool,
 }
 
 /// What a snapshot replaces.
@@ -84,8 +86,14 @@ pub struct Held {
     state: State,
     position: Option<(u64, u64)>,
     sources: BTreeMap<i32, u64>,
+    /// Where the source was when the agent's own Node became what it is.
+    node_position: Option<v1::SourcePosition>,
+    has_rejections: bool,
     unsaved: Unsaved,
 }
+
+/// The program that writes to disk.
+const AGENT_VERSION: &str = env!("CARGO_PKG_VERSION");
 
 impl Held {
     /// A state from disk, with the version and positions of `point`. All of it is on disk.
@@ -105,7 +113,9 @@ impl Held {
     }
 
     fn move_to(&mut self, point: &v1::Resume) {
-        self.position = Some((point.epoch, point.version));
+        // Another program may have used less of what it was sent, which the log would not bring again.
+        let epoch = if point.agent_version == AGENT_VERSION { point.epoch } else { 0 };
+        self.position = Some((epoch, point.version));
         self.sources = point.positions.iter().map(|source| (source.kind, source.position)).collect();
     }
 
@@ -131,18 +141,46 @@ impl Held {
         self.position
     }
 
-    /// What `Hello` says about it; `None` before the first complete snapshot.
+    /// What `Hello` says about it; `None` as long as nothing has come.
     #[must_use]
     pub fn resume(&self) -> Option<v1::Resume> {
-        Some(v1::Resume { digests: Some(digests_to_wire(self.state.digests())), ..self.point()? })
+        let mut sources = self.sources.clone();
+        if let Some(v1::SourcePosition { kind, position }) = self.node_position {
+            let known = sources.entry(kind).or_default();
+            *known = position.max(*known);
+        }
+        let positions = positions_to_wire(&sources);
+        match self.position {
+            Some((epoch, version)) => {
+                let digests = Some(digests_to_wire(self.state.digests()));
+                Some(v1::Resume { epoch, version, positions, digests, ..v1::Resume::default() })
+            }
+            // The Node alone.
+            None => (!positions.is_empty()).then(|| v1::Resume { positions, ..v1::Resume::default() }),
+        }
     }
 
-    /// The same without digests.
-    pub(crate) fn point(&self) -> Option<v1::Resume> {
+    /// What is written to disk about it, from which [`Self::restored`] goes on; `None` before the first complete snapshot. While a rejection
+    /// stands the epoch is 0: the log does not bring the rejected resource again, and after a restart nobody here would know of it.
+    pub(crate) fn point(&self, with_digests: bool) -> Option<v1::Resume> {
         let (epoch, version) = self.position?;
-        let position = |(kind, position): (&i32, &u64)| v1::SourcePosition { kind: *kind, position: *position };
-        let positions = self.sources.iter().map(position).collect();
-        Some(v1::Resume { epoch, version, positions, digests: None })
+        Some(v1::Resume {
+            epoch: if self.has_rejections { 0 } else { epoch },
+            version,
+            positions: positions_to_wire(&self.sources),
+            digests: with_digests.then(|| digests_to_wire(self.state.digests())),
+            agent_version: AGENT_VERSION.to_owned(),
+        })
+    }
+
+    /// Takes note of where the source was when the agent's own Node became what it is. A replica that is behind that does not send an older one.
+    pub fn set_node_position(&mut self, position: Option<v1::SourcePosition>) {
+        self.node_position = position;
+    }
+
+    /// As [`Self::set_node_position`] was told last.
+    pub(crate) fn node_position(&self) -> Option<v1::SourcePosition> {
+        self.node_position
     }
 
     /// As [`State::set_failing`]. Nothing of it is saved to disk.
@@ -164,6 +202,7 @@ impl Held {
         let known = step.positions.iter().filter(|source| source.kind != 0);
         self.sources.extend(known.map(|source| (source.kind, source.position)));
         self.position = Some((step.epoch, step.version));
+        self.has_rejections = step.has_rejections;
     }
 
     /// Removals of what is held in the snapshot's buckets and the snapshot did not carry. A full pass over the keys.
@@ -202,6 +241,10 @@ impl Held {
         }
         removals
     }
+}
+
+fn positions_to_wire(sources: &BTreeMap<i32, u64>) -> Vec<v1::SourcePosition> {
+    sources.iter().map(|(kind, position)| v1::SourcePosition { kind: *kind, position: *position }).collect()
 }
 
 /// Changes that are freed together as they are taken up.

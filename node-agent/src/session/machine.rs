@@ -4,7 +4,7 @@
 //! become one [`Step`] when they are complete; a stream that breaks before leaves no trace. A [`Violation`] means that the stream cannot be
 //! trusted any further: the caller drops it and comes back with what it holds.
 
-use std::{collections::HashSet, mem, sync::Arc, time::Duration};
+use std::{collections::HashSet, iter, mem, sync::Arc, time::Duration};
 
 use headgate_core::{
     Change, Family, Node,
@@ -93,8 +93,10 @@ pub enum Effect {
     Welcomed(Welcomed),
     /// Apply to [`super::held::Held`], then program the kernel.
     Apply(Step),
-    /// The agent's own node has changed; `None` when the source knows no such node.
-    Node(u64, Option<Node>),
+    /// The agent's own node has changed.
+    Node(OwnNode),
+    /// The agent has everything that the replica had when the stream began. Comes once on a stream, after the step that brought the last of it.
+    Resumed,
     /// Tell the replica which resources could not be used, and of which that is over.
     Reject(v1::Nack),
     /// The replica lives; its source was heard so long ago.
@@ -111,6 +113,17 @@ pub enum Effect {
         /// For the log.
         reason: String,
     },
+}
+
+/// The agent's own node, as the replica knows it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct OwnNode {
+    /// `OwnNode.revision` of the stream.
+    pub revision: u64,
+    /// `None` when the source knows no such node.
+    pub node: Option<Node>,
+    /// Where the source was when it became so; `None` from a replica that does not say.
+    pub position: Option<v1::SourcePosition>,
 }
 
 /// How a stream begins.
@@ -140,6 +153,19 @@ enum Phase {
     },
 }
 
+/// When the agent has everything that the replica had at the stream's begin.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Resumed {
+    /// With the end of the snapshot that the stream begins with.
+    AtSnapshotEnd,
+    /// At a version that the next `Heartbeat` tells.
+    AtNextHead,
+    /// At this version.
+    At(u64),
+    /// It has.
+    Done,
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 enum Staging {
     #[default]
@@ -166,6 +192,7 @@ pub struct Machine {
     decoder: Decoder,
     position: Option<(u64, u64)>,
     phase: Phase,
+    resumed: Resumed,
     staged: Staged,
     rejected: Rejected,
     needs_referable: bool,
@@ -180,6 +207,7 @@ impl Machine {
             decoder: Decoder::default(),
             position: None,
             phase: Phase::AwaitingWelcome,
+            resumed: Resumed::AtSnapshotEnd,
             staged: Staged::default(),
             rejected: Rejected::default(),
             needs_referable: false,
@@ -190,6 +218,12 @@ impl Machine {
     #[must_use]
     pub fn has_rejected(&self, resource: &str) -> bool {
         self.rejected.contains(resource)
+    }
+
+    /// True when more was rejected than is remembered: only a resume by digests brings all of it again.
+    #[must_use]
+    pub fn has_forgotten_rejections(&self) -> bool {
+        self.rejected.has_forgotten()
     }
 
     /// A new stream begins, with a `Hello` that says that the agent holds `position` (epoch and version).
@@ -232,10 +266,7 @@ impl Machine {
             Body::SnapshotChunk(chunk) => self.on_chunk(chunk),
             Body::SnapshotEnd(end) => self.on_end(end),
             Body::OwnNode(own_node) => Ok(self.on_node(own_node)),
-            Body::Heartbeat(heartbeat) => Ok(vec![Effect::Heartbeat {
-                head_version: heartbeat.head_version,
-                source_age: Duration::from_millis(heartbeat.source_age_ms),
-            }]),
+            Body::Heartbeat(heartbeat) => Ok(self.on_heartbeat(heartbeat)),
             Body::Drain(drain) => Ok(vec![Effect::Drain {
                 within: Duration::from_millis(drain.reconnect_within_ms.into()),
                 reason: drain.reason,
@@ -261,6 +292,10 @@ impl Machine {
             (ResumeMode::Unspecified, _) => return fail("an unknown way to resume"),
         };
         self.needs_referable = mode == ResumeMode::Log;
+        self.resumed = match mode {
+            ResumeMode::Log => welcome.head_version.map_or(Resumed::AtNextHead, Resumed::At),
+            _ => Resumed::AtSnapshotEnd,
+        };
         let heartbeat_interval = match welcome.heartbeat_interval_ms {
             0 => DEFAULT_HEARTBEAT,
             interval_ms => Duration::from_millis(interval_ms.into()),
@@ -270,7 +305,26 @@ impl Machine {
         let version = self.position.map_or(0, |(_, version)| version);
         let rejections = self.rejected.begin(mode);
         effects.extend(reject(v1::Nack { version, rejections, withdrawn: Vec::new() }));
+        effects.extend(self.resumed_at(version));
         Ok(effects)
+    }
+
+    fn on_heartbeat(&mut self, heartbeat: v1::Heartbeat) -> Vec<Effect> {
+        let v1::Heartbeat { head_version, source_age_ms } = heartbeat;
+        if self.resumed == Resumed::AtNextHead {
+            self.resumed = Resumed::At(head_version);
+        }
+        let version = self.position.map_or(0, |(_, version)| version);
+        let heard = Effect::Heartbeat { head_version, source_age: Duration::from_millis(source_age_ms) };
+        iter::once(heard).chain(self.resumed_at(version)).collect()
+    }
+
+    /// Tells, once, that the agent has everything that the replica had at the stream's begin.
+    fn resumed_at(&mut self, version: u64) -> Option<Effect> {
+        matches!(self.resumed, Resumed::At(head) if version >= head).then(|| {
+            self.resumed = Resumed::Done;
+            Effect::Resumed
+        })
     }
 
     fn on_batch(&mut self, batch: v1::Batch) -> Result<Vec<Effect>, Violation> {
@@ -343,15 +397,20 @@ impl Machine {
         staged.positions = end.positions;
         self.phase = Phase::Following { epoch };
         self.needs_referable = true;
+        if self.resumed == Resumed::AtSnapshotEnd {
+            self.resumed = Resumed::At(end.version);
+        }
         Ok(self.finish(epoch, end.version, staged, Some(Snapshot { buckets, rejected })))
     }
 
     fn on_node(&mut self, own_node: v1::OwnNode) -> Vec<Effect> {
         let version = self.position.map_or(0, |(_, version)| version);
-        let Some(wire) = own_node.node else {
+        let v1::OwnNode { revision, node, position } = own_node;
+        let Some(wire) = node else {
             let withdrawn = self.rejected.node_is_usable();
             let end = reject(v1::Nack { version, withdrawn, ..v1::Nack::default() });
-            return end.into_iter().chain([Effect::Node(own_node.revision, None)]).collect();
+            let unknown = Effect::Node(OwnNode { revision, node: None, position });
+            return end.into_iter().chain([unknown]).collect();
         };
         let checked = node_from_wire(&wire).and_then(|node| {
             let is_ours = node.name.eq_ignore_ascii_case(&self.node_name);
@@ -364,7 +423,7 @@ impl Machine {
         });
         let mut withdrawn = self.rejected.node_is_usable();
         let (rejections, node) = match checked {
-            Ok(node) => (Vec::new(), Some(Effect::Node(own_node.revision, Some(node)))),
+            Ok(node) => (Vec::new(), Some(Effect::Node(OwnNode { revision, node: Some(node), position }))),
             Err(rejection) => (vec![rejection], None),
         };
         self.rejected.step(&rejections, &[], None);
@@ -394,8 +453,9 @@ impl Machine {
         let Staged { changes, triggers, rejections, positions, .. } = staged;
         let withdrawn = self.rejected.step(&rejections, &changes, snapshot.as_ref());
         let nack = reject(v1::Nack { version, rejections, withdrawn });
-        let step = Effect::Apply(Step { epoch, version, positions, changes, triggers, snapshot });
-        nack.into_iter().chain([step]).collect()
+        let has_rejections = self.rejected.has_resources();
+        let step = Effect::Apply(Step { epoch, version, positions, changes, triggers, snapshot, has_rejections });
+        nack.into_iter().chain([step]).chain(self.resumed_at(version)).collect()
     }
 }
 

@@ -12,20 +12,34 @@ const MAX_KEPT: usize = 1024;
 
 /// Rejections that stand, by the resource's name as in [`v1::Rejection`].
 #[derive(Debug, Default)]
-pub(super) struct Rejected(BTreeMap<String, v1::Rejection>);
+pub(super) struct Rejected {
+    kept: BTreeMap<String, v1::Rejection>,
+    /// There were more than are kept. So it stays until whatever differs comes again.
+    has_forgotten: bool,
+}
 
 impl Rejected {
     /// A stream begins. What stands is to be said again where the replica does not send the resources again; otherwise it comes up by itself.
     pub(super) fn begin(&mut self, mode: ResumeMode) -> Vec<v1::Rejection> {
         if mode != ResumeMode::Log {
-            self.0.clear();
+            *self = Self::default();
         }
-        self.0.values().cloned().collect()
+        self.kept.values().cloned().collect()
     }
 
     /// True while a rejection of the resource stands.
     pub(super) fn contains(&self, resource: &str) -> bool {
-        self.0.contains_key(resource)
+        self.kept.contains_key(resource)
+    }
+
+    /// True when some rejections that stand are not kept in mind.
+    pub(super) fn has_forgotten(&self) -> bool {
+        self.has_forgotten
+    }
+
+    /// True while a rejection of a resource stands that the log does not bring again. The own Node comes with each stream.
+    pub(super) fn has_resources(&self) -> bool {
+        self.has_forgotten || self.kept.keys().any(|resource| !is_node(resource))
     }
 
     /// Takes in what a step rejects. Returns the resources whose rejections it ends: the step brought a value that can be used, or a removal.
@@ -36,11 +50,13 @@ impl Rejected {
         changes: &[Change],
         snapshot: Option<&Snapshot>,
     ) -> Vec<String> {
-        let ended = if self.0.is_empty() { Vec::new() } else { self.ended(rejections, changes, snapshot) };
-        ended.iter().for_each(|resource| drop(self.0.remove(resource)));
+        let ended = if self.kept.is_empty() { Vec::new() } else { self.ended(rejections, changes, snapshot) };
+        ended.iter().for_each(|resource| drop(self.kept.remove(resource)));
         for rejection in rejections {
-            if self.0.len() < MAX_KEPT || self.0.contains_key(&rejection.resource) {
-                self.0.insert(rejection.resource.clone(), rejection.clone());
+            if self.kept.len() < MAX_KEPT || self.kept.contains_key(&rejection.resource) {
+                self.kept.insert(rejection.resource.clone(), rejection.clone());
+            } else {
+                self.has_forgotten = true;
             }
         }
         ended
@@ -59,15 +75,19 @@ impl Rejected {
         let is_over = |resource: &&String| {
             !again.contains(resource.as_str()) && (named.contains(*resource) || is_replaced(resource))
         };
-        self.0.keys().filter(is_over).cloned().collect()
+        self.kept.keys().filter(is_over).cloned().collect()
     }
 
     /// The node can be used. Returns the names under which it was rejected.
     pub(super) fn node_is_usable(&mut self) -> Vec<String> {
-        let nodes: Vec<String> = self.0.keys().filter(|resource| resource.starts_with("Node ")).cloned().collect();
-        nodes.iter().for_each(|resource| drop(self.0.remove(resource)));
+        let nodes: Vec<String> = self.kept.keys().filter(|resource| is_node(resource)).cloned().collect();
+        nodes.iter().for_each(|resource| drop(self.kept.remove(resource)));
         nodes
     }
+}
+
+fn is_node(resource: &str) -> bool {
+    resource.starts_with("Node ")
 }
 
 /// The names that a change's resource may have been rejected by.
@@ -176,5 +196,12 @@ mod tests {
         let mut rejected = Rejected::default();
         rejected.step(&rejections, &[], None);
         assert_eq!(rejected.begin(ResumeMode::Log).len(), MAX_KEPT);
+        assert!(rejected.has_forgotten());
+        // What is kept ends, and the rest stands.
+        let changes: Vec<_> =
+            (0..1500).map(|i| Change::RemoveService(ServiceKey::new("ns", &format!("s{i}")))).collect();
+        assert_eq!(rejected.step(&[], &changes, None).len(), MAX_KEPT);
+        assert!(rejected.has_forgotten() && rejected.has_resources());
+        assert!(rejected.begin(ResumeMode::Digests).is_empty() && !rejected.has_resources());
     }
 }

@@ -76,6 +76,7 @@ impl Replica {
             resume: mode.into(),
             heartbeat_interval_ms: 60_000,
             behind_wait_ms: 0,
+            head_version: Some(self.version()),
         }))
     }
 

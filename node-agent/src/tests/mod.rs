@@ -3,6 +3,7 @@
 
 mod port;
 mod replica;
+mod restart;
 mod tls;
 
 use std::{net::SocketAddr, time::Duration};
@@ -130,7 +131,9 @@ async fn a_change_is_acknowledged_once_it_is_programmed() {
     store.commit(vec![endpoint("web", 3, 8080)]);
     connection.send(store.batches_after(1).remove(0)).await;
     let node = v1::Node { name: "node-1".into(), zone: "a".into(), ..Default::default() };
-    connection.send(message(server_message::Body::OwnNode(v1::OwnNode { revision: 1, node: Some(node) }))).await;
+    connection
+        .send(message(server_message::Body::OwnNode(v1::OwnNode { revision: 1, node: Some(node), position: None })))
+        .await;
     assert!(connection.next_within(Duration::from_millis(200)).await.is_none(), "no ACK while the kernel is busy");
     agent.control.hold(false);
     // The node's zone is taken up with the batch or after it, as the threads go.

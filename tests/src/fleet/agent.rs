@@ -108,6 +108,7 @@ impl Agent {
             version: point.version,
             positions: known.map(position).collect(),
             digests: reference.filter(is_same).map(|reference| reference.digests.clone()),
+            ..v1::Resume::default()
         }
     }
 

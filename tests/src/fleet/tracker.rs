@@ -525,7 +525,7 @@ mod tests {
         assert!(matches!(broken(welcome(1, ResumeMode::Log)), Violation::Welcome(_)));
         let heartbeat = Body::Heartbeat(v1::Heartbeat { head_version: 4, source_age_ms: 0 });
         assert!(matches!(broken(heartbeat), Violation::Order(_)));
-        let node = Body::OwnNode(v1::OwnNode { revision: 2, node: None });
+        let node = Body::OwnNode(v1::OwnNode { revision: 2, ..v1::OwnNode::default() });
         assert!(matches!(broken(node), Violation::Order(_)));
         assert!(matches!(take(&mut Tracker::default(), batch(0, 1, 1)), Err(Violation::Welcome(_))));
         let mut tracker = following();

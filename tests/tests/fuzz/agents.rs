@@ -30,7 +30,13 @@ fn hello(resume: Option<v1::Resume>) -> Vec<u8> {
 fn resume(epoch: u64) -> v1::Resume {
     let position = |kind, position| v1::SourcePosition { kind, position };
     let digests = Some(digests_to_wire(&Digests::default()));
-    v1::Resume { epoch, version: 1, positions: vec![position(1, 100), position(2, 90), position(9, 1)], digests }
+    v1::Resume {
+        epoch,
+        version: 1,
+        positions: vec![position(1, 100), position(2, 90), position(9, 1)],
+        digests,
+        ..v1::Resume::default()
+    }
 }
 
 /// What an agent may say after its `Hello`.

@@ -68,6 +68,7 @@ fn stream() -> Vec<u8> {
         resume: v1::welcome::ResumeMode::Full.into(),
         heartbeat_interval_ms: 10_000,
         behind_wait_ms: 30_000,
+        head_version: Some(store.version()),
     }));
     let (_, mut cursor) = store.cursor(None::<&Resume>);
     for step in 0..4 {
@@ -82,7 +83,8 @@ fn stream() -> Vec<u8> {
         commit(&store, next, 101 + step);
     }
     let node = v1::Node { name: "node-a".into(), zone: "zone-1".into(), ..v1::Node::default() };
-    bytes.extend(message(Body::OwnNode(v1::OwnNode { revision: 1, node: Some(node) })));
+    let position = Some(v1::SourcePosition { kind: v1::source_position::Kind::Nodes.into(), position: 100 });
+    bytes.extend(message(Body::OwnNode(v1::OwnNode { revision: 1, node: Some(node), position })));
     bytes.extend(message(Body::Heartbeat(v1::Heartbeat { head_version: 4, source_age_ms: 12 })));
     bytes.extend(message(Body::Drain(v1::Drain { reconnect_within_ms: 2000, reason: "this replica stops".into() })));
     bytes
@@ -97,7 +99,7 @@ fn wire(changes: impl IntoIterator<Item = Change>) -> Vec<u8> {
 fn point(state: &State, version: u64) -> Vec<u8> {
     let positions = vec![v1::SourcePosition { kind: 1, position: 100 }];
     let digests = Some(digests_to_wire(state.digests()));
-    v1::Resume { epoch: EPOCH, version, positions, digests }.encode_to_vec()
+    v1::Resume { epoch: EPOCH, version, positions, digests, ..v1::Resume::default() }.encode_to_vec()
 }
 
 /// The state, a step, and half a record as a killed agent leaves behind.
@@ -108,7 +110,8 @@ fn state_file() -> Vec<u8> {
     }
     let base = point(&state, 1);
     let step = v1::Resume { version: 2, digests: None, ..v1::Resume::decode(base.as_slice()).unwrap() }.encode_to_vec();
-    let node = v1::OwnNode { revision: 1, node: Some(v1::Node { name: "node-a".into(), ..v1::Node::default() }) };
+    let node = Some(v1::Node { name: "node-a".into(), ..v1::Node::default() });
+    let node = v1::OwnNode { revision: 1, node, ..v1::OwnNode::default() };
     let (changes, more, node) = (wire(changes()), wire([endpoint(1, 9)]), node.encode_to_vec());
     let records: [(u8, &[u8]); 6] = [(1, b"node-a"), (2, &changes), (3, &node), (4, &base), (2, &more), (4, &step)];
     let mut file = fuzz::file_of(&records).unwrap();

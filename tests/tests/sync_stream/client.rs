@@ -62,6 +62,7 @@ impl Held {
             version: self.version,
             positions: positions.collect(),
             digests: Some(digests_to_wire(self.state.digests())),
+            agent_version: String::new(),
         }
     }
 }

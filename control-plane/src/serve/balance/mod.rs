@@ -110,5 +110,5 @@ impl Balance {
 /// Agents of nodes that the source knows, by node.
 fn known_agents(shared: &Shared) -> HashMap<Arc<str>, Arc<Agent>> {
     let agents = shared.agents.all().into_iter().map(|agent| (Arc::clone(&agent.node), agent));
-    agents.filter(|(node, _)| shared.store.node(node).is_some()).collect()
+    agents.filter(|(node, _)| shared.store.node(node).node.is_some()).collect()
 }

@@ -414,17 +414,129 @@ fn the_agents_own_node() {
     let mut agent = Agent::following(&replica(7));
     let own = |name: &str, addresses: Vec<prost::bytes::Bytes>| {
         let node = v1::Node { name: name.into(), addresses, ..Default::default() };
-        message(Body::OwnNode(v1::OwnNode { revision: 4, node: Some(node) }))
+        let position = Some(v1::SourcePosition { kind: v1::source_position::Kind::Nodes.into(), position: 20 });
+        message(Body::OwnNode(v1::OwnNode { revision: 4, node: Some(node), position }))
     };
     let effect = |agent: &mut Agent, message| agent.machine.on_message(message).unwrap().pop().unwrap();
     let good = effect(&mut agent, own("node-1", vec![vec![10, 0, 0, 1].into()]));
-    assert!(matches!(good, Effect::Node(4, Some(node)) if node.addresses.len() == 1));
+    let Effect::Node(OwnNode { revision: 4, node: Some(node), position: Some(position) }) = good else {
+        panic!("{good:?}")
+    };
+    assert_eq!((node.addresses.len(), position.position), (1, 20));
     let bad_address = effect(&mut agent, own("node-1", vec![vec![10].into()]));
     assert!(matches!(bad_address, Effect::Reject(nack) if nack.rejections[0].field == "addresses"));
     let foreign = effect(&mut agent, own("node-2", Vec::new()));
     assert!(matches!(foreign, Effect::Reject(nack) if nack.rejections[0].resource == "Node node-2"));
-    let unknown = effect(&mut agent, message(Body::OwnNode(v1::OwnNode { revision: 5, node: None })));
-    assert!(matches!(unknown, Effect::Node(5, None)));
+    let unknown = v1::OwnNode { revision: 5, ..v1::OwnNode::default() };
+    let unknown = effect(&mut agent, message(Body::OwnNode(unknown)));
+    assert!(matches!(unknown, Effect::Node(OwnNode { revision: 5, node: None, position: None })));
+}
+
+#[test]
+fn hello_tells_where_the_source_was_when_the_own_node_became_what_it_is() {
+    use v1::source_position::Kind;
+    let told = |held: &Held, kind: Kind| {
+        let resume = held.resume().unwrap();
+        let mut positions = resume.positions.into_iter().filter(|position| position.kind() == kind);
+        positions.next().map(|position| position.position)
+    };
+    let at = |kind: Kind, position| Some(v1::SourcePosition { kind: kind.into(), position });
+    let mut held = Held::default();
+    assert_eq!(held.resume(), None);
+    held.set_node_position(at(Kind::Nodes, 20));
+    let resume = held.resume().unwrap();
+    assert_eq!((resume.epoch, resume.digests), (0, None), "nothing is held but the Node");
+    assert_eq!(told(&held, Kind::Nodes), Some(20));
+    // A restored source: the replica says a lower position after a bounded wait.
+    held.set_node_position(at(Kind::Nodes, 10));
+    assert_eq!(told(&held, Kind::Nodes), Some(10));
+    // A folder has one position: neither the Node nor the rest may be older.
+    let mut agent = Agent::following(&replica(7));
+    for (node_position, expected) in [(1, 2), (5, 5)] {
+        agent.held.set_node_position(at(Kind::Files, node_position));
+        assert_eq!(told(&agent.held, Kind::Files), Some(expected));
+    }
+}
+
+/// A machine that has said that it is at version 3 of epoch 7, and how a stream of that replica begins.
+fn resuming_by_log(head_version: Option<u64>) -> (Machine, Vec<Effect>) {
+    let mut machine = Machine::new("node-1".into());
+    machine.begin(Some((7, 3)));
+    let resume = ResumeMode::Log.into();
+    let welcome = Body::Welcome(v1::Welcome { epoch: 7, resume, head_version, ..v1::Welcome::default() });
+    let effects = machine.on_message(message(welcome)).unwrap();
+    (machine, effects)
+}
+
+fn has_resumed(effects: &[Effect]) -> bool {
+    effects.iter().any(|effect| matches!(effect, Effect::Resumed))
+}
+
+#[test]
+fn a_resume_by_log_is_complete_at_the_head_that_welcome_named() {
+    assert!(has_resumed(&resuming_by_log(Some(3)).1), "nothing is missing");
+    let (mut machine, effects) = resuming_by_log(Some(6));
+    assert!(!has_resumed(&effects));
+    let mut resumed_by = |message| has_resumed(&machine.on_message(message).unwrap());
+    assert!(!resumed_by(batch(3, 4, &[endpoint("web", 1, 1)])), "two versions are missing");
+    assert!(!resumed_by(batch(4, 4, &[endpoint("web", 2, 1)])), "this is a part of a step");
+    assert!(!resumed_by(message(Body::Heartbeat(v1::Heartbeat { head_version: 4, source_age_ms: 0 }))));
+    // The head has moved on meanwhile, and the step with it.
+    assert!(resumed_by(batch(4, 9, &[endpoint("web", 3, 1)])));
+    assert!(!resumed_by(batch(9, 10, &[endpoint("web", 4, 1)])), "it is said once");
+}
+
+#[test]
+fn a_resume_by_log_is_complete_at_the_first_heartbeats_head_when_welcome_names_none() {
+    let (mut machine, effects) = resuming_by_log(None);
+    assert!(!has_resumed(&effects));
+    let mut resumed_by = |message| has_resumed(&machine.on_message(message).unwrap());
+    let heartbeat = |head_version| message(Body::Heartbeat(v1::Heartbeat { head_version, source_age_ms: 0 }));
+    assert!(!resumed_by(batch(3, 4, &[endpoint("web", 1, 1)])));
+    assert!(!resumed_by(heartbeat(5)));
+    assert!(!resumed_by(heartbeat(6)), "the first counts");
+    assert!(resumed_by(batch(4, 5, &[endpoint("web", 2, 1)])));
+    assert!(has_resumed(&{
+        let (mut machine, _) = resuming_by_log(None);
+        machine.on_message(heartbeat(3)).unwrap()
+    }));
+}
+
+#[test]
+fn any_other_resume_is_complete_with_its_snapshot() {
+    let replica = replica(7);
+    let mut agent = Agent::new();
+    agent.hello();
+    let effects: Vec<bool> = replica
+        .stream(None)
+        .into_iter()
+        .map(|message| has_resumed(&agent.machine.on_message(message).unwrap()))
+        .collect();
+    assert!(effects.len() > 3 && effects.iter().rev().skip(1).all(|resumed| !resumed), "{effects:?}");
+    assert_eq!(effects.last(), Some(&true));
+}
+
+#[test]
+fn a_step_tells_whether_a_rejection_stands() {
+    let mut agent = Agent::following(&replica(7));
+    let mut has_rejections = |mut message: v1::ServerMessage, is_bad: bool| {
+        if let (true, Some(Body::Batch(wire))) = (is_bad, &mut message.body) {
+            wire.changes.as_mut().unwrap().services[0].ports.clear();
+        }
+        let effects = agent.machine.on_message(message).unwrap();
+        let steps = effects.into_iter().filter_map(|effect| match effect {
+            Effect::Apply(step) => Some(step.has_rejections),
+            _ => None,
+        });
+        steps.collect::<Vec<_>>()
+    };
+    assert_eq!(has_rejections(batch(2, 3, &[service("bad", 1)]), true), [true]);
+    assert_eq!(has_rejections(batch(3, 4, &[endpoint("web", 7, 1)]), false), [true], "it still stands");
+    assert_eq!(has_rejections(batch(4, 5, &[service("bad", 1)]), false), [false]);
+    let foreign = v1::Node { name: "node-2".into(), ..v1::Node::default() };
+    let own_node = v1::OwnNode { revision: 1, node: Some(foreign), position: None };
+    assert_eq!(has_rejections(message(Body::OwnNode(own_node)), false), [false; 0]);
+    assert_eq!(has_rejections(batch(5, 6, &[endpoint("web", 8, 1)]), false), [false], "each stream brings the Node");
 }
 
 fn any_change() -> impl Strategy<Value = Change> {

@@ -1,0 +1,100 @@
+//! What an agent that starts from its disk asks for, and when it programs what it has from there.
+
+use headgate_core::Change;
+use tempfile::TempDir;
+
+use super::*;
+
+/// An agent whose state is on disk.
+fn start(folder: &TempDir, replica: &ScriptedReplica) -> Agent {
+    Agent::start(&[
+        format!("--control-plane=http://{}", replica.address),
+        format!("--state-dir={}", folder.path().display()),
+    ])
+}
+
+/// A batch that brings one endpoint and a Service without ports, which cannot be used.
+fn unusable(previous_version: u64) -> v1::ServerMessage {
+    let mut bad = batch(previous_version, previous_version + 1, &[endpoint("web", 3, 8080), service("bad", 1)]);
+    let Some(server_message::Body::Batch(wire)) = &mut bad.body else { unreachable!() };
+    wire.changes.as_mut().unwrap().services[0].ports.clear();
+    bad
+}
+
+/// Reads answers up to the ACK of a version.
+async fn acknowledged(connection: &mut Connection, version: u64) {
+    loop {
+        match connection.next().await {
+            Body::Ack(ack) if ack.version == version => return,
+            _ => {}
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_restarted_agent_asks_for_what_it_rejected_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut replica = ScriptedReplica::start().await;
+    let agent = start(&folder, &replica);
+    let mut store = store();
+    let (mut connection, _) = serve(&mut replica, &store).await;
+    acknowledged(&mut connection, 1).await;
+    connection.send(unusable(1)).await;
+    acknowledged(&mut connection, 2).await;
+    agent.stop().await;
+
+    let agent = start(&folder, &replica);
+    store.commit(vec![endpoint("web", 3, 8080), service("bad", 1)]);
+    let (mut connection, hello) = serve(&mut replica, &store).await;
+    assert_eq!(hello.resume.unwrap().epoch, 0, "the log does not bring what was rejected");
+    acknowledged(&mut connection, 2).await;
+    agent.stop().await;
+
+    // This time everything could be used.
+    let agent = start(&folder, &replica);
+    let (_connection, hello) = serve(&mut replica, &store).await;
+    let resume = hello.resume.unwrap();
+    assert_eq!((resume.epoch, resume.version), (store.epoch, 2));
+    agent.stop().await;
+}
+
+/// Starts an agent from its disk whose kernel has rules of the run before, and sends it all but the last message of what is new: nothing may be
+/// programmed before that one.
+async fn resume_with_a_pause_before_the_end(steps: Vec<Vec<Change>>) {
+    let folder = tempfile::tempdir().unwrap();
+    let mut replica = ScriptedReplica::start().await;
+    let agent = start(&folder, &replica);
+    let mut store = store();
+    let (mut connection, _) = serve(&mut replica, &store).await;
+    acknowledged(&mut connection, 1).await;
+    agent.stop().await;
+
+    steps.into_iter().for_each(|step| store.commit(step));
+    let agent = start(&folder, &replica);
+    let mut connection = replica.accept().await;
+    let hello = connection.hello().await;
+    let mut messages = store.stream(hello.resume.as_ref());
+    let last = messages.pop().unwrap();
+    assert_eq!(messages.len(), 2, "Welcome and the first of two messages");
+    for message in messages {
+        connection.send(message).await;
+    }
+    let wrote = |calls: &[Call]| calls.iter().any(|call| matches!(call, Call::Full(..) | Call::Apply(..)));
+    let control = agent.control.clone();
+    let waited = tokio::task::spawn_blocking(move || control.wait_for(Duration::from_millis(1_500), wrote));
+    assert!(!waited.await.unwrap(), "the state from disk was programmed, which may be older than the kernel's rules");
+    connection.send(last).await;
+    acknowledged(&mut connection, store.version()).await;
+    agent.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn nothing_is_programmed_from_disk_while_a_step_arrives_in_parts() {
+    let step = vec![endpoint("web", 3, 8080), endpoint("web", 4, 8080), endpoint("web", 5, 8080)];
+    resume_with_a_pause_before_the_end(vec![step]).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn nothing_is_programmed_from_disk_before_the_head_is_reached() {
+    resume_with_a_pause_before_the_end(vec![vec![endpoint("web", 3, 8080)], vec![endpoint("web", 4, 8080)]]).await;
+}
