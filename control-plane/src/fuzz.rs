@@ -59,7 +59,7 @@ pub fn certificate(der: &[u8]) -> bool {
 fn serve_events(events: Vec<Event>) -> usize {
     let (store, count) = store_of(events);
     let (_, mut cursor) = store.cursor(None::<&Resume>);
-    while let Ok(Some(_)) = store.next_frame(&mut cursor) {}
+    while store.next_frame(&mut cursor).is_some() {}
     count
 }
 

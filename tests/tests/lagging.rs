@@ -329,7 +329,7 @@ impl World {
             }
         }
         let Stream::At(at, cursor) = &mut self.agent.stream else { return false };
-        let Some(frame) = self.replicas[*at].store.next_frame(cursor).unwrap() else { return false };
+        let Some(frame) = self.replicas[*at].store.next_frame(cursor) else { return false };
         self.receive(v1::ServerMessage::decode(&frame[PREFIX_BYTES..]).unwrap().body.unwrap());
         true
     }

@@ -221,7 +221,7 @@ impl Session {
     pub(super) fn next(&mut self, now: Instant) -> Result<Option<Bytes>, End> {
         let bytes = match self.end(now) {
             Some(end) => return Err(end),
-            None => self.next_message(now)?,
+            None => self.next_message(now),
         };
         if let Some(bytes) = &bytes {
             self.shared.metrics.count_sent(bytes.len());
@@ -229,28 +229,28 @@ impl Session {
         Ok(bytes)
     }
 
-    fn next_message(&mut self, now: Instant) -> Result<Option<Bytes>, End> {
+    fn next_message(&mut self, now: Instant) -> Option<Bytes> {
         if let Some(bytes) = self.welcome.take() {
-            return Ok(Some(bytes));
+            return Some(bytes);
         }
         if !self.has_drained && *self.shared.lifecycle.borrow() == Lifecycle::Draining {
             self.has_drained = true;
-            return Ok(Some(drain(self.shared.settings.drain_grace, "this replica stops")));
+            return Some(drain(self.shared.settings.drain_grace, "this replica stops"));
         }
         if self.agent.take_request_to_move() {
-            return Ok(Some(drain(balance::MOVE_WITHIN, "this replica has more than its share of agents")));
+            return Some(drain(balance::MOVE_WITHIN, "this replica has more than its share of agents"));
         }
         // The visit after this one may come too late.
         if self.next_heartbeat <= now + self.shared.streams.tick() {
-            return Ok(Some(self.heartbeat(now)));
+            return Some(self.heartbeat(now));
         }
         if self.may_send_node(now) && self.agent.signal().take_node_change() {
-            return Ok(Some(self.own_node()));
+            return Some(self.own_node());
         }
         if let Position::Waiting(waiting) = &mut self.position {
             let cursor = match waiting.resumption.go_on(&self.shared.store) {
                 Ok(cursor) => cursor,
-                Err(not_yet) if !self.behind.is_over(not_yet, &self.shared, &self.agent, now) => return Ok(None),
+                Err(not_yet) if !self.behind.is_over(not_yet, &self.shared, &self.agent, now) => return None,
                 Err(_) => waiting.resumption.go_back(&self.shared.store),
             };
             self.position = Position::At(cursor);
@@ -271,28 +271,20 @@ impl Session {
         true
     }
 
-    fn resource_message(&mut self, now: Instant) -> Result<Option<Bytes>, End> {
-        let Position::At(cursor) = &mut self.position else { return Ok(None) };
+    fn resource_message(&mut self, now: Instant) -> Option<Bytes> {
+        let Position::At(cursor) = &mut self.position else { return None };
         if let Some(buckets) = cursor.snapshot_buckets() {
             // An end marker alone has nothing to wait for.
             let signal = self.agent.signal();
             if buckets > 0 && !self.shared.admission.may_go_on(&mut self.ticket, buckets, signal, now) {
-                return Ok(None);
+                return None;
             }
         } else if self.has_resumed && cursor.is_complete() && cursor.version() == self.shared.store.version() {
             // The usual answer, without the store's lock.
-            return Ok(None);
+            return None;
         }
         let snapshots = cursor.snapshots();
-        let bytes = match self.shared.store.next_frame(cursor) {
-            Ok(bytes) => bytes,
-            Err(error) => {
-                // Through the agent, so that it is counted as what it is.
-                let end = End::plain("too_slow", Status::unavailable(error.to_string()));
-                self.agent.end(end.clone());
-                return Err(end);
-            }
-        };
+        let bytes = self.shared.store.next_frame(cursor);
         if cursor.snapshots() > snapshots {
             self.shared.metrics.count_snapshot();
             self.shared.admission.leave(&mut self.ticket, now);
@@ -304,7 +296,7 @@ impl Session {
             self.agent.resumed_resources.store(cursor.resources(), Ordering::Relaxed);
             self.shared.metrics.count_resumed_resources(cursor.resources());
         }
-        Ok(bytes)
+        bytes
     }
 
     fn heartbeat(&mut self, now: Instant) -> Bytes {

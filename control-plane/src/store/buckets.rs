@@ -31,16 +31,20 @@ struct Bucket {
 
 /// See the module.
 #[derive(Debug)]
-pub(super) struct Buckets(Box<[Bucket]>);
+pub(super) struct Buckets {
+    buckets: Box<[Bucket]>,
+    part_bytes: usize,
+}
 
 impl Buckets {
-    pub(super) fn new() -> Self {
-        Self(iter::repeat_with(Bucket::default).take(BUCKETS).collect())
+    /// Empty buckets, of which frames are some `part_bytes` long.
+    pub(super) fn new(part_bytes: usize) -> Self {
+        Self { buckets: iter::repeat_with(Bucket::default).take(BUCKETS).collect(), part_bytes }
     }
 
     /// Takes note of a change of `key` at `version`, after `state` has taken it in.
     pub(super) fn record(&mut self, bucket: u16, version: u64, key: &LogKey, state: &State) {
-        let bucket = &mut self.0[usize::from(bucket) % BUCKETS];
+        let bucket = &mut self.buckets[usize::from(bucket) % BUCKETS];
         bucket.changed = version;
         bucket.frames = OnceLock::new();
         match key {
@@ -63,23 +67,23 @@ impl Buckets {
 
     /// Buckets in which something changed after `version`, ascending.
     pub(super) fn changed_since(&self, version: u64) -> Vec<u16> {
-        let changed = self.0.iter().enumerate().filter(|(_, bucket)| bucket.changed > version);
+        let changed = self.buckets.iter().enumerate().filter(|(_, bucket)| bucket.changed > version);
         changed.filter_map(|(index, _)| u16::try_from(index).ok()).collect()
     }
 
     /// The frames of a bucket as `state` now is; encoded by the first who asks after a change.
     pub(super) fn frames(&self, bucket: u16, state: &State) -> Arc<BucketFrames> {
-        let bucket = &self.0[usize::from(bucket) % BUCKETS];
-        Arc::clone(bucket.frames.get_or_init(|| Arc::new(bucket.encode(state))))
+        let bucket = &self.buckets[usize::from(bucket) % BUCKETS];
+        Arc::clone(bucket.frames.get_or_init(|| Arc::new(bucket.encode(state, self.part_bytes))))
     }
 }
 
 impl Bucket {
-    fn encode(&self, state: &State) -> BucketFrames {
+    fn encode(&self, state: &State, part_bytes: usize) -> BucketFrames {
         let cidrs = self.cidrs.iter().filter_map(|name| state.service_cidr(name)).cloned().map(Change::ServiceCidr);
         let mut resources = 0;
         let changes = cidrs.chain(self.services.iter().flat_map(|key| service_changes(state, key)));
-        let frames = encode::chunk_frames(changes.inspect(|_| resources += 1));
+        let frames = encode::chunk_frames(changes.inspect(|_| resources += 1), part_bytes);
         BucketFrames { frames, resources }
     }
 }

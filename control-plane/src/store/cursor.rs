@@ -1,6 +1,6 @@
 //! A stream's place in the store: a few words of memory, however far behind it is.
 
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 
 use bytes::Bytes;
 use headgate_core::{Change, digest::BUCKETS};
@@ -9,8 +9,8 @@ use headgate_proto::{References, v1};
 use super::{
     Inner, Store,
     buckets::BucketFrames,
-    deltas::Delta,
-    encode::{batch_frames, positions_to_wire, present_all, server_frame},
+    deltas::{Delta, Span},
+    encode::{positions_to_wire, present_all, server_frame},
     log,
     resume::Resume,
 };
@@ -41,11 +41,6 @@ impl ResumeMode {
     }
 }
 
-/// The stream read so slowly that what it was in the middle of is no longer kept. The agent reconnects and resumes from where it is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("read too slowly: the rest of a split batch is no longer kept; reconnect to resume")]
-pub struct TooSlow;
-
 /// See the module. Made by [`Store::cursor`] and moved by [`Store::next_frame`].
 #[derive(Debug)]
 pub struct Cursor {
@@ -62,8 +57,8 @@ pub struct Cursor {
 enum Phase {
     /// At `Cursor.version`, between batches.
     Follow,
-    /// In the middle of a batch that was split. The frames belong to the store, which may forget them.
-    Parts { delta: Weak<Delta>, next: usize },
+    /// In the middle of a batch that was split. All that such batches take together is bounded by the store.
+    Parts { delta: Arc<Delta>, next: usize },
     /// In the middle of a snapshot.
     Snapshot(Walk),
 }
@@ -122,9 +117,9 @@ impl Cursor {
     fn take_part(&mut self, delta: &Arc<Delta>, index: usize) -> Option<Bytes> {
         let frame = delta.frames.get(index).cloned();
         if index + 1 < delta.frames.len() {
-            self.phase = Phase::Parts { delta: Arc::downgrade(delta), next: index + 1 };
+            self.phase = Phase::Parts { delta: Arc::clone(delta), next: index + 1 };
         } else {
-            self.version = delta.version;
+            self.version = delta.span.version;
             self.resources += delta.resources;
             self.phase = Phase::Follow;
         }
@@ -193,20 +188,16 @@ impl Store {
     }
 
     /// The next message for a stream, with its gRPC prefix; `None` when it is at the head.
-    ///
-    /// # Errors
-    ///
-    /// [`TooSlow`]: the stream has to end; the agent resumes with a new one.
-    pub fn next_frame(&self, cursor: &mut Cursor) -> Result<Option<Bytes>, TooSlow> {
+    pub fn next_frame(&self, cursor: &mut Cursor) -> Option<Bytes> {
         match &mut cursor.phase {
             Phase::Parts { delta, next } => {
-                let (delta, next) = (delta.upgrade().ok_or(TooSlow)?, *next);
-                Ok(cursor.take_part(&delta, next))
+                let (delta, next) = (Arc::clone(delta), *next);
+                cursor.take_part(&delta, next)
             }
             Phase::Snapshot(walk) => {
                 let inner = self.read();
                 if let Some(chunk) = walk.next_chunk(&inner) {
-                    return Ok(Some(chunk));
+                    return Some(chunk);
                 }
                 let end = walk.end_marker(&inner);
                 cursor.version = walk.version;
@@ -214,26 +205,25 @@ impl Store {
                 cursor.resources += walk.resources;
                 cursor.snapshots += 1;
                 cursor.phase = Phase::Follow;
-                Ok(Some(end))
+                Some(end)
             }
             Phase::Follow => self.follow(cursor),
         }
     }
 
-    fn follow(&self, cursor: &mut Cursor) -> Result<Option<Bytes>, TooSlow> {
+    fn follow(&self, cursor: &mut Cursor) -> Option<Bytes> {
         let inner = self.read();
         if cursor.version >= inner.version {
-            return Ok(None);
+            return None;
         }
         let is_spelt_out = cursor.version < cursor.spelt_out_to;
         let is_near = inner.version - cursor.version <= FOLLOW_VERSIONS && !is_spelt_out;
         let batch = inner.ring.after(cursor.version).filter(|_| is_near).map(Arc::clone);
-        let must_walk = cursor.version < inner.log.floor();
+        let (head, must_walk) = (inner.version, cursor.version < inner.log.floor());
         drop(inner);
-        if let Some(delta) =
-            batch.or_else(|| (!must_walk).then(|| self.compacted(cursor.version, cursor.spelt_out_to)).flatten())
-        {
-            return Ok(cursor.take_part(&delta, 0));
+        let compacted = || self.compacted(cursor.version, cursor.spelt_out_to, head);
+        if let Some(delta) = batch.or_else(|| if must_walk { None } else { compacted() }) {
+            return cursor.take_part(&delta, 0);
         }
         let inner = self.read();
         // The head is ahead of the cursor, so some bucket changed; were there none, an empty list must not be sent, as it would mean all.
@@ -243,23 +233,23 @@ impl Store {
         self.next_frame(cursor)
     }
 
-    /// The compacted step from `start` to the head or shortly before it, shared by all who start there; `None` when it is so large that
-    /// the buckets are cheaper. Without references, and to `spelt_out_to` at least, where that is ahead: parts of what the receiver holds may be as new
-    /// as that, and must not go back to older values.
-    fn compacted(&self, start: u64, spelt_out_to: u64) -> Option<Arc<Delta>> {
+    /// The compacted step from `start` to `head`, which the log has reached, or from shortly before to beyond it, shared by
+    /// all who start there; `None` when it is so large that the buckets are cheaper, or there is no room for its parts.
+    /// Without references, and to `spelt_out_to` at least, where that is ahead: parts of what the receiver holds may be
+    /// as new as that, and must not go back to older values.
+    fn compacted(&self, start: u64, spelt_out_to: u64, head: u64) -> Option<Arc<Delta>> {
         let is_spelt_out = start < spelt_out_to;
-        let mut cache = self.delta_cache();
+        let from = head.saturating_sub(FOLLOW_VERSIONS).max(spelt_out_to.min(head));
+        let is_usable = |delta: &Delta| delta.span.version >= from;
+        self.deltas.get((start, is_spelt_out), is_usable, || self.compact(start, is_spelt_out))
+    }
+
+    fn compact(&self, start: u64, is_spelt_out: bool) -> Option<Delta> {
         let inner = self.read();
-        let is_usable = |delta: &&Arc<Delta>| {
-            inner.version - delta.version <= FOLLOW_VERSIONS && delta.version >= spelt_out_to.min(inner.version)
-        };
-        if let Some(delta) = cache.get(start, is_spelt_out).filter(is_usable) {
-            return Some(Arc::clone(delta));
-        }
         if start < inner.log.floor() {
             return None;
         }
-        let limit = self.limits().max_delta_changes;
+        let limit = self.limits.max_delta_changes;
         let entries: Vec<_> = inner.log.since(log::after(start)).map(|(_, entry)| entry).take(limit + 1).collect();
         if entries.len() > limit {
             return None;
@@ -270,13 +260,9 @@ impl Store {
         };
         let changes = present_all(&inner.state, entries, references);
         let positions = positions_to_wire(inner.shared_positions());
-        let version = inner.version;
+        let span = Span { previous_version: start, version: inner.version };
         // Encoding the copy needs no lock, so a commit does not wait for it.
         drop(inner);
-        let resources = changes.len() as u64;
-        let frames = batch_frames(start, version, &positions, changes);
-        let delta = Arc::new(Delta { previous_version: start, version, is_spelt_out, frames, resources });
-        cache.insert(Arc::clone(&delta));
-        Some(delta)
+        Delta::encode(span, &positions, changes, self.limits.part_bytes, &self.split_budget)
     }
 }

@@ -1,25 +1,100 @@
 //! Encoded steps of the log that streams share: the last batches, and compacted steps for those further behind.
+//!
+//! A step larger than one message is sent in parts. A stream in the middle of one holds it until its last part, however
+//! slowly it reads, so what all these steps take together is bounded by [`SplitBudget`].
 
 use std::{
-    collections::{HashMap, VecDeque},
-    sync::Arc,
+    collections::{BTreeMap, HashMap, VecDeque},
+    sync::{
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
+        atomic::{AtomicUsize, Ordering},
+    },
 };
 
 use bytes::Bytes;
+use headgate_proto::v1;
+
+use super::encode::{Item, batch_frames};
+
+/// One step in parts takes at most this share of all that such steps may take.
+const MAX_SHARE: usize = 8;
+
+/// Bytes of the steps in parts that exist: kept for reuse, or held by streams in the middle of them.
+#[derive(Debug)]
+pub(super) struct SplitBudget {
+    used: AtomicUsize,
+    max_bytes: usize,
+}
+
+/// Bytes taken from a budget until this is dropped.
+#[derive(Debug)]
+struct Charge {
+    budget: Arc<SplitBudget>,
+    bytes: usize,
+}
+
+impl SplitBudget {
+    pub(super) fn new(max_bytes: usize) -> Self {
+        Self { used: AtomicUsize::new(0), max_bytes }
+    }
+
+    /// Size of the largest step in parts that there is room for now.
+    fn room(&self) -> usize {
+        self.max_bytes.saturating_sub(self.used()).min(self.max_bytes / MAX_SHARE)
+    }
+
+    pub(super) fn used(&self) -> usize {
+        self.used.load(Ordering::Relaxed)
+    }
+
+    fn charge(self: &Arc<Self>, bytes: usize) -> Option<Charge> {
+        let add = |used: usize| used.checked_add(bytes).filter(|used| *used <= self.max_bytes);
+        self.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add).ok()?;
+        Some(Charge { budget: Arc::clone(self), bytes })
+    }
+}
+
+impl Drop for Charge {
+    fn drop(&mut self) {
+        self.budget.used.fetch_sub(self.bytes, Ordering::Relaxed);
+    }
+}
+
+/// From where to where a step leads.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Span {
+    pub(super) previous_version: u64,
+    pub(super) version: u64,
+}
 
 /// An encoded step from one version to another.
 #[derive(Debug)]
 pub(super) struct Delta {
-    pub(super) previous_version: u64,
-    pub(super) version: u64,
-    /// It holds no references.
-    pub(super) is_spelt_out: bool,
+    pub(super) span: Span,
     /// One `Batch` a message; more than one when the step was split.
     pub(super) frames: Box<[Bytes]>,
     pub(super) resources: u64,
+    _charge: Option<Charge>,
 }
 
 impl Delta {
+    /// Encodes a step in messages of some `part_bytes`; `None` when it needs several and there is no room for them.
+    pub(super) fn encode(
+        span: Span,
+        positions: &[v1::SourcePosition],
+        changes: Vec<Item>,
+        part_bytes: usize,
+        budget: &Arc<SplitBudget>,
+    ) -> Option<Self> {
+        let resources = changes.len() as u64;
+        let frames = batch_frames(span, positions, changes, part_bytes, budget.room())?;
+        let charge = match &*frames {
+            [_] => None,
+            parts => Some(budget.charge(parts.iter().map(Bytes::len).sum())?),
+        };
+        Some(Self { span, frames, resources, _charge: charge })
+    }
+
     fn bytes(&self) -> usize {
         self.frames.iter().map(Bytes::len).sum()
     }
@@ -40,7 +115,7 @@ impl Ring {
 
     /// Adds the newest batch and forgets the oldest beyond the bound.
     pub(super) fn push(&mut self, delta: Delta) {
-        if self.deltas.back().is_some_and(|last| last.version != delta.previous_version) {
+        if self.deltas.back().is_some_and(|last| last.span.version != delta.span.previous_version) {
             self.clear();
         }
         self.bytes += delta.bytes();
@@ -61,41 +136,204 @@ impl Ring {
     /// The batch that follows `version`.
     pub(super) fn after(&self, version: u64) -> Option<&Arc<Delta>> {
         // Every batch is one version further than the one before it.
-        let distance = version.checked_sub(self.deltas.front()?.previous_version)?;
+        let distance = version.checked_sub(self.deltas.front()?.span.previous_version)?;
         self.deltas.get(usize::try_from(distance).ok()?)
     }
 }
 
-/// Compacted steps by the version that they start from, and whether they are spelt out, so that streams at the same point share them.
+/// The version that a step starts from, and whether it is spelt out.
+pub(super) type Start = (u64, bool);
+
+/// A step that is encoded once, by the first who asks; `None` where it could not be.
+type Slot = Arc<OnceLock<Option<Arc<Delta>>>>;
+
+/// Compacted steps by their start, so that streams at one point share them. Whoever encodes a step holds up only those
+/// who wait for the same one.
 #[derive(Debug)]
-pub(super) struct DeltaCache {
-    by_start: HashMap<(u64, bool), Arc<Delta>>,
-    order: VecDeque<(u64, bool)>,
+pub(super) struct DeltaCache(Mutex<Kept>);
+
+#[derive(Debug)]
+struct Kept {
+    by_start: HashMap<Start, Entry>,
+    /// Steps that are encoded, the oldest first.
+    by_age: BTreeMap<u64, Start>,
+    newest: u64,
     bytes: usize,
     max_bytes: usize,
 }
 
+#[derive(Debug)]
+struct Entry {
+    slot: Slot,
+    /// Place in `by_age` and size, once the step is encoded.
+    encoded: Option<(u64, usize)>,
+}
+
 impl DeltaCache {
     pub(super) fn new(max_bytes: usize) -> Self {
-        Self { by_start: HashMap::new(), order: VecDeque::new(), bytes: 0, max_bytes }
+        let (by_start, by_age) = Default::default();
+        Self(Mutex::new(Kept { by_start, by_age, newest: 0, bytes: 0, max_bytes }))
     }
 
-    pub(super) fn get(&self, start: u64, is_spelt_out: bool) -> Option<&Arc<Delta>> {
-        self.by_start.get(&(start, is_spelt_out))
+    /// The step from `start`: the one that is kept, if it is `usable`, else a new one. `encode` must make a usable one;
+    /// where it cannot make any, nobody who waits for the same step gets one.
+    pub(super) fn get(
+        &self,
+        start: Start,
+        usable: impl Fn(&Delta) -> bool,
+        encode: impl Fn() -> Option<Delta>,
+    ) -> Option<Arc<Delta>> {
+        let mut slot = self.lock().slot(start);
+        loop {
+            let mut is_new = false;
+            let delta = slot.get_or_init(|| {
+                is_new = true;
+                encode().map(Arc::new)
+            });
+            if is_new {
+                self.lock().encoded(start, &slot);
+            }
+            match delta {
+                Some(delta) if !is_new && !usable(delta) => slot = self.lock().renewed(start, &slot),
+                delta => return delta.clone(),
+            }
+        }
     }
 
-    /// Keeps a step, the newest one always; the oldest go beyond the bound.
-    pub(super) fn insert(&mut self, delta: Arc<Delta>) {
-        let start = (delta.previous_version, delta.is_spelt_out);
+    fn lock(&self) -> MutexGuard<'_, Kept> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Kept {
+    fn slot(&mut self, start: Start) -> Slot {
+        let empty = || Entry { slot: Slot::default(), encoded: None };
+        Arc::clone(&self.by_start.entry(start).or_insert_with(empty).slot)
+    }
+
+    /// An empty slot instead of `old`, unless somebody else has replaced that already.
+    fn renewed(&mut self, start: Start, old: &Slot) -> Slot {
+        if self.by_start.get(&start).is_some_and(|entry| Arc::ptr_eq(&entry.slot, old)) {
+            self.remove(start);
+        }
+        self.slot(start)
+    }
+
+    fn remove(&mut self, start: Start) {
+        if let Some((age, bytes)) = self.by_start.remove(&start).and_then(|entry| entry.encoded) {
+            self.by_age.remove(&age);
+            self.bytes -= bytes;
+        }
+    }
+
+    /// Keeps a step that was just encoded. Beyond the bound, the oldest that no stream holds go: dropping another
+    /// would free nothing, and have it encoded a second time.
+    fn encoded(&mut self, start: Start, slot: &Slot) {
+        let Some(entry) = self.by_start.get_mut(&start).filter(|entry| Arc::ptr_eq(&entry.slot, slot)) else { return };
+        let Some(Some(delta)) = slot.get() else { return self.remove(start) };
+        self.newest += 1;
+        entry.encoded = Some((self.newest, delta.bytes()));
+        self.by_age.insert(self.newest, start);
         self.bytes += delta.bytes();
-        if let Some(old) = self.by_start.insert(start, delta) {
-            self.bytes -= old.bytes();
-            self.order.retain(|other| *other != start);
+        let mut excess = self.bytes.saturating_sub(self.max_bytes);
+        let mut gone = Vec::new();
+        for old in self.by_age.range(..self.newest).map(|(_, old)| *old) {
+            if excess == 0 {
+                break;
+            }
+            let Some(Entry { slot, encoded: Some((_, bytes)) }) = self.by_start.get(&old) else { continue };
+            if slot.get().and_then(Option::as_ref).is_none_or(|delta| Arc::strong_count(delta) == 1) {
+                excess = excess.saturating_sub(*bytes);
+                gone.push(old);
+            }
         }
-        self.order.push_back(start);
-        while self.bytes > self.max_bytes && self.order.len() > 1 {
-            let Some(oldest) = self.order.pop_front() else { return };
-            self.bytes -= self.by_start.remove(&oldest).map_or(0, |delta| delta.bytes());
-        }
+        gone.into_iter().for_each(|start| self.remove(start));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use std::{
+        sync::{Barrier, mpsc},
+        thread,
+        time::Duration,
+    };
+
+    use super::*;
+
+    fn delta(previous_version: u64, version: u64, bytes: usize) -> Delta {
+        let span = Span { previous_version, version };
+        Delta { span, frames: [Bytes::from(vec![0; bytes])].into(), resources: 1, _charge: None }
+    }
+
+    #[test]
+    fn who_encodes_a_step_holds_up_nobody_who_wants_another() {
+        let cache = DeltaCache::new(1000);
+        let slow = || {
+            let (done, is_done) = mpsc::channel();
+            thread::scope(|scope| {
+                let cache = &cache;
+                scope.spawn(move || done.send(cache.get((2, false), |_| true, || Some(delta(2, 9, 10))).is_some()));
+                assert_eq!(is_done.recv_timeout(Duration::from_mins(1)), Ok(true), "the cache is locked");
+            });
+            Some(delta(1, 9, 10))
+        };
+        assert!(cache.get((1, false), |_| true, slow).is_some());
+    }
+
+    #[test]
+    fn many_who_want_one_step_at_once_have_it_encoded_once() {
+        let (cache, encoded, begin) = (DeltaCache::new(1000), AtomicUsize::new(0), Barrier::new(8));
+        let want = || {
+            begin.wait();
+            let encode = || {
+                encoded.fetch_add(1, Ordering::Relaxed);
+                // Time for the others to arrive.
+                thread::sleep(Duration::from_millis(20));
+                Some(delta(1, 9, 10))
+            };
+            Arc::as_ptr(&cache.get((1, false), |_| true, encode).unwrap()) as usize
+        };
+        let got = thread::scope(|scope| {
+            let threads: Vec<_> = (0..8).map(|_| scope.spawn(want)).collect();
+            // Nobody holds the step longer, but it is kept.
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
+        });
+        assert!(got.iter().all(|delta| *delta == got[0]));
+        assert_eq!(encoded.into_inner(), 1);
+    }
+
+    #[test]
+    fn a_step_that_is_too_old_is_encoded_anew_and_one_that_cannot_be_encoded_is_not_kept() {
+        let cache = DeltaCache::new(1000);
+        let get = |from: u64, made: Option<u64>| {
+            let encode = || made.map(|version| delta(1, version, 10));
+            cache.get((1, false), |delta| delta.span.version >= from, encode).map(|delta| delta.span.version)
+        };
+        assert_eq!(get(5, Some(5)), Some(5));
+        assert_eq!(get(5, Some(6)), Some(5), "it is kept");
+        assert_eq!(get(6, Some(7)), Some(7));
+        assert_eq!(get(8, None), None);
+        assert_eq!(get(8, Some(9)), Some(9));
+        let kept = cache.lock();
+        assert_eq!((kept.bytes, kept.by_age.len(), kept.by_start.len()), (10, 1, 1));
+    }
+
+    #[test]
+    fn beyond_the_bound_the_oldest_step_goes_that_no_stream_holds() {
+        let cache = DeltaCache::new(100);
+        let get = |start: u64, made: Option<u64>| {
+            cache.get((start, false), |_| true, || made.map(|version| delta(start, version, 40)))
+        };
+        let held = get(1, Some(9)).unwrap();
+        get(2, Some(9));
+        get(3, Some(9));
+        assert_eq!(get(2, Some(10)).unwrap().span.version, 10, "the oldest that nobody held");
+        assert!(Arc::ptr_eq(&get(1, None).unwrap(), &held));
+        drop(held);
+        get(4, Some(9));
+        assert!(get(1, None).is_none());
+        assert!(cache.lock().bytes <= 100);
     }
 }

@@ -4,12 +4,11 @@ use bytes::Bytes;
 use headgate_core::{Change, State};
 use headgate_proto::{ChangesBuilder, References, frame::frame, v1};
 
-use super::log::{Entry, LogKey};
+use super::{
+    deltas::Span,
+    log::{Entry, LogKey},
+};
 use crate::transaction::SourceKind;
-
-/// Size at which a message is cut, in bytes: well below [`headgate_proto::MAX_SERVER_MESSAGE_BYTES`], and small enough for a stream's turn on a shared
-/// connection to be short.
-pub(super) const CUT_BYTES: usize = 256 << 10;
 
 /// The positions of a source on the wire.
 pub(crate) fn positions_to_wire(positions: impl IntoIterator<Item = (SourceKind, u64)>) -> Vec<v1::SourcePosition> {
@@ -73,15 +72,23 @@ pub(super) fn present_all<'a>(
     entries.into_iter().map(item).collect()
 }
 
-/// Frames of one step, `previous_version` → `version`. A split batch reaches `version` with its last part.
+/// Frames of one step. A split batch reaches its version with its last part. `None` when it needs several frames, which
+/// take more than `max_split_bytes`.
 pub(super) fn batch_frames(
-    previous_version: u64,
-    version: u64,
+    span: Span,
     positions: &[v1::SourcePosition],
     changes: impl IntoIterator<Item = Item>,
-) -> Box<[Bytes]> {
-    let mut parts = cut(changes);
-    let last = parts.pop().unwrap_or_default();
+    part_bytes: usize,
+    max_split_bytes: usize,
+) -> Option<Box<[Bytes]>> {
+    let Span { previous_version, version } = span;
+    let mut parts = Parts::default();
+    for change in changes {
+        parts.push(change, part_bytes);
+        if parts.full_bytes > max_split_bytes {
+            return None;
+        }
+    }
     let is_slices = |position: &&v1::SourcePosition| position.kind() == v1::source_position::Kind::EndpointSlices;
     let batch = |version: u64, positions: &[v1::SourcePosition], builder: ChangesBuilder| {
         server_frame(v1::server_message::Body::Batch(v1::Batch {
@@ -92,30 +99,40 @@ pub(super) fn batch_frames(
             endpoint_slices_position: positions.iter().find(is_slices).map_or(0, |position| position.position),
         }))
     };
-    let mut frames: Vec<Bytes> = parts.into_iter().map(|part| batch(previous_version, &[], part)).collect();
-    frames.push(batch(version, positions, last));
-    frames.into()
+    let mut frames: Vec<Bytes> = parts.full.into_iter().map(|part| batch(previous_version, &[], part)).collect();
+    frames.push(batch(version, positions, parts.last));
+    Some(frames.into())
 }
 
 /// Frames of part of a snapshot; none when there is no resource.
-pub(super) fn chunk_frames(changes: impl IntoIterator<Item = Change>) -> Box<[Bytes]> {
+pub(super) fn chunk_frames(changes: impl IntoIterator<Item = Change>, part_bytes: usize) -> Box<[Bytes]> {
+    let mut parts = Parts::default();
+    for change in changes {
+        parts.push(Item { change, trigger_unix_ms: 0, references: References::default() }, part_bytes);
+    }
     let chunk = |builder: ChangesBuilder| {
         let changes = Some(builder.finish());
         server_frame(v1::server_message::Body::SnapshotChunk(v1::SnapshotChunk { changes }))
     };
-    let spelt_out = |change| Item { change, trigger_unix_ms: 0, references: References::default() };
-    cut(changes.into_iter().map(spelt_out)).into_iter().map(chunk).collect()
+    let has_last = parts.last.resources() > 0;
+    parts.full.into_iter().chain(has_last.then_some(parts.last)).map(chunk).collect()
 }
 
-fn cut(changes: impl IntoIterator<Item = Item>) -> Vec<ChangesBuilder> {
-    let mut parts: Vec<ChangesBuilder> = Vec::new();
-    for Item { change, trigger_unix_ms, references } in changes {
-        if parts.last().is_none_or(|part| part.estimated_bytes() >= CUT_BYTES) {
-            parts.push(ChangesBuilder::default());
+/// Changes cut into messages.
+#[derive(Default)]
+struct Parts {
+    full: Vec<ChangesBuilder>,
+    /// Estimated size of the full ones.
+    full_bytes: usize,
+    last: ChangesBuilder,
+}
+
+impl Parts {
+    fn push(&mut self, Item { change, trigger_unix_ms, references }: Item, part_bytes: usize) {
+        if self.last.estimated_bytes() >= part_bytes {
+            self.full_bytes += self.last.estimated_bytes();
+            self.full.push(std::mem::take(&mut self.last));
         }
-        if let Some(part) = parts.last_mut() {
-            part.push_with(&change, trigger_unix_ms, references);
-        }
+        self.last.push_with(&change, trigger_unix_ms, references);
     }
-    parts
 }

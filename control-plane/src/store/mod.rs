@@ -22,16 +22,16 @@ mod tests;
 use std::{
     collections::{BTreeMap, VecDeque},
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, Weak,
+        Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, Weak,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::{Duration, Instant, SystemTime},
 };
 
-use headgate_core::{Dirty, Endpoint, ServiceKey, State, digest::Digests};
+use headgate_core::{Change, Dirty, Endpoint, ServiceKey, State, digest::Digests};
 use tokio::sync::watch;
 
-pub use cursor::{Cursor, ResumeMode, TooSlow};
+pub use cursor::{Cursor, ResumeMode};
 pub(crate) use encode::{positions_to_wire, server_frame};
 pub use inspect::{WatchPage, WatchPlace};
 pub(crate) use resume::positions_from_wire;
@@ -42,7 +42,7 @@ use crate::{
     transaction::{Problem, Sink, SourceKind, Transaction, TriggeredChange},
 };
 use buckets::Buckets;
-use deltas::{Delta, DeltaCache, Ring};
+use deltas::{Delta, DeltaCache, Ring, Span, SplitBudget};
 use log::{Log, LogKey};
 use names::Names;
 use nodes::Nodes;
@@ -65,11 +65,24 @@ pub struct Limits {
     pub delta_cache_bytes: usize,
     /// Changes in one compacted step; a cursor with more to catch up on is moved on by buckets.
     pub max_delta_changes: usize,
+    /// Size at which a message is cut, in bytes: well below [`headgate_proto::MAX_SERVER_MESSAGE_BYTES`], and small
+    /// enough for a stream's turn on a shared connection to be short.
+    pub part_bytes: usize,
+    /// Bytes of steps that are cut into parts, be they kept for reuse or held by streams in the middle of them. Who
+    /// needs a step for which there is no room is moved on by buckets.
+    pub split_bytes: usize,
 }
 
 impl Default for Limits {
     fn default() -> Self {
-        Self { max_tombstones: 65_536, ring_bytes: 8 << 20, delta_cache_bytes: 16 << 20, max_delta_changes: 32_768 }
+        Self {
+            max_tombstones: 65_536,
+            ring_bytes: 8 << 20,
+            delta_cache_bytes: 16 << 20,
+            max_delta_changes: 32_768,
+            part_bytes: 256 << 10,
+            split_bytes: 64 << 20,
+        }
     }
 }
 
@@ -79,7 +92,8 @@ pub struct Store {
     epoch: u64,
     limits: Limits,
     inner: RwLock<Inner>,
-    deltas: Mutex<DeltaCache>,
+    deltas: DeltaCache,
+    split_budget: Arc<SplitBudget>,
     freshness: Mutex<Freshness>,
     problems: Mutex<Arc<[Problem]>>,
     head: watch::Sender<u64>,
@@ -133,7 +147,7 @@ impl Store {
             state: State::default(),
             log: Log::new(limits.max_tombstones),
             names: Names::new(epoch),
-            buckets: Buckets::new(),
+            buckets: Buckets::new(limits.part_bytes),
             ring: Ring::new(limits.ring_bytes),
             nodes: Nodes::default(),
             version: 0,
@@ -145,7 +159,8 @@ impl Store {
         Self {
             epoch,
             inner: RwLock::new(inner),
-            deltas: Mutex::new(DeltaCache::new(limits.delta_cache_bytes)),
+            deltas: DeltaCache::new(limits.delta_cache_bytes),
+            split_budget: Arc::new(SplitBudget::new(limits.split_bytes)),
             limits,
             freshness: Mutex::new(Freshness { started: Instant::now(), heard: BTreeMap::new() }),
             problems: Mutex::new(Arc::from([])),
@@ -290,8 +305,36 @@ impl Store {
         self.read().state.digests().clone()
     }
 
-    fn limits(&self) -> &Limits {
-        &self.limits
+    /// Makes what was applied the next version.
+    fn publish(&self, inner: &mut Inner, received: SystemTime, encode: bool) {
+        let told = &inner.told_positions;
+        let moved = inner.shared_positions().filter(|(kind, position)| told.get(kind) != Some(position));
+        let positions = encode::positions_to_wire(moved);
+        inner.told_positions.clone_from(&inner.changed_positions);
+        let previous_version = inner.version;
+        let version = previous_version + 1;
+        inner.version = version;
+        // In order, whatever the clock does.
+        let received = inner.commit_times.back().map_or(received, |last| received.max(*last));
+        inner.commit_times.push_back(received);
+        if inner.commit_times.len() > TIMED_COMMITS {
+            inner.commit_times.pop_front();
+        }
+        // More removals than the log remembers: the log cannot say what this version is, the buckets can.
+        let is_whole = inner.log.floor() < version;
+        let delta = if encode && is_whole {
+            let entries = inner.log.since(log::after(previous_version)).map(|(_, entry)| entry);
+            let references = |change: &Change| inner.names.references(previous_version, change);
+            let changes = encode::present_all(&inner.state, entries, references);
+            let span = Span { previous_version, version };
+            Delta::encode(span, &positions, changes, self.limits.part_bytes, &self.split_budget)
+        } else {
+            None
+        };
+        match delta {
+            Some(delta) => inner.ring.push(delta),
+            None => inner.ring.clear(),
+        }
     }
 
     // A panic while the lock was held cannot leave half a change visible that matters more than going on: State and log are repaired by the next
@@ -303,15 +346,11 @@ impl Store {
     fn write(&self) -> RwLockWriteGuard<'_, Inner> {
         self.inner.write().unwrap_or_else(PoisonError::into_inner)
     }
-
-    fn delta_cache(&self) -> MutexGuard<'_, DeltaCache> {
-        self.deltas.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl Inner {
-    /// Applies changes as one version and returns how many had an effect; with none there is no version.
-    fn apply(&mut self, changes: Vec<TriggeredChange>, received: SystemTime, keep_encoded: bool) -> usize {
+    /// Applies changes as the next version and returns how many had an effect; with none there is no version.
+    fn apply(&mut self, changes: Vec<TriggeredChange>) -> usize {
         let version = self.version + 1;
         let mut scratch = Dirty::default();
         let mut effective = 0_u32;
@@ -325,9 +364,6 @@ impl Inner {
                 self.log.record((version, effective), key, bucket, trigger_unix_ms, removed);
                 effective = effective.saturating_add(1);
             }
-        }
-        if effective > 0 {
-            self.publish(version, received, keep_encoded && effective as usize <= EAGER_CHANGES);
         }
         effective as usize
     }
@@ -386,32 +422,6 @@ impl Inner {
             LogKey::Cidr(name) => self.state.service_cidr(name).is_none(),
         }
     }
-
-    fn publish(&mut self, version: u64, received: SystemTime, encode: bool) {
-        let told = &self.told_positions;
-        let moved = self.shared_positions().filter(|(kind, position)| told.get(kind) != Some(position));
-        let positions = encode::positions_to_wire(moved);
-        self.told_positions.clone_from(&self.changed_positions);
-        let previous_version = std::mem::replace(&mut self.version, version);
-        // In order, whatever the clock does.
-        let received = self.commit_times.back().map_or(received, |last| received.max(*last));
-        self.commit_times.push_back(received);
-        if self.commit_times.len() > TIMED_COMMITS {
-            self.commit_times.pop_front();
-        }
-        // More removals than the log remembers: the log cannot say what this version is, the buckets can.
-        let is_whole = self.log.floor() < version;
-        if !encode || !is_whole {
-            self.ring.clear();
-            return;
-        }
-        let entries = self.log.since(log::after(previous_version)).map(|(_, entry)| entry);
-        let changes =
-            encode::present_all(&self.state, entries, |change| self.names.references(previous_version, change));
-        let resources = changes.len() as u64;
-        let frames = encode::batch_frames(previous_version, version, &positions, changes);
-        self.ring.push(Delta { previous_version, version, is_spelt_out: false, frames, resources });
-    }
 }
 
 impl Sink for Store {
@@ -427,7 +437,10 @@ impl Sink for Store {
             inner.positions.extend(positions);
             inner.positions.extend(bookmarks);
             let nodes_position = changed_nodes_at.or_else(|| inner.nodes_position());
-            let effective = inner.apply(changes, received, is_synced);
+            let effective = inner.apply(changes);
+            if effective > 0 {
+                self.publish(&mut inner, received, is_synced && effective <= EAGER_CHANGES);
+            }
             let changed_nodes: Vec<_> =
                 nodes.into_iter().filter_map(|change| inner.nodes.apply(change, nodes_position)).collect();
             let observers = if changed_nodes.is_empty() { Vec::new() } else { inner.nodes.observers() };

@@ -112,7 +112,7 @@ fn streams_at_one_point_get_the_same_bytes() {
     let mut cursors: Vec<Cursor> = (0..2).map(|_| store.cursor(None).1).collect();
     let mut read = || -> Vec<Vec<*const u8>> {
         let pointers = |cursor: &mut Cursor| {
-            let frames = std::iter::from_fn(|| store.next_frame(cursor).unwrap());
+            let frames = std::iter::from_fn(|| store.next_frame(cursor));
             frames.map(|frame| (frame.as_ptr(), frame)).collect::<Vec<_>>()
         };
         let kept: Vec<_> = cursors.iter_mut().map(pointers).collect();
@@ -138,7 +138,7 @@ fn snapshots_encode_a_bucket_again_only_after_a_change_in_it() {
     store.put((1..=50).map(|number| service(number, 80)));
     let snapshot = || {
         let mut cursor = store.cursor(None).1;
-        std::iter::from_fn(|| store.next_frame(&mut cursor).unwrap()).collect::<Vec<_>>()
+        std::iter::from_fn(|| store.next_frame(&mut cursor)).collect::<Vec<_>>()
     };
     let before = snapshot();
     store.put([service(7, 81)]);
@@ -197,7 +197,7 @@ fn resume_by_the_log_brings_only_what_changed_since() {
     reader.read_all(&store, &mut store.cursor(None).1);
     let (mode, mut cursor) = reader.resume(&store, store.epoch());
     assert_eq!(mode, ResumeMode::Log);
-    assert!(store.next_frame(&mut cursor).unwrap().is_none());
+    assert!(store.next_frame(&mut cursor).is_none());
     store.put([Change::RemoveService(key(4)), service(5, 81)]);
     reader.read_all(&store, &mut cursor);
     assert_eq!((cursor.resources(), reader.removals), (2, 1));
@@ -236,7 +236,7 @@ fn a_large_step_is_split_and_applies_as_a_whole() {
     reader.read_all(&store, &mut cursor);
     store.put((0..30_000).map(|host| endpoint(1, host, 80)).chain([service(1, 80)]));
     let mut frames = Vec::new();
-    while let Some(frame) = store.next_frame(&mut cursor).unwrap() {
+    while let Some(frame) = store.next_frame(&mut cursor) {
         assert_eq!(reader.version, 0, "nothing applies before the last part");
         reader.read(&frame);
         frames.push(frame);
@@ -246,20 +246,51 @@ fn a_large_step_is_split_and_applies_as_a_whole() {
 }
 
 #[test]
-fn a_split_batch_that_is_no_longer_kept_ends_the_stream() {
-    let store = store(Limits { delta_cache_bytes: 1, ..Limits::default() });
+fn a_stream_in_the_middle_of_a_split_step_gets_the_rest_whatever_others_ask_for() {
+    let store = store(Limits { part_bytes: 1000, ..Limits::default() });
+    (0..64).for_each(|port| store.put([service(2, port + 1)]));
     let mut cursor = store.cursor(None).1;
     let mut reader = Reader::of(&store);
     reader.read_all(&store, &mut cursor);
-    store.put((0..30_000).map(|host| endpoint(1, host, 80)));
-    assert!(store.next_frame(&mut cursor).unwrap().is_some());
-    // Another stream that starts elsewhere makes the store forget what this one is in the middle of.
+    store.put((0..300).map(|host| endpoint(1, host, 80)));
+    reader.read(&store.next_frame(&mut cursor).unwrap());
+    // The head moves on, so that what is kept of this step is too old for new streams; then a hostile node
+    // resumes from every version there is, the reader's included.
     (0..20).for_each(|port| store.put([service(1, port + 1)]));
-    store
-        .next_frame(&mut store.cursor(Some(&Resume { epoch: store.epoch(), version: 1, ..Resume::default() })).1)
-        .unwrap();
-    assert_eq!(store.next_frame(&mut cursor), Err(TooSlow));
-    assert_eq!(cursor.version(), 0, "the stream resumes from before the split batch");
+    for version in 1..=64 {
+        let resume = Resume { epoch: store.epoch(), version, ..Resume::default() };
+        assert!(store.next_frame(&mut store.cursor(Some(&resume)).1).is_some());
+    }
+    reader.read_all(&store, &mut cursor);
+    reader.assert_holds_all_of(&store);
+    assert_eq!((reader.ends.len(), reader.batches), (1, 2), "one split step, and one for what came meanwhile");
+}
+
+#[test]
+fn streams_that_stop_in_the_middle_of_steps_take_bounded_memory_and_others_go_on_by_buckets() {
+    let limits = Limits { part_bytes: 1000, split_bytes: 8 * 30_000, ring_bytes: 0, ..Limits::default() };
+    let store = store(limits.clone());
+    (0..64).for_each(|port| store.put([service(2, port + 1)]));
+    let mut readers: Vec<(Reader, Cursor)> = (0..64).map(|_| (Reader::of(&store), store.cursor(None).1)).collect();
+    for (count, (reader, cursor)) in readers.iter_mut().enumerate() {
+        reader.read_all(&store, cursor);
+        // So that each begins its step at a version of its own.
+        store.put([service(2, u16::try_from(count).unwrap() + 100)]);
+    }
+    store.put((0..1000).map(|host| endpoint(1, host, 80)));
+    (0..20).for_each(|port| store.put([service(3, port + 1)]));
+    for (reader, cursor) in &mut readers {
+        reader.read(&store.next_frame(cursor).unwrap());
+        assert!(store.split_budget.used() <= limits.split_bytes);
+    }
+    let in_steps = readers.iter().filter(|(_, cursor)| cursor.snapshot_buckets().is_none()).count();
+    assert!((8..40).contains(&in_steps), "{in_steps} of 64 streams found room for a step in parts");
+    for (reader, cursor) in &mut readers {
+        reader.read_all(&store, cursor);
+        reader.assert_holds_all_of(&store);
+    }
+    drop(readers);
+    assert!(store.split_budget.used() <= limits.delta_cache_bytes, "what no stream holds is the cache's");
 }
 
 #[test]
@@ -292,7 +323,7 @@ fn positions_travel_with_versions() {
     reader.read_all(&store, &mut cursor);
     assert_eq!(reader.positions.values().copied().collect::<Vec<_>>(), [5]);
     commit(6, vec![]);
-    assert!(store.next_frame(&mut cursor).unwrap().is_none(), "a position alone makes no version");
+    assert!(store.next_frame(&mut cursor).is_none(), "a position alone makes no version");
     assert_eq!(store.behind(&[(SourceKind::Services, 7)].into()), Some((SourceKind::Services, 6, 7)));
     assert_eq!(store.behind(&[(SourceKind::Services, 6), (SourceKind::Files, 9)].into()), None);
     commit(8, vec![service(1, 81)]);
@@ -325,7 +356,7 @@ fn a_batch_carries_its_trigger_time() {
     let mut cursor = store.cursor(None).1;
     Reader::of(&store).read_all(&store, &mut cursor);
     store.put([endpoint(1, 1, 80)]);
-    let frame = store.next_frame(&mut cursor).unwrap().unwrap();
+    let frame = store.next_frame(&mut cursor).unwrap();
     let Some(Body::Batch(batch)) = v1::ServerMessage::decode(&frame[PREFIX_BYTES..]).unwrap().body else { panic!() };
     let changes = batch.changes.unwrap();
     assert_eq!(changes.trigger_unix_ms(&changes.endpoints[0]), 7);
@@ -339,7 +370,7 @@ fn what_a_reader_holds_is_referred_to_once_it_is_at_the_head() {
     let mut reader = Reader::of(&store);
     // A change comes while the snapshot is read: parts of it are as new as that.
     while reader.ends.is_empty() {
-        reader.read(&store.next_frame(&mut cursor).unwrap().unwrap());
+        reader.read(&store.next_frame(&mut cursor).unwrap());
         store.put([endpoint(1, 5, 80)]);
     }
     reader.read_all(&store, &mut cursor);

@@ -168,7 +168,7 @@ impl Replica {
         });
         let changes: Vec<Change> = changes.collect();
         replica.put(changes);
-        while replica.store.next_frame(&mut replica.cursor)?.is_some() {}
+        while replica.store.next_frame(&mut replica.cursor).is_some() {}
         Ok(replica)
     }
 
@@ -187,7 +187,7 @@ impl Replica {
     /// Bytes on TCP of all messages that bring the stream to the head, as they would be late in a replica's life.
     fn take(&mut self) -> Result<usize> {
         let mut bytes = 0;
-        while let Some(frame) = self.store.next_frame(&mut self.cursor)? {
+        while let Some(frame) = self.store.next_frame(&mut self.cursor) {
             bytes += on_tcp(aged(&frame)?);
         }
         if bytes == 0 {

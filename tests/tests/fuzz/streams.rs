@@ -72,7 +72,7 @@ fn stream() -> Vec<u8> {
     }));
     let (_, mut cursor) = store.cursor(None::<&Resume>);
     for step in 0..4 {
-        while let Ok(Some(frame)) = store.next_frame(&mut cursor) {
+        while let Some(frame) = store.next_frame(&mut cursor) {
             bytes.extend_from_slice(&frame);
         }
         let next = match step {

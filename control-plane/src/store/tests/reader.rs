@@ -110,7 +110,7 @@ impl Reader {
     pub(super) fn read_all(&mut self, store: &Store, cursor: &mut Cursor) -> Vec<Bytes> {
         self.epoch = store.epoch();
         let mut frames = Vec::new();
-        while let Some(frame) = store.next_frame(cursor).unwrap() {
+        while let Some(frame) = store.next_frame(cursor) {
             self.read(&frame);
             frames.push(frame);
         }
