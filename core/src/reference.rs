@@ -1,8 +1,9 @@
 //! References: how a change says in 4 bytes what a state already holds, such as a service's name or an endpoint's node.
 //!
 //! A reference is the beginning of SHA-256 over the epoch of the replica that sends it and what it stands for, in the canonical form of
-//! [`crate::digest`]. The epoch is random, so nobody who only names objects can choose names whose references collide. Collisions
-//! that happen by chance are the sender's to avoid, among what it holds, and the receiver's to notice, among what it holds.
+//! [`crate::digest`]. The epoch is random, so names cannot be chosen beforehand to collide. But every node is told the
+//! epoch, and 4 bytes collide by chance as well: the sender never again uses a reference that two things of its state had
+//! at once, and the receiver takes a reference for what it learned last.
 
 use std::{collections::HashSet, sync::Arc};
 

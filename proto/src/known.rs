@@ -1,7 +1,7 @@
 //! What references stand for on the receiver's side (contract, 13).
 
 use std::{
-    collections::{HashMap, hash_map::Entry},
+    collections::{HashMap, HashSet, hash_map::Entry},
     sync::Arc,
 };
 
@@ -25,7 +25,7 @@ pub struct UnknownReference {
 /// Things that are remembered although the resource that carried them could not be used.
 const MAX_UNUSABLE: usize = 1024;
 
-/// `None` where two things have one reference.
+/// `None` where a state held two things that have one reference.
 type Table<T> = HashMap<u32, Option<T>>;
 
 /// See the module.
@@ -52,16 +52,7 @@ impl Known {
     pub(crate) fn replace(&mut self, referrer: Referrer, referable: Referable) {
         let unusable = std::mem::take(&mut self.unusable);
         *self = Self { referrer: Some(referrer), ..Self::default() };
-        self.services.reserve(referable.services.len());
-        for key in referable.services {
-            learn(&mut self.services, referrer.service(&key), key);
-        }
-        for placement in referable.placements {
-            learn(&mut self.placements, referrer.placement(&placement), placement);
-        }
-        for ports in referable.ports {
-            learn(&mut self.ports, referrer.ports(&ports), ports);
-        }
+        // The state's come last: what could not be used may be gone from the replica.
         for key in &unusable.services {
             self.learn_service(key);
         }
@@ -69,6 +60,11 @@ impl Known {
             self.learn_placement(placement);
             self.learn_ports(ports);
         }
+        let services = referable.services.into_iter().map(|key| (referrer.service(&key), key));
+        hold(&mut self.services, services);
+        let placements = referable.placements.into_iter().map(|placement| (referrer.placement(&placement), placement));
+        hold(&mut self.placements, placements);
+        hold(&mut self.ports, referable.ports.into_iter().map(|ports| (referrer.ports(&ports), ports)));
         self.unusable = unusable;
         self.held = self.len();
     }
@@ -105,15 +101,9 @@ impl Known {
 
     pub(crate) fn learn_service(&mut self, key: &ServiceKey) {
         let Some(referrer) = self.referrer else { return };
-        match self.services.entry(referrer.service(key)) {
-            Entry::Vacant(entry) => {
-                entry.insert(Some(Arc::new(key.clone())));
-            }
-            Entry::Occupied(mut entry) => {
-                if entry.get().as_deref() != Some(key) {
-                    entry.insert(None);
-                }
-            }
+        let known = self.services.entry(referrer.service(key)).or_default();
+        if known.as_deref() != Some(key) {
+            *known = Some(Arc::new(key.clone()));
         }
     }
 
@@ -128,13 +118,13 @@ impl Known {
 
     pub(crate) fn learn_placement(&mut self, placement: &Arc<Placement>) {
         if let Some(referrer) = self.referrer {
-            learn(&mut self.placements, referrer.placement(placement), Arc::clone(placement));
+            self.placements.insert(referrer.placement(placement), Some(Arc::clone(placement)));
         }
     }
 
     pub(crate) fn learn_ports(&mut self, ports: &Arc<[EndpointPort]>) {
         if let Some(referrer) = self.referrer {
-            learn(&mut self.ports, referrer.ports(ports), Arc::clone(ports));
+            self.ports.insert(referrer.ports(ports), Some(Arc::clone(ports)));
         }
     }
 
@@ -151,16 +141,13 @@ impl Known {
     }
 }
 
-fn learn<T: PartialEq>(table: &mut Table<T>, reference: u32, value: T) {
-    match table.entry(reference) {
-        Entry::Vacant(entry) => {
-            entry.insert(Some(value));
-        }
-        Entry::Occupied(mut entry) => {
-            if entry.get().as_ref() != Some(&value) {
-                entry.insert(None);
-            }
-        }
+/// Takes in what a state holds, instead of anything that was learned. Of two things with one reference neither can be
+/// meant: a replica that holds both uses it for none, and which of them it still holds is not known here.
+fn hold<T>(table: &mut Table<T>, things: impl ExactSizeIterator<Item = (u32, T)>) {
+    table.reserve(things.len());
+    let mut held = HashSet::with_capacity(things.len());
+    for (reference, thing) in things {
+        table.insert(reference, held.insert(reference).then_some(thing));
     }
 }
 
@@ -176,16 +163,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn two_things_with_one_reference_are_told_from_none_and_stay_so() {
+    fn of_two_things_with_one_reference_the_one_learned_last_is_meant_and_neither_where_both_are_held() {
         let mut table = Table::default();
         assert!(!find(&table, 1, "service").unwrap_err().is_ambiguous);
-        learn(&mut table, 1, "web");
-        learn(&mut table, 1, "web");
-        assert_eq!(find(&table, 1, "service"), Ok(&"web"));
-        learn(&mut table, 1, "db");
-        learn(&mut table, 1, "db");
+        table.insert(1, Some("old"));
+        hold(&mut table, [(1, "web"), (2, "mail")].into_iter());
+        assert_eq!((find(&table, 1, "service"), find(&table, 2, "service")), (Ok(&"web"), Ok(&"mail")));
+        hold(&mut table, [(1, "web"), (1, "db"), (1, "web")].into_iter());
         let error = find(&table, 1, "service").unwrap_err();
         assert_eq!(error.to_string(), "a change refers to a service by 00000001, which is not unique here");
+        let mut known = Known { referrer: Some(Referrer::new(7)), ..Known::default() };
+        let (key, reference) =
+            (ServiceKey::new("prod", "web"), Referrer::new(7).service(&ServiceKey::new("prod", "web")));
+        known.services.insert(reference, Some(Arc::new(ServiceKey::new("prod", "gone"))));
+        known.learn_service(&key);
+        assert_eq!(known.service(reference), Ok(key));
     }
 
     #[test]

@@ -7,6 +7,8 @@ mod client;
 mod crowd;
 #[path = "sync_stream/own_node.rs"]
 mod own_node;
+#[path = "sync_stream/references.rs"]
+mod references;
 #[path = "sync_stream/refusals.rs"]
 mod refusals;
 #[path = "sync_stream/replica.rs"]

@@ -1,9 +1,18 @@
 //! What changes may refer to (contract, 13): what the state holds, since when without a break, and by which reference.
 
-use std::{collections::HashMap, hash::Hash, sync::Arc};
+use std::{
+    borrow::Borrow,
+    collections::{HashMap, HashSet},
+    hash::Hash,
+    sync::Arc,
+};
 
 use headgate_core::{Change, Endpoint, EndpointPort, Placement, ServiceKey, reference::Referrer};
 use headgate_proto::References;
+
+/// References of one kind that may be out of use because they collided. Names that collide are easy to find for whoever
+/// knows the epoch, so without a bound the memory for these references would be in the hands of whoever names objects.
+const MAX_COLLIDED: usize = 16_384;
 
 /// One thing that the state holds.
 #[derive(Debug)]
@@ -18,13 +27,26 @@ struct Name {
 #[derive(Debug)]
 struct Table<T> {
     names: HashMap<T, Name>,
-    /// How many have a reference: more than one cannot be referred to.
-    holders: HashMap<u32, u32>,
+    collisions: Collisions,
+}
+
+/// Which references of one kind may be used.
+#[derive(Debug)]
+enum Collisions {
+    Few {
+        /// One thing has it.
+        unique: HashSet<u32>,
+        /// Two things had it at once, in this epoch: a receiver may still take it for the wrong one.
+        collided: HashSet<u32>,
+    },
+    /// Too many collided: this kind is spelt out until the epoch ends.
+    Many,
 }
 
 impl<T> Default for Table<T> {
     fn default() -> Self {
-        Self { names: HashMap::new(), holders: HashMap::new() }
+        let (unique, collided) = Default::default();
+        Self { names: HashMap::new(), collisions: Collisions::Few { unique, collided } }
     }
 }
 
@@ -32,9 +54,33 @@ impl<T> Default for Table<T> {
 #[derive(Debug)]
 pub(super) struct Names {
     referrer: Referrer,
-    services: Table<ServiceKey>,
+    services: Table<Arc<ServiceKey>>,
     placements: Table<Arc<Placement>>,
     ports: Table<Arc<[EndpointPort]>>,
+}
+
+impl Collisions {
+    fn take(&mut self, reference: u32) {
+        let Self::Few { unique, collided } = self else { return };
+        if collided.contains(&reference) || unique.insert(reference) {
+            return;
+        }
+        unique.remove(&reference);
+        collided.insert(reference);
+        if collided.len() > MAX_COLLIDED {
+            *self = Self::Many;
+        }
+    }
+
+    fn release(&mut self, reference: u32) {
+        if let Self::Few { unique, .. } = self {
+            unique.remove(&reference);
+        }
+    }
+
+    fn may_be_used(&self, reference: u32) -> bool {
+        matches!(self, Self::Few { unique, .. } if unique.contains(&reference))
+    }
 }
 
 impl<T: Clone + Eq + Hash> Table<T> {
@@ -44,29 +90,28 @@ impl<T: Clone + Eq + Hash> Table<T> {
             return;
         }
         let reference = reference();
-        *self.holders.entry(reference).or_default() += 1;
+        self.collisions.take(reference);
         self.names.insert(value.clone(), Name { reference, users: 1, since: version });
     }
 
-    fn release(&mut self, value: &T) {
+    fn release<Q: Eq + Hash + ?Sized>(&mut self, value: &Q)
+    where
+        T: Borrow<Q>,
+    {
         let Some(name) = self.names.get_mut(value) else { return };
         name.users -= 1;
-        if name.users > 0 {
-            return;
-        }
-        let reference = name.reference;
-        self.names.remove(value);
-        if let Some(holders) = self.holders.get_mut(&reference) {
-            *holders -= 1;
-            if *holders == 0 {
-                self.holders.remove(&reference);
-            }
+        if name.users == 0 {
+            self.collisions.release(name.reference);
+            self.names.remove(value);
         }
     }
 
-    fn reference(&self, version: u64, value: &T) -> Option<u32> {
+    fn reference<Q: Eq + Hash + ?Sized>(&self, version: u64, value: &Q) -> Option<u32>
+    where
+        T: Borrow<Q>,
+    {
         let name = self.names.get(value).filter(|name| name.since <= version)?;
-        (self.holders.get(&name.reference) == Some(&1)).then_some(name.reference)
+        self.collisions.may_be_used(name.reference).then_some(name.reference)
     }
 }
 
@@ -77,7 +122,7 @@ impl Names {
     }
 
     /// `version` brought a Service that was not there.
-    pub(super) fn take_service(&mut self, version: u64, key: &ServiceKey) {
+    pub(super) fn take_service(&mut self, version: u64, key: &Arc<ServiceKey>) {
         self.services.take(version, key, || self.referrer.service(key));
     }
 
@@ -122,24 +167,49 @@ impl Names {
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used)]
     use super::*;
 
     #[test]
-    fn what_shares_a_reference_or_is_newer_is_not_referred_to() {
+    fn what_is_newer_or_ever_shared_a_reference_is_not_referred_to() {
         let mut table = Table::default();
         table.take(3, &"web", || 7);
-        assert_eq!((table.reference(2, &"web"), table.reference(3, &"web")), (None, Some(7)));
-        table.take(4, &"db", || 7);
-        assert_eq!((table.reference(9, &"web"), table.reference(9, &"db")), (None, None));
-        table.release(&"db");
-        assert_eq!(table.reference(3, &"web"), Some(7));
+        assert_eq!((table.reference(2, "web"), table.reference(3, "web")), (None, Some(7)));
         table.take(5, &"web", || 7);
-        table.release(&"web");
-        assert_eq!(table.reference(3, &"web"), Some(7), "it was there all the time");
-        table.release(&"web");
-        table.take(6, &"web", || 7);
-        assert_eq!((table.reference(5, &"web"), table.reference(6, &"web")), (None, Some(7)), "it came back");
-        table.release(&"web");
-        assert!(table.names.is_empty() && table.holders.is_empty());
+        table.release("web");
+        assert_eq!(table.reference(3, "web"), Some(7), "it was there all the time");
+        table.release("web");
+        table.take(6, &"db", || 7);
+        assert_eq!((table.reference(5, "db"), table.reference(6, "db")), (None, Some(7)), "one after the other");
+        table.take(7, &"web", || 7);
+        assert_eq!((table.reference(9, "web"), table.reference(9, "db")), (None, None));
+        table.release("db");
+        assert_eq!(table.reference(9, "web"), None, "a receiver may still take it for the other");
+        table.release("web");
+        table.take(8, &"web", || 7);
+        assert_eq!(table.reference(9, "web"), None);
+        table.take(8, &"mail", || 8);
+        assert_eq!(table.reference(9, "mail"), Some(8));
+    }
+
+    #[test]
+    fn too_many_collisions_end_the_use_of_references() {
+        let mut table = Table::default();
+        let last = u32::try_from(MAX_COLLIDED).unwrap();
+        for reference in 0..=last {
+            table.take(1, &u64::from(reference), || reference);
+            if reference == last {
+                table.take(1, &u64::MAX, || last + 1);
+                assert_eq!(table.reference(1, &u64::MAX), Some(last + 1));
+            }
+            let other = u64::from(reference) << 32 | 1 << 31;
+            table.take(1, &other, || reference);
+            table.release(&other);
+        }
+        assert_eq!(table.reference(1, &u64::MAX), None);
+        assert!(matches!(table.collisions, Collisions::Many), "and their memory is freed");
+        table.release(&u64::MAX);
+        table.take(2, &u64::MAX, || last + 1);
+        assert_eq!(table.reference(2, &u64::MAX), None, "for ever");
     }
 }

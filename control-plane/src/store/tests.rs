@@ -4,10 +4,14 @@
 mod arrival;
 mod reader;
 
-use std::{collections::BTreeSet, net::Ipv4Addr};
+use std::{
+    collections::{BTreeSet, HashMap},
+    net::Ipv4Addr,
+};
 
 use headgate_core::{
     Change, Endpoint, EndpointPort, Node, Placement, Protocol, Service, ServiceKey, ServicePort, digest,
+    reference::Referrer,
 };
 use headgate_proto::{frame::PREFIX_BYTES, v1};
 use prost::Message as _;
@@ -395,6 +399,85 @@ fn what_a_reader_holds_is_referred_to_once_it_is_at_the_head() {
     store.put([service(2, 80), endpoint(2, 9, 80)]);
     reader.read_all(&store, &mut cursor);
     assert_eq!(reader.references, 7, "ports and node are known, the service is new");
+    reader.assert_holds_all_of(&store);
+}
+
+/// Two numbers of things that have one reference: some 100,000 tries find them.
+fn collision(reference: impl Fn(u32) -> u32) -> [u32; 2] {
+    let mut seen = HashMap::new();
+    (0..).find_map(|number| Some([seen.insert(reference(number), number)?, number])).unwrap()
+}
+
+#[test]
+fn services_with_one_reference_are_spelt_out_for_ever_once_both_were_there() {
+    let store = store(Limits::default());
+    let referrer = Referrer::new(store.epoch());
+    let key = |number: u32| ServiceKey::new("default", &format!("s{number}"));
+    let [one, other] = collision(|number| referrer.service(&key(number))).map(key);
+    let service = |key: &ServiceKey| {
+        let port = ServicePort { name: "http".into(), protocol: Protocol::Tcp, port: 80, node_port: 0 };
+        Change::from(Service::new(key.clone(), vec![Ipv4Addr::new(10, 0, 0, 1).into()], vec![port]))
+    };
+    let endpoint_of = |key: &ServiceKey, host| match endpoint(1, host, 80) {
+        Change::Endpoint(_, endpoint) => Change::Endpoint(key.clone(), endpoint),
+        other => other,
+    };
+    let mut reader = Reader::of(&store);
+    let mut cursor = store.cursor(None).1;
+    reader.read_all(&store, &mut cursor);
+    for round in 0..3 {
+        store.put([service(&one), service(&other)]);
+        reader.read_all(&store, &mut cursor);
+        store.put([Change::RemoveService(other.clone())]);
+        reader.read_all(&store, &mut cursor);
+        store.put([endpoint_of(&one, round)]);
+        reader.read_all(&store, &mut cursor);
+        store.put([Change::RemoveService(one.clone())]);
+        store.put([service(&other), endpoint_of(&other, 10 + round)]);
+        reader.read_all(&store, &mut cursor);
+        store.put([endpoint_of(&other, 20 + round)]);
+        reader.read_all(&store, &mut cursor);
+    }
+    reader.assert_holds_all_of(&store);
+}
+
+#[test]
+fn a_placement_is_referred_to_after_another_with_its_reference_is_gone_but_not_once_both_were_there() {
+    let store = store(Limits::default());
+    let referrer = Referrer::new(store.epoch());
+    let on = |number: u32| Placement::on(&format!("n{number}"));
+    let [one, other] = collision(|number| referrer.placement(&on(number))).map(|number| Arc::new(on(number)));
+    let endpoint_on = |placement: &Arc<Placement>, host| match endpoint(1, host, 80) {
+        Change::Endpoint(key, endpoint) => {
+            Change::Endpoint(key, Endpoint { placement: Arc::clone(placement), ..endpoint })
+        }
+        other => other,
+    };
+    let mut reader = Reader::of(&store);
+    let mut cursor = store.cursor(None).1;
+    store.put([service(1, 80), endpoint_on(&one, 1)]);
+    reader.read_all(&store, &mut cursor);
+    // One after the other: the reader has learned both, and only the newer can be meant.
+    store.put([remove_endpoint(1, 1)]);
+    store.put([endpoint_on(&other, 1)]);
+    reader.read_all(&store, &mut cursor);
+    let before = reader.references;
+    store.put([endpoint_on(&other, 2)]);
+    reader.read_all(&store, &mut cursor);
+    assert_eq!(reader.references, before + 3, "service, ports and placement");
+    // A reader that resumes holds the state, and nothing of what was before.
+    cursor = reader.resume(&store, store.epoch()).1;
+    store.put([endpoint_on(&other, 3)]);
+    reader.read_all(&store, &mut cursor);
+    // Both at once, then one of them.
+    store.put([endpoint_on(&one, 4)]);
+    reader.read_all(&store, &mut cursor);
+    store.put([remove_endpoint(1, 4)]);
+    reader.read_all(&store, &mut cursor);
+    let before = reader.references;
+    store.put([endpoint_on(&other, 5)]);
+    reader.read_all(&store, &mut cursor);
+    assert_eq!(reader.references, before + 2, "service and ports");
     reader.assert_holds_all_of(&store);
 }
 
