@@ -9,6 +9,7 @@
 
 pub mod claims;
 pub mod conntrack;
+pub mod demand;
 pub mod digest;
 pub mod dns_name;
 pub mod endpoint_choice;
@@ -27,6 +28,7 @@ pub mod state;
 pub mod topology;
 pub mod view;
 
+pub use demand::Demand;
 pub use model::{
     Change, ClientIpAffinity, Conditions, Endpoint, EndpointPort, Family, Hints, Node, Placement, Protocol, Service,
     ServiceCidr, ServiceKey, ServicePort, TrafficPolicy,

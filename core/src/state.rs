@@ -12,6 +12,7 @@ use compact_str::CompactString;
 
 use crate::{
     claims::Claims,
+    demand::Demand,
     digest::{self, Digests},
     model::{Change, Endpoint, Service, ServiceCidr, ServiceKey},
 };
@@ -22,6 +23,7 @@ pub struct State {
     entries: HashMap<Arc<ServiceKey>, ServiceEntry>,
     service_cidrs: BTreeMap<CompactString, ServiceCidr>,
     claims: Claims,
+    demand: Demand,
     digests: Digests,
     services: usize,
     endpoints: usize,
@@ -142,6 +144,12 @@ impl State {
         &self.claims
     }
 
+    /// What the Services ask of a node.
+    #[must_use]
+    pub fn demand(&self) -> &Demand {
+        &self.demand
+    }
+
     /// Digests of what is held.
     #[must_use]
     pub fn digests(&self) -> &Digests {
@@ -173,11 +181,13 @@ impl State {
         let bucket = digest::service_bucket(&key);
         if let Some(old) = &entry.service {
             self.digests.subtract(bucket, digest::service_hash(old));
+            self.demand.subtract(old);
             dirty.services.extend(self.claims.release(old));
         } else {
             self.services += 1;
         }
         self.digests.add(bucket, digest::service_hash(&service));
+        self.demand.add(&service);
         dirty.services.extend(self.claims.take(&key, &service));
         entry.service = Some(service);
         dirty.services.insert(key);
@@ -189,6 +199,7 @@ impl State {
         let Some(old) = self.entries.get_mut(&key).and_then(|entry| entry.service.take()) else { return false };
         self.services -= 1;
         self.digests.subtract(digest::service_bucket(&key), digest::service_hash(&old));
+        self.demand.subtract(&old);
         dirty.services.extend(self.claims.release(&old));
         self.drop_empty(&key);
         dirty.services.insert(key);

@@ -32,6 +32,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use headgate_core::Demand;
 use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
@@ -151,7 +152,7 @@ async fn run_configured(
     let Configured { settings, file, .. } = configured;
     let node_name = options.node_name(&settings)?;
     let (control_planes, tls) = options.control_planes()?;
-    for sentence in &backend.degraded() {
+    for sentence in &backend.degraded(&Demand::default()) {
         warn!("{sentence}");
     }
     info!(node = %node_name, backend = backend.name(), version = env!("CARGO_PKG_VERSION"), "starting");

@@ -3,7 +3,7 @@
 
 use std::{io, net::IpAddr};
 
-use headgate_core::{Family, Node, iptables::NodePortAddresses, ipvs, masquerade::LocalDetector};
+use headgate_core::{Demand, Family, Node, iptables::NodePortAddresses, ipvs, masquerade::LocalDetector};
 use ipnet::IpNet;
 
 use crate::config::{DetectLocal, NodePortSelector, Settings};
@@ -92,27 +92,32 @@ impl NodeSettings {
         }
     }
 
-    /// What was asked for and could not be resolved, one sentence each. Nothing before the node is known, where that is what it takes.
+    /// What was asked for and could not be resolved, one sentence for each family that has Services which suffer from it. A family without Services needs
+    /// nothing, as IPv6 in a cluster without it. Nothing before the node is known, where that is what it takes.
     #[must_use]
-    pub fn complaints(&self, node: Option<&Node>, inputs: &NodeInputs) -> Vec<String> {
+    pub fn complaints(&self, is_node_known: bool, inputs: &NodeInputs, demand: &Demand) -> Vec<String> {
         let mut complaints = Vec::new();
-        let has_detector = Family::BOTH.map(|family| inputs.detector(family).is_some());
-        let consequence =
-            "connections to ClusterIPs keep their source address, and pods are not told from other clients";
-        match (&self.detect_local, has_detector) {
-            (DetectLocal::ClusterCidr(cidrs), [v4, v6]) if v4 != v6 && !cidrs.is_empty() => {
-                let family = if v4 { Family::V6 } else { Family::V4 };
-                complaints.push(format!("clusterCIDR has no {family} range: in {family}, {consequence}"));
+        for family in Family::BOTH.into_iter().filter(|family| demand.of(*family).services > 0) {
+            let missing = match &self.detect_local {
+                DetectLocal::ClusterCidr(cidrs) if !cidrs.is_empty() => {
+                    Some(format!("clusterCIDR has no {family} range: add one"))
+                }
+                DetectLocal::NodeCidr if is_node_known => Some(format!(
+                    "detectLocalMode is NodeCIDR, and the Node has no {family} range among its podCIDRs: give it one, or choose another mode"
+                )),
+                _ => None,
+            };
+            if let Some(missing) = missing.filter(|_| inputs.detector(family).is_none()) {
+                complaints.push(format!(
+                    "{missing}. In {family}, connections to ClusterIPs keep their source address, and pods are not told from other clients"
+                ));
             }
-            (DetectLocal::NodeCidr, [false, false]) if node.is_some() => {
-                complaints.push(format!("detectLocalMode is NodeCIDR, and the Node has no podCIDRs: {consequence}"));
+            let is_nowhere = *inputs.node_ports(family) == NodePortAddresses::Only(vec![]);
+            if is_nowhere && demand.of(family).with_node_ports > 0 && (is_node_known || !self.needs_node()) {
+                complaints.push(format!(
+                    "nodePortAddresses selects no {family} address of this node, so no {family} NodePort answers: name a range that the node is in"
+                ));
             }
-            _ => {}
-        }
-        let is_nowhere =
-            Family::BOTH.iter().all(|family| *inputs.node_ports(*family) == NodePortAddresses::Only(vec![]));
-        if is_nowhere && (node.is_some() || !self.needs_node()) {
-            complaints.push("nodePortAddresses selects no address of this node: no NodePort answers".to_owned());
         }
         complaints
     }
@@ -192,6 +197,8 @@ pub fn interface_addresses() -> io::Result<Vec<IpAddr>> {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
+    use headgate_core::{Dirty, Protocol, Service, ServiceKey, ServicePort, State};
+
     use super::*;
 
     fn ip(text: &str) -> IpAddr {
@@ -237,23 +244,43 @@ mod tests {
         assert_eq!(resolve(DetectLocal::InterfaceNamePrefix("veth".into()), None), (prefix.clone(), prefix));
     }
 
+    /// What Services of these addresses ask for, each with a NodePort.
+    fn demand(cluster_ips: &[&str]) -> Demand {
+        let mut state = State::default();
+        for cluster_ip in cluster_ips {
+            let port = ServicePort { name: "".into(), protocol: Protocol::Tcp, port: 80, node_port: 30_000 };
+            let service = Service::new(ServiceKey::new("ns", cluster_ip), vec![ip(cluster_ip)], vec![port]);
+            state.apply(service.into(), &mut Dirty::default());
+        }
+        *state.demand()
+    }
+
     // rows: 113
     #[test]
-    fn row_113_what_cannot_be_detected_is_said() {
-        let complaints =
-            |settings: &NodeSettings, node: Option<&Node>| settings.complaints(node, &settings.resolve(node, &[]));
+    fn row_113_what_cannot_be_detected_is_said_of_families_that_have_services() {
+        let both = demand(&["10.96.0.1", "fd00::1"]);
+        let complaints = |settings: &NodeSettings, node: Option<&Node>, demand: &Demand| {
+            settings.complaints(node.is_some(), &settings.resolve(node, &[]), demand)
+        };
+        let none = [] as [String; 0];
         let detect = |detect_local| NodeSettings { detect_local, ..NodeSettings::default() };
         let one = detect(DetectLocal::ClusterCidr(vec!["10.0.0.0/8".parse().unwrap()]));
-        assert!(complaints(&one, None)[0].starts_with("clusterCIDR has no IPv6 range"));
+        assert!(complaints(&one, None, &both)[0].starts_with("clusterCIDR has no IPv6 range"));
+        // A cluster without IPv6 lacks nothing.
+        assert_eq!(complaints(&one, None, &demand(&["10.96.0.1"])), none);
+        assert_eq!(complaints(&one, None, &Demand::default()), none);
+        assert!(complaints(&one, None, &demand(&["fd00::1"]))[0].contains("has no IPv6 range"));
         let by_node = detect(DetectLocal::NodeCidr);
-        assert_eq!(complaints(&by_node, None), [] as [String; 0]);
-        assert_eq!(complaints(&by_node, Some(&node(&["10.1.0.0/24"], &[]))), [] as [String; 0]);
-        assert!(complaints(&by_node, Some(&node(&[], &[])))[0].contains("has no podCIDRs"));
-        assert_eq!(complaints(&NodeSettings::default(), None), [] as [String; 0]);
-        let node_ports = NodePortSelector::Primary;
-        let primary = NodeSettings { node_ports, ..NodeSettings::default() };
-        assert_eq!(complaints(&primary, None), [] as [String; 0]);
-        assert!(complaints(&primary, Some(&node(&[], &[])))[0].contains("no NodePort answers"));
+        assert_eq!(complaints(&by_node, None, &both), none);
+        let v4_node = node(&["10.1.0.0/24"], &["192.0.2.1"]);
+        assert_eq!(complaints(&by_node, Some(&v4_node), &demand(&["10.96.0.1"])), none);
+        assert!(complaints(&by_node, Some(&v4_node), &both)[0].contains("no IPv6 range among its podCIDRs"));
+        assert_eq!(complaints(&by_node, Some(&node(&[], &[])), &both).len(), 2);
+        assert_eq!(complaints(&NodeSettings::default(), None, &both), none);
+        let primary = NodeSettings { node_ports: NodePortSelector::Primary, ..NodeSettings::default() };
+        assert_eq!(complaints(&primary, None, &both), none);
+        assert_eq!(complaints(&primary, Some(&v4_node), &demand(&["10.96.0.1"])), none);
+        assert!(complaints(&primary, Some(&v4_node), &both)[0].contains("no IPv6 NodePort answers"));
     }
 
     // rows: 46, 47

@@ -9,7 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use headgate_core::{Dirty, Family, ServiceKey, State, iptables::RenderConfig};
+use headgate_core::{Demand, Dirty, Family, ServiceKey, State, iptables::RenderConfig};
 use headgate_proto::v1;
 use tokio::sync::watch;
 use tracing::{error, info, warn};
@@ -128,7 +128,8 @@ pub struct Reconciler {
     failures: Backoff,
     node_settings: NodeSettings,
     inputs: watch::Sender<NodeInputs>,
-    complaints: Vec<String>,
+    /// The node was known when `inputs` were resolved.
+    is_node_known: bool,
     done: Option<u64>,
     pace: Pace,
     verify_at: Instant,
@@ -163,7 +164,8 @@ impl Reconciler {
         metrics: Arc<Metrics>,
         timing: Timing,
     ) -> (Self, watch::Receiver<Progress>) {
-        let (progress, receiver) = watch::channel(Progress { status: status(backend.as_ref()), ..Progress::default() });
+        let (progress, receiver) =
+            watch::channel(Progress { status: status(backend.as_ref(), &Demand::default()), ..Progress::default() });
         let now = Instant::now();
         let (verify_at, full_sync_at) = (now + timing.sync_period, now + timing.full_sync_period);
         let failures = timing.backoff.clone();
@@ -180,7 +182,7 @@ impl Reconciler {
             failures,
             node_settings: NodeSettings::default(),
             inputs: watch::channel(NodeInputs::default()).0,
-            complaints: Vec::new(),
+            is_node_known: false,
             done: None,
             pace: Pace { not_before: now, after_failure: None },
             verify_at,
@@ -442,8 +444,9 @@ impl Reconciler {
 
     /// Publishes what the backend says of itself, when that has changed.
     fn tell_status(&self) {
-        let mut now = status(self.backend.as_ref());
-        now.degraded.extend_from_slice(&self.complaints);
+        let demand = self.shared.with_state(|state| *state.demand());
+        let mut now = status(self.backend.as_ref(), &demand);
+        now.degraded.extend(self.node_settings.complaints(self.is_node_known, &self.inputs.borrow(), &demand));
         self.metrics.degraded_modes.set(i64::try_from(now.degraded.len()).unwrap_or(i64::MAX));
         self.progress.send_if_modified(|progress| {
             let is_new = progress.status != now;
@@ -475,7 +478,7 @@ impl Reconciler {
         };
         let node = self.shared.node();
         let inputs = self.node_settings.resolve(node.as_ref(), &interfaces);
-        self.complaints = self.node_settings.complaints(node.as_ref(), &inputs);
+        self.is_node_known = node.is_some();
         if inputs == *self.inputs.borrow() {
             return;
         }
@@ -538,8 +541,8 @@ fn families(statistics: &[FamilyStatistics]) -> Vec<Family> {
     statistics.iter().map(|statistics| statistics.family).collect()
 }
 
-fn status(backend: &dyn Backend) -> v1::AgentStatus {
-    v1::AgentStatus { backend: backend.name().to_owned(), degraded: backend.degraded() }
+fn status(backend: &dyn Backend, demand: &Demand) -> v1::AgentStatus {
+    v1::AgentStatus { backend: backend.name().to_owned(), degraded: backend.degraded(demand) }
 }
 
 /// Takes the work up, together with what an earlier attempt left unfinished, and plans it.

@@ -5,6 +5,7 @@
 mod process {
     mod config;
     mod counters;
+    mod degraded;
     mod health;
     mod metrics;
     mod node;

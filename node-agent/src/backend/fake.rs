@@ -6,7 +6,7 @@ use std::{
     time::Duration,
 };
 
-use headgate_core::{Dirty, Family, ServiceKey, State, digest::Digests, view::NodeFacts};
+use headgate_core::{Demand, Dirty, Family, ServiceKey, State, digest::Digests, view::NodeFacts};
 
 use super::{Backend, BackendError, ErrorKind, Plan, Refused, Report, StateSource};
 
@@ -147,7 +147,7 @@ impl Backend for FakeBackend {
         "fake"
     }
 
-    fn degraded(&self) -> Vec<String> {
+    fn degraded(&self, _: &Demand) -> Vec<String> {
         self.control.script().degraded.clone()
     }
 

@@ -12,7 +12,7 @@ use std::{
 };
 
 use headgate_core::{
-    Dirty, Family, ServiceKey, State,
+    Demand, Dirty, Family, ServiceKey, State,
     iptables::Tally,
     masquerade::MasqueradeConfig,
     view::{NoLocalEndpoints, NodeFacts},
@@ -115,8 +115,8 @@ pub trait Backend: Send {
     /// Such as "iptables-legacy"; the part before the first `-` is the proxy mode.
     fn name(&self) -> &str;
 
-    /// Ways in which it runs below what was asked for, one sentence each.
-    fn degraded(&self) -> Vec<String>;
+    /// What the operator has to fix, one sentence each with the remedy. What no Service asks for needs no fixing.
+    fn degraded(&self, demand: &Demand) -> Vec<String>;
 
     /// Brings the kernel to the state, whatever is there now: the first sync and every repair.
     ///
@@ -322,11 +322,20 @@ pub fn build(options: &Options, settings: &Settings) -> Result<Box<dyn Backend>,
                 let sentence =
                     format!("mode ipvs was asked for and cannot run here, so iptables does its work: {error}");
                 error!("{sentence}");
-                Ok(Box::new(iptables()?.degraded_by(sentence)))
+                Ok(Box::new(iptables()?.in_place_of(sentence)))
             }
             Err(error) => Err(error),
         },
     }
+}
+
+/// What the operator has to fix on a node that programs IPv4 alone.
+pub(crate) fn missing_ipv6(demand: &Demand) -> Option<String> {
+    (demand.of(Family::V6).services > 0).then(|| {
+        "IPv6 is off on this node, and there are IPv6 Services, which do not work here: switch it on (net.ipv6.conf.all.disable_ipv6=0, and no \
+         ipv6.disable=1 on the kernel's command line), and start the agent again"
+            .to_owned()
+    })
 }
 
 /// Sets the parameters of the kernel that the backend sets by itself where it may; for `--init-only`, which may more than the agent after it.

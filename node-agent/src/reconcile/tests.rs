@@ -2,7 +2,7 @@
 use std::{sync::Mutex, thread::JoinHandle};
 
 use headgate_core::{
-    Change, Family, Node, State,
+    Change, Demand, Family, Node, State,
     iptables::{ExistingTables, Ledger, RenderConfig, Script, Table, fake_kernel::FakeKernel},
     view::NodeFacts,
 };
@@ -287,7 +287,7 @@ impl Backend for LedgerBackend {
         "ledger"
     }
 
-    fn degraded(&self) -> Vec<String> {
+    fn degraded(&self, _: &Demand) -> Vec<String> {
         Vec::new()
     }
 

@@ -35,7 +35,7 @@ pub mod port;
 pub mod process;
 mod sctp;
 mod server;
-mod spawn;
+pub mod spawn;
 pub mod turn;
 
 pub use backend::Backend;

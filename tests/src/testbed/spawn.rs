@@ -55,3 +55,40 @@ fn enter_before_exec(command: &mut Command, namespace: File) {
         command.pre_exec(prepare);
     }
 }
+
+/// Has the program find no IPv6 sockets, as on a kernel that was booted with `ipv6.disable=1`: `socket(AF_INET6, …)` fails with EAFNOSUPPORT.
+#[allow(unsafe_code)]
+pub fn refuse_ipv6_sockets(command: &mut Command) {
+    let statement = |code: u32, jump_true, jump_false, value| libc::sock_filter {
+        code: code as u16,
+        jt: jump_true,
+        jf: jump_false,
+        k: value,
+    };
+    // Offsets in `struct seccomp_data`: the system call's number, and the low half of its first argument.
+    const NUMBER: u32 = 0;
+    const FIRST_ARGUMENT: u32 = if cfg!(target_endian = "little") { 16 } else { 20 };
+    let load = libc::BPF_LD | libc::BPF_W | libc::BPF_ABS;
+    let is_equal = libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K;
+    let answer = libc::BPF_RET | libc::BPF_K;
+    let filter = [
+        statement(load, 0, 0, NUMBER),
+        statement(is_equal, 0, 3, libc::SYS_socket as u32),
+        statement(load, 0, 0, FIRST_ARGUMENT),
+        statement(is_equal, 0, 1, libc::AF_INET6 as u32),
+        statement(answer, 0, 0, libc::SECCOMP_RET_ERRNO | libc::EAFNOSUPPORT as u32),
+        statement(answer, 0, 0, libc::SECCOMP_RET_ALLOW),
+    ];
+    let install = move || {
+        nix::sys::prctl::set_no_new_privs()?;
+        let mut filter = filter;
+        let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_mut_ptr() };
+        // SAFETY: `program` and the filter that it points to live until the call returns; the kernel copies both.
+        let result = unsafe { libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &program) };
+        if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    };
+    // SAFETY: the closure runs in the forked child and does two system calls; it allocates nothing, takes no lock and touches no state shared with other threads.
+    unsafe {
+        command.pre_exec(install);
+    }
+}

@@ -131,7 +131,7 @@ fn row_111_changed_pod_ranges_are_taken_up_without_ending() {
     rig.until_rules("no range, no detector", "nat", is_undetected);
     eventually("it is said", || {
         let (_, page) = rig.page("/status")?;
-        if page.contains("the Node has no podCIDRs") { Ok(()) } else { Err(page) }
+        if page.contains("the Node has no IPv4 range among its podCIDRs") { Ok(()) } else { Err(page) }
     });
     assert!(agent.is_running());
 }

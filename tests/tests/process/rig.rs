@@ -12,7 +12,7 @@ use std::{
 };
 
 use headgate_tests::apiserver::ApiServer;
-use headgate_tests::testbed::{Namespace, netns, process::program};
+use headgate_tests::testbed::{Namespace, netns, process::program, spawn::refuse_ipv6_sockets};
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
@@ -177,6 +177,16 @@ impl Rig {
         command
     }
 
+    /// Starts the agent as [`Self::agent`] does, on a kernel that seems to have no IPv6 sockets, as after booting with `ipv6.disable=1`.
+    pub(super) fn agent_without_ipv6_sockets(&self, arguments: &[&str]) -> Program {
+        let mut all = vec!["--node-name=node-a", "--control-plane=http://127.0.0.1:7443", "--insecure-loopback"];
+        all.extend(["--state-dir=", "--iptables-variant=nft"]);
+        all.extend(arguments);
+        let mut command = self.agent_command(&all);
+        refuse_ipv6_sockets(&mut command);
+        Program::start(&self.namespace, command, self.path("agent.log"))
+    }
+
     /// Runs the agent's program to its end. The state that the machine may have on disk is not its business.
     pub(super) fn run_agent(&self, arguments: &[&str]) -> (ExitStatus, String) {
         let arguments = [&["--state-dir="], arguments].concat();
@@ -287,6 +297,12 @@ impl Rig {
         })
     }
 
+    /// Gets a page at any address; status and body.
+    pub(super) fn get_at(&self, address: &str, path: &str) -> Result<(u16, String), String> {
+        let address = address.parse().unwrap();
+        self.request_at("GET", address, path, "*/*").map(|(code, _, body)| (code, body))
+    }
+
     /// Gets a page; status and body.
     pub(super) fn get(&self, port: u16, path: &str) -> Result<(u16, String), String> {
         self.request("GET", port, path, "*/*").map(|(code, _, body)| (code, body))
@@ -294,8 +310,17 @@ impl Rig {
 
     /// Status, headers and body.
     fn request(&self, method: &str, port: u16, path: &str, accept: &str) -> Result<(u16, String, String), String> {
+        self.request_at(method, SocketAddr::from(([127, 0, 0, 1], port)), path, accept)
+    }
+
+    fn request_at(
+        &self,
+        method: &str,
+        address: SocketAddr,
+        path: &str,
+        accept: &str,
+    ) -> Result<(u16, String, String), String> {
         let answer = self.namespace.run(|| {
-            let address = SocketAddr::from(([127, 0, 0, 1], port));
             let mut stream = TcpStream::connect_timeout(&address, GUARD)?;
             stream.set_read_timeout(Some(GUARD))?;
             write!(stream, "{method} {path} HTTP/1.1\r\nHost: node\r\nAccept: {accept}\r\nConnection: close\r\n\r\n")?;
@@ -326,6 +351,11 @@ impl Rig {
     /// A page of the port for metrics.
     pub(super) fn page(&self, path: &str) -> Result<(u16, String), String> {
         self.get(METRICS, path)
+    }
+
+    /// The same for somebody who accepts this.
+    pub(super) fn page_for(&self, path: &str, accept: &str) -> Result<(u16, String), String> {
+        self.request("GET", METRICS, path, accept).map(|(code, _, body)| (code, body))
     }
 
     /// Deletes what a page of the port for metrics has counted.
@@ -414,4 +444,12 @@ pub(super) fn slice(name: &str, endpoints: &[(&str, u8)], metadata: &str) -> Str
         text.push_str(&format!("- {{addresses: [10.244.1.{last}], nodeName: {node}}}\n"));
     }
     text
+}
+
+/// A service on IPv4 alone, otherwise as [`service`].
+pub(super) fn service_v4(name: &str, number: u8, spec: &str) -> String {
+    let both = format!("  clusterIPs: [10.96.0.{number}, \"fd00:96::{number}\"]\n  ipFamilies: [IPv4, IPv6]\n");
+    let v4 = service(name, number, spec).replace(&both, "");
+    assert!(!v4.contains("fd00"), "{v4}");
+    v4
 }

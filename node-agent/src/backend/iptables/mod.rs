@@ -20,7 +20,7 @@ use std::{
 };
 
 use headgate_core::{
-    Dirty, Family, ServiceKey, State,
+    Demand, Dirty, Family, ServiceKey, State,
     iptables::{
         Ledger, RenderConfig, Script, Table, fixed,
         ledger::{LateChange, Planned},
@@ -29,7 +29,11 @@ use headgate_core::{
 };
 
 use self::{command::Programs, rules::Left, sctp::Sctp};
-use super::{Backend, BackendError, FamilyStatistics, Plan, Refused, Report, StateSource, leftovers::Leftovers};
+use super::{
+    Backend, BackendError, FamilyStatistics, Plan, Refused, Report, StateSource, leftovers::Leftovers, missing_ipv6,
+};
+use tracing::info;
+
 use crate::{node_inputs::NodeInputs, packet_counters};
 
 /// A comparison of every rule is followed by a pause of this many times what it took.
@@ -58,7 +62,9 @@ pub struct IptablesBackend {
     name: &'static str,
     families: Vec<FamilyBackend>,
     leftovers: Leftovers,
-    degraded: Vec<String>,
+    is_without_ipv6: bool,
+    /// Why it runs in place of another backend.
+    in_place_of: Option<String>,
 }
 
 #[derive(Debug)]
@@ -87,13 +93,14 @@ impl IptablesBackend {
     /// [`super::ErrorKind::Unavailable`] where this machine has none.
     pub fn new(config: Config) -> Result<Self, BackendError> {
         let variant = variant::choose(config.variant)?;
-        let mut degraded = Vec::new();
+        let mut is_without_ipv6 = false;
         let mut families = Vec::new();
         let mut other_variant = Vec::new();
         let other = if variant == Variant::Legacy { Variant::Nft } else { Variant::Legacy };
         for family in config.families {
             if family == Family::V6 && !sysctl::has_ipv6() {
-                degraded.push("IPv6 is off on this node: IPv6 services are not programmed".to_owned());
+                info!("IPv6 is off on this node: IPv4 alone is programmed");
+                is_without_ipv6 = true;
                 continue;
             }
             let render = RenderConfig {
@@ -109,14 +116,13 @@ impl IptablesBackend {
         }
         let name = if variant == Variant::Legacy { "iptables-legacy" } else { "iptables-nft" };
         let leftovers = Leftovers::new(other_variant, Some(config.ipvs_exclude_cidrs));
-        Ok(Self { name, families, leftovers, degraded })
+        Ok(Self { name, families, leftovers, is_without_ipv6, in_place_of: None })
     }
 
     /// Says for what reason it runs in place of another backend.
     #[must_use]
-    pub fn degraded_by(mut self, sentence: String) -> Self {
-        self.degraded.push(sentence);
-        self
+    pub fn in_place_of(self, sentence: String) -> Self {
+        Self { in_place_of: Some(sentence), ..self }
     }
 }
 
@@ -125,10 +131,14 @@ impl Backend for IptablesBackend {
         self.name
     }
 
-    fn degraded(&self) -> Vec<String> {
-        let lament = |family: &FamilyBackend| family.sctp.lament("ports of SCTP do not work");
+    fn degraded(&self, demand: &Demand) -> Vec<String> {
+        let lament = |family: &FamilyBackend| {
+            let is_asked_for = demand.of(family.family).with_sctp > 0;
+            is_asked_for.then(|| family.sctp.lament("ports of SCTP do not work"))?
+        };
         let without_sctp = self.families.iter().find_map(lament);
-        self.degraded.iter().cloned().chain(without_sctp).collect()
+        let without_ipv6 = self.is_without_ipv6.then(|| missing_ipv6(demand)).flatten();
+        self.in_place_of.clone().into_iter().chain(without_ipv6).chain(without_sctp).collect()
     }
 
     fn sync_full_from(&mut self, source: &dyn StateSource) -> Result<Report, BackendError> {

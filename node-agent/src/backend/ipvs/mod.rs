@@ -23,7 +23,7 @@ use std::{
 };
 
 use headgate_core::{
-    Dirty, Family, ServiceKey, State,
+    Demand, Dirty, Family, ServiceKey, State,
     ipvs::{IpvsConfig, Ledger, Plan as FamilyPlan, Problem, Scheduler},
     view::NodeFacts,
 };
@@ -39,6 +39,7 @@ use super::{
     Backend, BackendError, ErrorKind, FamilyStatistics, Plan, Refused, Report, StateSource,
     iptables::{Variant, command::Programs, sysctl::has_ipv6, variant},
     leftovers::Leftovers,
+    missing_ipv6,
     retry::{PAUSES_OF_MODULES, Refusals},
 };
 use crate::node_inputs::NodeInputs;
@@ -67,7 +68,9 @@ pub struct IpvsBackend {
     kernel: Kernel,
     families: Vec<FamilyBackend>,
     leftovers: Leftovers,
-    degraded: Vec<String>,
+    is_without_ipv6: bool,
+    /// Kernel parameters that could not be set, a sentence each.
+    unset_parameters: Vec<String>,
     is_prepared: bool,
     began: Instant,
     drain_at: Option<Instant>,
@@ -91,11 +94,12 @@ impl IpvsBackend {
     pub fn new(config: Config) -> Result<Self, BackendError> {
         let variant = variant::choose(config.variant)?;
         let other = if variant == Variant::Legacy { Variant::Nft } else { Variant::Legacy };
-        let mut degraded = Vec::new();
+        let mut is_without_ipv6 = false;
         let (mut families, mut other_variant) = (Vec::new(), Vec::new());
         for family in config.families.iter().copied() {
             if family == Family::V6 && !has_ipv6() {
-                degraded.push("IPv6 is off on this node: IPv6 services are not programmed".to_owned());
+                info!("IPv6 is off on this node: IPv4 alone is programmed");
+                is_without_ipv6 = true;
                 continue;
             }
             let ledger = Ledger::new(IpvsConfig {
@@ -117,7 +121,8 @@ impl IpvsBackend {
             kernel: Kernel::default(),
             families,
             leftovers: Leftovers::new(other_variant, None),
-            degraded,
+            is_without_ipv6,
+            unset_parameters: Vec::new(),
             is_prepared: false,
             began: Instant::now(),
             drain_at: None,
@@ -146,9 +151,8 @@ impl IpvsBackend {
         if timeouts != Timeouts::default() {
             ipvs.set_timeouts(&timeouts).map_err(of_ipvs)?;
         }
-        let sentences =
+        self.unset_parameters =
             Sysctls::default().set(strict_arp).map_err(|error| BackendError::new(ErrorKind::Fatal, error))?;
-        self.degraded.extend(sentences);
         self.is_prepared = true;
         Ok(())
     }
@@ -237,11 +241,13 @@ impl Backend for IpvsBackend {
         "ipvs"
     }
 
-    fn degraded(&self) -> Vec<String> {
+    fn degraded(&self, demand: &Demand) -> Vec<String> {
         let missing = self.missing_schedulers.all().filter_map(|scheduler| self.lament(scheduler));
         let until_then = "pods and the node itself reach ports of SCTP at addresses with externalTrafficPolicy Local only where this node has an endpoint";
-        let without_sctp = self.families.iter().find_map(|family| family.sctp.lament(until_then));
-        self.degraded.iter().cloned().chain(missing).chain(without_sctp).collect()
+        let ask_for_sctp = |family: &&FamilyBackend| demand.of(family.family).with_sctp > 0;
+        let without_sctp = self.families.iter().filter(ask_for_sctp).find_map(|family| family.sctp.lament(until_then));
+        let without_ipv6 = self.is_without_ipv6.then(|| missing_ipv6(demand)).flatten();
+        self.unset_parameters.iter().cloned().chain(missing).chain(without_sctp).chain(without_ipv6).collect()
     }
 
     fn needs_interfaces(&self) -> bool {
