@@ -1,9 +1,10 @@
-//! Pages: `/metrics`, `/metrics/slis`, `/healthz`, `/proxyMode`, `/configz` and `/status` on one port, `/healthz` and `/livez` for load balancers and the
+//! Pages: `/metrics`, `/metrics/slis`, `/healthz`, `/proxyMode`, `/configz`, `/flagz`, `/statusz` and `/status` on one port, `/healthz` and `/livez` for load balancers and the
 //! kubelet on another.
 
 mod component;
 pub mod health;
 pub mod listen;
+mod zpages;
 
 use std::sync::Arc;
 
@@ -22,7 +23,7 @@ use tokio::sync::watch;
 
 use crate::{
     backend::proxy_mode, backlog::Backlog, config::Settings, http::health::HealthPages, http::listen::Server,
-    metrics::Metrics, reconcile::Progress,
+    metrics::Metrics, options::Flags, reconcile::Progress,
 };
 
 /// What the pages are made from.
@@ -36,6 +37,8 @@ pub struct Pages {
     pub backlog: Arc<Backlog>,
     /// The configuration in use, as a `KubeProxyConfiguration`.
     pub configz: Arc<serde_json::Value>,
+    /// Flags and their values, for `/flagz`.
+    pub flags: Arc<Flags>,
 }
 
 /// The servers that the settings ask for.
@@ -48,8 +51,9 @@ pub fn servers(settings: &Settings, pages: &Pages) -> Vec<Server> {
         servers.push(Server::new("/healthz and /livez", "--healthz-bind-address", address, health::router(pages)));
     }
     if let Some(address) = settings.metrics_bind_address {
-        let what = "/metrics, /metrics/slis, /healthz, /proxyMode, /configz and /status";
-        servers.push(Server::new(what, "--metrics-bind-address", address, router(pages.clone())));
+        let what = "/metrics, /metrics/slis, /healthz, /proxyMode, /configz, /flagz, /statusz and /status";
+        let app = router(pages.clone()).merge(zpages::router(settings, &pages.flags));
+        servers.push(Server::new(what, "--metrics-bind-address", address, app));
     }
     servers
 }

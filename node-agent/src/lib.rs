@@ -194,11 +194,12 @@ async fn run_configured(
         Surroundings { shared: Arc::clone(&shared), metrics: Arc::clone(&metrics), progress: progress.clone() };
     let session = Session::new(config, Arc::clone(&shared), Arc::clone(&metrics), progress.clone());
     let configz = Arc::new(settings.document.clone());
-    let pages = Pages { metrics, progress, backlog: Arc::clone(shared.backlog()), configz };
+    let flags = Arc::new(options.flags.clone());
+    let pages = Pages { metrics, progress, backlog: Arc::clone(shared.backlog()), configz, flags };
     let mut servers = http::servers(&settings, &pages);
     if settings.bind_address_hard_fail {
         for server in &mut servers {
-            server.bind_now().await?;
+            server.bind_now()?;
         }
     }
 

@@ -3,7 +3,6 @@
 use std::process::ExitCode;
 
 use anyhow::{Context as _, anyhow};
-use clap::Parser as _;
 use headgate_node_agent::{
     backend::{self, Cleanup, ErrorKind},
     config,
@@ -16,7 +15,7 @@ use tracing::{error, info, warn};
 use tracing_subscriber::EnvFilter;
 
 fn main() -> ExitCode {
-    let options = Options::parse();
+    let options = Options::read(std::env::args_os()).unwrap_or_else(|error| error.exit());
     match start(options) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

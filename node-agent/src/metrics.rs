@@ -1,5 +1,6 @@
 //! What the agent counts, for Prometheus and for `/healthz`.
 
+mod build_info;
 pub mod catalogue;
 pub mod endpoint_health;
 pub mod kube_proxy;
@@ -79,6 +80,7 @@ pub struct Metrics {
     /// kube-proxy's.
     pub kube_proxy: KubeProxyMetrics,
     process: ProcessMetrics,
+    build: Registry,
     /// Of the thread that deletes stale flows.
     pub conntrack: ConntrackMetrics,
     /// Of certificates and handshakes.
@@ -101,7 +103,7 @@ pub struct Metrics {
     pub verifications_failed: Counter,
     /// Services whose rules the kernel refuses.
     pub services_refused: Gauge,
-    /// Ways in which the agent runs below what was asked for.
+    /// What the operator has to fix.
     pub degraded_modes: Gauge,
     /// Times that the kernel began to refuse a service's rules.
     pub service_refusals: Counter,
@@ -133,11 +135,13 @@ impl Default for Metrics {
         let (mut catalogue, conntrack) = (Catalogue::default(), ConntrackMetrics::default());
         let kube_proxy = KubeProxyMetrics::new(&mut catalogue, &conntrack);
         let process = ProcessMetrics::new(&mut catalogue);
+        let build = build_info::registry(&mut catalogue);
         let mut metrics = Self {
             registry: Registry::with_prefix("headgate_agent"),
             catalogue,
             kube_proxy,
             process,
+            build,
             conntrack,
             tls: TlsMetrics::default(),
             endpoint_health: EndpointHealthMetrics::default(),
@@ -218,7 +222,7 @@ impl Metrics {
         let help =
             "Services whose rules the kernel refuses: their last good ones stay, and nothing else waits for them";
         add.gauge("services_refused", "", help, self.services_refused.clone());
-        let help = "Ways in which the agent runs below what was asked for, such as iptables in place of ipvs; /status of the metrics port and headgatectl agents name them";
+        let help = "What the operator has to fix because Services suffer from it on this node, such as iptables in place of ipvs; /status of the metrics port and headgatectl agents name each";
         add.gauge("degraded_modes", "", help, self.degraded_modes.clone());
         let help = "Times that the kernel began to refuse a service's rules";
         add.counter("service_refusals", "", help, self.service_refusals.clone());
@@ -308,6 +312,7 @@ impl Metrics {
         text::encode_registry(&mut out, &self.registry)?;
         text::encode_registry(&mut out, self.kube_proxy.registry())?;
         text::encode_registry(&mut out, self.process.registry())?;
+        text::encode_registry(&mut out, &self.build)?;
         text::encode_eof(&mut out)?;
         Ok(out)
     }

@@ -3,13 +3,16 @@
 pub mod kube_proxy;
 
 use std::{
+    collections::BTreeMap,
+    ffi::OsString,
+    os::unix::ffi::{OsStrExt as _, OsStringExt as _},
     path::{Path, PathBuf},
     sync::Arc,
     time::Duration,
 };
 
 use clap::{
-    ArgAction,
+    ArgAction, ArgMatches, CommandFactory as _, FromArgMatches as _,
     builder::{PossibleValuesParser, TypedValueParser as _},
 };
 use headgate_core::{endpoint_health::CheckTiming, iptables::Layout};
@@ -19,7 +22,7 @@ use self::kube_proxy::KubeProxyFlags;
 pub use crate::config::ProxyMode;
 use crate::{
     backend::iptables::Variant,
-    config::{self, ConfigError, Settings},
+    config::{self, ConfigError, Settings, fields::FIELDS},
     session::connect::{AddressError, ControlPlane},
 };
 
@@ -48,6 +51,9 @@ impl From<AddressError> for OptionsError {
         Self::ControlPlane(error.to_string())
     }
 }
+
+/// Flags and their values, for `/flagz`.
+pub type Flags = BTreeMap<String, String>;
 
 /// Settings, and where they come from.
 #[derive(Debug, Clone)]
@@ -155,9 +161,26 @@ pub struct Options {
     /// What to log, such as info or headgate_node_agent=debug
     #[arg(long, value_name = "FILTER", default_value = "info", env = "HEADGATE_LOG")]
     pub log: String,
+
+    /// All flags with their values: given, from the environment, or the default.
+    #[arg(skip)]
+    pub flags: Flags,
 }
 
 impl Options {
+    /// Reads the program's arguments, its name among them. Flags may be written with `_` for `-`, as kube-proxy takes them.
+    ///
+    /// # Errors
+    /// Arguments that cannot be used, and requests for help: [`clap::Error::exit`] says so to the user.
+    pub fn read<T: Into<OsString>>(arguments: impl IntoIterator<Item = T>) -> Result<Self, clap::Error> {
+        let mut command = Self::command();
+        let arguments = arguments.into_iter().map(|argument| with_dashes(argument.into()));
+        let mut matches = command.try_get_matches_from_mut(arguments)?;
+        let flags = flags(&command, &matches);
+        let options = Self::from_arg_matches_mut(&mut matches).map_err(|error| error.format(&mut command))?;
+        Ok(Self { flags, ..options })
+    }
+
     /// kube-proxy's settings, from the file or from the flags. Reads the file.
     ///
     /// # Errors
@@ -241,6 +264,29 @@ impl Options {
         let missing: Vec<&str> = files.iter().filter(|(_, file)| file.is_none()).map(|(name, _)| *name).collect();
         Err(OptionsError::TlsFilesMissing(missing.join(", ")))
     }
+}
+
+/// A flag whose name is written with dashes; anything else as it is.
+fn with_dashes(argument: OsString) -> OsString {
+    if !argument.as_bytes().starts_with(b"--") {
+        return argument;
+    }
+    let mut bytes = argument.into_vec();
+    let name = bytes.iter().position(|byte| *byte == b'=').unwrap_or(bytes.len());
+    bytes[..name].iter_mut().filter(|byte| **byte == b'_').for_each(|byte| *byte = b'-');
+    OsString::from_vec(bytes)
+}
+
+fn flags(command: &clap::Command, matches: &ArgMatches) -> Flags {
+    let value = |argument: &clap::Arg, flag: &str| match matches.get_raw(argument.get_id().as_str()) {
+        Some(given) => given.map(|value| value.to_string_lossy()).collect::<Vec<_>>().join(","),
+        None => {
+            FIELDS.iter().find(|field| field.flag == flag).map_or_else(String::new, |field| field.default.to_owned())
+        }
+    };
+    let named = command.get_arguments().filter_map(|argument| Some((argument, argument.get_long()?)));
+    let named = named.filter(|(_, flag)| !["help", "version"].contains(flag));
+    named.map(|(argument, flag)| (flag.to_owned(), value(argument, flag))).collect()
 }
 
 /// The interval of health checks: as for the annotation, so that no node is kept busy with them.

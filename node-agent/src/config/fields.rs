@@ -58,6 +58,7 @@ const fn ignored(
 const NO_API: &str = "the agent holds no API credentials: it is served by --control-plane";
 const WINDOWS: &str = "for Windows only";
 const NFTABLES: &str = "only for mode nftables, which is not built yet";
+const LIBRARY: &str = "kube-proxy does not use it either: a library brings it";
 const LOGS: &str = "--log (or HEADGATE_LOG) sets what is logged; logs go to standard error as text";
 
 const NATURAL: Kind = Kind::Int(0, i64::MAX);
@@ -91,14 +92,14 @@ pub const FIELDS: &[Field] = &[
         "healthz-bind-address",
         Kind::Text,
         "0.0.0.0:10256",
-        "Where `/healthz` and `/livez` are served. As a flag, empty turns it off",
+        "Where `/healthz` and `/livez` are served. `0.0.0.0` and `[::]` both mean all addresses of both families, as with kube-proxy. As a flag, empty turns it off",
     ),
     used(
         "metricsBindAddress",
         "metrics-bind-address",
         Kind::Text,
         "127.0.0.1:10249",
-        "Where `/metrics`, `/metrics/slis`, `/healthz`, `/proxyMode`, `/configz` and `/status` are served. As a flag, empty turns it off",
+        "Where `/metrics`, `/metrics/slis`, `/healthz`, `/proxyMode`, `/configz`, `/flagz`, `/statusz` and `/status` are served. `0.0.0.0` and `[::]` both mean all addresses of both families. As a flag, empty turns it off",
     ),
     used(
         "",
@@ -284,7 +285,7 @@ pub const FIELDS: &[Field] = &[
         "feature-gates",
         Kind::Gates,
         "",
-        "`AllowServiceExternalIPs=false` leaves externalIPs out of the rules; other gates mean nothing here and are named in a warning",
+        "`AllowServiceExternalIPs=false` leaves externalIPs out of the rules, `ComponentFlagz=false` and `ComponentStatusz=false` turn `/flagz` and `/statusz` off; other gates mean nothing here and are named in a warning",
     ),
     ignored("clientConnection.kubeconfig", "kubeconfig", Kind::Text, "", NO_API),
     ignored("clientConnection.acceptContentTypes", "", Kind::Text, "", NO_API),
@@ -321,6 +322,8 @@ pub const FIELDS: &[Field] = &[
         "there are no hidden metrics",
     ),
     ignored("logging", "", Kind::Any, "", LOGS),
+    ignored("", "boot-id-file", Kind::Text, "/proc/sys/kernel/random/boot_id", LIBRARY),
+    ignored("", "machine-id-file", Kind::Text, "/etc/machine-id,/var/lib/dbus/machine-id", LIBRARY),
     ignored("", "v", Kind::Any, "0", LOGS),
     ignored("", "vmodule", Kind::Any, "", LOGS),
     ignored("", "logging-format", Kind::Any, "text", LOGS),

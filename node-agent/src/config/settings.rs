@@ -133,6 +133,10 @@ pub struct Settings {
     pub oom_score_adj: i64,
     /// Feature gate `AllowServiceExternalIPs`.
     pub allow_external_ips: bool,
+    /// Feature gate `ComponentFlagz`: `/flagz` is served.
+    pub serves_flagz: bool,
+    /// Feature gate `ComponentStatusz`: `/statusz` is served.
+    pub serves_statusz: bool,
     /// What was asked for and means nothing here, or is less than it seems: each names setting and reason.
     pub notes: Vec<String>,
     /// The whole as a `KubeProxyConfiguration`, for `/configz`.
@@ -189,6 +193,7 @@ impl Checker<'_> {
         if mode != ProxyMode::Ipvs {
             self.note_unused_section("ipvs.");
         }
+        let [allow_external_ips, serves_flagz, serves_statusz] = self.gates();
         let mut settings = Settings {
             mode,
             hostname_override,
@@ -206,7 +211,9 @@ impl Checker<'_> {
             ipvs: self.ipvs(),
             conntrack: self.conntrack(),
             oom_score_adj: raw.int("oomScoreAdj"),
-            allow_external_ips: self.external_ips_gate(),
+            allow_external_ips,
+            serves_flagz,
+            serves_statusz,
             notes: Vec::new(),
             document: raw.to_json(),
         };
@@ -404,12 +411,13 @@ impl Checker<'_> {
         }
     }
 
-    fn external_ips_gate(&mut self) -> bool {
-        const GATE: &str = "AllowServiceExternalIPs";
+    /// Feature gates that mean something here; each is on unless it is turned off, as in kube-proxy 1.36.
+    fn gates(&mut self) -> [bool; 3] {
+        const GATES: [&str; 3] = ["AllowServiceExternalIPs", "ComponentFlagz", "ComponentStatusz"];
         let gates = self.raw.gates("featureGates");
         let name = self.raw.name("featureGates");
-        let others = gates.keys().filter(|gate| *gate != GATE);
+        let others = gates.keys().filter(|gate| !GATES.contains(&gate.as_str()));
         self.notes.extend(others.map(|gate| format!("{name} {gate} (no such gate here)")));
-        gates.get(GATE).copied().unwrap_or(true)
+        GATES.map(|gate| gates.get(gate).copied().unwrap_or(true))
     }
 }

@@ -2,15 +2,13 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    io,
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
     sync::Arc,
     time::Duration,
 };
 
 use headgate_core::{Family, ServiceKey, health_check_port::HealthCheckPort, iptables::NodePortAddresses};
-use socket2::{Domain, Protocol, Socket, Type};
-use tokio::{net::TcpListener, task::JoinHandle, time::interval};
+use tokio::{task::JoinHandle, time::interval};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
@@ -18,11 +16,13 @@ use super::{
     HealthCheckMetrics,
     page::{self, IsHealthy, Page},
 };
-use crate::companion::{Changes, Mailbox, NodePorts};
+use crate::{
+    companion::{Changes, Mailbox, NodePorts},
+    http::listen::{Families, listen},
+};
 
 /// Time between attempts to listen where it failed, and between looks at whether the node's addresses changed.
 const RETRY_PERIOD: Duration = Duration::from_secs(5);
-const BACKLOG: i32 = 128;
 
 /// Listens at all health-check node ports of this node.
 #[derive(Debug)]
@@ -128,7 +128,8 @@ impl Server {
     }
 
     fn open(&mut self, key: &Arc<ServiceKey>, address: SocketAddr, local_endpoints: u32) {
-        match listen(address) {
+        // As with kube-proxy, each family has a socket of its own.
+        match listen(address, Families::Own) {
             Ok(socket) => {
                 info!(service = %key, %address, "opened a health-check node port");
                 let page = Arc::new(Page::new(Arc::clone(key), local_endpoints, self.is_healthy.clone()));
@@ -173,16 +174,4 @@ fn unspecified(family: Family) -> IpAddr {
         Family::V4 => Ipv4Addr::UNSPECIFIED.into(),
         Family::V6 => Ipv6Addr::UNSPECIFIED.into(),
     }
-}
-
-fn listen(address: SocketAddr) -> io::Result<TcpListener> {
-    let socket = Socket::new(Domain::for_address(address), Type::STREAM.nonblocking(), Some(Protocol::TCP))?;
-    if address.is_ipv6() {
-        // Each family has a socket of its own.
-        socket.set_only_v6(true)?;
-    }
-    socket.set_reuse_address(true)?;
-    socket.bind(&address.into())?;
-    socket.listen(BACKLOG)?;
-    TcpListener::from_std(socket.into())
 }

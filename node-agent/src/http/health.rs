@@ -117,7 +117,7 @@ fn page(health: Health, is_ok: bool, node_eligible: Option<bool>) -> Page {
 }
 
 /// RFC 3339 in UTC with nanoseconds, as Go writes times into JSON; Go's zero time for `None`.
-fn rfc3339(time: Option<SystemTime>) -> String {
+pub(super) fn rfc3339(time: Option<SystemTime>) -> String {
     let since_epoch = time.and_then(|time| time.duration_since(UNIX_EPOCH).ok());
     let Some(since_epoch) = since_epoch else { return "0001-01-01T00:00:00Z".to_owned() };
     let (days, second) = (since_epoch.as_secs() / 86_400, since_epoch.as_secs() % 86_400);

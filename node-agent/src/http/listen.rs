@@ -1,13 +1,62 @@
 //! Serving pages on an address that may be taken.
 
-use std::{io, net::SocketAddr, time::Duration};
+use std::{
+    io,
+    net::{Ipv6Addr, SocketAddr},
+    time::Duration,
+};
 
 use axum::Router;
+use socket2::{Domain, Protocol, Socket, Type};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use tracing::{error, info, warn};
 
 use crate::session::backoff::Backoff;
+
+/// Connections that wait to be accepted.
+const BACKLOG: i32 = 1024;
+
+/// Which families a socket at an IPv6 address serves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Families {
+    /// IPv6 alone.
+    Own,
+    /// IPv4 as well, where the address is unspecified.
+    Both,
+}
+
+/// Listens at an address. Needs a tokio runtime.
+///
+/// # Errors
+/// What the system says.
+pub(crate) fn listen(address: SocketAddr, families: Families) -> io::Result<TcpListener> {
+    let socket = Socket::new(Domain::for_address(address), Type::STREAM.nonblocking(), Some(Protocol::TCP))?;
+    if address.is_ipv6() {
+        socket.set_only_v6(families == Families::Own)?;
+    }
+    socket.set_reuse_address(true)?;
+    socket.bind(&address.into())?;
+    socket.listen(BACKLOG)?;
+    TcpListener::from_std(socket.into())
+}
+
+/// Listens as Go's `net.Listen("tcp", …)` does, and kube-proxy with it: an unspecified address means all addresses of both families, be it written `0.0.0.0` or
+/// `[::]`. On a host without IPv6, `0.0.0.0` means all IPv4 addresses.
+fn listen_as_go(address: SocketAddr) -> io::Result<TcpListener> {
+    if address.is_ipv4() && address.ip().is_unspecified() {
+        match listen((Ipv6Addr::UNSPECIFIED, address.port()).into(), Families::Both) {
+            Err(error) if is_without_ipv6(&error) => {}
+            listening => return listening,
+        }
+    }
+    listen(address, Families::Both)
+}
+
+/// The host has no IPv6 at all, or none on any interface.
+fn is_without_ipv6(error: &io::Error) -> bool {
+    error.raw_os_error() == Some(libc::EAFNOSUPPORT) || error.kind() == io::ErrorKind::AddrNotAvailable
+}
 
 /// Pages and where they are served.
 #[derive(Debug)]
@@ -46,9 +95,9 @@ impl Server {
     ///
     /// # Errors
     /// It cannot be bound.
-    pub async fn bind_now(&mut self) -> Result<(), BindError> {
+    pub fn bind_now(&mut self) -> Result<(), BindError> {
         let Self { what, setting, address, .. } = *self;
-        let bound = TcpListener::bind(address).await;
+        let bound = listen_as_go(address);
         self.listener = Some(bound.map_err(|error| BindError { what, setting, address, error })?);
         Ok(())
     }
@@ -75,7 +124,7 @@ impl Server {
 
     async fn bind(&self, backoff: &mut Backoff) -> TcpListener {
         loop {
-            match TcpListener::bind(self.address).await {
+            match listen_as_go(self.address) {
                 Ok(listener) => return listener,
                 Err(error) => {
                     let Self { what, setting, address, .. } = self;

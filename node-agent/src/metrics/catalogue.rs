@@ -15,7 +15,7 @@ of the Go runtime and of requests to the API server, since the agent has neither
 appears with its first value.
 
 `/metrics/slis` on the same port has `kubernetes_healthcheck{name,type}` and `kubernetes_healthchecks_total{name,type,status}`, which tell and count the results of
-`/healthz` there, as in every component of Kubernetes; `DELETE` resets them.
+`/healthz` there, as in every component of Kubernetes; `DELETE` resets them. `kubernetes_build_info` has the labels that it has there, and tells of Headgate's own build.
 
 Not served: what belongs to nftables, until that mode is built.
 ";
@@ -57,9 +57,12 @@ impl Catalogue {
     #[must_use]
     pub fn page(&self) -> String {
         let mut page = HEAD.to_owned();
-        for (title, prefix) in
-            [("Headgate's own", "headgate_agent_"), ("As kube-proxy's", "kubeproxy_"), ("Of the process", "process_")]
-        {
+        for (title, prefix) in [
+            ("Headgate's own", "headgate_agent_"),
+            ("As kube-proxy's", "kubeproxy_"),
+            ("Of the process", "process_"),
+            ("Of the build", "kubernetes_"),
+        ] {
             // Writing to a string does not fail.
             let _ = write!(page, "\n## {title}\n\n| name | type | labels | meaning |\n| --- | --- | --- | --- |\n");
             let mut listed: Vec<&Description> =

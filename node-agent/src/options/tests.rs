@@ -1,14 +1,12 @@
 #![allow(clippy::unwrap_used)]
 use std::time::Duration;
 
-use clap::Parser as _;
-
 use super::*;
 use crate::config::{DetectLocal, NodePortSelector};
 
 fn parse(arguments: &[&str]) -> Result<Options, String> {
     let head = ["headgate-node-agent"];
-    Options::try_parse_from(head.iter().chain(arguments)).map_err(|error| error.to_string())
+    Options::read(head.iter().chain(arguments)).map_err(|error| error.to_string())
 }
 
 fn settings(arguments: &[&str]) -> Settings {
@@ -126,6 +124,38 @@ fn of_flags_that_stand_twice_the_last_counts_and_lists_gather() {
     assert!(configured.warning.unwrap().contains("--feature-gates A (no such"));
     let options = parse(&["--cleanup", "--node-name=a", "--hostname-override=b"]).unwrap();
     assert_eq!(&*options.node_name(settings).unwrap(), "b");
+}
+
+#[test]
+fn flags_may_be_written_with_underscores_as_for_kube_proxy() {
+    let settings = settings(&["--proxy_mode=ipvs", "--cluster_cidr", "10.0.0.0/8", "--iptables_sync-period=5s"]);
+    assert_eq!(settings.mode, ProxyMode::Ipvs);
+    assert!(matches!(&settings.detect_local, DetectLocal::ClusterCidr(cidrs) if cidrs.len() == 1));
+    // Values keep theirs.
+    let prefix = ["--detect_local_mode=InterfaceNamePrefix", "--pod_interface_name_prefix=my_pod"];
+    assert_eq!(super::tests::settings(&prefix).detect_local, DetectLocal::InterfaceNamePrefix("my_pod".into()));
+    assert!(refused(&["--proxy_modes=ipvs"]).contains("unexpected argument '--proxy-modes'"));
+}
+
+#[test]
+fn all_flags_are_listed_with_their_values() {
+    let options = parse(&[
+        "--cleanup",
+        "--nodeport-addresses=10.0.0.0/8",
+        "--nodeport_addresses=primary",
+        "-v=3",
+        "--cluster-cidr=",
+    ]);
+    let flags = options.unwrap().flags;
+    let value = |flag: &str| flags.get(flag).map(String::as_str);
+    assert_eq!(value("nodeport-addresses"), Some("10.0.0.0/8,primary"));
+    assert_eq!((value("v"), value("cleanup"), value("init-only")), (Some("3"), Some("true"), Some("false")));
+    assert_eq!((value("insecure-loopback"), value("cluster-cidr")), (Some("false"), Some("")));
+    assert_eq!(
+        (value("oom-score-adj"), value("machine-id-file")),
+        (Some("-999"), Some("/etc/machine-id,/var/lib/dbus/machine-id"))
+    );
+    assert_eq!((value("help"), value("version"), value("tls-key")), (None, None, Some("")));
 }
 
 #[test]

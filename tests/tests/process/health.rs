@@ -37,6 +37,46 @@ fn row_105_healthz_and_livez_answer_as_kube_proxys_before_and_after_the_first_sy
 
 // rows: 105
 #[test]
+fn row_105_pages_at_0_0_0_0_answer_over_both_families_as_kube_proxys_do() {
+    let rig = Rig::new();
+    let both = |port: u16| {
+        for address in ["127.0.0.1", "192.0.2.11", "[::1]", "[2001:db8::11]"] {
+            let address = format!("{address}:{port}");
+            eventually(&address, || rig.get_at(&address, "/healthz"));
+        }
+    };
+    let agent = rig.agent(&[]);
+    both(10256);
+    // Loopback stays loopback.
+    assert!(rig.get_at("[::1]:10249", "/healthz").is_err());
+    assert!(agent.terminate().0.success());
+    // Also where the addresses are given, in either family's way of writing, and have to be bound.
+    for everywhere in ["0.0.0.0", "[::]"] {
+        let [healthz, metrics] =
+            ["healthz-bind-address", "metrics-bind-address"].map(|flag| format!("--{flag}={everywhere}"));
+        let agent = rig.agent(&[&format!("{healthz}:10256"), &format!("{metrics}:10249"), "--bind-address-hard-fail"]);
+        both(10256);
+        both(10249);
+        assert!(agent.terminate().0.success());
+    }
+}
+
+// rows: 105
+#[test]
+fn row_105_pages_at_0_0_0_0_answer_on_a_host_without_ipv6() {
+    let rig = Rig::new();
+    let answers = || eventually("the page is served", || rig.get_at("192.0.2.11:10256", "/healthz"));
+    let agent = rig.agent_without_ipv6_sockets(&["--bind-address-hard-fail"]);
+    answers();
+    assert!(rig.get_at("[2001:db8::11]:10256", "/healthz").is_err());
+    assert!(agent.terminate().0.success());
+    rig.set_parameter("net/ipv6/conf/all/disable_ipv6", "1");
+    let _agent = rig.agent(&["--bind-address-hard-fail"]);
+    answers();
+}
+
+// rows: 105
+#[test]
 fn row_105_a_family_that_the_node_does_not_have_has_no_health() {
     let rig = Rig::serving(&web(""));
     rig.set_parameter("net/ipv6/conf/all/disable_ipv6", "1");

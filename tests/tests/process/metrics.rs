@@ -124,3 +124,76 @@ fn iso_midnight(mut day: u64) -> String {
     }
     format!("{year:04}-{month:02}-{:02}T00:00:00", day + 1)
 }
+
+// rows: 108
+#[test]
+fn row_108_statusz_and_flagz_are_served_as_text_and_can_be_turned_off_by_their_gates() {
+    let rig = Rig::new();
+    let agent =
+        rig.agent(&["--masquerade_all", "--cluster_cidr=10.244.0.0/16", "--boot-id-file=/x", "--machine_id_file=/y"]);
+    let (code, text) = eventually("the page is served", || rig.page("/statusz"));
+    assert_eq!(code, 200, "{text}");
+    assert!(
+        text.starts_with("\nheadgate-node-agent statusz\nWarning: This endpoint is not meant to be machine parseable"),
+        "{text}"
+    );
+    let line = |label: &str| {
+        text.lines().find_map(|line| line.strip_prefix(label)).unwrap_or_else(|| panic!("{text}")).to_owned()
+    };
+    assert!(line("Started: ").ends_with('Z') && line("Up: ").starts_with("0 hr 00 min "), "{text}");
+    assert_eq!(line("Binary version: "), env!("CARGO_PKG_VERSION"));
+    assert_eq!(line("Emulation version: "), "1.36");
+    assert_eq!(line("Paths: "), "/configz /flagz /healthz /metrics /proxyMode /status");
+    let (code, text) = rig.page("/flagz").unwrap();
+    assert_eq!(code, 200, "{text}");
+    assert!(text.starts_with("\nheadgate-node-agent flagz\nWarning: "), "{text}");
+    for flag in [
+        "masquerade-all=true",
+        "cluster-cidr=10.244.0.0/16",
+        "node-name=node-a",
+        "insecure-loopback=true",
+        "iptables-sync-period=30s",
+        "boot-id-file=/x",
+        "state-dir=",
+        "tls-key=",
+    ] {
+        assert!(text.lines().any(|line| line == flag), "{flag} is not in\n{text}");
+    }
+    // Programs that ask for a structured form learn that there is none.
+    for accept in ["application/json", "application/yaml;as=Statusz;v=v1beta1;g=config.k8s.io"] {
+        assert_eq!(rig.page_for("/statusz", accept).unwrap().0, 406);
+    }
+    assert_eq!(rig.page_for("/flagz", "text/plain, */*;q=0.1").unwrap().0, 200);
+    assert!(agent.terminate().0.success());
+
+    let _agent = rig.agent(&["--feature-gates=ComponentStatusz=false,ComponentFlagz=false"]);
+    eventually("the page is served", || rig.page("/healthz"));
+    assert_eq!(rig.page("/statusz").unwrap().0, 404);
+    assert_eq!(rig.page("/flagz").unwrap().0, 404);
+}
+
+// rows: 109
+#[test]
+fn row_109_the_build_is_told_with_kube_proxys_labels() {
+    let rig = Rig::new();
+    let _agent = rig.agent(&[]);
+    let (_, text) = eventually("the page is served", || rig.page("/metrics"));
+    let sample =
+        text.lines().find(|line| line.starts_with("kubernetes_build_info{")).unwrap_or_else(|| panic!("{text}"));
+    let labels = sample.trim_start_matches("kubernetes_build_info{").trim_end_matches("} 1");
+    let names: Vec<&str> = labels.split(',').map(|label| label.split('=').next().unwrap()).collect();
+    let expected = [
+        "build_date",
+        "compiler",
+        "git_commit",
+        "git_tree_state",
+        "git_version",
+        "go_version",
+        "major",
+        "minor",
+        "platform",
+    ];
+    assert_eq!(names, expected, "{sample}");
+    assert!(sample.contains(&format!("git_version=\"v{}\"", env!("CARGO_PKG_VERSION"))), "{sample}");
+    assert!(text.contains("# TYPE kubernetes_build_info gauge\n"), "{text}");
+}
