@@ -47,6 +47,10 @@ struct Inner {
     /// By family, IPv4 first.
     taken_since: [Option<Instant>; 2],
     synced_at: [Option<SystemTime>; 2],
+    /// Families that the last attempt did not program, since the node does not have them.
+    is_absent: [bool; 2],
+    /// This run has programmed a complete state, or found an earlier run's rules in place beside a checked state on disk.
+    has_programmed: bool,
     queued_at: Option<SystemTime>,
     endpoint_changes_total: u64,
     service_changes_total: u64,
@@ -78,9 +82,19 @@ pub struct Health {
     pub v6: FamilyHealth,
     /// The node may get new connections from outside.
     pub is_node_eligible: bool,
+    /// The kernel has a complete state: this run has programmed one, or found an earlier run's rules in place beside a
+    /// checked state on disk.
+    pub has_programmed: bool,
 }
 
 impl Health {
+    /// Load balancers may send connections to the node: a complete state is programmed, no change waits for too long, and
+    /// the node does not go away.
+    #[must_use]
+    pub fn is_serving(&self) -> bool {
+        self.is_alive() && self.is_node_eligible && self.has_programmed
+    }
+
     /// Both families are healthy.
     #[must_use]
     pub fn is_alive(&self) -> bool {
@@ -106,6 +120,11 @@ pub struct Counts {
 }
 
 impl Inner {
+    /// Takes note of which families there are. None means both.
+    fn attempted(&mut self, programmed: &[Family]) {
+        self.is_absent = Family::BOTH.map(|family| !names(programmed, family));
+    }
+
     fn synced(&mut self, is_in_sync: impl Fn(Family) -> bool) {
         for (i, family) in Family::BOTH.into_iter().enumerate() {
             if is_in_sync(family) {
@@ -165,13 +184,22 @@ impl Backlog {
     pub(crate) fn succeeded(&self, programmed: &[Family]) -> Vec<Trigger> {
         let mut inner = self.lock();
         inner.taken_since = [None; 2];
+        inner.attempted(programmed);
+        inner.has_programmed = true;
         inner.synced(|family| names(programmed, family));
         std::mem::take(&mut inner.taken).triggers
     }
 
     /// What was taken is not in the kernel, in these families; it is in others that are programmed. In both cases, none means both.
     pub(crate) fn failed(&self, failed: &[Family], programmed: &[Family]) {
-        self.lock().synced(|family| !names(failed, family) && names(programmed, family));
+        let mut inner = self.lock();
+        inner.attempted(programmed);
+        inner.synced(|family| !names(failed, family) && names(programmed, family));
+    }
+
+    /// An earlier run's rules are in place, and the state on disk that belongs to them was read and checked.
+    pub(crate) fn found_in_place(&self) {
+        self.lock().has_programmed = true;
     }
 
     /// What the stream says of the node; `None` when the source knows none.
@@ -185,19 +213,24 @@ impl Backlog {
         };
     }
 
-    /// How the agent does. A family is unhealthy when a change has waited for longer than `patience`, but for one that was never in sync: it
-    /// is starting, as in kube-proxy, and whoever ended it for that would only begin it anew.
+    /// How the agent does. A family is unhealthy when a change has waited for longer than `patience`, also before its first
+    /// sync. A family that the node does not have never is.
     #[must_use]
     pub fn health(&self, patience: Duration) -> Health {
         let inner = self.lock();
         let family = |i: usize| {
             let oldest = inner.taken_since[i].or(inner.waiting_since);
             FamilyHealth {
-                is_healthy: inner.synced_at[i].is_none() || oldest.is_none_or(|oldest| oldest.elapsed() < patience),
+                is_healthy: inner.is_absent[i] || oldest.is_none_or(|oldest| oldest.elapsed() < patience),
                 synced_at: inner.synced_at[i],
             }
         };
-        Health { v4: family(0), v6: family(1), is_node_eligible: inner.eligibility != Eligibility::GoingAway }
+        Health {
+            v4: family(0),
+            v6: family(1),
+            is_node_eligible: inner.eligibility != Eligibility::GoingAway,
+            has_programmed: inner.has_programmed,
+        }
     }
 
     /// Numbers for metrics.
@@ -235,11 +268,15 @@ mod tests {
         let backlog = Backlog::default();
         assert!(backlog.health(Duration::ZERO).is_alive(), "nothing has come");
         backlog.queue([], &[]);
-        assert!(backlog.health(Duration::ZERO).is_alive(), "it is starting");
+        assert!(backlog.health(LONG).is_alive(), "it is starting");
+        assert!(!backlog.health(Duration::ZERO).is_alive(), "it has been starting for too long");
         backlog.take();
         backlog.failed(&[Family::V6], &[]);
+        assert!(backlog.health(LONG).is_alive());
         let health = backlog.health(Duration::ZERO);
-        assert!(health.v4.synced_at.is_some() && health.v6.synced_at.is_none() && health.is_alive());
+        assert!(health.v4.is_healthy && health.v4.synced_at.is_some(), "IPv4 is programmed");
+        assert!(!health.v6.is_healthy && health.v6.synced_at.is_none(), "IPv6 was broken from the start");
+        assert!(!health.has_programmed);
         backlog.take();
         backlog.succeeded(&[]);
         backlog.queue([], &[]);
@@ -268,6 +305,23 @@ mod tests {
         let health = backlog.health(Duration::ZERO);
         assert!(health.v4.synced_at.is_some() && !health.v4.is_healthy);
         assert!(health.v6.synced_at.is_none() && health.v6.is_healthy);
+    }
+
+    #[test]
+    fn a_node_serves_once_a_complete_state_is_programmed_or_was_found_in_place() {
+        let backlog = Backlog::default();
+        let health = |backlog: &Backlog| backlog.health(LONG);
+        assert!(health(&backlog).is_alive() && !health(&backlog).is_serving());
+        backlog.queue([], &[]);
+        backlog.take();
+        backlog.failed(&[], &[]);
+        assert!(!health(&backlog).is_serving());
+        backlog.take();
+        backlog.succeeded(&[]);
+        assert!(health(&backlog).is_serving());
+        let restarted = Backlog::default();
+        restarted.found_in_place();
+        assert!(health(&restarted).is_serving());
     }
 
     // rows: 107

@@ -425,6 +425,7 @@ impl Reconciler {
         match self.backend.has_rules() {
             Ok(true) => {
                 info!("the rules of the last run are in place, and stay as they are until a control plane answers");
+                self.shared.backlog().found_in_place();
                 let Self { shared, companions, .. } = self;
                 shared.with_facts(|state, node| {
                     companions.iter_mut().for_each(|companion| companion.restored(state, node));

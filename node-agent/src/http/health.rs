@@ -69,10 +69,10 @@ struct FamilyPage {
     healthy: bool,
 }
 
-/// Fails also when load balancers should send nothing new to this node.
+/// Fails also when load balancers should send nothing new to this node: it goes away, or has no rules yet.
 async fn healthz(State(pages): State<HealthPages>) -> impl IntoResponse {
     let health = pages.backlog.health(pages.patience);
-    let is_healthy = health.is_alive() && health.is_node_eligible;
+    let is_healthy = health.is_serving();
     let code = status(is_healthy);
     pages.metrics.kube_proxy.healthz(code.as_u16());
     answer(code, &page(health, is_healthy, Some(health.is_node_eligible)))
@@ -168,7 +168,8 @@ mod tests {
         );
         let json = |page: &Page| serde_json::to_value(page).unwrap_or_default();
 
-        let found = json(&page(Health { v4: late, v6: well, is_node_eligible: true }, false, Some(true)));
+        let found =
+            json(&page(Health { v4: late, v6: well, is_node_eligible: true, has_programmed: true }, false, Some(true)));
         let status = serde_json::json!({
             "IPv4": {"lastUpdated": "1970-01-01T00:00:05Z", "healthy": false},
             "IPv6": {"lastUpdated": "1970-01-01T00:00:06Z", "healthy": true},
@@ -180,20 +181,26 @@ mod tests {
         assert_eq!(found, expected);
 
         // A node that goes away: the proxy itself is well.
-        let found = json(&page(Health { v4: well, v6: well, is_node_eligible: false }, false, Some(false)));
+        let found = json(&page(
+            Health { v4: well, v6: well, is_node_eligible: false, has_programmed: true },
+            false,
+            Some(false),
+        ));
         assert_eq!((&found["healthy"], &found["nodeEligible"]), (&true.into(), &false.into()));
         assert_eq!(found["lastUpdated"], "1970-01-01T00:00:06Z");
 
         // One family has never been programmed, as on a node without IPv6; /livez does not say whether the node is eligible.
         let never = FamilyHealth { is_healthy: true, synced_at: None };
-        let found = json(&page(Health { v4: well, v6: never, is_node_eligible: true }, true, None));
+        let found =
+            json(&page(Health { v4: well, v6: never, is_node_eligible: true, has_programmed: true }, true, None));
         assert_eq!(found["lastUpdated"], found["currentTime"]);
         assert_eq!(found.get("nodeEligible"), None);
         assert_eq!(
             found["status"],
             serde_json::json!({"IPv4": {"lastUpdated": "1970-01-01T00:00:06Z", "healthy": true}})
         );
-        let found = json(&page(Health { v4: never, v6: never, is_node_eligible: true }, true, None));
+        let found =
+            json(&page(Health { v4: never, v6: never, is_node_eligible: true, has_programmed: true }, true, None));
         assert_eq!(found.get("status"), None, "nothing is programmed yet");
     }
 }

@@ -8,19 +8,23 @@ fn web(node_spec: &str) -> Vec<(&'static str, String)> {
 #[test]
 fn row_105_healthz_and_livez_answer_as_kube_proxys_before_and_after_the_first_sync() {
     let rig = Rig::new();
-    // No control plane: nothing has come, so nothing waits.
+    // No control plane: nothing has come, so nothing waits, and to start the agent anew would not help. But there are no
+    // rules, so load balancers are to send nothing here: kube-proxy serves no page at all before it knows its node.
     let agent = rig.agent(&[]);
-    let found = rig.until_health("/healthz", 200);
-    assert_eq!(found["healthy"], true);
-    assert_eq!(found["nodeEligible"], true);
-    assert_eq!(found["lastUpdated"], found["currentTime"]);
-    assert_eq!(found.get("status"), None, "{found}");
     let found = rig.until_health("/livez", 200);
     assert_eq!(found["healthy"], true);
+    assert_eq!(found["lastUpdated"], found["currentTime"]);
+    assert_eq!(found.get("status"), None, "{found}");
+    let found = rig.until_health("/healthz", 503);
+    assert_eq!(found["healthy"], true);
+    assert_eq!(found["nodeEligible"], true);
+    assert_eq!(found["lastUpdated"], "0001-01-01T00:00:00Z");
+    assert_eq!(found.get("status"), None, "{found}");
+    let found = rig.until_health("/livez", 200);
     assert!(found.get("nodeEligible").is_none(), "{found}");
     assert_eq!(rig.health("/other").unwrap().0, 404);
     // The page may be served later than those.
-    rig.until_metric("kubeproxy_proxy_livez_total{code=\"200\"}", |count| count == 1.0);
+    rig.until_metric("kubeproxy_proxy_livez_total{code=\"200\"}", |count| count >= 2.0);
     drop(agent);
 
     let rig = Rig::serving(&web(""));
@@ -147,6 +151,25 @@ fn row_106_a_change_that_waits_too_long_makes_its_family_unhealthy_until_it_is_p
     let is_there = |rules: &[String]| rules.iter().any(|rule| rule.contains("ns/more:http"));
     rig.until_rules_of("ip6tables-nft-save", "everything is programmed again", "filter", is_there);
     assert!(rig.metric("kubeproxy_sync_full_proxy_rules_duration_seconds_count{ip_family=\"IPv6\"}") >= 1.0);
+}
+
+// rows: 106
+#[test]
+fn row_106_a_family_that_is_broken_from_the_start_is_unhealthy_after_two_sync_periods() {
+    let rig = Rig::serving(&web(""));
+    for tool in ["iptables-nft-restore", "ip6tables-nft-restore"] {
+        rig.make_breakable(tool);
+        rig.break_tool(tool);
+    }
+    let _agent = rig.agent(&["--iptables-sync-period=1s"]);
+    let found = rig.until_health("/livez", 503);
+    assert_eq!(found["healthy"], false, "{found}");
+    assert_eq!(rig.health("/healthz").unwrap().0, 503);
+    for tool in ["iptables-nft-restore", "ip6tables-nft-restore"] {
+        rig.mend_tool(tool);
+    }
+    rig.until_health("/livez", 200);
+    rig.until_health("/healthz", 200);
 }
 
 // rows: 67

@@ -137,7 +137,7 @@ fn row_107_a_deleted_node_keeps_its_addresses_and_pod_ranges_also_after_a_restar
     let has = |rules: &[String], name: &str| rules.iter().any(|rule| rule.contains(&format!("ns/{name}:http")));
     rig.until_rules("the Node's values are in the rules", "nat", has_both);
     rig.remove("node");
-    assert_eq!(rig.until_health("/healthz", 503)["nodeEligible"], false);
+    rig.until_ineligible();
     rig.put("more", &service("more", 20, ""));
     rig.put("more-1", &slice("more", &[("node-a", 20)], ""));
     let rules = rig.until_rules("a change after the deletion", "nat", |rules| has(rules, "more"));
@@ -148,7 +148,7 @@ fn row_107_a_deleted_node_keeps_its_addresses_and_pod_ranges_also_after_a_restar
     let _agent = rig.agent(&arguments);
     let rules = rig.until_rules("the restarted agent's rules", "nat", |rules| has(rules, "more"));
     assert!(has_both(&rules), "{rules:#?}");
-    assert_eq!(rig.until_health("/healthz", 503)["nodeEligible"], false);
+    rig.until_ineligible();
     rig.put("node", &node("podCIDRs: [10.244.7.0/24]"));
     rig.until_health("/healthz", 200);
     rig.until_rules("the Node that came back", "nat", |rules| {

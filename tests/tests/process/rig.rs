@@ -348,6 +348,14 @@ impl Rig {
         })
     }
 
+    /// Waits until load balancers are told that the node goes away.
+    pub(super) fn until_ineligible(&self) {
+        eventually("the node goes away", || match self.health("/healthz")? {
+            (503, body) if body["nodeEligible"] == false => Ok(()),
+            (found, body) => Err(format!("{found} {body}")),
+        });
+    }
+
     /// A page of the port for metrics.
     pub(super) fn page(&self, path: &str) -> Result<(u16, String), String> {
         self.get(METRICS, path)

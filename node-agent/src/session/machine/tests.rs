@@ -480,7 +480,7 @@ fn a_resume_by_log_is_complete_at_the_head_that_welcome_named() {
     let mut resumed_by = |message| has_resumed(&machine.on_message(message).unwrap());
     assert!(!resumed_by(batch(3, 4, &[endpoint("web", 1, 1)])), "two versions are missing");
     assert!(!resumed_by(batch(4, 4, &[endpoint("web", 2, 1)])), "this is a part of a step");
-    assert!(!resumed_by(message(Body::Heartbeat(v1::Heartbeat { head_version: 4, source_age_ms: 0 }))));
+    assert!(!resumed_by(message(Body::Heartbeat(v1::Heartbeat { head_version: 4, ..Default::default() }))));
     // The head has moved on meanwhile, and the step with it.
     assert!(resumed_by(batch(4, 9, &[endpoint("web", 3, 1)])));
     assert!(!resumed_by(batch(9, 10, &[endpoint("web", 4, 1)])), "it is said once");
@@ -491,7 +491,7 @@ fn a_resume_by_log_is_complete_at_the_first_heartbeats_head_when_welcome_names_n
     let (mut machine, effects) = resuming_by_log(None);
     assert!(!has_resumed(&effects));
     let mut resumed_by = |message| has_resumed(&machine.on_message(message).unwrap());
-    let heartbeat = |head_version| message(Body::Heartbeat(v1::Heartbeat { head_version, source_age_ms: 0 }));
+    let heartbeat = |head_version| message(Body::Heartbeat(v1::Heartbeat { head_version, ..Default::default() }));
     assert!(!resumed_by(batch(3, 4, &[endpoint("web", 1, 1)])));
     assert!(!resumed_by(heartbeat(5)));
     assert!(!resumed_by(heartbeat(6)), "the first counts");
