@@ -93,7 +93,7 @@ impl Found {
         let all = self.agents.len();
         let agents = &mut self.agents;
         agents.retain(|agent| {
-            let (is_behind, is_failing) = (is_behind(agent), is_failing(agent));
+            let (is_behind, is_failing) = (!is_up_to_date(agent), is_failing(agent));
             (!wanted.behind || is_behind) && (!wanted.failing || is_failing)
         });
         agents.sort_by(|a, b| badness(b).cmp(&badness(a)).then_with(|| a.node.cmp(&b.node)));
@@ -134,9 +134,14 @@ impl Found {
     }
 }
 
-/// It has not programmed all that is older than a second.
-fn is_behind(agent: &AgentInfo) -> bool {
-    agent.lag_ms >= render::SETTLED_MS
+/// It has programmed all that is older than a second, of a replica that follows its source.
+fn is_up_to_date(agent: &AgentInfo) -> bool {
+    !is_stray(agent) && !render::is_behind(agent)
+}
+
+/// It waits, or its replica is cut off from its source.
+fn is_stray(agent: &AgentInfo) -> bool {
+    matches!(agent.state.as_str(), "waiting" | "cut_off")
 }
 
 /// The last attempt failed, or it rejects something.
@@ -144,10 +149,11 @@ fn is_failing(agent: &AgentInfo) -> bool {
     !agent.last_error.is_empty() || !agent.rejections.is_empty()
 }
 
-/// Worse is more: errors, then rejections, then lag, then what is degraded.
-fn badness(agent: &AgentInfo) -> (bool, bool, u64, bool) {
-    let lag = if is_behind(agent) { agent.lag_ms } else { 0 };
-    (!agent.last_error.is_empty(), !agent.rejections.is_empty(), lag, !agent.degraded.is_empty())
+/// Worse is more: errors, then rejections, then agents that wait or are cut off, then lag, then what is degraded.
+fn badness(agent: &AgentInfo) -> (bool, bool, bool, u64, bool) {
+    let lag = if render::is_behind(agent) { agent.lag_ms } else { 0 };
+    let is_rejecting = !agent.rejections.is_empty();
+    (!agent.last_error.is_empty(), is_rejecting, is_stray(agent), lag, !agent.degraded.is_empty())
 }
 
 /// Replicas' fleets as one. Each measures its own agents, and of several times the longest is when the change was everywhere.
@@ -156,6 +162,8 @@ fn together(fleets: &[FleetInfo]) -> FleetInfo {
         up_to_date: sum.up_to_date + fleet.up_to_date,
         behind: sum.behind + fleet.behind,
         failing: sum.failing + fleet.failing,
+        waiting: sum.waiting + fleet.waiting,
+        cut_off: sum.cut_off + fleet.cut_off,
         measured_commits: sum.measured_commits.max(fleet.measured_commits),
         everywhere_p50_ms: sum.everywhere_p50_ms.max(fleet.everywhere_p50_ms),
         everywhere_p99_ms: sum.everywhere_p99_ms.max(fleet.everywhere_p99_ms),

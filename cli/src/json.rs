@@ -74,6 +74,8 @@ pub fn agent(info: &AgentInfo) -> Value {
         "connected_unix_ms": info.connected_unix_ms,
         "last_error": info.last_error,
         "rejections": info.rejections.iter().map(problem).collect::<Vec<_>>(),
+        "state": info.state,
+        "reason": info.reason,
     })
 }
 
@@ -95,6 +97,8 @@ pub fn status(info: &GetStatusResponse) -> Value {
         "fleet": fleet(&info.fleet.unwrap_or_default()),
         "source_ages": info.source_ages.iter().map(source_age).collect::<Vec<_>>(),
         "positions": info.positions.iter().map(position).collect::<Vec<_>>(),
+        "source_state": info.source_state,
+        "source_problem": info.source_problem,
     })
 }
 
@@ -107,6 +111,8 @@ fn fleet(info: &FleetInfo) -> Value {
         "everywhere_p50_ms": info.everywhere_p50_ms,
         "everywhere_p99_ms": info.everywhere_p99_ms,
         "everywhere_max_ms": info.everywhere_max_ms,
+        "waiting": info.waiting,
+        "cut_off": info.cut_off,
     })
 }
 
@@ -129,6 +135,7 @@ pub fn progress(info: &WaitProgress) -> Value {
         "timed_out": info.timed_out,
         "laggards": info.laggards.iter().map(laggard).collect::<Vec<_>>(),
         "disconnected": info.disconnected,
+        "source_state": info.source_state,
     })
 }
 

@@ -221,7 +221,7 @@ fn hints(endpoint: &EndpointInfo) -> String {
     zones.chain(endpoint.hint_nodes.iter().map(|node| format!("node {node}"))).collect::<Vec<_>>().join(", ")
 }
 
-/// An agent whose lag is shorter is up to date: at any moment something is on its way.
+/// To a replica that does not say how its agents stand, an agent whose lag is shorter is up to date.
 pub const SETTLED_MS: u64 = 1000;
 
 /// Agents, one a row, in the order given; why a node is behind or below what it should be, below.
@@ -259,6 +259,9 @@ pub fn agents(agents: &[AgentInfo], now_unix_ms: u64, is_wide: bool, style: Styl
         if !agent.last_error.is_empty() {
             note(&mut output, &format!("{node}: error: {}", agent.last_error), Tone::Bad, style);
         }
+        if !agent.reason.is_empty() {
+            note(&mut output, &format!("{node}: {}: {}", agent_state(agent).0, agent.reason), Tone::Attention, style);
+        }
         for reason in &agent.degraded {
             note(&mut output, &format!("{node}: degraded: {reason}"), Tone::Attention, style);
         }
@@ -278,24 +281,38 @@ fn lag(agent: &AgentInfo) -> String {
 }
 
 fn agent_state(agent: &AgentInfo) -> (&'static str, Tone) {
-    if !agent.last_error.is_empty() {
-        ("failing", Tone::Bad)
-    } else if !agent.rejections.is_empty() {
-        ("rejecting", Tone::Bad)
-    } else if agent.lag_ms >= SETTLED_MS {
-        ("behind", Tone::Attention)
-    } else if !agent.degraded.is_empty() {
-        ("degraded", Tone::Attention)
-    } else {
-        ("up to date", Tone::Good)
+    match agent.state.as_str() {
+        "waiting" => ("waiting", Tone::Attention),
+        "cut_off" => ("cut off", Tone::Attention),
+        _ if !agent.last_error.is_empty() => ("failing", Tone::Bad),
+        _ if !agent.rejections.is_empty() => ("rejecting", Tone::Bad),
+        _ if is_behind(agent) => ("behind", Tone::Attention),
+        _ if !agent.degraded.is_empty() => ("degraded", Tone::Attention),
+        _ => ("up to date", Tone::Good),
+    }
+}
+
+/// The agent lacks something that its replica has known for more than a second.
+pub fn is_behind(agent: &AgentInfo) -> bool {
+    match agent.state.as_str() {
+        "up_to_date" => false,
+        "behind" => true,
+        // An older replica says nothing of it, and of an agent that fails or waits it says something else.
+        _ => agent.lag_ms >= SETTLED_MS,
     }
 }
 
 /// One line about a fleet.
 pub fn fleet(fleet: &FleetInfo) -> String {
-    let all = fleet.up_to_date + fleet.behind + fleet.failing;
+    let all = fleet.up_to_date + fleet.behind + fleet.failing + fleet.waiting + fleet.cut_off;
     let mut text = format!("fleet: {} of {} up to date", thousands(fleet.up_to_date), thousands(all));
-    for (count, state) in [(fleet.behind, "behind"), (fleet.failing, "failing")] {
+    let others = [
+        (fleet.behind, "behind"),
+        (fleet.failing, "failing"),
+        (fleet.waiting, "waiting"),
+        (fleet.cut_off, "at a replica that is cut off"),
+    ];
+    for (count, state) in others {
         if count > 0 {
             let _ = write!(text, ", {} {state}", thousands(count));
         }
@@ -338,10 +355,13 @@ fn sentence(problem: &Problem) -> String {
 
 /// The replica's state, a line for each fact; what it refuses, below.
 pub fn status(status: &GetStatusResponse, style: Style) -> String {
-    let synced = if status.synced {
-        paint("yes", Tone::Good, style)
-    } else {
-        paint("no: not every kind has been listed yet", Tone::Attention, style)
+    let synced = match (status.source_state.as_str(), status.synced) {
+        ("cut_off", _) => paint(&format!("cut off: {}", plain(&status.source_problem)), Tone::Bad, style),
+        (_, true) => paint("yes", Tone::Good, style),
+        (_, false) if status.source_problem.is_empty() => {
+            paint("no: not every kind has been listed yet", Tone::Attention, style)
+        }
+        (_, false) => paint(&format!("no: {}", plain(&status.source_problem)), Tone::Bad, style),
     };
     let facts = [
         ("replica", plain(&format!("{} (headgate {})", status.replica, status.build)).into_owned()),

@@ -160,6 +160,9 @@ impl Report<'_> {
         for progress in self.replicas {
             let replica = plain(&progress.replica);
             let problem = match (progress.waiting_for.as_str(), self.wait.gone) {
+                ("source", _) if progress.source_state == "unlisted" => "its source has not been listed",
+                ("source", _) if progress.source_state == "cut_off" => "it is cut off from its source",
+                ("source", _) if progress.source_state == "following" => "its source is behind another replica's",
                 ("source", _) => "its source has not been listed, or is behind another replica's",
                 ("service", false) => "it knows no such service",
                 ("endpoint", false) => "it knows no such endpoint of the service",

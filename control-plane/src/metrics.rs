@@ -7,6 +7,7 @@ use std::{
     time::Duration,
 };
 
+use headgate_core::node_state::SourceState;
 use headgate_tls::{Loaded, Validity};
 use prometheus_client::{
     encoding::{EncodeLabelSet, text::encode},
@@ -119,6 +120,7 @@ pub struct Metrics {
     source_errors: Family<SourceError, Total>,
     problems: Level,
     synced: Level,
+    source_states: Family<State, Level>,
     resources: Family<Kind, Level>,
     version: Level,
     tombstones: Level,
@@ -171,12 +173,13 @@ impl Default for Metrics {
                 "control_plane_recently_programmed_everywhere_seconds",
                 "The same time of the last 1,024 changes at most: their p50, p99 and, as quantile 1, the longest; absent until a change was measured",
             ),
-            agents: add.add("control_plane_agents", "Agents with a stream, by state: up_to_date (all that is older than a second is programmed), behind, or failing (the last attempt failed, or a resource is rejected)"),
+            agents: add.add("control_plane_agents", "Agents with a stream, by state: up_to_date (all that is older than a second is programmed, and the source is followed), behind, failing (the last attempt failed, or a resource is rejected), waiting (nothing is acknowledged, or the source is unlisted), or cut_off (the source is)"),
             source_ages: add.add("source_age_seconds", "Time since a kind of the source was last heard"),
             source_errors: add
                 .add("source_errors", "Refused objects, dropped watches and the like, by kind and reason"),
             problems: add.add("source_problems", "Objects, or parts of one, that are not served as written"),
             synced: add.add("source_synced", "1 once every kind has been listed"),
+            source_states: add.add("source_state", "1 for the state that the source is in: unlisted (not every kind has been listed), following, or cut_off (changes cannot be heard of); 0 for the others"),
             resources: add.add("resources", "Resources held, by kind"),
             version: add.add("store_version", "Head of the log"),
             tombstones: add.add("store_tombstones", "Removals remembered"),
@@ -279,7 +282,7 @@ impl Metrics {
         }
     }
 
-    pub(crate) fn set_agents(&self, states: [(&'static str, usize); 3]) {
+    pub(crate) fn set_agents(&self, states: [(&'static str, usize); 5]) {
         for (state, count) in states {
             self.agents.get_or_create(&State { state }).set(level(count));
         }
@@ -294,8 +297,11 @@ impl Metrics {
         self.problems.set(level(count));
     }
 
-    pub(crate) fn set_synced(&self) {
-        self.synced.set(1);
+    pub(crate) fn set_source_state(&self, state: SourceState) {
+        self.synced.set(i64::from(state != SourceState::Unlisted));
+        for other in SourceState::ALL {
+            self.source_states.get_or_create(&State { state: other.as_str() }).set(i64::from(other == state));
+        }
     }
 
     pub(crate) fn set_resources(&self, services: usize, endpoints: usize, service_cidrs: usize, nodes: usize) {
@@ -341,6 +347,11 @@ impl Metrics {
 
     pub(crate) fn count_snapshot(&self) {
         self.snapshots.inc();
+    }
+
+    /// Snapshots sent so far.
+    pub(crate) fn snapshots_sent(&self) -> u64 {
+        self.snapshots.get()
     }
 
     pub(crate) fn count_snapshot_waited(&self) {

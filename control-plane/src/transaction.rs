@@ -98,6 +98,9 @@ pub trait Sink: Send + Sync + 'static {
     /// The source has just shown that what was handed on of a kind is current: by a complete list, a change or a bookmark.
     fn heard(&self, kind: SourceKind);
 
+    /// Whether the source can be heard: `Some` says why it cannot, `None` that it can again. Until the first call it can.
+    fn cut_off(&self, problem: Option<String>);
+
     /// Replaces the list of all present problems. Sorted.
     fn problems(&self, problems: Vec<Problem>);
 

@@ -20,6 +20,7 @@ pub mod iptables;
 pub mod ipvs;
 pub mod masquerade;
 pub mod model;
+pub mod node_state;
 pub mod plaintext;
 pub mod pool;
 pub mod reference;

@@ -18,7 +18,7 @@ use axum::{
     response::{IntoResponse, Response},
     routing::get,
 };
-use headgate_core::exposition;
+use headgate_core::{exposition, node_state::SourceState};
 use tokio::sync::watch;
 
 use crate::{
@@ -92,6 +92,7 @@ async fn status(State(pages): State<Pages>) -> impl IntoResponse {
         "connected": pages.metrics.connected.get() == 1,
         "version": pages.metrics.version_received.get(),
         "programmedVersion": programmed,
+        "sourceState": pages.metrics.source_state().map(SourceState::as_str),
         "sourceAgeSeconds": pages.metrics.source_age().map(|age| age.as_secs_f64()),
         "backend": progress.status.backend,
         "degraded": progress.status.degraded,

@@ -12,6 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use headgate_core::node_state::SourceState;
 use headgate_proto::v1::welcome::ResumeMode;
 use prometheus_client::{
     encoding::{EncodeLabelSet, text},
@@ -121,6 +122,7 @@ pub struct Metrics {
     resumes: Family<ModeLabel, Counter>,
     source_age_seconds: Gauge<f64, AtomicU64>,
     source: Mutex<Option<(Instant, Duration)>>,
+    source_state: Mutex<Option<SourceState>>,
     apply_duration: Family<KindLabel, Histogram>,
     applies_failed: Family<KindLabel, Counter>,
     services_planned: Counter,
@@ -165,6 +167,7 @@ impl Default for Metrics {
             resumes: Family::default(),
             source_age_seconds: Gauge::default(),
             source: Mutex::new(None),
+            source_state: Mutex::new(None),
             apply_duration: Family::new_with_constructor(apply_histogram),
             applies_failed: Family::default(),
             services_planned: Counter::default(),
@@ -264,6 +267,17 @@ impl Metrics {
     /// A heartbeat said how long ago the source was heard.
     pub fn heard(&self, source_age: Duration) {
         *self.source.lock().unwrap_or_else(PoisonError::into_inner) = Some((Instant::now(), source_age));
+    }
+
+    /// What the replica says that its source is doing; `None` from one that does not say.
+    pub fn source_said(&self, state: Option<SourceState>) {
+        *self.source_state.lock().unwrap_or_else(PoisonError::into_inner) = state;
+    }
+
+    /// What the replica said last of its source; `None` before, and from one that does not say.
+    #[must_use]
+    pub fn source_state(&self) -> Option<SourceState> {
+        *self.source_state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Time since the source was last heard, grown since the heartbeat that said so; `None` before the first.

@@ -323,6 +323,12 @@ impl Shared {
         self.lock().held.position()
     }
 
+    /// Positions of the source that the state covers; `None` before the first complete snapshot.
+    #[must_use]
+    pub fn positions(&self) -> Option<Vec<v1::SourcePosition>> {
+        self.lock().held.point(false).map(|point| point.positions)
+    }
+
     /// Looks at the state under the lock; for tests and diagnosis.
     pub fn with_state<T>(&self, look: impl FnOnce(&State) -> T) -> T {
         look(self.lock().held.state())

@@ -10,6 +10,7 @@ mod known;
 
 pub use decode::{Decoder, digests_from_wire, node_from_wire};
 pub use encode::{ChangesBuilder, References, digests_to_wire, node_to_wire};
+use headgate_core::node_state::SourceState;
 /// Where the protocol may be spoken without TLS; for programs that know the protocol and not the model.
 pub use headgate_core::{dns_name::check_subdomain, plaintext};
 pub use known::UnknownReference;
@@ -24,6 +25,29 @@ pub use known::UnknownReference;
 )]
 pub mod v1 {
     tonic::include_proto!("headgate.v1");
+}
+
+impl From<SourceState> for v1::SourceState {
+    fn from(state: SourceState) -> Self {
+        match state {
+            SourceState::Unlisted => Self::Unlisted,
+            SourceState::CutOff => Self::CutOff,
+            SourceState::Following => Self::Following,
+        }
+    }
+}
+
+impl v1::SourceState {
+    /// What a replica says of its source; `None` from a replica that does not know this field, or knows more states.
+    #[must_use]
+    pub fn known(self) -> Option<SourceState> {
+        match self {
+            Self::Unspecified => None,
+            Self::Unlisted => Some(SourceState::Unlisted),
+            Self::CutOff => Some(SourceState::CutOff),
+            Self::Following => Some(SourceState::Following),
+        }
+    }
 }
 
 impl v1::Batch {

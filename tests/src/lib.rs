@@ -5,6 +5,7 @@ pub mod apiserver;
 pub mod behaviours;
 pub mod bench;
 pub mod cases;
+pub mod failover;
 pub mod fleet;
 pub mod testbed;
 pub mod uml;

@@ -100,6 +100,22 @@ fn slice(name: &str, service: &str, addresses: &[&str]) -> String {
 }
 
 #[tokio::test]
+async fn a_folder_that_cannot_be_read_cuts_the_source_off_until_it_can() {
+    let reading = Reading::of(&[("web.yaml", &service("web"))]).await;
+    let (folder, away) = (reading.folder.path().to_owned(), reading.folder.path().with_extension("away"));
+    fs::rename(&folder, &away).unwrap();
+    reading.sink.until("the source is cut off", |c| c.cut_off.is_some()).await;
+    let heard = reading.sink.look(|c| {
+        assert!(c.cut_off.as_ref().unwrap().contains("cannot be read"), "{:?}", c.cut_off);
+        assert!(c.serves("default", "web"), "what was read stays");
+        c.heard.clone()
+    });
+    fs::rename(&away, &folder).unwrap();
+    reading.sink.until("the folder is read again", |c| c.cut_off.is_none()).await;
+    assert!(reading.sink.look(|c| c.heard != heard));
+}
+
+#[tokio::test]
 async fn a_folder_is_served_and_followed() {
     let node = "apiVersion: v1\nkind: Node\nmetadata: {name: n1}\n";
     let reading = Reading::of(&[

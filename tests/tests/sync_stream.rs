@@ -13,6 +13,8 @@ mod references;
 mod refusals;
 #[path = "sync_stream/replica.rs"]
 mod replica;
+#[path = "sync_stream/standing.rs"]
+mod standing;
 #[path = "sync_stream/tls.rs"]
 mod tls;
 

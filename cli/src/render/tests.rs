@@ -175,6 +175,34 @@ node-d: rejected Endpoint demo/web 10.1.2.3, ports[0].port: 0 is no port
 }
 
 #[test]
+fn agents_that_wait_or_are_cut_off_are_not_up_to_date() {
+    let state = |node: &str, state: &str, reason: &str| AgentInfo {
+        state: state.into(),
+        reason: reason.into(),
+        lag_ms: 5_000,
+        ..agent(node)
+    };
+    let all = [
+        state("node-a", "waiting", "the replica has not listed its source; the node holds no state"),
+        state("node-b", "cut_off", "the replica is cut off from its source: it is silent"),
+        state("node-c", "up_to_date", ""),
+        state("node-d", "behind", ""),
+    ];
+    let expected = "\
+NODE    STATE       PROGRAMMED  SENT  LAG  BACKEND
+node-a  waiting             18    18    0  iptables-nft
+node-b  cut off             18    18    0  iptables-nft
+node-c  up to date          18    18    0  iptables-nft
+node-d  behind              18    18    0  iptables-nft
+node-a: waiting: the replica has not listed its source; the node holds no state
+node-b: cut off: the replica is cut off from its source: it is silent
+";
+    assert_eq!(agents(&all, 1_192_000, false, PLAIN), expected);
+    let info = FleetInfo { up_to_date: 1, waiting: 2, cut_off: 3, ..FleetInfo::default() };
+    assert_eq!(fleet(&info), "fleet: 1 of 6 up to date, 2 waiting, 3 at a replica that is cut off");
+}
+
+#[test]
 fn a_fleet_is_one_line() {
     let info = FleetInfo { up_to_date: 4998, behind: 2, ..FleetInfo::default() };
     assert_eq!(fleet(&info), "fleet: 4,998 of 5,000 up to date, 2 behind");
@@ -214,7 +242,8 @@ fn status_lists_what_is_refused() {
             .map(|(kind, age_ms)| SourceAge { kind: kind.into(), age_ms })
             .to_vec(),
         fleet: Some(FleetInfo { up_to_date: 2, behind: 1, ..FleetInfo::default() }),
-        positions: Vec::new(),
+        source_state: "following".into(),
+        ..GetStatusResponse::default()
     };
     let expected = "\
 replica     control (headgate 0.1.0)
@@ -231,6 +260,15 @@ problems    1
   Service demo/web, spec.ports: is empty: give at least one port [web.yaml, document 2]
 ";
     assert_eq!(status(&response, PLAIN), expected);
+    let shown = |source_state: &str, synced, source_problem: &str| {
+        let (source_state, source_problem) = (source_state.into(), source_problem.into());
+        let response = GetStatusResponse { source_state, synced, source_problem, ..response.clone() };
+        status(&response, PLAIN).lines().nth(2).map(str::to_owned)
+    };
+    assert_eq!(shown("cut_off", true, "it is silent").as_deref(), Some("synced      cut off: it is silent"));
+    assert_eq!(shown("unlisted", false, "it refuses").as_deref(), Some("synced      no: it refuses"));
+    let expected = "synced      no: not every kind has been listed yet";
+    assert_eq!(shown("unlisted", false, "").as_deref(), Some(expected));
 }
 
 #[test]

@@ -10,6 +10,7 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
+use headgate_core::node_state::Reported;
 use headgate_proto::v1;
 use tonic::Status;
 
@@ -83,6 +84,7 @@ pub(super) struct Record {
     pub(super) backend: String,
     pub(super) degraded: Vec<String>,
     pub(super) programmed_version: u64,
+    has_acknowledged: bool,
     pub(super) apply_microseconds: u64,
     pub(super) services_planned: u32,
     pub(super) objects_written: u32,
@@ -217,6 +219,18 @@ impl Record {
         if is_lost { 0 } else { self.programmed_version }
     }
 
+    /// It has acknowledged a state on this stream, and its kernel has not lost it.
+    pub(super) fn has_state(&self) -> bool {
+        let is_lost = self.programmed_version > 0 && self.kernel_version() == 0;
+        self.has_acknowledged && !is_lost
+    }
+
+    /// What it has reported, where everything up to version `settled` has been known for a while.
+    pub(super) fn reported(&self, settled: u64) -> Reported {
+        let is_settled = self.kernel_version() >= settled;
+        Reported { has_state: self.has_state(), is_failing: self.is_failing(), is_settled }
+    }
+
     /// The last attempt failed, or something is rejected.
     pub(super) fn is_failing(&self) -> bool {
         !self.last_error.is_empty() || !self.rejections.is_empty()
@@ -229,6 +243,7 @@ impl Record {
 
     pub(super) fn ack(&mut self, ack: &v1::Ack) {
         self.programmed_version = self.programmed_version.max(ack.version);
+        self.has_acknowledged = true;
         self.apply_microseconds = ack.apply_microseconds;
         self.services_planned = ack.services_planned;
         self.objects_written = ack.objects_written;

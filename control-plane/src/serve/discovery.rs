@@ -1,12 +1,15 @@
-//! `Discovery.Sync` as a raw tower service: the response body is made of messages that are framed already and shared by all streams.
+//! `Discovery` as a raw tower service: the response body of `Sync` is made of messages that are framed already and shared by
+//! all streams.
 
 use std::{
     convert::Infallible,
     future::{Ready, ready},
+    pin::Pin,
     sync::Arc,
     task::{Context, Poll},
 };
 
+use futures::future::Either;
 use headgate_proto::{MAX_AGENT_MESSAGE_BYTES, v1};
 use http::{HeaderValue, Method, Request, Response, header};
 use http_body_util::StreamBody;
@@ -19,13 +22,15 @@ use tonic::{
 use tonic_prost::ProstCodec;
 use tower::Service;
 
-use super::{Shared, body};
+use super::{Shared, body, standing};
 use crate::identity::Peer;
 
 /// Path of the method.
 pub(super) const SYNC_PATH: &str = "/headgate.v1.Discovery/Sync";
 
 const GRPC: HeaderValue = HeaderValue::from_static("application/grpc");
+
+type Answer = Pin<Box<dyn Future<Output = Result<Response<Body>, Infallible>> + Send>>;
 
 /// See the module.
 #[derive(Clone)]
@@ -38,14 +43,17 @@ impl NamedService for Discovery {
 impl Service<Request<Body>> for Discovery {
     type Response = Response<Body>;
     type Error = Infallible;
-    type Future = Ready<Result<Response<Body>, Infallible>>;
+    type Future = Either<Ready<Result<Response<Body>, Infallible>>, Answer>;
 
     fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
         Poll::Ready(Ok(()))
     }
 
     fn call(&mut self, request: Request<Body>) -> Self::Future {
-        ready(Ok(self.sync(request).unwrap_or_else(Status::into_http)))
+        if request.uri().path() == standing::PATH {
+            return Either::Right(Box::pin(standing::answer(Arc::clone(&self.0), request)));
+        }
+        Either::Left(ready(Ok(self.sync(request).unwrap_or_else(Status::into_http))))
     }
 }
 

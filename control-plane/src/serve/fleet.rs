@@ -11,6 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use headgate_core::node_state::{NodeState, Reported, SETTLED};
 use headgate_proto::v1;
 use tokio::sync::watch;
 
@@ -23,22 +24,20 @@ use crate::{
 /// Measured commits that the summary is made from.
 const RECENT: usize = 1024;
 
-/// An agent is up to date when it has programmed everything that is older than this: at any moment something is on its way.
-pub(super) const SETTLED: Duration = Duration::from_secs(1);
-
 /// One agent, as the fleet counts it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Seat {
     version: u64,
     is_failing: bool,
+    has_state: bool,
     /// The head at the time of connecting, until that is acknowledged.
     joins_at: Option<u64>,
 }
 
 #[derive(Debug, Default)]
 struct Table {
-    /// All agents with a stream, by whether they fail and by version.
-    all: BTreeMap<(bool, u64), usize>,
+    /// All agents with a stream, by what they have reported.
+    all: BTreeMap<Reports, usize>,
     /// Members by version.
     members: BTreeMap<u64, usize>,
     /// Commits up to here have been measured, or will not be.
@@ -58,14 +57,11 @@ pub(super) struct Fleet {
     changed: watch::Sender<()>,
 }
 
-/// How many agents are in which state. The states exclude each other.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(super) struct Standing {
-    pub(super) up_to_date: usize,
-    pub(super) behind: usize,
-    /// The last attempt failed, or a resource is rejected.
-    pub(super) failing: usize,
-}
+/// What an agent has reported: whether it fails, whether it has acknowledged a state, and the version that its kernel has.
+type Reports = (bool, bool, u64);
+
+/// How many agents are in which state.
+pub(super) type Standing = BTreeMap<NodeState, usize>;
 
 /// How long the last commits took until they were programmed everywhere.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -91,7 +87,7 @@ fn count_out<K: Ord>(counts: &mut BTreeMap<K, usize>, key: &K) {
 
 impl Table {
     fn count(&mut self, seat: Seat) {
-        count_in(&mut self.all, (seat.is_failing, seat.version));
+        count_in(&mut self.all, seat.reports());
         if seat.joins_at.is_none() {
             if self.members.is_empty() {
                 self.measured = seat.version;
@@ -102,7 +98,7 @@ impl Table {
     }
 
     fn discount(&mut self, seat: Seat) {
-        count_out(&mut self.all, &(seat.is_failing, seat.version));
+        count_out(&mut self.all, &seat.reports());
         if seat.joins_at.is_none() {
             count_out(&mut self.members, &seat.version);
         }
@@ -157,7 +153,8 @@ impl Fleet {
     /// An agent has connected.
     pub(super) fn enter(&self, node: &Arc<str>, record: &Record) -> Seat {
         let head = self.store.version();
-        let mut seat = Seat { version: record.kernel_version(), is_failing: record.is_failing(), joins_at: Some(head) };
+        let mut seat = Seat { version: 0, is_failing: false, has_state: false, joins_at: Some(head) };
+        seat.take(record);
         seat.settle();
         let mut table = self.table();
         table.count(seat);
@@ -170,7 +167,7 @@ impl Fleet {
     /// An agent has said something. `programmed` are the versions that an ACK names, in ascending order, and when the kernel had them.
     pub(super) fn update(&self, node: &Arc<str>, seat: &mut Seat, record: &Record, programmed: &[(u64, Instant)]) {
         let old = *seat;
-        (seat.version, seat.is_failing) = (record.kernel_version(), record.is_failing());
+        seat.take(record);
         seat.settle();
         let mut table = self.table();
         table.note_rejections(node, record);
@@ -220,8 +217,9 @@ impl Fleet {
     /// How many agents have a stream, and how many of these have programmed `version`. Those that fail at a later one have what they had before.
     pub(super) fn programmed(&self, version: u64) -> (usize, usize) {
         let table = self.table();
-        let reached = [false, true]
-            .map(|failing| table.all.range((failing, version)..=(failing, u64::MAX)).map(|(_, n)| n).sum::<usize>());
+        let reached = [false, true].map(|failing| {
+            table.all.range((failing, true, version)..=(failing, true, u64::MAX)).map(|(_, n)| n).sum::<usize>()
+        });
         (table.all.values().sum(), reached.iter().sum())
     }
 
@@ -236,14 +234,12 @@ impl Fleet {
 
     /// How many agents are in which state.
     pub(super) fn standing(&self) -> Standing {
-        let settled = self.store.version_before(SETTLED);
-        let mut standing = Standing::default();
-        for ((is_failing, version), count) in &self.table().all {
-            match (is_failing, *version >= settled) {
-                (true, _) => standing.failing += count,
-                (false, true) => standing.up_to_date += count,
-                (false, false) => standing.behind += count,
-            }
+        let (source, settled) = (self.store.source_state(), self.store.version_before(SETTLED));
+        let mut standing = Standing::new();
+        for ((is_failing, has_state, version), count) in &self.table().all {
+            let is_settled = *version >= settled;
+            let reported = Reported { has_state: *has_state, is_failing: *is_failing, is_settled };
+            *standing.entry(NodeState::of(source, reported)).or_default() += count;
         }
         standing
     }
@@ -260,8 +256,11 @@ impl Fleet {
 
     /// Sets the gauges that depend on the time, for a scrape.
     pub(super) fn refresh_metrics(&self) {
-        let Standing { up_to_date, behind, failing } = self.standing();
-        self.metrics.set_agents([("up_to_date", up_to_date), ("behind", behind), ("failing", failing)]);
+        let standing = self.standing();
+        self.metrics.set_agents(NodeState::ALL.map(|state| {
+            let count = standing.get(&state).copied().unwrap_or_default();
+            (state.as_str(), count)
+        }));
         let Everywhere { p50, p99, max, commits } = self.everywhere();
         if commits > 0 {
             self.metrics.set_recently_everywhere([("0.5", p50), ("0.99", p99), ("1", max)]);
@@ -282,6 +281,15 @@ impl Table {
 }
 
 impl Seat {
+    fn take(&mut self, record: &Record) {
+        self.version = record.kernel_version();
+        (self.is_failing, self.has_state) = (record.is_failing(), record.has_state());
+    }
+
+    fn reports(self) -> Reports {
+        (self.is_failing, self.has_state, self.version)
+    }
+
     /// Makes a member of an agent that has reached the head of the time when it connected.
     fn settle(&mut self) {
         self.joins_at = self.joins_at.filter(|head| self.version < *head);
@@ -309,6 +317,7 @@ mod tests {
         fn new() -> Self {
             let metrics = Arc::new(Metrics::default());
             let store = Arc::new(Store::new(Limits::default(), Arc::clone(&metrics)));
+            store.synced();
             Self { fleet: Fleet::new(store, metrics), seats: HashMap::new(), commits: 0 }
         }
 
@@ -338,7 +347,7 @@ mod tests {
 
         fn ack_of(&mut self, node: &'static str, programmed: &[(u64, Instant)]) {
             let (seat, record) = self.seats.get_mut(node).unwrap();
-            record.programmed_version = programmed.last().unwrap().0;
+            record.ack(&v1::Ack { version: programmed.last().unwrap().0, ..v1::Ack::default() });
             self.fleet.update(&node.into(), seat, record, programmed);
         }
 
@@ -432,17 +441,40 @@ mod tests {
         let mut rig = Rig::new();
         rig.commit();
         ["a", "b"].into_iter().for_each(|node| rig.enter(node));
-        assert_eq!(rig.fleet.standing(), Standing { up_to_date: 2, ..Standing::default() }, "the commit is too young");
+        assert_eq!(rig.fleet.standing(), [(NodeState::Waiting, 2)].into(), "nothing is acknowledged");
+        assert_eq!(rig.fleet.programmed(0), (2, 0));
+        rig.ack("a", 0);
+        rig.ack("b", 0);
+        assert_eq!(rig.fleet.standing(), [(NodeState::UpToDate, 2)].into(), "the commit is too young");
         rig.say("b", |record| record.failed(&v1::ApplyFailed { version: 1, ..Default::default() }));
-        assert_eq!(rig.fleet.standing(), Standing { up_to_date: 1, failing: 1, ..Standing::default() });
+        let one_each = [(NodeState::UpToDate, 1), (NodeState::Failing, 1)].into();
+        assert_eq!(rig.fleet.standing(), one_each);
         let rejection = v1::Rejection { resource: "Service prod/web".into(), ..Default::default() };
         rig.say("a", |record| record.nack(&v1::Nack { rejections: vec![rejection], ..Default::default() }));
         assert_eq!(rig.fleet.rejections(|rejection| rejection.resource.ends_with("/web")).len(), 1);
         rig.ack("b", 1);
-        assert_eq!(rig.fleet.standing(), Standing { up_to_date: 1, failing: 1, ..Standing::default() });
+        assert_eq!(rig.fleet.standing(), one_each);
         rig.fleet.refresh_metrics();
         assert!(rig.fleet.metrics.render().contains("headgate_control_plane_agents{state=\"failing\"} 1"));
         rig.leave("a");
         assert!(rig.fleet.rejections(|_| true).is_empty());
+        rig.fleet.store.cut_off(Some("refused".into()));
+        assert_eq!(rig.fleet.standing(), [(NodeState::CutOff, 1)].into());
+    }
+
+    #[test]
+    fn no_agent_of_a_replica_that_has_listed_nothing_is_up_to_date() {
+        let metrics = Arc::new(Metrics::default());
+        let store = Arc::new(Store::new(Limits::default(), Arc::clone(&metrics)));
+        let fleet = Fleet::new(store, metrics);
+        let mut record = Record::default();
+        let mut seat = fleet.enter(&"a".into(), &record);
+        record.ack(&v1::Ack::default());
+        fleet.update(&"a".into(), &mut seat, &record, &[]);
+        assert_eq!(fleet.standing(), [(NodeState::Waiting, 1)].into());
+        fleet.refresh_metrics();
+        let text = fleet.metrics.render();
+        assert!(text.contains("headgate_control_plane_agents{state=\"waiting\"} 1"), "{text}");
+        assert!(text.contains("headgate_control_plane_agents{state=\"up_to_date\"} 0"), "{text}");
     }
 }

@@ -19,7 +19,7 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
-use super::{Lifecycle, Shared, http_listener::BoundedListener};
+use super::{Shared, http_listener::BoundedListener};
 use crate::metrics::kind_name;
 
 /// Between two pages of metrics, each of which takes the time of a hundred messages to agents: everybody may ask for one.
@@ -61,8 +61,8 @@ fn in_format(request: &HeaderMap, open_metrics: String) -> impl IntoResponse + u
     ([(CONTENT_TYPE, content_type)], text)
 }
 
-/// The process lives; and how long ago each kind of the source was heard. Its age fails no probe: without the API server every replica grows
-/// stale, and agents are better off with a stale one than with none.
+/// The process lives; and how long ago each kind of the source was heard. A replica that is cut off from its source stays
+/// alive and serves what it has: to start it anew would lose that.
 fn health(shared: &Shared) -> String {
     let mut text = "ok\n".to_owned();
     for (kind, age) in shared.store.source_ages() {
@@ -71,13 +71,10 @@ fn health(shared: &Shared) -> String {
     text
 }
 
-/// Ready once every kind has been listed, until the replica drains.
+/// Ready while the source is followed, until the replica drains.
 fn ready(shared: &Shared) -> impl IntoResponse + use<> {
-    if *shared.lifecycle.borrow() != Lifecycle::Serving {
-        return (StatusCode::SERVICE_UNAVAILABLE, "draining\n");
-    }
-    match shared.store.is_synced() {
-        true => (StatusCode::OK, "ok\n"),
-        false => (StatusCode::SERVICE_UNAVAILABLE, "the source has not been listed yet\n"),
+    match shared.unready_reason() {
+        None => (StatusCode::OK, "ok\n".to_owned()),
+        Some(reason) => (StatusCode::SERVICE_UNAVAILABLE, reason + "\n"),
     }
 }

@@ -8,7 +8,11 @@ use std::{
 };
 
 use futures::{Stream, StreamExt as _, stream};
-use headgate_core::{Change, Endpoint, Placement, ServiceKey, ServicePort, claims::Claim};
+use headgate_core::{
+    Change, Endpoint, Placement, ServiceKey, ServicePort,
+    claims::Claim,
+    node_state::{NodeState, SETTLED, SourceState},
+};
 use headgate_proto::v1::{self, inspect_server::Inspect};
 use tokio::sync::watch;
 use tonic::{Request, Response, Status};
@@ -17,7 +21,7 @@ use super::{Lifecycle, Shared, agents::Agent, fleet::Fleet, wait::Waiter};
 use crate::{
     identity::{Expiry, Peer},
     metrics::kind_name,
-    store::{Store, WatchPlace, positions_to_wire},
+    store::{ResumeMode, Store, WatchPlace, positions_to_wire},
     transaction::{Problem, SourceKind},
 };
 
@@ -78,6 +82,8 @@ impl Inspect for Inspector {
             source: shared.settings.source_name.clone(),
             synced: shared.store.is_synced(),
             source_age_ms: u64::try_from(shared.store.source_age().as_millis()).unwrap_or(u64::MAX),
+            source_state: shared.store.source_state().to_string(),
+            source_problem: shared.store.source_problem().unwrap_or_default(),
             services: counts.services as u64,
             endpoints: counts.endpoints as u64,
             nodes: counts.nodes as u64,
@@ -165,10 +171,13 @@ fn to_ms(duration: Duration) -> u64 {
 
 fn fleet_info(fleet: &Fleet) -> v1::FleetInfo {
     let (standing, everywhere) = (fleet.standing(), fleet.everywhere());
+    let count = |state| standing.get(&state).copied().unwrap_or_default() as u64;
     v1::FleetInfo {
-        up_to_date: standing.up_to_date as u64,
-        behind: standing.behind as u64,
-        failing: standing.failing as u64,
+        up_to_date: count(NodeState::UpToDate),
+        behind: count(NodeState::Behind),
+        failing: count(NodeState::Failing),
+        waiting: count(NodeState::Waiting),
+        cut_off: count(NodeState::CutOff),
         measured_commits: everywhere.commits as u64,
         everywhere_p50_ms: to_ms(everywhere.p50),
         everywhere_p99_ms: to_ms(everywhere.p99),
@@ -344,8 +353,27 @@ pub(super) fn lag_ms(store: &Store, agent: &Agent, programmed_version: u64) -> u
     store.lagging_since(programmed_version).map_or(0, |since| to_ms(lag(since)))
 }
 
+/// Why a node is waiting or cut off, as a sentence; empty otherwise. `source` is what the replica's source is doing.
+pub(super) fn reason(store: &Store, source: SourceState, agent: &Agent, state: NodeState) -> String {
+    let held = match agent.resume {
+        ResumeMode::Full => "the node holds no state",
+        ResumeMode::Log | ResumeMode::Digests => "the node forwards by the state that it held before",
+    };
+    match (state, source) {
+        (NodeState::Waiting, SourceState::Unlisted) => format!("the replica has not listed its source; {held}"),
+        (NodeState::Waiting, _) => format!("nothing is acknowledged on this stream; {held}"),
+        (NodeState::CutOff, _) => {
+            let problem = store.source_problem().unwrap_or_default();
+            format!("the replica is cut off from its source: {problem}")
+        }
+        (NodeState::UpToDate | NodeState::Behind | NodeState::Failing, _) => String::new(),
+    }
+}
+
 fn agent_info(store: &Store, agent: &Agent) -> v1::AgentInfo {
     let record = agent.record().clone();
+    let source = store.source_state();
+    let state = NodeState::of(source, record.reported(store.version_before(SETTLED)));
     let rejection = |rejection: v1::Rejection| v1::Problem {
         object: rejection.resource,
         field: rejection.field,
@@ -370,6 +398,8 @@ fn agent_info(store: &Store, agent: &Agent) -> v1::AgentInfo {
         connected_unix_ms: unix_ms(agent.connected),
         last_error: record.last_error,
         rejections: record.rejections.iter().cloned().map(rejection).collect(),
+        state: state.as_str().into(),
+        reason: reason(store, source, agent, state),
     }
 }
 

@@ -21,6 +21,7 @@ mod lateness;
 mod listener;
 mod session;
 mod signal;
+mod standing;
 mod streams;
 mod sync_connection;
 pub mod tls;
@@ -35,7 +36,7 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-use headgate_core::ServiceKey;
+use headgate_core::{ServiceKey, node_state::SourceState};
 use headgate_proto::{FILE_DESCRIPTOR_SET, v1::inspect_server::InspectServer};
 use tokio::{net::TcpListener, sync::watch, task::JoinHandle};
 use tokio_stream::wrappers::ReceiverStream;
@@ -187,6 +188,20 @@ impl Shared {
         })
     }
 
+    /// Why this replica is not ready, if it is not: one answer for every probe (contract, 14).
+    fn unready_reason(&self) -> Option<String> {
+        if *self.lifecycle.borrow() != Lifecycle::Serving {
+            return Some("draining".into());
+        }
+        let reason = match self.store.source_state() {
+            SourceState::Following => return None,
+            SourceState::Unlisted => "the source has not been listed yet",
+            SourceState::CutOff => "cut off from the source",
+        };
+        let problem = self.store.source_problem();
+        Some(problem.map_or_else(|| reason.to_owned(), |problem| format!("{reason}: {problem}")))
+    }
+
     fn count_end(&self, end: &End, address: SocketAddr, node: &str) {
         let (reason, status) = (end.reason, end.status.message());
         if end.is_refusal {
@@ -305,18 +320,23 @@ async fn routes(shared: &Arc<Shared>) -> Result<Routes, ServeError> {
     for name in names {
         reporter.set_service_status(name, ServingStatus::NotServing).await;
     }
-    let mut synced = shared.store.watch_synced();
-    let mut lifecycle = shared.lifecycle.subscribe();
+    let (mut source, mut lifecycle) = (shared.store.watch_source(), shared.lifecycle.subscribe());
+    let following = Arc::clone(shared);
     tokio::spawn(async move {
-        if synced.wait_for(|synced| *synced).await.is_err() {
-            return;
-        }
-        for name in names {
-            reporter.set_service_status(name, ServingStatus::Serving).await;
-        }
-        if lifecycle.wait_for(|lifecycle| *lifecycle != Lifecycle::Serving).await.is_ok() {
+        loop {
+            source.mark_unchanged();
+            lifecycle.mark_unchanged();
+            let is_ready = following.unready_reason().is_none();
+            let status = if is_ready { ServingStatus::Serving } else { ServingStatus::NotServing };
             for name in names {
-                reporter.set_service_status(name, ServingStatus::NotServing).await;
+                reporter.set_service_status(name, status).await;
+            }
+            let changed = tokio::select! {
+                changed = source.changed() => changed,
+                changed = lifecycle.changed() => changed,
+            };
+            if changed.is_err() || *lifecycle.borrow() == Lifecycle::Ended {
+                return;
             }
         }
     });

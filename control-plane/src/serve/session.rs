@@ -10,6 +10,7 @@ use std::{
 };
 
 use bytes::Bytes;
+use headgate_core::node_state::SourceState;
 use headgate_proto::{node_to_wire, v1};
 use tokio::time::Instant;
 use tonic::Status;
@@ -62,6 +63,8 @@ pub(super) struct Session {
     has_drained: bool,
     has_resumed: bool,
     next_heartbeat: Instant,
+    /// What the agent was last told of the source.
+    said_source: SourceState,
     lateness: Lateness,
     /// An identity that has expired keeps no stream.
     expiry: Option<Expiry>,
@@ -153,6 +156,7 @@ impl Session {
         shared.metrics.stream_opened();
         shared.metrics.count_resume(mode);
         tracing::info!(node = %agent.node, address = %peer.address, resume = mode.as_str(), "agent connected");
+        let said_source = store.source_state();
         let welcome = server_frame(Body::Welcome(v1::Welcome {
             replica: shared.settings.replica_name.clone(),
             epoch: store.epoch(),
@@ -165,6 +169,7 @@ impl Session {
             heartbeat_interval_ms: shared.settings.heartbeat_interval_ms(),
             behind_wait_ms: shared.settings.behind_wait_ms(),
             head_version: Some(store.version()),
+            source_state: v1::SourceState::from(said_source).into(),
         }));
         Self {
             position,
@@ -176,6 +181,7 @@ impl Session {
             has_drained: false,
             has_resumed: false,
             next_heartbeat: Instant::now() + shared.settings.heartbeat_interval,
+            said_source,
             lateness: Lateness::default(),
             expiry: peer.expiry(),
             agent,
@@ -235,13 +241,15 @@ impl Session {
         }
         if !self.has_drained && *self.shared.lifecycle.borrow() == Lifecycle::Draining {
             self.has_drained = true;
-            return Some(drain(self.shared.settings.drain_grace, "this replica stops"));
+            return Some(drain(self.shared.settings.drain_grace, "this replica stops", false));
         }
         if self.agent.take_request_to_move() {
-            return Some(drain(balance::MOVE_WITHIN, "this replica has more than its share of agents"));
+            let reason = "this replica has more than its share of agents";
+            return Some(drain(balance::MOVE_WITHIN, reason, true));
         }
         // The visit after this one may come too late.
-        if self.next_heartbeat <= now + self.shared.streams.tick() {
+        let is_due = self.next_heartbeat <= now + self.shared.streams.tick();
+        if is_due || self.said_source != self.shared.store.source_state() {
             return Some(self.heartbeat(now));
         }
         if self.may_send_node(now) && self.agent.signal().take_node_change() {
@@ -301,8 +309,14 @@ impl Session {
 
     fn heartbeat(&mut self, now: Instant) -> Bytes {
         self.next_heartbeat = now + self.shared.settings.heartbeat_interval;
-        let source_age_ms = u64::try_from(self.shared.store.source_age().as_millis()).unwrap_or(u64::MAX);
-        server_frame(Body::Heartbeat(v1::Heartbeat { head_version: self.shared.store.version(), source_age_ms }))
+        let (store, metrics) = (&self.shared.store, &self.shared.metrics);
+        self.said_source = store.source_state();
+        server_frame(Body::Heartbeat(v1::Heartbeat {
+            head_version: store.version(),
+            source_age_ms: u64::try_from(store.source_age().as_millis()).unwrap_or(u64::MAX),
+            source_state: v1::SourceState::from(self.said_source).into(),
+            snapshots_sent: metrics.snapshots_sent(),
+        }))
     }
 
     fn own_node(&mut self) -> Bytes {
@@ -316,8 +330,8 @@ impl Session {
     }
 }
 
-fn drain(within: Duration, reason: &str) -> Bytes {
-    server_frame(Body::Drain(v1::Drain { reconnect_within_ms: to_ms(within), reason: reason.into() }))
+fn drain(within: Duration, reason: &str, for_balance: bool) -> Bytes {
+    server_frame(Body::Drain(v1::Drain { reconnect_within_ms: to_ms(within), reason: reason.into(), for_balance }))
 }
 
 impl BehindWait {

@@ -158,7 +158,7 @@ pub(super) fn start(shared: &Arc<Shared>, stopped: &CancellationToken) {
 
 async fn visit_all(shared: &Shared, shard: usize) {
     let store = &shared.store;
-    let (mut head, mut moves, mut synced) = (store.head(), store.moves(), store.watch_synced());
+    let (mut head, mut moves, mut source) = (store.head(), store.moves(), store.watch_source());
     let mut lifecycle = shared.lifecycle.subscribe();
     let mut tick = interval(shared.streams.tick);
     tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -166,7 +166,7 @@ async fn visit_all(shared: &Shared, shard: usize) {
         tokio::select! {
             () = change(&mut head) => {}
             () = change(&mut lifecycle) => {}
-            () = change(&mut synced) => {}
+            () = change(&mut source) => {}
             () = change(&mut moves) => {
                 // Positions move with each bookmark; only who waits for one has something to do then.
                 if shared.waiting_for_position.load(Ordering::Acquire) == 0 && !head.has_changed().unwrap_or(false) {

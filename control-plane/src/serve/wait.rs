@@ -5,7 +5,10 @@
 
 use std::{collections::BTreeMap, net::IpAddr, sync::Arc, time::Duration};
 
-use headgate_core::ServiceKey;
+use headgate_core::{
+    ServiceKey,
+    node_state::{NodeState, SETTLED, SourceState},
+};
 use headgate_proto::v1;
 use tokio::{
     sync::watch,
@@ -15,7 +18,8 @@ use tonic::Status;
 
 use super::{
     Lifecycle, Shared,
-    inspect::{expired, lag_ms},
+    agents::Agent,
+    inspect::{expired, lag_ms, reason},
 };
 use crate::{identity::Expiry, store::positions_from_wire, transaction::SourceKind};
 
@@ -42,7 +46,7 @@ pub(super) struct Waiter {
     fleet: watch::Receiver<()>,
     head: watch::Receiver<u64>,
     moves: watch::Receiver<u64>,
-    synced: watch::Receiver<bool>,
+    source: watch::Receiver<SourceState>,
     lifecycle: watch::Receiver<Lifecycle>,
     is_over: bool,
 }
@@ -74,7 +78,7 @@ impl Waiter {
             fleet: shared.agents.fleet().changes(),
             head: store.head(),
             moves: store.moves(),
-            synced: store.watch_synced(),
+            source: store.watch_source(),
             lifecycle: shared.lifecycle.subscribe(),
             is_over: false,
             shared,
@@ -99,7 +103,7 @@ impl Waiter {
             self.fleet.borrow_and_update();
             self.head.borrow_and_update();
             self.moves.borrow_and_update();
-            self.synced.borrow_and_update();
+            self.source.borrow_and_update();
             let looked = Instant::now();
             let timed_out = looked >= self.deadline;
             let progress = self.progress(timed_out);
@@ -119,11 +123,12 @@ impl Waiter {
 
     async fn wake(&mut self) {
         let has_target = self.target.is_some();
+        let is_cut_off = *self.source.borrow() != SourceState::Following;
         tokio::select! {
-            Ok(()) = self.fleet.changed(), if has_target => {}
+            Ok(()) = self.fleet.changed(), if has_target || is_cut_off => {}
             Ok(()) = self.head.changed(), if !has_target => {}
             Ok(()) = self.moves.changed(), if !has_target => {}
-            Ok(()) = self.synced.changed(), if !has_target => {}
+            Ok(()) = self.source.changed() => {}
             _ = self.lifecycle.changed() => {}
             () = sleep_until(self.deadline) => {}
             () = expired(self.expiry) => {}
@@ -132,11 +137,15 @@ impl Waiter {
 
     /// What is missing before there is a version to wait for; sets it otherwise.
     fn find_target(&mut self) -> &'static str {
+        // What a replica knows that cannot hear its source is not the present state.
+        if self.shared.store.source_state() != SourceState::Following {
+            return "source";
+        }
         if self.target.is_some() {
             return "";
         }
         let store = &self.shared.store;
-        if !store.is_synced() || store.behind(&self.positions).is_some() {
+        if store.behind(&self.positions).is_some() {
             return "source";
         }
         let Some(version) = store.version_of(&self.key, self.endpoint, self.gone) else {
@@ -149,6 +158,7 @@ impl Waiter {
 
     fn progress(&mut self, timed_out: bool) -> v1::WaitProgress {
         let waiting_for = self.find_target();
+        let source = self.shared.store.source_state();
         let fleet = self.shared.agents.fleet();
         let version = self.target.as_ref().map_or(0, |(version, _)| *version);
         let (agents, mut programmed) = fleet.programmed(version);
@@ -158,8 +168,18 @@ impl Waiter {
             version,
             agents: agents as u64,
             timed_out,
+            source_state: source.to_string(),
             ..Default::default()
         };
+        if source != SourceState::Following {
+            // None of its agents counts. Without any there is nobody to wait for: they are at other replicas.
+            progress.programmed = 0;
+            progress.waiting_for = if agents == 0 { "" } else { "source" }.into();
+            if timed_out {
+                progress.laggards = self.strays(source);
+            }
+            return progress;
+        }
         let Some((version, nodes)) = &self.target else { return progress };
         let rejections = fleet.rejections(|rejection| self.concerns(&rejection.resource));
         if !rejections.is_empty() {
@@ -197,6 +217,28 @@ impl Waiter {
             }
             _ => resource.strip_prefix("endpoints of service ") == Some(key.name.as_str()),
         }
+    }
+
+    /// All agents, which a replica that cannot hear its source keeps from being up to date.
+    fn strays(&self, source: SourceState) -> Vec<v1::Laggard> {
+        let store = &self.shared.store;
+        let settled = store.version_before(SETTLED);
+        let agents = self.shared.agents.all().into_iter().take(MAX_NAMED);
+        let stray = |agent: Arc<Agent>| {
+            let (programmed_version, reported) = {
+                let record = agent.record();
+                (record.programmed_version, record.reported(settled))
+            };
+            let state = NodeState::of(source, reported);
+            v1::Laggard {
+                node: agent.node.to_string(),
+                programmed_version,
+                sent_version: agent.sent_version(),
+                lag_ms: lag_ms(store, &agent, programmed_version),
+                reason: reason(store, source, &agent, state),
+            }
+        };
+        agents.map(stray).collect()
     }
 
     /// Who has not programmed the version, the worst first.

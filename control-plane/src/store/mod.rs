@@ -11,6 +11,7 @@ mod buckets;
 mod cursor;
 mod deltas;
 mod encode;
+mod freshness;
 mod inspect;
 mod log;
 mod names;
@@ -23,12 +24,12 @@ use std::{
     collections::{BTreeMap, VecDeque},
     sync::{
         Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, Weak,
-        atomic::{AtomicBool, AtomicU64, Ordering},
+        atomic::{AtomicU64, Ordering},
     },
-    time::{Duration, Instant, SystemTime},
+    time::{Duration, SystemTime},
 };
 
-use headgate_core::{Change, Dirty, Endpoint, ServiceKey, State, digest::Digests};
+use headgate_core::{Change, Dirty, Endpoint, ServiceKey, State, digest::Digests, node_state::SourceState};
 use tokio::sync::watch;
 
 pub use cursor::{Cursor, ResumeMode};
@@ -43,6 +44,7 @@ use crate::{
 };
 use buckets::Buckets;
 use deltas::{Delta, DeltaCache, Ring, Span, SplitBudget};
+use freshness::Freshness;
 use log::{Log, LogKey};
 use names::Names;
 use nodes::Nodes;
@@ -94,14 +96,12 @@ pub struct Store {
     inner: RwLock<Inner>,
     deltas: DeltaCache,
     split_budget: Arc<SplitBudget>,
-    freshness: Mutex<Freshness>,
+    freshness: Freshness,
     problems: Mutex<Arc<[Problem]>>,
     head: watch::Sender<u64>,
     moves: watch::Sender<u64>,
-    synced: watch::Sender<bool>,
-    // What `head` and `synced` hold, for those who look thousands of times for each change.
+    // What `head` holds, for those who look thousands of times for each change.
     head_version: AtomicU64,
-    has_synced: AtomicBool,
     metrics: Arc<Metrics>,
 }
 
@@ -132,12 +132,6 @@ enum Before {
     Nothing,
 }
 
-#[derive(Debug)]
-struct Freshness {
-    started: Instant,
-    heard: BTreeMap<SourceKind, Instant>,
-}
-
 impl Store {
     /// An empty store with an epoch of its own.
     #[must_use]
@@ -162,13 +156,11 @@ impl Store {
             deltas: DeltaCache::new(limits.delta_cache_bytes),
             split_budget: Arc::new(SplitBudget::new(limits.split_bytes)),
             limits,
-            freshness: Mutex::new(Freshness { started: Instant::now(), heard: BTreeMap::new() }),
+            freshness: Freshness::new(Arc::clone(&metrics)),
             problems: Mutex::new(Arc::from([])),
             head: watch::Sender::new(0),
             moves: watch::Sender::new(0),
-            synced: watch::Sender::new(false),
             head_version: AtomicU64::new(0),
-            has_synced: AtomicBool::new(false),
             metrics,
         }
     }
@@ -191,16 +183,28 @@ impl Store {
         self.head.subscribe()
     }
 
-    /// Becomes true once every kind has been listed and committed.
+    /// Wakes when the state of the source changes.
     #[must_use]
-    pub fn watch_synced(&self) -> watch::Receiver<bool> {
-        self.synced.subscribe()
+    pub fn watch_source(&self) -> watch::Receiver<SourceState> {
+        self.freshness.watch_state()
+    }
+
+    /// What the source is doing (contract, 14).
+    #[must_use]
+    pub fn source_state(&self) -> SourceState {
+        self.freshness.state()
+    }
+
+    /// Why the source cannot be heard; `None` when it can.
+    #[must_use]
+    pub fn source_problem(&self) -> Option<String> {
+        self.freshness.problem()
     }
 
     /// True once every kind has been listed and committed.
     #[must_use]
     pub fn is_synced(&self) -> bool {
-        self.has_synced.load(Ordering::Acquire)
+        self.source_state() != SourceState::Unlisted
     }
 
     /// Wakes when a source position moves, whether or not that made a version.
@@ -244,9 +248,7 @@ impl Store {
     /// Time since the source was last heard, for its stalest kind; since the start, until every kind has been listed.
     #[must_use]
     pub fn source_age(&self) -> Duration {
-        let freshness = self.freshness.lock().unwrap_or_else(PoisonError::into_inner);
-        let oldest = freshness.heard.values().min().filter(|_| self.is_synced());
-        oldest.unwrap_or(&freshness.started).elapsed()
+        self.freshness.age()
     }
 
     /// Present problems, sorted.
@@ -286,6 +288,12 @@ impl Store {
         inner.version - younger as u64
     }
 
+    /// Where the source stands, bookmarks included: an agent that has more is ahead of this replica.
+    #[must_use]
+    pub fn positions(&self) -> BTreeMap<SourceKind, u64> {
+        self.read().positions.clone()
+    }
+
     /// Where the source stood when each kind changed last: who has been told less has missed something.
     #[must_use]
     pub fn changed_positions(&self) -> BTreeMap<SourceKind, u64> {
@@ -295,8 +303,7 @@ impl Store {
     /// Time since each kind of the source was last heard.
     #[must_use]
     pub fn source_ages(&self) -> BTreeMap<SourceKind, Duration> {
-        let freshness = self.freshness.lock().unwrap_or_else(PoisonError::into_inner);
-        freshness.heard.iter().map(|(kind, heard)| (*kind, heard.elapsed())).collect()
+        self.freshness.ages()
     }
 
     /// Digests of the present state.
@@ -467,14 +474,15 @@ impl Sink for Store {
     }
 
     fn synced(&self) {
-        self.metrics.set_synced();
-        self.has_synced.store(true, Ordering::Release);
-        self.synced.send_replace(true);
+        self.freshness.listed();
     }
 
     fn heard(&self, kind: SourceKind) {
-        let mut freshness = self.freshness.lock().unwrap_or_else(PoisonError::into_inner);
-        freshness.heard.insert(kind, Instant::now());
+        self.freshness.heard(kind);
+    }
+
+    fn cut_off(&self, problem: Option<String>) {
+        self.freshness.cut_off(problem);
     }
 
     fn problems(&self, problems: Vec<Problem>) {

@@ -7,7 +7,8 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use headgate_core::reference::Referable;
+use futures::{FutureExt as _, future::BoxFuture};
+use headgate_core::{node_state::SourceState, reference::Referable};
 use headgate_proto::{
     MAX_SERVER_MESSAGE_BYTES,
     v1::{self, agent_message::Body, discovery_client::DiscoveryClient, welcome::ResumeMode},
@@ -26,8 +27,10 @@ use super::{
     connect::{ConnectError, Connection, ControlPlane},
     held::Step,
     machine::{Effect, Machine, OwnNode, Violation, Welcomed},
+    others::{Answers, Question, comparable},
     outbox::Outbox,
     replicas::{Replicas, Target},
+    stay::{Moves, Stay, Trouble, choose},
     tls::AgentTls,
 };
 use crate::{metrics::Metrics, reconcile::Progress, shared::Shared};
@@ -38,6 +41,8 @@ const WELCOME_TIMEOUT: Duration = Duration::from_secs(30);
 const HEALTHY_AFTER: Duration = Duration::from_secs(10);
 /// Heartbeat intervals without any message until the stream is given up (contract, 9).
 const MISSED_HEARTBEATS: u32 = 3;
+/// A replica that does not say what its source is doing, and has not heard it for so long, is taken to be cut off.
+const OLD_SOURCE: Duration = Duration::from_secs(180);
 /// Shortest time between two looks for a renewed certificate.
 const RENEWAL_RETRY: Duration = Duration::from_secs(10);
 /// Further away than any stream lasts.
@@ -75,6 +80,8 @@ enum StreamEnd {
     Silent(Duration),
     #[error("the replica asked us to go elsewhere: {0}")]
     Drained(String),
+    #[error("moving to {to}: {}", .trouble.reason())]
+    Moved { to: Box<Target>, trouble: Trouble },
     #[error("the certificate was renewed, and the old one expires soon")]
     Renewed,
     #[error("the agent's worker was stopped")]
@@ -96,6 +103,7 @@ impl StreamEnd {
             Self::Violation(_) => "protocol",
             Self::Silent(_) => "silent",
             Self::Drained(_) => "drained",
+            Self::Moved { trouble, .. } => trouble.label(),
             Self::Renewed => "renewed",
             Self::Worker(_) => "worker",
         }
@@ -137,11 +145,13 @@ impl Session {
     pub async fn run(mut self, shutdown: CancellationToken) {
         let mut replicas = Replicas::new(self.config.control_planes.clone());
         let mut backoff = self.config.backoff.clone();
+        let mut moves = Moves::default();
         loop {
             let Some(replica) = shutdown.run_until_cancelled(replicas.next()).await else { return };
             let Some(replica) = replica else { return shutdown.cancelled().await };
             let mut welcomed_at = None;
-            let followed = self.follow(&replica, &mut welcomed_at);
+            let stay = Stay::new(&moves, Instant::now());
+            let followed = self.follow(&replica, &replicas, stay, &mut welcomed_at);
             let Some(end) = shutdown.run_until_cancelled(followed).await else {
                 self.metrics.connected.set(0);
                 return;
@@ -155,15 +165,22 @@ impl Session {
             if matches!(end, StreamEnd::Drained(_)) {
                 replicas.forget();
             }
+            if let StreamEnd::Moved { to, .. } = &end {
+                moves.moved(Instant::now());
+                replicas.prefer((**to).clone());
+            }
             let is_renewed = matches!(end, StreamEnd::Renewed);
             if is_renewed {
                 replicas.stay();
             }
-            // A drained agent has waited for its moment already, unless it is sent round in circles.
-            let is_drained = (is_renewed || matches!(end, StreamEnd::Drained(_))) && backoff.attempts() == 0;
-            let pause = backoff.next_pause();
-            let pause = if is_drained { Duration::ZERO } else { pause };
-            if let StreamEnd::Drained(_) | StreamEnd::Renewed = end {
+            // One that goes by agreement has waited for its moment already, unless it is sent round in circles. Moves have
+            // pauses of their own.
+            let is_moved = matches!(end, StreamEnd::Moved { .. });
+            let goes_at_once = is_renewed || matches!(end, StreamEnd::Drained(_));
+            let goes_at_once = is_moved || (goes_at_once && backoff.attempts() == 0);
+            let pause = if is_moved { Duration::ZERO } else { backoff.next_pause() };
+            let pause = if goes_at_once { Duration::ZERO } else { pause };
+            if let StreamEnd::Drained(_) | StreamEnd::Renewed | StreamEnd::Moved { .. } = end {
                 info!(%replica, reason = %end, "connecting anew");
             } else {
                 warn!(%replica, error = %end, pause_ms = pause.as_millis(), "the stream ended; forwarding goes on with the last state");
@@ -176,20 +193,26 @@ impl Session {
     }
 
     /// One stream, from connecting to its end.
-    async fn follow(&mut self, replica: &Target, welcomed_at: &mut Option<Instant>) -> StreamEnd {
+    async fn follow(
+        &mut self,
+        replica: &Target,
+        replicas: &Replicas,
+        stay: Stay,
+        welcomed_at: &mut Option<Instant>,
+    ) -> StreamEnd {
         let connection = match replica.control_plane.connect(replica.address, self.config.tls.as_ref()).await {
             Ok(connection) => connection,
             Err(error) => return error.into(),
         };
-        let end = match self.open(&connection).await {
-            Ok(stream) => stream.run(self, replica, welcomed_at).await.unwrap_or_else(|end| end),
+        let end = match self.open(&connection, stay).await {
+            Ok(stream) => stream.run(self, replica, replicas, welcomed_at).await.unwrap_or_else(|end| end),
             Err(end) => end,
         };
         // What broke the connection says more than that it broke.
         connection.refusal().map_or(end, |refusal| ConnectError::Refused(refusal).into())
     }
 
-    async fn open(&mut self, connection: &Connection) -> Result<Stream, StreamEnd> {
+    async fn open(&mut self, connection: &Connection, stay: Stay) -> Result<Stream, StreamEnd> {
         let shared = Arc::clone(&self.shared);
         // Digests are copied under the state's lock, which planning a full sync holds for a while.
         let (mut resume, position, number) = tokio::task::spawn_blocking(move || shared.begin_stream()).await?;
@@ -223,6 +246,7 @@ impl Session {
             has_failed: false,
             refused: BTreeMap::new(),
             said: status,
+            stay,
             silent_after: WELCOME_TIMEOUT,
             drain: None,
             renewal: self
@@ -253,6 +277,8 @@ struct Stream {
     refused: BTreeMap<String, v1::Rejection>,
     /// What the replica has been told of the backend.
     said: v1::AgentStatus,
+    /// Whether another replica would be better.
+    stay: Stay,
     silent_after: Duration,
     /// When to go elsewhere, and why.
     drain: Option<(Instant, String)>,
@@ -266,14 +292,18 @@ impl Stream {
         mut self,
         session: &mut Session,
         replica: &Target,
+        replicas: &Replicas,
         welcomed_at: &mut Option<Instant>,
     ) -> Result<StreamEnd, StreamEnd> {
+        // What the other replicas say, while they are being asked, and why they are.
+        let mut asking: Option<(Trouble, BoxFuture<'static, Answers>)> = None;
         let mut progress = session.progress.clone();
         let outgoing = self.outgoing.clone();
         let mut silence = pin!(sleep(self.silent_after));
         loop {
             let drain_at = self.drain.as_ref().map(|(at, _)| *at);
             let renew_at = self.renewal.as_ref().map(|renewal| renewal.look_at);
+            let ask_at = self.stay.due_at().filter(|_| asking.is_none());
             let now = Instant::now();
             let ready_at = self.outbox.ready_at(now);
             let is_ready = ready_at.is_some_and(|at| at <= now);
@@ -282,6 +312,12 @@ impl Stream {
                 biased;
                 () = sleep_until(drain_at.unwrap_or_else(Instant::now)), if drain_at.is_some() => {
                     return Ok(StreamEnd::Drained(self.drain.map(|(_, reason)| reason).unwrap_or_default()));
+                }
+                (trouble, answers) = answered(&mut asking), if asking.is_some() => {
+                    asking = None;
+                    if let Some(to) = self.better(session, trouble, answers).await? {
+                        return Ok(StreamEnd::Moved { to: Box::new(to), trouble });
+                    }
                 }
                 Ok(permit) = outgoing.reserve(), if is_ready => {
                     if let Some(message) = self.outbox.pop(now) {
@@ -294,8 +330,12 @@ impl Stream {
                 }
                 message = self.incoming.message() => {
                     let Some(message) = message? else { return Ok(StreamEnd::Closed) };
+                    let is_heartbeat = matches!(message.body, Some(v1::server_message::Body::Heartbeat(_)));
                     for effect in session.machine.on_message(message)? {
                         self.on_effect(session, effect, replica, welcomed_at).await?;
+                    }
+                    if !is_heartbeat {
+                        self.stay.on_progress(session.machine.is_following(), Instant::now());
                     }
                     if session.machine.needs_referable() {
                         let shared = Arc::clone(&session.shared);
@@ -307,6 +347,10 @@ impl Stream {
                 }
                 // An ACK may go.
                 () = sleep_until(ready_at.unwrap_or(now)), if ready_at.is_some() && !is_ready => {}
+                () = sleep_until(ask_at.unwrap_or(now)), if ask_at.is_some() => {
+                    let trouble = self.stay.due(Instant::now());
+                    asking = trouble.map(|trouble| (trouble, self.ask_others(session, replicas)));
+                }
                 () = sleep_until(renew_at.unwrap_or_else(Instant::now)), if renew_at.is_some() => {
                     if let Some(renewal) = &mut self.renewal && renewal.is_done().await {
                         return Ok(StreamEnd::Renewed);
@@ -345,17 +389,24 @@ impl Stream {
             Effect::Node(node) => set_node(&session.shared, node).await?,
             Effect::Resumed => confirm(&session.shared).await?,
             Effect::Reject(nack) => self.reject(&session.metrics, nack),
-            Effect::Heartbeat { source_age, head_version } => {
+            Effect::Heartbeat { source_age, head_version, source, snapshots_sent } => {
                 session.metrics.heard(source_age);
                 session.metrics.head_version.set(head_version);
+                session.metrics.source_said(source);
+                let is_old = source_age > OLD_SOURCE;
+                self.stay.on_source(source.or(is_old.then_some(SourceState::CutOff)), Instant::now());
+                self.stay.on_snapshots_sent(snapshots_sent, Instant::now());
             }
-            Effect::Drain { within, reason } => self.on_drain(within, reason),
+            Effect::Drain { within, for_balance: true, .. } => self.stay.on_wish(Instant::now() + jitter(within)),
+            Effect::Drain { within, reason, for_balance: false } => self.on_drain(within, reason),
         }
         Ok(())
     }
 
     fn on_welcome(&mut self, session: &Session, welcomed: Welcomed, replica: &Target) {
-        let Welcomed { replica: name, epoch, mode, heartbeat_interval } = welcomed;
+        let Welcomed { replica: name, epoch, mode, heartbeat_interval, source } = welcomed;
+        session.metrics.source_said(source);
+        self.stay.on_source(source, Instant::now());
         info!(%replica, name, ?mode, "connected");
         session.metrics.connected.set(1);
         session.metrics.resumed(mode);
@@ -366,6 +417,32 @@ impl Stream {
             let seen = session.progress.borrow().clone();
             self.report(&seen, &session.machine);
         }
+    }
+
+    /// Asks the other replicas how they stand.
+    fn ask_others(&self, session: &Session, replicas: &Replicas) -> BoxFuture<'static, Answers> {
+        let SessionConfig { node_name, tls, .. } = &session.config;
+        let (node, tls, epoch) = (Arc::clone(node_name), tls.clone(), self.epoch);
+        let others = replicas.others();
+        async move { Question { node, tls, others: others.await, epoch }.ask().await }.boxed()
+    }
+
+    /// The replica to move to, if one of those that answered is better than this one.
+    async fn better(&self, session: &Session, trouble: Trouble, answers: Answers) -> Result<Option<Target>, StreamEnd> {
+        // It may be over by now.
+        if !self.stay.is_still(trouble) {
+            return Ok(None);
+        }
+        let shared = Arc::clone(&session.shared);
+        // Under the state's lock, which planning a full sync holds for a while.
+        let positions = tokio::task::spawn_blocking(move || shared.positions()).await?;
+        let held = positions.map(|positions| comparable(&positions));
+        let (mut targets, standings): (Vec<_>, Vec<_>) = answers.into_iter().unzip();
+        let chosen = choose(trouble, held.as_ref(), &standings).map(|index| targets.swap_remove(index));
+        if chosen.is_none() {
+            debug!(reason = trouble.reason(), asked = standings.len(), "no other replica is better: staying");
+        }
+        Ok(chosen)
     }
 
     fn on_drain(&mut self, within: Duration, reason: String) {
@@ -451,6 +528,14 @@ impl Stream {
             ..v1::Ack::default()
         };
         self.outbox.ack(ack, Instant::now());
+    }
+}
+
+/// What the other replicas answer, once they do.
+async fn answered(asking: &mut Option<(Trouble, BoxFuture<'static, Answers>)>) -> (Trouble, Answers) {
+    match asking {
+        Some((trouble, answers)) => (*trouble, answers.await),
+        None => std::future::pending().await,
     }
 }
 

@@ -9,6 +9,7 @@ use std::{collections::HashSet, iter, mem, sync::Arc, time::Duration};
 use headgate_core::{
     Change, Family, Node,
     digest::{self, BUCKETS},
+    node_state::SourceState,
     reference::{Referable, Referrer},
 };
 use headgate_proto::{
@@ -105,6 +106,10 @@ pub enum Effect {
         head_version: u64,
         /// Time since the source was last heard, at the moment of sending.
         source_age: Duration,
+        /// What the source is doing; `None` from a replica that does not say.
+        source: Option<SourceState>,
+        /// Snapshots that the replica has completed, for any agent.
+        snapshots_sent: u64,
     },
     /// Connect anew within this time, preferably elsewhere.
     Drain {
@@ -112,6 +117,8 @@ pub enum Effect {
         within: Duration,
         /// For the log.
         reason: String,
+        /// The replica goes on serving: only a better one is worth the move.
+        for_balance: bool,
     },
 }
 
@@ -137,6 +144,8 @@ pub struct Welcomed {
     pub mode: ResumeMode,
     /// Longest time between two messages.
     pub heartbeat_interval: Duration,
+    /// What the source is doing; `None` from a replica that does not say.
+    pub source: Option<SourceState>,
 }
 
 /// Where the stream is.
@@ -235,6 +244,12 @@ impl Machine {
         self.decoder.forget_references();
     }
 
+    /// True once the stream has brought the replica's state as a whole, so that only what changes follows.
+    #[must_use]
+    pub fn is_following(&self) -> bool {
+        matches!(self.phase, Phase::Following { .. })
+    }
+
     /// True when [`Machine::refer_to`] has to be called before the next message, once every effect so far has been applied.
     #[must_use]
     pub fn needs_referable(&self) -> bool {
@@ -270,6 +285,7 @@ impl Machine {
             Body::Drain(drain) => Ok(vec![Effect::Drain {
                 within: Duration::from_millis(drain.reconnect_within_ms.into()),
                 reason: drain.reason,
+                for_balance: drain.for_balance,
             }]),
         }
     }
@@ -300,8 +316,9 @@ impl Machine {
             0 => DEFAULT_HEARTBEAT,
             interval_ms => Duration::from_millis(interval_ms.into()),
         };
+        let source = welcome.source_state().known();
         let mut effects =
-            vec![Effect::Welcomed(Welcomed { replica: welcome.replica, epoch, mode, heartbeat_interval })];
+            vec![Effect::Welcomed(Welcomed { replica: welcome.replica, epoch, mode, heartbeat_interval, source })];
         let version = self.position.map_or(0, |(_, version)| version);
         let rejections = self.rejected.begin(mode);
         effects.extend(reject(v1::Nack { version, rejections, withdrawn: Vec::new() }));
@@ -310,12 +327,14 @@ impl Machine {
     }
 
     fn on_heartbeat(&mut self, heartbeat: v1::Heartbeat) -> Vec<Effect> {
-        let v1::Heartbeat { head_version, source_age_ms } = heartbeat;
+        let (source, head_version) = (heartbeat.source_state().known(), heartbeat.head_version);
+        let v1::Heartbeat { source_age_ms, snapshots_sent, .. } = heartbeat;
         if self.resumed == Resumed::AtNextHead {
             self.resumed = Resumed::At(head_version);
         }
         let version = self.position.map_or(0, |(_, version)| version);
-        let heard = Effect::Heartbeat { head_version, source_age: Duration::from_millis(source_age_ms) };
+        let source_age = Duration::from_millis(source_age_ms);
+        let heard = Effect::Heartbeat { head_version, source_age, source, snapshots_sent };
         iter::once(heard).chain(self.resumed_at(version)).collect()
     }
 

@@ -8,9 +8,11 @@ pub mod client;
 pub mod connect;
 pub mod held;
 pub mod machine;
+mod others;
 mod outbox;
 mod rejected;
 pub mod replicas;
+mod stay;
 #[cfg(test)]
 pub(crate) mod testing;
 pub mod tls;

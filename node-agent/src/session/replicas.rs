@@ -54,6 +54,24 @@ impl Replicas {
         self.last.clone()
     }
 
+    /// Every replica that the names now stand for, but for the one that was tried last.
+    pub(super) fn others(&self) -> impl Future<Output = Vec<Target>> + Send + use<> {
+        let (control_planes, last) = (self.control_planes.clone(), self.last.clone());
+        async move {
+            let mut others = Vec::new();
+            for control_plane in &control_planes {
+                others.extend(resolve(control_plane).await);
+            }
+            others.retain(|target| target.address.is_some() && Some(target) != last.as_ref());
+            others
+        }
+    }
+
+    /// This replica comes next.
+    pub(super) fn prefer(&mut self, target: Target) {
+        self.waiting.push_front(target);
+    }
+
     /// Names are resolved anew before the next is taken: what is known of them may be as old as the stream that has ended.
     pub(super) fn forget(&mut self) {
         self.waiting.clear();

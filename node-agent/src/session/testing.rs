@@ -77,6 +77,7 @@ impl Replica {
             heartbeat_interval_ms: 60_000,
             behind_wait_ms: 0,
             head_version: Some(self.version()),
+            source_state: v1::SourceState::Following.into(),
         }))
     }
 

@@ -1,6 +1,7 @@
 //! The whole agent, with a backend without a kernel, against a scripted replica over real sockets.
 #![allow(clippy::unwrap_used)]
 
+mod moves;
 mod port;
 mod replica;
 mod restart;
@@ -279,8 +280,13 @@ async fn silence_ends_the_stream() {
 async fn a_draining_replica_is_left_for_another() {
     let (mut one, mut two) = (ScriptedReplica::start().await, ScriptedReplica::start().await);
     let agent = Agent::of(&[&one, &two]);
-    let drain =
-        || message(server_message::Body::Drain(v1::Drain { reconnect_within_ms: 10, reason: "rollout".into() }));
+    let drain = || {
+        message(server_message::Body::Drain(v1::Drain {
+            reconnect_within_ms: 10,
+            reason: "rollout".into(),
+            for_balance: false,
+        }))
+    };
     let store = store();
     let (first, second) = tokio::select! {
         connection = one.accept() => (connection, &mut two),

@@ -1,6 +1,9 @@
 //! A replica that does what the test says, behind a real socket.
 
-use std::net::SocketAddr;
+use std::{
+    net::SocketAddr,
+    sync::{Arc, Mutex},
+};
 
 use futures::StreamExt as _;
 use headgate_proto::v1::{
@@ -28,6 +31,7 @@ type Outgoing = Result<v1::ServerMessage, Status>;
 pub(super) struct ScriptedReplica {
     pub(super) address: SocketAddr,
     connections: mpsc::Receiver<Connection>,
+    standing: Standing,
     _stops: DropGuard,
 }
 
@@ -37,7 +41,13 @@ pub(super) struct Connection {
     outgoing: mpsc::Sender<Outgoing>,
 }
 
-struct Service(mpsc::Sender<Connection>);
+struct Service {
+    connections: mpsc::Sender<Connection>,
+    standing: Standing,
+}
+
+/// What the replica says when it is asked how it stands; `None`: it is older than the question.
+type Standing = Arc<Mutex<Option<v1::StandingResponse>>>;
 
 #[tonic::async_trait]
 impl Discovery for Service {
@@ -46,8 +56,13 @@ impl Discovery for Service {
     async fn sync(&self, request: Request<Streaming<v1::AgentMessage>>) -> Result<Response<Self::SyncStream>, Status> {
         let (outgoing, receiver) = mpsc::channel(16);
         let connection = Connection { incoming: request.into_inner(), outgoing };
-        self.0.send(connection).await.map_err(|_| Status::unavailable("the test is over"))?;
+        self.connections.send(connection).await.map_err(|_| Status::unavailable("the test is over"))?;
         Ok(Response::new(ReceiverStream::new(receiver)))
+    }
+
+    async fn standing(&self, _: Request<v1::StandingRequest>) -> Result<Response<v1::StandingResponse>, Status> {
+        let standing = self.standing.lock().unwrap().clone();
+        standing.map(Response::new).ok_or_else(|| Status::unimplemented("an older replica"))
     }
 }
 
@@ -70,11 +85,26 @@ impl ScriptedReplica {
         let stop = CancellationToken::new();
         let server = tls.map_or_else(Server::builder, |tls| Server::builder().tls_config(tls).unwrap());
         let mut server = server;
-        let serving = server.add_service(DiscoveryServer::new(Service(sender)));
+        let standing = Standing::default();
+        let service = Service { connections: sender, standing: Arc::clone(&standing) };
+        let serving = server.add_service(DiscoveryServer::new(service));
         let serving = serving.serve_with_incoming(TcpListenerStream::new(listener));
         let stopped = stop.clone();
         tokio::spawn(async move { stopped.run_until_cancelled(serving).await });
-        Self { address, connections, _stops: stop.drop_guard() }
+        Self { address, connections, standing, _stops: stop.drop_guard() }
+    }
+
+    /// From now on it says this when it is asked how it stands.
+    pub(super) fn stands(&self, epoch: u64, state: v1::SourceState, positions: Vec<v1::SourcePosition>) {
+        let standing = v1::StandingResponse {
+            replica: "test".into(),
+            epoch,
+            source_state: state.into(),
+            changed_positions: positions.clone(),
+            positions,
+            ..Default::default()
+        };
+        *self.standing.lock().unwrap() = Some(standing);
     }
 
     pub(super) async fn accept(&mut self) -> Connection {

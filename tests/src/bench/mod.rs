@@ -8,6 +8,7 @@ pub mod clock;
 pub mod connect;
 pub mod conntrack;
 pub mod delta;
+pub mod failover;
 pub mod fleet;
 pub mod iptables;
 pub mod ipvs;

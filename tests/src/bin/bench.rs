@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use anyhow::{Result, bail};
 use clap::Parser;
 use headgate_tests::bench::{
-    apiserver_load, connect, conntrack, delta, fleet, iptables, ipvs, lagging, memory,
+    apiserver_load, connect, conntrack, delta, failover, fleet, iptables, ipvs, lagging, memory,
     report::{Figure, publish},
     slow, snapshots, storm, warm_restart, wire,
 };
@@ -54,6 +54,11 @@ const BENCHES: &[(&str, &str, Bench)] = &[
         apiserver_load::run(&a.load, a.services)
     }),
     ("lagging", "agents move to a replica whose watch is held back", |a| lagging::run(&a.load, a.services)),
+    (
+        "failover",
+        "100 agents while replicas lose their API servers; fails when they are late or move to and fro",
+        |a| failover::run(a.load.agents, a.services),
+    ),
     ("iptables-full", "the first sync, legacy and nft", |a| iptables::run(iptables::Bench::Full, a.services)),
     ("iptables-incremental", "one endpoint changes, legacy and nft", |a| {
         iptables::run(iptables::Bench::Incremental, a.services)

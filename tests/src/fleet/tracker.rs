@@ -523,7 +523,7 @@ mod tests {
         assert_eq!(broken(end(6, 11, 1)), Violation::Count { counted: 1, staged: 0 });
         assert!(matches!(broken(end(4, 11, 0)), Violation::Order(_)));
         assert!(matches!(broken(welcome(1, ResumeMode::Log)), Violation::Welcome(_)));
-        let heartbeat = Body::Heartbeat(v1::Heartbeat { head_version: 4, source_age_ms: 0 });
+        let heartbeat = Body::Heartbeat(v1::Heartbeat { head_version: 4, ..Default::default() });
         assert!(matches!(broken(heartbeat), Violation::Order(_)));
         let node = Body::OwnNode(v1::OwnNode { revision: 2, ..v1::OwnNode::default() });
         assert!(matches!(broken(node), Violation::Order(_)));

@@ -69,6 +69,7 @@ fn stream() -> Vec<u8> {
         heartbeat_interval_ms: 10_000,
         behind_wait_ms: 30_000,
         head_version: Some(store.version()),
+        source_state: v1::SourceState::Following.into(),
     }));
     let (_, mut cursor) = store.cursor(None::<&Resume>);
     for step in 0..4 {
@@ -85,8 +86,17 @@ fn stream() -> Vec<u8> {
     let node = v1::Node { name: "node-a".into(), zone: "zone-1".into(), ..v1::Node::default() };
     let position = Some(v1::SourcePosition { kind: v1::source_position::Kind::Nodes.into(), position: 100 });
     bytes.extend(message(Body::OwnNode(v1::OwnNode { revision: 1, node: Some(node), position })));
-    bytes.extend(message(Body::Heartbeat(v1::Heartbeat { head_version: 4, source_age_ms: 12 })));
-    bytes.extend(message(Body::Drain(v1::Drain { reconnect_within_ms: 2000, reason: "this replica stops".into() })));
+    bytes.extend(message(Body::Heartbeat(v1::Heartbeat {
+        head_version: 4,
+        source_age_ms: 12,
+        source_state: v1::SourceState::CutOff.into(),
+        snapshots_sent: 3,
+    })));
+    bytes.extend(message(Body::Drain(v1::Drain {
+        reconnect_within_ms: 2000,
+        reason: "this replica stops".into(),
+        for_balance: true,
+    })));
     bytes
 }
 

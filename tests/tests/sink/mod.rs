@@ -31,6 +31,8 @@ pub(crate) struct Collected {
     pub(crate) errors: BTreeMap<(SourceKind, &'static str), u64>,
     /// Signs of life by kind.
     pub(crate) heard: BTreeMap<SourceKind, u64>,
+    /// Why the source is cut off, if it is.
+    pub(crate) cut_off: Option<String>,
     /// Every key that was removed, in order.
     pub(crate) removed: Vec<String>,
     /// Commits, and those with changes among them.
@@ -135,6 +137,10 @@ impl Sink for CollectingSink {
 
     fn heard(&self, kind: SourceKind) {
         *self.0.lock().unwrap().heard.entry(kind).or_default() += 1;
+    }
+
+    fn cut_off(&self, problem: Option<String>) {
+        self.0.lock().unwrap().cut_off = problem;
     }
 
     fn problems(&self, problems: Vec<Problem>) {

@@ -11,7 +11,7 @@ mod simulation;
 use std::{collections::HashMap, sync::Arc, time::Duration};
 
 use fastrand::Rng;
-use headgate_core::ServiceKey;
+use headgate_core::{ServiceKey, node_state::SourceState};
 use tokio::time::{Instant, sleep};
 
 use self::{
@@ -19,9 +19,6 @@ use self::{
     memory::Memory,
 };
 use super::{Lifecycle, Shared, agents::Agent};
-
-/// A source that has not been heard for longer may say anything of replicas. A watch in which nothing happens is looked after in less.
-const MAX_SOURCE_AGE: Duration = Duration::from_secs(180);
 
 /// Time in which an agent that is asked to go does so: the agents of one step, spread until the next.
 pub(super) const MOVE_WITHIN: Duration = STEP;
@@ -90,7 +87,8 @@ impl Balance {
     /// The band to be within; none while it is not known.
     fn band(&mut self, shared: &Shared) -> Option<Band> {
         let store = &shared.store;
-        if *shared.lifecycle.borrow() != Lifecycle::Serving || !store.is_synced() {
+        // A replica that cannot hear its source does not know which replicas are ready, and keeps what agents it has.
+        if *shared.lifecycle.borrow() != Lifecycle::Serving || store.source_state() != SourceState::Following {
             return None;
         }
         let replicas = store.ready_endpoints(&self.service);
@@ -103,7 +101,7 @@ impl Balance {
                 tracing::info!(%service, replicas, "ready replicas, between which agents are balanced");
             }
         }
-        if store.source_age() > MAX_SOURCE_AGE { None } else { Band::new(store.node_count(), replicas) }
+        Band::new(store.node_count(), replicas)
     }
 }
 

@@ -79,15 +79,22 @@ pub(super) struct Folder {
     files: BTreeMap<PathBuf, File>,
     definitions: HashMap<ObjectKey, BTreeMap<Place, Definition>>,
     parsed_files: u64,
+    /// Why the last scan could not read the folder itself.
+    unreadable: Option<String>,
 }
 
 impl Folder {
     pub(super) fn new(root: PathBuf) -> Self {
-        Self { root, files: BTreeMap::new(), definitions: HashMap::new(), parsed_files: 0 }
+        Self { root, files: BTreeMap::new(), definitions: HashMap::new(), parsed_files: 0, unreadable: None }
     }
 
     pub(super) fn root(&self) -> &Path {
         &self.root
+    }
+
+    /// Why the folder itself could not be read when it was last scanned; `None` when it could.
+    pub(super) fn unreadable(&self) -> Option<&str> {
+        self.unreadable.as_deref()
     }
 
     /// Files that were parsed so far: the measure of work done.
@@ -112,6 +119,9 @@ impl Folder {
         let mut found = BTreeMap::new();
         let mut unreadable = Vec::new();
         walk(&self.root, Path::new(""), &mut Vec::new(), &mut found, &mut unreadable);
+        let of_root = unreadable.iter().find(|(path, _)| path.as_os_str().is_empty());
+        self.unreadable =
+            of_root.map(|(_, error)| format!("the folder {} cannot be read: {error}", self.root.display()));
         let told = unreadable.iter().map(|(path, error)| folder_problem(path, error)).collect();
         update.places.push((String::new(), "unreadable_folder", told));
         for (path, stamp) in &found {

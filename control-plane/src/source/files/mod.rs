@@ -74,6 +74,8 @@ struct Reader {
     _watcher: Option<notify::RecommendedWatcher>,
     next_scan: Instant,
     position_ms: u64,
+    /// The last scan could not read the folder.
+    is_cut_off: bool,
 }
 
 impl Reader {
@@ -100,6 +102,7 @@ impl Reader {
             _watcher: watcher.ok(),
             next_scan: Instant::now() + RESCAN,
             position_ms: 0,
+            is_cut_off: false,
         };
         let update = reader.folder.scan(Instant::now(), |_| false);
         reader.take_in(update, SystemTime::now());
@@ -156,7 +159,14 @@ impl Reader {
             let new = self.model.event(event, &origin);
             (0..new).for_each(|_| self.sink.count_error(SourceKind::Files, "malformed_object"));
         }
-        self.sink.heard(SourceKind::Files);
+        let problem = self.folder.unreadable();
+        if problem.is_none() {
+            self.sink.heard(SourceKind::Files);
+        }
+        if problem.is_some() != self.is_cut_off {
+            self.is_cut_off = problem.is_some();
+            self.sink.cut_off(problem.map(str::to_owned));
+        }
         if let Some(problems) = self.model.take_problems() {
             super::show_problems(&*self.sink, &mut self.shown_problems, problems);
         }

@@ -1,5 +1,6 @@
 //! Objects from a Kubernetes API server: one watch a kind, for all agents.
 
+mod contact;
 mod failure;
 mod watch;
 mod wire;
@@ -11,6 +12,7 @@ use std::{
     time::{Duration, SystemTime},
 };
 
+use futures::FutureExt as _;
 use kube::{
     Client, Config,
     config::{KubeConfigOptions, Kubeconfig},
@@ -22,7 +24,10 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
-use self::watch::{KindStep, Step, Watch, source_kind};
+use self::{
+    contact::Contact,
+    watch::{KindStep, Step, Watch, source_kind},
+};
 use super::{SourceError, SourceSettings};
 use crate::{
     model::{Event, Model},
@@ -58,10 +63,14 @@ pub(super) async fn run(
     let client = client(settings.kubeconfig.as_deref()).await?;
     let (sender, mut steps) = mpsc::channel(WAITING_STEPS);
     let mut watches = JoinSet::new();
+    let contact = Contact::new(Arc::clone(&sink), settings.watch_silence);
     for kind in ObjectKind::ALL {
-        let watch = Watch::new(kind, client.clone(), settings.watch_silence, Arc::clone(&sink), sender.clone());
+        let (client, contact) = (client.clone(), Arc::clone(&contact));
+        let watch = Watch::new(kind, client, settings.watch_silence, Arc::clone(&sink), contact, sender.clone());
         watches.spawn(watch.run(shutdown.clone()));
     }
+    let judging = contact.run(client);
+    watches.spawn(shutdown.clone().run_until_cancelled_owned(judging).map(drop));
     drop(sender);
     let mut state = Applier::new(sink);
     loop {

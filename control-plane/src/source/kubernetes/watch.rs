@@ -34,6 +34,7 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 
 use super::{
+    contact::Contact,
     failure::{BackOff, Failure, Verb},
     wire::{self, Line, Lines, Page},
 };
@@ -89,6 +90,7 @@ pub(super) struct Watch {
     kind: ObjectKind,
     client: Client,
     sink: Arc<dyn Sink>,
+    contact: Arc<Contact>,
     steps: mpsc::Sender<KindStep>,
     version: Option<String>,
     back_off: BackOff,
@@ -110,6 +112,7 @@ impl Watch {
         client: Client,
         silence_limit: Duration,
         sink: Arc<dyn Sink>,
+        contact: Arc<Contact>,
         steps: mpsc::Sender<KindStep>,
     ) -> Self {
         Self {
@@ -117,6 +120,7 @@ impl Watch {
             kind,
             client,
             sink,
+            contact,
             steps,
             version: None,
             back_off: BackOff::default(),
@@ -172,6 +176,7 @@ impl Watch {
             return ABSENT_PAUSE.mul_f64(0.8 + 0.2 * fastrand::f64());
         }
         self.sink.count_error(source_kind(self.kind), failure.reason);
+        self.contact.failed(self.kind, &failure.message);
         if failure.needs_list {
             self.version = None;
         }
@@ -239,6 +244,7 @@ impl Watch {
             let line = timeout(LIST_SILENCE_LIMIT, lines.next()).await;
             let line = line.map_err(|_| Failure::silent("a streaming list stood still", LIST_SILENCE_LIMIT))??;
             let Some(line) = line else { return Err(Failure::incomplete_list()) };
+            self.contact.touched();
             match self.decode(&line)? {
                 // The protocol has none here; if one comes it must not be served.
                 Line::Event { event: Event::Delete(key), .. } => listed.retain(|other: &Event| other.key() != key),
@@ -265,6 +271,7 @@ impl Watch {
                 }
                 other => other?,
             };
+            self.contact.answered(self.kind);
             listed.extend(page.events);
             continue_token = page.continue_token;
             if continue_token.is_none() {
@@ -336,6 +343,7 @@ impl Watch {
         request.headers_mut().insert(header::ACCEPT_ENCODING, HeaderValue::from_static("identity"));
         let body = timeout(ANSWER_TIMEOUT, self.send(request, Verb::Watch)).await;
         let body = body.map_err(|_| Failure::silent("a watch did not begin", ANSWER_TIMEOUT))??;
+        self.contact.answered(self.kind);
         Ok(Lines::new(body))
     }
 
@@ -396,6 +404,7 @@ impl Watch {
 
     fn heard(&self) {
         self.sink.heard(source_kind(self.kind));
+        self.contact.is_current(self.kind);
     }
 }
 
@@ -410,7 +419,7 @@ pub(super) fn source_kind(kind: ObjectKind) -> SourceKind {
 }
 
 /// Where the server has the kind.
-fn path(kind: ObjectKind) -> &'static str {
+pub(super) fn path(kind: ObjectKind) -> &'static str {
     match kind {
         ObjectKind::Service => "/api/v1/services",
         ObjectKind::EndpointSlice => "/apis/discovery.k8s.io/v1/endpointslices",

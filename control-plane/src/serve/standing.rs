@@ -1,0 +1,79 @@
+//! `Discovery.Standing`: how this replica stands, for agents of others that look for a better one (contract, 15).
+//!
+//! An answer costs a look at a few numbers. Who may open a stream for a node may ask, and a request counts as a stream where
+//! these are bounded.
+
+use std::{
+    collections::BTreeMap,
+    convert::Infallible,
+    sync::Arc,
+    time::{Instant, SystemTime},
+};
+
+use futures::future::{Ready, ready};
+use headgate_core::{dns_name::check_subdomain, node_state::SourceState};
+use headgate_proto::v1;
+use http::{Request, Response};
+use tonic::{
+    Status,
+    body::Body,
+    server::{Grpc, UnaryService},
+};
+use tonic_prost::ProstCodec;
+
+use super::{Lifecycle, MAX_REQUEST_BYTES, Shared};
+use crate::{identity::Peer, store::positions_to_wire, transaction::SourceKind};
+
+/// Path of the method.
+pub(super) const PATH: &str = "/headgate.v1.Discovery/Standing";
+
+/// Answers a request.
+pub(super) async fn answer(shared: Arc<Shared>, request: Request<Body>) -> Result<Response<Body>, Infallible> {
+    let codec = ProstCodec::<v1::StandingResponse, v1::StandingRequest>::default();
+    let mut grpc = Grpc::new(codec).apply_max_message_size_config(Some(MAX_REQUEST_BYTES), None);
+    Ok(grpc.unary(Method(shared), request).await)
+}
+
+struct Method(Arc<Shared>);
+
+impl UnaryService<v1::StandingRequest> for Method {
+    type Response = v1::StandingResponse;
+    type Future = Ready<Result<tonic::Response<Self::Response>, Status>>;
+
+    fn call(&mut self, request: tonic::Request<v1::StandingRequest>) -> Self::Future {
+        ready(standing(&self.0, &request).map(tonic::Response::new))
+    }
+}
+
+fn standing(shared: &Shared, request: &tonic::Request<v1::StandingRequest>) -> Result<v1::StandingResponse, Status> {
+    let peer = request.extensions().get::<Peer>();
+    let peer = peer.ok_or_else(|| Status::internal("the connection has no peer"))?;
+    let node = &request.get_ref().node_name;
+    check_subdomain(node).map_err(|problem| Status::invalid_argument(format!("node_name: {problem}")))?;
+    peer.may_follow(node, SystemTime::now()).map_err(|denied| {
+        shared.metrics.count_request_denied(denied.reason());
+        Status::from(denied)
+    })?;
+    if !shared.agents.may_open(node, Instant::now()) {
+        shared.metrics.count_request_denied("too_many_requests");
+        return Err(Status::resource_exhausted(format!(
+            "node {node} asks too often; wait some seconds before the next"
+        )));
+    }
+    let store = &shared.store;
+    let is_serving = *shared.lifecycle.borrow() == Lifecycle::Serving;
+    let source = if is_serving { store.source_state() } else { SourceState::Unlisted };
+    let age = store.source_age().as_millis();
+    // Of what every replica counts alike.
+    let comparable = |positions: BTreeMap<SourceKind, u64>| {
+        positions_to_wire(positions.into_iter().filter(|(kind, _)| kind.is_comparable()))
+    };
+    Ok(v1::StandingResponse {
+        replica: shared.settings.replica_name.clone(),
+        epoch: store.epoch(),
+        source_state: v1::SourceState::from(source).into(),
+        source_age_ms: u64::try_from(age).unwrap_or(u64::MAX),
+        positions: comparable(store.positions()),
+        changed_positions: comparable(store.changed_positions()),
+    })
+}

@@ -1,0 +1,191 @@
+//! Whether the API server can be heard: one verdict over all kinds (contract, 14).
+//!
+//! The age of what is known says little in a short time, since a quiet cluster has only about one bookmark a minute. So
+//! the watches tell what becomes of their requests, and when nothing at all has come for some seconds the server is asked
+//! for one object. That finds a server, or a network, that accepts everything and says nothing.
+
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use http_body_util::{BodyExt as _, Limited};
+use kube::Client;
+use tokio::time::{Instant, sleep, timeout};
+
+use super::watch::path;
+use crate::{source::objects::ObjectKind, transaction::Sink};
+
+/// Time between two looks.
+const TICK: Duration = Duration::from_secs(1);
+
+/// Silence after which the server is asked for one object.
+const PROBE_AFTER: Duration = Duration::from_secs(5);
+
+/// How long the answer may take.
+const PROBE_TIMEOUT: Duration = Duration::from_secs(4);
+
+/// Answers are read up to here. One object is at most some 1.5 MB.
+const ANSWER_LIMIT_BYTES: usize = 4 << 20;
+
+/// Unanswered probes in a row that make the verdict. Further ones follow in pauses of [`PROBE_AFTER`].
+const FAILED_PROBES: u32 = 2;
+
+/// How long requests for one kind may fail.
+const FAILING_LIMIT: Duration = Duration::from_secs(10);
+
+/// How much longer than a silent watch is kept open a kind may show nothing.
+const STALE_MARGIN: Duration = Duration::from_secs(30);
+
+/// See the module.
+pub(super) struct Contact {
+    sink: Arc<dyn Sink>,
+    silence_limit: Duration,
+    inner: Mutex<Inner>,
+}
+
+struct Inner {
+    /// When the server last sent anything.
+    answered: Instant,
+    failed_probes: u32,
+    probe_problem: String,
+    /// Kinds whose requests fail: since when, and why at last.
+    failing: BTreeMap<ObjectKind, (Instant, String)>,
+    /// When a kind last showed that what is known of it is current; from its first list on.
+    current: BTreeMap<ObjectKind, Instant>,
+    is_cut_off: bool,
+}
+
+impl Contact {
+    /// The source counts as heard until something speaks against it. `silence_limit`: how long a silent watch is kept open.
+    pub(super) fn new(sink: Arc<dyn Sink>, silence_limit: Duration) -> Arc<Self> {
+        let inner = Inner {
+            answered: Instant::now(),
+            failed_probes: 0,
+            probe_problem: String::new(),
+            failing: BTreeMap::new(),
+            current: BTreeMap::new(),
+            is_cut_off: false,
+        };
+        Arc::new(Self { sink, silence_limit, inner: Mutex::new(inner) })
+    }
+
+    /// The server sent something.
+    pub(super) fn touched(&self) {
+        self.answer(|_, _| {});
+    }
+
+    /// A watch of the kind was opened, or a part of its list came.
+    pub(super) fn answered(&self, kind: ObjectKind) {
+        self.answer(|inner, _| {
+            inner.failing.remove(&kind);
+        });
+    }
+
+    /// The kind showed that what is known of it is current.
+    pub(super) fn is_current(&self, kind: ObjectKind) {
+        self.answer(|inner, now| {
+            inner.failing.remove(&kind);
+            inner.current.insert(kind, now);
+        });
+    }
+
+    /// An answer may end a verdict, and cannot begin one.
+    fn answer(&self, note: impl FnOnce(&mut Inner, Instant)) {
+        let (mut inner, now) = (self.lock(), Instant::now());
+        inner.answered = now;
+        inner.failed_probes = 0;
+        note(&mut inner, now);
+        if inner.is_cut_off {
+            self.judge(inner);
+        }
+    }
+
+    /// A list or a watch of the kind failed.
+    pub(super) fn failed(&self, kind: ObjectKind, message: &str) {
+        let mut inner = self.lock();
+        let (_, last) = inner.failing.entry(kind).or_insert_with(|| (Instant::now(), String::new()));
+        message.clone_into(last);
+    }
+
+    /// Judges, and asks the server when it is silent, for ever.
+    pub(super) async fn run(self: Arc<Self>, client: Client) {
+        let mut next_probe = Instant::now();
+        loop {
+            sleep(TICK).await;
+            let (silent_for, failed_probes) = {
+                let inner = self.lock();
+                (inner.answered.elapsed(), inner.failed_probes)
+            };
+            if silent_for >= PROBE_AFTER && next_probe <= Instant::now() {
+                match probe(&client).await {
+                    Ok(()) => self.touched(),
+                    Err(problem) => {
+                        tracing::debug!("the API server does not answer a small request: {problem}");
+                        let mut inner = self.lock();
+                        inner.failed_probes = failed_probes.saturating_add(1);
+                        inner.probe_problem = problem;
+                        if inner.failed_probes >= FAILED_PROBES {
+                            next_probe = Instant::now() + PROBE_AFTER;
+                        }
+                    }
+                }
+            }
+            self.judge(self.lock());
+        }
+    }
+
+    fn judge(&self, mut inner: MutexGuard<'_, Inner>) {
+        let problem = inner.problem(self.silence_limit + STALE_MARGIN);
+        if problem.is_some() == inner.is_cut_off {
+            return;
+        }
+        inner.is_cut_off = problem.is_some();
+        match &problem {
+            Some(problem) => tracing::warn!("cut off from the API server: {problem}; what is known stays in service"),
+            None => tracing::info!("the API server is heard again"),
+        }
+        // Under the lock, so that verdicts arrive in order.
+        self.sink.cut_off(problem);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Inner {
+    /// Why the source counts as cut off, if it does.
+    fn problem(&self, stale_after: Duration) -> Option<String> {
+        let failing = self.failing.iter().find(|(_, (since, _))| since.elapsed() >= FAILING_LIMIT);
+        if let Some((kind, (_, message))) = failing {
+            return Some(format!("{} cannot be watched: {message}", kind.name()));
+        }
+        if self.failed_probes >= FAILED_PROBES {
+            return Some(format!("the API server is silent, and {}", self.probe_problem));
+        }
+        let stale = self.current.iter().find(|(_, current)| current.elapsed() >= stale_after);
+        stale.map(|(kind, _)| {
+            let seconds = stale_after.as_secs();
+            format!("{} have shown neither a change nor a bookmark for {seconds} seconds", kind.name())
+        })
+    }
+}
+
+/// Asks for one object. Any answer but a server error shows that the server is there; whether it lets us watch is for the
+/// watches to tell.
+async fn probe(client: &Client) -> Result<(), String> {
+    let uri = format!("{}?limit=1", path(ObjectKind::Service));
+    let request = http::Request::get(uri).body(kube::client::Body::empty()).map_err(|error| error.to_string())?;
+    let ask = async {
+        let response = client.send(request).await.map_err(|error| format!("it cannot be asked: {error}"))?;
+        let status = response.status();
+        // Read to its end, so that the connection can be used again.
+        let body = Limited::new(response.into_body(), ANSWER_LIMIT_BYTES).collect().await;
+        body.map_err(|error| format!("its answer to a small request breaks: {error}"))?;
+        if status.is_server_error() { Err(format!("it answers {status} to a small request")) } else { Ok(()) }
+    };
+    let late = || Err(format!("it does not answer a small request in {} seconds", PROBE_TIMEOUT.as_secs()));
+    timeout(PROBE_TIMEOUT, ask).await.unwrap_or_else(|_| late())
+}

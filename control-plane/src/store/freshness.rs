@@ -1,0 +1,126 @@
+//! What the source is doing, and how long ago each kind of it was heard (contract, 9 and 14).
+
+use std::{
+    collections::BTreeMap,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU8, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use headgate_core::node_state::SourceState;
+use tokio::sync::watch;
+
+use crate::{metrics::Metrics, transaction::SourceKind};
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct Freshness {
+    inner: Mutex<Inner>,
+    state: watch::Sender<SourceState>,
+    /// The index in [`SourceState::ALL`] of what `state` holds, for those who look thousands of times for each change.
+    index: AtomicU8,
+    metrics: Arc<Metrics>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    started: Instant,
+    heard: BTreeMap<SourceKind, Instant>,
+    is_listed: bool,
+    problem: Option<String>,
+}
+
+impl Freshness {
+    /// A source that has not been listed.
+    pub(super) fn new(metrics: Arc<Metrics>) -> Self {
+        let inner = Inner { started: Instant::now(), heard: BTreeMap::new(), is_listed: false, problem: None };
+        metrics.set_source_state(SourceState::Unlisted);
+        Self {
+            inner: Mutex::new(inner),
+            state: watch::Sender::new(SourceState::Unlisted),
+            index: AtomicU8::new(SourceState::Unlisted as u8),
+            metrics,
+        }
+    }
+
+    pub(super) fn listed(&self) {
+        self.change(|inner| inner.is_listed = true);
+    }
+
+    pub(super) fn cut_off(&self, problem: Option<String>) {
+        self.change(|inner| inner.problem = problem);
+    }
+
+    pub(super) fn heard(&self, kind: SourceKind) {
+        self.lock().heard.insert(kind, Instant::now());
+    }
+
+    pub(super) fn state(&self) -> SourceState {
+        SourceState::ALL[usize::from(self.index.load(Ordering::Acquire))]
+    }
+
+    pub(super) fn watch_state(&self) -> watch::Receiver<SourceState> {
+        self.state.subscribe()
+    }
+
+    pub(super) fn problem(&self) -> Option<String> {
+        self.lock().problem.clone()
+    }
+
+    pub(super) fn age(&self) -> Duration {
+        let inner = self.lock();
+        let oldest = inner.heard.values().min().filter(|_| inner.is_listed);
+        oldest.unwrap_or(&inner.started).elapsed()
+    }
+
+    pub(super) fn ages(&self) -> BTreeMap<SourceKind, Duration> {
+        self.lock().heard.iter().map(|(kind, heard)| (*kind, heard.elapsed())).collect()
+    }
+
+    fn change(&self, change: impl FnOnce(&mut Inner)) {
+        let mut inner = self.lock();
+        change(&mut inner);
+        let state = match (inner.is_listed, &inner.problem) {
+            (false, _) => SourceState::Unlisted,
+            (true, Some(_)) => SourceState::CutOff,
+            (true, None) => SourceState::Following,
+        };
+        // Under the lock, so that states follow one another in order.
+        self.index.store(state as u8, Ordering::Release);
+        self.metrics.set_source_state(state);
+        self.state.send_replace(state);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_source_is_unlisted_until_it_is_listed_whatever_else_is_known_of_it() {
+        let freshness = Freshness::new(Arc::new(Metrics::default()));
+        assert_eq!(freshness.state(), SourceState::Unlisted);
+        freshness.cut_off(Some("refused".into()));
+        assert_eq!(freshness.state(), SourceState::Unlisted);
+        freshness.listed();
+        assert_eq!(freshness.state(), SourceState::CutOff);
+        freshness.cut_off(None);
+        assert_eq!(
+            (freshness.state(), *freshness.watch_state().borrow()),
+            (SourceState::Following, SourceState::Following)
+        );
+    }
+
+    #[test]
+    fn the_index_of_a_state_is_its_place_among_all() {
+        for (index, state) in SourceState::ALL.into_iter().enumerate() {
+            assert_eq!(usize::from(state as u8), index);
+        }
+    }
+}

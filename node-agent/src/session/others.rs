@@ -1,0 +1,78 @@
+//! Asks the other replicas how they stand (contract, 15).
+
+use std::{sync::Arc, time::Duration};
+
+use headgate_proto::v1::{self, discovery_client::DiscoveryClient, source_position::Kind};
+use tokio::{task::JoinSet, time::timeout};
+use tonic::Code;
+use tracing::debug;
+
+use super::{
+    replicas::Target,
+    stay::{Positions, Standing},
+    tls::AgentTls,
+};
+
+/// How long a replica may take to answer, connecting included.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// What `node`'s agent asks, and of whom.
+pub(super) struct Question {
+    pub(super) node: Arc<str>,
+    pub(super) tls: Option<Arc<AgentTls>>,
+    pub(super) others: Vec<Target>,
+    /// Of the replica that the agent follows: one that answers with the same epoch is that replica, at another address.
+    pub(super) epoch: Option<u64>,
+}
+
+/// Replicas that answered, and how they stand.
+pub(super) type Answers = Vec<(Target, Standing)>;
+
+/// Positions of kinds that all replicas count alike: a folder's position is the clock of whoever reads it.
+pub(super) fn comparable(positions: &[v1::SourcePosition]) -> Positions {
+    let known = positions.iter().filter(|source| !matches!(source.kind(), Kind::Unspecified | Kind::Files));
+    known.map(|source| (source.kind, source.position)).collect()
+}
+
+impl Question {
+    /// The replicas that answered, and what they said. All are asked at once.
+    pub(super) async fn ask(self) -> Answers {
+        let Self { node, tls, others, epoch } = self;
+        let mut asked = JoinSet::new();
+        for target in others {
+            let (node, tls) = (Arc::clone(&node), tls.clone());
+            asked.spawn(async move {
+                let answer = timeout(ANSWER_TIMEOUT, ask_one(&target, &node, tls.as_ref())).await;
+                (target, answer.unwrap_or_else(|_| Err(format!("no answer in {} s", ANSWER_TIMEOUT.as_secs()))))
+            });
+        }
+        let mut answers = Vec::new();
+        for (target, answer) in asked.join_all().await {
+            match answer {
+                Ok((theirs, _)) if theirs.is_some() && theirs == epoch => {}
+                Ok((_, standing)) => answers.push((target, standing)),
+                Err(error) => debug!(replica = %target, error, "another replica does not say how it stands"),
+            }
+        }
+        answers
+    }
+}
+
+/// A replica's epoch and standing. One that is older than the question has neither.
+async fn ask_one(target: &Target, node: &str, tls: Option<&Arc<AgentTls>>) -> Result<(Option<u64>, Standing), String> {
+    let connection = target.control_plane.connect(target.address, tls).await.map_err(|error| error.to_string())?;
+    let request = v1::StandingRequest { node_name: node.to_owned() };
+    match DiscoveryClient::new(connection.channel).standing(request).await {
+        Ok(answer) => {
+            let answer = answer.into_inner();
+            let standing = Standing {
+                source: answer.source_state().known(),
+                positions: comparable(&answer.positions),
+                changed: comparable(&answer.changed_positions),
+            };
+            Ok((Some(answer.epoch), standing))
+        }
+        Err(status) if status.code() == Code::Unimplemented => Ok((None, Standing::default())),
+        Err(status) => Err(status.message().to_owned()),
+    }
+}

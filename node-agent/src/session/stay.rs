@@ -1,0 +1,273 @@
+//! When an agent leaves its replica for another (contract, 15). Decides only: no input, no output, no clock of its own.
+
+use std::{collections::BTreeMap, time::Duration};
+
+use headgate_core::node_state::SourceState;
+use tokio::time::Instant;
+
+use super::backoff::jitter;
+
+/// Source positions by the number of their kind ([`headgate_proto::v1::source_position::Kind`]), of kinds that replicas
+/// count alike.
+pub(super) type Positions = BTreeMap<i32, u64>;
+
+/// A replica that has listed nothing is waited for from the first to the second of these.
+const UNLISTED_PATIENCE: [Duration; 2] = [Duration::from_secs(2), Duration::from_secs(4)];
+/// Likewise for one that is cut off from its source. The difference spreads its agents when they move.
+const CUT_OFF_PATIENCE: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(6)];
+/// A stream that brings no complete state is waited for so long after the last sign of progress.
+const STALLED_PATIENCE: Duration = Duration::from_secs(30);
+/// First and longest pause between two rounds of asking the other replicas.
+const ASK_PAUSE: [Duration; 2] = [Duration::from_secs(5), Duration::from_secs(60)];
+/// First and longest stay after a move.
+const STAY: [Duration; 2] = [Duration::from_secs(10), Duration::from_secs(300)];
+/// After so long a stay the moves before it count no more.
+const SETTLED_AFTER: Duration = Duration::from_secs(600);
+
+/// Why an agent looks for another replica.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Trouble {
+    /// The replica has listed nothing.
+    Unlisted,
+    /// The replica is cut off from its source.
+    CutOff,
+    /// The stream brings no complete state.
+    Stalled,
+    /// Nothing is wrong; the replica has more agents than its share.
+    Crowded,
+}
+
+impl Trouble {
+    /// For logs.
+    pub(super) fn reason(self) -> &'static str {
+        match self {
+            Self::Unlisted => "it has not listed its source",
+            Self::CutOff => "it is cut off from its source",
+            Self::Stalled => "it brings no complete state",
+            Self::Crowded => "it has more agents than its share",
+        }
+    }
+
+    /// A label from a small fixed set.
+    pub(super) fn label(self) -> &'static str {
+        match self {
+            Self::Unlisted => "moved_unlisted",
+            Self::CutOff => "moved_cut_off",
+            Self::Stalled => "moved_stalled",
+            Self::Crowded => "moved_for_balance",
+        }
+    }
+
+    fn patience(self) -> Duration {
+        let [from, to] = match self {
+            Self::Unlisted => UNLISTED_PATIENCE,
+            Self::CutOff => CUT_OFF_PATIENCE,
+            Self::Stalled | Self::Crowded => [Duration::ZERO; 2],
+        };
+        from + jitter(to - from)
+    }
+}
+
+/// What another replica says of itself.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub(super) struct Standing {
+    /// `None`: the replica is older than the question.
+    pub(super) source: Option<SourceState>,
+    /// Where its source stands.
+    pub(super) positions: Positions,
+    /// Where its source stood when each kind changed last.
+    pub(super) changed: Positions,
+}
+
+impl Standing {
+    fn is_behind(&self, held: &Positions) -> bool {
+        held.iter().any(|(kind, ours)| self.positions.get(kind).is_some_and(|theirs| theirs < ours))
+    }
+
+    fn is_ahead(&self, held: &Positions) -> bool {
+        self.changed.iter().any(|(kind, theirs)| held.get(kind).is_none_or(|ours| theirs > ours))
+    }
+}
+
+/// How well a replica serves an agent. Agents move upwards only.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Worth {
+    Nothing,
+    Unknown,
+    OldState,
+    Everything,
+}
+
+/// What the present replica is worth to an agent that looks for another.
+fn worth_here(trouble: Trouble, holds_state: bool) -> Worth {
+    match trouble {
+        Trouble::Unlisted => Worth::Nothing,
+        Trouble::Stalled if !holds_state => Worth::Unknown,
+        Trouble::CutOff | Trouble::Stalled | Trouble::Crowded => Worth::OldState,
+    }
+}
+
+/// What another replica is worth to an agent that holds a state at these positions, or none.
+fn worth_there(standing: &Standing, held: Option<&Positions>) -> Worth {
+    match (standing.source, held) {
+        (Some(SourceState::Unlisted), _) => Worth::Nothing,
+        (Some(SourceState::Following), None) => Worth::Everything,
+        (Some(SourceState::CutOff), None) => Worth::OldState,
+        (None, None) => Worth::Unknown,
+        (Some(SourceState::Following), Some(held)) if !standing.is_behind(held) => Worth::Everything,
+        (Some(SourceState::CutOff), Some(held)) if !standing.is_behind(held) && standing.is_ahead(held) => {
+            Worth::OldState
+        }
+        (_, Some(_)) => Worth::Nothing,
+    }
+}
+
+/// Which of the replicas that answered to move to: one at random of those that are worth most, if that is more than the
+/// present one is.
+pub(super) fn choose(trouble: Trouble, held: Option<&Positions>, others: &[Standing]) -> Option<usize> {
+    let worth: Vec<Worth> = others.iter().map(|standing| worth_there(standing, held)).collect();
+    let best = worth.iter().copied().max().filter(|best| *best > worth_here(trouble, held.is_some()))?;
+    let best: Vec<usize> = (0..worth.len()).filter(|index| worth[*index] == best).collect();
+    fastrand::choice(best)
+}
+
+/// The moves that an agent has chosen to make, one stream after the other. They become rarer, so that nothing goes in
+/// circles.
+#[derive(Debug, Default)]
+pub(super) struct Moves {
+    count: u32,
+    last: Option<Instant>,
+}
+
+impl Moves {
+    /// The agent moves.
+    pub(super) fn moved(&mut self, now: Instant) {
+        if self.last.is_some_and(|last| now.saturating_duration_since(last) >= SETTLED_AFTER) {
+            self.count = 0;
+        }
+        self.count = self.count.saturating_add(1);
+        self.last = Some(now);
+    }
+
+    /// The moment before which the agent does not move again.
+    fn stays_until(&self) -> Option<Instant> {
+        let [first, longest] = STAY;
+        let factor = 1_u32.checked_shl(self.count.saturating_sub(1)).unwrap_or(u32::MAX);
+        self.last.map(|last| last + first.saturating_mul(factor).min(longest))
+    }
+}
+
+/// One stream, from `Hello` on.
+#[derive(Debug)]
+pub(super) struct Stay {
+    source: Option<SourceState>,
+    is_complete: bool,
+    progressed: Instant,
+    snapshots_sent: u64,
+    trouble: Option<Trouble>,
+    /// When to ask the other replicas; while there is trouble.
+    ask_at: Instant,
+    asked: u32,
+    /// When to ask them because the replica wishes that the agent went.
+    wish_at: Option<Instant>,
+    stays_until: Option<Instant>,
+}
+
+impl Stay {
+    /// A stream begins.
+    pub(super) fn new(moves: &Moves, now: Instant) -> Self {
+        Self {
+            source: None,
+            is_complete: false,
+            progressed: now,
+            snapshots_sent: 0,
+            trouble: None,
+            ask_at: now,
+            asked: 0,
+            wish_at: None,
+            stays_until: moves.stays_until(),
+        }
+    }
+
+    /// The replica says what its source is doing; `None` from an older one.
+    pub(super) fn on_source(&mut self, source: Option<SourceState>, now: Instant) {
+        self.source = source;
+        self.look(now);
+    }
+
+    /// The replica has completed so many snapshots, for any agent.
+    pub(super) fn on_snapshots_sent(&mut self, count: u64, now: Instant) {
+        if count != self.snapshots_sent {
+            self.snapshots_sent = count;
+            self.on_progress(self.is_complete, now);
+        }
+    }
+
+    /// A part of the state has come; the state is complete, or is not yet.
+    pub(super) fn on_progress(&mut self, is_complete: bool, now: Instant) {
+        (self.is_complete, self.progressed) = (is_complete, now);
+        self.look(now);
+    }
+
+    /// The replica wishes that the agent went, for balance; at this moment it does, if it does.
+    pub(super) fn on_wish(&mut self, at: Instant) {
+        self.wish_at = Some(self.wish_at.map_or(at, |earlier| earlier.min(at)));
+    }
+
+    /// Takes note of what is wrong at a moment.
+    fn look(&mut self, now: Instant) {
+        let is_stalled = !self.is_complete && now >= self.progressed + STALLED_PATIENCE;
+        let trouble = match self.source {
+            Some(SourceState::Unlisted) => Some(Trouble::Unlisted),
+            Some(SourceState::CutOff) => Some(Trouble::CutOff),
+            _ if is_stalled => Some(Trouble::Stalled),
+            _ => None,
+        };
+        if trouble != self.trouble {
+            self.trouble = trouble;
+            self.asked = 0;
+            self.ask_at = now + trouble.map_or(Duration::ZERO, Trouble::patience);
+        }
+    }
+
+    /// Whether this is still why the agent looks for another replica.
+    pub(super) fn is_still(&self, trouble: Trouble) -> bool {
+        trouble == Trouble::Crowded || self.trouble == Some(trouble)
+    }
+
+    /// When [`Self::due`] has to be asked again; `None`: nothing is expected.
+    pub(super) fn due_at(&self) -> Option<Instant> {
+        let stays = |at: Instant| at.max(self.stays_until.unwrap_or(at));
+        let trouble_at = match self.trouble {
+            Some(_) => Some(stays(self.ask_at)),
+            None if !self.is_complete => Some(self.progressed + STALLED_PATIENCE),
+            None => None,
+        };
+        trouble_at.into_iter().chain(self.wish_at.map(stays)).min()
+    }
+
+    /// Why the others are to be asked now, if they are. The next time for the same reason is after a pause that grows.
+    pub(super) fn due(&mut self, now: Instant) -> Option<Trouble> {
+        self.look(now);
+        if self.due_at().is_none_or(|at| at > now) {
+            return None;
+        }
+        if let Some(trouble) = self.trouble {
+            self.asked_at(now);
+            self.wish_at = None;
+            return Some(trouble);
+        }
+        self.wish_at.take().map(|_| Trouble::Crowded)
+    }
+
+    fn asked_at(&mut self, now: Instant) {
+        let [first, longest] = ASK_PAUSE;
+        let factor = 1_u32.checked_shl(self.asked).unwrap_or(u32::MAX);
+        let pause = first.saturating_mul(factor).min(longest);
+        self.asked = self.asked.saturating_add(1);
+        self.ask_at = now + pause / 2 + jitter(pause / 2);
+    }
+}
+
+#[cfg(test)]
+mod tests;

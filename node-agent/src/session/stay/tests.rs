@@ -1,0 +1,165 @@
+#![allow(clippy::unwrap_used)]
+use super::*;
+
+const FOLLOWING: Option<SourceState> = Some(SourceState::Following);
+const CUT_OFF: Option<SourceState> = Some(SourceState::CutOff);
+const UNLISTED: Option<SourceState> = Some(SourceState::Unlisted);
+
+fn at(position: u64) -> Positions {
+    [(1, position)].into()
+}
+
+fn standing(source: Option<SourceState>, position: u64) -> Standing {
+    let positions = if source == UNLISTED || source.is_none() { Positions::new() } else { at(position) };
+    Standing { source, changed: positions.clone(), positions }
+}
+
+fn goes(trouble: Trouble, held: Option<u64>, others: &[Standing]) -> Option<usize> {
+    choose(trouble, held.map(at).as_ref(), others)
+}
+
+#[test]
+fn an_agent_with_a_state_moves_to_a_replica_that_follows_and_is_not_behind() {
+    for trouble in [Trouble::Unlisted, Trouble::CutOff, Trouble::Stalled, Trouble::Crowded] {
+        let others = [standing(CUT_OFF, 5), standing(FOLLOWING, 4), standing(FOLLOWING, 5), standing(None, 0)];
+        assert_eq!(goes(trouble, Some(5), &others), Some(2), "{trouble:?}");
+        assert_eq!(goes(trouble, Some(6), &others), None, "{trouble:?}: all are behind");
+    }
+}
+
+#[test]
+fn while_all_are_cut_off_no_agent_with_their_state_moves() {
+    let others = [standing(CUT_OFF, 5), standing(UNLISTED, 0), standing(None, 0)];
+    for trouble in [Trouble::Unlisted, Trouble::CutOff, Trouble::Stalled] {
+        assert_eq!(goes(trouble, Some(5), &others), None, "{trouble:?}");
+    }
+    let ahead = [standing(CUT_OFF, 9)];
+    assert_eq!(goes(Trouble::CutOff, Some(5), &ahead), None, "from cut off to cut off never");
+    assert_eq!(goes(Trouble::Unlisted, Some(5), &ahead), Some(0), "its replica could never bring what it lacks");
+}
+
+#[test]
+fn an_agent_without_a_state_takes_the_best_that_there_is() {
+    let (unlisted, unknown) = (standing(UNLISTED, 0), standing(None, 0));
+    let (cut_off, following) = (standing(CUT_OFF, 5), standing(FOLLOWING, 5));
+    let all = [unlisted, unknown, cut_off, following];
+    for count in 0..=4 {
+        let best = (count > 1).then(|| count - 1);
+        assert_eq!(goes(Trouble::Unlisted, None, &all[..count]), best, "{count}");
+    }
+    assert_eq!(goes(Trouble::Stalled, None, &all[..2]), None, "what is not known to be better is not tried");
+    assert_eq!(goes(Trouble::Stalled, None, &all[..3]), Some(2));
+    assert_eq!(goes(Trouble::CutOff, None, &all[..3]), None);
+    assert_eq!(goes(Trouble::CutOff, None, &all), Some(3));
+}
+
+#[test]
+fn of_equals_each_is_chosen() {
+    let others = [standing(FOLLOWING, 5), standing(FOLLOWING, 5)];
+    let chosen: std::collections::BTreeSet<_> = (0..100).map(|_| goes(Trouble::CutOff, Some(5), &others)).collect();
+    assert_eq!(chosen, [Some(0), Some(1)].into());
+}
+
+#[test]
+fn a_replica_that_follows_and_has_brought_its_state_is_never_doubted() {
+    let now = Instant::now();
+    let mut stay = Stay::new(&Moves::default(), now);
+    stay.on_source(FOLLOWING, now);
+    assert_eq!(stay.due_at(), Some(now + STALLED_PATIENCE));
+    stay.on_progress(true, now);
+    assert_eq!((stay.due_at(), stay.trouble), (None, None));
+    stay.look(now + SETTLED_AFTER);
+    assert_eq!(stay.trouble, None);
+}
+
+#[test]
+fn patience_is_bounded_and_ends_with_the_trouble() {
+    let now = Instant::now();
+    for (source, trouble, [from, to]) in
+        [(UNLISTED, Trouble::Unlisted, UNLISTED_PATIENCE), (CUT_OFF, Trouble::CutOff, CUT_OFF_PATIENCE)]
+    {
+        let mut stay = Stay::new(&Moves::default(), now);
+        stay.on_progress(true, now);
+        stay.on_source(source, now);
+        assert_eq!(stay.trouble, Some(trouble));
+        let asks = stay.due_at().unwrap();
+        assert!(asks >= now + from && asks <= now + to);
+        // Said again, it is no other trouble.
+        stay.on_source(source, now + from);
+        assert_eq!(stay.due_at(), Some(asks));
+        stay.on_source(FOLLOWING, now + from);
+        assert_eq!((stay.trouble, stay.due_at()), (None, None));
+    }
+}
+
+#[test]
+fn a_stream_stalls_only_when_neither_it_nor_the_replica_makes_progress() {
+    let now = Instant::now();
+    let mut stay = Stay::new(&Moves::default(), now);
+    stay.on_source(FOLLOWING, now);
+    let half = STALLED_PATIENCE / 2;
+    stay.on_snapshots_sent(7, now + half);
+    stay.look(now + STALLED_PATIENCE);
+    assert_eq!(stay.trouble, None, "the replica completes snapshots of others");
+    stay.on_progress(false, now + STALLED_PATIENCE);
+    stay.on_snapshots_sent(7, now + STALLED_PATIENCE + half);
+    stay.look(now + 2 * STALLED_PATIENCE);
+    assert_eq!(stay.trouble, Some(Trouble::Stalled));
+    stay.on_progress(true, now + 2 * STALLED_PATIENCE);
+    assert_eq!(stay.trouble, None);
+}
+
+#[test]
+fn others_are_asked_more_and_more_rarely() {
+    let mut now = Instant::now();
+    let mut stay = Stay::new(&Moves::default(), now);
+    stay.on_source(CUT_OFF, now);
+    let mut pauses = Vec::new();
+    for _ in 0..10 {
+        now = stay.due_at().unwrap();
+        assert!(stay.due(now).is_some());
+        pauses.push(stay.due_at().unwrap() - now);
+    }
+    let [first, longest] = ASK_PAUSE;
+    assert!(pauses[0] >= first / 2 && pauses[0] <= first, "{pauses:?}");
+    assert!(pauses[5..].iter().all(|pause| *pause >= longest / 2 && *pause <= longest), "{pauses:?}");
+}
+
+#[test]
+fn moves_become_rarer_and_a_long_stay_forgives_them() {
+    let (mut moves, mut now, [first, longest]) = (Moves::default(), Instant::now(), STAY);
+    let mut stays = Vec::new();
+    for _ in 0..8 {
+        moves.moved(now);
+        let mut stay = Stay::new(&moves, now);
+        stay.on_source(UNLISTED, now);
+        stay.ask_at = now;
+        let until = stay.due_at().unwrap();
+        stays.push(until - now);
+        now = until;
+    }
+    assert_eq!(stays[..3], [first, 2 * first, 4 * first]);
+    assert_eq!(stays[7], longest);
+    now += SETTLED_AFTER;
+    moves.moved(now);
+    assert_eq!(moves.stays_until(), Some(now + first));
+}
+
+#[test]
+fn a_wish_is_followed_once_and_never_before_its_time() {
+    let now = Instant::now();
+    let mut stay = Stay::new(&Moves::default(), now);
+    stay.on_source(FOLLOWING, now);
+    stay.on_progress(true, now);
+    let at = now + Duration::from_secs(1);
+    stay.on_wish(at);
+    assert_eq!((stay.due(now), stay.due_at()), (None, Some(at)));
+    assert_eq!((stay.due(at), stay.due_at()), (Some(Trouble::Crowded), None));
+    assert_eq!(stay.due(at), None);
+    let others = [standing(CUT_OFF, 9), standing(UNLISTED, 0)];
+    assert_eq!(
+        goes(Trouble::Crowded, Some(5), &others),
+        None,
+        "nobody is sent to a replica that cannot hear its source"
+    );
+}

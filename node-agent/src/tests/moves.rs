@@ -1,0 +1,114 @@
+//! When an agent leaves its replica for another, and when it stays.
+
+use std::time::Duration;
+
+use headgate_proto::v1::{self, SourceState, server_message, source_position::Kind, welcome::ResumeMode};
+
+use super::{Agent, replica::ScriptedReplica, serve, store};
+use crate::session::testing::message;
+
+/// Long enough for an agent to ask the others once, and to move.
+const ASKED: Duration = Duration::from_secs(8);
+
+fn heartbeat(state: SourceState) -> v1::ServerMessage {
+    message(server_message::Body::Heartbeat(v1::Heartbeat { source_state: state.into(), ..Default::default() }))
+}
+
+fn services_at(position: u64) -> Vec<v1::SourcePosition> {
+    vec![v1::SourcePosition { kind: Kind::Services.into(), position }]
+}
+
+/// An agent that has programmed what one of two replicas has; that replica comes first.
+async fn two() -> (ScriptedReplica, super::Connection, ScriptedReplica, Agent) {
+    let (mut one, mut two) = (ScriptedReplica::start().await, ScriptedReplica::start().await);
+    let agent = Agent::of(&[&one, &two]);
+    let (mut connection, is_one) = tokio::select! {
+        connection = one.accept() => (connection, true),
+        connection = two.accept() => (connection, false),
+    };
+    let store = store();
+    let _ = connection.hello().await;
+    for mut message in store.stream(None) {
+        if let Some(server_message::Body::SnapshotEnd(end)) = &mut message.body {
+            end.positions = services_at(1);
+        }
+        connection.send(message).await;
+    }
+    assert_eq!(connection.ack().await.version, 1);
+    if is_one { (one, connection, two, agent) } else { (two, connection, one, agent) }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_agent_leaves_a_replica_that_is_cut_off_for_one_that_follows() {
+    let (_first, mut connection, mut second, agent) = two().await;
+    second.stands(8, SourceState::Following, services_at(9));
+    connection.send(heartbeat(SourceState::CutOff)).await;
+    let (mut connection, hello) = serve(&mut second, &store()).await;
+    assert!(hello.resume.is_some());
+    assert_eq!(connection.ack().await.version, 1);
+    agent.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_agent_with_a_state_stays_when_no_other_replica_follows() {
+    let others = [
+        (8, SourceState::CutOff, services_at(9)),
+        (8, SourceState::Unlisted, vec![]),
+        // Behind the agent, which is at position 1 of the services.
+        (8, SourceState::Following, services_at(0)),
+        // The agent's own replica, at another address.
+        (7, SourceState::Following, services_at(9)),
+    ];
+    let mut running = Vec::new();
+    for (epoch, state, positions) in others {
+        running.push(tokio::spawn(async move {
+            let (_first, mut connection, mut second, agent) = two().await;
+            second.stands(epoch, state, positions.clone());
+            connection.send(heartbeat(SourceState::CutOff)).await;
+            let moved = second.accept_within(ASKED).await;
+            assert!(moved.is_none(), "it moved to a replica that is {state:?} at {positions:?}, epoch {epoch}");
+            agent.stop().await;
+        }));
+    }
+    for running in running {
+        running.await.unwrap();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_agent_without_a_state_leaves_a_replica_that_has_none_even_for_one_that_is_cut_off() {
+    let (mut one, mut two) = (ScriptedReplica::start().await, ScriptedReplica::start().await);
+    for replica in [&one, &two] {
+        replica.stands(8, SourceState::CutOff, services_at(1));
+    }
+    let agent = Agent::of(&[&one, &two]);
+    let (mut connection, other) = tokio::select! {
+        connection = one.accept() => (connection, &mut two),
+        connection = two.accept() => (connection, &mut one),
+    };
+    assert!(connection.hello().await.resume.is_none());
+    let mut welcome = store().welcome(ResumeMode::Full);
+    let Some(server_message::Body::Welcome(wire)) = &mut welcome.body else { unreachable!() };
+    wire.source_state = SourceState::Unlisted.into();
+    connection.send(welcome).await;
+    let (mut connection, _) = serve(other, &store()).await;
+    assert_eq!(connection.ack().await.version, 1);
+    agent.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_agent_that_is_asked_to_go_for_balance_stays_when_no_other_replica_follows() {
+    let drain = || {
+        let (reconnect_within_ms, reason) = (10, "more than its share".into());
+        message(server_message::Body::Drain(v1::Drain { reconnect_within_ms, reason, for_balance: true }))
+    };
+    let (_first, mut connection, mut second, agent) = two().await;
+    second.stands(8, SourceState::CutOff, services_at(9));
+    connection.send(drain()).await;
+    assert!(second.accept_within(Duration::from_secs(2)).await.is_none());
+    second.stands(8, SourceState::Following, services_at(9));
+    connection.send(drain()).await;
+    let (mut connection, _) = serve(&mut second, &store()).await;
+    assert_eq!(connection.ack().await.version, 1);
+    agent.stop().await;
+}

@@ -1,0 +1,333 @@
+//! Many agents and three replicas, of which one follows the API server, one never lists it, and one loses it after a while;
+//! then all lose it. Replicas are the real program, agents the real session and reconcile loop.
+
+mod agent;
+mod gate;
+mod replica;
+
+use std::{
+    collections::BTreeMap,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use headgate_control_plane::{
+    metrics::Metrics,
+    source::{self, SourceSettings, SourceSpec},
+    store::{Limits, Store},
+    transaction::Sink,
+};
+use headgate_core::digest::Digests;
+use tempfile::TempDir;
+use tokio::time::sleep;
+use tokio_util::sync::{CancellationToken, DropGuard};
+
+pub use self::{
+    agent::Agent,
+    gate::{Gate, Mode},
+    replica::Replica,
+};
+use crate::apiserver::{
+    ApiServer,
+    objects::{endpoint_slice, service},
+};
+
+/// Bounds waiting, and nothing else.
+const LIMIT: Duration = Duration::from_secs(120);
+
+/// Index of each replica.
+const HEALTHY: usize = 0;
+const NEVER_LISTS: usize = 1;
+const CUT_OFF: usize = 2;
+
+/// Sizes and times of a run.
+#[derive(Debug, Clone, Copy)]
+pub struct Scenario {
+    /// Agents that are there from the beginning.
+    pub agents: usize,
+    /// Agents without any state that come while no replica has its API server.
+    pub newcomers: usize,
+    /// Services, of two endpoints each.
+    pub services: u32,
+    /// From the start of the agents until one replica loses its API server.
+    pub cut_after: Duration,
+    /// How it loses it.
+    pub cut: Mode,
+    /// How long nobody may move once everybody is where they should be.
+    pub calm: Duration,
+}
+
+/// What was seen.
+#[derive(Debug, Clone, Copy)]
+pub struct Outcome {
+    /// From the start of the agents until all had programmed everything.
+    pub start_seconds: f64,
+    /// Agents that the replica had when it lost its API server.
+    pub agents_at_cut: usize,
+    /// From the cut until all agents were on the healthy replica and had programmed a change made after the cut.
+    pub failover_seconds: f64,
+    /// Most moves of one agent until then.
+    pub most_moves: u64,
+    /// Moves in the calm time after that.
+    pub moves_in_calm: u64,
+    /// Moves of agents with state while no replica had its API server.
+    pub moves_while_all_cut_off: u64,
+    /// From the start of agents without state, in that time, until all had programmed everything that a replica has.
+    pub newcomers_seconds: f64,
+    /// From the return of the API server until all agents had programmed a change made after it.
+    pub return_seconds: f64,
+}
+
+/// The cluster as the API server has it, read by nobody's replica.
+struct Reference {
+    store: Arc<Store>,
+    _folder: TempDir,
+    _stops: DropGuard,
+}
+
+impl Reference {
+    async fn start(api: &ApiServer) -> Result<Self> {
+        let folder = tempfile::tempdir()?;
+        let kubeconfig = folder.path().join("kubeconfig");
+        std::fs::write(&kubeconfig, api.kubeconfig())?;
+        let store = Arc::new(Store::new(Limits::default(), Arc::new(Metrics::default())));
+        let sink: Arc<dyn Sink> = Arc::<Store>::clone(&store);
+        let settings = SourceSettings { kubeconfig: Some(kubeconfig), ..SourceSettings::default() };
+        let shutdown = CancellationToken::new();
+        tokio::spawn(source::run(SourceSpec::Kubernetes, settings, sink, shutdown.clone()));
+        let reference = Self { store, _folder: folder, _stops: shutdown.drop_guard() };
+        until("the reference is listed", || reference.store.is_synced()).await?;
+        Ok(reference)
+    }
+
+    /// Digests of the state once it has everything that was written so far.
+    async fn digests(&self, api: &ApiServer) -> Result<Digests> {
+        let version = api.version();
+        let has_all = || self.store.changed_positions().values().any(|position| *position >= version);
+        until("the reference has the last write", has_all).await?;
+        Ok(self.store.digests())
+    }
+}
+
+async fn until(what: &str, is_so: impl Fn() -> bool) -> Result<()> {
+    let limit = Instant::now() + LIMIT;
+    while !is_so() {
+        ensure!(Instant::now() < limit, "gave up waiting until {what}");
+        sleep(Duration::from_millis(20)).await;
+    }
+    Ok(())
+}
+
+/// A running scene.
+pub struct Scene {
+    api: ApiServer,
+    reference: Reference,
+    replicas: Vec<Replica>,
+    agents: Vec<Agent>,
+    changes: u8,
+    _folder: TempDir,
+}
+
+impl Scene {
+    /// Starts the API server and a replica for each of `modes`, which says how it is connected. No agents yet.
+    ///
+    /// # Errors
+    /// When something does not start.
+    pub async fn set(services: u32, modes: &[Mode]) -> Result<Self> {
+        let api = ApiServer::start()?;
+        for number in 0..services {
+            let name = format!("svc-{number}");
+            let [high, low] = [(number >> 8) & 0xff, number & 0xff];
+            let object = service("ns", &name).cluster_ip(&format!("10.96.{high}.{low}")).port("http", "TCP", 80, 8080);
+            apply(&api, object.build())?;
+            apply(&api, slice(number, 1))?;
+        }
+        let (folder, reference) = (tempfile::tempdir()?, Reference::start(&api).await?);
+        let mut replicas = Vec::new();
+        for (number, mode) in modes.iter().enumerate() {
+            replicas.push(Replica::start(&format!("replica-{number}"), folder.path(), &api, *mode).await?);
+        }
+        for replica in replicas.iter().zip(modes).filter(|(_, mode)| **mode == Mode::Open).map(|(replica, _)| replica) {
+            let limit = Instant::now() + LIMIT;
+            while !replica.status().await?.synced {
+                ensure!(Instant::now() < limit, "a replica does not list: {}", replica.log_tail());
+                sleep(Duration::from_millis(20)).await;
+            }
+        }
+        Ok(Self { api, reference, replicas, agents: Vec::new(), changes: 1, _folder: folder })
+    }
+
+    /// The API server.
+    #[must_use]
+    pub fn api(&self) -> &ApiServer {
+        &self.api
+    }
+
+    /// The replicas, in the order of their modes.
+    #[must_use]
+    pub fn replicas(&self) -> &[Replica] {
+        &self.replicas
+    }
+
+    /// The agents, in the order in which they were started.
+    #[must_use]
+    pub fn agents(&self) -> &[Agent] {
+        &self.agents
+    }
+
+    /// Starts agents that know these replicas and hold nothing.
+    ///
+    /// # Errors
+    /// When one cannot be started.
+    pub fn add_agents(&mut self, count: usize, replicas: &[usize]) -> Result<()> {
+        let urls: Vec<String> = replicas.iter().map(|replica| self.replicas[*replica].url()).collect();
+        for _ in 0..count {
+            self.agents.push(Agent::start(&format!("node-{}", self.agents.len()), &urls)?);
+        }
+        Ok(())
+    }
+
+    /// Changes one endpoint.
+    ///
+    /// # Errors
+    /// When the API server refuses it, which is a defect.
+    pub fn change(&mut self) -> Result<()> {
+        self.changes += 1;
+        apply(&self.api, slice(0, self.changes))
+    }
+
+    /// Waits until all agents have programmed everything that the API server has.
+    ///
+    /// # Errors
+    /// When one never has.
+    pub async fn until_programmed(&self) -> Result<()> {
+        let started = Instant::now();
+        let wanted = self.reference.digests(&self.api).await?;
+        loop {
+            let lacking = self.agents.iter().filter(|agent| agent.programmed().as_ref() != Some(&wanted));
+            let lacking = lacking.count();
+            if lacking == 0 {
+                return Ok(());
+            }
+            if started.elapsed() > LIMIT {
+                bail!(
+                    "{lacking} of {} agents have not programmed everything: {:?}",
+                    self.agents.len(),
+                    self.places().await
+                );
+            }
+            sleep(Duration::from_millis(20)).await;
+        }
+    }
+
+    /// Waits until a replica is ready, or is not.
+    ///
+    /// # Errors
+    /// When it never is.
+    pub async fn until_ready(&self, replica: usize, is_ready: bool) -> Result<()> {
+        let limit = Instant::now() + LIMIT;
+        while self.replicas[replica].is_ready().await? != is_ready {
+            ensure!(Instant::now() < limit, "replica {replica}'s readiness is not {is_ready}");
+            sleep(Duration::from_millis(20)).await;
+        }
+        Ok(())
+    }
+
+    /// Number of agents at each replica.
+    ///
+    /// # Errors
+    /// When a replica cannot be asked.
+    pub async fn places(&self) -> Result<Vec<usize>> {
+        let mut places = Vec::new();
+        for replica in &self.replicas {
+            places.push(replica.agents().await?.len());
+        }
+        Ok(places)
+    }
+
+    /// Moves of each agent so far.
+    #[must_use]
+    pub fn moves(&self) -> Vec<u64> {
+        self.agents.iter().map(Agent::moves).collect()
+    }
+}
+
+fn apply(api: &ApiServer, object: serde_json::Value) -> Result<()> {
+    api.apply(object).map(drop).map_err(|failure| anyhow::anyhow!("writing to the API: {failure:?}"))
+}
+
+fn slice(number: u32, last: u8) -> serde_json::Value {
+    let [high, low] = [(number >> 8) & 0xff, number & 0xff];
+    let slice = endpoint_slice("ns", &format!("svc-{number}-a"), &format!("svc-{number}")).port("http", "TCP", 8080);
+    slice
+        .endpoint(&format!("10.{high}.{low}.{last}"), "node-0")
+        .endpoint(&format!("10.{high}.{low}.200"), "node-1")
+        .build()
+}
+
+/// Plays the whole scenario.
+///
+/// # Errors
+/// When an agent does not get everything, or moves when it should not.
+pub async fn run(scenario: Scenario) -> Result<Outcome> {
+    let Scenario { agents, newcomers, services, cut_after, cut, calm } = scenario;
+    let mut scene = Scene::set(services, &[Mode::Open, Mode::Refusing, Mode::Open]).await?;
+    let all = [HEALTHY, NEVER_LISTS, CUT_OFF];
+    let started = Instant::now();
+    scene.add_agents(agents, &all)?;
+    scene.until_programmed().await.context("at the start")?;
+    let start_seconds = started.elapsed().as_secs_f64();
+
+    sleep(cut_after.saturating_sub(started.elapsed())).await;
+    let agents_at_cut = scene.places().await?[CUT_OFF];
+    scene.replicas[CUT_OFF].gate.set(cut);
+    let cut_at = Instant::now();
+    scene.change()?;
+    scene.until_programmed().await.context("after one replica lost its API server")?;
+    let failover_seconds = cut_at.elapsed().as_secs_f64();
+    let places = scene.places().await?;
+    ensure!(places == [agents, 0, 0], "agents are not all on the healthy replica: {places:?}");
+    let before = scene.moves();
+    let most_moves = before.iter().copied().max().unwrap_or_default();
+    sleep(calm).await;
+    let moved = |scene: &Scene, before: &[u64]| scene.moves().iter().zip(before).map(|(now, then)| now - then).sum();
+    let moves_in_calm: u64 = moved(&scene, &before);
+
+    scene.replicas[HEALTHY].gate.set(cut);
+    scene.until_ready(HEALTHY, false).await?;
+    let joined = Instant::now();
+    scene.add_agents(newcomers, &all)?;
+    let newcomers_programmed = || scene.agents[agents..].iter().all(|agent| agent.programmed().is_some());
+    until("agents without state get one while no replica has its API server", newcomers_programmed).await?;
+    let newcomers_seconds = joined.elapsed().as_secs_f64();
+    sleep(calm).await;
+    let moves_while_all_cut_off: u64 = moved(&scene, &before[..]) - moves_in_calm;
+
+    for replica in &scene.replicas {
+        replica.gate.set(Mode::Open);
+    }
+    let returned = Instant::now();
+    scene.change()?;
+    scene.until_programmed().await.context("after the API server came back")?;
+    let return_seconds = returned.elapsed().as_secs_f64();
+    Ok(Outcome {
+        start_seconds,
+        agents_at_cut,
+        failover_seconds,
+        most_moves,
+        moves_in_calm,
+        moves_while_all_cut_off,
+        newcomers_seconds,
+        return_seconds,
+    })
+}
+
+/// How many agents made how many moves.
+#[must_use]
+pub fn histogram(moves: &[u64]) -> BTreeMap<u64, usize> {
+    moves.iter().fold(BTreeMap::new(), |mut counts, moves| {
+        *counts.entry(*moves).or_default() += 1;
+        counts
+    })
+}

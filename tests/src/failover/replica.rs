@@ -1,0 +1,135 @@
+//! One replica: the real program on loopback, behind a [`Gate`] to its API server.
+
+use std::{
+    fs::{self, File},
+    net::SocketAddr,
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, ensure};
+use headgate_proto::v1::{
+    AgentInfo, GetStatusRequest, GetStatusResponse, ListAgentsRequest, inspect_client::InspectClient,
+};
+use tokio::{
+    io::{AsyncReadExt as _, AsyncWriteExt as _},
+    net::TcpStream,
+    time::sleep,
+};
+
+use super::gate::{Gate, Mode};
+use crate::{apiserver::ApiServer, testbed::process::program};
+
+/// How long a replica may take until it listens.
+const START_LIMIT: Duration = Duration::from_secs(30);
+
+/// See the module. Dropping it ends the process.
+#[derive(Debug)]
+pub struct Replica {
+    /// Between it and the API server.
+    pub gate: Gate,
+    name: String,
+    log: PathBuf,
+    child: Child,
+    address: SocketAddr,
+    metrics: SocketAddr,
+}
+
+impl Drop for Replica {
+    fn drop(&mut self) {
+        // A process that is gone already needs no signal.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Replica {
+    /// Starts a replica. Files are kept in `folder`.
+    ///
+    /// # Errors
+    /// When the program does not listen in half a minute.
+    pub async fn start(name: &str, folder: &Path, api: &ApiServer, mode: Mode) -> Result<Self> {
+        let gate = Gate::start(api.address(), mode).await?;
+        let kubeconfig = folder.join(format!("{name}.kubeconfig"));
+        let text = api.kubeconfig().replace(&api.url(), &format!("http://{}", gate.address));
+        fs::write(&kubeconfig, text).with_context(|| format!("writing {}", kubeconfig.display()))?;
+        let log = folder.join(format!("{name}.log"));
+        let file = File::create(&log).with_context(|| format!("making {}", log.display()))?;
+        let mut command = Command::new(program("headgate-control-plane")?);
+        command.args(["--source=kubernetes", "--insecure-loopback", "--replica-name", name]);
+        command.args(["--listen=127.0.0.1:0", "--metrics-listen=127.0.0.1:0"]);
+        command.arg(format!("--kubeconfig={}", kubeconfig.display())).env("NO_COLOR", "1");
+        command.stdin(Stdio::null()).stdout(file.try_clone()?).stderr(file);
+        let child = command.spawn().context("starting headgate-control-plane")?;
+        let unknown = SocketAddr::from(([127, 0, 0, 1], 0));
+        let mut replica = Self { gate, name: name.to_owned(), log, child, address: unknown, metrics: unknown };
+        replica.find_addresses().await?;
+        Ok(replica)
+    }
+
+    /// Waits for it to log where it listens.
+    async fn find_addresses(&mut self) -> Result<()> {
+        let until = Instant::now() + START_LIMIT;
+        loop {
+            let log = fs::read_to_string(&self.log)?;
+            let line = log.lines().find(|line| line.contains("control plane runs"));
+            let address = |field: &str| line?.split_once(field)?.1.split(' ').next()?.parse().ok();
+            if let (Some(listen), Some(metrics)) = (address(" listen="), address(" metrics=")) {
+                (self.address, self.metrics) = (listen, metrics);
+                return Ok(());
+            }
+            ensure!(Instant::now() < until, "{} does not start: {log}", self.name);
+            sleep(Duration::from_millis(10)).await;
+        }
+    }
+
+    /// Where agents connect.
+    #[must_use]
+    pub fn url(&self) -> String {
+        format!("http://{}", self.address)
+    }
+
+    /// The end of its log.
+    #[must_use]
+    pub fn log_tail(&self) -> String {
+        let log = fs::read_to_string(&self.log).unwrap_or_default();
+        let lines: Vec<&str> = log.lines().collect();
+        lines[lines.len().saturating_sub(20)..].join("\n")
+    }
+
+    /// What it says of itself.
+    ///
+    /// # Errors
+    /// When it cannot be asked.
+    pub async fn status(&self) -> Result<GetStatusResponse> {
+        let mut client = InspectClient::connect(self.url()).await.context("connecting to a replica")?;
+        Ok(client.get_status(GetStatusRequest {}).await?.into_inner())
+    }
+
+    /// Its agents.
+    ///
+    /// # Errors
+    /// When it cannot be asked.
+    pub async fn agents(&self) -> Result<Vec<AgentInfo>> {
+        let mut client = InspectClient::connect(self.url()).await.context("connecting to a replica")?;
+        let mut stream = client.list_agents(ListAgentsRequest::default()).await?.into_inner();
+        let mut agents = Vec::new();
+        while let Some(agent) = stream.message().await? {
+            agents.push(agent);
+        }
+        Ok(agents)
+    }
+
+    /// True while `/readyz` answers 200.
+    ///
+    /// # Errors
+    /// When the page cannot be read.
+    pub async fn is_ready(&self) -> Result<bool> {
+        let mut stream = TcpStream::connect(self.metrics).await?;
+        stream.write_all(b"GET /readyz HTTP/1.1\r\nHost: replica\r\nConnection: close\r\n\r\n").await?;
+        let mut page = String::new();
+        stream.read_to_string(&mut page).await?;
+        Ok(page.starts_with("HTTP/1.1 200"))
+    }
+}
