@@ -81,6 +81,28 @@ fn row_105_pages_at_0_0_0_0_answer_on_a_host_without_ipv6() {
 
 // rows: 105
 #[test]
+fn row_105_a_restarted_agent_is_healthy_where_its_rules_are_in_place_without_any_control_plane() {
+    let mut rig = Rig::serving(&web(""));
+    let folder = tempfile::tempdir().unwrap();
+    let folder = format!("--state-dir={}", folder.path().display());
+    let agent = rig.agent(&[&folder]);
+    rig.until_programmed();
+    assert!(agent.terminate().0.success());
+    rig.stop_control_plane();
+    let agent = rig.agent(&[&folder]);
+    rig.until_health("/healthz", 200);
+    assert!(agent.log().contains("the rules of the last run are in place"), "{}", agent.log());
+    assert!(agent.terminate().0.success());
+    // The rules are gone, as after a reboot: the state from disk is programmed.
+    rig.flush("iptables-nft");
+    rig.flush("ip6tables-nft");
+    let _agent = rig.agent(&[&folder]);
+    rig.until_health("/healthz", 200);
+    rig.until_rules("the last state is programmed", "nat", |rules| rules.iter().any(|r| r.contains("ns/web:http")));
+}
+
+// rows: 105
+#[test]
 fn row_105_a_family_that_the_node_does_not_have_has_no_health() {
     let rig = Rig::serving(&web(""));
     rig.set_parameter("net/ipv6/conf/all/disable_ipv6", "1");

@@ -123,6 +123,11 @@ impl Rig {
         rig
     }
 
+    /// Ends the control plane without a word.
+    pub(super) fn stop_control_plane(&mut self) {
+        self.control_plane = None;
+    }
+
     /// The same with a control plane that watches an API server, which runs on the node as well, and is asked what it thinks by `Self::replica_page`.
     pub(super) fn watching(api: fn() -> ApiServer, options: &[&str]) -> (Self, ApiServer) {
         let mut rig = Self::new();
