@@ -92,7 +92,7 @@ pub struct AgentsArgs {
     /// Only this node
     #[arg(long = "node", value_name = "NODE", conflicts_with = "node")]
     pub node_flag: Option<String>,
-    /// Only those that have not programmed all that is older than a second, failing ones included
+    /// Only those that have not programmed all that is older than a second, wait for a replica, or are at one that is cut off
     #[arg(long)]
     pub behind: bool,
     /// Only those whose last attempt failed, or that reject resources

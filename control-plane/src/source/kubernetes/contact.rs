@@ -12,7 +12,10 @@ use std::{
 
 use http_body_util::{BodyExt as _, Limited};
 use kube::Client;
-use tokio::time::{Instant, sleep, timeout};
+use tokio::{
+    sync::Notify,
+    time::{Instant, sleep, timeout},
+};
 
 use super::watch::path;
 use crate::{source::objects::ObjectKind, transaction::Sink};
@@ -43,6 +46,8 @@ pub(super) struct Contact {
     sink: Arc<dyn Sink>,
     silence_limit: Duration,
     inner: Mutex<Inner>,
+    /// Wakes those that wait for another try, when the server answers again.
+    returned: Notify,
 }
 
 struct Inner {
@@ -68,7 +73,7 @@ impl Contact {
             current: BTreeMap::new(),
             is_cut_off: false,
         };
-        Arc::new(Self { sink, silence_limit, inner: Mutex::new(inner) })
+        Arc::new(Self { sink, silence_limit, inner: Mutex::new(inner), returned: Notify::new() })
     }
 
     /// The server sent something.
@@ -109,6 +114,15 @@ impl Contact {
         message.clone_into(last);
     }
 
+    /// Waits before another try. The wait is over at once when the server answers a probe after it has not: after a long
+    /// outage the pauses are long.
+    pub(super) async fn pause(&self, pause: Duration) {
+        tokio::select! {
+            () = sleep(pause) => {}
+            () = self.returned.notified() => {}
+        }
+    }
+
     /// Judges, and asks the server when it is silent, for ever.
     pub(super) async fn run(self: Arc<Self>, client: Client) {
         let mut next_probe = Instant::now();
@@ -120,7 +134,12 @@ impl Contact {
             };
             if silent_for >= PROBE_AFTER && next_probe <= Instant::now() {
                 match probe(&client).await {
-                    Ok(()) => self.touched(),
+                    Ok(()) => {
+                        self.touched();
+                        if failed_probes > 0 {
+                            self.returned.notify_waiters();
+                        }
+                    }
                     Err(problem) => {
                         tracing::debug!("the API server does not answer a small request: {problem}");
                         let mut inner = self.lock();

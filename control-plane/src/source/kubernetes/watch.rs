@@ -29,7 +29,7 @@ use kube::{
 };
 use tokio::{
     sync::mpsc,
-    time::{Instant, sleep, timeout},
+    time::{Instant, timeout},
 };
 use tokio_util::sync::CancellationToken;
 
@@ -139,7 +139,7 @@ impl Watch {
                 let started = Instant::now();
                 let outcome = self.turn().await;
                 let pause = self.settle(outcome, started).await;
-                sleep(pause).await;
+                self.contact.pause(pause).await;
             }
         };
         tokio::select! {
