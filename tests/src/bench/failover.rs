@@ -1,6 +1,8 @@
 //! `failover`: 100 agents and three replicas. One follows the API server, one never lists it, and one loses it after a
 //! minute; then all lose it, and it comes back. Replicas are the real program; agents are the real session and reconcile
 //! loop, with a kernel that is only recorded.
+//!
+//! Unlike elsewhere a time is a promise here: it is made of time-outs and pauses, hardly of work.
 
 use std::time::Duration;
 

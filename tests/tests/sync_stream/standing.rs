@@ -7,10 +7,12 @@ use headgate_control_plane::{
     transaction::{Sink as _, SourceKind},
 };
 use headgate_proto::v1::{self, SourceState, discovery_client::DiscoveryClient};
+use tokio::time::{sleep, timeout};
 use tonic::{Code, Status, transport::Channel};
+use tonic_health::pb::{HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient};
 
 use crate::{
-    client::{Client, channel},
+    client::{Client, GUARD, channel},
     get,
     replica::{Replica, service, settings},
     tls,
@@ -72,10 +74,23 @@ async fn agents_and_probes_see_a_change_of_the_source_at_once() {
     // No heartbeat is due for as long as the test takes.
     let settings = Settings { heartbeat_interval: Duration::from_secs(600), ..settings() };
     let replica = Replica::start_with(settings, Security::Plaintext).await;
-    let channel = channel(replica.running.local_addr).await;
-    let mut client = Client::open(channel, "node-a", None).await.unwrap();
+    let mut client = Client::open(channel(replica.running.local_addr).await, "node-a", None).await.unwrap();
     assert_eq!(client.welcome.source_state(), SourceState::Unlisted);
     let ready = async || get(&replica, "/readyz").await;
+    // What gRPC health says follows by a task of its own.
+    let mut health = HealthClient::new(channel(replica.running.local_addr).await);
+    let mut says = async |wanted: ServingStatus| {
+        let service = "headgate.v1.Discovery".to_owned();
+        let ask = async {
+            while health.check(HealthCheckRequest { service: service.clone() }).await.unwrap().into_inner().status()
+                != wanted
+            {
+                sleep(Duration::from_millis(5)).await;
+            }
+        };
+        timeout(GUARD, ask).await.expect("gRPC health says something else than /readyz");
+    };
+    says(ServingStatus::NotServing).await;
     replica.store.cut_off(Some("on purpose".into()));
     let (code, body) = ready().await;
     assert_eq!(
@@ -86,6 +101,7 @@ async fn agents_and_probes_see_a_change_of_the_source_at_once() {
     replica.store.synced();
     client.until(|client| !client.heartbeats.is_empty()).await;
     assert_eq!(client.heartbeats[0].source_state(), SourceState::CutOff);
+    says(ServingStatus::NotServing).await;
     let (code, body) = ready().await;
     assert_eq!(
         (code.as_str(), body.trim_end()),
@@ -96,6 +112,10 @@ async fn agents_and_probes_see_a_change_of_the_source_at_once() {
     client.until(|client| client.heartbeats.len() == 2).await;
     assert_eq!(client.heartbeats[1].source_state(), SourceState::Following);
     assert_eq!(ready().await.0, "HTTP/1.1 200 OK");
+    says(ServingStatus::Serving).await;
+    replica.store.cut_off(Some("again".into()));
+    says(ServingStatus::NotServing).await;
+    replica.store.cut_off(None);
     let states = ["unlisted", "cut_off", "following"];
     let samples = states.map(|state| replica.metric(&format!("headgate_source_state{{state=\"{state}\"}}")));
     assert_eq!(samples, [0, 0, 1]);
