@@ -32,7 +32,7 @@ async fn agents_leave_a_replica_that_alone_loses_its_api_server() {
         let mut scene = Scene::set(20, &[Mode::Open, Mode::Open]).await.unwrap();
         scene.add_agents(12, &[0, 1]).unwrap();
         scene.until_programmed().await.unwrap();
-        scene.replicas()[1].gate.set(cut);
+        scene.replicas()[1].gate.set(cut).await;
         scene.change().unwrap();
         scene.until_programmed().await.unwrap();
         assert_eq!(scene.places().await.unwrap(), [12, 0], "{cut:?}");
@@ -94,7 +94,7 @@ async fn displays_tell_agents_of_a_replica_that_is_cut_off_from_those_that_are_u
     let mut scene = Scene::set(5, &[Mode::Open]).await.unwrap();
     scene.add_agents(2, &[0]).unwrap();
     scene.until_programmed().await.unwrap();
-    scene.replicas()[0].gate.set(Mode::Silent);
+    scene.replicas()[0].gate.set(Mode::Silent).await;
     scene.until_ready(0, false).await.unwrap();
     let replica = &scene.replicas()[0];
     let status = replica.status().await.unwrap();
@@ -106,7 +106,7 @@ async fn displays_tell_agents_of_a_replica_that_is_cut_off_from_those_that_are_u
     let fleet = status.fleet.unwrap();
     assert_eq!((fleet.up_to_date, fleet.cut_off), (0, 2));
     assert_eq!(scene.moves(), [0, 0], "there is nowhere to go");
-    scene.replicas()[0].gate.set(Mode::Open);
+    scene.replicas()[0].gate.set(Mode::Open).await;
     scene.change().unwrap();
     scene.until_programmed().await.unwrap();
     scene.until_ready(0, true).await.unwrap();

@@ -281,7 +281,7 @@ pub async fn run(scenario: Scenario) -> Result<Outcome> {
 
     sleep(cut_after.saturating_sub(started.elapsed())).await;
     let agents_at_cut = scene.places().await?[CUT_OFF];
-    scene.replicas[CUT_OFF].gate.set(cut);
+    scene.replicas[CUT_OFF].gate.set(cut).await;
     let cut_at = Instant::now();
     scene.change()?;
     scene.until_programmed().await.context("after one replica lost its API server")?;
@@ -294,7 +294,7 @@ pub async fn run(scenario: Scenario) -> Result<Outcome> {
     let moved = |scene: &Scene, before: &[u64]| scene.moves().iter().zip(before).map(|(now, then)| now - then).sum();
     let moves_in_calm: u64 = moved(&scene, &before);
 
-    scene.replicas[HEALTHY].gate.set(cut);
+    scene.replicas[HEALTHY].gate.set(cut).await;
     scene.until_ready(HEALTHY, false).await?;
     let joined = Instant::now();
     scene.add_agents(newcomers, &all)?;
@@ -305,7 +305,7 @@ pub async fn run(scenario: Scenario) -> Result<Outcome> {
     let moves_while_all_cut_off: u64 = moved(&scene, &before[..]) - moves_in_calm;
 
     for replica in &scene.replicas {
-        replica.gate.set(Mode::Open);
+        replica.gate.set(Mode::Open).await;
     }
     let returned = Instant::now();
     scene.change()?;
