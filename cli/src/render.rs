@@ -179,7 +179,7 @@ fn affinity(service: &ServiceInfo) -> String {
     }
 }
 
-/// Endpoints, one a row; the service is a column when there are several.
+/// Endpoints, one row for the ports of an address that have the same state; the service is a column when there are several.
 pub fn endpoints(endpoints: &[EndpointInfo], style: Style) -> String {
     let first = endpoints.first().map(|endpoint| (&endpoint.namespace, &endpoint.name));
     let several = endpoints.iter().any(|endpoint| Some((&endpoint.namespace, &endpoint.name)) != first);

@@ -393,15 +393,13 @@ fn destinations(service: &Service, port: &ServicePort, family: Family) -> impl I
     of_family.map(move |address| OriginalDestination::Address(*address, number)).chain(node_port)
 }
 
-/// Endpoints whose flows stay: all that serve or are ready.
+/// Addresses and ports whose flows stay: all that serve or are ready.
 fn keep<'a>(endpoints: impl Iterator<Item = &'a Endpoint>, port: &ServicePort, family: Family) -> Sources {
     let mut keep: Vec<SocketAddr> = endpoints
         .filter(|endpoint| Family::of(endpoint.address) == family)
-        .filter(|endpoint| endpoint.conditions.serving || endpoint.conditions.ready)
-        .flat_map(|endpoint| {
-            let ports = endpoint.ports.iter().filter(|candidate| joins(candidate, port));
-            ports.map(|candidate| SocketAddr::new(endpoint.address, candidate.port))
-        })
+        .flat_map(Endpoint::port_states)
+        .filter(|state| joins(state.port, port) && (state.conditions.serving || state.conditions.ready))
+        .map(|state| SocketAddr::new(state.address, state.port.port))
         .collect();
     keep.sort_unstable();
     keep.dedup();

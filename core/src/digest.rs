@@ -8,7 +8,7 @@ use std::net::IpAddr;
 
 use sha2::{Digest as _, Sha256};
 
-use crate::model::{Endpoint, Placement, Service, ServiceCidr, ServiceKey};
+use crate::model::{Conditions, Endpoint, EndpointPort, Placement, Service, ServiceCidr, ServiceKey};
 
 /// Number of buckets that resources are spread over.
 pub const BUCKETS: usize = 1024;
@@ -136,25 +136,9 @@ pub fn endpoint_hash(key: &ServiceKey, endpoint: &Endpoint) -> u128 {
     let mut form = Form::new(b'E');
     form.key(key);
     form.address(endpoint.address);
-    form.number(endpoint.ports.len() as u64);
-    for port in endpoint.ports.iter() {
-        form.text(&port.name);
-        form.text(port.protocol.as_lower_str());
-        form.number(u64::from(port.port));
-    }
-    let conditions = endpoint.conditions;
-    form.number(
-        u64::from(conditions.ready) | u64::from(conditions.serving) << 1 | u64::from(conditions.terminating) << 2,
-    );
-    let Placement { node, zone, hints } = &*endpoint.placement;
-    form.text(node.as_deref().unwrap_or_default());
-    form.text(zone.as_deref().unwrap_or_default());
-    if let Some(hints) = hints {
-        for list in [&hints.zones, &hints.nodes] {
-            form.number(list.len() as u64);
-            list.iter().for_each(|name| form.text(name));
-        }
-    }
+    form.ports(&endpoint.ports);
+    form.conditions(endpoint.conditions);
+    form.placement(&endpoint.placement);
     form.finish()
 }
 
@@ -203,6 +187,40 @@ impl Form {
     pub(crate) fn key(&mut self, key: &ServiceKey) {
         self.text(&key.namespace);
         self.text(&key.name);
+    }
+
+    /// A list of ports. What a port carries itself is announced by bits above those of its number.
+    pub(crate) fn ports(&mut self, ports: &[EndpointPort]) {
+        self.number(ports.len() as u64);
+        for port in ports {
+            self.text(&port.name);
+            self.text(port.protocol.as_lower_str());
+            let carries = u64::from(port.conditions.is_some()) | u64::from(port.placement.is_some()) << 1;
+            self.number(u64::from(port.port) | carries << 16);
+            if let Some(conditions) = port.conditions {
+                self.conditions(conditions);
+            }
+            if let Some(placement) = &port.placement {
+                self.number(u64::from(placement.hints.is_some()));
+                self.placement(placement);
+            }
+        }
+    }
+
+    fn conditions(&mut self, conditions: Conditions) {
+        let Conditions { ready, serving, terminating } = conditions;
+        self.number(u64::from(ready) | u64::from(serving) << 1 | u64::from(terminating) << 2);
+    }
+
+    /// A placement. Its end does not say whether hints follow, so it is last or announced.
+    pub(crate) fn placement(&mut self, placement: &Placement) {
+        let Placement { node, zone, hints } = placement;
+        self.text(node.as_deref().unwrap_or_default());
+        self.text(zone.as_deref().unwrap_or_default());
+        for list in hints.iter().flat_map(|hints| [&hints.zones, &hints.nodes]) {
+            self.number(list.len() as u64);
+            list.iter().for_each(|name| self.text(name));
+        }
     }
 
     pub(crate) fn finish(self) -> u128 {

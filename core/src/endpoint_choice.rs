@@ -1,5 +1,7 @@
 //! Endpoint choice: which endpoints of a service port this node uses, for Cluster and for Local policy.
 //!
+//! An endpoint here is an address and port: two ports of one address may have different conditions, nodes and hints.
+//!
 //! 1. The Cluster set is the ready endpoints that the [topology](crate::topology) admits; if there is none, all that are serving and terminating
 //!    (KEP-1669), whatever the topology.
 //! 2. The Local set is the ready endpoints on this node; if there is none, those of this node that are serving and terminating. Hints
@@ -72,17 +74,16 @@ pub fn choose<'a>(
     family: Family,
     node: &NodeFacts,
 ) -> EndpointChoice {
-    let candidates = endpoints.filter(move |endpoint| {
-        Family::of(endpoint.address) == family && endpoint.ports.iter().any(|candidate| joins(candidate, port))
-    });
-    let ready = candidates.clone().filter(|endpoint| endpoint.conditions.ready);
-    let mode = TopologyMode::decide(ready.clone(), node);
-    let is_local = |endpoint: &Endpoint| endpoint.placement.node.as_deref() == Some(&*node.name);
+    let candidates = endpoints
+        .filter(move |endpoint| Family::of(endpoint.address) == family)
+        .flat_map(Endpoint::port_states)
+        .filter(move |candidate| joins(candidate.port, port));
+    let mode = TopologyMode::decide(candidates.clone().filter(|candidate| candidate.conditions.ready), node);
 
     let mut choice = EndpointChoice::default();
     let mut terminating = EndpointChoice::default();
-    for endpoint in candidates {
-        let conditions = endpoint.conditions;
+    for candidate in candidates {
+        let conditions = candidate.conditions;
         let chosen = if conditions.ready {
             &mut choice
         } else if conditions.is_serving_terminating() {
@@ -91,20 +92,18 @@ pub fn choose<'a>(
             continue;
         };
         chosen.has_any = true;
-        let admitted = !conditions.ready || mode.admits(endpoint, node);
-        for candidate in endpoint.ports.iter().filter(|candidate| joins(candidate, port)) {
-            let destination = Destination {
-                address: endpoint.address,
-                port: candidate.port,
-                is_local: is_local(endpoint),
-                may_be_here: is_local(endpoint) || endpoint.placement.node.is_none(),
-            };
-            if admitted {
-                chosen.cluster.push(destination);
-            }
-            if destination.is_local {
-                chosen.local.push(destination);
-            }
+        let is_local = candidate.placement.node.as_deref() == Some(&*node.name);
+        let destination = Destination {
+            address: candidate.address,
+            port: candidate.port.port,
+            is_local,
+            may_be_here: is_local || candidate.placement.node.is_none(),
+        };
+        if !conditions.ready || mode.admits(&candidate, node) {
+            chosen.cluster.push(destination);
+        }
+        if is_local {
+            chosen.local.push(destination);
         }
     }
     if choice.cluster.is_empty() {
@@ -120,4 +119,72 @@ pub fn choose<'a>(
 /// Name and protocol join an endpoint's port to a service's, never the number.
 pub(crate) fn joins(candidate: &crate::model::EndpointPort, port: &ServicePort) -> bool {
     candidate.name == port.name && candidate.protocol == port.protocol
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::model::{Conditions, EndpointPort, Hints, Placement, Protocol};
+
+    const NOT_READY: Conditions = Conditions { ready: false, serving: false, terminating: false };
+    const TERMINATING: Conditions = Conditions { ready: false, serving: true, terminating: true };
+
+    fn service_port(name: &str) -> ServicePort {
+        ServicePort { name: name.into(), protocol: Protocol::Tcp, port: 80, node_port: 0 }
+    }
+
+    fn placed(node: &str, zones: &[&str]) -> Arc<Placement> {
+        let hints = Hints { zones: zones.iter().map(|zone| (*zone).into()).collect(), nodes: Vec::new() };
+        Arc::new(Placement { hints: Some(hints.into()), ..Placement::on(node) })
+    }
+
+    /// An address with the ports `http` and `metrics`, each with conditions and placement.
+    fn endpoint(last: u8, http: (Conditions, Arc<Placement>), metrics: (Conditions, Arc<Placement>)) -> Endpoint {
+        let metrics = EndpointPort {
+            conditions: Some(metrics.0),
+            placement: Some(metrics.1),
+            ..EndpointPort::new("metrics", Protocol::Tcp, 9090)
+        };
+        let ports = Arc::from([EndpointPort::new("http", Protocol::Tcp, 8080), metrics]);
+        Endpoint { conditions: http.0, placement: http.1, ..Endpoint::new([10, 244, 0, last].into(), ports) }
+    }
+
+    /// Last bytes of the addresses that a node in zone z1 uses for a port: for Cluster and for Local policy.
+    fn chosen(endpoints: &[Endpoint], port: &str) -> [Vec<u8>; 2] {
+        let node = NodeFacts { zone: Some("z1".into()), ..NodeFacts::named("here") };
+        let choice = choose(endpoints.iter(), &service_port(port), Family::V4, &node);
+        let last = |to: &Destination| match to.address {
+            IpAddr::V4(v4) => v4.octets()[3],
+            IpAddr::V6(_) => 0,
+        };
+        [choice.cluster, choice.local].map(|set| set.iter().map(last).collect())
+    }
+
+    // rows: 9, 10
+    #[test]
+    fn each_port_of_an_address_has_its_own_conditions_and_node() {
+        let (ready, plain) = (Conditions::READY, |node: &str| Arc::new(Placement::on(node)));
+        let endpoints = [
+            endpoint(1, (ready, plain("here")), (NOT_READY, plain("here"))),
+            endpoint(2, (NOT_READY, plain("here")), (TERMINATING, plain("there"))),
+            endpoint(3, (ready, plain("there")), (TERMINATING, plain("here"))),
+        ];
+        assert_eq!(chosen(&endpoints, "http"), [vec![1, 3], vec![1]]);
+        assert_eq!(chosen(&endpoints, "metrics"), [vec![2, 3], vec![3]]);
+    }
+
+    // rows: 9, 25, 26
+    #[test]
+    fn hints_of_one_port_do_not_count_for_another_port_of_the_same_address() {
+        let ready = Conditions::READY;
+        let no_hint = Arc::new(Placement::on("there"));
+        let endpoints = [
+            endpoint(1, (ready, placed("there", &["z1"])), (ready, Arc::clone(&no_hint))),
+            endpoint(2, (ready, placed("there", &["z2"])), (ready, placed("there", &["z2"]))),
+        ];
+        assert_eq!(chosen(&endpoints, "http")[0], [1]);
+        assert_eq!(chosen(&endpoints, "metrics")[0], [1, 2]);
+    }
 }

@@ -1,11 +1,11 @@
 //! The health-check node port: where a load balancer outside asks whether this node has endpoints of its own for a service.
 //!
-//! A service with `externalTrafficPolicy: Local` and type `LoadBalancer` has one. Counted are the addresses of endpoints that are ready and run on
-//! this node, each once however many ports it has. Terminating endpoints do not count, even while they still get traffic: the
+//! A service with `externalTrafficPolicy: Local` and type `LoadBalancer` has one. Counted are the addresses that have a ready
+//! port on this node, each once however many ports it has. Terminating endpoints do not count, even while they still get traffic: the
 //! load balancer is to look elsewhere in good time. The families are counted apart, since each is asked at its own address.
 
 use crate::{
-    model::{Family, ServiceKey},
+    model::{Family, PortState, ServiceKey},
     state::State,
     view::NodeFacts,
 };
@@ -44,9 +44,9 @@ pub fn health_check_port(state: &State, key: &ServiceKey, node: &NodeFacts) -> O
         service.cluster_ip(family)?;
         let is_local = |name: &str| name == &*node.name;
         let local = entry.endpoints().values().filter(|endpoint| {
-            Family::of(endpoint.address) == family
-                && endpoint.conditions.ready
-                && endpoint.placement.node.as_deref().is_some_and(is_local)
+            let is_counted =
+                |state: PortState<'_>| state.conditions.ready && state.placement.node.as_deref().is_some_and(is_local);
+            Family::of(endpoint.address) == family && endpoint.port_states().any(is_counted)
         });
         u32::try_from(local.count()).ok()
     };
@@ -82,7 +82,7 @@ mod tests {
     }
 
     fn endpoint(address: &str, node: &str, conditions: Conditions) -> Endpoint {
-        let port = |port| EndpointPort { name: "".into(), protocol: Protocol::Tcp, port };
+        let port = |port| EndpointPort::new("", Protocol::Tcp, port);
         let mut endpoint =
             Endpoint::new(address.parse::<IpAddr>().unwrap(), Arc::from([port(8080), port(8081), port(8082)]));
         endpoint.placement = Placement::on(node).into();
@@ -121,6 +121,26 @@ mod tests {
             endpoint("10.244.0.3", "node-1", of(true, false, false)),
         ];
         assert_eq!(found(service(), endpoints).unwrap().local_endpoints(Family::V4), Some(1));
+    }
+
+    #[test]
+    fn an_address_counts_if_some_port_of_it_is_ready_here() {
+        let ready = Conditions::READY;
+        let not_ready = Conditions { ready: false, serving: false, terminating: false };
+        let two_ports = |first, second, nodes: [&str; 2]| {
+            let mut endpoint = endpoint("10.244.0.1", nodes[0], first);
+            let mut ports = endpoint.ports.to_vec();
+            ports[1].conditions = Some(second);
+            ports[1].placement = Some(Placement::on(nodes[1]).into());
+            ports.truncate(2);
+            endpoint.ports = ports.into();
+            found(service(), vec![endpoint]).unwrap().local_endpoints_v4
+        };
+        assert_eq!(two_ports(not_ready, ready, ["node-1", "node-1"]), Some(1));
+        assert_eq!(two_ports(ready, ready, ["node-1", "node-1"]), Some(1));
+        assert_eq!(two_ports(not_ready, not_ready, ["node-1", "node-1"]), Some(0));
+        assert_eq!(two_ports(not_ready, ready, ["node-1", "node-2"]), Some(0));
+        assert_eq!(two_ports(ready, not_ready, ["node-2", "node-1"]), Some(0));
     }
 
     #[test]

@@ -38,13 +38,7 @@ impl Referrer {
     #[must_use]
     pub fn placement(self, placement: &Placement) -> u32 {
         let mut form = self.form(b'p');
-        let Placement { node, zone, hints } = placement;
-        form.text(node.as_deref().unwrap_or_default());
-        form.text(zone.as_deref().unwrap_or_default());
-        for list in hints.iter().flat_map(|hints| [&hints.zones, &hints.nodes]) {
-            form.number(list.len() as u64);
-            list.iter().for_each(|name| form.text(name));
-        }
+        form.placement(placement);
         cut(form)
     }
 
@@ -52,12 +46,7 @@ impl Referrer {
     #[must_use]
     pub fn ports(self, ports: &[EndpointPort]) -> u32 {
         let mut form = self.form(b'l');
-        form.number(ports.len() as u64);
-        for port in ports {
-            form.text(&port.name);
-            form.text(port.protocol.as_lower_str());
-            form.number(u64::from(port.port));
-        }
+        form.ports(ports);
         cut(form)
     }
 
@@ -78,7 +67,7 @@ fn cut(form: Form) -> u32 {
 pub struct Referable {
     /// Keys of Services.
     pub services: Vec<Arc<ServiceKey>>,
-    /// Placements of endpoints.
+    /// Placements of endpoints and of their ports.
     pub placements: HashSet<Arc<Placement>>,
     /// Port lists of endpoints.
     pub ports: HashSet<Arc<[EndpointPort]>>,
@@ -94,8 +83,10 @@ impl Referable {
                 found.services.push(Arc::clone(key));
             }
             for endpoint in entry.endpoints().values() {
-                if !found.placements.contains(&endpoint.placement) {
-                    found.placements.insert(Arc::clone(&endpoint.placement));
+                for placement in endpoint.placements() {
+                    if !found.placements.contains(placement) {
+                        found.placements.insert(Arc::clone(placement));
+                    }
                 }
                 if !found.ports.contains(&endpoint.ports) {
                     found.ports.insert(Arc::clone(&endpoint.ports));
@@ -123,7 +114,7 @@ mod tests {
             one.placement(&Placement::on("a")),
             one.placement(&Placement { zone: Some("a".into()), ..Placement::default() })
         );
-        let port = |port| EndpointPort { name: "http".into(), protocol: Protocol::Tcp, port };
+        let port = |port| EndpointPort::new("http", Protocol::Tcp, port);
         assert_ne!(one.ports(&[port(80)]), one.ports(&[port(81)]));
         assert_ne!(one.ports(&[]), 0);
     }

@@ -1,9 +1,9 @@
 //! Topology: which ready endpoints this node prefers (KEP-2433 hints by zone, KEP-3015 hints by node).
 //!
-//! The mode is decided from the ready endpoints alone. One ready endpoint without a hint switches its level off, and so does a level on which
+//! Hints belong to an address and port. The mode is decided from the ready endpoints alone. One ready endpoint without a hint switches its level off, and so does a level on which
 //! no endpoint names this node: hints are advice for spreading, never a reason to have nowhere to go.
 
-use crate::{model::Endpoint, view::NodeFacts};
+use crate::{model::PortState, view::NodeFacts};
 
 /// Which ready endpoints are admitted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -18,7 +18,7 @@ pub enum TopologyMode {
 
 impl TopologyMode {
     /// Decides the mode from the ready endpoints of a service port.
-    pub fn decide<'a>(ready: impl Iterator<Item = &'a Endpoint>, node: &NodeFacts) -> Self {
+    pub fn decide<'a>(ready: impl Iterator<Item = PortState<'a>>, node: &NodeFacts) -> Self {
         let zone = node.zone.as_deref().filter(|zone| !zone.is_empty());
         let (mut any, mut all_node, mut some_node, mut all_zone, mut some_zone) = (false, true, false, true, false);
         for endpoint in ready {
@@ -41,7 +41,7 @@ impl TopologyMode {
 
     /// True when the mode admits a ready endpoint.
     #[must_use]
-    pub fn admits(self, endpoint: &Endpoint, node: &NodeFacts) -> bool {
+    pub fn admits(self, endpoint: &PortState<'_>, node: &NodeFacts) -> bool {
         let hints = endpoint.placement.hints.as_deref();
         match self {
             Self::Any => true,

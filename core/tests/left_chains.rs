@@ -65,7 +65,7 @@ fn web() -> [Change; 2] {
     let port = ServicePort { name: "a".into(), protocol: Protocol::Tcp, port: 80, node_port: 0 };
     let key = ServiceKey::new("ns", "web");
     let service = Service::new(key.clone(), vec![IpAddr::from([10, 96, 0, 1])], vec![port]);
-    let port = EndpointPort { name: "a".into(), protocol: Protocol::Tcp, port: 8080 };
+    let port = EndpointPort::new("a", Protocol::Tcp, 8080);
     [Change::from(service), Change::Endpoint(key, Endpoint::new(IpAddr::from([10, 244, 0, 1]), [port].into()))]
 }
 

@@ -207,12 +207,8 @@ fn crossing_the_dispatch_threshold_keeps_the_rules_right() {
             service.created_unix_seconds = 1;
             service
         };
-        let endpoint = || {
-            Endpoint::new(
-                IpAddr::from([10, 244, 0, 1]),
-                Arc::from([EndpointPort { name: "a".into(), protocol: Protocol::Tcp, port: 80 }]),
-            )
-        };
+        let endpoint =
+            || Endpoint::new(IpAddr::from([10, 244, 0, 1]), Arc::from([EndpointPort::new("a", Protocol::Tcp, 80)]));
         let mut rig = Rig::new(config(Family::V4, Layout::Auto));
         rig.full();
         for i in 0..400 {

@@ -120,7 +120,7 @@ fn service(name: &str, has_affinity: bool) -> Change {
 }
 
 fn endpoint(name: &str, low: u8) -> Change {
-    let ports = [EndpointPort { name: "a".into(), protocol: Protocol::Tcp, port: 8080 }];
+    let ports = [EndpointPort::new("a", Protocol::Tcp, 8080)];
     Change::Endpoint(key(name), Endpoint::new(IpAddr::from([10, 244, 0, low]), ports.into()))
 }
 

@@ -170,12 +170,15 @@ impl Decoder {
         for reference in &wire.known_placements {
             placements.push(Ok(self.known.placement(*reference)?));
         }
-        port_lists.extend(wire.port_lists.iter().map(|list| self.shared_port_list(list)));
         let strings = wire.strings.iter().map(|text| self.shared_string(text)).collect();
         let mut tables = Tables { strings, port_lists, placements };
         for placement in &wire.placements {
             let placement = self.shared_placement(placement, &tables);
             tables.placements.push(placement);
+        }
+        for list in &wire.port_lists {
+            let list = self.shared_port_list(list, &tables);
+            tables.port_lists.push(list);
         }
         Ok(tables)
     }
@@ -200,15 +203,13 @@ impl Decoder {
         self.strings.get(text, || text.into())
     }
 
-    fn shared_port_list(&mut self, wire: &v1::PortList) -> Result<Arc<[EndpointPort]>, String> {
+    fn shared_port_list(&mut self, wire: &v1::PortList, tables: &Tables) -> Result<Arc<[EndpointPort]>, String> {
         let mut ports = Vec::with_capacity(wire.ports.len());
         for port in &wire.ports {
-            let number = non_zero_port(port.port, "port").map_err(|fault| fault.reason)?;
-            let protocol = protocol_from_wire(port.protocol, "protocol").map_err(|fault| fault.reason)?;
-            ports.push(EndpointPort { name: port.name.as_str().into(), protocol, port: number });
+            ports.push(endpoint_port_from_wire(port, tables).map_err(|fault| fault.reason)?);
         }
         ports.sort_unstable();
-        ports.dedup();
+        ports.dedup_by(|later, first| later.key() == first.key());
         let shared = self.port_lists.get(&ports, || ports.as_slice().into());
         self.known.learn_ports(&shared);
         Ok(shared)
@@ -258,6 +259,16 @@ fn endpoint_from_wire(wire: &v1::Endpoint, tables: &Tables) -> Checked<Endpoint>
         ports: tables.port_list(wire.port_list)?,
         conditions: conditions_from_wire(wire.conditions)?,
         placement: tables.placement(wire.placement)?,
+    })
+}
+
+fn endpoint_port_from_wire(wire: &v1::EndpointPort, tables: &Tables) -> Checked<EndpointPort> {
+    Ok(EndpointPort {
+        name: wire.name.as_str().into(),
+        protocol: protocol_from_wire(wire.protocol, "protocol")?,
+        port: non_zero_port(wire.port, "port")?,
+        conditions: wire.conditions.map(conditions_from_wire).transpose()?,
+        placement: wire.placement.checked_sub(1).map(|index| tables.placement(index)).transpose()?,
     })
 }
 
@@ -440,7 +451,7 @@ mod tests {
     fn endpoints_of_different_messages_share_what_they_have_in_common() {
         let mut decoder = Decoder::default();
         let mut received = |last: u8| {
-            let port = EndpointPort { name: "http".into(), protocol: Protocol::Tcp, port: 8080 };
+            let port = EndpointPort::new("http", Protocol::Tcp, 8080);
             let mut endpoint = Endpoint::new([10, 1, 0, last].into(), Arc::from([port]));
             endpoint.placement = Placement::on("node-1").into();
             let mut message = ChangesBuilder::default();

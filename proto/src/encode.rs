@@ -4,7 +4,8 @@ use std::{collections::HashMap, net::IpAddr, sync::Arc};
 
 use bytes::Bytes;
 use headgate_core::{
-    Change, Endpoint, EndpointPort, Node, Placement, Protocol, Service, ServiceCidr, ServiceKey, digest::Digests,
+    Change, Conditions, Endpoint, EndpointPort, Node, Placement, Protocol, Service, ServiceCidr, ServiceKey,
+    digest::Digests,
 };
 use ipnet::IpNet;
 
@@ -83,14 +84,11 @@ impl ChangesBuilder {
     }
 
     fn put_endpoint(&mut self, key: &ServiceKey, endpoint: &Endpoint, trigger_unix_ms: u64, references: References) {
-        let conditions = endpoint.conditions;
         let wire = v1::Endpoint {
             address: address_to_wire(endpoint.address),
             port_list: self.port_list(&endpoint.ports, references.ports),
             placement: self.placement(&endpoint.placement, references.placement),
-            conditions: condition(!conditions.ready, v1::endpoint::Condition::NotReady)
-                | condition(!conditions.serving, v1::endpoint::Condition::NotServing)
-                | condition(conditions.terminating, v1::endpoint::Condition::Terminating),
+            conditions: conditions_to_wire(endpoint.conditions),
         };
         self.count(prost::Message::encoded_len(&wire) + 6);
         self.group(key, trigger_unix_ms, references).changed.push(wire);
@@ -131,6 +129,10 @@ impl ChangesBuilder {
         for endpoint in self.changes.endpoints.iter_mut().flat_map(|group| &mut group.changed) {
             endpoint.port_list = settle(endpoint.port_list, port_lists);
             endpoint.placement = settle(endpoint.placement, placements);
+        }
+        let ports = self.changes.port_lists.iter_mut().flat_map(|list| &mut list.ports);
+        for port in ports.filter(|port| port.placement != 0) {
+            port.placement = port.placement.saturating_add(placements);
         }
         self.changes
     }
@@ -207,24 +209,26 @@ impl ChangesBuilder {
         reference
     }
 
-    fn port_list(&mut self, ports: &Arc<[EndpointPort]>, reference: Option<u32>) -> u32 {
+    fn port_list(&mut self, list: &Arc<[EndpointPort]>, reference: Option<u32>) -> u32 {
         if let Some(reference) = reference {
             self.estimated_bytes += 5;
             return known_index(&mut self.known_port_lists, &mut self.changes.known_port_lists, reference);
         }
-        if let Some(index) = self.port_lists.get(ports) {
+        if let Some(index) = self.port_lists.get(list) {
             return *index;
         }
-        let to_wire = |port: &EndpointPort| v1::EndpointPort {
+        let ports = list.iter().map(|port| v1::EndpointPort {
             name: port.name.to_string(),
             protocol: protocol_to_wire(port.protocol),
             port: u32::from(port.port),
-        };
-        let wire = v1::PortList { ports: ports.iter().map(to_wire).collect() };
+            conditions: port.conditions.map(conditions_to_wire),
+            placement: port.placement.as_ref().map_or(0, |placement| self.placement(placement, None).saturating_add(1)),
+        });
+        let wire = v1::PortList { ports: ports.collect() };
         self.estimated_bytes += prost::Message::encoded_len(&wire) + 4;
         let index = u32::try_from(self.changes.port_lists.len()).unwrap_or(u32::MAX);
         self.changes.port_lists.push(wire);
-        self.port_lists.insert(Arc::clone(ports), index);
+        self.port_lists.insert(Arc::clone(list), index);
         index
     }
 
@@ -261,6 +265,12 @@ fn known_index(indexes: &mut HashMap<u32, u32>, table: &mut Vec<u32>, reference:
         table.push(reference);
     }
     index | IS_REFERENCE
+}
+
+fn conditions_to_wire(conditions: Conditions) -> u32 {
+    condition(!conditions.ready, v1::endpoint::Condition::NotReady)
+        | condition(!conditions.serving, v1::endpoint::Condition::NotServing)
+        | condition(conditions.terminating, v1::endpoint::Condition::Terminating)
 }
 
 fn condition(holds: bool, condition: v1::endpoint::Condition) -> u32 {

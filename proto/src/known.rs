@@ -122,10 +122,12 @@ impl Known {
         }
     }
 
+    /// A list of ports, and the placements that ports carry themselves.
     pub(crate) fn learn_ports(&mut self, ports: &Arc<[EndpointPort]>) {
         if let Some(referrer) = self.referrer {
             self.ports.insert(referrer.ports(ports), Some(Arc::clone(ports)));
         }
+        ports.iter().filter_map(|port| port.placement.as_ref()).for_each(|placement| self.learn_placement(placement));
     }
 
     pub(crate) fn service(&self, reference: u32) -> Result<ServiceKey, UnknownReference> {

@@ -126,6 +126,31 @@ fn headgatectl_shows_what_the_manifests_say() {
 }
 
 #[test]
+fn headgatectl_shows_each_state_of_an_address_whose_ports_differ() {
+    let control_plane = ControlPlane::start();
+    let slice = |name: &str, port: u16, ready: bool| {
+        let labels = serde_json::json!({"kubernetes.io/service-name": "web"});
+        serde_json::json!({
+            "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
+            "metadata": {"namespace": "shop", "name": name, "labels": labels},
+            "ports": [{"name": "http", "port": port}],
+            "endpoints": [{"addresses": ["192.0.2.7"], "conditions": {"ready": ready, "serving": ready}}],
+        })
+    };
+    control_plane.write("host.yaml", &format!("{}\n---\n{}", slice("web-1", 8080, false), slice("web-2", 8081, true)));
+    let rows = control_plane.wait_for("the endpoint", |this| {
+        let endpoints = this.json(&["endpoints", "shop/web"]);
+        let of_host = endpoints.as_array()?.iter().filter(|endpoint| endpoint["address"] == "192.0.2.7");
+        Some(of_host.cloned().collect::<Vec<_>>()).filter(|rows| !rows.is_empty())
+    });
+    let states: Vec<_> = rows.iter().map(|row| (row["ports"][0].as_str().unwrap(), row["ready"] == true)).collect();
+    assert_eq!(states, [("http 8080/TCP", false), ("http 8081/TCP", true)]);
+    assert_eq!(rows[0]["version"], rows[1]["version"]);
+    let service = &control_plane.json(&["services"])[0];
+    assert_eq!((&service["ready_endpoints"], &service["endpoints"]), (&3.into(), &3.into()), "addresses are counted");
+}
+
+#[test]
 fn a_manifest_that_cannot_be_used_shows_in_status_and_disturbs_nothing() {
     let control_plane = ControlPlane::start();
     assert_eq!(control_plane.json(&["status"])["problems"], serde_json::json!([]));

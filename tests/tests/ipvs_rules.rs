@@ -76,7 +76,7 @@ fn changes() -> Vec<Change> {
     service.health_check_node_port = 32000;
     let mut changes = vec![Change::from(service.clone())];
     for (address, node) in [("10.244.1.1", "node-a"), ("fd00:10:244::1", "node-a"), ("10.244.2.1", "node-b")] {
-        let port = |name: &str, protocol, port| EndpointPort { name: name.into(), protocol, port };
+        let port = |name: &str, protocol, port| EndpointPort::new(name, protocol, port);
         let ports = Arc::from([port("a", Protocol::Tcp, 8080), port("b", Protocol::Sctp, 9999)]);
         let endpoint = Endpoint { placement: Placement::on(node).into(), ..Endpoint::new(ip(address), ports) };
         changes.push(Change::Endpoint(service.key.clone(), endpoint));

@@ -46,7 +46,7 @@ fn service(number: u8, version: u64) -> Change {
 /// An endpoint whose port tells its version.
 fn endpoint(number: u8, host: u8, version: u64) -> Change {
     let port = u16::try_from(version).unwrap();
-    let ports: Arc<[EndpointPort]> = [EndpointPort { name: "http".into(), protocol: Protocol::Tcp, port }].into();
+    let ports: Arc<[EndpointPort]> = [EndpointPort::new("http", Protocol::Tcp, port)].into();
     let mut endpoint = Endpoint::new(address(number, host), ports);
     endpoint.placement = Placement::on(&format!("node-{host}")).into();
     Change::Endpoint(key(number), endpoint)

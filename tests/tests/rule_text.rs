@@ -41,7 +41,7 @@ fn service(i: u8) -> Service {
 }
 
 fn endpoint(i: u8, node: &str) -> [Endpoint; 2] {
-    let port = |name: &str, protocol, port| EndpointPort { name: name.into(), protocol, port };
+    let port = |name: &str, protocol, port| EndpointPort::new(name, protocol, port);
     let ports: Arc<[EndpointPort]> = Arc::from([
         port("web", Protocol::Tcp, 8080),
         port("dns", Protocol::Udp, 5353),

@@ -111,6 +111,18 @@ ADDRESS      PORTS          STATE                 NODE    ZONE    HINTS        V
 }
 
 #[test]
+fn an_address_whose_ports_differ_has_a_row_for_each_state() {
+    let metrics =
+        EndpointInfo { ports: strings(["metrics 9090/TCP"]), ready: false, serving: false, ..ready("10.244.1.10") };
+    let expected = "\
+ADDRESS      PORTS             STATE      NODE    ZONE    HINTS  VERSION
+10.244.1.10  http 8081/TCP     ready      node-a  zone-1  -            7
+10.244.1.10  metrics 9090/TCP  not ready  node-a  zone-1  -            7
+";
+    assert_eq!(endpoints(&[ready("10.244.1.10"), metrics], PLAIN), expected);
+}
+
+#[test]
 fn endpoints_of_several_services_show_which() {
     let other = EndpointInfo { name: "api".into(), ready: false, serving: false, ..ready("10.244.2.10") };
     let output = endpoints(&[ready("10.244.1.10"), other], PLAIN);

@@ -1,8 +1,11 @@
 //! Endpoints: the union of a service's EndpointSlices.
 //!
-//! Several slices may carry an address. Its ports are the union over them. Its conditions, node, zone and hints are those of the
-//! copy that is not terminating, and among equals of the slice whose name comes first: the result depends on the slices that
-//! there are, never on the order in which they came. A change of one slice visits the addresses that it touches.
+//! Several slices may carry an address. Its ports are the union over them. Conditions, node, zone
+//! and hints belong to address and port: each port has those of the slices that list this port.
+//! Where several do, the slice whose name comes last counts, but a terminating entry never replaces
+//! another. kube-proxy decides by the same rule (`addEndpoints` in `pkg/proxy/endpointslicecache.go`),
+//! with slices in random order. Here the result depends on the slices that there are, never on the
+//! order in which they came. A change of one slice visits the addresses that it touches.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -10,9 +13,13 @@ use std::{
     sync::Arc,
 };
 
-use headgate_core::{Endpoint, EndpointPort, ServiceKey};
+use headgate_core::{Endpoint, EndpointPort, Protocol, ServiceKey};
 
-use super::{intern::Interner, size, slices::Slice};
+use super::{
+    intern::Interner,
+    size,
+    slices::{Facts, Slice},
+};
 use crate::source::objects::ObjectKey;
 
 /// An address of a service.
@@ -41,7 +48,7 @@ pub(super) struct EndpointChange {
     pub(super) trigger_unix_ms: u64,
 }
 
-/// Slices that disagree on an address; `None` if they now agree.
+/// Slices that disagree on a port of an address; `None` if they now agree.
 #[derive(Debug)]
 pub(super) struct Agreement {
     pub(super) service: ServiceKey,
@@ -235,6 +242,30 @@ fn touched(old: Option<&Slice>, new: Option<&Slice>) -> Vec<(IpAddr, bool, bool)
 
 type Dispute = Option<(Arc<ObjectKey>, Arc<ObjectKey>)>;
 
+/// What one slice says of an address.
+#[derive(Clone, Copy)]
+struct Entry<'a> {
+    slice: &'a Arc<ObjectKey>,
+    ports: &'a Arc<[EndpointPort]>,
+    facts: &'a Facts,
+}
+
+impl Entry<'_> {
+    /// The endpoint, if this slice alone gives it ports; `None` without any, since nothing can be sent to it.
+    fn alone(self, address: IpAddr) -> Option<Endpoint> {
+        (!self.ports.is_empty()).then(|| Endpoint {
+            address,
+            ports: Arc::clone(self.ports),
+            conditions: self.facts.conditions,
+            placement: Arc::clone(&self.facts.placement),
+        })
+    }
+
+    fn dispute(self, other: Self) -> Dispute {
+        Some((Arc::clone(self.slice), Arc::clone(other.slice)))
+    }
+}
+
 /// One address from all slices that carry it.
 fn merge(
     slices: &HashMap<Arc<ObjectKey>, (Slice, bool)>,
@@ -242,33 +273,46 @@ fn merge(
     carriers: &[Arc<ObjectKey>],
     interner: &mut Interner,
 ) -> (Option<Endpoint>, Dispute) {
-    let copies = || {
+    let entries = || {
         carriers.iter().filter_map(|key| {
             let (slice, _) = slices.get(key)?;
-            Some((key, slice, slice.facts(address)?))
+            Some(Entry { slice: key, ports: &slice.ports, facts: slice.facts(address)? })
         })
     };
-    let Some((winner, first, facts)) = copies().min_by_key(|(_, _, facts)| facts.conditions.terminating) else {
-        return (None, None);
-    };
-    let peers = copies().filter(|(_, _, other)| other.conditions.terminating == facts.conditions.terminating);
-    let dispute = peers.into_iter().find(|(_, _, other)| *other != facts);
-    let mut dispute = dispute.map(|(other, _, _)| (Arc::clone(winner), Arc::clone(other)));
-    let mut ports = Arc::clone(&first.ports);
-    if let Some((other, _, _)) = copies().find(|(_, slice, _)| !Arc::ptr_eq(&slice.ports, &first.ports)) {
-        let union: Vec<EndpointPort> = copies().flat_map(|(_, slice, _)| slice.ports.iter().cloned()).collect();
-        let union = interner.ports(union);
-        if size::may_have(&union) {
-            ports = union;
-        } else {
-            dispute = dispute.or_else(|| Some((Arc::clone(winner), Arc::clone(other))));
+    let mut rest = entries();
+    let Some(first) = rest.next() else { return (None, None) };
+    if rest.next().is_none() {
+        return (first.alone(address), None);
+    }
+    let mut counting: BTreeMap<(&str, Protocol, u16), Entry<'_>> = BTreeMap::new();
+    for entry in entries() {
+        for port in entry.ports.iter() {
+            let counts = counting.entry(port.key()).or_insert(entry);
+            if entry.facts.replaces() {
+                *counts = entry;
+            }
         }
     }
-    let endpoint = (!ports.is_empty()).then(|| Endpoint {
+    let Some(main) = counting.values().next().map(|entry| entry.facts) else { return (None, None) };
+    let port = |((name, protocol, number), entry): (&(&str, Protocol, u16), &Entry<'_>)| EndpointPort {
+        conditions: Some(entry.facts.conditions).filter(|conditions| *conditions != main.conditions),
+        placement: Some(&entry.facts.placement).filter(|placement| **placement != main.placement).cloned(),
+        ..EndpointPort::new(*name, *protocol, *number)
+    };
+    let endpoint = Endpoint {
         address,
-        ports,
-        conditions: facts.conditions,
-        placement: Arc::clone(&facts.placement),
+        ports: interner.ports(counting.iter().map(port).collect()),
+        conditions: main.conditions,
+        placement: Arc::clone(&main.placement),
+    };
+    let dispute = entries().find_map(|entry| {
+        let mut used = entry.ports.iter().filter_map(|port| counting.get(&port.key()));
+        used.find(|used| used.facts.disputes(entry.facts))?.dispute(entry)
     });
-    (endpoint, dispute)
+    if size::may_be_sent(&endpoint) {
+        return (Some(endpoint), dispute);
+    }
+    let used = entries().skip(1).fold(first, |used, entry| if entry.facts.replaces() { entry } else { used });
+    let other = entries().find(|entry| entry.slice != used.slice);
+    (used.alone(address), dispute.or_else(|| used.dispute(other?)))
 }

@@ -51,7 +51,7 @@ mod tests {
     #[test]
     fn what_means_the_same_is_one() {
         let mut interner = Interner::default();
-        let port = |port| EndpointPort { name: "http".into(), protocol: Protocol::Tcp, port };
+        let port = |port| EndpointPort::new("http", Protocol::Tcp, port);
         let ports = interner.ports(vec![port(80), port(8080)]);
         assert!(Arc::ptr_eq(&ports, &interner.ports(vec![port(8080), port(80), port(8080)])));
         let mut placement = |zones: [&str; 3]| {

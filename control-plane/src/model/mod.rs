@@ -277,8 +277,8 @@ impl Model {
                 object: format!("Service {service}"),
                 field: format!("endpoint {address}"),
                 message: format!(
-                    "{used} and {other} say different things of it (conditions, node, zone or hints), or give it too many \
-                     ports together: keep it in one of them; the first is used"
+                    "{used} and {other} list the same port of it with different conditions, node, zone or hints, or give it \
+                     too many ports together: keep it in one of them; {used} is used"
                 ),
                 origin: String::new(),
             };

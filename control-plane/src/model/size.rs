@@ -1,7 +1,7 @@
 //! Bounds on one resource. A message carries at least one resource whole, so one that is larger than a message may be would end every agent's
 //! stream, again and again.
 
-use headgate_core::{EndpointPort, Service};
+use headgate_core::{Endpoint, EndpointPort, Service, ServiceKey};
 use headgate_proto::{ChangesBuilder, MAX_SERVER_MESSAGE_BYTES};
 
 /// Largest resource on the wire. A message is cut before a resource at a quarter of its limit, so half of it is left with room for the rest.
@@ -31,7 +31,14 @@ pub(super) fn check_service(service: &Service) -> Result<(), String> {
     ))
 }
 
-/// Whether an endpoint may have these ports.
+/// Whether an endpoint of several slices, with all that its ports carry, is small enough.
+pub(super) fn may_be_sent(endpoint: &Endpoint) -> bool {
+    let mut builder = ChangesBuilder::default();
+    builder.endpoint(&ServiceKey::new("", ""), endpoint, 0);
+    builder.estimated_bytes() <= MAX_RESOURCE_BYTES
+}
+
+/// Whether a slice may give its endpoints these ports.
 pub(super) fn may_have(ports: &[EndpointPort]) -> bool {
     ports.iter().map(|port| port.name.len() + PORT_BYTES).sum::<usize>() <= MAX_RESOURCE_BYTES
 }

@@ -14,6 +14,18 @@ pub(super) struct Facts {
     pub(super) placement: Arc<Placement>,
 }
 
+impl Facts {
+    /// Whether an entry with these facts replaces an earlier entry for the same address and port.
+    pub(super) fn replaces(&self) -> bool {
+        !self.conditions.terminating
+    }
+
+    /// Whether only the order decides between two entries for the same address and port.
+    pub(super) fn disputes(&self, other: &Self) -> bool {
+        self.conditions.terminating == other.conditions.terminating && self != other
+    }
+}
+
 /// A slice as it is in use.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Slice {
@@ -94,13 +106,13 @@ fn ports(object: &objects::EndpointSlice, findings: &mut Findings) -> Vec<Endpoi
         let is_named = name.is_empty()
             || parse::label(name).map_err(|message| findings.object(format!("ports[{index}].name"), message)).is_ok();
         if let (Ok(port), Ok(protocol), true) = (port, protocol, is_named) {
-            ports.push(EndpointPort { name: name.as_str().into(), protocol, port });
+            ports.push(EndpointPort::new(name.as_str(), protocol, port));
         }
     }
     ports
 }
 
-/// Endpoints by address. Of two with one address in a slice the one that is not terminating counts, else the first.
+/// Endpoints by address. Of several entries for one address the last counts, but a terminating entry never replaces another.
 fn endpoints(
     object: &objects::EndpointSlice,
     family: Family,
@@ -114,12 +126,17 @@ fn endpoints(
             Err(message) => findings.entry(format!("endpoints[{index}].addresses[0]"), message),
         }
     }
-    endpoints.sort_unstable_by_key(|(address, index, facts)| (*address, facts.conditions.terminating, *index));
-    endpoints.dedup_by(|later, first| {
-        let is_same = later.0 == first.0;
-        if is_same && later.2.conditions.terminating == first.2.conditions.terminating && later.2 != first.2 {
-            let message = format!("{} is also endpoints[{}], which says otherwise: list it once", later.0, first.1);
-            findings.entry(format!("endpoints[{}].addresses[0]", later.1), message);
+    endpoints.sort_unstable_by_key(|(address, index, _)| (*address, *index));
+    endpoints.dedup_by(|later, kept| {
+        let is_same = later.0 == kept.0;
+        if is_same {
+            if later.2.disputes(&kept.2) {
+                let message = format!("{} is also endpoints[{}], which says otherwise: list it once", later.0, kept.1);
+                findings.entry(format!("endpoints[{}].addresses[0]", later.1), message);
+            }
+            if later.2.replaces() {
+                std::mem::swap(later, kept);
+            }
         }
         is_same
     });

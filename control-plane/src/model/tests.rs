@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::needless_pass_by_value)]
 
 mod hostile;
+mod ports;
 mod replay;
 
 use headgate_core::{Dirty, State, TrafficPolicy};
@@ -62,14 +63,14 @@ impl Bench {
         self.state.entry(&ServiceKey::new("x", name))?.service()
     }
 
-    /// Endpoints as `address:ports`, with `!` behind those that are terminating.
+    /// Endpoints as `address:ports`, with `!` behind ports that are terminating.
     fn endpoints(&self, name: &str) -> Vec<String> {
         let Some(entry) = self.state.entry(&ServiceKey::new("x", name)) else { return Vec::new() };
-        let ports = |endpoint: &headgate_core::Endpoint| {
-            endpoint.ports.iter().map(|port| port.port.to_string()).collect::<Vec<_>>().join(",")
+        let port = |of_port: headgate_core::model::PortState<'_>| {
+            format!("{}{}", of_port.port.port, if of_port.conditions.terminating { "!" } else { "" })
         };
-        let mark = |endpoint: &headgate_core::Endpoint| if endpoint.conditions.terminating { "!" } else { "" };
-        entry.endpoints().values().map(|e| format!("{}:{}{}", e.address, ports(e), mark(e))).collect()
+        let ports = |endpoint: &headgate_core::Endpoint| endpoint.port_states().map(port).collect::<Vec<_>>().join(",");
+        entry.endpoints().values().map(|endpoint| format!("{}:{}", endpoint.address, ports(endpoint))).collect()
     }
 
     fn problems(&mut self) -> Vec<String> {
@@ -188,14 +189,14 @@ fn conditions_have_defaults() {
 /// Rows 9 and 10.
 // rows: 9, 10
 #[test]
-fn slices_are_merged_and_the_living_copy_counts() {
+fn slices_are_merged_port_by_port() {
     let dying =
         json!({"addresses": ["10.1.0.1"], "conditions": {"ready": false, "serving": true, "terminating": true}});
     let a = slice("a", "s", json!([dying]), http(1));
     let b = slice("b", "s", json!([ready("10.1.0.1"), ready("10.1.0.2")]), http(2));
     for order in [[&a, &b], [&b, &a]] {
         let mut bench = Bench::with(&order.map(Clone::clone));
-        assert_eq!(bench.endpoints("s"), ["10.1.0.1:1,2", "10.1.0.2:2"]);
+        assert_eq!(bench.endpoints("s"), ["10.1.0.1:1!,2", "10.1.0.2:2"]);
         assert_eq!(bench.problems(), [""; 0]);
         bench.delete(ObjectKind::EndpointSlice, "x", "b");
         bench.flush();
@@ -204,14 +205,14 @@ fn slices_are_merged_and_the_living_copy_counts() {
 }
 
 #[test]
-fn slices_that_disagree_are_told() {
+fn slices_that_disagree_on_a_port_are_told() {
     let on = |node: &str| json!([{"addresses": ["10.1.0.1"], "nodeName": node}]);
     let (a, b) = (slice("a", "s", on("n1"), http(1)), slice("b", "s", on("n2"), http(1)));
     for order in [[&a, &b], [&b, &a]] {
         let mut bench = Bench::with(&order.map(Clone::clone));
         let entry = bench.state.entry(&ServiceKey::new("x", "s")).unwrap();
-        assert_eq!(entry.endpoints().values().next().unwrap().placement.node.as_deref(), Some("n1"));
-        assert!(bench.problems()[0].contains("EndpointSlice x/a and EndpointSlice x/b"));
+        assert_eq!(entry.endpoints().values().next().unwrap().placement.node.as_deref(), Some("n2"));
+        assert!(bench.problems()[0].contains("EndpointSlice x/b and EndpointSlice x/a list the same port"));
         bench.apply(&slice("b", "s", on("n1"), http(1)));
         assert_eq!(bench.model.take_problems(), Some(Vec::new()));
     }

@@ -228,7 +228,7 @@ impl Watcher {
             let page = self.store.watch_page(self.place, WATCH_PAGE);
             self.place = page.next;
             if !page.changes.is_empty() {
-                self.page = page.changes.into();
+                self.page = page.changes.into_iter().flat_map(by_state).collect();
                 continue;
             }
             tokio::select! {
@@ -266,6 +266,17 @@ impl Watcher {
             Change::ServiceCidr(_) | Change::RemoveServiceCidr(_) => return None,
         };
         Some(v1::WatchEvent { version, unix_ms: unix_ms(SystemTime::now()), action: action.into(), service, endpoint })
+    }
+}
+
+/// A change of an endpoint whose ports differ is told once for each group of ports with the same state.
+fn by_state((version, change): (u64, Change)) -> Vec<(u64, Change)> {
+    match change {
+        Change::Endpoint(key, endpoint) => {
+            let groups = endpoint.by_state().into_iter();
+            groups.map(|endpoint| (version, Change::Endpoint(key.clone(), endpoint))).collect()
+        }
+        change => vec![(version, change)],
     }
 }
 

@@ -63,7 +63,7 @@ impl Store {
         let inner = self.read();
         let Some(entry) = inner.state.entry(key) else { return 0 };
         let ready = |family| {
-            let of_family = |endpoint: &&Endpoint| Family::of(endpoint.address) == family && endpoint.conditions.ready;
+            let of_family = |endpoint: &&Endpoint| Family::of(endpoint.address) == family && endpoint.has_ready_port();
             entry.endpoints().values().filter(of_family).count()
         };
         Family::BOTH.map(ready).into_iter().max().unwrap_or_default()
@@ -87,18 +87,22 @@ impl Store {
         Some(ServiceDetail {
             lost: lost.collect(),
             endpoints: entry.endpoints().len(),
-            ready_endpoints: entry.endpoints().values().filter(|endpoint| endpoint.conditions.ready).count(),
+            ready_endpoints: entry.endpoints().values().filter(|endpoint| endpoint.has_ready_port()).count(),
             version: inner.log.newest_version(key),
             service,
         })
     }
 
-    /// A service's endpoints with the version of each, in order of address.
+    /// A service's endpoints with the version of each, in order of address; one for each group of ports with the same state.
     pub(crate) fn endpoints(&self, key: &ServiceKey) -> Vec<(Endpoint, u64)> {
         let inner = self.read();
         let Some(entry) = inner.state.entry(key) else { return Vec::new() };
-        let version = |address: IpAddr| inner.log.endpoint_version(key, address);
-        entry.endpoints().values().map(|endpoint| (endpoint.clone(), version(endpoint.address))).collect()
+        let endpoints = entry.endpoints().values().flat_map(Endpoint::by_state);
+        let with_version = |endpoint: Endpoint| {
+            let version = inner.log.endpoint_version(key, endpoint.address);
+            (endpoint, version)
+        };
+        endpoints.map(with_version).collect()
     }
 
     /// The version that brought the present state of a service, or of one of its endpoints; `None` while what is asked for is not so: that it

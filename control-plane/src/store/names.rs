@@ -133,13 +133,17 @@ impl Names {
 
     /// `version` brought an endpoint, or a new value of one.
     pub(super) fn take_endpoint(&mut self, version: u64, endpoint: &Endpoint) {
-        self.placements.take(version, &endpoint.placement, || self.referrer.placement(&endpoint.placement));
+        for placement in endpoint.placements() {
+            self.placements.take(version, placement, || self.referrer.placement(placement));
+        }
         self.ports.take(version, &endpoint.ports, || self.referrer.ports(&endpoint.ports));
     }
 
     /// An endpoint is gone, or had this value before.
     pub(super) fn release_endpoint(&mut self, endpoint: &Endpoint) {
-        self.placements.release(&endpoint.placement);
+        for placement in endpoint.placements() {
+            self.placements.release(placement);
+        }
         self.ports.release(&endpoint.ports);
     }
 

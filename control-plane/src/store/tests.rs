@@ -45,7 +45,7 @@ fn service(number: u8, port: u16) -> Change {
 
 fn endpoint(service: u8, host: u16, port: u16) -> Change {
     let [high, low] = host.to_be_bytes();
-    let ports = [EndpointPort { name: "http".into(), protocol: Protocol::Tcp, port }];
+    let ports = [EndpointPort::new("http", Protocol::Tcp, port)];
     let mut endpoint = Endpoint::new(Ipv4Addr::new(10, 1, high, low).into(), Arc::new(ports));
     endpoint.placement = Placement::on(&format!("node-{}", (host + port) % 4)).into();
     Change::Endpoint(key(service), endpoint)

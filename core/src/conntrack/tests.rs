@@ -21,8 +21,13 @@ fn dns(i: u8) -> Service {
 }
 
 fn pod(last: u8) -> Endpoint {
-    let port = |protocol| EndpointPort { name: "dns".into(), protocol, port: 5353 };
+    let port = |protocol| EndpointPort::new("dns", protocol, 5353);
     Endpoint::new(IpAddr::from([10, 244, 0, last]), Arc::from([port(Protocol::Tcp), port(Protocol::Udp)]))
+}
+
+/// A UDP port with conditions of its own.
+fn of_port(name: &str, port: u16, conditions: Conditions) -> EndpointPort {
+    EndpointPort { conditions: Some(conditions), ..EndpointPort::new(name, Protocol::Udp, port) }
 }
 
 fn source(last: u8) -> SocketAddr {
@@ -298,6 +303,23 @@ impl Table {
     }
 }
 
+#[test]
+fn flows_stay_on_a_port_that_serves_and_not_on_another_port_of_its_address() {
+    let ended = Conditions { ready: false, serving: false, terminating: true };
+    let mut service = dns(1);
+    service.ports.push(udp("more", 99, 0));
+    let ports = [EndpointPort::new("dns", Protocol::Udp, 5353), of_port("more", 9999, ended)];
+    let endpoint = Endpoint { ports: Arc::from(ports), ..pod(1) };
+    let mut world = World::default();
+    let cleanup = world.step([Change::from(service), Change::Endpoint(key(1), endpoint)]);
+    let kept = |port| {
+        let to = OriginalDestination::Address(IpAddr::from([10, 96, 0, 1]), port);
+        rule(&cleanup, to).keep.to_vec()
+    };
+    assert_eq!(kept(53), [source(1)]);
+    assert_eq!(kept(99), []);
+}
+
 fn any_change() -> impl Strategy<Value = Change> {
     let service =
         (1u8..4, 0u16..2, 0i64..3, any::<bool>(), any::<bool>()).prop_map(|(i, port, created, shared, second)| {
@@ -312,10 +334,11 @@ fn any_change() -> impl Strategy<Value = Change> {
             }
             Change::from(service)
         });
-    let endpoint = (1u8..4, 1u8..5, 0u8..3, 0u16..2).prop_map(|(i, last, state, port)| {
-        let port = EndpointPort { name: "dns".into(), protocol: Protocol::Udp, port: 5353 + port };
-        let mut endpoint = Endpoint { ports: Arc::from([port]), ..pod(last) };
-        endpoint.conditions = Conditions { ready: state == 0, serving: state < 2, terminating: state == 1 };
+    let endpoint = (1u8..4, 1u8..5, 0u8..3, 0u8..3, 0u16..2).prop_map(|(i, last, state, second, port)| {
+        let conditions = |state| Conditions { ready: state == 0, serving: state < 2, terminating: state == 1 };
+        let ports = [EndpointPort::new("dns", Protocol::Udp, 5353 + port), of_port("more", 99, conditions(second))];
+        let mut endpoint = Endpoint { ports: Arc::from(ports), ..pod(last) };
+        endpoint.conditions = conditions(state);
         Change::Endpoint(key(i), endpoint)
     });
     prop_oneof![

@@ -219,7 +219,7 @@ fn state_with(service: Service, endpoints: &[(&str, &str)]) -> (State, Arc<Servi
     let (mut state, mut dirty) = (State::default(), Dirty::default());
     let key = Arc::new(service.key.clone());
     let ports: Arc<[EndpointPort]> = [("web", Protocol::Tcp, 8080), ("dns", Protocol::Udp, 53)]
-        .map(|(name, protocol, port)| EndpointPort { name: name.into(), protocol, port })
+        .map(|(name, protocol, port)| EndpointPort::new(name, protocol, port))
         .into();
     state.apply(Change::from(service), &mut dirty);
     for (address, node) in endpoints {

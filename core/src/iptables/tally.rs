@@ -78,7 +78,7 @@ mod tests {
     }
 
     fn endpoint(number: u8, last: u8) -> Change {
-        let ports = [EndpointPort { name: "p".into(), protocol: Protocol::Tcp, port: 8080 }];
+        let ports = [EndpointPort::new("p", Protocol::Tcp, 8080)];
         let endpoint = Endpoint::new(IpAddr::from([10, 244, number, last]), ports.into());
         Change::Endpoint(ServiceKey::new("ns", &format!("s{number}")), endpoint)
     }

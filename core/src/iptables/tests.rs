@@ -22,7 +22,7 @@ fn service(name: &str, cluster_ip: &str) -> Service {
 }
 
 fn endpoint(address: &str) -> Endpoint {
-    let port = EndpointPort { name: "p80".into(), protocol: Protocol::Tcp, port: 80 };
+    let port = EndpointPort::new("p80", Protocol::Tcp, 80);
     Endpoint { placement: Placement::on("other-node").into(), ..Endpoint::new(ip(address), Arc::from([port])) }
 }
 
@@ -410,7 +410,7 @@ fn dispatch_groups_are_cut_anew_when_the_cluster_grows() {
 #[test]
 fn without_a_match_for_sctp_its_ports_are_left_out_and_others_are_as_ever() {
     let port = |name: &str, protocol, node_port| ServicePort { name: name.into(), protocol, port: 80, node_port };
-    let of_endpoint = |name: &str, protocol| EndpointPort { name: name.into(), protocol, port: 8080 };
+    let of_endpoint = |name: &str, protocol| EndpointPort::new(name, protocol, 8080);
     let without = Service {
         ports: vec![port("t", Protocol::Tcp, 30080), port("u", Protocol::Udp, 30080)],
         external_ips: vec![ip("192.168.99.33")],

@@ -39,8 +39,7 @@ fn service() -> Service {
 }
 
 fn endpoint(address: &str, node: &str) -> Change {
-    let ports: Arc<[EndpointPort]> =
-        Arc::from([EndpointPort { name: "web".into(), protocol: Protocol::Tcp, port: 8080 }]);
+    let ports: Arc<[EndpointPort]> = Arc::from([EndpointPort::new("web", Protocol::Tcp, 8080)]);
     let endpoint = Endpoint { placement: Placement::on(node).into(), ..Endpoint::new(ip(address), ports) };
     Change::Endpoint(service().key, endpoint)
 }
@@ -316,7 +315,7 @@ fn tcp_drains_udp_goes_at_once_and_what_returns_is_restored() {
 
     plain.ports[0].protocol = Protocol::Udp;
     let udp = |address: &str| {
-        let port = EndpointPort { name: "web".into(), protocol: Protocol::Udp, port: 53 };
+        let port = EndpointPort::new("web", Protocol::Udp, 53);
         Change::Endpoint(plain.key.clone(), Endpoint::new(ip(address), Arc::from([port])))
     };
     rig.step([Change::from(plain.clone()), udp("10.244.1.1"), udp("10.244.2.1")]);

@@ -7,7 +7,7 @@ mod node;
 mod service;
 
 pub use change::Change;
-pub use endpoint::{Conditions, Endpoint, EndpointPort, Hints, Placement};
+pub use endpoint::{Conditions, Endpoint, EndpointPort, Hints, Placement, PortState};
 pub use node::{Node, ServiceCidr};
 pub use service::{ClientIpAffinity, Service, ServiceKey, ServicePort, TrafficPolicy};
 

@@ -135,14 +135,32 @@ fn any_address() -> impl Strategy<Value = IpAddr> {
     })
 }
 
+fn any_placement() -> impl Strategy<Value = Arc<Placement>> {
+    (0u8..3, 0u8..3, any_hints()).prop_map(|(node, zone, hints)| {
+        let node = (node > 0).then(|| format!("n{node}").into());
+        let zone = (zone > 0).then(|| format!("z{zone}").into());
+        Placement { node, zone, hints }.into()
+    })
+}
+
+fn any_conditions() -> impl Strategy<Value = Conditions> {
+    prop::sample::select(CONDITIONS.to_vec())
+}
+
+/// What the ports of an endpoint carry themselves, in order: mostly nothing.
+fn any_carried() -> impl Strategy<Value = Vec<(Option<Conditions>, Option<Arc<Placement>>)>> {
+    let one = (prop::option::weighted(0.6, any_conditions()), prop::option::weighted(0.4, any_placement()));
+    prop_oneof![2 => Just(Vec::new()), 1 => prop::collection::vec(one, 1..4)]
+}
+
 prop_compose! {
     pub(crate) fn any_endpoint(services: u8)(
-        i in 0..services, address in any_address(), state in 0..CONDITIONS.len(), node in 0u8..3, zone in 0u8..3,
-        hints in any_hints(), ports in 0u8..6,
+        i in 0..services, address in any_address(), conditions in any_conditions(), placement in any_placement(),
+        ports in 0u8..6, carried in any_carried(),
     ) -> (ServiceKey, Endpoint) {
-        let port = |name: &str, number| EndpointPort { name: name.into(), protocol: Protocol::Tcp, port: number };
+        let port = |name: &str, number| EndpointPort::new(name, Protocol::Tcp, number);
         let of = |protocol, port| EndpointPort { protocol, ..port };
-        let ports: Vec<EndpointPort> = match ports {
+        let mut ports: Vec<EndpointPort> = match ports {
             0 => vec![port("a", 8080)],
             1 => vec![port("a", 8080), port("b", 8081)],
             2 => vec![port("a", 8080), port("a", 9090)],
@@ -150,17 +168,10 @@ prop_compose! {
             4 => vec![port("a", 53), of(Protocol::Udp, port("a", 53)), of(Protocol::Sctp, port("a", 53)), of(Protocol::Udp, port("b", 54))],
             _ => vec![port("b", 8081), port("c", 8080)],
         };
-        let placement = Placement {
-            node: (node > 0).then(|| format!("n{node}").into()),
-            zone: (zone > 0).then(|| format!("z{zone}").into()),
-            hints,
-        };
-        let endpoint = Endpoint {
-            conditions: CONDITIONS[state],
-            placement: placement.into(),
-            ..Endpoint::new(address, Arc::from(ports))
-        };
-        (key(i), endpoint)
+        for (port, (conditions, placement)) in ports.iter_mut().skip(1).zip(carried) {
+            (port.conditions, port.placement) = (conditions, placement);
+        }
+        (key(i), Endpoint { conditions, placement, ..Endpoint::new(address, Arc::from(ports)) })
     }
 }
 

@@ -36,7 +36,7 @@ fn service() -> Change {
 }
 
 fn pod(last: u8) -> Endpoint {
-    let port = EndpointPort { name: "dns".into(), protocol: Protocol::Udp, port: 53 };
+    let port = EndpointPort::new("dns", Protocol::Udp, 53);
     Endpoint::new([10, 244, 0, last].into(), [port].into())
 }
 

@@ -88,7 +88,7 @@ fn service(health_check: &str) -> Change {
 }
 
 fn endpoint(address: SocketAddr) -> Change {
-    let port = EndpointPort { name: "web".into(), protocol: Protocol::Tcp, port: address.port() };
+    let port = EndpointPort::new("web", Protocol::Tcp, address.port());
     Change::Endpoint(key(), Endpoint::new(address.ip(), [port].into()))
 }
 

@@ -79,7 +79,7 @@ fn service(name: &str, port: u16) -> Change {
 }
 
 fn endpoint(name: &str, last: u8) -> Change {
-    let port = EndpointPort { name: "".into(), protocol: Protocol::Tcp, port: 8080 };
+    let port = EndpointPort::new("", Protocol::Tcp, 8080);
     let mut endpoint = Endpoint::new(IpAddr::from([10, 244, 0, last]), [port].into());
     endpoint.placement = Placement::on("node-1").into();
     Change::Endpoint(key(name), endpoint)

@@ -163,7 +163,7 @@ pub(crate) fn service(name: &str, port: u16) -> Change {
 }
 
 pub(crate) fn endpoint(name: &str, last: u8, port: u16) -> Change {
-    let ports: Arc<[EndpointPort]> = vec![EndpointPort { name: "http".into(), protocol: Protocol::Tcp, port }].into();
+    let ports: Arc<[EndpointPort]> = vec![EndpointPort::new("http", Protocol::Tcp, port)].into();
     let mut endpoint = Endpoint::new(IpAddr::from([10, 1, 0, last]), ports);
     endpoint.placement = Placement::on(&format!("node-{}", last % 3)).into();
     Change::Endpoint(key(name), endpoint)

@@ -123,8 +123,14 @@ pub const SECTIONS: &[Section] = &[
             row(6, "Ports of Services and slices find each other by name and protocol, never by number"),
             row(7, "Slice ports without a name or a number are dropped; only an endpoint's first address counts"),
             row(8, "Conditions that are not given: ready, serving, not terminating"),
-            row(9, "Endpoints and their ports are the union over all slices"),
-            row(10, "Of two entries for one endpoint the one that is not terminating counts"),
+            row(
+                9,
+                "Endpoints and their ports are the union over all slices; conditions, node and hints belong to address and port",
+            ),
+            row(
+                10,
+                "Of two entries for one address and port, a terminating entry never replaces another; otherwise the slice that is later in name order counts",
+            ),
             row(11, "One cluster address a family; other addresses count in their own family alone"),
             row(12, "Addresses with leading zeros are read as decimal"),
             row(13, "Ingress with ipMode Proxy, or a host name, is not programmed"),

@@ -156,7 +156,7 @@ fn cleanups() -> Result<(Cleanup, Cleanup)> {
     let service = Service::new(key.clone(), vec![service_address().ip()], vec![port]);
     let (mut state, mut dirty, mut tracker) = (State::default(), Dirty::default(), Tracker::default());
     let endpoint = |last: u8| {
-        let port = EndpointPort { name: "dns".into(), protocol: udp, port: endpoint_address(last).port() };
+        let port = EndpointPort::new("dns", udp, endpoint_address(last).port());
         Change::Endpoint(key.clone(), Endpoint::new(endpoint_address(last).ip(), [port].into()))
     };
     state.apply(Change::from(service), &mut dirty);

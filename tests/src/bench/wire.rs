@@ -211,7 +211,7 @@ impl Replica {
             Pods::V4 => [10, high, middle, low].into(),
             Pods::V6 => [0xfd12, 0x3456, 0x789a, 0, 0, 0, u16::from_be_bytes([high, middle]), low.into()].into(),
         };
-        let port = |name: &str, port| EndpointPort { name: name.into(), protocol: Protocol::Tcp, port };
+        let port = |name: &str, port| EndpointPort::new(name, Protocol::Tcp, port);
         let mut endpoint = Endpoint::new(address, Arc::from([port("http", 8080), port("metrics", 9090)]));
         let node = (service * 7 + number * 13) % NODES;
         let zone = ZONES.get(node as usize % ZONES.len()).copied().map(Into::into);

@@ -36,7 +36,7 @@ pub fn service(number: u32) -> Service {
 /// An endpoint of a service, ready, on one of a hundred nodes in one of three zones.
 #[must_use]
 pub fn endpoint(service: u32, number: u32) -> Endpoint {
-    let port = EndpointPort { name: "http".into(), protocol: Protocol::Tcp, port: 8080 };
+    let port = EndpointPort::new("http", Protocol::Tcp, 8080);
     let mut endpoint = Endpoint::new(endpoint_ip(service, number), Arc::from([port]));
     let zone = Some(format!("zone-{}", (service + number) % 3).into());
     let node = format!("node-{:03}", (service + number) % 100);

@@ -70,6 +70,31 @@ pub(super) fn services(all: &mut Manifests) -> Result<()> {
         service.endpoints = vec![Endpoint::terminating("a1"), Endpoint::terminating("b1")];
         service.more_slices = vec![Slice { suffix: "living", ports: service.ports.clone(), endpoints: ready(&["a1"]) }];
     })?;
+    // Two pods on the network of node-c, each with a slice: what holds for one pod's port says nothing about the other's.
+    add("host-pods", &[], &|service| {
+        let (line, others): (Vec<Port>, Vec<Port>) =
+            service.ports.iter().cloned().partition(|port| port.target_port == LINE_PORT);
+        service.more_slices = vec![
+            Slice { suffix: "line", ports: line, endpoints: ready(&["node-c"]) },
+            Slice { suffix: "others", ports: others, endpoints: vec![Endpoint::not_ready("node-c")] },
+        ];
+    })?;
+    // Two such pods behind one port, of which the one at LINE_PORT is not ready. The ready pod's slice comes first by name, and last.
+    for (name, suffix) in [("ready-slice-first", "first"), ("ready-slice-last", "second")] {
+        add(name, &[], &|service| {
+            service.ports.truncate(3);
+            service.endpoints = vec![Endpoint::not_ready("node-c")];
+            let elsewhere = |port: &Port| Port { target_port: SECOND_LINE_PORT, ..port.clone() };
+            let ports = service.ports.iter().map(elsewhere).collect();
+            service.more_slices = vec![Slice { suffix, ports, endpoints: ready(&["node-c"]) }];
+        })?;
+    }
+    // b1 is not ready in one slice and ready in the next by name; a1 is ready in one and terminating in the next.
+    add("listed-twice", &[], &|service| {
+        service.endpoints = vec![Endpoint::ready("a1"), Endpoint::not_ready("b1")];
+        let endpoints = vec![Endpoint::terminating("a1"), Endpoint::ready("b1")];
+        service.more_slices = vec![Slice { suffix: "second", ports: service.ports.clone(), endpoints }];
+    })?;
     add("one-family", &["a1", "c1"], &|service| {
         service.patch = Some(|service| {
             let address = service.cluster_ip(Family::V4);
@@ -138,6 +163,9 @@ fn names_in_place_of_addresses(service: &str) -> Value {
     })
 }
 
+/// Names of the ports of [`Service::new`] that lead to LINE_PORT.
+const LINE: &[&str] = &["tcp", "udp", "sctp"];
+
 /// What is read of Services and EndpointSlices, and how.
 pub(super) fn intake() -> Vec<Case> {
     let mut cases = vec![
@@ -155,6 +183,15 @@ pub(super) fn intake() -> Vec<Case> {
         ask("a3", "unconditional", ClusterIp).answered(&["a1"], Kept).rows(&[8]),
         ask("a3", "two-addresses", ClusterIp).answered(&["a1"], Kept).rows(&[7]),
         ask("b3", "duplicates", ClusterIp).ports(&["tcp", "udp"]).answered(&["a1"], Kept).rows(&[10]),
+        ask("a3", "host-pods", ClusterIp).ports(LINE).answered(&["node-c"], Kept).rows(&[9, 10]),
+        ask("a3", "host-pods", ClusterIp).ports(&["second", "http"]).refused().rows(&[9, 10]),
+        ask("node-c", "host-pods", ClusterIp).answered(&["node-c"], Masqueraded("node-c")).rows(&[9, 10]),
+        ask("node-c", "host-pods", ClusterIp).ports(&["second", "http"]).refused().rows(&[9, 10]),
+        ask("outside-1", "host-pods", NodePort("node-a")).answered(&["node-c"], Masqueraded("node-a")).rows(&[9, 10]),
+        ask("outside-1", "host-pods", NodePort("node-a")).ports(&["second"]).refused().rows(&[9, 10]),
+        ask("a3", "ready-slice-first", ClusterIp).ports(LINE).answered(&["node-c"], Kept).rows(&[9, 10]),
+        ask("a3", "ready-slice-last", ClusterIp).ports(LINE).answered(&["node-c"], Kept).rows(&[9, 10]),
+        ask("a3", "listed-twice", ClusterIp).ports(EVERY_TRANSPORT).answered(&["a1", "b1"], Kept).rows(&[10]),
         ask("a3", "dns-only", ClusterIp).refused().rows(&[4]),
     ];
     for via in [ClusterIp, ExternalIp, LoadBalancerIp] {

@@ -122,7 +122,7 @@ fn dns(node_port: u16) -> Change {
 }
 
 fn endpoint(address: &str) -> Change {
-    let port = EndpointPort { name: "dns".into(), protocol: Protocol::Udp, port: 5353 };
+    let port = EndpointPort::new("dns", Protocol::Udp, 5353);
     Change::Endpoint(key(), Endpoint::new(address.parse::<IpAddr>().unwrap(), [port].into()))
 }
 

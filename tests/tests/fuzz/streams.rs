@@ -23,8 +23,15 @@ fn key(index: u8) -> ServiceKey {
 }
 
 fn endpoint(index: u8, host: u8) -> Change {
-    let ports: Arc<[EndpointPort]> = [EndpointPort { name: "http".into(), protocol: Protocol::Tcp, port: 8080 }].into();
-    let mut endpoint = Endpoint::new([10, 244, index, host].into(), ports);
+    let mut ports = vec![EndpointPort::new("http", Protocol::Tcp, 8080)];
+    if host == 3 {
+        ports.push(EndpointPort {
+            conditions: Some(Conditions { ready: false, serving: false, terminating: false }),
+            placement: Some(Placement::on("node-3").into()),
+            ..EndpointPort::new("metrics", Protocol::Tcp, 9090)
+        });
+    }
+    let mut endpoint = Endpoint::new([10, 244, index, host].into(), ports.into());
     let mut placement = Placement { zone: Some("zone-1".into()), ..Placement::on(&format!("node-{}", host % 3)) };
     if host.is_multiple_of(2) {
         placement.hints = Some(Arc::new(Hints { zones: vec!["zone-1".into()], nodes: Vec::new() }));

@@ -74,7 +74,7 @@ pub(crate) fn service(number: u16, port: u16) -> Change {
 
 pub(crate) fn endpoint(service: u16, host: u8, port: u16) -> Change {
     let [high, low] = service.to_be_bytes();
-    let ports = [EndpointPort { name: "http".into(), protocol: Protocol::Tcp, port }];
+    let ports = [EndpointPort::new("http", Protocol::Tcp, port)];
     let mut endpoint = Endpoint::new(Ipv4Addr::new(10, high, low, host).into(), Arc::new(ports));
     let placement = Placement { zone: Some("zone-a".into()), ..Placement::on(&format!("node-{}", host % 8)) };
     endpoint.placement = placement.into();

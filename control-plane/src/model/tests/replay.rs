@@ -1,5 +1,8 @@
 //! Any order, split or squash of the same events ends in the same state.
 
+use std::collections::BTreeMap;
+
+use headgate_core::{Conditions, Placement};
 use proptest::prelude::*;
 
 use super::*;
@@ -154,7 +157,7 @@ proptest! {
         shuffle in any::<prop::sample::Index>(),
     ) {
         let mut by_event = Bench::default();
-        let mut last: std::collections::BTreeMap<ObjectKey, Value> = std::collections::BTreeMap::new();
+        let mut last: BTreeMap<ObjectKey, Value> = BTreeMap::new();
         for (value, deletes, flushes) in &events {
             let key = object(value).key();
             if *deletes {
@@ -185,5 +188,104 @@ proptest! {
         prop_assert_eq!(by_event.flush(), vec![], "a list of what is known changes nothing");
         let (mut left, mut right) = (by_event, squashed);
         prop_assert_eq!(left.problems(), right.problems());
+    }
+}
+
+/// An address and port of a service, as kube-proxy's endpoint cache knows it: service, port name, protocol, address, number.
+type PortKey = (String, String, String, String, u64);
+
+/// What holds for it: conditions, node, zone and hints.
+type PortFacts = (Conditions, Value, Value, Value);
+
+/// kube-proxy's `endpointInfoByServicePort` and `addEndpoints`, over slices in order of name.
+fn of_kube_proxy(slices: &[Value]) -> BTreeMap<PortKey, PortFacts> {
+    let mut slices: Vec<&Value> = slices.iter().collect();
+    slices.sort_by_key(|slice| slice["metadata"]["name"].as_str().unwrap());
+    let mut found: BTreeMap<PortKey, PortFacts> = BTreeMap::new();
+    for slice in slices {
+        let labels = &slice["metadata"]["labels"];
+        if !labels["service.kubernetes.io/headless"].is_null() {
+            continue;
+        }
+        for port in slice["ports"].as_array().unwrap() {
+            let (Some(name), Some(number)) = (port["name"].as_str(), port["port"].as_u64()) else { continue };
+            for endpoint in slice["endpoints"].as_array().unwrap() {
+                let key: PortKey = (
+                    labels["kubernetes.io/service-name"].as_str().unwrap().to_owned(),
+                    name.to_owned(),
+                    port["protocol"].as_str().unwrap_or("TCP").to_owned(),
+                    endpoint["addresses"][0].as_str().unwrap().to_owned(),
+                    number,
+                );
+                let condition = |name: &str, default| endpoint["conditions"][name].as_bool().unwrap_or(default);
+                let conditions = Conditions {
+                    ready: condition("ready", true),
+                    serving: condition("serving", true),
+                    terminating: condition("terminating", false),
+                };
+                let names = |list: &Value| {
+                    let names = list.as_array().into_iter().flatten().map(|hint| hint["name"].clone());
+                    Value::from(names.collect::<Vec<_>>())
+                };
+                let hints = json!([names(&endpoint["hints"]["forZones"]), names(&endpoint["hints"]["forNodes"])]);
+                let facts = (conditions, endpoint["nodeName"].clone(), endpoint["zone"].clone(), hints);
+                if !conditions.terminating || !found.contains_key(&key) {
+                    found.insert(key, facts);
+                }
+            }
+        }
+    }
+    found
+}
+
+/// The same from the model's state, which also has to be in its one form.
+fn of_state(state: &State) -> BTreeMap<PortKey, PortFacts> {
+    let mut found = BTreeMap::new();
+    for (key, entry) in state.entries() {
+        for endpoint in entry.endpoints().values() {
+            let first = &endpoint.ports[0];
+            assert!(first.conditions.is_none() && first.placement.is_none(), "{endpoint:?}");
+            for port in endpoint.ports.iter() {
+                assert_ne!(port.conditions, Some(endpoint.conditions));
+                assert_ne!(port.placement.as_ref(), Some(&endpoint.placement));
+            }
+            for of_port in endpoint.port_states() {
+                let Placement { node, zone, hints } = &**of_port.placement;
+                let hints = hints.as_deref().cloned().unwrap_or_default();
+                let key = (
+                    key.name.to_string(),
+                    of_port.port.name.to_string(),
+                    of_port.port.protocol.to_string(),
+                    of_port.address.to_string(),
+                    u64::from(of_port.port.port),
+                );
+                let text = |name: &Option<Arc<str>>| json!(name.as_deref());
+                let hints = json!([
+                    hints.zones.iter().map(|name| &**name).collect::<Vec<_>>(),
+                    hints.nodes.iter().map(|name| &**name).collect::<Vec<_>>(),
+                ]);
+                found.insert(key, (of_port.conditions, text(node), text(zone), hints));
+            }
+        }
+    }
+    found
+}
+
+proptest! {
+    /// Each address and port has what kube-proxy gives it, whatever the slices and whatever came before.
+    // rows: 9, 10
+    #[test]
+    fn every_port_of_an_address_has_what_kube_proxy_gives_it(
+        before in prop::collection::vec(any_slice(), 0..8), after in prop::collection::vec(any_slice(), 1..8),
+    ) {
+        let mut bench = Bench::with(&before);
+        let mut last: BTreeMap<ObjectKey, Value> = BTreeMap::new();
+        for value in before.into_iter().chain(after) {
+            bench.apply(&value);
+            last.insert(object(&value).key(), value);
+        }
+        bench.flush();
+        let slices: Vec<Value> = last.into_values().collect();
+        prop_assert_eq!(of_state(&bench.state), of_kube_proxy(&slices));
     }
 }

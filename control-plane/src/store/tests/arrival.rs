@@ -2,7 +2,9 @@
 
 use std::net::Ipv4Addr;
 
-use headgate_core::{Change, ServiceCidr, reference::Referable};
+use headgate_core::{
+    Change, Conditions, Endpoint, EndpointPort, Placement, Protocol, ServiceCidr, reference::Referable,
+};
 use proptest::prelude::*;
 
 use super::{Reader, endpoint, key, remove_endpoint, service, store};
@@ -28,10 +30,24 @@ fn any_change() -> impl Strategy<Value = Change> {
         (0..6_u8, 1..4_u16).prop_map(|(number, port)| service(number, port)),
         (0..6_u8).prop_map(|number| Change::RemoveService(key(number))),
         (0..6_u8, 0..5_u16, 1..4_u16).prop_map(|(number, host, port)| endpoint(number, host, port)),
+        (0..6_u8, 0..5_u16, 1..4_u16, 0..4_u8).prop_map(|(number, host, port, state)| mixed(number, host, port, state)),
         (0..6_u8, 0..5_u16).prop_map(|(number, host)| remove_endpoint(number, host)),
         (0..2_u8, 0..3_u8).prop_map(move |(name, host)| cidr(name, host)),
         (0..2_u8).prop_map(|name| Change::RemoveServiceCidr(format!("cidr-{name}").into())),
     ]
+}
+
+/// An endpoint with a second port, which may have conditions, a node, or both for itself.
+fn mixed(number: u8, host: u16, port: u16, state: u8) -> Change {
+    let Change::Endpoint(key, endpoint) = endpoint(number, host, port) else { unreachable!() };
+    let terminating = Conditions { ready: false, serving: true, terminating: true };
+    let second = EndpointPort {
+        conditions: (state & 1 != 0).then_some(terminating),
+        placement: (state & 2 != 0).then(|| Placement::on(&format!("node-{port}")).into()),
+        ..EndpointPort::new("metrics", Protocol::Tcp, 9090)
+    };
+    let ports = endpoint.ports.iter().cloned().chain([second]).collect();
+    Change::Endpoint(key, Endpoint { ports, ..endpoint })
 }
 
 fn any_action() -> impl Strategy<Value = Action> {
