@@ -131,7 +131,8 @@ impl Reader {
     }
 
     pub(super) fn assert_holds_all_of(&self, store: &Store) {
-        assert_eq!(self.version, store.version());
+        // `Store::version` follows a moment after the commit that readers see.
+        assert_eq!(self.version, store.read().version);
         assert!(*self.state.digests() == store.digests(), "the reader's state differs from the store's");
     }
 }
