@@ -12,6 +12,9 @@ use crate::model::ServiceKey;
 /// Services that are rendered and written in one go.
 const SERVICES_AT_ONCE: usize = 256;
 
+/// Rules of other chains in nat that are a step of their own by [`Writing::LateInSteps`].
+const RULES_PER_STEP: usize = 512;
+
 /// How a script holds the rules of services' own chains.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub enum Writing {
@@ -20,8 +23,10 @@ pub enum Writing {
     Text,
     /// Not at all: they are rendered while the script is written, a few services at a time, so that there is never more of them in memory.
     Late,
-    /// Likewise, and each few services are a step of their own, before all other steps, so that `iptables-restore` does not hold more either. Only for a
-    /// kernel in which nothing leads to our chains yet: no packet sees what is unfinished.
+    /// Likewise, and everything in nat is written in many steps: first each few services, then the other chains by a bounded number of rules, at last what
+    /// leads to our chains. So `iptables-restore` does not hold more either. `iptables-nft-restore` also needs it for its time: it keeps the names of
+    /// the chains that a step is about in a sorted list, and searches that from the start for each rule and its target, so that a step costs the square of
+    /// its names. Only for a kernel in which nothing leads to our chains yet: no packet sees what is unfinished.
     LateInSteps,
 }
 
@@ -50,6 +55,8 @@ pub struct Script {
     late: Vec<Arc<ServiceKey>>,
     /// Names of their chains that are declared with them, and not at the head of the table's part.
     late_chains: BTreeSet<String>,
+    /// By [`Writing::LateInSteps`]: the other chains in nat. A chain may go on in the next step, which does not declare it again.
+    steps: Vec<Part>,
 }
 
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
@@ -108,11 +115,31 @@ impl Script {
     }
 
     fn put_chain(&mut self, table: Table, name: &impl Display, rules: &str) {
+        self.chains_written += 1;
+        if table == Table::Nat && self.writing == Writing::LateInSteps {
+            return self.put_chain_in_steps(name, rules);
+        }
         let part = self.part(table);
         part.declarations.insert(declaration(name));
         part.body.push_str(rules);
         part.rules += rules.lines().count();
-        self.chains_written += 1;
+    }
+
+    fn put_chain_in_steps(&mut self, name: &impl Display, rules: &str) {
+        self.open_step().declarations.insert(declaration(name));
+        for rule in rules.split_inclusive('\n') {
+            let step = self.open_step();
+            step.body.push_str(rule);
+            step.rules += 1;
+        }
+    }
+
+    fn open_step(&mut self) -> &mut Part {
+        if self.steps.last().is_none_or(|step| step.rules >= RULES_PER_STEP) {
+            self.steps.push(Part::default());
+        }
+        let last = self.steps.len() - 1;
+        &mut self.steps[last]
     }
 
     /// The same for a chain of a service's own, in nat; `hash` is that of its rules.
@@ -195,7 +222,7 @@ impl Script {
     /// True when there is nothing to do.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.late.is_empty() && [&self.mangle, &self.nat, &self.filter].iter().all(|part| part.is_empty())
+        self.late.is_empty() && self.parts().all(Part::is_empty)
     }
 
     /// Rules that it writes to a table.
@@ -203,7 +230,7 @@ impl Script {
     pub fn rules_written(&self, table: Table) -> usize {
         match table {
             Table::Mangle => self.mangle.rules,
-            Table::Nat => self.nat.rules,
+            Table::Nat => self.nat.rules + self.steps.iter().map(|step| step.rules).sum::<usize>(),
             Table::Filter => self.filter.rules,
         }
     }
@@ -223,7 +250,11 @@ impl Script {
     /// Length of the text that it holds, in bytes, headers excepted.
     #[must_use]
     pub fn len_bytes(&self) -> usize {
-        [&self.mangle, &self.nat, &self.filter].iter().map(|part| part.texts().map(str::len).sum::<usize>()).sum()
+        self.parts().map(|part| part.texts().map(str::len).sum::<usize>()).sum()
+    }
+
+    fn parts(&self) -> impl Iterator<Item = &Part> {
+        [&self.mangle, &self.nat, &self.filter].into_iter().chain(&self.steps)
     }
 
     /// The script in pieces, in order, for writing to a pipe without copying.
@@ -231,11 +262,14 @@ impl Script {
         let services = || self.late.chunks(SERVICES_AT_ONCE).map(Piece::Services);
         let is_in_steps = self.writing == Writing::LateInSteps && !self.late.is_empty();
         // Services' chains lead to this one, whose rule comes with the rest.
-        let needs_target = self.nat.declarations.contains(&declaration(&fixed::MARK_MASQ));
+        let target = declaration(&fixed::MARK_MASQ);
+        let needs_target = self.steps.iter().any(|step| step.declarations.contains(&target));
         let target = (is_in_steps && needs_target).then(|| [":", fixed::MARK_MASQ, " - [0:0]\n"].map(Piece::Text));
         let first = target.into_iter().flat_map(|target| step("*nat\n", target.into_iter()));
         let steps = is_in_steps.then(services).into_iter().flatten();
         let steps = first.chain(steps.flat_map(|services| step("*nat\n", std::iter::once(services))));
+        let others = self.steps.iter().flat_map(|part| step("*nat\n", part.texts().map(Piece::Text)));
+        let steps = steps.chain(others);
 
         let part = move |table: Table| {
             let (head, part) = match table {

@@ -1,5 +1,7 @@
 #![allow(clippy::unwrap_used)]
 
+mod scripts;
+
 use std::{collections::HashMap, net::IpAddr, sync::Arc};
 
 use super::{

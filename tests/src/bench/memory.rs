@@ -30,8 +30,8 @@ pub fn run(services: Option<u32>) -> Result<Vec<Figure>> {
     let services = services.unwrap_or(10_000);
     let mut figures = Vec::new();
     for variant in ["legacy", "nft"] {
-        let empty = measure(variant, 0)?;
-        let full = measure(variant, services)?;
+        let empty = measure(variant, 0, Alone::No)?;
+        let full = measure(variant, services, Alone::Too)?;
         let name = |what: &str| format!("agent-memory/{variant}/{what}/{services}x{ENDPOINTS}");
         let anchor = "an empty agent";
         figures.push(Figure::against(name("resident"), full.resident, "MB", anchor, empty.resident));
@@ -49,20 +49,34 @@ pub fn run(services: Option<u32>) -> Result<Vec<Figure>> {
     Ok(figures)
 }
 
-struct Megabytes {
-    /// Of the agent, some seconds after the first sync.
-    resident: f64,
+/// What an agent takes; memory in megabytes.
+pub(super) struct Measured {
+    /// Memory of the agent, some seconds after the first sync.
+    pub(super) resident: f64,
     /// Of the agent at any moment.
     highest: f64,
     /// Of the agent and its children together, at any moment that was looked at.
     with_programs: f64,
-    /// Of the children alone.
+    /// Of the children alone, when the comparison of every rule may have begun.
     programs: f64,
-    /// Of `iptables-restore` that is given the same rules in one piece.
+    /// Of the children alone, during the first sync.
+    pub(super) first_sync_programs: f64,
+    /// Of `iptables-restore` that is given the same rules in one piece, if that was asked for.
     program_alone: f64,
+    /// What the agent says that its first sync took, in seconds.
+    pub(super) first_sync_seconds: f64,
 }
 
-fn measure(variant: &str, services: u32) -> Result<Megabytes> {
+/// Whether the program is measured alone as well.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Alone {
+    /// It is not.
+    No,
+    /// With the rules that the agent made.
+    Too,
+}
+
+pub(super) fn measure(variant: &str, services: u32, alone: Alone) -> Result<Measured> {
     let folder = tempfile::tempdir().context("making a folder for manifests")?;
     let manifests = folder.path().join("manifests");
     fs::create_dir(&manifests)?;
@@ -80,10 +94,9 @@ fn measure(variant: &str, services: u32) -> Result<Megabytes> {
     agent.arg("--state-dir").arg(folder.path().join("state"));
     let mut agent = Process::start("agent", &namespace, agent, &folder.path().join("agent.log"))?;
     let measured = watch(&namespace, &mut agent, services).and_then(|measured| {
-        // With no rules it is over before anybody looks.
         let rules = folder.path().join("rules");
-        let program_alone = if services == 0 { 0.0 } else { program_alone(variant, &namespace, &rules)? };
-        Ok(Megabytes { program_alone, ..measured })
+        let program_alone = if alone == Alone::No { 0.0 } else { program_alone(variant, &namespace, &rules)? };
+        Ok(Measured { program_alone, ..measured })
     });
     let log = agent.log_tail();
     agent.kill()?;
@@ -92,23 +105,34 @@ fn measure(variant: &str, services: u32) -> Result<Megabytes> {
 }
 
 /// Watches until everything is programmed, and some seconds more.
-fn watch(namespace: &Namespace, agent: &mut Process, services: u32) -> Result<Megabytes> {
+fn watch(namespace: &Namespace, agent: &mut Process, services: u32) -> Result<Measured> {
     let started = Instant::now();
     let (mut with_programs, mut programs): (f64, f64) = (0.0, 0.0);
-    let mut settled = None;
+    let (mut settled, mut first_sync_seconds, mut first_sync_programs) = (None, 0.0, 0.0);
     loop {
         agent.check_running()?;
         let own = status_mb(agent.id(), "VmRSS")?;
         let children = children_mb(agent.id());
         with_programs = with_programs.max(own + children);
         programs = programs.max(children);
-        if settled.is_none() && is_programmed(namespace, services) {
+        let page = if settled.is_none() { Page::of(namespace) } else { None };
+        if let Some(page) = page.filter(|page| page.is_programmed(services)) {
+            first_sync_seconds = page.value("kubeproxy_sync_full_proxy_rules_duration_seconds_sum");
+            first_sync_programs = programs;
             settled = Some(Instant::now());
         }
         if settled.is_some_and(|at: Instant| at.elapsed() > Duration::from_secs(5)) {
             let highest = status_mb(agent.id(), "VmHWM")?;
             let with_programs = with_programs.max(highest);
-            return Ok(Megabytes { resident: own, highest, with_programs, programs, program_alone: 0.0 });
+            return Ok(Measured {
+                resident: own,
+                highest,
+                with_programs,
+                programs,
+                first_sync_programs,
+                program_alone: 0.0,
+                first_sync_seconds,
+            });
         }
         if started.elapsed() > LONGEST_SYNC {
             bail!("{services} services were not programmed within {} s", LONGEST_SYNC.as_secs());
@@ -144,27 +168,34 @@ fn program_alone(variant: &str, full: &Namespace, rules: &Path) -> Result<f64> {
     Ok(highest)
 }
 
-/// True once the agent's own page says so: rules are counted as they are programmed.
-fn is_programmed(namespace: &Namespace, services: u32) -> bool {
-    use std::io::{Read as _, Write as _};
-    let ask = || {
-        let mut stream = std::net::TcpStream::connect("127.0.0.1:10249")?;
-        stream.write_all(b"GET /metrics HTTP/1.0\r\nHost: agent\r\n\r\n")?;
-        let mut answer = String::new();
-        stream.read_to_string(&mut answer)?;
-        Ok(answer)
-    };
-    let answer = namespace.run(ask).unwrap_or_default();
-    let value = |name: &str| {
-        answer
-            .lines()
-            .filter(|line| line.starts_with(name))
-            .filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok())
-            .sum::<f64>()
-    };
-    let rules = f64::from(services) * f64::from(ENDPOINTS);
-    value("headgate_agent_version_programmed") >= f64::from(services.min(1))
-        && value("kubeproxy_sync_proxy_rules_iptables_total") > rules
+/// The agent's page of metrics.
+struct Page(String);
+
+impl Page {
+    fn of(namespace: &Namespace) -> Option<Self> {
+        use std::io::{Read as _, Write as _};
+        let ask = || {
+            let mut stream = std::net::TcpStream::connect("127.0.0.1:10249")?;
+            stream.write_all(b"GET /metrics HTTP/1.0\r\nHost: agent\r\n\r\n")?;
+            let mut answer = String::new();
+            stream.read_to_string(&mut answer)?;
+            Ok(answer)
+        };
+        namespace.run(ask).ok().map(Self)
+    }
+
+    /// A metric, the sum over its labels.
+    fn value(&self, name: &str) -> f64 {
+        let lines = self.0.lines().filter(|line| line.starts_with(name));
+        lines.filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).sum()
+    }
+
+    /// Rules are counted as they are programmed.
+    fn is_programmed(&self, services: u32) -> bool {
+        let rules = f64::from(services) * f64::from(ENDPOINTS);
+        self.value("headgate_agent_version_programmed") >= f64::from(services.min(1))
+            && self.value("kubeproxy_sync_proxy_rules_iptables_total") > rules
+    }
 }
 
 fn status_mb(process: u32, field: &str) -> Result<f64> {

@@ -10,6 +10,7 @@ pub mod conntrack;
 pub mod delta;
 pub mod failover;
 pub mod fleet;
+pub mod growth;
 pub mod iptables;
 pub mod ipvs;
 pub mod kube_proxy_shape;

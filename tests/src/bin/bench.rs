@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use anyhow::{Result, bail};
 use clap::Parser;
 use headgate_tests::bench::{
-    apiserver_load, connect, conntrack, delta, failover, fleet, iptables, ipvs, lagging, memory,
+    apiserver_load, connect, conntrack, delta, failover, fleet, growth, iptables, ipvs, lagging, memory,
     report::{Figure, publish},
     slow, snapshots, storm, warm_restart, wire,
 };
@@ -62,6 +62,9 @@ const BENCHES: &[(&str, &str, Bench)] = &[
     ("iptables-full", "the first sync, legacy and nft", |a| iptables::run(iptables::Bench::Full, a.services)),
     ("iptables-incremental", "one endpoint changes, legacy and nft", |a| {
         iptables::run(iptables::Bench::Incremental, a.services)
+    }),
+    ("iptables-growth", "the first sync from 1,000 to 50,000 services, nft: time and memory", |a| {
+        growth::run(a.services)
     }),
     ("ipvs", "loads and changes beside ipvsadm, inside User-Mode Linux", |a| ipvs::run(a.services)),
     ("conntrack", "a thousand stale UDP flows among a million entries", |_| conntrack::run()),

@@ -1,0 +1,46 @@
+//! `iptables-growth`: the first sync of an agent in the nft variant over the size of the cluster, its memory, and that of the programs that it runs. Each size
+//! stands beside the one before it, so that a ratio above that of the sizes shows what grows faster than the cluster. Real programs: a control plane on a
+//! folder of manifests, and an agent.
+
+use anyhow::Result;
+
+use super::{
+    memory::{Alone, Measured, measure},
+    report::Figure,
+};
+
+const SIZES: [u32; 4] = [1_000, 10_000, 25_000, 50_000];
+const ENDPOINTS: u32 = 10;
+
+/// Runs the bench for one size or all.
+///
+/// # Errors
+/// When a program does not start, or a first sync does not end.
+pub fn run(services: Option<u32>) -> Result<Vec<Figure>> {
+    let sizes = services.map_or_else(|| SIZES.to_vec(), |services| vec![services]);
+    let mut figures = Vec::new();
+    let mut before: Option<(u32, Measured)> = None;
+    for services in sizes {
+        let measured = measure("nft", services, Alone::No)?;
+        for (i, (what, unit, value)) in columns(&measured).into_iter().enumerate() {
+            let name = format!("iptables-growth/nft/{what}/{services}x{ENDPOINTS}");
+            figures.push(match &before {
+                Some((fewer, before)) => {
+                    Figure::against(name, value, unit, format!("{fewer} Services"), columns(before)[i].2)
+                }
+                None => Figure::alone(name, value, unit),
+            });
+        }
+        before = Some((services, measured));
+    }
+    Ok(figures)
+}
+
+/// What is shown of each size: name, unit, value.
+fn columns(measured: &Measured) -> [(&'static str, &'static str, f64); 3] {
+    [
+        ("first-sync", "s", measured.first_sync_seconds),
+        ("agent-resident", "MB", measured.resident),
+        ("programs-highest", "MB", measured.first_sync_programs),
+    ]
+}
