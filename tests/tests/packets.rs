@@ -156,6 +156,11 @@ macro_rules! packet_tests {
                 on_machines(BACKEND, settings::services(), settings::masquerading);
             }
 
+            #[test]
+            fn host_bits_of_ranges_are_cleared() {
+                on_machines(BACKEND, lifecycle::some_services(), rules::host_bits_of_ranges_are_cleared);
+            }
+
             // rows: 17
             #[test]
             fn no_sctp_sockets() {

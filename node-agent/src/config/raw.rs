@@ -210,13 +210,16 @@ impl Raw {
         text.parse().map_err(|_| format!("{}: {text:?} is not an IP address; write one such as 0.0.0.0", self.name(id)))
     }
 
-    /// A CIDR, as one part of a setting.
+    /// A CIDR, as one part of a setting. Bits behind the prefix are cleared, as kube-proxy does: `10.244.1.5/16` is `10.244.0.0/16`. The kernel clears them in
+    /// rules too, so with them no rule would ever be as it is wanted.
     ///
     /// # Errors
     /// Names the setting and the remedy.
     pub fn cidr(&self, id: &str, text: &str) -> Result<IpNet, String> {
         let text = text.trim();
-        text.parse().map_err(|_| format!("{}: {text:?} is not a CIDR; write one such as 10.0.0.0/8", self.name(id)))
+        let cidr: Result<IpNet, _> = text.parse();
+        let wrong = |_| format!("{}: {text:?} is not a CIDR; write one such as 10.0.0.0/8", self.name(id));
+        cidr.map(|cidr| cidr.trunc()).map_err(wrong)
     }
 }
 

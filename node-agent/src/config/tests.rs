@@ -56,6 +56,16 @@ fn what_kubeadm_writes_is_read_without_noise() {
 }
 
 #[test]
+fn ranges_stand_for_their_networks() {
+    let ranges = "clusterCIDR: 10.244.1.5/16,fd00:10:244:1::5/48\nnodePortAddresses: [192.0.2.77/24]\nipvs: {excludeCIDRs: [198.18.7.9/24]}\n";
+    let settings = Settings::check(&read(ranges).unwrap().raw).unwrap();
+    let networks = |all: &[&str]| all.iter().map(|one| one.parse().unwrap()).collect::<Vec<_>>();
+    assert_eq!(settings.detect_local, DetectLocal::ClusterCidr(networks(&["10.244.0.0/16", "fd00:10:244::/48"])));
+    assert_eq!(settings.node_ports, NodePortSelector::Cidrs(networks(&["192.0.2.0/24"])));
+    assert_eq!(settings.ipvs.exclude_cidrs, networks(&["198.18.7.0/24"]));
+}
+
+#[test]
 fn unknown_repeated_and_meaningless_fields_are_named() {
     let file =
         read("mode: iptables\nmode: auto\nfoo: 1\niptables: {bar: 2, masqueradeAll: true}\niptables.syncPeriod: 7s\nipvs: {scheduler: rr}\n")

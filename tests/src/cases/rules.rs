@@ -7,6 +7,7 @@ use ipnet::IpNet;
 
 use super::case::{Source, ask};
 use super::changes::eventually;
+use super::ipvs::restart;
 use super::live::expect_servers;
 use super::run::run;
 use super::write_log::WriteLog;
@@ -171,6 +172,20 @@ pub fn flushed_rules_come_back(bed: &Testbed) -> Result<()> {
         expect_servers(bed, "steady", &["a1", "b1"]).with_context(|| format!("after {what}"))?;
     }
     Ok(())
+}
+
+/// A range with bits behind its prefix stands for its network, so that a restart finds every rule as it is wanted, and writes none.
+///
+/// On machines with [`super::lifecycle::some_services`] on which nothing runs yet.
+pub fn host_bits_of_ranges_are_cleared(bed: &Testbed) -> Result<()> {
+    let ranges = ["--cluster-cidr=10.244.1.5/16,fd00:10:244:1::5/48", "--nodeport-addresses=192.0.2.77/24"];
+    let setup = AgentSetup { cannot_tell_pods: true, ..AgentSetup::with(&ranges) };
+    bed.start_control_plane()?;
+    bed.start_agent_with("node-a", &setup)?;
+    bed.wait_programmed()?;
+    let written = restart(bed, &setup)?.objects_written;
+    ensure!(written == 0, "a restart wrote {written} objects; the rules are:\n{}", rules(bed)?.join("\n"));
+    expect_from_node_a(bed, &["a1", "b1"])
 }
 
 /// The agent used the other variant of iptables before: nothing of that stays.

@@ -102,7 +102,7 @@ fn agent(bed: &Testbed, node: &str) -> Result<AgentInfo> {
 }
 
 /// Starts the agent of node-a anew, and waits until it has told the control plane that everything is programmed.
-fn restart(bed: &Testbed, setup: &AgentSetup) -> Result<AgentInfo> {
+pub(super) fn restart(bed: &Testbed, setup: &AgentSetup) -> Result<AgentInfo> {
     let before = agent(bed, "node-a")?.connected_unix_ms;
     bed.kill_agent("node-a")?;
     bed.start_agent_with("node-a", setup)?;
