@@ -156,9 +156,21 @@ macro_rules! packet_tests {
                 on_machines(BACKEND, settings::services(), settings::masquerading);
             }
 
+            // rows: 36
+            #[test]
+            fn a_pod_reaches_itself_where_forwarding_is_denied() {
+                scenario(BACKEND, settings::a_pod_reaches_itself_where_forwarding_is_denied);
+            }
+
             #[test]
             fn host_bits_of_ranges_are_cleared() {
                 on_machines(BACKEND, lifecycle::some_services(), rules::host_bits_of_ranges_are_cleared);
+            }
+
+            // rows: 57
+            #[test]
+            fn a_node_is_refused_as_its_clients_are() {
+                scenario(BACKEND, raw::a_node_is_refused_as_its_clients_are);
             }
 
             // rows: 17
@@ -264,6 +276,12 @@ macro_rules! rule_tests {
             #[test]
             fn loopback_is_guarded() {
                 scenario(BACKEND, raw::loopback_is_guarded);
+            }
+
+            // rows of iptables: 50, 72
+            #[test]
+            fn health_checks_are_guarded() {
+                on_machines(BACKEND, Ok(Manifests::default()), raw::health_checks_are_guarded);
             }
 
             // rows of iptables: 97, 103

@@ -1,14 +1,14 @@
 //! What a kernel has, as `iptables-save` prints it.
 
 use std::{
-    collections::{BTreeMap, BTreeSet, HashMap},
+    collections::{BTreeMap, HashMap},
     hash::{DefaultHasher, Hasher as _},
 };
 
 use super::{Table, fixed, names::ChainName};
 
 /// The kernel's own chains.
-const BASE_CHAINS: [&str; 5] = ["PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING"];
+pub(super) const BASE_CHAINS: [&str; 5] = ["PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING"];
 
 /// A hash of a chain's rules in order, taken line by line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -36,8 +36,8 @@ impl RulesHash {
 pub struct Existing {
     /// Chains that are ours by name, with the hash of their rules; `None` where it is not known.
     pub chains: HashMap<String, Option<RulesHash>>,
-    /// Rules of the kernel's own chains, as `CHAIN REST`.
-    pub base_rules: BTreeSet<String>,
+    /// Rules of the kernel's own chains in their order, as `CHAIN REST`.
+    pub base_rules: Vec<String>,
     /// Chains of ours that a rule in somebody else's chain leads to, each with one such rule as `CHAIN REST`. The kernel does not delete them.
     pub held: BTreeMap<String, String>,
     /// Length of the prefixes by which KUBE-SERVICES leads to groups; `None` in the classic layout.
@@ -87,7 +87,7 @@ impl ExistingReader {
                 self.existing.prefix_length = self.existing.prefix_length.or_else(|| group_prefix_length(rest));
             }
         } else if BASE_CHAINS.contains(&chain) {
-            self.existing.base_rules.insert(rule.to_owned());
+            self.existing.base_rules.push(rule.to_owned());
         } else if let Some(target) = target(rest).filter(|target| is_ours(self.table, target)) {
             self.existing.held.entry(target.to_owned()).or_insert_with(|| rule.to_owned());
         }
@@ -130,10 +130,10 @@ impl Existing {
         self.chains.get(name).is_some_and(|existing| *existing == Some(rules))
     }
 
-    /// True when a rule stands in one of the kernel's own chains.
-    #[must_use]
-    pub fn has_rule(&self, chain: &str, rule: &str) -> bool {
-        self.base_rules.contains(&format!("{chain} {rule}"))
+    /// Those of `rules` that stand in one of the kernel's own chains, in the order of that chain.
+    pub fn found_in<'a>(&'a self, chain: &str, rules: &[&str]) -> Vec<&'a str> {
+        let of_chain = self.base_rules.iter().filter_map(|rule| rule.strip_prefix(chain)?.strip_prefix(' '));
+        of_chain.filter(|rule| rules.contains(rule)).collect()
     }
 
     /// True when a chain is there, empty, and cannot be deleted, since somebody else's rule leads to it.

@@ -22,7 +22,7 @@ pub const PROXY_FIREWALL: &str = "KUBE-PROXY-FIREWALL";
 pub const MARK_MASQ: &str = "KUBE-MARK-MASQ";
 /// `KUBE-POSTROUTING`, in nat.
 pub const POSTROUTING: &str = "KUBE-POSTROUTING";
-/// `KUBE-HAIRPIN`, in nat, compact layout only: connections of this node's endpoints to themselves.
+/// `KUBE-HAIRPIN`, compact layout only: connections of this node's endpoints to themselves. nat masquerades them, filter lets them through.
 pub const HAIRPIN: &str = "KUBE-HAIRPIN";
 /// `KUBE-FORWARD`, in filter.
 pub const FORWARD: &str = "KUBE-FORWARD";
@@ -59,12 +59,12 @@ pub struct FixedChain {
     pub rules: String,
 }
 
-/// Every chain with a fixed name, dispatch chains (whose rules are not fixed) excepted. KUBE-POSTROUTING is written after the
-/// dispatch chains, see [`postrouting`].
+/// Every chain with a fixed name, except dispatch chains (their rules are not fixed) and the chains that lead to them (see
+/// [`leading_to_dispatch`]).
 #[must_use]
 pub fn chains(config: &RenderConfig) -> Vec<FixedChain> {
     let canaries = Table::ALL.map(|table| FixedChain { table, name: CANARY, rules: String::new() });
-    let mut chains = vec![mark_masq(config), forward(config)];
+    let mut chains = vec![mark_masq(config)];
     if config.beside_ipvs {
         chains.extend(beside_ipvs::chains(config.family));
     }
@@ -94,6 +94,7 @@ pub fn names(table: Table) -> &'static [&'static str] {
             NODE_PORTS,
             PROXY_FIREWALL,
             FORWARD,
+            HAIRPIN,
             LOCALNET_GUARD,
             CANARY,
             beside_ipvs::NODE_PORT,
@@ -114,11 +115,18 @@ pub fn jumps(config: &RenderConfig) -> Vec<Jump> {
     let visible = "kubernetes externally-visible service portals";
     let firewall = "kubernetes load balancer firewall";
     let (nat, filter) = (Table::Nat, Table::Filter);
-    let mut jumps = vec![
+    let mut jumps = Vec::new();
+    // The guard comes first: KUBE-NODEPORTS accepts health checks, and must not accept them at 127.0.0.1 from a neighbour.
+    if has_localnet_guard(config) {
+        for from in ["INPUT", "OUTPUT"] {
+            jumps.push(jump(filter, from, LOCALNET_GUARD, "block incoming localnet connections", false));
+        }
+    }
+    jumps.extend([
         jump(nat, "PREROUTING", SERVICES, portals, false),
         jump(nat, "OUTPUT", SERVICES, portals, false),
         jump(nat, "POSTROUTING", POSTROUTING, "kubernetes postrouting rules", false),
-    ];
+    ]);
     for from in ["INPUT", "FORWARD", "OUTPUT"] {
         jumps.push(jump(filter, from, PROXY_FIREWALL, firewall, true));
     }
@@ -128,14 +136,19 @@ pub fn jumps(config: &RenderConfig) -> Vec<Jump> {
     jumps.push(jump(filter, "FORWARD", SERVICES, portals, true));
     jumps.push(jump(filter, "FORWARD", EXTERNAL_SERVICES, visible, true));
     jumps.push(jump(filter, "OUTPUT", SERVICES, portals, true));
-    // kube-proxy leaves this one out in iptables mode, so that a node's own connections to external destinations without endpoints time out.
-    jumps.push(jump(filter, "OUTPUT", EXTERNAL_SERVICES, visible, true));
-    if has_localnet_guard(config) {
-        for from in ["INPUT", "OUTPUT"] {
-            jumps.push(jump(filter, from, LOCALNET_GUARD, "block incoming localnet connections", false));
-        }
-    }
+    jumps.push(external_output_jump(visible));
     jumps
+}
+
+/// kube-proxy leaves this jump out in iptables mode, so that a node's own connections to external destinations without endpoints time out. What goes to
+/// the node's own addresses, such as NodePorts, is refused in INPUT: a rule in OUTPUT would fail the system call that sends, with EPERM.
+fn external_output_jump(comment: &str) -> Jump {
+    let mut rule = String::new();
+    Line::bare(&mut rule)
+        .add("-m conntrack --ctstate NEW -m addrtype ! --dst-type LOCAL")
+        .comment(comment)
+        .jump(EXTERNAL_SERVICES);
+    Jump { table: Table::Filter, from: "OUTPUT", rule: rule.trim().to_owned() }
 }
 
 /// One jump.
@@ -220,9 +233,13 @@ pub(super) fn group_masquerade(config: &RenderConfig, group: ChainName) -> Optio
     Some([rule(&MARK_MASQ), rule(&format_args!("MARK --set-xmark 0x0/{mark:#x}"))])
 }
 
-/// KUBE-POSTROUTING, which leads to KUBE-HAIRPIN in the compact layout.
+/// KUBE-POSTROUTING and KUBE-FORWARD. In the compact layout they lead to KUBE-HAIRPIN, so they are written after the dispatch chains.
 #[must_use]
-pub fn postrouting(config: &RenderConfig, is_compact: bool) -> FixedChain {
+pub fn leading_to_dispatch(config: &RenderConfig, is_compact: bool) -> [FixedChain; 2] {
+    [postrouting(config, is_compact), forward(config, is_compact)]
+}
+
+fn postrouting(config: &RenderConfig, is_compact: bool) -> FixedChain {
     let mut rules = String::new();
     let mark = config.masquerade.mark();
     if is_compact {
@@ -241,7 +258,10 @@ pub fn postrouting(config: &RenderConfig, is_compact: bool) -> FixedChain {
 
 /// Packets that conntrack calls INVALID would reach a pod with their addresses untranslated, and its reset would end a good connection
 /// (kubernetes#74839): they are dropped, unless conntrack was told to be liberal. IPVS translates by its own table, and kube-proxy leaves them alone there.
-fn forward(config: &RenderConfig) -> FixedChain {
+///
+/// Connections that are to be masqueraded are let through whatever the host's firewall forwards. In the compact layout those of endpoints to themselves have
+/// no mark yet.
+fn forward(config: &RenderConfig, is_compact: bool) -> FixedChain {
     let mut rules = String::new();
     let mark = config.masquerade.mark();
     if !config.conntrack_tcp_be_liberal && !config.beside_ipvs {
@@ -257,6 +277,9 @@ fn forward(config: &RenderConfig) -> FixedChain {
         .comment("kubernetes forwarding conntrack rule")
         .add("-m conntrack --ctstate RELATED,ESTABLISHED")
         .jump("ACCEPT");
+    if is_compact {
+        Line::append(&mut rules, FORWARD).add("-m conntrack --ctstate DNAT").jump(HAIRPIN);
+    }
     FixedChain { table: Table::Filter, name: FORWARD, rules }
 }
 

@@ -19,6 +19,7 @@ use self::aside::{Aside, Before};
 use super::{
     Existing, ExistingTables, RulesHash, Table,
     config::RenderConfig,
+    existing::BASE_CHAINS,
     fixed,
     names::ChainName,
     script::{Script, Writing},
@@ -152,8 +153,9 @@ impl Ledger {
             self.program(key, rules, &mut script, &mut Vec::new());
         }
         self.shared.write_changed(&mut script);
-        let postrouting = fixed::postrouting(&self.config, is_compact);
-        script.write_chain(postrouting.table, &postrouting.name, &postrouting.rules);
+        for chain in fixed::leading_to_dispatch(&self.config, is_compact) {
+            script.write_chain(chain.table, &chain.name, &chain.rules);
+        }
         let left = std::mem::take(&mut self.left);
         let existing = script.take_existing();
         for table in Table::ALL {
@@ -191,7 +193,8 @@ impl Ledger {
 
     fn tally_of_fixed(&self, is_compact: bool) -> Tally {
         let mut tally = Tally::default();
-        for chain in fixed::chains(&self.config).iter().chain([&fixed::postrouting(&self.config, is_compact)]) {
+        let leading = fixed::leading_to_dispatch(&self.config, is_compact);
+        for chain in fixed::chains(&self.config).iter().chain(&leading) {
             tally.add_rules(chain.table, &chain.rules);
         }
         fixed::jumps(&self.config).iter().for_each(|jump| tally.add_count(jump.table, 1));
@@ -270,15 +273,23 @@ impl Ledger {
     }
 
     /// Inserts the jumps that are missing at the head of their chains, and deletes those of ours that are not wanted. Those that are there stay
-    /// where they are.
+    /// where they are, unless their order is not the wanted one: then all of the chain's are inserted anew.
     fn write_jumps(&self, table: Table, existing: &Existing, script: &mut Script) {
         let wanted: Vec<_> = fixed::jumps(&self.config).into_iter().filter(|jump| jump.table == table).collect();
         let unwanted = existing.jumps_to_ours(table);
         for (chain, rule) in unwanted.filter(|(c, r)| !wanted.iter().any(|jump| jump.from == *c && jump.rule == *r)) {
             script.delete_rule(table, chain, rule);
         }
-        for jump in wanted.iter().rev().filter(|jump| !existing.has_rule(jump.from, &jump.rule)) {
-            script.insert_first(table, jump.from, &jump.rule);
+        for (chain, wanted) in by_chain(&wanted) {
+            let there = existing.found_in(chain, &wanted);
+            let missing = wanted.iter().copied().filter(|rule| !there.contains(rule));
+            let missing: Vec<&str> = missing.collect();
+            let is_in_order = [&missing[..], &there].concat() == wanted;
+            if !is_in_order {
+                there.iter().for_each(|rule| script.delete_rule(table, chain, rule));
+            }
+            let inserted = if is_in_order { missing } else { wanted };
+            inserted.iter().rev().for_each(|rule| script.insert_first(table, chain, rule));
         }
     }
 
@@ -314,11 +325,11 @@ impl Ledger {
     /// Names of all chains of a table that are programmed. A full pass.
     fn wanted_chains(&self, table: Table) -> BTreeSet<String> {
         let fixed = fixed::chains(&self.config);
-        let mut wanted: BTreeSet<String> =
-            fixed.iter().filter(|chain| chain.table == table).map(|chain| chain.name.to_owned()).collect();
+        let leading = fixed::leading_to_dispatch(&self.config, self.shared.is_compact());
+        let fixed = fixed.iter().chain(&leading).filter(|chain| chain.table == table);
+        let mut wanted: BTreeSet<String> = fixed.map(|chain| chain.name.to_owned()).collect();
         let dispatch = self.shared.chains().filter(|chain| chain.table() == table);
         wanted.extend(dispatch.map(|chain| chain.name().to_owned()));
-        wanted.extend((table == Table::Nat).then(|| fixed::POSTROUTING.to_owned()));
         let groups = self.shared.group_chains().filter(|(of, _)| *of == table);
         wanted.extend(groups.map(|(_, name)| name.to_string()));
         if table == Table::Nat {
@@ -333,8 +344,8 @@ impl Ledger {
     #[must_use]
     pub fn is_in(&self, existing: &ExistingTables) -> bool {
         let mut wanted: HashMap<(Table, String), RulesHash> = HashMap::new();
-        let fixed =
-            fixed::chains(&self.config).into_iter().chain([fixed::postrouting(&self.config, self.shared.is_compact())]);
+        let leading = fixed::leading_to_dispatch(&self.config, self.shared.is_compact());
+        let fixed = fixed::chains(&self.config).into_iter().chain(leading);
         wanted.extend(fixed.map(|chain| ((chain.table, chain.name.to_owned()), RulesHash::of(&chain.rules))));
         let own = self.programmed.values().flat_map(|programmed| programmed.chains.iter());
         wanted.extend(own.map(|(name, hash)| ((Table::Nat, name.to_string()), *hash)));
@@ -344,10 +355,12 @@ impl Ledger {
         let chains = Table::ALL.iter().map(|table| existing.get(*table).chains.len()).sum::<usize>();
         let is_left = |key: &&(Table, String)| existing.get(key.0).is_left(&key.1) && !wanted.contains_key(*key);
         let left = self.left.iter().filter(is_left).count();
-        let has_jump = |jump: fixed::Jump| existing.get(jump.table).has_rule(jump.from, &jump.rule);
-        chains == wanted.len() + left
-            && wanted.iter().all(is_as_wanted)
-            && fixed::jumps(&self.config).into_iter().all(has_jump)
+        let has_jumps = |table: Table| {
+            let jumps: Vec<_> = fixed::jumps(&self.config).into_iter().filter(|jump| jump.table == table).collect();
+            let mut chains = by_chain(&jumps);
+            chains.all(|(chain, wanted)| existing.get(table).found_in(chain, &wanted) == wanted)
+        };
+        chains == wanted.len() + left && wanted.iter().all(is_as_wanted) && Table::ALL.into_iter().all(has_jumps)
     }
 
     /// What the kernel has if all scripts so far succeeded and nobody interfered; what the chains hold is left open.
@@ -365,10 +378,18 @@ impl Ledger {
     }
 }
 
+/// The rules of jumps by the chain in which they stand, in order.
+fn by_chain(jumps: &[fixed::Jump]) -> impl Iterator<Item = (&str, Vec<&str>)> {
+    BASE_CHAINS.into_iter().map(|chain| {
+        let of_chain = jumps.iter().filter(|jump| jump.from == chain);
+        (chain, of_chain.map(|jump| jump.rule.as_str()).collect())
+    })
+}
+
 /// True when a service gets refused somewhere where it was not.
 fn refuses_more(new: &[DispatchLine], old: &[(SharedChain, Selector)]) -> bool {
-    let is_filter = |chain: SharedChain| chain.table() == Table::Filter;
-    new.iter().any(|line| is_filter(line.chain) && !old.contains(&(line.chain, line.selector)))
+    let may_refuse = |chain: SharedChain| chain.table() == Table::Filter && !chain.is_hairpin();
+    new.iter().any(|line| may_refuse(line.chain) && !old.contains(&(line.chain, line.selector)))
 }
 
 fn hash_of(value: &impl std::hash::Hash) -> u64 {

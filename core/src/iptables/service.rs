@@ -174,13 +174,13 @@ impl<'a> Port<'a> {
     fn hairpin_lines(&self, endpoints: &[&Destination], rules: &mut ServiceRules) {
         for destination in endpoints.iter().filter(|destination| destination.may_be_here) {
             let address = destination.address;
-            let mut rule = String::new();
-            Line::bare(&mut rule).source_host(address).destination_host(address).jump("MASQUERADE --random-fully");
-            rules.dispatch.push(DispatchLine {
-                chain: SharedChain::NatHairpin,
-                selector: Selector::Hairpin(address),
-                rule,
-            });
+            let line = |chain, target: &str| {
+                let mut rule = String::new();
+                Line::bare(&mut rule).source_host(address).destination_host(address).jump(target);
+                DispatchLine { chain, selector: Selector::Hairpin(address), rule }
+            };
+            rules.dispatch.push(line(SharedChain::NatHairpin, "MASQUERADE --random-fully"));
+            rules.dispatch.push(line(SharedChain::FilterHairpin, "ACCEPT"));
         }
     }
 

@@ -25,12 +25,14 @@ use crate::model::{Family, Protocol, ServiceKey};
 /// A dispatch chain. What is led to comes before what leads to it: that is the order in which they are written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum SharedChain {
-    /// nat KUBE-HAIRPIN, compact layout only.
+    /// nat KUBE-HAIRPIN, compact layout only: masquerades endpoints that were sent to themselves.
     NatHairpin,
     /// nat KUBE-NODEPORTS.
     NatNodePorts,
     /// nat KUBE-SERVICES, whose last rule leads to KUBE-NODEPORTS.
     NatServices,
+    /// filter KUBE-HAIRPIN, compact layout only: lets endpoints through that were sent to themselves.
+    FilterHairpin,
     /// filter KUBE-SERVICES: ClusterIPs that are refused or dropped.
     FilterServices,
     /// filter KUBE-EXTERNAL-SERVICES: external destinations that are refused or dropped.
@@ -43,10 +45,11 @@ pub enum SharedChain {
 
 impl SharedChain {
     /// All of them.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::NatHairpin,
         Self::NatNodePorts,
         Self::NatServices,
+        Self::FilterHairpin,
         Self::FilterServices,
         Self::FilterExternalServices,
         Self::FilterProxyFirewall,
@@ -66,12 +69,18 @@ impl SharedChain {
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
-            Self::NatHairpin => fixed::HAIRPIN,
+            Self::NatHairpin | Self::FilterHairpin => fixed::HAIRPIN,
             Self::NatServices | Self::FilterServices => fixed::SERVICES,
             Self::NatNodePorts | Self::FilterNodePorts => fixed::NODE_PORTS,
             Self::FilterExternalServices => fixed::EXTERNAL_SERVICES,
             Self::FilterProxyFirewall => fixed::PROXY_FIREWALL,
         }
+    }
+
+    /// True of KUBE-HAIRPIN, which only the compact layout has.
+    #[must_use]
+    pub fn is_hairpin(self) -> bool {
+        matches!(self, Self::NatHairpin | Self::FilterHairpin)
     }
 }
 
@@ -256,7 +265,7 @@ impl Shared {
     fn group_rules(&self, chain: SharedChain, group: Group, name: ChainName, lines: &Lines) -> String {
         let masquerade = || fixed::group_masquerade(&self.config, name);
         match (chain, group) {
-            (SharedChain::NatHairpin, _) => distinct(name, lines),
+            (SharedChain::NatHairpin | SharedChain::FilterHairpin, _) => distinct(name, lines),
             (SharedChain::NatServices, Group::ClusterIps(_)) => match masquerade() {
                 Some([mark, unmark]) => mark + &numbered(name, lines) + &unmark,
                 None => numbered(name, lines),
@@ -290,7 +299,7 @@ impl Shared {
 fn used_chains(config: &RenderConfig, is_compact: bool) -> impl Iterator<Item = SharedChain> + use<> {
     let beside_ipvs = config.beside_ipvs;
     SharedChain::ALL.into_iter().filter(move |chain| match chain {
-        SharedChain::NatHairpin => is_compact,
+        SharedChain::NatHairpin | SharedChain::FilterHairpin => is_compact,
         SharedChain::NatNodePorts | SharedChain::NatServices => true,
         _ => !beside_ipvs,
     })
@@ -307,7 +316,7 @@ fn lead_to(rules: &mut String, chain: SharedChain, group: Group, name: ChainName
     let line = Line::append(rules, chain.name());
     match group {
         Group::Top => line.end(),
-        Group::Addresses(prefix) if chain == SharedChain::NatHairpin => line.source(prefix).jump(name),
+        Group::Addresses(prefix) if chain.is_hairpin() => line.source(prefix).jump(name),
         Group::ClusterIps(prefix) | Group::Addresses(prefix) => line.add(format_args!("-d {prefix}")).jump(name),
         Group::Ports(protocol, block) => {
             let first = block * PORTS_PER_GROUP;
@@ -329,7 +338,7 @@ fn group_chain(chain: SharedChain, group: Group) -> Option<ChainName> {
             Some(ChainName::of(ChainKind::AddressGroup, &format!("{} cluster IP {prefix}", chain.name())))
         }
         Group::Addresses(prefix) => {
-            let kind = if chain == SharedChain::NatHairpin { ChainKind::HairpinGroup } else { ChainKind::AddressGroup };
+            let kind = if chain.is_hairpin() { ChainKind::HairpinGroup } else { ChainKind::AddressGroup };
             Some(ChainName::of(kind, &format!("{} {prefix}", chain.name())))
         }
         Group::Ports(protocol, block) => {

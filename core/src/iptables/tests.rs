@@ -340,13 +340,30 @@ fn the_compact_layout_translates_in_the_services_chain() {
             format!("-p tcp {} -j DNAT --to-destination 10.180.0.2:80", recent("--set", second)),
         ]
     );
+    let (script, filter) = script.split_once("*filter\n").unwrap();
     // Only this node's endpoint can be its own client here.
-    let hairpin = rules(&script, "KUBE-HAIRPIN");
+    let hairpin = rules(script, "KUBE-HAIRPIN");
     assert_eq!(hairpin.len(), 1);
     let group = hairpin[0].strip_prefix("-s 10.180.0.0/24 -j ").unwrap();
-    assert_eq!(rules(&script, group), ["-s 10.180.0.2/32 -d 10.180.0.2/32 -j MASQUERADE --random-fully"]);
-    assert_eq!(rules(&script, "KUBE-POSTROUTING")[0], "-m conntrack --ctstate DNAT -j KUBE-HAIRPIN");
-    assert!(rules(&script, "KUBE-NODEPORTS")[0].starts_with("-p tcp -m tcp --dport 29984:30015 -j KUBE-EXT-G-"));
+    assert_eq!(rules(script, group), ["-s 10.180.0.2/32 -d 10.180.0.2/32 -j MASQUERADE --random-fully"]);
+    assert_eq!(rules(script, "KUBE-POSTROUTING")[0], "-m conntrack --ctstate DNAT -j KUBE-HAIRPIN");
+    // What the host's firewall forwards is let through as what is marked: masquerading comes too late for a mark.
+    assert_eq!(rules(filter, group), ["-s 10.180.0.2/32 -d 10.180.0.2/32 -j ACCEPT"]);
+    assert_eq!(rules(filter, "KUBE-HAIRPIN"), hairpin);
+    assert_eq!(rules(filter, "KUBE-FORWARD").last(), Some(&"-m conntrack --ctstate DNAT -j KUBE-HAIRPIN"));
+    assert!(rules(script, "KUBE-NODEPORTS")[0].starts_with("-p tcp -m tcp --dport 29984:30015 -j KUBE-EXT-G-"));
+}
+
+// rows of iptables: 57
+#[test]
+fn what_a_node_sends_to_itself_is_refused_in_input_alone() {
+    let (_, script) = full(config(), &State::default());
+    let jumps = |chain: &str| {
+        let jumps = script.lines().filter(|line| line.starts_with(&format!("-I {chain} ")));
+        jumps.filter(|line| line.ends_with("-j KUBE-EXTERNAL-SERVICES")).collect::<Vec<_>>()
+    };
+    assert!(jumps("OUTPUT")[0].contains(" -m addrtype ! --dst-type LOCAL "), "{script}");
+    assert!(!jumps("INPUT")[0].contains("addrtype"), "{script}");
 }
 
 #[test]

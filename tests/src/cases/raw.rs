@@ -1,15 +1,17 @@
 //! Packets that no well-behaved client sends.
 
+use std::io::ErrorKind;
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use headgate_node_agent::packet_counters;
+use serde_json::json;
 use socket2::{Domain, Protocol, Socket, Type};
 
-use crate::testbed::client::HeldConnection;
+use crate::testbed::client::{ANSWER_TIMEOUT, HeldConnection};
 use crate::testbed::manifests::{Service, Via};
-use crate::testbed::{Backend, Family, Testbed, iptables, plan};
+use crate::testbed::{Backend, Family, Namespace, Testbed, iptables, plan};
 
 /// After this, what was sent has arrived. Nothing is held to it: it decides only how long to listen.
 const QUIET: Duration = Duration::from_millis(300);
@@ -137,7 +139,8 @@ pub fn out_of_window(bed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// With NodePorts on 127.0.0.0/8 the kernel takes packets for that network from neighbours. They must not reach what is bound to it.
+/// With NodePorts on 127.0.0.0/8 the kernel takes packets for that network from neighbours. They must not reach what is bound to it, be it
+/// a program of the node's own or the agent's answers to health checks.
 pub fn loopback_is_guarded(bed: &Testbed) -> Result<()> {
     const PORT: u16 = 9999;
     let node = bed.machines().machine("node-b")?;
@@ -146,10 +149,7 @@ pub fn loopback_is_guarded(bed: &Testbed) -> Result<()> {
         socket.set_read_timeout(Some(Duration::from_secs(5)))?;
         Ok(socket)
     })?;
-    let neighbour = bed.machines().machine("outside-2")?;
-    let gateway = address("node-b", Family::V4)?;
-    neighbour.set_sysctls(&[("ipv4/conf/all/route_localnet", "1")])?;
-    neighbour.ip_batch(&format!("addr del 127.0.0.1/8 dev lo\nroute add 127.0.0.1/32 via {gateway}\n"))?;
+    let neighbour = neighbour_of_loopback(bed)?;
     let own = address("outside-2", Family::V4)?;
     let socket = neighbour.run(|| Ok(UdpSocket::bind((own, 0))?))?;
     let send = |text: &str| socket.send_to(text.as_bytes(), ("127.0.0.1", PORT)).context("sending to 127.0.0.1");
@@ -160,6 +160,87 @@ pub fn loopback_is_guarded(bed: &Testbed) -> Result<()> {
     let mut buffer = [0; 64];
     let received = listener.recv(&mut buffer).context("not even without the guard does a datagram arrive")?;
     ensure!(&buffer[..received] == b"open", "{:?} came through", String::from_utf8_lossy(&buffer[..received]));
+    Ok(())
+}
+
+/// The host's firewall lets health checks in, but not by way of 127.0.0.1. An agent that finds the guard behind the rule that lets them in, as
+/// an earlier version put it, moves it to the front.
+///
+/// On machines on which nothing runs yet.
+pub fn health_checks_are_guarded(bed: &Testbed) -> Result<()> {
+    const PORT: u16 = 32_100;
+    bed.write(|manifests| {
+        let patch = |_: &Service| json!({ "spec": { "healthCheckNodePort": PORT } });
+        manifests.add(Service { external_local: true, patch: Some(patch), ..Service::new("balanced", &["b1"]) })
+    })?;
+    bed.start_control_plane()?;
+    bed.start_agent("node-b")?;
+    bed.wait_programmed()?;
+    let (node, lock) = (bed.machines().machine("node-b")?, bed.machines().xtables_lock("node-b"));
+    let neighbour = neighbour_of_loopback(bed)?;
+    let own = address("outside-2", Family::V4)?;
+    let connect = |to: SocketAddr| {
+        neighbour.run(|| {
+            let socket = Socket::new(Domain::IPV4, Type::STREAM, Some(Protocol::TCP))?;
+            socket.bind(&SocketAddr::new(own, 0).into())?;
+            Ok(socket.connect_timeout(&to.into(), Duration::from_secs(1)).map_err(|error| error.kind()))
+        })
+    };
+    let check = |when: &str| -> Result<()> {
+        let by_node = connect(SocketAddr::new(address("node-b", Family::V4)?, PORT))?;
+        ensure!(by_node == Ok(()), "{when}, a health check by the node's address fails: {by_node:?}");
+        let by_loopback = connect(SocketAddr::new(Family::V4.loopback(), PORT))?;
+        ensure!(by_loopback == Err(ErrorKind::TimedOut), "{when}, asking 127.0.0.1 from outside: {by_loopback:?}");
+        Ok(())
+    };
+    check("after the start")?;
+
+    bed.stop_agent("node-b")?;
+    let iptables = |arguments: &str| {
+        let arguments: Vec<&str> = arguments.split(' ').collect();
+        iptables::run(node, bed.backend().variant(), Family::V4, &lock, &arguments)
+    };
+    let saved = iptables::save(node, bed.backend().variant(), Family::V4, &lock)?;
+    let is_jump = |line: &&str| line.starts_with("-A INPUT") && line.ends_with("-j KUBE-LOCALNET-GUARD");
+    let position = saved.lines().filter(|line| line.starts_with("-A INPUT ")).position(|line| is_jump(&line));
+    let position = position.with_context(|| format!("nothing in INPUT leads to the guard:\n{saved}"))? + 1;
+    let rule = saved.lines().find(is_jump).unwrap_or_default().replace("-A INPUT ", "");
+    iptables(&format!("-D INPUT {position}"))?;
+    let file = bed.machines().folder().join("guard.rules");
+    std::fs::write(&file, format!("*filter\n-A INPUT {rule}\nCOMMIT\n"))?;
+    iptables::restore(node, bed.backend().variant(), Family::V4, &lock, &file)?;
+    bed.start_agent("node-b")?;
+    bed.wait_programmed()?;
+    check("after an update of the agent")
+}
+
+/// A machine outside the cluster that sends what it has for 127.0.0.1 to node-b.
+fn neighbour_of_loopback(bed: &Testbed) -> Result<&Namespace> {
+    let neighbour = bed.machines().machine("outside-2")?;
+    let gateway = address("node-b", Family::V4)?;
+    neighbour.set_sysctls(&[("ipv4/conf/all/route_localnet", "1")])?;
+    neighbour.ip_batch(&format!("addr del 127.0.0.1/8 dev lo\nroute add 127.0.0.1/32 via {gateway}\n"))?;
+    Ok(neighbour)
+}
+
+/// A program of the node's own that sends UDP to a NodePort without endpoints is told by ICMP, as every other client is: the send succeeds,
+/// and the answer is a refusal. A rule in OUTPUT would fail the send itself with EPERM, which programs do not take for a refusal.
+pub fn a_node_is_refused_as_its_clients_are(bed: &Testbed) -> Result<()> {
+    bed.update(|manifests| manifests.add(Service::new("empty", &[])))?;
+    let node = bed.machines().machine("node-a")?;
+    for family in Family::BOTH {
+        for to_node in ["node-a", "node-b"] {
+            let to = bed.address("empty", Via::NodePort(to_node), family, "udp")?;
+            let answer = node.run(|| {
+                let socket = UdpSocket::bind((address("node-a", family)?, 0))?;
+                socket.set_read_timeout(Some(ANSWER_TIMEOUT))?;
+                socket.connect(to)?;
+                socket.send(b"who").with_context(|| format!("sending to {to}"))?;
+                Ok(socket.recv(&mut [0; 64]).map_err(|error| error.kind()))
+            })?;
+            ensure!(answer == Err(ErrorKind::ConnectionRefused), "the answer of {to} is {answer:?}");
+        }
+    }
     Ok(())
 }
 

@@ -4,10 +4,10 @@ use std::net::SocketAddr;
 
 use anyhow::{Result, ensure};
 
-use super::case::{Case, Source, ask};
+use super::case::{Case, EVERY_TRANSPORT, Source, ask};
 use super::run::run;
 use crate::testbed::manifests::{Service, Via};
-use crate::testbed::{AgentSetup, Family, Manifests, Outcome, Request, Testbed, Transport, iptables};
+use crate::testbed::{AgentSetup, Backend, Family, Manifests, Outcome, Request, Testbed, Transport, iptables};
 
 use Source::{Kept, Masqueraded};
 use Via::{ClusterIp, ExternalIp, LoadBalancerIp, Localhost, NodePort};
@@ -144,4 +144,32 @@ pub fn addresses_and_pods(bed: &Testbed) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// A pod that a service sends to itself reaches itself where the host's firewall forwards nothing by default: the proxy marks such connections as its
+/// own, and lets through what it has marked.
+pub fn a_pod_reaches_itself_where_forwarding_is_denied(bed: &Testbed) -> Result<()> {
+    bed.update(|manifests| {
+        manifests.add(Service::new("self", &["a1"]))?;
+        manifests.add(Service { external_local: true, ..Service::new("self-local", &["a1"]) })
+    })?;
+    let (node, lock) = (bed.machines().machine("node-a")?, bed.machines().xtables_lock("node-a"));
+    for family in Family::BOTH {
+        iptables::run(node, bed.backend().variant(), family, &lock, &["-P", "FORWARD", "DROP"])?;
+    }
+    const A1: &[&str] = &["a1"];
+    let reaches_itself = |service, via| ask("a1", service, via).answered(A1, Masqueraded("node-a"));
+    run(
+        bed,
+        &[
+            ask("a1", "self", ClusterIp).ports(EVERY_TRANSPORT).answered(A1, Masqueraded("node-a")),
+            reaches_itself("self", ExternalIp),
+            reaches_itself("self", NodePort("node-a")),
+            reaches_itself("self-local", LoadBalancerIp),
+            // Other connections are none of the proxy's business: the firewall decides.
+            ask("a3", "self", ClusterIp)
+                .dropped()
+                .except(Backend::Ipvs, "IPVS takes connections in INPUT and sends them on from OUTPUT"),
+        ],
+    )
 }

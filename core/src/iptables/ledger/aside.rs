@@ -7,11 +7,7 @@ use std::{
 
 use super::{ExistingTables, Ledger, Programmed, Table};
 use crate::{
-    iptables::{
-        fixed,
-        script::Script,
-        shared::{DispatchLine, SharedChain},
-    },
+    iptables::{fixed, script::Script, shared::DispatchLine},
     model::ServiceKey,
     state::State,
     view::NodeFacts,
@@ -114,7 +110,7 @@ impl Ledger {
         let Some(Kept { mut programmed, mut lines }) = slot.clone() else { return };
         if !self.shared.is_compact() {
             // The classic layout has no such chain.
-            lines.retain(|line| line.chain != SharedChain::NatHairpin);
+            lines.retain(|line| !line.chain.is_hairpin());
             programmed.dispatch = lines.iter().map(|line| (line.chain, line.selector)).collect();
         }
         self.shared.insert(key, lines);

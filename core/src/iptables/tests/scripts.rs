@@ -36,3 +36,38 @@ fn steps_of_a_first_sync_are_bounded_and_make_the_same_rules() {
         assert_eq!(script.rules_written(Table::Nat), kernel.rule_count(Table::Nat), "{layout:?}");
     }
 }
+
+// rows of iptables: 50, 72
+#[test]
+fn jumps_of_an_earlier_version_get_the_order_that_is_wanted() {
+    let mut kernel = FakeKernel::default();
+    let saved = |kernel: &FakeKernel| ExistingTables::parse(&Table::ALL.map(|table| kernel.save(table)).concat());
+    let sync = |kernel: &mut FakeKernel| {
+        let mut ledger = Ledger::new(config());
+        let (script, _) = ledger.full(&State::default(), &node(), &saved(kernel));
+        kernel.restore(&script.to_string()).unwrap();
+        (ledger, script)
+    };
+    sync(&mut kernel);
+    let input = |kernel: &FakeKernel| {
+        let saved = kernel.save(Table::Filter);
+        rules(&saved, "INPUT").into_iter().map(str::to_owned).collect::<Vec<_>>()
+    };
+    let wanted = input(&kernel);
+    assert!(wanted[0].ends_with("-j KUBE-LOCALNET-GUARD") && wanted.len() == 4, "{wanted:?}");
+
+    // The guard behind the rule that accepts health checks; and a rule of somebody else's, which stays.
+    let move_guard = format!("*filter\n-D INPUT {0}\n-A INPUT -j ACCEPT\n-A INPUT {0}\nCOMMIT\n", wanted[0]);
+    kernel.restore(&move_guard).unwrap();
+    let (ledger, _) = sync(&mut kernel.clone());
+    assert!(!ledger.is_in(&saved(&kernel)), "the order is not noticed");
+    sync(&mut kernel);
+    assert_eq!(input(&kernel), [&wanted[..], &["-j ACCEPT".to_owned()]].concat());
+
+    // One that is missing does not come to stand before the guard.
+    kernel.restore(&format!("*filter\n-D INPUT {}\nCOMMIT\n", wanted[2])).unwrap();
+    sync(&mut kernel);
+    assert_eq!(input(&kernel), [&wanted[..], &["-j ACCEPT".to_owned()]].concat());
+    let (ledger, script) = sync(&mut kernel);
+    assert!(script.is_empty() && ledger.is_in(&saved(&kernel)), "{script}");
+}
