@@ -349,6 +349,17 @@ mod virtual_servers {
         on_machines(BACKEND, lifecycle::some_services(), ipvs::ipv6_is_switched_on_for_the_device);
     }
 
+    #[test]
+    fn a_device_that_is_up_is_replaced() {
+        on_machines(BACKEND, lifecycle::some_services(), ipvs::a_device_that_is_up_is_replaced);
+    }
+
+    // rows of ipvs: 31, 40, 58
+    #[test]
+    fn rules_of_others_for_the_node_come_second() {
+        on_machines(BACKEND, lifecycle::some_services(), ipvs::rules_of_others_for_the_node_come_second);
+    }
+
     // rows of ipvs: 97, 101, 103
     #[test]
     fn foreign_state_and_cleanup() {

@@ -44,7 +44,7 @@ pub(super) fn chains(family: Family) -> Vec<FixedChain> {
         chain(Table::Filter, SOURCE_RANGES, source_ranges(family)),
         chain(Table::Filter, fixed::PROXY_FIREWALL, to_ranges(fixed::PROXY_FIREWALL)),
         chain(Table::Filter, IN_FILTER, in_filter(family)),
-        chain(Table::Filter, OUT_FILTER, refusals(OUT_FILTER, family)),
+        chain(Table::Filter, OUT_FILTER, out_filter(family)),
     ]
 }
 
@@ -80,6 +80,10 @@ pub(super) fn service_rules(config: &RenderConfig) -> Vec<String> {
             .in_set(Set::ClusterIp, family, flags)
             .jump(fixed::MARK_MASQ);
     };
+    // The services' addresses are the node's own here. What goes to them must not reach the rules behind ours that translate what goes to
+    // the node (a CNI plugin's host ports, Docker's published ports), nor those for NodePorts. An address that the node had before is not on our
+    // device, but in a set with its ports.
+    let accept = |set, flags: &str| rule(&|line| line.in_set(set, family, flags).jump("ACCEPT"));
     let masquerade = &config.masquerade;
     vec![
         rule(&|line| line.source(loopback).jump("RETURN")),
@@ -99,6 +103,10 @@ pub(super) fn service_rules(config: &RenderConfig) -> Vec<String> {
                 .in_set(Set::ExternalIp, family, "dst,dst")
                 .jump(fixed::MARK_MASQ);
         }),
+        accept(Set::BoundAddresses, "dst"),
+        accept(Set::LoadBalancer, "dst,dst"),
+        accept(Set::ExternalIp, "dst,dst"),
+        accept(Set::ExternalIpLocal, "dst,dst"),
         rule(&|line| line.destination_is_node().jump(NODE_PORT)),
     ]
 }
@@ -167,6 +175,14 @@ fn refusals(chain: &str, family: Family) -> String {
         .in_set(Set::NoLocalEndpoints, family, "dst,dst")
         .jump("DROP");
     rules
+}
+
+/// What the node sends to services' addresses is refused at once. What it sends to its other addresses, such as NodePorts, is refused in INPUT, as in
+/// [`fixed::jumps`].
+fn out_filter(family: Family) -> String {
+    let mut rules = String::new();
+    Line::append(&mut rules, OUT_FILTER).not_in_set(Set::BoundAddresses, family, "dst").jump("RETURN");
+    rules + &refusals(OUT_FILTER, family)
 }
 
 /// The services' addresses are the node's own here, so that without this whatever listens on all addresses would answer on them. They

@@ -109,6 +109,11 @@ impl<'a> Line<'a> {
         self.add(format_args!("-m set --match-set {} {flags}", set.name(family)))
     }
 
+    /// Only packets whose addresses and ports are not in a set.
+    pub(super) fn not_in_set(self, set: Set, family: Family, flags: &str) -> Self {
+        self.add(format_args!("-m set ! --match-set {} {flags}", set.name(family)))
+    }
+
     /// One in `n`. The kernel keeps the probability in units of 2⁻³¹ and `iptables-save` prints eleven digits of that.
     pub(super) fn one_in(self, n: usize) -> Self {
         const UNITS: f64 = 2_147_483_648.0;

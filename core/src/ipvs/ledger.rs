@@ -341,6 +341,12 @@ impl Ledger {
         self.claimants.keys().find(|key| !self.lacking.contains(&Object::Server(**key))).copied()
     }
 
+    /// An address that the device should have, if there is any.
+    #[must_use]
+    pub fn any_address(&self) -> Option<IpAddr> {
+        self.bound.keys().find(|address| !self.lacking.contains(&Object::Address(**address))).copied()
+    }
+
     /// Enters a service's plan, and what it needs besides servers.
     fn enter(&mut self, key: &Arc<ServiceKey>, plan: ServicePlan, round: &mut Round) {
         if plan == ServicePlan::default() {

@@ -182,6 +182,11 @@ fn the_short_way_is_taken_before_the_virtual_server_and_behind_source_ranges() {
             r#"-m comment --comment "Kubernetes service lb portal" -m set --match-set KUBE-LOAD-BALANCER dst,dst -j KUBE-LOAD-BALANCER"#,
             r#"! -s 10.244.0.0/16 -m comment --comment "Kubernetes service cluster ip + port for masquerade purpose" -m set --match-set KUBE-CLUSTER-IP dst,dst -j KUBE-MARK-MASQ"#,
             r#"-m comment --comment "Kubernetes service external ip + port for masquerade and filter purpose" -m set --match-set KUBE-EXTERNAL-IP dst,dst -j KUBE-MARK-MASQ"#,
+            // What goes to a service's address does not reach rules for NodePorts, nor rules of others behind ours.
+            "-m set --match-set KUBE-IPVS-IPS dst -j ACCEPT",
+            "-m set --match-set KUBE-LOAD-BALANCER dst,dst -j ACCEPT",
+            "-m set --match-set KUBE-EXTERNAL-IP dst,dst -j ACCEPT",
+            "-m set --match-set KUBE-EXTERNAL-IP-LOCAL dst,dst -j ACCEPT",
             "-m addrtype --dst-type LOCAL -j KUBE-NODE-PORT",
             r#"-d 192.0.2.11/32 -m comment --comment "kubernetes service nodeports; NOTE: this must be the last rule in this chain" -j KUBE-NODEPORTS"#,
         ]
@@ -240,6 +245,7 @@ fn constant_rules_look_up_sets() {
         rig.rules(Nat, "KUBE-POSTROUTING")[0],
         r#"-m comment --comment "Kubernetes endpoints dst ip:port, source ip for solving hairpin purpose" -m set --match-set KUBE-LOOP-BACK dst,dst,src -j MASQUERADE --random-fully"#
     );
+    assert_eq!(rig.rules(Filter, "KUBE-IPVS-OUT-FILTER")[0], "-m set ! --match-set KUBE-IPVS-IPS dst -j RETURN");
     assert_eq!(rig.rules(Nat, "KUBE-NODE-PORT").len(), 6);
     assert_eq!(rig.rules(Filter, "INPUT").len(), 3);
 }

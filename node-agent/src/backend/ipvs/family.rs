@@ -21,7 +21,7 @@ use super::{
         retry::{PAUSES, Refusals},
     },
     convert,
-    kernel::{Kernel, of_ipvs, of_sets},
+    kernel::{Kernel, is_without_route, of_ipvs, of_sets},
     read,
     sysctl::Sysctls,
     write,
@@ -291,7 +291,7 @@ impl FamilyBackend {
         self.ledger.set_rules_aside(services);
     }
 
-    /// What somebody flushes shows at once, be it rules, sets or virtual servers, and so does a device that is gone or down; what somebody changes shows when
+    /// What somebody flushes shows at once, be it rules, sets or virtual servers, and so does a device that is gone or has been up; what somebody changes shows when
     /// everything is compared.
     pub(super) fn is_intact(&mut self, kernel: &mut Kernel) -> Result<bool, BackendError> {
         Ok(self.programs.is_intact(self.ledger.rules().config())?
@@ -300,20 +300,21 @@ impl FamilyBackend {
             && self.is_intact_in_depth(kernel)?)
     }
 
-    /// Rules that lead to our chains, the device, up, and the sets are there.
+    /// Rules that lead to our chains, the device, down, and the sets are there.
     pub(super) fn has_rules(&self, kernel: &mut Kernel) -> Result<bool, BackendError> {
         Ok(self.programs.missing(self.ledger.rules().config())?.is_none() && self.has_device_and_sets(kernel)?)
     }
 
     fn has_device_and_sets(&self, kernel: &mut Kernel) -> Result<bool, BackendError> {
-        if !kernel.link()?.is_some_and(|link| link.is_up()) {
+        if kernel.link()?.is_none_or(|link| link.is_up()) {
             return Ok(false);
         }
         let found = kernel.sets()?.header(&Set::ClusterIp.name(self.family)).map_err(of_sets)?;
         Ok(found.is_some())
     }
 
-    /// Every set has as many entries as it should, and there are virtual servers, if there should be: one of them stands for all. The cost does not grow
+    /// Every set has as many entries as it should, the node takes the services' addresses for its own, and there are virtual servers, if there should be:
+    /// one address and one server stand for all. The cost does not grow
     /// with the cluster's size. True before the first full sync.
     fn has_all_elements_and_servers(&self, kernel: &mut Kernel) -> Result<bool, BackendError> {
         if self.next_deep_look.is_none() {
@@ -326,6 +327,9 @@ impl FamilyBackend {
             if elements.is_some_and(|elements| !self.ledger.set_size(set).contains(&elements)) {
                 return Ok(false);
             }
+        }
+        if self.ledger.any_address().is_some_and(is_without_route) {
+            return Ok(false);
         }
         let Some(server) = self.ledger.any_server() else { return Ok(true) };
         let found = kernel.ipvs()?.service(convert::service_id(server)).map_err(of_ipvs)?;

@@ -1,16 +1,25 @@
 //! The parts of the kernel that the backend speaks to, and what is missing of them.
 
-use std::path::Path;
+use std::{
+    io,
+    net::{IpAddr, UdpSocket},
+    path::Path,
+};
 
 use headgate_core::ipvs::DEVICE;
 use headgate_netlink::{
     NetlinkError,
-    route::{Link, Routing},
+    route::{Change, Link, Prefix, Routing},
 };
 use ipset_netlink::{IpSetError, IpSets};
 use ipvs_netlink::{Ipvs, IpvsError};
+use tracing::info;
 
-use super::super::{BackendError, ErrorKind};
+use super::{
+    super::{BackendError, ErrorKind},
+    convert,
+    probe::PROBE_DEVICE,
+};
 
 /// Connections to IPVS, IP sets and rtnetlink, in the network namespace of the thread that uses them first. Each is opened when it is needed: the
 /// kernel then loads the modules of what it lacks, where it can.
@@ -46,22 +55,13 @@ impl Kernel {
         or_open(&mut self.routing, Routing::open).map_err(of_routing)
     }
 
-    /// The number of our device, which is made and set up if it is not.
+    /// The number of our device, which is made if it is not there. It is down, so that its addresses are the node's own and no more: routing daemons
+    /// export those of devices that are up. Routes to addresses are made as these come, and lost when the device goes up and down again; then
+    /// another device takes its place.
     pub(super) fn device(&mut self) -> Result<u32, BackendError> {
-        let routing = self.routing()?;
-        let link = match routing.link(DEVICE).map_err(of_routing)? {
+        let link = match self.routing()?.link(DEVICE).map_err(of_routing)? {
             Some(link) => link,
-            None => {
-                routing.add_dummy(DEVICE).map_err(|error| match error.refusal_code() {
-                    Some(libc::EOPNOTSUPP) => BackendError::new(
-                        ErrorKind::Unavailable,
-                        "this kernel has no dummy devices: load the module dummy (modprobe dummy)",
-                    ),
-                    _ => of_routing(error),
-                })?;
-                let made = routing.link(DEVICE).map_err(of_routing)?;
-                made.ok_or_else(|| BackendError::new(ErrorKind::Retry, format!("device {DEVICE} went as it came")))?
-            }
+            None => self.make_device(DEVICE)?,
         };
         if link.kind.as_deref() != Some("dummy") {
             let message = format!(
@@ -69,24 +69,60 @@ impl Kernel {
             );
             return Err(BackendError::new(ErrorKind::Fatal, message));
         }
-        if !link.is_up() {
-            // Without it the kernel delivers nothing by routes, and IPv6 addresses are never ready.
-            routing.set_up(link.index, true).map_err(of_routing)?;
+        let addresses = self.routing()?.addresses(link.index).map_err(of_routing)?;
+        if link.is_up() || addresses.iter().any(|prefix| is_without_route(prefix.address)) {
+            return self.replace_device(link.index, &addresses);
         }
         Ok(link.index)
+    }
+
+    fn make_device(&mut self, name: &str) -> Result<Link, BackendError> {
+        let routing = self.routing()?;
+        routing.add_dummy(name).map_err(|error| match error.refusal_code() {
+            Some(libc::EOPNOTSUPP) => BackendError::new(
+                ErrorKind::Unavailable,
+                "this kernel has no dummy devices: load the module dummy (modprobe dummy)",
+            ),
+            _ => of_routing(error),
+        })?;
+        let made = routing.link(name).map_err(of_routing)?;
+        made.ok_or_else(|| BackendError::new(ErrorKind::Retry, format!("device {name} went as it came")))
+    }
+
+    /// Makes our device anew, with these addresses. Another device has them meanwhile, so that the node has them all the time. That one is not renamed
+    /// instead: the kernel would number the labels of its addresses, by which the device of an IPv4 address is known.
+    fn replace_device(&mut self, old: u32, addresses: &[Prefix]) -> Result<u32, BackendError> {
+        // One may be left from an agent that was killed in the middle of this.
+        if let Some(left) = self.routing()?.link(PROBE_DEVICE).map_err(of_routing)? {
+            self.routing()?.remove_link(left.index).map_err(of_routing)?;
+        }
+        let meanwhile = self.make_device(PROBE_DEVICE)?.index;
+        self.add_addresses(meanwhile, addresses)?;
+        self.routing()?.remove_link(old).map_err(of_routing)?;
+        let new = self.make_device(DEVICE)?.index;
+        self.add_addresses(new, addresses)?;
+        self.routing()?.remove_link(meanwhile).map_err(of_routing)?;
+        info!(device = DEVICE, addresses = addresses.len(), "replaced, since it was up");
+        Ok(new)
+    }
+
+    /// Adds those addresses that are of one host. One that is refused is missing when the full sync looks at the device.
+    fn add_addresses(&mut self, link: u32, addresses: &[Prefix]) -> Result<(), BackendError> {
+        let hosts = addresses.iter().filter(|prefix| **prefix == convert::host(prefix.address));
+        let adds: Vec<Change> = hosts.map(|address| Change::AddAddress { link, address: *address }).collect();
+        self.routing()?.change(&adds, |_, _| {}).map_err(of_routing)
     }
 
     /// The number of our device, on which everything is that has been put there.
     ///
     /// # Errors
-    /// It is gone, and its addresses with it; or down, by which it has lost those of IPv6. Only a full sync helps.
+    /// It is gone, and its addresses with it; or somebody has set it up. Only a full sync helps.
     pub(super) fn device_in_use(&mut self) -> Result<u32, BackendError> {
-        let state = match self.link()? {
-            Some(link) if link.is_up() => return Ok(link.index),
-            Some(_) => "down",
-            None => "gone",
+        let message = match self.link()? {
+            Some(link) if !link.is_up() => return Ok(link.index),
+            Some(_) => format!("device {DEVICE} is up: routing daemons may export services' addresses"),
+            None => format!("device {DEVICE} is gone: services' addresses went with it"),
         };
-        let message = format!("device {DEVICE} is {state}: services' addresses went with it");
         Err(BackendError::new(ErrorKind::NeedsFullSync, message))
     }
 
@@ -101,6 +137,13 @@ impl Kernel {
         // A device of another kind is somebody else's.
         Ok(link.filter(|link| link.kind.as_deref() == Some("dummy")))
     }
+}
+
+/// True of an IPv4 address of ours that the kernel does not take for the node's own, though it is on the device. Only then a socket cannot have it.
+pub(super) fn is_without_route(address: IpAddr) -> bool {
+    let is_refused =
+        || UdpSocket::bind((address, 0)).is_err_and(|error| error.kind() == io::ErrorKind::AddrNotAvailable);
+    address.is_ipv4() && is_refused()
 }
 
 /// Whether this network namespace has IPVS, without making the kernel load it.

@@ -92,7 +92,7 @@ pub(super) fn has_scheduler(ipvs: &mut Ipvs, scheduler: Scheduler) -> Result<(),
     Ok(())
 }
 
-/// The device that shows whether there can be any.
+/// The device that shows whether there can be any. It also has the addresses of ours while that is made anew.
 pub(super) const PROBE_DEVICE: &str = "kube-ipvs-probe";
 
 /// Makes a device of another name and removes it again, unless ours is there.

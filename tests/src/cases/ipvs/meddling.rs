@@ -42,7 +42,7 @@ pub fn a_change_finds_out_what_is_gone(bed: &Testbed) -> Result<()> {
         ("virtual servers were flushed, and endpoints change", &flush_servers, &there_and_back),
         ("virtual servers were flushed, and settings change", &flush_servers, &affinity),
         ("the device was removed", &|| node.ip_batch("link del kube-ipvs0\n"), &there_and_back),
-        ("the device was set down", &|| node.ip_batch("link set kube-ipvs0 down\n"), &there_and_back),
+        ("the device was set up", &|| node.ip_batch("link set kube-ipvs0 up\n"), &there_and_back),
         ("a set was destroyed", &|| tool(node, "ipset", &["destroy", "KUBE-NODE-PORT-SERVERS"]).map(drop), &node_port),
     ];
     let before = without_marker(kernel(bed, "node-a")?);

@@ -1,10 +1,12 @@
 //! What is IPVS's alone: virtual servers, sets and the device in the kernel, what others do to them, and what becomes of them.
 
+mod device;
 mod meddling;
 mod modules;
 mod refused;
 mod takeover;
 
+pub use device::{a_device_that_is_up_is_replaced, rules_of_others_for_the_node_come_second};
 pub use meddling::{
     a_change_finds_out_what_is_gone, ipv6_is_switched_on_for_the_device, what_others_change_is_changed_back,
 };
@@ -174,12 +176,15 @@ pub fn flushed_state_comes_back(bed: &Testbed) -> Result<()> {
         let destination = added.split(' ').nth(4).context("a destination's address")?;
         tool(node, "ipvsadm", &["-d", "-t", &server, "-r", destination]).map(drop)
     };
-    let steps: [(&str, &dyn Fn() -> Result<()>); 6] = [
+    let steps: [(&str, &dyn Fn() -> Result<()>); 8] = [
         ("virtual servers were flushed", &|| tool(node, "ipvsadm", &["-C"]).map(drop)),
         ("one destination was removed", &one_destination),
         ("sets were flushed", &|| tool(node, "ipset", &["flush"]).map(drop)),
         ("addresses were flushed", &|| node.ip_batch("addr flush dev kube-ipvs0\n")),
         ("the device was removed", &|| node.ip_batch("link del kube-ipvs0\n")),
+        ("the device was set up", &|| node.ip_batch("link set kube-ipvs0 up\n")),
+        // Which takes the routes of its addresses away.
+        ("the device was up", &|| node.ip_batch("link set kube-ipvs0 up\nlink set kube-ipvs0 down\n")),
         ("rules were flushed", &|| flush(&["-t", "nat", "-F"]).and_then(|()| flush(&["-F", "KUBE-IPVS-FILTER"]))),
     ];
     for (what, step) in steps {

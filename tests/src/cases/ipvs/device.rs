@@ -1,0 +1,100 @@
+//! The services' addresses are the node's own: what that must not mean for routing daemons, and for rules of others about the node's own addresses.
+
+use anyhow::{Context, Result, ensure};
+
+use super::super::case::{Source, ask};
+use super::super::run::run;
+use super::{difference, kernel, restart, tool, without_marker};
+use crate::testbed::client::HeldConnection;
+use crate::testbed::iptables::{self, Variant};
+use crate::testbed::manifests::{Service, Via};
+use crate::testbed::plan::{self, LINE_PORT};
+use crate::testbed::{AgentSetup, Family, Testbed};
+
+use Source::{Kept, Masqueraded};
+use Via::{ClusterIp, ExternalIp, LoadBalancerIp, NodePort};
+
+/// The device is down, so that no routing daemon takes its addresses for networks of the node's. An agent that finds it up, as an earlier version made
+/// it, puts another in its place, and connections go on.
+///
+/// On machines with [`super::super::lifecycle::some_services`] on which nothing runs yet.
+pub fn a_device_that_is_up_is_replaced(bed: &Testbed) -> Result<()> {
+    bed.start_control_plane()?;
+    bed.start_agent("node-a")?;
+    bed.wait_programmed()?;
+    let node = bed.machines().machine("node-a")?;
+    let is_down = |when: &str| -> Result<()> {
+        let shown = tool(node, "ip", &["link", "show", "kube-ipvs0"])?;
+        ensure!(!shown.contains("UP"), "{when} the device is up: {shown}");
+        Ok(())
+    };
+    let answers = || {
+        run(
+            bed,
+            &[
+                ask("a3", "steady", ClusterIp).ports(&["tcp", "udp"]).answered(&["a1", "b1"], Kept),
+                ask("outside-1", "steady", ExternalIp).answered(&["a1", "b1"], Masqueraded("node-a")),
+            ],
+        )
+    };
+    is_down("after the start")?;
+    answers()?;
+    let before = without_marker(kernel(bed, "node-a")?);
+    let to = bed.address("steady", ClusterIp, Family::V4, "tcp")?;
+    let mut held = HeldConnection::open(bed.machines().machine("a3")?, to)?;
+    node.ip_batch("link set kube-ipvs0 up\n")?;
+    restart(bed, &AgentSetup::default())?;
+    is_down("after an update of the agent")?;
+    let different = difference(&before, &without_marker(kernel(bed, "node-a")?));
+    ensure!(different.is_empty(), "different after an update of the agent:\n{}", different.join("\n"));
+    held.check().context("after an update of the agent")?;
+    answers()
+}
+
+/// A rule behind ours that translates what goes to a port of the node, as CNI plugins make for host ports and Docker for published ones, gets no
+/// connection to a service's address.
+///
+/// On machines with [`super::super::lifecycle::some_services`] on which nothing runs yet.
+pub fn rules_of_others_for_the_node_come_second(bed: &Testbed) -> Result<()> {
+    bed.write(|manifests| manifests.add(Service { external_local: true, ..Service::new("local", &["a1"]) }))?;
+    bed.start_control_plane()?;
+    bed.start_agent("node-a")?;
+    bed.wait_programmed()?;
+    let (node, lock) = (bed.machines().machine("node-a")?, bed.machines().xtables_lock("node-a"));
+    let host_port = plan::address("a2").context("a2's address")?;
+    for family in Family::BOTH {
+        let to = std::net::SocketAddr::new(host_port.of(family), LINE_PORT);
+        for chain in ["PREROUTING", "OUTPUT"] {
+            for protocol in ["tcp", "udp"] {
+                let rule = format!(
+                    "-t nat -A {chain} -p {protocol} --dport 80 -m addrtype --dst-type LOCAL -j DNAT --to-destination {to}"
+                );
+                iptables::run(node, Variant::Legacy, family, &lock, &rule.split(' ').collect::<Vec<_>>())?;
+            }
+        }
+    }
+    const BOTH: &[&str] = &["a1", "b1"];
+    const PORTS: &[&str] = &["tcp", "udp"];
+    let by_node = Masqueraded("node-a");
+    run(
+        bed,
+        &[
+            ask("a3", "steady", ClusterIp).ports(PORTS).answered(BOTH, Kept),
+            ask("node-a", "steady", ClusterIp).ports(PORTS).answered(BOTH, by_node),
+            ask("outside-1", "steady", ExternalIp).ports(PORTS).answered(BOTH, by_node),
+            ask("outside-1", "steady", LoadBalancerIp).ports(PORTS).answered(BOTH, by_node),
+            ask("outside-1", "steady", NodePort("node-a")).ports(PORTS).answered(BOTH, by_node),
+            ask("outside-1", "local", ExternalIp).ports(PORTS).answered(&["a1"], Kept),
+            ask("outside-1", "local", LoadBalancerIp).ports(PORTS).answered(&["a1"], Kept),
+            ask("a3", "empty", ClusterIp).ports(PORTS).refused(),
+        ],
+    )?;
+    // The host port itself works: the rule does what it is for.
+    let outside = bed.machines().machine("outside-1")?;
+    for family in Family::BOTH {
+        let to = std::net::SocketAddr::new(plan::address("node-a").context("node-a's address")?.of(family), 80);
+        let held = HeldConnection::open(outside, to)?;
+        ensure!(held.answer.server == "a2", "the host port {to} leads to {}", held.answer.server);
+    }
+    Ok(())
+}
