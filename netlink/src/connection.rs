@@ -1,13 +1,18 @@
 //! A socket with its buffer: lists, questions, and batches of changes.
 
+use std::{io, ops::ControlFlow};
+
 use super::{Malformed, NetlinkError, Refusal, Request, message, socket::Socket};
 
 /// Room for what the kernel sends at once, which is at most 32 KiB.
-const RECEIVE_BUFFER_BYTES: usize = 64 * 1024;
+pub(super) const RECEIVE_BUFFER_BYTES: usize = 64 * 1024;
 /// Most requests that are sent at once: their answers have to fit into the socket's receive buffer.
 pub const BATCH_REQUESTS: usize = 128;
 /// Most bytes of requests that are sent at once, unless one request alone has more: the kernel copies them into one piece of memory.
 pub const BATCH_BYTES: usize = 64 * 1024;
+
+/// Most bytes of the buffer for requests that are kept for the next ones.
+const KEPT_BYTES: usize = 64 * 1024;
 
 /// Attempts at a list that the kernel interrupts.
 const LIST_ATTEMPTS: u32 = 5;
@@ -19,6 +24,14 @@ pub enum Dumped {
     Whole,
     /// The table changed its shape meanwhile: entries may be missing or listed twice.
     Interrupted,
+}
+
+/// Sequence numbers of requests that were sent together.
+#[derive(Debug)]
+pub(super) struct Sent {
+    first: u32,
+    last: u32,
+    acknowledged: u32,
 }
 
 /// How a socket is set up.
@@ -46,6 +59,7 @@ pub struct Connection {
     socket: Socket,
     sequence: u32,
     buffer: Vec<u8>,
+    outgoing: Vec<u8>,
 }
 
 impl Connection {
@@ -63,7 +77,7 @@ impl Connection {
     /// The system gives us none.
     pub fn open_with(protocol: libc::c_int, options: &Options) -> Result<Self, NetlinkError> {
         let socket = Socket::open(protocol, options).map_err(NetlinkError::Open)?;
-        Ok(Self { socket, sequence: 0, buffer: vec![0; RECEIVE_BUFFER_BYTES] })
+        Ok(Self { socket, sequence: 0, buffer: vec![0; RECEIVE_BUFFER_BYTES], outgoing: Vec::new() })
     }
 
     /// Asks for a list and hands out each message's type and payload.
@@ -166,41 +180,89 @@ impl Connection {
                 batch.push(request);
             }
             let count = batch.len();
-            self.execute_at_once(batch, |index, refusal| refused(done + index, refusal))?;
+            let sent = self.send_together(batch.iter(), count - 1)?;
+            self.collect_refusals(&sent, |index, refusal| {
+                refused(done + index, refusal);
+                ControlFlow::Continue(())
+            })?;
             done += count;
         }
         Ok(())
     }
 
-    fn execute_at_once(
+    /// Sends requests in one piece, however long it is. The one at the index `acknowledged` asks
+    /// for an acknowledgement.
+    pub(super) fn send_together<'a>(
         &mut self,
-        requests: Vec<Request>,
-        mut refused: impl FnMut(usize, Refusal),
-    ) -> Result<(), NetlinkError> {
+        requests: impl ExactSizeIterator<Item = &'a Request>,
+        acknowledged: usize,
+    ) -> Result<Sent, NetlinkError> {
         let count = u32::try_from(requests.len()).map_err(|_| NetlinkError::RequestTooLong)?;
         let first = self.reserve(count);
-        let last = self.sequence;
-        let mut bytes = Vec::new();
-        for (sequence, request) in (first..).zip(requests) {
-            let request = if sequence == last { request.acknowledged() } else { request };
-            bytes.extend(request.finish(sequence)?);
+        let mut sent = Sent { first, last: self.sequence, acknowledged: self.sequence };
+        self.outgoing.clear();
+        for (index, (sequence, request)) in (first..).zip(requests).enumerate() {
+            if index == acknowledged {
+                sent.acknowledged = sequence;
+            }
+            request.append_to(&mut self.outgoing, sequence, index == acknowledged)?;
         }
-        self.socket.send(&bytes).map_err(NetlinkError::Send)?;
+        self.socket.make_room(self.outgoing.len()).map_err(NetlinkError::Send)?;
+        self.socket.send(&self.outgoing).map_err(NetlinkError::Send)?;
+        self.outgoing.shrink_to(KEPT_BYTES);
+        Ok(sent)
+    }
+
+    /// Hands each refusal of what was sent to `refused`, by the request's index, until the
+    /// acknowledgement comes or `refused` breaks off.
+    pub(super) fn collect_refusals(
+        &mut self,
+        sent: &Sent,
+        mut refused: impl FnMut(usize, Refusal) -> ControlFlow<()>,
+    ) -> Result<(), NetlinkError> {
+        let mut lost = false;
         loop {
-            for message in message::messages(self.socket.receive(&mut self.buffer).map_err(NetlinkError::Receive)?) {
+            // Answers that came before the buffer was full still wait behind this error.
+            let received = match if lost {
+                self.socket.receive_now(&mut self.buffer)
+            } else {
+                self.socket.receive(&mut self.buffer)
+            } {
+                Err(error) if error.raw_os_error() == Some(libc::ENOBUFS) => {
+                    lost = true;
+                    continue;
+                }
+                Err(error) if lost && error.kind() == io::ErrorKind::WouldBlock => {
+                    return Err(NetlinkError::Receive(io::Error::from_raw_os_error(libc::ENOBUFS)));
+                }
+                received => received.map_err(NetlinkError::Receive)?,
+            };
+            for message in message::messages(received) {
                 let message = message?;
-                if message.kind != message::ERROR || !(first..=last).contains(&message.sequence) {
+                if message.kind != message::ERROR || !(sent.first..=sent.last).contains(&message.sequence) {
                     continue;
                 }
                 if let Err(refusal) = message.error_status()? {
-                    let index = usize::try_from(message.sequence - first);
-                    refused(index.map_err(|_| Malformed("a sequence number too large"))?, refusal);
+                    let index = usize::try_from(message.sequence - sent.first);
+                    let index = index.map_err(|_| Malformed("a sequence number too large"))?;
+                    if refused(index, refusal).is_break() {
+                        return Ok(());
+                    }
                 }
-                if message.sequence == last {
+                if message.sequence == sent.acknowledged {
                     return Ok(());
                 }
             }
         }
+    }
+
+    /// The socket's own number in its network namespace (`nl_pid`). Notifications of changes carry
+    /// the number of the socket that made the change.
+    ///
+    /// # Errors
+    /// The system does not tell.
+    pub fn port(&self) -> Result<u32, NetlinkError> {
+        self.socket.port().map_err(NetlinkError::Open)
     }
 
     /// Sequence numbers for as many requests; the first of them.

@@ -6,13 +6,15 @@
 //! - [`Connection`] sends [`Request`]s: [`Connection::dump`] for lists, [`Connection::ask`] for one answer, [`Connection::execute`] for changes,
 //!   many at once, of which each refusal is told with the request's index.
 //! - [`generic`] finds the numbers of generic netlink families and encodes their requests.
-//! - [`netfilter`] encodes requests of the netfilter subsystems.
+//! - [`netfilter`] encodes requests of the netfilter subsystems, and carries out transactions.
+//! - [`Listener`] receives the notifications of multicast groups.
 //! - [`route`] has links, addresses and local routes.
 
 mod attribute;
 mod connection;
 mod error;
 pub mod generic;
+mod listener;
 mod message;
 pub mod netfilter;
 pub mod route;
@@ -24,4 +26,5 @@ pub use attribute::{
 };
 pub use connection::{BATCH_BYTES, BATCH_REQUESTS, Connection, Dumped, Options};
 pub use error::{Malformed, NetlinkError, Refusal};
+pub use listener::{Heard, Listener, Notification};
 pub use message::Request;

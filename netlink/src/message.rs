@@ -88,26 +88,24 @@ impl Request {
         })
     }
 
-    /// Bytes on the wire.
-    pub(super) fn length(&self) -> usize {
+    /// Bytes on the wire so far, with the header.
+    #[must_use]
+    pub fn length(&self) -> usize {
         self.bytes.len()
     }
 
     /// Asks for an acknowledgement.
     pub(super) fn acknowledged(mut self) -> Self {
-        if let Some(flags) = self.bytes.get_mut(6..8) {
-            let value = u16::from_ne_bytes([flags[0], flags[1]]) | FLAG_ACK;
-            flags.copy_from_slice(&value.to_ne_bytes());
+        let flags = (self.flags() | FLAG_ACK).to_ne_bytes();
+        if let Some(field) = self.bytes.get_mut(6..8) {
+            field.copy_from_slice(&flags);
         }
         self
     }
 
     /// The bytes to send.
     pub(super) fn finish(mut self, sequence: u32) -> Result<Vec<u8>, NetlinkError> {
-        let length = u32::try_from(self.bytes.len()).map_err(|_| NetlinkError::RequestTooLong)?;
-        if self.is_too_long {
-            return Err(NetlinkError::RequestTooLong);
-        }
+        let length = self.checked_length()?;
         if let Some(header) = self.bytes.get_mut(..HEADER_BYTES) {
             header[..4].copy_from_slice(&length.to_ne_bytes());
             header[8..12].copy_from_slice(&sequence.to_ne_bytes());
@@ -115,7 +113,40 @@ impl Request {
         Ok(self.bytes)
     }
 
-    /// The bytes after the message's header, for tests of encoders.
+    /// Appends the bytes to send to those of other requests.
+    pub(super) fn append_to(&self, bytes: &mut Vec<u8>, sequence: u32, acknowledged: bool) -> Result<(), NetlinkError> {
+        bytes.extend(self.checked_length()?.to_ne_bytes());
+        bytes.extend(self.kind().to_ne_bytes());
+        bytes.extend((self.flags() | if acknowledged { FLAG_ACK } else { 0 }).to_ne_bytes());
+        bytes.extend(sequence.to_ne_bytes());
+        bytes.extend([0; 4]);
+        bytes.extend(self.payload());
+        Ok(())
+    }
+
+    fn checked_length(&self) -> Result<u32, NetlinkError> {
+        let length = u32::try_from(self.bytes.len()).ok().filter(|_| !self.is_too_long);
+        length.ok_or(NetlinkError::RequestTooLong)
+    }
+
+    /// The message's type.
+    #[must_use]
+    pub fn kind(&self) -> u16 {
+        self.half_word(4)
+    }
+
+    /// The message's flags.
+    #[must_use]
+    pub fn flags(&self) -> u16 {
+        self.half_word(6)
+    }
+
+    fn half_word(&self, at: usize) -> u16 {
+        let bytes = self.bytes.get(at..at + 2).and_then(|bytes| bytes.try_into().ok());
+        bytes.map(u16::from_ne_bytes).unwrap_or_default()
+    }
+
+    /// The bytes after the message's header.
     #[must_use]
     pub fn payload(&self) -> &[u8] {
         self.bytes.get(HEADER_BYTES..).unwrap_or_default()
@@ -128,6 +159,8 @@ pub(super) struct Message<'a> {
     pub(super) kind: u16,
     flags: u16,
     pub(super) sequence: u32,
+    /// The socket whose request this message answers or reports.
+    pub(super) port: u32,
     pub(super) payload: &'a [u8],
 }
 
@@ -195,6 +228,7 @@ fn split_message<'a>(bytes: &mut &'a [u8]) -> Option<Message<'a>> {
         kind: u16::from_ne_bytes(all.get(4..6)?.try_into().ok()?),
         flags: u16::from_ne_bytes(all.get(6..8)?.try_into().ok()?),
         sequence: u32::from_ne_bytes(all.get(8..12)?.try_into().ok()?),
+        port: u32::from_ne_bytes(all.get(12..16)?.try_into().ok()?),
         payload: all.get(HEADER_BYTES..length)?,
     };
     *bytes = all.get(align(length)..).unwrap_or_default();
@@ -239,7 +273,7 @@ mod tests {
         assert!(messages(&[8, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]).next().unwrap().is_err());
     }
     fn refused(flags: u16, payload: &[u8]) -> Result<(), Refusal> {
-        Message { kind: ERROR, flags, sequence: 1, payload }.error_status().unwrap()
+        Message { kind: ERROR, flags, sequence: 1, port: 0, payload }.error_status().unwrap()
     }
 
     #[test]
@@ -256,7 +290,7 @@ mod tests {
         }
         assert_eq!(refused(0, &(-2_i32).to_ne_bytes()), Err(Refusal::of_code(2)));
         assert_eq!(refused(0, &[0; 4]), Ok(()));
-        assert!(Message { kind: ERROR, flags: 0, sequence: 1, payload: &[1] }.error_status().is_err());
+        assert!(Message { kind: ERROR, flags: 0, sequence: 1, port: 0, payload: &[1] }.error_status().is_err());
     }
 
     #[test]

@@ -3,7 +3,7 @@
 
 use std::{
     io,
-    os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd},
+    os::fd::{AsFd, AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd},
 };
 
 use libc::c_int;
@@ -15,7 +15,11 @@ const RECEIVE_TIMEOUT_SECONDS: libc::time_t = 30;
 
 /// A blocking netlink socket, to which the kernel alone sends.
 #[derive(Debug)]
-pub(super) struct Socket(OwnedFd);
+pub(super) struct Socket {
+    fd: OwnedFd,
+    /// Room that was asked for.
+    send_buffer_bytes: u32,
+}
 
 impl Socket {
     pub(super) fn open(protocol: c_int, options: &Options) -> io::Result<Self> {
@@ -23,7 +27,8 @@ impl Socket {
         let fd = unsafe { libc::socket(libc::AF_NETLINK, libc::SOCK_RAW | libc::SOCK_CLOEXEC, protocol) };
         check(fd)?;
         // SAFETY: the descriptor is open, ours, and nobody else's.
-        let socket = Self(unsafe { OwnedFd::from_raw_fd(fd) });
+        let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+        let socket = Self { fd, send_buffer_bytes: options.send_buffer_bytes };
         // Refusals come without a copy of the request.
         socket.set_option(libc::SOL_NETLINK, libc::NETLINK_CAP_ACK, &1_i32)?;
         // Kernels before 4.12 have no extended acknowledgements, those before 4.20 no strict checks.
@@ -35,6 +40,7 @@ impl Socket {
         socket.set_buffer(libc::SO_RCVBUFFORCE, libc::SO_RCVBUF, options.receive_buffer_bytes)?;
         let timeout = libc::timeval { tv_sec: RECEIVE_TIMEOUT_SECONDS, tv_usec: 0 };
         socket.set_option(libc::SOL_SOCKET, libc::SO_RCVTIMEO, &timeout)?;
+        socket.bind()?;
         Ok(socket)
     }
 
@@ -42,7 +48,7 @@ impl Socket {
         let length = libc::socklen_t::try_from(size_of::<T>()).map_err(io::Error::other)?;
         // SAFETY: the pointer and the length describe `value`, which lives until the call returns.
         let result =
-            unsafe { libc::setsockopt(self.0.as_raw_fd(), level, name, std::ptr::from_ref(value).cast(), length) };
+            unsafe { libc::setsockopt(self.fd.as_raw_fd(), level, name, std::ptr::from_ref(value).cast(), length) };
         check(result).map(drop)
     }
 
@@ -64,19 +70,67 @@ impl Socket {
         }
     }
 
+    /// Makes room for one send of a length.
+    pub(super) fn make_room(&mut self, bytes: usize) -> io::Result<()> {
+        let bytes = u32::try_from(bytes).map_err(io::Error::other)?;
+        if bytes > self.send_buffer_bytes {
+            self.set_buffer(libc::SO_SNDBUFFORCE, libc::SO_SNDBUF, bytes)?;
+            self.send_buffer_bytes = bytes;
+        }
+        Ok(())
+    }
+
+    /// Subscribes to a multicast group.
+    pub(super) fn join(&self, group: c_int) -> io::Result<()> {
+        self.set_option(libc::SOL_NETLINK, libc::NETLINK_ADD_MEMBERSHIP, &group)
+    }
+
+    /// The socket's number, by which the kernel and other sockets know it.
+    pub(super) fn port(&self) -> io::Result<u32> {
+        // SAFETY: the structure is plain numbers, for which zero is a value.
+        let mut address: libc::sockaddr_nl = unsafe { std::mem::zeroed() };
+        let mut length = libc::socklen_t::try_from(size_of::<libc::sockaddr_nl>()).unwrap_or_default();
+        // SAFETY: the pointers describe `address` and its length, which are ours alone until the
+        // call returns.
+        check(unsafe {
+            libc::getsockname(self.fd.as_raw_fd(), std::ptr::from_mut(&mut address).cast(), &raw mut length)
+        })?;
+        Ok(address.nl_pid)
+    }
+
+    /// Gives the socket its number, which it otherwise gets with the first send.
+    pub(super) fn bind(&self) -> io::Result<()> {
+        // SAFETY: the structure is plain numbers, for which zero is a value.
+        let mut address: libc::sockaddr_nl = unsafe { std::mem::zeroed() };
+        address.nl_family = libc::sa_family_t::try_from(libc::AF_NETLINK).map_err(io::Error::other)?;
+        let length = libc::socklen_t::try_from(size_of::<libc::sockaddr_nl>()).map_err(io::Error::other)?;
+        // SAFETY: the pointer and the length describe `address`, which lives until the call
+        // returns.
+        check(unsafe { libc::bind(self.fd.as_raw_fd(), std::ptr::from_ref(&address).cast(), length) }).map(drop)
+    }
+
     /// Sends to the kernel, which does the work before this returns.
     pub(super) fn send(&self, bytes: &[u8]) -> io::Result<()> {
         retry(|| {
             // SAFETY: the pointer and the length describe `bytes`, which lives until the call returns.
-            unsafe { libc::send(self.0.as_raw_fd(), bytes.as_ptr().cast(), bytes.len(), 0) }
+            unsafe { libc::send(self.fd.as_raw_fd(), bytes.as_ptr().cast(), bytes.len(), 0) }
         })
         .map(drop)
     }
 
     /// Waits for the kernel's next answer and puts it into `buffer`; the part of it that was filled.
     pub(super) fn receive<'a>(&self, buffer: &'a mut [u8]) -> io::Result<&'a [u8]> {
+        self.receive_with(0, buffer)
+    }
+
+    /// Likewise what is there already; `EAGAIN` when nothing is.
+    pub(super) fn receive_now<'a>(&self, buffer: &'a mut [u8]) -> io::Result<&'a [u8]> {
+        self.receive_with(libc::MSG_DONTWAIT, buffer)
+    }
+
+    fn receive_with<'a>(&self, flags: c_int, buffer: &'a mut [u8]) -> io::Result<&'a [u8]> {
         loop {
-            let (received, sender) = self.receive_from_anyone(buffer)?;
+            let (received, sender) = self.receive_from_anyone(flags, buffer)?;
             if received > buffer.len() {
                 return Err(io::Error::new(io::ErrorKind::InvalidData, "a netlink message longer than the buffer"));
             }
@@ -87,7 +141,7 @@ impl Socket {
         }
     }
 
-    fn receive_from_anyone(&self, buffer: &mut [u8]) -> io::Result<(usize, u32)> {
+    fn receive_from_anyone(&self, flags: c_int, buffer: &mut [u8]) -> io::Result<(usize, u32)> {
         // SAFETY: the structure is plain numbers, for which zero is a value.
         let mut sender: libc::sockaddr_nl = unsafe { std::mem::zeroed() };
         let received = retry(|| {
@@ -95,16 +149,22 @@ impl Socket {
             // SAFETY: pointers and lengths describe `buffer` and `sender`, which are ours alone until the call returns.
             unsafe {
                 libc::recvfrom(
-                    self.0.as_raw_fd(),
+                    self.fd.as_raw_fd(),
                     buffer.as_mut_ptr().cast(),
                     buffer.len(),
-                    libc::MSG_TRUNC,
+                    libc::MSG_TRUNC | flags,
                     std::ptr::from_mut(&mut sender).cast(),
                     &raw mut length,
                 )
             }
         })?;
         Ok((received, sender.nl_pid))
+    }
+}
+
+impl AsFd for Socket {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
     }
 }
 

@@ -6,6 +6,7 @@ mod kernel_clients {
     mod ipset;
     mod ipvs;
     mod links;
+    mod nftables;
 
     use std::{
         net::{SocketAddr, TcpStream},

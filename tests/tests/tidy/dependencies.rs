@@ -1,4 +1,4 @@
-//! Dependencies run one way: core ← proto ← {control-plane, node-agent, cli} ← tests, and netlink ← {ipvs, ipset} ← node-agent; and core can do no I/O.
+//! Dependencies run one way: core ← proto ← {control-plane, node-agent, cli} ← tests, and netlink ← {ipvs, ipset, nftables} ← node-agent; and core can do no I/O.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -76,6 +76,7 @@ fn packages_of_the_workspace_depend_one_way() {
         ("headgate-netlink", BTreeSet::new()),
         ("ipvs-netlink", BTreeSet::from(["headgate-netlink"])),
         ("ipset-netlink", BTreeSet::from(["headgate-netlink"])),
+        ("nftables-netlink", BTreeSet::from(["headgate-netlink"])),
         (
             "headgate-node-agent",
             BTreeSet::from([
@@ -97,6 +98,7 @@ fn packages_of_the_workspace_depend_one_way() {
                 "headgate-netlink",
                 "ipvs-netlink",
                 "ipset-netlink",
+                "nftables-netlink",
                 "headgate-control-plane",
                 "headgate-node-agent",
             ]),

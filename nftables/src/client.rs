@@ -1,0 +1,272 @@
+//! The client: a connection to the kernel.
+
+use headgate_netlink::{Connection, Dumped, Malformed, NetlinkError, Options, Refusal, Request, netfilter};
+
+use crate::{
+    Chain, Element, Family, Fault, Kernel, Listed, NftablesError, Rule, Set, Table, TableName, Transaction, Value,
+    describe,
+    wire::{self, decode, message},
+};
+
+/// Attempts at a list that is whole.
+const ATTEMPTS: u32 = 8;
+
+/// A state of the rules of a network namespace, and what began it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Generation {
+    /// Its number: one more with each transaction of the network namespace, whoever makes it. 0 is
+    /// left out.
+    pub id: u32,
+    /// In notifications: the thread that made the transaction, by its number in the first PID
+    /// namespace.
+    pub thread_id: Option<u32>,
+    /// The name of that thread, at most 15 bytes.
+    pub thread_name: Option<String>,
+}
+
+/// A connection to nftables in the network namespace of the thread that opened it. Tables that it
+/// owns ([`Table::owned`]) are bound to it.
+#[derive(Debug)]
+pub struct Nftables {
+    connection: Connection,
+    port: u32,
+}
+
+impl Nftables {
+    /// Connects.
+    ///
+    /// # Errors
+    /// [`NftablesError::Missing`] when the kernel has no nftables.
+    pub fn open() -> Result<Self, NftablesError> {
+        let connection = Connection::open_with(libc::NETLINK_NETFILTER, &Options::default())?;
+        let port = connection.port()?;
+        let mut opened = Self { connection, port };
+        match opened.generation() {
+            // What netfilter says when a subsystem is not there.
+            Err(error) if matches!(error.refusal_code(), Some(libc::EINVAL | libc::EOPNOTSUPP)) => {
+                Err(NftablesError::Missing)
+            }
+            Err(error) => Err(error),
+            Ok(_) => Ok(opened),
+        }
+    }
+
+    /// The connection's own number. [`crate::Event`]s carry the number of the connection that made
+    /// the change.
+    #[must_use]
+    pub fn port(&self) -> u32 {
+        self.port
+    }
+
+    /// As [`Kernel::commit`], if the current generation is still the one of a number.
+    ///
+    /// # Errors Those of [`Kernel::commit`]; [`NftablesError::is_of_past_generation`] if another
+    /// transaction came between, of any table of the network namespace.
+    pub fn commit_at(&mut self, transaction: &Transaction, generation: u32) -> Result<(), NftablesError> {
+        self.carry_out(transaction, Some(generation))
+    }
+
+    fn carry_out(&mut self, transaction: &Transaction, generation: Option<u32>) -> Result<(), NftablesError> {
+        let mut faults = Vec::new();
+        let requests = transaction.requests();
+        let subsystem = libc::c_int::from(wire::SUBSYSTEM);
+        let result = netfilter::transact(&mut self.connection, subsystem, generation, requests, |message, refusal| {
+            faults.push(fault(transaction, message, refusal));
+        });
+        // Answers are lost only where there are many, which are refusals: those at hand tell
+        // enough.
+        if faults.is_empty() { Ok(result?) } else { Err(NftablesError::Refused(faults)) }
+    }
+
+    /// One table; none if there is none of that name.
+    ///
+    /// # Errors
+    /// When the kernel does not tell.
+    pub fn table(&mut self, name: &TableName) -> Result<Option<Listed<Table>>, NftablesError> {
+        self.get(wire::get(message::GET_TABLE, name, None), decode::new_table)
+    }
+
+    /// One set without its elements; none if there is none of that name.
+    ///
+    /// # Errors
+    /// When the kernel does not tell.
+    pub fn set(&mut self, table: &TableName, name: &str) -> Result<Option<Listed<Set>>, NftablesError> {
+        self.get(wire::get_set(table, name), decode::new_set)
+    }
+
+    /// Hands out the elements of a set as the kernel lists them, without keeping them. When the
+    /// result is [`Dumped::Interrupted`], a transaction came between, and elements may be missing
+    /// or listed twice: this happens with each transaction of the network namespace. It also
+    /// happens, and the kernel does not tell, while a set without a size still grows its hash, some
+    /// time after many elements were added. [`Kernel::elements`] notices both.
+    ///
+    /// # Errors When the kernel does not list them: `ENOENT` if there is no such set. What was
+    /// handed out until then is true all the same.
+    pub fn each_element(
+        &mut self,
+        table: &TableName,
+        set: &str,
+        mut each: impl FnMut(Element),
+    ) -> Result<Dumped, NftablesError> {
+        let mut malformed = None;
+        let dumped =
+            self.connection.dump(wire::list_elements(table, set), |_, payload| match decode::elements(payload) {
+                Ok(elements) => elements.list.into_iter().flatten().for_each(&mut each),
+                Err(error) => malformed = Some(error),
+            });
+        malformed.map_or(Ok(()), Err)?;
+        Ok(dumped?)
+    }
+
+    /// Those elements of a set that have one of these keys. Cheap: the kernel looks each key up.
+    ///
+    /// # Errors
+    /// When the kernel does not tell: `ENOENT` if there is no such set.
+    pub fn find_elements(
+        &mut self,
+        table: &TableName,
+        set: &str,
+        keys: impl IntoIterator<Item = Value>,
+    ) -> Result<Vec<Element>, NftablesError> {
+        let mut found = Vec::new();
+        for key in keys {
+            for request in wire::get_elements(table, set, [key]) {
+                let elements = self.get(request, decode::elements)?;
+                found.extend(elements.into_iter().flat_map(|elements| elements.list.unwrap_or_default()));
+            }
+        }
+        Ok(found)
+    }
+
+    /// How a list of elements shows that it is whole.
+    fn expected_count(&mut self, table: &TableName, set: &str) -> Result<Expected, NftablesError> {
+        let read = |payload: &[u8]| Ok((decode::new_set(payload)?.object, decode::element_count(payload)?));
+        let Some((set, count)) = self.get(wire::get_set(table, set), read)? else {
+            return Err(Refusal::of_code(libc::ENOENT).into());
+        };
+        // Only hashes that grow are listed unreliably. Those whose elements expire have some that
+        // are not listed.
+        let may_grow = !set.flags.interval && (set.size.is_none() || set.flags.timeout || set.flags.dynamic);
+        Ok(match count.and_then(|count| usize::try_from(count).ok()) {
+            _ if !may_grow => Expected::Stable,
+            Some(count) if !set.flags.timeout => Expected::Count(count),
+            _ => Expected::Unknown,
+        })
+    }
+
+    fn get<T>(
+        &mut self,
+        request: Request,
+        read: impl Fn(&[u8]) -> Result<T, Malformed>,
+    ) -> Result<Option<T>, NftablesError> {
+        let mut found = None;
+        match self.connection.ask(request, |_, payload| found = Some(read(payload))) {
+            Err(error) if error.refusal_code() == Some(libc::ENOENT) => Ok(None),
+            result => {
+                result?;
+                Ok(found.transpose()?)
+            }
+        }
+    }
+
+    fn list<T>(
+        &mut self,
+        request: &Request,
+        read: impl Fn(&[u8]) -> Result<T, Malformed>,
+    ) -> Result<Vec<T>, NftablesError> {
+        self.connection.list(request, |found: &mut Vec<T>, payload| {
+            found.push(read(payload)?);
+            Ok(())
+        })
+    }
+}
+
+/// How a list of elements shows that it is whole.
+enum Expected {
+    /// The kernel lists sets of this kind reliably.
+    Stable,
+    /// By the number of elements.
+    Count(usize),
+    /// By being the same twice.
+    Unknown,
+}
+
+/// What tells elements of a set apart.
+fn place(element: &Element) -> (bool, &Value, bool) {
+    (element.catch_all, &element.key, element.interval_end)
+}
+
+pub(crate) fn fault(transaction: &Transaction, message: Option<usize>, refusal: Refusal) -> Fault {
+    let offset = refusal.offset_bytes;
+    let request = message.and_then(|message| transaction.requests().get(message));
+    let at = request.zip(offset.and_then(|offset| usize::try_from(offset).ok()));
+    let element = at.and_then(|(request, offset)| decode::element_at(request.payload(), offset));
+    Fault {
+        message,
+        element: element.map(|(index, _)| index),
+        what: transaction.describe(message, offset),
+        reason: describe::reason(&refusal),
+        refusal,
+    }
+}
+
+impl Kernel for Nftables {
+    fn generation(&mut self) -> Result<Generation, NftablesError> {
+        let mut found = Err(Malformed("no answer has the generation"));
+        self.connection.ask(wire::get_generation(), |_, payload| found = decode::new_generation(payload))?;
+        Ok(found?)
+    }
+
+    fn commit(&mut self, transaction: &Transaction) -> Result<(), NftablesError> {
+        self.carry_out(transaction, None)
+    }
+
+    fn tables(&mut self, family: Option<Family>) -> Result<Vec<Listed<Table>>, NftablesError> {
+        self.list(&wire::list(message::GET_TABLE, family, None, None), decode::new_table)
+    }
+
+    fn chains(&mut self, table: &TableName) -> Result<Vec<Listed<Chain>>, NftablesError> {
+        // The kernel lists the chains of all tables of the family.
+        let all = self.list(&wire::list(message::GET_CHAIN, None, Some(table), None), decode::new_chain)?;
+        Ok(all.into_iter().filter(|chain| chain.object.table == *table).collect())
+    }
+
+    fn rules(&mut self, table: &TableName, chain: Option<&str>) -> Result<Vec<Listed<Rule>>, NftablesError> {
+        self.list(&wire::list(message::GET_RULE, None, Some(table), chain), decode::new_rule)
+    }
+
+    fn sets(&mut self, table: &TableName) -> Result<Vec<Listed<Set>>, NftablesError> {
+        self.list(&wire::list(message::GET_SET, None, Some(table), None), decode::new_set)
+    }
+
+    fn elements(&mut self, table: &TableName, set: &str) -> Result<Vec<Element>, NftablesError> {
+        let request = wire::list_elements(table, set);
+        let mut before = None;
+        for _ in 0..ATTEMPTS {
+            let listed: Result<_, NftablesError> = self.connection.list(&request, |all: &mut Vec<Element>, payload| {
+                all.extend(decode::elements(payload)?.list.unwrap_or_default());
+                Ok(())
+            });
+            let mut found = listed?;
+            found.sort_by(|a, b| place(a).cmp(&place(b)));
+            let is_unique = found.windows(2).all(|pair| place(&pair[0]) != place(&pair[1]));
+            // The kernel does not count the element for all other keys.
+            let counted = found.iter().filter(|element| !element.catch_all).count();
+            let is_as_before = |before: &Vec<Element>| before.iter().map(place).eq(found.iter().map(place));
+            match self.expected_count(table, set)? {
+                Expected::Stable => return Ok(found),
+                Expected::Count(count) if is_unique && count == counted => return Ok(found),
+                Expected::Unknown if is_unique && before.as_ref().is_some_and(is_as_before) => return Ok(found),
+                _ => before = Some(found),
+            }
+        }
+        Err(Refusal::of_code(libc::EINTR).into())
+    }
+}
+
+/// The same error for connections and for what stands in their place in tests.
+impl From<Refusal> for NftablesError {
+    fn from(refusal: Refusal) -> Self {
+        Self::Netlink(NetlinkError::Kernel(refusal))
+    }
+}

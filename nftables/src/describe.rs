@@ -1,0 +1,98 @@
+//! Changes and refusals in words.
+
+use headgate_netlink::{Refusal, Request};
+
+use crate::{
+    Element,
+    wire::{self, CREATE, decode, message},
+};
+
+/// What a request was for.
+pub(crate) fn request(request: &Request, offset_bytes: Option<u32>) -> String {
+    let payload = request.payload();
+    let text = describe(request, payload, offset_bytes);
+    // Only what this crate encoded comes here, so that the text is there.
+    text.unwrap_or_else(|_| format!("message of type {}", request.kind()))
+}
+
+fn describe(
+    request: &Request,
+    payload: &[u8],
+    offset_bytes: Option<u32>,
+) -> Result<String, headgate_netlink::Malformed> {
+    let command = wire::command(request.kind()).unwrap_or(u8::MAX);
+    let verb = match command {
+        message::DELETE_TABLE
+        | message::DELETE_CHAIN
+        | message::DELETE_RULE
+        | message::DELETE_SET
+        | message::DELETE_ELEMENTS => "deleting",
+        _ if request.flags() & CREATE == 0 => "changing",
+        _ => "adding",
+    };
+    Ok(match command {
+        message::NEW_TABLE | message::DELETE_TABLE => {
+            format!("{verb} table {}", decode::new_table(payload)?.object.name)
+        }
+        message::NEW_CHAIN | message::DELETE_CHAIN => {
+            let chain = decode::new_chain(payload)?.object;
+            format!("{verb} chain {} of table {}", chain.name, chain.table)
+        }
+        message::NEW_RULE | message::DELETE_RULE => {
+            let rule = decode::rule_part(payload)?;
+            let chain = rule.chain.map(|chain| format!("chain {chain} of ")).unwrap_or_default();
+            let which = match rule.handle {
+                Some(handle) => format!("the rule {handle}"),
+                None if command == message::NEW_RULE => "a rule".into(),
+                None => "all rules".into(),
+            };
+            let comment = crate::comment_of(&rule.user_data).map(|text| format!(" \"{text}\"")).unwrap_or_default();
+            format!("{verb} {which}{comment} of {chain}table {}", rule.table)
+        }
+        message::NEW_SET | message::DELETE_SET => {
+            let set = decode::new_set(payload)?.object;
+            format!("{verb} set {} of table {}", set.name, set.table)
+        }
+        _ => {
+            let elements = decode::elements(payload)?;
+            let at = offset_bytes.and_then(|offset| usize::try_from(offset).ok());
+            let found = at.and_then(|at| decode::element_at(payload, at));
+            let which = match (&elements.list, &found) {
+                (_, Some((_, element))) => format!("element {}", key(element)),
+                (Some(list), None) => match list.as_slice() {
+                    [only] => format!("element {}", key(only)),
+                    several => format!("{} elements", several.len()),
+                },
+                (None, None) => "all elements".into(),
+            };
+            format!("{verb} {which} of set {} of table {}", elements.set, elements.table)
+        }
+    })
+}
+
+fn key(element: &Element) -> String {
+    match &element.key_end {
+        None if element.catch_all => "*".into(),
+        None => format!("0x{}", element.key),
+        Some(end) => format!("0x{} to 0x{end}", element.key),
+    }
+}
+
+/// Why the kernel refuses, in its own words or in those of its error number.
+pub(crate) fn reason(refusal: &Refusal) -> String {
+    let text = match refusal.code {
+        libc::ERESTART => "the generation changed meanwhile: read the state anew".into(),
+        libc::EMLINK | libc::ELOOP => "jumps form a loop, or lead deeper than 16 chains".into(),
+        libc::ENFILE => "the set is full".into(),
+        libc::EBUSY => "it is in use, or there is one with other properties".into(),
+        libc::EEXIST => "there is one already".into(),
+        libc::ENOENT => "it, or what it refers to, does not exist".into(),
+        libc::EPERM => "another socket owns the table, or the capability CAP_NET_ADMIN is missing".into(),
+        libc::EOPNOTSUPP => "the kernel does not support this, or not in this chain".into(),
+        _ => refusal.to_io_error().to_string(),
+    };
+    match &refusal.message {
+        Some(words) => format!("{text} ({words})"),
+        None => text,
+    }
+}

@@ -1,0 +1,169 @@
+//! An nftables in memory, for tests. It reads the same bytes as the kernel, carries transactions
+//! out all together or not at all, and rejects what the kernel (6.18) rejects. Tests of this
+//! crate's repository run the same cases against it and against a real kernel.
+//!
+//! [`FakeKernel::walk`] sends a packet through the rules of a hook.
+//! [`FakeKernel::miss_replaced_keys`] makes lookups miss keys that the last transaction replaced,
+//! as kernels before 6.17 may do for packets that pass meanwhile.
+//!
+//! What differs: numbers of objects; the order of lists of elements; ranges of one type may overlap
+//! unnoticed; limits always match; of a range of ports or addresses for translation the first is
+//! taken; expressions that this crate does not know are accepted, and end a rule.
+
+mod apply;
+mod elements;
+mod evaluate;
+mod expressions;
+mod hash;
+mod packet;
+mod state;
+mod validate;
+mod walk;
+
+use std::{
+    collections::HashSet,
+    net::IpAddr,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+pub use packet::{Action, Connection, Fate, Packet, Tuple, Walk};
+
+use headgate_netlink::Refusal;
+use state::State;
+
+use crate::{
+    Chain, Element, Family, Generation, Hook, Kernel, Listed, NftablesError, Rule, Set, Table, TableName, Transaction,
+    client::fault,
+};
+
+/// How many lookups of one packet miss a key that the last transaction replaced.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Misses {
+    /// None: as kernels since 6.17.
+    #[default]
+    Never,
+    /// The first ones of each key; later ones find it.
+    First(u32),
+    /// All of them.
+    Always,
+}
+
+/// A kernel, shared by the connections to it.
+#[derive(Debug, Clone, Default)]
+pub struct FakeKernel(Arc<Mutex<State>>);
+
+impl FakeKernel {
+    /// A kernel without tables.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A connection.
+    #[must_use]
+    pub fn connect(&self) -> FakeNftables {
+        FakeNftables { kernel: self.clone(), port: self.state().new_port() }
+    }
+
+    /// Lets time pass, so that elements expire.
+    pub fn advance_ms(&self, milliseconds: u64) {
+        self.state().advance_ms(milliseconds);
+    }
+
+    /// The addresses that `fib` calls local.
+    pub fn set_local_addresses(&self, addresses: impl IntoIterator<Item = IpAddr>) {
+        self.state().local_addresses = addresses.into_iter().collect::<HashSet<_>>();
+    }
+
+    /// The next results of random numbers (`numgen random`, `meta random`), each over all 32 bits.
+    /// Without any, they are 0.
+    pub fn set_random_numbers(&self, numbers: impl IntoIterator<Item = u32>) {
+        self.state().random = numbers.into_iter().collect();
+    }
+
+    /// How many lookups of each packet miss keys that the last transaction deleted and added anew.
+    pub fn miss_replaced_keys(&self, misses: Misses) {
+        self.state().misses = misses;
+    }
+
+    /// Sends a packet through the base chains of a hook, in the order of their priorities.
+    /// Translations change the packet and its connection.
+    pub fn walk(&self, hook: Hook, packet: &mut Packet) -> Walk {
+        walk::walk(&mut self.state(), hook, packet)
+    }
+}
+
+/// A connection to a [`FakeKernel`]. Tables that it owns vanish with it, or are orphaned if they
+/// are persistent.
+#[derive(Debug)]
+pub struct FakeNftables {
+    kernel: FakeKernel,
+    port: u32,
+}
+
+impl FakeNftables {
+    /// The connection's own number.
+    #[must_use]
+    pub fn port(&self) -> u32 {
+        self.port
+    }
+}
+
+impl Drop for FakeNftables {
+    fn drop(&mut self) {
+        self.kernel.state().release(self.port);
+    }
+}
+
+fn no_such() -> NftablesError {
+    Refusal::of_code(libc::ENOENT).into()
+}
+
+impl Kernel for FakeNftables {
+    fn generation(&mut self) -> Result<Generation, NftablesError> {
+        Ok(Generation { id: self.kernel.state().generation, thread_id: None, thread_name: None })
+    }
+
+    fn commit(&mut self, transaction: &Transaction) -> Result<(), NftablesError> {
+        let refused = apply::commit(&mut self.kernel.state(), self.port, transaction.requests());
+        let faults: Vec<_> =
+            refused.into_iter().map(|(message, refusal)| fault(transaction, Some(message), refusal)).collect();
+        if faults.is_empty() { Ok(()) } else { Err(NftablesError::Refused(faults)) }
+    }
+
+    fn tables(&mut self, family: Option<Family>) -> Result<Vec<Listed<Table>>, NftablesError> {
+        let state = self.kernel.state();
+        let tables = state.tables.iter().filter(|table| family.is_none_or(|family| table.table.name.family == family));
+        Ok(tables.map(|table| Listed { handle: table.handle, object: table.table.clone() }).collect())
+    }
+
+    fn chains(&mut self, table: &TableName) -> Result<Vec<Listed<Chain>>, NftablesError> {
+        let state = self.kernel.state();
+        let chains = state.table(table).into_iter().flat_map(|table| &table.chains);
+        Ok(chains.map(|chain| Listed { handle: chain.handle, object: chain.chain.clone() }).collect())
+    }
+
+    fn rules(&mut self, table: &TableName, chain: Option<&str>) -> Result<Vec<Listed<Rule>>, NftablesError> {
+        let state = self.kernel.state();
+        let chains = state.table(table).into_iter().flat_map(|table| &table.chains);
+        let wanted = chains.filter(|of| chain.is_none_or(|chain| of.chain.name == chain));
+        let rules = wanted.flat_map(|chain| &chain.rules);
+        Ok(rules.map(|(handle, rule)| Listed { handle: *handle, object: Rule::clone(rule) }).collect())
+    }
+
+    fn sets(&mut self, table: &TableName) -> Result<Vec<Listed<Set>>, NftablesError> {
+        let state = self.kernel.state();
+        let sets = &state.table(table).ok_or_else(no_such)?.sets;
+        Ok(sets.iter().map(|set| Listed { handle: set.handle, object: set.set.clone() }).collect())
+    }
+
+    fn elements(&mut self, table: &TableName, set: &str) -> Result<Vec<Element>, NftablesError> {
+        let state = self.kernel.state();
+        let set = state.table(table).and_then(|table| table.set(set)).ok_or_else(no_such)?;
+        Ok(state.listed_elements(set))
+    }
+}

@@ -1,0 +1,390 @@
+//! Transactions: each message is applied in its order, and everything is undone if one is refused.
+
+use std::{collections::HashSet, sync::Arc};
+
+use headgate_netlink::{Malformed, Refusal, Request};
+
+use super::{
+    elements,
+    expressions::check_rule,
+    state::{Contents, ElementKey, FakeChain, FakeSet, FakeTable, State, Stored, next_generation},
+    validate::validate,
+};
+use crate::{
+    BaseChain, Chain, ChainType, Hook, Place, Rule, Set, Table, TableName,
+    wire::{self, APPEND, CREATE, EXCLUSIVE, REPLACE, decode, message},
+};
+
+/// Why the kernel refuses: the error number, and the element at fault.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct No {
+    pub(super) code: i32,
+    pub(super) element: Option<usize>,
+}
+
+pub(super) type Applied = Result<(), No>;
+
+/// A refusal by its error number.
+pub(super) fn no<T>(code: i32) -> Result<T, No> {
+    Err(No { code, element: None })
+}
+
+impl From<Malformed> for No {
+    fn from(_: Malformed) -> Self {
+        Self { code: libc::EINVAL, element: None }
+    }
+}
+
+/// A transaction that runs.
+pub(super) struct Running<'a> {
+    pub(super) state: &'a mut State,
+    pub(super) port: u32,
+    undo: Vec<Undo>,
+    deleted: HashSet<(u64, ElementKey)>,
+    replaced: HashSet<(u64, ElementKey)>,
+    pub(super) needs_validation: bool,
+}
+
+enum Undo {
+    Element(Box<(u64, ElementKey, Option<Stored>)>),
+    Contents(u64, Contents),
+}
+
+impl Running<'_> {
+    pub(super) fn put_element(&mut self, set: u64, key: ElementKey, stored: Stored) {
+        if self.deleted.contains(&(set, key.clone())) {
+            self.replaced.insert((set, key.clone()));
+        }
+        let before = self.state.contents.entry(set).or_default().insert(key.clone(), stored);
+        self.undo.push(Undo::Element(Box::new((set, key, before))));
+    }
+
+    pub(super) fn take_element(&mut self, set: u64, key: &ElementKey) -> bool {
+        let Some(before) = self.state.contents.get_mut(&set).and_then(|contents| contents.remove(key)) else {
+            return false;
+        };
+        self.deleted.insert((set, key.clone()));
+        self.undo.push(Undo::Element(Box::new((set, key.clone(), Some(before)))));
+        true
+    }
+
+    fn take_contents(&mut self, set: u64) {
+        if let Some(contents) = self.state.contents.remove(&set) {
+            self.undo.push(Undo::Contents(set, contents));
+        }
+    }
+}
+
+/// Carries out requests of a connection, or none of them: the messages that are refused.
+pub(super) fn commit(state: &mut State, port: u32, requests: &[Request]) -> Vec<(usize, Refusal)> {
+    if requests.is_empty() {
+        return Vec::new();
+    }
+    match attempt(state, port, requests, false) {
+        // The kernel, too, begins anew to find the message at fault.
+        Err(refused) if refused.is_empty() => attempt(state, port, requests, true).err().unwrap_or_default(),
+        result => result.err().unwrap_or_default(),
+    }
+}
+
+/// With `each`, jumps are validated after every message, otherwise at the end: that failed if
+/// nothing is refused.
+fn attempt(state: &mut State, port: u32, requests: &[Request], each: bool) -> Result<(), Vec<(usize, Refusal)>> {
+    let before = state.tables.clone();
+    let mut running = Running {
+        state,
+        port,
+        undo: Vec::new(),
+        deleted: HashSet::new(),
+        replaced: HashSet::new(),
+        needs_validation: false,
+    };
+    let mut refused = Vec::new();
+    for (index, request) in requests.iter().enumerate() {
+        let mut applied = running.apply(request);
+        if each && applied.is_ok() && running.needs_validation {
+            applied = validate(running.state);
+        }
+        if let Err(No { code, element }) = applied {
+            let offset_bytes = element.and_then(|element| decode::offset_of_element(request.payload(), element));
+            refused.push((index, Refusal { offset_bytes, ..Refusal::of_code(code) }));
+        }
+    }
+    if refused.is_empty() {
+        let is_unbound =
+            |table: &FakeTable| table.sets.iter().any(|set| set.set.flags.anonymous && table.uses_of_set(set) == 0);
+        if running.state.tables.iter().any(is_unbound) {
+            // The kernel reports what it finds at the end for the first message.
+            refused.push((0, Refusal::of_code(libc::EINVAL)));
+        } else if !running.needs_validation || validate(running.state).is_ok() {
+            running.finish();
+            return Ok(());
+        }
+    }
+    running.abort(before);
+    Err(refused)
+}
+
+impl Running<'_> {
+    fn finish(self) {
+        let Self { state, replaced, .. } = self;
+        state.replaced = replaced;
+        for set in state.tables.iter_mut().flat_map(|table| &mut table.sets) {
+            set.id = None;
+        }
+        state.forget_contents();
+        state.generation = next_generation(state.generation);
+    }
+
+    fn abort(self, tables: Vec<FakeTable>) {
+        let Self { state, undo, .. } = self;
+        for step in undo.into_iter().rev() {
+            match step {
+                Undo::Element(step) => {
+                    let (set, key, before) = *step;
+                    let contents = state.contents.entry(set).or_default();
+                    match before {
+                        Some(before) => contents.insert(key, before),
+                        None => contents.remove(&key),
+                    };
+                }
+                Undo::Contents(set, contents) => {
+                    state.contents.insert(set, contents);
+                }
+            }
+        }
+        state.tables = tables;
+        state.forget_contents();
+    }
+
+    fn apply(&mut self, request: &Request) -> Applied {
+        let (flags, payload) = (request.flags(), request.payload());
+        match wire::command(request.kind()).unwrap_or(u8::MAX) {
+            message::NEW_TABLE => self.new_table(flags, decode::new_table(payload)?.object),
+            message::DELETE_TABLE => self.delete_table(&decode::new_table(payload)?.object.name),
+            message::NEW_CHAIN => self.new_chain(flags, decode::new_chain(payload)?.object),
+            message::DELETE_CHAIN => {
+                let chain = decode::new_chain(payload)?.object;
+                self.delete_chain(&chain.table, &chain.name)
+            }
+            message::NEW_RULE => self.new_rule(flags, decode::rule_part(payload)?, decode::rule_position(payload)?),
+            message::DELETE_RULE => self.delete_rules(&decode::rule_part(payload)?),
+            message::NEW_SET => self.new_set(flags, decode::new_set(payload)?.object, decode::set_id(payload)?),
+            message::DELETE_SET => {
+                let set = decode::new_set(payload)?.object;
+                self.delete_set(&set.table, &set.name)
+            }
+            message::NEW_ELEMENTS => elements::add(self, flags, decode::elements(payload)?),
+            message::DELETE_ELEMENTS => elements::delete(self, decode::elements(payload)?),
+            _ => no(libc::EINVAL),
+        }
+    }
+
+    /// The table, if the connection may change it.
+    pub(super) fn table(&mut self, name: &TableName) -> Result<&mut FakeTable, No> {
+        let port = self.port;
+        let Some(table) = self.state.table_mut(name) else { return no(libc::ENOENT) };
+        if table.table.owned && table.table.owner_port != Some(port) {
+            return no(libc::EPERM);
+        }
+        Ok(table)
+    }
+
+    fn new_table(&mut self, flags: u16, mut wanted: Table) -> Applied {
+        let port = self.port;
+        wanted.owner_port = wanted.owned.then_some(port);
+        if let Some(found) = self.state.table_mut(&wanted.name) {
+            let table = &mut found.table;
+            let is_orphan = table.persistent && !table.owned;
+            if table.owned && table.owner_port != Some(port) {
+                return no(libc::EPERM);
+            }
+            if flags & EXCLUSIVE != 0 {
+                return no(libc::EEXIST);
+            }
+            let stays = wanted.owned == table.owned || wanted.owned && is_orphan;
+            if !stays || wanted.persistent != table.persistent {
+                return no(libc::EOPNOTSUPP);
+            }
+            table.owned = wanted.owned;
+            table.owner_port = wanted.owner_port;
+            table.dormant = wanted.dormant;
+            return Ok(());
+        }
+        let handle = self.state.new_handle();
+        self.state.tables.push(FakeTable { table: wanted, handle, chains: Vec::new(), sets: Vec::new() });
+        Ok(())
+    }
+
+    fn delete_table(&mut self, name: &TableName) -> Applied {
+        let sets: Vec<u64> = self.table(name)?.sets.iter().map(|set| set.handle).collect();
+        sets.into_iter().for_each(|set| self.take_contents(set));
+        self.state.tables.retain(|table| table.table.name != *name);
+        Ok(())
+    }
+
+    fn new_chain(&mut self, flags: u16, wanted: Chain) -> Applied {
+        let table = self.table(&wanted.table)?;
+        if let Some(found) = table.chains.iter_mut().find(|chain| chain.chain.name == wanted.name) {
+            if flags & EXCLUSIVE != 0 {
+                return no(libc::EEXIST);
+            }
+            return match (&mut found.chain.base, wanted.base) {
+                (_, None) => Ok(()),
+                (None, Some(_)) => no(libc::EOPNOTSUPP),
+                (Some(base), Some(wanted)) => {
+                    no_unless((wanted.hook, wanted.priority) == (base.hook, base.priority), libc::EOPNOTSUPP)?;
+                    no_unless(wanted.kind == base.kind, libc::EEXIST)?;
+                    base.policy = wanted.policy;
+                    Ok(())
+                }
+            };
+        }
+        if let Some(base) = wanted.base {
+            check_base(&base)?;
+            self.needs_validation = true;
+        }
+        let handle = self.state.new_handle();
+        let chain = FakeChain { chain: wanted, handle, rules: Vec::new() };
+        let name = chain.chain.table.clone();
+        self.table(&name)?.chains.push(chain);
+        Ok(())
+    }
+
+    fn delete_chain(&mut self, table: &TableName, name: &str) -> Applied {
+        no_unless(self.table(table)?.chain(name).is_some(), libc::ENOENT)?;
+        // The chain's own rules count too, if they lead to it.
+        let jumps = self.state.table(table).map_or(0, |found| self.state.jumps_to(found, name));
+        no_unless(jumps == 0, libc::EBUSY)?;
+        self.table(table)?.chains.retain(|chain| chain.chain.name != name);
+        self.delete_unbound_sets(table);
+        Ok(())
+    }
+
+    fn new_rule(&mut self, flags: u16, part: decode::RulePart, position: Option<u64>) -> Applied {
+        let place = match (part.handle, position) {
+            (Some(handle), _) if flags & REPLACE != 0 => Place::InsteadOf(handle),
+            _ if flags & CREATE == 0 => return no(libc::EINVAL),
+            (_, Some(position)) if flags & APPEND != 0 => Place::Behind(position),
+            (_, Some(position)) => Place::Before(position),
+            (_, None) if flags & APPEND != 0 => Place::Last,
+            (_, None) => Place::First,
+        };
+        let table = self.table(&part.table)?;
+        let Some(chain) = part.chain.filter(|name| table.chain(name).is_some()) else { return no(libc::ENOENT) };
+        let find = |handle: u64| {
+            let rules = table.chain(&chain).map(|chain| chain.rules.as_slice()).unwrap_or_default();
+            rules.iter().position(|(found, _)| *found == handle)
+        };
+        let at = match place {
+            Place::Last => table.chain(&chain).map(|chain| chain.rules.len()),
+            Place::First => Some(0),
+            Place::Behind(handle) => find(handle).map(|at| at + 1),
+            Place::Before(handle) | Place::InsteadOf(handle) => find(handle),
+        };
+        let Some(at) = at else { return no(libc::ENOENT) };
+        let mut rule = Rule {
+            table: part.table.clone(),
+            chain: chain.clone(),
+            expressions: part.expressions,
+            user_data: part.user_data,
+        };
+        check_rule(table, &mut rule)?;
+        let handle = self.state.new_handle();
+        let table = self.table(&part.table)?;
+        if let Some(found) = table.chains.iter_mut().find(|found| found.chain.name == chain) {
+            if matches!(place, Place::InsteadOf(_)) {
+                found.rules.remove(at);
+            }
+            found.rules.insert(at, (handle, Arc::new(rule)));
+        }
+        self.needs_validation = true;
+        self.delete_unbound_sets(&part.table);
+        Ok(())
+    }
+
+    fn delete_rules(&mut self, part: &decode::RulePart) -> Applied {
+        let table = self.table(&part.table)?;
+        let is_missing = |name: &String| table.chain(name).is_none();
+        if part.chain.as_ref().is_some_and(is_missing) {
+            return no(libc::ENOENT);
+        }
+        let is_wanted = |chain: &&mut FakeChain| part.chain.as_ref().is_none_or(|name| chain.chain.name == *name);
+        let mut deleted = false;
+        for chain in table.chains.iter_mut().filter(is_wanted) {
+            let count = chain.rules.len();
+            chain.rules.retain(|(handle, _)| part.handle.is_some_and(|wanted| wanted != *handle));
+            deleted |= chain.rules.len() < count;
+        }
+        if part.handle.is_some() && !deleted {
+            return no(libc::ENOENT);
+        }
+        self.delete_unbound_sets(&part.table);
+        Ok(())
+    }
+
+    /// Anonymous sets vanish with the rule that uses them. Those made in this transaction may still
+    /// get one.
+    fn delete_unbound_sets(&mut self, name: &TableName) {
+        let Some(table) = self.state.table_mut(name) else { return };
+        let gone = |table: &FakeTable, set: &FakeSet| {
+            set.set.flags.anonymous && set.id.is_none() && table.uses_of_set(set) == 0
+        };
+        let all: Vec<u64> = table.sets.iter().filter(|set| gone(table, set)).map(|set| set.handle).collect();
+        table.sets.retain(|set| !all.contains(&set.handle));
+        all.into_iter().for_each(|set| self.take_contents(set));
+    }
+
+    fn new_set(&mut self, flags: u16, mut wanted: Set, id: Option<u32>) -> Applied {
+        let table = self.table(&wanted.table)?;
+        let is_wanted = |set: &&mut FakeSet| set.set.name == wanted.name && !wanted.flags.anonymous;
+        if let Some(FakeSet { set, .. }) = table.sets.iter_mut().find(is_wanted) {
+            // These can be changed (Linux 6.5); others have to be the same.
+            let (size, timeout_ms) = (wanted.size.or(set.size), wanted.timeout_ms.or(set.timeout_ms));
+            let gc_interval_ms = wanted.gc_interval_ms.or(set.gc_interval_ms);
+            let changed = Set { size, timeout_ms, gc_interval_ms, ..set.clone() };
+            let is_same =
+                Set { size, timeout_ms, gc_interval_ms, user_data: set.user_data.clone(), ..wanted } == changed;
+            no_unless(flags & EXCLUSIVE == 0 && is_same, libc::EEXIST)?;
+            *set = changed;
+            return Ok(());
+        }
+        elements::check_set(&wanted)?;
+        no_unless(flags & CREATE != 0, libc::ENOENT)?;
+        if wanted.flags.anonymous {
+            let names = (0..).map(|number: u32| wanted.name.replace("%d", &number.to_string()));
+            let free = names.into_iter().find(|name| table.set(name).is_none());
+            wanted.name = free.unwrap_or_default();
+        }
+        let handle = self.state.new_handle();
+        let name = wanted.table.clone();
+        self.table(&name)?.sets.push(FakeSet { set: wanted, handle, id });
+        Ok(())
+    }
+
+    fn delete_set(&mut self, table: &TableName, name: &str) -> Applied {
+        let found = self.table(table)?;
+        let Some(set) = found.set(name) else { return no(libc::ENOENT) };
+        no_unless(found.uses_of_set(set) == 0, libc::EBUSY)?;
+        let handle = set.handle;
+        found.sets.retain(|set| set.handle != handle);
+        self.take_contents(handle);
+        Ok(())
+    }
+}
+
+pub(super) fn no_unless(holds: bool, code: i32) -> Applied {
+    if holds { Ok(()) } else { no(code) }
+}
+
+/// What a base chain of a type may hook into.
+fn check_base(base: &BaseChain) -> Applied {
+    /// `NF_IP_PRI_CONNTRACK`: translation needs connections.
+    const CONNTRACK: i32 = -200;
+    let fits = match base.kind {
+        ChainType::Filter => true,
+        ChainType::Nat => !matches!(base.hook, Hook::Forward | Hook::Other(_)) && base.priority > CONNTRACK,
+        ChainType::Route => base.hook == Hook::Output,
+    };
+    no_unless(fits, libc::EOPNOTSUPP)
+}

@@ -1,0 +1,117 @@
+//! Sets and their elements.
+
+use super::{
+    apply::{Applied, No, Running, no, no_unless},
+    state::{FakeSet, FakeTable, Stored, element_key},
+};
+use crate::{
+    Element, ElementData, Set, SetData, ValueType,
+    wire::{EXCLUSIVE, decode::Elements},
+};
+
+/// `NFT_DATA_VALUE_MAXLEN`
+const MOST_BYTES: u32 = 64;
+/// Elements of dynamic sets that are made without a size.
+const DYNAMIC_SIZE: u32 = 65_535;
+
+/// Whether a set can be made at all.
+pub(super) fn check_set(wanted: &Set) -> Applied {
+    let fits = |of: ValueType| (1..=MOST_BYTES).contains(&of.length_bytes);
+    let data_fits = match wanted.data {
+        Some(SetData::Values(data)) => fits(data),
+        Some(SetData::Verdicts) | None => true,
+    };
+    no_unless(fits(wanted.key) && data_fits, libc::EINVAL)?;
+    no_unless(wanted.timeout_ms.is_none() || wanted.flags.timeout, libc::EINVAL)
+}
+
+/// Adds the elements of a message, up to the first that is refused.
+pub(super) fn add(running: &mut Running<'_>, flags: u16, all: Elements) -> Applied {
+    let table = running.table(&all.table)?;
+    let Some(set) = table.set_of(&all.set).cloned() else { return no(libc::ENOENT) };
+    let is_used = table.uses_of_set(&set) > 0;
+    no_unless(!(is_used && (set.set.flags.constant || set.set.flags.anonymous)), libc::EBUSY)?;
+    let is_exclusive = flags & EXCLUSIVE != 0;
+    for (index, element) in all.list.unwrap_or_default().into_iter().enumerate() {
+        let checked = check(running.table(&all.table)?, &set.set, &element);
+        let added = checked.and_then(|()| add_one(running, &set, element, is_exclusive));
+        added.map_err(|No { code, .. }| No { code, element: Some(index) })?;
+    }
+    if set.set.data == Some(SetData::Verdicts) {
+        running.needs_validation = true;
+    }
+    Ok(())
+}
+
+fn check(table: &FakeTable, set: &Set, element: &Element) -> Applied {
+    let length = |bytes: &[u8]| u32::try_from(bytes.len()).unwrap_or(u32::MAX);
+    let has_length = |bytes: &[u8]| length(bytes) == set.key.length_bytes;
+    no_unless(element.catch_all || has_length(&element.key.0), libc::EINVAL)?;
+    no_unless(element.key_end.as_ref().is_none_or(|end| has_length(&end.0)), libc::EINVAL)?;
+    let is_range = element.interval_end || element.key_end.is_some();
+    no_unless(!is_range || set.flags.interval, libc::EINVAL)?;
+    no_unless(element.timeout_ms.is_none() || set.flags.timeout, libc::EINVAL)?;
+    match (set.data, &element.data) {
+        (None, None) => Ok(()),
+        (Some(_), None) => no_unless(element.interval_end, libc::EINVAL),
+        (Some(SetData::Values(data)), Some(ElementData::Value(value))) => {
+            no_unless(length(&value.0) == data.length_bytes, libc::EINVAL)
+        }
+        (Some(SetData::Verdicts), Some(ElementData::Verdict(verdict))) => match verdict.chain() {
+            None => Ok(()),
+            Some(name) => check_jump(table, name),
+        },
+        _ => no(libc::EINVAL),
+    }
+}
+
+/// Whether a verdict may lead to a chain.
+pub(super) fn check_jump(table: &FakeTable, name: &str) -> Applied {
+    match table.chain(name) {
+        None => no(libc::ENOENT),
+        Some(chain) => no_unless(chain.chain.base.is_none(), libc::EOPNOTSUPP),
+    }
+}
+
+fn add_one(running: &mut Running<'_>, set: &FakeSet, mut element: Element, is_exclusive: bool) -> Applied {
+    let key = element_key(&element);
+    let contents = running.state.contents.entry(set.handle).or_default();
+    if let Some(found) = contents.get(&key) {
+        return no_unless(!is_exclusive && found.element.data == element.data, libc::EEXIST);
+    }
+    let most = set.set.size.or(set.set.flags.dynamic.then_some(DYNAMIC_SIZE));
+    let count = u32::try_from(contents.len()).unwrap_or(u32::MAX);
+    no_unless(element.catch_all || most.is_none_or(|most| count < most), libc::ENFILE)?;
+    if element.expressions.is_empty() {
+        element.expressions.clone_from(&set.set.expressions);
+    }
+    let timeout = element.timeout_ms.or(set.set.timeout_ms);
+    let expires_at_ms = element.expires_in_ms.or(timeout).map(|after| running.state.now_ms + after);
+    element.expires_in_ms = None;
+    running.put_element(set.handle, key, Stored { element, expires_at_ms });
+    Ok(())
+}
+
+/// Deletes the elements of a message, or all of the set.
+pub(super) fn delete(running: &mut Running<'_>, all: Elements) -> Applied {
+    let table = running.table(&all.table)?;
+    let Some(set) = table.set_of(&all.set).cloned() else { return no(libc::ENOENT) };
+    no_unless(!set.set.flags.anonymous, libc::EOPNOTSUPP)?;
+    no_unless(!(set.set.flags.constant && table.uses_of_set(&set) > 0), libc::EBUSY)?;
+    let Some(list) = all.list else {
+        let keys: Vec<_> = running.state.contents_of(&set).map(|stored| element_key(&stored.element)).collect();
+        for key in keys {
+            running.take_element(set.handle, &key);
+        }
+        return Ok(());
+    };
+    let length = set.set.key.length_bytes;
+    for (index, element) in list.into_iter().enumerate() {
+        let is_key = element.catch_all || u32::try_from(element.key.0.len()) == Ok(length);
+        let code = if is_key { libc::ENOENT } else { libc::EINVAL };
+        if !is_key || !running.take_element(set.handle, &element_key(&element)) {
+            return Err(No { code, element: Some(index) });
+        }
+    }
+    Ok(())
+}

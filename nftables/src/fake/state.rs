@@ -1,0 +1,187 @@
+//! What the kernel holds.
+
+use std::{
+    collections::{BTreeMap, HashMap, HashSet, VecDeque},
+    net::IpAddr,
+    sync::Arc,
+};
+
+use super::Misses;
+use crate::{Chain, Element, ElementData, Expression, Rule, Set, SetName, Table, TableName, Value};
+
+/// What an element is found by: kinds of elements that may share a key are told apart.
+pub(super) type ElementKey = (bool, Value, bool, Option<Value>);
+
+pub(super) fn element_key(element: &Element) -> ElementKey {
+    (element.catch_all, element.key.clone(), element.interval_end, element.key_end.clone())
+}
+
+/// Elements of a set.
+pub(super) type Contents = BTreeMap<ElementKey, Stored>;
+
+/// An element and when it vanishes.
+#[derive(Debug, Clone)]
+pub(super) struct Stored {
+    pub(super) element: Element,
+    pub(super) expires_at_ms: Option<u64>,
+}
+
+#[derive(Debug, Clone)]
+pub(super) struct FakeTable {
+    pub(super) table: Table,
+    pub(super) handle: u64,
+    pub(super) chains: Vec<FakeChain>,
+    pub(super) sets: Vec<FakeSet>,
+}
+
+#[derive(Debug, Clone)]
+pub(super) struct FakeChain {
+    pub(super) chain: Chain,
+    pub(super) handle: u64,
+    pub(super) rules: Vec<(u64, Arc<Rule>)>,
+}
+
+#[derive(Debug, Clone)]
+pub(super) struct FakeSet {
+    pub(super) set: Set,
+    /// Also the key of its contents.
+    pub(super) handle: u64,
+    /// Its number in the transaction that makes it.
+    pub(super) id: Option<u32>,
+}
+
+impl FakeTable {
+    pub(super) fn chain(&self, name: &str) -> Option<&FakeChain> {
+        self.chains.iter().find(|chain| chain.chain.name == name)
+    }
+
+    pub(super) fn set(&self, name: &str) -> Option<&FakeSet> {
+        self.sets.iter().find(|set| set.set.name == name)
+    }
+
+    /// By name, else by its number in the same transaction.
+    pub(super) fn set_of(&self, name: &SetName) -> Option<&FakeSet> {
+        let by_id = |id| self.sets.iter().find(|set| set.id == Some(id));
+        self.set(&name.name).or_else(|| name.id.and_then(by_id))
+    }
+
+    /// Rules that refer to a set.
+    pub(super) fn uses_of_set(&self, set: &FakeSet) -> usize {
+        let expressions = self.chains.iter().flat_map(|chain| &chain.rules).flat_map(|(_, rule)| &rule.expressions);
+        let named = expressions.filter_map(set_name);
+        named.filter(|name| self.set_of(name).is_some_and(|found| found.handle == set.handle)).count()
+    }
+}
+
+/// The set that an expression refers to.
+pub(super) fn set_name(expression: &Expression) -> Option<&SetName> {
+    match expression {
+        Expression::Lookup { set, .. } => Some(set),
+        Expression::DynamicSet(change) => Some(&change.set),
+        _ => None,
+    }
+}
+
+/// The chain that an expression itself leads to.
+pub(super) fn jump(expression: &Expression) -> Option<&str> {
+    match expression {
+        Expression::Verdict(verdict) => verdict.chain(),
+        _ => None,
+    }
+}
+
+#[derive(Debug, Default)]
+pub(super) struct State {
+    pub(super) tables: Vec<FakeTable>,
+    pub(super) contents: HashMap<u64, Contents>,
+    pub(super) generation: u32,
+    pub(super) now_ms: u64,
+    pub(super) local_addresses: HashSet<IpAddr>,
+    pub(super) random: VecDeque<u32>,
+    pub(super) misses: Misses,
+    /// Keys that the last transaction deleted and added anew, by the set's handle.
+    pub(super) replaced: HashSet<(u64, ElementKey)>,
+    /// Of `numgen inc`, by the rule's handle and the place in it.
+    pub(super) counters: HashMap<(u64, usize), u32>,
+    handles: u64,
+    ports: u32,
+}
+
+impl State {
+    pub(super) fn new_port(&mut self) -> u32 {
+        self.ports += 1;
+        self.ports
+    }
+
+    pub(super) fn new_handle(&mut self) -> u64 {
+        self.handles += 1;
+        self.handles
+    }
+
+    pub(super) fn table(&self, name: &TableName) -> Option<&FakeTable> {
+        self.tables.iter().find(|table| table.table.name == *name)
+    }
+
+    pub(super) fn table_mut(&mut self, name: &TableName) -> Option<&mut FakeTable> {
+        self.tables.iter_mut().find(|table| table.table.name == *name)
+    }
+
+    /// The tables of a connection that ends.
+    pub(super) fn release(&mut self, port: u32) {
+        let owned = |table: &FakeTable| table.table.owner_port == Some(port);
+        if self.tables.iter().any(|table| owned(table) && !table.table.persistent) {
+            self.generation = next_generation(self.generation);
+        }
+        self.tables.retain(|table| !owned(table) || table.table.persistent);
+        for table in self.tables.iter_mut().filter(|table| owned(table)) {
+            table.table.owner_port = None;
+            table.table.owned = false;
+        }
+        self.forget_contents();
+    }
+
+    /// Contents of sets that are gone.
+    pub(super) fn forget_contents(&mut self) {
+        let kept: HashSet<u64> = self.tables.iter().flat_map(|table| &table.sets).map(|set| set.handle).collect();
+        self.contents.retain(|handle, _| kept.contains(handle));
+    }
+
+    pub(super) fn advance_ms(&mut self, milliseconds: u64) {
+        self.now_ms += milliseconds;
+        let now = self.now_ms;
+        for contents in self.contents.values_mut() {
+            contents.retain(|_, stored| stored.expires_at_ms.is_none_or(|at| at > now));
+        }
+    }
+
+    pub(super) fn contents_of(&self, set: &FakeSet) -> impl Iterator<Item = &Stored> {
+        self.contents.get(&set.handle).into_iter().flat_map(BTreeMap::values)
+    }
+
+    pub(super) fn listed_elements(&self, set: &FakeSet) -> Vec<Element> {
+        let listed = self.contents_of(set).map(|stored| {
+            let expires_in_ms = stored.expires_at_ms.map(|at| at.saturating_sub(self.now_ms));
+            // The kernel leaves out what is the set's own.
+            let timeout_ms = stored.element.timeout_ms.filter(|timeout| set.set.timeout_ms != Some(*timeout));
+            Element { expires_in_ms, timeout_ms, ..stored.element.clone() }
+        });
+        listed.collect()
+    }
+
+    /// Rules and elements that lead to a chain.
+    pub(super) fn jumps_to(&self, table: &FakeTable, chain: &str) -> usize {
+        let rules = table.chains.iter().flat_map(|chain| &chain.rules);
+        let direct = rules.flat_map(|(_, rule)| &rule.expressions).filter(|found| jump(found) == Some(chain)).count();
+        let elements = table.sets.iter().filter(|set| set.set.data == Some(crate::SetData::Verdicts));
+        let leads = |stored: &&Stored| match &stored.element.data {
+            Some(ElementData::Verdict(verdict)) => verdict.chain() == Some(chain),
+            _ => false,
+        };
+        direct + elements.flat_map(|set| self.contents_of(set)).filter(leads).count()
+    }
+}
+
+/// 0 is no generation.
+pub(super) fn next_generation(generation: u32) -> u32 {
+    generation.checked_add(1).unwrap_or(1)
+}

@@ -1,0 +1,22 @@
+#![doc = include_str!("../README.md")]
+
+mod client;
+mod describe;
+mod error;
+#[cfg(any(test, feature = "fake"))]
+pub mod fake;
+mod kernel;
+mod model;
+mod monitor;
+mod probe;
+mod transaction;
+mod wire;
+
+pub use client::{Generation, Nftables};
+pub use error::{Fault, NftablesError};
+pub use headgate_netlink::{Dumped, Malformed, NetlinkError, Options, Refusal};
+pub use kernel::Kernel;
+pub use model::*;
+pub use monitor::{Changed, Event, Monitor, Observed, Presence};
+pub use probe::{Feature, Support, probe, refusals};
+pub use transaction::{Existing, Place, Transaction};

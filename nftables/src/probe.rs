@@ -1,0 +1,222 @@
+//! What this kernel supports: tried, not derived from versions.
+
+use crate::{
+    AddressFamily, DataType, Direction, DynamicSet, DynamicSetOperation, Element, Expression, Family, Fault, FibFlags,
+    FibResult, Generator, Kernel, MetaKey, NatFlags, NatKind, NftablesError, Register, Reject, Rule, Set, SocketKey,
+    Table, TableName, Transaction, Value,
+    model::{Chain, CtKey},
+};
+
+/// Something that kernels lack, by age or by configuration.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Feature {
+    /// `fib` (module `nft_fib_inet` and the like), which some distributions leave out.
+    Fib,
+    /// `numgen` (module `nft_numgen`).
+    NumberGenerator,
+    /// `hash` (module `nft_hash`).
+    Hash,
+    /// `nat` (module `nft_nat`).
+    Nat,
+    /// `masq` (module `nft_masq`).
+    Masquerade,
+    /// `redir` (module `nft_redir`).
+    Redirect,
+    /// `reject` (module `nft_reject_inet` and the like).
+    Reject,
+    /// `ct` (module `nft_ct`).
+    Conntrack,
+    /// The addresses of connections in tables of any family (Linux 4.17).
+    ConntrackAddresses,
+    /// `dynset`.
+    DynamicSet,
+    /// `dynset` that deletes (Linux 5.1).
+    DynamicSetDelete,
+    /// `limit` (module `nft_limit`).
+    Limit,
+    /// `log` (module `nft_log`).
+    Log,
+    /// `socket` (module `nft_socket`).
+    Socket,
+    /// `tproxy` (module `nft_tproxy`).
+    TransparentProxy,
+    /// Sets of concatenated ranges (Linux 5.6).
+    ConcatenatedRanges,
+    /// Expressions of all elements of a set, such as counters (Linux 5.7).
+    SetExpressions,
+    /// Elements that stand for all other keys (Linux 5.13).
+    CatchAll,
+    /// Owned tables (Linux 5.12).
+    Owner,
+    /// Owned tables that outlive their connection (Linux 6.9).
+    OwnerAndPersist,
+}
+
+impl Feature {
+    /// All of them.
+    pub const ALL: [Self; 20] = [
+        Self::Fib,
+        Self::NumberGenerator,
+        Self::Hash,
+        Self::Nat,
+        Self::Masquerade,
+        Self::Redirect,
+        Self::Reject,
+        Self::Conntrack,
+        Self::ConntrackAddresses,
+        Self::DynamicSet,
+        Self::DynamicSetDelete,
+        Self::Limit,
+        Self::Log,
+        Self::Socket,
+        Self::TransparentProxy,
+        Self::ConcatenatedRanges,
+        Self::SetExpressions,
+        Self::CatchAll,
+        Self::Owner,
+        Self::OwnerAndPersist,
+    ];
+}
+
+/// Whether the kernel supports a feature.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Support {
+    /// The feature.
+    pub feature: Feature,
+    /// Why not; none if it does.
+    pub fault: Option<Fault>,
+}
+
+/// Tries features in transactions that are refused on purpose, so that nothing is left of them. The
+/// kernel loads modules that it needs, where it finds them. `family` is that of the table, on which
+/// expressions depend.
+///
+/// # Errors
+/// When the kernel does not answer.
+pub fn probe(kernel: &mut impl Kernel, family: Family, features: &[Feature]) -> Result<Vec<Support>, NftablesError> {
+    let mut all = Vec::new();
+    for feature in features {
+        let fault = refusals(kernel, &attempt(*feature, family))?.into_iter().next();
+        all.push(Support { feature: *feature, fault });
+    }
+    Ok(all)
+}
+
+/// What the kernel would refuse of a transaction, without carrying it out. It does not check here
+/// what it checks only at the end of a transaction: loops of jumps, and expressions in chains of
+/// the wrong type.
+///
+/// # Errors
+/// When the kernel does not answer.
+pub fn refusals(kernel: &mut impl Kernel, transaction: &Transaction) -> Result<Vec<Fault>, NftablesError> {
+    let mut attempt = transaction.clone();
+    // No table has a name without letters of this length; its deletion fails, and the whole
+    // transaction with it.
+    attempt.delete_table(&TableName::new(Family::Inet, "nftables-netlink-probe-refused-on-purpose"));
+    let last = attempt.message_count() - 1;
+    match kernel.commit(&attempt) {
+        Err(NftablesError::Refused(faults)) => {
+            Ok(faults.into_iter().filter(|fault| fault.message != Some(last)).collect())
+        }
+        Err(error) => Err(error),
+        // Somebody made a table of that name, which is gone now with what was tried.
+        Ok(()) => Ok(Vec::new()),
+    }
+}
+
+fn attempt(feature: Feature, family: Family) -> Transaction {
+    let name = TableName::new(family, "nftables-netlink-probe");
+    let mut table = Table::new(name.clone());
+    table.owned = matches!(feature, Feature::Owner | Feature::OwnerAndPersist);
+    table.persistent = feature == Feature::OwnerAndPersist;
+    let mut all = Transaction::new();
+    all.add_table(&table);
+    all.add_chain(&Chain::regular(&name, "chain"));
+    if let Some((set, elements)) = set(feature, &name) {
+        all.add_set(&set);
+        all.add_elements(&name, set.name.as_str(), elements);
+    }
+    if let Some(expression) = expression(feature, family) {
+        all.add_rule(&Rule::new(&name, "chain", before(feature).into_iter().chain([expression]).collect()));
+    }
+    all
+}
+
+/// What an expression needs before it in its rule.
+fn before(feature: Feature) -> Vec<Expression> {
+    let meta =
+        |key, value: Value| vec![Expression::Meta { key, to: Register::R1 }, Expression::equal(Register::R1, value)];
+    match feature {
+        Feature::Hash | Feature::DynamicSet | Feature::DynamicSetDelete => {
+            vec![Expression::Immediate { to: Register::R1, value: Value::host_u32(1) }]
+        }
+        Feature::TransparentProxy | Feature::Redirect | Feature::Masquerade | Feature::Nat => {
+            let mut all = meta(MetaKey::L4Protocol, Value::byte(6));
+            all.push(Expression::Immediate { to: Register::R1, value: Value::port(1) });
+            all
+        }
+        _ => Vec::new(),
+    }
+}
+
+fn set(feature: Feature, table: &TableName) -> Option<(Set, Vec<Element>)> {
+    let ports = [DataType::Port, DataType::Port];
+    let key = |port| Value::concatenation(&[Value::port(port), Value::port(port)]);
+    let set = Set::new(table, "set", &[DataType::Mark]);
+    Some(match feature {
+        Feature::ConcatenatedRanges => {
+            let set = Set::new(table, "set", &ports).with_ranges(&ports);
+            (set, vec![Element::range(key(1), key(2))])
+        }
+        Feature::SetExpressions => (Set { expressions: vec![Expression::counter()], ..set }, vec![]),
+        Feature::CatchAll => (set, vec![Element { catch_all: true, ..Element::default() }]),
+        Feature::DynamicSet | Feature::DynamicSetDelete => (set.with_size(16).with_timeout_ms(1000).dynamic(), vec![]),
+        _ => return None,
+    })
+}
+
+fn expression(feature: Feature, of_table: Family) -> Option<Expression> {
+    let to = Register::R1;
+    let dynamic = |operation| {
+        Expression::DynamicSet(DynamicSet {
+            set: "set".into(),
+            operation,
+            key: to,
+            data: None,
+            timeout_ms: None,
+            expressions: Vec::new(),
+        })
+    };
+    let family = match of_table {
+        Family::Ip => AddressFamily::Ip,
+        Family::Ip6 => AddressFamily::Ip6,
+        _ => AddressFamily::Inet,
+    };
+    Some(match feature {
+        Feature::Fib => Expression::Fib { result: FibResult::AddressType, flags: FibFlags::DESTINATION, to },
+        Feature::NumberGenerator => {
+            Expression::NumberGenerator { generator: Generator::Random, modulus: 2, offset: 0, to }
+        }
+        Feature::Hash => Expression::Hash { from: to, length: 4, modulus: 2, seed: Some(1), offset: 0, to },
+        Feature::Nat => {
+            let (kind, flags) = (NatKind::Destination, NatFlags::NONE);
+            Expression::Nat { kind, family, address: None, port: Some(to.into()), flags }
+        }
+        Feature::Masquerade => Expression::Masquerade { port: None, flags: NatFlags::FULLY_RANDOM },
+        Feature::Redirect => Expression::Redirect { port: Some(to.into()), flags: NatFlags::NONE },
+        Feature::Reject => Expression::Reject(Reject::TcpReset),
+        Feature::Conntrack => Expression::Conntrack { key: CtKey::Status, direction: None, to },
+        Feature::ConntrackAddresses => {
+            Expression::Conntrack { key: CtKey::DestinationIp, direction: Some(Direction::Original), to }
+        }
+        Feature::DynamicSet => dynamic(DynamicSetOperation::Update),
+        Feature::DynamicSetDelete => dynamic(DynamicSetOperation::Delete),
+        Feature::Limit => {
+            Expression::Limit { rate: 1, seconds: 1, burst: 5, bytes: crate::Bytes::Ignored, inverted: false }
+        }
+        Feature::Log => Expression::Log { prefix: Some("probe".into()), level: None, group: None },
+        Feature::Socket => Expression::Socket { key: SocketKey::Transparent, to },
+        Feature::TransparentProxy => Expression::TransparentProxy { family, address: None, port: Some(to) },
+        _ => return None,
+    })
+}

@@ -1,0 +1,194 @@
+//! Transactions: changes that the kernel carries out all together, or not at all.
+
+use headgate_netlink::Request;
+
+use crate::{Chain, Element, Rule, Set, SetName, Table, TableName, describe, wire};
+
+/// What happens if the object exists already.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Existing {
+    /// It stays; what differs and can be changed is changed. A missing object is made. Elements of
+    /// maps that lead elsewhere are refused with `EEXIST`: delete them first, in the same
+    /// transaction.
+    Kept,
+    /// The kernel refuses with `EEXIST`.
+    Refused,
+    /// It is changed; a missing object is refused with `ENOENT`.
+    Required,
+}
+
+/// Where a rule is put in its chain.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Place {
+    /// Behind all others.
+    Last,
+    /// Before all others.
+    First,
+    /// Behind the rule of a handle.
+    Behind(u64),
+    /// Before the rule of a handle.
+    Before(u64),
+    /// In the place of the rule of a handle, which is deleted.
+    InsteadOf(u64),
+}
+
+/// Changes in their order. The kernel carries them out all together, or none of them; packets see
+/// the state before or after. Changes of one transaction see those before them: a set can be made,
+/// filled and used by a rule in one.
+///
+/// Objects are encoded as they are added, so that a transaction needs little more memory than its
+/// bytes on the wire. It is sent in one piece: the kernel cannot divide a transaction.
+#[derive(Debug, Clone, Default)]
+pub struct Transaction {
+    requests: Vec<Request>,
+    sets: u32,
+}
+
+impl Transaction {
+    /// An empty transaction.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// It has no changes.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.requests.is_empty()
+    }
+
+    /// Messages in it: one for each change, several for long lists of elements.
+    #[must_use]
+    pub fn message_count(&self) -> usize {
+        self.requests.len()
+    }
+
+    /// Bytes on the wire.
+    #[must_use]
+    pub fn length_bytes(&self) -> usize {
+        self.requests.iter().map(Request::length).sum()
+    }
+
+    /// Adds a table.
+    pub fn add_table(&mut self, table: &Table) {
+        self.put_table(table, Existing::Kept);
+    }
+
+    /// Adds or changes a table.
+    pub fn put_table(&mut self, table: &Table, existing: Existing) {
+        self.requests.push(wire::new_table(table, existing));
+    }
+
+    /// Deletes a table with all that is in it. `ENOENT` if there is none.
+    pub fn delete_table(&mut self, table: &TableName) {
+        self.requests.push(wire::delete_table(table));
+    }
+
+    /// Adds a chain. Of an existing base chain the policy is changed.
+    pub fn add_chain(&mut self, chain: &Chain) {
+        self.put_chain(chain, Existing::Kept);
+    }
+
+    /// Adds or changes a chain.
+    pub fn put_chain(&mut self, chain: &Chain, existing: Existing) {
+        self.requests.push(wire::new_chain(chain, existing));
+    }
+
+    /// Deletes a chain with its rules. `EBUSY` if a rule or an element leads to it.
+    pub fn delete_chain(&mut self, table: &TableName, name: &str) {
+        self.requests.push(wire::delete_chain(table, name));
+    }
+
+    /// Adds a rule at the end of its chain.
+    pub fn add_rule(&mut self, rule: &Rule) {
+        self.put_rule(rule, Place::Last);
+    }
+
+    /// Adds a rule.
+    pub fn put_rule(&mut self, rule: &Rule, place: Place) {
+        self.requests.push(wire::new_rule(rule, place));
+    }
+
+    /// Deletes the rule of a handle.
+    pub fn delete_rule(&mut self, table: &TableName, chain: &str, handle: u64) {
+        self.requests.push(wire::delete_rules(table, Some(chain), Some(handle)));
+    }
+
+    /// Deletes all rules of a chain.
+    pub fn flush_chain(&mut self, table: &TableName, chain: &str) {
+        self.requests.push(wire::delete_rules(table, Some(chain), None));
+    }
+
+    /// Deletes all rules of a table. Its chains and sets stay.
+    pub fn flush_table(&mut self, table: &TableName) {
+        self.requests.push(wire::delete_rules(table, None, None));
+    }
+
+    /// Adds a set or map. The name that is returned is needed for anonymous sets: rules and
+    /// elements of the same transaction refer to them by it.
+    pub fn add_set(&mut self, set: &Set) -> SetName {
+        self.put_set(set, Existing::Kept)
+    }
+
+    /// Adds a set or map.
+    pub fn put_set(&mut self, set: &Set, existing: Existing) -> SetName {
+        self.sets += 1;
+        self.requests.push(wire::new_set(set, self.sets, existing));
+        SetName { name: set.name.clone(), id: set.flags.anonymous.then_some(self.sets) }
+    }
+
+    /// Deletes a set with its elements. `EBUSY` if a rule refers to it.
+    pub fn delete_set(&mut self, table: &TableName, name: &str) {
+        self.requests.push(wire::delete_set(table, name));
+    }
+
+    /// Adds elements to a set, as many as there are. Those that exist stay as they are; a map's
+    /// element that leads elsewhere is refused with `EEXIST`.
+    pub fn add_elements(
+        &mut self,
+        table: &TableName,
+        set: impl Into<SetName>,
+        elements: impl IntoIterator<Item = Element>,
+    ) {
+        self.put_elements(table, set, elements, Existing::Kept);
+    }
+
+    /// Adds elements to a set.
+    pub fn put_elements(
+        &mut self,
+        table: &TableName,
+        set: impl Into<SetName>,
+        elements: impl IntoIterator<Item = Element>,
+        existing: Existing,
+    ) {
+        self.requests.extend(wire::new_elements(table, &set.into(), existing, elements));
+    }
+
+    /// Deletes elements by their keys. `ENOENT` if one is not there.
+    pub fn delete_elements(
+        &mut self,
+        table: &TableName,
+        set: impl Into<SetName>,
+        elements: impl IntoIterator<Item = Element>,
+    ) {
+        self.requests.extend(wire::delete_elements(table, &set.into(), elements));
+    }
+
+    /// Deletes all elements of a set.
+    pub fn flush_set(&mut self, table: &TableName, set: &str) {
+        self.requests.push(wire::flush_set(table, set));
+    }
+
+    pub(crate) fn requests(&self) -> &[Request] {
+        &self.requests
+    }
+
+    /// The change at fault in words, with the element if the kernel named it: of the message of an
+    /// index, and the place in it that the kernel complained of.
+    pub(crate) fn describe(&self, index: Option<usize>, offset_bytes: Option<u32>) -> String {
+        match index.and_then(|index| self.requests.get(index)) {
+            Some(request) => describe::request(request, offset_bytes),
+            None => "the transaction as a whole".into(),
+        }
+    }
+}

@@ -1,0 +1,23 @@
+//! nftables: what one end makes, the other lists; and the kernel in memory answers as the real one.
+
+mod alike;
+mod listing;
+mod packets;
+mod specimen;
+mod transactions;
+
+use anyhow::Result;
+use headgate_tests::testbed::{Namespace, netns};
+use nftables_netlink::{Family, TableName};
+
+/// Runs `work` in a namespace of its own.
+fn in_namespace<T: Send>(name: &str, work: impl FnOnce() -> Result<T> + Send) -> T {
+    netns::check_prerequisites().unwrap();
+    netns::sweep_stale().unwrap();
+    let namespace = Namespace::create(format!("hg{}-nft-{name}", std::process::id())).unwrap();
+    namespace.run(work).unwrap()
+}
+
+fn table_name() -> TableName {
+    TableName::new(Family::Inet, "shop")
+}
