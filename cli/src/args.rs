@@ -1,5 +1,6 @@
 //! The command line.
 
+use std::net::IpAddr;
 use std::path::PathBuf;
 
 use clap::{Parser, Subcommand, ValueEnum};
@@ -84,6 +85,10 @@ pub enum Command {
     Status,
 }
 
+fn ip_address(text: &str) -> Result<IpAddr, &'static str> {
+    text.parse().map_err(|_| "write an IP address, such as 10.244.1.10 or fd00::10")
+}
+
 /// Which agents, and in which order.
 #[derive(Debug, clap::Args)]
 pub struct AgentsArgs {
@@ -119,8 +124,8 @@ pub struct WaitArgs {
     #[arg(short, long)]
     pub namespace: Option<String>,
     /// Wait until the control plane knows this endpoint, and every node has programmed it
-    #[arg(long, value_name = "IP")]
-    pub endpoint: Option<std::net::IpAddr>,
+    #[arg(long, value_name = "IP", value_parser = ip_address)]
+    pub endpoint: Option<IpAddr>,
     /// Wait until the endpoint, or the service, is gone, from every node
     #[arg(long)]
     pub gone: bool,

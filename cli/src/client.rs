@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use headgate_proto::v1::inspect_client::InspectClient;
+use tonic::Code;
 use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint, Identity};
 
 use crate::args::TlsArgs;
@@ -130,6 +131,9 @@ fn endpoint(server: &str, tls: &TlsArgs) -> Result<Endpoint, ConnectError> {
                 .tls_config(settings)
                 .map_err(|error| usage(format!("the TLS files cannot be used: {}: {}", files(tls), chain(&error))))
         }
+        None if uri.port_u16().is_some() => {
+            Err(usage(format!("--server {server} has no scheme: write https://{server}")))
+        }
         _ => Err(usage(format!("--server {server} has no scheme that is known: write https://HOST:7443"))),
     }
 }
@@ -181,8 +185,11 @@ fn read(option: &'static str, path: &Path) -> Result<Vec<u8>, ConnectError> {
 
 fn unreachable(server: &str, error: &tonic::transport::Error) -> ConnectError {
     let reason = chain(error);
-    let cause = causes(error).find_map(|source| source.downcast_ref::<io::Error>().map(io::Error::kind));
-    let advice = match cause {
+    let cause = causes(error).find_map(|source| source.downcast_ref::<io::Error>());
+    let advice = match cause.map(io::Error::kind) {
+        _ if cause.is_some_and(headgate_tls::is_not_tls) => {
+            "It does not speak TLS there: check the port. A control plane without TLS, on a loopback or test address, is asked by an http:// URL."
+        }
         Some(io::ErrorKind::ConnectionRefused) => {
             "No control plane listens there. Give the address of one: --server URL, or HEADGATE_SERVER in the environment."
         }
@@ -196,6 +203,32 @@ fn unreachable(server: &str, error: &tonic::transport::Error) -> ConnectError {
         _ => "Check --server (or HEADGATE_SERVER): scheme, host and port.",
     };
     ConnectError::Unreachable { server: server.to_owned(), reason, advice: advice.to_owned() }
+}
+
+/// What to say of a server that is none of ours, or not as the URL says; `None` when the request failed for another reason.
+pub(crate) fn misaddressed(server: &str, status: &tonic::Status) -> Option<ConnectError> {
+    let unreachable = |reason: &str, advice: &str| {
+        let (server, reason, advice) = (server.to_owned(), reason.to_owned(), advice.to_owned());
+        Some(ConnectError::Unreachable { server, reason, advice })
+    };
+    if status.message().starts_with("grpc-status header missing") {
+        return unreachable(
+            "it speaks HTTP, and is no control plane",
+            "Check the port of --server (or HEADGATE_SERVER): a control plane answers at its --listen address, and serves metrics at another.",
+        );
+    }
+    // What is left of an alert of TLS in HTTP/2: codes that a replica hardly answers with.
+    let is_broken = matches!(status.code(), Code::Internal | Code::Unknown | Code::Unavailable | Code::Cancelled);
+    let uri: tonic::transport::Uri = server.parse().ok().filter(|_| is_broken)?;
+    let is_plain = uri.scheme_str() == Some("http");
+    let host = uri.host()?.trim_start_matches('[').trim_end_matches(']');
+    if is_plain && headgate_tls::speaks_tls((host, uri.port_u16().unwrap_or(80))) {
+        return unreachable(
+            "it speaks TLS, and the URL begins with http://",
+            "Write https:// in --server (or HEADGATE_SERVER), and give --tls-ca, --tls-cert and --tls-key.",
+        );
+    }
+    None
 }
 
 /// What to say of a request that failed since its connection broke; `None` when it failed for another reason. In TLS 1.3 a client learns only after its handshake

@@ -245,6 +245,9 @@ pub(crate) fn refused(server: &str, status: &Status) -> Failure {
     if client::is_silence(status) {
         return Failure::Connect(client::silent(server));
     }
+    if let Some(misaddressed) = client::misaddressed(server, status) {
+        return Failure::Connect(misaddressed);
+    }
     if let Some(broken) = client::broken(server, status) {
         return Failure::Connect(broken);
     }

@@ -18,6 +18,11 @@ use crate::{
 /// Where gRPC is served unless `--listen` says otherwise.
 const DEFAULT_LISTEN: SocketAddr = SocketAddr::new(IpAddr::V6(Ipv6Addr::UNSPECIFIED), 7443);
 
+/// An address to listen at.
+fn address(text: &str) -> Result<SocketAddr, &'static str> {
+    text.parse().map_err(|_| "write an IP address and a port, such as 127.0.0.1:7443 or [::]:7443")
+}
+
 /// Headgate's control plane: watches Services, EndpointSlices, Nodes and ServiceCIDRs once, and streams every change to the node agents.
 #[derive(Debug, Clone, Parser)]
 #[command(name = "headgate-control-plane", version)]
@@ -36,7 +41,7 @@ pub struct Options {
     pub watch_silence_seconds: u32,
 
     /// Where agents, grpcurl and headgatectl connect (gRPC: Discovery, Inspect, health, reflection) [default: [::]:7443]
-    #[arg(long, value_name = "ADDR:PORT")]
+    #[arg(long, value_name = "ADDR:PORT", value_parser = address)]
     pub listen: Option<SocketAddr>,
 
     /// Serve without TLS, believing what agents say they are. Needs an explicit --listen on a loopback address, or on one of the ranges set
@@ -62,7 +67,7 @@ pub struct Options {
     pub nodes_may_inspect: bool,
 
     /// Where /metrics, /healthz and /readyz are served, without TLS
-    #[arg(long, value_name = "ADDR:PORT", default_value = "[::]:7480")]
+    #[arg(long, value_name = "ADDR:PORT", default_value = "[::]:7480", value_parser = address)]
     pub metrics_listen: SocketAddr,
 
     /// Name that agents and people see [default: the host's name]

@@ -94,7 +94,8 @@ pub struct Options {
     pub control_plane: Vec<String>,
 
     /// Allow http URLs without TLS, on loopback and test addresses only
-    #[arg(long)]
+    #[arg(long, action = ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value_t = false,
+        hide_default_value = true, value_name = "BOOL", value_parser = truth)]
     pub insecure_loopback: bool,
 
     /// PEM file with this agent's certificate and its chain. This and the two below are read anew at each connection
@@ -128,7 +129,7 @@ pub struct Options {
 
     /// Set the kernel's parameters that need privileges, and exit
     #[arg(long, action = ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value_t = false,
-        hide_default_value = true, value_name = "BOOL")]
+        hide_default_value = true, value_name = "BOOL", value_parser = truth)]
     pub init_only: bool,
 
     /// Folder for the last good state, from which a cold start forwards while no control plane answers. Empty keeps none
@@ -155,7 +156,7 @@ pub struct Options {
 
     /// Remove every rule that any backend of Headgate made on this node, and exit
     #[arg(long, action = ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value_t = false,
-        hide_default_value = true, value_name = "BOOL")]
+        hide_default_value = true, value_name = "BOOL", value_parser = truth)]
     pub cleanup: bool,
 
     /// What to log, such as info or headgate_node_agent=debug
@@ -302,6 +303,11 @@ fn check_timeout(text: &str) -> Result<Duration, String> {
     duration(text).and_then(|timeout| {
         bounds.contains(&timeout).then_some(timeout).ok_or_else(|| format!("{text} is not between 1ms and 1h"))
     })
+}
+
+/// A truth value as Go reads it.
+fn truth(text: &str) -> Result<bool, String> {
+    config::value::parse_bool(text).ok_or_else(|| format!("{text:?} is no truth value; write true or false"))
 }
 
 /// A duration as Go writes it.

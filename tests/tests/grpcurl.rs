@@ -4,14 +4,14 @@
 use std::{
     env, fs,
     io::{BufRead as _, BufReader},
-    path::{Path, PathBuf},
+    path::Path,
     process::{Child, Command, Stdio},
     sync::mpsc,
     thread,
     time::Duration,
 };
 
-use headgate_tests::testbed::process::program;
+use headgate_tests::testbed::process::{grpcurl, program};
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
@@ -40,17 +40,6 @@ endpoints:
 - {addresses: [10.1.0.2], conditions: {ready: false}, nodeName: n2}
 ports: [{name: http, port: 8080, protocol: TCP}]
 ";
-
-/// `HEADGATE_GRPCURL`, else `PATH`, else `target/tools`.
-fn grpcurl() -> PathBuf {
-    if let Some(path) = env::var_os("HEADGATE_GRPCURL") {
-        return path.into();
-    }
-    let on_path = env::var_os("PATH").into_iter().flat_map(|path| env::split_paths(&path).collect::<Vec<_>>());
-    let tools = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/tools");
-    let found = on_path.chain([tools]).map(|folder| folder.join("grpcurl")).find(|file| file.is_file());
-    found.expect("grpcurl is neither on PATH nor in target/tools: run `make setup`, or set HEADGATE_GRPCURL")
-}
 
 /// A control plane that ends with the test, however that ends.
 struct ControlPlane {

@@ -8,6 +8,7 @@ mod process {
     mod degraded;
     mod health;
     mod metrics;
+    mod mistakes;
     mod node;
     mod refused;
     mod rig;

@@ -36,8 +36,14 @@ pub fn explain(error: &io::Error, files: &Files) -> Option<Refusal> {
         }
         Error::AlertReceived(alert) => alerted(*alert, files),
         Error::InvalidMessage(_) => {
-            let text = format!("the other end does not speak TLS ({error}); write https:// where its URL is given");
-            Refusal::new("not_tls", text)
+            let text = match files.side {
+                Side::Server => "the client does not speak TLS; write https:// where it is given this URL",
+                Side::Client => {
+                    "the other end does not speak TLS, though its URL begins with https://; give the control plane its --tls-cert, --tls-key and \
+                     --tls-client-ca, or check the port"
+                }
+            };
+            Refusal::new("not_tls", format!("{text} ({error})"))
         }
         _ => Refusal::new("other", format!("TLS: {error}")),
     })

@@ -2,7 +2,7 @@
 
 use std::{
     fmt,
-    fs::File,
+    fs::{self, File},
     io::{self, Read as _},
     path::{Path, PathBuf},
     sync::Arc,
@@ -114,6 +114,10 @@ impl Files {
     fn read_one(&self, option: &'static str, file: &Path) -> Result<Vec<u8>, FileError> {
         let read = || -> io::Result<Vec<u8>> {
             let mut bytes = Vec::new();
+            // Opening a pipe would wait for somebody who writes to it.
+            if !fs::metadata(file)?.is_file() {
+                return Err(io::Error::other("it is no ordinary file"));
+            }
             File::open(file)?.take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes)?;
             Ok(bytes)
         };

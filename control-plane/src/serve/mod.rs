@@ -220,7 +220,7 @@ impl Shared {
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
     /// The address cannot be bound.
-    #[error("{option}: cannot listen on {address}: {error}; choose another address or stop what uses it")]
+    #[error("{option}: cannot listen on {address}: {error}; {}", remedy(.error))]
     Listen {
         /// The option that gave it.
         option: &'static str,
@@ -232,6 +232,14 @@ pub enum ServeError {
     /// The descriptor set that was compiled in cannot be served.
     #[error("reflection: {0}")]
     Reflection(#[from] tonic_reflection::server::Error),
+}
+
+fn remedy(error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::AddrNotAvailable => "this machine has no such address: choose one of its own, or [::] for all",
+        io::ErrorKind::PermissionDenied => "choose a port above 1023",
+        _ => "choose another address or stop what uses it",
+    }
 }
 
 /// A replica that serves.

@@ -20,8 +20,10 @@ use std::{io, path::Path};
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     /// The file cannot be read or written.
-    #[error("{path}: {error}")]
+    #[error("{option} {path}: {error}")]
     File {
+        /// The option that names the file.
+        option: &'static str,
         /// The file.
         path: String,
         /// What the system says.
@@ -70,7 +72,14 @@ pub struct ConfigFile {
 /// The file cannot be read, or is not such a configuration.
 pub fn read_file(path: &Path) -> Result<ConfigFile, ConfigError> {
     let shown = path.display().to_string();
-    let text = std::fs::read_to_string(path).map_err(|error| ConfigError::File { path: shown.clone(), error })?;
+    let read = || {
+        // Opening a pipe would wait for somebody who writes to it.
+        if !std::fs::metadata(path)?.is_file() {
+            return Err(io::Error::other("it is no ordinary file"));
+        }
+        std::fs::read_to_string(path)
+    };
+    let text = read().map_err(|error| ConfigError::File { option: "--config", path: shown.clone(), error })?;
     parse(&shown, text)
 }
 
@@ -97,7 +106,7 @@ pub fn parse(path: &str, text: String) -> Result<ConfigFile, ConfigError> {
 /// # Errors
 /// The file cannot be written.
 pub fn write_defaults(path: &Path) -> Result<(), ConfigError> {
-    let at = |error| ConfigError::File { path: path.display().to_string(), error };
+    let at = |error| ConfigError::File { option: "--write-config-to", path: path.display().to_string(), error };
     let yaml = serde_saphyr::to_string(&Raw::default().to_json()).map_err(|error| at(io::Error::other(error)))?;
     std::fs::write(path, yaml).map_err(at)
 }

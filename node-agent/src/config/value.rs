@@ -144,7 +144,9 @@ impl Value {
     }
 }
 
-fn parse_bool(text: &str) -> Option<bool> {
+/// A truth value as Go reads it; `None` for anything else.
+#[must_use]
+pub fn parse_bool(text: &str) -> Option<bool> {
     match text {
         "true" | "True" | "TRUE" | "t" | "T" | "1" => Some(true),
         "false" | "False" | "FALSE" | "f" | "F" | "0" => Some(false),

@@ -41,6 +41,9 @@ fn a_control_plane_is_needed_except_for_actions() {
     assert!(parse(&["--init-only"]).unwrap().init_only);
     assert!(parse(&["--write-config-to=/x"]).is_ok());
     // As Go's flags.
+    assert!(parse(&["--cleanup=1"]).unwrap().cleanup && parse(&["--init-only=T"]).unwrap().init_only);
+    assert!(parse(&["--cleanup", "--insecure-loopback=true"]).unwrap().insecure_loopback);
+    assert!(parse(&["--cleanup=yes"]).unwrap_err().contains("write true or false"));
     assert!(parse(&["--cleanup=true"]).unwrap().cleanup && parse(&["--init-only=true"]).unwrap().init_only);
     let neither = parse(&["--cleanup=false", "--init-only=false"]).unwrap();
     assert!(!neither.cleanup && !neither.init_only);

@@ -186,6 +186,10 @@ impl StateFile {
         let path = self.folder.join(LOCK);
         let fail = |error| self.io_error(&path, error);
         DirBuilder::new().recursive(true).mode(0o700).create(&self.folder).map_err(fail)?;
+        // Opening a pipe would wait for somebody who reads from it.
+        if fs::metadata(&path).is_ok_and(|found| !found.is_file()) {
+            return Err(fail(io::Error::other("it is no ordinary file")));
+        }
         let open = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(&path);
         let file = open.map_err(fail)?;
         match file.try_lock() {

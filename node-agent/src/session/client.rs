@@ -208,6 +208,12 @@ impl Session {
             Ok(stream) => stream.run(self, replica, replicas, welcomed_at).await.unwrap_or_else(|end| end),
             Err(end) => end,
         };
+        if let StreamEnd::Status(status) = &end
+            && welcomed_at.is_none()
+            && let Some(mistake) = replica.control_plane.mistake(status).await
+        {
+            return mistake.into();
+        }
         // What broke the connection says more than that it broke.
         connection.refusal().map_or(end, |refusal| ConnectError::Refused(refusal).into())
     }

@@ -13,7 +13,10 @@ use headgate_tls::{FileError, Refusal};
 use hyper_util::{client::legacy::connect::HttpConnector, rt::TokioIo};
 use rustls::ClientConfig;
 use tokio::time::timeout;
-use tonic::transport::{Channel, Endpoint, Uri};
+use tonic::{
+    Code, Status,
+    transport::{Channel, Endpoint, Uri},
+};
 use tower::{BoxError, ServiceExt as _};
 
 use super::tls::{AgentTls, Explained};
@@ -70,7 +73,8 @@ impl ControlPlane {
                 "would be plaintext to {host}: --insecure-loopback allows loopback addresses and the test ranges {} alone; write https://",
                 plaintext::TEST_RANGES.join(", ")
             ))),
-            _ => Err(fail("has another scheme than https; write https://host:7443".into())),
+            None => Err(fail(format!("has no scheme; write https://{uri}"))),
+            Some(_) => Err(fail("has another scheme than https; write https://host:7443".into())),
         }
     }
 
@@ -78,6 +82,22 @@ impl ControlPlane {
     #[must_use]
     pub fn uses_tls(&self) -> bool {
         self.uri.scheme_str() == Some("https")
+    }
+
+    /// What was wrong with the URL when a stream did not come about; `None` when it was something else. Asks the other end, where that may tell.
+    pub(super) async fn mistake(&self, status: &Status) -> Option<ConnectError> {
+        if status.message().starts_with("grpc-status header missing") {
+            return Some(ConnectError::NoControlPlane);
+        }
+        // What HTTP/2 makes of a TLS alert is one of these, by chance.
+        let is_broken = matches!(status.code(), Code::Internal | Code::Unknown | Code::Unavailable | Code::Cancelled);
+        if self.uses_tls() || !is_broken {
+            return None;
+        }
+        let (host, port) = self.host_and_port();
+        let host = host.to_owned();
+        let asked = tokio::task::spawn_blocking(move || headgate_tls::speaks_tls((host.as_str(), port))).await;
+        asked.is_ok_and(|speaks_tls| speaks_tls).then_some(ConnectError::SpeaksTls)
     }
 
     /// The host as a resolver takes it, and the port.
@@ -201,6 +221,16 @@ pub enum ConnectError {
     /// TCP or the TLS handshake.
     #[error("cannot connect: {}", chain(.0))]
     Connect(tonic::transport::Error),
+    /// An http URL of somebody with TLS. Only another URL helps.
+    #[error(
+        "the control plane speaks TLS, and its URL begins with http://; write https:// in --control-plane, and pass --tls-cert, --tls-key and --tls-ca"
+    )]
+    SpeaksTls,
+    /// A port at which something else answers. Only another URL helps.
+    #[error(
+        "HTTP is spoken there, and no control plane answers; check the port in --control-plane: it is that of the control plane's --listen"
+    )]
+    NoControlPlane,
     /// TCP or the TLS handshake takes too long.
     #[error("cannot connect: no answer in {} s", 2 * CONNECT_TIMEOUT.as_secs())]
     TimedOut,
@@ -227,7 +257,7 @@ mod tests {
         assert!(error("https://a").contains("no port"));
         assert!(error("https://a:1/x").contains("has a path"));
         assert!(error("ftp://a:1").contains("another scheme"));
-        assert!(error("a:1").contains("another scheme"));
+        assert!(error("a:1").contains("\"a:1\" has no scheme; write https://a:1"));
         assert!(error(":::").contains("is not a URL"));
         assert!(error("http://192.0.3.1:1").contains("192.0.2.0/24"));
     }

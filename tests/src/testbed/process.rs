@@ -27,6 +27,21 @@ pub fn program(name: &str) -> Result<PathBuf> {
     bail!("{name} is not beside {}: run `cargo build --workspace` first (`make test` does)", own.display());
 }
 
+/// Path of grpcurl: what `HEADGATE_GRPCURL` names, else on `PATH`, else in `target/tools`, where `make setup` puts it.
+///
+/// # Panics
+/// There is none.
+pub fn grpcurl() -> PathBuf {
+    if let Some(path) = std::env::var_os("HEADGATE_GRPCURL") {
+        return path.into();
+    }
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let tools = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/tools");
+    let found =
+        std::env::split_paths(&path).chain([tools]).map(|folder| folder.join("grpcurl")).find(|file| file.is_file());
+    found.expect("grpcurl is neither on PATH nor in target/tools: run `make setup`, or set HEADGATE_GRPCURL")
+}
+
 /// A running program. Dropping it ends it: SIGTERM, then SIGKILL.
 #[derive(Debug)]
 pub struct Process {

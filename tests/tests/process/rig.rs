@@ -128,6 +128,19 @@ impl Rig {
         self.control_plane = None;
     }
 
+    /// Starts a control plane of this rig's manifests, with options of its own.
+    pub(super) fn control_plane(&self, options: &[&str], more: &[String]) -> Program {
+        self.control_plane_of(&format!("files:{}", self.path("manifests").display()), options, more)
+    }
+
+    /// The same of any source.
+    pub(super) fn control_plane_of(&self, source: &str, options: &[&str], more: &[String]) -> Program {
+        let mut command = Command::new(program("headgate-control-plane").unwrap());
+        command.args(["--source", source]).args(options).args(more);
+        command.env("NO_COLOR", "1");
+        Program::start(&self.namespace, command, self.path("another-control-plane.log"))
+    }
+
     /// The same with a control plane that watches an API server, which runs on the node as well, and is asked what it thinks by `Self::replica_page`.
     pub(super) fn watching(api: fn() -> ApiServer, options: &[&str]) -> (Self, ApiServer) {
         let mut rig = Self::new();
@@ -200,8 +213,10 @@ impl Rig {
 
     /// Starts the agent of node-a with further arguments; with the nft variant, unless they name another.
     pub(super) fn agent(&self, arguments: &[&str]) -> Program {
-        let mut all = vec!["--node-name=node-a", "--control-plane=http://127.0.0.1:7443", "--insecure-loopback"];
-        all.push("--state-dir=");
+        let mut all = vec!["--node-name=node-a", "--insecure-loopback", "--state-dir="];
+        if !arguments.iter().any(|argument| argument.starts_with("--control-plane=")) {
+            all.push("--control-plane=http://127.0.0.1:7443");
+        }
         if !arguments.iter().any(|argument| argument.starts_with("--iptables-variant=")) {
             all.push("--iptables-variant=nft");
         }

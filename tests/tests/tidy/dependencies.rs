@@ -88,7 +88,7 @@ fn packages_of_the_workspace_depend_one_way() {
                 "ipset-netlink",
             ]),
         ),
-        ("headgatectl", BTreeSet::from(["headgate-proto"])),
+        ("headgatectl", BTreeSet::from(["headgate-proto", "headgate-tls"])),
         (
             "headgate-tests",
             BTreeSet::from([

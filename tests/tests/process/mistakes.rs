@@ -1,0 +1,188 @@
+//! What operators get wrong, and what the programs say to it.
+
+use std::{path::Path, process::Command};
+
+use headgate_tests::testbed::process::program;
+
+use super::rig::{Program, Rig, eventually, node, service, slice};
+
+const TLS_PORT: &str = "127.0.0.1:7444";
+
+/// Options that name three TLS files of a folder that `headgatectl certs` has made.
+fn tls(certs: &Path, files: [&str; 3], authorities: &str) -> Vec<String> {
+    let options = ["--tls-cert", "--tls-key", authorities];
+    options.iter().zip(files).map(|(option, file)| format!("{option}={}", certs.join(file).display())).collect()
+}
+
+/// A rig with a control plane without TLS at port 7443, its metrics at 7480, and another with TLS at port 7444. Certificates are in the folder `certs`.
+fn with_and_without_tls() -> (Rig, Program) {
+    let rig = Rig::serving(&[
+        ("node", node("")),
+        ("web", service("web", 10, "")),
+        ("web-1", slice("web", &[("node-a", 10)], "")),
+    ]);
+    let certs = rig.path("certs");
+    let out = format!("--out={}", certs.display());
+    rig.headgatectl(&["certs", &out, "--server-ip=127.0.0.1", "--node=node-a", "--reader=me"]).unwrap();
+    let files = tls(&certs, ["control-plane/tls.crt", "control-plane/tls.key", "ca.crt"], "--tls-client-ca");
+    let with_tls = rig.control_plane(&[&format!("--listen={TLS_PORT}"), "--metrics-listen=127.0.0.1:0"], &files);
+    eventually("the control plane with TLS listens", || {
+        let log = with_tls.log();
+        if log.contains("control plane runs") { Ok(()) } else { Err(log) }
+    });
+    (rig, with_tls)
+}
+
+#[test]
+fn headgatectl_says_when_the_scheme_or_the_port_of_its_server_is_wrong() {
+    let (rig, _with_tls) = with_and_without_tls();
+    let tls = tls(&rig.path("certs"), ["readers/me.crt", "readers/me.key", "ca.crt"], "--tls-ca");
+    let says = |server: &str, command: &[&str], with_files: bool, parts: [&str; 2]| {
+        let mut arguments = vec!["--server", server];
+        arguments.extend(command);
+        arguments.extend(tls.iter().map(String::as_str).filter(|_| with_files));
+        let said = rig.headgatectl(&arguments).unwrap_err();
+        assert!(parts.iter().all(|part| said.contains(part)), "{arguments:?}: {parts:?} is not in\n{said}");
+    };
+    let commands: [&[&str]; 4] = [&["services"], &["agents"], &["status"], &["wait", "ns/web", "--timeout=1s"]];
+    // What HTTP/2 makes of the answer depends on chance.
+    for command in commands.iter().cycle().take(12) {
+        let expected = ["it speaks TLS, and the URL begins with http://", "Write https:// in --server"];
+        says(&format!("http://{TLS_PORT}"), command, false, expected);
+    }
+    for command in commands {
+        let expected = ["It does not speak TLS there: check the port", "an http:// URL"];
+        says("https://127.0.0.1:7443", command, true, expected);
+        says("https://127.0.0.1:7480", command, true, expected);
+        says("http://127.0.0.1:7480", command, false, ["it speaks HTTP, and is no control plane", "--listen"]);
+    }
+    let mut right = vec!["--server=https://127.0.0.1:7444", "services"];
+    right.extend(tls.iter().map(String::as_str));
+    assert!(rig.headgatectl(&right).unwrap().contains("web"));
+}
+
+#[test]
+fn the_agent_says_when_the_scheme_or_the_port_of_its_control_plane_is_wrong() {
+    let (rig, with_tls) = with_and_without_tls();
+    let tls = tls(&rig.path("certs"), ["nodes/node-a.crt", "nodes/node-a.key", "nodes/ca.crt"], "--tls-ca");
+    let says = |url: &str, expected: &str| {
+        let url = format!("--control-plane={url}");
+        let mut arguments = vec![url.as_str()];
+        arguments.extend(tls.iter().map(String::as_str));
+        let agent = rig.agent(&arguments);
+        eventually(expected, || {
+            let log = agent.log();
+            if log.contains(expected) { Ok(()) } else { Err(log) }
+        });
+    };
+    says("http://127.0.0.1:7444", "the control plane speaks TLS, and its URL begins with http://; write https:// in");
+    says("https://127.0.0.1:7443", "does not speak TLS, though its URL begins with https://; give the control plane");
+    says("http://127.0.0.1:7480", "no control plane answers; check the port in --control-plane");
+    // The other end of the first says nothing that would mislead.
+    let log = with_tls.log();
+    assert!(log.contains("the client does not speak TLS; write https:// where it is given this URL"), "{log}");
+}
+
+#[test]
+fn an_api_server_that_is_not_there_is_told_once_for_each_watch() {
+    let rig = Rig::new();
+    let kubeconfig = "apiVersion: v1\nkind: Config\ncurrent-context: x\nclusters: [{name: c, cluster: {server: \"http://127.0.0.1:9\"}}]\n\
+                      users: [{name: u, user: {}}]\ncontexts: [{name: x, context: {cluster: c, user: u}}]\n";
+    let kubeconfig = format!("--kubeconfig={}", rig.write("kubeconfig", kubeconfig).display());
+    let options = ["--listen=127.0.0.1:7443", "--metrics-listen=127.0.0.1:0", "--insecure-loopback"];
+    let program = rig.control_plane_of("kubernetes", &options, std::slice::from_ref(&kubeconfig));
+    let log = eventually("all four watches say it", || {
+        let log = program.log();
+        let kinds = ["Service", "EndpointSlice", "Node", "ServiceCIDR"].map(|kind| format!("kind=\"{kind}\""));
+        let is_said = |kind: &String| {
+            log.lines().any(|line| line.contains("WARN") && line.contains(kind) && line.contains("Connection refused"))
+        };
+        if kinds.iter().all(is_said) { Ok(log) } else { Err(log) }
+    });
+    assert!(!log.contains("kube_client"), "a library says it as well:\n{log}");
+    drop(program);
+    // Whoever asks for it gets it.
+    let options = [&options[..], &["--log=info,kube_client=error"]].concat();
+    let program = rig.control_plane_of("kubernetes", &options, &[kubeconfig]);
+    eventually("the library says it", || {
+        let log = program.log();
+        if log.contains("ERROR") && log.contains("kube_client") { Ok(()) } else { Err(log) }
+    });
+}
+
+#[test]
+fn a_pipe_in_place_of_a_file_stops_nothing() {
+    let rig = Rig::serving(&[("web", service("web", 10, "")), ("web-1", slice("web", &[("node-a", 10)], ""))]);
+    let pipe = rig.path("pipe");
+    nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    let pipe = pipe.display().to_string();
+
+    // The state's lock: forwarding does not depend on it.
+    let state = rig.path("state");
+    std::fs::create_dir(&state).unwrap();
+    nix::unistd::mkfifo(&state.join("lock"), nix::sys::stat::Mode::S_IRWXU).unwrap();
+    let agent = rig.agent(&[&format!("--state-dir={}", state.display()), "--state-save-period=100ms"]);
+    rig.until_programmed();
+    eventually("the agent says why it saves nothing", || {
+        let log = agent.log();
+        let is_said = log.contains("the state cannot be saved") && log.contains("lock: it is no ordinary file");
+        if is_said { Ok(()) } else { Err(log) }
+    });
+    assert!(agent.terminate().0.success());
+
+    let (status, log) =
+        rig.run_agent(&["--control-plane=http://127.0.0.1:7443", "--insecure-loopback", &format!("--config={pipe}")]);
+    assert!(!status.success() && log.contains(&format!("--config {pipe}: it is no ordinary file")), "{log}");
+
+    let files: Vec<String> = ["cert", "key", "ca"].iter().map(|file| format!("--tls-{file}={pipe}")).collect();
+    let mut arguments = vec!["--control-plane=https://127.0.0.1:7444"];
+    arguments.extend(files.iter().map(String::as_str));
+    let agent = rig.agent(&arguments);
+    eventually("the agent names the file", || {
+        let log = agent.log();
+        let is_said = log.contains(&format!("--tls-cert {pipe}: cannot read it: it is no ordinary file"));
+        if is_said { Ok(()) } else { Err(log) }
+    });
+    assert!(agent.terminate().0.success());
+
+    let files: Vec<String> = ["cert", "key", "client-ca"].iter().map(|file| format!("--tls-{file}={pipe}")).collect();
+    let (status, log) = rig.control_plane(&["--listen=127.0.0.1:7444", "--metrics-listen=127.0.0.1:0"], &files).ended();
+    assert!(!status.success() && log.contains("it is no ordinary file"), "{log}");
+}
+
+#[test]
+fn wrong_command_lines_are_answered_with_what_to_write() {
+    let says = |name: &str, arguments: &[&str], expected: &str| {
+        let output = Command::new(program(name).unwrap()).args(arguments).env("NO_COLOR", "1").output().unwrap();
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert!(
+            !output.status.success() && said.contains(expected),
+            "{name} {arguments:?}: {expected:?} is not in\n{said}"
+        );
+    };
+    let control_plane = |arguments: &[&str], expected: &str| {
+        says("headgate-control-plane", &[&["--source=files:/"], arguments].concat(), expected);
+    };
+    for wrong in ["localhost:7443", "127.0.0.1", "127.0.0.1:99999", ":7443"] {
+        control_plane(
+            &[&format!("--listen={wrong}")],
+            "write an IP address and a port, such as 127.0.0.1:7443 or [::]:7443",
+        );
+        control_plane(&[&format!("--metrics-listen={wrong}")], "write an IP address and a port, such as");
+    }
+    // Set aside for documentation: no machine has it.
+    control_plane(&["--listen=198.51.100.1:7443", "--insecure-loopback"], "this machine has no such address");
+    let agent = |arguments: &[&str], expected: &str| {
+        let required = ["--control-plane=http://127.0.0.1:1", "--insecure-loopback", "--state-dir="];
+        says("headgate-node-agent", &[&required, arguments].concat(), expected);
+    };
+    agent(&["--config=/nowhere/config.yaml"], "--config /nowhere/config.yaml: No such file or directory");
+    agent(
+        &["--write-config-to=/nowhere/config.yaml"],
+        "--write-config-to /nowhere/config.yaml: No such file or directory",
+    );
+    agent(&["--control-plane=10.0.0.1:7443"], "\"10.0.0.1:7443\" has no scheme; write https://10.0.0.1:7443");
+    let ctl = |arguments: &[&str], expected: &str| says("headgatectl", arguments, expected);
+    ctl(&["--server=10.0.0.1:7443", "services"], "--server 10.0.0.1:7443 has no scheme: write https://10.0.0.1:7443");
+    ctl(&["wait", "ns/web", "--endpoint=10.244.1"], "write an IP address, such as 10.244.1.10 or fd00::10");
+}
