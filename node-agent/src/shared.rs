@@ -323,10 +323,10 @@ impl Shared {
         self.lock().held.position()
     }
 
-    /// Positions of the source that the state covers; `None` before the first complete snapshot.
+    /// As [`Held::point`], without digests.
     #[must_use]
-    pub fn positions(&self) -> Option<Vec<v1::SourcePosition>> {
-        self.lock().held.point(false).map(|point| point.positions)
+    pub fn point(&self) -> Option<v1::Resume> {
+        self.lock().held.point(false)
     }
 
     /// Looks at the state under the lock; for tests and diagnosis.

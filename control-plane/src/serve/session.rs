@@ -30,7 +30,10 @@ use super::{
 };
 use crate::{
     identity::{Expiry, Peer},
-    store::{Cursor, NodeResumption, NotYet, OwnNode, ResumeMode, Resumption, positions_to_wire, server_frame},
+    store::{
+        BehindWait, Cursor, NodeResumption, NotYet, OwnNode, ResumeMode, Resumption, Wait, positions_to_wire,
+        server_frame,
+    },
 };
 
 /// How a stream of a replica that stops ends.
@@ -84,14 +87,6 @@ struct Waiting {
 struct NodeWait {
     resumption: NodeResumption,
     _counted: CountedWait,
-}
-
-/// The bounded wait of an agent that has seen more of the source than this replica.
-#[derive(Default)]
-struct BehindWait {
-    /// When it ends; set once it has begun.
-    until: Option<Instant>,
-    has_expired: bool,
 }
 
 /// One of [`Shared::waiting_for_position`].
@@ -258,7 +253,7 @@ impl Session {
         if let Position::Waiting(waiting) = &mut self.position {
             let cursor = match waiting.resumption.go_on(&self.shared.store) {
                 Ok(cursor) => cursor,
-                Err(not_yet) if !self.behind.is_over(not_yet, &self.shared, &self.agent, now) => return None,
+                Err(not_yet) if !is_over(&mut self.behind, not_yet, &self.shared, &self.agent, now) => return None,
                 Err(_) => waiting.resumption.go_back(&self.shared.store),
             };
             self.position = Position::At(cursor);
@@ -271,7 +266,7 @@ impl Session {
     fn may_send_node(&mut self, now: Instant) -> bool {
         let Some(wait) = &self.node_wait else { return true };
         if let Err(not_yet) = wait.resumption.go_on(&self.shared.store)
-            && !self.behind.is_over(not_yet, &self.shared, &self.agent, now)
+            && !is_over(&mut self.behind, not_yet, &self.shared, &self.agent, now)
         {
             return false;
         }
@@ -334,28 +329,23 @@ fn drain(within: Duration, reason: &str, for_balance: bool) -> Bytes {
     server_frame(Body::Drain(v1::Drain { reconnect_within_ms: to_ms(within), reason: reason.into(), for_balance }))
 }
 
-impl BehindWait {
-    /// True once the agent has waited for a source that is behind it as long as it has to. A source that was not listed has nothing to give at all.
-    fn is_over(&mut self, not_yet: NotYet, shared: &Shared, agent: &Agent, now: Instant) -> bool {
-        let NotYet::Behind { kind, here, there } = not_yet else { return false };
-        let Some(until) = self.until else {
-            self.until = Some(now + shared.settings.behind_wait);
+/// True when the agent need not wait any longer for a source that is behind it.
+fn is_over(behind: &mut BehindWait, not_yet: NotYet, shared: &Shared, agent: &Agent, now: Instant) -> bool {
+    let wait = behind.look(not_yet, &shared.store, shared.settings.behind_wait, now);
+    if let NotYet::Behind { kind, here, there } = not_yet {
+        if wait == Wait::Begins {
             shared.metrics.count_behind_wait();
             tracing::info!(node = %agent.node, ?kind, here, there, "the source is behind what the agent has: it waits");
-            return false;
-        };
-        if until > now {
-            return false;
         }
-        if !std::mem::replace(&mut self.has_expired, true) {
+        if wait == Wait::Expires {
             shared.metrics.count_behind_wait_expired();
+            if shared.warnings.admit(Warning::WentBack, now) {
+                tracing::warn!(node = %agent.node, ?kind, here, there,
+                    "the source is still behind what the agent has (a restored etcd?): the agent goes back to this replica's state");
+            }
         }
-        if shared.warnings.admit(Warning::WentBack, now) {
-            tracing::warn!(node = %agent.node, ?kind, here, there,
-                "the source is still behind what the agent has (a restored etcd?): the agent goes back to this replica's state");
-        }
-        true
     }
+    wait.is_over()
 }
 
 impl Drop for Session {

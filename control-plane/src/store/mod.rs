@@ -36,7 +36,7 @@ pub use cursor::{Cursor, ResumeMode};
 pub(crate) use encode::{positions_to_wire, server_frame};
 pub use inspect::{WatchPage, WatchPlace};
 pub(crate) use resume::positions_from_wire;
-pub use resume::{NodeResumption, NotYet, Resume, Resumption};
+pub use resume::{BehindWait, NodeResumption, NotYet, Resume, Resumption, Wait};
 
 use crate::{
     metrics::Metrics,

@@ -1,10 +1,11 @@
 //! How an agent goes on from what it holds, and when it has to wait first (contract, 3 and 6). No clock and no connection: the session asks, and knows
 //! how long it has asked.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, time::Duration};
 
-use headgate_core::digest::Digests;
+use headgate_core::{digest::Digests, node_state::SourceState};
 use headgate_proto::{digests_from_wire, v1};
+use tokio::time::Instant;
 
 use super::{Cursor, ResumeMode, Store};
 use crate::transaction::SourceKind;
@@ -76,6 +77,62 @@ impl NotYet {
         }
         let behind = store.behind_in(seen, counts);
         behind.map_or(Ok(()), |(kind, here, there)| Err(Self::Behind { kind, here, there }))
+    }
+}
+
+/// The wait of an agent that has seen more of the source than a replica: bounded, since the source may have been restored
+/// from a backup.
+#[derive(Debug, Default)]
+pub struct BehindWait {
+    /// When it ends; set once it has begun.
+    until: Option<Instant>,
+    has_expired: bool,
+}
+
+/// What [`BehindWait::look`] finds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Wait {
+    /// The agent waits from now on.
+    Begins,
+    /// It still waits.
+    GoesOn,
+    /// It has waited long enough, which is said once.
+    Expires,
+    /// It has waited long enough.
+    IsOver,
+}
+
+impl Wait {
+    /// True when the agent is given what this replica has, be it older than what the agent has.
+    #[must_use]
+    pub fn is_over(self) -> bool {
+        matches!(self, Self::Expires | Self::IsOver)
+    }
+}
+
+impl BehindWait {
+    /// Whether an agent that would have to wait still does, at `now`, for `bound` in all. The bound runs while the replica
+    /// follows its source: a replica that is cut off shows nothing about a restored source, and one that has listed nothing
+    /// has nothing to give.
+    pub fn look(&mut self, not_yet: NotYet, store: &Store, bound: Duration, now: Instant) -> Wait {
+        if not_yet == NotYet::Unlisted {
+            return Wait::GoesOn;
+        }
+        let is_following = store.source_state() == SourceState::Following;
+        match self.until {
+            Some(until) if is_following && until <= now => {
+                if std::mem::replace(&mut self.has_expired, true) {
+                    Wait::IsOver
+                } else {
+                    Wait::Expires
+                }
+            }
+            Some(_) if is_following => Wait::GoesOn,
+            before => {
+                self.until = Some(now + bound);
+                if before.is_none() { Wait::Begins } else { Wait::GoesOn }
+            }
+        }
     }
 }
 

@@ -27,10 +27,10 @@ use super::{
     connect::{ConnectError, Connection, ControlPlane},
     held::Step,
     machine::{Effect, Machine, OwnNode, Violation, Welcomed},
-    others::{Answers, Question, comparable},
+    others::{Answers, Question},
     outbox::Outbox,
     replicas::{Replicas, Target},
-    stay::{Moves, Stay, Trouble, choose},
+    stay::{HeldState, Moves, Stay, Trouble, choose},
     tls::AgentTls,
 };
 use crate::{metrics::Metrics, reconcile::Progress, shared::Shared};
@@ -441,8 +441,8 @@ impl Stream {
         }
         let shared = Arc::clone(&session.shared);
         // Under the state's lock, which planning a full sync holds for a while.
-        let positions = tokio::task::spawn_blocking(move || shared.positions()).await?;
-        let held = positions.map(|positions| comparable(&positions));
+        let point = tokio::task::spawn_blocking(move || shared.point()).await?;
+        let held = point.as_ref().map(HeldState::of);
         let (mut targets, standings): (Vec<_>, Vec<_>) = answers.into_iter().unzip();
         let chosen = choose(trouble, held.as_ref(), &standings).map(|index| targets.swap_remove(index));
         if chosen.is_none() {

@@ -162,7 +162,8 @@ impl Held {
 
     /// What is written to disk about it, from which [`Self::restored`] goes on; `None` before the first complete snapshot. While a rejection
     /// stands the epoch is 0: the log does not bring the rejected resource again, and after a restart nobody here would know of it.
-    pub(crate) fn point(&self, with_digests: bool) -> Option<v1::Resume> {
+    #[must_use]
+    pub fn point(&self, with_digests: bool) -> Option<v1::Resume> {
         let (epoch, version) = self.position?;
         Some(v1::Resume {
             epoch: if self.has_rejections { 0 } else { epoch },

@@ -414,6 +414,9 @@ impl Machine {
         let mut staged = mem::take(&mut self.staged);
         let rejected = staged.rejections.iter().map(|rejection| rejection.resource.clone()).collect();
         staged.positions = end.positions;
+        if matches!(self.phase, Phase::Resuming { .. }) {
+            self.rejected.resumed();
+        }
         self.phase = Phase::Following { epoch };
         self.needs_referable = true;
         if self.resumed == Resumed::AtSnapshotEnd {

@@ -12,7 +12,7 @@ mod others;
 mod outbox;
 mod rejected;
 pub mod replicas;
-mod stay;
+pub mod stay;
 #[cfg(test)]
 pub(crate) mod testing;
 pub mod tls;

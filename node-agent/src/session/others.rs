@@ -2,16 +2,12 @@
 
 use std::{sync::Arc, time::Duration};
 
-use headgate_proto::v1::{self, discovery_client::DiscoveryClient, source_position::Kind};
+use headgate_proto::v1::{self, discovery_client::DiscoveryClient};
 use tokio::{task::JoinSet, time::timeout};
 use tonic::Code;
 use tracing::debug;
 
-use super::{
-    replicas::Target,
-    stay::{Positions, Standing},
-    tls::AgentTls,
-};
+use super::{replicas::Target, stay::Standing, tls::AgentTls};
 
 /// How long a replica may take to answer, connecting included.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
@@ -27,12 +23,6 @@ pub(super) struct Question {
 
 /// Replicas that answered, and how they stand.
 pub(super) type Answers = Vec<(Target, Standing)>;
-
-/// Positions of kinds that all replicas count alike: a folder's position is the clock of whoever reads it.
-pub(super) fn comparable(positions: &[v1::SourcePosition]) -> Positions {
-    let known = positions.iter().filter(|source| !matches!(source.kind(), Kind::Unspecified | Kind::Files));
-    known.map(|source| (source.kind, source.position)).collect()
-}
 
 impl Question {
     /// The replicas that answered, and what they said. All are asked at once.
@@ -65,12 +55,7 @@ async fn ask_one(target: &Target, node: &str, tls: Option<&Arc<AgentTls>>) -> Re
     match DiscoveryClient::new(connection.channel).standing(request).await {
         Ok(answer) => {
             let answer = answer.into_inner();
-            let standing = Standing {
-                source: answer.source_state().known(),
-                positions: comparable(&answer.positions),
-                changed: comparable(&answer.changed_positions),
-            };
-            Ok((Some(answer.epoch), standing))
+            Ok((Some(answer.epoch), Standing::of(&answer)))
         }
         Err(status) if status.code() == Code::Unimplemented => Ok((None, Standing::default())),
         Err(status) => Err(status.message().to_owned()),

@@ -19,12 +19,16 @@ pub(super) struct Rejected {
 }
 
 impl Rejected {
-    /// A stream begins. What stands is to be said again where the replica does not send the resources again; otherwise it comes up by itself.
-    pub(super) fn begin(&mut self, mode: ResumeMode) -> Vec<v1::Rejection> {
-        if mode != ResumeMode::Log {
-            *self = Self::default();
-        }
-        self.kept.values().cloned().collect()
+    /// A stream begins. Returns the rejections to say again: those of resources that the replica does not send again.
+    pub(super) fn begin(&self, mode: ResumeMode) -> Vec<v1::Rejection> {
+        if mode == ResumeMode::Log { self.kept.values().cloned().collect() } else { Vec::new() }
+    }
+
+    /// The snapshot that a stream begins with is complete: it brought again whatever was rejected and still differs. Before
+    /// that nothing is over, since the stream may break, and the next one may be a resume by log.
+    pub(super) fn resumed(&mut self) {
+        self.kept.retain(|resource, _| is_node(resource));
+        self.has_forgotten = false;
     }
 
     /// True while a rejection of the resource stands.
@@ -176,6 +180,9 @@ mod tests {
             "a resume by log does not bring it again: it is said again"
         );
         assert!(rejected.begin(ResumeMode::Digests).is_empty(), "whatever differs comes again");
+        assert!(rejected.contains(&web), "it may never come");
+        rejected.resumed();
+        assert!(!rejected.contains(&web));
     }
 
     #[test]
@@ -202,6 +209,7 @@ mod tests {
             (0..1500).map(|i| Change::RemoveService(ServiceKey::new("ns", &format!("s{i}")))).collect();
         assert_eq!(rejected.step(&[], &changes, None).len(), MAX_KEPT);
         assert!(rejected.has_forgotten() && rejected.has_resources());
-        assert!(rejected.begin(ResumeMode::Digests).is_empty() && !rejected.has_resources());
+        rejected.resumed();
+        assert!(!rejected.has_forgotten() && !rejected.has_resources());
     }
 }

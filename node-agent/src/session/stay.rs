@@ -3,13 +3,14 @@
 use std::{collections::BTreeMap, time::Duration};
 
 use headgate_core::node_state::SourceState;
+use headgate_proto::v1::{self, source_position::Kind};
 use tokio::time::Instant;
 
 use super::backoff::jitter;
 
 /// Source positions by the number of their kind ([`headgate_proto::v1::source_position::Kind`]), of kinds that replicas
 /// count alike.
-pub(super) type Positions = BTreeMap<i32, u64>;
+pub type Positions = BTreeMap<i32, u64>;
 
 /// A replica that has listed nothing is waited for from the first to the second of these.
 const UNLISTED_PATIENCE: [Duration; 2] = [Duration::from_secs(2), Duration::from_secs(4)];
@@ -26,7 +27,7 @@ const SETTLED_AFTER: Duration = Duration::from_secs(600);
 
 /// Why an agent looks for another replica.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Trouble {
+pub enum Trouble {
     /// The replica has listed nothing.
     Unlisted,
     /// The replica is cut off from its source.
@@ -39,7 +40,7 @@ pub(super) enum Trouble {
 
 impl Trouble {
     /// For logs.
-    pub(super) fn reason(self) -> &'static str {
+    pub fn reason(self) -> &'static str {
         match self {
             Self::Unlisted => "it has not listed its source",
             Self::CutOff => "it is cut off from its source",
@@ -49,7 +50,7 @@ impl Trouble {
     }
 
     /// A label from a small fixed set.
-    pub(super) fn label(self) -> &'static str {
+    pub fn label(self) -> &'static str {
         match self {
             Self::Unlisted => "moved_unlisted",
             Self::CutOff => "moved_cut_off",
@@ -70,22 +71,60 @@ impl Trouble {
 
 /// What another replica says of itself.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub(super) struct Standing {
+pub struct Standing {
     /// `None`: the replica is older than the question.
-    pub(super) source: Option<SourceState>,
+    pub source: Option<SourceState>,
     /// Where its source stands.
-    pub(super) positions: Positions,
+    pub positions: Positions,
     /// Where its source stood when each kind changed last.
-    pub(super) changed: Positions,
+    pub changed: Positions,
+}
+
+/// The positions that decide: of the kinds that every agent receives, as far as all replicas count them alike. A folder's
+/// position is the clock of whoever reads it, and that of Nodes is about one agent's Node, which a replica that is behind
+/// withholds by itself.
+#[must_use]
+pub fn comparable(positions: &[v1::SourcePosition]) -> Positions {
+    let is_comparable = |kind| matches!(kind, Kind::Services | Kind::EndpointSlices | Kind::ServiceCidrs);
+    let known = positions.iter().filter(|source| is_comparable(source.kind()));
+    known.map(|source| (source.kind, source.position)).collect()
+}
+
+/// The state that an agent holds, as far as it decides.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct HeldState {
+    /// Where the source was; see [`comparable`].
+    pub positions: Positions,
+    /// Some resource of these positions may be missing: it was rejected, or another version of the program left it out.
+    pub may_lack: bool,
+}
+
+impl HeldState {
+    /// What [`super::held::Held::point`] says of a state.
+    #[must_use]
+    pub fn of(point: &v1::Resume) -> Self {
+        Self { positions: comparable(&point.positions), may_lack: point.epoch == 0 }
+    }
 }
 
 impl Standing {
-    fn is_behind(&self, held: &Positions) -> bool {
-        held.iter().any(|(kind, ours)| self.positions.get(kind).is_some_and(|theirs| theirs < ours))
+    /// What a replica answered.
+    #[must_use]
+    pub fn of(answer: &v1::StandingResponse) -> Self {
+        Self {
+            source: answer.source_state().known(),
+            positions: comparable(&answer.positions),
+            changed: comparable(&answer.changed_positions),
+        }
     }
 
-    fn is_ahead(&self, held: &Positions) -> bool {
-        self.changed.iter().any(|(kind, theirs)| held.get(kind).is_none_or(|ours| theirs > ours))
+    fn is_behind(&self, held: &HeldState) -> bool {
+        held.positions.iter().any(|(kind, ours)| self.positions.get(kind).is_some_and(|theirs| theirs < ours))
+    }
+
+    fn is_ahead(&self, held: &HeldState) -> bool {
+        let is_newer = |(kind, theirs)| held.positions.get(kind).is_none_or(|ours| theirs > ours);
+        held.may_lack || self.changed.iter().any(is_newer)
     }
 }
 
@@ -108,7 +147,7 @@ fn worth_here(trouble: Trouble, holds_state: bool) -> Worth {
 }
 
 /// What another replica is worth to an agent that holds a state at these positions, or none.
-fn worth_there(standing: &Standing, held: Option<&Positions>) -> Worth {
+fn worth_there(standing: &Standing, held: Option<&HeldState>) -> Worth {
     match (standing.source, held) {
         (Some(SourceState::Unlisted), _) => Worth::Nothing,
         (Some(SourceState::Following), None) => Worth::Everything,
@@ -124,7 +163,7 @@ fn worth_there(standing: &Standing, held: Option<&Positions>) -> Worth {
 
 /// Which of the replicas that answered to move to: one at random of those that are worth most, if that is more than the
 /// present one is.
-pub(super) fn choose(trouble: Trouble, held: Option<&Positions>, others: &[Standing]) -> Option<usize> {
+pub fn choose(trouble: Trouble, held: Option<&HeldState>, others: &[Standing]) -> Option<usize> {
     let worth: Vec<Worth> = others.iter().map(|standing| worth_there(standing, held)).collect();
     let best = worth.iter().copied().max().filter(|best| *best > worth_here(trouble, held.is_some()))?;
     let best: Vec<usize> = (0..worth.len()).filter(|index| worth[*index] == best).collect();
@@ -134,14 +173,14 @@ pub(super) fn choose(trouble: Trouble, held: Option<&Positions>, others: &[Stand
 /// The moves that an agent has chosen to make, one stream after the other. They become rarer, so that nothing goes in
 /// circles.
 #[derive(Debug, Default)]
-pub(super) struct Moves {
+pub struct Moves {
     count: u32,
     last: Option<Instant>,
 }
 
 impl Moves {
     /// The agent moves.
-    pub(super) fn moved(&mut self, now: Instant) {
+    pub fn moved(&mut self, now: Instant) {
         if self.last.is_some_and(|last| now.saturating_duration_since(last) >= SETTLED_AFTER) {
             self.count = 0;
         }
@@ -159,7 +198,7 @@ impl Moves {
 
 /// One stream, from `Hello` on.
 #[derive(Debug)]
-pub(super) struct Stay {
+pub struct Stay {
     source: Option<SourceState>,
     is_complete: bool,
     progressed: Instant,
@@ -175,7 +214,7 @@ pub(super) struct Stay {
 
 impl Stay {
     /// A stream begins.
-    pub(super) fn new(moves: &Moves, now: Instant) -> Self {
+    pub fn new(moves: &Moves, now: Instant) -> Self {
         Self {
             source: None,
             is_complete: false,
@@ -190,13 +229,13 @@ impl Stay {
     }
 
     /// The replica says what its source is doing; `None` from an older one.
-    pub(super) fn on_source(&mut self, source: Option<SourceState>, now: Instant) {
+    pub fn on_source(&mut self, source: Option<SourceState>, now: Instant) {
         self.source = source;
         self.look(now);
     }
 
     /// The replica has completed so many snapshots, for any agent.
-    pub(super) fn on_snapshots_sent(&mut self, count: u64, now: Instant) {
+    pub fn on_snapshots_sent(&mut self, count: u64, now: Instant) {
         if count != self.snapshots_sent {
             self.snapshots_sent = count;
             self.on_progress(self.is_complete, now);
@@ -204,13 +243,13 @@ impl Stay {
     }
 
     /// A part of the state has come; the state is complete, or is not yet.
-    pub(super) fn on_progress(&mut self, is_complete: bool, now: Instant) {
+    pub fn on_progress(&mut self, is_complete: bool, now: Instant) {
         (self.is_complete, self.progressed) = (is_complete, now);
         self.look(now);
     }
 
     /// The replica wishes that the agent went, for balance; at this moment it does, if it does.
-    pub(super) fn on_wish(&mut self, at: Instant) {
+    pub fn on_wish(&mut self, at: Instant) {
         self.wish_at = Some(self.wish_at.map_or(at, |earlier| earlier.min(at)));
     }
 
@@ -231,12 +270,12 @@ impl Stay {
     }
 
     /// Whether this is still why the agent looks for another replica.
-    pub(super) fn is_still(&self, trouble: Trouble) -> bool {
+    pub fn is_still(&self, trouble: Trouble) -> bool {
         trouble == Trouble::Crowded || self.trouble == Some(trouble)
     }
 
     /// When [`Self::due`] has to be asked again; `None`: nothing is expected.
-    pub(super) fn due_at(&self) -> Option<Instant> {
+    pub fn due_at(&self) -> Option<Instant> {
         let stays = |at: Instant| at.max(self.stays_until.unwrap_or(at));
         let trouble_at = match self.trouble {
             Some(_) => Some(stays(self.ask_at)),
@@ -247,7 +286,7 @@ impl Stay {
     }
 
     /// Why the others are to be asked now, if they are. The next time for the same reason is after a pause that grows.
-    pub(super) fn due(&mut self, now: Instant) -> Option<Trouble> {
+    pub fn due(&mut self, now: Instant) -> Option<Trouble> {
         self.look(now);
         if self.due_at().is_none_or(|at| at > now) {
             return None;

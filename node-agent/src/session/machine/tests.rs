@@ -517,6 +517,28 @@ fn any_other_resume_is_complete_with_its_snapshot() {
 }
 
 #[test]
+fn a_rejection_outlives_a_stream_that_breaks_before_its_snapshot() {
+    let (one, other) = (replica(7), replica(8));
+    let mut agent = Agent::following(&one);
+    let mut bad = batch(2, 3, &[service("bad", 1)]);
+    let Some(Body::Batch(wire)) = &mut bad.body else { unreachable!() };
+    wire.changes.as_mut().unwrap().services[0].ports.clear();
+    agent.take(bad).unwrap();
+    agent.nacks.clear();
+    // Welcome of another replica, and no snapshot.
+    agent.follow(&other, 1);
+    agent.hello();
+    agent.take(one.welcome(ResumeMode::Log)).unwrap();
+    assert_eq!(
+        agent.nacks[0].rejections[0].resource,
+        format!("Service {}", key("bad")),
+        "the log does not bring it again"
+    );
+    agent.follow(&other, usize::MAX);
+    assert!(!agent.machine.has_rejected(&format!("Service {}", key("bad"))), "the other has no such Service");
+}
+
+#[test]
 fn a_step_tells_whether_a_rejection_stands() {
     let mut agent = Agent::following(&replica(7));
     let mut has_rejections = |mut message: v1::ServerMessage, is_bad: bool| {

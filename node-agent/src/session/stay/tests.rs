@@ -15,7 +15,8 @@ fn standing(source: Option<SourceState>, position: u64) -> Standing {
 }
 
 fn goes(trouble: Trouble, held: Option<u64>, others: &[Standing]) -> Option<usize> {
-    choose(trouble, held.map(at).as_ref(), others)
+    let held = held.map(|position| HeldState { positions: at(position), may_lack: false });
+    choose(trouble, held.as_ref(), others)
 }
 
 #[test]
@@ -36,6 +37,10 @@ fn while_all_are_cut_off_no_agent_with_their_state_moves() {
     let ahead = [standing(CUT_OFF, 9)];
     assert_eq!(goes(Trouble::CutOff, Some(5), &ahead), None, "from cut off to cut off never");
     assert_eq!(goes(Trouble::Unlisted, Some(5), &ahead), Some(0), "its replica could never bring what it lacks");
+    // What it once rejected, the program may be able to use by now.
+    let lacking = HeldState { positions: at(5), may_lack: true };
+    assert_eq!(choose(Trouble::Unlisted, Some(&lacking), &others), Some(0));
+    assert_eq!(choose(Trouble::CutOff, Some(&lacking), &others), None);
 }
 
 #[test]

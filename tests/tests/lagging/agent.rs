@@ -1,0 +1,208 @@
+//! The agent of the model: the real machine, what it holds, and its decisions to stay or move; its disk and its kernel.
+
+use headgate_core::{Change, Dirty, Node, reference::Referable};
+use headgate_node_agent::session::{
+    held::Held,
+    machine::{Effect, Machine, Violation},
+    stay::{HeldState, Moves, Standing, Stay, choose},
+};
+use headgate_proto::v1::{self, server_message::Body};
+use prost::Message as _;
+use tokio::time::Instant;
+
+use super::source::{NEED_NEW_PROGRAM, NODE, Places, Source, as_seen_by_the_old_program, changes_of, state_of};
+
+/// Which program the agent runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Program {
+    /// It cannot use some values.
+    Old,
+    New,
+}
+
+/// What is on the agent's disk.
+struct Disk {
+    changes: Vec<Change>,
+    point: v1::Resume,
+    node: Option<Node>,
+    node_position: Option<v1::SourcePosition>,
+    places: Places,
+    node_place: u64,
+}
+
+pub(crate) struct Agent {
+    program: Program,
+    machine: Machine,
+    pub(crate) held: Held,
+    pub(crate) node: Option<Node>,
+    node_position: Option<v1::SourcePosition>,
+    /// Where each key is, and the own Node: `None` before it has come.
+    places: Places,
+    node_place: Option<u64>,
+    disk: Option<Disk>,
+    /// From disk: the kernel has rules of an earlier run, which may be newer.
+    is_unconfirmed: bool,
+    /// Where the replica was when the stream began: what is programmed after a start from disk is not older.
+    at_begin: Places,
+    distrusts_version: bool,
+    stay: Stay,
+    moves: Moves,
+    /// The source was restored from a backup.
+    pub(crate) may_go_back: bool,
+    pub(crate) rejections: u64,
+}
+
+impl Agent {
+    pub(crate) fn new(program: Program, now: Instant) -> Self {
+        let moves = Moves::default();
+        Self {
+            program,
+            machine: Machine::new(NODE.into()),
+            held: Held::default(),
+            node: None,
+            node_position: None,
+            places: Places::new(),
+            node_place: None,
+            disk: None,
+            is_unconfirmed: false,
+            at_begin: Places::new(),
+            distrusts_version: false,
+            stay: Stay::new(&moves, now),
+            moves,
+            may_go_back: false,
+            rejections: 0,
+        }
+    }
+
+    /// What the kernel has goes to disk.
+    pub(crate) fn save(&mut self) {
+        if self.is_unconfirmed {
+            return;
+        }
+        let Some(point) = self.held.point(true) else { return };
+        self.disk = Some(Disk {
+            changes: changes_of(self.held.state()),
+            point,
+            node: self.node.clone(),
+            node_position: self.node_position,
+            places: self.places.clone(),
+            node_place: self.node_place.unwrap_or_default(),
+        });
+    }
+
+    /// The program ends, and this one starts from the disk.
+    pub(crate) fn restart(&mut self, program: Program, now: Instant) {
+        let disk = self.disk.take();
+        *self = Self { rejections: self.rejections, may_go_back: self.may_go_back, ..Self::new(program, now) };
+        let Some(disk) = disk else { return };
+        self.held = Held::restored(state_of(disk.changes.clone()), &disk.point);
+        self.held.set_node_position(disk.node_position);
+        (self.node, self.node_position) = (disk.node.clone(), disk.node_position);
+        (self.places, self.node_place) = (disk.places.clone(), disk.node.is_some().then_some(disk.node_place));
+        self.is_unconfirmed = true;
+        self.disk = Some(disk);
+    }
+
+    /// A stream begins, at a replica where every key is at one of `at_begin`. Returns what `Hello` says.
+    pub(crate) fn begin(&mut self, at_begin: Places, now: Instant) -> Option<v1::Resume> {
+        self.at_begin = at_begin;
+        self.stay = Stay::new(&self.moves, now);
+        let mut resume = self.held.resume();
+        if let Some(resume) = &mut resume
+            && (self.distrusts_version || self.machine.has_forgotten_rejections())
+        {
+            resume.epoch = 0;
+        }
+        self.machine.begin(self.held.position());
+        resume.map(|wire| v1::Resume::decode(wire.encode_to_vec().as_slice()).unwrap())
+    }
+
+    /// Takes one message. False when the agent drops the stream.
+    pub(crate) fn receive(&mut self, source: &Source, mut body: Body, now: Instant) -> bool {
+        if self.program == Program::Old {
+            match &mut body {
+                Body::Batch(batch) => batch.changes.iter_mut().for_each(as_seen_by_the_old_program),
+                Body::SnapshotChunk(chunk) => chunk.changes.iter_mut().for_each(as_seen_by_the_old_program),
+                _ => {}
+            }
+        }
+        let is_heartbeat = matches!(body, Body::Heartbeat(_));
+        let effects = match self.machine.on_message(v1::ServerMessage { body: Some(body) }) {
+            Ok(effects) => effects,
+            // It may hold less than its version has.
+            Err(Violation::Reference(_)) if self.program == Program::Old => {
+                self.distrusts_version = true;
+                return false;
+            }
+            Err(violation) => panic!("{violation}"),
+        };
+        for effect in effects {
+            self.on_effect(source, effect, now);
+        }
+        if !is_heartbeat {
+            self.stay.on_progress(self.machine.is_following(), now);
+        }
+        if self.machine.needs_referable() {
+            self.machine.refer_to(Referable::of(self.held.state()));
+            self.distrusts_version = false;
+        }
+        true
+    }
+
+    fn on_effect(&mut self, source: &Source, effect: Effect, now: Instant) {
+        match effect {
+            Effect::Welcomed(welcomed) => self.stay.on_source(welcomed.source, now),
+            Effect::Heartbeat { source, .. } => self.stay.on_source(source, now),
+            Effect::Apply(step) => {
+                self.held.apply(step, &mut Dirty::default());
+                let places = source.places(self.held.state());
+                for (key, place) in self.places.iter().filter(|_| !self.may_go_back) {
+                    assert!(places[key] >= *place, "{key} went back from version {place} to {}", places[key]);
+                }
+                self.places = places;
+            }
+            Effect::Node(own) => {
+                let place = source.node_place(own.node.as_ref());
+                if let Some(before) = self.node_place.filter(|_| !self.may_go_back) {
+                    assert!(place >= before, "the own Node went back from version {before} to {place}");
+                }
+                self.held.set_node_position(own.position);
+                (self.node, self.node_position, self.node_place) = (own.node, own.position, Some(place));
+            }
+            Effect::Resumed => {
+                if std::mem::take(&mut self.is_unconfirmed) {
+                    for (key, place) in self.at_begin.iter().filter(|_| self.program == Program::New) {
+                        let here = self.places[key];
+                        assert!(here >= *place, "{key} is programmed at {here}, and the replica began at {place}");
+                    }
+                }
+            }
+            Effect::Reject(nack) => {
+                assert_eq!(self.program, Program::Old, "{nack:?}");
+                self.rejections += nack.rejections.len() as u64;
+            }
+            Effect::Drain { .. } => {}
+        }
+    }
+
+    /// True when no value of the resource needs a newer program than this one.
+    pub(crate) fn program_can_use(&self, key: &str) -> bool {
+        self.program == Program::New || !NEED_NEW_PROGRAM.contains(&key)
+    }
+
+    /// Something that it rejected may be missing.
+    pub(crate) fn may_lack(&self) -> bool {
+        self.held.point(false).is_some_and(|point| point.epoch == 0)
+    }
+
+    /// Whether and where the agent moves now, of the replicas that answer.
+    pub(crate) fn decide(&mut self, others: impl FnOnce() -> Vec<(usize, Standing)>, now: Instant) -> Option<usize> {
+        let trouble = self.stay.due(now)?;
+        let others = others();
+        let held = self.held.point(false).as_ref().map(HeldState::of);
+        let standings: Vec<_> = others.iter().map(|(_, standing)| standing.clone()).collect();
+        let to = choose(trouble, held.as_ref(), &standings).map(|index| others[index].0)?;
+        self.moves.moved(now);
+        Some(to)
+    }
+}

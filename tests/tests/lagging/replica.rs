@@ -1,0 +1,230 @@
+//! A replica of the model: the real store, fed by a watch of each kind that the test holds back.
+
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
+
+use headgate_control_plane::{
+    metrics::Metrics,
+    store::{BehindWait, Cursor, Limits, NodeResumption, OwnNode, Resume, ResumeMode, Resumption, Store},
+    transaction::{NodeChange, Sink as _, SourceKind, Transaction, TriggeredChange},
+};
+use headgate_core::{Change, Dirty, State};
+use headgate_node_agent::session::stay::Standing;
+use headgate_proto::{frame::PREFIX_BYTES, node_to_wire, v1};
+use prost::Message as _;
+use tokio::time::Instant;
+use v1::{server_message::Body, source_position::Kind};
+
+use super::source::{Event, KINDS, NODE, Source, changes_of};
+
+/// Longest time that an agent waits for a replica that is behind it.
+pub(crate) const BEHIND_WAIT: Duration = Duration::from_secs(30);
+
+pub(crate) struct Replica {
+    pub(crate) store: Store,
+    /// What the store holds.
+    pub(crate) state: State,
+    /// Where the watch of each kind is.
+    pub(crate) positions: BTreeMap<SourceKind, u64>,
+    /// Where the source was when it listed it.
+    pub(crate) listed_at: Option<u64>,
+    /// It reaches the API server.
+    pub(crate) has_contact: bool,
+}
+
+fn wire_kind(kind: SourceKind) -> i32 {
+    let kind = match kind {
+        SourceKind::Services => Kind::Services,
+        SourceKind::EndpointSlices => Kind::EndpointSlices,
+        SourceKind::Nodes => Kind::Nodes,
+        SourceKind::ServiceCidrs | SourceKind::Files => panic!("the model's source has no {kind:?}"),
+    };
+    kind.into()
+}
+
+impl Replica {
+    /// Has listed nothing. Its messages carry one resource each.
+    pub(crate) fn new(has_contact: bool) -> Self {
+        let limits = Limits { part_bytes: 1, ..Limits::default() };
+        let store = Store::new(limits, Arc::new(Metrics::default()));
+        let mut replica =
+            Self { store, state: State::default(), positions: BTreeMap::new(), listed_at: None, has_contact: true };
+        replica.set_contact(has_contact);
+        replica
+    }
+
+    pub(crate) fn set_contact(&mut self, has_contact: bool) {
+        self.has_contact = has_contact;
+        self.store.cut_off((!has_contact).then(|| "no route to host".to_owned()));
+    }
+
+    pub(crate) fn is_listed(&self) -> bool {
+        self.listed_at.is_some()
+    }
+
+    /// Lists the source as it was at a version, unless it has, or cannot reach it.
+    pub(crate) fn list(&mut self, source: &Source, version: u64) {
+        if self.is_listed() || !self.has_contact {
+            return;
+        }
+        let (state, nodes) = source.at(version);
+        let nodes = nodes.into_values().map(NodeChange::Apply).collect();
+        self.commit(changes_of(&state), nodes, KINDS.map(|kind| (kind, version)).to_vec(), Vec::new());
+        self.store.synced();
+        self.listed_at = Some(version);
+    }
+
+    /// The next events of these kinds come, one of each, as one step.
+    pub(crate) fn deliver(&mut self, source: &Source, kinds: &[SourceKind]) {
+        let (mut changes, mut nodes, mut positions) = (Vec::new(), Vec::new(), Vec::new());
+        for kind in kinds {
+            let Some((version, event)) = self.next(source, *kind) else { continue };
+            match event {
+                Event::Change(change) => changes.push(change),
+                Event::Node(change) => nodes.push(change),
+            }
+            positions.push((*kind, version));
+        }
+        if !positions.is_empty() {
+            self.commit(changes, nodes, positions, Vec::new());
+        }
+    }
+
+    fn next(&self, source: &Source, kind: SourceKind) -> Option<(u64, Event)> {
+        let position = self.positions.get(&kind).filter(|_| self.has_contact)?;
+        source.next(kind, *position).map(|(version, event)| (version, event.clone()))
+    }
+
+    /// A bookmark comes: nothing of the kind was missed up to `head`, or up to before its next event.
+    pub(crate) fn bookmark(&mut self, source: &Source, kind: SourceKind, head: u64) {
+        let Some(position) = self.positions.get(&kind).copied().filter(|_| self.has_contact) else { return };
+        let upto = source.next(kind, position).map_or(head, |(version, _)| head.min(version - 1));
+        if upto > position {
+            self.commit(Vec::new(), Vec::new(), Vec::new(), vec![(kind, upto)]);
+        }
+    }
+
+    /// Everything up to `head` comes.
+    pub(crate) fn catch_up(&mut self, source: &Source, head: u64) {
+        for kind in KINDS {
+            while self.next(source, kind).is_some_and(|(version, _)| version <= head) {
+                self.deliver(source, &[kind]);
+            }
+            self.bookmark(source, kind, head);
+        }
+    }
+
+    fn commit(
+        &mut self,
+        changes: Vec<Change>,
+        nodes: Vec<NodeChange>,
+        positions: Vec<(SourceKind, u64)>,
+        bookmarks: Vec<(SourceKind, u64)>,
+    ) {
+        self.positions.extend(positions.iter().chain(&bookmarks).copied());
+        for change in &changes {
+            self.state.apply(change.clone(), &mut Dirty::default());
+        }
+        let changes = changes.into_iter().map(|change| TriggeredChange { change, trigger_unix_ms: 0 }).collect();
+        self.store.commit(Transaction { changes, nodes, positions, bookmarks, ..Transaction::default() });
+    }
+
+    /// What it says of itself to an agent that asks.
+    pub(crate) fn standing(&self) -> Standing {
+        let to_wire = |positions: BTreeMap<SourceKind, u64>| {
+            let position = |(kind, position)| v1::SourcePosition { kind: wire_kind(kind), position };
+            positions.into_iter().map(position).collect()
+        };
+        Standing::of(&v1::StandingResponse {
+            source_state: v1::SourceState::from(self.store.source_state()).into(),
+            positions: to_wire(self.store.positions()),
+            changed_positions: to_wire(self.store.changed_positions()),
+            ..v1::StandingResponse::default()
+        })
+    }
+}
+
+/// A stream as the replica has it. It does what `serve/session.rs` does with the same parts.
+pub(crate) struct Stream {
+    pub(crate) replica: usize,
+    place: Place,
+    node_wait: Option<NodeResumption>,
+    behind: BehindWait,
+    told_node: Option<OwnNode>,
+    node_revision: u64,
+}
+
+enum Place {
+    Waiting(Resumption),
+    At(Cursor),
+}
+
+impl Stream {
+    /// Answers `Hello` with `Welcome`.
+    pub(crate) fn open(index: usize, replica: &Replica, resume: Option<Resume>) -> (Self, ResumeMode, Body) {
+        let store = &replica.store;
+        let node_wait = Some(NodeResumption::begin(resume.as_ref()));
+        let (mode, begun) = Resumption::begin(store, resume);
+        let welcome = v1::Welcome {
+            replica: format!("replica-{index}"),
+            epoch: store.epoch(),
+            resume: match mode {
+                ResumeMode::Log => v1::welcome::ResumeMode::Log,
+                ResumeMode::Digests => v1::welcome::ResumeMode::Digests,
+                ResumeMode::Full => v1::welcome::ResumeMode::Full,
+            }
+            .into(),
+            source_state: v1::SourceState::from(store.source_state()).into(),
+            head_version: Some(store.version()),
+            ..v1::Welcome::default()
+        };
+        let place = begun.map_or_else(Place::Waiting, Place::At);
+        let (behind, told_node) = (BehindWait::default(), None);
+        (Self { replica: index, place, node_wait, behind, told_node, node_revision: 0 }, mode, Body::Welcome(welcome))
+    }
+
+    pub(crate) fn is_waiting(&self) -> bool {
+        matches!(self.place, Place::Waiting(_))
+    }
+
+    /// The next message, if there is one.
+    pub(crate) fn next(&mut self, replica: &Replica, now: Instant) -> Option<Body> {
+        let store = &replica.store;
+        let mut is_over = |not_yet| self.behind.look(not_yet, store, BEHIND_WAIT, now).is_over();
+        if let Some(wait) = &self.node_wait
+            && wait.go_on(store).map_or_else(&mut is_over, |()| true)
+        {
+            self.node_wait = None;
+        }
+        if self.node_wait.is_none() {
+            let own = store.node(NODE);
+            if self.told_node.as_ref() != Some(&own) {
+                self.node_revision += 1;
+                let position =
+                    own.position.map(|(kind, position)| v1::SourcePosition { kind: wire_kind(kind), position });
+                let node = own.node.as_deref().map(node_to_wire);
+                self.told_node = Some(own);
+                return Some(Body::OwnNode(v1::OwnNode { revision: self.node_revision, node, position }));
+            }
+        }
+        if let Place::Waiting(resumption) = &self.place {
+            let cursor = match resumption.go_on(store) {
+                Ok(cursor) => cursor,
+                Err(not_yet) if !is_over(not_yet) => return None,
+                Err(_) => resumption.go_back(store),
+            };
+            self.place = Place::At(cursor);
+        }
+        let Place::At(cursor) = &mut self.place else { return None };
+        let frame = store.next_frame(cursor)?;
+        v1::ServerMessage::decode(&frame[PREFIX_BYTES..]).unwrap().body
+    }
+
+    /// What a `Heartbeat` says.
+    pub(crate) fn heartbeat(replica: &Replica) -> Body {
+        Body::Heartbeat(v1::Heartbeat {
+            head_version: replica.store.version(),
+            source_state: v1::SourceState::from(replica.store.source_state()).into(),
+            ..v1::Heartbeat::default()
+        })
+    }
+}
