@@ -16,15 +16,18 @@ const NODE_URI_PREFIX: &str = "headgate://node/";
 /// URI that makes its holder a reader.
 const READER_URI_PREFIX: &str = "headgate://reader/";
 
-/// Common name that gives a node's name: what a kubelet's client certificate has.
+/// Common name that gives a node's name, together with [`NODE_ORGANIZATION`]: what a kubelet's client certificate has.
 const NODE_COMMON_NAME_PREFIX: &str = "system:node:";
+
+/// Kubernetes takes the holder of such a common name for a node only in this organization, and so do its signers.
+const NODE_ORGANIZATION: &str = "system:nodes";
 
 /// Organization that makes its holder a reader, for authorities that hand out subjects more easily than URIs.
 const READER_ORGANIZATION: &str = "headgate:readers";
 
 /// How to get a certificate that names its holder.
 const REMEDY: &str = "have it made with one URI in its subject alternative names, headgate://node/NAME for a node's agent (or the common name \
-                      system:node:NAME) or headgate://reader/NAME for somebody who looks (or the organization headgate:readers)";
+                      system:node:NAME and the organization system:nodes) or headgate://reader/NAME for somebody who looks (or the organization headgate:readers)";
 
 /// What a peer has proved.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -191,7 +194,11 @@ fn identify<'a>(
     if let Some(second) = nodes.next() {
         return Err(format!("has a second common name, {NODE_COMMON_NAME_PREFIX}{second}"));
     }
-    let is_reader = organizations.into_iter().any(|name| name == READER_ORGANIZATION);
+    let (mut is_reader, mut is_node) = (false, false);
+    for organization in organizations {
+        is_reader |= organization == READER_ORGANIZATION;
+        is_node |= organization == NODE_ORGANIZATION;
+    }
     let by_uri = uri.map(of_uri).transpose()?;
     let named = match (by_uri, common_name) {
         (Some(Identity::Node(by_uri)), Some(by_name)) if *by_uri != *by_name => {
@@ -208,6 +215,11 @@ fn identify<'a>(
         (None, Some(name)) => {
             check_subdomain(name)
                 .map_err(|problem| format!("has the common name {NODE_COMMON_NAME_PREFIX}{name}: {problem}"))?;
+            if !is_node {
+                return Err(format!(
+                    "has the common name {NODE_COMMON_NAME_PREFIX}{name} without the organization {NODE_ORGANIZATION}"
+                ));
+            }
             Some(Identity::Node(name.into()))
         }
         (None, None) => None,
@@ -260,7 +272,6 @@ mod tests {
     #[test]
     fn uri_common_name_or_organization_says_who_it_is() {
         assert_eq!(identity("agent", &["headgate://node/n1"]), Identity::Node("n1".into()));
-        assert_eq!(identity("system:node:n2", &[]), Identity::Node("n2".into()));
         assert_eq!(certificate("system:node:n2", Some("system:nodes"), &[]), Identity::Node("n2".into()));
         assert_eq!(identity("system:node:n1", &["headgate://node/n1"]), Identity::Node("n1".into()));
         assert_eq!(identity("agent", &["spiffe://x/y", "headgate://node/n1"]), Identity::Node("n1".into()));
@@ -275,7 +286,7 @@ mod tests {
 
     #[test]
     fn what_is_unclear_is_nobody_s_and_says_why() {
-        let cases: [(&str, Option<&str>, &[&str], &str); 14] = [
+        let cases: [(&str, Option<&str>, &[&str], &str); 17] = [
             ("agent", None, &[], "names neither a node nor a reader"),
             ("agent", None, &["spiffe://x/y"], "names neither a node nor a reader"),
             ("agent", None, &["https://node/n1"], "names neither a node nor a reader"),
@@ -299,7 +310,10 @@ mod tests {
                 "its URI is a reader's, and its common name system:node:n2",
             ),
             ("system:node:N2", None, &[], "\"N2\" is no name"),
-            ("system:node:n2", Some("headgate:readers"), &[], "it is node n2's, and its organization headgate:readers"),
+            ("system:node:n2", None, &[], "system:node:n2 without the organization system:nodes"),
+            ("system:node:n2", Some("system:masters"), &[], "system:node:n2 without the organization system:nodes"),
+            ("system:node:n2", Some("headgate:readers"), &[], "system:node:n2 without the organization system:nodes"),
+            ("agent", Some("headgate:readers"), &["headgate://node/n2"], "it is node n2's, and its organization"),
         ];
         for (common_name, organization, uris, problem) in cases {
             let Identity::Unusable(text) = certificate(common_name, organization, uris) else {

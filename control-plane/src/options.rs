@@ -57,8 +57,9 @@ pub struct Options {
     #[arg(long, value_name = "FILE")]
     pub tls_key: Option<PathBuf>,
 
-    /// PEM file with the authorities that sign clients' certificates. A node's agent is who has the URI headgate://node/NAME or the common name
-    /// system:node:NAME; who has the URI headgate://reader/NAME or the organization headgate:readers may look (Inspect, reflection)
+    /// PEM file with the authorities that sign clients' certificates. A node's agent has the URI headgate://node/NAME, or
+    /// the common name system:node:NAME and the organization system:nodes. A reader, who may use Inspect and reflection,
+    /// has the URI headgate://reader/NAME or the organization headgate:readers
     #[arg(long, value_name = "FILE")]
     pub tls_client_ca: Option<PathBuf>,
 

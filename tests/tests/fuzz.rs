@@ -263,7 +263,7 @@ fn agent_streams() {
 
 #[test]
 fn certificates() {
-    fuzz("certificate", &["headgate://node/", "headgate://reader/", "system:node:"], |_, der| {
+    fuzz("certificate", &["headgate://node/", "headgate://reader/", "system:node:", "system:nodes"], |_, der| {
         control_plane::certificate(der)
     });
 }

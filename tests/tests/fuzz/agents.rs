@@ -91,6 +91,9 @@ fn connection(path: &str, messages: &[u8], ends: bool) -> Vec<u8> {
 fn certificate(common_name: &str, uri: Option<&str>) -> Vec<u8> {
     let mut parameters = CertificateParams::default();
     parameters.distinguished_name.push(DnType::CommonName, common_name);
+    if common_name.starts_with("system:node:") {
+        parameters.distinguished_name.push(DnType::OrganizationName, "system:nodes");
+    }
     if let Some(uri) = uri {
         parameters.subject_alt_names.push(SanType::URI(uri.try_into().unwrap()));
     }

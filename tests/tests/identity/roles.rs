@@ -80,6 +80,7 @@ async fn a_certificate_that_does_not_say_clearly_whose_it_is_is_nobody_s() {
         (named("n1", &["headgate://operator/n1"]), "which is neither"),
         (named("system:node:n2", &["headgate://node/n1"]), "its URI is node n1's, and its common name system:node:n2"),
         (named("system:node:N1", &[]), "\"N1\" is no name"),
+        (named("system:node:n1", &[]), "system:node:n1 without the organization system:nodes"),
     ];
     let count = cases.len() as u64;
     for (pair, problem) in cases {

@@ -72,7 +72,7 @@ impl Crowd {
 }
 
 async fn agent_gets_everything(replica: &Replica, authority: &tls::Authority, from: IpAddr, node: &str) {
-    let leaf = authority.client(&format!("system:node:{node}"), None);
+    let leaf = authority.kubelet(node);
     let address = replica.running.local_addr;
     let connected = timeout(GUARD, tls::connect_from(from, address, authority, Some(&leaf))).await;
     let mut client = Client::open(connected.expect("no place for an agent").unwrap(), node, None).await.unwrap();

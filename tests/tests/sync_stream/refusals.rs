@@ -81,7 +81,7 @@ async fn certificates_say_which_node_it_is() {
     let address = replica.running.local_addr;
     let by_uri =
         tls::connect(address, &authority, Some(&authority.client("anything", Some("headgate://node/n1")))).await;
-    let by_name = tls::connect(address, &authority, Some(&authority.client("system:node:n2", None))).await;
+    let by_name = tls::connect(address, &authority, Some(&authority.kubelet("n2"))).await;
     let reader = authority.client("an operator", Some("headgate://reader/operator"));
     let reader = tls::connect(address, &authority, Some(&reader)).await;
     for (channel, node) in [(&by_uri, "n1"), (&by_name, "n2")] {
@@ -98,7 +98,7 @@ async fn certificates_say_which_node_it_is() {
     assert_eq!(inspect.get_status(v1::GetStatusRequest {}).await.unwrap().into_inner().services, 1);
 
     // Nobody is let in without a certificate, or with one of another authority.
-    let stranger = tls::Authority::new().client("system:node:n1", None);
+    let stranger = tls::Authority::new().kubelet("n1");
     for certificate in [None, Some(&stranger)] {
         let refused = match tls::connect(address, &authority, certificate).await {
             Ok(channel) => Client::open(channel, "n1", None).await.is_err(),

@@ -41,21 +41,29 @@ impl Authority {
         Self { certificate, issuer: Issuer::new(parameters, key) }
     }
 
-    fn leaf(&self, common_name: &str, names: Vec<SanType>) -> Leaf {
+    fn leaf(&self, common_name: &str, organization: Option<&str>, names: Vec<SanType>) -> Leaf {
         let mut parameters = CertificateParams::default();
         parameters.distinguished_name.push(DnType::CommonName, common_name);
+        if let Some(organization) = organization {
+            parameters.distinguished_name.push(DnType::OrganizationName, organization);
+        }
         parameters.subject_alt_names = names;
         let key = KeyPair::generate().unwrap();
         Leaf { certificate: parameters.signed_by(&key, &self.issuer).unwrap(), key }
     }
 
     pub(crate) fn client(&self, common_name: &str, uri: Option<&str>) -> Leaf {
-        self.leaf(common_name, uri.map(|uri| SanType::URI(uri.try_into().unwrap())).into_iter().collect())
+        self.leaf(common_name, None, uri.map(|uri| SanType::URI(uri.try_into().unwrap())).into_iter().collect())
+    }
+
+    /// What a kubelet has.
+    pub(crate) fn kubelet(&self, node: &str) -> Leaf {
+        self.leaf(&format!("system:node:{node}"), Some("system:nodes"), Vec::new())
     }
 
     /// Writes the server's files and loads them as the control plane does.
     pub(crate) fn server_tls(&self, folder: &Path) -> Arc<ServerTls> {
-        let leaf = self.leaf("control plane", vec![SanType::DnsName("localhost".try_into().unwrap())]);
+        let leaf = self.leaf("control plane", None, vec![SanType::DnsName("localhost".try_into().unwrap())]);
         let [cert, key, client_ca] = ["tls.crt", "tls.key", "ca.crt"].map(|name| folder.join(name));
         fs::write(&cert, leaf.certificate.pem()).unwrap();
         fs::write(&key, leaf.key.serialize_pem()).unwrap();
