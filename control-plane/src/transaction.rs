@@ -1,8 +1,9 @@
 //! What a source hands to the store: one consistent step.
 
-use std::{sync::Arc, time::SystemTime};
+use std::{collections::BTreeMap, sync::Arc, time::SystemTime};
 
 use headgate_core::{Change, Node};
+use tokio::sync::watch;
 
 /// A change of the shared state and what set it off.
 #[derive(Debug, Clone, PartialEq)]
@@ -103,6 +104,10 @@ pub trait Sink: Send + Sync + 'static {
 
     /// Replaces the list of all present problems. Sorted.
     fn problems(&self, problems: Vec<Problem>);
+
+    /// Positions that agents have seen at other replicas and that the source has not reached here, the last one of each
+    /// kind; wakes when an agent asks. A source that can find out at once how far it has come does so then.
+    fn wanted_positions(&self) -> watch::Receiver<BTreeMap<SourceKind, u64>>;
 
     /// A refused object, a dropped watch, an answer that made no sense: counted by a short, bounded reason such as `watch_expired` or
     /// `malformed_object`.

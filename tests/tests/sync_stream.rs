@@ -247,6 +247,8 @@ async fn an_agent_never_goes_back_in_time() {
         }
     };
     timeout(GUARD, waits).await.expect("the agent is not kept waiting");
+    let wanted = new.store.wanted_positions().borrow().clone();
+    assert_eq!(wanted, [(SourceKind::Services, 20)].into(), "the source is not asked how far it has come");
     new.put_at(Some(15), [service(1, 81)]);
     new.put_at(Some(20), [service(1, 82)]);
     client.reach(3).await;

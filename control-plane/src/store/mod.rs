@@ -100,6 +100,7 @@ pub struct Store {
     problems: Mutex<Arc<[Problem]>>,
     head: watch::Sender<u64>,
     moves: watch::Sender<u64>,
+    wanted_positions: watch::Sender<BTreeMap<SourceKind, u64>>,
     // What `head` holds, for those who look thousands of times for each change.
     head_version: AtomicU64,
     metrics: Arc<Metrics>,
@@ -160,6 +161,7 @@ impl Store {
             problems: Mutex::new(Arc::from([])),
             head: watch::Sender::new(0),
             moves: watch::Sender::new(0),
+            wanted_positions: watch::Sender::default(),
             head_version: AtomicU64::new(0),
             metrics,
         }
@@ -211,6 +213,13 @@ impl Store {
     #[must_use]
     pub fn moves(&self) -> watch::Receiver<u64> {
         self.moves.subscribe()
+    }
+
+    /// Asks the source to find out at once whether it has come to `position`, which an agent has seen elsewhere.
+    pub(crate) fn want_position(&self, kind: SourceKind, position: u64) {
+        self.wanted_positions.send_modify(|wanted| {
+            wanted.insert(kind, position);
+        });
     }
 
     /// What the source says of a node.
@@ -488,6 +497,10 @@ impl Sink for Store {
     fn problems(&self, problems: Vec<Problem>) {
         self.metrics.set_problems(problems.len());
         *self.problems.lock().unwrap_or_else(PoisonError::into_inner) = problems.into();
+    }
+
+    fn wanted_positions(&self) -> watch::Receiver<BTreeMap<SourceKind, u64>> {
+        self.wanted_positions.subscribe()
     }
 
     fn count_error(&self, kind: SourceKind, reason: &'static str) {

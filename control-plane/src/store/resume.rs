@@ -1,7 +1,10 @@
 //! How an agent goes on from what it holds, and when it has to wait first (contract, 3 and 6). No clock and no connection: the session asks, and knows
 //! how long it has asked.
 
-use std::{collections::BTreeMap, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Duration,
+};
 
 use headgate_core::{digest::Digests, node_state::SourceState};
 use headgate_proto::{digests_from_wire, v1};
@@ -87,6 +90,8 @@ pub struct BehindWait {
     /// When it ends; set once it has begun.
     until: Option<Instant>,
     has_expired: bool,
+    /// The kinds of which the source was asked how far it has come.
+    asked: BTreeSet<SourceKind>,
 }
 
 /// What [`BehindWait::look`] finds.
@@ -115,8 +120,9 @@ impl BehindWait {
     /// follows its source: a replica that is cut off shows nothing about a restored source, and one that has listed nothing
     /// has nothing to give.
     pub fn look(&mut self, not_yet: NotYet, store: &Store, bound: Duration, now: Instant) -> Wait {
-        if not_yet == NotYet::Unlisted {
-            return Wait::GoesOn;
+        let NotYet::Behind { kind, there, .. } = not_yet else { return Wait::GoesOn };
+        if self.asked.insert(kind) {
+            store.want_position(kind, there);
         }
         let is_following = store.source_state() == SourceState::Following;
         match self.until {

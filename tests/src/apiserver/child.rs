@@ -18,6 +18,8 @@ use nix::sys::{prctl, signal::Signal};
 pub(super) struct Program {
     pub(super) path: PathBuf,
     pub(super) arguments: Vec<OsString>,
+    /// Variables besides the test's own.
+    pub(super) environment: Vec<(&'static str, &'static str)>,
     pub(super) log: PathBuf,
 }
 
@@ -89,7 +91,12 @@ impl Drop for Child {
 fn spawn(program: &Program) -> io::Result<std::process::Child> {
     let log = File::options().create(true).append(true).open(&program.log)?;
     let mut command = Command::new(&program.path);
-    command.args(&program.arguments).stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
+    command
+        .args(&program.arguments)
+        .envs(program.environment.iter().copied())
+        .stdin(Stdio::null())
+        .stdout(log.try_clone()?)
+        .stderr(log);
     // SAFETY: between fork and exec only prctl(2) is called, which is async-signal-safe and touches no memory of
     // the parent.
     unsafe {
@@ -105,7 +112,7 @@ mod tests {
 
     fn sleeper(folder: &tempfile::TempDir, command: &str) -> Program {
         let arguments = ["-c", command].map(OsString::from).to_vec();
-        Program { path: "/bin/sh".into(), arguments, log: folder.path().join("log") }
+        Program { path: "/bin/sh".into(), arguments, environment: Vec::new(), log: folder.path().join("log") }
     }
 
     #[test]
@@ -128,8 +135,12 @@ mod tests {
     #[test]
     fn a_program_that_is_not_there_is_an_error() {
         let folder = tempfile::tempdir().unwrap();
-        let program =
-            Program { path: folder.path().join("nothing"), arguments: Vec::new(), log: folder.path().join("log") };
+        let program = Program {
+            path: folder.path().join("nothing"),
+            arguments: Vec::new(),
+            environment: Vec::new(),
+            log: folder.path().join("log"),
+        };
         assert_eq!(Child::start(program).err().unwrap().kind(), io::ErrorKind::NotFound);
     }
 }

@@ -124,6 +124,18 @@ impl ApiUnderTest {
         self.client.clone()
     }
 
+    /// Whether a watch may begin with the state as it is: from Kubernetes 1.32 on by default.
+    pub async fn has_streaming_lists(&self) -> Result<bool, ApiUnderTestError> {
+        let path = "/api/v1/nodes?watch=true&sendInitialEvents=true&resourceVersionMatch=NotOlderThan\
+                    &allowWatchBookmarks=true&timeoutSeconds=1";
+        match self.send(Method::GET, path, None).await {
+            Err(ApiUnderTestError::Request(kube::Error::Api(status))) if status.code == 422 => Ok(false),
+            // What a watch says is no single object.
+            Ok(_) | Err(ApiUnderTestError::Request(kube::Error::SerdeError(_))) => Ok(true),
+            Err(error) => Err(error),
+        }
+    }
+
     /// Creates an object; the namespace comes from its metadata.
     pub async fn create(&self, object: &Value) -> Result<Value, ApiUnderTestError> {
         let (kind, namespace, _) = names(object)?;
@@ -175,19 +187,27 @@ impl ApiUnderTest {
 
     /// Restarts the server with its history lost: watches from before get 410, connections are cut. Blocks until
     /// it serves again.
-    pub fn restart_without_history(&mut self) -> Result<(), ApiUnderTestError> {
+    pub async fn restart_without_history(&mut self) -> Result<(), ApiUnderTestError> {
         match &mut self.backing {
-            Backing::StandIn(server) => Ok(server.restart(&super::Restart::LoseHistory)?),
-            Backing::Real(server) => Ok(server.lose_history()?),
+            Backing::StandIn(server) => server.restart(&super::Restart::LoseHistory)?,
+            Backing::Real(server) => server.lose_history()?,
         }
+        self.connect_anew().await
     }
 
     /// Restarts the server with everything kept; connections are cut. Blocks until it serves again.
-    pub fn restart(&mut self) -> Result<(), ApiUnderTestError> {
+    pub async fn restart(&mut self) -> Result<(), ApiUnderTestError> {
         match &mut self.backing {
-            Backing::StandIn(server) => Ok(server.restart(&super::Restart::KeepHistory)?),
-            Backing::Real(server) => Ok(server.restart()?),
+            Backing::StandIn(server) => server.restart(&super::Restart::KeepHistory)?,
+            Backing::Real(server) => server.restart()?,
         }
+        self.connect_anew().await
+    }
+
+    /// The client may not have noticed yet that its idle connections are cut, and would send a request into one.
+    async fn connect_anew(&mut self) -> Result<(), ApiUnderTestError> {
+        self.client = client(&self.kubeconfig()).await?;
+        Ok(())
     }
 
     async fn send(&self, method: Method, path: &str, body: Option<&Value>) -> Result<Value, ApiUnderTestError> {

@@ -26,6 +26,9 @@ const BATCH: usize = 256;
 /// The pause between half an event and the cut, in which the half is written to the socket.
 const CUT_PAUSE: Duration = Duration::from_millis(20);
 
+/// So long before its end a watch gets a bookmark, if one is not due earlier (`cacheWatcher.nextBookmarkTime`).
+const LAST_BOOKMARK: Duration = Duration::from_secs(2);
+
 #[derive(Debug, Clone, Copy)]
 enum End {
     Clean,
@@ -107,6 +110,9 @@ impl Session {
         // Without a time-out of the client's the real server takes a random one from half an hour up.
         let seconds = params.timeout_seconds.unwrap_or_else(|| fastrand::u64(1_800..3_600));
         let now = Instant::now();
+        let deadline = now + Duration::from_secs(seconds.min(86_400));
+        let last_bookmark = deadline - LAST_BOOKMARK;
+        let next_bookmark = now + options.bookmark_interval;
         Ok(Self {
             ticket: shared.faults.register(kind),
             shared: shared.clone(),
@@ -120,8 +126,8 @@ impl Session {
             marks_initial_end: params.send_initial_events == Some(true) && params.bookmarks,
             bookmarks: params.bookmarks,
             wants_bookmark: false,
-            next_bookmark: now + options.bookmark_interval,
-            deadline: now + Duration::from_secs(seconds.min(86_400)),
+            next_bookmark: if last_bookmark > now { next_bookmark.min(last_bookmark) } else { next_bookmark },
+            deadline,
             cut_next: None,
             lines: VecDeque::new(),
             end: None,

@@ -24,7 +24,13 @@ async fn prepared(api: &ApiUnderTest, config: watcher::Config) -> Follower<Servi
 #[tokio::test]
 async fn writes_reach_the_watcher() {
     for api in ApiUnderTest::all().await.unwrap() {
-        for config in [watcher::Config::default(), watcher::Config::default().streaming_lists()] {
+        let mut configs = vec![watcher::Config::default()];
+        if api.has_streaming_lists().await.unwrap() {
+            configs.push(watcher::Config::default().streaming_lists());
+        } else {
+            println!("the {} has no streaming lists: kube's watcher does without", api.name());
+        }
+        for config in configs {
             let mut services = prepared(&api, config).await;
             services.until_listed().await;
             api.create(&web(1)).await.unwrap();
@@ -61,10 +67,10 @@ async fn restarts_are_survived() {
         services.until_listed().await;
         api.create(&web(1)).await.unwrap();
         services.until_names(&["web"]).await;
-        api.restart().unwrap();
+        api.restart().await.unwrap();
         api.apply(&web(2)).await.unwrap();
         services.until("the update came", |services| services.label("web", "turn") == Some("2")).await;
-        api.restart_without_history().unwrap();
+        api.restart_without_history().await.unwrap();
         api.apply(&web(3)).await.unwrap();
         services.until("the update came", |services| services.label("web", "turn") == Some("3")).await;
         api.delete(Kind::Service, NAMESPACE, "web").await.unwrap();

@@ -10,6 +10,7 @@ use std::{
 
 use headgate_control_plane::transaction::{NodeChange, Problem, Sink, SourceKind, Transaction};
 use headgate_core::{Change, Dirty, Node, ServiceKey, State};
+use tokio::sync::watch;
 
 /// Long enough for any machine; nothing is asserted about it.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -68,12 +69,17 @@ impl Collected {
 
 /// The sink.
 #[derive(Default)]
-pub(crate) struct CollectingSink(Mutex<Collected>);
+pub(crate) struct CollectingSink(Mutex<Collected>, watch::Sender<BTreeMap<SourceKind, u64>>);
 
 impl CollectingSink {
     /// A look at what came.
     pub(crate) fn look<T>(&self, look: impl FnOnce(&Collected) -> T) -> T {
         look(&self.0.lock().unwrap())
+    }
+
+    /// Asks the source how far it has come, as for an agent that has seen `position` elsewhere.
+    pub(crate) fn want(&self, kind: SourceKind, position: u64) {
+        self.1.send_modify(|wanted| drop(wanted.insert(kind, position)));
     }
 
     /// Waits until something is so; panics with `what` and what there is when it never becomes so.
@@ -141,6 +147,10 @@ impl Sink for CollectingSink {
 
     fn cut_off(&self, problem: Option<String>) {
         self.0.lock().unwrap().cut_off = problem;
+    }
+
+    fn wanted_positions(&self) -> watch::Receiver<BTreeMap<SourceKind, u64>> {
+        self.1.subscribe()
     }
 
     fn problems(&self, problems: Vec<Problem>) {

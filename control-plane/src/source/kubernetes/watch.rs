@@ -11,10 +11,15 @@
 //! complete list, a change, a bookmark. A watch that opens, a page and a server that answers something else show nothing of the kind, so that the age of a
 //! kind grows until its watch really works again.
 //!
+//! An agent that comes from another replica may have seen a higher position of a kind in which nothing has changed since
+//! (that replica listed later). How far the server has come is then asked at once: servers send a bookmark 2 s before a
+//! watch ends, so the watch is opened anew for 3 s.
+//!
 //! A list is handed on as a whole when it is complete, never in part, so nothing is removed by one that breaks. A watch goes on
 //! behind the last event that was understood, so nothing is lost by one that breaks.
 
 use std::{
+    collections::BTreeMap,
     sync::Arc,
     time::{Duration, SystemTime},
 };
@@ -28,8 +33,8 @@ use kube::{
     client::Body,
 };
 use tokio::{
-    sync::mpsc,
-    time::{Instant, timeout},
+    sync::{mpsc, watch},
+    time::{Instant, timeout, timeout_at},
 };
 use tokio_util::sync::CancellationToken;
 
@@ -64,6 +69,13 @@ const ABSENT_PAUSE: Duration = Duration::from_secs(50);
 
 /// A watch that ends sooner counts as a failed try, so that a server which ends each at once is not asked without pause.
 const SHORTEST_WATCH: Duration = Duration::from_secs(1);
+
+/// How long a watch is opened for that shall only tell how far the server has come. Its bookmark comes in a second or two.
+const PROGRESS_WATCH: Duration = Duration::from_secs(3);
+
+/// How many such watches are opened until the position that an agent has seen is reached. Bookmarks of old servers lag by
+/// what their etcd takes to report progress, often 5 s. No agent can make more of a position that is never reached.
+const PROGRESS_WATCHES: u32 = 4;
 
 /// What a watch hands on.
 #[derive(Debug)]
@@ -103,6 +115,9 @@ pub(super) struct Watch {
     is_listed: bool,
     is_absence_told: bool,
     silence_limit: Duration,
+    wanted: watch::Receiver<BTreeMap<SourceKind, u64>>,
+    /// Watches that are left to reach the wanted position.
+    progress_watches: u32,
 }
 
 impl Watch {
@@ -117,6 +132,8 @@ impl Watch {
     ) -> Self {
         Self {
             silence_limit,
+            wanted: sink.wanted_positions(),
+            progress_watches: 0,
             kind,
             client,
             sink,
@@ -158,8 +175,17 @@ impl Watch {
             };
         };
         self.check_not_behind(&version).await?;
-        let lines = self.open_watch(&version, false).await?;
+        let is_for_progress = self.progress_watches > 0 && self.wants_more_than(&version);
+        self.progress_watches = if is_for_progress { self.progress_watches - 1 } else { 0 };
+        let time_limit = if is_for_progress { PROGRESS_WATCH } else { time_limit() };
+        let lines = self.open_watch(&version, false, time_limit).await?;
         self.follow(lines).await
+    }
+
+    /// Whether an agent has seen more of the kind than was watched up to `version`.
+    fn wants_more_than(&self, version: &str) -> bool {
+        let wanted = self.wanted.borrow().get(&source_kind(self.kind)).copied();
+        version.parse().is_ok_and(|version: u64| wanted.is_some_and(|wanted| wanted > version))
     }
 
     /// Counts and logs what happened. Returns how long to wait.
@@ -231,7 +257,7 @@ impl Watch {
     /// pages follows whatever this one fails with.
     async fn list_by_watch(&mut self) -> Result<(), Failure> {
         self.is_streaming_broken = true;
-        let mut lines = self.open_watch("", true).await?;
+        let mut lines = self.open_watch("", true, time_limit()).await?;
         let (listed, version) = self.collect(&mut lines).await?;
         self.is_streaming_broken = false;
         self.finish_list(listed, version).await;
@@ -327,13 +353,17 @@ impl Watch {
         }
     }
 
-    async fn open_watch(&self, version: &str, send_initial_events: bool) -> Result<Lines, Failure> {
+    async fn open_watch(
+        &self,
+        version: &str,
+        send_initial_events: bool,
+        time_limit: Duration,
+    ) -> Result<Lines, Failure> {
         let (label_selector, field_selector) = self.selectors();
         let parameters = WatchParams {
             label_selector: label_selector.map(str::to_owned),
             field_selector: field_selector.map(str::to_owned),
-            // Replicas that started together shall not come back together.
-            timeout: Some(fastrand::u32(200..290)),
+            timeout: u32::try_from(time_limit.as_secs()).ok(),
             bookmarks: true,
             send_initial_events,
         };
@@ -362,10 +392,20 @@ impl Watch {
         Err(failure)
     }
 
-    /// Hands on events until the watch ends.
+    /// Hands on events until the watch ends, or has to tell how far the server has come.
     async fn follow(&mut self, mut lines: Lines) -> Result<(), Failure> {
+        let mut silent_since = Instant::now();
         loop {
-            let line = timeout(self.silence_limit, lines.next()).await;
+            let line = tokio::select! {
+                line = timeout_at(silent_since + self.silence_limit, lines.next()) => line,
+                Ok(()) = self.wanted.changed() => {
+                    if self.progress_watches == 0 && self.version.as_deref().is_some_and(|at| self.wants_more_than(at)) {
+                        self.progress_watches = PROGRESS_WATCHES;
+                        return Ok(());
+                    }
+                    continue;
+                }
+            };
             let line = line.map_err(|_| Failure::silent("nothing came in a watch", self.silence_limit))??;
             let Some(line) = line else { return Ok(()) };
             let (step, version) = match self.decode(&line)? {
@@ -373,6 +413,7 @@ impl Watch {
                 Line::Bookmark { version, .. } => (Step::Moved, version),
                 Line::Error(status) => return Err(Failure::event(self.kind, &status)),
             };
+            silent_since = Instant::now();
             self.heard();
             self.back_off.reset();
             self.version = Some(version.clone());
@@ -406,6 +447,11 @@ impl Watch {
         self.sink.heard(source_kind(self.kind));
         self.contact.is_current(self.kind);
     }
+}
+
+/// How long a watch is asked to last. Replicas that started together shall not come back together.
+fn time_limit() -> Duration {
+    Duration::from_secs(fastrand::u64(200..290))
 }
 
 /// The kind as the sink names it.
