@@ -9,7 +9,7 @@ use std::{collections::HashSet, sync::Arc};
 
 use crate::{
     digest::Form,
-    model::{EndpointPort, Placement, ServiceKey},
+    model::{Conditions, EndpointPort, Placement, Protocol, ServiceKey},
     state::State,
 };
 
@@ -17,6 +17,21 @@ use crate::{
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Referrer {
     epoch: u64,
+}
+
+/// A port of an endpoint in the wire's numbers, which this program need not know: see [`Referrer::numbered_ports`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NumberedPort {
+    /// As in [`EndpointPort`].
+    pub name: String,
+    /// Value of `headgate.v1.Protocol`.
+    pub protocol: i32,
+    /// Port on the endpoint's address.
+    pub port: u32,
+    /// Bits of `headgate.v1.Endpoint.Condition`, if the port has conditions of its own.
+    pub conditions: Option<u32>,
+    /// As in [`EndpointPort`].
+    pub placement: Option<Arc<Placement>>,
 }
 
 impl Referrer {
@@ -46,7 +61,30 @@ impl Referrer {
     #[must_use]
     pub fn ports(self, ports: &[EndpointPort]) -> u32 {
         let mut form = self.form(b'l');
-        form.ports(ports);
+        form.number(ports.len() as u64);
+        for EndpointPort { name, protocol, port, conditions, placement } in ports {
+            let protocol = match protocol {
+                Protocol::Tcp => 0,
+                Protocol::Udp => 1,
+                Protocol::Sctp => 2,
+            };
+            let bits = |Conditions { ready, serving, terminating }: Conditions| {
+                u32::from(!ready) | u32::from(!serving) << 1 | u32::from(terminating) << 2
+            };
+            numbered_port(&mut form, name, protocol, u32::from(*port), conditions.map(bits), placement.as_deref());
+        }
+        cut(form)
+    }
+
+    /// Of a list of ports, in the sender's order. It is that of [`Self::ports`] where this program knows all numbers, and
+    /// also right for protocols and conditions that only a newer sender knows.
+    #[must_use]
+    pub fn numbered_ports(self, ports: &[NumberedPort]) -> u32 {
+        let mut form = self.form(b'l');
+        form.number(ports.len() as u64);
+        for NumberedPort { name, protocol, port, conditions, placement } in ports {
+            numbered_port(&mut form, name, *protocol, *port, *conditions, placement.as_deref());
+        }
         cut(form)
     }
 
@@ -54,6 +92,24 @@ impl Referrer {
         let mut form = Form::new(tag);
         form.number(self.epoch);
         form
+    }
+}
+
+fn numbered_port(
+    form: &mut Form,
+    name: &str,
+    protocol: i32,
+    port: u32,
+    conditions: Option<u32>,
+    placement: Option<&Placement>,
+) {
+    form.text(name);
+    form.number(u64::from(protocol.cast_unsigned()) << 32 | u64::from(port));
+    // What a port carries itself is announced, and so are the hints of its placement.
+    form.number(conditions.map_or(0, |bits| u64::from(bits) + 1));
+    form.number(placement.map_or(0, |placement| 1 + u64::from(placement.hints.is_some())));
+    if let Some(placement) = placement {
+        form.placement(placement);
     }
 }
 

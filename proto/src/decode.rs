@@ -7,12 +7,12 @@ use headgate_core::{
     ServiceCidr, ServiceKey, ServicePort, TrafficPolicy,
     digest::{BUCKETS, BucketDigest, Digests},
     pool::Pool,
-    reference::{Referable, Referrer},
+    reference::{NumberedPort, Referable, Referrer},
 };
 use ipnet::IpNet;
 
 use crate::{
-    known::{Known, UnknownReference},
+    known::{Known, PortList, UnknownReference, UnusablePorts},
     v1,
 };
 
@@ -48,7 +48,7 @@ pub struct Decoder {
 /// The shared tables of one message; `Err` holds the reason why an entry is unusable.
 struct Tables {
     strings: Vec<Arc<str>>,
-    port_lists: Vec<Result<Arc<[EndpointPort]>, String>>,
+    port_lists: Vec<PortList>,
     placements: Vec<Result<Arc<Placement>, String>>,
 }
 
@@ -135,8 +135,8 @@ impl Decoder {
                     let shown = show_address(&endpoint.address);
                     rejections.push(fault.rejection(format!("Endpoint {key} {shown}")));
                     let placement = tables.placement(endpoint.placement).unwrap_or_default();
-                    let ports = tables.port_list(endpoint.port_list).unwrap_or_else(|_| Arc::from([]));
-                    self.known.note_unusable_endpoint(placement, ports);
+                    let ports = usize::try_from(endpoint.port_list).ok().and_then(|i| tables.port_lists.get(i));
+                    self.known.note_unusable_endpoint(placement, ports.cloned().unwrap_or_else(|| Ok(Arc::from([]))));
                 }
             }
         }
@@ -164,7 +164,7 @@ impl Decoder {
         // References first: they are to what was held before this message.
         let mut port_lists = Vec::with_capacity(wire.known_port_lists.len() + wire.port_lists.len());
         for reference in &wire.known_port_lists {
-            port_lists.push(Ok(self.known.ports(*reference)?));
+            port_lists.push(self.known.ports(*reference)?);
         }
         let mut placements = Vec::with_capacity(wire.known_placements.len() + wire.placements.len());
         for reference in &wire.known_placements {
@@ -203,16 +203,23 @@ impl Decoder {
         self.strings.get(text, || text.into())
     }
 
-    fn shared_port_list(&mut self, wire: &v1::PortList, tables: &Tables) -> Result<Arc<[EndpointPort]>, String> {
+    fn shared_port_list(&mut self, wire: &v1::PortList, tables: &Tables) -> PortList {
+        let list = self.usable_port_list(wire, tables).map_err(|fault| {
+            let ports = wire.ports.iter().map(|port| numbered_port_from_wire(port, tables)).collect();
+            Arc::new(UnusablePorts { ports, reason: fault.reason })
+        });
+        self.known.learn_ports(&list);
+        list
+    }
+
+    fn usable_port_list(&mut self, wire: &v1::PortList, tables: &Tables) -> Checked<Arc<[EndpointPort]>> {
         let mut ports = Vec::with_capacity(wire.ports.len());
         for port in &wire.ports {
-            ports.push(endpoint_port_from_wire(port, tables).map_err(|fault| fault.reason)?);
+            ports.push(endpoint_port_from_wire(port, tables)?);
         }
         ports.sort_unstable();
         ports.dedup_by(|later, first| later.key() == first.key());
-        let shared = self.port_lists.get(&ports, || ports.as_slice().into());
-        self.known.learn_ports(&shared);
-        Ok(shared)
+        Ok(self.port_lists.get(&ports, || ports.as_slice().into()))
     }
 }
 
@@ -238,7 +245,7 @@ impl Tables {
         let found = usize::try_from(index).ok().and_then(|index| self.port_lists.get(index));
         match found {
             Some(Ok(ports)) => Ok(Arc::clone(ports)),
-            Some(Err(reason)) => Err(Fault::new("ports", reason.clone())),
+            Some(Err(unusable)) => Err(Fault::new("ports", unusable.reason.clone())),
             None => Err(Fault::new("port_list", format!("refers to list {index} of {}", self.port_lists.len()))),
         }
     }
@@ -270,6 +277,16 @@ fn endpoint_port_from_wire(wire: &v1::EndpointPort, tables: &Tables) -> Checked<
         conditions: wire.conditions.map(conditions_from_wire).transpose()?,
         placement: wire.placement.checked_sub(1).map(|index| tables.placement(index)).transpose()?,
     })
+}
+
+fn numbered_port_from_wire(wire: &v1::EndpointPort, tables: &Tables) -> NumberedPort {
+    NumberedPort {
+        name: wire.name.clone(),
+        protocol: wire.protocol,
+        port: wire.port,
+        conditions: wire.conditions,
+        placement: wire.placement.checked_sub(1).and_then(|index| tables.placement(index).ok()),
+    }
 }
 
 fn conditions_from_wire(bits: u32) -> Checked<Conditions> {

@@ -7,8 +7,18 @@ use std::{
 
 use headgate_core::{
     EndpointPort, Placement, ServiceKey,
-    reference::{Referable, Referrer},
+    reference::{NumberedPort, Referable, Referrer},
 };
+
+/// A list of ports that cannot be used here, such as one with a protocol that only a newer program knows.
+#[derive(Debug, PartialEq)]
+pub(crate) struct UnusablePorts {
+    pub(crate) ports: Vec<NumberedPort>,
+    pub(crate) reason: String,
+}
+
+/// A list of ports as it came.
+pub(crate) type PortList = Result<Arc<[EndpointPort]>, Arc<UnusablePorts>>;
 
 /// So much may be learned from messages, beyond as much again as was held, before it is to be compared with what is still held.
 const LEARNED_MUCH: usize = 4096;
@@ -35,7 +45,7 @@ pub(crate) struct Known {
     referrer: Option<Referrer>,
     services: Table<Arc<ServiceKey>>,
     placements: Table<Arc<Placement>>,
-    ports: Table<Arc<[EndpointPort]>>,
+    ports: Table<PortList>,
     held: usize,
     /// Of resources that could not be used: the replica holds these, so it refers to what they carried.
     unusable: Unusable,
@@ -44,7 +54,7 @@ pub(crate) struct Known {
 #[derive(Debug, Default)]
 struct Unusable {
     services: Vec<ServiceKey>,
-    endpoints: Vec<(Arc<Placement>, Arc<[EndpointPort]>)>,
+    endpoints: Vec<(Arc<Placement>, PortList)>,
 }
 
 impl Known {
@@ -64,7 +74,7 @@ impl Known {
         hold(&mut self.services, services);
         let placements = referable.placements.into_iter().map(|placement| (referrer.placement(&placement), placement));
         hold(&mut self.placements, placements);
-        hold(&mut self.ports, referable.ports.into_iter().map(|ports| (referrer.ports(&ports), ports)));
+        hold(&mut self.ports, referable.ports.into_iter().map(|ports| (referrer.ports(&ports), Ok(ports))));
         self.unusable = unusable;
         self.held = self.len();
     }
@@ -83,7 +93,7 @@ impl Known {
     }
 
     /// An endpoint could not be used, or part of it.
-    pub(crate) fn note_unusable_endpoint(&mut self, placement: Arc<Placement>, ports: Arc<[EndpointPort]>) {
+    pub(crate) fn note_unusable_endpoint(&mut self, placement: Arc<Placement>, ports: PortList) {
         let (noted, endpoint) = (&mut self.unusable.endpoints, (placement, ports));
         if noted.len() < MAX_UNUSABLE && !noted.contains(&endpoint) {
             noted.push(endpoint);
@@ -122,12 +132,25 @@ impl Known {
         }
     }
 
-    /// A list of ports, and the placements that ports carry themselves.
-    pub(crate) fn learn_ports(&mut self, ports: &Arc<[EndpointPort]>) {
-        if let Some(referrer) = self.referrer {
-            self.ports.insert(referrer.ports(ports), Some(Arc::clone(ports)));
-        }
-        ports.iter().filter_map(|port| port.placement.as_ref()).for_each(|placement| self.learn_placement(placement));
+    /// A list of ports, and the placements that ports carry themselves. An unusable list too: the replica holds it, so it
+    /// refers to it.
+    pub(crate) fn learn_ports(&mut self, list: &PortList) {
+        let Some(referrer) = self.referrer else { return };
+        let reference = match list {
+            Ok(ports) => {
+                ports
+                    .iter()
+                    .filter_map(|port| port.placement.as_ref())
+                    .for_each(|of_port| self.learn_placement(of_port));
+                referrer.ports(ports)
+            }
+            Err(list) => {
+                let placements = list.ports.iter().filter_map(|port| port.placement.as_ref());
+                placements.for_each(|of_port| self.learn_placement(of_port));
+                referrer.numbered_ports(&list.ports)
+            }
+        };
+        self.ports.insert(reference, Some(list.clone()));
     }
 
     pub(crate) fn service(&self, reference: u32) -> Result<ServiceKey, UnknownReference> {
@@ -138,7 +161,7 @@ impl Known {
         find(&self.placements, reference, "placement").cloned()
     }
 
-    pub(crate) fn ports(&self, reference: u32) -> Result<Arc<[EndpointPort]>, UnknownReference> {
+    pub(crate) fn ports(&self, reference: u32) -> Result<PortList, UnknownReference> {
         find(&self.ports, reference, "list of ports").cloned()
     }
 }
@@ -163,6 +186,85 @@ fn find<'a, T>(table: &'a Table<T>, reference: u32, what: &'static str) -> Resul
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
+    use crate::{decode::Decoder, v1};
+
+    /// A newer replica's protocol: the endpoint is unusable, and a later step that refers to its list of ports is understood.
+    #[test]
+    fn a_list_of_ports_with_an_unknown_protocol_or_condition_is_known_by_its_reference() {
+        let known = v1::EndpointPort { name: "http".into(), port: 80, ..Default::default() };
+        let newer = v1::EndpointPort { name: "next".into(), port: 81, ..Default::default() };
+        rejected_however_it_comes(vec![known.clone(), v1::EndpointPort { protocol: 77, ..newer.clone() }], "77");
+        rejected_however_it_comes(vec![known, v1::EndpointPort { conditions: Some(64), placement: 1, ..newer }], "64");
+    }
+
+    fn rejected_however_it_comes(ports: Vec<v1::EndpointPort>, reason: &str) {
+        let placement = Arc::new(Placement::on("node-1"));
+        let numbered = |port: &v1::EndpointPort| NumberedPort {
+            name: port.name.clone(),
+            protocol: port.protocol,
+            port: port.port,
+            conditions: port.conditions,
+            placement: (port.placement > 0).then(|| Arc::clone(&placement)),
+        };
+        let numbered: Vec<NumberedPort> = ports.iter().map(numbered).collect();
+        let [first, second] = [7, 8].map(|epoch| Referrer::new(epoch).numbered_ports(&numbered));
+        let message = |port_lists: Vec<v1::PortList>, known_port_lists: Vec<u32>, host: u8| v1::Changes {
+            strings: vec!["prod".into()],
+            port_lists,
+            known_port_lists,
+            placements: vec![v1::Placement { node: "node-1".into(), ..Default::default() }],
+            endpoints: vec![v1::ServiceEndpoints {
+                namespace: 1,
+                name: "web".into(),
+                changed: vec![v1::Endpoint { address: vec![10, 1, 0, host].into(), ..Default::default() }],
+                ..Default::default()
+            }],
+            ..Default::default()
+        };
+        let rejected = |decoder: &mut Decoder, message: v1::Changes| {
+            let (changes, rejections) = decoder.changes(message).unwrap();
+            assert_eq!((changes.len(), rejections.len()), (0, 1), "{changes:?}");
+            assert!(rejections[0].field == "ports" && rejections[0].reason.contains(reason), "{rejections:?}");
+            rejections[0].resource.clone()
+        };
+        let mut decoder = Decoder::default();
+        decoder.refer_to(Referrer::new(7), Referable::default());
+        let spelt_out = message(vec![v1::PortList { ports }], Vec::new(), 1);
+        assert_eq!(rejected(&mut decoder, spelt_out), "Endpoint prod/web 10.1.0.1");
+        assert_eq!(rejected(&mut decoder, message(Vec::new(), vec![first], 2)), "Endpoint prod/web 10.1.0.2");
+        // The state does not hold it, the replica does.
+        decoder.refer_to(Referrer::new(8), Referable::default());
+        assert_eq!(rejected(&mut decoder, message(Vec::new(), vec![second], 3)), "Endpoint prod/web 10.1.0.3");
+        assert!(decoder.changes(message(Vec::new(), vec![first], 4)).is_err(), "it is another epoch's");
+    }
+
+    #[test]
+    fn the_numbers_of_a_port_are_the_wire_s() {
+        use headgate_core::{Conditions, Protocol};
+
+        let placement = Arc::new(Placement::on("node-1"));
+        for (protocol, number) in [(Protocol::Tcp, 0), (Protocol::Udp, 1), (Protocol::Sctp, 2)] {
+            for bits in 0..8 {
+                let conditions =
+                    Conditions { ready: bits & 1 == 0, serving: bits & 2 == 0, terminating: bits & 4 != 0 };
+                for placement in [None, Some(&placement)] {
+                    let port = EndpointPort {
+                        conditions: Some(conditions),
+                        placement: placement.cloned(),
+                        ..EndpointPort::new("http", protocol, 80)
+                    };
+                    let numbered = NumberedPort {
+                        name: "http".into(),
+                        protocol: number,
+                        port: 80,
+                        conditions: Some(bits),
+                        placement: placement.cloned(),
+                    };
+                    assert_eq!(Referrer::new(7).ports(&[port]), Referrer::new(7).numbered_ports(&[numbered]));
+                }
+            }
+        }
+    }
 
     #[test]
     fn of_two_things_with_one_reference_the_one_learned_last_is_meant_and_neither_where_both_are_held() {
