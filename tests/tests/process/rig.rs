@@ -153,6 +153,11 @@ impl Rig {
         (rig, api)
     }
 
+    /// Everything that the control plane wrote.
+    pub(super) fn control_plane_log(&self) -> String {
+        fs::read_to_string(self.path("control-plane.log")).unwrap()
+    }
+
     /// A page of the control plane.
     pub(super) fn replica_page(&self, path: &str) -> Result<(u16, String), String> {
         self.get(REPLICA, path)

@@ -65,3 +65,20 @@ fn a_hanging_api_server_shows_as_growing_age_everywhere_and_is_asked_anew() {
     rig.until_rules("the change arrives", "nat", |rules| rules.iter().any(|rule| rule.contains("10.244.0.2:8080")));
     rig.until_metric("headgate_agent_source_age_seconds", |age| age < 2.0);
 }
+
+/// The HTTP client's own error for each try says less than the source's warning.
+#[test]
+fn an_api_server_that_refuses_connections_is_told_by_warnings_of_the_source_alone() {
+    let (rig, api) = Rig::watching(api, &[]);
+    eventually("everything is listed", || match rig.control_plane_log() {
+        log if log.contains("listed") => Ok(()),
+        log => Err(log),
+    });
+    api.stop();
+    let log = eventually("the source warns", || match rig.control_plane_log() {
+        log if log.contains("check the address and the network") => Ok(log),
+        log => Err(log),
+    });
+    let errors: Vec<&str> = log.lines().filter(|line| line.contains("ERROR")).collect();
+    assert_eq!(errors, [""; 0]);
+}
