@@ -79,7 +79,9 @@ impl CollectingSink {
 
     /// Asks the source how far it has come, as for an agent that has seen `position` elsewhere.
     pub(crate) fn want(&self, kind: SourceKind, position: u64) {
-        self.1.send_modify(|wanted| drop(wanted.insert(kind, position)));
+        self.1.send_modify(|wanted| {
+            wanted.insert(kind, position);
+        });
     }
 
     /// Waits until something is so; panics with `what` and what there is when it never becomes so.
