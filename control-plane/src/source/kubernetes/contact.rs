@@ -128,24 +128,14 @@ impl Contact {
         let mut next_probe = Instant::now();
         loop {
             sleep(TICK).await;
-            let (silent_for, failed_probes) = {
-                let inner = self.lock();
-                (inner.answered.elapsed(), inner.failed_probes)
-            };
+            let silent_for = self.lock().answered.elapsed();
             if silent_for >= PROBE_AFTER && next_probe <= Instant::now() {
+                let asked = Instant::now();
                 match probe(&client).await {
-                    Ok(()) => {
-                        self.touched();
-                        if failed_probes > 0 {
-                            self.returned.notify_waiters();
-                        }
-                    }
+                    Ok(()) => self.probe_answered(),
                     Err(problem) => {
                         tracing::debug!("the API server does not answer a small request: {problem}");
-                        let mut inner = self.lock();
-                        inner.failed_probes = failed_probes.saturating_add(1);
-                        inner.probe_problem = problem;
-                        if inner.failed_probes >= FAILED_PROBES {
+                        if self.probe_failed(asked, problem) >= FAILED_PROBES {
                             next_probe = Instant::now() + PROBE_AFTER;
                         }
                     }
@@ -153,6 +143,25 @@ impl Contact {
             }
             self.judge(self.lock());
         }
+    }
+
+    fn probe_answered(&self) {
+        let had_failed = self.lock().failed_probes > 0;
+        self.touched();
+        if had_failed {
+            self.returned.notify_waiters();
+        }
+    }
+
+    /// A probe that was sent at `asked` failed. Returns how many have failed in a row. One during which the server sent
+    /// something else does not count: the server is not silent.
+    fn probe_failed(&self, asked: Instant, problem: String) -> u32 {
+        let mut inner = self.lock();
+        if inner.answered < asked {
+            inner.failed_probes = inner.failed_probes.saturating_add(1);
+            inner.probe_problem = problem;
+        }
+        inner.failed_probes
     }
 
     fn judge(&self, mut inner: MutexGuard<'_, Inner>) {
@@ -207,4 +216,30 @@ async fn probe(client: &Client) -> Result<(), String> {
     };
     let late = || Err(format!("it does not answer a small request in {} seconds", PROBE_TIMEOUT.as_secs()));
     timeout(PROBE_TIMEOUT, ask).await.unwrap_or_else(|_| late())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        metrics::Metrics,
+        store::{Limits, Store},
+    };
+
+    #[test]
+    fn a_probe_fails_only_when_the_server_sends_nothing_else_meanwhile() {
+        let sink = Arc::new(Store::new(Limits::default(), Arc::new(Metrics::default())));
+        let contact = Contact::new(sink, Duration::from_secs(60));
+        let later = || Instant::now() + Duration::from_secs(1);
+        let fails = |asked| contact.probe_failed(asked, "it is late".into());
+        assert_eq!(fails(later()), 1);
+        let asked = Instant::now();
+        contact.is_current(ObjectKind::Node);
+        assert_eq!(fails(asked), 0, "a watch brought something after the probe was sent");
+        assert!(contact.lock().problem(Duration::from_secs(90)).is_none());
+        assert_eq!((fails(later()), fails(later())), (1, 2));
+        assert!(contact.lock().problem(Duration::from_secs(90)).is_some());
+        contact.probe_answered();
+        assert!(contact.lock().problem(Duration::from_secs(90)).is_none());
+    }
 }
