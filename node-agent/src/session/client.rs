@@ -11,7 +11,10 @@ use futures::{FutureExt as _, future::BoxFuture};
 use headgate_core::{node_state::SourceState, reference::Referable};
 use headgate_proto::{
     MAX_SERVER_MESSAGE_BYTES,
-    v1::{self, agent_message::Body, discovery_client::DiscoveryClient, welcome::ResumeMode},
+    v1::{
+        self, agent_message::Body, discovery_client::DiscoveryClient, server_message::Body as ServerBody,
+        welcome::ResumeMode,
+    },
 };
 use tokio::{
     sync::{mpsc, watch},
@@ -302,7 +305,7 @@ impl Stream {
         welcomed_at: &mut Option<Instant>,
     ) -> Result<StreamEnd, StreamEnd> {
         // What the other replicas say, while they are being asked, and why they are.
-        let mut asking: Option<(Trouble, BoxFuture<'static, Answers>)> = None;
+        let mut asking: Option<Asking> = None;
         let mut progress = session.progress.clone();
         let outgoing = self.outgoing.clone();
         let mut silence = pin!(sleep(self.silent_after));
@@ -319,9 +322,10 @@ impl Stream {
                 () = sleep_until(drain_at.unwrap_or_else(Instant::now)), if drain_at.is_some() => {
                     return Ok(StreamEnd::Drained(self.drain.map(|(_, reason)| reason).unwrap_or_default()));
                 }
-                (trouble, answers) = answered(&mut asking), if asking.is_some() => {
+                (trouble, answered) = answered(&mut asking), if asking.is_some() => {
                     asking = None;
-                    if let Some(to) = self.better(session, trouble, answers).await? {
+                    let (held, answers) = answered?;
+                    if let Some(to) = self.better(trouble, held.as_ref(), answers) {
                         return Ok(StreamEnd::Moved { to: Box::new(to), trouble });
                     }
                 }
@@ -336,11 +340,11 @@ impl Stream {
                 }
                 message = self.incoming.message() => {
                     let Some(message) = message? else { return Ok(StreamEnd::Closed) };
-                    let is_heartbeat = matches!(message.body, Some(v1::server_message::Body::Heartbeat(_)));
+                    let brings_state = message.body.as_ref().is_some_and(brings_state);
                     for effect in session.machine.on_message(message)? {
                         self.on_effect(session, effect, replica, welcomed_at).await?;
                     }
-                    if !is_heartbeat {
+                    if brings_state {
                         self.stay.on_progress(session.machine.is_following(), Instant::now());
                     }
                     if session.machine.needs_referable() {
@@ -425,30 +429,35 @@ impl Stream {
         }
     }
 
-    /// Asks the other replicas how they stand.
-    fn ask_others(&self, session: &Session, replicas: &Replicas) -> BoxFuture<'static, Answers> {
+    /// Asks the other replicas how they stand, after a look at what the agent holds. Answers may be seconds old when the
+    /// last one comes: what the agent has learned meanwhile would make every other replica look behind.
+    fn ask_others(&self, session: &Session, replicas: &Replicas) -> BoxFuture<'static, Answered> {
         let SessionConfig { node_name, tls, .. } = &session.config;
         let (node, tls, epoch) = (Arc::clone(node_name), tls.clone(), self.epoch);
         let others = replicas.others();
-        async move { Question { node, tls, others: others.await, epoch }.ask().await }.boxed()
+        let shared = Arc::clone(&session.shared);
+        let ask = async move {
+            // Under the state's lock, which planning a full sync holds for a while.
+            let point = tokio::task::spawn_blocking(move || shared.point()).await?;
+            let held = point.as_ref().map(HeldState::of);
+            let answers = Question { node, tls, others: others.await, epoch }.ask().await;
+            Ok((held, answers))
+        };
+        ask.boxed()
     }
 
     /// The replica to move to, if one of those that answered is better than this one.
-    async fn better(&self, session: &Session, trouble: Trouble, answers: Answers) -> Result<Option<Target>, StreamEnd> {
+    fn better(&self, trouble: Trouble, held: Option<&HeldState>, answers: Answers) -> Option<Target> {
         // It may be over by now.
         if !self.stay.is_still(trouble) {
-            return Ok(None);
+            return None;
         }
-        let shared = Arc::clone(&session.shared);
-        // Under the state's lock, which planning a full sync holds for a while.
-        let point = tokio::task::spawn_blocking(move || shared.point()).await?;
-        let held = point.as_ref().map(HeldState::of);
         let (mut targets, standings): (Vec<_>, Vec<_>) = answers.into_iter().unzip();
-        let chosen = choose(trouble, held.as_ref(), &standings).map(|index| targets.swap_remove(index));
+        let chosen = choose(trouble, held, &standings).map(|index| targets.swap_remove(index));
         if chosen.is_none() {
             debug!(reason = trouble.reason(), asked = standings.len(), "no other replica is better: staying");
         }
-        Ok(chosen)
+        chosen
     }
 
     fn on_drain(&mut self, within: Duration, reason: String) {
@@ -537,10 +546,23 @@ impl Stream {
     }
 }
 
-/// What the other replicas answer, once they do.
-async fn answered(asking: &mut Option<(Trouble, BoxFuture<'static, Answers>)>) -> (Trouble, Answers) {
+/// True for a part of the replica's state, and for `Welcome`, which may say that the agent lacks only what changed.
+fn brings_state(body: &ServerBody) -> bool {
+    matches!(
+        body,
+        ServerBody::Welcome(_) | ServerBody::Batch(_) | ServerBody::SnapshotChunk(_) | ServerBody::SnapshotEnd(_)
+    )
+}
+
+/// What the agent held when it asked the other replicas, and their answers.
+type Answered = Result<(Option<HeldState>, Answers), StreamEnd>;
+
+/// Why the other replicas are being asked, and what will come of it.
+type Asking = (Trouble, BoxFuture<'static, Answered>);
+
+async fn answered(asking: &mut Option<Asking>) -> (Trouble, Answered) {
     match asking {
-        Some((trouble, answers)) => (*trouble, answers.await),
+        Some((trouble, answered)) => (*trouble, answered.await),
         None => std::future::pending().await,
     }
 }

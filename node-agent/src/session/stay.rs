@@ -16,8 +16,10 @@ pub type Positions = BTreeMap<i32, u64>;
 const UNLISTED_PATIENCE: [Duration; 2] = [Duration::from_secs(2), Duration::from_secs(4)];
 /// Likewise for one that is cut off from its source. The difference spreads its agents when they move.
 const CUT_OFF_PATIENCE: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(6)];
-/// A stream that brings no complete state is waited for so long after the last sign of progress.
-const STALLED_PATIENCE: Duration = Duration::from_secs(30);
+/// A stream that brings no complete state is waited for so long after the last sign of progress. A replica that is behind
+/// the agent sends its older state after 30 seconds by default: before that, the agent has asked the others, and has moved
+/// to one that is not behind.
+const STALLED_PATIENCE: Duration = Duration::from_secs(20);
 /// First and longest pause between two rounds of asking the other replicas.
 const ASK_PAUSE: [Duration; 2] = [Duration::from_secs(5), Duration::from_secs(60)];
 /// First and longest stay after a move.

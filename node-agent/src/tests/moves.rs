@@ -5,7 +5,7 @@ use std::time::Duration;
 use headgate_proto::v1::{self, SourceState, server_message, source_position::Kind, welcome::ResumeMode};
 
 use super::{Agent, replica::ScriptedReplica, serve, store};
-use crate::session::testing::message;
+use crate::session::testing::{batch, message, service};
 
 /// Long enough for an agent to ask the others once, and to move.
 const ASKED: Duration = Duration::from_secs(8);
@@ -46,6 +46,24 @@ async fn an_agent_leaves_a_replica_that_is_cut_off_for_one_that_follows() {
     let (mut connection, hello) = serve(&mut second, &store()).await;
     assert!(hello.resume.is_some());
     assert_eq!(connection.ack().await.version, 1);
+    agent.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_an_agent_learns_while_it_asks_does_not_make_other_replicas_look_behind() {
+    let (_first, mut connection, mut second, agent) = two().await;
+    second.stands(8, SourceState::Following, services_at(1));
+    second.holds_answers(true);
+    // The replica cannot watch one kind, and hears of the others.
+    connection.send(heartbeat(SourceState::CutOff)).await;
+    second.asked().await;
+    let mut change = batch(1, 2, &[service("web", 81)]);
+    let Some(server_message::Body::Batch(wire)) = &mut change.body else { unreachable!() };
+    wire.positions = services_at(2);
+    connection.send(change).await;
+    assert_eq!(connection.ack().await.version, 2);
+    second.holds_answers(false);
+    assert!(second.accept().await.hello().await.resume.is_some());
     agent.stop().await;
 }
 

@@ -13,7 +13,7 @@ use headgate_proto::v1::{
 };
 use tokio::{
     net::TcpListener,
-    sync::mpsc,
+    sync::{Notify, mpsc, watch},
     time::{Duration, timeout},
 };
 use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
@@ -32,6 +32,8 @@ pub(super) struct ScriptedReplica {
     pub(super) address: SocketAddr,
     connections: mpsc::Receiver<Connection>,
     standing: Standing,
+    asked: Arc<Notify>,
+    holds_answers: watch::Sender<bool>,
     _stops: DropGuard,
 }
 
@@ -44,6 +46,8 @@ pub(super) struct Connection {
 struct Service {
     connections: mpsc::Sender<Connection>,
     standing: Standing,
+    asked: Arc<Notify>,
+    holds_answers: watch::Receiver<bool>,
 }
 
 /// What the replica says when it is asked how it stands; `None`: it is older than the question.
@@ -62,6 +66,8 @@ impl Discovery for Service {
 
     async fn standing(&self, _: Request<v1::StandingRequest>) -> Result<Response<v1::StandingResponse>, Status> {
         let standing = self.standing.lock().unwrap().clone();
+        self.asked.notify_one();
+        let _ = self.holds_answers.clone().wait_for(|holds| !holds).await;
         standing.map(Response::new).ok_or_else(|| Status::unimplemented("an older replica"))
     }
 }
@@ -86,12 +92,18 @@ impl ScriptedReplica {
         let server = tls.map_or_else(Server::builder, |tls| Server::builder().tls_config(tls).unwrap());
         let mut server = server;
         let standing = Standing::default();
-        let service = Service { connections: sender, standing: Arc::clone(&standing) };
+        let (asked, (holds_answers, holds)) = (Arc::<Notify>::default(), watch::channel(false));
+        let service = Service {
+            connections: sender,
+            standing: Arc::clone(&standing),
+            asked: Arc::clone(&asked),
+            holds_answers: holds,
+        };
         let serving = server.add_service(DiscoveryServer::new(service));
         let serving = serving.serve_with_incoming(TcpListenerStream::new(listener));
         let stopped = stop.clone();
         tokio::spawn(async move { stopped.run_until_cancelled(serving).await });
-        Self { address, connections, standing, _stops: stop.drop_guard() }
+        Self { address, connections, standing, asked, holds_answers, _stops: stop.drop_guard() }
     }
 
     /// From now on it says this when it is asked how it stands.
@@ -105,6 +117,16 @@ impl ScriptedReplica {
             ..Default::default()
         };
         *self.standing.lock().unwrap() = Some(standing);
+    }
+
+    /// While it holds answers, an agent that asks how it stands waits for what it says now.
+    pub(super) fn holds_answers(&self, holds: bool) {
+        self.holds_answers.send_replace(holds);
+    }
+
+    /// An agent has asked how it stands.
+    pub(super) async fn asked(&self) {
+        timeout(GUARD, self.asked.notified()).await.unwrap();
     }
 
     pub(super) async fn accept(&mut self) -> Connection {
