@@ -63,7 +63,7 @@ async fn a_node_that_asks_too_often_is_refused_and_others_are_not() {
 async fn a_node_asks_for_itself_alone() {
     let (authority, folder) = (tls::Authority::new(), tempfile::tempdir().unwrap());
     let replica = Replica::start_with(settings(), Security::Tls(authority.server_tls(folder.path()))).await;
-    let leaf = authority.client("system:node:node-a", None);
+    let leaf = authority.kubelet("node-a");
     let channel = tls::connect(replica.running.local_addr, &authority, Some(&leaf)).await.unwrap();
     standing(channel.clone(), "node-a").await.unwrap();
     assert_eq!(standing(channel, "node-b").await.unwrap_err().code(), Code::PermissionDenied);
