@@ -102,6 +102,12 @@ pub trait Sink: Send + Sync + 'static {
     /// Whether the source can be heard: `Some` says why it cannot, `None` that it can again. Until the first call it can.
     fn cut_off(&self, problem: Option<String>);
 
+    /// Whether a request to the source has failed or is late, so that it may soon be cut off. Agents of other replicas
+    /// are not invited meanwhile.
+    fn doubted(&self, is_doubted: bool) {
+        let _ = is_doubted;
+    }
+
     /// Replaces the list of all present problems. Sorted.
     fn problems(&self, problems: Vec<Problem>);
 

@@ -127,3 +127,19 @@ async fn a_replica_that_cannot_watch_one_kind_is_cut_off_until_it_can() {
     scene.api().clear_faults();
     scene.until_ready(0, true).await.unwrap();
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn nobody_moves_when_the_api_server_falls_silent_for_all_replicas_at_once() {
+    let mut scene = Scene::set(20, &[Mode::Open, Mode::Open]).await.unwrap();
+    scene.add_agents(12, &[0, 1]).unwrap();
+    scene.until_programmed().await.unwrap();
+    for replica in scene.replicas() {
+        replica.gate.set(Mode::Silent).await;
+    }
+    for replica in 0..2 {
+        scene.until_ready(replica, false).await.unwrap();
+    }
+    // Longer than agents are patient with a replica that is cut off.
+    sleep(Duration::from_secs(8)).await;
+    assert_eq!(scene.moves(), [0; 12]);
+}

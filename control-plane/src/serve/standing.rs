@@ -1,7 +1,7 @@
 //! `Discovery.Standing`: how this replica stands, for agents of others that look for a better one (contract, 15).
 //!
-//! An answer costs a look at a few numbers. Who may open a stream for a node may ask, and a request counts as a stream where
-//! these are bounded.
+//! An answer costs a look at a few numbers. A client that may open a stream for a node may ask, and each request counts
+//! against the node's bound on new streams.
 
 use std::{
     collections::BTreeMap,
@@ -62,7 +62,7 @@ fn standing(shared: &Shared, request: &tonic::Request<v1::StandingRequest>) -> R
     }
     let store = &shared.store;
     let is_serving = *shared.lifecycle.borrow() == Lifecycle::Serving;
-    let source = if is_serving { store.source_state() } else { SourceState::Unlisted };
+    let source = if is_serving { store.source_state_for_others() } else { SourceState::Unlisted };
     let age = store.source_age().as_millis();
     // Of what every replica counts alike.
     let comparable = |positions: BTreeMap<SourceKind, u64>| {

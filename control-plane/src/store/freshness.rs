@@ -4,7 +4,7 @@ use std::{
     collections::BTreeMap,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicU8, Ordering},
+        atomic::{AtomicBool, AtomicU8, Ordering},
     },
     time::{Duration, Instant},
 };
@@ -19,8 +19,9 @@ use crate::{metrics::Metrics, transaction::SourceKind};
 pub(super) struct Freshness {
     inner: Mutex<Inner>,
     state: watch::Sender<SourceState>,
-    /// The index in [`SourceState::ALL`] of what `state` holds, for those who look thousands of times for each change.
+    /// The index in [`SourceState::ALL`] of the value in `state`. Each stream reads it at each visit, without a lock.
     index: AtomicU8,
+    is_doubted: AtomicBool,
     metrics: Arc<Metrics>,
 }
 
@@ -41,6 +42,7 @@ impl Freshness {
             inner: Mutex::new(inner),
             state: watch::Sender::new(SourceState::Unlisted),
             index: AtomicU8::new(SourceState::Unlisted as u8),
+            is_doubted: AtomicBool::new(false),
             metrics,
         }
     }
@@ -51,6 +53,18 @@ impl Freshness {
 
     pub(super) fn cut_off(&self, problem: Option<String>) {
         self.change(|inner| inner.problem = problem);
+    }
+
+    pub(super) fn doubted(&self, is_doubted: bool) {
+        self.is_doubted.store(is_doubted, Ordering::Release);
+    }
+
+    /// The state, with CUT_OFF in place of FOLLOWING while a request to the source has failed or is late.
+    pub(super) fn state_for_others(&self) -> SourceState {
+        match self.state() {
+            SourceState::Following if self.is_doubted.load(Ordering::Acquire) => SourceState::CutOff,
+            state => state,
+        }
     }
 
     pub(super) fn heard(&self, kind: SourceKind) {
@@ -115,6 +129,18 @@ mod tests {
             (freshness.state(), *freshness.watch_state().borrow()),
             (SourceState::Following, SourceState::Following)
         );
+    }
+
+    #[test]
+    fn a_source_in_doubt_is_cut_off_for_agents_of_other_replicas_alone() {
+        let freshness = Freshness::new(Arc::new(Metrics::default()));
+        freshness.doubted(true);
+        assert_eq!(freshness.state_for_others(), SourceState::Unlisted);
+        freshness.listed();
+        assert_eq!(freshness.state_for_others(), SourceState::CutOff);
+        assert_eq!(freshness.state(), SourceState::Following);
+        freshness.doubted(false);
+        assert_eq!(freshness.state_for_others(), SourceState::Following);
     }
 
     #[test]

@@ -197,6 +197,13 @@ impl Store {
         self.freshness.state()
     }
 
+    /// What the source is doing, for agents of other replicas (contract, 15): CUT_OFF as soon as a request to the source
+    /// has failed or is late.
+    #[must_use]
+    pub fn source_state_for_others(&self) -> SourceState {
+        self.freshness.state_for_others()
+    }
+
     /// Why the source cannot be heard; `None` when it can.
     #[must_use]
     pub fn source_problem(&self) -> Option<String> {
@@ -492,6 +499,10 @@ impl Sink for Store {
 
     fn cut_off(&self, problem: Option<String>) {
         self.freshness.cut_off(problem);
+    }
+
+    fn doubted(&self, is_doubted: bool) {
+        self.freshness.doubted(is_doubted);
     }
 
     fn problems(&self, problems: Vec<Problem>) {

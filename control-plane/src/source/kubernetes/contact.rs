@@ -6,6 +6,7 @@
 
 use std::{
     collections::BTreeMap,
+    pin::pin,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
@@ -59,7 +60,10 @@ struct Inner {
     failing: BTreeMap<ObjectKind, (Instant, String)>,
     /// When a kind last showed that what is known of it is current; from its first list on.
     current: BTreeMap<ObjectKind, Instant>,
+    /// A probe has been out for longer than [`TICK`].
+    is_probe_late: bool,
     is_cut_off: bool,
+    is_doubted: bool,
 }
 
 impl Contact {
@@ -71,7 +75,9 @@ impl Contact {
             probe_problem: String::new(),
             failing: BTreeMap::new(),
             current: BTreeMap::new(),
+            is_probe_late: false,
             is_cut_off: false,
+            is_doubted: false,
         };
         Arc::new(Self { sink, silence_limit, inner: Mutex::new(inner), returned: Notify::new() })
     }
@@ -96,13 +102,14 @@ impl Contact {
         });
     }
 
-    /// An answer may end a verdict, and cannot begin one.
+    /// An answer may end a verdict or a doubt, and cannot begin one.
     fn answer(&self, note: impl FnOnce(&mut Inner, Instant)) {
         let (mut inner, now) = (self.lock(), Instant::now());
         inner.answered = now;
         inner.failed_probes = 0;
+        inner.is_probe_late = false;
         note(&mut inner, now);
-        if inner.is_cut_off {
+        if inner.is_cut_off || inner.is_doubted {
             self.judge(inner);
         }
     }
@@ -112,6 +119,7 @@ impl Contact {
         let mut inner = self.lock();
         let (_, last) = inner.failing.entry(kind).or_insert_with(|| (Instant::now(), String::new()));
         message.clone_into(last);
+        self.judge(inner);
     }
 
     /// Waits before another try. The wait is over at once when the server answers a probe after it has not: after a long
@@ -131,7 +139,7 @@ impl Contact {
             let silent_for = self.lock().answered.elapsed();
             if silent_for >= PROBE_AFTER && next_probe <= Instant::now() {
                 let asked = Instant::now();
-                match probe(&client).await {
+                match self.watched(probe(&client)).await {
                     Ok(()) => self.probe_answered(),
                     Err(problem) => {
                         tracing::debug!("the API server does not answer a small request: {problem}");
@@ -142,6 +150,26 @@ impl Contact {
                 }
             }
             self.judge(self.lock());
+        }
+    }
+
+    /// Waits for a probe. One that takes longer than [`TICK`] raises doubt before it fails.
+    async fn watched<T>(&self, probe: impl Future<Output = T>) -> T {
+        let mut probe = pin!(probe);
+        tokio::select! {
+            outcome = &mut probe => return outcome,
+            () = sleep(TICK) => {}
+        }
+        self.probe_is_late();
+        probe.await
+    }
+
+    fn probe_is_late(&self) {
+        let mut inner = self.lock();
+        // A watch may have brought something meanwhile.
+        if inner.answered.elapsed() >= PROBE_AFTER {
+            inner.is_probe_late = true;
+            self.judge(inner);
         }
     }
 
@@ -166,6 +194,11 @@ impl Contact {
 
     fn judge(&self, mut inner: MutexGuard<'_, Inner>) {
         let problem = inner.problem(self.silence_limit + STALE_MARGIN);
+        let is_doubted = inner.is_probe_late || inner.failed_probes > 0 || !inner.failing.is_empty();
+        if is_doubted != inner.is_doubted {
+            inner.is_doubted = is_doubted;
+            self.sink.doubted(is_doubted);
+        }
         if problem.is_some() == inner.is_cut_off {
             return;
         }
@@ -220,6 +253,8 @@ async fn probe(client: &Client) -> Result<(), String> {
 
 #[cfg(test)]
 mod tests {
+    use headgate_core::node_state::SourceState;
+
     use super::*;
     use crate::{
         metrics::Metrics,
@@ -241,5 +276,29 @@ mod tests {
         assert!(contact.lock().problem(Duration::from_secs(90)).is_some());
         contact.probe_answered();
         assert!(contact.lock().problem(Duration::from_secs(90)).is_none());
+    }
+
+    #[tokio::test]
+    async fn failed_requests_and_late_probes_raise_doubt_before_the_verdict() {
+        let store = Arc::new(Store::new(Limits::default(), Arc::new(Metrics::default())));
+        store.synced();
+        let sink: Arc<dyn Sink> = Arc::<Store>::clone(&store);
+        let contact = Contact::new(sink, Duration::from_secs(60));
+        let states = || (store.source_state(), store.source_state_for_others());
+        let (following, in_doubt) =
+            ((SourceState::Following, SourceState::Following), (SourceState::Following, SourceState::CutOff));
+        assert_eq!(states(), following);
+        contact.failed(ObjectKind::Node, "refused");
+        assert_eq!(states(), in_doubt);
+        contact.answered(ObjectKind::Node);
+        assert_eq!(states(), following);
+        contact.lock().answered -= PROBE_AFTER;
+        contact.watched(sleep(2 * TICK)).await;
+        assert_eq!(states(), in_doubt);
+        contact.probe_answered();
+        assert_eq!(states(), following);
+        contact.lock().answered -= PROBE_AFTER;
+        contact.watched(sleep(TICK / 2)).await;
+        assert_eq!(states(), following, "an answer in good time raises no doubt");
     }
 }
