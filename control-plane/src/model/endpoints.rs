@@ -22,13 +22,49 @@ use super::{
 };
 use crate::source::objects::ObjectKey;
 
-/// An address of a service.
-#[derive(Debug)]
-struct Merged {
-    /// The result; `None` if no slice gives it a port, since then nothing can be sent to it.
-    endpoint: Option<Endpoint>,
-    /// Slices that carry it, in order of name.
-    carriers: Vec<Arc<ObjectKey>>,
+/// The slices of a service that have addresses of one family. What they come to is computed when it is asked for: nearly
+/// all services have one such slice, which says it all.
+#[derive(Debug, Default)]
+enum Carriers {
+    #[default]
+    None,
+    One(Arc<ObjectKey>),
+    Several(Box<Several>),
+}
+
+#[derive(Debug, Default)]
+struct Several {
+    slices: usize,
+    /// Slices that carry an address, in order of name.
+    by_address: HashMap<IpAddr, Vec<Arc<ObjectKey>>>,
+}
+
+impl Several {
+    fn add(&mut self, slice: &Arc<ObjectKey>, address: IpAddr) {
+        let carriers = self.by_address.entry(address).or_insert_with(|| Vec::with_capacity(1));
+        if let Err(place) = carriers.binary_search(slice) {
+            carriers.insert(place, Arc::clone(slice));
+        }
+    }
+
+    fn remove(&mut self, slice: &ObjectKey, address: IpAddr) {
+        let Some(carriers) = self.by_address.get_mut(&address) else { return };
+        carriers.retain(|carrier| **carrier != *slice);
+        if carriers.is_empty() {
+            self.by_address.remove(&address);
+        }
+    }
+}
+
+impl Carriers {
+    /// Slices among which are all that carry an address, in order of name.
+    fn of(&self, address: IpAddr) -> &[Arc<ObjectKey>] {
+        match self {
+            Self::None => &[],
+            Self::One(slice) => std::slice::from_ref(slice),
+            Self::Several(several) => several.by_address.get(&address).map(Vec::as_slice).unwrap_or_default(),
+        }
+    }
 }
 
 /// An address before the change that is going on.
@@ -61,7 +97,8 @@ pub(super) struct Agreement {
 #[derive(Debug, Default)]
 pub(super) struct Endpoints {
     slices: HashMap<Arc<ObjectKey>, (Slice, bool)>,
-    services: HashMap<ServiceKey, HashMap<IpAddr, Merged>>,
+    /// For IPv4 and IPv6.
+    services: HashMap<ServiceKey, [Carriers; 2]>,
     before: BTreeMap<ServiceKey, BTreeMap<IpAddr, Before>>,
     agreements: Vec<Agreement>,
     visits: u64,
@@ -83,6 +120,11 @@ impl Endpoints {
         self.slices.keys().map(|key| &**key)
     }
 
+    #[cfg(test)]
+    pub(super) fn is_empty(&self) -> bool {
+        self.slices.is_empty() && self.services.is_empty() && self.before.is_empty()
+    }
+
     /// Addresses that were merged so far: the measure of work done.
     pub(super) fn visits(&self) -> u64 {
         self.visits
@@ -99,73 +141,135 @@ impl Endpoints {
     ) {
         let shared =
             self.slices.get_key_value(key).map_or_else(|| Arc::new(key.clone()), |(shared, _)| Arc::clone(shared));
-        let old = self.slices.remove(key).map(|(old, _)| old);
-        let trigger_unix_ms = match (&old, &slice) {
+        let old = self.slices.get(key).map(|(old, _)| old);
+        let trigger_unix_ms = match (old, &slice) {
             (_, None) => 0,
             (Some(old), Some(new)) if old.trigger_unix_ms == new.trigger_unix_ms => 0,
             (_, Some(new)) => new.trigger_unix_ms,
         };
-        let touched = touched(old.as_ref(), slice.as_ref());
-        let (old_service, new_service) = (old.map(|old| old.service), slice.as_ref().map(|new| new.service.clone()));
-        if let Some(slice) = slice {
-            self.slices.insert(Arc::clone(&shared), (slice, is_good));
-        }
         let trigger_unix_ms = if times_changes { trigger_unix_ms } else { 0 };
+        let touched = touched(old, slice.as_ref());
+        let old_service = old.map(|old| old.service.clone());
+        let new_service = slice.as_ref().map(|new| new.service.clone());
+        let has_moved = old_service != new_service;
+        // Whether this slice carries an address of a service afterwards, and what the address was before.
+        let mut visited = Vec::with_capacity(touched.len());
         for (address, in_old, in_new) in touched {
-            let moved = old_service != new_service;
-            if let Some(service) = &old_service
-                && in_old
-                && (moved || !in_new)
-            {
-                self.carry(service, address, &shared, false, trigger_unix_ms, interner);
+            let left = old_service.as_ref().filter(|_| in_old && (has_moved || !in_new));
+            let entered = new_service.as_ref().filter(|_| in_new);
+            for (service, carries) in left.map(|key| (key, false)).into_iter().chain(entered.map(|key| (key, true))) {
+                let (endpoint, _) = merge(&self.slices, address, self.carriers(service, address), interner);
+                visited.push((service, address, carries, endpoint));
             }
-            if let Some(service) = &new_service
-                && in_new
-            {
-                self.carry(service, address, &shared, true, trigger_unix_ms, interner);
-            }
+        }
+        let old = match slice {
+            Some(slice) => self.slices.insert(Arc::clone(&shared), (slice, is_good)),
+            None => self.slices.remove(key),
+        };
+        self.move_carrier(&shared, old.as_ref().map(|(old, _)| old), &visited);
+        for (service, address, carries, before) in visited {
+            self.visits += 1;
+            self.note(service, address, carries, before, trigger_unix_ms, interner);
         }
     }
 
-    /// Notes whether a slice carries an address, and merges that address anew.
-    fn carry(
+    fn carriers(&self, service: &ServiceKey, address: IpAddr) -> &[Arc<ObjectKey>] {
+        self.services.get(service).map(|carriers| carriers[family(address)].of(address)).unwrap_or_default()
+    }
+
+    /// Notes where a slice that was `old` carries addresses now.
+    fn move_carrier(
+        &mut self,
+        key: &Arc<ObjectKey>,
+        old: Option<&Slice>,
+        visited: &[(&ServiceKey, IpAddr, bool, Option<Endpoint>)],
+    ) {
+        let place = |slice: &Slice| Some((slice.service.clone(), family(slice.endpoints.first()?.0)));
+        let was = old.and_then(place);
+        let is = self.slices.get(key).and_then(|(slice, _)| place(slice));
+        if was == is {
+            // Nothing to note for the only slice.
+            for (service, address, carries, _) in visited {
+                if let Some(Carriers::Several(several)) =
+                    self.services.get_mut(*service).map(|carriers| &mut carriers[family(*address)])
+                {
+                    if *carries { several.add(key, *address) } else { several.remove(key, *address) }
+                }
+            }
+            return;
+        }
+        if let (Some((service, family)), Some(old)) = (was, old) {
+            self.leave(&service, family, key, old);
+        }
+        if let Some((service, family)) = is {
+            self.enter(service, family, key);
+        }
+    }
+
+    fn leave(&mut self, service: &ServiceKey, family: usize, key: &ObjectKey, old: &Slice) {
+        let Some(families) = self.services.get_mut(service) else { return };
+        let carriers = &mut families[family];
+        match carriers {
+            Carriers::None => {}
+            Carriers::One(_) => *carriers = Carriers::None,
+            Carriers::Several(several) => {
+                several.slices -= 1;
+                old.endpoints.iter().for_each(|(address, _)| several.remove(key, *address));
+                if several.slices == 1
+                    && let Some(last) = several.by_address.values().flatten().next()
+                {
+                    *carriers = Carriers::One(Arc::clone(last));
+                }
+            }
+        }
+        if families.iter().all(|carriers| matches!(carriers, Carriers::None)) {
+            self.services.remove(service);
+        }
+    }
+
+    fn enter(&mut self, service: ServiceKey, family: usize, key: &Arc<ObjectKey>) {
+        let carriers = &mut self.services.entry(service).or_default()[family];
+        let several = match carriers {
+            Carriers::None => {
+                *carriers = Carriers::One(Arc::clone(key));
+                return;
+            }
+            Carriers::One(first) => {
+                let mut several = Several { slices: 1, ..Several::default() };
+                if let Some((slice, _)) = self.slices.get(first) {
+                    slice.endpoints.iter().for_each(|(address, _)| several.add(first, *address));
+                }
+                *carriers = Carriers::Several(Box::new(several));
+                carriers
+            }
+            Carriers::Several(_) => carriers,
+        };
+        if let (Carriers::Several(several), Some((slice, _))) = (several, self.slices.get(key)) {
+            several.slices += 1;
+            slice.endpoints.iter().for_each(|(address, _)| several.add(key, *address));
+        }
+    }
+
+    /// Takes note of what an address was before, if that is not what it is now.
+    fn note(
         &mut self,
         service: &ServiceKey,
         address: IpAddr,
-        slice: &Arc<ObjectKey>,
         carries: bool,
+        before: Option<Endpoint>,
         trigger_unix_ms: u64,
         interner: &mut Interner,
     ) {
-        self.visits += 1;
-        if !self.services.contains_key(service) {
-            self.services.insert(service.clone(), HashMap::new());
-        }
-        let Some(addresses) = self.services.get_mut(service) else { return };
-        let merged =
-            addresses.entry(address).or_insert_with(|| Merged { endpoint: None, carriers: Vec::with_capacity(1) });
-        match (merged.carriers.binary_search(slice), carries) {
-            (Err(place), true) => merged.carriers.insert(place, Arc::clone(slice)),
-            (Ok(place), false) => drop(merged.carriers.remove(place)),
-            _ => {}
-        }
-        let is_gone = merged.carriers.is_empty();
-        let could_dispute = merged.carriers.len() > 1 || !carries;
-        let (endpoint, dispute) = merge(&self.slices, address, &merged.carriers, interner);
-        if merged.endpoint != endpoint {
-            let old = std::mem::replace(&mut merged.endpoint, endpoint);
+        let carriers = self.carriers(service, address);
+        let could_dispute = carriers.len() > 1 || !carries;
+        let (endpoint, dispute) = merge(&self.slices, address, carriers, interner);
+        if before != endpoint {
             if !self.before.contains_key(service) {
                 self.before.insert(service.clone(), BTreeMap::new());
             }
-            if let Some(before) = self.before.get_mut(service) {
-                let before = before.entry(address).or_insert(Before { endpoint: old, trigger_unix_ms });
+            if let Some(of_service) = self.before.get_mut(service) {
+                let before = of_service.entry(address).or_insert(Before { endpoint: before, trigger_unix_ms });
                 before.trigger_unix_ms = older(before.trigger_unix_ms, trigger_unix_ms);
-            }
-        }
-        if is_gone {
-            addresses.remove(&address);
-            if addresses.is_empty() {
-                self.services.remove(service);
             }
         }
         if could_dispute {
@@ -179,16 +283,14 @@ impl Endpoints {
     }
 
     /// What differs since the last call, by service and address.
-    pub(super) fn take_changes(&mut self) -> BTreeMap<ServiceKey, Vec<EndpointChange>> {
+    pub(super) fn take_changes(&mut self, interner: &mut Interner) -> BTreeMap<ServiceKey, Vec<EndpointChange>> {
         let mut changes = BTreeMap::new();
         for (service, addresses) in std::mem::take(&mut self.before) {
-            let now = self.services.get(&service);
             let mut of_service = Vec::with_capacity(addresses.len());
             for (address, before) in addresses {
-                let endpoint = now.and_then(|now| now.get(&address)).and_then(|merged| merged.endpoint.as_ref());
-                if before.endpoint.as_ref() != endpoint {
-                    let (endpoint, trigger_unix_ms) = (endpoint.cloned(), before.trigger_unix_ms);
-                    of_service.push(EndpointChange { address, endpoint, trigger_unix_ms });
+                let (endpoint, _) = merge(&self.slices, address, self.carriers(&service, address), interner);
+                if before.endpoint != endpoint {
+                    of_service.push(EndpointChange { address, endpoint, trigger_unix_ms: before.trigger_unix_ms });
                 }
             }
             if !of_service.is_empty() {
@@ -197,6 +299,11 @@ impl Endpoints {
         }
         changes
     }
+}
+
+/// Index of an address's family in a service's carriers.
+fn family(address: IpAddr) -> usize {
+    usize::from(address.is_ipv6())
 }
 
 fn older(a_unix_ms: u64, b_unix_ms: u64) -> u64 {

@@ -37,7 +37,7 @@ use crate::{
 };
 
 /// An object as a source got it.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Event {
     /// Added or changed.
     Apply(Box<Object>),
@@ -125,7 +125,7 @@ impl Model {
             }
         }
         let mut services: std::collections::BTreeMap<_, _> = self.services.take_changes().into_iter().collect();
-        let mut endpoints = self.endpoints.take_changes();
+        let mut endpoints = self.endpoints.take_changes(&mut self.interner);
         let keys: BTreeSet<ServiceKey> = services.keys().chain(endpoints.keys()).cloned().collect();
         let mut gone = Vec::new();
         for key in keys {

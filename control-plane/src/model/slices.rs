@@ -144,7 +144,7 @@ fn endpoints(
 }
 
 fn address(written: &objects::SliceEndpoint, family: Family) -> Result<IpAddr, String> {
-    let text = written.addresses.first().ok_or("the endpoint has no address: give one")?;
+    let text = written.address.as_deref().ok_or("the endpoint has no address: give one")?;
     let address = parse::routable_address(text)?;
     if Family::of(address) == family {
         Ok(address)
@@ -171,11 +171,13 @@ fn facts(index: usize, written: &objects::SliceEndpoint, interner: &mut Interner
     let mut names = |field: &str, list: &[objects::HintName], check: fn(&str) -> Result<(), String>| {
         list.iter().take(size::MAX_HINTS).filter_map(|hint| known(field, &hint.name, check)).collect()
     };
+    let (for_zones, for_nodes) =
+        written.hints.as_deref().map(|hints| (&*hints.for_zones, &*hints.for_nodes)).unwrap_or_default();
     let hints = Hints {
-        zones: names("hints.forZones", &written.hints.for_zones, parse::zone),
-        nodes: names("hints.forNodes", &written.hints.for_nodes, parse::subdomain),
+        zones: names("hints.forZones", for_zones, parse::zone),
+        nodes: names("hints.forNodes", for_nodes, parse::subdomain),
     };
-    for (field, list) in [("hints.forZones", &written.hints.for_zones), ("hints.forNodes", &written.hints.for_nodes)] {
+    for (field, list) in [("hints.forZones", for_zones), ("hints.forNodes", for_nodes)] {
         if list.len() > size::MAX_HINTS {
             let message = format!("only the first {} hints of an endpoint count: give fewer", size::MAX_HINTS);
             findings.entry(format!("endpoints[{index}].{field}"), message);

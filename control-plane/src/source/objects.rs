@@ -105,7 +105,7 @@ impl fmt::Display for ObjectKey {
 }
 
 /// An object of any of the kinds.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Object {
     /// A Service.
     Service(Service),

@@ -188,6 +188,12 @@ proptest! {
         prop_assert_eq!(by_event.flush(), vec![], "a list of what is known changes nothing");
         let (mut left, mut right) = (by_event, squashed);
         prop_assert_eq!(left.problems(), right.problems());
+        for kind in ObjectKind::ALL {
+            left.model.replace(kind, Vec::new());
+        }
+        left.flush();
+        prop_assert_eq!(left.state.digests().resource_count(), 0);
+        prop_assert!(left.model.endpoints.is_empty(), "nothing is left of what is gone: {:?}", left.model.endpoints);
     }
 }
 

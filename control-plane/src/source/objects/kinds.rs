@@ -1,11 +1,12 @@
 //! The kinds, field by field as the API spells them.
 
+use compact_str::CompactString;
 use serde::Deserialize;
 
-use super::metadata::{Metadata, nullable};
+use super::metadata::{Metadata, first, nullable, nullable_fitting};
 
 /// A Service.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default, Deserialize)]
 pub struct Service {
     /// Metadata.
     #[serde(default, deserialize_with = "nullable")]
@@ -19,7 +20,7 @@ pub struct Service {
 }
 
 /// `spec` of a Service.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ServiceSpec {
     /// Type; empty means ClusterIP.
@@ -61,7 +62,7 @@ pub struct ServiceSpec {
 }
 
 /// One port of a Service.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ServicePort {
     /// Name; empty for a single port.
@@ -79,7 +80,7 @@ pub struct ServicePort {
 }
 
 /// `spec.sessionAffinityConfig`.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default, Deserialize)]
 pub struct SessionAffinityConfig {
     /// Of ClientIP affinity.
     #[serde(default, rename = "clientIP", deserialize_with = "nullable")]
@@ -87,7 +88,7 @@ pub struct SessionAffinityConfig {
 }
 
 /// `spec.sessionAffinityConfig.clientIP`.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ClientIpConfig {
     /// Seconds; `None` means 10,800.
@@ -96,7 +97,7 @@ pub struct ClientIpConfig {
 }
 
 /// `status` of a Service.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ServiceStatus {
     /// Of its load balancer.
@@ -105,7 +106,7 @@ pub struct ServiceStatus {
 }
 
 /// `status.loadBalancer`.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default, Deserialize)]
 pub struct LoadBalancerStatus {
     /// Where it is reached.
     #[serde(default, deserialize_with = "nullable")]
@@ -113,7 +114,7 @@ pub struct LoadBalancerStatus {
 }
 
 /// `status.loadBalancer.ingress[]`.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Ingress {
     /// Address, or empty.
@@ -125,7 +126,7 @@ pub struct Ingress {
 }
 
 /// An EndpointSlice.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct EndpointSlice {
     /// Metadata.
@@ -138,12 +139,12 @@ pub struct EndpointSlice {
     #[serde(default, deserialize_with = "nullable")]
     pub ports: Vec<SlicePort>,
     /// Endpoints.
-    #[serde(default, deserialize_with = "nullable")]
+    #[serde(default, deserialize_with = "nullable_fitting")]
     pub endpoints: Vec<SliceEndpoint>,
 }
 
 /// One port of an EndpointSlice.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default, Deserialize)]
 pub struct SlicePort {
     /// `None` drops the port.
     #[serde(default)]
@@ -156,29 +157,29 @@ pub struct SlicePort {
     pub port: Option<i64>,
 }
 
-/// One endpoint of an EndpointSlice.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Deserialize)]
+/// One endpoint of an EndpointSlice. A list holds all of a cluster for a moment, so it is small.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct SliceEndpoint {
-    /// Only the first counts.
-    #[serde(default, deserialize_with = "nullable")]
-    pub addresses: Vec<String>,
+    /// The first of `addresses`: only that counts.
+    #[serde(default, rename = "addresses", deserialize_with = "first")]
+    pub address: Option<CompactString>,
     /// Conditions.
     #[serde(default, deserialize_with = "nullable")]
     pub conditions: SliceConditions,
     /// Node.
     #[serde(default, deserialize_with = "nullable")]
-    pub node_name: String,
+    pub node_name: CompactString,
     /// Zone.
     #[serde(default, deserialize_with = "nullable")]
-    pub zone: String,
+    pub zone: CompactString,
     /// Hints.
-    #[serde(default, deserialize_with = "nullable")]
-    pub hints: SliceHints,
+    #[serde(default)]
+    pub hints: Option<Box<SliceHints>>,
 }
 
 /// `conditions` of an endpoint, as written.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default, Deserialize)]
 pub struct SliceConditions {
     /// `None` means true.
     #[serde(default)]
@@ -192,7 +193,7 @@ pub struct SliceConditions {
 }
 
 /// `hints` of an endpoint.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct SliceHints {
     /// Zones.
@@ -204,7 +205,7 @@ pub struct SliceHints {
 }
 
 /// `{name: …}`.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default, Deserialize)]
 pub struct HintName {
     /// Of a zone or a node.
     #[serde(default, deserialize_with = "nullable")]
@@ -212,7 +213,7 @@ pub struct HintName {
 }
 
 /// A Node.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default, Deserialize)]
 pub struct Node {
     /// Metadata.
     #[serde(default, deserialize_with = "nullable")]
@@ -226,7 +227,7 @@ pub struct Node {
 }
 
 /// `spec` of a Node.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default, Deserialize)]
 pub struct NodeSpec {
     /// First pod range.
     #[serde(default, rename = "podCIDR", deserialize_with = "nullable")]
@@ -240,7 +241,7 @@ pub struct NodeSpec {
 }
 
 /// `spec.taints[]` of a Node.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default, Deserialize)]
 pub struct Taint {
     /// Key.
     #[serde(default, deserialize_with = "nullable")]
@@ -248,7 +249,7 @@ pub struct Taint {
 }
 
 /// `status` of a Node.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default, Deserialize)]
 pub struct NodeStatus {
     /// Addresses.
     #[serde(default, deserialize_with = "nullable")]
@@ -256,7 +257,7 @@ pub struct NodeStatus {
 }
 
 /// `status.addresses[]` of a Node.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default, Deserialize)]
 pub struct NodeAddress {
     /// Such as `InternalIP`.
     #[serde(default, rename = "type", deserialize_with = "nullable")]
@@ -267,7 +268,7 @@ pub struct NodeAddress {
 }
 
 /// A ServiceCIDR.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default, Deserialize)]
 pub struct ServiceCidr {
     /// Metadata.
     #[serde(default, deserialize_with = "nullable")]
@@ -278,7 +279,7 @@ pub struct ServiceCidr {
 }
 
 /// `spec` of a ServiceCIDR.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default, Deserialize)]
 pub struct ServiceCidrSpec {
     /// Ranges.
     #[serde(default, deserialize_with = "nullable")]

@@ -8,7 +8,7 @@ use serde::{
 };
 
 /// `metadata`.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Metadata {
     /// Name.
@@ -43,7 +43,7 @@ impl Metadata {
 }
 
 /// Labels that are read.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
 pub struct Labels {
     /// `service.kubernetes.io/service-proxy-name`: another proxy serves this Service.
     pub service_proxy_name: Option<String>,
@@ -56,7 +56,7 @@ pub struct Labels {
 }
 
 /// Annotations that are read.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
 pub struct Annotations {
     /// `headgate.io/scheduler`.
     pub scheduler: Option<String>,
@@ -161,4 +161,18 @@ pub(super) fn nullable<'de, D: Deserializer<'de>, T: Deserialize<'de> + Default>
     deserializer: D,
 ) -> Result<T, D::Error> {
     Ok(Option::<T>::deserialize(deserializer)?.unwrap_or_default())
+}
+
+/// A list without room for more; `null` is an empty one.
+pub(super) fn nullable_fitting<'de, D: Deserializer<'de>, T: Deserialize<'de>>(
+    deserializer: D,
+) -> Result<Vec<T>, D::Error> {
+    let mut list: Vec<T> = nullable(deserializer)?;
+    list.shrink_to_fit();
+    Ok(list)
+}
+
+/// The first entry of a list that may be `null`.
+pub(super) fn first<'de, D: Deserializer<'de>, T: Deserialize<'de>>(deserializer: D) -> Result<Option<T>, D::Error> {
+    Ok(nullable::<D, Vec<T>>(deserializer)?.into_iter().next())
 }
