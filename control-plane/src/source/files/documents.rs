@@ -18,8 +18,13 @@ use crate::{
 pub(super) struct Definition {
     /// What it defines.
     pub(super) event: Event,
-    /// Where, such as `web.yaml, document 2`.
-    pub(super) origin: String,
+    /// In which document of the file, counted from 1.
+    pub(super) document: usize,
+}
+
+/// Where an object is defined, such as `web.yaml, document 2`.
+pub(super) fn origin(file: &str, document: usize) -> String {
+    format!("{file}, document {document}")
 }
 
 /// What a file says.
@@ -49,7 +54,7 @@ pub(super) fn parse(name: &str, bytes: &[u8]) -> Parsed {
     let documents = if is_json { vec![(0, text)] } else { split(text) };
     let documents = documents.into_iter().filter(|(_, text)| !is_blank(text));
     for (index, (line, text)) in documents.enumerate() {
-        let document = Document { text, first_line: line, is_json, origin: format!("{name}, document {}", index + 1) };
+        let document = Document { text, first_line: line, is_json, number: index + 1, origin: origin(name, index + 1) };
         document.read(&mut parsed);
     }
     parsed
@@ -62,8 +67,8 @@ impl Parsed {
         self.faults.push(Problem { object, field, message, origin: origin.to_owned() });
     }
 
-    fn define(&mut self, event: Event, origin: &str) {
-        self.definitions.push(Definition { event, origin: origin.to_owned() });
+    fn define(&mut self, event: Event, document: usize) {
+        self.definitions.push(Definition { event, document });
     }
 }
 
@@ -105,6 +110,7 @@ struct Document<'a> {
     text: &'a str,
     first_line: usize,
     is_json: bool,
+    number: usize,
     origin: String,
 }
 
@@ -124,9 +130,9 @@ impl Document<'_> {
             }
             Ok(Some(key)) => {
                 let decoded = self.decode(OfKind(key.kind));
-                parsed.define(decoded.map_or_else(|fault| undecodable(key, fault), apply), &self.origin);
+                parsed.define(decoded.map_or_else(|fault| undecodable(key, fault), apply), self.number);
             }
-            Err((Some(key), fault)) => parsed.define(undecodable(key, fault), &self.origin),
+            Err((Some(key), fault)) => parsed.define(undecodable(key, fault), self.number),
             Err((None, fault)) => parsed.fault(header.kind, &self.origin, fault),
         }
     }
@@ -180,9 +186,9 @@ impl Document<'_> {
                         undecodable(key, at(Fault { field: track.path().to_string(), message }))
                     }
                 };
-                parsed.define(event, &self.origin);
+                parsed.define(event, self.number);
             }
-            Err((Some(key), fault)) => parsed.define(undecodable(key, at(fault)), &self.origin),
+            Err((Some(key), fault)) => parsed.define(undecodable(key, at(fault)), self.number),
             Err((None, fault)) => parsed.fault(header.kind, &self.origin, at(fault)),
         }
     }
@@ -324,7 +330,7 @@ mod tests {
         );
         let parsed = parse("a.yaml", text.as_bytes());
         assert_eq!(keys(&parsed), ["Service prod/web", "Node n1"]);
-        assert_eq!(parsed.definitions[1].origin, "a.yaml, document 3");
+        assert_eq!(parsed.definitions[1].document, 3);
         assert_eq!(parsed.faults.len(), 1);
         assert_eq!(parsed.faults[0].origin, "a.yaml, document 2");
         assert!(
@@ -341,7 +347,7 @@ mod tests {
         let parsed = parse("a.yaml", text.as_bytes());
         assert_eq!(keys(&parsed), ["Node n1", "Node n2", "Node n3"], "{parsed:?}");
         assert_eq!(parsed.faults.len(), 0);
-        assert_eq!(parsed.definitions[2].origin, "a.yaml, document 3");
+        assert_eq!(parsed.definitions[2].document, 3);
     }
 
     #[test]

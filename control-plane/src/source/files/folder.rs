@@ -7,14 +7,21 @@
 //! - While a document of a file cannot be read, nothing that the file defined before goes: nobody knows what that document meant.
 //! - Where two files define one object, the first in order of path counts, and both are named in a problem.
 //! - A folder that cannot be read at all is kept as it was last seen; an empty one is empty.
+//!
+//! Of each definition only its place and a hash are kept: what it says is in the model. Where another file's definition
+//! comes into use, that file is read again.
 
 use std::{
-    collections::{BTreeMap, BTreeSet, HashMap, hash_map::DefaultHasher},
+    collections::{
+        BTreeMap, BTreeSet, HashMap,
+        hash_map::{DefaultHasher, RandomState},
+    },
     fs::{self, Metadata},
-    hash::Hasher as _,
+    hash::{BuildHasher as _, Hasher as _},
     io::{self, Read as _},
     os::unix::fs::MetadataExt as _,
     path::{Path, PathBuf},
+    sync::Arc,
     time::{Duration, Instant},
 };
 
@@ -54,13 +61,26 @@ struct File {
     stamp: Option<Stamp>,
     /// Of the content; `None` if it is not there.
     content_hash: Option<u64>,
-    keys: BTreeSet<ObjectKey>,
+    keys: BTreeSet<Arc<ObjectKey>>,
     /// Since when it has lost objects that are still in use.
     losing_since: Option<Instant>,
 }
 
-/// A definition's place: file, and number in it.
-type Place = (PathBuf, usize);
+/// Where an object is defined, and a hash of what it says there.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Place {
+    file: Arc<Path>,
+    /// Number of the definition in the file.
+    index: usize,
+    document: usize,
+    hash: u64,
+}
+
+impl Place {
+    fn origin(&self) -> String {
+        documents::origin(&self.file.display().to_string(), self.document)
+    }
+}
 
 /// What changed.
 #[derive(Debug, Default)]
@@ -69,7 +89,10 @@ pub(super) struct Update {
     pub(super) events: Vec<(Event, String)>,
     /// Problems of places outside of objects, with the reason to count; an empty list clears a place.
     pub(super) places: Vec<(String, &'static str, Vec<Problem>)>,
-    touched: BTreeSet<ObjectKey>,
+    /// Objects of which a definition changed, with the place that was in use before.
+    touched: BTreeMap<Arc<ObjectKey>, Option<Place>>,
+    /// What was read, by object and file.
+    read: HashMap<(Arc<ObjectKey>, Arc<Path>), Event>,
 }
 
 /// The state of the folder.
@@ -77,7 +100,9 @@ pub(super) struct Update {
 pub(super) struct Folder {
     root: PathBuf,
     files: BTreeMap<PathBuf, File>,
-    definitions: HashMap<ObjectKey, BTreeMap<Place, Definition>>,
+    /// In order of path, the one in use first.
+    definitions: HashMap<Arc<ObjectKey>, Vec<Place>>,
+    hasher: RandomState,
     parsed_files: u64,
     /// Why the last scan could not read the folder itself.
     unreadable: Option<String>,
@@ -85,7 +110,14 @@ pub(super) struct Folder {
 
 impl Folder {
     pub(super) fn new(root: PathBuf) -> Self {
-        Self { root, files: BTreeMap::new(), definitions: HashMap::new(), parsed_files: 0, unreadable: None }
+        Self {
+            root,
+            files: BTreeMap::new(),
+            definitions: HashMap::new(),
+            hasher: RandomState::new(),
+            parsed_files: 0,
+            unreadable: None,
+        }
     }
 
     pub(super) fn root(&self) -> &Path {
@@ -113,8 +145,14 @@ impl Folder {
         self.files.values().filter_map(|file| file.losing_since).min().map(|since| since + SETTLE)
     }
 
-    /// Looks at every file, and reads those whose stamp is not as it was, except those that are being written.
-    pub(super) fn scan(&mut self, now: Instant, is_being_written: impl Fn(&Path) -> bool) -> Update {
+    /// Looks at every file, and reads those whose stamp is not as it was, except those that are being written. Hands on
+    /// what changed file by file, so that what a large folder says is never in memory as a whole.
+    pub(super) fn scan(
+        &mut self,
+        now: Instant,
+        is_being_written: impl Fn(&Path) -> bool,
+        mut hand_on: impl FnMut(Update),
+    ) {
         let mut update = Update::default();
         let mut found = BTreeMap::new();
         let mut unreadable = Vec::new();
@@ -129,6 +167,7 @@ impl Folder {
             let is_touched = known.is_none_or(|file| file.stamp != Some(*stamp) || file.losing_since.is_some());
             if is_touched && !is_being_written(path) {
                 self.read(path, now, &mut update);
+                hand_on(self.settle(std::mem::take(&mut update)));
             }
         }
         let gone = self.files.keys().filter(|path| !found.contains_key(*path));
@@ -136,7 +175,7 @@ impl Folder {
         for path in gone.cloned().collect::<Vec<_>>() {
             self.read(&path, now, &mut update);
         }
-        self.settle(update)
+        hand_on(self.settle(update));
     }
 
     /// Reads some files, by paths inside the folder, whatever their stamps say.
@@ -185,13 +224,14 @@ impl Folder {
     fn take(&mut self, path: &Path, name: &str, hash: Option<u64>, content: &[u8], now: Instant, update: &mut Update) {
         self.parsed_files += 1;
         let parsed = documents::parse(name, content);
-        let mut new: BTreeMap<ObjectKey, (usize, Definition)> = BTreeMap::new();
+        let mut new: BTreeMap<Arc<ObjectKey>, (usize, Definition)> = BTreeMap::new();
         let mut problems = parsed.faults;
         let is_whole = problems.is_empty();
         for (index, definition) in parsed.definitions.into_iter().enumerate() {
-            let key = definition.event.key();
+            let key = self.shared_key(definition.event.key());
             if let Some((_, first)) = new.get(&key) {
-                problems.push(duplicate(&key, &definition.origin, &first.origin));
+                let origin = |definition: &Definition| documents::origin(name, definition.document);
+                problems.push(duplicate(&key, &origin(&definition), &origin(first)));
             } else {
                 new.insert(key, (index, definition));
             }
@@ -203,7 +243,7 @@ impl Folder {
         if hash.is_none() {
             file.stamp = None;
         }
-        let lost: Vec<ObjectKey> = file.keys.iter().filter(|key| !new.contains_key(*key)).cloned().collect();
+        let lost: Vec<Arc<ObjectKey>> = file.keys.iter().filter(|key| !new.contains_key(*key)).cloned().collect();
         let may_lose = match file.losing_since {
             _ if lost.is_empty() || !is_whole => None,
             Some(since) if is_same => Some((since, now >= since + SETTLE)),
@@ -218,51 +258,96 @@ impl Folder {
         let is_forgotten = hash.is_none() && file.keys.is_empty();
         if goes {
             for key in lost {
-                self.withdraw(&key, path);
-                update.touched.insert(key);
+                self.withdraw(&key, path, update);
             }
         }
-        for (key, (index, definition)) in new {
-            self.define(path, key, index, definition, update);
+        let path: Arc<Path> = path.into();
+        for (key, (index, Definition { event, document })) in new {
+            let place = Place { hash: self.hasher.hash_one(&event), file: Arc::clone(&path), index, document };
+            self.define(key, place, event, update);
         }
         if is_forgotten {
-            self.files.remove(path);
+            self.files.remove(&*path);
         }
     }
 
-    fn define(&mut self, path: &Path, key: ObjectKey, index: usize, definition: Definition, update: &mut Update) {
-        let places = self.definitions.entry(key.clone()).or_default();
-        let same = places.get(&(path.to_owned(), index)).is_some_and(|old| *old == definition);
-        if same {
+    fn shared_key(&self, key: ObjectKey) -> Arc<ObjectKey> {
+        self.definitions.get_key_value(&key).map_or_else(|| Arc::new(key), |(shared, _)| Arc::clone(shared))
+    }
+
+    fn define(&mut self, key: Arc<ObjectKey>, place: Place, event: Event, update: &mut Update) {
+        let places = self.definitions.entry(Arc::clone(&key)).or_default();
+        let known = places.iter().position(|other| other.file == place.file);
+        if known.is_some_and(|known| places[known] == place) {
             return;
         }
-        places.retain(|(file, _), _| file != path);
-        places.insert((path.to_owned(), index), definition);
-        update.touched.insert(key);
-    }
-
-    fn withdraw(&mut self, key: &ObjectKey, path: &Path) {
-        if let Some(places) = self.definitions.get_mut(key) {
-            places.retain(|(file, _), _| file != path);
-            if places.is_empty() {
-                self.definitions.remove(key);
+        update.touched.entry(Arc::clone(&key)).or_insert_with(|| places.first().cloned());
+        update.read.insert((key, Arc::clone(&place.file)), event);
+        match known {
+            Some(known) => places[known] = place,
+            None => {
+                places.push(place);
+                places.sort_unstable_by(|a, b| a.file.cmp(&b.file));
+                places.shrink_to_fit();
             }
         }
     }
 
-    /// Makes events of the objects whose definitions changed.
-    fn settle(&self, mut update: Update) -> Update {
-        for key in std::mem::take(&mut update.touched) {
-            let mut places = self.definitions.get(&key).into_iter().flat_map(BTreeMap::values);
-            let (event, origin) = match places.next() {
-                Some(first) => (first.event.clone(), first.origin.clone()),
-                None => (Event::Delete(key.clone()), String::new()),
-            };
-            let others = places.map(|other| duplicate(&key, &other.origin, &origin)).collect();
-            update.places.push((format!("definitions of {key}"), "duplicate_object", others));
-            update.events.push((event, origin));
+    fn withdraw(&mut self, key: &Arc<ObjectKey>, path: &Path, update: &mut Update) {
+        let Some(places) = self.definitions.get_mut(key) else { return };
+        update.touched.entry(Arc::clone(key)).or_insert_with(|| places.first().cloned());
+        places.retain(|place| *place.file != *path);
+        if places.is_empty() {
+            self.definitions.remove(key);
         }
+    }
+
+    /// Makes events of the objects of which another definition is in use than before.
+    fn settle(&mut self, mut update: Update) -> Update {
+        let mut unread: BTreeMap<Arc<Path>, Vec<Arc<ObjectKey>>> = BTreeMap::new();
+        for (key, before) in std::mem::take(&mut update.touched) {
+            let places = self.definitions.get(&key).map(Vec::as_slice).unwrap_or_default();
+            let first = places.first();
+            let origin = first.map(Place::origin).unwrap_or_default();
+            let others = places.iter().skip(1).map(|other| duplicate(&key, &other.origin(), &origin)).collect();
+            update.places.push((format!("definitions of {key}"), "duplicate_object", others));
+            match first {
+                None => update.events.push((Event::Delete((*key).clone()), origin)),
+                Some(first) if before.as_ref() == Some(first) => {}
+                Some(first) => match update.read.remove(&(Arc::clone(&key), Arc::clone(&first.file))) {
+                    Some(event) => update.events.push((event, origin)),
+                    None => unread.entry(Arc::clone(&first.file)).or_default().push(key),
+                },
+            }
+        }
+        for (file, keys) in unread {
+            self.read_again(&file, keys, &mut update);
+        }
+        update.read = HashMap::new();
         update
+    }
+
+    /// Reads what a file says of objects that another file defined until now. If it no longer says that, what was in use
+    /// stays until the next scan, which then reads this file.
+    fn read_again(&mut self, file: &Arc<Path>, keys: Vec<Arc<ObjectKey>>, update: &mut Update) {
+        let content = read_file(&self.root.join(file)).ok().flatten().map(|(_, content)| content).unwrap_or_default();
+        let definitions = documents::parse(&file.display().to_string(), &content).definitions;
+        let mut found: HashMap<ObjectKey, Event> = HashMap::new();
+        for Definition { event, .. } in definitions {
+            found.entry(event.key()).or_insert(event);
+        }
+        for key in keys {
+            let Some(place) = self.definitions.get_mut(&key).and_then(|places| places.first_mut()) else { continue };
+            match found.remove(&*key).filter(|event| self.hasher.hash_one(event) == place.hash) {
+                Some(event) => update.events.push((event, place.origin())),
+                None => {
+                    // So that this definition counts as new, whatever the file says then.
+                    place.hash = !place.hash;
+                    let file = self.files.entry(file.to_path_buf()).or_default();
+                    (file.stamp, file.content_hash) = (None, None);
+                }
+            }
+        }
     }
 }
 
@@ -380,6 +465,19 @@ mod tests {
         update.events.iter().map(|(event, _)| text(event)).collect()
     }
 
+    fn scan(folder: &mut Folder, now: Instant) -> Update {
+        let mut all = Update::default();
+        folder.scan(
+            now,
+            |_| false,
+            |update| {
+                all.events.extend(update.events);
+                all.places.extend(update.places);
+            },
+        );
+        all
+    }
+
     fn put(folder: &Folder, name: &str, text: &str) {
         fs::write(folder.root().join(name), text).unwrap();
     }
@@ -391,11 +489,11 @@ mod tests {
         for number in 0..100 {
             put(&folder, &format!("{number}.yaml"), &(node(&format!("a{number}")) + &node(&format!("b{number}"))));
         }
-        assert_eq!(folder.scan(now, |_| false).events.len(), 200);
-        assert_eq!(folder.scan(now, |_| false).events.len(), 0);
+        assert_eq!(scan(&mut folder, now).events.len(), 200);
+        assert_eq!(scan(&mut folder, now).events.len(), 0);
         assert_eq!(folder.parsed_files(), 100);
         put(&folder, "7.yaml", &(node("a7") + &node("c7") + &node("b7")));
-        assert_eq!(told(&folder.scan(now, |_| false)), ["+b7", "+c7"], "b7 has another origin now");
+        assert_eq!(told(&scan(&mut folder, now)), ["+b7", "+c7"], "b7 has another origin now");
         assert_eq!(folder.parsed_files(), 101);
         assert_eq!(told(&folder.look_at(["7.yaml".into()], now)), [""; 0], "same content");
         assert_eq!(folder.parsed_files(), 101);
@@ -406,17 +504,17 @@ mod tests {
         let (root, start) = (tempfile::tempdir().unwrap(), Instant::now());
         let mut folder = Folder::new(root.path().to_owned());
         put(&folder, "a.yaml", &(node("a") + &node("b")));
-        folder.scan(start, |_| false);
+        scan(&mut folder, start);
         put(&folder, "a.yaml", &node("a"));
-        assert_eq!(told(&folder.scan(start, |_| false)), [""; 0]);
+        assert_eq!(told(&scan(&mut folder, start)), [""; 0]);
         assert_eq!(folder.next_look(), Some(start + SETTLE));
         // Another edit starts the time anew; a broken one stops it.
         let later = start + SETTLE / 2;
         put(&folder, "a.yaml", "");
-        assert_eq!(told(&folder.scan(later, |_| false)), [""; 0]);
+        assert_eq!(told(&scan(&mut folder, later)), [""; 0]);
         assert_eq!(folder.next_look(), Some(later + SETTLE));
         put(&folder, "a.yaml", "kind: [");
-        assert_eq!(told(&folder.scan(later, |_| false)), [""; 0]);
+        assert_eq!(told(&scan(&mut folder, later)), [""; 0]);
         assert_eq!(folder.next_look(), None);
         fs::remove_file(root.path().join("a.yaml")).unwrap();
         assert_eq!(told(&folder.look_at(["a.yaml".into()], later)), [""; 0]);
@@ -427,12 +525,51 @@ mod tests {
     }
 
     #[test]
+    fn another_definition_comes_into_use_as_its_file_says_it() {
+        let (root, start) = (tempfile::tempdir().unwrap(), Instant::now());
+        let mut folder = Folder::new(root.path().to_owned());
+        let cidr = |prefix: &str| {
+            format!(
+                "apiVersion: v1\nkind: Node\nmetadata: {{name: a}}\nspec: {{podCIDR: {prefix}}}\n---\n{}",
+                node("b")
+            )
+        };
+        let said = |update: &Update| -> Vec<(String, String)> {
+            let text = |(event, origin): &(Event, String)| match event {
+                Event::Apply(object) => match &**object {
+                    crate::source::objects::Object::Node(node) => (node.spec.pod_cidr.clone(), origin.clone()),
+                    other => panic!("{other:?}"),
+                },
+                other => (format!("{other:?}"), origin.clone()),
+            };
+            update.events.iter().filter(|(event, _)| &*event.key().name == "a").map(text).collect()
+        };
+        put(&folder, "1.yaml", &cidr("10.1.0.0/16"));
+        put(&folder, "2.yaml", &(node("c") + &cidr("10.2.0.0/16")));
+        assert_eq!(said(&scan(&mut folder, start)), [("10.1.0.0/16".into(), "1.yaml, document 1".into())]);
+        let mut now = start;
+        let mut take_from = |folder: &mut Folder, file: &str| {
+            fs::remove_file(folder.root().join(file)).unwrap();
+            assert_eq!(said(&folder.look_at([file.into()], now)), []);
+            now += SETTLE;
+            said(&folder.look_again(now))
+        };
+        assert_eq!(take_from(&mut folder, "1.yaml"), [("10.2.0.0/16".into(), "2.yaml, document 2".into())]);
+        put(&folder, "1.yaml", &cidr("10.3.0.0/16"));
+        assert_eq!(said(&scan(&mut folder, start)), [("10.3.0.0/16".into(), "1.yaml, document 1".into())]);
+        // The other file changed, too, and nobody has looked at it yet: what is in use stays until somebody has.
+        put(&folder, "2.yaml", &(node("c") + &cidr("10.4.0.0/16")));
+        assert_eq!(take_from(&mut folder, "1.yaml"), []);
+        assert_eq!(said(&scan(&mut folder, start)), [("10.4.0.0/16".into(), "2.yaml, document 2".into())]);
+    }
+
+    #[test]
     fn a_loop_of_symlinks_ends() {
         let (root, now) = (tempfile::tempdir().unwrap(), Instant::now());
         std::os::unix::fs::symlink(".", root.path().join("again")).unwrap();
         let mut folder = Folder::new(root.path().to_owned());
         put(&folder, "a.yaml", &node("a"));
-        let update = folder.scan(now, |_| false);
+        let update = scan(&mut folder, now);
         assert_eq!(told(&update), ["+a"]);
         assert!(update.places.iter().all(|(.., problems)| problems.is_empty()), "{update:?}");
     }

@@ -66,13 +66,18 @@ pub(super) async fn run(folder: PathBuf, sink: Arc<dyn Sink>, shutdown: Cancella
 /// The reading thread.
 struct Reader {
     folder: Folder,
-    model: Model,
-    shown_problems: Vec<Problem>,
-    sink: Arc<dyn Sink>,
+    intake: Intake,
     notices: Notices,
     /// Kept for its thread; `None` where notifications are not to be had.
     _watcher: Option<notify::RecommendedWatcher>,
     next_scan: Instant,
+}
+
+/// Makes transactions of what the folder says.
+struct Intake {
+    model: Model,
+    shown_problems: Vec<Problem>,
+    sink: Arc<dyn Sink>,
     position_ms: u64,
     /// The last scan could not read the folder.
     is_cut_off: bool,
@@ -93,20 +98,17 @@ impl Reader {
                 "changes of files are noticed only every {seconds} seconds, since the system gives no notice: {error}"
             );
         });
+        let model = Model::default();
         let mut reader = Self {
             folder: Folder::new(root),
-            model: Model::default(),
-            shown_problems: Vec::new(),
-            sink,
+            intake: Intake { model, shown_problems: Vec::new(), sink, position_ms: 0, is_cut_off: false },
             notices: Notices::default(),
             _watcher: watcher.ok(),
-            next_scan: Instant::now() + RESCAN,
-            position_ms: 0,
-            is_cut_off: false,
+            next_scan: Instant::now(),
         };
-        let update = reader.folder.scan(Instant::now(), |_| false);
-        reader.take_in(update, SystemTime::now());
-        reader.sink.synced();
+        reader.scan(Instant::now());
+        reader.intake.commit(reader.folder.unreadable(), SystemTime::now());
+        reader.intake.sink.synced();
         Ok(reader)
     }
 
@@ -123,7 +125,7 @@ impl Reader {
                 Ok(Message::Stop) | Err(mpsc::RecvTimeoutError::Disconnected) => return Ok(()),
                 Ok(Message::Noticed(Ok(event))) => self.notices.note(&event, &self.folder, Instant::now()),
                 Ok(Message::Noticed(Err(error))) => {
-                    self.sink.count_error(SourceKind::Files, "notification_error");
+                    self.intake.sink.count_error(SourceKind::Files, "notification_error");
                     tracing::warn!("a notice of changed files was lost ({error}): the folder is scanned");
                     self.notices.note_all(Instant::now());
                 }
@@ -135,22 +137,25 @@ impl Reader {
     /// Does what is due.
     fn work(&mut self, now: Instant) {
         let received = SystemTime::now();
-        let update = match self.notices.take(now) {
+        match self.notices.take(now) {
             Some(Look::Everywhere) => self.scan(now),
-            Some(Look::At(paths)) => self.folder.look_at(paths, now),
+            Some(Look::At(paths)) => self.intake.take_in(self.folder.look_at(paths, now)),
             None if now >= self.next_scan => self.scan(now),
-            None => self.folder.look_again(now),
-        };
-        self.take_in(update, received);
+            None => self.intake.take_in(self.folder.look_again(now)),
+        }
+        self.intake.commit(self.folder.unreadable(), received);
     }
 
-    fn scan(&mut self, now: Instant) -> Update {
+    fn scan(&mut self, now: Instant) {
         // Here alone: a file that is due at the same time does not put it off.
         self.next_scan = now + RESCAN;
-        self.folder.scan(now, |path| self.notices.is_being_written(path))
+        let Self { folder, intake, notices, .. } = self;
+        folder.scan(now, |path| notices.is_being_written(path), |update| intake.take_in(update));
     }
+}
 
-    fn take_in(&mut self, update: Update, received: SystemTime) {
+impl Intake {
+    fn take_in(&mut self, update: Update) {
         for (place, reason, problems) in update.places {
             let new = self.model.set_place_problems(&place, problems);
             (0..new).for_each(|_| self.sink.count_error(SourceKind::Files, reason));
@@ -159,7 +164,10 @@ impl Reader {
             let new = self.model.event(event, &origin);
             (0..new).for_each(|_| self.sink.count_error(SourceKind::Files, "malformed_object"));
         }
-        let problem = self.folder.unreadable();
+    }
+
+    /// Hands on what was taken in. `problem`: why the folder cannot be read, if so.
+    fn commit(&mut self, problem: Option<&str>, received: SystemTime) {
         if problem.is_none() {
             self.sink.heard(SourceKind::Files);
         }
