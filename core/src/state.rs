@@ -122,6 +122,12 @@ impl State {
         self.entries.get(key)
     }
 
+    /// The shared copy of a key that has an entry.
+    #[must_use]
+    pub fn key(&self, key: &ServiceKey) -> Option<&Arc<ServiceKey>> {
+        self.entries.get_key_value(key).map(|(key, _)| key)
+    }
+
     /// All entries, in no particular order, those without a Service included. A full pass: not for the hot path.
     pub fn entries(&self) -> impl Iterator<Item = (&Arc<ServiceKey>, &ServiceEntry)> {
         self.entries.iter()

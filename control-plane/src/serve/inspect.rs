@@ -226,6 +226,10 @@ impl Watcher {
             }
             self.head.borrow_and_update();
             let page = self.store.watch_page(self.place, WATCH_PAGE);
+            if page.is_incomplete {
+                let message = "more changed at once than is remembered: read the present state, and watch again";
+                return Some(Err(Status::data_loss(message)));
+            }
             self.place = page.next;
             if !page.changes.is_empty() {
                 self.page = page.changes.into_iter().flat_map(by_state).collect();

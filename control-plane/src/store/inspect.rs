@@ -40,6 +40,8 @@ pub struct WatchPage {
     pub changes: Vec<(u64, Change)>,
     /// Where the next page begins.
     pub next: WatchPlace,
+    /// The log no longer reaches back to where this page begins: changes are missing.
+    pub is_incomplete: bool,
 }
 
 impl Store {
@@ -137,6 +139,6 @@ impl Store {
             next = (place.0, place.1.saturating_add(1));
             changes.push((place.0, encode::present(&inner.state, &entry.key)));
         }
-        WatchPage { changes, next: WatchPlace(next) }
+        WatchPage { changes, next: WatchPlace(next), is_incomplete: place.0.0 <= inner.log.floor() }
     }
 }

@@ -1,4 +1,7 @@
-//! The compacted log: every key once, at the version that touched it last.
+//! The compacted log: each key that changed lately once, at the version that touched it last.
+//!
+//! It is bounded, so that its memory does not grow with the cluster: a cursor behind the oldest key is moved on by buckets,
+//! which cost less than so many single changes.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -7,7 +10,7 @@ use std::{
 };
 
 use compact_str::CompactString;
-use headgate_core::{Change, ServiceKey, digest};
+use headgate_core::{Change, ServiceKey, State, digest};
 
 /// Key of a resource that every agent receives.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -62,18 +65,20 @@ pub(super) struct Log {
     cidrs: HashMap<CompactString, Place>,
     tombstones: BTreeSet<Place>,
     max_tombstones: usize,
+    max_entries: usize,
     floor: u64,
 }
 
 impl Log {
-    /// An empty log that remembers at most `max_tombstones` removals.
-    pub(super) fn new(max_tombstones: usize) -> Self {
+    /// An empty log that remembers at most `max_entries` keys, and at most `max_tombstones` that are gone among them.
+    pub(super) fn new(max_entries: usize, max_tombstones: usize) -> Self {
         Self {
             entries: BTreeMap::new(),
             services: HashMap::new(),
             cidrs: HashMap::new(),
             tombstones: BTreeSet::new(),
             max_tombstones,
+            max_entries,
             floor: 0,
         }
     }
@@ -83,23 +88,31 @@ impl Log {
         self.floor
     }
 
-    /// The shared key of what a change touches, and its bucket.
-    pub(super) fn intern(&mut self, change: &Change) -> (LogKey, u16) {
+    /// The shared key of what a change touches, and its bucket. `state` is that before the change.
+    pub(super) fn intern(&self, change: &Change, state: &State) -> (LogKey, u16) {
         match change {
-            Change::Service(service) => self.service_key(&service.key, LogKey::Service),
-            Change::RemoveService(key) => self.service_key(key, LogKey::Service),
-            Change::Endpoint(key, endpoint) => self.service_key(key, |key| LogKey::Endpoint(key, endpoint.address)),
-            Change::RemoveEndpoint(key, address) => self.service_key(key, |key| LogKey::Endpoint(key, *address)),
+            Change::Service(service) => self.service_key(&service.key, state, LogKey::Service),
+            Change::RemoveService(key) => self.service_key(key, state, LogKey::Service),
+            Change::Endpoint(key, endpoint) => {
+                self.service_key(key, state, |key| LogKey::Endpoint(key, endpoint.address))
+            }
+            Change::RemoveEndpoint(key, address) => self.service_key(key, state, |key| LogKey::Endpoint(key, *address)),
             Change::ServiceCidr(cidr) => (LogKey::Cidr(cidr.name.clone()), digest::service_cidr_bucket(&cidr.name)),
             Change::RemoveServiceCidr(name) => (LogKey::Cidr(name.clone()), digest::service_cidr_bucket(name)),
         }
     }
 
-    fn service_key(&self, key: &ServiceKey, make: impl FnOnce(Arc<ServiceKey>) -> LogKey) -> (LogKey, u16) {
-        match self.services.get_key_value(key) {
-            Some((shared, places)) => (make(Arc::clone(shared)), places.bucket),
-            None => (make(Arc::new(key.clone())), digest::service_bucket(key)),
+    fn service_key(
+        &self,
+        key: &ServiceKey,
+        state: &State,
+        make: impl FnOnce(Arc<ServiceKey>) -> LogKey,
+    ) -> (LogKey, u16) {
+        if let Some((shared, places)) = self.services.get_key_value(key) {
+            return (make(Arc::clone(shared)), places.bucket);
         }
+        let shared = state.key(key).map_or_else(|| Arc::new(key.clone()), Arc::clone);
+        (make(shared), digest::service_bucket(key))
     }
 
     /// Moves a key to `place`, which must be above every place so far.
@@ -116,8 +129,8 @@ impl Log {
         self.entries.insert(place, Entry { key: entry_key, trigger_unix_ms });
         if removed {
             self.tombstones.insert(place);
-            self.forget_oldest();
         }
+        self.forget_oldest();
     }
 
     fn places(&mut self, key: &Arc<ServiceKey>, bucket: u16) -> &mut ServicePlaces {
@@ -128,17 +141,28 @@ impl Log {
     fn forget_oldest(&mut self) {
         while self.tombstones.len() > self.max_tombstones {
             let Some(place) = self.tombstones.pop_first() else { return };
-            self.floor = self.floor.max(place.0);
-            match self.entries.remove(&place).map(|entry| entry.key) {
-                Some(LogKey::Cidr(name)) => {
-                    self.cidrs.remove(&name);
-                }
-                Some(LogKey::Service(key)) => self.forget(&key, |places| places.service = None),
-                Some(LogKey::Endpoint(key, address)) => self.forget(&key, |places| {
-                    places.endpoints.remove(&address);
-                }),
-                None => {}
+            self.forget_place(place);
+        }
+        while self.entries.len() > self.max_entries
+            && let Some((place, _)) = self.entries.first_key_value()
+        {
+            let place = *place;
+            self.tombstones.remove(&place);
+            self.forget_place(place);
+        }
+    }
+
+    fn forget_place(&mut self, place: Place) {
+        self.floor = self.floor.max(place.0);
+        match self.entries.remove(&place).map(|entry| entry.key) {
+            Some(LogKey::Cidr(name)) => {
+                self.cidrs.remove(&name);
             }
+            Some(LogKey::Service(key)) => self.forget(&key, |places| places.service = None),
+            Some(LogKey::Endpoint(key, address)) => self.forget(&key, |places| {
+                places.endpoints.remove(&address);
+            }),
+            None => {}
         }
     }
 
@@ -155,16 +179,18 @@ impl Log {
         self.entries.range(from..).map(|(place, entry)| (*place, entry))
     }
 
-    /// Version at which an endpoint changed last.
+    /// Version at which an endpoint changed last; the floor if that is forgotten, since it was not later.
     pub(super) fn endpoint_version(&self, key: &ServiceKey, address: IpAddr) -> u64 {
-        self.services.get(key).and_then(|places| places.endpoints.get(&address)).map_or(0, |place| place.0)
+        let place = self.services.get(key).and_then(|places| places.endpoints.get(&address));
+        place.map_or(self.floor, |place| place.0)
     }
 
-    /// Version at which a service or one of its endpoints changed last, removals included.
+    /// Version at which a service or one of its endpoints changed last, removals included; the floor if that is forgotten,
+    /// since it was not later.
     pub(super) fn newest_version(&self, key: &ServiceKey) -> u64 {
-        let Some(places) = self.services.get(key) else { return 0 };
+        let Some(places) = self.services.get(key) else { return self.floor };
         let endpoints = places.endpoints.values().map(|place| place.0).max();
-        places.service.map(|place| place.0).max(endpoints).unwrap_or(0)
+        places.service.map(|place| place.0).max(endpoints).unwrap_or(self.floor)
     }
 
     /// Number of keys, removed ones included.

@@ -1,7 +1,7 @@
 //! The store: current state, a compacted log of it, and cursors into that.
 //!
-//! [`headgate_core::State`] holds values and digests. Beside it the log keeps each key once, at the version that touched it last, so a cursor,
-//! which is a version, can be brought to the head from anywhere at a cost of what differs. What streams have in common is
+//! [`headgate_core::State`] holds values and digests. Beside it the log keeps each key that changed lately once, at the version that touched it last, so a cursor,
+//! which is a version, can be brought to the head at a cost of what differs; one that is too far behind, by the buckets that differ. What streams have in common is
 //! encoded once: the newest batches, compacted steps by where they start, and the resources of each bucket.
 //!
 //! A commit costs what it changes and never waits for a stream: streams are woken by a watch of the head, and whoever reads holds the lock for
@@ -59,7 +59,8 @@ pub(crate) const TIMED_COMMITS: usize = 4096;
 /// Bounds of what the store keeps beside the state itself.
 #[derive(Debug, Clone)]
 pub struct Limits {
-    /// Removals remembered; a cursor behind the oldest of them is moved on by buckets.
+    /// Removals remembered; a cursor behind the oldest of them is moved on by buckets. The log remembers as many keys as
+    /// this and `max_delta_changes` together, which is all that a compacted step can need.
     pub max_tombstones: usize,
     /// Bytes of newest batches kept encoded.
     pub ring_bytes: usize,
@@ -140,7 +141,7 @@ impl Store {
         let epoch = fastrand::u64(1..);
         let inner = Inner {
             state: State::default(),
-            log: Log::new(limits.max_tombstones),
+            log: Log::new(limits.max_tombstones.saturating_add(limits.max_delta_changes), limits.max_tombstones),
             names: Names::new(epoch),
             buckets: Buckets::new(limits.part_bytes),
             ring: Ring::new(limits.ring_bytes),
@@ -378,7 +379,7 @@ impl Inner {
         let mut scratch = Dirty::default();
         let mut effective = 0_u32;
         for TriggeredChange { change, trigger_unix_ms } in changes {
-            let (key, bucket) = self.log.intern(&change);
+            let (key, bucket) = self.log.intern(&change, &self.state);
             let before = self.before(&key);
             if self.state.apply(change, &mut scratch) {
                 self.rename(version, &key, before);
