@@ -18,7 +18,7 @@ use crate::testbed::{
     process::{Process, program},
 };
 
-const ENDPOINTS: u32 = 10;
+pub(super) const ENDPOINTS: u32 = 10;
 const SERVICES_PER_FILE: u32 = 100;
 const LONGEST_SYNC: Duration = Duration::from_secs(120);
 
@@ -169,10 +169,10 @@ fn program_alone(variant: &str, full: &Namespace, rules: &Path) -> Result<f64> {
 }
 
 /// The agent's page of metrics.
-struct Page(String);
+pub(super) struct Page(String);
 
 impl Page {
-    fn of(namespace: &Namespace) -> Option<Self> {
+    pub(super) fn of(namespace: &Namespace) -> Option<Self> {
         use std::io::{Read as _, Write as _};
         let ask = || {
             let mut stream = std::net::TcpStream::connect("127.0.0.1:10249")?;
@@ -191,14 +191,14 @@ impl Page {
     }
 
     /// Rules are counted as they are programmed.
-    fn is_programmed(&self, services: u32) -> bool {
+    pub(super) fn is_programmed(&self, services: u32) -> bool {
         let rules = f64::from(services) * f64::from(ENDPOINTS);
         self.value("headgate_agent_version_programmed") >= f64::from(services.min(1))
             && self.value("kubeproxy_sync_proxy_rules_iptables_total") > rules
     }
 }
 
-fn status_mb(process: u32, field: &str) -> Result<f64> {
+pub(super) fn status_mb(process: u32, field: &str) -> Result<f64> {
     let path = format!("/proc/{process}/status");
     let status = fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
     let line = status.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':'));

@@ -7,6 +7,7 @@ pub mod apiserver_load;
 pub mod clock;
 pub mod connect;
 pub mod conntrack;
+pub mod control_plane_memory;
 pub mod delta;
 pub mod failover;
 pub mod fleet;

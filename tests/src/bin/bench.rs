@@ -5,7 +5,8 @@ use std::path::PathBuf;
 use anyhow::{Result, bail};
 use clap::Parser;
 use headgate_tests::bench::{
-    apiserver_load, connect, conntrack, delta, failover, fleet, growth, iptables, ipvs, lagging, memory,
+    apiserver_load, connect, conntrack, control_plane_memory, delta, failover, fleet, growth, iptables, ipvs, lagging,
+    memory,
     report::{Figure, publish},
     slow, snapshots, storm, warm_restart, wire,
 };
@@ -74,6 +75,11 @@ const BENCHES: &[(&str, &str, Bench)] = &[
         |a| warm_restart::run(a.services),
     ),
     ("agent-memory", "memory of the agent and the programs it runs", |a| memory::run(a.services)),
+    (
+        "control-plane-memory",
+        "memory of the control plane for an endpoint, from 1,000 to 50,000 services; fails above its goal",
+        |a| control_plane_memory::run(a.services),
+    ),
     ("iptables-connect", "a new connection through the first and the last service", |a| connect::run(a.services)),
 ];
 

@@ -1,0 +1,154 @@
+//! `control-plane-memory`: what a control plane's process takes for each endpoint, from a folder of manifests and from an
+//! API server (the stand-in), from 1,000 to 50,000 Services × 10 endpoints; beside it, what an agent takes that holds the
+//! same state. Real programs; the agent programs iptables, nft variant.
+
+use std::{
+    fs,
+    path::Path,
+    process::Command,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, bail, ensure};
+
+use super::{
+    memory::{ENDPOINTS, Page, status_mb, write_manifests},
+    report::Figure,
+};
+use crate::{
+    fleet::source::Source,
+    testbed::{
+        netns::Namespace,
+        process::{Process, program},
+    },
+};
+
+/// Numbers of Services, unless one is given.
+const SERVICES: [u32; 4] = [1_000, 10_000, 25_000, 50_000];
+/// With so many Services, what is the same for any number of them no longer shows.
+const LARGE: u32 = 50_000;
+/// What an endpoint may take in a large cluster, with everything else divided among the endpoints.
+const MOST_BYTES: f64 = 600.0;
+const LONGEST_SYNC: Duration = Duration::from_secs(300);
+/// Memory is looked at so long after the agent has programmed everything.
+const REST: Duration = Duration::from_secs(5);
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum From {
+    Files,
+    Kubernetes,
+}
+
+/// Megabytes of resident memory.
+struct Seen {
+    control_plane: f64,
+    /// Of the control plane at any moment.
+    highest: f64,
+    agent: f64,
+}
+
+/// Runs the bench.
+///
+/// # Errors
+/// When a program does not start, the first sync does not end, or a large cluster takes more than it may.
+pub fn run(services: Option<u32>) -> Result<Vec<Figure>> {
+    let sizes = services.map_or_else(|| SERVICES.to_vec(), |services| vec![services]);
+    let mut figures = Vec::new();
+    for (from, source) in [(From::Files, "files"), (From::Kubernetes, "kubernetes")] {
+        let empty = measure(from, 0)?;
+        for services in &sizes {
+            let seen = measure(from, *services)?;
+            let name = |what: &str| format!("control-plane-memory/{source}/{what}/{services}x{ENDPOINTS}");
+            // The kernel counts in KiB, of which a thousand are a megabyte here.
+            let per_endpoint = |mb: f64| mb * 1.024e6 / f64::from(services * ENDPOINTS);
+            let (all, grown) =
+                (per_endpoint(seen.control_plane), per_endpoint(seen.control_plane - empty.control_plane));
+            let agent = "an agent that holds the same";
+            figures.extend([
+                Figure::against(name("resident"), seen.control_plane, "MB", agent, seen.agent),
+                Figure::against(name("highest"), seen.highest, "MB", "an empty control plane", empty.highest),
+                Figure::against(name("per-endpoint"), all, "bytes", agent, per_endpoint(seen.agent)),
+                Figure::against(
+                    name("growth-per-endpoint"),
+                    grown,
+                    "bytes",
+                    agent,
+                    per_endpoint(seen.agent - empty.agent),
+                ),
+            ]);
+            ensure!(
+                *services < LARGE || all <= MOST_BYTES,
+                "{source}: {all:.0} bytes for each of {} endpoints, of which there may be {MOST_BYTES}",
+                services * ENDPOINTS
+            );
+        }
+    }
+    Ok(figures)
+}
+
+fn measure(from: From, services: u32) -> Result<Seen> {
+    println!("{services} services, {from:?}");
+    let folder = tempfile::tempdir().context("making a folder")?;
+    let namespace = Namespace::create(format!("hg{}-bench-cpmem", std::process::id()))?;
+    namespace.ip_batch("link set lo up\n")?;
+    // Kept for as long as the control plane watches it.
+    let mut source = None;
+    let mut control_plane = Command::new(program("headgate-control-plane")?);
+    match from {
+        From::Files => {
+            let manifests = folder.path().join("manifests");
+            fs::create_dir(&manifests)?;
+            write_manifests(&manifests, services)?;
+            control_plane.arg("--source").arg(format!("files:{}", manifests.display()));
+        }
+        From::Kubernetes => {
+            let started = Source::start(&namespace, Arc::default(), services, ENDPOINTS)?;
+            let kubeconfig = folder.path().join("kubeconfig");
+            fs::write(&kubeconfig, started.api().kubeconfig())?;
+            control_plane.args(["--source", "kubernetes", "--kubeconfig"]).arg(kubeconfig);
+            source = Some(started);
+        }
+    }
+    control_plane.args(["--listen", "127.0.0.1:7443", "--insecure-loopback", "--log", "warn"]);
+    let log = folder.path().join("control-plane.log");
+    let mut control_plane = Process::start("control plane", &namespace, control_plane, &log)?;
+    let mut agent = start_agent(&namespace, folder.path())?;
+    let seen = watch(&namespace, &mut control_plane, &mut agent, services);
+    let logs = [control_plane.log_tail(), agent.log_tail()];
+    agent.kill()?;
+    control_plane.kill()?;
+    drop(source);
+    seen.with_context(|| format!("the logs end with:\n{}", logs.join("\n")))
+}
+
+fn start_agent(namespace: &Namespace, folder: &Path) -> Result<Process> {
+    let mut agent = Command::new(program("headgate-node-agent")?);
+    agent.args(["--node-name", "node-000", "--control-plane", "http://127.0.0.1:7443", "--insecure-loopback"]);
+    agent.args(["--iptables-variant", "nft", "--cluster-cidr", "11.0.0.0/8", "--log", "warn"]);
+    agent.arg("--state-dir").arg(folder.join("state"));
+    Process::start("agent", namespace, agent, &folder.join("agent.log"))
+}
+
+fn watch(namespace: &Namespace, control_plane: &mut Process, agent: &mut Process, services: u32) -> Result<Seen> {
+    let started = Instant::now();
+    let mut settled: Option<Instant> = None;
+    loop {
+        control_plane.check_running()?;
+        agent.check_running()?;
+        if settled.is_none() && Page::of(namespace).is_some_and(|page| page.is_programmed(services)) {
+            settled = Some(Instant::now());
+        }
+        if settled.is_some_and(|at| at.elapsed() > REST) {
+            return Ok(Seen {
+                control_plane: status_mb(control_plane.id(), "VmRSS")?,
+                highest: status_mb(control_plane.id(), "VmHWM")?,
+                agent: status_mb(agent.id(), "VmRSS")?,
+            });
+        }
+        if started.elapsed() > LONGEST_SYNC {
+            bail!("{services} services were not programmed within {} s", LONGEST_SYNC.as_secs());
+        }
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}
