@@ -62,15 +62,19 @@ fn interleave(lists: &[Vec<Move>], visit: &mut impl FnMut(&[Move])) {
 /// How many interleavings there were, and how often the agent resumed in each way, waited, moved and dropped a stream.
 type Counts = BTreeMap<&'static str, u64>;
 
-/// Runs every interleaving, over so many events of the source.
+/// Runs every interleaving with two replicas, over so many events of the source.
 fn explore(program: Program, events: usize, lists: &[Vec<Move>]) -> Counts {
+    explore_with(2, program, events, lists)
+}
+
+fn explore_with(replicas: usize, program: Program, events: usize, lists: &[Vec<Move>]) -> Counts {
     let mut counts = Counts::new();
     interleave(lists, &mut |moves| {
         *counts.entry("runs").or_default() += 1;
         let run = || {
             // What is drawn at random is the same in each run.
             fastrand::seed(7);
-            let mut world = World::new(Source::first(events), 2, program);
+            let mut world = World::new(Source::first(events), replicas, program);
             moves.iter().for_each(|action| world.act(*action));
             world.finish();
             for (what, times) in &world.counts {
@@ -169,6 +173,27 @@ fn every_interleaving_with_an_agent_that_starts_from_disk_with_rejected_resource
     let counts = explore(Program::Old, 7, &lists);
     assert!(counts["runs"] > 300, "{counts:?}");
     assert_happened(&counts, &["log", "digests", "rejections"]);
+}
+
+#[test]
+fn every_interleaving_where_a_stream_breaks_before_its_snapshot_after_a_rejection() {
+    use Move::{Deliver, Go, ReadAll, RestartAgent, Save};
+    let lists = [
+        vec![Deliver(0, SERVICE), Deliver(0, SERVICE), Deliver(0, SERVICE), Deliver(0, SLICE)],
+        vec![ReadAll, Go(1), Go(0), ReadAll, Save, RestartAgent(Program::New), Go(0)],
+    ];
+    let counts = explore(Program::Old, 7, &lists);
+    assert_eq!(counts["runs"], 330);
+    assert_happened(&counts, &["log", "digests", "rejections"]);
+}
+
+#[test]
+fn every_interleaving_where_one_of_three_replicas_follows_the_source() {
+    use Move::{CutOff, DeliverStep, Go, Pass, Restart};
+    let lists = [vec![CutOff(0)], vec![CutOff(1), Restart(1)], vec![DeliverStep(2), Go(1), Pass, Go(0)]];
+    let counts = explore_with(3, Program::New, 6, &lists);
+    assert_eq!(counts["runs"], 105);
+    assert_happened(&counts, &["moves"]);
 }
 
 #[test]
