@@ -17,6 +17,8 @@ mod licences;
 mod metadata;
 #[path = "tidy/protocol.rs"]
 mod protocol;
+#[path = "tidy/real_servers.rs"]
+mod real_servers;
 
 use std::path::{Path, PathBuf};
 

@@ -4,6 +4,8 @@
 
 #![allow(clippy::unwrap_used)]
 
+#[path = "watch/alike.rs"]
+mod alike;
 mod sink;
 
 use std::{sync::Arc, time::Duration};
@@ -182,33 +184,6 @@ async fn the_state_is_listed_and_followed_with_selectors_on_the_server() {
     assert!(queries.iter().any(|query| query.contains("!service.kubernetes.io/headless")), "{queries:?}");
     assert!(watching.sink.look(|c| c.errors.is_empty()));
 }
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn labels_that_hand_objects_off_arrive_as_deletions() {
-    let server = server(Options::default());
-    let watching = Watching::synced(&server).await;
-    for _ in 0..2 {
-        let mut taken = web("10.0.0.10");
-        taken["metadata"]["labels"]["service.kubernetes.io/service-proxy-name"] = json!("other");
-        server.apply(taken).unwrap();
-        let mut dns_only = web_slice(&["10.1.0.1", "10.1.0.2"]);
-        dns_only["metadata"]["labels"]["service.kubernetes.io/headless"] = json!("");
-        server.apply(dns_only).unwrap();
-        watching
-            .sink
-            .until("both are handed off", |c| !c.serves("shop", "web") && c.endpoints("shop", "web") == ["10.1.0.3"])
-            .await;
-        watching.agrees_with(&server).await;
-        server.apply(web("10.0.0.10")).unwrap();
-        server.apply(web_slice(&["10.1.0.1", "10.1.0.2"])).unwrap();
-        watching
-            .sink
-            .until("both are back", |c| c.serves("shop", "web") && c.endpoints("shop", "web").len() == 3)
-            .await;
-        watching.agrees_with(&server).await;
-    }
-}
-
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_changes_together_arrives_together() {
     let server = server(Options::default());
@@ -548,38 +523,6 @@ async fn bookmarks_are_signs_of_life_and_move_positions() {
     assert!(watching.sink.look(|c| c.heard[&SourceKind::Nodes]) > before);
 }
 
-/// A replica that listed earlier has a lower position of a kind in which nothing has changed since. An agent that comes
-/// from the other replica need not wait for the next bookmark.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_position_that_an_agent_has_seen_elsewhere_is_asked_for_at_once() {
-    for server in ApiUnderTest::all().await.unwrap() {
-        if let Some(stand_in) = server.as_stand_in() {
-            stand_in.set_options(|options| options.bookmark_interval = Duration::from_secs(3_600));
-        }
-        server.ensure_namespace("shop").await.unwrap();
-        server.create(&web("10.96.0.10")).await.unwrap();
-        let earlier = Watching::start(&server.kubeconfig());
-        earlier.sink.until("everything is listed", |c| c.synced == 1).await;
-        // Slices alone change, and the version of the server with them.
-        for address in ["10.1.0.1", "10.1.0.2"] {
-            server.apply(&web_slice(&[address])).await.unwrap();
-        }
-        let later = Watching::start(&server.kubeconfig());
-        later.sink.until("everything is listed", |c| c.synced == 1).await;
-        let seen = later.sink.look(|c| c.positions[&SourceKind::Services]);
-        let (before, errors) = earlier.sink.look(|c| (c.positions[&SourceKind::Services], c.errors.clone()));
-        assert!(before < seen, "{}: {before} {seen}", server.name());
-        earlier.sink.want(SourceKind::Services, seen);
-        earlier.sink.until("the position is reached", |c| c.positions[&SourceKind::Services] >= seen).await;
-        earlier.sink.look(|c| assert_eq!((&c.errors, c.went_back), (&errors, 0), "{}", server.name()));
-        // What comes later still arrives.
-        server.apply(&web_slice(&["10.1.0.9"])).await.unwrap();
-        earlier.sink.until("a change is followed", |c| c.endpoints("shop", "web") == ["10.1.0.9"]).await;
-        server.delete(Kind::Service, "shop", "web").await.unwrap();
-        earlier.sink.until("a deletion is followed", |c| !c.serves("shop", "web")).await;
-    }
-}
-
 /// The server accepts watches and says nothing in them; everything else works.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_watch_that_died_is_opened_anew_and_never_looks_fresh() {
@@ -606,20 +549,6 @@ async fn a_watch_that_died_is_opened_anew_and_never_looks_fresh() {
     watching.agrees_with(&server).await;
     assert!(heard() > heard_before);
 }
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_server_that_is_away_at_first_is_waited_for() {
-    let server = server(Options::default());
-    server.stop();
-    let mut watching = Watching::start(&server.kubeconfig());
-    watching.sink.until("it is counted", |c| c.errors_for("connection_failed") >= 4).await;
-    server.restart(&Restart::KeepHistory).unwrap();
-    watching.sink.until("everything is listed", |c| c.synced == 1).await;
-    watching.agrees_with(&server).await;
-    watching.shutdown.cancel();
-    (&mut watching.task).await.unwrap().unwrap();
-}
-
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_kubeconfig_that_cannot_be_used_is_an_error_at_once() {
     let run = source::run(
@@ -630,31 +559,4 @@ async fn a_kubeconfig_that_cannot_be_used_is_an_error_at_once() {
     );
     let error = tokio::time::timeout(Duration::from_secs(60), run).await.unwrap().unwrap_err();
     assert!(error.to_string().contains("/nowhere/kubeconfig"), "{error}");
-}
-
-/// The same on the stand-in and on a real server: a life of a Service.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn real_and_stand_in_servers_are_followed_alike() {
-    for mut server in ApiUnderTest::all().await.unwrap() {
-        server.ensure_namespace("shop").await.unwrap();
-        let watching = Watching::start(&server.kubeconfig());
-        watching.sink.until("everything is listed", |c| c.synced == 1).await;
-        let at = |address: &str| service("shop", "web").cluster_ip(address).port("http", "TCP", 80, 8080).build();
-        server.create(&at("10.96.0.77")).await.unwrap();
-        server.create(&web_slice(&["10.1.0.1", "10.1.0.2"])).await.unwrap();
-        watching.sink.until("it is served", |c| c.serves("shop", "web") && c.endpoints("shop", "web").len() == 2).await;
-        server.apply(&web_slice(&["10.1.0.2", "10.1.0.3"])).await.unwrap();
-        watching.sink.until("it is followed", |c| c.endpoints("shop", "web") == ["10.1.0.2", "10.1.0.3"]).await;
-        server.restart().await.unwrap();
-        server.apply(&web_slice(&["10.1.0.3"])).await.unwrap();
-        watching.sink.until("a restart is survived", |c| c.endpoints("shop", "web") == ["10.1.0.3"]).await;
-        server.restart_without_history().await.unwrap();
-        server.apply(&web_slice(&["10.1.0.4"])).await.unwrap();
-        watching.sink.until("lost history is survived", |c| c.endpoints("shop", "web") == ["10.1.0.4"]).await;
-        assert!(watching.sink.look(|c| c.serves("shop", "web")), "{}", server.name());
-        server.delete(Kind::Service, "shop", "web").await.unwrap();
-        watching.sink.until("a deletion is followed", |c| !c.serves("shop", "web")).await;
-        let removed = watching.removed();
-        assert_eq!(removed.iter().filter(|key| key.starts_with("Service")).collect::<Vec<_>>(), ["Service shop/web"]);
-    }
 }

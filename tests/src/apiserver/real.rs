@@ -7,7 +7,7 @@ use std::{
     env,
     ffi::OsString,
     fs, io,
-    net::{Ipv4Addr, TcpListener},
+    net::{Ipv4Addr, SocketAddr, TcpListener},
     path::{Path, PathBuf},
     time::{Duration, Instant},
 };
@@ -66,7 +66,7 @@ pub struct RealApiServer {
     _etcd: Child,
     assets: PathBuf,
     etcd_port: u16,
-    port: u16,
+    address: SocketAddr,
     folder: TempDir,
 }
 
@@ -87,37 +87,44 @@ impl RealApiServer {
         Some(Self::start(Path::new(&assets)))
     }
 
-    /// Starts both binaries from a folder. Blocks until `/readyz` says ok.
+    /// Starts both binaries from a folder, on loopback. Blocks until `/readyz` says ok.
     pub fn start(assets: &Path) -> Result<Self, RealServerError> {
+        Self::start_at(assets, Ipv4Addr::LOCALHOST)
+    }
+
+    /// Starts both binaries from a folder, the API server on this address of the calling thread's network namespace. Blocks
+    /// until `/readyz` says ok.
+    pub fn start_at(assets: &Path, address: Ipv4Addr) -> Result<Self, RealServerError> {
         for program in ["etcd", "kube-apiserver"] {
             let path = assets.join(program);
             if !path.is_file() {
                 return Err(RealServerError::MissingBinary(path));
             }
         }
-        let mut last = Self::try_start(assets);
+        let mut last = Self::try_start(assets, address);
         for _ in 1..ATTEMPTS {
             match last {
-                Err(RealServerError::NotServing { what: ENDED, .. }) => last = Self::try_start(assets),
+                Err(RealServerError::NotServing { what: ENDED, .. }) => last = Self::try_start(assets, address),
                 other => return other,
             }
         }
         last
     }
 
-    fn try_start(assets: &Path) -> Result<Self, RealServerError> {
+    fn try_start(assets: &Path, address: Ipv4Addr) -> Result<Self, RealServerError> {
         let folder = tempfile::Builder::new().prefix("headgate-api").tempdir().map_err(host("make a data folder"))?;
-        write_credentials(folder.path())?;
+        write_credentials(folder.path(), address)?;
         let [etcd_port, peer_port, port] = free_ports()?;
         let etcd = start_etcd(assets, folder.path(), etcd_port, peer_port)?;
-        let mut server = Self { api_server: None, _etcd: etcd, assets: assets.to_owned(), etcd_port, port, folder };
+        let address = (address, port).into();
+        let mut server = Self { api_server: None, _etcd: etcd, assets: assets.to_owned(), etcd_port, address, folder };
         server.start_api_server()?;
         Ok(server)
     }
 
     /// The base URL, without a slash at the end.
     pub fn url(&self) -> String {
-        format!("https://127.0.0.1:{}", self.port)
+        format!("https://{}", self.address)
     }
 
     /// The text of a kubeconfig file that leads here, as a member of `system:masters`. It names the CA by path, so
@@ -161,9 +168,9 @@ impl RealApiServer {
         let file = |name: &str| folder.join(name).display().to_string();
         let flags = [
             format!("--etcd-servers=http://127.0.0.1:{}", self.etcd_port),
-            format!("--secure-port={}", self.port),
-            "--bind-address=127.0.0.1".to_owned(),
-            "--advertise-address=127.0.0.1".to_owned(),
+            format!("--secure-port={}", self.address.port()),
+            format!("--bind-address={}", self.address.ip()),
+            format!("--advertise-address={}", self.address.ip()),
             // Otherwise it would keep an EndpointSlice of its own up to date in the midst of the tests.
             "--endpoint-reconciler-type=none".to_owned(),
             "--service-cluster-ip-range=10.96.0.0/16,fd00:10:96::/112".to_owned(),
@@ -186,7 +193,7 @@ impl RealApiServer {
             log: log.clone(),
         };
         let child = Child::start(program).map_err(host("start kube-apiserver"))?;
-        let is_ready = || is_ready(self.port, &folder.join("ca.crt"));
+        let is_ready = || is_ready(self.address, &folder.join("ca.crt"));
         wait_until_serving("kube-apiserver", &child, &log, is_ready)?;
         self.api_server = Some(child);
         Ok(())
@@ -245,14 +252,14 @@ fn start_etcd(assets: &Path, folder: &Path, port: u16, peer_port: u16) -> Result
     Ok(child)
 }
 
-/// A CA, a serving certificate for 127.0.0.1, a key pair for service-account tokens, and the token file.
-fn write_credentials(folder: &Path) -> Result<(), RealServerError> {
+/// A CA, a serving certificate for the address, a key pair for service-account tokens, and the token file.
+fn write_credentials(folder: &Path, address: Ipv4Addr) -> Result<(), RealServerError> {
     let mut authority = CertificateParams::new(Vec::new())?;
     authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
     authority.distinguished_name.push(DnType::CommonName, "headgate test authority");
     let authority = CertifiedIssuer::self_signed(authority, KeyPair::generate()?)?;
     let mut server = CertificateParams::new(vec!["localhost".to_owned()])?;
-    server.subject_alt_names.push(SanType::IpAddress(Ipv4Addr::LOCALHOST.into()));
+    server.subject_alt_names.push(SanType::IpAddress(address.into()));
     server.distinguished_name.push(DnType::CommonName, "kube-apiserver");
     let server_key = KeyPair::generate()?;
     let server = server.signed_by(&server_key, &authority)?;
@@ -327,8 +334,8 @@ fn exchange_over(stream: &mut (impl io::Read + io::Write), request: &str) -> io:
 }
 
 /// Whether `/readyz` answers 200 over TLS, verified against the CA.
-fn is_ready(port: u16, authority: &Path) -> bool {
-    match try_readyz(port, authority) {
+fn is_ready(address: SocketAddr, authority: &Path) -> bool {
+    match try_readyz(address, authority) {
         Ok(_) => true,
         Err(error) => {
             tracing::trace!(%error, "kube-apiserver is not ready");
@@ -337,7 +344,7 @@ fn is_ready(port: u16, authority: &Path) -> bool {
     }
 }
 
-fn try_readyz(port: u16, authority: &Path) -> io::Result<String> {
+fn try_readyz(address: SocketAddr, authority: &Path) -> io::Result<String> {
     use rustls::pki_types::{CertificateDer, ServerName, pem::PemObject};
 
     let authority = CertificateDer::from_pem_file(authority).map_err(io::Error::other)?;
@@ -349,9 +356,9 @@ fn try_readyz(port: u16, authority: &Path) -> io::Result<String> {
         .map_err(io::Error::other)?
         .with_root_certificates(roots)
         .with_no_client_auth();
-    let name = ServerName::IpAddress(Ipv4Addr::LOCALHOST.into());
+    let name = ServerName::IpAddress(address.ip().into());
     let mut session = rustls::ClientConnection::new(std::sync::Arc::new(config), name).map_err(io::Error::other)?;
-    let mut stream = std::net::TcpStream::connect((Ipv4Addr::LOCALHOST, port))?;
+    let mut stream = std::net::TcpStream::connect(address)?;
     stream.set_read_timeout(Some(Duration::from_secs(10)))?;
     let mut stream = rustls::Stream::new(&mut session, &mut stream);
     exchange_over(
@@ -388,7 +395,7 @@ mod tests {
     #[test]
     fn credentials_are_complete_and_the_certificate_verifies() {
         let folder = tempfile::tempdir().unwrap();
-        write_credentials(folder.path()).unwrap();
+        write_credentials(folder.path(), Ipv4Addr::LOCALHOST).unwrap();
         for (name, mark) in
             [("ca.crt", "BEGIN CERTIFICATE"), ("sa.pub", "BEGIN PUBLIC KEY"), ("sa.key", "BEGIN PRIVATE KEY")]
         {
@@ -397,7 +404,7 @@ mod tests {
         let [port] = free_ports().unwrap();
         serve_one_readyz(folder.path(), port);
         let answer = loop {
-            match try_readyz(port, &folder.path().join("ca.crt")) {
+            match try_readyz((Ipv4Addr::LOCALHOST, port).into(), &folder.path().join("ca.crt")) {
                 Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
                     std::thread::sleep(Duration::from_millis(5));
                 }

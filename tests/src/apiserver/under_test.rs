@@ -185,6 +185,14 @@ impl ApiUnderTest {
         }
     }
 
+    /// Ends the server until [`Self::restart`]; connections are cut and refused.
+    pub fn stop(&mut self) {
+        match &mut self.backing {
+            Backing::StandIn(server) => server.stop(),
+            Backing::Real(server) => server.stop(),
+        }
+    }
+
     /// Restarts the server with its history lost: watches from before get 410, connections are cut. Blocks until
     /// it serves again.
     pub async fn restart_without_history(&mut self) -> Result<(), ApiUnderTestError> {

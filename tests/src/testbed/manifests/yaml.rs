@@ -149,8 +149,8 @@ impl Manifests {
         (services as u64 + 1, endpoints as u64)
     }
 
-    /// All documents, the marker with `generation` as its port last.
-    pub(in crate::testbed) fn yaml(&self, generation: u16) -> Result<String> {
+    /// All Nodes, Services and EndpointSlices.
+    pub fn documents(&self) -> Result<Vec<Value>> {
         let mut documents: Vec<Value> = NODES.iter().map(|node| self.node(node)).collect::<Result<_>>()?;
         for service in &self.services {
             documents.push(service.manifest()?);
@@ -158,6 +158,12 @@ impl Manifests {
                 documents.extend(service.slices(family)?);
             }
         }
+        Ok(documents)
+    }
+
+    /// All documents, the marker with `generation` as its port last.
+    pub(in crate::testbed) fn yaml(&self, generation: u16) -> Result<String> {
+        let mut documents = self.documents()?;
         documents.extend(self.further.iter().cloned());
         documents.push(marker(generation));
         let mut yaml = String::new();
