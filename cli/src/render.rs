@@ -297,7 +297,7 @@ pub fn is_behind(agent: &AgentInfo) -> bool {
     match agent.state.as_str() {
         "up_to_date" => false,
         "behind" => true,
-        // An older replica says nothing of it, and of an agent that fails or waits it says something else.
+        // An older replica sends no state, and the other states do not tell whether the agent lags.
         _ => agent.lag_ms >= SETTLED_MS,
     }
 }

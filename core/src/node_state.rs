@@ -58,8 +58,8 @@ pub enum NodeState {
     Behind,
     /// Its last attempt failed, or it rejects a resource.
     Failing,
-    /// It has acknowledged nothing on its stream, or its replica has nothing to serve. What its kernel holds from before
-    /// is older than anything the replica could vouch for.
+    /// It has acknowledged nothing on its stream, or its replica has nothing to serve. The replica
+    /// knows nothing of the rules that an earlier stream left in the kernel.
     Waiting,
     /// Its replica cannot hear of changes.
     CutOff,

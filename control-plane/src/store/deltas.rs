@@ -147,8 +147,8 @@ pub(super) type Start = (u64, bool);
 /// A step that is encoded once, by the first who asks; `None` where it could not be.
 type Slot = Arc<OnceLock<Option<Arc<Delta>>>>;
 
-/// Compacted steps by their start, so that streams at one point share them. Whoever encodes a step holds up only those
-/// who wait for the same one.
+/// Compacted steps by their start, so that streams at one point share them. While one stream encodes
+/// a step, only streams that need this step wait.
 #[derive(Debug)]
 pub(super) struct DeltaCache(Mutex<Kept>);
 

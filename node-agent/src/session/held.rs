@@ -86,7 +86,7 @@ pub struct Held {
     state: State,
     position: Option<(u64, u64)>,
     sources: BTreeMap<i32, u64>,
-    /// Where the source was when the agent's own Node became what it is.
+    /// The source's position at the last change of the agent's own Node.
     node_position: Option<v1::SourcePosition>,
     has_rejections: bool,
     unsaved: Unsaved,
@@ -174,7 +174,8 @@ impl Held {
         })
     }
 
-    /// Takes note of where the source was when the agent's own Node became what it is. A replica that is behind that does not send an older one.
+    /// Stores the source's position at the last change of the agent's own Node. A replica whose
+    /// Nodes are behind this position does not send an older Node.
     pub fn set_node_position(&mut self, position: Option<v1::SourcePosition>) {
         self.node_position = position;
     }

@@ -14,7 +14,7 @@ const MAX_KEPT: usize = 1024;
 #[derive(Debug, Default)]
 pub(super) struct Rejected {
     kept: BTreeMap<String, v1::Rejection>,
-    /// There were more than are kept. So it stays until whatever differs comes again.
+    /// More resources were rejected than are kept, so rejections that are not in `kept` may stand.
     has_forgotten: bool,
 }
 

@@ -250,7 +250,7 @@ impl Stay {
         self.look(now);
     }
 
-    /// The replica wishes that the agent went, for balance; at this moment it does, if it does.
+    /// The replica asks the agent to move, for balance. The agent looks for another replica at `at`.
     pub fn on_wish(&mut self, at: Instant) {
         self.wish_at = Some(self.wish_at.map_or(at, |earlier| earlier.min(at)));
     }
