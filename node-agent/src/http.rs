@@ -22,7 +22,7 @@ use headgate_core::{exposition, node_state::SourceState};
 use tokio::sync::watch;
 
 use crate::{
-    backend::proxy_mode, backlog::Backlog, config::Settings, http::health::HealthPages, http::listen::Server,
+    backlog::Backlog, config::Settings, dataplane::proxy_mode, http::health::HealthPages, http::listen::Server,
     metrics::Metrics, options::Flags, reconcile::Progress,
 };
 

@@ -1,13 +1,13 @@
 //! The node agent: keeps one node's kernel at the state that a control plane streams to it.
 //!
-//! [`session`] → [`shared`] (the state, held once) → [`reconcile`] → [`backend`] → kernel, and back as an ACK.
+//! [`session`] → [`shared`] (the state, held once) → [`reconcile`] → [`dataplane`] → kernel, and back as an ACK.
 //! Forwarding outlives all of it: an agent that stops, or loses its control plane, leaves the rules in place.
 
-pub mod backend;
 pub mod backlog;
 pub mod companion;
 pub mod config;
 pub mod conntrack;
+pub mod dataplane;
 pub mod endpoint_health;
 #[doc(hidden)]
 pub mod fuzz;
@@ -38,10 +38,10 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use crate::{
-    backend::{Backend, BackendError},
     companion::{Companion, NodePorts},
     config::Settings,
     conntrack::ConntrackCleaner,
+    dataplane::{DataplaneError, NodeDataplane},
     health_check::IsHealthy,
     http::{Pages, listen::BindError},
     metrics::Metrics,
@@ -69,7 +69,7 @@ pub enum AgentError {
     Options(#[from] OptionsError),
     /// This machine cannot run the backend.
     #[error("cannot program this node")]
-    Backend(#[from] BackendError),
+    Dataplane(#[from] DataplaneError),
     /// A kernel parameter cannot be set.
     #[error(transparent)]
     Sysctl(#[from] SysctlError),
@@ -100,7 +100,7 @@ pub async fn run(options: Options, shutdown: CancellationToken) -> Result<(), Ag
     options.node_name(&configured.settings)?;
     options.control_planes()?;
     prepare(&configured.settings)?;
-    let backend = backend::build(&options, &configured.settings)?;
+    let backend = dataplane::build(&options, &configured.settings)?;
     run_configured(options, configured, backend, Machine::Ours, shutdown).await
 }
 
@@ -122,7 +122,7 @@ pub fn prepare(settings: &Settings) -> Result<(), SysctlError> {
 /// As [`run`].
 pub async fn run_with(
     options: Options,
-    backend: Box<dyn Backend>,
+    backend: Box<dyn NodeDataplane>,
     shutdown: CancellationToken,
 ) -> Result<(), AgentError> {
     let configured = options.configured()?;
@@ -145,7 +145,7 @@ fn is_alive(shared: &Arc<Shared>, sync_period: Duration) -> IsHealthy {
 async fn run_configured(
     options: Options,
     configured: Configured,
-    backend: Box<dyn Backend>,
+    backend: Box<dyn NodeDataplane>,
     machine: Machine,
     shutdown: CancellationToken,
 ) -> Result<(), AgentError> {

@@ -4,8 +4,8 @@ use std::process::ExitCode;
 
 use anyhow::{Context as _, anyhow};
 use headgate_node_agent::{
-    backend::{self, Cleanup, ErrorKind},
     config,
+    dataplane::{self, Cleanup, ErrorKind},
     options::Options,
     persist,
 };
@@ -41,7 +41,7 @@ fn start(options: Options) -> anyhow::Result<()> {
     if options.init_only {
         let settings = options.configured()?.settings;
         headgate_node_agent::prepare(&settings)?;
-        backend::prepare(&settings)?;
+        dataplane::prepare(&settings)?;
         info!("--init-only: kernel parameters are set");
         return Ok(());
     }
@@ -50,7 +50,7 @@ fn start(options: Options) -> anyhow::Result<()> {
 }
 
 fn clean(options: &Options) -> anyhow::Result<()> {
-    let cleaned = backend::cleanup_all(options, &options.configured()?.settings);
+    let cleaned = dataplane::cleanup_all(options, &options.configured()?.settings);
     for Cleanup { backend, outcome } in &cleaned {
         match outcome {
             Ok(()) => info!(backend, "nothing is left"),
@@ -58,7 +58,7 @@ fn clean(options: &Options) -> anyhow::Result<()> {
             Err(error) => error!(backend, %error, "something is left"),
         }
     }
-    if let Some(sentence) = backend::iptables::left_settings() {
+    if let Some(sentence) = dataplane::iptables::left_settings() {
         warn!("{sentence}");
     }
     if let Some(folder) = options.state_folder() {

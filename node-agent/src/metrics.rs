@@ -25,7 +25,7 @@ use self::{
     catalogue::Catalogue, endpoint_health::EndpointHealthMetrics, kube_proxy::KubeProxyMetrics,
     process::ProcessMetrics, tls::TlsMetrics,
 };
-use crate::{backend::Report, backlog::Counts, conntrack::ConntrackMetrics, health_check::HealthCheckMetrics};
+use crate::{backlog::Counts, conntrack::ConntrackMetrics, dataplane::Report, health_check::HealthCheckMetrics};
 
 /// What a sync had to do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -344,8 +344,8 @@ mod tests {
 
     use super::*;
     use crate::{
-        backend::{FamilyStatistics, TableStatistics},
         backlog::Trigger,
+        dataplane::{FamilyStatistics, TableStatistics},
     };
 
     #[test]

@@ -21,8 +21,8 @@ use headgate_tls::{Files, Side};
 use self::kube_proxy::KubeProxyFlags;
 pub use crate::config::ProxyMode;
 use crate::{
-    backend::iptables::Variant,
     config::{self, ConfigError, Settings, fields::FIELDS},
+    dataplane::iptables::Variant,
     session::connect::{AddressError, ControlPlane},
 };
 

@@ -15,8 +15,8 @@ use tokio::sync::watch;
 use tracing::{error, info, warn};
 
 use crate::{
-    backend::{Backend, BackendError, ErrorKind, FamilyStatistics, Plan, Refused, Report},
     companion::{Companion, Scope},
+    dataplane::{DataplaneError, ErrorKind, FamilyStatistics, NodeDataplane, Plan, Refused, Report},
     memory,
     metrics::{Metrics, SyncKind},
     node_inputs::{NodeInputs, NodeSettings, interface_addresses},
@@ -117,7 +117,7 @@ struct Unfinished {
 
 /// The loop. Build it, then give [`Self::run`] a thread.
 pub struct Reconciler {
-    backend: Box<dyn Backend>,
+    backend: Box<dyn NodeDataplane>,
     companions: Vec<Box<dyn Companion>>,
     shared: Arc<Shared>,
     metrics: Arc<Metrics>,
@@ -159,7 +159,7 @@ impl Reconciler {
     /// A loop that programs `shared` by `backend`; what it reaches is seen at the receiver.
     #[must_use]
     pub fn new(
-        backend: Box<dyn Backend>,
+        backend: Box<dyn NodeDataplane>,
         shared: Arc<Shared>,
         metrics: Arc<Metrics>,
         timing: Timing,
@@ -293,7 +293,7 @@ impl Reconciler {
     }
 
     /// Finds the services at fault and sets them aside. False when there are none, or they cannot be found: then the step has failed as a whole.
-    fn set_aside_refused(&mut self, kind: SyncKind, error: &BackendError) -> bool {
+    fn set_aside_refused(&mut self, kind: SyncKind, error: &DataplaneError) -> bool {
         let suspects = (kind == SyncKind::Partial).then_some(&self.unfinished.dirty.services);
         let refused = match self.backend.find_refused(&*self.shared, suspects, &error.families) {
             Ok(refused) => refused,
@@ -392,7 +392,7 @@ impl Reconciler {
         }
     }
 
-    fn failed(&mut self, target: Target, generation: u64, kind: SyncKind, took: Duration, error: &BackendError) {
+    fn failed(&mut self, target: Target, generation: u64, kind: SyncKind, took: Duration, error: &DataplaneError) {
         self.done = None;
         // Planning has moved the backend's idea of the kernel on, whatever became of the plan: the same services planned again would come out as
         // nothing to do. Only a full sync looks at the kernel, and it writes no more than what differs.
@@ -542,13 +542,13 @@ fn families(statistics: &[FamilyStatistics]) -> Vec<Family> {
     statistics.iter().map(|statistics| statistics.family).collect()
 }
 
-fn status(backend: &dyn Backend, demand: &Demand) -> v1::AgentStatus {
+fn status(backend: &dyn NodeDataplane, demand: &Demand) -> v1::AgentStatus {
     v1::AgentStatus { backend: backend.name().to_owned(), degraded: backend.degraded(demand) }
 }
 
 /// Takes the work up, together with what an earlier attempt left unfinished, and plans it.
 fn begin(
-    backend: &mut dyn Backend,
+    backend: &mut dyn NodeDataplane,
     companions: &mut [Box<dyn Companion>],
     work: Work<'_>,
     unfinished: &mut Unfinished,

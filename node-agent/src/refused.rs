@@ -10,7 +10,7 @@ use std::{
 use headgate_core::{Family, ServiceKey};
 use headgate_proto::v1;
 
-use crate::{backend::Refused, session::backoff::jitter};
+use crate::{dataplane::Refused, session::backoff::jitter};
 
 /// See the module.
 #[derive(Debug, Default)]

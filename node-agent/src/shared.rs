@@ -14,8 +14,8 @@ use headgate_core::{Dirty, Node, ServiceKey, State, view::NodeFacts};
 use headgate_proto::{node_to_wire, v1};
 
 use crate::{
-    backend::StateSource,
     backlog::Backlog,
+    dataplane::StateSource,
     node_inputs::node_addresses,
     persist::{self, Keys, Restored, Unsaved, UnsavedStep},
     session::{

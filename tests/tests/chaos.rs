@@ -27,7 +27,7 @@ use agent::Agent;
 use certificates::Certificates;
 use fastrand::Rng;
 use headgate_core::ServiceKey;
-use headgate_node_agent::backend::{BackendError, ErrorKind};
+use headgate_node_agent::dataplane::{DataplaneError, ErrorKind};
 use headgate_tests::apiserver::{Cut, Kind, RequestFault, RequestFilter, Restart, Verb};
 use replica::Replica;
 use source::{CLOCK, Source};
@@ -160,7 +160,7 @@ impl World {
             Blow::RenewCertificates => self.certificates.renew(),
             Blow::ReplaceAuthority => self.certificates.replace_authority(),
             Blow::KernelFails => {
-                let error = BackendError::new(ErrorKind::Retry, "refused on purpose");
+                let error = DataplaneError::new(ErrorKind::Retry, "refused on purpose");
                 self.agents[self.rng.usize(0..AGENTS)].kernel.fail_next(error);
             }
             Blow::Nothing => {}

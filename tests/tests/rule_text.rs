@@ -11,9 +11,9 @@ use headgate_core::{
     masquerade::{LocalDetector, MasqueradeConfig},
     view::NodeFacts,
 };
-use headgate_node_agent::backend::{
-    Backend,
-    iptables::{Config, IptablesBackend, Variant},
+use headgate_node_agent::dataplane::{
+    NodeDataplane,
+    iptables::{Config, IptablesDataplane, Variant},
 };
 use headgate_tests::testbed::{iptables as testbed_iptables, netns};
 
@@ -83,7 +83,7 @@ fn everything() -> Vec<Change> {
 struct Rig {
     variant: Variant,
     layout: Layout,
-    backend: IptablesBackend,
+    backend: IptablesDataplane,
     expected: Vec<(Family, Ledger, FakeKernel)>,
     state: State,
 }
@@ -95,7 +95,7 @@ impl Rig {
             let render = RenderConfig { layout, masquerade: masquerade(), ..RenderConfig::new(family) };
             (family, Ledger::new(render), FakeKernel::default())
         });
-        let backend = IptablesBackend::new(config).unwrap();
+        let backend = IptablesDataplane::new(config).unwrap();
         Self { variant, layout, backend, expected: expected.into(), state: State::default() }
     }
 
@@ -130,7 +130,7 @@ impl Rig {
     ) {
         let config =
             Config { variant: self.variant, layout: self.layout, masquerade: masquerade(), ..Config::default() };
-        let mut backend = IptablesBackend::new(config).unwrap();
+        let mut backend = IptablesDataplane::new(config).unwrap();
         assert_eq!(backend.sync_full(&self.state, &node()).unwrap().objects_written, 0);
         let family = headgate_tests::testbed::plan::Family::V4;
         let flush = ["-t", "nat", "-F", "KUBE-MARK-MASQ"];
@@ -142,14 +142,14 @@ impl Rig {
     /// A new agent finds its rules and writes nothing; where somebody changed one chain, it writes that chain alone.
     fn assert_warm_restart_writes_nothing(&self, namespace: &netns::Namespace, variant: testbed_iptables::Variant) {
         let config = |layout| Config { variant: self.variant, layout, masquerade: masquerade(), ..Config::default() };
-        let mut second = IptablesBackend::new(config(self.layout)).unwrap();
+        let mut second = IptablesDataplane::new(config(self.layout)).unwrap();
         let report = second.sync_full(&self.state, &node()).unwrap();
         assert_eq!(report.objects_written, 0, "{report:?}");
         let family = headgate_tests::testbed::plan::Family::V4;
         let lock = Path::new("/run/xtables.lock");
         let by_hand = ["-t", "nat", "-A", "KUBE-MARK-MASQ", "-j", "RETURN"];
         testbed_iptables::run(namespace, variant, family, lock, &by_hand).unwrap();
-        let mut third = IptablesBackend::new(config(self.layout)).unwrap();
+        let mut third = IptablesDataplane::new(config(self.layout)).unwrap();
         let report = third.sync_full(&self.state, &node()).unwrap();
         assert_eq!(report.objects_written, 1, "{report:?}");
         assert_equal(namespace, variant, self, "repaired");

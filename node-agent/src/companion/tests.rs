@@ -8,9 +8,9 @@ use headgate_core::Change;
 
 use super::*;
 use crate::{
-    backend::{
-        BackendError, ErrorKind,
-        fake::{FakeBackend, FakeControl},
+    dataplane::{
+        DataplaneError, ErrorKind,
+        fake::{FakeControl, FakeDataplane},
     },
     metrics::Metrics,
     reconcile::{Reconciler, Timing},
@@ -62,7 +62,7 @@ fn step(shared: &Shared, version: u64, changes: Vec<Change>) {
 // rows: 85
 #[test]
 fn companions_act_once_the_rules_are_in_place_and_forget_no_failed_step() {
-    let (backend, control) = FakeBackend::new();
+    let (backend, control) = FakeDataplane::new();
     let shared = Arc::new(Shared::new("node-1"));
     let backoff = Backoff::new(Duration::from_millis(1), Duration::from_millis(5));
     let timing = Timing { sync_period: Duration::from_secs(3600), backoff, ..Timing::default() };
@@ -77,7 +77,7 @@ fn companions_act_once_the_rules_are_in_place_and_forget_no_failed_step() {
     assert_eq!(steps.recv_timeout(GUARD).unwrap(), (vec!["all".to_owned()], 1));
     // The kernel refuses the first attempt; what it was about is part of the second, which looks at everything.
     control.hold(true);
-    control.fail_next(BackendError::new(ErrorKind::Retry, "another process holds the lock"));
+    control.fail_next(DataplaneError::new(ErrorKind::Retry, "another process holds the lock"));
     step(&shared, 2, vec![endpoint("web", 1, 8080)]);
     control.hold(false);
     assert_eq!(steps.recv_timeout(GUARD).unwrap(), (vec!["all".to_owned()], 3));

@@ -20,9 +20,9 @@ use tracing::debug;
 
 use super::{SyncKind, catalogue::Catalogue};
 use crate::{
-    backend::FamilyStatistics,
     backlog::{Counts, Trigger},
     conntrack::ConntrackMetrics,
+    dataplane::FamilyStatistics,
     packet_counters,
 };
 

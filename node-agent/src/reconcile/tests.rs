@@ -9,11 +9,11 @@ use headgate_core::{
 
 use super::*;
 use crate::{
-    backend::{
-        StateSource,
-        fake::{Call, FakeBackend, FakeControl},
-    },
     backlog::Counts,
+    dataplane::{
+        StateSource,
+        fake::{Call, FakeControl, FakeDataplane},
+    },
     persist::Restored,
     session::{
         held::{Buckets, Held, Snapshot, Step},
@@ -49,7 +49,7 @@ impl Loop {
     }
 
     fn start_with(shared: Shared, timing: Timing, has_rules: Option<bool>) -> Self {
-        let (backend, control) = FakeBackend::new();
+        let (backend, control) = FakeDataplane::new();
         has_rules.into_iter().for_each(|has_rules| control.next_verdict(has_rules));
         let (shared, metrics) = (Arc::new(shared), Arc::new(Metrics::default()));
         let (reconciler, progress) =
@@ -126,8 +126,8 @@ fn timing() -> Timing {
     Timing { sync_period: Duration::from_secs(3600), backoff, ..Timing::default() }
 }
 
-fn retry() -> BackendError {
-    BackendError::new(ErrorKind::Retry, "another process holds the lock")
+fn retry() -> DataplaneError {
+    DataplaneError::new(ErrorKind::Retry, "another process holds the lock")
 }
 
 fn own_node(revision: u64, node: Option<&Node>) -> OwnNode {
@@ -276,13 +276,13 @@ fn a_failed_step_is_repaired_in_full_with_what_changed_since() {
 }
 
 /// A real ledger on a kernel in memory that does not take its first change, as when another process holds the lock.
-struct LedgerBackend {
+struct LedgerDataplane {
     ledger: Ledger,
     kernel: Arc<Mutex<FakeKernel>>,
     refusals: u32,
 }
 
-impl Backend for LedgerBackend {
+impl NodeDataplane for LedgerDataplane {
     fn name(&self) -> &str {
         "ledger"
     }
@@ -291,7 +291,7 @@ impl Backend for LedgerBackend {
         Vec::new()
     }
 
-    fn sync_full_from(&mut self, source: &dyn StateSource) -> Result<Report, BackendError> {
+    fn sync_full_from(&mut self, source: &dyn StateSource) -> Result<Report, DataplaneError> {
         let mut kernel = self.kernel.lock().unwrap();
         let saves = Table::ALL.map(|table| kernel.save(table)).concat();
         let mut script = Script::default();
@@ -304,7 +304,7 @@ impl Backend for LedgerBackend {
         Box::new(self.ledger.changed(state, node, dirty).0)
     }
 
-    fn apply(&mut self, plan: Plan) -> Result<Report, BackendError> {
+    fn apply(&mut self, plan: Plan) -> Result<Report, DataplaneError> {
         if self.refusals > 0 {
             self.refusals -= 1;
             return Err(retry());
@@ -313,11 +313,11 @@ impl Backend for LedgerBackend {
         Ok(Report::default())
     }
 
-    fn verify(&mut self) -> Result<bool, BackendError> {
+    fn verify(&mut self) -> Result<bool, DataplaneError> {
         Ok(true)
     }
 
-    fn cleanup(&mut self) -> Result<(), BackendError> {
+    fn cleanup(&mut self) -> Result<(), DataplaneError> {
         Ok(())
     }
 }
@@ -326,11 +326,11 @@ impl Backend for LedgerBackend {
 fn no_change_is_lost_and_reported_as_programmed_when_the_kernel_refused_it_once() {
     let kernel = Arc::new(Mutex::new(FakeKernel::default()));
     let ledger = Ledger::new(RenderConfig::new(Family::V4));
-    let backend = LedgerBackend { ledger, kernel: Arc::clone(&kernel), refusals: 1 };
+    let backend = LedgerDataplane { ledger, kernel: Arc::clone(&kernel), refusals: 1 };
     let (shared, metrics) = (Arc::new(Shared::new("node-1")), Arc::new(Metrics::default()));
     let (reconciler, progress) = Reconciler::new(Box::new(backend), Arc::clone(&shared), metrics, timing());
     let thread = Some(std::thread::spawn(|| reconciler.run()));
-    let (_, control) = FakeBackend::new();
+    let (_, control) = FakeDataplane::new();
     let run = Loop { shared, control, metrics: Arc::new(Metrics::default()), progress, thread };
     run.snapshot(1, vec![service("web", 80), endpoint("web", 1, 8080)]);
     run.wait_programmed(1);
@@ -346,7 +346,7 @@ fn a_backend_that_lost_track_is_repaired_in_full_at_once() {
     let run = Loop::start(timing());
     run.snapshot(1, vec![service("web", 80)]);
     run.wait_programmed(1);
-    run.control.fail_next(BackendError::new(ErrorKind::NeedsFullSync, "a parent chain is missing"));
+    run.control.fail_next(DataplaneError::new(ErrorKind::NeedsFullSync, "a parent chain is missing"));
     run.batch(2, vec![endpoint("web", 1, 8080)]);
     run.wait_programmed(2);
     assert!(matches!(run.control.calls()[2], Call::Full(..)));
@@ -356,7 +356,7 @@ fn a_backend_that_lost_track_is_repaired_in_full_at_once() {
 fn a_failure_is_reported_with_its_words_and_no_ack() {
     let slow = Backoff::new(Duration::from_secs(3600), Duration::from_secs(3600));
     let run = Loop::start(Timing { backoff: slow, ..timing() });
-    run.control.fail_next(BackendError::new(ErrorKind::Fatal, "iptables-restore is not installed"));
+    run.control.fail_next(DataplaneError::new(ErrorKind::Fatal, "iptables-restore is not installed"));
     run.snapshot(4, vec![service("web", 80)]);
     let progress = run.wait_progress(|progress| progress.failure.is_some());
     let failure = progress.failure.unwrap();
@@ -605,7 +605,7 @@ fn a_service_that_is_refused_in_part_is_told_and_costs_no_step() {
 #[test]
 fn what_is_planned_again_is_no_failure_and_is_reported_when_it_is_programmed() {
     let run = Loop::start(timing());
-    let again = || run.control.fail_next(BackendError::new(ErrorKind::PlanAgain, "no scheduler mh"));
+    let again = || run.control.fail_next(DataplaneError::new(ErrorKind::PlanAgain, "no scheduler mh"));
     again();
     run.snapshot(1, vec![service("web", 80), service("db", 5432)]);
     run.wait_programmed(1);
@@ -627,7 +627,7 @@ fn a_refusal_that_no_service_is_at_fault_for_is_a_failure() {
     let run = Loop::start(timing());
     run.snapshot(1, vec![service("web", 80)]);
     run.wait_programmed(1);
-    run.control.fail_next(BackendError::new(ErrorKind::Refused, "line 1 failed"));
+    run.control.fail_next(DataplaneError::new(ErrorKind::Refused, "line 1 failed"));
     run.batch(2, vec![endpoint("web", 1, 8080)]);
     run.wait_programmed(2);
     let calls = run.control.calls();

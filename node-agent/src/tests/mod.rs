@@ -28,9 +28,9 @@ pub(crate) use self::port::{ReservedPort, reserve_port};
 use self::replica::{Connection, ScriptedReplica};
 use crate::{
     AgentError,
-    backend::{
-        BackendError, ErrorKind,
-        fake::{Call, FakeBackend, FakeControl},
+    dataplane::{
+        DataplaneError, ErrorKind,
+        fake::{Call, FakeControl, FakeDataplane},
     },
     options::Options,
     run_with,
@@ -62,7 +62,7 @@ impl Agent {
         let has_metrics = arguments.iter().any(|argument| argument.starts_with("--metrics"));
         let tail = if has_metrics { &[][..] } else { &metrics[..] };
         let options = Options::try_parse_from(head.iter().chain(arguments).chain(tail)).unwrap();
-        let (backend, control) = FakeBackend::new();
+        let (backend, control) = FakeDataplane::new();
         let shutdown = CancellationToken::new();
         let running = tokio::spawn(run_with(options, Box::new(backend), shutdown.clone()));
         Self { control, _stops: shutdown.clone().drop_guard(), shutdown, running }
@@ -223,7 +223,7 @@ async fn what_cannot_be_used_is_named_to_the_replica() {
 async fn a_failed_apply_is_reported_and_made_good() {
     let mut replica = ScriptedReplica::start().await;
     let agent = Agent::of(&[&replica]);
-    agent.control.fail_next(BackendError::new(ErrorKind::Retry, "locked"));
+    agent.control.fail_next(DataplaneError::new(ErrorKind::Retry, "locked"));
     let (mut connection, _) = serve(&mut replica, &store()).await;
     // The ACK may overtake the failure when the retry is quick.
     match connection.next().await {

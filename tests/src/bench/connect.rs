@@ -9,9 +9,9 @@ use std::{
 
 use anyhow::{Context as _, Result};
 use headgate_core::view::NodeFacts;
-use headgate_node_agent::backend::{
-    Backend as _,
-    iptables::{Config, IptablesBackend, Variant},
+use headgate_node_agent::dataplane::{
+    NodeDataplane as _,
+    iptables::{Config, IptablesDataplane, Variant},
 };
 
 use super::{
@@ -94,7 +94,7 @@ fn connect_us(target: SocketAddr) -> Result<f64> {
 }
 
 fn load_ours(variant: Variant, services: u32) -> Result<()> {
-    let mut backend = IptablesBackend::new(Config { variant, ..Config::default() })?;
+    let mut backend = IptablesDataplane::new(Config { variant, ..Config::default() })?;
     backend.sync_full(&workload::state(services, ENDPOINTS), &NodeFacts::named("node-000"))?;
     Ok(())
 }

@@ -13,9 +13,9 @@ use headgate_core::{
     masquerade::{LocalDetector, MasqueradeConfig},
     view::NodeFacts,
 };
-use headgate_node_agent::backend::{
-    Backend as _,
-    iptables::{Config, IptablesBackend, Variant},
+use headgate_node_agent::dataplane::{
+    NodeDataplane as _,
+    iptables::{Config, IptablesDataplane, Variant},
 };
 
 use super::{
@@ -109,7 +109,7 @@ fn ours(variant: Variant, services: u32) -> Result<(Timings, f64)> {
     let detector = LocalDetector::Cidr("11.0.0.0/8".parse().context("cluster CIDR")?);
     let masquerade = MasqueradeConfig { detector_v4: Some(detector), ..MasqueradeConfig::default() };
     let config = Config { variant, masquerade, ..Config::default() };
-    let mut backend = IptablesBackend::new(config)?;
+    let mut backend = IptablesDataplane::new(config)?;
     let node = NodeFacts::named("node-000");
     let mut state = workload::state(services, ENDPOINTS);
     let (full_ms, report) = wall_ms(|| backend.sync_full(&state, &node));
@@ -128,7 +128,13 @@ fn ours(variant: Variant, services: u32) -> Result<(Timings, f64)> {
 }
 
 /// One endpoint comes to a service in the middle.
-fn one_change(backend: &mut IptablesBackend, state: &mut State, node: &NodeFacts, services: u32, i: u32) -> Result<()> {
+fn one_change(
+    backend: &mut IptablesDataplane,
+    state: &mut State,
+    node: &NodeFacts,
+    services: u32,
+    i: u32,
+) -> Result<()> {
     let service = services / 2 + i;
     let mut dirty = Dirty::default();
     let added = workload::endpoint(service, ENDPOINTS);

@@ -12,10 +12,10 @@ use std::{
 
 use anyhow::{Context as _, Result, ensure};
 use headgate_core::{Change, Dirty, Family, State, view::NodeFacts};
-use headgate_node_agent::backend::{
-    Backend as _,
+use headgate_node_agent::dataplane::{
+    NodeDataplane as _,
     iptables::Variant,
-    ipvs::{Config, IpvsBackend},
+    ipvs::{Config, IpvsDataplane},
 };
 use serde::{Deserialize, Serialize};
 
@@ -146,7 +146,12 @@ fn one_command(services: u32) -> Result<f64> {
     Ok(median(commands))
 }
 
-fn measure_changes(backend: &mut IpvsBackend, state: &mut State, services: u32, measured: &mut Measured) -> Result<()> {
+fn measure_changes(
+    backend: &mut IpvsDataplane,
+    state: &mut State,
+    services: u32,
+    measured: &mut Measured,
+) -> Result<()> {
     let mut changes = Vec::new();
     for i in 0..CHANGES {
         let (ms, changed) = wall_ms(|| change(backend, state, services / 2 + i..services / 2 + i + 1));
@@ -176,12 +181,12 @@ fn node() -> NodeFacts {
     NodeFacts::named("node-000")
 }
 
-fn backend() -> Result<IpvsBackend> {
+fn backend() -> Result<IpvsDataplane> {
     let config = Config { variant: Variant::Legacy, families: vec![Family::V4], ..Config::default() };
-    Ok(IpvsBackend::new(config)?)
+    Ok(IpvsDataplane::new(config)?)
 }
 
-fn cleanup(backend: &mut IpvsBackend) -> Result<()> {
+fn cleanup(backend: &mut IpvsDataplane) -> Result<()> {
     backend.cleanup()?;
     let left = lines_of_kernel()?;
     ensure!(left.is_empty(), "{} lines are left after the cleanup", left.len());
@@ -189,7 +194,7 @@ fn cleanup(backend: &mut IpvsBackend) -> Result<()> {
 }
 
 /// An endpoint comes to each of some services, all in one step.
-fn change(backend: &mut IpvsBackend, state: &mut State, services: std::ops::Range<u32>) -> Result<()> {
+fn change(backend: &mut IpvsDataplane, state: &mut State, services: std::ops::Range<u32>) -> Result<()> {
     let count = services.end - services.start;
     let mut dirty = Dirty::default();
     for service in services {

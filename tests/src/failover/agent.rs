@@ -8,7 +8,7 @@ use std::{
 use anyhow::{Context as _, Result};
 use headgate_core::digest::Digests;
 use headgate_node_agent::{
-    backend::fake::{Call, FakeBackend, FakeControl},
+    dataplane::fake::{Call, FakeControl, FakeDataplane},
     metrics::Metrics,
     reconcile::{Reconciler, Timing},
     session::{
@@ -46,7 +46,7 @@ impl Agent {
     /// # Errors
     /// When a URL cannot be used.
     pub fn start(node: &str, replicas: &[String]) -> Result<Self> {
-        let (backend, kernel) = FakeBackend::new();
+        let (backend, kernel) = FakeDataplane::new();
         let (shared, metrics) = (Arc::new(Shared::new(node)), Arc::new(Metrics::default()));
         let (reconciler, progress) =
             Reconciler::new(Box::new(backend), Arc::clone(&shared), Arc::clone(&metrics), Timing::default());

@@ -8,7 +8,7 @@ use std::{
 
 use headgate_core::{ServiceKey, State, digest::Digests};
 use headgate_node_agent::{
-    backend::fake::{Call, FakeBackend, FakeControl},
+    dataplane::fake::{Call, FakeControl, FakeDataplane},
     metrics::Metrics,
     reconcile::{Reconciler, Timing},
     session::{
@@ -47,7 +47,7 @@ impl Agent {
     pub(crate) fn start(node: &str, replicas: &[String], folder: &Path, certificates: &mut Certificates) -> Self {
         let tls = folder.join(node);
         certificates.folder(&tls, Holder::Node(node.to_owned()));
-        let (backend, kernel) = FakeBackend::new();
+        let (backend, kernel) = FakeDataplane::new();
         let (shared, metrics) = (Arc::new(Shared::new(node)), Arc::new(Metrics::default()));
         let timing = Timing { backoff: quick(), ..Timing::default() };
         let (reconciler, progress) =

@@ -30,7 +30,8 @@ use headgate_core::{
 
 use self::{command::Programs, rules::Left, sctp::Sctp};
 use super::{
-    Backend, BackendError, FamilyStatistics, Plan, Refused, Report, StateSource, leftovers::Leftovers, missing_ipv6,
+    DataplaneError, FamilyStatistics, NodeDataplane, Plan, Refused, Report, StateSource, leftovers::Leftovers,
+    missing_ipv6,
 };
 use tracing::info;
 
@@ -40,11 +41,11 @@ use crate::{node_inputs::NodeInputs, packet_counters};
 const DEEP_LOOK_PAUSE_FACTOR: u32 = 100;
 
 /// Sets what rules for NodePorts on 127.0.0.0/8 need, where there are to be any.
-pub(super) fn prepare(localhost_node_ports: bool, inputs: &NodeInputs) -> Result<(), BackendError> {
+pub(super) fn prepare(localhost_node_ports: bool, inputs: &NodeInputs) -> Result<(), DataplaneError> {
     let mut config = RenderConfig { localhost_node_ports, ..RenderConfig::new(Family::V4) };
     config.node_port_addresses = inputs.node_ports(Family::V4).clone();
     let set = if fixed::has_localnet_guard(&config) { sysctl::route_localnet() } else { Ok(()) };
-    set.map_err(|sentence| BackendError::new(super::ErrorKind::Fatal, sentence))
+    set.map_err(|sentence| DataplaneError::new(super::ErrorKind::Fatal, sentence))
 }
 
 /// What stays of the machine's settings after a cleanup, for who set it cannot be told: a sentence for the operator, if there is something.
@@ -58,9 +59,9 @@ pub fn left_settings() -> Option<&'static str> {
 
 /// Programs the kernel by `iptables-restore`.
 #[derive(Debug)]
-pub struct IptablesBackend {
+pub struct IptablesDataplane {
     name: &'static str,
-    families: Vec<FamilyBackend>,
+    families: Vec<FamilyDataplane>,
     leftovers: Leftovers,
     is_without_ipv6: bool,
     /// Why it runs in place of another backend.
@@ -68,7 +69,7 @@ pub struct IptablesBackend {
 }
 
 #[derive(Debug)]
-struct FamilyBackend {
+struct FamilyDataplane {
     family: Family,
     programs: Programs,
     ledger: Ledger,
@@ -82,16 +83,16 @@ struct FamilyBackend {
     last_rules: [u32; 2],
 }
 
-/// What [`Backend::plan`] hands to [`Backend::apply`]: a script for each family, in the order of the backend's families.
+/// What [`NodeDataplane::plan`] hands to [`NodeDataplane::apply`]: a script for each family, in the order of the backend's families.
 #[derive(Debug)]
 struct IptablesPlan(Vec<(Script, Planned)>);
 
-impl IptablesBackend {
+impl IptablesDataplane {
     /// Finds the programs that the configuration asks for. Changes nothing.
     ///
     /// # Errors
     /// [`super::ErrorKind::Unavailable`] where this machine has none.
-    pub fn new(config: Config) -> Result<Self, BackendError> {
+    pub fn new(config: Config) -> Result<Self, DataplaneError> {
         let variant = variant::choose(config.variant)?;
         let mut is_without_ipv6 = false;
         let mut families = Vec::new();
@@ -112,7 +113,7 @@ impl IptablesBackend {
                 ..RenderConfig::new(family)
             };
             other_variant.extend(Some(Programs::new(family, other)).filter(Programs::are_installed));
-            families.push(FamilyBackend::new(Programs::new(family, variant), render));
+            families.push(FamilyDataplane::new(Programs::new(family, variant), render));
         }
         let name = if variant == Variant::Legacy { "iptables-legacy" } else { "iptables-nft" };
         let leftovers = Leftovers::new(other_variant, Some(config.ipvs_exclude_cidrs));
@@ -126,13 +127,13 @@ impl IptablesBackend {
     }
 }
 
-impl Backend for IptablesBackend {
+impl NodeDataplane for IptablesDataplane {
     fn name(&self) -> &str {
         self.name
     }
 
     fn degraded(&self, demand: &Demand) -> Vec<String> {
-        let lament = |family: &FamilyBackend| {
+        let lament = |family: &FamilyDataplane| {
             let is_asked_for = demand.of(family.family).with_sctp > 0;
             is_asked_for.then(|| family.sctp.lament("ports of SCTP do not work"))?
         };
@@ -141,13 +142,13 @@ impl Backend for IptablesBackend {
         self.in_place_of.clone().into_iter().chain(without_ipv6).chain(without_sctp).collect()
     }
 
-    fn sync_full_from(&mut self, source: &dyn StateSource) -> Result<Report, BackendError> {
+    fn sync_full_from(&mut self, source: &dyn StateSource) -> Result<Report, DataplaneError> {
         let mut report = Report::default();
         let mut result = Ok(());
         for family in &mut self.families {
             let synced = family.sync_full(source, &mut report).map_err(|error| error.of(family.family));
             // The other family gets its turn all the same.
-            result = BackendError::join(result, synced);
+            result = DataplaneError::join(result, synced);
         }
         result?;
         // Both variants' rules would be followed; ours are in place now.
@@ -160,16 +161,16 @@ impl Backend for IptablesBackend {
         Box::new(IptablesPlan(scripts))
     }
 
-    fn apply(&mut self, plan: Plan) -> Result<Report, BackendError> {
+    fn apply(&mut self, plan: Plan) -> Result<Report, DataplaneError> {
         let Ok(plan) = plan.downcast::<IptablesPlan>() else {
-            return Err(BackendError::of_another_plan());
+            return Err(DataplaneError::of_another_plan());
         };
         let mut report = Report::default();
         let mut result = Ok(());
         for (family, (script, planned)) in self.families.iter_mut().zip(plan.0) {
             // Such scripts hold all their text.
             let applied = family.run(&script, None, planned, &mut report).map_err(|error| error.of(family.family));
-            result = BackendError::join(result, applied);
+            result = DataplaneError::join(result, applied);
         }
         result.map(|()| report)
     }
@@ -179,7 +180,7 @@ impl Backend for IptablesBackend {
         source: &dyn StateSource,
         suspects: Option<&BTreeSet<Arc<ServiceKey>>>,
         families: &[Family],
-    ) -> Result<Vec<Refused>, BackendError> {
+    ) -> Result<Vec<Refused>, DataplaneError> {
         let mut refused = Vec::new();
         for family in self.families.iter().filter(|of| families.is_empty() || families.contains(&of.family)) {
             refused.extend(refused::find_refused(&family.programs, &family.ledger, source, suspects)?);
@@ -188,7 +189,7 @@ impl Backend for IptablesBackend {
     }
 
     fn set_aside(&mut self, refused: &[Refused]) {
-        for FamilyBackend { family, ledger, .. } in &mut self.families {
+        for FamilyDataplane { family, ledger, .. } in &mut self.families {
             let own = refused.iter().filter(|refused| refused.family == *family);
             ledger.set_aside(&own.map(|refused| Arc::clone(&refused.service)).collect());
         }
@@ -199,12 +200,12 @@ impl Backend for IptablesBackend {
     }
 
     fn statistics(&self) -> Vec<FamilyStatistics> {
-        self.families.iter().map(FamilyBackend::statistics).collect()
+        self.families.iter().map(FamilyDataplane::statistics).collect()
     }
 
     fn reconfigure(&mut self, inputs: &NodeInputs) -> bool {
         let mut is_new = false;
-        for FamilyBackend { family, ledger, .. } in &mut self.families {
+        for FamilyDataplane { family, ledger, .. } in &mut self.families {
             let mut config = ledger.config().clone();
             config.node_port_addresses = inputs.node_ports(*family).clone();
             config.masquerade.detector_v4 = inputs.detector_v4.clone();
@@ -221,17 +222,17 @@ impl Backend for IptablesBackend {
         self.families.iter().map(|family| family.sctp.look_at()).chain([self.leftovers.retry_at()]).flatten().min()
     }
 
-    fn tend(&mut self) -> Result<(), BackendError> {
+    fn tend(&mut self) -> Result<(), DataplaneError> {
         let now = Instant::now();
         self.leftovers.retry(now);
         let mut result = Ok(());
         for family in &mut self.families {
-            result = BackendError::join(result, family.look_for_sctp(now).map_err(|error| error.of(family.family)));
+            result = DataplaneError::join(result, family.look_for_sctp(now).map_err(|error| error.of(family.family)));
         }
         result
     }
 
-    fn has_rules(&mut self) -> Result<bool, BackendError> {
+    fn has_rules(&mut self) -> Result<bool, DataplaneError> {
         for family in &self.families {
             if family.programs.missing(family.ledger.config())?.is_some() {
                 return Ok(false);
@@ -240,7 +241,7 @@ impl Backend for IptablesBackend {
         Ok(true)
     }
 
-    fn verify(&mut self) -> Result<bool, BackendError> {
+    fn verify(&mut self) -> Result<bool, DataplaneError> {
         for family in &mut self.families {
             if !family.programs.is_intact(family.ledger.config())? || !family.is_intact_in_depth()? {
                 return Ok(false);
@@ -249,20 +250,20 @@ impl Backend for IptablesBackend {
         Ok(true)
     }
 
-    fn cleanup(&mut self) -> Result<(), BackendError> {
+    fn cleanup(&mut self) -> Result<(), DataplaneError> {
         let mut result = Ok(());
         for family in &self.families {
-            result = BackendError::join(result, family.programs.cleanup());
+            result = DataplaneError::join(result, family.programs.cleanup());
         }
         if self.counts_packets() {
             let removed = packet_counters::remove();
-            result = BackendError::join(result, removed.map_err(|error| counters::error("removing", &error)));
+            result = DataplaneError::join(result, removed.map_err(|error| counters::error("removing", &error)));
         }
         result
     }
 }
 
-impl FamilyBackend {
+impl FamilyDataplane {
     fn new(programs: Programs, render: RenderConfig) -> Self {
         Self {
             family: render.family,
@@ -277,13 +278,13 @@ impl FamilyBackend {
     }
 
     /// One family after the other, so that there is never more than one script of the whole.
-    fn sync_full(&mut self, source: &dyn StateSource, report: &mut Report) -> Result<(), BackendError> {
+    fn sync_full(&mut self, source: &dyn StateSource, report: &mut Report) -> Result<(), DataplaneError> {
         self.make_counters();
         let synced = self.sync_everything(source, report);
         if self.counters_are_refused(&synced)? { self.sync_everything(source, report) } else { synced }
     }
 
-    fn sync_everything(&mut self, source: &dyn StateSource, report: &mut Report) -> Result<(), BackendError> {
+    fn sync_everything(&mut self, source: &dyn StateSource, report: &mut Report) -> Result<(), DataplaneError> {
         if fixed::has_localnet_guard(self.ledger.config()) {
             report.warnings.extend(sysctl::route_localnet().err());
         }
@@ -310,7 +311,7 @@ impl FamilyBackend {
         source: Option<&dyn StateSource>,
         planned: Planned,
         report: &mut Report,
-    ) -> Result<(), BackendError> {
+    ) -> Result<(), DataplaneError> {
         let started = Instant::now();
         let written = |table| u32::try_from(script.rules_written(table)).unwrap_or(u32::MAX);
         self.last_rules = [written(Table::Nat), written(Table::Filter)];
@@ -336,7 +337,7 @@ impl FamilyBackend {
     }
 
     /// Looks whether SCTP can be matched by now, if it could not and it is time.
-    fn look_for_sctp(&mut self, now: Instant) -> Result<(), BackendError> {
+    fn look_for_sctp(&mut self, now: Instant) -> Result<(), DataplaneError> {
         if self.sctp.look(&self.programs, now)? {
             self.leave_out_sctp(false);
             return Err(sctp::can_be_matched_again());
@@ -350,7 +351,7 @@ impl FamilyBackend {
         source: Option<&dyn StateSource>,
         planned: Planned,
         report: &mut Report,
-    ) -> Result<(), BackendError> {
+    ) -> Result<(), DataplaneError> {
         // Both families compute the same services: they count once.
         report.services_planned = report.services_planned.max(planned.services);
         if script.is_empty() {
@@ -374,7 +375,7 @@ impl FamilyBackend {
         script: &Script,
         source: Option<&dyn StateSource>,
         changed: &mut Vec<LateChange>,
-    ) -> Result<(), BackendError> {
+    ) -> Result<(), DataplaneError> {
         changed.clear();
         self.programs.restore_with(script, &mut |services, text| {
             let Some(source) = source else { return };
@@ -386,7 +387,7 @@ impl FamilyBackend {
     }
 
     /// Compares every rule with what is wanted, as often as that costs at most some percent of a core.
-    fn is_intact_in_depth(&mut self) -> Result<bool, BackendError> {
+    fn is_intact_in_depth(&mut self) -> Result<bool, DataplaneError> {
         let started = Instant::now();
         if self.next_deep_look.is_none_or(|due| started < due) {
             return Ok(true);

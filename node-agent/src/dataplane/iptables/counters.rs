@@ -3,13 +3,13 @@
 use headgate_core::iptables::Ledger;
 use headgate_netlink::NetlinkError;
 
-use super::FamilyBackend;
+use super::FamilyDataplane;
 use crate::{
-    backend::{BackendError, ErrorKind},
+    dataplane::{DataplaneError, ErrorKind},
     packet_counters,
 };
 
-impl FamilyBackend {
+impl FamilyDataplane {
     /// Makes the counters that rules are going to need. Without them, rules go without.
     pub(super) fn make_counters(&mut self) {
         if self.ledger.config().counts_packets
@@ -23,7 +23,7 @@ impl FamilyBackend {
     ///
     /// # Errors
     /// It cannot be found out.
-    pub(super) fn counters_are_refused(&mut self, synced: &Result<(), BackendError>) -> Result<bool, BackendError> {
+    pub(super) fn counters_are_refused(&mut self, synced: &Result<(), DataplaneError>) -> Result<bool, DataplaneError> {
         if self.has_counted || !self.ledger.config().counts_packets {
             return Ok(false);
         }
@@ -46,7 +46,7 @@ impl FamilyBackend {
         Ok(false)
     }
 
-    fn go_without_counters(&mut self, error: &BackendError) {
+    fn go_without_counters(&mut self, error: &DataplaneError) {
         tracing::info!(family = %self.family, %error, "packets are not counted");
         let mut config = self.ledger.config().clone();
         config.counts_packets = false;
@@ -55,6 +55,6 @@ impl FamilyBackend {
 }
 
 /// What failed with the counters, for the log.
-pub(super) fn error(doing: &str, error: &NetlinkError) -> BackendError {
-    BackendError::new(ErrorKind::Fatal, format!("{doing} packet counters (nfnetlink_acct): {error}"))
+pub(super) fn error(doing: &str, error: &NetlinkError) -> DataplaneError {
+    DataplaneError::new(ErrorKind::Fatal, format!("{doing} packet counters (nfnetlink_acct): {error}"))
 }

@@ -16,7 +16,7 @@ use headgate_core::{
 };
 
 use super::{
-    super::{BackendError, ErrorKind},
+    super::{DataplaneError, ErrorKind},
     Variant,
 };
 
@@ -34,19 +34,19 @@ pub(super) type Render<'a> = dyn FnMut(&[Arc<ServiceKey>], &mut String) + 'a;
 
 /// The programs of one family and variant.
 #[derive(Debug, Clone)]
-pub(in crate::backend) struct Programs {
+pub(in crate::dataplane) struct Programs {
     family: Family,
     variant: &'static str,
 }
 
 impl Programs {
     /// The programs of a variant, which must not be `Auto`.
-    pub(in crate::backend) fn new(family: Family, variant: Variant) -> Self {
+    pub(in crate::dataplane) fn new(family: Family, variant: Variant) -> Self {
         Self { family, variant: if variant == Variant::Legacy { "legacy" } else { "nft" } }
     }
 
     /// The family.
-    pub(in crate::backend) fn family(&self) -> Family {
+    pub(in crate::dataplane) fn family(&self) -> Family {
         self.family
     }
 
@@ -65,19 +65,19 @@ impl Programs {
     }
 
     /// True when the programs are installed.
-    pub(in crate::backend) fn are_installed(&self) -> bool {
+    pub(in crate::dataplane) fn are_installed(&self) -> bool {
         Command::new(self.name("restore")).arg("--version").output().is_ok_and(|output| output.status.success())
     }
 
     /// What of ours the kernel has in a table. Empty where the table does not exist yet.
-    pub(in crate::backend) fn existing(&self, table: Table) -> Result<Existing, BackendError> {
+    pub(in crate::dataplane) fn existing(&self, table: Table) -> Result<Existing, DataplaneError> {
         let mut reader = ExistingReader::new(table);
         self.save(table, |line| reader.line(line))?;
         Ok(reader.finish())
     }
 
     /// Reads a table line by line.
-    pub(in crate::backend) fn save(&self, table: Table, mut take: impl FnMut(&str)) -> Result<(), BackendError> {
+    pub(in crate::dataplane) fn save(&self, table: Table, mut take: impl FnMut(&str)) -> Result<(), DataplaneError> {
         if !self.may_have(table) {
             return Ok(());
         }
@@ -106,7 +106,7 @@ impl Programs {
         if !output.status.success() {
             return Err(failure(&program, &format!("cannot read table {table}"), &output));
         }
-        read.map_err(|error| BackendError::new(ErrorKind::Retry, format!("{program}: reading rules: {error}")))
+        read.map_err(|error| DataplaneError::new(ErrorKind::Retry, format!("{program}: reading rules: {error}")))
     }
 
     /// False for a legacy table that nobody has used yet: looking at it by program would create it. `/proc/net` is of the process, and programs
@@ -123,12 +123,12 @@ impl Programs {
     }
 
     /// Runs a script that holds all its text. Each table's part takes effect as a whole or not at all.
-    pub(in crate::backend) fn restore(&self, script: &Script) -> Result<(), BackendError> {
+    pub(in crate::dataplane) fn restore(&self, script: &Script) -> Result<(), DataplaneError> {
         self.restore_with(script, &mut |_, _| {})
     }
 
     /// Runs a script, with what it leaves for later as `render` writes it.
-    pub(super) fn restore_with(&self, script: &Script, render: &mut Render<'_>) -> Result<(), BackendError> {
+    pub(super) fn restore_with(&self, script: &Script, render: &mut Render<'_>) -> Result<(), DataplaneError> {
         let program = self.name("restore");
         tracing::trace!(%program, %script, "restoring");
         let mut child = Command::new(&program)
@@ -146,18 +146,19 @@ impl Programs {
             return Err(refusal(failure(&program, &offending_line(script, render, &late_lines, &output), &output)));
         }
         // A program that succeeds has read everything; had it not, success would mean nothing.
-        written
-            .map_err(|error| BackendError::new(ErrorKind::NeedsFullSync, format!("{program}: writing rules: {error}")))
+        written.map_err(|error| {
+            DataplaneError::new(ErrorKind::NeedsFullSync, format!("{program}: writing rules: {error}"))
+        })
     }
 
     /// True when a chain exists.
-    pub(in crate::backend) fn has_chain(&self, table: Table, chain: &str) -> Result<bool, BackendError> {
+    pub(in crate::dataplane) fn has_chain(&self, table: Table, chain: &str) -> Result<bool, DataplaneError> {
         let output = self.test(table, &["-S", chain, "1"])?;
         self.is_found(table, &output)
     }
 
     /// True when a rule exists in a chain. `rule` is as `iptables-save` prints it.
-    pub(in crate::backend) fn has_rule(&self, table: Table, chain: &str, rule: &str) -> Result<bool, BackendError> {
+    pub(in crate::dataplane) fn has_rule(&self, table: Table, chain: &str, rule: &str) -> Result<bool, DataplaneError> {
         let words = split_rule(rule);
         let mut arguments = vec!["-C", chain];
         arguments.extend(words.iter().map(String::as_str));
@@ -174,14 +175,14 @@ impl Programs {
         self.is_found(table, &output)
     }
 
-    fn test(&self, table: Table, arguments: &[&str]) -> Result<Output, BackendError> {
+    fn test(&self, table: Table, arguments: &[&str]) -> Result<Output, DataplaneError> {
         let program = self.name("");
         let mut command = Command::new(&program);
         command.args(["-w", LOCK_WAIT_SECONDS, "-t", table.as_str()]).args(arguments);
         command.output().map_err(|error| start_error(&program, &error))
     }
 
-    fn is_found(&self, table: Table, output: &Output) -> Result<bool, BackendError> {
+    fn is_found(&self, table: Table, output: &Output) -> Result<bool, DataplaneError> {
         match output.status.code() {
             Some(0) => Ok(true),
             Some(1) => Ok(false),
@@ -226,12 +227,12 @@ fn split_rule(rule: &str) -> Vec<String> {
     words
 }
 
-fn start_error(program: &str, error: &io::Error) -> BackendError {
+fn start_error(program: &str, error: &io::Error) -> DataplaneError {
     if error.kind() == io::ErrorKind::NotFound {
         let message = format!("{program} is not installed; install the package iptables, or choose --iptables-variant");
-        return BackendError::new(ErrorKind::Unavailable, message);
+        return DataplaneError::new(ErrorKind::Unavailable, message);
     }
-    BackendError::new(ErrorKind::Retry, format!("{program} did not run: {error}"))
+    DataplaneError::new(ErrorKind::Retry, format!("{program} did not run: {error}"))
 }
 
 /// What iptables programs say when a write failed for what the machine was in the middle of, or for what this process may do, and not for what was
@@ -247,17 +248,17 @@ const NOT_FOR_THE_RULES: [&str; 7] = [
 ];
 
 /// The error of a restore that failed, as what it is.
-fn refusal(error: BackendError) -> BackendError {
+fn refusal(error: DataplaneError) -> DataplaneError {
     let is_refusal = !NOT_FOR_THE_RULES.iter().any(|words| error.message.contains(words));
-    BackendError { kind: if is_refusal { ErrorKind::Refused } else { error.kind }, ..error }
+    DataplaneError { kind: if is_refusal { ErrorKind::Refused } else { error.kind }, ..error }
 }
 
-fn failure(program: &str, what: &str, output: &Output) -> BackendError {
+fn failure(program: &str, what: &str, output: &Output) -> DataplaneError {
     let code = output.status.code();
     let kind = if code == Some(EXIT_RESOURCE_PROBLEM) { ErrorKind::Retry } else { ErrorKind::NeedsFullSync };
     let stderr = String::from_utf8_lossy(&output.stderr);
     let said: Vec<&str> = stderr.lines().map(str::trim).filter(|line| !line.is_empty()).take(5).collect();
-    BackendError::new(kind, format!("{program} ({}): {what}: {}", output.status, said.join("; ")))
+    DataplaneError::new(kind, format!("{program} ({}): {what}: {}", output.status, said.join("; ")))
 }
 
 /// The line of the script that the program complained about, such as `line 17 failed` or `Error occurred at line: 17`.
@@ -305,7 +306,7 @@ mod tests {
 
     #[test]
     fn what_is_refused_for_the_rules_is_told_from_what_may_succeed_later() {
-        let kind = |said: &str| refusal(BackendError::new(ErrorKind::Retry, said)).kind;
+        let kind = |said: &str| refusal(DataplaneError::new(ErrorKind::Retry, said)).kind;
         for said in [
             "iptables-nft-restore (exit status: 4): line 3: RULE_APPEND failed (Invalid argument): rule in chain A",
             "iptables-restore (exit status: 2): Couldn't load match `recent':No such file or directory",

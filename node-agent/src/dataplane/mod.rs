@@ -80,7 +80,7 @@ pub struct TableStatistics {
     pub last: u32,
 }
 
-/// What a backend computed in [`Backend::plan`] and takes back in [`Backend::apply`]; nobody else looks inside.
+/// What a backend computed in [`NodeDataplane::plan`] and takes back in [`NodeDataplane::apply`]; nobody else looks inside.
 pub type Plan = Box<dyn Any + Send>;
 
 /// A service whose rules the kernel, or the program that writes them, refuses.
@@ -111,7 +111,7 @@ impl StateSource for FixedState<'_> {
 }
 
 /// A way to program the kernel. One value serves both families.
-pub trait Backend: Send {
+pub trait NodeDataplane: Send {
     /// Such as "iptables-legacy"; the part before the first `-` is the proxy mode.
     fn name(&self) -> &str;
 
@@ -122,7 +122,7 @@ pub trait Backend: Send {
     ///
     /// # Errors
     /// The kernel keeps what it had, or part of the new; the caller tries again in full.
-    fn sync_full(&mut self, state: &State, node: &NodeFacts) -> Result<Report, BackendError> {
+    fn sync_full(&mut self, state: &State, node: &NodeFacts) -> Result<Report, DataplaneError> {
         self.sync_full_from(&FixedState(state, node))
     }
 
@@ -132,7 +132,7 @@ pub trait Backend: Send {
     ///
     /// # Errors
     /// As [`Self::sync_full`].
-    fn sync_full_from(&mut self, source: &dyn StateSource) -> Result<Report, BackendError>;
+    fn sync_full_from(&mut self, source: &dyn StateSource) -> Result<Report, DataplaneError>;
 
     /// Computes what [`Self::apply`] is to do for the services that changed. Touches no kernel: the caller holds the state's lock.
     fn plan(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> Plan;
@@ -140,8 +140,8 @@ pub trait Backend: Send {
     /// Writes a plan to the kernel.
     ///
     /// # Errors
-    /// As [`BackendError::kind`] says. After an error the plan is spent: the caller plans the same services again, or syncs in full.
-    fn apply(&mut self, plan: Plan) -> Result<Report, BackendError>;
+    /// As [`DataplaneError::kind`] says. After an error the plan is spent: the caller plans the same services again, or syncs in full.
+    fn apply(&mut self, plan: Plan) -> Result<Report, DataplaneError>;
 
     /// After [`ErrorKind::Refused`]: finds the services that are at fault, by trying them on the kernel, in these families (none means
     /// both); among the suspects, or among all that are not set aside. It leaves the others' rules as they were or as they are wanted, and nothing that
@@ -154,7 +154,7 @@ pub trait Backend: Send {
         source: &dyn StateSource,
         suspects: Option<&BTreeSet<Arc<ServiceKey>>>,
         families: &[Family],
-    ) -> Result<Vec<Refused>, BackendError> {
+    ) -> Result<Vec<Refused>, DataplaneError> {
         let _ = (source, suspects, families);
         Ok(Vec::new())
     }
@@ -201,7 +201,7 @@ pub trait Backend: Send {
     ///
     /// # Errors
     /// As [`Self::apply`].
-    fn tend(&mut self) -> Result<(), BackendError> {
+    fn tend(&mut self) -> Result<(), DataplaneError> {
         Ok(())
     }
 
@@ -215,7 +215,7 @@ pub trait Backend: Send {
     ///
     /// # Errors
     /// When it cannot be found out.
-    fn has_rules(&mut self) -> Result<bool, BackendError> {
+    fn has_rules(&mut self) -> Result<bool, DataplaneError> {
         self.verify()
     }
 
@@ -223,23 +223,23 @@ pub trait Backend: Send {
     ///
     /// # Errors
     /// When it cannot be found out; says nothing about the rules.
-    fn verify(&mut self) -> Result<bool, BackendError>;
+    fn verify(&mut self) -> Result<bool, DataplaneError>;
 
     /// Removes every trace from the kernel.
     ///
     /// # Errors
     /// Names what was left behind.
-    fn cleanup(&mut self) -> Result<(), BackendError>;
+    fn cleanup(&mut self) -> Result<(), DataplaneError>;
 }
 
-/// What the caller does about a [`BackendError`].
+/// What the caller does about a [`DataplaneError`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ErrorKind {
     /// The same step may succeed later, as when another process holds a lock.
     Retry,
     /// The kernel is not as the backend thinks: only a full sync helps.
     NeedsFullSync,
-    /// All is done that the kernel takes. The rest comes out differently when its services are planned anew, which [`Backend::services_to_plan`] names:
+    /// All is done that the kernel takes. The rest comes out differently when its services are planned anew, which [`NodeDataplane::services_to_plan`] names:
     /// nothing has failed.
     PlanAgain,
     /// What is written is refused for itself: some service's rules cannot be had on this kernel, and the same step will fail again.
@@ -253,7 +253,7 @@ pub enum ErrorKind {
 /// A failure of a backend.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
-pub struct BackendError {
+pub struct DataplaneError {
     /// What to do about it.
     pub kind: ErrorKind,
     /// What failed, and the remedy where there is one.
@@ -262,7 +262,7 @@ pub struct BackendError {
     pub families: Vec<Family>,
 }
 
-impl BackendError {
+impl DataplaneError {
     /// An error of a kind.
     pub fn new(kind: ErrorKind, message: impl fmt::Display) -> Self {
         Self { kind, message: message.to_string(), families: Vec::new() }
@@ -307,16 +307,16 @@ pub fn proxy_mode(backend_name: &str) -> &str {
     backend_name.split('-').next().unwrap_or(backend_name)
 }
 
-/// The backend that the options ask for, or iptables where this machine cannot run that: then the backend says in [`Backend::degraded`] what is
+/// The backend that the options ask for, or iptables where this machine cannot run that: then the backend says in [`NodeDataplane::degraded`] what is
 /// missing. Touches no rule.
 ///
 /// # Errors
 /// When this machine cannot run it, or the options contradict each other; the message says what to change.
-pub fn build(options: &Options, settings: &Settings) -> Result<Box<dyn Backend>, BackendError> {
-    let iptables = || iptables::IptablesBackend::new(iptables_config(options, settings, options.iptables_variant));
+pub fn build(options: &Options, settings: &Settings) -> Result<Box<dyn NodeDataplane>, DataplaneError> {
+    let iptables = || iptables::IptablesDataplane::new(iptables_config(options, settings, options.iptables_variant));
     match settings.mode {
         ProxyMode::Auto | ProxyMode::Iptables => Ok(Box::new(iptables()?)),
-        ProxyMode::Ipvs => match ipvs::IpvsBackend::new(ipvs_config(options, settings)) {
+        ProxyMode::Ipvs => match ipvs::IpvsDataplane::new(ipvs_config(options, settings)) {
             Ok(backend) => Ok(Box::new(backend)),
             Err(error) if error.kind == ErrorKind::Unavailable => {
                 let sentence =
@@ -342,11 +342,11 @@ pub(crate) fn missing_ipv6(demand: &Demand) -> Option<String> {
 ///
 /// # Errors
 /// A parameter cannot be set.
-pub fn prepare(settings: &Settings) -> Result<(), BackendError> {
+pub fn prepare(settings: &Settings) -> Result<(), DataplaneError> {
     let node = NodeSettings::of(settings);
     let interfaces = if node.needs_interfaces() { interface_addresses() } else { Ok(Vec::new()) };
     let interfaces = interfaces.map_err(|error| {
-        BackendError::new(ErrorKind::Retry, format!("the addresses of the interfaces cannot be read: {error}"))
+        DataplaneError::new(ErrorKind::Retry, format!("the addresses of the interfaces cannot be read: {error}"))
     })?;
     let inputs = node.resolve(None, &interfaces);
     let of_iptables = || iptables::prepare(settings.localhost_node_ports, &inputs);
@@ -368,7 +368,7 @@ pub struct Cleanup {
     /// Such as "iptables-nft".
     pub backend: String,
     /// Removed (or nothing was there), or why not. [`ErrorKind::Unavailable`] means that this machine cannot run it, so that there is no trace of it.
-    pub outcome: Result<(), BackendError>,
+    pub outcome: Result<(), DataplaneError>,
 }
 
 impl Cleanup {
@@ -385,7 +385,7 @@ pub fn cleanup_all(options: &Options, settings: &Settings) -> Vec<Cleanup> {
     let variants = [("iptables-legacy", iptables::Variant::Legacy), ("iptables-nft", iptables::Variant::Nft)];
     let clean = |(name, variant): (&str, iptables::Variant)| {
         let config = iptables_config(options, settings, variant);
-        let outcome = iptables::IptablesBackend::new(config).and_then(|mut backend| backend.cleanup());
+        let outcome = iptables::IptablesDataplane::new(config).and_then(|mut backend| backend.cleanup());
         Cleanup { backend: name.to_owned(), outcome }
     };
     let mut cleaned: Vec<Cleanup> = variants.into_iter().map(clean).collect();

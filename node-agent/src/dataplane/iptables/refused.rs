@@ -6,7 +6,7 @@ use headgate_core::{Family, ServiceKey, State, iptables::Ledger};
 
 use super::command::Programs;
 use crate::{
-    backend::{BackendError, ErrorKind, Refused, StateSource},
+    dataplane::{DataplaneError, ErrorKind, Refused, StateSource},
     isolate::{Fault, find_faults},
 };
 
@@ -15,12 +15,12 @@ const MAX_ATTEMPTS: u32 = 256;
 
 /// Tries the suspects' rules, by halves; without suspects, all services that are not set aside yet. See [`Ledger::trial`] for what becomes
 /// of traffic meanwhile.
-pub(in crate::backend) fn find_refused(
+pub(in crate::dataplane) fn find_refused(
     programs: &Programs,
     ledger: &Ledger,
     source: &dyn StateSource,
     suspects: Option<&BTreeSet<Arc<ServiceKey>>>,
-) -> Result<Vec<Refused>, BackendError> {
+) -> Result<Vec<Refused>, DataplaneError> {
     let services = match suspects {
         Some(suspects) => suspects.iter().cloned().collect(),
         None => all_services(ledger, source),

@@ -12,7 +12,7 @@ use ipset_netlink::{Change, Entry, IpSets, Specification};
 use ipvs_netlink::Ipvs;
 
 use super::{
-    super::{BackendError, ErrorKind},
+    super::{DataplaneError, ErrorKind},
     convert,
     kernel::{Kernel, of_ipvs, of_routing, of_sets},
 };
@@ -23,7 +23,7 @@ pub(super) fn existing(
     device: u32,
     family: Family,
     tables: ExistingTables,
-) -> Result<Existing, BackendError> {
+) -> Result<Existing, DataplaneError> {
     let mut existing = Existing { tables, ..Existing::default() };
     read_device(kernel.routing()?, device, family, OfNetworks::Remove, &mut existing)?;
     read_sets(kernel.sets()?, family, OfOtherSize::MakeAnew, &mut existing)?;
@@ -48,7 +48,7 @@ pub(super) fn read_device(
     family: Family,
     of_networks: OfNetworks,
     existing: &mut Existing,
-) -> Result<(), BackendError> {
+) -> Result<(), DataplaneError> {
     let addresses = routing.addresses(device).map_err(of_routing)?;
     let of_family = addresses.into_iter().filter(|prefix| Family::of(prefix.address) == family);
     let (hosts, networks): (Vec<Prefix>, Vec<Prefix>) =
@@ -83,7 +83,7 @@ pub(super) fn read_sets(
     family: Family,
     of_other_size: OfOtherSize,
     existing: &mut Existing,
-) -> Result<(), BackendError> {
+) -> Result<(), DataplaneError> {
     for set in Set::ALL {
         let wanted = convert::specification(set, family);
         let Some(found) = sets.set(&wanted.name).map_err(of_sets)? else { continue };
@@ -107,7 +107,7 @@ pub(super) fn read_sets(
                     family(found.header.family.map(|_| wanted.family)),
                     name = wanted.name,
                 );
-                return Err(BackendError::new(ErrorKind::Fatal, message));
+                return Err(DataplaneError::new(ErrorKind::Fatal, message));
             }
         }
         // What we never put there has no place there either, whatever made it.
@@ -131,7 +131,7 @@ pub(super) fn read_sets(
 pub(super) const DRAFT: &str = "KUBE-DRAFT";
 
 /// Destroys a set that need not be there.
-pub(super) fn destroy_if_there(sets: &mut IpSets, name: &str) -> Result<(), BackendError> {
+pub(super) fn destroy_if_there(sets: &mut IpSets, name: &str) -> Result<(), DataplaneError> {
     match sets.destroy(name) {
         Err(error) if error.refusal_code() == Some(libc::ENOENT) => Ok(()),
         result => result.map_err(of_sets),
@@ -139,7 +139,7 @@ pub(super) fn destroy_if_there(sets: &mut IpSets, name: &str) -> Result<(), Back
 }
 
 /// Makes a set anew with these elements. Rules that refer to it never see less than what is in it.
-fn replace(sets: &mut IpSets, wanted: &Specification, mut changes: Vec<Change>) -> Result<(), BackendError> {
+fn replace(sets: &mut IpSets, wanted: &Specification, mut changes: Vec<Change>) -> Result<(), DataplaneError> {
     let draft = Specification { name: DRAFT.to_owned(), ..wanted.clone() };
     // A draft that is there is from an agent that was killed in between.
     destroy_if_there(sets, DRAFT)?;
@@ -151,14 +151,14 @@ fn replace(sets: &mut IpSets, wanted: &Specification, mut changes: Vec<Change>) 
     }
     if let Some(refused) = sets.execute(&changes).map_err(of_sets)?.first() {
         let message = changes[refused.index].explain(&refused.refusal);
-        return Err(BackendError::new(ErrorKind::NeedsFullSync, message));
+        return Err(DataplaneError::new(ErrorKind::NeedsFullSync, message));
     }
     sets.swap(&wanted.name, &draft.name).map_err(of_sets)?;
     sets.destroy(&draft.name).map_err(of_sets)
 }
 
 /// All virtual servers by address, with their destinations.
-pub(super) fn read_servers(ipvs: &mut Ipvs, family: Family, existing: &mut Existing) -> Result<(), BackendError> {
+pub(super) fn read_servers(ipvs: &mut Ipvs, family: Family, existing: &mut Existing) -> Result<(), DataplaneError> {
     for found in ipvs.services().map_err(of_ipvs)? {
         let id = found.service.id;
         let Some(key) = convert::server_key(id).filter(|key| Family::of(key.address) == family) else { continue };

@@ -10,7 +10,7 @@ use ipset_netlink::IpSets;
 use ipvs_netlink::{Command, Ipvs};
 
 use super::{
-    super::{BackendError, ErrorKind},
+    super::{DataplaneError, ErrorKind},
     convert,
     kernel::{of_ipvs, of_routing, of_sets},
     sysctl::Sysctls,
@@ -25,9 +25,9 @@ const PROBE_PORTS: std::ops::Range<u16> = 20_000..20_008;
 ///
 /// # Errors
 /// [`ErrorKind::Unavailable`]: all that is missing, each with how to get it.
-pub(super) fn require(scheduler: Scheduler, families: &[Family]) -> Result<(), BackendError> {
+pub(super) fn require(scheduler: Scheduler, families: &[Family]) -> Result<(), DataplaneError> {
     let mut missing = Vec::new();
-    let mut note = |result: Result<(), BackendError>| missing.extend(result.err().map(|error| error.message));
+    let mut note = |result: Result<(), DataplaneError>| missing.extend(result.err().map(|error| error.message));
     note(Ipvs::open().map_err(of_ipvs).and_then(|mut ipvs| has_scheduler(&mut ipvs, scheduler)));
     match IpSets::open() {
         Ok(mut sets) => set_types(families).into_iter().for_each(|(set_type, family)| {
@@ -45,7 +45,7 @@ pub(super) fn require(scheduler: Scheduler, families: &[Family]) -> Result<(), B
         return Ok(());
     }
     missing.dedup();
-    Err(BackendError::new(ErrorKind::Unavailable, missing.join("; ")))
+    Err(DataplaneError::new(ErrorKind::Unavailable, missing.join("; ")))
 }
 
 fn set_types(families: &[Family]) -> Vec<(ipset_netlink::SetType, ipset_netlink::Family)> {
@@ -60,7 +60,7 @@ fn set_types(families: &[Family]) -> Vec<(ipset_netlink::SetType, ipset_netlink:
 ///
 /// # Errors
 /// [`ErrorKind::Unavailable`] when the kernel does not have it: how to get it.
-pub(super) fn has_scheduler(ipvs: &mut Ipvs, scheduler: Scheduler) -> Result<(), BackendError> {
+pub(super) fn has_scheduler(ipvs: &mut Ipvs, scheduler: Scheduler) -> Result<(), DataplaneError> {
     for port in PROBE_PORTS {
         let key = ServerKey { address: PROBE_ADDRESS, protocol: Protocol::Tcp, port };
         let settings = Settings { scheduler, persistence_seconds: None };
@@ -82,10 +82,10 @@ pub(super) fn has_scheduler(ipvs: &mut Ipvs, scheduler: Scheduler) -> Result<(),
                 let message = format!(
                     "this kernel has no scheduler {scheduler}: load the module ip_vs_{scheduler} (modprobe ip_vs_{scheduler})"
                 );
-                return Err(BackendError::new(ErrorKind::Unavailable, message));
+                return Err(DataplaneError::new(ErrorKind::Unavailable, message));
             }
             Some(refused) => {
-                return Err(BackendError::new(ErrorKind::Unavailable, add.explain(&refused.refusal)));
+                return Err(DataplaneError::new(ErrorKind::Unavailable, add.explain(&refused.refusal)));
             }
         }
     }
@@ -96,7 +96,7 @@ pub(super) fn has_scheduler(ipvs: &mut Ipvs, scheduler: Scheduler) -> Result<(),
 pub(super) const PROBE_DEVICE: &str = "kube-ipvs-probe";
 
 /// Makes a device of another name and removes it again, unless ours is there.
-fn has_dummy_devices() -> Result<(), BackendError> {
+fn has_dummy_devices() -> Result<(), DataplaneError> {
     let mut routing = headgate_netlink::route::Routing::open().map_err(of_routing)?;
     let is_there = routing.link(headgate_core::ipvs::DEVICE).map_err(of_routing)?;
     if is_there.is_some() {
@@ -107,7 +107,7 @@ fn has_dummy_devices() -> Result<(), BackendError> {
         Err(error) if error.refusal_code() == Some(libc::EEXIST) => {}
         Err(error) if error.refusal_code() == Some(libc::EOPNOTSUPP) => {
             let message = "this kernel has no dummy devices: load the module dummy (modprobe dummy)";
-            return Err(BackendError::new(ErrorKind::Unavailable, message));
+            return Err(DataplaneError::new(ErrorKind::Unavailable, message));
         }
         Err(error) => return Err(of_routing(error)),
     }

@@ -16,7 +16,7 @@ use ipvs_netlink::{Ipvs, IpvsError};
 use tracing::info;
 
 use super::{
-    super::{BackendError, ErrorKind},
+    super::{DataplaneError, ErrorKind},
     convert,
     probe::PROBE_DEVICE,
 };
@@ -41,24 +41,24 @@ fn or_open<T, E>(slot: &mut Option<T>, open: impl FnOnce() -> Result<T, E>) -> R
 
 impl Kernel {
     /// Virtual servers.
-    pub(super) fn ipvs(&mut self) -> Result<&mut Ipvs, BackendError> {
+    pub(super) fn ipvs(&mut self) -> Result<&mut Ipvs, DataplaneError> {
         or_open(&mut self.ipvs, Ipvs::open).map_err(of_ipvs)
     }
 
     /// Sets.
-    pub(super) fn sets(&mut self) -> Result<&mut IpSets, BackendError> {
+    pub(super) fn sets(&mut self) -> Result<&mut IpSets, DataplaneError> {
         or_open(&mut self.sets, IpSets::open).map_err(of_sets)
     }
 
     /// The device and its addresses.
-    pub(super) fn routing(&mut self) -> Result<&mut Routing, BackendError> {
+    pub(super) fn routing(&mut self) -> Result<&mut Routing, DataplaneError> {
         or_open(&mut self.routing, Routing::open).map_err(of_routing)
     }
 
     /// The number of our device, which is made if it is not there. It is down, so that its addresses are the node's own and no more: routing daemons
     /// export those of devices that are up. Routes to addresses are made as these come, and lost when the device goes up and down again; then
     /// another device takes its place.
-    pub(super) fn device(&mut self) -> Result<u32, BackendError> {
+    pub(super) fn device(&mut self) -> Result<u32, DataplaneError> {
         let link = match self.routing()?.link(DEVICE).map_err(of_routing)? {
             Some(link) => link,
             None => self.make_device(DEVICE)?,
@@ -67,7 +67,7 @@ impl Kernel {
             let message = format!(
                 "device {DEVICE} is not a dummy device (ip -d link show {DEVICE}); remove it (ip link del {DEVICE})"
             );
-            return Err(BackendError::new(ErrorKind::Fatal, message));
+            return Err(DataplaneError::new(ErrorKind::Fatal, message));
         }
         let addresses = self.routing()?.addresses(link.index).map_err(of_routing)?;
         if link.is_up() || addresses.iter().any(|prefix| is_without_route(prefix.address)) {
@@ -76,22 +76,22 @@ impl Kernel {
         Ok(link.index)
     }
 
-    fn make_device(&mut self, name: &str) -> Result<Link, BackendError> {
+    fn make_device(&mut self, name: &str) -> Result<Link, DataplaneError> {
         let routing = self.routing()?;
         routing.add_dummy(name).map_err(|error| match error.refusal_code() {
-            Some(libc::EOPNOTSUPP) => BackendError::new(
+            Some(libc::EOPNOTSUPP) => DataplaneError::new(
                 ErrorKind::Unavailable,
                 "this kernel has no dummy devices: load the module dummy (modprobe dummy)",
             ),
             _ => of_routing(error),
         })?;
         let made = routing.link(name).map_err(of_routing)?;
-        made.ok_or_else(|| BackendError::new(ErrorKind::Retry, format!("device {name} went as it came")))
+        made.ok_or_else(|| DataplaneError::new(ErrorKind::Retry, format!("device {name} went as it came")))
     }
 
     /// Makes our device anew, with these addresses. Another device has them meanwhile, so that the node has them all the time. That one is not renamed
     /// instead: the kernel would number the labels of its addresses, by which the device of an IPv4 address is known.
-    fn replace_device(&mut self, old: u32, addresses: &[Prefix]) -> Result<u32, BackendError> {
+    fn replace_device(&mut self, old: u32, addresses: &[Prefix]) -> Result<u32, DataplaneError> {
         // One may be left from an agent that was killed in the middle of this.
         if let Some(left) = self.routing()?.link(PROBE_DEVICE).map_err(of_routing)? {
             self.routing()?.remove_link(left.index).map_err(of_routing)?;
@@ -107,7 +107,7 @@ impl Kernel {
     }
 
     /// Adds those addresses that are of one host. One that is refused is missing when the full sync looks at the device.
-    fn add_addresses(&mut self, link: u32, addresses: &[Prefix]) -> Result<(), BackendError> {
+    fn add_addresses(&mut self, link: u32, addresses: &[Prefix]) -> Result<(), DataplaneError> {
         let hosts = addresses.iter().filter(|prefix| **prefix == convert::host(prefix.address));
         let adds: Vec<Change> = hosts.map(|address| Change::AddAddress { link, address: *address }).collect();
         self.routing()?.change(&adds, |_, _| {}).map_err(of_routing)
@@ -117,22 +117,22 @@ impl Kernel {
     ///
     /// # Errors
     /// It is gone, and its addresses with it; or somebody has set it up. Only a full sync helps.
-    pub(super) fn device_in_use(&mut self) -> Result<u32, BackendError> {
+    pub(super) fn device_in_use(&mut self) -> Result<u32, DataplaneError> {
         let message = match self.link()? {
             Some(link) if !link.is_up() => return Ok(link.index),
             Some(_) => format!("device {DEVICE} is up: routing daemons may export services' addresses"),
             None => format!("device {DEVICE} is gone: services' addresses went with it"),
         };
-        Err(BackendError::new(ErrorKind::NeedsFullSync, message))
+        Err(DataplaneError::new(ErrorKind::NeedsFullSync, message))
     }
 
     /// The number of our device, if it is there.
-    pub(super) fn existing_device(&mut self) -> Result<Option<u32>, BackendError> {
+    pub(super) fn existing_device(&mut self) -> Result<Option<u32>, DataplaneError> {
         Ok(self.link()?.map(|link| link.index))
     }
 
     /// Our device, if it is there.
-    pub(super) fn link(&mut self) -> Result<Option<Link>, BackendError> {
+    pub(super) fn link(&mut self) -> Result<Option<Link>, DataplaneError> {
         let link = self.routing()?.link(DEVICE).map_err(of_routing)?;
         // A device of another kind is somebody else's.
         Ok(link.filter(|link| link.kind.as_deref() == Some("dummy")))
@@ -160,25 +160,25 @@ fn kind(error: &NetlinkError) -> ErrorKind {
     if error.is_transient() { ErrorKind::Retry } else { ErrorKind::NeedsFullSync }
 }
 
-pub(super) fn of_ipvs(error: IpvsError) -> BackendError {
+pub(super) fn of_ipvs(error: IpvsError) -> DataplaneError {
     let kind = match &error {
         IpvsError::Missing => ErrorKind::Unavailable,
         IpvsError::Netlink(error) => kind(error),
         IpvsError::Malformed(_) => ErrorKind::NeedsFullSync,
     };
-    BackendError::new(kind, error)
+    DataplaneError::new(kind, error)
 }
 
-pub(super) fn of_sets(error: IpSetError) -> BackendError {
+pub(super) fn of_sets(error: IpSetError) -> DataplaneError {
     let kind = match &error {
         IpSetError::Missing | IpSetError::MissingType(_) | IpSetError::Protocol(..) => ErrorKind::Unavailable,
         IpSetError::Netlink(error) => kind(error),
         _ => ErrorKind::NeedsFullSync,
     };
-    BackendError::new(kind, error)
+    DataplaneError::new(kind, error)
 }
 
 #[allow(clippy::needless_pass_by_value)] // for `map_err`
-pub(super) fn of_routing(error: NetlinkError) -> BackendError {
-    BackendError::new(kind(&error), format_args!("device {DEVICE} and its addresses: {error}"))
+pub(super) fn of_routing(error: NetlinkError) -> DataplaneError {
+    DataplaneError::new(kind(&error), format_args!("device {DEVICE} and its addresses: {error}"))
 }

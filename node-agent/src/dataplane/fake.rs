@@ -8,9 +8,9 @@ use std::{
 
 use headgate_core::{Demand, Dirty, Family, ServiceKey, State, digest::Digests, view::NodeFacts};
 
-use super::{Backend, BackendError, ErrorKind, Plan, Refused, Report, StateSource};
+use super::{DataplaneError, ErrorKind, NodeDataplane, Plan, Refused, Report, StateSource};
 
-/// What was asked of a [`FakeBackend`].
+/// What was asked of a [`FakeDataplane`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Call {
     /// A full sync of a state with these digests, on this node.
@@ -32,7 +32,7 @@ pub struct FakeControl(Arc<(Mutex<Script>, Condvar)>);
 #[derive(Debug, Default)]
 struct Script {
     calls: Vec<Call>,
-    failures: VecDeque<BackendError>,
+    failures: VecDeque<DataplaneError>,
     verdicts: VecDeque<bool>,
     held: bool,
     degraded: Vec<String>,
@@ -50,7 +50,7 @@ impl FakeControl {
     }
 
     /// Lets the next full sync or apply fail; called several times, the next several.
-    pub fn fail_next(&self, error: BackendError) {
+    pub fn fail_next(&self, error: DataplaneError) {
         self.script().failures.push_back(error);
     }
 
@@ -105,16 +105,16 @@ impl FakeControl {
     }
 
     /// Fails when it is about services that the kernel refuses and that are not set aside.
-    fn write(&self, call: Call, services: &[String]) -> Result<(), BackendError> {
+    fn write(&self, call: Call, services: &[String]) -> Result<(), DataplaneError> {
         self.work(call)?;
         let script = self.script();
         match services.iter().find(|service| script.refused.contains(*service) && !script.aside.contains(*service)) {
-            Some(_) => Err(BackendError::new(ErrorKind::Refused, "line 3 failed")),
+            Some(_) => Err(DataplaneError::new(ErrorKind::Refused, "line 3 failed")),
             None => Ok(()),
         }
     }
 
-    fn work(&self, call: Call) -> Result<(), BackendError> {
+    fn work(&self, call: Call) -> Result<(), DataplaneError> {
         let script = self.0.1.wait_while(self.script(), |script| script.held);
         let mut script = script.unwrap_or_else(PoisonError::into_inner);
         script.calls.push(call);
@@ -125,11 +125,11 @@ impl FakeControl {
 
 /// Records what is asked of it.
 #[derive(Debug, Default)]
-pub struct FakeBackend {
+pub struct FakeDataplane {
     control: FakeControl,
 }
 
-impl FakeBackend {
+impl FakeDataplane {
     /// A backend and its control.
     #[must_use]
     pub fn new() -> (Self, FakeControl) {
@@ -142,7 +142,7 @@ fn count(number: usize) -> u32 {
     u32::try_from(number).unwrap_or(u32::MAX)
 }
 
-impl Backend for FakeBackend {
+impl NodeDataplane for FakeDataplane {
     fn name(&self) -> &str {
         "fake"
     }
@@ -151,7 +151,7 @@ impl Backend for FakeBackend {
         self.control.script().degraded.clone()
     }
 
-    fn sync_full_from(&mut self, source: &dyn StateSource) -> Result<Report, BackendError> {
+    fn sync_full_from(&mut self, source: &dyn StateSource) -> Result<Report, DataplaneError> {
         let (mut call, mut planned, mut services) = (None, 0, Vec::new());
         source.look(&mut |state, node| {
             call = Some(Call::Full(state.digests().clone(), node.clone()));
@@ -167,7 +167,7 @@ impl Backend for FakeBackend {
         Box::new(Call::Apply(services, state.digests().clone()))
     }
 
-    fn apply(&mut self, plan: Plan) -> Result<Report, BackendError> {
+    fn apply(&mut self, plan: Plan) -> Result<Report, DataplaneError> {
         let Ok(call) = plan.downcast::<Call>() else { return Ok(Report::default()) };
         let Call::Apply(services, _) = &*call else { return Ok(Report::default()) };
         let (planned, services) = (count(services.len()), services.clone());
@@ -180,7 +180,7 @@ impl Backend for FakeBackend {
         source: &dyn StateSource,
         suspects: Option<&BTreeSet<Arc<ServiceKey>>>,
         _families: &[Family],
-    ) -> Result<Vec<Refused>, BackendError> {
+    ) -> Result<Vec<Refused>, DataplaneError> {
         let named = suspects.map(|suspects| suspects.iter().map(ToString::to_string).collect());
         self.control.work(Call::FindRefused(named))?;
         let mut tried: Vec<Arc<ServiceKey>> = Vec::new();
@@ -206,12 +206,12 @@ impl Backend for FakeBackend {
         std::mem::take(&mut self.control.script().to_plan)
     }
 
-    fn verify(&mut self) -> Result<bool, BackendError> {
+    fn verify(&mut self) -> Result<bool, DataplaneError> {
         self.control.work(Call::Verify)?;
         Ok(self.control.script().verdicts.pop_front().unwrap_or(true))
     }
 
-    fn cleanup(&mut self) -> Result<(), BackendError> {
+    fn cleanup(&mut self) -> Result<(), DataplaneError> {
         self.control.work(Call::Cleanup)
     }
 }

@@ -8,7 +8,7 @@ use ipnet::IpNet;
 use tracing::{info, warn};
 
 use super::{
-    BackendError,
+    DataplaneError,
     iptables::command::Programs,
     ipvs,
     retry::{PAUSES_OF_MODULES, Refusals},
@@ -32,9 +32,9 @@ impl Leftovers {
     /// Removes what there is. Returns a sentence for each part of it that stays for now. Costs nothing once everything is gone.
     pub(super) fn remove(&mut self) -> Vec<String> {
         let mut sentences = Vec::new();
-        let mut note = |what: &str, removed: Result<(), BackendError>| {
+        let mut note = |what: &str, removed: Result<(), DataplaneError>| {
             let error = removed.err();
-            let sentence = |error: &BackendError| format!("{what} cannot be removed, and is tried again: {error}");
+            let sentence = |error: &DataplaneError| format!("{what} cannot be removed, and is tried again: {error}");
             sentences.extend(error.as_ref().map(sentence));
             error.is_some()
         };
@@ -78,10 +78,10 @@ impl Leftovers {
     ///
     /// # Errors
     /// Names what stays.
-    pub(super) fn clean_up_other_variant(&self) -> Result<(), BackendError> {
+    pub(super) fn clean_up_other_variant(&self) -> Result<(), DataplaneError> {
         let mut result = Ok(());
         for programs in &self.other_variant {
-            result = BackendError::join(result, programs.cleanup());
+            result = DataplaneError::join(result, programs.cleanup());
         }
         result
     }

@@ -7,7 +7,7 @@ use headgate_core::{
 use ipnet::IpNet;
 
 use super::{
-    super::{BackendError, ErrorKind},
+    super::{DataplaneError, ErrorKind},
     kernel::{self, Kernel, of_routing},
     probe,
     read::{self, OfNetworks, OfOtherSize},
@@ -19,7 +19,7 @@ use super::{
 ///
 /// # Errors
 /// Names what is left.
-pub(in crate::backend) fn remove_all(exclude_cidrs: &[IpNet]) -> Result<(), BackendError> {
+pub(in crate::dataplane) fn remove_all(exclude_cidrs: &[IpNet]) -> Result<(), DataplaneError> {
     let mut kernel = Kernel::default();
     let device = kernel.existing_device()?;
     let mut result = Ok(());
@@ -29,11 +29,11 @@ pub(in crate::backend) fn remove_all(exclude_cidrs: &[IpNet]) -> Result<(), Back
             // What an interrupted dump left in a socket is not the answer to the next question.
             kernel = Kernel::default();
         }
-        result = BackendError::join(result, removed);
+        result = DataplaneError::join(result, removed);
     }
     if let Some(device) = device {
         let removed = kernel.routing().and_then(|routing| routing.remove_link(device).map_err(of_routing));
-        result = BackendError::join(result, removed);
+        result = DataplaneError::join(result, removed);
     }
     // Left behind by an agent that was killed while it looked at what the kernel can do.
     let probe = kernel.routing().and_then(|routing| routing.link(probe::PROBE_DEVICE).map_err(of_routing));
@@ -41,7 +41,7 @@ pub(in crate::backend) fn remove_all(exclude_cidrs: &[IpNet]) -> Result<(), Back
         Some(link) => kernel.routing().and_then(|routing| routing.remove_link(link.index).map_err(of_routing)),
         None => Ok(()),
     });
-    BackendError::join(result, removed)
+    DataplaneError::join(result, removed)
 }
 
 fn remove(
@@ -49,7 +49,7 @@ fn remove(
     device: Option<u32>,
     family: Family,
     exclude_cidrs: &[IpNet],
-) -> Result<(), BackendError> {
+) -> Result<(), DataplaneError> {
     let mut existing = Existing::default();
     if let Some(device) = device {
         read::read_device(kernel.routing()?, device, family, OfNetworks::Leave, &mut existing)?;
@@ -69,5 +69,5 @@ fn remove(
         return Ok(());
     }
     let reasons: Vec<String> = outcome.refused.into_iter().map(|refused| refused.reason).collect();
-    Err(BackendError::new(ErrorKind::Fatal, reasons.join("; ")))
+    Err(DataplaneError::new(ErrorKind::Fatal, reasons.join("; ")))
 }

@@ -19,7 +19,7 @@ pub(super) fn is_localnet_routed() -> bool {
 }
 
 /// False when the kernel was told to do without IPv6 (`ipv6.disable=1`), or when all interfaces were (`disable_ipv6`) and none has an address.
-pub(in crate::backend) fn has_ipv6() -> bool {
+pub(in crate::dataplane) fn has_ipv6() -> bool {
     let is_off =
         || fs::read_to_string("/proc/sys/net/ipv6/conf/all/disable_ipv6").is_ok_and(|value| value.trim() == "1");
     match fs::read_to_string("/proc/thread-self/net/if_inet6") {

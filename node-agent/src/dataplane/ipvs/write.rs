@@ -11,7 +11,7 @@ use ipset_netlink::{Change as SetChange, IpSetError};
 use ipvs_netlink::{Command, Refusal};
 
 use super::{
-    super::{BackendError, ErrorKind},
+    super::{DataplaneError, ErrorKind},
     convert,
     kernel::{Kernel, of_ipvs, of_routing, of_sets},
 };
@@ -69,7 +69,7 @@ pub(super) fn run(
     family: Family,
     ops: &[Op],
     outcome: &mut Outcome,
-) -> Result<(), BackendError> {
+) -> Result<(), DataplaneError> {
     for ops in ops.chunk_by(|one, next| part(one) == part(next)) {
         match ops.first().map(part) {
             Some(Part::Set) => ops.iter().try_for_each(|op| set(kernel, family, *op, &mut outcome.refused))?,
@@ -82,7 +82,7 @@ pub(super) fn run(
     Ok(())
 }
 
-fn set(kernel: &mut Kernel, family: Family, op: Op, refused: &mut Vec<RefusedOp>) -> Result<(), BackendError> {
+fn set(kernel: &mut Kernel, family: Family, op: Op, refused: &mut Vec<RefusedOp>) -> Result<(), DataplaneError> {
     let sets = kernel.sets()?;
     let result = match op {
         Op::CreateSet(set) => sets.create(&convert::specification(set, family)),
@@ -99,7 +99,12 @@ fn set(kernel: &mut Kernel, family: Family, op: Op, refused: &mut Vec<RefusedOp>
     }
 }
 
-fn elements(kernel: &mut Kernel, family: Family, ops: &[Op], refused: &mut Vec<RefusedOp>) -> Result<(), BackendError> {
+fn elements(
+    kernel: &mut Kernel,
+    family: Family,
+    ops: &[Op],
+    refused: &mut Vec<RefusedOp>,
+) -> Result<(), DataplaneError> {
     let change = |op: &Op| match *op {
         Op::AddElement(set, element) => {
             Some(SetChange::add(set.name(family), ipset_netlink::Entry::new(convert::element(element))))
@@ -111,14 +116,14 @@ fn elements(kernel: &mut Kernel, family: Family, ops: &[Op], refused: &mut Vec<R
     for refusal in kernel.sets()?.execute(&changes).map_err(of_sets)? {
         let (op, change) = (ops[refusal.index], &changes[refusal.index]);
         if refusal.refusal.code == libc::ENOENT {
-            return Err(BackendError::new(ErrorKind::NeedsFullSync, change.explain(&refusal.refusal)));
+            return Err(DataplaneError::new(ErrorKind::NeedsFullSync, change.explain(&refusal.refusal)));
         }
         refused.push(RefusedOp { op, reason: change.explain(&refusal.refusal), missing_scheduler: None });
     }
     Ok(())
 }
 
-fn addresses(kernel: &mut Kernel, device: u32, ops: &[Op], refused: &mut Vec<RefusedOp>) -> Result<(), BackendError> {
+fn addresses(kernel: &mut Kernel, device: u32, ops: &[Op], refused: &mut Vec<RefusedOp>) -> Result<(), DataplaneError> {
     let change = |op: &Op| match *op {
         Op::Bind(address) => Some(RouteChange::AddAddress { link: device, address: convert::host(address) }),
         Op::Unbind(address) => Some(RouteChange::RemoveAddress { link: device, address: convert::host(address) }),
@@ -145,7 +150,7 @@ fn addresses(kernel: &mut Kernel, device: u32, ops: &[Op], refused: &mut Vec<Ref
         };
         let reason = format!("{what} on device {DEVICE}: {refusal}{remedy}");
         if code == libc::ENODEV {
-            return Err(BackendError::new(ErrorKind::NeedsFullSync, reason));
+            return Err(DataplaneError::new(ErrorKind::NeedsFullSync, reason));
         }
         refused.push(RefusedOp { op, reason, missing_scheduler: None });
     }
@@ -168,7 +173,7 @@ fn command(op: &Op) -> Option<Command> {
     })
 }
 
-fn servers(kernel: &mut Kernel, ops: &[Op], outcome: &mut Outcome) -> Result<(), BackendError> {
+fn servers(kernel: &mut Kernel, ops: &[Op], outcome: &mut Outcome) -> Result<(), DataplaneError> {
     let commands: Vec<Command> = ops.iter().filter_map(command).collect();
     let refusals = kernel.ipvs()?.execute(&commands).map_err(of_ipvs)?;
     let Outcome { refused, absent } = outcome;

@@ -31,12 +31,12 @@ use ipvs_netlink::{Ipvs, Timeouts};
 use tracing::info;
 
 use self::{
-    family::FamilyBackend,
+    family::FamilyDataplane,
     kernel::{Kernel, of_ipvs},
     sysctl::Sysctls,
 };
 use super::{
-    Backend, BackendError, ErrorKind, FamilyStatistics, Plan, Refused, Report, StateSource,
+    DataplaneError, ErrorKind, FamilyStatistics, NodeDataplane, Plan, Refused, Report, StateSource,
     iptables::{Variant, command::Programs, sysctl::has_ipv6, variant},
     leftovers::Leftovers,
     missing_ipv6,
@@ -51,11 +51,11 @@ const DRAIN_INTERVAL: Duration = Duration::from_secs(5);
 ///
 /// # Errors
 /// One cannot be set; [`ErrorKind::Unavailable`] when the kernel has no IPVS.
-pub(super) fn prepare(strict_arp: bool) -> Result<(), BackendError> {
+pub(super) fn prepare(strict_arp: bool) -> Result<(), DataplaneError> {
     // They come with IPVS.
     Ipvs::open().map_err(of_ipvs)?;
-    let sentences = Sysctls::default().set(strict_arp).map_err(|error| BackendError::new(ErrorKind::Fatal, error))?;
-    if sentences.is_empty() { Ok(()) } else { Err(BackendError::new(ErrorKind::Fatal, sentences.join("; "))) }
+    let sentences = Sysctls::default().set(strict_arp).map_err(|error| DataplaneError::new(ErrorKind::Fatal, error))?;
+    if sentences.is_empty() { Ok(()) } else { Err(DataplaneError::new(ErrorKind::Fatal, sentences.join("; "))) }
 }
 
 /// Services that are named where a scheduler is missing.
@@ -63,10 +63,10 @@ const MAX_NAMES: usize = 3;
 
 /// Programs the kernel's IPVS.
 #[derive(Debug)]
-pub struct IpvsBackend {
+pub struct IpvsDataplane {
     config: Config,
     kernel: Kernel,
-    families: Vec<FamilyBackend>,
+    families: Vec<FamilyDataplane>,
     leftovers: Leftovers,
     is_without_ipv6: bool,
     /// Kernel parameters that could not be set, a sentence each.
@@ -78,20 +78,20 @@ pub struct IpvsBackend {
     missing_schedulers: Refusals<Scheduler>,
     /// Services that get another scheduler than they had.
     to_plan: BTreeSet<Arc<ServiceKey>>,
-    /// What was told of by [`Backend::refused_parts`], as the ledgers count.
+    /// What was told of by [`NodeDataplane::refused_parts`], as the ledgers count.
     told_revisions: Vec<u64>,
 }
 
-/// What [`Backend::plan`] hands to [`Backend::apply`], in the order of the backend's families.
+/// What [`NodeDataplane::plan`] hands to [`NodeDataplane::apply`], in the order of the backend's families.
 #[derive(Debug)]
 struct IpvsPlan(Vec<FamilyPlan>);
 
-impl IpvsBackend {
+impl IpvsDataplane {
     /// Looks whether this machine can run the backend. Programs nothing.
     ///
     /// # Errors
     /// [`ErrorKind::Unavailable`] where it cannot: all that is missing, and how to get it.
-    pub fn new(config: Config) -> Result<Self, BackendError> {
+    pub fn new(config: Config) -> Result<Self, DataplaneError> {
         let variant = variant::choose(config.variant)?;
         let other = if variant == Variant::Legacy { Variant::Nft } else { Variant::Legacy };
         let mut is_without_ipv6 = false;
@@ -108,7 +108,7 @@ impl IpvsBackend {
                 masquerade: config.masquerade.clone(),
                 ..IpvsConfig::new(family)
             });
-            families.push(FamilyBackend::new(Programs::new(family, variant), ledger));
+            families.push(FamilyDataplane::new(Programs::new(family, variant), ledger));
             other_variant.extend(Some(Programs::new(family, other)).filter(Programs::are_installed));
         }
         let programmed: Vec<Family> = families.iter().map(|family| family.family).collect();
@@ -135,7 +135,7 @@ impl IpvsBackend {
     }
 
     /// Kernel parameters and time-outs, once.
-    fn prepare(&mut self) -> Result<(), BackendError> {
+    fn prepare(&mut self) -> Result<(), DataplaneError> {
         if self.is_prepared {
             return Ok(());
         }
@@ -152,7 +152,7 @@ impl IpvsBackend {
             ipvs.set_timeouts(&timeouts).map_err(of_ipvs)?;
         }
         self.unset_parameters =
-            Sysctls::default().set(strict_arp).map_err(|error| BackendError::new(ErrorKind::Fatal, error))?;
+            Sysctls::default().set(strict_arp).map_err(|error| DataplaneError::new(ErrorKind::Fatal, error))?;
         self.is_prepared = true;
         Ok(())
     }
@@ -161,15 +161,15 @@ impl IpvsBackend {
     /// answers to old questions may still come on them.
     fn each(
         &mut self,
-        mut work: impl FnMut(&mut FamilyBackend, &mut Kernel) -> Result<(), BackendError>,
-    ) -> Result<(), BackendError> {
+        mut work: impl FnMut(&mut FamilyDataplane, &mut Kernel) -> Result<(), DataplaneError>,
+    ) -> Result<(), DataplaneError> {
         let mut result = Ok(());
         for family in &mut self.families {
             let done = work(family, &mut self.kernel).map_err(|error| error.of(family.family));
             if done.is_err() {
                 self.kernel = Kernel::default();
             }
-            result = BackendError::join(result, done);
+            result = DataplaneError::join(result, done);
         }
         self.replace_missing_schedulers();
         self.plan_drain();
@@ -179,7 +179,7 @@ impl IpvsBackend {
     /// Has services whose scheduler the kernel turned out not to have planned with the cluster's.
     fn replace_missing_schedulers(&mut self) {
         let missing: BTreeSet<Scheduler> =
-            self.families.iter_mut().flat_map(FamilyBackend::take_newly_missing).collect();
+            self.families.iter_mut().flat_map(FamilyDataplane::take_newly_missing).collect();
         for scheduler in missing {
             self.missing_schedulers.note(scheduler, String::new(), Instant::now());
             self.set_available(scheduler, false);
@@ -193,7 +193,7 @@ impl IpvsBackend {
     }
 
     /// Looks whether the kernel has schedulers by now that it did not have.
-    fn look_for_schedulers(&mut self, now: Instant) -> Result<(), BackendError> {
+    fn look_for_schedulers(&mut self, now: Instant) -> Result<(), DataplaneError> {
         for scheduler in self.missing_schedulers.due(now) {
             match probe::has_scheduler(self.kernel.ipvs()?, scheduler) {
                 Ok(()) => {
@@ -213,7 +213,7 @@ impl IpvsBackend {
     /// What is to be told about a missing scheduler; none when no service asks for it.
     fn lament(&self, scheduler: Scheduler) -> Option<String> {
         let problem = Problem::MissingScheduler(scheduler);
-        let of = |family: &FamilyBackend| {
+        let of = |family: &FamilyDataplane| {
             let services = family.ledger.problems().filter(|(_, found)| **found == problem);
             services.map(|(service, _)| service.to_string()).collect::<Vec<_>>()
         };
@@ -236,7 +236,7 @@ impl IpvsBackend {
     }
 }
 
-impl Backend for IpvsBackend {
+impl NodeDataplane for IpvsDataplane {
     fn name(&self) -> &str {
         "ipvs"
     }
@@ -244,7 +244,7 @@ impl Backend for IpvsBackend {
     fn degraded(&self, demand: &Demand) -> Vec<String> {
         let missing = self.missing_schedulers.all().filter_map(|scheduler| self.lament(scheduler));
         let until_then = "pods and the node itself reach ports of SCTP at addresses with externalTrafficPolicy Local only where this node has an endpoint";
-        let ask_for_sctp = |family: &&FamilyBackend| demand.of(family.family).with_sctp > 0;
+        let ask_for_sctp = |family: &&FamilyDataplane| demand.of(family.family).with_sctp > 0;
         let without_sctp = self.families.iter().filter(ask_for_sctp).find_map(|family| family.sctp.lament(until_then));
         let without_ipv6 = self.is_without_ipv6.then(|| missing_ipv6(demand)).flatten();
         self.unset_parameters.iter().cloned().chain(missing).chain(without_sctp).chain(without_ipv6).collect()
@@ -254,7 +254,7 @@ impl Backend for IpvsBackend {
         true
     }
 
-    fn sync_full_from(&mut self, source: &dyn StateSource) -> Result<Report, BackendError> {
+    fn sync_full_from(&mut self, source: &dyn StateSource) -> Result<Report, DataplaneError> {
         self.prepare()?;
         let mut report = Report::default();
         let now_ms = self.now_ms();
@@ -270,9 +270,9 @@ impl Backend for IpvsBackend {
         Box::new(IpvsPlan(plans))
     }
 
-    fn apply(&mut self, plan: Plan) -> Result<Report, BackendError> {
+    fn apply(&mut self, plan: Plan) -> Result<Report, DataplaneError> {
         let Ok(plan) = plan.downcast::<IpvsPlan>() else {
-            return Err(BackendError::of_another_plan());
+            return Err(DataplaneError::of_another_plan());
         };
         let mut report = Report::default();
         let mut plans = plan.0.into_iter();
@@ -289,7 +289,7 @@ impl Backend for IpvsBackend {
         source: &dyn StateSource,
         suspects: Option<&BTreeSet<Arc<ServiceKey>>>,
         families: &[Family],
-    ) -> Result<Vec<Refused>, BackendError> {
+    ) -> Result<Vec<Refused>, DataplaneError> {
         let mut refused = Vec::new();
         for family in self.families.iter_mut().filter(|of| families.is_empty() || families.contains(&of.family)) {
             refused.extend(family.find_refused(source, suspects)?);
@@ -305,7 +305,7 @@ impl Backend for IpvsBackend {
     }
 
     fn statistics(&self) -> Vec<FamilyStatistics> {
-        self.families.iter().map(FamilyBackend::statistics).collect()
+        self.families.iter().map(FamilyDataplane::statistics).collect()
     }
 
     fn reconfigure(&mut self, inputs: &NodeInputs) -> bool {
@@ -316,7 +316,7 @@ impl Backend for IpvsBackend {
         is_new
     }
 
-    fn has_rules(&mut self) -> Result<bool, BackendError> {
+    fn has_rules(&mut self) -> Result<bool, DataplaneError> {
         let mut has_rules = true;
         self.each(|family, kernel| {
             has_rules = has_rules && family.has_rules(kernel)?;
@@ -325,7 +325,7 @@ impl Backend for IpvsBackend {
         Ok(has_rules)
     }
 
-    fn verify(&mut self) -> Result<bool, BackendError> {
+    fn verify(&mut self) -> Result<bool, DataplaneError> {
         let mut is_intact = true;
         self.each(|family, kernel| {
             is_intact = is_intact && family.is_intact(kernel)?;
@@ -340,7 +340,7 @@ impl Backend for IpvsBackend {
             return None;
         }
         self.told_revisions = revisions;
-        Some(self.families.iter().flat_map(FamilyBackend::refused_parts).collect())
+        Some(self.families.iter().flat_map(FamilyDataplane::refused_parts).collect())
     }
 
     fn services_to_plan(&mut self) -> BTreeSet<Arc<ServiceKey>> {
@@ -348,12 +348,12 @@ impl Backend for IpvsBackend {
     }
 
     fn tend_at(&self) -> Option<Instant> {
-        let retries = self.families.iter().map(FamilyBackend::retry_at);
+        let retries = self.families.iter().map(FamilyDataplane::retry_at);
         let others = [self.drain_at, self.missing_schedulers.next_due(), self.leftovers.retry_at()];
         retries.chain(others).flatten().min()
     }
 
-    fn tend(&mut self) -> Result<(), BackendError> {
+    fn tend(&mut self) -> Result<(), DataplaneError> {
         let now = Instant::now();
         self.leftovers.retry(now);
         self.look_for_schedulers(now)?;
@@ -371,12 +371,12 @@ impl Backend for IpvsBackend {
         })
     }
 
-    fn cleanup(&mut self) -> Result<(), BackendError> {
+    fn cleanup(&mut self) -> Result<(), DataplaneError> {
         let mut result = Ok(());
         for family in &self.families {
-            result = BackendError::join(result, family.programs.cleanup());
+            result = DataplaneError::join(result, family.programs.cleanup());
         }
-        result = BackendError::join(result, self.leftovers.clean_up_other_variant());
-        BackendError::join(result, remove_all(&self.config.exclude_cidrs))
+        result = DataplaneError::join(result, self.leftovers.clean_up_other_variant());
+        DataplaneError::join(result, remove_all(&self.config.exclude_cidrs))
     }
 }

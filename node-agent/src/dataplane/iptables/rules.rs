@@ -3,24 +3,24 @@
 use headgate_core::iptables::{ExistingTables, Ledger, RenderConfig, Script, Table, fixed};
 
 use super::{
-    super::{BackendError, ErrorKind},
+    super::{DataplaneError, ErrorKind},
     command::Programs,
 };
 
 /// A chain that the kernel does not delete.
 #[derive(Debug)]
-pub(in crate::backend) struct Left {
+pub(in crate::dataplane) struct Left {
     /// Its table.
-    pub(in crate::backend) table: Table,
+    pub(in crate::dataplane) table: Table,
     /// Its name.
-    pub(in crate::backend) name: String,
+    pub(in crate::dataplane) name: String,
     /// For the log: which chain, and what the kernel says.
-    pub(in crate::backend) sentence: String,
+    pub(in crate::dataplane) sentence: String,
 }
 
 impl Programs {
     /// What of ours the kernel has.
-    pub(in crate::backend) fn existing_tables(&self) -> Result<ExistingTables, BackendError> {
+    pub(in crate::dataplane) fn existing_tables(&self) -> Result<ExistingTables, DataplaneError> {
         let mut tables = ExistingTables::default();
         for table in Table::ALL {
             tables.set(table, self.existing(table)?);
@@ -30,7 +30,7 @@ impl Programs {
 
     /// Runs a script. Where the kernel refuses to delete a chain because a rule of somebody else's leads to it, the chain stays, empty,
     /// and is named in a sentence: it must not keep everything else from being written.
-    pub(in crate::backend) fn restore_leaving(&self, script: &Script) -> Result<Vec<Left>, BackendError> {
+    pub(in crate::dataplane) fn restore_leaving(&self, script: &Script) -> Result<Vec<Left>, DataplaneError> {
         self.restore_leaving_by(script, &mut |script| self.restore(script))
     }
 
@@ -38,8 +38,8 @@ impl Programs {
     pub(super) fn restore_leaving_by(
         &self,
         script: &Script,
-        restore: &mut dyn FnMut(&Script) -> Result<(), BackendError>,
-    ) -> Result<Vec<Left>, BackendError> {
+        restore: &mut dyn FnMut(&Script) -> Result<(), DataplaneError>,
+    ) -> Result<Vec<Left>, DataplaneError> {
         let refused = match restore(script) {
             Ok(()) => return Ok(Vec::new()),
             Err(error) if script.chains_deleted() == 0 || error.kind == ErrorKind::Unavailable => return Err(error),
@@ -79,7 +79,7 @@ impl Programs {
     }
 
     /// What is not there of what leads to our rules, if anything is not: somebody who flushes tables takes the canary with them, or these rules.
-    pub(in crate::backend) fn missing(&self, config: &RenderConfig) -> Result<Option<String>, BackendError> {
+    pub(in crate::dataplane) fn missing(&self, config: &RenderConfig) -> Result<Option<String>, DataplaneError> {
         let in_words = |what: &str, table: Table| format!("{what} of table {table} ({})", self.family());
         if !self.has_chain(Table::Mangle, fixed::CANARY)? {
             return Ok(Some(in_words(&format!("chain {}", fixed::CANARY), Table::Mangle)));
@@ -93,7 +93,7 @@ impl Programs {
     }
 
     /// Whether what leads to our rules is as we programmed it.
-    pub(in crate::backend) fn is_intact(&self, config: &RenderConfig) -> Result<bool, BackendError> {
+    pub(in crate::dataplane) fn is_intact(&self, config: &RenderConfig) -> Result<bool, DataplaneError> {
         let missing = self.missing(config)?;
         if let Some(missing) = &missing {
             tracing::warn!("somebody else has removed {missing}");
@@ -102,11 +102,11 @@ impl Programs {
     }
 
     /// Removes everything that is ours.
-    pub(in crate::backend) fn cleanup(&self) -> Result<(), BackendError> {
+    pub(in crate::dataplane) fn cleanup(&self) -> Result<(), DataplaneError> {
         let existing = self.existing_tables()?;
         let script = Ledger::cleanup(&existing);
         let left = if script.is_empty() { Vec::new() } else { self.restore_leaving(&script)? };
         let sentences: Vec<String> = left.into_iter().map(|left| left.sentence).collect();
-        if sentences.is_empty() { Ok(()) } else { Err(BackendError::new(ErrorKind::Fatal, sentences.join("; "))) }
+        if sentences.is_empty() { Ok(()) } else { Err(DataplaneError::new(ErrorKind::Fatal, sentences.join("; "))) }
     }
 }

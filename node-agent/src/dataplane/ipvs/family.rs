@@ -16,7 +16,7 @@ use tracing::info;
 
 use super::{
     super::{
-        BackendError, ErrorKind, FamilyStatistics, Refused, Report, StateSource,
+        DataplaneError, ErrorKind, FamilyStatistics, Refused, Report, StateSource,
         iptables::{command::Programs, refused::find_refused, rules::Left, sctp, sctp::Sctp},
         retry::{PAUSES, Refusals},
     },
@@ -37,7 +37,7 @@ const MAX_REASONS: usize = 3;
 
 /// One family.
 #[derive(Debug)]
-pub(super) struct FamilyBackend {
+pub(super) struct FamilyDataplane {
     pub(super) family: Family,
     pub(super) programs: Programs,
     pub(super) ledger: Ledger,
@@ -53,7 +53,7 @@ pub(super) struct FamilyBackend {
     newly_missing: BTreeSet<Scheduler>,
 }
 
-impl FamilyBackend {
+impl FamilyDataplane {
     pub(super) fn new(programs: Programs, ledger: Ledger) -> Self {
         Self {
             family: programs.family(),
@@ -94,7 +94,7 @@ impl FamilyBackend {
         source: &dyn StateSource,
         now_ms: u64,
         report: &mut Report,
-    ) -> Result<(), BackendError> {
+    ) -> Result<(), DataplaneError> {
         let device = kernel.device()?;
         if self.family == Family::V6 {
             report.warnings.extend(Sysctls::default().allow_ipv6_on_device().err());
@@ -117,7 +117,7 @@ impl FamilyBackend {
         device: u32,
         plan: &Plan,
         report: &mut Report,
-    ) -> Result<(), BackendError> {
+    ) -> Result<(), DataplaneError> {
         let started = Instant::now();
         let written = |table| u32::try_from(plan.script.rules_written(table)).unwrap_or(u32::MAX);
         self.last_rules = [written(Table::Nat), written(Table::Filter)];
@@ -132,7 +132,7 @@ impl FamilyBackend {
         device: u32,
         plan: &Plan,
         report: &mut Report,
-    ) -> Result<(), BackendError> {
+    ) -> Result<(), DataplaneError> {
         // Both families compute the same services: they count once.
         report.services_planned = report.services_planned.max(plan.services_planned);
         let mut outcome = Outcome::default();
@@ -152,7 +152,7 @@ impl FamilyBackend {
     }
 
     /// A script has failed: where that is because SCTP cannot be matched, its ports are left out of the rules from now on.
-    fn without_sctp(&mut self, error: BackendError) -> BackendError {
+    fn without_sctp(&mut self, error: DataplaneError) -> DataplaneError {
         let error = self.sctp.judge(&self.programs, error);
         self.leave_out_sctp(self.sctp.is_missing());
         error
@@ -165,7 +165,7 @@ impl FamilyBackend {
     }
 
     /// Looks whether SCTP can be matched by now, if it could not and it is time.
-    pub(super) fn look_for_sctp(&mut self, now: Instant) -> Result<(), BackendError> {
+    pub(super) fn look_for_sctp(&mut self, now: Instant) -> Result<(), DataplaneError> {
         if self.sctp.look(&self.programs, now)? {
             self.leave_out_sctp(false);
             return Err(sctp::can_be_matched_again());
@@ -175,7 +175,7 @@ impl FamilyBackend {
 
     /// Takes note of what became of steps: where the kernel refuses what a service wants, that is lacking until it is tried again, and the rest of the service
     /// is programmed. What somebody else has removed is no such case: nobody knows what went with it.
-    fn settle<'a>(&mut self, ops: impl Iterator<Item = &'a Op>, outcome: &Outcome) -> Result<(), BackendError> {
+    fn settle<'a>(&mut self, ops: impl Iterator<Item = &'a Op>, outcome: &Outcome) -> Result<(), DataplaneError> {
         let gone = self.gone(outcome);
         let refused = &outcome.refused;
         let before = self.ledger.lacking_revision();
@@ -205,11 +205,11 @@ impl FamilyBackend {
             let reasons = refused.iter().filter(|refused| unowned.contains(&refused.op));
             let reasons = in_words(reasons.map(|refused| refused.reason.as_str()));
             let message = format!("the kernel refuses {} steps: {reasons}", unowned.len());
-            return Err(BackendError::new(ErrorKind::NeedsFullSync, message));
+            return Err(DataplaneError::new(ErrorKind::NeedsFullSync, message));
         }
         if let Some(server) = gone {
             let message = format!("somebody else has removed the virtual server {server}, at least");
-            return Err(BackendError::new(ErrorKind::NeedsFullSync, message));
+            return Err(DataplaneError::new(ErrorKind::NeedsFullSync, message));
         }
         if self.newly_missing.is_empty() {
             return Ok(());
@@ -217,7 +217,7 @@ impl FamilyBackend {
         let names: Vec<&str> = self.newly_missing.iter().map(|scheduler| scheduler.as_str()).collect();
         let message =
             format!("the kernel has no scheduler {}: services that ask for it are planned anew", names.join(", "));
-        Err(BackendError::new(ErrorKind::PlanAgain, message))
+        Err(DataplaneError::new(ErrorKind::PlanAgain, message))
     }
 
     /// A virtual server that steps did not find, though the kernel has never refused it.
@@ -241,7 +241,7 @@ impl FamilyBackend {
     }
 
     /// Tries once more what the kernel has refused and is due. Cost: what is tried.
-    pub(super) fn retry(&mut self, kernel: &mut Kernel, now: Instant) -> Result<(), BackendError> {
+    pub(super) fn retry(&mut self, kernel: &mut Kernel, now: Instant) -> Result<(), DataplaneError> {
         let due = self.refusals.due(now);
         if due.is_empty() {
             return Ok(());
@@ -277,23 +277,23 @@ impl FamilyBackend {
         reasons.into_iter().map(refused).collect()
     }
 
-    /// As [`Backend::find_refused`](super::super::Backend::find_refused), of the rules beside the virtual servers: these are refused as a whole.
+    /// As [`NodeDataplane::find_refused`](super::super::NodeDataplane::find_refused), of the rules beside the virtual servers: these are refused as a whole.
     pub(super) fn find_refused(
         &mut self,
         source: &dyn StateSource,
         suspects: Option<&BTreeSet<Arc<ServiceKey>>>,
-    ) -> Result<Vec<Refused>, BackendError> {
+    ) -> Result<Vec<Refused>, DataplaneError> {
         find_refused(&self.programs, self.ledger.rules(), source, suspects)
     }
 
-    /// As [`Backend::set_aside`](super::super::Backend::set_aside), of the rules.
+    /// As [`NodeDataplane::set_aside`](super::super::NodeDataplane::set_aside), of the rules.
     pub(super) fn set_aside(&mut self, services: &BTreeSet<Arc<ServiceKey>>) {
         self.ledger.set_rules_aside(services);
     }
 
     /// What somebody flushes shows at once, be it rules, sets or virtual servers, and so does a device that is gone or has been up; what somebody changes shows when
     /// everything is compared.
-    pub(super) fn is_intact(&mut self, kernel: &mut Kernel) -> Result<bool, BackendError> {
+    pub(super) fn is_intact(&mut self, kernel: &mut Kernel) -> Result<bool, DataplaneError> {
         Ok(self.programs.is_intact(self.ledger.rules().config())?
             && self.has_device_and_sets(kernel)?
             && self.has_all_elements_and_servers(kernel)?
@@ -301,11 +301,11 @@ impl FamilyBackend {
     }
 
     /// Rules that lead to our chains, the device, down, and the sets are there.
-    pub(super) fn has_rules(&self, kernel: &mut Kernel) -> Result<bool, BackendError> {
+    pub(super) fn has_rules(&self, kernel: &mut Kernel) -> Result<bool, DataplaneError> {
         Ok(self.programs.missing(self.ledger.rules().config())?.is_none() && self.has_device_and_sets(kernel)?)
     }
 
-    fn has_device_and_sets(&self, kernel: &mut Kernel) -> Result<bool, BackendError> {
+    fn has_device_and_sets(&self, kernel: &mut Kernel) -> Result<bool, DataplaneError> {
         if kernel.link()?.is_none_or(|link| link.is_up()) {
             return Ok(false);
         }
@@ -316,7 +316,7 @@ impl FamilyBackend {
     /// Every set has as many entries as it should, the node takes the services' addresses for its own, and there are virtual servers, if there should be:
     /// one address and one server stand for all. The cost does not grow
     /// with the cluster's size. True before the first full sync.
-    fn has_all_elements_and_servers(&self, kernel: &mut Kernel) -> Result<bool, BackendError> {
+    fn has_all_elements_and_servers(&self, kernel: &mut Kernel) -> Result<bool, DataplaneError> {
         if self.next_deep_look.is_none() {
             return Ok(true);
         }
@@ -336,7 +336,7 @@ impl FamilyBackend {
         Ok(found.is_some())
     }
 
-    fn is_intact_in_depth(&mut self, kernel: &mut Kernel) -> Result<bool, BackendError> {
+    fn is_intact_in_depth(&mut self, kernel: &mut Kernel) -> Result<bool, DataplaneError> {
         let started = Instant::now();
         if self.next_deep_look.is_none_or(|due| started < due) {
             return Ok(true);
@@ -349,7 +349,7 @@ impl FamilyBackend {
     }
 
     /// Asks how many connections draining destinations still have, and removes those without any.
-    pub(super) fn drain(&mut self, kernel: &mut Kernel, now_ms: u64) -> Result<(), BackendError> {
+    pub(super) fn drain(&mut self, kernel: &mut Kernel, now_ms: u64) -> Result<(), DataplaneError> {
         let draining: Vec<_> = self.ledger.draining().collect();
         let mut ops: Vec<Op> = Vec::new();
         for key in draining {
@@ -368,7 +368,7 @@ impl FamilyBackend {
         self.run_steps(kernel, &ops)
     }
 
-    fn run_steps(&mut self, kernel: &mut Kernel, ops: &[Op]) -> Result<(), BackendError> {
+    fn run_steps(&mut self, kernel: &mut Kernel, ops: &[Op]) -> Result<(), DataplaneError> {
         let device = kernel.device_in_use()?;
         let mut outcome = Outcome::default();
         write::run(kernel, device, self.family, ops, &mut outcome)?;

@@ -7,15 +7,15 @@ use std::{
 
 /// First and longest pause before steps are tried again. The first is short: at boot, as long as no interface is up, the kernel takes every address for a
 /// broadcast address, which it takes for no destination.
-pub(in crate::backend) const PAUSES: [Duration; 2] = [Duration::from_secs(5), Duration::from_secs(3600)];
+pub(in crate::dataplane) const PAUSES: [Duration; 2] = [Duration::from_secs(5), Duration::from_secs(3600)];
 
 /// The same for what comes with a module: whoever has loaded one waits for it.
-pub(in crate::backend) const PAUSES_OF_MODULES: [Duration; 2] = [Duration::from_secs(5), Duration::from_secs(300)];
+pub(in crate::dataplane) const PAUSES_OF_MODULES: [Duration; 2] = [Duration::from_secs(5), Duration::from_secs(300)];
 
 /// What the kernel refuses, why, and when it is tried next: after pauses that double from the first to the longest. All that is refused at one time is tried
 /// at one time.
 #[derive(Debug)]
-pub(in crate::backend) struct Refusals<K> {
+pub(in crate::dataplane) struct Refusals<K> {
     pauses: [Duration; 2],
     refusals: BTreeMap<K, Refusal>,
     due: BTreeSet<(Instant, K)>,
@@ -30,12 +30,12 @@ struct Refusal {
 
 impl<K: Ord + Copy> Refusals<K> {
     /// None yet. `pauses` are the first and the longest one.
-    pub(in crate::backend) fn new(pauses: [Duration; 2]) -> Self {
+    pub(in crate::dataplane) fn new(pauses: [Duration; 2]) -> Self {
         Self { pauses, refusals: BTreeMap::new(), due: BTreeSet::new() }
     }
 
     /// The kernel has refused this at `now`.
-    pub(in crate::backend) fn note(&mut self, what: K, reason: String, now: Instant) {
+    pub(in crate::dataplane) fn note(&mut self, what: K, reason: String, now: Instant) {
         let attempts = self.remove(what).map_or(0, |refusal| refusal.attempts);
         let [first, longest] = self.pauses;
         let pause = first.saturating_mul(1u32.checked_shl(attempts).unwrap_or(u32::MAX)).min(longest);
@@ -51,28 +51,28 @@ impl<K: Ord + Copy> Refusals<K> {
     }
 
     /// Forgets what is refused no longer. Cost: the number of all.
-    pub(in crate::backend) fn retain(&mut self, is_refused: impl Fn(&K) -> bool) {
+    pub(in crate::dataplane) fn retain(&mut self, is_refused: impl Fn(&K) -> bool) {
         self.refusals.retain(|what, _| is_refused(what));
         self.due.retain(|(_, what)| is_refused(what));
     }
 
     /// Why it is refused.
-    pub(in crate::backend) fn reason(&self, what: &K) -> Option<&str> {
+    pub(in crate::dataplane) fn reason(&self, what: &K) -> Option<&str> {
         self.refusals.get(what).map(|refusal| refusal.reason.as_str())
     }
 
     /// What is refused.
-    pub(in crate::backend) fn all(&self) -> impl Iterator<Item = K> {
+    pub(in crate::dataplane) fn all(&self) -> impl Iterator<Item = K> {
         self.refusals.keys().copied()
     }
 
     /// What is to be tried again, in order of time.
-    pub(in crate::backend) fn due(&self, now: Instant) -> Vec<K> {
+    pub(in crate::dataplane) fn due(&self, now: Instant) -> Vec<K> {
         self.due.iter().take_while(|(at, _)| *at <= now).map(|(_, what)| *what).collect()
     }
 
     /// When something is to be tried again.
-    pub(in crate::backend) fn next_due(&self) -> Option<Instant> {
+    pub(in crate::dataplane) fn next_due(&self) -> Option<Instant> {
         self.due.first().map(|(at, _)| *at)
     }
 }

@@ -3,7 +3,7 @@
 use headgate_core::{Family, iptables::Table};
 
 use super::{
-    super::{BackendError, ErrorKind},
+    super::{DataplaneError, ErrorKind},
     Variant,
     command::Programs,
 };
@@ -16,7 +16,7 @@ const KUBELET_CHAINS: [&str; 2] = [":KUBE-IPTABLES-HINT", ":KUBE-KUBELET-CANARY"
 ///
 /// # Errors
 /// [`ErrorKind::Unavailable`] when the programs are not installed.
-pub(in crate::backend) fn choose(asked: Variant) -> Result<Variant, BackendError> {
+pub(in crate::dataplane) fn choose(asked: Variant) -> Result<Variant, DataplaneError> {
     let is_installed = |variant| Programs::new(Family::V4, variant).are_installed();
     match asked {
         Variant::Auto => detect(is_installed(Variant::Legacy), is_installed(Variant::Nft)),
@@ -26,11 +26,11 @@ pub(in crate::backend) fn choose(asked: Variant) -> Result<Variant, BackendError
     }
 }
 
-fn missing(program: &str) -> BackendError {
-    BackendError::new(ErrorKind::Unavailable, format!("{program} is not installed; install the package iptables"))
+fn missing(program: &str) -> DataplaneError {
+    DataplaneError::new(ErrorKind::Unavailable, format!("{program} is not installed; install the package iptables"))
 }
 
-fn detect(has_legacy: bool, has_nft: bool) -> Result<Variant, BackendError> {
+fn detect(has_legacy: bool, has_nft: bool) -> Result<Variant, DataplaneError> {
     match (has_legacy, has_nft) {
         (false, false) => Err(missing("iptables-nft-restore")),
         (true, false) => Ok(Variant::Legacy),
