@@ -1,37 +1,27 @@
 //! The pure model of a Kubernetes service proxy.
 //!
-//! State and a change give the dirty keys ([`State::apply`]); state and a node give what that node must do
-//! ([`view`]); a view gives each backend's desired rules ([`iptables`], [`ipvs`]); desired and applied rules give a plan. Nothing here
-//! opens a socket, reads a clock, starts a process or knows an async runtime, and a test over `cargo metadata` keeps it so.
+//! - [`model`] has the resources and their changes.
+//! - [`state`] applies changes and tells which services they affect ([`State::apply`]).
+//! - [`behaviours`] computes from the state what one node does for each service port.
+//! - [`endpoint_health`] decides which endpoints fail this node's health checks.
+//! - [`dataplane`] turns that into objects of the kernel, and plans only what differs.
+//! - [`conventions`] has what the programs must agree on.
 //!
-//! Each Kubernetes behaviour has one file, used by every backend: [`topology`], [`endpoint_choice`], [`masquerade`],
-//! [`source_ranges`], [`claims`], [`conntrack`], [`health_check_port`], [`endpoint_health`].
+//! Nothing here opens a socket, reads a clock, starts a process or knows an async runtime. A test over
+//! `cargo metadata` checks that.
 
-pub mod claims;
-pub mod conntrack;
-pub mod demand;
-pub mod digest;
-pub mod dns_name;
-pub mod endpoint_choice;
+pub mod behaviours;
+pub mod conventions;
+pub mod dataplane;
 pub mod endpoint_health;
-pub mod exposition;
-pub mod health_check_port;
-pub mod iptables;
-pub mod ipvs;
-pub mod masquerade;
 pub mod model;
-pub mod node_state;
-pub mod plaintext;
-pub mod pool;
-pub mod reference;
-pub mod source_ranges;
 pub mod state;
-pub mod topology;
-pub mod view;
 
-pub use demand::Demand;
+pub use behaviours::{conntrack, endpoint_choice, health_check_port, masquerade, source_ranges, topology, view};
+pub use conventions::{dns_name, exposition, node_state, plaintext};
+pub use dataplane::{iptables, ipvs};
 pub use model::{
-    Change, ClientIpAffinity, Conditions, Endpoint, EndpointPort, Family, Hints, Node, Placement, Protocol, Service,
-    ServiceCidr, ServiceKey, ServicePort, TrafficPolicy,
+    Change, ClientIpAffinity, Conditions, Endpoint, EndpointPort, Family, Hints, Node, NodeFacts, Placement, Protocol,
+    Service, ServiceCidr, ServiceKey, ServicePort, TrafficPolicy, pool,
 };
-pub use state::{Dirty, State};
+pub use state::{Dirty, State, claims, demand, demand::Demand, digest, reference};

@@ -268,7 +268,7 @@ fn a_node_checks_the_tcp_ports_that_it_uses() {
 fn new_connections_are_kept_off_what_fails_and_what_fails_is_checked_on() {
     let (mut state, key) = state_with(service("tcp"), &ENDPOINTS);
     let node = NodeFacts::named("node-a");
-    let texts = |found: &[crate::endpoint_choice::Destination]| {
+    let texts = |found: &[crate::behaviours::endpoint_choice::Destination]| {
         found.iter().map(|endpoint| endpoint.address.to_string()).collect::<Vec<_>>()
     };
     let wanted = targets(&state, &key, &node);

@@ -4,11 +4,12 @@
 mod change;
 mod endpoint;
 mod node;
+pub mod pool;
 mod service;
 
 pub use change::Change;
 pub use endpoint::{Conditions, Endpoint, EndpointPort, Hints, Placement, PortState};
-pub use node::{Node, ServiceCidr};
+pub use node::{Node, NodeFacts, ServiceCidr};
 pub use service::{ClientIpAffinity, Service, ServiceKey, ServicePort, TrafficPolicy};
 
 use std::{fmt, net::IpAddr};

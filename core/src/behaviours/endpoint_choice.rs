@@ -1,0 +1,190 @@
+//! Endpoint choice: which endpoints of a service port this node uses, for Cluster and for Local policy.
+//!
+//! An endpoint here is an address and port: two ports of one address may have different conditions, nodes and hints.
+//!
+//! 1. The Cluster set is the ready endpoints that the [topology](crate::behaviours::topology) admits; if there is none, all that are serving and terminating
+//!    (KEP-1669), whatever the topology.
+//! 2. The Local set is the ready endpoints on this node; if there is none, those of this node that are serving and terminating. Hints
+//!    never apply.
+//! 3. An endpoint that is neither ready nor serving and terminating is never used.
+//! 4. Of each set, endpoints that fail this node's [health checks](crate::endpoint_health) get no new connections, unless all of them fail.
+
+use std::{
+    collections::BTreeSet,
+    net::{IpAddr, SocketAddr},
+};
+
+use crate::{
+    behaviours::topology::TopologyMode,
+    model::NodeFacts,
+    model::{Endpoint, Family, ServicePort},
+};
+
+/// Where a connection can be sent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Destination {
+    /// Address of the endpoint.
+    pub address: IpAddr,
+    /// Its port.
+    pub port: u16,
+    /// It runs on this node.
+    pub is_local: bool,
+    /// It runs on this node, or on none that is known.
+    pub may_be_here: bool,
+}
+
+/// The endpoints of one service port in one family. Lists are in order of address and port.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct EndpointChoice {
+    /// For Cluster policy.
+    pub cluster: Vec<Destination>,
+    /// For Local policy.
+    pub local: Vec<Destination>,
+    /// Of the Cluster set, those that fail health checks while others do not: they get no new connections, and keep theirs.
+    pub failing_cluster: Vec<Destination>,
+    /// The same of the Local set.
+    pub failing_local: Vec<Destination>,
+    /// There is a ready, or serving and terminating, endpoint anywhere.
+    pub has_any: bool,
+}
+
+impl EndpointChoice {
+    /// Takes those that fail out of each set, unless that would leave none.
+    #[must_use]
+    pub fn without_failing(mut self, failing: &BTreeSet<SocketAddr>) -> Self {
+        if failing.is_empty() {
+            return self;
+        }
+        let is_good = |endpoint: &Destination| !failing.contains(&SocketAddr::new(endpoint.address, endpoint.port));
+        for (set, failing) in
+            [(&mut self.cluster, &mut self.failing_cluster), (&mut self.local, &mut self.failing_local)]
+        {
+            if set.iter().any(is_good) {
+                (*set, *failing) = std::mem::take(set).into_iter().partition(is_good);
+            }
+        }
+        self
+    }
+}
+
+/// Chooses among the endpoints of a service for one of its ports.
+pub fn choose<'a>(
+    endpoints: impl Iterator<Item = &'a Endpoint> + Clone,
+    port: &ServicePort,
+    family: Family,
+    node: &NodeFacts,
+) -> EndpointChoice {
+    let candidates = endpoints
+        .filter(move |endpoint| Family::of(endpoint.address) == family)
+        .flat_map(Endpoint::port_states)
+        .filter(move |candidate| joins(candidate.port, port));
+    let mode = TopologyMode::decide(candidates.clone().filter(|candidate| candidate.conditions.ready), node);
+
+    let mut choice = EndpointChoice::default();
+    let mut terminating = EndpointChoice::default();
+    for candidate in candidates {
+        let conditions = candidate.conditions;
+        let chosen = if conditions.ready {
+            &mut choice
+        } else if conditions.is_serving_terminating() {
+            &mut terminating
+        } else {
+            continue;
+        };
+        chosen.has_any = true;
+        let is_local = candidate.placement.node.as_deref() == Some(&*node.name);
+        let destination = Destination {
+            address: candidate.address,
+            port: candidate.port.port,
+            is_local,
+            may_be_here: is_local || candidate.placement.node.is_none(),
+        };
+        if !conditions.ready || mode.admits(&candidate, node) {
+            chosen.cluster.push(destination);
+        }
+        if is_local {
+            chosen.local.push(destination);
+        }
+    }
+    if choice.cluster.is_empty() {
+        choice.cluster = terminating.cluster;
+    }
+    if choice.local.is_empty() {
+        choice.local = terminating.local;
+    }
+    choice.has_any |= terminating.has_any;
+    choice
+}
+
+/// Name and protocol join an endpoint's port to a service's, never the number.
+pub(crate) fn joins(candidate: &crate::model::EndpointPort, port: &ServicePort) -> bool {
+    candidate.name == port.name && candidate.protocol == port.protocol
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::model::{Conditions, EndpointPort, Hints, Placement, Protocol};
+
+    const NOT_READY: Conditions = Conditions { ready: false, serving: false, terminating: false };
+    const TERMINATING: Conditions = Conditions { ready: false, serving: true, terminating: true };
+
+    fn service_port(name: &str) -> ServicePort {
+        ServicePort { name: name.into(), protocol: Protocol::Tcp, port: 80, node_port: 0 }
+    }
+
+    fn placed(node: &str, zones: &[&str]) -> Arc<Placement> {
+        let hints = Hints { zones: zones.iter().map(|zone| (*zone).into()).collect(), nodes: Vec::new() };
+        Arc::new(Placement { hints: Some(hints.into()), ..Placement::on(node) })
+    }
+
+    /// An address with the ports `http` and `metrics`, each with conditions and placement.
+    fn endpoint(last: u8, http: (Conditions, Arc<Placement>), metrics: (Conditions, Arc<Placement>)) -> Endpoint {
+        let metrics = EndpointPort {
+            conditions: Some(metrics.0),
+            placement: Some(metrics.1),
+            ..EndpointPort::new("metrics", Protocol::Tcp, 9090)
+        };
+        let ports = Arc::from([EndpointPort::new("http", Protocol::Tcp, 8080), metrics]);
+        Endpoint { conditions: http.0, placement: http.1, ..Endpoint::new([10, 244, 0, last].into(), ports) }
+    }
+
+    /// Last bytes of the addresses that a node in zone z1 uses for a port: for Cluster and for Local policy.
+    fn chosen(endpoints: &[Endpoint], port: &str) -> [Vec<u8>; 2] {
+        let node = NodeFacts { zone: Some("z1".into()), ..NodeFacts::named("here") };
+        let choice = choose(endpoints.iter(), &service_port(port), Family::V4, &node);
+        let last = |to: &Destination| match to.address {
+            IpAddr::V4(v4) => v4.octets()[3],
+            IpAddr::V6(_) => 0,
+        };
+        [choice.cluster, choice.local].map(|set| set.iter().map(last).collect())
+    }
+
+    // rows: 9, 10
+    #[test]
+    fn each_port_of_an_address_has_its_own_conditions_and_node() {
+        let (ready, plain) = (Conditions::READY, |node: &str| Arc::new(Placement::on(node)));
+        let endpoints = [
+            endpoint(1, (ready, plain("here")), (NOT_READY, plain("here"))),
+            endpoint(2, (NOT_READY, plain("here")), (TERMINATING, plain("there"))),
+            endpoint(3, (ready, plain("there")), (TERMINATING, plain("here"))),
+        ];
+        assert_eq!(chosen(&endpoints, "http"), [vec![1, 3], vec![1]]);
+        assert_eq!(chosen(&endpoints, "metrics"), [vec![2, 3], vec![3]]);
+    }
+
+    // rows: 9, 25, 26
+    #[test]
+    fn hints_of_one_port_do_not_count_for_another_port_of_the_same_address() {
+        let ready = Conditions::READY;
+        let no_hint = Arc::new(Placement::on("there"));
+        let endpoints = [
+            endpoint(1, (ready, placed("there", &["z1"])), (ready, Arc::clone(&no_hint))),
+            endpoint(2, (ready, placed("there", &["z2"])), (ready, placed("there", &["z2"]))),
+        ];
+        assert_eq!(chosen(&endpoints, "http")[0], [1]);
+        assert_eq!(chosen(&endpoints, "metrics")[0], [1, 2]);
+    }
+}

@@ -1,0 +1,156 @@
+//! The health-check node port: where a load balancer outside asks whether this node has endpoints of its own for a service.
+//!
+//! A service with `externalTrafficPolicy: Local` and type `LoadBalancer` has one. Counted are the addresses that have a ready
+//! port on this node, each once however many ports it has. Terminating endpoints do not count, even while they still get traffic: the
+//! load balancer is to look elsewhere in good time. The families are counted apart, since each is asked at its own address.
+
+use crate::{
+    model::NodeFacts,
+    model::{Family, PortState, ServiceKey},
+    state::State,
+};
+
+/// A health-check node port and what is behind it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HealthCheckPort {
+    /// TCP port on the node.
+    pub port: u16,
+    /// Local ready endpoints of IPv4; `None` when the service has no IPv4 ClusterIP.
+    pub local_endpoints_v4: Option<u32>,
+    /// The same of IPv6.
+    pub local_endpoints_v6: Option<u32>,
+}
+
+impl HealthCheckPort {
+    /// Local ready endpoints of a family; `None` when the service is not programmed in it.
+    #[must_use]
+    pub fn local_endpoints(&self, family: Family) -> Option<u32> {
+        match family {
+            Family::V4 => self.local_endpoints_v4,
+            Family::V6 => self.local_endpoints_v6,
+        }
+    }
+}
+
+/// The health-check node port of a service on this node; `None` when it has none or is unknown. Cost: the size of that one service.
+#[must_use]
+pub fn health_check_port(state: &State, key: &ServiceKey, node: &NodeFacts) -> Option<HealthCheckPort> {
+    let entry = state.entry(key)?;
+    let service = entry.service()?;
+    if service.health_check_node_port == 0 || !service.external_traffic_policy.is_local() {
+        return None;
+    }
+    let count = |family: Family| {
+        service.cluster_ip(family)?;
+        let is_local = |name: &str| name == &*node.name;
+        let local = entry.endpoints().values().filter(|endpoint| {
+            let is_counted =
+                |state: PortState<'_>| state.conditions.ready && state.placement.node.as_deref().is_some_and(is_local);
+            Family::of(endpoint.address) == family && endpoint.port_states().any(is_counted)
+        });
+        u32::try_from(local.count()).ok()
+    };
+    Some(HealthCheckPort {
+        port: service.health_check_node_port,
+        local_endpoints_v4: count(Family::V4),
+        local_endpoints_v6: count(Family::V6),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use std::{net::IpAddr, sync::Arc};
+
+    use super::*;
+    use crate::model::{
+        Change, Conditions, Endpoint, EndpointPort, Placement, Protocol, Service, ServicePort, TrafficPolicy,
+    };
+    use crate::state::Dirty;
+
+    fn key() -> ServiceKey {
+        ServiceKey::new("shop", "web")
+    }
+
+    fn service() -> Service {
+        let port = ServicePort { name: "".into(), protocol: Protocol::Tcp, port: 80, node_port: 30080 };
+        let cluster_ips = vec!["10.96.0.1".parse().unwrap(), "fd00:96::1".parse().unwrap()];
+        let mut service = Service::new(key(), cluster_ips, vec![port]);
+        service.external_traffic_policy = TrafficPolicy::Local;
+        service.health_check_node_port = 32000;
+        service
+    }
+
+    fn endpoint(address: &str, node: &str, conditions: Conditions) -> Endpoint {
+        let port = |port| EndpointPort::new("", Protocol::Tcp, port);
+        let mut endpoint =
+            Endpoint::new(address.parse::<IpAddr>().unwrap(), Arc::from([port(8080), port(8081), port(8082)]));
+        endpoint.placement = Placement::on(node).into();
+        endpoint.conditions = conditions;
+        endpoint
+    }
+
+    fn found(service: Service, endpoints: Vec<Endpoint>) -> Option<HealthCheckPort> {
+        let mut state = State::default();
+        state.apply(Change::from(service), &mut Dirty::default());
+        for endpoint in endpoints {
+            state.apply(Change::Endpoint(key(), endpoint), &mut Dirty::default());
+        }
+        health_check_port(&state, &key(), &NodeFacts::named("node-1"))
+    }
+
+    #[test]
+    fn addresses_count_once_and_each_family_for_itself() {
+        let ready = Conditions::READY;
+        let endpoints = vec![
+            endpoint("10.244.0.1", "node-1", ready),
+            endpoint("10.244.0.2", "node-1", ready),
+            endpoint("10.244.1.1", "node-2", ready),
+            endpoint("fd00:244::1", "node-1", ready),
+        ];
+        let found = found(service(), endpoints).unwrap();
+        assert_eq!((found.port, found.local_endpoints_v4, found.local_endpoints_v6), (32000, Some(2), Some(1)));
+    }
+
+    #[test]
+    fn only_ready_endpoints_count() {
+        let of = |ready, serving, terminating| Conditions { ready, serving, terminating };
+        let endpoints = vec![
+            endpoint("10.244.0.1", "node-1", of(false, true, true)),
+            endpoint("10.244.0.2", "node-1", of(false, false, false)),
+            endpoint("10.244.0.3", "node-1", of(true, false, false)),
+        ];
+        assert_eq!(found(service(), endpoints).unwrap().local_endpoints(Family::V4), Some(1));
+    }
+
+    #[test]
+    fn an_address_counts_if_some_port_of_it_is_ready_here() {
+        let ready = Conditions::READY;
+        let not_ready = Conditions { ready: false, serving: false, terminating: false };
+        let two_ports = |first, second, nodes: [&str; 2]| {
+            let mut endpoint = endpoint("10.244.0.1", nodes[0], first);
+            let mut ports = endpoint.ports.to_vec();
+            ports[1].conditions = Some(second);
+            ports[1].placement = Some(Placement::on(nodes[1]).into());
+            ports.truncate(2);
+            endpoint.ports = ports.into();
+            found(service(), vec![endpoint]).unwrap().local_endpoints_v4
+        };
+        assert_eq!(two_ports(not_ready, ready, ["node-1", "node-1"]), Some(1));
+        assert_eq!(two_ports(ready, ready, ["node-1", "node-1"]), Some(1));
+        assert_eq!(two_ports(not_ready, not_ready, ["node-1", "node-1"]), Some(0));
+        assert_eq!(two_ports(not_ready, ready, ["node-1", "node-2"]), Some(0));
+        assert_eq!(two_ports(ready, not_ready, ["node-2", "node-1"]), Some(0));
+    }
+
+    #[test]
+    fn only_services_with_local_policy_have_one() {
+        let cluster = Service { external_traffic_policy: TrafficPolicy::Cluster, ..service() };
+        assert_eq!(found(cluster, Vec::new()), None);
+        assert_eq!(found(Service { health_check_node_port: 0, ..service() }, Vec::new()), None);
+        let mut single = service();
+        single.cluster_ips.truncate(1);
+        let found = found(single, vec![endpoint("fd00:244::1", "node-1", Conditions::READY)]).unwrap();
+        assert_eq!((found.local_endpoints_v4, found.local_endpoints_v6), (Some(0), None));
+    }
+}

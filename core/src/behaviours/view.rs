@@ -1,0 +1,216 @@
+//! The node's view: what one node must do for one service port in one family, whatever backend does it.
+
+use std::{
+    collections::BTreeSet,
+    net::{IpAddr, SocketAddr},
+    sync::Arc,
+};
+
+use compact_str::CompactString;
+
+pub use crate::model::NodeFacts;
+use crate::{
+    behaviours::endpoint_choice::{self, Destination},
+    behaviours::source_ranges::SourceRanges,
+    model::{Endpoint, Family, Protocol, Service, ServiceKey, ServicePort, TrafficPolicy},
+    state::State,
+    state::claims::Claim,
+};
+
+/// Counts service ports whose traffic is dropped for want of a local endpoint, by the policy that asks for one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct NoLocalEndpoints {
+    /// internalTrafficPolicy.
+    pub internal: u32,
+    /// externalTrafficPolicy.
+    pub external: u32,
+}
+
+impl NoLocalEndpoints {
+    /// Adds another count.
+    pub fn add(&mut self, other: Self) {
+        self.internal = self.internal.saturating_add(other.internal);
+        self.external = self.external.saturating_add(other.external);
+    }
+
+    /// Takes a count away that was added.
+    pub fn subtract(&mut self, other: Self) {
+        self.internal = self.internal.saturating_sub(other.internal);
+        self.external = self.external.saturating_sub(other.external);
+    }
+}
+
+/// One service port in one family on this node.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ServicePortView {
+    /// Namespace and name.
+    pub key: Arc<ServiceKey>,
+    /// Name of the port, may be empty.
+    pub port_name: CompactString,
+    /// Protocol.
+    pub protocol: Protocol,
+    /// Family.
+    pub family: Family,
+    /// Port on the service's addresses.
+    pub port: u16,
+    /// ClusterIP; `None` when another service holds it.
+    pub cluster_ip: Option<IpAddr>,
+    /// externalIPs that this service holds.
+    pub external_ips: Vec<IpAddr>,
+    /// Load balancer IPs that this service holds.
+    pub load_balancer_ips: Vec<IpAddr>,
+    /// NodePort that this service holds, 0 for none.
+    pub node_port: u16,
+    /// Who may reach the load balancer IPs.
+    pub source_ranges: SourceRanges,
+    /// Policy for the ClusterIP.
+    pub internal_traffic_policy: TrafficPolicy,
+    /// Policy for NodePort, externalIPs and load balancer IPs.
+    pub external_traffic_policy: TrafficPolicy,
+    /// Timeout of ClientIP affinity.
+    pub affinity_timeout_seconds: Option<u32>,
+    /// Endpoints for Cluster policy.
+    pub cluster_endpoints: Vec<Destination>,
+    /// Endpoints for Local policy.
+    pub local_endpoints: Vec<Destination>,
+    /// Endpoints for Cluster policy that fail health checks while others do not: no new connections, but those that they have go on.
+    pub failing_cluster_endpoints: Vec<Destination>,
+    /// The same for Local policy.
+    pub failing_local_endpoints: Vec<Destination>,
+    /// Some endpoint is usable somewhere; without one, connections are refused.
+    pub has_any_endpoint: bool,
+}
+
+impl ServicePortView {
+    /// It can be reached by a NodePort, an externalIP or a load balancer IP.
+    #[must_use]
+    pub fn is_externally_accessible(&self) -> bool {
+        self.node_port != 0 || !self.external_ips.is_empty() || !self.load_balancer_ips.is_empty()
+    }
+
+    /// Cluster policy is in use: for the ClusterIP, or for external destinations, whose short-circuits need it even with Local policy.
+    #[must_use]
+    pub fn uses_cluster_endpoints(&self) -> bool {
+        !self.internal_traffic_policy.is_local() || self.is_externally_accessible()
+    }
+
+    /// Local policy is in use.
+    #[must_use]
+    pub fn uses_local_endpoints(&self) -> bool {
+        self.internal_traffic_policy.is_local()
+            || (self.external_traffic_policy.is_local() && self.is_externally_accessible())
+    }
+
+    /// Whether traffic is dropped since a Local policy finds no endpoint here, although there are endpoints elsewhere.
+    #[must_use]
+    pub fn no_local_endpoints(&self) -> NoLocalEndpoints {
+        let lacks = self.has_any_endpoint && self.local_endpoints.is_empty();
+        let is_external = self.external_traffic_policy.is_local() && self.is_externally_accessible();
+        NoLocalEndpoints {
+            internal: u32::from(lacks && self.internal_traffic_policy.is_local()),
+            external: u32::from(lacks && is_external),
+        }
+    }
+
+    /// `namespace/name[:port]`, as kube-proxy prints and hashes it.
+    #[must_use]
+    pub fn display_name(&self) -> String {
+        if self.port_name.is_empty() { self.key.to_string() } else { format!("{}:{}", self.key, self.port_name) }
+    }
+}
+
+/// The views of all ports of a service in one family, in the order of the spec; empty when it is unknown or has no ClusterIP of the
+/// family. Cost: the size of that one service.
+#[must_use]
+pub fn service_views(state: &State, key: &Arc<ServiceKey>, family: Family, node: &NodeFacts) -> Vec<ServicePortView> {
+    let Some(entry) = state.entry(key) else { return Vec::new() };
+    let Some((service, cluster_ip)) = entry.service().and_then(|s| Some((s, s.cluster_ip(family)?))) else {
+        return Vec::new();
+    };
+    let source_ranges = SourceRanges::of(service, family, &node.addresses);
+    let context = Context { state, key, service, cluster_ip, family, node, source_ranges };
+    let failing = if service.is_checked_by_tcp() { entry.failing() } else { &BTreeSet::new() };
+    service.ports.iter().map(|port| context.port_view(port, entry.endpoints().values(), failing)).collect()
+}
+
+struct Context<'a> {
+    state: &'a State,
+    key: &'a Arc<ServiceKey>,
+    service: &'a Service,
+    cluster_ip: IpAddr,
+    family: Family,
+    node: &'a NodeFacts,
+    source_ranges: SourceRanges,
+}
+
+impl Context<'_> {
+    fn port_view<'e>(
+        &self,
+        port: &ServicePort,
+        endpoints: impl Iterator<Item = &'e Endpoint> + Clone,
+        failing: &BTreeSet<SocketAddr>,
+    ) -> ServicePortView {
+        let mut choice = endpoint_choice::choose(endpoints, port, self.family, self.node);
+        if port.protocol == Protocol::Tcp {
+            choice = choice.without_failing(failing);
+        }
+        let holds =
+            |address: &IpAddr| self.state.claims().holds(self.key, &Claim::Address(*address, port.protocol, port.port));
+        let held = |addresses: &[IpAddr]| {
+            let of_family = addresses.iter().filter(|address| Family::of(**address) == self.family);
+            let mut held: Vec<IpAddr> = of_family.filter(|address| holds(address)).copied().collect();
+            held.sort_unstable();
+            held.dedup();
+            held
+        };
+        let node_port_claim = Claim::NodePort(self.family, port.protocol, port.node_port);
+        let mut view = ServicePortView {
+            key: Arc::clone(self.key),
+            port_name: port.name.clone(),
+            protocol: port.protocol,
+            family: self.family,
+            port: port.port,
+            cluster_ip: Some(self.cluster_ip).filter(holds),
+            external_ips: if self.node.ignores_external_ips { Vec::new() } else { held(&self.service.external_ips) },
+            load_balancer_ips: held(&self.service.load_balancer_ips),
+            node_port: if self.state.claims().holds(self.key, &node_port_claim) { port.node_port } else { 0 },
+            source_ranges: self.source_ranges.clone(),
+            internal_traffic_policy: self.service.internal_traffic_policy,
+            external_traffic_policy: self.service.external_traffic_policy,
+            affinity_timeout_seconds: self.service.session_affinity.map(|affinity| affinity.timeout_seconds),
+            cluster_endpoints: choice.cluster,
+            local_endpoints: choice.local,
+            failing_cluster_endpoints: choice.failing_cluster,
+            failing_local_endpoints: choice.failing_local,
+            has_any_endpoint: choice.has_any,
+        };
+        if !view.uses_local_endpoints() {
+            view.has_any_endpoint = !view.cluster_endpoints.is_empty();
+        }
+        view
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use crate::{model::Change, state::Dirty};
+
+    // rows: 18
+    #[test]
+    fn row_18_external_ips_are_left_out_where_the_node_ignores_them() {
+        let port = ServicePort { name: "p".into(), protocol: Protocol::Tcp, port: 80, node_port: 0 };
+        let ip = |text: &str| text.parse::<IpAddr>().unwrap();
+        let mut service = Service::new(ServiceKey::new("ns", "s"), vec![ip("10.96.0.1")], vec![port]);
+        service.external_ips = vec![ip("198.51.100.1")];
+        let (key, mut state) = (Arc::new(service.key.clone()), State::default());
+        state.apply(Change::from(service), &mut Dirty::default());
+        let external = |ignores_external_ips| {
+            let facts = NodeFacts { ignores_external_ips, ..NodeFacts::named("n") };
+            service_views(&state, &key, Family::V4, &facts).remove(0).external_ips
+        };
+        assert_eq!(external(false), [ip("198.51.100.1")]);
+        assert_eq!(external(true), [] as [IpAddr; 0]);
+    }
+}

@@ -1,0 +1,6 @@
+//! The iptables dataplane.
+
+pub use super::rules::*;
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,73 @@
+//! What scripts make of a kernel.
+
+use super::*;
+use crate::dataplane::rules::script::{Piece, Writing};
+
+/// Beyond a bound, a step costs `iptables-nft-restore` the square of the chains that it names.
+#[test]
+fn steps_of_a_first_sync_are_bounded_and_make_the_same_rules() {
+    let changes = (0..3000_u32).flat_map(|i| {
+        let key = ServiceKey::new("ns", &format!("svc{i}"));
+        let mut service = Service { key: key.clone(), ..service("svc1", "172.30.0.41") };
+        service.cluster_ips = vec![IpAddr::from((0x0a60_0000 + i).to_be_bytes())];
+        service.ports[0].node_port = 30000 + i as u16;
+        [Change::from(service), Change::Endpoint(key, endpoint("10.180.0.1"))]
+    });
+    let (state, _) = state(changes);
+    for layout in [Layout::Classic, Layout::Compact] {
+        let config = RenderConfig { layout, ..config() };
+        let mut ledger = Ledger::new(config.clone());
+        let nothing = ExistingTables::default();
+        let (script, _) = ledger.full_by(Writing::LateInSteps, &state, &node(), nothing);
+        let (mut text, mut changed) = (String::new(), Vec::new());
+        for piece in script.pieces() {
+            match piece {
+                Piece::Text(lines) => text.push_str(lines),
+                Piece::Services(keys) => ledger.write_late(&state, &node(), &script, keys, &mut text, &mut changed),
+            }
+        }
+        let (mut kernel, mut at_once) = (FakeKernel::default(), FakeKernel::default());
+        kernel.restore(&text).unwrap();
+        at_once.restore(&full(config, &state).1).unwrap();
+        assert!(kernel == at_once && changed.is_empty(), "{layout:?}");
+        let nat = text.split("COMMIT\n").filter(|step| step.contains("*nat\n"));
+        let longest = nat.map(|step| step.lines().filter(|line| line.contains(" -j ")).count()).max().unwrap();
+        assert!(longest < 3000, "{layout:?}: a step has {longest} rules");
+        assert_eq!(script.rules_written(Table::Nat), kernel.rule_count(Table::Nat), "{layout:?}");
+    }
+}
+
+// rows of iptables: 50, 72
+#[test]
+fn jumps_of_an_earlier_version_get_the_order_that_is_wanted() {
+    let mut kernel = FakeKernel::default();
+    let saved = |kernel: &FakeKernel| ExistingTables::parse(&Table::ALL.map(|table| kernel.save(table)).concat());
+    let sync = |kernel: &mut FakeKernel| {
+        let mut ledger = Ledger::new(config());
+        let (script, _) = ledger.full(&State::default(), &node(), &saved(kernel));
+        kernel.restore(&script.to_string()).unwrap();
+        (ledger, script)
+    };
+    sync(&mut kernel);
+    let input = |kernel: &FakeKernel| {
+        let saved = kernel.save(Table::Filter);
+        rules(&saved, "INPUT").into_iter().map(str::to_owned).collect::<Vec<_>>()
+    };
+    let wanted = input(&kernel);
+    assert!(wanted[0].ends_with("-j KUBE-LOCALNET-GUARD") && wanted.len() == 4, "{wanted:?}");
+
+    // The guard behind the rule that accepts health checks; and a rule of somebody else's, which stays.
+    let move_guard = format!("*filter\n-D INPUT {0}\n-A INPUT -j ACCEPT\n-A INPUT {0}\nCOMMIT\n", wanted[0]);
+    kernel.restore(&move_guard).unwrap();
+    let (ledger, _) = sync(&mut kernel.clone());
+    assert!(!ledger.is_in(&saved(&kernel)), "the order is not noticed");
+    sync(&mut kernel);
+    assert_eq!(input(&kernel), [&wanted[..], &["-j ACCEPT".to_owned()]].concat());
+
+    // One that is missing does not come to stand before the guard.
+    kernel.restore(&format!("*filter\n-D INPUT {}\nCOMMIT\n", wanted[2])).unwrap();
+    sync(&mut kernel);
+    assert_eq!(input(&kernel), [&wanted[..], &["-j ACCEPT".to_owned()]].concat());
+    let (ledger, script) = sync(&mut kernel);
+    assert!(script.is_empty() && ledger.is_in(&saved(&kernel)), "{script}");
+}

@@ -1,0 +1,211 @@
+//! A kernel in memory with IPVS, ipset, a dummy device and iptables, as strict as the real one: what is there is not added, what is not
+//! there is not changed or removed, a scheduler has to be loaded, and a set that a rule refers to stays. Stricter in one thing: a virtual server with
+//! destinations is not removed, since connections would be cut off by it.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::{IpAddr, SocketAddr},
+};
+
+use super::{
+    super::ipsets::{Element, Set},
+    config::IpvsConfig,
+    existing::{Existing, ExistingServer},
+    plan::{Op, Plan},
+    scheduler::Scheduler,
+    server::{ServerKey, Settings},
+};
+use crate::{
+    dataplane::rules::{ExistingTables, Table, fake_kernel::FakeKernel as FakeIptables},
+    model::Family,
+};
+
+/// One family of such a kernel.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FakeKernel {
+    family: Family,
+    schedulers: BTreeSet<Scheduler>,
+    /// Sets with their elements.
+    pub sets: BTreeMap<Set, BTreeSet<Element>>,
+    /// Addresses of the device.
+    pub bound: BTreeSet<IpAddr>,
+    /// Virtual servers.
+    pub servers: BTreeMap<ServerKey, (Settings, BTreeMap<SocketAddr, u32>)>,
+    /// iptables.
+    pub iptables: FakeIptables,
+}
+
+impl FakeKernel {
+    /// An empty kernel that has the schedulers which the configuration says.
+    #[must_use]
+    pub fn new(config: &IpvsConfig) -> Self {
+        Self {
+            family: config.family,
+            schedulers: config.available_schedulers.clone(),
+            sets: BTreeMap::new(),
+            bound: BTreeSet::new(),
+            servers: BTreeMap::new(),
+            iptables: FakeIptables::default(),
+        }
+    }
+
+    /// Carries out a plan.
+    ///
+    /// # Errors
+    /// Names the step and what is wrong with it; the steps before stay done.
+    pub fn apply(&mut self, plan: &Plan) -> Result<(), String> {
+        for op in &plan.before {
+            self.step(*op).map_err(|what| format!("{what}: {op:?}"))?;
+        }
+        let script = plan.script.to_string();
+        for rule in script.lines().filter(|line| line.starts_with("-A ") || line.starts_with("-I ")) {
+            for name in referred_sets(rule) {
+                let set = Set::parse(name, self.family).ok_or_else(|| format!("no such set: `{rule}`"))?;
+                self.sets.get(&set).ok_or_else(|| format!("set missing: `{rule}`"))?;
+            }
+        }
+        self.iptables.restore(&script)?;
+        for op in &plan.after {
+            self.step(*op).map_err(|what| format!("{what}: {op:?}"))?;
+        }
+        Ok(())
+    }
+
+    /// Carries out a plan as the agent does: what is as a step wants it counts as done, and what is refused keeps nothing else from being done. Nothing
+    /// that only removes is refused. Returns what is.
+    ///
+    /// # Errors
+    /// Names a step that nothing excuses, or the rule.
+    pub fn apply_but(&mut self, plan: &Plan, refuses: impl Fn(&Op) -> bool) -> Result<Vec<Op>, String> {
+        let mut refused = Vec::new();
+        for op in &plan.before {
+            refused.extend(self.take(*op, &refuses)?);
+        }
+        self.apply(&Plan { script: plan.script.clone(), ..Plan::default() })?;
+        for op in &plan.after {
+            refused.extend(self.take(*op, &refuses)?);
+        }
+        Ok(refused)
+    }
+
+    fn take(&mut self, op: Op, refuses: impl Fn(&Op) -> bool) -> Result<Option<Op>, String> {
+        let has_server = |key: &ServerKey| self.servers.contains_key(key);
+        let weight = |key: &ServerKey, address: &SocketAddr| self.servers.get(key)?.1.get(address).copied();
+        let has_element = |set: &Set, element: &Element| self.sets.get(set).is_some_and(|set| set.contains(element));
+        let instead = match op {
+            Op::DeleteElement(set, element) if !has_element(&set, &element) => return Ok(None),
+            Op::Unbind(address) if !self.bound.contains(&address) => return Ok(None),
+            Op::DeleteServer(key) if !has_server(&key) => return Ok(None),
+            Op::DeleteDestination(key, address) | Op::EditDestination(key, address, 0)
+                if weight(&key, &address).is_none() =>
+            {
+                return Ok(None);
+            }
+            _ if op.object().is_some() && refuses(&op) => return Ok(Some(op)),
+            Op::AddElement(set, element) if has_element(&set, &element) => return Ok(None),
+            Op::Bind(address) if self.bound.contains(&address) => return Ok(None),
+            Op::AddServer(_, settings) | Op::EditServer(_, settings) if self.check(settings).is_err() => {
+                return Ok(Some(op));
+            }
+            Op::AddServer(key, settings) if has_server(&key) => Op::EditServer(key, settings),
+            Op::EditServer(key, settings) if !has_server(&key) => Op::AddServer(key, settings),
+            Op::AddDestination(key, ..) | Op::EditDestination(key, ..) if !has_server(&key) => return Ok(Some(op)),
+            Op::AddDestination(key, address, to) if weight(&key, &address).is_some() => {
+                Op::EditDestination(key, address, to)
+            }
+            Op::EditDestination(key, address, to) if weight(&key, &address).is_none() => {
+                Op::AddDestination(key, address, to)
+            }
+            op => op,
+        };
+        self.step(instead).map_err(|what| format!("{what}: {op:?}"))?;
+        Ok(None)
+    }
+
+    /// Loads a scheduler, or takes it away.
+    pub fn set_scheduler(&mut self, scheduler: Scheduler, is_there: bool) {
+        if is_there {
+            self.schedulers.insert(scheduler);
+        } else {
+            self.schedulers.remove(&scheduler);
+        }
+    }
+
+    /// What the agent would read.
+    #[must_use]
+    pub fn existing(&self) -> Existing {
+        let servers = self.servers.iter().map(|(key, (settings, destinations))| {
+            (*key, ExistingServer { settings: Some(*settings), destinations: destinations.clone() })
+        });
+        let saves = Table::ALL.map(|table| self.iptables.save(table)).concat();
+        Existing {
+            sets: self.sets.clone(),
+            bound: self.bound.clone(),
+            servers: servers.collect(),
+            tables: ExistingTables::parse(&saves),
+        }
+    }
+
+    fn step(&mut self, op: Op) -> Result<(), &'static str> {
+        let exists = |is_new: bool| if is_new { Ok(()) } else { Err("it exists") };
+        let missing = |was_there: bool| if was_there { Ok(()) } else { Err("there is none") };
+        match op {
+            Op::CreateSet(set) => exists(self.sets.insert(set, BTreeSet::new()).is_none()),
+            Op::DestroySet(set) => {
+                if self.is_referred_to(set) {
+                    return Err("a rule refers to it");
+                }
+                missing(self.sets.remove(&set).is_some())
+            }
+            Op::AddElement(set, element) => {
+                if element.kind() != set.kind() {
+                    return Err("wrong kind of element");
+                }
+                exists(self.sets.get_mut(&set).ok_or("no such set")?.insert(element))
+            }
+            Op::DeleteElement(set, element) => missing(self.sets.get_mut(&set).ok_or("no such set")?.remove(&element)),
+            Op::Bind(address) if Family::of(address) != self.family => Err("wrong family"),
+            Op::Bind(address) => exists(self.bound.insert(address)),
+            Op::Unbind(address) => missing(self.bound.remove(&address)),
+            Op::AddServer(key, settings) => {
+                self.check(settings)?;
+                exists(self.servers.insert(key, (settings, BTreeMap::new())).is_none())
+            }
+            Op::EditServer(key, settings) => {
+                self.check(settings)?;
+                self.servers.get_mut(&key).ok_or("no such server")?.0 = settings;
+                Ok(())
+            }
+            Op::DeleteServer(key) => {
+                let (_, destinations) = self.servers.remove(&key).ok_or("no such server")?;
+                missing(destinations.is_empty()).map_err(|_| "it has destinations")
+            }
+            Op::AddDestination(key, address, weight) => {
+                exists(self.destinations(key)?.insert(address, weight).is_none())
+            }
+            Op::EditDestination(key, address, weight) => {
+                missing(self.destinations(key)?.insert(address, weight).is_some())
+            }
+            Op::DeleteDestination(key, address) => missing(self.destinations(key)?.remove(&address).is_some()),
+        }
+    }
+
+    fn check(&self, settings: Settings) -> Result<(), &'static str> {
+        if self.schedulers.contains(&settings.scheduler) { Ok(()) } else { Err("no such scheduler") }
+    }
+
+    fn destinations(&mut self, key: ServerKey) -> Result<&mut BTreeMap<SocketAddr, u32>, &'static str> {
+        Ok(&mut self.servers.get_mut(&key).ok_or("no such server")?.1)
+    }
+
+    fn is_referred_to(&self, set: Set) -> bool {
+        let name = set.name(self.family);
+        let refers =
+            |table: &Table| self.iptables.save(*table).lines().any(|rule| referred_sets(rule).any(|of| of == name));
+        Table::ALL.iter().any(refers)
+    }
+}
+
+fn referred_sets(rule: &str) -> impl Iterator<Item = &str> {
+    rule.split("--match-set ").skip(1).filter_map(|rest| rest.split(' ').next())
+}

@@ -1,0 +1,209 @@
+//! What one service contributes: virtual servers, elements of sets, and addresses.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::{IpAddr, SocketAddr},
+    sync::Arc,
+};
+
+use super::{
+    super::ipsets::{Element, Set},
+    config::{IpvsConfig, Problem},
+    server::{ServerKey, Settings, Wanted},
+};
+use crate::{
+    behaviours::endpoint_choice::Destination,
+    behaviours::view::ServicePortView,
+    model::{Protocol, Service, TrafficPolicy},
+};
+
+/// Which of a service's addresses a virtual server has. Where two services want the same address and port by different ones, the first in
+/// this order gets it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Via {
+    /// ClusterIP.
+    ClusterIp,
+    /// externalIP.
+    ExternalIp,
+    /// Load balancer IP.
+    LoadBalancerIp,
+    /// NodePort.
+    NodePort,
+}
+
+/// Everything that one service contributes in one family.
+#[derive(Debug, Default, Clone, PartialEq, Eq)]
+pub struct ServicePlan {
+    /// Virtual servers.
+    pub servers: BTreeMap<ServerKey, (Via, Wanted)>,
+    /// Elements of sets.
+    pub elements: BTreeSet<(Set, Element)>,
+    /// Addresses that our device must have, whether or not there are virtual servers on them.
+    pub bound: BTreeSet<IpAddr>,
+    /// What is wrong with the service's annotations.
+    pub problem: Option<Problem>,
+}
+
+/// The plan of a service from the views of its ports.
+#[must_use]
+pub fn plan(config: &IpvsConfig, service: &Service, views: &[ServicePortView]) -> ServicePlan {
+    let (scheduler, problem) = config.scheduler_for(&service.scheduler);
+    let mut plan = ServicePlan { problem: problem.filter(|_| !views.is_empty()), ..ServicePlan::default() };
+    for view in views {
+        let settings = Settings { scheduler, persistence_seconds: view.affinity_timeout_seconds };
+        Port { config, view, settings, cluster: None, local: None }.plan(&mut plan);
+    }
+    if service.health_check_node_port != 0 && !views.is_empty() {
+        plan.elements.insert((Set::HealthCheckNodePort, Element::Port(service.health_check_node_port)));
+    }
+    plan
+}
+
+type Weighted = Arc<[(SocketAddr, u32)]>;
+
+struct Port<'a> {
+    config: &'a IpvsConfig,
+    view: &'a ServicePortView,
+    settings: Settings,
+    /// Destinations of a policy, once they were asked for.
+    cluster: Option<Weighted>,
+    local: Option<Weighted>,
+}
+
+impl Port<'_> {
+    fn plan(&mut self, plan: &mut ServicePlan) {
+        let view = self.view;
+        if let Some(address) = view.cluster_ip {
+            self.address(plan, Via::ClusterIp, Set::ClusterIp, address, view.internal_traffic_policy);
+        }
+        let policy = view.external_traffic_policy;
+        let set = if policy.is_local() { Set::ExternalIpLocal } else { Set::ExternalIp };
+        for address in &view.external_ips {
+            self.address(plan, Via::ExternalIp, set, *address, policy);
+        }
+        for address in &view.load_balancer_ips {
+            self.address(plan, Via::LoadBalancerIp, Set::LoadBalancer, *address, policy);
+            self.source_ranges(plan, *address);
+        }
+        if view.node_port != 0 {
+            self.node_port(plan);
+        }
+        self.loop_back(plan);
+    }
+
+    fn key(&self, address: IpAddr) -> ServerKey {
+        ServerKey { address, protocol: self.view.protocol, port: self.view.port }
+    }
+
+    /// An address of the service's own.
+    fn address(&mut self, plan: &mut ServicePlan, via: Via, set: Set, address: IpAddr, policy: TrafficPolicy) {
+        let key = self.key(address);
+        plan.elements.insert((set, key.element()));
+        if via == Via::LoadBalancerIp && policy.is_local() {
+            plan.elements.insert((Set::LoadBalancerLocal, key.element()));
+        }
+        let is_bound = !self.config.other_addresses.contains(&address);
+        if is_bound {
+            plan.bound.insert(address);
+        }
+        self.server(plan, via, key, (set, key.element()), is_bound, policy);
+    }
+
+    fn node_port(&mut self, plan: &mut ServicePlan) {
+        let (protocol, port, policy) = (self.view.protocol, self.view.node_port, self.view.external_traffic_policy);
+        let sets = [Some(Set::node_port(protocol)), policy.is_local().then(|| Set::node_port_local(protocol))];
+        if protocol != Protocol::Sctp {
+            plan.elements.extend(sets.into_iter().flatten().map(|set| (set, Element::Port(port))));
+        }
+        for address in &self.config.node_port_addresses {
+            if crate::model::Family::of(*address) != self.view.family {
+                continue;
+            }
+            let key = ServerKey { address: *address, protocol, port };
+            if protocol == Protocol::Sctp {
+                plan.elements.extend(sets.into_iter().flatten().map(|set| (set, key.element())));
+            }
+            plan.elements.insert((Set::NodePortServers, key.element()));
+            self.server(plan, Via::NodePort, key, (Set::NodePortServers, key.element()), false, policy);
+        }
+    }
+
+    /// A virtual server, or, without endpoints, what becomes of those who ask for it.
+    fn server(
+        &mut self,
+        plan: &mut ServicePlan,
+        via: Via,
+        key: ServerKey,
+        mark: (Set, Element),
+        is_bound: bool,
+        policy: TrafficPolicy,
+    ) {
+        let destinations = self.destinations(policy);
+        if destinations.is_empty() {
+            let is_elsewhere = policy.is_local() && self.view.has_any_endpoint;
+            let set = if is_elsewhere { Set::NoLocalEndpoints } else { Set::NoEndpoints };
+            // An address may be there by two ways, with the same policy.
+            if !plan.servers.contains_key(&key) {
+                plan.elements.insert((set, key.element()));
+            }
+            return;
+        }
+        let wanted = Wanted { settings: self.settings, destinations, mark, is_bound };
+        plan.servers.entry(key).or_insert((via, wanted));
+    }
+
+    fn destinations(&mut self, policy: TrafficPolicy) -> Weighted {
+        let scheduler = self.settings.scheduler;
+        let view = self.view;
+        let (of_policy, endpoints, failing) = match policy {
+            TrafficPolicy::Cluster => (&mut self.cluster, &view.cluster_endpoints, &view.failing_cluster_endpoints),
+            TrafficPolicy::Local => (&mut self.local, &view.local_endpoints, &view.failing_local_endpoints),
+        };
+        Arc::clone(of_policy.get_or_insert_with(|| {
+            let address = |endpoint: &Destination| SocketAddr::new(endpoint.address, endpoint.port);
+            let usable = endpoints.iter().map(|endpoint| (address(endpoint), true));
+            // A scheduler that chooses them in spite of their weight must not see them.
+            let failing = failing.iter().filter(|_| scheduler.passes_over_weight_zero());
+            let failing = failing.map(|endpoint| (address(endpoint), false));
+            let mut addresses: Vec<(SocketAddr, bool)> = usable.chain(failing).collect();
+            addresses.sort_unstable();
+            addresses.dedup();
+            let count = addresses.len();
+            // One that fails keeps its rank, so that the others keep their weights.
+            let weigh = |(position, (address, is_usable))| {
+                (address, if is_usable { scheduler.weight(position, count) } else { 0 })
+            };
+            addresses.into_iter().enumerate().map(weigh).collect()
+        }))
+    }
+
+    fn source_ranges(&self, plan: &mut ServicePlan, address: IpAddr) {
+        let ranges = &self.view.source_ranges;
+        // Without endpoints everybody is refused, whom the ranges admit or not.
+        if ranges.is_open() || !self.view.has_any_endpoint {
+            return;
+        }
+        let ServerKey { address, protocol, port } = self.key(address);
+        plan.elements.insert((Set::LoadBalancerFirewall, Element::IpPort(address, protocol, port)));
+        for range in &ranges.ranges {
+            let element = Element::IpPortNet(address, protocol, port, *range);
+            plan.elements.insert((Set::LoadBalancerSourceCidr, element));
+        }
+        if ranges.admits_node {
+            let element = Element::IpPortIp(address, protocol, port, address);
+            plan.elements.insert((Set::LoadBalancerSourceIp, element));
+        }
+    }
+
+    /// Endpoints that may be sent to themselves on this node; others are by their own node.
+    fn loop_back(&self, plan: &mut ServicePlan) {
+        let view = self.view;
+        let cluster = view.cluster_endpoints.iter().chain(&view.failing_cluster_endpoints);
+        let cluster = cluster.filter(|_| view.uses_cluster_endpoints());
+        let local = view.local_endpoints.iter().chain(&view.failing_local_endpoints);
+        let local = local.filter(|_| view.uses_local_endpoints());
+        for Destination { address, port, .. } in cluster.chain(local).filter(|endpoint| endpoint.may_be_here) {
+            plan.elements.insert((Set::LoopBack, Element::IpPortIp(*address, view.protocol, *port, *address)));
+        }
+    }
+}

@@ -1,0 +1,529 @@
+//! Sets, virtual servers and rules of known services.
+#![allow(clippy::unwrap_used)]
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::{IpAddr, SocketAddr},
+    sync::Arc,
+};
+
+use super::*;
+use crate::{
+    Change, ClientIpAffinity, Dirty, Endpoint, EndpointPort, Family, Placement, Protocol, Service, ServiceKey,
+    ServicePort, State, TrafficPolicy, behaviours::masquerade::LocalDetector, dataplane::ipvs::fake_kernel::FakeKernel,
+    model::NodeFacts,
+};
+
+fn ip(text: &str) -> IpAddr {
+    text.parse().unwrap()
+}
+
+fn node() -> NodeFacts {
+    NodeFacts { addresses: vec![ip("192.0.2.11")], ..NodeFacts::named("node-a") }
+}
+
+fn config() -> IpvsConfig {
+    let mut config = IpvsConfig::new(Family::V4);
+    config.masquerade.detector_v4 = Some(LocalDetector::Cidr("10.244.0.0/16".parse().unwrap()));
+    config.node_port_addresses = vec![ip("192.0.2.11")];
+    config.other_addresses = [ip("192.0.2.11")].into();
+    config
+}
+
+/// ClusterIP 10.96.0.1, port 80, and everything else that a service can be reached by.
+fn service() -> Service {
+    let port = ServicePort { name: "web".into(), protocol: Protocol::Tcp, port: 80, node_port: 30080 };
+    let mut service = Service::new(ServiceKey::new("ns", "web"), vec![ip("10.96.0.1")], vec![port]);
+    service.external_ips = vec![ip("203.0.113.1")];
+    service.load_balancer_ips = vec![ip("203.0.113.2")];
+    service
+}
+
+fn endpoint(address: &str, node: &str) -> Change {
+    let ports: Arc<[EndpointPort]> = Arc::from([EndpointPort::new("web", Protocol::Tcp, 8080)]);
+    let endpoint = Endpoint { placement: Placement::on(node).into(), ..Endpoint::new(ip(address), ports) };
+    Change::Endpoint(service().key, endpoint)
+}
+
+struct Rig {
+    kernel: FakeKernel,
+    ledger: Ledger,
+    state: State,
+}
+
+impl Rig {
+    fn new(config: IpvsConfig) -> Self {
+        let mut rig = Self { kernel: FakeKernel::new(&config), ledger: Ledger::new(config), state: State::default() };
+        let plan = rig.ledger.full(&rig.state, &node(), &rig.kernel.existing(), 0);
+        rig.kernel.apply(&plan).unwrap();
+        rig
+    }
+
+    fn step(&mut self, changes: impl IntoIterator<Item = Change>) -> Plan {
+        let mut dirty = Dirty::default();
+        changes.into_iter().for_each(|change| {
+            self.state.apply(change, &mut dirty);
+        });
+        let plan = self.ledger.changed(&self.state, &node(), &dirty, 0);
+        self.kernel.apply(&plan).unwrap();
+        plan
+    }
+
+    fn has(&self, set: Set, element: &str) -> bool {
+        self.kernel.sets[&set].iter().any(|candidate| candidate.to_string() == element)
+    }
+
+    /// Destinations and weights of a server; `None` when there is no such server.
+    fn destinations(&self, address: &str, port: u16) -> Option<Vec<(String, u32)>> {
+        let key = ServerKey { address: ip(address), protocol: Protocol::Tcp, port };
+        let (_, destinations) = self.kernel.servers.get(&key)?;
+        Some(destinations.iter().map(|(address, weight)| (address.to_string(), *weight)).collect())
+    }
+
+    fn rules(&self, table: crate::dataplane::rules::Table, chain: &str) -> Vec<String> {
+        let prefix = format!("-A {chain} ");
+        self.kernel
+            .iptables
+            .save(table)
+            .lines()
+            .filter_map(|line| Some(line.strip_prefix(&prefix)?.to_owned()))
+            .collect()
+    }
+}
+
+fn weighted(destinations: &[(&str, u32)]) -> Option<Vec<(String, u32)>> {
+    Some(destinations.iter().map(|(address, weight)| ((*address).to_owned(), *weight)).collect())
+}
+
+#[test]
+fn sets_are_called_as_kube_proxy_calls_them() {
+    assert_eq!(Set::ClusterIp.name(Family::V4), "KUBE-CLUSTER-IP");
+    assert_eq!(Set::LoopBack.name(Family::V6), "KUBE-6-LOOP-BACK");
+    assert_eq!(Set::LoadBalancerSourceCidr.name(Family::V6), "KUBE-6-LOAD-BALANCER-SOURCE-CID");
+    assert_eq!(Set::NodePortLocalSctp.name(Family::V6), "KUBE-6-NODE-PORT-LOCAL-SCTP-HAS");
+    for family in Family::BOTH {
+        let names: BTreeSet<String> = Set::ALL.iter().map(|set| set.name(family)).collect();
+        assert_eq!(names.len(), Set::ALL.len());
+        assert!(names.iter().all(|name| name.len() <= 31));
+        assert!(Set::ALL.iter().all(|set| Set::parse(&set.name(family), family) == Some(*set)));
+    }
+    let element = Element::IpPortNet(ip("fd00::1"), Protocol::Udp, 53, "2001:db8::/32".parse().unwrap());
+    assert_eq!(element.to_string(), "fd00::1,udp:53,2001:db8::/32");
+}
+
+#[test]
+fn every_address_has_a_virtual_server() {
+    let mut rig = Rig::new(config());
+    let plan = rig.step([Change::from(service()), endpoint("10.244.1.1", "node-a"), endpoint("10.244.2.1", "node-b")]);
+    for (address, port) in [("10.96.0.1", 80), ("203.0.113.1", 80), ("203.0.113.2", 80), ("192.0.2.11", 30080)] {
+        let both = weighted(&[("10.244.1.1:8080", 1), ("10.244.2.1:8080", 1)]);
+        assert_eq!(rig.destinations(address, port), both, "{address}");
+    }
+    assert_eq!(rig.kernel.bound, ["10.96.0.1", "203.0.113.1", "203.0.113.2"].map(ip).into());
+    assert!(rig.has(Set::ClusterIp, "10.96.0.1,tcp:80") && rig.has(Set::ExternalIp, "203.0.113.1,tcp:80"));
+    assert!(rig.has(Set::LoadBalancer, "203.0.113.2,tcp:80") && rig.has(Set::NodePortTcp, "30080"));
+    assert!(rig.has(Set::BoundAddresses, "203.0.113.2") && rig.has(Set::NodePortServers, "192.0.2.11,tcp:30080"));
+    // Only this node's endpoint can come back to itself here.
+    let loop_back: Vec<String> = rig.kernel.sets[&Set::LoopBack].iter().map(ToString::to_string).collect();
+    assert_eq!(loop_back, ["10.244.1.1,tcp:8080,10.244.1.1"]);
+    // Elements, then addresses, then servers, each before its destinations.
+    let rank = |op: &Op| match op {
+        Op::AddElement(..) => 0,
+        Op::Bind(_) => 1,
+        Op::AddServer(..) | Op::AddDestination(..) => 2,
+        other => panic!("{other:?}"),
+    };
+    assert!(plan.before.is_sorted_by_key(rank) && plan.after.is_empty());
+    assert!(plan.script.is_empty(), "rules do not depend on such services: {}", plan.script);
+    let plan = rig.step([endpoint("10.244.2.2", "node-b")]);
+    assert_eq!(plan.ops().count(), 4, "one destination on each of four servers: {plan:?}");
+}
+
+#[test]
+fn local_policies_have_local_endpoints_or_drop() {
+    let mut rig = Rig::new(config());
+    let mut local = service();
+    (local.external_traffic_policy, local.internal_traffic_policy) = (TrafficPolicy::Local, TrafficPolicy::Local);
+    rig.step([Change::from(local.clone()), endpoint("10.244.1.1", "node-a"), endpoint("10.244.2.1", "node-b")]);
+    for (address, port) in [("10.96.0.1", 80), ("203.0.113.1", 80), ("203.0.113.2", 80), ("192.0.2.11", 30080)] {
+        assert_eq!(rig.destinations(address, port), weighted(&[("10.244.1.1:8080", 1)]), "{address}");
+    }
+    assert!(rig.has(Set::ExternalIpLocal, "203.0.113.1,tcp:80") && !rig.has(Set::ExternalIp, "203.0.113.1,tcp:80"));
+    assert!(rig.has(Set::LoadBalancerLocal, "203.0.113.2,tcp:80") && rig.has(Set::NodePortLocalTcp, "30080"));
+
+    let plan = rig.step([Change::RemoveEndpoint(local.key.clone(), ip("10.244.1.1"))]);
+    let first_refusal = plan.before.iter().any(|op| matches!(op, Op::AddElement(Set::NoLocalEndpoints, _)));
+    assert!(first_refusal, "dropped before the destination goes: {plan:?}");
+    assert_eq!(rig.kernel.sets[&Set::NoLocalEndpoints].len(), 4);
+    assert_eq!(rig.destinations("203.0.113.2", 80), weighted(&[("10.244.1.1:8080", 0)]));
+
+    rig.step([Change::RemoveEndpoint(local.key, ip("10.244.2.1"))]);
+    assert_eq!(rig.kernel.sets[&Set::NoLocalEndpoints].len(), 0);
+    assert_eq!(rig.kernel.sets[&Set::NoEndpoints].len(), 4);
+}
+
+#[test]
+fn the_short_way_is_taken_before_the_virtual_server_and_behind_source_ranges() {
+    use crate::dataplane::rules::Table::Nat;
+    let mut rig = Rig::new(config());
+    let mut local = service();
+    local.external_traffic_policy = TrafficPolicy::Local;
+    local.load_balancer_source_ranges = vec!["198.51.100.0/24".parse().unwrap(), "192.0.2.0/24".parse().unwrap()];
+    rig.step([Change::from(local), endpoint("10.244.2.1", "node-b")]);
+    let services = rig.rules(Nat, "KUBE-SERVICES");
+    let lead = |address: &str, what: &str, target: &str| {
+        format!(r#"-d {address}/32 -p tcp -m comment --comment "ns/web:web {what}" -m tcp --dport 80 -j {target}-"#)
+    };
+    assert!(services[0].starts_with(&lead("203.0.113.1", "external IP", "KUBE-EXT")), "{}", services[0]);
+    assert!(services[1].starts_with(&lead("203.0.113.2", "loadbalancer IP", "KUBE-FW")), "{}", services[1]);
+    assert_eq!(
+        services[2..],
+        [
+            "-s 127.0.0.0/8 -j RETURN",
+            r#"-m comment --comment "Kubernetes service lb portal" -m set --match-set KUBE-LOAD-BALANCER dst,dst -j KUBE-LOAD-BALANCER"#,
+            r#"! -s 10.244.0.0/16 -m comment --comment "Kubernetes service cluster ip + port for masquerade purpose" -m set --match-set KUBE-CLUSTER-IP dst,dst -j KUBE-MARK-MASQ"#,
+            r#"-m comment --comment "Kubernetes service external ip + port for masquerade and filter purpose" -m set --match-set KUBE-EXTERNAL-IP dst,dst -j KUBE-MARK-MASQ"#,
+            // What goes to a service's address does not reach rules for NodePorts, nor rules of others behind ours.
+            "-m set --match-set KUBE-IPVS-IPS dst -j ACCEPT",
+            "-m set --match-set KUBE-LOAD-BALANCER dst,dst -j ACCEPT",
+            "-m set --match-set KUBE-EXTERNAL-IP dst,dst -j ACCEPT",
+            "-m set --match-set KUBE-EXTERNAL-IP-LOCAL dst,dst -j ACCEPT",
+            "-m addrtype --dst-type LOCAL -j KUBE-NODE-PORT",
+            r#"-d 192.0.2.11/32 -m comment --comment "kubernetes service nodeports; NOTE: this must be the last rule in this chain" -j KUBE-NODEPORTS"#,
+        ]
+    );
+    let external = services[0].rsplit(' ').next().unwrap();
+    let cluster = external.replace("EXT", "SVC");
+    assert_eq!(
+        rig.rules(Nat, external),
+        [
+            format!(r#"-s 10.244.0.0/16 -m comment --comment "pod traffic for ns/web:web external destinations" -j {cluster}"#),
+            r#"-m comment --comment "masquerade LOCAL traffic for ns/web:web external destinations" -m addrtype --src-type LOCAL -j KUBE-MARK-MASQ"#.to_owned(),
+            format!(r#"-m comment --comment "route LOCAL traffic for ns/web:web external destinations" -m addrtype --src-type LOCAL -j {cluster}"#),
+        ],
+        "others go on to the virtual server"
+    );
+    assert!(rig.rules(Nat, "KUBE-NODEPORTS")[0].contains("--dport 30080 -j KUBE-EXT-"));
+    // Who is not admitted is not translated, and dropped at the virtual server's address.
+    assert_eq!(rig.rules(Nat, &external.replace("EXT", "FW")).len(), 4);
+    assert!(rig.has(Set::LoadBalancerFirewall, "203.0.113.2,tcp:80"));
+    assert!(rig.has(Set::LoadBalancerSourceCidr, "203.0.113.2,tcp:80,198.51.100.0/24"));
+    assert!(rig.has(Set::LoadBalancerSourceIp, "203.0.113.2,tcp:80,203.0.113.2"), "the node is admitted");
+}
+
+#[test]
+fn constant_rules_look_up_sets() {
+    use crate::dataplane::rules::Table::{Filter, Mangle, Nat};
+    let rig = Rig::new(config());
+    let firewall = ["-m set --match-set KUBE-LOAD-BALANCER-FW dst,dst -j KUBE-SOURCE-RANGES-FIREWALL"];
+    assert_eq!(rig.rules(Mangle, "KUBE-IPVS-OUT-FILTER"), firewall);
+    assert_eq!(rig.rules(Filter, "KUBE-PROXY-FIREWALL"), firewall);
+    for table in [Mangle, Filter] {
+        assert_eq!(
+            rig.rules(table, "KUBE-SOURCE-RANGES-FIREWALL"),
+            [
+                "-m set --match-set KUBE-LOAD-BALANCER-SOURCE-CIDR dst,dst,src -j RETURN",
+                "-m set --match-set KUBE-LOAD-BALANCER-SOURCE-IP dst,dst,src -j RETURN",
+                "-j DROP",
+            ]
+        );
+    }
+    assert_eq!(
+        rig.rules(Filter, "KUBE-IPVS-FILTER"),
+        [
+            r#"-m comment --comment "no endpoints" -m set --match-set KUBE-NO-ENDPOINTS dst,dst -j REJECT --reject-with icmp-port-unreachable"#,
+            r#"-m comment --comment "no local endpoints" -m set --match-set KUBE-NO-LOCAL-ENDPOINTS dst,dst -j DROP"#,
+            "-m set --match-set KUBE-LOAD-BALANCER dst,dst -j RETURN",
+            "-m set --match-set KUBE-CLUSTER-IP dst,dst -j RETURN",
+            "-m set --match-set KUBE-EXTERNAL-IP dst,dst -j RETURN",
+            "-m set --match-set KUBE-EXTERNAL-IP-LOCAL dst,dst -j RETURN",
+            "-p tcp -m set --match-set KUBE-HEALTH-CHECK-NODE-PORT dst -j RETURN",
+            "-p icmp -m icmp --icmp-type 8 -j RETURN",
+            "-m set --match-set KUBE-IPVS-IPS dst -j REJECT --reject-with icmp-port-unreachable",
+        ]
+    );
+    assert_eq!(
+        rig.rules(Nat, "KUBE-POSTROUTING")[0],
+        r#"-m comment --comment "Kubernetes endpoints dst ip:port, source ip for solving hairpin purpose" -m set --match-set KUBE-LOOP-BACK dst,dst,src -j MASQUERADE --random-fully"#
+    );
+    assert_eq!(rig.rules(Filter, "KUBE-IPVS-OUT-FILTER")[0], "-m set ! --match-set KUBE-IPVS-IPS dst -j RETURN");
+    assert_eq!(rig.rules(Nat, "KUBE-NODE-PORT").len(), 6);
+    assert_eq!(rig.rules(Filter, "INPUT").len(), 3);
+}
+
+#[test]
+fn schedulers_are_chosen_by_annotation_and_a_bad_name_is_shown() {
+    let mut available = config();
+    available.scheduler = Scheduler::WeightedLeastConnection;
+    available.available_schedulers.remove(&Scheduler::NeverQueue);
+    let mut rig = Rig::new(available);
+    let key = ServerKey { address: ip("10.96.0.1"), protocol: Protocol::Tcp, port: 80 };
+    let endpoints = [endpoint("10.244.1.1", "node-a"), endpoint("10.244.2.1", "node-b")];
+    rig.step(endpoints);
+    for (name, scheduler, problem) in [
+        ("", Scheduler::WeightedLeastConnection, None),
+        ("mh", Scheduler::MaglevHashing, None),
+        ("nq", Scheduler::WeightedLeastConnection, Some(Problem::MissingScheduler(Scheduler::NeverQueue))),
+        ("fastest", Scheduler::WeightedLeastConnection, Some(Problem::UnknownScheduler("fastest".into()))),
+        ("sh", Scheduler::SourceHashing, None),
+    ] {
+        let mut service = service();
+        service.scheduler = name.into();
+        service.session_affinity = (name == "sh").then_some(ClientIpAffinity { timeout_seconds: 300 });
+        let plan = rig.step([Change::from(service)]);
+        assert!(name.is_empty() || plan.ops().all(|op| matches!(op, Op::EditServer(..))), "{plan:?}");
+        let settings = rig.kernel.servers[&key].0;
+        assert_eq!((settings.scheduler, settings.persistence_seconds), (scheduler, (name == "sh").then_some(300)));
+        let problems: Vec<_> = rig.ledger.problems().map(|(_, problem)| problem.clone()).collect();
+        assert_eq!(problems, Vec::from_iter(problem), "{name}");
+    }
+    for scheduler in Scheduler::ALL {
+        assert_eq!(Scheduler::parse(scheduler.as_str()), Some(scheduler));
+    }
+    let mut first = service();
+    first.scheduler = "fo".into();
+    rig.step([Change::from(first)]);
+    assert_eq!(rig.destinations("10.96.0.1", 80), weighted(&[("10.244.1.1:8080", 2), ("10.244.2.1:8080", 1)]));
+}
+
+#[test]
+fn tcp_drains_udp_goes_at_once_and_what_returns_is_restored() {
+    let mut rig = Rig::new(config());
+    let key = ServerKey { address: ip("10.96.0.1"), protocol: Protocol::Tcp, port: 80 };
+    let mut plain = service();
+    (plain.external_ips, plain.load_balancer_ips, plain.ports[0].node_port) = (Vec::new(), Vec::new(), 0);
+    rig.step([Change::from(plain.clone()), endpoint("10.244.1.1", "node-a"), endpoint("10.244.2.1", "node-b")]);
+    rig.step([Change::RemoveEndpoint(plain.key.clone(), ip("10.244.2.1"))]);
+    let draining = weighted(&[("10.244.1.1:8080", 1), ("10.244.2.1:8080", 0)]);
+    assert_eq!(rig.destinations("10.96.0.1", 80), draining);
+    let busy: BTreeMap<SocketAddr, u64> = [("10.244.2.1:8080".parse().unwrap(), 3)].into();
+    assert!(rig.ledger.drained(key, &busy, 1).is_empty());
+
+    // A new agent goes on with it.
+    rig.ledger = Ledger::new(config());
+    let plan = rig.ledger.full(&rig.state, &node(), &rig.kernel.existing(), 0);
+    assert!(plan.is_empty(), "{plan:?}");
+    assert_eq!(rig.ledger.draining().collect::<Vec<_>>(), [key]);
+
+    let plan = rig.step([endpoint("10.244.2.1", "node-b")]);
+    assert_eq!(plan.before, [Op::EditDestination(key, "10.244.2.1:8080".parse().unwrap(), 1)]);
+    assert_eq!(rig.ledger.draining().count(), 0);
+
+    // The service goes; its connections do not, nor does the address that they come to.
+    rig.step([Change::RemoveService(plain.key.clone())]);
+    let none = weighted(&[("10.244.1.1:8080", 0), ("10.244.2.1:8080", 0)]);
+    assert_eq!(rig.destinations("10.96.0.1", 80), none);
+    assert!(rig.kernel.bound.contains(&key.address));
+    let idle = ["10.244.1.1:8080", "10.244.2.1:8080"].map(|address| (address.parse().unwrap(), 0)).into();
+    let plan = rig.ledger.drained(key, &idle, 2);
+    rig.kernel.apply(&plan).unwrap();
+    assert!(rig.kernel.servers.is_empty() && rig.kernel.bound.is_empty());
+    assert!(rig.kernel.sets.values().all(BTreeSet::is_empty), "{:?}", rig.kernel.sets);
+
+    plain.ports[0].protocol = Protocol::Udp;
+    let udp = |address: &str| {
+        let port = EndpointPort::new("web", Protocol::Udp, 53);
+        Change::Endpoint(plain.key.clone(), Endpoint::new(ip(address), Arc::from([port])))
+    };
+    rig.step([Change::from(plain.clone()), udp("10.244.1.1"), udp("10.244.2.1")]);
+    let plan = rig.step([Change::RemoveEndpoint(plain.key.clone(), ip("10.244.2.1"))]);
+    assert!(matches!(plan.after[0], Op::DeleteDestination(..)), "{plan:?}");
+    assert_eq!(rig.ledger.draining().count(), 0);
+}
+
+#[test]
+fn what_fails_health_checks_has_no_weight_and_stays() {
+    let mut rig = Rig::new(config());
+    let key = ServerKey { address: ip("10.96.0.1"), protocol: Protocol::Tcp, port: 80 };
+    let mut checked = service();
+    (checked.external_ips, checked.load_balancer_ips, checked.ports[0].node_port) = (Vec::new(), Vec::new(), 0);
+    checked.health_check = "tcp".into();
+    rig.step([Change::from(checked.clone()), endpoint("10.244.1.1", "node-a"), endpoint("10.244.2.1", "node-b")]);
+    let one: SocketAddr = "10.244.2.1:8080".parse().unwrap();
+    let fails = |rig: &mut Rig, failing: &[SocketAddr]| {
+        let mut dirty = Dirty::default();
+        rig.state.set_failing(&checked.key, failing.iter().copied().collect(), &mut dirty);
+        let plan = rig.ledger.changed(&rig.state, &node(), &dirty, 0);
+        rig.kernel.apply(&plan).unwrap();
+        plan.ops().copied().collect::<Vec<_>>()
+    };
+    assert_eq!(fails(&mut rig, &[one]), [Op::EditDestination(key, one, 0)]);
+    assert_eq!(rig.ledger.draining().count(), 0, "it is not on its way out");
+    assert!(rig.ledger.drained(key, &[(one, 0)].into(), 1).is_empty());
+    // A new agent that knows as much writes nothing, and one that knows nothing yet uses it.
+    let mut restarted = Ledger::new(config());
+    assert!(restarted.full(&rig.state, &node(), &rig.kernel.existing(), 0).is_empty());
+    assert!(restarted.is_in(&rig.kernel.existing()) && restarted.draining().count() == 0);
+    let all: Vec<SocketAddr> = vec!["10.244.1.1:8080".parse().unwrap(), one];
+    assert_eq!(fails(&mut rig, &all), [Op::EditDestination(key, one, 1)], "all fail: all are used");
+    assert_eq!(fails(&mut rig, &[one]), [Op::EditDestination(key, one, 0)]);
+    let plan = rig.step([Change::RemoveEndpoint(checked.key.clone(), one.ip())]);
+    assert!(plan.is_empty() && rig.ledger.draining().eq([key]), "its connections go on: {plan:?}");
+    assert_eq!(fails(&mut rig, &[]), []);
+    let plan = rig.step([endpoint("10.244.2.1", "node-b")]);
+    assert_eq!(plan.before, [Op::EditDestination(key, one, 1)]);
+}
+
+#[test]
+fn what_kube_proxy_left_is_taken_over() {
+    let mut rig = Rig::new(config());
+    let settings = Settings { scheduler: Scheduler::RoundRobin, persistence_seconds: None };
+    let key = |address: &str, port| ServerKey { address: ip(address), protocol: Protocol::Tcp, port };
+    rig.kernel.sets.remove(&Set::NodePortServers);
+    rig.kernel.sets.get_mut(&Set::NodePortTcp).unwrap().insert(Element::Port(30080));
+    rig.kernel.bound.insert(ip("10.96.0.9"));
+    for (address, port) in [("10.96.0.9", 80), ("192.0.2.11", 30080), ("192.0.2.11", 8000)] {
+        rig.kernel.servers.insert(key(address, port), (settings, BTreeMap::new()));
+    }
+    let plan = rig.ledger.full(&rig.state, &node(), &rig.kernel.existing(), 0);
+    rig.kernel.apply(&plan).unwrap();
+    assert_eq!(rig.kernel.servers.keys().collect::<Vec<_>>(), [&key("192.0.2.11", 8000)]);
+    assert!(rig.kernel.bound.is_empty());
+}
+
+#[test]
+fn schedulers_that_do_not_pass_over_weight_zero_lose_destinations_at_once() {
+    let mut rig = Rig::new(config());
+    let service = Service { scheduler: "dh".into(), ..service() };
+    rig.step([Change::from(service.clone()), endpoint("10.244.1.1", "node-a"), endpoint("10.244.2.1", "node-b")]);
+    rig.step([Change::RemoveEndpoint(service.key.clone(), ip("10.244.2.1"))]);
+    assert_eq!(rig.destinations("10.96.0.1", 80), weighted(&[("10.244.1.1:8080", 1)]));
+    // When there is nothing to choose from any more, the last one may keep its connections.
+    rig.step([Change::RemoveEndpoint(service.key, ip("10.244.1.1"))]);
+    assert_eq!(rig.destinations("10.96.0.1", 80), weighted(&[("10.244.1.1:8080", 0)]));
+}
+
+#[test]
+fn an_address_that_goes_to_another_service_keeps_what_both_want() {
+    let mut rig = Rig::new(config());
+    let first = service();
+    let second = Service { key: ServiceKey::new("ns", "other"), cluster_ips: vec![ip("10.96.0.2")], ..service() };
+    let of_second = |change: Change| match change {
+        Change::Endpoint(_, endpoint) => Change::Endpoint(second.key.clone(), endpoint),
+        other => other,
+    };
+    rig.step([
+        Change::from(first.clone()),
+        endpoint("10.244.1.1", "node-a"),
+        Change::from(second.clone()),
+        of_second(endpoint("10.244.1.1", "node-a")),
+    ]);
+    // The first has been the winner; both change in one step.
+    rig.step([Change::RemoveService(first.key)]);
+    assert_eq!(rig.destinations("203.0.113.1", 80), weighted(&[("10.244.1.1:8080", 1)]));
+}
+
+#[test]
+fn without_endpoints_everybody_is_refused_whatever_ranges_say() {
+    let mut rig = Rig::new(config());
+    let service = Service { load_balancer_source_ranges: vec!["10.0.0.0/8".parse().unwrap()], ..service() };
+    rig.step([Change::from(service)]);
+    assert!(rig.kernel.sets[&Set::LoadBalancerFirewall].is_empty());
+    rig.step([endpoint("10.244.1.1", "node-a")]);
+    assert!(rig.has(Set::LoadBalancerFirewall, "203.0.113.2,tcp:80"));
+}
+
+#[test]
+fn what_the_kernel_refuses_is_made_up_for_at_the_cost_of_itself() {
+    let mut rig = Rig::new(config());
+    let key = |address: &str| ServerKey { address: ip(address), protocol: Protocol::Tcp, port: 80 };
+    let (external, bad) = (key("203.0.113.1"), SocketAddr::new(ip("10.244.1.9"), 8080));
+    let refuses = |op: &Op| match op {
+        Op::AddServer(server, _) => *server == external,
+        Op::AddDestination(_, address, _) => *address == bad,
+        _ => false,
+    };
+    let step = |rig: &mut Rig, changes: Vec<Change>| {
+        let mut dirty = Dirty::default();
+        changes.into_iter().for_each(|change| {
+            rig.state.apply(change, &mut dirty);
+        });
+        let plan = rig.ledger.changed(&rig.state, &node(), &dirty, 0);
+        let refused = rig.kernel.apply_but(&plan, refuses).unwrap();
+        assert_eq!(rig.ledger.settle(plan.ops(), &refused), []);
+        assert!(rig.ledger.is_in(&rig.kernel.existing()));
+        plan
+    };
+    step(&mut rig, vec![Change::from(service()), endpoint("10.244.1.1", "node-a"), endpoint("10.244.1.9", "node-b")]);
+    assert_eq!(rig.destinations("203.0.113.1", 80), None);
+    assert_eq!(rig.destinations("10.96.0.1", 80), weighted(&[("10.244.1.1:8080", 1)]), "the rest is programmed");
+    // A destination on each of three servers, the fourth server, and both of its destinations.
+    assert_eq!(rig.ledger.lacking().count(), 3 + 1 + 2);
+    assert!(rig.ledger.lacking().all(|(_, of)| **of == service().key));
+
+    // A change of the service has it tried; one of another service has not.
+    let other = Service { external_ips: vec![], load_balancer_ips: vec![], ..service() };
+    let other =
+        Service { key: ServiceKey::new("ns", "other"), cluster_ips: vec![ip("10.96.0.2")], ports: vec![], ..other };
+    assert!(step(&mut rig, vec![Change::from(other)]).is_empty());
+    let plan = step(&mut rig, vec![endpoint("10.244.1.2", "node-b")]);
+    assert_eq!(plan.ops().count(), 6 + 4, "what is lacking, and one destination on each server: {plan:?}");
+    assert_eq!(rig.ledger.lacking().count(), 3 + 1 + 3);
+
+    // So does whoever likes, of a server and what belongs to it, or of one destination.
+    let again = rig.ledger.again([Object::Server(external)]);
+    assert!(matches!(
+        again[..],
+        [Op::AddServer(..), Op::AddDestination(..), Op::AddDestination(..), Op::AddDestination(..)]
+    ));
+    let before = rig.ledger.lacking_revision();
+    let refused = rig.kernel.apply_but(&Plan { before: again.clone(), ..Plan::default() }, |_| false).unwrap();
+    assert_eq!((refused.len(), rig.ledger.settle(&again, &refused).len()), (0, 0));
+    assert_ne!(rig.ledger.lacking_revision(), before);
+    assert_eq!(rig.ledger.lacking().count(), 3);
+    assert!(rig.ledger.is_in(&rig.kernel.existing()));
+    assert_eq!(rig.destinations("203.0.113.1", 80).map(|all| all.len()), Some(3));
+    assert_eq!(rig.ledger.again([Object::Server(external), Object::Destination(key("10.96.0.1"), bad)]).len(), 1);
+
+    // What is not wanted any more is not lacking either.
+    step(&mut rig, vec![Change::RemoveEndpoint(service().key, bad.ip())]);
+    assert_eq!(rig.ledger.lacking().count(), 0);
+    // What removes something is nobody's.
+    let removal = Op::Unbind(ip("10.96.0.1"));
+    assert_eq!(rig.ledger.settle(&[removal], &[removal]), [removal]);
+}
+
+#[test]
+fn a_scheduler_that_is_missing_is_replaced_and_comes_back_at_the_cost_of_who_asks_for_it() {
+    let mut rig = Rig::new(config());
+    let hashed = |scheduler: &str| Change::from(Service { scheduler: scheduler.into(), ..service() });
+    let key = ServerKey { address: ip("10.96.0.1"), protocol: Protocol::Tcp, port: 80 };
+    let step = |rig: &mut Rig, changes: Vec<Change>, services: &[ServiceKey]| {
+        let mut dirty = Dirty { services: services.iter().cloned().map(Arc::new).collect(), ..Dirty::default() };
+        changes.into_iter().for_each(|change| {
+            rig.state.apply(change, &mut dirty);
+        });
+        let plan = rig.ledger.changed(&rig.state, &node(), &dirty, 0);
+        let refused = rig.kernel.apply_but(&plan, |_| false).unwrap();
+        assert_eq!(rig.ledger.settle(plan.ops(), &refused), []);
+        refused
+    };
+    rig.kernel.set_scheduler(Scheduler::MaglevHashing, false);
+    for begins_with in [vec![hashed("mh"), endpoint("10.244.1.1", "node-a")], vec![hashed("wlc"), hashed("mh")]] {
+        // A new server is not made, one that is there stays as it is.
+        let was_there = rig.kernel.servers.contains_key(&key);
+        let before = rig.destinations("10.96.0.1", 80);
+        for change in begins_with {
+            let refused = step(&mut rig, vec![change], &[]);
+            let is_edit = |op: &Op| matches!(op, Op::EditServer(..));
+            assert!(refused.iter().all(|op| is_edit(op) == was_there), "{refused:?}");
+        }
+        assert!(rig.ledger.lacks(&Object::Server(key)));
+        assert_eq!(rig.destinations("10.96.0.1", 80), before);
+        let services = rig.ledger.set_available(Scheduler::MaglevHashing, false);
+        assert_eq!(services, [Arc::new(service().key)].into());
+        assert_eq!(step(&mut rig, vec![], &[service().key]), []);
+        assert_eq!(rig.ledger.lacking().count(), 0);
+        assert_eq!(rig.kernel.servers[&key].0.scheduler, Scheduler::RoundRobin);
+        assert_eq!(rig.destinations("10.96.0.1", 80), weighted(&[("10.244.1.1:8080", 1)]));
+        let problem = Problem::MissingScheduler(Scheduler::MaglevHashing);
+        assert_eq!(rig.ledger.problems().collect::<Vec<_>>(), [(&Arc::new(service().key), &problem)]);
+        assert!(rig.ledger.is_in(&rig.kernel.existing()));
+        assert_eq!(rig.ledger.set_available(Scheduler::MaglevHashing, true), services);
+    }
+    // It is loaded: who asked for it gets it.
+    rig.kernel.set_scheduler(Scheduler::MaglevHashing, true);
+    assert_eq!(step(&mut rig, vec![], &[service().key]), []);
+    assert_eq!(rig.kernel.servers[&key].0.scheduler, Scheduler::MaglevHashing);
+    assert_eq!(rig.ledger.problems().count(), 0);
+}

@@ -1,0 +1,268 @@
+//! The shared state and what a change makes dirty.
+//!
+//! Work per change is proportional to the change: a service change visits that service's claims, an endpoint change one endpoint.
+
+pub mod claims;
+pub mod demand;
+pub mod digest;
+pub mod reference;
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap},
+    net::{IpAddr, SocketAddr},
+    sync::Arc,
+};
+
+use compact_str::CompactString;
+
+use self::{claims::Claims, demand::Demand, digest::Digests};
+use crate::model::{Change, Endpoint, Service, ServiceCidr, ServiceKey};
+
+/// Everything that is the same for every node. The order in which changes arrive leaves no trace in it.
+#[derive(Debug, Default)]
+pub struct State {
+    entries: HashMap<Arc<ServiceKey>, ServiceEntry>,
+    service_cidrs: BTreeMap<CompactString, ServiceCidr>,
+    claims: Claims,
+    demand: Demand,
+    digests: Digests,
+    services: usize,
+    endpoints: usize,
+}
+
+/// A service and what is behind it. One may be there without the other, since the API promises no order, and what is known to fail without both.
+#[derive(Debug, Default)]
+pub struct ServiceEntry {
+    service: Option<Box<Service>>,
+    endpoints: BTreeMap<IpAddr, Endpoint>,
+    failing: BTreeSet<SocketAddr>,
+}
+
+impl ServiceEntry {
+    /// The Service, if it is known.
+    #[must_use]
+    pub fn service(&self) -> Option<&Service> {
+        self.service.as_deref()
+    }
+
+    /// Its endpoints, in order of address.
+    #[must_use]
+    pub fn endpoints(&self) -> &BTreeMap<IpAddr, Endpoint> {
+        &self.endpoints
+    }
+
+    /// TCP ports of its endpoints that fail this node's health checks.
+    #[must_use]
+    pub fn failing(&self) -> &BTreeSet<SocketAddr> {
+        &self.failing
+    }
+
+    fn is_empty(&self) -> bool {
+        self.service.is_none() && self.endpoints.is_empty() && self.failing.is_empty()
+    }
+}
+
+/// What changes made dirty, for whoever computes views. Sets merge: later changes to the same service cost nothing more.
+#[derive(Debug, Default, Clone, PartialEq, Eq)]
+pub struct Dirty {
+    /// Services whose view has to be computed anew.
+    pub services: BTreeSet<Arc<ServiceKey>>,
+    /// The set of ServiceCIDRs changed.
+    pub service_cidrs: bool,
+}
+
+impl Dirty {
+    /// True when there is nothing to do.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.services.is_empty() && !self.service_cidrs
+    }
+
+    /// Takes in what another round made dirty.
+    pub fn merge(&mut self, other: Self) {
+        self.services.extend(other.services);
+        self.service_cidrs |= other.service_cidrs;
+    }
+}
+
+impl State {
+    /// Applies one change and adds what it affects to `dirty`.
+    ///
+    /// Returns false, and leaves `dirty` alone, when the state was so already.
+    pub fn apply(&mut self, change: Change, dirty: &mut Dirty) -> bool {
+        match change {
+            Change::Service(service) => self.put_service(service, dirty),
+            Change::RemoveService(key) => self.remove_service(&key, dirty),
+            Change::Endpoint(key, endpoint) => self.put_endpoint(key, endpoint, dirty),
+            Change::RemoveEndpoint(key, address) => self.remove_endpoint(&key, address, dirty),
+            Change::ServiceCidr(service_cidr) => self.put_service_cidr(service_cidr, dirty),
+            Change::RemoveServiceCidr(name) => self.remove_service_cidr(&name, dirty),
+        }
+    }
+
+    /// Takes what this node has found by its own health checks: which TCP ports of a service's endpoints fail. It is no resource: digests
+    /// know nothing of it, and it does not go with the service, which may be back before whoever checks has seen it go. Then nothing
+    /// new would be found, and it would not be told again. So it stays until an empty set is told, as it has to be when a service is not
+    /// checked any more.
+    ///
+    /// Returns false, and leaves `dirty` alone, when it was so already.
+    pub fn set_failing(&mut self, key: &ServiceKey, failing: BTreeSet<SocketAddr>, dirty: &mut Dirty) -> bool {
+        let key = self.shared_key(key.clone());
+        if self.entries.get(&key).map_or(failing.is_empty(), |entry| entry.failing == failing) {
+            return false;
+        }
+        self.entries.entry(Arc::clone(&key)).or_default().failing = failing;
+        self.drop_empty(&key);
+        dirty.services.insert(key);
+        true
+    }
+
+    /// One service and its endpoints.
+    #[must_use]
+    pub fn entry(&self, key: &ServiceKey) -> Option<&ServiceEntry> {
+        self.entries.get(key)
+    }
+
+    /// The shared copy of a key that has an entry.
+    #[must_use]
+    pub fn key(&self, key: &ServiceKey) -> Option<&Arc<ServiceKey>> {
+        self.entries.get_key_value(key).map(|(key, _)| key)
+    }
+
+    /// All entries, in no particular order, those without a Service included. A full pass: not for the hot path.
+    pub fn entries(&self) -> impl Iterator<Item = (&Arc<ServiceKey>, &ServiceEntry)> {
+        self.entries.iter()
+    }
+
+    /// ServiceCIDRs in order of name.
+    pub fn service_cidrs(&self) -> impl Iterator<Item = &ServiceCidr> {
+        self.service_cidrs.values()
+    }
+
+    /// A ServiceCIDR by name.
+    #[must_use]
+    pub fn service_cidr(&self, name: &str) -> Option<&ServiceCidr> {
+        self.service_cidrs.get(name)
+    }
+
+    /// Who holds which address and port.
+    #[must_use]
+    pub fn claims(&self) -> &Claims {
+        &self.claims
+    }
+
+    /// What the Services ask of a node.
+    #[must_use]
+    pub fn demand(&self) -> &Demand {
+        &self.demand
+    }
+
+    /// Digests of what is held.
+    #[must_use]
+    pub fn digests(&self) -> &Digests {
+        &self.digests
+    }
+
+    /// Number of Services.
+    #[must_use]
+    pub fn service_count(&self) -> usize {
+        self.services
+    }
+
+    /// Number of endpoints, those without a Service included.
+    #[must_use]
+    pub fn endpoint_count(&self) -> usize {
+        self.endpoints
+    }
+
+    fn shared_key(&self, key: ServiceKey) -> Arc<ServiceKey> {
+        self.entries.get_key_value(&key).map_or_else(|| Arc::new(key), |(shared, _)| Arc::clone(shared))
+    }
+
+    fn put_service(&mut self, service: Box<Service>, dirty: &mut Dirty) -> bool {
+        let key = self.shared_key(service.key.clone());
+        let entry = self.entries.entry(Arc::clone(&key)).or_default();
+        if entry.service.as_ref() == Some(&service) {
+            return false;
+        }
+        let bucket = digest::service_bucket(&key);
+        if let Some(old) = &entry.service {
+            self.digests.subtract(bucket, digest::service_hash(old));
+            self.demand.subtract(old);
+            dirty.services.extend(self.claims.release(old));
+        } else {
+            self.services += 1;
+        }
+        self.digests.add(bucket, digest::service_hash(&service));
+        self.demand.add(&service);
+        dirty.services.extend(self.claims.take(&key, &service));
+        entry.service = Some(service);
+        dirty.services.insert(key);
+        true
+    }
+
+    fn remove_service(&mut self, key: &ServiceKey, dirty: &mut Dirty) -> bool {
+        let key = self.shared_key(key.clone());
+        let Some(old) = self.entries.get_mut(&key).and_then(|entry| entry.service.take()) else { return false };
+        self.services -= 1;
+        self.digests.subtract(digest::service_bucket(&key), digest::service_hash(&old));
+        self.demand.subtract(&old);
+        dirty.services.extend(self.claims.release(&old));
+        self.drop_empty(&key);
+        dirty.services.insert(key);
+        true
+    }
+
+    fn put_endpoint(&mut self, key: ServiceKey, endpoint: Endpoint, dirty: &mut Dirty) -> bool {
+        let key = self.shared_key(key);
+        let entry = self.entries.entry(Arc::clone(&key)).or_default();
+        let bucket = digest::service_bucket(&key);
+        match entry.endpoints.get(&endpoint.address) {
+            Some(old) if *old == endpoint => return false,
+            Some(old) => self.digests.subtract(bucket, digest::endpoint_hash(&key, old)),
+            None => self.endpoints += 1,
+        }
+        self.digests.add(bucket, digest::endpoint_hash(&key, &endpoint));
+        entry.endpoints.insert(endpoint.address, endpoint);
+        dirty.services.insert(key);
+        true
+    }
+
+    fn remove_endpoint(&mut self, key: &ServiceKey, address: IpAddr, dirty: &mut Dirty) -> bool {
+        let key = self.shared_key(key.clone());
+        let Some(old) = self.entries.get_mut(&key).and_then(|entry| entry.endpoints.remove(&address)) else {
+            return false;
+        };
+        self.endpoints -= 1;
+        self.digests.subtract(digest::service_bucket(&key), digest::endpoint_hash(&key, &old));
+        self.drop_empty(&key);
+        dirty.services.insert(key);
+        true
+    }
+
+    fn drop_empty(&mut self, key: &ServiceKey) {
+        if self.entries.get(key).is_some_and(ServiceEntry::is_empty) {
+            self.entries.remove(key);
+        }
+    }
+
+    fn put_service_cidr(&mut self, service_cidr: ServiceCidr, dirty: &mut Dirty) -> bool {
+        let bucket = digest::service_cidr_bucket(&service_cidr.name);
+        match self.service_cidrs.get(&service_cidr.name) {
+            Some(old) if *old == service_cidr => return false,
+            Some(old) => self.digests.subtract(bucket, digest::service_cidr_hash(old)),
+            None => {}
+        }
+        self.digests.add(bucket, digest::service_cidr_hash(&service_cidr));
+        self.service_cidrs.insert(service_cidr.name.clone(), service_cidr);
+        dirty.service_cidrs = true;
+        true
+    }
+
+    fn remove_service_cidr(&mut self, name: &str, dirty: &mut Dirty) -> bool {
+        let Some(old) = self.service_cidrs.remove(name) else { return false };
+        self.digests.subtract(digest::service_cidr_bucket(name), digest::service_cidr_hash(&old));
+        dirty.service_cidrs = true;
+        true
+    }
+}
