@@ -48,7 +48,7 @@ deny: ## Check licences, sources and advisories of dependencies with cargo-deny
 	cargo deny --workspace check
 
 descriptor: ## Write the committed descriptor set of the protocol anew, after a change of it
-	HEADGATE_WRITE_DESCRIPTOR=1 cargo nextest run --locked -p headgate-tests --test tidy protocol_is_compatible --no-capture
+	HEADGATE_WRITE_DESCRIPTOR=1 cargo nextest run --locked -p headgate-tests --test pure protocol_is_compatible --no-capture
 
 docs: ## Write the generated pages under docs/ anew (configuration, metrics)
 	HEADGATE_WRITE_DOCS=1 cargo nextest run --locked -p headgate-node-agent -p headgate-control-plane --lib documents_are_current

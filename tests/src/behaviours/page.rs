@@ -9,7 +9,7 @@ const HEAD: &str = "<!-- Written by `make behaviours` from the tests. Do not edi
 # Behaviours
 
 What users of a Kubernetes service proxy rely on, row by row, and the tests that prove it. The tests of
-[`packets.rs`](../tests/tests/packets.rs) send real packets through the real kernel, over IPv4 and IPv6, for the
+[`packets.rs`](../tests/tests/kernel/packets.rs) send real packets through the real kernel, over IPv4 and IPv6, for the
 legacy and the nft variant of iptables, each laid out classically and compactly, and for IPVS, which runs on a kernel of its own (User-Mode Linux).
 
 This page is made from a run in which all the tests that it names passed: `make test`, then `make behaviours`. A test says in a comment

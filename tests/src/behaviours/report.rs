@@ -47,7 +47,10 @@ impl Report {
     #[must_use]
     pub fn objection(&self, test: &ProvingTest) -> Option<&'static str> {
         let binary_id = test.binary_id();
-        let is_it = |binary: &str, name: &str| binary == binary_id && name.rsplit("::").next() == Some(&test.name);
+        let module = test.module();
+        let is_it = |binary: &str, name: &str| {
+            binary == binary_id && name.rsplit("::").next() == Some(&test.name) && name.starts_with(&module)
+        };
         let mut runs = self.0.iter().filter(|(binary, name, _)| is_it(binary, name)).peekable();
         if runs.peek().is_none() {
             return Some("did not run");
@@ -69,14 +72,15 @@ mod tests {
     #[test]
     fn one_failure_among_several_of_a_name_counts() {
         let report = Report::parse(
-            r#"<testsuite name="headgate-tests::packets">
-                <testcase name="legacy::spread" classname="headgate-tests::packets" time="1"></testcase>
-                <testcase name="nft::spread" classname="headgate-tests::packets" time="1"><failure type="x">no</failure></testcase>
-                <testcase name="legacy::refused" classname="headgate-tests::packets" time="1"/>
-                <testcase name="nft::refused" classname="headgate-tests::packets" time="1"><system-out>x</system-out></testcase>"#,
+            r#"<testsuite name="headgate-tests::kernel">
+                <testcase name="packets::legacy::spread" classname="headgate-tests::kernel" time="1"></testcase>
+                <testcase name="packets::nft::spread" classname="headgate-tests::kernel" time="1"><failure type="x">no</failure></testcase>
+                <testcase name="packets::legacy::refused" classname="headgate-tests::kernel" time="1"/>
+                <testcase name="others::refused" classname="headgate-tests::kernel" time="1"><failure type="x">no</failure></testcase>
+                <testcase name="packets::nft::refused" classname="headgate-tests::kernel" time="1"><system-out>x</system-out></testcase>"#,
         );
         let objection = |name: &str| {
-            report.objection(&ProvingTest { file: "tests/tests/packets.rs".into(), name: name.to_owned() })
+            report.objection(&ProvingTest { file: "tests/tests/kernel/packets.rs".into(), name: name.to_owned() })
         };
         assert_eq!(objection("spread"), Some("failed"));
         assert_eq!(objection("refused"), None);

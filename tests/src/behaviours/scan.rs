@@ -16,7 +16,7 @@ const CRATES: [(&str, &str); 6] = [
     ("tests", "headgate-tests"),
 ];
 /// Where the groups of the packet table are run.
-const PACKETS: &str = "tests/tests/packets.rs";
+const PACKETS: &str = "tests/tests/kernel/packets.rs";
 
 /// What cannot be used, with file and line.
 #[derive(Debug, thiserror::Error)]
@@ -54,7 +54,7 @@ pub struct ProvingTest {
 }
 
 impl ProvingTest {
-    /// The id that nextest gives to the binary in which it is: crate, and file for integration tests.
+    /// The id that nextest gives to the binary in which it is: crate, and file or folder for integration tests.
     #[must_use]
     pub fn binary_id(&self) -> String {
         let mut parts = self.file.iter().map(|part| part.to_string_lossy());
@@ -65,6 +65,17 @@ impl ProvingTest {
         }
         let target = parts.next().unwrap_or_default();
         format!("{package}::{}", target.trim_end_matches(".rs"))
+    }
+
+    /// The path of its module inside the binary, as names of tests begin with it. Empty where the file is not part of
+    /// an integration test with modules.
+    #[must_use]
+    pub fn module(&self) -> String {
+        let parts = self.file.iter().map(|part| part.to_string_lossy());
+        let is_integration = self.file.iter().nth(1).is_some_and(|part| part == "tests");
+        let modules = parts.skip(if is_integration { 3 } else { usize::MAX });
+        let modules = modules.map(|part| part.trim_end_matches(".rs").to_owned());
+        modules.filter(|part| part != "mod" && part != "main").map(|part| part + "::").collect()
     }
 }
 
@@ -221,6 +232,11 @@ mod tests {
         let id = |file: &str| ProvingTest { file: file.into(), name: String::new() }.binary_id();
         assert_eq!(id("core/src/iptables/tests.rs"), "headgate-core");
         assert_eq!(id("core/tests/replay.rs"), "headgate-core::replay");
-        assert_eq!(id("tests/tests/tidy/files.rs"), "headgate-tests::tidy");
+        assert_eq!(id("tests/tests/pure/tidy/files.rs"), "headgate-tests::pure");
+        let module = |file: &str| ProvingTest { file: file.into(), name: String::new() }.module();
+        assert_eq!(module("core/src/iptables/tests.rs"), "");
+        assert_eq!(module("core/tests/replay.rs"), "");
+        assert_eq!(module("tests/tests/pure/tidy/files.rs"), "tidy::files::");
+        assert_eq!(module("tests/tests/pure/tidy/mod.rs"), "tidy::");
     }
 }

@@ -42,6 +42,25 @@ pub fn grpcurl() -> PathBuf {
     found.expect("grpcurl is neither on PATH nor in target/tools: run `make setup`, or set HEADGATE_GRPCURL")
 }
 
+/// What a program prints on standard output.
+///
+/// # Panics
+/// The program cannot be started or does not succeed.
+pub fn output(program: &str, arguments: &[&str]) -> String {
+    let output = Command::new(program).args(arguments).output();
+    let output = output.unwrap_or_else(|error| panic!("{program}: {error}"));
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{program} {arguments:?}: {errors}");
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+/// The lines of a text without blanks at their ends, sorted.
+pub fn sorted_lines(text: &str) -> Vec<&str> {
+    let mut lines: Vec<_> = text.lines().map(str::trim_end).filter(|line| !line.is_empty()).collect();
+    lines.sort_unstable();
+    lines
+}
+
 /// A running program. Dropping it ends it: SIGTERM, then SIGKILL.
 #[derive(Debug)]
 pub struct Process {

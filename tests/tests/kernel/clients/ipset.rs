@@ -1,0 +1,271 @@
+//! IP sets: what one end makes, the other lists.
+
+use std::{collections::BTreeSet, io::Write as _, process::Stdio};
+
+use anyhow::Result;
+use headgate_tests::testbed::{
+    Namespace, netns,
+    process::{output, sorted_lines},
+};
+use ipset_netlink::{Change, Element, Entry, Family, IpSets, Protocol, SetType, Specification};
+
+/// Runs `work` in a namespace of its own.
+fn in_namespace(name: &str, work: impl FnOnce() -> Result<()> + Send) {
+    netns::check_prerequisites().unwrap();
+    netns::sweep_stale().unwrap();
+    let namespace = Namespace::create(format!("hg{}-set-{name}", std::process::id())).unwrap();
+    namespace.run(work).unwrap();
+}
+
+fn done(sets: &mut IpSets, changes: &[Change]) {
+    let refused = sets.execute(changes).unwrap();
+    let explained: Vec<_> = refused.iter().map(|refused| changes[refused.index].explain(&refused.refusal)).collect();
+    assert!(explained.is_empty(), "{explained:?}");
+}
+
+/// Sets of every type with their entries, and the same in ipset's words.
+fn table() -> (Vec<(Specification, Vec<Entry>)>, &'static str) {
+    let (v4, v6) = ("10.0.0.1".parse().unwrap(), "fd00::1".parse().unwrap());
+    let (other, net6) = ("10.1.0.0".parse().unwrap(), "fd00:1::".parse().unwrap());
+    let of = |name: &str, set_type, family| Specification::new(name, set_type, family).with_sizes(1024, 65_536);
+    let (tcp, udp, sctp) = (Protocol::Tcp, Protocol::Udp, Protocol::Sctp);
+    let mut ports = Specification::new("ports", SetType::BitmapPort, Family::V4).with_comments();
+    ports.port_range = (0, 65_535);
+    let sets = vec![
+        (of("ips", SetType::HashIp, Family::V4), vec![Entry::new(Element::Ip(v4))]),
+        (
+            of("nets", SetType::HashNet, Family::V4),
+            vec![Entry::new(Element::Net([10, 96, 0, 0].into(), 12)), Entry::new(Element::Net(v4, 32))],
+        ),
+        (of("nets6", SetType::HashNet, Family::V6), vec![Entry::new(Element::Net(v6, 128))]),
+        (
+            of("ips6", SetType::HashIp, Family::V6).with_comments(),
+            vec![Entry::new(Element::Ip(v6)).with_comment("a b")],
+        ),
+        (
+            of("cluster", SetType::HashIpPort, Family::V4).with_comments(),
+            vec![
+                Entry::ip_port(v4, tcp, 80).with_comment("ns/web:http"),
+                Entry::ip_port(v4, udp, 53),
+                Entry::ip_port(v4, sctp, 9),
+            ],
+        ),
+        (of("loop6", SetType::HashIpPortIp, Family::V6), vec![Entry::new(Element::IpPortIp(v6, tcp, 80, v6))]),
+        (
+            of("sources", SetType::HashIpPortNet, Family::V4),
+            vec![
+                Entry::new(Element::IpPortNet(v4, tcp, 80, other, 16)),
+                Entry::new(Element::IpPortNet(v4, tcp, 80, v4, 32)).excepted(),
+            ],
+        ),
+        (
+            of("sources6", SetType::HashIpPortNet, Family::V6),
+            vec![Entry::new(Element::IpPortNet(v6, tcp, 80, net6, 64))],
+        ),
+        (ports, vec![Entry::new(Element::Port(30_080)).with_comment("ns/web"), Entry::new(Element::Port(0))]),
+    ];
+    let text = "\
+        create ips hash:ip family inet hashsize 1024 maxelem 65536\n\
+        add ips 10.0.0.1\n\
+        create nets hash:net family inet hashsize 1024 maxelem 65536\n\
+        add nets 10.96.0.0/12\n\
+        add nets 10.0.0.1\n\
+        create nets6 hash:net family inet6 hashsize 1024 maxelem 65536\n\
+        add nets6 fd00::1\n\
+        create ips6 hash:ip family inet6 hashsize 1024 maxelem 65536 comment\n\
+        add ips6 fd00::1 comment \"a b\"\n\
+        create cluster hash:ip,port family inet hashsize 1024 maxelem 65536 comment\n\
+        add cluster 10.0.0.1,tcp:80 comment \"ns/web:http\"\n\
+        add cluster 10.0.0.1,udp:53\n\
+        add cluster 10.0.0.1,sctp:9\n\
+        create loop6 hash:ip,port,ip family inet6 hashsize 1024 maxelem 65536\n\
+        add loop6 fd00::1,tcp:80,fd00::1\n\
+        create sources hash:ip,port,net family inet hashsize 1024 maxelem 65536\n\
+        add sources 10.0.0.1,tcp:80,10.1.0.0/16\n\
+        add sources 10.0.0.1,tcp:80,10.0.0.1 nomatch\n\
+        create sources6 hash:ip,port,net family inet6 hashsize 1024 maxelem 65536\n\
+        add sources6 fd00::1,tcp:80,fd00:1::/64\n\
+        create ports bitmap:port range 0-65535 comment\n\
+        add ports 30080 comment \"ns/web\"\n\
+        add ports 0\n";
+    (sets, text)
+}
+
+fn is_listed(sets: &mut IpSets, expected: &[(Specification, Vec<Entry>)]) {
+    let listed = sets.list().unwrap();
+    assert_eq!(listed.len(), expected.len());
+    for (wanted, entries) in expected {
+        let set = listed.iter().find(|set| set.header.name == wanted.name).unwrap();
+        assert!(set.header.fits(wanted), "{:?} is not {wanted:?}", set.header);
+        assert_eq!(BTreeSet::from_iter(&set.entries), BTreeSet::from_iter(entries), "{}", wanted.name);
+        assert_eq!(sets.set(&wanted.name).unwrap().unwrap().header.name, wanted.name);
+        let elements = sets.header(&wanted.name).unwrap().unwrap().elements;
+        assert_eq!(elements.map(|elements| elements as usize), Some(entries.len()), "{}", wanted.name);
+    }
+    assert_eq!(sets.header("nobodys").unwrap(), None);
+    let headers: BTreeSet<_> = sets.headers().unwrap().into_iter().map(|header| header.name).collect();
+    assert_eq!(headers, expected.iter().map(|(wanted, _)| wanted.name.clone()).collect());
+}
+
+#[test]
+fn the_program_prints_what_the_client_makes() {
+    in_namespace("make", || {
+        let (table, text) = table();
+        let mut sets = IpSets::open()?;
+        for (wanted, entries) in &table {
+            sets.create(wanted)?;
+            let changes: Vec<_> =
+                entries.iter().map(|entry| Change::add(wanted.name.as_str(), entry.clone())).collect();
+            done(&mut sets, &changes);
+            // What is there may be added again.
+            done(&mut sets, &changes);
+        }
+        assert_eq!(sorted_lines(&output("ipset", &["save"])), sorted_lines(text));
+        is_listed(&mut sets, &table);
+        Ok(())
+    });
+}
+
+#[test]
+fn the_client_lists_what_the_program_makes() {
+    in_namespace("list", || {
+        let (table, text) = table();
+        let mut program = std::process::Command::new("ipset").arg("restore").stdin(Stdio::piped()).spawn()?;
+        program.stdin.take().unwrap().write_all(text.as_bytes())?;
+        assert!(program.wait()?.success());
+        let mut sets = IpSets::open()?;
+        is_listed(&mut sets, &table);
+        output("ipset", &["create", "foreign", "hash:net,port"]);
+        output("ipset", &["add", "foreign", "10.0.0.0/8,tcp:80"]);
+        let foreign = sets.set("foreign")?.unwrap();
+        assert_eq!((foreign.header.type_name.as_str(), foreign.entries.len()), ("hash:net,port", 0));
+        assert_eq!(sets.list()?.len(), table.len() + 1);
+        Ok(())
+    });
+}
+
+#[test]
+fn options_that_decide_which_entries_stay_are_told() {
+    in_namespace("options", || {
+        let mut sets = IpSets::open()?;
+        let wanted = |name: &str| Specification::new(name, SetType::HashIp, Family::V4);
+        for (name, options, fits) in [
+            ("plain", &[][..], true),
+            ("counters", &["counters", "skbinfo"], true),
+            ("comment", &["comment"], false),
+            ("expiring", &["timeout", "600"], false),
+            ("masked", &["netmask", "24"], false),
+            ("evicting", &["forceadd"], false),
+        ] {
+            output("ipset", &[&["create", name, "hash:ip"], options].concat());
+            output("ipset", &["add", name, "10.0.0.1"]);
+            let found = sets.set(name)?.unwrap();
+            assert_eq!((found.header.fits(&wanted(name)), found.entries.len()), (fits, 1), "{:?}", found.header);
+            assert_eq!(found.header.changes_entries, !fits && name != "comment", "{:?}", found.header);
+            assert!(found.header.is_of_type(&wanted(name)));
+            let of_v6 = Specification::new(name, SetType::HashIp, Family::V6);
+            assert!(!found.header.is_of_type(&of_v6) && !found.header.fits(&of_v6));
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn entries_come_and_go_and_sets_are_swapped_and_destroyed() {
+    in_namespace("change", || {
+        let mut sets = IpSets::open()?;
+        let of = |name: &str| Specification::new(name, SetType::HashIp, Family::V4).with_comments();
+        let ip = |last: u8| Element::Ip([10, 0, 0, last].into());
+        sets.create(&of("a"))?;
+        sets.create(&of("b"))?;
+        done(
+            &mut sets,
+            &[
+                Change::add("a", Entry::new(ip(1)).with_comment("first")),
+                Change::add("a", Entry::new(ip(1)).with_comment("second")),
+                Change::add("a", Entry::new(ip(2))),
+                Change::delete("a", ip(2)),
+                Change::delete("a", ip(2)),
+                Change::add("b", Entry::new(ip(3))),
+            ],
+        );
+        let entries = |sets: &mut IpSets, name: &str| sets.set(name).unwrap().unwrap().entries;
+        assert_eq!(entries(&mut sets, "a"), [Entry::new(ip(1)).with_comment("second")]);
+        sets.swap("a", "b")?;
+        assert_eq!(entries(&mut sets, "a"), [Entry::new(ip(3))]);
+        sets.flush("a")?;
+        assert_eq!(entries(&mut sets, "a"), []);
+        sets.destroy("a")?;
+        assert_eq!(sets.set("a")?, None);
+        assert_eq!(output("ipset", &["list", "-n"]).trim(), "b");
+        Ok(())
+    });
+}
+
+#[test]
+fn refusals_are_said_with_their_names() {
+    in_namespace("refuse", || {
+        let mut sets = IpSets::open()?;
+        let small = Specification::new("small", SetType::HashIp, Family::V4).with_sizes(64, 1);
+        sets.create(&small)?;
+        let error = sets.create(&small).unwrap_err();
+        assert_eq!(error.to_string(), "making the set small of type hash:ip: a set of that name exists");
+        let of_v6 = Specification::new("of-v6", SetType::HashIp, Family::V6);
+        sets.create(&of_v6)?;
+        let text = |result: Result<(), ipset_netlink::IpSetError>| result.unwrap_err().to_string();
+        assert!(text(sets.swap("small", "of-v6")).ends_with("the sets are of types that cannot be swapped"));
+        assert!(text(sets.destroy("none")).ends_with("there is no such set"));
+        output("iptables-legacy", &["-A", "INPUT", "-m", "set", "--match-set", "small", "src", "-j", "ACCEPT"]);
+        assert!(text(sets.destroy("small")).contains("in use"));
+        assert_eq!(sets.set("small")?.unwrap().header.references, 1);
+        let ip = |last: u8| Entry::new(Element::Ip([10, 0, 0, last].into()));
+        let ports =
+            Specification { port_range: (1, 10), ..Specification::new("ports", SetType::BitmapPort, Family::V4) };
+        sets.create(&ports)?;
+        let changes = [
+            Change::add("small", ip(1)),
+            Change::add("small", ip(2)),
+            Change::add("none", ip(1)),
+            Change::add("of-v6", ip(1)),
+            Change::add("small", ip(1).with_comment("no room")),
+            Change::add("ports", Entry::new(Element::Port(11))),
+            Change::add("ports", Entry::new(Element::Port(10))),
+        ];
+        let refused = sets.execute(&changes)?;
+        let said: Vec<_> = refused.iter().map(|refused| changes[refused.index].explain(&refused.refusal)).collect();
+        assert_eq!(
+            said,
+            [
+                "adding 10.0.0.2 to the set small: the set is full: it holds as many entries as it may (maxelem)",
+                "adding 10.0.0.1 to the set none: there is no such set",
+                "adding 10.0.0.1 to the set of-v6: the entry is not of the set's family or type, or the kernel speaks another \
+                 version of the protocol",
+                "adding 10.0.0.1 to the set small: the set has no comments",
+                "adding 11 to the set ports: the entry is out of the set's range",
+            ]
+        );
+        assert_eq!(sets.set("ports")?.unwrap().entries, [Entry::new(Element::Port(10))]);
+        Ok(())
+    });
+}
+
+#[test]
+fn large_sets_are_filled_and_listed_whole() {
+    in_namespace("large", || {
+        let mut sets = IpSets::open()?;
+        let count = 20_000_u32;
+        sets.create(
+            &Specification::new("large", SetType::HashIpPort, Family::V4).with_comments().with_sizes(1024, count),
+        )?;
+        let entry = |i: u32| {
+            let [a, b, c, d] = (0x0a60_0000 + i).to_be_bytes();
+            Entry::ip_port([a, b, c, d].into(), Protocol::Tcp, 80).with_comment(format!("ns/service-{i}"))
+        };
+        let changes: Vec<_> = (0..count).map(|i| Change::add("large", entry(i))).collect();
+        done(&mut sets, &changes);
+        let found = sets.set("large")?.unwrap();
+        assert_eq!(found.entries.len(), 20_000);
+        assert_eq!(BTreeSet::from_iter(found.entries), (0..count).map(entry).collect());
+        Ok(())
+    });
+}

@@ -1,0 +1,122 @@
+//! Both ways between this crate and the `nft` program.
+
+use std::{io::Write as _, process::Stdio};
+
+use anyhow::Result;
+use nftables_netlink::{Chain, Element, Kernel as _, Nftables, Rule, Set};
+
+use super::{in_namespace, specimen, table_name};
+use headgate_tests::testbed::process::output;
+
+fn nft(text: &str) {
+    let mut program = std::process::Command::new("nft").args(["-f", "-"]).stdin(Stdio::piped()).spawn().unwrap();
+    program.stdin.take().unwrap().write_all(text.as_bytes()).unwrap();
+    assert!(program.wait().unwrap().success());
+}
+
+/// What our lists say of the table, without what differs from one making to another.
+#[derive(Debug, PartialEq)]
+struct Listed {
+    chains: Vec<Chain>,
+    sets: Vec<(Set, Vec<Element>)>,
+    rules: Vec<Rule>,
+}
+
+fn listed() -> Result<Listed> {
+    let (mut kernel, table) = (Nftables::open()?, table_name());
+    let mut sets = Vec::new();
+    for mut set in kernel.sets(&table)?.into_iter().map(|set| set.object) {
+        let mut elements = kernel.elements(&table, &set.name)?;
+        for element in &mut elements {
+            element.expires_in_ms = None;
+        }
+        elements.sort_by(|a, b| a.key.cmp(&b.key));
+        set.user_data.clear();
+        sets.push((set, elements));
+    }
+    sets.sort_by(|(a, _), (b, _)| a.name.cmp(&b.name));
+    Ok(Listed {
+        chains: kernel.chains(&table)?.into_iter().map(|chain| chain.object).collect(),
+        sets,
+        rules: kernel.rules(&table, None)?.into_iter().map(|rule| rule.object).collect(),
+    })
+}
+
+/// What the model says of it.
+fn wanted() -> Listed {
+    let table = table_name();
+    let specimen = specimen::specimen(&table);
+    let mut sets = specimen.sets;
+    let (mut set, elements) = specimen.anonymous;
+    set.name = "__map0".into();
+    sets.push((set, elements));
+    for (set, elements) in &mut sets {
+        set.user_data.clear();
+        elements.sort_by(|a, b| a.key.cmp(&b.key));
+    }
+    sets.sort_by(|(a, _), (b, _)| a.name.cmp(&b.name));
+    Listed { chains: specimen.chains, sets, rules: (specimen.rules)(&table, &"__map0".into()) }
+}
+
+fn compare(found: &Listed, wanted: &Listed) {
+    assert_eq!(found.chains, wanted.chains);
+    for (found, wanted) in found.sets.iter().zip(&wanted.sets) {
+        assert_eq!(found, wanted);
+    }
+    for (found, wanted) in found.rules.iter().zip(&wanted.rules) {
+        assert_eq!(found, wanted);
+    }
+    assert_eq!(found, wanted);
+}
+
+#[test]
+fn the_client_lists_what_the_program_makes() {
+    in_namespace("list", || {
+        nft(specimen::TEXT);
+        compare(&listed()?, &wanted());
+        Ok(())
+    });
+}
+
+/// What `nft` prints, without the ages of elements.
+fn printed(arguments: &[&str]) -> String {
+    let text = output("nft", arguments);
+    let mut words = text.split_inclusive(' ');
+    let mut kept = String::new();
+    while let Some(word) = words.next() {
+        kept.push_str(word);
+        if word == "expires " {
+            words.next();
+        }
+    }
+    kept
+}
+
+/// The expressions and elements in `nft`'s decoding of the kernel's lists, without the numbers of
+/// rules. The order of elements depends on a seed.
+fn decoded() -> Vec<String> {
+    let text = printed(&["--debug=netlink", "list", "ruleset"]);
+    let without_numbers = |line: &str| match line.strip_prefix("inet shop ") {
+        Some(rule) => rule.split(' ').next().unwrap_or_default().to_owned(),
+        None => line.to_owned(),
+    };
+    let (mut elements, others): (Vec<_>, Vec<_>) =
+        text.lines().map(without_numbers).partition(|line| line.starts_with("\telement"));
+    elements.sort_unstable();
+    [elements, others].concat()
+}
+
+#[test]
+fn the_program_prints_what_the_client_makes() {
+    let (text, lines) = in_namespace("print", || {
+        nft(specimen::TEXT);
+        Ok((printed(&["list", "ruleset"]), decoded()))
+    });
+    in_namespace("make", || {
+        Nftables::open()?.commit(&specimen::transaction(&table_name()))?;
+        assert_eq!(printed(&["list", "ruleset"]), text);
+        assert_eq!(decoded(), lines);
+        compare(&listed()?, &wanted());
+        Ok(())
+    });
+}

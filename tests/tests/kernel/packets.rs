@@ -1,0 +1,417 @@
+//! Packet cases, for every backend: real programs, real sockets, a cluster of namespaces for each test.
+
+use anyhow::Result;
+use headgate_tests::cases::{self, affinity, changes, health, lifecycle, live, payloads, raw, rules, settings, table};
+use headgate_tests::testbed::{Backend, Manifests, Testbed};
+use headgate_tests::uml;
+
+/// Shows the whole error, one cause a line, and takes the panic's way, by which the testbed keeps its logs.
+fn check(result: Result<()>) {
+    if let Err(error) = result {
+        panic!("{error:?}");
+    }
+}
+
+/// Runs a scenario on a running cluster with `manifests`.
+fn on_testbed(backend: Backend, manifests: Result<Manifests>, scenario: impl FnOnce(&Testbed) -> Result<()>) {
+    where_it_runs(backend, || on(manifests.and_then(|manifests| Testbed::start(backend, manifests)), scenario));
+}
+
+/// Runs a scenario on machines on which it starts the programs itself.
+fn on_machines(backend: Backend, manifests: Result<Manifests>, scenario: impl FnOnce(&Testbed) -> Result<()>) {
+    where_it_runs(backend, || on(manifests.and_then(|manifests| Testbed::machines_only(backend, manifests)), scenario));
+}
+
+fn where_it_runs(backend: Backend, test: impl FnOnce()) {
+    if backend.runs_in_uml() { uml::inside(test) } else { test() }
+}
+
+/// The testbed is still there when a failure panics.
+fn on(bed: Result<Testbed>, scenario: impl FnOnce(&Testbed) -> Result<()>) {
+    match bed {
+        Ok(bed) => check(scenario(&bed)),
+        Err(error) => check(Err(error)),
+    }
+}
+
+/// Runs a group of the table, by its name in `table::GROUPS`.
+fn group(backend: Backend, name: &str) {
+    let (_, cases) = table::GROUPS.iter().find(|(group, _)| *group == name).unwrap();
+    on_testbed(backend, table::services(), |bed| cases::run(bed, &cases()));
+}
+
+fn scenario(backend: Backend, scenario: impl FnOnce(&Testbed) -> Result<()>) {
+    on_testbed(backend, Ok(Manifests::default()), scenario);
+}
+
+macro_rules! packet_tests {
+    ($($module:ident: $backend:expr;)*) => { $(
+        mod $module {
+            use super::*;
+
+            const BACKEND: Backend = $backend;
+
+            #[test]
+            fn cluster_ip() {
+                group(BACKEND, "cluster_ip");
+            }
+
+            #[test]
+            fn node_port() {
+                group(BACKEND, "node_port");
+            }
+
+            #[test]
+            fn external_addresses() {
+                group(BACKEND, "external_addresses");
+            }
+
+            #[test]
+            fn endpoint_conditions() {
+                group(BACKEND, "endpoint_conditions");
+            }
+
+            #[test]
+            fn external_traffic_policy() {
+                group(BACKEND, "external_traffic_policy");
+            }
+
+            #[test]
+            fn internal_traffic_policy() {
+                group(BACKEND, "internal_traffic_policy");
+            }
+
+            #[test]
+            fn source_ranges() {
+                group(BACKEND, "source_ranges");
+            }
+
+            #[test]
+            fn topology() {
+                group(BACKEND, "topology");
+            }
+
+            #[test]
+            fn intake() {
+                group(BACKEND, "intake");
+            }
+
+            // rows: 73, 74, 75, 77, 78
+            // rows of iptables: 76
+            #[test]
+            fn affinity() {
+                on_testbed(BACKEND, table::services(), |bed| {
+                    affinity::sticks(bed)?;
+                    affinity::expires(bed)?;
+                    affinity::changes_live(bed)
+                });
+            }
+
+            // rows: 22, 38, 52, 53, 54, 73, 75, 76, 77
+            #[test]
+            fn affinity_with_local_policies() {
+                scenario(BACKEND, affinity::with_local_policies);
+            }
+
+            // rows: 37
+            #[test]
+            fn large_payloads() {
+                on_testbed(BACKEND, table::services(), payloads::large_payloads);
+            }
+
+            // rows: 2, 15, 66
+            #[test]
+            fn type_switches() {
+                scenario(BACKEND, changes::type_switches);
+            }
+
+            // rows: 3, 4
+            #[test]
+            fn labels_come_and_go() {
+                scenario(BACKEND, changes::labels_come_and_go);
+            }
+
+            // rows: 6, 14
+            #[test]
+            fn ports_come_and_go() {
+                scenario(BACKEND, changes::ports_come_and_go);
+            }
+
+            // rows: 25, 26, 29
+            #[test]
+            fn zone_changes() {
+                scenario(BACKEND, changes::zone_changes);
+            }
+
+            // rows: 44
+            #[test]
+            fn further_service_range() {
+                scenario(BACKEND, changes::further_service_range);
+            }
+
+            // rows: 31, 32, 33, 34, 35, 51, 54, 55, 90
+            #[test]
+            fn masquerading() {
+                on_machines(BACKEND, settings::services(), settings::masquerading);
+            }
+
+            // rows: 36
+            #[test]
+            fn a_pod_reaches_itself_where_forwarding_is_denied() {
+                scenario(BACKEND, settings::a_pod_reaches_itself_where_forwarding_is_denied);
+            }
+
+            #[test]
+            fn host_bits_of_ranges_are_cleared() {
+                on_machines(BACKEND, lifecycle::some_services(), rules::host_bits_of_ranges_are_cleared);
+            }
+
+            // rows: 57
+            #[test]
+            fn a_node_is_refused_as_its_clients_are() {
+                scenario(BACKEND, raw::a_node_is_refused_as_its_clients_are);
+            }
+
+            // rows: 17
+            #[test]
+            fn no_sctp_sockets() {
+                on_machines(BACKEND, lifecycle::some_services(), rules::no_sctp_sockets);
+            }
+
+            // rows: 87, 109
+            #[test]
+            fn out_of_window() {
+                scenario(BACKEND, raw::out_of_window);
+            }
+
+            // rows: 15, 89, 104
+            #[test]
+            fn rolling_replacement() {
+                scenario(BACKEND, live::rolling_replacement);
+            }
+
+            // rows: 79, 83, 85
+            #[test]
+            fn udp_rolling_replacement() {
+                scenario(BACKEND, live::udp_rolling_replacement);
+            }
+
+            // rows: 14, 15, 20, 98, 104
+            #[test]
+            fn services_come_and_go() {
+                scenario(BACKEND, live::services_come_and_go);
+            }
+
+            // rows: 40, 57, 104
+            #[test]
+            fn scale_to_zero_and_back() {
+                scenario(BACKEND, live::scale_to_zero_and_back);
+            }
+
+            #[test]
+            fn health_checks() {
+                scenario(BACKEND, health::refusing_endpoints_are_left_out);
+            }
+
+            // rows: 89, 92
+            #[test]
+            fn connections_survive() {
+                on_testbed(BACKEND, lifecycle::some_services(), lifecycle::connections_survive);
+            }
+
+            // rows: 89, 92
+            #[test]
+            fn control_plane_outage() {
+                on_machines(BACKEND, lifecycle::some_services(), lifecycle::control_plane_outage);
+            }
+
+            // rows: 89, 92, 98
+            #[test]
+            fn agent_crash() {
+                on_testbed(BACKEND, lifecycle::some_services(), lifecycle::agent_crash);
+            }
+        }
+    )* };
+}
+
+/// Tests about rules alone.
+macro_rules! rule_tests {
+    ($($module:ident: $backend:expr;)*) => { $(
+        mod $module {
+            use super::*;
+
+            const BACKEND: Backend = $backend;
+
+            // rows of iptables: 93, 98, 100
+            #[test]
+            fn a_change_writes_its_service() {
+                on_machines(BACKEND, lifecycle::some_services(), rules::a_change_writes_its_service);
+            }
+
+            // rows of iptables: 96
+            #[test]
+            fn flushed_rules_come_back() {
+                on_machines(BACKEND, lifecycle::some_services(), rules::flushed_rules_come_back);
+            }
+
+            // rows of iptables: 18, 31, 32, 33, 45, 46, 47, 48, 54, 112, 113
+            #[test]
+            fn addresses_and_pods() {
+                on_machines(BACKEND, settings::services(), settings::addresses_and_pods);
+            }
+
+            // rows of iptables: 103
+            #[test]
+            fn the_other_variant_goes() {
+                on_machines(BACKEND, lifecycle::some_services(), rules::the_other_variant_goes);
+            }
+
+            #[test]
+            fn kube_proxy_comes_back() {
+                on_machines(BACKEND, lifecycle::some_services(), rules::kube_proxy_comes_back);
+            }
+
+            // rows of iptables: 50
+            #[test]
+            fn loopback_is_guarded() {
+                scenario(BACKEND, raw::loopback_is_guarded);
+            }
+
+            // rows of iptables: 50, 72
+            #[test]
+            fn health_checks_are_guarded() {
+                on_machines(BACKEND, Ok(Manifests::default()), raw::health_checks_are_guarded);
+            }
+
+            // rows of iptables: 97, 103
+            #[test]
+            fn foreign_rules_and_cleanup() {
+                on_machines(BACKEND, lifecycle::some_services(), lifecycle::foreign_rules_and_cleanup);
+            }
+        }
+    )* };
+}
+
+packet_tests! {
+    iptables_legacy: Backend::IptablesLegacy;
+    iptables_nft: Backend::IptablesNft;
+    iptables_legacy_compact: Backend::IptablesLegacyCompact;
+    iptables_nft_compact: Backend::IptablesNftCompact;
+    ipvs: Backend::Ipvs;
+}
+
+/// As backends see it: what is in rules, and nowhere else.
+mod rules_of {
+    use super::*;
+
+    rule_tests! {
+        iptables_legacy: Backend::IptablesLegacy;
+        iptables_nft: Backend::IptablesNft;
+        iptables_legacy_compact: Backend::IptablesLegacyCompact;
+        iptables_nft_compact: Backend::IptablesNftCompact;
+    }
+}
+
+/// What only mode ipvs has.
+mod virtual_servers {
+    use headgate_tests::cases::ipvs;
+
+    use super::*;
+
+    const BACKEND: Backend = Backend::Ipvs;
+
+    // rows of ipvs: 92, 93, 98, 100
+    #[test]
+    fn a_change_writes_what_it_changes() {
+        on_machines(BACKEND, lifecycle::some_services(), ipvs::a_change_writes_what_it_changes);
+    }
+
+    // rows of ipvs: 96
+    #[test]
+    fn flushed_state_comes_back() {
+        on_machines(BACKEND, lifecycle::some_services(), ipvs::flushed_state_comes_back);
+    }
+
+    // rows of ipvs: 96
+    #[test]
+    fn a_change_finds_out_what_is_gone() {
+        on_machines(BACKEND, lifecycle::some_services(), ipvs::a_change_finds_out_what_is_gone);
+    }
+
+    #[test]
+    fn what_others_change_is_changed_back() {
+        on_machines(BACKEND, lifecycle::some_services(), ipvs::what_others_change_is_changed_back);
+    }
+
+    #[test]
+    fn ipv6_is_switched_on_for_the_device() {
+        on_machines(BACKEND, lifecycle::some_services(), ipvs::ipv6_is_switched_on_for_the_device);
+    }
+
+    #[test]
+    fn a_device_that_is_up_is_replaced() {
+        on_machines(BACKEND, lifecycle::some_services(), ipvs::a_device_that_is_up_is_replaced);
+    }
+
+    // rows of ipvs: 31, 40, 58
+    #[test]
+    fn rules_of_others_for_the_node_come_second() {
+        on_machines(BACKEND, lifecycle::some_services(), ipvs::rules_of_others_for_the_node_come_second);
+    }
+
+    // rows of ipvs: 97, 101, 103
+    #[test]
+    fn foreign_state_and_cleanup() {
+        on_machines(BACKEND, lifecycle::some_services(), ipvs::foreign_state_and_cleanup);
+    }
+
+    // rows of ipvs: 103
+    #[test]
+    fn modes_switch() {
+        on_machines(BACKEND, lifecycle::some_services(), ipvs::modes_switch);
+    }
+
+    // rows of ipvs: 92, 98, 100
+    #[test]
+    fn kube_proxys_state_is_taken_over() {
+        on_machines(BACKEND, lifecycle::some_services(), ipvs::kube_proxys_state_is_taken_over);
+    }
+
+    // rows of ipvs: 89, 102
+    #[test]
+    fn destinations_drain() {
+        on_testbed(BACKEND, lifecycle::some_services(), ipvs::destinations_drain);
+    }
+
+    // rows of ipvs: 41, 43, 46, 59
+    #[test]
+    fn addresses() {
+        on_machines(BACKEND, Ok(Manifests::default()), ipvs::addresses);
+    }
+
+    #[test]
+    fn a_refused_destination_disturbs_nothing() {
+        on_testbed(BACKEND, lifecycle::some_services(), ipvs::a_refused_destination_disturbs_nothing);
+    }
+
+    #[test]
+    fn a_missing_scheduler_is_made_up_for() {
+        on_testbed(BACKEND, lifecycle::some_services(), ipvs::a_missing_scheduler_is_made_up_for);
+    }
+
+    #[test]
+    fn sctp_that_cannot_be_matched_is_left_out() {
+        on_machines(BACKEND, lifecycle::some_services(), ipvs::sctp_that_cannot_be_matched_is_left_out);
+    }
+
+    #[test]
+    fn parameters_may_be_set_beforehand() {
+        on_machines(BACKEND, lifecycle::some_services(), ipvs::parameters_may_be_set_beforehand);
+    }
+
+    // rows of ipvs: 108
+    #[test]
+    fn falls_back_to_iptables() {
+        on_machines(BACKEND, lifecycle::some_services(), ipvs::falls_back_to_iptables);
+    }
+}

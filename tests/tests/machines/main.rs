@@ -1,0 +1,25 @@
+//! Tests that run inside User-Mode Linux, because they need a kernel of their own.
+
+#![allow(clippy::unwrap_used, missing_docs)]
+
+mod ipvs_client;
+mod ipvs_rules;
+mod links;
+mod schedulers;
+mod uml;
+
+use std::{
+    net::{SocketAddr, TcpStream},
+    time::Duration,
+};
+
+/// Connects, once that is possible: the kernel adds the route to a new IPv6 address a moment after the address.
+fn connect_soon(address: SocketAddr) -> TcpStream {
+    for _ in 0..500 {
+        if let Ok(stream) = TcpStream::connect(address) {
+            return stream;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    TcpStream::connect(address).unwrap()
+}

@@ -1,0 +1,387 @@
+//! Every scheduler schedules as its name says: real connections through the kernel's IPVS, inside User-Mode Linux.
+//!
+//! Clients, virtual servers and endpoints are addresses of one dummy device. Endpoints say their number to whoever connects, and hold the
+//! connection until the client closes it.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::Read;
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::time::Duration;
+
+use headgate_core::ipvs::Scheduler;
+use headgate_netlink::route::{Change, Prefix, Routing};
+use headgate_tests::uml;
+use ipvs_netlink::{Command, Destination, Ipvs, Protocol, Service, ServiceId};
+use socket2::{Domain, Socket, Type};
+
+const PORT: u16 = 80;
+
+fn service_address(number: u8) -> Ipv4Addr {
+    Ipv4Addr::new(10, 96, 0, number)
+}
+
+fn client_address(number: u8) -> Ipv4Addr {
+    Ipv4Addr::new(10, 1, 0, number)
+}
+
+fn endpoint(number: u8) -> SocketAddr {
+    (Ipv4Addr::new(192, 0, 2, number), PORT).into()
+}
+
+/// A connection, and the number of the endpoint that has it.
+struct Held {
+    endpoint: u8,
+    stream: TcpStream,
+}
+
+struct Rig {
+    ipvs: Ipvs,
+    endpoints: u8,
+}
+
+impl Rig {
+    /// Addresses, and listening endpoints numbered from 1.
+    fn new(endpoints: u8) -> Self {
+        let mut routing = Routing::open().unwrap();
+        routing.add_dummy("hg0").unwrap();
+        let link = routing.link("hg0").unwrap().unwrap().index;
+        routing.set_up(link, true).unwrap();
+        let addresses = (1..=endpoints)
+            .map(|number| endpoint(number).ip())
+            .chain((1..=40).map(|number| service_address(number).into()))
+            .chain((1..=40).map(|number| client_address(number).into()));
+        let changes: Vec<_> =
+            addresses.map(|address| Change::AddAddress { link, address: Prefix::host(address) }).collect();
+        routing.change(&changes, |index, refusal| panic!("{index}: {refusal}")).unwrap();
+        for number in 1..=endpoints {
+            let listener = TcpListener::bind(endpoint(number)).unwrap();
+            std::thread::spawn(move || {
+                for stream in listener.incoming() {
+                    std::thread::spawn(move || answer(stream.unwrap(), number));
+                }
+            });
+        }
+        Self { ipvs: Ipvs::open().unwrap(), endpoints }
+    }
+
+    fn done(&mut self, commands: &[Command]) {
+        let refused = self.ipvs.execute(commands).unwrap();
+        assert!(refused.is_empty(), "{:?}", commands[refused[0].index].explain(&refused[0].refusal));
+    }
+
+    /// A virtual server with a scheduler as the agent sets it up, whose endpoints have these weights, in order of their numbers.
+    fn serve(&mut self, number: u8, scheduler: Scheduler, weights: &[u32]) -> ServiceId {
+        self.serve_with(number, scheduler, weights, |service| service)
+    }
+
+    fn serve_with(
+        &mut self,
+        number: u8,
+        scheduler: Scheduler,
+        weights: &[u32],
+        change: impl Fn(Service) -> Service,
+    ) -> ServiceId {
+        assert!(weights.len() <= usize::from(self.endpoints));
+        let id = ServiceId::new(Protocol::Tcp, (service_address(number), PORT).into());
+        let mut service = Service::new(id, scheduler.as_str());
+        service.scheduler_flags.port = scheduler.hashes_source_port();
+        let mut commands = vec![Command::AddService(change(service))];
+        let destinations =
+            (1..).zip(weights).map(|(number, weight)| Destination::new(endpoint(number)).weighing(*weight));
+        commands.extend(destinations.map(|destination| Command::AddDestination(id, destination)));
+        self.done(&commands);
+        id
+    }
+
+    fn weigh(&mut self, id: ServiceId, number: u8, weight: u32) {
+        self.done(&[Command::SetDestination(id, Destination::new(endpoint(number)).weighing(weight))]);
+    }
+
+    /// Closes connections and waits until IPVS counts them as such.
+    fn close(&mut self, id: ServiceId, number: u8, held: &mut Vec<Held>) {
+        held.retain(|connection| connection.endpoint != number);
+        for _ in 0..1000 {
+            let found = self.ipvs.destinations(id).unwrap();
+            let entry = found.iter().find(|entry| entry.destination.address == endpoint(number)).unwrap();
+            if entry.active_connections == 0 {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        panic!("connections of endpoint {number} are still counted as active after 10 s");
+    }
+}
+
+fn answer(mut stream: TcpStream, number: u8) {
+    use std::io::Write;
+    if stream.write_all(&[number]).is_ok() {
+        // Until the client closes.
+        let _ = stream.read(&mut [0]);
+    }
+}
+
+/// Connects from a client's address, and a port if it is not 0, to a virtual server.
+fn connect(client: u8, port: u16, service: u8) -> Held {
+    let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
+    socket.set_reuse_address(true).unwrap();
+    socket.bind(&SocketAddr::from((client_address(client), port)).into()).unwrap();
+    let to = SocketAddr::from((service_address(service), PORT));
+    socket.connect_timeout(&to.into(), Duration::from_secs(20)).unwrap();
+    let mut stream = TcpStream::from(socket);
+    stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    let mut number = [0];
+    stream.read_exact(&mut number).unwrap();
+    Held { endpoint: number[0], stream }
+}
+
+/// That many connections from one client, one after the other, all held.
+fn hold(service: u8, count: usize) -> Vec<Held> {
+    (0..count).map(|_| connect(1, 0, service)).collect()
+}
+
+fn order(held: &[Held]) -> Vec<u8> {
+    held.iter().map(|connection| connection.endpoint).collect()
+}
+
+/// How many connections each endpoint has.
+fn shares(held: &[Held]) -> BTreeMap<u8, usize> {
+    held.iter().fold(BTreeMap::new(), |mut shares, connection| {
+        *shares.entry(connection.endpoint).or_default() += 1;
+        shares
+    })
+}
+
+#[test]
+fn rr_takes_one_after_the_other() {
+    uml::inside(|| {
+        let mut rig = Rig::new(4);
+        rig.serve(1, Scheduler::RoundRobin, &[1, 1, 1, 1]);
+        let order = order(&hold(1, 12));
+        let first: BTreeSet<u8> = order[..4].iter().copied().collect();
+        assert_eq!(first, (1..=4).collect());
+        assert!(order.chunks(4).all(|round| *round == order[..4]), "{order:?}");
+    });
+}
+
+#[test]
+fn wrr_takes_turns_by_weight() {
+    uml::inside(|| {
+        let mut rig = Rig::new(3);
+        rig.serve(1, Scheduler::WeightedRoundRobin, &[3, 2, 1]);
+        let held = hold(1, 24);
+        assert_eq!(shares(&held), [(1, 12), (2, 8), (3, 4)].into());
+        let order = order(&held);
+        assert!(order.chunks(6).all(|round| *round == order[..6]), "{order:?}");
+    });
+}
+
+#[test]
+fn lc_takes_the_one_with_the_fewest_connections_whatever_it_weighs() {
+    uml::inside(|| {
+        let mut rig = Rig::new(2);
+        let id = rig.serve(1, Scheduler::LeastConnection, &[9, 1]);
+        let mut held = hold(1, 6);
+        assert_eq!(shares(&held), [(1, 3), (2, 3)].into());
+        rig.close(id, 2, &mut held);
+        assert_eq!(order(&hold(1, 3)), [2, 2, 2]);
+    });
+}
+
+#[test]
+fn wlc_takes_the_one_with_the_fewest_connections_for_its_weight() {
+    uml::inside(|| {
+        let mut rig = Rig::new(2);
+        let id = rig.serve(1, Scheduler::WeightedLeastConnection, &[3, 1]);
+        let mut held = hold(1, 12);
+        assert_eq!(shares(&held), [(1, 9), (2, 3)].into());
+        rig.close(id, 1, &mut held);
+        assert_eq!(order(&hold(1, 5)), [1; 5]);
+    });
+}
+
+#[test]
+fn lblc_stays_where_it_is_until_that_has_more_than_its_weight() {
+    uml::inside(|| {
+        let mut rig = Rig::new(3);
+        let id = rig.serve(1, Scheduler::LocalityBasedLeastConnection, &[2, 2, 2]);
+        let mut held = hold(1, 6);
+        let order_before = order(&held);
+        let (first, second) = (order_before[0], order_before[3]);
+        assert_eq!(
+            order_before,
+            [first, first, first, second, second, second],
+            "another one, when it has more than two"
+        );
+        assert_ne!(first, second);
+        rig.close(id, first, &mut held);
+        let third = 6 - first - second;
+        assert_eq!(order(&hold(1, 1)), [third], "the first is forgotten; the third has never had one");
+    });
+}
+
+#[test]
+fn lblcr_goes_back_to_what_it_has_used() {
+    uml::inside(|| {
+        let mut rig = Rig::new(3);
+        let id = rig.serve(1, Scheduler::LocalityBasedLeastConnectionWithReplication, &[2, 2, 2]);
+        let mut held = hold(1, 6);
+        let order_before = order(&held);
+        let (first, second) = (order_before[0], order_before[3]);
+        assert_eq!(order_before, [first, first, first, second, second, second]);
+        assert_ne!(first, second);
+        rig.close(id, first, &mut held);
+        assert_eq!(order(&hold(1, 1)), [first], "it is in the set still, and has the fewest connections there");
+    });
+}
+
+#[test]
+fn sh_goes_by_the_clients_address() {
+    uml::inside(|| {
+        let mut rig = Rig::new(4);
+        rig.serve(1, Scheduler::SourceHashing, &[1; 4]);
+        let mut used = BTreeSet::new();
+        for client in 1..=20 {
+            let numbers: BTreeSet<u8> = (0..4).map(|_| connect(client, 0, 1).endpoint).collect();
+            assert_eq!(numbers.len(), 1, "client {client}: {numbers:?}");
+            used.extend(numbers);
+        }
+        assert_eq!(used.len(), 4, "{used:?}");
+    });
+}
+
+#[test]
+fn dh_goes_by_the_address_that_is_asked_for() {
+    uml::inside(|| {
+        let mut rig = Rig::new(4);
+        let mut used = BTreeSet::new();
+        for service in 1..=20 {
+            rig.serve(service, Scheduler::DestinationHashing, &[1; 4]);
+            let numbers: BTreeSet<u8> = (1..=4).map(|client| connect(client, 0, service).endpoint).collect();
+            assert_eq!(numbers.len(), 1, "service {service}: {numbers:?}");
+            used.extend(numbers);
+        }
+        assert_eq!(used.len(), 4, "{used:?}");
+    });
+}
+
+#[test]
+fn sed_takes_the_one_with_the_shortest_expected_delay() {
+    uml::inside(|| {
+        let mut rig = Rig::new(2);
+        rig.serve(1, Scheduler::ShortestExpectedDelay, &[4, 1]);
+        // (connections + 1) / weight: the idle second one is slower until the first has three. At a tie either will do.
+        let held = hold(1, 10);
+        assert_eq!(order(&held)[..3], [1, 1, 1]);
+        assert_eq!(shares(&held), [(1, 8), (2, 2)].into());
+    });
+}
+
+#[test]
+fn nq_takes_an_idle_one_whatever_it_weighs() {
+    uml::inside(|| {
+        let mut rig = Rig::new(2);
+        let id = rig.serve(1, Scheduler::NeverQueue, &[4, 1]);
+        let mut held = hold(1, 5);
+        let first: BTreeSet<u8> = order(&held)[..2].iter().copied().collect();
+        assert_eq!(first, [1, 2].into(), "both were idle");
+        assert_eq!(order(&held)[2..4], [1, 1], "then by expected delay");
+        rig.close(id, 2, &mut held);
+        assert_eq!(order(&hold(1, 1)), [2]);
+    });
+}
+
+#[test]
+fn mh_goes_by_client_and_port_and_hardly_moves_when_an_endpoint_goes() {
+    uml::inside(|| {
+        let mut rig = Rig::new(4);
+        // The choice depends on nothing but the client and the endpoints, so that it is the same at another virtual server.
+        for (service, weights) in [(1, [1, 1, 1, 1]), (2, [1, 1, 1, 1]), (3, [1, 1, 1, 0])] {
+            rig.serve(service, Scheduler::MaglevHashing, &weights);
+        }
+        let clients = (1..=4).flat_map(|client| (30_000..30_025).map(move |port| (client, port)));
+        let (mut used, mut stayed, mut asked) = (BTreeMap::<u8, u32>::new(), 0, 0);
+        for (client, port) in clients {
+            let chosen = connect(client, port, 1).endpoint;
+            assert_eq!(connect(client, port, 2).endpoint, chosen, "client {client}, port {port}");
+            *used.entry(chosen).or_default() += 1;
+            let without_the_last = connect(client, port, 3).endpoint;
+            assert_ne!(without_the_last, 4);
+            if chosen != 4 {
+                asked += 1;
+                stayed += u32::from(without_the_last == chosen);
+            }
+        }
+        assert!(used.len() == 4 && used.values().all(|count| *count >= 10), "{used:?}");
+        // Round robin over a list would move two of three.
+        assert!(stayed * 10 >= asked * 8, "{stayed} of {asked} have stayed");
+    });
+}
+
+#[test]
+fn fo_takes_the_one_with_the_highest_weight_as_long_as_it_is_there() {
+    uml::inside(|| {
+        let mut rig = Rig::new(3);
+        let scheduler = Scheduler::WeightedFailover;
+        let weights: Vec<u32> = (0..3).map(|position| scheduler.weight(position, 3)).collect();
+        let id = rig.serve(1, scheduler, &weights);
+        assert_eq!(order(&hold(1, 5)), [1; 5]);
+        rig.weigh(id, 1, 0);
+        assert_eq!(order(&hold(1, 5)), [2; 5]);
+        rig.weigh(id, 2, 0);
+        assert_eq!(order(&hold(1, 5)), [3; 5]);
+        rig.weigh(id, 1, weights[0]);
+        assert_eq!(order(&hold(1, 5)), [1; 5]);
+    });
+}
+
+#[test]
+fn ovf_fills_one_after_the_other() {
+    uml::inside(|| {
+        let mut rig = Rig::new(3);
+        let scheduler = Scheduler::WeightedOverflow;
+        let weights: Vec<u32> = (0..3).map(|position| scheduler.weight(position, 3)).collect();
+        let id = rig.serve(1, scheduler, &weights);
+        // It has its fill with more connections than its weight.
+        let first = usize::try_from(weights[0]).unwrap() + 1;
+        let mut held = hold(1, first + 10);
+        assert_eq!(shares(&held), [(1, first), (2, 10)].into());
+        assert_eq!(weights[2], Scheduler::OVERFLOW_CONNECTIONS);
+        rig.close(id, 1, &mut held);
+        assert_eq!(order(&hold(1, 1)), [1], "it has room again");
+    });
+}
+
+#[test]
+fn persistence_keeps_each_client_where_it_is() {
+    uml::inside(|| {
+        let mut rig = Rig::new(4);
+        let id = rig.serve_with(1, Scheduler::RoundRobin, &[1; 4], |service| service.persistent(300));
+        let mut of_clients = BTreeMap::new();
+        for client in 1..=8 {
+            let numbers: BTreeSet<u8> = (0..4).map(|_| connect(client, 0, 1).endpoint).collect();
+            assert_eq!(numbers.len(), 1, "client {client}: {numbers:?}");
+            of_clients.insert(client, numbers.into_iter().next().unwrap());
+        }
+        // Neighbours in one network are clients of their own, and were taken in turn.
+        let used: Vec<u8> = of_clients.values().copied().collect();
+        assert_eq!(used[..4].iter().collect::<BTreeSet<_>>().len(), 4, "{used:?}");
+        assert_eq!(used[..4], used[4..]);
+        let counted = rig.ipvs.destinations(id).unwrap();
+        let templates: u32 = counted.iter().map(|entry| entry.persistent_connections).sum();
+        assert_eq!(templates, 8, "{counted:?}");
+    });
+}
+
+/// Endpoints hold as many connections as clients.
+#[test]
+fn held_connections_stay_open() {
+    uml::inside(|| {
+        let mut rig = Rig::new(1);
+        rig.serve(1, Scheduler::RoundRobin, &[1]);
+        for connection in hold(1, 3) {
+            connection.stream.set_nonblocking(true).unwrap();
+            let error = (&connection.stream).read(&mut [0]).unwrap_err();
+            assert_eq!(error.kind(), std::io::ErrorKind::WouldBlock);
+        }
+    });
+}

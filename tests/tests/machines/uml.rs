@@ -1,0 +1,143 @@
+//! Tests inside User-Mode Linux: that they run there, that failures are seen, and that the packet cases hold on that kernel as well.
+
+use std::time::Duration;
+
+use headgate_tests::cases::{self, table};
+use headgate_tests::testbed::{Backend, Testbed};
+use headgate_tests::uml::{self, Failure};
+
+mod kernel {
+    use super::*;
+
+    /// Every scheduler that the IPVS backend offers.
+    const SCHEDULERS: [&str; 13] =
+        ["rr", "wrr", "lc", "wlc", "lblc", "lblcr", "sh", "dh", "sed", "nq", "mh", "fo", "ovf"];
+
+    #[test]
+    fn has_modules_that_the_backends_need() {
+        uml::inside(|| {
+            let version = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
+            assert!(version.starts_with("6.1."), "{version}");
+            let modules = std::fs::read_to_string("/proc/modules").unwrap();
+            let is_loaded = |name: &str| modules.lines().any(|line| line.split(' ').next() == Some(name));
+            for scheduler in SCHEDULERS {
+                assert!(is_loaded(&format!("ip_vs_{scheduler}")), "{scheduler}");
+            }
+            assert!(is_loaded("ip_set_hash_ipportip") && is_loaded("dummy"));
+            assert!(std::path::Path::new("/proc/net/ip_vs").exists());
+        });
+    }
+
+    #[test]
+    fn leaves_the_hosts_files_alone() {
+        uml::inside(|| {
+            let written = std::fs::write(concat!(env!("CARGO_MANIFEST_DIR"), "/written-by-a-test"), "");
+            assert_eq!(written.unwrap_err().kind(), std::io::ErrorKind::ReadOnlyFilesystem);
+            assert!(std::env::temp_dir().starts_with("/run"));
+        });
+    }
+
+    #[test]
+    fn sleeps_as_long_as_it_says() {
+        uml::inside(|| {
+            let started = std::time::Instant::now();
+            std::thread::sleep(Duration::from_millis(500));
+            assert!(started.elapsed() >= Duration::from_millis(500));
+        });
+    }
+}
+
+/// What the runner reports of tests that do not pass: each of these does inside what is to be seen outside.
+mod runner {
+    use super::*;
+
+    const LIMIT: Duration = Duration::from_secs(30);
+
+    #[test]
+    fn a_failure_is_a_failure_and_keeps_files() {
+        let outcome = uml::try_inside(LIMIT, || {
+            std::fs::write(std::env::temp_dir().join("evidence"), "of a failure").unwrap();
+            panic!("on purpose");
+        });
+        match outcome {
+            Some(Err(Failure::Failed { how, kept, console })) => {
+                assert_eq!(how, "exit status 101");
+                let evidence = std::fs::read_to_string(kept.unwrap().join("evidence")).unwrap();
+                assert_eq!(evidence, "of a failure");
+                assert!(std::fs::read_to_string(console).unwrap().contains("Linux version 6.1"));
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_test_without_end_is_killed() {
+        let outcome = uml::try_inside(Duration::from_secs(1), || {
+            loop {
+                std::thread::park();
+            }
+        });
+        match outcome {
+            Some(Err(Failure::Failed { how, .. })) => assert!(how.contains("longer than its time limit"), "{how}"),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_crash_of_the_kernel_is_a_failure_and_the_next_test_runs() {
+        let outcome = uml::try_inside(LIMIT, || {
+            std::fs::write("/proc/sysrq-trigger", "c").unwrap();
+            std::thread::sleep(LIMIT);
+        });
+        match outcome {
+            Some(Err(Failure::Ended { when, tail, .. })) => {
+                assert_eq!(when, "during the test");
+                assert!(tail.contains("Kernel panic"), "{tail}");
+            }
+            other => panic!("{other:?}"),
+        }
+        uml::run_inside("uml::kernel::has_modules_that_the_backends_need", LIMIT).unwrap();
+    }
+
+    #[test]
+    fn a_kernel_that_does_not_answer_is_killed() {
+        let outcome = uml::try_inside(Duration::from_secs(1), || {
+            // Nothing else runs beside this, so nobody inside can enforce the limit.
+            std::fs::write("/proc/sys/kernel/sched_rt_runtime_us", "-1").unwrap();
+            let realtime =
+                std::process::Command::new("chrt").args(["-f", "99", "sh", "-c", "while :; do :; done"]).status();
+            panic!("{realtime:?}");
+        });
+        assert!(matches!(outcome, Some(Err(Failure::Hung { .. }))), "{outcome:?}");
+    }
+
+    #[test]
+    fn a_test_that_does_not_exist_has_not_passed() {
+        let failure = uml::run_inside("uml::runner::no_such_test", LIMIT).unwrap_err();
+        assert!(matches!(failure, Failure::NotRun { .. }), "{failure:?}");
+    }
+}
+
+/// Packet cases that pass on the host's kernel: if one fails here, it is the machine and not the backend under test.
+mod iptables {
+    use super::*;
+
+    fn group(name: &str) {
+        uml::inside(|| {
+            let (_, cases) = table::GROUPS.iter().find(|(group, _)| *group == name).unwrap();
+            let manifests = table::services().unwrap();
+            let bed = Testbed::start(Backend::IptablesLegacy, manifests).unwrap_or_else(|error| panic!("{error:?}"));
+            cases::run(&bed, &cases()).unwrap_or_else(|error| panic!("{error:?}"));
+        });
+    }
+
+    #[test]
+    fn cluster_ip() {
+        group("cluster_ip");
+    }
+
+    #[test]
+    fn external_traffic_policy() {
+        group("external_traffic_policy");
+    }
+}

@@ -1,0 +1,151 @@
+//! One replica: the real program as a process of its own, behind a relay that cuts its connections.
+
+use std::{
+    fs::{self, File},
+    net::SocketAddr,
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    time::{Duration, Instant},
+};
+
+use headgate_tests::testbed::process::program;
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+
+use super::{
+    GUARD,
+    certificates::{Certificates, Holder},
+    cutter::Cutter,
+};
+
+pub(crate) struct Replica {
+    pub(crate) cutter: Cutter,
+    name: String,
+    folder: PathBuf,
+    child: Option<Child>,
+    starts: u32,
+    is_frozen: bool,
+}
+
+impl Drop for Replica {
+    fn drop(&mut self) {
+        self.kill();
+        if std::thread::panicking() {
+            eprintln!("--- {}\n{}", self.name, tail(&self.log()));
+        }
+    }
+}
+
+/// The end of a log.
+fn tail(path: &Path) -> String {
+    let log = fs::read_to_string(path).unwrap_or_default();
+    let lines: Vec<&str> = log.lines().collect();
+    lines[lines.len().saturating_sub(20)..].join("\n")
+}
+
+impl Replica {
+    /// A replica that does not run yet. `folder` holds the file `kubeconfig`.
+    pub(crate) async fn new(name: &str, folder: &Path, certificates: &mut Certificates, seed: u64) -> Self {
+        certificates.folder(&folder.join(name), Holder::Replica);
+        let cutter = Cutter::start(seed).await;
+        Self { cutter, name: name.to_owned(), folder: folder.to_owned(), child: None, starts: 0, is_frozen: false }
+    }
+
+    /// Where agents connect.
+    pub(crate) fn url(&self) -> String {
+        format!("https://{}", self.cutter.address)
+    }
+
+    pub(crate) fn is_running(&self) -> bool {
+        self.child.is_some()
+    }
+
+    fn log(&self) -> PathBuf {
+        self.folder.join(format!("{}.{}.log", self.name, self.starts))
+    }
+
+    /// Starts it, on another port than before; the relay follows.
+    pub(crate) async fn start(&mut self) {
+        if self.is_running() {
+            return;
+        }
+        self.starts += 1;
+        let tls = self.folder.join(&self.name);
+        let file = |option: &str, name: &str| format!("{option}={}", tls.join(name).display());
+        let mut command = Command::new(program("headgate-control-plane").unwrap());
+        command.args(["--source=kubernetes", "--listen=127.0.0.1:0", "--metrics-listen=127.0.0.1:0"]);
+        command.arg(format!("--kubeconfig={}", self.folder.join("kubeconfig").display()));
+        command.args([file("--tls-cert", "tls.crt"), file("--tls-key", "tls.key"), file("--tls-client-ca", "ca.crt")]);
+        command.args(["--heartbeat-seconds=1", "--drain-grace-ms=200", &format!("--replica-name={}", self.name)]);
+        let log = File::create(self.log()).unwrap();
+        command.env("NO_COLOR", "1").stdin(Stdio::null()).stdout(log.try_clone().unwrap()).stderr(log);
+        self.child = Some(command.spawn().unwrap());
+        let address = self.listening().await;
+        self.cutter.lead_to(address);
+    }
+
+    /// Waits for it to say where it listens.
+    async fn listening(&mut self) -> SocketAddr {
+        let until = Instant::now() + GUARD;
+        loop {
+            let log = fs::read_to_string(self.log()).unwrap();
+            let line = log.lines().find(|line| line.contains("control plane runs"));
+            let address = line.and_then(|line| line.split_once(" listen=")?.1.split(' ').next());
+            if let Some(address) = address {
+                return address.parse().unwrap();
+            }
+            let ended = self.child.as_mut().and_then(|child| child.try_wait().unwrap());
+            assert!(ended.is_none() && Instant::now() < until, "{} does not start: {log}", self.name);
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+
+    /// Ends it without a word.
+    pub(crate) fn kill(&mut self) {
+        if let Some(mut child) = self.child.take() {
+            child.kill().unwrap();
+            child.wait().unwrap();
+            self.is_frozen = false;
+        }
+    }
+
+    /// Ends it as Kubernetes does: agents are asked to go elsewhere first.
+    pub(crate) fn stop(&mut self) {
+        self.thaw();
+        if let Some(mut child) = self.child.take() {
+            signal(&child, Signal::SIGTERM);
+            child.wait().unwrap();
+        }
+    }
+
+    /// Its sockets stay, and nobody answers.
+    pub(crate) fn freeze(&mut self) {
+        if let Some(child) = &self.child {
+            signal(child, Signal::SIGSTOP);
+            self.is_frozen = true;
+        }
+    }
+
+    pub(crate) fn thaw(&mut self) {
+        if let Some(child) = self.child.as_ref().filter(|_| self.is_frozen) {
+            signal(child, Signal::SIGCONT);
+            self.is_frozen = false;
+        }
+    }
+}
+
+impl Replica {
+    /// Streams that began in this way (`log`, `digests`, `full`), by what all its runs have logged.
+    pub(crate) fn resumed(&self, mode: &str) -> usize {
+        let began = format!("resume=\"{mode}\"");
+        let logs = (1..=self.starts).map(|start| self.folder.join(format!("{}.{start}.log", self.name)));
+        let text = logs.map(|log| fs::read_to_string(log).unwrap()).collect::<String>();
+        text.lines().filter(|line| line.contains("agent connected") && line.contains(&began)).count()
+    }
+}
+
+fn signal(child: &Child, signal: Signal) {
+    kill(Pid::from_raw(child.id().cast_signed()), signal).unwrap();
+}

@@ -1,0 +1,144 @@
+//! Which replica agents follow while replicas lose their API servers. Nothing is asserted about time.
+
+use std::{
+    process::Command,
+    time::{Duration, Instant},
+};
+
+use headgate_tests::{
+    apiserver::{Kind, RequestFault, RequestFilter, Verb},
+    failover::{Mode, Scenario, Scene, run},
+    testbed::process::program,
+};
+use tokio::time::sleep;
+
+/// Bounds waiting, and nothing else.
+const LIMIT: Duration = Duration::from_secs(60);
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn agents_leave_a_replica_that_never_lists_for_one_that_follows() {
+    let mut scene = Scene::set(20, &[Mode::Open, Mode::Refusing]).await.unwrap();
+    scene.add_agents(12, &[0, 1]).unwrap();
+    scene.until_programmed().await.unwrap();
+    assert_eq!(scene.places().await.unwrap(), [12, 0]);
+    let moves = scene.moves();
+    assert!(moves.iter().all(|moves| *moves <= 1), "agents move once at the most: {moves:?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn agents_leave_a_replica_that_alone_loses_its_api_server() {
+    for cut in [Mode::Refusing, Mode::Silent] {
+        let mut scene = Scene::set(20, &[Mode::Open, Mode::Open]).await.unwrap();
+        scene.add_agents(12, &[0, 1]).unwrap();
+        scene.until_programmed().await.unwrap();
+        scene.replicas()[1].gate.set(cut).await;
+        scene.change().unwrap();
+        scene.until_programmed().await.unwrap();
+        assert_eq!(scene.places().await.unwrap(), [12, 0], "{cut:?}");
+        let moves = scene.moves();
+        assert!(moves.iter().all(|moves| *moves <= 1), "agents move once at the most: {moves:?}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn a_hundred_agents_find_the_one_healthy_replica_of_three_and_stay_when_it_is_cut_off_too() {
+    let outcome = run(Scenario {
+        agents: 100,
+        newcomers: 6,
+        services: 100,
+        cut_after: Duration::from_secs(8),
+        cut: Mode::Refusing,
+        calm: Duration::from_secs(8),
+    });
+    let outcome = outcome.await.unwrap();
+    println!("{outcome:?}");
+    assert!(outcome.most_moves <= 2, "{outcome:?}");
+    assert_eq!((outcome.moves_in_calm, outcome.moves_while_all_cut_off), (0, 0), "{outcome:?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn no_display_counts_agents_of_a_replica_that_never_lists() {
+    let mut scene = Scene::set(5, &[Mode::Refusing]).await.unwrap();
+    scene.add_agents(3, &[0]).unwrap();
+    let replica = &scene.replicas()[0];
+    let limit = Instant::now() + LIMIT;
+    while replica.status().await.unwrap().agents < 3 {
+        assert!(Instant::now() < limit, "no agents come");
+        sleep(Duration::from_millis(20)).await;
+    }
+    let status = replica.status().await.unwrap();
+    let fleet = status.fleet.unwrap();
+    assert_eq!((fleet.up_to_date, fleet.waiting, status.source_state.as_str()), (0, 3, "unlisted"));
+    assert!(!replica.is_ready().await.unwrap());
+    for agent in replica.agents().await.unwrap() {
+        assert_eq!(agent.state, "waiting");
+        assert_eq!(agent.reason, "the replica has not listed its source; the node holds no state");
+    }
+    let headgatectl = |arguments: &[&str]| {
+        let mut command = Command::new(program("headgatectl").unwrap());
+        let output = command.args(["--server", &replica.url()]).args(arguments).output().unwrap();
+        String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
+    };
+    let text = headgatectl(&["agents"]);
+    assert!(text.ends_with("fleet: 0 of 3 up to date, 3 waiting\n"), "{text}");
+    assert!(text.contains("node-0: waiting: the replica has not listed its source; the node holds no state"), "{text}");
+    let text = headgatectl(&["agents", "--behind"]);
+    assert!(text.contains("node-2"), "{text}");
+    let text = headgatectl(&["wait", "ns/svc-0", "--timeout", "1s"]);
+    assert!(text.contains("replica replica-0: its source has not been listed"), "{text}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn displays_tell_agents_of_a_replica_that_is_cut_off_from_those_that_are_up_to_date() {
+    let mut scene = Scene::set(5, &[Mode::Open]).await.unwrap();
+    scene.add_agents(2, &[0]).unwrap();
+    scene.until_programmed().await.unwrap();
+    scene.replicas()[0].gate.set(Mode::Silent).await;
+    scene.until_ready(0, false).await.unwrap();
+    let replica = &scene.replicas()[0];
+    let status = replica.status().await.unwrap();
+    assert_eq!(status.source_state, "cut_off");
+    assert!(
+        status.source_problem.contains("silent") || status.source_problem.contains("cannot be watched"),
+        "{status:?}"
+    );
+    let fleet = status.fleet.unwrap();
+    assert_eq!((fleet.up_to_date, fleet.cut_off), (0, 2));
+    assert_eq!(scene.moves(), [0, 0], "there is nowhere to go");
+    scene.replicas()[0].gate.set(Mode::Open).await;
+    scene.change().unwrap();
+    scene.until_programmed().await.unwrap();
+    scene.until_ready(0, true).await.unwrap();
+    assert_eq!(scene.moves(), [0, 0]);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_replica_that_cannot_watch_one_kind_is_cut_off_until_it_can() {
+    let scene = Scene::set(5, &[Mode::Open]).await.unwrap();
+    scene.until_ready(0, true).await.unwrap();
+    let forbidden = RequestFault::Status { code: 403, retry_after_seconds: None };
+    scene.api().fail_all(RequestFilter::verb_of(Verb::Watch, Kind::EndpointSlice), forbidden);
+    scene.api().drop_watches(Some(Kind::EndpointSlice));
+    scene.until_ready(0, false).await.unwrap();
+    let status = scene.replicas()[0].status().await.unwrap();
+    assert_eq!(status.source_state, "cut_off");
+    assert!(status.source_problem.contains("cannot be watched") && status.source_problem.contains("403"), "{status:?}");
+    scene.api().clear_faults();
+    scene.until_ready(0, true).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn nobody_moves_when_the_api_server_falls_silent_for_all_replicas_at_once() {
+    let mut scene = Scene::set(20, &[Mode::Open, Mode::Open]).await.unwrap();
+    scene.add_agents(12, &[0, 1]).unwrap();
+    scene.until_programmed().await.unwrap();
+    for replica in scene.replicas() {
+        replica.gate.set(Mode::Silent).await;
+    }
+    for replica in 0..2 {
+        scene.until_ready(replica, false).await.unwrap();
+    }
+    // Longer than agents are patient with a replica that is cut off.
+    sleep(Duration::from_secs(8)).await;
+    assert_eq!(scene.moves(), [0; 12]);
+}

@@ -1,0 +1,214 @@
+//! grpcurl, as an operator would use it, against the program itself on a folder of manifests.
+
+use std::{
+    env, fs,
+    io::{BufRead as _, BufReader},
+    path::Path,
+    process::{Child, Command, Stdio},
+    sync::mpsc,
+    thread,
+    time::Duration,
+};
+
+use headgate_tests::testbed::process::{grpcurl, program};
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use serde_json::Value;
+
+/// Guard against hanging; nothing is asserted about time.
+const GUARD: Duration = Duration::from_secs(60);
+
+const MANIFESTS: &str = "\
+apiVersion: v1
+kind: Service
+metadata: {name: web, namespace: shop, creationTimestamp: '2026-01-01T00:00:00Z'}
+spec:
+  clusterIP: 10.96.0.10
+  clusterIPs: [10.96.0.10]
+  ipFamilies: [IPv4]
+  ports: [{name: http, port: 80, targetPort: 8080, protocol: TCP}]
+---
+apiVersion: discovery.k8s.io/v1
+kind: EndpointSlice
+metadata: {name: web-1, namespace: shop, labels: {kubernetes.io/service-name: web}}
+addressType: IPv4
+endpoints:
+- {addresses: [10.1.0.1], conditions: {ready: true}, nodeName: n1}
+- {addresses: [10.1.0.2], conditions: {ready: false}, nodeName: n2}
+ports: [{name: http, port: 8080, protocol: TCP}]
+";
+
+/// A control plane that ends with the test, however that ends.
+struct ControlPlane {
+    child: Child,
+    address: String,
+    /// How grpcurl speaks to it.
+    transport: Vec<String>,
+}
+
+impl ControlPlane {
+    fn start(folder: &Path) -> Self {
+        Self::start_with(folder, &["--insecure-loopback".into()], vec!["-plaintext".into()])
+    }
+
+    /// With the files of this folder, which `headgatectl certs` has made; grpcurl shows the certificate of `who`.
+    fn start_with_tls(folder: &Path, certs: &Path, who: Option<&str>) -> Self {
+        let file = |name: &str| certs.join(name).display().to_string();
+        let [cert, key, ca] = ["control-plane/tls.crt", "control-plane/tls.key", "ca.crt"].map(file);
+        let options = [("--tls-cert", cert), ("--tls-key", key), ("--tls-client-ca", ca)];
+        let options: Vec<String> = options.into_iter().map(|(option, file)| format!("{option}={file}")).collect();
+        Self::start_with(folder, &options, Self::tls(certs, who))
+    }
+
+    fn tls(certs: &Path, who: Option<&str>) -> Vec<String> {
+        let file = |name: &str| certs.join(name).display().to_string();
+        let mut transport = vec!["-cacert".to_owned(), file("ca.crt")];
+        if let Some(who) = who {
+            transport.extend(["-cert".into(), file(&format!("{who}.crt")), "-key".into(), file(&format!("{who}.key"))]);
+        }
+        transport
+    }
+
+    fn start_with(folder: &Path, security: &[String], transport: Vec<String>) -> Self {
+        let source = format!("files:{}", folder.display());
+        let mut child = Command::new(program("headgate-control-plane").unwrap())
+            .args(["--source", &source, "--listen", "127.0.0.1:0"])
+            .args(security)
+            .args(["--metrics-listen", "127.0.0.1:0", "--replica-name", "replica-1", "--log", "info"])
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let log = BufReader::new(child.stderr.take().unwrap());
+        let (sender, receiver) = mpsc::channel();
+        thread::spawn(move || {
+            for line in log.lines().map_while(Result::ok) {
+                eprintln!("{line}");
+                // The test may have got what it wants already.
+                drop(sender.send(line));
+            }
+        });
+        let mut control_plane = Self { child, address: String::new(), transport };
+        while control_plane.address.is_empty() {
+            let line = receiver.recv_timeout(GUARD).expect("the control plane does not say where it listens");
+            if let Some((_, rest)) = line.split_once("listen=") {
+                control_plane.address = rest.split_whitespace().next().unwrap().to_owned();
+            }
+        }
+        control_plane
+    }
+
+    fn call(&self, arguments: &[&str], method: &[&str]) -> Result<String, String> {
+        let output = Command::new(grpcurl())
+            .args(&self.transport)
+            .args(["-max-time", "30"])
+            .args(arguments)
+            .arg(&self.address)
+            .args(method)
+            .output()
+            .unwrap();
+        let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+        if output.status.success() { Ok(text(output.stdout)) } else { Err(text(output.stderr)) }
+    }
+
+    fn json(&self, method: &str, request: &str) -> Vec<Value> {
+        let text = self.call(&["-d", request, "-emit-defaults"], &[method]).unwrap();
+        serde_json::Deserializer::from_str(&text).into_iter().collect::<Result<_, _>>().unwrap()
+    }
+
+    /// Asks it to stop and returns whether it ended well.
+    fn stop(mut self) -> bool {
+        kill(Pid::from_raw(self.child.id().try_into().unwrap()), Signal::SIGTERM).unwrap();
+        self.child.wait().unwrap().success()
+    }
+}
+
+impl Drop for ControlPlane {
+    fn drop(&mut self) {
+        // It has ended already when the test went well.
+        drop(self.child.kill());
+        drop(self.child.wait());
+    }
+}
+
+#[test]
+fn lists_and_calls_the_control_plane() {
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("web.yaml"), MANIFESTS).unwrap();
+    fs::write(folder.path().join("bad.yaml"), "kind: [").unwrap();
+    let control_plane = ControlPlane::start(folder.path());
+    let health = || control_plane.json("grpc.health.v1.Health/Check", "{\"service\": \"headgate.v1.Discovery\"}");
+    while health()[0]["status"] != "SERVING" {
+        thread::sleep(Duration::from_millis(20));
+    }
+
+    let services = control_plane.call(&[], &["list"]).unwrap();
+    let expected = ["grpc.health.v1.Health", "headgate.v1.Discovery", "headgate.v1.Inspect"];
+    for service in expected {
+        assert!(services.lines().any(|line| line == service), "{service} is not among\n{services}");
+    }
+    let methods = control_plane.call(&[], &["list", "headgate.v1.Inspect"]).unwrap();
+    assert!(methods.contains("headgate.v1.Inspect.ListServices"), "{methods}");
+
+    let status = &control_plane.json("headgate.v1.Inspect/GetStatus", "{}")[0];
+    assert_eq!((&status["replica"], &status["synced"]), (&"replica-1".into(), &true.into()));
+    assert_eq!((&status["services"], &status["endpoints"]), (&"1".into(), &"2".into()));
+    let problems = status["problems"].as_array().unwrap();
+    assert!(problems.iter().any(|problem| problem.to_string().contains("bad.yaml")), "{problems:?}");
+
+    let services = control_plane.json("headgate.v1.Inspect/ListServices", "{\"namespace\": \"shop\"}");
+    assert_eq!(services.len(), 1);
+    let service = &services[0];
+    assert_eq!((&service["name"], &service["clusterIps"][0]), (&"web".into(), &"10.96.0.10".into()));
+    assert_eq!((&service["endpoints"], &service["readyEndpoints"]), (&2.into(), &1.into()));
+    let endpoints =
+        control_plane.json("headgate.v1.Inspect/ListEndpoints", "{\"namespace\": \"shop\", \"name\": \"web\"}");
+    assert_eq!((endpoints.len(), &endpoints[0]["ports"][0]), (2, &"http 8080/TCP".into()));
+
+    let refused =
+        control_plane.call(&["-d", "{\"ack\": {\"version\": 1}}"], &["headgate.v1.Discovery/Sync"]).unwrap_err();
+    assert!(refused.contains("InvalidArgument") && refused.contains("Hello"), "{refused}");
+    assert!(control_plane.stop(), "SIGTERM does not end it well");
+}
+
+/// The certificates are those that `headgatectl certs` makes for a trial.
+#[test]
+fn over_tls_readers_look_and_others_are_told_why_not() {
+    let folder = tempfile::tempdir().unwrap();
+    let (manifests, certs) = (folder.path().join("manifests"), folder.path().join("certs"));
+    fs::create_dir(&manifests).unwrap();
+    fs::write(manifests.join("web.yaml"), MANIFESTS).unwrap();
+    let made = Command::new(program("headgatectl").unwrap())
+        .args(["certs", "--server-ip", "127.0.0.1", "--node", "node-a", "--reader", "me", "--out"])
+        .arg(&certs)
+        .output()
+        .unwrap();
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+
+    let mut control_plane = ControlPlane::start_with_tls(&manifests, &certs, Some("readers/me"));
+    let health = || control_plane.json("grpc.health.v1.Health/Check", "{\"service\": \"headgate.v1.Discovery\"}");
+    while health()[0]["status"] != "SERVING" {
+        thread::sleep(Duration::from_millis(20));
+    }
+    let services = control_plane.call(&[], &["list"]).unwrap();
+    assert!(services.lines().any(|line| line == "headgate.v1.Inspect"), "{services}");
+    let services = control_plane.json("headgate.v1.Inspect/ListServices", "{\"namespace\": \"shop\"}");
+    assert_eq!(services[0]["name"], "web");
+    let hello = "{\"hello\": {\"nodeName\": \"node-a\"}}";
+    let refused = control_plane.call(&["-d", hello], &["headgate.v1.Discovery/Sync"]).unwrap_err();
+    assert!(refused.contains("PermissionDenied") && refused.contains("headgate://node/node-a"), "{refused}");
+
+    // A node has no reflection, so it needs the protocol's files; and it may not look.
+    let protocol = Path::new(env!("CARGO_MANIFEST_DIR")).join("../proto");
+    let files = ["-import-path", protocol.to_str().unwrap(), "-proto", "headgate/v1/inspect.proto"];
+    control_plane.transport = ControlPlane::tls(&certs, Some("nodes/node-a"));
+    let refused = control_plane.call(&files, &["headgate.v1.Inspect/GetStatus"]).unwrap_err();
+    assert!(refused.contains("PermissionDenied") && refused.contains("headgate://reader/NAME"), "{refused}");
+    let refused = control_plane.call(&[], &["list"]).unwrap_err();
+    assert!(refused.contains("--nodes-may-inspect"), "{refused}");
+    control_plane.transport = ControlPlane::tls(&certs, None);
+    let refused = control_plane.call(&files, &["headgate.v1.Inspect/GetStatus"]).unwrap_err();
+    assert!(!refused.contains("PermissionDenied"), "without a certificate there is no connection: {refused}");
+    assert!(control_plane.stop(), "SIGTERM does not end it well");
+}

@@ -1,0 +1,336 @@
+//! `headgatectl` as its users meet it: the program itself, its output and exit codes, against a server that knows what it answers.
+
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::process::{Command, Output, Stdio};
+
+use futures::{Stream, StreamExt as _};
+use headgate_proto::v1::inspect_server::{Inspect, InspectServer};
+use headgate_proto::v1::{
+    AgentInfo, EndpointInfo, GetStatusRequest, GetStatusResponse, ListAgentsRequest, ListEndpointsRequest,
+    ListServicesRequest, ServiceInfo, ServicePortInfo, WaitProgress, WaitRequest, WatchEvent, WatchRequest,
+};
+use headgate_tests::testbed::{port::ReservedPort, process::program};
+use serde_json::Value;
+use tonic::{Request, Response, Status};
+
+type Items<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+
+/// Knows two services, one endpoint, and the agents of two nodes.
+struct Fake;
+
+fn items<T: Send + 'static>(items: Vec<T>) -> Response<Items<T>> {
+    Response::new(Box::pin(futures::stream::iter(items.into_iter().map(Ok))))
+}
+
+fn service(namespace: &str, name: &str) -> ServiceInfo {
+    let port = ServicePortInfo { name: "http".into(), protocol: "TCP".into(), port: 80, node_port: 30080 };
+    ServiceInfo {
+        namespace: namespace.into(),
+        name: name.into(),
+        cluster_ips: vec!["10.96.0.10".into()],
+        ports: vec![port],
+        endpoints: 2,
+        ready_endpoints: 1,
+        version: 9_007_199_254_740_993,
+        ..ServiceInfo::default()
+    }
+}
+
+fn endpoint() -> EndpointInfo {
+    EndpointInfo {
+        namespace: "demo".into(),
+        name: "web".into(),
+        address: "10.244.1.10".into(),
+        ports: vec!["http 8081/TCP".into()],
+        ready: true,
+        serving: true,
+        node: "node-a".into(),
+        ..EndpointInfo::default()
+    }
+}
+
+fn agent(node: &str) -> AgentInfo {
+    AgentInfo {
+        node: node.into(),
+        head_version: 5,
+        sent_version: 5,
+        programmed_version: if node == "node-b" { 4 } else { 5 },
+        last_error: if node == "node-b" { "no space in the table".into() } else { String::new() },
+        resume: "log".into(),
+        ..AgentInfo::default()
+    }
+}
+
+#[tonic::async_trait]
+impl Inspect for Fake {
+    async fn get_status(&self, _: Request<GetStatusRequest>) -> Result<Response<GetStatusResponse>, Status> {
+        Ok(Response::new(GetStatusResponse { replica: "fake".into(), version: 5, synced: true, ..Default::default() }))
+    }
+
+    type ListServicesStream = Items<ServiceInfo>;
+    async fn list_services(
+        &self,
+        request: Request<ListServicesRequest>,
+    ) -> Result<Response<Items<ServiceInfo>>, Status> {
+        let wanted = request.into_inner();
+        let all = vec![service("demo", "web"), service("prod", "api")];
+        let chosen = |info: &ServiceInfo| {
+            (wanted.namespace.is_empty() || wanted.namespace == info.namespace)
+                && (wanted.name.is_empty() || wanted.name == info.name)
+        };
+        Ok(items(all.into_iter().filter(chosen).collect()))
+    }
+
+    type ListEndpointsStream = Items<EndpointInfo>;
+    async fn list_endpoints(
+        &self,
+        request: Request<ListEndpointsRequest>,
+    ) -> Result<Response<Items<EndpointInfo>>, Status> {
+        let wanted = request.into_inner();
+        match (wanted.namespace.as_str(), wanted.name.as_str()) {
+            ("demo", "web") | ("", "") => Ok(items(vec![endpoint()])),
+            ("broken", _) => Err(Status::internal("the store is on fire")),
+            _ => Err(Status::not_found("no such service")),
+        }
+    }
+
+    type ListAgentsStream = Items<AgentInfo>;
+    async fn list_agents(&self, request: Request<ListAgentsRequest>) -> Result<Response<Items<AgentInfo>>, Status> {
+        let wanted = request.into_inner().node;
+        let all = ["node-a", "node-b"].into_iter().filter(|node| wanted.is_empty() || wanted == *node);
+        Ok(items(all.map(agent).collect()))
+    }
+
+    type WatchStream = Items<WatchEvent>;
+    async fn watch(&self, _: Request<WatchRequest>) -> Result<Response<Items<WatchEvent>>, Status> {
+        let event = |version, action: &str| WatchEvent {
+            version,
+            unix_ms: 0,
+            action: action.into(),
+            service: None,
+            endpoint: Some(endpoint()),
+        };
+        let events = vec![Ok(event(6, "changed")), Ok(event(7, "removed"))];
+        Ok(Response::new(futures::stream::iter(events).boxed()))
+    }
+
+    type WaitStream = Items<WaitProgress>;
+    async fn wait(&self, _: Request<WaitRequest>) -> Result<Response<Items<WaitProgress>>, Status> {
+        Err(Status::unimplemented("tests/wait.rs asks real replicas"))
+    }
+}
+
+/// Serves `Fake` until the test's runtime ends.
+async fn fake_server() -> SocketAddr {
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let incoming = tokio_stream::wrappers::TcpListenerStream::new(listener);
+    let server = tonic::transport::Server::builder().add_service(InspectServer::new(Fake));
+    tokio::spawn(server.serve_with_incoming(incoming));
+    address
+}
+
+/// Runs the program with nothing in the environment that it reads.
+async fn headgatectl(server: &str, arguments: &[&str]) -> Output {
+    let mut command = Command::new(program("headgatectl").unwrap());
+    for variable in ["HEADGATE_SERVER", "HEADGATE_TLS_CA", "HEADGATE_TLS_CERT", "HEADGATE_TLS_KEY"] {
+        command.env_remove(variable);
+    }
+    command.args(["--server", server]).args(arguments).stdin(Stdio::null());
+    tokio::task::spawn_blocking(move || command.output().unwrap()).await.unwrap()
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).unwrap()
+}
+
+/// Standard output of a run that must succeed.
+async fn answer(server: &str, arguments: &[&str]) -> String {
+    let output = headgatectl(server, arguments).await;
+    assert!(output.status.success(), "{arguments:?}: {}: {}", output.status, text(&output.stderr));
+    assert_eq!(text(&output.stderr), "", "{arguments:?}");
+    text(&output.stdout)
+}
+
+/// Exit code and standard error of a run that must fail, without a word on standard output.
+async fn refusal(server: &str, arguments: &[&str]) -> (i32, String) {
+    let output = headgatectl(server, arguments).await;
+    assert_eq!(text(&output.stdout), "", "{arguments:?}");
+    (output.status.code().unwrap(), text(&output.stderr))
+}
+
+#[tokio::test]
+async fn tables_have_a_header_and_a_row_for_each_item() {
+    let server = format!("http://{}", fake_server().await);
+    let services = answer(&server, &["services"]).await;
+    let lines: Vec<&str> = services.lines().collect();
+    assert_eq!(lines.len(), 3, "{services}");
+    assert!(lines[0].starts_with("NAMESPACE  NAME  CLUSTER-IP"), "{services}");
+    assert!(lines[1].contains("80:30080/TCP") && lines[1].contains("1/2"), "{services}");
+    assert!(!services.contains('\u{1b}'), "colours in a pipe: {services:?}");
+    assert_eq!(answer(&server, &["services", "-n", "prod"]).await.lines().count(), 2);
+    assert_eq!(answer(&server, &["services", "-n", "empty"]).await, "No services in namespace empty.\n");
+
+    let endpoints = answer(&server, &["endpoints", "web", "-n", "demo"]).await;
+    assert!(endpoints.contains("10.244.1.10  http 8081/TCP  ready"), "{endpoints}");
+
+    let agents = answer(&server, &["agents"]).await;
+    assert!(agents.contains("node-b: error: no space in the table"), "{agents}");
+    assert_eq!(answer(&server, &["agents", "node-a"]).await.lines().count(), 2);
+
+    assert!(answer(&server, &["status"]).await.contains("replica     fake"));
+}
+
+#[tokio::test]
+async fn json_is_one_array_with_exact_numbers() {
+    let server = format!("http://{}", fake_server().await);
+    let services: Value = serde_json::from_str(&answer(&server, &["services", "-o", "json"]).await).unwrap();
+    let first = &services.as_array().unwrap()[0];
+    assert_eq!(first["cluster_ips"][0], "10.96.0.10");
+    assert_eq!(first["ports"][0]["node_port"], 30080);
+    assert_eq!(first["version"].as_u64(), Some(9_007_199_254_740_993));
+
+    let none: Value = serde_json::from_str(&answer(&server, &["-o", "json", "services", "-n", "empty"]).await).unwrap();
+    assert_eq!(none, Value::Array(Vec::new()));
+
+    let agents: Value = serde_json::from_str(&answer(&server, &["agents", "-o", "json"]).await).unwrap();
+    // The worst first.
+    assert_eq!((&agents[0]["node"], &agents[0]["programmed_version"]), (&"node-b".into(), &4.into()));
+    let status: Value = serde_json::from_str(&answer(&server, &["status", "-o", "json"]).await).unwrap();
+    assert_eq!(status["synced"], true);
+}
+
+#[tokio::test]
+async fn watch_writes_a_line_a_change_and_says_when_it_ends() {
+    let server = format!("http://{}", fake_server().await);
+    let output = headgatectl(&server, &["watch", "-o", "json"]).await;
+    let events: Vec<Value> = text(&output.stdout).lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(events.iter().map(|event| event["version"].as_u64()).collect::<Vec<_>>(), [Some(6), Some(7)]);
+    assert_eq!(events[0]["endpoint"]["address"], "10.244.1.10");
+    assert_eq!(events[0]["service"], Value::Null);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(text(&output.stderr).contains("the replica ended the watch"), "{}", text(&output.stderr));
+
+    let table = text(&headgatectl(&server, &["watch"]).await.stdout);
+    assert_eq!(table.lines().count(), 2, "{table}");
+    assert!(table.lines().nth(1).unwrap().contains("removed   endpoint  demo/web  10.244.1.10"), "{table}");
+}
+
+#[tokio::test]
+async fn what_does_not_exist_is_said_with_exit_code_1() {
+    let server = format!("http://{}", fake_server().await);
+    for (arguments, expected) in [
+        (&["endpoints", "demo/nope"][..], "no service demo/nope"),
+        (&["services", "nope"], "no service default/nope"),
+        (&["agents", "node-z"], "no agent of node node-z"),
+        (&["endpoints", "broken/x"], "the store is on fire"),
+    ] {
+        let (code, error) = refusal(&server, arguments).await;
+        assert_eq!(code, 1, "{error}");
+        assert!(error.contains(expected), "{arguments:?}: {error}");
+    }
+}
+
+#[tokio::test]
+async fn a_replica_that_is_down_hides_no_agents_of_the_others() {
+    let (good, nobody) = (format!("http://{}", fake_server().await), ReservedPort::reserve().unwrap());
+    let dead = format!("http://{}", nobody.address());
+    let ask = async |arguments: &[&str]| {
+        // Once before the replica that answers, and once after it.
+        let first = headgatectl(&dead, &[&["--server", &good], arguments].concat()).await;
+        let second = headgatectl(&good, &[&["--server", &dead], arguments].concat()).await;
+        assert_eq!((&first.stdout, &first.stderr), (&second.stdout, &second.stderr));
+        assert_eq!((first.status.code(), second.status.code()), (Some(1), Some(1)));
+        let error = text(&first.stderr);
+        assert!(error.contains("this is without the agents of 1 of 2 replicas:\ncannot reach"), "{error}");
+        assert!(error.contains(&dead) && !error.contains(&good), "{error}");
+        text(&first.stdout)
+    };
+    let table = ask(&["agents"]).await;
+    assert!(table.contains("node-b: error: no space in the table"), "{table}");
+    assert!(table.lines().last().unwrap().ends_with("; at 1 of 2 replicas"), "{table}");
+    assert_eq!(ask(&["agents", "node-z"]).await, format!("No agent of node node-z is connected to {good}.\n"));
+    let agents: Value = serde_json::from_str(&ask(&["agents", "-o", "json"]).await).unwrap();
+    assert_eq!(agents.as_array().unwrap().len(), 2);
+
+    let (code, error) = refusal(&dead, &["agents"]).await;
+    assert!(code == 1 && error.starts_with("headgatectl: cannot reach"), "{error}");
+    let (code, error) = refusal(&dead, &["--server", "http://127.0.0.1:1", "agents"]).await;
+    assert!(code == 1 && error.contains("2 of 2 replicas") && error.contains(&dead), "{error}");
+    assert!(error.contains("cannot reach http://127.0.0.1:1:"), "{error}");
+}
+
+#[tokio::test]
+async fn an_unreachable_server_is_named_with_what_to_do() {
+    let nobody = ReservedPort::reserve().unwrap();
+    let server = format!("http://{}", nobody.address());
+    let (code, error) = refusal(&server, &["services"]).await;
+    assert_eq!(code, 1);
+    assert!(error.contains(&format!("cannot reach {server}")) && error.contains("refused"), "{error}");
+    assert!(error.contains("--server URL, or HEADGATE_SERVER"), "{error}");
+}
+
+#[tokio::test]
+async fn a_replica_that_hangs_is_named_and_not_waited_for_without_end() {
+    // The system takes connections for a program that does nothing with them.
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let (address, folder) = (listener.local_addr().unwrap(), tempfile::tempdir().unwrap());
+    let (authority, out) = (folder.path().join("ca.crt"), folder.path().to_str().unwrap());
+    answer("http://127.0.0.1:1", &["certs", "--out", out, "--reader", "me"]).await;
+    let (plain, secured) = (format!("http://{address}"), format!("https://{address}"));
+    let ask_plain = refusal(&plain, &["wait", "web", "--timeout", "1s"]);
+    let arguments = ["--tls-ca", authority.to_str().unwrap(), "agents"];
+    let ask_secured = refusal(&secured, &arguments);
+    let refusals = tokio::time::timeout(std::time::Duration::from_secs(120), async {
+        let (plain, secured) = tokio::join!(ask_plain, ask_secured);
+        [plain, secured]
+    });
+    for ((code, error), server) in refusals.await.expect("it does not end").into_iter().zip([plain, secured]) {
+        assert_eq!(code, 1, "{error}");
+        assert!(error.contains(&format!("cannot reach {server}: it takes connections")), "{error}");
+        assert!(error.contains("look at its log"), "{error}");
+    }
+}
+
+#[tokio::test]
+async fn usage_errors_have_exit_code_2_and_trouble_nobody() {
+    let nowhere = "http://127.0.0.1:1";
+    for (server, arguments, expected) in [
+        (nowhere, &["frobnicate"][..], "unrecognized subcommand"),
+        (nowhere, &["services", "a/b/c"], "write NAMESPACE/NAME"),
+        (nowhere, &["endpoints", "prod/web", "-n", "test"], "another namespace"),
+        ("http://10.0.0.1:7443", &["services"], "only loopback and test addresses"),
+        ("https://127.0.0.1:7443", &["services"], "--tls-ca"),
+        ("7443", &["services"], "write https://HOST:7443"),
+    ] {
+        let (code, error) = refusal(server, arguments).await;
+        assert_eq!(code, 2, "{arguments:?}: {error}");
+        assert!(error.contains(expected), "{arguments:?}: {error}");
+    }
+}
+
+#[tokio::test]
+async fn a_file_that_is_no_certificate_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("ca.pem");
+    std::fs::write(&file, "hello").unwrap();
+    let (code, error) = refusal("https://127.0.0.1:7443", &["--tls-ca", file.to_str().unwrap(), "status"]).await;
+    assert_eq!(code, 1);
+    assert!(error.contains("--tls-ca") && error.contains("ca.pem") && error.contains("no PEM"), "{error}");
+}
+
+#[tokio::test]
+async fn a_closed_pipe_ends_it_in_peace() {
+    let server = format!("http://{}", fake_server().await);
+    let mut command = Command::new(program("headgatectl").unwrap());
+    command.args(["--server", &server, "services"]).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let output = tokio::task::spawn_blocking(move || {
+        let mut child = command.spawn().unwrap();
+        drop(child.stdout.take());
+        child.wait_with_output().unwrap()
+    });
+    let output = output.await.unwrap();
+    assert!(output.status.success(), "{}: {}", output.status, text(&output.stderr));
+    assert_eq!(text(&output.stderr), "");
+}

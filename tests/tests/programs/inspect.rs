@@ -1,0 +1,211 @@
+//! The control plane on a folder of manifests, as people look at it by `headgatectl`: both programs are the real ones.
+
+use std::io::{BufRead as _, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use headgate_tests::testbed::{port::ReservedPort, process::program};
+use serde_json::Value;
+
+/// A guard, not a measure.
+const TIMEOUT: Duration = Duration::from_secs(60);
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap()
+}
+
+/// Ends its process with the test, whatever becomes of that.
+struct Running(Child);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        // An error means that it has ended already.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// A control plane on a copy of the example that the README starts with.
+struct ControlPlane {
+    _process: Running,
+    folder: tempfile::TempDir,
+    port: ReservedPort,
+}
+
+impl ControlPlane {
+    fn start() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let manifests = folder.path().join("manifests");
+        std::fs::create_dir(&manifests).unwrap();
+        std::fs::copy(root().join("docs/examples/web.yaml"), manifests.join("web.yaml")).unwrap();
+        let port = ReservedPort::reserve().unwrap();
+        let process = Command::new(program("headgate-control-plane").unwrap())
+            .args(["--source", &format!("files:{}", manifests.display()), "--insecure-loopback"])
+            .args(["--listen", &port.address().to_string(), "--metrics-listen", "127.0.0.1:0"])
+            .args(["--replica-name", "example"])
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(std::fs::File::create(folder.path().join("log")).unwrap())
+            .spawn()
+            .unwrap();
+        let control_plane = Self { _process: Running(process), folder, port };
+        control_plane.wait_for("the first listing", |this| {
+            let status = this.headgatectl(&["status", "-o", "json"]).ok()?;
+            serde_json::from_str::<Value>(&status).ok()?["synced"].as_bool()?.then_some(())
+        });
+        control_plane
+    }
+
+    fn wait_for<T>(&self, what: &str, look: impl Fn(&Self) -> Option<T>) -> T {
+        let deadline = Instant::now() + TIMEOUT;
+        loop {
+            if let Some(found) = look(self) {
+                return found;
+            }
+            if Instant::now() > deadline {
+                let log = std::fs::read_to_string(self.folder.path().join("log")).unwrap();
+                panic!("{what} does not happen; the log:\n{log}");
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    fn manifests(&self) -> PathBuf {
+        self.folder.path().join("manifests")
+    }
+
+    /// Writes a manifest so that nobody reads half of it.
+    fn write(&self, name: &str, content: &str) {
+        let draft = self.folder.path().join("draft");
+        std::fs::write(&draft, content).unwrap();
+        std::fs::rename(draft, self.manifests().join(name)).unwrap();
+    }
+
+    /// Standard output, or what was written to standard error.
+    fn headgatectl(&self, arguments: &[&str]) -> Result<String, String> {
+        let server = format!("http://{}", self.port.address());
+        run(Command::new(program("headgatectl").unwrap()).args(["--server", &server]).args(arguments))
+    }
+
+    fn json(&self, arguments: &[&str]) -> Value {
+        serde_json::from_str(&self.headgatectl(&[arguments, &["-o", "json"]].concat()).unwrap()).unwrap()
+    }
+}
+
+fn run(command: &mut Command) -> Result<String, String> {
+    let output = command.stdin(Stdio::null()).output();
+    let output = output.unwrap_or_else(|error| panic!("{command:?}: {error}: run `make setup`"));
+    let text = |bytes| String::from_utf8(bytes).unwrap();
+    if output.status.success() { Ok(text(output.stdout)) } else { Err(text(output.stderr)) }
+}
+
+#[test]
+fn headgatectl_shows_what_the_manifests_say() {
+    let control_plane = ControlPlane::start();
+    let services = control_plane.json(&["services"]);
+    let [service] = &services.as_array().unwrap()[..] else { panic!("{services}") };
+    assert_eq!((&service["namespace"], &service["name"]), (&"shop".into(), &"web".into()));
+    assert_eq!(service["cluster_ips"], serde_json::json!(["10.96.0.10"]));
+    assert_eq!(service["ports"][0]["node_port"], 30080);
+    assert_eq!((&service["ready_endpoints"], &service["endpoints"]), (&2.into(), &2.into()));
+
+    let endpoints = control_plane.json(&["endpoints", "shop/web"]);
+    let addresses: Vec<_> = endpoints.as_array().unwrap().iter().map(|endpoint| &endpoint["address"]).collect();
+    assert_eq!(addresses, ["10.244.1.10", "10.244.2.10"]);
+    assert_eq!(endpoints[0]["ports"], serde_json::json!(["http 8080/TCP"]));
+    assert_eq!(endpoints[1]["node"], "node-b");
+
+    let error = control_plane.headgatectl(&["endpoints", "shop/nope"]).unwrap_err();
+    assert!(error.contains("no service shop/nope"), "{error}");
+    let table = control_plane.headgatectl(&["services", "-n", "shop"]).unwrap();
+    assert!(table.lines().nth(1).unwrap().contains("80:30080/TCP"), "{table}");
+    assert_eq!(control_plane.headgatectl(&["agents"]).unwrap(), "No agents are connected to this replica.\n");
+}
+
+#[test]
+fn headgatectl_shows_each_state_of_an_address_whose_ports_differ() {
+    let control_plane = ControlPlane::start();
+    let slice = |name: &str, port: u16, ready: bool| {
+        let labels = serde_json::json!({"kubernetes.io/service-name": "web"});
+        serde_json::json!({
+            "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
+            "metadata": {"namespace": "shop", "name": name, "labels": labels},
+            "ports": [{"name": "http", "port": port}],
+            "endpoints": [{"addresses": ["192.0.2.7"], "conditions": {"ready": ready, "serving": ready}}],
+        })
+    };
+    control_plane.write("host.yaml", &format!("{}\n---\n{}", slice("web-1", 8080, false), slice("web-2", 8081, true)));
+    let rows = control_plane.wait_for("the endpoint", |this| {
+        let endpoints = this.json(&["endpoints", "shop/web"]);
+        let of_host = endpoints.as_array()?.iter().filter(|endpoint| endpoint["address"] == "192.0.2.7");
+        Some(of_host.cloned().collect::<Vec<_>>()).filter(|rows| !rows.is_empty())
+    });
+    let states: Vec<_> = rows.iter().map(|row| (row["ports"][0].as_str().unwrap(), row["ready"] == true)).collect();
+    assert_eq!(states, [("http 8080/TCP", false), ("http 8081/TCP", true)]);
+    assert_eq!(rows[0]["version"], rows[1]["version"]);
+    let service = &control_plane.json(&["services"])[0];
+    assert_eq!((&service["ready_endpoints"], &service["endpoints"]), (&3.into(), &3.into()), "addresses are counted");
+}
+
+#[test]
+fn a_manifest_that_cannot_be_used_shows_in_status_and_disturbs_nothing() {
+    let control_plane = ControlPlane::start();
+    assert_eq!(control_plane.json(&["status"])["problems"], serde_json::json!([]));
+    control_plane.write("broken.yaml", "apiVersion: v1\nkind: Service\nmetadata: {name: [}\n");
+    let problem = control_plane.wait_for("the problem", |this| {
+        let problems = this.json(&["status"])["problems"].clone();
+        problems.as_array()?.first().cloned()
+    });
+    assert!(problem["origin"].as_str().unwrap().contains("broken.yaml"), "{problem}");
+    assert!(!problem["message"].as_str().unwrap().is_empty());
+    assert!(control_plane.headgatectl(&["status"]).unwrap().contains("broken.yaml"));
+    assert_eq!(control_plane.json(&["services"]).as_array().unwrap().len(), 1);
+
+    std::fs::remove_file(control_plane.manifests().join("broken.yaml")).unwrap();
+    control_plane
+        .wait_for("the problem's end", |this| this.json(&["status"])["problems"].as_array()?.is_empty().then_some(()));
+}
+
+#[test]
+fn watch_follows_an_edit() {
+    let control_plane = ControlPlane::start();
+    let server = format!("http://{}", control_plane.port.address());
+    let mut watch = Command::new(program("headgatectl").unwrap())
+        .args(["--server", &server, "watch", "shop/web", "-o", "json"])
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let lines = BufReader::new(watch.stdout.take().unwrap()).lines();
+    let (sender, events) = std::sync::mpsc::channel();
+    let reader = std::thread::spawn(move || {
+        for line in lines.map_while(Result::ok) {
+            if sender.send(serde_json::from_str::<Value>(&line).unwrap()).is_err() {
+                break;
+            }
+        }
+    });
+    let watch = Running(watch);
+
+    // A watch shows changes from its beginning on: edit until one is seen, since nobody says when it has begun.
+    let example = std::fs::read_to_string(root().join("docs/examples/web.yaml")).unwrap();
+    let first = control_plane.wait_for("a removal and its opposite", |this| {
+        let without = example.split("  - addresses: [10.244.2.10]").next().unwrap();
+        for content in [without, example.as_str()] {
+            this.write("web.yaml", content);
+            let expected = if content == example { 2 } else { 1 };
+            this.wait_for("the edit", |this| {
+                (this.json(&["endpoints", "shop/web"]).as_array()?.len() == expected).then_some(())
+            });
+        }
+        events.recv_timeout(Duration::from_millis(200)).ok()
+    });
+    drop(watch);
+    reader.join().unwrap();
+    let seen: Vec<Value> = std::iter::once(first).chain(events.try_iter()).collect();
+    let of_endpoint = |event: &&Value| event["endpoint"]["address"] == "10.244.2.10";
+    assert!(seen.iter().any(|event| of_endpoint(&event)), "{seen:?}");
+    let known = ["changed", "removed"];
+    assert!(seen.iter().all(|event| known.iter().any(|action| event["action"] == *action)), "{seen:?}");
+}

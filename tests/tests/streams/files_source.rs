@@ -1,0 +1,314 @@
+//! The source `files:DIR` on real folders.
+
+use std::{
+    fs,
+    io::Write as _,
+    os::unix::fs::symlink,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use headgate_control_plane::{
+    source::{self, SourceError, SourceSettings, SourceSpec},
+    transaction::{Sink, SourceKind},
+};
+use tempfile::TempDir;
+use tokio::task::JoinHandle;
+use tokio_util::sync::CancellationToken;
+
+use crate::sink::{self, CollectingSink};
+
+/// A folder that is being read. Ends the reader when dropped.
+struct Reading {
+    folder: TempDir,
+    sink: Arc<CollectingSink>,
+    shutdown: CancellationToken,
+    task: JoinHandle<Result<(), SourceError>>,
+}
+
+impl Drop for Reading {
+    fn drop(&mut self) {
+        self.shutdown.cancel();
+    }
+}
+
+impl Reading {
+    async fn of(files: &[(&str, &str)]) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        files.iter().for_each(|(name, text)| put(folder.path(), name, text));
+        Self::of_folder(folder).await
+    }
+
+    async fn of_folder(folder: TempDir) -> Self {
+        let (sink, shutdown) = (Arc::new(CollectingSink::default()), CancellationToken::new());
+        let spec: SourceSpec = format!("files:{}", folder.path().display()).parse().unwrap();
+        let task = tokio::spawn(source::run(
+            spec,
+            SourceSettings::default(),
+            Arc::clone(&sink) as Arc<dyn Sink>,
+            shutdown.clone(),
+        ));
+        let reading = Self { folder, sink, shutdown, task };
+        reading.sink.until("the folder is read", |c| c.synced == 1).await;
+        reading
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn put(&self, name: &str, text: &str) {
+        put(self.folder.path(), name, text);
+    }
+
+    /// A change made after all others has arrived, so whatever they would have done is done.
+    async fn settle(&self, name: &str) {
+        self.put("zz-settle.yaml", &service(name));
+        self.sink.until("the last edit arrived", |c| c.serves("default", name)).await;
+    }
+}
+
+fn put(folder: &Path, name: &str, text: &str) {
+    let path = folder.join(name);
+    fs::create_dir_all(path.parent().unwrap()).unwrap();
+    fs::write(path, text).unwrap();
+}
+
+fn service(name: &str) -> String {
+    service_at(name, "10.0.0.1")
+}
+
+fn service_at(name: &str, address: &str) -> String {
+    format!(
+        "apiVersion: v1\nkind: Service\nmetadata: {{name: {name}}}\nspec:\n  clusterIP: {address}\n  ports:\n  - port: 80\n---\n"
+    )
+}
+
+fn slice(name: &str, service: &str, addresses: &[&str]) -> String {
+    let mut text = format!(
+        "apiVersion: discovery.k8s.io/v1\nkind: EndpointSlice\naddressType: IPv4\n\
+         metadata:\n  name: {name}\n  labels: {{kubernetes.io/service-name: {service}}}\nports:\n- {{name: '', port: 8080}}\nendpoints:\n"
+    );
+    for address in addresses {
+        text.push_str(&format!("- addresses: [{address}]\n"));
+    }
+    text + "---\n"
+}
+
+#[tokio::test]
+async fn a_folder_that_cannot_be_read_cuts_the_source_off_until_it_can() {
+    let reading = Reading::of(&[("web.yaml", &service("web"))]).await;
+    let (folder, away) = (reading.folder.path().to_owned(), reading.folder.path().with_extension("away"));
+    fs::rename(&folder, &away).unwrap();
+    reading.sink.until("the source is cut off", |c| c.cut_off.is_some()).await;
+    let heard = reading.sink.look(|c| {
+        assert!(c.cut_off.as_ref().unwrap().contains("cannot be read"), "{:?}", c.cut_off);
+        assert!(c.serves("default", "web"), "what was read stays");
+        c.heard.clone()
+    });
+    fs::rename(&away, &folder).unwrap();
+    reading.sink.until("the folder is read again", |c| c.cut_off.is_none()).await;
+    assert!(reading.sink.look(|c| c.heard != heard));
+}
+
+#[tokio::test]
+async fn a_folder_is_served_and_followed() {
+    let node = "apiVersion: v1\nkind: Node\nmetadata: {name: n1}\n";
+    let reading = Reading::of(&[
+        ("web.yaml", &(service("web") + &slice("web-1", "web", &["10.1.0.1", "10.1.0.2"]))),
+        ("deep/er/node.yml", node),
+        ("cidr.json", r#"{"apiVersion": "networking.k8s.io/v1", "kind": "ServiceCIDR", "metadata": {"name": "k"}, "spec": {"cidrs": ["10.0.0.0/16"]}}"#),
+        ("deployment.yaml", "apiVersion: apps/v1\nkind: Deployment\nmetadata: {name: web}\n"),
+        (".hidden.yaml", &service("hidden")),
+        ("notes.txt", "no manifest"),
+    ])
+    .await;
+    reading.sink.look(|c| {
+        assert_eq!((c.state.service_count(), c.nodes.len()), (1, 1));
+        assert_eq!(c.endpoints("default", "web"), ["10.1.0.1", "10.1.0.2"]);
+        assert!(c.state.service_cidr("k").is_some());
+        assert!(c.positions[&SourceKind::Files] > 1_700_000_000_000);
+        assert_eq!(c.problem_texts(), [""; 0]);
+        assert_eq!(c.commits, 1);
+    });
+    reading.put("web.yaml", &(service("web") + &slice("web-1", "web", &["10.1.0.1", "10.1.0.3"])));
+    reading.sink.until("the endpoint is replaced", |c| c.endpoints("default", "web") == ["10.1.0.1", "10.1.0.3"]).await;
+    reading.sink.look(|c| assert_eq!((c.commit_sizes.last(), c.commits, c.went_back), (Some(&2), 2, 0)));
+    reading.put("new/api.yaml", &service_at("api", "10.0.0.2"));
+    reading.sink.until("a new folder is read", |c| c.serves("default", "api")).await;
+    fs::remove_dir_all(reading.path("new")).unwrap();
+    reading.sink.until("a removed folder is gone", |c| !c.serves("default", "api")).await;
+    fs::rename(reading.path("web.yaml"), reading.path("web2.yaml")).unwrap();
+    reading.settle("later").await;
+    reading.sink.look(|c| assert!(!c.removed.contains(&"Service default/web".to_owned()), "{:?}", c.removed));
+}
+
+#[tokio::test]
+async fn a_malformed_file_withdraws_nothing_and_is_told() {
+    let good = service("web") + &slice("web-1", "web", &["10.1.0.1"]);
+    let reading = Reading::of(&[("web.yaml", &good), ("other.yaml", &service_at("other", "10.0.0.3"))]).await;
+    for bad in ["kind: [", "}{", "\u{0}", "just text\n", "a: b\n a: c\n", "apiVersion: v1\nkind: Service\n"] {
+        reading.put("web.yaml", bad);
+        reading
+            .sink
+            .until("the fault is told", |c| c.problem_texts().iter().any(|p| p.starts_with("web.yaml, document 1 |")))
+            .await;
+        reading.put("web.yaml", &good);
+        reading.sink.until("it is mended", |c| c.problems.is_empty()).await;
+    }
+    // One document of three: the others are followed, and what the broken one meant stays.
+    let three = |middle: &str| {
+        format!("{}{middle}---\n{}", service_at("web", "10.0.0.7"), slice("web-1", "web", &["10.1.0.9"]))
+    };
+    reading.put("web.yaml", &three("kind: {\n"));
+    reading.sink.until("the others are followed", |c| c.endpoints("default", "web") == ["10.1.0.9"]).await;
+    reading.sink.look(|c| {
+        assert!(c.problem_texts().iter().any(|p| p.contains("web.yaml, document 2")), "{:?}", c.problem_texts());
+        assert!(c.errors[&(SourceKind::Files, "malformed_file")] >= 7);
+        assert_eq!(c.removed, ["Endpoint default/web 10.1.0.1"]);
+    });
+    // A field of the wrong type names itself, with line and column.
+    let typed = "apiVersion: v1\nkind: Service\nmetadata: {name: other}\nspec:\n  ports:\n  - port: many\n";
+    reading.put("other.yaml", typed);
+    let told = |p: &String| {
+        p.starts_with("other.yaml, document 1 | Service default/other | spec.ports[0].port") && p.contains("line 6")
+    };
+    reading.sink.until("the field is told", |c| c.problem_texts().iter().any(told)).await;
+    reading.sink.look(|c| assert!(c.serves("default", "other")));
+}
+
+#[tokio::test]
+async fn bad_values_are_told_with_their_place_and_serve_on() {
+    let reading =
+        Reading::of(&[("web.yaml", &(service("web") + &slice("web-1", "web", &["10.1.0.1", "300.1.1.1"])))]).await;
+    reading.sink.look(|c| {
+        assert_eq!(c.endpoints("default", "web"), ["10.1.0.1"]);
+        let problems = c.problem_texts();
+        assert!(
+            problems[0].starts_with("web.yaml, document 2 | EndpointSlice default/web-1 | endpoints[1].addresses[0] |"),
+            "{problems:?}"
+        );
+    });
+    reading
+        .put("web.yaml", &(service("web").replace("port: 80", "port: 70000") + &slice("web-1", "web", &["10.1.0.1"])));
+    reading
+        .sink
+        .until("the port is told", |c| c.problem_texts().iter().any(|p| p.contains("spec.ports[0].port")))
+        .await;
+    reading.sink.look(|c| assert!(c.serves("default", "web") && c.removed.is_empty()));
+}
+
+#[tokio::test]
+async fn writers_that_truncate_first_take_nothing_away() {
+    let text = service("web") + &service_at("api", "10.0.0.2") + &slice("web-1", "web", &["10.1.0.1", "10.1.0.2"]);
+    let reading = Reading::of(&[("web.yaml", &text)]).await;
+    // Emptied and left open for writing, then cut off between documents, then whole.
+    let mut file = fs::File::create(reading.path("web.yaml")).unwrap();
+    reading.settle("one").await;
+    file.write_all(&text.as_bytes()[..service("web").len()]).unwrap();
+    reading.settle("two").await;
+    file.write_all(&text.as_bytes()[service("web").len()..]).unwrap();
+    drop(file);
+    // An editor that writes aside and renames.
+    fs::rename(reading.path("web.yaml"), reading.path("web.yaml~")).unwrap();
+    fs::write(reading.path("web.yaml"), text.replace("10.1.0.2", "10.1.0.3")).unwrap();
+    reading
+        .sink
+        .until("the new version is served", |c| c.endpoints("default", "web") == ["10.1.0.1", "10.1.0.3"])
+        .await;
+    reading.sink.look(|c| assert_eq!(c.removed, ["Endpoint default/web 10.1.0.2"]));
+    // Emptied in earnest.
+    fs::write(reading.path("web.yaml"), "").unwrap();
+    reading.sink.until("an empty file is empty", |c| !c.serves("default", "web") && !c.serves("default", "api")).await;
+    reading.sink.look(|c| assert_eq!(c.endpoints("default", "web"), [""; 0]));
+}
+
+#[tokio::test]
+async fn the_first_of_two_definitions_counts() {
+    let reading = Reading::of(&[("b.yaml", &service_at("web", "10.0.0.2"))]).await;
+    reading.put("a.yaml", &service_at("web", "10.0.0.1"));
+    let address = |c: &sink::Collected| {
+        let entry = c.state.entry(&headgate_core::ServiceKey::new("default", "web"));
+        entry.and_then(|entry| entry.service()).map(|service| service.cluster_ips[0].to_string())
+    };
+    reading.sink.until("the first counts", |c| address(c).as_deref() == Some("10.0.0.1")).await;
+    reading.sink.look(|c| {
+        assert!(
+            c.problem_texts()[0].starts_with("b.yaml, document 1 | Service default/web |"),
+            "{:?}",
+            c.problem_texts()
+        );
+        assert!(c.problem_texts()[0].contains("a.yaml, document 1"));
+    });
+    fs::remove_file(reading.path("a.yaml")).unwrap();
+    reading
+        .sink
+        .until("the other takes its place", |c| address(c).as_deref() == Some("10.0.0.2") && c.problems.is_empty())
+        .await;
+    reading.sink.look(|c| assert_eq!(c.removed, [""; 0]));
+    reading.put("c.yaml", &(service_at("twice", "10.0.0.4") + &service_at("twice", "10.0.0.5")));
+    reading
+        .sink
+        .until("a second one in a file is told", |c| {
+            c.problem_texts().iter().any(|p| p.starts_with("c.yaml, document 2"))
+        })
+        .await;
+}
+
+#[tokio::test]
+async fn a_mounted_config_map_is_followed() {
+    let folder = tempfile::tempdir().unwrap();
+    put(folder.path(), "..2024_1/web.yaml", &service("web"));
+    symlink("..2024_1", folder.path().join("..data")).unwrap();
+    symlink("..data/web.yaml", folder.path().join("web.yaml")).unwrap();
+    let reading = Reading::of_folder(folder).await;
+    reading.sink.look(|c| assert_eq!(c.state.service_count(), 1));
+    reading.put("..2024_2/web.yaml", &(service("web") + &service_at("api", "10.0.0.2")));
+    symlink("..2024_2", reading.path("..data_tmp")).unwrap();
+    fs::rename(reading.path("..data_tmp"), reading.path("..data")).unwrap();
+    fs::remove_dir_all(reading.path("..2024_1")).unwrap();
+    reading.sink.until("the new version is served", |c| c.serves("default", "api")).await;
+    reading.sink.look(|c| assert_eq!((c.removed.len(), c.problems.len()), (0, 0)));
+}
+
+#[tokio::test]
+async fn a_folder_that_goes_away_keeps_its_services() {
+    let reading = Reading::of(&[("web.yaml", &service("web"))]).await;
+    let aside = reading.folder.path().with_extension("aside");
+    fs::rename(reading.folder.path(), &aside).unwrap();
+    let told = |c: &sink::Collected| c.problem_texts().iter().any(|p| p.contains("the folder cannot be read"));
+    reading.sink.until("it is told", told).await;
+    fs::rename(&aside, reading.folder.path()).unwrap();
+    reading.sink.until("it is back", |c| c.problems.is_empty()).await;
+    reading.sink.look(|c| assert!(c.serves("default", "web") && c.removed.is_empty()));
+}
+
+#[tokio::test]
+async fn a_folder_that_is_not_there_is_an_error_at_once() {
+    let sink = Arc::new(CollectingSink::default());
+    let run = source::run(
+        SourceSpec::Files("/nowhere/at/all".into()),
+        SourceSettings::default(),
+        sink.clone(),
+        CancellationToken::new(),
+    );
+    let error = run.await.unwrap_err();
+    assert!(error.to_string().contains("/nowhere/at/all"), "{error}");
+    let spec = SourceSpec::Files("/tmp".into());
+    let useless = source::run(
+        spec,
+        SourceSettings { kubeconfig: Some("/k".into()), ..SourceSettings::default() },
+        sink,
+        CancellationToken::new(),
+    )
+    .await
+    .unwrap_err();
+    assert!(matches!(useless, SourceError::UselessKubeconfig(..)), "{useless}");
+}
+
+#[tokio::test]
+async fn it_stops_when_told() {
+    let mut reading = Reading::of(&[]).await;
+    reading.shutdown.cancel();
+    (&mut reading.task).await.unwrap().unwrap();
+}

@@ -1,0 +1,164 @@
+//! Whole connections, as they are on the wire without TLS, to a replica that serves.
+
+use std::{
+    net::SocketAddr,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
+
+use fastrand::Rng;
+use peakmem_alloc::PeakMemAllocTrait as _;
+use tokio::{
+    io::{AsyncReadExt as _, AsyncWriteExt as _},
+    net::TcpStream,
+    time::timeout,
+};
+
+use crate::{
+    client::{Client, GUARD, channel},
+    replica::{Replica, cluster, service},
+};
+
+use super::{
+    ALLOCATOR, BASE_BYTES, BYTES_PER_INPUT_BYTE, corpus, keep,
+    mutate::{mutate, mutate_sequence},
+    number,
+};
+
+/// Connections need more time than messages.
+const CASES: u64 = 300;
+
+/// Nothing has come for so long: the replica waits for us. Only how much a case reaches depends on it.
+const QUIET: Duration = Duration::from_millis(10);
+
+pub(crate) const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+
+// Kinds of frames, and flags (RFC 9113, 6).
+pub(crate) const DATA: u8 = 0;
+pub(crate) const HEADERS: u8 = 1;
+pub(crate) const SETTINGS: u8 = 4;
+pub(crate) const WINDOW_UPDATE: u8 = 8;
+pub(crate) const END_STREAM: u8 = 1;
+pub(crate) const END_HEADERS: u8 = 4;
+const HEADER_BYTES: usize = 9;
+
+pub(crate) fn http2_frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
+    let length = u32::try_from(payload.len()).unwrap().to_be_bytes();
+    [&length[1..], &[kind, flags], &stream.to_be_bytes(), payload].concat()
+}
+
+/// The preface, then each frame.
+fn parts_of(bytes: &[u8]) -> Vec<Vec<u8>> {
+    let (preface, mut rest) = bytes.split_at(PREFACE.len());
+    let mut parts = vec![preface.to_vec()];
+    while let Some(&[l0, l1, l2, ..]) = rest.first_chunk::<HEADER_BYTES>() {
+        let length = u32::from_be_bytes([0, l0, l1, l2]) as usize;
+        let (frame, after) = rest.split_at(HEADER_BYTES + length);
+        parts.push(frame.to_vec());
+        rest = after;
+    }
+    parts
+}
+
+/// Changes the bytes of a connection: anywhere, or whole frames, or what is inside one whose length is put right.
+fn mutate_connection(rng: &mut Rng, bytes: &mut Vec<u8>, others: &[Vec<u8>]) {
+    let mut parts = parts_of(bytes);
+    match rng.u8(0..4) {
+        0 => return mutate(rng, bytes, others, &[]),
+        1 => mutate_sequence(rng, &mut parts),
+        _ => {
+            let at = rng.usize(1..parts.len());
+            let (header, payload) = parts[at].split_at(HEADER_BYTES);
+            let [kind, flags, stream @ ..] = *header[3..].first_chunk::<6>().unwrap();
+            let mut payload = payload.to_vec();
+            let all: Vec<Vec<u8>> = parts.clone();
+            mutate(rng, &mut payload, &all, &[]);
+            parts[at] = http2_frame(kind, flags, u32::from_be_bytes(stream), &payload);
+        }
+    }
+    *bytes = parts.concat();
+}
+
+/// True when one of the frames of an answer is DATA.
+fn has_data(mut answer: &[u8]) -> bool {
+    while let Some(&[l0, l1, l2, kind, ..]) = answer.first_chunk::<HEADER_BYTES>() {
+        if kind == DATA {
+            return true;
+        }
+        answer = answer.get(HEADER_BYTES + u32::from_be_bytes([0, l0, l1, l2]) as usize..).unwrap_or_default();
+    }
+    false
+}
+
+/// Sends `bytes`, reads until nothing comes, ends its half and reads to the end. What came; none when the replica keeps the connection.
+async fn talk(address: SocketAddr, bytes: &[u8], quiet: Duration) -> Option<Vec<u8>> {
+    let mut socket = TcpStream::connect(address).await.unwrap();
+    let mut answer = Vec::new();
+    // It may be closed before all is written, or reset: that is an answer too.
+    let _ = socket.write_all(bytes).await;
+    while !has_data(&answer) && matches!(timeout(quiet, socket.read_buf(&mut answer)).await, Ok(Ok(1..))) {}
+    let _ = socket.shutdown().await;
+    let end = async { while matches!(socket.read_buf(&mut answer).await, Ok(1..)) {} };
+    timeout(GUARD, end).await.ok()?;
+    Some(answer)
+}
+
+async fn until(what: &str, condition: impl Fn() -> bool) {
+    let reached = async {
+        while !condition() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    timeout(GUARD, reached).await.unwrap_or_else(|_| panic!("{what}"));
+}
+
+#[tokio::test]
+async fn connections() {
+    let panics = Arc::new(AtomicUsize::new(0));
+    let (counter, usual) = (Arc::clone(&panics), std::panic::take_hook());
+    // A task's panic ends the task alone, and nobody hears of it.
+    std::panic::set_hook(Box::new(move |panic| {
+        counter.fetch_add(1, Ordering::SeqCst);
+        usual(panic);
+    }));
+    let replica = Replica::start().await;
+    replica.put(cluster(20));
+    let address = replica.running.local_addr;
+    let mut witness = Client::open(channel(address).await, "witness", None).await.unwrap();
+    let corpus = corpus("connection");
+    for (name, bytes) in &corpus {
+        let answer = talk(address, bytes, GUARD).await.unwrap_or_else(|| panic!("{name} of the corpus has no end"));
+        assert!(has_data(&answer), "{name} of the corpus is not answered: {answer:?}");
+    }
+    let others: Vec<Vec<u8>> = corpus.iter().map(|(_, bytes)| bytes.clone()).collect();
+    let mut rng = Rng::with_seed(number("HEADGATE_FUZZ_SEED", 1));
+    let (cases, mut good) = (number("HEADGATE_FUZZ_CASES", CASES), 0_u64);
+    for _ in 0..cases {
+        let mut bytes = corpus[rng.usize(0..corpus.len())].1.clone();
+        mutate_connection(&mut rng, &mut bytes, &others);
+        ALLOCATOR.reset_peak_memory();
+        let answer = talk(address, &bytes, QUIET).await;
+        let (peak, allowed) = (ALLOCATOR.get_peak_memory(), BASE_BYTES + bytes.len() * BYTES_PER_INPUT_BYTE);
+        if peak > allowed {
+            keep("connection", &bytes, &format!("it takes {peak} bytes, and {allowed} are enough"));
+        }
+        if panics.load(Ordering::SeqCst) > 0 {
+            keep("connection", &bytes, "it panics");
+        }
+        match answer {
+            Some(answer) => good += u64::from(has_data(&answer)),
+            None => keep("connection", &bytes, "the replica keeps the connection after its end"),
+        }
+    }
+    assert!(good > cases / 50 && good < cases, "{good} of {cases} connections were answered");
+    // Nobody else has noticed, and nothing is left of them.
+    replica.put([service(21, 80)]);
+    witness.reach(2).await;
+    until("streams are left over", || replica.metric("headgate_streams") == 1).await;
+    assert!(replica.metric("headgate_streams_opened_total") > cases / 50);
+    replica.running.stop().await;
+    assert_eq!(panics.load(Ordering::SeqCst), 0);
+}

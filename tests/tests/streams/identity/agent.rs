@@ -1,0 +1,144 @@
+//! The agent's files: bad ones, renewed ones, and sessions across its reconnects.
+
+use std::{fs, path::Path};
+
+use clap::Parser as _;
+use headgate_node_agent::{dataplane::fake::FakeDataplane, options::Options, run_with};
+use headgate_proto::v1::{ListAgentsRequest, inspect_client::InspectClient};
+use headgate_tests::testbed::port::ReservedPort;
+use serde_json::Value;
+use tokio_util::sync::{CancellationToken, DropGuard};
+
+use super::{
+    authority::{Authority, Pair, in_seconds},
+    client::{Client, Connected},
+    program::{metric, page},
+    server::{Server, eventually},
+};
+
+/// Stops when dropped.
+struct Agent {
+    metrics: ReservedPort,
+    _stops: DropGuard,
+}
+
+impl Agent {
+    fn start(server: &Server, folder: &Path) -> Self {
+        let metrics = ReservedPort::reserve().unwrap();
+        let file = |option: &str, name: &str| format!("{option}={}", folder.join(name).display());
+        let arguments = [
+            "headgate-node-agent".to_owned(),
+            "--node-name=n1".to_owned(),
+            "--state-dir=".to_owned(),
+            "--healthz-bind-address=".to_owned(),
+            format!("--metrics-bind-address={}", metrics.address()),
+            format!("--control-plane={}", server.url()),
+            file("--tls-cert", "tls.crt"),
+            file("--tls-key", "tls.key"),
+            file("--tls-ca", "ca.crt"),
+        ];
+        let (options, shutdown) = (Options::try_parse_from(arguments).unwrap(), CancellationToken::new());
+        let (backend, _) = FakeDataplane::new();
+        tokio::spawn(run_with(options, Box::new(backend), shutdown.clone()));
+        Self { metrics, _stops: shutdown.drop_guard() }
+    }
+
+    fn status(&self) -> Value {
+        let page = page(self.metrics.address(), "/status").unwrap_or_default();
+        serde_json::from_str(&page).unwrap_or_default()
+    }
+
+    fn metric(&self, sample: &str) -> u64 {
+        metric(self.metrics.address(), sample)
+    }
+
+    async fn until_connected(&self, is_connected: bool) {
+        eventually("connected, or not", || async { self.status()["connected"] == is_connected }).await;
+    }
+}
+
+/// Takes the node's place, so that the agent's stream is ended.
+async fn replace(server: &Server, authority: &Authority) -> Connected {
+    let client = Client::new(authority, &authority.node("n1"));
+    let connected = client.connect(server.running.local_addr).await.unwrap();
+    connected.sync("n1").await.map(drop).unwrap();
+    connected
+}
+
+async fn degraded(reader: &Connected) -> Vec<String> {
+    let mut inspect = InspectClient::new(reader.channel.clone());
+    let mut agents = inspect.list_agents(ListAgentsRequest::default()).await.unwrap().into_inner();
+    agents.message().await.unwrap().map_or_else(Vec::new, |agent| agent.degraded)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn bad_files_are_shown_while_the_stream_stays_and_no_other_is_made() {
+    let authority = Authority::new("authority");
+    let server = Server::start(&authority).await;
+    let reader = Client::new(&authority, &authority.client(&["headgate://reader/me"], |_| {}));
+    let reader = reader.connect(server.running.local_addr).await.unwrap();
+    let (folder, own) = (tempfile::tempdir().unwrap(), authority.node("n1"));
+    own.write(folder.path(), &[&authority]);
+    let agent = Agent::start(&server, folder.path());
+    agent.until_connected(true).await;
+    assert_eq!(agent.status()["tlsProblem"], Value::Null);
+
+    // In one go: a look at what is half written would count as another failure.
+    fs::write(folder.path().join("new"), "garbage").unwrap();
+    fs::rename(folder.path().join("new"), folder.path().join("tls.key")).unwrap();
+    let is_named =
+        |text: &str| text.contains("--tls-key") && text.contains("tls.key") && text.contains("it must be a PEM");
+    eventually("the page shows it", || async { agent.status()["tlsProblem"].as_str().is_some_and(is_named) }).await;
+    eventually("the replica knows", || async { degraded(&reader).await.iter().any(|text| is_named(text)) }).await;
+    assert_eq!(agent.metric("headgate_agent_tls_reloads_total{result=\"failure\"}"), 1);
+    server.put(2);
+    eventually("the stream stays", || async { agent.status()["version"] == 2 }).await;
+    assert_eq!(agent.status()["connected"], true);
+
+    let _ = replace(&server, &authority).await;
+    let refused = "headgate_agent_stream_errors_total{reason=\"tls_files\"}";
+    eventually("no other is made", || async { agent.metric(refused) > 0 }).await;
+    assert_eq!(agent.status()["connected"], false);
+    own.write(folder.path(), &[&authority]);
+    agent.until_connected(true).await;
+    assert_eq!(agent.status()["tlsProblem"], Value::Null);
+    eventually("the replica knows", || async { degraded(&reader).await.is_empty() }).await;
+    server.running.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_agent_that_comes_back_resumes_its_session() {
+    let authority = Authority::new("authority");
+    let server = Server::start(&authority).await;
+    let folder = tempfile::tempdir().unwrap();
+    authority.node("n1").write(folder.path(), &[&authority]);
+    let agent = Agent::start(&server, folder.path());
+    agent.until_connected(true).await;
+    let _ = replace(&server, &authority).await;
+    let resumed = "headgate_agent_tls_handshakes_total{kind=\"resumed\"}";
+    eventually("a session is resumed", || async { agent.metric(resumed) == 1 }).await;
+    agent.until_connected(true).await;
+    assert_eq!(agent.metric("headgate_agent_tls_handshakes_total{kind=\"full\"}"), 1);
+    assert_eq!(server.metric("headgate_tls_handshakes_total{kind=\"resumed\"}"), 1);
+    server.running.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_renewed_certificate_is_used_before_the_old_one_expires() {
+    let authority = Authority::new("authority");
+    let server = Server::start(&authority).await;
+    let folder = tempfile::tempdir().unwrap();
+    let expiring = |seconds| -> Pair {
+        let not_after = in_seconds(seconds).into();
+        authority.client(&["headgate://node/n1"], |params| params.not_after = not_after)
+    };
+    expiring(20).write(folder.path(), &[&authority]);
+    let agent = Agent::start(&server, folder.path());
+    agent.until_connected(true).await;
+    expiring(3600).write(folder.path(), &[&authority]);
+    let renewed = "headgate_agent_stream_errors_total{reason=\"renewed\"}";
+    eventually("the agent connects anew", || async { agent.metric(renewed) == 1 }).await;
+    agent.until_connected(true).await;
+    assert_eq!(server.metric("headgate_streams_rejected_total{reason=\"certificate_expired\"}"), 0);
+    server.running.stop().await;
+}

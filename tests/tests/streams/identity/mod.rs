@@ -1,0 +1,12 @@
+//! Identity, roles, renewal and resumption, over real sockets.
+
+mod agent;
+mod authority;
+mod certs;
+mod client;
+mod program;
+mod refusals;
+mod reload;
+mod resumption;
+mod roles;
+mod server;

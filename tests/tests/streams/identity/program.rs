@@ -1,0 +1,88 @@
+//! The control plane's program, and pages over plain HTTP.
+
+use std::{
+    fs::{self, File},
+    io::{Read as _, Write as _},
+    net::{SocketAddr, TcpStream},
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    time::Instant,
+};
+
+use headgate_tests::testbed::process::program;
+
+use super::server::GUARD;
+
+/// Killed when dropped.
+pub(crate) struct ControlPlane {
+    child: Child,
+    log: PathBuf,
+    pub(crate) address: SocketAddr,
+    pub(crate) metrics: SocketAddr,
+}
+
+impl Drop for ControlPlane {
+    fn drop(&mut self) {
+        // An error means that it has ended already.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl ControlPlane {
+    /// With an empty folder as its source, and `tls.crt`, `tls.key` and `ca.crt` of another.
+    pub(crate) fn start(folder: &Path, tls: &Path) -> Self {
+        let source = folder.join("manifests");
+        fs::create_dir_all(&source).unwrap();
+        let log = folder.join("log");
+        let file = |option: &str, name: &str| format!("{option}={}", tls.join(name).display());
+        let child = Command::new(program("headgate-control-plane").unwrap())
+            .args([format!("--source=files:{}", source.display())])
+            .args(["--listen=127.0.0.1:0", "--metrics-listen=127.0.0.1:0"])
+            .args([file("--tls-cert", "tls.crt"), file("--tls-key", "tls.key"), file("--tls-client-ca", "ca.crt")])
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(File::create(&log).unwrap())
+            .spawn()
+            .unwrap();
+        let unbound = SocketAddr::from(([0, 0, 0, 0], 0));
+        let mut new = Self { child, log, address: unbound, metrics: unbound };
+        let line = new.says("control plane runs");
+        let value = |name: &str| line.split_once(name).unwrap().1.split_whitespace().next().unwrap().parse().unwrap();
+        (new.address, new.metrics) = (value("listen="), value("metrics="));
+        new
+    }
+
+    /// The line of its log that holds a text; waits for it.
+    pub(crate) fn says(&self, text: &str) -> String {
+        let deadline = Instant::now() + GUARD;
+        loop {
+            let log = fs::read_to_string(&self.log).unwrap();
+            // A line is whole once the next one begins.
+            let whole = log.rsplit_once('\n').map_or("", |(whole, _)| whole);
+            if let Some(line) = whole.lines().find(|line| line.contains(text)) {
+                return line.to_owned();
+            }
+            assert!(Instant::now() < deadline, "{text:?} is not in the log:\n{log}");
+            std::thread::sleep(std::time::Duration::from_millis(10));
+        }
+    }
+}
+
+/// The body of a page.
+pub(crate) fn page(address: SocketAddr, path: &str) -> Result<String, String> {
+    let mut stream = TcpStream::connect(address).map_err(|error| error.to_string())?;
+    stream.set_read_timeout(Some(GUARD)).unwrap();
+    let request = format!("GET {path} HTTP/1.1\r\nHost: test\r\nConnection: close\r\n\r\n");
+    let mut answer = String::new();
+    stream.write_all(request.as_bytes()).map_err(|error| error.to_string())?;
+    stream.read_to_string(&mut answer).map_err(|error| error.to_string())?;
+    answer.split_once("\r\n\r\n").map(|(_, body)| body.to_owned()).ok_or(answer)
+}
+
+/// The sample of a metric on a page, 0 when it is not there.
+pub(crate) fn metric(address: SocketAddr, sample: &str) -> u64 {
+    let text = page(address, "/metrics").unwrap();
+    let line = text.lines().find_map(|line| line.strip_prefix(sample)?.strip_prefix(' ')).map(str::to_owned);
+    line.map_or(0, |value| value.parse().unwrap())
+}

@@ -1,0 +1,108 @@
+//! Certificates that are not believed, and what both ends say.
+
+use std::sync::Arc;
+
+use headgate_control_plane::serve::Settings;
+use headgate_node_agent::{
+    metrics::Metrics,
+    session::{
+        connect::{ConnectError, ControlPlane as Target},
+        tls::AgentTls,
+    },
+};
+use headgate_tls::{Files, Side, explain};
+use rcgen::{CertificateParams, ExtendedKeyUsagePurpose, SanType, date_time_ymd};
+
+use super::{
+    authority::{Authority, Pair},
+    client::{Client, files},
+    program::{ControlPlane, metric},
+    server::Server,
+};
+
+#[tokio::test(flavor = "multi_thread")]
+async fn clients_that_are_not_believed_learn_why_and_so_does_the_log() {
+    let (authority, stranger) = (Authority::new("authority"), Authority::new("stranger"));
+    let folder = tempfile::tempdir().unwrap();
+    authority.server(|_| {}).write(&folder.path().join("tls"), &[&authority]);
+    let control_plane = ControlPlane::start(folder.path(), &folder.path().join("tls"));
+    let node = |change: fn(&mut CertificateParams)| Some(authority.client(&["headgate://node/n1"], change));
+    let cases = [
+        (
+            Some(stranger.node("n1")),
+            "unknown_authority",
+            "the client's certificate is signed by no authority of --tls-client-ca",
+            "no authority that the control plane knows signed it; have one of its --tls-client-ca sign it",
+        ),
+        (
+            node(|params| params.not_after = date_time_ymd(2020, 1, 1)),
+            "certificate_expired",
+            "the client's certificate expired at 2020-01-01T00:00:00Z; renew it",
+            "it has expired, or is not valid yet; renew it",
+        ),
+        (
+            node(|params| params.not_before = date_time_ymd(2200, 1, 1)),
+            "certificate_not_yet_valid",
+            "the client's certificate is not valid before 2200-01-01T00:00:00Z; check the clocks",
+            "it has expired, or is not valid yet; renew it, and check the clocks",
+        ),
+        (
+            node(|params| params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth]),
+            "wrong_usage",
+            "the client's certificate lacks the extended key usage clientAuth; have it made anew",
+            "it is not for clients; have it made anew with the extended key usage clientAuth",
+        ),
+        (
+            None,
+            "no_certificate",
+            "the client shows no certificate; give it one",
+            "the control plane wants a client certificate; pass --tls-cert and --tls-key",
+        ),
+    ];
+    for (pair, reason, server_says, client_says) in cases {
+        let client = pair.map_or_else(|| Client::anonymous(&authority), |pair| Client::new(&authority, &pair));
+        let error = client.refusal(control_plane.address).await;
+        let refusal = explain(&error, &files()).unwrap_or_else(|| panic!("{reason}: {error}"));
+        assert_eq!(refusal.reason, "refused_by_control_plane", "{refusal:?}");
+        assert!(refusal.sentence.contains(client_says), "{reason}: {}", refusal.sentence);
+        let line = control_plane.says(server_says);
+        assert!(line.contains(reason), "{line}");
+        let sample = format!("headgate_tls_handshakes_failed_total{{reason=\"{reason}\"}}");
+        assert_eq!(metric(control_plane.metrics, &sample), 1, "{reason}");
+    }
+    // Nobody has been let in, and who should be is.
+    assert_eq!(metric(control_plane.metrics, "headgate_tls_handshakes_total{kind=\"full\"}"), 0);
+    let good = Client::new(&authority, &authority.node("n1")).connect(control_plane.address).await.unwrap();
+    good.sync("n1").await.map(drop).unwrap();
+}
+
+/// Connects as an agent does that trusts an authority.
+async fn agent_error(server: &Server, own: &Pair, trusts: &Authority) -> String {
+    let folder = tempfile::tempdir().unwrap();
+    own.write(folder.path(), &[trusts]);
+    let [cert, key, ca] = ["tls.crt", "tls.key", "ca.crt"].map(|name| folder.path().join(name));
+    let tls = AgentTls::new(Files { side: Side::Client, cert, key, ca }, Arc::new(Metrics::default()));
+    match Target::parse(&server.url(), false).unwrap().connect(None, Some(&tls)).await {
+        Err(ConnectError::Refused(refusal)) => refusal.sentence,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[tokio::test]
+async fn an_agent_believes_no_other_server_than_its_authority_s_at_its_address() {
+    let (authority, stranger) = (Authority::new("authority"), Authority::new("stranger"));
+    let elsewhere = authority.server(|params| {
+        params.subject_alt_names = vec![SanType::DnsName("headgate.example".try_into().unwrap())];
+    });
+    let server = Server::start_with(&elsewhere, &authority, Settings::default()).await;
+    let said = agent_error(&server, &authority.node("n1"), &authority).await;
+    assert!(said.contains("not valid for name \"127.0.0.1\"") && said.contains("headgate.example"), "{said}");
+    assert!(said.contains("connect to a name that it has"), "{said}");
+    let said = agent_error(&server, &authority.node("n1"), &stranger).await;
+    assert!(said.contains("the control plane's certificate is signed by no authority of --tls-ca"), "{said}");
+    assert!(said.contains("have one of them sign it"), "{said}");
+    // The server is told by an alert each time.
+    server.until_metric("headgate_tls_handshakes_failed_total{reason=\"refused_by_client\"}", 2).await;
+    assert_eq!(server.metric("headgate_tls_handshakes_total{kind=\"full\"}"), 0);
+    server.running.stop().await;
+}

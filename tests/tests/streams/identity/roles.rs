@@ -1,0 +1,102 @@
+//! Who may do what.
+
+use headgate_control_plane::serve::Settings;
+use rcgen::DnType;
+use tonic::Code;
+
+use super::{authority::Authority, client::Client, server::Server};
+
+#[tokio::test]
+async fn nodes_follow_readers_look_and_health_is_open() {
+    let authority = Authority::new("authority");
+    let server = Server::start(&authority).await;
+    let address = server.running.local_addr;
+    let connect = async |pair| Client::new(&authority, &pair).connect(address).await.unwrap();
+
+    let node = connect(authority.node("n1")).await;
+    assert_eq!(node.health().await.unwrap(), 1);
+    // Beside other requests, and on a connection of its own, which is served apart.
+    let stream = connect(authority.node("n1")).await;
+    for connection in [&node, &stream] {
+        connection.sync("n1").await.unwrap().hears_of("service-1").await;
+    }
+    let denied = [node.inspect().await.map(drop).unwrap_err(), node.reflection().await.unwrap_err()];
+    for status in denied {
+        assert_eq!(status.code(), Code::PermissionDenied, "{status}");
+        assert!(status.message().contains("node n1's") && status.message().contains("--nodes-may-inspect"), "{status}");
+        assert!(status.message().contains("headgate://reader/NAME"), "{status}");
+    }
+    assert_eq!(server.metric("headgate_requests_denied_total{reason=\"permission_denied\"}"), 2);
+    for connection in [node, connect(authority.node("n1")).await] {
+        let status = connection.sync("n2").await.err().unwrap();
+        assert!(status.code() == Code::PermissionDenied && status.message().contains("--node-name n1"), "{status}");
+    }
+
+    let in_group = authority.client(&[], |params| {
+        params.distinguished_name.push(DnType::OrganizationName, "headgate:readers");
+    });
+    for reader in [authority.client(&["headgate://reader/me"], |_| {}), in_group] {
+        let reader = connect(reader).await;
+        assert_eq!(reader.inspect().await.unwrap().services, 1);
+        reader.reflection().await.unwrap();
+        let status = reader.sync("n1").await.err().unwrap();
+        assert_eq!(status.code(), Code::PermissionDenied);
+        assert!(status.message().contains("headgate://node/n1"), "{status}");
+    }
+    server.running.stop().await;
+}
+
+#[tokio::test]
+async fn nodes_look_where_the_operator_allows_it() {
+    let authority = Authority::new("authority");
+    let settings = Settings { nodes_may_inspect: true, ..Settings::default() };
+    let server = Server::start_with(&authority.server(|_| {}), &authority, settings).await;
+    let address = server.running.local_addr;
+    let node = Client::new(&authority, &authority.node("n1")).connect(address).await.unwrap();
+    assert_eq!(node.inspect().await.unwrap().services, 1);
+    node.reflection().await.unwrap();
+    // Not so somebody without a name.
+    let nobody = Client::new(&authority, &authority.client(&[], |_| {})).connect(address).await.unwrap();
+    assert_eq!(nobody.inspect().await.map(drop).unwrap_err().code(), Code::PermissionDenied);
+    server.running.stop().await;
+}
+
+#[tokio::test]
+async fn a_certificate_that_does_not_say_clearly_whose_it_is_is_nobody_s() {
+    let authority = Authority::new("authority");
+    let server = Server::start(&authority).await;
+    let address = server.running.local_addr;
+    let named = |name: &str, uris: &[&str]| {
+        authority.client(uris, |params| params.distinguished_name.push(DnType::CommonName, name))
+    };
+    let cases = [
+        (named("n1", &["headgate://node/n1", "headgate://node/n2"]), "has two URIs"),
+        (named("n1", &["headgate://node/n1", "headgate://reader/n1"]), "has two URIs"),
+        (named("n1", &["https://node/n1"]), "names neither a node nor a reader"),
+        (named("n1", &["spiffe://node/n1"]), "names neither a node nor a reader"),
+        (named("n1", &["headgate://node/N1"]), "\"N1\" is no name"),
+        (named("n1", &["HEADGATE://node/n1"]), "which is neither"),
+        (named("n1", &["headgate://node/"]), "\"\" is no name"),
+        (named("n1", &["headgate://operator/n1"]), "which is neither"),
+        (named("system:node:n2", &["headgate://node/n1"]), "its URI is node n1's, and its common name system:node:n2"),
+        (named("system:node:N1", &[]), "\"N1\" is no name"),
+        (named("system:node:n1", &[]), "system:node:n1 without the organization system:nodes"),
+    ];
+    let count = cases.len() as u64;
+    for (pair, problem) in cases {
+        let nobody = Client::new(&authority, &pair).connect(address).await.unwrap();
+        let statuses = [
+            nobody.inspect().await.map(drop).unwrap_err(),
+            nobody.reflection().await.unwrap_err(),
+            nobody.sync("n1").await.err().unwrap(),
+        ];
+        for status in statuses {
+            assert_eq!(status.code(), Code::PermissionDenied, "{status}");
+            assert!(status.message().contains(problem), "{problem} is not in {status}");
+            assert!(status.message().contains("have it made with one URI"), "no remedy: {status}");
+        }
+        assert_eq!(nobody.health().await.unwrap(), 1);
+    }
+    server.until_metric("headgate_streams_rejected_total{reason=\"permission_denied\"}", count).await;
+    server.running.stop().await;
+}

@@ -1,0 +1,164 @@
+//! A sink that keeps everything, for tests of sources.
+
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, Mutex},
+    time::{Duration, Instant},
+};
+
+use headgate_control_plane::transaction::{NodeChange, Problem, Sink, SourceKind, Transaction};
+use headgate_core::{Change, Dirty, Node, ServiceKey, State};
+use tokio::sync::watch;
+
+/// Long enough for any machine; nothing is asserted about it.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// What came so far.
+#[derive(Default)]
+pub(crate) struct Collected {
+    /// All changes, applied.
+    pub(crate) state: State,
+    /// All Nodes.
+    pub(crate) nodes: BTreeMap<Arc<str>, Node>,
+    /// Last position of each kind.
+    pub(crate) positions: BTreeMap<SourceKind, u64>,
+    /// Positions that were lower than the one before.
+    pub(crate) went_back: u64,
+    /// The present problems.
+    pub(crate) problems: Vec<Problem>,
+    /// Errors by kind and reason.
+    pub(crate) errors: BTreeMap<(SourceKind, &'static str), u64>,
+    /// Signs of life by kind.
+    pub(crate) heard: BTreeMap<SourceKind, u64>,
+    /// Why the source is cut off, if it is.
+    pub(crate) cut_off: Option<String>,
+    /// Every key that was removed, in order.
+    pub(crate) removed: Vec<String>,
+    /// Commits, and those with changes among them.
+    pub(crate) commits: u64,
+    /// Changes in each commit that had any.
+    pub(crate) commit_sizes: Vec<usize>,
+    /// Calls of `synced`, and the commits before the first.
+    pub(crate) synced: u64,
+}
+
+impl Collected {
+    /// Errors of all kinds for a reason.
+    pub(crate) fn errors_for(&self, reason: &str) -> u64 {
+        self.errors.iter().filter(|((_, counted), _)| *counted == reason).map(|(_, count)| count).sum()
+    }
+
+    /// Addresses of a service's endpoints.
+    pub(crate) fn endpoints(&self, namespace: &str, name: &str) -> Vec<String> {
+        let entry = self.state.entry(&ServiceKey::new(namespace, name));
+        entry.map(|entry| entry.endpoints().keys().map(ToString::to_string).collect()).unwrap_or_default()
+    }
+
+    /// Whether a Service is served.
+    pub(crate) fn serves(&self, namespace: &str, name: &str) -> bool {
+        self.state.entry(&ServiceKey::new(namespace, name)).is_some_and(|entry| entry.service().is_some())
+    }
+
+    /// Problems as one text each.
+    pub(crate) fn problem_texts(&self) -> Vec<String> {
+        self.problems.iter().map(|p| format!("{} | {} | {} | {}", p.origin, p.object, p.field, p.message)).collect()
+    }
+}
+
+/// The sink.
+#[derive(Default)]
+pub(crate) struct CollectingSink(Mutex<Collected>, watch::Sender<BTreeMap<SourceKind, u64>>);
+
+impl CollectingSink {
+    /// A look at what came.
+    pub(crate) fn look<T>(&self, look: impl FnOnce(&Collected) -> T) -> T {
+        look(&self.0.lock().unwrap())
+    }
+
+    /// Asks the source how far it has come, as for an agent that has seen `position` elsewhere.
+    pub(crate) fn want(&self, kind: SourceKind, position: u64) {
+        self.1.send_modify(|wanted| {
+            wanted.insert(kind, position);
+        });
+    }
+
+    /// Waits until something is so; panics with `what` and what there is when it never becomes so.
+    pub(crate) async fn until(&self, what: &str, mut condition: impl FnMut(&Collected) -> bool) {
+        let until = Instant::now() + PATIENCE;
+        while !self.look(&mut condition) {
+            let told = self.look(|c| {
+                format!(
+                    "{} services, {} endpoints, errors {:?}, problems {:?}",
+                    c.state.service_count(),
+                    c.state.endpoint_count(),
+                    c.errors,
+                    c.problem_texts()
+                )
+            });
+            assert!(Instant::now() < until, "gave up waiting until {what}: {told}");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+}
+
+impl Sink for CollectingSink {
+    fn commit(&self, transaction: Transaction) {
+        let mut collected = self.0.lock().unwrap();
+        collected.commits += 1;
+        let size = transaction.changes.len() + transaction.nodes.len();
+        if size > 0 {
+            collected.commit_sizes.push(size);
+        }
+        for change in transaction.changes {
+            match &change.change {
+                Change::RemoveService(key) => collected.removed.push(format!("Service {key}")),
+                Change::RemoveEndpoint(key, address) => collected.removed.push(format!("Endpoint {key} {address}")),
+                Change::RemoveServiceCidr(name) => collected.removed.push(format!("ServiceCIDR {name}")),
+                _ => {}
+            }
+            let text = format!("{change:?}");
+            assert!(
+                collected.state.apply(change.change, &mut Dirty::default()),
+                "a change that changes nothing: {text}"
+            );
+        }
+        for change in transaction.nodes {
+            match change {
+                NodeChange::Apply(node) => drop(collected.nodes.insert(node.name.clone(), node)),
+                NodeChange::Remove(name) => {
+                    collected.removed.push(format!("Node {name}"));
+                    assert!(collected.nodes.remove(&name).is_some());
+                }
+            }
+        }
+        for (kind, position) in transaction.positions.into_iter().chain(transaction.bookmarks) {
+            let before = collected.positions.insert(kind, position);
+            collected.went_back += u64::from(before.is_some_and(|before| before > position));
+        }
+    }
+
+    fn synced(&self) {
+        self.0.lock().unwrap().synced += 1;
+    }
+
+    fn heard(&self, kind: SourceKind) {
+        *self.0.lock().unwrap().heard.entry(kind).or_default() += 1;
+    }
+
+    fn cut_off(&self, problem: Option<String>) {
+        self.0.lock().unwrap().cut_off = problem;
+    }
+
+    fn wanted_positions(&self) -> watch::Receiver<BTreeMap<SourceKind, u64>> {
+        self.1.subscribe()
+    }
+
+    fn problems(&self, problems: Vec<Problem>) {
+        assert!(problems.is_sorted());
+        self.0.lock().unwrap().problems = problems;
+    }
+
+    fn count_error(&self, kind: SourceKind, reason: &'static str) {
+        *self.0.lock().unwrap().errors.entry((kind, reason)).or_default() += 1;
+    }
+}

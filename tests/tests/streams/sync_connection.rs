@@ -1,0 +1,436 @@
+//! Connections that carry `Discovery.Sync` alone, on the level of HTTP/2 (RFC 9113): with clients whose settings are odd, and with some that do not conform.
+//! That the streams on them keep the contract is what `sync_stream` shows.
+
+use std::time::{Duration, Instant};
+
+use bytes::{Buf as _, Bytes, BytesMut};
+use h2::{RecvStream, SendStream};
+use headgate_control_plane::{
+    serve::{Security, Settings},
+    transaction::Sink as _,
+};
+use headgate_core::{
+    Change, Dirty, State,
+    reference::{Referable, Referrer},
+};
+use headgate_proto::{
+    frame::{PREFIX_BYTES, frame},
+    v1::{self, inspect_client::InspectClient, server_message::Body},
+};
+use http::Request;
+use prost::Message as _;
+use tokio::{
+    io::{AsyncReadExt as _, AsyncWriteExt as _},
+    net::TcpStream,
+    time::timeout,
+};
+
+use crate::client::{Client, GUARD, channel, hello, message};
+use crate::replica::{self, Replica, cluster, service};
+
+/// A stream on a connection of h2's.
+struct Stream {
+    sender: SendStream<Bytes>,
+    body: RecvStream,
+    unread: BytesMut,
+    state: State,
+    staged: Vec<Change>,
+    decoder: headgate_proto::Decoder,
+    epoch: u64,
+    version: u64,
+}
+
+impl Stream {
+    async fn open(replica: &Replica, node: &str, settings: &h2::client::Builder) -> Self {
+        let socket = TcpStream::connect(replica.running.local_addr).await.unwrap();
+        let (mut requests, connection) = settings.handshake(socket).await.unwrap();
+        tokio::spawn(connection);
+        let (response, mut sender) = requests.send_request(sync_request(), false).unwrap();
+        sender.send_data(frame(&hello(node, None)), false).unwrap();
+        let response = timeout(GUARD, response).await.unwrap().unwrap();
+        assert_eq!(
+            (response.status(), &response.headers()["content-type"]),
+            (http::StatusCode::OK, &"application/grpc".parse::<http::HeaderValue>().unwrap())
+        );
+        Self {
+            sender,
+            body: response.into_body(),
+            unread: BytesMut::new(),
+            state: State::default(),
+            staged: Vec::new(),
+            decoder: headgate_proto::Decoder::default(),
+            epoch: 0,
+            version: 0,
+        }
+    }
+
+    async fn message(&mut self) -> Option<Body> {
+        loop {
+            if let Some(prefix) = self.unread.first_chunk::<PREFIX_BYTES>() {
+                let length = u32::from_be_bytes([prefix[1], prefix[2], prefix[3], prefix[4]]) as usize;
+                if self.unread.len() >= PREFIX_BYTES + length {
+                    self.unread.advance(PREFIX_BYTES);
+                    let message = self.unread.split_to(length);
+                    return v1::ServerMessage::decode(message).unwrap().body;
+                }
+            }
+            let bytes = timeout(GUARD, self.body.data()).await.expect("nothing came")?.unwrap();
+            // Room is given as it is used, byte for byte.
+            self.body.flow_control().release_capacity(bytes.len()).unwrap();
+            self.unread.extend_from_slice(&bytes);
+        }
+    }
+
+    async fn reach(&mut self, version: u64) {
+        while self.version < version {
+            match self.message().await.expect("the stream ended") {
+                Body::SnapshotChunk(chunk) => self.stage(chunk.changes.unwrap()),
+                Body::Welcome(welcome) => self.epoch = welcome.epoch,
+                Body::SnapshotEnd(end) => {
+                    self.apply(end.version);
+                    self.decoder.refer_to(Referrer::new(self.epoch), Referable::of(&self.state));
+                }
+                Body::Batch(batch) => {
+                    self.stage(batch.changes.unwrap());
+                    self.apply(batch.version);
+                }
+                _ => {}
+            }
+        }
+    }
+
+    fn stage(&mut self, changes: v1::Changes) {
+        self.staged.extend(self.decoder.changes(changes).unwrap().0);
+    }
+
+    fn apply(&mut self, version: u64) {
+        self.version = version;
+        for change in self.staged.drain(..) {
+            self.state.apply(change, &mut Dirty::default());
+        }
+    }
+
+    async fn trailers(mut self) -> http::HeaderMap {
+        while self.message().await.is_some() {}
+        timeout(GUARD, self.body.trailers()).await.unwrap().unwrap().unwrap()
+    }
+}
+
+fn sync_request() -> Request<()> {
+    let uri = "http://replica.example/headgate.v1.Discovery/Sync";
+    Request::post(uri).header("content-type", "application/grpc").header("te", "trailers").body(()).unwrap()
+}
+
+#[tokio::test]
+async fn clients_with_odd_settings_get_everything() {
+    let replica = Replica::start().await;
+    replica.put(cluster(300));
+    let builder = h2::client::Builder::new;
+    let cases = [
+        ("small windows", builder().initial_window_size(100).clone()),
+        ("a window of a byte", builder().initial_window_size(1).clone()),
+        ("large windows and frames", builder().initial_window_size(1 << 30).max_frame_size(1 << 20).clone()),
+        ("no header table", builder().header_table_size(0).max_header_list_size(4_096).clone()),
+    ];
+    for (number, (what, settings)) in cases.iter().enumerate() {
+        let mut stream = Stream::open(&replica, &format!("n{number}"), settings).await;
+        stream.reach(1).await;
+        assert!(*stream.state.digests() == replica.store.digests(), "{what}");
+    }
+    assert_eq!(replica.metric("headgate_streams_rejected_total{reason=\"http2_violation\"}"), 0);
+    replica.running.stop().await;
+}
+
+#[tokio::test]
+async fn a_stream_ends_with_its_status_in_trailers() {
+    let replica = Replica::start().await;
+    let settings = h2::client::Builder::new();
+    let mut stream = Stream::open(&replica, "n1", &settings).await;
+    stream.sender.send_data(frame(&hello("n1", None)), false).unwrap();
+    let trailers = stream.trailers().await;
+    assert_eq!(trailers["grpc-status"], "3");
+    assert!(trailers["grpc-message"].to_str().unwrap().contains("Hello"), "{trailers:?}");
+
+    let mut stream = Stream::open(&replica, "n1", &settings).await;
+    stream.sender.send_data(Bytes::new(), true).unwrap();
+    assert_eq!(stream.trailers().await["grpc-status"], "0");
+    replica.running.stop().await;
+}
+
+#[tokio::test]
+async fn other_requests_of_a_client_find_another_connection() {
+    let replica = Replica::start().await;
+    replica.put([service(1, 80)]);
+    let channel = channel(replica.running.local_addr).await;
+    let mut client = Client::open(channel.clone(), "n1", None).await.unwrap();
+    client.reach(1).await;
+    let mut inspect = InspectClient::new(channel);
+    let answered = async {
+        // The request that is sent away may fail; the connection that comes after it takes the next.
+        while inspect.get_status(v1::GetStatusRequest {}).await.is_err() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    timeout(GUARD, answered).await.expect("no connection for other requests");
+    replica.put([service(2, 80)]);
+    client.reach(2).await;
+    assert_eq!(replica.metric("headgate_streams"), 1);
+    replica.running.stop().await;
+}
+
+/// A client without a library.
+struct Wire(TcpStream);
+
+impl Wire {
+    async fn connect(replica: &Replica) -> Self {
+        let socket = TcpStream::connect(replica.running.local_addr).await.unwrap();
+        socket.set_nodelay(true).unwrap();
+        Self(socket)
+    }
+
+    async fn send(&mut self, bytes: &[u8]) {
+        self.0.write_all(bytes).await.unwrap();
+    }
+
+    /// Kind, flags, stream and payload of the next frame; `None` at the end.
+    async fn frame(&mut self) -> Option<(u8, u8, u32, Vec<u8>)> {
+        let mut header = [0; 9];
+        timeout(GUARD, self.0.read_exact(&mut header)).await.expect("nothing came").ok()?;
+        let [l0, l1, l2, kind, flags, stream @ ..] = header;
+        let mut payload = vec![0; u32::from_be_bytes([0, l0, l1, l2]) as usize];
+        self.0.read_exact(&mut payload).await.ok()?;
+        Some((kind, flags, u32::from_be_bytes(stream), payload))
+    }
+
+    async fn until(&mut self, kind: u8) -> (u8, u32, Vec<u8>) {
+        loop {
+            let (found, flags, stream, payload) = self.frame().await.expect("the connection ended");
+            if found == kind {
+                return (flags, stream, payload);
+            }
+        }
+    }
+}
+
+fn wire_frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
+    let length = u32::try_from(payload.len()).unwrap().to_be_bytes();
+    [&length[1..], &[kind, flags], &stream.to_be_bytes(), payload].concat()
+}
+
+const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+
+/// `:method: POST`, `:scheme: http`, `:path` and `content-type` as literals.
+fn sync_headers() -> Vec<u8> {
+    let path = b"/headgate.v1.Discovery/Sync";
+    let mut block = vec![0x83, 0x86, 0x04, u8::try_from(path.len()).unwrap()];
+    block.extend_from_slice(path);
+    block.extend_from_slice(&[0x0f, 16, 16]);
+    block.extend_from_slice(b"application/grpc");
+    block
+}
+
+/// Everything up to `Hello`, with the headers in three frames and padding where there may be some.
+fn opening(node: &str) -> Vec<u8> {
+    let block = sync_headers();
+    let message = frame(&hello(node, None));
+    let padded = [&[4][..], &message, &[0; 4]].concat();
+    [
+        PREFACE.to_vec(),
+        wire_frame(4, 0, 0, &[]),
+        wire_frame(8, 0, 0, &[0, 1, 0, 0]),
+        wire_frame(1, 0, 1, &block[..5]),
+        wire_frame(9, 0, 1, &block[5..9]),
+        wire_frame(9, 4, 1, &block[9..]),
+        wire_frame(0, 8, 1, &padded),
+    ]
+    .concat()
+}
+
+#[tokio::test]
+async fn bytes_may_come_one_at_a_time() {
+    let replica = Replica::start().await;
+    replica.put(cluster(2));
+    let mut wire = Wire::connect(&replica).await;
+    // Some clients wait for the server's settings before they send a request.
+    assert_eq!(wire.frame().await.unwrap(), (4, 0, 0, Vec::new()));
+    for byte in opening("n1") {
+        wire.send(&[byte]).await;
+    }
+    assert_eq!(wire.until(4).await, (1, 0, Vec::new()), "an acknowledgement");
+    assert_eq!(wire.until(1).await.0, 4, "headers that do not end the stream");
+    wire.until(0).await;
+    wire.send(&wire_frame(6, 0, 0, b"12345678")).await;
+    assert_eq!(wire.until(6).await, (1, 0, b"12345678".to_vec()));
+    let ack = frame(&message(v1::agent_message::Body::Ack(v1::Ack { version: 1, ..Default::default() })));
+    wire.send(&wire_frame(0, 1, 1, &ack)).await;
+    let (flags, stream, _) = wire.until(1).await;
+    assert_eq!((flags, stream), (5, 1), "trailers");
+    assert_eq!(wire.until(7).await.2[4..8], [0; 4], "GOAWAY without an error");
+    assert!(wire.frame().await.is_none());
+    assert_eq!(replica.metric("headgate_agent_messages_total{message=\"ack\"}"), 1);
+    replica.running.stop().await;
+}
+
+/// Everything up to `Hello`, with these settings, and a header block that begins with these bytes.
+fn opening_with(settings: &[u8], begin: &[u8]) -> Vec<u8> {
+    let block = [begin, &sync_headers()].concat();
+    let hello = frame(&hello("n1", None));
+    [PREFACE.to_vec(), wire_frame(4, 0, 0, settings), wire_frame(1, 4, 1, &block), wire_frame(0, 0, 1, &hello)].concat()
+}
+
+#[tokio::test]
+async fn the_size_of_the_header_table_is_agreed_upon() {
+    let replica = Replica::start().await;
+    // Without a table, whose size the answer has to begin with (RFC 9113, 4.3.1).
+    let mut wire = Wire::connect(&replica).await;
+    wire.send(&opening_with(&[0, 1, 0, 0, 0, 0], &[0x20])).await;
+    let (_, _, block) = wire.until(1).await;
+    assert_eq!(block[..2], [0x20, 0x88], "no table, then :status 200");
+    wire.until(0).await;
+    // As much as everybody may use, and more.
+    let mut wire = Wire::connect(&replica).await;
+    wire.send(&opening_with(&[], &[0x3f, 0xe1, 0x1f])).await;
+    wire.until(0).await;
+    let mut wire = Wire::connect(&replica).await;
+    wire.send(&opening_with(&[], &[0x3f, 0xe2, 0x1f])).await;
+    assert_ne!(wire.until(7).await.2[4..8], [0; 4], "GOAWAY with an error");
+    assert!(wire.frame().await.is_none());
+    replica.running.stop().await;
+}
+
+#[tokio::test]
+async fn an_answer_that_nobody_takes_is_not_kept_for_ever() {
+    let settings = Settings { untaken_timeout: Duration::from_millis(200), ..replica::settings() };
+    let replica = Replica::start_with(settings, Security::Plaintext).await;
+    replica.store.synced();
+    let connect = |window: u32| {
+        let socket = TcpStream::connect(replica.running.local_addr);
+        async move {
+            let (mut requests, connection) =
+                h2::client::Builder::new().initial_window_size(window).handshake(socket.await.unwrap()).await.unwrap();
+            let connection = tokio::spawn(connection);
+            // The first request decides which server it is: another than Sync, with an answer that has no body.
+            let other = Request::post("http://replica.example/a/b").header("content-type", "application/grpc");
+            let (answer, _) = requests.send_request(other.body(()).unwrap(), true).unwrap();
+            assert!(timeout(GUARD, answer).await.unwrap().unwrap().headers().contains_key("grpc-status"));
+            let (answer, mut sender) = requests.send_request(sync_request(), false).unwrap();
+            sender.send_data(frame(&hello(&format!("n{window}"), None)), false).unwrap();
+            let answer = timeout(GUARD, answer).await.unwrap().unwrap().into_body();
+            (connection, requests, sender, answer)
+        }
+    };
+    let (_, _requests, _sender, mut body) = connect(60_000).await;
+    assert!(timeout(GUARD, body.data()).await.unwrap().is_some(), "Welcome");
+    // No room for a byte of `Welcome`: the connection answers pings, and would last.
+    let (connection, _all, _that, _is_kept) = connect(0).await;
+    let _ = timeout(GUARD, connection).await.expect("the connection lasts");
+    let ended = async {
+        while replica.metric("headgate_streams") > 1 {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    timeout(GUARD, ended).await.expect("the stream lasts");
+    assert_eq!(replica.metric("headgate_connections_untaken_total"), 1, "one that takes what there is stays");
+    replica.put([service(1, 80)]);
+    let mut bytes = Vec::new();
+    while !bytes.windows(9).any(|text| text == b"service-1") {
+        bytes.extend_from_slice(&timeout(GUARD, body.data()).await.expect("nothing came").unwrap().unwrap());
+    }
+    replica.running.stop().await;
+}
+
+#[tokio::test]
+async fn what_breaks_http2_ends_the_connection_and_disturbs_nobody() {
+    let replica = Replica::start().await;
+    let mut good = Client::open(channel(replica.running.local_addr).await, "good", None).await.unwrap();
+    let window = |stream, bytes: u32| wire_frame(8, 0, stream, &bytes.to_be_bytes());
+    let open_other = |stream| wire_frame(1, 4, stream, b"x");
+    let settings = wire_frame(4, 0, 0, &[0, 4, 0x7f, 0xff, 0xff, 0xff]);
+    let cases: Vec<(&str, Vec<u8>, u8)> = vec![
+        ("DATA on an idle stream", wire_frame(0, 0, 9, b"x"), 1),
+        ("a window of nothing", window(1, 0), 1),
+        ("a window too large", window(1, 0x7fff_ffff), 3),
+        ("a window too large by settings", [window(1, 1000), settings].concat(), 3),
+        ("a frame too large", vec![0, 0x80, 0, 0, 0, 0, 0, 0, 1], 6),
+        ("a block that is interrupted", [wire_frame(1, 0, 3, b"x"), wire_frame(6, 0, 0, &[0; 8])].concat(), 1),
+        ("streams without end", (1..=200).flat_map(|number| open_other(2 * number + 1)).collect(), 11),
+        ("a block without end", [wire_frame(1, 0, 3, b"x"), wire_frame(9, 0, 3, b"").repeat(100)].concat(), 11),
+    ];
+    let sample = "headgate_streams_rejected_total{reason=\"http2_violation\"}";
+    for (number, (what, bytes, code)) in cases.iter().enumerate() {
+        let mut wire = Wire::connect(&replica).await;
+        wire.send(&opening("bad")).await;
+        wire.until(0).await;
+        wire.send(bytes).await;
+        let found = loop {
+            let payload = wire.until(7).await.2;
+            // A client that opens another stream is told first that there is only one.
+            if payload[7] != 0 {
+                break payload[7];
+            }
+        };
+        assert_eq!(found, *code, "{what}");
+        let counted = async {
+            while replica.metric(sample) <= number as u64 {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        };
+        timeout(GUARD, counted).await.unwrap_or_else(|_| panic!("{what} is not counted"));
+    }
+    replica.put([service(1, 80)]);
+    good.reach(1).await;
+    replica.running.stop().await;
+}
+
+#[tokio::test]
+async fn who_asks_and_does_not_read_is_sent_away() {
+    let replica = Replica::start().await;
+    let mut good = Client::open(channel(replica.running.local_addr).await, "good", None).await.unwrap();
+    let mut wire = Wire::connect(&replica).await;
+    wire.send(&opening("bad")).await;
+    let pings = wire_frame(6, 0, 0, &[7; 8]).repeat(1_000);
+    let flood = async { while wire.0.write_all(&pings).await.is_ok() {} };
+    timeout(GUARD, flood).await.expect("a flood of pings goes on for ever");
+    assert_eq!(replica.metric("headgate_streams_rejected_total{reason=\"http2_violation\"}"), 1);
+    replica.put([service(1, 80)]);
+    good.reach(1).await;
+    replica.running.stop().await;
+}
+
+#[tokio::test]
+async fn who_says_more_than_an_agent_has_to_say_is_heard_later() {
+    let replica = Replica::start().await;
+    let mut good = Client::open(channel(replica.running.local_addr).await, "good", None).await.unwrap();
+    let failed = v1::ApplyFailed { error: "x".repeat(60_000), ..Default::default() };
+    let failed = frame(&message(v1::agent_message::Body::ApplyFailed(failed)));
+    // On a connection of the stream's own, and behind another request.
+    for (round, is_alone) in [true, false].into_iter().enumerate() {
+        let socket = TcpStream::connect(replica.running.local_addr).await.unwrap();
+        let (mut requests, connection) = h2::client::handshake(socket).await.unwrap();
+        let connection = tokio::spawn(connection);
+        if !is_alone {
+            let other = Request::post("http://replica.example/a/b").body(()).unwrap();
+            timeout(GUARD, requests.send_request(other, true).unwrap().0).await.unwrap().unwrap();
+        }
+        let (answer, mut sender) = requests.send_request(sync_request(), false).unwrap();
+        let _answer = timeout(GUARD, answer).await.unwrap().unwrap();
+        sender.send_data(frame(&hello("bad", None)), false).unwrap();
+        let heard = |before: u64| replica.metric("headgate_agent_messages_total{message=\"apply_failed\"}") - before;
+        let (before, start) = (heard(0), Instant::now());
+        for _ in 0..1_000 {
+            sender.send_data(failed.clone(), false).unwrap();
+        }
+        let mut port = 0;
+        while port < 20 || start.elapsed() < Duration::from_secs(1) {
+            port += 1;
+            replica.put([service(1, port)]);
+            good.reach(replica.store.version()).await;
+        }
+        // A megabyte at once and a quarter of one a second (`serve/budget.rs`), with as much for good measure.
+        let most = 2 * ((1 << 20) + start.elapsed().as_millis() * (256 << 10) / 1_000);
+        let bytes = u128::from(heard(before)) * failed.len() as u128;
+        assert!(bytes > 0 && bytes < most, "{bytes} bytes were read, not {most} at the most, in round {round}");
+        connection.abort();
+    }
+    replica.running.stop().await;
+}

@@ -1,0 +1,143 @@
+//! Who reaches the port and has no certificate: connections that begin handshakes and never go on, and an agent that comes meanwhile.
+
+use std::{
+    net::{IpAddr, Ipv4Addr, SocketAddr},
+    time::Duration,
+};
+
+use headgate_control_plane::{serve::Security, transaction::Sink as _};
+use headgate_tests::fleet::rig::allow_open_files;
+use tokio::{
+    io::{AsyncReadExt as _, AsyncWriteExt as _},
+    net::{TcpSocket, TcpStream},
+    task::JoinSet,
+    time::{sleep, timeout},
+};
+
+use crate::{
+    client::{Client, GUARD},
+    replica::{Replica, service, settings},
+};
+
+use super::{get, tls};
+
+fn host(number: u8) -> IpAddr {
+    Ipv4Addr::new(127, 0, 0, number).into()
+}
+
+async fn connect_from(host: IpAddr, address: SocketAddr) -> std::io::Result<TcpStream> {
+    let socket = TcpSocket::new_v4()?;
+    socket.bind((host, 0).into())?;
+    socket.connect(address).await
+}
+
+/// Connections of these hosts, so many of each at any time: whenever one is closed the next is opened. Each says `first` and nothing more.
+struct Crowd(JoinSet<()>);
+
+impl Crowd {
+    fn gather(address: SocketAddr, hosts: impl IntoIterator<Item = u8>, of_each: usize, first: &'static [u8]) -> Self {
+        let mut crowd = JoinSet::new();
+        for number in hosts {
+            for _ in 0..of_each {
+                crowd.spawn(async move {
+                    loop {
+                        if let Ok(mut stream) = connect_from(host(number), address).await
+                            && stream.write_all(first).await.is_ok()
+                        {
+                            // Until the replica has had enough of it.
+                            let _ = stream.read(&mut [0]).await;
+                        }
+                        sleep(Duration::from_millis(5)).await;
+                    }
+                });
+            }
+        }
+        Self(crowd)
+    }
+
+    /// Until so many handshakes are active, and others wait for their turn.
+    async fn until_active(&self, replica: &Replica, count: u64) {
+        let pending = |state: &str| replica.metric(&format!("headgate_tls_handshakes_pending{{state=\"{state}\"}}"));
+        let is_so = async {
+            while pending("active") != count || pending("waiting") == 0 {
+                sleep(Duration::from_millis(5)).await;
+            }
+        };
+        timeout(GUARD, is_so).await.expect("the crowd does not fill the places");
+    }
+
+    async fn leave(mut self) {
+        self.0.shutdown().await;
+    }
+}
+
+async fn agent_gets_everything(replica: &Replica, authority: &tls::Authority, from: IpAddr, node: &str) {
+    let leaf = authority.kubelet(node);
+    let address = replica.running.local_addr;
+    let connected = timeout(GUARD, tls::connect_from(from, address, authority, Some(&leaf))).await;
+    let mut client = Client::open(connected.expect("no place for an agent").unwrap(), node, None).await.unwrap();
+    client.reach(1).await;
+}
+
+#[tokio::test]
+async fn silent_peers_keep_no_agent_out() {
+    allow_open_files(10_000).unwrap();
+    let authority = tls::Authority::new();
+    let folder = tempfile::tempdir().unwrap();
+    let replica = Replica::start_with(settings(), Security::Tls(authority.server_tls(folder.path()))).await;
+    replica.store.synced();
+    replica.put([service(1, 80)]);
+    let address = replica.running.local_addr;
+    let silent = || replica.metric("headgate_tls_handshakes_failed_total{reason=\"silent\"}");
+
+    // One host, with as many connections as would fill all places for a minute and more.
+    let crowd = Crowd::gather(address, [2], 2_000, b"");
+    crowd.until_active(&replica, 64).await;
+    agent_gets_everything(&replica, &authority, host(1), "n1").await;
+    crowd.leave().await;
+
+    // Many hosts, which fill all places: what is silent goes.
+    let crowd = Crowd::gather(address, 10..40, 40, b"");
+    crowd.until_active(&replica, 256).await;
+    agent_gets_everything(&replica, &authority, host(1), "n1").await;
+    assert!(silent() > 0);
+    crowd.leave().await;
+
+    // The agent's own host, and peers that begin as clients do: the header of a TLS record, and then nothing.
+    let before = silent();
+    let crowd = Crowd::gather(address, [1], 100, b"\x16\x03\x01\x02\x00");
+    crowd.until_active(&replica, 64).await;
+    agent_gets_everything(&replica, &authority, host(1), "n1").await;
+    assert!(silent() > before);
+    crowd.leave().await;
+    replica.running.stop().await;
+}
+
+#[tokio::test]
+async fn connections_for_pages_are_few_and_the_next_one_has_its_place() {
+    allow_open_files(10_000).unwrap();
+    let replica = Replica::start().await;
+    let address = replica.running.metrics_addr.unwrap();
+    let mut crowd = JoinSet::new();
+    for number in 0..500 {
+        let mut stream = connect_from(host(2), address).await.unwrap();
+        if number % 2 == 0 {
+            // The half of a request.
+            stream.write_all(b"GET /metrics HTTP/1.1\r\n").await.unwrap();
+        }
+        crowd.spawn(async move { stream.read(&mut [0]).await });
+    }
+    for _ in 0..500 - 16 {
+        timeout(GUARD, crowd.join_next()).await.expect("more are kept than there may be");
+    }
+    for path in ["/healthz", "/readyz", "/metrics"] {
+        assert_eq!(get(&replica, path).await.0, "HTTP/1.1 200 OK");
+    }
+    // Requests for what takes longest, each on a connection of its own, one after the other.
+    let flood = Crowd::gather(address, [2], 200, b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n");
+    for _ in 0..20 {
+        assert_eq!(get(&replica, "/metrics").await.0, "HTTP/1.1 200 OK");
+    }
+    flood.leave().await;
+    replica.running.stop().await;
+}

@@ -1,0 +1,477 @@
+//! `Discovery.Sync` over real sockets, held against the contract at the head of `discovery.proto`.
+
+mod crowd;
+mod own_node;
+mod references;
+mod refusals;
+mod standing;
+mod tls;
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use headgate_control_plane::{
+    serve::{Security, Settings},
+    store::Limits,
+    transaction::{Sink as _, SourceKind},
+};
+use headgate_core::{Change, Dirty, Service};
+use headgate_proto::v1::{self, inspect_client::InspectClient, welcome::ResumeMode};
+use prost::Message as _;
+use tokio::{
+    io::{AsyncReadExt as _, AsyncWriteExt as _},
+    time::timeout,
+};
+use tonic::{Code, transport::Channel};
+
+use crate::client::{self, Client, GUARD, channel, hello, raw};
+use crate::replica::{Replica, cluster, endpoint, key, remove_endpoint, remove_service, service, settings};
+
+const SYNC: &str = "/headgate.v1.Discovery/Sync";
+
+async fn open(replica: &Replica, node: &str) -> Client {
+    Client::open(channel(replica.running.local_addr).await, node, None).await.unwrap()
+}
+
+fn assert_same(client: &Client, replica: &Replica) {
+    assert_eq!(client.held.version, replica.store.version());
+    assert!(*client.held.state.digests() == replica.store.digests(), "the agent's state differs from the replica's");
+}
+
+async fn agent(channel: Channel, node: &str) -> v1::AgentInfo {
+    let request = v1::ListAgentsRequest { node: node.into() };
+    let mut agents = InspectClient::new(channel).list_agents(request).await.unwrap().into_inner();
+    agents.message().await.unwrap().expect("no such agent")
+}
+
+/// Asks until the answer is as wanted; the guard of the test runner ends it otherwise.
+async fn agent_until(channel: &Channel, node: &str, is_wanted: impl Fn(&v1::AgentInfo) -> bool) -> v1::AgentInfo {
+    let ask = async {
+        loop {
+            let agent = agent(channel.clone(), node).await;
+            if is_wanted(&agent) {
+                return agent;
+            }
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    timeout(GUARD, ask).await.expect("the agent never came to be as wanted")
+}
+
+#[tokio::test]
+async fn a_new_agent_gets_everything_then_each_change() {
+    let replica = Replica::start().await;
+    replica.put(cluster(50));
+    let mut client = open(&replica, "n1").await;
+    assert_eq!((client.welcome.replica.as_str(), client.welcome.resume()), ("replica-1", ResumeMode::Full));
+    assert_ne!(client.welcome.epoch, 0);
+    client.reach(1).await;
+    assert_eq!((client.resources, client.ends.len()), (150, 1));
+    assert_same(&client, &replica);
+
+    replica.put([endpoint(7, 1, 9090)]);
+    client.reach(2).await;
+    replica.put([remove_endpoint(7, 2), remove_service(8)]);
+    client.reach(3).await;
+    assert_eq!((client.batches, client.resources, client.removals), (2, 151, 2));
+    assert_same(&client, &replica);
+    replica.running.stop().await;
+}
+
+#[tokio::test]
+async fn what_an_agent_says_is_shown() {
+    let replica = Replica::start().await;
+    replica.put(cluster(3));
+    let inspect = channel(replica.running.local_addr).await;
+    let mut client = open(&replica, "n1").await;
+    client.reach(1).await;
+    let before = agent(inspect.clone(), "n1").await;
+    assert_eq!((before.head_version, before.sent_version, before.programmed_version), (1, 1, 0));
+    assert_eq!((before.resume.as_str(), before.resumed_resources, before.backend.as_str()), ("full", 9, "none"));
+
+    client.ack().await;
+    let acked = agent_until(&inspect, "n1", |agent| agent.programmed_version == 1).await;
+    assert_eq!((acked.lag_ms, acked.apply_microseconds), (0, 42));
+
+    let rejection = v1::Rejection { resource: "Service a/b".into(), field: "ports".into(), reason: "odd".into() };
+    client
+        .send(v1::agent_message::Body::Nack(v1::Nack {
+            version: 1,
+            rejections: vec![rejection],
+            withdrawn: Vec::new(),
+        }))
+        .await;
+    let failed = v1::ApplyFailed { version: 1, error: "no such table".into(), attempts: 2 };
+    client.send(v1::agent_message::Body::ApplyFailed(failed)).await;
+    let status = v1::AgentStatus { backend: "iptables-nft".into(), degraded: vec!["no SCTP".into()] };
+    client.send(v1::agent_message::Body::Status(status)).await;
+    let shown = agent_until(&inspect, "n1", |agent| agent.backend == "iptables-nft").await;
+    assert_eq!((shown.rejections.len(), shown.rejections[0].object.as_str()), (1, "Service a/b"));
+    assert!(shown.last_error.contains("no such table") && shown.degraded == ["no SCTP"]);
+
+    // A rejection stands until it is withdrawn.
+    let withdrawn = |names: &[&str]| {
+        let withdrawn = names.iter().map(|name| (*name).to_owned()).collect();
+        v1::agent_message::Body::Nack(v1::Nack { version: 1, rejections: Vec::new(), withdrawn })
+    };
+    client.send(withdrawn(&["Service a/c", "Endpoint a/b 10.0.0.1"])).await;
+    client.ack().await;
+    let acked = agent_until(&inspect, "n1", |agent| agent.last_error.is_empty()).await;
+    assert_eq!(acked.rejections.len(), 1);
+    client.send(withdrawn(&["Service a/b"])).await;
+    agent_until(&inspect, "n1", |agent| agent.rejections.is_empty()).await;
+
+    // A version that was never sent says nothing.
+    let ack = v1::Ack { version: 99, ..Default::default() };
+    client.send(v1::agent_message::Body::Ack(ack)).await;
+    client.ack().await;
+    let acked = agent_until(&inspect, "n1", |agent| agent.last_error.is_empty()).await;
+    assert_eq!(acked.programmed_version, 1);
+    assert_eq!(replica.metric("headgate_agent_messages_ignored_total{reason=\"version_not_sent\"}"), 1);
+    replica.running.stop().await;
+}
+
+#[tokio::test]
+async fn all_streams_carry_the_same_bytes() {
+    let replica = Replica::start().await;
+    replica.put(cluster(20));
+    let mut streams = Vec::new();
+    for node in ["n1", "n2"] {
+        let first = Bytes::from(hello(node, None).encode_to_vec());
+        streams.push(raw(channel(replica.running.local_addr).await, SYNC, vec![first]).await.unwrap());
+    }
+    let mut received: Vec<Vec<Bytes>> = vec![Vec::new(), Vec::new()];
+    let is_end = |bytes: &Bytes| {
+        let body = v1::ServerMessage::decode(bytes.clone()).unwrap().body;
+        matches!(body, Some(v1::server_message::Body::SnapshotEnd(_) | v1::server_message::Body::Batch(_)))
+    };
+    for round in 0..2 {
+        for (stream, received) in streams.iter_mut().zip(&mut received) {
+            while !received.last().is_some_and(&is_end)
+                || received.iter().filter(|bytes| is_end(bytes)).count() <= round
+            {
+                received.push(timeout(GUARD, stream.message()).await.unwrap().unwrap().unwrap());
+            }
+        }
+        replica.put([endpoint(3, 1, 9000)]);
+    }
+    assert_eq!(received[0], received[1]);
+    assert!(received[0].len() > 4);
+    replica.running.stop().await;
+}
+
+#[tokio::test]
+async fn resume_by_the_log_sends_what_changed_since() {
+    let replica = Replica::start().await;
+    replica.put(cluster(50));
+    let mut client = open(&replica, "n1").await;
+    client.reach(1).await;
+    client.ack().await;
+    let inspect = channel(replica.running.local_addr).await;
+    agent_until(&inspect, "n1", |agent| agent.programmed_version == 1).await;
+    let held = client.held;
+    replica.put([remove_endpoint(3, 1), endpoint(4, 3, 8080)]);
+
+    let mut client = Client::open(channel(replica.running.local_addr).await, "n1", Some(held)).await.unwrap();
+    assert_eq!(client.welcome.resume(), ResumeMode::Log);
+    client.until(|client| client.held.version == 2).await;
+    assert_eq!((client.resources, client.removals, client.ends.len()), (1, 1, 0));
+    assert_same(&client, &replica);
+    let agent = agent_until(&inspect, "n1", |agent| agent.resumed_resources == 2).await;
+    // What the stream before acknowledged may have been lost since, by a reboot.
+    assert_eq!((agent.resume.as_str(), agent.programmed_version), ("log", 0));
+    client.ack().await;
+    agent_until(&inspect, "n1", |agent| agent.programmed_version == 2).await;
+    replica.running.stop().await;
+}
+
+#[tokio::test]
+async fn resume_at_another_replica_sends_what_differs() {
+    let (old, new) = (Replica::start().await, Replica::start().await);
+    for replica in [&old, &new] {
+        replica.put_at(Some(10), cluster(200));
+    }
+    let mut client = open(&old, "n1").await;
+    client.reach(1).await;
+
+    // Nothing changed: no resource.
+    let mut client = Client::open(channel(new.running.local_addr).await, "n1", Some(client.held)).await.unwrap();
+    assert_eq!(client.welcome.resume(), ResumeMode::Digests);
+    client.until(|client| !client.ends.is_empty()).await;
+    assert_eq!((client.resources, client.removals, client.ends[0].resource_count), (0, 0, 0));
+    assert!(client.bytes < 50, "{} bytes to say that nothing changed", client.bytes);
+    assert_same(&client, &new);
+    assert_eq!(new.metric("headgate_resumed_resources_total"), 0);
+
+    // Changes and deletions in between.
+    new.put([remove_endpoint(9, 1), remove_service(9), service(10, 81)]);
+    client.held.epoch = 1;
+    let mut client = Client::open(channel(new.running.local_addr).await, "n1", Some(client.held)).await.unwrap();
+    assert_eq!(client.welcome.resume(), ResumeMode::Digests);
+    client.reach(2).await;
+    assert!(client.resources < 20, "{} resources for three changes", client.resources);
+    assert_same(&client, &new);
+
+    // And from there on by versions.
+    new.put([service(11, 81)]);
+    client.reach(3).await;
+    assert_same(&client, &new);
+    old.running.stop().await;
+    new.running.stop().await;
+}
+
+#[tokio::test]
+async fn an_agent_never_goes_back_in_time() {
+    let old = Replica::start().await;
+    old.put_at(Some(20), [service(1, 82)]);
+    let mut client = open(&old, "n1").await;
+    client.reach(1).await;
+    let held = client.held;
+
+    let new = Replica::start().await;
+    new.put_at(Some(10), [service(1, 80)]);
+    let mut client = Client::open(channel(new.running.local_addr).await, "n1", Some(held)).await.unwrap();
+    let waits = async {
+        while new.metric("headgate_behind_waits_total") == 0 {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    timeout(GUARD, waits).await.expect("the agent is not kept waiting");
+    let wanted = new.store.wanted_positions().borrow().clone();
+    assert_eq!(wanted, [(SourceKind::Services, 20)].into(), "the source is not asked how far it has come");
+    new.put_at(Some(15), [service(1, 81)]);
+    new.put_at(Some(20), [service(1, 82)]);
+    client.reach(3).await;
+    assert_eq!((client.resources, new.metric("headgate_behind_waits_expired_total")), (0, 0));
+    assert_same(&client, &new);
+    old.running.stop().await;
+    new.running.stop().await;
+}
+
+#[tokio::test]
+async fn an_agent_goes_back_after_the_bound() {
+    let old = Replica::start().await;
+    old.put_at(Some(20), [service(1, 82)]);
+    let mut client = open(&old, "n1").await;
+    client.reach(1).await;
+
+    let patience = Settings { behind_wait: Duration::from_millis(50), ..settings() };
+    let restored = Replica::start_with(patience, Security::Plaintext).await;
+    restored.put_at(Some(10), [service(1, 80)]);
+    restored.store.synced();
+    let mut client = Client::open(channel(restored.running.local_addr).await, "n1", Some(client.held)).await.unwrap();
+    assert_eq!(client.welcome.behind_wait_ms, 50);
+    client.reach(1).await;
+    assert_eq!(restored.metric("headgate_behind_waits_expired_total"), 1);
+    assert_same(&client, &restored);
+    old.running.stop().await;
+    restored.running.stop().await;
+}
+
+#[tokio::test]
+async fn nothing_is_sent_before_the_source_has_been_listed() {
+    let beat = Settings { heartbeat_interval: Duration::from_millis(20), ..settings() };
+    let replica = Replica::start_with(beat, Security::Plaintext).await;
+    replica.put([service(1, 80)]);
+    let mut client = open(&replica, "n1").await;
+    client.until(|client| client.heartbeats.len() >= 3).await;
+    assert_eq!((client.ends.len(), client.nodes.len(), client.resources), (0, 0, 0));
+    replica.put([service(2, 80)]);
+    replica.store.synced();
+    client.reach(2).await;
+    assert_eq!((client.resources, client.nodes.len()), (2, 1));
+    assert_same(&client, &replica);
+    replica.running.stop().await;
+}
+
+/// Status line and body of a plain HTTP request.
+async fn get(replica: &Replica, path: &str) -> (String, String) {
+    let (head, body) = get_with(replica, path, "*/*").await;
+    (head.lines().next().unwrap().to_owned(), body)
+}
+
+/// Status line with headers, and body.
+async fn get_with(replica: &Replica, path: &str, accept: &str) -> (String, String) {
+    let mut socket = tokio::net::TcpStream::connect(replica.running.metrics_addr.unwrap()).await.unwrap();
+    let request = format!("GET {path} HTTP/1.1\r\nHost: localhost\r\nAccept: {accept}\r\nConnection: close\r\n\r\n");
+    socket.write_all(request.as_bytes()).await.unwrap();
+    let mut answer = String::new();
+    timeout(GUARD, socket.read_to_string(&mut answer)).await.unwrap().unwrap();
+    let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+    (head.to_owned(), body.to_owned())
+}
+
+#[tokio::test]
+async fn probes_and_metrics_follow_the_source() {
+    let replica = Replica::start_with(settings(), Security::Plaintext).await;
+    replica.put(cluster(5));
+    assert_eq!(get(&replica, "/healthz").await.0, "HTTP/1.1 200 OK");
+    assert!(get(&replica, "/readyz").await.0.contains("503"));
+    replica.store.count_error(SourceKind::Services, "watch_expired");
+    replica.store.synced();
+    assert_eq!(get(&replica, "/readyz").await.0, "HTTP/1.1 200 OK");
+    let (_, metrics) = get(&replica, "/metrics").await;
+    for sample in [
+        "headgate_resources{kind=\"endpoint\"} 10",
+        "headgate_source_errors_total{kind=\"services\",reason=\"watch_expired\"} 1",
+        "headgate_source_synced 1",
+    ] {
+        assert!(metrics.contains(sample), "{sample} is not in\n{metrics}");
+    }
+    assert!(metrics.contains("# TYPE headgate_source_errors_total counter") && !metrics.contains("# EOF"), "{metrics}");
+    let (head, metrics) = get_with(&replica, "/metrics", "application/openmetrics-text;version=1.0.0").await;
+    assert!(head.contains("content-type: application/openmetrics-text; version=1.0.0"), "{head}");
+    assert!(metrics.contains("# TYPE headgate_source_errors counter") && metrics.ends_with("# EOF\n"), "{metrics}");
+    replica.running.stop().await;
+}
+
+#[tokio::test]
+async fn a_resume_of_an_unlisted_source_is_not_by_its_log() {
+    let replica = Replica::start_with(settings(), Security::Plaintext).await;
+    replica.put([service(1, 80)]);
+    let held = client::Held { epoch: replica.store.epoch(), ..client::Held::default() };
+    let mut client = Client::open(channel(replica.running.local_addr).await, "n1", Some(held)).await.unwrap();
+    assert_eq!(client.welcome.resume(), ResumeMode::Digests);
+    replica.store.synced();
+    client.reach(1).await;
+    assert_same(&client, &replica);
+    replica.running.stop().await;
+}
+
+#[tokio::test]
+async fn a_slow_reader_skips_and_disturbs_nobody() {
+    let replica = Replica::start().await;
+    let mut slow = open(&replica, "slow").await;
+    let mut quick = open(&replica, "quick").await;
+    slow.until(|client| !client.ends.is_empty()).await;
+    // 4 MB in all, and the slow reader's window is 64 KiB.
+    let commits = 500_u64;
+    for round in 0..commits {
+        let Change::Service(service) = service(1, 80) else { unreachable!() };
+        let filler = format!("{round:08000}");
+        replica.put([Change::from(Service { health_check: filler.as_str().into(), ..*service })]);
+        quick.reach(round + 1).await;
+    }
+    assert_same(&quick, &replica);
+    slow.reach(commits).await;
+    assert!(slow.batches < 200, "the slow reader got {} of {commits} batches", slow.batches);
+    assert_same(&slow, &replica);
+    replica.running.stop().await;
+}
+
+#[tokio::test]
+async fn a_slow_reader_in_the_middle_of_a_step_gets_the_rest_whatever_another_node_asks_for() {
+    let limits = Limits { delta_cache_bytes: 1, max_delta_changes: 100_000, ..Limits::default() };
+    // No heartbeat counts as a message here.
+    let quiet = Settings { heartbeat_interval: Duration::from_secs(3600), ..settings() };
+    let replica = Replica::start_limited(quiet, Security::Plaintext, limits).await;
+    replica.store.synced();
+    replica.put([service(1, 80)]);
+    let mut slow = open(&replica, "slow").await;
+    slow.reach(1).await;
+    let held = {
+        let mut other = open(&replica, "other").await;
+        other.reach(1).await;
+        other.held
+    };
+    let channel = channel(replica.running.local_addr).await;
+    agent_until(&channel, "slow", |slow| slow.sent_version == 1).await;
+    let sent = replica.metric("headgate_messages_sent_total");
+    // A batch of more than one message, of which the first does not fit into the window of a reader that does not read.
+    replica.put((0..300).flat_map(|number| (0..240).map(move |host| endpoint(number, host, 80))));
+    let is_under_way = async {
+        while replica.metric("headgate_messages_sent_total") == sent {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    timeout(GUARD, is_under_way).await.expect("nothing was sent");
+    // Another node resumes from the same version when the step is too old for it, which is encoded anew.
+    (0..20).for_each(|port| replica.put([service(1, 81 + port)]));
+    let mut other = Client::open(channel, "other", Some(held)).await.unwrap();
+    other.until(|client| client.held.version == 22).await;
+    slow.until(|client| client.held.version == 22).await;
+    assert_same(&slow, &replica);
+    replica.running.stop().await;
+}
+
+#[tokio::test]
+async fn one_endpoint_of_a_hundred_thousand_costs_few_bytes() {
+    let replica = Replica::start().await;
+    let mut held = client::Held::default();
+    for block in 0..100_u16 {
+        let numbers = block * 100..(block + 1) * 100;
+        let everything = |number| (0..10).map(move |host| endpoint(number, host, 8080)).chain([service(number, 80)]);
+        replica.put(numbers.clone().flat_map(everything));
+        numbers.flat_map(everything).for_each(|change| assert!(held.state.apply(change, &mut Dirty::default())));
+    }
+    (held.epoch, held.version) = (replica.store.epoch(), replica.store.version());
+    let mut client = Client::open(channel(replica.running.local_addr).await, "n1", Some(held)).await.unwrap();
+    assert_eq!(client.welcome.resume(), ResumeMode::Log);
+    replica.put_at(Some(123_456_789), [remove_endpoint(5000, 3), endpoint(5000, 11, 8080)]);
+    client.until(|client| client.batches == 1).await;
+    assert_eq!((client.resources, client.removals), (1, 1));
+    println!("{} bytes", client.bytes);
+    assert!(client.bytes <= 75, "{} bytes", client.bytes);
+    replica.running.stop().await;
+}
+
+#[tokio::test]
+async fn a_stopping_replica_drains() {
+    let replica = Replica::start().await;
+    let mut stays = open(&replica, "stays").await;
+    let mut goes = open(&replica, "goes").await;
+    stays.until(|client| !client.ends.is_empty()).await;
+    let stop = tokio::spawn(replica.running.stop());
+    goes.until(|client| !client.drains.is_empty()).await;
+    assert_eq!(goes.drains[0].reconnect_within_ms, 500);
+    drop(goes);
+    let status = stays.status().await;
+    assert_eq!((status.code(), stays.drains.len()), (Code::Unavailable, 1), "{status}");
+    timeout(GUARD, stop).await.expect("the replica does not stop").unwrap();
+}
+
+#[tokio::test]
+async fn a_watcher_sees_changes() {
+    let replica = Replica::start().await;
+    replica.put(cluster(2));
+    let mut inspect = InspectClient::new(channel(replica.running.local_addr).await);
+    let request = v1::WatchRequest { namespace: "default".into(), name: "service-1".into() };
+    let mut events = inspect.watch(request).await.unwrap().into_inner();
+    replica.put([endpoint(2, 1, 9), endpoint(1, 1, 9)]);
+    let event = timeout(GUARD, events.message()).await.unwrap().unwrap().unwrap();
+    let shown = event.endpoint.unwrap();
+    assert_eq!(
+        (event.action.as_str(), event.version, shown.ports.as_slice()),
+        ("changed", 2, &["http 9/TCP".to_owned()][..])
+    );
+    replica.put([remove_service(1)]);
+    let event = timeout(GUARD, events.message()).await.unwrap().unwrap().unwrap();
+    assert_eq!((event.action.as_str(), event.service.unwrap().name), ("removed", "service-1".to_owned()));
+    replica.running.stop().await;
+    assert_eq!(events.message().await.unwrap_err().code(), Code::Unavailable);
+}
+
+#[tokio::test]
+async fn inspect_lists_in_order_and_shows_conflicts() {
+    let replica = Replica::start().await;
+    replica.put(cluster(3));
+    let Change::Service(original) = service(2, 80) else { unreachable!() };
+    let copy = Service { key: headgate_core::ServiceKey::new("other", "copy"), created_unix_seconds: 9, ..*original };
+    replica.put([Change::from(copy)]);
+    let mut inspect = InspectClient::new(channel(replica.running.local_addr).await);
+    let mut listed = Vec::new();
+    let mut services = inspect.list_services(v1::ListServicesRequest::default()).await.unwrap().into_inner();
+    while let Some(service) = services.message().await.unwrap() {
+        listed.push((service.name, service.endpoints, service.conflicts.len()));
+    }
+    let named = |name: &str, endpoints, conflicts| (name.to_owned(), endpoints, conflicts);
+    let expected = [named("service-1", 2, 0), named("service-2", 2, 0), named("service-3", 2, 0), named("copy", 0, 1)];
+    assert_eq!(listed, expected);
+    let missing = v1::ListEndpointsRequest { namespace: "default".into(), name: "none".into() };
+    assert_eq!(inspect.list_endpoints(missing).await.unwrap_err().code(), Code::NotFound);
+    let request = v1::ListEndpointsRequest { namespace: "default".into(), name: key(1).name.to_string() };
+    let mut endpoints = inspect.list_endpoints(request).await.unwrap().into_inner();
+    let first = endpoints.message().await.unwrap().unwrap();
+    assert_eq!((first.address.as_str(), first.node.as_str(), first.ready), ("10.0.1.1", "node-1", true));
+    replica.running.stop().await;
+}

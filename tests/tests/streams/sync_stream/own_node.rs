@@ -1,0 +1,140 @@
+//! The agent's own Node: who is sent which, and that it never goes back in time.
+
+use std::time::Duration;
+
+use headgate_control_plane::{
+    serve::{Security, Settings},
+    transaction::{NodeChange, Sink as _, SourceKind, Transaction},
+};
+use headgate_core::Node;
+use headgate_proto::v1::{self, source_position::Kind, welcome::ResumeMode};
+
+use crate::{
+    client::{Client, Held, channel},
+    replica::{Replica, service, settings},
+};
+
+use super::open;
+
+fn node(name: &str, zone: &str) -> NodeChange {
+    NodeChange::Apply(Node {
+        name: name.into(),
+        zone: Some(zone.into()),
+        pod_cidrs: Vec::new(),
+        addresses: Vec::new(),
+        going_away: false,
+    })
+}
+
+fn put_nodes(replica: &Replica, position: u64, nodes: Vec<NodeChange>) {
+    let positions = vec![(SourceKind::Nodes, position)];
+    replica.store.commit(Transaction { nodes, positions, ..Transaction::default() });
+}
+
+/// What an agent holds whose Node was at this position of the source.
+fn held_at(nodes_position: u64) -> Held {
+    let positions = [(Kind::Services.into(), 10), (Kind::Nodes.into(), nodes_position)];
+    Held { positions: positions.into(), ..Held::default() }
+}
+
+async fn resume(replica: &Replica, held: Held) -> Client {
+    Client::open(channel(replica.running.local_addr).await, "n1", Some(held)).await.unwrap()
+}
+
+/// Where the source was at each Node that was sent.
+fn positions(client: &Client) -> Vec<u64> {
+    let position = |own: &v1::OwnNode| {
+        let position = own.position.unwrap();
+        assert_eq!(position.kind(), Kind::Nodes);
+        position.position
+    };
+    client.nodes.iter().map(position).collect()
+}
+
+/// Zone of each Node that was sent, `None` where the source knows none.
+fn zones(client: &Client) -> Vec<Option<String>> {
+    client.nodes.iter().map(|own| own.node.as_ref().map(|node| node.zone.clone())).collect()
+}
+
+#[tokio::test]
+async fn an_older_node_is_withheld_until_the_replica_has_caught_up() {
+    for known in [Some("a"), None] {
+        let replica = Replica::start().await;
+        replica.put_at(Some(10), [service(1, 80)]);
+        put_nodes(&replica, 10, known.map(|zone| node("n1", zone)).into_iter().collect());
+        let mut client = resume(&replica, held_at(20)).await;
+        // What the Node does not concern is not withheld.
+        client.reach(1).await;
+        replica.put_at(Some(11), [service(1, 81)]);
+        client.reach(2).await;
+        assert_eq!(zones(&client), [], "a Node of position 10 came to an agent that has one of position 20");
+        put_nodes(&replica, 19, vec![node("n2", "a")]);
+        put_nodes(&replica, 20, vec![node("n1", "b")]);
+        client.until(|client| !client.nodes.is_empty()).await;
+        assert_eq!(zones(&client), [Some("b".to_owned())]);
+        assert_eq!(positions(&client), [20]);
+        replica.running.stop().await;
+    }
+}
+
+#[tokio::test]
+async fn each_agent_gets_its_own_node_and_where_the_source_was() {
+    let replica = Replica::start().await;
+    put_nodes(&replica, 10, vec![node("n1", "a")]);
+    let (mut first, mut second) = (open(&replica, "n1").await, open(&replica, "n2").await);
+    first.until(|client| client.nodes.len() == 1).await;
+    second.until(|client| client.nodes.len() == 1).await;
+    put_nodes(&replica, 11, vec![node("n1", "b")]);
+    put_nodes(&replica, 12, vec![node("n2", "c")]);
+    first.until(|client| client.nodes.len() == 2).await;
+    second.until(|client| client.nodes.len() == 2).await;
+    put_nodes(&replica, 13, vec![NodeChange::Remove("n1".into())]);
+    first.until(|client| client.nodes.len() == 3).await;
+    assert_eq!(zones(&first), [Some("a".into()), Some("b".into()), None]);
+    assert_eq!(zones(&second), [None, Some("c".into())]);
+    assert_eq!((positions(&first), positions(&second)), (vec![10, 11, 13], vec![10, 12]));
+    for client in [&first, &second] {
+        let revisions: Vec<u64> = client.nodes.iter().map(|own| own.revision).collect();
+        assert_eq!(revisions, (1..=client.nodes.len() as u64).collect::<Vec<_>>());
+    }
+    // What every agent receives says nothing about Nodes.
+    replica.put_at(Some(14), [service(1, 80)]);
+    first.until(|client| client.held.version == 1).await;
+    assert_eq!(first.held.positions, [(Kind::Services.into(), 14)].into());
+    replica.running.stop().await;
+}
+
+#[tokio::test]
+async fn an_older_node_is_withheld_from_an_agent_that_resumes_by_log() {
+    let replica = Replica::start().await;
+    replica.put_at(Some(10), [service(1, 80)]);
+    put_nodes(&replica, 10, vec![node("n1", "a")]);
+    let mut client = open(&replica, "n1").await;
+    client.reach(1).await;
+    // Meanwhile another replica has sent a newer Node, and its stream broke before anything else came.
+    let mut held = std::mem::take(&mut client.held);
+    held.positions.insert(Kind::Nodes.into(), 20);
+    let mut client = resume(&replica, held).await;
+    assert_eq!(client.welcome.resume(), ResumeMode::Log);
+    replica.put_at(Some(11), [service(1, 81)]);
+    client.until(|client| client.held.version == 2).await;
+    assert_eq!(zones(&client), []);
+    put_nodes(&replica, 20, vec![node("n1", "b")]);
+    client.until(|client| !client.nodes.is_empty()).await;
+    assert_eq!(zones(&client), [Some("b".to_owned())]);
+    replica.running.stop().await;
+}
+
+#[tokio::test]
+async fn an_older_node_is_sent_after_the_bound() {
+    let patience = Settings { behind_wait: Duration::from_millis(50), ..settings() };
+    let restored = Replica::start_with(patience, Security::Plaintext).await;
+    put_nodes(&restored, 10, vec![node("n1", "a")]);
+    restored.store.synced();
+    let mut client = resume(&restored, held_at(20)).await;
+    client.until(|client| !client.nodes.is_empty()).await;
+    assert_eq!(zones(&client), [Some("a".to_owned())]);
+    assert_eq!(restored.metric("headgate_behind_waits_total"), 1);
+    assert_eq!(restored.metric("headgate_behind_waits_expired_total"), 1);
+    restored.running.stop().await;
+}

@@ -1,0 +1,144 @@
+//! Who is refused, how, and that nobody else notices.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use headgate_control_plane::{
+    serve::{Security, Settings},
+    transaction::Sink as _,
+};
+use headgate_proto::v1::{self, inspect_client::InspectClient};
+use prost::Message as _;
+use tokio::{io::AsyncWriteExt as _, time::timeout};
+use tonic::Code;
+
+use crate::{
+    client::{self, Client, GUARD, channel, hello, raw, refusal},
+    replica::{Replica, service, settings},
+};
+
+use super::{assert_same, open, tls};
+
+#[tokio::test]
+async fn misbehaving_agents_are_refused_and_others_undisturbed() {
+    let impatient = Settings { hello_timeout: Duration::from_secs(2), ..settings() };
+    let replica = Replica::start_with(impatient, Security::Plaintext).await;
+    replica.store.synced();
+    let mut good = open(&replica, "good").await;
+    let address = replica.running.local_addr;
+    let bytes = |message: &v1::AgentMessage| Bytes::from(message.encode_to_vec());
+    let first = bytes(&hello("bad", None));
+    let ack = bytes(&client::message(v1::agent_message::Body::Ack(v1::Ack::default())));
+    let digests = v1::BucketDigests { sums: Bytes::from_static(b"short"), counts: vec![1] };
+    let odd_resume = v1::Resume { digests: Some(digests), ..v1::Resume::default() };
+    let huge = Bytes::from(vec![0; headgate_proto::MAX_AGENT_MESSAGE_BYTES + 1]);
+    let garbage = Bytes::from_static(b"\xff\xff\xff garbage");
+    let cases: [(&str, Vec<Bytes>, Code, &str); 9] = [
+        ("silent", vec![], Code::DeadlineExceeded, "no_hello"),
+        ("ACK before Hello", vec![ack], Code::InvalidArgument, "no_hello"),
+        ("second Hello", vec![first.clone(), first.clone()], Code::InvalidArgument, "second_hello"),
+        ("garbage first", vec![garbage.clone()], Code::InvalidArgument, "malformed_message"),
+        ("garbage later", vec![first.clone(), garbage], Code::InvalidArgument, "malformed_message"),
+        ("huge first", vec![huge.clone()], Code::ResourceExhausted, "message_too_large"),
+        ("huge later", vec![first, huge], Code::ResourceExhausted, "message_too_large"),
+        ("no name", vec![bytes(&hello("Not A Name", None))], Code::InvalidArgument, "invalid_hello"),
+        ("digests", vec![bytes(&hello("bad", Some(odd_resume)))], Code::InvalidArgument, "invalid_hello"),
+    ];
+    for (what, messages, code, reason) in cases {
+        let sample = format!("headgate_streams_rejected_total{{reason=\"{reason}\"}}");
+        let before = replica.metric(&sample);
+        let status = refusal(channel(address).await, messages).await;
+        assert_eq!(status.code(), code, "{what}: {status}");
+        assert!(!status.message().is_empty(), "{what}");
+        let counted = async {
+            while replica.metric(&sample) == before {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        };
+        timeout(GUARD, counted).await.unwrap_or_else(|_| panic!("{what} is not counted as {reason}"));
+    }
+    let other = raw(channel(address).await, "/headgate.v1.Discovery/Other", vec![]).await.map(|_| ()).unwrap_err();
+    assert_eq!(other.code(), Code::Unimplemented);
+    // No HTTP/2 at all.
+    let mut socket = tokio::net::TcpStream::connect(address).await.unwrap();
+    socket.write_all(b"GET / HTTP/1.1\r\n\r\n\0\0\0").await.unwrap();
+
+    replica.put([service(1, 80)]);
+    good.reach(1).await;
+    assert_same(&good, &replica);
+    replica.running.stop().await;
+}
+
+#[tokio::test]
+async fn certificates_say_which_node_it_is() {
+    let authority = tls::Authority::new();
+    let folder = tempfile::tempdir().unwrap();
+    let tls = authority.server_tls(folder.path());
+    let replica = Replica::start_with(settings(), Security::Tls(tls)).await;
+    replica.store.synced();
+    replica.put([service(1, 80)]);
+    let address = replica.running.local_addr;
+    let by_uri =
+        tls::connect(address, &authority, Some(&authority.client("anything", Some("headgate://node/n1")))).await;
+    let by_name = tls::connect(address, &authority, Some(&authority.kubelet("n2"))).await;
+    let reader = authority.client("an operator", Some("headgate://reader/operator"));
+    let reader = tls::connect(address, &authority, Some(&reader)).await;
+    for (channel, node) in [(&by_uri, "n1"), (&by_name, "n2")] {
+        let mut client = Client::open(channel.clone().unwrap(), node, None).await.unwrap();
+        client.reach(1).await;
+        assert_same(&client, &replica);
+    }
+    for channel in [&by_uri, &reader] {
+        let status = Client::open(channel.clone().unwrap(), "n2", None).await.err().unwrap();
+        assert_eq!(status.code(), Code::PermissionDenied, "{status}");
+    }
+    assert_eq!(replica.metric("headgate_streams_rejected_total{reason=\"permission_denied\"}"), 2);
+    let mut inspect = InspectClient::new(reader.unwrap());
+    assert_eq!(inspect.get_status(v1::GetStatusRequest {}).await.unwrap().into_inner().services, 1);
+
+    // Nobody is let in without a certificate, or with one of another authority.
+    let stranger = tls::Authority::new().kubelet("n1");
+    for certificate in [None, Some(&stranger)] {
+        let refused = match tls::connect(address, &authority, certificate).await {
+            Ok(channel) => Client::open(channel, "n1", None).await.is_err(),
+            Err(_) => true,
+        };
+        assert!(refused);
+    }
+    replica.running.stop().await;
+}
+
+#[tokio::test]
+async fn a_newer_stream_of_a_node_replaces_the_older() {
+    let replica = Replica::start().await;
+    let mut first = open(&replica, "n1").await;
+    first.until(|client| !client.ends.is_empty()).await;
+    let mut second = open(&replica, "n1").await;
+    assert_eq!(first.status().await.code(), Code::Aborted);
+    replica.put([service(1, 80)]);
+    second.reach(1).await;
+    assert_eq!(replica.metric("headgate_streams_ended_total{reason=\"replaced\"}"), 1);
+    replica.running.stop().await;
+}
+
+#[tokio::test]
+async fn a_node_that_opens_one_stream_after_the_other_has_to_wait() {
+    let replica = Replica::start().await;
+    let mut good = open(&replica, "good").await;
+    let refused = async {
+        loop {
+            let status = match Client::open(channel(replica.running.local_addr).await, "bad", None).await {
+                Ok(_) => continue,
+                Err(status) => status,
+            };
+            return status;
+        }
+    };
+    let status = timeout(GUARD, refused).await.expect("any number of streams is opened");
+    assert_eq!(status.code(), Code::ResourceExhausted, "{status}");
+    assert!(status.message().contains("node bad opens streams too often"), "{status}");
+    assert_eq!(replica.metric("headgate_streams_rejected_total{reason=\"too_many_streams\"}"), 1);
+    replica.put([service(1, 80)]);
+    good.reach(1).await;
+    replica.running.stop().await;
+}

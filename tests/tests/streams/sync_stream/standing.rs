@@ -1,0 +1,122 @@
+//! What a replica says of its source: in `Standing`, `Welcome` and `Heartbeat`, and to probes.
+
+use std::time::Duration;
+
+use headgate_control_plane::{
+    serve::{Security, Settings},
+    transaction::{Sink as _, SourceKind},
+};
+use headgate_proto::v1::{self, SourceState, discovery_client::DiscoveryClient};
+use tokio::time::{sleep, timeout};
+use tonic::{Code, Status, transport::Channel};
+use tonic_health::pb::{HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient};
+
+use crate::{
+    client::{Client, GUARD, channel},
+    replica::{Replica, service, settings},
+};
+
+use super::{get, tls};
+
+async fn standing(channel: Channel, node: &str) -> Result<v1::StandingResponse, Status> {
+    let request = v1::StandingRequest { node_name: node.into() };
+    DiscoveryClient::new(channel).standing(request).await.map(tonic::Response::into_inner)
+}
+
+#[tokio::test]
+async fn a_replica_tells_its_standing_to_agents_of_others() {
+    let replica = Replica::start_with(settings(), Security::Plaintext).await;
+    let channel = channel(replica.running.local_addr).await;
+    let unlisted = standing(channel.clone(), "node-a").await.unwrap();
+    assert_eq!((unlisted.source_state(), unlisted.epoch), (SourceState::Unlisted, replica.store.epoch()));
+    assert_eq!(unlisted.replica, "replica-1");
+    replica.put_at(Some(7), [service(1, 80)]);
+    replica.store.synced();
+    let following = standing(channel.clone(), "node-a").await.unwrap();
+    assert_eq!(following.source_state(), SourceState::Following);
+    let kind = v1::source_position::Kind::Services.into();
+    assert_eq!(following.positions, [v1::SourcePosition { kind, position: 7 }]);
+    assert_eq!(following.changed_positions, following.positions);
+    replica.store.cut_off(Some("on purpose".into()));
+    assert_eq!(standing(channel.clone(), "node-a").await.unwrap().source_state(), SourceState::CutOff);
+    let error = standing(channel, "Not A Name").await.unwrap_err();
+    assert_eq!(error.code(), Code::InvalidArgument);
+}
+
+#[tokio::test]
+async fn a_node_that_asks_too_often_is_refused_and_others_are_not() {
+    let replica = Replica::start().await;
+    let channel = channel(replica.running.local_addr).await;
+    let mut refused = 0;
+    for _ in 0..200 {
+        if let Err(error) = standing(channel.clone(), "node-a").await {
+            assert_eq!(error.code(), Code::ResourceExhausted);
+            refused += 1;
+        }
+    }
+    assert!(refused > 0);
+    standing(channel, "node-b").await.unwrap();
+    assert_eq!(replica.metric("headgate_requests_denied_total{reason=\"too_many_requests\"}"), refused);
+}
+
+#[tokio::test]
+async fn a_node_asks_for_itself_alone() {
+    let (authority, folder) = (tls::Authority::new(), tempfile::tempdir().unwrap());
+    let replica = Replica::start_with(settings(), Security::Tls(authority.server_tls(folder.path()))).await;
+    let leaf = authority.kubelet("node-a");
+    let channel = tls::connect(replica.running.local_addr, &authority, Some(&leaf)).await.unwrap();
+    standing(channel.clone(), "node-a").await.unwrap();
+    assert_eq!(standing(channel, "node-b").await.unwrap_err().code(), Code::PermissionDenied);
+}
+
+#[tokio::test]
+async fn agents_and_probes_see_a_change_of_the_source_at_once() {
+    // No heartbeat is due for as long as the test takes.
+    let settings = Settings { heartbeat_interval: Duration::from_secs(600), ..settings() };
+    let replica = Replica::start_with(settings, Security::Plaintext).await;
+    let mut client = Client::open(channel(replica.running.local_addr).await, "node-a", None).await.unwrap();
+    assert_eq!(client.welcome.source_state(), SourceState::Unlisted);
+    let ready = async || get(&replica, "/readyz").await;
+    // What gRPC health says follows by a task of its own.
+    let mut health = HealthClient::new(channel(replica.running.local_addr).await);
+    let mut says = async |wanted: ServingStatus| {
+        let service = "headgate.v1.Discovery".to_owned();
+        let ask = async {
+            while health.check(HealthCheckRequest { service: service.clone() }).await.unwrap().into_inner().status()
+                != wanted
+            {
+                sleep(Duration::from_millis(5)).await;
+            }
+        };
+        timeout(GUARD, ask).await.expect("gRPC health says something else than /readyz");
+    };
+    says(ServingStatus::NotServing).await;
+    replica.store.cut_off(Some("on purpose".into()));
+    let (code, body) = ready().await;
+    assert_eq!(
+        (code.as_str(), body.trim_end()),
+        ("HTTP/1.1 503 Service Unavailable", "the source has not been listed yet: on purpose")
+    );
+    replica.store.heard(SourceKind::Services);
+    replica.store.synced();
+    client.until(|client| !client.heartbeats.is_empty()).await;
+    assert_eq!(client.heartbeats[0].source_state(), SourceState::CutOff);
+    says(ServingStatus::NotServing).await;
+    let (code, body) = ready().await;
+    assert_eq!(
+        (code.as_str(), body.trim_end()),
+        ("HTTP/1.1 503 Service Unavailable", "cut off from the source: on purpose")
+    );
+    assert_eq!(get(&replica, "/healthz").await.0, "HTTP/1.1 200 OK", "a restart would lose what is known");
+    replica.store.cut_off(None);
+    client.until(|client| client.heartbeats.len() == 2).await;
+    assert_eq!(client.heartbeats[1].source_state(), SourceState::Following);
+    assert_eq!(ready().await.0, "HTTP/1.1 200 OK");
+    says(ServingStatus::Serving).await;
+    replica.store.cut_off(Some("again".into()));
+    says(ServingStatus::NotServing).await;
+    replica.store.cut_off(None);
+    let states = ["unlisted", "cut_off", "following"];
+    let samples = states.map(|state| replica.metric(&format!("headgate_source_state{{state=\"{state}\"}}")));
+    assert_eq!(samples, [0, 0, 1]);
+}

@@ -1,0 +1,215 @@
+//! `headgatectl wait` and `agents` against replicas in this process and agents that acknowledge when the test says so.
+
+use std::process::Stdio;
+
+use headgate_control_plane::transaction::{Sink as _, SourceKind, Transaction};
+use headgate_proto::v1::{self, inspect_client::InspectClient};
+use headgate_tests::testbed::process::program;
+use serde_json::Value;
+use tokio::{process::Command, task::JoinHandle, time::timeout};
+
+use crate::client::{Client, GUARD, channel};
+use crate::replica::{Replica, endpoint, remove_endpoint, remove_service, service};
+
+struct Answer {
+    code: i32,
+    out: String,
+    err: String,
+}
+
+impl Answer {
+    fn json(&self) -> Value {
+        serde_json::from_str(&self.out).unwrap_or_else(|error| panic!("{error}: {} {}", self.out, self.err))
+    }
+}
+
+/// Runs headgatectl against these replicas.
+fn headgatectl(replicas: &[&Replica], arguments: &str) -> JoinHandle<Answer> {
+    let servers: Vec<String> =
+        replicas.iter().map(|replica| format!("http://{}", replica.running.local_addr)).collect();
+    let mut command = Command::new(program("headgatectl").unwrap());
+    command.args(["--server", &servers.join(",")]).args(arguments.split_whitespace());
+    tokio::spawn(async move {
+        let output = timeout(GUARD, command.stdin(Stdio::null()).output()).await.expect("it does not end").unwrap();
+        let text = |bytes| String::from_utf8(bytes).unwrap();
+        Answer { code: output.status.code().unwrap(), out: text(output.stdout), err: text(output.stderr) }
+    })
+}
+
+/// An agent that has everything and has said so.
+async fn agent(replica: &Replica, node: &str) -> Client {
+    let mut client = Client::open(channel(replica.running.local_addr).await, node, None).await.unwrap();
+    client.reach(replica.store.version()).await;
+    client.ack().await;
+    client
+}
+
+async fn acknowledge(client: &mut Client, replica: &Replica) {
+    client.reach(replica.store.version()).await;
+    client.ack().await;
+}
+
+fn nack(version: u64, resource: &str) -> v1::agent_message::Body {
+    let rejection = v1::Rejection { resource: resource.into(), field: "ports[0]".into(), reason: "no".into() };
+    v1::agent_message::Body::Nack(v1::Nack { version, rejections: vec![rejection], ..Default::default() })
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn it_returns_once_every_node_has_acknowledged() {
+    let replica = Replica::start().await;
+    replica.put([service(1, 80), endpoint(1, 1, 8080)]);
+    let (mut a, mut b) = (agent(&replica, "a").await, agent(&replica, "b").await);
+    let answer = headgatectl(&[&replica], "wait default/service-1").await.unwrap();
+    assert_eq!((answer.code, answer.err.as_str()), (0, ""));
+    assert!(answer.out.starts_with("service default/service-1: 2 nodes have programmed it"), "{}", answer.out);
+
+    replica.put([endpoint(1, 2, 8080)]);
+    acknowledge(&mut a, &replica).await;
+    let answer = headgatectl(&[&replica], "wait service-1 --timeout 500ms").await.unwrap();
+    assert_eq!((answer.code, answer.out.as_str()), (3, ""));
+    assert!(answer.err.contains("1 of 2 nodes have programmed it"), "{}", answer.err);
+    let behind = "behind: it was sent, and there is no ACK yet";
+    assert!(answer.err.contains("b: at version 1 of 2,") && answer.err.contains(behind), "{}", answer.err);
+    assert!(!answer.err.contains("a: at"), "{}", answer.err);
+
+    let waiting = headgatectl(&[&replica], "wait service-1 -o json");
+    acknowledge(&mut b, &replica).await;
+    let answer = waiting.await.unwrap();
+    assert_eq!((answer.code, &answer.json()["done"]), (0, &Value::Bool(true)));
+    // A later change of another service is not waited for.
+    replica.put([service(2, 80)]);
+    assert_eq!(headgatectl(&[&replica], "wait service-1 --timeout 20s").await.unwrap().code, 0);
+    replica.running.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_endpoint_is_waited_for_until_it_is_known_or_gone() {
+    let replica = Replica::start().await;
+    replica.put([service(1, 80), endpoint(1, 1, 8080)]);
+    let mut a = agent(&replica, "a").await;
+    let answer = headgatectl(&[&replica], "wait service-1 --endpoint 10.0.1.2 --timeout 300ms").await.unwrap();
+    assert_eq!(answer.code, 3);
+    assert!(answer.err.contains("knows no such endpoint of the service"), "{}", answer.err);
+
+    let waiting = headgatectl(&[&replica], "wait service-1 --endpoint 10.0.1.2");
+    replica.put([endpoint(1, 2, 8080)]);
+    acknowledge(&mut a, &replica).await;
+    assert_eq!(waiting.await.unwrap().code, 0);
+
+    let waiting = headgatectl(&[&replica], "wait service-1 --endpoint 10.0.1.2 --gone -o json");
+    replica.put([remove_endpoint(1, 2)]);
+    acknowledge(&mut a, &replica).await;
+    let answer = waiting.await.unwrap();
+    assert_eq!((answer.code, &answer.json()["replicas"][0]["version"]), (0, &3.into()));
+
+    let answer = headgatectl(&[&replica], "wait service-1 --gone --timeout 300ms").await.unwrap();
+    assert!(answer.code == 3 && answer.err.contains("the service is still there"), "{}", answer.err);
+    replica.put([remove_endpoint(1, 1), remove_service(1)]);
+    acknowledge(&mut a, &replica).await;
+    assert_eq!(headgatectl(&[&replica], "wait service-1 --gone").await.unwrap().code, 0);
+    assert_eq!(headgatectl(&[&replica], "wait service-1 --endpoint nonsense").await.unwrap().code, 2);
+    replica.running.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn who_rejects_has_not_programmed_and_who_leaves_is_named() {
+    let replica = Replica::start().await;
+    replica.put([service(1, 80), endpoint(1, 1, 8080), service(2, 80)]);
+    let (a, b) = (agent(&replica, "a").await, agent(&replica, "b").await);
+    a.send(nack(1, "Endpoint default/service-1 10.0.1.1")).await;
+    b.send(nack(1, "Service default/service-2")).await;
+    a.ack().await;
+    b.ack().await;
+    let answer = headgatectl(&[&replica], "wait service-1 --timeout 500ms").await.unwrap();
+    assert_eq!(answer.code, 3);
+    let reason = "a: at version 1 of 1, 0 behind: rejected Endpoint default/service-1 10.0.1.1, ports[0]: no";
+    assert!(answer.err.contains(reason) && !answer.err.contains("b: at"), "{}", answer.err);
+
+    let withdrawn = vec!["Endpoint default/service-1 10.0.1.1".to_owned()];
+    a.send(v1::agent_message::Body::Nack(v1::Nack { version: 1, withdrawn, ..Default::default() })).await;
+    assert_eq!(headgatectl(&[&replica], "wait service-1").await.unwrap().code, 0);
+
+    replica.put([endpoint(1, 2, 8080)]);
+    let request = v1::WaitRequest { namespace: "default".into(), name: "service-1".into(), ..Default::default() };
+    let mut inspect = InspectClient::new(channel(replica.running.local_addr).await);
+    let mut progress = inspect.wait(request).await.unwrap().into_inner();
+    let first = progress.message().await.unwrap().unwrap();
+    assert_eq!((first.waiting_for.as_str(), first.version, first.agents, first.programmed), ("agents", 2, 2, 0));
+    let mut a = a;
+    acknowledge(&mut a, &replica).await;
+    drop(b);
+    let last = loop {
+        let message = timeout(GUARD, progress.message()).await.unwrap().unwrap().unwrap();
+        if message.waiting_for.is_empty() {
+            break message;
+        }
+    };
+    assert_eq!((last.agents, last.programmed, last.disconnected), (1, 1, vec!["b".to_owned()]));
+    replica.running.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn without_agents_there_is_no_success_unless_asked_for() {
+    let replica = Replica::start().await;
+    replica.put([service(1, 80)]);
+    let answer = headgatectl(&[&replica], "wait service-1 --timeout 300ms").await.unwrap();
+    assert!(answer.code == 3 && answer.err.contains("no agents are connected"), "{}", answer.err);
+    assert_eq!(headgatectl(&[&replica], "wait service-1 --allow-empty").await.unwrap().code, 0);
+    replica.running.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn all_replicas_count_and_one_that_is_behind_is_waited_for() {
+    let (one, two) = (Replica::start().await, Replica::start().await);
+    for (replica, read_at) in [(&one, 50), (&two, 40)] {
+        replica.put_at(Some(10), [service(1, 80)]);
+        // The clock of who read a folder says nothing to others.
+        let positions = vec![(SourceKind::Files, read_at)];
+        replica.store.commit(Transaction { positions, ..Transaction::default() });
+    }
+    let (mut a, mut b) = (agent(&one, "a").await, agent(&two, "b").await);
+    one.put_at(Some(20), [endpoint(1, 1, 8080)]);
+    acknowledge(&mut a, &one).await;
+    let answer = headgatectl(&[&one, &two], "wait service-1 --timeout 500ms").await.unwrap();
+    assert!(answer.code == 3 && answer.err.contains("is behind another replica's"), "{}", answer.err);
+
+    let waiting = headgatectl(&[&one, &two], "wait service-1");
+    two.put_at(Some(20), [endpoint(1, 1, 8080)]);
+    acknowledge(&mut b, &two).await;
+    let answer = waiting.await.unwrap();
+    assert!(answer.code == 0 && answer.out.contains("2 nodes"), "{} {}", answer.out, answer.err);
+
+    let agents = headgatectl(&[&one, &two], "agents").await.unwrap().out;
+    assert_eq!(agents.lines().count(), 4, "{agents}");
+    assert!(agents.lines().last().unwrap().starts_with("fleet: 2 of 2 up to date"), "{agents}");
+    one.running.stop().await;
+    let answer = headgatectl(&[&two], "agents --failing").await.unwrap();
+    assert!(answer.out.starts_with("None of 1 agents is meant.\n"), "{}", answer.out);
+    two.running.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_worst_agents_come_first() {
+    let replica = Replica::start().await;
+    replica.put([service(1, 80)]);
+    let (_good, bad, failing) =
+        (agent(&replica, "a-good").await, agent(&replica, "b-rejecting").await, agent(&replica, "c-failing").await);
+    bad.send(nack(1, "Service default/service-1")).await;
+    let failed = v1::ApplyFailed { version: 1, error: "no such table".into(), attempts: 3 };
+    failing.send(v1::agent_message::Body::ApplyFailed(failed)).await;
+    let both = async {
+        loop {
+            let answer = headgatectl(&[&replica], "agents --failing -o json").await.unwrap().json();
+            if answer.as_array().unwrap().len() == 2 {
+                return answer;
+            }
+        }
+    };
+    let answer = timeout(GUARD, both).await.unwrap();
+    assert_eq!((&answer[0]["node"], &answer[1]["node"]), (&"c-failing".into(), &"b-rejecting".into()));
+    let table = headgatectl(&[&replica], "agents --limit 1").await.unwrap().out;
+    assert!(table.contains("... and 2 more: --limit 0 shows all\nfleet: 1 of 3 up to date, 2 failing"), "{table}");
+    let wide = headgatectl(&[&replica], "agents --node a-good -o wide").await.unwrap().out;
+    assert!(wide.contains("ADDRESS") && wide.contains("up to date"), "{wide}");
+    replica.running.stop().await;
+}

@@ -1,0 +1,558 @@
+//! The source `kubernetes` against a server that misbehaves in every way that one can, and against a real one where there is one.
+//!
+//! After each fault the state must be that of the server's objects, and nothing may have gone in between that was not deleted.
+
+mod alike;
+
+use std::{sync::Arc, time::Duration};
+
+use headgate_control_plane::{
+    model::{Event, Model},
+    source::{
+        self, SourceError, SourceSettings, SourceSpec,
+        objects::{Object, ObjectKind},
+    },
+    transaction::{Sink, SourceKind},
+};
+use headgate_core::{Dirty, State};
+use headgate_tests::apiserver::{
+    ApiServer, ApiUnderTest, Cut, Kind, Options, RequestFault, RequestFilter, Restart, Verb, failure,
+    objects::{endpoint_slice, node, service, service_cidr},
+};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+use tokio::task::JoinHandle;
+use tokio_util::sync::CancellationToken;
+
+use crate::sink::{self, CollectingSink};
+
+/// A source that watches a server. Ends when dropped.
+struct Watching {
+    sink: Arc<CollectingSink>,
+    shutdown: CancellationToken,
+    task: JoinHandle<Result<(), SourceError>>,
+    _kubeconfig: TempDir,
+}
+
+impl Drop for Watching {
+    fn drop(&mut self) {
+        self.shutdown.cancel();
+    }
+}
+
+impl Watching {
+    fn start(kubeconfig: &str) -> Self {
+        Self::start_with(kubeconfig, SourceSettings::DEFAULT_WATCH_SILENCE)
+    }
+
+    fn start_with(kubeconfig: &str, watch_silence: Duration) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("kubeconfig");
+        std::fs::write(&path, kubeconfig).unwrap();
+        let (sink, shutdown) = (Arc::new(CollectingSink::default()), CancellationToken::new());
+        let dyn_sink = Arc::clone(&sink) as Arc<dyn Sink>;
+        let settings = SourceSettings { kubeconfig: Some(path), watch_silence };
+        let task = tokio::spawn(source::run(SourceSpec::Kubernetes, settings, dyn_sink, shutdown.clone()));
+        Self { sink, shutdown, task, _kubeconfig: folder }
+    }
+
+    async fn synced(server: &ApiServer) -> Self {
+        let watching = Self::start(&server.kubeconfig());
+        watching.sink.until("everything is listed", |c| c.synced == 1).await;
+        watching.agrees_with(server).await;
+        server.wait_until("every kind is watched", |server| server.open_watches(None) == 4).await.unwrap();
+        watching
+    }
+
+    /// Waits until what was handed on is what the server's objects come to.
+    async fn agrees_with(&self, server: &ApiServer) {
+        let objects: Vec<Value> = Kind::ALL.into_iter().flat_map(|kind| server.list(kind)).collect();
+        let (state, nodes) = state_of(&objects);
+        let is_same = |c: &sink::Collected| c.state.digests() == state.digests() && c.nodes.len() == nodes;
+        self.sink.until("the state is that of the server", is_same).await;
+    }
+
+    /// Changes each kind once, and waits for it.
+    async fn follows(&self, server: &ApiServer, mark: u8) {
+        for object in changed_objects(mark) {
+            server.apply(object).unwrap();
+        }
+        self.agrees_with(server).await;
+    }
+
+    fn removed(&self) -> Vec<String> {
+        self.sink.look(|c| c.removed.clone())
+    }
+
+    fn errors(&self, reason: &str) -> u64 {
+        self.sink.look(|c| c.errors_for(reason))
+    }
+}
+
+/// The state that objects come to, and how many Nodes there are.
+fn state_of(objects: &[Value]) -> (State, usize) {
+    let mut model = Model::default();
+    for value in objects {
+        let kind = ObjectKind::ALL.into_iter().find(|kind| kind.name() == value["kind"]).unwrap();
+        model.event(Event::Apply(Box::new(Object::deserialize(kind, value).unwrap())), "");
+    }
+    let (changes, nodes) = model.take_changes();
+    let mut state = State::default();
+    for change in changes {
+        state.apply(change.change, &mut Dirty::default());
+    }
+    (state, nodes.len())
+}
+
+fn web(address: &str) -> Value {
+    service("shop", "web").cluster_ip(address).port("http", "TCP", 80, 8080).build()
+}
+
+fn headless(name: &str) -> Value {
+    service("shop", name).cluster_ip("None").port("http", "TCP", 80, 8080).build()
+}
+
+fn web_slice(addresses: &[&str]) -> Value {
+    let slice = endpoint_slice("shop", "web-1", "web").port("http", "TCP", 8080);
+    addresses.iter().fold(slice, |slice, address| slice.endpoint(address, "n1")).build()
+}
+
+fn first_objects() -> Vec<Value> {
+    vec![
+        web("10.0.0.10"),
+        service("shop", "api").cluster_ip("10.0.0.11").port("", "TCP", 443, 8443).build(),
+        web_slice(&["10.1.0.1", "10.1.0.2"]),
+        endpoint_slice("shop", "web-2", "web").port("http", "TCP", 8080).endpoint("10.1.0.3", "n1").build(),
+        node("n1").address("InternalIP", "192.0.2.1").pod_cidr("10.1.0.0/24").build(),
+        service_cidr("kubernetes", &["10.0.0.0/16"]).build(),
+    ]
+}
+
+/// A version of every kind that differs from others by `mark`, and takes nothing away.
+fn changed_objects(mark: u8) -> Vec<Value> {
+    vec![
+        web(&format!("10.0.1.{mark}")),
+        web_slice(&["10.1.0.1", "10.1.0.2", &format!("10.1.2.{mark}")]),
+        node("n1").address("InternalIP", &format!("192.0.2.{mark}")).build(),
+        service_cidr("kubernetes", &["10.0.0.0/16", &format!("10.{}.0.0/16", 10 + mark)]).build(),
+    ]
+}
+
+fn server(options: Options) -> ApiServer {
+    let server = ApiServer::start_with(options).unwrap();
+    for object in first_objects() {
+        server.apply(object).unwrap();
+    }
+    server
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_state_is_listed_and_followed_with_selectors_on_the_server() {
+    let server = server(Options::default());
+    server.apply(service("shop", "dns").cluster_ip("None").port("", "TCP", 80, 80).build()).unwrap();
+    let watching = Watching::synced(&server).await;
+    watching.sink.look(|c| {
+        assert_eq!((c.commits, c.state.service_count(), c.state.endpoint_count(), c.nodes.len()), (1, 2, 3, 1));
+        assert_eq!(c.positions.len(), 4);
+        assert_eq!(c.heard.len(), 4);
+    });
+    watching.follows(&server, 1).await;
+    assert_eq!(watching.removed(), [""; 0]);
+    server.delete(Kind::Service, "shop", "api").unwrap();
+    server.delete(Kind::EndpointSlice, "shop", "web-2").unwrap();
+    server.delete(Kind::Node, "", "n1").unwrap();
+    server.delete(Kind::ServiceCidr, "", "kubernetes").unwrap();
+    watching.agrees_with(&server).await;
+    let mut removed = watching.removed();
+    removed.sort();
+    assert_eq!(removed, ["Endpoint shop/web 10.1.0.3", "Node n1", "Service shop/api", "ServiceCIDR kubernetes"]);
+    assert_eq!(server.requests(Verb::List, None), 0, "streaming lists need no lists");
+    let queries: Vec<String> = server
+        .recorded()
+        .iter()
+        .map(|request| request.query.replace("%21", "!").replace("%3D", "=").replace("%2F", "/"))
+        .collect();
+    assert!(
+        queries.iter().any(|query| query.contains("!service.kubernetes.io/service-proxy-name")
+            && query.contains("spec.clusterIP!=None")),
+        "{queries:?}"
+    );
+    assert!(queries.iter().any(|query| query.contains("!service.kubernetes.io/headless")), "{queries:?}");
+    assert!(watching.sink.look(|c| c.errors.is_empty()));
+}
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_changes_together_arrives_together() {
+    let server = server(Options::default());
+    let watching = Watching::synced(&server).await;
+    let before = watching.sink.look(|c| c.commit_sizes.len());
+    server.block(Kind::Service);
+    server.block(Kind::EndpointSlice);
+    for number in 0..100 {
+        let name = format!("s{number}");
+        server
+            .apply(service("many", &name).cluster_ip(&format!("10.0.5.{number}")).port("", "TCP", 80, 80).build())
+            .unwrap();
+        server
+            .apply(
+                endpoint_slice("many", &name, &name)
+                    .port("", "TCP", 80)
+                    .endpoint(&format!("10.1.5.{number}"), "n1")
+                    .build(),
+            )
+            .unwrap();
+    }
+    server.release(Kind::Service);
+    server.release(Kind::EndpointSlice);
+    watching.agrees_with(&server).await;
+    let commits = watching.sink.look(|c| c.commit_sizes.len()) - before;
+    assert!(commits < 100, "200 events came in {commits} transactions");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn watches_that_end_or_break_are_resumed() {
+    let server = server(Options::default());
+    let watching = Watching::synced(&server).await;
+    let initial = server.requests(Verb::Watch, None);
+    assert_eq!(server.drop_watches(None), 4);
+    watching.follows(&server, 1).await;
+    server.wait_until("all are open again", |server| server.open_watches(None) == 4).await.unwrap();
+    assert_eq!(watching.errors("connection_lost"), 0, "an end is no error");
+    for (mark, how) in [(2, Cut::Close), (3, Cut::Reset)] {
+        assert_eq!(server.cut_watches(None, how), 4);
+        watching.follows(&server, mark).await;
+        server.wait_until("all are open again", |server| server.open_watches(None) == 4).await.unwrap();
+    }
+    let lost = watching.errors("connection_lost");
+    assert_eq!(lost, 8, "each cut counts");
+    server.cut_watches_on_next_event(None, Cut::Close);
+    watching.follows(&server, 4).await;
+    watching.sink.until("the cuts are counted", |c| c.errors_for("connection_lost") == 12).await;
+    server.wait_until("all are open again", |server| server.open_watches(None) == 4).await.unwrap();
+    assert!(server.requests(Verb::Watch, None) >= initial + 16);
+    // One address a round goes because its slice says so; nothing else may.
+    let removed = watching.removed();
+    assert!(removed.iter().all(|key| key.starts_with("Endpoint shop/web 10.1.2.")), "{removed:?}");
+    let relists = server.recorded().iter().filter(|request| request.query.contains("sendInitialEvents")).count();
+    assert_eq!(relists, 4, "nothing was listed anew");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_expired_watch_lists_anew_and_finds_what_it_missed() {
+    for gone_as_http_status in [false, true] {
+        let server = server(Options { gone_as_http_status, ..Options::default() });
+        let watching = Watching::synced(&server).await;
+        // While nobody listens things come and go, and history is forgotten.
+        server.stop();
+        server.delete(Kind::Service, "shop", "api").unwrap();
+        server.apply(web_slice(&["10.1.0.1"])).unwrap();
+        server.restart(&Restart::LoseHistory).unwrap();
+        watching.agrees_with(&server).await;
+        let mut removed = watching.removed();
+        removed.sort();
+        assert_eq!(removed, ["Endpoint shop/web 10.1.0.2", "Service shop/api"]);
+        watching.sink.until("it is counted", |c| c.errors_for("watch_expired") >= 2).await;
+        server.wait_until("all are open again", |server| server.open_watches(None) == 4).await.unwrap();
+        server.compact();
+        assert_eq!(server.expire_watches(None), 4);
+        watching.follows(&server, 1).await;
+        let removed = watching.removed();
+        assert_eq!(removed.len(), 2, "{removed:?}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn garbage_is_counted_and_loses_nothing() {
+    let server = server(Options::default());
+    let watching = Watching::synced(&server).await;
+    let lines = [
+        "<html>502 Bad Gateway</html>\n",
+        "{\"type\":\"ADDED\",\"object\":{}}\n",
+        "{\"type\":\"MODIFIED\",\"object\":{\"metadata\":{\"name\":\"web\",\"namespace\":\"shop\"}}}\n",
+        "{\"type\":\"SOMETHING\",\"object\":{}}\n",
+        "null\n",
+        "\u{0}\u{1}\n",
+        "{\"type\":\"BOOKMARK\",\"object\":{\"metadata\":{\"resourceVersion\":\"\"}}}\n",
+    ];
+    for (round, line) in lines.iter().enumerate() {
+        assert_eq!(server.send_garbage(None, *line), 4);
+        let wanted = 4 * (round as u64 + 1);
+        watching.sink.until("it is counted", |c| c.errors_for("malformed_answer") == wanted).await;
+        watching.follows(&server, round as u8).await;
+        server.wait_until("all are open again", |server| server.open_watches(None) == 4).await.unwrap();
+    }
+    let removed = watching.removed();
+    assert!(removed.iter().all(|key| key.starts_with("Endpoint shop/web 10.1.2.")), "{removed:?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn one_object_that_does_not_decode_leaves_the_others_alone() {
+    let server = server(Options::default());
+    let broken =
+        service("shop", "broken").cluster_ip("10.0.0.12").field("spec.ports", json!([{"port": "many"}])).build();
+    server.apply(broken).unwrap();
+    let watching = Watching::start(&server.kubeconfig());
+    watching.sink.until("the rest is served", |c| c.synced == 1 && c.state.service_count() == 2).await;
+    watching.sink.look(|c| {
+        let problems = c.problem_texts();
+        assert!(
+            problems.len() == 1 && problems[0].contains("Service shop/broken | spec.ports[0].port"),
+            "{problems:?}"
+        );
+        assert_eq!(c.errors_for("malformed_object"), 1);
+    });
+    let mut worse = web("10.0.0.10");
+    worse["spec"]["ports"] = json!("none");
+    server.apply(worse).unwrap();
+    watching.sink.until("it is told", |c| c.problems.len() == 2).await;
+    watching.sink.look(|c| assert!(c.serves("shop", "web") && c.removed.is_empty()));
+    server.apply(web("10.0.0.13")).unwrap();
+    server.delete(Kind::Service, "shop", "broken").unwrap();
+    watching.sink.until("both are mended", |c| c.problems.is_empty()).await;
+    watching.agrees_with(&server).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn errors_of_the_server_are_waited_out() {
+    let server = server(Options::default());
+    server.fail_next(6, RequestFilter::all(), RequestFault::Status { code: 500, retry_after_seconds: None });
+    server.fail_next(2, RequestFilter::all(), RequestFault::Cut(Cut::Reset));
+    server.fail_next(2, RequestFilter::all(), RequestFault::Garbage("<html>".into()));
+    server.fail_next(1, RequestFilter::all(), RequestFault::Status { code: 429, retry_after_seconds: Some(1) });
+    let watching = Watching::synced(&server).await;
+    assert_eq!((watching.errors("server_error"), watching.errors("throttled")), (6, 1));
+    assert!(watching.errors("connection_failed") + watching.errors("connection_lost") >= 2);
+    server.fail_next(
+        3,
+        RequestFilter::verb(Verb::Watch),
+        RequestFault::Status { code: 503, retry_after_seconds: None },
+    );
+    server.drop_watches(None);
+    watching.follows(&server, 1).await;
+    let unavailable = failure(500, "InternalError", "etcdserver: leader changed").body;
+    server.wait_until("all are open again", |server| server.open_watches(None) == 4).await.unwrap();
+    assert_eq!(server.send_error_event(None, unavailable), 4);
+    watching.follows(&server, 2).await;
+    watching.sink.until("each is counted", |c| c.errors_for("server_error") == 13).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_server_without_streaming_lists_is_read_by_pages() {
+    let server = server(Options { streaming_lists: false, ..Options::default() });
+    for number in 0..1_200 {
+        let (a, b) = (number / 200, number % 200);
+        server
+            .apply(
+                service("many", &format!("s{number}"))
+                    .cluster_ip(&format!("10.3.{a}.{b}"))
+                    .port("", "TCP", 80, 80)
+                    .build(),
+            )
+            .unwrap();
+    }
+    let watching = Watching::synced(&server).await;
+    assert_eq!(watching.errors("refused"), 4, "each kind is refused once");
+    assert!(server.requests(Verb::List, Some(Kind::Service)) >= 3);
+    watching.follows(&server, 1).await;
+    // Tokens that expire between pages, and pages that do not come.
+    let lists = server.requests(Verb::List, Some(Kind::Service));
+    server.fail_next(2, RequestFilter::verb(Verb::List), RequestFault::Status { code: 500, retry_after_seconds: None });
+    server.restart(&Restart::LoseHistory).unwrap();
+    let wanted = |server: &ApiServer| {
+        server.open_watches(None) == 4 && server.requests(Verb::List, Some(Kind::Service)) >= lists + 3
+    };
+    server.wait_until("all is listed anew", wanted).await.unwrap();
+    watching.follows(&server, 2).await;
+    assert_eq!(watching.removed(), ["Endpoint shop/web 10.1.2.1"]);
+}
+
+/// Kubernetes 1.28 to 1.30: no streaming lists, no ServiceCIDRs, and Services cannot be selected by `spec.clusterIP`.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn servers_before_1_31_are_followed() {
+    let server = server(Options::before_1_31());
+    server.delete(Kind::ServiceCidr, "", "kubernetes").unwrap();
+    server.apply(headless("dns")).unwrap();
+    let watching = Watching::start(&server.kubeconfig());
+    watching.sink.until("everything is listed", |c| c.synced == 1).await;
+    watching.agrees_with(&server).await;
+    watching.sink.look(|c| {
+        assert!(c.serves("shop", "web") && !c.serves("shop", "dns"));
+        let refused = |kind| c.errors.get(&(kind, "refused")).copied().unwrap_or_default();
+        assert_eq!(refused(SourceKind::Services), 2, "one for the streaming list, one for the field selector");
+        assert_eq!((refused(SourceKind::EndpointSlices), refused(SourceKind::Nodes)), (1, 1));
+    });
+    for service in [headless("web"), headless("later"), web("10.0.0.10")] {
+        server.apply(service).unwrap();
+        watching.agrees_with(&server).await;
+    }
+    assert_eq!(watching.removed(), ["Service shop/web"], "it was headless for a time");
+    watching.sink.look(|c| assert!(c.problems.is_empty(), "{:?}", c.problems));
+}
+
+/// As when one of several API servers is still an old one.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_watch_that_comes_to_an_older_server_goes_on_without_the_field_selector() {
+    let server = server(Options::default());
+    let watching = Watching::synced(&server).await;
+    server.set_options(|options| options.service_field_selectors = false);
+    server.drop_watches(None);
+    server.apply(headless("dns")).unwrap();
+    watching.follows(&server, 1).await;
+    server.wait_until("all are open again", |server| server.open_watches(None) == 4).await.unwrap();
+    watching.sink.look(|c| assert_eq!(c.errors[&(SourceKind::Services, "refused")], 1));
+    assert_eq!(watching.removed(), [""; 0]);
+    let relists = server.recorded().iter().filter(|request| request.query.contains("sendInitialEvents")).count();
+    assert_eq!(relists, 4, "nothing was listed anew");
+}
+
+/// Whatever a streaming list fails with, the next request for that kind is a paged list.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_streaming_list_that_fails_is_followed_by_pages() {
+    let status = |code, retry_after_seconds| RequestFault::Status { code, retry_after_seconds };
+    let faults = [
+        status(500, None),
+        status(504, None),
+        status(403, None),
+        status(429, Some(1)),
+        RequestFault::Cut(Cut::Reset),
+        RequestFault::Garbage("<html>\n".into()),
+        RequestFault::Garbage("".into()),
+    ];
+    for fault in faults {
+        let server = server(Options::default());
+        for kind in Kind::ALL {
+            server.fail_next(1, RequestFilter::verb_of(Verb::Watch, kind), fault.clone());
+        }
+        let watching = Watching::synced(&server).await;
+        watching.follows(&server, 1).await;
+        for kind in Kind::ALL {
+            let recorded = server.recorded();
+            let asked: Vec<_> = recorded.iter().filter(|request| request.kind == Some(kind)).collect();
+            let verbs: Vec<Verb> = asked.iter().map(|request| request.verb).take(2).collect();
+            assert_eq!(verbs, [Verb::Watch, Verb::List], "{} after {fault:?}", kind.name());
+            let streaming = asked.iter().filter(|request| request.query.contains("sendInitialEvents")).count();
+            assert_eq!(streaming, 1, "{} after {fault:?}", kind.name());
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_list_that_breaks_removes_nothing() {
+    let server = server(Options::default());
+    let watching = Watching::synced(&server).await;
+    server.delete(Kind::Service, "shop", "api").unwrap();
+    watching.agrees_with(&server).await;
+    // A streaming list stands still before its first object, and is cut there. The list by pages is cut too.
+    server.block(Kind::Service);
+    server.fail_next(1, RequestFilter::verb_of(Verb::List, Kind::Service), RequestFault::Cut(Cut::Close));
+    server.compact();
+    let asked = |server: &ApiServer| {
+        [Verb::Watch, Verb::List].map(|verb| server.requests(verb, Some(Kind::Service))).iter().sum::<u64>()
+    };
+    let before = asked(&server);
+    server.expire_watches(Some(Kind::Service));
+    // The third one is asked for when two are cut.
+    let are_cut = |server: &ApiServer| {
+        server.cut_watches(Some(Kind::Service), Cut::Close);
+        asked(server) >= before + 3
+    };
+    server.wait_until("two lists are cut", are_cut).await.unwrap();
+    watching.sink.look(|c| assert!(c.serves("shop", "web")));
+    server.release(Kind::Service);
+    watching.follows(&server, 1).await;
+    assert_eq!(watching.removed(), ["Service shop/api"]);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_restored_backup_is_noticed() {
+    let server = server(Options::default());
+    let backup = server.backup();
+    let watching = Watching::synced(&server).await;
+    for mark in 1..20 {
+        watching.follows(&server, mark).await;
+    }
+    server.restart(&Restart::RestoreBackup(backup)).unwrap();
+    watching.agrees_with(&server).await;
+    watching.sink.until("it is told", |c| c.errors_for("source_went_back") == 4 && c.went_back > 0).await;
+    watching.follows(&server, 30).await;
+    server.restart(&Restart::RaiseVersions(1_000_000)).unwrap();
+    watching.follows(&server, 31).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_cluster_without_service_cidrs_is_served() {
+    let server = server(Options::default());
+    let missing = RequestFilter { verb: None, kind: Some(Kind::ServiceCidr) };
+    server.fail_all(missing, RequestFault::Status { code: 404, retry_after_seconds: None });
+    let watching = Watching::start(&server.kubeconfig());
+    watching.sink.until("the rest is served", |c| c.synced == 1 && c.state.service_count() == 2).await;
+    watching.sink.look(|c| {
+        assert_eq!(c.errors, [].into());
+        assert!(c.heard[&SourceKind::ServiceCidrs] > 0 && c.state.service_cidrs().next().is_none());
+    });
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn nothing_is_served_before_every_kind_is_listed() {
+    let server = server(Options::default());
+    let forbidden = RequestFilter { verb: None, kind: Some(Kind::EndpointSlice) };
+    server.fail_all(forbidden, RequestFault::Status { code: 403, retry_after_seconds: None });
+    let watching = Watching::start(&server.kubeconfig());
+    watching.sink.until("it is counted", |c| c.errors_for("forbidden") >= 3 && c.heard.len() == 3).await;
+    watching.sink.look(|c| assert_eq!((c.synced, c.commits), (0, 0)));
+    server.clear_faults();
+    watching.sink.until("everything is listed", |c| c.synced == 1).await;
+    watching.agrees_with(&server).await;
+    watching.sink.look(|c| assert_eq!(c.commits, 1));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn bookmarks_are_signs_of_life_and_move_positions() {
+    let server = server(Options::default());
+    let watching = Watching::synced(&server).await;
+    let before = watching.sink.look(|c| c.heard[&SourceKind::Nodes]);
+    // Other kinds move the version on; the Nodes' watch hears of it by bookmark only.
+    server.apply(web("10.0.9.9")).unwrap();
+    watching.agrees_with(&server).await;
+    let version = server.version();
+    server.send_bookmarks(None);
+    watching.sink.until("the position moved", |c| c.positions[&SourceKind::Nodes] == version).await;
+    assert!(watching.sink.look(|c| c.heard[&SourceKind::Nodes]) > before);
+}
+
+/// The server accepts watches and says nothing in them; everything else works.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_watch_that_died_is_opened_anew_and_never_looks_fresh() {
+    let options = Options { bookmark_interval: Duration::from_millis(100), ..Options::default() };
+    let server = server(options);
+    let watching = Watching::start_with(&server.kubeconfig(), Duration::from_secs(1));
+    watching.sink.until("everything is listed", |c| c.synced == 1).await;
+    watching.agrees_with(&server).await;
+    server.block(Kind::EndpointSlice);
+    let opened = || server.requests(Verb::Watch, Some(Kind::EndpointSlice));
+    let heard = || watching.sink.look(|c| c.heard[&SourceKind::EndpointSlices]);
+    server.apply(web_slice(&["10.1.0.77"])).unwrap();
+    let before = opened();
+    server.wait_until("it is opened anew", |_| opened() > before).await.unwrap();
+    // What was on its way has arrived by now.
+    let (heard_before, others) = (heard(), watching.sink.look(|c| c.heard[&SourceKind::Nodes]));
+    server.wait_until("it is opened anew twice more", |_| opened() >= before + 3).await.unwrap();
+    watching.sink.until("other kinds are heard", |c| c.heard[&SourceKind::Nodes] > others).await;
+    watching.sink.look(|c| assert!(c.errors[&(SourceKind::EndpointSlices, "timeout")] >= 2));
+    assert_eq!(heard(), heard_before, "a watch that says nothing counts as heard");
+    server.release(Kind::EndpointSlice);
+    let has_come = |c: &sink::Collected| c.endpoints("shop", "web").contains(&"10.1.0.77".to_owned());
+    watching.sink.until("the change arrives", has_come).await;
+    watching.agrees_with(&server).await;
+    assert!(heard() > heard_before);
+}
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_kubeconfig_that_cannot_be_used_is_an_error_at_once() {
+    let run = source::run(
+        SourceSpec::Kubernetes,
+        SourceSettings { kubeconfig: Some("/nowhere/kubeconfig".into()), ..SourceSettings::default() },
+        Arc::new(CollectingSink::default()),
+        CancellationToken::new(),
+    );
+    let error = tokio::time::timeout(Duration::from_secs(60), run).await.unwrap().unwrap_err();
+    assert!(error.to_string().contains("/nowhere/kubeconfig"), "{error}");
+}
