@@ -1,7 +1,8 @@
-//! Measures what it costs to make a node take service addresses for its own: thousands of addresses on a dummy device.
+//! Measures the CPU time to add thousands of addresses to a dummy device, to list them and to
+//! remove them. A service proxy adds them to make Service addresses local to the node.
 //!
-//! `address_cost COUNT`, in a network namespace of its own, since it makes and removes a device. It prints CPU time of this thread, in which the
-//! kernel works.
+//! Run `address_cost COUNT` in a network namespace of its own, because it creates and removes a
+//! device. It prints the CPU time of this thread, which includes the kernel's work.
 #![allow(unsafe_code)]
 
 use headgate_netlink::{
@@ -10,7 +11,7 @@ use headgate_netlink::{
 };
 
 fn cpu_us() -> i64 {
-    // SAFETY: the structure is plain numbers, and the pointer is to it.
+    // SAFETY: `timespec` consists of plain numbers, and the pointer refers to this local variable.
     unsafe {
         let mut time: libc::timespec = std::mem::zeroed();
         libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &raw mut time);

@@ -1,26 +1,28 @@
-//! Attributes of answers, and the values in them.
+//! Decoding of netlink attributes and their values.
 
 use std::net::IpAddr;
 
 use super::Malformed;
 
 pub(super) const HEADER_BYTES: usize = 4;
-/// Attribute types carry two flags above.
+/// Masks the two flags in the upper bits of an attribute type.
 const TYPE_MASK: u16 = 0x3fff;
 /// `NLA_F_NESTED`.
 pub(super) const NESTED: u16 = 0x8000;
-/// `NLA_F_NET_BYTEORDER`: to be added to the type of attributes whose subsystem asks for it, such as ipset.
+/// `NLA_F_NET_BYTEORDER`: the value is in network byte order. Add it to the attribute types of
+/// subsystems that require it, such as ipset.
 pub const NET_BYTE_ORDER: u16 = 0x4000;
 
 pub(super) fn align(length: usize) -> usize {
     length.next_multiple_of(4)
 }
 
-/// Attributes with their types; ends at the first that is cut short.
+/// Iterator over attributes and their types. It ends at the first truncated attribute.
 #[derive(Debug, Clone)]
 pub struct Attributes<'a>(&'a [u8]);
 
-/// The attributes in a payload after its fixed header, or in a nested attribute.
+/// Iterates over the attributes after a fixed header, or inside a nested attribute. Truncated
+/// attributes end the iteration without an error.
 #[must_use]
 pub fn attributes(bytes: &[u8]) -> Attributes<'_> {
     Attributes(bytes)
@@ -38,11 +40,12 @@ impl<'a> Iterator for Attributes<'a> {
     }
 }
 
-/// Attributes with their types; one that is cut short is an error, and the last.
+/// Iterator over attributes and their types. A truncated attribute yields an error and ends the
+/// iteration.
 #[derive(Debug, Clone)]
 pub struct CheckedAttributes<'a>(Attributes<'a>);
 
-/// As [`attributes`], for answers in which nothing may be missing.
+/// Like [`attributes`], but a truncated attribute is an error.
 #[must_use]
 pub fn checked_attributes(bytes: &[u8]) -> CheckedAttributes<'_> {
     CheckedAttributes(attributes(bytes))
@@ -56,7 +59,7 @@ impl<'a> Iterator for CheckedAttributes<'a> {
         if rest.0.is_empty() {
             return None;
         }
-        let found = rest.next().ok_or(Malformed("an attribute is cut short"));
+        let found = rest.next().ok_or(Malformed("a truncated attribute"));
         if found.is_err() {
             rest.0 = &[];
         }
@@ -65,10 +68,10 @@ impl<'a> Iterator for CheckedAttributes<'a> {
 }
 
 fn array<const N: usize>(value: &[u8]) -> Result<[u8; N], Malformed> {
-    value.try_into().map_err(|_| Malformed("an attribute has another length than its type"))
+    value.try_into().map_err(|_| Malformed("an attribute of the wrong length"))
 }
 
-/// One byte.
+/// Reads one byte.
 ///
 /// # Errors
 /// The value has another length.
@@ -76,7 +79,7 @@ pub fn read_u8(value: &[u8]) -> Result<u8, Malformed> {
     array(value).map(|[byte]| byte)
 }
 
-/// 16 bits in the machine's byte order.
+/// Reads 16 bits in the machine's byte order.
 ///
 /// # Errors
 /// The value has another length.
@@ -84,7 +87,7 @@ pub fn read_u16(value: &[u8]) -> Result<u16, Malformed> {
     array(value).map(u16::from_ne_bytes)
 }
 
-/// 32 bits in the machine's byte order.
+/// Reads 32 bits in the machine's byte order.
 ///
 /// # Errors
 /// The value has another length.
@@ -92,7 +95,7 @@ pub fn read_u32(value: &[u8]) -> Result<u32, Malformed> {
     array(value).map(u32::from_ne_bytes)
 }
 
-/// 32 bits with a sign in the machine's byte order.
+/// Reads a signed 32-bit number in the machine's byte order.
 ///
 /// # Errors
 /// The value has another length.
@@ -100,7 +103,7 @@ pub fn read_i32(value: &[u8]) -> Result<i32, Malformed> {
     array(value).map(i32::from_ne_bytes)
 }
 
-/// 64 bits in the machine's byte order.
+/// Reads 64 bits in the machine's byte order.
 ///
 /// # Errors
 /// The value has another length.
@@ -108,7 +111,7 @@ pub fn read_u64(value: &[u8]) -> Result<u64, Malformed> {
     array(value).map(u64::from_ne_bytes)
 }
 
-/// 16 bits in network byte order.
+/// Reads 16 bits in network byte order.
 ///
 /// # Errors
 /// The value has another length.
@@ -116,7 +119,7 @@ pub fn read_be16(value: &[u8]) -> Result<u16, Malformed> {
     array(value).map(u16::from_be_bytes)
 }
 
-/// 32 bits in network byte order.
+/// Reads 32 bits in network byte order.
 ///
 /// # Errors
 /// The value has another length.
@@ -124,22 +127,22 @@ pub fn read_be32(value: &[u8]) -> Result<u32, Malformed> {
     array(value).map(u32::from_be_bytes)
 }
 
-/// An address of IPv4 or IPv6, by its length.
+/// Reads an IPv4 address from 4 bytes or an IPv6 address from 16 bytes.
 ///
 /// # Errors
-/// The value has neither length.
+/// The value has another length.
 pub fn read_ip(value: &[u8]) -> Result<IpAddr, Malformed> {
     let of_v6 = || array::<16>(value).map(IpAddr::from);
     array::<4>(value)
         .map(IpAddr::from)
         .or_else(|_| of_v6())
-        .map_err(|_| Malformed("an address has neither family's length"))
+        .map_err(|_| Malformed("an address that is neither 4 nor 16 bytes long"))
 }
 
-/// A text that ends with a zero byte, or with the value.
+/// Reads a text up to the first zero byte or the end of the value.
 ///
 /// # Errors
-/// It is not UTF-8.
+/// The text is not UTF-8.
 pub fn read_text(value: &[u8]) -> Result<&str, Malformed> {
     let text = value.split(|byte| *byte == 0).next().unwrap_or_default();
     str::from_utf8(text).map_err(|_| Malformed("a text is not UTF-8"))
@@ -162,7 +165,7 @@ mod tests {
     fn nonsense_is_an_error_where_nothing_may_be_missing() {
         let bytes = [5, 0, 1, 0, 7, 0, 0, 0, 9, 0, 2, 0, 1];
         let found: Vec<_> = checked_attributes(&bytes).collect();
-        assert_eq!(found, [Ok((1, &[7][..])), Err(Malformed("an attribute is cut short"))]);
+        assert_eq!(found, [Ok((1, &[7][..])), Err(Malformed("a truncated attribute"))]);
         assert_eq!(checked_attributes(&[1]).collect::<Vec<_>>().len(), 1);
         assert_eq!(checked_attributes(&[]).count(), 0);
     }

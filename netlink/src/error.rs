@@ -1,32 +1,35 @@
-//! What can go wrong.
+//! Errors of netlink requests.
 
 use std::{fmt, io};
 
-/// Why the kernel did not do what was asked.
+/// Why a request failed.
 #[derive(Debug, thiserror::Error)]
 pub enum NetlinkError {
-    /// No socket.
+    /// The socket could not be opened.
     #[error("cannot open a netlink socket: {0}")]
     Open(#[source] io::Error),
     /// Sending failed.
     #[error("cannot send to netlink: {0}")]
     Send(#[source] io::Error),
-    /// Receiving failed; `ENOBUFS` when answers were lost, `EAGAIN` when none came within seconds.
+    /// Receiving failed: `ENOBUFS` if answers were lost, `EAGAIN` if no answer arrived within
+    /// seconds.
     #[error("cannot receive from netlink: {0}")]
     Receive(#[source] io::Error),
-    /// The kernel refuses the request.
-    #[error("the kernel refuses a netlink request: {0}")]
+    /// The kernel rejected the request.
+    #[error("the kernel rejects a netlink request: {0}")]
     Kernel(#[source] Refusal),
-    /// An answer that is none.
+    /// The answer has an unexpected format.
     #[error("the kernel's netlink answer is malformed: {0}")]
     Malformed(#[from] Malformed),
-    /// A request with an attribute longer than 65,535 bytes. Nothing of its batch was sent that is not reported as done.
+    /// An attribute of the request is longer than 65,535 bytes. The batch with this request was not
+    /// sent.
     #[error("a netlink request is too long: an attribute holds 65,531 bytes at most")]
     RequestTooLong,
 }
 
 impl NetlinkError {
-    /// The same request may succeed at once: answers were lost or the kernel was interrupted.
+    /// Whether a retry of the same request may succeed at once, because answers were lost or the
+    /// kernel was interrupted.
     #[must_use]
     pub fn is_transient(&self) -> bool {
         let code = match self {
@@ -37,7 +40,7 @@ impl NetlinkError {
         matches!(code, Some(libc::EINTR | libc::ENOBUFS | libc::EAGAIN | libc::EBUSY))
     }
 
-    /// The kernel's error number, when it was the kernel that refused.
+    /// The kernel's error number, if the kernel rejected the request.
     #[must_use]
     pub fn refusal_code(&self) -> Option<i32> {
         match self {
@@ -47,25 +50,27 @@ impl NetlinkError {
     }
 }
 
-/// What the kernel says of a request that it refuses.
+/// The kernel's answer to a request that it rejects.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub struct Refusal {
-    /// The error number, positive: one of `errno`, or of the subsystem's own above 4095.
+    /// The positive error number: an `errno` value, or a subsystem's own number above 4095.
     pub code: i32,
-    /// The kernel's own words, where it has any (extended acknowledgement, `NLMSGERR_ATTR_MSG`).
+    /// The kernel's error text, if it sent one (extended acknowledgement, `NLMSGERR_ATTR_MSG`).
     pub message: Option<String>,
-    /// Where in the request the fault is, in bytes from the head of its header (`NLMSGERR_ATTR_OFFS`).
+    /// The position of the faulty attribute, in bytes from the start of the request's header
+    /// (`NLMSGERR_ATTR_OFFS`).
     pub offset_bytes: Option<u32>,
 }
 
 impl Refusal {
-    /// A refusal of which only the number is known.
+    /// A rejection with an error number and no details.
     #[must_use]
     pub fn of_code(code: i32) -> Self {
         Self { code, message: None, offset_bytes: None }
     }
 
-    /// The error number as the standard library's error. Numbers of subsystems have no text there.
+    /// The error number as [`std::io::Error`]. The standard library has no text for a subsystem's
+    /// own numbers.
     #[must_use]
     pub fn to_io_error(&self) -> io::Error {
         io::Error::from_raw_os_error(self.code)
@@ -81,7 +86,7 @@ impl fmt::Display for Refusal {
     }
 }
 
-/// An answer of another form than the kernel's. What of it is wrong.
+/// A message from the kernel has an unexpected format. The text describes the fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct Malformed(pub &'static str);

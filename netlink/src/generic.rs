@@ -1,8 +1,9 @@
-//! Generic netlink (`linux/genetlink.h`): families are found by name, and their requests begin with `struct genlmsghdr`.
+//! Generic netlink (`linux/genetlink.h`). Clients look up families by name, and requests begin with
+//! `struct genlmsghdr`.
 
 use super::{Connection, Malformed, NetlinkError, Request, attribute::checked_attributes, read_u16};
 
-/// `GENL_ID_CTRL`: the family that knows the others.
+/// `GENL_ID_CTRL`: the family that looks up other families.
 const CONTROLLER: u16 = 0x10;
 const CONTROLLER_VERSION: u8 = 2;
 /// `CTRL_CMD_GETFAMILY`.
@@ -14,38 +15,40 @@ const FAMILY_NAME: u16 = 2;
 /// Bytes of `struct genlmsghdr`.
 const HEADER_BYTES: usize = 4;
 
-/// A family's number in this kernel, and the version of it that requests are for.
+/// A generic netlink family: its number in this kernel and the version that requests use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Family {
-    /// The type of the family's messages.
+    /// The message type of the family.
     pub id: u16,
-    /// The version in the head of requests.
+    /// The version in the header of requests.
     pub version: u8,
 }
 
 impl Family {
-    /// Asks a connection of [`libc::NETLINK_GENERIC`] for a family. The kernel loads its module if it can.
+    /// Looks up a family by name on a connection of [`libc::NETLINK_GENERIC`]. The kernel loads the
+    /// family's module if it can.
     ///
     /// # Errors
-    /// [`NetlinkError::Kernel`] with `ENOENT` when there is no such family and no module for it.
+    /// [`NetlinkError::Kernel`] with `ENOENT` if the family does not exist and no module provides
+    /// it.
     pub fn find(connection: &mut Connection, name: &str, version: u8) -> Result<Self, NetlinkError> {
         let request = Request::new(CONTROLLER, 0, &[GET_FAMILY, CONTROLLER_VERSION, 0, 0]).text(FAMILY_NAME, name);
-        let mut id = Err(Malformed("no answer says the family's number"));
+        let mut id = Err(Malformed("an answer without the family's number"));
         connection.ask(request, |_, payload| id = family_id(payload))?;
         Ok(Self { id: id?, version })
     }
 
-    /// A request of the family, with flags besides `NLM_F_REQUEST`.
+    /// Begins a request to the family, with flags in addition to `NLM_F_REQUEST`.
     #[must_use]
     pub fn request(self, command: u8, flags: u16) -> Request {
         Request::new(self.id, flags, &[command, self.version, 0, 0])
     }
 }
 
-/// The command and the attributes of a message of a family.
+/// Splits the payload of a message into the command and the attributes.
 ///
 /// # Errors
-/// It is cut short.
+/// The payload is truncated.
 pub fn split(payload: &[u8]) -> Result<(u8, &[u8]), Malformed> {
     let short = Malformed("a generic netlink message is shorter than its header");
     let command = *payload.first().ok_or(short)?;

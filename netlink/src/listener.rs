@@ -1,4 +1,4 @@
-//! Multicast groups: the kernel tells every subscriber of a change.
+//! Notifications: the kernel sends a message to every subscriber of a multicast group.
 
 use std::{
     io,
@@ -7,29 +7,30 @@ use std::{
 
 use super::{NetlinkError, Options, connection::RECEIVE_BUFFER_BYTES, message, socket::Socket};
 
-/// A message to all subscribers of a group.
+/// One notification of a multicast group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Notification<'a> {
     /// The message's type.
     pub kind: u16,
-    /// The socket that made the change ([`super::Connection::port`]); 0 for the kernel itself.
+    /// The port of the socket that made the change ([`super::Connection::port`]), or 0 for a change
+    /// by the kernel.
     pub port: u32,
-    /// What follows the message's header.
+    /// The bytes after the message header.
     pub payload: &'a [u8],
 }
 
-/// What one read of a [`Listener`] found.
+/// The result of one read of a [`Listener`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Heard {
-    /// Nothing waits; wait until the descriptor is readable.
+    /// No notification was available. Wait until the descriptor is readable.
     Nothing,
-    /// Notifications were handed out. More may wait.
+    /// At least one notification was passed to the caller. More may be available.
     Notifications,
-    /// The receive buffer overflowed and notifications are lost. Read the state anew.
+    /// The receive buffer overflowed and notifications were lost. List the state again.
     Lost,
 }
 
-/// A socket that receives the notifications of multicast groups. Reading never blocks: wait for the
+/// A socket that receives the notifications of multicast groups. Reads never block: wait for the
 /// descriptor ([`AsFd`]) to become readable.
 #[derive(Debug)]
 pub struct Listener {
@@ -38,10 +39,11 @@ pub struct Listener {
 }
 
 impl Listener {
-    /// Subscribes to groups of a netlink family, such as 7 (`NFNLGRP_NFTABLES`) of
-    /// [`libc::NETLINK_NETFILTER`], in the calling thread's network namespace.
+    /// Subscribes to multicast groups of a netlink protocol in the calling thread's network
+    /// namespace, for example group 7 (`NFNLGRP_NFTABLES`) of [`libc::NETLINK_NETFILTER`].
     ///
-    /// # Errors The system gives us no socket, or does not let us join: netfilter's groups need
+    /// # Errors
+    /// The kernel creates no socket, or does not let it join a group. Groups of netfilter need
     /// `CAP_NET_ADMIN`.
     pub fn open(protocol: libc::c_int, groups: &[u32], options: &Options) -> Result<Self, NetlinkError> {
         let socket = Socket::open(protocol, options).map_err(NetlinkError::Open)?;
@@ -52,10 +54,10 @@ impl Listener {
         Ok(Self { socket, buffer: vec![0; RECEIVE_BUFFER_BYTES] })
     }
 
-    /// Reads once, without waiting, and hands out what came.
+    /// Reads once without blocking and passes each notification to `each`.
     ///
     /// # Errors
-    /// Receiving fails, or a message is malformed. What was handed out until then is true.
+    /// The read fails, or a message is malformed. Notifications already passed to `each` are valid.
     pub fn receive(&mut self, mut each: impl FnMut(Notification<'_>)) -> Result<Heard, NetlinkError> {
         let received = match self.socket.receive_now(&mut self.buffer) {
             Ok(received) => received,

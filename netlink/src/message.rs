@@ -1,4 +1,4 @@
-//! Netlink messages, as bytes (`linux/netlink.h`).
+//! Encoding of netlink requests and decoding of the kernel's messages (`linux/netlink.h`).
 
 use super::{
     Malformed, NetlinkError, Refusal,
@@ -6,7 +6,7 @@ use super::{
     read_i32, read_text, read_u32,
 };
 
-/// `NLMSG_ERROR`, which is also an acknowledgement.
+/// `NLMSG_ERROR`: an error, or an acknowledgement when its code is 0.
 pub(super) const ERROR: u16 = 2;
 /// `NLMSG_DONE`: the end of a dump.
 pub(super) const DONE: u16 = 3;
@@ -15,9 +15,9 @@ const HEADER_BYTES: usize = 16;
 const FLAG_REQUEST: u16 = 0x1;
 const FLAG_ACK: u16 = 0x4;
 const FLAG_DUMP_INTERRUPTED: u16 = 0x10;
-/// `NLM_F_CAPPED`: of the refused request only the header is repeated.
+/// `NLM_F_CAPPED`: the error repeats only the header of the rejected request.
 const FLAG_CAPPED: u16 = 0x100;
-/// `NLM_F_ACK_TLVS`: attributes follow that say more.
+/// `NLM_F_ACK_TLVS`: attributes with details follow.
 const FLAG_EXTENDED: u16 = 0x200;
 /// `NLMSGERR_ATTR_MSG`.
 const ERROR_MESSAGE: u16 = 1;
@@ -28,12 +28,13 @@ const ERROR_OFFSET: u16 = 2;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Request {
     bytes: Vec<u8>,
-    /// An attribute did not fit.
+    /// Whether an attribute was longer than its 16-bit length field allows.
     is_too_long: bool,
 }
 
 impl Request {
-    /// A request of a type, with flags besides `NLM_F_REQUEST`, and the fixed header of its family.
+    /// Begins a request with a message type, the fixed header of its family, and flags in addition
+    /// to `NLM_F_REQUEST`.
     #[must_use]
     pub fn new(kind: u16, flags: u16, family_header: &[u8]) -> Self {
         let mut bytes = vec![0; 4];
@@ -52,7 +53,7 @@ impl Request {
         self
     }
 
-    /// Adds an attribute with a text that ends with a zero byte.
+    /// Adds a text attribute and appends the terminating zero byte.
     #[must_use]
     pub fn text(self, kind: u16, value: &str) -> Self {
         let mut bytes = value.as_bytes().to_vec();
@@ -60,7 +61,7 @@ impl Request {
         self.attribute(kind, &bytes)
     }
 
-    /// Adds an attribute that holds those that `fill` adds.
+    /// Adds a nested attribute. `fill` adds the attributes inside it.
     #[must_use]
     pub fn nested(mut self, kind: u16, fill: impl FnOnce(Self) -> Self) -> Self {
         let start = self.bytes.len();
@@ -88,13 +89,13 @@ impl Request {
         })
     }
 
-    /// Bytes on the wire so far, with the header.
+    /// The number of bytes encoded so far, including the header.
     #[must_use]
     pub fn length(&self) -> usize {
         self.bytes.len()
     }
 
-    /// Asks for an acknowledgement.
+    /// Sets `NLM_F_ACK`: the kernel acknowledges the request.
     pub(super) fn acknowledged(mut self) -> Self {
         let flags = (self.flags() | FLAG_ACK).to_ne_bytes();
         if let Some(field) = self.bytes.get_mut(6..8) {
@@ -103,7 +104,7 @@ impl Request {
         self
     }
 
-    /// The bytes to send.
+    /// Sets length and sequence number, and returns the bytes to send.
     pub(super) fn finish(mut self, sequence: u32) -> Result<Vec<u8>, NetlinkError> {
         let length = self.checked_length()?;
         if let Some(header) = self.bytes.get_mut(..HEADER_BYTES) {
@@ -113,7 +114,7 @@ impl Request {
         Ok(self.bytes)
     }
 
-    /// Appends the bytes to send to those of other requests.
+    /// Appends this request to `bytes`, which holds earlier requests of the same send.
     pub(super) fn append_to(&self, bytes: &mut Vec<u8>, sequence: u32, acknowledged: bool) -> Result<(), NetlinkError> {
         bytes.extend(self.checked_length()?.to_ne_bytes());
         bytes.extend(self.kind().to_ne_bytes());
@@ -146,7 +147,7 @@ impl Request {
         bytes.map(u16::from_ne_bytes).unwrap_or_default()
     }
 
-    /// The bytes after the message's header.
+    /// The bytes after the message header.
     #[must_use]
     pub fn payload(&self) -> &[u8] {
         self.bytes.get(HEADER_BYTES..).unwrap_or_default()
@@ -159,7 +160,7 @@ pub(super) struct Message<'a> {
     pub(super) kind: u16,
     flags: u16,
     pub(super) sequence: u32,
-    /// The socket whose request this message answers or reports.
+    /// The port of the socket whose request caused this message.
     pub(super) port: u32,
     pub(super) payload: &'a [u8],
 }
@@ -169,10 +170,10 @@ impl Message<'_> {
         self.flags & FLAG_DUMP_INTERRUPTED != 0
     }
 
-    /// Of an `NLMSG_ERROR`: what became of the request.
+    /// The result of the request that this `NLMSG_ERROR` answers.
     pub(super) fn error_status(&self) -> Result<Result<(), Refusal>, Malformed> {
         let code = self.status()?;
-        // The request follows, or its header alone.
+        // The whole request follows, or only its header.
         let repeated = match self.flags & FLAG_CAPPED {
             0 => self.payload.get(4..8).map(read_u32).transpose()?.unwrap_or_default(),
             _ => u32::try_from(HEADER_BYTES).unwrap_or_default(),
@@ -180,7 +181,8 @@ impl Message<'_> {
         Ok(self.outcome(code, 4 + align(usize::try_from(repeated).unwrap_or(usize::MAX - 8))))
     }
 
-    /// Of an `NLMSG_DONE`: dumps that failed half-way end with an error code in it.
+    /// The result of the dump that this `NLMSG_DONE` ends. The code is nonzero if the dump failed
+    /// part-way.
     pub(super) fn done_status(&self) -> Result<(), Refusal> {
         self.outcome(self.status().unwrap_or_default(), 4)
     }
@@ -207,13 +209,13 @@ impl Message<'_> {
     }
 }
 
-/// The messages in what was received. One that is cut short is an error, and the last.
+/// Splits received bytes into messages. A truncated message yields an error and ends the iteration.
 pub(super) fn messages(mut bytes: &[u8]) -> impl Iterator<Item = Result<Message<'_>, Malformed>> {
     std::iter::from_fn(move || {
         if bytes.is_empty() {
             return None;
         }
-        let message = split_message(&mut bytes).ok_or(Malformed("a message is cut short"));
+        let message = split_message(&mut bytes).ok_or(Malformed("a truncated message"));
         if message.is_err() {
             bytes = &[];
         }

@@ -1,4 +1,5 @@
-//! Netfilter's subsystems (`linux/netfilter/nfnetlink.h`): requests begin with `struct nfgenmsg`.
+//! Requests to netfilter subsystems (`linux/netfilter/nfnetlink.h`). They begin with `struct
+//! nfgenmsg`.
 
 use std::ops::ControlFlow;
 
@@ -7,7 +8,8 @@ use super::{Connection, Malformed, NetlinkError, Refusal, Request};
 /// Bytes of `struct nfgenmsg`.
 const HEADER_BYTES: usize = 4;
 
-/// A request of a subsystem, such as [`libc::NFNL_SUBSYS_IPSET`], with flags besides `NLM_F_REQUEST`. The family is `NFPROTO_IPV4` or its like.
+/// Begins a request to a subsystem such as [`libc::NFNL_SUBSYS_IPSET`], with flags in addition to
+/// `NLM_F_REQUEST`. `family` is an `NFPROTO_…` number such as `NFPROTO_IPV4`.
 #[must_use]
 pub fn request(subsystem: libc::c_int, command: u8, flags: u16, family: u8) -> Request {
     let kind = u16::try_from(subsystem).unwrap_or_default() << 8 | u16::from(command);
@@ -21,23 +23,25 @@ const BATCH_END: u16 = 17;
 /// `NFNL_BATCH_GENID`.
 const BATCH_GENERATION: u16 = 1;
 
-/// The message that opens or closes a transaction: it names the subsystem in network byte order.
+/// The message that opens or closes a transaction. It holds the subsystem in network byte order.
 fn batch_limit(kind: u16, subsystem: libc::c_int) -> Request {
     let [high, low] = u16::try_from(subsystem).unwrap_or_default().to_be_bytes();
     Request::new(kind, 0, &[0, 0, high, low])
 }
 
-/// Carries out requests of one subsystem as one transaction, in one send: all of them, or none.
-/// With a `generation`, the kernel refuses with `ERESTART` unless that is its current one.
+/// Executes requests of one subsystem as one transaction in one send. The kernel executes all of
+/// them or none. With a `generation`, the kernel rejects the transaction with `ERESTART` unless
+/// this is the current generation.
 ///
-/// Each refusal goes to `refused` with the request's index, or with none when the kernel refuses
-/// the transaction as a whole. If there is any refusal, nothing was done. The kernel checks the
-/// requests behind a refused one too, so there may be several; the first is the cause to look at.
-/// What the kernel finds at the end, when all requests were good, it reports for the first request.
+/// `refused` receives each rejection with the index of the request, or without an index if the
+/// kernel rejects the transaction as a whole. If there is any rejection, the kernel changed
+/// nothing. The kernel also checks the requests after a rejected one, so there may be several
+/// rejections. The first one shows the cause. Errors that the kernel detects only at the end of the
+/// transaction are reported for the first request.
 ///
 /// # Errors
-/// It is not known whether the transaction was carried out, unless a refusal was handed out: then
-/// it was not.
+/// If `refused` received a rejection, the kernel changed nothing. Otherwise it is unknown whether
+/// the kernel executed the transaction.
 pub fn transact(
     connection: &mut Connection,
     subsystem: libc::c_int,
@@ -58,19 +62,20 @@ pub fn transact(
     all.push(&begin);
     all.extend(requests);
     all.push(&end);
-    // Kernels before 6.10 acknowledge neither end of the transaction: the last request asks for it.
+    // Kernels before 6.10 acknowledge neither the begin nor the end message. The last request asks
+    // for the acknowledgement.
     let sent = connection.send_together(all.into_iter(), requests.len())?;
     connection.collect_refusals(&sent, |index, refusal| {
         refused(index.checked_sub(1), refusal);
-        // A transaction that is refused as a whole may have no other answer.
+        // The kernel may send no other answer when it rejects the transaction as a whole.
         if index == 0 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     })
 }
 
-/// The attributes of a message.
+/// The attributes of a message payload.
 ///
 /// # Errors
-/// It is cut short.
+/// The payload is truncated.
 pub fn attributes(payload: &[u8]) -> Result<&[u8], Malformed> {
     payload.get(HEADER_BYTES..).ok_or(Malformed("a netfilter message is shorter than its header"))
 }

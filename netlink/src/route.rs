@@ -1,6 +1,8 @@
-//! Links and addresses (`linux/rtnetlink.h`, `if_link.h`, `if_addr.h`): what a proxy needs to make a node take addresses for its own.
+//! Links and addresses (`linux/rtnetlink.h`, `if_link.h`, `if_addr.h`). A service proxy uses them
+//! to make Service addresses local to the node.
 //!
-//! An address costs the kernel more the more there are on the node, above all its removal in IPv6. The example `address_cost` measures it.
+//! The cost of an address grows with the number of addresses on the node, above all for removals in
+//! IPv6. The example `address_cost` measures it.
 
 mod wire;
 
@@ -8,17 +10,17 @@ use std::{fmt, net::IpAddr};
 
 use super::{Connection, Malformed, NetlinkError, Options, Refusal};
 
-/// A network, or an address with the length of its network.
+/// A network, or an address with its prefix length.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Prefix {
     /// The address.
     pub address: IpAddr,
-    /// Bits that name the network.
+    /// The prefix length in bits.
     pub length: u8,
 }
 
 impl Prefix {
-    /// One address alone: /32 or /128.
+    /// The prefix of a single address: /32 or /128.
     #[must_use]
     pub fn host(address: IpAddr) -> Self {
         Self { address, length: if address.is_ipv4() { 32 } else { 128 } }
@@ -34,44 +36,46 @@ impl fmt::Display for Prefix {
 /// A network interface.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Link {
-    /// Its number.
+    /// The interface index.
     pub index: u32,
-    /// Its name.
+    /// The interface name.
     pub name: String,
-    /// Its driver's kind, such as `dummy`; none for hardware and loopback.
+    /// The kind of a virtual device, such as `dummy`. None for hardware and loopback.
     pub kind: Option<String>,
-    /// `IFF_…` of `linux/if.h`.
+    /// The flags `IFF_…` of `linux/if.h`.
     pub flags: u32,
 }
 
 impl Link {
-    /// It has been set up.
+    /// Whether the link is set up (`IFF_UP`).
     #[must_use]
     pub fn is_up(&self) -> bool {
         self.flags & libc::IFF_UP.cast_unsigned() != 0
     }
 
-    /// It answers no ARP requests.
+    /// Whether the link answers no ARP requests (`IFF_NOARP`).
     #[must_use]
     pub fn is_without_arp(&self) -> bool {
         self.flags & libc::IFF_NOARP.cast_unsigned() != 0
     }
 }
 
-/// A change of addresses.
+/// One change of a link's addresses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Change {
-    /// The link gets an address that is not to be a source: of host scope in IPv4, deprecated from the beginning in IPv6, there without
-    /// duplicate address detection and prefix route; the kernel delivers to it a moment later. `EEXIST` if it has it.
+    /// Adds an address that the kernel does not select as a source address. An IPv4 address has
+    /// host scope. An IPv6 address is deprecated from the beginning, without duplicate address
+    /// detection and prefix route; the kernel accepts packets to it a moment later. Fails with
+    /// `EEXIST` if the link has the address.
     AddAddress {
-        /// The link's number.
+        /// The index of the link.
         link: u32,
         /// The address.
         address: Prefix,
     },
-    /// The link loses an address; `EADDRNOTAVAIL` if it has it not.
+    /// Removes an address. Fails with `EADDRNOTAVAIL` if the link does not have it.
     RemoveAddress {
-        /// The link's number.
+        /// The index of the link.
         link: u32,
         /// The address.
         address: Prefix,
@@ -85,31 +89,32 @@ pub struct Routing {
 }
 
 impl Routing {
-    /// Connects.
+    /// Opens a connection.
     ///
     /// # Errors
-    /// The system gives us no socket.
+    /// The kernel creates no socket.
     pub fn open() -> Result<Self, NetlinkError> {
         let options = Options { strict: true, ..Options::default() };
         Ok(Self { connection: Connection::open_with(libc::NETLINK_ROUTE, &options)? })
     }
 
-    /// The link of a name.
+    /// The link with a name, or none.
     ///
     /// # Errors
-    /// When the kernel does not tell.
+    /// The kernel does not answer.
     pub fn link(&mut self, name: &str) -> Result<Option<Link>, NetlinkError> {
-        let mut found = Err(Malformed("no answer describes the link"));
+        let mut found = Err(Malformed("an answer without the link"));
         match self.connection.ask(wire::get_link(name), |_, payload| found = wire::link(payload)) {
             Err(error) if error.refusal_code() == Some(libc::ENODEV) => Ok(None),
             result => result.and_then(|()| Ok(Some(found?))),
         }
     }
 
-    /// Makes a dummy device, down, which answers no ARP requests.
+    /// Creates a dummy device that answers no ARP requests. The device is down.
     ///
     /// # Errors
-    /// `EEXIST` when the name is taken, `EOPNOTSUPP` when the kernel has no dummy devices (module `dummy`).
+    /// `EEXIST` if the name is in use, `EOPNOTSUPP` if the kernel has no dummy devices (module
+    /// `dummy`).
     pub fn add_dummy(&mut self, name: &str) -> Result<(), NetlinkError> {
         self.connection.ask(wire::add_dummy(name), |_, _| {})
     }
@@ -117,7 +122,7 @@ impl Routing {
     /// Sets a link up or down.
     ///
     /// # Errors
-    /// `ENODEV` when there is none.
+    /// `ENODEV` if the link does not exist.
     pub fn set_up(&mut self, link: u32, up: bool) -> Result<(), NetlinkError> {
         self.connection.ask(wire::set_up(link, up), |_, _| {})
     }
@@ -125,15 +130,15 @@ impl Routing {
     /// Removes a link with its addresses and routes.
     ///
     /// # Errors
-    /// `ENODEV` when there is none.
+    /// `ENODEV` if the link does not exist.
     pub fn remove_link(&mut self, link: u32) -> Result<(), NetlinkError> {
         self.connection.ask(wire::remove_link(link), |_, _| {})
     }
 
-    /// All addresses of a link, of both families.
+    /// All IPv4 and IPv6 addresses of a link.
     ///
     /// # Errors
-    /// When the kernel does not list them, or interrupts each of several lists.
+    /// The kernel does not list them, or interrupts every attempt to list them.
     pub fn addresses(&mut self, link: u32) -> Result<Vec<Prefix>, NetlinkError> {
         let mut all = Vec::new();
         for family in [libc::AF_INET, libc::AF_INET6] {
@@ -143,10 +148,11 @@ impl Routing {
         Ok(all.into_iter().map(|(_, address)| address).collect())
     }
 
-    /// Makes changes, many in one send; each that the kernel refuses is given to `refused` by its index, the others are done.
+    /// Executes changes, many in one send. `refused` receives the index of each change that the
+    /// kernel rejects. The kernel executes the other changes.
     ///
     /// # Errors
-    /// What was done is not known, all or part of it.
+    /// The kernel may have executed none, some or all of the changes.
     pub fn change<'a>(
         &mut self,
         changes: impl IntoIterator<Item = &'a Change>,

@@ -1,4 +1,4 @@
-//! Requests and answers of rtnetlink as bytes.
+//! Encoding of rtnetlink requests and decoding of its answers.
 
 use std::net::IpAddr;
 
@@ -16,7 +16,7 @@ const LINK_HEADER_BYTES: usize = 16;
 
 /// `IFA_ADDRESS`.
 const ADDRESS: u16 = 1;
-/// `IFA_LOCAL`: this end's address, which differs from `IFA_ADDRESS` on point-to-point links.
+/// `IFA_LOCAL`: the local address. It differs from `IFA_ADDRESS` on point-to-point links.
 const ADDRESS_LOCAL: u16 = 2;
 /// `IFA_CACHEINFO`: lifetimes.
 const ADDRESS_LIFETIMES: u16 = 6;
@@ -111,7 +111,8 @@ pub(super) fn list_addresses(family: libc::c_int, link: u32) -> Request {
     Request::new(libc::RTM_GETADDR, FLAG_DUMP, &address_header(family_number(family), 0, 0, link))
 }
 
-/// The number of an address' link, and the address; none when it is of another family than IPv4 and IPv6.
+/// The link index and the address of an address message. None if the address is neither IPv4 nor
+/// IPv6.
 pub(super) fn address(payload: &[u8]) -> Result<Option<(u32, Prefix)>, Malformed> {
     let short = Malformed("an address without its header");
     let header = payload.get(..ADDRESS_HEADER_BYTES).ok_or(short)?;
@@ -127,8 +128,9 @@ pub(super) fn address(payload: &[u8]) -> Result<Option<(u32, Prefix)>, Malformed
     Ok(local.or(other).map(|address| (link, Prefix { address, length: header[1] })))
 }
 
-/// `struct ifa_cacheinfo`: preferred for no time, valid for ever. IPv6 knows no host scope; this keeps the kernel from choosing the
-/// address as a source (RFC 6724, rule 3).
+/// A `struct ifa_cacheinfo` with a preferred lifetime of 0 and an unlimited valid lifetime. IPv6
+/// has no host scope. A deprecated address keeps the kernel from selecting it as a source address
+/// (RFC 6724, rule 3).
 fn never_a_source() -> [u8; 16] {
     let mut lifetimes = [0; 16];
     lifetimes[4..8].copy_from_slice(&u32::MAX.to_ne_bytes());
