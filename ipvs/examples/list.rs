@@ -1,4 +1,5 @@
-//! Prints the virtual services and destinations of this network namespace, as `ipvsadm -Sn` does; thresholds besides.
+//! Prints the virtual services and destinations of this network namespace like `ipvsadm -Sn`, and
+//! adds the thresholds.
 
 use ipvs_netlink::{
     DestinationEntry, Family, Forwarding, Ipvs, IpvsError, Netmask, Protocol, Service, ServiceId, TunnelKind,

@@ -1,31 +1,33 @@
-//! Changes, and what their refusals mean.
+//! Changes of virtual services and destinations, and explanations of the kernel's errors.
 
 use std::net::SocketAddr;
 
 use crate::{Destination, Refusal, Service, ServiceId};
 
-/// A change of what is programmed.
+/// One change of the kernel's IPVS configuration.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Command {
-    /// Makes a virtual service. Refused when it exists.
+    /// Creates a virtual service. The kernel rejects it if the service exists.
     AddService(Service),
-    /// Gives a virtual service another scheduler, persistence and flags. Its destinations and connections stay.
+    /// Changes the scheduler, persistence and flags of a virtual service. Its destinations and
+    /// connections are kept.
     SetService(Service),
-    /// Removes a virtual service with its destinations.
+    /// Removes a virtual service and its destinations.
     RemoveService(ServiceId),
-    /// Sets a virtual service's counters, and those of its destinations, to zero.
+    /// Sets the counters of a virtual service and of its destinations to zero.
     ZeroService(ServiceId),
-    /// Makes a destination of a virtual service. Refused when it exists.
+    /// Adds a destination to a virtual service. The kernel rejects it if the destination exists.
     AddDestination(ServiceId, Destination),
-    /// Gives a destination another weight, forwarding method and thresholds. Its connections stay.
+    /// Changes the weight, forwarding method and thresholds of a destination. Its connections are
+    /// kept.
     SetDestination(ServiceId, Destination),
-    /// Removes a destination. Its connections are dropped with their next packet, or stay if the kernel's `expire_nodest_conn` is 0 and the destination
-    /// comes back.
+    /// Removes a destination. The kernel drops each of its connections at the next packet. If
+    /// `expire_nodest_conn` is 0 and the destination is added again, its connections continue.
     RemoveDestination(ServiceId, SocketAddr),
 }
 
 impl Command {
-    /// The virtual service that it is about.
+    /// The virtual service that the command changes.
     #[must_use]
     pub fn service(&self) -> ServiceId {
         match self {
@@ -38,7 +40,8 @@ impl Command {
         }
     }
 
-    /// What a refusal of this command means, with the object that it is about.
+    /// Describes a rejection of this command in words, with the object of the command and the
+    /// reason.
     #[must_use]
     pub fn explain(&self, refusal: &Refusal) -> String {
         let reason = self.reason(refusal.code).map_or_else(|| refusal.to_string(), str::to_owned);
@@ -55,7 +58,7 @@ impl Command {
         }
     }
 
-    /// What the kernel's error numbers stand for (`net/netfilter/ipvs/ip_vs_ctl.c`).
+    /// The meaning of the kernel's error numbers (`net/netfilter/ipvs/ip_vs_ctl.c`).
     fn reason(&self, code: i32) -> Option<&'static str> {
         Some(match (self, code) {
             (_, libc::ESRCH) => "there is no such virtual service",
@@ -63,8 +66,8 @@ impl Command {
             (Self::AddService(_) | Self::SetService(_), libc::ENOENT) => {
                 "the kernel has neither this scheduler nor a module ip_vs_NAME for it"
             }
-            (Self::AddService(_), libc::EEXIST) => "it exists",
-            (Self::AddDestination(..), libc::EEXIST) => "it exists",
+            (Self::AddService(_), libc::EEXIST) => "it already exists",
+            (Self::AddDestination(..), libc::EEXIST) => "it already exists",
             (Self::SetDestination(..) | Self::RemoveDestination(..), libc::ENOENT) => "there is no such destination",
             (Self::AddDestination(..), libc::EINVAL) => "to this node it is no unicast address (see ip route get)",
             (Self::AddDestination(..) | Self::SetDestination(..), libc::ERANGE) => {

@@ -18,26 +18,26 @@ const FAMILY: &str = "IPVS";
 /// `IPVS_GENL_VERSION`.
 const FAMILY_VERSION: u8 = 1;
 
-/// Why nothing is known, or nothing done.
+/// Why a request to IPVS failed.
 #[derive(Debug, thiserror::Error)]
 pub enum IpvsError {
-    /// The kernel has no IPVS, and found no module for it.
+    /// The kernel has no IPVS and found no module for it.
     #[error("this kernel has no IPVS: load the module ip_vs (modprobe ip_vs)")]
     Missing,
-    /// The kernel cannot be reached, or refuses a question.
+    /// The kernel cannot be reached, or rejects a query.
     #[error("IPVS: {0}")]
     Netlink(#[from] NetlinkError),
-    /// An answer is none.
+    /// The kernel's answer has an unexpected format.
     #[error("IPVS: the kernel's answer is malformed: {0}")]
     Malformed(#[from] Malformed),
 }
 
-/// A command that the kernel refuses. The others of its batch are done.
+/// A command that the kernel rejected. The kernel executed the other commands of the batch.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Refused {
-    /// Which of the commands.
+    /// The index of the command in the batch.
     pub index: usize,
-    /// Why; [`Command::explain`] says it in words.
+    /// The kernel's answer. [`Command::explain`] describes it in words.
     pub refusal: Refusal,
 }
 
@@ -49,10 +49,10 @@ pub struct Ipvs {
 }
 
 impl Ipvs {
-    /// Connects.
+    /// Opens a connection.
     ///
     /// # Errors
-    /// [`IpvsError::Missing`] when the kernel has no IPVS.
+    /// [`IpvsError::Missing`] if the kernel has no IPVS.
     pub fn open() -> Result<Self, IpvsError> {
         let mut connection = Connection::open(libc::NETLINK_GENERIC)?;
         match generic::Family::find(&mut connection, FAMILY, FAMILY_VERSION) {
@@ -65,39 +65,40 @@ impl Ipvs {
     /// The version of IPVS and the size of its connection table.
     ///
     /// # Errors
-    /// When the kernel does not tell.
+    /// The kernel does not answer.
     pub fn info(&mut self) -> Result<Info, IpvsError> {
         self.ask(wire::get_info(self.family), wire::info)
     }
 
-    /// How long connections live without packets.
+    /// The idle timeouts of connections.
     ///
     /// # Errors
-    /// When the kernel does not tell.
+    /// The kernel does not answer.
     pub fn timeouts(&mut self) -> Result<Timeouts, IpvsError> {
         self.ask(wire::get_timeouts(self.family), wire::timeouts)
     }
 
-    /// Sets how long connections live without packets. Zero leaves a timeout as it is.
+    /// Sets the idle timeouts of connections. Zero keeps the current value.
     ///
     /// # Errors
-    /// When the kernel refuses: some timeout is longer than it can count.
+    /// The kernel rejects a timeout that is longer than it can count.
     pub fn set_timeouts(&mut self, timeouts: &Timeouts) -> Result<(), IpvsError> {
         Ok(self.connection.ask(wire::set_timeouts(self.family, timeouts), |_, _| {})?)
     }
 
-    /// All virtual services. What changes meanwhile may be missing, or listed twice.
+    /// Lists all virtual services. Services that change during the list may be missing or listed
+    /// twice.
     ///
     /// # Errors
-    /// When the kernel does not list them. Try again when [`NetlinkError::is_transient`].
+    /// The kernel does not list them. Retry if [`NetlinkError::is_transient`].
     pub fn services(&mut self) -> Result<Vec<ServiceEntry>, IpvsError> {
         self.list(&wire::list_services(self.family), wire::service)
     }
 
-    /// A virtual service; none when it does not exist.
+    /// One virtual service. None if it does not exist.
     ///
     /// # Errors
-    /// When the kernel does not tell.
+    /// The kernel does not answer.
     pub fn service(&mut self, id: ServiceId) -> Result<Option<ServiceEntry>, IpvsError> {
         match self.ask(wire::get_service(self.family, id), wire::service) {
             Err(IpvsError::Netlink(error)) if error.refusal_code() == Some(libc::ESRCH) => Ok(None),
@@ -105,19 +106,20 @@ impl Ipvs {
         }
     }
 
-    /// All destinations of a virtual service, those of weight 0 included; empty when there is no such service.
+    /// Lists all destinations of a virtual service, including those of weight 0. The list is empty
+    /// if the service does not exist.
     ///
     /// # Errors
-    /// When the kernel does not list them. Try again when [`NetlinkError::is_transient`].
+    /// The kernel does not list them. Retry if [`NetlinkError::is_transient`].
     pub fn destinations(&mut self, id: ServiceId) -> Result<Vec<DestinationEntry>, IpvsError> {
         self.list(&wire::list_destinations(self.family, id), |payload| wire::destination(payload, id.family()))
     }
 
-    /// Carries out commands in their order, many in one send. Each stands for itself: those that the kernel refuses are returned, in their order, the
-    /// others are done.
+    /// Executes commands in order, many in one send. Each command is independent: the result lists,
+    /// in order, the commands that the kernel rejected, and the kernel executed all others.
     ///
     /// # Errors
-    /// What was done is not known, all or part of it.
+    /// The kernel may have executed none, some or all of the commands.
     pub fn execute<'a>(&mut self, commands: impl IntoIterator<Item = &'a Command>) -> Result<Vec<Refused>, IpvsError> {
         let mut all_refused = Vec::new();
         let family = self.family;
@@ -126,10 +128,10 @@ impl Ipvs {
         Ok(all_refused)
     }
 
-    /// Removes every virtual service of the namespace, whoever made it.
+    /// Removes every virtual service of the network namespace, including those of other programs.
     ///
     /// # Errors
-    /// When the kernel refuses.
+    /// The kernel rejects the request.
     pub fn flush(&mut self) -> Result<(), IpvsError> {
         Ok(self.connection.ask(wire::flush(self.family), |_, _| {})?)
     }

@@ -1,4 +1,4 @@
-//! Virtual services and destinations as the kernel knows them (`linux/ip_vs.h`).
+//! Virtual services and destinations as IPVS represents them (`linux/ip_vs.h`).
 
 use std::{
     fmt,
@@ -15,14 +15,14 @@ pub enum Family {
 }
 
 impl Family {
-    /// An address' family.
+    /// The family of an address.
     #[must_use]
     pub fn of(address: IpAddr) -> Self {
         if address.is_ipv4() { Self::V4 } else { Self::V6 }
     }
 }
 
-/// A transport protocol. The kernel's IPVS takes TCP, UDP and SCTP.
+/// A transport protocol. IPVS supports TCP, UDP and SCTP.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Protocol {
     /// `IPPROTO_TCP`.
@@ -31,21 +31,23 @@ pub enum Protocol {
     Udp,
     /// `IPPROTO_SCTP`.
     Sctp,
-    /// Any other, by its number.
+    /// Another protocol, by its number.
     Other(u16),
 }
 
-/// What names a virtual service. The protocol [`Protocol::Other`] never stands for one of the others when it comes from the kernel.
+/// The key of a virtual service. A key from the kernel never uses [`Protocol::Other`] for TCP, UDP
+/// or SCTP.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum ServiceId {
-    /// An address and a port of a protocol. Port 0 is every port that has no service of its own, for services with persistence.
+    /// A protocol, an address and a port. With persistence, port 0 matches every port of the
+    /// address that has no service of its own.
     Address {
         /// The protocol.
         protocol: Protocol,
         /// The address and port that clients send to.
         address: SocketAddr,
     },
-    /// All packets of a family with a firewall mark.
+    /// All packets of a family that carry a firewall mark.
     FirewallMark {
         /// The family.
         family: Family,
@@ -55,13 +57,13 @@ pub enum ServiceId {
 }
 
 impl ServiceId {
-    /// A service by its address and port.
+    /// The key of a service with an address and a port.
     #[must_use]
     pub fn new(protocol: Protocol, address: SocketAddr) -> Self {
         Self::Address { protocol, address }
     }
 
-    /// The family of its clients.
+    /// The address family of the clients.
     #[must_use]
     pub fn family(&self) -> Family {
         match self {
@@ -89,17 +91,17 @@ impl fmt::Display for ServiceId {
     }
 }
 
-/// Which clients persistence takes for one.
+/// The set of client addresses that persistence treats as one client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Netmask {
-    /// A mask of IPv4 addresses.
+    /// An IPv4 netmask.
     V4(Ipv4Addr),
-    /// The length of a prefix of IPv6 addresses, 1 to 128.
+    /// An IPv6 prefix length, 1 to 128.
     V6(u32),
 }
 
 impl Netmask {
-    /// Each address is a client of its own.
+    /// The mask that treats each address as a separate client.
     #[must_use]
     pub fn host(family: Family) -> Self {
         match family {
@@ -109,40 +111,42 @@ impl Netmask {
     }
 }
 
-/// A client's connections go to the same destination as its last ones (`IP_VS_SVC_F_PERSISTENT`).
+/// Persistence: new connections of a client use the same destination as its earlier ones
+/// (`IP_VS_SVC_F_PERSISTENT`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Persistence {
-    /// For how long after the last of them has ended, in seconds.
+    /// How long persistence lasts after the client's last connection has ended, in seconds.
     pub timeout_seconds: u32,
-    /// Whom to take for the same client. Of the service's family.
+    /// The mask that groups client addresses into one client. Its family is that of the service.
     pub netmask: Netmask,
 }
 
-/// Flags whose meaning is the scheduler's (`IP_VS_SVC_F_SCHED1` to `3`).
+/// Flags whose meaning depends on the scheduler (`IP_VS_SVC_F_SCHED1` to `3`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct SchedulerFlags {
-    /// sh, mh: another destination if the chosen one has weight 0 or is overloaded (`sh-fallback`, `mh-fallback`).
+    /// sh, mh: use another destination if the selected one has weight 0 or is overloaded
+    /// (`sh-fallback`, `mh-fallback`).
     pub fallback: bool,
-    /// sh, mh: the client's port takes part in the choice (`sh-port`, `mh-port`).
+    /// sh, mh: include the client's port in the hash (`sh-port`, `mh-port`).
     pub port: bool,
-    /// The third, which no scheduler of the kernel uses.
+    /// The third flag. No scheduler of the kernel uses it.
     pub third: bool,
 }
 
 /// A virtual service.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Service {
-    /// What names it.
+    /// The key of the service.
     pub id: ServiceId,
-    /// The scheduler's name, such as `rr`, of at most 15 bytes; `none` stands for no scheduler.
+    /// The name of the scheduler, such as `rr`, at most 15 bytes. `none` selects no scheduler.
     pub scheduler: String,
     /// Persistence, if any.
     pub persistence: Option<Persistence>,
-    /// UDP: every packet is scheduled by itself (`IP_VS_SVC_F_ONEPACKET`).
+    /// UDP: schedule every packet independently (`IP_VS_SVC_F_ONEPACKET`).
     pub one_packet: bool,
-    /// Flags for the scheduler.
+    /// Flags of the scheduler.
     pub scheduler_flags: SchedulerFlags,
-    /// What tells clients apart above addresses, such as `sip`.
+    /// The persistence engine that identifies clients by application data, such as `sip`.
     pub persistence_engine: Option<String>,
 }
 
@@ -160,7 +164,7 @@ impl Service {
         }
     }
 
-    /// The same service with persistence for single client addresses.
+    /// Adds persistence that treats each client address as a separate client.
     #[must_use]
     pub fn persistent(mut self, timeout_seconds: u32) -> Self {
         self.persistence = Some(Persistence { timeout_seconds, netmask: Netmask::host(self.id.family()) });
@@ -168,19 +172,20 @@ impl Service {
     }
 }
 
-/// How packets get to a destination (`IP_VS_CONN_F_FWD_MASK`).
+/// How IPVS forwards packets to a destination (`IP_VS_CONN_F_FWD_MASK`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub enum Forwarding {
     /// By address translation (`IP_VS_CONN_F_MASQ`).
     #[default]
     Masquerade,
-    /// The destination is this node (`IP_VS_CONN_F_LOCALNODE`). The kernel sets this by itself.
+    /// The destination is this node (`IP_VS_CONN_F_LOCALNODE`). The kernel selects this method
+    /// itself.
     Local,
-    /// In a tunnel (`IP_VS_CONN_F_TUNNEL`).
+    /// Through a tunnel (`IP_VS_CONN_F_TUNNEL`).
     Tunnel,
-    /// Unchanged, to the destination's link address (`IP_VS_CONN_F_DROUTE`).
+    /// Unchanged, to the destination's link-layer address (`IP_VS_CONN_F_DROUTE`).
     Direct,
-    /// Any other, by its number.
+    /// Another method, by its number.
     Other(u32),
 }
 
@@ -194,40 +199,43 @@ pub enum TunnelKind {
     Gue,
     /// Generic routing encapsulation.
     Gre,
-    /// Any other, by its number.
+    /// Another encapsulation, by its number.
     Other(u8),
 }
 
-/// The tunnel to a destination; of no effect with another forwarding method.
+/// The tunnel to a destination. Other forwarding methods ignore it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct Tunnel {
     /// The encapsulation.
     pub kind: TunnelKind,
-    /// The destination's port for it ([`TunnelKind::Gue`]).
+    /// The port of the encapsulation at the destination ([`TunnelKind::Gue`]).
     pub port: u16,
-    /// `IP_VS_TUNNEL_ENCAP_FLAG_…`: 1 with a checksum, 2 with remote checksum.
+    /// The flags `IP_VS_TUNNEL_ENCAP_FLAG_…`: 1 for a checksum, 2 for a remote checksum.
     pub flags: u16,
 }
 
 /// A destination (real server) of a virtual service.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Destination {
-    /// Its address and port, which are its name within the service. Of another family than the service's only in tunnels.
+    /// Address and port, which are the key within the service. The family differs from the
+    /// service's only in tunnels.
     pub address: SocketAddr,
-    /// How packets get there.
+    /// The forwarding method.
     pub forwarding: Forwarding,
-    /// Its share of new connections, up to 2³¹ − 1; with 0 it gets none, and keeps those it has.
+    /// The relative share of new connections, at most 2³¹ − 1. A destination of weight 0 gets no
+    /// new connections and keeps existing ones.
     pub weight: u32,
-    /// It gets no new connections while it has this many or more; 0 is no limit.
+    /// The number of connections at which the destination stops getting new ones. 0 means no limit.
     pub upper_threshold: u32,
-    /// After that, it gets new ones when it has fewer than this many; 0 is three quarters of the upper threshold.
+    /// After the upper threshold was reached, the destination gets new connections again when it
+    /// has fewer than this many. 0 means three quarters of the upper threshold.
     pub lower_threshold: u32,
-    /// The tunnel, with [`Forwarding::Tunnel`].
+    /// The tunnel that [`Forwarding::Tunnel`] uses.
     pub tunnel: Tunnel,
 }
 
 impl Destination {
-    /// A destination of weight 1 by address translation, without thresholds.
+    /// A destination of weight 1 with masquerading and without thresholds.
     #[must_use]
     pub fn new(address: SocketAddr) -> Self {
         Self {
@@ -240,7 +248,7 @@ impl Destination {
         }
     }
 
-    /// The same destination with another weight.
+    /// Sets the weight.
     #[must_use]
     pub fn weighing(mut self, weight: u32) -> Self {
         self.weight = weight;
@@ -248,8 +256,10 @@ impl Destination {
     }
 }
 
-/// Counters since the object was made or zeroed, and estimated rates of the last seconds. The kernel sums them up every two seconds
-/// (`net/netfilter/ipvs/ip_vs_est.c`), unlike the numbers of connections of a [`DestinationEntry`].
+/// Counters since the object was created or its counters were zeroed, and estimated rates over the
+/// last seconds. The kernel updates these numbers every two seconds
+/// (`net/netfilter/ipvs/ip_vs_est.c`). The connection numbers of a [`DestinationEntry`] are always
+/// current.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Statistics {
     /// Connections scheduled.
@@ -262,62 +272,64 @@ pub struct Statistics {
     pub incoming_bytes: u64,
     /// Bytes to clients.
     pub outgoing_bytes: u64,
-    /// Connections a second.
+    /// Connections per second.
     pub connections_per_second: u64,
-    /// Packets from clients a second.
+    /// Packets from clients per second.
     pub incoming_packets_per_second: u64,
-    /// Packets to clients a second.
+    /// Packets to clients per second.
     pub outgoing_packets_per_second: u64,
-    /// Bytes from clients a second.
+    /// Bytes from clients per second.
     pub incoming_bytes_per_second: u64,
-    /// Bytes to clients a second.
+    /// Bytes to clients per second.
     pub outgoing_bytes_per_second: u64,
 }
 
-/// A virtual service in a list.
+/// A virtual service as the kernel lists it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ServiceEntry {
-    /// What was programmed.
+    /// The configuration.
     pub service: Service,
-    /// The kernel has it in its table (`IP_VS_SVC_F_HASHED`), as every service is once it was made.
+    /// Whether the service is in the kernel's table (`IP_VS_SVC_F_HASHED`). This is true for every
+    /// created service.
     pub hashed: bool,
-    /// Flags that are none of the above, as they came.
+    /// Flags that [`Service`] does not represent.
     pub other_flags: u32,
-    /// Its counters.
+    /// The counters of the service.
     pub statistics: Statistics,
 }
 
-/// A destination in a list.
+/// A destination as the kernel lists it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DestinationEntry {
-    /// What was programmed.
+    /// The configuration.
     pub destination: Destination,
-    /// Connections that are established.
+    /// Established connections.
     pub active_connections: u32,
-    /// Connections in all other states: those that end, and all of UDP.
+    /// Connections in all other states: closing TCP connections and all UDP connections.
     pub inactive_connections: u32,
-    /// Clients that persistence keeps here.
+    /// Persistence entries that point to this destination.
     pub persistent_connections: u32,
-    /// Its counters.
+    /// The counters of the destination.
     pub statistics: Statistics,
 }
 
-/// How long connections live without packets, in seconds.
+/// Idle timeouts of connections, in seconds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Timeouts {
-    /// TCP, established.
+    /// Timeout of established TCP connections.
     pub tcp_seconds: u32,
-    /// TCP, after a FIN.
+    /// Timeout of TCP connections after a FIN.
     pub tcp_fin_seconds: u32,
-    /// UDP.
+    /// Timeout of UDP connections.
     pub udp_seconds: u32,
 }
 
-/// About the kernel's IPVS.
+/// Properties of the kernel's IPVS.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Info {
-    /// The version: major, minor and patch from the third byte down.
+    /// The version: the third-lowest byte is the major, the second-lowest the minor, and the lowest
+    /// the patch version.
     pub version: u32,
-    /// Buckets of the connection table.
+    /// The number of buckets in the connection table.
     pub connection_table_size: u32,
 }

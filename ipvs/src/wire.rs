@@ -1,7 +1,8 @@
-//! Requests and answers as bytes. Attribute numbers are those of `linux/ip_vs.h`, layouts those of `net/netfilter/ipvs/ip_vs_ctl.c`.
+//! Encoding of requests. Attribute numbers are those of `linux/ip_vs.h`, layouts those of
+//! `net/netfilter/ipvs/ip_vs_ctl.c`.
 //!
-//! Ports and the netmask of IPv4 are big-endian, all other numbers in the machine's byte order. Addresses are 16 bytes in either family, of which
-//! IPv4 uses the first four (`union nf_inet_addr`).
+//! Ports and IPv4 netmasks are big-endian. All other numbers are in the machine's byte order.
+//! Addresses take 16 bytes in both families; IPv4 uses the first four (`union nf_inet_addr`).
 
 mod decode;
 #[cfg(test)]
@@ -175,7 +176,7 @@ fn inet_addr(address: IpAddr) -> [u8; 16] {
     }
 }
 
-/// What names a service, in a nested attribute that `fill` completes.
+/// Adds the nested attribute of a service with its key. `fill` adds the other attributes inside it.
 fn put_service(request: Request, id: ServiceId, fill: impl FnOnce(Request) -> Request) -> Request {
     request.nested(top::SERVICE, |service| {
         let service = service.attribute(svc::AF, &id.family().number().to_ne_bytes());
@@ -191,7 +192,8 @@ fn put_service(request: Request, id: ServiceId, fill: impl FnOnce(Request) -> Re
 
 fn put_whole_service(request: Request, service: &Service) -> Request {
     let flags = service_flags(service).to_ne_bytes();
-    // Of `struct ip_vs_flags` the second half says which flags are meant. HASHED is the kernel's own.
+    // The second half of `struct ip_vs_flags` is the mask of flags to set. The kernel controls
+    // HASHED itself.
     let mask = (!flag::HASHED).to_ne_bytes();
     let (timeout_seconds, netmask) = match service.persistence {
         Some(persistence) => (persistence.timeout_seconds, persistence.netmask),
@@ -245,7 +247,7 @@ fn put_destination(request: Request, destination: &Destination) -> Request {
     })
 }
 
-/// The request of a command.
+/// The request for a command.
 pub(crate) fn command(family: generic::Family, command: &Command) -> Request {
     let about = |number: u8, id: ServiceId| put_service(family.request(number, 0), id, |service| service);
     match command {

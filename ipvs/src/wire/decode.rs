@@ -1,4 +1,5 @@
-//! What the kernel answers. Attributes that are not known are passed over; what is cut short, or lacks what names it, is an error.
+//! Decoding of the kernel's answers. Unknown attributes are ignored. A truncated message, or one
+//! without the key of its object, is an error.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
@@ -24,7 +25,7 @@ fn family(number: u16) -> Result<Family, Malformed> {
         .ok_or(Malformed("an address family that is neither IPv4 nor IPv6"))
 }
 
-/// An address of `union nf_inet_addr`, or of its family's own length.
+/// Reads an address as `union nf_inet_addr`, or in the length of its family.
 fn address(family: Family, value: &[u8]) -> Result<IpAddr, Malformed> {
     let wrong = Malformed("an address of another length than its family's");
     match family {
@@ -37,7 +38,7 @@ fn address(family: Family, value: &[u8]) -> Result<IpAddr, Malformed> {
     }
 }
 
-/// The nested attribute of a message that says all.
+/// The nested attribute of a message that holds all other attributes.
 fn nested<'a>(payload: &'a [u8], kind: u16, missing: &'static str) -> Result<&'a [u8], Malformed> {
     for attribute in checked_attributes(generic::split(payload)?.1) {
         let (found, value) = attribute?;
@@ -48,7 +49,7 @@ fn nested<'a>(payload: &'a [u8], kind: u16, missing: &'static str) -> Result<&'a
     Err(Malformed(missing))
 }
 
-/// A service of a list, or the answer to a question.
+/// Reads a virtual service from a list or a single answer.
 pub(crate) fn service(payload: &[u8]) -> Result<ServiceEntry, Malformed> {
     let (mut of, mut protocol, mut ip, mut port, mut mark) = (None, None, None, None, None);
     let (mut scheduler, mut engine) = (None, None);
@@ -64,8 +65,8 @@ pub(crate) fn service(payload: &[u8]) -> Result<ServiceEntry, Malformed> {
             svc::FWMARK => mark = Some(read_u32(value)?),
             svc::SCHED_NAME => scheduler = Some(read_text(value)?.to_owned()),
             svc::PE_NAME => engine = Some(read_text(value)?.to_owned()),
-            // The second half says which flags are meant: all of them.
-            svc::FLAGS => flags = read_u32(value.get(..4).ok_or(Malformed("flags that are cut short"))?)?,
+            // The second half is the mask of valid flags. It covers all flags.
+            svc::FLAGS => flags = read_u32(value.get(..4).ok_or(Malformed("truncated flags"))?)?,
             svc::TIMEOUT => timeout_seconds = read_u32(value)?,
             svc::NETMASK => netmask = Some(value),
             svc::STATS => statistics = Some(value),
@@ -121,7 +122,7 @@ fn read_netmask(family: Family, value: &[u8]) -> Result<Netmask, Malformed> {
     })
 }
 
-/// A destination of a list. Kernels before 3.18 do not say its family, which is the service's then.
+/// Reads a destination of a list. Kernels before 3.18 omit its family, which is then the service's.
 pub(crate) fn destination(payload: &[u8], service: Family) -> Result<DestinationEntry, Malformed> {
     let (mut of, mut ip, mut port, mut forwarding) = (None, None, None, None);
     let (mut statistics, mut statistics64) = (None, None);
@@ -160,7 +161,7 @@ pub(crate) fn destination(payload: &[u8], service: Family) -> Result<Destination
     })
 }
 
-/// Counters of `IPVS_STATS_ATTR_…`, 64 bits or, in the older attribute, mostly 32.
+/// Reads `IPVS_STATS_ATTR_…`: 64-bit counters, or mostly 32-bit ones in the older attribute.
 fn read_statistics(value: Option<&[u8]>) -> Result<Statistics, Malformed> {
     let mut statistics = Statistics::default();
     for attribute in checked_attributes(value.unwrap_or_default()) {
@@ -183,7 +184,7 @@ fn read_statistics(value: Option<&[u8]>) -> Result<Statistics, Malformed> {
     Ok(statistics)
 }
 
-/// The answer to a question for timeouts.
+/// Reads the answer to a query for timeouts.
 pub(crate) fn timeouts(payload: &[u8]) -> Result<Timeouts, Malformed> {
     let mut timeouts = Timeouts::default();
     for attribute in checked_attributes(generic::split(payload)?.1) {
@@ -197,7 +198,7 @@ pub(crate) fn timeouts(payload: &[u8]) -> Result<Timeouts, Malformed> {
     Ok(timeouts)
 }
 
-/// The answer to a question for IPVS itself.
+/// Reads the answer to a query for the properties of IPVS.
 pub(crate) fn info(payload: &[u8]) -> Result<Info, Malformed> {
     let (mut version, mut size) = (None, None);
     for attribute in checked_attributes(generic::split(payload)?.1) {

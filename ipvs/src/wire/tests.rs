@@ -23,7 +23,7 @@ fn encoded(of: &Command) -> String {
     hex(command(FAMILY, of).payload())
 }
 
-/// The numbers in headers and most values are in the machine's byte order.
+/// Numbers in headers and most values are in the machine's byte order.
 #[cfg(target_endian = "little")]
 mod golden {
     use super::*;
@@ -138,7 +138,7 @@ fn counters_of_64_bits_win_and_rates_are_read() {
 fn connections_and_unknown_attributes() {
     let bytes = answer(|all| {
         all.nested(top::DEST, |all| {
-            // No family, as in kernels before 3.18.
+            // No family, as from kernels before 3.18.
             all.attribute(dest::ADDR, &[10, 0, 0, 1])
                 .attribute(dest::PORT, &80_u16.to_be_bytes())
                 .attribute(dest::FWD_METHOD, &9_u32.to_ne_bytes())
