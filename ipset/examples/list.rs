@@ -1,4 +1,4 @@
-//! Prints the sets of this network namespace and their entries, as `ipset save` does.
+//! Prints the sets of this network namespace and their entries like `ipset save`.
 
 use ipset_netlink::{Family, Header, IpSetError, IpSets, SetType};
 

@@ -11,51 +11,52 @@ use std::collections::HashMap;
 
 use headgate_netlink::{Connection, Request};
 
-/// `IPSET_PROTOCOL`: the version that is spoken where the kernel knows it. What is used of it is the same in 6.
+/// `IPSET_PROTOCOL`: the protocol version that this crate uses if the kernel supports it. Version 6
+/// is the same for the requests used here.
 const PROTOCOL: u8 = 7;
 /// `IPSET_PROTOCOL_MIN`.
 const PROTOCOL_MIN: u8 = 6;
 
-/// Why nothing is known, or nothing done.
+/// Why a request failed.
 #[derive(Debug, thiserror::Error)]
 pub enum IpSetError {
-    /// The kernel has no IP sets, and found no module for them.
+    /// The kernel has no IP sets and found no module for them.
     #[error("this kernel has no IP sets: load the module ip_set (modprobe ip_set)")]
     Missing,
-    /// The kernel has no such type, and found no module for it.
+    /// The kernel does not have this set type and found no module for it.
     #[error("this kernel has no sets of the type {0}: load its module (modprobe ip_set_{module})", module = module(*.0))]
     MissingType(SetType),
-    /// The kernel's type is too old for comments.
-    #[error("the kernel's sets of the type {set_type} are of revision {revision}, and have no comments")]
+    /// The kernel's revision of the set type is too old for comments.
+    #[error("the kernel has revision {revision} of the set type {set_type}, which does not support comments")]
     NoComments {
-        /// The type.
+        /// The set type.
         set_type: SetType,
-        /// The kernel's newest revision of it.
+        /// The newest revision of the type in this kernel.
         revision: u8,
     },
-    /// No protocol version is common.
-    #[error("the kernel speaks ipset's protocol {0} to {1}, not {PROTOCOL_MIN} to {PROTOCOL}")]
+    /// The kernel and this crate have no protocol version in common.
+    #[error("the kernel supports ipset protocol versions {0} to {1}, but {PROTOCOL_MIN} to {PROTOCOL} are needed")]
     Protocol(u8, u8),
-    /// The kernel refuses.
+    /// The kernel rejects the request.
     #[error("{action}: {reason}")]
     Refused {
-        /// What was to be done, with the set's name.
+        /// The rejected action, with the name of the set.
         action: String,
-        /// Why not.
+        /// The reason for the rejection.
         reason: String,
-        /// The kernel's number: one of `errno`, or of ipset's own above 4095.
+        /// The kernel's error number: an `errno` value, or ipset's own number above 4095.
         code: i32,
     },
     /// The kernel cannot be reached.
     #[error("ipset: {0}")]
     Netlink(#[from] NetlinkError),
-    /// An answer is none.
+    /// The kernel's answer has an unexpected format.
     #[error("ipset: the kernel's answer is malformed: {0}")]
     Malformed(#[from] Malformed),
 }
 
 impl IpSetError {
-    /// The kernel's number, when it was the kernel that refused.
+    /// The kernel's error number, if the kernel rejected the request.
     #[must_use]
     pub fn refusal_code(&self) -> Option<i32> {
         match self {
@@ -71,12 +72,12 @@ fn module(set_type: SetType) -> String {
     format!("{kind}_{}", rest.replace(',', ""))
 }
 
-/// A change that the kernel refuses. The others of its batch are done.
+/// A change that the kernel rejected. The kernel executed the other changes of the batch.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Refused {
-    /// Which of the changes.
+    /// The index of the change in the batch.
     pub index: usize,
-    /// Why; [`Change::explain`] says it in words.
+    /// The kernel's answer. [`Change::explain`] describes it in words.
     pub refusal: Refusal,
 }
 
@@ -89,18 +90,19 @@ pub struct IpSets {
 }
 
 impl IpSets {
-    /// Connects and agrees on the protocol's version.
+    /// Opens a connection and negotiates the protocol version.
     ///
     /// # Errors
-    /// [`IpSetError::Missing`] when the kernel has no IP sets, [`IpSetError::Protocol`] when it speaks other versions.
+    /// [`IpSetError::Missing`] if the kernel has no IP sets, [`IpSetError::Protocol`] if it
+    /// supports no version that this crate supports.
     pub fn open() -> Result<Self, IpSetError> {
         let mut connection = Connection::open(libc::NETLINK_NETFILTER)?;
-        let mut versions = Err(Malformed("no version of the protocol"));
+        let mut versions = Err(Malformed("an answer without protocol versions"));
         let asked = connection.ask(wire::get_protocol(PROTOCOL), |_, payload| {
             versions = wire::protocol_versions(payload);
         });
         match asked {
-            // What netfilter says when a subsystem is not there.
+            // Netfilter answers EINVAL if the subsystem does not exist.
             Err(error) if error.refusal_code() == Some(libc::EINVAL) => return Err(IpSetError::Missing),
             result => result?,
         }
@@ -111,17 +113,17 @@ impl IpSets {
         Ok(Self { connection, protocol: most.min(PROTOCOL), revisions: HashMap::new() })
     }
 
-    /// The revision of a type that sets are made in. Asked for once.
+    /// The revision in which new sets of a type are created. The kernel is asked once per type.
     ///
     /// # Errors
-    /// [`IpSetError::MissingType`] when the kernel has no such type.
+    /// [`IpSetError::MissingType`] if the kernel does not have the type.
     pub fn revision(&mut self, set_type: SetType, family: Family) -> Result<u8, IpSetError> {
         if let Some(revision) = self.revisions.get(&(set_type, family)) {
             return Ok(*revision);
         }
         /// `IPSET_ERR_FIND_TYPE`.
         const FIND_TYPE: i32 = 4098;
-        let mut versions = Err(Malformed("no revision of the set type"));
+        let mut versions = Err(Malformed("an answer without revisions of the set type"));
         let request = wire::get_type(self.protocol, set_type, family);
         let asked = self.connection.ask(request, |_, payload| versions = wire::revisions(payload));
         match asked {
@@ -134,10 +136,10 @@ impl IpSets {
         Ok(revision)
     }
 
-    /// Makes an empty set.
+    /// Creates an empty set.
     ///
     /// # Errors
-    /// [`IpSetError::Refused`] with `EEXIST` when there is a set of that name, whatever its type.
+    /// [`IpSetError::Refused`] with `EEXIST` if a set of any type has this name.
     pub fn create(&mut self, wanted: &Specification) -> Result<(), IpSetError> {
         let set_type = wanted.set_type;
         let revision = self.revision(set_type, wanted.family)?;
@@ -148,10 +150,10 @@ impl IpSets {
         self.ask(request, || format!("making the set {} of type {set_type}", wanted.name), Some(set_type))
     }
 
-    /// Removes a set with its entries.
+    /// Destroys a set with its entries.
     ///
     /// # Errors
-    /// [`IpSetError::Refused`] when a rule uses it, or with `ENOENT` when there is none.
+    /// [`IpSetError::Refused`] if a rule uses the set, or with `ENOENT` if it does not exist.
     pub fn destroy(&mut self, set: &str) -> Result<(), IpSetError> {
         self.ask(wire::destroy(self.protocol, set), || format!("destroying the set {set}"), None)
     }
@@ -159,24 +161,26 @@ impl IpSets {
     /// Removes all entries of a set.
     ///
     /// # Errors
-    /// [`IpSetError::Refused`] with `ENOENT` when there is no such set.
+    /// [`IpSetError::Refused`] with `ENOENT` if the set does not exist.
     pub fn flush(&mut self, set: &str) -> Result<(), IpSetError> {
-        self.ask(wire::flush(self.protocol, set), || format!("emptying the set {set}"), None)
+        self.ask(wire::flush(self.protocol, set), || format!("flushing the set {set}"), None)
     }
 
-    /// Exchanges what two sets of the same type and family hold, at once: rules that use one see the other's entries from then on.
+    /// Atomically swaps the contents of two sets of the same type and family. Rules that use one of
+    /// the sets then match the entries of the other.
     ///
     /// # Errors
-    /// [`IpSetError::Refused`] when there is no such set, or they are of different types or families.
+    /// [`IpSetError::Refused`] if a set does not exist, or if types or families differ.
     pub fn swap(&mut self, set: &str, with: &str) -> Result<(), IpSetError> {
         self.ask(wire::swap(self.protocol, set, with), || format!("swapping the sets {set} and {with}"), None)
     }
 
-    /// Carries out changes of entries in their order, many in one send. Each stands for itself: those that the kernel refuses are returned, in their order, the
-    /// others are done.
+    /// Executes changes of entries in order, many in one send. Each change is independent: the
+    /// result lists, in order, the changes that the kernel rejected, and the kernel executed all
+    /// others.
     ///
     /// # Errors
-    /// What was done is not known, all or part of it.
+    /// The kernel may have executed none, some or all of the changes.
     pub fn execute<'a>(&mut self, changes: impl IntoIterator<Item = &'a Change>) -> Result<Vec<Refused>, IpSetError> {
         let mut all_refused = Vec::new();
         let protocol = self.protocol;
@@ -185,35 +189,36 @@ impl IpSets {
         Ok(all_refused)
     }
 
-    /// What the kernel says of each set of the namespace.
+    /// Lists the headers of all sets of the network namespace.
     ///
     /// # Errors
-    /// When the kernel does not list them. Try again when [`NetlinkError::is_transient`].
+    /// The kernel does not list them. Retry if [`NetlinkError::is_transient`].
     pub fn headers(&mut self) -> Result<Vec<Header>, IpSetError> {
         let sets = self.read(&wire::list(self.protocol, None, false))?;
         Ok(sets.into_iter().map(|set| set.header).collect())
     }
 
-    /// What the kernel says of a set; none when there is no set of that name.
+    /// The header of a set. None if no set has this name.
     ///
     /// # Errors
-    /// When the kernel does not list it. Try again when [`NetlinkError::is_transient`].
+    /// The kernel does not list it. Retry if [`NetlinkError::is_transient`].
     pub fn header(&mut self, name: &str) -> Result<Option<Header>, IpSetError> {
         Ok(self.read_one(name, false)?.map(|set| set.header))
     }
 
-    /// All sets of the namespace with their entries. Those of types that are not in [`SetType`] come without.
+    /// Lists all sets of the network namespace with their entries. Sets of types outside
+    /// [`SetType`] are listed without entries.
     ///
     /// # Errors
-    /// When the kernel does not list them. Try again when [`NetlinkError::is_transient`].
+    /// The kernel does not list them. Retry if [`NetlinkError::is_transient`].
     pub fn list(&mut self) -> Result<Vec<Set>, IpSetError> {
         self.read(&wire::list(self.protocol, None, true))
     }
 
-    /// A set with its entries; none when there is no set of that name.
+    /// A set with its entries. None if no set has this name.
     ///
     /// # Errors
-    /// When the kernel does not list it. Try again when [`NetlinkError::is_transient`].
+    /// The kernel does not list it. Retry if [`NetlinkError::is_transient`].
     pub fn set(&mut self, name: &str) -> Result<Option<Set>, IpSetError> {
         self.read_one(name, true)
     }
@@ -246,13 +251,13 @@ impl IpSets {
     }
 }
 
-/// Adds a message of a list to what was read before it.
+/// Merges one message of a list into the sets read so far.
 fn add(sets: &mut Vec<Set>, mut part: wire::Part) -> Result<(), Malformed> {
     if let Some(header) = part.header.take() {
         sets.push(Set { header, entries: Vec::new() });
     }
     let set = sets.last_mut().filter(|set| set.header.name == part.name);
-    let set = set.ok_or(Malformed("a set that goes on without a beginning"))?;
+    let set = set.ok_or(Malformed("a set without its first message"))?;
     if let Some(set_type) = SetType::of_name(&set.header.type_name) {
         set.entries.extend(part.entries(set_type)?);
     }

@@ -1,4 +1,4 @@
-//! Sets and their entries as the kernel knows them (`linux/netfilter/ipset/ip_set.h`).
+//! Sets and their entries as the kernel represents them (`linux/netfilter/ipset/ip_set.h`).
 
 use std::{fmt, net::IpAddr};
 
@@ -11,7 +11,7 @@ pub enum Family {
     V6,
 }
 
-/// As the `ipset` program writes it.
+/// Formats the family like the `ipset` program.
 impl fmt::Display for Family {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
@@ -21,7 +21,7 @@ impl fmt::Display for Family {
     }
 }
 
-/// What the entries of a set consist of.
+/// The type of a set, which determines the fields of its entries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum SetType {
     /// `hash:ip`
@@ -39,11 +39,11 @@ pub enum SetType {
 }
 
 impl SetType {
-    /// All of them.
+    /// All supported types.
     pub const ALL: [Self; 6] =
         [Self::HashIp, Self::HashNet, Self::HashIpPort, Self::HashIpPortIp, Self::HashIpPortNet, Self::BitmapPort];
 
-    /// The kernel's name of the type.
+    /// The kernel's name for the type.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -56,14 +56,15 @@ impl SetType {
         }
     }
 
-    /// The type of a name.
+    /// The type with a name. None if this crate does not support it.
     #[must_use]
     pub fn of_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|set_type| set_type.name() == name)
     }
 
-    /// The newest revision that is of use here: comments, counters and forced additions (Linux 3.18). Newer ones only bring options that are not
-    /// offered, and sets of them cannot be listed by older `ipset` programs.
+    /// The newest revision that this crate needs: it has comments, counters and forced additions
+    /// (Linux 3.18). Newer revisions add only options that this crate does not offer, and older
+    /// `ipset` programs cannot list sets of newer revisions.
     pub(crate) fn wanted_revision(self) -> u8 {
         match self {
             Self::HashIp => 4,
@@ -74,7 +75,7 @@ impl SetType {
         }
     }
 
-    /// The first revision with comments.
+    /// The first revision that supports comments.
     pub(crate) fn comment_revision(self) -> u8 {
         match self {
             Self::HashIp | Self::BitmapPort => 2,
@@ -100,31 +101,33 @@ pub enum Protocol {
     Udp,
     /// SCTP.
     Sctp,
-    /// Any other, by its number.
+    /// Another protocol, by its number.
     Other(u8),
 }
 
-/// What to make.
+/// The properties of a set to create.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Specification {
     /// The name, at most 31 bytes.
     pub name: String,
-    /// The type.
+    /// The type of the set.
     pub set_type: SetType,
-    /// The family of its addresses. Of no meaning for `bitmap:port`.
+    /// The family of the addresses. `bitmap:port` ignores it.
     pub family: Family,
-    /// Hash types: buckets to begin with, rounded up to a power of two; the kernel's own choice (1,024) if none.
+    /// Hash types: the initial number of buckets, rounded up to a power of two. None uses the
+    /// kernel's default (1,024).
     pub hash_size: Option<u32>,
-    /// Hash types: most entries; the kernel's own choice (65,536) if none. Since Linux 5.6 sets of many buckets take somewhat more.
+    /// Hash types: the maximum number of entries. None uses the kernel's default (65,536). Since
+    /// Linux 5.6 sets with many buckets accept somewhat more.
     pub max_elements: Option<u32>,
-    /// Bitmap types: first and last port.
+    /// Bitmap types: the first and the last port.
     pub port_range: (u16, u16),
-    /// Entries may have comments.
+    /// Whether entries may have comments.
     pub comments: bool,
 }
 
 impl Specification {
-    /// A set without comments, of the kernel's sizes, or of all ports.
+    /// A set without comments and with the kernel's default sizes. A port bitmap covers all ports.
     #[must_use]
     pub fn new(name: impl Into<String>, set_type: SetType, family: Family) -> Self {
         Self {
@@ -138,14 +141,14 @@ impl Specification {
         }
     }
 
-    /// The same with room for comments.
+    /// Enables comments.
     #[must_use]
     pub fn with_comments(mut self) -> Self {
         self.comments = true;
         self
     }
 
-    /// The same with sizes of its hash.
+    /// Sets the sizes of the hash.
     #[must_use]
     pub fn with_sizes(mut self, hash_size: u32, max_elements: u32) -> Self {
         self.hash_size = Some(hash_size);
@@ -154,20 +157,21 @@ impl Specification {
     }
 }
 
-/// What an entry consists of; has to fit the set's type and family.
+/// The fields of an entry. They must match the type and the family of the set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Element {
-    /// Of `hash:ip`.
+    /// An entry of `hash:ip`.
     Ip(IpAddr),
-    /// Of `hash:net`: the network and the length of its prefix, 1 at least.
+    /// An entry of `hash:net`: network and prefix length, at least 1.
     Net(IpAddr, u8),
-    /// Of `hash:ip,port`.
+    /// An entry of `hash:ip,port`.
     IpPort(IpAddr, Protocol, u16),
-    /// Of `hash:ip,port,ip`.
+    /// An entry of `hash:ip,port,ip`.
     IpPortIp(IpAddr, Protocol, u16, IpAddr),
-    /// Of `hash:ip,port,net`: at last the network and the length of its prefix, 1 at least.
+    /// An entry of `hash:ip,port,net`. The last two fields are the network and its prefix length,
+    /// at least 1.
     IpPortNet(IpAddr, Protocol, u16, IpAddr, u8),
-    /// Of `bitmap:port`.
+    /// An entry of `bitmap:port`.
     Port(u16),
 }
 
@@ -182,7 +186,7 @@ impl fmt::Display for Protocol {
     }
 }
 
-/// As the `ipset` program writes it.
+/// Formats the entry like the `ipset` program.
 impl fmt::Display for Element {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -203,11 +207,12 @@ impl fmt::Display for Element {
 /// An entry of a set.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Entry {
-    /// What it consists of.
+    /// The fields that the set matches.
     pub element: Element,
-    /// A comment of at most 255 bytes, if the set has room for comments.
+    /// A comment of at most 255 bytes. The set must support comments.
     pub comment: Option<String>,
-    /// What it consists of does not match, though an entry with a larger network may. Only types with networks have this.
+    /// The entry is an exception: addresses in it do not match, although a larger network in the
+    /// set contains them. Only types with networks support this.
     pub nomatch: bool,
 }
 
@@ -224,14 +229,14 @@ impl Entry {
         Self::new(Element::IpPort(ip, protocol, port))
     }
 
-    /// The same as an exception, see [`Entry::nomatch`].
+    /// Turns the entry into an exception, see [`Entry::nomatch`].
     #[must_use]
     pub fn excepted(mut self) -> Self {
         self.nomatch = true;
         self
     }
 
-    /// The same with a comment.
+    /// Sets the comment.
     #[must_use]
     pub fn with_comment(mut self, comment: impl Into<String>) -> Self {
         self.comment = Some(comment.into());
@@ -239,44 +244,48 @@ impl Entry {
     }
 }
 
-/// What the kernel says of a set.
+/// The properties of a set as the kernel lists them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Header {
     /// The name.
     pub name: String,
-    /// The type's name, which may be another than those of [`SetType`].
+    /// The name of the type. It may be a type outside [`SetType`].
     pub type_name: String,
-    /// The family; none for sets without addresses.
+    /// The address family. None for sets without addresses.
     pub family: Option<Family>,
     /// The revision of the type.
     pub revision: u8,
-    /// Hash types: buckets.
+    /// Hash types: the number of buckets.
     pub hash_size: Option<u32>,
-    /// Hash types: most entries.
+    /// Hash types: the maximum number of entries.
     pub max_elements: Option<u32>,
-    /// Bitmap types: first and last port.
+    /// Bitmap types: the first and the last port.
     pub port_range: Option<(u16, u16)>,
-    /// There is room for comments.
+    /// Whether entries may have comments.
     pub comments: bool,
-    /// An option decides which entries it holds besides what is added and deleted: a time-out, a mask over addresses, or that it makes room by
-    /// itself when it is full (`timeout`, `netmask`, `bitmask`, `forceadd`). Sets that this crate makes have none.
+    /// An option changes the entries of the set: entries expire (`timeout`), addresses are masked
+    /// (`netmask`, `bitmask`), or a full set evicts entries (`forceadd`). Sets that this crate
+    /// creates have none of these options.
     pub changes_entries: bool,
-    /// Rules and other sets that use it; it cannot be destroyed while there are any.
+    /// The number of rules and other sets that use this set. The kernel destroys a set only if this
+    /// is 0.
     pub references: u32,
-    /// Entries, where the kernel says it (Linux 4.9).
+    /// The number of entries, if the kernel reports it (Linux 4.9).
     pub elements: Option<u32>,
 }
 
 impl Header {
-    /// It can be swapped with the set that is asked for, and may hold the same entries: type and family are the same.
+    /// Whether type and family are the same, so that the set can be swapped with the wanted one and
+    /// can hold the same entries.
     #[must_use]
     pub fn is_of_type(&self, wanted: &Specification) -> bool {
         let is_bitmap = wanted.set_type == SetType::BitmapPort;
         self.type_name == wanted.set_type.name() && (is_bitmap || self.family == Some(wanted.family))
     }
 
-    /// The set is what was asked for: swapping is not needed. Sizes of hashes that were not asked for may be anything, and hashes may have grown. Options that
-    /// leave entries as they are, such as counters, may be there.
+    /// Whether the set already has the wanted properties, so that no swap is needed. Hash sizes are
+    /// compared only if they were specified, and hashes may have grown. Options that do not affect
+    /// entries, such as counters, are ignored.
     #[must_use]
     pub fn fits(&self, wanted: &Specification) -> bool {
         let is_bitmap = wanted.set_type == SetType::BitmapPort;
@@ -288,21 +297,21 @@ impl Header {
     }
 }
 
-/// A set in a list.
+/// A set as the kernel lists it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Set {
-    /// About the set.
+    /// The properties of the set.
     pub header: Header,
-    /// What is in it; empty for types that are not in [`SetType`].
+    /// The entries. Empty for types outside [`SetType`].
     pub entries: Vec<Entry>,
 }
 
 /// A change of a set's entries.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Change {
-    /// Adds an entry; one that is there gets the new comment.
+    /// Adds an entry. If the entry exists, its comment is replaced.
     Add(String, Entry),
-    /// Deletes an entry; one that is not there is no error.
+    /// Deletes an entry. A missing entry is no error.
     Delete(String, Element),
 }
 

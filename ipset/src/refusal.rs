@@ -1,24 +1,25 @@
-//! What the kernel's error numbers mean: ipset has its own above 4095 (`linux/netfilter/ipset/ip_set.h`, `ip_set_hash.h`, `ip_set_bitmap.h`).
+//! The meaning of the kernel's error numbers. ipset has its own numbers above 4095
+//! (`linux/netfilter/ipset/ip_set.h`, `ip_set_hash.h`, `ip_set_bitmap.h`).
 
 use headgate_netlink::Refusal;
 
 use crate::{Change, SetType};
 
-/// `IPSET_ERR_PRIVATE`: those of all types follow.
+/// `IPSET_ERR_PRIVATE`: the first error number shared by all set types.
 const PRIVATE: i32 = 4096;
-/// `IPSET_ERR_TYPE_SPECIFIC`: those of a type follow.
+/// `IPSET_ERR_TYPE_SPECIFIC`: the first error number specific to a set type.
 const TYPE_SPECIFIC: i32 = 4352;
 
-/// Names of `enum ipset_errno`, from [`PRIVATE`] on.
+/// Texts for `enum ipset_errno`, starting at [`PRIVATE`].
 const NAMES: [&str; 19] = [
     "an error of ipset",
-    "the entry is not of the set's family or type, or the kernel speaks another version of the protocol",
+    "the family or type of the entry differs from the set's, or the kernel uses another protocol version",
     "the kernel has no such set type: its module is missing",
-    "there are as many sets as the kernel has room for",
+    "the kernel has no room for another set",
     "the set is in use by a rule or a list, or being listed",
-    "the second set's name is taken",
+    "the name of the second set is in use",
     "the sets are of types that cannot be swapped",
-    "the entry is there already, or is not there",
+    "the entry already exists, or does not exist",
     "the prefix length is out of range",
     "the netmask is out of range",
     "the family does not fit the set type",
@@ -32,24 +33,25 @@ const NAMES: [&str; 19] = [
     "the set has no socket buffer marks",
 ];
 
-/// `IPSET_ERR_HASH_FULL` and what follows.
+/// Texts for the numbers from `IPSET_ERR_HASH_FULL` on.
 const OF_HASHES: [&str; 6] = [
     "the set is full: it holds as many entries as it may (maxelem)",
     "the entry is null: an address or a prefix length of zero",
-    "the protocol has no ports, or is not known",
+    "the protocol has no ports, or is unknown",
     "a protocol is missing",
     "ranges are not supported",
     "the range is out of range",
 ];
 
-/// `IPSET_ERR_BITMAP_RANGE` and what follows.
+/// Texts for the numbers from `IPSET_ERR_BITMAP_RANGE` on.
 const OF_BITMAPS: [&str; 2] = ["the entry is out of the set's range", "the range is larger than the type allows"];
 
 fn numbered(code: i32, first: i32, names: &[&'static str]) -> Option<&'static str> {
     names.get(usize::try_from(code.checked_sub(first)?).ok()?).copied()
 }
 
-/// A refusal in words. The type of the set decides what its own numbers mean; without it, both are said.
+/// Describes a rejection in words. Type-specific numbers depend on `set_type`; without it, the text
+/// names both meanings.
 pub(crate) fn reason(refusal: &Refusal, set_type: Option<SetType>) -> String {
     let code = refusal.code;
     let general = match code {
@@ -75,7 +77,7 @@ pub(crate) fn reason(refusal: &Refusal, set_type: Option<SetType>) -> String {
 }
 
 impl Change {
-    /// What a refusal of this change means, with the set and the entry that it is about.
+    /// Describes a rejection of this change in words, with the set and the entry.
     #[must_use]
     pub fn explain(&self, refusal: &Refusal) -> String {
         match self {

@@ -1,4 +1,5 @@
-//! Requests and answers as bytes. Numbers in attributes are big-endian, and those longer than a byte say so in their type.
+//! Encoding of requests. Numbers in attributes are big-endian. The types of attributes longer than
+//! a byte carry `NLA_F_NET_BYTEORDER`.
 
 mod decode;
 #[cfg(test)]
@@ -25,7 +26,7 @@ mod commands {
     pub(super) const TYPE: u8 = 13;
 }
 
-/// `IPSET_ATTR_…` at the level of commands.
+/// `IPSET_ATTR_…` of commands.
 mod top {
     pub(super) const PROTOCOL: u16 = 1;
     pub(super) const SETNAME: u16 = 2;
@@ -53,7 +54,7 @@ mod data {
     pub(super) const MAXELEM: u16 = 19;
     pub(super) const REFERENCES: u16 = 25;
     pub(super) const ELEMENTS: u16 = 24;
-    /// In headers; in entries this number is [`IP2`].
+    /// In set headers. In entries this number is [`IP2`].
     pub(super) const NETMASK: u16 = 20;
     pub(super) const IP2: u16 = 20;
     pub(super) const CIDR2: u16 = 21;
@@ -110,7 +111,8 @@ fn request(command: u8, flags: u16, protocol: u8) -> Request {
     netfilter::request(libc::NFNL_SUBSYS_IPSET, command, flags, IPV4).attribute(top::PROTOCOL, &[protocol])
 }
 
-/// About a set. Without `NLM_F_EXCL`, adding what is there and deleting or destroying what is not there is no error.
+/// Begins a request for a set. Without `NLM_F_EXCL` the kernel reports no error when it adds an
+/// existing entry, or deletes or destroys a missing object.
 fn about(command: u8, flags: u16, protocol: u8, set: &str) -> Request {
     request(command, flags, protocol).text(top::SETNAME, set)
 }
@@ -130,19 +132,19 @@ fn put_ip(request: Request, kind: u16, address: IpAddr) -> Request {
     })
 }
 
-/// Asks for the kernel's protocol versions.
+/// A query for the kernel's protocol versions.
 pub(crate) fn get_protocol(ours: u8) -> Request {
     request(commands::PROTOCOL, 0, ours)
 }
 
-/// Asks for a type's revisions.
+/// A query for the revisions of a type.
 pub(crate) fn get_type(protocol: u8, set_type: SetType, family: Family) -> Request {
     request(commands::TYPE, 0, protocol)
         .text(top::TYPENAME, set_type.name())
         .attribute(top::FAMILY, &[family_number(set_type, family)])
 }
 
-/// Makes a set; refused when there is one of that name.
+/// The request to create a set. The kernel rejects it if a set has this name.
 pub(crate) fn create(protocol: u8, revision: u8, of: &Specification) -> Request {
     about(commands::CREATE, FLAG_CREATE | FLAG_EXCLUSIVE, protocol, &of.name)
         .text(top::TYPENAME, of.set_type.name())
@@ -177,7 +179,7 @@ pub(crate) fn swap(protocol: u8, set: &str, with: &str) -> Request {
     about(commands::SWAP, 0, protocol, set).text(top::SETNAME2, with)
 }
 
-/// Asks for a set or all of them, with or without entries.
+/// A query for one set or all sets, with or without entries.
 pub(crate) fn list(protocol: u8, set: Option<&str>, entries: bool) -> Request {
     let request = request(commands::LIST, FLAG_DUMP, protocol);
     let request = match set {
@@ -187,7 +189,7 @@ pub(crate) fn list(protocol: u8, set: Option<&str>, entries: bool) -> Request {
     if entries { request } else { put_u32(request, top::FLAGS, LIST_HEADER) }
 }
 
-/// The request of a change.
+/// The request for a change.
 pub(crate) fn change(protocol: u8, change: &Change) -> Request {
     let (command, set, element, comment, nomatch) = match change {
         Change::Add(set, entry) => (commands::ADD, set, &entry.element, entry.comment.as_deref(), entry.nomatch),

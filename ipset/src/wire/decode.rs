@@ -1,4 +1,5 @@
-//! What the kernel answers. Attributes that are not known are passed over; what is cut short, or lacks what it consists of, is an error.
+//! Decoding of the kernel's answers. Unknown attributes are ignored. A truncated message, or one
+//! without a required attribute, is an error.
 
 use std::net::IpAddr;
 
@@ -7,15 +8,15 @@ use headgate_netlink::{Malformed, checked_attributes, netfilter, read_be16, read
 use super::{IPADDR_V4, IPADDR_V6, IPV4, IPV6, NOMATCH, WITH_COMMENT, WITH_FORCEADD, data, top};
 use crate::{Element, Entry, Family, Header, Protocol, SetType};
 
-/// Least and greatest number of a range of versions.
+/// The lowest and the highest supported version.
 type Versions = (u8, u8);
 
-/// The kernel's protocol versions. Kernels before 4.20 know one.
+/// Reads the kernel's protocol versions. Kernels before 4.20 report a single one.
 pub(crate) fn protocol_versions(payload: &[u8]) -> Result<Versions, Malformed> {
     versions(payload, top::PROTOCOL, "no version of the protocol")
 }
 
-/// The revisions of a type.
+/// Reads the revisions of a type.
 pub(crate) fn revisions(payload: &[u8]) -> Result<Versions, Malformed> {
     versions(payload, top::REVISION, "no revision of the set type")
 }
@@ -34,7 +35,8 @@ fn versions(payload: &[u8], greatest: u16, missing: &'static str) -> Result<Vers
     Ok((least.unwrap_or(most), most))
 }
 
-/// A message of a list: a set's beginning has its header, and the set goes on in messages without.
+/// One message of a list. The first message of a set has the header; further messages of the same
+/// set have none.
 #[derive(Debug)]
 pub(crate) struct Part {
     pub(crate) name: String,
@@ -43,7 +45,7 @@ pub(crate) struct Part {
 }
 
 impl Part {
-    /// The entries, by the type that the header said.
+    /// Decodes the entries by the set type of the header.
     pub(crate) fn entries(&self, set_type: SetType) -> Result<Vec<Entry>, Malformed> {
         let mut found = Vec::new();
         for attribute in checked_attributes(&self.entries) {
@@ -55,7 +57,7 @@ impl Part {
     }
 }
 
-/// Reads a message of a list.
+/// Reads one message of a list.
 pub(crate) fn read_part(payload: &[u8]) -> Result<Part, Malformed> {
     let (mut name, mut type_name, mut family, mut revision) = (None, None, 0, None);
     let (mut header_data, mut entries) = (&[][..], Vec::new());
@@ -158,7 +160,7 @@ fn entry(set_type: SetType, bytes: &[u8]) -> Result<Entry, Malformed> {
         SetType::HashIpPortIp => Element::IpPortIp(first()?, protocol()?, port()?, second()?),
         SetType::HashIpPortNet => {
             let net = second()?;
-            // The kernel says nothing where it is the whole address.
+            // The kernel omits the prefix length of a single address.
             let length = length.unwrap_or(if net.is_ipv4() { 32 } else { 128 });
             Element::IpPortNet(first()?, protocol()?, port()?, net, length)
         }

@@ -8,7 +8,7 @@ fn hex(bytes: &[u8]) -> String {
     bytes.chunks(4).map(|word| word.iter().map(|byte| format!("{byte:02x}")).collect::<String>() + " ").collect()
 }
 
-/// Types and lengths of attributes are in the machine's byte order.
+/// Attribute types and lengths are in the machine's byte order.
 #[cfg(target_endian = "little")]
 #[test]
 fn requests_are_what_the_kernel_takes() {
