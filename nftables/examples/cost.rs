@@ -1,7 +1,7 @@
-//! Measures transactions: swaps of one element of a map, and loads of a whole map, beside `nft -f`
-//! where it is installed. It works in a table of its own, in the network namespace that it is
-//! started in, for example `ip netns exec NAME target/release/examples/cost`; at the end it deletes
-//! the table.
+//! Measures transactions: the replacement of one map element and the load of a whole map, compared
+//! with `nft -f` if it is installed. It creates a table of its own in the current network namespace
+//! and deletes it at the end. Run it in a separate namespace, for example `ip netns exec NAME
+//! target/release/examples/cost`.
 
 use std::{
     io::Write as _,
@@ -83,7 +83,7 @@ fn timed(work: impl FnOnce()) -> Duration {
     start.elapsed()
 }
 
-/// The same by the `nft` program; none if it is not installed.
+/// Measures the same changes with the `nft` program. None if it is not installed.
 fn program(table: &TableName) -> Option<(Duration, Duration)> {
     let line = |index: u32, port: u16| {
         let address = std::net::Ipv4Addr::from(0x0a00_0000 + index);

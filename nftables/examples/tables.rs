@@ -1,4 +1,5 @@
-//! Prints all tables of this network namespace with what is in them, in this crate's words.
+//! Prints all tables of this network namespace and their contents in the representation of this
+//! crate.
 
 use nftables_netlink::{Kernel as _, Nftables, NftablesError, comment_of};
 

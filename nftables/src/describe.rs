@@ -1,4 +1,4 @@
-//! Changes and refusals in words.
+//! Descriptions of requests and of the kernel's errors in words.
 
 use headgate_netlink::{Refusal, Request};
 
@@ -7,11 +7,11 @@ use crate::{
     wire::{self, CREATE, decode, message},
 };
 
-/// What a request was for.
+/// Describes a request. If `offset_bytes` lies within an element, the text names that element.
 pub(crate) fn request(request: &Request, offset_bytes: Option<u32>) -> String {
     let payload = request.payload();
     let text = describe(request, payload, offset_bytes);
-    // Only what this crate encoded comes here, so that the text is there.
+    // The payload decodes, because this crate encoded it.
     text.unwrap_or_else(|_| format!("message of type {}", request.kind()))
 }
 
@@ -78,17 +78,17 @@ fn key(element: &Element) -> String {
     }
 }
 
-/// Why the kernel refuses, in its own words or in those of its error number.
+/// The reason for a rejection: the kernel's own text, or the meaning of its error number.
 pub(crate) fn reason(refusal: &Refusal) -> String {
     let text = match refusal.code {
         libc::ERESTART => "the generation changed meanwhile: read the state anew".into(),
-        libc::EMLINK | libc::ELOOP => "jumps form a loop, or lead deeper than 16 chains".into(),
+        libc::EMLINK | libc::ELOOP => "jumps form a loop, or are nested more than 16 chains deep".into(),
         libc::ENFILE => "the set is full".into(),
-        libc::EBUSY => "it is in use, or there is one with other properties".into(),
+        libc::EBUSY => "it is in use, or exists with other properties".into(),
         libc::EEXIST => "there is one already".into(),
         libc::ENOENT => "it, or what it refers to, does not exist".into(),
         libc::EPERM => "another socket owns the table, or the capability CAP_NET_ADMIN is missing".into(),
-        libc::EOPNOTSUPP => "the kernel does not support this, or not in this chain".into(),
+        libc::EOPNOTSUPP => "the kernel does not support this at all, or not in this chain".into(),
         _ => refusal.to_io_error().to_string(),
     };
     match &refusal.message {

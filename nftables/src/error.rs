@@ -1,27 +1,27 @@
-//! What can go wrong.
+//! Errors of nftables requests.
 
 use headgate_netlink::{Malformed, NetlinkError, Refusal};
 
-/// Why nothing is known, or nothing done.
+/// Why a request failed.
 #[derive(Debug, thiserror::Error)]
 pub enum NftablesError {
-    /// The kernel has no nf_tables, and found no module for it.
+    /// The kernel has no nf_tables and found no module for it.
     #[error("this kernel has no nftables: load the module nf_tables (modprobe nf_tables)")]
     Missing,
-    /// The kernel refuses a transaction. Nothing of it was done.
+    /// The kernel rejected a transaction and executed none of it.
     #[error("{}", .0.first().map_or_else(String::new, ToString::to_string))]
     Refused(Vec<Fault>),
-    /// The kernel cannot be reached, or refuses a question. Of a transaction it is not known
-    /// whether it was carried out.
+    /// The kernel cannot be reached, or rejects a query. If this is the result of a transaction, it
+    /// is unknown whether the kernel executed it.
     #[error("nftables: {0}")]
     Netlink(#[from] NetlinkError),
-    /// An answer is none.
+    /// The kernel's answer has an unexpected format.
     #[error("nftables: the kernel's answer is malformed: {0}")]
     Malformed(#[from] Malformed),
 }
 
 impl NftablesError {
-    /// The kernel's first error number, when it was the kernel that refused.
+    /// The kernel's first error number, if the kernel rejected the request.
     #[must_use]
     pub fn refusal_code(&self) -> Option<i32> {
         match self {
@@ -31,32 +31,36 @@ impl NftablesError {
         }
     }
 
-    /// The transaction was for a generation that has passed ([`crate::Nftables::commit_at`]).
+    /// Whether the kernel rejected the transaction because its generation is no longer current
+    /// ([`crate::Nftables::commit_at`]).
     #[must_use]
     pub fn is_of_past_generation(&self) -> bool {
         matches!(self, Self::Refused(_)) && self.refusal_code() == Some(libc::ERESTART)
     }
 
-    /// The same request may succeed at once: answers were lost, or changes came between.
+    /// Whether a retry of the same request may succeed at once, because answers were lost or
+    /// another change interfered.
     #[must_use]
     pub fn is_transient(&self) -> bool {
         matches!(self, Self::Netlink(error) if error.is_transient())
     }
 }
 
-/// A change that the kernel refuses.
+/// A change that the kernel rejects.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{what}: {reason}")]
 pub struct Fault {
-    /// The message of the transaction, counted from 0; none for the transaction as a whole. A
-    /// change is one message, save long lists of elements. What the kernel finds at the end of a
-    /// transaction, such as an anonymous set that no rule uses, it reports for the first message.
+    /// The index of the message in the transaction, from 0. None if the kernel rejects the
+    /// transaction as a whole. Each change is one message, except that long lists of elements span
+    /// several. The kernel reports errors that it detects at the end of a transaction, such as an
+    /// anonymous set that no rule uses, for the first message.
     pub message: Option<usize>,
-    /// The element in the message, where the kernel names it (extended acknowledgements).
+    /// The index of the element in the message, if the kernel reports it (extended
+    /// acknowledgements).
     pub element: Option<usize>,
-    /// The change in words.
+    /// A description of the change.
     pub what: String,
-    /// Why the kernel refuses, in words.
+    /// The reason for the rejection.
     pub reason: String,
     /// The kernel's answer.
     pub refusal: Refusal,

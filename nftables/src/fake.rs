@@ -1,14 +1,19 @@
-//! An nftables in memory, for tests. It reads the same bytes as the kernel, carries transactions
-//! out all together or not at all, and rejects what the kernel (6.18) rejects. Tests of this
-//! crate's repository run the same cases against it and against a real kernel.
+//! A fake of nftables in memory, for tests. It decodes the same bytes as the kernel, executes a
+//! transaction completely or not at all, and rejects what Linux 6.18 rejects. The tests of this
+//! repository run the same cases against the fake and against a real kernel.
 //!
 //! [`FakeKernel::walk`] sends a packet through the rules of a hook.
-//! [`FakeKernel::miss_replaced_keys`] makes lookups miss keys that the last transaction replaced,
-//! as kernels before 6.17 may do for packets that pass meanwhile.
+//! [`FakeKernel::miss_replaced_keys`] makes lookups miss keys that the last transaction replaced.
+//! Kernels before 6.17 may do so for packets that they process during the transaction.
 //!
-//! What differs: numbers of objects; the order of lists of elements; ranges of one type may overlap
-//! unnoticed; limits always match; of a range of ports or addresses for translation the first is
-//! taken; expressions that this crate does not know are accepted, and end a rule.
+//! The fake differs from the kernel as follows:
+//!
+//! - Objects have other handles.
+//! - Elements are listed in another order.
+//! - Overlapping ranges of a single type may go undetected.
+//! - Limits always match.
+//! - Translation to a range of ports or addresses selects the first one.
+//! - Expressions that this crate does not know are accepted and end a rule.
 
 mod apply;
 mod elements;
@@ -36,24 +41,24 @@ use crate::{
     client::fault,
 };
 
-/// How many lookups of one packet miss a key that the last transaction replaced.
+/// How many lookups per packet miss a key that the last transaction replaced.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Misses {
-    /// None: as kernels since 6.17.
+    /// No lookup, as in kernels since 6.17.
     #[default]
     Never,
-    /// The first ones of each key; later ones find it.
+    /// The first lookups of each key. Later lookups find it.
     First(u32),
-    /// All of them.
+    /// All lookups.
     Always,
 }
 
-/// A kernel, shared by the connections to it.
+/// A fake kernel, shared by its connections.
 #[derive(Debug, Clone, Default)]
 pub struct FakeKernel(Arc<Mutex<State>>);
 
 impl FakeKernel {
-    /// A kernel without tables.
+    /// Creates a fake kernel without tables.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
@@ -63,42 +68,43 @@ impl FakeKernel {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A connection.
+    /// Opens a connection.
     #[must_use]
     pub fn connect(&self) -> FakeNftables {
         FakeNftables { kernel: self.clone(), port: self.state().new_port() }
     }
 
-    /// Lets time pass, so that elements expire.
+    /// Advances the clock, so that elements expire.
     pub fn advance_ms(&self, milliseconds: u64) {
         self.state().advance_ms(milliseconds);
     }
 
-    /// The addresses that `fib` calls local.
+    /// Sets the addresses that `fib` reports as local.
     pub fn set_local_addresses(&self, addresses: impl IntoIterator<Item = IpAddr>) {
         self.state().local_addresses = addresses.into_iter().collect::<HashSet<_>>();
     }
 
-    /// The next results of random numbers (`numgen random`, `meta random`), each over all 32 bits.
-    /// Without any, they are 0.
+    /// Sets the next results of random numbers (`numgen random`, `meta random`), each over all 32
+    /// bits. Without any, the results are 0.
     pub fn set_random_numbers(&self, numbers: impl IntoIterator<Item = u32>) {
         self.state().random = numbers.into_iter().collect();
     }
 
-    /// How many lookups of each packet miss keys that the last transaction deleted and added anew.
+    /// Sets how many lookups per packet miss keys that the last transaction deleted and added
+    /// again.
     pub fn miss_replaced_keys(&self, misses: Misses) {
         self.state().misses = misses;
     }
 
-    /// Sends a packet through the base chains of a hook, in the order of their priorities.
-    /// Translations change the packet and its connection.
+    /// Sends a packet through the base chains of a hook, in the order of their priorities. Address
+    /// translation modifies the packet and its connection.
     pub fn walk(&self, hook: Hook, packet: &mut Packet) -> Walk {
         walk::walk(&mut self.state(), hook, packet)
     }
 }
 
-/// A connection to a [`FakeKernel`]. Tables that it owns vanish with it, or are orphaned if they
-/// are persistent.
+/// A connection to a [`FakeKernel`]. When it closes, its owned tables are deleted, or become
+/// orphans if they are persistent.
 #[derive(Debug)]
 pub struct FakeNftables {
     kernel: FakeKernel,
@@ -106,7 +112,7 @@ pub struct FakeNftables {
 }
 
 impl FakeNftables {
-    /// The connection's own number.
+    /// The port of the connection.
     #[must_use]
     pub fn port(&self) -> u32 {
         self.port

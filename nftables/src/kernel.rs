@@ -1,50 +1,53 @@
-//! What a kernel does, be it the real one or one in memory.
+//! The interface that the real kernel and the fake share.
 
 use crate::{Chain, Element, Family, Generation, Listed, NftablesError, Rule, Set, Table, TableName, Transaction};
 
 /// The nftables of a network namespace.
 pub trait Kernel {
-    /// The current generation. A change of its number reveals that somebody changed something.
+    /// The current generation. A changed number means that some program changed the rules.
     ///
     /// # Errors
-    /// When the kernel does not tell.
+    /// The kernel does not answer.
     fn generation(&mut self) -> Result<Generation, NftablesError>;
 
-    /// Carries out a transaction: all of it, or nothing.
+    /// Executes a transaction completely or not at all.
     ///
-    /// # Errors [`NftablesError::Refused`] when the kernel refuses: nothing was done. With other
-    /// errors it is not known whether the transaction was carried out.
+    /// # Errors
+    /// [`NftablesError::Refused`] if the kernel rejects the transaction; it then changed nothing.
+    /// After other errors it is unknown whether the kernel executed the transaction.
     fn commit(&mut self, transaction: &Transaction) -> Result<(), NftablesError>;
 
-    /// All tables, of one family or of all.
+    /// Lists the tables of one family or of all families.
     ///
-    /// # Errors When the kernel does not list them. Try again when [`NftablesError::is_transient`];
-    /// likewise below.
+    /// # Errors
+    /// The kernel does not list them. Retry if [`NftablesError::is_transient`]; this also holds for
+    /// the other methods that list objects.
     fn tables(&mut self, family: Option<Family>) -> Result<Vec<Listed<Table>>, NftablesError>;
 
-    /// The chains of a table, in the order in which they were made. Of a table that does not exist,
-    /// none.
+    /// Lists the chains of a table in the order of their creation. The list is empty if the table
+    /// does not exist.
     ///
     /// # Errors
-    /// When the kernel does not list them.
+    /// The kernel does not list them.
     fn chains(&mut self, table: &TableName) -> Result<Vec<Listed<Chain>>, NftablesError>;
 
-    /// The rules of a table, or of one of its chains, in their order. Of what does not exist, none.
+    /// Lists the rules of a table, or of one of its chains, in order. The list is empty if the
+    /// table or chain does not exist.
     ///
     /// # Errors
-    /// When the kernel does not list them.
+    /// The kernel does not list them.
     fn rules(&mut self, table: &TableName, chain: Option<&str>) -> Result<Vec<Listed<Rule>>, NftablesError>;
 
-    /// The sets of a table without their elements.
+    /// Lists the sets of a table without their elements.
     ///
     /// # Errors
-    /// When the kernel does not list them: `ENOENT` if there is no such table.
+    /// The kernel does not list them: `ENOENT` if the table does not exist.
     fn sets(&mut self, table: &TableName) -> Result<Vec<Listed<Set>>, NftablesError>;
 
-    /// The elements of a set, in no particular order. Those that have expired may be among them
-    /// until the kernel removes them.
+    /// Lists the elements of a set, in no particular order. The list may contain expired elements
+    /// that the kernel has not removed yet.
     ///
     /// # Errors
-    /// When the kernel does not list them: `ENOENT` if there is no such set.
+    /// The kernel does not list them: `ENOENT` if the set does not exist.
     fn elements(&mut self, table: &TableName, set: &str) -> Result<Vec<Element>, NftablesError>;
 }

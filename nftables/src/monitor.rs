@@ -1,4 +1,4 @@
-//! Notifications: the kernel tells every subscriber of each change.
+//! Notifications: the kernel informs every subscriber of each change.
 
 use std::os::fd::{AsFd, BorrowedFd};
 
@@ -9,39 +9,39 @@ use crate::{
     wire::{self, decode, message},
 };
 
-/// A change that a transaction brought.
+/// One change of a transaction.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Event {
-    /// The connection that made it ([`crate::Nftables::port`]); 0 for the kernel itself, such as
-    /// when a table vanishes with its owner.
+    /// The port of the connection that made the change ([`crate::Nftables::port`]), or 0 if the
+    /// kernel made it, for example when it deletes a table whose owner has closed its connection.
     pub port: u32,
-    /// What changed.
+    /// The change.
     pub what: Changed,
 }
 
-/// What changed.
+/// The kind of a change.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Changed {
-    /// A table was added or changed, or deleted.
+    /// A table was added, changed or deleted.
     Table(Presence, Table),
-    /// A chain was added or changed, or deleted.
+    /// A chain was added, changed or deleted.
     Chain(Presence, Chain),
     /// A rule was added or deleted.
     Rule {
-        /// Which of both.
+        /// Whether the rule was added or deleted.
         presence: Presence,
         /// The table.
         table: TableName,
         /// The chain.
         chain: String,
-        /// The rule's number.
+        /// The handle of the rule.
         handle: u64,
     },
     /// A set was added or deleted.
     Set(Presence, Set),
     /// Elements were added or deleted.
     Elements {
-        /// Which of both.
+        /// Whether the elements were added or deleted.
         presence: Presence,
         /// The table.
         table: TableName,
@@ -50,54 +50,54 @@ pub enum Changed {
         /// The elements.
         elements: Vec<Element>,
     },
-    /// The transaction ended, and this generation begins. Comes after all other events of the
+    /// The transaction ended and this generation began. This event follows all other events of the
     /// transaction.
     Generation(Generation),
-    /// Something else, such as an object of a kind that this crate does not know.
+    /// Another change, such as one of an object type that this crate does not know.
     Other {
-        /// The message's type: `NFT_MSG_…`.
+        /// The message type: `NFT_MSG_…`.
         command: u8,
     },
 }
 
-/// Whether something is there since the event, or no longer.
+/// Whether an object exists after the event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Presence {
-    /// It is there, new or changed.
+    /// The object exists. It is new or changed.
     Present,
-    /// It is gone.
+    /// The object was deleted.
     Absent,
 }
 
-/// What a read of a [`Monitor`] found.
+/// The result of one read of a [`Monitor`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Observed {
-    /// Nothing waits; wait until the descriptor is readable.
+    /// No event was available. Wait until the descriptor is readable.
     Nothing,
-    /// These events, in their order. More may wait.
+    /// The events in order. More may be available.
     Events(Vec<Event>),
-    /// Events were lost, because they came faster than they were read. Compare the state anew.
+    /// Events were lost because they arrived faster than they were read. List the state again.
     Lost,
 }
 
-/// A subscription to the changes of a network namespace. Reading never blocks: wait for the
-/// descriptor ([`AsFd`]) to become readable, by `poll` and the like.
+/// A subscription to the changes of a network namespace. Reads never block: wait for the descriptor
+/// ([`AsFd`]) to become readable, for example with `poll`.
 #[derive(Debug)]
 pub struct Monitor(Listener);
 
 impl Monitor {
-    /// Subscribes in the calling thread's network namespace.
+    /// Subscribes to changes in the calling thread's network namespace.
     ///
     /// # Errors
-    /// The system gives us no socket, or `CAP_NET_ADMIN` is missing.
+    /// The kernel creates no socket, or `CAP_NET_ADMIN` is missing.
     pub fn open(options: &Options) -> Result<Self, NftablesError> {
         Ok(Self(Listener::open(libc::NETLINK_NETFILTER, &[wire::GROUP], options)?))
     }
 
-    /// Reads once, without waiting.
+    /// Reads once without blocking.
     ///
     /// # Errors
-    /// Receiving fails, or a notification is malformed.
+    /// The read fails, or a notification is malformed.
     pub fn read(&mut self) -> Result<Observed, NftablesError> {
         let mut events = Vec::new();
         let heard = self.0.receive(|notification| events.extend(event(&notification).transpose()))?;
@@ -120,7 +120,7 @@ fn event(notification: &Notification<'_>) -> Result<Option<Event>, Malformed> {
     Ok(Some(Event { port: notification.port, what: changed(command, notification.payload)? }))
 }
 
-/// What a message tells.
+/// Decodes a notification.
 pub(crate) fn changed(command: u8, payload: &[u8]) -> Result<Changed, Malformed> {
     use Presence::{Absent, Present};
     Ok(match command {

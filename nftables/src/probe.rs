@@ -1,4 +1,4 @@
-//! What this kernel supports: tried, not derived from versions.
+//! Detects what this kernel supports by trials, not by its version.
 
 use crate::{
     AddressFamily, DataType, Direction, DynamicSet, DynamicSetOperation, Element, Expression, Family, Fault, FibFlags,
@@ -7,10 +7,10 @@ use crate::{
     model::{Chain, CtKey},
 };
 
-/// Something that kernels lack, by age or by configuration.
+/// A feature that some kernels lack because of their version or configuration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Feature {
-    /// `fib` (module `nft_fib_inet` and the like), which some distributions leave out.
+    /// `fib` (module `nft_fib_inet` and similar). Some distributions omit it.
     Fib,
     /// `numgen` (module `nft_numgen`).
     NumberGenerator,
@@ -22,11 +22,11 @@ pub enum Feature {
     Masquerade,
     /// `redir` (module `nft_redir`).
     Redirect,
-    /// `reject` (module `nft_reject_inet` and the like).
+    /// `reject` (module `nft_reject_inet` and similar).
     Reject,
     /// `ct` (module `nft_ct`).
     Conntrack,
-    /// The addresses of connections in tables of any family (Linux 4.17).
+    /// Connection addresses by explicit family in tables of any family (Linux 4.17).
     ConntrackAddresses,
     /// `dynset`.
     DynamicSet,
@@ -42,18 +42,18 @@ pub enum Feature {
     TransparentProxy,
     /// Sets of concatenated ranges (Linux 5.6).
     ConcatenatedRanges,
-    /// Expressions of all elements of a set, such as counters (Linux 5.7).
+    /// Expressions that each element of a set has, such as counters (Linux 5.7).
     SetExpressions,
-    /// Elements that stand for all other keys (Linux 5.13).
+    /// Catch-all elements, which match all other keys (Linux 5.13).
     CatchAll,
     /// Owned tables (Linux 5.12).
     Owner,
-    /// Owned tables that outlive their connection (Linux 6.9).
+    /// Owned tables that persist after their connection closes (Linux 6.9).
     OwnerAndPersist,
 }
 
 impl Feature {
-    /// All of them.
+    /// All features.
     pub const ALL: [Self; 20] = [
         Self::Fib,
         Self::NumberGenerator,
@@ -83,16 +83,16 @@ impl Feature {
 pub struct Support {
     /// The feature.
     pub feature: Feature,
-    /// Why not; none if it does.
+    /// Why the kernel does not support the feature. None if it does.
     pub fault: Option<Fault>,
 }
 
-/// Tries features in transactions that are refused on purpose, so that nothing is left of them. The
-/// kernel loads modules that it needs, where it finds them. `family` is that of the table, on which
-/// expressions depend.
+/// Tries features in transactions that are rejected on purpose, so that they leave no changes. The
+/// kernel loads available modules. `family` is the family of the table; the supported expressions
+/// depend on it.
 ///
 /// # Errors
-/// When the kernel does not answer.
+/// The kernel does not answer.
 pub fn probe(kernel: &mut impl Kernel, family: Family, features: &[Feature]) -> Result<Vec<Support>, NftablesError> {
     let mut all = Vec::new();
     for feature in features {
@@ -102,16 +102,16 @@ pub fn probe(kernel: &mut impl Kernel, family: Family, features: &[Feature]) -> 
     Ok(all)
 }
 
-/// What the kernel would refuse of a transaction, without carrying it out. It does not check here
-/// what it checks only at the end of a transaction: loops of jumps, and expressions in chains of
-/// the wrong type.
+/// Lists what the kernel would reject in a transaction, without executing it. Checks that the
+/// kernel makes only at the end of a transaction are not included: loops of jumps, and expressions
+/// in chains of the wrong type.
 ///
 /// # Errors
-/// When the kernel does not answer.
+/// The kernel does not answer.
 pub fn refusals(kernel: &mut impl Kernel, transaction: &Transaction) -> Result<Vec<Fault>, NftablesError> {
     let mut attempt = transaction.clone();
-    // No table has a name without letters of this length; its deletion fails, and the whole
-    // transaction with it.
+    // This table does not exist, so its deletion fails and the kernel rejects the whole
+    // transaction.
     attempt.delete_table(&TableName::new(Family::Inet, "nftables-netlink-probe-refused-on-purpose"));
     let last = attempt.message_count() - 1;
     match kernel.commit(&attempt) {
@@ -119,7 +119,7 @@ pub fn refusals(kernel: &mut impl Kernel, transaction: &Transaction) -> Result<V
             Ok(faults.into_iter().filter(|fault| fault.message != Some(last)).collect())
         }
         Err(error) => Err(error),
-        // Somebody made a table of that name, which is gone now with what was tried.
+        // A table with this name existed. The transaction deleted it together with the trial.
         Ok(()) => Ok(Vec::new()),
     }
 }
@@ -142,7 +142,7 @@ fn attempt(feature: Feature, family: Family) -> Transaction {
     all
 }
 
-/// What an expression needs before it in its rule.
+/// Expressions that must precede an expression of the feature in its rule.
 fn before(feature: Feature) -> Vec<Expression> {
     let meta =
         |key, value: Value| vec![Expression::Meta { key, to: Register::R1 }, Expression::equal(Register::R1, value)];

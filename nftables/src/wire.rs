@@ -1,4 +1,5 @@
-//! Messages, as bytes (`linux/netfilter/nf_tables.h`). Numbers are in network byte order.
+//! Encoding and decoding of messages (`linux/netfilter/nf_tables.h`). Numbers are in network byte
+//! order.
 
 mod attributes;
 pub(crate) mod decode;
@@ -32,12 +33,12 @@ pub(crate) const APPEND: u16 = 0x800;
 /// `NLM_F_DUMP`.
 pub(crate) const DUMP: u16 = 0x300;
 
-/// A request of nf_tables.
+/// Begins a request to nf_tables.
 pub(crate) fn request(command: u8, flags: u16, family: Option<Family>) -> Request {
     netfilter::request(SUBSYSTEM.into(), command, flags, family.map_or(0, Family::number))
 }
 
-/// The command of a message's type, if it is one of nf_tables.
+/// The nf_tables command of a message type, or none for other subsystems.
 pub(crate) fn command(kind: u16) -> Option<u8> {
     let [subsystem, command] = kind.to_be_bytes();
     (subsystem == SUBSYSTEM).then_some(command)

@@ -1,4 +1,4 @@
-//! Transactions: each message is applied in its order, and everything is undone if one is refused.
+//! Execution of transactions. Messages are applied in order. If one is rejected, all are undone.
 
 use std::{collections::HashSet, sync::Arc};
 
@@ -15,7 +15,7 @@ use crate::{
     wire::{self, APPEND, CREATE, EXCLUSIVE, REPLACE, decode, message},
 };
 
-/// Why the kernel refuses: the error number, and the element at fault.
+/// Why a message is rejected: the error number and the index of the faulty element.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct No {
     pub(super) code: i32,
@@ -24,7 +24,7 @@ pub(super) struct No {
 
 pub(super) type Applied = Result<(), No>;
 
-/// A refusal by its error number.
+/// Rejects with an error number.
 pub(super) fn no<T>(code: i32) -> Result<T, No> {
     Err(No { code, element: None })
 }
@@ -35,7 +35,7 @@ impl From<Malformed> for No {
     }
 }
 
-/// A transaction that runs.
+/// The state of a running transaction.
 pub(super) struct Running<'a> {
     pub(super) state: &'a mut State,
     pub(super) port: u32,
@@ -75,20 +75,21 @@ impl Running<'_> {
     }
 }
 
-/// Carries out requests of a connection, or none of them: the messages that are refused.
+/// Executes the requests of a connection completely or not at all. On failure, returns the rejected
+/// messages.
 pub(super) fn commit(state: &mut State, port: u32, requests: &[Request]) -> Vec<(usize, Refusal)> {
     if requests.is_empty() {
         return Vec::new();
     }
     match attempt(state, port, requests, false) {
-        // The kernel, too, begins anew to find the message at fault.
+        // Like the kernel, repeat the transaction to find the faulty message.
         Err(refused) if refused.is_empty() => attempt(state, port, requests, true).err().unwrap_or_default(),
         result => result.err().unwrap_or_default(),
     }
 }
 
-/// With `each`, jumps are validated after every message, otherwise at the end: that failed if
-/// nothing is refused.
+/// Applies the requests. With `each`, jumps are validated after every message, otherwise at the
+/// end. An error without rejected messages means that the validation at the end failed.
 fn attempt(state: &mut State, port: u32, requests: &[Request], each: bool) -> Result<(), Vec<(usize, Refusal)>> {
     let before = state.tables.clone();
     let mut running = Running {
@@ -114,7 +115,7 @@ fn attempt(state: &mut State, port: u32, requests: &[Request], each: bool) -> Re
         let is_unbound =
             |table: &FakeTable| table.sets.iter().any(|set| set.set.flags.anonymous && table.uses_of_set(set) == 0);
         if running.state.tables.iter().any(is_unbound) {
-            // The kernel reports what it finds at the end for the first message.
+            // The kernel reports errors that it detects at the end for the first message.
             refused.push((0, Refusal::of_code(libc::EINVAL)));
         } else if !running.needs_validation || validate(running.state).is_ok() {
             running.finish();
@@ -180,7 +181,7 @@ impl Running<'_> {
         }
     }
 
-    /// The table, if the connection may change it.
+    /// The table with a name, if the connection may change it.
     pub(super) fn table(&mut self, name: &TableName) -> Result<&mut FakeTable, No> {
         let port = self.port;
         let Some(table) = self.state.table_mut(name) else { return no(libc::ENOENT) };
@@ -253,7 +254,7 @@ impl Running<'_> {
 
     fn delete_chain(&mut self, table: &TableName, name: &str) -> Applied {
         no_unless(self.table(table)?.chain(name).is_some(), libc::ENOENT)?;
-        // The chain's own rules count too, if they lead to it.
+        // Rules of the chain itself also count if they jump to it.
         let jumps = self.state.table(table).map_or(0, |found| self.state.jumps_to(found, name));
         no_unless(jumps == 0, libc::EBUSY)?;
         self.table(table)?.chains.retain(|chain| chain.chain.name != name);
@@ -323,8 +324,8 @@ impl Running<'_> {
         Ok(())
     }
 
-    /// Anonymous sets vanish with the rule that uses them. Those made in this transaction may still
-    /// get one.
+    /// Deletes anonymous sets that no rule uses any more. Those created in this transaction are
+    /// kept, because a later rule may use them.
     fn delete_unbound_sets(&mut self, name: &TableName) {
         let Some(table) = self.state.table_mut(name) else { return };
         let gone = |table: &FakeTable, set: &FakeSet| {
@@ -339,7 +340,7 @@ impl Running<'_> {
         let table = self.table(&wanted.table)?;
         let is_wanted = |set: &&mut FakeSet| set.set.name == wanted.name && !wanted.flags.anonymous;
         if let Some(FakeSet { set, .. }) = table.sets.iter_mut().find(is_wanted) {
-            // These can be changed (Linux 6.5); others have to be the same.
+            // These properties can change (Linux 6.5). All others must be the same.
             let (size, timeout_ms) = (wanted.size.or(set.size), wanted.timeout_ms.or(set.timeout_ms));
             let gc_interval_ms = wanted.gc_interval_ms.or(set.gc_interval_ms);
             let changed = Set { size, timeout_ms, gc_interval_ms, ..set.clone() };
@@ -377,9 +378,9 @@ pub(super) fn no_unless(holds: bool, code: i32) -> Applied {
     if holds { Ok(()) } else { no(code) }
 }
 
-/// What a base chain of a type may hook into.
+/// Checks whether a base chain of this type may use its hook.
 fn check_base(base: &BaseChain) -> Applied {
-    /// `NF_IP_PRI_CONNTRACK`: translation needs connections.
+    /// `NF_IP_PRI_CONNTRACK`: address translation needs connection tracking.
     const CONNTRACK: i32 = -200;
     let fits = match base.kind {
         ChainType::Filter => true,

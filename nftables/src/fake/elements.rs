@@ -11,10 +11,10 @@ use crate::{
 
 /// `NFT_DATA_VALUE_MAXLEN`
 const MOST_BYTES: u32 = 64;
-/// Elements of dynamic sets that are made without a size.
+/// The maximum number of elements in dynamic sets created without a size.
 const DYNAMIC_SIZE: u32 = 65_535;
 
-/// Whether a set can be made at all.
+/// Checks whether the kernel accepts the properties of a set.
 pub(super) fn check_set(wanted: &Set) -> Applied {
     let fits = |of: ValueType| (1..=MOST_BYTES).contains(&of.length_bytes);
     let data_fits = match wanted.data {
@@ -25,7 +25,7 @@ pub(super) fn check_set(wanted: &Set) -> Applied {
     no_unless(wanted.timeout_ms.is_none() || wanted.flags.timeout, libc::EINVAL)
 }
 
-/// Adds the elements of a message, up to the first that is refused.
+/// Adds the elements of a message, up to the first rejected one.
 pub(super) fn add(running: &mut Running<'_>, flags: u16, all: Elements) -> Applied {
     let table = running.table(&all.table)?;
     let Some(set) = table.set_of(&all.set).cloned() else { return no(libc::ENOENT) };
@@ -65,7 +65,7 @@ fn check(table: &FakeTable, set: &Set, element: &Element) -> Applied {
     }
 }
 
-/// Whether a verdict may lead to a chain.
+/// Checks whether a verdict may jump to a chain.
 pub(super) fn check_jump(table: &FakeTable, name: &str) -> Applied {
     match table.chain(name) {
         None => no(libc::ENOENT),
@@ -92,7 +92,7 @@ fn add_one(running: &mut Running<'_>, set: &FakeSet, mut element: Element, is_ex
     Ok(())
 }
 
-/// Deletes the elements of a message, or all of the set.
+/// Deletes the elements of a message, or all elements of the set.
 pub(super) fn delete(running: &mut Running<'_>, all: Elements) -> Applied {
     let table = running.table(&all.table)?;
     let Some(set) = table.set_of(&all.set).cloned() else { return no(libc::ENOENT) };

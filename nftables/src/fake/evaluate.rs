@@ -1,4 +1,4 @@
-//! What expressions do with a packet.
+//! Evaluation of expressions for a packet.
 
 use std::net::IpAddr;
 
@@ -15,15 +15,15 @@ use crate::{
     SetData, SocketKey, TableName, Value, Verdict,
 };
 
-/// How a rule goes on after an expression.
+/// How processing continues after an expression.
 pub(super) enum Flow {
     /// With the next expression.
     Next,
-    /// It does not match.
+    /// The expression does not match, so the rule ends.
     Break,
-    /// With a verdict.
+    /// The rule ends with a verdict.
     Verdict(Verdict),
-    /// The packet is refused.
+    /// The packet is rejected.
     Reject(Reject),
 }
 
@@ -49,7 +49,7 @@ impl Walker<'_> {
         Flow::Next
     }
 
-    /// Stores what is there; the rule does not match if nothing is.
+    /// Stores a value. Without a value the rule does not match.
     fn store_found(&mut self, to: Register, bytes: Option<Vec<u8>>) -> Flow {
         bytes.map_or(Flow::Break, |bytes| self.store(to, &bytes))
     }
@@ -71,7 +71,7 @@ impl Walker<'_> {
     }
 }
 
-/// Evaluates an expression at a place of the rule of a handle.
+/// Evaluates an expression. `at` is the handle of the rule and the position in it.
 pub(super) fn evaluate(walker: &mut Walker<'_>, table: &TableName, at: (u64, usize), expression: &Expression) -> Flow {
     match expression {
         Expression::Payload { base, offset, length, to } => {
@@ -260,12 +260,12 @@ fn fib(walker: &Walker<'_>, result: FibResult, flags: FibFlags) -> Vec<u8> {
             TYPES[kind].to_ne_bytes().to_vec()
         }
         _ if flags.contains(FibFlags::PRESENT) => vec![1],
-        // Routes are not modelled.
+        // The fake does not model routes.
         _ => vec![0; usize::try_from(fib_length(result)).unwrap_or_default()],
     }
 }
 
-/// Verdicts that translate or proxy.
+/// Evaluates verdicts that translate addresses or deliver to a proxy.
 fn translate(walker: &mut Walker<'_>, expression: &Expression) -> Flow {
     let action = match expression {
         Expression::Nat { kind, family, address, port, .. } => {

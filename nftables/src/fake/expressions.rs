@@ -1,4 +1,4 @@
-//! Whether the kernel accepts a rule's expressions when they are made.
+//! Checks that the kernel makes when a rule's expressions are created.
 
 use std::collections::HashSet;
 
@@ -12,10 +12,10 @@ use crate::{
     RegisterRange, Rule, SetData, SetName, SocketKey,
 };
 
-/// Words of registers.
+/// The number of register words.
 const WORDS: u32 = 16;
 
-/// Registers that hold something already.
+/// The register words that an earlier expression has written.
 struct Registers(HashSet<u32>);
 
 impl Registers {
@@ -27,7 +27,7 @@ impl Registers {
         Ok(())
     }
 
-    /// Since Linux 6.15 the kernel refuses to read what nothing was written to.
+    /// Since Linux 6.15 the kernel rejects reads of registers that no expression has written.
     fn load(&self, from: Register, length: u32) -> Applied {
         no_unless(length > 0, libc::EINVAL)?;
         let mut words = from.index()..from.after(length).index();
@@ -40,7 +40,7 @@ impl Registers {
     }
 }
 
-/// Checks a rule, and puts the names of anonymous sets into it.
+/// Checks a rule and replaces references to anonymous sets by their names.
 pub(super) fn check_rule(table: &FakeTable, rule: &mut Rule) -> Applied {
     let mut registers = Registers(HashSet::new());
     for expression in &mut rule.expressions {
@@ -139,7 +139,7 @@ fn check(table: &FakeTable, registers: &mut Registers, expression: &mut Expressi
     }
 }
 
-/// The set of a name, to which the rule is bound. Of an anonymous set the rule learns the name.
+/// Binds the rule to a set. A reference to an anonymous set is replaced by its name.
 fn bind<'a>(table: &'a FakeTable, name: &mut SetName) -> Result<&'a FakeSet, No> {
     let Some(found) = table.set_of(name) else { return no(libc::ENOENT) };
     no_unless(!(found.set.flags.anonymous && table.uses_of_set(found) > 0), libc::EBUSY)?;
@@ -149,7 +149,7 @@ fn bind<'a>(table: &'a FakeTable, name: &mut SetName) -> Result<&'a FakeSet, No>
 
 fn check_dynamic(table: &FakeTable, registers: &Registers, change: &mut DynamicSet) -> Applied {
     let set = &bind(table, &mut change.set)?.set;
-    // A set with a size that is not dynamic has fixed buckets, which packets cannot change.
+    // A set that has a size and is not dynamic uses fixed buckets, which packets cannot change.
     no_unless(set.flags.dynamic || set.flags.timeout || set.size.is_none(), libc::EOPNOTSUPP)?;
     no_unless(!set.flags.constant, libc::EBUSY)?;
     no_unless(change.timeout_ms.is_none() || set.flags.timeout, libc::EOPNOTSUPP)?;

@@ -1,6 +1,6 @@
-//! The kernel's hash of `jhash` (Bob Jenkins' lookup3, `linux/jhash.h`).
+//! The kernel's `jhash` (Bob Jenkins' lookup3, `linux/jhash.h`).
 
-/// The hash of bytes.
+/// Computes the hash of bytes.
 pub(super) fn jhash(key: &[u8], seed: u32) -> u32 {
     let length = u32::try_from(key.len()).unwrap_or(u32::MAX);
     let start = 0xdead_beef_u32.wrapping_add(length).wrapping_add(seed);
@@ -19,7 +19,7 @@ pub(super) fn jhash(key: &[u8], seed: u32) -> u32 {
     state[2]
 }
 
-/// A hash, scaled to a range that begins with 0.
+/// Scales a hash to the range from 0 to `modulus - 1`.
 pub(super) fn scale(hash: u32, modulus: u32) -> u32 {
     u32::try_from((u64::from(hash) * u64::from(modulus)) >> 32).unwrap_or_default()
 }
@@ -31,7 +31,7 @@ fn add(state: &mut [u32; 3], block: &[u8]) {
     }
 }
 
-/// The last bytes are read from the least significant on, on every machine.
+/// The last bytes are read in little-endian order on every machine.
 fn add_last(state: &mut [u32; 3], bytes: &[u8]) {
     for (word, bytes) in state.iter_mut().zip(bytes.chunks(4)) {
         let number = bytes.iter().rev().fold(0, |number: u32, byte| number << 8 | u32::from(*byte));

@@ -1,47 +1,47 @@
-//! Packets and what becomes of them.
+//! Packets and the results of walks.
 
 use std::net::IpAddr;
 
 use crate::{NatFlags, Reject};
 
-/// The ends of a connection, as one direction of it has them.
+/// The addresses and ports of one direction of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Tuple {
-    /// Where its packets come from.
+    /// The source address and port.
     pub source: (IpAddr, u16),
-    /// Where they go.
+    /// The destination address and port.
     pub destination: (IpAddr, u16),
 }
 
 impl Tuple {
-    /// The other direction of a connection that nobody translates.
+    /// The reverse direction of a connection without address translation.
     #[must_use]
     pub fn reversed(self) -> Self {
         Self { source: self.destination, destination: self.source }
     }
 }
 
-/// What connection tracking knows of a packet.
+/// The connection tracking state of a packet.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Connection {
     /// Bits of `NF_CT_STATE_BIT`.
     pub state: u32,
-    /// Bits of `IPS_…`. Translations set theirs.
+    /// Bits of `IPS_…`. Address translation sets its own bits.
     pub status: u32,
-    /// The packet is one of the answers.
+    /// Whether the packet is a reply.
     pub is_reply: bool,
-    /// As the first packet was sent.
+    /// The tuple of the original direction.
     pub original: Tuple,
-    /// As answers are sent.
+    /// The tuple of the reply direction.
     pub reply: Tuple,
     /// The connection's mark.
     pub mark: u32,
 }
 
 impl Connection {
-    /// The state of a first packet.
+    /// The state of the first packet of a connection.
     pub const NEW: u32 = 8;
-    /// The state of packets after the first answer.
+    /// The state of packets after the first reply.
     pub const ESTABLISHED: u32 = 2;
     /// `IPS_SRC_NAT`
     pub const SOURCE_TRANSLATED: u32 = 0x10;
@@ -49,24 +49,24 @@ impl Connection {
     pub const DESTINATION_TRANSLATED: u32 = 0x20;
 }
 
-/// A packet of IPv4 or IPv6.
+/// An IPv4 or IPv6 packet.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Packet {
-    /// Where it comes from and goes, as its headers say.
+    /// The addresses and ports in the headers.
     pub tuple: Tuple,
-    /// Its transport protocol.
+    /// The transport protocol.
     pub protocol: u8,
-    /// Index and name of the interface on which it arrived.
+    /// The index and name of the incoming interface.
     pub input: Option<(u32, String)>,
-    /// Index and name of the interface on which it leaves.
+    /// The index and name of the outgoing interface.
     pub output: Option<(u32, String)>,
-    /// Its mark.
+    /// The packet mark.
     pub mark: u32,
-    /// Its length in bytes.
+    /// The length in bytes.
     pub length: u32,
-    /// Its connection; none if it is not tracked.
+    /// The tracked connection. None if the packet is untracked.
     pub connection: Option<Connection>,
-    /// Whether the socket that it belongs to is transparent; none if it belongs to none.
+    /// Whether the packet's socket is transparent. None if the packet belongs to no socket.
     pub socket: Option<bool>,
 }
 
@@ -120,44 +120,44 @@ impl Packet {
     }
 }
 
-/// What became of a packet.
+/// The final verdict on a packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fate {
     /// It passed the hook.
     Accepted,
     /// It was dropped.
     Dropped,
-    /// It was dropped, and the sender told.
+    /// It was dropped, and an error was sent to its sender.
     Rejected(Reject),
 }
 
-/// What rules did on a packet's way.
+/// An action of rules on a packet.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Action {
     /// Its destination was translated to this one.
     DestinationTranslated(IpAddr, u16),
     /// Its source was translated to this one.
     SourceTranslated(IpAddr, u16),
-    /// Its source was translated to the address of the outgoing interface, which the packet here
-    /// does not learn.
+    /// Its source was translated to the address of the outgoing interface. The fake does not know
+    /// this address.
     Masqueraded(NatFlags),
     /// Its destination was translated to this host, at a port.
     Redirected(u16),
-    /// It was given to a transparent socket.
+    /// It was delivered to a transparent socket.
     Proxied(Option<IpAddr>, Option<u16>),
-    /// It gets no connection.
+    /// It was exempted from connection tracking.
     Untracked,
-    /// A line with this beginning was logged.
+    /// A line with this prefix was logged.
     Logged(String),
 }
 
-/// The way of a packet through a hook.
+/// The result of a packet's walk through a hook.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Walk {
-    /// What became of it.
+    /// The final verdict.
     pub fate: Fate,
-    /// What rules did, in their order.
+    /// The actions of rules, in order.
     pub actions: Vec<Action>,
-    /// The chains that it came to, in their order.
+    /// The visited chains, in order.
     pub chains: Vec<String>,
 }

@@ -1,4 +1,4 @@
-//! What the kernel holds.
+//! The state of the fake kernel.
 
 use std::{
     collections::{BTreeMap, HashMap, HashSet, VecDeque},
@@ -9,7 +9,8 @@ use std::{
 use super::Misses;
 use crate::{Chain, Element, ElementData, Expression, Rule, Set, SetName, Table, TableName, Value};
 
-/// What an element is found by: kinds of elements that may share a key are told apart.
+/// The key of a stored element. It distinguishes kinds of elements that may have the same key
+/// bytes.
 pub(super) type ElementKey = (bool, Value, bool, Option<Value>);
 
 pub(super) fn element_key(element: &Element) -> ElementKey {
@@ -19,7 +20,7 @@ pub(super) fn element_key(element: &Element) -> ElementKey {
 /// Elements of a set.
 pub(super) type Contents = BTreeMap<ElementKey, Stored>;
 
-/// An element and when it vanishes.
+/// An element and the time of its expiry.
 #[derive(Debug, Clone)]
 pub(super) struct Stored {
     pub(super) element: Element,
@@ -44,9 +45,9 @@ pub(super) struct FakeChain {
 #[derive(Debug, Clone)]
 pub(super) struct FakeSet {
     pub(super) set: Set,
-    /// Also the key of its contents.
+    /// The handle, which is also the key of the set's contents.
     pub(super) handle: u64,
-    /// Its number in the transaction that makes it.
+    /// The ID in the transaction that creates the set.
     pub(super) id: Option<u32>,
 }
 
@@ -59,13 +60,13 @@ impl FakeTable {
         self.sets.iter().find(|set| set.set.name == name)
     }
 
-    /// By name, else by its number in the same transaction.
+    /// The set with a name, otherwise the set with an ID in the same transaction.
     pub(super) fn set_of(&self, name: &SetName) -> Option<&FakeSet> {
         let by_id = |id| self.sets.iter().find(|set| set.id == Some(id));
         self.set(&name.name).or_else(|| name.id.and_then(by_id))
     }
 
-    /// Rules that refer to a set.
+    /// The number of rules that refer to a set.
     pub(super) fn uses_of_set(&self, set: &FakeSet) -> usize {
         let expressions = self.chains.iter().flat_map(|chain| &chain.rules).flat_map(|(_, rule)| &rule.expressions);
         let named = expressions.filter_map(set_name);
@@ -82,7 +83,7 @@ pub(super) fn set_name(expression: &Expression) -> Option<&SetName> {
     }
 }
 
-/// The chain that an expression itself leads to.
+/// The chain that an expression itself jumps to.
 pub(super) fn jump(expression: &Expression) -> Option<&str> {
     match expression {
         Expression::Verdict(verdict) => verdict.chain(),
@@ -99,9 +100,9 @@ pub(super) struct State {
     pub(super) local_addresses: HashSet<IpAddr>,
     pub(super) random: VecDeque<u32>,
     pub(super) misses: Misses,
-    /// Keys that the last transaction deleted and added anew, by the set's handle.
+    /// Keys that the last transaction deleted and added again, by the handle of the set.
     pub(super) replaced: HashSet<(u64, ElementKey)>,
-    /// Of `numgen inc`, by the rule's handle and the place in it.
+    /// The state of `numgen inc`, by the handle of the rule and the position in it.
     pub(super) counters: HashMap<(u64, usize), u32>,
     handles: u64,
     ports: u32,
@@ -126,7 +127,7 @@ impl State {
         self.tables.iter_mut().find(|table| table.table.name == *name)
     }
 
-    /// The tables of a connection that ends.
+    /// Deletes or orphans the tables of a connection that closes.
     pub(super) fn release(&mut self, port: u32) {
         let owned = |table: &FakeTable| table.table.owner_port == Some(port);
         if self.tables.iter().any(|table| owned(table) && !table.table.persistent) {
@@ -140,7 +141,7 @@ impl State {
         self.forget_contents();
     }
 
-    /// Contents of sets that are gone.
+    /// Drops the contents of deleted sets.
     pub(super) fn forget_contents(&mut self) {
         let kept: HashSet<u64> = self.tables.iter().flat_map(|table| &table.sets).map(|set| set.handle).collect();
         self.contents.retain(|handle, _| kept.contains(handle));
@@ -161,14 +162,14 @@ impl State {
     pub(super) fn listed_elements(&self, set: &FakeSet) -> Vec<Element> {
         let listed = self.contents_of(set).map(|stored| {
             let expires_in_ms = stored.expires_at_ms.map(|at| at.saturating_sub(self.now_ms));
-            // The kernel leaves out what is the set's own.
+            // The kernel omits a timeout that equals the set's.
             let timeout_ms = stored.element.timeout_ms.filter(|timeout| set.set.timeout_ms != Some(*timeout));
             Element { expires_in_ms, timeout_ms, ..stored.element.clone() }
         });
         listed.collect()
     }
 
-    /// Rules and elements that lead to a chain.
+    /// The number of rules and elements that jump to a chain.
     pub(super) fn jumps_to(&self, table: &FakeTable, chain: &str) -> usize {
         let rules = table.chains.iter().flat_map(|chain| &chain.rules);
         let direct = rules.flat_map(|(_, rule)| &rule.expressions).filter(|found| jump(found) == Some(chain)).count();
@@ -181,7 +182,7 @@ impl State {
     }
 }
 
-/// 0 is no generation.
+/// Generation 0 does not exist.
 pub(super) fn next_generation(generation: u32) -> u32 {
     generation.checked_add(1).unwrap_or(1)
 }

@@ -1,5 +1,5 @@
-//! What the kernel checks of all chains that packets can reach: loops and depth of jumps, and
-//! expressions that not every chain may have.
+//! Checks of all chains that packets can reach: loops and depth of jumps, and expressions that only
+//! some chains may contain.
 
 use std::collections::HashMap;
 
@@ -23,7 +23,8 @@ pub(super) fn validate(state: &State) -> Applied {
     Ok(())
 }
 
-/// `seen` has the depths at which chains were found good, below which they need no second look.
+/// Validates a chain. `seen` holds the depths at which chains were found valid; they are also valid
+/// at smaller depths.
 fn validate_chain<'a>(
     state: &'a State,
     table: &'a FakeTable,
@@ -39,7 +40,7 @@ fn validate_chain<'a>(
     for expression in chain.rules.iter().flat_map(|(_, rule)| &rule.expressions) {
         no_unless(fits(base, expression), libc::EOPNOTSUPP)?;
         let mut targets: Vec<&str> = jump(expression).into_iter().collect();
-        // Whatever the lookup is for: the kernel follows the verdicts of the map here.
+        // The kernel follows the verdicts of the map here, for every kind of lookup.
         let map = set_name(expression).and_then(|name| table.set_of(name));
         if let Some(set) = map.filter(|map| map.set.data == Some(SetData::Verdicts)) {
             targets.extend(state.contents_of(set).filter_map(|stored| match &stored.element.data {
@@ -57,7 +58,7 @@ fn validate_chain<'a>(
     Ok(())
 }
 
-/// Whether an expression may be reached from a base chain.
+/// Whether rules reachable from a base chain may contain an expression.
 fn fits(base: &BaseChain, expression: &Expression) -> bool {
     use Hook::{Forward, Input, Output, Postrouting, Prerouting};
     let hooks = |allowed: &[Hook]| allowed.contains(&base.hook);

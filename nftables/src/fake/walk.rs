@@ -1,4 +1,4 @@
-//! Packets on their way through chains.
+//! Walks of packets through chains.
 
 use std::{collections::HashMap, sync::Arc};
 
@@ -10,7 +10,7 @@ use super::{
 };
 use crate::{BaseChain, ChainType, Expression, Family, Policy, Reject, Rule, TableName, Value, Verdict};
 
-/// What a walk carries.
+/// The state of a walk.
 pub(super) struct Walker<'a> {
     pub(super) state: &'a mut State,
     pub(super) packet: &'a mut Packet,
@@ -63,8 +63,8 @@ pub(super) fn walk(state: &mut State, hook: Hook, packet: &mut Packet) -> Walk {
 }
 
 impl Walker<'_> {
-    /// Chains for translation see first packets, until one of them has translated the end of this
-    /// hook.
+    /// Whether NAT chains process the packet. They process the first packet of a connection until
+    /// one of them has translated the address that this hook translates.
     fn may_translate(&self, hook: Hook) -> bool {
         let done = match hook {
             Hook::Prerouting | Hook::Output => Connection::DESTINATION_TRANSLATED,
@@ -125,7 +125,7 @@ impl Walker<'_> {
         }
     }
 
-    /// The element of a key, unless the kernel is to miss it.
+    /// The element with a key, unless the lookup must miss it.
     pub(super) fn find(&mut self, set: &FakeSet, key: &Value) -> Option<Stored> {
         let contents = self.state.contents.get(&set.handle)?;
         let exact: ElementKey = (false, key.clone(), false, None);
@@ -160,7 +160,7 @@ impl Walker<'_> {
         misses
     }
 
-    /// Counters of elements count the packets that find them.
+    /// Updates the counters of an element that a lookup has found.
     fn count_element(&mut self, set: &FakeSet, found: &Stored) {
         let length = u64::from(self.packet.length);
         let key = super::state::element_key(&found.element);

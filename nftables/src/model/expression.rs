@@ -1,4 +1,4 @@
-//! Expressions: what rules consist of.
+//! Expressions, the parts of rules.
 
 use super::{
     AddressFamily, Bytes, Comparison, Conversion, CtKey, Direction, DynamicSetOperation, FibFlags, FibResult,
@@ -6,264 +6,267 @@ use super::{
     SocketKey, Value, Verdict,
 };
 
-/// A change of a set by a packet. The rule continues if it succeeds; a full set ends the rule.
+/// A change of a set by a packet. The rule continues if the change succeeds and ends if the set is
+/// full.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DynamicSet {
-    /// The set, which has to be dynamic. Maps of verdicts are refused.
+    /// The set, which must be dynamic. The kernel rejects verdict maps.
     pub set: SetName,
-    /// What is done.
+    /// The operation.
     pub operation: DynamicSetOperation,
-    /// Where the key is.
+    /// The register that holds the key.
     pub key: Register,
-    /// Where a map's data is.
+    /// The register that holds the data of a map element.
     pub data: Option<Register>,
-    /// The element's timeout in milliseconds, if it is not the set's.
+    /// The timeout of the element in milliseconds, if it differs from the set's timeout.
     pub timeout_ms: Option<u64>,
-    /// Expressions of a new element.
+    /// Expressions that a new element gets.
     pub expressions: Vec<Expression>,
 }
 
-/// A part of a rule. Parts that compare or look up end the rule when they do not match.
+/// A part of a rule. Expressions that compare or look up a value end the rule if they do not match.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Expression {
     /// `payload`: loads bytes of a header.
     Payload {
         /// The header.
         base: PayloadBase,
-        /// Bytes from its beginning.
+        /// The offset in bytes from the start of the header.
         offset: u32,
-        /// Bytes to load.
+        /// The number of bytes to load.
         length: u32,
-        /// Where to.
+        /// The destination register.
         to: Register,
     },
     /// `meta`: loads a property of the packet.
     Meta {
-        /// Which.
+        /// The property.
         key: MetaKey,
-        /// Where to.
+        /// The destination register.
         to: Register,
     },
     /// `meta … set`: sets a property, such as the mark.
     SetMeta {
-        /// Which.
+        /// The property.
         key: MetaKey,
-        /// Where the value is.
+        /// The register that holds the value.
         from: Register,
     },
-    /// `ct`: loads a property of the connection. Packets without one do not match, except for its
-    /// state.
+    /// `ct`: loads a property of the connection. For packets without a connection only the state is
+    /// available; other properties do not match.
     Conntrack {
-        /// Which.
+        /// The property.
         key: CtKey,
-        /// Of which direction, for keys that have one.
+        /// The direction, for properties that have one.
         direction: Option<Direction>,
-        /// Where to.
+        /// The destination register.
         to: Register,
     },
     /// `ct … set`: sets a property, such as the mark.
     SetConntrack {
-        /// Which.
+        /// The property.
         key: CtKey,
-        /// Where the value is.
+        /// The register that holds the value.
         from: Register,
     },
     /// `cmp`: compares a register with a value.
     Compare {
         /// The register.
         register: Register,
-        /// How.
+        /// The comparison operator.
         comparison: Comparison,
         /// The value.
         value: Value,
     },
-    /// `range`: whether a register lies between two values, which belong to the range.
+    /// `range`: compares a register with an inclusive range.
     Range {
         /// The register.
         register: Register,
-        /// It must lie outside.
+        /// Whether the value must lie outside the range.
         inverted: bool,
-        /// The first value.
+        /// The first value of the range.
         first: Value,
-        /// The last.
+        /// The last value of the range.
         last: Value,
     },
     /// `bitwise`: `to = (from & mask) ^ xor`, over the length of the mask.
     Bitwise {
-        /// Where the value is.
+        /// The source register.
         from: Register,
-        /// Where the result belongs.
+        /// The destination register.
         to: Register,
         /// The mask.
         mask: Value,
-        /// The bits to turn, as long as the mask.
+        /// The bits to flip, as long as the mask.
         xor: Value,
     },
-    /// `byteorder`: turns bytes around.
+    /// `byteorder`: converts numbers between byte orders.
     ByteOrder {
-        /// Where the value is.
+        /// The source register.
         from: Register,
-        /// Where the result belongs.
+        /// The destination register.
         to: Register,
-        /// From which order to which.
+        /// The direction of the conversion.
         conversion: Conversion,
-        /// Bytes of the value.
+        /// The length of the value in bytes.
         length: u32,
-        /// Bytes of each number in it: 2, 4 or 8.
+        /// The size of each number in bytes: 2, 4 or 8.
         size: u32,
     },
     /// `lookup`: looks a key up in a set or map.
     Lookup {
         /// The set.
         set: SetName,
-        /// Where the key is.
+        /// The register that holds the key.
         key: Register,
-        /// What for.
+        /// How the result of the lookup is used.
         result: LookupResult,
     },
-    /// `immediate`: puts a value into a register.
+    /// `immediate`: loads a value into a register.
     Immediate {
-        /// Where to.
+        /// The destination register.
         to: Register,
         /// The value.
         value: Value,
     },
-    /// `immediate` into the verdict register.
+    /// `immediate` into the verdict register: ends the rule with a verdict.
     Verdict(Verdict),
-    /// `numgen`: makes a number from `offset` to before `offset + modulus`, 4 bytes in the
-    /// machine's order.
+    /// `numgen`: generates a 4-byte number in the machine's byte order, at least `offset` and less
+    /// than `offset + modulus`.
     NumberGenerator {
-        /// How.
+        /// How numbers are generated.
         generator: Generator,
-        /// How many different numbers. At least 1.
+        /// The number of different results, at least 1.
         modulus: u32,
-        /// The least.
+        /// The smallest result.
         offset: u32,
-        /// Where to.
+        /// The destination register.
         to: Register,
     },
-    /// `hash`: Jenkins' hash of bytes, from `offset` to before `offset + modulus`, 4 bytes in the
-    /// machine's order.
+    /// `hash`: computes the Jenkins hash of a register as a 4-byte number in the machine's byte
+    /// order, at least `offset` and less than `offset + modulus`.
     Hash {
-        /// Where the bytes are.
+        /// The register that holds the bytes.
         from: Register,
-        /// How many.
+        /// The number of bytes.
         length: u32,
-        /// How many different results. At least 1.
+        /// The number of different results, at least 1.
         modulus: u32,
-        /// Hosts with one seed give one key the same hash. None: the kernel chooses one.
+        /// Hosts with the same seed compute the same hash for a key. With none, the kernel selects
+        /// a random seed.
         seed: Option<u32>,
-        /// The least result.
+        /// The smallest result.
         offset: u32,
-        /// Where to.
+        /// The destination register.
         to: Register,
     },
-    /// `fib`: asks the routing table.
+    /// `fib`: queries the routing table.
     Fib {
-        /// What.
+        /// The requested result.
         result: FibResult,
-        /// With what.
+        /// The inputs of the query.
         flags: FibFlags,
-        /// Where to.
+        /// The destination register.
         to: Register,
     },
-    /// `nat`: translates an address, a port or both. A verdict.
+    /// `nat`: translates an address, a port or both, and ends the rule with a verdict.
     Nat {
-        /// Which end.
+        /// Whether source or destination is translated.
         kind: NatKind,
         /// The family of the addresses.
         family: AddressFamily,
-        /// Where the addresses are.
+        /// The registers that hold the addresses.
         address: Option<RegisterRange>,
-        /// Where the ports are.
+        /// The registers that hold the ports.
         port: Option<RegisterRange>,
-        /// How to choose.
+        /// How an address or port is selected.
         flags: NatFlags,
     },
-    /// `masq`: translates the source to the address of the interface on which the packet leaves. A
-    /// verdict.
+    /// `masq`: translates the source to the address of the outgoing interface, and ends the rule
+    /// with a verdict.
     Masquerade {
-        /// Where the ports are.
+        /// The registers that hold the ports.
         port: Option<RegisterRange>,
-        /// How to choose.
+        /// How a port is selected.
         flags: NatFlags,
     },
-    /// `redir`: translates the destination to this host. A verdict.
+    /// `redir`: translates the destination to this host, and ends the rule with a verdict.
     Redirect {
-        /// Where the ports are.
+        /// The registers that hold the ports.
         port: Option<RegisterRange>,
-        /// How to choose.
+        /// How a port is selected.
         flags: NatFlags,
     },
     /// `reject`: answers with an error and drops the packet.
     Reject(Reject),
-    /// `dynset`: changes a set.
+    /// `dynset`: adds, updates or deletes an element of a set.
     DynamicSet(DynamicSet),
-    /// `counter`: counts packets and bytes, beginning with these numbers.
+    /// `counter`: counts packets and bytes, starting with these numbers.
     Counter {
-        /// Packets.
+        /// The packets counted so far.
         packets: u64,
-        /// Bytes.
+        /// The bytes counted so far.
         bytes: u64,
     },
-    /// `limit`: matches up to a rate.
+    /// `limit`: matches up to a rate of `rate` units per `seconds`.
     Limit {
-        /// So many.
+        /// The number of units in each period.
         rate: u64,
-        /// In so many seconds.
+        /// The length of the period in seconds.
         seconds: u64,
-        /// So many more at once.
+        /// The number of units that may exceed the rate in a burst.
         burst: u32,
-        /// Of what.
+        /// Whether the units are bytes or packets.
         bytes: Bytes,
-        /// It matches beyond the rate instead.
+        /// Whether the expression matches above the rate instead.
         inverted: bool,
     },
     /// `log`: writes a line to the kernel's log.
     Log {
-        /// How the line begins: at most 127 bytes.
+        /// The prefix of the line, at most 127 bytes.
         prefix: Option<String>,
-        /// The level (`LOG_WARNING` is 4, which is the default).
+        /// The log level. `LOG_WARNING` (4) is the default.
         level: Option<u32>,
-        /// Sends the packet to a group of `nfnetlink_log` instead.
+        /// Sends the packet to this group of `nfnetlink_log` instead of the kernel's log.
         group: Option<u16>,
     },
-    /// `notrack`: the packet gets no connection. In hooks before connection tracking only.
+    /// `notrack`: exempts the packet from connection tracking. Only in hooks before connection
+    /// tracking.
     NoTrack,
-    /// `tproxy`: gives the packet to a transparent socket. In prerouting only.
+    /// `tproxy`: delivers the packet to a transparent socket. Only in prerouting.
     TransparentProxy {
         /// The family of the address.
         family: AddressFamily,
-        /// Where the socket's address is.
+        /// The register that holds the socket's address.
         address: Option<Register>,
-        /// Where its port is.
+        /// The register that holds the socket's port.
         port: Option<Register>,
     },
-    /// `socket`: loads a property of the socket that the packet belongs to. Without one it does not
-    /// match.
+    /// `socket`: loads a property of the socket that the packet belongs to. Packets without a
+    /// socket do not match.
     Socket {
-        /// Which.
+        /// The property.
         key: SocketKey,
-        /// Where to.
+        /// The destination register.
         to: Register,
     },
     /// An expression that this crate does not know, as the kernel lists it.
     Unknown {
         /// Its name.
         name: String,
-        /// Its attributes.
+        /// Its encoded attributes.
         data: Vec<u8>,
     },
 }
 
 impl Expression {
-    /// Ends the rule unless a register equals a value.
+    /// Ends the rule unless the register equals the value.
     #[must_use]
     pub fn equal(register: Register, value: Value) -> Self {
         Self::Compare { register, comparison: Comparison::Equal, value }
     }
 
-    /// A counter that begins with nothing.
+    /// A counter that starts at zero.
     #[must_use]
     pub fn counter() -> Self {
         Self::Counter { packets: 0, bytes: 0 }

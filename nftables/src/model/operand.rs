@@ -1,44 +1,45 @@
-//! What expressions are told: which header, which property, how to compare.
+//! Operands of expressions: headers, properties, comparisons and flags.
 
 use std::ops::BitOr;
 
 use super::Register;
 
-/// Header of the packet that a value is read from.
+/// The header that a payload expression reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum PayloadBase {
-    /// The link layer's.
+    /// The link-layer header.
     LinkLayer,
-    /// IPv4's or IPv6's.
+    /// The IPv4 or IPv6 header.
     Network,
-    /// TCP's, UDP's and the like. Packets without one, such as fragments, do not match.
+    /// The TCP, UDP or other transport header. Packets without one, such as fragments, do not
+    /// match.
     Transport,
 }
 
-/// Properties of a packet that are not in its headers (`NFT_META_…`).
+/// Packet metadata outside its headers (`NFT_META_…`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum MetaKey {
-    /// Its length in bytes, 4 bytes.
+    /// The length of the packet in bytes, 4 bytes.
     Length,
-    /// Its Ethernet type, 2 bytes in network byte order.
+    /// The Ethernet type, 2 bytes in network byte order.
     Protocol,
-    /// Its mark, 4 bytes.
+    /// The packet mark, 4 bytes.
     Mark,
-    /// The index of the interface it arrived on, 4 bytes.
+    /// The index of the incoming interface, 4 bytes.
     InputInterface,
-    /// The index of the interface it leaves on, 4 bytes.
+    /// The index of the outgoing interface, 4 bytes.
     OutputInterface,
-    /// The name of the interface it arrived on, 16 bytes.
+    /// The name of the incoming interface, 16 bytes.
     InputInterfaceName,
-    /// The name of the interface it leaves on, 16 bytes.
+    /// The name of the outgoing interface, 16 bytes.
     OutputInterfaceName,
-    /// User of the sending socket, 4 bytes.
+    /// The user ID of the sending socket, 4 bytes.
     SocketUser,
     /// `NFPROTO_IPV4` or `NFPROTO_IPV6`, 1 byte.
     NfProtocol,
-    /// Its transport protocol, 1 byte.
+    /// The transport protocol, 1 byte.
     L4Protocol,
-    /// `PACKET_HOST` and the like, 1 byte.
+    /// The packet type, such as `PACKET_HOST`, 1 byte.
     PacketType,
     /// A random number, 4 bytes.
     Random,
@@ -55,42 +56,44 @@ pub enum CtKey {
     Status,
     /// The connection's mark, 4 bytes.
     Mark,
-    /// Milliseconds until it expires, 4 bytes.
+    /// The time until the connection expires in milliseconds, 4 bytes.
     Expiration,
     /// `NFPROTO_IPV4` or `NFPROTO_IPV6`, 1 byte.
     L3Protocol,
-    /// Source address; 4 bytes in tables of IPv4, else 16. Needs a direction.
+    /// The source address: 4 bytes in IPv4 tables, otherwise 16. Needs a direction.
     Source,
-    /// Destination address, likewise.
+    /// The destination address: 4 bytes in IPv4 tables, otherwise 16. Needs a direction.
     Destination,
-    /// Transport protocol, 1 byte.
+    /// The transport protocol, 1 byte.
     Protocol,
-    /// Source port, 2 bytes. Needs a direction.
+    /// The source port, 2 bytes. Needs a direction.
     SourcePort,
-    /// Destination port, 2 bytes. Needs a direction.
+    /// The destination port, 2 bytes. Needs a direction.
     DestinationPort,
-    /// Source address of IPv4, 4 bytes, in tables of any family (Linux 4.17). Needs a direction.
+    /// The IPv4 source address, 4 bytes, in tables of any family (Linux 4.17). Needs a direction.
     SourceIp,
-    /// Destination address of IPv4, likewise.
+    /// The IPv4 destination address, 4 bytes, in tables of any family (Linux 4.17). Needs a
+    /// direction.
     DestinationIp,
-    /// Source address of IPv6, 16 bytes, likewise.
+    /// The IPv6 source address, 16 bytes, in tables of any family (Linux 4.17). Needs a direction.
     SourceIp6,
-    /// Destination address of IPv6, likewise.
+    /// The IPv6 destination address, 16 bytes, in tables of any family (Linux 4.17). Needs a
+    /// direction.
     DestinationIp6,
-    /// The connection's number, 4 bytes.
+    /// The ID of the connection, 4 bytes.
     Id,
 }
 
 /// Direction of a connection's tuple.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Direction {
-    /// As its first packet.
+    /// The direction of the first packet.
     Original,
-    /// As the answers to it.
+    /// The direction of the replies.
     Reply,
 }
 
-/// How a register is compared with a value, byte by byte from the first.
+/// How a register is compared with a value. Bytes are compared from the first on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Comparison {
     /// Equal.
@@ -107,7 +110,7 @@ pub enum Comparison {
     GreaterOrEqual,
 }
 
-/// Between the byte orders of the machine and the network.
+/// The direction of a conversion between network and machine byte order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Conversion {
     /// From network to machine.
@@ -116,42 +119,43 @@ pub enum Conversion {
     ToNetwork,
 }
 
-/// What a lookup is for. In the first case the rule continues when the key is found, in the second
-/// when it is not; in the others a key that is not found ends the rule.
+/// How a lookup's result is used. With [`Self::Absent`] the rule continues if the key is not found.
+/// In all other cases it ends then.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum LookupResult {
-    /// The key has to be there.
+    /// The key must be in the set.
     Present,
-    /// The key must not be there.
+    /// The key must not be in the set.
     Absent,
-    /// What the map's element leads to is put into a register.
+    /// Loads the data of the map element into a register.
     Into(Register),
-    /// The map's element leads to a verdict, which is followed.
+    /// Ends the rule with the verdict of the map element.
     Verdict,
 }
 
-/// How numbers are made.
+/// How numbers are generated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Generator {
-    /// Each one more than the last, of all packets of the rule.
+    /// Each number is one more than the last, over all packets of the rule.
     Incremental,
-    /// At random.
+    /// Random numbers.
     Random,
 }
 
-/// What is asked of the routing table.
+/// The result that a routing query returns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum FibResult {
-    /// Index of the interface, 4 bytes; with [`FibFlags::PRESENT`] whether there is a route, 1
+    /// The index of the interface, 4 bytes. With [`FibFlags::PRESENT`]: whether a route exists, 1
     /// byte.
     Interface,
-    /// Name of the interface, 16 bytes; likewise with [`FibFlags::PRESENT`].
+    /// The name of the interface, 16 bytes. With [`FibFlags::PRESENT`]: whether a route exists, 1
+    /// byte.
     InterfaceName,
-    /// Type of the address (`RTN_LOCAL` is 2), 4 bytes.
+    /// The type of the address (`RTN_LOCAL` is 2), 4 bytes.
     AddressType,
 }
 
-/// What the routing table is asked with (`NFTA_FIB_F_…`).
+/// The inputs of a routing query (`NFTA_FIB_F_…`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct FibFlags(pub u32);
 
@@ -162,14 +166,14 @@ impl FibFlags {
     pub const DESTINATION: Self = Self(2);
     /// The packet's mark.
     pub const MARK: Self = Self(4);
-    /// The interface on which the packet arrived.
+    /// The incoming interface.
     pub const INPUT: Self = Self(8);
-    /// The interface on which the packet leaves.
+    /// The outgoing interface.
     pub const OUTPUT: Self = Self(16);
-    /// Only whether there is a route.
+    /// Return only whether a route exists.
     pub const PRESENT: Self = Self(32);
 
-    /// All flags of `other` are set.
+    /// Whether all flags of `other` are set.
     #[must_use]
     pub fn contains(self, other: Self) -> bool {
         self.0 & other.0 == other.0
@@ -183,7 +187,7 @@ impl BitOr for FibFlags {
     }
 }
 
-/// Which address is translated.
+/// The address that is translated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum NatKind {
     /// The source.
@@ -192,14 +196,14 @@ pub enum NatKind {
     Destination,
 }
 
-/// Address families of translations.
+/// The address family of a translation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum AddressFamily {
     /// IPv4.
     Ip,
     /// IPv6.
     Ip6,
-    /// Both: for ports without addresses, in tables of family inet.
+    /// Both families: for ports without addresses, in tables of family inet.
     Inet,
 }
 
@@ -215,18 +219,18 @@ impl AddressFamily {
     }
 }
 
-/// How translations choose among what is allowed (`NF_NAT_RANGE_…`).
+/// How a translation selects among the allowed addresses and ports (`NF_NAT_RANGE_…`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct NatFlags(pub u32);
 
 impl NatFlags {
-    /// Nothing in particular.
+    /// The kernel's default.
     pub const NONE: Self = Self(0);
     /// A random port.
     pub const RANDOM: Self = Self(4);
-    /// The same address for each connection of a client.
+    /// The same address for all connections of a client.
     pub const PERSISTENT: Self = Self(8);
-    /// A random port, by a generator that cannot be guessed.
+    /// A random port from a generator whose results are unpredictable.
     pub const FULLY_RANDOM: Self = Self(16);
 }
 
@@ -237,12 +241,13 @@ impl BitOr for NatFlags {
     }
 }
 
-/// Registers with the ends of a range of addresses or ports, which may be one and the same.
+/// The registers that hold the first and the last of a range of addresses or ports. Both may be the
+/// same.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct RegisterRange {
-    /// The first.
+    /// The register of the first.
     pub first: Register,
-    /// The last.
+    /// The register of the last.
     pub last: Register,
 }
 
@@ -252,44 +257,44 @@ impl From<Register> for RegisterRange {
     }
 }
 
-/// How a packet is refused.
+/// How a packet is rejected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Reject {
-    /// ICMP or ICMPv6 "unreachable" of a code, for tables of one of these families.
+    /// An ICMP or ICMPv6 "unreachable" message with a code, in tables of one of these families.
     Icmp(u8),
     /// A TCP reset.
     TcpReset,
-    /// Either family's "unreachable": 0 no route, 1 port, 2 host, 3 prohibited.
+    /// An "unreachable" message of the packet's family: 0 no route, 1 port, 2 host, 3 prohibited.
     Icmpx(u8),
 }
 
-/// What a packet does to a set.
+/// The operation of a packet on a set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum DynamicSetOperation {
-    /// Adds an element, if it is not there.
+    /// Adds an element if it does not exist.
     Add,
-    /// Adds an element, or renews the timeout of the one that is there, which keeps its data.
+    /// Adds an element. If it exists, its timeout restarts and its data stays.
     Update,
     /// Deletes an element (Linux 5.1).
     Delete,
 }
 
-/// What [`super::Expression::Socket`] tells of the socket that a packet belongs to.
+/// The property of a packet's socket that [`super::Expression::Socket`] loads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum SocketKey {
-    /// Whether it is transparent (`IP_TRANSPARENT`), 1 byte.
+    /// Whether the socket is transparent (`IP_TRANSPARENT`), 1 byte.
     Transparent,
-    /// Its mark, 4 bytes.
+    /// The mark of the socket, 4 bytes.
     Mark,
-    /// Whether it is bound to the wildcard address, 1 byte (Linux 5.9).
+    /// Whether the socket is bound to the wildcard address, 1 byte (Linux 5.9).
     Wildcard,
 }
 
-/// What a limit counts.
+/// Whether a limit counts bytes or packets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Bytes {
-    /// Bytes.
+    /// The limit counts bytes.
     Counted,
-    /// Packets.
+    /// The limit counts packets.
     Ignored,
 }

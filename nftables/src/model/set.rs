@@ -4,8 +4,8 @@ use std::fmt;
 
 use super::{Expression, TableName, Value, Verdict};
 
-/// Types of values as the `nft` program numbers them. The kernel keeps the number and needs the
-/// length alone; the number is what makes `nft list` print values readably without user data in the
+/// Data types with the numbers of the `nft` program. The kernel stores the number but needs only
+/// the length. With the right number `nft list` prints readable values without user data in the
 /// set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum DataType {
@@ -21,7 +21,7 @@ pub enum DataType {
     Protocol,
     /// `inet_service`, a port: 2 bytes.
     Port,
-    /// `mark`: 4 bytes in the machine's byte order. Also fit for numbers of one's own.
+    /// `mark`: 4 bytes in the machine's byte order. Also suits numbers of your own.
     Mark,
     /// `iface_index`: 4 bytes in the machine's byte order.
     InterfaceIndex,
@@ -32,7 +32,7 @@ pub enum DataType {
 }
 
 impl DataType {
-    /// `nft`'s number of the type.
+    /// The number of the type in `nft`.
     #[must_use]
     pub fn id(self) -> u32 {
         match self {
@@ -49,7 +49,7 @@ impl DataType {
         }
     }
 
-    /// Bytes of a value.
+    /// The length of a value in bytes.
     #[must_use]
     pub fn length_bytes(self) -> u32 {
         match self {
@@ -65,14 +65,14 @@ impl DataType {
 /// The type of keys or data: one [`DataType`], or a concatenation of up to five.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ValueType {
-    /// `nft`'s number: 6 bits for each part.
+    /// The number in `nft`: 6 bits per part.
     pub id: u32,
-    /// Bytes of a value. In concatenations each part takes a multiple of 4.
+    /// The length of a value in bytes. Each part of a concatenation is padded to a multiple of 4.
     pub length_bytes: u32,
 }
 
 impl ValueType {
-    /// A concatenation of types; of one alone, that type itself.
+    /// A concatenation of types. A single type stays that type.
     #[must_use]
     pub fn concatenation(parts: &[DataType]) -> Self {
         match parts {
@@ -91,12 +91,12 @@ impl From<DataType> for ValueType {
     }
 }
 
-/// What the elements of a map lead to.
+/// The data of a map's elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum SetData {
     /// Values.
     Values(ValueType),
-    /// Verdicts. Each change of such a map may make the kernel validate all chains that it can
+    /// Verdicts. After each change of such a map the kernel may validate all chains that it can
     /// reach.
     Verdicts,
 }
@@ -106,30 +106,30 @@ const KEY_BYTE_ORDER: u8 = 0;
 /// `NFTNL_UDATA_SET_DATABYTEORDER`
 const DATA_BYTE_ORDER: u8 = 1;
 
-/// Properties of sets.
+/// The flags of a set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct SetFlags {
-    /// `NFT_SET_ANONYMOUS`: belongs to the rule that refers to it, and vanishes with it.
+    /// `NFT_SET_ANONYMOUS`: the set belongs to the rule that refers to it, and is deleted with it.
     pub anonymous: bool,
-    /// `NFT_SET_CONSTANT`: its elements cannot change once a rule refers to it.
+    /// `NFT_SET_CONSTANT`: the elements cannot change once a rule refers to the set.
     pub constant: bool,
     /// `NFT_SET_INTERVAL`: keys are ranges.
     pub interval: bool,
-    /// `NFT_SET_TIMEOUT`: elements may have a timeout.
+    /// `NFT_SET_TIMEOUT`: elements may have timeouts.
     pub timeout: bool,
     /// `NFT_SET_EVAL`: packets may add elements ([`Expression::DynamicSet`]).
     pub dynamic: bool,
-    /// `NFT_SET_CONCAT`: keys are concatenations of ranges, of which [`Set::field_lengths`] has the
-    /// lengths.
+    /// `NFT_SET_CONCAT`: keys are concatenations of ranges. [`Set::field_lengths`] holds the
+    /// lengths of their parts.
     pub concatenated_ranges: bool,
 }
 
-/// The name of a set in rules and elements.
+/// A reference to a set in rules and elements.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SetName {
-    /// The name. Of an anonymous set that is not made yet, the pattern of it.
+    /// The name. For an anonymous set that does not exist yet, its name pattern.
     pub name: String,
-    /// The number of a set of the same transaction, needed for anonymous sets alone.
+    /// The ID of a set in the same transaction. Only anonymous sets need it.
     pub id: Option<u32>,
 }
 
@@ -151,39 +151,39 @@ impl fmt::Display for SetName {
     }
 }
 
-/// A set, or a map if it has data.
+/// A set. With data it is a map.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Set {
-    /// Its table.
+    /// The table of the set.
     pub table: TableName,
-    /// Its name, which is unique among the sets of its table; a pattern such as `__set%d` if it is
-    /// anonymous.
+    /// The name, which is unique among the sets of the table. For an anonymous set, a pattern such
+    /// as `__set%d`.
     pub name: String,
     /// The type of its keys.
     pub key: ValueType,
-    /// What its elements lead to, if it is a map.
+    /// The data of the elements. None if this is not a map.
     pub data: Option<SetData>,
-    /// Its properties.
+    /// The flags of the set.
     pub flags: SetFlags,
-    /// Most elements that it may have. With a size the kernel uses a hash of a fixed number of
-    /// buckets, without one a hash that grows.
+    /// The maximum number of elements. With a size the kernel uses a hash with a fixed number of
+    /// buckets; without one it uses a hash that grows.
     pub size: Option<u32>,
-    /// When elements vanish that name no time of their own, in milliseconds.
+    /// The timeout in milliseconds of elements that have no timeout of their own.
     pub timeout_ms: Option<u64>,
-    /// How often the kernel removes elements that have expired, in milliseconds.
+    /// The interval in milliseconds at which the kernel removes expired elements.
     pub gc_interval_ms: Option<u32>,
-    /// Expressions that each element gets a copy of, such as a counter (Linux 5.7; more than one:
+    /// Expressions of which each element gets a copy, such as a counter (Linux 5.7; more than one:
     /// 5.11).
     pub expressions: Vec<Expression>,
-    /// Lengths in bytes of the parts of keys that are concatenations of ranges.
+    /// If keys are concatenations of ranges: the length of each part in bytes.
     pub field_lengths: Vec<u32>,
-    /// Bytes for user space. Old versions of `nft` crash on kinds that they do not know; best left
-    /// empty.
+    /// Bytes for user space. Old versions of `nft` crash on kinds that they do not know, so this is
+    /// best left empty.
     pub user_data: Vec<u8>,
 }
 
 impl Set {
-    /// A set.
+    /// A set without data.
     #[must_use]
     pub fn new(table: &TableName, name: impl Into<String>, key: &[DataType]) -> Self {
         Self {
@@ -214,15 +214,15 @@ impl Set {
         Self { data: Some(SetData::Verdicts), ..Self::new(table, name, key) }
     }
 
-    /// The set with user data which tells `nft` that keys of one number are in the machine's byte
-    /// order; without, it prints their bytes in reverse. Concatenations need none. Every version of
-    /// `nft` knows these kinds.
+    /// Adds user data that tells `nft` that keys are numbers in the machine's byte order. Without
+    /// it `nft` prints their bytes in reverse order. Concatenations do not need it. Every version
+    /// of `nft` knows this kind of user data.
     #[must_use]
     pub fn with_key_in_host_order(self) -> Self {
         self.with_byte_order(KEY_BYTE_ORDER)
     }
 
-    /// Likewise for data.
+    /// Adds user data that tells `nft` that data are numbers in the machine's byte order.
     #[must_use]
     pub fn with_data_in_host_order(self) -> Self {
         self.with_byte_order(DATA_BYTE_ORDER)
@@ -236,7 +236,7 @@ impl Set {
         self
     }
 
-    /// The set as an anonymous one, for one rule of the same transaction. Its name becomes a
+    /// Makes the set anonymous, for use by one rule of the same transaction. The name becomes a
     /// pattern.
     #[must_use]
     pub fn anonymous(mut self) -> Self {
@@ -246,13 +246,13 @@ impl Set {
         self
     }
 
-    /// The set with a size.
+    /// Sets the maximum number of elements.
     #[must_use]
     pub fn with_size(self, size: u32) -> Self {
         Self { size: Some(size), ..self }
     }
 
-    /// The set with a timeout for elements that name none.
+    /// Sets the timeout of elements that have no timeout of their own.
     #[must_use]
     pub fn with_timeout_ms(mut self, timeout_ms: u64) -> Self {
         self.flags.timeout = true;
@@ -260,15 +260,16 @@ impl Set {
         self
     }
 
-    /// The set, to which packets may add elements. Without a size the kernel takes 65,535.
+    /// Allows packets to add elements. Without a size the kernel uses 65,535.
     #[must_use]
     pub fn dynamic(mut self) -> Self {
         self.flags.dynamic = true;
         self
     }
 
-    /// The set with keys that are ranges. Those of one type have their ends in elements of their
-    /// own ([`Element::interval`]); in concatenations ([`Element::range`]) each part is a range.
+    /// Makes the keys ranges. In sets with a single key type, the two ends of a range are separate
+    /// elements ([`Element::interval`]). In concatenations each part is a range
+    /// ([`Element::range`]).
     #[must_use]
     pub fn with_ranges(mut self, key: &[DataType]) -> Self {
         self.flags.interval = true;
@@ -280,7 +281,7 @@ impl Set {
     }
 }
 
-/// What an element of a map leads to.
+/// The data of a map element.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum ElementData {
     /// A value of the map's data type.
@@ -292,22 +293,23 @@ pub enum ElementData {
 /// An element of a set.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Element {
-    /// Its key; the first of its keys if it is a range. Empty in the element for all other keys.
+    /// The key, or the first key of a range. Empty in the catch-all element.
     pub key: Value,
     /// The last key of a range in a set of concatenated ranges.
     pub key_end: Option<Value>,
-    /// What it leads to.
+    /// The data of a map element.
     pub data: Option<ElementData>,
-    /// `NFT_SET_ELEM_INTERVAL_END`: the first key behind a range.
+    /// `NFT_SET_ELEM_INTERVAL_END`: the key is the first one after a range.
     pub interval_end: bool,
-    /// `NFT_SET_ELEM_CATCHALL`: stands for all keys that no other element has (Linux 5.13).
+    /// `NFT_SET_ELEM_CATCHALL`: the element matches all keys that no other element matches (Linux
+    /// 5.13).
     pub catch_all: bool,
-    /// When it vanishes after it was made, in milliseconds.
+    /// The time from creation to expiry, in milliseconds.
     pub timeout_ms: Option<u64>,
-    /// When it vanishes from now, in milliseconds. In lists, and for elements that are to keep
-    /// their age.
+    /// The remaining time to expiry, in milliseconds. The kernel lists it. Set it for new elements
+    /// that keep the age of an older element.
     pub expires_in_ms: Option<u64>,
-    /// Its counter and the like.
+    /// Expressions of the element, such as a counter.
     pub expressions: Vec<Expression>,
     /// Bytes for user space.
     pub user_data: Vec<u8>,
@@ -320,38 +322,40 @@ impl Element {
         Self { key, ..Self::default() }
     }
 
-    /// An element that leads to a value.
+    /// Adds a value as data.
     #[must_use]
     pub fn with_value(self, value: Value) -> Self {
         Self { data: Some(ElementData::Value(value)), ..self }
     }
 
-    /// An element that leads to a verdict.
+    /// Adds a verdict as data.
     #[must_use]
     pub fn with_verdict(self, verdict: Verdict) -> Self {
         Self { data: Some(ElementData::Verdict(verdict)), ..self }
     }
 
-    /// An element that vanishes after a time.
+    /// Sets the timeout.
     #[must_use]
     pub fn with_timeout_ms(self, timeout_ms: u64) -> Self {
         Self { timeout_ms: Some(timeout_ms), ..self }
     }
 
-    /// An element with an expression of its own, such as a counter.
+    /// Adds an expression, such as a counter.
     #[must_use]
     pub fn with_expression(mut self, expression: Expression) -> Self {
         self.expressions.push(expression);
         self
     }
 
-    /// A range of concatenations: every part lies between those of both keys, which belong to it.
+    /// A range of concatenations: every part lies between the corresponding parts of both keys,
+    /// inclusive.
     #[must_use]
     pub fn range(first: Value, last: Value) -> Self {
         Self { key: first, key_end: Some(last), ..Self::default() }
     }
 
-    /// The two elements of a range from `first` to before `end`, for sets of ranges of one type.
+    /// The two elements of a range that includes `first` and excludes `end`, for sets with a single
+    /// key type.
     #[must_use]
     pub fn interval(first: Value, end: Value) -> [Self; 2] {
         [Self::new(first), Self { interval_end: true, ..Self::new(end) }]

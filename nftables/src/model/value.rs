@@ -5,8 +5,8 @@ use std::{
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
 };
 
-/// Bytes as they are in a packet or a register: addresses and ports in network byte order, marks
-/// and indices of interfaces in the machine's order. At most 64 bytes.
+/// Bytes as they are in a packet or a register, at most 64. Addresses and ports are in network byte
+/// order, marks and interface indices in the machine's byte order.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct Value(pub Vec<u8>);
 
@@ -22,7 +22,7 @@ impl Value {
         Self(bytes)
     }
 
-    /// A number in the machine's byte order: a mark, the index of an interface.
+    /// A number in the machine's byte order, such as a mark or an interface index.
     #[must_use]
     pub fn host_u32(number: u32) -> Self {
         Self(number.to_ne_bytes().to_vec())
@@ -40,14 +40,14 @@ impl Value {
         Self(port.to_be_bytes().to_vec())
     }
 
-    /// One byte: an IP protocol, an address family.
+    /// One byte, such as an IP protocol or an address family.
     #[must_use]
     pub fn byte(byte: u8) -> Self {
         Self(vec![byte])
     }
 
-    /// The name of an interface, padded to 16 bytes; longer ones are cut, as no interface has such
-    /// a name.
+    /// The name of an interface, padded to 16 bytes. Longer names are truncated; no interface has
+    /// such a name.
     #[must_use]
     pub fn interface_name(name: &str) -> Self {
         let mut bytes: Vec<u8> = name.bytes().take(15).collect();
@@ -77,7 +77,7 @@ impl From<IpAddr> for Value {
     }
 }
 
-/// Hexadecimal, in words of 4 bytes.
+/// Formats the bytes as hexadecimal, in words of 4 bytes.
 impl fmt::Display for Value {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (index, word) in self.0.chunks(4).enumerate() {
@@ -90,8 +90,9 @@ impl fmt::Display for Value {
     }
 }
 
-/// The place in the 64 bytes of registers where a value begins, in words of 4 bytes. Longer values
-/// reach into the words behind. The kernel refuses places beyond word 15 with `ERANGE`.
+/// The position in the 64 bytes of registers at which a value starts, in words of 4 bytes. Longer
+/// values continue into the following words. The kernel rejects positions beyond word 15 with
+/// `ERANGE`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Register(u32);
 
@@ -105,26 +106,27 @@ impl Register {
     /// `NFT_REG_4`, word 12.
     pub const R4: Self = Self(12);
 
-    /// The register that begins at a word: `NFT_REG32_00` to `NFT_REG32_15`.
+    /// The register that starts at a word: `NFT_REG32_00` to `NFT_REG32_15`.
     #[must_use]
     pub const fn word(word: u32) -> Self {
         Self(word)
     }
 
-    /// The register behind a value of a length in this one: where the next part of a concatenation
-    /// belongs.
+    /// The register after a value of this length in bytes. The next part of a concatenation starts
+    /// there.
     #[must_use]
     pub const fn after(self, length_bytes: u32) -> Self {
         Self(self.0 + length_bytes.div_ceil(4))
     }
 
-    /// The word where it begins.
+    /// The word at which the register starts.
     #[must_use]
     pub const fn index(self) -> u32 {
         self.0
     }
 
-    /// The number on the wire. The kernel prefers the names of 16-byte registers where both exist.
+    /// The number on the wire. If a 16-byte register starts at the word, its number is used, as the
+    /// kernel does.
     pub(crate) fn number(self) -> u32 {
         match (self.0 % 4, self.0 / 4) {
             (0, wide @ 0..=3) => wide + 1,
@@ -132,7 +134,7 @@ impl Register {
         }
     }
 
-    /// The register of a number; none for the verdict and for numbers that are no register.
+    /// The register with a number. None for the verdict register and for unknown numbers.
     pub(crate) fn of_number(number: u32) -> Option<Self> {
         match number {
             1..=4 => Some(Self((number - 1) * 4)),
@@ -142,22 +144,23 @@ impl Register {
     }
 }
 
-/// Where a packet goes from a rule.
+/// How packet processing continues after a rule.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Verdict {
-    /// The packet passes this base chain; later ones still see it.
+    /// The packet passes this base chain. Later base chains still process it.
     Accept,
     /// The packet is dropped.
     Drop,
-    /// The next rule.
+    /// Processing continues with the next rule.
     Continue,
-    /// The rule behind the jump that led here; at the end of a base chain its policy.
+    /// Processing continues after the rule that jumped to this chain. In a base chain its policy
+    /// applies.
     Return,
-    /// A chain, and back.
+    /// Processing continues in a chain and returns afterwards.
     Jump(String),
-    /// A chain, without a return to this one.
+    /// Processing continues in a chain and does not return to this one.
     Goto(String),
-    /// Another verdict, by its code: `NF_QUEUE` and the like.
+    /// Another verdict, such as `NF_QUEUE`, by its code.
     Other(i32),
 }
 
@@ -174,7 +177,7 @@ impl Verdict {
         }
     }
 
-    /// The chain that the verdict leads to.
+    /// The target chain of the verdict.
     #[must_use]
     pub fn chain(&self) -> Option<&str> {
         match self {

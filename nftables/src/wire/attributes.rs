@@ -1,4 +1,4 @@
-//! Numbers of messages and attributes.
+//! Numbers of message types and attributes.
 
 /// `NFT_MSG_…`
 pub(crate) mod message {

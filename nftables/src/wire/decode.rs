@@ -1,5 +1,5 @@
-//! What the kernel lists and tells. Attributes that are not known are passed over; what is cut
-//! short, or lacks what it consists of, is an error.
+//! Decoding of objects that the kernel lists or reports. Unknown attributes are ignored. A
+//! truncated message, or one without a required attribute, is an error.
 
 use headgate_netlink::{Malformed, checked_attributes, netfilter, read_be32, read_text, read_u8};
 
@@ -15,8 +15,8 @@ use crate::{
     Verdict,
 };
 
-/// The attributes of a message or of a nested attribute, by their numbers. Of several with one
-/// number, the last.
+/// The attributes of a message or of a nested attribute, by number. If a number occurs several
+/// times, the last attribute counts.
 #[derive(Debug)]
 pub(super) struct Fields<'a>([Option<&'a [u8]>; 24]);
 
@@ -58,21 +58,21 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// A message: the family in its header, and its attributes.
+/// Splits a message payload into the family of its header and its attributes.
 pub(super) fn split(payload: &[u8]) -> Result<(Family, Fields<'_>), Malformed> {
     let number = payload.first().copied().unwrap_or_default();
     let family = Family::of_number(number).ok_or(Malformed("an object of an unknown family"))?;
     Ok((family, Fields::read(netfilter::attributes(payload)?)?))
 }
 
-/// The table that a message is about, by the attribute that names it.
+/// The name of the table that a message refers to.
 pub(super) fn table_name(family: Family, fields: &Fields<'_>) -> Result<TableName, Malformed> {
     // Attribute 1 is the table's name in all messages.
     let name = fields.text(table::NAME)?.ok_or(Malformed("an object without a table"))?;
     Ok(TableName { family, name })
 }
 
-/// A table. Messages that delete one may name it by its handle alone.
+/// Decodes a table. A message that deletes a table may name it only by its handle.
 pub(crate) fn new_table(payload: &[u8]) -> Result<Listed<Table>, Malformed> {
     let (family, fields) = split(payload)?;
     let flags = fields.u32(table::FLAGS)?.unwrap_or_default();
@@ -87,7 +87,7 @@ pub(crate) fn new_table(payload: &[u8]) -> Result<Listed<Table>, Malformed> {
     Ok(Listed { handle: fields.u64(table::HANDLE)?.unwrap_or_default(), object })
 }
 
-/// A chain.
+/// Decodes a chain.
 pub(crate) fn new_chain(payload: &[u8]) -> Result<Listed<Chain>, Malformed> {
     let (family, fields) = split(payload)?;
     let base = match fields.get(chain::HOOK) {
@@ -103,7 +103,7 @@ pub(crate) fn new_chain(payload: &[u8]) -> Result<Listed<Chain>, Malformed> {
     Ok(Listed { handle: fields.u64(chain::HANDLE)?.unwrap_or_default(), object })
 }
 
-/// Notifications of deleted chains have the hook without its number.
+/// Notifications of deleted chains contain a hook attribute without its number.
 fn base_chain(family: Family, fields: &Fields<'_>, hook: &Fields<'_>) -> Result<Option<BaseChain>, Malformed> {
     let kind = fields.text(chain::TYPE)?.and_then(|name| ChainType::of_name(&name)).unwrap_or(ChainType::Filter);
     let Some(number) = hook.u32(chain::HOOK_NUMBER)? else { return Ok(None) };
@@ -115,7 +115,7 @@ fn base_chain(family: Family, fields: &Fields<'_>, hook: &Fields<'_>) -> Result<
     }))
 }
 
-/// A rule. Messages that delete rules may name neither chain nor handle.
+/// The decoded attributes of a rule. Messages that delete rules may omit chain and handle.
 #[derive(Debug)]
 pub(crate) struct RulePart {
     pub(crate) table: TableName,
@@ -136,13 +136,13 @@ pub(crate) fn rule_part(payload: &[u8]) -> Result<RulePart, Malformed> {
     })
 }
 
-/// The rule before or behind which a new one is put.
+/// The rule before or after which a new rule is inserted.
 #[cfg(any(test, feature = "fake"))]
 pub(crate) fn rule_position(payload: &[u8]) -> Result<Option<u64>, Malformed> {
     split(payload)?.1.u64(rule::POSITION)
 }
 
-/// A rule of a list.
+/// Decodes a rule of a list.
 pub(crate) fn new_rule(payload: &[u8]) -> Result<Listed<Rule>, Malformed> {
     let part = rule_part(payload)?;
     let chain = part.chain.ok_or(Malformed("a rule without a chain"))?;
@@ -150,7 +150,7 @@ pub(crate) fn new_rule(payload: &[u8]) -> Result<Listed<Rule>, Malformed> {
     Ok(Listed { handle: part.handle.unwrap_or_default(), object })
 }
 
-/// The generation, and the thread that began it.
+/// Decodes a generation and the thread that created it.
 pub(crate) fn new_generation(payload: &[u8]) -> Result<Generation, Malformed> {
     let fields = Fields::read(netfilter::attributes(payload)?)?;
     Ok(Generation {
@@ -160,13 +160,13 @@ pub(crate) fn new_generation(payload: &[u8]) -> Result<Generation, Malformed> {
     })
 }
 
-/// A value or a verdict.
+/// Decodes a value or a verdict.
 pub(super) fn data(bytes: &[u8]) -> Result<ElementData, Malformed> {
     let fields = Fields::read(bytes)?;
     if let Some(value) = fields.get(DATA_VALUE) {
         return Ok(ElementData::Value(Value(value.to_vec())));
     }
-    let verdict = fields.get(DATA_VERDICT).ok_or(Malformed("data of neither kind"))?;
+    let verdict = fields.get(DATA_VERDICT).ok_or(Malformed("data that is neither a value nor a verdict"))?;
     let fields = Fields::read(verdict)?;
     let code = fields.u32(VERDICT_CODE)?.ok_or(Malformed("a verdict without its code"))?.cast_signed();
     let chain = || fields.text(VERDICT_CHAIN)?.ok_or(Malformed("a jump without its chain"));
@@ -181,10 +181,10 @@ pub(super) fn data(bytes: &[u8]) -> Result<ElementData, Malformed> {
     }))
 }
 
-/// A value.
+/// Decodes a value.
 pub(super) fn value(bytes: &[u8]) -> Result<Value, Malformed> {
     match data(bytes)? {
         ElementData::Value(value) => Ok(value),
-        ElementData::Verdict(_) => Err(Malformed("a verdict in the place of a value")),
+        ElementData::Verdict(_) => Err(Malformed("a verdict instead of a value")),
     }
 }

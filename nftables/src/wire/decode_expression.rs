@@ -1,4 +1,4 @@
-//! Expressions, as the kernel lists them. What this crate cannot express stays
+//! Decoding of expressions. Expressions that this crate cannot represent become
 //! [`Expression::Unknown`].
 
 use headgate_netlink::{Malformed, checked_attributes};
@@ -14,7 +14,7 @@ use crate::{
     RegisterRange, Reject, SetName, SocketKey, Value,
 };
 
-/// A list of expressions.
+/// Decodes a list of expressions.
 pub(super) fn expressions(bytes: &[u8]) -> Result<Vec<Expression>, Malformed> {
     let mut found = Vec::new();
     for attribute in checked_attributes(bytes) {
@@ -25,7 +25,7 @@ pub(super) fn expressions(bytes: &[u8]) -> Result<Vec<Expression>, Malformed> {
     Ok(found)
 }
 
-/// An expression.
+/// Decodes an expression.
 pub(super) fn expression(bytes: &[u8]) -> Result<Expression, Malformed> {
     let fields = Fields::read(bytes)?;
     let name = fields.text(EXPRESSION_NAME)?.ok_or(Malformed("an expression without a name"))?;
@@ -35,7 +35,7 @@ pub(super) fn expression(bytes: &[u8]) -> Result<Expression, Malformed> {
 
 impl Fields<'_> {
     fn number(&self, kind: u16) -> Result<u32, Malformed> {
-        self.u32(kind)?.ok_or(Malformed("an expression lacks a number"))
+        self.u32(kind)?.ok_or(Malformed("an expression without a number"))
     }
 
     fn number_or_zero(&self, kind: u16) -> Result<u32, Malformed> {
@@ -43,7 +43,7 @@ impl Fields<'_> {
     }
 
     fn long(&self, kind: u16) -> Result<u64, Malformed> {
-        self.u64(kind)?.ok_or(Malformed("an expression lacks a number"))
+        self.u64(kind)?.ok_or(Malformed("an expression without a number"))
     }
 
     fn register(&self, kind: u16) -> Result<Option<Register>, Malformed> {
@@ -53,7 +53,7 @@ impl Fields<'_> {
     }
 
     fn needed_register(&self, kind: u16) -> Result<Register, Malformed> {
-        self.register(kind)?.ok_or(Malformed("an expression lacks a register"))
+        self.register(kind)?.ok_or(Malformed("an expression without a register"))
     }
 
     fn registers(&self, first: u16) -> Result<Option<RegisterRange>, Malformed> {
@@ -63,23 +63,24 @@ impl Fields<'_> {
     }
 
     fn value(&self, kind: u16) -> Result<Value, Malformed> {
-        value(self.get(kind).ok_or(Malformed("an expression lacks a value"))?)
+        value(self.get(kind).ok_or(Malformed("an expression without a value"))?)
     }
 
     fn set_name(&self, name: u16, id: u16) -> Result<SetName, Malformed> {
-        let name = self.text(name)?.ok_or(Malformed("an expression lacks its set"))?;
+        let name = self.text(name)?.ok_or(Malformed("an expression without its set"))?;
         Ok(SetName { name, id: self.u32(id)? })
     }
 
     fn nat_flags(&self, kind: u16) -> Result<NatFlags, Malformed> {
-        /// `NF_NAT_RANGE_MAP_IPS` and `NF_NAT_RANGE_PROTO_SPECIFIED`, which the kernel sets by the
-        /// registers.
+        /// `NF_NAT_RANGE_MAP_IPS` and `NF_NAT_RANGE_PROTO_SPECIFIED`. The kernel derives both from
+        /// the registers.
         const IMPLIED: u32 = 3;
         Ok(NatFlags(self.number_or_zero(kind)? & !IMPLIED))
     }
 }
 
-/// An expression of this crate; none when it has a property that this crate has no word for.
+/// Decodes an expression that this crate represents. None if it has a property that this crate
+/// cannot represent.
 fn known(name: &str, bytes: &[u8]) -> Result<Option<Expression>, Malformed> {
     let f = &Fields::read(bytes)?;
     Ok(Some(match name {
@@ -105,7 +106,8 @@ fn known(name: &str, bytes: &[u8]) -> Result<Option<Expression>, Malformed> {
             first: f.value(3)?,
             last: f.value(4)?,
         },
-        // Shifts are other operations, and kernels since 6.13 have a second source register.
+        // Shifts are other operations of `bitwise`. Kernels since 6.13 support a second source
+        // register.
         "bitwise" if f.number_or_zero(6)? == 0 && f.get(8).is_none() => Expression::Bitwise {
             from: f.needed_register(1)?,
             to: f.needed_register(2)?,
@@ -126,7 +128,7 @@ fn known(name: &str, bytes: &[u8]) -> Result<Option<Expression>, Malformed> {
             };
             Expression::Lookup { set: f.set_name(1, 4)?, key: f.needed_register(2)?, result }
         }
-        "immediate" => match data(f.get(2).ok_or(Malformed("an expression lacks a value"))?)? {
+        "immediate" => match data(f.get(2).ok_or(Malformed("an expression without a value"))?)? {
             ElementData::Value(value) => Expression::Immediate { to: f.needed_register(1)?, value },
             ElementData::Verdict(verdict) => Expression::Verdict(verdict),
         },
@@ -175,7 +177,7 @@ fn known(name: &str, bytes: &[u8]) -> Result<Option<Expression>, Malformed> {
                 inverted: f.number_or_zero(5)? & 1 != 0,
             }
         }
-        // Snap length, queue threshold and flags are not expressed here.
+        // This crate does not represent snap length, queue threshold and flags.
         "log" if [3, 4].iter().all(|kind| f.get(*kind).is_none()) && f.number_or_zero(6)? == 0 => {
             let group = f.get(1).map(headgate_netlink::read_be16).transpose()?;
             Expression::Log { prefix: f.text(2)?, level: f.u32(5)?, group }

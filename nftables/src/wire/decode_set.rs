@@ -1,4 +1,4 @@
-//! Sets and elements, as the kernel lists them.
+//! Decoding of sets and elements.
 
 use headgate_netlink::{Malformed, checked_attributes};
 
@@ -9,7 +9,7 @@ use super::{
 };
 use crate::{Element, Expression, Listed, Set, SetData, SetFlags, SetName, TableName, ValueType};
 
-/// A set.
+/// Decodes a set.
 pub(crate) fn new_set(payload: &[u8]) -> Result<Listed<Set>, Malformed> {
     let (family, fields) = split(payload)?;
     let bits = fields.u32(set::FLAGS)?.unwrap_or_default();
@@ -42,7 +42,7 @@ pub(crate) fn new_set(payload: &[u8]) -> Result<Listed<Set>, Malformed> {
         },
         size,
         timeout_ms: fields.u64(set::TIMEOUT)?,
-        // The kernel lists 0 for its default.
+        // The kernel lists 0 if it uses its default.
         gc_interval_ms: fields.u32(set::GC_INTERVAL)?.filter(|interval| *interval != 0),
         expressions: some_expressions(&fields, set::EXPRESSION, set::EXPRESSIONS)?,
         field_lengths,
@@ -51,13 +51,13 @@ pub(crate) fn new_set(payload: &[u8]) -> Result<Listed<Set>, Malformed> {
     Ok(Listed { handle: fields.u64(set::HANDLE)?.unwrap_or_default(), object })
 }
 
-/// The number of a set in the transaction that makes it.
+/// The ID of a set in the transaction that creates it.
 #[cfg(any(test, feature = "fake"))]
 pub(crate) fn set_id(payload: &[u8]) -> Result<Option<u32>, Malformed> {
     split(payload)?.1.u32(set::ID)
 }
 
-/// How many elements a set has, where the kernel tells (Linux 6.16).
+/// The number of elements in a set, if the kernel reports it (Linux 6.16).
 pub(crate) fn element_count(payload: &[u8]) -> Result<Option<u32>, Malformed> {
     split(payload)?.1.u32(set::COUNT)
 }
@@ -75,7 +75,7 @@ fn description(bytes: &[u8]) -> Result<(Option<u32>, Vec<u32>), Malformed> {
     Ok((fields.u32(set::DESCRIPTION_SIZE)?.filter(|size| *size != 0), lengths))
 }
 
-/// One expression in an attribute of its own, or several in a list.
+/// Decodes expressions: a single one has its own attribute, several are in a list.
 fn some_expressions(fields: &Fields<'_>, single: u16, several: u16) -> Result<Vec<Expression>, Malformed> {
     match (fields.get(single), fields.get(several)) {
         (Some(one), _) => Ok(vec![expression(one)?]),
@@ -84,7 +84,7 @@ fn some_expressions(fields: &Fields<'_>, single: u16, several: u16) -> Result<Ve
     }
 }
 
-/// A message with elements of a set. Without a list it stands for all elements.
+/// A message with elements of a set. Without a list it refers to all elements.
 #[derive(Debug)]
 pub(crate) struct Elements {
     pub(crate) table: TableName,
@@ -92,10 +92,10 @@ pub(crate) struct Elements {
     pub(crate) list: Option<Vec<Element>>,
 }
 
-/// Elements.
+/// Decodes elements.
 pub(crate) fn elements(payload: &[u8]) -> Result<Elements, Malformed> {
     let (family, fields) = split(payload)?;
-    let name = fields.text(element::LIST_SET)?.ok_or(Malformed("elements of no set"))?;
+    let name = fields.text(element::LIST_SET)?.ok_or(Malformed("elements without a set"))?;
     let mut list = None;
     if let Some(all) = fields.get(element::LIST_ELEMENTS) {
         let mut found = Vec::new();
@@ -126,10 +126,10 @@ fn one_element(bytes: &[u8]) -> Result<Element, Malformed> {
     })
 }
 
-/// Which element of a request begins at an offset from the head of the message's header, or holds
-/// it.
+/// The element of a request that contains an offset, with its index. The offset counts from the
+/// start of the message header.
 pub(crate) fn element_at(payload: &[u8], offset: usize) -> Option<(usize, Element)> {
-    /// Bytes of a message's header.
+    /// The length of the message header.
     const HEADER_BYTES: usize = 16;
     let start = payload.as_ptr().addr().checked_sub(HEADER_BYTES)?;
     let (_, fields) = split(payload).ok()?;
@@ -144,12 +144,12 @@ pub(crate) fn element_at(payload: &[u8], offset: usize) -> Option<(usize, Elemen
     None
 }
 
-/// Where an element of a request begins, from the head of the message's header.
+/// The offset of an element in a request, from the start of the message header.
 #[cfg(any(test, feature = "fake"))]
 pub(crate) fn offset_of_element(payload: &[u8], index: usize) -> Option<u32> {
     let (_, fields) = split(payload).ok()?;
     let one = checked_attributes(fields.get(element::LIST_ELEMENTS)?).nth(index)?.ok()?.1;
-    // Before its value stands its own header of 4 bytes, before the payload that of the message
-    // with 16.
+    // Add the message header of 16 bytes, and subtract the element's own attribute header of 4
+    // bytes.
     u32::try_from(one.as_ptr().addr() - payload.as_ptr().addr() + 16 - 4).ok()
 }

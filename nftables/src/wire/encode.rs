@@ -1,4 +1,4 @@
-//! Objects, as requests. Attributes are in the order in which `nft` writes them.
+//! Encoding of objects as requests. Attributes are in the order in which `nft` writes them.
 
 use headgate_netlink::Request;
 
@@ -15,8 +15,8 @@ use crate::{
     TableName, Value, Verdict,
 };
 
-/// Bytes of elements after which the next message begins: the attribute that holds them has 65,531
-/// at most, and no element comes near the rest.
+/// The size in bytes after which elements continue in another message. The attribute that holds
+/// elements is limited to 65,531 bytes, and the margin is larger than any element.
 const ELEMENT_BYTES: usize = 48 * 1024;
 
 pub(super) fn put_u32(request: Request, kind: u16, number: u32) -> Request {
@@ -115,8 +115,8 @@ pub(super) fn put_expressions(request: Request, kind: u16, expressions: &[Expres
     })
 }
 
-/// One expression in an attribute of its own, several in a list: kernels before 5.11 know the first
-/// form alone.
+/// Adds expressions: a single one in its own attribute, several in a list. Kernels before 5.11
+/// support only a single one.
 fn put_some_expressions(request: Request, single: u16, several: u16, expressions: &[Expression]) -> Request {
     match expressions {
         [] => request,
@@ -192,12 +192,12 @@ fn elements_request(command: u8, flags: u16, of: &TableName, name: &SetName) -> 
     name.id.iter().fold(request, |request, id| put_u32(request, element::LIST_SET_ID, *id))
 }
 
-/// All elements of a set.
+/// Deletes all elements of a set.
 pub(crate) fn flush_set(of: &TableName, name: &str) -> Request {
     elements_request(message::DELETE_ELEMENTS, 0, of, &name.into())
 }
 
-/// Messages that each hold as many elements as fit.
+/// Divides elements among messages. Each message holds as many as fit.
 fn elements(
     command: u8,
     flags: u16,
@@ -235,7 +235,7 @@ pub(crate) fn delete_elements(of: &TableName, name: &SetName, all: impl IntoIter
     elements(message::DELETE_ELEMENTS, 0, of, name, all)
 }
 
-/// Asks for elements by their keys, in as many messages as they need.
+/// Queries elements by their keys, in as many messages as necessary.
 pub(crate) fn get_elements(of: &TableName, name: &str, keys: impl IntoIterator<Item = Value>) -> Vec<Request> {
     elements(message::GET_ELEMENTS, 0, of, &name.into(), keys.into_iter().map(Element::new))
 }
@@ -267,31 +267,31 @@ fn put_element(mut request: Request, wanted: &Element) -> Request {
     put_some_expressions(request, element::EXPRESSION, element::EXPRESSIONS, &wanted.expressions)
 }
 
-/// Asks for a list of tables, chains, rules or sets.
+/// Queries a list of tables, chains, rules or sets.
 pub(crate) fn list(command: u8, family: Option<Family>, of: Option<&TableName>, chain: Option<&str>) -> Request {
     let request = request(command, super::DUMP, family.or(of.map(|of| of.family)));
-    // The table is attribute 1 and a rule's chain attribute 2 in each of these messages.
+    // In all these messages attribute 1 is the table. In rule messages attribute 2 is the chain.
     let request = of.iter().fold(request, |request, of| request.text(rule::TABLE, &of.name));
     chain.iter().fold(request, |request, chain| request.text(rule::CHAIN, chain))
 }
 
-/// Asks for one table, chain or set.
+/// Queries one table, chain or set.
 pub(crate) fn get(command: u8, of: &TableName, name: Option<(u16, &str)>) -> Request {
     let request = request(command, 0, Some(of.family)).text(table::NAME, &of.name);
     name.iter().fold(request, |request, (kind, name)| request.text(*kind, name))
 }
 
-/// Asks for one set.
+/// Queries one set.
 pub(crate) fn get_set(of: &TableName, name: &str) -> Request {
     get(message::GET_SET, of, Some((set::NAME, name)))
 }
 
-/// Asks for all elements of a set.
+/// Queries all elements of a set.
 pub(crate) fn list_elements(of: &TableName, name: &str) -> Request {
     elements_request(message::GET_ELEMENTS, super::DUMP, of, &name.into())
 }
 
-/// Asks for the number of the current generation.
+/// Queries the number of the current generation.
 pub(crate) fn get_generation() -> Request {
     request(message::GET_GENERATION, 0, None)
 }

@@ -1,6 +1,5 @@
-//! Expressions, as attributes. Each expression numbers its attributes itself; the numbers stand in
-//! the order of `linux/netfilter/nf_tables.h`, the attributes in the order in which `nft` writes
-//! them.
+//! Encoding of expressions. Each expression has its own attribute numbers. The numbers are those of
+//! `linux/netfilter/nf_tables.h`; the attributes are in the order in which `nft` writes them.
 
 use headgate_netlink::Request;
 
@@ -17,7 +16,7 @@ use crate::{
 /// `NFT_REG_VERDICT`.
 const VERDICT_REGISTER: u32 = 0;
 
-/// Both ways between values of this crate and the kernel's numbers.
+/// Defines both conversions between the values of this crate and the kernel's numbers.
 macro_rules! numbers {
     ($of:ty, $number:ident, $of_number:ident, { $($variant:ident = $value:literal),+ $(,)? }) => {
         impl $of {
@@ -104,7 +103,7 @@ fn put_optional(request: Request, kind: u16, number: Option<u32>) -> Request {
     number.iter().fold(request, |request, number| put_u32(request, kind, *number))
 }
 
-/// Both ends, or the first alone where there is but one.
+/// Adds the first register, and the last one if it differs.
 fn put_registers(request: Request, first: u16, range: Option<RegisterRange>) -> Request {
     let Some(range) = range else { return request };
     let request = put_register(request, first, range.first);
@@ -201,7 +200,7 @@ fn put_attributes(data: Request, expression: &Expression) -> Request {
     }
 }
 
-/// `NFPROTO_UNSPEC` stands for both families here, unlike in translations.
+/// Here `NFPROTO_UNSPEC` means both families, unlike in translations.
 fn proxy_family(family: AddressFamily) -> u32 {
     if family == AddressFamily::Inet { 0 } else { family.number() }
 }
@@ -211,7 +210,7 @@ fn put_flags(data: Request, kind: u16, flags: NatFlags) -> Request {
 }
 
 fn put_dynamic_set(data: Request, change: &DynamicSet) -> Request {
-    /// `NFT_DYNSET_F_EXPR`: expressions stand in a list, or in the attribute for one.
+    /// `NFT_DYNSET_F_EXPR`: the expressions are in a list, or in the attribute for a single one.
     const HAS_EXPRESSIONS: u32 = 2;
     let data = put_register(data, 4, change.key);
     let data = put_optional(data, 5, change.data.map(Register::number));
@@ -231,5 +230,5 @@ impl AddressFamily {
     }
 }
 
-/// Attribute of a list element in lists of expressions.
+/// The attribute of one expression in a list.
 pub(super) const IN_LIST: u16 = LIST_ELEMENT;

@@ -17,9 +17,9 @@ fn hex(request: &headgate_netlink::Request) -> String {
     words.map(|word| word.iter().map(|byte| format!("{byte:02x}")).collect::<String>() + " ").collect()
 }
 
-/// What `nft --debug=mnl` (1.0.6) shows of its own messages for
-/// `table inet t { map eps { type mark . mark : ipv4_addr . inet_service; size 1024; }`
-/// `chain a { type nat hook prerouting priority dstnat; policy accept; } }`, without user data.
+/// The expected bytes are what `nft --debug=mnl` (1.0.6) prints for `table inet t { map eps { type
+/// mark . mark : ipv4_addr . inet_service; size 1024; }` `chain a { type nat hook prerouting
+/// priority dstnat; policy accept; } }`, without user data.
 #[cfg(target_endian = "little")]
 #[test]
 fn messages_are_those_of_nft() {
@@ -94,7 +94,7 @@ fn long_lists_of_elements_are_divided_without_loss() {
     for index in [0, 7, 500] {
         let payload = requests[0].payload();
         let offset = decode::offset_of_element(payload, index).unwrap();
-        // The kernel names the element, or an attribute in it.
+        // The offset of an error is that of the element or of an attribute within it.
         for within in [0, 4, 12] {
             let (found, _) = decode::element_at(payload, offset as usize + within).unwrap();
             assert_eq!(found, index);
