@@ -1,4 +1,4 @@
-//! What went wrong in a handshake, and what to do about it.
+//! Explanations of failed TLS handshakes, with the remedy.
 
 use std::{io, time::Duration, time::UNIX_EPOCH};
 
@@ -9,12 +9,12 @@ use crate::{
     validity::date,
 };
 
-/// A handshake that came to nothing.
+/// The reason why a handshake failed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Refusal {
-    /// A label from a small fixed set.
+    /// A metrics label from a small fixed set.
     pub reason: &'static str,
-    /// What is wrong, and the remedy.
+    /// The fault and the remedy.
     pub sentence: String,
 }
 
@@ -24,7 +24,8 @@ impl Refusal {
     }
 }
 
-/// Explains an error of a TLS connection at the end that has these files. `None` when it is not TLS that failed.
+/// Explains an error of a TLS connection to the side that uses `files`. `None` if the error does
+/// not come from TLS.
 #[must_use]
 pub fn explain(error: &io::Error, files: &Files) -> Option<Refusal> {
     let error = error.get_ref()?.downcast_ref::<Error>()?;
@@ -49,7 +50,7 @@ pub fn explain(error: &io::Error, files: &Files) -> Option<Refusal> {
     })
 }
 
-/// The other end's certificate is not believed here.
+/// This side rejects the other side's certificate.
 fn certificate(error: &CertificateError, files: &Files) -> Refusal {
     let (whose, usage) = match files.side {
         Side::Server => ("the client's certificate", "clientAuth"),
@@ -72,7 +73,7 @@ fn certificate(error: &CertificateError, files: &Files) -> Refusal {
             "certificate_not_yet_valid",
             format!("{whose} is not valid before {}; check the clocks of both machines", moment(*not_before)),
         ),
-        // A signature that does not verify is what an authority of the same name but another key gives.
+        // If an authority has the same name but another key, the signature does not verify.
         CertificateError::UnknownIssuer | CertificateError::BadSignature => Refusal::new(
             "unknown_authority",
             format!(
@@ -97,17 +98,17 @@ fn moment(time: UnixTime) -> String {
     date(UNIX_EPOCH + Duration::from_secs(time.as_secs()))
 }
 
-/// Our certificate is not believed there.
+/// The other side rejects this side's certificate.
 fn alerted(alert: AlertDescription, files: &Files) -> Refusal {
     let cert = files.cert.display();
     if files.side == Side::Server {
         let text = format!(
-            "the client refuses the certificate of --tls-cert {cert} ({alert:?}); give the client its authority (--tls-ca), and connect to an \
+            "the client rejects the certificate of --tls-cert {cert} ({alert:?}); give the client its authority (--tls-ca), and connect to an \
              address that the certificate names"
         );
         return Refusal::new("refused_by_client", text);
     }
-    let own = format!("the control plane refuses the certificate of --tls-cert {cert}");
+    let own = format!("the control plane rejects the certificate of --tls-cert {cert}");
     let text = match alert {
         AlertDescription::CertificateExpired => {
             format!("{own}: it has expired, or is not valid yet; renew it, and check the clocks of both machines")
@@ -121,7 +122,9 @@ fn alerted(alert: AlertDescription, files: &Files) -> Refusal {
         AlertDescription::CertificateRequired => {
             "the control plane wants a client certificate; pass --tls-cert and --tls-key".to_owned()
         }
-        other => format!("{own} ({other:?}); its log says why, and docs/tls.md what a certificate needs"),
+        other => format!(
+            "{own} ({other:?}); the control plane's log shows the reason, and docs/tls.md the requirements for certificates"
+        ),
     };
     Refusal::new("refused_by_control_plane", text)
 }

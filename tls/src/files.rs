@@ -1,4 +1,4 @@
-//! The three PEM files of one end, read and checked.
+//! The three PEM files of one side of a connection, read and checked.
 
 use std::{
     fmt,
@@ -19,20 +19,20 @@ use x509_parser::prelude::{FromDer as _, GeneralName, X509Certificate};
 
 use crate::validity::{Validity, date};
 
-/// Longest file that is read; a bundle of a thousand authorities is shorter.
+/// The maximum size of a file. A bundle of a thousand authorities is smaller.
 const MAX_FILE_BYTES: u64 = 4 << 20;
 
-/// Which end of a connection the files are for.
+/// The side of a connection that uses the files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Side {
     /// Accepts connections.
     Server,
-    /// Makes them.
+    /// Opens connections.
     Client,
 }
 
 impl Side {
-    /// Option that names the file with the authorities of the other end.
+    /// The option that names the file with the other side's authorities.
     #[must_use]
     pub fn ca_option(self) -> &'static str {
         match self {
@@ -45,31 +45,31 @@ impl Side {
 /// The three files.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Files {
-    /// Which end this is.
+    /// The side that uses the files.
     pub side: Side,
-    /// The own certificate, followed by its chain (`--tls-cert`).
+    /// This side's certificate, followed by its chain (`--tls-cert`).
     pub cert: PathBuf,
-    /// Its private key (`--tls-key`).
+    /// The private key of the certificate (`--tls-key`).
     pub key: PathBuf,
-    /// Authorities that the other end's certificate may be signed by.
+    /// The authorities that may sign the other side's certificate.
     pub ca: PathBuf,
 }
 
-/// A file that cannot be used. Trying again helps once the file has changed.
+/// A file cannot be used. Retry after the file has changed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{option} {}: {problem}; {remedy}", .file.display())]
 pub struct FileError {
-    /// Option that named the file.
+    /// The option that names the file.
     pub option: &'static str,
-    /// The file.
+    /// The path of the file.
     pub file: PathBuf,
-    /// What is wrong.
+    /// The fault.
     pub problem: String,
-    /// What to do about it.
+    /// The remedy.
     pub remedy: String,
 }
 
-/// What the files hold, as it was read.
+/// The contents of the files as read.
 #[derive(PartialEq, Eq)]
 pub(crate) struct Contents {
     cert: Vec<u8>,
@@ -79,21 +79,22 @@ pub(crate) struct Contents {
 
 impl fmt::Debug for Contents {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // The key is nobody's business.
+        // Debug output must not contain the key.
         f.debug_struct("Contents").finish_non_exhaustive()
     }
 }
 
-/// What the files hold, checked: complete, of one pair, for this side, and valid now.
+/// The checked contents of the files: complete, with matching certificate and key, suitable for
+/// this side, and valid now.
 #[derive(Debug)]
 pub struct Material {
-    /// Own chain and key.
+    /// This side's certificate chain and key.
     pub own: Arc<CertifiedKey>,
-    /// Authorities that are believed.
+    /// The trusted authorities.
     pub authorities: RootCertStore,
-    /// Of the own certificate.
+    /// The validity of this side's certificate.
     pub validity: Validity,
-    /// When the first of the authorities expires.
+    /// The time at which the first authority expires.
     pub authorities_not_after: SystemTime,
 }
 
@@ -102,7 +103,7 @@ impl Files {
     ///
     /// # Errors
     ///
-    /// The first that cannot be read.
+    /// The first file that cannot be read.
     pub(crate) fn read(&self) -> Result<Contents, FileError> {
         Ok(Contents {
             cert: self.read_one("--tls-cert", &self.cert)?,
@@ -114,7 +115,7 @@ impl Files {
     fn read_one(&self, option: &'static str, file: &Path) -> Result<Vec<u8>, FileError> {
         let read = || -> io::Result<Vec<u8>> {
             let mut bytes = Vec::new();
-            // Opening a pipe would wait for somebody who writes to it.
+            // Opening a pipe would block until another program writes to it.
             if !fs::metadata(file)?.is_file() {
                 return Err(io::Error::other("it is no ordinary file"));
             }
@@ -126,7 +127,7 @@ impl Files {
             fault(option, file, format!("cannot read it: {error}"), remedy)
         })?;
         if bytes.len() as u64 > MAX_FILE_BYTES {
-            let problem = format!("it has more than {MAX_FILE_BYTES} bytes");
+            let problem = format!("it is larger than {MAX_FILE_BYTES} bytes");
             return Err(fault(option, file, problem, format!("it must be a PEM file with {}", self.expected(option))));
         }
         Ok(bytes)
@@ -143,11 +144,11 @@ impl Files {
         }
     }
 
-    /// Checks what was read.
+    /// Checks the contents of the files.
     ///
     /// # Errors
     ///
-    /// The first thing that is wrong.
+    /// The first fault.
     pub(crate) fn check(&self, contents: &Contents, now: SystemTime) -> Result<Material, FileError> {
         let (authorities, authorities_not_after) = self.authorities(&contents.ca, now)?;
         let chain = self.certificates("--tls-cert", &self.cert, &contents.cert)?;
@@ -158,12 +159,12 @@ impl Files {
         })?;
         let own = CertifiedKey::from_der(chain, key, &ring::default_provider()).map_err(|error| {
             let problem = format!("it does not fit together with --tls-cert {}: {error}", self.cert.display());
-            fault("--tls-key", &self.key, problem, "put the key there that the certificate was made for".into())
+            fault("--tls-key", &self.key, problem, "use the private key of the certificate".into())
         })?;
         Ok(Material { own: Arc::new(own), authorities, validity, authorities_not_after })
     }
 
-    /// Expired authorities are left out: rustls would go on to believe them.
+    /// Leaves out expired authorities, because rustls would still trust them.
     fn authorities(&self, pem: &[u8], now: SystemTime) -> Result<(RootCertStore, SystemTime), FileError> {
         let (option, file) = (self.side.ca_option(), &self.ca);
         let mut roots = RootCertStore::empty();
@@ -182,7 +183,7 @@ impl Files {
             (None, expired) => {
                 let when = expired.map(date).unwrap_or_default();
                 let problem = format!("every authority in it has expired, the last at {when}");
-                Err(fault(option, file, problem, "replace them by authorities that are valid".into()))
+                Err(fault(option, file, problem, "replace them by valid authorities".into()))
             }
         }
     }

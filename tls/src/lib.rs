@@ -1,8 +1,9 @@
-//! What both ends of a Headgate connection need of TLS: certificates, keys and authorities from PEM files that change while a program runs,
-//! and sentences for what goes wrong.
+//! TLS for both sides of a Headgate connection. Certificates, keys and authorities come from PEM
+//! files that may change while a program runs. Errors name the fault and the remedy.
 //!
-//! [`Files`] names the three files, [`Reloader`] turns them into a configuration of rustls and into a new one when they have changed, and
-//! [`explain`] says of a handshake that failed what is wrong and what to do about it; [`speaks_tls`] tells whether plaintext is spoken to somebody with TLS.
+//! [`Files`] names the three files. [`Reloader`] builds a rustls configuration from them, and
+//! builds a new one after they change. [`explain`] describes why a handshake failed and what to do.
+//! [`speaks_tls`] detects that a server at an http:// URL uses TLS.
 
 mod explain;
 mod files;

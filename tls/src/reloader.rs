@@ -1,4 +1,4 @@
-//! Files that change while the program runs.
+//! Configurations that follow changes of their files.
 
 use std::{fmt, sync::Arc, time::SystemTime};
 
@@ -9,21 +9,21 @@ use crate::{
 
 type Build<C> = fn(&Material) -> Result<C, rustls::Error>;
 
-/// Makes a configuration from files, and another when they hold something else.
+/// Builds a configuration from files, and a new one after their contents change.
 pub struct Reloader<C> {
     files: Files,
     build: Build<C>,
     last: Option<(Contents, Arc<Loaded<C>>)>,
 }
 
-/// A configuration, and how long it can be used.
+/// A configuration and its period of validity.
 #[derive(Debug)]
 pub struct Loaded<C> {
-    /// For rustls.
+    /// The configuration for rustls.
     pub config: Arc<C>,
-    /// Of the own certificate.
+    /// The validity of this side's certificate.
     pub validity: Validity,
-    /// When the first of the authorities expires.
+    /// The time at which the first authority expires.
     pub authorities_not_after: SystemTime,
 }
 
@@ -34,7 +34,8 @@ impl<C> fmt::Debug for Reloader<C> {
 }
 
 impl<C> Reloader<C> {
-    /// Reads nothing yet. `build` may fail only where the cryptographic provider lacks something.
+    /// Creates a reloader without reading the files. `build` may fail only if the cryptographic
+    /// provider lacks an algorithm.
     #[must_use]
     pub fn new(files: Files, build: Build<C>) -> Self {
         Self { files, build, last: None }
@@ -46,12 +47,13 @@ impl<C> Reloader<C> {
         &self.files
     }
 
-    /// Reads the files. As long as they hold the same, and that is still valid, the answer is the very same as before (`Arc::ptr_eq`),
-    /// with its session cache and ticket keys; otherwise it is a new one, which shares neither. Blocks for as long as reading takes.
+    /// Reads the files. If their contents have not changed and are still valid, returns the
+    /// previous configuration (`Arc::ptr_eq`) with its session cache and ticket keys. Otherwise it
+    /// returns a new configuration that shares neither. Blocks while reading.
     ///
     /// # Errors
     ///
-    /// The first thing that is wrong with the files as they are now. Trying again helps once they have changed.
+    /// The first fault of the files. Retry after they have changed.
     pub fn load(&mut self, now: SystemTime) -> Result<Arc<Loaded<C>>, FileError> {
         let contents = self.files.read()?;
         if let Some((known, loaded)) = &self.last

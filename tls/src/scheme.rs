@@ -1,4 +1,4 @@
-//! Whether the two ends have taken each other for one without TLS, or with.
+//! Detection of connections where only one side uses TLS.
 
 use std::{
     io::{self, Read as _, Write as _},
@@ -8,20 +8,21 @@ use std::{
 
 use rustls::Error;
 
-/// For connecting, and for the answer.
+/// The timeout for the connection and for the answer, each.
 const TIMEOUT: Duration = Duration::from_secs(2);
 /// The first byte of a TLS alert (RFC 8446, 5.1).
 const ALERT: u8 = 21;
 
-/// True when the error of a handshake says that the other end does not speak TLS at all.
+/// Whether a handshake failed because the other side does not speak TLS.
 #[must_use]
 pub fn is_not_tls(error: &io::Error) -> bool {
     let error = error.get_ref().and_then(|error| error.downcast_ref::<Error>());
     matches!(error, Some(Error::InvalidMessage(_)))
 }
 
-/// Asks in plaintext, and looks whether the answer is a TLS alert: how a URL with http:// is told that should have https://. What the client of a protocol sees of
-/// the alert depends on chance. Blocks the thread for some seconds at the most. False when nobody answers.
+/// Whether the server speaks TLS: it answers a plaintext request with a TLS alert. Use this to
+/// explain a URL with http:// that should be https://, because a protocol's client does not report
+/// the alert reliably. Blocks the thread for up to some seconds. False if no server answers.
 #[must_use]
 pub fn speaks_tls(address: impl ToSocketAddrs) -> bool {
     let ask = |address| -> io::Result<u8> {

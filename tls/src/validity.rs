@@ -1,20 +1,20 @@
-//! From when until when a certificate is valid.
+//! The period of validity of certificates.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use x509_parser::{prelude::X509Certificate, time::ASN1Time};
 
-/// A certificate's `notBefore` and `notAfter` (RFC 5280, 4.1.2.5), both included.
+/// A certificate's `notBefore` and `notAfter` (RFC 5280, 4.1.2.5), both inclusive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Validity {
-    /// First second.
+    /// The first valid second.
     pub not_before: SystemTime,
-    /// Last second.
+    /// The last valid second.
     pub not_after: SystemTime,
 }
 
 impl Validity {
-    /// A parsed certificate's.
+    /// The validity of a parsed certificate.
     #[must_use]
     pub fn of(certificate: &X509Certificate<'_>) -> Self {
         let validity = certificate.validity();
@@ -25,13 +25,13 @@ impl Validity {
         Self { not_before: at(validity.not_before), not_after: at(validity.not_after) }
     }
 
-    /// True once its last second is over.
+    /// Whether the last valid second is over.
     #[must_use]
     pub fn has_expired(&self, now: SystemTime) -> bool {
         now.duration_since(self.not_after).is_ok_and(|since| since >= Duration::from_secs(1))
     }
 
-    /// `notAfter` in seconds since 1970, for metrics.
+    /// `notAfter` in seconds since the Unix epoch, for metrics.
     #[must_use]
     pub fn not_after_unix_seconds(&self) -> i64 {
         unix_seconds(self.not_after)
@@ -45,7 +45,7 @@ fn unix_seconds(time: SystemTime) -> i64 {
     }
 }
 
-/// A moment as people and programs read it: `2026-11-30T12:00:00Z` (RFC 3339).
+/// Formats a time as in RFC 3339: `2026-11-30T12:00:00Z`.
 #[must_use]
 pub fn date(time: SystemTime) -> String {
     let seconds = unix_seconds(time);
