@@ -1,4 +1,5 @@
-//! `headgatectl certs`: an authority and certificates for a trial, laid out as the manifests under `deploy/` expect them.
+//! `headgatectl certs`: creates a certificate authority and certificates for a trial, in the layout
+//! that the manifests under `deploy/` expect.
 
 mod folder;
 
@@ -16,21 +17,22 @@ use serde_json::json;
 
 use folder::{Folder, Kind};
 
-/// How long an authority is valid.
+/// The validity of an authority in days.
 const AUTHORITY_DAYS: u32 = 3650;
 
-/// Clocks of two machines may differ by so much.
+/// The tolerated difference between the clocks of two machines.
 const CLOCK_TOLERANCE: Duration = Duration::from_secs(3600);
 
 const DAY: Duration = Duration::from_secs(86_400);
 
-/// What to make.
+/// The certificates to create.
 #[derive(Debug, clap::Args)]
 pub struct CertsArgs {
-    /// Folder for the files. An authority that is there (ca.crt, ca.key) is used again, so that nodes can be added later
+    /// Folder for the files. An existing authority (ca.crt, ca.key) is reused, so that nodes can be
+    /// added later
     #[arg(long, value_name = "FOLDER")]
     pub out: PathBuf,
-    /// Node to make a certificate for. Repeat, or separate by commas
+    /// Node that gets a certificate. Repeat, or separate by commas
     #[arg(long, value_name = "NAME", value_delimiter = ',')]
     pub node: Vec<String>,
     /// DNS name by which agents reach the control plane. Repeat, or separate by commas
@@ -39,33 +41,34 @@ pub struct CertsArgs {
     /// IP address by which agents reach the control plane. Repeat, or separate by commas
     #[arg(long, value_name = "ADDRESS", value_delimiter = ',')]
     pub server_ip: Vec<IpAddr>,
-    /// Somebody who may look, with headgatectl and grpcurl. Repeat, or separate by commas
+    /// Name of a user with read access through headgatectl and grpcurl. Repeat, or separate by
+    /// commas
     #[arg(long, value_name = "NAME", value_delimiter = ',')]
     pub reader: Vec<String>,
-    /// How long the certificates are valid
+    /// Validity of the certificates in days
     #[arg(long, value_name = "DAYS", default_value_t = 365, value_parser = clap::value_parser!(u32).range(1..=3650))]
     pub days: u32,
-    /// Replace certificates and keys that are there, to renew them. The authority is never replaced
+    /// Replace existing certificates and keys to renew them. The authority is never replaced
     #[arg(long)]
     pub force: bool,
 }
 
-/// Why nothing, or not everything, was made.
+/// Why the command failed.
 #[derive(Debug, thiserror::Error)]
 pub enum CertsError {
-    /// The command line asks for nothing, or for something that cannot be.
+    /// The command line requests no certificate, or an impossible one.
     #[error("{0}")]
     Usage(String),
-    /// A file or the folder.
+    /// A file or the folder cannot be used.
     #[error("{}: {problem}", .path.display())]
     File {
-        /// Which.
+        /// The path of the file or folder.
         path: PathBuf,
-        /// What is wrong, and the remedy.
+        /// The fault and the remedy.
         problem: String,
     },
-    /// The cryptographic library refuses.
-    #[error("making a certificate: {0}")]
+    /// The cryptographic library reports an error.
+    #[error("cannot create a certificate: {0}")]
     Crypto(#[from] rcgen::Error),
 }
 
@@ -73,22 +76,22 @@ fn bad_file(path: &Path, problem: impl std::fmt::Display) -> CertsError {
     CertsError::File { path: path.to_owned(), problem: problem.to_string() }
 }
 
-/// An authority that can sign.
+/// A certificate authority that can sign certificates.
 struct Authority {
     certificate_pem: String,
     issuer: Issuer<'static, KeyPair>,
     not_after: SystemTime,
-    /// Was there before.
+    /// Whether the authority existed before.
     is_kept: bool,
 }
 
-/// What was made.
+/// The created certificates.
 #[derive(Debug)]
 pub struct Made {
     out: PathBuf,
     nodes: Vec<String>,
     readers: Vec<String>,
-    /// Address for the example of a URL.
+    /// The server address for the printed example commands.
     server: Option<String>,
     is_authority_kept: bool,
     authority_not_after: SystemTime,
@@ -96,7 +99,7 @@ pub struct Made {
     files: Vec<PathBuf>,
 }
 
-/// Makes what is asked for. Nothing is written unless all of it can be.
+/// Creates the requested certificates. If any of them cannot be created, no file is written.
 pub fn make(args: &CertsArgs) -> Result<Made, CertsError> {
     check(args)?;
     let now = SystemTime::now();
@@ -157,10 +160,10 @@ fn check(args: &CertsArgs) -> Result<(), CertsError> {
         for (i, name) in names.iter().enumerate() {
             headgate_proto::check_subdomain(name)
                 .map_err(|problem| CertsError::Usage(format!("{option}: {problem}")))?;
-            // `ca.crt` beside the nodes' files is the authority's.
+            // In the folder of the nodes' files, `ca.crt` is the authority's certificate.
             if name == "ca" && option == "--node" {
                 return usage(
-                    "--node ca: its file would be the authority's, ca.crt; make this one in another folder".to_owned(),
+                    "--node ca: its file ca.crt would replace the authority's; create it in another folder".to_owned(),
                 );
             }
             if names[..i].contains(name) {
@@ -177,7 +180,7 @@ fn server_names(args: &CertsArgs) -> Result<Vec<SanType>, CertsError> {
     names.chain(addresses).collect()
 }
 
-/// The folder's authority, or a new one.
+/// Reads the authority of the folder, or creates a new one.
 fn authority(folder: &mut Folder, now: SystemTime) -> Result<Authority, CertsError> {
     let (certificate, key) = (folder.read("ca.crt")?, folder.read("ca.key")?);
     match (certificate, key) {
@@ -199,11 +202,11 @@ fn kept_authority(folder: &Folder, pem: String, key: &str, now: SystemTime) -> R
     let no_certificate =
         |error: &dyn std::fmt::Display| bad_file(&ca_crt, format!("is no certificate in PEM ({error})"));
     let key =
-        KeyPair::from_pem(key).map_err(|error| bad_file(&ca_key, format!("is no private key in PEM ({error})")))?;
+        KeyPair::from_pem(key).map_err(|error| bad_file(&ca_key, format!("is not a PEM private key ({error})")))?;
     let (_, parsed) = x509_parser::pem::parse_x509_pem(pem.as_bytes()).map_err(|error| no_certificate(&error))?;
     let parsed = parsed.parse_x509().map_err(|error| no_certificate(&error))?;
     if rcgen::PublicKeyData::der_bytes(&key) != parsed.public_key().subject_public_key.data.as_ref() {
-        let problem = format!("is not the key of {}; put the right one there, or pass another --out", ca_crt.display());
+        let problem = format!("is not the key of {}; restore the right one, or pass another --out", ca_crt.display());
         return Err(bad_file(&ca_key, problem));
     }
     let seconds = u64::try_from(parsed.validity().not_after.timestamp()).unwrap_or_default();
@@ -233,7 +236,7 @@ fn new_authority(folder: &mut Folder, now: SystemTime) -> Result<Authority, Cert
     Ok(Authority { certificate_pem, issuer: Issuer::new(params, key), not_after, is_kept: false })
 }
 
-/// Adds a certificate and its key, `FILE.crt` and `FILE.key`.
+/// Adds a certificate `FILE.crt` and its key `FILE.key`.
 fn leaf(
     folder: &mut Folder,
     authority: &Authority,
@@ -257,13 +260,14 @@ fn leaf(
     folder.add(&format!("{file}.crt"), Kind::Certificate, &certificate.pem())
 }
 
-/// A common name has 64 characters at most (RFC 5280, ub-common-name); the identity is in the alternative names.
+/// A common name has at most 64 characters (RFC 5280, ub-common-name). The identity is in the
+/// subject alternative names.
 fn common_name_of(name: &str) -> &str {
     &name[..name.floor_char_boundary(64)]
 }
 
 impl Made {
-    /// For people: what there is, and how to use it.
+    /// A description of the created files and of their use, for people.
     pub fn text(&self) -> String {
         let out = quoted(&self.out.display().to_string());
         let days = |until: SystemTime| {
@@ -274,14 +278,14 @@ impl Made {
             text.push_str(part);
             text.push('\n');
         };
-        line(&format!("Made, valid for {} days:", days(self.not_after)));
+        line(&format!("Created, valid for {} days:", days(self.not_after)));
         for file in &self.files {
             line(&format!("  {}", file.display()));
         }
         let authority =
-            if self.is_authority_kept { "The authority that was there is used again" } else { "The authority is new" };
+            if self.is_authority_kept { "The existing authority is reused" } else { "The authority is new" };
         line(&format!(
-            "{authority}, valid for {} days. Its key, {out}/ca.key, signs everything: keep it to yourself, outside of the cluster.",
+            "{authority}, valid for {} days. Its key {out}/ca.key signs all certificates: keep it secret, outside the cluster.",
             days(self.authority_not_after)
         ));
         let server = self.server.as_deref().unwrap_or("HOST");
@@ -302,7 +306,7 @@ impl Made {
             ));
         }
         if !self.readers.is_empty() {
-            line("\nTo look:");
+            line("\nFor readers:");
         }
         for reader in &self.readers {
             line(&format!(
@@ -311,7 +315,7 @@ impl Made {
             ));
         }
         if self.server.is_some() || !self.nodes.is_empty() {
-            line("\nIn a cluster (again after each change; nothing restarts):");
+            line("\nIn a cluster (repeat after each change; no restart is needed):");
         }
         let secret = |name: &str, below: &str| {
             format!(
@@ -328,7 +332,7 @@ impl Made {
         text
     }
 
-    /// For programs.
+    /// The created files as JSON, for programs.
     pub fn json(&self) -> serde_json::Value {
         let unix_ms =
             |time: SystemTime| time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs() * 1000;
@@ -342,7 +346,7 @@ impl Made {
     }
 }
 
-/// As a shell takes it for one word.
+/// Quotes a word for the shell.
 fn quoted(word: &str) -> String {
     let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"/._-+,:@".contains(&byte);
     if !word.is_empty() && word.bytes().all(is_plain) {

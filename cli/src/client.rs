@@ -1,4 +1,4 @@
-//! The connection to a replica, and what is said when there is none.
+//! Connections to replicas, and advice for connections that fail.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -12,61 +12,65 @@ use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint, Identity
 use crate::args::TlsArgs;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// For a handshake, and for the beginning of each answer. In a storm of agents a handshake has to wait for its turn.
+/// The timeout of a handshake, and of the first part of each answer. If many agents connect at
+/// once, a handshake has to wait.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
-/// Finds a replica that went away without a word, as in `watch`.
+/// The interval of keepalives, which detect a replica that fails silently, for example during
+/// `watch`.
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Why there is no connection.
+/// Why a connection failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectError {
-    /// The command line cannot be followed. Not worth a retry.
+    /// The command line is wrong. A retry does not help.
     #[error("{0}")]
     Usage(String),
-    /// A file of the TLS options cannot be used. Not worth a retry.
+    /// A file of the TLS options cannot be used. A retry does not help.
     #[error("--{option} {path}: {reason}")]
     File {
-        /// Name of the option, without dashes.
+        /// The name of the option, without dashes.
         option: &'static str,
-        /// The path given.
+        /// The given path.
         path: String,
-        /// What is wrong.
+        /// The fault.
         reason: String,
     },
-    /// Nobody answers, or not as expected. Worth a retry.
+    /// No server answers, or the answer is unexpected. A retry may help.
     #[error("cannot reach {server}: {reason}\n{advice}")]
     Unreachable {
-        /// The URL tried.
+        /// The URL.
         server: String,
-        /// What the system or the peer said.
+        /// The error of the system or of the server.
         reason: String,
-        /// What to do about it.
+        /// The remedy.
         advice: String,
     },
 }
 
-/// Connects to `server`. Plain text is refused unless the address is a loopback or test address, since what
-/// answers there is believed.
+/// Connects to `server`. Connections without TLS are possible only to loopback and test addresses,
+/// because they do not authenticate the server.
 pub async fn connect(server: &str, tls: &TlsArgs) -> Result<InspectClient<Channel>, ConnectError> {
     let endpoint = endpoint(server, tls)?;
-    // The time-out of connecting is over with TCP's part, which a system does for a program that hangs.
+    // The endpoint's own connect timeout covers only TCP, and the kernel completes TCP connections
+    // for a hanging program.
     let connected = tokio::time::timeout(ANSWER_TIMEOUT, endpoint.connect()).await.map_err(|_| silent(server))?;
     let channel = connected.map_err(|error| unreachable(server, &error))?;
     Ok(InspectClient::new(channel))
 }
 
-/// What to say of a replica that accepts connections and does not answer.
+/// The error for a replica that accepts connections and does not answer.
 pub(crate) fn silent(server: &str) -> ConnectError {
     ConnectError::Unreachable {
         server: server.to_owned(),
-        reason: format!("it takes connections, and has not answered within {} s", ANSWER_TIMEOUT.as_secs()),
-        advice: "The replica hangs, or has too much to do: look at its log and its load. To ask the other replicas alone, leave it out of --server."
+        reason: format!("it accepts connections but has not answered within {} s", ANSWER_TIMEOUT.as_secs()),
+        advice: "The replica hangs or is overloaded: look at its log and its load. To ask only the other replicas, remove it from --server."
             .to_owned(),
     }
 }
 
-/// The URLs of all replicas that `servers` name: a host name that resolves to several addresses stands for all of them. The second part is the name
-/// that a certificate must have, where it is not the URL's host.
+/// The URLs of all replicas that `servers` name. A host name that resolves to several addresses
+/// stands for one replica per address. The TLS options of a replica hold the name that its
+/// certificate must contain, if that differs from the URL's host.
 pub async fn replicas(servers: &[String], tls: &TlsArgs) -> Result<Vec<(String, TlsArgs)>, ConnectError> {
     let mut replicas = Vec::new();
     for server in servers {
@@ -75,10 +79,10 @@ pub async fn replicas(servers: &[String], tls: &TlsArgs) -> Result<Vec<(String, 
     Ok(replicas)
 }
 
-/// The same of one server.
+/// The URLs of all replicas that one server URL names, like [`replicas`].
 pub async fn replicas_of(server: &str, tls: &TlsArgs) -> Result<Vec<(String, TlsArgs)>, ConnectError> {
     let itself = || vec![(server.to_owned(), tls.clone())];
-    // Says what is wrong with the URL and the TLS options before a name is looked up.
+    // Check the URL and the TLS options before the name is resolved.
     let uri = endpoint(server, tls)?.uri().clone();
     let (scheme, host) = (uri.scheme_str().unwrap_or("https"), uri.host().unwrap_or_default());
     let port = uri.port_u16().unwrap_or(if scheme == "http" { 80 } else { 443 });
@@ -95,7 +99,7 @@ pub async fn replicas_of(server: &str, tls: &TlsArgs) -> Result<Vec<(String, Tls
     let mut addresses: Vec<SocketAddr> = found.collect();
     addresses.sort_unstable();
     addresses.dedup();
-    // One name for the IPv4 and the IPv6 loopback is one replica.
+    // `localhost` resolves to an IPv4 and an IPv6 address of the same replica.
     if addresses.len() < 2 || bare == "localhost" {
         return Ok(itself());
     }
@@ -117,12 +121,14 @@ fn endpoint(server: &str, tls: &TlsArgs) -> Result<Endpoint, ConnectError> {
     match uri.scheme_str() {
         Some("http") if may_be_plain(host) => {
             if tls.tls_ca.is_some() || tls.tls_cert.is_some() || tls.tls_key.is_some() {
-                return Err(usage(format!("--server {server} is plain text, but TLS files are given: write https://")));
+                return Err(usage(format!(
+                    "--server {server} does not use TLS, but TLS files are given: write https://"
+                )));
             }
             Ok(endpoint)
         }
         Some("http") => Err(usage(format!(
-            "--server {server} is plain text, which only loopback and test addresses may be: \
+            "--server {server} does not use TLS, but only loopback and test addresses work without it: \
              write https:// and give --tls-ca, --tls-cert and --tls-key"
         ))),
         Some("https") => {
@@ -134,7 +140,7 @@ fn endpoint(server: &str, tls: &TlsArgs) -> Result<Endpoint, ConnectError> {
         None if uri.port_u16().is_some() => {
             Err(usage(format!("--server {server} has no scheme: write https://{server}")))
         }
-        _ => Err(usage(format!("--server {server} has no scheme that is known: write https://HOST:7443"))),
+        _ => Err(usage(format!("--server {server} has an unknown scheme: write https://HOST:7443"))),
     }
 }
 
@@ -163,14 +169,14 @@ fn tls_config(tls: &TlsArgs) -> Result<ClientTlsConfig, ConnectError> {
     Ok(settings)
 }
 
-/// The files and what they have to be, for errors that do not say which of them is wrong.
+/// Describes what the TLS files must contain, for errors that do not name the faulty one.
 fn files(tls: &TlsArgs) -> String {
     let path = |file: &Option<PathBuf>| {
         file.as_ref().map_or_else(|| "(not given)".to_owned(), |file| file.display().to_string())
     };
     let (ca, cert, key) = (path(&tls.tls_ca), path(&tls.tls_cert), path(&tls.tls_key));
     format!(
-        "--tls-ca {ca} must hold authorities, --tls-cert {cert} a certificate, and --tls-key {key} the key that it was made for"
+        "--tls-ca {ca} must contain authorities, --tls-cert {cert} a certificate, and --tls-key {key} its private key"
     )
 }
 
@@ -178,7 +184,7 @@ fn read(option: &'static str, path: &Path) -> Result<Vec<u8>, ConnectError> {
     let failed = |reason: String| ConnectError::File { option, path: path.display().to_string(), reason };
     let content = std::fs::read(path).map_err(|error| failed(error.to_string()))?;
     if !content.windows(11).any(|window| window == b"-----BEGIN ") {
-        return Err(failed("no PEM in it: expected a line like -----BEGIN CERTIFICATE-----".to_owned()));
+        return Err(failed("it contains no PEM: expected a line like -----BEGIN CERTIFICATE-----".to_owned()));
     }
     Ok(content)
 }
@@ -191,11 +197,9 @@ fn unreachable(server: &str, error: &tonic::transport::Error) -> ConnectError {
             "It does not speak TLS there: check the port. A control plane without TLS, on a loopback or test address, is asked by an http:// URL."
         }
         Some(io::ErrorKind::ConnectionRefused) => {
-            "No control plane listens there. Give the address of one: --server URL, or HEADGATE_SERVER in the environment."
+            "No control plane listens there. Set its address with --server URL, or HEADGATE_SERVER in the environment."
         }
-        Some(io::ErrorKind::TimedOut) => {
-            "The machine does not answer. Check the address and what filters traffic on the way."
-        }
+        Some(io::ErrorKind::TimedOut) => "The machine does not answer. Check the address, and firewalls on the path.",
         Some(io::ErrorKind::InvalidData) => {
             "The TLS handshake failed. Check that --tls-ca signed the replica's certificate, and that it names this host \
              (--tls-server-name)."
@@ -205,7 +209,8 @@ fn unreachable(server: &str, error: &tonic::transport::Error) -> ConnectError {
     ConnectError::Unreachable { server: server.to_owned(), reason, advice: advice.to_owned() }
 }
 
-/// What to say of a server that is none of ours, or not as the URL says; `None` when the request failed for another reason.
+/// The error for a server that is no control plane, or whose URL has the wrong scheme. `None` if
+/// the request failed for another reason.
 pub(crate) fn misaddressed(server: &str, status: &tonic::Status) -> Option<ConnectError> {
     let unreachable = |reason: &str, advice: &str| {
         let (server, reason, advice) = (server.to_owned(), reason.to_owned(), advice.to_owned());
@@ -217,7 +222,7 @@ pub(crate) fn misaddressed(server: &str, status: &tonic::Status) -> Option<Conne
             "Check the port of --server (or HEADGATE_SERVER): a control plane answers at its --listen address, and serves metrics at another.",
         );
     }
-    // What is left of an alert of TLS in HTTP/2: codes that a replica hardly answers with.
+    // HTTP/2 reports a TLS alert as one of these codes. A replica rarely answers with them.
     let is_broken = matches!(status.code(), Code::Internal | Code::Unknown | Code::Unavailable | Code::Cancelled);
     let uri: tonic::transport::Uri = server.parse().ok().filter(|_| is_broken)?;
     let is_plain = uri.scheme_str() == Some("http");
@@ -231,22 +236,22 @@ pub(crate) fn misaddressed(server: &str, status: &tonic::Status) -> Option<Conne
     None
 }
 
-/// What to say of a request that failed since its connection broke; `None` when it failed for another reason. In TLS 1.3 a client learns only after its handshake
-/// that its certificate is refused.
+/// The error for a request whose connection broke. `None` if the request failed for another reason.
+/// In TLS 1.3 a client learns only after its handshake that the server rejects its certificate.
 pub(crate) fn broken(server: &str, status: &tonic::Status) -> Option<ConnectError> {
     let broken = causes(status).find(|cause| cause.is::<tonic::transport::Error>())?;
-    // The alert that tells is lost where the connection ends before it is read.
+    // The TLS alert with the reason is lost if the connection closes before it is read.
     let advice = if server.starts_with("https://") {
-        "The replica has ended, or refuses this side of the TLS handshake; its log says which. Give a certificate by --tls-cert and --tls-key that is \
-         valid now, with the extended key usage clientAuth, and signed by an authority of the replica's --tls-client-ca."
+        "The replica has stopped, or rejects the TLS handshake; its log says which. The certificate of --tls-cert and --tls-key must be \
+         valid now, have the extended key usage clientAuth, and be signed by an authority of the replica's --tls-client-ca."
     } else {
-        "The connection broke: the replica may have ended. Try again."
+        "The connection broke: the replica may have stopped. Try again."
     };
     let (server, reason) = (server.to_owned(), chain(broken));
     Some(ConnectError::Unreachable { server, reason, advice: advice.to_owned() })
 }
 
-/// True when a request failed since nobody began to answer it in time.
+/// Whether a request failed because no answer began in time.
 pub(crate) fn is_silence(status: &tonic::Status) -> bool {
     causes(status).any(<dyn std::error::Error>::is::<tonic::TimeoutExpired>)
 }
@@ -262,7 +267,7 @@ fn causes<'a>(
     })
 }
 
-/// What an error and its sources say, each thing once.
+/// Joins the messages of an error and its sources, without repetitions.
 pub fn chain(error: &(dyn std::error::Error + 'static)) -> String {
     let mut texts: Vec<String> = Vec::new();
     for error in causes(error) {
@@ -271,7 +276,7 @@ pub fn chain(error: &(dyn std::error::Error + 'static)) -> String {
             texts.push(text);
         }
     }
-    // The outermost is "transport error", which says nothing once there is more.
+    // The outermost error is "transport error", which adds no information to its sources.
     if texts.len() > 1 && texts[0] == "transport error" {
         texts.remove(0);
     }

@@ -1,5 +1,5 @@
-//! Answers as JSON. Field names and units are those of `headgate.v1.Inspect`, and every field is always there, so that
-//! programs need not guess; a golden test holds both to that.
+//! Answers as JSON. Field names and units are those of `headgate.v1.Inspect`. Every field is always
+//! present, so that programs can rely on it. Tests compare the fields with the protocol.
 
 use headgate_proto::v1::{
     AgentInfo, EndpointInfo, FleetInfo, GetStatusResponse, Laggard, Problem, ServiceInfo, ServicePortInfo, SourceAge,
@@ -170,7 +170,7 @@ mod tests {
 
     use super::*;
 
-    /// Field names of a message, from the compiled protocol.
+    /// The field names of a message in the compiled protocol.
     fn fields_of(message: &str) -> BTreeSet<String> {
         use prost::Message as _;
         let set = prost_types::FileDescriptorSet::decode(headgate_proto::FILE_DESCRIPTOR_SET).unwrap();

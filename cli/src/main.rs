@@ -1,4 +1,4 @@
-//! Asks a control plane replica through its `Inspect` service. See `headgatectl --help`.
+//! Queries control plane replicas through their `Inspect` service. See `headgatectl --help`.
 
 use std::io::IsTerminal as _;
 use std::process::ExitCode;
@@ -14,7 +14,7 @@ fn main() -> ExitCode {
     let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
         Ok(runtime) => runtime,
         Err(error) => {
-            eprintln!("headgatectl: starting the runtime: {error}");
+            eprintln!("headgatectl: cannot start the runtime: {error}");
             return ExitCode::FAILURE;
         }
     };

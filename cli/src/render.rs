@@ -1,4 +1,5 @@
-//! Answers as tables: aligned columns without borders, and below them one line for whatever needs a person's eye.
+//! Answers as tables with aligned columns and without borders. A line below a table describes each
+//! problem.
 
 use std::{borrow::Cow, fmt::Write as _};
 
@@ -9,14 +10,14 @@ use headgate_proto::v1::{
 
 use crate::units;
 
-/// How text may be decorated.
+/// How text is decorated.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Style {
-    /// ANSI colours; for terminals.
+    /// Whether to use ANSI colours, for terminals.
     pub colour: bool,
 }
 
-/// What a cell says about the world.
+/// The meaning of a cell, which selects its colour.
 #[derive(Debug, Clone, Copy)]
 enum Tone {
     Good,
@@ -45,7 +46,8 @@ impl Tone {
     }
 }
 
-/// Text from elsewhere with its control characters spelt out: agents and authors of manifests choose it, and a terminal would obey.
+/// Escapes control characters in text that comes from agents or manifests, because a terminal would
+/// interpret them.
 pub fn plain(text: &str) -> Cow<'_, str> {
     if !text.contains(char::is_control) {
         return text.into();
@@ -70,7 +72,7 @@ fn toned(text: impl AsRef<str>, tone: Tone) -> Cell {
     cell(text).fg(tone.colour())
 }
 
-/// The table as text. Columns whose header starts with `>` are numbers, aligned to the right.
+/// Formats a table. Columns whose header starts with `>` hold numbers and are aligned to the right.
 fn table(headers: &[&str], rows: impl IntoIterator<Item = Vec<Cell>>, style: Style) -> String {
     let mut table = Table::new();
     table.load_style(presets::NOTHING).force_no_tty();
@@ -90,7 +92,7 @@ fn table(headers: &[&str], rows: impl IntoIterator<Item = Vec<Cell>>, style: Sty
     table.trim_fmt() + "\n"
 }
 
-/// A line below a table that needs attention.
+/// Adds a line below a table that needs attention.
 fn note(output: &mut String, text: &str, tone: Tone, style: Style) {
     let _ = writeln!(output, "{}", paint(&plain(text), tone, style));
 }
@@ -99,7 +101,8 @@ fn paint(text: &str, tone: Tone, style: Style) -> String {
     if style.colour { format!("{}{text}\u{1b}[0m", tone.ansi()) } else { text.to_owned() }
 }
 
-/// Services, one a row; conflicts and problems below. What is asked for by annotation is a column when some service asks for it.
+/// Formats Services, one per row, with conflicts and problems below. Settings made by annotation
+/// have a column if at least one Service uses them.
 pub fn services(services: &[ServiceInfo], style: Style) -> String {
     let mut headers =
         vec!["NAMESPACE", "NAME", "CLUSTER-IP", "EXTERNAL-IP", "PORTS", ">READY", "POLICY", "AFFINITY", ">VERSION"];
@@ -140,7 +143,7 @@ fn external(service: &ServiceInfo) -> Vec<&str> {
     service.external_ips.iter().chain(&service.load_balancer_ips).map(String::as_str).collect()
 }
 
-/// As kubectl writes them: `80/TCP`, with a NodePort `80:30080/TCP`.
+/// Formats ports like kubectl: `80/TCP`, with a NodePort `80:30080/TCP`.
 fn ports(ports: &[ServicePortInfo]) -> String {
     let written = ports.iter().map(|port| match port.node_port {
         0 => format!("{}/{}", port.port, port.protocol),
@@ -179,7 +182,8 @@ fn affinity(service: &ServiceInfo) -> String {
     }
 }
 
-/// Endpoints, one row for the ports of an address that have the same state; the service is a column when there are several.
+/// Formats endpoints. Ports of an address that have the same state share a row. There is a service
+/// column if there are several Services.
 pub fn endpoints(endpoints: &[EndpointInfo], style: Style) -> String {
     let first = endpoints.first().map(|endpoint| (&endpoint.namespace, &endpoint.name));
     let several = endpoints.iter().any(|endpoint| Some((&endpoint.namespace, &endpoint.name)) != first);
@@ -221,10 +225,11 @@ fn hints(endpoint: &EndpointInfo) -> String {
     zones.chain(endpoint.hint_nodes.iter().map(|node| format!("node {node}"))).collect::<Vec<_>>().join(", ")
 }
 
-/// To a replica that does not say how its agents stand, an agent whose lag is shorter is up to date.
+/// For replicas that report no agent states: an agent with a shorter lag is up to date.
 pub const SETTLED_MS: u64 = 1000;
 
-/// Agents, one a row, in the order given; why a node is behind or below what it should be, below.
+/// Formats agents, one per row, in the given order. Lines below explain why a node lags or is
+/// degraded.
 pub fn agents(agents: &[AgentInfo], now_unix_ms: u64, is_wide: bool, style: Style) -> String {
     let mut headers = vec!["NODE", "STATE", ">PROGRAMMED", ">SENT", ">LAG", "BACKEND"];
     if is_wide {
@@ -272,7 +277,7 @@ pub fn agents(agents: &[AgentInfo], now_unix_ms: u64, is_wide: bool, style: Styl
     output
 }
 
-/// Versions and time: `3 (4.2s)`.
+/// Formats the lag as versions and time: `3 (4.2s)`.
 fn lag(agent: &AgentInfo) -> String {
     match agent.head_version.saturating_sub(agent.programmed_version) {
         0 => "0".to_owned(),
@@ -292,17 +297,17 @@ fn agent_state(agent: &AgentInfo) -> (&'static str, Tone) {
     }
 }
 
-/// The agent lacks something that its replica has known for more than a second.
+/// Whether the agent has not programmed a change that its replica has known for more than a second.
 pub fn is_behind(agent: &AgentInfo) -> bool {
     match agent.state.as_str() {
         "up_to_date" => false,
         "behind" => true,
-        // An older replica sends no state, and the other states do not tell whether the agent lags.
+        // Older replicas send no state. The other states do not tell whether the agent lags.
         _ => agent.lag_ms >= SETTLED_MS,
     }
 }
 
-/// One line about a fleet.
+/// Summarizes the agents in one line.
 pub fn fleet(fleet: &FleetInfo) -> String {
     let all = fleet.up_to_date + fleet.behind + fleet.failing + fleet.waiting + fleet.cut_off;
     let mut text = format!("fleet: {} of {} up to date", thousands(fleet.up_to_date), thousands(all));
@@ -324,7 +329,7 @@ pub fn fleet(fleet: &FleetInfo) -> String {
     text
 }
 
-/// `4,998`.
+/// Formats a number with thousands separators: `4,998`.
 pub fn thousands(number: u64) -> String {
     let digits = number.to_string();
     let mut text = String::with_capacity(digits.len() + digits.len() / 3);
@@ -353,7 +358,7 @@ fn sentence(problem: &Problem) -> String {
     text
 }
 
-/// The replica's state, a line for each fact; what it refuses, below.
+/// Formats the state of the replica, one property per line, with rejected objects below.
 pub fn status(status: &GetStatusResponse, style: Style) -> String {
     let synced = match (status.source_state.as_str(), status.synced) {
         ("cut_off", _) => paint(&format!("cut off: {}", plain(&status.source_problem)), Tone::Bad, style),
@@ -386,7 +391,7 @@ pub fn status(status: &GetStatusResponse, style: Style) -> String {
     output
 }
 
-/// How long ago the source was heard; each kind for itself where there are several.
+/// Formats the time since the last message from the source, per kind if there are several.
 fn last_heard(status: &GetStatusResponse) -> String {
     let ago = format!("{} ago", units::duration(status.source_age_ms));
     if status.source_ages.len() < 2 {
@@ -396,7 +401,7 @@ fn last_heard(status: &GetStatusResponse) -> String {
     format!("{ago} ({})", kinds.collect::<Vec<_>>().join(", "))
 }
 
-/// One change, on one line without an end.
+/// Formats one change as a line without a line end.
 pub fn event(event: &WatchEvent, style: Style) -> String {
     let head = paint(&format!("{}  v{:<6}", units::time_of_day(event.unix_ms), event.version), Tone::Faint, style);
     let tone = if event.action == "removed" { Tone::Bad } else { Tone::Good };

@@ -1,8 +1,8 @@
-//! Times and durations as people write them.
+//! Formatting and parsing of times and durations.
 
 use std::time::Duration;
 
-/// A duration in its two largest units: `740ms`, `4.2s`, `3m12s`, `5h03m`, `12d4h`.
+/// Formats a duration in its two largest units: `740ms`, `4.2s`, `3m12s`, `5h03m`, `12d4h`.
 pub fn duration(milliseconds: u64) -> String {
     let seconds = milliseconds / 1000;
     let (minutes, hours, days) = (seconds / 60, seconds / 3600, seconds / 86_400);
@@ -17,7 +17,8 @@ pub fn duration(milliseconds: u64) -> String {
     }
 }
 
-/// A duration given in microseconds: `850µs`, `12.3ms`, then as [`duration`].
+/// Formats a duration given in microseconds: `850µs`, `12.3ms`. Longer ones are formatted like
+/// [`duration`].
 pub fn microseconds(value: u64) -> String {
     match value {
         0 => "-".to_owned(),
@@ -27,14 +28,14 @@ pub fn microseconds(value: u64) -> String {
     }
 }
 
-/// Time of day, UTC, of a moment in milliseconds since the Unix epoch: `09:13:41.250`.
+/// Formats the UTC time of day of a time in milliseconds since the Unix epoch: `09:13:41.250`.
 pub fn time_of_day(unix_ms: u64) -> String {
     let of_day = unix_ms % 86_400_000;
     let (hours, minutes, seconds) = (of_day / 3_600_000, of_day / 60_000 % 60, of_day / 1000 % 60);
     format!("{hours:02}:{minutes:02}:{seconds:02}.{:03}", of_day % 1000)
 }
 
-/// A duration as people give one: `90s`, `5m`, `1h`, `250ms`. Above 0, up to a day.
+/// Parses a duration such as `90s`, `5m`, `1h` or `250ms`. It must be above 0 and at most a day.
 pub fn parse_duration(text: &str) -> Result<Duration, String> {
     let digits = text.find(|character: char| !character.is_ascii_digit()).unwrap_or(text.len());
     let (number, unit) = text.split_at(digits);
@@ -48,7 +49,7 @@ pub fn parse_duration(text: &str) -> Result<Duration, String> {
     let value = number.parse::<u64>().ok().and_then(|number| number.checked_mul(milliseconds));
     match value {
         Some(value @ 1..=86_400_000) => Ok(Duration::from_millis(value)),
-        _ => Err("must be above 0 and a day at most".to_owned()),
+        _ => Err("must be above 0 and at most a day".to_owned()),
     }
 }
 

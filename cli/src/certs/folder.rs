@@ -1,4 +1,5 @@
-//! Files that are written together: first all are made and looked at, then they are put in place one by one, each by a rename.
+//! Files that are written together. All contents are prepared and checked first. Then each file is
+//! written and renamed to its final path.
 
 use std::{
     fs::{self, DirBuilder, OpenOptions},
@@ -9,18 +10,18 @@ use std::{
 
 use super::{CertsError, bad_file};
 
-/// What a file holds.
+/// The kind of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// A private key: for its owner alone.
+    /// A private key, readable only by its owner.
     Key,
     /// A certificate.
     Certificate,
-    /// An authority's certificate: copies of it may be there already.
+    /// An authority's certificate. Copies of it may already exist.
     Authority,
 }
 
-/// A folder, and what is to be written into it.
+/// A folder and the files to write into it.
 pub(super) struct Folder {
     root: PathBuf,
     force: bool,
@@ -28,10 +29,10 @@ pub(super) struct Folder {
 }
 
 impl Folder {
-    /// A folder that need not exist yet.
+    /// Opens a folder. It need not exist yet.
     pub(super) fn open(root: &Path, force: bool) -> Result<Self, CertsError> {
         if root.exists() && !root.is_dir() {
-            return Err(bad_file(root, "is no folder: pass another --out"));
+            return Err(bad_file(root, "is not a folder: pass another --out"));
         }
         Ok(Self { root: root.to_owned(), force, files: Vec::new() })
     }
@@ -40,7 +41,7 @@ impl Folder {
         self.root.join(name)
     }
 
-    /// What a file holds; `None` when it is not there.
+    /// Reads a file. `None` if it does not exist.
     pub(super) fn read(&self, name: &str) -> Result<Option<String>, CertsError> {
         let path = self.path(name);
         match fs::read_to_string(&path) {
@@ -50,17 +51,17 @@ impl Folder {
         }
     }
 
-    /// Adds a file, unless something else is there that may not be replaced.
+    /// Adds a file. Fails if a different file exists and may not be replaced.
     pub(super) fn add(&mut self, name: &str, kind: Kind, text: &str) -> Result<(), CertsError> {
         let path = self.path(name);
-        // Not followed: a link that leads nowhere is something that is there.
+        // Symlinks are not followed: a dangling link also counts as an existing file.
         let is_there = fs::symlink_metadata(&path).is_ok();
         if is_there && kind == Kind::Authority && self.read(name)?.as_deref() == Some(text) {
             return Ok(());
         }
         if is_there && !self.force {
             let problem = if kind == Kind::Authority {
-                "is another authority's; pass --force to replace it, or another --out"
+                "belongs to another authority; pass --force to replace it, or another --out"
             } else {
                 "is there already; pass --force to renew it, or leave its name out"
             };
@@ -70,7 +71,7 @@ impl Folder {
         Ok(())
     }
 
-    /// Writes everything; the paths.
+    /// Writes all files and returns their paths.
     pub(super) fn write(self) -> Result<Vec<PathBuf>, CertsError> {
         let mut written = Vec::new();
         for (path, kind, text) in self.files {
@@ -85,7 +86,7 @@ fn write(path: &Path, kind: Kind, text: &str) -> io::Result<()> {
     if let Some(folder) = path.parent() {
         DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
     }
-    // Beside the file, so that the rename stays within one file system, and readers see the old content or the new one.
+    // The temporary file is in the same folder, so that the rename is atomic.
     let beside = path.with_extension(if kind == Kind::Key { "key.new" } else { "crt.new" });
     match fs::remove_file(&beside) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
