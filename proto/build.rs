@@ -1,4 +1,5 @@
-//! Compiles the protocol in Rust (no `protoc`), and writes the descriptor set that reflection serves.
+//! Compiles the protocol in Rust without `protoc`, and writes the descriptor set that reflection
+//! serves.
 
 use std::{env, fs, path::PathBuf};
 

@@ -1,4 +1,5 @@
-//! Wire → core. What cannot be used is named, and the rest goes on.
+//! Conversion from the wire to [`headgate_core`]. Unusable resources are reported, and the others
+//! are converted.
 
 use std::{collections::HashMap, net::IpAddr, sync::Arc};
 
@@ -16,7 +17,7 @@ use crate::{
     v1,
 };
 
-/// A field that cannot be used, and why.
+/// A field that cannot be used, and the reason.
 #[derive(Debug)]
 struct Fault {
     field: String,
@@ -35,8 +36,8 @@ impl Fault {
 
 type Checked<T> = Result<T, Fault>;
 
-/// Turns messages into changes. Equal strings, port lists and placements share memory, across messages too. Keeps what references stand for
-/// (contract, 13).
+/// Converts messages to changes. Equal strings, port lists and placements share memory, also across
+/// messages. Remembers the targets of references (contract, 13).
 #[derive(Debug, Default)]
 pub struct Decoder {
     strings: Pool<str>,
@@ -45,7 +46,7 @@ pub struct Decoder {
     known: Known,
 }
 
-/// The shared tables of one message; `Err` holds the reason why an entry is unusable.
+/// The shared tables of one message. `Err` holds the reason why an entry is unusable.
 struct Tables {
     strings: Vec<Arc<str>>,
     port_lists: Vec<PortList>,
@@ -53,28 +54,32 @@ struct Tables {
 }
 
 impl Decoder {
-    /// From now on references are those of a replica's epoch, to what a state holds. Without this there are none.
+    /// Enables references. They use the numbering of `referrer`'s epoch and refer to the contents
+    /// of `referable`. Before this call, messages must not contain references.
     pub fn refer_to(&mut self, referrer: Referrer, referable: Referable) {
         self.known.replace(referrer, referable);
     }
 
-    /// Forgets what references stand for, until the next [`Decoder::refer_to`]: a stream begins.
+    /// Forgets the targets of references until the next [`Decoder::refer_to`]. Call this when a
+    /// stream begins.
     pub fn forget_references(&mut self) {
         self.known.clear();
     }
 
-    /// True once so much has been learned from messages that [`Decoder::refer_to`] should tell what of it is still held.
+    /// Whether so many targets were learned from messages that the caller should call
+    /// [`Decoder::refer_to`] with those that are still held.
     #[must_use]
     pub fn has_learned_much(&self) -> bool {
         self.known.has_learned_much()
     }
 
-    /// Converts one message's changes, in an order in which they can be applied: services, endpoints, removals.
-    ///
-    /// A resource that cannot be used is left out and described in the second list; a removal that names something impossible too.
+    /// Converts the changes of one message and returns them in an order in which they can be
+    /// applied: services, endpoints, removals. The second list describes the resources and removals
+    /// that cannot be used; the first list omits them.
     ///
     /// # Errors
-    /// [`UnknownReference`]: the message cannot be understood by who holds what this side holds. Nothing of it may be used.
+    /// [`UnknownReference`]: the message refers to a target that this side does not hold. No part
+    /// of the message may be used.
     pub fn changes(&mut self, wire: v1::Changes) -> Result<(Vec<Change>, Vec<v1::Rejection>), UnknownReference> {
         let (mut changes, mut rejections) = (Vec::new(), Vec::new());
         let tables = self.tables(&wire)?;
@@ -161,7 +166,8 @@ impl Decoder {
     }
 
     fn tables(&mut self, wire: &v1::Changes) -> Result<Tables, UnknownReference> {
-        // References first: they are to what was held before this message.
+        // Table entries that are references come first. They refer to targets known before this
+        // message.
         let mut port_lists = Vec::with_capacity(wire.known_port_lists.len() + wire.port_lists.len());
         for reference in &wire.known_port_lists {
             port_lists.push(self.known.ports(*reference)?);
@@ -227,7 +233,7 @@ impl Tables {
     fn string(&self, reference: u32, field: &str) -> Checked<Option<Arc<str>>> {
         let Some(index) = reference.checked_sub(1) else { return Ok(None) };
         let found = usize::try_from(index).ok().and_then(|index| self.strings.get(index));
-        let fault = || Fault::new(field, format!("refers to string {reference} of {}", self.strings.len()));
+        let fault = || Fault::new(field, format!("refers to string {reference}, but there are {}", self.strings.len()));
         found.map(|text| Some(Arc::clone(text))).ok_or_else(fault)
     }
 
@@ -246,7 +252,9 @@ impl Tables {
         match found {
             Some(Ok(ports)) => Ok(Arc::clone(ports)),
             Some(Err(unusable)) => Err(Fault::new("ports", unusable.reason.clone())),
-            None => Err(Fault::new("port_list", format!("refers to list {index} of {}", self.port_lists.len()))),
+            None => {
+                Err(Fault::new("port_list", format!("refers to list {index}, but there are {}", self.port_lists.len())))
+            }
         }
     }
 
@@ -255,7 +263,10 @@ impl Tables {
         match found {
             Some(Ok(placement)) => Ok(Arc::clone(placement)),
             Some(Err(reason)) => Err(Fault::new("placement", reason.clone())),
-            None => Err(Fault::new("placement", format!("refers to placement {index} of {}", self.placements.len()))),
+            None => Err(Fault::new(
+                "placement",
+                format!("refers to placement {index}, but there are {}", self.placements.len()),
+            )),
         }
     }
 }
@@ -299,7 +310,7 @@ fn conditions_from_wire(bits: u32) -> Checked<Conditions> {
             serving: !has(Condition::NotServing),
             terminating: has(Condition::Terminating),
         }),
-        // Contract, 12: what it means is not known, so whether the endpoint may have traffic is not either.
+        // Contract, 12: an unknown condition may decide whether the endpoint may receive traffic.
         unknown => Err(Fault::new("conditions", format!("condition {unknown} is unknown"))),
     }
 }
@@ -341,11 +352,11 @@ fn service_from_wire(wire: v1::Service) -> Checked<Service> {
     let mut families: HashMap<bool, IpAddr> = HashMap::new();
     for address in &service.cluster_ips {
         if families.insert(address.is_ipv4(), *address).is_some() {
-            return Err(Fault::new("cluster_ips", "two addresses of one family"));
+            return Err(Fault::new("cluster_ips", "contains two addresses of one family"));
         }
     }
     if service.cluster_ips.is_empty() || service.ports.is_empty() {
-        return Err(Fault::new("cluster_ips, ports", "a service needs at least one of each"));
+        return Err(Fault::new("cluster_ips, ports", "a service must have at least one of each"));
     }
     Ok(service)
 }
@@ -360,15 +371,15 @@ fn affinity(timeout_seconds: u32) -> Option<ClientIpAffinity> {
 
 fn service_cidr_from_wire(wire: &v1::ServiceCidr) -> Checked<ServiceCidr> {
     if wire.name.is_empty() {
-        return Err(Fault::new("name", "may not be empty"));
+        return Err(Fault::new("name", "must not be empty"));
     }
     Ok(ServiceCidr { name: wire.name.as_str().into(), cidrs: prefixes_from_wire(&wire.cidrs, "cidrs")? })
 }
 
-/// The agent's own node.
+/// Converts the agent's own node.
 ///
 /// # Errors
-/// Names the field that cannot be used; sending the same again will not help.
+/// Names the field that cannot be used. A retry with the same message does not help.
 pub fn node_from_wire(wire: &v1::Node) -> Result<Node, v1::Rejection> {
     let rejection = |fault: Fault| fault.rejection(format!("Node {}", wire.name));
     let addresses: Checked<Vec<IpAddr>> =
@@ -382,7 +393,8 @@ pub fn node_from_wire(wire: &v1::Node) -> Result<Node, v1::Rejection> {
     })
 }
 
-/// Digests from a `Hello`; `None` when there is not one sum and one count for each bucket.
+/// Converts digests from a `Hello`. `None` unless there is exactly one sum and one count per
+/// bucket.
 #[must_use]
 pub fn digests_from_wire(wire: &v1::BucketDigests) -> Option<Digests> {
     if wire.sums.len() != 16 * BUCKETS || wire.counts.len() != BUCKETS {
@@ -402,7 +414,8 @@ fn checked_key(namespace: &str, name: &str) -> Checked<ServiceKey> {
     Ok(ServiceKey::new(namespace, name))
 }
 
-/// Names end up in the text of rules: what the API would not take as a name (RFC 1123 labels and subdomains) is refused, whoever sent it.
+/// Rejects names that the Kubernetes API would reject (RFC 1123 labels and subdomains), whoever
+/// sent them, because names become part of rules.
 fn check_name(name: &str, field: &str) -> Checked<()> {
     let is_name = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'.' | b'_');
     if name.is_empty() || name.len() > 253 || !name.bytes().all(is_name) {
@@ -420,7 +433,8 @@ fn address_from_wire(bytes: &[u8], field: &str) -> Checked<IpAddr> {
         return Ok(IpAddr::from(v4));
     }
     let v6 = <[u8; 16]>::try_from(bytes);
-    v6.map(IpAddr::from).map_err(|_| Fault::new(field, format!("an address has 4 or 16 bytes, not {}", bytes.len())))
+    v6.map(IpAddr::from)
+        .map_err(|_| Fault::new(field, format!("an address must have 4 or 16 bytes, not {}", bytes.len())))
 }
 
 fn show_address(bytes: &[u8]) -> String {
@@ -432,7 +446,8 @@ fn prefixes_from_wire(wire: &[v1::IpPrefix], field: &str) -> Checked<Vec<IpNet>>
         let field = format!("{field}[{i}]");
         let address = address_from_wire(&wire.address, &field)?;
         let length = u8::try_from(wire.prefix_length).unwrap_or(u8::MAX);
-        IpNet::new(address, length).map_err(|_| Fault::new(field, format!("prefix length {}", wire.prefix_length)))
+        IpNet::new(address, length)
+            .map_err(|_| Fault::new(field, format!("prefix length {} is out of range", wire.prefix_length)))
     };
     wire.iter().enumerate().map(prefix).collect()
 }
@@ -453,7 +468,8 @@ fn protocol_from_wire(number: i32, field: &str) -> Checked<Protocol> {
         Ok(v1::Protocol::Tcp) => Ok(Protocol::Tcp),
         Ok(v1::Protocol::Udp) => Ok(Protocol::Udp),
         Ok(v1::Protocol::Sctp) => Ok(Protocol::Sctp),
-        // Contract, 12: an unknown value would be TCP by the enum's zero, which would send it the wrong packets.
+        // Contract, 12: the enum's zero value is TCP, so an unknown value would select the wrong
+        // packets.
         Err(_) => Err(Fault::new(field, format!("protocol {number} is unknown"))),
     }
 }

@@ -1,4 +1,4 @@
-//! Core → wire. Cannot fail.
+//! Conversion from [`headgate_core`] to the wire. It cannot fail.
 
 use std::{collections::HashMap, net::IpAddr, sync::Arc};
 
@@ -11,27 +11,31 @@ use ipnet::IpNet;
 
 use crate::v1;
 
-/// Marks an index into a table of references until [`ChangesBuilder::finish`], since these come before what is spelt out.
+/// Marks an index as that of a reference until [`ChangesBuilder::finish`]. In the finished tables,
+/// references precede complete values.
 const IS_REFERENCE: u32 = 1 << 31;
 
-/// What of an endpoint's change the receiver can be told by a reference (contract, 13); `None` where it has to be spelt out.
+/// The parts of an endpoint's change that can be sent as references (contract, 13). Parts with
+/// `None` are sent in full.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct References {
-    /// Of the service's key.
+    /// A reference to the service's key.
     pub service: Option<u32>,
-    /// Of the endpoint's placement.
+    /// A reference to the endpoint's placement.
     pub placement: Option<u32>,
-    /// Of the endpoint's ports.
+    /// A reference to the endpoint's ports.
     pub ports: Option<u32>,
 }
 
-/// Collects changes into one [`v1::Changes`], sharing what endpoints have in common.
+/// Collects changes into one [`v1::Changes`]. Values that several endpoints have in common are
+/// encoded once.
 ///
-/// Endpoints of one service that are pushed one after the other share one entry, so callers group changes by service.
+/// Consecutive endpoints of one service share one entry, so callers should group changes by
+/// service.
 #[derive(Debug, Default)]
 pub struct ChangesBuilder {
     changes: v1::Changes,
-    /// The service of the last entry of `changes.endpoints`.
+    /// The service of the last entry in `changes.endpoints`.
     last_group: Option<ServiceKey>,
     strings: HashMap<Arc<str>, u32>,
     port_lists: HashMap<Arc<[EndpointPort]>, u32>,
@@ -44,12 +48,13 @@ pub struct ChangesBuilder {
 }
 
 impl ChangesBuilder {
-    /// Adds one change, with everything spelt out. `trigger_unix_ms` is the oldest trigger time behind an endpoint's change, 0 when unknown.
+    /// Adds one change without references. For an endpoint's change, `trigger_unix_ms` is its
+    /// oldest trigger time in milliseconds since the Unix epoch, or 0 if unknown.
     pub fn push(&mut self, change: &Change, trigger_unix_ms: u64) {
         self.push_with(change, trigger_unix_ms, References::default());
     }
 
-    /// The same, with references where there are some.
+    /// Adds one change like [`Self::push`], but with the given references.
     pub fn push_with(&mut self, change: &Change, trigger_unix_ms: u64, references: References) {
         match change {
             Change::Service(service) => self.service(service),
@@ -71,14 +76,14 @@ impl ChangesBuilder {
         }
     }
 
-    /// Adds a Service at its present value.
+    /// Adds a Service in full.
     pub fn service(&mut self, service: &Service) {
         let wire = service_to_wire(service);
         self.count(prost::Message::encoded_len(&wire) + 4);
         self.changes.services.push(wire);
     }
 
-    /// Adds an endpoint at its present value.
+    /// Adds an endpoint in full.
     pub fn endpoint(&mut self, key: &ServiceKey, endpoint: &Endpoint, trigger_unix_ms: u64) {
         self.put_endpoint(key, endpoint, trigger_unix_ms, References::default());
     }
@@ -94,7 +99,7 @@ impl ChangesBuilder {
         self.group(key, trigger_unix_ms, references).changed.push(wire);
     }
 
-    /// Adds a ServiceCIDR at its present value.
+    /// Adds a ServiceCIDR in full.
     pub fn service_cidr(&mut self, service_cidr: &ServiceCidr) {
         let wire = v1::ServiceCidr {
             name: service_cidr.name.to_string(),
@@ -104,22 +109,23 @@ impl ChangesBuilder {
         self.changes.service_cidrs.push(wire);
     }
 
-    /// Number of resources and removals so far.
+    /// The number of resources and removals so far.
     #[must_use]
     pub fn resources(&self) -> usize {
         self.resources
     }
 
-    /// An upper estimate of the encoded size, for cutting messages to size.
+    /// An upper estimate of the encoded size in bytes. Callers use it to limit the size of
+    /// messages.
     #[must_use]
     pub fn estimated_bytes(&self) -> usize {
         self.estimated_bytes
     }
 
-    /// The message.
+    /// Finishes the message.
     #[must_use]
     pub fn finish(mut self) -> v1::Changes {
-        // What is spelt out stands behind the references, whose number is known only now.
+        // Complete values follow the references. The number of references is final only now.
         let behind = |known: usize| u32::try_from(known).unwrap_or(u32::MAX);
         let port_lists = behind(self.changes.known_port_lists.len());
         let placements = behind(self.changes.known_placements.len());
@@ -142,7 +148,8 @@ impl ChangesBuilder {
         self.estimated_bytes += bytes;
     }
 
-    /// The entry of a service. With different trigger times the oldest known one counts.
+    /// Returns the entry of a service, and creates it if necessary. The entry keeps the oldest
+    /// known trigger time.
     fn group(&mut self, key: &ServiceKey, trigger_unix_ms: u64, references: References) -> &mut v1::ServiceEndpoints {
         if self.last_group.as_ref() != Some(key) {
             let group = match references.service {
@@ -168,7 +175,8 @@ impl ChangesBuilder {
         &mut self.changes.endpoints[last]
     }
 
-    /// Index of a trigger time. Where all are unknown there is no table, and index 0 is beyond its end.
+    /// Returns the index of a trigger time. If all trigger times are unknown, there is no table,
+    /// and index 0 is out of range.
     fn trigger(&mut self, unix_ms: u64) -> u32 {
         if unix_ms == 0 && self.changes.endpoints.is_empty() {
             return 0;
@@ -177,7 +185,7 @@ impl ChangesBuilder {
             if unix_ms == 0 {
                 return 0;
             }
-            // The entries so far refer to index 0, and mean that theirs is unknown.
+            // The entries so far use index 0 for an unknown time.
             self.changes.triggers_unix_ms.push(0);
             self.triggers.insert(0, 0);
         }
@@ -194,7 +202,7 @@ impl ChangesBuilder {
         names.iter().map(|name| self.reference(name)).collect()
     }
 
-    /// Index + 1 of a shared string; 0 for the empty one.
+    /// Returns the index + 1 of a shared string, or 0 for the empty string.
     fn reference(&mut self, text: &Arc<str>) -> u32 {
         if text.is_empty() {
             return 0;
@@ -277,7 +285,7 @@ fn condition(holds: bool, condition: v1::endpoint::Condition) -> u32 {
     if holds { condition as u32 } else { 0 }
 }
 
-/// A node for [`v1::OwnNode`].
+/// Converts a node for [`v1::OwnNode`].
 #[must_use]
 pub fn node_to_wire(node: &Node) -> v1::Node {
     v1::Node {
@@ -289,7 +297,7 @@ pub fn node_to_wire(node: &Node) -> v1::Node {
     }
 }
 
-/// Digests for [`v1::Resume`].
+/// Converts digests for [`v1::Resume`].
 #[must_use]
 pub fn digests_to_wire(digests: &Digests) -> v1::BucketDigests {
     let buckets = digests.buckets();

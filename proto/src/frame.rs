@@ -3,17 +3,19 @@
 use bytes::{BufMut as _, Bytes, BytesMut};
 use prost::Message;
 
-/// Length of the prefix: a compression flag and a 32-bit length (gRPC over HTTP/2, "Length-Prefixed-Message").
+/// The length of the prefix: a compression flag and a 32-bit length (gRPC over HTTP/2,
+/// "Length-Prefixed-Message").
 pub const PREFIX_BYTES: usize = 5;
 
-/// Encodes a message once with its gRPC prefix, uncompressed. The result is cheap to clone.
+/// Encodes a message once with its gRPC prefix, uncompressed. Clones of the result share its
+/// memory.
 #[must_use]
 pub fn frame(message: &impl Message) -> Bytes {
     let length = message.encoded_len();
     let mut buffer = BytesMut::with_capacity(PREFIX_BYTES + length);
     buffer.put_u8(0);
     buffer.put_u32(u32::try_from(length).unwrap_or(u32::MAX));
-    // A BytesMut grows as needed, so encoding into it cannot run out of room.
+    // `BytesMut` grows as needed, so the encoding cannot fail.
     message.encode_raw(&mut buffer);
     buffer.freeze()
 }

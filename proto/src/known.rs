@@ -1,4 +1,4 @@
-//! What references stand for on the receiver's side (contract, 13).
+//! The targets of references on the receiver's side (contract, 13).
 
 use std::{
     collections::{HashMap, HashSet, hash_map::Entry},
@@ -10,20 +10,22 @@ use headgate_core::{
     reference::{NumberedPort, Referable, Referrer},
 };
 
-/// A list of ports that cannot be used here, such as one with a protocol that only a newer program knows.
+/// A list of ports that this program cannot use, for example because it has a protocol that only
+/// newer programs know.
 #[derive(Debug, PartialEq)]
 pub(crate) struct UnusablePorts {
     pub(crate) ports: Vec<NumberedPort>,
     pub(crate) reason: String,
 }
 
-/// A list of ports as it came.
+/// A received list of ports.
 pub(crate) type PortList = Result<Arc<[EndpointPort]>, Arc<UnusablePorts>>;
 
-/// So much may be learned from messages, beyond as much again as was held, before it is to be compared with what is still held.
+/// The table may grow by this many entries above twice its original size before
+/// [`Known::has_learned_much`].
 const LEARNED_MUCH: usize = 4096;
 
-/// A reference to what this side does not hold, or holds two of.
+/// A reference whose target this side does not hold, or that has several targets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("a change refers to a {what} by {reference:08x}, which is {} here", if *.is_ambiguous { "not unique" } else { "not held" })]
 pub struct UnknownReference {
@@ -32,22 +34,23 @@ pub struct UnknownReference {
     is_ambiguous: bool,
 }
 
-/// Things that are remembered although the resource that carried them could not be used.
+/// The maximum number of remembered parts of unusable resources.
 const MAX_UNUSABLE: usize = 1024;
 
-/// `None` where a state held two things that have one reference.
+/// `None` for a reference that has two targets in one state.
 type Table<T> = HashMap<u32, Option<T>>;
 
-/// See the module.
+/// The known targets of references.
 #[derive(Debug, Default)]
 pub(crate) struct Known {
-    /// Absent: messages hold no references, and nothing is learned.
+    /// Without a referrer, messages must not contain references, and nothing is learned.
     referrer: Option<Referrer>,
     services: Table<Arc<ServiceKey>>,
     placements: Table<Arc<Placement>>,
     ports: Table<PortList>,
     held: usize,
-    /// Of resources that could not be used: the replica holds these, so it refers to what they carried.
+    /// Parts of unusable resources. The replica holds these resources, so it may refer to their
+    /// parts.
     unusable: Unusable,
 }
 
@@ -58,11 +61,12 @@ struct Unusable {
 }
 
 impl Known {
-    /// Begins anew with what is held.
+    /// Replaces the known targets by those of a state.
     pub(crate) fn replace(&mut self, referrer: Referrer, referable: Referable) {
         let unusable = std::mem::take(&mut self.unusable);
         *self = Self { referrer: Some(referrer), ..Self::default() };
-        // The state's come last: what could not be used may be gone from the replica.
+        // The contents of the state come last and take precedence, because the replica may no
+        // longer hold unusable resources.
         for key in &unusable.services {
             self.learn_service(key);
         }
@@ -79,12 +83,12 @@ impl Known {
         self.held = self.len();
     }
 
-    /// Forgets everything but what was unusable: a stream begins.
+    /// Forgets all targets except parts of unusable resources. Called when a stream begins.
     pub(crate) fn clear(&mut self) {
         *self = Self { unusable: std::mem::take(&mut self.unusable), ..Self::default() };
     }
 
-    /// A Service could not be used.
+    /// Remembers the key of a Service that cannot be used.
     pub(crate) fn note_unusable_service(&mut self, key: &ServiceKey) {
         let noted = &mut self.unusable.services;
         if noted.len() < MAX_UNUSABLE && !noted.contains(key) {
@@ -92,7 +96,7 @@ impl Known {
         }
     }
 
-    /// An endpoint could not be used, or part of it.
+    /// Remembers the parts of an endpoint that cannot be used completely.
     pub(crate) fn note_unusable_endpoint(&mut self, placement: Arc<Placement>, ports: PortList) {
         let (noted, endpoint) = (&mut self.unusable.endpoints, (placement, ports));
         if noted.len() < MAX_UNUSABLE && !noted.contains(&endpoint) {
@@ -104,7 +108,8 @@ impl Known {
         self.services.len() + self.placements.len() + self.ports.len()
     }
 
-    /// What is gone stays known until the next [`Known::replace`], which is due when that may be more than what is held.
+    /// Whether a [`Known::replace`] is due. Removed targets stay in the tables until then, and may
+    /// outnumber the held ones.
     pub(crate) fn has_learned_much(&self) -> bool {
         self.len() > 2 * self.held + LEARNED_MUCH
     }
@@ -132,8 +137,8 @@ impl Known {
         }
     }
 
-    /// A list of ports, and the placements that ports carry themselves. An unusable list too: the replica holds it, so it
-    /// refers to it.
+    /// Learns a list of ports and the placements of its ports. This includes unusable lists,
+    /// because the replica holds them and may refer to them.
     pub(crate) fn learn_ports(&mut self, list: &PortList) {
         let Some(referrer) = self.referrer else { return };
         let reference = match list {
@@ -166,8 +171,9 @@ impl Known {
     }
 }
 
-/// Takes in what a state holds, instead of anything that was learned. Of two things with one reference neither can be
-/// meant: a replica that holds both uses it for none, and which of them it still holds is not known here.
+/// Adds the contents of a state; they override learned targets. If two of them have the same
+/// reference, the reference is ambiguous: a replica that holds both never uses it, and this side
+/// does not know which of them the replica still holds.
 fn hold<T>(table: &mut Table<T>, things: impl ExactSizeIterator<Item = (u32, T)>) {
     table.reserve(things.len());
     let mut held = HashSet::with_capacity(things.len());
@@ -188,7 +194,8 @@ mod tests {
     use super::*;
     use crate::{decode::Decoder, v1};
 
-    /// A newer replica's protocol: the endpoint is unusable, and a later step that refers to its list of ports is understood.
+    /// An endpoint from a newer replica is unusable. A later step can still refer to its list of
+    /// ports.
     #[test]
     fn a_list_of_ports_with_an_unknown_protocol_or_condition_is_known_by_its_reference() {
         let known = v1::EndpointPort { name: "http".into(), port: 80, ..Default::default() };
@@ -232,7 +239,7 @@ mod tests {
         let spelt_out = message(vec![v1::PortList { ports }], Vec::new(), 1);
         assert_eq!(rejected(&mut decoder, spelt_out), "Endpoint prod/web 10.1.0.1");
         assert_eq!(rejected(&mut decoder, message(Vec::new(), vec![first], 2)), "Endpoint prod/web 10.1.0.2");
-        // The state does not hold it, the replica does.
+        // The replica holds the list, although this side's state does not.
         decoder.refer_to(Referrer::new(8), Referable::default());
         assert_eq!(rejected(&mut decoder, message(Vec::new(), vec![second], 3)), "Endpoint prod/web 10.1.0.3");
         assert!(decoder.changes(message(Vec::new(), vec![first], 4)).is_err(), "it is another epoch's");

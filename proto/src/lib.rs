@@ -1,7 +1,7 @@
 //! The protocol `headgate.v1`: generated types, and conversion between them and [`headgate_core`].
 //!
-//! The contract is written at the head of `proto/headgate/v1/discovery.proto`. Conversion to the wire cannot fail; conversion from it names what is
-//! wrong with a resource and goes on with the rest.
+//! The head of `proto/headgate/v1/discovery.proto` documents the contract. Conversion to the wire
+//! cannot fail. Conversion from the wire reports unusable resources and converts the others.
 
 mod decode;
 mod encode;
@@ -11,7 +11,8 @@ mod known;
 pub use decode::{Decoder, digests_from_wire, node_from_wire};
 pub use encode::{ChangesBuilder, References, digests_to_wire, node_to_wire};
 use headgate_core::node_state::SourceState;
-/// Where the protocol may be spoken without TLS; for programs that know the protocol and not the model.
+/// Addresses where the protocol may be used without TLS, for programs that do not use the core
+/// crate.
 pub use headgate_core::{dns_name::check_subdomain, plaintext};
 pub use known::UnknownReference;
 
@@ -38,7 +39,8 @@ impl From<SourceState> for v1::SourceState {
 }
 
 impl v1::SourceState {
-    /// What a replica says of its source; `None` from a replica that does not know this field, or knows more states.
+    /// The state of the replica's source. `None` if the replica does not send this field or sends
+    /// an unknown state.
     #[must_use]
     pub fn known(self) -> Option<SourceState> {
         match self {
@@ -51,13 +53,14 @@ impl v1::SourceState {
 }
 
 impl v1::Batch {
-    /// The version that the receiver must be at; `None` for a batch that breaks the contract by following on nothing.
+    /// The version that the receiver must have before it applies the batch. `None` if the batch
+    /// violates the contract because it follows no version.
     #[must_use]
     pub fn follows(&self) -> Option<u64> {
         self.follows_version.or_else(|| self.version.checked_sub(1))
     }
 
-    /// All positions that the step moved.
+    /// All source positions that the step changed.
     pub fn moved_positions(&self) -> impl Iterator<Item = v1::SourcePosition> {
         let slices = v1::SourcePosition {
             kind: v1::source_position::Kind::EndpointSlices.into(),
@@ -68,7 +71,7 @@ impl v1::Batch {
 }
 
 impl v1::Changes {
-    /// What set the changes of a group off, in milliseconds since the Unix epoch; 0 when unknown.
+    /// The trigger time of a group's changes in milliseconds since the Unix epoch. 0 if unknown.
     #[must_use]
     pub fn trigger_unix_ms(&self, group: &v1::ServiceEndpoints) -> u64 {
         let index = usize::try_from(group.trigger).unwrap_or(usize::MAX);
@@ -76,11 +79,11 @@ impl v1::Changes {
     }
 }
 
-/// The compiled protocol, for reflection and for the compatibility check.
+/// The compiled protocol, for gRPC reflection and for the compatibility check.
 pub const FILE_DESCRIPTOR_SET: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/headgate.v1.binpb"));
 
-/// Largest message that a replica sends, in bytes.
+/// The maximum size of a message from a replica, in bytes.
 pub const MAX_SERVER_MESSAGE_BYTES: usize = 1 << 20;
 
-/// Largest message that an agent sends, in bytes.
+/// The maximum size of a message from an agent, in bytes.
 pub const MAX_AGENT_MESSAGE_BYTES: usize = 256 << 10;

@@ -1,4 +1,4 @@
-//! Endpoints go to the wire and come back as they were, spelt out and by references.
+//! Endpoints are unchanged after encoding and decoding, in full and with references.
 #![allow(clippy::unwrap_used, missing_docs)]
 
 use std::{net::IpAddr, sync::Arc};
@@ -86,7 +86,7 @@ proptest! {
         let (mut builder, mut wanted) = (ChangesBuilder::default(), Vec::new());
         for (mut endpoint, known) in sent {
             let mut references = References::default();
-            // It shares port list and placement with an endpoint that the receiver holds.
+            // The endpoint shares port list and placement with an endpoint that the receiver holds.
             if let Some(known) = known.filter(|_| !held.is_empty()).map(|index| held[index.index(held.len())]) {
                 (endpoint.ports, endpoint.placement) = (Arc::clone(&known.ports), Arc::clone(&known.placement));
                 references.ports = Some(referrer.ports(&known.ports));
@@ -104,7 +104,7 @@ proptest! {
         prop_assert_eq!(got.iter().map(hash).collect::<Vec<_>>(), wanted.iter().map(hash).collect::<Vec<_>>());
     }
 
-    /// What a port carries counts in digests and references.
+    /// Properties of ports are part of digests and references.
     #[test]
     fn endpoints_that_differ_have_different_hashes(one in any_endpoint(), ports in any_ports()) {
         let other = Endpoint { ports, ..one.clone() };
