@@ -1,6 +1,6 @@
 # The recipes. Continuous integration runs `make test` and nothing else (.ci/run).
 #
-# What each target does is said by `make help`, from the comments behind the targets' names.
+# `make help` prints what each target does, from the comments after the names of the targets.
 
 keep := $(filter-out 0,$(KEEP))
 
@@ -10,26 +10,26 @@ keep := $(filter-out 0,$(KEEP))
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: ## Install what the tests and the demo need, and say what and why
+setup: ## Install what the tests and the demo need, and print what and why
 	@.ci/setup test
 
-build: ## Build every program, for debugging, into target/debug
+build: ## Build every program in the debug profile, into target/debug
 	@.ci/setup build
 	cargo build --workspace --all-targets --locked
 
-test: setup ## Everything that must pass: format, lints, all tests, doc tests
+test: setup ## Run everything that must pass: format, lints, all tests, doc tests
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --locked -- -D warnings
 	cargo build --workspace --locked
 	cargo nextest run --workspace --locked $(if $(CI),--profile ci)
 	cargo test --workspace --doc --locked
 
-demo: ## See it work: three nodes, a service, live changes. KEEP=1 leaves it running until Ctrl-C
+demo: ## Show Headgate at work on three nodes. KEEP=1 leaves it running until Ctrl-C
 	@.ci/setup $(if $(keep),try,demo)
 	cargo build --workspace --locked
 	@exec target/debug/demo $(if $(keep),--keep)
 
-bench: ## Measure, and write JSON to target/bench. ONLY=name runs one; ARGS="--agents 500" and the like
+bench: ## Measure; write JSON to target/bench. ONLY=name runs one; ARGS="…" passes options
 	@.ci/setup bench
 	cargo build --release --locked -p headgate-control-plane -p headgate-node-agent -p headgate-tests --bins
 	cargo run --release --locked -p headgate-tests --bin bench -- $(if $(ONLY),--only $(ONLY)) $(ARGS)
@@ -44,19 +44,19 @@ lint: ## Check format and lints only
 deny: ## Check licences, sources and advisories of dependencies with cargo-deny
 	@command -v cargo-deny >/dev/null || { \
 	  echo "cargo-deny is missing: cargo install --locked cargo-deny" >&2; \
-	  echo "(make test holds licences and bans to deny.toml without it; advisories need it)" >&2; exit 1; }
+	  echo "(make test checks licences and bans against deny.toml without it; advisories need it)" >&2; exit 1; }
 	cargo deny --workspace check
 
-descriptor: ## Write the committed descriptor set of the protocol anew, after a change of it
+descriptor: ## Write the protocol's descriptor set again, after a change of the protocol
 	HEADGATE_WRITE_DESCRIPTOR=1 cargo nextest run --locked -p headgate-tests --test pure protocol_is_compatible --no-capture
 
-docs: ## Write the generated pages under docs/ anew (configuration, metrics)
+docs: ## Write the generated pages under docs/ again (configuration, metrics)
 	HEADGATE_WRITE_DOCS=1 cargo nextest run --locked -p headgate-node-agent -p headgate-control-plane --lib documents_are_current
 
-behaviours: ## Write docs/behaviours.md anew, from the last `make test`, all of which must have passed
+behaviours: ## Write docs/behaviours.md again, from the last `make test` (all tests must pass)
 	cargo run --locked -p headgate-tests --bin behaviours
 
-clean-namespaces: ## Remove network namespaces that killed tests or demos left behind
+clean-namespaces: ## Remove network namespaces that tests or demos left behind when they were killed
 	@for name in $$(ip netns list | awk '$$1 ~ /^hg[0-9]+-/ { print $$1 }'); do \
 	  process=$${name#hg}; process=$${process%%-*}; \
 	  if [ ! -d "/proc/$$process" ]; then echo "removing $$name"; ip netns del "$$name"; fi; \

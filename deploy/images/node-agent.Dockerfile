@@ -8,7 +8,7 @@ COPY . .
 RUN cargo build --release --locked -p headgate-node-agent
 
 FROM debian:bookworm-slim
-# Both variants, IPv4 and IPv6, come with this package; the agent picks the one that the node uses.
+# This package contains both variants, for IPv4 and IPv6. The agent uses the variant of the node.
 RUN apt-get update \
  && apt-get install --yes --no-install-recommends iptables kmod \
  && rm -rf /var/lib/apt/lists/*
