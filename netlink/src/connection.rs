@@ -1,32 +1,34 @@
-//! A socket with its buffer: lists, questions, and batches of changes.
+//! A socket with its buffers. It executes lists, queries and batches of changes.
 
 use std::{io, ops::ControlFlow};
 
 use super::{Malformed, NetlinkError, Refusal, Request, message, socket::Socket};
 
-/// Room for what the kernel sends at once, which is at most 32 KiB.
+/// The size of the receive buffer in bytes. The kernel sends at most 32 KiB at once.
 pub(super) const RECEIVE_BUFFER_BYTES: usize = 64 * 1024;
-/// Most requests that are sent at once: their answers have to fit into the socket's receive buffer.
+/// The maximum number of requests in one send. Their answers must fit into the socket's receive
+/// buffer.
 pub const BATCH_REQUESTS: usize = 128;
-/// Most bytes of requests that are sent at once, unless one request alone has more: the kernel copies them into one piece of memory.
+/// The maximum number of bytes in one send, unless a single request is larger. The kernel copies a
+/// send into contiguous memory.
 pub const BATCH_BYTES: usize = 64 * 1024;
 
-/// Most bytes of the buffer for requests that are kept for the next ones.
+/// The maximum capacity in bytes of the request buffer that is kept between sends.
 const KEPT_BYTES: usize = 64 * 1024;
 
-/// Attempts at a list that the kernel interrupts.
+/// The maximum number of attempts for a list that the kernel interrupts.
 const LIST_ATTEMPTS: u32 = 5;
 
-/// How a dump ended.
+/// The result of a dump.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Dumped {
-    /// Everything was listed.
+    /// The list is complete.
     Whole,
-    /// The table changed its shape meanwhile: entries may be missing or listed twice.
+    /// The table changed during the dump. Entries may be missing or listed twice.
     Interrupted,
 }
 
-/// Sequence numbers of requests that were sent together.
+/// The sequence numbers of the requests in one send.
 #[derive(Debug)]
 pub(super) struct Sent {
     first: u32,
@@ -63,27 +65,29 @@ pub struct Connection {
 }
 
 impl Connection {
-    /// Opens a socket in the calling thread's network namespace, of a family such as [`libc::NETLINK_NETFILTER`].
+    /// Opens a socket for a netlink protocol such as [`libc::NETLINK_NETFILTER`] in the calling
+    /// thread's network namespace.
     ///
     /// # Errors
-    /// The system gives us none.
+    /// The kernel creates no socket.
     pub fn open(protocol: libc::c_int) -> Result<Self, NetlinkError> {
         Self::open_with(protocol, &Options::default())
     }
 
-    /// As [`Connection::open`], with a socket set up as asked for.
+    /// Like [`Connection::open`], with socket options.
     ///
     /// # Errors
-    /// The system gives us none.
+    /// The kernel creates no socket.
     pub fn open_with(protocol: libc::c_int, options: &Options) -> Result<Self, NetlinkError> {
         let socket = Socket::open(protocol, options).map_err(NetlinkError::Open)?;
         Ok(Self { socket, sequence: 0, buffer: vec![0; RECEIVE_BUFFER_BYTES], outgoing: Vec::new() })
     }
 
-    /// Asks for a list and hands out each message's type and payload.
+    /// Requests a list and passes the type and payload of each message to `each`.
     ///
     /// # Errors
-    /// Whatever was handed out until then is true all the same. After an error the connection is in mid-dump: open another.
+    /// Messages already passed to `each` are valid. After an error the dump is incomplete and the
+    /// connection is unusable: open another one.
     pub fn dump(&mut self, request: Request, mut each: impl FnMut(u16, &[u8])) -> Result<Dumped, NetlinkError> {
         let sequence = self.reserve(1);
         self.socket.send(&request.finish(sequence)?).map_err(NetlinkError::Send)?;
@@ -106,12 +110,13 @@ impl Connection {
         }
     }
 
-    /// Asks for a list as often as it takes until no change of the table comes between, within bounds. `add` puts a message's payload to what was
-    /// found before it, which begins anew with each attempt.
+    /// Requests a list, and repeats the request a limited number of times until no change of the
+    /// table interrupts it. `add` adds the payload of one message to the result. Each attempt
+    /// starts with an empty result.
     ///
     /// # Errors
-    /// Those of [`Connection::dump`]; what `add` finds malformed; `EINTR` of the kernel when it was interrupted each time, after which it is worth
-    /// trying again.
+    /// Those of [`Connection::dump`], a malformed message that `add` reports, or `EINTR` if every
+    /// attempt was interrupted. A retry after `EINTR` may succeed.
     pub fn list<L, E>(
         &mut self,
         request: &Request,
@@ -138,10 +143,11 @@ impl Connection {
         Err(NetlinkError::Kernel(Refusal::of_code(libc::EINTR)).into())
     }
 
-    /// Asks one question that is no list, or for one change, and hands out each answer's type and payload until the kernel acknowledges.
+    /// Sends a query for a single object, or one change. Passes the type and payload of each answer
+    /// to `each` until the kernel acknowledges the request.
     ///
     /// # Errors
-    /// The kernel refuses, or nothing is known.
+    /// The kernel rejects the request, or the result is unknown.
     pub fn ask(&mut self, request: Request, mut each: impl FnMut(u16, &[u8])) -> Result<(), NetlinkError> {
         let sequence = self.reserve(1);
         self.socket.send(&request.acknowledged().finish(sequence)?).map_err(NetlinkError::Send)?;
@@ -157,12 +163,14 @@ impl Connection {
         }
     }
 
-    /// Sends requests, many at once ([`BATCH_REQUESTS`], [`BATCH_BYTES`]), and waits until the kernel has done them all. Each request that it
-    /// refuses is given to `refused` by its index; the others are done, in their order. Refusals come unasked, so that only the last request of
-    /// those sent at once asks for an acknowledgement: one answer each would cost more than it tells. Requests for lists have no place here.
+    /// Sends requests, many at once ([`BATCH_REQUESTS`], [`BATCH_BYTES`]), and waits until the
+    /// kernel has executed them in order. `refused` receives the index of each request that the
+    /// kernel rejects. The kernel executes the other requests. Only the last request of each send
+    /// asks for an acknowledgement, because the kernel reports rejections anyway and one
+    /// acknowledgement per request is expensive. Requests for lists are not allowed.
     ///
     /// # Errors
-    /// What was done is not known, all or part of it.
+    /// The kernel may have executed none, some or all of the requests.
     pub fn execute(
         &mut self,
         requests: impl IntoIterator<Item = Request>,
@@ -190,8 +198,8 @@ impl Connection {
         Ok(())
     }
 
-    /// Sends requests in one piece, however long it is. The one at the index `acknowledged` asks
-    /// for an acknowledgement.
+    /// Sends requests in one send of any length. The request with the index `acknowledged` asks for
+    /// an acknowledgement.
     pub(super) fn send_together<'a>(
         &mut self,
         requests: impl ExactSizeIterator<Item = &'a Request>,
@@ -213,8 +221,8 @@ impl Connection {
         Ok(sent)
     }
 
-    /// Hands each refusal of what was sent to `refused`, by the request's index, until the
-    /// acknowledgement comes or `refused` breaks off.
+    /// Passes each rejection of sent requests to `refused`, with the index of the request. Ends
+    /// when the acknowledgement arrives or `refused` breaks.
     pub(super) fn collect_refusals(
         &mut self,
         sent: &Sent,
@@ -222,7 +230,7 @@ impl Connection {
     ) -> Result<(), NetlinkError> {
         let mut lost = false;
         loop {
-            // Answers that came before the buffer was full still wait behind this error.
+            // Answers that arrived before the overflow are still in the buffer after this error.
             let received = match if lost {
                 self.socket.receive_now(&mut self.buffer)
             } else {
@@ -256,16 +264,16 @@ impl Connection {
         }
     }
 
-    /// The socket's own number in its network namespace (`nl_pid`). Notifications of changes carry
-    /// the number of the socket that made the change.
+    /// The port of the socket in its network namespace (`nl_pid`). Notifications contain the port
+    /// of the socket that made the change.
     ///
     /// # Errors
-    /// The system does not tell.
+    /// The system does not report the port.
     pub fn port(&self) -> Result<u32, NetlinkError> {
         self.socket.port().map_err(NetlinkError::Open)
     }
 
-    /// Sequence numbers for as many requests; the first of them.
+    /// Reserves `count` sequence numbers and returns the first one.
     fn reserve(&mut self, count: u32) -> u32 {
         if self.sequence.checked_add(count).is_none() {
             self.sequence = 0;

@@ -1,14 +1,16 @@
-//! A small netlink client: encode requests, dump, and execute batches. Synchronous: the kernel works inside `send`.
+//! A small netlink client: it encodes requests, lists objects and executes batches. All calls are
+//! synchronous, because the kernel processes requests within `send`.
 //!
-//! A connection belongs to the network namespace of the thread that opened it. Numbers in headers are in the machine's byte order; payloads
-//! are the caller's.
+//! A connection belongs to the network namespace of the thread that opened it. Numbers in headers
+//! are in the machine's byte order. The caller encodes the payloads.
 //!
-//! - [`Connection`] sends [`Request`]s: [`Connection::dump`] for lists, [`Connection::ask`] for one answer, [`Connection::execute`] for changes,
-//!   many at once, of which each refusal is told with the request's index.
-//! - [`generic`] finds the numbers of generic netlink families and encodes their requests.
-//! - [`netfilter`] encodes requests of the netfilter subsystems, and carries out transactions.
+//! - [`Connection`] sends [`Request`]s: [`Connection::dump`] for lists, [`Connection::ask`] for a
+//!   single answer, and [`Connection::execute`] for batches of changes. The latter reports the
+//!   index of each rejected request.
+//! - [`generic`] looks up generic netlink families and encodes their requests.
+//! - [`netfilter`] encodes requests to netfilter subsystems and executes transactions.
 //! - [`Listener`] receives the notifications of multicast groups.
-//! - [`route`] has links, addresses and local routes.
+//! - [`route`] manages links, addresses and local routes.
 
 mod attribute;
 mod connection;

@@ -1,4 +1,4 @@
-//! The netlink socket itself: the only `unsafe` of netlink.
+//! The netlink socket. All `unsafe` code of this crate is here.
 #![allow(unsafe_code)]
 
 use std::{
@@ -17,21 +17,22 @@ const RECEIVE_TIMEOUT_SECONDS: libc::time_t = 30;
 #[derive(Debug)]
 pub(super) struct Socket {
     fd: OwnedFd,
-    /// Room that was asked for.
+    /// The requested size of the send buffer.
     send_buffer_bytes: u32,
 }
 
 impl Socket {
     pub(super) fn open(protocol: c_int, options: &Options) -> io::Result<Self> {
-        // SAFETY: takes and returns integers.
+        // SAFETY: the call takes and returns only integers.
         let fd = unsafe { libc::socket(libc::AF_NETLINK, libc::SOCK_RAW | libc::SOCK_CLOEXEC, protocol) };
         check(fd)?;
-        // SAFETY: the descriptor is open, ours, and nobody else's.
+        // SAFETY: the descriptor is open, and nothing else owns it.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
         let socket = Self { fd, send_buffer_bytes: options.send_buffer_bytes };
-        // Refusals come without a copy of the request.
+        // The kernel omits the copy of the request in its error answers.
         socket.set_option(libc::SOL_NETLINK, libc::NETLINK_CAP_ACK, &1_i32)?;
-        // Kernels before 4.12 have no extended acknowledgements, those before 4.20 no strict checks.
+        // Kernels before 4.12 have no extended acknowledgements, and kernels before 4.20 no strict
+        // checks.
         socket.set_option_if_known(libc::SOL_NETLINK, libc::NETLINK_EXT_ACK, 1)?;
         if options.strict {
             socket.set_option_if_known(libc::SOL_NETLINK, libc::NETLINK_GET_STRICT_CHK, 1)?;
@@ -59,7 +60,7 @@ impl Socket {
         }
     }
 
-    /// Beyond the system's limit if we may, else up to it.
+    /// Sets a buffer size. Without `CAP_NET_ADMIN` the system's limit applies.
     fn set_buffer(&self, forced: c_int, limited: c_int, bytes: u32) -> io::Result<()> {
         let bytes = c_int::try_from(bytes).map_err(io::Error::other)?;
         match self.set_option(libc::SOL_SOCKET, forced, &bytes) {
@@ -70,7 +71,7 @@ impl Socket {
         }
     }
 
-    /// Makes room for one send of a length.
+    /// Ensures that the send buffer has room for one send of `bytes`.
     pub(super) fn make_room(&mut self, bytes: usize) -> io::Result<()> {
         let bytes = u32::try_from(bytes).map_err(io::Error::other)?;
         if bytes > self.send_buffer_bytes {
@@ -85,45 +86,44 @@ impl Socket {
         self.set_option(libc::SOL_NETLINK, libc::NETLINK_ADD_MEMBERSHIP, &group)
     }
 
-    /// The socket's number, by which the kernel and other sockets know it.
+    /// The port of the socket, which identifies it in its network namespace.
     pub(super) fn port(&self) -> io::Result<u32> {
-        // SAFETY: the structure is plain numbers, for which zero is a value.
+        // SAFETY: the structure consists of plain numbers, for which zero is valid.
         let mut address: libc::sockaddr_nl = unsafe { std::mem::zeroed() };
         let mut length = libc::socklen_t::try_from(size_of::<libc::sockaddr_nl>()).unwrap_or_default();
-        // SAFETY: the pointers describe `address` and its length, which are ours alone until the
-        // call returns.
+        // SAFETY: the pointers refer to `address` and its length. Nothing else uses them during the
+        // call.
         check(unsafe {
             libc::getsockname(self.fd.as_raw_fd(), std::ptr::from_mut(&mut address).cast(), &raw mut length)
         })?;
         Ok(address.nl_pid)
     }
 
-    /// Gives the socket its number, which it otherwise gets with the first send.
+    /// Assigns the port. Otherwise the kernel assigns it at the first send.
     pub(super) fn bind(&self) -> io::Result<()> {
-        // SAFETY: the structure is plain numbers, for which zero is a value.
+        // SAFETY: the structure consists of plain numbers, for which zero is valid.
         let mut address: libc::sockaddr_nl = unsafe { std::mem::zeroed() };
         address.nl_family = libc::sa_family_t::try_from(libc::AF_NETLINK).map_err(io::Error::other)?;
         let length = libc::socklen_t::try_from(size_of::<libc::sockaddr_nl>()).map_err(io::Error::other)?;
-        // SAFETY: the pointer and the length describe `address`, which lives until the call
-        // returns.
+        // SAFETY: pointer and length describe `address`, which lives until the call returns.
         check(unsafe { libc::bind(self.fd.as_raw_fd(), std::ptr::from_ref(&address).cast(), length) }).map(drop)
     }
 
-    /// Sends to the kernel, which does the work before this returns.
+    /// Sends to the kernel, which processes the requests before this returns.
     pub(super) fn send(&self, bytes: &[u8]) -> io::Result<()> {
         retry(|| {
-            // SAFETY: the pointer and the length describe `bytes`, which lives until the call returns.
+            // SAFETY: pointer and length describe `bytes`, which lives until the call returns.
             unsafe { libc::send(self.fd.as_raw_fd(), bytes.as_ptr().cast(), bytes.len(), 0) }
         })
         .map(drop)
     }
 
-    /// Waits for the kernel's next answer and puts it into `buffer`; the part of it that was filled.
+    /// Waits for the kernel's next answer and reads it into `buffer`. Returns the filled part.
     pub(super) fn receive<'a>(&self, buffer: &'a mut [u8]) -> io::Result<&'a [u8]> {
         self.receive_with(0, buffer)
     }
 
-    /// Likewise what is there already; `EAGAIN` when nothing is.
+    /// Like [`Self::receive`], but without waiting. `EAGAIN` if no answer is available.
     pub(super) fn receive_now<'a>(&self, buffer: &'a mut [u8]) -> io::Result<&'a [u8]> {
         self.receive_with(libc::MSG_DONTWAIT, buffer)
     }
@@ -134,7 +134,8 @@ impl Socket {
             if received > buffer.len() {
                 return Err(io::Error::new(io::ErrorKind::InvalidData, "a netlink message longer than the buffer"));
             }
-            // Other processes may send to us where they have the right to; the kernel alone is number 0.
+            // Other processes with sufficient privileges may send to this socket. Only the kernel
+            // has port 0.
             if sender == 0 {
                 return buffer.get(..received).ok_or_else(|| io::ErrorKind::InvalidData.into());
             }
@@ -142,11 +143,12 @@ impl Socket {
     }
 
     fn receive_from_anyone(&self, flags: c_int, buffer: &mut [u8]) -> io::Result<(usize, u32)> {
-        // SAFETY: the structure is plain numbers, for which zero is a value.
+        // SAFETY: the structure consists of plain numbers, for which zero is valid.
         let mut sender: libc::sockaddr_nl = unsafe { std::mem::zeroed() };
         let received = retry(|| {
             let mut length = libc::socklen_t::try_from(size_of::<libc::sockaddr_nl>()).unwrap_or_default();
-            // SAFETY: pointers and lengths describe `buffer` and `sender`, which are ours alone until the call returns.
+            // SAFETY: pointers and lengths describe `buffer` and `sender`. Nothing else uses them
+            // during the call.
             unsafe {
                 libc::recvfrom(
                     self.fd.as_raw_fd(),
