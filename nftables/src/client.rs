@@ -1,4 +1,4 @@
-//! The client: a connection to the kernel.
+//! The connection to the kernel's nftables.
 
 use headgate_netlink::{Connection, Dumped, Malformed, NetlinkError, Options, Refusal, Request, netfilter};
 
@@ -8,7 +8,7 @@ use crate::{
     wire::{self, decode, message},
 };
 
-/// Attempts at a list that is whole.
+/// The maximum number of attempts to obtain a complete list.
 const ATTEMPTS: u32 = 8;
 
 /// A state of the rules of a network namespace, and what began it.
@@ -33,16 +33,16 @@ pub struct Nftables {
 }
 
 impl Nftables {
-    /// Connects.
+    /// Opens a connection.
     ///
     /// # Errors
-    /// [`NftablesError::Missing`] when the kernel has no nftables.
+    /// [`NftablesError::Missing`] if the kernel has no nftables.
     pub fn open() -> Result<Self, NftablesError> {
         let connection = Connection::open_with(libc::NETLINK_NETFILTER, &Options::default())?;
         let port = connection.port()?;
         let mut opened = Self { connection, port };
         match opened.generation() {
-            // What netfilter says when a subsystem is not there.
+            // Netfilter answers with one of these codes if the subsystem does not exist.
             Err(error) if matches!(error.refusal_code(), Some(libc::EINVAL | libc::EOPNOTSUPP)) => {
                 Err(NftablesError::Missing)
             }
@@ -51,17 +51,18 @@ impl Nftables {
         }
     }
 
-    /// The connection's own number. [`crate::Event`]s carry the number of the connection that made
+    /// The port of the connection. Each [`crate::Event`] has the port of the connection that made
     /// the change.
     #[must_use]
     pub fn port(&self) -> u32 {
         self.port
     }
 
-    /// As [`Kernel::commit`], if the current generation is still the one of a number.
+    /// Executes a transaction like [`Kernel::commit`] if `generation` is still the current one.
     ///
-    /// # Errors Those of [`Kernel::commit`]; [`NftablesError::is_of_past_generation`] if another
-    /// transaction came between, of any table of the network namespace.
+    /// # Errors
+    /// Those of [`Kernel::commit`]. [`NftablesError::is_of_past_generation`] holds if another
+    /// transaction changed any table of the network namespace in the meantime.
     pub fn commit_at(&mut self, transaction: &Transaction, generation: u32) -> Result<(), NftablesError> {
         self.carry_out(transaction, Some(generation))
     }
@@ -73,35 +74,36 @@ impl Nftables {
         let result = netfilter::transact(&mut self.connection, subsystem, generation, requests, |message, refusal| {
             faults.push(fault(transaction, message, refusal));
         });
-        // Answers are lost only where there are many, which are refusals: those at hand tell
-        // enough.
+        // The kernel drops answers only if there are many, and only rejections are many. The
+        // received ones are sufficient.
         if faults.is_empty() { Ok(result?) } else { Err(NftablesError::Refused(faults)) }
     }
 
-    /// One table; none if there is none of that name.
+    /// One table. None if it does not exist.
     ///
     /// # Errors
-    /// When the kernel does not tell.
+    /// The kernel does not answer.
     pub fn table(&mut self, name: &TableName) -> Result<Option<Listed<Table>>, NftablesError> {
         self.get(wire::get(message::GET_TABLE, name, None), decode::new_table)
     }
 
-    /// One set without its elements; none if there is none of that name.
+    /// One set without its elements. None if it does not exist.
     ///
     /// # Errors
-    /// When the kernel does not tell.
+    /// The kernel does not answer.
     pub fn set(&mut self, table: &TableName, name: &str) -> Result<Option<Listed<Set>>, NftablesError> {
         self.get(wire::get_set(table, name), decode::new_set)
     }
 
-    /// Hands out the elements of a set as the kernel lists them, without keeping them. When the
-    /// result is [`Dumped::Interrupted`], a transaction came between, and elements may be missing
-    /// or listed twice: this happens with each transaction of the network namespace. It also
-    /// happens, and the kernel does not tell, while a set without a size still grows its hash, some
-    /// time after many elements were added. [`Kernel::elements`] notices both.
+    /// Passes each element of a set to `each` without storing the list. If the result is
+    /// [`Dumped::Interrupted`], another transaction in the network namespace interfered, and
+    /// elements may be missing or listed twice. The same may happen unnoticed while a set without a
+    /// size still grows its hash, some time after many elements were added. [`Kernel::elements`]
+    /// detects both cases.
     ///
-    /// # Errors When the kernel does not list them: `ENOENT` if there is no such set. What was
-    /// handed out until then is true all the same.
+    /// # Errors
+    /// The kernel does not list the elements: `ENOENT` if the set does not exist. Elements already
+    /// passed to `each` are valid.
     pub fn each_element(
         &mut self,
         table: &TableName,
@@ -118,10 +120,11 @@ impl Nftables {
         Ok(dumped?)
     }
 
-    /// Those elements of a set that have one of these keys. Cheap: the kernel looks each key up.
+    /// The elements of a set that have one of these keys. This is cheap, because the kernel looks
+    /// up each key.
     ///
     /// # Errors
-    /// When the kernel does not tell: `ENOENT` if there is no such set.
+    /// The kernel does not answer: `ENOENT` if the set does not exist.
     pub fn find_elements(
         &mut self,
         table: &TableName,
@@ -138,14 +141,14 @@ impl Nftables {
         Ok(found)
     }
 
-    /// How a list of elements shows that it is whole.
+    /// Determines how to check that a list of elements is complete.
     fn expected_count(&mut self, table: &TableName, set: &str) -> Result<Expected, NftablesError> {
         let read = |payload: &[u8]| Ok((decode::new_set(payload)?.object, decode::element_count(payload)?));
         let Some((set, count)) = self.get(wire::get_set(table, set), read)? else {
             return Err(Refusal::of_code(libc::ENOENT).into());
         };
-        // Only hashes that grow are listed unreliably. Those whose elements expire have some that
-        // are not listed.
+        // Only lists of growing hashes are unreliable. If elements expire, the kernel counts some
+        // that it does not list.
         let may_grow = !set.flags.interval && (set.size.is_none() || set.flags.timeout || set.flags.dynamic);
         Ok(match count.and_then(|count| usize::try_from(count).ok()) {
             _ if !may_grow => Expected::Stable,
@@ -181,17 +184,17 @@ impl Nftables {
     }
 }
 
-/// How a list of elements shows that it is whole.
+/// How to check that a list of elements is complete.
 enum Expected {
-    /// The kernel lists sets of this kind reliably.
+    /// The kernel always lists sets of this kind completely.
     Stable,
-    /// By the number of elements.
+    /// The list must have this number of elements.
     Count(usize),
-    /// By being the same twice.
+    /// Two successive lists must be the same.
     Unknown,
 }
 
-/// What tells elements of a set apart.
+/// The key that identifies an element in its set.
 fn place(element: &Element) -> (bool, &Value, bool) {
     (element.catch_all, &element.key, element.interval_end)
 }
@@ -226,7 +229,7 @@ impl Kernel for Nftables {
     }
 
     fn chains(&mut self, table: &TableName) -> Result<Vec<Listed<Chain>>, NftablesError> {
-        // The kernel lists the chains of all tables of the family.
+        // The kernel lists the chains of all tables in the family.
         let all = self.list(&wire::list(message::GET_CHAIN, None, Some(table), None), decode::new_chain)?;
         Ok(all.into_iter().filter(|chain| chain.object.table == *table).collect())
     }
@@ -250,7 +253,7 @@ impl Kernel for Nftables {
             let mut found = listed?;
             found.sort_by(|a, b| place(a).cmp(&place(b)));
             let is_unique = found.windows(2).all(|pair| place(&pair[0]) != place(&pair[1]));
-            // The kernel does not count the element for all other keys.
+            // The kernel does not count the catch-all element.
             let counted = found.iter().filter(|element| !element.catch_all).count();
             let is_as_before = |before: &Vec<Element>| before.iter().map(place).eq(found.iter().map(place));
             match self.expected_count(table, set)? {
@@ -264,7 +267,7 @@ impl Kernel for Nftables {
     }
 }
 
-/// The same error for connections and for what stands in their place in tests.
+/// Converts rejections for real connections and for the fake.
 impl From<Refusal> for NftablesError {
     fn from(refusal: Refusal) -> Self {
         Self::Netlink(NetlinkError::Kernel(refusal))

@@ -1,4 +1,4 @@
-//! Tables, chains and rules as the kernel knows them (`linux/netfilter/nf_tables.h`).
+//! Tables, chains and rules as the kernel represents them (`linux/netfilter/nf_tables.h`).
 
 mod expression;
 mod operand;
@@ -33,10 +33,10 @@ pub enum Family {
 }
 
 impl Family {
-    /// All of them.
+    /// All families.
     pub const ALL: [Self; 6] = [Self::Inet, Self::Ip, Self::Arp, Self::Netdev, Self::Bridge, Self::Ip6];
 
-    /// The kernel's number.
+    /// The kernel's number of the family.
     #[must_use]
     pub fn number(self) -> u8 {
         match self {
@@ -49,14 +49,14 @@ impl Family {
         }
     }
 
-    /// The family of a number.
+    /// The family with a number.
     #[must_use]
     pub fn of_number(number: u8) -> Option<Self> {
         Self::ALL.into_iter().find(|family| family.number() == number)
     }
 }
 
-/// As the `nft` program writes it.
+/// Formats the family like the `nft` program.
 impl fmt::Display for Family {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
@@ -70,17 +70,17 @@ impl fmt::Display for Family {
     }
 }
 
-/// A table's name, which is unique in its family.
+/// The family and the name of a table.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct TableName {
     /// The family.
     pub family: Family,
-    /// The name: at most 255 bytes.
+    /// The name, which is unique in the family. At most 255 bytes.
     pub name: String,
 }
 
 impl TableName {
-    /// The name of a table of a family.
+    /// The name of a table in a family.
     #[must_use]
     pub fn new(family: Family, name: impl Into<String>) -> Self {
         Self { family, name: name.into() }
@@ -96,20 +96,20 @@ impl fmt::Display for TableName {
 /// A table.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Table {
-    /// Its name.
+    /// The family and the name.
     pub name: TableName,
-    /// `NFT_TABLE_F_DORMANT`: its base chains see no packets.
+    /// `NFT_TABLE_F_DORMANT`: the base chains process no packets.
     pub dormant: bool,
-    /// `NFT_TABLE_F_OWNER` (Linux 5.12): only the socket that made it may change it, and it
-    /// vanishes with the socket. The kernel can neither add nor remove this flag later.
+    /// `NFT_TABLE_F_OWNER` (Linux 5.12): only the socket that created the table may change it. The
+    /// kernel deletes the table when the socket closes. The flag cannot be added or removed later.
     pub owned: bool,
-    /// `NFT_TABLE_F_PERSIST` (Linux 6.9): an owned table outlives its socket as an orphan, which is
-    /// persistent and not owned, and which everybody may change. Adding the table again with both
-    /// flags adopts the orphan.
+    /// `NFT_TABLE_F_PERSIST` (Linux 6.9): when its socket closes, an owned table becomes an orphan.
+    /// An orphan is persistent, has no owner, and any socket may change it. Adding the table again
+    /// with both flags adopts the orphan.
     pub persistent: bool,
-    /// In lists: the port of the owning socket. Ignored when the table is made.
+    /// In lists: the port of the owning socket. Ignored when a table is created.
     pub owner_port: Option<u32>,
-    /// Bytes for user space ([`crate::comment`] makes a comment that `nft` prints).
+    /// Bytes for user space. [`crate::comment`] encodes a comment that `nft` prints.
     pub user_data: Vec<u8>,
 }
 
@@ -120,21 +120,21 @@ impl Table {
         Self { name, dormant: false, owned: false, persistent: false, owner_port: None, user_data: Vec::new() }
     }
 
-    /// The table, owned by the socket that makes it, and persistent.
+    /// Makes the table persistent and owned by the socket that creates it.
     #[must_use]
     pub fn owned_and_persistent(self) -> Self {
         Self { owned: true, persistent: true, ..self }
     }
 }
 
-/// What a base chain is for. The kernel accepts address translation in chains of type `nat` only.
+/// The type of a base chain. The kernel accepts address translation only in chains of type `nat`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ChainType {
     /// `filter`
     Filter,
-    /// `nat`: sees the first packet of each connection.
+    /// `nat`: processes the first packet of each connection.
     Nat,
-    /// `route`: packets are routed again after a change.
+    /// `route`: the kernel routes changed packets again.
     Route,
 }
 
@@ -152,18 +152,18 @@ impl ChainType {
     }
 }
 
-/// Where in the network stack a base chain is called (`NF_INET_…`).
+/// The point in the network stack at which a base chain is called (`NF_INET_…`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Hook {
-    /// All packets that arrive.
+    /// All incoming packets.
     Prerouting,
     /// Packets to this host.
     Input,
-    /// Packets that pass through this host.
+    /// Forwarded packets.
     Forward,
-    /// Packets from this host.
+    /// Packets that this host sends.
     Output,
-    /// All packets that leave.
+    /// All outgoing packets.
     Postrouting,
     /// A hook of another family, by its number.
     Other(u32),
@@ -191,65 +191,65 @@ impl Hook {
     }
 }
 
-/// What happens to packets that reach the end of a base chain.
+/// The verdict on packets that reach the end of a base chain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Policy {
-    /// They continue.
+    /// The packets continue.
     Accept,
-    /// They are dropped.
+    /// The packets are dropped.
     Drop,
 }
 
-/// What makes a chain a base chain.
+/// The properties of a base chain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct BaseChain {
-    /// What it is for.
+    /// The type of the chain.
     pub kind: ChainType,
-    /// Where it is called.
+    /// The hook at which the chain is called.
     pub hook: Hook,
     /// Chains of lower priority are called first.
     pub priority: i32,
-    /// The fate of packets at its end.
+    /// The verdict at the end of the chain.
     pub policy: Policy,
 }
 
 /// A chain.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Chain {
-    /// Its table.
+    /// The table of the chain.
     pub table: TableName,
-    /// Its name, which is unique in its table: at most 255 bytes.
+    /// The name, which is unique in the table. At most 255 bytes.
     pub name: String,
-    /// Only base chains see packets by themselves; others are jumped to.
+    /// Properties of a base chain. Other chains process packets only after a jump.
     pub base: Option<BaseChain>,
     /// Bytes for user space.
     pub user_data: Vec<u8>,
 }
 
 impl Chain {
-    /// A chain that rules jump to.
+    /// A chain that only jumps reach.
     #[must_use]
     pub fn regular(table: &TableName, name: impl Into<String>) -> Self {
         Self { table: table.clone(), name: name.into(), base: None, user_data: Vec::new() }
     }
 
-    /// A chain that the kernel calls.
+    /// A base chain, which the kernel calls.
     #[must_use]
     pub fn base(table: &TableName, name: impl Into<String>, base: BaseChain) -> Self {
         Self { base: Some(base), ..Self::regular(table, name) }
     }
 }
 
-/// A rule: expressions, evaluated in their order until one does not match or gives a verdict.
+/// A rule. Its expressions are evaluated in order until one does not match or issues a verdict.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rule {
-    /// Its table.
+    /// The table of the rule.
     pub table: TableName,
-    /// Its chain.
+    /// The chain of the rule.
     pub chain: String,
-    /// What it does.
+    /// The expressions, in order.
     pub expressions: Vec<Expression>,
-    /// Bytes for user space ([`crate::comment`] makes a comment that `nft` prints).
+    /// Bytes for user space. [`crate::comment`] encodes a comment that `nft` prints.
     pub user_data: Vec<u8>,
 }
 
@@ -260,37 +260,37 @@ impl Rule {
         Self { table: table.clone(), chain: chain.into(), expressions, user_data: Vec::new() }
     }
 
-    /// The rule with a comment, which `nft` prints.
+    /// Adds a comment, which `nft` prints.
     #[must_use]
     pub fn with_comment(self, text: &str) -> Self {
         Self { user_data: comment(text), ..self }
     }
 }
 
-/// An object with the number that the kernel gave it, which is unique in its table and never used
-/// again.
+/// An object with its handle.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Listed<T> {
-    /// The kernel's number.
+    /// The number that the kernel assigned. It is unique in the table and never reused.
     pub handle: u64,
     /// The object.
     pub object: T,
 }
 
-/// User data that `nft` prints as a comment of a table, chain or rule. The text is cut after 253
-/// bytes.
+/// Encodes a comment of a table, chain or rule as user data that `nft` prints. The text is
+/// truncated after 253 bytes.
 #[must_use]
 pub fn comment(text: &str) -> Vec<u8> {
     let end = text.floor_char_boundary(253);
     let text = text.get(..end).unwrap_or_default();
-    // Type 0 is the comment in all three; the length counts the zero byte at the end.
+    // The comment has type 0 in all three kinds of objects. The length includes the terminating
+    // zero byte.
     let mut bytes = vec![0, u8::try_from(text.len() + 1).unwrap_or(u8::MAX)];
     bytes.extend(text.as_bytes());
     bytes.push(0);
     bytes
 }
 
-/// The comment in the user data of a table, chain or rule.
+/// Decodes the comment in the user data of a table, chain or rule.
 #[must_use]
 pub fn comment_of(user_data: &[u8]) -> Option<&str> {
     let mut rest = user_data;

@@ -1,4 +1,4 @@
-//! Transactions: changes that the kernel carries out all together, or not at all.
+//! Transactions: changes that the kernel executes all together or not at all.
 
 use headgate_netlink::Request;
 
@@ -32,12 +32,12 @@ pub enum Place {
     InsteadOf(u64),
 }
 
-/// Changes in their order. The kernel carries them out all together, or none of them; packets see
-/// the state before or after. Changes of one transaction see those before them: a set can be made,
-/// filled and used by a rule in one.
+/// An ordered list of changes. The kernel executes all of them or none, and packets see only the
+/// state before or after. Each change sees the earlier changes of the transaction: one transaction
+/// can create a set, fill it and use it in a rule.
 ///
-/// Objects are encoded as they are added, so that a transaction needs little more memory than its
-/// bytes on the wire. It is sent in one piece: the kernel cannot divide a transaction.
+/// Objects are encoded when they are added, so a transaction needs little more memory than its
+/// bytes on the wire. It is one send, because the kernel cannot divide a transaction.
 #[derive(Debug, Clone, Default)]
 pub struct Transaction {
     requests: Vec<Request>,
@@ -51,19 +51,19 @@ impl Transaction {
         Self::default()
     }
 
-    /// It has no changes.
+    /// Whether there are no changes.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.requests.is_empty()
     }
 
-    /// Messages in it: one for each change, several for long lists of elements.
+    /// The number of messages: one per change, several for long lists of elements.
     #[must_use]
     pub fn message_count(&self) -> usize {
         self.requests.len()
     }
 
-    /// Bytes on the wire.
+    /// The encoded size in bytes.
     #[must_use]
     pub fn length_bytes(&self) -> usize {
         self.requests.iter().map(Request::length).sum()
@@ -79,12 +79,12 @@ impl Transaction {
         self.requests.push(wire::new_table(table, existing));
     }
 
-    /// Deletes a table with all that is in it. `ENOENT` if there is none.
+    /// Deletes a table with its contents. `ENOENT` if it does not exist.
     pub fn delete_table(&mut self, table: &TableName) {
         self.requests.push(wire::delete_table(table));
     }
 
-    /// Adds a chain. Of an existing base chain the policy is changed.
+    /// Adds a chain. If a base chain exists, its policy is changed.
     pub fn add_chain(&mut self, chain: &Chain) {
         self.put_chain(chain, Existing::Kept);
     }
@@ -94,7 +94,7 @@ impl Transaction {
         self.requests.push(wire::new_chain(chain, existing));
     }
 
-    /// Deletes a chain with its rules. `EBUSY` if a rule or an element leads to it.
+    /// Deletes a chain with its rules. `EBUSY` if a rule or an element jumps to it.
     pub fn delete_chain(&mut self, table: &TableName, name: &str) {
         self.requests.push(wire::delete_chain(table, name));
     }
@@ -109,7 +109,7 @@ impl Transaction {
         self.requests.push(wire::new_rule(rule, place));
     }
 
-    /// Deletes the rule of a handle.
+    /// Deletes the rule with a handle.
     pub fn delete_rule(&mut self, table: &TableName, chain: &str, handle: u64) {
         self.requests.push(wire::delete_rules(table, Some(chain), Some(handle)));
     }
@@ -119,13 +119,13 @@ impl Transaction {
         self.requests.push(wire::delete_rules(table, Some(chain), None));
     }
 
-    /// Deletes all rules of a table. Its chains and sets stay.
+    /// Deletes all rules of a table. Its chains and sets are kept.
     pub fn flush_table(&mut self, table: &TableName) {
         self.requests.push(wire::delete_rules(table, None, None));
     }
 
-    /// Adds a set or map. The name that is returned is needed for anonymous sets: rules and
-    /// elements of the same transaction refer to them by it.
+    /// Adds a set or map and returns a reference to it. Rules and elements of the same transaction
+    /// need this reference if the set is anonymous.
     pub fn add_set(&mut self, set: &Set) -> SetName {
         self.put_set(set, Existing::Kept)
     }
@@ -142,8 +142,8 @@ impl Transaction {
         self.requests.push(wire::delete_set(table, name));
     }
 
-    /// Adds elements to a set, as many as there are. Those that exist stay as they are; a map's
-    /// element that leads elsewhere is refused with `EEXIST`.
+    /// Adds any number of elements to a set. Existing elements are kept. The kernel rejects a map
+    /// element that exists with other data with `EEXIST`.
     pub fn add_elements(
         &mut self,
         table: &TableName,
@@ -164,7 +164,7 @@ impl Transaction {
         self.requests.extend(wire::new_elements(table, &set.into(), existing, elements));
     }
 
-    /// Deletes elements by their keys. `ENOENT` if one is not there.
+    /// Deletes elements by their keys. `ENOENT` if one does not exist.
     pub fn delete_elements(
         &mut self,
         table: &TableName,
@@ -183,8 +183,8 @@ impl Transaction {
         &self.requests
     }
 
-    /// The change at fault in words, with the element if the kernel named it: of the message of an
-    /// index, and the place in it that the kernel complained of.
+    /// Describes the faulty change. `index` is that of its message. `offset_bytes` is the position
+    /// of the fault in the message; if it lies within an element, the text names the element.
     pub(crate) fn describe(&self, index: Option<usize>, offset_bytes: Option<u32>) -> String {
         match index.and_then(|index| self.requests.get(index)) {
             Some(request) => describe::request(request, offset_bytes),
