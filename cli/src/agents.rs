@@ -1,5 +1,6 @@
-//! `headgatectl agents`: the whole fleet, over all replicas, the worst first. A replica that cannot be asked does not hide what the others know: that is when
-//! somebody looks.
+//! `headgatectl agents`: the agents of all replicas, the worst first. If some replicas cannot be
+//! asked, the agents of the others are still shown, because this command is needed most during
+//! failures.
 
 use std::io::Write;
 
@@ -29,23 +30,23 @@ pub(crate) async fn run(args: &Args, wanted: &AgentsArgs, style: Style, out: &mu
     }
     match shown {
         Err(failure) if !failure.is_closed_pipe() => Err(failure),
-        // Also who reads the first lines only has to know that they are not of all.
+        // If the reader closed the pipe early, the error about missing replicas is still reported.
         _ => Err(Failure::Missing { replicas: found.replicas(), failures: found.failures }),
     }
 }
 
-/// What the replicas answered.
+/// The answers of the replicas.
 #[derive(Default)]
 struct Found {
     agents: Vec<AgentInfo>,
     fleets: Vec<FleetInfo>,
-    /// URLs of those that answered.
+    /// The URLs of the replicas that answered.
     asked: Vec<String>,
-    /// Why the others did not.
+    /// The errors of the replicas that did not answer.
     failures: Vec<Failure>,
 }
 
-/// Asks all replicas at once, so that those that hang hold up the answer by the time-out of one.
+/// Asks all replicas concurrently, so that several hanging replicas cost only one timeout.
 async fn ask_all(args: &Args, node: &str) -> Result<Found, Failure> {
     let mut found = Found::default();
     let mut replicas = Vec::new();
@@ -134,29 +135,32 @@ impl Found {
     }
 }
 
-/// It has programmed all that is older than a second, of a replica that follows its source.
+/// Whether the agent has programmed all changes older than a second, and its replica follows its
+/// source.
 fn is_up_to_date(agent: &AgentInfo) -> bool {
     !is_stray(agent) && !render::is_behind(agent)
 }
 
-/// It waits, or its replica is cut off from its source.
+/// Whether the agent waits for a replica, or its replica is cut off from its source.
 fn is_stray(agent: &AgentInfo) -> bool {
     matches!(agent.state.as_str(), "waiting" | "cut_off")
 }
 
-/// The last attempt failed, or it rejects something.
+/// Whether the last attempt failed, or the agent rejects resources.
 fn is_failing(agent: &AgentInfo) -> bool {
     !agent.last_error.is_empty() || !agent.rejections.is_empty()
 }
 
-/// Worse is more: errors, then rejections, then agents that wait or are cut off, then lag, then what is degraded.
+/// The sort key: larger is worse. Errors count most, then rejections, agents that wait or are cut
+/// off, lag, and degraded agents.
 fn badness(agent: &AgentInfo) -> (bool, bool, bool, u64, bool) {
     let lag = if render::is_behind(agent) { agent.lag_ms } else { 0 };
     let is_rejecting = !agent.rejections.is_empty();
     (!agent.last_error.is_empty(), is_rejecting, is_stray(agent), lag, !agent.degraded.is_empty())
 }
 
-/// Replicas' fleets as one. Each measures its own agents, and of several times the longest is when the change was everywhere.
+/// Combines the summaries of several replicas. Each replica measures only its own agents, so the
+/// longest time is the one until all nodes had a change.
 fn together(fleets: &[FleetInfo]) -> FleetInfo {
     fleets.iter().fold(FleetInfo::default(), |sum, fleet| FleetInfo {
         up_to_date: sum.up_to_date + fleet.up_to_date,

@@ -1,7 +1,9 @@
-//! `headgatectl`: what a control plane replica knows and what its agents have programmed, for people and programs.
+//! `headgatectl` shows what a control plane replica knows and what its agents have programmed, for
+//! people and programs.
 //!
-//! [`args`] says what can be asked, [`client`] asks it, [`render`] makes tables of the answers and [`json`] makes JSON of
-//! them, with the field names of `headgate.v1.Inspect`. [`run`] joins them. [`certs`] asks nobody: it makes certificates.
+//! [`args`] defines the commands, [`client`] connects to replicas, [`render`] formats answers as
+//! tables, and [`json`] as JSON with the field names of `headgate.v1.Inspect`. [`run`] runs the
+//! commands. [`certs`] creates certificates without contacting a server.
 
 mod agents;
 pub mod args;

@@ -1,4 +1,4 @@
-//! From the command line to what is written.
+//! Runs a command and writes its answer.
 
 use std::io::{self, Write};
 
@@ -112,7 +112,7 @@ struct Session<'a> {
 
 impl<'a> Session<'a> {
     async fn run(args: &'a Args, style: Style, out: &'a mut dyn Write) -> Result<(), Failure> {
-        // Usage is checked before anybody is troubled with a connection.
+        // The selection is checked before any connection is opened.
         let selected = match &args.command {
             Command::Services(selection) | Command::Endpoints(selection) | Command::Watch(selection) => {
                 resolve(selection)?
@@ -135,7 +135,7 @@ impl<'a> Session<'a> {
             Command::Endpoints(_) => session.endpoints(selected).await,
             Command::Watch(_) => session.watch(selected).await,
             Command::Status => session.status().await,
-            // Done before any replica was asked.
+            // These commands are handled above.
             Command::Agents(_) | Command::Wait(_) | Command::Certs(_) => Ok(()),
         }
     }

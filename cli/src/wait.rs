@@ -1,4 +1,5 @@
-//! `headgatectl wait`: all replicas are followed at once, since each knows only its own agents.
+//! `headgatectl wait`: follows all replicas concurrently, because each replica knows only its own
+//! agents.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -19,16 +20,17 @@ use crate::render::{plain, thousands};
 use crate::run::{Failure, refused, write_json};
 use crate::units;
 
-/// How long after the time-out a replica's last message may come.
+/// How long after the timeout the last message of a replica may arrive.
 const GRACE: Duration = Duration::from_secs(5);
-/// Laggards that are named to people.
+/// The maximum number of lagging nodes that the text output names.
 const MAX_NAMED: usize = 20;
 
 pub(crate) async fn run(args: &Args, wait: &WaitArgs, service: Selected, out: &mut dyn Write) -> Result<(), Failure> {
     let started = Instant::now();
     let deadline = started + wait.timeout + GRACE;
     let mut clients = Vec::new();
-    // The newest position that any replica has seen: another one has to reach it before what it says counts.
+    // The newest source positions that any replica has seen. Answers of other replicas count only
+    // after they have reached these positions.
     let mut positions: BTreeMap<i32, u64> = BTreeMap::new();
     for (server, tls) in client::replicas(&args.server, &args.tls).await.map_err(Failure::Connect)? {
         let mut client = client::connect(&server, &tls).await.map_err(Failure::Connect)?;
@@ -154,7 +156,7 @@ impl Report<'_> {
         }
     }
 
-    /// Why the wait is not over, the replica's part first.
+    /// Describes why the wait is not over. Problems of replicas come first.
     fn missing(&self) -> String {
         let mut text = format!("{}: not everywhere after {}", self.what(), units::duration(ms(self.wait.timeout)));
         for progress in self.replicas {
