@@ -65,7 +65,7 @@ impl Ipvs {
     /// The version of IPVS and the size of its connection table.
     ///
     /// # Errors
-    /// The kernel does not answer.
+    /// The kernel rejects the query or does not answer.
     pub fn info(&mut self) -> Result<Info, IpvsError> {
         self.ask(wire::get_info(self.family), wire::info)
     }
@@ -73,7 +73,7 @@ impl Ipvs {
     /// The idle timeouts of connections.
     ///
     /// # Errors
-    /// The kernel does not answer.
+    /// The kernel rejects the query or does not answer.
     pub fn timeouts(&mut self) -> Result<Timeouts, IpvsError> {
         self.ask(wire::get_timeouts(self.family), wire::timeouts)
     }
@@ -98,7 +98,7 @@ impl Ipvs {
     /// One virtual service. None if it does not exist.
     ///
     /// # Errors
-    /// The kernel does not answer.
+    /// The kernel rejects the query or does not answer.
     pub fn service(&mut self, id: ServiceId) -> Result<Option<ServiceEntry>, IpvsError> {
         match self.ask(wire::get_service(self.family, id), wire::service) {
             Err(IpvsError::Netlink(error)) if error.refusal_code() == Some(libc::ESRCH) => Ok(None),

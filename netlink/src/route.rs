@@ -101,7 +101,7 @@ impl Routing {
     /// The link with a name, or none.
     ///
     /// # Errors
-    /// The kernel does not answer.
+    /// The kernel rejects the query or does not answer.
     pub fn link(&mut self, name: &str) -> Result<Option<Link>, NetlinkError> {
         let mut found = Err(Malformed("an answer without the link"));
         match self.connection.ask(wire::get_link(name), |_, payload| found = wire::link(payload)) {

@@ -82,7 +82,7 @@ impl Nftables {
     /// One table. None if it does not exist.
     ///
     /// # Errors
-    /// The kernel does not answer.
+    /// The kernel rejects the query or does not answer.
     pub fn table(&mut self, name: &TableName) -> Result<Option<Listed<Table>>, NftablesError> {
         self.get(wire::get(message::GET_TABLE, name, None), decode::new_table)
     }
@@ -90,7 +90,7 @@ impl Nftables {
     /// One set without its elements. None if it does not exist.
     ///
     /// # Errors
-    /// The kernel does not answer.
+    /// The kernel rejects the query or does not answer.
     pub fn set(&mut self, table: &TableName, name: &str) -> Result<Option<Listed<Set>>, NftablesError> {
         self.get(wire::get_set(table, name), decode::new_set)
     }
@@ -124,7 +124,7 @@ impl Nftables {
     /// up each key.
     ///
     /// # Errors
-    /// The kernel does not answer: `ENOENT` if the set does not exist.
+    /// The kernel rejects the query or does not answer: `ENOENT` if the set does not exist.
     pub fn find_elements(
         &mut self,
         table: &TableName,

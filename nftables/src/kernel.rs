@@ -7,7 +7,7 @@ pub trait Kernel {
     /// The current generation. A changed number means that some program changed the rules.
     ///
     /// # Errors
-    /// The kernel does not answer.
+    /// The kernel rejects the query or does not answer.
     fn generation(&mut self) -> Result<Generation, NftablesError>;
 
     /// Executes a transaction completely or not at all.

@@ -468,8 +468,8 @@ fn protocol_from_wire(number: i32, field: &str) -> Checked<Protocol> {
         Ok(v1::Protocol::Tcp) => Ok(Protocol::Tcp),
         Ok(v1::Protocol::Udp) => Ok(Protocol::Udp),
         Ok(v1::Protocol::Sctp) => Ok(Protocol::Sctp),
-        // Contract, 12: the enum's zero value is TCP, so an unknown value would select the wrong
-        // packets.
+        // Contract, 12: an unknown protocol must not be read as the enum's zero value, TCP. The
+        // rule would match the wrong packets.
         Err(_) => Err(Fault::new(field, format!("protocol {number} is unknown"))),
     }
 }

@@ -21,8 +21,8 @@ pub(crate) struct UnusablePorts {
 /// A received list of ports.
 pub(crate) type PortList = Result<Arc<[EndpointPort]>, Arc<UnusablePorts>>;
 
-/// The table may grow by this many entries above twice its original size before
-/// [`Known::has_learned_much`].
+/// A [`Known::replace`] is due when the tables have more than twice the held entries plus this
+/// number.
 const LEARNED_MUCH: usize = 4096;
 
 /// A reference whose target this side does not hold, or that has several targets.
