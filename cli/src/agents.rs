@@ -8,11 +8,11 @@ use headgate_proto::v1::{AgentInfo, FleetInfo, GetStatusRequest, ListAgentsReque
 use serde_json::Value;
 use tokio::task::JoinSet;
 
+use crate::answer::{Failure, collect, now_unix_ms, of_status, write_json};
 use crate::args::{AgentsArgs, Args, Output, TlsArgs};
 use crate::client::{self, ConnectError};
 use crate::json;
 use crate::render::{self, Style};
-use crate::run::{Failure, collect, now_unix_ms, refused, write_json};
 
 pub(crate) async fn run(args: &Args, wanted: &AgentsArgs, style: Style, out: &mut dyn Write) -> Result<(), Failure> {
     let mut found = ask_all(args, wanted.node().unwrap_or_default()).await?;
@@ -81,7 +81,7 @@ async fn ask(server: &str, tls: &TlsArgs, node: String) -> Result<(Vec<AgentInfo
     let mut client = client::connect(server, tls).await.map_err(Failure::Connect)?;
     let answer = client.list_agents(ListAgentsRequest { node }).await;
     let agents = collect(server, answer).await?;
-    let status = client.get_status(GetStatusRequest {}).await.map_err(|status| refused(server, &status))?;
+    let status = client.get_status(GetStatusRequest {}).await.map_err(|status| of_status(server, &status))?;
     Ok((agents, status.into_inner().fleet))
 }
 

@@ -6,6 +6,7 @@
 //! commands. [`certs`] creates certificates without contacting a server.
 
 mod agents;
+mod answer;
 pub mod args;
 pub mod certs;
 pub mod client;
@@ -15,4 +16,5 @@ mod run;
 pub mod units;
 mod wait;
 
-pub use run::{Failure, run};
+pub use answer::Failure;
+pub use run::run;

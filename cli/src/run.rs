@@ -8,79 +8,13 @@ use serde_json::Value;
 use tonic::transport::Channel;
 use tonic::{Code, Status, Streaming};
 
+use crate::answer::{Failure, collect, of_status, write_json};
 use crate::args::{Args, Command, Output, Selected, Selection};
-use crate::certs::{self, CertsArgs, CertsError};
-use crate::client::{self, ConnectError};
+use crate::certs::{self, CertsArgs};
+use crate::client;
 use crate::json;
 use crate::render::{self, Style};
 use crate::{agents, wait};
-
-/// Why a command did not do what was asked.
-#[derive(Debug, thiserror::Error)]
-pub enum Failure {
-    /// The command line cannot be followed.
-    #[error("{0}\nFor more information, try '--help'.")]
-    Usage(String),
-    /// No connection.
-    #[error(transparent)]
-    Connect(ConnectError),
-    /// What was asked for does not exist.
-    #[error("{0}")]
-    NotFound(String),
-    /// The replica refused or broke off.
-    #[error("{server} answered {code:?}: {message}")]
-    Server {
-        /// The URL asked.
-        server: String,
-        /// gRPC code.
-        code: Code,
-        /// What it said.
-        message: String,
-    },
-    /// Some replicas could not be asked, so that what was shown is not all.
-    #[error("this is without the agents of {} of {replicas} replicas:{}", failures.len(), listed(failures))]
-    Missing {
-        /// How many there are.
-        replicas: usize,
-        /// Why the others could not be asked.
-        failures: Vec<Failure>,
-    },
-    /// Certificates cannot be made.
-    #[error(transparent)]
-    Certs(#[from] CertsError),
-    /// The time is up and some nodes have not programmed what was waited for.
-    #[error("{0}")]
-    TimedOut(String),
-    /// Standard output cannot be written.
-    #[error("writing the answer: {0}")]
-    Output(#[from] io::Error),
-}
-
-impl Failure {
-    /// Whether the reader of the answer has closed the pipe.
-    pub(crate) fn is_closed_pipe(&self) -> bool {
-        matches!(self, Self::Output(error) if error.kind() == io::ErrorKind::BrokenPipe)
-    }
-
-    /// 2 for usage, 3 for a wait whose time is up, 1 for all else.
-    pub fn exit_code(&self) -> u8 {
-        match self {
-            Self::Usage(_) | Self::Connect(ConnectError::Usage(_)) | Self::Certs(CertsError::Usage(_)) => 2,
-            Self::TimedOut(_) => 3,
-            Self::Connect(_)
-            | Self::Certs(_)
-            | Self::NotFound(_)
-            | Self::Server { .. }
-            | Self::Missing { .. }
-            | Self::Output(_) => 1,
-        }
-    }
-}
-
-/// Each on lines of its own.
-fn listed(failures: &[Failure]) -> String {
-    failures.iter().map(|failure| format!("\n{failure}")).collect()
-}
 
 /// Runs one command and writes its answer to `out`. A reader that closes the pipe early (`| head`) ends it in peace.
 pub async fn run(args: &Args, style: Style, out: &mut dyn Write) -> Result<(), Failure> {
@@ -220,40 +154,8 @@ impl<'a> Session<'a> {
     }
 
     fn refused(&self, status: &Status) -> Failure {
-        refused(self.server, status)
+        of_status(self.server, status)
     }
-}
-
-pub(crate) async fn collect<T>(
-    server: &str,
-    answer: Result<tonic::Response<Streaming<T>>, Status>,
-) -> Result<Vec<T>, Failure> {
-    let mut stream = answer.map_err(|status| refused(server, &status))?.into_inner();
-    let mut items = Vec::new();
-    while let Some(item) = stream.message().await.map_err(|status| refused(server, &status))? {
-        items.push(item);
-    }
-    Ok(items)
-}
-
-pub(crate) fn write_json(out: &mut dyn Write, value: &Value) -> Result<(), Failure> {
-    serde_json::to_writer_pretty(&mut *out, value).map_err(io::Error::from)?;
-    Ok(writeln!(out)?)
-}
-
-pub(crate) fn refused(server: &str, status: &Status) -> Failure {
-    if client::is_silence(status) {
-        return Failure::Connect(client::silent(server));
-    }
-    if let Some(misaddressed) = client::misaddressed(server, status) {
-        return Failure::Connect(misaddressed);
-    }
-    if let Some(broken) = client::broken(server, status) {
-        return Failure::Connect(broken);
-    }
-    let message = if status.message().is_empty() { client::chain(status) } else { status.message().to_owned() };
-    let message = render::plain(&message).into_owned();
-    Failure::Server { server: server.to_owned(), code: status.code(), message }
 }
 
 fn resolve(selection: &Selection) -> Result<Selected, Failure> {
@@ -262,9 +164,4 @@ fn resolve(selection: &Selection) -> Result<Selected, Failure> {
 
 fn no_such_service(selected: &Selected) -> String {
     format!("no service {}/{}: `headgatectl services` lists those that there are", selected.namespace, selected.name)
-}
-
-pub(crate) fn now_unix_ms() -> u64 {
-    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
-    u64::try_from(now.as_millis()).unwrap_or(u64::MAX)
 }

@@ -13,11 +13,11 @@ use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout_at};
 use tonic::transport::Channel;
 
+use crate::answer::{Failure, of_status, write_json};
 use crate::args::{Args, Output, Selected, WaitArgs};
 use crate::client;
 use crate::json;
 use crate::render::{plain, thousands};
-use crate::run::{Failure, refused, write_json};
 use crate::units;
 
 /// How long after the timeout the last message of a replica may arrive.
@@ -34,7 +34,7 @@ pub(crate) async fn run(args: &Args, wait: &WaitArgs, service: Selected, out: &m
     let mut positions: BTreeMap<i32, u64> = BTreeMap::new();
     for (server, tls) in client::replicas(&args.server, &args.tls).await.map_err(Failure::Connect)? {
         let mut client = client::connect(&server, &tls).await.map_err(Failure::Connect)?;
-        let status = client.get_status(GetStatusRequest {}).await.map_err(|status| refused(&server, &status))?;
+        let status = client.get_status(GetStatusRequest {}).await.map_err(|status| of_status(&server, &status))?;
         for SourcePosition { kind, position } in status.into_inner().positions {
             let newest = positions.entry(kind).or_default();
             *newest = position.max(*newest);
@@ -99,13 +99,13 @@ async fn follow(
 ) {
     let mut stream = match client.wait(request).await {
         Ok(answer) => answer.into_inner(),
-        Err(status) => return drop(sender.send((index, Err(refused(&server, &status)))).await),
+        Err(status) => return drop(sender.send((index, Err(of_status(&server, &status)))).await),
     };
     loop {
         let message = match stream.message().await {
             Ok(Some(progress)) => Ok(progress),
             Ok(None) => return,
-            Err(status) => Err(refused(&server, &status)),
+            Err(status) => Err(of_status(&server, &status)),
         };
         let is_over = message.is_err();
         if sender.send((index, message)).await.is_err() || is_over {

@@ -2,7 +2,10 @@
 
 use std::{io, ops::ControlFlow};
 
-use super::{Malformed, NetlinkError, Refusal, Request, message, socket::Socket};
+use super::{
+    Malformed, NetlinkError, Refusal, Request, message,
+    socket::{Options, Socket},
+};
 
 /// The size of the receive buffer in bytes. The kernel sends at most 32 KiB at once.
 pub(super) const RECEIVE_BUFFER_BYTES: usize = 64 * 1024;
@@ -34,25 +37,6 @@ pub(super) struct Sent {
     first: u32,
     last: u32,
     acknowledged: u32,
-}
-
-/// How a socket is set up.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Options {
-    /// Room for one send, which the kernel otherwise limits to some 200 KB (`net.core.wmem_max`); needs `CAP_NET_ADMIN`, without which the limit
-    /// stays.
-    pub send_buffer_bytes: u32,
-    /// Room for answers that wait, likewise (`net.core.rmem_max`).
-    pub receive_buffer_bytes: u32,
-    /// The kernel checks the heads of requests for lists and filters by what they say (`NETLINK_GET_STRICT_CHK`, Linux 4.20); older kernels list
-    /// everything.
-    pub strict: bool,
-}
-
-impl Default for Options {
-    fn default() -> Self {
-        Self { send_buffer_bytes: 1 << 20, receive_buffer_bytes: 1 << 20, strict: false }
-    }
 }
 
 /// A netlink socket with its buffer.

@@ -8,10 +8,27 @@ use std::{
 
 use libc::c_int;
 
-use super::Options;
-
 /// Answers come from inside the kernel's work; this only ends what has gone wrong.
 const RECEIVE_TIMEOUT_SECONDS: libc::time_t = 30;
+
+/// How a socket is set up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Options {
+    /// Room for one send, which the kernel otherwise limits to some 200 KB (`net.core.wmem_max`); needs `CAP_NET_ADMIN`, without which the limit
+    /// stays.
+    pub send_buffer_bytes: u32,
+    /// Room for answers that wait, likewise (`net.core.rmem_max`).
+    pub receive_buffer_bytes: u32,
+    /// The kernel checks the heads of requests for lists and filters by what they say (`NETLINK_GET_STRICT_CHK`, Linux 4.20); older kernels list
+    /// everything.
+    pub strict: bool,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { send_buffer_bytes: 1 << 20, receive_buffer_bytes: 1 << 20, strict: false }
+    }
+}
 
 /// A blocking netlink socket, to which the kernel alone sends.
 #[derive(Debug)]

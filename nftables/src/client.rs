@@ -3,26 +3,13 @@
 use headgate_netlink::{Connection, Dumped, Malformed, NetlinkError, Options, Refusal, Request, netfilter};
 
 use crate::{
-    Chain, Element, Family, Fault, Kernel, Listed, NftablesError, Rule, Set, Table, TableName, Transaction, Value,
-    describe,
+    Chain, Element, Family, Fault, Generation, Kernel, Listed, NftablesError, Rule, Set, Table, TableName, Transaction,
+    Value, describe,
     wire::{self, decode, message},
 };
 
 /// The maximum number of attempts to obtain a complete list.
 const ATTEMPTS: u32 = 8;
-
-/// A state of the rules of a network namespace, and what began it.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Generation {
-    /// Its number: one more with each transaction of the network namespace, whoever makes it. 0 is
-    /// left out.
-    pub id: u32,
-    /// In notifications: the thread that made the transaction, by its number in the first PID
-    /// namespace.
-    pub thread_id: Option<u32>,
-    /// The name of that thread, at most 15 bytes.
-    pub thread_name: Option<String>,
-}
 
 /// A connection to nftables in the network namespace of the thread that opened it. Tables that it
 /// owns ([`Table::owned`]) are bound to it.

@@ -12,11 +12,11 @@ mod probe;
 mod transaction;
 mod wire;
 
-pub use client::{Generation, Nftables};
+pub use client::Nftables;
 pub use error::{Fault, NftablesError};
 pub use headgate_netlink::{Dumped, Malformed, NetlinkError, Options, Refusal};
 pub use kernel::Kernel;
 pub use model::*;
 pub use monitor::{Changed, Event, Monitor, Observed, Presence};
 pub use probe::{Feature, Support, probe, refusals};
-pub use transaction::{Existing, Place, Transaction};
+pub use transaction::Transaction;

@@ -303,3 +303,43 @@ pub fn comment_of(user_data: &[u8]) -> Option<&str> {
     }
     None
 }
+
+/// A generation of a network namespace's rules: each transaction begins one.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Generation {
+    /// The number. Every transaction in the network namespace adds one. The kernel skips 0.
+    pub id: u32,
+    /// Only in notifications: the thread that made the transaction, by its number in the first
+    /// PID namespace.
+    pub thread_id: Option<u32>,
+    /// The name of that thread, at most 15 bytes.
+    pub thread_name: Option<String>,
+}
+
+/// What happens if the object exists already.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Existing {
+    /// The kernel keeps the object and changes the properties that can change. It creates a
+    /// missing object. It rejects a map element with other data with `EEXIST`: delete the element
+    /// first, in the same transaction.
+    Kept,
+    /// The kernel rejects the message with `EEXIST`.
+    Refused,
+    /// The kernel changes the object, and rejects the message with `ENOENT` if it is missing.
+    Required,
+}
+
+/// The position of a rule in its chain.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum RulePosition {
+    /// After all other rules.
+    Last,
+    /// Before all other rules.
+    First,
+    /// After the rule with this handle.
+    Behind(u64),
+    /// Before the rule with this handle.
+    Before(u64),
+    /// Instead of the rule with this handle, which the kernel deletes.
+    InsteadOf(u64),
+}

@@ -2,35 +2,7 @@
 
 use headgate_netlink::Request;
 
-use crate::{Chain, Element, Rule, Set, SetName, Table, TableName, describe, wire};
-
-/// What happens if the object exists already.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Existing {
-    /// It stays; what differs and can be changed is changed. A missing object is made. Elements of
-    /// maps that lead elsewhere are refused with `EEXIST`: delete them first, in the same
-    /// transaction.
-    Kept,
-    /// The kernel refuses with `EEXIST`.
-    Refused,
-    /// It is changed; a missing object is refused with `ENOENT`.
-    Required,
-}
-
-/// Where a rule is put in its chain.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Place {
-    /// Behind all others.
-    Last,
-    /// Before all others.
-    First,
-    /// Behind the rule of a handle.
-    Behind(u64),
-    /// Before the rule of a handle.
-    Before(u64),
-    /// In the place of the rule of a handle, which is deleted.
-    InsteadOf(u64),
-}
+use crate::{Chain, Element, Existing, Rule, RulePosition, Set, SetName, Table, TableName, describe, wire};
 
 /// An ordered list of changes. The kernel executes all of them or none, and packets see only the
 /// state before or after. Each change sees the earlier changes of the transaction: one transaction
@@ -101,12 +73,12 @@ impl Transaction {
 
     /// Adds a rule at the end of its chain.
     pub fn add_rule(&mut self, rule: &Rule) {
-        self.put_rule(rule, Place::Last);
+        self.put_rule(rule, RulePosition::Last);
     }
 
     /// Adds a rule.
-    pub fn put_rule(&mut self, rule: &Rule, place: Place) {
-        self.requests.push(wire::new_rule(rule, place));
+    pub fn put_rule(&mut self, rule: &Rule, position: RulePosition) {
+        self.requests.push(wire::new_rule(rule, position));
     }
 
     /// Deletes the rule with a handle.

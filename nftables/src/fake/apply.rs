@@ -11,7 +11,7 @@ use super::{
     validate::validate,
 };
 use crate::{
-    BaseChain, Chain, ChainType, Hook, Place, Rule, Set, Table, TableName,
+    BaseChain, Chain, ChainType, Hook, Rule, RulePosition, Set, Table, TableName,
     wire::{self, APPEND, CREATE, EXCLUSIVE, REPLACE, decode, message},
 };
 
@@ -264,12 +264,12 @@ impl Running<'_> {
 
     fn new_rule(&mut self, flags: u16, part: decode::RulePart, position: Option<u64>) -> Applied {
         let place = match (part.handle, position) {
-            (Some(handle), _) if flags & REPLACE != 0 => Place::InsteadOf(handle),
+            (Some(handle), _) if flags & REPLACE != 0 => RulePosition::InsteadOf(handle),
             _ if flags & CREATE == 0 => return no(libc::EINVAL),
-            (_, Some(position)) if flags & APPEND != 0 => Place::Behind(position),
-            (_, Some(position)) => Place::Before(position),
-            (_, None) if flags & APPEND != 0 => Place::Last,
-            (_, None) => Place::First,
+            (_, Some(position)) if flags & APPEND != 0 => RulePosition::Behind(position),
+            (_, Some(position)) => RulePosition::Before(position),
+            (_, None) if flags & APPEND != 0 => RulePosition::Last,
+            (_, None) => RulePosition::First,
         };
         let table = self.table(&part.table)?;
         let Some(chain) = part.chain.filter(|name| table.chain(name).is_some()) else { return no(libc::ENOENT) };
@@ -278,10 +278,10 @@ impl Running<'_> {
             rules.iter().position(|(found, _)| *found == handle)
         };
         let at = match place {
-            Place::Last => table.chain(&chain).map(|chain| chain.rules.len()),
-            Place::First => Some(0),
-            Place::Behind(handle) => find(handle).map(|at| at + 1),
-            Place::Before(handle) | Place::InsteadOf(handle) => find(handle),
+            RulePosition::Last => table.chain(&chain).map(|chain| chain.rules.len()),
+            RulePosition::First => Some(0),
+            RulePosition::Behind(handle) => find(handle).map(|at| at + 1),
+            RulePosition::Before(handle) | RulePosition::InsteadOf(handle) => find(handle),
         };
         let Some(at) = at else { return no(libc::ENOENT) };
         let mut rule = Rule {
@@ -294,7 +294,7 @@ impl Running<'_> {
         let handle = self.state.new_handle();
         let table = self.table(&part.table)?;
         if let Some(found) = table.chains.iter_mut().find(|found| found.chain.name == chain) {
-            if matches!(place, Place::InsteadOf(_)) {
+            if matches!(place, RulePosition::InsteadOf(_)) {
                 found.rules.remove(at);
             }
             found.rules.insert(at, (handle, Arc::new(rule)));

@@ -11,8 +11,8 @@ use super::{
     request,
 };
 use crate::{
-    Chain, Element, ElementData, Existing, Expression, Family, Place, Policy, Rule, Set, SetData, SetName, Table,
-    TableName, Value, Verdict,
+    Chain, Element, ElementData, Existing, Expression, Family, Policy, Rule, RulePosition, Set, SetData, SetName,
+    Table, TableName, Value, Verdict,
 };
 
 /// The size in bytes after which elements continue in another message. The attribute that holds
@@ -91,13 +91,13 @@ pub(crate) fn delete_chain(of: &TableName, name: &str) -> Request {
     request(message::DELETE_CHAIN, 0, Some(of.family)).text(chain::TABLE, &of.name).text(chain::NAME, name)
 }
 
-pub(crate) fn new_rule(wanted: &Rule, place: Place) -> Request {
-    let (flags, attribute) = match place {
-        Place::Last => (CREATE | APPEND, None),
-        Place::First => (CREATE, None),
-        Place::Behind(handle) => (CREATE | APPEND, Some((rule::POSITION, handle))),
-        Place::Before(handle) => (CREATE, Some((rule::POSITION, handle))),
-        Place::InsteadOf(handle) => (REPLACE, Some((rule::HANDLE, handle))),
+pub(crate) fn new_rule(wanted: &Rule, position: RulePosition) -> Request {
+    let (flags, attribute) = match position {
+        RulePosition::Last => (CREATE | APPEND, None),
+        RulePosition::First => (CREATE, None),
+        RulePosition::Behind(handle) => (CREATE | APPEND, Some((rule::POSITION, handle))),
+        RulePosition::Before(handle) => (CREATE, Some((rule::POSITION, handle))),
+        RulePosition::InsteadOf(handle) => (REPLACE, Some((rule::HANDLE, handle))),
     };
     let request = request(message::NEW_RULE, flags, Some(wanted.table.family))
         .text(rule::TABLE, &wanted.table.name)
