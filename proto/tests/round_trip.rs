@@ -130,7 +130,7 @@ fn a_port_with_an_unknown_condition_or_placement_makes_its_endpoint_alone_unusab
     };
     let cases: [(&str, ChangePort); 2] = [
         ("condition 8 is unknown", |port| port.conditions = Some(8)),
-        ("refers to placement 4 of 1", |port| port.placement = 5),
+        ("refers to placement 4, but there are 1", |port| port.placement = 5),
     ];
     for (reason, change) in cases {
         let (changes, rejections) = Decoder::default().changes(message(change)).unwrap();
