@@ -1,6 +1,7 @@
 //! The pure model of a Kubernetes service proxy.
 //!
 //! - [`model`] has the resources and their changes.
+//! - [`node_facts`] has what one node adds to them.
 //! - [`state`] applies changes and tells which services they affect ([`State::apply`]).
 //! - [`behaviours`] computes from the state what one node does for each service port.
 //! - [`endpoint_health`] decides which endpoints fail this node's health checks.
@@ -15,13 +16,15 @@ pub mod conventions;
 pub mod dataplane;
 pub mod endpoint_health;
 pub mod model;
+pub mod node_facts;
 pub mod state;
 
 pub use behaviours::{conntrack, endpoint_choice, health_check_port, masquerade, source_ranges, topology, view};
 pub use conventions::{dns_name, exposition, node_state, plaintext};
 pub use dataplane::{iptables, ipvs};
 pub use model::{
-    Change, ClientIpAffinity, Conditions, Endpoint, EndpointPort, Family, Hints, Node, NodeFacts, Placement, Protocol,
-    Service, ServiceCidr, ServiceKey, ServicePort, TrafficPolicy, pool,
+    Change, ClientIpAffinity, Conditions, Endpoint, EndpointPort, Family, Hints, Node, Placement, Protocol, Service,
+    ServiceCidr, ServiceKey, ServicePort, TrafficPolicy, pool,
 };
+pub use node_facts::NodeFacts;
 pub use state::{Dirty, State, claims, demand, demand::Demand, digest, reference};

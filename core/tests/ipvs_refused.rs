@@ -5,7 +5,7 @@
 use std::{collections::BTreeSet, net::SocketAddr};
 
 use headgate_core::{
-    Dirty, Family, Protocol, State,
+    Dirty, Family, NodeFacts, Protocol, State,
     ipvs::{IpvsConfig, Ledger, Object, Op, Plan, Set, fake_kernel::FakeKernel},
 };
 use proptest::prelude::*;
@@ -67,13 +67,14 @@ struct Rig {
     kernel: FakeKernel,
     ledger: Ledger,
     state: State,
+    node: NodeFacts,
     refusals: BTreeSet<Refusal>,
 }
 
 impl Rig {
     fn new(config: IpvsConfig, refusals: BTreeSet<Refusal>) -> Self {
         let kernel = FakeKernel::new(&config);
-        Self { kernel, ledger: Ledger::new(config), state: State::default(), refusals }
+        Self { kernel, ledger: Ledger::new(config), state: State::default(), node: node(), refusals }
     }
 
     fn run(&mut self, plan: &Plan) {
@@ -89,21 +90,21 @@ impl Rig {
     }
 
     fn full(&mut self) {
-        let plan = self.ledger.full(&self.state, &node(), &self.kernel.existing(), 0);
+        let plan = self.ledger.full(&self.state, &self.node, &self.kernel.existing(), 0);
         self.run(&plan);
     }
 
     fn step(&mut self, events: &[Event]) {
         let mut dirty = Dirty::default();
-        events.iter().for_each(|event| event.apply(&mut self.state, &mut dirty));
-        let plan = self.ledger.changed(&self.state, &node(), &dirty, 0);
+        events.iter().for_each(|event| event.apply(&mut self.state, &mut self.node, &mut dirty));
+        let plan = self.ledger.changed(&self.state, &self.node, &dirty, 0);
         self.run(&plan);
     }
 
     /// Everything is there that the kernel has not refused, and what is told to be lacking is wanted.
     fn check(&self) {
         let mut wanted = FakeKernel::new(self.ledger.config());
-        let plan = Ledger::new(self.ledger.config().clone()).full(&self.state, &node(), &wanted.existing(), 0);
+        let plan = Ledger::new(self.ledger.config().clone()).full(&self.state, &self.node, &wanted.existing(), 0);
         wanted.apply(&plan).unwrap();
         let lacks = |object: Object| self.ledger.lacks(&object);
         for (set, elements) in &wanted.sets {

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
 
 use headgate_core::{
-    Change, Dirty, Family, Protocol, State, TrafficPolicy,
+    Change, Dirty, Family, NodeFacts, Protocol, State, TrafficPolicy,
     iptables::Script,
     ipvs::{Element, IpvsConfig, Ledger, Op, Plan, Scheduler, ServerKey, Set, Settings, fake_kernel::FakeKernel},
     masquerade::LocalDetector,
@@ -40,6 +40,7 @@ struct Rig {
     kernel: FakeKernel,
     ledger: Ledger,
     state: State,
+    node: NodeFacts,
     now_ms: u64,
 }
 
@@ -49,12 +50,12 @@ impl Rig {
         for (key, settings) in foreign() {
             kernel.servers.insert(key, (settings, [(SocketAddr::new(key.address, 1), 1)].into()));
         }
-        Self { kernel, ledger: Ledger::new(config), state: State::default(), now_ms: 0 }
+        Self { kernel, ledger: Ledger::new(config), state: State::default(), node: node(), now_ms: 0 }
     }
 
     /// Whether anything was to be done.
     fn full(&mut self) -> bool {
-        let plan = self.ledger.full(&self.state, &node(), &self.kernel.existing(), self.now_ms);
+        let plan = self.ledger.full(&self.state, &self.node, &self.kernel.existing(), self.now_ms);
         self.kernel.apply(&plan).unwrap();
         self.check();
         !plan.is_empty()
@@ -84,9 +85,9 @@ impl Rig {
 
     fn step(&mut self, events: &[Event]) {
         let mut dirty = Dirty::default();
-        events.iter().for_each(|event| event.apply(&mut self.state, &mut dirty));
+        events.iter().for_each(|event| event.apply(&mut self.state, &mut self.node, &mut dirty));
         let before = self.kernel.clone();
-        let plan = self.ledger.changed(&self.state, &node(), &dirty, self.now_ms);
+        let plan = self.ledger.changed(&self.state, &self.node, &dirty, self.now_ms);
         assert_eq!(plan.services_planned as usize, dirty.services.len());
         for op in plan.ops() {
             let Op::DeleteDestination(key, address) = op else { continue };
@@ -134,7 +135,7 @@ impl Rig {
     /// Whatever fails its health checks, some endpoint takes new connections where there are endpoints.
     fn check_new_connections_find_an_endpoint(&self) {
         for key in self.state.entries().map(|(key, _)| key) {
-            for view in service_views(&self.state, key, self.ledger.config().family, &node()) {
+            for view in service_views(&self.state, key, self.ledger.config().family, &self.node) {
                 let Some(address) = view.cluster_ip else { continue };
                 let endpoints = match view.internal_traffic_policy {
                     TrafficPolicy::Cluster => &view.cluster_endpoints,
@@ -184,7 +185,7 @@ proptest! {
         family in prop_oneof![Just(Family::V4), Just(Family::V6)],
     ) {
         let mut wanted = Rig::new(config(family));
-        changes.iter().for_each(|event| event.apply(&mut wanted.state, &mut Dirty::default()));
+        changes.iter().for_each(|event| event.apply(&mut wanted.state, &mut wanted.node, &mut Dirty::default()));
         wanted.full();
 
         let squashed = squash(&changes);
@@ -239,18 +240,18 @@ proptest! {
         family in prop_oneof![Just(Family::V4), Just(Family::V6)],
     ) {
         let mut wanted = Rig::new(config(family));
-        changes.iter().for_each(|event| event.apply(&mut wanted.state, &mut Dirty::default()));
+        changes.iter().for_each(|event| event.apply(&mut wanted.state, &mut wanted.node, &mut Dirty::default()));
         wanted.full();
         let mut rig = Rig::new(config(family));
         for (part, [first, second]) in changes.chunks(chunk).zip(kills.iter().cycle()) {
             let mut dirty = Dirty::default();
-            part.iter().for_each(|event| event.apply(&mut rig.state, &mut dirty));
+            part.iter().for_each(|event| event.apply(&mut rig.state, &mut rig.node, &mut dirty));
             // Before the first full sync nothing is programmed.
             if !rig.kernel.sets.is_empty() {
-                let plan = rig.ledger.changed(&rig.state, &node(), &dirty, rig.now_ms);
+                let plan = rig.ledger.changed(&rig.state, &rig.node, &dirty, rig.now_ms);
                 rig.killed_in(&plan, *first);
             }
-            let plan = rig.ledger.full(&rig.state, &node(), &rig.kernel.existing(), rig.now_ms);
+            let plan = rig.ledger.full(&rig.state, &rig.node, &rig.kernel.existing(), rig.now_ms);
             rig.killed_in(&plan, *second);
             rig.full();
         }

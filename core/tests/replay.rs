@@ -4,7 +4,7 @@
 use std::{net::IpAddr, sync::Arc};
 
 use headgate_core::{
-    Change, Dirty, Endpoint, EndpointPort, Family, Protocol, Service, ServiceKey, ServicePort, State,
+    Change, Dirty, Endpoint, EndpointPort, Family, NodeFacts, Protocol, Service, ServiceKey, ServicePort, State,
     iptables::{
         ExistingTables, Layout, Ledger, RenderConfig, Table,
         fake_kernel::FakeKernel,
@@ -30,17 +30,18 @@ struct Rig {
     kernel: FakeKernel,
     ledger: Ledger,
     state: State,
+    node: NodeFacts,
 }
 
 impl Rig {
     fn new(config: RenderConfig) -> Self {
-        Self { kernel: FakeKernel::default(), ledger: Ledger::new(config), state: State::default() }
+        Self { kernel: FakeKernel::default(), ledger: Ledger::new(config), state: State::default(), node: node() }
     }
 
     /// Returns the number of chains written or deleted.
     fn full(&mut self) -> u32 {
         let saves = Table::ALL.map(|table| self.kernel.save(table));
-        let (script, _) = self.ledger.full(&self.state, &node(), &ExistingTables::parse(&saves.concat()));
+        let (script, _) = self.ledger.full(&self.state, &self.node, &ExistingTables::parse(&saves.concat()));
         self.kernel.restore(&script.to_string()).unwrap();
         script.chains_written() + script.chains_deleted()
     }
@@ -48,8 +49,8 @@ impl Rig {
     /// Returns the number of services that were planned, and of those that were dirty.
     fn step(&mut self, events: &[Event]) -> (usize, usize) {
         let mut dirty = Dirty::default();
-        events.iter().for_each(|event| event.apply(&mut self.state, &mut dirty));
-        let (script, planned) = self.ledger.changed(&self.state, &node(), &dirty);
+        events.iter().for_each(|event| event.apply(&mut self.state, &mut self.node, &mut dirty));
+        let (script, planned) = self.ledger.changed(&self.state, &self.node, &dirty);
         self.kernel.restore(&script.to_string()).unwrap();
         (planned.services as usize, dirty.services.len())
     }
@@ -57,21 +58,21 @@ impl Rig {
     /// A full sync whose script leaves services' chains for the moment in which it is written; by then, `meanwhile` has happened.
     fn full_late(&mut self, writing: Writing, meanwhile: &[Event]) -> Result<(), String> {
         let saves = Table::ALL.map(|table| self.kernel.save(table)).concat();
-        let (script, _) = self.ledger.full_by(writing, &self.state, &node(), ExistingTables::parse(&saves));
+        let (script, _) = self.ledger.full_by(writing, &self.state, &self.node, ExistingTables::parse(&saves));
         let mut dirty = Dirty::default();
-        meanwhile.iter().for_each(|event| event.apply(&mut self.state, &mut dirty));
+        meanwhile.iter().for_each(|event| event.apply(&mut self.state, &mut self.node, &mut dirty));
         let (mut text, mut changed) = (String::new(), Vec::new());
         for piece in script.pieces() {
             match piece {
                 Piece::Text(lines) => text.push_str(lines),
                 Piece::Services(services) => {
-                    self.ledger.write_late(&self.state, &node(), &script, services, &mut text, &mut changed);
+                    self.ledger.write_late(&self.state, &self.node, &script, services, &mut text, &mut changed);
                 }
             }
         }
         self.kernel.restore(&text).map_err(|error| format!("{error} in\n{text}"))?;
         self.ledger.note_late(changed);
-        let (script, _) = self.ledger.changed(&self.state, &node(), &dirty);
+        let (script, _) = self.ledger.changed(&self.state, &self.node, &dirty);
         self.kernel.restore(&script.to_string())
     }
 
@@ -117,7 +118,7 @@ proptest! {
     ) {
         // From the final state in one go.
         let mut wanted = Rig::new(config(family, layout));
-        changes.iter().for_each(|event| event.apply(&mut wanted.state, &mut Dirty::default()));
+        changes.iter().for_each(|event| event.apply(&mut wanted.state, &mut wanted.node, &mut Dirty::default()));
         wanted.full();
 
         let squashed = squash(&changes);
@@ -176,12 +177,12 @@ proptest! {
             rig.unhook();
         }
         rig.ledger = Ledger::new(config(Family::V4, layout));
-        changes.iter().for_each(|event| event.apply(&mut rig.state, &mut Dirty::default()));
+        changes.iter().for_each(|event| event.apply(&mut rig.state, &mut rig.node, &mut Dirty::default()));
         rig.full_late(writing, &meanwhile).map_err(TestCaseError::fail)?;
 
         let mut wanted = Rig::new(config(Family::V4, layout));
         for event in earlier.iter().chain(&changes).chain(&meanwhile) {
-            event.apply(&mut wanted.state, &mut Dirty::default());
+            event.apply(&mut wanted.state, &mut wanted.node, &mut Dirty::default());
         }
         wanted.full();
         prop_assert_eq!(flat(&rig.rules()), flat(&wanted.rules()));
@@ -226,7 +227,7 @@ fn crossing_the_dispatch_threshold_keeps_the_rules_right() {
         }
         let before = rig.rules();
         rig.full();
-        let (script, _) = rig.ledger.changed(&rig.state, &node(), &Dirty::default());
+        let (script, _) = rig.ledger.changed(&rig.state, &rig.node, &Dirty::default());
         assert!(script.is_empty());
         let is_two_level = before.concat().contains("KUBE-SVC-G-");
         // 400 services are dispatched on two levels, and fewer than half of the threshold on one again.

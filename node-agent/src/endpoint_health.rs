@@ -1,22 +1,22 @@
 //! Active health checks of endpoints: the sockets, the clock and the counting.
 //!
-//! What is checked when, and what follows from it, [`headgate_core::endpoint_health`] decides. Failing endpoints go into the state, as this node's own
-//! knowledge, and the reconcile loop programs the services whose endpoints began to fail or recovered. It works for every backend.
+//! [`headgate_core::endpoint_health`] decides what is checked when, and what outcomes mean. The result goes
+//! into the node's facts, and the reconcile loop programs the services whose endpoints began to fail or
+//! recovered. This works for every dataplane.
 
+mod targets;
 #[cfg(test)]
 mod tests;
 
 use std::{
-    collections::{BTreeSet, HashMap},
     io,
-    net::SocketAddr,
     sync::Arc,
     time::{Duration, Instant},
 };
 
 use headgate_core::{
-    ServiceKey,
-    endpoint_health::{Check, CheckTiming, Checks, ServiceTargets, targets},
+    NodeFacts, ServiceKey,
+    endpoint_health::{Check, CheckTiming, Checks, FailingEndpoints, ServiceTargets},
 };
 use tokio::{net::TcpStream, task::JoinSet};
 use tokio_util::sync::CancellationToken;
@@ -34,10 +34,12 @@ pub const MAX_RUNNING: usize = 256;
 /// The companion that follows what services ask for, and the checker to be run on the async runtime.
 #[must_use]
 pub fn new(timing: CheckTiming, shared: Arc<Shared>, metrics: Arc<Metrics>) -> (Follower<ServiceTargets>, Checker) {
-    let (follower, mailbox) = Follower::new(targets);
+    let (follower, mailbox) = Follower::new(targets::targets);
     let checks = Checks::new(timing, fastrand::u64(..));
-    let told = HashMap::new();
-    (follower, Checker { mailbox, shared, metrics, checks, told, started: Instant::now() })
+    (
+        follower,
+        Checker { mailbox, shared, metrics, checks, reported: FailingEndpoints::default(), started: Instant::now() },
+    )
 }
 
 /// Checks endpoints in the network namespace of the runtime's threads, at most [`MAX_RUNNING`] at a time.
@@ -47,8 +49,8 @@ pub struct Checker {
     shared: Arc<Shared>,
     metrics: Arc<Metrics>,
     checks: Checks,
-    /// What the state was told to fail.
-    told: HashMap<Arc<ServiceKey>, BTreeSet<SocketAddr>>,
+    /// What the node's facts have: nothing takes the lock unless it changes.
+    reported: FailingEndpoints,
     started: Instant,
 }
 
@@ -71,7 +73,7 @@ impl Checker {
                 },
                 () = sleep(pause) => Vec::new(),
             };
-            self.tell(changed).await;
+            self.report(changed).await;
         }
     }
 
@@ -115,25 +117,24 @@ impl Checker {
         changed
     }
 
-    /// Puts into the state what changed for these services.
-    async fn tell(&mut self, changed: Vec<Arc<ServiceKey>>) {
+    /// Updates the node's facts for these services.
+    async fn report(&mut self, changed: Vec<Arc<ServiceKey>>) {
+        self.metrics.endpoint_health.counted(self.checks.len(), self.checks.failing_count());
         let mut news = Vec::new();
         for key in changed {
             let failing = self.checks.failing(&key);
-            let before = if failing.is_empty() {
-                self.told.remove(&key).unwrap_or_default()
-            } else {
-                self.told.insert(Arc::clone(&key), failing.clone()).unwrap_or_default()
-            };
-            if before != failing {
+            if self.reported.set(&key, failing.clone()) {
                 news.push((key, failing));
             }
         }
-        self.metrics.endpoint_health.counted(self.checks.len(), self.checks.failing_count());
         if !news.is_empty() {
             let shared = Arc::clone(&self.shared);
+            let change = |facts: &mut NodeFacts| {
+                let changed = news.into_iter().filter(|(key, failing)| facts.failing.set(key, failing.clone()));
+                changed.map(|(key, _)| key).collect()
+            };
             // The state's lock may be held for a while. The task fails only when the runtime ends.
-            let _ = tokio::task::spawn_blocking(move || shared.set_failing(news)).await;
+            let _ = tokio::task::spawn_blocking(move || shared.change_facts(change)).await;
         }
     }
 }

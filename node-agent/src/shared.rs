@@ -5,7 +5,7 @@
 
 use std::{
     collections::BTreeSet,
-    net::{IpAddr, SocketAddr},
+    net::IpAddr,
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError},
     time::Instant,
 };
@@ -85,7 +85,8 @@ impl Inner {
     fn facts_of(&self, node: Option<&Node>) -> NodeFacts {
         let facts = NodeFacts::of(&self.node_name, node);
         let NodePolicy { bind_address, ignores_external_ips } = self.policy;
-        NodeFacts { addresses: node_addresses(&facts.addresses, bind_address), ignores_external_ips, ..facts }
+        let addresses = node_addresses(&facts.addresses, bind_address);
+        NodeFacts { addresses, ignores_external_ips, failing: self.facts.failing.clone(), ..facts }
     }
 
     /// The moment before which nothing is programmed for want of the node; any past one when it is known.
@@ -260,16 +261,13 @@ impl Shared {
         self.changed.notify_all();
     }
 
-    /// Takes which endpoints of these services fail this node's own health checks; services for which that is new are planned anew. Waits for the
-    /// lock, as [`Self::apply`] does.
-    pub fn set_failing(&self, found: Vec<(Arc<ServiceKey>, BTreeSet<SocketAddr>)>) {
+    /// Changes the node's facts for single services. `change` returns these services, and they are
+    /// planned again. Waits for the lock, as [`Self::apply`] does.
+    pub fn change_facts(&self, change: impl FnOnce(&mut NodeFacts) -> BTreeSet<Arc<ServiceKey>>) {
         let mut inner = self.lock();
-        let Inner { held, dirty, .. } = &mut *inner;
-        let mut is_new = false;
-        for (key, failing) in found {
-            is_new |= held.set_failing(&key, failing, dirty);
-        }
-        if is_new {
+        let services = change(&mut inner.facts);
+        if !services.is_empty() {
+            inner.dirty.services.extend(services);
             self.backlog.queue_other();
             inner.generation += 1;
             self.changed.notify_all();

@@ -1,23 +1,20 @@
 //! Endpoint choice: which endpoints of a service port this node uses, for Cluster and for Local policy.
 //!
-//! An endpoint here is an address and port: two ports of one address may have different conditions, nodes and hints.
+//! An endpoint here is an address and port: two ports of one address may have different conditions,
+//! nodes and hints.
 //!
-//! 1. The Cluster set is the ready endpoints that the [topology](crate::behaviours::topology) admits; if there is none, all that are serving and terminating
-//!    (KEP-1669), whatever the topology.
-//! 2. The Local set is the ready endpoints on this node; if there is none, those of this node that are serving and terminating. Hints
-//!    never apply.
-//! 3. An endpoint that is neither ready nor serving and terminating is never used.
-//! 4. Of each set, endpoints that fail this node's [health checks](crate::endpoint_health) get no new connections, unless all of them fail.
+//! 1. The Cluster set has the ready endpoints that the [topology](crate::behaviours::topology) admits. If
+//!    there are none, it has all that are serving and terminating (KEP-1669), whatever the topology.
+//! 2. The Local set has the ready endpoints on this node. If there are none, it has those of this node
+//!    that are serving and terminating. Hints do not apply to it.
+//! 3. An endpoint that is neither ready nor serving and terminating is in no set.
 
-use std::{
-    collections::BTreeSet,
-    net::{IpAddr, SocketAddr},
-};
+use std::net::{IpAddr, SocketAddr};
 
 use crate::{
     behaviours::topology::TopologyMode,
-    model::NodeFacts,
     model::{Endpoint, Family, ServicePort},
+    node_facts::NodeFacts,
 };
 
 /// Where a connection can be sent.
@@ -33,6 +30,14 @@ pub struct Destination {
     pub may_be_here: bool,
 }
 
+impl Destination {
+    /// Address and port.
+    #[must_use]
+    pub fn socket_address(&self) -> SocketAddr {
+        SocketAddr::new(self.address, self.port)
+    }
+}
+
 /// The endpoints of one service port in one family. Lists are in order of address and port.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct EndpointChoice {
@@ -40,31 +45,8 @@ pub struct EndpointChoice {
     pub cluster: Vec<Destination>,
     /// For Local policy.
     pub local: Vec<Destination>,
-    /// Of the Cluster set, those that fail health checks while others do not: they get no new connections, and keep theirs.
-    pub failing_cluster: Vec<Destination>,
-    /// The same of the Local set.
-    pub failing_local: Vec<Destination>,
     /// There is a ready, or serving and terminating, endpoint anywhere.
     pub has_any: bool,
-}
-
-impl EndpointChoice {
-    /// Takes those that fail out of each set, unless that would leave none.
-    #[must_use]
-    pub fn without_failing(mut self, failing: &BTreeSet<SocketAddr>) -> Self {
-        if failing.is_empty() {
-            return self;
-        }
-        let is_good = |endpoint: &Destination| !failing.contains(&SocketAddr::new(endpoint.address, endpoint.port));
-        for (set, failing) in
-            [(&mut self.cluster, &mut self.failing_cluster), (&mut self.local, &mut self.failing_local)]
-        {
-            if set.iter().any(is_good) {
-                (*set, *failing) = std::mem::take(set).into_iter().partition(is_good);
-            }
-        }
-        self
-    }
 }
 
 /// Chooses among the endpoints of a service for one of its ports.

@@ -5,8 +5,8 @@
 //! load balancer is to look elsewhere in good time. The families are counted apart, since each is asked at its own address.
 
 use crate::{
-    model::NodeFacts,
     model::{Family, PortState, ServiceKey},
+    node_facts::NodeFacts,
     state::State,
 };
 

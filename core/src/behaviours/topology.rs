@@ -3,7 +3,7 @@
 //! Hints belong to an address and port. The mode is decided from the ready endpoints alone. One ready endpoint without a hint switches its level off, and so does a level on which
 //! no endpoint names this node: hints are advice for spreading, never a reason to have nowhere to go.
 
-use crate::{model::NodeFacts, model::PortState};
+use crate::{model::PortState, node_facts::NodeFacts};
 
 /// Which ready endpoints are admitted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

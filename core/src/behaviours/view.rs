@@ -1,20 +1,20 @@
 //! The node's view: what one node must do for one service port in one family, whatever backend does it.
 
 use std::{
-    collections::BTreeSet,
-    net::{IpAddr, SocketAddr},
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
     sync::Arc,
 };
 
 use compact_str::CompactString;
 
-pub use crate::model::NodeFacts;
+pub use crate::node_facts::NodeFacts;
 use crate::{
     behaviours::endpoint_choice::{self, Destination},
     behaviours::source_ranges::SourceRanges,
     model::{Endpoint, Family, Protocol, Service, ServiceKey, ServicePort, TrafficPolicy},
-    state::State,
     state::claims::Claim,
+    state::{ServiceEntry, State},
 };
 
 /// Counts service ports whose traffic is dropped for want of a local endpoint, by the policy that asks for one.
@@ -73,10 +73,6 @@ pub struct ServicePortView {
     pub cluster_endpoints: Vec<Destination>,
     /// Endpoints for Local policy.
     pub local_endpoints: Vec<Destination>,
-    /// Endpoints for Cluster policy that fail health checks while others do not: no new connections, but those that they have go on.
-    pub failing_cluster_endpoints: Vec<Destination>,
-    /// The same for Local policy.
-    pub failing_local_endpoints: Vec<Destination>,
     /// Some endpoint is usable somewhere; without one, connections are refused.
     pub has_any_endpoint: bool,
 }
@@ -86,6 +82,14 @@ impl ServicePortView {
     #[must_use]
     pub fn is_externally_accessible(&self) -> bool {
         self.node_port != 0 || !self.external_ips.is_empty() || !self.load_balancer_ips.is_empty()
+    }
+
+    /// All endpoints that this node can send to, with Cluster or Local policy, in order.
+    #[must_use]
+    pub fn reachable_endpoints(&self) -> BTreeSet<Destination> {
+        let cluster = self.cluster_endpoints.iter().filter(|_| self.uses_cluster_endpoints());
+        let local = self.local_endpoints.iter().filter(|_| self.uses_local_endpoints());
+        cluster.chain(local).copied().collect()
     }
 
     /// Cluster policy is in use: for the ClusterIP, or for external destinations, whose short-circuits need it even with Local policy.
@@ -112,6 +116,14 @@ impl ServicePortView {
         }
     }
 
+    fn leave_out_failing(&mut self, service: &Service, node: &NodeFacts) {
+        for endpoints in [&mut self.cluster_endpoints, &mut self.local_endpoints] {
+            let choice = endpoints.iter().map(Destination::socket_address);
+            let failing = node.failing.among(service, self.protocol, choice);
+            endpoints.retain(|endpoint| !failing.contains(&endpoint.socket_address()));
+        }
+    }
+
     /// `namespace/name[:port]`, as kube-proxy prints and hashes it.
     #[must_use]
     pub fn display_name(&self) -> String {
@@ -119,24 +131,42 @@ impl ServicePortView {
     }
 }
 
-/// The views of all ports of a service in one family, in the order of the spec; empty when it is unknown or has no ClusterIP of the
-/// family. Cost: the size of that one service.
+/// The views of all ports of a service in one family, in the order of the spec, without endpoints that
+/// fail this node's [health checks](crate::endpoint_health). Empty if the Service is unknown or has no
+/// ClusterIP of the family. The cost depends on the size of this one Service.
 #[must_use]
 pub fn service_views(state: &State, key: &Arc<ServiceKey>, family: Family, node: &NodeFacts) -> Vec<ServicePortView> {
+    let mut views = views_of_all_endpoints(state, key, family, node);
+    if let Some(service) = state.entry(key).and_then(ServiceEntry::service) {
+        views.iter_mut().for_each(|view| view.leave_out_failing(service, node));
+    }
+    views
+}
+
+/// As [`service_views`], with the endpoints that fail: for the checks themselves, and for dataplanes that
+/// keep the connections of failing endpoints.
+#[must_use]
+pub fn views_of_all_endpoints(
+    state: &State,
+    key: &Arc<ServiceKey>,
+    family: Family,
+    node: &NodeFacts,
+) -> Vec<ServicePortView> {
     let Some(entry) = state.entry(key) else { return Vec::new() };
     let Some((service, cluster_ip)) = entry.service().and_then(|s| Some((s, s.cluster_ip(family)?))) else {
         return Vec::new();
     };
     let source_ranges = SourceRanges::of(service, family, &node.addresses);
-    let context = Context { state, key, service, cluster_ip, family, node, source_ranges };
-    let failing = if service.is_checked_by_tcp() { entry.failing() } else { &BTreeSet::new() };
-    service.ports.iter().map(|port| context.port_view(port, entry.endpoints().values(), failing)).collect()
+    let context =
+        Context { state, key, service, endpoints: entry.endpoints(), cluster_ip, family, node, source_ranges };
+    service.ports.iter().map(|port| context.port_view(port)).collect()
 }
 
 struct Context<'a> {
     state: &'a State,
     key: &'a Arc<ServiceKey>,
     service: &'a Service,
+    endpoints: &'a BTreeMap<IpAddr, Endpoint>,
     cluster_ip: IpAddr,
     family: Family,
     node: &'a NodeFacts,
@@ -144,16 +174,8 @@ struct Context<'a> {
 }
 
 impl Context<'_> {
-    fn port_view<'e>(
-        &self,
-        port: &ServicePort,
-        endpoints: impl Iterator<Item = &'e Endpoint> + Clone,
-        failing: &BTreeSet<SocketAddr>,
-    ) -> ServicePortView {
-        let mut choice = endpoint_choice::choose(endpoints, port, self.family, self.node);
-        if port.protocol == Protocol::Tcp {
-            choice = choice.without_failing(failing);
-        }
+    fn port_view(&self, port: &ServicePort) -> ServicePortView {
+        let choice = endpoint_choice::choose(self.endpoints.values(), port, self.family, self.node);
         let holds =
             |address: &IpAddr| self.state.claims().holds(self.key, &Claim::Address(*address, port.protocol, port.port));
         let held = |addresses: &[IpAddr]| {
@@ -180,8 +202,6 @@ impl Context<'_> {
             affinity_timeout_seconds: self.service.session_affinity.map(|affinity| affinity.timeout_seconds),
             cluster_endpoints: choice.cluster,
             local_endpoints: choice.local,
-            failing_cluster_endpoints: choice.failing_cluster,
-            failing_local_endpoints: choice.failing_local,
             has_any_endpoint: choice.has_any,
         };
         if !view.uses_local_endpoints() {
@@ -192,25 +212,4 @@ impl Context<'_> {
 }
 
 #[cfg(test)]
-mod tests {
-    #![allow(clippy::unwrap_used)]
-    use super::*;
-    use crate::{model::Change, state::Dirty};
-
-    // rows: 18
-    #[test]
-    fn row_18_external_ips_are_left_out_where_the_node_ignores_them() {
-        let port = ServicePort { name: "p".into(), protocol: Protocol::Tcp, port: 80, node_port: 0 };
-        let ip = |text: &str| text.parse::<IpAddr>().unwrap();
-        let mut service = Service::new(ServiceKey::new("ns", "s"), vec![ip("10.96.0.1")], vec![port]);
-        service.external_ips = vec![ip("198.51.100.1")];
-        let (key, mut state) = (Arc::new(service.key.clone()), State::default());
-        state.apply(Change::from(service), &mut Dirty::default());
-        let external = |ignores_external_ips| {
-            let facts = NodeFacts { ignores_external_ips, ..NodeFacts::named("n") };
-            service_views(&state, &key, Family::V4, &facts).remove(0).external_ips
-        };
-        assert_eq!(external(false), [ip("198.51.100.1")]);
-        assert_eq!(external(true), [] as [IpAddr; 0]);
-    }
-}
+mod tests;

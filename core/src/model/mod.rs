@@ -9,7 +9,7 @@ mod service;
 
 pub use change::Change;
 pub use endpoint::{Conditions, Endpoint, EndpointPort, Hints, Placement, PortState};
-pub use node::{Node, NodeFacts, ServiceCidr};
+pub use node::{Node, ServiceCidr};
 pub use service::{ClientIpAffinity, Service, ServiceKey, ServicePort, TrafficPolicy};
 
 use std::{fmt, net::IpAddr};

@@ -9,7 +9,7 @@ pub mod reference;
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
-    net::{IpAddr, SocketAddr},
+    net::IpAddr,
     sync::Arc,
 };
 
@@ -30,12 +30,11 @@ pub struct State {
     endpoints: usize,
 }
 
-/// A service and what is behind it. One may be there without the other, since the API promises no order, and what is known to fail without both.
+/// A service and its endpoints. The API promises no order, so each may be known without the other.
 #[derive(Debug, Default)]
 pub struct ServiceEntry {
     service: Option<Box<Service>>,
     endpoints: BTreeMap<IpAddr, Endpoint>,
-    failing: BTreeSet<SocketAddr>,
 }
 
 impl ServiceEntry {
@@ -51,14 +50,8 @@ impl ServiceEntry {
         &self.endpoints
     }
 
-    /// TCP ports of its endpoints that fail this node's health checks.
-    #[must_use]
-    pub fn failing(&self) -> &BTreeSet<SocketAddr> {
-        &self.failing
-    }
-
     fn is_empty(&self) -> bool {
-        self.service.is_none() && self.endpoints.is_empty() && self.failing.is_empty()
+        self.service.is_none() && self.endpoints.is_empty()
     }
 }
 
@@ -98,23 +91,6 @@ impl State {
             Change::ServiceCidr(service_cidr) => self.put_service_cidr(service_cidr, dirty),
             Change::RemoveServiceCidr(name) => self.remove_service_cidr(&name, dirty),
         }
-    }
-
-    /// Takes what this node has found by its own health checks: which TCP ports of a service's endpoints fail. It is no resource: digests
-    /// know nothing of it, and it does not go with the service, which may be back before whoever checks has seen it go. Then nothing
-    /// new would be found, and it would not be told again. So it stays until an empty set is told, as it has to be when a service is not
-    /// checked any more.
-    ///
-    /// Returns false, and leaves `dirty` alone, when it was so already.
-    pub fn set_failing(&mut self, key: &ServiceKey, failing: BTreeSet<SocketAddr>, dirty: &mut Dirty) -> bool {
-        let key = self.shared_key(key.clone());
-        if self.entries.get(&key).map_or(failing.is_empty(), |entry| entry.failing == failing) {
-            return false;
-        }
-        self.entries.entry(Arc::clone(&key)).or_default().failing = failing;
-        self.drop_empty(&key);
-        dirty.services.insert(key);
-        true
     }
 
     /// One service and its endpoints.

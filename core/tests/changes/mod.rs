@@ -8,8 +8,8 @@ use std::{
 };
 
 use headgate_core::{
-    Change, ClientIpAffinity, Conditions, Dirty, Endpoint, EndpointPort, Hints, Placement, Protocol, Service,
-    ServiceKey, ServicePort, State, TrafficPolicy, view::NodeFacts,
+    Change, ClientIpAffinity, Conditions, Dirty, Endpoint, EndpointPort, Hints, NodeFacts, Placement, Protocol,
+    Service, ServiceKey, ServicePort, State, TrafficPolicy,
 };
 use proptest::prelude::*;
 
@@ -221,10 +221,15 @@ impl From<Change> for Event {
 
 #[allow(dead_code)] // not every test that uses this module does
 impl Event {
-    pub(crate) fn apply(&self, state: &mut State, dirty: &mut Dirty) {
+    pub(crate) fn apply(&self, state: &mut State, node: &mut NodeFacts, dirty: &mut Dirty) {
         match self {
             Self::Change(change) => drop(state.apply((**change).clone(), dirty)),
-            Self::Failing(key, failing) => drop(state.set_failing(key, failing.clone(), dirty)),
+            Self::Failing(key, failing) => {
+                let key = Arc::new(key.clone());
+                if node.failing.set(&key, failing.clone()) {
+                    dirty.services.insert(key);
+                }
+            }
         }
     }
 

@@ -1,5 +1,8 @@
 #![allow(clippy::unwrap_used)]
-use std::net::TcpListener;
+use std::{
+    collections::BTreeSet,
+    net::{SocketAddr, TcpListener},
+};
 
 use headgate_core::{
     Change, Endpoint, EndpointPort, Protocol, Service, ServicePort, endpoint_health::CheckTiming, view::NodeFacts,
@@ -58,8 +61,7 @@ impl World {
     }
 
     fn failing(&self) -> BTreeSet<SocketAddr> {
-        let of = |state: &headgate_core::State| state.entry(&key()).map(|entry| entry.failing().clone());
-        self.shared.with_state(of).unwrap_or_default()
+        self.shared.with_facts(|_, node| node.failing.of(&key()).clone())
     }
 
     async fn expect(&self, failing: &[SocketAddr]) {
@@ -159,7 +161,8 @@ async fn a_service_that_goes_and_comes_back_keeps_what_fails_and_one_that_goes_l
     world.step(all());
     assert_eq!(world.failing(), [bad].into());
     world.step(none());
-    world.wait(|world| world.shared.with_state(|state| state.entries().count()) == 0, "nothing is left").await;
+    world.wait(|world| world.shared.with_facts(|_, node| node.failing.is_empty()), "nothing is left").await;
+    assert_eq!(world.shared.with_state(|state| state.entries().count()), 0);
     assert_eq!(world.metrics.endpoint_health.failing(), 0);
 }
 

@@ -1,8 +1,8 @@
 //! What the agent holds, and how a step of the stream changes it.
 
 use std::{
-    collections::{BTreeMap, BTreeSet, HashMap, HashSet},
-    net::{IpAddr, SocketAddr},
+    collections::{BTreeMap, HashMap, HashSet},
+    net::IpAddr,
 };
 
 use headgate_core::{
@@ -183,11 +183,6 @@ impl Held {
     /// As [`Self::set_node_position`] was told last.
     pub(crate) fn node_position(&self) -> Option<v1::SourcePosition> {
         self.node_position
-    }
-
-    /// As [`State::set_failing`]. Nothing of it is saved to disk.
-    pub(crate) fn set_failing(&mut self, key: &ServiceKey, failing: BTreeSet<SocketAddr>, dirty: &mut Dirty) -> bool {
-        self.state.set_failing(key, failing, dirty)
     }
 
     /// Takes a step, and adds what it affects to `dirty`.

@@ -11,7 +11,7 @@ use super::{
 };
 use crate::{
     Change, ClientIpAffinity, Conditions, Dirty, Endpoint, EndpointPort, Family, Placement, Protocol, Service,
-    ServiceKey, ServicePort, State, TrafficPolicy, behaviours::masquerade::LocalDetector, model::NodeFacts,
+    ServiceKey, ServicePort, State, TrafficPolicy, behaviours::masquerade::LocalDetector, node_facts::NodeFacts,
 };
 
 fn ip(text: &str) -> IpAddr {

@@ -21,10 +21,10 @@ use super::{
     service::{self, ServicePlan, Via},
 };
 use crate::{
-    behaviours::view::service_views,
+    behaviours::view::views_of_all_endpoints,
     dataplane::rules::{self, Tally},
-    model::NodeFacts,
     model::ServiceKey,
+    node_facts::NodeFacts,
     state::{Dirty, State},
 };
 
@@ -300,7 +300,8 @@ impl Ledger {
 
     fn plan_of(&self, state: &State, node: &NodeFacts, key: &Arc<ServiceKey>) -> ServicePlan {
         let Some(service) = state.entry(key).and_then(|entry| entry.service()) else { return ServicePlan::default() };
-        service::plan(&self.config, service, &service_views(state, key, self.config.family, node))
+        let views = views_of_all_endpoints(state, key, self.config.family, node);
+        service::plan(&self.config, service, &views, &node.failing)
     }
 
     /// The step that makes what counts as programmed.

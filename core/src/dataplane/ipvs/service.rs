@@ -14,6 +14,7 @@ use super::{
 use crate::{
     behaviours::endpoint_choice::Destination,
     behaviours::view::ServicePortView,
+    endpoint_health::FailingEndpoints,
     model::{Protocol, Service, TrafficPolicy},
 };
 
@@ -44,14 +45,19 @@ pub struct ServicePlan {
     pub problem: Option<Problem>,
 }
 
-/// The plan of a service from the views of its ports.
+/// The plan of a service from the views of its ports, of all endpoints. Those that fail get weight 0.
 #[must_use]
-pub fn plan(config: &IpvsConfig, service: &Service, views: &[ServicePortView]) -> ServicePlan {
+pub fn plan(
+    config: &IpvsConfig,
+    service: &Service,
+    views: &[ServicePortView],
+    failing: &FailingEndpoints,
+) -> ServicePlan {
     let (scheduler, problem) = config.scheduler_for(&service.scheduler);
     let mut plan = ServicePlan { problem: problem.filter(|_| !views.is_empty()), ..ServicePlan::default() };
     for view in views {
         let settings = Settings { scheduler, persistence_seconds: view.affinity_timeout_seconds };
-        Port { config, view, settings, cluster: None, local: None }.plan(&mut plan);
+        Port { config, service, failing, view, settings, cluster: None, local: None }.plan(&mut plan);
     }
     if service.health_check_node_port != 0 && !views.is_empty() {
         plan.elements.insert((Set::HealthCheckNodePort, Element::Port(service.health_check_node_port)));
@@ -63,6 +69,8 @@ type Weighted = Arc<[(SocketAddr, u32)]>;
 
 struct Port<'a> {
     config: &'a IpvsConfig,
+    service: &'a Service,
+    failing: &'a FailingEndpoints,
     view: &'a ServicePortView,
     settings: Settings,
     /// Destinations of a policy, once they were asked for.
@@ -155,23 +163,21 @@ impl Port<'_> {
     fn destinations(&mut self, policy: TrafficPolicy) -> Weighted {
         let scheduler = self.settings.scheduler;
         let view = self.view;
-        let (of_policy, endpoints, failing) = match policy {
-            TrafficPolicy::Cluster => (&mut self.cluster, &view.cluster_endpoints, &view.failing_cluster_endpoints),
-            TrafficPolicy::Local => (&mut self.local, &view.local_endpoints, &view.failing_local_endpoints),
+        let (of_policy, endpoints) = match policy {
+            TrafficPolicy::Cluster => (&mut self.cluster, &view.cluster_endpoints),
+            TrafficPolicy::Local => (&mut self.local, &view.local_endpoints),
         };
         Arc::clone(of_policy.get_or_insert_with(|| {
-            let address = |endpoint: &Destination| SocketAddr::new(endpoint.address, endpoint.port);
-            let usable = endpoints.iter().map(|endpoint| (address(endpoint), true));
-            // A scheduler that chooses them in spite of their weight must not see them.
-            let failing = failing.iter().filter(|_| scheduler.passes_over_weight_zero());
-            let failing = failing.map(|endpoint| (address(endpoint), false));
-            let mut addresses: Vec<(SocketAddr, bool)> = usable.chain(failing).collect();
+            let mut addresses: Vec<SocketAddr> = endpoints.iter().map(Destination::socket_address).collect();
             addresses.sort_unstable();
             addresses.dedup();
+            let failing = self.failing.among(self.service, view.protocol, addresses.iter().copied());
+            // A scheduler that chooses destinations of weight 0 must not see them.
+            addresses.retain(|address| scheduler.passes_over_weight_zero() || !failing.contains(address));
             let count = addresses.len();
             // One that fails keeps its rank, so that the others keep their weights.
-            let weigh = |(position, (address, is_usable))| {
-                (address, if is_usable { scheduler.weight(position, count) } else { 0 })
+            let weigh = |(position, address): (usize, SocketAddr)| {
+                (address, if failing.contains(&address) { 0 } else { scheduler.weight(position, count) })
             };
             addresses.into_iter().enumerate().map(weigh).collect()
         }))
@@ -198,12 +204,9 @@ impl Port<'_> {
     /// Endpoints that may be sent to themselves on this node; others are by their own node.
     fn loop_back(&self, plan: &mut ServicePlan) {
         let view = self.view;
-        let cluster = view.cluster_endpoints.iter().chain(&view.failing_cluster_endpoints);
-        let cluster = cluster.filter(|_| view.uses_cluster_endpoints());
-        let local = view.local_endpoints.iter().chain(&view.failing_local_endpoints);
-        let local = local.filter(|_| view.uses_local_endpoints());
-        for Destination { address, port, .. } in cluster.chain(local).filter(|endpoint| endpoint.may_be_here) {
-            plan.elements.insert((Set::LoopBack, Element::IpPortIp(*address, view.protocol, *port, *address)));
+        for endpoint in view.reachable_endpoints().iter().filter(|endpoint| endpoint.may_be_here) {
+            let Destination { address, port, .. } = *endpoint;
+            plan.elements.insert((Set::LoopBack, Element::IpPortIp(address, view.protocol, port, address)));
         }
     }
 }

@@ -11,7 +11,7 @@ use super::*;
 use crate::{
     Change, ClientIpAffinity, Dirty, Endpoint, EndpointPort, Family, Placement, Protocol, Service, ServiceKey,
     ServicePort, State, TrafficPolicy, behaviours::masquerade::LocalDetector, dataplane::ipvs::fake_kernel::FakeKernel,
-    model::NodeFacts,
+    node_facts::NodeFacts,
 };
 
 fn ip(text: &str) -> IpAddr {
@@ -49,12 +49,18 @@ struct Rig {
     kernel: FakeKernel,
     ledger: Ledger,
     state: State,
+    node: NodeFacts,
 }
 
 impl Rig {
     fn new(config: IpvsConfig) -> Self {
-        let mut rig = Self { kernel: FakeKernel::new(&config), ledger: Ledger::new(config), state: State::default() };
-        let plan = rig.ledger.full(&rig.state, &node(), &rig.kernel.existing(), 0);
+        let mut rig = Self {
+            kernel: FakeKernel::new(&config),
+            ledger: Ledger::new(config),
+            state: State::default(),
+            node: node(),
+        };
+        let plan = rig.ledger.full(&rig.state, &rig.node, &rig.kernel.existing(), 0);
         rig.kernel.apply(&plan).unwrap();
         rig
     }
@@ -64,7 +70,7 @@ impl Rig {
         changes.into_iter().for_each(|change| {
             self.state.apply(change, &mut dirty);
         });
-        let plan = self.ledger.changed(&self.state, &node(), &dirty, 0);
+        let plan = self.ledger.changed(&self.state, &self.node, &dirty, 0);
         self.kernel.apply(&plan).unwrap();
         plan
     }
@@ -301,7 +307,7 @@ fn tcp_drains_udp_goes_at_once_and_what_returns_is_restored() {
 
     // A new agent goes on with it.
     rig.ledger = Ledger::new(config());
-    let plan = rig.ledger.full(&rig.state, &node(), &rig.kernel.existing(), 0);
+    let plan = rig.ledger.full(&rig.state, &rig.node, &rig.kernel.existing(), 0);
     assert!(plan.is_empty(), "{plan:?}");
     assert_eq!(rig.ledger.draining().collect::<Vec<_>>(), [key]);
 
@@ -342,8 +348,10 @@ fn what_fails_health_checks_has_no_weight_and_stays() {
     let one: SocketAddr = "10.244.2.1:8080".parse().unwrap();
     let fails = |rig: &mut Rig, failing: &[SocketAddr]| {
         let mut dirty = Dirty::default();
-        rig.state.set_failing(&checked.key, failing.iter().copied().collect(), &mut dirty);
-        let plan = rig.ledger.changed(&rig.state, &node(), &dirty, 0);
+        let key = Arc::new(checked.key.clone());
+        rig.node.failing.set(&key, failing.iter().copied().collect());
+        dirty.services.insert(key);
+        let plan = rig.ledger.changed(&rig.state, &rig.node, &dirty, 0);
         rig.kernel.apply(&plan).unwrap();
         plan.ops().copied().collect::<Vec<_>>()
     };
@@ -352,7 +360,7 @@ fn what_fails_health_checks_has_no_weight_and_stays() {
     assert!(rig.ledger.drained(key, &[(one, 0)].into(), 1).is_empty());
     // A new agent that knows as much writes nothing, and one that knows nothing yet uses it.
     let mut restarted = Ledger::new(config());
-    assert!(restarted.full(&rig.state, &node(), &rig.kernel.existing(), 0).is_empty());
+    assert!(restarted.full(&rig.state, &rig.node, &rig.kernel.existing(), 0).is_empty());
     assert!(restarted.is_in(&rig.kernel.existing()) && restarted.draining().count() == 0);
     let all: Vec<SocketAddr> = vec!["10.244.1.1:8080".parse().unwrap(), one];
     assert_eq!(fails(&mut rig, &all), [Op::EditDestination(key, one, 1)], "all fail: all are used");
@@ -375,7 +383,7 @@ fn what_kube_proxy_left_is_taken_over() {
     for (address, port) in [("10.96.0.9", 80), ("192.0.2.11", 30080), ("192.0.2.11", 8000)] {
         rig.kernel.servers.insert(key(address, port), (settings, BTreeMap::new()));
     }
-    let plan = rig.ledger.full(&rig.state, &node(), &rig.kernel.existing(), 0);
+    let plan = rig.ledger.full(&rig.state, &rig.node, &rig.kernel.existing(), 0);
     rig.kernel.apply(&plan).unwrap();
     assert_eq!(rig.kernel.servers.keys().collect::<Vec<_>>(), [&key("192.0.2.11", 8000)]);
     assert!(rig.kernel.bound.is_empty());
@@ -438,7 +446,7 @@ fn what_the_kernel_refuses_is_made_up_for_at_the_cost_of_itself() {
         changes.into_iter().for_each(|change| {
             rig.state.apply(change, &mut dirty);
         });
-        let plan = rig.ledger.changed(&rig.state, &node(), &dirty, 0);
+        let plan = rig.ledger.changed(&rig.state, &rig.node, &dirty, 0);
         let refused = rig.kernel.apply_but(&plan, refuses).unwrap();
         assert_eq!(rig.ledger.settle(plan.ops(), &refused), []);
         assert!(rig.ledger.is_in(&rig.kernel.existing()));
@@ -493,7 +501,7 @@ fn a_scheduler_that_is_missing_is_replaced_and_comes_back_at_the_cost_of_who_ask
         changes.into_iter().for_each(|change| {
             rig.state.apply(change, &mut dirty);
         });
-        let plan = rig.ledger.changed(&rig.state, &node(), &dirty, 0);
+        let plan = rig.ledger.changed(&rig.state, &rig.node, &dirty, 0);
         let refused = rig.kernel.apply_but(&plan, |_| false).unwrap();
         assert_eq!(rig.ledger.settle(plan.ops(), &refused), []);
         refused

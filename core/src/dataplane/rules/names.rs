@@ -3,7 +3,7 @@
 //! A service's chains end in the first 16 characters of base32(sha256(text)), text being `namespace/name[:port]` and the lower-case
 //! protocol, for an endpoint's chain followed by `address:port` (IPv6 in brackets). Sixteen characters are ten bytes of the hash.
 
-use std::{fmt, net::SocketAddr};
+use std::fmt;
 
 use data_encoding::BASE32_NOPAD;
 use sha2::{Digest as _, Sha256};
@@ -89,7 +89,7 @@ impl ChainName {
     /// The chain of one endpoint of a service port.
     #[must_use]
     pub fn of_endpoint(view: &ServicePortView, destination: &Destination) -> Self {
-        let endpoint = SocketAddr::new(destination.address, destination.port);
+        let endpoint = destination.socket_address();
         Self::of(ChainKind::Endpoint, &format!("{}{endpoint}", port_text(view)))
     }
 

@@ -1,6 +1,6 @@
 //! The rules of one service: its own chains, and its lines in the dispatch chains.
 
-use std::fmt::Display;
+use std::{collections::BTreeSet, fmt::Display};
 
 use super::{
     Table,
@@ -113,7 +113,7 @@ impl<'a> Port<'a> {
         if self.config.beside_ipvs {
             return self.render_short_ways(rules);
         }
-        self.endpoint_rules(&self.reachable(), rules);
+        self.endpoint_rules(&self.view.reachable_endpoints(), rules);
         if !self.view.cluster_endpoints.is_empty() && self.view.uses_cluster_endpoints() {
             let is_internal = !self.view.internal_traffic_policy.is_local();
             rules.chains.push(self.policy_chain(self.cluster_policy, &self.view.cluster_endpoints, is_internal));
@@ -140,7 +140,7 @@ impl<'a> Port<'a> {
         if !has_short_ways || view.cluster_endpoints.is_empty() {
             return;
         }
-        let endpoints: Vec<&Destination> = view.cluster_endpoints.iter().collect();
+        let endpoints = view.cluster_endpoints.iter().copied().collect();
         self.endpoint_rules(&endpoints, rules);
         rules.chains.push(self.policy_chain(self.cluster_policy, &view.cluster_endpoints, false));
         rules.chains.push(self.external_chain());
@@ -150,7 +150,7 @@ impl<'a> Port<'a> {
         self.dispatch_external(rules);
     }
 
-    fn endpoint_rules(&self, endpoints: &[&Destination], rules: &mut ServiceRules) {
+    fn endpoint_rules(&self, endpoints: &BTreeSet<Destination>, rules: &mut ServiceRules) {
         if self.is_compact {
             self.hairpin_lines(endpoints, rules);
         } else {
@@ -158,20 +158,9 @@ impl<'a> Port<'a> {
         }
     }
 
-    /// All endpoints that this node can send to.
-    fn reachable(&self) -> Vec<&Destination> {
-        let view = self.view;
-        let cluster = view.cluster_endpoints.iter().filter(|_| view.uses_cluster_endpoints());
-        let local = view.local_endpoints.iter().filter(|_| view.uses_local_endpoints());
-        let mut reachable: Vec<&Destination> = cluster.chain(local).collect();
-        reachable.sort_unstable();
-        reachable.dedup();
-        reachable
-    }
-
     /// Compact layout: an endpoint of this node that was sent to itself. Endpoints of other nodes are sent to themselves by their own node; those
     /// that no node is known of are taken for this node's, lest nobody does it.
-    fn hairpin_lines(&self, endpoints: &[&Destination], rules: &mut ServiceRules) {
+    fn hairpin_lines(&self, endpoints: &BTreeSet<Destination>, rules: &mut ServiceRules) {
         for destination in endpoints.iter().filter(|destination| destination.may_be_here) {
             let address = destination.address;
             let line = |chain, target: &str| {
@@ -193,7 +182,7 @@ impl<'a> Port<'a> {
         if self.view.affinity_timeout_seconds.is_some() {
             dnat = dnat.recent("--set", chain, self.view.family);
         }
-        let to = std::net::SocketAddr::new(destination.address, destination.port);
+        let to = destination.socket_address();
         dnat.add(format_args!("-m {}", protocol.as_lower_str())).jump(format_args!("DNAT --to-destination {to}"));
         Chain { name: chain, rules }
     }
@@ -209,7 +198,7 @@ impl<'a> Port<'a> {
             return Chain { name: chain, rules };
         }
         let names = endpoints.iter().map(|destination| {
-            let to = std::net::SocketAddr::new(destination.address, destination.port);
+            let to = destination.socket_address();
             (ChainName::of_endpoint(self.view, destination), format!("{} -> {to}", self.name))
         });
         let names: Vec<_> = names.collect();
@@ -240,7 +229,7 @@ impl<'a> Port<'a> {
                 Some(_) => line.recent("--set", ChainName::of_endpoint(self.view, destination), family),
                 None => line,
             };
-            let to = std::net::SocketAddr::new(destination.address, destination.port);
+            let to = destination.socket_address();
             line.jump(format_args!("DNAT --to-destination {to}"));
         };
         if let Some(timeout_seconds) = self.view.affinity_timeout_seconds {

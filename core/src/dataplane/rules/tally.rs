@@ -63,8 +63,8 @@ mod tests {
     use super::*;
     use crate::{
         dataplane::rules::{ExistingTables, Layout, Ledger, RenderConfig, fake_kernel::FakeKernel},
-        model::NodeFacts,
         model::{Change, Endpoint, EndpointPort, Family, Protocol, Service, ServiceKey, ServicePort, TrafficPolicy},
+        node_facts::NodeFacts,
         state::{Dirty, State},
     };
 

@@ -6,7 +6,7 @@ use std::{
 };
 
 use super::super::{Ledger, RulesHash, Script, names::ChainName, script};
-use crate::{model::NodeFacts, model::ServiceKey, state::State};
+use crate::{model::ServiceKey, node_facts::NodeFacts, state::State};
 
 /// A service whose chains became others than a script foresaw, since the state changed while it was written.
 #[derive(Debug)]

@@ -29,8 +29,8 @@ use super::{
 };
 use crate::{
     behaviours::view::service_views,
-    model::NodeFacts,
     model::ServiceKey,
+    node_facts::NodeFacts,
     state::{Dirty, State},
 };
 

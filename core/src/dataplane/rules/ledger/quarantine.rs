@@ -8,8 +8,8 @@ use std::{
 use super::{ExistingTables, Ledger, Programmed, Table};
 use crate::{
     dataplane::rules::{dispatch::DispatchLine, fixed, script::Script},
-    model::NodeFacts,
     model::ServiceKey,
+    node_facts::NodeFacts,
     state::State,
 };
 

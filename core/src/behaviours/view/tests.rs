@@ -1,0 +1,114 @@
+#![allow(clippy::unwrap_used)]
+use std::net::SocketAddr;
+
+use super::*;
+use crate::{
+    model::{Change, EndpointPort, Placement},
+    state::Dirty,
+};
+
+// rows: 18
+#[test]
+fn row_18_external_ips_are_left_out_where_the_node_ignores_them() {
+    let port = ServicePort { name: "p".into(), protocol: Protocol::Tcp, port: 80, node_port: 0 };
+    let ip = |text: &str| text.parse::<IpAddr>().unwrap();
+    let mut service = Service::new(ServiceKey::new("ns", "s"), vec![ip("10.96.0.1")], vec![port]);
+    service.external_ips = vec![ip("198.51.100.1")];
+    let (key, mut state) = (Arc::new(service.key.clone()), State::default());
+    state.apply(Change::from(service), &mut Dirty::default());
+    let external = |ignores_external_ips| {
+        let facts = NodeFacts { ignores_external_ips, ..NodeFacts::named("n") };
+        service_views(&state, &key, Family::V4, &facts).remove(0).external_ips
+    };
+    assert_eq!(external(false), [ip("198.51.100.1")]);
+    assert_eq!(external(true), [] as [IpAddr; 0]);
+}
+
+fn state_with(service: Service, endpoints: &[(&str, &str)]) -> (State, Arc<ServiceKey>) {
+    let (mut state, mut dirty) = (State::default(), Dirty::default());
+    let key = Arc::new(service.key.clone());
+    let ports: Arc<[EndpointPort]> = [("web", Protocol::Tcp, 8080), ("dns", Protocol::Udp, 53)]
+        .map(|(name, protocol, port)| EndpointPort::new(name, protocol, port))
+        .into();
+    state.apply(Change::from(service), &mut dirty);
+    for (address, node) in endpoints {
+        let address: IpAddr = address.parse().unwrap();
+        let endpoint = Endpoint { placement: Placement::on(node).into(), ..Endpoint::new(address, Arc::clone(&ports)) };
+        state.apply(Change::Endpoint((*key).clone(), endpoint), &mut dirty);
+    }
+    (state, key)
+}
+
+fn service(health_check: &str) -> Service {
+    let port = |name: &str, protocol, port| ServicePort { name: name.into(), protocol, port, node_port: 0 };
+    let ports = vec![port("web", Protocol::Tcp, 80), port("dns", Protocol::Udp, 53)];
+    let addresses = ["10.96.0.1", "fd00::1"].map(|address| address.parse().unwrap());
+    let mut service = Service::new(ServiceKey::new("ns", "web"), addresses.to_vec(), ports);
+    service.health_check = health_check.into();
+    service
+}
+
+const ENDPOINTS: [(&str, &str); 4] =
+    [("10.244.1.1", "node-a"), ("10.244.2.1", "node-b"), ("10.244.2.2", "node-b"), ("fd00:1::1", "node-b")];
+
+/// Addresses of endpoints, in order.
+fn texts(found: &[Destination]) -> Vec<String> {
+    found.iter().map(|endpoint| endpoint.address.to_string()).collect()
+}
+
+fn ports(all: &[&str]) -> BTreeSet<SocketAddr> {
+    all.iter().map(|text| text.parse().unwrap()).collect()
+}
+
+#[test]
+fn endpoints_that_fail_get_no_new_connections() {
+    let (mut state, key) = state_with(service("tcp"), &ENDPOINTS);
+    let mut node = NodeFacts::named("node-a");
+    let views = |state: &State, node: &NodeFacts| service_views(state, &key, Family::V4, node);
+    let before = views(&state, &node);
+    assert!(node.failing.set(&key, ports(&["10.244.1.1:8080", "10.244.2.1:8080"])));
+    let found = views(&state, &node);
+    assert_eq!(texts(&found[0].cluster_endpoints), ["10.244.2.2"]);
+    assert_eq!(
+        texts(&found[0].local_endpoints),
+        ["10.244.1.1"],
+        "the only endpoint of this node is used although it fails"
+    );
+    assert_eq!(found[1], before[1], "a check of TCP says nothing about UDP");
+    assert_eq!(views_of_all_endpoints(&state, &key, Family::V4, &node), before);
+
+    let all = ports(&["10.244.1.1:8080", "10.244.2.1:8080", "10.244.2.2:8080"]);
+    assert!(node.failing.set(&key, all.clone()) && !node.failing.set(&key, all));
+    assert_eq!(views(&state, &node), before, "all endpoints fail, so all are used");
+
+    // Without the annotation, failing endpoints are used.
+    node.failing.set(&key, ports(&["10.244.1.1:8080"]));
+    assert_ne!(views(&state, &node), before);
+    state.apply(Change::from(service("")), &mut Dirty::default());
+    assert_eq!(views(&state, &node), before);
+}
+
+#[test]
+fn failing_endpoints_are_known_until_the_checker_reports_an_empty_set() {
+    let (mut state, key) = state_with(service("tcp"), &ENDPOINTS);
+    let mut node = NodeFacts::named("node-a");
+    let used = |state: &State, node: &NodeFacts| {
+        service_views(state, &key, Family::V4, node).first().map(|view| view.cluster_endpoints.len())
+    };
+    let failing = ports(&["10.244.1.1:8080"]);
+    assert!(node.failing.set(&key, failing.clone()));
+    assert_eq!(used(&state, &node), Some(2));
+    // The Service is back before the checker has seen it go.
+    state.apply(Change::RemoveService((*key).clone()), &mut Dirty::default());
+    assert_eq!(used(&state, &node), None);
+    state.apply(Change::from(service("tcp")), &mut Dirty::default());
+    assert_eq!(used(&state, &node), Some(2));
+    assert!(node.failing.set(&key, BTreeSet::new()) && node.failing.is_empty());
+    assert!(!node.failing.set(&key, BTreeSet::new()));
+    assert_eq!(used(&state, &node), Some(3));
+    // What is found while the Service is away counts when it is back.
+    state.apply(Change::RemoveService((*key).clone()), &mut Dirty::default());
+    assert!(node.failing.set(&key, failing));
+    state.apply(Change::from(service("tcp")), &mut Dirty::default());
+    assert_eq!(used(&state, &node), Some(2));
+}
