@@ -39,7 +39,7 @@ pub(super) struct Sent {
     acknowledged: u32,
 }
 
-/// A netlink socket with its buffer.
+/// A netlink socket with its buffers.
 #[derive(Debug)]
 pub struct Connection {
     socket: Socket,

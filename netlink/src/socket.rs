@@ -8,19 +8,20 @@ use std::{
 
 use libc::c_int;
 
-/// Answers come from inside the kernel's work; this only ends what has gone wrong.
+/// The kernel answers within `send`, so this timeout ends only waits that are caused by an error.
 const RECEIVE_TIMEOUT_SECONDS: libc::time_t = 30;
 
-/// How a socket is set up.
+/// The options of a socket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Options {
-    /// Room for one send, which the kernel otherwise limits to some 200 KB (`net.core.wmem_max`); needs `CAP_NET_ADMIN`, without which the limit
-    /// stays.
+    /// The size of the send buffer in bytes. More than the kernel's limit of some 200 KB
+    /// (`net.core.wmem_max`) needs `CAP_NET_ADMIN`; without it the limit applies.
     pub send_buffer_bytes: u32,
-    /// Room for answers that wait, likewise (`net.core.rmem_max`).
+    /// The size of the receive buffer in bytes. More than the kernel's limit (`net.core.rmem_max`)
+    /// also needs `CAP_NET_ADMIN`.
     pub receive_buffer_bytes: u32,
-    /// The kernel checks the heads of requests for lists and filters by what they say (`NETLINK_GET_STRICT_CHK`, Linux 4.20); older kernels list
-    /// everything.
+    /// Whether the kernel checks the headers of list requests and filters by their fields
+    /// (`NETLINK_GET_STRICT_CHK`, Linux 4.20). Older kernels list everything.
     pub strict: bool,
 }
 
@@ -30,7 +31,7 @@ impl Default for Options {
     }
 }
 
-/// A blocking netlink socket, to which the kernel alone sends.
+/// A blocking netlink socket that accepts messages only from the kernel.
 #[derive(Debug)]
 pub(super) struct Socket {
     fd: OwnedFd,
