@@ -11,8 +11,8 @@ use crate::{
 /// The maximum number of attempts to obtain a complete list.
 const ATTEMPTS: u32 = 8;
 
-/// A connection to nftables in the network namespace of the thread that opened it. Tables that it
-/// owns ([`Table::owned`]) are bound to it.
+/// A connection to nftables in the network namespace of the thread that opened it. It owns the
+/// tables that it creates with [`Table::owned`].
 #[derive(Debug)]
 pub struct Nftables {
     connection: Connection,

@@ -304,19 +304,19 @@ pub fn comment_of(user_data: &[u8]) -> Option<&str> {
     None
 }
 
-/// A generation of a network namespace's rules: each transaction begins one.
+/// A generation of a network namespace's rules. Each transaction begins a new one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Generation {
     /// The number. Every transaction in the network namespace adds one. The kernel skips 0.
     pub id: u32,
-    /// Only in notifications: the thread that made the transaction, by its number in the first
-    /// PID namespace.
+    /// In notifications: the thread that executed the transaction, as its ID in the initial PID
+    /// namespace.
     pub thread_id: Option<u32>,
     /// The name of that thread, at most 15 bytes.
     pub thread_name: Option<String>,
 }
 
-/// What happens if the object exists already.
+/// What happens if the object already exists.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Existing {
     /// The kernel keeps the object and changes the properties that can change. It creates a
@@ -340,6 +340,6 @@ pub enum RulePosition {
     Behind(u64),
     /// Before the rule with this handle.
     Before(u64),
-    /// Instead of the rule with this handle, which the kernel deletes.
+    /// Replaces the rule with this handle.
     InsteadOf(u64),
 }
