@@ -1,4 +1,4 @@
-//! Answers of a replica: how they are collected and written, and why a command failed.
+//! Collects and writes the answers of a replica, and describes why a command failed.
 
 use std::io::{self, Write};
 
@@ -12,10 +12,10 @@ use crate::render;
 /// Why a command failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Failure {
-    /// The command line contradicts itself.
+    /// The command line is wrong.
     #[error("{0}\nFor more information, try '--help'.")]
     Usage(String),
-    /// No connection.
+    /// The replica cannot be reached.
     #[error(transparent)]
     Connect(ConnectError),
     /// The requested object does not exist.
@@ -24,11 +24,11 @@ pub enum Failure {
     /// The replica returned a gRPC error, or the connection broke.
     #[error("{server} answered {code:?}: {message}")]
     Server {
-        /// The URL asked.
+        /// The URL of the replica.
         server: String,
-        /// gRPC code.
+        /// The gRPC status code.
         code: Code,
-        /// What it said.
+        /// The message of the replica.
         message: String,
     },
     /// Some replicas did not answer, so the output is incomplete.
@@ -39,10 +39,10 @@ pub enum Failure {
         /// One failure for each replica that did not answer.
         failures: Vec<Failure>,
     },
-    /// Certificates cannot be made.
+    /// The certificates cannot be created.
     #[error(transparent)]
     Certs(#[from] CertsError),
-    /// The time is up, and some nodes have not programmed the change yet.
+    /// The wait timed out before all nodes had programmed the change.
     #[error("{0}")]
     TimedOut(String),
     /// Standard output cannot be written.
@@ -56,7 +56,7 @@ impl Failure {
         matches!(self, Self::Output(error) if error.kind() == io::ErrorKind::BrokenPipe)
     }
 
-    /// 2 for usage, 3 for a wait whose time is up, 1 for all else.
+    /// The exit code: 2 for wrong usage, 3 for a wait that timed out, otherwise 1.
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Usage(_) | Self::Connect(ConnectError::Usage(_)) | Self::Certs(CertsError::Usage(_)) => 2,
@@ -71,12 +71,12 @@ impl Failure {
     }
 }
 
-/// Each failure begins on a new line.
+/// Formats each failure on a new line.
 fn listed(failures: &[Failure]) -> String {
     failures.iter().map(|failure| format!("\n{failure}")).collect()
 }
 
-/// Every item of a streamed answer.
+/// Collects all items of a streamed answer.
 pub(crate) async fn collect<T>(
     server: &str,
     answer: Result<tonic::Response<Streaming<T>>, Status>,
@@ -95,7 +95,7 @@ pub(crate) fn write_json(out: &mut dyn Write, value: &Value) -> Result<(), Failu
     Ok(writeln!(out)?)
 }
 
-/// The failure that a gRPC status stands for, in words that name the server.
+/// Converts a gRPC status to a failure that names the server.
 pub(crate) fn of_status(server: &str, status: &Status) -> Failure {
     if client::is_silence(status) {
         return Failure::Connect(client::silent(server));
@@ -111,7 +111,7 @@ pub(crate) fn of_status(server: &str, status: &Status) -> Failure {
     Failure::Server { server: server.to_owned(), code: status.code(), message }
 }
 
-/// Milliseconds since 1970.
+/// The current time in milliseconds since the Unix epoch.
 pub(crate) fn now_unix_ms() -> u64 {
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
     u64::try_from(now.as_millis()).unwrap_or(u64::MAX)

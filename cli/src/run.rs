@@ -16,7 +16,8 @@ use crate::json;
 use crate::render::{self, Style};
 use crate::{agents, wait};
 
-/// Runs one command and writes its answer to `out`. A reader that closes the pipe early (`| head`) ends it in peace.
+/// Runs one command and writes its answer to `out`. If the reader closes the pipe early (`| head`),
+/// the command ends without an error.
 pub async fn run(args: &Args, style: Style, out: &mut dyn Write) -> Result<(), Failure> {
     let done = match &args.command {
         Command::Certs(certs) => make_certs(certs, args.output, out),
