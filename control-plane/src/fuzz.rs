@@ -9,8 +9,8 @@ use crate::{
     identity,
     metrics::Metrics,
     model::{Event, Model},
-    serve,
-    source::{self, objects::ObjectKind},
+    objects::ObjectKind,
+    serve, source,
     store::{Limits, Resume, Store},
     transaction::{Sink as _, Transaction},
 };

@@ -7,6 +7,7 @@ pub mod fuzz;
 pub mod identity;
 pub mod metrics;
 pub mod model;
+pub mod objects;
 pub mod open_files;
 pub mod options;
 pub mod run;

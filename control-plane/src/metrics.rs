@@ -16,7 +16,7 @@ use prometheus_client::{
 };
 
 use self::catalogue::{Catalogue, Described, Labelled};
-use crate::{store::ResumeMode, transaction::SourceKind};
+use crate::transaction::SourceKind;
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct SourceError {
@@ -337,8 +337,8 @@ impl Metrics {
         self.streams_ended.get_or_create(&Reason { reason }).inc();
     }
 
-    pub(crate) fn count_resume(&self, mode: ResumeMode) {
-        self.resumes.get_or_create(&Mode { mode: mode.as_str() }).inc();
+    pub(crate) fn count_resume(&self, mode: &'static str) {
+        self.resumes.get_or_create(&Mode { mode }).inc();
     }
 
     pub(crate) fn count_resumed_resources(&self, count: u64) {

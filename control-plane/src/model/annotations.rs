@@ -4,7 +4,7 @@
 use headgate_core::{Service, ipvs::Scheduler};
 
 use super::problems::Findings;
-use crate::source::objects::Annotations;
+use crate::objects::Annotations;
 
 const SCHEDULER: &str = "headgate.io/scheduler";
 const HEALTH_CHECK: &str = "headgate.io/health-check";

@@ -3,7 +3,7 @@
 use headgate_core::ServiceCidr;
 
 use super::{parse, problems::Findings, size, table::Reading};
-use crate::source::objects;
+use crate::objects;
 
 /// Reads a ServiceCIDR.
 pub(super) fn read(object: &objects::ServiceCidr) -> Reading<ServiceCidr> {

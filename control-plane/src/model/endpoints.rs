@@ -20,7 +20,7 @@ use super::{
     size,
     slices::{Facts, Slice},
 };
-use crate::source::objects::ObjectKey;
+use crate::objects::ObjectKey;
 
 /// The slices of a service that have addresses of one family. What they come to is computed when it is asked for: nearly
 /// all services have one such slice, which says it all.

@@ -32,7 +32,7 @@ use self::{
     table::{Reading, Table, Verdict},
 };
 use crate::{
-    source::objects::{Object, ObjectKey, ObjectKind},
+    objects::{Object, ObjectKey, ObjectKind},
     transaction::{NodeChange, Problem, TriggeredChange},
 };
 

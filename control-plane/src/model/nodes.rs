@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use headgate_core::Node;
 
 use super::{intern::Interner, parse, problems::Findings, size, table::Reading};
-use crate::source::objects;
+use crate::objects;
 
 /// The taint by which the cluster autoscaler says that a node is about to go.
 const TO_BE_DELETED_TAINT: &str = "ToBeDeletedByClusterAutoscaler";

@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, net::IpAddr};
 
 use headgate_core::ServiceKey;
 
-use crate::{source::objects::ObjectKey, transaction::Problem};
+use crate::{objects::ObjectKey, transaction::Problem};
 
 /// How far a finding reaches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

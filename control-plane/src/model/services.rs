@@ -6,7 +6,7 @@ use headgate_core::{ClientIpAffinity, Family, Service, ServiceKey, ServicePort, 
 use ipnet::IpNet;
 
 use super::{annotations, parse, problems::Findings, size, table::Reading};
-use crate::source::objects;
+use crate::objects;
 
 /// The API's default of `timeoutSeconds`.
 const DEFAULT_AFFINITY_TIMEOUT_SECONDS: u32 = 10_800;

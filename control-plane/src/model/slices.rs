@@ -5,7 +5,7 @@ use std::{net::IpAddr, sync::Arc};
 use headgate_core::{Conditions, EndpointPort, Family, Hints, Placement, ServiceKey};
 
 use super::{intern::Interner, parse, problems::Findings, size, table::Reading};
-use crate::source::objects;
+use crate::objects;
 
 /// What a slice says of an address, ports aside.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use super::*;
 
 fn object(value: &Value) -> Object {
-    let header = crate::source::objects::Header::deserialize(value).unwrap();
+    let header = crate::objects::Header::deserialize(value).unwrap();
     let kind = ObjectKind::of(&header.api_version, &header.kind).unwrap();
     Object::deserialize(kind, value).unwrap()
 }

@@ -149,7 +149,7 @@ impl Session {
         };
         shared.agents.enter(&agent);
         shared.metrics.stream_opened();
-        shared.metrics.count_resume(mode);
+        shared.metrics.count_resume(mode.as_str());
         tracing::info!(node = %agent.node, address = %peer.address, resume = mode.as_str(), "agent connected");
         let said_source = store.source_state();
         let welcome = server_frame(Body::Welcome(v1::Welcome {

@@ -2,7 +2,6 @@
 
 mod files;
 mod kubernetes;
-pub mod objects;
 
 use std::{fmt, path::PathBuf, str::FromStr, sync::Arc, time::Duration};
 
@@ -10,6 +9,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{
     model::Event,
+    objects::ObjectKind,
     transaction::{Problem, Sink},
 };
 
@@ -19,12 +19,12 @@ pub(crate) fn manifest_events(name: &str, bytes: &[u8]) -> Vec<Event> {
 }
 
 /// What the lines of a watch say, up to the first that is no event.
-pub(crate) fn watch_events(kind: objects::ObjectKind, bytes: &[u8]) -> Vec<Event> {
+pub(crate) fn watch_events(kind: ObjectKind, bytes: &[u8]) -> Vec<Event> {
     kubernetes::watch_events(kind, bytes)
 }
 
 /// What is on a page of a list; nothing if it is none.
-pub(crate) fn list_events(kind: objects::ObjectKind, bytes: &[u8]) -> Vec<Event> {
+pub(crate) fn list_events(kind: ObjectKind, bytes: &[u8]) -> Vec<Event> {
     kubernetes::list_events(kind, bytes)
 }
 

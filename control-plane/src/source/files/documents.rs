@@ -9,7 +9,7 @@ use serde_saphyr::with_deserializer_from_str_with_options;
 
 use crate::{
     model::Event,
-    source::objects::{Header, Object, ObjectKey, ObjectKind},
+    objects::{Header, Object, ObjectKey, ObjectKind},
     transaction::Problem,
 };
 

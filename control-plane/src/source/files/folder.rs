@@ -26,7 +26,7 @@ use std::{
 };
 
 use super::documents::{self, Definition};
-use crate::{model::Event, source::objects::ObjectKey, transaction::Problem};
+use crate::{model::Event, objects::ObjectKey, transaction::Problem};
 
 /// How long a file has to stay as it is before what it lost is gone.
 pub(super) const SETTLE: Duration = Duration::from_secs(1);
@@ -537,7 +537,7 @@ mod tests {
         let said = |update: &Update| -> Vec<(String, String)> {
             let text = |(event, origin): &(Event, String)| match event {
                 Event::Apply(object) => match &**object {
-                    crate::source::objects::Object::Node(node) => (node.spec.pod_cidr.clone(), origin.clone()),
+                    crate::objects::Object::Node(node) => (node.spec.pod_cidr.clone(), origin.clone()),
                     other => panic!("{other:?}"),
                 },
                 other => (format!("{other:?}"), origin.clone()),

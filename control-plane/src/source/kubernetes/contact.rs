@@ -19,7 +19,7 @@ use tokio::{
 };
 
 use super::watch::path;
-use crate::{source::objects::ObjectKind, transaction::Sink};
+use crate::{objects::ObjectKind, transaction::Sink};
 
 /// Time between two looks.
 const TICK: Duration = Duration::from_secs(1);

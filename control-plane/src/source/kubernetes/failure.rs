@@ -5,7 +5,7 @@ use std::{error::Error, fmt::Write as _, time::Duration};
 use http::StatusCode;
 use kube::core::Status;
 
-use crate::source::objects::ObjectKind;
+use crate::objects::ObjectKind;
 
 /// The first pause is drawn from nought to this.
 const FIRST_PAUSE: Duration = Duration::from_millis(200);

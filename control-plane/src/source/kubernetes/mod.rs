@@ -31,7 +31,7 @@ use self::{
 use super::{SourceError, SourceSettings};
 use crate::{
     model::{Event, Model},
-    source::objects::ObjectKind,
+    objects::ObjectKind,
     transaction::{Problem, Sink, SourceKind, Transaction},
 };
 

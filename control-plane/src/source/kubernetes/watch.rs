@@ -45,7 +45,7 @@ use super::{
 };
 use crate::{
     model::Event,
-    source::objects::ObjectKind,
+    objects::ObjectKind,
     transaction::{Sink, SourceKind},
 };
 

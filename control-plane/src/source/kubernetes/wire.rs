@@ -15,7 +15,7 @@ use serde_json::value::RawValue;
 use super::failure::Failure;
 use crate::{
     model::Event,
-    source::objects::{Header, Object, ObjectKey, ObjectKind},
+    objects::{Header, Object, ObjectKey, ObjectKind},
 };
 
 /// No object is larger: etcd takes 1.5 MiB by default.

@@ -3,7 +3,7 @@
 use fastrand::Rng;
 use headgate_control_plane::{
     model::{Event, Model},
-    source::objects::{Object, ObjectKind},
+    objects::{Object, ObjectKind},
 };
 use headgate_core::{Dirty, State};
 use headgate_tests::apiserver::{

@@ -17,7 +17,7 @@ use std::{
 };
 
 use fastrand::Rng;
-use headgate_control_plane::{fuzz as control_plane, source::objects::ObjectKind};
+use headgate_control_plane::{fuzz as control_plane, objects::ObjectKind};
 use headgate_node_agent::fuzz as agent;
 use headgate_proto::frame::PREFIX_BYTES;
 use mutate::{mutate, mutate_sequence};
