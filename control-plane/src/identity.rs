@@ -65,6 +65,14 @@ impl Expiry {
     pub(crate) fn due(self) -> Option<Denied> {
         (self.at <= Instant::now()).then_some(Denied::Expired(self.not_after))
     }
+
+    /// Waits until a certificate has expired; for ever where there is none.
+    pub(crate) async fn passed(expiry: Option<Self>) {
+        match expiry {
+            Some(expiry) => tokio::time::sleep_until(expiry.at).await,
+            None => std::future::pending().await,
+        }
+    }
 }
 
 /// Why a peer may not do something. Trying again helps with another certificate.

@@ -143,7 +143,7 @@ pub struct Metrics {
     behind_waits: Total,
     behind_waits_expired: Total,
     connections_refused: Family<Reason, Total>,
-    untaken: Total,
+    stalled_responses: Total,
     handshakes_failed: Family<Reason, Total>,
     handshakes: Family<Kind, Total>,
     handshakes_pending: Family<State, Level>,
@@ -205,7 +205,7 @@ impl Default for Metrics {
             behind_waits: add.add("behind_waits", "Agents kept waiting because this replica's source was behind them"),
             behind_waits_expired: add.add("behind_waits_expired", "Such waits that ended by going back in time"),
             connections_refused: add.add("connections_refused", "Connections closed before any request, by reason"),
-            untaken: add.add(
+            stalled_responses: add.add(
                 "connections_untaken",
                 "Connections closed because their client took nothing of an answer for minutes, and kept it from ending",
             ),
@@ -418,8 +418,8 @@ impl Metrics {
         self.connections_refused.get_or_create(&Reason { reason }).inc();
     }
 
-    pub(crate) fn count_untaken(&self) {
-        self.untaken.inc();
+    pub(crate) fn count_stalled_response(&self) {
+        self.stalled_responses.inc();
     }
 
     /// `limit` is 0 while nobody is asked to go.

@@ -2,7 +2,7 @@
 
 use headgate_core::ServiceCidr;
 
-use super::{parse, problems::Findings, size, table::Reading};
+use super::{object_set::Reading, parse, problems::Findings, size};
 use crate::objects;
 
 /// Reads a ServiceCIDR.

@@ -86,11 +86,11 @@ pub(super) struct EndpointChange {
 
 /// Slices that disagree on a port of an address; `None` if they now agree.
 #[derive(Debug)]
-pub(super) struct Agreement {
+pub(super) struct SliceConflict {
     pub(super) service: ServiceKey,
     pub(super) address: IpAddr,
     /// The slice that counts, and one that says otherwise.
-    pub(super) dispute: Option<(Arc<ObjectKey>, Arc<ObjectKey>)>,
+    pub(super) slices: ConflictingSlices,
 }
 
 /// All slices, and what they come to.
@@ -100,7 +100,7 @@ pub(super) struct Endpoints {
     /// For IPv4 and IPv6.
     services: HashMap<ServiceKey, [Carriers; 2]>,
     before: BTreeMap<ServiceKey, BTreeMap<IpAddr, Before>>,
-    agreements: Vec<Agreement>,
+    conflicts: Vec<SliceConflict>,
     visits: u64,
 }
 
@@ -261,8 +261,8 @@ impl Endpoints {
         interner: &mut Interner,
     ) {
         let carriers = self.carriers(service, address);
-        let could_dispute = carriers.len() > 1 || !carries;
-        let (endpoint, dispute) = merge(&self.slices, address, carriers, interner);
+        let could_conflict = carriers.len() > 1 || !carries;
+        let (endpoint, conflict) = merge(&self.slices, address, carriers, interner);
         if before != endpoint {
             if !self.before.contains_key(service) {
                 self.before.insert(service.clone(), BTreeMap::new());
@@ -272,14 +272,14 @@ impl Endpoints {
                 before.trigger_unix_ms = older(before.trigger_unix_ms, trigger_unix_ms);
             }
         }
-        if could_dispute {
-            self.agreements.push(Agreement { service: service.clone(), address, dispute });
+        if could_conflict {
+            self.conflicts.push(SliceConflict { service: service.clone(), address, slices: conflict });
         }
     }
 
     /// Addresses on which slices began or ceased to disagree, since the last call.
-    pub(super) fn take_agreements(&mut self) -> Vec<Agreement> {
-        std::mem::take(&mut self.agreements)
+    pub(super) fn take_conflicts(&mut self) -> Vec<SliceConflict> {
+        std::mem::take(&mut self.conflicts)
     }
 
     /// What differs since the last call, by service and address.
@@ -347,7 +347,7 @@ fn touched(old: Option<&Slice>, new: Option<&Slice>) -> Vec<(IpAddr, bool, bool)
     }
 }
 
-type Dispute = Option<(Arc<ObjectKey>, Arc<ObjectKey>)>;
+type ConflictingSlices = Option<(Arc<ObjectKey>, Arc<ObjectKey>)>;
 
 /// What one slice says of an address.
 #[derive(Clone, Copy)]
@@ -368,7 +368,7 @@ impl Entry<'_> {
         })
     }
 
-    fn dispute(self, other: Self) -> Dispute {
+    fn conflict(self, other: Self) -> ConflictingSlices {
         Some((Arc::clone(self.slice), Arc::clone(other.slice)))
     }
 }
@@ -379,7 +379,7 @@ fn merge(
     address: IpAddr,
     carriers: &[Arc<ObjectKey>],
     interner: &mut Interner,
-) -> (Option<Endpoint>, Dispute) {
+) -> (Option<Endpoint>, ConflictingSlices) {
     let entries = || {
         carriers.iter().filter_map(|key| {
             let (slice, _) = slices.get(key)?;
@@ -412,14 +412,14 @@ fn merge(
         conditions: main.conditions,
         placement: Arc::clone(&main.placement),
     };
-    let dispute = entries().find_map(|entry| {
+    let conflict = entries().find_map(|entry| {
         let mut used = entry.ports.iter().filter_map(|port| counting.get(&port.key()));
-        used.find(|used| used.facts.disputes(entry.facts))?.dispute(entry)
+        used.find(|used| used.facts.conflicts_with(entry.facts))?.conflict(entry)
     });
     if size::may_be_sent(&endpoint) {
-        return (Some(endpoint), dispute);
+        return (Some(endpoint), conflict);
     }
     let used = entries().skip(1).fold(first, |used, entry| if entry.facts.replaces() { entry } else { used });
     let other = entries().find(|entry| entry.slice != used.slice);
-    (used.alone(address), dispute.or_else(|| used.dispute(other?)))
+    (used.alone(address), conflict.or_else(|| used.conflict(other?)))
 }

@@ -2,19 +2,19 @@
 //!
 //! What comes out depends on the objects that there are, not on the order of events; and each event costs in proportion to
 //! what it changes: a slice's change visits that slice's addresses. Events add up until [`Model::take`], where what ended as it
-//! began drops out. What happens to bad objects is said in `table.rs`.
+//! began drops out. What happens to bad objects is said in `object_set.rs`.
 
 mod annotations;
 mod cidrs;
 mod endpoints;
 mod intern;
 mod nodes;
+mod object_set;
 mod parse;
 mod problems;
 mod services;
 mod size;
 mod slices;
-mod table;
 #[cfg(test)]
 mod tests;
 
@@ -28,8 +28,8 @@ use headgate_core::{Change, Node, Service, ServiceCidr, ServiceKey};
 use self::{
     endpoints::{EndpointChange, Endpoints},
     intern::Interner,
+    object_set::{ObjectSet, Reading, Verdict},
     problems::{Findings, Problems, Subject},
-    table::{Reading, Table, Verdict},
 };
 use crate::{
     objects::{Object, ObjectKey, ObjectKind},
@@ -68,10 +68,10 @@ impl Event {
 /// The objects in use, and what changed since it was last asked.
 #[derive(Debug, Default)]
 pub struct Model {
-    services: Table<ServiceKey, Service>,
+    services: ObjectSet<ServiceKey, Service>,
     endpoints: Endpoints,
-    nodes: Table<Arc<str>, Node>,
-    service_cidrs: Table<Box<str>, ServiceCidr>,
+    nodes: ObjectSet<Arc<str>, Node>,
+    service_cidrs: ObjectSet<Box<str>, ServiceCidr>,
     problems: Problems,
     interner: Interner,
 }
@@ -102,11 +102,11 @@ impl Model {
         new_problems
     }
 
-    /// Notes what is wrong with a place that is no object, such as a file; an empty list clears it.
+    /// Notes what is wrong with a location that is no object, such as a file; an empty list clears it.
     ///
     /// Returns the number of problems that were not there before.
-    pub fn set_place_problems(&mut self, place: &str, problems: Vec<Problem>) -> usize {
-        self.problems.set(Subject::Place(place.to_owned()), problems)
+    pub fn set_location_problems(&mut self, location: &str, problems: Vec<Problem>) -> usize {
+        self.problems.set(Subject::Location(location.to_owned()), problems)
     }
 
     /// The sorted list of all problems, if it changed since the last call.
@@ -235,7 +235,7 @@ impl Model {
             self.endpoints.set(key, reading.value, is_good, times_changes, &mut self.interner);
         }
         let is_served = self.endpoints.contains(key);
-        self.report(key, reading.findings, verdict, is_served, origin) + self.report_disputes()
+        self.report(key, reading.findings, verdict, is_served, origin) + self.report_conflicts()
     }
 
     fn put_node(&mut self, key: &ObjectKey, reading: Reading<Node>, origin: &str) -> usize {
@@ -269,10 +269,10 @@ impl Model {
         self.problems.set(Subject::Object(key.clone()), problems)
     }
 
-    fn report_disputes(&mut self) -> usize {
+    fn report_conflicts(&mut self) -> usize {
         let mut new_problems = 0;
-        for agreement in self.endpoints.take_agreements() {
-            let (service, address) = (agreement.service, agreement.address);
+        for conflict in self.endpoints.take_conflicts() {
+            let (service, address) = (conflict.service, conflict.address);
             let problem = |(used, other): (Arc<ObjectKey>, Arc<ObjectKey>)| Problem {
                 object: format!("Service {service}"),
                 field: format!("endpoint {address}"),
@@ -282,7 +282,7 @@ impl Model {
                 ),
                 origin: String::new(),
             };
-            let problems = agreement.dispute.map(problem).into_iter().collect();
+            let problems = conflict.slices.map(problem).into_iter().collect();
             new_problems += self.problems.set(Subject::Endpoint(service, address), problems);
         }
         new_problems

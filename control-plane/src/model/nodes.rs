@@ -4,7 +4,7 @@ use std::net::IpAddr;
 
 use headgate_core::Node;
 
-use super::{intern::Interner, parse, problems::Findings, size, table::Reading};
+use super::{intern::Interner, object_set::Reading, parse, problems::Findings, size};
 use crate::objects;
 
 /// The taint by which the cluster autoscaler says that a node is about to go.

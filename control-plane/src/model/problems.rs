@@ -69,8 +69,8 @@ pub(super) enum Subject {
     Object(ObjectKey),
     /// One address of a service, which several slices carry.
     Endpoint(ServiceKey, IpAddr),
-    /// A place outside of objects, such as a file.
-    Place(String),
+    /// A location outside of objects, such as a file.
+    Location(String),
 }
 
 /// All present problems.

@@ -5,7 +5,7 @@ use std::{collections::HashSet, net::IpAddr};
 use headgate_core::{ClientIpAffinity, Family, Service, ServiceKey, ServicePort, TrafficPolicy};
 use ipnet::IpNet;
 
-use super::{annotations, parse, problems::Findings, size, table::Reading};
+use super::{annotations, object_set::Reading, parse, problems::Findings, size};
 use crate::objects;
 
 /// The API's default of `timeoutSeconds`.

@@ -4,7 +4,7 @@ use std::{net::IpAddr, sync::Arc};
 
 use headgate_core::{Conditions, EndpointPort, Family, Hints, Placement, ServiceKey};
 
-use super::{intern::Interner, parse, problems::Findings, size, table::Reading};
+use super::{intern::Interner, object_set::Reading, parse, problems::Findings, size};
 use crate::objects;
 
 /// What a slice says of an address, ports aside.
@@ -21,7 +21,7 @@ impl Facts {
     }
 
     /// Whether only the order decides between two entries for the same address and port.
-    pub(super) fn disputes(&self, other: &Self) -> bool {
+    pub(super) fn conflicts_with(&self, other: &Self) -> bool {
         self.conditions.terminating == other.conditions.terminating && self != other
     }
 }
@@ -130,7 +130,7 @@ fn endpoints(
     endpoints.dedup_by(|later, kept| {
         let is_same = later.0 == kept.0;
         if is_same {
-            if later.2.disputes(&kept.2) {
+            if later.2.conflicts_with(&kept.2) {
                 let message = format!("{} is also endpoints[{}], which says otherwise: list it once", later.0, kept.1);
                 findings.entry(format!("endpoints[{}].addresses[0]", later.1), message);
             }

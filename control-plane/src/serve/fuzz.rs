@@ -6,7 +6,10 @@ use headgate_proto::v1::{self, agent_message::Body};
 use prost::Message as _;
 use tokio::time::Instant;
 
-use super::{Settings, Shared, session::Session, signal::Signal};
+use super::{
+    context::{Settings, Signal},
+    stream::{Session, Streams},
+};
 use crate::{
     identity::{Identity, Peer},
     metrics::Metrics,
@@ -18,7 +21,7 @@ const OWN_EPOCH: u64 = 1;
 
 /// Gives `messages` to a stream of a replica that serves `store`, and takes what it sends in between. Returns how many of them were accepted.
 pub(crate) fn stream<'a>(store: Arc<Store>, messages: impl IntoIterator<Item = &'a [u8]>) -> usize {
-    let shared = Shared::new(store, Arc::new(Metrics::default()), Settings::default());
+    let streams = Streams::new(store, Arc::new(Metrics::default()), Settings::default());
     let peer = Peer { address: ([127, 0, 0, 1], 7443).into(), identity: Identity::Unchecked, not_after: None };
     let signal = Arc::new(Signal::new());
     let mut session: Option<Session> = None;
@@ -28,11 +31,11 @@ pub(crate) fn stream<'a>(store: Arc<Store>, messages: impl IntoIterator<Item = &
         if let Some(Body::Hello(v1::Hello { resume: Some(resume), .. })) = &mut message.body
             && resume.epoch == OWN_EPOCH
         {
-            resume.epoch = shared.store.epoch();
+            resume.epoch = streams.context.store.epoch();
         }
         let taken = match &mut session {
             Some(session) => session.take(message),
-            None => Session::open(&shared, &peer, &message, &signal).map(|opened| session = Some(opened)),
+            None => Session::open(&streams, &peer, &message, &signal).map(|opened| session = Some(opened)),
         };
         if taken.is_err() {
             break;

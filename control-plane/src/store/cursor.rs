@@ -9,8 +9,8 @@ use headgate_proto::{References, v1};
 use super::{
     Inner, Store,
     buckets::BucketFrames,
-    deltas::{Delta, Span},
-    encode::{positions_to_wire, present_all, server_frame},
+    deltas::Delta,
+    encode::{Span, positions_to_wire, present_all, server_frame},
     log,
     resume::Resume,
 };

@@ -14,7 +14,7 @@ use std::{
 use bytes::Bytes;
 use headgate_proto::v1;
 
-use super::encode::{Item, batch_frames};
+use super::encode::{Item, Span, batch_frames};
 
 /// One step in parts takes at most this share of all that such steps may take.
 const MAX_SHARE: usize = 8;
@@ -58,13 +58,6 @@ impl Drop for Charge {
     fn drop(&mut self) {
         self.budget.used.fetch_sub(self.bytes, Ordering::Relaxed);
     }
-}
-
-/// From where to where a step leads.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Span {
-    pub(super) previous_version: u64,
-    pub(super) version: u64,
 }
 
 /// An encoded step from one version to another.

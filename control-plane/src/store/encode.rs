@@ -4,11 +4,15 @@ use bytes::Bytes;
 use headgate_core::{Change, State};
 use headgate_proto::{ChangesBuilder, References, frame::frame, v1};
 
-use super::{
-    deltas::Span,
-    log::{Entry, LogKey},
-};
+use super::log::{Entry, LogKey};
 use crate::transaction::SourceKind;
+
+/// From where to where a step leads.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Span {
+    pub(super) previous_version: u64,
+    pub(super) version: u64,
+}
 
 /// The positions of a source on the wire.
 pub(crate) fn positions_to_wire(positions: impl IntoIterator<Item = (SourceKind, u64)>) -> Vec<v1::SourcePosition> {

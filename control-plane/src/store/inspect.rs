@@ -31,7 +31,7 @@ pub(crate) struct Counts {
 
 /// A watcher's place in the log.
 #[derive(Debug, Clone, Copy)]
-pub struct WatchPlace(Place);
+pub struct WatchCursor(Place);
 
 /// Some changes that a watcher has not seen.
 #[derive(Debug)]
@@ -39,7 +39,7 @@ pub struct WatchPage {
     /// Versions and present values, oldest change first; a key that changed several times is there once.
     pub changes: Vec<(u64, Change)>,
     /// Where the next page begins.
-    pub next: WatchPlace,
+    pub next: WatchCursor,
     /// The log no longer reaches back to where this page begins: changes are missing.
     pub is_incomplete: bool,
 }
@@ -125,13 +125,13 @@ impl Store {
 
     /// The place of a watcher who has seen everything up to now.
     #[must_use]
-    pub fn watch_place(&self) -> WatchPlace {
-        WatchPlace(log::after(self.version()))
+    pub fn watch_cursor(&self) -> WatchCursor {
+        WatchCursor(log::after(self.version()))
     }
 
     /// At most `limit` changes from `place` on. A watcher that is slow skips to newest values.
     #[must_use]
-    pub fn watch_page(&self, place: WatchPlace, limit: usize) -> WatchPage {
+    pub fn watch_page(&self, place: WatchCursor, limit: usize) -> WatchPage {
         let inner = self.read();
         let mut next = place.0;
         let mut changes = Vec::new();
@@ -139,6 +139,6 @@ impl Store {
             next = (place.0, place.1.saturating_add(1));
             changes.push((place.0, encode::present(&inner.state, &entry.key)));
         }
-        WatchPage { changes, next: WatchPlace(next), is_incomplete: place.0.0 <= inner.log.floor() }
+        WatchPage { changes, next: WatchCursor(next), is_incomplete: place.0.0 <= inner.log.floor() }
     }
 }

@@ -34,7 +34,7 @@ use tokio::sync::watch;
 
 pub use cursor::{Cursor, ResumeMode};
 pub(crate) use encode::{positions_to_wire, server_frame};
-pub use inspect::{WatchPage, WatchPlace};
+pub use inspect::{WatchCursor, WatchPage};
 pub(crate) use resume::positions_from_wire;
 pub use resume::{BehindWait, NodeResumption, NotYet, Resume, Resumption, Wait};
 
@@ -43,7 +43,8 @@ use crate::{
     transaction::{Problem, Sink, SourceKind, Transaction, TriggeredChange},
 };
 use buckets::Buckets;
-use deltas::{Delta, DeltaCache, Ring, Span, SplitBudget};
+use deltas::{Delta, DeltaCache, Ring, SplitBudget};
+use encode::Span;
 use freshness::Freshness;
 use log::{Log, LogKey};
 use names::Names;

@@ -157,7 +157,7 @@ impl NodeResumption {
     ///
     /// # Errors
     /// Why the agent is not given its Node yet; to be asked again when the source was listed or moved.
-    pub fn go_on(&self, store: &Store) -> Result<(), NotYet> {
+    pub fn check(&self, store: &Store) -> Result<(), NotYet> {
         NotYet::check(store, &self.0, SourceKind::has_nodes)
     }
 }
@@ -183,17 +183,17 @@ impl Resumption {
     ///
     /// # Errors
     /// Why it has to wait; to be asked again when the source was listed or moved.
-    pub fn go_on(&self, store: &Store) -> Result<Cursor, NotYet> {
+    pub fn advance(&self, store: &Store) -> Result<Cursor, NotYet> {
         let nothing = BTreeMap::new();
         let seen = self.0.as_ref().map_or(&nothing, |resume| &resume.positions);
         NotYet::check(store, seen, SourceKind::has_shared_resources)?;
-        Ok(self.go_back(store))
+        Ok(self.revert(store))
     }
 
     /// The agent's place in what this replica has, be it older than what the agent has. For when it has waited too long, as after the restore of
     /// a source.
     #[must_use]
-    pub fn go_back(&self, store: &Store) -> Cursor {
+    pub fn revert(&self, store: &Store) -> Cursor {
         store.cursor(self.0.as_ref()).1
     }
 }

@@ -556,7 +556,7 @@ impl NodeObserver for Told {
 fn a_watcher_pages_through_changes_and_skips_to_newest_values() {
     let store = store(Limits::default());
     store.put([service(1, 80)]);
-    let place = store.watch_place();
+    let place = store.watch_cursor();
     assert!(store.watch_page(place, 10).changes.is_empty());
     for port in 1..=50 {
         store.put([service(1, port), service(2, port)]);
@@ -574,12 +574,12 @@ fn a_watcher_pages_through_changes_and_skips_to_newest_values() {
 #[test]
 fn the_log_is_bounded_and_says_what_it_cannot_tell() {
     let store = store(Limits { max_tombstones: 10, max_delta_changes: 20, ..Limits::default() });
-    let place = store.watch_place();
+    let place = store.watch_cursor();
     store.put((0..100).map(|host| endpoint(1, host, 80)));
     store.put([service(1, 80)]);
     assert_eq!((store.read().log.len(), store.read().log.floor()), (30, 1));
     assert!(store.watch_page(place, 10).is_incomplete);
-    assert!(!store.watch_page(store.watch_place(), 10).is_incomplete);
+    assert!(!store.watch_page(store.watch_cursor(), 10).is_incomplete);
     let versions: BTreeSet<u64> = store.endpoints(&key(1)).into_iter().map(|(_, version)| version).collect();
     assert_eq!((versions, store.version_of(&key(1), None, false)), (BTreeSet::from([1]), Some(2)));
     assert_eq!(store.version_of(&key(9), None, true), Some(1), "it was gone by then");

@@ -11,7 +11,7 @@ use super::{
 };
 use crate::fleet::{Client, rig::CpuTime, stage::Stage, worker::Worker};
 
-/// Snapshots that a replica sends at the same time (`control-plane/src/serve/admission.rs`).
+/// Snapshots that a replica sends at the same time (`control-plane/src/serve/stream/snapshot_queue.rs`).
 pub const IN_FLIGHT: usize = 64;
 /// Memory that an agent may cost, ...
 const BYTES_PER_AGENT: u64 = 16_000;

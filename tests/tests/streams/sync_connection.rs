@@ -300,7 +300,7 @@ async fn the_size_of_the_header_table_is_agreed_upon() {
 
 #[tokio::test]
 async fn an_answer_that_nobody_takes_is_not_kept_for_ever() {
-    let settings = Settings { untaken_timeout: Duration::from_millis(200), ..replica::settings() };
+    let settings = Settings { stalled_response_timeout: Duration::from_millis(200), ..replica::settings() };
     let replica = Replica::start_with(settings, Security::Plaintext).await;
     replica.store.synced();
     let connect = |window: u32| {
@@ -426,7 +426,7 @@ async fn who_says_more_than_an_agent_has_to_say_is_heard_later() {
             replica.put([service(1, port)]);
             good.reach(replica.store.version()).await;
         }
-        // A megabyte at once and a quarter of one a second (`serve/budget.rs`), with as much for good measure.
+        // A megabyte at once and a quarter of one a second (`serve/transport/budget.rs`), with as much for good measure.
         let most = 2 * ((1 << 20) + start.elapsed().as_millis() * (256 << 10) / 1_000);
         let bytes = u128::from(heard(before)) * failed.len() as u128;
         assert!(bytes > 0 && bytes < most, "{bytes} bytes were read, not {most} at the most, in round {round}");

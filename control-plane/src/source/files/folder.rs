@@ -8,7 +8,7 @@
 //! - Where two files define one object, the first in order of path counts, and both are named in a problem.
 //! - A folder that cannot be read at all is kept as it was last seen; an empty one is empty.
 //!
-//! Of each definition only its place and a hash are kept: what it says is in the model. Where another file's definition
+//! Of each definition only its location and a hash are kept: what it says is in the model. Where another file's definition
 //! comes into use, that file is read again.
 
 use std::{
@@ -68,7 +68,7 @@ struct File {
 
 /// Where an object is defined, and a hash of what it says there.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Place {
+struct Location {
     file: Arc<Path>,
     /// Number of the definition in the file.
     index: usize,
@@ -76,7 +76,7 @@ struct Place {
     hash: u64,
 }
 
-impl Place {
+impl Location {
     fn origin(&self) -> String {
         documents::origin(&self.file.display().to_string(), self.document)
     }
@@ -87,10 +87,10 @@ impl Place {
 pub(super) struct Update {
     /// Events with their origin.
     pub(super) events: Vec<(Event, String)>,
-    /// Problems of places outside of objects, with the reason to count; an empty list clears a place.
-    pub(super) places: Vec<(String, &'static str, Vec<Problem>)>,
-    /// Objects of which a definition changed, with the place that was in use before.
-    touched: BTreeMap<Arc<ObjectKey>, Option<Place>>,
+    /// Problems outside of objects, by location, with the reason to count. An empty list clears a location.
+    pub(super) problems: Vec<(String, &'static str, Vec<Problem>)>,
+    /// Objects of which a definition changed, with the location that was in use before.
+    touched: BTreeMap<Arc<ObjectKey>, Option<Location>>,
     /// What was read, by object and file.
     read: HashMap<(Arc<ObjectKey>, Arc<Path>), Event>,
 }
@@ -101,7 +101,7 @@ pub(super) struct Folder {
     root: PathBuf,
     files: BTreeMap<PathBuf, File>,
     /// In order of path, the one in use first.
-    definitions: HashMap<Arc<ObjectKey>, Vec<Place>>,
+    definitions: HashMap<Arc<ObjectKey>, Vec<Location>>,
     hasher: RandomState,
     parsed_files: u64,
     /// Why the last scan could not read the folder itself.
@@ -161,13 +161,13 @@ impl Folder {
         self.unreadable =
             of_root.map(|(_, error)| format!("the folder {} cannot be read: {error}", self.root.display()));
         let told = unreadable.iter().map(|(path, error)| folder_problem(path, error)).collect();
-        update.places.push((String::new(), "unreadable_folder", told));
+        update.problems.push((String::new(), "unreadable_folder", told));
         for (path, stamp) in &found {
             let known = self.files.get(path);
             let is_touched = known.is_none_or(|file| file.stamp != Some(*stamp) || file.losing_since.is_some());
             if is_touched && !is_being_written(path) {
                 self.read(path, now, &mut update);
-                hand_on(self.settle(std::mem::take(&mut update)));
+                hand_on(self.resolve(std::mem::take(&mut update)));
             }
         }
         let gone = self.files.keys().filter(|path| !found.contains_key(*path));
@@ -175,7 +175,7 @@ impl Folder {
         for path in gone.cloned().collect::<Vec<_>>() {
             self.read(&path, now, &mut update);
         }
-        hand_on(self.settle(update));
+        hand_on(self.resolve(update));
     }
 
     /// Reads some files, by paths inside the folder, whatever their stamps say.
@@ -184,7 +184,7 @@ impl Folder {
         for path in paths {
             self.read(&path, now, &mut update);
         }
-        self.settle(update)
+        self.resolve(update)
     }
 
     /// Looks again at files that have lost objects for long enough.
@@ -215,7 +215,7 @@ impl Folder {
                 // Without a stamp the next scan tries again.
                 let file = self.files.entry(path.to_owned()).or_default();
                 (file.stamp, file.content_hash, file.losing_since) = (None, None, None);
-                update.places.push((name, "unreadable_file", vec![problem]));
+                update.problems.push((name, "unreadable_file", vec![problem]));
             }
         }
     }
@@ -236,7 +236,7 @@ impl Folder {
                 new.insert(key, (index, definition));
             }
         }
-        update.places.push((name.to_owned(), "malformed_file", problems));
+        update.problems.push((name.to_owned(), "malformed_file", problems));
         let file = self.files.entry(path.to_owned()).or_default();
         let is_same = file.content_hash == hash;
         file.content_hash = hash;
@@ -263,8 +263,8 @@ impl Folder {
         }
         let path: Arc<Path> = path.into();
         for (key, (index, Definition { event, document })) in new {
-            let place = Place { hash: self.hasher.hash_one(&event), file: Arc::clone(&path), index, document };
-            self.define(key, place, event, update);
+            let location = Location { hash: self.hasher.hash_one(&event), file: Arc::clone(&path), index, document };
+            self.define(key, location, event, update);
         }
         if is_forgotten {
             self.files.remove(&*path);
@@ -275,42 +275,42 @@ impl Folder {
         self.definitions.get_key_value(&key).map_or_else(|| Arc::new(key), |(shared, _)| Arc::clone(shared))
     }
 
-    fn define(&mut self, key: Arc<ObjectKey>, place: Place, event: Event, update: &mut Update) {
-        let places = self.definitions.entry(Arc::clone(&key)).or_default();
-        let known = places.iter().position(|other| other.file == place.file);
-        if known.is_some_and(|known| places[known] == place) {
+    fn define(&mut self, key: Arc<ObjectKey>, location: Location, event: Event, update: &mut Update) {
+        let locations = self.definitions.entry(Arc::clone(&key)).or_default();
+        let known = locations.iter().position(|other| other.file == location.file);
+        if known.is_some_and(|known| locations[known] == location) {
             return;
         }
-        update.touched.entry(Arc::clone(&key)).or_insert_with(|| places.first().cloned());
-        update.read.insert((key, Arc::clone(&place.file)), event);
+        update.touched.entry(Arc::clone(&key)).or_insert_with(|| locations.first().cloned());
+        update.read.insert((key, Arc::clone(&location.file)), event);
         match known {
-            Some(known) => places[known] = place,
+            Some(known) => locations[known] = location,
             None => {
-                places.push(place);
-                places.sort_unstable_by(|a, b| a.file.cmp(&b.file));
-                places.shrink_to_fit();
+                locations.push(location);
+                locations.sort_unstable_by(|a, b| a.file.cmp(&b.file));
+                locations.shrink_to_fit();
             }
         }
     }
 
     fn withdraw(&mut self, key: &Arc<ObjectKey>, path: &Path, update: &mut Update) {
-        let Some(places) = self.definitions.get_mut(key) else { return };
-        update.touched.entry(Arc::clone(key)).or_insert_with(|| places.first().cloned());
-        places.retain(|place| *place.file != *path);
-        if places.is_empty() {
+        let Some(locations) = self.definitions.get_mut(key) else { return };
+        update.touched.entry(Arc::clone(key)).or_insert_with(|| locations.first().cloned());
+        locations.retain(|location| *location.file != *path);
+        if locations.is_empty() {
             self.definitions.remove(key);
         }
     }
 
     /// Makes events of the objects of which another definition is in use than before.
-    fn settle(&mut self, mut update: Update) -> Update {
+    fn resolve(&mut self, mut update: Update) -> Update {
         let mut unread: BTreeMap<Arc<Path>, Vec<Arc<ObjectKey>>> = BTreeMap::new();
         for (key, before) in std::mem::take(&mut update.touched) {
-            let places = self.definitions.get(&key).map(Vec::as_slice).unwrap_or_default();
-            let first = places.first();
-            let origin = first.map(Place::origin).unwrap_or_default();
-            let others = places.iter().skip(1).map(|other| duplicate(&key, &other.origin(), &origin)).collect();
-            update.places.push((format!("definitions of {key}"), "duplicate_object", others));
+            let locations = self.definitions.get(&key).map(Vec::as_slice).unwrap_or_default();
+            let first = locations.first();
+            let origin = first.map(Location::origin).unwrap_or_default();
+            let others = locations.iter().skip(1).map(|other| duplicate(&key, &other.origin(), &origin)).collect();
+            update.problems.push((format!("definitions of {key}"), "duplicate_object", others));
             match first {
                 None => update.events.push((Event::Delete((*key).clone()), origin)),
                 Some(first) if before.as_ref() == Some(first) => {}
@@ -337,12 +337,14 @@ impl Folder {
             found.entry(event.key()).or_insert(event);
         }
         for key in keys {
-            let Some(place) = self.definitions.get_mut(&key).and_then(|places| places.first_mut()) else { continue };
-            match found.remove(&*key).filter(|event| self.hasher.hash_one(event) == place.hash) {
-                Some(event) => update.events.push((event, place.origin())),
+            let Some(location) = self.definitions.get_mut(&key).and_then(|locations| locations.first_mut()) else {
+                continue;
+            };
+            match found.remove(&*key).filter(|event| self.hasher.hash_one(event) == location.hash) {
+                Some(event) => update.events.push((event, location.origin())),
                 None => {
                     // So that this definition counts as new, whatever the file says then.
-                    place.hash = !place.hash;
+                    location.hash = !location.hash;
                     let file = self.files.entry(file.to_path_buf()).or_default();
                     (file.stamp, file.content_hash) = (None, None);
                 }
@@ -472,7 +474,7 @@ mod tests {
             |_| false,
             |update| {
                 all.events.extend(update.events);
-                all.places.extend(update.places);
+                all.problems.extend(update.problems);
             },
         );
         all
@@ -571,6 +573,6 @@ mod tests {
         put(&folder, "a.yaml", &node("a"));
         let update = scan(&mut folder, now);
         assert_eq!(told(&update), ["+a"]);
-        assert!(update.places.iter().all(|(.., problems)| problems.is_empty()), "{update:?}");
+        assert!(update.problems.iter().all(|(.., problems)| problems.is_empty()), "{update:?}");
     }
 }

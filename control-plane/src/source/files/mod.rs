@@ -156,8 +156,8 @@ impl Reader {
 
 impl Intake {
     fn take_in(&mut self, update: Update) {
-        for (place, reason, problems) in update.places {
-            let new = self.model.set_place_problems(&place, problems);
+        for (location, reason, problems) in update.problems {
+            let new = self.model.set_location_problems(&location, problems);
             (0..new).for_each(|_| self.sink.count_error(SourceKind::Files, reason));
         }
         for (event, origin) in update.events {

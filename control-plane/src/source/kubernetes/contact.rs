@@ -18,7 +18,7 @@ use tokio::{
     time::{Instant, sleep, timeout},
 };
 
-use super::watch::path;
+use super::wire::path;
 use crate::{objects::ObjectKind, transaction::Sink};
 
 /// Time between two looks.

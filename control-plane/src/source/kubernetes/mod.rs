@@ -26,7 +26,7 @@ use tokio_util::sync::CancellationToken;
 
 use self::{
     contact::Contact,
-    watch::{KindStep, Step, Watch, source_kind},
+    watch::{KindUpdate, Watch, WatchUpdate, source_kind},
 };
 use super::{SourceError, SourceSettings};
 use crate::{
@@ -36,7 +36,7 @@ use crate::{
 };
 
 /// Steps that wait between the watches and the model; a watch that is faster waits itself.
-const WAITING_STEPS: usize = 1_024;
+const WAITING_UPDATES: usize = 1_024;
 
 /// Steps that are taken in together, at most.
 const STEPS_TOGETHER: usize = 4_096;
@@ -44,7 +44,7 @@ const STEPS_TOGETHER: usize = 4_096;
 /// Steps that come within this time of one another are taken in together: a Service and its slices change together.
 const LINGER: Duration = Duration::from_millis(1);
 
-/// No step waits longer for others.
+/// No update waits longer for others.
 const LONGEST_LINGER: Duration = Duration::from_millis(5);
 
 /// How long a connection to the server may take.
@@ -61,7 +61,7 @@ pub(super) async fn run(
     shutdown: CancellationToken,
 ) -> Result<(), SourceError> {
     let client = client(settings.kubeconfig.as_deref()).await?;
-    let (sender, mut steps) = mpsc::channel(WAITING_STEPS);
+    let (sender, mut updates) = mpsc::channel(WAITING_UPDATES);
     let mut watches = JoinSet::new();
     let contact = Contact::new(Arc::clone(&sink), settings.watch_silence);
     for kind in ObjectKind::ALL {
@@ -84,9 +84,9 @@ pub(super) async fn run(
                 let why = ended.err().map_or_else(|| "it ended".to_owned(), |error| error.to_string());
                 return Err(SourceError::WatchEnded(why));
             }
-            Some(first) = steps.recv() => {
-                for step in together(first, &mut steps).await {
-                    state.take_in(step);
+            Some(first) = updates.recv() => {
+                for update in together(first, &mut updates).await {
+                    state.take_in(update);
                 }
                 state.commit();
             }
@@ -115,16 +115,16 @@ async fn client(kubeconfig: Option<&Path>) -> Result<Client, SourceError> {
     Client::try_from(config).map_err(|error| SourceError::Client(error.to_string()))
 }
 
-/// The step with those that come right behind it.
-async fn together(first: KindStep, steps: &mut mpsc::Receiver<KindStep>) -> Vec<KindStep> {
+/// The update with those that come right behind it.
+async fn together(first: KindUpdate, updates: &mut mpsc::Receiver<KindUpdate>) -> Vec<KindUpdate> {
     let mut batch = vec![first];
     let until = Instant::now() + LONGEST_LINGER;
     while batch.len() < STEPS_TOGETHER {
-        match steps.try_recv() {
-            Ok(step) => batch.push(step),
+        match updates.try_recv() {
+            Ok(update) => batch.push(update),
             Err(_) if Instant::now() >= until => break,
-            Err(_) => match timeout(LINGER, steps.recv()).await {
-                Ok(Some(step)) => batch.push(step),
+            Err(_) => match timeout(LINGER, updates.recv()).await {
+                Ok(Some(update)) => batch.push(update),
                 Ok(None) | Err(_) => break,
             },
         }
@@ -132,7 +132,7 @@ async fn together(first: KindStep, steps: &mut mpsc::Receiver<KindStep>) -> Vec<
     batch
 }
 
-/// Turns steps into transactions.
+/// Turns updates into transactions.
 struct Applier {
     sink: Arc<dyn Sink>,
     model: Model,
@@ -140,7 +140,7 @@ struct Applier {
     positions: BTreeMap<SourceKind, u64>,
     /// Of kinds without a change since.
     bookmarks: BTreeMap<SourceKind, u64>,
-    /// When the oldest step that was not committed came.
+    /// When the oldest update that was not committed came.
     received: Option<SystemTime>,
     unlisted: BTreeSet<ObjectKind>,
     is_synced: bool,
@@ -162,18 +162,18 @@ impl Applier {
         }
     }
 
-    fn take_in(&mut self, KindStep { kind, step, version, received }: KindStep) {
-        let is_bookmark = matches!(step, Step::Moved);
+    fn take_in(&mut self, KindUpdate { kind, update, version, received }: KindUpdate) {
+        let is_bookmark = matches!(update, WatchUpdate::Moved);
         if !is_bookmark {
             self.received.get_or_insert(received);
         }
-        let new_problems = match step {
-            Step::Listed(events) => {
+        let new_problems = match update {
+            WatchUpdate::Listed(events) => {
                 self.unlisted.remove(&kind);
                 self.model.replace(kind, events)
             }
-            Step::Changed(event) => self.model.event(event, ""),
-            Step::Moved => 0,
+            WatchUpdate::Changed(event) => self.model.event(event, ""),
+            WatchUpdate::Moved => 0,
         };
         for _ in 0..new_problems {
             self.sink.count_error(source_kind(kind), "malformed_object");

@@ -79,7 +79,7 @@ const PROGRESS_WATCHES: u32 = 4;
 
 /// What a watch hands on.
 #[derive(Debug)]
-pub(super) enum Step {
+pub(super) enum WatchUpdate {
     /// All objects of the kind.
     Listed(Vec<Event>),
     /// One object.
@@ -88,11 +88,11 @@ pub(super) enum Step {
     Moved,
 }
 
-/// A step with its kind and the resourceVersion at which it stands; no version where the server does not have the kind.
+/// An update with its kind and the resourceVersion that it leads to; no version where the server does not have the kind.
 #[derive(Debug)]
-pub(super) struct KindStep {
+pub(super) struct KindUpdate {
     pub(super) kind: ObjectKind,
-    pub(super) step: Step,
+    pub(super) update: WatchUpdate,
     pub(super) version: Option<String>,
     pub(super) received: SystemTime,
 }
@@ -103,7 +103,7 @@ pub(super) struct Watch {
     client: Client,
     sink: Arc<dyn Sink>,
     contact: Arc<Contact>,
-    steps: mpsc::Sender<KindStep>,
+    updates: mpsc::Sender<KindUpdate>,
     version: Option<String>,
     back_off: BackOff,
     /// The server said that it has no streaming lists.
@@ -128,7 +128,7 @@ impl Watch {
         silence_limit: Duration,
         sink: Arc<dyn Sink>,
         contact: Arc<Contact>,
-        steps: mpsc::Sender<KindStep>,
+        updates: mpsc::Sender<KindUpdate>,
     ) -> Self {
         Self {
             silence_limit,
@@ -138,7 +138,7 @@ impl Watch {
             client,
             sink,
             contact,
-            steps,
+            updates,
             version: None,
             back_off: BackOff::default(),
             is_streaming_refused: false,
@@ -152,10 +152,10 @@ impl Watch {
     /// Lists and watches until `shutdown`.
     pub(super) async fn run(mut self, shutdown: CancellationToken) {
         let work = async {
-            while !self.steps.is_closed() {
+            while !self.updates.is_closed() {
                 let started = Instant::now();
                 let outcome = self.turn().await;
-                let pause = self.settle(outcome, started).await;
+                let pause = self.pause_after(outcome, started).await;
                 self.contact.pause(pause).await;
             }
         };
@@ -189,7 +189,7 @@ impl Watch {
     }
 
     /// Counts and logs what happened. Returns how long to wait.
-    async fn settle(&mut self, outcome: Result<(), Failure>, started: Instant) -> Duration {
+    async fn pause_after(&mut self, outcome: Result<(), Failure>, started: Instant) -> Duration {
         let Err(failure) = outcome else {
             if started.elapsed() >= SHORTEST_WATCH {
                 self.back_off.reset();
@@ -248,7 +248,7 @@ impl Watch {
         }
         if !self.is_listed {
             self.is_listed = true;
-            self.hand_on(Step::Listed(Vec::new()), None).await;
+            self.send_update(WatchUpdate::Listed(Vec::new()), None).await;
         }
     }
 
@@ -316,7 +316,7 @@ impl Watch {
             limit,
             ..ListParams::default()
         };
-        let request = kube::core::Request::new(path(self.kind)).list(&parameters).map_err(Failure::malformed)?;
+        let request = kube::core::Request::new(wire::path(self.kind)).list(&parameters).map_err(Failure::malformed)?;
         let read = async {
             let body = self.send(request, Verb::List).await?;
             body.collect().await.map(http_body_util::Collected::to_bytes).map_err(|error| Failure::dropped(&error))
@@ -332,7 +332,7 @@ impl Watch {
         self.is_listed = true;
         self.back_off.reset();
         self.version = Some(version.clone());
-        self.hand_on(Step::Listed(listed), Some(version)).await;
+        self.send_update(WatchUpdate::Listed(listed), Some(version)).await;
     }
 
     /// A watch from a version that the server has not reached would wait in silence: a server that was restored from a backup has to be
@@ -367,7 +367,7 @@ impl Watch {
             bookmarks: true,
             send_initial_events,
         };
-        let request = kube::core::Request::new(path(self.kind)).watch(&parameters, version);
+        let request = kube::core::Request::new(wire::path(self.kind)).watch(&parameters, version);
         let mut request = request.map_err(Failure::malformed)?;
         // Servers from 1.37 compress each event by itself, which the client's decompression does not read.
         request.headers_mut().insert(header::ACCEPT_ENCODING, HeaderValue::from_static("identity"));
@@ -408,16 +408,16 @@ impl Watch {
             };
             let line = line.map_err(|_| Failure::silent("nothing came in a watch", self.silence_limit))??;
             let Some(line) = line else { return Ok(()) };
-            let (step, version) = match self.decode(&line)? {
-                Line::Event { event, version } => (Step::Changed(event), version),
-                Line::Bookmark { version, .. } => (Step::Moved, version),
+            let (update, version) = match self.decode(&line)? {
+                Line::Event { event, version } => (WatchUpdate::Changed(event), version),
+                Line::Bookmark { version, .. } => (WatchUpdate::Moved, version),
                 Line::Error(status) => return Err(Failure::event(self.kind, &status)),
             };
             silent_since = Instant::now();
             self.heard();
             self.back_off.reset();
             self.version = Some(version.clone());
-            self.hand_on(step, Some(version)).await;
+            self.send_update(update, Some(version)).await;
         }
     }
 
@@ -438,9 +438,9 @@ impl Watch {
         wire::line(self.kind, line).map_err(Failure::malformed)
     }
 
-    async fn hand_on(&self, step: Step, version: Option<String>) {
+    async fn send_update(&self, update: WatchUpdate, version: Option<String>) {
         // Taken before it may have to wait for the receiver, which goes only when everything ends, which `run` sees.
-        let _ = self.steps.send(KindStep { kind: self.kind, step, version, received: SystemTime::now() }).await;
+        let _ = self.updates.send(KindUpdate { kind: self.kind, update, version, received: SystemTime::now() }).await;
     }
 
     fn heard(&self) {
@@ -461,15 +461,5 @@ pub(super) fn source_kind(kind: ObjectKind) -> SourceKind {
         ObjectKind::EndpointSlice => SourceKind::EndpointSlices,
         ObjectKind::Node => SourceKind::Nodes,
         ObjectKind::ServiceCidr => SourceKind::ServiceCidrs,
-    }
-}
-
-/// Where the server has the kind.
-pub(super) fn path(kind: ObjectKind) -> &'static str {
-    match kind {
-        ObjectKind::Service => "/api/v1/services",
-        ObjectKind::EndpointSlice => "/apis/discovery.k8s.io/v1/endpointslices",
-        ObjectKind::Node => "/api/v1/nodes",
-        ObjectKind::ServiceCidr => "/apis/networking.k8s.io/v1/servicecidrs",
     }
 }

@@ -21,6 +21,16 @@ use crate::{
 /// No object is larger: etcd takes 1.5 MiB by default.
 const LINE_LIMIT_BYTES: usize = 16 * 1024 * 1024;
 
+/// Where the server has the kind.
+pub(super) fn path(kind: ObjectKind) -> &'static str {
+    match kind {
+        ObjectKind::Service => "/api/v1/services",
+        ObjectKind::EndpointSlice => "/apis/discovery.k8s.io/v1/endpointslices",
+        ObjectKind::Node => "/api/v1/nodes",
+        ObjectKind::ServiceCidr => "/apis/networking.k8s.io/v1/servicecidrs",
+    }
+}
+
 /// One event of a watch.
 #[derive(Debug)]
 pub(super) enum Line {

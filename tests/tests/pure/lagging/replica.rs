@@ -143,7 +143,7 @@ impl Replica {
     }
 }
 
-/// A stream as the replica has it. It does what `serve/session.rs` does with the same parts.
+/// A stream as the replica has it. It does what `serve/stream/session.rs` does with the same parts.
 pub(crate) struct Stream {
     pub(crate) replica: usize,
     place: Place,
@@ -191,7 +191,7 @@ impl Stream {
         let store = &replica.store;
         let mut is_over = |not_yet| self.behind.look(not_yet, store, BEHIND_WAIT, now).is_over();
         if let Some(wait) = &self.node_wait
-            && wait.go_on(store).map_or_else(&mut is_over, |()| true)
+            && wait.check(store).map_or_else(&mut is_over, |()| true)
         {
             self.node_wait = None;
         }
@@ -207,10 +207,10 @@ impl Stream {
             }
         }
         if let Place::Waiting(resumption) = &self.place {
-            let cursor = match resumption.go_on(store) {
+            let cursor = match resumption.advance(store) {
                 Ok(cursor) => cursor,
                 Err(not_yet) if !is_over(not_yet) => return None,
-                Err(_) => resumption.go_back(store),
+                Err(_) => resumption.revert(store),
             };
             self.place = Place::At(cursor);
         }

@@ -1,0 +1,433 @@
+//! `Inspect`: what this replica knows, for people.
+
+use std::{
+    collections::VecDeque,
+    pin::Pin,
+    sync::{Arc, atomic::Ordering},
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
+
+use futures::{Stream, StreamExt as _, stream};
+use headgate_core::{
+    Change, Endpoint, Placement, ServiceKey, ServicePort,
+    claims::Claim,
+    node_state::{NodeState, SETTLED},
+};
+use headgate_proto::v1::{self, inspect_server::Inspect};
+use tokio::sync::watch;
+use tonic::{Request, Response, Status};
+
+use crate::{
+    identity::{Expiry, Peer},
+    metrics::kind_name,
+    serve::{
+        context::{Lifecycle, milliseconds},
+        fleet::{Agent, Fleet, Progress, Waiter},
+    },
+    store::{Store, WatchCursor, positions_to_wire},
+    transaction::{Problem, SourceKind},
+};
+
+/// Changes that a watcher takes from the store at a time.
+const WATCH_PAGE: usize = 256;
+
+/// See the module.
+pub(crate) struct Inspector(pub(crate) Arc<Fleet>);
+
+type Items<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+
+/// Bytes of problems in a status. Clients take answers of up to 4 MiB.
+const MAX_PROBLEM_BYTES: usize = 1 << 20;
+
+/// The first problems, and, where there are more than fit into an answer, how many more.
+fn problems_to_wire(problems: &[Problem]) -> Vec<v1::Problem> {
+    let mut shown = Vec::new();
+    let mut bytes = 0;
+    for Problem { object, field, message, origin } in problems {
+        bytes += object.len() + field.len() + message.len() + origin.len() + 32;
+        if bytes > MAX_PROBLEM_BYTES {
+            let more = problems.len() - shown.len();
+            let message = format!("{more} more problems are not shown: mend these first");
+            shown.push(v1::Problem { message, ..v1::Problem::default() });
+            break;
+        }
+        let (object, field) = (object.clone(), field.clone());
+        shown.push(v1::Problem { object, field, message: message.clone(), origin: origin.clone() });
+    }
+    shown
+}
+
+/// Those of one object. The list is sorted by object.
+fn problems_of<'a>(problems: &'a [Problem], object: &str) -> &'a [Problem] {
+    let begin = problems.partition_point(|problem| problem.object.as_str() < object);
+    let rest = problems.get(begin..).unwrap_or_default();
+    let count = rest.partition_point(|problem| problem.object == object);
+    rest.get(..count).unwrap_or_default()
+}
+
+#[tonic::async_trait]
+impl Inspect for Inspector {
+    type ListServicesStream = Items<v1::ServiceInfo>;
+    type ListEndpointsStream = Items<v1::EndpointInfo>;
+    type ListAgentsStream = Items<v1::AgentInfo>;
+    type WatchStream = Items<v1::WatchEvent>;
+    type WaitStream = Items<v1::WaitProgress>;
+
+    async fn get_status(&self, _: Request<v1::GetStatusRequest>) -> Result<Response<v1::GetStatusResponse>, Status> {
+        let fleet = &self.0;
+        let context = &fleet.context;
+        let counts = context.store.counts();
+        let problems = context.store.present_problems();
+        Ok(Response::new(v1::GetStatusResponse {
+            replica: context.settings.replica_name.clone(),
+            epoch: format!("{:016x}", context.store.epoch()),
+            version: counts.version,
+            build: env!("CARGO_PKG_VERSION").into(),
+            source: context.settings.source_name.clone(),
+            synced: context.store.is_synced(),
+            source_age_ms: milliseconds(context.store.source_age()),
+            source_state: context.store.source_state().to_string(),
+            source_problem: context.store.source_problem().unwrap_or_default(),
+            services: counts.services as u64,
+            endpoints: counts.endpoints as u64,
+            nodes: counts.nodes as u64,
+            agents: fleet.len() as u64,
+            problems: problems_to_wire(&problems),
+            fleet: Some(fleet_info(fleet.progress())),
+            source_ages: context.store.source_ages().into_iter().map(source_age).collect(),
+            positions: {
+                let positions = context.store.changed_positions().into_iter();
+                positions_to_wire(positions.filter(|(kind, _)| kind.is_comparable()))
+            },
+        }))
+    }
+
+    async fn list_services(
+        &self,
+        request: Request<v1::ListServicesRequest>,
+    ) -> Result<Response<Self::ListServicesStream>, Status> {
+        let v1::ListServicesRequest { namespace, name } = request.into_inner();
+        let store = Arc::clone(&self.0.context.store);
+        let keys = store.keys(|key| matches(key, &namespace, &name));
+        let services = stream::iter(keys).filter_map(move |key| {
+            let service = service_info(&store, &key);
+            async move { service.map(Ok) }
+        });
+        Ok(Response::new(Box::pin(services)))
+    }
+
+    async fn list_endpoints(
+        &self,
+        request: Request<v1::ListEndpointsRequest>,
+    ) -> Result<Response<Self::ListEndpointsStream>, Status> {
+        let v1::ListEndpointsRequest { namespace, name } = request.into_inner();
+        let store = Arc::clone(&self.0.context.store);
+        let keys = store.keys(|key| matches(key, &namespace, &name));
+        if keys.is_empty() && !name.is_empty() {
+            return Err(Status::not_found(format!("neither Service {namespace}/{name} nor an endpoint of it exists")));
+        }
+        let endpoints = stream::iter(keys).flat_map(move |key| {
+            let endpoints = store.endpoints(&key).into_iter();
+            stream::iter(endpoints.map(move |(endpoint, version)| Ok(endpoint_info(&key, &endpoint, version))))
+        });
+        Ok(Response::new(Box::pin(endpoints)))
+    }
+
+    async fn list_agents(
+        &self,
+        request: Request<v1::ListAgentsRequest>,
+    ) -> Result<Response<Self::ListAgentsStream>, Status> {
+        let v1::ListAgentsRequest { node } = request.into_inner();
+        let store = Arc::clone(&self.0.context.store);
+        let agents = self.0.all().into_iter().filter(move |agent| node.is_empty() || *agent.node == *node);
+        Ok(Response::new(Box::pin(stream::iter(agents).map(move |agent| Ok(agent_info(&store, &agent))))))
+    }
+
+    async fn watch(&self, request: Request<v1::WatchRequest>) -> Result<Response<Self::WatchStream>, Status> {
+        let expiry = request.extensions().get::<Peer>().and_then(Peer::expiry);
+        let v1::WatchRequest { namespace, name } = request.into_inner();
+        let store = Arc::clone(&self.0.context.store);
+        let watcher = Watcher {
+            head: store.head(),
+            lifecycle: self.0.context.lifecycle.subscribe(),
+            cursor: store.watch_cursor(),
+            page: VecDeque::new(),
+            expiry,
+            namespace,
+            name,
+            store,
+        };
+        let events = stream::unfold(watcher, |mut watcher| async move { Some((watcher.next().await?, watcher)) });
+        Ok(Response::new(Box::pin(events)))
+    }
+
+    async fn wait(&self, request: Request<v1::WaitRequest>) -> Result<Response<Self::WaitStream>, Status> {
+        let expiry = request.extensions().get::<Peer>().and_then(Peer::expiry);
+        let waiter = Waiter::new(Arc::clone(&self.0), request.into_inner(), expiry)?;
+        let messages = stream::unfold(waiter, |mut waiter| async move { Some((waiter.next().await?, waiter)) });
+        Ok(Response::new(Box::pin(messages)))
+    }
+}
+
+fn fleet_info(progress: &Progress) -> v1::FleetInfo {
+    let (states, everywhere) = (progress.states(), progress.everywhere());
+    let count = |state| states.get(&state).copied().unwrap_or_default() as u64;
+    v1::FleetInfo {
+        up_to_date: count(NodeState::UpToDate),
+        behind: count(NodeState::Behind),
+        failing: count(NodeState::Failing),
+        waiting: count(NodeState::Waiting),
+        cut_off: count(NodeState::CutOff),
+        measured_commits: everywhere.commits as u64,
+        everywhere_p50_ms: milliseconds(everywhere.p50),
+        everywhere_p99_ms: milliseconds(everywhere.p99),
+        everywhere_max_ms: milliseconds(everywhere.max),
+    }
+}
+
+fn source_age((kind, age): (SourceKind, Duration)) -> v1::SourceAge {
+    v1::SourceAge { kind: kind_name(kind).into(), age_ms: milliseconds(age) }
+}
+
+fn matches(key: &ServiceKey, namespace: &str, name: &str) -> bool {
+    (namespace.is_empty() || key.namespace == namespace) && (name.is_empty() || key.name == name)
+}
+
+/// A cursor into the log that takes one page at a time.
+struct Watcher {
+    store: Arc<Store>,
+    head: watch::Receiver<u64>,
+    lifecycle: watch::Receiver<Lifecycle>,
+    cursor: WatchCursor,
+    page: VecDeque<(u64, Change)>,
+    expiry: Option<Expiry>,
+    namespace: String,
+    name: String,
+}
+
+impl Watcher {
+    async fn next(&mut self) -> Option<Result<v1::WatchEvent, Status>> {
+        loop {
+            if let Some(denied) = self.expiry.and_then(Expiry::due) {
+                return Some(Err(denied.into()));
+            }
+            while let Some((version, change)) = self.page.pop_front() {
+                if let Some(event) = self.event(version, change) {
+                    return Some(Ok(event));
+                }
+            }
+            self.head.borrow_and_update();
+            let page = self.store.watch_page(self.cursor, WATCH_PAGE);
+            if page.is_incomplete {
+                let message = "more changed at once than is remembered: read the present state, and watch again";
+                return Some(Err(Status::data_loss(message)));
+            }
+            self.cursor = page.next;
+            if !page.changes.is_empty() {
+                self.page = page.changes.into_iter().flat_map(by_state).collect();
+                continue;
+            }
+            tokio::select! {
+                changed = self.head.changed() => changed.ok()?,
+                () = Expiry::passed(self.expiry) => {}
+                ended = self.lifecycle.wait_for(|lifecycle| *lifecycle != Lifecycle::Serving) => {
+                    drop(ended.ok()?);
+                    return Some(Err(Status::unavailable("this replica stops")));
+                }
+            }
+        }
+    }
+
+    fn event(&self, version: u64, change: Change) -> Option<v1::WatchEvent> {
+        let key = match &change {
+            Change::Service(service) => &service.key,
+            Change::RemoveService(key) | Change::Endpoint(key, _) | Change::RemoveEndpoint(key, _) => key,
+            Change::ServiceCidr(_) | Change::RemoveServiceCidr(_) => return None,
+        };
+        if !matches(key, &self.namespace, &self.name) {
+            return None;
+        }
+        let (namespace, name) = (key.namespace.to_string(), key.name.to_string());
+        let gone = |namespace, name| v1::ServiceInfo { namespace, name, version, ..Default::default() };
+        let (action, service, endpoint) = match change {
+            // A service that went between page and look is told as such by its own entry.
+            Change::Service(service) => ("changed", Some(service_info(&self.store, &service.key)?), None),
+            Change::RemoveService(_) => ("removed", Some(gone(namespace, name)), None),
+            Change::Endpoint(key, endpoint) => ("changed", None, Some(endpoint_info(&key, &endpoint, version))),
+            Change::RemoveEndpoint(_, address) => {
+                let address = address.to_string();
+                let endpoint = v1::EndpointInfo { namespace, name, address, version, ..Default::default() };
+                ("removed", None, Some(endpoint))
+            }
+            Change::ServiceCidr(_) | Change::RemoveServiceCidr(_) => return None,
+        };
+        Some(v1::WatchEvent { version, unix_ms: unix_ms(SystemTime::now()), action: action.into(), service, endpoint })
+    }
+}
+
+/// A change of an endpoint whose ports differ is told once for each group of ports with the same state.
+fn by_state((version, change): (u64, Change)) -> Vec<(u64, Change)> {
+    match change {
+        Change::Endpoint(key, endpoint) => {
+            let groups = endpoint.by_state().into_iter();
+            groups.map(|endpoint| (version, Change::Endpoint(key.clone(), endpoint))).collect()
+        }
+        change => vec![(version, change)],
+    }
+}
+
+fn service_info(store: &Store, key: &ServiceKey) -> Option<v1::ServiceInfo> {
+    let detail = store.service(key)?;
+    let service = &detail.service;
+    let port = |port: &ServicePort| v1::ServicePortInfo {
+        name: port.name.to_string(),
+        protocol: port.protocol.to_string(),
+        port: port.port.into(),
+        node_port: port.node_port.into(),
+    };
+    Some(v1::ServiceInfo {
+        namespace: key.namespace.to_string(),
+        name: key.name.to_string(),
+        cluster_ips: texts(&service.cluster_ips),
+        external_ips: texts(&service.external_ips),
+        load_balancer_ips: texts(&service.load_balancer_ips),
+        ports: service.ports.iter().map(port).collect(),
+        internal_traffic_policy: service.internal_traffic_policy.to_string(),
+        external_traffic_policy: service.external_traffic_policy.to_string(),
+        session_affinity_timeout_seconds: service.session_affinity.map_or(0, |affinity| affinity.timeout_seconds),
+        load_balancer_source_ranges: texts(&service.load_balancer_source_ranges),
+        health_check_node_port: service.health_check_node_port.into(),
+        endpoints: count(detail.endpoints),
+        ready_endpoints: count(detail.ready_endpoints),
+        version: detail.version,
+        conflicts: detail.lost.iter().map(|(claim, holder)| conflict(claim, holder)).collect(),
+        scheduler: service.scheduler.to_string(),
+        health_check: service.health_check.to_string(),
+        health_check_interval_ms: service.health_check_interval_ms,
+        problems: problems_to_wire(problems_of(&store.present_problems(), &format!("Service {key}"))),
+    })
+}
+
+fn texts<T: ToString>(items: &[T]) -> Vec<String> {
+    items.iter().map(ToString::to_string).collect()
+}
+
+fn count(number: usize) -> u32 {
+    u32::try_from(number).unwrap_or(u32::MAX)
+}
+
+fn conflict(claim: &Claim, holder: &ServiceKey) -> String {
+    match claim {
+        Claim::Address(address, protocol, port) => {
+            format!(
+                "{address} port {port}/{protocol} belongs to Service {holder}, which is older or comes first by name"
+            )
+        }
+        Claim::NodePort(family, protocol, port) => {
+            format!(
+                "{family} node port {port}/{protocol} belongs to Service {holder}, which is older or comes first by name"
+            )
+        }
+    }
+}
+
+fn endpoint_info(key: &ServiceKey, endpoint: &Endpoint, version: u64) -> v1::EndpointInfo {
+    let port = |port: &headgate_core::EndpointPort| {
+        let text = format!("{} {}/{}", port.name, port.port, port.protocol);
+        text.trim_start().to_owned()
+    };
+    let Placement { node, zone, hints } = &*endpoint.placement;
+    let hints = hints.as_deref();
+    v1::EndpointInfo {
+        namespace: key.namespace.to_string(),
+        name: key.name.to_string(),
+        address: endpoint.address.to_string(),
+        ports: endpoint.ports.iter().map(port).collect(),
+        ready: endpoint.conditions.ready,
+        serving: endpoint.conditions.serving,
+        terminating: endpoint.conditions.terminating,
+        node: node.as_deref().unwrap_or_default().to_owned(),
+        zone: zone.as_deref().unwrap_or_default().to_owned(),
+        hint_zones: hints.map_or_else(Vec::new, |hints| texts(&hints.zones)),
+        hint_nodes: hints.map_or_else(Vec::new, |hints| texts(&hints.nodes)),
+        version,
+    }
+}
+
+fn agent_info(store: &Store, agent: &Agent) -> v1::AgentInfo {
+    let record = agent.record().clone();
+    let source = store.source_state();
+    let state = NodeState::of(source, record.reported(store.version_before(SETTLED)));
+    let rejection = |rejection: v1::Rejection| v1::Problem {
+        object: rejection.resource,
+        field: rejection.field,
+        message: rejection.reason,
+        origin: String::new(),
+    };
+    v1::AgentInfo {
+        node: agent.node.to_string(),
+        address: agent.address.to_string(),
+        agent_version: agent.agent_version.clone(),
+        backend: record.backend,
+        degraded: record.degraded,
+        head_version: store.version(),
+        sent_version: agent.sent_version(),
+        programmed_version: record.programmed_version,
+        lag_ms: agent.lag_ms(store, record.programmed_version),
+        apply_microseconds: record.apply_microseconds,
+        services_planned: record.services_planned,
+        objects_written: record.objects_written,
+        resume: agent.resume.as_str().into(),
+        resumed_resources: agent.resumed_resources.load(Ordering::Relaxed),
+        connected_unix_ms: unix_ms(agent.connected),
+        last_error: record.last_error,
+        rejections: record.rejections.iter().cloned().map(rejection).collect(),
+        state: state.as_str().into(),
+        reason: agent.reason(store, source, state),
+    }
+}
+
+fn unix_ms(time: SystemTime) -> u64 {
+    let since_epoch = time.duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since_epoch.as_millis()).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_objects_problems_are_found_among_others() {
+        let problem = |object: &str, field: &str| Problem {
+            object: object.into(),
+            field: field.into(),
+            message: String::new(),
+            origin: String::new(),
+        };
+        let mut problems =
+            ["Service a/b", "Service a/web", "Service a/web2", "Node n", "Service a/web"].map(|of| problem(of, "f"));
+        problems[4].field = "g".into();
+        problems.sort();
+        let fields = |object| problems_of(&problems, object).iter().map(|p| p.field.as_str()).collect::<Vec<_>>();
+        assert_eq!(fields("Service a/web"), ["f", "g"]);
+        assert_eq!(fields("Service a/we"), [""; 0]);
+        assert_eq!(fields("Service z/z"), [""; 0]);
+    }
+
+    #[test]
+    fn a_status_with_very_many_problems_fits_into_an_answer() {
+        let problem = |n: usize| Problem {
+            object: format!("Service prod/web-{n}"),
+            field: "spec.ports".into(),
+            message: "a Service needs at least one port".repeat(4),
+            origin: "web.yaml".into(),
+        };
+        let problems: Vec<Problem> = (0..100_000).map(problem).collect();
+        let wire = problems_to_wire(&problems);
+        let bytes: usize = wire.iter().map(prost::Message::encoded_len).sum();
+        assert!(bytes < 2 << 20, "{bytes}");
+        let hidden = problems.len() - (wire.len() - 1);
+        assert_eq!(wire.last().map(|last| last.message.starts_with(&format!("{hidden} more"))), Some(true));
+        assert_eq!(problems_to_wire(&problems[..10]).len(), 10);
+    }
+}

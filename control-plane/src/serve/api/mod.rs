@@ -1,0 +1,93 @@
+//! What is answered besides streams: Inspect, health and reflection over gRPC, and pages over HTTP.
+
+mod discovery;
+mod inspect;
+mod pages;
+mod standing;
+
+use std::{sync::Arc, time::SystemTime};
+
+use headgate_proto::{FILE_DESCRIPTOR_SET, v1::inspect_server::InspectServer};
+use tonic::{
+    Request, Status,
+    service::{Routes, interceptor::InterceptedService},
+};
+use tonic_health::ServingStatus;
+
+pub(crate) use self::pages::serve as serve_pages;
+use self::{discovery::Discovery, inspect::Inspector};
+use super::{
+    context::{Context, Lifecycle, Warning},
+    stream::Streams,
+};
+use crate::identity::Peer;
+
+/// Longest message of a request to Inspect, health or reflection, which hold names. Room is made for a
+/// message as soon as its length is known.
+const MAX_REQUEST_BYTES: usize = 64 << 10;
+
+/// The services of the general server.
+///
+/// # Errors
+///
+/// The descriptor set that was compiled in cannot be served.
+pub(crate) async fn routes(streams: &Arc<Streams>) -> Result<Routes, tonic_reflection::server::Error> {
+    let context = &streams.context;
+    let (reporter, health) = tonic_health::server::health_reporter();
+    let names = ["", "headgate.v1.Discovery"];
+    for name in names {
+        reporter.set_service_status(name, ServingStatus::NotServing).await;
+    }
+    let (mut source, mut lifecycle) = (context.store.watch_source(), context.lifecycle.subscribe());
+    let following = Arc::clone(context);
+    tokio::spawn(async move {
+        loop {
+            source.mark_unchanged();
+            lifecycle.mark_unchanged();
+            let is_ready = following.unready_reason().is_none();
+            let status = if is_ready { ServingStatus::Serving } else { ServingStatus::NotServing };
+            for name in names {
+                reporter.set_service_status(name, status).await;
+            }
+            let changed = tokio::select! {
+                changed = source.changed() => changed,
+                changed = lifecycle.changed() => changed,
+            };
+            if changed.is_err() || *lifecycle.borrow() == Lifecycle::Ended {
+                return;
+            }
+        }
+    });
+    let reflection = || {
+        tonic_reflection::server::Builder::configure()
+            .register_encoded_file_descriptor_set(FILE_DESCRIPTOR_SET)
+            .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+    };
+    let inspect = InspectServer::new(Inspector(Arc::clone(&streams.fleet)));
+    let inspect = inspect.max_decoding_message_size(MAX_REQUEST_BYTES);
+    let reflection_v1 = reflection().build_v1()?.max_decoding_message_size(MAX_REQUEST_BYTES);
+    let reflection_v1alpha = reflection().build_v1alpha()?.max_decoding_message_size(MAX_REQUEST_BYTES);
+    Ok(Routes::new(Discovery(Arc::clone(streams)))
+        .add_service(InterceptedService::new(inspect, readers_only(context)))
+        .add_service(health.max_decoding_message_size(MAX_REQUEST_BYTES))
+        .add_service(InterceptedService::new(reflection_v1, readers_only(context)))
+        .add_service(InterceptedService::new(reflection_v1alpha, readers_only(context))))
+}
+
+/// Lets requests through that may look; health is for everybody whose certificate is believed.
+fn readers_only(context: &Arc<Context>) -> impl FnMut(Request<()>) -> Result<Request<()>, Status> + Clone + use<> {
+    let context = Arc::clone(context);
+    move |request| {
+        let peer = request.extensions().get::<Peer>();
+        let peer = peer.ok_or_else(|| Status::internal("the connection has no peer"))?;
+        let allowed = peer.may_inspect(context.settings.nodes_may_inspect, SystemTime::now());
+        allowed.map_err(|denied| {
+            context.metrics.count_request_denied(denied.reason());
+            if context.warnings.admit(Warning::RequestRefused, tokio::time::Instant::now()) {
+                tracing::warn!(address = %peer.address, reason = denied.reason(), %denied, "request refused");
+            }
+            Status::from(denied)
+        })?;
+        Ok(request)
+    }
+}

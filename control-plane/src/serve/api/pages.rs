@@ -1,0 +1,83 @@
+//! `/metrics`, `/healthz` and `/readyz`.
+
+use std::{sync::Arc, time::Duration};
+
+use axum::{
+    Router,
+    http::{
+        HeaderMap, StatusCode,
+        header::{ACCEPT, CONTENT_TYPE},
+    },
+    response::IntoResponse,
+    routing::get,
+};
+use headgate_core::exposition;
+use tokio::{
+    net::TcpListener,
+    sync::Mutex,
+    time::{Instant, sleep_until},
+};
+use tokio_util::sync::CancellationToken;
+
+use crate::{
+    metrics::kind_name,
+    serve::{context::Context, fleet::Fleet, transport::BoundedListener},
+};
+
+/// Between two pages of metrics, each of which takes the time of a hundred messages to agents: everybody may ask for one.
+const SCRAPE_PAUSE: Duration = Duration::from_millis(20);
+
+/// Serves until `stopped` is cancelled.
+pub(crate) async fn serve(listener: TcpListener, fleet: Arc<Fleet>, stopped: CancellationToken) {
+    let (healthy, ready) = (Arc::clone(&fleet.context), Arc::clone(&fleet.context));
+    let turn = Arc::new(Mutex::new(Instant::now()));
+    let router = Router::new()
+        .route("/metrics", get(move |request| async move { in_format(&request, scrape(&fleet, &turn).await) }))
+        .route("/healthz", get(move || async move { health(&healthy) }))
+        .route("/readyz", get(move || async move { readiness(&ready) }));
+    tokio::select! {
+        result = async { axum::serve(BoundedListener::new(listener), router).await } => {
+            if let Err(error) = result {
+                tracing::error!(%error, "serving metrics failed");
+            }
+        }
+        () = stopped.cancelled() => {}
+    }
+}
+
+async fn scrape(fleet: &Fleet, turn: &Mutex<Instant>) -> String {
+    let mut next = turn.lock().await;
+    sleep_until(*next).await;
+    *next = Instant::now() + SCRAPE_PAUSE;
+    let context = &fleet.context;
+    fleet.progress().refresh_metrics();
+    for (kind, age) in context.store.source_ages() {
+        context.metrics.set_source_age(kind, age);
+    }
+    context.metrics.render()
+}
+
+/// A page of metrics in the format that the request asks for.
+fn in_format(request: &HeaderMap, open_metrics: String) -> impl IntoResponse + use<> {
+    let accepted = request.get_all(ACCEPT).iter().filter_map(|value| value.to_str().ok());
+    let (content_type, text) = exposition::page(accepted, open_metrics);
+    ([(CONTENT_TYPE, content_type)], text)
+}
+
+/// The process lives; and how long ago each kind of the source was heard. A replica that is cut off from its source stays
+/// alive and serves what it has: to start it anew would lose that.
+fn health(context: &Context) -> String {
+    let mut text = "ok\n".to_owned();
+    for (kind, age) in context.store.source_ages() {
+        text.push_str(&format!("{} heard {} s ago\n", kind_name(kind), age.as_secs()));
+    }
+    text
+}
+
+/// Ready while the source is followed, until the replica drains.
+fn readiness(context: &Context) -> impl IntoResponse + use<> {
+    match context.unready_reason() {
+        None => (StatusCode::OK, "ok\n".to_owned()),
+        Some(reason) => (StatusCode::SERVICE_UNAVAILABLE, reason + "\n"),
+    }
+}

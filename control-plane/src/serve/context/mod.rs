@@ -1,0 +1,85 @@
+//! What all handlers of a replica share, and nothing that belongs to one of them.
+
+mod failures;
+mod network;
+mod settings;
+mod signal;
+mod visits;
+mod warnings;
+
+use std::{sync::Arc, time::Duration};
+
+use headgate_core::node_state::SourceState;
+use tokio::sync::watch;
+
+pub use self::settings::Settings;
+pub(crate) use self::{
+    failures::Failures,
+    network::Network,
+    signal::Signal,
+    visits::{PositionWait, Visit, Visited, Visits, start as start_visits},
+    warnings::{Warning, Warnings},
+};
+use crate::{metrics::Metrics, store::Store};
+
+/// Where a replica is between start and stop.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Lifecycle {
+    Serving,
+    /// Agents have been asked to go elsewhere.
+    Draining,
+    /// Streams end.
+    Ended,
+}
+
+/// See the module.
+pub(crate) struct Context {
+    pub(crate) store: Arc<Store>,
+    pub(crate) metrics: Arc<Metrics>,
+    pub(crate) settings: Settings,
+    pub(crate) warnings: Warnings,
+    pub(crate) lifecycle: watch::Sender<Lifecycle>,
+    pub(crate) visits: Arc<Visits>,
+    pub(crate) failures: Arc<Failures>,
+}
+
+impl Context {
+    /// The context of a replica that serves `store`.
+    pub(crate) fn new(store: Arc<Store>, metrics: Arc<Metrics>, settings: Settings) -> Arc<Self> {
+        let Settings { heartbeat_interval, behind_wait, hello_timeout, stalled_response_timeout, .. } = settings;
+        let visits = Visits::new([heartbeat_interval, behind_wait, hello_timeout, stalled_response_timeout]);
+        Arc::new(Self {
+            store,
+            metrics,
+            settings,
+            warnings: Warnings::default(),
+            lifecycle: watch::Sender::new(Lifecycle::Serving),
+            visits: Arc::new(visits),
+            failures: Arc::default(),
+        })
+    }
+
+    /// Where the replica is now.
+    pub(crate) fn lifecycle(&self) -> Lifecycle {
+        *self.lifecycle.borrow()
+    }
+
+    /// Why this replica is not ready, if it is not: one answer for every probe (contract, 14).
+    pub(crate) fn unready_reason(&self) -> Option<String> {
+        if self.lifecycle() != Lifecycle::Serving {
+            return Some("draining".into());
+        }
+        let reason = match self.store.source_state() {
+            SourceState::Following => return None,
+            SourceState::Unlisted => "the source has not been listed yet",
+            SourceState::CutOff => "cut off from the source",
+        };
+        let problem = self.store.source_problem();
+        Some(problem.map_or_else(|| reason.to_owned(), |problem| format!("{reason}: {problem}")))
+    }
+}
+
+/// A duration in whole milliseconds.
+pub(crate) fn milliseconds(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}

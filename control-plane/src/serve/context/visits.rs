@@ -1,0 +1,239 @@
+//! All open streams, and the tasks that visit them when something concerns every one of them.
+//!
+//! A new version concerns every stream. To wake thousands of tasks costs more than what each task then
+//! does. So one task per core visits the streams in turn. A visit to a stream that has nothing to do
+//! costs some tens of nanoseconds. The same visits serve heartbeats and time limits, so that a stream
+//! needs no timer. A [`super::Signal`] wakes a stream for what concerns it alone.
+
+use std::{
+    num::NonZeroUsize,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicUsize, Ordering},
+    },
+    thread,
+    time::Duration,
+};
+
+use tokio::{
+    sync::watch,
+    task::yield_now,
+    time::{Instant, MissedTickBehavior, interval},
+};
+use tokio_util::sync::CancellationToken;
+
+use super::Context;
+
+/// Visits visited before other tasks get their turn: a fraction of a millisecond.
+const VISITS_PER_TURN: usize = 32;
+
+/// Bounds of the time between two visits when nothing happens.
+const TICK: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(500));
+
+/// Something that is visited: a stream, a connection that will have one, a response.
+pub(crate) trait Visit: Send + Sync {
+    /// Does what there is to do at `now`, without waiting for anything.
+    fn visit(&self, now: Instant);
+
+    /// True when others are to be visited before it.
+    fn is_late(&self) -> bool {
+        false
+    }
+
+    /// Ends at once, without a word to the peer.
+    fn abort(&self);
+}
+
+/// See the module.
+pub(crate) struct Visits {
+    shards: Box<[Mutex<Slots>]>,
+    next: AtomicUsize,
+    tick: Duration,
+    position_waits: AtomicUsize,
+}
+
+#[derive(Default)]
+struct Slots {
+    entries: Vec<Option<Arc<dyn Visit>>>,
+    free: Vec<usize>,
+}
+
+/// Has every visited stream visited when a position of the source moves, until it is dropped.
+pub(crate) struct PositionWait(Arc<Visits>);
+
+impl Drop for PositionWait {
+    fn drop(&mut self) {
+        self.0.position_waits.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+/// Keeps a stream visited until it is dropped.
+pub(crate) struct Visited {
+    visits: Arc<Visits>,
+    shard: usize,
+    slot: usize,
+}
+
+impl Visits {
+    /// No streams. A visit comes at least sixteen times in the shortest of `times`, which is as exact as they are kept.
+    pub(crate) fn new(times: impl IntoIterator<Item = Duration>) -> Self {
+        let cores = thread::available_parallelism().map_or(1, NonZeroUsize::get);
+        let tick = times.into_iter().min().unwrap_or(TICK.1) / 16;
+        Self {
+            shards: (0..cores).map(|_| Mutex::default()).collect(),
+            next: AtomicUsize::new(0),
+            tick: tick.clamp(TICK.0, TICK.1),
+            position_waits: AtomicUsize::new(0),
+        }
+    }
+
+    /// Counts a stream that waits for the source to reach a position, or to be listed.
+    pub(crate) fn wait_for_position(self: &Arc<Self>) -> PositionWait {
+        self.position_waits.fetch_add(1, Ordering::AcqRel);
+        PositionWait(Arc::clone(self))
+    }
+
+    /// Longest time between two visits of a server that is not overloaded.
+    pub(crate) fn tick(&self) -> Duration {
+        self.tick
+    }
+
+    /// Has a stream visited from now on.
+    pub(crate) fn add(self: &Arc<Self>, stream: Arc<dyn Visit>) -> Visited {
+        let shard = self.next.fetch_add(1, Ordering::Relaxed) % self.shards.len();
+        let mut slots = self.slots(shard);
+        let slot = slots.free.pop().unwrap_or(slots.entries.len());
+        if slot == slots.entries.len() {
+            slots.entries.push(None);
+        }
+        slots.entries[slot] = Some(stream);
+        drop(slots);
+        Visited { visits: Arc::clone(self), shard, slot }
+    }
+
+    /// Ends every stream at once.
+    pub(crate) fn abort(&self) {
+        for shard in 0..self.shards.len() {
+            let streams: Vec<_> = self.slots(shard).entries.iter().flatten().cloned().collect();
+            streams.iter().for_each(|stream| stream.abort());
+        }
+    }
+
+    fn slots(&self, shard: usize) -> MutexGuard<'_, Slots> {
+        self.shards[shard].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Visits the streams of a shard, those that come meanwhile included; those that are late after all others.
+    async fn sweep(&self, shard: usize) {
+        let mut turn: Vec<Arc<dyn Visit>> = Vec::with_capacity(VISITS_PER_TURN);
+        let mut late: Vec<Arc<dyn Visit>> = Vec::new();
+        let mut from = 0;
+        loop {
+            {
+                let slots = self.slots(shard);
+                let Some(rest) = slots.entries.get(from..).filter(|rest| !rest.is_empty()) else { break };
+                let entries = &rest[..rest.len().min(VISITS_PER_TURN)];
+                from += entries.len();
+                for stream in entries.iter().flatten() {
+                    if stream.is_late() { &mut late } else { &mut turn }.push(Arc::clone(stream));
+                }
+            }
+            let now = Instant::now();
+            turn.drain(..).for_each(|stream| stream.visit(now));
+            yield_now().await;
+        }
+        for turn in late.chunks(VISITS_PER_TURN) {
+            let now = Instant::now();
+            turn.iter().for_each(|stream| stream.visit(now));
+            yield_now().await;
+        }
+    }
+}
+
+impl Drop for Visited {
+    fn drop(&mut self) {
+        let mut slots = self.visits.slots(self.shard);
+        let stream = slots.entries[self.slot].take();
+        slots.free.push(self.slot);
+        drop(slots);
+        // Outside of the lock: it may be the last reference, and what it drops may have something to do with other streams.
+        drop(stream);
+    }
+}
+
+/// Starts the visits, which go on until `stopped` is cancelled.
+pub(crate) fn start(context: &Arc<Context>, stopped: &CancellationToken) {
+    for shard in 0..context.visits.shards.len() {
+        let context = Arc::clone(context);
+        let visits = async move { visit_all(&context, shard).await };
+        tokio::spawn(stopped.clone().run_until_cancelled_owned(visits));
+    }
+}
+
+async fn visit_all(context: &Context, shard: usize) {
+    let Context { store, visits, .. } = context;
+    let (mut head, mut moves, mut source) = (store.head(), store.moves(), store.watch_source());
+    let mut lifecycle = context.lifecycle.subscribe();
+    let mut tick = interval(visits.tick);
+    tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        tokio::select! {
+            () = change(&mut head) => {}
+            () = change(&mut lifecycle) => {}
+            () = change(&mut source) => {}
+            () = change(&mut moves) => {
+                // Positions move with each bookmark, which concerns only streams that wait for one.
+                if visits.position_waits.load(Ordering::Acquire) == 0 && !head.has_changed().unwrap_or(false) {
+                    continue;
+                }
+            }
+            _ = tick.tick() => context.warnings.tick(Instant::now()),
+        }
+        // Marked before the visits, so that a change in the meantime has the streams visited again.
+        head.mark_unchanged();
+        moves.mark_unchanged();
+        visits.sweep(shard).await;
+    }
+}
+
+async fn change<T>(receiver: &mut watch::Receiver<T>) {
+    if receiver.changed().await.is_err() {
+        // The sender is gone, and with it everything that could happen.
+        std::future::pending::<()>().await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Noted {
+        name: usize,
+        is_late: bool,
+        visits: Arc<Mutex<Vec<usize>>>,
+    }
+
+    impl Visit for Noted {
+        fn visit(&self, _: Instant) {
+            self.visits.lock().unwrap_or_else(PoisonError::into_inner).push(self.name);
+        }
+
+        fn is_late(&self) -> bool {
+            self.is_late
+        }
+
+        fn abort(&self) {}
+    }
+
+    #[tokio::test]
+    async fn each_is_visited_once_and_who_is_late_after_the_others() {
+        let all = Arc::new(Visits { shards: Box::new([Mutex::default()]), ..Visits::new([]) });
+        let visits = Arc::new(Mutex::default());
+        let noted = |name| Noted { name, is_late: name % 3 == 0, visits: Arc::clone(&visits) };
+        let visited: Vec<Visited> = (0..10 * VISITS_PER_TURN).map(|name| all.add(Arc::new(noted(name)))).collect();
+        all.sweep(0).await;
+        let in_time = (0..visited.len()).filter(|name| name % 3 != 0);
+        let late = (0..visited.len()).filter(|name| name % 3 == 0);
+        assert_eq!(*visits.lock().unwrap_or_else(PoisonError::into_inner), in_time.chain(late).collect::<Vec<_>>());
+    }
+}

@@ -1,0 +1,184 @@
+//! One agent's stream, as everybody sees it who does not carry it.
+
+use std::{
+    net::SocketAddr,
+    sync::{
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    time::{Instant, SystemTime},
+};
+
+use headgate_core::node_state::{NodeState, SourceState};
+use headgate_proto::v1;
+
+use super::{
+    End, Record,
+    progress::{Counted, Progress},
+    record::{clip, programmed},
+};
+use crate::{
+    serve::context::{Signal, milliseconds},
+    store::{ResumeMode, Store},
+};
+
+/// One stream of an agent.
+#[derive(Debug)]
+pub(crate) struct Agent {
+    pub(crate) node: Arc<str>,
+    pub(crate) address: SocketAddr,
+    pub(crate) agent_version: String,
+    pub(crate) connected: SystemTime,
+    pub(crate) resume: ResumeMode,
+    pub(crate) resumed_resources: AtomicU64,
+    sent_version: AtomicU64,
+    /// The newest version that it has said anything about: that it is programmed, or could not be.
+    answered_version: AtomicU64,
+    end: OnceLock<End>,
+    asked_to_move: AtomicBool,
+    signal: Arc<Signal>,
+    record: Mutex<Record>,
+    /// Where the fleet counts it, while it has a stream that was not replaced.
+    counted: Mutex<Option<(Arc<Progress>, Counted)>>,
+}
+
+impl Agent {
+    pub(crate) fn new(
+        node: Arc<str>,
+        address: SocketAddr,
+        hello: &v1::Hello,
+        resume: ResumeMode,
+        signal: Arc<Signal>,
+    ) -> Self {
+        let agent = Self {
+            node,
+            address,
+            agent_version: clip(&hello.agent_version).to_owned(),
+            connected: SystemTime::now(),
+            resume,
+            resumed_resources: AtomicU64::new(0),
+            sent_version: AtomicU64::new(0),
+            answered_version: AtomicU64::new(0),
+            end: OnceLock::new(),
+            asked_to_move: AtomicBool::new(false),
+            signal,
+            record: Mutex::default(),
+            counted: Mutex::default(),
+        };
+        if let Some(status) = &hello.status {
+            agent.record().status(status);
+        }
+        agent
+    }
+
+    /// Ends the stream, unless something else has ended it already.
+    pub(crate) fn end(&self, end: End) {
+        if self.end.set(end).is_ok() {
+            self.signal.wake();
+        }
+    }
+
+    /// Why the stream has to end, if it has.
+    pub(crate) fn ended(&self) -> Option<&End> {
+        self.end.get()
+    }
+
+    /// Has the stream ask the agent to go to another replica.
+    pub(crate) fn ask_to_move(&self) {
+        self.asked_to_move.store(true, Ordering::Release);
+        self.signal.wake();
+    }
+
+    /// True once after each [`Self::ask_to_move`].
+    pub(crate) fn take_request_to_move(&self) -> bool {
+        self.asked_to_move.load(Ordering::Acquire) && self.asked_to_move.swap(false, Ordering::AcqRel)
+    }
+
+    /// What wakes the stream.
+    pub(crate) fn signal(&self) -> &Arc<Signal> {
+        &self.signal
+    }
+
+    pub(crate) fn sent_version(&self) -> u64 {
+        self.sent_version.load(Ordering::Acquire)
+    }
+
+    /// Takes in what the agent says, for the fleet too.
+    pub(crate) fn update(&self, change: impl FnOnce(&mut Record)) {
+        self.update_programmed(&[], change);
+    }
+
+    /// The same with an ACK, which has come at `now`.
+    pub(crate) fn ack(&self, ack: &v1::Ack, now: Instant) {
+        self.answered(ack.version);
+        self.update_programmed(&programmed(ack, now), |record| record.ack(ack));
+    }
+
+    /// Takes note that the agent has said something about a version, which was sent to it.
+    pub(crate) fn answered(&self, version: u64) {
+        self.answered_version.fetch_max(version, Ordering::Relaxed);
+    }
+
+    /// The newest version that was answered.
+    pub(crate) fn answered_version(&self) -> u64 {
+        self.answered_version.load(Ordering::Relaxed)
+    }
+
+    fn update_programmed(&self, programmed: &[(u64, Instant)], change: impl FnOnce(&mut Record)) {
+        let mut record = self.record();
+        change(&mut record);
+        if let Some((progress, counted)) = &mut *self.counted() {
+            progress.update(&self.node, counted, &record, programmed);
+        }
+    }
+
+    pub(super) fn enter(&self, progress: &Arc<Progress>) {
+        let record = self.record();
+        *self.counted() = Some((Arc::clone(progress), progress.enter(&self.node, &record)));
+    }
+
+    pub(super) fn leave(&self) {
+        if let Some((progress, counted)) = self.counted().take() {
+            progress.leave(&self.node, counted);
+        }
+    }
+
+    /// Locked after the record, never before it.
+    fn counted(&self) -> MutexGuard<'_, Option<(Arc<Progress>, Counted)>> {
+        self.counted.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// To be called before the message is put on the stream.
+    pub(crate) fn set_sent_version(&self, version: u64) {
+        self.sent_version.store(version, Ordering::Release);
+    }
+
+    pub(crate) fn record(&self) -> MutexGuard<'_, Record> {
+        self.record.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Milliseconds for which the agent has not had the head programmed, not counting those before it
+    /// connected.
+    pub(crate) fn lag_ms(&self, store: &Store, programmed_version: u64) -> u64 {
+        let lag = |since: SystemTime| SystemTime::now().duration_since(since.max(self.connected)).unwrap_or_default();
+        store.lagging_since(programmed_version).map_or(0, |since| milliseconds(lag(since)))
+    }
+
+    /// Why the node is waiting or cut off, as a sentence; empty for other states. `source` is the state
+    /// of the replica's source.
+    pub(crate) fn reason(&self, store: &Store, source: SourceState, state: NodeState) -> String {
+        let held = match self.resume {
+            ResumeMode::Full => "the node holds no state",
+            ResumeMode::Log | ResumeMode::Digests => "the node forwards by the state that it held before",
+        };
+        match (state, source) {
+            (NodeState::Waiting, SourceState::Unlisted) => format!("the replica has not listed its source; {held}"),
+            (NodeState::Waiting, _) => format!("nothing is acknowledged on this stream; {held}"),
+            (NodeState::CutOff, _) => {
+                let problem = store.source_problem().unwrap_or_default();
+                format!("the replica is cut off from its source: {problem}")
+            }
+            (NodeState::UpToDate | NodeState::Behind | NodeState::Failing, _) => String::new(),
+        }
+    }
+}

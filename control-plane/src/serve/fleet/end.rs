@@ -1,0 +1,43 @@
+//! How streams end.
+
+use std::net::SocketAddr;
+
+use tonic::Status;
+
+use crate::serve::context::{Context, Warning};
+
+/// Why a stream ends.
+#[derive(Debug, Clone)]
+pub(crate) struct End {
+    pub(crate) status: Status,
+    /// Label of the counter.
+    pub(crate) reason: &'static str,
+    /// True when it ends for what the agent did or is.
+    pub(crate) is_refusal: bool,
+}
+
+impl End {
+    /// The agent is at fault.
+    pub(crate) fn refusal(reason: &'static str, status: Status) -> Self {
+        Self { status, reason, is_refusal: true }
+    }
+
+    /// Nobody is at fault.
+    pub(crate) fn plain(reason: &'static str, status: Status) -> Self {
+        Self { status, reason, is_refusal: false }
+    }
+
+    /// Counts the end of a stream and logs it. `node` is empty before `Hello`.
+    pub(crate) fn record(&self, context: &Context, address: SocketAddr, node: &str) {
+        let (reason, status) = (self.reason, self.status.message());
+        if self.is_refusal {
+            context.metrics.count_rejected(reason);
+            if context.warnings.admit(Warning::StreamRefused, tokio::time::Instant::now()) {
+                tracing::warn!(%address, node, reason, status, "stream refused");
+            }
+        } else {
+            context.metrics.count_ended(reason);
+            tracing::info!(%address, node, reason, "stream ended");
+        }
+    }
+}

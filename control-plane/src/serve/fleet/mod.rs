@@ -1,0 +1,154 @@
+//! The agents that follow this replica, and what they have programmed.
+
+mod agent;
+pub(crate) mod balance;
+mod end;
+mod lateness;
+mod progress;
+mod record;
+mod wait;
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+use tonic::Status;
+
+pub(crate) use self::{
+    agent::Agent,
+    end::End,
+    lateness::Lateness,
+    progress::Progress,
+    record::{Record, clip},
+    wait::Waiter,
+};
+use super::context::Context;
+use crate::store::NodeObserver;
+
+/// Nodes of which it is remembered how many streams they have opened; those that may open as many as ever are forgotten first.
+const MAX_RESTING: usize = 65_536;
+
+/// Streams of a node that may be opened at once, and how often further ones. Each may have a large step of the log compacted for it alone.
+const STREAMS_AT_ONCE: u32 = 64;
+const STREAM_INTERVAL: Duration = Duration::from_millis(250);
+
+/// All agents with a stream, one a node.
+pub(crate) struct Fleet {
+    pub(crate) context: Arc<Context>,
+    progress: Arc<Progress>,
+    table: Mutex<Table>,
+}
+
+#[derive(Debug, Default)]
+struct Table {
+    present: BTreeMap<Arc<str>, Arc<Agent>>,
+    /// When nodes may open as many streams at once as ever; those that may already among them.
+    rested_at: HashMap<Arc<str>, Instant>,
+}
+
+impl Fleet {
+    /// A fleet without agents, which hears of Nodes that change.
+    pub(crate) fn new(context: Arc<Context>) -> Arc<Self> {
+        let progress = Progress::new(Arc::clone(&context.store), Arc::clone(&context.metrics));
+        let fleet = Arc::new(Self { progress: Arc::new(progress), table: Mutex::default(), context });
+        let observer: Arc<dyn NodeObserver> = Arc::<Self>::clone(&fleet);
+        fleet.context.store.observe_nodes(Arc::downgrade(&observer));
+        fleet
+    }
+
+    /// What all agents have programmed.
+    pub(crate) fn progress(&self) -> &Progress {
+        &self.progress
+    }
+
+    fn table(&self) -> MutexGuard<'_, Table> {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// True when a node may open a stream now, and has not opened too many before.
+    pub(crate) fn may_open(&self, node: &str, now: Instant) -> bool {
+        let mut table = self.table();
+        let rested_at = table.rested_at.get(node).copied().unwrap_or(now).max(now) + STREAM_INTERVAL;
+        if rested_at > now + STREAM_INTERVAL * STREAMS_AT_ONCE {
+            return false;
+        }
+        if table.rested_at.len() >= MAX_RESTING {
+            table.rested_at.retain(|_, rested_at| *rested_at > now);
+        }
+        table.rested_at.insert(node.into(), rested_at);
+        true
+    }
+
+    /// Enters a stream. The node's older one, if any, is ended.
+    ///
+    /// Nothing that an earlier stream acknowledged counts for it, also where it goes on by the log: the node may have rebooted in between, and then
+    /// its kernel has nothing. An agent says at once what is programmed (contract, 7).
+    pub(crate) fn enter(&self, agent: &Arc<Agent>) {
+        let old = self.table().present.insert(Arc::clone(&agent.node), Arc::clone(agent));
+        if let Some(old) = &old {
+            old.leave();
+        }
+        agent.enter(&self.progress);
+        if let Some(old) = old {
+            let text = format!("node {} has opened a newer stream", agent.node);
+            old.end(End::plain("replaced", Status::aborted(text)));
+        }
+    }
+
+    /// Takes a stream out, unless a newer one of the same node has taken its place.
+    pub(crate) fn leave(&self, agent: &Arc<Agent>) {
+        agent.leave();
+        let mut table = self.table();
+        if table.present.get(&agent.node).is_some_and(|present| Arc::ptr_eq(present, agent)) {
+            table.present.remove(&agent.node);
+        }
+    }
+
+    /// The stream of a node.
+    pub(crate) fn has(&self, node: &str) -> bool {
+        self.table().present.contains_key(node)
+    }
+
+    /// Streams in order of node name.
+    pub(crate) fn all(&self) -> Vec<Arc<Agent>> {
+        self.table().present.values().cloned().collect()
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.table().present.len()
+    }
+}
+
+impl NodeObserver for Fleet {
+    fn node_changed(&self, name: &str) {
+        if let Some(agent) = self.table().present.get(name) {
+            agent.signal().change_node();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        metrics::Metrics,
+        serve::context::Settings,
+        store::{Limits, Store},
+    };
+
+    #[test]
+    fn a_node_opens_some_streams_at_once_and_then_a_few_a_second() {
+        let metrics = Arc::new(Metrics::default());
+        let store = Arc::new(Store::new(Limits::default(), Arc::clone(&metrics)));
+        let fleet = Fleet::new(Context::new(store, metrics, Settings::default()));
+        let start = Instant::now();
+        let opened = (0..1_000).filter(|_| fleet.may_open("n1", start)).count();
+        assert_eq!(opened, STREAMS_AT_ONCE as usize);
+        assert!(fleet.may_open("n2", start), "each node for itself");
+        let later = start + STREAM_INTERVAL * 3;
+        assert_eq!((0..10).filter(|_| fleet.may_open("n1", later)).count(), 3);
+        assert_eq!((0..1_000).filter(|_| fleet.may_open("n1", later + STREAM_INTERVAL * 1_000)).count(), opened);
+    }
+}

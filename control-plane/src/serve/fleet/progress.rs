@@ -1,0 +1,490 @@
+//! What the whole fleet has programmed, kept up to date with each ACK at the cost of a look into a map of the distinct versions.
+//!
+//! A commit, whose age counts from its event's arrival from the source, is *programmed everywhere* when the last member has programmed it, which is known when the last
+//! member has acknowledged it: an ACK that has waited says how long ago the kernel had each version that it covers (contract, 7). A member is an agent with a stream that has, since it
+//! connected, acknowledged what was the head at that time: one that joins starts from there and does not count for what
+//! was committed before. Commits that only wait for an agent that leaves are not measured, since nobody knows how long the others took.
+
+use std::{
+    collections::{BTreeMap, HashMap, VecDeque},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+use headgate_core::node_state::{NodeState, Reported, SETTLED};
+use headgate_proto::v1;
+use tokio::sync::watch;
+
+use super::Record;
+use crate::{
+    metrics::Metrics,
+    store::{Store, TIMED_COMMITS},
+};
+
+/// Measured commits that the summary is made from.
+const RECENT: usize = 1024;
+
+/// One agent, as the fleet counts it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Counted {
+    version: u64,
+    is_failing: bool,
+    has_state: bool,
+    /// The head at the time of connecting, until that is acknowledged.
+    joins_at: Option<u64>,
+}
+
+#[derive(Debug, Default)]
+struct Counts {
+    /// All agents with a stream, by what they have reported.
+    all: BTreeMap<Reports, usize>,
+    /// Members by version.
+    members: BTreeMap<u64, usize>,
+    /// Commits up to here have been measured, or will not be.
+    measured: u64,
+    /// When the last member so far had programmed each version after that; `None` where no member has said so.
+    programmed: VecDeque<Option<Instant>>,
+    recent: VecDeque<Duration>,
+    rejecting: HashMap<Arc<str>, Arc<Vec<v1::Rejection>>>,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(crate) struct Progress {
+    store: Arc<Store>,
+    metrics: Arc<Metrics>,
+    counts: Mutex<Counts>,
+    changed: watch::Sender<()>,
+}
+
+/// What an agent has reported: whether it fails, whether it has acknowledged a state, and the version that its kernel has.
+type Reports = (bool, bool, u64);
+
+/// How many agents are in which state.
+pub(crate) type AgentStates = BTreeMap<NodeState, usize>;
+
+/// How long the last commits took until they were programmed everywhere.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct Everywhere {
+    pub(crate) p50: Duration,
+    pub(crate) p99: Duration,
+    pub(crate) max: Duration,
+    pub(crate) commits: usize,
+}
+
+fn count_in<K: Ord>(counts: &mut BTreeMap<K, usize>, key: K) {
+    *counts.entry(key).or_default() += 1;
+}
+
+fn count_out<K: Ord>(counts: &mut BTreeMap<K, usize>, key: &K) {
+    if let Some(count) = counts.get_mut(key) {
+        *count -= 1;
+        if *count == 0 {
+            counts.remove(key);
+        }
+    }
+}
+
+impl Counts {
+    fn count(&mut self, counted: Counted) {
+        count_in(&mut self.all, counted.reports());
+        if counted.joins_at.is_none() {
+            if self.members.is_empty() {
+                self.measured = counted.version;
+                self.programmed.clear();
+            }
+            count_in(&mut self.members, counted.version);
+        }
+    }
+
+    fn discount(&mut self, counted: Counted) {
+        count_out(&mut self.all, &counted.reports());
+        if counted.joins_at.is_none() {
+            count_out(&mut self.members, &counted.version);
+        }
+    }
+
+    /// Takes note of when a member had programmed the versions after `after`. An event of `programmed` stands for all up to its version, in ascending order.
+    fn note_programmed(&mut self, after: u64, programmed: &[(u64, Instant)]) {
+        let mut next = after.max(self.measured) + 1;
+        for (version, at) in programmed {
+            for version in next..=*version {
+                let index = usize::try_from(version - self.measured - 1).unwrap_or(usize::MAX);
+                if index >= TIMED_COMMITS {
+                    // So far back that the commit's time is forgotten when it is measured.
+                    return;
+                }
+                if index >= self.programmed.len() {
+                    self.programmed.resize(index + 1, None);
+                }
+                let latest = &mut self.programmed[index];
+                *latest = (*latest).max(Some(*at));
+            }
+            next = next.max(*version + 1);
+        }
+    }
+
+    /// Has commits up to a version measured. Returns when each of them was programmed by the last member.
+    fn measured_to(&mut self, version: u64) -> Vec<Option<Instant>> {
+        let count = usize::try_from(version.saturating_sub(self.measured)).unwrap_or(usize::MAX);
+        self.measured = self.measured.max(version);
+        self.programmed.drain(..count.min(self.programmed.len())).collect()
+    }
+
+    fn oldest_member(&self) -> Option<u64> {
+        self.members.first_key_value().map(|(version, _)| *version)
+    }
+}
+
+impl Progress {
+    pub(crate) fn new(store: Arc<Store>, metrics: Arc<Metrics>) -> Self {
+        Self { store, metrics, counts: Mutex::default(), changed: watch::Sender::new(()) }
+    }
+
+    fn counts(&self) -> MutexGuard<'_, Counts> {
+        self.counts.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Wakes at each change of what agents have programmed, or of which there are.
+    pub(crate) fn changes(&self) -> watch::Receiver<()> {
+        self.changed.subscribe()
+    }
+
+    /// An agent has connected.
+    pub(crate) fn enter(&self, node: &Arc<str>, record: &Record) -> Counted {
+        let head = self.store.version();
+        let mut counted = Counted { version: 0, is_failing: false, has_state: false, joins_at: Some(head) };
+        counted.take(record);
+        counted.join();
+        let mut counts = self.counts();
+        counts.count(counted);
+        counts.note_rejections(node, record);
+        drop(counts);
+        self.changed.send_replace(());
+        counted
+    }
+
+    /// An agent has said something. `programmed` are the versions that an ACK names, in ascending order, and when the kernel had them.
+    pub(crate) fn update(
+        &self,
+        node: &Arc<str>,
+        counted: &mut Counted,
+        record: &Record,
+        programmed: &[(u64, Instant)],
+    ) {
+        let old = *counted;
+        counted.take(record);
+        counted.join();
+        let mut counts = self.counts();
+        counts.note_rejections(node, record);
+        if *counted != old {
+            if old.joins_at.is_none() {
+                counts.note_programmed(old.version, programmed);
+            }
+            // In before out, so that the last member is not counted as gone for a moment.
+            counts.count(*counted);
+            counts.discount(old);
+            self.measure(&mut counts);
+        }
+        drop(counts);
+        self.changed.send_replace(());
+    }
+
+    /// An agent has gone.
+    pub(crate) fn leave(&self, node: &Arc<str>, counted: Counted) {
+        let mut counts = self.counts();
+        counts.discount(counted);
+        counts.rejecting.remove(node);
+        if let Some(oldest) = counts.oldest_member() {
+            counts.measured_to(oldest);
+        }
+        drop(counts);
+        self.changed.send_replace(());
+    }
+
+    fn measure(&self, counts: &mut Counts) {
+        let Some(oldest) = counts.oldest_member().filter(|oldest| *oldest > counts.measured) else { return };
+        let ages = self.store.commit_ages(counts.measured, oldest);
+        let asked = usize::try_from(oldest - counts.measured).unwrap_or(usize::MAX);
+        let forgotten = asked.saturating_sub(ages.len());
+        let programmed = counts.measured_to(oldest);
+        // Ages of the oldest may be forgotten.
+        let times = programmed.into_iter().skip(forgotten).chain(std::iter::repeat(None));
+        for (age, at) in ages.into_iter().zip(times) {
+            let age = age.saturating_sub(at.map_or(Duration::ZERO, |at| at.elapsed()));
+            self.metrics.observe_programmed_everywhere(age);
+            if counts.recent.len() >= RECENT {
+                counts.recent.pop_front();
+            }
+            counts.recent.push_back(age);
+        }
+    }
+
+    /// How many agents have a stream, and how many of these have programmed `version`. Those that fail at a later one have what they had before.
+    pub(crate) fn programmed(&self, version: u64) -> (usize, usize) {
+        let counts = self.counts();
+        let reached = [false, true].map(|failing| {
+            counts.all.range((failing, true, version)..=(failing, true, u64::MAX)).map(|(_, n)| n).sum::<usize>()
+        });
+        (counts.all.values().sum(), reached.iter().sum())
+    }
+
+    /// Rejections of present agents that `is_meant` picks, one an agent.
+    pub(crate) fn rejections(&self, is_meant: impl Fn(&v1::Rejection) -> bool) -> HashMap<Arc<str>, v1::Rejection> {
+        let counts = self.counts();
+        let found = |(node, list): (&Arc<str>, &Arc<Vec<v1::Rejection>>)| {
+            Some((Arc::clone(node), list.iter().find(|rejection| is_meant(rejection))?.clone()))
+        };
+        counts.rejecting.iter().filter_map(found).collect()
+    }
+
+    /// How many agents are in which state.
+    pub(crate) fn states(&self) -> AgentStates {
+        let (source, settled) = (self.store.source_state(), self.store.version_before(SETTLED));
+        let mut states = AgentStates::new();
+        for ((is_failing, has_state, version), count) in &self.counts().all {
+            let is_settled = *version >= settled;
+            let reported = Reported { has_state: *has_state, is_failing: *is_failing, is_settled };
+            *states.entry(NodeState::of(source, reported)).or_default() += count;
+        }
+        states
+    }
+
+    /// The last commits that were measured.
+    pub(crate) fn everywhere(&self) -> Everywhere {
+        let mut ages: Vec<Duration> = self.counts().recent.iter().copied().collect();
+        ages.sort_unstable();
+        let at = |percent: usize| {
+            ages.get((ages.len() * percent).div_ceil(100).saturating_sub(1)).copied().unwrap_or_default()
+        };
+        Everywhere { p50: at(50), p99: at(99), max: at(100), commits: ages.len() }
+    }
+
+    /// Sets the gauges that depend on the time, for a scrape.
+    pub(crate) fn refresh_metrics(&self) {
+        let states = self.states();
+        self.metrics.set_agents(NodeState::ALL.map(|state| {
+            let count = states.get(&state).copied().unwrap_or_default();
+            (state.as_str(), count)
+        }));
+        let Everywhere { p50, p99, max, commits } = self.everywhere();
+        if commits > 0 {
+            self.metrics.set_recently_everywhere([("0.5", p50), ("0.99", p99), ("1", max)]);
+        }
+    }
+}
+
+impl Counts {
+    fn note_rejections(&mut self, node: &Arc<str>, record: &Record) {
+        if !record.rejections.is_empty() {
+            if !self.rejecting.get(node).is_some_and(|known| Arc::ptr_eq(known, &record.rejections)) {
+                self.rejecting.insert(Arc::clone(node), Arc::clone(&record.rejections));
+            }
+        } else if !self.rejecting.is_empty() {
+            self.rejecting.remove(node);
+        }
+    }
+}
+
+impl Counted {
+    fn take(&mut self, record: &Record) {
+        self.version = record.kernel_version();
+        (self.is_failing, self.has_state) = (record.is_failing(), record.has_state());
+    }
+
+    fn reports(self) -> Reports {
+        (self.is_failing, self.has_state, self.version)
+    }
+
+    /// Makes a member of an agent that has reached the head of the time when it connected.
+    fn join(&mut self) {
+        self.joins_at = self.joins_at.filter(|head| self.version < *head);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use headgate_core::{Change, ServiceCidr};
+
+    use super::*;
+    use crate::{
+        store::Limits,
+        transaction::{Sink as _, Transaction, TriggeredChange},
+    };
+
+    struct Rig {
+        progress: Progress,
+        counted: HashMap<&'static str, (Counted, Record)>,
+        commits: u8,
+    }
+
+    impl Rig {
+        fn new() -> Self {
+            let metrics = Arc::new(Metrics::default());
+            let store = Arc::new(Store::new(Limits::default(), Arc::clone(&metrics)));
+            store.synced();
+            Self { progress: Progress::new(store, metrics), counted: HashMap::new(), commits: 0 }
+        }
+
+        fn commit(&mut self) {
+            self.commits += 1;
+            let cidrs = vec![ipnet::IpNet::new([10, self.commits, 0, 0].into(), 16).unwrap()];
+            let change = Change::ServiceCidr(ServiceCidr { name: "kubernetes".into(), cidrs });
+            let changes = vec![TriggeredChange { change, trigger_unix_ms: 0 }];
+            self.progress.store.commit(Transaction { changes, ..Transaction::default() });
+        }
+
+        fn enter(&mut self, node: &'static str) {
+            let record = Record::default();
+            let counted = self.progress.enter(&node.into(), &record);
+            self.counted.insert(node, (counted, record));
+        }
+
+        fn say(&mut self, node: &'static str, change: impl FnOnce(&mut Record)) {
+            let (counted, record) = self.counted.get_mut(node).unwrap();
+            change(record);
+            self.progress.update(&node.into(), counted, record, &[]);
+        }
+
+        fn ack(&mut self, node: &'static str, version: u64) {
+            self.say(node, |record| record.ack(&v1::Ack { version, ..v1::Ack::default() }));
+        }
+
+        fn ack_of(&mut self, node: &'static str, programmed: &[(u64, Instant)]) {
+            let (counted, record) = self.counted.get_mut(node).unwrap();
+            record.ack(&v1::Ack { version: programmed.last().unwrap().0, ..v1::Ack::default() });
+            self.progress.update(&node.into(), counted, record, programmed);
+        }
+
+        fn leave(&mut self, node: &'static str) {
+            let (counted, _) = self.counted.remove(node).unwrap();
+            self.progress.leave(&node.into(), counted);
+        }
+
+        fn measured(&self) -> usize {
+            self.progress.everywhere().commits
+        }
+    }
+
+    #[test]
+    fn a_commit_is_measured_when_the_last_member_has_it() {
+        let mut rig = Rig::new();
+        rig.enter("a");
+        rig.enter("b");
+        (0..3).for_each(|_| rig.commit());
+        rig.ack("a", 3);
+        assert_eq!(rig.measured(), 0);
+        let longest = |rig: &Rig| -> Option<f64> {
+            rig.progress.refresh_metrics();
+            let name = "headgate_control_plane_recently_programmed_everywhere_seconds{quantile=\"1\"} ";
+            rig.progress.metrics.render().lines().find_map(|line| line.strip_prefix(name)?.parse().ok())
+        };
+        assert_eq!(longest(&rig), None);
+        rig.ack("b", 2);
+        assert_eq!(longest(&rig), Some(rig.progress.everywhere().max.as_secs_f64()));
+        assert_eq!(rig.measured(), 2);
+        rig.ack("b", 3);
+        rig.ack("b", 3);
+        assert_eq!((rig.measured(), rig.progress.programmed(3), rig.progress.programmed(4)), (3, (2, 2), (2, 0)));
+        let text = rig.progress.metrics.render();
+        assert!(text.contains("headgate_control_plane_programmed_everywhere_seconds_count 3"), "{text}");
+    }
+
+    #[test]
+    fn agents_that_join_or_leave_distort_nothing() {
+        let mut rig = Rig::new();
+        rig.commit();
+        rig.enter("a");
+        rig.ack("a", 1);
+        rig.commit();
+        rig.enter("late");
+        rig.ack("a", 2);
+        assert_eq!(rig.measured(), 1, "the one that joins is not waited for");
+        rig.ack("late", 1);
+        rig.commit();
+        rig.ack("a", 3);
+        assert_eq!(rig.measured(), 2, "it has not reached the head that it found");
+        rig.ack("late", 2);
+        rig.commit();
+        rig.ack("a", 4);
+        assert_eq!(rig.measured(), 2, "it is a member now");
+        rig.leave("late");
+        assert_eq!(rig.measured(), 2, "what it held up is not measured");
+        rig.commit();
+        rig.ack("a", 5);
+        assert_eq!(rig.measured(), 3);
+        rig.leave("a");
+        rig.commit();
+        rig.enter("a");
+        rig.ack("a", 6);
+        assert_eq!(
+            (rig.measured(), rig.progress.programmed(0)),
+            (3, (1, 1)),
+            "a commit without members is not measured"
+        );
+    }
+
+    #[test]
+    fn what_counts_is_when_the_kernel_had_it_and_not_when_the_ack_came() {
+        let mut rig = Rig::new();
+        rig.enter("a");
+        rig.enter("b");
+        let before = Instant::now();
+        std::thread::sleep(Duration::from_millis(5));
+        rig.commit();
+        rig.commit();
+        let after = Instant::now() + Duration::from_secs(3_600);
+        // The last ACK says that the kernel had both before anybody could know, which leaves nothing of their ages but what the other one says of the first.
+        rig.ack_of("a", &[(1, after), (2, before)]);
+        std::thread::sleep(Duration::from_millis(5));
+        rig.ack_of("b", &[(2, before)]);
+        let everywhere = rig.progress.everywhere();
+        assert_eq!((everywhere.commits, everywhere.p50), (2, Duration::ZERO));
+        assert!(everywhere.max > Duration::ZERO, "{everywhere:?}");
+        // Nothing is kept for what has been measured.
+        assert_eq!(rig.progress.counts().programmed.len(), 0);
+    }
+
+    #[test]
+    fn standing_tells_failing_from_the_rest() {
+        let mut rig = Rig::new();
+        rig.commit();
+        ["a", "b"].into_iter().for_each(|node| rig.enter(node));
+        assert_eq!(rig.progress.states(), [(NodeState::Waiting, 2)].into(), "nothing is acknowledged");
+        assert_eq!(rig.progress.programmed(0), (2, 0));
+        rig.ack("a", 0);
+        rig.ack("b", 0);
+        assert_eq!(rig.progress.states(), [(NodeState::UpToDate, 2)].into(), "the commit is too young");
+        rig.say("b", |record| record.failed(&v1::ApplyFailed { version: 1, ..Default::default() }));
+        let one_each = [(NodeState::UpToDate, 1), (NodeState::Failing, 1)].into();
+        assert_eq!(rig.progress.states(), one_each);
+        let rejection = v1::Rejection { resource: "Service prod/web".into(), ..Default::default() };
+        rig.say("a", |record| record.nack(&v1::Nack { rejections: vec![rejection], ..Default::default() }));
+        assert_eq!(rig.progress.rejections(|rejection| rejection.resource.ends_with("/web")).len(), 1);
+        rig.ack("b", 1);
+        assert_eq!(rig.progress.states(), one_each);
+        rig.progress.refresh_metrics();
+        assert!(rig.progress.metrics.render().contains("headgate_control_plane_agents{state=\"failing\"} 1"));
+        rig.leave("a");
+        assert!(rig.progress.rejections(|_| true).is_empty());
+        rig.progress.store.cut_off(Some("refused".into()));
+        assert_eq!(rig.progress.states(), [(NodeState::CutOff, 1)].into());
+    }
+
+    #[test]
+    fn no_agent_of_a_replica_that_has_listed_nothing_is_up_to_date() {
+        let metrics = Arc::new(Metrics::default());
+        let store = Arc::new(Store::new(Limits::default(), Arc::clone(&metrics)));
+        let progress = Progress::new(store, metrics);
+        let mut record = Record::default();
+        let mut counted = progress.enter(&"a".into(), &record);
+        record.ack(&v1::Ack::default());
+        progress.update(&"a".into(), &mut counted, &record, &[]);
+        assert_eq!(progress.states(), [(NodeState::Waiting, 1)].into());
+        progress.refresh_metrics();
+        let text = progress.metrics.render();
+        assert!(text.contains("headgate_control_plane_agents{state=\"waiting\"} 1"), "{text}");
+        assert!(text.contains("headgate_control_plane_agents{state=\"up_to_date\"} 0"), "{text}");
+    }
+}

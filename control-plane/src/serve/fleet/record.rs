@@ -1,0 +1,157 @@
+//! What an agent has reported of itself, cut to what a replica keeps.
+
+use std::{
+    collections::HashSet,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use headgate_core::node_state::Reported;
+use headgate_proto::v1;
+
+/// Rejections and the like kept for one agent.
+const MAX_LISTED: usize = 64;
+
+/// Bytes kept of a text that an agent sent.
+const MAX_TEXT_BYTES: usize = 512;
+
+/// An ACK that claims to have waited for longer is not believed.
+const MAX_AGO: Duration = Duration::from_secs(3_600);
+
+/// What an agent said last.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Record {
+    pub(crate) backend: String,
+    pub(crate) degraded: Vec<String>,
+    pub(crate) programmed_version: u64,
+    has_acknowledged: bool,
+    pub(crate) apply_microseconds: u64,
+    pub(crate) services_planned: u32,
+    pub(crate) objects_written: u32,
+    pub(crate) last_error: String,
+    /// The version that it is about.
+    failed_version: u64,
+    /// Shared with the counts of the fleet.
+    pub(crate) rejections: Arc<Vec<v1::Rejection>>,
+}
+
+impl Record {
+    /// The version that the kernel has, as far as that is known. 0 when a version failed that had been acknowledged: it was programmed anew because the
+    /// rules were found to be others, and nobody knows which of them are left.
+    pub(crate) fn kernel_version(&self) -> u64 {
+        let is_lost = !self.last_error.is_empty() && self.failed_version <= self.programmed_version;
+        if is_lost { 0 } else { self.programmed_version }
+    }
+
+    /// It has acknowledged a state on this stream, and its kernel has not lost it.
+    pub(crate) fn has_state(&self) -> bool {
+        let is_lost = self.programmed_version > 0 && self.kernel_version() == 0;
+        self.has_acknowledged && !is_lost
+    }
+
+    /// What it has reported, where everything up to version `settled` has been known for a while.
+    pub(crate) fn reported(&self, settled: u64) -> Reported {
+        let is_settled = self.kernel_version() >= settled;
+        Reported { has_state: self.has_state(), is_failing: self.is_failing(), is_settled }
+    }
+
+    /// The last attempt failed, or something is rejected.
+    pub(crate) fn is_failing(&self) -> bool {
+        !self.last_error.is_empty() || !self.rejections.is_empty()
+    }
+
+    pub(crate) fn status(&mut self, status: &v1::AgentStatus) {
+        self.backend = clip(&status.backend).to_owned();
+        self.degraded = status.degraded.iter().take(MAX_LISTED).map(|text| clip(text).to_owned()).collect();
+    }
+
+    pub(crate) fn ack(&mut self, ack: &v1::Ack) {
+        self.programmed_version = self.programmed_version.max(ack.version);
+        self.has_acknowledged = true;
+        self.apply_microseconds = ack.apply_microseconds;
+        self.services_planned = ack.services_planned;
+        self.objects_written = ack.objects_written;
+        // An ACK may have waited while a newer version failed.
+        if ack.version >= self.failed_version {
+            self.last_error.clear();
+        }
+    }
+
+    pub(crate) fn failed(&mut self, failed: &v1::ApplyFailed) {
+        self.failed_version = failed.version;
+        self.last_error = format!("version {}, attempt {}: {}", failed.version, failed.attempts, clip(&failed.error));
+    }
+
+    /// Takes in rejections and withdrawals; a resource that was rejected before is listed once, with the newer reason.
+    pub(crate) fn nack(&mut self, nack: &v1::Nack) {
+        let rejections = Arc::make_mut(&mut self.rejections);
+        if !nack.withdrawn.is_empty() && !rejections.is_empty() {
+            let withdrawn: HashSet<&str> = nack.withdrawn.iter().map(|resource| clip(resource)).collect();
+            rejections.retain(|old| !withdrawn.contains(old.resource.as_str()));
+        }
+        // Only so many are kept, so that the rest need not be compared: a peer decides how many there are.
+        let skipped = nack.rejections.len().saturating_sub(MAX_LISTED);
+        for rejection in &nack.rejections[skipped..] {
+            let rejection = v1::Rejection {
+                resource: clip(&rejection.resource).to_owned(),
+                field: clip(&rejection.field).to_owned(),
+                reason: clip(&rejection.reason).to_owned(),
+            };
+            rejections.retain(|old| old.resource != rejection.resource);
+            rejections.push(rejection);
+        }
+        let excess = rejections.len().saturating_sub(MAX_LISTED);
+        rejections.drain(..excess);
+    }
+}
+
+/// The versions that an ACK names, in ascending order, and when the kernel had them. What cannot be so is left out.
+pub(crate) fn programmed(ack: &v1::Ack, now: Instant) -> Vec<(u64, Instant)> {
+    let earlier = ack.earlier.iter().take(MAX_LISTED).map(|earlier| (earlier.version, earlier.ago_microseconds));
+    let mut found: Vec<(u64, Instant)> = Vec::with_capacity(ack.earlier.len().min(MAX_LISTED) + 1);
+    for (version, ago) in earlier.chain([(ack.version, ack.programmed_ago_microseconds)]) {
+        let is_next = version <= ack.version && found.last().is_none_or(|(last, _)| version > *last);
+        let ago = Duration::from_micros(ago);
+        if is_next
+            && ago <= MAX_AGO
+            && let Some(at) = now.checked_sub(ago)
+        {
+            found.push((version, at));
+        }
+    }
+    found
+}
+
+/// A text of a peer's, cut at a character's boundary.
+pub(crate) fn clip(text: &str) -> &str {
+    &text[..text.floor_char_boundary(MAX_TEXT_BYTES)]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_ack_says_when_the_kernel_had_what_it_covers() {
+        let now = Instant::now() + Duration::from_secs(1);
+        let earlier = |version, ago_microseconds| v1::ProgrammedVersion { version, ago_microseconds };
+        let ack = v1::Ack {
+            version: 9,
+            programmed_ago_microseconds: 10,
+            // Out of order, ahead of the ACK, and before there was any clock.
+            earlier: vec![earlier(5, 300), earlier(7, 200), earlier(6, 100), earlier(10, 50), earlier(8, u64::MAX)],
+            ..v1::Ack::default()
+        };
+        let ago = |(version, at): (u64, Instant)| (version, (now - at).as_micros());
+        let found: Vec<_> = programmed(&ack, now).into_iter().map(ago).collect();
+        assert_eq!(found, [(5, 300), (7, 200), (9, 10)]);
+    }
+
+    #[test]
+    fn texts_of_a_peer_are_cut_between_characters() {
+        let text = "ä".repeat(MAX_TEXT_BYTES);
+        assert_eq!(clip(&text).len(), MAX_TEXT_BYTES);
+        assert_eq!(clip(&format!("a{text}")).len(), MAX_TEXT_BYTES - 1);
+        assert_eq!(clip("short"), "short");
+    }
+}

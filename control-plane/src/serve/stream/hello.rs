@@ -1,0 +1,38 @@
+//! Whether a `Hello` is accepted.
+
+use std::{sync::Arc, time::SystemTime};
+
+use headgate_core::dns_name::check_subdomain;
+use headgate_proto::v1;
+use tonic::Status;
+
+use crate::{identity::Peer, serve::fleet::End, store::Resume};
+
+/// What an accepted `Hello` said.
+#[derive(Debug)]
+pub(crate) struct Admitted {
+    pub(crate) node: Arc<str>,
+    pub(crate) resume: Option<Resume>,
+}
+
+/// Checks a `Hello` against what the peer has proved.
+///
+/// # Errors
+///
+/// The end of the stream, with the status that the contract names.
+pub(crate) fn admit(hello: &v1::Hello, peer: &Peer) -> Result<Admitted, End> {
+    check_subdomain(&hello.node_name).map_err(|problem| {
+        End::refusal("invalid_hello", Status::invalid_argument(format!("Hello.node_name: {problem}")))
+    })?;
+    peer.may_follow(&hello.node_name, SystemTime::now())
+        .map_err(|denied| End::refusal(denied.reason(), Status::from(denied)))?;
+    let resume = hello.resume.as_ref().map(resume).transpose()?;
+    Ok(Admitted { node: hello.node_name.as_str().into(), resume })
+}
+
+fn resume(wire: &v1::Resume) -> Result<Resume, End> {
+    Resume::from_wire(wire).ok_or_else(|| {
+        let text = "Hello.resume.digests: one sum of 16 bytes and one count for each of 1,024 buckets are needed";
+        End::refusal("invalid_hello", Status::invalid_argument(text))
+    })
+}

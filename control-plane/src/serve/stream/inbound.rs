@@ -1,0 +1,122 @@
+//! What an agent sends after its `Hello`, read by a task of its own so that a stream that cannot be written to still takes in ACKs.
+
+use std::sync::Arc;
+
+use headgate_proto::v1::{self, agent_message::Body};
+use tokio::time::Instant;
+use tonic::{Code, Status, Streaming};
+
+use crate::{
+    metrics::Metrics,
+    serve::{
+        context::{Context, Warning},
+        fleet::{Agent, End, clip},
+    },
+};
+
+/// Reads until the agent closes its half, goes away, or does something that ends the stream; says which by [`Agent::end`].
+pub(crate) async fn read(mut requests: Streaming<v1::AgentMessage>, agent: Arc<Agent>, context: Arc<Context>) {
+    let end = loop {
+        match requests.message().await {
+            Ok(Some(message)) => {
+                if let Err(end) = take(message, &agent, &context) {
+                    break end;
+                }
+            }
+            Ok(None) => break closed_by_agent(),
+            Err(status) => break failure(&status),
+        }
+    };
+    agent.end(end);
+}
+
+/// Why reading an agent's message failed, in the contract's terms.
+pub(crate) fn failure(status: &Status) -> End {
+    match status.code() {
+        Code::OutOfRange | Code::ResourceExhausted => too_large(),
+        Code::Internal | Code::InvalidArgument | Code::Unimplemented => malformed(status.message()),
+        // The transport: nobody is there to read a status.
+        _ => End::plain("disconnected", Status::cancelled(status.message())),
+    }
+}
+
+/// The end of a stream on which a message was longer than the contract allows.
+pub(crate) fn too_large() -> End {
+    let text = format!("a message of an agent may have {} bytes at most", headgate_proto::MAX_AGENT_MESSAGE_BYTES);
+    End::refusal("message_too_large", Status::resource_exhausted(text))
+}
+
+/// The end of a stream on which something came that is no message.
+pub(crate) fn malformed(problem: &str) -> End {
+    let text = format!("not a headgate.v1.AgentMessage: {problem}");
+    End::refusal("malformed_message", Status::invalid_argument(text))
+}
+
+/// The end of a stream whose agent has closed its half between messages.
+pub(crate) fn closed_by_agent() -> End {
+    End::plain("closed_by_agent", Status::ok(""))
+}
+
+/// Takes in one message.
+///
+/// # Errors
+///
+/// The end of the stream.
+pub(crate) fn take(message: v1::AgentMessage, agent: &Agent, context: &Context) -> Result<(), End> {
+    let Context { metrics, warnings, .. } = context;
+    let Some(body) = message.body else {
+        // A kind that a newer agent knows (contract, 12), or nothing at all.
+        metrics.count_ignored("unknown_message");
+        return Ok(());
+    };
+    match body {
+        Body::Hello(_) => {
+            let text = "Hello comes once, as the first message of a stream";
+            return Err(End::refusal("second_hello", Status::invalid_argument(text)));
+        }
+        Body::Ack(ack) => {
+            metrics.count_agent_message("ack");
+            if was_sent(ack.version, agent, metrics) {
+                agent.ack(&ack, Instant::now().into_std());
+            }
+        }
+        Body::Nack(nack) => {
+            metrics.count_agent_message("nack");
+            metrics.count_rejected_resources(nack.rejections.len());
+            if let Some(first) = nack.rejections.first()
+                && warnings.admit(Warning::Rejected, Instant::now())
+            {
+                let count = nack.rejections.len();
+                // A peer decides what is in the log, but not how long a line is.
+                let (resource, field, reason) = (clip(&first.resource), clip(&first.field), clip(&first.reason));
+                tracing::warn!(node = %agent.node, version = nack.version, count, resource, field, reason, "agent cannot use resources");
+            }
+            agent.update(|record| record.nack(&nack));
+        }
+        Body::ApplyFailed(failed) => {
+            metrics.count_agent_message("apply_failed");
+            if warnings.admit(Warning::ApplyFailed, Instant::now()) {
+                tracing::warn!(node = %agent.node, version = failed.version, attempts = failed.attempts, error = clip(&failed.error), "agent failed to program its kernel and retries");
+            }
+            if failed.version <= agent.sent_version() {
+                agent.answered(failed.version);
+            }
+            agent.update(|record| record.failed(&failed));
+        }
+        Body::Status(status) => {
+            metrics.count_agent_message("status");
+            agent.update(|record| record.status(&status));
+        }
+    }
+    Ok(())
+}
+
+/// An ACK for what was never sent says nothing about this stream, such as one that crossed a reconnect to another replica.
+fn was_sent(version: u64, agent: &Agent, metrics: &Metrics) -> bool {
+    let was_sent = version <= agent.sent_version();
+    if !was_sent {
+        metrics.count_ignored("version_not_sent");
+        tracing::debug!(node = %agent.node, version, sent = agent.sent_version(), "ACK of a version that was not sent");
+    }
+    was_sent
+}

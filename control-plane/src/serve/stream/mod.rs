@@ -1,0 +1,44 @@
+//! What one stream of deltas says to its agent, and what the agent answers. Who carries it is no
+//! matter here.
+
+mod hello;
+mod inbound;
+mod response_body;
+mod session;
+mod snapshot_queue;
+
+use std::sync::Arc;
+
+use self::snapshot_queue::SnapshotQueue;
+pub(crate) use self::{
+    inbound::{closed_by_agent, malformed, too_large},
+    response_body::frames,
+    session::{Session, closed_before_hello, no_hello_in_time, stopping},
+};
+use super::{
+    context::{Context, Settings, Visited},
+    fleet::Fleet,
+};
+use crate::{metrics::Metrics, store::Store};
+
+/// Path of the method that carries a stream.
+pub(crate) const SYNC_PATH: &str = "/headgate.v1.Discovery/Sync";
+
+/// What all streams share.
+pub(crate) struct Streams {
+    pub(crate) context: Arc<Context>,
+    pub(crate) fleet: Arc<Fleet>,
+    snapshots: Arc<SnapshotQueue>,
+    _visited: Visited,
+}
+
+impl Streams {
+    /// The streams of a replica that serves `store`. There are none yet.
+    pub(crate) fn new(store: Arc<Store>, metrics: Arc<Metrics>, settings: Settings) -> Arc<Self> {
+        let snapshots = Arc::new(SnapshotQueue::new(Arc::clone(&metrics)));
+        let context = Context::new(store, metrics, settings);
+        let visited = context.visits.add(Arc::<SnapshotQueue>::clone(&snapshots));
+        let fleet = Fleet::new(Arc::clone(&context));
+        Arc::new(Self { context, fleet, snapshots, _visited: visited })
+    }
+}

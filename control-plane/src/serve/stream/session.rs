@@ -1,0 +1,350 @@
+//! One agent's stream: what comes next, asked for one message at a time.
+//!
+//! There is no queue between the store and the connection. When the connection can take a message, the next one is looked up at the stream's cursor; a
+//! connection that takes nothing costs nothing. A session does no input or output and waits for nothing: whoever carries the
+//! stream asks again when it is visited ([`crate::serve::context::Visits`]) or its signal wakes it.
+
+use std::{
+    sync::{Arc, atomic::Ordering},
+    time::Duration,
+};
+
+use bytes::Bytes;
+use headgate_core::node_state::SourceState;
+use headgate_proto::{node_to_wire, v1};
+use tokio::time::Instant;
+use tonic::Status;
+use v1::server_message::Body;
+
+use super::{
+    Streams,
+    hello::{self, Admitted},
+    inbound,
+    snapshot_queue::Ticket,
+};
+use crate::{
+    identity::{Expiry, Peer},
+    serve::{
+        context::{Context, Lifecycle, Network, PositionWait, Signal, Warning, milliseconds},
+        fleet::{Agent, End, Lateness, balance},
+    },
+    store::{
+        BehindWait, Cursor, NodeResumption, NotYet, OwnNode, ResumeMode, Resumption, Wait, positions_to_wire,
+        server_frame,
+    },
+};
+
+/// How a stream of a replica that stops ends.
+pub(crate) fn stopping() -> End {
+    End::plain("stopping", Status::unavailable("this replica stops"))
+}
+
+/// How a stream ends that has not said `Hello` in time.
+pub(crate) fn no_hello_in_time(context: &Context) -> End {
+    let text = format!("no Hello within {} s", context.settings.hello_timeout.as_secs());
+    End::refusal("no_hello", Status::deadline_exceeded(text))
+}
+
+/// How a stream ends that was closed before `Hello`.
+pub(crate) fn closed_before_hello() -> End {
+    End::refusal("no_hello", Status::invalid_argument("the stream closed before Hello"))
+}
+
+/// A stream whose `Hello` was accepted.
+pub(crate) struct Session {
+    streams: Arc<Streams>,
+    agent: Arc<Agent>,
+    position: Position,
+    /// Set until the agent may be given its Node.
+    node_wait: Option<Box<NodeWait>>,
+    behind: BehindWait,
+    welcome: Option<Bytes>,
+    ticket: Ticket,
+    node_revision: u64,
+    has_drained: bool,
+    has_resumed: bool,
+    next_heartbeat: Instant,
+    /// What the agent was last told of the source.
+    said_source: SourceState,
+    lateness: Lateness,
+    /// An identity that has expired keeps no stream.
+    expiry: Option<Expiry>,
+}
+
+enum Position {
+    /// Until this replica has synced and is not behind the agent.
+    Waiting(Box<Waiting>),
+    At(Cursor),
+}
+
+struct Waiting {
+    resumption: Resumption,
+    _wait: PositionWait,
+}
+
+struct NodeWait {
+    resumption: NodeResumption,
+    _wait: PositionWait,
+}
+
+impl Session {
+    /// Enters a stream by its first message.
+    ///
+    /// # Errors
+    ///
+    /// The end of the stream, when that is no `Hello`, or one that is not accepted.
+    pub(crate) fn open(
+        streams: &Arc<Streams>,
+        peer: &Peer,
+        first: &v1::AgentMessage,
+        signal: &Arc<Signal>,
+    ) -> Result<Self, End> {
+        let Some(v1::agent_message::Body::Hello(hello)) = &first.body else {
+            let text = "the first message of a stream must be Hello";
+            return Err(End::refusal("no_hello", Status::invalid_argument(text)));
+        };
+        let admitted = hello::admit(hello, peer)?;
+        if !streams.fleet.may_open(&admitted.node, std::time::Instant::now()) {
+            streams.context.failures.count(Network::of(peer.address.ip()), Instant::now());
+            let text = format!("node {} opens streams too often; wait some seconds before the next", admitted.node);
+            return Err(End::refusal("too_many_streams", Status::resource_exhausted(text)));
+        }
+        Ok(Self::start(streams, peer, hello, admitted, signal))
+    }
+
+    fn start(streams: &Arc<Streams>, peer: &Peer, hello: &v1::Hello, admitted: Admitted, signal: &Arc<Signal>) -> Self {
+        // Counted before the look at the store, so that what moves meanwhile has the stream visited.
+        let context = &streams.context;
+        let wait = context.visits.wait_for_position();
+        let store = &context.store;
+        let node_wait = NodeWait {
+            resumption: NodeResumption::begin(admitted.resume.as_ref()),
+            _wait: context.visits.wait_for_position(),
+        };
+        let (mode, begun) = Resumption::begin(store, admitted.resume);
+        let agent = Arc::new(Agent::new(admitted.node, peer.address, hello, mode, Arc::clone(signal)));
+        let position = match begun {
+            Ok(cursor) => {
+                agent.set_sent_version(cursor.version());
+                Position::At(cursor)
+            }
+            Err(resumption) => Position::Waiting(Box::new(Waiting { resumption, _wait: wait })),
+        };
+        streams.fleet.enter(&agent);
+        context.metrics.stream_opened();
+        context.metrics.count_resume(mode.as_str());
+        tracing::info!(node = %agent.node, address = %peer.address, resume = mode.as_str(), "agent connected");
+        let said_source = store.source_state();
+        let welcome = server_frame(Body::Welcome(v1::Welcome {
+            replica: context.settings.replica_name.clone(),
+            epoch: store.epoch(),
+            resume: match mode {
+                ResumeMode::Log => v1::welcome::ResumeMode::Log,
+                ResumeMode::Digests => v1::welcome::ResumeMode::Digests,
+                ResumeMode::Full => v1::welcome::ResumeMode::Full,
+            }
+            .into(),
+            heartbeat_interval_ms: to_ms(context.settings.heartbeat_interval),
+            behind_wait_ms: to_ms(context.settings.behind_wait),
+            head_version: Some(store.version()),
+            source_state: v1::SourceState::from(said_source).into(),
+        }));
+        Self {
+            position,
+            node_wait: Some(Box::new(node_wait)),
+            behind: BehindWait::default(),
+            welcome: Some(welcome),
+            ticket: Ticket::default(),
+            node_revision: 0,
+            has_drained: false,
+            has_resumed: false,
+            next_heartbeat: Instant::now() + context.settings.heartbeat_interval,
+            said_source,
+            lateness: Lateness::default(),
+            expiry: peer.expiry(),
+            agent,
+            streams: Arc::clone(streams),
+        }
+    }
+
+    /// The agent at the other end.
+    pub(crate) fn agent(&self) -> &Arc<Agent> {
+        &self.agent
+    }
+
+    /// True while the agent does not keep up.
+    pub(crate) fn is_late(&mut self, now: Instant) -> bool {
+        self.lateness.look(self.agent.sent_version(), self.agent.answered_version(), now)
+    }
+
+    /// Takes in what the agent says after `Hello`.
+    ///
+    /// # Errors
+    ///
+    /// The end of the stream.
+    pub(crate) fn take(&self, message: v1::AgentMessage) -> Result<(), End> {
+        inbound::take(message, &self.agent, &self.streams.context)
+    }
+
+    /// Why the stream has to end, if it has.
+    pub(crate) fn end(&self, now: Instant) -> Option<End> {
+        if let Some(end) = self.agent.ended() {
+            return Some(end.clone());
+        }
+        if let Some(denied) = self.expiry.filter(|expiry| expiry.at <= now).and_then(Expiry::due) {
+            return Some(End::refusal(denied.reason(), denied.into()));
+        }
+        (self.streams.context.lifecycle() == Lifecycle::Ended).then(stopping)
+    }
+
+    /// The next message with its gRPC prefix, if there is one now.
+    ///
+    /// # Errors
+    ///
+    /// The end of the stream.
+    pub(crate) fn next(&mut self, now: Instant) -> Result<Option<Bytes>, End> {
+        let bytes = match self.end(now) {
+            Some(end) => return Err(end),
+            None => self.next_message(now),
+        };
+        if let Some(bytes) = &bytes {
+            self.streams.context.metrics.count_sent(bytes.len());
+        }
+        Ok(bytes)
+    }
+
+    fn next_message(&mut self, now: Instant) -> Option<Bytes> {
+        if let Some(bytes) = self.welcome.take() {
+            return Some(bytes);
+        }
+        if !self.has_drained && self.streams.context.lifecycle() == Lifecycle::Draining {
+            self.has_drained = true;
+            return Some(drain(self.streams.context.settings.drain_grace, "this replica stops", false));
+        }
+        if self.agent.take_request_to_move() {
+            let reason = "this replica has more than its share of agents";
+            return Some(drain(balance::MOVE_WITHIN, reason, true));
+        }
+        // The visit after this one may come too late.
+        let is_due = self.next_heartbeat <= now + self.streams.context.visits.tick();
+        if is_due || self.said_source != self.streams.context.store.source_state() {
+            return Some(self.heartbeat(now));
+        }
+        if self.may_send_node(now) && self.agent.signal().take_node_change() {
+            return Some(self.own_node());
+        }
+        if let Position::Waiting(waiting) = &mut self.position {
+            let cursor = match waiting.resumption.advance(&self.streams.context.store) {
+                Ok(cursor) => cursor,
+                Err(not_yet) if !is_over(&mut self.behind, not_yet, &self.streams.context, &self.agent, now) => {
+                    return None;
+                }
+                Err(_) => waiting.resumption.revert(&self.streams.context.store),
+            };
+            self.position = Position::At(cursor);
+        }
+        self.resource_message(now)
+    }
+
+    /// Before the source has been listed there may be Nodes that are just not listed yet, and while it is behind the agent they may be older than the
+    /// agent's.
+    fn may_send_node(&mut self, now: Instant) -> bool {
+        let Some(wait) = &self.node_wait else { return true };
+        if let Err(not_yet) = wait.resumption.check(&self.streams.context.store)
+            && !is_over(&mut self.behind, not_yet, &self.streams.context, &self.agent, now)
+        {
+            return false;
+        }
+        self.node_wait = None;
+        true
+    }
+
+    fn resource_message(&mut self, now: Instant) -> Option<Bytes> {
+        let Position::At(cursor) = &mut self.position else { return None };
+        if let Some(buckets) = cursor.snapshot_buckets() {
+            // An end marker alone has nothing to wait for.
+            let signal = self.agent.signal();
+            if buckets > 0 && !self.streams.snapshots.may_continue(&mut self.ticket, buckets, signal, now) {
+                return None;
+            }
+        } else if self.has_resumed && cursor.is_complete() && cursor.version() == self.streams.context.store.version() {
+            // The usual answer, without the store's lock.
+            return None;
+        }
+        let snapshots = cursor.snapshots();
+        let bytes = self.streams.context.store.next_frame(cursor);
+        if cursor.snapshots() > snapshots {
+            self.streams.context.metrics.count_snapshot();
+            self.streams.snapshots.leave(&mut self.ticket, now);
+        }
+        self.agent.set_sent_version(cursor.version());
+        let is_resumed = if self.agent.resume == ResumeMode::Log { bytes.is_none() } else { cursor.is_complete() };
+        if is_resumed && !self.has_resumed {
+            self.has_resumed = true;
+            self.agent.resumed_resources.store(cursor.resources(), Ordering::Relaxed);
+            self.streams.context.metrics.count_resumed_resources(cursor.resources());
+        }
+        bytes
+    }
+
+    fn heartbeat(&mut self, now: Instant) -> Bytes {
+        self.next_heartbeat = now + self.streams.context.settings.heartbeat_interval;
+        let (store, metrics) = (&self.streams.context.store, &self.streams.context.metrics);
+        self.said_source = store.source_state();
+        server_frame(Body::Heartbeat(v1::Heartbeat {
+            head_version: store.version(),
+            source_age_ms: milliseconds(store.source_age()),
+            source_state: v1::SourceState::from(self.said_source).into(),
+            snapshots_sent: metrics.snapshots_sent(),
+        }))
+    }
+
+    fn own_node(&mut self) -> Bytes {
+        self.node_revision += 1;
+        let OwnNode { node, position } = self.streams.context.store.node(&self.agent.node);
+        server_frame(Body::OwnNode(v1::OwnNode {
+            revision: self.node_revision,
+            node: node.as_deref().map(node_to_wire),
+            position: positions_to_wire(position).pop(),
+        }))
+    }
+}
+
+fn drain(within: Duration, reason: &str, for_balance: bool) -> Bytes {
+    server_frame(Body::Drain(v1::Drain { reconnect_within_ms: to_ms(within), reason: reason.into(), for_balance }))
+}
+
+/// A duration in milliseconds, as the messages about a stream have it.
+fn to_ms(duration: Duration) -> u32 {
+    u32::try_from(duration.as_millis()).unwrap_or(u32::MAX)
+}
+
+/// True when the agent need not wait any longer for a source that is behind it.
+fn is_over(behind: &mut BehindWait, not_yet: NotYet, context: &Context, agent: &Agent, now: Instant) -> bool {
+    let wait = behind.look(not_yet, &context.store, context.settings.behind_wait, now);
+    if let NotYet::Behind { kind, here, there } = not_yet {
+        if wait == Wait::Begins {
+            context.metrics.count_behind_wait();
+            tracing::info!(node = %agent.node, ?kind, here, there, "the source is behind what the agent has: it waits");
+        }
+        if wait == Wait::Expires {
+            context.metrics.count_behind_wait_expired();
+            if context.warnings.admit(Warning::WentBack, now) {
+                tracing::warn!(node = %agent.node, ?kind, here, there,
+                    "the source is still behind what the agent has (a restored etcd?): the agent goes back to this replica's state");
+            }
+        }
+    }
+    wait.is_over()
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        let now = Instant::now();
+        self.streams.snapshots.leave(&mut self.ticket, now);
+        self.streams.fleet.leave(&self.agent);
+        self.streams.context.metrics.stream_closed();
+        let end = self.end(now).unwrap_or_else(|| End::plain("disconnected", Status::ok("")));
+        end.record(&self.streams.context, self.agent.address, &self.agent.node);
+    }
+}

@@ -1,0 +1,287 @@
+//! Which streams may be in the middle of a snapshot at the same time.
+//!
+//! A stream in the middle of a snapshot keeps the encoded bucket that it is at, and some kilobytes in its connection. After an outage all agents may
+//! want one at once; they are served in order, so that what they keep stays bounded and the first are done soon. A slow reader does not hold up the others: it
+//! has its turn for [`TURN`], and when others wait it goes to the end of the queue with its cursor where it is.
+
+use std::{
+    collections::{HashMap, VecDeque},
+    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
+    time::Duration,
+};
+
+use headgate_core::digest::BUCKETS;
+use tokio::time::Instant;
+
+use crate::{
+    metrics::Metrics,
+    serve::context::{Signal, Visit},
+};
+
+/// Buckets of all snapshots that are sent at the same time: 64 full ones, or many more of the few buckets that changed.
+const MAX_BUCKETS_IN_FLIGHT: usize = 64 * BUCKETS;
+
+/// How long a snapshot may take while others wait.
+const TURN: Duration = Duration::from_secs(5);
+
+/// See the module.
+#[derive(Debug)]
+pub(crate) struct SnapshotQueue {
+    queue: Mutex<Queue>,
+    metrics: Arc<Metrics>,
+}
+
+#[derive(Debug)]
+struct Queue {
+    free_buckets: usize,
+    next_ticket: u64,
+    /// In order of their tickets.
+    waiting: VecDeque<Waiting>,
+    /// Buckets of each snapshot that is being sent.
+    admitted: HashMap<u64, usize>,
+    /// When their turns are over, in this order; those that have ended already among them.
+    turns: VecDeque<(Instant, u64)>,
+}
+
+#[derive(Debug)]
+struct Waiting {
+    ticket: u64,
+    buckets: usize,
+    signal: Weak<Signal>,
+}
+
+/// A stream's place in the queue, or its turn. To be given back by [`SnapshotQueue::leave`].
+#[derive(Debug, Default)]
+pub(crate) struct Ticket(Option<u64>);
+
+impl SnapshotQueue {
+    /// Admits as many as the module's bound allows.
+    pub(crate) fn new(metrics: Arc<Metrics>) -> Self {
+        Self::with_limit(MAX_BUCKETS_IN_FLIGHT, metrics)
+    }
+
+    fn with_limit(free_buckets: usize, metrics: Arc<Metrics>) -> Self {
+        let queue = Queue {
+            free_buckets,
+            next_ticket: 0,
+            waiting: VecDeque::new(),
+            admitted: HashMap::new(),
+            turns: VecDeque::new(),
+        };
+        Self { queue: Mutex::new(queue), metrics }
+    }
+
+    /// True when a stream may go on with a snapshot of `buckets`. Otherwise it is in the queue, and `signal` is woken at its turn.
+    pub(crate) fn may_continue(&self, ticket: &mut Ticket, buckets: usize, signal: &Arc<Signal>, now: Instant) -> bool {
+        let mut queue = self.queue();
+        if let Some(number) = ticket.0 {
+            if queue.admitted.contains_key(&number) {
+                return true;
+            }
+            if queue.position(number).is_some() {
+                return false;
+            }
+            // Its turn was taken back.
+        }
+        let number = queue.next_ticket;
+        queue.next_ticket += 1;
+        ticket.0 = Some(number);
+        queue.waiting.push_back(Waiting { ticket: number, buckets, signal: Arc::downgrade(signal) });
+        queue.admit(now, Some(number));
+        self.publish(&queue);
+        let is_admitted = queue.admitted.contains_key(&number);
+        if !is_admitted {
+            self.metrics.count_snapshot_waited();
+        }
+        is_admitted
+    }
+
+    /// Gives back a turn, or a place in the queue. Does nothing for a ticket that holds neither.
+    pub(crate) fn leave(&self, ticket: &mut Ticket, now: Instant) {
+        let Some(number) = ticket.0.take() else { return };
+        let mut queue = self.queue();
+        queue.give_back(number);
+        if let Some(position) = queue.position(number) {
+            queue.waiting.remove(position);
+        }
+        queue.admit(now, None);
+        self.publish(&queue);
+    }
+
+    fn publish(&self, queue: &Queue) {
+        self.metrics.set_snapshots(queue.admitted.len(), queue.waiting.len());
+    }
+
+    fn queue(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Visit for SnapshotQueue {
+    /// Takes back turns that are over, when others wait.
+    fn visit(&self, now: Instant) {
+        let mut queue = self.queue();
+        if !queue.waiting.is_empty() {
+            queue.admit(now, None);
+            self.publish(&queue);
+        }
+    }
+
+    fn abort(&self) {
+        // Streams leave the queue as they end.
+    }
+}
+
+impl Queue {
+    fn position(&self, ticket: u64) -> Option<usize> {
+        self.waiting.binary_search_by_key(&ticket, |waiting| waiting.ticket).ok()
+    }
+
+    fn give_back(&mut self, ticket: u64) {
+        if let Some(buckets) = self.admitted.remove(&ticket) {
+            self.free_buckets += buckets;
+        }
+    }
+
+    /// Admits from the head of the queue as many as there is room for. `own` is not woken: it is the one that asks.
+    fn admit(&mut self, now: Instant, own: Option<u64>) {
+        while let Some(first) = self.waiting.front() {
+            // One that is larger than everything goes alone.
+            let has_room = first.buckets <= self.free_buckets || self.admitted.is_empty();
+            if !has_room {
+                if !self.take_back_one(now) {
+                    return;
+                }
+                continue;
+            }
+            let Some(first) = self.waiting.pop_front() else { return };
+            let buckets = first.buckets.min(self.free_buckets);
+            self.free_buckets -= buckets;
+            self.admitted.insert(first.ticket, buckets);
+            self.turns.push_back((now + TURN, first.ticket));
+            self.forget_ended_turns();
+            if own != Some(first.ticket)
+                && let Some(signal) = first.signal.upgrade()
+            {
+                signal.wake();
+            }
+        }
+    }
+
+    /// Keeps the list of turns in proportion to those that last, at amortised constant cost.
+    fn forget_ended_turns(&mut self) {
+        if self.turns.len() > 2 * self.admitted.len() + 64 {
+            self.turns.retain(|(_, ticket)| self.admitted.contains_key(ticket));
+        }
+    }
+
+    /// Takes back the oldest turn if it is over. False when there is none.
+    fn take_back_one(&mut self, now: Instant) -> bool {
+        while let Some((end, ticket)) = self.turns.front().copied() {
+            let is_admitted = self.admitted.contains_key(&ticket);
+            if is_admitted && end > now {
+                return false;
+            }
+            self.turns.pop_front();
+            if is_admitted {
+                self.give_back(ticket);
+                return true;
+            }
+        }
+        false
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Rig {
+        queue: SnapshotQueue,
+        now: Instant,
+    }
+
+    struct Reader(Ticket, Arc<Signal>);
+
+    impl Reader {
+        fn new() -> Self {
+            Self(Ticket::default(), Arc::new(Signal::new()))
+        }
+    }
+
+    impl Rig {
+        fn new(limit: usize) -> Self {
+            Self { queue: SnapshotQueue::with_limit(limit, Arc::default()), now: Instant::now() }
+        }
+
+        fn ask(&self, reader: &mut Reader, buckets: usize) -> bool {
+            self.queue.may_continue(&mut reader.0, buckets, &reader.1, self.now)
+        }
+
+        fn levels(&self) -> (usize, usize, usize) {
+            let queue = self.queue.queue();
+            (queue.admitted.len(), queue.waiting.len(), queue.free_buckets)
+        }
+    }
+
+    #[test]
+    fn they_are_served_in_order() {
+        let rig = Rig::new(10);
+        let mut readers: Vec<Reader> = std::iter::repeat_with(Reader::new).take(4).collect();
+        let answers: Vec<bool> = readers.iter_mut().map(|reader| rig.ask(reader, 5)).collect();
+        assert_eq!(answers, [true, true, false, false]);
+        // A small one that comes later does not overtake.
+        let mut small = Reader::new();
+        assert!(!rig.ask(&mut small, 1));
+        rig.queue.leave(&mut readers[1].0, rig.now);
+        assert!(rig.ask(&mut readers[2], 5) && !rig.ask(&mut readers[3], 5) && !rig.ask(&mut small, 1));
+        rig.queue.leave(&mut readers[3].0, rig.now);
+        rig.queue.leave(&mut readers[0].0, rig.now);
+        assert!(rig.ask(&mut small, 1));
+        rig.queue.leave(&mut readers[2].0, rig.now);
+        rig.queue.leave(&mut small.0, rig.now);
+        assert_eq!(rig.levels(), (0, 0, 10));
+    }
+
+    #[test]
+    fn a_slow_reader_goes_to_the_end_of_the_queue_when_others_wait() {
+        let mut rig = Rig::new(10);
+        let (mut slow, mut next) = (Reader::new(), Reader::new());
+        assert!(rig.ask(&mut slow, 10));
+        rig.now += TURN * 3;
+        assert!(rig.ask(&mut slow, 10), "nobody waits");
+        assert!(rig.ask(&mut next, 10), "the slow one's turn is over");
+        assert!(!rig.ask(&mut slow, 10));
+        rig.now += TURN / 2;
+        rig.queue.visit(rig.now);
+        assert!(rig.ask(&mut next, 10) && !rig.ask(&mut slow, 10), "a turn lasts");
+        rig.now += TURN;
+        rig.queue.visit(rig.now);
+        assert!(rig.ask(&mut slow, 10) && !rig.ask(&mut next, 10));
+        assert_eq!(rig.levels(), (1, 1, 0));
+    }
+
+    #[test]
+    fn ended_turns_do_not_pile_up_behind_one_that_lasts() {
+        let rig = Rig::new(10);
+        let mut lasting = Reader::new();
+        assert!(rig.ask(&mut lasting, 1));
+        for _ in 0..1_000 {
+            let mut short = Reader::new();
+            assert!(rig.ask(&mut short, 1));
+            rig.queue.leave(&mut short.0, rig.now);
+        }
+        assert!(rig.queue.queue().turns.len() < 100);
+    }
+
+    #[test]
+    fn one_that_is_larger_than_the_bound_goes_alone() {
+        let rig = Rig::new(10);
+        let (mut large, mut small) = (Reader::new(), Reader::new());
+        assert!(rig.ask(&mut large, 50) && !rig.ask(&mut small, 1));
+        rig.queue.leave(&mut large.0, rig.now);
+        assert!(rig.ask(&mut small, 1));
+        rig.queue.leave(&mut small.0, rig.now);
+        assert_eq!(rig.levels(), (0, 0, 10));
+    }
+}

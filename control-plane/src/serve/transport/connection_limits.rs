@@ -1,0 +1,148 @@
+//! How many connections there may be, and how many of each client.
+
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+use crate::identity::Identity;
+
+/// Connections in all; more are closed at once.
+const MAX_CONNECTIONS: usize = 65_536;
+
+/// Connections of one node: one that is going, one that replaces it, and some for people who look.
+const MAX_CONNECTIONS_PER_NODE: usize = 16;
+
+/// Connections of one reader, or of all who share a reader's name.
+const MAX_CONNECTIONS_PER_READER: usize = 256;
+
+/// Connections of all whose certificates say nothing that we understand: other programs, where the authority is the cluster's.
+const MAX_CONNECTIONS_OF_NOBODY: usize = 64;
+
+/// Connections that are open.
+#[derive(Debug, Default)]
+pub(crate) struct Connections(Mutex<Counts>);
+
+#[derive(Debug, Default)]
+struct Counts {
+    all: usize,
+    by_holder: HashMap<Holder, usize>,
+}
+
+/// Whose connections are counted together.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+enum Holder {
+    Node(Arc<str>),
+    Reader(Arc<str>),
+    Nobody,
+}
+
+impl Holder {
+    /// `None` without TLS, where everybody is the same.
+    fn of(identity: &Identity) -> Option<Self> {
+        match identity {
+            Identity::Node(name) => Some(Self::Node(Arc::clone(name))),
+            Identity::Reader(name) => Some(Self::Reader(Arc::clone(name))),
+            Identity::Unusable(_) => Some(Self::Nobody),
+            Identity::Unchecked => None,
+        }
+    }
+
+    /// How many it may have, and the label of the limit.
+    fn limit(&self) -> (usize, &'static str) {
+        match self {
+            Self::Node(_) => (MAX_CONNECTIONS_PER_NODE, "too_many_connections_of_node"),
+            Self::Reader(_) => (MAX_CONNECTIONS_PER_READER, "too_many_connections_of_reader"),
+            Self::Nobody => (MAX_CONNECTIONS_OF_NOBODY, "too_many_connections_of_nobody"),
+        }
+    }
+}
+
+/// One of them, until it is dropped.
+#[derive(Debug)]
+pub(crate) struct Held {
+    connections: Arc<Connections>,
+    holder: Option<Holder>,
+}
+
+impl Connections {
+    /// Counts a connection in.
+    ///
+    /// # Errors
+    ///
+    /// The limit that it would exceed, as a label.
+    pub(crate) fn hold(self: &Arc<Self>, identity: &Identity) -> Result<Held, &'static str> {
+        let mut counts = self.counts();
+        if counts.all >= MAX_CONNECTIONS {
+            return Err("too_many_connections");
+        }
+        let holder = Holder::of(identity);
+        if let Some(holder) = &holder {
+            let (most, reason) = holder.limit();
+            let count = counts.by_holder.entry(holder.clone()).or_default();
+            if *count >= most {
+                return Err(reason);
+            }
+            *count += 1;
+        }
+        counts.all += 1;
+        drop(counts);
+        Ok(Held { connections: Arc::clone(self), holder })
+    }
+
+    fn counts(&self) -> MutexGuard<'_, Counts> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        let mut counts = self.connections.counts();
+        counts.all -= 1;
+        if let Some(holder) = &self.holder
+            && let Some(count) = counts.by_holder.get_mut(holder)
+        {
+            *count -= 1;
+            if *count == 0 {
+                counts.by_holder.remove(holder);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn connections_of_one_holder_are_bounded_and_counted_out() {
+        let connections = Arc::new(Connections::default());
+        let (node, reader) = (|name: &str| Identity::Node(name.into()), |name: &str| Identity::Reader(name.into()));
+        let nobody = |problem: &str| Identity::Unusable(problem.into());
+        let cases = [
+            (node("same"), node("same"), MAX_CONNECTIONS_PER_NODE, "too_many_connections_of_node"),
+            (reader("same"), reader("same"), MAX_CONNECTIONS_PER_READER, "too_many_connections_of_reader"),
+            (nobody("this"), nobody("that"), MAX_CONNECTIONS_OF_NOBODY, "too_many_connections_of_nobody"),
+        ];
+        let mut held = Vec::new();
+        for (identity, next, most, reason) in cases {
+            held.extend((0..most).map(|_| connections.hold(&identity).unwrap()));
+            assert_eq!(connections.hold(&next).unwrap_err(), reason);
+        }
+        held.extend(
+            [node("other"), reader("other"), Identity::Unchecked].map(|other| connections.hold(&other).unwrap()),
+        );
+        assert_eq!(connections.counts().all, held.len());
+        drop(held);
+        let counts = connections.counts();
+        assert_eq!((counts.all, counts.by_holder.len()), (0, 0));
+    }
+
+    #[test]
+    fn connections_are_bounded_in_all() {
+        let connections = Arc::new(Connections::default());
+        connections.counts().all = MAX_CONNECTIONS;
+        assert_eq!(connections.hold(&Identity::Unchecked).unwrap_err(), "too_many_connections");
+    }
+}

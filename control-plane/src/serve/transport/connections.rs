@@ -1,0 +1,81 @@
+//! Where each connection goes: to its stream's carrier, or to the general server.
+
+use std::{io, sync::Arc, time::Duration};
+
+use tokio::{sync::mpsc, task::JoinHandle, time::Instant};
+use tokio_util::{either::Either, sync::CancellationToken, task::TaskTracker};
+
+use super::{
+    connection_limits::{Connections, Held},
+    first_request,
+    general_connection::General,
+    listener::Connection,
+    sync_connection,
+};
+use crate::serve::{context::Warning, stream::Streams};
+
+/// How long the first request is waited for. A connection that is made before there is anything to ask goes to the general server, which keeps it.
+const FIRST_REQUEST_WAIT: Duration = Duration::from_secs(10);
+
+/// Sends each connection to where it belongs until `shutdown` is cancelled. Returns those for the general server; the others are served in `tasks`.
+pub(crate) fn dispatch(
+    mut accepted: mpsc::Receiver<Connection>,
+    streams: Arc<Streams>,
+    tasks: TaskTracker,
+    shutdown: CancellationToken,
+) -> (mpsc::Receiver<General>, JoinHandle<()>) {
+    let (sender, receiver) = mpsc::channel(16);
+    let connections = Arc::new(Connections::default());
+    let dispatch = async move {
+        let context = &streams.context;
+        while let Some(connection) = accepted.recv().await {
+            let held = match connections.hold(&connection.peer.identity) {
+                Ok(held) => held,
+                Err(reason) => {
+                    context.metrics.count_connection_refused(reason);
+                    if context.warnings.admit(Warning::ConnectionRefused, Instant::now()) {
+                        let peer = &connection.peer;
+                        tracing::warn!(address = %peer.address, identity = ?peer.identity, reason, "connection refused");
+                    }
+                    continue;
+                }
+            };
+            let first = first_request(connection, Arc::clone(&streams), held, tasks.clone(), sender.clone());
+            let shutdown = shutdown.clone();
+            tokio::spawn(async move { shutdown.run_until_cancelled(first).await });
+        }
+    };
+    (receiver, tokio::spawn(dispatch))
+}
+
+async fn first_request(
+    mut connection: Connection,
+    streams: Arc<Streams>,
+    held: Held,
+    tasks: TaskTracker,
+    general: mpsc::Sender<General>,
+) {
+    let first = match first_request::read(&mut connection.io, FIRST_REQUEST_WAIT).await {
+        Ok(first) => first,
+        Err(error) => {
+            if error.kind() == io::ErrorKind::TimedOut {
+                streams.context.metrics.count_connection_refused("no_request");
+            }
+            tracing::debug!(address = %connection.peer.address, %error, "connection without a request");
+            return;
+        }
+    };
+    if !first.is_sync {
+        // The server is gone when nobody receives: the connection closes.
+        return drop(general.send(General::new(connection, held, &first.bytes)).await);
+    }
+    let Connection { io, peer } = connection;
+    let (stream, tls) = match io {
+        Either::Left(stream) => (stream, None),
+        Either::Right(tls) => {
+            let (stream, tls) = tls.into_inner();
+            (stream, Some(tls))
+        }
+    };
+    tasks.spawn(sync_connection::serve(&streams, peer, stream, tls, &first.bytes, held));
+}

@@ -1,0 +1,164 @@
+//! Accepting connections, and TLS handshakes within bounds.
+
+use std::{io, net::SocketAddr, sync::Arc, time::Duration};
+
+use rustls::HandshakeKind;
+use tokio::{
+    net::{TcpListener, TcpStream},
+    sync::mpsc,
+    task::JoinHandle,
+    time::{Instant, MissedTickBehavior, interval, sleep, timeout},
+};
+use tokio_rustls::{TlsAcceptor, server::TlsStream};
+use tokio_util::{either::Either, sync::CancellationToken};
+
+use super::{
+    handshakes::{Evicted, Handshakes},
+    tls::{Security, ServerTls},
+};
+use crate::{
+    identity::{self, Identity, Peer},
+    metrics::Metrics,
+    serve::context::{Context, Warning},
+};
+
+/// Longest time a handshake may take.
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Wait after an accept that failed, as for want of file descriptors, which would fail again at once.
+const ACCEPT_RETRY: Duration = Duration::from_millis(100);
+
+/// How often silent handshakes are evicted while connections wait.
+const EVICTION_INTERVAL: Duration = Duration::from_millis(100);
+
+/// Connections that are ready for HTTP/2.
+type Ready = mpsc::Sender<Connection>;
+
+/// Accepts connections until `shutdown` is cancelled, and hands them over once they are ready for HTTP/2.
+pub(crate) fn accept(
+    listener: TcpListener,
+    security: Security,
+    context: Arc<Context>,
+    shutdown: CancellationToken,
+) -> (mpsc::Receiver<Connection>, JoinHandle<()>) {
+    let (sender, receiver) = mpsc::channel(16);
+    let accept = async move {
+        tokio::select! {
+            () = accept_all(listener, security, context, sender) => {}
+            () = shutdown.cancelled() => {}
+        }
+    };
+    (receiver, tokio::spawn(accept))
+}
+
+async fn accept_all(listener: TcpListener, security: Security, context: Arc<Context>, ready: Ready) {
+    let handshakes = Handshakes::new(Arc::clone(&context.metrics), Arc::clone(&context.failures));
+    let mut eviction = interval(EVICTION_INTERVAL);
+    eviction.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        let accepted = tokio::select! {
+            accepted = listener.accept() => accepted,
+            _ = eviction.tick(), if handshakes.is_crowded() => {
+                handshakes.evict_silent(Instant::now());
+                continue;
+            }
+        };
+        let (stream, address) = match accepted {
+            Ok(accepted) => accepted,
+            Err(error) => {
+                if context.warnings.admit(Warning::ConnectionRefused, Instant::now()) {
+                    tracing::warn!(%error, "a connection cannot be accepted");
+                }
+                sleep(ACCEPT_RETRY).await;
+                continue;
+            }
+        };
+        if let Err(error) = stream.set_nodelay(true) {
+            tracing::debug!(%address, %error, "TCP_NODELAY");
+        }
+        match &security {
+            Security::Plaintext => {
+                let peer = Peer { address, identity: Identity::Unchecked, not_after: None };
+                // The server is gone when nobody receives: the connection closes.
+                let _ = ready.send(Connection { io: Either::Left(stream), peer }).await;
+            }
+            Security::Tls(tls) => secure_in_turn(stream, address, tls, &handshakes, &context, &ready),
+        }
+    }
+}
+
+/// Has a handshake done as soon as it is the address's turn.
+fn secure_in_turn(
+    stream: TcpStream,
+    address: SocketAddr,
+    tls: &Arc<ServerTls>,
+    handshakes: &Arc<Handshakes>,
+    context: &Arc<Context>,
+    ready: &Ready,
+) {
+    let Some(handshake) = handshakes.enter(address.ip()) else {
+        return refused(address, context);
+    };
+    let (tls, context, ready) = (Arc::clone(tls), Arc::clone(context), ready.clone());
+    tokio::spawn(async move {
+        let secured = handshake.run(|| secure(stream, address, &tls, &context.metrics)).await;
+        let (reason, error) = match secured {
+            // As above.
+            Ok(Ok(connection)) => return drop(ready.send(connection).await),
+            Ok(Err(failure)) => failure,
+            Err(Evicted::QueueFull) => return refused(address, &context),
+            Err(Evicted::Silent) => ("silent", "silent while others waited for its place".to_owned()),
+        };
+        context.metrics.count_handshake_failed(reason);
+        if context.warnings.admit(Warning::Handshake, Instant::now()) {
+            tracing::warn!(%address, reason, error, "TLS handshake");
+        }
+    });
+}
+
+/// More connections wait for their handshakes than may.
+fn refused(address: SocketAddr, context: &Context) {
+    let reason = "too_many_handshakes";
+    context.metrics.count_connection_refused(reason);
+    if context.warnings.admit(Warning::ConnectionRefused, Instant::now()) {
+        tracing::warn!(%address, reason, "connection refused");
+    }
+}
+
+async fn secure(
+    stream: TcpStream,
+    address: SocketAddr,
+    tls: &ServerTls,
+    metrics: &Metrics,
+) -> Result<Connection, (&'static str, String)> {
+    let handshake = timeout(HANDSHAKE_TIMEOUT, TlsAcceptor::from(tls.config()).accept(stream)).await;
+    let stream = handshake
+        .map_err(|_| ("timeout", format!("not done within {} s", HANDSHAKE_TIMEOUT.as_secs())))?
+        .map_err(|error| refusal(&error, tls))?;
+    let session = stream.get_ref().1;
+    // Of a resumed session too: the ticket holds what was verified when it was issued.
+    let certificate = session.peer_certificates().and_then(<[_]>::first);
+    let certificate = certificate.ok_or_else(|| ("no_certificate", "the client showed no certificate".to_owned()))?;
+    let (identity, not_after) =
+        identity::from_certificate(certificate).map_err(|error| ("malformed_certificate", error))?;
+    metrics.count_handshake(session.handshake_kind() == Some(HandshakeKind::Resumed));
+    let peer = Peer { address, identity, not_after: Some(not_after) };
+    Ok(Connection { io: Either::Right(Box::new(stream)), peer })
+}
+
+/// Label and sentence for a handshake that failed.
+fn refusal(error: &io::Error, tls: &ServerTls) -> (&'static str, String) {
+    match headgate_tls::explain(error, tls.files()) {
+        Some(refusal) => (refusal.reason, refusal.sentence),
+        None => ("disconnected", format!("the client went away: {error}")),
+    }
+}
+
+/// A connection that is ready for HTTP/2.
+pub(crate) struct Connection {
+    pub(crate) io: Io,
+    pub(crate) peer: Peer,
+}
+
+/// What carries a connection: TCP alone, or TLS after its handshake.
+pub(crate) type Io = Either<TcpStream, Box<TlsStream<TcpStream>>>;

@@ -1,0 +1,198 @@
+//! The listener of the pages, which everybody reaches: few connections at a time, and fewer of one source. When another comes the longest silent one goes, of the
+//! same source if that has as many as it may, otherwise of the one that has most.
+//!
+//! Without a bound whoever opens connections there takes the open files from agents.
+
+use std::{
+    collections::BTreeMap,
+    io,
+    net::SocketAddr,
+    pin::Pin,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    task::{Context, Poll, ready},
+    time::Duration,
+};
+
+use axum::serve::Listener;
+use tokio::{
+    io::{AsyncRead, AsyncWrite, ReadBuf},
+    net::{TcpListener, TcpStream},
+    time::{Instant, sleep},
+};
+
+use super::closer::Closer;
+use crate::serve::context::Network;
+
+/// Connections at a time: probes, and some programs that collect metrics and keep theirs.
+const MAX_CONNECTIONS: usize = 64;
+
+/// Of one source.
+const MAX_CONNECTIONS_OF_SOURCE: usize = 16;
+
+/// Wait after an accept that failed, which would fail again at once.
+const ACCEPT_RETRY: Duration = Duration::from_millis(100);
+
+/// See the module.
+pub(crate) struct BoundedListener {
+    listener: TcpListener,
+    open: Arc<Open>,
+    next_number: u64,
+}
+
+/// Connections that are open, by their numbers.
+#[derive(Debug, Default)]
+struct Open(Mutex<BTreeMap<u64, Entry>>);
+
+#[derive(Debug)]
+struct Entry {
+    source: Network,
+    heard: Instant,
+    closer: Arc<Closer>,
+}
+
+impl Open {
+    fn table(&self) -> MutexGuard<'_, BTreeMap<u64, Entry>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Enters a connection. One that is in its place is closed.
+    fn enter(&self, number: u64, source: Network, now: Instant) -> Arc<Closer> {
+        let mut table = self.table();
+        let mut counts: BTreeMap<Network, usize> = BTreeMap::new();
+        table.values().for_each(|entry| *counts.entry(entry.source).or_default() += 1);
+        let too_many = if counts.get(&source).is_some_and(|count| *count >= MAX_CONNECTIONS_OF_SOURCE) {
+            Some(source)
+        } else if table.len() >= MAX_CONNECTIONS {
+            counts.into_iter().max_by_key(|(_, count)| *count).map(|(source, _)| source)
+        } else {
+            None
+        };
+        let of_source = table.iter().filter(|(_, entry)| Some(entry.source) == too_many);
+        let longest_silent = of_source.min_by_key(|(_, entry)| entry.heard).map(|(number, _)| *number);
+        if let Some(Entry { closer, .. }) = longest_silent.and_then(|number| table.remove(&number)) {
+            closer.close();
+        }
+        let closer = Arc::<Closer>::default();
+        table.insert(number, Entry { source, heard: now, closer: Arc::clone(&closer) });
+        closer
+    }
+
+    fn heard(&self, number: u64, now: Instant) {
+        if let Some(entry) = self.table().get_mut(&number) {
+            entry.heard = now;
+        }
+    }
+}
+
+impl BoundedListener {
+    pub(crate) fn new(listener: TcpListener) -> Self {
+        Self { listener, open: Arc::default(), next_number: 0 }
+    }
+}
+
+impl Listener for BoundedListener {
+    type Io = Connection;
+    type Addr = SocketAddr;
+
+    async fn accept(&mut self) -> (Connection, SocketAddr) {
+        loop {
+            match self.listener.accept().await {
+                Ok((stream, address)) => {
+                    let number = self.next_number;
+                    self.next_number += 1;
+                    let closer = self.open.enter(number, Network::of(address.ip()), Instant::now());
+                    return (Connection { stream, number, closer, open: Arc::clone(&self.open) }, address);
+                }
+                Err(error) => {
+                    tracing::debug!(%error, "a connection for pages cannot be accepted");
+                    sleep(ACCEPT_RETRY).await;
+                }
+            }
+        }
+    }
+
+    fn local_addr(&self) -> io::Result<SocketAddr> {
+        self.listener.local_addr()
+    }
+}
+
+/// One connection.
+pub(crate) struct Connection {
+    stream: TcpStream,
+    number: u64,
+    closer: Arc<Closer>,
+    open: Arc<Open>,
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        self.open.table().remove(&self.number);
+    }
+}
+
+impl AsyncRead for Connection {
+    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        if self.closer.poll_closed(cx) {
+            return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
+        }
+        let before = buffer.filled().len();
+        ready!(Pin::new(&mut self.stream).poll_read(cx, buffer))?;
+        if buffer.filled().len() > before {
+            self.open.heard(self.number, Instant::now());
+        }
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl AsyncWrite for Connection {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        // Whoever asked and does not read is not being read from either.
+        if self.closer.poll_closed(cx) {
+            return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
+        }
+        Pin::new(&mut self.stream).poll_write(cx, bytes)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(cx)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn source(host: u8) -> Network {
+        Network::of([192, 0, 2, host].into())
+    }
+
+    fn closed(closers: &[Arc<Closer>]) -> Vec<usize> {
+        let cx = Context::from_waker(std::task::Waker::noop());
+        (0..closers.len()).filter(|index| closers[*index].poll_closed(&cx)).collect()
+    }
+
+    #[test]
+    fn the_longest_silent_one_of_those_who_have_most_goes() {
+        let (open, start) = (Open::default(), Instant::now());
+        let at = |milliseconds| start + Duration::from_millis(milliseconds);
+        // The first has one, further ones have some, and the last has most.
+        let hosts = [1, 2, 3, 4, 5, 6].iter().flat_map(|host| std::iter::repeat_n(*host, 2 * usize::from(*host) - 1));
+        let hosts: Vec<u8> = hosts.chain(std::iter::repeat_n(7, MAX_CONNECTIONS_OF_SOURCE)).collect();
+        let enter = |(number, host): (usize, &u8)| open.enter(number as u64, source(*host), at(number as u64));
+        let mut closers: Vec<_> = hosts.iter().enumerate().map(enter).collect();
+        assert_eq!((hosts.len(), closed(&closers)), (52, vec![]));
+        let first_of_last = hosts.len() - MAX_CONNECTIONS_OF_SOURCE;
+        open.heard(first_of_last as u64, at(1_000));
+        closers.push(open.enter(1_000, source(7), at(1_001)));
+        assert_eq!(closed(&closers), [first_of_last + 1], "as many as one source may have");
+        closers.extend((2_000..2_012).map(|number| open.enter(number, source(8), at(number))));
+        assert_eq!((open.table().len(), closed(&closers).len()), (MAX_CONNECTIONS, 1));
+        closers.push(open.enter(3_000, source(1), at(3_000)));
+        assert_eq!(closed(&closers), [first_of_last + 1, first_of_last + 2], "of those who have most");
+        assert_eq!(open.table().len(), MAX_CONNECTIONS);
+    }
+}

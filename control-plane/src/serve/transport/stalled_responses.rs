@@ -1,0 +1,161 @@
+//! Answers of the general server that their clients do not take.
+//!
+//! A client that gives no room for an answer (RFC 9113, 6.9) and answers pings would keep it, and the stream behind it, for ever: a body is not asked for more before
+//! there was room for what it gave. So whoever takes nothing of an answer for a time, though there is something, loses the connection.
+
+use std::{
+    pin::Pin,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    task::{self, Poll, Wake, Waker},
+    time::Duration,
+};
+
+use bytes::Bytes;
+use futures::{FutureExt as _, future::Map, task::AtomicWaker};
+use http::{Request, Response};
+use http_body::{Frame, SizeHint};
+use tokio::time::Instant;
+use tonic::{Status, body::Body};
+use tower::Service;
+
+use super::general_connection::Caller;
+use crate::serve::context::{Context, Visit, Visited};
+
+/// See the module. Puts the [`crate::identity::Peer`] into each request's extensions as well.
+#[derive(Clone)]
+pub(crate) struct StalledResponses<S> {
+    inner: S,
+    context: Arc<Context>,
+}
+
+impl<S> StalledResponses<S> {
+    /// Looks after the answers of `inner`.
+    pub(crate) fn new(inner: S, context: Arc<Context>) -> Self {
+        Self { inner, context }
+    }
+}
+
+type Answered<E> = Result<Response<Body>, E>;
+
+impl<S> Service<Request<Body>> for StalledResponses<S>
+where
+    S: Service<Request<Body>, Response = Response<Body>>,
+    S::Future: Send + 'static,
+{
+    type Response = Response<Body>;
+    type Error = S::Error;
+    type Future = Map<S::Future, Box<dyn FnOnce(Answered<S::Error>) -> Answered<S::Error> + Send>>;
+
+    fn poll_ready(&mut self, cx: &mut task::Context<'_>) -> Poll<Result<(), S::Error>> {
+        self.inner.poll_ready(cx)
+    }
+
+    fn call(&mut self, mut request: Request<Body>) -> Self::Future {
+        let caller = request.extensions().get::<Caller>().cloned();
+        if let Some(caller) = &caller {
+            request.extensions_mut().insert(caller.peer.clone());
+        }
+        let context = Arc::clone(&self.context);
+        let watch = move |answered: Answered<S::Error>| {
+            let Some(caller) = caller else { return Ok(Status::internal("the connection has no peer").into_http()) };
+            Ok(answered?.map(|body| Body::new(Watched::new(body, &context, caller))))
+        };
+        self.inner.call(request).map(Box::new(watch))
+    }
+}
+
+/// One answer.
+struct Answer {
+    context: Arc<Context>,
+    caller: Caller,
+    server: AtomicWaker,
+    /// Since when there is something to take.
+    waits_since: Mutex<Option<Instant>>,
+}
+
+impl Answer {
+    fn waits_since(&self) -> MutexGuard<'_, Option<Instant>> {
+        self.waits_since.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn waits(&self) {
+        self.waits_since().get_or_insert_with(Instant::now);
+    }
+
+    fn limit(&self) -> Duration {
+        self.context.settings.stalled_response_timeout
+    }
+}
+
+impl Wake for Answer {
+    fn wake(self: Arc<Self>) {
+        self.wake_by_ref();
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        self.waits();
+        self.server.wake();
+    }
+}
+
+impl Visit for Answer {
+    fn visit(&self, now: Instant) {
+        if self.waits_since().take_if(|since| *since + self.limit() <= now).is_some() {
+            self.context.metrics.count_stalled_response();
+            let (address, seconds) = (self.caller.peer.address, self.limit().as_secs());
+            tracing::info!(%address, seconds, "connection closed: its client takes nothing of an answer");
+            self.caller.connection.close();
+        }
+    }
+
+    fn abort(&self) {
+        // The server that carries the answer is aborted as well.
+    }
+}
+
+/// The body of an answer that is looked after.
+struct Watched {
+    body: Body,
+    answer: Arc<Answer>,
+    _visited: Visited,
+}
+
+impl Watched {
+    fn new(body: Body, context: &Arc<Context>, caller: Caller) -> Self {
+        let answer = Answer {
+            context: Arc::clone(context),
+            caller,
+            server: AtomicWaker::new(),
+            waits_since: Mutex::new(Some(Instant::now())),
+        };
+        let answer = Arc::new(answer);
+        let visited = context.visits.add(Arc::<Answer>::clone(&answer));
+        Self { body, answer, _visited: visited }
+    }
+}
+
+impl http_body::Body for Watched {
+    type Data = Bytes;
+    type Error = Status;
+
+    fn poll_frame(self: Pin<&mut Self>, cx: &mut task::Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+        let this = self.get_mut();
+        this.answer.server.register(cx.waker());
+        // The server asks: it has room.
+        *this.answer.waits_since() = None;
+        let waker = Waker::from(Arc::clone(&this.answer));
+        let polled = Pin::new(&mut this.body).poll_frame(&mut task::Context::from_waker(&waker));
+        if let Poll::Ready(Some(_)) = &polled {
+            this.answer.waits();
+        }
+        polled
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}

@@ -1,0 +1,294 @@
+//! TLS from PEM files, which may change while the control plane runs.
+//!
+//! What is missing, malformed or does not fit together is refused at start: there is no falling back. Later the last good set stays in use until the
+//! files are a good set again. A reload touches no connection that is there: each handshake takes the configuration of its moment.
+
+use std::{
+    collections::BTreeSet,
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, PoisonError},
+    time::{Duration, SystemTime},
+};
+
+use arc_swap::ArcSwap;
+use headgate_tls::{FileError, Files, Loaded, Material, Reloader, Side, date};
+use notify::{
+    EventKind, RecursiveMode, Watcher as _,
+    event::{AccessKind, AccessMode},
+};
+use rustls::{
+    ServerConfig,
+    crypto::ring,
+    server::{NoServerSessionStorage, WebPkiClientVerifier},
+    sign::SingleCertAndKey,
+};
+use tokio::{
+    sync::mpsc,
+    time::{Instant, sleep, timeout},
+};
+use tokio_util::sync::CancellationToken;
+
+use crate::metrics::Metrics;
+
+/// How often the files are read without a notice: notices do not follow links out of a folder, and may be lost.
+const POLL: Duration = Duration::from_secs(30);
+
+/// Files are read once their folders have been quiet for so long.
+const QUIET: Duration = Duration::from_millis(200);
+
+/// Longest time that restless folders are waited for.
+const LONGEST_UNREST: Duration = Duration::from_secs(2);
+
+/// What does not fit together is read again after this time before anything is said: certificate and key may be written one after the other.
+const SECOND_LOOK: Duration = Duration::from_secs(1);
+
+/// Session tickets that a client gets in a handshake. It has one connection at a time.
+const TICKETS: usize = 1;
+
+/// How connections are secured.
+#[derive(Clone)]
+pub enum Security {
+    /// Not at all: `--insecure-loopback`, whose rule for addresses is [`crate::options::Options::security`]'s.
+    Plaintext,
+    /// TLS with client certificates.
+    Tls(Arc<ServerTls>),
+}
+
+/// The server's side: TLS 1.2 and 1.3, HTTP/2 only, and a client certificate from everybody.
+#[derive(Debug)]
+pub struct ServerTls {
+    files: Files,
+    reloader: Mutex<Reloader<ServerConfig>>,
+    current: ArcSwap<Loaded<ServerConfig>>,
+}
+
+impl ServerTls {
+    /// Reads the files of `--tls-cert`, `--tls-key` and `--tls-client-ca`.
+    ///
+    /// # Errors
+    ///
+    /// The first thing that is wrong with them; trying again helps once they have changed.
+    pub fn load(cert: PathBuf, key: PathBuf, client_ca: PathBuf) -> Result<Arc<Self>, FileError> {
+        let files = Files { side: Side::Server, cert, key, ca: client_ca };
+        let mut reloader = Reloader::new(files.clone(), server_config);
+        let current = ArcSwap::new(reloader.load(SystemTime::now())?);
+        Ok(Arc::new(Self { files, reloader: Mutex::new(reloader), current }))
+    }
+
+    /// The files.
+    #[must_use]
+    pub fn files(&self) -> &Files {
+        &self.files
+    }
+
+    /// The configuration for the next handshake.
+    #[must_use]
+    pub fn config(&self) -> Arc<ServerConfig> {
+        Arc::clone(&self.current.load().config)
+    }
+
+    /// Follows the files until `shutdown` is cancelled.
+    pub(crate) async fn follow(self: Arc<Self>, metrics: Arc<Metrics>, shutdown: CancellationToken) {
+        shutdown.run_until_cancelled(self.follow_every(POLL, &metrics)).await;
+    }
+
+    async fn follow_every(self: &Arc<Self>, poll: Duration, metrics: &Metrics) {
+        self.show(metrics);
+        let (sender, mut notices) = mpsc::channel(1);
+        let watcher = watch(&self.files, sender);
+        let _watcher = watcher.inspect_err(|error| {
+            let seconds = poll.as_secs();
+            tracing::warn!(
+                "new TLS files are noticed only every {seconds} seconds, since the system gives no notice: {error}"
+            );
+        });
+        let mut problem = None;
+        // What changed between the first reading and the watch is taken up by a look at once.
+        let mut is_noticed = true;
+        loop {
+            let mut result = self.reload().await;
+            if result.is_err() && is_noticed {
+                sleep(SECOND_LOOK).await;
+                result = self.reload().await;
+            }
+            match result {
+                Ok(is_new) => {
+                    if is_new || problem.take().is_some() {
+                        metrics.count_tls_reload("success");
+                        self.show(metrics);
+                    }
+                    problem = None;
+                }
+                Err(error) => {
+                    let text = error.to_string();
+                    if problem.as_ref() != Some(&text) {
+                        metrics.count_tls_reload("failure");
+                        tracing::error!("{text}. The files read before stay in use");
+                        problem = Some(text);
+                    }
+                }
+            }
+            // Without a watcher the channel is closed, and this is just the wait.
+            let noticed = timeout(poll, async {
+                match notices.recv().await {
+                    Some(()) => settled(&mut notices).await,
+                    None => std::future::pending().await,
+                }
+            });
+            is_noticed = noticed.await.is_ok();
+        }
+    }
+
+    /// True when the files hold something new.
+    async fn reload(self: &Arc<Self>) -> Result<bool, FileError> {
+        let tls = Arc::clone(self);
+        let load = move || {
+            let mut reloader = tls.reloader.lock().unwrap_or_else(PoisonError::into_inner);
+            let loaded = reloader.load(SystemTime::now())?;
+            let is_new = !Arc::ptr_eq(&loaded, &tls.current.load());
+            tls.current.store(loaded);
+            Ok(is_new)
+        };
+        match tokio::task::spawn_blocking(load).await {
+            Ok(result) => result,
+            Err(error) => {
+                tracing::error!(%error, "reading TLS files ended by a defect");
+                Ok(false)
+            }
+        }
+    }
+
+    fn show(&self, metrics: &Metrics) {
+        let current = self.current.load();
+        metrics.set_tls_not_after(&current);
+        let (not_after, authorities) = (date(current.validity.not_after), date(current.authorities_not_after));
+        tracing::info!(cert = %self.files.cert.display(), not_after, authorities_not_after = authorities, "TLS files in use");
+    }
+}
+
+/// A configuration with ticket keys of its own: a session of the one before cannot be resumed, so a client is verified against the authorities
+/// of now. The session is in the client's ticket, certificate included, and takes no memory here.
+fn server_config(material: &Material) -> Result<ServerConfig, rustls::Error> {
+    let provider = Arc::new(ring::default_provider());
+    let roots = Arc::new(material.authorities.clone());
+    let verifier = WebPkiClientVerifier::builder_with_provider(roots, Arc::clone(&provider)).build();
+    let verifier = verifier.map_err(|error| rustls::Error::General(error.to_string()))?;
+    let builder = ServerConfig::builder_with_provider(provider).with_safe_default_protocol_versions()?;
+    let own = Arc::new(SingleCertAndKey::from(Arc::clone(&material.own)));
+    let mut config = builder.with_client_cert_verifier(verifier).with_cert_resolver(own);
+    config.alpn_protocols = vec![b"h2".to_vec()];
+    config.ticketer = ring::Ticketer::new()?;
+    config.send_tls13_tickets = TICKETS;
+    config.session_storage = Arc::new(NoServerSessionStorage {});
+    Ok(config)
+}
+
+/// Until nothing has been noticed for a while.
+async fn settled(notices: &mut mpsc::Receiver<()>) {
+    let deadline = Instant::now() + LONGEST_UNREST;
+    while Instant::now() < deadline && timeout(QUIET, notices.recv()).await.is_ok_and(|notice| notice.is_some()) {}
+}
+
+/// Watches the folders and not the files, which are replaced by others of the same name; in a mounted Secret only the link `..data` is.
+fn watch(files: &Files, sender: mpsc::Sender<()>) -> notify::Result<notify::RecommendedWatcher> {
+    let mut watcher = notify::recommended_watcher(move |event: notify::Result<notify::Event>| {
+        let is_read = |event: &notify::Event| match event.kind {
+            EventKind::Access(AccessKind::Close(AccessMode::Write)) => false,
+            EventKind::Access(_) => true,
+            _ => false,
+        };
+        if !event.is_ok_and(|event| is_read(&event)) {
+            // A full channel holds a notice already; a closed one has nobody to tell.
+            let _ = sender.try_send(());
+        }
+    })?;
+    let folder = |file: &Path| match file.parent() {
+        Some(folder) if folder.as_os_str().is_empty() => PathBuf::from("."),
+        Some(folder) => folder.to_owned(),
+        None => file.to_owned(),
+    };
+    let folders: BTreeSet<PathBuf> = [&files.cert, &files.key, &files.ca].map(|file| folder(file)).into();
+    for folder in folders {
+        watcher.watch(&folder, RecursiveMode::NonRecursive)?;
+    }
+    Ok(watcher)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use std::{fs, os::unix::fs::symlink};
+
+    use rcgen::{CertificateParams, KeyPair};
+
+    use super::*;
+
+    struct Folder {
+        folder: tempfile::TempDir,
+    }
+
+    impl Folder {
+        fn new() -> Self {
+            let new = Self { folder: tempfile::tempdir().unwrap() };
+            new.write("");
+            new
+        }
+
+        fn path(&self, name: &str) -> PathBuf {
+            self.folder.path().join(name)
+        }
+
+        fn write(&self, below: &str) {
+            let key = KeyPair::generate().unwrap();
+            let certificate = CertificateParams::new(vec!["localhost".into()]).unwrap().self_signed(&key).unwrap();
+            for (name, text) in
+                [("tls.crt", certificate.pem()), ("tls.key", key.serialize_pem()), ("ca.crt", certificate.pem())]
+            {
+                fs::write(self.path(below).join(name), text).unwrap();
+            }
+        }
+
+        fn load(&self) -> Result<Arc<ServerTls>, FileError> {
+            ServerTls::load(self.path("tls.crt"), self.path("tls.key"), self.path("ca.crt"))
+        }
+    }
+
+    #[test]
+    fn good_files_are_taken_and_bad_ones_refused() {
+        let folder = Folder::new();
+        let config = folder.load().unwrap().config();
+        assert_eq!(config.alpn_protocols, [b"h2".to_vec()]);
+        assert!(config.ticketer.enabled() && !config.session_storage.can_cache());
+        fs::write(folder.path("ca.crt"), "garbage").unwrap();
+        let error = folder.load().map(drop).unwrap_err().to_string();
+        assert!(error.contains("--tls-client-ca") && error.contains("no certificate in it"), "{error}");
+    }
+
+    /// Until the configuration is another than `old`, with a guard against waiting for ever.
+    async fn replaced(tls: &ServerTls, old: &Arc<ServerConfig>) {
+        let replaced = async {
+            while Arc::ptr_eq(&tls.config(), old) {
+                sleep(Duration::from_millis(5)).await;
+            }
+        };
+        timeout(Duration::from_secs(60), replaced).await.expect("the new files are not taken up");
+    }
+
+    #[tokio::test]
+    async fn links_into_other_folders_are_followed_by_polling() {
+        let folder = Folder::new();
+        fs::create_dir(folder.path("far")).unwrap();
+        folder.write("far");
+        for name in ["tls.crt", "tls.key", "ca.crt"] {
+            fs::remove_file(folder.path(name)).unwrap();
+            symlink(folder.path("far").join(name), folder.path(name)).unwrap();
+        }
+        let (tls, metrics) = (folder.load().unwrap(), Metrics::default());
+        let old = tls.config();
+        folder.write("far");
+        tokio::select! {
+            () = tls.follow_every(Duration::from_millis(20), &metrics) => unreachable!(),
+            () = replaced(&tls, &old) => {}
+        }
+    }
+}
