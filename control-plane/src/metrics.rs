@@ -18,86 +18,30 @@ use prometheus_client::{
 use self::catalogue::{Catalogue, Described, Labelled};
 use crate::transaction::SourceKind;
 
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct SourceError {
-    kind: &'static str,
-    reason: &'static str,
+/// Sets of labels.
+macro_rules! labels {
+    ($($name:ident { $($label:ident),+ })+) => {$(
+        #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
+        struct $name {
+            $($label: &'static str),+
+        }
+
+        impl Labelled for $name {
+            const LABELS: &str = stringify!($($label),+);
+        }
+    )+};
 }
 
-impl Labelled for SourceError {
-    const LABELS: &str = "kind, reason";
-}
-
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Reason {
-    reason: &'static str,
-}
-
-impl Labelled for Reason {
-    const LABELS: &str = "reason";
-}
-
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Outcome {
-    result: &'static str,
-}
-
-impl Labelled for Outcome {
-    const LABELS: &str = "result";
-}
-
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct TlsFile {
-    file: &'static str,
-}
-
-impl Labelled for TlsFile {
-    const LABELS: &str = "file";
-}
-
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Kind {
-    kind: &'static str,
-}
-
-impl Labelled for Kind {
-    const LABELS: &str = "kind";
-}
-
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Mode {
-    mode: &'static str,
-}
-
-impl Labelled for Mode {
-    const LABELS: &str = "mode";
-}
-
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Message {
-    message: &'static str,
-}
-
-impl Labelled for Message {
-    const LABELS: &str = "message";
-}
-
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Quantile {
-    quantile: &'static str,
-}
-
-impl Labelled for Quantile {
-    const LABELS: &str = "quantile";
-}
-
-#[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct State {
-    state: &'static str,
-}
-
-impl Labelled for State {
-    const LABELS: &str = "state";
+labels! {
+    SourceError { kind, reason }
+    Reason { reason }
+    Outcome { result }
+    TlsFile { file }
+    Kind { kind }
+    Mode { mode }
+    Message { message }
+    Quantile { quantile }
+    State { state }
 }
 
 /// Upper bounds in seconds: from a quiet fleet on one rack to nodes that are stuck.

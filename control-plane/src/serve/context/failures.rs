@@ -31,11 +31,9 @@ impl Failures {
         if paused_until.len() >= MAX_NETWORKS {
             paused_until.retain(|_, until| *until > now);
         }
-        let has_room = paused_until.len() < MAX_NETWORKS;
-        match paused_until.get_mut(&network) {
-            Some(until) => *until = (*until).max(now) + PAUSE,
-            None if has_room => drop(paused_until.insert(network, now + PAUSE)),
-            None => {}
+        if paused_until.len() < MAX_NETWORKS || paused_until.contains_key(&network) {
+            let until = paused_until.entry(network).or_insert(now);
+            *until = (*until).max(now) + PAUSE;
         }
     }
 

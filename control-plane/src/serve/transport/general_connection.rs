@@ -3,7 +3,6 @@
 use std::{
     io,
     pin::Pin,
-    sync::Arc,
     task::{Context, Poll, ready},
 };
 
@@ -11,18 +10,18 @@ use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
     time::{Instant, Sleep, sleep},
 };
+use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 use tonic::transport::server::Connected;
 
-use super::{
-    budget::Budget, closer::Closer, connection_limits::Held, first_request::WithoutFirstAck, listener::Connection,
-};
+use super::{budget::Budget, connection_limits::Held, first_request::WithoutFirstAck, listener::Connection};
 use crate::identity::Peer;
 
 /// Who asks, and the connection that it asks on; found in the extensions of every request.
 #[derive(Debug, Clone)]
 pub(crate) struct Caller {
     pub(crate) peer: Peer,
-    pub(crate) connection: Arc<Closer>,
+    /// Closes the connection when it is cancelled.
+    pub(crate) closed: CancellationToken,
 }
 
 /// A connection for the general server, with what was read of it before.
@@ -32,7 +31,8 @@ pub(crate) struct General {
     unread: Vec<u8>,
     read_bytes: usize,
     filter: WithoutFirstAck,
-    closer: Arc<Closer>,
+    closed: CancellationToken,
+    until_closed: Pin<Box<WaitForCancellationFutureOwned>>,
     budget: Budget,
     pause: Option<Pin<Box<Sleep>>>,
 }
@@ -43,7 +43,9 @@ impl General {
         filter.pass(read, &mut unread);
         let mut budget = Budget::new(Instant::now());
         budget.spend(read.len(), Instant::now());
-        Self { connection, _held: held, unread, read_bytes: 0, filter, closer: Arc::default(), budget, pause: None }
+        let closed = CancellationToken::new();
+        let until_closed = Box::pin(closed.clone().cancelled_owned());
+        Self { connection, _held: held, unread, read_bytes: 0, filter, closed, until_closed, budget, pause: None }
     }
 
     /// Reads from the connection as its budget allows.
@@ -65,14 +67,14 @@ impl Connected for General {
     type ConnectInfo = Caller;
 
     fn connect_info(&self) -> Caller {
-        Caller { peer: self.connection.peer.clone(), connection: Arc::clone(&self.closer) }
+        Caller { peer: self.connection.peer.clone(), closed: self.closed.clone() }
     }
 }
 
 impl AsyncRead for General {
     fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         let this = &mut *self;
-        if this.closer.poll_closed(cx) {
+        if this.until_closed.as_mut().poll(cx).is_ready() {
             return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
         }
         loop {

@@ -2,7 +2,6 @@
 //! stream are carried. It knows nothing of the services that the general server answers.
 
 mod budget;
-mod closer;
 mod connection_limits;
 mod connections;
 mod first_request;

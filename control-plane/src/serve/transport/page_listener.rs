@@ -1,5 +1,5 @@
-//! The listener of the pages, which everybody reaches: few connections at a time, and fewer of one source. When another comes the longest silent one goes, of the
-//! same source if that has as many as it may, otherwise of the one that has most.
+//! The listener of the pages, which everybody reaches: few connections at a time, and fewer of one network. When another comes the longest silent one goes, of the
+//! same network if that has as many as it may, otherwise of the one that has most.
 //!
 //! Without a bound whoever opens connections there takes the open files from agents.
 
@@ -19,15 +19,15 @@ use tokio::{
     net::{TcpListener, TcpStream},
     time::{Instant, sleep},
 };
+use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 
-use super::closer::Closer;
 use crate::serve::context::Network;
 
 /// Connections at a time: probes, and some programs that collect metrics and keep theirs.
 const MAX_CONNECTIONS: usize = 64;
 
-/// Of one source.
-const MAX_CONNECTIONS_OF_SOURCE: usize = 16;
+/// Of one network.
+const MAX_CONNECTIONS_OF_NETWORK: usize = 16;
 
 /// Wait after an accept that failed, which would fail again at once.
 const ACCEPT_RETRY: Duration = Duration::from_millis(100);
@@ -45,9 +45,9 @@ struct Open(Mutex<BTreeMap<u64, Entry>>);
 
 #[derive(Debug)]
 struct Entry {
-    source: Network,
+    network: Network,
     heard: Instant,
-    closer: Arc<Closer>,
+    closed: CancellationToken,
 }
 
 impl Open {
@@ -56,25 +56,25 @@ impl Open {
     }
 
     /// Enters a connection. One that is in its place is closed.
-    fn enter(&self, number: u64, source: Network, now: Instant) -> Arc<Closer> {
+    fn enter(&self, number: u64, network: Network, now: Instant) -> CancellationToken {
         let mut table = self.table();
         let mut counts: BTreeMap<Network, usize> = BTreeMap::new();
-        table.values().for_each(|entry| *counts.entry(entry.source).or_default() += 1);
-        let too_many = if counts.get(&source).is_some_and(|count| *count >= MAX_CONNECTIONS_OF_SOURCE) {
-            Some(source)
+        table.values().for_each(|entry| *counts.entry(entry.network).or_default() += 1);
+        let too_many = if counts.get(&network).is_some_and(|count| *count >= MAX_CONNECTIONS_OF_NETWORK) {
+            Some(network)
         } else if table.len() >= MAX_CONNECTIONS {
-            counts.into_iter().max_by_key(|(_, count)| *count).map(|(source, _)| source)
+            counts.into_iter().max_by_key(|(_, count)| *count).map(|(network, _)| network)
         } else {
             None
         };
-        let of_source = table.iter().filter(|(_, entry)| Some(entry.source) == too_many);
-        let longest_silent = of_source.min_by_key(|(_, entry)| entry.heard).map(|(number, _)| *number);
-        if let Some(Entry { closer, .. }) = longest_silent.and_then(|number| table.remove(&number)) {
-            closer.close();
+        let of_network = table.iter().filter(|(_, entry)| Some(entry.network) == too_many);
+        let longest_silent = of_network.min_by_key(|(_, entry)| entry.heard).map(|(number, _)| *number);
+        if let Some(Entry { closed, .. }) = longest_silent.and_then(|number| table.remove(&number)) {
+            closed.cancel();
         }
-        let closer = Arc::<Closer>::default();
-        table.insert(number, Entry { source, heard: now, closer: Arc::clone(&closer) });
-        closer
+        let closed = CancellationToken::new();
+        table.insert(number, Entry { network, heard: now, closed: closed.clone() });
+        closed
     }
 
     fn heard(&self, number: u64, now: Instant) {
@@ -100,8 +100,16 @@ impl Listener for BoundedListener {
                 Ok((stream, address)) => {
                     let number = self.next_number;
                     self.next_number += 1;
-                    let closer = self.open.enter(number, Network::of(address.ip()), Instant::now());
-                    return (Connection { stream, number, closer, open: Arc::clone(&self.open) }, address);
+                    let closed = self.open.enter(number, Network::of(address.ip()), Instant::now());
+                    return (
+                        Connection {
+                            stream,
+                            number,
+                            closed: Box::pin(closed.cancelled_owned()),
+                            open: Arc::clone(&self.open),
+                        },
+                        address,
+                    );
                 }
                 Err(error) => {
                     tracing::debug!(%error, "a connection for pages cannot be accepted");
@@ -120,7 +128,7 @@ impl Listener for BoundedListener {
 pub(crate) struct Connection {
     stream: TcpStream,
     number: u64,
-    closer: Arc<Closer>,
+    closed: Pin<Box<WaitForCancellationFutureOwned>>,
     open: Arc<Open>,
 }
 
@@ -132,7 +140,7 @@ impl Drop for Connection {
 
 impl AsyncRead for Connection {
     fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        if self.closer.poll_closed(cx) {
+        if self.closed.as_mut().poll(cx).is_ready() {
             return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
         }
         let before = buffer.filled().len();
@@ -147,7 +155,7 @@ impl AsyncRead for Connection {
 impl AsyncWrite for Connection {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         // Whoever asked and does not read is not being read from either.
-        if self.closer.poll_closed(cx) {
+        if self.closed.as_mut().poll(cx).is_ready() {
             return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
         }
         Pin::new(&mut self.stream).poll_write(cx, bytes)
@@ -166,13 +174,12 @@ impl AsyncWrite for Connection {
 mod tests {
     use super::*;
 
-    fn source(host: u8) -> Network {
+    fn network(host: u8) -> Network {
         Network::of([192, 0, 2, host].into())
     }
 
-    fn closed(closers: &[Arc<Closer>]) -> Vec<usize> {
-        let cx = Context::from_waker(std::task::Waker::noop());
-        (0..closers.len()).filter(|index| closers[*index].poll_closed(&cx)).collect()
+    fn closed(entered: &[CancellationToken]) -> Vec<usize> {
+        (0..entered.len()).filter(|index| entered[*index].is_cancelled()).collect()
     }
 
     #[test]
@@ -181,18 +188,18 @@ mod tests {
         let at = |milliseconds| start + Duration::from_millis(milliseconds);
         // The first has one, further ones have some, and the last has most.
         let hosts = [1, 2, 3, 4, 5, 6].iter().flat_map(|host| std::iter::repeat_n(*host, 2 * usize::from(*host) - 1));
-        let hosts: Vec<u8> = hosts.chain(std::iter::repeat_n(7, MAX_CONNECTIONS_OF_SOURCE)).collect();
-        let enter = |(number, host): (usize, &u8)| open.enter(number as u64, source(*host), at(number as u64));
-        let mut closers: Vec<_> = hosts.iter().enumerate().map(enter).collect();
-        assert_eq!((hosts.len(), closed(&closers)), (52, vec![]));
-        let first_of_last = hosts.len() - MAX_CONNECTIONS_OF_SOURCE;
+        let hosts: Vec<u8> = hosts.chain(std::iter::repeat_n(7, MAX_CONNECTIONS_OF_NETWORK)).collect();
+        let enter = |(number, host): (usize, &u8)| open.enter(number as u64, network(*host), at(number as u64));
+        let mut entered: Vec<_> = hosts.iter().enumerate().map(enter).collect();
+        assert_eq!((hosts.len(), closed(&entered)), (52, vec![]));
+        let first_of_last = hosts.len() - MAX_CONNECTIONS_OF_NETWORK;
         open.heard(first_of_last as u64, at(1_000));
-        closers.push(open.enter(1_000, source(7), at(1_001)));
-        assert_eq!(closed(&closers), [first_of_last + 1], "as many as one source may have");
-        closers.extend((2_000..2_012).map(|number| open.enter(number, source(8), at(number))));
-        assert_eq!((open.table().len(), closed(&closers).len()), (MAX_CONNECTIONS, 1));
-        closers.push(open.enter(3_000, source(1), at(3_000)));
-        assert_eq!(closed(&closers), [first_of_last + 1, first_of_last + 2], "of those who have most");
+        entered.push(open.enter(1_000, network(7), at(1_001)));
+        assert_eq!(closed(&entered), [first_of_last + 1], "as many as one network may have");
+        entered.extend((2_000..2_012).map(|number| open.enter(number, network(8), at(number))));
+        assert_eq!((open.table().len(), closed(&entered).len()), (MAX_CONNECTIONS, 1));
+        entered.push(open.enter(3_000, network(1), at(3_000)));
+        assert_eq!(closed(&entered), [first_of_last + 1, first_of_last + 2], "of those who have most");
         assert_eq!(open.table().len(), MAX_CONNECTIONS);
     }
 }

@@ -104,7 +104,7 @@ impl Visit for Answer {
             self.context.metrics.count_stalled_response();
             let (address, seconds) = (self.caller.peer.address, self.limit().as_secs());
             tracing::info!(%address, seconds, "connection closed: its client takes nothing of an answer");
-            self.caller.connection.close();
+            self.caller.closed.cancel();
         }
     }
 
