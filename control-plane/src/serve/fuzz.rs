@@ -19,7 +19,8 @@ use crate::{
 /// In a `Hello`, this epoch stands for the store's own, which is random.
 const OWN_EPOCH: u64 = 1;
 
-/// Gives `messages` to a stream of a replica that serves `store`, and takes what it sends in between. Returns how many of them were accepted.
+/// Gives `messages` to a stream of a replica that serves `store`, and takes what the replica sends
+/// in between. Returns how many messages were accepted.
 pub(crate) fn stream<'a>(store: Arc<Store>, messages: impl IntoIterator<Item = &'a [u8]>) -> usize {
     let streams = Streams::new(store, Arc::new(Metrics::default()), Settings::default());
     let peer = Peer { address: ([127, 0, 0, 1], 7443).into(), identity: Identity::Unchecked, not_after: None };

@@ -60,8 +60,8 @@ pub struct Running {
 }
 
 impl Running {
-    /// Asks agents to go, ends their streams after the grace period, and returns once everything has stopped. Takes under 5 seconds with the default
-    /// grace.
+    /// Asks agents to move, ends their streams after the grace period, and returns once everything
+    /// has stopped. It takes less than 5 seconds with the default grace period.
     pub async fn stop(self) {
         self.shutdown.cancel();
         self.join().await;

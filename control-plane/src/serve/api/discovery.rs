@@ -1,5 +1,5 @@
-//! `Discovery` as a raw tower service: the response body of `Sync` is made of messages that are framed already and shared by
-//! all streams.
+//! `Discovery` as a raw tower service: the response body of `Sync` consists of encoded messages
+//! that all streams share.
 
 use std::{
     convert::Infallible,

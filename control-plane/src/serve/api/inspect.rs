@@ -250,7 +250,7 @@ impl Watcher {
         let (namespace, name) = (key.namespace.to_string(), key.name.to_string());
         let gone = |namespace, name| v1::ServiceInfo { namespace, name, version, ..Default::default() };
         let (action, service, endpoint) = match change {
-            // A service that went between page and look is told as such by its own entry.
+            // A service that was removed since the page was read has an entry of its own for that.
             Change::Service(service) => ("changed", Some(service_info(&self.store, &service.key)?), None),
             Change::RemoveService(_) => ("removed", Some(gone(namespace, name)), None),
             Change::Endpoint(key, endpoint) => ("changed", None, Some(endpoint_info(&key, &endpoint, version))),
@@ -265,7 +265,8 @@ impl Watcher {
     }
 }
 
-/// A change of an endpoint whose ports differ is told once for each group of ports with the same state.
+/// A change of an endpoint whose ports differ in state is one event for each group of ports with
+/// the same state.
 fn by_state((version, change): (u64, Change)) -> Vec<(u64, Change)> {
     match change {
         Change::Endpoint(key, endpoint) => {

@@ -74,7 +74,7 @@ pub(crate) async fn routes(streams: &Arc<Streams>) -> Result<Routes, tonic_refle
         .add_service(InterceptedService::new(reflection_v1alpha, readers_only(context))))
 }
 
-/// Lets requests through that may look; health is for everybody whose certificate is believed.
+/// Lets requests of readers through. Health needs no more than a trusted certificate.
 fn readers_only(context: &Arc<Context>) -> impl FnMut(Request<()>) -> Result<Request<()>, Status> + Clone + use<> {
     let context = Arc::clone(context);
     move |request| {

@@ -24,7 +24,8 @@ use crate::{
     serve::{context::Context, fleet::Fleet, transport::BoundedListener},
 };
 
-/// Between two pages of metrics, each of which takes the time of a hundred messages to agents: everybody may ask for one.
+/// Pause between two pages of metrics. A page takes as long as a hundred messages to agents, and
+/// everybody may ask for one.
 const SCRAPE_PAUSE: Duration = Duration::from_millis(20);
 
 /// Serves until `stopped` is cancelled.
@@ -64,8 +65,8 @@ fn in_format(request: &HeaderMap, open_metrics: String) -> impl IntoResponse + u
     ([(CONTENT_TYPE, content_type)], text)
 }
 
-/// The process lives; and how long ago each kind of the source was heard. A replica that is cut off from its source stays
-/// alive and serves what it has: to start it anew would lose that.
+/// Says that the process lives, and how long ago each kind of the source was heard. A replica that
+/// is cut off from its source stays alive and serves what it has. A restart would lose that.
 fn health(context: &Context) -> String {
     let mut text = "ok\n".to_owned();
     for (kind, age) in context.store.source_ages() {

@@ -1,7 +1,8 @@
-//! `Discovery.Standing`: how this replica stands, for agents of others that look for a better one (contract, 15).
+//! `Discovery.Standing`: the state of this replica, for agents of other replicas that look for a
+//! better one (contract, 15).
 //!
-//! An answer costs a look at a few numbers. A client that may open a stream for a node may ask, and each request counts
-//! against the node's bound on new streams.
+//! An answer costs a look at a few numbers. A client that may open a stream for a node may ask, and
+//! each request counts against the limit of new streams of the node.
 
 use std::{
     collections::BTreeMap,

@@ -10,7 +10,8 @@ use tokio::time::Instant;
 
 use super::Visit;
 
-/// Wakes the task that serves a stream. What concerns all streams alike, such as a new version, does not pass here: see [`super::Visits`].
+/// Wakes the task that serves a stream. What concerns all streams alike, such as a new version,
+/// comes by [`super::Visits`] instead.
 #[derive(Debug)]
 pub(crate) struct Signal {
     waker: AtomicWaker,

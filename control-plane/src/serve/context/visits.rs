@@ -24,7 +24,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::Context;
 
-/// Visits visited before other tasks get their turn: a fraction of a millisecond.
+/// Visits before other tasks get their turn: a fraction of a millisecond.
 const VISITS_PER_TURN: usize = 32;
 
 /// Bounds of the time between two visits when nothing happens.
@@ -75,7 +75,8 @@ pub(crate) struct Visited {
 }
 
 impl Visits {
-    /// No streams. A visit comes at least sixteen times in the shortest of `times`, which is as exact as they are kept.
+    /// No streams. Between two visits passes at most a sixteenth of the shortest of `times`, so
+    /// this is how exactly time limits are kept.
     pub(crate) fn new(times: impl IntoIterator<Item = Duration>) -> Self {
         let cores = thread::available_parallelism().map_or(1, NonZeroUsize::get);
         let tick = times.into_iter().min().unwrap_or(TICK.1) / 16;
@@ -123,7 +124,8 @@ impl Visits {
         self.shards[shard].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Visits the streams of a shard, those that come meanwhile included; those that are late after all others.
+    /// Visits the streams of a shard, also those that are added meanwhile. Late ones are visited
+    /// after all others.
     async fn sweep(&self, shard: usize) {
         let mut turn: Vec<Arc<dyn Visit>> = Vec::with_capacity(VISITS_PER_TURN);
         let mut late: Vec<Arc<dyn Visit>> = Vec::new();
@@ -156,7 +158,8 @@ impl Drop for Visited {
         let stream = slots.entries[self.slot].take();
         slots.free.push(self.slot);
         drop(slots);
-        // Outside of the lock: it may be the last reference, and what it drops may have something to do with other streams.
+        // Outside of the lock: this may be the last reference, and dropping it may concern other
+        // streams.
         drop(stream);
     }
 }

@@ -1,7 +1,9 @@
-//! Warnings that each of thousands of peers may cause: the first few of a time are written, the others counted.
+//! Warnings that each of thousands of peers may cause: the first few in an interval are written,
+//! the others are counted.
 //!
-//! What is wrong with a resource is wrong for every agent, and a peer that nobody trusts may try again as often as it likes. Metrics count all of it; the log
-//! shows some, and says how many more there were.
+//! A resource that one agent rejects is rejected by every agent, and a peer that nobody trusts may
+//! try again as often as it likes. Metrics count all warnings; the log shows some, and says how
+//! many more there were.
 
 use std::{
     sync::{Mutex, PoisonError},
@@ -46,7 +48,7 @@ impl Warning {
         Self::Handshake,
     ];
 
-    /// What the line says that stands for those that were not written.
+    /// The line that stands for the warnings that were not written.
     fn summary(self) -> &'static str {
         match self {
             Self::Rejected => "more NACKs of agents; `headgatectl agents` shows what each rejects",
@@ -72,7 +74,7 @@ pub(crate) struct Warnings([Mutex<Kind>; Warning::ALL.len()]);
 
 #[derive(Debug, Default)]
 struct Kind {
-    /// When counting begins anew.
+    /// When the interval ends, and counting starts again.
     end: Option<Instant>,
     written: u32,
     left_out: u64,
@@ -93,7 +95,7 @@ impl Warnings {
         is_admitted
     }
 
-    /// Writes how many were left out, where it is time to. To be called every now and then.
+    /// Writes how many warnings were left out in intervals that have ended. To be called regularly.
     pub(crate) fn tick(&self, now: Instant) {
         for warning in Warning::ALL {
             self.begin_anew(warning, now);

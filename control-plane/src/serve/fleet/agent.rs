@@ -1,4 +1,4 @@
-//! One agent's stream, as everybody sees it who does not carry it.
+//! One stream of an agent, as it is seen by all who do not carry it.
 
 use std::{
     net::SocketAddr,
@@ -32,13 +32,13 @@ pub(crate) struct Agent {
     pub(crate) resume: ResumeMode,
     pub(crate) resumed_resources: AtomicU64,
     sent_version: AtomicU64,
-    /// The newest version that it has said anything about: that it is programmed, or could not be.
+    /// The newest version that the agent has answered: it is programmed, or could not be.
     answered_version: AtomicU64,
     end: OnceLock<End>,
     asked_to_move: AtomicBool,
     signal: Arc<Signal>,
     record: Mutex<Record>,
-    /// Where the fleet counts it, while it has a stream that was not replaced.
+    /// What the fleet counts the agent as, until its stream ends or is replaced.
     counted: Mutex<Option<(Arc<Progress>, Counted)>>,
 }
 
@@ -103,7 +103,7 @@ impl Agent {
         self.sent_version.load(Ordering::Acquire)
     }
 
-    /// Takes in what the agent says, for the fleet too.
+    /// Takes in what the agent reports, for the fleet too.
     pub(crate) fn update(&self, change: impl FnOnce(&mut Record)) {
         self.update_programmed(&[], change);
     }
@@ -114,7 +114,7 @@ impl Agent {
         self.update_programmed(&programmed(ack, now), |record| record.ack(ack));
     }
 
-    /// Takes note that the agent has said something about a version, which was sent to it.
+    /// Records that the agent has answered a version that was sent to it.
     pub(crate) fn answered(&self, version: u64) {
         self.answered_version.fetch_max(version, Ordering::Relaxed);
     }

@@ -1,26 +1,27 @@
 //! Whether an agent keeps up.
 //!
-//! An agent that hangs, or reads slowly, takes what is sent to it until its socket is full, which may be minutes, and costs as much as any other for so long.
-//! Such agents are visited last ([`crate::serve::context::Visits`]), so that the others have a change no later for it.
+//! An agent that hangs or reads slowly takes what is sent to it until its socket is full. That may
+//! last minutes, and meanwhile it costs as much as any other. Such agents are visited last
+//! ([`crate::serve::context::Visits`]), so that other agents get a change no later because of it.
 
 use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// How long an agent may have something without a word about it. ACKs come 150 to 350 ms apart; one that comes later has programmed for long, which makes
-/// being visited last no worse.
+/// How long an agent may have a version without an answer. ACKs come 150 to 350 ms apart. An agent
+/// whose ACK comes later has taken long to program, and being visited last makes that no worse.
 const LATE_AFTER: Duration = Duration::from_secs(1);
 
 /// What an agent has not answered yet.
 #[derive(Debug, Default)]
 pub(crate) struct Lateness {
-    /// A version that had been sent at this time, and not answered.
+    /// A version that had been sent at this time and is not answered.
     unanswered: Option<(u64, Instant)>,
 }
 
 impl Lateness {
-    /// True once the agent has had something for [`LATE_AFTER`] without a word about it; until it has answered what was there when it was late. To be asked
-    /// often.
+    /// True once a version has been unanswered for [`LATE_AFTER`], until the agent has answered
+    /// what had been sent when it became late. To be asked often.
     pub(crate) fn look(&mut self, sent_version: u64, answered_version: u64, now: Instant) -> bool {
         match self.unanswered {
             Some((version, since)) if version > answered_version => now.saturating_duration_since(since) >= LATE_AFTER,

@@ -27,10 +27,12 @@ pub(crate) use self::{
 use super::context::Context;
 use crate::store::NodeObserver;
 
-/// Nodes of which it is remembered how many streams they have opened; those that may open as many as ever are forgotten first.
+/// Nodes whose number of opened streams is remembered. Nodes that may open all streams at once
+/// again are forgotten first.
 const MAX_RESTING: usize = 65_536;
 
-/// Streams of a node that may be opened at once, and how often further ones. Each may have a large step of the log compacted for it alone.
+/// Streams that a node may open at once, and the time after which it may open one more. For each
+/// stream a large step of the log may have to be compacted.
 const STREAMS_AT_ONCE: u32 = 64;
 const STREAM_INTERVAL: Duration = Duration::from_millis(250);
 
@@ -44,7 +46,7 @@ pub(crate) struct Fleet {
 #[derive(Debug, Default)]
 struct Table {
     present: BTreeMap<Arc<str>, Arc<Agent>>,
-    /// When nodes may open as many streams at once as ever; those that may already among them.
+    /// When nodes may open all streams at once again; some may already.
     rested_at: HashMap<Arc<str>, Instant>,
 }
 
@@ -83,8 +85,9 @@ impl Fleet {
 
     /// Enters a stream. The node's older one, if any, is ended.
     ///
-    /// Nothing that an earlier stream acknowledged counts for it, also where it goes on by the log: the node may have rebooted in between, and then
-    /// its kernel has nothing. An agent says at once what is programmed (contract, 7).
+    /// ACKs of an earlier stream do not count for the new one, even if it resumes by the log: the
+    /// node may have rebooted in between, and then its kernel has nothing. An agent says at once
+    /// what is programmed (contract, 7).
     pub(crate) fn enter(&self, agent: &Arc<Agent>) {
         let old = self.table().present.insert(Arc::clone(&agent.node), Arc::clone(agent));
         if let Some(old) = &old {
@@ -106,7 +109,7 @@ impl Fleet {
         }
     }
 
-    /// The stream of a node.
+    /// Whether a node has a stream.
     pub(crate) fn has(&self, node: &str) -> bool {
         self.table().present.contains_key(node)
     }

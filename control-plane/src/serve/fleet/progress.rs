@@ -1,9 +1,12 @@
-//! What the whole fleet has programmed, kept up to date with each ACK at the cost of a look into a map of the distinct versions.
+//! What the whole fleet has programmed. An ACK costs a look into a map of the distinct versions.
 //!
-//! A commit, whose age counts from its event's arrival from the source, is *programmed everywhere* when the last member has programmed it, which is known when the last
-//! member has acknowledged it: an ACK that has waited says how long ago the kernel had each version that it covers (contract, 7). A member is an agent with a stream that has, since it
-//! connected, acknowledged what was the head at that time: one that joins starts from there and does not count for what
-//! was committed before. Commits that only wait for an agent that leaves are not measured, since nobody knows how long the others took.
+//! A commit is *programmed everywhere* when the last member has programmed it. Its age counts from
+//! the arrival of its event from the source. The replica knows the moment when the last member has
+//! acknowledged the commit: an ACK that has waited says how long ago the kernel had each version
+//! that it covers (contract, 7). A member is an agent with a stream that has acknowledged, since it
+//! connected, what was the head at that time. So an agent that joins does not count for earlier
+//! commits. A commit that waits only for an agent that leaves is not measured, since nobody knows
+//! how long the others took.
 
 use std::{
     collections::{BTreeMap, HashMap, VecDeque},
@@ -24,7 +27,7 @@ use crate::{
 /// Measured commits that the summary is made from.
 const RECENT: usize = 1024;
 
-/// One agent, as the fleet counts it.
+/// What an agent is counted as.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Counted {
     version: u64,
@@ -42,7 +45,8 @@ struct Counts {
     members: BTreeMap<u64, usize>,
     /// Commits up to here have been measured, or will not be.
     measured: u64,
-    /// When the last member so far had programmed each version after that; `None` where no member has said so.
+    /// For each version after that, when the last member so far had programmed it; `None` where no
+    /// member has said so.
     programmed: VecDeque<Option<Instant>>,
     recent: VecDeque<Duration>,
     rejecting: HashMap<Arc<str>, Arc<Vec<v1::Rejection>>>,
@@ -57,7 +61,8 @@ pub(crate) struct Progress {
     changed: watch::Sender<()>,
 }
 
-/// What an agent has reported: whether it fails, whether it has acknowledged a state, and the version that its kernel has.
+/// What an agent has reported: whether it fails, whether it has acknowledged a state, and the
+/// version that its kernel has.
 type Reports = (bool, bool, u64);
 
 /// How many agents are in which state.
@@ -104,14 +109,15 @@ impl Counts {
         }
     }
 
-    /// Takes note of when a member had programmed the versions after `after`. An event of `programmed` stands for all up to its version, in ascending order.
+    /// Records when a member had programmed the versions after `after`. An entry of `programmed`
+    /// stands for all versions up to its own; entries are in ascending order.
     fn note_programmed(&mut self, after: u64, programmed: &[(u64, Instant)]) {
         let mut next = after.max(self.measured) + 1;
         for (version, at) in programmed {
             for version in next..=*version {
                 let index = usize::try_from(version - self.measured - 1).unwrap_or(usize::MAX);
                 if index >= TIMED_COMMITS {
-                    // So far back that the commit's time is forgotten when it is measured.
+                    // The time of a commit so far back is forgotten when it is measured.
                     return;
                 }
                 if index >= self.programmed.len() {
@@ -124,7 +130,8 @@ impl Counts {
         }
     }
 
-    /// Has commits up to a version measured. Returns when each of them was programmed by the last member.
+    /// Marks commits up to a version as measured. Returns when the last member had programmed each
+    /// of them.
     fn measured_to(&mut self, version: u64) -> Vec<Option<Instant>> {
         let count = usize::try_from(version.saturating_sub(self.measured)).unwrap_or(usize::MAX);
         self.measured = self.measured.max(version);
@@ -164,7 +171,8 @@ impl Progress {
         counted
     }
 
-    /// An agent has said something. `programmed` are the versions that an ACK names, in ascending order, and when the kernel had them.
+    /// An agent has reported something. `programmed` are the versions that an ACK names, in
+    /// ascending order, and when the kernel had them.
     pub(crate) fn update(
         &self,
         node: &Arc<str>,
@@ -181,7 +189,7 @@ impl Progress {
             if old.joins_at.is_none() {
                 counts.note_programmed(old.version, programmed);
             }
-            // In before out, so that the last member is not counted as gone for a moment.
+            // Counted in before out, so that the last member is not counted as gone for a moment.
             counts.count(*counted);
             counts.discount(old);
             self.measure(&mut counts);
@@ -220,7 +228,8 @@ impl Progress {
         }
     }
 
-    /// How many agents have a stream, and how many of these have programmed `version`. Those that fail at a later one have what they had before.
+    /// How many agents have a stream, and how many of these have programmed `version`. Agents that
+    /// fail at a later version have what they had before.
     pub(crate) fn programmed(&self, version: u64) -> (usize, usize) {
         let counts = self.counts();
         let reached = [false, true].map(|failing| {

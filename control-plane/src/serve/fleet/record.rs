@@ -18,7 +18,7 @@ const MAX_TEXT_BYTES: usize = 512;
 /// An ACK that claims to have waited for longer is not believed.
 const MAX_AGO: Duration = Duration::from_secs(3_600);
 
-/// What an agent said last.
+/// What an agent reported last.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Record {
     pub(crate) backend: String,
@@ -36,8 +36,9 @@ pub(crate) struct Record {
 }
 
 impl Record {
-    /// The version that the kernel has, as far as that is known. 0 when a version failed that had been acknowledged: it was programmed anew because the
-    /// rules were found to be others, and nobody knows which of them are left.
+    /// The version that the kernel has, as far as that is known. It is 0 when a version failed that
+    /// had been acknowledged: the agent programmed it again because rules had changed in the
+    /// kernel, and nobody knows which of them are left.
     pub(crate) fn kernel_version(&self) -> u64 {
         let is_lost = !self.last_error.is_empty() && self.failed_version <= self.programmed_version;
         if is_lost { 0 } else { self.programmed_version }
@@ -49,7 +50,7 @@ impl Record {
         self.has_acknowledged && !is_lost
     }
 
-    /// What it has reported, where everything up to version `settled` has been known for a while.
+    /// What the agent has reported. Versions up to `settled` have been known for a while.
     pub(crate) fn reported(&self, settled: u64) -> Reported {
         let is_settled = self.kernel_version() >= settled;
         Reported { has_state: self.has_state(), is_failing: self.is_failing(), is_settled }
@@ -82,14 +83,16 @@ impl Record {
         self.last_error = format!("version {}, attempt {}: {}", failed.version, failed.attempts, clip(&failed.error));
     }
 
-    /// Takes in rejections and withdrawals; a resource that was rejected before is listed once, with the newer reason.
+    /// Takes in rejections and withdrawals. A resource that was rejected before is listed once,
+    /// with the newer reason.
     pub(crate) fn nack(&mut self, nack: &v1::Nack) {
         let rejections = Arc::make_mut(&mut self.rejections);
         if !nack.withdrawn.is_empty() && !rejections.is_empty() {
             let withdrawn: HashSet<&str> = nack.withdrawn.iter().map(|resource| clip(resource)).collect();
             rejections.retain(|old| !withdrawn.contains(old.resource.as_str()));
         }
-        // Only so many are kept, so that the rest need not be compared: a peer decides how many there are.
+        // A peer decides how many rejections there are. Only the last ones are kept, so the others
+        // need not be compared.
         let skipped = nack.rejections.len().saturating_sub(MAX_LISTED);
         for rejection in &nack.rejections[skipped..] {
             let rejection = v1::Rejection {
@@ -105,7 +108,8 @@ impl Record {
     }
 }
 
-/// The versions that an ACK names, in ascending order, and when the kernel had them. What cannot be so is left out.
+/// The versions that an ACK names, in ascending order, and when the kernel had them. Impossible
+/// ones are left out.
 pub(crate) fn programmed(ack: &v1::Ack, now: Instant) -> Vec<(u64, Instant)> {
     let earlier = ack.earlier.iter().take(MAX_LISTED).map(|earlier| (earlier.version, earlier.ago_microseconds));
     let mut found: Vec<(u64, Instant)> = Vec::with_capacity(ack.earlier.len().min(MAX_LISTED) + 1);

@@ -1,7 +1,8 @@
 //! `Inspect.Wait`: until every agent has programmed what a service or an endpoint is now.
 //!
-//! The waiter sleeps until an ACK, a commit or an agent that comes or goes wakes it, and then counts by the fleet's map of distinct versions. It
-//! looks at each agent once when it finds the version, and once at its end.
+//! The waiter sleeps until an ACK, a commit, or an agent that comes or goes wakes it. Then it
+//! counts agents by the map of distinct versions. It looks at each agent when it finds the version,
+//! and at the end.
 
 use std::{collections::BTreeMap, net::IpAddr, sync::Arc, time::Duration};
 
@@ -36,7 +37,8 @@ pub(crate) struct Waiter {
     positions: BTreeMap<SourceKind, u64>,
     deadline: Instant,
     expiry: Option<Expiry>,
-    /// The version that brought what is waited for, once it is known, and the nodes with a stream at that time.
+    /// The version that brought what is waited for, once it is known, and the nodes that had a
+    /// stream then.
     target: Option<(u64, Vec<Arc<str>>)>,
     last: Option<v1::WaitProgress>,
     programmed: watch::Receiver<()>,
@@ -96,7 +98,7 @@ impl Waiter {
                 self.is_over = true;
                 return Some(Err(Status::unavailable("this replica stops")));
             }
-            // Seen before the look, so that what happens meanwhile wakes us.
+            // Marked before the count, so that a change in the meantime wakes the waiter.
             self.programmed.borrow_and_update();
             self.head.borrow_and_update();
             self.moves.borrow_and_update();
@@ -113,7 +115,8 @@ impl Waiter {
                 return Some(Ok(progress));
             }
             self.wake().await;
-            // One look for all ACKs that come meanwhile; the first after a quiet time is looked at at once.
+            // One count for all ACKs of the next moments. The first ACK after a quiet time is
+            // counted at once.
             sleep_until((looked + PACE).min(self.deadline)).await;
         }
     }
@@ -134,7 +137,7 @@ impl Waiter {
 
     /// What is missing before there is a version to wait for; sets it otherwise.
     fn find_target(&mut self) -> &'static str {
-        // What a replica knows that cannot hear its source is not the present state.
+        // The state of a replica that is cut off from its source is not the present state.
         if self.fleet.context.store.source_state() != SourceState::Following {
             return "source";
         }
@@ -169,7 +172,8 @@ impl Waiter {
             ..Default::default()
         };
         if source != SourceState::Following {
-            // None of its agents counts. Without any there is nobody to wait for: they are at other replicas.
+            // None of its agents counts. If it has none, nobody is waited for: they are at other
+            // replicas.
             progress.programmed = 0;
             progress.waiting_for = if agents == 0 { "" } else { "source" }.into();
             if timed_out {
@@ -216,7 +220,7 @@ impl Waiter {
         }
     }
 
-    /// All agents, which a replica that cannot hear its source keeps from being up to date.
+    /// All agents, none of which can be up to date while the replica is cut off from its source.
     fn strays(&self, source: SourceState) -> Vec<v1::Laggard> {
         let store = &self.fleet.context.store;
         let settled = store.version_before(SETTLED);

@@ -1,4 +1,4 @@
-//! What an agent sends after its `Hello`, read by a task of its own so that a stream that cannot be written to still takes in ACKs.
+//! What an agent sends after its `Hello`.
 
 use std::sync::Arc;
 
@@ -14,7 +14,9 @@ use crate::{
     },
 };
 
-/// Reads until the agent closes its half, goes away, or does something that ends the stream; says which by [`Agent::end`].
+/// Reads messages until the agent closes its half, goes away, or does something that ends the
+/// stream, and says by [`Agent::end`] which. It runs in a task of its own, so that ACKs are taken
+/// in also when the stream cannot be written to.
 pub(crate) async fn read(mut requests: Streaming<v1::AgentMessage>, agent: Arc<Agent>, context: Arc<Context>) {
     let end = loop {
         match requests.message().await {

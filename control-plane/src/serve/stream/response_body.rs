@@ -1,4 +1,4 @@
-//! A stream as the body of a response of hyper's: for connections that carry other requests beside it.
+//! A stream as the body of an HTTP response, for connections that carry other requests beside it.
 
 use std::{convert::Infallible, future::poll_fn, sync::Arc, task::Poll};
 
@@ -73,7 +73,8 @@ impl State {
     }
 }
 
-/// A stream that is open, with the task that reads it: a stream that cannot be written to still takes in ACKs.
+/// An open stream, with the task that reads it, so that ACKs are taken in also when the stream
+/// cannot be written to.
 struct Open {
     session: Session,
     signal: Arc<Signal>,

@@ -1,8 +1,9 @@
-//! One agent's stream: what comes next, asked for one message at a time.
+//! One stream to an agent: which message comes next. The carrier asks for one message at a time.
 //!
-//! There is no queue between the store and the connection. When the connection can take a message, the next one is looked up at the stream's cursor; a
-//! connection that takes nothing costs nothing. A session does no input or output and waits for nothing: whoever carries the
-//! stream asks again when it is visited ([`crate::serve::context::Visits`]) or its signal wakes it.
+//! There is no queue between the store and the connection. When the connection can take a message,
+//! the session looks up the next one at its cursor. A connection that takes nothing costs nothing.
+//! A session does no input or output and never waits: the carrier asks again when it is visited
+//! ([`crate::serve::context::Visits`]) or when its signal wakes it.
 
 use std::{
     sync::{Arc, atomic::Ordering},
@@ -34,18 +35,18 @@ use crate::{
     },
 };
 
-/// How a stream of a replica that stops ends.
+/// The end of a stream when the replica stops.
 pub(crate) fn stopping() -> End {
     End::plain("stopping", Status::unavailable("this replica stops"))
 }
 
-/// How a stream ends that has not said `Hello` in time.
+/// The end of a stream without `Hello` in time.
 pub(crate) fn no_hello_in_time(context: &Context) -> End {
     let text = format!("no Hello within {} s", context.settings.hello_timeout.as_secs());
     End::refusal("no_hello", Status::deadline_exceeded(text))
 }
 
-/// How a stream ends that was closed before `Hello`.
+/// The end of a stream that was closed before `Hello`.
 pub(crate) fn closed_before_hello() -> End {
     End::refusal("no_hello", Status::invalid_argument("the stream closed before Hello"))
 }
@@ -72,7 +73,7 @@ pub(crate) struct Session {
 }
 
 enum Position {
-    /// Until this replica has synced and is not behind the agent.
+    /// Until this replica has listed its source and is not behind the agent.
     Waiting(Box<Waiting>),
     At(Cursor),
 }
@@ -88,11 +89,11 @@ struct NodeWait {
 }
 
 impl Session {
-    /// Enters a stream by its first message.
+    /// Opens a stream with its first message.
     ///
     /// # Errors
     ///
-    /// The end of the stream, when that is no `Hello`, or one that is not accepted.
+    /// The end of the stream, when the message is no `Hello`, or one that is not accepted.
     pub(crate) fn open(
         streams: &Arc<Streams>,
         peer: &Peer,
@@ -113,7 +114,8 @@ impl Session {
     }
 
     fn start(streams: &Arc<Streams>, peer: &Peer, hello: &v1::Hello, admitted: Admitted, signal: &Arc<Signal>) -> Self {
-        // Counted before the look at the store, so that what moves meanwhile has the stream visited.
+        // Counted before the store is read, so that a position that moves meanwhile has the stream
+        // visited.
         let context = &streams.context;
         let wait = context.visits.wait_for_position();
         let store = &context.store;
@@ -246,8 +248,8 @@ impl Session {
         self.resource_message(now)
     }
 
-    /// Before the source has been listed there may be Nodes that are just not listed yet, and while it is behind the agent they may be older than the
-    /// agent's.
+    /// Before the source has been listed, Nodes that exist may be missing. While the source is
+    /// behind, Nodes may be older than the one that the agent has.
     fn may_send_node(&mut self, now: Instant) -> bool {
         let Some(wait) = &self.node_wait else { return true };
         if let Err(not_yet) = wait.resumption.check(&self.streams.context.store)

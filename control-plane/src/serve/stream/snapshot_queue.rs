@@ -1,8 +1,10 @@
-//! Which streams may be in the middle of a snapshot at the same time.
+//! Which streams may be in the middle of a snapshot at the same time, and which wait.
 //!
-//! A stream in the middle of a snapshot keeps the encoded bucket that it is at, and some kilobytes in its connection. After an outage all agents may
-//! want one at once; they are served in order, so that what they keep stays bounded and the first are done soon. A slow reader does not hold up the others: it
-//! has its turn for [`TURN`], and when others wait it goes to the end of the queue with its cursor where it is.
+//! A stream in the middle of a snapshot keeps the encoded bucket that it has reached, and some
+//! kilobytes in its connection. After an outage all agents may want a snapshot at once. They are
+//! served in order, so that the memory is bounded and the first are done soon. A slow reader does
+//! not hold up the others: its turn lasts for [`TURN`], and when others wait it goes to the end of
+//! the queue and keeps its cursor.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -18,7 +20,8 @@ use crate::{
     serve::context::{Signal, Visit},
 };
 
-/// Buckets of all snapshots that are sent at the same time: 64 full ones, or many more of the few buckets that changed.
+/// Buckets of all snapshots that are sent at the same time: 64 full snapshots, or more partial
+/// ones.
 const MAX_BUCKETS_IN_FLIGHT: usize = 64 * BUCKETS;
 
 /// How long a snapshot may take while others wait.
@@ -39,7 +42,7 @@ struct Queue {
     waiting: VecDeque<Waiting>,
     /// Buckets of each snapshot that is being sent.
     admitted: HashMap<u64, usize>,
-    /// When their turns are over, in this order; those that have ended already among them.
+    /// When turns end, in this order. Some of these snapshots may be complete already.
     turns: VecDeque<(Instant, u64)>,
 }
 
@@ -50,12 +53,13 @@ struct Waiting {
     signal: Weak<Signal>,
 }
 
-/// A stream's place in the queue, or its turn. To be given back by [`SnapshotQueue::leave`].
+/// The position of a stream in the queue, or its turn. To be given back by
+/// [`SnapshotQueue::leave`].
 #[derive(Debug, Default)]
 pub(crate) struct Ticket(Option<u64>);
 
 impl SnapshotQueue {
-    /// Admits as many as the module's bound allows.
+    /// A queue that admits [`MAX_BUCKETS_IN_FLIGHT`].
     pub(crate) fn new(metrics: Arc<Metrics>) -> Self {
         Self::with_limit(MAX_BUCKETS_IN_FLIGHT, metrics)
     }
@@ -71,7 +75,8 @@ impl SnapshotQueue {
         Self { queue: Mutex::new(queue), metrics }
     }
 
-    /// True when a stream may go on with a snapshot of `buckets`. Otherwise it is in the queue, and `signal` is woken at its turn.
+    /// True when a stream may continue a snapshot of `buckets`. Otherwise it is in the queue, and
+    /// `signal` is woken at its turn.
     pub(crate) fn may_continue(&self, ticket: &mut Ticket, buckets: usize, signal: &Arc<Signal>, now: Instant) -> bool {
         let mut queue = self.queue();
         if let Some(number) = ticket.0 {
@@ -96,7 +101,7 @@ impl SnapshotQueue {
         is_admitted
     }
 
-    /// Gives back a turn, or a place in the queue. Does nothing for a ticket that holds neither.
+    /// Gives back a turn or a position in the queue. A ticket that holds neither is left as it is.
     pub(crate) fn leave(&self, ticket: &mut Ticket, now: Instant) {
         let Some(number) = ticket.0.take() else { return };
         let mut queue = self.queue();
@@ -143,7 +148,8 @@ impl Queue {
         }
     }
 
-    /// Admits from the head of the queue as many as there is room for. `own` is not woken: it is the one that asks.
+    /// Admits streams from the head of the queue while there is room. `own` is the ticket of the
+    /// caller, which need not be woken.
     fn admit(&mut self, now: Instant, own: Option<u64>) {
         while let Some(first) = self.waiting.front() {
             // One that is larger than everything goes alone.

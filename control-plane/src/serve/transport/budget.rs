@@ -1,6 +1,7 @@
-//! How much of what a client sends is read: whoever sends more is read later, and TCP holds it back.
+//! How much of what a client sends is read. What exceeds it is read later, and TCP holds it back.
 //!
-//! An agent sends some hundred bytes a second, and its `Hello` has some 20 KiB. Without a bound one that sends as fast as it can, in good messages, takes the core from the others.
+//! An agent sends some hundred bytes a second, and its `Hello` has some 20 KiB. Without a limit, an
+//! agent that sends valid messages as fast as it can would take the core from the others.
 
 use std::time::Duration;
 

@@ -16,7 +16,8 @@ const MAX_CONNECTIONS_PER_NODE: usize = 16;
 /// Connections of one reader, or of all who share a reader's name.
 const MAX_CONNECTIONS_PER_READER: usize = 256;
 
-/// Connections of all whose certificates say nothing that we understand: other programs, where the authority is the cluster's.
+/// Connections of all clients whose certificates name nobody. Where the authority is the one of the
+/// cluster, these are other programs.
 const MAX_CONNECTIONS_OF_NOBODY: usize = 64;
 
 /// Connections that are open.

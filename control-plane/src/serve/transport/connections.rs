@@ -14,10 +14,12 @@ use super::{
 };
 use crate::serve::{context::Warning, stream::Streams};
 
-/// How long the first request is waited for. A connection that is made before there is anything to ask goes to the general server, which keeps it.
+/// How long to wait for the first request. A connection that is made before there is anything to
+/// ask goes to the general server, which keeps it.
 const FIRST_REQUEST_WAIT: Duration = Duration::from_secs(10);
 
-/// Sends each connection to where it belongs until `shutdown` is cancelled. Returns those for the general server; the others are served in `tasks`.
+/// Sends each connection to its server until `shutdown` is cancelled. Returns those for the general
+/// server; the others are served in `tasks`.
 pub(crate) fn dispatch(
     mut accepted: mpsc::Receiver<Connection>,
     streams: Arc<Streams>,

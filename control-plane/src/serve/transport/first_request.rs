@@ -1,6 +1,7 @@
 //! The first request of a connection, read to see which server the connection is for.
 //!
-//! Nothing is taken from the connection: what was read is handed on. Only the answer to our `SETTINGS` has to be kept from a server that sends its own.
+//! No byte is lost to the server: what was read is handed on. Only the acknowledgement of the
+//! `SETTINGS` that are sent here is withheld from a server that sends its own.
 
 use std::{
     io,
@@ -20,13 +21,14 @@ use tokio::{
 use super::sync_connection::frame::{HEADER_BYTES, Header, MAX_PAYLOAD_BYTES, PREFACE, flag, kind, put_settings};
 use crate::serve::stream::SYNC_PATH;
 
-/// Bytes of a connection up to the end of its first request's headers; one that sends more before them goes to the general server, which knows what to say.
+/// Most bytes up to the end of the first request's headers. A connection that sends more before
+/// them goes to the general server, which answers with the right error.
 const MAX_BYTES: usize = 64 << 10;
 
 /// Bytes of a request's headers, unpacked: as many as the general server allows.
 const MAX_HEADER_LIST_BYTES: u32 = 16 << 10;
 
-/// What has come until the first request's headers were complete, or the wait was over, and maybe some bytes more.
+/// What has been read until the first request's headers were complete or the wait was over.
 #[derive(Debug)]
 pub(crate) struct FirstRequest {
     /// Everything that was read, from the preface on.
@@ -35,7 +37,8 @@ pub(crate) struct FirstRequest {
     pub(crate) is_sync: bool,
 }
 
-/// Reads up to the first request, or for as long as `wait`. Sends the server's preface first: some clients wait for it (RFC 9113, 3.4, lets both sides begin).
+/// Reads up to the first request, or for as long as `wait`. Sends the preface of the server first,
+/// since some clients wait for it (RFC 9113, 3.4, lets both sides begin).
 ///
 /// # Errors
 ///
@@ -53,7 +56,8 @@ pub(crate) async fn read(
     let until = Instant::now() + wait;
     loop {
         let Ok(read) = timeout_at(until, connection.read_buf(&mut bytes)).await else {
-            // The general server waits for a preface for ever, and only then begins to ask whether anybody is there.
+            // The general server would wait for a preface for ever: it probes clients only after
+            // that.
             if bytes.len() < PREFACE.len() {
                 return Err(io::ErrorKind::TimedOut.into());
             }
@@ -81,7 +85,8 @@ enum Scan {
     Unexpected,
 }
 
-/// Goes on from where `scanned` says that the last look came to: with many small frames in many pieces, each byte is looked at once.
+/// Continues at `scanned`, where the last scan ended, so that each byte is scanned once however the
+/// frames are cut.
 fn scan(bytes: &[u8], scanned: &mut usize) -> Scan {
     if *scanned == 0 {
         if !bytes.starts_with(PREFACE) {
@@ -123,8 +128,8 @@ pub(crate) fn is_grpc(content_type: Option<&HeaderValue>) -> bool {
     content_type.is_some_and(|content_type| content_type.as_bytes().starts_with(b"application/grpc"))
 }
 
-/// The request in the bytes, if there is a proper one. The parser is h2's, on a connection in memory: field compression, and what must not be
-/// accepted in a request, are the same here as on connections that it serves.
+/// The request in the bytes, if there is a valid one. The parser is h2, on a connection in memory.
+/// So field compression and the checks of a request are the same as on connections that h2 serves.
 fn parse(bytes: &[u8]) -> Option<Request<h2::RecvStream>> {
     let cx = &mut Context::from_waker(Waker::noop());
     // A few bytes may stand for many, by way of the header table.
@@ -168,7 +173,8 @@ impl AsyncWrite for Replay<'_> {
     }
 }
 
-/// Passes on what a client sends, except its first acknowledgement of `SETTINGS`: that one is for those of [`read`].
+/// Passes on what a client sends, except its first acknowledgement of `SETTINGS`, which answers the
+/// `SETTINGS` of [`read`].
 #[derive(Debug)]
 pub(crate) struct WithoutFirstAck {
     header: [u8; HEADER_BYTES],

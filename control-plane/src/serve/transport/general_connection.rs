@@ -1,4 +1,4 @@
-//! A connection for the general server, which a library of its own reads.
+//! A connection for the general server, whose HTTP/2 is tonic's.
 
 use std::{
     io,

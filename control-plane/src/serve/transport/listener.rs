@@ -25,7 +25,8 @@ use crate::{
 /// Longest time a handshake may take.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Wait after an accept that failed, as for want of file descriptors, which would fail again at once.
+/// Wait after an accept that failed, such as for want of file descriptors. Another one would fail
+/// again at once.
 const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 
 /// How often silent handshakes are evicted while connections wait.

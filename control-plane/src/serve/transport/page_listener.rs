@@ -1,7 +1,8 @@
-//! The listener of the pages, which everybody reaches: few connections at a time, and fewer of one network. When another comes the longest silent one goes, of the
-//! same network if that has as many as it may, otherwise of the one that has most.
+//! The listener of the HTTP pages, which everybody can reach. It holds few connections, and fewer
+//! of one network. When another one comes, the longest silent connection is closed: one of the same
+//! network if that has as many as it may, otherwise one of the network that has most.
 //!
-//! Without a bound whoever opens connections there takes the open files from agents.
+//! Without this limit, whoever opens connections there takes open files from agents.
 
 use std::{
     collections::BTreeMap,
@@ -154,7 +155,7 @@ impl AsyncRead for Connection {
 
 impl AsyncWrite for Connection {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        // Whoever asked and does not read is not being read from either.
+        // A client that asked and does not read is not read from either.
         if self.closed.as_mut().poll(cx).is_ready() {
             return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
         }

@@ -1,7 +1,9 @@
-//! Answers of the general server that their clients do not take.
+//! Responses of the general server that their clients do not take.
 //!
-//! A client that gives no room for an answer (RFC 9113, 6.9) and answers pings would keep it, and the stream behind it, for ever: a body is not asked for more before
-//! there was room for what it gave. So whoever takes nothing of an answer for a time, though there is something, loses the connection.
+//! A client may give no room for a response (RFC 9113, 6.9) and still answer pings. It would keep
+//! the response, and the stream behind it, for ever: a body is asked for more only when there is
+//! room for what it gave. So a client that takes nothing of a pending response for a time loses its
+//! connection.
 
 use std::{
     pin::Pin,

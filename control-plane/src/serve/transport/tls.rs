@@ -1,7 +1,8 @@
 //! TLS from PEM files, which may change while the control plane runs.
 //!
-//! What is missing, malformed or does not fit together is refused at start: there is no falling back. Later the last good set stays in use until the
-//! files are a good set again. A reload touches no connection that is there: each handshake takes the configuration of its moment.
+//! At the start, files that are missing or malformed, or that do not fit together, are an error.
+//! Later the last good set stays in use until the files are a good set again. A reload does not
+//! touch open connections: each handshake takes the configuration of its moment.
 
 use std::{
     collections::BTreeSet,
@@ -30,7 +31,8 @@ use tokio_util::sync::CancellationToken;
 
 use crate::metrics::Metrics;
 
-/// How often the files are read without a notice: notices do not follow links out of a folder, and may be lost.
+/// How often the files are read without a notice. Notices do not follow links out of a folder, and
+/// may be lost.
 const POLL: Duration = Duration::from_secs(30);
 
 /// Files are read once their folders have been quiet for so long.
@@ -39,7 +41,8 @@ const QUIET: Duration = Duration::from_millis(200);
 /// Longest time that restless folders are waited for.
 const LONGEST_UNREST: Duration = Duration::from_secs(2);
 
-/// What does not fit together is read again after this time before anything is said: certificate and key may be written one after the other.
+/// Files that do not fit together are read again after this time before an error is logged:
+/// certificate and key may be written one after the other.
 const SECOND_LOOK: Duration = Duration::from_secs(1);
 
 /// Session tickets that a client gets in a handshake. It has one connection at a time.
@@ -48,7 +51,8 @@ const TICKETS: usize = 1;
 /// How connections are secured.
 #[derive(Clone)]
 pub enum Security {
-    /// Not at all: `--insecure-loopback`, whose rule for addresses is [`crate::options::Options::security`]'s.
+    /// Not at all: `--insecure-loopback`. [`crate::options::Options::security`] says which
+    /// addresses may.
     Plaintext,
     /// TLS with client certificates.
     Tls(Arc<ServerTls>),
@@ -103,7 +107,7 @@ impl ServerTls {
             );
         });
         let mut problem = None;
-        // What changed between the first reading and the watch is taken up by a look at once.
+        // The first pass finds what changed between the first reading and the watch.
         let mut is_noticed = true;
         loop {
             let mut result = self.reload().await;
@@ -166,8 +170,9 @@ impl ServerTls {
     }
 }
 
-/// A configuration with ticket keys of its own: a session of the one before cannot be resumed, so a client is verified against the authorities
-/// of now. The session is in the client's ticket, certificate included, and takes no memory here.
+/// A configuration with ticket keys of its own. A session of an earlier configuration cannot be
+/// resumed, so each client is verified against the present authorities. The session is in the
+/// ticket of the client, certificate included, and takes no memory here.
 fn server_config(material: &Material) -> Result<ServerConfig, rustls::Error> {
     let provider = Arc::new(ring::default_provider());
     let roots = Arc::new(material.authorities.clone());
@@ -189,7 +194,8 @@ async fn settled(notices: &mut mpsc::Receiver<()>) {
     while Instant::now() < deadline && timeout(QUIET, notices.recv()).await.is_ok_and(|notice| notice.is_some()) {}
 }
 
-/// Watches the folders and not the files, which are replaced by others of the same name; in a mounted Secret only the link `..data` is.
+/// Watches the folders and not the files. Files are replaced by others of the same name, and in a
+/// mounted Secret only the link `..data` is.
 fn watch(files: &Files, sender: mpsc::Sender<()>) -> notify::Result<notify::RecommendedWatcher> {
     let mut watcher = notify::recommended_watcher(move |event: notify::Result<notify::Event>| {
         let is_read = |event: &notify::Event| match event.kind {

@@ -1,21 +1,25 @@
 //! How many agents a replica asks to go elsewhere. No I/O, no clock.
 //!
-//! Replicas know nothing of each other. Each compares the agents that it has with its share: the nodes that the source knows, divided by the replicas
-//! that are ready according to it. Only agents of such nodes count, one stream each, so that all replicas together never have more than all shares
-//! together: while one is above its share another is below, and moving agents comes to an end. A band around the share, a time for which a replica
-//! has to be above it, and the memory of who was asked before keep agents from being sent to and fro.
+//! Replicas know nothing of each other. Each compares the number of its agents with its share: the
+//! Nodes of the source, divided by the replicas that are ready according to the source. Only agents
+//! of such Nodes count, one stream for each, so all replicas together never have more agents than
+//! all shares together. While one replica is above its share another is below, and the moves come
+//! to an end. Three things keep agents from moving to and fro: a band around the share, a time for
+//! which a replica has to be above the band, and a memory of the agents that were asked before.
 
 use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// Time from one step to the next, on average; each is drawn from half of that to one and a half, so that replicas do not act as one.
+/// Mean time from one step to the next. Each time is drawn from half to one and a half of it, so
+/// that replicas do not act at the same moment.
 pub(super) const STEP: Duration = Duration::from_secs(1);
 
 /// Agents asked in one step at the most.
 pub(super) const MAX_PER_STEP: usize = 5;
 
-/// How long a replica is above its limit, of the same number of replicas, before it does something about it.
+/// How long a replica has to be above its limit, with the same number of replicas, before it asks
+/// agents to move.
 pub(super) const SETTLING: Duration = Duration::from_secs(10);
 
 /// Time in which an agent that was asked goes.
@@ -32,7 +36,8 @@ const TELLING: usize = 10;
 pub(super) struct View {
     /// Where it may be.
     pub(super) band: Band,
-    /// Agents with a stream here of nodes that the source knows, without those that were asked to go in the last [`LEAVING`].
+    /// Agents with a stream here whose Nodes are in the source, without those that were asked to
+    /// move in the last [`LEAVING`].
     pub(super) agents: usize,
     /// Agents that were asked to go before that, and in the last [`MEMORY`].
     pub(super) asked: usize,
@@ -58,7 +63,7 @@ impl Band {
             return None;
         }
         let share = nodes.div_ceil(replicas);
-        // What chance alone leads to is below that: agents choose replicas at random.
+        // Agents choose replicas at random, and by chance alone no replica gets above this limit.
         Some(Self { replicas, share, limit: share + share / 5 + 8, target: share + share / 10 + 4 })
     }
 }
@@ -72,7 +77,8 @@ pub(super) struct Decision {
 }
 
 impl Decision {
-    /// How many agents to ask to go, at the most [`MAX_PER_STEP`]. `None` stands for what is not known: one replica, or a source that is stale.
+    /// How many agents to ask to move, at most [`MAX_PER_STEP`]. `None` stands for what is not
+    /// known: there is one replica, or the source is stale.
     pub(super) fn step(&mut self, view: Option<View>, now: Instant) -> usize {
         let Some(view) = view.filter(|view| !view.is_futile()) else {
             *self = Self::default();

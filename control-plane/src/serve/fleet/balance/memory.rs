@@ -7,11 +7,13 @@ use tokio::time::Instant;
 
 use super::decision::{Band, LEAVING, MEMORY, View};
 
-/// Agents that were asked in the last [`MEMORY`]: so many as can be asked in that time, at the most. `A` is what tells agents apart.
+/// Agents that were asked in the last [`MEMORY`]. Their number is bounded by how many can be asked
+/// in that time. `A` identifies an agent.
 #[derive(Debug)]
 pub(super) struct Memory<A> {
     asked: HashMap<A, Instant>,
-    /// Ready replicas when they were asked, 0 while there is nowhere to go. With another number of them it is another question.
+    /// Ready replicas when the agents were asked; 0 while agents cannot go anywhere else. When the
+    /// number changes, agents may be asked again.
     replicas: usize,
 }
 

@@ -1,7 +1,8 @@
-//! Agents that this replica has beyond its share go elsewhere, a few at a time.
+//! Agents beyond the share of this replica are asked to go to another, a few at a time.
 //!
-//! Agents spread by chance when they connect, but nobody moves when a replica comes: after a rollout, the last one that was replaced would be left with few.
-//! What is to be done is decided in `decision.rs`; here is where its numbers come from and who is asked.
+//! Agents choose a replica at random when they connect, and do not move when a replica is added.
+//! After a rollout, the replica that was replaced last would have few agents. `decision.rs` decides
+//! how many agents to ask; this file gets the numbers and asks.
 
 mod decision;
 mod memory;
@@ -21,10 +22,12 @@ use self::{
 use super::{Agent, Fleet};
 use crate::serve::context::Lifecycle;
 
-/// Time in which an agent that is asked to go does so: the agents of one step, spread until the next.
+/// Time within which an agent that is asked to move does so: the agents of one step, spread until
+/// the next.
 pub(crate) const MOVE_WITHIN: Duration = STEP;
 
-/// Sends away what is beyond this replica's share, until its task is aborted. `service` is the one whose ready endpoints are the replicas.
+/// Asks agents to move until its task is aborted. The ready endpoints of `service` are the
+/// replicas.
 pub(crate) async fn run(fleet: Arc<Fleet>, service: ServiceKey) {
     let mut balance = Balance::new(service);
     loop {
@@ -52,7 +55,7 @@ impl Balance {
     fn step(&mut self, fleet: &Fleet, now: Instant) {
         let band = self.band(fleet);
         fleet.context.metrics.set_balance(self.replicas.unwrap_or(0), band.map_or(0, |band| band.limit));
-        // A look at each agent is for those replicas that have many.
+        // Only a replica with many agents looks at each of them.
         let is_busy = self.decision.is_moving() || band.is_some_and(|band| fleet.len() > band.limit);
         let agents: HashMap<Arc<str>, Arc<Agent>> = if is_busy { known_agents(fleet) } else { HashMap::new() };
         let (may_be_asked, view) = self.memory.view(band, agents.keys().cloned().collect(), now);
