@@ -40,11 +40,11 @@ const STREAM_INTERVAL: Duration = Duration::from_millis(250);
 pub(crate) struct Fleet {
     pub(crate) context: Arc<Context>,
     progress: Arc<Progress>,
-    table: Mutex<Table>,
+    registry: Mutex<Registry>,
 }
 
 #[derive(Debug, Default)]
-struct Table {
+struct Registry {
     present: BTreeMap<Arc<str>, Arc<Agent>>,
     /// When nodes may open all streams at once again; some may already.
     rested_at: HashMap<Arc<str>, Instant>,
@@ -54,7 +54,7 @@ impl Fleet {
     /// A fleet without agents, which hears of Nodes that change.
     pub(crate) fn new(context: Arc<Context>) -> Arc<Self> {
         let progress = Progress::new(Arc::clone(&context.store), Arc::clone(&context.metrics));
-        let fleet = Arc::new(Self { progress: Arc::new(progress), table: Mutex::default(), context });
+        let fleet = Arc::new(Self { progress: Arc::new(progress), registry: Mutex::default(), context });
         let observer: Arc<dyn NodeObserver> = Arc::<Self>::clone(&fleet);
         fleet.context.store.observe_nodes(Arc::downgrade(&observer));
         fleet
@@ -65,21 +65,21 @@ impl Fleet {
         &self.progress
     }
 
-    fn table(&self) -> MutexGuard<'_, Table> {
-        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    fn registry(&self) -> MutexGuard<'_, Registry> {
+        self.registry.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// True when a node may open a stream now, and has not opened too many before.
     pub(crate) fn may_open(&self, node: &str, now: Instant) -> bool {
-        let mut table = self.table();
-        let rested_at = table.rested_at.get(node).copied().unwrap_or(now).max(now) + STREAM_INTERVAL;
+        let mut registry = self.registry();
+        let rested_at = registry.rested_at.get(node).copied().unwrap_or(now).max(now) + STREAM_INTERVAL;
         if rested_at > now + STREAM_INTERVAL * STREAMS_AT_ONCE {
             return false;
         }
-        if table.rested_at.len() >= MAX_RESTING {
-            table.rested_at.retain(|_, rested_at| *rested_at > now);
+        if registry.rested_at.len() >= MAX_RESTING {
+            registry.rested_at.retain(|_, rested_at| *rested_at > now);
         }
-        table.rested_at.insert(node.into(), rested_at);
+        registry.rested_at.insert(node.into(), rested_at);
         true
     }
 
@@ -89,7 +89,7 @@ impl Fleet {
     /// node may have rebooted in between, and then its kernel has nothing. An agent says at once
     /// what is programmed (contract, 7).
     pub(crate) fn enter(&self, agent: &Arc<Agent>) {
-        let old = self.table().present.insert(Arc::clone(&agent.node), Arc::clone(agent));
+        let old = self.registry().present.insert(Arc::clone(&agent.node), Arc::clone(agent));
         if let Some(old) = &old {
             old.leave();
         }
@@ -103,30 +103,30 @@ impl Fleet {
     /// Takes a stream out, unless a newer one of the same node has taken its place.
     pub(crate) fn leave(&self, agent: &Arc<Agent>) {
         agent.leave();
-        let mut table = self.table();
-        if table.present.get(&agent.node).is_some_and(|present| Arc::ptr_eq(present, agent)) {
-            table.present.remove(&agent.node);
+        let mut registry = self.registry();
+        if registry.present.get(&agent.node).is_some_and(|present| Arc::ptr_eq(present, agent)) {
+            registry.present.remove(&agent.node);
         }
     }
 
     /// Whether a node has a stream.
     pub(crate) fn has(&self, node: &str) -> bool {
-        self.table().present.contains_key(node)
+        self.registry().present.contains_key(node)
     }
 
     /// Streams in order of node name.
     pub(crate) fn all(&self) -> Vec<Arc<Agent>> {
-        self.table().present.values().cloned().collect()
+        self.registry().present.values().cloned().collect()
     }
 
     pub(crate) fn len(&self) -> usize {
-        self.table().present.len()
+        self.registry().present.len()
     }
 }
 
 impl NodeObserver for Fleet {
     fn node_changed(&self, name: &str) {
-        if let Some(agent) = self.table().present.get(name) {
+        if let Some(agent) = self.registry().present.get(name) {
             agent.signal().change_node();
         }
     }
