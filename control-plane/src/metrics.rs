@@ -69,25 +69,25 @@ pub struct Metrics {
     version: Level,
     tombstones: Level,
     changes: Total,
-    streams: Level,
+    pub(crate) streams: Level,
     streams_opened: Total,
     streams_rejected: Family<Reason, Total>,
     streams_ended: Family<Reason, Total>,
     resumes: Family<Mode, Total>,
-    resumed_resources: Total,
-    snapshots: Total,
+    pub(crate) resumed_resources: Total,
+    pub(crate) snapshots: Total,
     snapshots_in_flight: Level,
     snapshots_waiting: Level,
-    snapshots_waited: Total,
+    pub(crate) snapshots_waited: Total,
     messages_sent: Total,
     bytes_sent: Total,
     agent_messages: Family<Message, Total>,
     agent_messages_ignored: Family<Reason, Total>,
     rejected_resources: Total,
-    behind_waits: Total,
-    behind_waits_expired: Total,
+    pub(crate) behind_waits: Total,
+    pub(crate) behind_waits_expired: Total,
     connections_refused: Family<Reason, Total>,
-    stalled_responses: Total,
+    pub(crate) stalled_responses: Total,
     handshakes_failed: Family<Reason, Total>,
     handshakes: Family<Kind, Total>,
     handshakes_pending: Family<State, Level>,
@@ -96,7 +96,7 @@ pub struct Metrics {
     requests_denied: Family<Reason, Total>,
     balance_replicas: Level,
     balance_limit: Level,
-    balance_asked: Total,
+    pub(crate) balance_asked: Total,
 }
 
 impl Default for Metrics {
@@ -269,10 +269,6 @@ impl Metrics {
         self.streams_opened.inc();
     }
 
-    pub(crate) fn stream_closed(&self) {
-        self.streams.dec();
-    }
-
     pub(crate) fn count_rejected(&self, reason: &'static str) {
         self.streams_rejected.get_or_create(&Reason { reason }).inc();
     }
@@ -283,23 +279,6 @@ impl Metrics {
 
     pub(crate) fn count_resume(&self, mode: &'static str) {
         self.resumes.get_or_create(&Mode { mode }).inc();
-    }
-
-    pub(crate) fn count_resumed_resources(&self, count: u64) {
-        self.resumed_resources.inc_by(count);
-    }
-
-    pub(crate) fn count_snapshot(&self) {
-        self.snapshots.inc();
-    }
-
-    /// Snapshots sent so far.
-    pub(crate) fn snapshots_sent(&self) -> u64 {
-        self.snapshots.get()
-    }
-
-    pub(crate) fn count_snapshot_waited(&self) {
-        self.snapshots_waited.inc();
     }
 
     pub(crate) fn set_snapshots(&self, in_flight: usize, waiting: usize) {
@@ -322,14 +301,6 @@ impl Metrics {
 
     pub(crate) fn count_rejected_resources(&self, count: usize) {
         self.rejected_resources.inc_by(count as u64);
-    }
-
-    pub(crate) fn count_behind_wait(&self) {
-        self.behind_waits.inc();
-    }
-
-    pub(crate) fn count_behind_wait_expired(&self) {
-        self.behind_waits_expired.inc();
     }
 
     pub(crate) fn count_handshake(&self, is_resumed: bool) {
@@ -362,18 +333,10 @@ impl Metrics {
         self.connections_refused.get_or_create(&Reason { reason }).inc();
     }
 
-    pub(crate) fn count_stalled_response(&self) {
-        self.stalled_responses.inc();
-    }
-
     /// `limit` is 0 while nobody is asked to go.
     pub(crate) fn set_balance(&self, replicas: usize, limit: usize) {
         self.balance_replicas.set(level(replicas));
         self.balance_limit.set(level(limit));
-    }
-
-    pub(crate) fn count_asked_to_move(&self) {
-        self.balance_asked.inc();
     }
 
     pub(crate) fn count_handshake_failed(&self, reason: &'static str) {

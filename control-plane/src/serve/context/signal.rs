@@ -51,8 +51,4 @@ impl Visit for Signal {
     fn visit(&self, _: Instant) {
         self.wake();
     }
-
-    fn abort(&self) {
-        // The server that carries the stream is aborted as well.
-    }
 }

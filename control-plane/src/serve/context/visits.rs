@@ -40,8 +40,8 @@ pub(crate) trait Visit: Send + Sync {
         false
     }
 
-    /// Ends at once, without a word to the peer.
-    fn abort(&self);
+    /// Ends at once, without a word to the peer. What ends with its server does nothing.
+    fn abort(&self) {}
 }
 
 /// See the module.
@@ -224,8 +224,6 @@ mod tests {
         fn is_late(&self) -> bool {
             self.is_late
         }
-
-        fn abort(&self) {}
     }
 
     #[tokio::test]

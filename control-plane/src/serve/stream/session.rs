@@ -276,7 +276,7 @@ impl Session {
         let snapshots = cursor.snapshots();
         let bytes = self.streams.context.store.next_frame(cursor);
         if cursor.snapshots() > snapshots {
-            self.streams.context.metrics.count_snapshot();
+            self.streams.context.metrics.snapshots.inc();
             self.streams.snapshots.leave(&mut self.ticket, now);
         }
         self.agent.set_sent_version(cursor.version());
@@ -284,7 +284,7 @@ impl Session {
         if is_resumed && !self.has_resumed {
             self.has_resumed = true;
             self.agent.resumed_resources.store(cursor.resources(), Ordering::Relaxed);
-            self.streams.context.metrics.count_resumed_resources(cursor.resources());
+            self.streams.context.metrics.resumed_resources.inc_by(cursor.resources());
         }
         bytes
     }
@@ -297,7 +297,7 @@ impl Session {
             head_version: store.version(),
             source_age_ms: milliseconds(store.source_age()),
             source_state: v1::SourceState::from(self.said_source).into(),
-            snapshots_sent: metrics.snapshots_sent(),
+            snapshots_sent: metrics.snapshots.get(),
         }))
     }
 
@@ -326,11 +326,11 @@ fn is_over(behind: &mut BehindWait, not_yet: NotYet, context: &Context, agent: &
     let wait = behind.look(not_yet, &context.store, context.settings.behind_wait, now);
     if let NotYet::Behind { kind, here, there } = not_yet {
         if wait == Wait::Begins {
-            context.metrics.count_behind_wait();
+            context.metrics.behind_waits.inc();
             tracing::info!(node = %agent.node, ?kind, here, there, "the source is behind what the agent has: it waits");
         }
         if wait == Wait::Expires {
-            context.metrics.count_behind_wait_expired();
+            context.metrics.behind_waits_expired.inc();
             if context.warnings.admit(Warning::WentBack, now) {
                 tracing::warn!(node = %agent.node, ?kind, here, there,
                     "the source is still behind what the agent has (a restored etcd?): the agent goes back to this replica's state");
@@ -345,7 +345,7 @@ impl Drop for Session {
         let now = Instant::now();
         self.streams.snapshots.leave(&mut self.ticket, now);
         self.streams.fleet.leave(&self.agent);
-        self.streams.context.metrics.stream_closed();
+        self.streams.context.metrics.streams.dec();
         let end = self.end(now).unwrap_or_else(|| End::plain("disconnected", Status::ok("")));
         end.record(&self.streams.context, self.agent.address, &self.agent.node);
     }

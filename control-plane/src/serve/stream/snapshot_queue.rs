@@ -96,7 +96,7 @@ impl SnapshotQueue {
         self.publish(&queue);
         let is_admitted = queue.admitted.contains_key(&number);
         if !is_admitted {
-            self.metrics.count_snapshot_waited();
+            self.metrics.snapshots_waited.inc();
         }
         is_admitted
     }
@@ -130,10 +130,6 @@ impl Visit for SnapshotQueue {
             queue.admit(now, None);
             self.publish(&queue);
         }
-    }
-
-    fn abort(&self) {
-        // Streams leave the queue as they end.
     }
 }
 

@@ -103,15 +103,11 @@ impl Wake for Answer {
 impl Visit for Answer {
     fn visit(&self, now: Instant) {
         if self.waits_since().take_if(|since| *since + self.limit() <= now).is_some() {
-            self.context.metrics.count_stalled_response();
+            self.context.metrics.stalled_responses.inc();
             let (address, seconds) = (self.caller.peer.address, self.limit().as_secs());
             tracing::info!(%address, seconds, "connection closed: its client takes nothing of an answer");
             self.caller.closed.cancel();
         }
-    }
-
-    fn abort(&self) {
-        // The server that carries the answer is aborted as well.
     }
 }
 

@@ -83,7 +83,7 @@ impl Balance {
             if let Some(agent) = agents.get(&node) {
                 tracing::debug!(%node, "asked to go elsewhere");
                 agent.ask_to_move();
-                fleet.context.metrics.count_asked_to_move();
+                fleet.context.metrics.balance_asked.inc();
             }
         }
     }
