@@ -1,13 +1,14 @@
 //! Network namespaces: made, entered, and removed.
 
-use std::fs::File;
+use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use anyhow::{Context, Result, bail};
-use nix::sched::{CloneFlags, setns};
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use nix::sched::{CloneFlags, setns, unshare};
 
 use super::spawn;
 
@@ -49,7 +50,7 @@ pub fn sweep_stale() -> Result<()> {
         let Some(process) = owner(&name) else { continue };
         if !Path::new(&format!("/proc/{process}")).exists() {
             // Another test process may sweep at the same moment; whoever comes second finds nothing to remove.
-            let removed = ip(&["netns", "del", &name], "");
+            let removed = remove(&name);
             if removed.is_err() && Path::new(NAMESPACES).join(&name).exists() {
                 removed?;
             }
@@ -64,10 +65,23 @@ fn owner(name: &str) -> Option<u32> {
 }
 
 impl Namespace {
-    /// Makes a namespace called `name`.
+    /// Makes a namespace called `name`, as `ip netns add` does, without starting a program.
     pub fn create(name: String) -> Result<Self> {
-        ip(&["netns", "add", &name], "")?;
+        std::fs::create_dir_all(NAMESPACES).with_context(|| format!("making {NAMESPACES}"))?;
         let path: PathBuf = Path::new(NAMESPACES).join(&name);
+        let context = || format!("making the network namespace {name}");
+        OpenOptions::new().write(true).create_new(true).open(&path).with_context(context)?;
+        // A thread that ends takes its namespace along, unless something is mounted on it.
+        let make = || {
+            unshare(CloneFlags::CLONE_NEWNET)?;
+            mount(Some("/proc/thread-self/ns/net"), &path, None::<&str>, MsFlags::MS_BIND, None::<&str>)
+        };
+        let made = std::thread::scope(|scope| scope.spawn(make).join());
+        let made = made.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        if let Err(error) = made {
+            std::fs::remove_file(&path).with_context(context)?;
+            return Err(error).with_context(context);
+        }
         let handle = File::open(&path).with_context(|| format!("opening {}", path.display()))?;
         Ok(Self { name, handle })
     }
@@ -148,10 +162,17 @@ impl Doorway {
 
 impl Drop for Namespace {
     fn drop(&mut self) {
-        if let Err(error) = ip(&["netns", "del", &self.name], "") {
+        if let Err(error) = remove(&self.name) {
             eprintln!("warning: the namespace {} stays behind: {error:#}", self.name);
         }
     }
+}
+
+/// Removes the name of a namespace. The namespace itself goes with the last socket and process in it.
+fn remove(name: &str) -> Result<()> {
+    let path = Path::new(NAMESPACES).join(name);
+    umount2(&path, MntFlags::MNT_DETACH).with_context(|| format!("unmounting {}", path.display()))?;
+    std::fs::remove_file(&path).with_context(|| format!("removing {}", path.display()))
 }
 
 /// Runs `ip` with `input` on its standard input.

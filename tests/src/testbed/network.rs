@@ -40,6 +40,8 @@ pub struct Network {
 
 impl Network {
     /// Builds everything; what was built goes away again if a step fails.
+    ///
+    /// Starting a program costs time, most of all inside User-Mode Linux, so each namespace gets its commands at once.
     pub fn create() -> Result<Self> {
         netns::check_prerequisites()?;
         netns::sweep_stale()?;
@@ -47,43 +49,27 @@ impl Network {
         let namespace = |machine: &str| -> Result<Namespace> {
             let namespace = Namespace::create(format!("{prefix}-{machine}"))?;
             namespace.set_sysctls(&SYSCTLS)?;
-            namespace.ip_batch("link set lo up\n")?;
             Ok(namespace)
         };
         let underlay = namespace("underlay")?;
-        let gateway = plan::gateway();
-        underlay.ip_batch(&format!(
-            "link add br0 type bridge mcast_snooping 0\nlink set br0 up\n\
-             addr add {}/24 dev br0\naddr add {}/64 dev br0 nodad\n\
-             route add blackhole default\nroute add blackhole ::/0\n",
-            gateway.v4, gateway.v6,
-        ))?;
+        let on_underlay = [CONTROL].into_iter().chain(OUTSIDE.map(|(name, _)| name)).chain(NODES.map(|node| node.name));
+        let on_underlay: Vec<&'static str> = on_underlay.collect();
         let mut machines = BTreeMap::new();
-        for name in [CONTROL].into_iter().chain(OUTSIDE.iter().map(|(name, _)| *name)) {
-            let machine = namespace(name)?;
-            attach(&underlay, &machine, name)?;
-            machines.insert(name, machine);
+        for name in on_underlay.iter().copied().chain(NODES.iter().flat_map(|node| node.pods.iter().copied())) {
+            machines.insert(name, namespace(name)?);
+        }
+        underlay.ip_batch(&underlay_commands(&on_underlay, &machines)?)?;
+        find(&machines, CONTROL)?.ip_batch(&uplink_commands(CONTROL)?)?;
+        for (name, via) in OUTSIDE {
+            find(&machines, name)?.ip_batch(&(uplink_commands(name)? + &service_routes(via)?))?;
         }
         for node in &NODES {
-            let machine = namespace(node.name)?;
+            let machine = find(&machines, node.name)?;
             machine.set_sysctls(&NODE_SYSCTLS)?;
-            attach(&underlay, &machine, node.name)?;
+            machine.ip_batch(&node_commands(node, &machines)?)?;
             for pod in node.pods {
-                let pod_namespace = namespace(pod)?;
-                attach_pod(&machine, node, &pod_namespace, pod)?;
-                machines.insert(pod, pod_namespace);
+                find(&machines, pod)?.ip_batch(&pod_commands(pod)?)?;
             }
-            machine.ip_batch(&routes_to_other_nodes(node)?)?;
-            machines.insert(node.name, machine);
-        }
-        for (name, via) in OUTSIDE {
-            let gateway = address(via)?;
-            let mut commands = String::new();
-            for prefix in SERVICE_PREFIXES {
-                let via = if prefix.contains(':') { gateway.v6.to_string() } else { gateway.v4.to_string() };
-                let _ = writeln!(commands, "route add {prefix} via {via}");
-            }
-            find(&machines, name)?.ip_batch(&commands)?;
         }
         Ok(Self { machines, _underlay: underlay })
     }
@@ -102,46 +88,78 @@ fn address(name: &str) -> Result<Addresses> {
     plan::address(name).with_context(|| format!("the testbed's plan has no address for {name}"))
 }
 
-/// Gives `machine` its link to the underlay: `eth0` on its side, and a default route to where packets vanish.
-fn attach(underlay: &Namespace, machine: &Namespace, name: &str) -> Result<()> {
+const LOOPBACK: &str = "link set lo up\n";
+
+/// The bridge, a link to each machine on it, whose other end is the machine's `eth0`, and default routes to nowhere.
+fn underlay_commands(names: &[&str], machines: &BTreeMap<&'static str, Namespace>) -> Result<String> {
+    let gateway = plan::gateway();
+    let mut commands = format!(
+        "{LOOPBACK}link add br0 type bridge mcast_snooping 0\nlink set br0 up\n\
+         addr add {}/24 dev br0\naddr add {}/64 dev br0 nodad\n\
+         route add blackhole default\nroute add blackhole ::/0\n",
+        gateway.v4, gateway.v6,
+    );
+    for name in names {
+        let netns = find(machines, name)?.name();
+        let _ = write!(
+            commands,
+            "link add {name} type veth peer name eth0 netns {netns}\nlink set {name} master br0\nlink set {name} up\n"
+        );
+    }
+    Ok(commands)
+}
+
+/// A machine's side of its link to the underlay, and a default route to where packets vanish.
+fn uplink_commands(name: &str) -> Result<String> {
     let (own, gateway) = (address(name)?, plan::gateway());
-    underlay.ip_batch(&format!(
-        "link add {name} type veth peer name eth0 netns {}\nlink set {name} master br0\nlink set {name} up\n",
-        machine.name(),
-    ))?;
-    machine.ip_batch(&format!(
-        "link set eth0 up\naddr add {}/24 dev eth0\naddr add {}/64 dev eth0 nodad\n\
+    Ok(format!(
+        "{LOOPBACK}link set eth0 up\naddr add {}/24 dev eth0\naddr add {}/64 dev eth0 nodad\n\
          route add default via {}\nroute add default via {}\n",
         own.v4, own.v6, gateway.v4, gateway.v6,
     ))
 }
 
-/// Gives a pod its link to its node: both sides know each other by host routes, so that every packet is routed.
-fn attach_pod(node: &Namespace, plan: &NodePlan, pod: &Namespace, name: &str) -> Result<()> {
-    let (own, host) = (address(name)?, address(plan.name)?);
-    node.ip_batch(&format!(
-        "link add veth-{name} type veth peer name eth0 netns {}\nlink set veth-{name} up\n\
-         addr add 169.254.1.1/32 dev veth-{name} scope link\naddr add fe80::1/64 dev veth-{name} nodad\n\
-         route add {}/32 dev veth-{name} src {}\nroute add {}/128 dev veth-{name}\n",
-        pod.name(),
-        own.v4,
-        host.v4,
-        own.v6,
-    ))?;
-    pod.ip_batch(&format!(
-        "link set eth0 up\naddr add {}/32 dev eth0\naddr add {}/128 dev eth0 nodad\n\
-         route add 169.254.1.1/32 dev eth0 scope link\nroute add default via 169.254.1.1 dev eth0\n\
-         route add default via fe80::1 dev eth0\n",
-        own.v4, own.v6,
-    ))
+/// An outside client sends what is for services to one node.
+fn service_routes(via: &str) -> Result<String> {
+    let gateway = address(via)?;
+    let mut commands = String::new();
+    for prefix in SERVICE_PREFIXES {
+        let via = if prefix.contains(':') { gateway.v6.to_string() } else { gateway.v4.to_string() };
+        let _ = writeln!(commands, "route add {prefix} via {via}");
+    }
+    Ok(commands)
 }
 
-fn routes_to_other_nodes(node: &NodePlan) -> Result<String> {
-    let mut commands = String::new();
+/// A node's link to the underlay, its sides of the links to its pods, and routes to the pods of other nodes. Both sides
+/// of a pod's link know each other by host routes, so that every packet is routed.
+fn node_commands(node: &NodePlan, machines: &BTreeMap<&'static str, Namespace>) -> Result<String> {
+    let host = address(node.name)?;
+    let mut commands = uplink_commands(node.name)?;
+    for pod in node.pods {
+        let (own, netns) = (address(pod)?, find(machines, pod)?.name());
+        let _ = write!(
+            commands,
+            "link add veth-{pod} type veth peer name eth0 netns {netns}\nlink set veth-{pod} up\n\
+             addr add 169.254.1.1/32 dev veth-{pod} scope link\naddr add fe80::1/64 dev veth-{pod} nodad\n\
+             route add {}/32 dev veth-{pod} src {}\nroute add {}/128 dev veth-{pod}\n",
+            own.v4, host.v4, own.v6,
+        );
+    }
     for other in NODES.iter().filter(|other| other.name != node.name) {
         let via = address(other.name)?;
         let [v4, v6] = plan::pod_networks(other.name).context("a node of the plan has pod networks")?;
         let _ = writeln!(commands, "route add {v4} via {}\nroute add {v6} via {}", via.v4, via.v6);
     }
     Ok(commands)
+}
+
+/// A pod's side of the link to its node.
+fn pod_commands(name: &str) -> Result<String> {
+    let own = address(name)?;
+    Ok(format!(
+        "{LOOPBACK}link set eth0 up\naddr add {}/32 dev eth0\naddr add {}/128 dev eth0 nodad\n\
+         route add 169.254.1.1/32 dev eth0 scope link\nroute add default via 169.254.1.1 dev eth0\n\
+         route add default via fe80::1 dev eth0\n",
+        own.v4, own.v6,
+    ))
 }

@@ -118,26 +118,15 @@ mod runner {
     }
 }
 
-/// Packet cases that pass on the host's kernel: if one fails here, it is the machine and not the backend under test.
-mod iptables {
-    use super::*;
-
-    fn group(name: &str) {
-        uml::inside(|| {
+/// These packet cases pass on the host's kernel: if one fails here, it is the machine and not the backend under test.
+#[test]
+fn packet_cases_pass_with_iptables() {
+    uml::inside(|| {
+        let manifests = table::services().unwrap();
+        let bed = Testbed::start(Backend::IptablesLegacy, manifests).unwrap_or_else(|error| panic!("{error:?}"));
+        for name in ["cluster_ip", "external_traffic_policy"] {
             let (_, cases) = table::GROUPS.iter().find(|(group, _)| *group == name).unwrap();
-            let manifests = table::services().unwrap();
-            let bed = Testbed::start(Backend::IptablesLegacy, manifests).unwrap_or_else(|error| panic!("{error:?}"));
-            cases::run(&bed, &cases()).unwrap_or_else(|error| panic!("{error:?}"));
-        });
-    }
-
-    #[test]
-    fn cluster_ip() {
-        group("cluster_ip");
-    }
-
-    #[test]
-    fn external_traffic_policy() {
-        group("external_traffic_policy");
-    }
+            cases::run(&bed, &cases()).unwrap_or_else(|error| panic!("{name}: {error:?}"));
+        }
+    });
 }
