@@ -10,22 +10,14 @@ use std::{
 
 use super::{kinds::Kind, store::lock};
 
-/// What a request asked for, as the real server names verbs.
+/// What a request asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Verb {
-    /// A read of one object.
-    Get,
     /// A list of a collection.
     List,
     /// A watch of a collection.
     Watch,
-    /// POST.
-    Create,
-    /// PUT.
-    Update,
-    /// DELETE.
-    Delete,
-    /// Anything that is about no object: `/version`, health checks, unknown paths.
+    /// Anything else, which is refused.
     Other,
 }
 

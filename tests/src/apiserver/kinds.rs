@@ -1,6 +1,6 @@
 //! The kinds that the stand-in serves, with their real names, groups and paths.
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
 /// One of the four kinds that a service proxy reads from the Kubernetes API.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -62,14 +62,6 @@ impl Kind {
         matches!(self, Self::Service | Self::EndpointSlice)
     }
 
-    /// The resource as messages name it: `services`, or `endpointslices.discovery.k8s.io`.
-    pub fn qualified_plural(self) -> String {
-        match self.group() {
-            "" => self.plural().to_owned(),
-            group => format!("{}.{group}", self.plural()),
-        }
-    }
-
     /// The path of the collection: of one namespace where `namespace` is given, else of the whole cluster.
     /// The namespace is ignored for cluster-scoped kinds.
     pub fn collection_path(self, namespace: Option<&str>) -> String {
@@ -98,76 +90,28 @@ impl Kind {
             .find(|kind| text("kind") == Some(kind.name()) && text("apiVersion") == Some(kind.api_version()))
     }
 
+    /// The kind to whose collection a path leads, and the namespace that it names, if it names one.
+    pub(super) fn of_path(path: &str) -> Option<(Self, Option<&str>)> {
+        Self::ALL.into_iter().find_map(|kind| {
+            let all = kind.collection_path(None);
+            if path == all {
+                return Some((kind, None));
+            }
+            let (root, plural) = all.rsplit_once('/')?;
+            let within = path.strip_prefix(root)?.strip_prefix("/namespaces/")?;
+            let namespace = within.strip_suffix(plural)?.strip_suffix('/')?;
+            (kind.is_namespaced() && !namespace.contains('/')).then_some((kind, Some(namespace)))
+        })
+    }
+
     /// The required fields of this kind at their zero values. The real server encodes whole Go structs, so the
     /// object in a BOOKMARK event carries these beside its resourceVersion.
     pub(super) fn zero_fields(self) -> Value {
         match self {
-            Self::Service => serde_json::json!({"spec": {}, "status": {"loadBalancer": {}}}),
-            Self::Node => serde_json::json!({
-                "spec": {},
-                "status": {
-                    "daemonEndpoints": {"kubeletEndpoint": {"Port": 0}},
-                    "nodeInfo": {
-                        "machineID": "", "systemUUID": "", "bootID": "", "kernelVersion": "", "osImage": "",
-                        "containerRuntimeVersion": "", "kubeletVersion": "", "kubeProxyVersion": "",
-                        "operatingSystem": "", "architecture": ""
-                    }
-                }
-            }),
-            Self::EndpointSlice => serde_json::json!({"addressType": "", "endpoints": null, "ports": null}),
-            Self::ServiceCidr => serde_json::json!({"spec": {}, "status": {}}),
-        }
-    }
-}
-
-/// A place a request path points at.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) enum Target {
-    /// A collection; of one namespace or of all.
-    Collection { kind: Kind, namespace: Option<String> },
-    /// One object.
-    Object { kind: Kind, namespace: String, name: String },
-    /// `/version`.
-    Version,
-    /// `/readyz`, `/livez` or `/healthz`.
-    Health,
-}
-
-impl Target {
-    /// Finds what a path points at; `None` where the server has nothing there.
-    pub(super) fn parse(path: &str) -> Option<Self> {
-        let segments: Vec<&str> = path.split('/').filter(|segment| !segment.is_empty()).collect();
-        let (group, rest) = match segments.as_slice() {
-            ["version"] => return Some(Self::Version),
-            ["readyz" | "livez" | "healthz", ..] => return Some(Self::Health),
-            ["api", "v1", rest @ ..] => ("", rest),
-            ["apis", group, "v1", rest @ ..] => (*group, rest),
-            _ => return None,
-        };
-        let kind_of = |plural: &str, namespaced: bool| {
-            Kind::ALL
-                .into_iter()
-                .find(|kind| kind.group() == group && kind.plural() == plural && (kind.is_namespaced() || !namespaced))
-        };
-        match rest {
-            ["namespaces", namespace, plural] => {
-                Some(Self::Collection { kind: kind_of(plural, true)?, namespace: Some((*namespace).to_owned()) })
-            }
-            ["namespaces", namespace, plural, name] => Some(Self::Object {
-                kind: kind_of(plural, true)?,
-                namespace: (*namespace).to_owned(),
-                name: (*name).to_owned(),
-            }),
-            [plural] => Some(Self::Collection { kind: kind_of(plural, false)?, namespace: None }),
-            [plural, name] => {
-                let kind = kind_of(plural, false)?;
-                (!kind.is_namespaced()).then(|| Self::Object {
-                    kind,
-                    namespace: String::new(),
-                    name: (*name).to_owned(),
-                })
-            }
-            _ => None,
+            Self::Service => json!({"spec": {}, "status": {"loadBalancer": {}}}),
+            Self::Node => json!({"spec": {}, "status": {"daemonEndpoints": {"kubeletEndpoint": {"Port": 0}}}}),
+            Self::EndpointSlice => json!({"addressType": "", "endpoints": null, "ports": null}),
+            Self::ServiceCidr => json!({"spec": {}, "status": {}}),
         }
     }
 }
@@ -179,21 +123,10 @@ mod tests {
     #[test]
     fn every_path_leads_back_to_its_kind() {
         for kind in Kind::ALL {
-            let all = Target::Collection { kind, namespace: None };
-            assert_eq!(Target::parse(&kind.collection_path(None)), Some(all));
-            let namespace = kind.is_namespaced().then(|| "shop".to_owned());
-            let within = Target::Collection { kind, namespace: namespace.clone() };
-            assert_eq!(Target::parse(&kind.collection_path(Some("shop"))), Some(within));
-            let object = Target::Object { kind, namespace: namespace.unwrap_or_default(), name: "web".to_owned() };
-            assert_eq!(Target::parse(&kind.object_path("shop", "web")), Some(object));
-        }
-    }
-
-    #[test]
-    fn paths_that_the_real_server_lacks_lead_nowhere() {
-        for path in ["/api/v1/services/web", "/api/v1/namespaces/shop/nodes", "/apis/apps/v1/services", "/api/v2/nodes"]
-        {
-            assert_eq!(Target::parse(path), None, "{path}");
+            assert_eq!(Kind::of_path(&kind.collection_path(None)), Some((kind, None)));
+            let namespace = kind.is_namespaced().then_some("shop");
+            assert_eq!(Kind::of_path(&kind.collection_path(Some("shop"))), Some((kind, namespace)));
+            assert_eq!(Kind::of_path(&kind.object_path("shop", "web")), None);
         }
     }
 }

@@ -4,13 +4,12 @@
 //! [`ApiServer`] runs on a thread of its own, on a loopback port, so that its handle works the same from
 //! synchronous and asynchronous tests. Objects are JSON; every write gives a new version from one global counter.
 //! What it does follows <https://kubernetes.io/docs/reference/using-api/api-concepts/> and, where that is silent,
-//! what `k8s.io/apiserver` does. It validates no specs, allocates no addresses, and knows no namespaces,
-//! patches, tables or protobuf.
+//! what `k8s.io/apiserver` does. Over HTTP it serves lists and watches with the options that our watch loop sends, and
+//! refuses everything else; objects are written through the handle.
 //!
 //! [`ApiUnderTest`] puts one face on this server and on a real `kube-apiserver`, so that the same tests can run
 //! against both.
 
-mod child;
 mod connection;
 mod counters;
 mod faults;
@@ -19,7 +18,6 @@ mod kinds;
 pub mod objects;
 mod params;
 mod real;
-mod selectors;
 mod server;
 mod status;
 mod store;
@@ -52,7 +50,7 @@ pub use self::{
     real::{ASSETS_VARIABLE, RealApiServer, RealServerError},
     status::{Failure, failure},
     store::Backup,
-    under_test::{ApiUnderTest, ApiUnderTestError, real_server_absence},
+    under_test::{ApiUnderTest, ApiUnderTestError},
 };
 
 /// What the server does where real ones differ, or where a test needs other times. May change while it runs.
@@ -60,8 +58,6 @@ pub use self::{
 pub struct Options {
     /// Time between BOOKMARK events on watches that allow them. The real server's is about a minute.
     pub bookmark_interval: Duration,
-    /// How many of the newest writes can still be watched from.
-    pub history_limit: usize,
     /// Whether watches may ask for `sendInitialEvents`; where false, such a watch gets 422 as from older servers.
     pub streaming_lists: bool,
     /// Whether Services can be selected by `spec.clusterIP` and `spec.type`; where false, such a request gets 400.
@@ -71,20 +67,16 @@ pub struct Options {
     /// Whether a watch from too old a version gets HTTP code 410; where false, 200 and an ERROR event, as today's
     /// servers answer.
     pub gone_as_http_status: bool,
-    /// How long a read at a version not reached yet waits before it gets 504.
-    pub future_version_wait: Duration,
 }
 
 impl Default for Options {
     fn default() -> Self {
         Self {
             bookmark_interval: Duration::from_secs(60),
-            history_limit: 10_000,
             streaming_lists: true,
             service_field_selectors: true,
             service_cidrs: true,
             gone_as_http_status: false,
-            future_version_wait: Duration::from_secs(3),
         }
     }
 }
@@ -168,7 +160,7 @@ impl ApiServer {
     /// Starts an empty server on a free port of 127.0.0.1.
     pub fn start_with(options: Options) -> Result<Self, StartError> {
         let shared = Arc::new(Shared {
-            store: Store::new(options.history_limit),
+            store: Store::new(),
             faults: Arc::new(Faults::default()),
             counters: Arc::new(Counters::default()),
             options: Mutex::new(options),
@@ -202,7 +194,6 @@ impl ApiServer {
     pub fn set_options(&self, change: impl FnOnce(&mut Options)) {
         let mut options = self.shared.options();
         change(&mut options);
-        self.shared.store.set_history_limit(options.history_limit);
         *lock(&self.shared.options) = options;
         self.shared.store.ring();
     }
@@ -211,7 +202,7 @@ impl ApiServer {
 /// Objects.
 impl ApiServer {
     /// Creates or replaces an object and gives it back as stored. A write that changes nothing makes no event.
-    /// Fails as the API would: unknown kind, no name, no namespace.
+    /// Fails for an unknown kind and without a name.
     pub fn apply(&self, object: Value) -> Result<Value, Failure> {
         Ok((*self.shared.store.apply(object)?).clone())
     }

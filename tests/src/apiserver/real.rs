@@ -5,17 +5,18 @@
 
 use std::{
     env,
-    ffi::OsString,
-    fs, io,
+    fs::{self, File},
+    io,
     net::{Ipv4Addr, SocketAddr, TcpListener},
     path::{Path, PathBuf},
+    process::{Command, Stdio},
     time::{Duration, Instant},
 };
 
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, DnType, IsCa, KeyPair, SanType};
 use tempfile::TempDir;
 
-use super::child::{Child, Program};
+use crate::testbed::spawn::spawn_in;
 
 /// The environment variable that Kubernetes test suites use for the folder with the binaries.
 pub const ASSETS_VARIABLE: &str = "KUBEBUILDER_ASSETS";
@@ -57,6 +58,26 @@ pub enum RealServerError {
 
 fn host(action: &'static str) -> impl FnOnce(io::Error) -> RealServerError {
     move |source| RealServerError::Host { action, source }
+}
+
+/// A running program, killed when dropped.
+struct Child(std::process::Child);
+
+impl Child {
+    /// Starts a program in the calling thread's network namespace; its output is appended to `log`.
+    fn start(mut command: Command, log: &Path) -> io::Result<Self> {
+        let log = File::options().create(true).append(true).open(log)?;
+        command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
+        spawn_in(File::open("/proc/thread-self/ns/net")?, command).map(Self)
+    }
+}
+
+impl Drop for Child {
+    fn drop(&mut self) {
+        if let Err(error) = self.0.kill().and_then(|()| self.0.wait()) {
+            tracing::warn!(%error, "could not end a child process");
+        }
+    }
 }
 
 /// A running pair of etcd and kube-apiserver; dropping it ends both and removes their data.
@@ -186,15 +207,11 @@ impl RealApiServer {
             format!("--service-account-signing-key-file={}", file("sa.key")),
         ];
         let log = folder.join("kube-apiserver.log");
-        let program = Program {
-            path: self.assets.join("kube-apiserver"),
-            arguments: flags.into_iter().map(OsString::from).collect(),
-            environment: Vec::new(),
-            log: log.clone(),
-        };
-        let child = Child::start(program).map_err(host("start kube-apiserver"))?;
+        let mut command = Command::new(self.assets.join("kube-apiserver"));
+        command.args(flags);
+        let mut child = Child::start(command, &log).map_err(host("start kube-apiserver"))?;
         let is_ready = || is_ready(self.address, &folder.join("ca.crt"));
-        wait_until_serving("kube-apiserver", &child, &log, is_ready)?;
+        wait_until_serving("kube-apiserver", &mut child, &log, is_ready)?;
         self.api_server = Some(child);
         Ok(())
     }
@@ -204,7 +221,7 @@ const ENDED: &str = "ended before it served";
 
 fn wait_until_serving(
     program: &'static str,
-    child: &Child,
+    child: &mut Child,
     log: &Path,
     mut serves: impl FnMut() -> bool,
 ) -> Result<(), RealServerError> {
@@ -213,7 +230,7 @@ fn wait_until_serving(
         if serves() {
             return Ok(());
         }
-        if !child.is_running() {
+        if !matches!(child.0.try_wait(), Ok(None)) {
             break ENDED;
         }
         if Instant::now() > until {
@@ -240,15 +257,14 @@ fn start_etcd(assets: &Path, folder: &Path, port: u16, peer_port: u16) -> Result
         "--log-level=warn".to_owned(),
     ];
     let log = folder.join("etcd.log");
-    let arguments = flags.into_iter().map(OsString::from).collect();
     // As kubeadm sets it, under its names until 3.5 and from 3.6 on: by default bookmarks of API servers before 1.31 stand
     // still for ten minutes.
     let environment = ["ETCD_EXPERIMENTAL_WATCH_PROGRESS_NOTIFY_INTERVAL", "ETCD_WATCH_PROGRESS_NOTIFY_INTERVAL"];
-    let environment = environment.map(|name| (name, "5s")).to_vec();
-    let program = Program { path: assets.join("etcd"), arguments, environment, log: log.clone() };
-    let child = Child::start(program).map_err(host("start etcd"))?;
+    let mut command = Command::new(assets.join("etcd"));
+    command.args(flags).envs(environment.map(|name| (name, "5s")));
+    let mut child = Child::start(command, &log).map_err(host("start etcd"))?;
     let is_healthy = || http_get(port, "/health").is_ok_and(|answer| answer.contains("\"health\":\"true\""));
-    wait_until_serving("etcd", &child, &log, is_healthy)?;
+    wait_until_serving("etcd", &mut child, &log, is_healthy)?;
     Ok(child)
 }
 

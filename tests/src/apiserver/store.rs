@@ -3,10 +3,9 @@
 use std::{
     collections::{BTreeMap, VecDeque},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
-    time::{SystemTime, UNIX_EPOCH},
 };
 
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 use tokio::sync::watch;
 
 use super::{
@@ -42,10 +41,6 @@ impl Backup {
     }
 }
 
-/// A watch fell so far behind that its events are gone; the real server closes such a watch.
-#[derive(Debug)]
-pub(super) struct FellBehind;
-
 #[derive(Debug)]
 struct Inner {
     objects: BTreeMap<Kind, BTreeMap<String, Arc<Value>>>,
@@ -56,7 +51,6 @@ struct Inner {
     /// Writes in order, without gaps, the newest at `version`. Reaches further back than `compacted` while an
     /// open watch has yet to read it: compaction does not take events from watches already open.
     history: VecDeque<Change>,
-    history_limit: usize,
     cursors: BTreeMap<u64, u64>,
     next_cursor: u64,
 }
@@ -68,17 +62,16 @@ pub(super) struct Store {
     bell: watch::Sender<u64>,
 }
 
-/// How many times `history_limit` an open watch may lag before it is closed.
-const LAG_FACTOR: usize = 10;
+/// How many of the newest writes a new watch can begin from.
+const HISTORY: u64 = 10_000;
 
 impl Store {
-    pub(super) fn new(history_limit: usize) -> Self {
+    pub(super) fn new() -> Self {
         let inner = Inner {
             objects: BTreeMap::new(),
             version: 1,
             compacted: 0,
             history: VecDeque::new(),
-            history_limit,
             cursors: BTreeMap::new(),
             next_cursor: 0,
         };
@@ -107,55 +100,22 @@ impl Store {
         lock(&self.inner).objects.get(&kind)?.get(&key(kind, namespace, name)).cloned()
     }
 
-    /// Creates; 409 if the object is there.
-    pub(super) fn create(&self, object: Value) -> Result<Arc<Value>, Failure> {
-        self.write(object, |kind, name, existing, _| match existing {
-            Some(_) => Err(status::already_exists(kind, name)),
-            None => Ok(()),
-        })
-    }
-
-    /// Replaces; 404 if the object is not there, 409 if the resourceVersion or uid given is not the current one.
-    pub(super) fn update(&self, object: Value) -> Result<Arc<Value>, Failure> {
-        self.write(object, |kind, name, existing, given| {
-            let existing = existing.ok_or_else(|| status::not_found(kind, name))?;
-            for field in ["/metadata/resourceVersion", "/metadata/uid"] {
-                let given = given.pointer(field).and_then(Value::as_str).filter(|text| !text.is_empty());
-                if given.is_some() && given != existing.pointer(field).and_then(Value::as_str) {
-                    return Err(status::conflict(kind, name));
-                }
-            }
-            Ok(())
-        })
-    }
-
-    /// Creates or replaces, whatever the object says of its versions.
-    pub(super) fn apply(&self, object: Value) -> Result<Arc<Value>, Failure> {
-        self.write(object, |_, _, _, _| Ok(()))
-    }
-
-    fn write(
-        &self,
-        mut object: Value,
-        check: impl FnOnce(Kind, &str, Option<&Value>, &Value) -> Result<(), Failure>,
-    ) -> Result<Arc<Value>, Failure> {
-        let (kind, namespace, name) = identify(&mut object)?;
+    /// Creates or replaces, whatever the object says of its version.
+    pub(super) fn apply(&self, mut object: Value) -> Result<Arc<Value>, Failure> {
+        let kind = Kind::of(&object).filter(|_| object["metadata"]["name"].is_string());
+        let kind =
+            kind.ok_or_else(|| status::bad_request("an object of a kind that is served, with a name, is needed"))?;
         let mut inner = lock(&self.inner);
-        let key = key(kind, &namespace, &name);
+        let key = key_of(kind, &object);
         let before = inner.objects.get(&kind).and_then(|objects| objects.get(&key)).cloned();
-        check(kind, &name, before.as_deref(), &object)?;
-        let version = inner.version + 1;
-        match &before {
-            Some(before) => {
-                stamp_like(&mut object, before);
-                // As in the real server, a write that changes nothing makes neither a version nor an event.
-                if object == **before {
-                    return Ok(before.clone());
-                }
-                bump_generation(&mut object);
+        if let Some(before) = &before {
+            object["metadata"]["resourceVersion"] = before["metadata"]["resourceVersion"].clone();
+            // As in the real server, a write that changes nothing makes neither a version nor an event.
+            if object == **before {
+                return Ok(before.clone());
             }
-            None => stamp_new(&mut object, kind),
         }
+        let version = inner.version + 1;
         object["metadata"]["resourceVersion"] = json!(version.to_string());
         let after = Arc::new(object);
         inner.objects.entry(kind).or_default().insert(key, after.clone());
@@ -169,7 +129,7 @@ impl Store {
     pub(super) fn delete(&self, kind: Kind, namespace: &str, name: &str) -> Result<Arc<Value>, Failure> {
         let mut inner = lock(&self.inner);
         let before = inner.objects.get_mut(&kind).and_then(|objects| objects.remove(&key(kind, namespace, name)));
-        let before = before.ok_or_else(|| status::not_found(kind, name))?;
+        let before = before.ok_or_else(status::not_found)?;
         let version = inner.version + 1;
         inner.record(Change { version, kind, before: Some(before.clone()), after: None });
         drop(inner);
@@ -212,30 +172,21 @@ impl Store {
     }
 
     /// The next changes after `from` and up to `until`, at most `limit`, and the version up to which they reach.
-    pub(super) fn read(
-        &self,
-        cursor: u64,
-        from: u64,
-        until: u64,
-        limit: usize,
-    ) -> Result<(u64, Vec<Change>), FellBehind> {
+    pub(super) fn read(&self, cursor: u64, from: u64, until: u64, limit: usize) -> (u64, Vec<Change>) {
         let mut inner = lock(&self.inner);
         if from >= inner.version.min(until) {
             // Also a watch from a version in the future, as after a restored backup: the real server lets it
             // wait in silence until the counter has caught up.
-            return Ok((from, Vec::new()));
+            return (from, Vec::new());
         }
         let first = inner.version + 1 - inner.history.len() as u64;
-        if from + 1 < first {
-            return Err(FellBehind);
-        }
-        let skip = usize::try_from(from + 1 - first).unwrap_or(usize::MAX);
+        let skip = usize::try_from((from + 1).saturating_sub(first)).unwrap_or(usize::MAX);
         let following = inner.history.iter().skip(skip).take_while(|change| change.version <= until);
         let changes: Vec<Change> = following.take(limit).cloned().collect();
         let reached = changes.last().map_or(from, |change| change.version);
         inner.cursors.insert(cursor, reached);
         inner.trim();
-        Ok((reached, changes))
+        (reached, changes)
     }
 
     pub(super) fn close_cursor(&self, cursor: u64) {
@@ -249,12 +200,6 @@ impl Store {
         let mut inner = lock(&self.inner);
         inner.compacted = inner.version;
         inner.trim();
-    }
-
-    pub(super) fn set_history_limit(&self, limit: usize) {
-        let mut inner = lock(&self.inner);
-        inner.history_limit = limit;
-        inner.bound();
     }
 
     pub(super) fn backup(&self) -> Backup {
@@ -282,20 +227,14 @@ impl Inner {
     fn record(&mut self, change: Change) {
         self.version = change.version;
         self.history.push_back(change);
-        self.bound();
-    }
-
-    fn bound(&mut self) {
-        let limit = u64::try_from(self.history_limit).unwrap_or(u64::MAX);
-        self.compacted = self.compacted.max(self.version.saturating_sub(limit));
+        self.compacted = self.compacted.max(self.version.saturating_sub(HISTORY));
         self.trim();
     }
 
     fn trim(&mut self) {
         let slowest = self.cursors.values().copied().min().unwrap_or(u64::MAX);
         let keep_after = self.compacted.min(slowest);
-        let most = self.history_limit.saturating_mul(LAG_FACTOR);
-        while self.history.len() > most || self.history.front().is_some_and(|change| change.version <= keep_after) {
+        while self.history.front().is_some_and(|change| change.version <= keep_after) {
             self.history.pop_front();
         }
     }
@@ -315,96 +254,9 @@ fn key_of(kind: Kind, object: &Value) -> String {
     key(kind, text("namespace"), text("name"))
 }
 
-/// Checks what every write needs: a kind that is served, a name, and a namespace exactly where one belongs.
-fn identify(object: &mut Value) -> Result<(Kind, String, String), Failure> {
-    let Some(kind) = Kind::of(object) else {
-        let message = format!(
-            "no kind \"{}\" is registered for version \"{}\": use Service or Node (v1), EndpointSlice \
-             (discovery.k8s.io/v1) or ServiceCIDR (networking.k8s.io/v1)",
-            object["kind"].as_str().unwrap_or_default(),
-            object["apiVersion"].as_str().unwrap_or_default()
-        );
-        return Err(status::bad_request(&message));
-    };
-    let metadata = object.get_mut("metadata").and_then(Value::as_object_mut);
-    let metadata = metadata
-        .ok_or_else(|| status::invalid_object(kind, "", "metadata", "Required value: an object with a name"))?;
-    let text = |metadata: &Map<String, Value>, field: &str| {
-        metadata.get(field).and_then(Value::as_str).unwrap_or_default().to_owned()
-    };
-    let name = text(metadata, "name");
-    if name.is_empty() || name.contains('/') {
-        let message = "Required value: name is required, and may hold no '/'";
-        return Err(status::invalid_object(kind, &name, "metadata.name", message));
-    }
-    if !kind.is_namespaced() {
-        metadata.remove("namespace");
-        return Ok((kind, String::new(), name));
-    }
-    let namespace = text(metadata, "namespace");
-    if namespace.is_empty() {
-        let message = "Required value: this kind lives in a namespace";
-        return Err(status::invalid_object(kind, &name, "metadata.namespace", message));
-    }
-    Ok((kind, namespace, name))
-}
-
-fn stamp_new(object: &mut Value, kind: Kind) {
-    let metadata = &mut object["metadata"];
-    metadata["uid"] = json!(random_uid());
-    metadata["creationTimestamp"] = json!(rfc3339(SystemTime::now()));
-    if matches!(kind, Kind::EndpointSlice | Kind::ServiceCidr) {
-        metadata["generation"] = json!(1);
-    }
-}
-
-fn stamp_like(object: &mut Value, before: &Value) {
-    for field in ["uid", "creationTimestamp", "resourceVersion", "generation"] {
-        match before["metadata"].get(field) {
-            Some(value) => object["metadata"][field] = value.clone(),
-            None => {
-                if let Some(metadata) = object["metadata"].as_object_mut() {
-                    metadata.remove(field);
-                }
-            }
-        }
-    }
-}
-
-fn bump_generation(object: &mut Value) {
-    if let Some(generation) = object["metadata"].get("generation").and_then(Value::as_u64) {
-        object["metadata"]["generation"] = json!(generation + 1);
-    }
-}
-
-fn random_uid() -> String {
-    // A version 4 UUID: the version in the third group, the variant in the fourth.
-    let bits =
-        (fastrand::u128(..) & !(0xf000_u128 << 64) & !(0xc000_u128 << 48)) | (0x4000_u128 << 64) | (0x8000_u128 << 48);
-    let hex = format!("{bits:032x}");
-    format!("{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..])
-}
-
-fn rfc3339(time: SystemTime) -> String {
-    let seconds = time.duration_since(UNIX_EPOCH).map_or(0, |elapsed| elapsed.as_secs());
-    let (days, rest) = (seconds / 86_400, seconds % 86_400);
-    // Days to civil date, counted in years that begin in March (the leap day is then the last of the year).
-    let shifted = days + 719_468;
-    let (era, day_of_era) = (shifted / 146_097, shifted % 146_097);
-    let year_of_era = (day_of_era - day_of_era / 1_460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
-    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
-    let march_month = (5 * day_of_year + 2) / 153;
-    let day = day_of_year - (153 * march_month + 2) / 5 + 1;
-    let month = if march_month < 10 { march_month + 3 } else { march_month - 9 };
-    let year = year_of_era + era * 400 + u64::from(month <= 2);
-    format!("{year:04}-{month:02}-{day:02}T{:02}:{:02}:{:02}Z", rest / 3_600, rest / 60 % 60, rest % 60)
-}
-
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-    use std::time::Duration;
-
     use super::*;
 
     fn node(name: &str, label: &str) -> Value {
@@ -413,7 +265,7 @@ mod tests {
 
     #[test]
     fn exact_reads_undo_later_writes_until_compacted() {
-        let store = Store::new(100);
+        let store = Store::new();
         store.apply(node("a", "1")).unwrap();
         store.apply(node("b", "1")).unwrap();
         let then = store.version();
@@ -431,7 +283,7 @@ mod tests {
 
     #[test]
     fn compaction_takes_nothing_from_an_open_cursor() {
-        let store = Store::new(2);
+        let store = Store::new();
         let start = store.version();
         let cursor = store.open_cursor(start).unwrap();
         for turn in 0..10 {
@@ -439,35 +291,16 @@ mod tests {
         }
         store.compact();
         assert_eq!(store.open_cursor(start).unwrap_err().code, 410);
-        let (reached, changes) = store.read(cursor, start, u64::MAX, 1_000).unwrap();
+        let (reached, changes) = store.read(cursor, start, u64::MAX, 1_000);
         assert_eq!((reached, changes.len()), (store.version(), 10));
-        assert!(store.read(cursor, start, u64::MAX, 1_000).is_err(), "what was read is trimmed");
+        assert!(store.read(cursor, start, u64::MAX, 1_000).1.is_empty(), "what was read is trimmed");
     }
 
     #[test]
     fn a_write_without_a_change_makes_no_version() {
-        let store = Store::new(10);
+        let store = Store::new();
         let first = store.apply(node("a", "1")).unwrap();
         assert_eq!(store.apply(node("a", "1")).unwrap(), first);
         assert_ne!(store.apply(node("a", "2")).unwrap(), first);
-    }
-
-    #[test]
-    fn stale_updates_conflict() {
-        let store = Store::new(10);
-        let first = store.create(node("a", "1")).unwrap();
-        assert_eq!(store.create(node("a", "1")).unwrap_err().code, 409);
-        store.apply(node("a", "2")).unwrap();
-        assert_eq!(store.update((*first).clone()).unwrap_err().code, 409);
-        assert_eq!(store.update(node("b", "1")).unwrap_err().code, 404);
-        store.update(node("a", "3")).unwrap();
-    }
-
-    #[test]
-    fn timestamps_are_rfc3339() {
-        let at = |seconds| rfc3339(UNIX_EPOCH + Duration::from_secs(seconds));
-        assert_eq!(at(0), "1970-01-01T00:00:00Z");
-        assert_eq!(at(951_827_696), "2000-02-29T12:34:56Z");
-        assert_eq!(at(1_767_225_599), "2025-12-31T23:59:59Z");
     }
 }

@@ -38,7 +38,7 @@ enum Backing {
     Real(RealApiServer),
 }
 
-/// A running API server, stand-in or real, and a client of it. Writes go over HTTP.
+/// A running API server, stand-in or real, and a client of it.
 ///
 /// On the real one objects must be valid, and it brings some of its own (the `kubernetes` Service and ServiceCIDR):
 /// tests look at one namespace, or at labels that they set.
@@ -53,36 +53,19 @@ impl std::fmt::Debug for ApiUnderTest {
     }
 }
 
-/// The sentence for tests to print where no real server is configured; `None` where one is.
-pub fn real_server_absence() -> Option<String> {
-    let unset = std::env::var_os(ASSETS_VARIABLE).is_none_or(|value| value.is_empty());
-    unset.then(|| format!("{ASSETS_VARIABLE} is unset: watch tests run on the stand-in API server only"))
-}
-
 impl ApiUnderTest {
-    /// Starts a stand-in.
-    pub async fn stand_in() -> Result<Self, ApiUnderTestError> {
-        Self::of_stand_in(ApiServer::start()?).await
-    }
-
-    /// Takes a stand-in that a test has started with options of its own.
-    pub async fn of_stand_in(server: ApiServer) -> Result<Self, ApiUnderTestError> {
-        Ok(Self { client: client(&server.kubeconfig()).await?, backing: Backing::StandIn(server) })
-    }
-
-    /// Starts the real binaries; `None` where `KUBEBUILDER_ASSETS` is unset. Blocks the thread until they serve.
-    pub async fn real() -> Result<Option<Self>, ApiUnderTestError> {
-        let Some(started) = RealApiServer::from_environment() else { return Ok(None) };
-        let server = started?;
-        Ok(Some(Self { client: client(&server.kubeconfig()).await?, backing: Backing::Real(server) }))
-    }
-
     /// The stand-in, and the real server where there is one; prints why where there is none.
     pub async fn all() -> Result<Vec<Self>, ApiUnderTestError> {
-        let mut servers = vec![Self::stand_in().await?];
-        match Self::real().await? {
-            Some(real) => servers.push(real),
-            None => println!("{}", real_server_absence().unwrap_or_default()),
+        let stand_in = ApiServer::start()?;
+        let client = client(&stand_in.kubeconfig()).await?;
+        let mut servers = vec![Self { client, backing: Backing::StandIn(stand_in) }];
+        match RealApiServer::from_environment() {
+            Some(started) => {
+                let server = started?;
+                servers
+                    .push(Self { client: self::client(&server.kubeconfig()).await?, backing: Backing::Real(server) });
+            }
+            None => println!("{ASSETS_VARIABLE} is unset: watch tests run on the stand-in API server only"),
         }
         Ok(servers)
     }
@@ -136,41 +119,30 @@ impl ApiUnderTest {
         }
     }
 
-    /// Creates an object; the namespace comes from its metadata.
-    pub async fn create(&self, object: &Value) -> Result<Value, ApiUnderTestError> {
-        let (kind, namespace, _) = names(object)?;
-        self.send(Method::POST, &kind.collection_path(Some(&namespace)), Some(object)).await
-    }
-
-    /// Replaces an object; a resourceVersion in it must be the current one.
-    pub async fn update(&self, object: &Value) -> Result<Value, ApiUnderTestError> {
-        let (kind, namespace, name) = names(object)?;
-        self.send(Method::PUT, &kind.object_path(&namespace, &name), Some(object)).await
-    }
-
     /// Creates an object, or replaces it if it is there.
-    pub async fn apply(&self, object: &Value) -> Result<Value, ApiUnderTestError> {
+    pub async fn apply(&self, object: &Value) -> Result<(), ApiUnderTestError> {
+        if let Backing::StandIn(server) = &self.backing {
+            return server.apply(object.clone()).map(drop).map_err(refused);
+        }
         let (kind, namespace, name) = names(object)?;
-        let current = match self.get(kind, &namespace, &name).await {
-            Ok(current) => current,
+        let path = kind.object_path(&namespace, &name);
+        let current = match self.send(Method::GET, &path, None).await {
             Err(ApiUnderTestError::Request(kube::Error::Api(status))) if status.code == 404 => {
-                return self.create(object).await;
+                return self.send(Method::POST, &kind.collection_path(Some(&namespace)), Some(object)).await.map(drop);
             }
-            Err(error) => return Err(error),
+            current => current?,
         };
         let mut object = object.clone();
         object["metadata"]["resourceVersion"] = current["metadata"]["resourceVersion"].clone();
-        self.update(&object).await
+        self.send(Method::PUT, &path, Some(&object)).await.map(drop)
     }
 
     /// Deletes an object.
     pub async fn delete(&self, kind: Kind, namespace: &str, name: &str) -> Result<(), ApiUnderTestError> {
-        self.send(Method::DELETE, &kind.object_path(namespace, name), None).await.map(|_| ())
-    }
-
-    /// Reads an object.
-    pub async fn get(&self, kind: Kind, namespace: &str, name: &str) -> Result<Value, ApiUnderTestError> {
-        self.send(Method::GET, &kind.object_path(namespace, name), None).await
+        if let Backing::StandIn(server) = &self.backing {
+            return server.delete(kind, namespace, name).map(drop).map_err(refused);
+        }
+        self.send(Method::DELETE, &kind.object_path(namespace, name), None).await.map(drop)
     }
 
     /// Makes sure that a namespace is there to write into. The stand-in needs none.
@@ -225,6 +197,10 @@ impl ApiUnderTest {
         let request = request.map_err(|error| ApiUnderTestError::BadRequest(format!("{path}: {error}")))?;
         Ok(self.client.request(request).await?)
     }
+}
+
+fn refused(failure: super::Failure) -> ApiUnderTestError {
+    ApiUnderTestError::BadRequest(failure.body.to_string())
 }
 
 async fn client(kubeconfig: &str) -> Result<Client, ApiUnderTestError> {

@@ -14,8 +14,7 @@ use super::{
     connection::ConnectionState,
     faults::{Cut, Order, Ticket},
     kinds::Kind,
-    params::Params,
-    selectors::Selector,
+    params::{Params, Selector},
     status::{self, Failure},
     store::Change,
 };
@@ -73,38 +72,27 @@ pub(super) struct Session {
     end: Option<End>,
 }
 
-/// What the handler makes a watch from.
-pub(super) struct Opening<'a> {
-    pub(super) kind: Kind,
-    pub(super) namespace: Option<String>,
-    pub(super) selector: Selector,
-    pub(super) params: &'a Params,
-}
-
 impl Session {
     /// Opens a watch. A version that is too old gives the failure; whether that becomes an HTTP code or an ERROR
     /// event is the caller's choice.
     pub(super) fn open(
         shared: &Arc<Shared>,
         connection: Arc<ConnectionState>,
-        opening: Opening<'_>,
+        kind: Kind,
+        namespace: Option<&str>,
+        params: Params,
     ) -> Result<Self, Failure> {
-        let Opening { kind, namespace, selector, params } = opening;
         let bell = shared.store.subscribe();
-        let wants_initial = match (params.send_initial_events, params.resource_version) {
-            (Some(wanted), _) => wanted,
-            (None, version) => matches!(version, None | Some(0)),
-        };
-        let (cursor, initial) = if wants_initial {
-            // The list and the cursor must not be apart: take the cursor first, then list exactly there.
-            let cursor = open_cursor(shared, shared.store.version())?;
-            let (_, objects) = shared.store.list(kind, Some(cursor.version))?;
-            let in_scope =
-                |object: &Arc<Value>| is_in_namespace(object, namespace.as_deref()) && selector.matches(object);
-            (cursor, Some(objects.into_values().filter(in_scope).collect()))
-        } else {
-            let from = params.resource_version.filter(|version| *version > 0);
-            (open_cursor(shared, from.unwrap_or_else(|| shared.store.version()))?, None)
+        let (cursor, initial) = match params.version.filter(|_| !params.send_initial_events) {
+            Some(version) => (open_cursor(shared, version)?, None),
+            None => {
+                // The list and the cursor must not be apart: take the cursor first, then list exactly there.
+                let cursor = open_cursor(shared, shared.store.version())?;
+                let (_, objects) = shared.store.list(kind, Some(cursor.version))?;
+                let in_scope =
+                    |object: &Arc<Value>| is_in_namespace(object, namespace) && params.selector.matches(object);
+                (cursor, Some(objects.into_values().filter(in_scope).collect()))
+            }
         };
         let options = shared.options();
         // Without a time-out of the client's the real server takes a random one from half an hour up.
@@ -119,11 +107,11 @@ impl Session {
             connection,
             bell,
             kind,
-            namespace,
-            selector,
+            namespace: namespace.map(str::to_owned),
+            selector: params.selector,
             cursor,
             initial,
-            marks_initial_end: params.send_initial_events == Some(true) && params.bookmarks,
+            marks_initial_end: params.send_initial_events && params.bookmarks,
             bookmarks: params.bookmarks,
             wants_bookmark: false,
             next_bookmark: if last_bookmark > now { next_bookmark.min(last_bookmark) } else { next_bookmark },
@@ -232,12 +220,7 @@ impl Session {
 
     fn send_changes(&mut self, until: u64) {
         while self.end.is_none() {
-            let Ok((reached, changes)) = self.shared.store.read(self.cursor.id, self.cursor.version, until, BATCH)
-            else {
-                // The real server drops a watch whose buffer is full by ending its response.
-                self.end = Some(End::Clean);
-                return;
-            };
+            let (reached, changes) = self.shared.store.read(self.cursor.id, self.cursor.version, until, BATCH);
             self.cursor.version = reached;
             if changes.is_empty() {
                 return;
@@ -314,7 +297,7 @@ fn open_cursor(shared: &Arc<Shared>, version: u64) -> Result<Cursor, Failure> {
     Ok(Cursor { shared: shared.clone(), id, version })
 }
 
-fn is_in_namespace(object: &Value, namespace: Option<&str>) -> bool {
+pub(super) fn is_in_namespace(object: &Value, namespace: Option<&str>) -> bool {
     namespace.is_none_or(|namespace| object["metadata"]["namespace"].as_str() == Some(namespace))
 }
 

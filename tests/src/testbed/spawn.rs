@@ -35,7 +35,7 @@ fn on_spawner<T: Send + 'static>(job: impl FnOnce() -> T + Send + 'static) -> io
 }
 
 /// Starts `command` in `namespace`; the kernel kills it with SIGKILL should this process die first.
-pub(super) fn spawn_in(namespace: File, mut command: Command) -> io::Result<Child> {
+pub(crate) fn spawn_in(namespace: File, mut command: Command) -> io::Result<Child> {
     on_spawner(move || {
         enter_before_exec(&mut command, namespace);
         command.spawn()

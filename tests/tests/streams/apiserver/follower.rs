@@ -23,11 +23,10 @@ pub(crate) struct Follower<K> {
     /// How often a list was complete.
     pub(crate) lists: usize,
     pub(crate) applied: usize,
-    pub(crate) deleted: usize,
     pub(crate) errors: Vec<watcher::Error>,
 }
 
-pub(crate) async fn client(server: &ApiServer) -> Client {
+async fn client(server: &ApiServer) -> Client {
     let kubeconfig = Kubeconfig::from_yaml(&server.kubeconfig()).unwrap();
     let config = Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await.unwrap();
     Client::try_from(config).unwrap()
@@ -38,14 +37,7 @@ pub(crate) async fn follow<K>(server: &ApiServer) -> Follower<K>
 where
     K: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug + Send + 'static,
 {
-    follow_with(server, watcher::Config::default()).await
-}
-
-pub(crate) async fn follow_with<K>(server: &ApiServer, config: watcher::Config) -> Follower<K>
-where
-    K: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug + Send + 'static,
-{
-    Follower::new(Api::all(client(server).await), config)
+    Follower::new(Api::all(client(server).await), watcher::Config::default())
 }
 
 impl<K> Follower<K>
@@ -59,7 +51,6 @@ where
             incoming: BTreeMap::new(),
             lists: 0,
             applied: 0,
-            deleted: 0,
             errors: Vec::new(),
         }
     }
@@ -80,7 +71,6 @@ where
             }
             Ok(Event::Delete(object)) => {
                 assert!(self.state.remove(&object.name_any()).is_some(), "{} deleted twice", object.name_any());
-                self.deleted += 1;
             }
             Err(error) => self.errors.push(error),
         }
@@ -135,17 +125,5 @@ where
 
     pub(crate) fn label(&self, name: &str, label: &str) -> Option<&str> {
         self.state.get(name)?.labels().get(label).map(String::as_str)
-    }
-
-    /// The codes of those errors that the server answered.
-    pub(crate) fn api_error_codes(&self) -> Vec<u16> {
-        let code = |error: &watcher::Error| match error {
-            watcher::Error::InitialListFailed(kube::Error::Api(status))
-            | watcher::Error::WatchStartFailed(kube::Error::Api(status))
-            | watcher::Error::WatchFailed(kube::Error::Api(status)) => Some(status.code),
-            watcher::Error::WatchError(status) => Some(status.code),
-            _ => None,
-        };
-        self.errors.iter().filter_map(code).collect()
     }
 }

@@ -7,14 +7,14 @@ use super::*;
 async fn labels_that_hand_objects_off_arrive_as_deletions_and_headless_services_do_not_arrive() {
     for server in ApiUnderTest::all().await.unwrap() {
         server.ensure_namespace("shop").await.unwrap();
-        server.create(&headless("dns")).await.unwrap();
+        server.apply(&headless("dns")).await.unwrap();
         let watching = Watching::start(&server.kubeconfig());
         watching.sink.until("everything is listed", |c| c.synced == 1).await;
-        server.create(&headless("later")).await.unwrap();
-        server.create(&web("10.96.0.10")).await.unwrap();
-        server.create(&web_slice(&["10.1.0.1", "10.1.0.2"])).await.unwrap();
+        server.apply(&headless("later")).await.unwrap();
+        server.apply(&web("10.96.0.10")).await.unwrap();
+        server.apply(&web_slice(&["10.1.0.1", "10.1.0.2"])).await.unwrap();
         let other = endpoint_slice("shop", "web-2", "web").port("http", "TCP", 8080).endpoint("10.1.0.3", "n1");
-        server.create(&other.build()).await.unwrap();
+        server.apply(&other.build()).await.unwrap();
         for _ in 0..2 {
             let is_there = |c: &sink::Collected| c.serves("shop", "web") && c.endpoints("shop", "web").len() == 3;
             watching.sink.until("both are there", is_there).await;
@@ -41,7 +41,7 @@ async fn labels_that_hand_objects_off_arrive_as_deletions_and_headless_services_
 async fn a_server_that_is_away_at_first_is_waited_for() {
     for mut server in ApiUnderTest::all().await.unwrap() {
         server.ensure_namespace("shop").await.unwrap();
-        server.create(&web("10.96.0.10")).await.unwrap();
+        server.apply(&web("10.96.0.10")).await.unwrap();
         server.stop();
         let mut watching = Watching::start(&server.kubeconfig());
         watching.sink.until("it is counted", |c| c.errors_for("connection_failed") >= 4).await;
@@ -61,8 +61,8 @@ async fn real_and_stand_in_servers_are_followed_alike() {
         let watching = Watching::start(&server.kubeconfig());
         watching.sink.until("everything is listed", |c| c.synced == 1).await;
         let at = |address: &str| service("shop", "web").cluster_ip(address).port("http", "TCP", 80, 8080).build();
-        server.create(&at("10.96.0.77")).await.unwrap();
-        server.create(&web_slice(&["10.1.0.1", "10.1.0.2"])).await.unwrap();
+        server.apply(&at("10.96.0.77")).await.unwrap();
+        server.apply(&web_slice(&["10.1.0.1", "10.1.0.2"])).await.unwrap();
         watching.sink.until("it is served", |c| c.serves("shop", "web") && c.endpoints("shop", "web").len() == 2).await;
         server.apply(&web_slice(&["10.1.0.2", "10.1.0.3"])).await.unwrap();
         watching.sink.until("it is followed", |c| c.endpoints("shop", "web") == ["10.1.0.2", "10.1.0.3"]).await;
@@ -89,7 +89,7 @@ async fn a_position_that_an_agent_has_seen_elsewhere_is_asked_for_at_once() {
             stand_in.set_options(|options| options.bookmark_interval = Duration::from_secs(3_600));
         }
         server.ensure_namespace("shop").await.unwrap();
-        server.create(&web("10.96.0.10")).await.unwrap();
+        server.apply(&web("10.96.0.10")).await.unwrap();
         let earlier = Watching::start(&server.kubeconfig());
         earlier.sink.until("everything is listed", |c| c.synced == 1).await;
         // Slices alone change, and the version of the server with them.
