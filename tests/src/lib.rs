@@ -1,6 +1,7 @@
 //! What tests, benches and the demo share: a cluster of namespaces, the packet cases, the stand-in API server, the page of behaviours, and
 //! test machines with a kernel of their own.
 
+pub mod agent;
 pub mod apiserver;
 pub mod behaviours;
 pub mod bench;

@@ -16,7 +16,10 @@ use std::{
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, DnType, IsCa, KeyPair, SanType};
 use tempfile::TempDir;
 
-use crate::testbed::spawn::spawn_in;
+use crate::testbed::{
+    process::{KilledOnDrop, log_tail},
+    spawn::spawn_in,
+};
 
 /// The environment variable that Kubernetes test suites use for the folder with the binaries.
 pub const ASSETS_VARIABLE: &str = "KUBEBUILDER_ASSETS";
@@ -60,31 +63,18 @@ fn host(action: &'static str) -> impl FnOnce(io::Error) -> RealServerError {
     move |source| RealServerError::Host { action, source }
 }
 
-/// A running program, killed when dropped.
-struct Child(std::process::Child);
-
-impl Child {
-    /// Starts a program in the calling thread's network namespace; its output is appended to `log`.
-    fn start(mut command: Command, log: &Path) -> io::Result<Self> {
-        let log = File::options().create(true).append(true).open(log)?;
-        command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
-        spawn_in(File::open("/proc/thread-self/ns/net")?, command).map(Self)
-    }
-}
-
-impl Drop for Child {
-    fn drop(&mut self) {
-        if let Err(error) = self.0.kill().and_then(|()| self.0.wait()) {
-            tracing::warn!(%error, "could not end a child process");
-        }
-    }
+/// Starts a program in the calling thread's network namespace; its output is appended to `log`.
+fn start(mut command: Command, log: &Path) -> io::Result<KilledOnDrop> {
+    let log = File::options().create(true).append(true).open(log)?;
+    command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
+    spawn_in(File::open("/proc/thread-self/ns/net")?, command).map(KilledOnDrop)
 }
 
 /// A running pair of etcd and kube-apiserver; dropping it ends both and removes their data.
 pub struct RealApiServer {
     // Fields drop in this order: the API server before its etcd, the folder last.
-    api_server: Option<Child>,
-    _etcd: Child,
+    api_server: Option<KilledOnDrop>,
+    _etcd: KilledOnDrop,
     assets: PathBuf,
     etcd_port: u16,
     address: SocketAddr,
@@ -209,7 +199,7 @@ impl RealApiServer {
         let log = folder.join("kube-apiserver.log");
         let mut command = Command::new(self.assets.join("kube-apiserver"));
         command.args(flags);
-        let mut child = Child::start(command, &log).map_err(host("start kube-apiserver"))?;
+        let mut child = start(command, &log).map_err(host("start kube-apiserver"))?;
         let is_ready = || is_ready(self.address, &folder.join("ca.crt"));
         wait_until_serving("kube-apiserver", &mut child, &log, is_ready)?;
         self.api_server = Some(child);
@@ -221,7 +211,7 @@ const ENDED: &str = "ended before it served";
 
 fn wait_until_serving(
     program: &'static str,
-    child: &mut Child,
+    child: &mut KilledOnDrop,
     log: &Path,
     mut serves: impl FnMut() -> bool,
 ) -> Result<(), RealServerError> {
@@ -238,13 +228,11 @@ fn wait_until_serving(
         }
         std::thread::sleep(Duration::from_millis(100));
     };
-    let text = fs::read_to_string(log).unwrap_or_else(|error| format!("(unreadable: {error})"));
-    let lines: Vec<&str> = text.lines().collect();
-    let log = lines[lines.len().saturating_sub(20)..].join("\n");
+    let log = log_tail(log);
     Err(RealServerError::NotServing { program, what, log })
 }
 
-fn start_etcd(assets: &Path, folder: &Path, port: u16, peer_port: u16) -> Result<Child, RealServerError> {
+fn start_etcd(assets: &Path, folder: &Path, port: u16, peer_port: u16) -> Result<KilledOnDrop, RealServerError> {
     let (client, peer) = (format!("http://127.0.0.1:{port}"), format!("http://127.0.0.1:{peer_port}"));
     let flags = [
         format!("--data-dir={}", folder.join("etcd").display()),
@@ -262,7 +250,7 @@ fn start_etcd(assets: &Path, folder: &Path, port: u16, peer_port: u16) -> Result
     let environment = ["ETCD_EXPERIMENTAL_WATCH_PROGRESS_NOTIFY_INTERVAL", "ETCD_WATCH_PROGRESS_NOTIFY_INTERVAL"];
     let mut command = Command::new(assets.join("etcd"));
     command.args(flags).envs(environment.map(|name| (name, "5s")));
-    let mut child = Child::start(command, &log).map_err(host("start etcd"))?;
+    let mut child = start(command, &log).map_err(host("start etcd"))?;
     let is_healthy = || http_get(port, "/health").is_ok_and(|answer| answer.contains("\"health\":\"true\""));
     wait_until_serving("etcd", &mut child, &log, is_healthy)?;
     Ok(child)

@@ -32,7 +32,7 @@ pub enum Expect {
         /// Pods, or nodes for their host network.
         by: &'static [&'static str],
         /// The source address that they see.
-        source: Source,
+        source: SourceAddress,
         /// Whether to ask often enough to see that each gets its share.
         even: bool,
     },
@@ -46,7 +46,7 @@ pub enum Expect {
 
 /// The source address that a server sees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Source {
+pub enum SourceAddress {
     /// The client's own.
     Kept,
     /// That of a node, which put it in the place of the client's. If the client is that node, its ports change at least.
@@ -85,12 +85,12 @@ impl Question {
     }
 
     /// All these servers must answer, and see this source.
-    pub fn answered(self, by: &'static [&'static str], source: Source) -> Case {
+    pub fn answered(self, by: &'static [&'static str], source: SourceAddress) -> Case {
         self.must(Expect::Answered { by, source, even: false })
     }
 
     /// As [`Self::answered`], each server with its share.
-    pub fn answered_evenly(self, by: &'static [&'static str], source: Source) -> Case {
+    pub fn answered_evenly(self, by: &'static [&'static str], source: SourceAddress) -> Case {
         self.must(Expect::Answered { by, source, even: true })
     }
 

@@ -5,13 +5,13 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use serde_json::json;
 
-use super::case::{Case, Source, ask};
+use super::case::{Case, SourceAddress, ask};
 use super::run::run;
 use crate::testbed::manifests::{Endpoint, Port, Service, ServiceType, Slice, Via, ready};
 use crate::testbed::plan::{LINE_PORT, SECOND_LINE_PORT};
 use crate::testbed::{Outcome, Request, Testbed, Transport};
 
-use Source::{Kept, Masqueraded};
+use SourceAddress::{Kept, Masqueraded};
 use Via::{ClusterIp, ExternalIp, LoadBalancerIp, NodePort};
 
 const PODS: &[&str] = &["a1", "c1"];

@@ -2,11 +2,11 @@
 
 use anyhow::Result;
 
-use super::case::{Case, EVERY_TRANSPORT, Source, ask};
+use super::case::{Case, EVERY_TRANSPORT, SourceAddress, ask};
 use crate::testbed::Manifests;
 use crate::testbed::manifests::{Endpoint, Service, Via};
 
-use Source::{Kept, Masqueraded};
+use SourceAddress::{Kept, Masqueraded};
 use Via::{ClusterIp, LoadBalancerIp, NodePort};
 
 fn zoned() -> Vec<Endpoint> {

@@ -3,12 +3,12 @@
 use anyhow::Result;
 use serde_json::{Value, json};
 
-use super::case::{Case, EVERY_TRANSPORT, Source, ask, rows};
+use super::case::{Case, EVERY_TRANSPORT, SourceAddress, ask, rows};
 use crate::testbed::manifests::{Endpoint, NAMESPACE, Port, Service, ServiceType, Slice, Via, ready};
 use crate::testbed::plan::{LINE_PORT, SECOND_LINE_PORT};
 use crate::testbed::{Family, Manifests, Transport};
 
-use Source::{Kept, Masqueraded};
+use SourceAddress::{Kept, Masqueraded};
 use Via::{ClusterIp, ExternalIp, LoadBalancerIp, NodePort};
 
 fn port(name: &'static str, transport: Transport, target_port: u16) -> Port {

@@ -29,6 +29,6 @@ pub mod settings;
 pub mod table;
 mod write_log;
 
-pub use case::{Case, Source};
+pub use case::{Case, SourceAddress};
 pub use run::run;
 pub(crate) use write_log::WriteLog;

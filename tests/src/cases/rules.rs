@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use anyhow::{Context, Result, ensure};
 use ipnet::IpNet;
 
-use super::case::{Source, ask};
+use super::case::{SourceAddress, ask};
 use super::changes::eventually;
 use super::ipvs::restart;
 use super::live::expect_servers;
@@ -16,7 +16,7 @@ use crate::testbed::manifests::{Service, Via, ready};
 use crate::testbed::plan::NODES;
 use crate::testbed::{AgentSetup, Backend, Family, Testbed};
 
-use Source::{Kept, Masqueraded};
+use SourceAddress::{Kept, Masqueraded};
 use Via::{ClusterIp, NodePort};
 
 /// What names of chains begin with by which kube-proxy knows that they are of services, and its own.

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use anyhow::{Context, Result, bail, ensure};
 
-use super::case::{Case, Expect, Source};
+use super::case::{Case, Expect, SourceAddress};
 use crate::testbed::{Answer, Family, Outcome, Request, Testbed, client, plan};
 
 /// Cases that run at once. Most of their time is waiting for silence.
@@ -91,7 +91,7 @@ fn check(bed: &Testbed, case: &Case, family: Family, port: &str) -> Result<()> {
                 ensure!(answer.port == target_port, "{} was reached at port {}", answer.server, answer.port);
                 check_source(answer, case.from, *source, family)?;
             }
-            if *source == Source::Masqueraded(case.from) {
+            if *source == SourceAddress::Masqueraded(case.from) {
                 check_port_changes(bed, case.from, &request)?;
             }
         }
@@ -156,10 +156,10 @@ fn address(machine: &str, family: Family) -> Result<IpAddr> {
     Ok(plan::address(machine).with_context(|| format!("{machine} has no address"))?.of(family))
 }
 
-fn check_source(answer: &Answer, from: &str, source: Source, family: Family) -> Result<()> {
+fn check_source(answer: &Answer, from: &str, source: SourceAddress, family: Family) -> Result<()> {
     let expected = match source {
-        Source::Kept => address(from, family)?,
-        Source::Masqueraded(node) => address(node, family)?,
+        SourceAddress::Kept => address(from, family)?,
+        SourceAddress::Masqueraded(node) => address(node, family)?,
     };
     ensure!(answer.source.ip() == expected, "{} saw {}, not {expected}", answer.server, answer.source.ip());
     Ok(())

@@ -4,12 +4,12 @@ use std::net::SocketAddr;
 
 use anyhow::{Result, ensure};
 
-use super::case::{Case, EVERY_TRANSPORT, Source, ask};
+use super::case::{Case, EVERY_TRANSPORT, SourceAddress, ask};
 use super::run::run;
 use crate::testbed::manifests::{Service, Via};
 use crate::testbed::{AgentSetup, Backend, Family, Manifests, Outcome, Request, Testbed, Transport, iptables};
 
-use Source::{Kept, Masqueraded};
+use SourceAddress::{Kept, Masqueraded};
 use Via::{ClusterIp, ExternalIp, LoadBalancerIp, Localhost, NodePort};
 
 /// Services of the scenario here.

@@ -2,12 +2,12 @@
 
 use anyhow::Result;
 
-use super::case::{Case, EVERY_TRANSPORT, Source, ask, rows};
+use super::case::{Case, EVERY_TRANSPORT, SourceAddress, ask, rows};
 use super::{hints, intake};
 use crate::testbed::manifests::{Endpoint, Service, Via};
 use crate::testbed::{Backend, Family, Manifests};
 
-use Source::{Kept, Masqueraded};
+use SourceAddress::{Kept, Masqueraded};
 use Via::{ClusterIp, ExternalIp, LoadBalancerIp, Localhost, NodePort};
 
 /// Endpoints of `web` and of the other services with nothing special about their endpoints.

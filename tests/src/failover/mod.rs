@@ -1,7 +1,6 @@
 //! Many agents and three replicas, of which one follows the API server, one never lists it, and one loses it after a while;
 //! then all lose it. Replicas are the real program, agents the real session and reconcile loop.
 
-mod agent;
 mod gate;
 mod replica;
 
@@ -19,15 +18,16 @@ use headgate_control_plane::{
     transaction::Sink,
 };
 use headgate_core::digest::Digests;
+use headgate_node_agent::session::backoff::Backoff;
 use tempfile::TempDir;
 use tokio::time::sleep;
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 pub use self::{
-    agent::Agent,
     gate::{Gate, Mode},
     replica::Replica,
 };
+use crate::agent::Agent;
 use crate::apiserver::{
     ApiServer,
     objects::{endpoint_slice, service},
@@ -183,7 +183,7 @@ impl Scene {
     pub fn add_agents(&mut self, count: usize, replicas: &[usize]) -> Result<()> {
         let urls: Vec<String> = replicas.iter().map(|replica| self.replicas[*replica].url()).collect();
         for _ in 0..count {
-            self.agents.push(Agent::start(&format!("node-{}", self.agents.len()), &urls)?);
+            self.agents.push(Agent::start(&format!("node-{}", self.agents.len()), &urls, None, Backoff::default)?);
         }
         Ok(())
     }

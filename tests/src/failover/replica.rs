@@ -4,7 +4,7 @@ use std::{
     fs::{self, File},
     net::SocketAddr,
     path::{Path, PathBuf},
-    process::{Child, Command, Stdio},
+    process::{Command, Stdio},
     time::{Duration, Instant},
 };
 
@@ -19,7 +19,10 @@ use tokio::{
 };
 
 use super::gate::{Gate, Mode};
-use crate::{apiserver::ApiServer, testbed::process::program};
+use crate::{
+    apiserver::ApiServer,
+    testbed::process::{self, KilledOnDrop, control_plane_addresses, program},
+};
 
 /// How long a replica may take until it listens.
 const START_LIMIT: Duration = Duration::from_secs(30);
@@ -31,17 +34,9 @@ pub struct Replica {
     pub gate: Gate,
     name: String,
     log: PathBuf,
-    child: Child,
+    _process: KilledOnDrop,
     address: SocketAddr,
     metrics: SocketAddr,
-}
-
-impl Drop for Replica {
-    fn drop(&mut self) {
-        // A process that is gone already needs no signal.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
 }
 
 impl Replica {
@@ -63,7 +58,8 @@ impl Replica {
         command.stdin(Stdio::null()).stdout(file.try_clone()?).stderr(file);
         let child = command.spawn().context("starting headgate-control-plane")?;
         let unknown = SocketAddr::from(([127, 0, 0, 1], 0));
-        let mut replica = Self { gate, name: name.to_owned(), log, child, address: unknown, metrics: unknown };
+        let _process = KilledOnDrop(child);
+        let mut replica = Self { gate, name: name.to_owned(), log, _process, address: unknown, metrics: unknown };
         replica.find_addresses().await?;
         Ok(replica)
     }
@@ -73,10 +69,8 @@ impl Replica {
         let until = Instant::now() + START_LIMIT;
         loop {
             let log = fs::read_to_string(&self.log)?;
-            let line = log.lines().find(|line| line.contains("control plane runs"));
-            let address = |field: &str| line?.split_once(field)?.1.split(' ').next()?.parse().ok();
-            if let (Some(listen), Some(metrics)) = (address(" listen="), address(" metrics=")) {
-                (self.address, self.metrics) = (listen, metrics);
+            if let Some(addresses) = control_plane_addresses(&log) {
+                [self.address, self.metrics] = addresses;
                 return Ok(());
             }
             ensure!(Instant::now() < until, "{} does not start: {log}", self.name);
@@ -93,9 +87,7 @@ impl Replica {
     /// The end of its log.
     #[must_use]
     pub fn log_tail(&self) -> String {
-        let log = fs::read_to_string(&self.log).unwrap_or_default();
-        let lines: Vec<&str> = log.lines().collect();
-        lines[lines.len().saturating_sub(20)..].join("\n")
+        process::log_tail(&self.log)
     }
 
     /// What it says of itself.

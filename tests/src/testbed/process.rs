@@ -1,6 +1,7 @@
 //! The programs under test as child processes: found, started, logged, and ended by their id.
 
 use std::fs::OpenOptions;
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
@@ -61,6 +62,38 @@ pub fn sorted_lines(text: &str) -> Vec<&str> {
     lines
 }
 
+/// The end of a log, or why it cannot be read.
+pub fn log_tail(path: &Path) -> String {
+    match std::fs::read_to_string(path) {
+        Ok(text) => {
+            let lines: Vec<&str> = text.lines().collect();
+            lines[lines.len().saturating_sub(20)..].join("\n")
+        }
+        Err(error) => format!("({} cannot be read: {error})", path.display()),
+    }
+}
+
+/// Where a control plane listens, for agents and for its pages, as its log says; `None` as long as it does not.
+pub fn control_plane_addresses(log: &str) -> Option<[SocketAddr; 2]> {
+    // A line is whole once the next one begins.
+    let (whole, _) = log.rsplit_once('\n')?;
+    let line = whole.lines().find(|line| line.contains("control plane runs"))?;
+    let address = |field: &str| line.split_once(field)?.1.split_whitespace().next()?.parse().ok();
+    Some([address(" listen=")?, address(" metrics=")?])
+}
+
+/// A program that is killed when this is dropped.
+#[derive(Debug)]
+pub struct KilledOnDrop(pub Child);
+
+impl Drop for KilledOnDrop {
+    fn drop(&mut self) {
+        // An error means that it has ended already.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
 /// A running program. Dropping it ends it: SIGTERM, then SIGKILL.
 #[derive(Debug)]
 pub struct Process {
@@ -96,13 +129,7 @@ impl Process {
 
     /// The last lines that it wrote.
     pub fn log_tail(&self) -> String {
-        match std::fs::read_to_string(&self.log) {
-            Ok(text) => {
-                let lines: Vec<&str> = text.lines().collect();
-                lines[lines.len().saturating_sub(20)..].join("\n")
-            }
-            Err(error) => format!("({} cannot be read: {error})", self.log.display()),
-        }
+        log_tail(&self.log)
     }
 
     /// Asks it to end, and makes it after a while; how it ended.

@@ -7,7 +7,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use headgate_tests::cases::case::ask;
-use headgate_tests::cases::{self, Source, table};
+use headgate_tests::cases::{self, SourceAddress, table};
 use headgate_tests::testbed::client::{ask_from_low_port, exchange_large_bodies};
 use headgate_tests::testbed::iptables::{self, Variant};
 use headgate_tests::testbed::machines::Machines;
@@ -245,16 +245,16 @@ fn cases_find_what_is_wrong() {
         iptables::run(node, Variant::Legacy, Family::V4, &lock, &rule.split(' ').collect::<Vec<_>>()).unwrap();
     }
     let question = ask("a3", "web", Via::ClusterIp).over(&[Family::V4]);
-    cases::run(&bed, &[question.answered_evenly(table::WEB, Source::Kept)]).unwrap();
+    cases::run(&bed, &[question.answered_evenly(table::WEB, SourceAddress::Kept)]).unwrap();
 
     let mistakes = [
-        (question.answered(table::WEB, Source::Masqueraded("node-a")), "saw 10.244.1.12, not 192.0.2.11"),
-        (question.answered(&["a1", "a2", "b1"], Source::Kept), "answered by"),
-        (question.answered(&["a1", "a2", "b1", "c1", "c2"], Source::Kept), "answered by"),
+        (question.answered(table::WEB, SourceAddress::Masqueraded("node-a")), "saw 10.244.1.12, not 192.0.2.11"),
+        (question.answered(&["a1", "a2", "b1"], SourceAddress::Kept), "answered by"),
+        (question.answered(&["a1", "a2", "b1", "c1", "c2"], SourceAddress::Kept), "answered by"),
         (question.refused(), "answered by"),
         (question.dropped(), "answered by"),
         (ask("a3", "empty", Via::ClusterIp).over(&[Family::V4]).refused(), "timed out"),
-        (ask("a3", "self", Via::ClusterIp).over(&[Family::V4]).answered(&["a1"], Source::Kept), "timed out"),
+        (ask("a3", "self", Via::ClusterIp).over(&[Family::V4]).answered(&["a1"], SourceAddress::Kept), "timed out"),
     ];
     for (case, complaint) in mistakes {
         let error = format!("{:#}", cases::run(&bed, &[case]).unwrap_err());
@@ -270,6 +270,6 @@ fn cases_find_what_is_wrong() {
         address("c1", Family::V4)
     );
     iptables::run(node, Variant::Legacy, Family::V4, &lock, &favour.split(' ').collect::<Vec<_>>()).unwrap();
-    let error = cases::run(&bed, &[question.answered_evenly(table::WEB, Source::Kept)]).unwrap_err();
+    let error = cases::run(&bed, &[question.answered_evenly(table::WEB, SourceAddress::Kept)]).unwrap_err();
     assert!(format!("{error:#}").contains(" of 300 requests, more than "), "{error:#}");
 }

@@ -2,10 +2,13 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use headgate_tests::testbed::{port::ReservedPort, process::program};
+use headgate_tests::testbed::{
+    port::ReservedPort,
+    process::{KilledOnDrop, program},
+};
 use serde_json::{Value, json};
 
 fn deploy() -> PathBuf {
@@ -276,17 +279,6 @@ fn certificates_carry_the_identities_that_the_control_plane_believes() {
     assert!(!path("nodes/ca.key").exists() && !path("control-plane/ca.key").exists());
 }
 
-/// Ends its process with the test, whatever becomes of that.
-struct Running(Child);
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        // An error means that it has ended already.
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
 #[test]
 fn certificates_open_the_control_plane_to_whom_they_should() {
     let folder = tempfile::tempdir().unwrap();
@@ -305,7 +297,7 @@ fn certificates_open_the_control_plane_to_whom_they_should() {
         .stderr(std::fs::File::create(path("log")).unwrap())
         .spawn()
         .unwrap();
-    let control_plane = Running(control_plane);
+    let control_plane = KilledOnDrop(control_plane);
     let ask = |tls: &[String]| {
         let mut command = Command::new(program("headgatectl").unwrap());
         command.arg(format!("--server=https://{}", port.address())).args(tls).args(["status", "-o", "json"]);

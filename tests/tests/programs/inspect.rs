@@ -2,10 +2,13 @@
 
 use std::io::{BufRead as _, BufReader};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use headgate_tests::testbed::{port::ReservedPort, process::program};
+use headgate_tests::testbed::{
+    port::ReservedPort,
+    process::{KilledOnDrop, program},
+};
 use serde_json::Value;
 
 /// A guard, not a measure.
@@ -15,20 +18,9 @@ fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap()
 }
 
-/// Ends its process with the test, whatever becomes of that.
-struct Running(Child);
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        // An error means that it has ended already.
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
 /// A control plane on a copy of the example that the README starts with.
 struct ControlPlane {
-    _process: Running,
+    _process: KilledOnDrop,
     folder: tempfile::TempDir,
     port: ReservedPort,
 }
@@ -49,7 +41,7 @@ impl ControlPlane {
             .stderr(std::fs::File::create(folder.path().join("log")).unwrap())
             .spawn()
             .unwrap();
-        let control_plane = Self { _process: Running(process), folder, port };
+        let control_plane = Self { _process: KilledOnDrop(process), folder, port };
         control_plane.wait_for("the first listing", |this| {
             let status = this.headgatectl(&["status", "-o", "json"]).ok()?;
             serde_json::from_str::<Value>(&status).ok()?["synced"].as_bool()?.then_some(())
@@ -186,7 +178,7 @@ fn watch_follows_an_edit() {
             }
         }
     });
-    let watch = Running(watch);
+    let watch = KilledOnDrop(watch);
 
     // A watch shows changes from its beginning on: edit until one is seen, since nobody says when it has begun.
     let example = std::fs::read_to_string(root().join("docs/examples/web.yaml")).unwrap();

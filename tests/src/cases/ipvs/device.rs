@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result, ensure};
 
-use super::super::case::{Source, ask};
+use super::super::case::{SourceAddress, ask};
 use super::super::run::run;
 use super::{difference, kernel, restart, tool, without_marker};
 use crate::testbed::client::HeldConnection;
@@ -11,7 +11,7 @@ use crate::testbed::manifests::{Service, Via};
 use crate::testbed::plan::{self, LINE_PORT};
 use crate::testbed::{AgentSetup, Family, Testbed};
 
-use Source::{Kept, Masqueraded};
+use SourceAddress::{Kept, Masqueraded};
 use Via::{ClusterIp, ExternalIp, LoadBalancerIp, NodePort};
 
 /// The device is down, so that no routing daemon takes its addresses for networks of the node's. An agent that finds it up, as an earlier version made

@@ -2,14 +2,14 @@
 
 use anyhow::{Context, Result, ensure};
 
-use super::super::case::{Source, ask};
+use super::super::case::{SourceAddress, ask};
 use super::super::changes::within;
 use super::super::run::run;
 use super::{CHANGED_BY_HAND, difference, kernel, returns_to, set_endpoints, tool, without_marker};
 use crate::testbed::manifests::{Service, Via};
 use crate::testbed::{AgentSetup, Family, Namespace, Testbed};
 
-use Source::{Kept, Masqueraded};
+use SourceAddress::{Kept, Masqueraded};
 use Via::{ClusterIp, LoadBalancerIp};
 
 type Step<'a> = &'a dyn Fn() -> Result<()>;

@@ -24,7 +24,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use socket2::{Domain, Protocol, Socket, Type};
 
-use super::case::{Source, ask};
+use super::case::{SourceAddress, ask};
 use super::changes::{eventually, within};
 use super::run::run;
 use crate::testbed::client::HeldConnection;
@@ -32,7 +32,7 @@ use crate::testbed::iptables::{self, Variant};
 use crate::testbed::manifests::{MARKER_ADDRESS, Service, Via, ready};
 use crate::testbed::{AgentInfo, AgentSetup, Backend, Family, Namespace, Outcome, Request, Testbed, Transport};
 
-use Source::{Kept, Masqueraded};
+use SourceAddress::{Kept, Masqueraded};
 use Via::{ClusterIp, ExternalIp, NodePort};
 
 /// Longer than the agent waits between two looks at draining destinations.

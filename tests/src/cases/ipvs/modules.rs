@@ -5,7 +5,7 @@ use std::process::Command;
 use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 
-use super::super::case::{Source, ask};
+use super::super::case::{SourceAddress, ask};
 use super::super::changes::{eventually, within};
 use super::super::live::{targets, while_asking};
 use super::super::run::run;
@@ -16,7 +16,7 @@ use crate::testbed::process::program;
 use crate::testbed::{AgentSetup, Backend, Family, Outcome, Request, Testbed, Transport};
 use crate::uml::modules::WithoutModules;
 
-use Source::Kept;
+use SourceAddress::Kept;
 use Via::{ClusterIp, LoadBalancerIp};
 
 /// The kernel lacks what mode ipvs needs: iptables does the work, and everybody is told what is missing.

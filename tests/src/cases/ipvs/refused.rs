@@ -2,14 +2,14 @@
 
 use anyhow::{Context, Result, ensure};
 
-use super::super::case::{Source, ask};
+use super::super::case::{SourceAddress, ask};
 use super::super::changes::within;
 use super::super::run::run;
 use super::{CHANGED_BY_HAND, agent, set_endpoints, tool};
 use crate::testbed::manifests::{Service, Via, ready};
 use crate::testbed::{Family, Testbed, plan};
 
-use Source::Kept;
+use SourceAddress::Kept;
 use Via::ClusterIp;
 
 /// The kernel takes no destination whose address is a broadcast address of the node: it is left out and told, and nothing else is disturbed, by further changes

@@ -5,7 +5,7 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, ensure};
 
-use super::super::case::{Source, ask};
+use super::super::case::{SourceAddress, ask};
 use super::super::changes::within;
 use super::super::run::run;
 use super::{CHANGED_BY_HAND, agent, kernel, returns_to, tool};
@@ -13,7 +13,7 @@ use crate::testbed::iptables::{self, Variant};
 use crate::testbed::manifests::Via;
 use crate::testbed::{Family, Namespace, Testbed, plan};
 
-use Source::{Kept, Masqueraded};
+use SourceAddress::{Kept, Masqueraded};
 use Via::{ClusterIp, ExternalIp, NodePort};
 
 /// Sets as kube-proxy makes them, and with every option that somebody may have given them; what is in them is stale.

@@ -17,14 +17,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-use agent::Agent;
 use certificates::Certificates;
 use fastrand::Rng;
 use headgate_core::ServiceKey;
 use headgate_node_agent::dataplane::{DataplaneError, ErrorKind};
+use headgate_tests::agent::Agent;
 use headgate_tests::apiserver::{Cut, Kind, RequestFault, RequestFilter, Restart, Verb};
 use replica::Replica;
-use source::{CLOCK, Source};
+use source::{CLOCK, Churn};
 use tempfile::TempDir;
 use tokio::task::JoinHandle;
 
@@ -85,7 +85,7 @@ fn draw(rng: &mut Rng) -> Blow {
 
 struct World {
     rng: Rng,
-    source: Source,
+    source: Churn,
     certificates: Certificates,
     replicas: Vec<Replica>,
     agents: Arc<Vec<Agent>>,
@@ -98,7 +98,7 @@ impl World {
     async fn new(seed: u64) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let nodes: Vec<String> = (0..AGENTS).map(|index| format!("node-{index}")).collect();
-        let source = Source::new(seed, &nodes);
+        let source = Churn::new(seed, &nodes);
         std::fs::write(folder.path().join("kubeconfig"), source.api.kubeconfig()).unwrap();
         let mut certificates = Certificates::new();
         let mut replicas = Vec::new();
@@ -109,7 +109,7 @@ impl World {
             replicas.push(replica);
         }
         let urls: Vec<String> = replicas.iter().map(Replica::url).collect();
-        let agents = nodes.iter().map(|node| Agent::start(node, &urls, folder.path(), &mut certificates)).collect();
+        let agents = nodes.iter().map(|node| agent::start(node, &urls, folder.path(), &mut certificates)).collect();
         Self {
             rng: Rng::with_seed(seed.wrapping_mul(31)),
             source,
@@ -202,7 +202,7 @@ fn watch_clocks(agents: Arc<Vec<Agent>>) -> JoinHandle<u64> {
         // Ends when the world has let go of the agents.
         while Arc::strong_count(&agents) > 1 {
             for (agent, seen) in agents.iter().zip(&mut seen) {
-                let now = agent.clock(&key).unwrap_or(*seen);
+                let now = agent::clock(agent, &key).unwrap_or(*seen);
                 assert!(now >= *seen, "an agent went back in time: from step {seen} of the source to {now}");
                 moves += u64::from(now > *seen);
                 *seen = now;

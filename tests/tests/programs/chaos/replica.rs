@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use headgate_tests::testbed::process::program;
+use headgate_tests::testbed::process::{control_plane_addresses, log_tail, program};
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
@@ -33,16 +33,9 @@ impl Drop for Replica {
     fn drop(&mut self) {
         self.kill();
         if std::thread::panicking() {
-            eprintln!("--- {}\n{}", self.name, tail(&self.log()));
+            eprintln!("--- {}\n{}", self.name, log_tail(&self.log()));
         }
     }
-}
-
-/// The end of a log.
-fn tail(path: &Path) -> String {
-    let log = fs::read_to_string(path).unwrap_or_default();
-    let lines: Vec<&str> = log.lines().collect();
-    lines[lines.len().saturating_sub(20)..].join("\n")
 }
 
 impl Replica {
@@ -91,10 +84,8 @@ impl Replica {
         let until = Instant::now() + GUARD;
         loop {
             let log = fs::read_to_string(self.log()).unwrap();
-            let line = log.lines().find(|line| line.contains("control plane runs"));
-            let address = line.and_then(|line| line.split_once(" listen=")?.1.split(' ').next());
-            if let Some(address) = address {
-                return address.parse().unwrap();
+            if let Some([listen, _]) = control_plane_addresses(&log) {
+                return listen;
             }
             let ended = self.child.as_mut().and_then(|child| child.try_wait().unwrap());
             assert!(ended.is_none() && Instant::now() < until, "{} does not start: {log}", self.name);

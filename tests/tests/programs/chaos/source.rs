@@ -19,7 +19,7 @@ const SLICES: u32 = 2;
 /// The service whose only endpoint's port counts the steps: whoever sees it fall has gone back in time.
 pub(crate) const CLOCK: (&str, &str) = (NAMESPACE, "clock");
 
-pub(crate) struct Source {
+pub(crate) struct Churn {
     pub(crate) api: ApiServer,
     pub(crate) rng: Rng,
     time: u16,
@@ -29,7 +29,7 @@ fn address(rng: &mut Rng, index: u32) -> String {
     format!("10.{}.{}.{}", index % 200, rng.u8(0..4), rng.u8(1..40))
 }
 
-impl Source {
+impl Churn {
     pub(crate) fn new(seed: u64, nodes: &[String]) -> Self {
         let mut source = Self { api: ApiServer::start().unwrap(), rng: Rng::with_seed(seed), time: 0 };
         let (namespace, name) = CLOCK;

@@ -10,7 +10,7 @@ use headgate_proto::v1::{self, server_message::Body};
 use prost::Message as _;
 use tokio::time::Instant;
 
-use super::source::{NEED_NEW_PROGRAM, NODE, Places, Source, as_seen_by_the_old_program, changes_of, state_of};
+use super::source::{History, NEED_NEW_PROGRAM, NODE, Places, as_seen_by_the_old_program, changes_of, state_of};
 
 /// Which program the agent runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -118,7 +118,7 @@ impl Agent {
     }
 
     /// Takes one message. False when the agent drops the stream.
-    pub(crate) fn receive(&mut self, source: &Source, mut body: Body, now: Instant) -> bool {
+    pub(crate) fn receive(&mut self, source: &History, mut body: Body, now: Instant) -> bool {
         if self.program == Program::Old {
             match &mut body {
                 Body::Batch(batch) => batch.changes.iter_mut().for_each(as_seen_by_the_old_program),
@@ -149,7 +149,7 @@ impl Agent {
         true
     }
 
-    fn on_effect(&mut self, source: &Source, effect: Effect, now: Instant) {
+    fn on_effect(&mut self, source: &History, effect: Effect, now: Instant) {
         match effect {
             Effect::Welcomed(welcomed) => self.stay.on_source(welcomed.source, now),
             Effect::Heartbeat { source, .. } => self.stay.on_source(source, now),

@@ -16,7 +16,7 @@ use headgate_control_plane::transaction::SourceKind;
 use proptest::prelude::*;
 
 use agent::Program;
-use source::{KINDS, Source};
+use source::{History, KINDS};
 use world::{Move, World};
 
 const SLICE: SourceKind = SourceKind::EndpointSlices;
@@ -69,7 +69,7 @@ fn explore_with(replicas: usize, program: Program, events: usize, lists: &[Vec<M
         let run = || {
             // What is drawn at random is the same in each run.
             fastrand::seed(7);
-            let mut world = World::new(Source::first(events), replicas, program);
+            let mut world = World::new(History::first(events), replicas, program);
             moves.iter().for_each(|action| world.act(*action));
             world.finish();
             for (what, times) in &world.counts {
@@ -203,7 +203,7 @@ fn every_interleaving_with_replicas_that_lose_the_api_server_or_never_list() {
 #[test]
 fn a_restored_source_is_followed_in_the_end() {
     for moves in [vec![Move::Go(0)], vec![Move::Go(1)], vec![Move::RestartAgent(Program::New), Move::Go(1)]] {
-        let mut world = World::new(Source::first(8), 2, Program::New);
+        let mut world = World::new(History::first(8), 2, Program::New);
         (0..4).for_each(|_| world.act(Move::DeliverStep(0)));
         [Move::ReadAll, Move::Save].into_iter().for_each(|action| world.act(action));
         world.restore();
@@ -245,7 +245,7 @@ proptest! {
         seed in any::<u64>(),
     ) {
         fastrand::seed(seed);
-        let mut world = World::new(Source::whole(), 3, program);
+        let mut world = World::new(History::whole(), 3, program);
         moves.iter().for_each(|action| world.act(*action));
         world.finish();
     }

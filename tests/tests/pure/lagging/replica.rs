@@ -14,7 +14,7 @@ use prost::Message as _;
 use tokio::time::Instant;
 use v1::{server_message::Body, source_position::Kind};
 
-use super::source::{Event, KINDS, NODE, Source, changes_of};
+use super::source::{Event, History, KINDS, NODE, changes_of};
 
 /// Longest time that an agent waits for a replica that is behind it.
 pub(crate) const BEHIND_WAIT: Duration = Duration::from_secs(30);
@@ -62,7 +62,7 @@ impl Replica {
     }
 
     /// Lists the source as it was at a version, unless it has, or cannot reach it.
-    pub(crate) fn list(&mut self, source: &Source, version: u64) {
+    pub(crate) fn list(&mut self, source: &History, version: u64) {
         if self.is_listed() || !self.has_contact {
             return;
         }
@@ -74,7 +74,7 @@ impl Replica {
     }
 
     /// The next events of these kinds come, one of each, as one step.
-    pub(crate) fn deliver(&mut self, source: &Source, kinds: &[SourceKind]) {
+    pub(crate) fn deliver(&mut self, source: &History, kinds: &[SourceKind]) {
         let (mut changes, mut nodes, mut positions) = (Vec::new(), Vec::new(), Vec::new());
         for kind in kinds {
             let Some((version, event)) = self.next(source, *kind) else { continue };
@@ -89,13 +89,13 @@ impl Replica {
         }
     }
 
-    fn next(&self, source: &Source, kind: SourceKind) -> Option<(u64, Event)> {
+    fn next(&self, source: &History, kind: SourceKind) -> Option<(u64, Event)> {
         let position = self.positions.get(&kind).filter(|_| self.has_contact)?;
         source.next(kind, *position).map(|(version, event)| (version, event.clone()))
     }
 
     /// A bookmark comes: nothing of the kind was missed up to `head`, or up to before its next event.
-    pub(crate) fn bookmark(&mut self, source: &Source, kind: SourceKind, head: u64) {
+    pub(crate) fn bookmark(&mut self, source: &History, kind: SourceKind, head: u64) {
         let Some(position) = self.positions.get(&kind).copied().filter(|_| self.has_contact) else { return };
         let upto = source.next(kind, position).map_or(head, |(version, _)| head.min(version - 1));
         if upto > position {
@@ -104,7 +104,7 @@ impl Replica {
     }
 
     /// Everything up to `head` comes.
-    pub(crate) fn catch_up(&mut self, source: &Source, head: u64) {
+    pub(crate) fn catch_up(&mut self, source: &History, head: u64) {
         for kind in KINDS {
             while self.next(source, kind).is_some_and(|(version, _)| version <= head) {
                 self.deliver(source, &[kind]);
@@ -146,14 +146,14 @@ impl Replica {
 /// A stream as the replica has it. It does what `serve/stream/session.rs` does with the same parts.
 pub(crate) struct Stream {
     pub(crate) replica: usize,
-    place: Place,
+    place: Reading,
     node_wait: Option<NodeResumption>,
     behind: BehindWait,
     told_node: Option<OwnNode>,
     node_revision: u64,
 }
 
-enum Place {
+enum Reading {
     Waiting(Resumption),
     At(Cursor),
 }
@@ -177,13 +177,13 @@ impl Stream {
             head_version: Some(store.version()),
             ..v1::Welcome::default()
         };
-        let place = begun.map_or_else(Place::Waiting, Place::At);
+        let place = begun.map_or_else(Reading::Waiting, Reading::At);
         let (behind, told_node) = (BehindWait::default(), None);
         (Self { replica: index, place, node_wait, behind, told_node, node_revision: 0 }, mode, Body::Welcome(welcome))
     }
 
     pub(crate) fn is_waiting(&self) -> bool {
-        matches!(self.place, Place::Waiting(_))
+        matches!(self.place, Reading::Waiting(_))
     }
 
     /// The next message, if there is one.
@@ -206,15 +206,15 @@ impl Stream {
                 return Some(Body::OwnNode(v1::OwnNode { revision: self.node_revision, node, position }));
             }
         }
-        if let Place::Waiting(resumption) = &self.place {
+        if let Reading::Waiting(resumption) = &self.place {
             let cursor = match resumption.advance(store) {
                 Ok(cursor) => cursor,
                 Err(not_yet) if !is_over(not_yet) => return None,
                 Err(_) => resumption.revert(store),
             };
-            self.place = Place::At(cursor);
+            self.place = Reading::At(cursor);
         }
-        let Place::At(cursor) = &mut self.place else { return None };
+        let Reading::At(cursor) = &mut self.place else { return None };
         let frame = store.next_frame(cursor)?;
         v1::ServerMessage::decode(&frame[PREFIX_BYTES..]).unwrap().body
     }

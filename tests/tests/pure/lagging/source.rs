@@ -92,9 +92,9 @@ pub(crate) enum Event {
 }
 
 /// What happened, in order, one event a version.
-pub(crate) struct Source(Vec<(SourceKind, Event)>);
+pub(crate) struct History(Vec<(SourceKind, Event)>);
 
-impl Source {
+impl History {
     fn base() -> Vec<Event> {
         let services = [1, 2, 3].into_iter().map(|number| service(number, BASE));
         let endpoints = [(1, 1), (1, 2), (2, 1), (2, 3)];

@@ -9,7 +9,7 @@ use tokio::time::Instant;
 use super::{
     agent::{Agent, Program},
     replica::{Replica, Stream},
-    source::{BASE, KINDS, Places, Source},
+    source::{BASE, History, KINDS, Places},
 };
 
 /// Seconds between the looks of the agent at whether it stays, while time passes: in all longer than any wait of an agent
@@ -48,7 +48,7 @@ pub(crate) enum Move {
 }
 
 pub(crate) struct World {
-    source: Source,
+    source: History,
     replicas: Vec<Replica>,
     agent: Agent,
     stream: Option<Stream>,
@@ -59,7 +59,7 @@ pub(crate) struct World {
 
 impl World {
     /// Replicas that have listed the source at its beginning, and an agent that has it from the first of them.
-    pub(crate) fn new(source: Source, replicas: usize, program: Program) -> Self {
+    pub(crate) fn new(source: History, replicas: usize, program: Program) -> Self {
         let now = Instant::now();
         let replicas = (0..replicas).map(|_| Replica::new(true)).collect();
         let agent = Agent::new(program, now);
@@ -194,7 +194,7 @@ impl World {
 
     /// The source is restored from a backup: everybody starts anew with what it was at the beginning.
     pub(crate) fn restore(&mut self) {
-        self.source = Source::first(0);
+        self.source = History::first(0);
         self.head = BASE;
         for index in 0..self.replicas.len() {
             self.act(Move::Restart(index));

@@ -5,28 +5,20 @@ use std::{
     io::{Read as _, Write as _},
     net::{SocketAddr, TcpStream},
     path::{Path, PathBuf},
-    process::{Child, Command, Stdio},
+    process::{Command, Stdio},
     time::Instant,
 };
 
-use headgate_tests::testbed::process::program;
+use headgate_tests::testbed::process::{KilledOnDrop, control_plane_addresses, program};
 
 use super::server::GUARD;
 
-/// Killed when dropped.
+/// The program. It is killed when this is dropped.
 pub(crate) struct ControlPlane {
-    child: Child,
+    _process: KilledOnDrop,
     log: PathBuf,
     pub(crate) address: SocketAddr,
     pub(crate) metrics: SocketAddr,
-}
-
-impl Drop for ControlPlane {
-    fn drop(&mut self) {
-        // An error means that it has ended already.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
 }
 
 impl ControlPlane {
@@ -46,10 +38,9 @@ impl ControlPlane {
             .spawn()
             .unwrap();
         let unbound = SocketAddr::from(([0, 0, 0, 0], 0));
-        let mut new = Self { child, log, address: unbound, metrics: unbound };
-        let line = new.says("control plane runs");
-        let value = |name: &str| line.split_once(name).unwrap().1.split_whitespace().next().unwrap().parse().unwrap();
-        (new.address, new.metrics) = (value("listen="), value("metrics="));
+        let mut new = Self { _process: KilledOnDrop(child), log, address: unbound, metrics: unbound };
+        new.says("control plane runs");
+        [new.address, new.metrics] = control_plane_addresses(&fs::read_to_string(&new.log).unwrap()).unwrap();
         new
     }
 

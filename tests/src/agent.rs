@@ -1,4 +1,4 @@
-//! One agent: the real session and reconcile loop, with a kernel that is only recorded.
+//! An agent inside the test's process: the real session and reconcile loop over a dataplane that records what is programmed.
 
 use std::{
     sync::Arc,
@@ -15,16 +15,20 @@ use headgate_node_agent::{
         backoff::Backoff,
         client::{Session, SessionConfig},
         connect::ControlPlane,
+        tls::AgentTls,
     },
     shared::Shared,
 };
+use headgate_tls::Files;
 use tokio_util::sync::CancellationToken;
 
 /// See the module. Dropping it ends it.
 pub struct Agent {
-    kernel: FakeControl,
+    /// What the dataplane was asked, and what it answers.
+    pub kernel: FakeControl,
+    /// The state that the session has received.
+    pub shared: Arc<Shared>,
     metrics: Arc<Metrics>,
-    shared: Arc<Shared>,
     shutdown: CancellationToken,
     reconcile: Option<JoinHandle<()>>,
 }
@@ -41,28 +45,30 @@ impl Drop for Agent {
 }
 
 impl Agent {
-    /// Starts the agent of a node, which may use any of these replicas. It holds nothing.
+    /// Starts the agent of a node without any state. It may use any of these replicas, by plain HTTP if `tls` is `None`.
     ///
     /// # Errors
-    /// When a URL cannot be used.
-    pub fn start(node: &str, replicas: &[String]) -> Result<Self> {
+    /// A URL cannot be used.
+    pub fn start(node: &str, replicas: &[String], tls: Option<Files>, backoff: fn() -> Backoff) -> Result<Self> {
         let (backend, kernel) = FakeDataplane::new();
         let (shared, metrics) = (Arc::new(Shared::new(node)), Arc::new(Metrics::default()));
+        let timing = Timing { backoff: backoff(), ..Timing::default() };
         let (reconciler, progress) =
-            Reconciler::new(Box::new(backend), Arc::clone(&shared), Arc::clone(&metrics), Timing::default());
-        let control_planes: Result<Vec<_>, _> = replicas.iter().map(|url| ControlPlane::parse(url, true)).collect();
+            Reconciler::new(Box::new(backend), Arc::clone(&shared), Arc::clone(&metrics), timing);
+        let parse = |url: &String| ControlPlane::parse(url, tls.is_none());
+        let control_planes: Result<Vec<_>, _> = replicas.iter().map(parse).collect();
         let config = SessionConfig {
             node_name: node.into(),
             control_planes: control_planes?,
-            tls: None,
-            backoff: Backoff::default(),
+            tls: tls.map(|files| AgentTls::new(files, Arc::clone(&metrics))),
+            backoff: backoff(),
         };
         let session = Session::new(config, Arc::clone(&shared), Arc::clone(&metrics), progress);
         let shutdown = CancellationToken::new();
         tokio::spawn(session.run(shutdown.clone()));
         let thread = thread::Builder::new().name(format!("reconcile {node}"));
         let reconcile = thread.spawn(move || reconciler.run()).context("starting a reconcile loop")?;
-        Ok(Self { kernel, metrics, shared, shutdown, reconcile: Some(reconcile) })
+        Ok(Self { kernel, shared, metrics, shutdown, reconcile: Some(reconcile) })
     }
 
     /// Digests of what was programmed last; `None` before the first.
