@@ -8,10 +8,8 @@ use std::{sync::Arc, time::Duration};
 
 use headgate_control_plane::{
     model::{Event, Model},
-    source::{
-        self, SourceError, SourceSettings, SourceSpec,
-        objects::{Object, ObjectKind},
-    },
+    objects::{Object, ObjectKind},
+    source::{self, SourceError, SourceSettings, SourceSpec},
     transaction::{Sink, SourceKind},
 };
 use headgate_core::{Dirty, State};
