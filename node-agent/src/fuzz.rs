@@ -10,11 +10,10 @@ use headgate_proto::{MAX_SERVER_MESSAGE_BYTES, v1};
 use prost::Message as _;
 
 use crate::{
-    config, persist,
-    session::{
-        held::Held,
-        machine::{Effect, Machine},
-    },
+    persist,
+    session::machine::{Effect, Machine},
+    settings,
+    state::held::Held,
 };
 
 /// Takes messages of a replica one after the other, as one stream, until one breaks the contract. Returns the number of steps that were applied.
@@ -82,7 +81,7 @@ pub fn records_of(bytes: &[u8]) -> Vec<(u8, Vec<u8>)> {
 /// Reads a `KubeProxyConfiguration`. True when it is one that the agent starts with.
 #[must_use]
 pub fn configuration(text: &str) -> bool {
-    config::parse("config.yaml", text.to_owned()).is_ok()
+    settings::parse("config.yaml", text.to_owned()).is_ok()
 }
 
 fn assert_digests(state: &State) {

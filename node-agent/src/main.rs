@@ -4,10 +4,10 @@ use std::process::ExitCode;
 
 use anyhow::{Context as _, anyhow};
 use headgate_node_agent::{
-    config,
-    dataplane::{self, Cleanup, ErrorKind},
+    dataplane::{self, ErrorKind},
+    dataplane_choice::{self, Cleanup},
     options::Options,
-    persist,
+    persist, settings,
 };
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
@@ -31,7 +31,7 @@ fn start(options: Options) -> anyhow::Result<()> {
     let ansi = std::io::IsTerminal::is_terminal(&std::io::stderr());
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(ansi).init();
     if let Some(path) = &options.write_config_to {
-        config::write_defaults(path)?;
+        settings::write_defaults(path)?;
         info!(path = %path.display(), "wrote the default configuration");
         return Ok(());
     }
@@ -41,7 +41,7 @@ fn start(options: Options) -> anyhow::Result<()> {
     if options.init_only {
         let settings = options.configured()?.settings;
         headgate_node_agent::prepare(&settings)?;
-        dataplane::prepare(&settings)?;
+        dataplane_choice::prepare(&settings)?;
         info!("--init-only: kernel parameters are set");
         return Ok(());
     }
@@ -50,7 +50,7 @@ fn start(options: Options) -> anyhow::Result<()> {
 }
 
 fn clean(options: &Options) -> anyhow::Result<()> {
-    let cleaned = dataplane::cleanup_all(options, &options.configured()?.settings);
+    let cleaned = dataplane_choice::cleanup_all(options, &options.configured()?.settings);
     for Cleanup { backend, outcome } in &cleaned {
         match outcome {
             Ok(()) => info!(backend, "nothing is left"),

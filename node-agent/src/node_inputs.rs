@@ -6,7 +6,7 @@ use std::{io, net::IpAddr};
 use headgate_core::{Demand, Family, Node, iptables::NodePortAddresses, ipvs, masquerade::LocalDetector};
 use ipnet::IpNet;
 
-use crate::config::{DetectLocal, NodePortSelector, Settings};
+use crate::settings::{DetectLocal, NodePortSelector, Settings};
 
 /// The settings that it is resolved from.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

@@ -8,16 +8,16 @@ use std::{
 use anyhow::{Context as _, Result};
 use headgate_core::digest::Digests;
 use headgate_node_agent::{
+    backoff::Backoff,
+    control_planes::ControlPlane,
     dataplane::fake::{Call, FakeControl, FakeDataplane},
-    metrics::Metrics,
-    reconcile::{Reconciler, Timing},
+    reconcile::{Reconciler, SyncMetrics, Timing},
     session::{
-        backoff::Backoff,
         client::{Session, SessionConfig},
-        connect::ControlPlane,
+        metrics::SessionMetrics,
         tls::AgentTls,
     },
-    shared::Shared,
+    state::AgentState,
 };
 use headgate_tls::Files;
 use tokio_util::sync::CancellationToken;
@@ -27,8 +27,8 @@ pub struct Agent {
     /// What the dataplane was asked, and what it answers.
     pub kernel: FakeControl,
     /// The state that the session has received.
-    pub shared: Arc<Shared>,
-    metrics: Arc<Metrics>,
+    pub shared: Arc<AgentState>,
+    metrics: SessionMetrics,
     shutdown: CancellationToken,
     reconcile: Option<JoinHandle<()>>,
 }
@@ -51,19 +51,19 @@ impl Agent {
     /// A URL cannot be used.
     pub fn start(node: &str, replicas: &[String], tls: Option<Files>, backoff: fn() -> Backoff) -> Result<Self> {
         let (backend, kernel) = FakeDataplane::new();
-        let (shared, metrics) = (Arc::new(Shared::new(node)), Arc::new(Metrics::default()));
+        let (shared, metrics) = (Arc::new(AgentState::new(node)), SessionMetrics::default());
         let timing = Timing { backoff: backoff(), ..Timing::default() };
         let (reconciler, progress) =
-            Reconciler::new(Box::new(backend), Arc::clone(&shared), Arc::clone(&metrics), timing);
+            Reconciler::new(Box::new(backend), Arc::clone(&shared), SyncMetrics::default(), timing);
         let parse = |url: &String| ControlPlane::parse(url, tls.is_none());
         let control_planes: Result<Vec<_>, _> = replicas.iter().map(parse).collect();
         let config = SessionConfig {
             node_name: node.into(),
             control_planes: control_planes?,
-            tls: tls.map(|files| AgentTls::new(files, Arc::clone(&metrics))),
+            tls: tls.map(|files| AgentTls::new(files, metrics.tls.clone())),
             backoff: backoff(),
         };
-        let session = Session::new(config, Arc::clone(&shared), Arc::clone(&metrics), progress);
+        let session = Session::new(config, Arc::clone(&shared), metrics.clone(), progress);
         let shutdown = CancellationToken::new();
         tokio::spawn(session.run(shutdown.clone()));
         let thread = thread::Builder::new().name(format!("reconcile {node}"));

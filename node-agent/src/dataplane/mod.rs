@@ -14,18 +14,11 @@ use std::{
 use headgate_core::{
     Demand, Dirty, Family, ServiceKey, State,
     iptables::Tally,
-    masquerade::MasqueradeConfig,
     view::{NoLocalEndpoints, NodeFacts},
 };
 
-use tracing::error;
-
-use crate::{
-    config::{IpvsSettings, ProxyMode, Settings},
-    node_inputs::{NodeInputs, NodeSettings, interface_addresses},
-    options::Options,
-    sysctl::Sysctls,
-};
+use crate::node_inputs::NodeInputs;
+pub use crate::state::source::{FixedState, StateSource};
 
 #[doc(hidden)]
 pub mod fake;
@@ -92,22 +85,6 @@ pub struct Refused {
     pub family: Family,
     /// In the words of who refused them.
     pub reason: String,
-}
-
-/// Where a full sync finds the state, which goes on changing meanwhile.
-pub trait StateSource {
-    /// Shows the state of the moment. Nobody can change it while `plan` runs, so that it should compute and not wait.
-    fn look(&self, plan: &mut dyn FnMut(&State, &NodeFacts));
-}
-
-/// A state that does not change.
-#[derive(Debug, Clone, Copy)]
-pub struct FixedState<'a>(pub &'a State, pub &'a NodeFacts);
-
-impl StateSource for FixedState<'_> {
-    fn look(&self, plan: &mut dyn FnMut(&State, &NodeFacts)) {
-        plan(self.0, self.1);
-    }
 }
 
 /// A way to program the kernel. One value serves both families.
@@ -307,28 +284,6 @@ pub fn proxy_mode(backend_name: &str) -> &str {
     backend_name.split('-').next().unwrap_or(backend_name)
 }
 
-/// The backend that the options ask for, or iptables where this machine cannot run that: then the backend says in [`NodeDataplane::degraded`] what is
-/// missing. Touches no rule.
-///
-/// # Errors
-/// When this machine cannot run it, or the options contradict each other; the message says what to change.
-pub fn build(options: &Options, settings: &Settings) -> Result<Box<dyn NodeDataplane>, DataplaneError> {
-    let iptables = || iptables::IptablesDataplane::new(iptables_config(options, settings, options.iptables_variant));
-    match settings.mode {
-        ProxyMode::Auto | ProxyMode::Iptables => Ok(Box::new(iptables()?)),
-        ProxyMode::Ipvs => match ipvs::IpvsDataplane::new(ipvs_config(options, settings)) {
-            Ok(backend) => Ok(Box::new(backend)),
-            Err(error) if error.kind == ErrorKind::Unavailable => {
-                let sentence =
-                    format!("mode ipvs was asked for and cannot run here, so iptables does its work: {error}");
-                error!("{sentence}");
-                Ok(Box::new(iptables()?.in_place_of(sentence)))
-            }
-            Err(error) => Err(error),
-        },
-    }
-}
-
 /// What the operator has to fix on a node that programs IPv4 alone.
 pub(crate) fn missing_ipv6(demand: &Demand) -> Option<String> {
     (demand.of(Family::V6).services > 0).then(|| {
@@ -336,95 +291,4 @@ pub(crate) fn missing_ipv6(demand: &Demand) -> Option<String> {
          ipv6.disable=1 on the kernel's command line), and start the agent again"
             .to_owned()
     })
-}
-
-/// Sets the parameters of the kernel that the backend sets by itself where it may; for `--init-only`, which may more than the agent after it.
-///
-/// # Errors
-/// A parameter cannot be set.
-pub fn prepare(settings: &Settings) -> Result<(), DataplaneError> {
-    let node = NodeSettings::of(settings);
-    let interfaces = if node.needs_interfaces() { interface_addresses() } else { Ok(Vec::new()) };
-    let interfaces = interfaces.map_err(|error| {
-        DataplaneError::new(ErrorKind::Retry, format!("the addresses of the interfaces cannot be read: {error}"))
-    })?;
-    let inputs = node.resolve(None, &interfaces);
-    let of_iptables = || iptables::prepare(settings.localhost_node_ports, &inputs);
-    match settings.mode {
-        ProxyMode::Auto | ProxyMode::Iptables => of_iptables(),
-        ProxyMode::Ipvs => match ipvs::prepare(settings.ipvs.strict_arp) {
-            Err(error) if error.kind == ErrorKind::Unavailable => {
-                error!("mode ipvs was asked for and cannot run here, so that the agent will run iptables: {error}");
-                of_iptables()
-            }
-            result => result,
-        },
-    }
-}
-
-/// What [`cleanup_all`] found of one way to program the kernel.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Cleanup {
-    /// Such as "iptables-nft".
-    pub backend: String,
-    /// Removed (or nothing was there), or why not. [`ErrorKind::Unavailable`] means that this machine cannot run it, so that there is no trace of it.
-    pub outcome: Result<(), DataplaneError>,
-}
-
-impl Cleanup {
-    /// Something may have been left behind.
-    #[must_use]
-    pub fn has_failed(&self) -> bool {
-        matches!(&self.outcome, Err(error) if error.kind != ErrorKind::Unavailable)
-    }
-}
-
-/// Removes the traces of every backend and variant that this machine can run. One that fails does not keep the others from their turn.
-#[must_use]
-pub fn cleanup_all(options: &Options, settings: &Settings) -> Vec<Cleanup> {
-    let variants = [("iptables-legacy", iptables::Variant::Legacy), ("iptables-nft", iptables::Variant::Nft)];
-    let clean = |(name, variant): (&str, iptables::Variant)| {
-        let config = iptables_config(options, settings, variant);
-        let outcome = iptables::IptablesDataplane::new(config).and_then(|mut backend| backend.cleanup());
-        Cleanup { backend: name.to_owned(), outcome }
-    };
-    let mut cleaned: Vec<Cleanup> = variants.into_iter().map(clean).collect();
-    // Rules refer to sets, so that sets can only go after them.
-    let outcome = ipvs::remove_all(&settings.ipvs.exclude_cidrs);
-    cleaned.push(Cleanup { backend: "ipvs".to_owned(), outcome });
-    cleaned
-}
-
-fn masquerade(settings: &Settings) -> MasqueradeConfig {
-    let NodeInputs { detector_v4, detector_v6, .. } = NodeSettings::of(settings).resolve(None, &[]);
-    MasqueradeConfig { all: settings.masquerade_all, bit: settings.masquerade_bit, detector_v4, detector_v6 }
-}
-
-fn ipvs_config(options: &Options, settings: &Settings) -> ipvs::Config {
-    let IpvsSettings { scheduler, exclude_cidrs, strict_arp, tcp_timeout, tcp_fin_timeout, udp_timeout } =
-        settings.ipvs.clone();
-    ipvs::Config {
-        variant: options.iptables_variant,
-        masquerade: masquerade(settings),
-        scheduler,
-        exclude_cidrs,
-        strict_arp,
-        tcp_timeout,
-        tcp_fin_timeout,
-        udp_timeout,
-        ..ipvs::Config::default()
-    }
-}
-
-fn iptables_config(options: &Options, settings: &Settings, variant: iptables::Variant) -> iptables::Config {
-    iptables::Config {
-        variant,
-        layout: options.iptables_layout,
-        masquerade: masquerade(settings),
-        localhost_node_ports: settings.localhost_node_ports,
-        conntrack_tcp_be_liberal: Sysctls::default().is_tcp_liberal(),
-        ipvs_exclude_cidrs: settings.ipvs.exclude_cidrs.clone(),
-        count_packets: true,
-        ..iptables::Config::default()
-    }
 }

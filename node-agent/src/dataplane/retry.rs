@@ -5,18 +5,22 @@ use std::{
     time::{Duration, Instant},
 };
 
+use crate::backoff::{Backoff, Jitter};
+
 /// First and longest pause before steps are tried again. The first is short: at boot, as long as no interface is up, the kernel takes every address for a
 /// broadcast address, which it takes for no destination.
-pub(in crate::dataplane) const PAUSES: [Duration; 2] = [Duration::from_secs(5), Duration::from_secs(3600)];
+pub(in crate::dataplane) const PAUSES: Backoff =
+    Backoff::new(Duration::from_secs(5), Duration::from_secs(3600), Jitter::None);
 
 /// The same for what comes with a module: whoever has loaded one waits for it.
-pub(in crate::dataplane) const PAUSES_OF_MODULES: [Duration; 2] = [Duration::from_secs(5), Duration::from_secs(300)];
+pub(in crate::dataplane) const PAUSES_OF_MODULES: Backoff =
+    Backoff::new(Duration::from_secs(5), Duration::from_secs(300), Jitter::None);
 
 /// What the kernel refuses, why, and when it is tried next: after pauses that double from the first to the longest. All that is refused at one time is tried
 /// at one time.
 #[derive(Debug)]
 pub(in crate::dataplane) struct Refusals<K> {
-    pauses: [Duration; 2],
+    pauses: Backoff,
     refusals: BTreeMap<K, Refusal>,
     due: BTreeSet<(Instant, K)>,
 }
@@ -24,23 +28,21 @@ pub(in crate::dataplane) struct Refusals<K> {
 #[derive(Debug)]
 struct Refusal {
     reason: String,
-    attempts: u32,
+    backoff: Backoff,
     retry_at: Instant,
 }
 
 impl<K: Ord + Copy> Refusals<K> {
-    /// None yet. `pauses` are the first and the longest one.
-    pub(in crate::dataplane) fn new(pauses: [Duration; 2]) -> Self {
+    /// None yet.
+    pub(in crate::dataplane) fn new(pauses: Backoff) -> Self {
         Self { pauses, refusals: BTreeMap::new(), due: BTreeSet::new() }
     }
 
     /// The kernel has refused this at `now`.
     pub(in crate::dataplane) fn note(&mut self, what: K, reason: String, now: Instant) {
-        let attempts = self.remove(what).map_or(0, |refusal| refusal.attempts);
-        let [first, longest] = self.pauses;
-        let pause = first.saturating_mul(1u32.checked_shl(attempts).unwrap_or(u32::MAX)).min(longest);
-        let retry_at = now + pause;
-        self.refusals.insert(what, Refusal { reason, attempts: attempts.saturating_add(1), retry_at });
+        let mut backoff = self.remove(what).map_or_else(|| self.pauses.clone(), |refusal| refusal.backoff);
+        let retry_at = now + backoff.next_pause();
+        self.refusals.insert(what, Refusal { reason, backoff, retry_at });
         self.due.insert((retry_at, what));
     }
 
@@ -84,7 +86,7 @@ mod tests {
     #[test]
     fn pauses_double_up_to_the_longest_and_begin_anew_after_a_success() {
         let (minute, began) = (Duration::from_secs(60), Instant::now());
-        let mut refusals = Refusals::new([minute, 60 * minute]);
+        let mut refusals = Refusals::new(Backoff::new(minute, 60 * minute, Jitter::None));
         refusals.note("other", String::new(), began + 1000 * minute);
         let (mut now, mut pauses) = (began, Vec::new());
         for _ in 0..9 {

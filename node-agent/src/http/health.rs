@@ -15,8 +15,8 @@ use axum::{
 use serde::Serialize;
 
 use crate::{
-    backlog::{Backlog, FamilyHealth, Health},
     metrics::Metrics,
+    state::backlog::{Backlog, FamilyHealth, Health},
 };
 
 /// What the pages are made from.

@@ -7,39 +7,14 @@ use std::{
 };
 
 use axum::Router;
-use socket2::{Domain, Protocol, Socket, Type};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use tracing::{error, info, warn};
 
-use crate::session::backoff::Backoff;
-
-/// Connections that wait to be accepted.
-const BACKLOG: i32 = 1024;
-
-/// Which families a socket at an IPv6 address serves.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Families {
-    /// IPv6 alone.
-    Own,
-    /// IPv4 as well, where the address is unspecified.
-    Both,
-}
-
-/// Listens at an address. Needs a tokio runtime.
-///
-/// # Errors
-/// What the system says.
-pub(crate) fn listen(address: SocketAddr, families: Families) -> io::Result<TcpListener> {
-    let socket = Socket::new(Domain::for_address(address), Type::STREAM.nonblocking(), Some(Protocol::TCP))?;
-    if address.is_ipv6() {
-        socket.set_only_v6(families == Families::Own)?;
-    }
-    socket.set_reuse_address(true)?;
-    socket.bind(&address.into())?;
-    socket.listen(BACKLOG)?;
-    TcpListener::from_std(socket.into())
-}
+use crate::{
+    backoff::{Backoff, Jitter},
+    listen::{Families, listen},
+};
 
 /// Listens as Go's `net.Listen("tcp", …)` does, and kube-proxy with it: an unspecified address means all addresses of both families, be it written `0.0.0.0` or
 /// `[::]`. On a host without IPv6, `0.0.0.0` means all IPv4 addresses.
@@ -104,7 +79,7 @@ impl Server {
 
     /// Serves until `shutdown`. An address that cannot be bound is logged and tried again: forwarding does not depend on it.
     pub async fn run(mut self, shutdown: CancellationToken) {
-        let mut backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(30));
+        let mut backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(30), Jitter::Full);
         loop {
             let bound = match self.listener.take() {
                 Some(listener) => Some(listener),

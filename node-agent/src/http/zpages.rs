@@ -18,7 +18,7 @@ use axum::{
 };
 
 use super::health::rfc3339;
-use crate::{config::Settings, options::Flags};
+use crate::settings::{Flags, Settings};
 
 const COMPONENT: &str = "headgate-node-agent";
 const WARNING: &str = "Warning: This endpoint is not meant to be machine parseable, has no formatting compatibility guarantees and is for debugging purposes only.";

@@ -5,10 +5,9 @@ use std::env::consts::{ARCH, OS};
 use prometheus_client::{
     encoding::EncodeLabelSet,
     metrics::{family::Family, gauge::Gauge},
-    registry::Registry,
 };
 
-use super::catalogue::Catalogue;
+use crate::metric_registry::MetricRegistry;
 
 /// What cannot be known of the build is empty: the program is compiled from an archive as well as from a repository, and the same each time.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -24,8 +23,8 @@ struct Labels {
     platform: String,
 }
 
-/// The registry that has it, described in the catalogue.
-pub(super) fn registry(catalogue: &mut Catalogue) -> Registry {
+/// Registers it.
+pub(super) fn register(registry: &mut MetricRegistry) {
     // As Go calls it.
     let architecture = match ARCH {
         "x86_64" => "amd64",
@@ -45,9 +44,7 @@ pub(super) fn registry(catalogue: &mut Catalogue) -> Registry {
     };
     let info = Family::<Labels, Gauge>::default();
     info.get_or_create(&labels).set(1);
-    let mut registry = Registry::with_prefix("kubernetes");
     let names = "build_date, compiler, git_commit, git_tree_state, git_version, go_version, major, minor, platform";
     let help = "Always 1; the labels tell of Headgate's own build, and are empty where it has no such thing";
-    catalogue.adder("kubernetes", &mut registry).gauge("build_info", names, help, info);
-    registry
+    registry.adder("kubernetes").gauge("build_info", names, help, info);
 }

@@ -10,16 +10,15 @@ use std::{
 use nix::sys::resource::{Resource, UsageWho, getrlimit, getrusage};
 use prometheus_client::{
     metrics::{counter::Counter, gauge::Gauge},
-    registry::{Registry, Unit},
+    registry::Unit,
 };
 use tracing::debug;
 
-use super::catalogue::Catalogue;
+use crate::metric_registry::MetricRegistry;
 
 /// See the module.
 #[derive(Debug)]
 pub struct ProcessMetrics {
-    registry: Registry,
     cpu_seconds: Counter<f64, AtomicU64>,
     resident_bytes: Gauge<u64, AtomicU64>,
     virtual_bytes: Gauge<u64, AtomicU64>,
@@ -28,10 +27,9 @@ pub struct ProcessMetrics {
 }
 
 impl ProcessMetrics {
-    /// Registers everything, and describes it in the catalogue. The process begins now.
-    pub(super) fn new(catalogue: &mut Catalogue) -> Self {
-        let mut metrics = Self {
-            registry: Registry::with_prefix("process"),
+    /// Registers all of them. The process begins now.
+    pub(super) fn new(registry: &mut MetricRegistry) -> Self {
+        let metrics = Self {
             cpu_seconds: Counter::default(),
             resident_bytes: Gauge::default(),
             virtual_bytes: Gauge::default(),
@@ -40,7 +38,7 @@ impl ProcessMetrics {
         };
         let started = Gauge::<f64, AtomicU64>::default();
         started.set(SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64());
-        let mut add = catalogue.adder("process", &mut metrics.registry);
+        let mut add = registry.adder("process");
         add.counter("cpu_seconds", "", "CPU time of the agent itself", metrics.cpu_seconds.clone());
         let help = "Memory of the agent itself that is in use";
         add.gauge_in(Unit::Bytes, "resident_memory", "", help, metrics.resident_bytes.clone());
@@ -54,7 +52,7 @@ impl ProcessMetrics {
     }
 
     /// Looks, before the registry is read. What cannot be found out stays as it was.
-    pub(super) fn take(&self) {
+    pub(super) fn refresh(&self) {
         match getrusage(UsageWho::RUSAGE_SELF) {
             Ok(usage) => {
                 let spent = [usage.user_time(), usage.system_time()];
@@ -84,10 +82,6 @@ impl ProcessMetrics {
             self.max_fds.set(max);
         }
     }
-
-    pub(super) fn registry(&self) -> &Registry {
-        &self.registry
-    }
 }
 
 /// A size in `/proc/self/status`, which counts in kibibytes.
@@ -102,13 +96,13 @@ mod tests {
 
     #[test]
     fn the_process_is_as_the_system_says() {
-        let metrics = ProcessMetrics::new(&mut Catalogue::default());
-        metrics.take();
+        let metrics = ProcessMetrics::new(&mut MetricRegistry::default());
+        metrics.refresh();
         let (cpu, resident) = (metrics.cpu_seconds.get(), metrics.resident_bytes.get());
         assert!(cpu > 0.0 && resident > 1 << 20 && metrics.virtual_bytes.get() > resident, "{metrics:?}");
         // Standard input and output at least.
         assert!(metrics.open_fds.get() >= 3 && metrics.max_fds.get() >= metrics.open_fds.get(), "{metrics:?}");
-        metrics.take();
+        metrics.refresh();
         assert!(metrics.cpu_seconds.get() >= cpu, "it never falls");
         assert_eq!(bytes_of("VmPeak:\t 9 kB\nVmRSS:\t    12 kB\n", "VmRSS:"), Some(12 << 10));
         assert_eq!(bytes_of("VmRSS:\t12\n", "VmRSS:"), None);

@@ -2,7 +2,7 @@
 use std::time::Duration;
 
 use super::*;
-use crate::config::{DetectLocal, NodePortSelector};
+use crate::settings::{DetectLocal, NodePortSelector};
 
 fn parse(arguments: &[&str]) -> Result<Options, String> {
     let head = ["headgate-node-agent"];

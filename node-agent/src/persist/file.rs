@@ -13,11 +13,13 @@ use headgate_proto::{ChangesBuilder, v1};
 use prost::Message as _;
 
 use super::{
-    CHANGES_BYTES, UnsavedStep,
     format::{Chain, Kind, Writer},
     load::{self, LoadError, Loaded},
 };
-use crate::shared::Shared;
+use crate::state::{
+    AgentState,
+    unsaved::{CHANGES_BYTES, UnsavedChanges},
+};
 
 /// What was appended may take as much as what it is appended to, and this much in any case.
 const MIN_APPENDED_BYTES: u64 = 256 << 10;
@@ -57,24 +59,24 @@ struct Log {
 #[derive(Debug)]
 pub(super) enum Prepared {
     /// To be appended, with the checksum afterwards.
-    Step { generation: u64, bytes: Vec<u8>, chain: Chain },
+    Append { generation: u64, bytes: Vec<u8>, chain: Chain },
     /// A whole file under its temporary name.
-    Base { generation: u64, file: File, chain: Chain, bytes: u64 },
+    Full { generation: u64, file: File, chain: Chain, bytes: u64 },
 }
 
 impl Prepared {
-    /// The state that it holds, as [`Shared`] counts.
+    /// The state that it holds, as [`AgentState`] counts.
     pub(super) fn generation(&self) -> u64 {
         match self {
-            Self::Step { generation, .. } | Self::Base { generation, .. } => *generation,
+            Self::Append { generation, .. } | Self::Full { generation, .. } => *generation,
         }
     }
 
     /// For the metric's label.
     pub(super) fn kind(&self) -> &'static str {
         match self {
-            Self::Step { .. } => "append",
-            Self::Base { .. } => "full",
+            Self::Append { .. } => "append",
+            Self::Full { .. } => "full",
         }
     }
 }
@@ -106,28 +108,28 @@ impl StateFile {
     }
 
     /// Takes over what is unsaved. Cost: what changed; now and then the state, which is streamed to a temporary file.
-    pub(super) fn prepare(&mut self, shared: &Shared) -> Result<Prepared, SaveError> {
+    pub(super) fn prepare(&mut self, shared: &AgentState) -> Result<Prepared, SaveError> {
         self.take_lock()?;
         if let Some(log) = &self.log
             && log.bytes - log.base_bytes < log.base_bytes.max(MIN_APPENDED_BYTES)
-            && let Some(step) = shared.take_unsaved(false)
+            && let Some(unsaved) = shared.take_unsaved(false)
         {
-            return self.encode_step(&log.chain, &step);
+            return self.encode_append(&log.chain, &unsaved);
         }
         self.log = None;
-        self.write_base(shared)
+        self.write_full(shared)
     }
 
-    fn encode_step(&self, chain: &Chain, step: &UnsavedStep) -> Result<Prepared, SaveError> {
-        let mut writer = Writer::go_on(Vec::new(), chain.clone());
-        write_step(&mut writer, step).map_err(|error| self.io_error(&self.path(), error))?;
+    fn encode_append(&self, chain: &Chain, unsaved: &UnsavedChanges) -> Result<Prepared, SaveError> {
+        let mut writer = Writer::resume(Vec::new(), chain.clone());
+        write_unsaved(&mut writer, unsaved).map_err(|error| self.io_error(&self.path(), error))?;
         let (bytes, chain, _) = writer.finish();
-        Ok(Prepared::Step { generation: step.generation, bytes, chain })
+        Ok(Prepared::Append { generation: unsaved.generation, bytes, chain })
     }
 
     /// The lock on the state is held for one service at a time. What changes meanwhile follows at the end, so that the whole is one
     /// consistent state.
-    fn write_base(&self, shared: &Shared) -> Result<Prepared, SaveError> {
+    fn write_full(&self, shared: &AgentState) -> Result<Prepared, SaveError> {
         let path = self.folder.join(TEMPORARY);
         let fail = |error| self.io_error(&path, error);
         if let Err(error) = fs::remove_file(&path)
@@ -140,13 +142,13 @@ impl StateFile {
         writer.record(Kind::Owner, self.node_name.as_bytes()).map_err(fail)?;
         let keys = shared.begin_saving();
         write_services(&mut writer, shared, &keys).map_err(fail)?;
-        let step = shared.take_unsaved(true).ok_or(SaveError::Overtaken)?;
-        write_step(&mut writer, &step).map_err(fail)?;
+        let unsaved = shared.take_unsaved(true).ok_or(SaveError::Overtaken)?;
+        write_unsaved(&mut writer, &unsaved).map_err(fail)?;
         let (output, chain, bytes) = writer.finish();
         let file = output.into_inner().map_err(|error| fail(error.into_error()))?;
         // Not yet its last word: that comes when the kernel has this state.
         file.sync_all().map_err(fail)?;
-        Ok(Prepared::Base { generation: step.generation, file, chain, bytes })
+        Ok(Prepared::Full { generation: unsaved.generation, file, chain, bytes })
     }
 
     /// Makes it durable. After an error the next preparation begins anew. Returns the size of the file.
@@ -154,13 +156,13 @@ impl StateFile {
         let log = self.log.take();
         let (path, temporary) = (self.path(), self.folder.join(TEMPORARY));
         let log = match (prepared, log) {
-            (Prepared::Step { bytes, chain, .. }, Some(mut log)) => {
+            (Prepared::Append { bytes, chain, .. }, Some(mut log)) => {
                 log.append(&bytes, chain).map_err(|error| self.io_error(&path, error))?;
                 log
             }
             // Steps are prepared for the log that there is; without one nothing can be lost but their head start.
-            (Prepared::Step { .. }, None) => return Err(SaveError::Overtaken),
-            (Prepared::Base { file, chain, bytes, .. }, _) => {
+            (Prepared::Append { .. }, None) => return Err(SaveError::Overtaken),
+            (Prepared::Full { file, chain, bytes, .. }, _) => {
                 fs::rename(&temporary, &path).map_err(|error| self.io_error(&temporary, error))?;
                 let synced = File::open(&self.folder).and_then(|folder| folder.sync_all());
                 synced.map_err(|error| self.io_error(&self.folder, error))?;
@@ -224,18 +226,18 @@ impl Log {
     }
 }
 
-fn write_step(writer: &mut Writer<impl Write>, step: &UnsavedStep) -> io::Result<()> {
-    for changes in &step.changes {
+fn write_unsaved(writer: &mut Writer<impl Write>, unsaved: &UnsavedChanges) -> io::Result<()> {
+    for changes in &unsaved.changes {
         writer.record(Kind::Changes, &changes.encode_to_vec())?;
     }
-    if let Some(node) = &step.node {
+    if let Some(node) = &unsaved.node {
         writer.record(Kind::Node, &node.encode_to_vec())?;
     }
-    writer.record(Kind::Point, &step.point.encode_to_vec())
+    writer.record(Kind::Point, &unsaved.point.encode_to_vec())
 }
 
 /// Services at their values of the moment; one that has gone meanwhile is among what is unsaved.
-fn write_services(writer: &mut Writer<impl Write>, shared: &Shared, keys: &[Arc<ServiceKey>]) -> io::Result<()> {
+fn write_services(writer: &mut Writer<impl Write>, shared: &AgentState, keys: &[Arc<ServiceKey>]) -> io::Result<()> {
     let mut builder = ChangesBuilder::default();
     for key in keys {
         let mut full: Vec<v1::Changes> = Vec::new();

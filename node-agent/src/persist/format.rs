@@ -96,7 +96,7 @@ impl<W: Write> Writer<W> {
     }
 
     /// Goes on after the record whose checksum `chain` is. Counts from 0.
-    pub(super) fn go_on(output: W, chain: Chain) -> Self {
+    pub(super) fn resume(output: W, chain: Chain) -> Self {
         Self { output, chain, bytes: 0 }
     }
 

@@ -14,7 +14,7 @@ use headgate_core::{Change, Dirty, Node, State};
 use headgate_proto::{Decoder, digests_from_wire, node_from_wire, v1};
 
 use super::format::{Chain, FormatError, Kind, Reader};
-use crate::session::held::Held;
+use crate::state::held::{Held, Restored};
 
 /// Why a state file is not used. Nothing is lost by it but the head start: the control plane sends everything.
 #[derive(Debug, thiserror::Error)]
@@ -27,15 +27,6 @@ pub(super) enum LoadError {
     Incomplete,
     #[error("is damaged: {0}")]
     Content(String),
-}
-
-/// A state from disk.
-#[derive(Debug)]
-pub struct Restored {
-    /// The resources, with the version and positions that they have.
-    pub held: Held,
-    /// The agent's own node.
-    pub node: Option<Node>,
 }
 
 /// What was read, and how the file can be written on.
@@ -79,7 +70,7 @@ pub(super) fn read_from(input: impl Read, node_name: &str) -> Result<Loaded, Loa
     let (chain, base_bytes) = (reader.chain().clone(), reader.offset());
     let mut loaded = Loaded { restored: base, chain, base_bytes, valid_bytes: base_bytes, left_out: None };
     loop {
-        match read_step(&mut reader, &mut decoder, node_name) {
+        match read_appended(&mut reader, &mut decoder, node_name) {
             Ok(Some(step)) => {
                 step.apply_to(&mut loaded.restored);
                 (loaded.chain, loaded.valid_bytes) = (reader.chain().clone(), reader.offset());
@@ -134,15 +125,15 @@ impl LoadedNode {
     }
 }
 
-/// What comes between two points.
+/// The records between two points.
 #[derive(Default)]
-struct Step {
+struct Appended {
     changes: Vec<Change>,
     node: Option<LoadedNode>,
     point: v1::Resume,
 }
 
-impl Step {
+impl Appended {
     fn apply_to(self, restored: &mut Restored) {
         restored.held.replay(self.changes, &self.point);
         if let Some(node) = self.node {
@@ -152,12 +143,12 @@ impl Step {
 }
 
 /// The records up to the next point; `None` at the end of the file.
-fn read_step(
+fn read_appended(
     reader: &mut Reader<impl Read>,
     decoder: &mut Decoder,
     node_name: &str,
-) -> Result<Option<Step>, LoadError> {
-    let mut step = Step::default();
+) -> Result<Option<Appended>, LoadError> {
+    let mut step = Appended::default();
     let mut is_empty = true;
     while let Some((kind, payload)) = reader.next()? {
         is_empty = false;

@@ -10,56 +10,24 @@
 mod file;
 mod format;
 mod load;
+mod metrics;
 mod saver;
-mod unsaved;
 
-use std::{fs, io, path::Path, sync::Arc};
+use std::{fs, io, path::Path, sync::Arc, time::Duration};
 
-use headgate_core::Change;
-use headgate_proto::{ChangesBuilder, v1};
 use tracing::{info, warn};
 
-pub use load::Restored;
-pub(crate) use saver::{Saver, Surroundings};
-pub use unsaved::{Keys, Unsaved};
+pub use metrics::SaveMetrics;
+pub(crate) use saver::{Saver, SaverInputs};
 
 use self::file::StateFile;
+use crate::state::held::Restored;
 
-/// Size at which changes are cut into records.
-const CHANGES_BYTES: usize = 64 << 10;
-
-/// What changed since the last write, as it is now.
-#[derive(Debug)]
-pub(crate) struct UnsavedStep {
-    /// The state that this leads to, as [`crate::shared::Shared`] counts.
-    pub(crate) generation: u64,
-    /// Values and removals.
-    pub(crate) changes: Vec<v1::Changes>,
-    /// The agent's own node, when it has changed.
-    pub(crate) node: Option<v1::OwnNode>,
-    /// Version and positions.
-    pub(crate) point: v1::Resume,
-}
-
-/// Changes in messages of a size that suits records.
-pub(crate) fn to_wire(changes: impl Iterator<Item = Change>) -> Vec<v1::Changes> {
-    let (mut messages, mut builder) = (Vec::new(), ChangesBuilder::default());
-    for change in changes {
-        builder.push(&change, 0);
-        if builder.estimated_bytes() >= CHANGES_BYTES {
-            messages.push(std::mem::take(&mut builder).finish());
-        }
-    }
-    if builder.resources() > 0 {
-        messages.push(builder.finish());
-    }
-    messages
-}
-
-/// Opens the folder's state file for a node. Returns what is in it, if that can be used, and the saver that keeps it up to date.
+/// Opens the folder's state file for a node. Returns what is in it, if that can be used, and the saver that
+/// keeps it up to date, at most once an `interval`.
 ///
 /// Nothing that is wrong with the file or the folder is an error: it is logged, with what it means.
-pub(crate) fn open(folder: &Path, node_name: Arc<str>) -> (Option<Restored>, Saver) {
+pub(crate) fn open(folder: &Path, node_name: Arc<str>, interval: Duration) -> (Option<Restored>, Saver) {
     let mut file = StateFile::new(folder, node_name);
     let path = file.path();
     let restored = match file.load() {
@@ -84,7 +52,7 @@ pub(crate) fn open(folder: &Path, node_name: Arc<str>) -> (Option<Restored>, Sav
         }
     };
     let is_restored = restored.is_some();
-    (restored, Saver::new(file, is_restored))
+    (restored, Saver::new(file, is_restored, interval))
 }
 
 /// Removes the state file of a folder, and what a killed agent left of writing one; for `--cleanup`.

@@ -13,8 +13,15 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
-use super::file::{Prepared, SaveError, StateFile};
-use crate::{metrics::Metrics, reconcile::Progress, shared::Shared};
+use super::{
+    SaveMetrics,
+    file::{Prepared, SaveError, StateFile},
+};
+use crate::{
+    backoff::{Backoff, Jitter},
+    progress::Progress,
+    state::AgentState,
+};
 
 /// Longest pause after writes that failed.
 const LONGEST_PAUSE: Duration = Duration::from_secs(300);
@@ -27,18 +34,18 @@ pub(crate) struct Saver {
     prepared: Option<Prepared>,
     /// What is on disk; `None` when nothing, or nobody knows.
     saved: Option<u64>,
-    failures: u32,
+    backoff: Backoff,
 }
 
 /// What a saver works with.
 #[derive(Debug, Clone)]
-pub(crate) struct Surroundings {
-    pub(crate) shared: Arc<Shared>,
-    pub(crate) metrics: Arc<Metrics>,
+pub(crate) struct SaverInputs {
+    pub(crate) state: Arc<AgentState>,
+    pub(crate) metrics: SaveMetrics,
     pub(crate) progress: watch::Receiver<Progress>,
 }
 
-impl Surroundings {
+impl SaverInputs {
     /// Waits until the kernel has a state later than this one. False when no state follows any more.
     async fn programmed_after(&mut self, generation: Option<u64>) -> bool {
         let is_later =
@@ -48,99 +55,100 @@ impl Surroundings {
 }
 
 impl Saver {
-    /// A saver for a file that holds state 0 of [`Shared`], or nothing of use.
-    pub(super) fn new(file: StateFile, is_restored: bool) -> Self {
-        Self { file: Arc::new(Mutex::new(file)), prepared: None, saved: is_restored.then_some(0), failures: 0 }
+    /// A saver for a file that holds generation 0 of [`AgentState`], or nothing of use. It saves at most once
+    /// an `interval`.
+    pub(super) fn new(file: StateFile, is_restored: bool, interval: Duration) -> Self {
+        let backoff = Backoff::new(interval, LONGEST_PAUSE.max(interval), Jitter::None);
+        Self { file: Arc::new(Mutex::new(file)), prepared: None, saved: is_restored.then_some(0), backoff }
     }
 
-    /// Saves at most once an `interval`, when something has been programmed that is not on disk, until `shutdown`.
-    pub(crate) async fn run(
-        mut self,
-        mut around: Surroundings,
-        interval: Duration,
-        shutdown: CancellationToken,
-    ) -> Self {
+    /// Saves at most once an interval, when something has been programmed that is not on disk, until `shutdown`.
+    pub(crate) async fn run(mut self, mut inputs: SaverInputs, shutdown: CancellationToken) -> Self {
+        let interval = self.backoff.first();
         let mut not_before = Instant::now() + interval;
         loop {
-            let programmed = shutdown.run_until_cancelled(around.programmed_after(self.saved)).await;
+            let programmed = shutdown.run_until_cancelled(inputs.programmed_after(self.saved)).await;
             let waited = shutdown.run_until_cancelled(sleep_until(not_before)).await;
             if programmed != Some(true) || waited.is_none() {
                 return self;
             }
             not_before = Instant::now() + interval;
-            let outcome = match self.prepare(&around.shared).await {
+            let outcome = match self.prepare(&inputs.state).await {
                 Ok(generation) => {
                     // What was taken over may be ahead of the kernel by a step.
                     let before = generation.checked_sub(1);
-                    if shutdown.run_until_cancelled(around.programmed_after(before)).await != Some(true) {
+                    if shutdown.run_until_cancelled(inputs.programmed_after(before)).await != Some(true) {
                         return self;
                     }
-                    self.commit(&around.metrics).await
+                    self.commit(&inputs.metrics).await
                 }
                 Err(error) => Err(error),
             };
             if let Err(error) = outcome {
-                let pause = interval.saturating_mul(1 << self.failures.min(16)).min(LONGEST_PAUSE.max(interval));
-                not_before = Instant::now() + pause;
-                self.failed(&around.metrics, &error, pause);
+                not_before = Instant::now() + self.failed(&inputs.metrics, &error);
             }
         }
     }
 
     /// Saves what came last, once the reconcile loop has ended. A state that the kernel refused is not saved.
-    pub(crate) async fn save_last(mut self, around: &Surroundings) {
-        let progress = around.progress.borrow().clone();
-        let has_news = progress.generation().is_some() && around.shared.has_moved_since(self.saved);
+    pub(crate) async fn save_last(mut self, inputs: &SaverInputs) {
+        let progress = inputs.progress.borrow().clone();
+        let has_news = progress.generation().is_some() && inputs.state.has_moved_since(self.saved);
         if progress.failure.is_some() || !has_news {
             return self.give_up();
         }
         let mut outcome = Ok(());
         if self.prepared.is_some() {
-            outcome = self.commit(&around.metrics).await;
+            outcome = self.commit(&inputs.metrics).await;
         }
-        if outcome.is_ok() && around.shared.has_moved_since(self.saved) {
-            outcome = match self.prepare(&around.shared).await {
-                Ok(_) => self.commit(&around.metrics).await,
+        if outcome.is_ok() && inputs.state.has_moved_since(self.saved) {
+            outcome = match self.prepare(&inputs.state).await {
+                Ok(_) => self.commit(&inputs.metrics).await,
                 Err(error) => Err(error),
             };
         }
         match outcome {
             Ok(()) => info!("the state is saved"),
-            Err(error) => self.failed(&around.metrics, &error, Duration::ZERO),
+            Err(error) => {
+                self.failed(&inputs.metrics, &error);
+            }
         }
     }
 
     /// Returns the state that is ready.
-    async fn prepare(&mut self, shared: &Arc<Shared>) -> Result<u64, Failure> {
+    async fn prepare(&mut self, shared: &Arc<AgentState>) -> Result<u64, Failure> {
         let (file, shared) = (Arc::clone(&self.file), Arc::clone(shared));
         let prepared = spawn_blocking(move || lock(&file).prepare(&shared)).await??;
         Ok(self.prepared.insert(prepared).generation())
     }
 
-    async fn commit(&mut self, metrics: &Metrics) -> Result<(), Failure> {
+    async fn commit(&mut self, metrics: &SaveMetrics) -> Result<(), Failure> {
         let Some(prepared) = self.prepared.take() else { return Ok(()) };
         let (generation, kind) = (prepared.generation(), prepared.kind());
         let file = Arc::clone(&self.file);
         let bytes = spawn_blocking(move || lock(&file).commit(prepared)).await??;
         debug!(kind, bytes, "the state is saved");
-        metrics.state_saved(kind, bytes);
-        if self.failures > 0 {
+        metrics.saved(kind, bytes);
+        if self.backoff.attempts() > 0 {
             info!("the state can be saved again");
         }
-        (self.saved, self.failures) = (Some(generation), 0);
+        self.saved = Some(generation);
+        self.backoff.reset();
         Ok(())
     }
 
-    fn failed(&mut self, metrics: &Metrics, failure: &Failure, pause: Duration) {
-        metrics.state_save_errors.inc();
-        if self.failures == 0 {
+    /// Counts and logs a failure. Returns the pause before the next attempt.
+    fn failed(&mut self, metrics: &SaveMetrics, failure: &Failure) -> Duration {
+        metrics.errors.inc();
+        let pause = self.backoff.next_pause();
+        if self.backoff.attempts() == 1 {
             warn!(%failure, pause_ms = pause.as_millis(), "the state cannot be saved; forwarding does not depend on it, but a restart without a control plane would begin with an older state or none");
         } else {
             debug!(%failure, pause_ms = pause.as_millis(), "the state still cannot be saved");
         }
-        self.failures += 1;
         self.saved = None;
         self.give_up();
+        pause
     }
 
     fn give_up(&mut self) {

@@ -16,19 +16,18 @@ use super::{
     open, records_of, remove,
 };
 use crate::{
-    session::{
-        held::{Buckets, Snapshot, Step},
-        machine::OwnNode,
-        testing::{endpoint, key, no_endpoint, service, service_cidr},
+    state::{
+        AgentState,
+        held::{Buckets, OwnNode, Snapshot, StateUpdate},
     },
-    shared::Shared,
+    testing::{endpoint, key, no_endpoint, service, service_cidr},
 };
 
 /// An agent's state and its file.
 struct Agent {
     folder: TempDir,
     file: StateFile,
-    shared: Shared,
+    shared: AgentState,
     version: u64,
     has_rejections: bool,
 }
@@ -38,7 +37,7 @@ impl Agent {
         let folder = tempfile::tempdir().unwrap();
         let mut file = StateFile::new(folder.path(), "node-1".into());
         assert!(file.load().unwrap().is_none());
-        Self { folder, file, shared: Shared::persistent("node-1", None), version: 0, has_rejections: false }
+        Self { folder, file, shared: AgentState::persistent("node-1", None), version: 0, has_rejections: false }
     }
 
     /// With a snapshot, saved.
@@ -63,14 +62,14 @@ impl Agent {
     fn step(&mut self, changes: Vec<Change>, snapshot: Option<Snapshot>) {
         self.version += 1;
         let positions = vec![v1::SourcePosition { kind: 5, position: 1000 + self.version }];
-        self.shared.apply(Step {
+        self.shared.apply(StateUpdate {
             epoch: 7,
             version: self.version,
             positions,
             changes,
-            triggers: Vec::new(),
             snapshot,
             has_rejections: self.has_rejections,
+            ..StateUpdate::default()
         });
     }
 
@@ -163,7 +162,7 @@ fn row_107_a_deleted_node_is_saved_with_its_last_values_and_stays_ineligible_aft
     agent.assert_saved();
     let restored = agent.reload().restored;
     assert_eq!(restored.node, Some(gone.clone()));
-    let restarted = Shared::persistent("node-1", Some(restored));
+    let restarted = AgentState::persistent("node-1", Some(restored));
     assert_eq!(restarted.node(), Some(gone));
     let is_eligible = || restarted.backlog().health(Duration::from_secs(3600)).is_node_eligible;
     assert!(!is_eligible());
@@ -257,7 +256,7 @@ fn a_restarted_agent_goes_on_with_the_file() {
     drop(file);
     let mut file = StateFile::new(folder.path(), "node-1".into());
     let restored = file.load().unwrap().unwrap().restored;
-    let shared = Shared::persistent("node-1", Some(restored));
+    let shared = AgentState::persistent("node-1", Some(restored));
     assert!(shared.is_unconfirmed());
     assert_eq!(shared.begin_stream().0, before);
     let mut agent = Agent { folder, file, shared, version: 1, has_rejections: false };
@@ -287,7 +286,7 @@ fn half_an_append_is_left_out_and_replaced() {
     let mut file = StateFile::new(folder.path(), "node-1".into());
     let restored = file.load().unwrap().unwrap().restored;
     drop(shared);
-    let shared = Shared::persistent("node-1", Some(restored));
+    let shared = AgentState::persistent("node-1", Some(restored));
     let mut agent = Agent { folder, file, shared, version, has_rejections: false };
     agent.batch(vec![endpoint("web", 202, 8080)]);
     assert_eq!(agent.save(), "full", "nothing is appended behind what cannot be read");
@@ -325,7 +324,7 @@ fn a_second_agent_on_the_folder_does_not_write() {
     let mut agent = Agent::with_state();
     let mut second = StateFile::new(agent.folder.path(), "node-1".into());
     let restored = second.load().unwrap().unwrap().restored;
-    let shared = Shared::persistent("node-1", Some(restored));
+    let shared = AgentState::persistent("node-1", Some(restored));
     let error = second.prepare(&shared).unwrap_err().to_string();
     assert!(error.contains("is held by another agent"), "{error}");
     second.give_up();
@@ -346,7 +345,7 @@ fn a_failed_write_is_made_good_by_a_whole_file() {
     let mut agent = Agent::with_state();
     agent.batch(vec![endpoint("web", 201, 8080)]);
     let lost = agent.file.prepare(&agent.shared).unwrap();
-    assert!(matches!(lost, Prepared::Step { .. }));
+    assert!(matches!(lost, Prepared::Append { .. }));
     agent.file.give_up();
     agent.batch(vec![endpoint("web", 202, 8080)]);
     assert_eq!(agent.save(), "full");
@@ -358,10 +357,10 @@ fn a_folder_that_cannot_be_is_an_error_with_its_name() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("file");
     fs::write(&path, "in the way").unwrap();
-    let (restored, _saver) = open(&path.join("state"), "node-1".into());
+    let (restored, _saver) = open(&path.join("state"), "node-1".into(), Duration::from_secs(1));
     assert!(restored.is_none());
     let mut file = StateFile::new(&path.join("state"), "node-1".into());
-    let error = file.prepare(&Shared::persistent("node-1", None)).unwrap_err().to_string();
+    let error = file.prepare(&AgentState::persistent("node-1", None)).unwrap_err().to_string();
     assert!(error.contains(path.to_str().unwrap()), "{error}");
 }
 
@@ -381,7 +380,7 @@ fn what_changes_while_everything_is_written_is_in_it() {
     let mut agent = Agent::new();
     let services: Vec<String> = (0..300).map(|number| format!("service-{number}")).collect();
     agent.snapshot(services.iter().flat_map(|name| [service(name, 80), endpoint(name, 1, 8080)]).collect());
-    let shared = Arc::new(std::mem::replace(&mut agent.shared, Shared::new("node-1")));
+    let shared = Arc::new(std::mem::replace(&mut agent.shared, AgentState::new("node-1")));
     let churn = {
         let shared = Arc::clone(&shared);
         std::thread::spawn(move || {
@@ -391,22 +390,14 @@ fn what_changes_while_everything_is_written_is_in_it() {
                 let change = if version % 3 == 0 { no_endpoint(name, last) } else { endpoint(name, last, 8080) };
                 let gone = Change::RemoveService(key(&services[usize::try_from(version).unwrap() % services.len()]));
                 let changes = if version % 11 == 0 { vec![change, gone] } else { vec![change] };
-                shared.apply(Step {
-                    epoch: 7,
-                    version,
-                    positions: Vec::new(),
-                    changes,
-                    triggers: Vec::new(),
-                    snapshot: None,
-                    has_rejections: false,
-                });
+                shared.apply(StateUpdate { epoch: 7, version, changes, ..StateUpdate::default() });
             }
         })
     };
     for _ in 0..20 {
         agent.file.give_up();
         let prepared = agent.file.prepare(&shared).unwrap();
-        assert!(matches!(prepared, Prepared::Base { .. }));
+        assert!(matches!(prepared, Prepared::Full { .. }));
         agent.file.commit(prepared).unwrap();
         // Reading compares the digests of a moment with what was written over a while.
         assert!(agent.reload().left_out.is_none());

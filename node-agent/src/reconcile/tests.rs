@@ -9,33 +9,29 @@ use headgate_core::{
 
 use super::*;
 use crate::{
-    backlog::Counts,
     dataplane::{
         StateSource,
         fake::{Call, FakeControl, FakeDataplane},
     },
-    persist::Restored,
-    session::{
-        held::{Buckets, Held, Snapshot, Step},
-        machine::OwnNode,
-        testing::{endpoint, no_endpoint, service},
-    },
+    metric_registry::MetricRegistry,
+    state::held::{Buckets, Held, OwnNode, Restored, Snapshot, StateUpdate},
+    testing::{endpoint, no_endpoint, service, snapshot, update},
 };
 
 /// Only ever waited for when a test fails.
 const GUARD: Duration = Duration::from_secs(30);
 
 struct Loop {
-    shared: Arc<Shared>,
+    shared: Arc<AgentState>,
     control: FakeControl,
-    metrics: Arc<Metrics>,
+    metrics: SyncMetrics,
     progress: watch::Receiver<Progress>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Loop {
     fn start(timing: Timing) -> Self {
-        Self::start_with(Shared::new("node-1"), timing, None)
+        Self::start_with(AgentState::new("node-1"), timing, None)
     }
 
     /// With a state from disk, and rules in the kernel or none.
@@ -45,15 +41,14 @@ impl Loop {
         let agent_version = env!("CARGO_PKG_VERSION").to_owned();
         let point = v1::Resume { epoch: 1, version: 5, agent_version, ..Default::default() };
         let restored = Restored { held: Held::restored(state, &point), node: None };
-        Self::start_with(Shared::persistent("node-1", Some(restored)), timing, Some(has_rules))
+        Self::start_with(AgentState::persistent("node-1", Some(restored)), timing, Some(has_rules))
     }
 
-    fn start_with(shared: Shared, timing: Timing, has_rules: Option<bool>) -> Self {
+    fn start_with(shared: AgentState, timing: Timing, has_rules: Option<bool>) -> Self {
         let (backend, control) = FakeDataplane::new();
         has_rules.into_iter().for_each(|has_rules| control.next_verdict(has_rules));
-        let (shared, metrics) = (Arc::new(shared), Arc::new(Metrics::default()));
-        let (reconciler, progress) =
-            Reconciler::new(Box::new(backend), Arc::clone(&shared), Arc::clone(&metrics), timing);
+        let (shared, metrics) = (Arc::new(shared), SyncMetrics::default());
+        let (reconciler, progress) = Reconciler::new(Box::new(backend), Arc::clone(&shared), metrics.clone(), timing);
         let thread = Some(std::thread::spawn(|| reconciler.run()));
         Self { shared, control, metrics, progress, thread }
     }
@@ -81,28 +76,11 @@ impl Loop {
     }
 
     fn snapshot(&self, version: u64, changes: Vec<Change>) {
-        let snapshot = Some(Snapshot { buckets: Buckets::All, rejected: Default::default() });
-        self.shared.apply(Step {
-            epoch: 1,
-            version,
-            positions: Vec::new(),
-            changes,
-            triggers: Vec::new(),
-            snapshot,
-            has_rejections: false,
-        });
+        self.shared.apply(snapshot(version, changes));
     }
 
     fn batch(&self, version: u64, changes: Vec<Change>) {
-        self.shared.apply(Step {
-            epoch: 1,
-            version,
-            positions: Vec::new(),
-            changes,
-            triggers: Vec::new(),
-            snapshot: None,
-            has_rejections: false,
-        });
+        self.shared.apply(update(version, changes));
     }
 }
 
@@ -122,7 +100,7 @@ fn programmed_version(progress: &Progress) -> Option<u64> {
 
 /// Long enough that no verification comes in between; pauses after failures are short.
 fn timing() -> Timing {
-    let backoff = Backoff::new(Duration::from_millis(1), Duration::from_millis(5));
+    let backoff = Backoff::new(Duration::from_millis(1), Duration::from_millis(5), Jitter::Full);
     Timing { sync_period: Duration::from_secs(3600), backoff, ..Timing::default() }
 }
 
@@ -327,11 +305,11 @@ fn no_change_is_lost_and_reported_as_programmed_when_the_kernel_refused_it_once(
     let kernel = Arc::new(Mutex::new(FakeKernel::default()));
     let ledger = Ledger::new(RenderConfig::new(Family::V4));
     let backend = LedgerDataplane { ledger, kernel: Arc::clone(&kernel), refusals: 1 };
-    let (shared, metrics) = (Arc::new(Shared::new("node-1")), Arc::new(Metrics::default()));
+    let (shared, metrics) = (Arc::new(AgentState::new("node-1")), SyncMetrics::default());
     let (reconciler, progress) = Reconciler::new(Box::new(backend), Arc::clone(&shared), metrics, timing());
     let thread = Some(std::thread::spawn(|| reconciler.run()));
     let (_, control) = FakeDataplane::new();
-    let run = Loop { shared, control, metrics: Arc::new(Metrics::default()), progress, thread };
+    let run = Loop { shared, control, metrics: SyncMetrics::default(), progress, thread };
     run.snapshot(1, vec![service("web", 80), endpoint("web", 1, 8080)]);
     run.wait_programmed(1);
     run.batch(2, vec![endpoint("web", 2, 8080)]);
@@ -354,7 +332,7 @@ fn a_backend_that_lost_track_is_repaired_in_full_at_once() {
 
 #[test]
 fn a_failure_is_reported_with_its_words_and_no_ack() {
-    let slow = Backoff::new(Duration::from_secs(3600), Duration::from_secs(3600));
+    let slow = Backoff::new(Duration::from_secs(3600), Duration::from_secs(3600), Jitter::None);
     let run = Loop::start(Timing { backoff: slow, ..timing() });
     run.control.fail_next(DataplaneError::new(ErrorKind::Fatal, "iptables-restore is not installed"));
     run.snapshot(4, vec![service("web", 80)]);
@@ -363,7 +341,9 @@ fn a_failure_is_reported_with_its_words_and_no_ack() {
     assert_eq!((failure.target.version, failure.attempts), (4, 1));
     assert_eq!(failure.error, "iptables-restore is not installed");
     assert!(progress.programmed.is_none());
-    let text = run.metrics.encode(&Counts::default()).unwrap();
+    let mut registry = MetricRegistry::default();
+    run.metrics.register(&mut registry);
+    let text = registry.encode().unwrap();
     assert!(text.contains("headgate_agent_applies_failed_total{kind=\"full\"} 1"), "{text}");
 }
 
@@ -465,7 +445,7 @@ fn versions_of_another_epoch_are_reported_as_such() {
     run.snapshot(9, vec![service("web", 80)]);
     run.wait_programmed(9);
     let snapshot = Some(Snapshot { buckets: Buckets::Some(Default::default()), rejected: Default::default() });
-    run.shared.apply(Step {
+    run.shared.apply(StateUpdate {
         epoch: 2,
         version: 3,
         positions: Vec::new(),
@@ -545,8 +525,8 @@ fn a_service_that_the_kernel_refuses_holds_up_nothing_else() {
 
 #[test]
 fn a_service_that_was_refused_is_tried_again_without_a_change() {
-    let pauses = [Duration::from_millis(1), Duration::from_millis(4)];
-    let run = Loop::start(Timing { refused_pauses: pauses, ..timing() });
+    let quarantine = Backoff::new(Duration::from_millis(1), Duration::from_millis(4), Jitter::Half);
+    let run = Loop::start(Timing { quarantine, ..timing() });
     run.control.refuse(&["prod/web"]);
     run.snapshot(1, vec![service("web", 80), service("db", 5432)]);
     run.wait_programmed(1);
@@ -637,7 +617,7 @@ fn a_refusal_that_no_service_is_at_fault_for_is_a_failure() {
 
 #[test]
 fn something_new_is_tried_soon_after_a_failure() {
-    let slow = Backoff::new(Duration::from_secs(3600), Duration::from_secs(3600));
+    let slow = Backoff::new(Duration::from_secs(3600), Duration::from_secs(3600), Jitter::None);
     let run = Loop::start(Timing { backoff: slow, ..timing() });
     run.snapshot(1, vec![service("web", 80)]);
     run.wait_programmed(1);

@@ -1,14 +1,12 @@
 //! Addresses of control planes, and connections to them.
 
 use std::{
-    fmt,
     net::SocketAddr,
     sync::{Arc, OnceLock},
     time::{Duration, SystemTime},
 };
 
 use futures::future::BoxFuture;
-use headgate_core::plaintext;
 use headgate_tls::{FileError, Refusal};
 use hyper_util::{client::legacy::connect::HttpConnector, rt::TokioIo};
 use rustls::ClientConfig;
@@ -20,6 +18,7 @@ use tonic::{
 use tower::{BoxError, ServiceExt as _};
 
 use super::tls::{AgentTls, Explained};
+use crate::control_planes::ControlPlane;
 
 /// Time to connect, TLS included.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
@@ -27,63 +26,7 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(20);
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A URL that cannot be used.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{url:?} {problem}")]
-pub struct AddressError {
-    url: String,
-    problem: String,
-}
-
-/// One replica of the control plane.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ControlPlane {
-    uri: Uri,
-}
-
-impl fmt::Display for ControlPlane {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.uri.fmt(f)
-    }
-}
-
 impl ControlPlane {
-    /// Reads `https://host:port`, or `http://address:port` where `insecure` allows it.
-    ///
-    /// # Errors
-    /// Says what is wrong with the URL and what to write instead.
-    pub fn parse(url: &str, insecure: bool) -> Result<Self, AddressError> {
-        let fail = |problem: String| AddressError { url: url.to_owned(), problem };
-        let uri: Uri =
-            url.trim().parse().map_err(|error| fail(format!("is not a URL ({error}); write https://host:7443")))?;
-        let host = uri.host().ok_or_else(|| fail("has no host; write https://host:7443".into()))?;
-        if uri.port_u16().is_none() {
-            return Err(fail("has no port; write https://host:7443".into()));
-        }
-        if uri.path_and_query().is_some_and(|path| path.as_str() != "/") {
-            return Err(fail("has a path; write https://host:7443".into()));
-        }
-        match uri.scheme_str() {
-            Some("https") => Ok(Self { uri }),
-            Some("http") if !insecure => Err(fail(
-                "would be plaintext; write https://, or pass --insecure-loopback for a trial on one machine".into(),
-            )),
-            Some("http") if allows_plaintext(host) => Ok(Self { uri }),
-            Some("http") => Err(fail(format!(
-                "would be plaintext to {host}: --insecure-loopback allows loopback addresses and the test ranges {} alone; write https://",
-                plaintext::TEST_RANGES.join(", ")
-            ))),
-            None => Err(fail(format!("has no scheme; write https://{uri}"))),
-            Some(_) => Err(fail("has another scheme than https; write https://host:7443".into())),
-        }
-    }
-
-    /// True for https.
-    #[must_use]
-    pub fn uses_tls(&self) -> bool {
-        self.uri.scheme_str() == Some("https")
-    }
-
     /// What was wrong with the URL when a stream did not come about; `None` when it was something else. Asks the other end, where that may tell.
     pub(super) async fn mistake(&self, status: &Status) -> Option<ConnectError> {
         if status.message().starts_with("grpc-status header missing") {
@@ -100,22 +43,10 @@ impl ControlPlane {
         asked.is_ok_and(|speaks_tls| speaks_tls).then_some(ConnectError::SpeaksTls)
     }
 
-    /// The host as a resolver takes it, and the port.
-    pub(super) fn host_and_port(&self) -> (&str, u16) {
-        let host = self.uri.host().unwrap_or_default().trim_start_matches('[').trim_end_matches(']');
-        // Parsing has seen to it that there is a port.
-        (host, self.uri.port_u16().unwrap_or_default())
-    }
-
-    /// True when the URL is of this very address.
-    pub(super) fn names(&self, address: SocketAddr) -> bool {
-        self.host_and_port().0.parse() == Ok(address.ip())
-    }
-
     /// The URL of one of its addresses, for TCP alone: TLS goes on asking for the name.
     fn at(&self, address: Option<SocketAddr>) -> Uri {
         let uri = address.and_then(|address| format!("http://{address}").parse().ok());
-        uri.unwrap_or_else(|| self.uri.clone())
+        uri.unwrap_or_else(|| self.uri().clone())
     }
 
     /// Connects, to this address of it if one is given. TLS files are read at each call, so that renewed certificates are used without a restart.
@@ -142,7 +73,7 @@ impl ControlPlane {
             let connect =
                 self.tls_connector(address, Arc::clone(tls), Arc::clone(&loaded.config), Arc::clone(&refused));
             // tonic takes the scheme for its own TLS; that of the requests is the origin's.
-            let endpoint = endpoint(Uri::from_static("http://control-plane")).origin(self.uri.clone());
+            let endpoint = endpoint(Uri::from_static("http://control-plane")).origin(self.uri().clone());
             timeout(2 * CONNECT_TIMEOUT, endpoint.connect_with_connector(tower::service_fn(connect))).await
         } else {
             timeout(2 * CONNECT_TIMEOUT, endpoint(self.at(address)).connect_with_connector(tcp())).await
@@ -162,7 +93,7 @@ impl ControlPlane {
         config: Arc<ClientConfig>,
         refused: Arc<OnceLock<Refusal>>,
     ) -> impl FnMut(Uri) -> BoxFuture<'static, Result<TokioIo<Explained>, BoxError>> + use<> {
-        let (target, host) = (self.at(address), self.uri.host().unwrap_or_default().to_owned());
+        let (target, host) = (self.at(address), self.uri().host().unwrap_or_default().to_owned());
         move |_| {
             let (tls, config, refused) = (Arc::clone(&tls), Arc::clone(&config), Arc::clone(&refused));
             let (target, host) = (target.clone(), host.clone());
@@ -200,10 +131,6 @@ impl Connection {
     pub fn refusal(&self) -> Option<Refusal> {
         self.refused.get().cloned()
     }
-}
-
-fn allows_plaintext(host: &str) -> bool {
-    host.trim_start_matches('[').trim_end_matches(']').parse().is_ok_and(plaintext::is_allowed)
 }
 
 /// A connection that did not come about.
@@ -250,29 +177,7 @@ mod tests {
     use headgate_tls::{Files, Side};
 
     use super::*;
-
-    #[test]
-    fn urls_that_cannot_be_used_say_why() {
-        let error = |url: &str| ControlPlane::parse(url, true).unwrap_err().to_string();
-        assert!(error("https://a").contains("no port"));
-        assert!(error("https://a:1/x").contains("has a path"));
-        assert!(error("ftp://a:1").contains("another scheme"));
-        assert!(error("a:1").contains("\"a:1\" has no scheme; write https://a:1"));
-        assert!(error(":::").contains("is not a URL"));
-        assert!(error("http://192.0.3.1:1").contains("192.0.2.0/24"));
-    }
-
-    #[test]
-    fn plaintext_is_for_loopback_and_test_ranges() {
-        for host in ["127.0.0.1", "127.9.9.9", "[::1]", "192.0.2.1", "198.19.255.1", "[2001:db8::5]"] {
-            assert!(ControlPlane::parse(&format!("http://{host}:7443"), true).is_ok(), "{host}");
-            assert!(ControlPlane::parse(&format!("http://{host}:7443"), false).is_err(), "{host}");
-        }
-        for host in ["localhost", "10.0.0.1", "0.0.0.0", "[::]", "[2001:db9::1]", "example.com"] {
-            assert!(ControlPlane::parse(&format!("http://{host}:7443"), true).is_err(), "{host}");
-        }
-        assert!(ControlPlane::parse("https://example.com:7443", false).unwrap().uses_tls());
-    }
+    use crate::session::metrics::TlsMetrics;
 
     #[test]
     fn causes_are_named_once() {
@@ -285,7 +190,7 @@ mod tests {
     #[tokio::test]
     async fn a_missing_tls_file_is_named() {
         let [cert, key, ca] = ["/nowhere/c", "/nowhere/k", "/nowhere/a"].map(PathBuf::from);
-        let tls = AgentTls::new(Files { side: Side::Client, cert, key, ca }, Arc::default());
+        let tls = AgentTls::new(Files { side: Side::Client, cert, key, ca }, TlsMetrics::default());
         let target = ControlPlane::parse("https://127.0.0.1:1", false).unwrap();
         let error = target.connect(None, Some(&tls)).await.unwrap_err().to_string();
         assert!(error.starts_with("--tls-cert /nowhere/c: cannot read it: No such file"), "{error}");

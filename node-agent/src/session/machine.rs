@@ -1,13 +1,13 @@
 //! What a message from a replica means: from [`v1::ServerMessage`] to [`Effect`]s. No input, no output, no clock.
 //!
 //! The rules are those of the contract at the head of `proto/headgate/v1/discovery.proto`. Snapshots and split batches are staged here and
-//! become one [`Step`] when they are complete; a stream that breaks before leaves no trace. A [`Violation`] means that the stream cannot be
+//! become one [`StateUpdate`] when they are complete; a stream that breaks before leaves no trace. A [`Violation`] means that the stream cannot be
 //! trusted any further: the caller drops it and comes back with what it holds.
 
 use std::{collections::HashSet, iter, mem, sync::Arc, time::Duration};
 
 use headgate_core::{
-    Change, Family, Node,
+    Change, Family,
     digest::{self, BUCKETS},
     node_state::SourceState,
     reference::{Referable, Referrer},
@@ -17,11 +17,11 @@ use headgate_proto::{
     v1::{self, server_message::Body, welcome::ResumeMode},
 };
 
-use super::{
-    held::{Buckets, Snapshot, Step},
-    rejected::Rejected,
+use super::rejected::Rejected;
+use crate::state::{
+    backlog::Trigger,
+    held::{Buckets, OwnNode, Snapshot, StateUpdate},
 };
-use crate::backlog::Trigger;
 
 /// Used when a replica names no interval.
 const DEFAULT_HEARTBEAT: Duration = Duration::from_secs(10);
@@ -92,8 +92,8 @@ pub enum Violation {
 pub enum Effect {
     /// The stream begins.
     Welcomed(Welcomed),
-    /// Apply to [`super::held::Held`], then program the kernel.
-    Apply(Step),
+    /// Apply to [`crate::state::held::Held`], then program the kernel.
+    Apply(StateUpdate),
     /// The agent's own node has changed.
     Node(OwnNode),
     /// The agent has everything that the replica had when the stream began. Comes once on a stream, after the step that brought the last of it.
@@ -120,17 +120,6 @@ pub enum Effect {
         /// The replica goes on serving: only a better one is worth the move.
         for_balance: bool,
     },
-}
-
-/// The agent's own node, as the replica knows it.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct OwnNode {
-    /// `OwnNode.revision` of the stream.
-    pub revision: u64,
-    /// `None` when the source knows no such node.
-    pub node: Option<Node>,
-    /// Where the source was when it became so; `None` from a replica that does not say.
-    pub position: Option<v1::SourcePosition>,
 }
 
 /// How a stream begins.
@@ -476,7 +465,8 @@ impl Machine {
         let withdrawn = self.rejected.step(&rejections, &changes, snapshot.as_ref());
         let nack = reject(v1::Nack { version, rejections, withdrawn });
         let has_rejections = self.rejected.has_resources();
-        let step = Effect::Apply(Step { epoch, version, positions, changes, triggers, snapshot, has_rejections });
+        let step =
+            Effect::Apply(StateUpdate { epoch, version, positions, changes, triggers, snapshot, has_rejections });
         nack.into_iter().chain([step]).chain(self.resumed_at(version)).collect()
     }
 }

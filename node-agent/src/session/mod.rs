@@ -1,18 +1,21 @@
 //! The agent's side of the delta stream.
 //!
-//! [`machine`] decides what a message means and touches nothing; [`held`] is what the agent holds, and how a step changes it;
-//! [`client`] does the input and output: connects, reads, answers, comes back. [`tls`] has certificates and keys.
+//! Three modules decide and do no I/O: [`machine`] what a message means, [`failover`] when to leave a
+//! replica, `reporter` what the replica is told. [`client`] connects and reconnects, `stream` reads and
+//! writes one stream, [`tls`] has certificates and keys.
 
-pub mod backoff;
 pub mod client;
 pub mod connect;
-pub mod held;
+mod context;
+pub mod failover;
 pub mod machine;
-mod others;
+pub mod metrics;
 mod outbox;
 mod rejected;
+mod renewal;
 pub mod replicas;
-pub mod stay;
-#[cfg(test)]
-pub(crate) mod testing;
+mod reporter;
+mod standings;
+mod stream;
+mod stream_end;
 pub mod tls;

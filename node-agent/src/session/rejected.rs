@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashSet};
 use headgate_core::{Change, ServiceKey, digest};
 use headgate_proto::v1::{self, welcome::ResumeMode};
 
-use super::held::Snapshot;
+use crate::state::held::Snapshot;
 
 /// More are not kept in mind: the replica lists fewer, and what is not withdrawn here goes with the stream.
 const MAX_KEPT: usize = 1024;
@@ -129,8 +129,8 @@ fn bucket(resource: &str) -> Option<u16> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::session::{
-        held::Buckets,
+    use crate::{
+        state::held::Buckets,
         testing::{endpoint, key, no_endpoint, service, service_cidr},
     };
 

@@ -7,7 +7,7 @@ use std::{collections::VecDeque, fmt, net::SocketAddr};
 
 use tracing::warn;
 
-use super::connect::ControlPlane;
+use crate::control_planes::ControlPlane;
 
 /// One replica at one address.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -78,7 +78,7 @@ impl Replicas {
     }
 
     /// The replica that was tried last comes next again.
-    pub(super) fn stay(&mut self) {
+    pub(super) fn repeat(&mut self) {
         if let Some(last) = self.last.clone() {
             self.waiting.push_front(last);
         }
@@ -162,7 +162,7 @@ mod tests {
         let first = replicas.next().await;
         assert!(first.is_some());
         assert_eq!(replicas.next().await, first);
-        replicas.stay();
+        replicas.repeat();
         assert_eq!(replicas.next().await, first);
         assert_eq!(Replicas::new(Vec::new()).next().await, None);
     }

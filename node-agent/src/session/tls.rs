@@ -24,7 +24,7 @@ use tokio::{
 use tokio_rustls::{TlsConnector, client::TlsStream};
 use tracing::{error, info};
 
-use crate::metrics::Metrics;
+use super::metrics::TlsMetrics;
 
 /// How often the files are read while nothing is connected to: what is wrong with them shows before they are needed.
 const POLL: Duration = Duration::from_secs(10);
@@ -36,7 +36,7 @@ const SESSIONS: usize = 64;
 #[derive(Debug)]
 pub struct AgentTls {
     files: Files,
-    metrics: Arc<Metrics>,
+    metrics: TlsMetrics,
     state: Mutex<State>,
 }
 
@@ -50,7 +50,7 @@ struct State {
 impl AgentTls {
     /// Reads nothing yet: an agent whose files are bad forwards as it did before, and tries again.
     #[must_use]
-    pub fn new(files: Files, metrics: Arc<Metrics>) -> Arc<Self> {
+    pub fn new(files: Files, metrics: TlsMetrics) -> Arc<Self> {
         debug_assert_eq!(files.side, Side::Client);
         let reloader = Reloader::new(files.clone(), client_config);
         let state = State { reloader, last: None, problem: None };
@@ -91,7 +91,7 @@ impl AgentTls {
         }
         let is_first = state.last.is_none() && !was_bad;
         state.last = Some(Arc::clone(loaded));
-        self.metrics.tls.loaded(loaded, is_first);
+        self.metrics.loaded(loaded, is_first);
         info!(cert = %self.files.cert.display(), not_after = date(loaded.validity.not_after), "TLS files are in use");
     }
 
@@ -100,7 +100,7 @@ impl AgentTls {
             return;
         }
         error!("{problem}. An open stream stays; no new one is made with these files");
-        self.metrics.tls.refused(problem.clone());
+        self.metrics.refused(problem.clone());
         state.problem = Some(problem);
     }
 
@@ -132,7 +132,7 @@ impl AgentTls {
         if session.alpn_protocol() != Some(b"h2") {
             return Err(io::Error::other("the other end speaks TLS but not HTTP/2; is it a Headgate control plane?"));
         }
-        self.metrics.tls.handshake(session.handshake_kind() == Some(HandshakeKind::Resumed));
+        self.metrics.handshake(session.handshake_kind() == Some(HandshakeKind::Resumed));
         Ok(Explained { stream, explain: explained })
     }
 }

@@ -13,7 +13,7 @@ use std::{
 
 use tracing::{info, warn};
 
-use crate::config::Conntrack;
+use crate::settings::Conntrack;
 
 /// No more connections than this, unless the operator's minimum asks for it.
 const MAX_BY_CORES: u64 = 1 << 20;
@@ -178,7 +178,7 @@ fn whole_seconds(timeout: Duration) -> Option<u64> {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
-    use crate::config::{Raw, Settings};
+    use crate::settings::{Raw, Settings};
 
     fn defaults() -> Conntrack {
         Settings::check(&Raw::default()).unwrap().conntrack

@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used)]
 
 mod moves;
+#[path = "../../../tests/src/testbed/port.rs"]
 mod port;
 mod replica;
 mod restart;
@@ -24,7 +25,7 @@ use tokio::{
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tonic::Status;
 
-pub(crate) use self::port::{ReservedPort, reserve_port};
+pub(crate) use self::port::ReservedPort;
 use self::replica::{Connection, ScriptedReplica};
 use crate::{
     AgentError,
@@ -34,7 +35,7 @@ use crate::{
     },
     options::Options,
     run_with,
-    session::testing::{Replica, batch, endpoint, message, service},
+    testing::{Replica, batch, endpoint, message, service},
 };
 
 /// Only ever waited for when a test fails.
@@ -308,7 +309,7 @@ async fn a_draining_replica_is_left_for_another() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn an_absent_control_plane_is_waited_for() {
-    let reserved = reserve_port();
+    let reserved = ReservedPort::reserve().unwrap();
     let address = reserved.address();
     let agent = Agent::start(&[format!("--control-plane=http://{address}")]);
     sleep(Duration::from_millis(300)).await;
@@ -341,7 +342,7 @@ async fn get(address: SocketAddr, path: &str) -> Option<String> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn pages_are_served_also_when_the_address_was_taken_at_first() {
-    let reserved = reserve_port();
+    let reserved = ReservedPort::reserve().unwrap();
     let address = reserved.address();
     let taken = TcpListener::bind(address).await.unwrap();
     let mut replica = ScriptedReplica::start().await;

@@ -5,7 +5,7 @@ use std::time::Duration;
 use headgate_proto::v1::{self, SourceState, server_message, source_position::Kind, welcome::ResumeMode};
 
 use super::{Agent, replica::ScriptedReplica, serve, store};
-use crate::session::testing::{batch, message, service};
+use crate::testing::{batch, message, service};
 
 /// Long enough for an agent to ask the others once, and to move.
 const ASKED: Duration = Duration::from_secs(8);

@@ -16,8 +16,8 @@ use headgate_core::{
     conntrack::{Cleanup, Filter, Tracker},
 };
 use headgate_netlink::{BATCH_REQUESTS, Connection, Request, attributes};
-use headgate_node_agent::{
-    companion::NodePorts,
+use headgate_node_agent::observers::{
+    NodePorts,
     conntrack::{
         NodeAddresses, Swept, sweep,
         wire::{

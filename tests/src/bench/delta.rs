@@ -18,9 +18,9 @@ use headgate_core::{
     reference::Referable,
     view::NodeFacts,
 };
-use headgate_node_agent::session::{
-    held::Held,
-    machine::{Effect, Machine},
+use headgate_node_agent::{
+    session::machine::{Effect, Machine},
+    state::held::Held,
 };
 use headgate_proto::{frame::PREFIX_BYTES, v1};
 use prost::Message as _;

@@ -18,7 +18,7 @@ use headgate_control_plane::{
     transaction::Sink,
 };
 use headgate_core::digest::Digests;
-use headgate_node_agent::session::backoff::Backoff;
+use headgate_node_agent::backoff::Backoff;
 use tempfile::TempDir;
 use tokio::time::sleep;
 use tokio_util::sync::{CancellationToken, DropGuard};

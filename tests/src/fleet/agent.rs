@@ -3,9 +3,9 @@
 use std::{sync::Arc, time::Instant};
 
 use headgate_core::{Dirty, digest::Digests, reference::Referable};
-use headgate_node_agent::session::{
-    held::Held,
-    machine::{Effect as MachineEffect, Machine},
+use headgate_node_agent::{
+    session::machine::{Effect as MachineEffect, Machine},
+    state::held::Held,
 };
 use headgate_proto::{digests_to_wire, v1};
 use prost::Message as _;

@@ -41,7 +41,7 @@ use crate::{node_inputs::NodeInputs, packet_counters};
 const DEEP_LOOK_PAUSE_FACTOR: u32 = 100;
 
 /// Sets what rules for NodePorts on 127.0.0.0/8 need, where there are to be any.
-pub(super) fn prepare(localhost_node_ports: bool, inputs: &NodeInputs) -> Result<(), DataplaneError> {
+pub(crate) fn prepare(localhost_node_ports: bool, inputs: &NodeInputs) -> Result<(), DataplaneError> {
     let mut config = RenderConfig { localhost_node_ports, ..RenderConfig::new(Family::V4) };
     config.node_port_addresses = inputs.node_ports(Family::V4).clone();
     let set = if fixed::has_localnet_guard(&config) { sysctl::route_localnet() } else { Ok(()) };

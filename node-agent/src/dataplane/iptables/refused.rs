@@ -6,8 +6,8 @@ use headgate_core::{Family, ServiceKey, State, iptables::Ledger};
 
 use super::command::Programs;
 use crate::{
+    bisect::{Fault, find_faults},
     dataplane::{DataplaneError, ErrorKind, Refused, StateSource},
-    isolate::{Fault, find_faults},
 };
 
 /// Attempts in one search. For one service among 10,000, 28 are enough.

@@ -19,7 +19,7 @@ use super::{
 ///
 /// # Errors
 /// Names what is left.
-pub(in crate::dataplane) fn remove_all(exclude_cidrs: &[IpNet]) -> Result<(), DataplaneError> {
+pub(crate) fn remove_all(exclude_cidrs: &[IpNet]) -> Result<(), DataplaneError> {
     let mut kernel = Kernel::default();
     let device = kernel.existing_device()?;
     let mut result = Ok(());

@@ -13,7 +13,7 @@ mod read;
 mod sysctl;
 mod write;
 
-pub(super) use cleanup::remove_all;
+pub(crate) use cleanup::remove_all;
 pub use config::Config;
 
 use std::{
@@ -51,7 +51,7 @@ const DRAIN_INTERVAL: Duration = Duration::from_secs(5);
 ///
 /// # Errors
 /// One cannot be set; [`ErrorKind::Unavailable`] when the kernel has no IPVS.
-pub(super) fn prepare(strict_arp: bool) -> Result<(), DataplaneError> {
+pub(crate) fn prepare(strict_arp: bool) -> Result<(), DataplaneError> {
     // They come with IPVS.
     Ipvs::open().map_err(of_ipvs)?;
     let sentences = Sysctls::default().set(strict_arp).map_err(|error| DataplaneError::new(ErrorKind::Fatal, error))?;

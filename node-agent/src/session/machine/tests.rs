@@ -3,8 +3,8 @@ use headgate_core::{Dirty, Endpoint, digest::service_bucket};
 use proptest::prelude::*;
 
 use super::*;
-use crate::session::{
-    held::Held,
+use crate::{
+    state::held::Held,
     testing::{Replica, batch, chunk, end, endpoint, key, message, no_endpoint, service, service_cidr},
 };
 

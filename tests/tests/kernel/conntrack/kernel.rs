@@ -11,8 +11,8 @@ use headgate_core::{
     conntrack::{Cleanup, Filter, OriginalDestination, Tracker},
 };
 use headgate_netlink::Connection;
-use headgate_node_agent::{
-    companion::NodePorts,
+use headgate_node_agent::observers::{
+    NodePorts,
     conntrack::{NodeAddresses, Swept, sweep, wire},
 };
 use headgate_tests::{

@@ -3,7 +3,7 @@
 use std::{path::Path, time::Duration};
 
 use headgate_core::{ServiceKey, State};
-use headgate_node_agent::session::backoff::Backoff;
+use headgate_node_agent::backoff::{Backoff, Jitter};
 use headgate_tests::agent::Agent;
 use headgate_tls::{Files, Side};
 
@@ -25,5 +25,5 @@ pub(crate) fn clock(agent: &Agent, key: &ServiceKey) -> Option<u16> {
 
 /// There are few agents, and much is to go wrong in little time.
 fn brief() -> Backoff {
-    Backoff::new(Duration::from_millis(20), Duration::from_millis(400))
+    Backoff::new(Duration::from_millis(20), Duration::from_millis(400), Jitter::Full)
 }

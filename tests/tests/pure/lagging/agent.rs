@@ -1,10 +1,12 @@
 //! The agent of the model: the real machine, what it holds, and its decisions to stay or move; its disk and its kernel.
 
 use headgate_core::{Change, Dirty, Node, reference::Referable};
-use headgate_node_agent::session::{
-    held::Held,
-    machine::{Effect, Machine, Violation},
-    stay::{HeldState, Moves, Standing, Stay, choose},
+use headgate_node_agent::{
+    session::{
+        failover::{Failover, HeldState, MoveLimits, Standing, choose},
+        machine::{Effect, Machine, Violation},
+    },
+    state::held::Held,
 };
 use headgate_proto::v1::{self, server_message::Body};
 use prost::Message as _;
@@ -45,8 +47,8 @@ pub(crate) struct Agent {
     /// Where the replica was when the stream began: what is programmed after a start from disk is not older.
     at_begin: Places,
     distrusts_version: bool,
-    stay: Stay,
-    moves: Moves,
+    failover: Failover,
+    moves: MoveLimits,
     /// The source was restored from a backup.
     pub(crate) may_go_back: bool,
     pub(crate) rejections: u64,
@@ -54,7 +56,7 @@ pub(crate) struct Agent {
 
 impl Agent {
     pub(crate) fn new(program: Program, now: Instant) -> Self {
-        let moves = Moves::default();
+        let moves = MoveLimits::default();
         Self {
             program,
             machine: Machine::new(NODE.into()),
@@ -67,7 +69,7 @@ impl Agent {
             is_unconfirmed: false,
             at_begin: Places::new(),
             distrusts_version: false,
-            stay: Stay::new(&moves, now),
+            failover: Failover::new(&moves, now),
             moves,
             may_go_back: false,
             rejections: 0,
@@ -106,7 +108,7 @@ impl Agent {
     /// A stream begins, at a replica where every key is at one of `at_begin`. Returns what `Hello` says.
     pub(crate) fn begin(&mut self, at_begin: Places, now: Instant) -> Option<v1::Resume> {
         self.at_begin = at_begin;
-        self.stay = Stay::new(&self.moves, now);
+        self.failover = Failover::new(&self.moves, now);
         let mut resume = self.held.resume();
         if let Some(resume) = &mut resume
             && (self.distrusts_version || self.machine.has_forgotten_rejections())
@@ -140,7 +142,7 @@ impl Agent {
             self.on_effect(source, effect, now);
         }
         if !is_heartbeat {
-            self.stay.on_progress(self.machine.is_following(), now);
+            self.failover.on_progress(self.machine.is_following(), now);
         }
         if self.machine.needs_referable() {
             self.machine.refer_to(Referable::of(self.held.state()));
@@ -151,8 +153,8 @@ impl Agent {
 
     fn on_effect(&mut self, source: &History, effect: Effect, now: Instant) {
         match effect {
-            Effect::Welcomed(welcomed) => self.stay.on_source(welcomed.source, now),
-            Effect::Heartbeat { source, .. } => self.stay.on_source(source, now),
+            Effect::Welcomed(welcomed) => self.failover.on_source(welcomed.source, now),
+            Effect::Heartbeat { source, .. } => self.failover.on_source(source, now),
             Effect::Apply(step) => {
                 self.held.apply(step, &mut Dirty::default());
                 let places = source.places(self.held.state());
@@ -197,7 +199,7 @@ impl Agent {
 
     /// Whether and where the agent moves now, of the replicas that answer.
     pub(crate) fn decide(&mut self, others: impl FnOnce() -> Vec<(usize, Standing)>, now: Instant) -> Option<usize> {
-        let trouble = self.stay.due(now)?;
+        let trouble = self.failover.due(now)?;
         let others = others();
         let held = self.held.point(false).as_ref().map(HeldState::of);
         let standings: Vec<_> = others.iter().map(|(_, standing)| standing.clone()).collect();

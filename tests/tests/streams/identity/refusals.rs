@@ -4,11 +4,8 @@ use std::sync::Arc;
 
 use headgate_control_plane::serve::Settings;
 use headgate_node_agent::{
-    metrics::Metrics,
-    session::{
-        connect::{ConnectError, ControlPlane as Target},
-        tls::AgentTls,
-    },
+    control_planes::ControlPlane as Target,
+    session::{connect::ConnectError, metrics::TlsMetrics, tls::AgentTls},
 };
 use headgate_tls::{Files, Side, explain};
 use rcgen::{CertificateParams, ExtendedKeyUsagePurpose, SanType, date_time_ymd};
@@ -81,7 +78,7 @@ async fn agent_error(server: &Server, own: &Pair, trusts: &Authority) -> String 
     let folder = tempfile::tempdir().unwrap();
     own.write(folder.path(), &[trusts]);
     let [cert, key, ca] = ["tls.crt", "tls.key", "ca.crt"].map(|name| folder.path().join(name));
-    let tls = AgentTls::new(Files { side: Side::Client, cert, key, ca }, Arc::new(Metrics::default()));
+    let tls = AgentTls::new(Files { side: Side::Client, cert, key, ca }, TlsMetrics::default());
     match Target::parse(&server.url(), false).unwrap().connect(None, Some(&tls)).await {
         Err(ConnectError::Refused(refusal)) => refusal.sentence,
         other => panic!("{other:?}"),

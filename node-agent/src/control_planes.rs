@@ -1,0 +1,114 @@
+//! Addresses of control planes, as the operator gives them.
+
+use std::{fmt, net::SocketAddr};
+
+use headgate_core::plaintext;
+use tonic::transport::Uri;
+
+/// A URL that cannot be used.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{url:?} {problem}")]
+pub struct AddressError {
+    url: String,
+    problem: String,
+}
+
+/// One replica of the control plane.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ControlPlane {
+    uri: Uri,
+}
+
+impl fmt::Display for ControlPlane {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.uri.fmt(f)
+    }
+}
+
+impl ControlPlane {
+    /// Reads `https://host:port`, or `http://address:port` where `insecure` allows it.
+    ///
+    /// # Errors
+    /// Says what is wrong with the URL and what to write instead.
+    pub fn parse(url: &str, insecure: bool) -> Result<Self, AddressError> {
+        let fail = |problem: String| AddressError { url: url.to_owned(), problem };
+        let uri: Uri =
+            url.trim().parse().map_err(|error| fail(format!("is not a URL ({error}); write https://host:7443")))?;
+        let host = uri.host().ok_or_else(|| fail("has no host; write https://host:7443".into()))?;
+        if uri.port_u16().is_none() {
+            return Err(fail("has no port; write https://host:7443".into()));
+        }
+        if uri.path_and_query().is_some_and(|path| path.as_str() != "/") {
+            return Err(fail("has a path; write https://host:7443".into()));
+        }
+        match uri.scheme_str() {
+            Some("https") => Ok(Self { uri }),
+            Some("http") if !insecure => Err(fail(
+                "would be plaintext; write https://, or pass --insecure-loopback for a trial on one machine".into(),
+            )),
+            Some("http") if allows_plaintext(host) => Ok(Self { uri }),
+            Some("http") => Err(fail(format!(
+                "would be plaintext to {host}: --insecure-loopback allows loopback addresses and the test ranges {} alone; write https://",
+                plaintext::TEST_RANGES.join(", ")
+            ))),
+            None => Err(fail(format!("has no scheme; write https://{uri}"))),
+            Some(_) => Err(fail("has another scheme than https; write https://host:7443".into())),
+        }
+    }
+
+    /// True for https.
+    #[must_use]
+    pub fn uses_tls(&self) -> bool {
+        self.uri.scheme_str() == Some("https")
+    }
+
+    /// The host as a resolver takes it, and the port.
+    pub(crate) fn host_and_port(&self) -> (&str, u16) {
+        let host = self.uri.host().unwrap_or_default().trim_start_matches('[').trim_end_matches(']');
+        // Parsing has seen to it that there is a port.
+        (host, self.uri.port_u16().unwrap_or_default())
+    }
+
+    /// True when the URL is of this very address.
+    pub(crate) fn names(&self, address: SocketAddr) -> bool {
+        self.host_and_port().0.parse() == Ok(address.ip())
+    }
+
+    /// The URL.
+    pub(crate) fn uri(&self) -> &Uri {
+        &self.uri
+    }
+}
+
+fn allows_plaintext(host: &str) -> bool {
+    host.trim_start_matches('[').trim_end_matches(']').parse().is_ok_and(plaintext::is_allowed)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn urls_that_cannot_be_used_say_why() {
+        let error = |url: &str| ControlPlane::parse(url, true).unwrap_err().to_string();
+        assert!(error("https://a").contains("no port"));
+        assert!(error("https://a:1/x").contains("has a path"));
+        assert!(error("ftp://a:1").contains("another scheme"));
+        assert!(error("a:1").contains("\"a:1\" has no scheme; write https://a:1"));
+        assert!(error(":::").contains("is not a URL"));
+        assert!(error("http://192.0.3.1:1").contains("192.0.2.0/24"));
+    }
+
+    #[test]
+    fn plaintext_is_for_loopback_and_test_ranges() {
+        for host in ["127.0.0.1", "127.9.9.9", "[::1]", "192.0.2.1", "198.19.255.1", "[2001:db8::5]"] {
+            assert!(ControlPlane::parse(&format!("http://{host}:7443"), true).is_ok(), "{host}");
+            assert!(ControlPlane::parse(&format!("http://{host}:7443"), false).is_err(), "{host}");
+        }
+        for host in ["localhost", "10.0.0.1", "0.0.0.0", "[::]", "[2001:db9::1]", "example.com"] {
+            assert!(ControlPlane::parse(&format!("http://{host}:7443"), true).is_err(), "{host}");
+        }
+        assert!(ControlPlane::parse("https://example.com:7443", false).unwrap().uses_tls());
+    }
+}

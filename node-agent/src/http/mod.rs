@@ -1,0 +1,115 @@
+//! Pages: `/metrics`, `/metrics/slis`, `/healthz`, `/proxyMode`, `/configz`, `/flagz`, `/statusz` and `/status` on one port, `/healthz` and `/livez` for load balancers and the
+//! kubelet on another.
+
+mod component;
+pub mod health;
+pub mod listen;
+mod zpages;
+
+use std::sync::Arc;
+
+use axum::{
+    Json, Router,
+    extract::State,
+    http::{
+        HeaderMap, StatusCode,
+        header::{ACCEPT, CONTENT_TYPE},
+    },
+    response::{IntoResponse, Response},
+    routing::get,
+};
+use headgate_core::{exposition, node_state::SourceState};
+use tokio::sync::watch;
+
+use crate::{
+    dataplane::proxy_mode,
+    http::{health::HealthPages, listen::Server},
+    metrics::Metrics,
+    progress::Progress,
+    settings::{Flags, Settings},
+    state::backlog::Backlog,
+};
+
+/// What the pages are made from.
+#[derive(Debug, Clone)]
+pub struct Pages {
+    /// Counters.
+    pub metrics: Arc<Metrics>,
+    /// What is programmed.
+    pub progress: watch::Receiver<Progress>,
+    /// What waits to be programmed.
+    pub backlog: Arc<Backlog>,
+    /// The configuration in use, as a `KubeProxyConfiguration`.
+    pub configz: Arc<serde_json::Value>,
+    /// Flags and their values, for `/flagz`.
+    pub flags: Arc<Flags>,
+}
+
+/// The servers that the settings ask for.
+#[must_use]
+pub fn servers(settings: &Settings, pages: &Pages) -> Vec<Server> {
+    let mut servers = Vec::new();
+    if let Some(address) = settings.healthz_bind_address {
+        let Pages { backlog, metrics, .. } = pages.clone();
+        let pages = HealthPages { backlog, metrics, patience: settings.sync_period.saturating_mul(2) };
+        servers.push(Server::new("/healthz and /livez", "--healthz-bind-address", address, health::router(pages)));
+    }
+    if let Some(address) = settings.metrics_bind_address {
+        let what = "/metrics, /metrics/slis, /healthz, /proxyMode, /configz, /flagz, /statusz and /status";
+        let app = router(pages.clone()).merge(zpages::router(settings, &pages.flags));
+        servers.push(Server::new(what, "--metrics-bind-address", address, app));
+    }
+    servers
+}
+
+fn router(pages: Pages) -> Router {
+    Router::new()
+        .route("/metrics", get(metrics))
+        .route("/proxyMode", get(mode))
+        .route("/configz", get(configz))
+        .route("/status", get(status))
+        .with_state(pages)
+        .merge(component::router())
+}
+
+async fn metrics(State(pages): State<Pages>, request: HeaderMap) -> Response {
+    match pages.metrics.encode(&pages.backlog.counts()) {
+        Ok(text) => in_format(&request, text).into_response(),
+        Err(error) => {
+            (StatusCode::INTERNAL_SERVER_ERROR, [(CONTENT_TYPE, "text/plain")], error.to_string()).into_response()
+        }
+    }
+}
+
+/// A page of metrics, from OpenMetrics text, in the format that the request asks for.
+fn in_format(request: &HeaderMap, open_metrics: String) -> impl IntoResponse + use<> {
+    let accepted = request.get_all(ACCEPT).iter().filter_map(|value| value.to_str().ok());
+    let (content_type, text) = exposition::page(accepted, open_metrics);
+    ([(CONTENT_TYPE, content_type)], text)
+}
+
+/// What the agent knows of itself, for whoever looks: its control plane, what it holds and has programmed, and what is wrong.
+async fn status(State(pages): State<Pages>) -> impl IntoResponse {
+    let progress = pages.progress.borrow().clone();
+    let programmed = progress.programmed.map(|programmed| programmed.target.version);
+    Json(serde_json::json!({
+        "connected": pages.metrics.session.connected.get() == 1,
+        "version": pages.metrics.session.version_received.get(),
+        "programmedVersion": programmed,
+        "sourceState": pages.metrics.session.source_state().map(SourceState::as_str),
+        "sourceAgeSeconds": pages.metrics.session.source_age().map(|age| age.as_secs_f64()),
+        "backend": progress.status.backend,
+        "degraded": progress.status.degraded,
+        "tlsProblem": pages.metrics.session.tls.problem(),
+        "lastError": progress.failure.map(|failure| failure.error),
+    }))
+}
+
+async fn mode(State(pages): State<Pages>) -> String {
+    proxy_mode(&pages.progress.borrow().status.backend).to_owned()
+}
+
+/// As Kubernetes' components answer: by the group of the configuration.
+async fn configz(State(pages): State<Pages>) -> impl IntoResponse {
+    Json(serde_json::json!({ "kubeproxy.config.k8s.io": &*pages.configz }))
+}

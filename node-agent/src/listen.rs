@@ -1,0 +1,33 @@
+//! Listening sockets.
+
+use std::{io, net::SocketAddr};
+
+use socket2::{Domain, Protocol, Socket, Type};
+use tokio::net::TcpListener;
+
+/// Connections that wait to be accepted.
+const BACKLOG: i32 = 1024;
+
+/// Which families a socket at an IPv6 address serves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Families {
+    /// IPv6 alone.
+    Own,
+    /// IPv4 as well, where the address is unspecified.
+    Both,
+}
+
+/// Listens at an address. Needs a tokio runtime.
+///
+/// # Errors
+/// What the system says.
+pub(crate) fn listen(address: SocketAddr, families: Families) -> io::Result<TcpListener> {
+    let socket = Socket::new(Domain::for_address(address), Type::STREAM.nonblocking(), Some(Protocol::TCP))?;
+    if address.is_ipv6() {
+        socket.set_only_v6(families == Families::Own)?;
+    }
+    socket.set_reuse_address(true)?;
+    socket.bind(&address.into())?;
+    socket.listen(BACKLOG)?;
+    TcpListener::from_std(socket.into())
+}

@@ -1,0 +1,194 @@
+//! All metrics of the agent, registered and encoded for Prometheus. Each module below owns its metrics.
+
+mod build_info;
+pub mod kube_proxy;
+pub mod process;
+
+use std::fmt;
+
+use self::{kube_proxy::KubeProxyMetrics, process::ProcessMetrics};
+use crate::{
+    metric_registry::MetricRegistry,
+    observers::{
+        conntrack::ConntrackMetrics, endpoint_checks::metrics::EndpointCheckMetrics,
+        health_check_ports::HealthCheckMetrics,
+    },
+    persist::SaveMetrics,
+    reconcile::SyncMetrics,
+    session::metrics::SessionMetrics,
+    state::backlog::Counts,
+};
+
+/// See the module. Units are base units; Headgate's own names begin with `headgate_agent_`.
+#[derive(Debug)]
+pub struct Metrics {
+    registry: MetricRegistry,
+    /// The session with the control plane.
+    pub session: SessionMetrics,
+    /// The state on disk.
+    pub saves: SaveMetrics,
+    /// Syncs.
+    pub sync: SyncMetrics,
+    /// The thread that deletes stale flows.
+    pub conntrack: ConntrackMetrics,
+    /// Health-check node ports.
+    pub health_check_ports: HealthCheckMetrics,
+    /// Endpoint checks.
+    pub endpoint_checks: EndpointCheckMetrics,
+    /// kube-proxy's others.
+    pub kube_proxy: KubeProxyMetrics,
+    process: ProcessMetrics,
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        let mut registry = MetricRegistry::default();
+        build_info::register(&mut registry);
+        let process = ProcessMetrics::new(&mut registry);
+        let mut metrics = Self {
+            registry,
+            session: SessionMetrics::default(),
+            saves: SaveMetrics::default(),
+            sync: SyncMetrics::default(),
+            conntrack: ConntrackMetrics::default(),
+            health_check_ports: HealthCheckMetrics::default(),
+            endpoint_checks: EndpointCheckMetrics::default(),
+            kube_proxy: KubeProxyMetrics::default(),
+            process,
+        };
+        let registry = &mut metrics.registry;
+        metrics.session.register(registry);
+        metrics.saves.register(registry);
+        metrics.sync.register(registry);
+        metrics.conntrack.register(registry);
+        metrics.health_check_ports.register(registry);
+        metrics.endpoint_checks.register(registry);
+        metrics.kube_proxy.register(registry);
+        metrics
+    }
+}
+
+impl Metrics {
+    /// The registry, with the descriptions of all metrics.
+    #[must_use]
+    pub fn registry(&self) -> &MetricRegistry {
+        &self.registry
+    }
+
+    /// Everything as OpenMetrics text, with the counts of the backlog.
+    ///
+    /// # Errors
+    /// Only when formatting fails, which a `String` does not.
+    pub fn encode(&self, counts: &Counts) -> Result<String, fmt::Error> {
+        self.session.refresh();
+        self.kube_proxy.take_counts(counts);
+        if self.sync.counts_packets.get() != 0 {
+            self.kube_proxy.read_packet_counters();
+        }
+        self.process.refresh();
+        self.registry.encode()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+    use headgate_core::{
+        Family::{V4, V6},
+        view::NoLocalEndpoints,
+    };
+    use headgate_proto::v1::welcome::ResumeMode;
+
+    use super::*;
+    use crate::{
+        dataplane::{FamilyStatistics, Report, TableStatistics},
+        reconcile::SyncKind,
+        state::backlog::Trigger,
+    };
+
+    #[test]
+    fn names_and_labels() {
+        let metrics = Metrics::default();
+        metrics.session.stream_error("version_gap");
+        metrics.session.resumed(ResumeMode::Digests);
+        metrics.session.heard(Duration::from_secs(5));
+        let report = Report { services_planned: 3, objects_written: 4, warnings: Vec::new() };
+        metrics.sync.succeeded(SyncKind::Partial, Duration::from_millis(3), &report, &[], &[]);
+        metrics.sync.failed(SyncKind::Full, &[]);
+        let text = metrics.encode(&Counts::default()).unwrap();
+        for line in [
+            "headgate_agent_stream_errors_total{reason=\"version_gap\"} 1",
+            "headgate_agent_resumes_total{mode=\"digests\"} 1",
+            "headgate_agent_services_planned_total 3",
+            "headgate_agent_objects_written_total 4",
+            "headgate_agent_version_programmed 0",
+            "headgate_agent_apply_duration_seconds_count{kind=\"partial\"} 1",
+            "headgate_agent_applies_failed_total{kind=\"full\"} 1",
+            "headgate_agent_connected 0",
+        ] {
+            assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
+        }
+        assert!(metrics.session.source_age().unwrap() >= Duration::from_secs(5));
+    }
+
+    #[test]
+    fn everything_that_is_served_is_described() {
+        let metrics = Metrics::default();
+        metrics.session.stream_error("x");
+        metrics.session.resumed(ResumeMode::Log);
+        metrics.saves.saved("full", 1);
+        metrics.sync.failed(SyncKind::Partial, &[]);
+        metrics.kube_proxy.healthz(200);
+        metrics.kube_proxy.livez(200);
+        metrics.sync.succeeded(SyncKind::Partial, Duration::ZERO, &Report::default(), &[], &[]);
+        let text = metrics.encode(&Counts::default()).unwrap();
+        let names = metrics.registry().names();
+        let mut served = 0;
+        for line in text.lines().filter_map(|line| line.strip_prefix("# TYPE ")) {
+            let (name, kind) = line.split_once(' ').unwrap();
+            let name = if kind == "counter" { format!("{name}_total") } else { name.to_owned() };
+            assert!(names.contains(&name.as_str()), "{name} is not in the catalogue");
+            served += 1;
+        }
+        assert!(served > 30, "{served}");
+        assert_eq!(text.matches("# EOF").count(), 1);
+    }
+
+    // rows: 109
+    #[test]
+    fn row_109_kube_proxys_names_and_labels() {
+        let metrics = Metrics::default();
+        let table = TableStatistics { table: "nat", total: 9, last: 2 };
+        let no_local = NoLocalEndpoints { internal: 1, external: 0 };
+        let v4 = FamilyStatistics { family: V4, took: Duration::from_millis(3), rules: vec![table], no_local };
+        let now_ms = u64::try_from(SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_millis()).unwrap();
+        let triggers = [Trigger { family: V4, unix_ms: now_ms + 1000 }, Trigger { family: V6, unix_ms: 1 }];
+        metrics.sync.succeeded(SyncKind::Partial, Duration::ZERO, &Report::default(), &[v4], &triggers);
+        metrics.sync.failed(SyncKind::Partial, &[V6]);
+        metrics.kube_proxy.healthz(503);
+        let counts = Counts { endpoint_changes_total: 5, service_changes_pending: 2, ..Counts::default() };
+        let text = metrics.encode(&counts).unwrap();
+        for line in [
+            "kubeproxy_sync_proxy_rules_duration_seconds_count{ip_family=\"IPv4\"} 1",
+            "kubeproxy_sync_partial_proxy_rules_duration_seconds_bucket{le=\"0.004\",ip_family=\"IPv4\"} 1",
+            "kubeproxy_network_programming_duration_seconds_count{ip_family=\"IPv4\"} 1",
+            "kubeproxy_sync_proxy_rules_iptables_total{ip_family=\"IPv4\",table=\"nat\"} 9",
+            "kubeproxy_sync_proxy_rules_iptables_last{ip_family=\"IPv4\",table=\"nat\"} 2",
+            "kubeproxy_sync_proxy_rules_no_local_endpoints_total{ip_family=\"IPv4\",traffic_policy=\"internal\"} 1",
+            "kubeproxy_sync_proxy_rules_no_local_endpoints_total{ip_family=\"IPv4\",traffic_policy=\"external\"} 0",
+            "kubeproxy_sync_proxy_rules_iptables_restore_failures_total{ip_family=\"IPv6\"} 1",
+            "kubeproxy_sync_proxy_rules_iptables_partial_restore_failures_total{ip_family=\"IPv6\"} 1",
+            "kubeproxy_proxy_healthz_total{code=\"503\"} 1",
+            "kubeproxy_sync_proxy_rules_endpoint_changes_total 5",
+            "kubeproxy_sync_proxy_rules_service_changes_pending 2",
+        ] {
+            assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
+        }
+        assert!(
+            !text.contains("network_programming_duration_seconds_count{ip_family=\"IPv6\"}"),
+            "older than the process"
+        );
+    }
+}

@@ -1,0 +1,169 @@
+//! Active health checks of endpoints: the sockets, the clock and the counting.
+//!
+//! [`headgate_core::endpoint_health`] decides what is checked when, and what outcomes mean. The result goes
+//! into the node's facts, and the reconcile loop programs the services whose endpoints began to fail or
+//! recovered. This works for every dataplane.
+
+pub mod metrics;
+mod targets;
+#[cfg(test)]
+mod tests;
+
+use std::{
+    io,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use headgate_core::{
+    NodeFacts, ServiceKey,
+    endpoint_health::{Check, CheckTiming, Checks, FailingEndpoints, ServiceTargets},
+};
+use tokio::{net::TcpStream, task::JoinSet};
+use tokio_util::sync::CancellationToken;
+use tracing::info;
+
+use crate::{
+    observers::{
+        Changes, Follower, Mailbox,
+        endpoint_checks::metrics::{CheckResult, EndpointCheckMetrics},
+    },
+    state::AgentState,
+};
+
+/// Most checks at a time. Those that are due beyond that wait.
+pub const MAX_RUNNING: usize = 256;
+
+/// The observer that follows what services ask for, and the checker to be run on the async runtime.
+#[must_use]
+pub fn new(
+    timing: CheckTiming,
+    shared: Arc<AgentState>,
+    metrics: EndpointCheckMetrics,
+) -> (Follower<ServiceTargets>, Checker) {
+    let (follower, mailbox) = Follower::new(targets::targets);
+    let checks = Checks::new(timing, fastrand::u64(..));
+    (
+        follower,
+        Checker { mailbox, shared, metrics, checks, reported: FailingEndpoints::default(), started: Instant::now() },
+    )
+}
+
+/// Checks endpoints in the network namespace of the runtime's threads, at most [`MAX_RUNNING`] at a time.
+#[derive(Debug)]
+pub struct Checker {
+    mailbox: Arc<Mailbox<ServiceTargets>>,
+    shared: Arc<AgentState>,
+    metrics: EndpointCheckMetrics,
+    checks: Checks,
+    /// What the node's facts have: nothing takes the lock unless it changes.
+    reported: FailingEndpoints,
+    started: Instant,
+}
+
+impl Checker {
+    /// Checks until `shutdown`.
+    pub async fn run(mut self, shutdown: CancellationToken) {
+        let mut running = JoinSet::new();
+        loop {
+            for check in self.checks.start(self.now_ms(), MAX_RUNNING - running.len()) {
+                running.spawn(async move { (check, connect(check).await) });
+            }
+            let pause = self.checks.next_due_ms().filter(|_| running.len() < MAX_RUNNING).map(|at| self.pause(at));
+            let changed = tokio::select! {
+                () = shutdown.cancelled() => return,
+                changes = self.mailbox.take() => self.take(changes),
+                Some(joined) = running.join_next(), if !running.is_empty() => match joined {
+                    Ok((check, result)) => self.finish(&check, &result),
+                    // Tasks neither panic nor are they aborted.
+                    Err(_) => Vec::new(),
+                },
+                () = sleep(pause) => Vec::new(),
+            };
+            self.report(changed).await;
+        }
+    }
+
+    fn now_ms(&self) -> u64 {
+        u64::try_from(self.started.elapsed().as_millis()).unwrap_or(u64::MAX)
+    }
+
+    fn pause(&self, at_ms: u64) -> Duration {
+        Duration::from_millis(at_ms.saturating_sub(self.now_ms()))
+    }
+
+    fn take(&mut self, changes: Changes<ServiceTargets>) -> Vec<Arc<ServiceKey>> {
+        let now_ms = self.now_ms();
+        let take = |(key, wanted)| {
+            self.checks.set_service(&key, wanted, now_ms);
+            key
+        };
+        changes.into_iter().map(take).collect()
+    }
+
+    fn finish(&mut self, check: &Check, result: &io::Result<()>) -> Vec<Arc<ServiceKey>> {
+        let now_ms = self.now_ms();
+        let (result, changed) = match result {
+            Ok(()) => (CheckResult::Passed, self.checks.finish(check, true, now_ms)),
+            Err(error) if is_ours(error) => {
+                self.checks.skip(check, now_ms);
+                (CheckResult::NotMade, Vec::new())
+            }
+            Err(error) => {
+                let changed = self.checks.finish(check, false, now_ms);
+                if !changed.is_empty() {
+                    info!(endpoint = %check.address, %error, "an endpoint fails its health checks: new connections are kept off it");
+                }
+                (CheckResult::Failed, changed)
+            }
+        };
+        if result == CheckResult::Passed && !changed.is_empty() {
+            info!(endpoint = %check.address, "an endpoint passes its health checks again");
+        }
+        self.metrics.checked(result);
+        changed
+    }
+
+    /// Updates the node's facts for these services.
+    async fn report(&mut self, changed: Vec<Arc<ServiceKey>>) {
+        self.metrics.counted(self.checks.len(), self.checks.failing_count());
+        let mut news = Vec::new();
+        for key in changed {
+            let failing = self.checks.failing(&key);
+            if self.reported.set(&key, failing.clone()) {
+                news.push((key, failing));
+            }
+        }
+        if !news.is_empty() {
+            let shared = Arc::clone(&self.shared);
+            let change = |facts: &mut NodeFacts| {
+                let changed = news.into_iter().filter(|(key, failing)| facts.failing.set(key, failing.clone()));
+                changed.map(|(key, _)| key).collect()
+            };
+            // The state's lock may be held for a while. The task fails only when the runtime ends.
+            let _ = tokio::task::spawn_blocking(move || shared.change_facts(change)).await;
+        }
+    }
+}
+
+async fn sleep(pause: Option<Duration>) {
+    match pause {
+        Some(pause) => tokio::time::sleep(pause).await,
+        None => std::future::pending().await,
+    }
+}
+
+/// One check: the endpoint accepts a connection, which is closed at once.
+async fn connect(check: Check) -> io::Result<()> {
+    let timeout = Duration::from_millis(check.timeout_ms.into());
+    match tokio::time::timeout(timeout, TcpStream::connect(check.address)).await {
+        Ok(connected) => connected.map(drop),
+        Err(_) => Err(io::Error::new(io::ErrorKind::TimedOut, format!("no answer within {timeout:?}"))),
+    }
+}
+
+/// This machine has no means to make the check, which says nothing about the endpoint.
+fn is_ours(error: &io::Error) -> bool {
+    let ours = [libc::EMFILE, libc::ENFILE, libc::ENOBUFS, libc::ENOMEM, libc::EADDRNOTAVAIL, libc::EAFNOSUPPORT];
+    error.raw_os_error().is_some_and(|code| ours.contains(&code))
+}

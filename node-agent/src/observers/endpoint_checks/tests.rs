@@ -1,0 +1,168 @@
+#![allow(clippy::unwrap_used)]
+use std::{
+    collections::BTreeSet,
+    net::{SocketAddr, TcpListener},
+};
+
+use headgate_core::{
+    Change, Endpoint, EndpointPort, Protocol, Service, ServicePort, endpoint_health::CheckTiming, view::NodeFacts,
+};
+use tokio_util::sync::DropGuard;
+
+use super::*;
+use crate::{
+    observers::{Observer as _, Scope},
+    testing::{snapshot, update},
+};
+
+/// Only ever waited for when a test fails.
+const GUARD: Duration = Duration::from_secs(30);
+
+struct World {
+    shared: Arc<AgentState>,
+    metrics: EndpointCheckMetrics,
+    follower: Follower<ServiceTargets>,
+    version: u64,
+    _stop: DropGuard,
+}
+
+impl World {
+    fn start() -> Self {
+        let (shared, metrics) = (Arc::new(AgentState::new("node-1")), EndpointCheckMetrics::default());
+        let timing = CheckTiming { interval_ms: 800, timeout_ms: 1000 };
+        let (follower, checker) = new(timing, Arc::clone(&shared), metrics.clone());
+        let stop = CancellationToken::new();
+        tokio::spawn(checker.run(stop.clone()));
+        Self { shared, metrics, follower, version: 0, _stop: stop.drop_guard() }
+    }
+
+    /// Changes come, and are programmed.
+    fn step(&mut self, changes: impl IntoIterator<Item = Change>) {
+        self.come(changes);
+        let Self { shared, follower, .. } = self;
+        shared.with_facts(|state, node: &NodeFacts| follower.plan(state, node, Scope::All));
+        follower.applied();
+    }
+
+    /// Changes come, and others before they are programmed.
+    fn come(&mut self, changes: impl IntoIterator<Item = Change>) {
+        self.version += 1;
+        let of = if self.version == 1 { snapshot } else { update };
+        self.shared.apply(of(self.version, changes.into_iter().collect()));
+    }
+
+    fn failing(&self) -> BTreeSet<SocketAddr> {
+        self.shared.with_facts(|_, node| node.failing.of(&key()).clone())
+    }
+
+    async fn expect(&self, failing: &[SocketAddr]) {
+        let wanted: BTreeSet<SocketAddr> = failing.iter().copied().collect();
+        self.wait(|world| world.failing() == wanted, &format!("{wanted:?} fail")).await;
+    }
+
+    async fn wait(&self, is_so: impl Fn(&Self) -> bool, what: &str) {
+        let begun = Instant::now();
+        while !is_so(self) {
+            assert!(begun.elapsed() < GUARD, "not within {GUARD:?}: {what}; {:?} fail", self.failing());
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+}
+
+fn key() -> ServiceKey {
+    ServiceKey::new("ns", "web")
+}
+
+fn service(health_check: &str) -> Change {
+    let port = ServicePort { name: "web".into(), protocol: Protocol::Tcp, port: 80, node_port: 0 };
+    let addresses = ["10.96.0.1", "fd00::1"].map(|address| address.parse().unwrap());
+    let service = Service::new(key(), addresses.to_vec(), vec![port]);
+    Change::from(Service { health_check: health_check.into(), ..service })
+}
+
+fn endpoint(address: SocketAddr) -> Change {
+    let port = EndpointPort::new("web", Protocol::Tcp, address.port());
+    Change::Endpoint(key(), Endpoint::new(address.ip(), [port].into()))
+}
+
+/// A socket that listens: the kernel accepts for it.
+fn listen(on: &str) -> (TcpListener, SocketAddr) {
+    let listener = TcpListener::bind(on).unwrap();
+    let address = listener.local_addr().unwrap();
+    (listener, address)
+}
+
+#[tokio::test]
+async fn endpoints_that_refuse_fail_and_recover() {
+    let mut world = World::start();
+    let (first, second, third) = (listen("127.0.0.1:0"), listen("127.0.0.2:0"), listen("[::1]:0"));
+    let addresses = [first.1, second.1, third.1];
+    drop(second.0);
+    world.step([service("tcp")].into_iter().chain(addresses.map(endpoint)));
+    world.expect(&[second.1]).await;
+    assert_eq!(world.metrics.failing(), 1);
+    let generation = world.version;
+    assert!(world.shared.has_moved_since(Some(generation)), "it has to be programmed");
+
+    let second = listen(&second.1.to_string());
+    world.expect(&[]).await;
+    // All of them fail: each is told, and what to do about that is the endpoint choice's.
+    drop((first, second, third));
+    world.expect(&addresses).await;
+    assert_eq!(world.metrics.failing(), 3);
+
+    world.step([Change::RemoveEndpoint(key(), addresses[0].ip())]);
+    world.expect(&addresses[1..]).await;
+    world.step([service("")]);
+    world.expect(&[]).await;
+    world.wait(|world| world.metrics.failing() == 0, "nothing is checked").await;
+}
+
+#[tokio::test]
+async fn checks_go_on_after_an_endpoint_was_replaced() {
+    let mut world = World::start();
+    let (_listener, good) = listen("127.0.0.1:0");
+    let (refusing, bad) = listen("127.0.0.2:0");
+    drop(refusing);
+    world.step([service("tcp"), endpoint(good), endpoint(bad)]);
+    world.expect(&[bad]).await;
+    let (refusing, other) = listen("127.0.0.3:0");
+    drop(refusing);
+    world.step([Change::RemoveEndpoint(key(), bad.ip()), endpoint(other)]);
+    world.expect(&[other]).await;
+    world.step([Change::RemoveService(key())]);
+    world.wait(|world| world.metrics.failing() == 0, "nothing is checked").await;
+}
+
+#[tokio::test]
+async fn a_service_that_goes_and_comes_back_keeps_what_fails_and_one_that_goes_leaves_nothing() {
+    let mut world = World::start();
+    let (_listener, good) = listen("127.0.0.1:0");
+    let (refusing, bad) = listen("127.0.0.2:0");
+    drop(refusing);
+    let all = || [service("tcp"), endpoint(good), endpoint(bad)];
+    let none = || {
+        let endpoints = [good, bad].map(|address| Change::RemoveEndpoint(key(), address.ip()));
+        [Change::RemoveService(key())].into_iter().chain(endpoints)
+    };
+    world.step(all());
+    world.expect(&[bad]).await;
+    // Both within one round, so that the checker sees no difference.
+    world.come(none());
+    world.step(all());
+    assert_eq!(world.failing(), [bad].into());
+    world.step(none());
+    world.wait(|world| world.shared.with_facts(|_, node| node.failing.is_empty()), "nothing is left").await;
+    assert_eq!(world.shared.with_state(|state| state.entries().count()), 0);
+    assert_eq!(world.metrics.failing(), 0);
+}
+
+#[test]
+fn what_this_machine_lacks_is_no_outcome() {
+    for code in [libc::EMFILE, libc::EADDRNOTAVAIL, libc::ENOBUFS] {
+        assert!(is_ours(&io::Error::from_raw_os_error(code)));
+    }
+    for error in [io::ErrorKind::TimedOut.into(), io::Error::from_raw_os_error(libc::ECONNREFUSED)] {
+        assert!(!is_ours(&error));
+    }
+}

@@ -1,0 +1,68 @@
+#![allow(clippy::unwrap_used)]
+use std::{
+    sync::{Mutex, mpsc},
+    time::Duration,
+};
+
+use super::*;
+use crate::{
+    backoff::{Backoff, Jitter},
+    dataplane::{
+        DataplaneError, ErrorKind,
+        fake::{FakeControl, FakeDataplane},
+    },
+    reconcile::{Reconciler, SyncMetrics, Timing},
+    state::AgentState,
+    testing::{endpoint, service, snapshot, update},
+};
+
+/// Only ever waited for when a test fails.
+const GUARD: Duration = Duration::from_secs(30);
+
+/// Tells, for each step that was applied, what was planned last and how many calls of the backend had ended by then.
+struct Recorder {
+    control: FakeControl,
+    planned: Arc<Mutex<Vec<String>>>,
+    applied: mpsc::Sender<(Vec<String>, usize)>,
+}
+
+impl Observer for Recorder {
+    fn plan(&mut self, _state: &State, _node: &NodeFacts, scope: Scope<'_>) {
+        *self.planned.lock().unwrap() = match scope {
+            Scope::All => vec!["all".to_owned()],
+            Scope::Services(services) => services.iter().map(ToString::to_string).collect(),
+        };
+    }
+
+    fn applied(&mut self) {
+        let planned = std::mem::take(&mut *self.planned.lock().unwrap());
+        self.applied.send((planned, self.control.calls().len())).unwrap();
+    }
+}
+
+// rows: 85
+#[test]
+fn companions_act_once_the_rules_are_in_place_and_forget_no_failed_step() {
+    let (backend, control) = FakeDataplane::new();
+    let shared = Arc::new(AgentState::new("node-1"));
+    let backoff = Backoff::new(Duration::from_millis(1), Duration::from_millis(5), Jitter::Full);
+    let timing = Timing { sync_period: Duration::from_secs(3600), backoff, ..Timing::default() };
+    let (reconciler, _progress) =
+        Reconciler::new(Box::new(backend), Arc::clone(&shared), SyncMetrics::default(), timing);
+    let (applied, steps) = mpsc::channel();
+    let recorder = Recorder { control: control.clone(), planned: Arc::default(), applied };
+    let reconciler = reconciler.with_observers(vec![Box::new(recorder)]);
+    let thread = std::thread::spawn(|| reconciler.run());
+
+    shared.apply(snapshot(1, vec![service("web", 80), service("db", 5432)]));
+    assert_eq!(steps.recv_timeout(GUARD).unwrap(), (vec!["all".to_owned()], 1));
+    // The kernel refuses the first attempt; what it was about is part of the second, which looks at everything.
+    control.hold(true);
+    control.fail_next(DataplaneError::new(ErrorKind::Retry, "another process holds the lock"));
+    shared.apply(update(2, vec![endpoint("web", 1, 8080)]));
+    control.hold(false);
+    assert_eq!(steps.recv_timeout(GUARD).unwrap(), (vec!["all".to_owned()], 3));
+    shared.stop();
+    thread.join().unwrap();
+    assert!(steps.try_recv().is_err(), "nothing else was applied");
+}

@@ -1,0 +1,330 @@
+//! The command line.
+
+pub mod document;
+pub mod kube_proxy;
+
+use std::{
+    ffi::OsString,
+    os::unix::ffi::{OsStrExt as _, OsStringExt as _},
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
+
+use clap::{
+    ArgAction, ArgMatches, CommandFactory as _, FromArgMatches as _,
+    builder::{PossibleValuesParser, TypedValueParser as _},
+};
+use headgate_core::{endpoint_health::CheckTiming, iptables::Layout};
+use headgate_tls::{Files, Side};
+
+use self::kube_proxy::KubeProxyFlags;
+pub use crate::settings::ProxyMode;
+use crate::{
+    control_planes::{AddressError, ControlPlane},
+    dataplane::iptables::Variant,
+    settings::{self, ConfigError, Flags, Settings, fields::FIELDS},
+};
+
+/// A combination of options that cannot be used. Names the option and the remedy.
+#[derive(Debug, thiserror::Error)]
+pub enum OptionsError {
+    /// No host name either.
+    #[error("--node-name: {0}; pass the Kubernetes name of this node")]
+    NodeName(String),
+    /// An address of a control plane. The sentence is all there is to say: it has no source, which would be shown beside it.
+    #[error("--control-plane: {0}")]
+    ControlPlane(String),
+    /// There is none: clap lets `--cleanup=false` pass for an action.
+    #[error("--control-plane: pass at least one URL, such as https://192.0.2.10:7443")]
+    NoControlPlane,
+    /// TLS files are missing.
+    #[error("--control-plane names an https URL, which needs --tls-cert, --tls-key and --tls-ca; missing: {0}")]
+    TlsFilesMissing(String),
+    /// kube-proxy's settings.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+}
+
+impl From<AddressError> for OptionsError {
+    fn from(error: AddressError) -> Self {
+        Self::ControlPlane(error.to_string())
+    }
+}
+
+/// Settings, and where they come from.
+#[derive(Debug, Clone)]
+pub struct Configured {
+    /// The settings.
+    pub settings: Settings,
+    /// The configuration file and its text.
+    pub file: Option<(PathBuf, String)>,
+    /// One warning that names everything that was given and means nothing; `None` when there is nothing.
+    pub warning: Option<String>,
+}
+
+/// Programs this node's kernel with the Services that a Headgate control plane streams to it.
+///
+/// Rules stay in place when the agent stops; `--cleanup` removes them.
+#[derive(Debug, Clone, clap::Parser)]
+#[command(name = "headgate-node-agent", version)]
+pub struct Options {
+    /// Kubernetes name of this node. Default: the host name in lower case
+    #[arg(
+        long,
+        value_name = "NAME",
+        visible_alias = "hostname-override",
+        env = "HEADGATE_NODE_NAME",
+        overrides_with = "node_name"
+    )]
+    pub node_name: Option<String>,
+
+    /// Control plane replicas, any of which will do: https://HOST:7443, or http://ADDRESS:PORT together with
+    /// --insecure-loopback. Repeat, or separate by commas. A name stands for all its addresses
+    #[arg(
+        long,
+        value_name = "URL",
+        value_delimiter = ',',
+        required_unless_present_any = ["cleanup", "init_only", "write_config_to"],
+        env = "HEADGATE_CONTROL_PLANE"
+    )]
+    pub control_plane: Vec<String>,
+
+    /// Allow http URLs without TLS, on loopback and test addresses only
+    #[arg(long, action = ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value_t = false,
+        hide_default_value = true, value_name = "BOOL", value_parser = truth)]
+    pub insecure_loopback: bool,
+
+    /// PEM file with this agent's certificate and its chain. This and the two below are read anew at each connection
+    #[arg(long, value_name = "FILE")]
+    pub tls_cert: Option<PathBuf>,
+
+    /// PEM file with the certificate's private key
+    #[arg(long, value_name = "FILE")]
+    pub tls_key: Option<PathBuf>,
+
+    /// PEM file with the authorities that sign control planes' certificates
+    #[arg(long, value_name = "FILE")]
+    pub tls_ca: Option<PathBuf>,
+
+    /// Which iptables to use; auto takes the one that this node uses already
+    #[arg(long, value_enum, default_value = "auto")]
+    pub iptables_variant: Variant,
+
+    /// How iptables rules are laid out; auto is compact above 256 services or 1,000 endpoints
+    #[arg(long, value_name = "LAYOUT", default_value = "auto",
+        value_parser = PossibleValuesParser::new(["auto", "classic", "compact"]).map(|layout| layout_of(&layout)))]
+    pub iptables_layout: Layout,
+
+    /// A KubeProxyConfiguration. Then kube-proxy's flags are ignored, except --hostname-override. The agent ends when the file is edited
+    #[arg(long, value_name = "FILE")]
+    pub config: Option<PathBuf>,
+
+    /// Write a KubeProxyConfiguration with the defaults, and exit
+    #[arg(long, value_name = "FILE")]
+    pub write_config_to: Option<PathBuf>,
+
+    /// Set the kernel's parameters that need privileges, and exit
+    #[arg(long, action = ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value_t = false,
+        hide_default_value = true, value_name = "BOOL", value_parser = truth)]
+    pub init_only: bool,
+
+    /// Folder for the last good state, from which a cold start forwards while no control plane answers. Empty keeps none
+    #[arg(long, value_name = "FOLDER", default_value = "/var/lib/headgate", overrides_with = "state_dir",
+        value_parser = clap::builder::OsStringValueParser::new().map(PathBuf::from))]
+    pub state_dir: PathBuf,
+
+    /// Shortest time between two writes of the state
+    #[arg(long, value_name = "DURATION", default_value = "10s", value_parser = duration)]
+    pub state_save_period: Duration,
+
+    /// Time between two health checks of an endpoint, for Services with the annotation headgate.io/health-check that do not give their own by
+    /// headgate.io/health-check-interval. 500ms to 1h
+    #[arg(long, value_name = "DURATION", default_value = "5s", value_parser = check_interval)]
+    pub health_check_interval: Duration,
+
+    /// Longest time for such a check, or a quarter of its interval where that is shorter
+    #[arg(long, value_name = "DURATION", default_value = "1s", value_parser = check_timeout)]
+    pub health_check_timeout: Duration,
+
+    /// kube-proxy's.
+    #[command(flatten)]
+    pub kube_proxy: KubeProxyFlags,
+
+    /// Remove every rule that any backend of Headgate made on this node, and exit
+    #[arg(long, action = ArgAction::Set, num_args = 0..=1, require_equals = true, default_missing_value = "true", default_value_t = false,
+        hide_default_value = true, value_name = "BOOL", value_parser = truth)]
+    pub cleanup: bool,
+
+    /// What to log, such as info or headgate_node_agent=debug
+    #[arg(long, value_name = "FILTER", default_value = "info", env = "HEADGATE_LOG")]
+    pub log: String,
+
+    /// All flags with their values: given, from the environment, or the default.
+    #[arg(skip)]
+    pub flags: Flags,
+}
+
+impl Options {
+    /// Reads the program's arguments, its name among them. Flags may be written with `_` for `-`, as kube-proxy takes them.
+    ///
+    /// # Errors
+    /// Arguments that cannot be used, and requests for help: [`clap::Error::exit`] says so to the user.
+    pub fn read<T: Into<OsString>>(arguments: impl IntoIterator<Item = T>) -> Result<Self, clap::Error> {
+        let mut command = Self::command();
+        let arguments = arguments.into_iter().map(|argument| with_dashes(argument.into()));
+        let mut matches = command.try_get_matches_from_mut(arguments)?;
+        let flags = flags(&command, &matches);
+        let options = Self::from_arg_matches_mut(&mut matches).map_err(|error| error.format(&mut command))?;
+        Ok(Self { flags, ..options })
+    }
+
+    /// kube-proxy's settings, from the file or from the flags. Reads the file.
+    ///
+    /// # Errors
+    /// All settings that cannot be used, each with the remedy.
+    pub fn configured(&self) -> Result<Configured, OptionsError> {
+        let flags = &self.kube_proxy;
+        let Some(path) = &self.config else {
+            let settings = Settings::check(&flags.raw)
+                .map_err(|problems| ConfigError::Invalid { from: "the command line".to_owned(), problems })?;
+            let warning = warning("the command line", &settings.notes);
+            return Ok(Configured { settings, file: None, warning });
+        };
+        let file = settings::read_file(path)?;
+        let shown = path.display().to_string();
+        let mut settings =
+            Settings::check(&file.raw).map_err(|problems| ConfigError::Invalid { from: shown.clone(), problems })?;
+        let mut notes = file.notes;
+        notes.append(&mut settings.notes);
+        settings.notes.clone_from(&notes);
+        let ignored = flags
+            .given
+            .iter()
+            .map(|flag| format!("{flag} (--config is given, and kube-proxy's flags yield to the file)"));
+        notes.extend(ignored);
+        Ok(Configured { settings, warning: warning(&shown, &notes), file: Some((path.clone(), file.text)) })
+    }
+
+    /// The node's name, lower case. A flag goes before the configuration's `hostnameOverride`.
+    ///
+    /// # Errors
+    /// When none was given and the host has none, or it is not a DNS name.
+    pub fn node_name(&self, settings: &Settings) -> Result<Arc<str>, OptionsError> {
+        let name = match self.node_name.as_ref().or(settings.hostname_override.as_ref()) {
+            Some(name) => name.clone(),
+            None => std::fs::read_to_string("/proc/sys/kernel/hostname")
+                .map_err(|error| OptionsError::NodeName(format!("the host name cannot be read ({error})")))?,
+        };
+        let name = name.trim().to_ascii_lowercase();
+        let is_dns = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '.';
+        if name.is_empty() || name.len() > 253 || !name.chars().all(is_dns) {
+            return Err(OptionsError::NodeName(format!("{name:?} is not a DNS name of 1 to 253 characters")));
+        }
+        Ok(name.into())
+    }
+
+    /// How endpoints are checked.
+    #[must_use]
+    pub fn check_timing(&self) -> CheckTiming {
+        let milliseconds = |duration: Duration| u32::try_from(duration.as_millis()).unwrap_or(u32::MAX);
+        let Self { health_check_interval, health_check_timeout, .. } = self;
+        CheckTiming {
+            interval_ms: milliseconds(*health_check_interval),
+            timeout_ms: milliseconds(*health_check_timeout),
+        }
+    }
+
+    /// The folder for the last good state; `None` when none is to be kept.
+    #[must_use]
+    pub fn state_folder(&self) -> Option<&Path> {
+        Some(self.state_dir.as_path()).filter(|folder| !folder.as_os_str().is_empty())
+    }
+
+    /// The control planes to try, and the files for TLS when one of them needs it.
+    ///
+    /// # Errors
+    /// There is no URL, or one that cannot be used, or may not be used without TLS, or a file's name is missing.
+    pub fn control_planes(&self) -> Result<(Vec<ControlPlane>, Option<Files>), OptionsError> {
+        let parse = |url: &String| ControlPlane::parse(url, self.insecure_loopback);
+        let targets: Vec<ControlPlane> = self.control_plane.iter().map(parse).collect::<Result<_, AddressError>>()?;
+        if targets.is_empty() {
+            return Err(OptionsError::NoControlPlane);
+        }
+        if !targets.iter().any(ControlPlane::uses_tls) {
+            return Ok((targets, None));
+        }
+        if let (Some(cert), Some(key), Some(ca)) = (&self.tls_cert, &self.tls_key, &self.tls_ca) {
+            let files = Files { side: Side::Client, cert: cert.clone(), key: key.clone(), ca: ca.clone() };
+            return Ok((targets, Some(files)));
+        }
+        let files = [("--tls-cert", &self.tls_cert), ("--tls-key", &self.tls_key), ("--tls-ca", &self.tls_ca)];
+        let missing: Vec<&str> = files.iter().filter(|(_, file)| file.is_none()).map(|(name, _)| *name).collect();
+        Err(OptionsError::TlsFilesMissing(missing.join(", ")))
+    }
+}
+
+/// A flag whose name is written with dashes; anything else as it is.
+fn with_dashes(argument: OsString) -> OsString {
+    if !argument.as_bytes().starts_with(b"--") {
+        return argument;
+    }
+    let mut bytes = argument.into_vec();
+    let name = bytes.iter().position(|byte| *byte == b'=').unwrap_or(bytes.len());
+    bytes[..name].iter_mut().filter(|byte| **byte == b'_').for_each(|byte| *byte = b'-');
+    OsString::from_vec(bytes)
+}
+
+fn flags(command: &clap::Command, matches: &ArgMatches) -> Flags {
+    let value = |argument: &clap::Arg, flag: &str| match matches.get_raw(argument.get_id().as_str()) {
+        Some(given) => given.map(|value| value.to_string_lossy()).collect::<Vec<_>>().join(","),
+        None => {
+            FIELDS.iter().find(|field| field.flag == flag).map_or_else(String::new, |field| field.default.to_owned())
+        }
+    };
+    let named = command.get_arguments().filter_map(|argument| Some((argument, argument.get_long()?)));
+    let named = named.filter(|(_, flag)| !["help", "version"].contains(flag));
+    named.map(|(argument, flag)| (flag.to_owned(), value(argument, flag))).collect()
+}
+
+/// The interval of health checks: as for the annotation, so that no node is kept busy with them.
+fn check_interval(text: &str) -> Result<Duration, String> {
+    let bounds = Duration::from_millis(500)..=Duration::from_secs(3600);
+    duration(text).and_then(|interval| {
+        bounds.contains(&interval).then_some(interval).ok_or_else(|| format!("{text} is not between 500ms and 1h"))
+    })
+}
+
+fn check_timeout(text: &str) -> Result<Duration, String> {
+    let bounds = Duration::from_millis(1)..=Duration::from_secs(3600);
+    duration(text).and_then(|timeout| {
+        bounds.contains(&timeout).then_some(timeout).ok_or_else(|| format!("{text} is not between 1ms and 1h"))
+    })
+}
+
+/// A truth value as Go reads it.
+fn truth(text: &str) -> Result<bool, String> {
+    settings::value::parse_bool(text).ok_or_else(|| format!("{text:?} is no truth value; write true or false"))
+}
+
+/// A duration as Go writes it.
+fn duration(text: &str) -> Result<Duration, String> {
+    settings::value::parse_duration(text)
+        .ok_or_else(|| format!("{text:?} is not a duration such as 500ms, 30s, 1m0s or 1h"))
+}
+
+fn layout_of(name: &str) -> Layout {
+    match name {
+        "classic" => Layout::Classic,
+        "compact" => Layout::Compact,
+        _ => Layout::Auto,
+    }
+}
+
+/// One sentence for everything that means nothing.
+fn warning(from: &str, notes: &[String]) -> Option<String> {
+    (!notes.is_empty()).then(|| format!("{from}: these settings mean nothing to Headgate: {}", notes.join("; ")))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,41 @@
+//! Metrics of the state on disk.
+
+use std::sync::atomic::AtomicU64;
+
+use prometheus_client::{
+    metrics::{counter::Counter, family::Family, gauge::Gauge},
+    registry::Unit,
+};
+
+use crate::metric_registry::{AGENT, KindLabel, MetricRegistry};
+
+/// See the module.
+#[derive(Debug, Clone, Default)]
+pub struct SaveMetrics {
+    /// 1 when this run began with a state from disk.
+    pub restored: Gauge,
+    /// Attempts to save the state that failed.
+    pub errors: Counter,
+    saves: Family<KindLabel, Counter>,
+    bytes: Gauge<u64, AtomicU64>,
+}
+
+impl SaveMetrics {
+    /// Registers all of them.
+    pub(crate) fn register(&self, registry: &mut MetricRegistry) {
+        let mut add = registry.adder(AGENT);
+        let help = "1 when this run of the agent began with a state from disk";
+        add.gauge("state_restored", "", help, self.restored.clone());
+        let help = "Times that the state was saved to disk: append (what changed) or full";
+        add.counter("state_saves", "kind (append, full)", help, self.saves.clone());
+        let help = "Attempts to save the state to disk that failed";
+        add.counter("state_save_errors", "", help, self.errors.clone());
+        add.gauge_in(Unit::Bytes, "state", "", "Size of the saved state", self.bytes.clone());
+    }
+
+    /// The state was saved to disk, by appending or in full; the file now has this size.
+    pub fn saved(&self, kind: &'static str, bytes: u64) {
+        self.saves.get_or_create(&KindLabel { kind }).inc();
+        self.bytes.set(bytes);
+    }
+}

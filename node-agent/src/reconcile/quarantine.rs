@@ -1,0 +1,230 @@
+//! Quarantine: services whose rules the kernel rejects. The dataplane leaves them out, so that all other
+//! services are programmed, and they are tried again when they change and after pauses.
+//!
+//! Services that the kernel rejects in part are listed here too. They are not in quarantine: the dataplane
+//! programs the rest of them, and tries the rejected part again by itself.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+    time::Instant,
+};
+
+use headgate_core::{Family, ServiceKey};
+use headgate_proto::v1;
+
+use crate::{backoff::Backoff, dataplane::Refused};
+
+/// See the module.
+#[derive(Debug)]
+pub(crate) struct Quarantine {
+    /// Of each service, from its beginning.
+    pauses: Backoff,
+    services: BTreeMap<Arc<ServiceKey>, Entry>,
+    partial: BTreeMap<Arc<ServiceKey>, Reasons>,
+}
+
+/// Why the kernel rejects the rules of a service.
+type Reasons = BTreeMap<Family, String>;
+
+#[derive(Debug)]
+struct Entry {
+    reasons: Reasons,
+    pauses: Backoff,
+    retry_at: Instant,
+}
+
+impl Quarantine {
+    /// Empty. Each service is tried again after these pauses.
+    pub(crate) fn new(pauses: Backoff) -> Self {
+        Self { pauses, services: BTreeMap::new(), partial: BTreeMap::new() }
+    }
+
+    /// Number of services that the kernel rejects as a whole or in part.
+    pub(crate) fn len(&self) -> usize {
+        self.services.len() + self.partial.keys().filter(|service| !self.services.contains_key(*service)).count()
+    }
+
+    /// Replaces what the kernel rejects in part. Returns one item for each service that was not among it
+    /// before.
+    pub(crate) fn set_partial(&mut self, parts: Vec<Refused>) -> Vec<Refused> {
+        let before = std::mem::take(&mut self.partial);
+        for Refused { service, family, reason } in &parts {
+            self.partial.entry(Arc::clone(service)).or_default().insert(*family, reason.clone());
+        }
+        let mut seen = BTreeSet::new();
+        let is_new = |refused: &Refused| !before.contains_key(&refused.service);
+        parts.into_iter().filter(is_new).filter(|refused| seen.insert(Arc::clone(&refused.service))).collect()
+    }
+
+    /// The kernel has rejected these now: they are in quarantine until they are tried again. Returns the
+    /// number of services that were not in quarantine before.
+    pub(crate) fn add(&mut self, refused: Vec<Refused>) -> usize {
+        let mut by_service: BTreeMap<Arc<ServiceKey>, Reasons> = BTreeMap::new();
+        for Refused { service, family, reason } in refused {
+            by_service.entry(service).or_default().insert(family, reason);
+        }
+        let before = self.services.len();
+        for (service, reasons) in by_service {
+            let new = || Entry { reasons: Reasons::new(), pauses: self.pauses.clone(), retry_at: Instant::now() };
+            let entry = self.services.entry(service).or_insert_with(new);
+            entry.reasons.extend(reasons);
+            entry.retry_at = Instant::now() + entry.pauses.next_pause();
+        }
+        self.services.len() - before
+    }
+
+    /// As [`Self::add`], for services that were tried in all families: earlier reasons no longer count.
+    pub(crate) fn renew(&mut self, refused: Vec<Refused>) {
+        for Refused { service, .. } in &refused {
+            self.services.get_mut(service).into_iter().for_each(|entry| entry.reasons.clear());
+        }
+        self.add(refused);
+    }
+
+    /// These could not be tried: they are due again after the first pause.
+    pub(crate) fn postpone(&mut self, services: &BTreeSet<Arc<ServiceKey>>) {
+        let retry_at = Instant::now() + self.pauses.first();
+        let entries = self.services.iter_mut().filter(|(service, _)| services.contains(*service));
+        entries.for_each(|(_, entry)| entry.retry_at = retry_at);
+    }
+
+    /// The kernel accepts these.
+    pub(crate) fn release(&mut self, services: &BTreeSet<Arc<ServiceKey>>) {
+        self.services.retain(|service, _| !services.contains(service));
+    }
+
+    /// Those of these services that are in quarantine.
+    pub(crate) fn among(&self, services: &BTreeSet<Arc<ServiceKey>>) -> BTreeSet<Arc<ServiceKey>> {
+        if self.services.is_empty() {
+            return BTreeSet::new();
+        }
+        services.iter().filter(|service| self.services.contains_key(*service)).cloned().collect()
+    }
+
+    /// The services whose pause is over.
+    pub(crate) fn due(&self) -> BTreeSet<Arc<ServiceKey>> {
+        let now = Instant::now();
+        self.services.iter().filter(|(_, entry)| entry.retry_at <= now).map(|(key, _)| Arc::clone(key)).collect()
+    }
+
+    /// When the next pause is over.
+    pub(crate) fn next_due(&self) -> Option<Instant> {
+        self.services.values().map(|entry| entry.retry_at).min()
+    }
+
+    /// All services in quarantine, for the dataplane.
+    pub(crate) fn all(&self) -> Vec<Refused> {
+        let of = |(service, entry): (&Arc<ServiceKey>, &Entry)| {
+            let refused = |(family, reason): (&Family, &String)| Refused {
+                service: Arc::clone(service),
+                family: *family,
+                reason: reason.clone(),
+            };
+            entry.reasons.iter().map(refused).collect::<Vec<_>>()
+        };
+        self.services.iter().flat_map(of).collect()
+    }
+
+    /// What the kernel rejects as a whole or in part, for the control plane: one item a service.
+    pub(crate) fn rejections(&self) -> Vec<v1::Rejection> {
+        let services: BTreeSet<&Arc<ServiceKey>> = self.services.keys().chain(self.partial.keys()).collect();
+        services.into_iter().map(|service| self.rejection(service)).collect()
+    }
+
+    fn rejection(&self, service: &Arc<ServiceKey>) -> v1::Rejection {
+        let (mut fields, mut all_reasons) = (Vec::new(), Vec::new());
+        let mut add = |what: &str, reasons: &BTreeMap<Family, String>, begin: &str| {
+            let families: Vec<String> = reasons.keys().map(ToString::to_string).collect();
+            fields.push(format!("{what} ({})", families.join(", ")));
+            let reasons: BTreeSet<&str> = reasons.values().map(String::as_str).collect();
+            let reasons: Vec<&str> = reasons.into_iter().collect();
+            all_reasons.push(format!("{begin}{}", reasons.join("; ")));
+        };
+        if let Some(entry) = self.services.get(service) {
+            add("rules", &entry.reasons, "");
+        }
+        if let Some(reasons) = self.partial.get(service) {
+            add("virtual servers", reasons, "all of the service is programmed but this: ");
+        }
+        v1::Rejection {
+            resource: format!("Service {service}"),
+            field: fields.join(", "),
+            reason: all_reasons.join("; "),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::backoff::Jitter;
+
+    const MINUTE: Duration = Duration::from_secs(60);
+
+    fn refused(name: &str, family: Family, reason: &str) -> Refused {
+        Refused { service: Arc::new(ServiceKey::new("prod", name)), family, reason: reason.into() }
+    }
+
+    fn quarantine() -> Quarantine {
+        Quarantine::new(Backoff::new(MINUTE, 60 * MINUTE, Jitter::Half))
+    }
+
+    fn pause(services: &Quarantine) -> Option<Duration> {
+        Some(services.next_due()?.saturating_duration_since(Instant::now()))
+    }
+
+    #[test]
+    fn pauses_grow_to_a_cap_and_stay_above_its_half() {
+        let mut services = quarantine();
+        let mut pauses = Vec::new();
+        for _ in 0..12 {
+            services.add(vec![refused("web", Family::V4, "line 3 failed")]);
+            pauses.extend(pause(&services));
+        }
+        assert!(pauses[0] <= MINUTE && pauses[0] > MINUTE / 3, "{pauses:?}");
+        assert!(pauses[1] <= 2 * MINUTE && pauses[1] > 2 * MINUTE / 3, "{pauses:?}");
+        assert!(pauses[11] <= 60 * MINUTE && pauses[11] > 29 * MINUTE, "{pauses:?}");
+        assert!(services.due().is_empty());
+        let mut services = Quarantine::new(Backoff::new(Duration::ZERO, MINUTE, Jitter::Half));
+        services.add(vec![refused("api", Family::V4, "line 3 failed")]);
+        assert_eq!(services.due().len(), 1);
+    }
+
+    #[test]
+    fn a_service_is_named_once_with_its_families() {
+        let mut services = quarantine();
+        let both = vec![refused("web", Family::V4, "no match"), refused("web", Family::V6, "no match")];
+        assert_eq!(services.add(both.clone()), 1);
+        assert_eq!(services.add(both.clone()), 0);
+        let rejection = &services.rejections()[0];
+        assert_eq!(rejection.resource, "Service prod/web");
+        assert_eq!((rejection.field.as_str(), rejection.reason.as_str()), ("rules (IPv4, IPv6)", "no match"));
+        assert_eq!(services.all(), both);
+        services.release(&[Arc::new(ServiceKey::new("prod", "web"))].into());
+        assert!(services.len() == 0 && services.rejections().is_empty());
+    }
+
+    #[test]
+    fn parts_are_told_beside_whole_services_and_each_service_is_new_once() {
+        let mut services = quarantine();
+        services.add(vec![refused("web", Family::V4, "no match")]);
+        let parts = |names: &[&str]| {
+            let of = |name: &&str| Family::BOTH.map(|family| refused(name, family, "a broadcast address"));
+            names.iter().flat_map(of).collect::<Vec<_>>()
+        };
+        let new = services.set_partial(parts(&["api", "web"]));
+        assert_eq!(new.iter().map(|new| new.service.name.as_str()).collect::<Vec<_>>(), ["api", "web"]);
+        assert_eq!(services.set_partial(parts(&["api", "db", "web"])).len(), 1);
+        assert_eq!((services.len(), services.all().len()), (3, 1), "parts are not set aside");
+        let told: Vec<(String, String)> =
+            services.rejections().into_iter().map(|rejection| (rejection.field, rejection.reason)).collect();
+        let part = "all of the service is programmed but this: a broadcast address";
+        assert_eq!(told[0], ("virtual servers (IPv4, IPv6)".to_owned(), part.to_owned()));
+        assert_eq!(told[2], ("rules (IPv4), virtual servers (IPv4, IPv6)".to_owned(), format!("no match; {part}")));
+        assert!(services.set_partial(Vec::new()).is_empty());
+        assert_eq!((services.len(), services.rejections().len()), (1, 1));
+    }
+}

@@ -1,0 +1,250 @@
+//! Starts the agent's parts, connects them, and stops them in order.
+
+use std::{
+    sync::Arc,
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
+
+use headgate_core::Demand;
+use tokio::{sync::oneshot, task};
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+use crate::{
+    backoff::Backoff,
+    dataplane::{DataplaneError, NodeDataplane},
+    dataplane_choice,
+    http::{self, Pages, listen::BindError},
+    metrics::Metrics,
+    node_inputs::NodeSettings,
+    observers::{
+        NodePorts, Observer,
+        conntrack::ConntrackCleaner,
+        endpoint_checks,
+        health_check_ports::{self, IsHealthy},
+    },
+    options::{Configured, Options, OptionsError},
+    persist::{self, SaverInputs},
+    reconcile::{Reconciler, Timing},
+    session::{
+        client::{Session, SessionConfig},
+        tls::AgentTls,
+    },
+    settings::{self, Settings},
+    state::{AgentState, NodePolicy},
+    sysctl::{SysctlError, Sysctls},
+};
+
+/// Longest time that the first sync waits for the Node where rules depend on it. After that time they are
+/// written without it.
+const NODE_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Why the agent could not start, or ended although nobody asked it to. An unreachable control plane is
+/// never the reason.
+#[derive(Debug, thiserror::Error)]
+pub enum AgentError {
+    /// The options contradict each other.
+    #[error(transparent)]
+    Options(#[from] OptionsError),
+    /// This machine cannot run the dataplane.
+    #[error("cannot program this node")]
+    Dataplane(#[from] DataplaneError),
+    /// A kernel parameter cannot be set.
+    #[error(transparent)]
+    Sysctl(#[from] SysctlError),
+    /// An address is taken, and `--bind-address-hard-fail` is set.
+    #[error(transparent)]
+    Bind(#[from] BindError),
+    /// The configuration file was edited. The agent has to be started again to read it.
+    #[error("{0} was edited; the agent ends, so that it is started with the new content")]
+    ConfigEdited(String),
+    /// The system cannot start a thread.
+    #[error("cannot start a thread")]
+    Thread(#[from] std::io::Error),
+    /// A defect: the reconcile loop ended. The rules stay; a restart repairs it.
+    #[error("the reconcile loop ended unexpectedly; this is a defect of the agent")]
+    ReconcileEnded,
+}
+
+/// Runs the agent until `shutdown`, with the dataplane that the options ask for. The rules stay in the
+/// kernel.
+///
+/// # Errors
+/// The agent cannot start as configured. Nothing that happens later on the stream ends it.
+pub async fn run(options: Options, shutdown: CancellationToken) -> Result<(), AgentError> {
+    let configured = options.configured()?;
+    if let Some(warning) = &configured.warning {
+        warn!("{warning}");
+    }
+    // These are checked before the machine is changed.
+    options.node_name(&configured.settings)?;
+    options.control_planes()?;
+    prepare(&configured.settings)?;
+    let dataplane = dataplane_choice::build(&options, &configured.settings)?;
+    run_configured(options, configured, dataplane, Conntrack::Cleaned, shutdown).await
+}
+
+/// Sets the kernel parameters that are set once, and this process's OOM score.
+///
+/// # Errors
+/// A kernel parameter cannot be set although it should be possible.
+pub fn prepare(settings: &Settings) -> Result<(), SysctlError> {
+    let path = "/proc/self/oom_score_adj";
+    if let Err(error) = std::fs::write(path, settings.oom_score_adj.to_string()) {
+        warn!(%error, "cannot write {} to {path}; the agent goes on without", settings.oom_score_adj);
+    }
+    Sysctls::default().set_conntrack(&settings.conntrack).map(drop)
+}
+
+/// Runs the agent until `shutdown` with the caller's dataplane. Changes no kernel parameter and no
+/// connection tracking entry.
+///
+/// # Errors
+/// As [`run`].
+pub async fn run_with(
+    options: Options,
+    dataplane: Box<dyn NodeDataplane>,
+    shutdown: CancellationToken,
+) -> Result<(), AgentError> {
+    let configured = options.configured()?;
+    run_configured(options, configured, dataplane, Conntrack::Untouched, shutdown).await
+}
+
+/// Whether stale UDP flows are deleted from the kernel's connection tracking table.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Conntrack {
+    Cleaned,
+    Untouched,
+}
+
+async fn run_configured(
+    options: Options,
+    configured: Configured,
+    dataplane: Box<dyn NodeDataplane>,
+    conntrack: Conntrack,
+    shutdown: CancellationToken,
+) -> Result<(), AgentError> {
+    let Configured { settings, file, .. } = configured;
+    let node_name = options.node_name(&settings)?;
+    let (control_planes, tls) = options.control_planes()?;
+    for sentence in &dataplane.degraded(&Demand::default()) {
+        warn!("{sentence}");
+    }
+    info!(node = %node_name, backend = dataplane.name(), version = env!("CARGO_PKG_VERSION"), "starting");
+
+    let metrics = Arc::new(Metrics::default());
+    let (state, saver) = match options.state_folder() {
+        Some(folder) => {
+            let (restored, saver) = persist::open(folder, Arc::clone(&node_name), options.state_save_period);
+            metrics.saves.restored.set(restored.is_some().into());
+            (AgentState::persistent(&node_name, restored), Some(saver))
+        }
+        None => (AgentState::new(&node_name), None),
+    };
+    let state = Arc::new(state);
+    let Settings { bind_address, allow_external_ips, min_sync_period, sync_period, .. } = settings;
+    state.set_policy(NodePolicy { bind_address, ignores_external_ips: !allow_external_ips });
+    let node_settings = NodeSettings::of(&settings);
+    if node_settings.needs_node() {
+        state.await_node(Instant::now() + NODE_TIMEOUT);
+    }
+    let timing = Timing { min_sync_period, sync_period, ..Timing::default() };
+    let (reconciler, progress) = Reconciler::new(dataplane, Arc::clone(&state), metrics.sync.clone(), timing);
+    let reconciler = reconciler.with_node_settings(node_settings);
+    let node_ports = NodePorts::of_inputs(reconciler.inputs());
+    let is_alive = is_alive(&state, sync_period);
+    let (health_check_ports, health_check_server) =
+        health_check_ports::new(metrics.health_check_ports.clone(), node_ports.clone(), is_alive);
+    let (checked_endpoints, checker) =
+        endpoint_checks::new(options.check_timing(), Arc::clone(&state), metrics.endpoint_checks.clone());
+    let mut observers: Vec<Box<dyn Observer>> = vec![Box::new(health_check_ports), Box::new(checked_endpoints)];
+    if conntrack == Conntrack::Cleaned {
+        observers.push(Box::new(ConntrackCleaner::start(metrics.conntrack.clone(), node_ports)?));
+    }
+    let reconciler = reconciler.with_observers(observers);
+    let tls = tls.map(|files| AgentTls::new(files, metrics.session.tls.clone()));
+    let config = SessionConfig { node_name, control_planes, tls: tls.clone(), backoff: Backoff::default() };
+    let session = Session::new(config, Arc::clone(&state), metrics.session.clone(), progress.clone());
+    let saver_inputs =
+        SaverInputs { state: Arc::clone(&state), metrics: metrics.saves.clone(), progress: progress.clone() };
+    let configz = Arc::new(settings.document.clone());
+    let flags = Arc::new(options.flags.clone());
+    let pages = Pages { metrics, progress, backlog: Arc::clone(state.backlog()), configz, flags };
+    let mut servers = http::servers(&settings, &pages);
+    if settings.bind_address_hard_fail {
+        for server in &mut servers {
+            server.bind_now()?;
+        }
+    }
+
+    let (reconcile_thread, reconcile_ended) = start_reconcile_thread(reconciler)?;
+    // These two stop what was started here, however this function ends.
+    let running = shutdown.child_token();
+    let _stops = running.clone().drop_guard();
+    let stop_reconciler = StopOnDrop(state);
+    for server in servers {
+        tokio::spawn(server.run(running.clone()));
+    }
+    tokio::spawn(health_check_server.run(running.clone()));
+    tokio::spawn(checker.run(running.clone()));
+    if let Some(tls) = tls {
+        let running = running.clone();
+        tokio::spawn(async move { running.run_until_cancelled(tls.follow()).await });
+    }
+    let edited = async {
+        match file {
+            Some((path, text)) => {
+                settings::watch::edited(path.clone(), text).await;
+                path.display().to_string()
+            }
+            None => std::future::pending().await,
+        }
+    };
+    let saving = saver.map(|saver| tokio::spawn(saver.run(saver_inputs.clone(), running.clone())));
+    let ended_by = tokio::select! {
+        () = session.run(running.clone()) => None,
+        _ = reconcile_ended => Some(AgentError::ReconcileEnded),
+        path = edited => Some(AgentError::ConfigEdited(path)),
+    };
+    running.cancel();
+    drop(stop_reconciler);
+    // The thread finishes the sync that it is at: rules are written whole or not at all.
+    let joined = task::spawn_blocking(move || reconcile_thread.join()).await;
+    if !matches!(joined, Ok(Ok(()))) {
+        return Err(AgentError::ReconcileEnded);
+    }
+    if let Some(saving) = saving
+        && let Ok(saver) = saving.await
+    {
+        saver.save_last(&saver_inputs).await;
+    }
+    info!("stopped; the rules stay in the kernel");
+    ended_by.map_or(Ok(()), Err)
+}
+
+/// The agent is alive while no change has waited too long, as for `/livez`.
+fn is_alive(state: &AgentState, sync_period: Duration) -> IsHealthy {
+    let (backlog, patience) = (Arc::clone(state.backlog()), sync_period.saturating_mul(2));
+    IsHealthy::new(move || backlog.health(patience).is_alive())
+}
+
+/// Starts the reconcile loop's thread. The receiver wakes when the loop ends, also by a panic.
+fn start_reconcile_thread(reconciler: Reconciler) -> std::io::Result<(JoinHandle<()>, oneshot::Receiver<()>)> {
+    let (ended, reconcile_ended) = oneshot::channel::<()>();
+    let thread = thread::Builder::new().name("reconcile".into()).spawn(move || {
+        // Dropped at the end, also by a panic.
+        let _ended = ended;
+        reconciler.run();
+    })?;
+    Ok((thread, reconcile_ended))
+}
+
+/// Stops the reconcile loop when it is dropped.
+struct StopOnDrop(Arc<AgentState>);
+
+impl Drop for StopOnDrop {
+    fn drop(&mut self) {
+        self.0.stop();
+    }
+}

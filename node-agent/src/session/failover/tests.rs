@@ -1,0 +1,171 @@
+#![allow(clippy::unwrap_used)]
+use super::*;
+
+const FOLLOWING: Option<SourceState> = Some(SourceState::Following);
+const CUT_OFF: Option<SourceState> = Some(SourceState::CutOff);
+const UNLISTED: Option<SourceState> = Some(SourceState::Unlisted);
+
+fn at(position: u64) -> Positions {
+    [(1, position)].into()
+}
+
+fn standing(source: Option<SourceState>, position: u64) -> Standing {
+    let positions = if source == UNLISTED || source.is_none() { Positions::new() } else { at(position) };
+    Standing { source, changed: positions.clone(), positions }
+}
+
+fn goes(trouble: Trouble, held: Option<u64>, others: &[Standing]) -> Option<usize> {
+    let held = held.map(|position| HeldState { positions: at(position), may_lack: false });
+    choose(trouble, held.as_ref(), others)
+}
+
+#[test]
+fn an_agent_with_a_state_moves_to_a_replica_that_follows_and_is_not_behind() {
+    for trouble in [Trouble::Unlisted, Trouble::CutOff, Trouble::Stalled, Trouble::Crowded] {
+        let others = [standing(CUT_OFF, 5), standing(FOLLOWING, 4), standing(FOLLOWING, 5), standing(None, 0)];
+        assert_eq!(goes(trouble, Some(5), &others), Some(2), "{trouble:?}");
+        assert_eq!(goes(trouble, Some(6), &others), None, "{trouble:?}: all are behind");
+    }
+}
+
+#[test]
+fn while_all_are_cut_off_no_agent_with_their_state_moves() {
+    let others = [standing(CUT_OFF, 5), standing(UNLISTED, 0), standing(None, 0)];
+    for trouble in [Trouble::Unlisted, Trouble::CutOff, Trouble::Stalled] {
+        assert_eq!(goes(trouble, Some(5), &others), None, "{trouble:?}");
+    }
+    let ahead = [standing(CUT_OFF, 9)];
+    assert_eq!(goes(Trouble::CutOff, Some(5), &ahead), None, "from cut off to cut off never");
+    assert_eq!(goes(Trouble::Unlisted, Some(5), &ahead), Some(0), "its replica could never bring what it lacks");
+    // What it once rejected, the program may be able to use by now.
+    let lacking = HeldState { positions: at(5), may_lack: true };
+    assert_eq!(choose(Trouble::Unlisted, Some(&lacking), &others), Some(0));
+    assert_eq!(choose(Trouble::CutOff, Some(&lacking), &others), None);
+}
+
+#[test]
+fn an_agent_without_a_state_takes_the_best_that_there_is() {
+    let (unlisted, unknown) = (standing(UNLISTED, 0), standing(None, 0));
+    let (cut_off, following) = (standing(CUT_OFF, 5), standing(FOLLOWING, 5));
+    let all = [unlisted, unknown, cut_off, following];
+    for count in 0..=4 {
+        let best = (count > 1).then(|| count - 1);
+        assert_eq!(goes(Trouble::Unlisted, None, &all[..count]), best, "{count}");
+    }
+    assert_eq!(goes(Trouble::Stalled, None, &all[..2]), None, "what is not known to be better is not tried");
+    assert_eq!(goes(Trouble::Stalled, None, &all[..3]), Some(2));
+    assert_eq!(goes(Trouble::CutOff, None, &all[..3]), None);
+    assert_eq!(goes(Trouble::CutOff, None, &all), Some(3));
+}
+
+#[test]
+fn of_equals_each_is_chosen() {
+    let others = [standing(FOLLOWING, 5), standing(FOLLOWING, 5)];
+    let chosen: std::collections::BTreeSet<_> = (0..100).map(|_| goes(Trouble::CutOff, Some(5), &others)).collect();
+    assert_eq!(chosen, [Some(0), Some(1)].into());
+}
+
+#[test]
+fn a_replica_that_follows_and_has_brought_its_state_is_never_doubted() {
+    let now = Instant::now();
+    let mut failover = Failover::new(&MoveLimits::default(), now);
+    failover.on_source(FOLLOWING, now);
+    assert_eq!(failover.due_at(), Some(now + STALLED_PATIENCE));
+    failover.on_progress(true, now);
+    assert_eq!((failover.due_at(), failover.trouble), (None, None));
+    failover.look(now + SETTLED_AFTER);
+    assert_eq!(failover.trouble, None);
+}
+
+#[test]
+fn patience_is_bounded_and_ends_with_the_trouble() {
+    let now = Instant::now();
+    for (source, trouble, [from, to]) in
+        [(UNLISTED, Trouble::Unlisted, UNLISTED_PATIENCE), (CUT_OFF, Trouble::CutOff, CUT_OFF_PATIENCE)]
+    {
+        let mut failover = Failover::new(&MoveLimits::default(), now);
+        failover.on_progress(true, now);
+        failover.on_source(source, now);
+        assert_eq!(failover.trouble, Some(trouble));
+        let asks = failover.due_at().unwrap();
+        assert!(asks >= now + from && asks <= now + to);
+        // Said again, it is no other trouble.
+        failover.on_source(source, now + from);
+        assert_eq!(failover.due_at(), Some(asks));
+        failover.on_source(FOLLOWING, now + from);
+        assert_eq!((failover.trouble, failover.due_at()), (None, None));
+    }
+}
+
+#[test]
+fn a_stream_stalls_only_when_neither_it_nor_the_replica_makes_progress() {
+    let now = Instant::now();
+    let mut failover = Failover::new(&MoveLimits::default(), now);
+    failover.on_source(FOLLOWING, now);
+    let half = STALLED_PATIENCE / 2;
+    failover.on_snapshots_sent(7, now + half);
+    failover.look(now + STALLED_PATIENCE);
+    assert_eq!(failover.trouble, None, "the replica completes snapshots of others");
+    failover.on_progress(false, now + STALLED_PATIENCE);
+    failover.on_snapshots_sent(7, now + STALLED_PATIENCE + half);
+    failover.look(now + 2 * STALLED_PATIENCE);
+    assert_eq!(failover.trouble, Some(Trouble::Stalled));
+    failover.on_progress(true, now + 2 * STALLED_PATIENCE);
+    assert_eq!(failover.trouble, None);
+}
+
+#[test]
+fn others_are_asked_more_and_more_rarely() {
+    let mut now = Instant::now();
+    let mut failover = Failover::new(&MoveLimits::default(), now);
+    failover.on_source(CUT_OFF, now);
+    let mut pauses = Vec::new();
+    for _ in 0..10 {
+        now = failover.due_at().unwrap();
+        assert!(failover.due(now).is_some());
+        pauses.push(failover.due_at().unwrap() - now);
+    }
+    let [first, longest] = [ASK_PAUSES.first(), ASK_PAUSES.longest()];
+    assert!(pauses[0] >= first / 2 && pauses[0] <= first, "{pauses:?}");
+    assert!(pauses[5..].iter().all(|pause| *pause >= longest / 2 && *pause <= longest), "{pauses:?}");
+}
+
+#[test]
+fn moves_become_rarer_and_a_long_stay_forgives_them() {
+    let (mut limits, mut now, [first, longest]) =
+        (MoveLimits::default(), Instant::now(), [STAYS.first(), STAYS.longest()]);
+    let mut stays = Vec::new();
+    for _ in 0..8 {
+        limits.moved(now);
+        let mut failover = Failover::new(&limits, now);
+        failover.on_source(UNLISTED, now);
+        failover.ask_at = now;
+        let until = failover.due_at().unwrap();
+        stays.push(until - now);
+        now = until;
+    }
+    assert_eq!(stays[..3], [first, 2 * first, 4 * first]);
+    assert_eq!(stays[7], longest);
+    now += SETTLED_AFTER;
+    limits.moved(now);
+    assert_eq!(limits.stays_until, Some(now + first));
+}
+
+#[test]
+fn a_balance_request_is_followed_once_and_never_before_its_time() {
+    let now = Instant::now();
+    let mut failover = Failover::new(&MoveLimits::default(), now);
+    failover.on_source(FOLLOWING, now);
+    failover.on_progress(true, now);
+    let at = now + Duration::from_secs(1);
+    failover.on_balance_request(at);
+    assert_eq!((failover.due(now), failover.due_at()), (None, Some(at)));
+    assert_eq!((failover.due(at), failover.due_at()), (Some(Trouble::Crowded), None));
+    assert_eq!(failover.due(at), None);
+    let others = [standing(CUT_OFF, 9), standing(UNLISTED, 0)];
+    assert_eq!(
+        goes(Trouble::Crowded, Some(5), &others),
+        None,
+        "nobody is sent to a replica that cannot hear its source"
+    );
+}

@@ -1,0 +1,279 @@
+//! One open stream: reads messages, applies their effects to the state, and sends what the agent reports.
+
+use std::{pin::pin, sync::Arc, time::Duration};
+
+use futures::{FutureExt as _, future::BoxFuture};
+use headgate_core::{node_state::SourceState, reference::Referable};
+use headgate_proto::v1::{self, server_message::Body as ServerBody, welcome::ResumeMode};
+use tokio::{
+    sync::{mpsc, watch},
+    task::spawn_blocking,
+    time::{Instant, sleep, sleep_until},
+};
+use tonic::Streaming;
+use tracing::{debug, info};
+
+use super::{
+    context::{Context, SessionConfig},
+    failover::{Failover, HeldState, Trouble, choose},
+    machine::{Effect, Machine, Welcomed},
+    renewal::Renewal,
+    replicas::{Replicas, Target},
+    reporter::Reporter,
+    standings::{Standings, StandingsQuery},
+    stream_end::StreamEnd,
+};
+use crate::{
+    backoff::jitter,
+    progress::Progress,
+    state::{
+        AgentState,
+        held::{OwnNode, StateUpdate},
+    },
+};
+
+/// Heartbeat intervals without any message until the stream is given up (contract, 9).
+const MISSED_HEARTBEATS: u32 = 3;
+/// A replica that does not say what its source is doing, and has not heard it for so long, is taken to be cut off.
+const OLD_SOURCE: Duration = Duration::from_secs(180);
+/// A stream that is open.
+pub(super) struct Stream {
+    pub(super) incoming: Streaming<v1::ServerMessage>,
+    pub(super) outgoing: mpsc::Sender<v1::AgentMessage>,
+    pub(super) reporter: Reporter,
+    /// Whether another replica would be better.
+    pub(super) failover: Failover,
+    pub(super) silent_after: Duration,
+    /// When to go elsewhere, and why.
+    pub(super) drain: Option<(Instant, String)>,
+    pub(super) renewal: Option<Renewal>,
+    /// Told to the replica among what is degraded.
+    pub(super) tls_problem: watch::Receiver<Option<String>>,
+}
+
+impl Stream {
+    /// Follows the stream to its end.
+    pub(super) async fn run(
+        mut self,
+        context: &mut Context,
+        replica: &Target,
+        replicas: &Replicas,
+        welcomed_at: &mut Option<Instant>,
+    ) -> Result<StreamEnd, StreamEnd> {
+        // What the other replicas say, while they are being asked, and why they are.
+        let mut asking: Option<Asking> = None;
+        let mut progress = context.progress.clone();
+        let outgoing = self.outgoing.clone();
+        let mut silence = pin!(sleep(self.silent_after));
+        loop {
+            let drain_at = self.drain.as_ref().map(|(at, _)| *at);
+            let renew_at = self.renewal.as_ref().map(|renewal| renewal.look_at);
+            let ask_at = self.failover.due_at().filter(|_| asking.is_none());
+            let now = Instant::now();
+            let ready_at = self.reporter.outbox.ready_at(now);
+            let is_ready = ready_at.is_some_and(|at| at <= now);
+            tokio::select! {
+                // In this order: a busy replica may not keep our answers from it, and what has arrived counts before silence does.
+                biased;
+                () = sleep_until(drain_at.unwrap_or_else(Instant::now)), if drain_at.is_some() => {
+                    return Ok(StreamEnd::Drained(self.drain.map(|(_, reason)| reason).unwrap_or_default()));
+                }
+                (trouble, answered) = answered(&mut asking), if asking.is_some() => {
+                    asking = None;
+                    let (held, answers) = answered?;
+                    if let Some(to) = self.better(trouble, held.as_ref(), answers) {
+                        return Ok(StreamEnd::Moved { to: Box::new(to), trouble });
+                    }
+                }
+                Ok(permit) = outgoing.reserve(), if is_ready => {
+                    if let Some(message) = self.reporter.outbox.pop(now) {
+                        permit.send(message);
+                    }
+                }
+                Ok(()) = progress.changed() => {
+                    let seen = progress.borrow_and_update().clone();
+                    self.report(&seen, &context.machine);
+                }
+                message = self.incoming.message() => {
+                    let Some(message) = message? else { return Ok(StreamEnd::Closed) };
+                    let brings_state = message.body.as_ref().is_some_and(brings_state);
+                    for effect in context.machine.on_message(message)? {
+                        self.on_effect(context, effect, replica, welcomed_at).await?;
+                    }
+                    if brings_state {
+                        self.failover.on_progress(context.machine.is_following(), Instant::now());
+                    }
+                    if context.machine.needs_referable() {
+                        let state = Arc::clone(&context.state);
+                        let referable = spawn_blocking(move || state.with_state(Referable::of)).await?;
+                        context.machine.refer_to(referable);
+                        context.distrusts_version = false;
+                    }
+                    silence.as_mut().reset(Instant::now() + self.silent_after);
+                }
+                // An ACK may go.
+                () = sleep_until(ready_at.unwrap_or(now)), if ready_at.is_some() && !is_ready => {}
+                () = sleep_until(ask_at.unwrap_or(now)), if ask_at.is_some() => {
+                    let trouble = self.failover.due(Instant::now());
+                    asking = trouble.map(|trouble| (trouble, self.ask_others(context, replicas)));
+                }
+                () = sleep_until(renew_at.unwrap_or_else(Instant::now)), if renew_at.is_some() => {
+                    if let Some(renewal) = &mut self.renewal && renewal.is_done().await {
+                        return Ok(StreamEnd::Renewed);
+                    }
+                }
+                Ok(()) = self.tls_problem.changed() => {
+                    let seen = progress.borrow().clone();
+                    self.report(&seen, &context.machine);
+                }
+                () = &mut silence => {
+                    let is_welcomed = self.reporter.epoch.is_some();
+                    return Ok(if is_welcomed { StreamEnd::Silent(self.silent_after) } else { StreamEnd::NoWelcome });
+                }
+            }
+        }
+    }
+
+    async fn on_effect(
+        &mut self,
+        context: &Context,
+        effect: Effect,
+        replica: &Target,
+        welcomed_at: &mut Option<Instant>,
+    ) -> Result<(), StreamEnd> {
+        match effect {
+            Effect::Welcomed(welcomed) => {
+                *welcomed_at = Some(Instant::now());
+                self.on_welcome(context, welcomed, replica);
+            }
+            Effect::Apply(step) => {
+                let version = step.version;
+                debug!(version, changes = step.changes.len(), snapshot = step.snapshot.is_some(), "step");
+                apply(&context.state, step).await?;
+                context.metrics.version_received.set(version);
+            }
+            Effect::Node(node) => set_node(&context.state, node).await?,
+            Effect::Resumed => confirm(&context.state).await?,
+            Effect::Reject(nack) => {
+                context.metrics.rejected_resources.inc_by(nack.rejections.len() as u64);
+                self.reporter.reject(nack);
+            }
+            Effect::Heartbeat { source_age, head_version, source, snapshots_sent } => {
+                context.metrics.heard(source_age);
+                context.metrics.head_version.set(head_version);
+                context.metrics.source_said(source);
+                let is_old = source_age > OLD_SOURCE;
+                self.failover.on_source(source.or(is_old.then_some(SourceState::CutOff)), Instant::now());
+                self.failover.on_snapshots_sent(snapshots_sent, Instant::now());
+            }
+            Effect::Drain { within, for_balance: true, .. } => {
+                self.failover.on_balance_request(Instant::now() + jitter(within));
+            }
+            Effect::Drain { within, reason, for_balance: false } => self.on_drain(within, reason),
+        }
+        Ok(())
+    }
+
+    fn on_welcome(&mut self, context: &Context, welcomed: Welcomed, replica: &Target) {
+        let Welcomed { replica: name, epoch, mode, heartbeat_interval, source } = welcomed;
+        context.metrics.source_said(source);
+        self.failover.on_source(source, Instant::now());
+        info!(%replica, name, ?mode, "connected");
+        context.metrics.connected.set(1);
+        context.metrics.resumed(mode);
+        self.reporter.epoch = Some(epoch);
+        self.silent_after = heartbeat_interval.saturating_mul(MISSED_HEARTBEATS);
+        if mode == ResumeMode::Log {
+            // The replica has to learn what is programmed, also when nothing changes from now on.
+            let seen = context.progress.borrow().clone();
+            self.report(&seen, &context.machine);
+        }
+    }
+
+    /// Asks the other replicas how they stand, after a look at what the agent holds. Answers may be seconds old when the
+    /// last one comes: what the agent has learned meanwhile would make every other replica look behind.
+    fn ask_others(&self, context: &Context, replicas: &Replicas) -> BoxFuture<'static, Answered> {
+        let SessionConfig { node_name, tls, .. } = &context.config;
+        let (node, tls, epoch) = (Arc::clone(node_name), tls.clone(), self.reporter.epoch);
+        let others = replicas.others();
+        let state = Arc::clone(&context.state);
+        let ask = async move {
+            // Under the state's lock, which planning a full sync holds for a while.
+            let point = spawn_blocking(move || state.point()).await?;
+            let held = point.as_ref().map(HeldState::of);
+            let answers = StandingsQuery { node, tls, replicas: others.await, epoch }.ask().await;
+            Ok((held, answers))
+        };
+        ask.boxed()
+    }
+
+    /// The replica to move to, if one of those that answered is better than this one.
+    fn better(&self, trouble: Trouble, held: Option<&HeldState>, answers: Standings) -> Option<Target> {
+        // It may be over by now.
+        if !self.failover.still_applies(trouble) {
+            return None;
+        }
+        let (mut targets, standings): (Vec<_>, Vec<_>) = answers.into_iter().unzip();
+        let chosen = choose(trouble, held, &standings).map(|index| targets.swap_remove(index));
+        if chosen.is_none() {
+            debug!(reason = trouble.reason(), asked = standings.len(), "no other replica is better: staying");
+        }
+        chosen
+    }
+
+    fn on_drain(&mut self, within: Duration, reason: String) {
+        let at = Instant::now() + jitter(within);
+        if self.drain.as_ref().is_none_or(|(earlier, _)| at < *earlier) {
+            self.drain = Some((at, reason));
+        }
+    }
+
+    fn report(&mut self, progress: &Progress, machine: &Machine) {
+        self.reporter.report(progress, status(progress, &self.tls_problem), machine);
+    }
+}
+
+/// True for a part of the replica's state, and for `Welcome`, which may say that the agent lacks only what changed.
+fn brings_state(body: &ServerBody) -> bool {
+    matches!(
+        body,
+        ServerBody::Welcome(_) | ServerBody::Batch(_) | ServerBody::SnapshotChunk(_) | ServerBody::SnapshotEnd(_)
+    )
+}
+
+/// What the agent held when it asked the other replicas, and their answers.
+type Answered = Result<(Option<HeldState>, Standings), StreamEnd>;
+
+/// Why the other replicas are being asked, and what will come of it.
+type Asking = (Trouble, BoxFuture<'static, Answered>);
+
+async fn answered(asking: &mut Option<Asking>) -> (Trouble, Answered) {
+    match asking {
+        Some((trouble, answered)) => (*trouble, answered.await),
+        None => std::future::pending().await,
+    }
+}
+
+/// The status of the dataplane, and what is wrong with the TLS files, before it matters.
+pub(super) fn status(progress: &Progress, tls_problem: &watch::Receiver<Option<String>>) -> v1::AgentStatus {
+    let mut status = progress.status.clone();
+    status.degraded.extend(tls_problem.borrow().clone());
+    status
+}
+
+/// Applies an update at once, or on a thread that may wait while the kernel's work holds the lock.
+async fn apply(state: &Arc<AgentState>, step: StateUpdate) -> Result<(), StreamEnd> {
+    let Some(step) = state.try_apply(step) else { return Ok(()) };
+    let state = Arc::clone(state);
+    Ok(spawn_blocking(move || state.apply(step)).await?)
+}
+
+async fn set_node(state: &Arc<AgentState>, node: OwnNode) -> Result<(), StreamEnd> {
+    let state = Arc::clone(state);
+    Ok(spawn_blocking(move || state.set_node(&node)).await?)
+}
+
+async fn confirm(state: &Arc<AgentState>) -> Result<(), StreamEnd> {
+    let state = Arc::clone(state);
+    Ok(spawn_blocking(move || state.confirm()).await?)
+}

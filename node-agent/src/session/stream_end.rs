@@ -1,0 +1,65 @@
+//! Why a stream ended.
+
+use std::time::Duration;
+
+use tokio::task::JoinError;
+use tonic::Status;
+
+use super::{connect::ConnectError, failover::Trouble, machine::Violation, replicas::Target};
+
+/// Time from connecting to `Welcome`. A replica that is behind this agent welcomes it first and waits
+/// afterwards.
+pub(super) const WELCOME_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// See the module.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum StreamEnd {
+    #[error(transparent)]
+    Connect(#[from] ConnectError),
+    #[error("no Welcome within {} s", WELCOME_TIMEOUT.as_secs())]
+    NoWelcome,
+    #[error("the replica ended the stream: {} ({:?})", .0.message(), .0.code())]
+    Status(Box<Status>),
+    #[error("the replica closed the stream")]
+    Closed,
+    #[error("the replica breaks the protocol: {0}")]
+    Violation(#[from] Violation),
+    #[error("nothing heard for {} s", .0.as_secs_f32())]
+    Silent(Duration),
+    #[error("the replica asked us to go elsewhere: {0}")]
+    Drained(String),
+    #[error("moving to {to}: {}", .trouble.reason())]
+    Moved { to: Box<Target>, trouble: Trouble },
+    #[error("the certificate was renewed, and the old one expires soon")]
+    Renewed,
+    #[error("the agent's worker was stopped")]
+    Worker(#[from] JoinError),
+}
+
+impl StreamEnd {
+    /// A label from a small fixed set.
+    pub(super) fn reason(&self) -> &'static str {
+        match self {
+            Self::Connect(ConnectError::Files(_)) => "tls_files",
+            Self::Connect(ConnectError::Refused(_)) => "tls",
+            Self::Connect(_) => "connect",
+            Self::NoWelcome => "no_welcome",
+            Self::Status(_) => "status",
+            Self::Closed => "closed",
+            Self::Violation(Violation::VersionGap { .. }) => "version_gap",
+            Self::Violation(Violation::Reference(_)) => "unknown_reference",
+            Self::Violation(_) => "protocol",
+            Self::Silent(_) => "silent",
+            Self::Drained(_) => "drained",
+            Self::Moved { trouble, .. } => trouble.label(),
+            Self::Renewed => "renewed",
+            Self::Worker(_) => "worker",
+        }
+    }
+}
+
+impl From<Status> for StreamEnd {
+    fn from(status: Status) -> Self {
+        Self::Status(Box::new(status))
+    }
+}
