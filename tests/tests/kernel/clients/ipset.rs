@@ -238,8 +238,8 @@ fn refusals_are_said_with_their_names() {
             [
                 "adding 10.0.0.2 to the set small: the set is full: it holds as many entries as it may (maxelem)",
                 "adding 10.0.0.1 to the set none: there is no such set",
-                "adding 10.0.0.1 to the set of-v6: the entry is not of the set's family or type, or the kernel speaks another \
-                 version of the protocol",
+                "adding 10.0.0.1 to the set of-v6: the family or type of the entry differs from the \
+                 set's, or the kernel uses another protocol version",
                 "adding 10.0.0.1 to the set small: the set has no comments",
                 "adding 11 to the set ports: the entry is out of the set's range",
             ]
