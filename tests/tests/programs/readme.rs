@@ -1,8 +1,13 @@
-//! README's commands under "Without a cluster", run as they stand there, and what they print held against the lines below them.
+//! Runs the commands of the quick start and of the protocol guide, and compares their output with the
+//! lines below them.
 //!
-//! In a `console` block a line that begins with `# ` is a command, which goes on after a `\`. The lines up to the next command are what it prints. README marks what
-//! varies: a line of `…` alone stands for any number of lines, `…` at the end of a line for any rest of it, and a duration (31ms) for any duration. All else has to be
-//! equal. Two things are done otherwise: the build is left to `make test`, and the namespace has a name of its own, so that a `try` that is there stays.
+//! In a `console` block, a line that begins with `# ` is a command; a `\` at its end continues it on
+//! the next line. The lines up to the next command are the expected output. A line with `…` alone
+//! stands for any number of lines, `…` at the end of a line for any rest of the line, and a duration
+//! (31ms) for any duration. All else must be equal. `sh` blocks start the programs.
+//!
+//! Two things differ from the page: `make test` has built the programs, and the namespace has its own
+//! name, so that an existing namespace `try` stays.
 
 use std::{
     fs::{self, File},
@@ -23,7 +28,7 @@ use tempfile::TempDir;
 /// Only ever waited for when the test fails.
 const GUARD: Duration = Duration::from_secs(60);
 
-/// A command and what README says that it prints.
+/// A command and its expected output.
 #[derive(Debug, PartialEq, Eq)]
 struct Example {
     command: String,
@@ -45,7 +50,7 @@ fn examples(console: &str) -> Vec<Example> {
             (_, Some(example)) if goes_on => example.command.push_str(&format!("\n{line}")),
             (Some(command), _) => examples.push(Example { command: command.to_owned(), printed: Vec::new() }),
             (None, Some(example)) => example.printed.push(line.to_owned()),
-            (None, None) => panic!("README: a console block begins with {line:?}, which is no command"),
+            (None, None) => panic!("a console block begins with {line:?}, which is no command"),
         }
         goes_on = (goes_on || command.is_some()) && line.ends_with('\\');
     }
@@ -62,7 +67,7 @@ fn without_durations(line: &str) -> String {
     words.collect::<Vec<_>>().join(" ")
 }
 
-/// What is printed is what README says.
+/// Whether the output is as expected.
 fn is_as_said(said: &[String], printed: &[String]) -> bool {
     match said {
         [] => printed.is_empty(),
@@ -75,7 +80,8 @@ fn is_as_said(said: &[String], printed: &[String]) -> bool {
     }
 }
 
-/// What README has running while it asks. The shell that runs it ends it, by README's own words, when its standard input ends, so also when this test is killed.
+/// The programs of a page. A shell runs them, and ends them with the page's own command when its
+/// standard input ends, also when this test is killed.
 struct Session {
     shell: Child,
     folder: TempDir,
@@ -84,18 +90,18 @@ struct Session {
 }
 
 impl Session {
-    fn start(section: &str) -> Self {
+    fn start(page: &str) -> Self {
         netns::check_prerequisites().unwrap();
-        let namespace = format!("hg{}-readme", std::process::id());
+        let namespace = format!("hg{}-docs", std::process::id());
         let folder = tempfile::tempdir().unwrap();
         let repository = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
         fs::create_dir_all(folder.path().join("target/tools")).unwrap();
         symlink(program("headgatectl").unwrap().parent().unwrap(), folder.path().join("target/debug")).unwrap();
         symlink(grpcurl(), folder.path().join("target/tools/grpcurl")).unwrap();
         symlink(repository.join("docs"), folder.path().join("docs")).unwrap();
-        let start: String = blocks(section, "sh").concat();
+        let start: String = blocks(page, "sh").concat();
         let start: Vec<&str> = start.lines().filter(|line| !line.starts_with("cargo build ")).collect();
-        let end = section.split("To end it: `").nth(1).unwrap().split('`').next().unwrap();
+        let end = page.split("To end it: `").nth(1).unwrap().split('`').next().unwrap();
         let script = format!("set -e\n{}\nset +e\nread -r _\n{end}\nwait\n", start.join("\n"));
         let log = File::create(folder.path().join("log")).unwrap();
         let mut shell = Command::new("bash");
@@ -128,7 +134,7 @@ impl Session {
                 return;
             }
             let (said, printed) = (said.join("\n"), printed.join("\n"));
-            assert!(Instant::now() < deadline, "README: `{command}` prints\n{printed}\n\nand not\n{said}\n");
+            assert!(Instant::now() < deadline, "`{command}` prints\n{printed}\n\nand not\n{said}\n");
             thread::sleep(Duration::from_millis(100));
         }
     }
@@ -155,20 +161,30 @@ fn in_namespace(script: &str, namespace: &str) -> String {
         .collect()
 }
 
-#[test]
-fn readmes_commands_print_what_stands_below_them() {
-    let readme = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../README.md")).unwrap();
-    let section = readme.split("## Without a cluster").nth(1).unwrap().split("\n## ").next().unwrap();
-    let blocks = blocks(section, "console");
-    assert!(blocks.len() >= 3, "README has lost its examples");
-    let mut session = Session::start(section);
+/// Runs the commands of a page below `docs/`.
+fn check(page: &str) {
+    let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs");
+    let text = fs::read_to_string(docs.join(page)).unwrap();
+    let blocks = blocks(&text, "console");
+    assert!(blocks.len() >= 3, "{page} has lost its examples");
+    let mut session = Session::start(&text);
     for block in blocks {
         examples(block).iter().for_each(|example| session.expect(example));
     }
 }
 
 #[test]
-fn what_differs_from_readme_is_found() {
+fn commands_of_the_quick_start_print_the_lines_below_them() {
+    check("quick-start.md");
+}
+
+#[test]
+fn commands_of_the_protocol_guide_print_the_lines_below_them() {
+    check("protocol.md");
+}
+
+#[test]
+fn output_that_differs_from_the_page_is_found() {
     let lines = |text: &str| text.lines().map(str::to_owned).collect::<Vec<_>>();
     let is_as_said = |said: &str, printed: &str| is_as_said(&lines(said), &lines(printed));
     assert!(is_as_said("{\n  …\n}", "{\n  a\n  b\n}") && is_as_said("…", "") && is_as_said("a\n…\nb", "a\nb"));

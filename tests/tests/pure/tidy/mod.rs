@@ -1,14 +1,18 @@
-//! The rules of the project that neither the compiler nor clippy holds: what may depend on what, under which licences, how
-//! long a file may be, that documents do not point at nothing, and that the protocol keeps its promises.
+//! Rules of the project that the compiler and clippy do not check: dependencies of crates, layers of
+//! modules, licences, the length of files, the width of comments, links in documents, and
+//! compatibility of the protocol.
 
 mod behaviours;
 mod dependencies;
 mod documents;
 mod files;
+mod imports;
+mod layers;
 mod licences;
 mod metadata;
 mod protocol;
 mod real_servers;
+mod width;
 
 use std::path::{Path, PathBuf};
 
