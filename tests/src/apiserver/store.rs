@@ -92,10 +92,6 @@ impl Store {
         lock(&self.inner).version
     }
 
-    pub(super) fn oldest_version(&self) -> u64 {
-        lock(&self.inner).compacted
-    }
-
     pub(super) fn get(&self, kind: Kind, namespace: &str, name: &str) -> Option<Arc<Value>> {
         lock(&self.inner).objects.get(&kind)?.get(&key(kind, namespace, name)).cloned()
     }

@@ -122,7 +122,7 @@ impl ApiUnderTest {
     /// Creates an object, or replaces it if it is there.
     pub async fn apply(&self, object: &Value) -> Result<(), ApiUnderTestError> {
         if let Backing::StandIn(server) = &self.backing {
-            return server.apply(object.clone()).map(drop).map_err(refused);
+            return server.apply(object.clone()).map(drop).map_err(|failure| refused(&failure));
         }
         let (kind, namespace, name) = names(object)?;
         let path = kind.object_path(&namespace, &name);
@@ -140,7 +140,7 @@ impl ApiUnderTest {
     /// Deletes an object.
     pub async fn delete(&self, kind: Kind, namespace: &str, name: &str) -> Result<(), ApiUnderTestError> {
         if let Backing::StandIn(server) = &self.backing {
-            return server.delete(kind, namespace, name).map(drop).map_err(refused);
+            return server.delete(kind, namespace, name).map(drop).map_err(|failure| refused(&failure));
         }
         self.send(Method::DELETE, &kind.object_path(namespace, name), None).await.map(drop)
     }
@@ -199,7 +199,7 @@ impl ApiUnderTest {
     }
 }
 
-fn refused(failure: super::Failure) -> ApiUnderTestError {
+fn refused(failure: &super::Failure) -> ApiUnderTestError {
     ApiUnderTestError::BadRequest(failure.body.to_string())
 }
 

@@ -12,22 +12,22 @@ use std::{
 use proc_macro2::{Delimiter, TokenStream, TokenTree};
 
 /// A module by the names from the crate's root, which itself is empty.
-pub type Module = Vec<String>;
+pub(super) type Module = Vec<String>;
 
 /// An import of one module by another.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Import {
-    pub from: Module,
-    pub to: Module,
+pub(super) struct Import {
+    pub(super) from: Module,
+    pub(super) to: Module,
     /// File and line, such as `src/run.rs:12`.
-    pub place: String,
+    pub(super) place: String,
     /// What is imported, such as `crate::store::Store`.
-    pub path: String,
+    pub(super) path: String,
 }
 
 /// The modules of a crate and their imports.
 #[derive(Debug, Default)]
-pub struct Crate {
+pub(super) struct Crate {
     modules: BTreeSet<Module>,
     /// The names that `use` brings into a module, and the path that each stands for.
     names: BTreeMap<(Module, String), Vec<String>>,
@@ -51,7 +51,7 @@ struct Reader<'a> {
 
 impl Crate {
     /// Reads `folder/src`. Panics when a file cannot be read or is no Rust.
-    pub fn read(folder: &Path) -> Self {
+    pub(super) fn read(folder: &Path) -> Self {
         let (mut krate, mut written, mut test_modules) = (Self::default(), Vec::new(), BTreeSet::new());
         let files = source_files(&folder.join("src"));
         krate.modules = files.keys().cloned().collect();
@@ -78,12 +78,12 @@ impl Crate {
     }
 
     /// Every module that is not for tests alone, the root included.
-    pub fn modules(&self) -> impl Iterator<Item = &Module> {
+    pub(super) fn modules(&self) -> impl Iterator<Item = &Module> {
         self.modules.iter()
     }
 
     /// Every import, in the order of the files.
-    pub fn imports(&self) -> &[Import] {
+    pub(super) fn imports(&self) -> &[Import] {
         &self.imports
     }
 
@@ -129,7 +129,7 @@ impl Crate {
 
     /// For each folder, the first circle of imports between its modules, with one import for each
     /// step. Folders that are deeper in the crate than `depth` are left out.
-    pub fn cycles(&self, depth: usize) -> Vec<String> {
+    pub(super) fn cycles(&self, depth: usize) -> Vec<String> {
         let folders: BTreeSet<&[String]> =
             self.modules.iter().filter_map(|module| module.split_last()).map(|(_, folder)| folder).collect();
         folders.into_iter().filter(|folder| folder.len() <= depth).filter_map(|folder| self.cycle_in(folder)).collect()

@@ -1,7 +1,5 @@
 //! Certificates that are not believed, and what both ends say.
 
-use std::sync::Arc;
-
 use headgate_control_plane::serve::Settings;
 use headgate_node_agent::{
     control_planes::ControlPlane as Target,
