@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used)]
 
 mod moves;
+#[expect(unreachable_pub, reason = "the file belongs to the crate of tests, where others use it")]
 #[path = "../../../tests/src/testbed/port.rs"]
 mod port;
 mod replica;
