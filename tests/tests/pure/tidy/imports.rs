@@ -227,6 +227,8 @@ impl Reader<'_> {
                     at += length;
                     is_for_tests = false;
                 }
+                // `pub(in crate::…)` limits visibility and imports nothing.
+                TokenTree::Ident(word) if word == "pub" && is_restriction(tokens.get(at + 1)) => at += 1,
                 TokenTree::Ident(_) => at += self.read_path(module, &tokens[at..], is_for_tests),
                 TokenTree::Group(group) => {
                     if !is_for_tests {
@@ -325,4 +327,9 @@ fn is_mark(token: &TokenTree, mark: char) -> bool {
 /// `use` begins an import, and not `impl Trait + use<'a>`.
 fn is_use(tokens: &[TokenTree], at: usize) -> bool {
     !tokens.get(at + 1).is_none_or(|next| is_mark(next, '<'))
+}
+
+/// The parentheses behind `pub`.
+fn is_restriction(token: Option<&TokenTree>) -> bool {
+    matches!(token, Some(TokenTree::Group(group)) if group.delimiter() == Delimiter::Parenthesis)
 }
