@@ -80,7 +80,7 @@ impl Rig {
     fn run(&mut self, plan: &Plan) {
         let refusals = &self.refusals;
         let refused = self.kernel.apply_but(plan, |op| refusals.iter().any(|refusal| refusal.refuses(op))).unwrap();
-        assert_eq!(self.ledger.settle(plan.ops(), &refused), [], "somebody wants everything");
+        assert_eq!(self.ledger.record(plan.ops(), &refused), [], "somebody wants everything");
         let existing = self.kernel.existing();
         assert!(self.ledger.is_in(&existing));
         for (set, elements) in &existing.sets {
@@ -106,15 +106,15 @@ impl Rig {
         let mut wanted = FakeKernel::new(self.ledger.config());
         let plan = Ledger::new(self.ledger.config().clone()).full(&self.state, &self.node, &wanted.existing(), 0);
         wanted.apply(&plan).unwrap();
-        let lacks = |object: Object| self.ledger.lacks(&object);
+        let lacks = |object: Object| self.ledger.is_deferred(&object);
         for (set, elements) in &wanted.sets {
             for element in elements {
                 let is_there = self.kernel.sets[set].contains(element);
                 assert!(is_there != lacks(Object::Element(*set, *element)), "{element} in {set:?}");
             }
         }
-        for address in &wanted.bound {
-            assert!(self.kernel.bound.contains(address) != lacks(Object::Address(*address)), "{address}");
+        for address in &wanted.device_addresses {
+            assert!(self.kernel.device_addresses.contains(address) != lacks(Object::Address(*address)), "{address}");
         }
         for (key, (settings, destinations)) in &wanted.servers {
             let found = self.kernel.servers.get(key);
@@ -124,10 +124,10 @@ impl Rig {
                 assert!(is_there != lacks(Object::Destination(*key, *address)), "{address} of {key}");
             }
         }
-        for (object, service) in self.ledger.lacking() {
+        for (object, service) in self.ledger.deferred() {
             let is_wanted = match object {
                 Object::Element(set, element) => wanted.sets[&set].contains(&element),
-                Object::Address(address) => wanted.bound.contains(&address),
+                Object::Address(address) => wanted.device_addresses.contains(&address),
                 Object::Server(key) => wanted.servers.contains_key(&key),
                 Object::Destination(key, address) => wanted.servers[&key].1.contains_key(&address),
             };
@@ -186,12 +186,12 @@ proptest! {
             if !is_refused {
                 rig.refusals.clear();
             }
-            let lacking: Vec<Object> = rig.ledger.lacking().map(|(object, _)| object).collect();
-            let before = rig.ledger.again(lacking.iter().copied());
+            let lacking: Vec<Object> = rig.ledger.deferred().map(|(object, _)| object).collect();
+            let before = rig.ledger.retries(lacking.iter().copied());
             prop_assert_eq!(before.len(), lacking.len(), "each by one step: {:?}", lacking);
             rig.run(&Plan { before, ..Plan::default() });
             rig.check();
-            prop_assert_eq!(rig.ledger.lacking().count(), if is_refused { lacking.len() } else { 0 });
+            prop_assert_eq!(rig.ledger.deferred().count(), if is_refused { lacking.len() } else { 0 });
         }
         rig.drain();
         let mut wanted = Rig::new(config(family), BTreeSet::new());

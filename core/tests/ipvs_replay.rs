@@ -101,7 +101,8 @@ impl Rig {
     fn check(&self) {
         let config = self.ledger.config();
         for (key, _) in self.kernel.servers.iter().filter(|(key, _)| foreign().iter().all(|(other, _)| other != *key)) {
-            let is_local = self.kernel.bound.contains(&key.address) || config.other_addresses.contains(&key.address);
+            let is_local =
+                self.kernel.device_addresses.contains(&key.address) || config.other_addresses.contains(&key.address);
             assert!(is_local, "the node does not answer on {key}");
             let existing = self.kernel.existing();
             assert!(config.excludes(key.address) || existing.mark(key, config).is_some(), "{key} has no mark");
@@ -209,7 +210,7 @@ proptest! {
             rig.restart();
             prop_assert!(!rig.full());
             // What somebody else has done is undone.
-            if let Some(address) = rig.kernel.bound.pop_first() {
+            if let Some(address) = rig.kernel.device_addresses.pop_first() {
                 prop_assert!(!rig.ledger.is_in(&rig.kernel.existing()), "{} was taken away", address);
             }
             rig.kernel.sets.get_mut(&Set::ClusterIp).unwrap().clear();
@@ -295,8 +296,8 @@ proptest! {
 fn servers_of_excluded_networks_stay_even_on_our_addresses() {
     let mut rig = Rig::new(config(Family::V4));
     let (key, _) = foreign()[1];
-    rig.kernel.bound.insert(key.address);
-    rig.kernel.bound.insert("203.0.113.9".parse::<IpAddr>().unwrap());
+    rig.kernel.device_addresses.insert(key.address);
+    rig.kernel.device_addresses.insert("203.0.113.9".parse::<IpAddr>().unwrap());
     let ours = ServerKey { address: "203.0.113.9".parse().unwrap(), ..key };
     let settings = Settings { scheduler: Scheduler::RoundRobin, persistence_seconds: None };
     rig.kernel.servers.insert(ours, (settings, BTreeMap::new()));

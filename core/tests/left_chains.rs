@@ -5,7 +5,7 @@ use std::net::IpAddr;
 
 use headgate_core::{
     Change, Dirty, Endpoint, EndpointPort, Family, Protocol, Service, ServiceKey, ServicePort, State,
-    iptables::{ExistingTables, Ledger, RenderConfig, Script, Table, fake_kernel::FakeKernel},
+    iptables::{ExistingTables, Ledger, RenderConfig, Script, Table, fake_kernel::FakeKernel, ruleset},
     view::NodeFacts,
 };
 
@@ -30,7 +30,7 @@ impl Rig {
         let mut news = Vec::new();
         for (table, name) in deletions {
             let refused = self.kernel.restore(&Script::deleting(&[(table, name.clone())]).to_string()).is_err();
-            if refused && self.ledger.leave(table, &name) {
+            if refused && self.ledger.note_undeletable(table, &name) {
                 news.push(name);
             }
         }
@@ -77,7 +77,8 @@ fn removal() -> [Change; 2] {
 #[test]
 fn a_chain_that_somebody_else_leads_to_is_named_once_and_goes_when_it_can() {
     let config = RenderConfig::new(Family::V4);
-    let mut rig = Rig { kernel: FakeKernel::default(), ledger: Ledger::new(config.clone()), state: State::default() };
+    let mut rig =
+        Rig { kernel: FakeKernel::default(), ledger: Ledger::new(ruleset(config.clone())), state: State::default() };
     rig.full();
     rig.step(web());
     let save = rig.kernel.save(Table::Nat);
@@ -91,7 +92,7 @@ fn a_chain_that_somebody_else_leads_to_is_named_once_and_goes_when_it_can() {
         assert_eq!(rig.full(), (0, Vec::new()), "it is not tried again as long as the rule is there");
     }
     // An agent that starts anew finds out for itself, once.
-    rig.ledger = Ledger::new(config);
+    rig.ledger = Ledger::new(ruleset(config));
     assert_eq!(rig.full(), (1, vec![chain.clone()]));
     assert!(rig.is_intact());
 

@@ -5,7 +5,7 @@ use std::net::IpAddr;
 
 use headgate_core::{
     Change, Dirty, Family, ServiceKey, State,
-    iptables::{Existing, Layout, Ledger, RenderConfig, Table, fake_kernel::FakeKernel},
+    iptables::{Existing, Layout, Ledger, RenderConfig, Table, fake_kernel::FakeKernel, ruleset},
     view::NodeFacts,
 };
 use proptest::prelude::*;
@@ -61,7 +61,7 @@ struct Agent {
 impl Agent {
     fn new(layout: Layout, family: Family) -> Self {
         let config = RenderConfig { layout, ..RenderConfig::new(family) };
-        let (kernel, ledger) = (FakeKernel::default(), Ledger::new(config));
+        let (kernel, ledger) = (FakeKernel::default(), Ledger::new(ruleset(config)));
         Self { facts: node(), state: State::default(), kernel, ledger }
     }
 

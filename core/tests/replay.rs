@@ -8,6 +8,7 @@ use headgate_core::{
     iptables::{
         ExistingTables, Layout, Ledger, RenderConfig, Table,
         fake_kernel::FakeKernel,
+        ruleset,
         script::{Piece, Writing},
     },
     masquerade::LocalDetector,
@@ -35,7 +36,12 @@ struct Rig {
 
 impl Rig {
     fn new(config: RenderConfig) -> Self {
-        Self { kernel: FakeKernel::default(), ledger: Ledger::new(config), state: State::default(), node: node() }
+        Self {
+            kernel: FakeKernel::default(),
+            ledger: Ledger::new(ruleset(config)),
+            state: State::default(),
+            node: node(),
+        }
     }
 
     /// Returns the number of chains written or deleted.
@@ -141,7 +147,7 @@ proptest! {
             rig.full();
             prop_assert_eq!(flat(&rig.rules()), flat(&wanted.rules()));
             // Nothing is left to do, also for an agent that starts anew and finds its rules.
-            rig.ledger = Ledger::new(config(family, layout));
+            rig.ledger = Ledger::new(ruleset(config(family, layout)));
             prop_assert_eq!(rig.full(), 0);
             prop_assert_eq!(rig.step(&[]), (0, 0));
             prop_assert!(rig.is_intact());
@@ -176,7 +182,7 @@ proptest! {
         if !hooked {
             rig.unhook();
         }
-        rig.ledger = Ledger::new(config(Family::V4, layout));
+        rig.ledger = Ledger::new(ruleset(config(Family::V4, layout)));
         changes.iter().for_each(|event| event.apply(&mut rig.state, &mut rig.node, &mut Dirty::default()));
         rig.full_late(writing, &meanwhile).map_err(TestCaseError::fail)?;
 

@@ -5,7 +5,9 @@ use std::{collections::BTreeSet, net::IpAddr, sync::Arc};
 
 use headgate_core::{
     Change, ClientIpAffinity, Dirty, Endpoint, EndpointPort, Family, Protocol, Service, ServiceKey, ServicePort, State,
-    iptables::{ExistingTables, Layout, Ledger, RenderConfig, Script, Table, fake_kernel::FakeKernel, fixed::CANARY},
+    iptables::{
+        ExistingTables, Layout, Ledger, RenderConfig, Script, Table, fake_kernel::FakeKernel, names::CANARY, ruleset,
+    },
     view::NodeFacts,
 };
 
@@ -18,7 +20,7 @@ struct Rig {
 
 impl Rig {
     fn new(layout: Layout) -> Self {
-        let ledger = Ledger::new(RenderConfig { layout, ..RenderConfig::new(Family::V4) });
+        let ledger = Ledger::new(ruleset(RenderConfig { layout, ..RenderConfig::new(Family::V4) }));
         let mut rig = Self { kernel: FakeKernel::default(), ledger, state: State::default() };
         assert!(rig.full());
         rig
@@ -62,7 +64,7 @@ impl Rig {
 
     fn set_aside(&mut self, names: &[&str]) {
         let services: BTreeSet<_> = names.iter().map(|name| Arc::new(key(name))).collect();
-        self.ledger.set_aside(&services);
+        self.ledger.set_quarantined(&services);
     }
 
     /// Lines that contain a text.

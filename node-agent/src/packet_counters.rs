@@ -1,7 +1,7 @@
 //! Counters that rules count packets into, over netlink (`linux/netfilter/nfnetlink_acct.h`): objects of the network namespace, by name, which outlive
 //! rules and processes. kube-proxy's, by the same names.
 
-use headgate_core::iptables::fixed::{INVALID_COUNTER, LOCALHOST_COUNTER};
+use headgate_core::iptables::names::{INVALID_COUNTER, LOCALHOST_COUNTER};
 use headgate_netlink::{Connection, NetlinkError, attributes, netfilter};
 
 const NEW: u8 = 0;

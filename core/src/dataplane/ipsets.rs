@@ -45,10 +45,11 @@ pub enum Set {
     /// Endpoints that may be on this node, as destination and source.
     LoopBack,
     /// Addresses on our device.
-    BoundAddresses,
-    /// Addresses and ports without an endpoint anywhere: refused. Not kube-proxy's.
+    DeviceAddresses,
+    /// Addresses and ports without an endpoint anywhere: packets are rejected. kube-proxy has no such set.
     NoEndpoints,
-    /// Addresses and ports with Local policy that have endpoints, but none here: dropped. Not kube-proxy's.
+    /// Addresses and ports with Local policy that have endpoints, but none here: packets are dropped.
+    /// kube-proxy has no such set.
     NoLocalEndpoints,
 }
 
@@ -162,7 +163,7 @@ impl Set {
         Self::NodePortServers,
         Self::HealthCheckNodePort,
         Self::LoopBack,
-        Self::BoundAddresses,
+        Self::DeviceAddresses,
         Self::NoEndpoints,
         Self::NoLocalEndpoints,
     ];
@@ -191,7 +192,7 @@ impl Set {
             Self::NodePortServers => "NODE-PORT-SERVERS",
             Self::HealthCheckNodePort => "HEALTH-CHECK-NODE-PORT",
             Self::LoopBack => "LOOP-BACK",
-            Self::BoundAddresses => "IPVS-IPS",
+            Self::DeviceAddresses => "IPVS-IPS",
             Self::NoEndpoints => "NO-ENDPOINTS",
             Self::NoLocalEndpoints => "NO-LOCAL-ENDPOINTS",
         }
@@ -223,7 +224,7 @@ impl Set {
             | Self::NodePortUdp
             | Self::NodePortLocalUdp
             | Self::HealthCheckNodePort => SetKind::Port,
-            Self::BoundAddresses => SetKind::Ip,
+            Self::DeviceAddresses => SetKind::Ip,
             Self::LoopBack | Self::LoadBalancerSourceIp => SetKind::IpPortIp,
             Self::LoadBalancerSourceCidr => SetKind::IpPortNet,
             _ => SetKind::IpPort,

@@ -2,9 +2,10 @@
 //! programmed, and plans only what differs.
 //!
 //! [`iptables`] and [`ipvs`] do not import each other. They share [`rules`] (text of iptables rules, scripts, and the
-//! ledger of programmed rules) and [`ipsets`].
+//! ledger of programmed rules) and [`ipsets`]; `refcount` counts the users of elements.
 
 pub mod ipsets;
 pub mod iptables;
 pub mod ipvs;
+mod refcount;
 pub mod rules;

@@ -3,7 +3,7 @@ use std::{sync::Mutex, thread::JoinHandle};
 
 use headgate_core::{
     Change, Demand, Family, Node, State,
-    iptables::{ExistingTables, Ledger, RenderConfig, Script, Table, fake_kernel::FakeKernel},
+    iptables::{ExistingTables, Ledger, RenderConfig, Script, Table, fake_kernel::FakeKernel, ruleset},
     view::NodeFacts,
 };
 
@@ -303,7 +303,7 @@ impl NodeDataplane for LedgerDataplane {
 #[test]
 fn no_change_is_lost_and_reported_as_programmed_when_the_kernel_refused_it_once() {
     let kernel = Arc::new(Mutex::new(FakeKernel::default()));
-    let ledger = Ledger::new(RenderConfig::new(Family::V4));
+    let ledger = Ledger::new(ruleset(RenderConfig::new(Family::V4)));
     let backend = LedgerDataplane { ledger, kernel: Arc::clone(&kernel), refusals: 1 };
     let (shared, metrics) = (Arc::new(AgentState::new("node-1")), SyncMetrics::default());
     let (reconciler, progress) = Reconciler::new(Box::new(backend), Arc::clone(&shared), metrics, timing());

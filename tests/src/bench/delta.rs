@@ -14,7 +14,7 @@ use headgate_control_plane::{
 };
 use headgate_core::{
     Change, Dirty, Family,
-    iptables::{ExistingTables, Layout, Ledger, RenderConfig},
+    iptables::{ExistingTables, Layout, Ledger, RenderConfig, ruleset},
     reference::Referable,
     view::NodeFacts,
 };
@@ -147,7 +147,7 @@ impl Agent {
         machine.on_message(v1::ServerMessage { body: Some(v1::server_message::Body::Welcome(welcome)) })?;
         // The smallest size lies at the threshold between the layouts; all shall have the same.
         let render = |family| RenderConfig { layout: Layout::Compact, ..RenderConfig::new(family) };
-        let ledgers = Family::BOTH.map(|family| Ledger::new(render(family)));
+        let ledgers = Family::BOTH.map(|family| Ledger::new(ruleset(render(family))));
         let node = NodeFacts::named("node-000");
         Ok(Self { machine, held: Held::default(), ledgers, node, cpu: Duration::ZERO })
     }

@@ -6,7 +6,7 @@ use std::{net::IpAddr, path::Path, sync::Arc};
 use headgate_core::{
     Change, ClientIpAffinity, Dirty, Endpoint, EndpointPort, Family, Placement, Protocol, Service, ServiceKey,
     ServicePort, State, TrafficPolicy,
-    iptables::{ExistingTables, Layout, Ledger, RenderConfig, Table, fake_kernel::FakeKernel},
+    iptables::{ExistingTables, Layout, Ledger, RenderConfig, Table, fake_kernel::FakeKernel, ruleset},
     masquerade::{LocalDetector, MasqueradeConfig},
     view::NodeFacts,
 };
@@ -92,7 +92,7 @@ impl Rig {
         let config = Config { variant, layout, masquerade: masquerade(), ..Config::default() };
         let expected = Family::BOTH.map(|family| {
             let render = RenderConfig { layout, masquerade: masquerade(), ..RenderConfig::new(family) };
-            (family, Ledger::new(render), FakeKernel::default())
+            (family, Ledger::new(ruleset(render)), FakeKernel::default())
         });
         let backend = IptablesDataplane::new(config).unwrap();
         Self { variant, layout, backend, expected: expected.into(), state: State::default() }

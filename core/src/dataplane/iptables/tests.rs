@@ -8,6 +8,7 @@ use super::{
     Existing, ExistingTables, Layout, Ledger, RenderConfig, Table,
     fake_kernel::FakeKernel,
     names::{ChainKind, ChainName},
+    ruleset,
 };
 use crate::{
     Change, ClientIpAffinity, Conditions, Dirty, Endpoint, EndpointPort, Family, Placement, Protocol, Service,
@@ -47,7 +48,7 @@ fn state(changes: impl IntoIterator<Item = Change>) -> (State, Dirty) {
 }
 
 fn full(config: RenderConfig, state: &State) -> (Ledger, String) {
-    let mut ledger = Ledger::new(config);
+    let mut ledger = Ledger::new(ruleset(config));
     let (script, _) = ledger.full(state, &node(), &ExistingTables::default());
     (ledger, script.to_string())
 }
@@ -290,7 +291,7 @@ fn stale_chains_go_and_foreign_ones_stay() {
     let save = "*nat\n:PREROUTING ACCEPT [0:0]\n:DOCKER - [0:0]\n:KUBE-SVC-XPGD46QRK7WJZT7O - [0:0]\n\
         -A PREROUTING -j DOCKER\n-A PREROUTING -m comment --comment \"kubernetes service portals\" -j KUBE-SERVICES\nCOMMIT\n";
     let existing = ExistingTables::parse(save);
-    let (script, _) = Ledger::new(config()).full(&State::default(), &node(), &existing);
+    let (script, _) = Ledger::new(ruleset(config())).full(&State::default(), &node(), &existing);
     let script = script.to_string();
     assert!(script.contains("-X KUBE-SVC-XPGD46QRK7WJZT7O\n"));
     assert!(!script.contains("DOCKER"));
@@ -405,7 +406,7 @@ fn dispatch_groups_are_cut_anew_when_the_cluster_grows() {
     let numbered = |i: u32| Service { key: key(i), cluster_ips: vec![address(i)], ..service("svc1", "172.30.0.41") };
     let mut kernel = FakeKernel::default();
     let mut state = State::default();
-    let mut ledger = Ledger::new(config());
+    let mut ledger = Ledger::new(ruleset(config()));
     kernel.restore(&ledger.full(&state, &node(), &ExistingTables::default()).0.to_string()).unwrap();
     for i in 0..4000 {
         let mut dirty = Dirty::default();
@@ -451,8 +452,8 @@ fn without_a_match_for_sctp_its_ports_are_left_out_and_others_are_as_ever() {
         ];
         full(config, &state(changes).0).1
     };
-    for (layout, beside_ipvs) in [(Layout::Classic, false), (Layout::Compact, false), (Layout::Classic, true)] {
-        let config = RenderConfig { layout, beside_ipvs, ..config() };
+    for layout in [Layout::Classic, Layout::Compact] {
+        let config = RenderConfig { layout, ..config() };
         let left_out = script(RenderConfig { leaves_out_sctp: true, ..config.clone() }, &with, &empty);
         let empty_without = Service { ports: without.ports.clone(), ..empty.clone() };
         assert_eq!(left_out, script(config.clone(), &without, &empty_without));

@@ -5,11 +5,7 @@ use std::{collections::BTreeSet, net::IpAddr};
 use ipnet::IpNet;
 
 use super::Scheduler;
-use crate::{
-    behaviours::masquerade::MasqueradeConfig,
-    dataplane::rules::{NodePortAddresses, RenderConfig},
-    model::Family,
-};
+use crate::{behaviours::masquerade::MasqueradeConfig, model::Family};
 
 /// Configuration of one family.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -22,7 +18,7 @@ pub struct IpvsConfig {
     pub available_schedulers: BTreeSet<Scheduler>,
     /// Addresses of the node that answer NodePorts: concrete ones, none on loopback or our device.
     pub node_port_addresses: Vec<IpAddr>,
-    /// Addresses that other devices of this node have: they are not bound to ours.
+    /// Addresses that other devices of this node have: our device does not get them.
     pub other_addresses: BTreeSet<IpAddr>,
     /// Virtual servers of these addresses are others', whatever sets say.
     pub exclude_cidrs: Vec<IpNet>,
@@ -30,7 +26,7 @@ pub struct IpvsConfig {
     pub drain_limit_ms: Option<u64>,
     /// Masquerading.
     pub masquerade: MasqueradeConfig,
-    /// As [`RenderConfig::leaves_out_sctp`], of the rules beside virtual servers.
+    /// As [`RenderConfig::leaves_out_sctp`](crate::dataplane::rules::RenderConfig::leaves_out_sctp).
     pub leaves_out_sctp: bool,
 }
 
@@ -48,19 +44,6 @@ impl IpvsConfig {
             drain_limit_ms: None,
             masquerade: MasqueradeConfig::default(),
             leaves_out_sctp: false,
-        }
-    }
-
-    /// For the rules that stand beside virtual servers.
-    #[must_use]
-    pub fn render_config(&self) -> RenderConfig {
-        RenderConfig {
-            masquerade: self.masquerade.clone(),
-            node_port_addresses: NodePortAddresses::Only(self.node_port_addresses.clone()),
-            localhost_node_ports: false,
-            leaves_out_sctp: self.leaves_out_sctp,
-            beside_ipvs: true,
-            ..RenderConfig::new(self.family)
         }
     }
 

@@ -8,7 +8,7 @@ use std::{
 use super::{
     super::ipsets::{Element, Set},
     config::IpvsConfig,
-    server::{ServerKey, Settings},
+    objects::{ServerKey, Settings},
 };
 use crate::{dataplane::rules::ExistingTables, model::Protocol};
 
@@ -27,7 +27,7 @@ pub struct Existing {
     /// Sets of our names and of the right kind, with their elements. One of another kind is to be destroyed before.
     pub sets: BTreeMap<Set, BTreeSet<Element>>,
     /// Addresses of our device.
-    pub bound: BTreeSet<IpAddr>,
+    pub device_addresses: BTreeSet<IpAddr>,
     /// Virtual servers by address, whoever made them. Those by firewall mark are others' and left out.
     pub servers: BTreeMap<ServerKey, ExistingServer>,
     /// iptables.
@@ -57,7 +57,7 @@ impl Existing {
         if let Some(first) = marks.peek().copied() {
             return Some(marks.find(|mark| !is_needed(mark)).unwrap_or(first));
         }
-        if self.bound.contains(&key.address) {
+        if self.device_addresses.contains(&key.address) {
             return Some((Set::ClusterIp, key.element()));
         }
         self.is_kube_proxys_node_port(key).then_some((Set::NodePortServers, key.element()))

@@ -11,9 +11,9 @@ use super::{
     super::ipsets::{Element, Set},
     config::IpvsConfig,
     existing::{Existing, ExistingServer},
+    objects::{ServerKey, Settings},
     plan::{Op, Plan},
     scheduler::Scheduler,
-    server::{ServerKey, Settings},
 };
 use crate::{
     dataplane::rules::{ExistingTables, Table, fake_kernel::FakeKernel as FakeIptables},
@@ -28,7 +28,7 @@ pub struct FakeKernel {
     /// Sets with their elements.
     pub sets: BTreeMap<Set, BTreeSet<Element>>,
     /// Addresses of the device.
-    pub bound: BTreeSet<IpAddr>,
+    pub device_addresses: BTreeSet<IpAddr>,
     /// Virtual servers.
     pub servers: BTreeMap<ServerKey, (Settings, BTreeMap<SocketAddr, u32>)>,
     /// iptables.
@@ -43,7 +43,7 @@ impl FakeKernel {
             family: config.family,
             schedulers: config.available_schedulers.clone(),
             sets: BTreeMap::new(),
-            bound: BTreeSet::new(),
+            device_addresses: BTreeSet::new(),
             servers: BTreeMap::new(),
             iptables: FakeIptables::default(),
         }
@@ -71,39 +71,39 @@ impl FakeKernel {
         Ok(())
     }
 
-    /// Carries out a plan as the agent does: what is as a step wants it counts as done, and what is refused keeps nothing else from being done. Nothing
-    /// that only removes is refused. Returns what is.
+    /// Carries out a plan as the agent does: a step that finds the object as it wants it counts as done, and a
+    /// rejected step does not stop the others. Removals are never rejected. Returns the rejected steps.
     ///
     /// # Errors
     /// Names a step that nothing excuses, or the rule.
-    pub fn apply_but(&mut self, plan: &Plan, refuses: impl Fn(&Op) -> bool) -> Result<Vec<Op>, String> {
-        let mut refused = Vec::new();
+    pub fn apply_but(&mut self, plan: &Plan, rejects: impl Fn(&Op) -> bool) -> Result<Vec<Op>, String> {
+        let mut rejected = Vec::new();
         for op in &plan.before {
-            refused.extend(self.take(*op, &refuses)?);
+            rejected.extend(self.take(*op, &rejects)?);
         }
         self.apply(&Plan { script: plan.script.clone(), ..Plan::default() })?;
         for op in &plan.after {
-            refused.extend(self.take(*op, &refuses)?);
+            rejected.extend(self.take(*op, &rejects)?);
         }
-        Ok(refused)
+        Ok(rejected)
     }
 
-    fn take(&mut self, op: Op, refuses: impl Fn(&Op) -> bool) -> Result<Option<Op>, String> {
+    fn take(&mut self, op: Op, rejects: impl Fn(&Op) -> bool) -> Result<Option<Op>, String> {
         let has_server = |key: &ServerKey| self.servers.contains_key(key);
         let weight = |key: &ServerKey, address: &SocketAddr| self.servers.get(key)?.1.get(address).copied();
         let has_element = |set: &Set, element: &Element| self.sets.get(set).is_some_and(|set| set.contains(element));
         let instead = match op {
             Op::DeleteElement(set, element) if !has_element(&set, &element) => return Ok(None),
-            Op::Unbind(address) if !self.bound.contains(&address) => return Ok(None),
+            Op::DeleteAddress(address) if !self.device_addresses.contains(&address) => return Ok(None),
             Op::DeleteServer(key) if !has_server(&key) => return Ok(None),
             Op::DeleteDestination(key, address) | Op::EditDestination(key, address, 0)
                 if weight(&key, &address).is_none() =>
             {
                 return Ok(None);
             }
-            _ if op.object().is_some() && refuses(&op) => return Ok(Some(op)),
+            _ if op.object().is_some() && rejects(&op) => return Ok(Some(op)),
             Op::AddElement(set, element) if has_element(&set, &element) => return Ok(None),
-            Op::Bind(address) if self.bound.contains(&address) => return Ok(None),
+            Op::AddAddress(address) if self.device_addresses.contains(&address) => return Ok(None),
             Op::AddServer(_, settings) | Op::EditServer(_, settings) if self.check(settings).is_err() => {
                 return Ok(Some(op));
             }
@@ -140,7 +140,7 @@ impl FakeKernel {
         let saves = Table::ALL.map(|table| self.iptables.save(table)).concat();
         Existing {
             sets: self.sets.clone(),
-            bound: self.bound.clone(),
+            device_addresses: self.device_addresses.clone(),
             servers: servers.collect(),
             tables: ExistingTables::parse(&saves),
         }
@@ -164,9 +164,9 @@ impl FakeKernel {
                 exists(self.sets.get_mut(&set).ok_or("no such set")?.insert(element))
             }
             Op::DeleteElement(set, element) => missing(self.sets.get_mut(&set).ok_or("no such set")?.remove(&element)),
-            Op::Bind(address) if Family::of(address) != self.family => Err("wrong family"),
-            Op::Bind(address) => exists(self.bound.insert(address)),
-            Op::Unbind(address) => missing(self.bound.remove(&address)),
+            Op::AddAddress(address) if Family::of(address) != self.family => Err("wrong family"),
+            Op::AddAddress(address) => exists(self.device_addresses.insert(address)),
+            Op::DeleteAddress(address) => missing(self.device_addresses.remove(&address)),
             Op::AddServer(key, settings) => {
                 self.check(settings)?;
                 exists(self.servers.insert(key, (settings, BTreeMap::new())).is_none())

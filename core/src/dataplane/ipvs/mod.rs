@@ -1,54 +1,57 @@
-//! What IPVS mode must have in a kernel, and the steps that bring a kernel to it.
+//! IPVS mode: virtual servers of the kernel, IP sets, addresses of a dummy device, and iptables rules.
 //!
-//! A service's ports become [`service::ServicePlan`]s: virtual servers with their destinations, elements of [sets](super::ipsets), and addresses that the
-//! node must answer on. The [`Ledger`] remembers what is programmed and gives [`Plan`]s with only what differs. What virtual servers
-//! cannot do stands in iptables rules, rendered by [`crate::dataplane::rules`] and programmed by its ledger inside this one.
+//! A service's ports become [`service::ServicePlan`]s: virtual servers with their destinations, elements of
+//! [sets](super::ipsets), and addresses that the node must answer on. The [`Ledger`] remembers what is
+//! programmed and gives [`Plan`]s with only what differs. iptables rules do what virtual servers cannot;
+//! the ledger of [`super::rules`] programs them.
 //!
-//! # Where kube-proxy's IPVS mode departs from the contract, and what is done here
+//! # Differences from kube-proxy's IPVS mode
 //!
-//! - *Local policies.* kube-proxy falls back to remote endpoints when there are none here. Here a virtual server has the endpoints of its
-//!   address's policy and no others; without any, its port stands in [`Set::NoEndpoints`] (refused) or
-//!   [`Set::NoLocalEndpoints`] (dropped).
-//! - *Short ways.* Local pods and the node itself reach all endpoints of a load balancer's address with Local policy. A virtual
-//!   server cannot tell them from others: one by firewall mark could, but compares the whole mark, which belongs to others as well.
-//!   So their connections are translated by iptables rules, of these services alone, before IPVS sees them.
-//! - *Source ranges* are checked for pods and the node as well: in table filter for what comes in, and in mangle for what the node sends, since
-//!   IPVS translates that before filter.
+//! - *Local policies.* kube-proxy falls back to remote endpoints if there are none here. Here a virtual server
+//!   has the endpoints of its address's policy and no others. If there are none, its port is in
+//!   [`Set::NoEndpoints`] (packets are rejected) or [`Set::NoLocalEndpoints`] (packets are dropped).
+//! - *Short ways.* Local pods and the node itself reach all endpoints of a load balancer's address with Local
+//!   policy. A virtual server does not distinguish them from other clients: a firewall mark could, but it
+//!   compares the whole mark, and others use bits of it. So iptables translates their connections, of these
+//!   services alone, before IPVS sees them.
+//! - *Source ranges* apply to pods and the node as well: table filter checks packets from elsewhere, and
+//!   mangle checks packets of the node, since IPVS translates those before filter.
 //!
 //! # Order
 //!
-//! What is referred to comes first and goes last: elements, addresses, virtual servers, destinations; then rules; then removals in the opposite
-//! order. A port that begins to be refused is in its set before its destinations go, and leaves it when they are there.
+//! An object is added before those that refer to it, and removed after them: first elements, addresses,
+//! virtual servers, destinations; then rules; then removals in the opposite order. A port without endpoints
+//! enters its set before its destinations are removed, and leaves it after they are added.
 //!
 //! # Draining
 //!
-//! A TCP destination that is not wanted any more gets weight 0, so that connections go on and no new ones come, and is removed when the kernel
-//! counts none. One that comes back gets its weight back. UDP and SCTP destinations are removed at once, as kube-proxy does, and those of scheduler
-//! `dh`, which does not pass over weight 0. A virtual
-//! server stays as long as it has a destination, and so do its address and what marks it as ours in sets: an agent that
-//! starts anew finds a destination of weight 0 and goes on.
+//! A TCP destination that is no longer wanted gets weight 0: its connections continue, it gets no new ones, and
+//! it is removed when the kernel counts none. If it is wanted again, it gets its weight back. UDP and SCTP
+//! destinations are removed at once, as in kube-proxy, and so are those of scheduler `dh`, which chooses
+//! destinations of weight 0. A virtual server stays as long as it has a destination, and so do its address and
+//! the elements that mark it as ours: an agent that restarts finds a destination of weight 0 and continues.
 //!
-//! A destination that fails health checks has weight 0 as well, but stays until its endpoint goes.
+//! A destination that fails health checks has weight 0 as well, but stays until its endpoint is removed.
 //!
-//! # What the kernel refuses
+//! # Which virtual servers are ours
 //!
-//! See [`refused`].
-//!
-//! # Whose a virtual server is
-//!
-//! It is ours if its address is on our device, or its port in one of our sets; what is not is never touched, and neither is what
-//! `excludeCIDRs` names. kube-proxy has the same names, so that its servers are taken over.
+//! A virtual server is ours if its address is on our device, or its port in one of our sets. Others are never
+//! touched, and neither are those that `excludeCIDRs` names. kube-proxy uses the same names, so its servers
+//! are taken over.
 
 pub mod config;
+mod deferred;
 pub mod existing;
 #[doc(hidden)]
 pub mod fake_kernel;
 pub mod ledger;
+mod objects;
 pub mod plan;
-pub mod refused;
+mod rules;
 pub mod scheduler;
 pub mod server;
 pub mod service;
+mod short_ways;
 
 #[cfg(test)]
 mod tests;
@@ -57,10 +60,9 @@ pub use super::ipsets::{Element, Set, SetKind};
 pub use config::{IpvsConfig, Problem};
 pub use existing::Existing;
 pub use ledger::Ledger;
+pub use objects::{Object, ServerKey, Settings};
 pub use plan::{Op, Plan};
-pub use refused::Object;
 pub use scheduler::Scheduler;
-pub use server::{ServerKey, Settings};
 
 /// The dummy device that has the services' addresses.
 pub const DEVICE: &str = "kube-ipvs0";

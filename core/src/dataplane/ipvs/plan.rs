@@ -4,7 +4,7 @@ use std::net::{IpAddr, SocketAddr};
 
 use super::{
     super::ipsets::{Element, Set},
-    server::{ServerKey, Settings},
+    objects::{Object, ServerKey, Settings},
 };
 use crate::dataplane::rules::Script;
 
@@ -16,7 +16,7 @@ pub enum Op {
     /// Adds an element that is not there.
     AddElement(Set, Element),
     /// Gives our device an address, /32 or /128.
-    Bind(IpAddr),
+    AddAddress(IpAddr),
     /// Adds a virtual server without destinations.
     AddServer(ServerKey, Settings),
     /// Changes a virtual server's settings.
@@ -30,11 +30,32 @@ pub enum Op {
     /// Removes a virtual server, which has no destinations.
     DeleteServer(ServerKey),
     /// Takes an address from our device.
-    Unbind(IpAddr),
+    DeleteAddress(IpAddr),
     /// Removes an element that is there.
     DeleteElement(Set, Element),
     /// Removes a set that no rule refers to.
     DestroySet(Set),
+}
+
+impl Op {
+    /// The object that a step makes or changes; `None` for steps that remove, and for steps of sets.
+    #[must_use]
+    pub fn object(&self) -> Option<Object> {
+        match *self {
+            Self::AddElement(set, element) => Some(Object::Element(set, element)),
+            Self::AddAddress(address) => Some(Object::Address(address)),
+            Self::AddServer(server, _) | Self::EditServer(server, _) => Some(Object::Server(server)),
+            Self::AddDestination(server, address, _) | Self::EditDestination(server, address, _) => {
+                Some(Object::Destination(server, address))
+            }
+            Self::CreateSet(_)
+            | Self::DestroySet(_)
+            | Self::DeleteElement(..)
+            | Self::DeleteAddress(_)
+            | Self::DeleteServer(_)
+            | Self::DeleteDestination(..) => None,
+        }
+    }
 }
 
 /// What is to be done, in order: `before`, then the script, then `after`.

@@ -2,51 +2,16 @@
 
 use std::{
     collections::BTreeMap,
-    fmt,
     net::{IpAddr, SocketAddr},
     sync::Arc,
 };
 
 use super::{
     super::ipsets::{Element, Set},
+    objects::{ServerKey, Settings},
     plan::Op,
-    scheduler::Scheduler,
 };
 use crate::model::Protocol;
-
-/// Identity of a virtual server.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct ServerKey {
-    /// Address.
-    pub address: IpAddr,
-    /// Protocol.
-    pub protocol: Protocol,
-    /// Port.
-    pub port: u16,
-}
-
-impl ServerKey {
-    /// As an element of a set.
-    #[must_use]
-    pub fn element(&self) -> Element {
-        Element::IpPort(self.address, self.protocol, self.port)
-    }
-}
-
-impl fmt::Display for ServerKey {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} {}", self.protocol, SocketAddr::new(self.address, self.port))
-    }
-}
-
-/// What a virtual server does. One-packet scheduling is never on, as with kube-proxy: it would break UDP flows of several packets.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Settings {
-    /// Scheduler.
-    pub scheduler: Scheduler,
-    /// A client is kept at its destination for so long (flag `persistent`, with a host's netmask).
-    pub persistence_seconds: Option<u32>,
-}
 
 /// A virtual server as a service wants it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -58,7 +23,7 @@ pub struct Wanted {
     /// The element that marks it as ours.
     pub mark: (Set, Element),
     /// Its address is to be on our device.
-    pub is_bound: bool,
+    pub is_on_device: bool,
 }
 
 /// What became of a destination.
@@ -78,13 +43,13 @@ pub(super) struct Server {
     destinations: BTreeMap<SocketAddr, Destination>,
     /// As in [`Wanted`], of the service that wants it or the last one that did.
     pub(super) mark: (Set, Element),
-    pub(super) is_bound: bool,
+    pub(super) is_on_device: bool,
 }
 
 impl Server {
     /// A new one, without destinations.
-    pub(super) fn new(key: ServerKey, settings: Settings, mark: (Set, Element), is_bound: bool) -> Self {
-        Self { key, settings, destinations: BTreeMap::new(), mark, is_bound }
+    pub(super) fn new(key: ServerKey, settings: Settings, mark: (Set, Element), is_on_device: bool) -> Self {
+        Self { key, settings, destinations: BTreeMap::new(), mark, is_on_device }
     }
 
     /// One that the kernel has, with its destinations and their weights. What has no weight drains; `since` says since when.
@@ -92,7 +57,7 @@ impl Server {
         key: ServerKey,
         settings: Settings,
         mark: (Set, Element),
-        is_bound: bool,
+        is_on_device: bool,
         destinations: &BTreeMap<SocketAddr, u32>,
         since: impl Fn(&SocketAddr) -> u64,
     ) -> Self {
@@ -101,7 +66,7 @@ impl Server {
             weight => (*address, Destination::Active(weight)),
         };
         let destinations = destinations.iter().map(state).collect();
-        Self { key, settings, destinations, mark, is_bound }
+        Self { key, settings, destinations, mark, is_on_device }
     }
 
     pub(super) fn is_empty(&self) -> bool {
@@ -133,10 +98,11 @@ impl Server {
         }
     }
 
-    /// Whether the kernel has these destinations and weights. What drains may be gone, and what is lacking may be as it likes.
-    pub(super) fn matches(&self, found: &BTreeMap<SocketAddr, u32>, is_lacking: impl Fn(&SocketAddr) -> bool) -> bool {
+    /// Whether the kernel has these destinations and weights. Draining destinations may be gone, and deferred
+    /// ones may differ.
+    pub(super) fn matches(&self, found: &BTreeMap<SocketAddr, u32>, is_deferred: impl Fn(&SocketAddr) -> bool) -> bool {
         let is_found = |(address, destination): (&SocketAddr, &Destination)| match destination {
-            Destination::Active(weight) => found.get(address) == Some(weight) || is_lacking(address),
+            Destination::Active(weight) => found.get(address) == Some(weight) || is_deferred(address),
             Destination::Draining(_) => found.get(address).is_none_or(|weight| *weight == 0),
         };
         self.destinations.iter().all(is_found) && found.keys().all(|address| self.destinations.contains_key(address))

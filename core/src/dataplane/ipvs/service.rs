@@ -9,7 +9,8 @@ use std::{
 use super::{
     super::ipsets::{Element, Set},
     config::{IpvsConfig, Problem},
-    server::{ServerKey, Settings, Wanted},
+    objects::{ServerKey, Settings},
+    server::Wanted,
 };
 use crate::{
     behaviours::endpoint_choice::Destination,
@@ -40,7 +41,7 @@ pub struct ServicePlan {
     /// Elements of sets.
     pub elements: BTreeSet<(Set, Element)>,
     /// Addresses that our device must have, whether or not there are virtual servers on them.
-    pub bound: BTreeSet<IpAddr>,
+    pub device_addresses: BTreeSet<IpAddr>,
     /// What is wrong with the service's annotations.
     pub problem: Option<Problem>,
 }
@@ -110,11 +111,11 @@ impl Port<'_> {
         if via == Via::LoadBalancerIp && policy.is_local() {
             plan.elements.insert((Set::LoadBalancerLocal, key.element()));
         }
-        let is_bound = !self.config.other_addresses.contains(&address);
-        if is_bound {
-            plan.bound.insert(address);
+        let is_on_device = !self.config.other_addresses.contains(&address);
+        if is_on_device {
+            plan.device_addresses.insert(address);
         }
-        self.server(plan, via, key, (set, key.element()), is_bound, policy);
+        self.server(plan, via, key, (set, key.element()), is_on_device, policy);
     }
 
     fn node_port(&mut self, plan: &mut ServicePlan) {
@@ -143,7 +144,7 @@ impl Port<'_> {
         via: Via,
         key: ServerKey,
         mark: (Set, Element),
-        is_bound: bool,
+        is_on_device: bool,
         policy: TrafficPolicy,
     ) {
         let destinations = self.destinations(policy);
@@ -156,7 +157,7 @@ impl Port<'_> {
             }
             return;
         }
-        let wanted = Wanted { settings: self.settings, destinations, mark, is_bound };
+        let wanted = Wanted { settings: self.settings, destinations, mark, is_on_device };
         plan.servers.entry(key).or_insert((via, wanted));
     }
 
@@ -185,7 +186,7 @@ impl Port<'_> {
 
     fn source_ranges(&self, plan: &mut ServicePlan, address: IpAddr) {
         let ranges = &self.view.source_ranges;
-        // Without endpoints everybody is refused, whom the ranges admit or not.
+        // Without endpoints, packets from all clients are rejected.
         if ranges.is_open() || !self.view.has_any_endpoint {
             return;
         }

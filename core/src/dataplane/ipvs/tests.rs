@@ -125,17 +125,17 @@ fn every_address_has_a_virtual_server() {
         let both = weighted(&[("10.244.1.1:8080", 1), ("10.244.2.1:8080", 1)]);
         assert_eq!(rig.destinations(address, port), both, "{address}");
     }
-    assert_eq!(rig.kernel.bound, ["10.96.0.1", "203.0.113.1", "203.0.113.2"].map(ip).into());
+    assert_eq!(rig.kernel.device_addresses, ["10.96.0.1", "203.0.113.1", "203.0.113.2"].map(ip).into());
     assert!(rig.has(Set::ClusterIp, "10.96.0.1,tcp:80") && rig.has(Set::ExternalIp, "203.0.113.1,tcp:80"));
     assert!(rig.has(Set::LoadBalancer, "203.0.113.2,tcp:80") && rig.has(Set::NodePortTcp, "30080"));
-    assert!(rig.has(Set::BoundAddresses, "203.0.113.2") && rig.has(Set::NodePortServers, "192.0.2.11,tcp:30080"));
+    assert!(rig.has(Set::DeviceAddresses, "203.0.113.2") && rig.has(Set::NodePortServers, "192.0.2.11,tcp:30080"));
     // Only this node's endpoint can come back to itself here.
     let loop_back: Vec<String> = rig.kernel.sets[&Set::LoopBack].iter().map(ToString::to_string).collect();
     assert_eq!(loop_back, ["10.244.1.1,tcp:8080,10.244.1.1"]);
     // Elements, then addresses, then servers, each before its destinations.
     let rank = |op: &Op| match op {
         Op::AddElement(..) => 0,
-        Op::Bind(_) => 1,
+        Op::AddAddress(_) => 1,
         Op::AddServer(..) | Op::AddDestination(..) => 2,
         other => panic!("{other:?}"),
     };
@@ -319,11 +319,11 @@ fn tcp_drains_udp_goes_at_once_and_what_returns_is_restored() {
     rig.step([Change::RemoveService(plain.key.clone())]);
     let none = weighted(&[("10.244.1.1:8080", 0), ("10.244.2.1:8080", 0)]);
     assert_eq!(rig.destinations("10.96.0.1", 80), none);
-    assert!(rig.kernel.bound.contains(&key.address));
+    assert!(rig.kernel.device_addresses.contains(&key.address));
     let idle = ["10.244.1.1:8080", "10.244.2.1:8080"].map(|address| (address.parse().unwrap(), 0)).into();
     let plan = rig.ledger.drained(key, &idle, 2);
     rig.kernel.apply(&plan).unwrap();
-    assert!(rig.kernel.servers.is_empty() && rig.kernel.bound.is_empty());
+    assert!(rig.kernel.servers.is_empty() && rig.kernel.device_addresses.is_empty());
     assert!(rig.kernel.sets.values().all(BTreeSet::is_empty), "{:?}", rig.kernel.sets);
 
     plain.ports[0].protocol = Protocol::Udp;
@@ -379,14 +379,14 @@ fn what_kube_proxy_left_is_taken_over() {
     let key = |address: &str, port| ServerKey { address: ip(address), protocol: Protocol::Tcp, port };
     rig.kernel.sets.remove(&Set::NodePortServers);
     rig.kernel.sets.get_mut(&Set::NodePortTcp).unwrap().insert(Element::Port(30080));
-    rig.kernel.bound.insert(ip("10.96.0.9"));
+    rig.kernel.device_addresses.insert(ip("10.96.0.9"));
     for (address, port) in [("10.96.0.9", 80), ("192.0.2.11", 30080), ("192.0.2.11", 8000)] {
         rig.kernel.servers.insert(key(address, port), (settings, BTreeMap::new()));
     }
     let plan = rig.ledger.full(&rig.state, &rig.node, &rig.kernel.existing(), 0);
     rig.kernel.apply(&plan).unwrap();
     assert_eq!(rig.kernel.servers.keys().collect::<Vec<_>>(), [&key("192.0.2.11", 8000)]);
-    assert!(rig.kernel.bound.is_empty());
+    assert!(rig.kernel.device_addresses.is_empty());
 }
 
 #[test]
@@ -448,7 +448,7 @@ fn what_the_kernel_refuses_is_made_up_for_at_the_cost_of_itself() {
         });
         let plan = rig.ledger.changed(&rig.state, &rig.node, &dirty, 0);
         let refused = rig.kernel.apply_but(&plan, refuses).unwrap();
-        assert_eq!(rig.ledger.settle(plan.ops(), &refused), []);
+        assert_eq!(rig.ledger.record(plan.ops(), &refused), []);
         assert!(rig.ledger.is_in(&rig.kernel.existing()));
         plan
     };
@@ -456,8 +456,8 @@ fn what_the_kernel_refuses_is_made_up_for_at_the_cost_of_itself() {
     assert_eq!(rig.destinations("203.0.113.1", 80), None);
     assert_eq!(rig.destinations("10.96.0.1", 80), weighted(&[("10.244.1.1:8080", 1)]), "the rest is programmed");
     // A destination on each of three servers, the fourth server, and both of its destinations.
-    assert_eq!(rig.ledger.lacking().count(), 3 + 1 + 2);
-    assert!(rig.ledger.lacking().all(|(_, of)| **of == service().key));
+    assert_eq!(rig.ledger.deferred().count(), 3 + 1 + 2);
+    assert!(rig.ledger.deferred().all(|(_, of)| **of == service().key));
 
     // A change of the service has it tried; one of another service has not.
     let other = Service { external_ips: vec![], load_balancer_ips: vec![], ..service() };
@@ -466,29 +466,29 @@ fn what_the_kernel_refuses_is_made_up_for_at_the_cost_of_itself() {
     assert!(step(&mut rig, vec![Change::from(other)]).is_empty());
     let plan = step(&mut rig, vec![endpoint("10.244.1.2", "node-b")]);
     assert_eq!(plan.ops().count(), 6 + 4, "what is lacking, and one destination on each server: {plan:?}");
-    assert_eq!(rig.ledger.lacking().count(), 3 + 1 + 3);
+    assert_eq!(rig.ledger.deferred().count(), 3 + 1 + 3);
 
     // So does whoever likes, of a server and what belongs to it, or of one destination.
-    let again = rig.ledger.again([Object::Server(external)]);
+    let again = rig.ledger.retries([Object::Server(external)]);
     assert!(matches!(
         again[..],
         [Op::AddServer(..), Op::AddDestination(..), Op::AddDestination(..), Op::AddDestination(..)]
     ));
-    let before = rig.ledger.lacking_revision();
+    let before = rig.ledger.deferred_revision();
     let refused = rig.kernel.apply_but(&Plan { before: again.clone(), ..Plan::default() }, |_| false).unwrap();
-    assert_eq!((refused.len(), rig.ledger.settle(&again, &refused).len()), (0, 0));
-    assert_ne!(rig.ledger.lacking_revision(), before);
-    assert_eq!(rig.ledger.lacking().count(), 3);
+    assert_eq!((refused.len(), rig.ledger.record(&again, &refused).len()), (0, 0));
+    assert_ne!(rig.ledger.deferred_revision(), before);
+    assert_eq!(rig.ledger.deferred().count(), 3);
     assert!(rig.ledger.is_in(&rig.kernel.existing()));
     assert_eq!(rig.destinations("203.0.113.1", 80).map(|all| all.len()), Some(3));
-    assert_eq!(rig.ledger.again([Object::Server(external), Object::Destination(key("10.96.0.1"), bad)]).len(), 1);
+    assert_eq!(rig.ledger.retries([Object::Server(external), Object::Destination(key("10.96.0.1"), bad)]).len(), 1);
 
     // What is not wanted any more is not lacking either.
     step(&mut rig, vec![Change::RemoveEndpoint(service().key, bad.ip())]);
-    assert_eq!(rig.ledger.lacking().count(), 0);
+    assert_eq!(rig.ledger.deferred().count(), 0);
     // What removes something is nobody's.
-    let removal = Op::Unbind(ip("10.96.0.1"));
-    assert_eq!(rig.ledger.settle(&[removal], &[removal]), [removal]);
+    let removal = Op::DeleteAddress(ip("10.96.0.1"));
+    assert_eq!(rig.ledger.record(&[removal], &[removal]), [removal]);
 }
 
 #[test]
@@ -503,7 +503,7 @@ fn a_scheduler_that_is_missing_is_replaced_and_comes_back_at_the_cost_of_who_ask
         });
         let plan = rig.ledger.changed(&rig.state, &rig.node, &dirty, 0);
         let refused = rig.kernel.apply_but(&plan, |_| false).unwrap();
-        assert_eq!(rig.ledger.settle(plan.ops(), &refused), []);
+        assert_eq!(rig.ledger.record(plan.ops(), &refused), []);
         refused
     };
     rig.kernel.set_scheduler(Scheduler::MaglevHashing, false);
@@ -516,12 +516,12 @@ fn a_scheduler_that_is_missing_is_replaced_and_comes_back_at_the_cost_of_who_ask
             let is_edit = |op: &Op| matches!(op, Op::EditServer(..));
             assert!(refused.iter().all(|op| is_edit(op) == was_there), "{refused:?}");
         }
-        assert!(rig.ledger.lacks(&Object::Server(key)));
+        assert!(rig.ledger.is_deferred(&Object::Server(key)));
         assert_eq!(rig.destinations("10.96.0.1", 80), before);
         let services = rig.ledger.set_available(Scheduler::MaglevHashing, false);
         assert_eq!(services, [Arc::new(service().key)].into());
         assert_eq!(step(&mut rig, vec![], &[service().key]), []);
-        assert_eq!(rig.ledger.lacking().count(), 0);
+        assert_eq!(rig.ledger.deferred().count(), 0);
         assert_eq!(rig.kernel.servers[&key].0.scheduler, Scheduler::RoundRobin);
         assert_eq!(rig.destinations("10.96.0.1", 80), weighted(&[("10.244.1.1:8080", 1)]));
         let problem = Problem::MissingScheduler(Scheduler::MaglevHashing);
@@ -534,4 +534,21 @@ fn a_scheduler_that_is_missing_is_replaced_and_comes_back_at_the_cost_of_who_ask
     assert_eq!(step(&mut rig, vec![], &[service().key]), []);
     assert_eq!(rig.kernel.servers[&key].0.scheduler, Scheduler::MaglevHashing);
     assert_eq!(rig.ledger.problems().count(), 0);
+}
+
+#[test]
+fn rules_for_sctp_are_left_out_where_iptables_cannot_match_it() {
+    let without = Service { external_traffic_policy: TrafficPolicy::Local, ..service() };
+    let mut with = without.clone();
+    with.ports.push(ServicePort { name: "sctp".into(), protocol: Protocol::Sctp, port: 81, node_port: 30081 });
+    let nat = |leaves_out_sctp, service: &Service| {
+        let mut rig = Rig::new(IpvsConfig { leaves_out_sctp, ..config() });
+        let ports = [("sctp", Protocol::Sctp), ("web", Protocol::Tcp)];
+        let ports = ports.map(|(name, protocol)| EndpointPort::new(name, protocol, 8080));
+        let endpoint = Endpoint::new(ip("10.244.1.1"), Arc::from(ports));
+        rig.step([Change::from(service.clone()), Change::Endpoint(service.key.clone(), endpoint)]);
+        rig.kernel.iptables.save(crate::dataplane::rules::Table::Nat)
+    };
+    assert_eq!(nat(true, &with), nat(false, &without));
+    assert!(!nat(true, &with).contains("-m sctp") && nat(false, &with).contains("-m sctp"));
 }

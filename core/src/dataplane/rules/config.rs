@@ -43,14 +43,12 @@ pub struct RenderConfig {
     pub localhost_node_ports: bool,
     /// `nf_conntrack_tcp_be_liberal` is on: packets that conntrack calls INVALID need not be dropped.
     pub conntrack_tcp_be_liberal: bool,
-    /// Rules count into [`super::fixed::INVALID_COUNTER`] and [`super::fixed::LOCALHOST_COUNTER`], which have to exist.
+    /// Rules count into [`super::names::INVALID_COUNTER`] and [`super::names::LOCALHOST_COUNTER`], which have to exist.
     pub counts_packets: bool,
     /// iptables cannot match SCTP on this machine: ports of SCTP have no rules, so that those of other protocols have theirs.
     pub leaves_out_sctp: bool,
     /// Layout.
     pub layout: Layout,
-    /// Virtual servers of IPVS do the work: only the rules that stand beside them, see [`super::beside_ipvs`].
-    pub beside_ipvs: bool,
 }
 
 impl RenderConfig {
@@ -72,7 +70,6 @@ impl RenderConfig {
             counts_packets: false,
             leaves_out_sctp: false,
             layout: Layout::Auto,
-            beside_ipvs: false,
         }
     }
 

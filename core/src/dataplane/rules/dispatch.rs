@@ -1,11 +1,13 @@
-//! Dispatch chains: those in which every service has lines.
+//! Dispatch chains: chains in which many services have lines.
 //!
-//! In the classic layout a dispatch chain is one list. In the compact layout its lines stand in groups, each a chain of its own that one line of the dispatch chain
-//! leads to: by address prefix for lines that match an address, by range for lines that match a NodePort. The prefix length is
-//! chosen for the addresses that are there, so that groups are neither many nor long.
+//! In the classic layout a dispatch chain is one list. In the compact layout its lines are in groups. A group
+//! is a chain of its own, and one line of the dispatch chain jumps to it: by address prefix for lines that
+//! match an address, by range for lines that match a NodePort. The prefix length is chosen for the present
+//! addresses, so that groups are neither many nor long.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
+    fmt::Display,
     net::IpAddr,
     sync::Arc,
 };
@@ -14,99 +16,13 @@ use ipnet::IpNet;
 
 use super::{
     Table,
-    config::RenderConfig,
-    fixed,
     line::Line,
-    names::{ChainKind, ChainName},
+    names::{ChainKind, ChainName, DispatchChain, MARK_MASQ},
+    ruleset::Ruleset,
     script::Script,
+    service::{DispatchLine, Selector},
 };
 use crate::model::{Family, Protocol, ServiceKey};
-
-/// A dispatch chain. What is led to comes before what leads to it: that is the order in which they are written.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum SharedChain {
-    /// nat KUBE-HAIRPIN, compact layout only: masquerades endpoints that were sent to themselves.
-    NatHairpin,
-    /// nat KUBE-NODEPORTS.
-    NatNodePorts,
-    /// nat KUBE-SERVICES, whose last rule leads to KUBE-NODEPORTS.
-    NatServices,
-    /// filter KUBE-HAIRPIN, compact layout only: lets endpoints through that were sent to themselves.
-    FilterHairpin,
-    /// filter KUBE-SERVICES: ClusterIPs that are refused or dropped.
-    FilterServices,
-    /// filter KUBE-EXTERNAL-SERVICES: external destinations that are refused or dropped.
-    FilterExternalServices,
-    /// filter KUBE-PROXY-FIREWALL: what a source range did not admit.
-    FilterProxyFirewall,
-    /// filter KUBE-NODEPORTS: health-check node ports that the host's firewall shall admit.
-    FilterNodePorts,
-}
-
-impl SharedChain {
-    /// All of them.
-    pub const ALL: [Self; 8] = [
-        Self::NatHairpin,
-        Self::NatNodePorts,
-        Self::NatServices,
-        Self::FilterHairpin,
-        Self::FilterServices,
-        Self::FilterExternalServices,
-        Self::FilterProxyFirewall,
-        Self::FilterNodePorts,
-    ];
-
-    /// Its table.
-    #[must_use]
-    pub fn table(self) -> Table {
-        match self {
-            Self::NatHairpin | Self::NatServices | Self::NatNodePorts => Table::Nat,
-            _ => Table::Filter,
-        }
-    }
-
-    /// Its name.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::NatHairpin | Self::FilterHairpin => fixed::HAIRPIN,
-            Self::NatServices | Self::FilterServices => fixed::SERVICES,
-            Self::NatNodePorts | Self::FilterNodePorts => fixed::NODE_PORTS,
-            Self::FilterExternalServices => fixed::EXTERNAL_SERVICES,
-            Self::FilterProxyFirewall => fixed::PROXY_FIREWALL,
-        }
-    }
-
-    /// True of KUBE-HAIRPIN, which only the compact layout has.
-    #[must_use]
-    pub fn is_hairpin(self) -> bool {
-        matches!(self, Self::NatHairpin | Self::FilterHairpin)
-    }
-}
-
-/// What a dispatch line matches.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Selector {
-    /// A destination address that is a ClusterIP.
-    ClusterIp(IpAddr),
-    /// A destination address of another kind: external, or a load balancer's.
-    Address(IpAddr),
-    /// A port on the node's own addresses.
-    NodePort(Protocol, u16),
-    /// An endpoint of this node, as source and destination.
-    Hairpin(IpAddr),
-}
-
-/// One line of a dispatch chain.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct DispatchLine {
-    /// The chain.
-    pub chain: SharedChain,
-    /// What it matches.
-    pub selector: Selector,
-    /// The rule behind `-A CHAIN`, with a leading space and a line end.
-    pub rule: String,
-}
 
 /// A part of a dispatch chain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -126,23 +42,23 @@ type Lines = BTreeMap<Arc<ServiceKey>, String>;
 
 /// The dispatch chains of one family.
 #[derive(Debug)]
-pub struct Shared {
-    config: RenderConfig,
+pub struct Dispatch {
+    ruleset: Arc<Ruleset>,
     /// Prefix length of address groups; `None` in the classic layout.
     prefix_length: Option<u8>,
-    groups: HashMap<SharedChain, BTreeMap<Group, Lines>>,
-    dirty: BTreeSet<(SharedChain, Group)>,
+    groups: HashMap<DispatchChain, BTreeMap<Group, Lines>>,
+    dirty: BTreeSet<(DispatchChain, Group)>,
 }
 
-impl Shared {
+impl Dispatch {
     /// Empty chains. `addresses` are those that will be dispatched, when that shall happen in the compact layout; `in_use` is the prefix
     /// length that a kernel has already, which is kept unless another is clearly better.
     #[must_use]
-    pub fn new(config: RenderConfig, addresses: Option<&[IpAddr]>, in_use: Option<u8>) -> Self {
-        let prefix_length = addresses.map(|addresses| choose_prefix_length(config.family, addresses, in_use));
-        let chains = used_chains(&config, prefix_length.is_some());
+    pub fn new(ruleset: Arc<Ruleset>, addresses: Option<&[IpAddr]>, in_use: Option<u8>) -> Self {
+        let prefix_length = addresses.map(|addresses| choose_prefix_length(ruleset.config.family, addresses, in_use));
+        let chains = ruleset.dispatch_chains(prefix_length.is_some());
         let dirty = chains.map(|chain| (chain, Group::Top)).collect();
-        Self { config, prefix_length, groups: HashMap::new(), dirty }
+        Self { ruleset, prefix_length, groups: HashMap::new(), dirty }
     }
 
     /// True in the compact layout.
@@ -152,8 +68,8 @@ impl Shared {
     }
 
     /// The dispatch chains that the layout has.
-    pub fn chains(&self) -> impl Iterator<Item = SharedChain> + use<> {
-        used_chains(&self.config, self.is_compact())
+    pub fn chains(&self) -> impl Iterator<Item = DispatchChain> + use<> {
+        self.ruleset.dispatch_chains(self.is_compact())
     }
 
     /// Enters a service's lines. They must not be there yet.
@@ -170,7 +86,7 @@ impl Shared {
     }
 
     /// Takes out a service's lines; `selectors` says where they are.
-    pub fn remove(&mut self, key: &ServiceKey, selectors: &[(SharedChain, Selector)]) {
+    pub fn remove(&mut self, key: &ServiceKey, selectors: &[(DispatchChain, Selector)]) {
         for (chain, selector) in selectors {
             let group = self.group(*selector);
             let Some(groups) = self.groups.get_mut(chain) else { continue };
@@ -186,9 +102,9 @@ impl Shared {
     }
 
     /// A service's lines, which were entered in this order.
-    pub(super) fn lines(&self, key: &ServiceKey, selectors: &[(SharedChain, Selector)]) -> Vec<DispatchLine> {
+    pub(super) fn lines(&self, key: &ServiceKey, selectors: &[(DispatchChain, Selector)]) -> Vec<DispatchLine> {
         let mut texts = BTreeMap::new();
-        let line = |(chain, selector): &(SharedChain, Selector)| {
+        let line = |(chain, selector): &(DispatchChain, Selector)| {
             let group = self.group(*selector);
             let text = || self.groups.get(chain)?.get(&group)?.get(key).map(String::as_str);
             let lines =
@@ -236,12 +152,12 @@ impl Shared {
 
     /// Rules that groups take in a table besides their services' lines: the leads to them, and their masquerading. Cost: the number of groups.
     pub(super) fn group_overhead(&self, table: Table) -> usize {
-        let masquerade = if self.config.masquerade.covers_cluster_ips(self.config.family) { 2 } else { 0 };
+        let masquerade = if self.masquerades_cluster_ips() { 2 } else { 0 };
         let of_table = self.groups.iter().filter(|(chain, _)| chain.table() == table);
         let groups = of_table.flat_map(|(chain, groups)| groups.keys().map(|group| (*chain, *group)));
         let overhead = groups.map(|group| match group {
             (_, Group::Top) => 0,
-            (SharedChain::NatServices, Group::ClusterIps(_)) => 1 + masquerade,
+            (DispatchChain::NatServices, Group::ClusterIps(_)) => 1 + masquerade,
             _ => 1,
         });
         overhead.sum()
@@ -257,16 +173,16 @@ impl Shared {
             (Some(length), Selector::Address(address)) => prefix(address, length).map_or(Group::Top, Group::Addresses),
             // A node's endpoints mostly share one such prefix.
             (Some(_), Selector::Hairpin(address)) => {
-                prefix(address, self.config.family.host_prefix_length() - 8).map_or(Group::Top, Group::Addresses)
+                prefix(address, self.ruleset.config.family.host_prefix_length() - 8)
+                    .map_or(Group::Top, Group::Addresses)
             }
         }
     }
 
-    fn group_rules(&self, chain: SharedChain, group: Group, name: ChainName, lines: &Lines) -> String {
-        let masquerade = || fixed::group_masquerade(&self.config, name);
+    fn group_rules(&self, chain: DispatchChain, group: Group, name: ChainName, lines: &Lines) -> String {
         match (chain, group) {
-            (SharedChain::NatHairpin | SharedChain::FilterHairpin, _) => distinct(name, lines),
-            (SharedChain::NatServices, Group::ClusterIps(_)) => match masquerade() {
+            (DispatchChain::NatHairpin | DispatchChain::FilterHairpin, _) => distinct(name, lines),
+            (DispatchChain::NatServices, Group::ClusterIps(_)) => match self.group_masquerade(name) {
                 Some([mark, unmark]) => mark + &numbered(name, lines) + &unmark,
                 None => numbered(name, lines),
             },
@@ -274,7 +190,29 @@ impl Shared {
         }
     }
 
-    fn top_rules(&self, chain: SharedChain) -> String {
+    fn masquerades_cluster_ips(&self) -> bool {
+        let config = &self.ruleset.config;
+        config.masquerade.covers_cluster_ips(config.family)
+    }
+
+    /// The first and the last rule of a group of ClusterIPs in nat; `None` if nothing to them is
+    /// masqueraded. The mark is set before a service is looked for, and removed if there is none. So a
+    /// group needs two rules, and not one in each service's chain.
+    fn group_masquerade(&self, group: ChainName) -> Option<[String; 2]> {
+        if !self.masquerades_cluster_ips() {
+            return None;
+        }
+        let config = &self.ruleset.config;
+        let rule = |target: &dyn Display| {
+            let mut rule = String::new();
+            Line::append(&mut rule, group).masqueraded_to_cluster_ips(&config.masquerade, config.family).jump(target);
+            rule
+        };
+        let mark = config.masquerade.mark();
+        Some([rule(&MARK_MASQ), rule(&format_args!("MARK --set-xmark 0x0/{mark:#x}"))])
+    }
+
+    fn top_rules(&self, chain: DispatchChain) -> String {
         let mut rules = String::new();
         if let Some(groups) = self.groups.get(&chain) {
             for (group, lines) in groups {
@@ -284,25 +222,15 @@ impl Shared {
                 }
             }
         }
-        if chain == SharedChain::NatServices {
-            for rule in fixed::last_service_rules(&self.config) {
+        if chain == DispatchChain::NatServices {
+            for rule in &self.ruleset.last_service_rules {
                 rules.push_str("-A ");
                 rules.push_str(chain.name());
-                rules.push_str(&rule);
+                rules.push_str(rule);
             }
         }
         rules
     }
-}
-
-/// Beside IPVS, refusals and drops are rules that do not depend on services.
-fn used_chains(config: &RenderConfig, is_compact: bool) -> impl Iterator<Item = SharedChain> + use<> {
-    let beside_ipvs = config.beside_ipvs;
-    SharedChain::ALL.into_iter().filter(move |chain| match chain {
-        SharedChain::NatHairpin | SharedChain::FilterHairpin => is_compact,
-        SharedChain::NatNodePorts | SharedChain::NatServices => true,
-        _ => !beside_ipvs,
-    })
 }
 
 /// As [`numbered`], but sorted by text and once each: an endpoint may be behind several services.
@@ -312,7 +240,7 @@ fn distinct(name: ChainName, lines: &Lines) -> String {
 }
 
 /// The line of a dispatch chain that leads to a group.
-fn lead_to(rules: &mut String, chain: SharedChain, group: Group, name: ChainName) {
+fn lead_to(rules: &mut String, chain: DispatchChain, group: Group, name: ChainName) {
     let line = Line::append(rules, chain.name());
     match group {
         Group::Top => line.end(),
@@ -331,7 +259,7 @@ fn prefix(address: IpAddr, length: u8) -> Option<IpNet> {
     IpNet::new(address, length).ok().map(|net| net.trunc())
 }
 
-fn group_chain(chain: SharedChain, group: Group) -> Option<ChainName> {
+fn group_chain(chain: DispatchChain, group: Group) -> Option<ChainName> {
     match group {
         Group::Top => None,
         Group::ClusterIps(prefix) => {
@@ -348,7 +276,7 @@ fn group_chain(chain: SharedChain, group: Group) -> Option<ChainName> {
 }
 
 /// Puts the chain's name before each line.
-fn numbered(name: impl std::fmt::Display, lines: &Lines) -> String {
+fn numbered(name: impl Display, lines: &Lines) -> String {
     let name = name.to_string();
     let rules = lines.values().flat_map(|rules| rules.lines());
     rules.map(|rule| format!("-A {name}{rule}\n")).collect()

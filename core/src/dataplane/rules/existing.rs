@@ -5,7 +5,10 @@ use std::{
     hash::{DefaultHasher, Hasher as _},
 };
 
-use super::{Table, fixed, names::ChainName};
+use super::{
+    Table,
+    names::{self, ChainName, SERVICES},
+};
 
 /// The kernel's own chains.
 pub(super) const BASE_CHAINS: [&str; 5] = ["PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING"];
@@ -83,7 +86,7 @@ impl ExistingReader {
         let (chain, rest) = rule.split_once(' ').unwrap_or((rule, ""));
         if let Some(Some(hash)) = self.existing.chains.get_mut(chain) {
             hash.add(line);
-            if chain == fixed::SERVICES && self.table == Table::Nat {
+            if chain == SERVICES && self.table == Table::Nat {
                 self.existing.prefix_length = self.existing.prefix_length.or_else(|| group_prefix_length(rest));
             }
         } else if BASE_CHAINS.contains(&chain) {
@@ -138,7 +141,7 @@ impl Existing {
 
     /// True when a chain is there, empty, and cannot be deleted, since somebody else's rule leads to it.
     #[must_use]
-    pub fn is_left(&self, name: &str) -> bool {
+    pub fn is_undeletable_and_empty(&self, name: &str) -> bool {
         self.held.contains_key(name) && self.has_chain_with(name, RulesHash::default())
     }
 
@@ -202,7 +205,7 @@ impl ExistingTables {
 /// True for names that only Headgate (or the kube-proxy that it replaces) gives.
 #[must_use]
 pub fn is_ours(table: Table, name: &str) -> bool {
-    fixed::names(table).contains(&name) || ChainName::parse(name).is_some()
+    names::all(table).contains(&name) || ChainName::parse(name).is_some()
 }
 
 #[cfg(test)]
@@ -219,7 +222,9 @@ mod tests {
         let existing = Existing::parse(Table::Nat, save);
         let held: Vec<&str> = existing.held.keys().map(String::as_str).collect();
         assert_eq!(held, ["KUBE-MARK-MASQ", "KUBE-SERVICES"]);
-        assert!(existing.is_left("KUBE-MARK-MASQ") && !existing.is_left("KUBE-NODEPORTS"));
-        assert!(!existing.is_left("KUBE-SERVICES"), "it has a rule");
+        assert!(
+            existing.is_undeletable_and_empty("KUBE-MARK-MASQ") && !existing.is_undeletable_and_empty("KUBE-NODEPORTS")
+        );
+        assert!(!existing.is_undeletable_and_empty("KUBE-SERVICES"), "it has a rule");
     }
 }

@@ -13,41 +13,41 @@ use crate::{
 
 /// Appends rules to a text. Writing to a `String` cannot fail, so results of `write!` are dropped.
 #[derive(Debug)]
-pub(super) struct Line<'a> {
+pub(in crate::dataplane) struct Line<'a> {
     text: &'a mut String,
 }
 
 impl<'a> Line<'a> {
     /// A rule of that chain.
-    pub(super) fn append(text: &'a mut String, chain: impl Display) -> Self {
+    pub(in crate::dataplane) fn append(text: &'a mut String, chain: impl Display) -> Self {
         let _ = write!(text, "-A {chain}");
         Self { text }
     }
 
     /// A rule without its chain, for dispatch lines, whose chain is known later.
-    pub(super) fn bare(text: &'a mut String) -> Self {
+    pub(in crate::dataplane) fn bare(text: &'a mut String) -> Self {
         Self { text }
     }
 
-    pub(super) fn add(self, part: impl Display) -> Self {
+    pub(in crate::dataplane) fn add(self, part: impl Display) -> Self {
         let _ = write!(self.text, " {part}");
         self
     }
 
-    pub(super) fn source(self, net: impl Display) -> Self {
+    pub(in crate::dataplane) fn source(self, net: impl Display) -> Self {
         self.add(format_args!("-s {net}"))
     }
 
-    pub(super) fn source_host(self, address: IpAddr) -> Self {
+    pub(in crate::dataplane) fn source_host(self, address: IpAddr) -> Self {
         self.source(host(address))
     }
 
-    pub(super) fn destination_host(self, address: IpAddr) -> Self {
+    pub(in crate::dataplane) fn destination_host(self, address: IpAddr) -> Self {
         self.add(format_args!("-d {}", host(address)))
     }
 
     /// Only packets that the detector takes for local pods' (or only others).
-    pub(super) fn local(self, detector: &LocalDetector, is_local: bool) -> Self {
+    pub(in crate::dataplane) fn local(self, detector: &LocalDetector, is_local: bool) -> Self {
         let not = if is_local { "" } else { "! " };
         match detector {
             LocalDetector::Cidr(cidr) => self.add(format_args!("{not}-s {cidr}")),
@@ -57,20 +57,20 @@ impl<'a> Line<'a> {
     }
 
     /// Only packets that are masqueraded when they go to a ClusterIP, by a configuration that covers these at all.
-    pub(super) fn masqueraded_to_cluster_ips(self, config: &MasqueradeConfig, family: Family) -> Self {
+    pub(in crate::dataplane) fn masqueraded_to_cluster_ips(self, config: &MasqueradeConfig, family: Family) -> Self {
         match config.detector(family) {
             Some(detector) if !config.all => self.local(detector, false),
             _ => self,
         }
     }
 
-    pub(super) fn protocol(self, protocol: Protocol) -> Self {
+    pub(in crate::dataplane) fn protocol(self, protocol: Protocol) -> Self {
         self.add(format_args!("-p {}", protocol.as_lower_str()))
     }
 
     /// Always quoted: every comment of ours has a character that `iptables-save` quotes for. Names were checked where they came in; whatever
     /// could end the quotes or the line is left out all the same, since a comment is no place to trust.
-    pub(super) fn comment(self, comment: impl Display) -> Self {
+    pub(in crate::dataplane) fn comment(self, comment: impl Display) -> Self {
         let line = self.add("-m comment --comment \"");
         let start = line.text.len();
         let _ = write!(line.text, "{comment}");
@@ -84,19 +84,19 @@ impl<'a> Line<'a> {
         line
     }
 
-    pub(super) fn port(self, protocol: Protocol, port: u16) -> Self {
+    pub(in crate::dataplane) fn port(self, protocol: Protocol, port: u16) -> Self {
         self.add(format_args!("-m {} --dport {port}", protocol.as_lower_str()))
     }
 
-    pub(super) fn source_is_node(self) -> Self {
+    pub(in crate::dataplane) fn source_is_node(self) -> Self {
         self.add("-m addrtype --src-type LOCAL")
     }
 
-    pub(super) fn destination_is_node(self) -> Self {
+    pub(in crate::dataplane) fn destination_is_node(self) -> Self {
         self.add("-m addrtype --dst-type LOCAL")
     }
 
-    pub(super) fn recent(self, what: impl Display, list: impl Display, family: Family) -> Self {
+    pub(in crate::dataplane) fn recent(self, what: impl Display, list: impl Display, family: Family) -> Self {
         let mask = match family {
             Family::V4 => "255.255.255.255",
             Family::V6 => "ffff:ffff:ffff:ffff:ffff:ffff:ffff:ffff",
@@ -105,17 +105,17 @@ impl<'a> Line<'a> {
     }
 
     /// Only packets whose addresses and ports, as `flags` says, are in a set.
-    pub(super) fn in_set(self, set: Set, family: Family, flags: &str) -> Self {
+    pub(in crate::dataplane) fn in_set(self, set: Set, family: Family, flags: &str) -> Self {
         self.add(format_args!("-m set --match-set {} {flags}", set.name(family)))
     }
 
     /// Only packets whose addresses and ports are not in a set.
-    pub(super) fn not_in_set(self, set: Set, family: Family, flags: &str) -> Self {
+    pub(in crate::dataplane) fn not_in_set(self, set: Set, family: Family, flags: &str) -> Self {
         self.add(format_args!("-m set ! --match-set {} {flags}", set.name(family)))
     }
 
     /// One in `n`. The kernel keeps the probability in units of 2⁻³¹ and `iptables-save` prints eleven digits of that.
-    pub(super) fn one_in(self, n: usize) -> Self {
+    pub(in crate::dataplane) fn one_in(self, n: usize) -> Self {
         const UNITS: f64 = 2_147_483_648.0;
         #[allow(clippy::cast_precision_loss)]
         let units = (UNITS / n as f64).round();
@@ -123,22 +123,22 @@ impl<'a> Line<'a> {
     }
 
     /// Counts the packets that have matched so far into a counter that has to exist. It always matches.
-    pub(super) fn counted_by(self, counter: &str) -> Self {
+    pub(in crate::dataplane) fn counted_by(self, counter: &str) -> Self {
         self.add(format_args!("-m nfacct --nfacct-name {counter}"))
     }
 
-    pub(super) fn jump(self, target: impl Display) {
+    pub(in crate::dataplane) fn jump(self, target: impl Display) {
         self.add(format_args!("-j {target}")).end();
     }
 
-    pub(super) fn reject(self, family: Family) {
+    pub(in crate::dataplane) fn reject(self, family: Family) {
         self.jump(match family {
             Family::V4 => "REJECT --reject-with icmp-port-unreachable",
             Family::V6 => "REJECT --reject-with icmp6-port-unreachable",
         });
     }
 
-    pub(super) fn end(self) {
+    pub(in crate::dataplane) fn end(self) {
         self.text.push('\n');
     }
 }

@@ -1,21 +1,22 @@
-//! Desired iptables rules of a node, and the restore scripts that bring a kernel to them.
+//! Rules of iptables: the text of rules, scripts for `iptables-restore`, and what is programmed.
 //!
-//! Names, hashes and rule text are kube-proxy's, so that existing knowledge and tools keep working. Every rule is rendered exactly as
-//! `iptables-save` prints it back: what is read from a kernel can be compared with what is wanted without parsing it.
+//! A dataplane passes its rules as a [`Ruleset`]: fixed chains, jumps, and a function that renders the rules
+//! of a service from the parts in [`service`]. The [`Ledger`] remembers what is programmed and writes
+//! [`Script`]s with only what differs; [`dispatch`] holds the chains in which many services have lines.
 //!
-//! [`service`] renders one service's own chains and its lines in the [`dispatch`] chains; [`fixed`] the chains that depend on
-//! configuration alone, and [`beside_ipvs`] those that IPVS has in their place; [`ledger`] remembers what is programmed and writes [`script`]s with only what differs.
+//! Names, hashes and rule text are kube-proxy's, so that existing knowledge and tools keep working. Rules
+//! are rendered exactly as `iptables-save` prints them: what a kernel has is compared with what is wanted
+//! without parsing it.
 
-pub mod beside_ipvs;
 pub mod config;
 pub mod dispatch;
 pub mod existing;
 #[doc(hidden)]
 pub mod fake_kernel;
-pub mod fixed;
 pub mod ledger;
-mod line;
+pub(super) mod line;
 pub mod names;
+pub(super) mod ruleset;
 pub mod script;
 pub mod service;
 pub mod tally;
@@ -23,6 +24,7 @@ pub mod tally;
 pub use config::{Layout, NodePortAddresses, RenderConfig};
 pub use existing::{Existing, ExistingReader, ExistingTables, RulesHash};
 pub use ledger::Ledger;
+pub use ruleset::{FixedChain, Jump, Ruleset};
 pub use script::Script;
 pub use tally::Tally;
 

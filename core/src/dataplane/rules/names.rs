@@ -1,4 +1,4 @@
-//! Chain names.
+//! Names of chains.
 //!
 //! A service's chains end in the first 16 characters of base32(sha256(text)), text being `namespace/name[:port]` and the lower-case
 //! protocol, for an endpoint's chain followed by `address:port` (IPv6 in brackets). Sixteen characters are ten bytes of the hash.
@@ -8,7 +8,134 @@ use std::fmt;
 use data_encoding::BASE32_NOPAD;
 use sha2::{Digest as _, Sha256};
 
+use super::Table;
 use crate::{behaviours::endpoint_choice::Destination, behaviours::view::ServicePortView};
+
+/// `KUBE-SERVICES`, in nat and filter.
+pub const SERVICES: &str = "KUBE-SERVICES";
+/// `KUBE-NODEPORTS`, in nat and filter.
+pub const NODE_PORTS: &str = "KUBE-NODEPORTS";
+/// `KUBE-EXTERNAL-SERVICES`, in filter.
+pub const EXTERNAL_SERVICES: &str = "KUBE-EXTERNAL-SERVICES";
+/// `KUBE-PROXY-FIREWALL`, in filter.
+pub const PROXY_FIREWALL: &str = "KUBE-PROXY-FIREWALL";
+/// `KUBE-MARK-MASQ`, in nat.
+pub const MARK_MASQ: &str = "KUBE-MARK-MASQ";
+/// `KUBE-POSTROUTING`, in nat.
+pub const POSTROUTING: &str = "KUBE-POSTROUTING";
+/// `KUBE-HAIRPIN`, compact layout only: connections of this node's endpoints to themselves. nat masquerades them, filter lets them through.
+pub const HAIRPIN: &str = "KUBE-HAIRPIN";
+/// `KUBE-FORWARD`, in filter.
+pub const FORWARD: &str = "KUBE-FORWARD";
+/// Guards 127.0.0.0/8 while localhost NodePorts are on. kube-proxy uses the kubelet's KUBE-FIREWALL for it, which cannot be
+/// removed again without taking the kubelet's; this one is ours alone.
+pub const LOCALNET_GUARD: &str = "KUBE-LOCALNET-GUARD";
+/// `KUBE-PROXY-CANARY`: empty; gone when somebody flushed the tables.
+pub const CANARY: &str = "KUBE-PROXY-CANARY";
+
+/// Counts packets that KUBE-FORWARD drops as INVALID; kube-proxy's name.
+pub const INVALID_COUNTER: &str = "ct_state_invalid_dropped_pkts";
+/// Counts what NodePorts on 127.0.0.0/8 accept; kube-proxy's name.
+pub const LOCALHOST_COUNTER: &str = "localhost_nps_accepted_pkts";
+
+/// `KUBE-LOAD-BALANCER`, in nat: masquerades traffic to load balancer IPs with Cluster policy.
+pub const LOAD_BALANCER: &str = "KUBE-LOAD-BALANCER";
+/// `KUBE-NODE-PORT`: in nat it masquerades traffic to NodePorts with Cluster policy, in filter it admits health checks.
+pub const NODE_PORT: &str = "KUBE-NODE-PORT";
+/// `KUBE-SOURCE-RANGES-FIREWALL`, in filter and mangle: drops packets that no source range admits.
+pub const SOURCE_RANGES: &str = "KUBE-SOURCE-RANGES-FIREWALL";
+/// `KUBE-IPVS-FILTER`, in filter: rejects packets to the services' addresses that have no virtual server.
+pub const IN_FILTER: &str = "KUBE-IPVS-FILTER";
+/// `KUBE-IPVS-OUT-FILTER`: the node's own traffic. In filter it rejects and drops, in mangle it checks source
+/// ranges.
+pub const OUT_FILTER: &str = "KUBE-IPVS-OUT-FILTER";
+
+/// Names of all chains that are not hashed and that a dataplane of Headgate may have made in a table: what
+/// a cleanup removes.
+#[must_use]
+pub fn all(table: Table) -> &'static [&'static str] {
+    match table {
+        Table::Mangle => &[CANARY, OUT_FILTER, SOURCE_RANGES],
+        Table::Nat => &[SERVICES, NODE_PORTS, POSTROUTING, HAIRPIN, MARK_MASQ, CANARY, LOAD_BALANCER, NODE_PORT],
+        Table::Filter => &[
+            SERVICES,
+            EXTERNAL_SERVICES,
+            NODE_PORTS,
+            PROXY_FIREWALL,
+            FORWARD,
+            HAIRPIN,
+            LOCALNET_GUARD,
+            CANARY,
+            NODE_PORT,
+            SOURCE_RANGES,
+            IN_FILTER,
+            OUT_FILTER,
+        ],
+    }
+}
+
+/// A chain in which many services have lines. A chain comes before those that jump to it; the scripts
+/// write them in this order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum DispatchChain {
+    /// nat KUBE-HAIRPIN, compact layout only: masquerades connections of endpoints to themselves.
+    NatHairpin,
+    /// nat KUBE-NODEPORTS.
+    NatNodePorts,
+    /// nat KUBE-SERVICES, whose last rule leads to KUBE-NODEPORTS.
+    NatServices,
+    /// filter KUBE-HAIRPIN, compact layout only: accepts connections of endpoints to themselves.
+    FilterHairpin,
+    /// filter KUBE-SERVICES: ClusterIPs whose packets are rejected or dropped.
+    FilterServices,
+    /// filter KUBE-EXTERNAL-SERVICES: external destinations whose packets are rejected or dropped.
+    FilterExternalServices,
+    /// filter KUBE-PROXY-FIREWALL: packets that no source range admits.
+    FilterProxyFirewall,
+    /// filter KUBE-NODEPORTS: health-check node ports, accepted ahead of the host's firewall.
+    FilterNodePorts,
+}
+
+impl DispatchChain {
+    /// All of them.
+    pub const ALL: [Self; 8] = [
+        Self::NatHairpin,
+        Self::NatNodePorts,
+        Self::NatServices,
+        Self::FilterHairpin,
+        Self::FilterServices,
+        Self::FilterExternalServices,
+        Self::FilterProxyFirewall,
+        Self::FilterNodePorts,
+    ];
+
+    /// Its table.
+    #[must_use]
+    pub fn table(self) -> Table {
+        match self {
+            Self::NatHairpin | Self::NatServices | Self::NatNodePorts => Table::Nat,
+            _ => Table::Filter,
+        }
+    }
+
+    /// Its name.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::NatHairpin | Self::FilterHairpin => HAIRPIN,
+            Self::NatServices | Self::FilterServices => SERVICES,
+            Self::NatNodePorts | Self::FilterNodePorts => NODE_PORTS,
+            Self::FilterExternalServices => EXTERNAL_SERVICES,
+            Self::FilterProxyFirewall => PROXY_FIREWALL,
+        }
+    }
+
+    /// True of KUBE-HAIRPIN, which only the compact layout has.
+    #[must_use]
+    pub fn is_hairpin(self) -> bool {
+        matches!(self, Self::NatHairpin | Self::FilterHairpin)
+    }
+}
 
 /// What a hashed chain is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]

@@ -6,7 +6,10 @@ use std::{
     sync::Arc,
 };
 
-use super::{ExistingTables, RulesHash, Table, fixed, names::ChainName};
+use super::{
+    ExistingTables, RulesHash, Table,
+    names::{ChainName, MARK_MASQ},
+};
 use crate::model::ServiceKey;
 
 /// Services that are rendered and written in one go.
@@ -192,13 +195,14 @@ impl Script {
         self.chains_written += 1;
     }
 
-    /// Refusals come into force before translations end. Without this, translations begin before refusals end. Either way a packet
-    /// never finds neither.
+    /// Filter rejects and drops packets before nat stops translating them. Without this, nat begins to
+    /// translate before filter stops. In both cases no packet finds neither.
     pub fn put_filter_first(&mut self) {
         self.filter_first = true;
     }
 
-    /// The same without its deletions, and the chains that these were of. For when a deletion is refused, since that refuses the whole step.
+    /// The script without its deletions, and the chains that it deletes. For when the kernel rejects a
+    /// deletion, since it then rejects the whole step.
     #[must_use]
     pub fn split_deletions(mut self) -> (Self, Vec<(Table, String)>) {
         let mut deletions = Vec::new();
@@ -262,9 +266,9 @@ impl Script {
         let services = || self.late.chunks(SERVICES_AT_ONCE).map(Piece::Services);
         let is_in_steps = self.writing == Writing::LateInSteps && !self.late.is_empty();
         // Services' chains lead to this one, whose rule comes with the rest.
-        let target = declaration(&fixed::MARK_MASQ);
+        let target = declaration(&MARK_MASQ);
         let needs_target = self.steps.iter().any(|step| step.declarations.contains(&target));
-        let target = (is_in_steps && needs_target).then(|| [":", fixed::MARK_MASQ, " - [0:0]\n"].map(Piece::Text));
+        let target = (is_in_steps && needs_target).then(|| [":", MARK_MASQ, " - [0:0]\n"].map(Piece::Text));
         let first = target.into_iter().flat_map(|target| step("*nat\n", target.into_iter()));
         let steps = is_in_steps.then(services).into_iter().flatten();
         let steps = first.chain(steps.flat_map(|services| step("*nat\n", std::iter::once(services))));

@@ -1,20 +1,24 @@
-//! The rules of one service: its own chains, and its lines in the dispatch chains.
+//! The rules of one service port: what dataplanes put a service's rules together from.
 
-use std::{collections::BTreeSet, fmt::Display};
+use std::{collections::BTreeSet, fmt::Display, net::IpAddr};
 
 use super::{
     Table,
     config::RenderConfig,
-    dispatch::{DispatchLine, Selector, SharedChain},
-    fixed::{LOCALHOST_COUNTER, MARK_MASQ},
     line::Line,
-    names::{ChainKind, ChainName},
+    names::{ChainKind, ChainName, DispatchChain, LOCALHOST_COUNTER, MARK_MASQ},
 };
 use crate::{
-    behaviours::endpoint_choice::Destination,
-    behaviours::view::{NoLocalEndpoints, ServicePortView},
+    behaviours::{
+        endpoint_choice::Destination,
+        view::{NoLocalEndpoints, ServicePortView},
+    },
     model::{Protocol, Service},
 };
+
+/// Renders everything that one service contributes in one family: from the configuration, whether the
+/// layout is compact, the Service, and the views of its ports.
+pub type RenderService = fn(&RenderConfig, bool, &Service, &[ServicePortView]) -> ServiceRules;
 
 /// A chain of a service's own, in nat.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -25,10 +29,34 @@ pub struct Chain {
     pub rules: String,
 }
 
+/// What a dispatch line matches.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Selector {
+    /// A destination address that is a ClusterIP.
+    ClusterIp(IpAddr),
+    /// A destination address of another kind: external, or a load balancer's.
+    Address(IpAddr),
+    /// A port on the node's own addresses.
+    NodePort(Protocol, u16),
+    /// An endpoint of this node, as source and destination.
+    Hairpin(IpAddr),
+}
+
+/// One line of a dispatch chain.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct DispatchLine {
+    /// The chain.
+    pub chain: DispatchChain,
+    /// What it matches.
+    pub selector: Selector,
+    /// The rule behind `-A CHAIN`, with a leading space and a line end.
+    pub rule: String,
+}
+
 /// Everything that one service contributes in one family.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct ServiceRules {
-    /// Its chains; what is referred to comes first.
+    /// Its chains. A chain comes before those that jump to it.
     pub chains: Vec<Chain>,
     /// Its dispatch lines.
     pub dispatch: Vec<DispatchLine>,
@@ -36,64 +64,40 @@ pub struct ServiceRules {
     pub no_local: NoLocalEndpoints,
 }
 
-/// Renders a service from the views of its ports.
-#[must_use]
-pub fn render(config: &RenderConfig, is_compact: bool, service: &Service, views: &[ServicePortView]) -> ServiceRules {
-    let mut rules = ServiceRules::default();
-    let is_left_out = |view: &&ServicePortView| config.leaves_out_sctp && view.protocol == Protocol::Sctp;
-    for view in views.iter().filter(|view| !is_left_out(view)) {
-        rules.no_local.add(view.no_local_endpoints());
-        Port::new(config, is_compact, view).render(&mut rules);
+impl ServiceRules {
+    /// Renders the ports of a service one after the other, without those that iptables cannot match here.
+    pub(in crate::dataplane) fn of_ports<'a>(
+        config: &'a RenderConfig,
+        is_compact: bool,
+        views: &'a [ServicePortView],
+        render: impl Fn(&PortRules<'a>, &mut Self),
+    ) -> Self {
+        let mut rules = Self::default();
+        let is_left_out = |view: &&ServicePortView| config.leaves_out_sctp && view.protocol == Protocol::Sctp;
+        for view in views.iter().filter(|view| !is_left_out(view)) {
+            rules.no_local.add(view.no_local_endpoints());
+            render(&PortRules::new(config, is_compact, view), &mut rules);
+        }
+        rules
     }
-    if service.health_check_node_port != 0 && !views.is_empty() && !config.beside_ipvs {
-        rules.dispatch.push(health_check_line(service));
-    }
-    rules
 }
 
-/// The host's own firewall may not keep a load balancer's health checks out.
-fn health_check_line(service: &Service) -> DispatchLine {
-    let (protocol, port) = (Protocol::Tcp, service.health_check_node_port);
-    let mut rule = String::new();
-    Line::bare(&mut rule)
-        .protocol(protocol)
-        .comment(format_args!("{} health check node port", service.key))
-        .port(protocol, port)
-        .jump("ACCEPT");
-    DispatchLine { chain: SharedChain::FilterNodePorts, selector: Selector::NodePort(protocol, port), rule }
-}
-
-/// What becomes of traffic that finds no endpoint of its policy.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Refusal {
-    /// No endpoint anywhere.
-    Reject,
-    /// Endpoints, but none here, and the policy is Local.
-    Drop,
-}
-
-struct Port<'a> {
+/// Renders the rules of one service port.
+pub(in crate::dataplane) struct PortRules<'a> {
     config: &'a RenderConfig,
     is_compact: bool,
-    view: &'a ServicePortView,
+    pub(in crate::dataplane) view: &'a ServicePortView,
     name: String,
-    cluster_policy: ChainName,
-    local_policy: ChainName,
+    pub(in crate::dataplane) cluster_policy: ChainName,
+    pub(in crate::dataplane) local_policy: ChainName,
     external: ChainName,
-    firewall: ChainName,
-    internal_refusal: Option<Refusal>,
-    external_refusal: Option<Refusal>,
-    uses_firewall: bool,
+    pub(in crate::dataplane) firewall: ChainName,
+    pub(in crate::dataplane) uses_firewall: bool,
 }
 
-impl<'a> Port<'a> {
+impl<'a> PortRules<'a> {
     fn new(config: &'a RenderConfig, is_compact: bool, view: &'a ServicePortView) -> Self {
         let cluster_policy = ChainName::of_port(ChainKind::ClusterPolicy, view);
-        let refusal = |is_local: bool| match (view.has_any_endpoint, is_local && view.local_endpoints.is_empty()) {
-            (false, _) => Some(Refusal::Reject),
-            (true, true) => Some(Refusal::Drop),
-            (true, false) => None,
-        };
         Self {
             config,
             is_compact,
@@ -103,54 +107,12 @@ impl<'a> Port<'a> {
             local_policy: cluster_policy.sibling(ChainKind::LocalPolicy),
             external: cluster_policy.sibling(ChainKind::External),
             firewall: cluster_policy.sibling(ChainKind::Firewall),
-            internal_refusal: refusal(view.internal_traffic_policy.is_local()),
-            external_refusal: refusal(view.external_traffic_policy.is_local()),
             uses_firewall: view.has_any_endpoint && !view.load_balancer_ips.is_empty() && !view.source_ranges.is_open(),
         }
     }
 
-    fn render(&self, rules: &mut ServiceRules) {
-        if self.config.beside_ipvs {
-            return self.render_short_ways(rules);
-        }
-        self.endpoint_rules(&self.view.reachable_endpoints(), rules);
-        if !self.view.cluster_endpoints.is_empty() && self.view.uses_cluster_endpoints() {
-            let is_internal = !self.view.internal_traffic_policy.is_local();
-            rules.chains.push(self.policy_chain(self.cluster_policy, &self.view.cluster_endpoints, is_internal));
-        }
-        if !self.view.local_endpoints.is_empty() && self.view.uses_local_endpoints() {
-            let is_internal = self.view.internal_traffic_policy.is_local();
-            rules.chains.push(self.policy_chain(self.local_policy, &self.view.local_endpoints, is_internal));
-        }
-        if self.view.has_any_endpoint && self.view.is_externally_accessible() {
-            rules.chains.push(self.external_chain());
-        }
-        if self.uses_firewall {
-            rules.chains.push(self.firewall_chain());
-        }
-        self.dispatch_cluster_ip(rules);
-        self.dispatch_external(rules);
-    }
-
-    /// Beside IPVS: a virtual server of an address with Local policy has this node's endpoints alone, so those who take the short way to all
-    /// endpoints are translated before they come to it.
-    fn render_short_ways(&self, rules: &mut ServiceRules) {
-        let view = self.view;
-        let has_short_ways = view.external_traffic_policy.is_local() && view.is_externally_accessible();
-        if !has_short_ways || view.cluster_endpoints.is_empty() {
-            return;
-        }
-        let endpoints = view.cluster_endpoints.iter().copied().collect();
-        self.endpoint_rules(&endpoints, rules);
-        rules.chains.push(self.policy_chain(self.cluster_policy, &view.cluster_endpoints, false));
-        rules.chains.push(self.external_chain());
-        if self.uses_firewall {
-            rules.chains.push(self.firewall_chain());
-        }
-        self.dispatch_external(rules);
-    }
-
-    fn endpoint_rules(&self, endpoints: &BTreeSet<Destination>, rules: &mut ServiceRules) {
+    /// What leads to single endpoints, and hairpin connections.
+    pub(in crate::dataplane) fn endpoint_rules(&self, endpoints: &BTreeSet<Destination>, rules: &mut ServiceRules) {
         if self.is_compact {
             self.hairpin_lines(endpoints, rules);
         } else {
@@ -158,8 +120,9 @@ impl<'a> Port<'a> {
         }
     }
 
-    /// Compact layout: an endpoint of this node that was sent to itself. Endpoints of other nodes are sent to themselves by their own node; those
-    /// that no node is known of are taken for this node's, lest nobody does it.
+    /// Compact layout: an endpoint of this node that was sent to itself. Endpoints of other nodes are the
+    /// business of their own node. Those without a known node are treated as this node's, so that some
+    /// node does it.
     fn hairpin_lines(&self, endpoints: &BTreeSet<Destination>, rules: &mut ServiceRules) {
         for destination in endpoints.iter().filter(|destination| destination.may_be_here) {
             let address = destination.address;
@@ -168,8 +131,8 @@ impl<'a> Port<'a> {
                 Line::bare(&mut rule).source_host(address).destination_host(address).jump(target);
                 DispatchLine { chain, selector: Selector::Hairpin(address), rule }
             };
-            rules.dispatch.push(line(SharedChain::NatHairpin, "MASQUERADE --random-fully"));
-            rules.dispatch.push(line(SharedChain::FilterHairpin, "ACCEPT"));
+            rules.dispatch.push(line(DispatchChain::NatHairpin, "MASQUERADE --random-fully"));
+            rules.dispatch.push(line(DispatchChain::FilterHairpin, "ACCEPT"));
         }
     }
 
@@ -187,8 +150,14 @@ impl<'a> Port<'a> {
         Chain { name: chain, rules }
     }
 
-    /// Spreads over endpoints: who has been here goes where he was, the others one in n, one in n − 1, …
-    fn policy_chain(&self, chain: ChainName, endpoints: &[Destination], is_internal: bool) -> Chain {
+    /// Spreads over endpoints: known clients keep their endpoint, and others are spread by probabilities
+    /// of 1/n, 1/(n − 1), ….
+    pub(in crate::dataplane) fn policy_chain(
+        &self,
+        chain: ChainName,
+        endpoints: &[Destination],
+        is_internal: bool,
+    ) -> Chain {
         let mut rules = String::new();
         if is_internal && !self.is_compact {
             self.cluster_ip_masquerade(chain, &mut rules);
@@ -250,7 +219,7 @@ impl<'a> Port<'a> {
         }
     }
 
-    /// Classic layout. The compact one does this once for each group of ClusterIPs, see [`super::fixed::group_masquerade`].
+    /// Classic layout. The compact one does this once for each group of ClusterIPs, see [`super::dispatch`].
     fn cluster_ip_masquerade(&self, chain: ChainName, rules: &mut String) {
         let Some(cluster_ip) = self.view.cluster_ip else { return };
         let masquerade = &self.config.masquerade;
@@ -266,9 +235,10 @@ impl<'a> Port<'a> {
             .jump(MARK_MASQ);
     }
 
-    /// Traffic to external destinations. With Local policy, pods of this node and the node itself take the short way to all endpoints:
-    /// their traffic has not passed a load balancer that chose this node.
-    fn external_chain(&self) -> Chain {
+    /// Traffic to external destinations, up to the rule that leads to the endpoints of the policy. With
+    /// Local policy, pods of this node and the node itself reach all endpoints: no load balancer has
+    /// chosen this node for their traffic.
+    pub(in crate::dataplane) fn external_chain(&self) -> Chain {
         let (chain, name) = (self.external, &self.name);
         let mut rules = String::new();
         let reaches_cluster = !self.view.cluster_endpoints.is_empty();
@@ -297,15 +267,11 @@ impl<'a> Port<'a> {
                 .source_is_node()
                 .jump(self.cluster_policy);
         }
-        if self.external_refusal.is_none() && !self.config.beside_ipvs {
-            let is_local = self.view.external_traffic_policy.is_local();
-            Line::append(&mut rules, chain).jump(if is_local { self.local_policy } else { self.cluster_policy });
-        }
         Chain { name: chain, rules }
     }
 
-    /// Who is not let in falls through untranslated and is dropped by filter KUBE-PROXY-FIREWALL.
-    fn firewall_chain(&self) -> Chain {
+    /// Packets that no range admits pass untranslated, and filter KUBE-PROXY-FIREWALL drops them.
+    pub(in crate::dataplane) fn firewall_chain(&self) -> Chain {
         let (chain, name) = (self.firewall, &self.name);
         let comment = format!("{name} loadbalancer IP");
         let mut rules = String::new();
@@ -325,59 +291,48 @@ impl<'a> Port<'a> {
         Chain { name: chain, rules }
     }
 
-    fn dispatch_cluster_ip(&self, rules: &mut ServiceRules) {
-        let Some(cluster_ip) = self.view.cluster_ip else { return };
-        let selector = Selector::ClusterIp(cluster_ip);
-        if let Some(refusal) = self.internal_refusal {
-            return rules.dispatch.push(self.refuse(SharedChain::FilterServices, selector, refusal));
-        }
-        let is_local = self.view.internal_traffic_policy.is_local();
-        let target = if is_local { self.local_policy } else { self.cluster_policy };
-        rules.dispatch.push(self.lead(SharedChain::NatServices, selector, "cluster IP", target));
-    }
-
-    fn dispatch_external(&self, rules: &mut ServiceRules) {
-        let view = self.view;
+    /// The addresses through which clients outside reach the service, in order, with what leads from them
+    /// and its comment.
+    fn external_addresses(&self) -> impl Iterator<Item = (Selector, &'static str, ChainName)> {
         let load_balancer_target = if self.uses_firewall { self.firewall } else { self.external };
-        let external = view.external_ips.iter().map(|address| (*address, "external IP", self.external));
+        let external = self.view.external_ips.iter().map(|address| (*address, "external IP", self.external));
         let load_balancer =
-            view.load_balancer_ips.iter().map(|address| (*address, "loadbalancer IP", load_balancer_target));
-        for (address, what, target) in external.chain(load_balancer) {
-            let selector = Selector::Address(address);
-            if view.has_any_endpoint {
-                rules.dispatch.push(self.lead(SharedChain::NatServices, selector, what, target));
-            }
-            if let Some(refusal) = self.refusal_by_rule() {
-                rules.dispatch.push(self.refuse(SharedChain::FilterExternalServices, selector, refusal));
-            }
+            self.view.load_balancer_ips.iter().map(move |address| (*address, "loadbalancer IP", load_balancer_target));
+        external.chain(load_balancer).map(|(address, what, target)| (Selector::Address(address), what, target))
+    }
+
+    /// Selectors of externalIPs, load balancer IPs and the NodePort.
+    pub(in crate::dataplane) fn external_selectors(&self) -> Vec<Selector> {
+        let node_port = Selector::NodePort(self.view.protocol, self.view.node_port);
+        let node_port = Some(node_port).filter(|_| self.view.node_port != 0);
+        self.external_addresses().map(|(selector, ..)| selector).chain(node_port).collect()
+    }
+
+    /// Dispatch lines that lead from external destinations to the service's chains.
+    pub(in crate::dataplane) fn lead_from_external(&self, rules: &mut ServiceRules) {
+        for (selector, what, target) in self.external_addresses() {
+            rules.dispatch.push(self.lead(DispatchChain::NatServices, selector, what, target));
         }
-        if self.uses_firewall && !self.config.beside_ipvs {
-            let addresses = view.load_balancer_ips.iter().map(|address| Selector::Address(*address));
-            rules.dispatch.extend(addresses.map(|selector| self.drop_unadmitted(selector)));
-        }
-        if view.node_port != 0 {
-            let selector = Selector::NodePort(view.protocol, view.node_port);
-            if view.has_any_endpoint {
-                rules.dispatch.push(self.lead(SharedChain::NatNodePorts, selector, "", self.external));
-            }
-            if let Some(refusal) = self.refusal_by_rule() {
-                rules.dispatch.push(self.refuse(SharedChain::FilterExternalServices, selector, refusal));
-            }
+        if self.view.node_port != 0 {
+            let selector = Selector::NodePort(self.view.protocol, self.view.node_port);
+            rules.dispatch.push(self.lead(DispatchChain::NatNodePorts, selector, "", self.external));
         }
     }
 
-    /// In nat, only the classic layout has comments: each takes half a kilobyte of the kernel's memory, two thirds of a rule, which each change passes.
+    /// In nat, only the classic layout has comments. A comment takes half a kilobyte of the kernel's memory,
+    /// two thirds of a rule, and each change of the table copies it.
     fn comment<'t>(&self, line: Line<'t>, comment: impl Display) -> Line<'t> {
         if self.is_compact { line } else { line.comment(comment) }
     }
 
-    /// Beside IPVS, whom to refuse or drop stands in sets.
-    fn refusal_by_rule(&self) -> Option<Refusal> {
-        self.external_refusal.filter(|_| !self.config.beside_ipvs)
-    }
-
     /// A dispatch line up to its target: address, protocol, comment, port.
-    fn dispatch_line<'t>(&self, text: &'t mut String, table: Table, selector: Selector, comment: &str) -> Line<'t> {
+    pub(in crate::dataplane) fn dispatch_line<'t>(
+        &self,
+        text: &'t mut String,
+        table: Table,
+        selector: Selector,
+        comment: &str,
+    ) -> Line<'t> {
         let mut line = Line::bare(text);
         if let Selector::ClusterIp(address) | Selector::Address(address) = selector {
             line = line.destination_host(address);
@@ -393,34 +348,16 @@ impl<'a> Port<'a> {
         }
     }
 
-    fn lead(&self, chain: SharedChain, selector: Selector, comment: &str, target: ChainName) -> DispatchLine {
+    /// A dispatch line that jumps to one of the service's chains.
+    pub(in crate::dataplane) fn lead(
+        &self,
+        chain: DispatchChain,
+        selector: Selector,
+        comment: &str,
+        target: ChainName,
+    ) -> DispatchLine {
         let mut rule = String::new();
         self.dispatch_line(&mut rule, chain.table(), selector, comment).jump(target);
-        DispatchLine { chain, selector, rule }
-    }
-
-    fn refuse(&self, chain: SharedChain, selector: Selector, refusal: Refusal) -> DispatchLine {
-        let comment = match refusal {
-            Refusal::Reject => "has no endpoints",
-            Refusal::Drop => "has no local endpoints",
-        };
-        let mut rule = String::new();
-        let mut line = self.dispatch_line(&mut rule, chain.table(), selector, comment);
-        if matches!(selector, Selector::NodePort(..)) {
-            line = line.destination_is_node();
-        }
-        match refusal {
-            Refusal::Reject => line.reject(self.view.family),
-            Refusal::Drop => line.jump("DROP"),
-        }
-        DispatchLine { chain, selector, rule }
-    }
-
-    fn drop_unadmitted(&self, selector: Selector) -> DispatchLine {
-        let comment = format!("traffic not accepted by {}", self.firewall);
-        let mut rule = String::new();
-        let chain = SharedChain::FilterProxyFirewall;
-        self.dispatch_line(&mut rule, chain.table(), selector, &comment).jump("DROP");
         DispatchLine { chain, selector, rule }
     }
 }

@@ -62,6 +62,7 @@ mod tests {
 
     use super::*;
     use crate::{
+        dataplane::iptables::ruleset,
         dataplane::rules::{ExistingTables, Layout, Ledger, RenderConfig, fake_kernel::FakeKernel},
         model::{Change, Endpoint, EndpointPort, Family, Protocol, Service, ServiceKey, ServicePort, TrafficPolicy},
         node_facts::NodeFacts,
@@ -94,7 +95,7 @@ mod tests {
             let (mut state, mut kernel) = (State::default(), FakeKernel::default());
             let mut config = RenderConfig { layout, ..RenderConfig::new(Family::V4) };
             config.masquerade.all = true;
-            let mut ledger = Ledger::new(config);
+            let mut ledger = Ledger::new(ruleset(config));
             let facts = NodeFacts::named("n");
             let mut step = |ledger: &mut Ledger, changes: Vec<Change>, is_full: bool| {
                 let mut dirty = Dirty::default();

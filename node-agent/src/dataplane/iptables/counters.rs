@@ -1,6 +1,6 @@
 //! Rules that count packets, where the kernel has counters and the programs know the match for them.
 
-use headgate_core::iptables::Ledger;
+use headgate_core::iptables::{Ledger, ruleset};
 use headgate_netlink::NetlinkError;
 
 use super::FamilyDataplane;
@@ -50,7 +50,7 @@ impl FamilyDataplane {
         tracing::info!(family = %self.family, %error, "packets are not counted");
         let mut config = self.ledger.config().clone();
         config.counts_packets = false;
-        self.ledger.set_config(config);
+        self.ledger.set_ruleset(ruleset(config));
     }
 }
 

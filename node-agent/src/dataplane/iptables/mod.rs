@@ -22,8 +22,9 @@ use std::{
 use headgate_core::{
     Demand, Dirty, Family, ServiceKey, State,
     iptables::{
-        Ledger, RenderConfig, Script, Table, fixed,
+        Ledger, RenderConfig, Script, Table, has_localnet_guard,
         ledger::{LateChange, Planned},
+        ruleset,
     },
     view::NodeFacts,
 };
@@ -44,7 +45,7 @@ const DEEP_LOOK_PAUSE_FACTOR: u32 = 100;
 pub(crate) fn prepare(localhost_node_ports: bool, inputs: &NodeInputs) -> Result<(), DataplaneError> {
     let mut config = RenderConfig { localhost_node_ports, ..RenderConfig::new(Family::V4) };
     config.node_port_addresses = inputs.node_ports(Family::V4).clone();
-    let set = if fixed::has_localnet_guard(&config) { sysctl::route_localnet() } else { Ok(()) };
+    let set = if has_localnet_guard(&config) { sysctl::route_localnet() } else { Ok(()) };
     set.map_err(|sentence| DataplaneError::new(super::ErrorKind::Fatal, sentence))
 }
 
@@ -191,7 +192,7 @@ impl NodeDataplane for IptablesDataplane {
     fn set_aside(&mut self, refused: &[Refused]) {
         for FamilyDataplane { family, ledger, .. } in &mut self.families {
             let own = refused.iter().filter(|refused| refused.family == *family);
-            ledger.set_aside(&own.map(|refused| Arc::clone(&refused.service)).collect());
+            ledger.set_quarantined(&own.map(|refused| Arc::clone(&refused.service)).collect());
         }
     }
 
@@ -211,7 +212,7 @@ impl NodeDataplane for IptablesDataplane {
             config.masquerade.detector_v4 = inputs.detector_v4.clone();
             config.masquerade.detector_v6 = inputs.detector_v6.clone();
             if config != *ledger.config() {
-                ledger.set_config(config);
+                ledger.set_ruleset(ruleset(config));
                 is_new = true;
             }
         }
@@ -234,7 +235,7 @@ impl NodeDataplane for IptablesDataplane {
 
     fn has_rules(&mut self) -> Result<bool, DataplaneError> {
         for family in &self.families {
-            if family.programs.missing(family.ledger.config())?.is_some() {
+            if family.programs.missing(family.ledger.jumps())?.is_some() {
                 return Ok(false);
             }
         }
@@ -243,7 +244,7 @@ impl NodeDataplane for IptablesDataplane {
 
     fn verify(&mut self) -> Result<bool, DataplaneError> {
         for family in &mut self.families {
-            if !family.programs.is_intact(family.ledger.config())? || !family.is_intact_in_depth()? {
+            if !family.programs.is_intact(family.ledger.jumps())? || !family.is_intact_in_depth()? {
                 return Ok(false);
             }
         }
@@ -268,7 +269,7 @@ impl FamilyDataplane {
         Self {
             family: render.family,
             programs,
-            ledger: Ledger::new(render),
+            ledger: Ledger::new(ruleset(render)),
             sctp: Sctp::default(),
             has_counted: false,
             next_deep_look: None,
@@ -285,7 +286,7 @@ impl FamilyDataplane {
     }
 
     fn sync_everything(&mut self, source: &dyn StateSource, report: &mut Report) -> Result<(), DataplaneError> {
-        if fixed::has_localnet_guard(self.ledger.config()) {
+        if has_localnet_guard(self.ledger.config()) {
             report.warnings.extend(sysctl::route_localnet().err());
         }
         let mut existing = Some(self.programs.existing_tables()?);
@@ -332,7 +333,8 @@ impl FamilyDataplane {
 
     fn leave_out_sctp(&mut self, is_left_out: bool) {
         if self.ledger.config().leaves_out_sctp != is_left_out {
-            self.ledger.set_config(RenderConfig { leaves_out_sctp: is_left_out, ..self.ledger.config().clone() });
+            let config = RenderConfig { leaves_out_sctp: is_left_out, ..self.ledger.config().clone() };
+            self.ledger.set_ruleset(ruleset(config));
         }
     }
 
@@ -363,7 +365,7 @@ impl FamilyDataplane {
             self.programs.restore_leaving_by(script, &mut |script| self.restore(script, source, &mut changed))?;
         self.ledger.note_late(changed);
         for Left { table, name, sentence } in left {
-            report.warnings.extend(self.ledger.leave(table, &name).then_some(sentence));
+            report.warnings.extend(self.ledger.note_undeletable(table, &name).then_some(sentence));
         }
         report.objects_written += script.chains_written() + script.chains_deleted();
         Ok(())

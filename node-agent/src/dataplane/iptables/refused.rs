@@ -43,7 +43,7 @@ pub(in crate::dataplane) fn find_refused(
 fn all_services(ledger: &Ledger, source: &dyn StateSource) -> Vec<Arc<ServiceKey>> {
     let mut services = Vec::new();
     source.look(&mut |state: &State, _| {
-        services = state.entries().map(|(key, _)| Arc::clone(key)).filter(|key| !ledger.is_aside(key)).collect();
+        services = state.entries().map(|(key, _)| Arc::clone(key)).filter(|key| !ledger.is_quarantined(key)).collect();
     });
     services.sort_unstable();
     services

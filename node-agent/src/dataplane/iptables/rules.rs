@@ -1,6 +1,6 @@
 //! Reading and writing the rules of one family, whatever they are for: the iptables backend's, and those beside virtual servers of IPVS.
 
-use headgate_core::iptables::{ExistingTables, Ledger, RenderConfig, Script, Table, fixed};
+use headgate_core::iptables::{ExistingTables, Jump, Ledger, Script, Table, names::CANARY};
 
 use super::{
     super::{DataplaneError, ErrorKind},
@@ -79,12 +79,12 @@ impl Programs {
     }
 
     /// What is not there of what leads to our rules, if anything is not: somebody who flushes tables takes the canary with them, or these rules.
-    pub(in crate::dataplane) fn missing(&self, config: &RenderConfig) -> Result<Option<String>, DataplaneError> {
+    pub(in crate::dataplane) fn missing(&self, jumps: &[Jump]) -> Result<Option<String>, DataplaneError> {
         let in_words = |what: &str, table: Table| format!("{what} of table {table} ({})", self.family());
-        if !self.has_chain(Table::Mangle, fixed::CANARY)? {
-            return Ok(Some(in_words(&format!("chain {}", fixed::CANARY), Table::Mangle)));
+        if !self.has_chain(Table::Mangle, CANARY)? {
+            return Ok(Some(in_words(&format!("chain {CANARY}"), Table::Mangle)));
         }
-        for jump in fixed::jumps(config) {
+        for jump in jumps {
             if !self.has_rule(jump.table, jump.from, &jump.rule)? {
                 return Ok(Some(in_words(&format!("a rule in chain {}", jump.from), jump.table)));
             }
@@ -93,8 +93,8 @@ impl Programs {
     }
 
     /// Whether what leads to our rules is as we programmed it.
-    pub(in crate::dataplane) fn is_intact(&self, config: &RenderConfig) -> Result<bool, DataplaneError> {
-        let missing = self.missing(config)?;
+    pub(in crate::dataplane) fn is_intact(&self, jumps: &[Jump]) -> Result<bool, DataplaneError> {
+        let missing = self.missing(jumps)?;
         if let Some(missing) = &missing {
             tracing::warn!("somebody else has removed {missing}");
         }

@@ -141,7 +141,7 @@ impl FamilyDataplane {
             // Each is named once, not at every repair.
             let left = self.programs.restore_leaving(&plan.script).map_err(|error| self.without_sctp(error))?;
             for Left { table, name, sentence } in left {
-                report.warnings.extend(self.ledger.leave(table, &name).then_some(sentence));
+                report.warnings.extend(self.ledger.note_undeletable(table, &name).then_some(sentence));
             }
         }
         self.ledger.confirm();
@@ -178,12 +178,12 @@ impl FamilyDataplane {
     fn settle<'a>(&mut self, ops: impl Iterator<Item = &'a Op>, outcome: &Outcome) -> Result<(), DataplaneError> {
         let gone = self.gone(outcome);
         let refused = &outcome.refused;
-        let before = self.ledger.lacking_revision();
+        let before = self.ledger.deferred_revision();
         let steps: Vec<Op> = refused.iter().map(|refused| refused.op).collect();
-        let unowned = self.ledger.settle(ops, &steps);
+        let unowned = self.ledger.record(ops, &steps);
         let now = Instant::now();
         for RefusedOp { op, reason, missing_scheduler } in refused {
-            let Some(object) = op.object().filter(|object| self.ledger.lacks(object)) else { continue };
+            let Some(object) = op.object().filter(|object| self.ledger.is_deferred(object)) else { continue };
             let config = self.ledger.config();
             // In place of the cluster's there is no other.
             let is_replaced = |scheduler: &Scheduler| {
@@ -193,13 +193,13 @@ impl FamilyDataplane {
                 self.newly_missing.insert(scheduler);
             }
             let comes_with_server =
-                matches!(object, Object::Destination(server, _) if self.ledger.lacks(&Object::Server(server)));
+                matches!(object, Object::Destination(server, _) if self.ledger.is_deferred(&Object::Server(server)));
             if !comes_with_server {
                 self.refusals.note(object, reason.clone(), now);
             }
         }
-        if self.ledger.lacking_revision() != before {
-            self.refusals.retain(|object| self.ledger.lacks(object));
+        if self.ledger.deferred_revision() != before {
+            self.refusals.retain(|object| self.ledger.is_deferred(object));
         }
         if !unowned.is_empty() {
             let reasons = refused.iter().filter(|refused| unowned.contains(&refused.op));
@@ -231,7 +231,7 @@ impl FamilyDataplane {
             .collect();
         absent
             .iter()
-            .find(|server| !not_made.contains(server) && !self.ledger.lacks(&Object::Server(**server)))
+            .find(|server| !not_made.contains(server) && !self.ledger.is_deferred(&Object::Server(**server)))
             .copied()
     }
 
@@ -246,12 +246,12 @@ impl FamilyDataplane {
         if due.is_empty() {
             return Ok(());
         }
-        let ops = self.ledger.again(due.iter().copied());
+        let ops = self.ledger.retries(due.iter().copied());
         // What nobody wants at the moment is tried when somebody does.
         let tried: BTreeSet<Object> = ops.iter().filter_map(Op::object).collect();
         self.refusals.retain(|object| tried.contains(object) || !due.contains(object));
         self.run_steps(kernel, &ops)?;
-        let taken = due.iter().filter(|object| !self.ledger.lacks(object)).count();
+        let taken = due.iter().filter(|object| !self.ledger.is_deferred(object)).count();
         if taken > 0 {
             info!(family = %self.family, taken, "the kernel takes what it had refused");
         }
@@ -266,7 +266,7 @@ impl FamilyDataplane {
     /// What the kernel refuses of services, each with its reasons.
     pub(super) fn refused_parts(&self) -> Vec<Refused> {
         let mut reasons: BTreeMap<&Arc<ServiceKey>, Vec<&str>> = BTreeMap::new();
-        for (object, service) in self.ledger.lacking() {
+        for (object, service) in self.ledger.deferred() {
             reasons.entry(service).or_default().extend(self.refusals.reason(&object));
         }
         let refused = |(service, reasons): (&Arc<ServiceKey>, Vec<&str>)| Refused {
@@ -288,13 +288,13 @@ impl FamilyDataplane {
 
     /// As [`NodeDataplane::set_aside`](super::super::NodeDataplane::set_aside), of the rules.
     pub(super) fn set_aside(&mut self, services: &BTreeSet<Arc<ServiceKey>>) {
-        self.ledger.set_rules_aside(services);
+        self.ledger.set_quarantined(services);
     }
 
     /// What somebody flushes shows at once, be it rules, sets or virtual servers, and so does a device that is gone or has been up; what somebody changes shows when
     /// everything is compared.
     pub(super) fn is_intact(&mut self, kernel: &mut Kernel) -> Result<bool, DataplaneError> {
-        Ok(self.programs.is_intact(self.ledger.rules().config())?
+        Ok(self.programs.is_intact(self.ledger.rules().jumps())?
             && self.has_device_and_sets(kernel)?
             && self.has_all_elements_and_servers(kernel)?
             && self.is_intact_in_depth(kernel)?)
@@ -302,7 +302,7 @@ impl FamilyDataplane {
 
     /// Rules that lead to our chains, the device, down, and the sets are there.
     pub(super) fn has_rules(&self, kernel: &mut Kernel) -> Result<bool, DataplaneError> {
-        Ok(self.programs.missing(self.ledger.rules().config())?.is_none() && self.has_device_and_sets(kernel)?)
+        Ok(self.programs.missing(self.ledger.rules().jumps())?.is_none() && self.has_device_and_sets(kernel)?)
     }
 
     fn has_device_and_sets(&self, kernel: &mut Kernel) -> Result<bool, DataplaneError> {

@@ -335,7 +335,7 @@ impl NodeDataplane for IpvsDataplane {
     }
 
     fn refused_parts(&mut self) -> Option<Vec<Refused>> {
-        let revisions: Vec<u64> = self.families.iter().map(|family| family.ledger.lacking_revision()).collect();
+        let revisions: Vec<u64> = self.families.iter().map(|family| family.ledger.deferred_revision()).collect();
         if revisions == self.told_revisions {
             return None;
         }

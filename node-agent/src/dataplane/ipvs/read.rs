@@ -53,7 +53,7 @@ pub(super) fn read_device(
     let of_family = addresses.into_iter().filter(|prefix| Family::of(prefix.address) == family);
     let (hosts, networks): (Vec<Prefix>, Vec<Prefix>) =
         of_family.partition(|prefix| *prefix == convert::host(prefix.address));
-    existing.bound = hosts.into_iter().map(|prefix| prefix.address).collect();
+    existing.device_addresses = hosts.into_iter().map(|prefix| prefix.address).collect();
     if of_networks == OfNetworks::Remove {
         let networks = networks.into_iter().filter(|prefix| !is_link_local(prefix.address));
         let removals: Vec<_> = networks.map(|address| RouteChange::RemoveAddress { link: device, address }).collect();

@@ -49,7 +49,7 @@ fn part(op: &Op) -> Part {
     match op {
         Op::CreateSet(_) | Op::DestroySet(_) => Part::Set,
         Op::AddElement(..) | Op::DeleteElement(..) => Part::Elements,
-        Op::Bind(_) | Op::Unbind(_) => Part::Addresses,
+        Op::AddAddress(_) | Op::DeleteAddress(_) => Part::Addresses,
         Op::AddServer(..)
         | Op::EditServer(..)
         | Op::DeleteServer(_)
@@ -125,8 +125,10 @@ fn elements(
 
 fn addresses(kernel: &mut Kernel, device: u32, ops: &[Op], refused: &mut Vec<RefusedOp>) -> Result<(), DataplaneError> {
     let change = |op: &Op| match *op {
-        Op::Bind(address) => Some(RouteChange::AddAddress { link: device, address: convert::host(address) }),
-        Op::Unbind(address) => Some(RouteChange::RemoveAddress { link: device, address: convert::host(address) }),
+        Op::AddAddress(address) => Some(RouteChange::AddAddress { link: device, address: convert::host(address) }),
+        Op::DeleteAddress(address) => {
+            Some(RouteChange::RemoveAddress { link: device, address: convert::host(address) })
+        }
         _ => None,
     };
     let changes: Vec<RouteChange> = ops.iter().filter_map(change).collect();
@@ -135,15 +137,15 @@ fn addresses(kernel: &mut Kernel, device: u32, ops: &[Op], refused: &mut Vec<Ref
     for (index, refusal) in refusals {
         let (op, code) = (ops[index], refusal.code);
         let (what, is_done) = match op {
-            Op::Bind(address) => (format!("address {address}"), code == libc::EEXIST),
-            Op::Unbind(address) => (format!("removing address {address}"), code == libc::EADDRNOTAVAIL),
+            Op::AddAddress(address) => (format!("address {address}"), code == libc::EEXIST),
+            Op::DeleteAddress(address) => (format!("removing address {address}"), code == libc::EADDRNOTAVAIL),
             _ => continue,
         };
         if is_done {
             continue;
         }
         let remedy = match op {
-            Op::Bind(IpAddr::V6(_)) if code == libc::EACCES => {
+            Op::AddAddress(IpAddr::V6(_)) if code == libc::EACCES => {
                 format!(" (IPv6 is off on it: sysctl -w net.ipv6.conf.{DEVICE}.disable_ipv6=0)")
             }
             _ => String::new(),

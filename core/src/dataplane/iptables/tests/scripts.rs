@@ -16,7 +16,7 @@ fn steps_of_a_first_sync_are_bounded_and_make_the_same_rules() {
     let (state, _) = state(changes);
     for layout in [Layout::Classic, Layout::Compact] {
         let config = RenderConfig { layout, ..config() };
-        let mut ledger = Ledger::new(config.clone());
+        let mut ledger = Ledger::new(ruleset(config.clone()));
         let nothing = ExistingTables::default();
         let (script, _) = ledger.full_by(Writing::LateInSteps, &state, &node(), nothing);
         let (mut text, mut changed) = (String::new(), Vec::new());
@@ -43,7 +43,7 @@ fn jumps_of_an_earlier_version_get_the_order_that_is_wanted() {
     let mut kernel = FakeKernel::default();
     let saved = |kernel: &FakeKernel| ExistingTables::parse(&Table::ALL.map(|table| kernel.save(table)).concat());
     let sync = |kernel: &mut FakeKernel| {
-        let mut ledger = Ledger::new(config());
+        let mut ledger = Ledger::new(ruleset(config()));
         let (script, _) = ledger.full(&State::default(), &node(), &saved(kernel));
         kernel.restore(&script.to_string()).unwrap();
         (ledger, script)

@@ -1,4 +1,4 @@
-//! What a full sync leaves for the moment in which its script is written (see [`Writing`](super::Writing)): the rules of services' chains.
+//! Rules of services' chains that are rendered while a full script is written; see [`Writing`](super::Writing).
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -8,7 +8,8 @@ use std::{
 use super::super::{Ledger, RulesHash, Script, names::ChainName, script};
 use crate::{model::ServiceKey, node_facts::NodeFacts, state::State};
 
-/// A service whose chains became others than a script foresaw, since the state changed while it was written.
+/// A service whose chains differ from what a script foresaw, since the state changed while it was
+/// written.
 #[derive(Debug)]
 pub struct LateChange {
     key: Arc<ServiceKey>,
@@ -16,8 +17,9 @@ pub struct LateChange {
 }
 
 impl Ledger {
-    /// Writes what a script left for later: the chains of these services, with the rules of the moment. The state may have changed since the script was
-    /// made, and what changed is planned once more by the next step; `changed` takes what this makes of the services' chains until then.
+    /// Writes what a script left for later: the chains of these services, with their present rules. The
+    /// state may have changed since the script was made; the next step plans these changes once more.
+    /// `changed` gets the services whose chains differ from what was planned.
     pub fn write_late(
         &self,
         state: &State,
@@ -67,7 +69,7 @@ impl Ledger {
         text.push_str(&body);
     }
 
-    /// Takes note of what the kernel has by [`Self::write_late`] instead of what was planned.
+    /// Records what the kernel has by [`Self::write_late`] instead of what was planned.
     pub fn note_late(&mut self, changed: Vec<LateChange>) {
         for LateChange { key, chains } in changed {
             self.programmed.entry(key).or_default().chains = chains;

@@ -1,7 +1,7 @@
 //! What is programmed in one family, and the scripts that change it.
 //!
-//! The ledger keeps a hash of each chain instead of its text. It assumes that scripts succeed: after one that did not, only
-//! [`Ledger::full`] brings ledger and kernel together again.
+//! The ledger keeps a hash of each chain instead of its text. It assumes that scripts succeed. After one that
+//! failed, only [`Ledger::full`] brings ledger and kernel together again.
 
 mod late;
 mod quarantine;
@@ -15,16 +15,16 @@ use std::{
     sync::Arc,
 };
 
-use self::quarantine::{Aside, Before};
+use self::quarantine::{Before, Quarantine};
 use super::{
     Existing, ExistingTables, RulesHash, Table,
     config::RenderConfig,
-    dispatch::{DispatchLine, Selector, Shared, SharedChain},
+    dispatch::Dispatch,
     existing::BASE_CHAINS,
-    fixed,
-    names::ChainName,
+    names::{ChainName, DispatchChain, HAIRPIN},
+    ruleset::{FixedChain, Jump, Ruleset},
     script::{Script, Writing},
-    service::{self, ServiceRules},
+    service::{DispatchLine, Selector, ServiceRules},
     tally::Tally,
 };
 use crate::{
@@ -37,14 +37,14 @@ use crate::{
 /// One family's programmed rules.
 #[derive(Debug)]
 pub struct Ledger {
-    config: RenderConfig,
+    ruleset: Arc<Ruleset>,
     programmed: HashMap<Arc<ServiceKey>, Programmed>,
-    shared: Shared,
+    dispatch: Dispatch,
     /// Number of services when the dispatch groups were cut.
     groups_cut_for: usize,
-    /// Chains that nobody wants any more and the kernel does not delete, since somebody else's rules lead to them.
-    left: BTreeSet<(Table, String)>,
-    aside: Aside,
+    /// Chains that nobody wants and the kernel does not delete, since rules of others jump to them.
+    undeletable: BTreeSet<(Table, String)>,
+    quarantine: Quarantine,
     /// Of all services.
     tally: Tally,
     /// Of what depends on configuration alone.
@@ -55,7 +55,7 @@ pub struct Ledger {
 #[derive(Debug, Default, Clone)]
 struct Programmed {
     chains: Box<[(ChainName, RulesHash)]>,
-    dispatch: Box<[(SharedChain, Selector)]>,
+    dispatch: Box<[(DispatchChain, Selector)]>,
     dispatch_hash: u64,
     tally: Tally,
 }
@@ -70,57 +70,75 @@ pub struct Planned {
 impl Ledger {
     /// Nothing is programmed.
     #[must_use]
-    pub fn new(config: RenderConfig) -> Self {
-        let shared = Shared::new(config.clone(), None, None);
+    pub fn new(ruleset: Ruleset) -> Self {
+        let ruleset = Arc::new(ruleset);
+        let dispatch = Dispatch::new(Arc::clone(&ruleset), None, None);
         let (tally, fixed_tally) = (Tally::default(), Tally::default());
-        let (programmed, left) = (HashMap::new(), BTreeSet::new());
-        Self { config, programmed, shared, groups_cut_for: 0, left, aside: Aside::default(), tally, fixed_tally }
+        let (programmed, undeletable) = (HashMap::new(), BTreeSet::new());
+        Self {
+            ruleset,
+            programmed,
+            dispatch,
+            groups_cut_for: 0,
+            undeletable,
+            quarantine: Quarantine::default(),
+            tally,
+            fixed_tally,
+        }
     }
 
-    /// The configuration it renders for.
+    /// The configuration that its rules are made from.
     #[must_use]
     pub fn config(&self) -> &RenderConfig {
-        &self.config
+        &self.ruleset.config
     }
 
-    /// Takes another configuration, of the same family. Until the next [`Self::full`] the rules in the kernel are those of the old one.
-    pub fn set_config(&mut self, config: RenderConfig) {
-        self.config = config;
+    /// The jumps from the kernel's chains, in the order in which they stand at the head of their chains.
+    #[must_use]
+    pub fn jumps(&self) -> &[Jump] {
+        &self.ruleset.jumps
     }
 
-    /// Writes what changed for the dirty services, at the cost of those services alone. Only when the size of the cluster has crossed
-    /// the threshold between layouts is everything written.
+    /// Takes another ruleset, of the same family. The kernel has the old rules until the next [`Self::full`].
+    pub fn set_ruleset(&mut self, ruleset: Ruleset) {
+        self.ruleset = Arc::new(ruleset);
+    }
+
+    /// Writes what changed for the dirty services. The cost depends on these services alone, unless the
+    /// size of the cluster has crossed the threshold between layouts: then everything is written.
     pub fn changed(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> (Script, Planned) {
         if self.layout_is_outgrown(state) {
-            let believed = self.believed();
-            return self.full(state, node, &believed);
+            let expected = self.expected();
+            return self.full(state, node, &expected);
         }
         let mut script = Script::default();
         let mut planned = Planned::default();
         let mut stale = Vec::new();
         for key in &dirty.services {
-            if self.aside.contains(key) {
+            if self.quarantine.contains(key) {
                 continue;
             }
             let rules = self.render(state, node, key);
             planned.services += 1;
             let before = self.program(key, rules, &mut script, &mut stale);
-            self.aside.changed(key, before);
+            self.quarantine.changed(key, before);
         }
-        self.shared.write_changed(&mut script);
+        self.dispatch.write_changed(&mut script);
         for name in stale {
             script.delete_chain(Table::Nat, &name);
         }
         (script, planned)
     }
 
-    /// Forgets what was programmed and goes by what the kernel has: writes the chains that differ from what is wanted, and deletes those
-    /// that are ours by name and not wanted. Where everything is as it should be, the script is empty. Nothing else is touched.
+    /// Writes from what the kernel has, whatever was programmed before: the chains that differ from
+    /// what is wanted. It deletes chains that are ours by name and not wanted. If the kernel has what
+    /// is wanted, the script is empty. Nothing else is touched.
     pub fn full(&mut self, state: &State, node: &NodeFacts, existing: &ExistingTables) -> (Script, Planned) {
         self.full_by(Writing::Text, state, node, existing.clone())
     }
 
-    /// The same with the rules of services' chains held as `writing` says; in steps only where nothing leads to our chains.
+    /// As [`Self::full`], with the rules of services' chains held as `writing` says. It writes in steps
+    /// only if no rule jumps to our chains.
     pub fn full_by(
         &mut self,
         writing: Writing,
@@ -128,9 +146,9 @@ impl Ledger {
         node: &NodeFacts,
         existing: ExistingTables,
     ) -> (Script, Planned) {
-        let is_compact = self.wants_compact(state, existing.get(Table::Nat).chains.contains_key(fixed::HAIRPIN));
-        self.everything_becomes_new();
-        self.shared = self.new_shared(state, is_compact, existing.get(Table::Nat).prefix_length);
+        let is_compact = self.wants_compact(state, existing.get(Table::Nat).chains.contains_key(HAIRPIN));
+        self.begin_full();
+        self.dispatch = self.new_dispatch(state, is_compact, existing.get(Table::Nat).prefix_length);
         self.groups_cut_for = state.service_count();
         self.programmed.clear();
         self.tally = Tally::default();
@@ -139,13 +157,13 @@ impl Ledger {
         let is_reached = existing.get(Table::Nat).leads_to_ours(Table::Nat);
         let writing = if is_reached && writing == Writing::LateInSteps { Writing::Late } else { writing };
         let keys: BTreeSet<&Arc<ServiceKey>> = state.entries().map(|(key, _)| key).collect();
-        let (aside, keys): (Vec<_>, Vec<_>) = keys.into_iter().partition(|key| self.aside.contains(key));
-        for key in aside {
+        let (quarantined, keys): (Vec<_>, Vec<_>) = keys.into_iter().partition(|key| self.quarantine.contains(key));
+        for key in quarantined {
             self.keep(key, &existing);
         }
         let mut script = Script::comparing_with(existing, writing);
         let mut planned = Planned::default();
-        for chain in fixed::chains(&self.config) {
+        for chain in &self.ruleset.chains {
             script.write_chain(chain.table, &chain.name, &chain.rules);
         }
         for key in keys {
@@ -153,20 +171,21 @@ impl Ledger {
             planned.services += 1;
             self.program(key, rules, &mut script, &mut Vec::new());
         }
-        self.shared.write_changed(&mut script);
-        for chain in fixed::leading_to_dispatch(&self.config, is_compact) {
+        self.dispatch.write_changed(&mut script);
+        for chain in self.ruleset.leading_to_dispatch(is_compact) {
             script.write_chain(chain.table, &chain.name, &chain.rules);
         }
-        let left = std::mem::take(&mut self.left);
+        let undeletable = std::mem::take(&mut self.undeletable);
         let existing = script.take_existing();
         for table in Table::ALL {
             self.write_jumps(table, existing.get(table), &mut script);
-            self.delete_stale(table, existing.get(table), &left, &mut script);
+            self.delete_stale(table, existing.get(table), &undeletable, &mut script);
         }
         (script, planned)
     }
 
-    /// Removes every trace from what a kernel has. Rules of the kernel's own chains that lead to ours are deleted first.
+    /// Removes every trace from what a kernel has. Jumps from the kernel's own chains are deleted
+    /// first.
     #[must_use]
     pub fn cleanup(existing: &ExistingTables) -> Script {
         let mut script = Script::default();
@@ -181,57 +200,68 @@ impl Ledger {
         script
     }
 
-    /// What is programmed, in numbers. An endpoint behind several services counts for each of them among hairpin rules.
+    /// What is programmed, in numbers. An endpoint of several services counts for each of them among
+    /// hairpin rules.
     #[must_use]
     pub fn tally(&self) -> Tally {
         let mut tally = self.tally;
         tally.add(self.fixed_tally);
         for table in [Table::Nat, Table::Filter] {
-            tally.add_count(table, u32::try_from(self.shared.group_overhead(table)).unwrap_or(u32::MAX));
+            tally.add_count(table, u32::try_from(self.dispatch.group_overhead(table)).unwrap_or(u32::MAX));
         }
         tally
     }
 
     fn tally_of_fixed(&self, is_compact: bool) -> Tally {
         let mut tally = Tally::default();
-        let leading = fixed::leading_to_dispatch(&self.config, is_compact);
-        for chain in fixed::chains(&self.config).iter().chain(&leading) {
+        for chain in self.fixed_chains(is_compact) {
             tally.add_rules(chain.table, &chain.rules);
         }
-        fixed::jumps(&self.config).iter().for_each(|jump| tally.add_count(jump.table, 1));
-        tally.add_count(Table::Nat, fixed::last_service_rules(&self.config).len().try_into().unwrap_or(u32::MAX));
+        self.ruleset.jumps.iter().for_each(|jump| tally.add_count(jump.table, 1));
+        tally.add_count(Table::Nat, self.ruleset.last_service_rules.len().try_into().unwrap_or(u32::MAX));
         tally
     }
 
+    /// Chains whose rules do not depend on services, in the order in which they are written.
+    fn fixed_chains(&self, is_compact: bool) -> impl Iterator<Item = FixedChain> {
+        self.ruleset.chains.iter().cloned().chain(self.ruleset.leading_to_dispatch(is_compact))
+    }
+
+    fn jumps_of(&self, table: Table) -> impl Iterator<Item = &Jump> {
+        self.ruleset.jumps.iter().filter(move |jump| jump.table == table)
+    }
+
     fn layout_is_outgrown(&self, state: &State) -> bool {
-        let is_compact = self.shared.is_compact();
+        let is_compact = self.dispatch.is_compact();
         // Groups that were cut for few services are too long for many. Four times as many pay for a full pass.
         let groups_are_outgrown = is_compact && state.service_count() > 4 * self.groups_cut_for.max(64);
         self.wants_compact(state, is_compact) != is_compact || groups_are_outgrown
     }
 
-    /// Going back from compact needs a clear distance, lest a service coming and going rebuilds everything each time.
+    /// Whether the layout should be compact. The way back to classic needs a clear distance, so that
+    /// one service that comes and goes does not rebuild everything each time.
     fn wants_compact(&self, state: &State, is_compact: bool) -> bool {
         let factor = if is_compact { 2 } else { 1 };
-        self.config.is_compact(state.service_count() * factor, state.endpoint_count() * factor)
+        self.ruleset.config.is_compact(state.service_count() * factor, state.endpoint_count() * factor)
     }
 
-    fn new_shared(&self, state: &State, is_compact: bool, prefix_length: Option<u8>) -> Shared {
+    fn new_dispatch(&self, state: &State, is_compact: bool, prefix_length: Option<u8>) -> Dispatch {
         let addresses = is_compact.then(|| self.dispatched_addresses(state));
-        Shared::new(self.config.clone(), addresses.as_deref(), prefix_length)
+        Dispatch::new(Arc::clone(&self.ruleset), addresses.as_deref(), prefix_length)
     }
 
     fn dispatched_addresses(&self, state: &State) -> Vec<IpAddr> {
-        state.entries().filter_map(|(_, entry)| entry.service()?.cluster_ip(self.config.family)).collect()
+        state.entries().filter_map(|(_, entry)| entry.service()?.cluster_ip(self.ruleset.config.family)).collect()
     }
 
     fn render(&self, state: &State, node: &NodeFacts, key: &Arc<ServiceKey>) -> ServiceRules {
         let Some(service) = state.entry(key).and_then(|entry| entry.service()) else { return ServiceRules::default() };
-        let views = service_views(state, key, self.config.family, node);
-        service::render(&self.config, self.shared.is_compact(), service, &views)
+        let views = service_views(state, key, self.ruleset.config.family, node);
+        (self.ruleset.render)(&self.ruleset.config, self.dispatch.is_compact(), service, &views)
     }
 
-    /// Writes the chains of a service that differ from what is programmed, and enters its dispatch lines. Returns what was programmed.
+    /// Writes the chains of a service that differ from what is programmed, and adds its dispatch lines.
+    /// Returns what was programmed.
     fn program(
         &mut self,
         key: &Arc<ServiceKey>,
@@ -258,12 +288,12 @@ impl Ledger {
         let dispatch: Box<[_]> = rules.dispatch.iter().map(|line| (line.chain, line.selector)).collect();
         let mut old_lines = None;
         if dispatch_hash != old.dispatch_hash || dispatch != old.dispatch {
-            old_lines = Some(self.shared.lines(key, &old.dispatch));
-            if refuses_more(&rules.dispatch, &old.dispatch) {
+            old_lines = Some(self.dispatch.lines(key, &old.dispatch));
+            if rejects_more(&rules.dispatch, &old.dispatch) {
                 script.put_filter_first();
             }
-            self.shared.remove(key, &old.dispatch);
-            self.shared.insert(key, rules.dispatch);
+            self.dispatch.remove(key, &old.dispatch);
+            self.dispatch.insert(key, rules.dispatch);
         }
         if !chains.is_empty() || !dispatch.is_empty() {
             self.tally.add(tally);
@@ -273,10 +303,11 @@ impl Ledger {
         Before { programmed: old, lines: old_lines }
     }
 
-    /// Inserts the jumps that are missing at the head of their chains, and deletes those of ours that are not wanted. Those that are there stay
-    /// where they are, unless their order is not the wanted one: then all of the chain's are inserted anew.
+    /// Inserts missing jumps at the head of their chains, and deletes jumps of ours that are not
+    /// wanted. Present jumps stay where they are, unless their order differs from the wanted one: then
+    /// all of the chain's are inserted anew.
     fn write_jumps(&self, table: Table, existing: &Existing, script: &mut Script) {
-        let wanted: Vec<_> = fixed::jumps(&self.config).into_iter().filter(|jump| jump.table == table).collect();
+        let wanted: Vec<_> = self.jumps_of(table).collect();
         let unwanted = existing.jumps_to_ours(table);
         for (chain, rule) in unwanted.filter(|(c, r)| !wanted.iter().any(|jump| jump.from == *c && jump.rule == *r)) {
             script.delete_rule(table, chain, rule);
@@ -294,44 +325,43 @@ impl Ledger {
         }
     }
 
-    /// Deletes the chains that are not wanted. Those of `left`, of which it is known that somebody else's rules lead to them, are only emptied, as
-    /// long as that is so: a deletion that the kernel refuses would cost a round of attempts each time.
+    /// Deletes the chains that are not wanted. Those of `undeletable` are only emptied while rules of
+    /// others jump to them: a deletion that the kernel rejects costs a round of attempts each time.
     fn delete_stale(
         &mut self,
         table: Table,
         existing: &Existing,
-        left: &BTreeSet<(Table, String)>,
+        undeletable: &BTreeSet<(Table, String)>,
         script: &mut Script,
     ) {
         let wanted = self.wanted_chains(table);
         let stale: BTreeSet<&String> = existing.chains.keys().filter(|name| !wanted.contains(*name)).collect();
         for name in stale {
             let known = (table, name.clone());
-            if existing.held.contains_key(name) && left.contains(&known) {
-                if !existing.is_left(name) {
+            if existing.held.contains_key(name) && undeletable.contains(&known) {
+                if !existing.is_undeletable_and_empty(name) {
                     script.write_chain(table, name, "");
                 }
-                self.left.insert(known);
+                self.undeletable.insert(known);
             } else {
                 script.delete_chain(table, name);
             }
         }
     }
 
-    /// Takes note of a chain that scripts so far should have deleted, and that the kernel keeps, empty. False when that is known already.
-    pub fn leave(&mut self, table: Table, name: &str) -> bool {
-        self.left.insert((table, name.to_owned()))
+    /// Records that the kernel keeps a chain, empty, which scripts so far should have deleted. Returns
+    /// false if that is known already.
+    pub fn note_undeletable(&mut self, table: Table, name: &str) -> bool {
+        self.undeletable.insert((table, name.to_owned()))
     }
 
     /// Names of all chains of a table that are programmed. A full pass.
     fn wanted_chains(&self, table: Table) -> BTreeSet<String> {
-        let fixed = fixed::chains(&self.config);
-        let leading = fixed::leading_to_dispatch(&self.config, self.shared.is_compact());
-        let fixed = fixed.iter().chain(&leading).filter(|chain| chain.table == table);
+        let fixed = self.fixed_chains(self.dispatch.is_compact()).filter(|chain| chain.table == table);
         let mut wanted: BTreeSet<String> = fixed.map(|chain| chain.name.to_owned()).collect();
-        let dispatch = self.shared.chains().filter(|chain| chain.table() == table);
+        let dispatch = self.dispatch.chains().filter(|chain| chain.table() == table);
         wanted.extend(dispatch.map(|chain| chain.name().to_owned()));
-        let groups = self.shared.group_chains().filter(|(of, _)| *of == table);
+        let groups = self.dispatch.group_chains().filter(|(of, _)| *of == table);
         wanted.extend(groups.map(|(_, name)| name.to_string()));
         if table == Table::Nat {
             let own = self.programmed.values().flat_map(|programmed| programmed.chains.iter());
@@ -340,57 +370,58 @@ impl Ledger {
         wanted
     }
 
-    /// True when the kernel has just the rules that scripts so far have made: no chain missing, left over, or changed by somebody
-    /// else. Chains that cannot be deleted, because somebody else's rules lead to them, may be there, empty. A full pass; for slow verification in the background.
+    /// Whether the kernel has the rules that scripts so far made: no chain missing, left over, or
+    /// changed by somebody else. Undeletable chains may be there, empty. A full pass, for slow
+    /// verification in the background.
     #[must_use]
     pub fn is_in(&self, existing: &ExistingTables) -> bool {
         let mut wanted: HashMap<(Table, String), RulesHash> = HashMap::new();
-        let leading = fixed::leading_to_dispatch(&self.config, self.shared.is_compact());
-        let fixed = fixed::chains(&self.config).into_iter().chain(leading);
+        let fixed = self.fixed_chains(self.dispatch.is_compact());
         wanted.extend(fixed.map(|chain| ((chain.table, chain.name.to_owned()), RulesHash::of(&chain.rules))));
         let own = self.programmed.values().flat_map(|programmed| programmed.chains.iter());
         wanted.extend(own.map(|(name, hash)| ((Table::Nat, name.to_string()), *hash)));
-        wanted.extend(self.shared.rules().map(|(table, name, rules)| ((table, name), RulesHash::of(&rules))));
+        wanted.extend(self.dispatch.rules().map(|(table, name, rules)| ((table, name), RulesHash::of(&rules))));
         let is_as_wanted =
             |((table, name), hash): (&(Table, String), &RulesHash)| existing.get(*table).has_chain_with(name, *hash);
         let chains = Table::ALL.iter().map(|table| existing.get(*table).chains.len()).sum::<usize>();
-        let is_left = |key: &&(Table, String)| existing.get(key.0).is_left(&key.1) && !wanted.contains_key(*key);
-        let left = self.left.iter().filter(is_left).count();
+        let is_left =
+            |key: &&(Table, String)| existing.get(key.0).is_undeletable_and_empty(&key.1) && !wanted.contains_key(*key);
+        let left = self.undeletable.iter().filter(is_left).count();
         let has_jumps = |table: Table| {
-            let jumps: Vec<_> = fixed::jumps(&self.config).into_iter().filter(|jump| jump.table == table).collect();
+            let jumps: Vec<_> = self.jumps_of(table).collect();
             let mut chains = by_chain(&jumps);
             chains.all(|(chain, wanted)| existing.get(table).found_in(chain, &wanted) == wanted)
         };
         chains == wanted.len() + left && wanted.iter().all(is_as_wanted) && Table::ALL.into_iter().all(has_jumps)
     }
 
-    /// What the kernel has if all scripts so far succeeded and nobody interfered; what the chains hold is left open.
-    fn believed(&self) -> ExistingTables {
-        let mut believed = ExistingTables::default();
+    /// What the kernel has if all scripts so far succeeded and nobody interfered, without the contents
+    /// of chains.
+    fn expected(&self) -> ExistingTables {
+        let mut expected = ExistingTables::default();
         for table in Table::ALL {
-            let jumps = fixed::jumps(&self.config).into_iter().filter(|jump| jump.table == table);
-            let base_rules = jumps.map(|jump| format!("{} {}", jump.from, jump.rule)).collect();
-            let left = self.left.iter().filter(|(of, _)| *of == table).map(|(_, name)| name.clone());
+            let base_rules = self.jumps_of(table).map(|jump| format!("{} {}", jump.from, jump.rule)).collect();
+            let left = self.undeletable.iter().filter(|(of, _)| *of == table).map(|(_, name)| name.clone());
             let held = left.clone().map(|name| (name, String::new())).collect();
             let chains = self.wanted_chains(table).into_iter().chain(left).map(|name| (name, None)).collect();
-            believed.set(table, Existing { chains, base_rules, held, prefix_length: None });
+            expected.set(table, Existing { chains, base_rules, held, prefix_length: None });
         }
-        believed
+        expected
     }
 }
 
 /// The rules of jumps by the chain in which they stand, in order.
-fn by_chain(jumps: &[fixed::Jump]) -> impl Iterator<Item = (&str, Vec<&str>)> {
+fn by_chain<'a>(jumps: &[&'a Jump]) -> impl Iterator<Item = (&'static str, Vec<&'a str>)> {
     BASE_CHAINS.into_iter().map(|chain| {
         let of_chain = jumps.iter().filter(|jump| jump.from == chain);
         (chain, of_chain.map(|jump| jump.rule.as_str()).collect())
     })
 }
 
-/// True when a service gets refused somewhere where it was not.
-fn refuses_more(new: &[DispatchLine], old: &[(SharedChain, Selector)]) -> bool {
-    let may_refuse = |chain: SharedChain| chain.table() == Table::Filter && !chain.is_hairpin();
-    new.iter().any(|line| may_refuse(line.chain) && !old.contains(&(line.chain, line.selector)))
+/// Whether packets of a service are rejected or dropped where they were not before.
+fn rejects_more(new: &[DispatchLine], old: &[(DispatchChain, Selector)]) -> bool {
+    let may_reject = |chain: DispatchChain| chain.table() == Table::Filter && !chain.is_hairpin();
+    new.iter().any(|line| may_reject(line.chain) && !old.contains(&(line.chain, line.selector)))
 }
 
 fn hash_of(value: &impl std::hash::Hash) -> u64 {

@@ -1,4 +1,4 @@
-//! Services that are set aside, since the kernel refuses their rules: how they are told from the others, and how their last good rules stay.
+//! Quarantined services: the kernel rejects their rules. Steps pass them over, and their last good rules stay.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -7,13 +7,18 @@ use std::{
 
 use super::{ExistingTables, Ledger, Programmed, Table};
 use crate::{
-    dataplane::rules::{dispatch::DispatchLine, fixed, script::Script},
+    dataplane::rules::{
+        names::{CANARY, INVALID_COUNTER, LOCALHOST_COUNTER},
+        script::Script,
+        service::DispatchLine,
+    },
     model::ServiceKey,
     node_facts::NodeFacts,
     state::State,
 };
 
-/// What was programmed of a service. Its dispatch lines are there when they are not those in the dispatch chains any more.
+/// What was programmed of a service. `lines` has its dispatch lines if the dispatch chains have others
+/// now.
 #[derive(Debug, Clone)]
 pub(super) struct Before {
     pub(super) programmed: Programmed,
@@ -27,76 +32,79 @@ struct Kept {
     lines: Vec<DispatchLine>,
 }
 
-/// See the module.
+/// The quarantined services, and what confirmed scripts programmed.
 #[derive(Debug, Default)]
-pub(super) struct Aside {
-    /// Services that steps have changed since the last confirmation, as they were before.
+pub(super) struct Quarantine {
+    /// Services that scripts have changed since the last confirmation, as they were before.
     before: HashMap<Arc<ServiceKey>, Before>,
-    /// A full script was made since then: of services that are not in `before`, nothing older is known.
-    everything_is_new: bool,
-    /// The services that are set aside, with what stays of them.
+    /// A full script was made since the last confirmation: of services that are not in `before`,
+    /// nothing older is known.
+    is_after_full: bool,
+    /// The quarantined services, with what stays of them.
     kept: HashMap<Arc<ServiceKey>, Option<Kept>>,
 }
 
-impl Aside {
+impl Quarantine {
     pub(super) fn contains(&self, key: &ServiceKey) -> bool {
         !self.kept.is_empty() && self.kept.contains_key(key)
     }
 
-    /// A step has changed a service, of which this was programmed.
+    /// Records that a step changed a service, of which `before` was programmed.
     pub(super) fn changed(&mut self, key: &Arc<ServiceKey>, before: Before) {
-        if !self.everything_is_new {
+        if !self.is_after_full {
             self.before.entry(Arc::clone(key)).or_insert(before);
         }
     }
 }
 
 impl Ledger {
-    /// The kernel has taken the scripts so far. Without it, what they changed counts as refused, should [`Self::set_aside`] be called.
+    /// The kernel has accepted the scripts so far. Changes of scripts that are not confirmed count as
+    /// rejected when [`Self::set_quarantined`] is called.
     pub fn confirm(&mut self) {
-        self.aside.before.clear();
-        self.aside.everything_is_new = false;
+        self.quarantine.before.clear();
+        self.quarantine.is_after_full = false;
     }
 
-    /// True while a service is set aside.
+    /// Whether a service is quarantined.
     #[must_use]
-    pub fn is_aside(&self, key: &ServiceKey) -> bool {
-        self.aside.contains(key)
+    pub fn is_quarantined(&self, key: &ServiceKey) -> bool {
+        self.quarantine.contains(key)
     }
 
-    /// Sets just these services aside: steps pass them over, and the next [`Self::full`] leaves what was programmed of them before the scripts
-    /// that are not confirmed, as far as it is known and still in the kernel. A service that is not among them any more has to be planned
-    /// as changed.
-    pub fn set_aside(&mut self, services: &BTreeSet<Arc<ServiceKey>>) {
-        self.aside.kept.retain(|key, _| services.contains(key));
+    /// Quarantines these services and no others. The next [`Self::full`] leaves what was programmed of
+    /// them before the unconfirmed scripts, as far as it is known and still in the kernel. A service
+    /// that is released has to be planned as changed.
+    pub fn set_quarantined(&mut self, services: &BTreeSet<Arc<ServiceKey>>) {
+        self.quarantine.kept.retain(|key, _| services.contains(key));
         for key in services {
-            if !self.aside.kept.contains_key(key) {
+            if !self.quarantine.kept.contains_key(key) {
                 let kept = self.last_good(key);
-                self.aside.kept.insert(Arc::clone(key), kept);
+                self.quarantine.kept.insert(Arc::clone(key), kept);
             }
         }
     }
 
     fn last_good(&mut self, key: &Arc<ServiceKey>) -> Option<Kept> {
-        let before = match self.aside.before.remove(key) {
+        let before = match self.quarantine.before.remove(key) {
             Some(before) => before,
-            None if self.aside.everything_is_new => return None,
+            None if self.quarantine.is_after_full => return None,
             None => Before { programmed: self.programmed.get(key)?.clone(), lines: None },
         };
         let Before { programmed, lines } = before;
-        let lines = lines.unwrap_or_else(|| self.shared.lines(key, &programmed.dispatch));
+        let lines = lines.unwrap_or_else(|| self.dispatch.lines(key, &programmed.dispatch));
         Some(Kept { programmed, lines })
     }
 
-    /// The dispatch chains are about to be written anew: what is to be found in them has to be taken now.
-    pub(super) fn everything_becomes_new(&mut self) {
-        self.aside.everything_is_new = true;
-        for (key, Before { programmed, lines }) in &mut self.aside.before {
-            lines.get_or_insert_with(|| self.shared.lines(key, &programmed.dispatch));
+    /// Takes from the dispatch chains what is still needed of them, before a full script writes them
+    /// anew.
+    pub(super) fn begin_full(&mut self) {
+        self.quarantine.is_after_full = true;
+        for (key, Before { programmed, lines }) in &mut self.quarantine.before {
+            lines.get_or_insert_with(|| self.dispatch.lines(key, &programmed.dispatch));
         }
     }
 
-    /// Enters what stays of a service that is set aside, if the kernel has it.
+    /// Adds what stays of a quarantined service, if the kernel has it.
     pub(super) fn keep(&mut self, key: &Arc<ServiceKey>, existing: &ExistingTables) {
         let chains = &existing.get(Table::Nat).chains;
         let is_there = |kept: &mut Kept| {
@@ -105,28 +113,30 @@ impl Ledger {
                 chains.get(&name.to_string()).is_some_and(|found| found.is_none_or(|found| found == *hash))
             })
         };
-        let slot = self.aside.kept.entry(Arc::clone(key)).or_default();
+        let slot = self.quarantine.kept.entry(Arc::clone(key)).or_default();
         *slot = slot.take().and_then(|mut kept| is_there(&mut kept).then_some(kept));
         let Some(Kept { mut programmed, mut lines }) = slot.clone() else { return };
-        if !self.shared.is_compact() {
+        if !self.dispatch.is_compact() {
             // The classic layout has no such chain.
             lines.retain(|line| !line.chain.is_hairpin());
             programmed.dispatch = lines.iter().map(|line| (line.chain, line.selector)).collect();
         }
-        self.shared.insert(key, lines);
+        self.dispatch.insert(key, lines);
         self.tally.add(programmed.tally);
         self.programmed.insert(Arc::clone(key), programmed);
     }
 
-    /// A script by which the kernel is asked whether it takes the rules of some services: their chains as they are wanted, and their dispatch
-    /// lines in the canary chains, which nothing leads to. Where it is refused, no service's chain has changed. Where it is taken, so are the
-    /// services' rules, though services that are new or refused do not answer yet. [`Self::end_of_trials`] is to follow.
+    /// A script that shows whether the kernel accepts the rules of some services: it writes their
+    /// chains as they are wanted, and their dispatch lines into the canary chains, to which nothing
+    /// jumps. If the kernel rejects it, no service's chain has changed. If it accepts it, the services'
+    /// chains are in place, but services that are new or had no endpoints do not answer yet.
+    /// [`Self::end_of_trials`] has to follow.
     #[must_use]
     pub fn trial(&self, state: &State, node: &NodeFacts, services: &[Arc<ServiceKey>]) -> Script {
         let mut script = Script::default();
-        // Chains of services are all in nat: what the filter refuses is to come before.
+        // All chains of services are in nat. What filter rejects has to come before them.
         script.put_filter_first();
-        for chain in fixed::chains(&self.config).iter().filter(|chain| chain.name != fixed::CANARY) {
+        for chain in self.ruleset.chains.iter().filter(|chain| chain.name != CANARY) {
             script.write_chain(chain.table, &chain.name, &chain.rules);
         }
         let (mut nat, mut filter) = (String::new(), String::new());
@@ -138,30 +148,32 @@ impl Ledger {
             for line in rules.dispatch {
                 let canary = if line.chain.table() == Table::Nat { &mut nat } else { &mut filter };
                 canary.push_str("-A ");
-                canary.push_str(fixed::CANARY);
+                canary.push_str(CANARY);
                 canary.push_str(&line.rule);
             }
         }
-        script.write_chain(Table::Nat, &fixed::CANARY, &nat);
-        script.write_chain(Table::Filter, &fixed::CANARY, &filter);
+        script.write_chain(Table::Nat, &CANARY, &nat);
+        script.write_chain(Table::Filter, &CANARY, &filter);
         script
     }
 
-    /// A script by which the kernel is asked whether it takes rules that count packets. [`Self::end_of_trials`] is to follow.
+    /// A script that shows whether the kernel accepts rules that count packets. [`Self::end_of_trials`]
+    /// has to follow.
     #[must_use]
     pub fn trial_of_counters() -> Script {
-        let rule = |counter| format!("-A {} -m nfacct --nfacct-name {counter}\n", fixed::CANARY);
+        let rule = |counter| format!("-A {CANARY} -m nfacct --nfacct-name {counter}\n");
         let mut script = Script::default();
-        script.write_chain(Table::Nat, &fixed::CANARY, &rule(fixed::LOCALHOST_COUNTER));
-        script.write_chain(Table::Filter, &fixed::CANARY, &rule(fixed::INVALID_COUNTER));
+        script.write_chain(Table::Nat, &CANARY, &rule(LOCALHOST_COUNTER));
+        script.write_chain(Table::Filter, &CANARY, &rule(INVALID_COUNTER));
         script
     }
 
-    /// A script by which the kernel is asked whether it takes rules that match SCTP. [`Self::end_of_trials`] is to follow.
+    /// A script that shows whether the kernel accepts rules that match SCTP. [`Self::end_of_trials`]
+    /// has to follow.
     #[must_use]
     pub fn trial_of_sctp() -> Script {
         let mut script = Script::default();
-        script.write_chain(Table::Nat, &fixed::CANARY, &format!("-A {} -p sctp -m sctp --dport 1\n", fixed::CANARY));
+        script.write_chain(Table::Nat, &CANARY, &format!("-A {CANARY} -p sctp -m sctp --dport 1\n"));
         script
     }
 
@@ -169,8 +181,8 @@ impl Ledger {
     #[must_use]
     pub fn end_of_trials() -> Script {
         let mut script = Script::default();
-        script.write_chain(Table::Nat, &fixed::CANARY, "");
-        script.write_chain(Table::Filter, &fixed::CANARY, "");
+        script.write_chain(Table::Nat, &CANARY, "");
+        script.write_chain(Table::Filter, &CANARY, "");
         script
     }
 }

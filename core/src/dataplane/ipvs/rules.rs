@@ -1,34 +1,57 @@
-//! Rules that stand beside virtual servers of IPVS: whom to masquerade, refuse and drop. They look up [sets](crate::dataplane::ipsets) and do not
-//! depend on services, so that their number is the same for any number of services.
+//! The iptables rules of IPVS mode: they masquerade, reject and drop. Except for the
+//! [short ways](super::short_ways) they look up [sets](crate::dataplane::ipsets), so that their number does
+//! not depend on the number of services.
 //!
-//! Where a virtual server sees a packet decides where its rules must stand. What comes from elsewhere is taken at INPUT, behind
-//! table filter; what the node itself sends is taken at OUTPUT, between nat and filter: filter sees it translated, so what must not get
-//! through is dropped in mangle.
+//! The rules stand where they see packets in time. IPVS takes packets from elsewhere at INPUT, behind table
+//! filter. It takes packets of the node itself at OUTPUT, between nat and filter. Filter sees those
+//! translated, so mangle drops what must not pass.
 
-use super::{
-    Table,
-    config::RenderConfig,
-    fixed::{self, FixedChain, Jump, jump},
-    line::Line,
-};
+use super::{config::IpvsConfig, short_ways};
 use crate::{
-    dataplane::ipsets::Set,
+    dataplane::{
+        ipsets::Set,
+        rules::{
+            FixedChain, Jump, NodePortAddresses, RenderConfig, Ruleset, Table,
+            line::Line,
+            names::{
+                DispatchChain, FORWARD, IN_FILTER, LOAD_BALANCER, MARK_MASQ, NODE_PORT, OUT_FILTER, POSTROUTING,
+                PROXY_FIREWALL, SERVICES, SOURCE_RANGES,
+            },
+            ruleset::{canaries, forward, jump, mark_masq, node_ports_jumps, postrouting},
+        },
+    },
     model::{Family, Protocol},
 };
 
-/// `KUBE-LOAD-BALANCER`, in nat: masquerades traffic to load balancer IPs with Cluster policy.
-pub const LOAD_BALANCER: &str = "KUBE-LOAD-BALANCER";
-/// `KUBE-NODE-PORT`: in nat it masquerades traffic to NodePorts with Cluster policy, in filter it admits health checks.
-pub const NODE_PORT: &str = "KUBE-NODE-PORT";
-/// `KUBE-SOURCE-RANGES-FIREWALL`, in filter and mangle: drops what no source range admits.
-pub const SOURCE_RANGES: &str = "KUBE-SOURCE-RANGES-FIREWALL";
-/// `KUBE-IPVS-FILTER`, in filter: refuses what no virtual server wants of that which comes to the services' addresses.
-pub const IN_FILTER: &str = "KUBE-IPVS-FILTER";
-/// `KUBE-IPVS-OUT-FILTER`: the node's own traffic; in filter refusals, in mangle source ranges.
-pub const OUT_FILTER: &str = "KUBE-IPVS-OUT-FILTER";
+/// The rules of IPVS mode for one family. INVALID packets are not dropped: IPVS translates by its own table.
+#[must_use]
+pub(super) fn ruleset(config: &IpvsConfig) -> Ruleset {
+    let config = RenderConfig {
+        masquerade: config.masquerade.clone(),
+        node_port_addresses: NodePortAddresses::Only(config.node_port_addresses.clone()),
+        localhost_node_ports: false,
+        leaves_out_sctp: config.leaves_out_sctp,
+        ..RenderConfig::new(config.family)
+    };
+    let mut chains = vec![mark_masq(&config)];
+    chains.extend(set_chains(config.family));
+    chains.extend(canaries());
+    let mut last_service_rules = service_rules(&config);
+    last_service_rules.extend(node_ports_jumps(&config));
+    Ruleset {
+        chains,
+        postrouting: hairpin(config.family) + &postrouting(&config),
+        forward: forward(&config),
+        dispatch: &[DispatchChain::NatNodePorts, DispatchChain::NatServices],
+        last_service_rules,
+        jumps: jumps(),
+        render: short_ways::render,
+        config,
+    }
+}
 
-/// Chains besides those of [`fixed`] and the dispatch chains; what is led to comes first.
-pub(super) fn chains(family: Family) -> Vec<FixedChain> {
+/// Chains that look up sets. A chain comes before those that jump to it.
+fn set_chains(family: Family) -> Vec<FixedChain> {
     let chain = |table, name, rules| FixedChain { table, name, rules };
     let to_ranges = |name| {
         let mut rules = String::new();
@@ -42,32 +65,31 @@ pub(super) fn chains(family: Family) -> Vec<FixedChain> {
         chain(Table::Nat, NODE_PORT, node_port_masquerade(family)),
         chain(Table::Filter, NODE_PORT, health_checks(family)),
         chain(Table::Filter, SOURCE_RANGES, source_ranges(family)),
-        chain(Table::Filter, fixed::PROXY_FIREWALL, to_ranges(fixed::PROXY_FIREWALL)),
+        chain(Table::Filter, PROXY_FIREWALL, to_ranges(PROXY_FIREWALL)),
         chain(Table::Filter, IN_FILTER, in_filter(family)),
         chain(Table::Filter, OUT_FILTER, out_filter(family)),
     ]
 }
 
-/// As [`fixed::jumps`].
-pub(super) fn jumps() -> Vec<Jump> {
+fn jumps() -> Vec<Jump> {
     let (mangle, nat, filter) = (Table::Mangle, Table::Nat, Table::Filter);
     let portals = "kubernetes service portals";
     let access = "kubernetes ipvs access filter";
     vec![
         jump(mangle, "OUTPUT", OUT_FILTER, access, true),
-        jump(nat, "PREROUTING", fixed::SERVICES, portals, false),
-        jump(nat, "OUTPUT", fixed::SERVICES, portals, false),
-        jump(nat, "POSTROUTING", fixed::POSTROUTING, "kubernetes postrouting rules", false),
-        jump(filter, "INPUT", fixed::PROXY_FIREWALL, "kubernetes load balancer firewall", true),
+        jump(nat, "PREROUTING", SERVICES, portals, false),
+        jump(nat, "OUTPUT", SERVICES, portals, false),
+        jump(nat, "POSTROUTING", POSTROUTING, "kubernetes postrouting rules", false),
+        jump(filter, "INPUT", PROXY_FIREWALL, "kubernetes load balancer firewall", true),
         jump(filter, "INPUT", NODE_PORT, "kubernetes health check rules", false),
         jump(filter, "INPUT", IN_FILTER, access, true),
-        jump(filter, "FORWARD", fixed::FORWARD, "kubernetes forwarding rules", false),
+        jump(filter, "FORWARD", FORWARD, "kubernetes forwarding rules", false),
         jump(filter, "OUTPUT", OUT_FILTER, access, true),
     ]
 }
 
-/// Rules of nat KUBE-SERVICES behind those of services with Local policy, each without its chain.
-pub(super) fn service_rules(config: &RenderConfig) -> Vec<String> {
+/// Rules of nat KUBE-SERVICES behind those of single services, each without its chain.
+fn service_rules(config: &RenderConfig) -> Vec<String> {
     let family = config.family;
     let rule = |build: &dyn Fn(Line<'_>)| {
         let mut rule = String::new();
@@ -78,11 +100,12 @@ pub(super) fn service_rules(config: &RenderConfig) -> Vec<String> {
     let cluster_ip = |line: Line<'_>, flags: &str| {
         line.comment("Kubernetes service cluster ip + port for masquerade purpose")
             .in_set(Set::ClusterIp, family, flags)
-            .jump(fixed::MARK_MASQ);
+            .jump(MARK_MASQ);
     };
-    // The services' addresses are the node's own here. What goes to them must not reach the rules behind ours that translate what goes to
-    // the node (a CNI plugin's host ports, Docker's published ports), nor those for NodePorts. An address that the node had before is not on our
-    // device, but in a set with its ports.
+    // The services' addresses are addresses of the node in this mode. Packets to them must not reach rules
+    // behind ours that translate packets to the node (host ports of a CNI plugin, published ports of
+    // Docker), nor the rules for NodePorts. An address that another device has is not on our device, but
+    // in a set with its ports.
     let accept = |set, flags: &str| rule(&|line| line.in_set(set, family, flags).jump("ACCEPT"));
     let masquerade = &config.masquerade;
     vec![
@@ -95,15 +118,15 @@ pub(super) fn service_rules(config: &RenderConfig) -> Vec<String> {
         rule(&|line| match masquerade.detector(family) {
             _ if masquerade.all => cluster_ip(line, "dst,dst"),
             Some(detector) => cluster_ip(line.local(detector, false), "dst,dst"),
-            // The node reaches an address of its own from that very address, to which no endpoint could reply.
+            // The node connects to an address of its own from this same address, and no endpoint could reply.
             None => cluster_ip(line, "src,dst"),
         }),
         rule(&|line| {
             line.comment("Kubernetes service external ip + port for masquerade and filter purpose")
                 .in_set(Set::ExternalIp, family, "dst,dst")
-                .jump(fixed::MARK_MASQ);
+                .jump(MARK_MASQ);
         }),
-        accept(Set::BoundAddresses, "dst"),
+        accept(Set::DeviceAddresses, "dst"),
         accept(Set::LoadBalancer, "dst,dst"),
         accept(Set::ExternalIp, "dst,dst"),
         accept(Set::ExternalIpLocal, "dst,dst"),
@@ -111,11 +134,14 @@ pub(super) fn service_rules(config: &RenderConfig) -> Vec<String> {
     ]
 }
 
-/// The rule of KUBE-POSTROUTING for an endpoint that was sent to itself.
-pub(super) fn hairpin(line: Line<'_>, family: Family) {
-    line.comment("Kubernetes endpoints dst ip:port, source ip for solving hairpin purpose")
+/// The rule of KUBE-POSTROUTING that masquerades connections of endpoints to themselves.
+fn hairpin(family: Family) -> String {
+    let mut rule = String::new();
+    Line::append(&mut rule, POSTROUTING)
+        .comment("Kubernetes endpoints dst ip:port, source ip for solving hairpin purpose")
         .in_set(Set::LoopBack, family, "dst,dst,src")
         .jump("MASQUERADE --random-fully");
+    rule
 }
 
 fn load_balancer(family: Family) -> String {
@@ -124,7 +150,7 @@ fn load_balancer(family: Family) -> String {
         .comment("Kubernetes service load balancer ip + port with externalTrafficPolicy=local")
         .in_set(Set::LoadBalancerLocal, family, "dst,dst")
         .jump("RETURN");
-    Line::append(&mut rules, LOAD_BALANCER).jump(fixed::MARK_MASQ);
+    Line::append(&mut rules, LOAD_BALANCER).jump(MARK_MASQ);
     rules
 }
 
@@ -142,7 +168,7 @@ fn node_port_masquerade(family: Family) -> String {
             .protocol(protocol)
             .comment(format_args!("Kubernetes nodeport {name} port for masquerade purpose"))
             .in_set(Set::node_port(protocol), family, flags)
-            .jump(fixed::MARK_MASQ);
+            .jump(MARK_MASQ);
     }
     rules
 }
@@ -166,8 +192,8 @@ fn source_ranges(family: Family) -> String {
     rules
 }
 
-/// Ports without endpoints, and those of Local policy without one here.
-fn refusals(chain: &str, family: Family) -> String {
+/// Rejects packets to ports without endpoints, and drops those to ports of Local policy without one here.
+fn reject_and_drop(chain: &str, family: Family) -> String {
     let mut rules = String::new();
     Line::append(&mut rules, chain).comment("no endpoints").in_set(Set::NoEndpoints, family, "dst,dst").reject(family);
     Line::append(&mut rules, chain)
@@ -177,18 +203,18 @@ fn refusals(chain: &str, family: Family) -> String {
     rules
 }
 
-/// What the node sends to services' addresses is refused at once. What it sends to its other addresses, such as NodePorts, is refused in INPUT, as in
-/// [`fixed::jumps`].
+/// Packets of the node to services' addresses are rejected at once. Those to its other addresses, such as
+/// NodePorts, are rejected in INPUT: a rule in OUTPUT would fail the system call that sends, with EPERM.
 fn out_filter(family: Family) -> String {
     let mut rules = String::new();
-    Line::append(&mut rules, OUT_FILTER).not_in_set(Set::BoundAddresses, family, "dst").jump("RETURN");
-    rules + &refusals(OUT_FILTER, family)
+    Line::append(&mut rules, OUT_FILTER).not_in_set(Set::DeviceAddresses, family, "dst").jump("RETURN");
+    rules + &reject_and_drop(OUT_FILTER, family)
 }
 
-/// The services' addresses are the node's own here, so that without this whatever listens on all addresses would answer on them. They
-/// answer pings.
+/// The services' addresses are addresses of the node in this mode. Without this, programs that listen on all
+/// addresses would answer on them. The addresses answer pings.
 fn in_filter(family: Family) -> String {
-    let mut rules = refusals(IN_FILTER, family);
+    let mut rules = reject_and_drop(IN_FILTER, family);
     let served = [Set::LoadBalancer, Set::ClusterIp, Set::ExternalIp, Set::ExternalIpLocal];
     for set in served {
         Line::append(&mut rules, IN_FILTER).in_set(set, family, "dst,dst").jump("RETURN");
@@ -202,6 +228,6 @@ fn in_filter(family: Family) -> String {
         Family::V6 => "-p ipv6-icmp -m icmp6 --icmpv6-type 128",
     };
     Line::append(&mut rules, IN_FILTER).add(ping).jump("RETURN");
-    Line::append(&mut rules, IN_FILTER).in_set(Set::BoundAddresses, family, "dst").reject(family);
+    Line::append(&mut rules, IN_FILTER).in_set(Set::DeviceAddresses, family, "dst").reject(family);
     rules
 }

@@ -1,0 +1,99 @@
+//! The rules of iptables mode.
+
+use std::net::IpAddr;
+
+use super::service_rules;
+use crate::{
+    dataplane::rules::{
+        FixedChain, Jump, NodePortAddresses, RenderConfig, Ruleset, Table,
+        line::Line,
+        names::{
+            DispatchChain, EXTERNAL_SERVICES, FORWARD, LOCALNET_GUARD, NODE_PORTS, POSTROUTING, PROXY_FIREWALL,
+            SERVICES,
+        },
+        ruleset::{canaries, drop_invalid, forward, jump, mark_masq, node_ports_jumps, postrouting},
+    },
+    model::Family,
+};
+
+/// The rules of iptables mode for one family.
+#[must_use]
+pub fn ruleset(config: RenderConfig) -> Ruleset {
+    let mut chains = vec![mark_masq(&config)];
+    chains.extend(has_localnet_guard(&config).then(localnet_guard));
+    chains.extend(canaries());
+    let drop_invalid = if config.conntrack_tcp_be_liberal { String::new() } else { drop_invalid(&config) };
+    Ruleset {
+        chains,
+        postrouting: postrouting(&config),
+        forward: drop_invalid + &forward(&config),
+        dispatch: &DispatchChain::ALL,
+        last_service_rules: node_ports_jumps(&config),
+        jumps: jumps(&config),
+        render: service_rules::render,
+        config,
+    }
+}
+
+/// NodePorts answer on addresses of 127.0.0.0/8. This needs `route_localnet` and a guard.
+#[must_use]
+pub fn has_localnet_guard(config: &RenderConfig) -> bool {
+    let may_answer = match &config.node_port_addresses {
+        NodePortAddresses::All => true,
+        NodePortAddresses::Only(addresses) => addresses.iter().any(IpAddr::is_loopback),
+    };
+    config.family == Family::V4 && config.localhost_node_ports && may_answer
+}
+
+fn jumps(config: &RenderConfig) -> Vec<Jump> {
+    let portals = "kubernetes service portals";
+    let visible = "kubernetes externally-visible service portals";
+    let firewall = "kubernetes load balancer firewall";
+    let (nat, filter) = (Table::Nat, Table::Filter);
+    let mut jumps = Vec::new();
+    // The guard comes first: KUBE-NODEPORTS accepts health checks, and must not accept them at 127.0.0.1 from a neighbour.
+    if has_localnet_guard(config) {
+        for from in ["INPUT", "OUTPUT"] {
+            jumps.push(jump(filter, from, LOCALNET_GUARD, "block incoming localnet connections", false));
+        }
+    }
+    jumps.extend([
+        jump(nat, "PREROUTING", SERVICES, portals, false),
+        jump(nat, "OUTPUT", SERVICES, portals, false),
+        jump(nat, "POSTROUTING", POSTROUTING, "kubernetes postrouting rules", false),
+    ]);
+    for from in ["INPUT", "FORWARD", "OUTPUT"] {
+        jumps.push(jump(filter, from, PROXY_FIREWALL, firewall, true));
+    }
+    jumps.push(jump(filter, "INPUT", NODE_PORTS, "kubernetes health check service ports", false));
+    jumps.push(jump(filter, "INPUT", EXTERNAL_SERVICES, visible, true));
+    jumps.push(jump(filter, "FORWARD", FORWARD, "kubernetes forwarding rules", false));
+    jumps.push(jump(filter, "FORWARD", SERVICES, portals, true));
+    jumps.push(jump(filter, "FORWARD", EXTERNAL_SERVICES, visible, true));
+    jumps.push(jump(filter, "OUTPUT", SERVICES, portals, true));
+    jumps.push(external_output_jump(visible));
+    jumps
+}
+
+/// kube-proxy has no such jump in iptables mode: there, a node's own connections to external destinations
+/// without endpoints time out. Packets to the node's own addresses, such as NodePorts, are rejected in
+/// INPUT: a rule in OUTPUT would fail the system call that sends, with EPERM.
+fn external_output_jump(comment: &str) -> Jump {
+    let mut rule = String::new();
+    Line::bare(&mut rule)
+        .add("-m conntrack --ctstate NEW -m addrtype ! --dst-type LOCAL")
+        .comment(comment)
+        .jump(EXTERNAL_SERVICES);
+    Jump { table: Table::Filter, from: "OUTPUT", rule: rule.trim().to_owned() }
+}
+
+/// With `route_localnet` on, neighbours could reach services bound to 127.0.0.1 (CVE-2020-8558); only translated connections may.
+fn localnet_guard() -> FixedChain {
+    let mut rules = String::new();
+    Line::append(&mut rules, LOCALNET_GUARD)
+        .add("! -s 127.0.0.0/8 -d 127.0.0.0/8")
+        .comment("block incoming localnet connections")
+        .add("-m conntrack ! --ctstate RELATED,ESTABLISHED,DNAT")
+        .jump("DROP");
+    FixedChain { table: Table::Filter, name: LOCALNET_GUARD, rules }
+}

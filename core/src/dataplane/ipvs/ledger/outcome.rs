@@ -1,0 +1,113 @@
+//! What became of steps: the kernel may reject some of them.
+
+use std::{
+    collections::{BTreeSet, HashMap},
+    sync::Arc,
+};
+
+use super::{
+    super::{
+        super::ipsets::{Element, Set},
+        objects::Object,
+        plan::Op,
+    },
+    Ledger,
+};
+use crate::model::ServiceKey;
+
+impl Ledger {
+    /// Records what became of steps: all are done except `rejected`. The rejected ones are deferred. Returns
+    /// those of them that no service wants, such as removals: after these, only [`Self::full`] helps.
+    ///
+    /// The cost depends on the steps, if anything is rejected or was deferred, and on all services if
+    /// elements or addresses are rejected.
+    pub fn record<'a>(&mut self, ops: impl IntoIterator<Item = &'a Op>, rejected: &[Op]) -> Vec<Op> {
+        let mut owners = self.owners(rejected);
+        if !self.deferred.is_empty() {
+            for object in ops.into_iter().filter_map(Op::object) {
+                if let Some(service) = self.deferred.remove(&object) {
+                    // A draining server may still need it.
+                    owners.entry(object).or_insert(service);
+                }
+            }
+        }
+        let mut unowned = Vec::new();
+        for op in rejected {
+            match op.object().and_then(|object| Some((object, Arc::clone(owners.get(&object)?)))) {
+                Some((object, service)) => self.deferred.insert(object, service),
+                None => unowned.push(*op),
+            }
+        }
+        unowned
+    }
+
+    /// The services that want what these steps make.
+    fn owners(&self, ops: &[Op]) -> HashMap<Object, Arc<ServiceKey>> {
+        let mut owners = HashMap::new();
+        let mut searched = BTreeSet::new();
+        for object in ops.iter().filter_map(Op::object) {
+            match object {
+                Object::Server(server) | Object::Destination(server, _) => {
+                    // No service wants a draining destination.
+                    let owner = self.owner(&server).filter(|_| self.step_to(object).is_some());
+                    owners.extend(owner.map(|service| (object, Arc::clone(service))));
+                }
+                Object::Element(..) | Object::Address(_) => drop(searched.insert(object)),
+            }
+        }
+        if searched.is_empty() {
+            return owners;
+        }
+        for (service, plan) in self.plans() {
+            let elements = plan.elements.iter().map(|(set, element)| Object::Element(*set, *element));
+            let addresses = plan.device_addresses.iter().flat_map(|address| {
+                [Object::Address(*address), Object::Element(Set::DeviceAddresses, Element::Ip(*address))]
+            });
+            for object in elements.chain(addresses).filter(|object| searched.contains(object)) {
+                owners.insert(object, Arc::clone(service));
+            }
+        }
+        owners
+    }
+
+    /// The deferred objects, each with a service that wants it, destinations of deferred servers included.
+    /// Objects that only draining virtual servers need are left out.
+    pub fn deferred(&self) -> impl Iterator<Item = (Object, &Arc<ServiceKey>)> {
+        self.deferred.objects.iter().filter_map(|(object, service)| {
+            let owner = match object {
+                Object::Server(server) | Object::Destination(server, _) => self.owner(server)?,
+                Object::Element(..) | Object::Address(_) => {
+                    Some(service).filter(|service| self.is_programmed(service))?
+                }
+            };
+            Some((*object, owner))
+        })
+    }
+
+    /// Whether an object is deferred: the kernel rejected the step that makes it.
+    #[must_use]
+    pub fn is_deferred(&self, object: &Object) -> bool {
+        self.deferred.contains(object)
+    }
+
+    /// A number that changes whenever [`Self::deferred`] changes.
+    #[must_use]
+    pub fn deferred_revision(&self) -> u64 {
+        self.deferred.revision
+    }
+
+    /// The steps that make these objects, as far as they are deferred, in order. A server comes with its
+    /// deferred destinations. The caller [records](Self::record) what becomes of them. The cost depends on
+    /// the number of objects.
+    #[must_use]
+    pub fn retries(&self, objects: impl IntoIterator<Item = Object>) -> Vec<Op> {
+        let mut all = BTreeSet::new();
+        for object in objects {
+            match object {
+                Object::Server(server) => all.extend(self.deferred.of_server(server)),
+                object => all.extend(Some(object).filter(|object| self.is_deferred(object))),
+            }
+        }
+        all.into_iter().filter_map(|object| self.step_to(object)).collect()
+    }
+}

@@ -1,0 +1,69 @@
+//! Comparison of what is programmed with what the kernel has.
+
+use std::{collections::BTreeSet, net::IpAddr, ops::RangeInclusive};
+
+use super::{
+    super::{
+        super::ipsets::{Element, Set},
+        existing::Existing,
+        objects::{Object, ServerKey},
+        server::Server,
+    },
+    Ledger,
+};
+
+impl Ledger {
+    /// Whether the kernel has what the plans so far made, and no other objects of ours. Draining destinations
+    /// may be gone. A full pass, for slow verification in the background.
+    #[must_use]
+    pub fn is_in(&self, existing: &Existing) -> bool {
+        let has_sets = Set::ALL.into_iter().all(|set| existing.sets.contains_key(&set));
+        let elements: usize = existing.sets.values().map(BTreeSet::len).sum();
+        let has_element = |(set, element): &&(Set, Element)| {
+            existing.sets.get(set).is_some_and(|elements| elements.contains(element))
+        };
+        let (found, missing): (Vec<_>, Vec<_>) = self.elements.iter().partition(has_element);
+        let is_deferred = |(set, element): &(Set, Element)| self.is_deferred(&Object::Element(*set, *element));
+        let has_address = |address: &IpAddr| {
+            existing.device_addresses.contains(address) || self.is_deferred(&Object::Address(*address))
+        };
+        let is_as_programmed = |(key, server): (&ServerKey, &Server)| match existing.servers.get(key) {
+            Some(found) => {
+                (found.settings == Some(server.settings) || self.is_deferred(&Object::Server(*key)))
+                    && server
+                        .matches(&found.destinations, |address| self.is_deferred(&Object::Destination(*key, *address)))
+            }
+            // A server that no service wants may have drained.
+            None => self.is_deferred(&Object::Server(*key)) || !self.candidates.contains_key(key),
+        };
+        let ours = existing.servers.keys().filter(|key| existing.mark(key, &self.config).is_some());
+        has_sets
+            && elements == found.len()
+            && missing.into_iter().all(is_deferred)
+            && existing.device_addresses.iter().all(|address| self.device_addresses.contains(address))
+            && self.device_addresses.iter().all(has_address)
+            && self.servers.iter().all(is_as_programmed)
+            && ours.into_iter().all(|key| self.servers.contains_key(key))
+            && self.rules.is_in(&existing.tables)
+    }
+
+    /// How many entries a set may have in the kernel: all that are wanted, or less those that are deferred.
+    /// The cost depends on the deferred objects.
+    #[must_use]
+    pub fn set_size(&self, set: Set) -> RangeInclusive<usize> {
+        let wanted = self.set_sizes.get(&set).copied().unwrap_or_default();
+        wanted.saturating_sub(self.deferred.elements_of(set))..=wanted
+    }
+
+    /// A virtual server that the kernel should have, if there is one. Draining servers do not count.
+    #[must_use]
+    pub fn any_server(&self) -> Option<ServerKey> {
+        self.candidates.keys().find(|key| !self.deferred.contains(&Object::Server(**key))).copied()
+    }
+
+    /// An address that the device should have, if there is any.
+    #[must_use]
+    pub fn any_address(&self) -> Option<IpAddr> {
+        self.device_addresses.iter().find(|address| !self.deferred.contains(&Object::Address(**address))).copied()
+    }
+}

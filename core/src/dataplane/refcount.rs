@@ -1,0 +1,90 @@
+//! Reference-counted elements of the kernel.
+//!
+//! Several services may need the same element, such as an address of a device or an entry of a set. It is
+//! in the kernel while at least one needs it. A [`Touched`] collects the elements of one step, so that an
+//! element that one service releases and another needs stays where it is.
+
+use std::{
+    collections::{BTreeMap, HashMap, hash_map::Entry},
+    hash::Hash,
+};
+
+/// Elements with the number of their users.
+#[derive(Debug)]
+pub(super) struct RefCounts<T> {
+    users: HashMap<T, u32>,
+}
+
+/// Elements that a step touched, and whether the kernel had them before.
+#[derive(Debug)]
+pub(super) struct Touched<T>(BTreeMap<T, bool>);
+
+impl<T> Default for RefCounts<T> {
+    fn default() -> Self {
+        Self { users: HashMap::new() }
+    }
+}
+
+impl<T> Default for Touched<T> {
+    fn default() -> Self {
+        Self(BTreeMap::new())
+    }
+}
+
+impl<T: Ord> Extend<T> for Touched<T> {
+    /// Enters elements that the kernel has.
+    fn extend<I: IntoIterator<Item = T>>(&mut self, elements: I) {
+        self.0.extend(elements.into_iter().map(|element| (element, true)));
+    }
+}
+
+impl<T: Copy + Ord + Hash> RefCounts<T> {
+    /// Adds a user. `is_lacking` says that the kernel lacks the element although it has users. Returns true
+    /// for the first user.
+    pub(super) fn add(&mut self, element: T, is_lacking: bool, touched: &mut Touched<T>) -> bool {
+        let count = self.users.entry(element).or_default();
+        touched.0.entry(element).or_insert(*count > 0 && !is_lacking);
+        *count += 1;
+        *count == 1
+    }
+
+    /// Removes a user. Returns true for the last one.
+    pub(super) fn remove(&mut self, element: T, is_lacking: bool, touched: &mut Touched<T>) -> bool {
+        let Entry::Occupied(mut count) = self.users.entry(element) else { return false };
+        touched.0.entry(element).or_insert(!is_lacking);
+        *count.get_mut() -= 1;
+        let is_last = *count.get() == 0;
+        if is_last {
+            count.remove();
+        }
+        is_last
+    }
+
+    /// Whether an element has users.
+    #[must_use]
+    pub(super) fn contains(&self, element: &T) -> bool {
+        self.users.contains_key(element)
+    }
+
+    /// The elements that have users.
+    pub(super) fn iter(&self) -> impl Iterator<Item = &T> {
+        self.users.keys()
+    }
+
+    /// Forgets all users.
+    pub(super) fn clear(&mut self) {
+        self.users.clear();
+    }
+
+    /// Touched elements that the kernel needs and did not have, in order.
+    pub(super) fn to_add<'a>(&'a self, touched: &'a Touched<T>) -> impl DoubleEndedIterator<Item = T> + 'a {
+        let added = touched.0.iter().filter(|(element, was_there)| !**was_there && self.contains(element));
+        added.map(|(element, _)| *element)
+    }
+
+    /// Touched elements that the kernel had and does not need, in order.
+    pub(super) fn to_remove<'a>(&'a self, touched: &'a Touched<T>) -> impl DoubleEndedIterator<Item = T> + 'a {
+        let removed = touched.0.iter().filter(|(element, was_there)| **was_there && !self.contains(element));
+        removed.map(|(element, _)| *element)
+    }
+}

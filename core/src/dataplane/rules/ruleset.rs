@@ -1,0 +1,182 @@
+//! The rules of a dataplane as data: what does not depend on services, and how services are rendered.
+
+use std::net::IpAddr;
+
+use super::{
+    Table,
+    config::{NodePortAddresses, RenderConfig},
+    line::Line,
+    names::{CANARY, DispatchChain, FORWARD, HAIRPIN, INVALID_COUNTER, MARK_MASQ, NODE_PORTS, POSTROUTING},
+    service::RenderService,
+};
+use crate::model::Family;
+
+/// The rules of one family of a dataplane. The [`super::Ledger`] programs them.
+#[derive(Debug, Clone)]
+pub struct Ruleset {
+    /// The configuration that the rules are made from.
+    pub config: RenderConfig,
+    /// Chains with fixed rules. A chain comes before those that jump to it. They come before the dispatch
+    /// chains.
+    pub chains: Vec<FixedChain>,
+    /// Rules of nat KUBE-POSTROUTING, besides the jump to KUBE-HAIRPIN.
+    pub postrouting: String,
+    /// Rules of filter KUBE-FORWARD, besides the jump to KUBE-HAIRPIN.
+    pub forward: String,
+    /// The dispatch chains, besides KUBE-HAIRPIN. nat KUBE-SERVICES has to be among them.
+    pub dispatch: &'static [DispatchChain],
+    /// The last rules of nat KUBE-SERVICES, each without its chain, with a leading space and a line end.
+    pub last_service_rules: Vec<String>,
+    /// Jumps from the kernel's chains, in the order in which they stand at the head of their chains.
+    pub jumps: Vec<Jump>,
+    /// Renders the rules of a service.
+    pub render: RenderService,
+}
+
+impl Ruleset {
+    /// The dispatch chains of a layout. A chain comes before those that jump to it.
+    pub fn dispatch_chains(&self, is_compact: bool) -> impl Iterator<Item = DispatchChain> + use<> {
+        let dispatch = self.dispatch;
+        let is_used =
+            move |chain: &DispatchChain| if chain.is_hairpin() { is_compact } else { dispatch.contains(chain) };
+        DispatchChain::ALL.into_iter().filter(is_used)
+    }
+
+    /// KUBE-POSTROUTING and KUBE-FORWARD. In the compact layout they jump to KUBE-HAIRPIN, so scripts write
+    /// them after the dispatch chains.
+    #[must_use]
+    pub fn leading_to_dispatch(&self, is_compact: bool) -> [FixedChain; 2] {
+        let hairpin = |chain| {
+            let mut rule = String::new();
+            if is_compact {
+                Line::append(&mut rule, chain).add("-m conntrack --ctstate DNAT").jump(HAIRPIN);
+            }
+            rule
+        };
+        [
+            FixedChain { table: Table::Nat, name: POSTROUTING, rules: hairpin(POSTROUTING) + &self.postrouting },
+            FixedChain { table: Table::Filter, name: FORWARD, rules: self.forward.clone() + &hairpin(FORWARD) },
+        ]
+    }
+}
+
+/// A jump from a chain of the kernel's into one of ours.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Jump {
+    /// Table.
+    pub table: Table,
+    /// Chain of the kernel's.
+    pub from: &'static str,
+    /// The rule behind `-A FROM`, as `iptables-save` prints it.
+    pub rule: String,
+}
+
+/// A chain with its complete rules, each a line `-A NAME …`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FixedChain {
+    /// Table.
+    pub table: Table,
+    /// Name.
+    pub name: &'static str,
+    /// Rules.
+    pub rules: String,
+}
+
+/// The canaries: empty chains that are gone when somebody flushed the tables.
+pub(in crate::dataplane) fn canaries() -> [FixedChain; 3] {
+    Table::ALL.map(|table| FixedChain { table, name: CANARY, rules: String::new() })
+}
+
+/// One jump, for all packets or for those that begin a connection.
+pub(in crate::dataplane) fn jump(
+    table: Table,
+    from: &'static str,
+    target: &str,
+    comment: &str,
+    new_only: bool,
+) -> Jump {
+    let mut rule = String::new();
+    let mut line = Line::bare(&mut rule);
+    if new_only {
+        line = line.add("-m conntrack --ctstate NEW");
+    }
+    line.comment(comment).jump(target);
+    Jump { table, from, rule: rule.trim().to_owned() }
+}
+
+/// Rules of nat KUBE-SERVICES that jump to KUBE-NODEPORTS, for the addresses that answer NodePorts.
+pub(in crate::dataplane) fn node_ports_jumps(config: &RenderConfig) -> Vec<String> {
+    let comment = "kubernetes service nodeports; NOTE: this must be the last rule in this chain";
+    let jump = |begin: &dyn Fn(Line<'_>)| {
+        let mut rule = String::new();
+        begin(Line::bare(&mut rule));
+        rule
+    };
+    match &config.node_port_addresses {
+        NodePortAddresses::All => vec![jump(&|line| {
+            let line = match config.family {
+                Family::V6 => line.add("! -d ::1/128"),
+                Family::V4 if !config.localhost_node_ports => line.add("! -d 127.0.0.0/8"),
+                Family::V4 => line,
+            };
+            line.comment(comment).destination_is_node().jump(NODE_PORTS);
+        })],
+        NodePortAddresses::Only(addresses) => {
+            let of_family = addresses.iter().filter(|address| Family::of(**address) == config.family);
+            let answering = of_family.filter(|address| !address.is_loopback() || config.localhost_node_ports);
+            let mut answering: Vec<IpAddr> = answering.copied().collect();
+            answering.sort_unstable();
+            answering.dedup();
+            let jumps = answering
+                .into_iter()
+                .map(|address| jump(&|line| line.destination_host(address).comment(comment).jump(NODE_PORTS)));
+            jumps.collect()
+        }
+    }
+}
+
+/// nat KUBE-MARK-MASQ.
+pub(in crate::dataplane) fn mark_masq(config: &RenderConfig) -> FixedChain {
+    let mut rules = String::new();
+    let mark = config.masquerade.mark();
+    Line::append(&mut rules, MARK_MASQ).jump(format_args!("MARK --set-xmark {mark:#x}/{mark:#x}"));
+    FixedChain { table: Table::Nat, name: MARK_MASQ, rules }
+}
+
+/// Rules of KUBE-POSTROUTING that masquerade marked packets.
+pub(in crate::dataplane) fn postrouting(config: &RenderConfig) -> String {
+    let mut rules = String::new();
+    let mark = config.masquerade.mark();
+    Line::append(&mut rules, POSTROUTING).add(format_args!("-m mark ! --mark {mark:#x}/{mark:#x}")).jump("RETURN");
+    Line::append(&mut rules, POSTROUTING).jump(format_args!("MARK --set-xmark {mark:#x}/0x0"));
+    Line::append(&mut rules, POSTROUTING)
+        .comment("kubernetes service traffic requiring SNAT")
+        .jump("MASQUERADE --random-fully");
+    rules
+}
+
+/// The rule of KUBE-FORWARD that drops packets which conntrack calls INVALID. They would reach a pod with
+/// their addresses untranslated, and its reset would end a good connection (kubernetes#74839).
+pub(in crate::dataplane) fn drop_invalid(config: &RenderConfig) -> String {
+    let mut rules = String::new();
+    let line = Line::append(&mut rules, FORWARD).add("-m conntrack --ctstate INVALID");
+    let line = if config.counts_packets { line.counted_by(INVALID_COUNTER) } else { line };
+    line.jump("DROP");
+    rules
+}
+
+/// Rules of KUBE-FORWARD that accept connections which are masqueraded, and replies, whatever the host's
+/// firewall does. In the compact layout, connections of endpoints to themselves have no mark yet here.
+pub(in crate::dataplane) fn forward(config: &RenderConfig) -> String {
+    let mut rules = String::new();
+    let mark = config.masquerade.mark();
+    Line::append(&mut rules, FORWARD)
+        .comment("kubernetes forwarding rules")
+        .add(format_args!("-m mark --mark {mark:#x}/{mark:#x}"))
+        .jump("ACCEPT");
+    Line::append(&mut rules, FORWARD)
+        .comment("kubernetes forwarding conntrack rule")
+        .add("-m conntrack --ctstate RELATED,ESTABLISHED")
+        .jump("ACCEPT");
+    rules
+}
