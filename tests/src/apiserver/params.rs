@@ -29,7 +29,7 @@ impl Params {
         for pair in query.split('&').filter(|pair| !pair.is_empty()) {
             let (name, value) = pair.split_once('=').unwrap_or((pair, ""));
             let value = percent_decode(value).ok_or_else(|| bad_request(&format!("malformed encoding: {pair}")))?;
-            params.set(kind, name, &value, options)?;
+            params.set(name, &value)?;
         }
         if params.send_initial_events && !options.streaming_lists {
             let message = "sendInitialEvents is forbidden for watch unless the WatchList feature gate is enabled";
@@ -39,10 +39,14 @@ impl Params {
             let message = "sendInitialEvents requires setting resourceVersionMatch to NotOlderThan";
             return Err(invalid_options("resourceVersionMatch", message));
         }
+        let has_field_selectors = kind == Kind::Service && options.service_field_selectors;
+        if params.selector.cluster_ip_is_not.is_some() && !has_field_selectors {
+            return Err(bad_request("field label not supported: spec.clusterIP"));
+        }
         Ok(params)
     }
 
-    fn set(&mut self, kind: Kind, name: &str, value: &str, options: &Options) -> Result<(), Failure> {
+    fn set(&mut self, name: &str, value: &str) -> Result<(), Failure> {
         let unknown = || bad_request(&format!("the stand-in does not know {name}={value}"));
         let number = || value.parse::<u64>().map_err(|_| unknown());
         match (name, value) {
@@ -56,11 +60,8 @@ impl Params {
                 self.selector.without_label = Some(value.strip_prefix('!').ok_or_else(unknown)?.to_owned());
             }
             ("fieldSelector", _) => {
-                let (field, refused) = value.split_once("!=").ok_or_else(unknown)?;
-                if field != "spec.clusterIP" || kind != Kind::Service || !options.service_field_selectors {
-                    return Err(bad_request(&format!("field label not supported: {field}")));
-                }
-                self.selector.cluster_ip_is_not = Some(refused.to_owned());
+                self.selector.cluster_ip_is_not =
+                    Some(value.strip_prefix("spec.clusterIP!=").ok_or_else(unknown)?.to_owned());
             }
             ("allowWatchBookmarks", "true") => self.bookmarks = true,
             ("timeoutSeconds", _) => self.timeout_seconds = Some(number()?),
