@@ -1,7 +1,9 @@
-//! Bytes as an API server, a person or a peer could give them, taken as the control plane takes them. For fuzzers and their tests only.
+//! Bytes as an API server, a person or a peer could give them, taken as the control plane takes
+//! them. For fuzzers and their tests only.
 //!
-//! Each function must return whatever it is given, in memory that is bounded by its input's size; what it returns says whether the input
-//! was good, so that a test can tell that it exercises more than the first check.
+//! Each function must return whatever it is given, in memory that is bounded by its input's size;
+//! what it returns says whether the input was good, so that a test can tell that it exercises more
+//! than the first check.
 
 use std::sync::Arc;
 
@@ -15,14 +17,16 @@ use crate::{
     transaction::{Sink as _, Transaction},
 };
 
-/// Reads a manifest as the source `files` does, and serves what it defines. `is_json` as a file's ending says. Returns the number of objects that were defined.
+/// Reads a manifest as the source `files` does, and serves what it defines. `is_json` as a file's
+/// ending says. Returns the number of objects that were defined.
 #[must_use]
 pub fn manifest(bytes: &[u8], is_json: bool) -> usize {
     let events = source::manifest_events(if is_json { "web.json" } else { "web.yaml" }, bytes);
     serve_events(events)
 }
 
-/// Reads lines of a watch, and serves what they say until one is no event. Returns the number of events.
+/// Reads lines of a watch, and serves what they say until one is no event. Returns the number of
+/// events.
 #[must_use]
 pub fn watch(kind: ObjectKind, bytes: &[u8]) -> usize {
     serve_events(source::watch_events(kind, bytes))
@@ -41,14 +45,16 @@ const SERVED: &str = "
 {kind: Node, apiVersion: v1, metadata: {name: node-a}}
 ";
 
-/// Gives the messages of an agent to a stream, without their gRPC prefixes. Returns how many of them were accepted.
+/// Gives the messages of an agent to a stream, without their gRPC prefixes. Returns how many of
+/// them were accepted.
 #[must_use]
 pub fn agent_stream<'a>(messages: impl IntoIterator<Item = &'a [u8]>) -> usize {
     let (store, _) = store_of(source::manifest_events("web.yaml", SERVED.as_bytes()));
     serve::fuzz::stream(Arc::new(store), messages)
 }
 
-/// Reads whose certificate this is, in DER, as of a peer that an authority vouches for. True when it says.
+/// Reads whose certificate this is, in DER, as of a peer that an authority vouches for. True when
+/// it says.
 #[must_use]
 pub fn certificate(der: &[u8]) -> bool {
     identity::from_certificate(der)

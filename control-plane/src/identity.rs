@@ -7,7 +7,8 @@ use headgate_tls::{Validity, date};
 use tokio::time::Instant;
 use x509_parser::{extensions::GeneralName, prelude::*};
 
-/// Scheme of the URIs in subject alternative names that are ours. Any other URI in a certificate is somebody else's business.
+/// Scheme of the URIs in subject alternative names that are ours. Any other URI in a certificate is
+/// somebody else's business.
 const SCHEME: &str = "headgate:";
 
 /// URI that makes its holder the agent of a node.
@@ -16,13 +17,16 @@ const NODE_URI_PREFIX: &str = "headgate://node/";
 /// URI that makes its holder a reader.
 const READER_URI_PREFIX: &str = "headgate://reader/";
 
-/// Common name that gives a node's name, together with [`NODE_ORGANIZATION`]: what a kubelet's client certificate has.
+/// Common name that gives a node's name, together with [`NODE_ORGANIZATION`]: what a kubelet's
+/// client certificate has.
 const NODE_COMMON_NAME_PREFIX: &str = "system:node:";
 
-/// Kubernetes takes the holder of such a common name for a node only in this organization, and so do its signers.
+/// Kubernetes takes the holder of such a common name for a node only in this organization, and so
+/// do its signers.
 const NODE_ORGANIZATION: &str = "system:nodes";
 
-/// Organization that makes its holder a reader, for authorities that hand out subjects more easily than URIs.
+/// Organization that makes its holder a reader, for authorities that hand out subjects more easily
+/// than URIs.
 const READER_ORGANIZATION: &str = "headgate:readers";
 
 /// How to get a certificate that names its holder.
@@ -36,9 +40,11 @@ pub enum Identity {
     Unchecked,
     /// A certificate of a trusted authority, for this node's agent.
     Node(Arc<str>),
-    /// A certificate of a trusted authority, for somebody who may look: a person's or a program's name.
+    /// A certificate of a trusted authority, for somebody who may look: a person's or a program's
+    /// name.
     Reader(Arc<str>),
-    /// A certificate of a trusted authority that does not say clearly whose it is. Says why, and the remedy.
+    /// A certificate of a trusted authority that does not say clearly whose it is. Says why, and
+    /// the remedy.
     Unusable(Arc<str>),
 }
 
@@ -49,7 +55,8 @@ pub struct Peer {
     pub address: SocketAddr,
     /// What it has proved.
     pub identity: Identity,
-    /// When its certificate expires; `None` without TLS. A resumed session is not verified again, so whoever grants something looks here.
+    /// When its certificate expires; `None` without TLS. A resumed session is not verified again,
+    /// so whoever grants something looks here.
     pub not_after: Option<SystemTime>,
 }
 
@@ -167,7 +174,8 @@ impl Peer {
 ///
 /// # Errors
 ///
-/// A sentence, when the certificate cannot be parsed. The chain has been verified by then, so this is a defect of the authority's.
+/// A sentence, when the certificate cannot be parsed. The chain has been verified by then, so this
+/// is a defect of the authority's.
 pub fn from_certificate(der: &[u8]) -> Result<(Identity, SystemTime), String> {
     let malformed = |error: String| format!("the client certificate is malformed ({error}); have it made anew");
     let (_, certificate) = X509Certificate::from_der(der).map_err(|error| malformed(error.to_string()))?;
@@ -185,7 +193,8 @@ pub fn from_certificate(der: &[u8]) -> Result<(Identity, SystemTime), String> {
     Ok((identity, Validity::of(&certificate).not_after))
 }
 
-/// Whoever is named must be named once, and nothing may contradict it: an authority that was talked into a second name gives neither.
+/// Whoever is named must be named once, and nothing may contradict it: an authority that was talked
+/// into a second name gives neither.
 fn identify<'a>(
     uris: impl Iterator<Item = &'a str>,
     common_names: impl Iterator<Item = &'a str>,

@@ -25,7 +25,8 @@ async fn main() -> ExitCode {
 }
 
 async fn run_until_signal(options: &Options) -> anyhow::Result<()> {
-    // The client of the API server logs each request that fails; the source says the same in the next line, with kind and remedy. --log may ask for it.
+    // The client of the API server logs each request that fails; the source says the same in the
+    // next line, with kind and remedy. --log may ask for it.
     let filter = EnvFilter::try_new(format!("kube_client=off,{}", options.log));
     let filter = filter.map_err(|error| anyhow!("--log {}: {error}; pass a level such as info", options.log))?;
     let ansi = stderr().is_terminal();

@@ -1,6 +1,7 @@
 //! How many files, and so connections, this process may have open.
 //!
-//! The limit has two parts (getrlimit(2)): what holds, and what a process may raise that to. Container runtimes begin with 1,024 and allow half a million.
+//! The limit has two parts (getrlimit(2)): what holds, and what a process may raise that to.
+//! Container runtimes begin with 1,024 and allow half a million.
 
 use nix::{
     errno::Errno,

@@ -23,11 +23,13 @@ fn address(text: &str) -> Result<SocketAddr, &'static str> {
     text.parse().map_err(|_| "write an IP address and a port, such as 127.0.0.1:7443 or [::]:7443")
 }
 
-/// Headgate's control plane: watches Services, EndpointSlices, Nodes and ServiceCIDRs once, and streams every change to the node agents.
+/// Headgate's control plane: watches Services, EndpointSlices, Nodes and ServiceCIDRs once, and
+/// streams every change to the node agents.
 #[derive(Debug, Clone, Parser)]
 #[command(name = "headgate-control-plane", version)]
 pub struct Options {
-    /// What to serve: "kubernetes" (the API server), or "files:DIR" (a folder of YAML manifests, followed live)
+    /// What to serve: "kubernetes" (the API server), or "files:DIR" (a folder of YAML manifests,
+    /// followed live)
     #[arg(long, value_name = "SOURCE")]
     pub source: SourceSpec,
 
@@ -35,21 +37,24 @@ pub struct Options {
     #[arg(long, value_name = "FILE")]
     pub kubeconfig: Option<PathBuf>,
 
-    /// A watch of the API server in which nothing comes for so long, neither change nor bookmark, is taken for dead and opened anew, in seconds.
-    /// Servers send bookmarks about every minute
+    /// A watch of the API server in which nothing comes for so long, neither change nor bookmark,
+    /// is taken for dead and opened anew, in seconds. Servers send bookmarks about every minute
     #[arg(long, value_name = "SECONDS", default_value_t = 150, value_parser = clap::value_parser!(u32).range(1..=3600))]
     pub watch_silence_seconds: u32,
 
-    /// Where agents, grpcurl and headgatectl connect (gRPC: Discovery, Inspect, health, reflection) [default: [::]:7443]
+    /// Where agents, grpcurl and headgatectl connect (gRPC: Discovery, Inspect, health, reflection)
+    /// [default: [::]:7443]
     #[arg(long, value_name = "ADDR:PORT", value_parser = address)]
     pub listen: Option<SocketAddr>,
 
-    /// Serve without TLS, believing what agents say they are. Needs an explicit --listen on a loopback address, or on one of the ranges set
-    /// aside for tests (192.0.2.0/24, 198.51.100.0/24, 203.0.113.0/24, 198.18.0.0/15, 2001:db8::/32)
+    /// Serve without TLS, believing what agents say they are. Needs an explicit --listen on a
+    /// loopback address, or on one of the ranges set aside for tests (192.0.2.0/24,
+    /// 198.51.100.0/24, 203.0.113.0/24, 198.18.0.0/15, 2001:db8::/32)
     #[arg(long, conflicts_with_all = ["tls_cert", "tls_key", "tls_client_ca"])]
     pub insecure_loopback: bool,
 
-    /// PEM file with this replica's certificate and its chain. This and the two below are taken up anew when they change
+    /// PEM file with this replica's certificate and its chain. This and the two below are taken up
+    /// anew when they change
     #[arg(long, value_name = "FILE")]
     pub tls_cert: Option<PathBuf>,
 
@@ -57,13 +62,15 @@ pub struct Options {
     #[arg(long, value_name = "FILE")]
     pub tls_key: Option<PathBuf>,
 
-    /// PEM file with the authorities that sign clients' certificates. A node's agent has the URI headgate://node/NAME, or
-    /// the common name system:node:NAME and the organization system:nodes. A reader, who may use Inspect and reflection,
-    /// has the URI headgate://reader/NAME or the organization headgate:readers
+    /// PEM file with the authorities that sign clients' certificates. A node's agent has the URI
+    /// headgate://node/NAME, or the common name system:node:NAME and the organization system:nodes.
+    /// A reader, who may use Inspect and reflection, has the URI headgate://reader/NAME or the
+    /// organization headgate:readers
     #[arg(long, value_name = "FILE")]
     pub tls_client_ca: Option<PathBuf>,
 
-    /// Let nodes' certificates look as well (Inspect, reflection): grpcurl from a node, at the price that each node can list everything
+    /// Let nodes' certificates look as well (Inspect, reflection): grpcurl from a node, at the
+    /// price that each node can list everything
     #[arg(long)]
     pub nodes_may_inspect: bool,
 
@@ -75,11 +82,13 @@ pub struct Options {
     #[arg(long, value_name = "NAME")]
     pub replica_name: Option<String>,
 
-    /// How often an agent hears something at least, in seconds; it reconnects after three times that
+    /// How often an agent hears something at least, in seconds; it reconnects after three times
+    /// that
     #[arg(long, value_name = "SECONDS", default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..=3600))]
     pub heartbeat_seconds: u32,
 
-    /// How long an agent waits for a replica whose source is behind what the agent has seen, in seconds
+    /// How long an agent waits for a replica whose source is behind what the agent has seen, in
+    /// seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u32).range(0..=3600))]
     pub behind_wait_seconds: u32,
 
@@ -87,12 +96,14 @@ pub struct Options {
     #[arg(long, value_name = "MILLISECONDS", default_value_t = 2000, value_parser = clap::value_parser!(u32).range(0..=600_000))]
     pub drain_grace_ms: u32,
 
-    /// The Service whose ready endpoints are the control plane's replicas, itself among what is served, and not headless. A replica with many more
-    /// agents than its share of the nodes asks some to go to another. Without it agents stay where they are
+    /// The Service whose ready endpoints are the control plane's replicas, itself among what is
+    /// served, and not headless. A replica with many more agents than its share of the nodes asks
+    /// some to go to another. Without it agents stay where they are
     #[arg(long, value_name = "NAMESPACE/NAME", value_parser = service_key)]
     pub balance_service: Option<ServiceKey>,
 
-    /// What to log: a level (error, warn, info, debug, trace), or directives such as info,headgate_control_plane=debug
+    /// What to log: a level (error, warn, info, debug, trace), or directives such as
+    /// info,headgate_control_plane=debug
     #[arg(long, value_name = "FILTER", env = "HEADGATE_LOG", default_value = "info")]
     pub log: String,
 }

@@ -42,7 +42,8 @@ pub struct ControlPlane {
 }
 
 impl ControlPlane {
-    /// Starts serving, and the source. Returns once the ports are bound; agents wait until the source has been listed.
+    /// Starts serving, and the source. Returns once the ports are bound; agents wait until the
+    /// source has been listed.
     ///
     /// # Errors
     ///
@@ -67,7 +68,8 @@ impl ControlPlane {
         Ok(Self { running, store, source: tokio::spawn(run), shutdown })
     }
 
-    /// Runs until `shutdown` is cancelled or the source cannot go on, and stops in order: agents are asked to go elsewhere first.
+    /// Runs until `shutdown` is cancelled or the source cannot go on, and stops in order: agents
+    /// are asked to go elsewhere first.
     ///
     /// # Errors
     ///

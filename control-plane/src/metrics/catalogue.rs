@@ -1,4 +1,5 @@
-//! Descriptions of all metrics, kept while they are registered: `docs/control-plane-metrics.md` is written from them.
+//! Descriptions of all metrics, kept while they are registered: `docs/control-plane-metrics.md` is
+//! written from them.
 
 use std::hash::Hash;
 

@@ -1,5 +1,5 @@
-//! Annotations by which a Service asks for what the API has no field for. One that cannot be read means nothing: the Service is served as if it were
-//! not there, and the problem is shown.
+//! Annotations by which a Service asks for what the API has no field for. One that cannot be read
+//! means nothing: the Service is served as if it were not there, and the problem is shown.
 
 use headgate_core::{Service, ipvs::Scheduler};
 

@@ -3,9 +3,10 @@
 //! Several slices may carry an address. Its ports are the union over them. Conditions, node, zone
 //! and hints belong to address and port: each port has those of the slices that list this port.
 //! Where several do, the slice whose name comes last counts, but a terminating entry never replaces
-//! another. kube-proxy decides by the same rule (`addEndpoints` in `pkg/proxy/endpointslicecache.go`),
-//! with slices in random order. Here the result depends on the slices that there are, never on the
-//! order in which they came. A change of one slice visits the addresses that it touches.
+//! another. kube-proxy decides by the same rule (`addEndpoints` in
+//! `pkg/proxy/endpointslicecache.go`), with slices in random order. Here the result depends on the
+//! slices that there are, never on the order in which they came. A change of one slice visits the
+//! addresses that it touches.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -22,8 +23,8 @@ use super::{
 };
 use crate::objects::ObjectKey;
 
-/// The slices of a service that have addresses of one family. What they come to is computed when it is asked for: nearly
-/// all services have one such slice, which says it all.
+/// The slices of a service that have addresses of one family. What they come to is computed when it
+/// is asked for: nearly all services have one such slice, which says it all.
 #[derive(Debug, Default)]
 enum Carriers {
     #[default]
@@ -130,7 +131,8 @@ impl Endpoints {
         self.visits
     }
 
-    /// Puts, changes or removes a slice. `times_changes`: whether its trigger time is about this change, which it is not in a list.
+    /// Puts, changes or removes a slice. `times_changes`: whether its trigger time is about this
+    /// change, which it is not in a list.
     pub(super) fn set(
         &mut self,
         key: &ObjectKey,
@@ -152,7 +154,8 @@ impl Endpoints {
         let old_service = old.map(|old| old.service.clone());
         let new_service = slice.as_ref().map(|new| new.service.clone());
         let has_moved = old_service != new_service;
-        // Whether this slice carries an address of a service afterwards, and what the address was before.
+        // Whether this slice carries an address of a service afterwards, and what the address was
+        // before.
         let mut visited = Vec::with_capacity(touched.len());
         for (address, in_old, in_new) in touched {
             let left = old_service.as_ref().filter(|_| in_old && (has_moved || !in_new));
@@ -358,7 +361,8 @@ struct Entry<'a> {
 }
 
 impl Entry<'_> {
-    /// The endpoint, if this slice alone gives it ports; `None` without any, since nothing can be sent to it.
+    /// The endpoint, if this slice alone gives it ports; `None` without any, since nothing can be
+    /// sent to it.
     fn alone(self, address: IpAddr) -> Option<Endpoint> {
         (!self.ports.is_empty()).then(|| Endpoint {
             address,

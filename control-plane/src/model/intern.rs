@@ -1,4 +1,5 @@
-//! One copy of each string, list and placement: a cluster has few different ones, and many endpoints.
+//! One copy of each string, list and placement: a cluster has few different ones, and many
+//! endpoints.
 
 use std::sync::Arc;
 

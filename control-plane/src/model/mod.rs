@@ -1,8 +1,10 @@
-//! From Kubernetes objects to changes of the shared state. No I/O, no clock: events in, changes and problems out.
+//! From Kubernetes objects to changes of the shared state. No I/O, no clock: events in, changes and
+//! problems out.
 //!
-//! What comes out depends on the objects that there are, not on the order of events; and each event costs in proportion to
-//! what it changes: a slice's change visits that slice's addresses. Events add up until [`Model::take`], where what ended as it
-//! began drops out. What happens to bad objects is said in `object_set.rs`.
+//! What comes out depends on the objects that there are, not on the order of events; and each event
+//! costs in proportion to what it changes: a slice's change visits that slice's addresses. Events
+//! add up until [`Model::take`], where what ended as it began drops out. What happens to bad
+//! objects is said in `object_set.rs`.
 
 mod annotations;
 mod cidrs;
@@ -77,14 +79,16 @@ pub struct Model {
 }
 
 impl Model {
-    /// Takes in one event. `origin` is where the object stands, such as `web.yaml, document 2`; empty for the Kubernetes API.
+    /// Takes in one event. `origin` is where the object stands, such as `web.yaml, document 2`;
+    /// empty for the Kubernetes API.
     ///
     /// Returns the number of problems that were not there before, for counting.
     pub fn event(&mut self, event: Event, origin: &str) -> usize {
         self.take_in(event, origin, true)
     }
 
-    /// Takes in a complete list of a kind: what is not in it is gone. Deletions in it count for nothing.
+    /// Takes in a complete list of a kind: what is not in it is gone. Deletions in it count for
+    /// nothing.
     ///
     /// Returns the number of problems that were not there before.
     pub fn replace(&mut self, kind: ObjectKind, listed: Vec<Event>) -> usize {
@@ -102,7 +106,8 @@ impl Model {
         new_problems
     }
 
-    /// Notes what is wrong with a location that is no object, such as a file; an empty list clears it.
+    /// Notes what is wrong with a location that is no object, such as a file; an empty list clears
+    /// it.
     ///
     /// Returns the number of problems that were not there before.
     pub fn set_location_problems(&mut self, location: &str, problems: Vec<Problem>) -> usize {
@@ -114,7 +119,8 @@ impl Model {
         self.problems.take()
     }
 
-    /// What changed since the last call, grouped by service; what is added comes before what refers to it, services that are gone come last.
+    /// What changed since the last call, grouped by service; what is added comes before what refers
+    /// to it, services that are gone come last.
     pub fn take_changes(&mut self) -> (Vec<TriggeredChange>, Vec<NodeChange>) {
         let mut changes = Vec::new();
         let mut removals = Vec::new();

@@ -1,15 +1,17 @@
 //! Objects of one kind as they are in use, and the rule for bad ones.
 //!
 //! The rule: **a bad object never withdraws a live one.** Findings come in three reaches.
-//! - An *entry* (an externalIP, a load balancer address, an endpoint, an address of a Node): it is left out, the rest of that same version is used.
-//!   Such lists change by entries, and holding an old version for one would keep sending traffic to others that are gone.
+//! - An *entry* (an externalIP, a load balancer address, an endpoint, an address of a Node): it is
+//!   left out, the rest of that same version is used. Such lists change by entries, and holding an
+//!   old version for one would keep sending traffic to others that are gone.
 //! - An *annotation* of ours: it means nothing, as if it were not there, and the rest is used.
-//! - The *object* (ports, ClusterIPs, policies, source ranges, labels that say what it belongs to, text that does not
-//!   decode): the last good version stays in use as a whole, for as long as the object is bad. Where there was none,
-//!   what of it can be used is used, unless that would open what it means to close.
+//! - The *object* (ports, ClusterIPs, policies, source ranges, labels that say what it belongs to,
+//!   text that does not decode): the last good version stays in use as a whole, for as long as the
+//!   object is bad. Where there was none, what of it can be used is used, unless that would open
+//!   what it means to close.
 //!
-//! An object that is deleted goes, good or bad, and so does one whose new version says that it is nobody's business here
-//! (headless, ExternalName, handed to another proxy).
+//! An object that is deleted goes, good or bad, and so does one whose new version says that it is
+//! nobody's business here (headless, ExternalName, handed to another proxy).
 
 use std::{collections::HashMap, hash::Hash};
 
@@ -111,7 +113,8 @@ impl<K: Hash + Eq + Clone + Ord, V: PartialEq + Clone> ObjectSet<K, V> {
         self.before.entry(key).or_insert(old.map(|(value, _)| value));
     }
 
-    /// What differs since the last call, in order of key: the new value, or `None` for a key that is gone.
+    /// What differs since the last call, in order of key: the new value, or `None` for a key that
+    /// is gone.
     pub(super) fn take_changes(&mut self) -> Vec<(K, Option<V>)> {
         let mut changes: Vec<(K, Option<V>)> = std::mem::take(&mut self.before)
             .into_iter()

@@ -6,8 +6,8 @@ use headgate_core::Protocol;
 use ipnet::IpNet;
 use k8s_openapi::jiff::Timestamp;
 
-/// An address as the API server has always read it: leading zeros of an IPv4 part are decimal, and an IPv6-mapped IPv4 address is the IPv4
-/// address.
+/// An address as the API server has always read it: leading zeros of an IPv4 part are decimal, and
+/// an IPv6-mapped IPv4 address is the IPv4 address.
 ///
 /// # Errors
 /// A sentence that ends in the remedy.
@@ -34,8 +34,8 @@ pub(super) fn specified_address(text: &str) -> Result<IpAddr, String> {
 /// An address that a packet from elsewhere can be sent to.
 ///
 /// # Errors
-/// As [`address`]; and for unspecified, loopback, multicast, link-local and broadcast addresses, as the API's validation of endpoints
-/// has it.
+/// As [`address`]; and for unspecified, loopback, multicast, link-local and broadcast addresses, as
+/// the API's validation of endpoints has it.
 pub(super) fn routable_address(text: &str) -> Result<IpAddr, String> {
     let address = address(text)?;
     let class = match address {
@@ -116,7 +116,8 @@ pub(super) fn protocol(text: &str) -> Result<Protocol, String> {
     }
 }
 
-/// A name as the API gives to namespaces, Services and their ports (RFC 1123 label). Rules quote these names, so nothing else may pass.
+/// A name as the API gives to namespaces, Services and their ports (RFC 1123 label). Rules quote
+/// these names, so nothing else may pass.
 ///
 /// # Errors
 /// A sentence that ends in the remedy.

@@ -11,7 +11,8 @@ use crate::{objects::ObjectKey, transaction::Problem};
 enum Reach {
     /// One entry of a list is left out; the object is used otherwise.
     Entry,
-    /// An annotation that only adds to the object means nothing, and this is done instead; the object is used otherwise.
+    /// An annotation that only adds to the object means nothing, and this is done instead; the
+    /// object is used otherwise.
     Annotation(&'static str),
     /// The object cannot be used as a whole.
     Object,
@@ -81,7 +82,8 @@ pub(super) struct Problems {
 }
 
 impl Problems {
-    /// Replaces what is wrong with a subject; nothing if the list is empty. Returns how many problems were not there before.
+    /// Replaces what is wrong with a subject; nothing if the list is empty. Returns how many
+    /// problems were not there before.
     pub(super) fn set(&mut self, subject: Subject, problems: Vec<Problem>) -> usize {
         let before = self.by_subject.get(&subject).map(Vec::as_slice).unwrap_or_default();
         if before == problems.as_slice() {

@@ -14,8 +14,8 @@ const DEFAULT_AFFINITY_TIMEOUT_SECONDS: u32 = 10_800;
 /// The API's upper bound of `timeoutSeconds`.
 const MAX_AFFINITY_TIMEOUT_SECONDS: i64 = 86_400;
 
-/// Reads a Service. There is no value for one that needs no programming: ExternalName, headless, or handed to another proxy by the label
-/// `service.kubernetes.io/service-proxy-name`.
+/// Reads a Service. There is no value for one that needs no programming: ExternalName, headless, or
+/// handed to another proxy by the label `service.kubernetes.io/service-proxy-name`.
 pub(super) fn read(object: &objects::Service) -> Reading<Service> {
     let spec = &object.spec;
     let is_headless = spec.cluster_ip == "None" || spec.cluster_ips.first().is_some_and(|first| first == "None");
@@ -154,15 +154,16 @@ fn read_external_addresses(
     }
     match source_ranges(spec, findings) {
         Some(ranges) => service.load_balancer_source_ranges = ranges,
-        // With a range that cannot be read nobody knows who may come in: until it is mended nobody does.
+        // With a range that cannot be read nobody knows who may come in: until it is mended nobody
+        // does.
         None => load_balancer_ips.clear(),
     }
     service.external_ips = external_ips;
     service.load_balancer_ips = load_balancer_ips;
 }
 
-/// The ranges, without those of a family that has a zero-length one: such a family is open, which is what a family without
-/// ranges is. `None` if any cannot be read.
+/// The ranges, without those of a family that has a zero-length one: such a family is open, which
+/// is what a family without ranges is. `None` if any cannot be read.
 fn source_ranges(spec: &objects::ServiceSpec, findings: &mut Findings) -> Option<Vec<IpNet>> {
     let mut ranges = Vec::new();
     let mut all_read = true;

@@ -1,16 +1,18 @@
-//! Bounds on one resource. A message carries at least one resource whole, so one that is larger than a message may be would end every agent's
-//! stream, again and again.
+//! Bounds on one resource. A message carries at least one resource whole, so one that is larger
+//! than a message may be would end every agent's stream, again and again.
 
 use headgate_core::{Endpoint, EndpointPort, Service, ServiceKey};
 use headgate_proto::{ChangesBuilder, MAX_SERVER_MESSAGE_BYTES};
 
-/// Largest resource on the wire. A message is cut before a resource at a quarter of its limit, so half of it is left with room for the rest.
+/// Largest resource on the wire. A message is cut before a resource at a quarter of its limit, so
+/// half of it is left with room for the rest.
 pub(super) const MAX_RESOURCE_BYTES: usize = MAX_SERVER_MESSAGE_BYTES / 2;
 
 /// Hints of one endpoint, of zones and of nodes each. The API allows 8.
 pub(super) const MAX_HINTS: usize = 64;
 
-/// Ranges of a ServiceCIDR, and ranges and addresses of a Node. The API allows 2 of each kind of range.
+/// Ranges of a ServiceCIDR, and ranges and addresses of a Node. The API allows 2 of each kind of
+/// range.
 pub(super) const MAX_LISTED: usize = 256;
 
 /// Bytes of a port on the wire besides its name.

@@ -35,7 +35,8 @@ pub(super) struct Slice {
     pub(super) ports: Arc<[EndpointPort]>,
     /// Sorted by address, each once.
     pub(super) endpoints: Vec<(IpAddr, Facts)>,
-    /// When the change behind this version happened, milliseconds since the Unix epoch; 0 if it does not say.
+    /// When the change behind this version happened, milliseconds since the Unix epoch; 0 if it
+    /// does not say.
     pub(super) trigger_unix_ms: u64,
 }
 
@@ -47,7 +48,8 @@ impl Slice {
     }
 }
 
-/// Reads a slice. There is no value for one that is for DNS only (label `service.kubernetes.io/headless`) or holds names in place of addresses.
+/// Reads a slice. There is no value for one that is for DNS only (label
+/// `service.kubernetes.io/headless`) or holds names in place of addresses.
 pub(super) fn read(object: &objects::EndpointSlice, interner: &mut Interner) -> Reading<Slice> {
     let metadata = &object.metadata;
     if metadata.labels.headless.is_some() || object.address_type == "FQDN" {
@@ -95,7 +97,8 @@ pub(super) fn read(object: &objects::EndpointSlice, interner: &mut Interner) -> 
     Reading { value: Some(slice), findings }
 }
 
-/// Ports with a name (possibly empty) and a number; others are for selectors that match nothing yet, and are dropped as kube-proxy does.
+/// Ports with a name (possibly empty) and a number; others are for selectors that match nothing
+/// yet, and are dropped as kube-proxy does.
 fn ports(object: &objects::EndpointSlice, findings: &mut Findings) -> Vec<EndpointPort> {
     let mut ports = Vec::with_capacity(object.ports.len());
     for (index, written) in object.ports.iter().enumerate() {
@@ -112,7 +115,8 @@ fn ports(object: &objects::EndpointSlice, findings: &mut Findings) -> Vec<Endpoi
     ports
 }
 
-/// Endpoints by address. Of several entries for one address the last counts, but a terminating entry never replaces another.
+/// Endpoints by address. Of several entries for one address the last counts, but a terminating
+/// entry never replaces another.
 fn endpoints(
     object: &objects::EndpointSlice,
     family: Family,

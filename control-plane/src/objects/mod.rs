@@ -1,9 +1,10 @@
 //! The fields of Kubernetes objects that a service proxy reads, and nothing else.
 //!
-//! Decoding these costs a fraction of decoding the full types: `managedFields`, most labels and annotations, selectors and statuses are skipped in
-//! the text and never reach the heap. Both sources use them. Values are kept as written: an address is text and a port any
-//! number, so that [`crate::model`] can say what is wrong with one field of an object, and use the others. A list that is
-//! `null`, as Go writes an empty one, is empty.
+//! Decoding these costs a fraction of decoding the full types: `managedFields`, most labels and
+//! annotations, selectors and statuses are skipped in the text and never reach the heap. Both
+//! sources use them. Values are kept as written: an address is text and a port any number, so that
+//! [`crate::model`] can say what is wrong with one field of an object, and use the others. A list
+//! that is `null`, as Go writes an empty one, is empty.
 
 mod kinds;
 mod metadata;
@@ -50,7 +51,8 @@ impl ObjectKind {
         }
     }
 
-    /// The kind that `apiVersion` and `kind` name together; `None` for all others, such as the `Service` of another API group.
+    /// The kind that `apiVersion` and `kind` name together; `None` for all others, such as the
+    /// `Service` of another API group.
     #[must_use]
     pub fn of(api_version: &str, kind: &str) -> Option<Self> {
         match (api_version, kind) {
@@ -81,7 +83,8 @@ pub struct ObjectKey {
 }
 
 impl ObjectKey {
-    /// A key from its parts. A namespaced kind without a namespace is in `default`, as for `kubectl apply`.
+    /// A key from its parts. A namespaced kind without a namespace is in `default`, as for `kubectl
+    /// apply`.
     #[must_use]
     pub fn new(kind: ObjectKind, namespace: &str, name: &str) -> Self {
         let namespace = match (kind.is_namespaced(), namespace) {
@@ -161,7 +164,8 @@ impl Object {
     }
 }
 
-/// `apiVersion`, `kind` and the names: enough to say what an object is when the rest cannot be read.
+/// `apiVersion`, `kind` and the names: enough to say what an object is when the rest cannot be
+/// read.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Header {

@@ -119,7 +119,8 @@ pub enum SourceError {
 /// Reads a source until `shutdown`, and hands what changes to `sink`.
 ///
 /// # Errors
-/// See [`SourceError`]. A source that is away for a time, or partly bad, is no error: that is counted and shown by `sink`.
+/// See [`SourceError`]. A source that is away for a time, or partly bad, is no error: that is
+/// counted and shown by `sink`.
 pub async fn run(
     spec: SourceSpec,
     settings: SourceSettings,

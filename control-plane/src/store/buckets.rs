@@ -1,6 +1,7 @@
 //! Buckets: which keys live in which, when each changed last, and its resources encoded once.
 //!
-//! A snapshot, full or of some buckets, is the buckets' frames one after the other. What does not change between two snapshots is not encoded again.
+//! A snapshot, full or of some buckets, is the buckets' frames one after the other. What does not
+//! change between two snapshots is not encoded again.
 
 use std::{
     collections::BTreeSet,

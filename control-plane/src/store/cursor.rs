@@ -15,7 +15,8 @@ use super::{
     resume::Resume,
 };
 
-/// A cursor this many versions behind the head takes single batches; one further behind skips to current values.
+/// A cursor this many versions behind the head takes single batches; one further behind skips to
+/// current values.
 const FOLLOW_VERSIONS: u64 = 16;
 
 /// How a stream begins; see the contract, 3.
@@ -48,8 +49,9 @@ pub struct Cursor {
     version: u64,
     resources: u64,
     snapshots: u64,
-    /// Until the cursor has reached this version everything is spelt out: what the agent holds is newer than its version in parts (a walk), or
-    /// may be (a resume in the middle of one), so what was referred to then may be gone from it.
+    /// Until the cursor has reached this version everything is spelt out: what the agent holds is
+    /// newer than its version in parts (a walk), or may be (a resume in the middle of one), so what
+    /// was referred to then may be gone from it.
     spelt_out_to: u64,
 }
 
@@ -57,14 +59,16 @@ pub struct Cursor {
 enum Phase {
     /// At `Cursor.version`, between batches.
     Follow,
-    /// In the middle of a batch that was split. All that such batches take together is bounded by the store.
+    /// In the middle of a batch that was split. All that such batches take together is bounded by
+    /// the store.
     Parts { delta: Arc<Delta>, next: usize },
     /// In the middle of a snapshot.
     Snapshot(Walk),
 }
 
-/// A walk over buckets. Each bucket is sent as it is when the walk comes by; what changed meanwhile follows the end marker as an ordinary
-/// batch, since the marker carries the version at which the walk began. So nothing is held back or copied for a slow stream.
+/// A walk over buckets. Each bucket is sent as it is when the walk comes by; what changed meanwhile
+/// follows the end marker as an ordinary batch, since the marker carries the version at which the
+/// walk began. So nothing is held back or copied for a slow stream.
 #[derive(Debug)]
 struct Walk {
     version: u64,
@@ -158,11 +162,13 @@ impl Walk {
     }
 
     fn end_marker(&self, inner: &Inner) -> Bytes {
-        // An empty list stands for all buckets, or, after a comparison of digests that found no difference, for none.
+        // An empty list stands for all buckets, or, after a comparison of digests that found no
+        // difference, for none.
         let buckets = self.buckets.iter().flatten().copied().map(u32::from).collect();
         server_frame(v1::server_message::Body::SnapshotEnd(v1::SnapshotEnd {
             version: self.version,
-            // Buckets may be newer than `version`; the position must cover the newest of them (contract, 6).
+            // Buckets may be newer than `version`; the position must cover the newest of them
+            // (contract, 6).
             positions: positions_to_wire(inner.shared_positions()),
             buckets,
             resource_count: self.resources,
@@ -226,17 +232,19 @@ impl Store {
             return cursor.take_part(&delta, 0);
         }
         let inner = self.read();
-        // The head is ahead of the cursor, so some bucket changed; were there none, an empty list must not be sent, as it would mean all.
+        // The head is ahead of the cursor, so some bucket changed; were there none, an empty list
+        // must not be sent, as it would mean all.
         let buckets = Some(inner.buckets.changed_since(cursor.version)).filter(|buckets| !buckets.is_empty());
         cursor.phase = Phase::Snapshot(Walk::new(inner.version, buckets));
         drop(inner);
         self.next_frame(cursor)
     }
 
-    /// The compacted step from `start` to `head`, which the log has reached, or from shortly before to beyond it, shared by
-    /// all who start there; `None` when it is so large that the buckets are cheaper, or there is no room for its parts.
-    /// Without references, and to `spelt_out_to` at least, where that is ahead: parts of what the receiver holds may be
-    /// as new as that, and must not go back to older values.
+    /// The compacted step from `start` to `head`, which the log has reached, or from shortly before
+    /// to beyond it, shared by all who start there; `None` when it is so large that the buckets are
+    /// cheaper, or there is no room for its parts. Without references, and to `spelt_out_to` at
+    /// least, where that is ahead: parts of what the receiver holds may be as new as that, and must
+    /// not go back to older values.
     fn compacted(&self, start: u64, spelt_out_to: u64, head: u64) -> Option<Arc<Delta>> {
         let is_spelt_out = start < spelt_out_to;
         let from = head.saturating_sub(FOLLOW_VERSIONS).max(spelt_out_to.min(head));

@@ -1,7 +1,9 @@
-//! Encoded steps of the log that streams share: the last batches, and compacted steps for those further behind.
+//! Encoded steps of the log that streams share: the last batches, and compacted steps for those
+//! further behind.
 //!
-//! A step larger than one message is sent in parts. A stream in the middle of one holds it until its last part, however
-//! slowly it reads, so what all these steps take together is bounded by [`SplitBudget`].
+//! A step larger than one message is sent in parts. A stream in the middle of one holds it until
+//! its last part, however slowly it reads, so what all these steps take together is bounded by
+//! [`SplitBudget`].
 
 use std::{
     collections::{BTreeMap, HashMap, VecDeque},
@@ -19,7 +21,8 @@ use super::encode::{Item, Span, batch_frames};
 /// One step in parts takes at most this share of all that such steps may take.
 const MAX_SHARE: usize = 8;
 
-/// Bytes of the steps in parts that exist: kept for reuse, or held by streams in the middle of them.
+/// Bytes of the steps in parts that exist: kept for reuse, or held by streams in the middle of
+/// them.
 #[derive(Debug)]
 pub(super) struct SplitBudget {
     used: AtomicUsize,
@@ -71,7 +74,8 @@ pub(super) struct Delta {
 }
 
 impl Delta {
-    /// Encodes a step in messages of some `part_bytes`; `None` when it needs several and there is no room for them.
+    /// Encodes a step in messages of some `part_bytes`; `None` when it needs several and there is
+    /// no room for them.
     pub(super) fn encode(
         span: Span,
         positions: &[v1::SourcePosition],
@@ -140,8 +144,8 @@ pub(super) type Start = (u64, bool);
 /// A step that is encoded once, by the first who asks; `None` where it could not be.
 type Slot = Arc<OnceLock<Option<Arc<Delta>>>>;
 
-/// Compacted steps by their start, so that streams at one point share them. While one stream encodes
-/// a step, only streams that need this step wait.
+/// Compacted steps by their start, so that streams at one point share them. While one stream
+/// encodes a step, only streams that need this step wait.
 #[derive(Debug)]
 pub(super) struct DeltaCache(Mutex<Kept>);
 
@@ -168,8 +172,9 @@ impl DeltaCache {
         Self(Mutex::new(Kept { by_start, by_age, newest: 0, bytes: 0, max_bytes }))
     }
 
-    /// The step from `start`: the one that is kept, if it is `usable`, else a new one. `encode` must make a usable one;
-    /// where it cannot make any, nobody who waits for the same step gets one.
+    /// The step from `start`: the one that is kept, if it is `usable`, else a new one. `encode`
+    /// must make a usable one; where it cannot make any, nobody who waits for the same step gets
+    /// one.
     pub(super) fn get(
         &self,
         start: Start,
@@ -219,8 +224,8 @@ impl Kept {
         }
     }
 
-    /// Keeps a step that was just encoded. Beyond the bound, the oldest that no stream holds go: dropping another
-    /// would free nothing, and have it encoded a second time.
+    /// Keeps a step that was just encoded. Beyond the bound, the oldest that no stream holds go:
+    /// dropping another would free nothing, and have it encoded a second time.
     fn encoded(&mut self, start: Start, slot: &Slot) {
         let Some(entry) = self.by_start.get_mut(&start).filter(|entry| Arc::ptr_eq(&entry.slot, slot)) else { return };
         let Some(Some(delta)) = slot.get() else { return self.remove(start) };

@@ -61,7 +61,8 @@ pub(super) struct Item {
     references: References,
 }
 
-/// Present values of log entries, in the order of encoding, with what of each can be told by references.
+/// Present values of log entries, in the order of encoding, with what of each can be told by
+/// references.
 pub(super) fn present_all<'a>(
     state: &State,
     entries: impl IntoIterator<Item = &'a Entry>,
@@ -76,8 +77,8 @@ pub(super) fn present_all<'a>(
     entries.into_iter().map(item).collect()
 }
 
-/// Frames of one step. A split batch reaches its version with its last part. `None` when it needs several frames, which
-/// take more than `max_split_bytes`.
+/// Frames of one step. A split batch reaches its version with its last part. `None` when it needs
+/// several frames, which take more than `max_split_bytes`.
 pub(super) fn batch_frames(
     span: Span,
     positions: &[v1::SourcePosition],

@@ -19,7 +19,8 @@ use crate::{metrics::Metrics, transaction::SourceKind};
 pub(super) struct Freshness {
     inner: Mutex<Inner>,
     state: watch::Sender<SourceState>,
-    /// The index in [`SourceState::ALL`] of the value in `state`. Each stream reads it at each visit, without a lock.
+    /// The index in [`SourceState::ALL`] of the value in `state`. Each stream reads it at each
+    /// visit, without a lock.
     index: AtomicU8,
     is_doubted: AtomicBool,
     metrics: Arc<Metrics>,
@@ -59,7 +60,8 @@ impl Freshness {
         self.is_doubted.store(is_doubted, Ordering::Release);
     }
 
-    /// The state, with CUT_OFF in place of FOLLOWING while a request to the source has failed or is late.
+    /// The state, with CUT_OFF in place of FOLLOWING while a request to the source has failed or is
+    /// late.
     pub(super) fn state_for_others(&self) -> SourceState {
         match self.state() {
             SourceState::Following if self.is_doubted.load(Ordering::Acquire) => SourceState::CutOff,

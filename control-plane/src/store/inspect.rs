@@ -36,7 +36,8 @@ pub struct WatchCursor(Place);
 /// Some changes that a watcher has not seen.
 #[derive(Debug)]
 pub struct WatchPage {
-    /// Versions and present values, oldest change first; a key that changed several times is there once.
+    /// Versions and present values, oldest change first; a key that changed several times is there
+    /// once.
     pub changes: Vec<(u64, Change)>,
     /// Where the next page begins.
     pub next: WatchCursor,
@@ -60,7 +61,8 @@ impl Store {
         self.read().nodes.len()
     }
 
-    /// Number of ready endpoints, of the family of which there are more: in a dual-stack cluster each is there twice.
+    /// Number of ready endpoints, of the family of which there are more: in a dual-stack cluster
+    /// each is there twice.
     pub(crate) fn ready_endpoints(&self, key: &ServiceKey) -> usize {
         let inner = self.read();
         let Some(entry) = inner.state.entry(key) else { return 0 };
@@ -95,7 +97,8 @@ impl Store {
         })
     }
 
-    /// A service's endpoints with the version of each, in order of address; one for each group of ports with the same state.
+    /// A service's endpoints with the version of each, in order of address; one for each group of
+    /// ports with the same state.
     pub(crate) fn endpoints(&self, key: &ServiceKey) -> Vec<(Endpoint, u64)> {
         let inner = self.read();
         let Some(entry) = inner.state.entry(key) else { return Vec::new() };
@@ -107,8 +110,9 @@ impl Store {
         endpoints.map(with_version).collect()
     }
 
-    /// The version that brought the present state of a service, or of one of its endpoints; `None` while what is asked for is not so: that it
-    /// is there, or that it is gone. For a removal that is no longer remembered it is the head.
+    /// The version that brought the present state of a service, or of one of its endpoints; `None`
+    /// while what is asked for is not so: that it is there, or that it is gone. For a removal that
+    /// is no longer remembered it is the head.
     pub(crate) fn version_of(&self, key: &ServiceKey, endpoint: Option<IpAddr>, gone: bool) -> Option<u64> {
         let inner = self.read();
         let entry = inner.state.entry(key);

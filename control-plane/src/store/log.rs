@@ -1,7 +1,7 @@
 //! The compacted log: each key that changed lately once, at the version that touched it last.
 //!
-//! It is bounded, so that its memory does not grow with the cluster: a cursor behind the oldest key is moved on by buckets,
-//! which cost less than so many single changes.
+//! It is bounded, so that its memory does not grow with the cluster: a cursor behind the oldest key
+//! is moved on by buckets, which cost less than so many single changes.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -70,7 +70,8 @@ pub(super) struct Log {
 }
 
 impl Log {
-    /// An empty log that remembers at most `max_entries` keys, and at most `max_tombstones` that are gone among them.
+    /// An empty log that remembers at most `max_entries` keys, and at most `max_tombstones` that
+    /// are gone among them.
     pub(super) fn new(max_entries: usize, max_tombstones: usize) -> Self {
         Self {
             entries: BTreeMap::new(),
@@ -83,7 +84,8 @@ impl Log {
         }
     }
 
-    /// The oldest version that the log reaches back to: a cursor at or above it can be told every removal since.
+    /// The oldest version that the log reaches back to: a cursor at or above it can be told every
+    /// removal since.
     pub(super) fn floor(&self) -> u64 {
         self.floor
     }
@@ -179,14 +181,15 @@ impl Log {
         self.entries.range(from..).map(|(place, entry)| (*place, entry))
     }
 
-    /// Version at which an endpoint changed last; the floor if that is forgotten, since it was not later.
+    /// Version at which an endpoint changed last; the floor if that is forgotten, since it was not
+    /// later.
     pub(super) fn endpoint_version(&self, key: &ServiceKey, address: IpAddr) -> u64 {
         let place = self.services.get(key).and_then(|places| places.endpoints.get(&address));
         place.map_or(self.floor, |place| place.0)
     }
 
-    /// Version at which a service or one of its endpoints changed last, removals included; the floor if that is forgotten,
-    /// since it was not later.
+    /// Version at which a service or one of its endpoints changed last, removals included; the
+    /// floor if that is forgotten, since it was not later.
     pub(super) fn newest_version(&self, key: &ServiceKey) -> u64 {
         let Some(places) = self.services.get(key) else { return self.floor };
         let endpoints = places.endpoints.values().map(|place| place.0).max();

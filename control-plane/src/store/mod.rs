@@ -1,11 +1,13 @@
 //! The store: current state, a compacted log of it, and cursors into that.
 //!
-//! [`headgate_core::State`] holds values and digests. Beside it the log keeps each key that changed lately once, at the version that touched it last, so a cursor,
-//! which is a version, can be brought to the head at a cost of what differs; one that is too far behind, by the buckets that differ. What streams have in common is
-//! encoded once: the newest batches, compacted steps by where they start, and the resources of each bucket.
+//! [`headgate_core::State`] holds values and digests. Beside it the log keeps each key that changed
+//! lately once, at the version that touched it last, so a cursor, which is a version, can be
+//! brought to the head at a cost of what differs; one that is too far behind, by the buckets that
+//! differ. What streams have in common is encoded once: the newest batches, compacted steps by
+//! where they start, and the resources of each bucket.
 //!
-//! A commit costs what it changes and never waits for a stream: streams are woken by a watch of the head, and whoever reads holds the lock for
-//! one bucket or one copy of a delta at most.
+//! A commit costs what it changes and never waits for a stream: streams are woken by a watch of the
+//! head, and whoever reads holds the lock for one bucket or one copy of a delta at most.
 
 mod buckets;
 mod cursor;
@@ -51,7 +53,8 @@ use names::Names;
 use nodes::Nodes;
 pub use nodes::{NodeObserver, OwnNode};
 
-/// A batch of more changes than this is not encoded at its commit, but by the first stream that asks for it.
+/// A batch of more changes than this is not encoded at its commit, but by the first stream that
+/// asks for it.
 const EAGER_CHANGES: usize = 1024;
 
 /// Commits whose time is remembered, for lag.
@@ -60,8 +63,9 @@ pub(crate) const TIMED_COMMITS: usize = 4096;
 /// Bounds of what the store keeps beside the state itself.
 #[derive(Debug, Clone)]
 pub struct Limits {
-    /// Removals remembered; a cursor behind the oldest of them is moved on by buckets. The log remembers as many keys as
-    /// this and `max_delta_changes` together, which is all that a compacted step can need.
+    /// Removals remembered; a cursor behind the oldest of them is moved on by buckets. The log
+    /// remembers as many keys as this and `max_delta_changes` together, which is all that a
+    /// compacted step can need.
     pub max_tombstones: usize,
     /// Bytes of newest batches kept encoded.
     pub ring_bytes: usize,
@@ -69,11 +73,12 @@ pub struct Limits {
     pub delta_cache_bytes: usize,
     /// Changes in one compacted step; a cursor with more to catch up on is moved on by buckets.
     pub max_delta_changes: usize,
-    /// Size at which a message is cut, in bytes: well below [`headgate_proto::MAX_SERVER_MESSAGE_BYTES`], and small
-    /// enough for a stream's turn on a shared connection to be short.
+    /// Size at which a message is cut, in bytes: well below
+    /// [`headgate_proto::MAX_SERVER_MESSAGE_BYTES`], and small enough for a stream's turn on a
+    /// shared connection to be short.
     pub part_bytes: usize,
-    /// Bytes of steps that are cut into parts, be they kept for reuse or held by streams in the middle of them. Who
-    /// needs a step for which there is no room is moved on by buckets.
+    /// Bytes of steps that are cut into parts, be they kept for reuse or held by streams in the
+    /// middle of them. Who needs a step for which there is no room is moved on by buckets.
     pub split_bytes: usize,
 }
 
@@ -119,7 +124,8 @@ struct Inner {
     version: u64,
     /// Where the source stands, bookmarks included: what agents' positions are compared with.
     positions: BTreeMap<SourceKind, u64>,
-    /// Where each kind stood when something of it changed last: what the state covers, and agents are told.
+    /// Where each kind stood when something of it changed last: what the state covers, and agents
+    /// are told.
     changed_positions: BTreeMap<SourceKind, u64>,
     /// Those of them that batches have told so far.
     told_positions: BTreeMap<SourceKind, u64>,
@@ -199,8 +205,8 @@ impl Store {
         self.freshness.state()
     }
 
-    /// What the source is doing, for agents of other replicas (contract, 15): CUT_OFF as soon as a request to the source
-    /// has failed or is late.
+    /// What the source is doing, for agents of other replicas (contract, 15): CUT_OFF as soon as a
+    /// request to the source has failed or is late.
     #[must_use]
     pub fn source_state_for_others(&self) -> SourceState {
         self.freshness.state_for_others()
@@ -224,7 +230,8 @@ impl Store {
         self.moves.subscribe()
     }
 
-    /// Asks the source to find out at once whether it has come to `position`, which an agent has seen elsewhere.
+    /// Asks the source to find out at once whether it has come to `position`, which an agent has
+    /// seen elsewhere.
     pub(crate) fn want_position(&self, kind: SourceKind, position: u64) {
         self.wanted_positions.send_modify(|wanted| {
             wanted.insert(kind, position);
@@ -242,8 +249,8 @@ impl Store {
         self.write().nodes.observe(observer);
     }
 
-    /// The first kind of which `seen` is ahead of this replica, as (kind, here, there). Kinds that this replica's source does not have
-    /// cannot be compared and do not count.
+    /// The first kind of which `seen` is ahead of this replica, as (kind, here, there). Kinds that
+    /// this replica's source does not have cannot be compared and do not count.
     #[must_use]
     pub fn behind(&self, seen: &BTreeMap<SourceKind, u64>) -> Option<(SourceKind, u64, u64)> {
         self.behind_in(seen, |_| true)
@@ -263,7 +270,8 @@ impl Store {
         seen.iter().filter(|(kind, _)| counts(**kind)).find_map(compare)
     }
 
-    /// Time since the source was last heard, for its stalest kind; since the start, until every kind has been listed.
+    /// Time since the source was last heard, for its stalest kind; since the start, until every
+    /// kind has been listed.
     #[must_use]
     pub fn source_age(&self) -> Duration {
         self.freshness.age()
@@ -275,8 +283,9 @@ impl Store {
         Arc::clone(&self.problems.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// When the source brought the version after `version`: since then, who is at `version` lags. `None` at the head; for a version so far back that
-    /// its time is forgotten, the oldest time known.
+    /// When the source brought the version after `version`: since then, who is at `version` lags.
+    /// `None` at the head; for a version so far back that its time is forgotten, the oldest time
+    /// known.
     #[must_use]
     pub fn lagging_since(&self, version: u64) -> Option<SystemTime> {
         let inner = self.read();
@@ -285,7 +294,8 @@ impl Store {
         inner.commit_times.get(index).copied().filter(|_| behind > 0)
     }
 
-    /// Time since the source brought each version above `after`, up to `upto`, as far as it is remembered.
+    /// Time since the source brought each version above `after`, up to `upto`, as far as it is
+    /// remembered.
     #[must_use]
     pub fn commit_ages(&self, after: u64, upto: u64) -> Vec<Duration> {
         let inner = self.read();
@@ -297,7 +307,8 @@ impl Store {
         times.map(|time| now.duration_since(*time).unwrap_or_default()).collect()
     }
 
-    /// The newest version that is at least so old; the oldest whose time is remembered is taken as older than anything.
+    /// The newest version that is at least so old; the oldest whose time is remembered is taken as
+    /// older than anything.
     #[must_use]
     pub fn version_before(&self, age: Duration) -> u64 {
         let inner = self.read();
@@ -306,13 +317,15 @@ impl Store {
         inner.version - younger as u64
     }
 
-    /// Where the source stands, bookmarks included: an agent that has more is ahead of this replica.
+    /// Where the source stands, bookmarks included: an agent that has more is ahead of this
+    /// replica.
     #[must_use]
     pub fn positions(&self) -> BTreeMap<SourceKind, u64> {
         self.read().positions.clone()
     }
 
-    /// Where the source stood when each kind changed last: who has been told less has missed something.
+    /// Where the source stood when each kind changed last: who has been told less has missed
+    /// something.
     #[must_use]
     pub fn changed_positions(&self) -> BTreeMap<SourceKind, u64> {
         self.read().changed_positions.clone()
@@ -345,7 +358,8 @@ impl Store {
         if inner.commit_times.len() > TIMED_COMMITS {
             inner.commit_times.pop_front();
         }
-        // More removals than the log remembers: the log cannot say what this version is, the buckets can.
+        // More removals than the log remembers: the log cannot say what this version is, the
+        // buckets can.
         let is_whole = inner.log.floor() < version;
         let delta = if encode && is_whole {
             let entries = inner.log.since(log::after(previous_version)).map(|(_, entry)| entry);
@@ -362,8 +376,9 @@ impl Store {
         }
     }
 
-    // A panic while the lock was held cannot leave half a change visible that matters more than going on: State and log are repaired by the next
-    // change of the same key, and a proxy that stops serving for it would be worse.
+    // A panic while the lock was held cannot leave half a change visible that matters more than
+    // going on: State and log are repaired by the next change of the same key, and a proxy that
+    // stops serving for it would be worse.
     fn read(&self) -> RwLockReadGuard<'_, Inner> {
         self.inner.read().unwrap_or_else(PoisonError::into_inner)
     }
@@ -374,7 +389,8 @@ impl Store {
 }
 
 impl Inner {
-    /// Applies changes as the next version and returns how many had an effect; with none there is no version.
+    /// Applies changes as the next version and returns how many had an effect; with none there is
+    /// no version.
     fn apply(&mut self, changes: Vec<TriggeredChange>) -> usize {
         let version = self.version + 1;
         let mut scratch = Dirty::default();
@@ -420,8 +436,8 @@ impl Inner {
         self.state.entry(key).is_some_and(|entry| entry.service().is_some())
     }
 
-    /// Takes note of what can be referred to from `version` on. What is new is taken before what it replaces is released, so that what stays is
-    /// there without a break.
+    /// Takes note of what can be referred to from `version` on. What is new is taken before what it
+    /// replaces is released, so that what stays is there without a break.
     fn rename(&mut self, version: u64, key: &LogKey, before: Before) {
         match (key, before) {
             (LogKey::Service(key), Before::Service(was_there)) => match (was_there, self.has_service(key)) {

@@ -1,4 +1,5 @@
-//! What changes may refer to (contract, 13): what the state holds, since when without a break, and by which reference.
+//! What changes may refer to (contract, 13): what the state holds, since when without a break, and
+//! by which reference.
 
 use std::{
     borrow::Borrow,
@@ -10,8 +11,9 @@ use std::{
 use headgate_core::{Change, Endpoint, EndpointPort, Placement, ServiceKey, reference::Referrer};
 use headgate_proto::References;
 
-/// References of one kind that may be out of use because they collided. Names that collide are easy to find for whoever
-/// knows the epoch, so without a bound the memory for these references would be in the hands of whoever names objects.
+/// References of one kind that may be out of use because they collided. Names that collide are easy
+/// to find for whoever knows the epoch, so without a bound the memory for these references would be
+/// in the hands of whoever names objects.
 const MAX_COLLIDED: usize = 16_384;
 
 /// One thing that the state holds.
@@ -36,7 +38,8 @@ enum Collisions {
     Few {
         /// One thing has it.
         unique: HashSet<u32>,
-        /// Two things had it at once, in this epoch: a receiver may still take it for the wrong one.
+        /// Two things had it at once, in this epoch: a receiver may still take it for the wrong
+        /// one.
         collided: HashSet<u32>,
     },
     /// Too many collided: this kind is spelt out until the epoch ends.

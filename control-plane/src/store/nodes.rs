@@ -11,7 +11,8 @@ use crate::transaction::{NodeChange, SourceKind};
 
 /// Who wants to know which nodes change.
 pub trait NodeObserver: Send + Sync {
-    /// The node of this name is another than it was, or is gone. Called after the commit, by the task that commits: it must be quick.
+    /// The node of this name is another than it was, or is gone. Called after the commit, by the
+    /// task that commits: it must be quick.
     fn node_changed(&self, name: &str);
 }
 
@@ -51,7 +52,8 @@ impl Nodes {
         }
     }
 
-    /// Takes in a change that the source had at `position`. Returns the node's name if something differs.
+    /// Takes in a change that the source had at `position`. Returns the node's name if something
+    /// differs.
     pub(super) fn apply(&mut self, change: NodeChange, position: Option<(SourceKind, u64)>) -> Option<Arc<str>> {
         let (name, node) = match change {
             NodeChange::Apply(node) => (Arc::clone(&node.name), Some(Arc::new(node))),

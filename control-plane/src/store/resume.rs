@@ -1,5 +1,5 @@
-//! How an agent goes on from what it holds, and when it has to wait first (contract, 3 and 6). No clock and no connection: the session asks, and knows
-//! how long it has asked.
+//! How an agent goes on from what it holds, and when it has to wait first (contract, 3 and 6). No
+//! clock and no connection: the session asks, and knows how long it has asked.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -83,8 +83,8 @@ impl NotYet {
     }
 }
 
-/// The wait of an agent that has seen more of the source than a replica: bounded, since the source may have been restored
-/// from a backup.
+/// The wait of an agent that has seen more of the source than a replica: bounded, since the source
+/// may have been restored from a backup.
 #[derive(Debug, Default)]
 pub struct BehindWait {
     /// When it ends; set once it has begun.
@@ -116,9 +116,9 @@ impl Wait {
 }
 
 impl BehindWait {
-    /// Whether an agent that would have to wait still does, at `now`, for `bound` in all. The bound runs while the replica
-    /// follows its source: a replica that is cut off shows nothing about a restored source, and one that has listed nothing
-    /// has nothing to give.
+    /// Whether an agent that would have to wait still does, at `now`, for `bound` in all. The bound
+    /// runs while the replica follows its source: a replica that is cut off shows nothing about a
+    /// restored source, and one that has listed nothing has nothing to give.
     pub fn look(&mut self, not_yet: NotYet, store: &Store, bound: Duration, now: Instant) -> Wait {
         let NotYet::Behind { kind, there, .. } = not_yet else { return Wait::GoesOn };
         if self.asked.insert(kind) {
@@ -156,19 +156,21 @@ impl NodeResumption {
     /// Ok once this replica's Nodes are as new as the agent's.
     ///
     /// # Errors
-    /// Why the agent is not given its Node yet; to be asked again when the source was listed or moved.
+    /// Why the agent is not given its Node yet; to be asked again when the source was listed or
+    /// moved.
     pub fn check(&self, store: &Store) -> Result<(), NotYet> {
         NotYet::check(store, &self.0, SourceKind::has_nodes)
     }
 }
 
-/// An agent on its way from `Hello` to its place in the store. Once it was told that it resumes by digests, or from nothing, it does so however long
-/// it waits.
+/// An agent on its way from `Hello` to its place in the store. Once it was told that it resumes by
+/// digests, or from nothing, it does so however long it waits.
 #[derive(Debug)]
 pub struct Resumption(Option<Resume>);
 
 impl Resumption {
-    /// How an agent goes on, for `Welcome`; and its place, if it has one at once, as only a resume by the log does: it goes on where it was on this very replica.
+    /// How an agent goes on, for `Welcome`; and its place, if it has one at once, as only a resume
+    /// by the log does: it goes on where it was on this very replica.
     pub fn begin(store: &Store, resume: Option<Resume>) -> (ResumeMode, Result<Cursor, Self>) {
         let (mode, cursor) = store.cursor(resume.as_ref());
         match mode {
@@ -190,8 +192,8 @@ impl Resumption {
         Ok(self.revert(store))
     }
 
-    /// The agent's place in what this replica has, be it older than what the agent has. For when it has waited too long, as after the restore of
-    /// a source.
+    /// The agent's place in what this replica has, be it older than what the agent has. For when it
+    /// has waited too long, as after the restore of a source.
     #[must_use]
     pub fn revert(&self, store: &Store) -> Cursor {
         store.cursor(self.0.as_ref()).1

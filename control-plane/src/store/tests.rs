@@ -258,8 +258,8 @@ fn a_stream_in_the_middle_of_a_split_step_gets_the_rest_whatever_others_ask_for(
     reader.read_all(&store, &mut cursor);
     store.put((0..300).map(|host| endpoint(1, host, 80)));
     reader.read(&store.next_frame(&mut cursor).unwrap());
-    // The head moves on, so that what is kept of this step is too old for new streams; then a hostile node
-    // resumes from every version there is, the reader's included.
+    // The head moves on, so that what is kept of this step is too old for new streams; then a
+    // hostile node resumes from every version there is, the reader's included.
     (0..20).for_each(|port| store.put([service(1, port + 1)]));
     for version in 1..=64 {
         let resume = Resume { epoch: store.epoch(), version, ..Resume::default() };

@@ -1,4 +1,5 @@
-//! Objects that would reach further than themselves: into other services' rules, or into every agent's stream.
+//! Objects that would reach further than themselves: into other services' rules, or into every
+//! agent's stream.
 
 use headgate_proto::{ChangesBuilder, MAX_SERVER_MESSAGE_BYTES};
 

@@ -1,4 +1,5 @@
-//! Conditions, node and hints belong to an address and a port, as kube-proxy's endpoint cache has it.
+//! Conditions, node and hints belong to an address and a port, as kube-proxy's endpoint cache has
+//! it.
 
 use headgate_core::{
     Family,

@@ -143,14 +143,15 @@ fn any_range() -> impl Strategy<Value = Value> {
     })
 }
 
-/// Versions of objects that collide on purpose: few names, few addresses. Whatever the model reads may differ between two versions.
+/// Versions of objects that collide on purpose: few names, few addresses. Whatever the model reads
+/// may differ between two versions.
 fn any_event() -> impl Strategy<Value = Value> {
     prop_oneof![6 => any_slice(), 4 => any_service(), 1 => any_node(), 1 => any_range()]
 }
 
 proptest! {
-    /// The last versions of objects alone decide: whatever came between them, in whatever order between objects, in however many
-    /// transactions, by events or by lists.
+    /// The last versions of objects alone decide: whatever came between them, in whatever order
+    /// between objects, in however many transactions, by events or by lists.
     #[test]
     fn only_the_objects_that_there_are_matter(
         events in prop::collection::vec((any_event(), any::<bool>(), any::<bool>()), 1..40),
@@ -197,7 +198,8 @@ proptest! {
     }
 }
 
-/// An address and port of a service, as kube-proxy's endpoint cache knows it: service, port name, protocol, address, number.
+/// An address and port of a service, as kube-proxy's endpoint cache knows it: service, port name,
+/// protocol, address, number.
 type PortKey = (String, String, String, String, u64);
 
 /// What holds for it: conditions, node, zone and hints.
@@ -278,7 +280,8 @@ fn of_state(state: &State) -> BTreeMap<PortKey, PortFacts> {
 }
 
 proptest! {
-    /// Each address and port has what kube-proxy gives it, whatever the slices and whatever came before.
+    /// Each address and port has what kube-proxy gives it, whatever the slices and whatever came
+    /// before.
     // rows: 9, 10
     #[test]
     fn every_port_of_an_address_has_what_kube_proxy_gives_it(

@@ -22,8 +22,8 @@ use super::{
 };
 use crate::identity::Peer;
 
-/// Longest message of a request to Inspect, health or reflection, which hold names. Room is made for a
-/// message as soon as its length is known.
+/// Longest message of a request to Inspect, health or reflection, which hold names. Room is made
+/// for a message as soon as its length is known.
 const MAX_REQUEST_BYTES: usize = 64 << 10;
 
 /// The services of the general server.

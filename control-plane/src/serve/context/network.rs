@@ -2,8 +2,8 @@
 
 use std::net::{IpAddr, Ipv6Addr};
 
-/// The network that a connection comes from: an IPv4 address, or an IPv6 network of 64 bits, of which
-/// a host may use any address.
+/// The network that a connection comes from: an IPv4 address, or an IPv6 network of 64 bits, of
+/// which a host may use any address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct Network(IpAddr);
 

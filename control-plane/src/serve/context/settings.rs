@@ -23,8 +23,8 @@ pub struct Settings {
     pub drain_grace: Duration,
     /// Whether nodes may use Inspect and reflection, as readers may.
     pub nodes_may_inspect: bool,
-    /// The Service whose ready endpoints are the replicas, between which agents are balanced. Without
-    /// it they are not balanced.
+    /// The Service whose ready endpoints are the replicas, between which agents are balanced.
+    /// Without it they are not balanced.
     pub balance_service: Option<ServiceKey>,
 }
 

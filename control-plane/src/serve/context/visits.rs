@@ -1,9 +1,9 @@
 //! All open streams, and the tasks that visit them when something concerns every one of them.
 //!
-//! A new version concerns every stream. To wake thousands of tasks costs more than what each task then
-//! does. So one task per core visits the streams in turn. A visit to a stream that has nothing to do
-//! costs some tens of nanoseconds. The same visits serve heartbeats and time limits, so that a stream
-//! needs no timer. A [`super::Signal`] wakes a stream for what concerns it alone.
+//! A new version concerns every stream. To wake thousands of tasks costs more than what each task
+//! then does. So one task per core visits the streams in turn. A visit to a stream that has nothing
+//! to do costs some tens of nanoseconds. The same visits serve heartbeats and time limits, so that
+//! a stream needs no timer. A [`super::Signal`] wakes a stream for what concerns it alone.
 
 use std::{
     num::NonZeroUsize,

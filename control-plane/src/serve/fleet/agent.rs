@@ -157,15 +157,15 @@ impl Agent {
         self.record.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Milliseconds for which the agent has not had the head programmed, not counting those before it
-    /// connected.
+    /// Milliseconds for which the agent has not had the head programmed, not counting those before
+    /// it connected.
     pub(crate) fn lag_ms(&self, store: &Store, programmed_version: u64) -> u64 {
         let lag = |since: SystemTime| SystemTime::now().duration_since(since.max(self.connected)).unwrap_or_default();
         store.lagging_since(programmed_version).map_or(0, |since| milliseconds(lag(since)))
     }
 
-    /// Why the node is waiting or cut off, as a sentence; empty for other states. `source` is the state
-    /// of the replica's source.
+    /// Why the node is waiting or cut off, as a sentence; empty for other states. `source` is the
+    /// state of the replica's source.
     pub(crate) fn reason(&self, store: &Store, source: SourceState, state: NodeState) -> String {
         let held = match self.resume {
             ResumeMode::Full => "the node holds no state",

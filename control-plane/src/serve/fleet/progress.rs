@@ -444,7 +444,8 @@ mod tests {
         rig.commit();
         rig.commit();
         let after = Instant::now() + Duration::from_secs(3_600);
-        // The last ACK says that the kernel had both before anybody could know, which leaves nothing of their ages but what the other one says of the first.
+        // The last ACK says that the kernel had both before anybody could know, which leaves
+        // nothing of their ages but what the other one says of the first.
         rig.ack_of("a", &[(1, after), (2, before)]);
         std::thread::sleep(Duration::from_millis(5));
         rig.ack_of("b", &[(2, before)]);

@@ -113,7 +113,8 @@ pub(crate) fn take(message: v1::AgentMessage, agent: &Agent, context: &Context) 
     Ok(())
 }
 
-/// An ACK for what was never sent says nothing about this stream, such as one that crossed a reconnect to another replica.
+/// An ACK for what was never sent says nothing about this stream, such as one that crossed a
+/// reconnect to another replica.
 fn was_sent(version: u64, agent: &Agent, metrics: &Metrics) -> bool {
     let was_sent = version <= agent.sent_version();
     if !was_sent {

@@ -13,7 +13,8 @@ const BURST: u64 = 1 << 20;
 /// What may come each second.
 const PER_SECOND: u64 = 256 << 10;
 
-/// What a read counts at least: a call to the kernel and a TLS record take time however small they are.
+/// What a read counts at least: a call to the kernel and a TLS record take time however small they
+/// are.
 const LEAST: u64 = 32;
 
 /// Of one connection.

@@ -294,7 +294,8 @@ mod tests {
 
     #[test]
     fn the_header_table_has_the_size_that_every_client_may_use_and_no_more() {
-        // RFC 7541, 6.3: an integer with a prefix of five bits, at most the 4,096 that hold without SETTINGS_HEADER_TABLE_SIZE.
+        // RFC 7541, 6.3: an integer with a prefix of five bits, at most the 4,096 that hold without
+        // SETTINGS_HEADER_TABLE_SIZE.
         let updates: [(&str, &[u8], bool); 7] = [
             ("none", &[], true),
             ("0", &[0x20], true),

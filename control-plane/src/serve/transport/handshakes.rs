@@ -1,13 +1,13 @@
 //! Which TLS handshakes run, which wait, and which are closed.
 //!
-//! Whoever reaches the port can begin a TLS handshake without a certificate, and never finish it. So
-//! the number of handshakes that run is bounded, and so is the number that run for one network. The
-//! others wait. Networks take turns: of each network one connection at a time is in the queue for a
-//! place. A network whose handshakes fail pauses in its turn. While connections wait, handshakes whose
-//! peers are silent are closed. An honest peer is silent for a round trip.
+//! Whoever reaches the port can begin a TLS handshake without a certificate, and never finish it.
+//! So the number of handshakes that run is bounded, and so is the number that run for one network.
+//! The others wait. Networks take turns: of each network one connection at a time is in the queue
+//! for a place. A network whose handshakes fail pauses in its turn. While connections wait,
+//! handshakes whose peers are silent are closed. An honest peer is silent for a round trip.
 //!
-//! One step of a handshake computes as long as the sending of some fifty messages takes. So each core
-//! computes one step at a time, and streams have their turn before the next step.
+//! One step of a handshake computes as long as the sending of some fifty messages takes. So each
+//! core computes one step at a time, and streams have their turn before the next step.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -45,9 +45,9 @@ struct Limits {
     waiting_of_network: usize,
 }
 
-/// A core does some thousand handshakes a second. Each takes some round trips, so more handshakes at a
-/// time would not make them faster. All agents behind one address translator are one network, so
-/// thousands of one network may wait.
+/// A core does some thousand handshakes a second. Each takes some round trips, so more handshakes
+/// at a time would not make them faster. All agents behind one address translator are one network,
+/// so thousands of one network may wait.
 const LIMITS: Limits = Limits { running: 256, running_of_network: 64, waiting: 16_384, waiting_of_network: 12_288 };
 
 /// See the module.
@@ -167,8 +167,8 @@ impl Handshakes {
         self.connections().waiting > 0
     }
 
-    /// Evicts handshakes whose peers are silent at `now`, the longest silent first, as many as there
-    /// are connections that wait for just their places.
+    /// Evicts handshakes whose peers are silent at `now`, the longest silent first, as many as
+    /// there are connections that wait for just their places.
     pub(crate) fn evict_silent(&self, now: Instant) {
         let connections = self.connections();
         let is_full = connections.running.len() >= self.limits.running;
@@ -200,8 +200,8 @@ impl Group {
 }
 
 impl Handshake {
-    /// Waits for a place, and then runs the handshake step by step. A future that is woken counts as a
-    /// peer that has said something.
+    /// Waits for a place, and then runs the handshake step by step. A future that is woken counts
+    /// as a peer that has said something.
     ///
     /// # Errors
     ///
@@ -244,8 +244,8 @@ impl Handshake {
         ended
     }
 
-    /// Waits for a place of the network, for the network's turn, for the end of its pause, and for a
-    /// place among all. Returns permits that hold both places; semaphores serve in order.
+    /// Waits for a place of the network, for the network's turn, for the end of its pause, and for
+    /// a place among all. Returns permits that hold both places; semaphores serve in order.
     async fn place(&self) -> impl Sized + use<'_> {
         let Self { handshakes, network, queue, .. } = self;
         let of_network = queue.places.acquire().await;

@@ -35,7 +35,8 @@ const EVICTION_INTERVAL: Duration = Duration::from_millis(100);
 /// Connections that are ready for HTTP/2.
 type Ready = mpsc::Sender<Connection>;
 
-/// Accepts connections until `shutdown` is cancelled, and hands them over once they are ready for HTTP/2.
+/// Accepts connections until `shutdown` is cancelled, and hands them over once they are ready for
+/// HTTP/2.
 pub(crate) fn accept(
     listener: TcpListener,
     security: Security,

@@ -18,7 +18,8 @@ use std::time::Duration;
 
 pub(crate) use self::{first_request::is_grpc, page_listener::BoundedListener, server::serve};
 
-/// Both sides probe a connection on which nothing is heard, and give it up after the same time again.
+/// Both sides probe a connection on which nothing is heard, and give it up after the same time
+/// again.
 const KEEPALIVE: Duration = Duration::from_secs(20);
 
 /// What a connection gets after its stream has ended, to write what is left.

@@ -22,8 +22,8 @@ const MAX_REQUESTS: u32 = 64;
 /// What a client may send on such a connection before it is read: requests are small.
 const REQUEST_WINDOW_BYTES: u32 = 65_535;
 
-/// Serves streams, and `routes` on the general server, until `shutdown` is cancelled and the streams
-/// have ended. Cancels `stopped` then.
+/// Serves streams, and `routes` on the general server, until `shutdown` is cancelled and the
+/// streams have ended. Cancels `stopped` then.
 pub(crate) async fn serve(
     listener: TcpListener,
     security: Security,

@@ -32,7 +32,8 @@ pub(super) fn origin(file: &str, document: usize) -> String {
 pub(super) struct Parsed {
     /// Objects in their order.
     pub(super) definitions: Vec<Definition>,
-    /// Documents of which not even the object's name can be read: nobody knows which objects they mean.
+    /// Documents of which not even the object's name can be read: nobody knows which objects they
+    /// mean.
     pub(super) faults: Vec<Problem>,
 }
 
@@ -72,8 +73,9 @@ impl Parsed {
     }
 }
 
-/// Text of each document with its first line. A line that begins with `---` starts a document wherever it stands, also in block scalars, and one
-/// that begins with `...` ends one (YAML 1.2, 9.1.2), so each can be cut out without reading it.
+/// Text of each document with its first line. A line that begins with `---` starts a document
+/// wherever it stands, also in block scalars, and one that begins with `...` ends one (YAML 1.2,
+/// 9.1.2), so each can be cut out without reading it.
 fn split(text: &str) -> Vec<(usize, &str)> {
     let mut documents = Vec::new();
     let (mut start, mut first_line, mut offset) = (0, 0, 0);
@@ -241,7 +243,8 @@ impl Fault {
     }
 }
 
-/// Limits against documents that grow without end by aliases, wide enough for one list of a large cluster.
+/// Limits against documents that grow without end by aliases, wide enough for one list of a large
+/// cluster.
 fn options() -> serde_saphyr::Options {
     serde_saphyr::options! {
         budget: serde_saphyr::budget! { max_events: 50_000_000, max_nodes: 50_000_000 },
@@ -272,7 +275,8 @@ fn undecodable(key: ObjectKey, fault: Fault) -> Event {
     Event::Undecodable { key, field: fault.field, message: fault.message }
 }
 
-/// Which object a header names; `None` for kinds that are not read. With the fault comes the object, if that much is known.
+/// Which object a header names; `None` for kinds that are not read. With the fault comes the
+/// object, if that much is known.
 fn identify(header: &Header) -> Result<Option<ObjectKey>, (Option<ObjectKey>, Fault)> {
     let fault = |field: &str, message: String| Fault { field: field.to_owned(), message };
     for (field, value) in [("apiVersion", &header.api_version), ("kind", &header.kind)] {

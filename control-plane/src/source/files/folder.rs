@@ -2,14 +2,17 @@
 //!
 //! An edit must not withdraw a service by accident:
 //! - What a file defines anew or differently counts at once.
-//! - What a file *no longer* defines goes only when the file has said so for [`SETTLE`] without another change. A file that is emptied,
-//!   cut short, deleted or renamed by an editor that is about to write it again takes nothing away; one that is left so does.
-//! - While a document of a file cannot be read, nothing that the file defined before goes: nobody knows what that document meant.
-//! - Where two files define one object, the first in order of path counts, and both are named in a problem.
+//! - What a file *no longer* defines goes only when the file has said so for [`SETTLE`] without
+//!   another change. A file that is emptied, cut short, deleted or renamed by an editor that is
+//!   about to write it again takes nothing away; one that is left so does.
+//! - While a document of a file cannot be read, nothing that the file defined before goes: nobody
+//!   knows what that document meant.
+//! - Where two files define one object, the first in order of path counts, and both are named in a
+//!   problem.
 //! - A folder that cannot be read at all is kept as it was last seen; an empty one is empty.
 //!
-//! Of each definition only its location and a hash are kept: what it says is in the model. Where another file's definition
-//! comes into use, that file is read again.
+//! Of each definition only its location and a hash are kept: what it says is in the model. Where
+//! another file's definition comes into use, that file is read again.
 
 use std::{
     collections::{
@@ -87,7 +90,8 @@ impl Location {
 pub(super) struct Update {
     /// Events with their origin.
     pub(super) events: Vec<(Event, String)>,
-    /// Problems outside of objects, by location, with the reason to count. An empty list clears a location.
+    /// Problems outside of objects, by location, with the reason to count. An empty list clears a
+    /// location.
     pub(super) problems: Vec<(String, &'static str, Vec<Problem>)>,
     /// Objects of which a definition changed, with the location that was in use before.
     touched: BTreeMap<Arc<ObjectKey>, Option<Location>>,
@@ -145,8 +149,9 @@ impl Folder {
         self.files.values().filter_map(|file| file.losing_since).min().map(|since| since + SETTLE)
     }
 
-    /// Looks at every file, and reads those whose stamp is not as it was, except those that are being written. Hands on
-    /// what changed file by file, so that what a large folder says is never in memory as a whole.
+    /// Looks at every file, and reads those whose stamp is not as it was, except those that are
+    /// being written. Hands on what changed file by file, so that what a large folder says is never
+    /// in memory as a whole.
     pub(super) fn scan(
         &mut self,
         now: Instant,
@@ -327,8 +332,8 @@ impl Folder {
         update
     }
 
-    /// Reads what a file says of objects that another file defined until now. If it no longer says that, what was in use
-    /// stays until the next scan, which then reads this file.
+    /// Reads what a file says of objects that another file defined until now. If it no longer says
+    /// that, what was in use stays until the next scan, which then reads this file.
     fn read_again(&mut self, file: &Arc<Path>, keys: Vec<Arc<ObjectKey>>, update: &mut Update) {
         let content = read_file(&self.root.join(file)).ok().flatten().map(|(_, content)| content).unwrap_or_default();
         let definitions = documents::parse(&file.display().to_string(), &content).definitions;
@@ -368,12 +373,14 @@ pub(super) fn is_manifest(path: &Path) -> bool {
     path.extension().is_some_and(|extension| ["yaml", "yml", "json"].iter().any(|known| extension == *known))
 }
 
-/// Hidden files are left alone. Kubernetes mounts a ConfigMap as visible symlinks into a hidden folder: those are followed.
+/// Hidden files are left alone. Kubernetes mounts a ConfigMap as visible symlinks into a hidden
+/// folder: those are followed.
 pub(super) fn is_hidden(name: &std::ffi::OsStr) -> bool {
     name.as_encoded_bytes().first() == Some(&b'.')
 }
 
-/// Finds manifests below a folder. `above` are the folders that lead there, to notice a symlink that leads back.
+/// Finds manifests below a folder. `above` are the folders that lead there, to notice a symlink
+/// that leads back.
 fn walk(
     root: &Path,
     inside: &Path,
@@ -559,7 +566,8 @@ mod tests {
         assert_eq!(take_from(&mut folder, "1.yaml"), [("10.2.0.0/16".into(), "2.yaml, document 2".into())]);
         put(&folder, "1.yaml", &cidr("10.3.0.0/16"));
         assert_eq!(said(&scan(&mut folder, start)), [("10.3.0.0/16".into(), "1.yaml, document 1".into())]);
-        // The other file changed, too, and nobody has looked at it yet: what is in use stays until somebody has.
+        // The other file changed, too, and nobody has looked at it yet: what is in use stays until
+        // somebody has.
         put(&folder, "2.yaml", &(node("c") + &cidr("10.4.0.0/16")));
         assert_eq!(take_from(&mut folder, "1.yaml"), []);
         assert_eq!(said(&scan(&mut folder, start)), [("10.4.0.0/16".into(), "2.yaml, document 2".into())]);

@@ -1,7 +1,8 @@
 //! Objects from a folder of manifests, followed live.
 //!
-//! inotify says which files to read; a scan of names and stamps every [`RESCAN`] finds what it missed (symlinks that lead
-//! elsewhere, network file systems). What an edit may and may not take away is said in `folder.rs`.
+//! inotify says which files to read; a scan of names and stamps every [`RESCAN`] finds what it
+//! missed (symlinks that lead elsewhere, network file systems). What an edit may and may not take
+//! away is said in `folder.rs`.
 
 mod documents;
 mod folder;
@@ -48,7 +49,8 @@ impl Drop for StopOnDrop {
 /// Reads a folder until `shutdown`, and hands what changes to `sink`.
 ///
 /// # Errors
-/// The folder cannot be read at the start. Later that is shown as a problem, and what was read stays.
+/// The folder cannot be read at the start. Later that is shown as a problem, and what was read
+/// stays.
 pub(super) async fn run(folder: PathBuf, sink: Arc<dyn Sink>, shutdown: CancellationToken) -> Result<(), SourceError> {
     let (sender, messages) = mpsc::channel();
     let stop = StopOnDrop(sender.clone());

@@ -1,7 +1,7 @@
 //! Notices of changed files: which files to read, and when they are fit to be read.
 //!
-//! A file is read when nothing more was heard of it for [`QUIET`], and not while somebody has it open for writing: half a
-//! manifest may be a valid one.
+//! A file is read when nothing more was heard of it for [`QUIET`], and not while somebody has it
+//! open for writing: half a manifest may be a valid one.
 
 use std::{
     collections::BTreeMap,

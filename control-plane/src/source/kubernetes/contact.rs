@@ -1,8 +1,9 @@
 //! Whether the API server can be heard: one verdict over all kinds (contract, 14).
 //!
-//! The age of what is known says little in a short time, since a quiet cluster has only about one bookmark a minute. So
-//! the watches tell what becomes of their requests, and when nothing at all has come for some seconds the server is asked
-//! for one object. That finds a server, or a network, that accepts everything and says nothing.
+//! The age of what is known says little in a short time, since a quiet cluster has only about one
+//! bookmark a minute. So the watches tell what becomes of their requests, and when nothing at all
+//! has come for some seconds the server is asked for one object. That finds a server, or a network,
+//! that accepts everything and says nothing.
 
 use std::{
     collections::BTreeMap,
@@ -33,7 +34,8 @@ const PROBE_TIMEOUT: Duration = Duration::from_secs(4);
 /// Answers are read up to here. One object is at most some 1.5 MB.
 const ANSWER_LIMIT_BYTES: usize = 4 << 20;
 
-/// Unanswered probes in a row that make the verdict. Further ones follow in pauses of [`PROBE_AFTER`].
+/// Unanswered probes in a row that make the verdict. Further ones follow in pauses of
+/// [`PROBE_AFTER`].
 const FAILED_PROBES: u32 = 2;
 
 /// How long requests for one kind may fail.
@@ -67,7 +69,8 @@ struct Inner {
 }
 
 impl Contact {
-    /// The source counts as heard until something speaks against it. `silence_limit`: how long a silent watch is kept open.
+    /// The source counts as heard until something speaks against it. `silence_limit`: how long a
+    /// silent watch is kept open.
     pub(super) fn new(sink: Arc<dyn Sink>, silence_limit: Duration) -> Arc<Self> {
         let inner = Inner {
             answered: Instant::now(),
@@ -122,8 +125,8 @@ impl Contact {
         self.judge(inner);
     }
 
-    /// Waits before another try. The wait is over at once when the server answers a probe after it has not: after a long
-    /// outage the pauses are long.
+    /// Waits before another try. The wait is over at once when the server answers a probe after it
+    /// has not: after a long outage the pauses are long.
     pub(super) async fn pause(&self, pause: Duration) {
         tokio::select! {
             () = sleep(pause) => {}
@@ -181,8 +184,8 @@ impl Contact {
         }
     }
 
-    /// A probe that was sent at `asked` failed. Returns how many have failed in a row. One during which the server sent
-    /// something else does not count: the server is not silent.
+    /// A probe that was sent at `asked` failed. Returns how many have failed in a row. One during
+    /// which the server sent something else does not count: the server is not silent.
     fn probe_failed(&self, asked: Instant, problem: String) -> u32 {
         let mut inner = self.lock();
         if inner.answered < asked {
@@ -234,8 +237,8 @@ impl Inner {
     }
 }
 
-/// Asks for one object. Any answer but a server error shows that the server is there; whether it lets us watch is for the
-/// watches to tell.
+/// Asks for one object. Any answer but a server error shows that the server is there; whether it
+/// lets us watch is for the watches to tell.
 async fn probe(client: &Client) -> Result<(), String> {
     let uri = format!("{}?limit=1", path(ObjectKind::Service));
     let request = http::Request::get(uri).body(kube::client::Body::empty()).map_err(|error| error.to_string())?;

@@ -49,8 +49,8 @@ impl Failure {
         Self { reason, message: message.into(), needs_list: false, code: None, retry_after: None }
     }
 
-    /// The server said something that is not in the protocol. What was in its place is unknown, so the watch is opened again behind
-    /// the last event that made sense.
+    /// The server said something that is not in the protocol. What was in its place is unknown, so
+    /// the watch is opened again behind the last event that made sense.
     pub(super) fn malformed(message: impl std::fmt::Display) -> Self {
         Self::new("malformed_answer", format!("the server sent what is no part of the protocol: {message}"))
     }
@@ -127,8 +127,8 @@ impl Failure {
         Self::answer(kind, Verb::Watch, code, Some(status))
     }
 
-    /// True where a server that knows no streaming lists says so. (422 from servers with the feature off, 400 and the others from what stands
-    /// in front of servers.)
+    /// True where a server that knows no streaming lists says so. (422 from servers with the
+    /// feature off, 400 and the others from what stands in front of servers.)
     pub(super) fn refuses_streaming(&self) -> bool {
         self.code.is_some_and(|code| matches!(code.as_u16(), 400 | 405 | 406 | 415 | 422 | 501))
     }
@@ -158,7 +158,8 @@ fn chain(error: &dyn Error) -> String {
     text
 }
 
-/// Pauses between tries: drawn evenly from nought to a bound that doubles, so that replicas do not come back together.
+/// Pauses between tries: drawn evenly from nought to a bound that doubles, so that replicas do not
+/// come back together.
 #[derive(Debug, Default)]
 pub(super) struct BackOff {
     failures: u32,

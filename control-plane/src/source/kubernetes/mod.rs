@@ -41,7 +41,8 @@ const WAITING_UPDATES: usize = 1_024;
 /// Steps that are taken in together, at most.
 const STEPS_TOGETHER: usize = 4_096;
 
-/// Steps that come within this time of one another are taken in together: a Service and its slices change together.
+/// Steps that come within this time of one another are taken in together: a Service and its slices
+/// change together.
 const LINGER: Duration = Duration::from_millis(1);
 
 /// No update waits longer for others.
@@ -53,8 +54,8 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Watches the API server until `shutdown`, and hands what changes to `sink`.
 ///
 /// # Errors
-/// The configuration cannot be used; or a part of the program ended that never should. A server that cannot be reached, or says nonsense, is
-/// no error: it is asked again.
+/// The configuration cannot be used; or a part of the program ended that never should. A server
+/// that cannot be reached, or says nonsense, is no error: it is asked again.
 pub(super) async fn run(
     settings: SourceSettings,
     sink: Arc<dyn Sink>,
@@ -94,7 +95,8 @@ pub(super) async fn run(
     }
 }
 
-/// A client that leads where the configuration says: a kubeconfig file, or else the cluster around the pod.
+/// A client that leads where the configuration says: a kubeconfig file, or else the cluster around
+/// the pod.
 async fn client(kubeconfig: Option<&Path>) -> Result<Client, SourceError> {
     // Another part of the program may have installed it before: the same one.
     let _ = rustls::crypto::ring::default_provider().install_default();
@@ -190,8 +192,8 @@ impl Applier {
         }
     }
 
-    /// Hands on what changed. Before every kind was listed once there is nothing to hand on but problems: a part of the
-    /// cluster is no state to serve.
+    /// Hands on what changed. Before every kind was listed once there is nothing to hand on but
+    /// problems: a part of the cluster is no state to serve.
     fn commit(&mut self) {
         if let Some(problems) = self.model.take_problems() {
             super::show_problems(&*self.sink, &mut self.shown_problems, problems);

@@ -6,17 +6,20 @@
 //!   no version ── list complete ──► version ── watch ┴─ ended, broke, garbage ─► same version again
 //! ```
 //!
-//! A watch in which nothing comes for a while, neither change nor bookmark, is taken for dead and opened anew from where it was: a server or a load balancer
-//! that hangs says nothing, and neither does a connection whose other end is gone. Only what shows the state to be current counts as heard: a
-//! complete list, a change, a bookmark. A watch that opens, a page and a server that answers something else show nothing of the kind, so that the age of a
-//! kind grows until its watch really works again.
+//! A watch in which nothing comes for a while, neither change nor bookmark, is taken for dead and
+//! opened anew from where it was: a server or a load balancer that hangs says nothing, and neither
+//! does a connection whose other end is gone. Only what shows the state to be current counts as
+//! heard: a complete list, a change, a bookmark. A watch that opens, a page and a server that
+//! answers something else show nothing of the kind, so that the age of a kind grows until its watch
+//! really works again.
 //!
-//! An agent that comes from another replica may have seen a higher position of a kind in which nothing has changed since
-//! (that replica listed later). How far the server has come is then asked at once: servers send a bookmark 2 s before a
-//! watch ends, so the watch is opened anew for 3 s.
+//! An agent that comes from another replica may have seen a higher position of a kind in which
+//! nothing has changed since (that replica listed later). How far the server has come is then asked
+//! at once: servers send a bookmark 2 s before a watch ends, so the watch is opened anew for 3 s.
 //!
-//! A list is handed on as a whole when it is complete, never in part, so nothing is removed by one that breaks. A watch goes on
-//! behind the last event that was understood, so nothing is lost by one that breaks.
+//! A list is handed on as a whole when it is complete, never in part, so nothing is removed by one
+//! that breaks. A watch goes on behind the last event that was understood, so nothing is lost by
+//! one that breaks.
 
 use std::{
     collections::BTreeMap,
@@ -52,7 +55,8 @@ use crate::{
 /// How long an answer may take to begin, and one page to come.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// How long the check for a restored server may take; without an answer the watch goes on without it.
+/// How long the check for a restored server may take; without an answer the watch goes on without
+/// it.
 const CHECK_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A streaming list in which nothing comes for so long is given up.
@@ -64,17 +68,21 @@ const PAGE_OBJECTS: u32 = 500;
 /// Error bodies are read up to here.
 const ERROR_BODY_LIMIT_BYTES: usize = 64 * 1024;
 
-/// How often a server that does not have a kind is asked again: within a minute, as bookmarks would come.
+/// How often a server that does not have a kind is asked again: within a minute, as bookmarks would
+/// come.
 const ABSENT_PAUSE: Duration = Duration::from_secs(50);
 
-/// A watch that ends sooner counts as a failed try, so that a server which ends each at once is not asked without pause.
+/// A watch that ends sooner counts as a failed try, so that a server which ends each at once is not
+/// asked without pause.
 const SHORTEST_WATCH: Duration = Duration::from_secs(1);
 
-/// How long a watch is opened for that shall only tell how far the server has come. Its bookmark comes in a second or two.
+/// How long a watch is opened for that shall only tell how far the server has come. Its bookmark
+/// comes in a second or two.
 const PROGRESS_WATCH: Duration = Duration::from_secs(3);
 
-/// How many such watches are opened until the position that an agent has seen is reached. Bookmarks of old servers lag by
-/// what their etcd takes to report progress, often 5 s. No agent can make more of a position that is never reached.
+/// How many such watches are opened until the position that an agent has seen is reached. Bookmarks
+/// of old servers lag by what their etcd takes to report progress, often 5 s. No agent can make
+/// more of a position that is never reached.
 const PROGRESS_WATCHES: u32 = 4;
 
 /// What a watch hands on.
@@ -88,7 +96,8 @@ pub(super) enum WatchUpdate {
     Moved,
 }
 
-/// An update with its kind and the resourceVersion that it leads to; no version where the server does not have the kind.
+/// An update with its kind and the resourceVersion that it leads to; no version where the server
+/// does not have the kind.
 #[derive(Debug)]
 pub(super) struct KindUpdate {
     pub(super) kind: ObjectKind,
@@ -108,7 +117,8 @@ pub(super) struct Watch {
     back_off: BackOff,
     /// The server said that it has no streaming lists.
     is_streaming_refused: bool,
-    /// The server refused the kind's field selector. The model leaves out what it would have kept away.
+    /// The server refused the kind's field selector. The model leaves out what it would have kept
+    /// away.
     is_field_selector_refused: bool,
     /// A streaming list failed: the next list is by pages.
     is_streaming_broken: bool,
@@ -237,7 +247,8 @@ impl Watch {
         pause
     }
 
-    /// Servers before 1.33 have no ServiceCIDRs: that is a complete list of none. What was there before stays.
+    /// Servers before 1.33 have no ServiceCIDRs: that is a complete list of none. What was there
+    /// before stays.
     async fn note_absent(&mut self) {
         self.heard();
         if !self.is_absence_told {
@@ -252,9 +263,9 @@ impl Watch {
         }
     }
 
-    /// A streaming list: the watch begins with the state as it is, and a bookmark tells that it is complete. A server may
-    /// refuse these for good or fail at them alone (its etcd reports no progress, its cache is not filled), so a list by
-    /// pages follows whatever this one fails with.
+    /// A streaming list: the watch begins with the state as it is, and a bookmark tells that it is
+    /// complete. A server may refuse these for good or fail at them alone (its etcd reports no
+    /// progress, its cache is not filled), so a list by pages follows whatever this one fails with.
     async fn list_by_watch(&mut self) -> Result<(), Failure> {
         self.is_streaming_broken = true;
         let mut lines = self.open_watch("", true, time_limit()).await?;
@@ -335,8 +346,9 @@ impl Watch {
         self.send_update(WatchUpdate::Listed(listed), Some(version)).await;
     }
 
-    /// A watch from a version that the server has not reached would wait in silence: a server that was restored from a backup has to be
-    /// noticed before. A server that does not answer this question is given the benefit of the doubt.
+    /// A watch from a version that the server has not reached would wait in silence: a server that
+    /// was restored from a backup has to be noticed before. A server that does not answer this
+    /// question is given the benefit of the doubt.
     async fn check_not_behind(&self, version: &str) -> Result<(), Failure> {
         let Ok(ours) = version.parse::<u64>() else { return Ok(()) };
         let theirs = match timeout(CHECK_TIMEOUT, self.page(None, Some(1))).await {
@@ -369,7 +381,8 @@ impl Watch {
         };
         let request = kube::core::Request::new(wire::path(self.kind)).watch(&parameters, version);
         let mut request = request.map_err(Failure::malformed)?;
-        // Servers from 1.37 compress each event by itself, which the client's decompression does not read.
+        // Servers from 1.37 compress each event by itself, which the client's decompression does
+        // not read.
         request.headers_mut().insert(header::ACCEPT_ENCODING, HeaderValue::from_static("identity"));
         let body = timeout(ANSWER_TIMEOUT, self.send(request, Verb::Watch)).await;
         let body = body.map_err(|_| Failure::silent("a watch did not begin", ANSWER_TIMEOUT))??;
@@ -421,8 +434,8 @@ impl Watch {
         }
     }
 
-    /// Label and field selector: what is no business of a service proxy stays on the server, and what becomes so arrives
-    /// as deleted.
+    /// Label and field selector: what is no business of a service proxy stays on the server, and
+    /// what becomes so arrives as deleted.
     fn selectors(&self) -> (Option<&'static str>, Option<&'static str>) {
         match self.kind {
             ObjectKind::Service => {
@@ -439,7 +452,8 @@ impl Watch {
     }
 
     async fn send_update(&self, update: WatchUpdate, version: Option<String>) {
-        // Taken before it may have to wait for the receiver, which goes only when everything ends, which `run` sees.
+        // Taken before it may have to wait for the receiver, which goes only when everything ends,
+        // which `run` sees.
         let _ = self.updates.send(KindUpdate { kind: self.kind, update, version, received: SystemTime::now() }).await;
     }
 

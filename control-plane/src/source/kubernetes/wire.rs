@@ -1,8 +1,9 @@
 //! What the API server sends: lists, and watches with one JSON document a line.
 //!
-//! Events are decoded here and not by `kube::runtime::watcher`, which hands on neither bookmarks (the only sign of life of a
-//! quiet kind, and its position) nor the fact that a line it could not decode was an event that is now lost. An object that does not decode is an
-//! event as well, as long as it says its name: one bad object must not stop a list.
+//! Events are decoded here and not by `kube::runtime::watcher`, which hands on neither bookmarks
+//! (the only sign of life of a quiet kind, and its position) nor the fact that a line it could not
+//! decode was an event that is now lost. An object that does not decode is an event as well, as
+//! long as it says its name: one bad object must not stop a list.
 
 use std::borrow::Cow;
 
@@ -127,7 +128,8 @@ struct PageMetadata {
     continue_token: Option<String>,
 }
 
-/// `null` is empty, but the field has to be there: an answer without it is no list, and must not pass for an empty one.
+/// `null` is empty, but the field has to be there: an answer without it is no list, and must not
+/// pass for an empty one.
 fn required_items<'de: 'a, 'a, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<&'a RawValue>, D::Error> {
     Ok(Option::<Vec<&'a RawValue>>::deserialize(deserializer)?.unwrap_or_default())
 }
@@ -209,7 +211,8 @@ impl Lines {
     /// The next line without its end; `None` when the body ended as it should.
     ///
     /// # Errors
-    /// The connection broke, also in the middle of a line, or a line does not end. The watch can be resumed.
+    /// The connection broke, also in the middle of a line, or a line does not end. The watch can be
+    /// resumed.
     pub(super) async fn next(&mut self) -> Result<Option<Bytes>, Failure> {
         loop {
             let found = self.buffer[self.searched_bytes..].iter().position(|byte| *byte == b'\n');

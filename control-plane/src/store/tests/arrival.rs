@@ -61,7 +61,8 @@ fn any_action() -> impl Strategy<Value = Action> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// At any pace, through any interruption and with every bound in the way, a reader ends with the store's state.
+    /// At any pace, through any interruption and with every bound in the way, a reader ends with
+    /// the store's state.
     #[test]
     fn every_reader_arrives(
         actions in prop::collection::vec(any_action(), 1..80),

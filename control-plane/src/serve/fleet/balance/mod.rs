@@ -91,7 +91,8 @@ impl Balance {
     /// The band to be within; none while it is not known.
     fn band(&mut self, fleet: &Fleet) -> Option<Band> {
         let store = &fleet.context.store;
-        // A replica that cannot hear its source does not know which replicas are ready, and keeps what agents it has.
+        // A replica that cannot hear its source does not know which replicas are ready, and keeps
+        // what agents it has.
         if fleet.context.lifecycle() != Lifecycle::Serving || store.source_state() != SourceState::Following {
             return None;
         }

@@ -1,4 +1,5 @@
-//! Many replicas that decide on their own, and agents that go where chance sends them: they come to rest within their bands.
+//! Many replicas that decide on their own, and agents that go where chance sends them: they come to
+//! rest within their bands.
 
 #![allow(clippy::unwrap_used)]
 
@@ -121,7 +122,8 @@ impl Simulation {
         self.loads().iter().all(|load| *load <= band.limit)
     }
 
-    /// Time in which everything has moved that has to: as if all agents left one replica twice over.
+    /// Time in which everything has moved that has to: as if all agents left one replica twice
+    /// over.
     fn time_to_settle(&self) -> Duration {
         SETTLING + LEAVING + STEP * u32::try_from(2 * self.nodes / MAX_PER_STEP + 60).unwrap()
     }
@@ -138,7 +140,8 @@ proptest! {
         });
         simulation.run(simulation.time_to_settle());
         prop_assert!(simulation.is_within_bands(), "{:?} of {:?}", simulation.loads(), simulation.band());
-        // What goes to a replica that is above its limit itself has to go again: about half of them, once more half of these, and so on.
+        // What goes to a replica that is above its limit itself has to go again: about half of
+        // them, once more half of these, and so on.
         prop_assert!(simulation.asked <= 3 * surplus, "{} moves for a surplus of {surplus}", simulation.asked);
         let asked = simulation.asked;
         simulation.run(Duration::from_secs(120));
