@@ -1,23 +1,52 @@
 //! A stream's place in the store: a few words of memory, however far behind it is.
 
-use std::sync::Arc;
+use std::{collections::BTreeMap, sync::Arc};
 
 use bytes::Bytes;
-use headgate_core::{Change, digest::BUCKETS};
-use headgate_proto::{References, v1};
+use headgate_core::{
+    Change,
+    digest::{BUCKETS, Digests},
+};
+use headgate_proto::{References, digests_from_wire, v1};
 
 use super::{
     Inner, Store,
     buckets::BucketFrames,
     deltas::Delta,
-    encode::{Span, positions_to_wire, present_all, server_frame},
+    encode::{Span, positions_from_wire, positions_to_wire, present_all, server_frame},
     log,
-    resume::Resume,
 };
+use crate::transaction::SourceKind;
 
 /// A cursor this many versions behind the head takes single batches; one further behind skips to
 /// current values.
 const FOLLOW_VERSIONS: u64 = 16;
+
+/// What an agent says that it holds (`Hello.resume`).
+#[derive(Debug, Clone, Default)]
+pub struct Resume {
+    /// Epoch of the replica that it followed last, 0 when unknown.
+    pub epoch: u64,
+    /// Version within that epoch.
+    pub version: u64,
+    /// Source positions that its state covers.
+    pub positions: BTreeMap<SourceKind, u64>,
+    /// Digests of its state, if it sent them.
+    pub digests: Option<Digests>,
+}
+
+impl Resume {
+    /// Reads it; `None` when the digests are not one sum and one count for each bucket.
+    #[must_use]
+    pub fn from_wire(wire: &v1::Resume) -> Option<Self> {
+        let digests = match &wire.digests {
+            None => None,
+            Some(digests) => Some(digests_from_wire(digests)?),
+        };
+        let positions = positions_from_wire(&wire.positions);
+        Some(Self { epoch: wire.epoch, version: wire.version, positions, digests })
+    }
+}
 
 /// How a stream begins; see the contract, 3.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -1,5 +1,7 @@
 //! Encoding of what the store holds, cut to size. Everything here is encoded once and shared.
 
+use std::collections::BTreeMap;
+
 use bytes::Bytes;
 use headgate_core::{Change, State};
 use headgate_proto::{ChangesBuilder, References, frame::frame, v1};
@@ -28,6 +30,23 @@ pub(crate) fn positions_to_wire(positions: impl IntoIterator<Item = (SourceKind,
         v1::SourcePosition { kind: kind.into(), position }
     };
     positions.into_iter().map(to_wire).collect()
+}
+
+/// Positions by kind; a kind that only newer programs know cannot be compared, and is left out.
+pub(crate) fn positions_from_wire(wire: &[v1::SourcePosition]) -> BTreeMap<SourceKind, u64> {
+    wire.iter().filter_map(|wire| Some((kind(wire.kind())?, wire.position))).collect()
+}
+
+fn kind(wire: v1::source_position::Kind) -> Option<SourceKind> {
+    use v1::source_position::Kind;
+    match wire {
+        Kind::Services => Some(SourceKind::Services),
+        Kind::EndpointSlices => Some(SourceKind::EndpointSlices),
+        Kind::Nodes => Some(SourceKind::Nodes),
+        Kind::ServiceCidrs => Some(SourceKind::ServiceCidrs),
+        Kind::Files => Some(SourceKind::Files),
+        Kind::Unspecified => None,
+    }
 }
 
 /// Frames a message of the server.

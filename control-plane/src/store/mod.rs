@@ -34,11 +34,10 @@ use std::{
 use headgate_core::{Change, Dirty, Endpoint, ServiceKey, State, digest::Digests, node_state::SourceState};
 use tokio::sync::watch;
 
-pub use cursor::{Cursor, ResumeMode};
-pub(crate) use encode::{positions_to_wire, server_frame};
+pub use cursor::{Cursor, Resume, ResumeMode};
+pub(crate) use encode::{positions_from_wire, positions_to_wire, server_frame};
 pub use inspect::{WatchCursor, WatchPage};
-pub(crate) use resume::positions_from_wire;
-pub use resume::{BehindWait, NodeResumption, NotYet, Resume, Resumption, Wait};
+pub use resume::{BehindWait, NodeResumption, NotYet, Resumption, Wait};
 
 use crate::{
     metrics::Metrics,

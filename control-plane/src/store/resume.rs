@@ -6,55 +6,14 @@ use std::{
     time::Duration,
 };
 
-use headgate_core::{digest::Digests, node_state::SourceState};
-use headgate_proto::{digests_from_wire, v1};
+use headgate_core::node_state::SourceState;
 use tokio::time::Instant;
 
-use super::{Cursor, ResumeMode, Store};
+use super::{
+    Store,
+    cursor::{Cursor, Resume, ResumeMode},
+};
 use crate::transaction::SourceKind;
-
-/// What an agent says that it holds (`Hello.resume`).
-#[derive(Debug, Clone, Default)]
-pub struct Resume {
-    /// Epoch of the replica that it followed last, 0 when unknown.
-    pub epoch: u64,
-    /// Version within that epoch.
-    pub version: u64,
-    /// Source positions that its state covers.
-    pub positions: BTreeMap<SourceKind, u64>,
-    /// Digests of its state, if it sent them.
-    pub digests: Option<Digests>,
-}
-
-impl Resume {
-    /// Reads it; `None` when the digests are not one sum and one count for each bucket.
-    #[must_use]
-    pub fn from_wire(wire: &v1::Resume) -> Option<Self> {
-        let digests = match &wire.digests {
-            None => None,
-            Some(digests) => Some(digests_from_wire(digests)?),
-        };
-        let positions = positions_from_wire(&wire.positions);
-        Some(Self { epoch: wire.epoch, version: wire.version, positions, digests })
-    }
-}
-
-/// Positions by kind; a kind that only newer programs know cannot be compared, and is left out.
-pub(crate) fn positions_from_wire(wire: &[v1::SourcePosition]) -> BTreeMap<SourceKind, u64> {
-    wire.iter().filter_map(|wire| Some((kind(wire.kind())?, wire.position))).collect()
-}
-
-fn kind(wire: v1::source_position::Kind) -> Option<SourceKind> {
-    use v1::source_position::Kind;
-    match wire {
-        Kind::Services => Some(SourceKind::Services),
-        Kind::EndpointSlices => Some(SourceKind::EndpointSlices),
-        Kind::Nodes => Some(SourceKind::Nodes),
-        Kind::ServiceCidrs => Some(SourceKind::ServiceCidrs),
-        Kind::Files => Some(SourceKind::Files),
-        Kind::Unspecified => None,
-    }
-}
 
 /// Why an agent is given nothing yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
