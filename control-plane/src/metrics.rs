@@ -164,7 +164,7 @@ impl Default for Metrics {
                 "tls_certificate_not_after_seconds",
                 "When what is in use expires, in seconds since 1970: the own certificate (cert), the first of the clients' authorities (client_ca)",
             ),
-            requests_denied: add.add("requests_denied", "Requests to Inspect or reflection that were refused, by reason"),
+            requests_denied: add.add("requests_denied", "Requests that were refused, by reason"),
             balance_replicas: add.add("balance_replicas", "Ready replicas, as the source says of --balance-service"),
             balance_limit: add.add(
                 "balance_limit_agents",

@@ -1,10 +1,16 @@
 //! Connections that carry `Discovery.Sync` alone, on the level of HTTP/2 (RFC 9113): with clients whose settings are odd, and with some that do not conform.
 //! That the streams on them keep the contract is what `sync_stream` shows.
 
-use std::time::{Duration, Instant};
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
+};
 
 use bytes::{Buf as _, Bytes, BytesMut};
-use h2::{RecvStream, SendStream};
+use h2::{RecvStream, SendStream, client::SendRequest};
 use headgate_control_plane::{
     serve::{Security, Settings},
     transaction::Sink as _,
@@ -22,8 +28,11 @@ use prost::Message as _;
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
     net::TcpStream,
+    task::JoinHandle,
     time::timeout,
 };
+use tonic_health::pb::HealthCheckRequest;
+use tonic_reflection::pb::v1::{ServerReflectionRequest, server_reflection_request::MessageRequest};
 
 use crate::client::{Client, GUARD, channel, hello, message};
 use crate::replica::{self, Replica, cluster, service};
@@ -66,13 +75,8 @@ impl Stream {
 
     async fn message(&mut self) -> Option<Body> {
         loop {
-            if let Some(prefix) = self.unread.first_chunk::<PREFIX_BYTES>() {
-                let length = u32::from_be_bytes([prefix[1], prefix[2], prefix[3], prefix[4]]) as usize;
-                if self.unread.len() >= PREFIX_BYTES + length {
-                    self.unread.advance(PREFIX_BYTES);
-                    let message = self.unread.split_to(length);
-                    return v1::ServerMessage::decode(message).unwrap().body;
-                }
+            if let Some(message) = take_message(&mut self.unread) {
+                return v1::ServerMessage::decode(message).unwrap().body;
             }
             let bytes = timeout(GUARD, self.body.data()).await.expect("nothing came")?.unwrap();
             // Room is given as it is used, byte for byte.
@@ -116,8 +120,23 @@ impl Stream {
     }
 }
 
+/// The first message of `unread`, without its prefix, if it is complete.
+fn take_message(unread: &mut BytesMut) -> Option<BytesMut> {
+    let prefix = unread.first_chunk::<PREFIX_BYTES>()?;
+    let length = u32::from_be_bytes([prefix[1], prefix[2], prefix[3], prefix[4]]) as usize;
+    if unread.len() < PREFIX_BYTES + length {
+        return None;
+    }
+    unread.advance(PREFIX_BYTES);
+    Some(unread.split_to(length))
+}
+
 fn sync_request() -> Request<()> {
-    let uri = "http://replica.example/headgate.v1.Discovery/Sync";
+    post("/headgate.v1.Discovery/Sync")
+}
+
+fn post(path: &str) -> Request<()> {
+    let uri = format!("http://replica.example{path}");
     Request::post(uri).header("content-type", "application/grpc").header("te", "trailers").body(()).unwrap()
 }
 
@@ -298,44 +317,72 @@ async fn the_size_of_the_header_table_is_agreed_upon() {
     replica.running.stop().await;
 }
 
+/// A connection on which a request for something else than `Sync` has been answered.
+async fn general(
+    replica: &Replica,
+    settings: &h2::client::Builder,
+) -> (SendRequest<Bytes>, JoinHandle<Result<(), h2::Error>>) {
+    let socket = TcpStream::connect(replica.running.local_addr).await.unwrap();
+    let (mut requests, connection) = settings.handshake(socket).await.unwrap();
+    let connection = tokio::spawn(connection);
+    ask(&mut requests).await;
+    (requests, connection)
+}
+
+/// A request whose answer has no body.
+async fn ask(requests: &mut SendRequest<Bytes>) {
+    let (answer, _) = requests.send_request(post("/a/b"), true).unwrap();
+    assert!(timeout(GUARD, answer).await.unwrap().unwrap().headers().contains_key("grpc-status"));
+}
+
+#[tokio::test]
+async fn sync_behind_another_request_finds_another_connection() {
+    let replica = Replica::start().await;
+    replica.put([service(1, 80)]);
+    let (mut requests, connection) = general(&replica, &h2::client::Builder::new()).await;
+    let (health, mut sender) = requests.send_request(post("/grpc.health.v1.Health/Watch"), false).unwrap();
+    sender.send_data(frame(&HealthCheckRequest::default()), true).unwrap();
+    let mut health = timeout(GUARD, health).await.unwrap().unwrap().into_body();
+    assert!(timeout(GUARD, health.data()).await.unwrap().is_some());
+    let (answer, _sender) = requests.send_request(sync_request(), false).unwrap();
+    let error = timeout(GUARD, answer).await.unwrap().unwrap_err();
+    // A client may repeat it (RFC 9113, 8.7), and cannot do so here.
+    assert_eq!(error.reason(), Some(h2::Reason::REFUSED_STREAM), "{error}");
+    assert!(timeout(GUARD, requests.ready()).await.unwrap().is_err(), "the connection takes more requests");
+    assert_eq!(replica.metric("headgate_requests_denied_total{reason=\"sync_behind_others\"}"), 1);
+    // What is under way goes on, and the connection ends after it.
+    replica.store.cut_off(None);
+    assert!(timeout(GUARD, health.data()).await.unwrap().is_some(), "another answer on the connection ended");
+    drop((health, sender));
+    timeout(GUARD, connection).await.expect("the connection lasts").unwrap().unwrap();
+    let mut client = Client::open(channel(replica.running.local_addr).await, "n1", None).await.unwrap();
+    client.reach(1).await;
+    replica.running.stop().await;
+}
+
 #[tokio::test]
 async fn an_answer_that_nobody_takes_is_not_kept_for_ever() {
     let settings = Settings { stalled_response_timeout: Duration::from_millis(200), ..replica::settings() };
     let replica = Replica::start_with(settings, Security::Plaintext).await;
-    replica.store.synced();
-    let connect = |window: u32| {
-        let socket = TcpStream::connect(replica.running.local_addr);
+    let watch = |window: u32| {
+        let replica = &replica;
         async move {
-            let (mut requests, connection) =
-                h2::client::Builder::new().initial_window_size(window).handshake(socket.await.unwrap()).await.unwrap();
-            let connection = tokio::spawn(connection);
-            // The first request decides which server it is: another than Sync, with an answer that has no body.
-            let other = Request::post("http://replica.example/a/b").header("content-type", "application/grpc");
-            let (answer, _) = requests.send_request(other.body(()).unwrap(), true).unwrap();
-            assert!(timeout(GUARD, answer).await.unwrap().unwrap().headers().contains_key("grpc-status"));
-            let (answer, mut sender) = requests.send_request(sync_request(), false).unwrap();
-            sender.send_data(frame(&hello(&format!("n{window}"), None)), false).unwrap();
-            let answer = timeout(GUARD, answer).await.unwrap().unwrap().into_body();
-            (connection, requests, sender, answer)
+            let settings = h2::client::Builder::new().initial_window_size(window).clone();
+            let (mut requests, connection) = general(replica, &settings).await;
+            let (answer, mut sender) = requests.send_request(post("/grpc.health.v1.Health/Watch"), false).unwrap();
+            sender.send_data(frame(&HealthCheckRequest::default()), true).unwrap();
+            (connection, requests, timeout(GUARD, answer).await.unwrap().unwrap().into_body())
         }
     };
-    let (_, _requests, _sender, mut body) = connect(60_000).await;
-    assert!(timeout(GUARD, body.data()).await.unwrap().is_some(), "Welcome");
-    // No room for a byte of `Welcome`: the connection answers pings, and would last.
-    let (connection, _all, _that, _is_kept) = connect(0).await;
+    let (_, mut requests, mut body) = watch(60_000).await;
+    assert!(timeout(GUARD, body.data()).await.unwrap().is_some(), "the state at first");
+    // No room for a byte of it: the connection answers pings, and would last.
+    let (connection, _requests, _is_kept) = watch(0).await;
     let _ = timeout(GUARD, connection).await.expect("the connection lasts");
-    let ended = async {
-        while replica.metric("headgate_streams") > 1 {
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
-    };
-    timeout(GUARD, ended).await.expect("the stream lasts");
     assert_eq!(replica.metric("headgate_connections_untaken_total"), 1, "one that takes what there is stays");
-    replica.put([service(1, 80)]);
-    let mut bytes = Vec::new();
-    while !bytes.windows(9).any(|text| text == b"service-1") {
-        bytes.extend_from_slice(&timeout(GUARD, body.data()).await.expect("nothing came").unwrap().unwrap());
-    }
+    replica.store.synced();
+    assert!(timeout(GUARD, body.data()).await.expect("nothing came").is_some(), "the state afterwards");
+    ask(&mut requests).await;
     replica.running.stop().await;
 }
 
@@ -400,37 +447,58 @@ async fn who_asks_and_does_not_read_is_sent_away() {
 #[tokio::test]
 async fn who_says_more_than_an_agent_has_to_say_is_heard_later() {
     let replica = Replica::start().await;
-    let mut good = Client::open(channel(replica.running.local_addr).await, "good", None).await.unwrap();
     let failed = v1::ApplyFailed { error: "x".repeat(60_000), ..Default::default() };
     let failed = frame(&message(v1::agent_message::Body::ApplyFailed(failed)));
-    // On a connection of the stream's own, and behind another request.
-    for (round, is_alone) in [true, false].into_iter().enumerate() {
-        let socket = TcpStream::connect(replica.running.local_addr).await.unwrap();
-        let (mut requests, connection) = h2::client::handshake(socket).await.unwrap();
-        let connection = tokio::spawn(connection);
-        if !is_alone {
-            let other = Request::post("http://replica.example/a/b").body(()).unwrap();
-            timeout(GUARD, requests.send_request(other, true).unwrap().0).await.unwrap().unwrap();
-        }
-        let (answer, mut sender) = requests.send_request(sync_request(), false).unwrap();
-        let _answer = timeout(GUARD, answer).await.unwrap().unwrap();
-        sender.send_data(frame(&hello("bad", None)), false).unwrap();
-        let heard = |before: u64| replica.metric("headgate_agent_messages_total{message=\"apply_failed\"}") - before;
-        let (before, start) = (heard(0), Instant::now());
-        for _ in 0..1_000 {
-            sender.send_data(failed.clone(), false).unwrap();
-        }
-        let mut port = 0;
-        while port < 20 || start.elapsed() < Duration::from_secs(1) {
-            port += 1;
-            replica.put([service(1, port)]);
-            good.reach(replica.store.version()).await;
-        }
-        // A megabyte at once and a quarter of one a second (`serve/transport/budget.rs`), with as much for good measure.
-        let most = 2 * ((1 << 20) + start.elapsed().as_millis() * (256 << 10) / 1_000);
-        let bytes = u128::from(heard(before)) * failed.len() as u128;
-        assert!(bytes > 0 && bytes < most, "{bytes} bytes were read, not {most} at the most, in round {round}");
-        connection.abort();
-    }
+    let socket = TcpStream::connect(replica.running.local_addr).await.unwrap();
+    let (mut requests, connection) = h2::client::handshake(socket).await.unwrap();
+    tokio::spawn(connection);
+    let (answer, mut sender) = requests.send_request(sync_request(), false).unwrap();
+    let _answer = timeout(GUARD, answer).await.unwrap().unwrap();
+    sender.send_data(frame(&hello("bad", None)), false).unwrap();
+    let heard = || replica.metric("headgate_agent_messages_total{message=\"apply_failed\"}");
+    is_heard_later(&replica, &mut sender, &failed, heard).await;
     replica.running.stop().await;
+}
+
+#[tokio::test]
+async fn who_asks_more_than_there_is_to_ask_is_heard_later() {
+    let replica = Replica::start().await;
+    let (mut requests, _connection) = general(&replica, &h2::client::Builder::new()).await;
+    let (answer, mut sender) =
+        requests.send_request(post("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"), false).unwrap();
+    let list = MessageRequest::ListServices(String::new());
+    let question = frame(&ServerReflectionRequest { host: "x".repeat(60_000), message_request: Some(list) });
+    let heard = Arc::new(AtomicU64::new(0));
+    let counter = Arc::clone(&heard);
+    tokio::spawn(async move {
+        let (mut answers, mut unread) = (answer.await.unwrap().into_body(), BytesMut::new());
+        while let Some(Ok(bytes)) = answers.data().await {
+            answers.flow_control().release_capacity(bytes.len()).unwrap();
+            unread.extend_from_slice(&bytes);
+            while take_message(&mut unread).is_some() {
+                counter.fetch_add(1, Ordering::SeqCst);
+            }
+        }
+    });
+    is_heard_later(&replica, &mut sender, &question, || heard.load(Ordering::SeqCst)).await;
+    replica.running.stop().await;
+}
+
+/// Sends `said` a thousand times. It has to be `heard` at the pace of `serve/transport/budget.rs` while others notice nothing.
+async fn is_heard_later(replica: &Replica, sender: &mut SendStream<Bytes>, said: &Bytes, heard: impl Fn() -> u64) {
+    let mut good = Client::open(channel(replica.running.local_addr).await, "good", None).await.unwrap();
+    let start = Instant::now();
+    for _ in 0..1_000 {
+        sender.send_data(said.clone(), false).unwrap();
+    }
+    let mut port = 0;
+    while port < 20 || start.elapsed() < Duration::from_secs(1) {
+        port += 1;
+        replica.put([service(1, port)]);
+        good.reach(replica.store.version()).await;
+    }
+    // A megabyte at once and a quarter of one a second, with as much for good measure.
+    let most = 2 * ((1 << 20) + start.elapsed().as_millis() * (256 << 10) / 1_000);
+    let bytes = u128::from(heard()) * said.len() as u128;
+    assert!(bytes > 0 && bytes < most, "{bytes} bytes were read, not {most} at the most");
 }

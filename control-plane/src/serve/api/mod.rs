@@ -67,7 +67,7 @@ pub(crate) async fn routes(streams: &Arc<Streams>) -> Result<Routes, tonic_refle
     let inspect = inspect.max_decoding_message_size(MAX_REQUEST_BYTES);
     let reflection_v1 = reflection().build_v1()?.max_decoding_message_size(MAX_REQUEST_BYTES);
     let reflection_v1alpha = reflection().build_v1alpha()?.max_decoding_message_size(MAX_REQUEST_BYTES);
-    Ok(Routes::new(Discovery(Arc::clone(streams)))
+    Ok(Routes::new(Discovery(Arc::clone(&streams.fleet)))
         .add_service(InterceptedService::new(inspect, readers_only(context)))
         .add_service(health.max_decoding_message_size(MAX_REQUEST_BYTES))
         .add_service(InterceptedService::new(reflection_v1, readers_only(context)))

@@ -1,10 +1,8 @@
 //! What an agent sends after its `Hello`.
 
-use std::sync::Arc;
-
 use headgate_proto::v1::{self, agent_message::Body};
 use tokio::time::Instant;
-use tonic::{Code, Status, Streaming};
+use tonic::Status;
 
 use crate::{
     metrics::Metrics,
@@ -13,34 +11,6 @@ use crate::{
         fleet::{Agent, End, clip},
     },
 };
-
-/// Reads messages until the agent closes its half, goes away, or does something that ends the
-/// stream, and says by [`Agent::end`] which. It runs in a task of its own, so that ACKs are taken
-/// in also when the stream cannot be written to.
-pub(crate) async fn read(mut requests: Streaming<v1::AgentMessage>, agent: Arc<Agent>, context: Arc<Context>) {
-    let end = loop {
-        match requests.message().await {
-            Ok(Some(message)) => {
-                if let Err(end) = take(message, &agent, &context) {
-                    break end;
-                }
-            }
-            Ok(None) => break closed_by_agent(),
-            Err(status) => break failure(&status),
-        }
-    };
-    agent.end(end);
-}
-
-/// Why reading an agent's message failed, in the contract's terms.
-pub(crate) fn failure(status: &Status) -> End {
-    match status.code() {
-        Code::OutOfRange | Code::ResourceExhausted => too_large(),
-        Code::Internal | Code::InvalidArgument | Code::Unimplemented => malformed(status.message()),
-        // The transport: nobody is there to read a status.
-        _ => End::plain("disconnected", Status::cancelled(status.message())),
-    }
-}
 
 /// The end of a stream on which a message was longer than the contract allows.
 pub(crate) fn too_large() -> End {

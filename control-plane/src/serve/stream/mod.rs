@@ -3,7 +3,6 @@
 
 mod hello;
 mod inbound;
-mod response_body;
 mod session;
 mod snapshot_queue;
 
@@ -12,7 +11,6 @@ use std::sync::Arc;
 use self::snapshot_queue::SnapshotQueue;
 pub(crate) use self::{
     inbound::{closed_by_agent, malformed, too_large},
-    response_body::frames,
     session::{Session, closed_before_hello, no_hello_in_time, stopping},
 };
 use super::{

@@ -1,4 +1,4 @@
-//! Where each connection goes: to its stream's carrier, or to the general server.
+//! Which server carries each connection: the one of streams, or the general one.
 
 use std::{io, sync::Arc, time::Duration};
 
@@ -14,19 +14,18 @@ use super::{
 };
 use crate::serve::{context::Warning, stream::Streams};
 
-/// How long to wait for the first request. A connection that is made before there is anything to
-/// ask goes to the general server, which keeps it.
+/// How long to wait for the first request. After that the general server keeps the connection, and a
+/// request for `Sync` needs another one.
 const FIRST_REQUEST_WAIT: Duration = Duration::from_secs(10);
 
-/// Sends each connection to its server until `shutdown` is cancelled. Returns those for the general
-/// server; the others are served in `tasks`.
+/// Serves each connection in `tasks`. Takes no more of them when `shutdown` is cancelled.
 pub(crate) fn dispatch(
     mut accepted: mpsc::Receiver<Connection>,
     streams: Arc<Streams>,
+    general: General,
     tasks: TaskTracker,
     shutdown: CancellationToken,
-) -> (mpsc::Receiver<General>, JoinHandle<()>) {
-    let (sender, receiver) = mpsc::channel(16);
+) -> JoinHandle<()> {
     let connections = Arc::new(Connections::default());
     let dispatch = async move {
         let context = &streams.context;
@@ -42,20 +41,20 @@ pub(crate) fn dispatch(
                     continue;
                 }
             };
-            let first = first_request(connection, Arc::clone(&streams), held, tasks.clone(), sender.clone());
+            let first = first_request(connection, Arc::clone(&streams), held, general.clone(), tasks.clone());
             let shutdown = shutdown.clone();
             tokio::spawn(async move { shutdown.run_until_cancelled(first).await });
         }
     };
-    (receiver, tokio::spawn(dispatch))
+    tokio::spawn(dispatch)
 }
 
 async fn first_request(
     mut connection: Connection,
     streams: Arc<Streams>,
     held: Held,
+    general: General,
     tasks: TaskTracker,
-    general: mpsc::Sender<General>,
 ) {
     let first = match first_request::read(&mut connection.io, FIRST_REQUEST_WAIT).await {
         Ok(first) => first,
@@ -68,8 +67,8 @@ async fn first_request(
         }
     };
     if !first.is_sync {
-        // The server is gone when nobody receives: the connection closes.
-        return drop(general.send(General::new(connection, held, &first.bytes)).await);
+        tasks.spawn(general.serve(connection, held, first.bytes));
+        return;
     }
     let Connection { io, peer } = connection;
     let (stream, tls) = match io {

@@ -68,7 +68,7 @@ pub(crate) async fn read(
         }
         match scan(&bytes, &mut scanned) {
             Scan::Incomplete if bytes.len() < MAX_BYTES => {}
-            Scan::Headers { end } => return Ok(FirstRequest { is_sync: is_sync(&bytes[..end]), bytes }),
+            Scan::Headers { end } => return Ok(FirstRequest { is_sync: ends_with_sync(&bytes[..end]), bytes }),
             Scan::Incomplete | Scan::Unexpected => return Ok(FirstRequest { bytes, is_sync: false }),
         }
     }
@@ -114,18 +114,16 @@ fn scan(bytes: &[u8], scanned: &mut usize) -> Scan {
     Scan::Incomplete
 }
 
-/// True when the bytes end with the headers of a request for `Discovery.Sync`.
-fn is_sync(bytes: &[u8]) -> bool {
-    parse(bytes).is_some_and(|request| {
-        request.uri().path() == SYNC_PATH
-            && request.method() == Method::POST
-            && is_grpc(request.headers().get(header::CONTENT_TYPE))
-    })
+/// True when a request is a valid one for `Discovery.Sync`.
+pub(crate) fn is_sync<T>(request: &Request<T>) -> bool {
+    let content_type = request.headers().get(header::CONTENT_TYPE);
+    let is_grpc = |value: &HeaderValue| value.as_bytes().starts_with(b"application/grpc");
+    request.uri().path() == SYNC_PATH && request.method() == Method::POST && content_type.is_some_and(is_grpc)
 }
 
-/// True when a request's content type is gRPC's.
-pub(crate) fn is_grpc(content_type: Option<&HeaderValue>) -> bool {
-    content_type.is_some_and(|content_type| content_type.as_bytes().starts_with(b"application/grpc"))
+/// True when the bytes end with the headers of a request for `Discovery.Sync`.
+fn ends_with_sync(bytes: &[u8]) -> bool {
+    parse(bytes).is_some_and(|request| is_sync(&request))
 }
 
 /// The request in the bytes, if there is a valid one. The parser is h2, on a connection in memory.
@@ -268,20 +266,20 @@ mod tests {
     fn only_a_proper_request_for_sync_is_one() {
         let wanted = client(SYNC_PATH, Method::POST, "application/grpc");
         assert_eq!(look(&wanted), Scan::Headers { end: wanted.len() });
-        assert!(is_sync(&wanted));
+        assert!(ends_with_sync(&wanted));
         for (path, method, content_type) in [
             ("/headgate.v1.Inspect/GetStatus", Method::POST, "application/grpc"),
             (SYNC_PATH, Method::GET, "application/grpc"),
             (SYNC_PATH, Method::POST, "text/plain"),
         ] {
             let bytes = client(path, method, content_type);
-            assert!(matches!(look(&bytes), Scan::Headers { .. }) && !is_sync(&bytes), "{path}");
+            assert!(matches!(look(&bytes), Scan::Headers { .. }) && !ends_with_sync(&bytes), "{path}");
         }
         // No request at all: a header block that cannot be decoded, and one without pseudo-headers.
         for block in [&b"\xff\xff\xff"[..], b"\x00\x01a\x01b"] {
             let bytes = [PREFACE, &frame(4, 0, 0, &[]), &frame(1, flag::END_HEADERS, 1, block)].concat();
             assert_eq!(look(&bytes), Scan::Headers { end: bytes.len() });
-            assert!(!is_sync(&bytes));
+            assert!(!ends_with_sync(&bytes));
         }
     }
 
@@ -309,11 +307,11 @@ mod tests {
             let block = [update, &fields()].concat();
             let bytes =
                 [PREFACE, &frame(kind::SETTINGS, 0, 0, &[]), &frame(kind::HEADERS, flag::END_HEADERS, 1, &block)];
-            assert_eq!(is_sync(&bytes.concat()), is_accepted, "{what}");
+            assert_eq!(ends_with_sync(&bytes.concat()), is_accepted, "{what}");
         }
         // It is said in front of all fields (4.2).
         let behind = frame(kind::HEADERS, flag::END_HEADERS, 1, &[fields(), vec![0x20]].concat());
-        assert!(!is_sync(&[PREFACE, &frame(kind::SETTINGS, 0, 0, &[]), &behind].concat()));
+        assert!(!ends_with_sync(&[PREFACE, &frame(kind::SETTINGS, 0, 0, &[]), &behind].concat()));
     }
 
     #[test]

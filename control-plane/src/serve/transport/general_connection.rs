@@ -1,51 +1,139 @@
-//! A connection for the general server, whose HTTP/2 is tonic's.
+//! A connection that carries every method but `Discovery.Sync`: hyper's HTTP/2 in front of tonic's
+//! services.
+//!
+//! A request for `Sync` on such a connection is refused with `REFUSED_STREAM`, after a GOAWAY. The
+//! client may repeat a refused request (RFC 9113, 8.7), and gRPC clients do so without telling their
+//! caller. They open a new connection for it, where [`super::sync_connection`] carries the stream.
 
 use std::{
     io,
-    pin::Pin,
+    pin::{Pin, pin},
+    sync::Arc,
     task::{Context, Poll, ready},
 };
 
+use http::Request;
+use hyper::{body::Incoming, server::conn::http2, service::service_fn};
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
     time::{Instant, Sleep, sleep},
 };
 use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
-use tonic::transport::server::Connected;
+use tonic::{body::Body, service::Routes};
+use tower::Service as _;
 
-use super::{budget::Budget, connection_limits::Held, first_request::WithoutFirstAck, listener::Connection};
-use crate::identity::Peer;
+use super::{
+    KEEPALIVE,
+    budget::Budget,
+    connection_limits::Held,
+    first_request::{WithoutFirstAck, is_sync},
+    listener::Connection,
+    stalled_responses::{Caller, Watched},
+};
+use crate::serve::context;
 
-/// Who asks, and the connection that it asks on; found in the extensions of every request.
-#[derive(Debug, Clone)]
-pub(crate) struct Caller {
-    pub(crate) peer: Peer,
-    /// Closes the connection when it is cancelled.
-    pub(crate) closed: CancellationToken,
+/// Most requests that a connection may have open at the same time.
+const MAX_REQUESTS: u32 = 64;
+
+/// Flow-control window of a connection and of each request, in bytes. Requests are small.
+const REQUEST_WINDOW_BYTES: u32 = 65_535;
+
+/// The server of such connections.
+#[derive(Clone)]
+pub(crate) struct General {
+    routes: Routes,
+    context: Arc<context::Context>,
+    shutdown: CancellationToken,
+    stopped: CancellationToken,
 }
 
-/// A connection for the general server, with what was read of it before.
-pub(crate) struct General {
+impl General {
+    /// A server of `routes`. It sends GOAWAY on every connection when `shutdown` is cancelled, and
+    /// closes every connection when `stopped` is cancelled.
+    pub(crate) fn new(
+        routes: Routes,
+        context: Arc<context::Context>,
+        shutdown: CancellationToken,
+        stopped: CancellationToken,
+    ) -> Self {
+        Self { routes, context, shutdown, stopped }
+    }
+
+    /// Serves one connection until it ends. `read` holds the bytes that were read from it before.
+    pub(crate) async fn serve(self, connection: Connection, held: Held, read: Vec<u8>) {
+        let Self { routes, context, shutdown, stopped } = self;
+        let closed = stopped.child_token();
+        let caller = Caller { peer: connection.peer.clone(), closed: closed.clone() };
+        let address = caller.peer.address;
+        // A request for `Sync` cancels `serving` and waits until that has led to a GOAWAY.
+        let (serving, goaway) = (shutdown.child_token(), CancellationToken::new());
+        let (ended_serving, sent_goaway) = (serving.clone(), goaway.clone());
+        let service = service_fn(move |request: Request<Incoming>| {
+            let (mut routes, context, caller) = (routes.clone(), Arc::clone(&context), caller.clone());
+            let (serving, goaway) = (serving.clone(), goaway.clone());
+            async move {
+                if is_sync(&request) {
+                    context.metrics.count_request_denied("sync_behind_others");
+                    tracing::debug!(%address, "Sync behind other requests: the client has to open another connection");
+                    serving.cancel();
+                    goaway.cancelled().await;
+                    return Err(h2::Error::from(h2::Reason::REFUSED_STREAM));
+                }
+                let mut request = request.map(Body::new);
+                request.extensions_mut().insert(caller.peer.clone());
+                let answer = match routes.call(request).await {
+                    Ok(answer) => answer,
+                    Err(never) => match never {},
+                };
+                Ok(answer.map(|body| Watched::new(body, context, caller)))
+            }
+        });
+        let server = http2::Builder::new(TokioExecutor::new())
+            .timer(TokioTimer::new())
+            .keep_alive_interval(KEEPALIVE)
+            .keep_alive_timeout(KEEPALIVE)
+            .max_concurrent_streams(MAX_REQUESTS)
+            .initial_stream_window_size(REQUEST_WINDOW_BYTES)
+            .initial_connection_window_size(REQUEST_WINDOW_BYTES)
+            .serve_connection(TokioIo::new(Io::new(connection, held, &read, closed)), service);
+        let mut server = pin!(server);
+        let ended = tokio::select! {
+            ended = server.as_mut() => ended,
+            () = ended_serving.cancelled() => {
+                // GOAWAY precedes whatever is sent from now on.
+                server.as_mut().graceful_shutdown();
+                sent_goaway.cancel();
+                server.await
+            }
+        };
+        if let Err(error) = ended {
+            tracing::debug!(%address, %error, "HTTP/2");
+        }
+    }
+}
+
+/// A connection as hyper reads and writes it. The bytes that were read before come first, and reading
+/// keeps to a [`Budget`].
+struct Io {
     connection: Connection,
     _held: Held,
     unread: Vec<u8>,
     read_bytes: usize,
     filter: WithoutFirstAck,
-    closed: CancellationToken,
     until_closed: Pin<Box<WaitForCancellationFutureOwned>>,
     budget: Budget,
     pause: Option<Pin<Box<Sleep>>>,
 }
 
-impl General {
-    pub(crate) fn new(connection: Connection, held: Held, read: &[u8]) -> Self {
+impl Io {
+    fn new(connection: Connection, held: Held, read: &[u8], closed: CancellationToken) -> Self {
         let (mut filter, mut unread) = (WithoutFirstAck::new(), Vec::new());
         filter.pass(read, &mut unread);
         let mut budget = Budget::new(Instant::now());
         budget.spend(read.len(), Instant::now());
-        let closed = CancellationToken::new();
-        let until_closed = Box::pin(closed.clone().cancelled_owned());
-        Self { connection, _held: held, unread, read_bytes: 0, filter, closed, until_closed, budget, pause: None }
+        let until_closed = Box::pin(closed.cancelled_owned());
+        Self { connection, _held: held, unread, read_bytes: 0, filter, until_closed, budget, pause: None }
     }
 
     /// Reads from the connection as its budget allows.
@@ -63,15 +151,7 @@ impl General {
     }
 }
 
-impl Connected for General {
-    type ConnectInfo = Caller;
-
-    fn connect_info(&self) -> Caller {
-        Caller { peer: self.connection.peer.clone(), closed: self.closed.clone() }
-    }
-}
-
-impl AsyncRead for General {
+impl AsyncRead for Io {
     fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         let this = &mut *self;
         if this.until_closed.as_mut().poll(cx).is_ready() {
@@ -101,7 +181,7 @@ impl AsyncRead for General {
     }
 }
 
-impl AsyncWrite for General {
+impl AsyncWrite for Io {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         Pin::new(&mut self.connection.io).poll_write(cx, bytes)
     }

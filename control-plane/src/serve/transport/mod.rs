@@ -16,7 +16,7 @@ pub mod tls;
 
 use std::time::Duration;
 
-pub(crate) use self::{first_request::is_grpc, page_listener::BoundedListener, server::serve};
+pub(crate) use self::{page_listener::BoundedListener, server::serve};
 
 /// Both sides probe a connection on which nothing is heard, and give it up after the same time
 /// again.

@@ -1,8 +1,7 @@
 //! Responses of the general server that their clients do not take.
 //!
 //! A client may give no room for a response (RFC 9113, 6.9) and still answer pings. It would keep
-//! the response, and the stream behind it, for ever: a body is asked for more only when there is
-//! room for what it gave. So a client that takes nothing of a pending response for a time loses its
+//! the response for ever: a body is asked for more only when there is room for what it gave. So a client that takes nothing of a pending response for a time loses its
 //! connection.
 
 use std::{
@@ -13,57 +12,23 @@ use std::{
 };
 
 use bytes::Bytes;
-use futures::{FutureExt as _, future::Map, task::AtomicWaker};
-use http::{Request, Response};
+use futures::task::AtomicWaker;
 use http_body::{Frame, SizeHint};
 use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
 use tonic::{Status, body::Body};
-use tower::Service;
 
-use super::general_connection::Caller;
-use crate::serve::context::{Context, Visit, Visited};
+use crate::{
+    identity::Peer,
+    serve::context::{Context, Visit, Visited},
+};
 
-/// See the module. Puts the [`crate::identity::Peer`] into each request's extensions as well.
-#[derive(Clone)]
-pub(crate) struct StalledResponses<S> {
-    inner: S,
-    context: Arc<Context>,
-}
-
-impl<S> StalledResponses<S> {
-    /// Looks after the answers of `inner`.
-    pub(crate) fn new(inner: S, context: Arc<Context>) -> Self {
-        Self { inner, context }
-    }
-}
-
-type Answered<E> = Result<Response<Body>, E>;
-
-impl<S> Service<Request<Body>> for StalledResponses<S>
-where
-    S: Service<Request<Body>, Response = Response<Body>>,
-    S::Future: Send + 'static,
-{
-    type Response = Response<Body>;
-    type Error = S::Error;
-    type Future = Map<S::Future, Box<dyn FnOnce(Answered<S::Error>) -> Answered<S::Error> + Send>>;
-
-    fn poll_ready(&mut self, cx: &mut task::Context<'_>) -> Poll<Result<(), S::Error>> {
-        self.inner.poll_ready(cx)
-    }
-
-    fn call(&mut self, mut request: Request<Body>) -> Self::Future {
-        let caller = request.extensions().get::<Caller>().cloned();
-        if let Some(caller) = &caller {
-            request.extensions_mut().insert(caller.peer.clone());
-        }
-        let context = Arc::clone(&self.context);
-        let watch = move |answered: Answered<S::Error>| {
-            let Some(caller) = caller else { return Ok(Status::internal("the connection has no peer").into_http()) };
-            Ok(answered?.map(|body| Body::new(Watched::new(body, &context, caller))))
-        };
-        self.inner.call(request).map(Box::new(watch))
-    }
+/// Who asks, and the connection that the request came on.
+#[derive(Debug, Clone)]
+pub(crate) struct Caller {
+    pub(crate) peer: Peer,
+    /// Closes the connection when it is cancelled.
+    pub(crate) closed: CancellationToken,
 }
 
 /// One answer.
@@ -111,22 +76,19 @@ impl Visit for Answer {
     }
 }
 
-/// The body of an answer that is looked after.
-struct Watched {
+/// The body of an answer whose client is watched.
+pub(crate) struct Watched {
     body: Body,
     answer: Arc<Answer>,
     _visited: Visited,
 }
 
 impl Watched {
-    fn new(body: Body, context: &Arc<Context>, caller: Caller) -> Self {
-        let answer = Answer {
-            context: Arc::clone(context),
-            caller,
-            server: AtomicWaker::new(),
-            waits_since: Mutex::new(Some(Instant::now())),
-        };
-        let answer = Arc::new(answer);
+    /// Watches whether `caller` takes `body`.
+    pub(crate) fn new(body: Body, context: Arc<Context>, caller: Caller) -> Self {
+        let waits_since = Mutex::new(Some(Instant::now()));
+        let answer =
+            Arc::new(Answer { context: Arc::clone(&context), caller, server: AtomicWaker::new(), waits_since });
         let visited = context.visits.add(Arc::<Answer>::clone(&answer));
         Self { body, answer, _visited: visited }
     }

@@ -15,11 +15,9 @@ async fn nodes_follow_readers_look_and_health_is_open() {
 
     let node = connect(authority.node("n1")).await;
     assert_eq!(node.health().await.unwrap(), 1);
-    // Beside other requests, and on a connection of its own, which is served apart.
+    // `Sync` has a connection of its own.
     let stream = connect(authority.node("n1")).await;
-    for connection in [&node, &stream] {
-        connection.sync("n1").await.unwrap().hears_of("service-1").await;
-    }
+    stream.sync("n1").await.unwrap().hears_of("service-1").await;
     let denied = [node.inspect().await.map(drop).unwrap_err(), node.reflection().await.unwrap_err()];
     for status in denied {
         assert_eq!(status.code(), Code::PermissionDenied, "{status}");
@@ -27,19 +25,18 @@ async fn nodes_follow_readers_look_and_health_is_open() {
         assert!(status.message().contains("headgate://reader/NAME"), "{status}");
     }
     assert_eq!(server.metric("headgate_requests_denied_total{reason=\"permission_denied\"}"), 2);
-    for connection in [node, connect(authority.node("n1")).await] {
-        let status = connection.sync("n2").await.err().unwrap();
-        assert!(status.code() == Code::PermissionDenied && status.message().contains("--node-name n1"), "{status}");
-    }
+    let status = connect(authority.node("n1")).await.sync("n2").await.err().unwrap();
+    assert!(status.code() == Code::PermissionDenied && status.message().contains("--node-name n1"), "{status}");
 
     let in_group = authority.client(&[], |params| {
         params.distinguished_name.push(DnType::OrganizationName, "headgate:readers");
     });
-    for reader in [authority.client(&["headgate://reader/me"], |_| {}), in_group] {
-        let reader = connect(reader).await;
+    for pair in [authority.client(&["headgate://reader/me"], |_| {}), in_group] {
+        let client = Client::new(&authority, &pair);
+        let reader = client.connect(address).await.unwrap();
         assert_eq!(reader.inspect().await.unwrap().services, 1);
         reader.reflection().await.unwrap();
-        let status = reader.sync("n1").await.err().unwrap();
+        let status = client.connect(address).await.unwrap().sync("n1").await.err().unwrap();
         assert_eq!(status.code(), Code::PermissionDenied);
         assert!(status.message().contains("headgate://node/n1"), "{status}");
     }
@@ -84,11 +81,12 @@ async fn a_certificate_that_does_not_say_clearly_whose_it_is_is_nobody_s() {
     ];
     let count = cases.len() as u64;
     for (pair, problem) in cases {
-        let nobody = Client::new(&authority, &pair).connect(address).await.unwrap();
+        let client = Client::new(&authority, &pair);
+        let nobody = client.connect(address).await.unwrap();
         let statuses = [
             nobody.inspect().await.map(drop).unwrap_err(),
             nobody.reflection().await.unwrap_err(),
-            nobody.sync("n1").await.err().unwrap(),
+            client.connect(address).await.unwrap().sync("n1").await.err().unwrap(),
         ];
         for status in statuses {
             assert_eq!(status.code(), Code::PermissionDenied, "{status}");
