@@ -2,8 +2,8 @@
 //! services.
 //!
 //! A request for `Sync` on such a connection is refused with `REFUSED_STREAM`, after a GOAWAY. The
-//! client may repeat a refused request (RFC 9113, 8.7), and gRPC clients do so without telling their
-//! caller. They open a new connection for it, where [`super::sync_connection`] carries the stream.
+//! client may repeat a refused request (RFC 9113, 8.7), for which it needs a new connection, and some
+//! libraries do so themselves. [`super::sync_connection`] carries the stream there.
 
 use std::{
     io,
