@@ -86,7 +86,7 @@ impl General {
                     Ok(answer) => answer,
                     Err(never) => match never {},
                 };
-                Ok(answer.map(|body| Watched::new(body, context, caller)))
+                Ok(answer.map(|body| Watched::new(body, &context, caller)))
             }
         });
         let server = http2::Builder::new(TokioExecutor::new())

@@ -85,10 +85,9 @@ pub(crate) struct Watched {
 
 impl Watched {
     /// Watches whether `caller` takes `body`.
-    pub(crate) fn new(body: Body, context: Arc<Context>, caller: Caller) -> Self {
+    pub(crate) fn new(body: Body, context: &Arc<Context>, caller: Caller) -> Self {
         let waits_since = Mutex::new(Some(Instant::now()));
-        let answer =
-            Arc::new(Answer { context: Arc::clone(&context), caller, server: AtomicWaker::new(), waits_since });
+        let answer = Arc::new(Answer { context: Arc::clone(context), caller, server: AtomicWaker::new(), waits_since });
         let visited = context.visits.add(Arc::<Answer>::clone(&answer));
         Self { body, answer, _visited: visited }
     }
