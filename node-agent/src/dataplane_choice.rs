@@ -1,41 +1,42 @@
-//! Chooses and configures the backend that the options ask for, prepares the machine for it, and removes
-//! the traces of all backends.
+//! Chooses and configures the dataplane that the options ask for, and prepares the machine for it.
 
 use headgate_core::masquerade::MasqueradeConfig;
 use tracing::error;
 
 use crate::{
-    dataplane::{DataplaneError, ErrorKind, NodeDataplane, iptables, ipvs},
+    dataplane::{DataplaneError, ErrorKind, Leftover, NodeDataplane, iptables, ipvs, xtables},
     node_inputs::{NodeInputs, NodeSettings, interface_addresses},
     options::Options,
     settings::{IpvsSettings, ProxyMode, Settings},
     sysctl::Sysctls,
 };
 
-/// The backend that the options ask for, or iptables where this machine cannot run it: then
+/// The dataplane that the options ask for, or iptables where this machine cannot run it: then
 /// [`NodeDataplane::degraded`] says what is missing. Changes no rule.
 ///
 /// # Errors
-/// When this machine cannot run it, or the options contradict each other; the message says what to change.
+/// When this machine cannot run it, or the options contradict each other; the message says what to
+/// change.
 pub fn build(options: &Options, settings: &Settings) -> Result<Box<dyn NodeDataplane>, DataplaneError> {
-    let iptables = || iptables::IptablesDataplane::new(iptables_config(options, settings, options.iptables_variant));
+    let leftovers = leftovers(settings);
+    let iptables = || iptables::IptablesDataplane::new(iptables_config(options, settings));
     match settings.mode {
-        ProxyMode::Auto | ProxyMode::Iptables => Ok(Box::new(iptables()?)),
+        ProxyMode::Auto | ProxyMode::Iptables => Ok(Box::new(iptables()?.with_leftovers(leftovers))),
         ProxyMode::Ipvs => match ipvs::IpvsDataplane::new(ipvs_config(options, settings)) {
-            Ok(backend) => Ok(Box::new(backend)),
+            Ok(dataplane) => Ok(Box::new(dataplane.with_leftovers(leftovers))),
             Err(error) if error.kind == ErrorKind::Unavailable => {
                 let sentence =
                     format!("mode ipvs was asked for and cannot run here, so iptables does its work: {error}");
                 error!("{sentence}");
-                Ok(Box::new(iptables()?.in_place_of(sentence)))
+                Ok(Box::new(iptables()?.with_leftovers(leftovers).in_place_of(sentence)))
             }
             Err(error) => Err(error),
         },
     }
 }
 
-/// Sets the kernel parameters that the backend otherwise sets by itself, for `--init-only`: that run may
-/// have privileges that the agent after it lacks.
+/// Sets the kernel parameters that the dataplane otherwise sets by itself, for `--init-only`: that
+/// run may have privileges that the agent after it lacks.
 ///
 /// # Errors
 /// A parameter cannot be set.
@@ -59,39 +60,16 @@ pub fn prepare(settings: &Settings) -> Result<(), DataplaneError> {
     }
 }
 
-/// What [`cleanup_all`] found of one way to program the kernel.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Cleanup {
-    /// Such as "iptables-nft".
-    pub backend: String,
-    /// Removed, or nothing was there, or why not. [`ErrorKind::Unavailable`] means that this machine
-    /// cannot run the backend, so that there is no trace of it.
-    pub outcome: Result<(), DataplaneError>,
-}
-
-impl Cleanup {
-    /// Something may have been left behind.
-    #[must_use]
-    pub fn has_failed(&self) -> bool {
-        matches!(&self.outcome, Err(error) if error.kind != ErrorKind::Unavailable)
-    }
-}
-
-/// Removes the traces of every backend and variant that this machine can run. After a failure it goes
-/// on with the others.
+/// All that an earlier run may have left, in the order in which it can be removed: sets go after
+/// the rules that refer to them.
 #[must_use]
-pub fn cleanup_all(options: &Options, settings: &Settings) -> Vec<Cleanup> {
-    let variants = [("iptables-legacy", iptables::Variant::Legacy), ("iptables-nft", iptables::Variant::Nft)];
-    let clean = |(name, variant): (&str, iptables::Variant)| {
-        let config = iptables_config(options, settings, variant);
-        let outcome = iptables::IptablesDataplane::new(config).and_then(|mut backend| backend.cleanup());
-        Cleanup { backend: name.to_owned(), outcome }
-    };
-    let mut cleaned: Vec<Cleanup> = variants.into_iter().map(clean).collect();
-    // Rules refer to sets, so the sets are removed last.
-    let outcome = ipvs::remove_all(&settings.ipvs.exclude_cidrs);
-    cleaned.push(Cleanup { backend: "ipvs".to_owned(), outcome });
-    cleaned
+pub fn leftovers(settings: &Settings) -> Vec<Leftover> {
+    vec![
+        xtables::rules_of(iptables::Variant::Legacy),
+        xtables::rules_of(iptables::Variant::Nft),
+        xtables::packet_counters(),
+        ipvs::servers_and_sets(settings.ipvs.exclude_cidrs.clone()),
+    ]
 }
 
 fn masquerade(settings: &Settings) -> MasqueradeConfig {
@@ -115,14 +93,13 @@ fn ipvs_config(options: &Options, settings: &Settings) -> ipvs::Config {
     }
 }
 
-fn iptables_config(options: &Options, settings: &Settings, variant: iptables::Variant) -> iptables::Config {
+fn iptables_config(options: &Options, settings: &Settings) -> iptables::Config {
     iptables::Config {
-        variant,
+        variant: options.iptables_variant,
         layout: options.iptables_layout,
         masquerade: masquerade(settings),
         localhost_node_ports: settings.localhost_node_ports,
         conntrack_tcp_be_liberal: Sysctls::default().is_tcp_liberal(),
-        ipvs_exclude_cidrs: settings.ipvs.exclude_cidrs.clone(),
         count_packets: true,
         ..iptables::Config::default()
     }

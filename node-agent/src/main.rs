@@ -4,8 +4,8 @@ use std::process::ExitCode;
 
 use anyhow::{Context as _, anyhow};
 use headgate_node_agent::{
-    dataplane::{self, ErrorKind},
-    dataplane_choice::{self, Cleanup},
+    dataplane::{ErrorKind, iptables},
+    dataplane_choice,
     options::Options,
     persist, settings,
 };
@@ -50,23 +50,25 @@ fn start(options: Options) -> anyhow::Result<()> {
 }
 
 fn clean(options: &Options) -> anyhow::Result<()> {
-    let cleaned = dataplane_choice::cleanup_all(options, &options.configured()?.settings);
-    for Cleanup { backend, outcome } in &cleaned {
-        match outcome {
+    let mut failed = Vec::new();
+    for leftover in dataplane_choice::leftovers(&options.configured()?.settings) {
+        let backend = leftover.name;
+        match leftover.remove() {
             Ok(()) => info!(backend, "nothing is left"),
             Err(error) if error.kind == ErrorKind::Unavailable => info!(backend, %error, "cannot run here"),
-            Err(error) => error!(backend, %error, "something is left"),
+            Err(error) => {
+                error!(backend, %error, "something is left");
+                failed.push(backend);
+            }
         }
     }
-    if let Some(sentence) = dataplane::iptables::left_settings() {
+    if let Some(sentence) = iptables::left_settings() {
         warn!("{sentence}");
     }
     if let Some(folder) = options.state_folder() {
         let help = || format!("--cleanup: removing the saved state in {}", folder.display());
         persist::remove(folder).with_context(help)?;
     }
-    let failed: Vec<&str> =
-        cleaned.iter().filter(|cleanup| cleanup.has_failed()).map(|cleanup| cleanup.backend.as_str()).collect();
     anyhow::ensure!(failed.is_empty(), "--cleanup: rules of {} may be left; see above", failed.join(", "));
     Ok(())
 }

@@ -10,7 +10,7 @@ use headgate_core::digest::Digests;
 use headgate_node_agent::{
     backoff::Backoff,
     control_planes::ControlPlane,
-    dataplane::fake::{Call, FakeControl, FakeDataplane},
+    dataplane::in_memory::{Call, Control, InMemoryDataplane},
     reconcile::{Reconciler, SyncMetrics, Timing},
     session::{
         client::{Session, SessionConfig},
@@ -25,7 +25,7 @@ use tokio_util::sync::CancellationToken;
 /// See the module. Dropping it ends it.
 pub struct Agent {
     /// What the dataplane was asked, and what it answers.
-    pub kernel: FakeControl,
+    pub kernel: Control,
     /// The state that the session has received.
     pub shared: Arc<AgentState>,
     metrics: SessionMetrics,
@@ -50,7 +50,7 @@ impl Agent {
     /// # Errors
     /// A URL cannot be used.
     pub fn start(node: &str, replicas: &[String], tls: Option<Files>, backoff: fn() -> Backoff) -> Result<Self> {
-        let (backend, kernel) = FakeDataplane::new();
+        let (backend, kernel) = InMemoryDataplane::new();
         let (shared, metrics) = (Arc::new(AgentState::new(node)), SessionMetrics::default());
         let timing = Timing { backoff: backoff(), ..Timing::default() };
         let (reconciler, progress) =
@@ -76,7 +76,7 @@ impl Agent {
     pub fn programmed(&self) -> Option<Digests> {
         self.kernel.calls().into_iter().rev().find_map(|call| match call {
             Call::Full(digests, _) | Call::Apply(_, digests) => Some(digests),
-            Call::FindRefused(_) | Call::Verify | Call::Cleanup => None,
+            Call::FindFaults(_) | Call::Check | Call::Cleanup => None,
         })
     }
 

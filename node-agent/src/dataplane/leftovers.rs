@@ -1,52 +1,64 @@
-//! What an earlier run may have left where this one programs nothing: rules in the variant of iptables that is not used, and what mode ipvs makes.
+//! What an earlier run may have left in the kernel, perhaps by another dataplane.
 //!
-//! It goes once our own rules are in place. What cannot be removed, such as a set that somebody lists just then, is tried again.
+//! A dataplane removes what is not its own once its rules are in place. What cannot be removed,
+//! such as a set that somebody lists at that moment, is tried again. `--cleanup` removes
+//! everything.
 
 use std::time::Instant;
 
-use ipnet::IpNet;
 use tracing::{info, warn};
 
 use super::{
-    DataplaneError,
-    iptables::command::Programs,
-    ipvs,
-    retry::{PAUSES_OF_MODULES, Refusals},
+    DataplaneError, ErrorKind,
+    retries::{PAUSES_OF_MODULES, Retries},
 };
 
-/// See the module. Each part until it is gone.
-#[derive(Debug)]
+/// Something that an earlier run may have left.
+pub struct Leftover {
+    /// What it is, such as "iptables-nft". Names are unique.
+    pub name: &'static str,
+    remove: Box<dyn Fn() -> Result<(), DataplaneError> + Send>,
+}
+
+impl Leftover {
+    /// `remove` looks whether it is there and removes it; it makes the kernel load nothing.
+    pub(super) fn new(name: &'static str, remove: impl Fn() -> Result<(), DataplaneError> + Send + 'static) -> Self {
+        Self { name, remove: Box::new(remove) }
+    }
+
+    /// Removes it. Success also means that it was not there.
+    ///
+    /// # Errors
+    /// Names what stays. [`ErrorKind::Unavailable`] means that this machine cannot have it.
+    pub fn remove(&self) -> Result<(), DataplaneError> {
+        (self.remove)()
+    }
+}
+
+/// What is not removed yet.
 pub(super) struct Leftovers {
-    other_variant: Vec<Programs>,
-    /// Addresses whose virtual servers are others'.
-    ipvs: Option<Vec<IpNet>>,
-    failures: Refusals<()>,
+    remaining: Vec<Leftover>,
+    failures: Retries<()>,
 }
 
 impl Leftovers {
-    /// What these programs may find, and what mode ipvs may have made if there are `exclude_cidrs`: virtual servers on these are others'.
-    pub(super) fn new(other_variant: Vec<Programs>, exclude_cidrs: Option<Vec<IpNet>>) -> Self {
-        Self { other_variant, ipvs: exclude_cidrs, failures: Refusals::new(PAUSES_OF_MODULES) }
+    pub(super) fn new(remaining: Vec<Leftover>) -> Self {
+        Self { remaining, failures: Retries::new(PAUSES_OF_MODULES) }
     }
 
-    /// Removes what there is. Returns a sentence for each part of it that stays for now. Costs nothing once everything is gone.
+    /// Removes what there is. Returns a sentence for each thing that stays for now. Costs nothing
+    /// once everything is gone.
     pub(super) fn remove(&mut self) -> Vec<String> {
         let mut sentences = Vec::new();
-        let mut note = |what: &str, removed: Result<(), DataplaneError>| {
-            let error = removed.err();
-            let sentence = |error: &DataplaneError| format!("{what} cannot be removed, and is tried again: {error}");
-            sentences.extend(error.as_ref().map(sentence));
-            error.is_some()
-        };
-        self.other_variant.retain(|programs| {
-            let removed = programs.cleanup().map_err(|error| error.of(programs.family()));
-            note("what an earlier run left in the other variant of iptables", removed)
+        self.remaining.retain(|leftover| match leftover.remove() {
+            Err(error) if error.kind != ErrorKind::Unavailable => {
+                let name = leftover.name;
+                sentences
+                    .push(format!("what an earlier run left of {name} cannot be removed, and is tried again: {error}"));
+                true
+            }
+            _ => false,
         });
-        // Sets go after the rules that refer to them.
-        self.ipvs = self
-            .ipvs
-            .take()
-            .filter(|exclude_cidrs| note("what an earlier run in mode ipvs left", ipvs::remove_all(exclude_cidrs)));
         if sentences.is_empty() {
             self.failures.retain(|()| false);
         } else {
@@ -72,17 +84,5 @@ impl Leftovers {
         } else if Some(sentences.join("; ")) != before {
             sentences.iter().for_each(|sentence| warn!("{sentence}"));
         }
-    }
-
-    /// Removes what there is in the other variant, as far as it is not known to be gone.
-    ///
-    /// # Errors
-    /// Names what stays.
-    pub(super) fn clean_up_other_variant(&self) -> Result<(), DataplaneError> {
-        let mut result = Ok(());
-        for programs in &self.other_variant {
-            result = DataplaneError::join(result, programs.cleanup());
-        }
-        result
     }
 }

@@ -103,7 +103,7 @@ mod tests {
 
     use super::*;
     use crate::{
-        dataplane::{FamilyStatistics, Report, TableStatistics},
+        dataplane::{FamilyStatistics, Report, Statistics, TableStatistics},
         reconcile::SyncKind,
         state::backlog::Trigger,
     };
@@ -162,7 +162,8 @@ mod tests {
         let metrics = Metrics::default();
         let table = TableStatistics { table: "nat", total: 9, last: 2 };
         let no_local = NoLocalEndpoints { internal: 1, external: 0 };
-        let v4 = FamilyStatistics { family: V4, took: Duration::from_millis(3), rules: vec![table], no_local };
+        let statistics = Statistics { rules: vec![table], no_local, counts_packets: false };
+        let v4 = FamilyStatistics { family: V4, took: Duration::from_millis(3), statistics };
         let now_ms = u64::try_from(SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_millis()).unwrap();
         let triggers = [Trigger { family: V4, unix_ms: now_ms + 1000 }, Trigger { family: V6, unix_ms: 1 }];
         metrics.sync.succeeded(SyncKind::Partial, Duration::ZERO, &Report::default(), &[v4], &triggers);

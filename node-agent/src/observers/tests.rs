@@ -9,7 +9,7 @@ use crate::{
     backoff::{Backoff, Jitter},
     dataplane::{
         DataplaneError, ErrorKind,
-        fake::{FakeControl, FakeDataplane},
+        in_memory::{Control, InMemoryDataplane},
     },
     reconcile::{Reconciler, SyncMetrics, Timing},
     state::AgentState,
@@ -21,7 +21,7 @@ const GUARD: Duration = Duration::from_secs(30);
 
 /// Tells, for each step that was applied, what was planned last and how many calls of the backend had ended by then.
 struct Recorder {
-    control: FakeControl,
+    control: Control,
     planned: Arc<Mutex<Vec<String>>>,
     applied: mpsc::Sender<(Vec<String>, usize)>,
 }
@@ -43,7 +43,7 @@ impl Observer for Recorder {
 // rows: 85
 #[test]
 fn companions_act_once_the_rules_are_in_place_and_forget_no_failed_step() {
-    let (backend, control) = FakeDataplane::new();
+    let (backend, control) = InMemoryDataplane::new();
     let shared = Arc::new(AgentState::new("node-1"));
     let backoff = Backoff::new(Duration::from_millis(1), Duration::from_millis(5), Jitter::Full);
     let timing = Timing { sync_period: Duration::from_secs(3600), backoff, ..Timing::default() };

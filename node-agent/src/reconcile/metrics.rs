@@ -222,8 +222,8 @@ impl SyncMetrics {
         }
     }
 
-    fn observe_family(&self, statistics: &FamilyStatistics) {
-        let FamilyLabel { ip_family } = FamilyLabel::of(statistics.family);
+    fn observe_family(&self, FamilyStatistics { family, statistics, .. }: &FamilyStatistics) {
+        let FamilyLabel { ip_family } = FamilyLabel::of(*family);
         for rules in &statistics.rules {
             let label = TableLabel { ip_family, table: rules.table };
             self.iptables_total.get_or_create(&label).set(rules.total.into());

@@ -23,7 +23,7 @@ use tracing::{error, info, warn};
 
 use crate::{
     backoff::{Backoff, Jitter},
-    dataplane::{DataplaneError, ErrorKind, FamilyStatistics, NodeDataplane, Plan, Refused, Report},
+    dataplane::{DataplaneError, ErrorKind, FamilyStatistics, Fault, NodeDataplane, Report},
     memory,
     node_inputs::{NodeInputs, NodeSettings, interface_addresses},
     observers::{Observer, Scope},
@@ -78,7 +78,7 @@ struct Unfinished {
 
 /// The loop. Build it, then give [`Self::run`] a thread.
 pub struct Reconciler {
-    backend: Box<dyn NodeDataplane>,
+    dataplane: Box<dyn NodeDataplane>,
     observers: Vec<Box<dyn Observer>>,
     shared: Arc<AgentState>,
     metrics: SyncMetrics,
@@ -111,29 +111,30 @@ struct Attempt {
 enum Job {
     /// The state changed, the rules do not.
     Nothing,
-    Apply(Plan),
+    /// Writes what the dataplane has planned.
+    Apply,
     /// Looks at the state by itself: the lock is not held while the kernel is read and written.
     Full,
 }
 
 impl Reconciler {
-    /// A loop that programs `shared` by `backend`; what it reaches is seen at the receiver.
+    /// A loop that programs `shared` by `dataplane`; what it reaches is seen at the receiver.
     #[must_use]
     pub fn new(
-        backend: Box<dyn NodeDataplane>,
+        dataplane: Box<dyn NodeDataplane>,
         shared: Arc<AgentState>,
         metrics: SyncMetrics,
         timing: Timing,
     ) -> (Self, watch::Receiver<Progress>) {
         let (progress, receiver) =
-            watch::channel(Progress { status: status(backend.as_ref(), &Demand::default()), ..Progress::default() });
+            watch::channel(Progress { status: status(dataplane.as_ref(), &Demand::default()), ..Progress::default() });
         let now = Instant::now();
         let (verify_at, full_sync_at) = (now + timing.sync_period, now + timing.full_sync_period);
         let failures = timing.backoff.clone();
         let unfinished = Unfinished::default();
         let quarantine = Quarantine::new(timing.quarantine.clone());
         let reconciler = Self {
-            backend,
+            dataplane,
             observers: Vec::new(),
             shared,
             metrics,
@@ -182,13 +183,13 @@ impl Reconciler {
             self.verify_at = Instant::now();
         }
         loop {
-            let due = [self.quarantine.next_due(), self.tend_at()];
+            let due = [self.quarantine.next_due(), self.maintain_at()];
             let verify_at = due.into_iter().flatten().fold(self.verify_at, Instant::min);
             match self.shared.wait(self.done, self.pace, verify_at) {
                 Wake::Stop => return,
                 Wake::Work => self.sync(),
                 Wake::Verify if self.shared.is_unconfirmed() => self.look_before_control_plane(),
-                Wake::Verify if self.tend_at().is_some_and(|due| due <= Instant::now()) => self.tend(),
+                Wake::Verify if self.maintain_at().is_some_and(|due| due <= Instant::now()) => self.maintain(),
                 Wake::Verify if Instant::now() < self.verify_at => self.retry(&self.quarantine.due()),
                 Wake::Verify => self.verify(),
             }
@@ -201,15 +202,16 @@ impl Reconciler {
         if self.unfinished.needs_full || self.shared.needs_full() {
             self.resolve_inputs();
         }
-        let Self { backend, observers, shared, unfinished, quarantine, .. } = self;
-        let Some(attempt) = shared.take(|work| begin(backend.as_mut(), observers, work, unfinished, quarantine)) else {
+        let Self { dataplane, observers, shared, unfinished, quarantine, .. } = self;
+        let Some(attempt) = shared.take(|work| begin(dataplane.as_mut(), observers, work, unfinished, quarantine))
+        else {
             return;
         };
         let Attempt { target, generation, kind, job } = attempt;
         let result = match job {
             Job::Nothing => Ok(Report::default()),
-            Job::Apply(plan) => self.backend.apply(plan),
-            Job::Full => self.backend.sync_full_from(&*self.shared),
+            Job::Apply => self.dataplane.apply(),
+            Job::Full => self.dataplane.sync_full(&*self.shared),
         };
         self.pace = Pace { not_before: started + self.timing.min_sync_period, after_failure: None };
         self.verify_at = Instant::now() + self.timing.sync_period;
@@ -219,7 +221,7 @@ impl Reconciler {
                 let retried = std::mem::take(&mut self.unfinished.retried);
                 self.retry(&retried);
             }
-            Err(error) if error.kind == ErrorKind::Refused && self.set_aside_refused(kind, &error) => {
+            Err(error) if error.kind == ErrorKind::Rejected && self.quarantine_rejected(kind, &error) => {
                 // Without them everything else goes in at once.
                 self.metrics.failed(kind, &error.families);
                 self.done = None;
@@ -228,48 +230,44 @@ impl Reconciler {
             Err(error) if error.kind == ErrorKind::PlanAgain => {
                 info!("{error}");
                 // What was to be done stays to be done, so that whoever follows the rules misses nothing, and is reported with the next step.
-                self.done = None;
-                self.plan_again();
+                self.plan_again(error.services);
             }
             Err(error) => self.failed(target, generation, kind, started.elapsed(), &error),
         }
     }
 
-    /// Has the next step plan what the backend asks for.
-    fn plan_again(&mut self) {
-        let services = self.backend.services_to_plan();
-        if !services.is_empty() {
-            self.unfinished.dirty.services.extend(services);
-            self.done = None;
-        }
+    /// Has the next step plan these services as changed.
+    fn plan_again(&mut self, services: BTreeSet<Arc<ServiceKey>>) {
+        self.unfinished.dirty.services.extend(services);
+        self.done = None;
     }
 
     /// Takes note of what the kernel refuses of services while it takes the rest.
-    fn note_refused_parts(&mut self) {
-        let Some(parts) = self.backend.refused_parts() else { return };
-        for Refused { service, family, reason } in self.quarantine.set_partial(parts) {
+    fn note_deferred(&mut self) {
+        let Some(parts) = self.dataplane.deferred() else { return };
+        for Fault { service, family, reason } in self.quarantine.set_partial(parts) {
             self.metrics.service_refusals.inc();
             warn!(%service, %family, reason, "a part of a service is refused; the rest of it is programmed");
         }
     }
 
     /// Finds the services at fault and sets them aside. False when there are none, or they cannot be found: then the step has failed as a whole.
-    fn set_aside_refused(&mut self, kind: SyncKind, error: &DataplaneError) -> bool {
+    fn quarantine_rejected(&mut self, kind: SyncKind, error: &DataplaneError) -> bool {
         let suspects = (kind == SyncKind::Partial).then_some(&self.unfinished.dirty.services);
-        let refused = match self.backend.find_refused(&*self.shared, suspects, &error.families) {
+        let refused = match self.dataplane.find_faults(&*self.shared, suspects, &error.families) {
             Ok(refused) => refused,
             Err(search) => {
                 warn!(%error, %search, "some rules are refused, and it could not be found out whose");
                 return false;
             }
         };
-        for Refused { service, family, reason } in &refused {
+        for Fault { service, family, reason } in &refused {
             warn!(%service, %family, reason, "the rules of a service are refused; its last good ones stay, if there were any");
         }
         let before = self.quarantine.all().len();
         self.metrics.service_refusals.inc_by(self.quarantine.add(refused) as u64);
         let all = self.quarantine.all();
-        self.backend.set_aside(&all);
+        self.dataplane.set_quarantined(&all);
         // Whatever is set aside already cannot be what this step failed for.
         all.len() > before
     }
@@ -279,7 +277,7 @@ impl Reconciler {
         if services.is_empty() {
             return;
         }
-        match self.backend.find_refused(&*self.shared, Some(services), &[]) {
+        match self.dataplane.find_faults(&*self.shared, Some(services), &[]) {
             Ok(refused) => {
                 let still: BTreeSet<_> = refused.iter().map(|refused| Arc::clone(&refused.service)).collect();
                 self.quarantine.renew(refused);
@@ -289,7 +287,7 @@ impl Reconciler {
                     self.unfinished.dirty.services.extend(taken);
                     self.done = None;
                 }
-                self.backend.set_aside(&self.quarantine.all());
+                self.dataplane.set_quarantined(&self.quarantine.all());
                 self.tell_refused();
             }
             Err(error) => {
@@ -327,15 +325,16 @@ impl Reconciler {
         }
         self.observers.iter_mut().for_each(|observer| observer.applied());
         self.failures.reset();
-        self.note_refused_parts();
-        let statistics = self.backend.statistics();
+        self.note_deferred();
+        let statistics = self.dataplane.statistics();
         let triggers = self.shared.backlog().succeeded(&families(&statistics));
         self.metrics.succeeded(kind, took, report, &statistics, &triggers);
         self.metrics.version_programmed.set(target.version);
         let Report { services_planned, objects_written, .. } = *report;
         let programmed = Some(Programmed { target, generation, took, services_planned, objects_written });
         let refused = self.quarantine.rejections();
-        self.metrics.counts_packets.set(self.backend.counts_packets().into());
+        let counts_packets = statistics.iter().any(|family| family.statistics.counts_packets);
+        self.metrics.counts_packets.set(counts_packets.into());
         self.metrics.services_refused.set(i64::try_from(self.quarantine.len()).unwrap_or(i64::MAX));
         self.progress.send_modify(|progress| {
             progress.programmed = programmed;
@@ -352,12 +351,12 @@ impl Reconciler {
 
     fn failed(&mut self, target: Target, generation: u64, kind: SyncKind, took: Duration, error: &DataplaneError) {
         self.done = None;
-        // Planning has moved the backend's idea of the kernel on, whatever became of the plan: the same services planned again would come out as
+        // Planning has moved the dataplane's idea of the kernel on, whatever became of the plan: the same services planned again would come out as
         // nothing to do. Only a full sync looks at the kernel, and it writes no more than what differs.
         self.unfinished.needs_full = true;
         let now = Instant::now();
         let (pause, with_news_at) = match error.kind {
-            ErrorKind::Retry | ErrorKind::PlanAgain | ErrorKind::NeedsFullSync | ErrorKind::Refused => {
+            ErrorKind::Retry | ErrorKind::PlanAgain | ErrorKind::NeedsFullSync | ErrorKind::Rejected => {
                 (self.failures.next_pause(), now + NEWS_PAUSE.max(took * NEWS_PAUSE_FACTOR))
             }
             // Only a change to the machine helps: look again as rarely as we ever do.
@@ -369,7 +368,7 @@ impl Reconciler {
         let attempts = self.failures.attempts();
         error!(%error, version = target.version, attempts, pause_ms = pause.as_millis(), "could not program the kernel");
         self.pace.after_failure = Some(AfterFailure { generation, retry_at: now + pause, with_news_at });
-        self.shared.backlog().failed(&error.families, &families(&self.backend.statistics()));
+        self.shared.backlog().failed(&error.families, &families(&self.dataplane.statistics()));
         self.metrics.failed(kind, &error.families);
         let failure = Some(Failure { target, error: error.message.clone(), attempts });
         self.progress.send_modify(|progress| progress.failure = failure);
@@ -379,7 +378,7 @@ impl Reconciler {
     /// until a control plane has answered. Where they are missing, as after a reboot, the state from disk is programmed at once.
     fn look_before_control_plane(&mut self) {
         self.verify_at = Instant::now() + self.timing.sync_period;
-        match self.backend.has_rules() {
+        match self.dataplane.has_rules() {
             Ok(true) => {
                 info!("the rules of the last run are in place, and stay as they are until a control plane answers");
                 self.shared.backlog().found_in_place();
@@ -400,10 +399,10 @@ impl Reconciler {
         self.shared.confirm();
     }
 
-    /// Publishes what the backend says of itself, when that has changed.
+    /// Publishes what the dataplane says of itself, when that has changed.
     fn tell_status(&self) {
         let demand = self.shared.with_state(|state| *state.demand());
-        let mut now = status(self.backend.as_ref(), &demand);
+        let mut now = status(self.dataplane.as_ref(), &demand);
         now.degraded.extend(self.node_settings.complaints(self.is_node_known, &self.inputs.borrow(), &demand));
         self.metrics.degraded_modes.set(i64::try_from(now.degraded.len()).unwrap_or(i64::MAX));
         self.progress.send_if_modified(|progress| {
@@ -425,7 +424,7 @@ impl Reconciler {
 
     /// Resolves what depends on the node and its interfaces, and has everything programmed anew when rules change by it.
     fn resolve_inputs(&mut self) {
-        let needs_interfaces = self.node_settings.needs_interfaces() || self.backend.needs_interfaces();
+        let needs_interfaces = self.node_settings.needs_interfaces() || self.dataplane.needs_interfaces();
         let interfaces = if needs_interfaces { interface_addresses() } else { Ok(Vec::new()) };
         let interfaces = match interfaces {
             Ok(interfaces) => interfaces,
@@ -441,37 +440,39 @@ impl Reconciler {
             return;
         }
         info!(?inputs, "the node's addresses or local pods are told anew");
-        if self.backend.reconfigure(&inputs) {
+        if self.dataplane.configure(&inputs) {
             self.unfinished.needs_full = true;
             self.done = None;
         }
         self.inputs.send_replace(inputs);
     }
 
-    /// When the backend wants to be tended: not while it is about to put everything in order.
-    fn tend_at(&self) -> Option<Instant> {
-        self.backend.tend_at().filter(|_| !self.unfinished.needs_full)
+    /// When the dataplane has maintenance to do: not while it is about to put everything in order.
+    fn maintain_at(&mut self) -> Option<Instant> {
+        self.dataplane.maintain_at().filter(|_| !self.unfinished.needs_full)
     }
 
-    fn tend(&mut self) {
-        match self.backend.tend() {
+    fn maintain(&mut self) {
+        match self.dataplane.maintain() {
             Ok(()) => {}
-            Err(error) if error.kind == ErrorKind::PlanAgain => info!("{error}"),
+            Err(error) if error.kind == ErrorKind::PlanAgain => {
+                info!("{error}");
+                self.plan_again(error.services);
+            }
             Err(error) => {
                 warn!(%error, "programming everything anew");
                 self.unfinished.needs_full = true;
                 self.done = None;
             }
         }
-        self.plan_again();
-        self.note_refused_parts();
+        self.note_deferred();
         self.tell_refused();
     }
 
     fn verify(&mut self) {
         self.verify_at = Instant::now() + self.timing.sync_period;
         self.resolve_inputs();
-        let verified = self.backend.verify();
+        let verified = self.dataplane.verify();
         self.failed_looks = if verified.is_err() { self.failed_looks + 1 } else { 0 };
         let needs_full = match verified {
             Ok(true) => self.is_full_sync_due(),
@@ -499,13 +500,13 @@ fn families(statistics: &[FamilyStatistics]) -> Vec<Family> {
     statistics.iter().map(|statistics| statistics.family).collect()
 }
 
-fn status(backend: &dyn NodeDataplane, demand: &Demand) -> v1::AgentStatus {
-    v1::AgentStatus { backend: backend.name().to_owned(), degraded: backend.degraded(demand) }
+fn status(dataplane: &dyn NodeDataplane, demand: &Demand) -> v1::AgentStatus {
+    v1::AgentStatus { backend: dataplane.name().to_owned(), degraded: dataplane.degraded(demand) }
 }
 
 /// Takes the work up, together with what an earlier attempt left unfinished, and plans it.
 fn begin(
-    backend: &mut dyn NodeDataplane,
+    dataplane: &mut dyn NodeDataplane,
     observers: &mut [Box<dyn Observer>],
     work: Work<'_>,
     unfinished: &mut Unfinished,
@@ -522,7 +523,8 @@ fn begin(
     } else if unfinished.dirty.is_empty() {
         (SyncKind::Nothing, Job::Nothing)
     } else {
-        (SyncKind::Partial, Job::Apply(backend.plan(work.state, work.facts, &unfinished.dirty)))
+        dataplane.plan(work.state, work.facts, &unfinished.dirty);
+        (SyncKind::Partial, Job::Apply)
     };
     Attempt { target: work.target, generation: work.generation, kind, job }
 }

@@ -13,7 +13,7 @@ use std::{
 use headgate_core::{Family, ServiceKey};
 use headgate_proto::v1;
 
-use crate::{backoff::Backoff, dataplane::Refused};
+use crate::{backoff::Backoff, dataplane::Fault};
 
 /// See the module.
 #[derive(Debug)]
@@ -47,21 +47,21 @@ impl Quarantine {
 
     /// Replaces what the kernel rejects in part. Returns one item for each service that was not among it
     /// before.
-    pub(crate) fn set_partial(&mut self, parts: Vec<Refused>) -> Vec<Refused> {
+    pub(crate) fn set_partial(&mut self, parts: Vec<Fault>) -> Vec<Fault> {
         let before = std::mem::take(&mut self.partial);
-        for Refused { service, family, reason } in &parts {
+        for Fault { service, family, reason } in &parts {
             self.partial.entry(Arc::clone(service)).or_default().insert(*family, reason.clone());
         }
         let mut seen = BTreeSet::new();
-        let is_new = |refused: &Refused| !before.contains_key(&refused.service);
+        let is_new = |refused: &Fault| !before.contains_key(&refused.service);
         parts.into_iter().filter(is_new).filter(|refused| seen.insert(Arc::clone(&refused.service))).collect()
     }
 
     /// The kernel has rejected these now: they are in quarantine until they are tried again. Returns the
     /// number of services that were not in quarantine before.
-    pub(crate) fn add(&mut self, refused: Vec<Refused>) -> usize {
+    pub(crate) fn add(&mut self, refused: Vec<Fault>) -> usize {
         let mut by_service: BTreeMap<Arc<ServiceKey>, Reasons> = BTreeMap::new();
-        for Refused { service, family, reason } in refused {
+        for Fault { service, family, reason } in refused {
             by_service.entry(service).or_default().insert(family, reason);
         }
         let before = self.services.len();
@@ -75,8 +75,8 @@ impl Quarantine {
     }
 
     /// As [`Self::add`], for services that were tried in all families: earlier reasons no longer count.
-    pub(crate) fn renew(&mut self, refused: Vec<Refused>) {
-        for Refused { service, .. } in &refused {
+    pub(crate) fn renew(&mut self, refused: Vec<Fault>) {
+        for Fault { service, .. } in &refused {
             self.services.get_mut(service).into_iter().for_each(|entry| entry.reasons.clear());
         }
         self.add(refused);
@@ -114,9 +114,9 @@ impl Quarantine {
     }
 
     /// All services in quarantine, for the dataplane.
-    pub(crate) fn all(&self) -> Vec<Refused> {
+    pub(crate) fn all(&self) -> Vec<Fault> {
         let of = |(service, entry): (&Arc<ServiceKey>, &Entry)| {
-            let refused = |(family, reason): (&Family, &String)| Refused {
+            let refused = |(family, reason): (&Family, &String)| Fault {
                 service: Arc::clone(service),
                 family: *family,
                 reason: reason.clone(),
@@ -164,8 +164,8 @@ mod tests {
 
     const MINUTE: Duration = Duration::from_secs(60);
 
-    fn refused(name: &str, family: Family, reason: &str) -> Refused {
-        Refused { service: Arc::new(ServiceKey::new("prod", name)), family, reason: reason.into() }
+    fn refused(name: &str, family: Family, reason: &str) -> Fault {
+        Fault { service: Arc::new(ServiceKey::new("prod", name)), family, reason: reason.into() }
     }
 
     fn quarantine() -> Quarantine {

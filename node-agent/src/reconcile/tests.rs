@@ -2,7 +2,7 @@
 use std::{sync::Mutex, thread::JoinHandle};
 
 use headgate_core::{
-    Change, Demand, Family, Node, State,
+    Change, Family, Node, State,
     iptables::{ExistingTables, Ledger, RenderConfig, Script, Table, fake_kernel::FakeKernel, ruleset},
     view::NodeFacts,
 };
@@ -10,8 +10,8 @@ use headgate_core::{
 use super::*;
 use crate::{
     dataplane::{
-        StateSource,
-        fake::{Call, FakeControl, FakeDataplane},
+        Dataplane, DualStack, KernelHandle, StateSource,
+        in_memory::{Call, Control, InMemoryDataplane},
     },
     metric_registry::MetricRegistry,
     state::held::{Buckets, Held, OwnNode, Restored, Snapshot, StateUpdate},
@@ -23,7 +23,7 @@ const GUARD: Duration = Duration::from_secs(30);
 
 struct Loop {
     shared: Arc<AgentState>,
-    control: FakeControl,
+    control: Control,
     metrics: SyncMetrics,
     progress: watch::Receiver<Progress>,
     thread: Option<JoinHandle<()>>,
@@ -45,7 +45,7 @@ impl Loop {
     }
 
     fn start_with(shared: AgentState, timing: Timing, has_rules: Option<bool>) -> Self {
-        let (backend, control) = FakeDataplane::new();
+        let (backend, control) = InMemoryDataplane::new();
         has_rules.into_iter().for_each(|has_rules| control.next_verdict(has_rules));
         let (shared, metrics) = (Arc::new(shared), SyncMetrics::default());
         let (reconciler, progress) = Reconciler::new(Box::new(backend), Arc::clone(&shared), metrics.clone(), timing);
@@ -146,7 +146,7 @@ fn nothing_is_written_before_the_first_snapshot() {
 fn a_state_from_disk_is_programmed_where_rules_are_missing() {
     let run = Loop::start_from_disk(timing(), false);
     run.wait_programmed(5);
-    assert!(matches!(run.control.calls()[..], [Call::Verify, Call::Full(..)]), "{:?}", run.control.calls());
+    assert!(matches!(run.control.calls()[..], [Call::Check, Call::Full(..)]), "{:?}", run.control.calls());
 }
 
 #[test]
@@ -154,13 +154,13 @@ fn rules_that_are_in_place_wait_for_the_control_plane() {
     let run = Loop::start_from_disk(timing(), true);
     run.wait_calls(1);
     std::thread::sleep(Duration::from_millis(50));
-    assert_eq!(run.control.calls(), [Call::Verify], "the kernel may be ahead of the disk");
+    assert_eq!(run.control.calls(), [Call::Check], "the kernel may be ahead of the disk");
     run.batch(6, vec![endpoint("web", 1, 8080)]);
     std::thread::sleep(Duration::from_millis(50));
-    assert_eq!(run.control.calls(), [Call::Verify], "and ahead of what has come so far");
+    assert_eq!(run.control.calls(), [Call::Check], "and ahead of what has come so far");
     run.shared.confirm();
     run.wait_programmed(6);
-    assert!(matches!(run.control.calls()[..], [Call::Verify, Call::Full(..)]), "{:?}", run.control.calls());
+    assert!(matches!(run.control.calls()[..], [Call::Check, Call::Full(..)]), "{:?}", run.control.calls());
 }
 
 #[test]
@@ -254,61 +254,70 @@ fn a_failed_step_is_repaired_in_full_with_what_changed_since() {
 }
 
 /// A real ledger on a kernel in memory that does not take its first change, as when another process holds the lock.
-struct LedgerDataplane {
+struct LedgerFamily {
     ledger: Ledger,
-    kernel: Arc<Mutex<FakeKernel>>,
     refusals: u32,
 }
 
-impl NodeDataplane for LedgerDataplane {
-    fn name(&self) -> &str {
-        "ledger"
+struct LedgerKernel(Arc<Mutex<FakeKernel>>);
+
+impl KernelHandle for LedgerKernel {}
+
+impl Dataplane for LedgerFamily {
+    type Kernel = LedgerKernel;
+    type Found = ExistingTables;
+    type Plan = Script;
+
+    fn family(&self) -> Family {
+        Family::V4
     }
 
-    fn degraded(&self, _: &Demand) -> Vec<String> {
-        Vec::new()
+    fn read(&mut self, kernel: &mut LedgerKernel) -> Result<ExistingTables, DataplaneError> {
+        let kernel = kernel.0.lock().unwrap();
+        Ok(ExistingTables::parse(&Table::ALL.map(|table| kernel.save(table)).concat()))
     }
 
-    fn sync_full_from(&mut self, source: &dyn StateSource) -> Result<Report, DataplaneError> {
-        let mut kernel = self.kernel.lock().unwrap();
-        let saves = Table::ALL.map(|table| kernel.save(table)).concat();
-        let mut script = Script::default();
-        source.look(&mut |state, node| script = self.ledger.full(state, node, &ExistingTables::parse(&saves)).0);
-        kernel.restore(&script.to_string()).unwrap();
-        Ok(Report::default())
+    fn plan_full(&mut self, state: &State, node: &NodeFacts, found: &mut ExistingTables) -> Script {
+        self.ledger.full(state, node, found).0
     }
 
-    fn plan(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> Plan {
-        Box::new(self.ledger.changed(state, node, dirty).0)
+    fn plan(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> Script {
+        self.ledger.changed(state, node, dirty).0
     }
 
-    fn apply(&mut self, plan: Plan) -> Result<Report, DataplaneError> {
-        if self.refusals > 0 {
+    fn apply(
+        &mut self,
+        kernel: &mut LedgerKernel,
+        script: Script,
+        source: Option<&dyn StateSource>,
+    ) -> Result<Report, DataplaneError> {
+        if source.is_none() && self.refusals > 0 {
             self.refusals -= 1;
             return Err(retry());
         }
-        self.kernel.lock().unwrap().restore(&plan.downcast::<Script>().unwrap().to_string()).unwrap();
+        kernel.0.lock().unwrap().restore(&script.to_string()).unwrap();
         Ok(Report::default())
     }
 
-    fn verify(&mut self) -> Result<bool, DataplaneError> {
-        Ok(true)
+    fn check(&mut self, _: &mut LedgerKernel) -> Result<Option<String>, DataplaneError> {
+        Ok(None)
     }
 
-    fn cleanup(&mut self) -> Result<(), DataplaneError> {
-        Ok(())
+    fn matches(&self, found: &ExistingTables) -> bool {
+        self.ledger.is_in(found)
     }
 }
 
 #[test]
 fn no_change_is_lost_and_reported_as_programmed_when_the_kernel_refused_it_once() {
     let kernel = Arc::new(Mutex::new(FakeKernel::default()));
-    let ledger = Ledger::new(ruleset(RenderConfig::new(Family::V4)));
-    let backend = LedgerDataplane { ledger, kernel: Arc::clone(&kernel), refusals: 1 };
+    let make = |family| LedgerFamily { ledger: Ledger::new(ruleset(RenderConfig::new(family))), refusals: 1 };
+    let handle = LedgerKernel(Arc::clone(&kernel));
+    let backend = DualStack::assemble("ledger", handle, Vec::new(), vec![Family::V4], make);
     let (shared, metrics) = (Arc::new(AgentState::new("node-1")), SyncMetrics::default());
     let (reconciler, progress) = Reconciler::new(Box::new(backend), Arc::clone(&shared), metrics, timing());
     let thread = Some(std::thread::spawn(|| reconciler.run()));
-    let (_, control) = FakeDataplane::new();
+    let (_, control) = InMemoryDataplane::new();
     let run = Loop { shared, control, metrics: SyncMetrics::default(), progress, thread };
     run.snapshot(1, vec![service("web", 80), endpoint("web", 1, 8080)]);
     run.wait_programmed(1);
@@ -356,7 +365,7 @@ fn rules_that_somebody_removed_come_back() {
     let repaired = |calls: &[Call]| calls.iter().filter(|call| matches!(call, Call::Full(..))).count() == 2;
     assert!(run.control.wait_for(GUARD, repaired), "{:?}", run.control.calls());
     let calls = run.control.calls();
-    assert!(matches!(calls[..3], [Call::Full(..), Call::Verify, Call::Full(..)]), "{calls:?}");
+    assert!(matches!(calls[..3], [Call::Full(..), Call::Check, Call::Full(..)]), "{calls:?}");
     assert_eq!(run.metrics.repairs.get(), 1);
 }
 
@@ -369,7 +378,7 @@ fn a_verification_that_fails_changes_nothing() {
     // The second one from now on begins after the first is counted, whichever of the two failed, and the third after both.
     let before = run.control.calls().len();
     assert!(run.control.wait_for(GUARD, |calls| calls.len() >= before + 3), "{:?}", run.control.calls());
-    assert!(run.control.calls()[1..].iter().all(|call| *call == Call::Verify));
+    assert!(run.control.calls()[1..].iter().all(|call| *call == Call::Check));
     assert_eq!(run.metrics.verifications_failed.get(), 1);
 }
 
@@ -492,7 +501,7 @@ fn a_service_that_the_kernel_refuses_holds_up_nothing_else() {
     let run = Loop::start(timing());
     run.snapshot(1, vec![service("web", 80), service("db", 5432)]);
     run.wait_programmed(1);
-    run.control.refuse(&["prod/web"]);
+    run.control.reject(&["prod/web"]);
     run.batch(2, vec![endpoint("web", 1, 8080), endpoint("db", 1, 5432)]);
     run.wait_programmed(2);
     let progress = run.progress.borrow().clone();
@@ -500,7 +509,7 @@ fn a_service_that_the_kernel_refuses_holds_up_nothing_else() {
     assert!(progress.refused[0].reason.contains("no such match"), "{:?}", progress.refused);
     let suspects = Some(vec!["prod/db".to_owned(), "prod/web".to_owned()]);
     let calls = run.control.calls();
-    let is_found = matches!(&calls[2], Call::FindRefused(found) if *found == suspects);
+    let is_found = matches!(&calls[2], Call::FindFaults(found) if *found == suspects);
     assert!(is_found && matches!(calls[3], Call::Full(..)) && calls.len() == 4, "{calls:?}");
     assert_eq!((run.metrics.services_refused.get(), run.metrics.service_refusals.get()), (1, 1));
 
@@ -510,15 +519,15 @@ fn a_service_that_the_kernel_refuses_holds_up_nothing_else() {
     run.batch(4, vec![endpoint("web", 2, 8080), endpoint("db", 3, 5432)]);
     run.wait_programmed(4);
     let calls = run.wait_calls(7);
-    assert!(matches!(&calls[6], Call::FindRefused(Some(found)) if found == &["prod/web"]), "{calls:?}");
-    assert_eq!(run.control.aside(), ["prod/web"]);
+    assert!(matches!(&calls[6], Call::FindFaults(Some(found)) if found == &["prod/web"]), "{calls:?}");
+    assert_eq!(run.control.quarantined(), ["prod/web"]);
 
     // With a change that the kernel takes it is programmed, and the refusal ends with that step.
-    run.control.refuse(&[]);
+    run.control.reject(&[]);
     run.batch(5, vec![endpoint("web", 3, 8080)]);
     let progress = run.wait_progress(|progress| progress.refused.is_empty());
     assert_eq!(programmed_version(&progress), Some(5));
-    assert!(run.control.aside().is_empty());
+    assert!(run.control.quarantined().is_empty());
     assert_eq!(apply_of(&run.control.calls(), run.control.calls().len() - 1), ["prod/web"]);
     assert_eq!((run.metrics.services_refused.get(), run.metrics.service_refusals.get()), (0, 1));
 }
@@ -527,13 +536,13 @@ fn a_service_that_the_kernel_refuses_holds_up_nothing_else() {
 fn a_service_that_was_refused_is_tried_again_without_a_change() {
     let quarantine = Backoff::new(Duration::from_millis(1), Duration::from_millis(4), Jitter::Half);
     let run = Loop::start(Timing { quarantine, ..timing() });
-    run.control.refuse(&["prod/web"]);
+    run.control.reject(&["prod/web"]);
     run.snapshot(1, vec![service("web", 80), service("db", 5432)]);
     run.wait_programmed(1);
-    assert!(matches!(run.control.calls()[..3], [Call::Full(..), Call::FindRefused(None), Call::Full(..)]));
+    assert!(matches!(run.control.calls()[..3], [Call::Full(..), Call::FindFaults(None), Call::Full(..)]));
     run.wait_calls(6);
-    assert_eq!(run.control.aside(), ["prod/web"]);
-    run.control.refuse(&[]);
+    assert_eq!(run.control.quarantined(), ["prod/web"]);
+    run.control.reject(&[]);
     run.wait_progress(|progress| progress.refused.is_empty());
     let applies =
         |calls: &[Call]| calls.iter().any(|call| matches!(call, Call::Apply(services, _) if services == &["prod/web"]));
@@ -543,13 +552,13 @@ fn a_service_that_was_refused_is_tried_again_without_a_change() {
 #[test]
 fn a_refused_service_that_is_removed_is_refused_no_longer() {
     let run = Loop::start(timing());
-    run.control.refuse(&["prod/web"]);
+    run.control.reject(&["prod/web"]);
     run.snapshot(1, vec![service("web", 80), service("db", 5432)]);
     run.wait_programmed(1);
     assert_eq!(refusals(&run.progress.borrow()), ["Service prod/web"]);
     run.batch(2, vec![Change::RemoveService(headgate_core::ServiceKey::new("prod", "web"))]);
     run.wait_progress(|progress| progress.refused.is_empty());
-    assert!(run.control.aside().is_empty());
+    assert!(run.control.quarantined().is_empty());
 }
 
 #[test]
@@ -558,8 +567,8 @@ fn a_service_that_is_refused_in_part_is_told_and_costs_no_step() {
     run.snapshot(1, vec![service("web", 80), service("db", 5432)]);
     run.wait_programmed(1);
     let web = Arc::new(ServiceKey::new("prod", "web"));
-    let part = Refused { service: web, family: Family::V4, reason: "10.0.0.255 is a broadcast address".into() };
-    run.control.refuse_parts(vec![part]);
+    let part = Fault { service: web, family: Family::V4, reason: "10.0.0.255 is a broadcast address".into() };
+    run.control.defer(vec![part]);
     run.batch(2, vec![endpoint("web", 1, 8080)]);
     run.wait_programmed(2);
     let progress = run.progress.borrow().clone();
@@ -573,7 +582,7 @@ fn a_service_that_is_refused_in_part_is_told_and_costs_no_step() {
     run.batch(3, vec![endpoint("web", 2, 8080)]);
     run.wait_programmed(3);
     assert_eq!(refusals(&run.progress.borrow()), ["Service prod/web"], "until the backend says otherwise");
-    run.control.refuse_parts(Vec::new());
+    run.control.defer(Vec::new());
     run.batch(4, vec![endpoint("db", 1, 5432)]);
     run.wait_programmed(4);
     assert!(run.progress.borrow().refused.is_empty());
@@ -585,13 +594,15 @@ fn a_service_that_is_refused_in_part_is_told_and_costs_no_step() {
 #[test]
 fn what_is_planned_again_is_no_failure_and_is_reported_when_it_is_programmed() {
     let run = Loop::start(timing());
-    let again = || run.control.fail_next(DataplaneError::new(ErrorKind::PlanAgain, "no scheduler mh"));
-    again();
+    let again = |services: &[Arc<ServiceKey>]| {
+        let services = services.iter().cloned().collect();
+        run.control.fail_next(DataplaneError::plan_again("no scheduler mh", services));
+    };
+    again(&[]);
     run.snapshot(1, vec![service("web", 80), service("db", 5432)]);
     run.wait_programmed(1);
     assert!(matches!(run.control.calls()[..], [Call::Full(..), Call::Full(..)]), "{:?}", run.control.calls());
-    run.control.plan_again(&[("prod", "web")]);
-    again();
+    again(&[Arc::new(ServiceKey::new("prod", "web"))]);
     run.batch(2, vec![endpoint("db", 1, 5432)]);
     run.wait_programmed(2);
     let calls = run.control.calls();
@@ -607,11 +618,11 @@ fn a_refusal_that_no_service_is_at_fault_for_is_a_failure() {
     let run = Loop::start(timing());
     run.snapshot(1, vec![service("web", 80)]);
     run.wait_programmed(1);
-    run.control.fail_next(DataplaneError::new(ErrorKind::Refused, "line 1 failed"));
+    run.control.fail_next(DataplaneError::new(ErrorKind::Rejected, "line 1 failed"));
     run.batch(2, vec![endpoint("web", 1, 8080)]);
     run.wait_programmed(2);
     let calls = run.control.calls();
-    assert!(matches!(calls[1..], [Call::Apply(..), Call::FindRefused(_), Call::Full(..)]), "{calls:?}");
+    assert!(matches!(calls[1..], [Call::Apply(..), Call::FindFaults(_), Call::Full(..)]), "{calls:?}");
     assert!(run.progress.borrow().refused.is_empty());
 }
 

@@ -32,7 +32,7 @@ use crate::{
     AgentError,
     dataplane::{
         DataplaneError, ErrorKind,
-        fake::{Call, FakeControl, FakeDataplane},
+        in_memory::{Call, Control, InMemoryDataplane},
     },
     options::Options,
     run_with,
@@ -43,7 +43,7 @@ use crate::{
 const GUARD: Duration = Duration::from_secs(30);
 
 struct Agent {
-    control: FakeControl,
+    control: Control,
     shutdown: CancellationToken,
     running: JoinHandle<Result<(), AgentError>>,
     _stops: DropGuard,
@@ -64,7 +64,7 @@ impl Agent {
         let has_metrics = arguments.iter().any(|argument| argument.starts_with("--metrics"));
         let tail = if has_metrics { &[][..] } else { &metrics[..] };
         let options = Options::try_parse_from(head.iter().chain(arguments).chain(tail)).unwrap();
-        let (backend, control) = FakeDataplane::new();
+        let (backend, control) = InMemoryDataplane::new();
         let shutdown = CancellationToken::new();
         let running = tokio::spawn(run_with(options, Box::new(backend), shutdown.clone()));
         Self { control, _stops: shutdown.clone().drop_guard(), shutdown, running }
@@ -125,7 +125,7 @@ async fn a_change_is_acknowledged_once_it_is_programmed() {
     let mut store = store();
     let (mut connection, hello) = serve(&mut replica, &store).await;
     assert_eq!(hello.node_name, "node-1");
-    assert_eq!(hello.status.unwrap().backend, "fake");
+    assert_eq!(hello.status.unwrap().backend, "memory");
     assert!(hello.resume.is_none());
     let ack = connection.ack().await;
     assert_eq!((ack.version, ack.services_planned), (1, 1));
@@ -258,7 +258,7 @@ async fn a_backend_that_degrades_is_shown_to_the_replica() {
             other => panic!("{other:?}"),
         }
     };
-    assert_eq!((status.backend.as_str(), status.degraded), ("fake", vec!["the module is missing".to_owned()]));
+    assert_eq!((status.backend.as_str(), status.degraded), ("memory", vec!["the module is missing".to_owned()]));
     agent.stop().await;
 }
 
@@ -365,8 +365,8 @@ async fn pages_are_served_also_when_the_address_was_taken_at_first() {
     let json: serde_json::Value = serde_json::from_str(health.split("\r\n\r\n").nth(1).unwrap()).unwrap();
     assert_eq!(json["connected"], true);
     assert_eq!((json["version"].as_u64(), json["programmedVersion"].as_u64()), (Some(1), Some(1)));
-    assert_eq!(json["backend"], "fake");
-    assert!(get(address, "/proxyMode").await.unwrap().ends_with("\r\n\r\nfake"));
+    assert_eq!(json["backend"], "memory");
+    assert!(get(address, "/proxyMode").await.unwrap().ends_with("\r\n\r\nmemory"));
     assert!(get(address, "/metrics").await.unwrap().contains("headgate_agent_connected 1"));
     agent.stop().await;
 }

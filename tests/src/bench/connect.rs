@@ -10,7 +10,7 @@ use std::{
 use anyhow::{Context as _, Result};
 use headgate_core::view::NodeFacts;
 use headgate_node_agent::dataplane::{
-    NodeDataplane as _,
+    FixedState, NodeDataplane as _,
     iptables::{Config, IptablesDataplane, Variant},
 };
 
@@ -95,7 +95,7 @@ fn connect_us(target: SocketAddr) -> Result<f64> {
 
 fn load_ours(variant: Variant, services: u32) -> Result<()> {
     let mut backend = IptablesDataplane::new(Config { variant, ..Config::default() })?;
-    backend.sync_full(&workload::state(services, ENDPOINTS), &NodeFacts::named("node-000"))?;
+    backend.sync_full(&FixedState(&workload::state(services, ENDPOINTS), &NodeFacts::named("node-000")))?;
     Ok(())
 }
 

@@ -14,7 +14,7 @@ use headgate_core::{
     view::NodeFacts,
 };
 use headgate_node_agent::dataplane::{
-    NodeDataplane as _,
+    FixedState, NodeDataplane as _,
     iptables::{Config, IptablesDataplane, Variant},
 };
 
@@ -112,7 +112,7 @@ fn ours(variant: Variant, services: u32) -> Result<(Timings, f64)> {
     let mut backend = IptablesDataplane::new(config)?;
     let node = NodeFacts::named("node-000");
     let mut state = workload::state(services, ENDPOINTS);
-    let (full_ms, report) = wall_ms(|| backend.sync_full(&state, &node));
+    let (full_ms, report) = wall_ms(|| backend.sync_full(&FixedState(&state, &node)));
     report?;
     let (mut times, mut least) = (Vec::new(), Vec::new());
     for i in 0..CHANGES {
@@ -139,8 +139,8 @@ fn one_change(
     let mut dirty = Dirty::default();
     let added = workload::endpoint(service, ENDPOINTS);
     state.apply(Change::Endpoint(workload::key(service), added), &mut dirty);
-    let plan = backend.plan(state, node, &dirty);
-    let report = backend.apply(plan)?;
+    backend.plan(state, node, &dirty);
+    let report = backend.apply()?;
     if report.services_planned != 1 || !(1..=2).contains(&report.objects_written) {
         bail!("one endpoint changed, and {report:?}");
     }

@@ -13,7 +13,7 @@ use std::{
 use anyhow::{Context as _, Result, ensure};
 use headgate_core::{Change, Dirty, Family, State, view::NodeFacts};
 use headgate_node_agent::dataplane::{
-    NodeDataplane as _,
+    FixedState, NodeDataplane as _,
     iptables::Variant,
     ipvs::{Config, IpvsDataplane},
 };
@@ -113,7 +113,7 @@ fn measure(services: u32) -> Result<Measured> {
         loads.push(in_namespace("ours", || {
             let mut state = workload::state(services, ENDPOINTS);
             let mut backend = backend()?;
-            let (ms, report) = wall_ms(|| backend.sync_full(&state, &node()));
+            let (ms, report) = wall_ms(|| backend.sync_full(&FixedState(&state, &node())));
             report?;
             if load == 0 {
                 expect(&table)?;
@@ -171,7 +171,7 @@ fn measure_changes(
 /// An agent that starts anew finds everything as it should be, and says after how many milliseconds.
 fn start_anew(state: &State) -> Result<f64> {
     let mut anew = backend()?;
-    let (ms, report) = wall_ms(|| anew.sync_full(state, &node()));
+    let (ms, report) = wall_ms(|| anew.sync_full(&FixedState(state, &node())));
     let written = report?.objects_written;
     ensure!(written == 0, "an agent that started anew wrote {written} objects");
     Ok(ms)
@@ -201,8 +201,8 @@ fn change(backend: &mut IpvsDataplane, state: &mut State, services: std::ops::Ra
         let added = workload::endpoint(service, ENDPOINTS);
         state.apply(Change::Endpoint(workload::key(service), added), &mut dirty);
     }
-    let plan = backend.plan(state, &node(), &dirty);
-    let report = backend.apply(plan)?;
+    backend.plan(state, &node(), &dirty);
+    let report = backend.apply()?;
     ensure!(report.services_planned == count, "{count} services changed, and {report:?}");
     Ok(())
 }

@@ -11,7 +11,7 @@ use headgate_core::{
     view::NodeFacts,
 };
 use headgate_node_agent::dataplane::{
-    NodeDataplane,
+    FixedState, NodeDataplane,
     iptables::{Config, IptablesDataplane, Variant},
 };
 use headgate_tests::testbed::{iptables as testbed_iptables, netns};
@@ -99,7 +99,7 @@ impl Rig {
     }
 
     fn full(&mut self) {
-        self.backend.sync_full(&self.state, &node()).unwrap();
+        self.backend.sync_full(&FixedState(&self.state, &node())).unwrap();
         for (_, ledger, kernel) in &mut self.expected {
             let saves = Table::ALL.map(|table| kernel.save(table)).concat();
             let (script, _) = ledger.full(&self.state, &node(), &ExistingTables::parse(&saves));
@@ -112,8 +112,8 @@ impl Rig {
         for change in changes {
             self.state.apply(change, &mut dirty);
         }
-        let plan = self.backend.plan(&self.state, &node(), &dirty);
-        self.backend.apply(plan).unwrap();
+        self.backend.plan(&self.state, &node(), &dirty);
+        self.backend.apply().unwrap();
         for (_, ledger, kernel) in &mut self.expected {
             let (script, _) = ledger.changed(&self.state, &node(), &dirty);
             kernel.restore(&script.to_string()).unwrap();
@@ -130,26 +130,26 @@ impl Rig {
         let config =
             Config { variant: self.variant, layout: self.layout, masquerade: masquerade(), ..Config::default() };
         let mut backend = IptablesDataplane::new(config).unwrap();
-        assert_eq!(backend.sync_full(&self.state, &node()).unwrap().objects_written, 0);
+        assert_eq!(backend.sync_full(&FixedState(&self.state, &node())).unwrap().objects_written, 0);
         let family = headgate_tests::testbed::plan::Family::V4;
         let flush = ["-t", "nat", "-F", "KUBE-MARK-MASQ"];
         testbed_iptables::run(namespace, variant, family, Path::new("/run/xtables.lock"), &flush).unwrap();
         assert!(!backend.verify().unwrap(), "the flushed chain was not noticed");
-        assert_eq!(backend.sync_full(&self.state, &node()).unwrap().objects_written, 1);
+        assert_eq!(backend.sync_full(&FixedState(&self.state, &node())).unwrap().objects_written, 1);
     }
 
     /// A new agent finds its rules and writes nothing; where somebody changed one chain, it writes that chain alone.
     fn assert_warm_restart_writes_nothing(&self, namespace: &netns::Namespace, variant: testbed_iptables::Variant) {
         let config = |layout| Config { variant: self.variant, layout, masquerade: masquerade(), ..Config::default() };
         let mut second = IptablesDataplane::new(config(self.layout)).unwrap();
-        let report = second.sync_full(&self.state, &node()).unwrap();
+        let report = second.sync_full(&FixedState(&self.state, &node())).unwrap();
         assert_eq!(report.objects_written, 0, "{report:?}");
         let family = headgate_tests::testbed::plan::Family::V4;
         let lock = Path::new("/run/xtables.lock");
         let by_hand = ["-t", "nat", "-A", "KUBE-MARK-MASQ", "-j", "RETURN"];
         testbed_iptables::run(namespace, variant, family, lock, &by_hand).unwrap();
         let mut third = IptablesDataplane::new(config(self.layout)).unwrap();
-        let report = third.sync_full(&self.state, &node()).unwrap();
+        let report = third.sync_full(&FixedState(&self.state, &node())).unwrap();
         assert_eq!(report.objects_written, 1, "{report:?}");
         assert_equal(namespace, variant, self, "repaired");
     }
@@ -181,22 +181,22 @@ fn a_foreign_rule_keeps_nothing_from_being_written(variant: Variant, by: testbed
             for change in [Change::RemoveService(key.clone()), Change::from(service(2))] {
                 rig.state.apply(change, &mut dirty);
             }
-            let plan = rig.backend.plan(&rig.state, &node(), &dirty);
-            let report = rig.backend.apply(plan).unwrap();
+            rig.backend.plan(&rig.state, &node(), &dirty);
+            let report = rig.backend.apply().unwrap();
             assert!(report.warnings.iter().any(|warning| warning.contains(chain)), "{report:?}");
             let saved = save();
             assert!(saved.contains("ns/svc2:web has no endpoints"), "{saved}");
             assert!(saved.contains(&format!(":{chain} ")) && !saved.contains(&format!("-A {chain} ")), "{saved}");
             assert!(!saved.contains("svc1"), "{saved}");
             assert!(rig.backend.verify().unwrap(), "a chain that cannot be deleted is nothing to repair");
-            let repaired = rig.backend.sync_full(&rig.state, &node()).unwrap();
+            let repaired = rig.backend.sync_full(&FixedState(&rig.state, &node())).unwrap();
             assert_eq!((repaired.objects_written, repaired.warnings), (0, Vec::new()), "it is named once");
             let error = rig.backend.cleanup().unwrap_err();
             assert!(error.message.contains(chain), "{error}");
             assert!(!error.message.contains("KUBE-PROXY-CANARY"), "what is gone is not left: {error}");
             assert_eq!(save().matches("KUBE-").count(), 2, "the chain and the rule that leads to it:\n{}", save());
             by_hand(&["-t", "nat", "-F", "SOMEBODY"]);
-            rig.backend.sync_full(&rig.state, &node()).unwrap();
+            rig.backend.sync_full(&FixedState(&rig.state, &node())).unwrap();
             assert!(!save().contains(&format!(":{chain} ")), "the chain goes at the next repair:\n{}", save());
             rig.backend.cleanup().unwrap();
             assert!(!save().contains("KUBE-"), "{}", save());

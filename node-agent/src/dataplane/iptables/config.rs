@@ -1,21 +1,10 @@
-//! What the operator asked of the iptables backend.
+//! What the operator asked of the iptables dataplane.
 
 use headgate_core::{Family, iptables::Layout, masquerade::MasqueradeConfig};
-use ipnet::IpNet;
 
-/// Which iptables the rules are written with.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
-pub enum Variant {
-    /// The one that the node uses already.
-    #[default]
-    Auto,
-    /// `iptables-legacy-restore`.
-    Legacy,
-    /// `iptables-nft-restore`.
-    Nft,
-}
+use super::Variant;
 
-/// Configuration of the backend.
+/// Configuration of the dataplane.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Config {
     /// Which iptables.
@@ -28,8 +17,6 @@ pub struct Config {
     pub localhost_node_ports: bool,
     /// Conntrack calls no packet INVALID for being outside of the window: there is nothing to drop.
     pub conntrack_tcp_be_liberal: bool,
-    /// Virtual servers of these addresses are others', should an earlier run have left some of ours.
-    pub ipvs_exclude_cidrs: Vec<IpNet>,
     /// Count packets as kube-proxy does, where the kernel and the programs can.
     pub count_packets: bool,
     /// Families to program, where the node can.
@@ -44,7 +31,6 @@ impl Default for Config {
             masquerade: MasqueradeConfig::default(),
             localhost_node_ports: true,
             conntrack_tcp_be_liberal: false,
-            ipvs_exclude_cidrs: Vec::new(),
             count_packets: false,
             families: Family::BOTH.to_vec(),
         }

@@ -1,60 +1,43 @@
-//! Rules that count packets, where the kernel has counters and the programs know the match for them.
+//! Rules that count packets, where the kernel has counters and the programs know the match for
+//! them.
 
-use headgate_core::iptables::{Ledger, ruleset};
-use headgate_netlink::NetlinkError;
+use headgate_core::iptables::{Ledger, RenderConfig};
 
-use super::FamilyDataplane;
-use crate::{
-    dataplane::{DataplaneError, ErrorKind},
-    packet_counters,
+use super::{
+    super::{DataplaneError, ErrorKind},
+    IptablesFamily,
 };
+use crate::packet_counters;
 
-impl FamilyDataplane {
-    /// Makes the counters that rules are going to need. Without them, rules go without.
+impl IptablesFamily {
+    /// Makes the counters that rules need. Where that fails, rules do without them.
     pub(super) fn make_counters(&mut self) {
         if self.ledger.config().counts_packets
-            && let Err(failed) = packet_counters::make()
+            && let Err(error) = packet_counters::make()
         {
-            self.go_without_counters(&error("making", &failed));
+            self.do_without_counters(&format!("making packet counters (nfnetlink_acct): {error}"));
         }
     }
 
-    /// After a full sync: true when it was refused because rules that count packets are. Then it is to be made again, without them.
+    /// After a full sync failed: true when rules that count packets were the reason. The full sync
+    /// is to be made again then, without them.
     ///
     /// # Errors
     /// It cannot be found out.
-    pub(super) fn counters_are_refused(&mut self, synced: &Result<(), DataplaneError>) -> Result<bool, DataplaneError> {
-        if self.has_counted || !self.ledger.config().counts_packets {
+    pub(super) fn counters_are_rejected(&mut self, error: &DataplaneError) -> Result<bool, DataplaneError> {
+        if self.has_counted || !self.ledger.config().counts_packets || error.kind != ErrorKind::Rejected {
             return Ok(false);
         }
-        match synced {
-            Ok(()) => self.has_counted = true,
-            Err(refused) if refused.kind == ErrorKind::Refused => {
-                let tried = self.programs.restore(&Ledger::trial_of_counters());
-                self.programs.restore(&Ledger::end_of_trials())?;
-                match tried {
-                    Ok(()) => self.has_counted = true,
-                    Err(error) if error.kind == ErrorKind::Refused => {
-                        self.go_without_counters(&error);
-                        return Ok(true);
-                    }
-                    Err(error) => return Err(error),
-                }
-            }
-            Err(_) => {}
+        let rejected = self.rules.programs.try_out(&Ledger::trial_of_counters())?;
+        self.has_counted = rejected.is_none();
+        if let Some(error) = &rejected {
+            self.do_without_counters(error);
         }
-        Ok(false)
+        Ok(rejected.is_some())
     }
 
-    fn go_without_counters(&mut self, error: &DataplaneError) {
-        tracing::info!(family = %self.family, %error, "packets are not counted");
-        let mut config = self.ledger.config().clone();
-        config.counts_packets = false;
-        self.ledger.set_ruleset(ruleset(config));
+    fn do_without_counters(&mut self, error: &str) {
+        tracing::info!(family = %self.ledger.config().family, %error, "packets are not counted");
+        self.set_config(RenderConfig { counts_packets: false, ..self.ledger.config().clone() });
     }
-}
-
-/// What failed with the counters, for the log.
-pub(super) fn error(doing: &str, error: &NetlinkError) -> DataplaneError {
-    DataplaneError::new(ErrorKind::Fatal, format!("{doing} packet counters (nfnetlink_acct): {error}"))
 }

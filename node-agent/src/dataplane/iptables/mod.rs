@@ -1,55 +1,45 @@
-//! The iptables backend: scripts of [`headgate_core::iptables`], run by `iptables-restore --noflush`, one for each family.
+//! The iptables dataplane: scripts of [`headgate_core::iptables`], run by `iptables-restore
+//! --noflush`.
 //!
-//! A change writes the chains of changed services and nothing else. Only a full sync reads the kernel.
+//! A change writes the chains of changed services and nothing else. Only a full sync reads the
+//! kernel.
 
-pub(super) mod command;
 mod config;
 mod counters;
-pub(super) mod refused;
-pub(super) mod rules;
-pub(super) mod sctp;
-pub(super) mod sysctl;
-pub(super) mod variant;
+mod sysctl;
 
-pub use config::{Config, Variant};
+pub use config::Config;
 
-use std::{
-    collections::BTreeSet,
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{collections::BTreeSet, mem, sync::Arc, time::Instant};
 
 use headgate_core::{
     Demand, Dirty, Family, ServiceKey, State,
     iptables::{
-        Ledger, RenderConfig, Script, Table, has_localnet_guard,
+        ExistingTables, Ledger, RenderConfig, Script, has_localnet_guard,
         ledger::{LateChange, Planned},
         ruleset,
     },
     view::NodeFacts,
 };
 
-use self::{command::Programs, rules::Left, sctp::Sctp};
+pub use super::xtables::Variant;
 use super::{
-    DataplaneError, FamilyStatistics, NodeDataplane, Plan, Refused, Report, StateSource, leftovers::Leftovers,
-    missing_ipv6,
+    Dataplane, DataplaneError, Degradation, DualStack, ErrorKind, Fault, FindFaults, Maintain, Report, StateSource,
+    Statistics,
+    xtables::{self, Rules, bisect},
 };
-use tracing::info;
-
-use crate::{node_inputs::NodeInputs, packet_counters};
-
-/// A comparison of every rule is followed by a pause of this many times what it took.
-const DEEP_LOOK_PAUSE_FACTOR: u32 = 100;
+use crate::node_inputs::NodeInputs;
 
 /// Sets what rules for NodePorts on 127.0.0.0/8 need, where there are to be any.
 pub(crate) fn prepare(localhost_node_ports: bool, inputs: &NodeInputs) -> Result<(), DataplaneError> {
     let mut config = RenderConfig { localhost_node_ports, ..RenderConfig::new(Family::V4) };
     config.node_port_addresses = inputs.node_ports(Family::V4).clone();
     let set = if has_localnet_guard(&config) { sysctl::route_localnet() } else { Ok(()) };
-    set.map_err(|sentence| DataplaneError::new(super::ErrorKind::Fatal, sentence))
+    set.map_err(|sentence| DataplaneError::new(ErrorKind::Fatal, sentence))
 }
 
-/// What stays of the machine's settings after a cleanup, for who set it cannot be told: a sentence for the operator, if there is something.
+/// A sentence about a setting of the machine that stays after a cleanup, because nobody can tell
+/// who set it.
 #[must_use]
 pub fn left_settings() -> Option<&'static str> {
     sysctl::is_localnet_routed().then_some(
@@ -59,52 +49,26 @@ pub fn left_settings() -> Option<&'static str> {
 }
 
 /// Programs the kernel by `iptables-restore`.
-#[derive(Debug)]
-pub struct IptablesDataplane {
-    name: &'static str,
-    families: Vec<FamilyDataplane>,
-    leftovers: Leftovers,
-    is_without_ipv6: bool,
-    /// Why it runs in place of another backend.
-    in_place_of: Option<String>,
-}
+pub type IptablesDataplane = DualStack<IptablesFamily>;
 
+/// One family.
 #[derive(Debug)]
-struct FamilyDataplane {
-    family: Family,
-    programs: Programs,
+pub struct IptablesFamily {
+    rules: Rules,
     ledger: Ledger,
-    sctp: Sctp,
     /// A full sync with rules that count packets has succeeded.
     has_counted: bool,
-    /// When every rule may be compared again; `None` before the first full sync, when there is nothing to compare with.
-    next_deep_look: Option<Instant>,
-    last_took: Duration,
-    /// Rules that the last step wrote: nat, filter.
-    last_rules: [u32; 2],
 }
 
-/// What [`NodeDataplane::plan`] hands to [`NodeDataplane::apply`]: a script for each family, in the order of the backend's families.
-#[derive(Debug)]
-struct IptablesPlan(Vec<(Script, Planned)>);
-
-impl IptablesDataplane {
+impl DualStack<IptablesFamily> {
     /// Finds the programs that the configuration asks for. Changes nothing.
     ///
     /// # Errors
-    /// [`super::ErrorKind::Unavailable`] where this machine has none.
+    /// [`ErrorKind::Unavailable`] where this machine has none.
     pub fn new(config: Config) -> Result<Self, DataplaneError> {
-        let variant = variant::choose(config.variant)?;
-        let mut is_without_ipv6 = false;
-        let mut families = Vec::new();
-        let mut other_variant = Vec::new();
-        let other = if variant == Variant::Legacy { Variant::Nft } else { Variant::Legacy };
-        for family in config.families {
-            if family == Family::V6 && !sysctl::has_ipv6() {
-                info!("IPv6 is off on this node: IPv4 alone is programmed");
-                is_without_ipv6 = true;
-                continue;
-            }
+        let variant = xtables::choose(config.variant)?;
+        let name = if variant == Variant::Legacy { "iptables-legacy" } else { "iptables-nft" };
+        let make = |family| {
             let render = RenderConfig {
                 masquerade: config.masquerade.clone(),
                 layout: config.layout,
@@ -113,265 +77,164 @@ impl IptablesDataplane {
                 counts_packets: config.count_packets,
                 ..RenderConfig::new(family)
             };
-            other_variant.extend(Some(Programs::new(family, other)).filter(Programs::are_installed));
-            families.push(FamilyDataplane::new(Programs::new(family, variant), render));
-        }
-        let name = if variant == Variant::Legacy { "iptables-legacy" } else { "iptables-nft" };
-        let leftovers = Leftovers::new(other_variant, Some(config.ipvs_exclude_cidrs));
-        Ok(Self { name, families, leftovers, is_without_ipv6, in_place_of: None })
-    }
-
-    /// Says for what reason it runs in place of another backend.
-    #[must_use]
-    pub fn in_place_of(self, sentence: String) -> Self {
-        Self { in_place_of: Some(sentence), ..self }
+            IptablesFamily {
+                rules: Rules::new(family, variant),
+                ledger: Ledger::new(ruleset(render)),
+                has_counted: false,
+            }
+        };
+        Ok(Self::assemble(name, (), xtables::leftovers(variant), config.families, make))
     }
 }
 
-impl NodeDataplane for IptablesDataplane {
-    fn name(&self) -> &str {
-        self.name
+impl Dataplane for IptablesFamily {
+    type Kernel = ();
+    type Found = ExistingTables;
+    type Plan = (Script, Planned);
+
+    fn family(&self) -> Family {
+        self.ledger.config().family
     }
 
-    fn degraded(&self, demand: &Demand) -> Vec<String> {
-        let lament = |family: &FamilyDataplane| {
-            let is_asked_for = demand.of(family.family).with_sctp > 0;
-            is_asked_for.then(|| family.sctp.lament("ports of SCTP do not work"))?
-        };
-        let without_sctp = self.families.iter().find_map(lament);
-        let without_ipv6 = self.is_without_ipv6.then(|| missing_ipv6(demand)).flatten();
-        self.in_place_of.clone().into_iter().chain(without_ipv6).chain(without_sctp).collect()
+    fn configure(&mut self, inputs: &NodeInputs) -> bool {
+        let mut config = self.ledger.config().clone();
+        config.node_port_addresses = inputs.node_ports(config.family).clone();
+        config.masquerade.detector_v4.clone_from(&inputs.detector_v4);
+        config.masquerade.detector_v6.clone_from(&inputs.detector_v6);
+        self.set_config(config)
     }
 
-    fn sync_full_from(&mut self, source: &dyn StateSource) -> Result<Report, DataplaneError> {
-        let mut report = Report::default();
-        let mut result = Ok(());
-        for family in &mut self.families {
-            let synced = family.sync_full(source, &mut report).map_err(|error| error.of(family.family));
-            // The other family gets its turn all the same.
-            result = DataplaneError::join(result, synced);
-        }
-        result?;
-        // Both variants' rules would be followed; ours are in place now.
-        report.warnings.extend(self.leftovers.remove());
-        Ok(report)
+    fn prepare(&mut self, (): &mut ()) -> Result<Vec<String>, DataplaneError> {
+        self.make_counters();
+        let has_guard = has_localnet_guard(self.ledger.config());
+        let failed = if has_guard { sysctl::route_localnet().err() } else { None };
+        Ok(failed.into_iter().collect())
     }
 
-    fn plan(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> Plan {
-        let scripts = self.families.iter_mut().map(|family| family.ledger.changed(state, node, dirty)).collect();
-        Box::new(IptablesPlan(scripts))
+    fn read(&mut self, (): &mut ()) -> Result<ExistingTables, DataplaneError> {
+        self.rules.programs.existing_tables()
     }
 
-    fn apply(&mut self, plan: Plan) -> Result<Report, DataplaneError> {
-        let Ok(plan) = plan.downcast::<IptablesPlan>() else {
-            return Err(DataplaneError::of_another_plan());
-        };
-        let mut report = Report::default();
-        let mut result = Ok(());
-        for (family, (script, planned)) in self.families.iter_mut().zip(plan.0) {
-            // Such scripts hold all their text.
-            let applied = family.run(&script, None, planned, &mut report).map_err(|error| error.of(family.family));
-            result = DataplaneError::join(result, applied);
-        }
-        result.map(|()| report)
+    fn plan_full(&mut self, state: &State, node: &NodeFacts, found: &mut ExistingTables) -> Self::Plan {
+        self.ledger.full_by(self.rules.programs.writing(), state, node, mem::take(found))
     }
 
-    fn find_refused(
+    fn plan(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> Self::Plan {
+        self.ledger.changed(state, node, dirty)
+    }
+
+    fn apply(
         &mut self,
+        kernel: &mut (),
+        (script, planned): Self::Plan,
+        source: Option<&dyn StateSource>,
+    ) -> Result<Report, DataplaneError> {
+        self.rules.count(&script);
+        let error = match self.write(&script, &planned, source) {
+            Ok(report) => {
+                self.ledger.confirm();
+                self.has_counted |= source.is_some();
+                return Ok(report);
+            }
+            Err(error) => self.rules.explain(error),
+        };
+        self.leave_out_sctp();
+        let Some(source) = source else { return Err(error) };
+        if !self.counters_are_rejected(&error)? {
+            return Err(error);
+        }
+        let (mut found, mut plan) = (self.read(kernel)?, None);
+        source.look(&mut |state, node| plan = Some(self.plan_full(state, node, &mut found)));
+        plan.map_or(Err(error), |plan| self.apply(kernel, plan, Some(source)))
+    }
+
+    fn check(&mut self, (): &mut ()) -> Result<Option<String>, DataplaneError> {
+        self.rules.check(self.ledger.jumps())
+    }
+
+    fn matches(&self, found: &ExistingTables) -> bool {
+        self.ledger.is_in(found)
+    }
+
+    fn statistics(&self) -> Statistics {
+        self.rules.statistics(&self.ledger.tally(), self.ledger.config().counts_packets)
+    }
+
+    fn degraded(&self, demand: &Demand) -> Vec<Degradation> {
+        self.rules.missing_sctp(demand, "ports of SCTP do not work").into_iter().collect()
+    }
+
+    fn maintenance(&mut self) -> Option<&mut dyn Maintain<()>> {
+        Some(self)
+    }
+
+    fn fault_finding(&mut self) -> Option<&mut dyn FindFaults<()>> {
+        Some(self)
+    }
+}
+
+impl Maintain<()> for IptablesFamily {
+    fn due_at(&self) -> Option<Instant> {
+        self.rules.sctp.retry_at()
+    }
+
+    fn maintain(&mut self, (): &mut (), now: Instant) -> Result<(), DataplaneError> {
+        let retried = self.rules.retry_sctp(now);
+        self.leave_out_sctp();
+        retried
+    }
+}
+
+impl FindFaults<()> for IptablesFamily {
+    fn find_faults(
+        &mut self,
+        (): &mut (),
         source: &dyn StateSource,
         suspects: Option<&BTreeSet<Arc<ServiceKey>>>,
-        families: &[Family],
-    ) -> Result<Vec<Refused>, DataplaneError> {
-        let mut refused = Vec::new();
-        for family in self.families.iter().filter(|of| families.is_empty() || families.contains(&of.family)) {
-            refused.extend(refused::find_refused(&family.programs, &family.ledger, source, suspects)?);
-        }
-        Ok(refused)
+    ) -> Result<Vec<Fault>, DataplaneError> {
+        bisect::find_faults(&self.rules.programs, &self.ledger, source, suspects)
     }
 
-    fn set_aside(&mut self, refused: &[Refused]) {
-        for FamilyDataplane { family, ledger, .. } in &mut self.families {
-            let own = refused.iter().filter(|refused| refused.family == *family);
-            ledger.set_quarantined(&own.map(|refused| Arc::clone(&refused.service)).collect());
-        }
+    fn set_quarantined(&mut self, services: &BTreeSet<Arc<ServiceKey>>) {
+        self.ledger.set_quarantined(services);
     }
+}
 
-    fn counts_packets(&self) -> bool {
-        self.families.iter().any(|family| family.ledger.config().counts_packets)
-    }
-
-    fn statistics(&self) -> Vec<FamilyStatistics> {
-        self.families.iter().map(FamilyDataplane::statistics).collect()
-    }
-
-    fn reconfigure(&mut self, inputs: &NodeInputs) -> bool {
-        let mut is_new = false;
-        for FamilyDataplane { family, ledger, .. } in &mut self.families {
-            let mut config = ledger.config().clone();
-            config.node_port_addresses = inputs.node_ports(*family).clone();
-            config.masquerade.detector_v4 = inputs.detector_v4.clone();
-            config.masquerade.detector_v6 = inputs.detector_v6.clone();
-            if config != *ledger.config() {
-                ledger.set_ruleset(ruleset(config));
-                is_new = true;
-            }
+impl IptablesFamily {
+    /// True when the configuration is another one.
+    fn set_config(&mut self, config: RenderConfig) -> bool {
+        let is_new = config != *self.ledger.config();
+        if is_new {
+            self.ledger.set_ruleset(ruleset(config));
         }
         is_new
     }
 
-    fn tend_at(&self) -> Option<Instant> {
-        self.families.iter().map(|family| family.sctp.look_at()).chain([self.leftovers.retry_at()]).flatten().min()
-    }
-
-    fn tend(&mut self) -> Result<(), DataplaneError> {
-        let now = Instant::now();
-        self.leftovers.retry(now);
-        let mut result = Ok(());
-        for family in &mut self.families {
-            result = DataplaneError::join(result, family.look_for_sctp(now).map_err(|error| error.of(family.family)));
-        }
-        result
-    }
-
-    fn has_rules(&mut self) -> Result<bool, DataplaneError> {
-        for family in &self.families {
-            if family.programs.missing(family.ledger.jumps())?.is_some() {
-                return Ok(false);
-            }
-        }
-        Ok(true)
-    }
-
-    fn verify(&mut self) -> Result<bool, DataplaneError> {
-        for family in &mut self.families {
-            if !family.programs.is_intact(family.ledger.jumps())? || !family.is_intact_in_depth()? {
-                return Ok(false);
-            }
-        }
-        Ok(true)
-    }
-
-    fn cleanup(&mut self) -> Result<(), DataplaneError> {
-        let mut result = Ok(());
-        for family in &self.families {
-            result = DataplaneError::join(result, family.programs.cleanup());
-        }
-        if self.counts_packets() {
-            let removed = packet_counters::remove();
-            result = DataplaneError::join(result, removed.map_err(|error| counters::error("removing", &error)));
-        }
-        result
-    }
-}
-
-impl FamilyDataplane {
-    fn new(programs: Programs, render: RenderConfig) -> Self {
-        Self {
-            family: render.family,
-            programs,
-            ledger: Ledger::new(ruleset(render)),
-            sctp: Sctp::default(),
-            has_counted: false,
-            next_deep_look: None,
-            last_took: Duration::ZERO,
-            last_rules: [0; 2],
-        }
-    }
-
-    /// One family after the other, so that there is never more than one script of the whole.
-    fn sync_full(&mut self, source: &dyn StateSource, report: &mut Report) -> Result<(), DataplaneError> {
-        self.make_counters();
-        let synced = self.sync_everything(source, report);
-        if self.counters_are_refused(&synced)? { self.sync_everything(source, report) } else { synced }
-    }
-
-    fn sync_everything(&mut self, source: &dyn StateSource, report: &mut Report) -> Result<(), DataplaneError> {
-        if has_localnet_guard(self.ledger.config()) {
-            report.warnings.extend(sysctl::route_localnet().err());
-        }
-        let mut existing = Some(self.programs.existing_tables()?);
-        let mut work = None;
-        source.look(&mut |state, node| {
-            // The source shows one state.
-            let Some(existing) = existing.take() else { return };
-            work = Some(self.ledger.full_by(self.programs.writing(), state, node, existing));
-        });
-        let Some((script, planned)) = work else { return Ok(()) };
-        self.run(&script, Some(source), planned, report)?;
-        self.next_deep_look.get_or_insert_with(Instant::now);
-        Ok(())
-    }
-
-    fn statistics(&self) -> FamilyStatistics {
-        FamilyStatistics::of_rules(self.family, self.last_took, &self.ledger.tally(), self.last_rules)
-    }
-
-    fn run(
-        &mut self,
-        script: &Script,
-        source: Option<&dyn StateSource>,
-        planned: Planned,
-        report: &mut Report,
-    ) -> Result<(), DataplaneError> {
-        let started = Instant::now();
-        let written = |table| u32::try_from(script.rules_written(table)).unwrap_or(u32::MAX);
-        self.last_rules = [written(Table::Nat), written(Table::Filter)];
-        let result = self.write(script, source, planned, report);
-        self.last_took = started.elapsed();
-        match result {
-            Ok(()) => {
-                self.ledger.confirm();
-                Ok(())
-            }
-            Err(error) => {
-                let error = self.sctp.judge(&self.programs, error);
-                self.leave_out_sctp(self.sctp.is_missing());
-                Err(error)
-            }
-        }
-    }
-
-    fn leave_out_sctp(&mut self, is_left_out: bool) {
-        if self.ledger.config().leaves_out_sctp != is_left_out {
-            let config = RenderConfig { leaves_out_sctp: is_left_out, ..self.ledger.config().clone() };
-            self.ledger.set_ruleset(ruleset(config));
-        }
-    }
-
-    /// Looks whether SCTP can be matched by now, if it could not and it is time.
-    fn look_for_sctp(&mut self, now: Instant) -> Result<(), DataplaneError> {
-        if self.sctp.look(&self.programs, now)? {
-            self.leave_out_sctp(false);
-            return Err(sctp::can_be_matched_again());
-        }
-        Ok(())
+    fn leave_out_sctp(&mut self) {
+        let leaves_out_sctp = self.rules.sctp.is_missing();
+        self.set_config(RenderConfig { leaves_out_sctp, ..self.ledger.config().clone() });
     }
 
     fn write(
         &mut self,
         script: &Script,
+        planned: &Planned,
         source: Option<&dyn StateSource>,
-        planned: Planned,
-        report: &mut Report,
-    ) -> Result<(), DataplaneError> {
-        // Both families compute the same services: they count once.
-        report.services_planned = report.services_planned.max(planned.services);
+    ) -> Result<Report, DataplaneError> {
+        let mut report = Report { services_planned: planned.services, ..Report::default() };
         if script.is_empty() {
-            return Ok(());
+            return Ok(report);
         }
-        // Each is named once, not at every repair.
         let mut changed = Vec::new();
-        let left =
-            self.programs.restore_leaving_by(script, &mut |script| self.restore(script, source, &mut changed))?;
+        let programs = &self.rules.programs;
+        let kept = programs.restore_leaving_by(script, &mut |script| self.restore(script, source, &mut changed))?;
         self.ledger.note_late(changed);
-        for Left { table, name, sentence } in left {
-            report.warnings.extend(self.ledger.note_undeletable(table, &name).then_some(sentence));
-        }
-        report.objects_written += script.chains_written() + script.chains_deleted();
-        Ok(())
+        xtables::note_written(&mut report, script, kept, |table, name| self.ledger.note_undeletable(table, name));
+        Ok(report)
     }
 
-    /// Runs a script, with what it leaves for later rendered from the source. `changed` takes what became of that meanwhile.
+    /// Runs a script. What it leaves for later is rendered from the source, and `changed` takes
+    /// what became of that since it was planned.
     fn restore(
         &self,
         script: &Script,
@@ -379,23 +242,13 @@ impl FamilyDataplane {
         changed: &mut Vec<LateChange>,
     ) -> Result<(), DataplaneError> {
         changed.clear();
-        self.programs.restore_with(script, &mut |services, text| {
+        self.rules.programs.restore_with(script, &mut |services, text| {
+            // Without a source, the script holds all its text.
             let Some(source) = source else { return };
             source.look(&mut |state, node| {
                 text.clear();
                 self.ledger.write_late(state, node, script, services, text, changed);
             });
         })
-    }
-
-    /// Compares every rule with what is wanted, as often as that costs at most some percent of a core.
-    fn is_intact_in_depth(&mut self) -> Result<bool, DataplaneError> {
-        let started = Instant::now();
-        if self.next_deep_look.is_none_or(|due| started < due) {
-            return Ok(true);
-        }
-        let is_intact = self.ledger.is_in(&self.programs.existing_tables()?);
-        self.next_deep_look = Some(Instant::now() + started.elapsed() * DEEP_LOOK_PAUSE_FACTOR);
-        Ok(is_intact)
     }
 }

@@ -4,7 +4,8 @@ use std::{fs, io};
 
 const ROUTE_LOCALNET: &str = "/proc/sys/net/ipv4/conf/all/route_localnet";
 
-/// Lets packets to 127.0.0.0/8 be routed, which NodePorts on localhost need. The rules guard those addresses against neighbours.
+/// Lets packets to 127.0.0.0/8 be routed, which NodePorts on localhost need. The rules guard those
+/// addresses against neighbours.
 ///
 /// # Errors
 /// A sentence for the operator; everything else works without it.
@@ -16,16 +17,6 @@ pub(super) fn route_localnet() -> Result<(), String> {
 /// True while the kernel routes packets to 127.0.0.0/8.
 pub(super) fn is_localnet_routed() -> bool {
     fs::read_to_string(ROUTE_LOCALNET).is_ok_and(|value| value.trim() != "0")
-}
-
-/// False when the kernel was told to do without IPv6 (`ipv6.disable=1`), or when all interfaces were (`disable_ipv6`) and none has an address.
-pub(in crate::dataplane) fn has_ipv6() -> bool {
-    let is_off =
-        || fs::read_to_string("/proc/sys/net/ipv6/conf/all/disable_ipv6").is_ok_and(|value| value.trim() == "1");
-    match fs::read_to_string("/proc/thread-self/net/if_inet6") {
-        Ok(addresses) => !(addresses.is_empty() && is_off()),
-        Err(_) => false,
-    }
 }
 
 fn set(path: &str, value: &str) -> io::Result<()> {

@@ -1,4 +1,4 @@
-//! Removing what the backend made, and nothing else.
+//! Removing what the dataplane made, and nothing else.
 
 use headgate_core::{
     Family,
@@ -9,13 +9,12 @@ use ipnet::IpNet;
 use super::{
     super::{DataplaneError, ErrorKind},
     kernel::{self, Kernel, of_routing},
-    probe,
     read::{self, OfNetworks, OfOtherSize},
     write,
 };
 
-/// Removes our virtual servers, sets and device. Rules that refer to the sets have to be gone. Makes the kernel load nothing: what it has not
-/// loaded holds nothing of ours.
+/// Removes our virtual servers, sets and device. Rules that refer to the sets have to be gone.
+/// Makes the kernel load nothing: what it has not loaded holds nothing of ours.
 ///
 /// # Errors
 /// Names what is left.
@@ -36,7 +35,7 @@ pub(crate) fn remove_all(exclude_cidrs: &[IpNet]) -> Result<(), DataplaneError> 
         result = DataplaneError::join(result, removed);
     }
     // Left behind by an agent that was killed while it looked at what the kernel can do.
-    let probe = kernel.routing().and_then(|routing| routing.link(probe::PROBE_DEVICE).map_err(of_routing));
+    let probe = kernel.routing().and_then(|routing| routing.link(kernel::PROBE_DEVICE).map_err(of_routing));
     let removed = probe.and_then(|link| match link {
         Some(link) => kernel.routing().and_then(|routing| routing.remove_link(link.index).map_err(of_routing)),
         None => Ok(()),
@@ -65,9 +64,9 @@ fn remove(
     let plan = Ledger::cleanup(&config, &existing);
     let mut outcome = write::Outcome::default();
     write::run(kernel, device.unwrap_or_default(), family, &plan.after, &mut outcome)?;
-    if outcome.refused.is_empty() {
+    if outcome.rejected.is_empty() {
         return Ok(());
     }
-    let reasons: Vec<String> = outcome.refused.into_iter().map(|refused| refused.reason).collect();
+    let reasons: Vec<String> = outcome.rejected.into_iter().map(|rejected| rejected.reason).collect();
     Err(DataplaneError::new(ErrorKind::Fatal, reasons.join("; ")))
 }

@@ -1,13 +1,13 @@
-//! What the operator asked of the IPVS backend.
+//! What the operator asked of the IPVS dataplane.
 
 use std::time::Duration;
 
 use headgate_core::{Family, ipvs::Scheduler, masquerade::MasqueradeConfig};
 use ipnet::IpNet;
 
-use super::super::iptables::Variant;
+use super::super::xtables::Variant;
 
-/// Configuration of the backend.
+/// Configuration of the dataplane.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Config {
     /// Which iptables the rules beside the virtual servers are written with.

@@ -20,7 +20,8 @@ pub(super) fn service_id(key: ServerKey) -> ServiceId {
     ServiceId::new(protocol, SocketAddr::new(key.address, key.port))
 }
 
-/// A name in the kernel as a virtual server's; `None` for those by firewall mark and of other protocols, which are never ours.
+/// A name in the kernel as a virtual server's; `None` for those by firewall mark and of other
+/// protocols, which are never ours.
 pub(super) fn server_key(id: ServiceId) -> Option<ServerKey> {
     let ServiceId::Address { protocol, address } = id else { return None };
     let protocol = match protocol {
@@ -60,7 +61,8 @@ pub(super) fn destination(address: SocketAddr, weight: u32) -> ipvs::Destination
     ipvs::Destination::new(address).weighing(weight)
 }
 
-/// A destination's weight, or one that no destination can have if it is not one that we make: so it differs from whatever is wanted.
+/// A destination's weight, or one that no destination can have if it is not one that we make: so it
+/// differs from whatever is wanted.
 pub(super) fn weight(found: &ipvs::Destination) -> u32 {
     let is_ours = *found == destination(found.address, found.weight);
     if is_ours { found.weight } else { u32::MAX }

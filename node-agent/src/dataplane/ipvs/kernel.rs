@@ -1,9 +1,10 @@
-//! The parts of the kernel that the backend speaks to, and what is missing of them.
+//! The parts of the kernel that the dataplane speaks to, and what is missing of them.
 
 use std::{
     io,
     net::{IpAddr, UdpSocket},
     path::Path,
+    time::Duration,
 };
 
 use headgate_core::ipvs::DEVICE;
@@ -12,22 +13,35 @@ use headgate_netlink::{
     route::{Change, Link, Prefix, Routing},
 };
 use ipset_netlink::{IpSetError, IpSets};
-use ipvs_netlink::{Ipvs, IpvsError};
+use ipvs_netlink::{Ipvs, IpvsError, Timeouts};
 use tracing::info;
 
 use super::{
-    super::{DataplaneError, ErrorKind},
-    convert,
-    probe::PROBE_DEVICE,
+    super::{DataplaneError, ErrorKind, KernelHandle},
+    Config, convert,
+    sysctl::Sysctls,
 };
 
-/// Connections to IPVS, IP sets and rtnetlink, in the network namespace of the thread that uses them first. Each is opened when it is needed: the
-/// kernel then loads the modules of what it lacks, where it can.
+/// The device that shows whether there can be any. It also has the addresses of ours while that is
+/// made anew.
+pub(super) const PROBE_DEVICE: &str = "kube-ipvs-probe";
+
+/// Connections to IPVS, IP sets and rtnetlink, in the network namespace of the thread that uses
+/// them first. Each is opened when it is needed: the kernel then loads the modules of what it
+/// lacks, where it can.
 #[derive(Debug, Default)]
-pub(super) struct Kernel {
+pub struct Kernel {
     ipvs: Option<Ipvs>,
     sets: Option<IpSets>,
     routing: Option<Routing>,
+    /// What [`Self::prepare`] returned, once it has succeeded.
+    prepared: Option<Vec<String>>,
+}
+
+impl KernelHandle for Kernel {
+    fn reset(&mut self) {
+        *self = Self { prepared: self.prepared.take(), ..Self::default() };
+    }
 }
 
 /// What an option holds, made if it holds nothing.
@@ -40,6 +54,29 @@ fn or_open<T, E>(slot: &mut Option<T>, open: impl FnOnce() -> Result<T, E>) -> R
 }
 
 impl Kernel {
+    /// Sets kernel parameters and time-outs, once. Returns a sentence for each parameter that
+    /// cannot be set and without which services work all the same.
+    pub(super) fn prepare(&mut self, config: &Config) -> Result<Vec<String>, DataplaneError> {
+        if let Some(sentences) = &self.prepared {
+            return Ok(sentences.clone());
+        }
+        // The parameters come with IPVS.
+        let ipvs = self.ipvs()?;
+        let seconds = |timeout: Duration| u32::try_from(timeout.as_secs()).unwrap_or(u32::MAX);
+        let timeouts = Timeouts {
+            tcp_seconds: seconds(config.tcp_timeout),
+            tcp_fin_seconds: seconds(config.tcp_fin_timeout),
+            udp_seconds: seconds(config.udp_timeout),
+        };
+        if timeouts != Timeouts::default() {
+            ipvs.set_timeouts(&timeouts).map_err(of_ipvs)?;
+        }
+        let set = Sysctls::default().set(config.strict_arp);
+        let sentences = set.map_err(|error| DataplaneError::new(ErrorKind::Fatal, error))?;
+        self.prepared = Some(sentences.clone());
+        Ok(sentences)
+    }
+
     /// Virtual servers.
     pub(super) fn ipvs(&mut self) -> Result<&mut Ipvs, DataplaneError> {
         or_open(&mut self.ipvs, Ipvs::open).map_err(of_ipvs)
@@ -55,9 +92,10 @@ impl Kernel {
         or_open(&mut self.routing, Routing::open).map_err(of_routing)
     }
 
-    /// The number of our device, which is made if it is not there. It is down, so that its addresses are the node's own and no more: routing daemons
-    /// export those of devices that are up. Routes to addresses are made as these come, and lost when the device goes up and down again; then
-    /// another device takes its place.
+    /// The number of our device, which is made if it is not there. It is down, so that its
+    /// addresses are the node's own and no more: routing daemons export those of devices that are
+    /// up. Routes to addresses are made as these come, and lost when the device goes up and down
+    /// again; then another device takes its place.
     pub(super) fn device(&mut self) -> Result<u32, DataplaneError> {
         let link = match self.routing()?.link(DEVICE).map_err(of_routing)? {
             Some(link) => link,
@@ -89,8 +127,9 @@ impl Kernel {
         made.ok_or_else(|| DataplaneError::new(ErrorKind::Retry, format!("device {name} went as it came")))
     }
 
-    /// Makes our device anew, with these addresses. Another device has them meanwhile, so that the node has them all the time. That one is not renamed
-    /// instead: the kernel would number the labels of its addresses, by which the device of an IPv4 address is known.
+    /// Makes our device anew, with these addresses. Another device has them meanwhile, so that the
+    /// node has them all the time. That one is not renamed instead: the kernel would number the
+    /// labels of its addresses, by which the device of an IPv4 address is known.
     fn replace_device(&mut self, old: u32, addresses: &[Prefix]) -> Result<u32, DataplaneError> {
         // One may be left from an agent that was killed in the middle of this.
         if let Some(left) = self.routing()?.link(PROBE_DEVICE).map_err(of_routing)? {
@@ -106,7 +145,8 @@ impl Kernel {
         Ok(new)
     }
 
-    /// Adds those addresses that are of one host. One that is refused is missing when the full sync looks at the device.
+    /// Adds those addresses that are of one host. One that is rejected is missing when the full
+    /// sync looks at the device.
     fn add_addresses(&mut self, link: u32, addresses: &[Prefix]) -> Result<(), DataplaneError> {
         let hosts = addresses.iter().filter(|prefix| **prefix == convert::host(prefix.address));
         let adds: Vec<Change> = hosts.map(|address| Change::AddAddress { link, address: *address }).collect();
@@ -139,7 +179,8 @@ impl Kernel {
     }
 }
 
-/// True of an IPv4 address of ours that the kernel does not take for the node's own, though it is on the device. Only then a socket cannot have it.
+/// True of an IPv4 address of ours that the kernel does not take for the node's own, though it is
+/// on the device. Only then a socket cannot have it.
 pub(super) fn is_without_route(address: IpAddr) -> bool {
     let is_refused =
         || UdpSocket::bind((address, 0)).is_err_and(|error| error.kind() == io::ErrorKind::AddrNotAvailable);

@@ -1,4 +1,5 @@
-//! What the kernel has to have, tried before anything is programmed. A kernel that can load modules loads them by this.
+//! What the kernel has to have, tried before anything is programmed. A kernel that can load modules
+//! loads them by this.
 
 use std::net::{IpAddr, Ipv4Addr};
 
@@ -12,16 +13,18 @@ use ipvs_netlink::{Command, Ipvs};
 use super::{
     super::{DataplaneError, ErrorKind},
     convert,
-    kernel::{of_ipvs, of_routing, of_sets},
+    kernel::{PROBE_DEVICE, of_ipvs, of_routing, of_sets},
     sysctl::Sysctls,
 };
 
-/// A scheduler is tried on a virtual server of this address, which nobody has (RFC 5737), as kube-proxy does it.
+/// A scheduler is tried on a virtual server of this address, which nobody has (RFC 5737), as
+/// kube-proxy does it.
 const PROBE_ADDRESS: IpAddr = IpAddr::V4(Ipv4Addr::new(198, 51, 100, 0));
 /// Ports for it, should somebody have some of them.
 const PROBE_PORTS: std::ops::Range<u16> = 20_000..20_008;
 
-/// Everything that the backend needs in these families. Leaves nothing behind but the kernel parameter without which IPVS cannot masquerade.
+/// Everything that the dataplane needs in these families. Leaves nothing behind but the kernel
+/// parameter without which IPVS cannot masquerade.
 ///
 /// # Errors
 /// [`ErrorKind::Unavailable`]: all that is missing, each with how to get it.
@@ -91,9 +94,6 @@ pub(super) fn has_scheduler(ipvs: &mut Ipvs, scheduler: Scheduler) -> Result<(),
     }
     Ok(())
 }
-
-/// The device that shows whether there can be any. It also has the addresses of ours while that is made anew.
-pub(super) const PROBE_DEVICE: &str = "kube-ipvs-probe";
 
 /// Makes a device of another name and removes it again, unless ours is there.
 fn has_dummy_devices() -> Result<(), DataplaneError> {

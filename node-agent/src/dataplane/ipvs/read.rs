@@ -17,7 +17,8 @@ use super::{
     kernel::{Kernel, of_ipvs, of_routing, of_sets},
 };
 
-/// Everything of one family, at the cost of what there is. Sets of other sizes than ours are made anew with what is in them.
+/// Everything of one family, at the cost of what there is. Sets of other sizes than ours are made
+/// anew with what is in them.
 pub(super) fn existing(
     kernel: &mut Kernel,
     device: u32,
@@ -31,8 +32,9 @@ pub(super) fn existing(
     Ok(existing)
 }
 
-/// What becomes of addresses of networks, such as 10.96.0.1/16, on our device. None of ours are: the kernel takes such an address for another than
-/// that of the host alone, and the whole network for one behind the device.
+/// What becomes of addresses of networks, such as 10.96.0.1/16, on our device. None of ours are:
+/// the kernel takes such an address for another than that of the host alone, and the whole network
+/// for one behind the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum OfNetworks {
     /// They are removed.
@@ -57,7 +59,7 @@ pub(super) fn read_device(
     if of_networks == OfNetworks::Remove {
         let networks = networks.into_iter().filter(|prefix| !is_link_local(prefix.address));
         let removals: Vec<_> = networks.map(|address| RouteChange::RemoveAddress { link: device, address }).collect();
-        // What is refused is gone already, or is looked at again.
+        // What is rejected is gone already, or is looked at again.
         routing.change(&removals, |_, _| {}).map_err(of_routing)?;
     }
     Ok(())

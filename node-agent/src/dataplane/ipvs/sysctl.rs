@@ -8,7 +8,8 @@ use std::{
 use headgate_core::ipvs::DEVICE;
 use tracing::info;
 
-/// The parameter without which nothing can be masqueraded: IPVS then leaves connections unknown to conntrack.
+/// The parameter without which nothing can be masqueraded: IPVS then leaves connections unknown to
+/// conntrack.
 const CONNTRACK: Parameter = Parameter { path: "net/ipv4/vs/conntrack", value: "1", without: "" };
 
 /// A parameter.
@@ -22,7 +23,8 @@ struct Parameter {
     without: &'static str,
 }
 
-/// Parameters below a folder, which is `/proc/sys` except in tests. Those of the network are of the calling thread's namespace.
+/// Parameters below a folder, which is `/proc/sys` except in tests. Those of the network are of the
+/// calling thread's namespace.
 #[derive(Debug)]
 pub(super) struct Sysctls {
     root: PathBuf,
@@ -35,7 +37,8 @@ impl Default for Sysctls {
 }
 
 impl Sysctls {
-    /// Sets everything. Returns a sentence for each parameter that cannot be set and without which services work all the same.
+    /// Sets everything. Returns a sentence for each parameter that cannot be set and without which
+    /// services work all the same.
     ///
     /// # Errors
     /// The one that they do not work without, with the remedy.
@@ -88,8 +91,9 @@ impl Sysctls {
         })
     }
 
-    /// Has our device take IPv6 addresses. It takes none where `net.ipv6.conf.default.disable_ipv6` was 1 when it was made, or IPv6 was switched off on all
-    /// devices since, though the node's own may have it.
+    /// Has our device take IPv6 addresses. It takes none where `net.ipv6.conf.default.disable_ipv6`
+    /// was 1 when it was made, or IPv6 was switched off on all devices since, though the node's own
+    /// may have it.
     ///
     /// # Errors
     /// The parameter cannot be set: a sentence that says what that means.
@@ -119,8 +123,8 @@ fn write(path: &Path, value: &str) -> io::Result<()> {
     Ok(())
 }
 
-/// Linux 4.1 to 5.8: a client port that is used again within two minutes waits for a second, if conntrack knows it. Newer kernels mend that, and
-/// older ones have no such parameter.
+/// Linux 4.1 to 5.8: a client port that is used again within two minutes waits for a second, if
+/// conntrack knows it. Newer kernels mend that, and older ones have no such parameter.
 fn reuses_connections_badly(release: &str) -> bool {
     let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(str::parse::<u32>);
     let (Some(Ok(major)), Some(Ok(minor))) = (numbers.next(), numbers.next()) else { return false };

@@ -16,9 +16,9 @@ use super::{
     kernel::{Kernel, of_ipvs, of_routing, of_sets},
 };
 
-/// A step that the kernel refuses for itself. All others are done.
+/// A step that the kernel rejects for itself. All others are done.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct RefusedOp {
+pub(super) struct RejectedOp {
     /// The step.
     pub(super) op: Op,
     /// Why, with the object that it is about.
@@ -30,8 +30,8 @@ pub(super) struct RefusedOp {
 /// What became of steps that were carried out.
 #[derive(Debug, Default)]
 pub(super) struct Outcome {
-    /// Those that the kernel refuses. All others are done.
-    pub(super) refused: Vec<RefusedOp>,
+    /// Those that the kernel rejects. All others are done.
+    pub(super) rejected: Vec<RejectedOp>,
     /// Virtual servers that steps were to change, and that are not there.
     pub(super) absent: BTreeSet<ServerKey>,
 }
@@ -59,10 +59,12 @@ fn part(op: &Op) -> Part {
     }
 }
 
-/// Carries out steps in their order. What somebody else has done already counts as done. Adds to `outcome` what became of them.
+/// Carries out steps in their order. What somebody else has done already counts as done. Adds to
+/// `outcome` what became of them.
 ///
 /// # Errors
-/// The kernel cannot be reached, or lacks a type of sets; or a set or the device is gone, so that only a full sync helps. What was done is not known.
+/// The kernel cannot be reached, or lacks a type of sets; or a set or the device is gone, so that
+/// only a full sync helps. What was done is not known.
 pub(super) fn run(
     kernel: &mut Kernel,
     device: u32,
@@ -72,9 +74,9 @@ pub(super) fn run(
 ) -> Result<(), DataplaneError> {
     for ops in ops.chunk_by(|one, next| part(one) == part(next)) {
         match ops.first().map(part) {
-            Some(Part::Set) => ops.iter().try_for_each(|op| set(kernel, family, *op, &mut outcome.refused))?,
-            Some(Part::Elements) => elements(kernel, family, ops, &mut outcome.refused)?,
-            Some(Part::Addresses) => addresses(kernel, device, ops, &mut outcome.refused)?,
+            Some(Part::Set) => ops.iter().try_for_each(|op| set(kernel, family, *op, &mut outcome.rejected))?,
+            Some(Part::Elements) => elements(kernel, family, ops, &mut outcome.rejected)?,
+            Some(Part::Addresses) => addresses(kernel, device, ops, &mut outcome.rejected)?,
             Some(Part::Servers) => servers(kernel, ops, outcome)?,
             None => {}
         }
@@ -82,7 +84,7 @@ pub(super) fn run(
     Ok(())
 }
 
-fn set(kernel: &mut Kernel, family: Family, op: Op, refused: &mut Vec<RefusedOp>) -> Result<(), DataplaneError> {
+fn set(kernel: &mut Kernel, family: Family, op: Op, rejected: &mut Vec<RejectedOp>) -> Result<(), DataplaneError> {
     let sets = kernel.sets()?;
     let result = match op {
         Op::CreateSet(set) => sets.create(&convert::specification(set, family)),
@@ -92,7 +94,7 @@ fn set(kernel: &mut Kernel, family: Family, op: Op, refused: &mut Vec<RefusedOp>
     match result {
         Err(IpSetError::Refused { .. }) if matches!(op, Op::DestroySet(_)) => {
             let reason = result.err().map(|error| error.to_string()).unwrap_or_default();
-            refused.push(RefusedOp { op, reason, missing_scheduler: None });
+            rejected.push(RejectedOp { op, reason, missing_scheduler: None });
             Ok(())
         }
         result => result.map_err(of_sets),
@@ -103,7 +105,7 @@ fn elements(
     kernel: &mut Kernel,
     family: Family,
     ops: &[Op],
-    refused: &mut Vec<RefusedOp>,
+    rejected: &mut Vec<RejectedOp>,
 ) -> Result<(), DataplaneError> {
     let change = |op: &Op| match *op {
         Op::AddElement(set, element) => {
@@ -118,12 +120,17 @@ fn elements(
         if refusal.refusal.code == libc::ENOENT {
             return Err(DataplaneError::new(ErrorKind::NeedsFullSync, change.explain(&refusal.refusal)));
         }
-        refused.push(RefusedOp { op, reason: change.explain(&refusal.refusal), missing_scheduler: None });
+        rejected.push(RejectedOp { op, reason: change.explain(&refusal.refusal), missing_scheduler: None });
     }
     Ok(())
 }
 
-fn addresses(kernel: &mut Kernel, device: u32, ops: &[Op], refused: &mut Vec<RefusedOp>) -> Result<(), DataplaneError> {
+fn addresses(
+    kernel: &mut Kernel,
+    device: u32,
+    ops: &[Op],
+    rejected: &mut Vec<RejectedOp>,
+) -> Result<(), DataplaneError> {
     let change = |op: &Op| match *op {
         Op::AddAddress(address) => Some(RouteChange::AddAddress { link: device, address: convert::host(address) }),
         Op::DeleteAddress(address) => {
@@ -154,7 +161,7 @@ fn addresses(kernel: &mut Kernel, device: u32, ops: &[Op], refused: &mut Vec<Ref
         if code == libc::ENODEV {
             return Err(DataplaneError::new(ErrorKind::NeedsFullSync, reason));
         }
-        refused.push(RefusedOp { op, reason, missing_scheduler: None });
+        rejected.push(RejectedOp { op, reason, missing_scheduler: None });
     }
     Ok(())
 }
@@ -178,7 +185,7 @@ fn command(op: &Op) -> Option<Command> {
 fn servers(kernel: &mut Kernel, ops: &[Op], outcome: &mut Outcome) -> Result<(), DataplaneError> {
     let commands: Vec<Command> = ops.iter().filter_map(command).collect();
     let refusals = kernel.ipvs()?.execute(&commands).map_err(of_ipvs)?;
-    let Outcome { refused, absent } = outcome;
+    let Outcome { rejected, absent } = outcome;
     let mut again = Vec::new();
     for refusal in refusals {
         let (op, command) = (ops[refusal.index], &commands[refusal.index]);
@@ -186,7 +193,7 @@ fn servers(kernel: &mut Kernel, ops: &[Op], outcome: &mut Outcome) -> Result<(),
         match what_then(command, &refusal.refusal) {
             Then::Done => {}
             Then::Instead(command) => again.push((op, command)),
-            Then::Refused => refused.push(refused_op(op, command, &refusal.refusal)),
+            Then::Rejected => rejected.push(rejected_op(op, command, &refusal.refusal)),
         }
     }
     if again.is_empty() {
@@ -194,22 +201,22 @@ fn servers(kernel: &mut Kernel, ops: &[Op], outcome: &mut Outcome) -> Result<(),
     }
     let (ops, commands): (Vec<Op>, Vec<Command>) = again.into_iter().unzip();
     for refusal in kernel.ipvs()?.execute(&commands).map_err(of_ipvs)? {
-        refused.push(refused_op(ops[refusal.index], &commands[refusal.index], &refusal.refusal));
+        rejected.push(rejected_op(ops[refusal.index], &commands[refusal.index], &refusal.refusal));
     }
     Ok(())
 }
 
-fn refused_op(op: Op, command: &Command, refusal: &Refusal) -> RefusedOp {
+fn rejected_op(op: Op, command: &Command, refusal: &Refusal) -> RejectedOp {
     let missing_scheduler = match op {
         Op::AddServer(_, settings) | Op::EditServer(_, settings) if refusal.code == libc::ENOENT => {
             Some(settings.scheduler)
         }
         _ => None,
     };
-    RefusedOp { op, reason: command.explain(refusal), missing_scheduler }
+    RejectedOp { op, reason: command.explain(refusal), missing_scheduler }
 }
 
-/// The virtual server that has to be there for a step, if it is refused because it is not.
+/// The virtual server that has to be there for a step, if it is rejected because it is not.
 fn absent_server(op: &Op, code: i32) -> Option<ServerKey> {
     match *op {
         Op::EditServer(key, _) | Op::AddDestination(key, ..) | Op::EditDestination(key, _, 1..)
@@ -228,8 +235,8 @@ enum Then {
     Done,
     /// This, which comes to what was wanted.
     Instead(Command),
-    /// It stands.
-    Refused,
+    /// The step is rejected.
+    Rejected,
 }
 
 fn what_then(command: &Command, refusal: &Refusal) -> Then {
@@ -246,7 +253,7 @@ fn what_then(command: &Command, refusal: &Refusal) -> Then {
         (Command::SetDestination(..) | Command::RemoveDestination(..), libc::ENOENT)
         | (Command::RemoveService(_) | Command::RemoveDestination(..), libc::ESRCH) => Then::Done,
         (Command::SetDestination(_, destination), libc::ESRCH) if destination.weight == 0 => Then::Done,
-        _ => Then::Refused,
+        _ => Then::Rejected,
     }
 }
 
@@ -270,8 +277,8 @@ mod tests {
         let edit = command(&Op::EditDestination(key, address, 3)).unwrap();
         assert_eq!(then(Op::AddDestination(key, address, 3), libc::EEXIST), Then::Instead(edit));
         for weight in [0, 3] {
-            assert_eq!(then(Op::AddDestination(key, address, weight.max(1)), libc::ESRCH), Then::Refused);
-            let expected = if weight == 0 { Then::Done } else { Then::Refused };
+            assert_eq!(then(Op::AddDestination(key, address, weight.max(1)), libc::ESRCH), Then::Rejected);
+            let expected = if weight == 0 { Then::Done } else { Then::Rejected };
             assert_eq!(then(Op::EditDestination(key, address, weight), libc::ESRCH), expected);
         }
         let settings = headgate_core::ipvs::Settings { scheduler: Scheduler::MaglevHashing, persistence_seconds: None };
@@ -287,8 +294,8 @@ mod tests {
         for wants_it_gone in [Op::EditDestination(key, address, 0), Op::DeleteServer(key)] {
             assert_eq!(absent_server(&wants_it_gone, libc::ESRCH), None);
         }
-        let refused = refused_op(op, &command(&op).unwrap(), &Refusal::of_code(libc::ENOENT));
-        assert_eq!(refused.missing_scheduler, Some(Scheduler::MaglevHashing));
-        assert!(refused.reason.contains("10.96.0.1:80") && refused.reason.contains("ip_vs_"), "{}", refused.reason);
+        let rejected = rejected_op(op, &command(&op).unwrap(), &Refusal::of_code(libc::ENOENT));
+        assert_eq!(rejected.missing_scheduler, Some(Scheduler::MaglevHashing));
+        assert!(rejected.reason.contains("10.96.0.1:80") && rejected.reason.contains("ip_vs_"), "{}", rejected.reason);
     }
 }

@@ -3,7 +3,7 @@
 use std::{fs, path::Path};
 
 use clap::Parser as _;
-use headgate_node_agent::{dataplane::fake::FakeDataplane, options::Options, run_with};
+use headgate_node_agent::{dataplane::in_memory::InMemoryDataplane, options::Options, run_with};
 use headgate_proto::v1::{ListAgentsRequest, inspect_client::InspectClient};
 use headgate_tests::testbed::port::ReservedPort;
 use serde_json::Value;
@@ -38,7 +38,7 @@ impl Agent {
             file("--tls-ca", "ca.crt"),
         ];
         let (options, shutdown) = (Options::try_parse_from(arguments).unwrap(), CancellationToken::new());
-        let (backend, _) = FakeDataplane::new();
+        let (backend, _) = InMemoryDataplane::new();
         tokio::spawn(run_with(options, Box::new(backend), shutdown.clone()));
         Self { metrics, _stops: shutdown.drop_guard() }
     }

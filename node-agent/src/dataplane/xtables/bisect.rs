@@ -1,26 +1,26 @@
-//! Which services' rules iptables or the kernel refuses.
+//! The search for services whose rules iptables or the kernel rejects.
 
 use std::{collections::BTreeSet, sync::Arc};
 
 use headgate_core::{Family, ServiceKey, State, iptables::Ledger};
 
-use super::command::Programs;
-use crate::{
-    bisect::{Fault, find_faults},
-    dataplane::{DataplaneError, ErrorKind, Refused, StateSource},
+use super::{
+    super::{DataplaneError, ErrorKind, Fault, StateSource},
+    programs::Programs,
 };
+use crate::bisect;
 
 /// Attempts in one search. For one service among 10,000, 28 are enough.
 const MAX_ATTEMPTS: u32 = 256;
 
-/// Tries the suspects' rules, by halves; without suspects, all services that are not set aside yet. See [`Ledger::trial`] for what becomes
-/// of traffic meanwhile.
-pub(in crate::dataplane) fn find_refused(
+/// Tries the suspects' rules, by halves; without suspects, all services that are not quarantined.
+/// See [`Ledger::trial`] for what happens to packets meanwhile.
+pub(in crate::dataplane) fn find_faults(
     programs: &Programs,
     ledger: &Ledger,
     source: &dyn StateSource,
     suspects: Option<&BTreeSet<Arc<ServiceKey>>>,
-) -> Result<Vec<Refused>, DataplaneError> {
+) -> Result<Vec<Fault>, DataplaneError> {
     let services = match suspects {
         Some(suspects) => suspects.iter().cloned().collect(),
         None => all_services(ledger, source),
@@ -31,13 +31,13 @@ pub(in crate::dataplane) fn find_refused(
         let Some(trial) = trial else { return Ok(None) };
         match programs.restore(&trial) {
             Ok(()) => Ok(None),
-            Err(error) if error.kind == ErrorKind::Refused => Ok(Some(error.message)),
-            Err(error) => Err(error.of(programs.family())),
+            Err(error) if error.kind == ErrorKind::Rejected => Ok(Some(error.message)),
+            Err(error) => Err(error),
         }
     };
-    let found = find_faults(&services, "", MAX_ATTEMPTS, attempt);
+    let found = bisect::find_faults(&services, "", MAX_ATTEMPTS, attempt);
     programs.restore(&Ledger::end_of_trials())?;
-    Ok(found?.into_iter().flat_map(|fault| refused(programs.family(), fault)).collect())
+    Ok(found?.into_iter().flat_map(|group| faults(programs.family(), group)).collect())
 }
 
 fn all_services(ledger: &Ledger, source: &dyn StateSource) -> Vec<Arc<ServiceKey>> {
@@ -49,11 +49,11 @@ fn all_services(ledger: &Ledger, source: &dyn StateSource) -> Vec<Arc<ServiceKey
     services
 }
 
-fn refused(family: Family, fault: Fault<Arc<ServiceKey>>) -> impl Iterator<Item = Refused> {
-    let count = fault.items.len();
+fn faults(family: Family, group: bisect::Fault<Arc<ServiceKey>>) -> impl Iterator<Item = Fault> {
+    let count = group.items.len();
     let reason = match count {
-        1 => fault.reason,
-        _ => format!("one of {count} services, or several, too many to tell them apart now: {}", fault.reason),
+        1 => group.reason,
+        _ => format!("one of {count} services, or several, too many to tell them apart now: {}", group.reason),
     };
-    fault.items.into_iter().map(move |service| Refused { service, family, reason: reason.clone() })
+    group.items.into_iter().map(move |service| Fault { service, family, reason: reason.clone() })
 }

@@ -1,18 +1,30 @@
-//! Which iptables a node uses. Rules in the other one would be evaluated too, in an order that nobody chose.
+//! Which iptables a node uses. Rules in the other one would be evaluated too, in an order that
+//! nobody chose.
 
 use headgate_core::{Family, iptables::Table};
 
 use super::{
     super::{DataplaneError, ErrorKind},
-    Variant,
-    command::Programs,
+    programs::Programs,
 };
+
+/// Which iptables the rules are written with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
+pub enum Variant {
+    /// The one that the node uses already.
+    #[default]
+    Auto,
+    /// `iptables-legacy-restore`.
+    Legacy,
+    /// `iptables-nft-restore`.
+    Nft,
+}
 
 /// Chains by which the kubelet shows which variant the node's own software uses (KEP-3178).
 const KUBELET_CHAINS: [&str; 2] = [":KUBE-IPTABLES-HINT", ":KUBE-KUBELET-CANARY"];
 
-/// The variant to use: the one asked for, or, for `Auto`, the one that the kubelet used, else the one with more rules, else nft where
-/// it is installed.
+/// The variant to use: the one asked for, or, for `Auto`, the one that the kubelet used, else the
+/// one with more rules, else nft where it is installed.
 ///
 /// # Errors
 /// [`ErrorKind::Unavailable`] when the programs are not installed.
@@ -53,7 +65,8 @@ impl Use {
     }
 }
 
-/// All rules of both families, in the tables that we look at. A table that cannot be read has no rules to speak for its variant.
+/// All rules of both families, in the tables that we look at. A table that cannot be read has no
+/// rules to speak for its variant.
 fn used(variant: Variant) -> Use {
     let mut used = Use::default();
     for programs in Family::BOTH.map(|family| Programs::new(family, variant)) {

@@ -1,15 +1,16 @@
-//! Reading and writing the rules of one family, whatever they are for: the iptables backend's, and those beside virtual servers of IPVS.
+//! Reading and writing the rules of one family, whatever they are for: the iptables dataplane's,
+//! and those beside virtual servers of IPVS.
 
 use headgate_core::iptables::{ExistingTables, Jump, Ledger, Script, Table, names::CANARY};
 
 use super::{
     super::{DataplaneError, ErrorKind},
-    command::Programs,
+    programs::Programs,
 };
 
 /// A chain that the kernel does not delete.
 #[derive(Debug)]
-pub(in crate::dataplane) struct Left {
+pub(in crate::dataplane) struct Kept {
     /// Its table.
     pub(in crate::dataplane) table: Table,
     /// Its name.
@@ -28,19 +29,20 @@ impl Programs {
         Ok(tables)
     }
 
-    /// Runs a script. Where the kernel refuses to delete a chain because a rule of somebody else's leads to it, the chain stays, empty,
-    /// and is named in a sentence: it must not keep everything else from being written.
-    pub(in crate::dataplane) fn restore_leaving(&self, script: &Script) -> Result<Vec<Left>, DataplaneError> {
+    /// Runs a script. Where the kernel does not delete a chain because a rule of somebody else's
+    /// leads to it, the chain stays, empty, and is named in a sentence: it must not keep everything
+    /// else from being written.
+    pub(in crate::dataplane) fn restore_leaving(&self, script: &Script) -> Result<Vec<Kept>, DataplaneError> {
         self.restore_leaving_by(script, &mut |script| self.restore(script))
     }
 
     /// The same for a script that `restore` runs, whole or without its deletions.
-    pub(super) fn restore_leaving_by(
+    pub(in crate::dataplane) fn restore_leaving_by(
         &self,
         script: &Script,
         restore: &mut dyn FnMut(&Script) -> Result<(), DataplaneError>,
-    ) -> Result<Vec<Left>, DataplaneError> {
-        let refused = match restore(script) {
+    ) -> Result<Vec<Kept>, DataplaneError> {
+        let rejected = match restore(script) {
             Ok(()) => return Ok(Vec::new()),
             Err(error) if script.chains_deleted() == 0 || error.kind == ErrorKind::Unavailable => return Err(error),
             Err(error) => error,
@@ -49,14 +51,14 @@ impl Programs {
         if !writes.is_empty() {
             restore(&writes)?;
         }
-        tracing::debug!(error = %refused, "deleting chains one by one");
+        tracing::debug!(error = %rejected, "deleting chains one by one");
         let mut left = Vec::new();
         self.delete_what_can_be(&deletions, &mut left);
         Ok(left)
     }
 
-    /// Deletes chains, by halves where the kernel refuses.
-    fn delete_what_can_be(&self, chains: &[(Table, String)], left: &mut Vec<Left>) {
+    /// Deletes chains, by halves where the kernel rejects that.
+    fn delete_what_can_be(&self, chains: &[(Table, String)], left: &mut Vec<Kept>) {
         if chains.is_empty() {
             return;
         }
@@ -70,7 +72,7 @@ impl Programs {
                 "chain {name} of table {table} ({}) stays, empty, as when rules of others lead to it: {error}",
                 self.family()
             );
-            left.push(Left { table: *table, name: name.clone(), sentence });
+            left.push(Kept { table: *table, name: name.clone(), sentence });
             return;
         }
         let (first, second) = chains.split_at(chains.len() / 2);
@@ -78,7 +80,8 @@ impl Programs {
         self.delete_what_can_be(second, left);
     }
 
-    /// What is not there of what leads to our rules, if anything is not: somebody who flushes tables takes the canary with them, or these rules.
+    /// The first missing jump or canary, if any. Somebody who flushes tables removes the canary or
+    /// the jumps.
     pub(in crate::dataplane) fn missing(&self, jumps: &[Jump]) -> Result<Option<String>, DataplaneError> {
         let in_words = |what: &str, table: Table| format!("{what} of table {table} ({})", self.family());
         if !self.has_chain(Table::Mangle, CANARY)? {
@@ -90,15 +93,6 @@ impl Programs {
             }
         }
         Ok(None)
-    }
-
-    /// Whether what leads to our rules is as we programmed it.
-    pub(in crate::dataplane) fn is_intact(&self, jumps: &[Jump]) -> Result<bool, DataplaneError> {
-        let missing = self.missing(jumps)?;
-        if let Some(missing) = &missing {
-            tracing::warn!("somebody else has removed {missing}");
-        }
-        Ok(missing.is_none())
     }
 
     /// Removes everything that is ours.

@@ -10,7 +10,7 @@ use std::{
 use headgate_core::{
     Family, ServiceKey,
     iptables::{
-        Existing, ExistingReader, Script, Table,
+        Existing, ExistingReader, Ledger, Script, Table,
         script::{Piece, Writing},
     },
 };
@@ -23,14 +23,15 @@ use super::{
 /// Seconds to wait for the lock that all iptables programs share (legacy only; nft ignores it).
 const LOCK_WAIT_SECONDS: &str = "5";
 
-/// Exit status of an iptables program that cannot do anything with what it was asked (xtables.h, PARAMETER_PROBLEM).
+/// Exit status of an iptables program that cannot do anything with what it was asked (xtables.h,
+/// PARAMETER_PROBLEM).
 const EXIT_PARAMETER_PROBLEM: i32 = 2;
 
 /// Exit status of an iptables program that did not get the lock (xtables.h, RESOURCE_PROBLEM).
 const EXIT_RESOURCE_PROBLEM: i32 = 4;
 
 /// Writes what a script leaves for later: the chains of services.
-pub(super) type Render<'a> = dyn FnMut(&[Arc<ServiceKey>], &mut String) + 'a;
+pub(in crate::dataplane) type Render<'a> = dyn FnMut(&[Arc<ServiceKey>], &mut String) + 'a;
 
 /// The programs of one family and variant.
 #[derive(Debug, Clone)]
@@ -50,9 +51,11 @@ impl Programs {
         self.family
     }
 
-    /// How these programs are given all services at once. The nft variant holds what it has read until it commits, some 1.5 KB a rule, and gets slower
-    /// as that grows; the legacy variant reads and writes the whole table at each commit, so that steps would cost the square of their number.
-    pub(super) fn writing(&self) -> Writing {
+    /// How these programs are given all services at once. The nft variant holds what it has read
+    /// until it commits, some 1.5 KB a rule, and gets slower as that grows; the legacy variant
+    /// reads and writes the whole table at each commit, so that steps would cost the square of
+    /// their number.
+    pub(in crate::dataplane) fn writing(&self) -> Writing {
         if self.variant == "nft" { Writing::LateInSteps } else { Writing::Late }
     }
 
@@ -109,8 +112,9 @@ impl Programs {
         read.map_err(|error| DataplaneError::new(ErrorKind::Retry, format!("{program}: reading rules: {error}")))
     }
 
-    /// False for a legacy table that nobody has used yet: looking at it by program would create it. `/proc/net` is of the process, and programs
-    /// run in the network namespace of the thread that starts them.
+    /// False for a legacy table that nobody has used yet: looking at it by program would create it.
+    /// `/proc/net` is of the process, and programs run in the network namespace of the thread that
+    /// starts them.
     fn may_have(&self, table: Table) -> bool {
         let names = match self.family {
             Family::V4 => "/proc/thread-self/net/ip_tables_names",
@@ -122,13 +126,18 @@ impl Programs {
         self.variant != "legacy" || exists()
     }
 
-    /// Runs a script that holds all its text. Each table's part takes effect as a whole or not at all.
+    /// Runs a script that holds all its text. Each table's part takes effect as a whole or not at
+    /// all.
     pub(in crate::dataplane) fn restore(&self, script: &Script) -> Result<(), DataplaneError> {
         self.restore_with(script, &mut |_, _| {})
     }
 
     /// Runs a script, with what it leaves for later as `render` writes it.
-    pub(super) fn restore_with(&self, script: &Script, render: &mut Render<'_>) -> Result<(), DataplaneError> {
+    pub(in crate::dataplane) fn restore_with(
+        &self,
+        script: &Script,
+        render: &mut Render<'_>,
+    ) -> Result<(), DataplaneError> {
         let program = self.name("restore");
         tracing::trace!(%program, %script, "restoring");
         let mut child = Command::new(&program)
@@ -143,12 +152,24 @@ impl Programs {
             child.stdin.take().map_or(Ok(()), |stdin| write_pieces(stdin, script, &mut *render, &mut late_lines));
         let output = child.wait_with_output().map_err(|error| start_error(&program, &error))?;
         if !output.status.success() {
-            return Err(refusal(failure(&program, &offending_line(script, render, &late_lines, &output), &output)));
+            return Err(rejection(failure(&program, &offending_line(script, render, &late_lines, &output), &output)));
         }
         // A program that succeeds has read everything; had it not, success would mean nothing.
         written.map_err(|error| {
             DataplaneError::new(ErrorKind::NeedsFullSync, format!("{program}: writing rules: {error}"))
         })
+    }
+
+    /// Tries a script that changes nothing for packets, and empties the canary chains again.
+    /// Returns why it is rejected, if it is.
+    pub(in crate::dataplane) fn try_out(&self, trial: &Script) -> Result<Option<String>, DataplaneError> {
+        let tried = self.restore(trial);
+        self.restore(&Ledger::end_of_trials())?;
+        match tried {
+            Ok(()) => Ok(None),
+            Err(error) if error.kind == ErrorKind::Rejected => Ok(Some(error.message)),
+            Err(error) => Err(error),
+        }
     }
 
     /// True when a chain exists.
@@ -163,8 +184,8 @@ impl Programs {
         let mut arguments = vec!["-C", chain];
         arguments.extend(words.iter().map(String::as_str));
         let output = self.test(table, &arguments)?;
-        // A rule cannot lead to a chain that does not exist. Each variant complains about it in words of its own, as it does about what is wrong with
-        // the question itself.
+        // A rule cannot lead to a chain that does not exist. Each variant complains about it in
+        // words of its own, as it does about what is wrong with the question itself.
         let target = words.iter().skip_while(|word| *word != "-j").nth(1);
         if output.status.code() == Some(EXIT_PARAMETER_PROBLEM)
             && let Some(target) = target
@@ -235,8 +256,9 @@ fn start_error(program: &str, error: &io::Error) -> DataplaneError {
     DataplaneError::new(ErrorKind::Retry, format!("{program} did not run: {error}"))
 }
 
-/// What iptables programs say when a write failed for what the machine was in the middle of, or for what this process may do, and not for what was
-/// written. Their exit status does not tell: the nft variant ends with 4 for everything that the kernel refuses.
+/// What iptables programs say when a write failed for what the machine was in the middle of, or for
+/// what this process may do, and not for what was written. Their exit status does not tell: the nft
+/// variant ends with 4 for everything that the kernel rejects.
 const NOT_FOR_THE_RULES: [&str; 7] = [
     "xtables lock",
     "Resource temporarily unavailable",
@@ -248,9 +270,9 @@ const NOT_FOR_THE_RULES: [&str; 7] = [
 ];
 
 /// The error of a restore that failed, as what it is.
-fn refusal(error: DataplaneError) -> DataplaneError {
-    let is_refusal = !NOT_FOR_THE_RULES.iter().any(|words| error.message.contains(words));
-    DataplaneError { kind: if is_refusal { ErrorKind::Refused } else { error.kind }, ..error }
+fn rejection(error: DataplaneError) -> DataplaneError {
+    let is_rejection = !NOT_FOR_THE_RULES.iter().any(|words| error.message.contains(words));
+    DataplaneError { kind: if is_rejection { ErrorKind::Rejected } else { error.kind }, ..error }
 }
 
 fn failure(program: &str, what: &str, output: &Output) -> DataplaneError {
@@ -261,7 +283,8 @@ fn failure(program: &str, what: &str, output: &Output) -> DataplaneError {
     DataplaneError::new(kind, format!("{program} ({}): {what}: {}", output.status, said.join("; ")))
 }
 
-/// The line of the script that the program complained about, such as `line 17 failed` or `Error occurred at line: 17`.
+/// The line of the script that the program complained about, such as `line 17 failed` or `Error
+/// occurred at line: 17`.
 fn offending_line(script: &Script, render: &mut Render<'_>, late_lines: &[usize], output: &Output) -> String {
     let stderr = String::from_utf8_lossy(&output.stderr);
     let number = stderr.lines().find_map(|line| {
@@ -271,10 +294,11 @@ fn offending_line(script: &Script, render: &mut Render<'_>, late_lines: &[usize]
         digits.parse::<usize>().ok()
     });
     let line = number.and_then(|number| nth_line(script, render, late_lines, number.checked_sub(1)?));
-    line.map_or_else(|| "rules refused".to_owned(), |line| format!("refused `{line}`"))
+    line.map_or_else(|| "rules rejected".to_owned(), |line| format!("rejected `{line}`"))
 }
 
-/// A line of a script, counted from 0. What was rendered while the script was written is rendered again, unless it has become something else.
+/// A line of a script, counted from 0. What was rendered while the script was written is rendered
+/// again, unless it has become something else.
 fn nth_line(script: &Script, render: &mut Render<'_>, late_lines: &[usize], mut index: usize) -> Option<String> {
     let mut late_lines = late_lines.iter();
     for piece in script.pieces() {
@@ -305,14 +329,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_refused_for_the_rules_is_told_from_what_may_succeed_later() {
-        let kind = |said: &str| refusal(DataplaneError::new(ErrorKind::Retry, said)).kind;
+    fn rejected_rules_differ_from_what_may_succeed_later() {
+        let kind = |said: &str| rejection(DataplaneError::new(ErrorKind::Retry, said)).kind;
         for said in [
             "iptables-nft-restore (exit status: 4): line 3: RULE_APPEND failed (Invalid argument): rule in chain A",
             "iptables-restore (exit status: 2): Couldn't load match `recent':No such file or directory",
             "iptables-restore (exit status: 1): iptables-restore: line 4 failed",
         ] {
-            assert_eq!(kind(said), ErrorKind::Refused, "{said}");
+            assert_eq!(kind(said), ErrorKind::Rejected, "{said}");
         }
         for said in [
             "Another app is currently holding the xtables lock; still 1s 0us time ahead to have a chance to grab the lock...",

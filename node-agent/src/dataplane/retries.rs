@@ -1,0 +1,109 @@
+//! When what the kernel rejected is tried again.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::{Duration, Instant},
+};
+
+use crate::backoff::{Backoff, Jitter};
+
+/// First and longest pause before steps are tried again. The first is short: at boot, as long as no
+/// interface is up, the kernel takes every address for a broadcast address, which it takes for no
+/// destination.
+pub(in crate::dataplane) const PAUSES: Backoff =
+    Backoff::new(Duration::from_secs(5), Duration::from_secs(3600), Jitter::None);
+
+/// The same for what comes with a module: whoever has loaded one waits for it.
+pub(in crate::dataplane) const PAUSES_OF_MODULES: Backoff =
+    Backoff::new(Duration::from_secs(5), Duration::from_secs(300), Jitter::None);
+
+/// What the kernel rejected, why, and when it is tried next: after pauses that double from the
+/// first to the longest. All that is rejected at one time is tried at one time.
+#[derive(Debug)]
+pub(in crate::dataplane) struct Retries<K> {
+    pauses: Backoff,
+    entries: BTreeMap<K, Entry>,
+    due: BTreeSet<(Instant, K)>,
+}
+
+#[derive(Debug)]
+struct Entry {
+    reason: String,
+    backoff: Backoff,
+    retry_at: Instant,
+}
+
+impl<K: Ord + Copy> Retries<K> {
+    /// None yet.
+    pub(in crate::dataplane) fn new(pauses: Backoff) -> Self {
+        Self { pauses, entries: BTreeMap::new(), due: BTreeSet::new() }
+    }
+
+    /// The kernel has rejected this at `now`.
+    pub(in crate::dataplane) fn note(&mut self, what: K, reason: String, now: Instant) {
+        let mut backoff = self.remove(what).map_or_else(|| self.pauses.clone(), |entry| entry.backoff);
+        let retry_at = now + backoff.next_pause();
+        self.entries.insert(what, Entry { reason, backoff, retry_at });
+        self.due.insert((retry_at, what));
+    }
+
+    fn remove(&mut self, what: K) -> Option<Entry> {
+        let entry = self.entries.remove(&what)?;
+        self.due.remove(&(entry.retry_at, what));
+        Some(entry)
+    }
+
+    /// Forgets what is rejected no longer. Cost: the number of all.
+    pub(in crate::dataplane) fn retain(&mut self, is_kept: impl Fn(&K) -> bool) {
+        self.entries.retain(|what, _| is_kept(what));
+        self.due.retain(|(_, what)| is_kept(what));
+    }
+
+    /// Why it is rejected.
+    pub(in crate::dataplane) fn reason(&self, what: &K) -> Option<&str> {
+        self.entries.get(what).map(|entry| entry.reason.as_str())
+    }
+
+    /// What is rejected.
+    pub(in crate::dataplane) fn all(&self) -> impl Iterator<Item = K> {
+        self.entries.keys().copied()
+    }
+
+    /// What is to be tried again, in order of time.
+    pub(in crate::dataplane) fn due(&self, now: Instant) -> Vec<K> {
+        self.due.iter().take_while(|(at, _)| *at <= now).map(|(_, what)| *what).collect()
+    }
+
+    /// When something is to be tried again.
+    pub(in crate::dataplane) fn next_due(&self) -> Option<Instant> {
+        self.due.first().map(|(at, _)| *at)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pauses_double_up_to_the_longest_and_begin_anew_after_a_success() {
+        let (minute, began) = (Duration::from_secs(60), Instant::now());
+        let mut entries = Retries::new(Backoff::new(minute, 60 * minute, Jitter::None));
+        entries.note("other", String::new(), began + 1000 * minute);
+        let (mut now, mut pauses) = (began, Vec::new());
+        for _ in 0..9 {
+            entries.note("web", format!("since {} s", now.duration_since(began).as_secs()), now);
+            let due = entries.next_due().unwrap_or(began);
+            assert_eq!(entries.due(due - Duration::from_millis(1)), [""; 0]);
+            assert_eq!(entries.due(due), ["web"]);
+            pauses.push(due.duration_since(now).as_secs() / 60);
+            now = due;
+        }
+        assert_eq!(pauses, [1, 2, 4, 8, 16, 32, 60, 60, 60]);
+        assert_eq!(entries.reason(&"web"), Some("since 10980 s"));
+        entries.retain(|what| *what == "other");
+        assert_eq!((entries.reason(&"web"), entries.all().collect::<Vec<_>>()), (None, vec!["other"]));
+        entries.note("web", String::new(), began);
+        assert_eq!(entries.next_due(), Some(began + minute));
+        assert_eq!(entries.due(began + 2000 * minute), ["web", "other"]);
+    }
+}

@@ -1,0 +1,99 @@
+//! What dataplanes with rules of iptables share: the programs that read and write them, the trial
+//! of what the machine's iptables can match, and the search for services whose rules are rejected.
+
+pub(super) mod bisect;
+pub(super) mod programs;
+mod rules;
+mod sctp;
+mod variant;
+
+pub use variant::Variant;
+pub(super) use variant::choose;
+
+use headgate_core::{
+    Family,
+    iptables::{Jump, Script, Table, Tally},
+};
+
+pub(super) use self::rules::Kept;
+use self::{programs::Programs, sctp::Sctp};
+use super::{
+    DataplaneError, ErrorKind, Report, Statistics, TableStatistics, dual_stack::has_ipv6, leftovers::Leftover,
+};
+use crate::packet_counters;
+
+/// The rules of one family in the kernel, whatever they are for.
+#[derive(Debug)]
+pub(super) struct Rules {
+    pub(super) programs: Programs,
+    pub(super) sctp: Sctp,
+    /// Rules that the last step wrote: nat, filter.
+    last_written: [u32; 2],
+}
+
+impl Rules {
+    /// Rules of a variant, which must not be `Auto`.
+    pub(super) fn new(family: Family, variant: Variant) -> Self {
+        Self { programs: Programs::new(family, variant), sctp: Sctp::default(), last_written: [0; 2] }
+    }
+
+    /// Counts what a step is about to write.
+    pub(super) fn count(&mut self, script: &Script) {
+        let written = |table| u32::try_from(script.rules_written(table)).unwrap_or(u32::MAX);
+        self.last_written = [written(Table::Nat), written(Table::Filter)];
+    }
+
+    /// The numbers of a ledger.
+    pub(super) fn statistics(&self, tally: &Tally, counts_packets: bool) -> Statistics {
+        let [nat, filter] = self.last_written;
+        let rules = vec![
+            TableStatistics { table: "nat", total: tally.nat_rules, last: nat },
+            TableStatistics { table: "filter", total: tally.filter_rules, last: filter },
+        ];
+        Statistics { rules, no_local: tally.no_local, counts_packets }
+    }
+
+    /// Whether the rules that lead to ours are there; a sentence when one is not.
+    pub(super) fn check(&self, jumps: &[Jump]) -> Result<Option<String>, DataplaneError> {
+        let missing = self.programs.missing(jumps)?;
+        Ok(missing.map(|missing| format!("somebody else has removed {missing}")))
+    }
+}
+
+/// Adds what a script did to the report. Chains that others' rules keep are reported once, not at
+/// every repair: `is_new` tells.
+pub(super) fn note_written(
+    report: &mut Report,
+    script: &Script,
+    kept: Vec<Kept>,
+    mut is_new: impl FnMut(Table, &str) -> bool,
+) {
+    for Kept { table, name, sentence } in kept {
+        report.warnings.extend(is_new(table, &name).then_some(sentence));
+    }
+    report.objects_written += script.chains_written() + script.chains_deleted();
+}
+
+/// What a dataplane with rules of this variant leaves behind.
+pub(super) fn leftovers(variant: Variant) -> Vec<Leftover> {
+    vec![rules_of(variant), packet_counters()]
+}
+
+/// All rules of a variant.
+pub(crate) fn rules_of(variant: Variant) -> Leftover {
+    let name = if variant == Variant::Legacy { "iptables-legacy" } else { "iptables-nft" };
+    Leftover::new(name, move || {
+        let families = Family::BOTH.into_iter().filter(|family| *family == Family::V4 || has_ipv6());
+        let clean_up = |family| Programs::new(family, variant).cleanup().map_err(|error| error.of(family));
+        DataplaneError::join_all(families.map(clean_up))
+    })
+}
+
+/// The counters that rules count packets into. They stay while rules use them.
+pub(crate) fn packet_counters() -> Leftover {
+    Leftover::new("packet counters", || {
+        packet_counters::remove().map_err(|error| {
+            DataplaneError::new(ErrorKind::Fatal, format_args!("removing packet counters (nfnetlink_acct): {error}"))
+        })
+    })
+}
