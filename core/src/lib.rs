@@ -8,8 +8,8 @@
 //! - [`dataplane`] turns that into objects of the kernel, and plans only what differs.
 //! - [`conventions`] has what the programs must agree on.
 //!
-//! Nothing here opens a socket, reads a clock, starts a process or knows an async runtime. A test over
-//! `cargo metadata` checks that.
+//! Nothing here opens a socket, reads a clock, starts a process or knows an async runtime. A test
+//! over `cargo metadata` checks that.
 
 pub mod behaviours;
 pub mod conventions;

@@ -1,5 +1,6 @@
-//! IPVS on a kernel that refuses some of what services want: everything else is there at any time, the ledger knows just what is lacking, and once the kernel
-//! takes it, trying that again is enough.
+//! IPVS on a kernel that refuses some of what services want: everything else is there at any time,
+//! the ledger knows just what is lacking, and once the kernel takes it, trying that again is
+//! enough.
 #![allow(clippy::unwrap_used)]
 
 use std::{collections::BTreeSet, net::SocketAddr};
@@ -101,7 +102,8 @@ impl Rig {
         self.run(&plan);
     }
 
-    /// Everything is there that the kernel has not refused, and what is told to be lacking is wanted.
+    /// Everything is there that the kernel has not refused, and what is told to be lacking is
+    /// wanted.
     fn check(&self) {
         let mut wanted = FakeKernel::new(self.ledger.config());
         let plan = Ledger::new(self.ledger.config().clone()).full(&self.state, &self.node, &wanted.existing(), 0);

@@ -1,5 +1,6 @@
-//! IPVS: any order, split or squash of the same changes ends in the same virtual servers, sets, addresses and rules; every plan on the way is
-//! one that a kernel takes; connections are never cut off; what is not ours stays.
+//! IPVS: any order, split or squash of the same changes ends in the same virtual servers, sets,
+//! addresses and rules; every plan on the way is one that a kernel takes; connections are never cut
+//! off; what is not ours stays.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeMap;
@@ -65,7 +66,8 @@ impl Rig {
         self.ledger = Ledger::new(self.ledger.config().clone());
     }
 
-    /// The agent is killed when it has done some steps of a plan, and starts anew. The rules are one step.
+    /// The agent is killed when it has done some steps of a plan, and starts anew. The rules are
+    /// one step.
     fn killed_in(&mut self, plan: &Plan, at: prop::sample::Index) {
         for op in plan.ops() {
             let Op::DeleteDestination(key, address) = op else { continue };
@@ -133,7 +135,8 @@ impl Rig {
         assert!(self.ledger.any_server().is_none_or(|server| existing.servers.contains_key(&server)));
     }
 
-    /// Whatever fails its health checks, some endpoint takes new connections where there are endpoints.
+    /// Whatever fails its health checks, some endpoint takes new connections where there are
+    /// endpoints.
     fn check_new_connections_find_an_endpoint(&self) {
         for key in self.state.entries().map(|(key, _)| key) {
             for view in service_views(&self.state, key, self.ledger.config().family, &self.node) {

@@ -1,4 +1,5 @@
-//! Chains of ours that somebody else's rules lead to: they stay as long as that is so, empty, and are nothing to repair.
+//! Chains of ours that somebody else's rules lead to: they stay as long as that is so, empty, and
+//! are nothing to repair.
 #![allow(clippy::unwrap_used)]
 
 use std::net::IpAddr;
@@ -20,7 +21,8 @@ impl Rig {
         ExistingTables::parse(&Table::ALL.map(|table| self.kernel.save(table)).concat())
     }
 
-    /// Runs a script as a backend does: what the kernel does not delete is left, and noted. Returns the chains that are news.
+    /// Runs a script as a backend does: what the kernel does not delete is left, and noted. Returns
+    /// the chains that are news.
     fn run(&mut self, script: &Script) -> Vec<String> {
         if self.kernel.restore(&script.to_string()).is_ok() {
             return Vec::new();
@@ -37,7 +39,8 @@ impl Rig {
         news
     }
 
-    /// Returns the chains written or deleted, and the chains that are left and were not known to be.
+    /// Returns the chains written or deleted, and the chains that are left and were not known to
+    /// be.
     fn full(&mut self) -> (u32, Vec<String>) {
         let (script, _) = self.ledger.full(&self.state, &NodeFacts::named("n1"), &self.existing());
         (script.chains_written() + script.chains_deleted(), self.run(&script))

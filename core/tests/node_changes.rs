@@ -1,4 +1,5 @@
-//! A node's own facts change among the changes of services: whatever the order, the rules are those of the facts at the end.
+//! A node's own facts change among the changes of services: whatever the order, the rules are those
+//! of the facts at the end.
 #![allow(clippy::unwrap_used)]
 
 use std::net::IpAddr;
@@ -50,7 +51,8 @@ fn any_event() -> impl Strategy<Value = Event> {
     ]
 }
 
-/// What an agent does: services that changed are written anew, and everything is when the node has changed.
+/// What an agent does: services that changed are written anew, and everything is when the node has
+/// changed.
 struct Agent {
     facts: NodeFacts,
     state: State,
@@ -125,7 +127,8 @@ proptest! {
         at_once.full();
         let wanted = at_once.rules();
 
-        // As they came; with all of the node's first, or last; the last of each alone, in their order and reversed.
+        // As they came; with all of the node's first, or last; the last of each alone, in their
+        // order and reversed.
         let (of_node, others): (Vec<Event>, Vec<Event>) =
             events.iter().cloned().partition(|event| !matches!(event, Event::Change(_)));
         let squashed = last_of_each(&events, Event::subject);

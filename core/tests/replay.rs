@@ -1,4 +1,5 @@
-//! Any order, split or squash of the same changes ends in the same state, digests and rules, and every script on the way is one that a kernel takes.
+//! Any order, split or squash of the same changes ends in the same state, digests and rules, and
+//! every script on the way is one that a kernel takes.
 #![allow(clippy::unwrap_used)]
 
 use std::{net::IpAddr, sync::Arc};
@@ -61,7 +62,8 @@ impl Rig {
         (planned.services as usize, dirty.services.len())
     }
 
-    /// A full sync whose script leaves services' chains for the moment in which it is written; by then, `meanwhile` has happened.
+    /// A full sync whose script leaves services' chains for the moment in which it is written; by
+    /// then, `meanwhile` has happened.
     fn full_late(&mut self, writing: Writing, meanwhile: &[Event]) -> Result<(), String> {
         let saves = Table::ALL.map(|table| self.kernel.save(table)).concat();
         let (script, _) = self.ledger.full_by(writing, &self.state, &self.node, ExistingTables::parse(&saves));
@@ -236,7 +238,8 @@ fn crossing_the_dispatch_threshold_keeps_the_rules_right() {
         let (script, _) = rig.ledger.changed(&rig.state, &rig.node, &Dirty::default());
         assert!(script.is_empty());
         let is_two_level = before.concat().contains("KUBE-SVC-G-");
-        // 400 services are dispatched on two levels, and fewer than half of the threshold on one again.
+        // 400 services are dispatched on two levels, and fewer than half of the threshold on one
+        // again.
         assert_eq!(is_two_level, removed < 272, "{removed} removed");
     }
 }

@@ -25,8 +25,8 @@ pub struct Backoff {
 }
 
 impl Default for Backoff {
-    /// From 200 ms to 10 s with full jitter: 15,000 agents that lost their replica return as some 1,500 a
-    /// second.
+    /// From 200 ms to 10 s with full jitter: 15,000 agents that lost their replica return as some
+    /// 1,500 a second.
     fn default() -> Self {
         Self::new(Duration::from_millis(200), Duration::from_secs(10), Jitter::Full)
     }

@@ -7,9 +7,10 @@ pub(crate) struct Fault<K> {
     pub(crate) reason: String,
 }
 
-/// Finds what is at fault in a batch that failed for `reason` as a whole. `attempt` tries some of the items and says why these fail, if they do.
-/// For one item at fault among `n`, some `2·log2(n)` attempts are made, on ever fewer items: all together they try each item a few times.
-/// After `max_attempts`, groups that still hold an item at fault are given as a whole.
+/// Finds what is at fault in a batch that failed for `reason` as a whole. `attempt` tries some of
+/// the items and says why these fail, if they do. For one item at fault among `n`, some `2·log2(n)`
+/// attempts are made, on ever fewer items: all together they try each item a few times. After
+/// `max_attempts`, groups that still hold an item at fault are given as a whole.
 ///
 /// Empty when each item works by itself.
 ///
@@ -49,7 +50,8 @@ impl<K: Clone, F> Search<K, F> {
         self.divide(second, reason)
     }
 
-    /// Tries some items; looks into them if they fail, and returns whether they do. `reason` is that of the batch that they are part of.
+    /// Tries some items; looks into them if they fail, and returns whether they do. `reason` is
+    /// that of the batch that they are part of.
     fn test<E>(&mut self, items: &[K], reason: &str) -> Result<bool, E>
     where
         F: FnMut(&[K]) -> Result<Option<String>, E>,
@@ -79,7 +81,8 @@ mod tests {
 
     use super::*;
 
-    /// Numbers below `count`, of which `bad` fail. Returns what was found, the attempts, and the items tried in all of them together.
+    /// Numbers below `count`, of which `bad` fail. Returns what was found, the attempts, and the
+    /// items tried in all of them together.
     fn find(count: u32, bad: &[u32], max_attempts: u32) -> (Vec<Fault<u32>>, u32, usize) {
         let items: Vec<u32> = (0..count).collect();
         let (mut attempts, mut tried) = (0, 0);

@@ -1,7 +1,9 @@
-//! Bytes as a peer, a disk or a person could give them, taken as the agent takes them. For fuzzers and their tests only.
+//! Bytes as a peer, a disk or a person could give them, taken as the agent takes them. For fuzzers
+//! and their tests only.
 //!
-//! Each function must return whatever it is given, in memory that is bounded by its input's size; what it returns says whether the input
-//! was good, so that a test can tell that it exercises more than the first check.
+//! Each function must return whatever it is given, in memory that is bounded by its input's size;
+//! what it returns says whether the input was good, so that a test can tell that it exercises more
+//! than the first check.
 
 use std::{io, sync::Arc};
 
@@ -16,10 +18,12 @@ use crate::{
     state::held::Held,
 };
 
-/// Takes messages of a replica one after the other, as one stream, until one breaks the contract. Returns the number of steps that were applied.
+/// Takes messages of a replica one after the other, as one stream, until one breaks the contract.
+/// Returns the number of steps that were applied.
 ///
 /// # Panics
-/// When the state that results and its digests disagree: an agent would then resume wrongly for ever.
+/// When the state that results and its digests disagree: an agent would then resume wrongly for
+/// ever.
 #[must_use]
 pub fn server_stream<'a>(messages: impl IntoIterator<Item = &'a [u8]>) -> usize {
     let mut held = Held::default();
@@ -54,8 +58,8 @@ pub fn state_file(bytes: &[u8]) -> bool {
     state.is_some()
 }
 
-/// Reads a state file of these records, each a kind and a payload, whose checksums are right: what a program of another version, or with a defect, may have
-/// written. True when a state came of it.
+/// Reads a state file of these records, each a kind and a payload, whose checksums are right: what
+/// a program of another version, or with a defect, may have written. True when a state came of it.
 ///
 /// # Panics
 /// As [`server_stream`].

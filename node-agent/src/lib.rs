@@ -1,11 +1,11 @@
 //! The node agent: keeps one node's kernel at the state that a control plane streams to it.
 //!
 //! [`session`] writes the [`state`], [`reconcile`] reads it and programs the kernel through the
-//! [`dataplane`], and the session acknowledges what the [`progress`] says. When the agent stops or loses
-//! its control plane, the rules stay in the kernel.
+//! [`dataplane`], and the session acknowledges what the [`progress`] says. When the agent stops or
+//! loses its control plane, the rules stay in the kernel.
 //!
-//! These are the layers, from the lowest to the highest. A module imports only lower layers, or modules
-//! above it in its own layer.
+//! These are the layers, from the lowest to the highest. A module imports only lower layers, or
+//! modules above it in its own layer.
 //!
 //! 1. Foundation
 //!    - [`backoff`]: pauses between attempts.
@@ -16,11 +16,12 @@
 //!    - [`settings`]: kube-proxy's settings, from flags or a file.
 //!    - [`node_inputs`]: what rules depend on besides the state, resolved from settings and Node.
 //!    - [`sysctl`]: kernel parameters that are set once.
-//!    - `bisect` finds the items at fault in a batch, `listen` opens listening sockets, `memory` returns
-//!      memory to the system.
+//!    - `bisect` finds the items at fault in a batch, `listen` opens listening sockets, `memory`
+//!      returns memory to the system.
 //! 2. [`state`]: what the agent holds, shared by the session and the reconcile loop.
 //! 3. [`dataplane`]: programs the kernel.
-//! 4. [`observers`]: follow what is programmed: stale UDP flows, health-check node ports, endpoint checks.
+//! 4. [`observers`]: follow what is programmed: stale UDP flows, health-check node ports, endpoint
+//!    checks.
 //! 5. [`reconcile`]: the loop that programs the state, and its quarantine.
 //! 6. Around the loop
 //!    - [`persist`]: the state on disk.

@@ -1,5 +1,6 @@
-//! What rules depend on besides the shared state: how local pods are told, and which addresses answer NodePorts. Resolved from the settings, from the
-//! agent's own Node, and from the addresses of the machine's interfaces; anew whenever one of them may have changed.
+//! What rules depend on besides the shared state: how local pods are told, and which addresses
+//! answer NodePorts. Resolved from the settings, from the agent's own Node, and from the addresses
+//! of the machine's interfaces; anew whenever one of them may have changed.
 
 use std::{io, net::IpAddr};
 
@@ -30,7 +31,8 @@ pub struct NodeInputs {
     pub node_ports_v4: NodePortAddresses,
     /// The IPv6 ones.
     pub node_ports_v6: NodePortAddresses,
-    /// Addresses of the machine's interfaces, sorted, but for the device that has the services' addresses; empty while nobody needs them.
+    /// Addresses of the machine's interfaces, sorted, but for the device that has the services'
+    /// addresses; empty while nobody needs them.
     pub interfaces: Vec<IpAddr>,
 }
 
@@ -92,8 +94,9 @@ impl NodeSettings {
         }
     }
 
-    /// What was asked for and could not be resolved, one sentence for each family that has Services which suffer from it. A family without Services needs
-    /// nothing, as IPv6 in a cluster without it. Nothing before the node is known, where that is what it takes.
+    /// What was asked for and could not be resolved, one sentence for each family that has Services
+    /// which suffer from it. A family without Services needs nothing, as IPv6 in a cluster without
+    /// it. Nothing before the node is known, where that is what it takes.
     #[must_use]
     pub fn complaints(&self, is_node_known: bool, inputs: &NodeInputs, demand: &Demand) -> Vec<String> {
         let mut complaints = Vec::new();
@@ -145,7 +148,8 @@ impl NodeSettings {
             }
             NodePortSelector::Cidrs(cidrs) => {
                 let of_family = cidrs.iter().filter(|cidr| Family::of(cidr.addr()) == family);
-                // Without a range of its own a family is not restricted (kube-proxy's rule); a range of everything restricts nothing.
+                // Without a range of its own a family is not restricted (kube-proxy's rule); a
+                // range of everything restricts nothing.
                 if of_family.clone().next().is_none() || of_family.clone().any(|cidr| cidr.prefix_len() == 0) {
                     return NodePortAddresses::All;
                 }
@@ -159,7 +163,8 @@ impl NodeSettings {
     }
 }
 
-/// The node's own addresses, one per family: what the operator names, else the first that the Node says (InternalIPs come before ExternalIPs).
+/// The node's own addresses, one per family: what the operator names, else the first that the Node
+/// says (InternalIPs come before ExternalIPs).
 #[must_use]
 pub fn node_addresses(of_node: &[IpAddr], bind_address: Option<IpAddr>) -> Vec<IpAddr> {
     let mut addresses: Vec<IpAddr> = bind_address.into_iter().collect();
@@ -171,8 +176,8 @@ pub fn node_addresses(of_node: &[IpAddr], bind_address: Option<IpAddr>) -> Vec<I
     addresses
 }
 
-/// Addresses of all interfaces but the one that has the services' addresses, without IPv6's link-local ones, which mean nothing without their
-/// interface.
+/// Addresses of all interfaces but the one that has the services' addresses, without IPv6's
+/// link-local ones, which mean nothing without their interface.
 ///
 /// # Errors
 /// What the system says.

@@ -1,5 +1,6 @@
-//! Counters that rules count packets into, over netlink (`linux/netfilter/nfnetlink_acct.h`): objects of the network namespace, by name, which outlive
-//! rules and processes. kube-proxy's, by the same names.
+//! Counters that rules count packets into, over netlink (`linux/netfilter/nfnetlink_acct.h`):
+//! objects of the network namespace, by name, which outlive rules and processes. kube-proxy's, by
+//! the same names.
 
 use headgate_core::iptables::names::{INVALID_COUNTER, LOCALHOST_COUNTER};
 use headgate_netlink::{Connection, NetlinkError, attributes, netfilter};
@@ -23,7 +24,8 @@ pub struct PacketCounts {
     pub localhost_node_ports_accepted: u64,
 }
 
-/// Makes the counters in the calling thread's network namespace; those that are there go on counting.
+/// Makes the counters in the calling thread's network namespace; those that are there go on
+/// counting.
 ///
 /// # Errors
 /// The kernel has no `nfnetlink_acct`, or we may not.

@@ -36,12 +36,12 @@ use crate::{
     sysctl::{SysctlError, Sysctls},
 };
 
-/// Longest time that the first sync waits for the Node where rules depend on it. After that time they are
-/// written without it.
+/// Longest time that the first sync waits for the Node where rules depend on it. After that time
+/// they are written without it.
 const NODE_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Why the agent could not start, or ended although nobody asked it to. An unreachable control plane is
-/// never the reason.
+/// Why the agent could not start, or ended although nobody asked it to. An unreachable control
+/// plane is never the reason.
 #[derive(Debug, thiserror::Error)]
 pub enum AgentError {
     /// The options contradict each other.
@@ -67,8 +67,8 @@ pub enum AgentError {
     ReconcileEnded,
 }
 
-/// Runs the agent until `shutdown`, with the dataplane that the options ask for. The rules stay in the
-/// kernel.
+/// Runs the agent until `shutdown`, with the dataplane that the options ask for. The rules stay in
+/// the kernel.
 ///
 /// # Errors
 /// The agent cannot start as configured. Nothing that happens later on the stream ends it.

@@ -44,7 +44,8 @@ impl Replica {
         self.log.len() as u64
     }
 
-    /// Commits a batch. Of several changes to one key only the last goes on the wire, as a compacted log has it.
+    /// Commits a batch. Of several changes to one key only the last goes on the wire, as a
+    /// compacted log has it.
     pub(crate) fn commit(&mut self, changes: Vec<Change>) {
         let mut kept: Vec<Change> = Vec::new();
         for change in changes.into_iter().rev() {

@@ -1,4 +1,5 @@
-//! An agent inside the test's process: the real session and reconcile loop over a dataplane that records what is programmed.
+//! An agent inside the test's process: the real session and reconcile loop over a dataplane that
+//! records what is programmed.
 
 use std::{
     sync::Arc,
@@ -45,7 +46,8 @@ impl Drop for Agent {
 }
 
 impl Agent {
-    /// Starts the agent of a node without any state. It may use any of these replicas, by plain HTTP if `tls` is `None`.
+    /// Starts the agent of a node without any state. It may use any of these replicas, by plain
+    /// HTTP if `tls` is `None`.
     ///
     /// # Errors
     /// A URL cannot be used.

@@ -1,18 +1,22 @@
 //! Which UDP flows a change leaves behind in the connection tracking table.
 //!
-//! Address translation is per flow: rules say where a flow's first packet goes, and the table sends all later ones after it. A TCP
-//! client whose endpoint is gone notices and connects anew. A UDP client does not, and as long as it sends, its entry lives. So for UDP, and for
-//! UDP alone, entries are deleted that lead to what is no longer an endpoint. Where kube-proxy 1.36 leaves flows stale or hits the wrong
-//! ones, this does better:
+//! Address translation is per flow: rules say where a flow's first packet goes, and the table sends
+//! all later ones after it. A TCP client whose endpoint is gone notices and connects anew. A UDP
+//! client does not, and as long as it sends, its entry lives. So for UDP, and for UDP alone,
+//! entries are deleted that lead to what is no longer an endpoint. Where kube-proxy 1.36 leaves
+//! flows stale or hits the wrong ones, this does better:
 //!
-//! - A service that is scaled to zero, deleted, or that loses an address or a port is cleaned too: what it used is remembered.
-//! - What was planned is remembered until it was handed over ([`Tracker::commit`]), so a failed sync forgets nothing.
+//! - A service that is scaled to zero, deleted, or that loses an address or a port is cleaned too:
+//!   what it used is remembered.
+//! - What was planned is remembered until it was handed over ([`Tracker::commit`]), so a failed
+//!   sync forgets nothing.
 //! - NodePort flows count on the node's own addresses only.
-//! - Endpoints that are ready without serving (publishNotReadyAddresses) keep their flows, like all that serve: whatever
-//!   the policy, the topology, and whether they terminate.
+//! - Endpoints that are ready without serving (publishNotReadyAddresses) keep their flows, like all
+//!   that serve: whatever the policy, the topology, and whether they terminate.
 //!
-//! Work is proportional to the change: a service that only gained endpoints has nothing to clean, and one that lost a few is looked for by
-//! those, not by listing all flows to it. Memory goes to services with UDP ports only.
+//! Work is proportional to the change: a service that only gained endpoints has nothing to clean,
+//! and one that lost a few is looked for by those, not by listing all flows to it. Memory goes to
+//! services with UDP ports only.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -71,7 +75,8 @@ pub enum Suspects {
 pub struct Rule {
     /// Flows that one of these answers.
     pub keep: Sources,
-    /// Flows that nobody translated: no service is at this destination any more, and whoever has the address now is none of our business.
+    /// Flows that nobody translated: no service is at this destination any more, and whoever has
+    /// the address now is none of our business.
     pub keep_untranslated: bool,
     /// Where to look.
     pub suspects: Suspects,
@@ -83,7 +88,8 @@ pub struct Cleanup {
     rules: BTreeMap<OriginalDestination, Rule>,
 }
 
-/// What the kernel is asked to list: UDP entries of a family for which everything that is given here holds.
+/// What the kernel is asked to list: UDP entries of a family for which everything that is given
+/// here holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Filter {
     /// Family.
@@ -147,12 +153,14 @@ impl Cleanup {
         self.rules.keys().any(|destination| matches!(destination, OriginalDestination::NodePort(..)))
     }
 
-    /// Gathers what is not begun yet: as [`Self::absorb`], but keeps the rules that only correct what may be in the works elsewhere.
+    /// Gathers what is not begun yet: as [`Self::absorb`], but keeps the rules that only correct
+    /// what may be in the works elsewhere.
     pub fn gather(&mut self, newer: Self) {
         newer.rules.into_iter().for_each(|(destination, rule)| self.add(destination, rule));
     }
 
-    /// Takes in what was found to do later: the later rule decides, and both rules' suspects are looked at.
+    /// Takes in what was found to do later: the later rule decides, and both rules' suspects are
+    /// looked at.
     pub fn absorb(&mut self, newer: Self) {
         for (destination, rule) in newer.rules {
             // Without suspects it only corrects what is still to be done.
@@ -163,8 +171,9 @@ impl Cleanup {
         self.rules.retain(|_, rule| !rule.is_idle());
     }
 
-    /// What to ask the kernel for, so that every stale flow is among the answers. Each filter makes the kernel walk its whole table, which takes
-    /// a good part of the time that telling us all of it would; a family that would need more than `limit` filters is listed whole.
+    /// What to ask the kernel for, so that every stale flow is among the answers. Each filter makes
+    /// the kernel walk its whole table, which takes a good part of the time that telling us all of
+    /// it would; a family that would need more than `limit` filters is listed whole.
     #[must_use]
     pub fn filters(&self, limit: usize) -> Vec<Filter> {
         Family::BOTH.into_iter().flat_map(|family| self.family_filters(family, limit)).collect()
@@ -192,8 +201,8 @@ impl Cleanup {
         if filters.len() > limit { vec![Filter::all(family)] } else { filters.into_iter().collect() }
     }
 
-    /// True when an entry has to go: its original destination is one of the rules', and its replies come from elsewhere than the rule keeps.
-    /// `is_node_address` tells the node's own addresses.
+    /// True when an entry has to go: its original destination is one of the rules', and its replies
+    /// come from elsewhere than the rule keeps. `is_node_address` tells the node's own addresses.
     #[must_use]
     pub fn is_stale(
         &self,
@@ -249,7 +258,8 @@ impl Rule {
 /// The destinations that a service holds, each with the endpoints that keep their flows.
 type Held = BTreeMap<OriginalDestination, Sources>;
 
-/// What a step leaves to be cleaned. Give it back to [`Tracker::commit`] when its rules are in the kernel; drop it when they are not.
+/// What a step leaves to be cleaned. Give it back to [`Tracker::commit`] when its rules are in the
+/// kernel; drop it when they are not.
 #[derive(Debug, Default)]
 pub struct CleanupPlan {
     /// Flows to be deleted once the rules are in place.
@@ -257,15 +267,16 @@ pub struct CleanupPlan {
     settled: Vec<(Arc<ServiceKey>, Held)>,
 }
 
-/// Remembers, for services with UDP ports, to where rules may have sent flows since they were last cleaned.
+/// Remembers, for services with UDP ports, to where rules may have sent flows since they were last
+/// cleaned.
 #[derive(Debug, Default)]
 pub struct Tracker {
     used: HashMap<Arc<ServiceKey>, Held>,
 }
 
 impl Tracker {
-    /// What programming these services leaves stale. A plan that is not committed stays to be done: it is part of the next one that
-    /// names its services.
+    /// What programming these services leaves stale. A plan that is not committed stays to be done:
+    /// it is part of the next one that names its services.
     pub fn plan<'a>(&mut self, state: &State, services: impl IntoIterator<Item = &'a Arc<ServiceKey>>) -> CleanupPlan {
         self.plan_services(state, services, true)
     }
@@ -279,8 +290,9 @@ impl Tracker {
         self.plan_services(state, services, false)
     }
 
-    /// The same for everything, when rules are programmed whole: at the start, or after somebody removed them. What happened until then
-    /// is not known, so all flows to UDP services are suspects. A full pass.
+    /// The same for everything, when rules are programmed whole: at the start, or after somebody
+    /// removed them. What happened until then is not known, so all flows to UDP services are
+    /// suspects. A full pass.
     pub fn plan_all(&mut self, state: &State) -> CleanupPlan {
         let mut plan = CleanupPlan::default();
         let gone: Vec<_> = self.used.keys().filter(|key| state.entry(key).is_none()).cloned().collect();
@@ -290,7 +302,8 @@ impl Tracker {
         plan
     }
 
-    /// The rules of a plan are in the kernel, and its cleanup is in the hands of somebody who does not give up.
+    /// The rules of a plan are in the kernel, and its cleanup is in the hands of somebody who does
+    /// not give up.
     pub fn commit(&mut self, plan: CleanupPlan) -> Cleanup {
         for (key, held) in plan.settled {
             if held.is_empty() {
@@ -335,7 +348,8 @@ impl Tracker {
         let used = self.used.entry(Arc::clone(key)).or_default();
         for (destination, keep) in &held {
             let suspects = match used.get(destination) {
-                // Before the first endpoint there were no translations, and what passed untranslated is not known.
+                // Before the first endpoint there were no translations, and what passed
+                // untranslated is not known.
                 Some(sources) if is_past_known && (!sources.is_empty() || keep.is_empty()) => {
                     Suspects::Sources(sources.iter().copied().collect())
                 }
@@ -367,7 +381,8 @@ fn left_behind(state: &State, destination: OriginalDestination, sources: &Source
     }
 }
 
-/// What a service holds with its UDP ports; empty when it has none or is unknown. A family without a ClusterIP is not programmed.
+/// What a service holds with its UDP ports; empty when it has none or is unknown. A family without
+/// a ClusterIP is not programmed.
 fn held(state: &State, key: &ServiceKey) -> Held {
     let mut held = Held::new();
     let Some(entry) = state.entry(key) else { return held };

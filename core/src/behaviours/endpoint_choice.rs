@@ -1,12 +1,14 @@
-//! Endpoint choice: which endpoints of a service port this node uses, for Cluster and for Local policy.
+//! Endpoint choice: which endpoints of a service port this node uses, for Cluster and for Local
+//! policy.
 //!
 //! An endpoint here is an address and port: two ports of one address may have different conditions,
 //! nodes and hints.
 //!
-//! 1. The Cluster set has the ready endpoints that the [topology](crate::behaviours::topology) admits. If
-//!    there are none, it has all that are serving and terminating (KEP-1669), whatever the topology.
-//! 2. The Local set has the ready endpoints on this node. If there are none, it has those of this node
-//!    that are serving and terminating. Hints do not apply to it.
+//! 1. The Cluster set has the ready endpoints that the [topology](crate::behaviours::topology)
+//!    admits. If there are none, it has all that are serving and terminating (KEP-1669), whatever
+//!    the topology.
+//! 2. The Local set has the ready endpoints on this node. If there are none, it has those of this
+//!    node that are serving and terminating. Hints do not apply to it.
 //! 3. An endpoint that is neither ready nor serving and terminating is in no set.
 
 use std::net::{IpAddr, SocketAddr};
@@ -133,7 +135,8 @@ mod tests {
         Endpoint { conditions: http.0, placement: http.1, ..Endpoint::new([10, 244, 0, last].into(), ports) }
     }
 
-    /// Last bytes of the addresses that a node in zone z1 uses for a port: for Cluster and for Local policy.
+    /// Last bytes of the addresses that a node in zone z1 uses for a port: for Cluster and for
+    /// Local policy.
     fn chosen(endpoints: &[Endpoint], port: &str) -> [Vec<u8>; 2] {
         let node = NodeFacts { zone: Some("z1".into()), ..NodeFacts::named("here") };
         let choice = choose(endpoints.iter(), &service_port(port), Family::V4, &node);

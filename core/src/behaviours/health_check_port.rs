@@ -1,8 +1,10 @@
-//! The health-check node port: where a load balancer outside asks whether this node has endpoints of its own for a service.
+//! The health-check node port: where a load balancer outside asks whether this node has endpoints
+//! of its own for a service.
 //!
-//! A service with `externalTrafficPolicy: Local` and type `LoadBalancer` has one. Counted are the addresses that have a ready
-//! port on this node, each once however many ports it has. Terminating endpoints do not count, even while they still get traffic: the
-//! load balancer is to look elsewhere in good time. The families are counted apart, since each is asked at its own address.
+//! A service with `externalTrafficPolicy: Local` and type `LoadBalancer` has one. Counted are the
+//! addresses that have a ready port on this node, each once however many ports it has. Terminating
+//! endpoints do not count, even while they still get traffic: the load balancer is to look
+//! elsewhere in good time. The families are counted apart, since each is asked at its own address.
 
 use crate::{
     model::{Family, PortState, ServiceKey},
@@ -32,7 +34,8 @@ impl HealthCheckPort {
     }
 }
 
-/// The health-check node port of a service on this node; `None` when it has none or is unknown. Cost: the size of that one service.
+/// The health-check node port of a service on this node; `None` when it has none or is unknown.
+/// Cost: the size of that one service.
 #[must_use]
 pub fn health_check_port(state: &State, key: &ServiceKey, node: &NodeFacts) -> Option<HealthCheckPort> {
     let entry = state.entry(key)?;

@@ -1,8 +1,11 @@
-//! Masquerading: whose source address is replaced by the node's, so that replies come back through the node.
+//! Masquerading: whose source address is replaced by the node's, so that replies come back through
+//! the node.
 //!
-//! Rules, in the order of the behavioural reference: (a) `masquerade_all` and a ClusterIP; (b) a ClusterIP, and the source is known not to be
-//! a pod of this node's cluster (needs a [`LocalDetector`]); (c) an external destination with Cluster policy, always; (d) an external destination
-//! with Local policy, from one of the node's own addresses; (e) hairpin: the chosen endpoint is the client itself.
+//! Rules, in the order of the behavioural reference: (a) `masquerade_all` and a ClusterIP; (b) a
+//! ClusterIP, and the source is known not to be a pod of this node's cluster (needs a
+//! [`LocalDetector`]); (c) an external destination with Cluster policy, always; (d) an external
+//! destination with Local policy, from one of the node's own addresses; (e) hairpin: the chosen
+//! endpoint is the client itself.
 
 use ipnet::IpNet;
 
@@ -45,7 +48,8 @@ impl MasqueradeConfig {
         1u32.checked_shl(u32::from(self.bit)).unwrap_or(1 << 14)
     }
 
-    /// True when traffic to ClusterIPs is masqueraded at all: always, or unless a detector takes it for a pod's.
+    /// True when traffic to ClusterIPs is masqueraded at all: always, or unless a detector takes it
+    /// for a pod's.
     #[must_use]
     pub fn covers_cluster_ips(&self, family: Family) -> bool {
         self.all || self.detector(family).is_some()

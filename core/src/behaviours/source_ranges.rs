@@ -1,7 +1,8 @@
-//! `loadBalancerSourceRanges`: who may reach a load balancer IP. NodePorts and externalIPs are not filtered.
+//! `loadBalancerSourceRanges`: who may reach a load balancer IP. NodePorts and externalIPs are not
+//! filtered.
 //!
-//! The ranges of one family filter that family; a family without a range of its own is open, as is a list with a
-//! zero-length prefix (the control plane has resolved those to an empty list).
+//! The ranges of one family filter that family; a family without a range of its own is open, as is
+//! a list with a zero-length prefix (the control plane has resolved those to an empty list).
 
 use std::net::IpAddr;
 
@@ -14,8 +15,8 @@ use crate::model::{Family, Service};
 pub struct SourceRanges {
     /// Sorted; empty means open.
     pub ranges: Vec<IpNet>,
-    /// A node whose own address is admitted may also use the load balancer IP itself as source, since traffic from a node to an address
-    /// that it has bound carries that address.
+    /// A node whose own address is admitted may also use the load balancer IP itself as source,
+    /// since traffic from a node to an address that it has bound carries that address.
     pub admits_node: bool,
 }
 

@@ -1,7 +1,9 @@
-//! Topology: which ready endpoints this node prefers (KEP-2433 hints by zone, KEP-3015 hints by node).
+//! Topology: which ready endpoints this node prefers (KEP-2433 hints by zone, KEP-3015 hints by
+//! node).
 //!
-//! Hints belong to an address and port. The mode is decided from the ready endpoints alone. One ready endpoint without a hint switches its level off, and so does a level on which
-//! no endpoint names this node: hints are advice for spreading, never a reason to have nowhere to go.
+//! Hints belong to an address and port. The mode is decided from the ready endpoints alone. One
+//! ready endpoint without a hint switches its level off, and so does a level on which no endpoint
+//! names this node: hints are advice for spreading, never a reason to have nowhere to go.
 
 use crate::{model::PortState, node_facts::NodeFacts};
 

@@ -1,4 +1,5 @@
-//! The node's view: what one node must do for one service port in one family, whatever backend does it.
+//! The node's view: what one node must do for one service port in one family, whatever backend does
+//! it.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -17,7 +18,8 @@ use crate::{
     state::{ServiceEntry, State},
 };
 
-/// Counts service ports whose traffic is dropped for want of a local endpoint, by the policy that asks for one.
+/// Counts service ports whose traffic is dropped for want of a local endpoint, by the policy that
+/// asks for one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct NoLocalEndpoints {
     /// internalTrafficPolicy.
@@ -92,7 +94,8 @@ impl ServicePortView {
         cluster.chain(local).copied().collect()
     }
 
-    /// Cluster policy is in use: for the ClusterIP, or for external destinations, whose short-circuits need it even with Local policy.
+    /// Cluster policy is in use: for the ClusterIP, or for external destinations, whose
+    /// short-circuits need it even with Local policy.
     #[must_use]
     pub fn uses_cluster_endpoints(&self) -> bool {
         !self.internal_traffic_policy.is_local() || self.is_externally_accessible()
@@ -105,7 +108,8 @@ impl ServicePortView {
             || (self.external_traffic_policy.is_local() && self.is_externally_accessible())
     }
 
-    /// Whether traffic is dropped since a Local policy finds no endpoint here, although there are endpoints elsewhere.
+    /// Whether traffic is dropped since a Local policy finds no endpoint here, although there are
+    /// endpoints elsewhere.
     #[must_use]
     pub fn no_local_endpoints(&self) -> NoLocalEndpoints {
         let lacks = self.has_any_endpoint && self.local_endpoints.is_empty();
@@ -131,9 +135,9 @@ impl ServicePortView {
     }
 }
 
-/// The views of all ports of a service in one family, in the order of the spec, without endpoints that
-/// fail this node's [health checks](crate::endpoint_health). Empty if the Service is unknown or has no
-/// ClusterIP of the family. The cost depends on the size of this one Service.
+/// The views of all ports of a service in one family, in the order of the spec, without endpoints
+/// that fail this node's [health checks](crate::endpoint_health). Empty if the Service is unknown
+/// or has no ClusterIP of the family. The cost depends on the size of this one Service.
 #[must_use]
 pub fn service_views(state: &State, key: &Arc<ServiceKey>, family: Family, node: &NodeFacts) -> Vec<ServicePortView> {
     let mut views = views_of_all_endpoints(state, key, family, node);
@@ -143,8 +147,8 @@ pub fn service_views(state: &State, key: &Arc<ServiceKey>, family: Family, node:
     views
 }
 
-/// As [`service_views`], with the endpoints that fail: for the checks themselves, and for dataplanes that
-/// keep the connections of failing endpoints.
+/// As [`service_views`], with the endpoints that fail: for the checks themselves, and for
+/// dataplanes that keep the connections of failing endpoints.
 #[must_use]
 pub fn views_of_all_endpoints(
     state: &State,

@@ -1,4 +1,5 @@
-//! Names as Kubernetes gives them to nodes: one rule for the control plane and for whoever makes certificates.
+//! Names as Kubernetes gives them to nodes: one rule for the control plane and for whoever makes
+//! certificates.
 
 /// Longest name of a Kubernetes object.
 const MAX_BYTES: usize = 253;

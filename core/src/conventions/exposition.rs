@@ -1,12 +1,14 @@
-//! The two formats in which metrics are told. Prometheus asks for OpenMetrics by its name; whoever does not gets what kube-proxy gives: the older text format, in
-//! which a counter is described under the name that it is counted by.
+//! The two formats in which metrics are told. Prometheus asks for OpenMetrics by its name; whoever
+//! does not gets what kube-proxy gives: the older text format, in which a counter is described
+//! under the name that it is counted by.
 
 use std::collections::HashSet;
 
 const OPEN_METRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 const TEXT: &str = "text/plain; version=0.0.4; charset=utf-8";
 
-/// The page and its content type, from OpenMetrics text, as the request's `Accept` headers ask for it.
+/// The page and its content type, from OpenMetrics text, as the request's `Accept` headers ask for
+/// it.
 pub fn page<'a>(accept: impl IntoIterator<Item = &'a str>, open_metrics: String) -> (&'static str, String) {
     let mut accepted = accept.into_iter().flat_map(|value| value.split(','));
     if accepted.any(|one| one.trim().starts_with("application/openmetrics-text")) {

@@ -1,9 +1,10 @@
-//! What a replica's source is doing, and whether a node is up to date. Each is defined here, once (contract, 14 and 16).
+//! What a replica's source is doing, and whether a node is up to date. Each is defined here, once
+//! (contract, 14 and 16).
 
 use std::{fmt, time::Duration};
 
-/// A node is up to date when it lacks nothing that its replica has known for longer than this: at any moment something is
-/// on its way.
+/// A node is up to date when it lacks nothing that its replica has known for longer than this: at
+/// any moment something is on its way.
 pub const SETTLED: Duration = Duration::from_secs(1);
 
 /// What the source of a control plane replica is doing.
@@ -45,14 +46,16 @@ pub struct Reported {
     pub has_state: bool,
     /// The last attempt failed, or a resource is rejected.
     pub is_failing: bool,
-    /// The acknowledged state has everything that the replica has known for longer than [`SETTLED`].
+    /// The acknowledged state has everything that the replica has known for longer than
+    /// [`SETTLED`].
     pub is_settled: bool,
 }
 
 /// How a node stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum NodeState {
-    /// It has everything that its replica has known for longer than [`SETTLED`], and the replica follows its source.
+    /// It has everything that its replica has known for longer than [`SETTLED`], and the replica
+    /// follows its source.
     UpToDate,
     /// It lacks something that its replica has known for longer.
     Behind,
@@ -69,7 +72,8 @@ impl NodeState {
     /// All of them.
     pub const ALL: [Self; 5] = [Self::UpToDate, Self::Behind, Self::Failing, Self::Waiting, Self::CutOff];
 
-    /// How a node stands, from the state of its replica's source and what the node has reported there.
+    /// How a node stands, from the state of its replica's source and what the node has reported
+    /// there.
     #[must_use]
     pub fn of(source: SourceState, reported: Reported) -> Self {
         let Reported { has_state, is_failing, is_settled } = reported;

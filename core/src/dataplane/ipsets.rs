@@ -1,5 +1,5 @@
-//! ipsets, by which a constant number of iptables rules serves any number of services. Names and types are kube-proxy's; those that it does
-//! not have say so.
+//! ipsets, by which a constant number of iptables rules serves any number of services. Names and
+//! types are kube-proxy's; those that it does not have say so.
 
 use std::{fmt, net::IpAddr};
 
@@ -7,7 +7,8 @@ use ipnet::IpNet;
 
 use crate::model::{Family, Protocol};
 
-/// A set. In this order elements are added, and in the opposite order removed: what lets through comes before what keeps out.
+/// A set. In this order elements are added, and in the opposite order removed: what lets through
+/// comes before what keeps out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Set {
     /// ClusterIPs and ports.
@@ -38,7 +39,8 @@ pub enum Set {
     NodePortSctp,
     /// Those of them with Local policy.
     NodePortLocalSctp,
-    /// Node addresses and NodePorts that have virtual servers, whatever the protocol. Not kube-proxy's: it says whose those servers are.
+    /// Node addresses and NodePorts that have virtual servers, whatever the protocol. Not
+    /// kube-proxy's: it says whose those servers are.
     NodePortServers,
     /// Ports of health checks.
     HealthCheckNodePort,
@@ -46,10 +48,11 @@ pub enum Set {
     LoopBack,
     /// Addresses on our device.
     DeviceAddresses,
-    /// Addresses and ports without an endpoint anywhere: packets are rejected. kube-proxy has no such set.
+    /// Addresses and ports without an endpoint anywhere: packets are rejected. kube-proxy has no
+    /// such set.
     NoEndpoints,
-    /// Addresses and ports with Local policy that have endpoints, but none here: packets are dropped.
-    /// kube-proxy has no such set.
+    /// Addresses and ports with Local policy that have endpoints, but none here: packets are
+    /// dropped. kube-proxy has no such set.
     NoLocalEndpoints,
 }
 
@@ -69,7 +72,8 @@ pub enum SetKind {
 }
 
 impl SetKind {
-    /// Most elements of a hash. kube-proxy has 65,536, which a cluster with as many service ports exceeds; it costs nothing.
+    /// Most elements of a hash. kube-proxy has 65,536, which a cluster with as many service ports
+    /// exceeds; it costs nothing.
     pub const MAX_ELEMENTS: u32 = 1 << 20;
 
     /// Buckets that a hash has at first.

@@ -1,8 +1,8 @@
 //! Reference-counted elements of the kernel.
 //!
-//! Several services may need the same element, such as an address of a device or an entry of a set. It is
-//! in the kernel while at least one needs it. A [`Touched`] collects the elements of one step, so that an
-//! element that one service releases and another needs stays where it is.
+//! Several services may need the same element, such as an address of a device or an entry of a set.
+//! It is in the kernel while at least one needs it. A [`Touched`] collects the elements of one
+//! step, so that an element that one service releases and another needs stays where it is.
 
 use std::{
     collections::{BTreeMap, HashMap, hash_map::Entry},
@@ -39,8 +39,8 @@ impl<T: Ord> Extend<T> for Touched<T> {
 }
 
 impl<T: Copy + Ord + Hash> RefCounts<T> {
-    /// Adds a user. `is_lacking` says that the kernel lacks the element although it has users. Returns true
-    /// for the first user.
+    /// Adds a user. `is_lacking` says that the kernel lacks the element although it has users.
+    /// Returns true for the first user.
     pub(super) fn add(&mut self, element: T, is_lacking: bool, touched: &mut Touched<T>) -> bool {
         let count = self.users.entry(element).or_default();
         touched.0.entry(element).or_insert(*count > 0 && !is_lacking);

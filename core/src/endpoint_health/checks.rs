@@ -1,9 +1,10 @@
 //! When each endpoint is checked, and which outcomes make it fail.
 //!
-//! An endpoint begins to fail, and recovers, after two equal outcomes in a row: one lost packet changes
-//! nothing. The second check follows the first after a quarter of the interval, and a check takes at
-//! most a quarter of it, so two intervals are enough to see a change. Intervals vary by a tenth at
-//! random, so that nodes do not check in step. A new endpoint counts as good until it fails.
+//! An endpoint begins to fail, and recovers, after two equal outcomes in a row: one lost packet
+//! changes nothing. The second check follows the first after a quarter of the interval, and a check
+//! takes at most a quarter of it, so two intervals are enough to see a change. Intervals vary by a
+//! tenth at random, so that nodes do not check in step. A new endpoint counts as good until it
+//! fails.
 //!
 //! The cost of a call depends on the checks that are due, not on the number of endpoints.
 
@@ -134,7 +135,8 @@ impl Checks {
         self.services.keys()
     }
 
-    /// Replaces what a service asks for. A target is checked first within one interval, at random: a new endpoint is not met by all nodes at once.
+    /// Replaces what a service asks for. A target is checked first within one interval, at random:
+    /// a new endpoint is not met by all nodes at once.
     pub fn set_service(&mut self, key: &Arc<ServiceKey>, wanted: Option<ServiceTargets>, now_ms: u64) {
         let (interval_ms, wanted) = match wanted {
             Some(wanted) => (wanted.interval_ms.unwrap_or(self.timing.interval_ms).max(1), wanted.addresses),
@@ -158,7 +160,8 @@ impl Checks {
         self.due.first().map(|(at, _)| *at)
     }
 
-    /// Checks that are due, the longest waiting first, at most as many as there is room for. Each has to be [`Self::finish`]ed.
+    /// Checks that are due, the longest waiting first, at most as many as there is room for. Each
+    /// has to be [`Self::finish`]ed.
     pub fn start(&mut self, now_ms: u64, room: usize) -> Vec<Check> {
         let mut started = Vec::new();
         while started.len() < room
@@ -200,7 +203,8 @@ impl Checks {
         users
     }
 
-    /// Takes note that a check could not be made, which says nothing about the endpoint: it is made after another interval.
+    /// Takes note that a check could not be made, which says nothing about the endpoint: it is made
+    /// after another interval.
     pub fn skip(&mut self, check: &Check, now_ms: u64) {
         let Some(target) = self.targets.get(&check.address).filter(|target| target.next == Next::Running(check.ticket))
         else {

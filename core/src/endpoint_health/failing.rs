@@ -13,8 +13,8 @@ static NONE: BTreeSet<SocketAddr> = BTreeSet::new();
 /// The TCP ports of endpoints that fail this node's checks, by service.
 ///
 /// The entry of a service stays until an empty set replaces it, even if the service is removed. A
-/// service that comes back before the checker has seen it go has the same failing endpoints, and the
-/// checker reports only what changes.
+/// service that comes back before the checker has seen it go has the same failing endpoints, and
+/// the checker reports only what changes.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct FailingEndpoints {
     services: BTreeMap<Arc<ServiceKey>, BTreeSet<SocketAddr>>,
@@ -46,9 +46,9 @@ impl FailingEndpoints {
         self.services.get(key).unwrap_or(&NONE)
     }
 
-    /// The endpoints that get no new connections when a port of `service` chooses among `choice`. Empty
-    /// if the Service does not ask for checks of this protocol, and if all of `choice` fail: then all
-    /// are used.
+    /// The endpoints that get no new connections when a port of `service` chooses among `choice`.
+    /// Empty if the Service does not ask for checks of this protocol, and if all of `choice` fail:
+    /// then all are used.
     pub fn among(
         &self,
         service: &Service,

@@ -6,8 +6,8 @@ use compact_str::CompactString;
 
 use super::{Endpoint, Service, ServiceCidr, ServiceKey};
 
-/// One step of the shared state: a resource at its new value, or a key that is gone. Services are boxed, since they are few and large, and a
-/// snapshot is a long list of changes.
+/// One step of the shared state: a resource at its new value, or a key that is gone. Services are
+/// boxed, since they are few and large, and a snapshot is a long list of changes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Change {
     /// A Service was added or changed.

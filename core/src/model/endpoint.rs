@@ -6,7 +6,8 @@ use compact_str::CompactString;
 
 use super::Protocol;
 
-/// `conditions` of an endpoint, with the API's defaults applied (nil ready and serving mean true, nil terminating false).
+/// `conditions` of an endpoint, with the API's defaults applied (nil ready and serving mean true,
+/// nil terminating false).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Conditions {
     /// May receive new connections.
@@ -30,9 +31,10 @@ impl Conditions {
 
 /// One named port of an endpoint.
 ///
-/// An EndpointSlice says conditions and placement of an address for the ports that this slice lists.
-/// Two ports of one address may come from different slices, so they may differ in both. Few do: a
-/// port carries only what differs from its [`Endpoint`], and equal lists of ports stay shared.
+/// An EndpointSlice says conditions and placement of an address for the ports that this slice
+/// lists. Two ports of one address may come from different slices, so they may differ in both. Few
+/// do: a port carries only what differs from its [`Endpoint`], and equal lists of ports stay
+/// shared.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct EndpointPort {
     /// Joins it to the [`super::ServicePort`] of that name.
@@ -70,7 +72,8 @@ pub struct Hints {
     pub nodes: Vec<Arc<str>>,
 }
 
-/// Where an endpoint runs, and whom it should serve. Endpoints on one node mostly have the same, whatever their service.
+/// Where an endpoint runs, and whom it should serve. Endpoints on one node mostly have the same,
+/// whatever their service.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct Placement {
     /// The node it runs on, lower case.
@@ -98,7 +101,8 @@ impl Placement {
 pub struct Endpoint {
     /// The address.
     pub address: IpAddr,
-    /// The ports that EndpointSlices list for the address: sorted, each [key](EndpointPort::key) once.
+    /// The ports that EndpointSlices list for the address: sorted, each [key](EndpointPort::key)
+    /// once.
     pub ports: Arc<[EndpointPort]>,
     /// Conditions of all ports that carry none themselves.
     pub conditions: Conditions,

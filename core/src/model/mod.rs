@@ -1,5 +1,6 @@
-//! Resources as the proxy sees them: the API's conventions (families, defaults, ineffective policies) are already resolved by
-//! the control plane, so that every agent starts from the same facts.
+//! Resources as the proxy sees them: the API's conventions (families, defaults, ineffective
+//! policies) are already resolved by the control plane, so that every agent starts from the same
+//! facts.
 
 mod change;
 mod endpoint;

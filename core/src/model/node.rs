@@ -16,7 +16,8 @@ pub struct Node {
     pub pod_cidrs: Vec<IpNet>,
     /// InternalIPs, then ExternalIPs.
     pub addresses: Vec<IpAddr>,
-    /// It has a deletionTimestamp or the taint `ToBeDeletedByClusterAutoscaler`. An agent also sets it on the Node that it keeps after a deletion.
+    /// It has a deletionTimestamp or the taint `ToBeDeletedByClusterAutoscaler`. An agent also sets
+    /// it on the Node that it keeps after a deletion.
     pub going_away: bool,
 }
 

@@ -1,11 +1,13 @@
-//! One copy of each equal value: a cluster has few different names, port lists and placements, and many endpoints.
+//! One copy of each equal value: a cluster has few different names, port lists and placements, and
+//! many endpoints.
 
 use std::{borrow::Borrow, collections::HashSet, hash::Hash, sync::Arc};
 
 /// A pool does not look for what is unused while it holds less than this.
 const SWEEP_FROM: usize = 1_024;
 
-/// Shared values of one type. Drops what nobody else holds each time it has doubled, so that a lookup costs O(1) in the long run.
+/// Shared values of one type. Drops what nobody else holds each time it has doubled, so that a
+/// lookup costs O(1) in the long run.
 #[derive(Debug)]
 pub struct Pool<T: ?Sized> {
     held: HashSet<Arc<T>>,

@@ -68,7 +68,8 @@ pub struct ClientIpAffinity {
 /// One entry of `spec.ports`.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ServicePort {
-    /// Empty for a Service's single unnamed port. The name joins it to endpoint ports, never the number.
+    /// Empty for a Service's single unnamed port. The name joins it to endpoint ports, never the
+    /// number.
     pub name: CompactString,
     /// Transport protocol.
     pub protocol: Protocol,
@@ -87,13 +88,15 @@ pub struct Service {
     pub cluster_ips: Vec<IpAddr>,
     /// `spec.externalIPs` of the Service's families.
     pub external_ips: Vec<IpAddr>,
-    /// `status.loadBalancer.ingress` addresses whose ipMode is VIP (or absent), of the Service's families.
+    /// `status.loadBalancer.ingress` addresses whose ipMode is VIP (or absent), of the Service's
+    /// families.
     pub load_balancer_ips: Vec<IpAddr>,
     /// Ports, in the order of the spec.
     pub ports: Vec<ServicePort>,
     /// Policy of traffic to ClusterIPs.
     pub internal_traffic_policy: TrafficPolicy,
-    /// Policy of traffic to NodePorts, externalIPs and load balancer IPs; `Cluster` where `Local` has no effect.
+    /// Policy of traffic to NodePorts, externalIPs and load balancer IPs; `Cluster` where `Local`
+    /// has no effect.
     pub external_traffic_policy: TrafficPolicy,
     /// Session affinity, if any.
     pub session_affinity: Option<ClientIpAffinity>,
@@ -105,9 +108,11 @@ pub struct Service {
     pub created_unix_seconds: i64,
     /// Annotation `headgate.io/scheduler`; empty for the cluster's default.
     pub scheduler: CompactString,
-    /// Annotation `headgate.io/health-check`: `tcp`, or empty for none. Agents check nothing for a kind that they do not know.
+    /// Annotation `headgate.io/health-check`: `tcp`, or empty for none. Agents check nothing for a
+    /// kind that they do not know.
     pub health_check: CompactString,
-    /// Annotation `headgate.io/health-check-interval`: time between two checks of an endpoint; 0 for the agent's default.
+    /// Annotation `headgate.io/health-check-interval`: time between two checks of an endpoint; 0
+    /// for the agent's default.
     pub health_check_interval_ms: u32,
 }
 

@@ -1,5 +1,6 @@
-//! Two Services that claim the same address, protocol and port get one deterministic winner: the older, then the one that comes first by
-//! namespace and name. The others are left out for that address and shown to the operator.
+//! Two Services that claim the same address, protocol and port get one deterministic winner: the
+//! older, then the one that comes first by namespace and name. The others are left out for that
+//! address and shown to the operator.
 
 use std::{
     collections::{HashMap, hash_map::Entry},
@@ -65,7 +66,8 @@ pub fn claims_of(service: &Service) -> Vec<Claim> {
 }
 
 impl Claims {
-    /// Enters all claims of a Service and returns the services, other than itself, that lost one to it.
+    /// Enters all claims of a Service and returns the services, other than itself, that lost one to
+    /// it.
     pub(crate) fn take(&mut self, key: &Arc<ServiceKey>, service: &Service) -> Vec<Arc<ServiceKey>> {
         let mut losers = Vec::new();
         for claim in claims_of(service) {

@@ -1,4 +1,5 @@
-//! What the Services of a state ask of every node: whether what a node cannot do matters to anybody.
+//! What the Services of a state ask of every node: whether what a node cannot do matters to
+//! anybody.
 
 use crate::model::{Family, Protocol, Service};
 

@@ -1,8 +1,10 @@
-//! Content hashes and bucket digests: how two sides find out, in some 20 KiB, where their states differ.
+//! Content hashes and bucket digests: how two sides find out, in some 20 KiB, where their states
+//! differ.
 //!
-//! A resource's content hash is the first 128 bits of SHA-256 over its key and value in a canonical form (below), so every replica and every
-//! agent computes the same. A bucket's digest is the sum of its resources' hashes modulo 2^128, with their count: it
-//! does not depend on order, and one change costs one subtraction and one addition.
+//! A resource's content hash is the first 128 bits of SHA-256 over its key and value in a canonical
+//! form (below), so every replica and every agent computes the same. A bucket's digest is the sum
+//! of its resources' hashes modulo 2^128, with their count: it does not depend on order, and one
+//! change costs one subtraction and one addition.
 
 use std::net::IpAddr;
 
@@ -154,7 +156,8 @@ pub fn service_cidr_hash(service_cidr: &ServiceCidr) -> u128 {
     form.finish()
 }
 
-/// The canonical form: a tag, then numbers as 8 bytes little endian, texts and addresses as bytes behind their length.
+/// The canonical form: a tag, then numbers as 8 bytes little endian, texts and addresses as bytes
+/// behind their length.
 pub(crate) struct Form(Sha256);
 
 impl Form {

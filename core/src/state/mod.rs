@@ -1,6 +1,7 @@
 //! The shared state and what a change makes dirty.
 //!
-//! Work per change is proportional to the change: a service change visits that service's claims, an endpoint change one endpoint.
+//! Work per change is proportional to the change: a service change visits that service's claims, an
+//! endpoint change one endpoint.
 
 pub mod claims;
 pub mod demand;
@@ -18,7 +19,8 @@ use compact_str::CompactString;
 use self::{claims::Claims, demand::Demand, digest::Digests};
 use crate::model::{Change, Endpoint, Service, ServiceCidr, ServiceKey};
 
-/// Everything that is the same for every node. The order in which changes arrive leaves no trace in it.
+/// Everything that is the same for every node. The order in which changes arrive leaves no trace in
+/// it.
 #[derive(Debug, Default)]
 pub struct State {
     entries: HashMap<Arc<ServiceKey>, ServiceEntry>,
@@ -55,7 +57,8 @@ impl ServiceEntry {
     }
 }
 
-/// What changes made dirty, for whoever computes views. Sets merge: later changes to the same service cost nothing more.
+/// What changes made dirty, for whoever computes views. Sets merge: later changes to the same
+/// service cost nothing more.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Dirty {
     /// Services whose view has to be computed anew.
@@ -105,7 +108,8 @@ impl State {
         self.entries.get_key_value(key).map(|(key, _)| key)
     }
 
-    /// All entries, in no particular order, those without a Service included. A full pass: not for the hot path.
+    /// All entries, in no particular order, those without a Service included. A full pass: not for
+    /// the hot path.
     pub fn entries(&self) -> impl Iterator<Item = (&Arc<ServiceKey>, &ServiceEntry)> {
         self.entries.iter()
     }

@@ -1,9 +1,11 @@
-//! References: how a change says in 4 bytes what a state already holds, such as a service's name or an endpoint's node.
+//! References: how a change says in 4 bytes what a state already holds, such as a service's name or
+//! an endpoint's node.
 //!
-//! A reference is the beginning of SHA-256 over the epoch of the replica that sends it and what it stands for, in the canonical form of
-//! [`crate::state::digest`]. The epoch is random, so names cannot be chosen beforehand to collide. But every node is told the
-//! epoch, and 4 bytes collide by chance as well: the sender never again uses a reference that two things of its state had
-//! at once, and the receiver takes a reference for what it learned last.
+//! A reference is the beginning of SHA-256 over the epoch of the replica that sends it and what it
+//! stands for, in the canonical form of [`crate::state::digest`]. The epoch is random, so names
+//! cannot be chosen beforehand to collide. But every node is told the epoch, and 4 bytes collide by
+//! chance as well: the sender never again uses a reference that two things of its state had at
+//! once, and the receiver takes a reference for what it learned last.
 
 use std::{collections::HashSet, sync::Arc};
 
@@ -19,7 +21,8 @@ pub struct Referrer {
     epoch: u64,
 }
 
-/// A port of an endpoint in the wire's numbers, which this program need not know: see [`Referrer::numbered_ports`].
+/// A port of an endpoint in the wire's numbers, which this program need not know: see
+/// [`Referrer::numbered_ports`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NumberedPort {
     /// As in [`EndpointPort`].
@@ -76,8 +79,9 @@ impl Referrer {
         cut(form)
     }
 
-    /// Of a list of ports, in the sender's order. It is that of [`Self::ports`] where this program knows all numbers, and
-    /// also right for protocols and conditions that only a newer sender knows.
+    /// Of a list of ports, in the sender's order. It is that of [`Self::ports`] where this program
+    /// knows all numbers, and also right for protocols and conditions that only a newer sender
+    /// knows.
     #[must_use]
     pub fn numbered_ports(self, ports: &[NumberedPort]) -> u32 {
         let mut form = self.form(b'l');
@@ -118,7 +122,8 @@ fn cut(form: Form) -> u32 {
     u32::from_le_bytes([a, b, c, d]).max(1)
 }
 
-/// What a state holds that changes may refer to. Services count while there is a Service; what is only an endpoint's key does not.
+/// What a state holds that changes may refer to. Services count while there is a Service; what is
+/// only an endpoint's key does not.
 #[derive(Debug, Default)]
 pub struct Referable {
     /// Keys of Services.

@@ -1,5 +1,6 @@
-//! Changes to replay: any services, endpoints and removals, among few names and addresses, so that they meet. Between two versions of a service
-//! anything may differ that can be written: families, addresses, ports, policies, affinity, source ranges, annotations.
+//! Changes to replay: any services, endpoints and removals, among few names and addresses, so that
+//! they meet. Between two versions of a service anything may differ that can be written: families,
+//! addresses, ports, policies, affinity, source ranges, annotations.
 
 use std::{
     collections::BTreeSet,
@@ -43,7 +44,8 @@ prop_compose! {
 }
 
 prop_compose! {
-    /// Addresses from outside, in both families; several services claim the same ones. A ClusterIP, too, is there in one family or in both.
+    /// Addresses from outside, in both families; several services claim the same ones. A ClusterIP,
+    /// too, is there in one family or in both.
     fn any_addresses(i: u8)(
         families in prop_oneof![4 => Just((true, true)), 1 => Just((true, false)), 1 => Just((false, true))],
         is_shared in any::<bool>(), has_external in any::<bool>(), has_balancer in any::<bool>(), has_v6 in any::<bool>(),

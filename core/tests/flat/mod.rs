@@ -2,8 +2,9 @@
 
 use std::collections::BTreeMap;
 
-/// Rules as if dispatch chains had no groups. How those are cut depends on the addresses at the last full sync. The two rules by which a group of ClusterIPs
-/// marks packets for masquerading are the same in each, and stand here once.
+/// Rules as if dispatch chains had no groups. How those are cut depends on the addresses at the
+/// last full sync. The two rules by which a group of ClusterIPs marks packets for masquerading are
+/// the same in each, and stand here once.
 pub(crate) fn flat(saves: &[String]) -> Vec<String> {
     let is_group = |name: &str| ["KUBE-SVC-G-", "KUBE-EXT-G-", "KUBE-HPS-"].iter().any(|kind| name.starts_with(kind));
     let mut flat = Vec::new();

@@ -1,5 +1,6 @@
-//! What every component of Kubernetes serves on its metrics port: `/healthz` with its one check `ping`, and `/metrics/slis`, which counts its results
-//! (KEP-3466). Whether forwarding works is a matter of [`super::health`]: this says that the process answers.
+//! What every component of Kubernetes serves on its metrics port: `/healthz` with its one check
+//! `ping`, and `/metrics/slis`, which counts its results (KEP-3466). Whether forwarding works is a
+//! matter of [`super::health`]: this says that the process answers.
 
 use std::{fmt::Write as _, sync::Arc};
 

@@ -69,7 +69,8 @@ struct FamilyPage {
     healthy: bool,
 }
 
-/// Fails also when load balancers should send nothing new to this node: it goes away, or has no rules yet.
+/// Fails also when load balancers should send nothing new to this node: it goes away, or has no
+/// rules yet.
 async fn healthz(State(pages): State<HealthPages>) -> impl IntoResponse {
     let health = pages.backlog.health(pages.patience);
     let is_healthy = health.is_serving();
@@ -99,7 +100,8 @@ fn answer(code: StatusCode, page: &Page) -> (StatusCode, [(HeaderName, HeaderVal
     (code, headers, serde_json::to_string(page).unwrap_or_default())
 }
 
-/// `healthy` in the body is about the families alone; `is_ok`, the status code, about the node as well. What is well counts as of now.
+/// `healthy` in the body is about the families alone; `is_ok`, the status code, about the node as
+/// well. What is well counts as of now.
 fn page(health: Health, is_ok: bool, node_eligible: Option<bool>) -> Page {
     let now = SystemTime::now();
     let family = |family: FamilyHealth| {
@@ -128,8 +130,9 @@ pub(super) fn rfc3339(time: Option<SystemTime>) -> String {
     format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}{nanoseconds}Z")
 }
 
-/// Year, month and day of a number of days since 1970-01-01, in the Gregorian calendar, counted in years that begin in March (so that the day that
-/// comes and goes is the last one) and in eras of 400 of them.
+/// Year, month and day of a number of days since 1970-01-01, in the Gregorian calendar, counted in
+/// years that begin in March (so that the day that comes and goes is the last one) and in eras of
+/// 400 of them.
 fn civil_date(days_since_1970: u64) -> (u64, u64, u64) {
     const DAYS_TO_1970: u64 = 719_468;
     const DAYS_PER_ERA: u64 = 146_097;
@@ -189,7 +192,8 @@ mod tests {
         assert_eq!((&found["healthy"], &found["nodeEligible"]), (&true.into(), &false.into()));
         assert_eq!(found["lastUpdated"], "1970-01-01T00:00:06Z");
 
-        // One family has never been programmed, as on a node without IPv6; /livez does not say whether the node is eligible.
+        // One family has never been programmed, as on a node without IPv6; /livez does not say
+        // whether the node is eligible.
         let never = FamilyHealth { is_healthy: true, synced_at: None };
         let found =
             json(&page(Health { v4: well, v6: never, is_node_eligible: true, has_programmed: true }, true, None));

@@ -16,8 +16,9 @@ use crate::{
     listen::{Families, listen},
 };
 
-/// Listens as Go's `net.Listen("tcp", …)` does, and kube-proxy with it: an unspecified address means all addresses of both families, be it written `0.0.0.0` or
-/// `[::]`. On a host without IPv6, `0.0.0.0` means all IPv4 addresses.
+/// Listens as Go's `net.Listen("tcp", …)` does, and kube-proxy with it: an unspecified address
+/// means all addresses of both families, be it written `0.0.0.0` or `[::]`. On a host without IPv6,
+/// `0.0.0.0` means all IPv4 addresses.
 fn listen_as_go(address: SocketAddr) -> io::Result<TcpListener> {
     if address.is_ipv4() && address.ip().is_unspecified() {
         match listen((Ipv6Addr::UNSPECIFIED, address.port()).into(), Families::Both) {
@@ -77,7 +78,8 @@ impl Server {
         Ok(())
     }
 
-    /// Serves until `shutdown`. An address that cannot be bound is logged and tried again: forwarding does not depend on it.
+    /// Serves until `shutdown`. An address that cannot be bound is logged and tried again:
+    /// forwarding does not depend on it.
     pub async fn run(mut self, shutdown: CancellationToken) {
         let mut backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(30), Jitter::Full);
         loop {

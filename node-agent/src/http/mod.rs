@@ -1,5 +1,6 @@
-//! Pages: `/metrics`, `/metrics/slis`, `/healthz`, `/proxyMode`, `/configz`, `/flagz`, `/statusz` and `/status` on one port, `/healthz` and `/livez` for load balancers and the
-//! kubelet on another.
+//! Pages: `/metrics`, `/metrics/slis`, `/healthz`, `/proxyMode`, `/configz`, `/flagz`, `/statusz`
+//! and `/status` on one port, `/healthz` and `/livez` for load balancers and the kubelet on
+//! another.
 
 mod component;
 pub mod health;
@@ -88,7 +89,8 @@ fn in_format(request: &HeaderMap, open_metrics: String) -> impl IntoResponse + u
     ([(CONTENT_TYPE, content_type)], text)
 }
 
-/// What the agent knows of itself, for whoever looks: its control plane, what it holds and has programmed, and what is wrong.
+/// What the agent knows of itself, for whoever looks: its control plane, what it holds and has
+/// programmed, and what is wrong.
 async fn status(State(pages): State<Pages>) -> impl IntoResponse {
     let progress = pages.progress.borrow().clone();
     let programmed = progress.programmed.map(|programmed| programmed.target.version);

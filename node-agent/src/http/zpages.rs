@@ -1,5 +1,6 @@
-//! `/statusz` and `/flagz`, as the components of Kubernetes serve them (KEP-4827, KEP-4828): text for people, whose format may change. The structured forms,
-//! which Kubernetes negotiates by `Accept`, are not served: whoever accepts nothing but them gets 406.
+//! `/statusz` and `/flagz`, as the components of Kubernetes serve them (KEP-4827, KEP-4828): text
+//! for people, whose format may change. The structured forms, which Kubernetes negotiates by
+//! `Accept`, are not served: whoever accepts nothing but them gets 406.
 
 use std::{
     sync::Arc,

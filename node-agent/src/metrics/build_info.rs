@@ -1,4 +1,5 @@
-//! `kubernetes_build_info`, with the labels that every component of Kubernetes has. The build that it tells of is Headgate's.
+//! `kubernetes_build_info`, with the labels that every component of Kubernetes has. The build that
+//! it tells of is Headgate's.
 
 use std::env::consts::{ARCH, OS};
 
@@ -9,7 +10,8 @@ use prometheus_client::{
 
 use crate::metric_registry::MetricRegistry;
 
-/// What cannot be known of the build is empty: the program is compiled from an archive as well as from a repository, and the same each time.
+/// What cannot be known of the build is empty: the program is compiled from an archive as well as
+/// from a repository, and the same each time.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Labels {
     build_date: &'static str,

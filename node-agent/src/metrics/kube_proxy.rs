@@ -1,4 +1,5 @@
-//! kube-proxy's metrics about waiting changes, dropped packets and health pages, by its names and labels.
+//! kube-proxy's metrics about waiting changes, dropped packets and health pages, by its names and
+//! labels.
 
 use std::{sync::atomic::AtomicU64, time::UNIX_EPOCH};
 

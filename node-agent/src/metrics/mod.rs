@@ -1,4 +1,5 @@
-//! All metrics of the agent, registered and encoded for Prometheus. Each module below owns its metrics.
+//! All metrics of the agent, registered and encoded for Prometheus. Each module below owns its
+//! metrics.
 
 mod build_info;
 pub mod kube_proxy;

@@ -1,5 +1,6 @@
-//! What the operating system says of the process, by the names under which every component of Kubernetes tells it. Looked up when somebody asks. Programs that the
-//! agent runs are processes of their own, and not in it.
+//! What the operating system says of the process, by the names under which every component of
+//! Kubernetes tells it. Looked up when somebody asks. Programs that the agent runs are processes of
+//! their own, and not in it.
 
 use std::{
     fs,

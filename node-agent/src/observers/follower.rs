@@ -1,4 +1,5 @@
-//! What a task follows of each service: a value that the state and the node give, told once it has changed and the rules are in place.
+//! What a task follows of each service: a value that the state and the node give, told once it has
+//! changed and the rules are in place.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -106,7 +107,8 @@ impl<T: PartialEq + Clone + Send> Observer for Follower<T> {
         self.mailbox.put(changes);
     }
 
-    /// Nothing waits for the control plane: a node that restarts while it is away does its part all the same.
+    /// Nothing waits for the control plane: a node that restarts while it is away does its part all
+    /// the same.
     fn restored(&mut self, state: &State, node: &NodeFacts) {
         self.plan(state, node, Scope::All);
         self.applied();

@@ -1,7 +1,9 @@
-//! What follows the rules without being rules: cleanup of connection tracking, health-check node ports.
+//! What follows the rules without being rules: cleanup of connection tracking, health-check node
+//! ports.
 //!
-//! A observer looks at the state while a step is planned, and acts once the step's rules are in the kernel. It never keeps programming waiting: whatever
-//! takes time or may fail goes to a thread or task of its own, which tries again by itself.
+//! A observer looks at the state while a step is planned, and acts once the step's rules are in the
+//! kernel. It never keeps programming waiting: whatever takes time or may fail goes to a thread or
+//! task of its own, which tries again by itself.
 
 pub mod conntrack;
 pub mod endpoint_checks;
@@ -28,13 +30,15 @@ pub enum Scope<'a> {
 
 /// Runs beside the backend, on the reconcile loop's thread.
 pub trait Observer: Send {
-    /// A step is planned. The state's lock is held: computes only. When an earlier step failed, its services are among this one's.
+    /// A step is planned. The state's lock is held: computes only. When an earlier step failed, its
+    /// services are among this one's.
     fn plan(&mut self, state: &State, node: &NodeFacts, scope: Scope<'_>);
 
     /// The rules of the step that was planned last are in the kernel.
     fn applied(&mut self);
 
-    /// Rules of an earlier run are in the kernel and stay for now; this state from disk, perhaps older than they are, is all that is known.
+    /// Rules of an earlier run are in the kernel and stay for now; this state from disk, perhaps
+    /// older than they are, is all that is known.
     fn restored(&mut self, _state: &State, _node: &NodeFacts) {}
 }
 

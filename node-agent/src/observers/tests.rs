@@ -19,7 +19,8 @@ use crate::{
 /// Only ever waited for when a test fails.
 const GUARD: Duration = Duration::from_secs(30);
 
-/// Tells, for each step that was applied, what was planned last and how many calls of the backend had ended by then.
+/// Tells, for each step that was applied, what was planned last and how many calls of the backend
+/// had ended by then.
 struct Recorder {
     control: Control,
     planned: Arc<Mutex<Vec<String>>>,
@@ -56,7 +57,8 @@ fn companions_act_once_the_rules_are_in_place_and_forget_no_failed_step() {
 
     shared.apply(snapshot(1, vec![service("web", 80), service("db", 5432)]));
     assert_eq!(steps.recv_timeout(GUARD).unwrap(), (vec!["all".to_owned()], 1));
-    // The kernel refuses the first attempt; what it was about is part of the second, which looks at everything.
+    // The kernel refuses the first attempt; what it was about is part of the second, which looks at
+    // everything.
     control.hold(true);
     control.fail_next(DataplaneError::new(ErrorKind::Retry, "another process holds the lock"));
     shared.apply(update(2, vec![endpoint("web", 1, 8080)]));

@@ -1,4 +1,5 @@
-//! `docs/configuration.md`, written from the table of settings and from the command line's own help.
+//! `docs/configuration.md`, written from the table of settings and from the command line's own
+//! help.
 
 use std::fmt::Write as _;
 

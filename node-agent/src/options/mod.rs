@@ -32,7 +32,8 @@ pub enum OptionsError {
     /// No host name either.
     #[error("--node-name: {0}; pass the Kubernetes name of this node")]
     NodeName(String),
-    /// An address of a control plane. The sentence is all there is to say: it has no source, which would be shown beside it.
+    /// An address of a control plane. The sentence is all there is to say: it has no source, which
+    /// would be shown beside it.
     #[error("--control-plane: {0}")]
     ControlPlane(String),
     /// There is none: clap lets `--cleanup=false` pass for an action.
@@ -59,7 +60,8 @@ pub struct Configured {
     pub settings: Settings,
     /// The configuration file and its text.
     pub file: Option<(PathBuf, String)>,
-    /// One warning that names everything that was given and means nothing; `None` when there is nothing.
+    /// One warning that names everything that was given and means nothing; `None` when there is
+    /// nothing.
     pub warning: Option<String>,
 }
 
@@ -79,8 +81,9 @@ pub struct Options {
     )]
     pub node_name: Option<String>,
 
-    /// Control plane replicas, any of which will do: https://HOST:7443, or http://ADDRESS:PORT together with
-    /// --insecure-loopback. Repeat, or separate by commas. A name stands for all its addresses
+    /// Control plane replicas, any of which will do: https://HOST:7443, or http://ADDRESS:PORT
+    /// together with --insecure-loopback. Repeat, or separate by commas. A name stands for all its
+    /// addresses
     #[arg(
         long,
         value_name = "URL",
@@ -95,7 +98,8 @@ pub struct Options {
         hide_default_value = true, value_name = "BOOL", value_parser = truth)]
     pub insecure_loopback: bool,
 
-    /// PEM file with this agent's certificate and its chain. This and the two below are read anew at each connection
+    /// PEM file with this agent's certificate and its chain. This and the two below are read anew
+    /// at each connection
     #[arg(long, value_name = "FILE")]
     pub tls_cert: Option<PathBuf>,
 
@@ -116,7 +120,8 @@ pub struct Options {
         value_parser = PossibleValuesParser::new(["auto", "classic", "compact"]).map(|layout| layout_of(&layout)))]
     pub iptables_layout: Layout,
 
-    /// A KubeProxyConfiguration. Then kube-proxy's flags are ignored, except --hostname-override. The agent ends when the file is edited
+    /// A KubeProxyConfiguration. Then kube-proxy's flags are ignored, except --hostname-override.
+    /// The agent ends when the file is edited
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
 
@@ -129,7 +134,8 @@ pub struct Options {
         hide_default_value = true, value_name = "BOOL", value_parser = truth)]
     pub init_only: bool,
 
-    /// Folder for the last good state, from which a cold start forwards while no control plane answers. Empty keeps none
+    /// Folder for the last good state, from which a cold start forwards while no control plane
+    /// answers. Empty keeps none
     #[arg(long, value_name = "FOLDER", default_value = "/var/lib/headgate", overrides_with = "state_dir",
         value_parser = clap::builder::OsStringValueParser::new().map(PathBuf::from))]
     pub state_dir: PathBuf,
@@ -138,8 +144,9 @@ pub struct Options {
     #[arg(long, value_name = "DURATION", default_value = "10s", value_parser = duration)]
     pub state_save_period: Duration,
 
-    /// Time between two health checks of an endpoint, for Services with the annotation headgate.io/health-check that do not give their own by
-    /// headgate.io/health-check-interval. 500ms to 1h
+    /// Time between two health checks of an endpoint, for Services with the annotation
+    /// headgate.io/health-check that do not give their own by headgate.io/health-check-interval.
+    /// 500ms to 1h
     #[arg(long, value_name = "DURATION", default_value = "5s", value_parser = check_interval)]
     pub health_check_interval: Duration,
 
@@ -166,10 +173,12 @@ pub struct Options {
 }
 
 impl Options {
-    /// Reads the program's arguments, its name among them. Flags may be written with `_` for `-`, as kube-proxy takes them.
+    /// Reads the program's arguments, its name among them. Flags may be written with `_` for `-`,
+    /// as kube-proxy takes them.
     ///
     /// # Errors
-    /// Arguments that cannot be used, and requests for help: [`clap::Error::exit`] says so to the user.
+    /// Arguments that cannot be used, and requests for help: [`clap::Error::exit`] says so to the
+    /// user.
     pub fn read<T: Into<OsString>>(arguments: impl IntoIterator<Item = T>) -> Result<Self, clap::Error> {
         let mut command = Self::command();
         let arguments = arguments.into_iter().map(|argument| with_dashes(argument.into()));
@@ -244,7 +253,8 @@ impl Options {
     /// The control planes to try, and the files for TLS when one of them needs it.
     ///
     /// # Errors
-    /// There is no URL, or one that cannot be used, or may not be used without TLS, or a file's name is missing.
+    /// There is no URL, or one that cannot be used, or may not be used without TLS, or a file's
+    /// name is missing.
     pub fn control_planes(&self) -> Result<(Vec<ControlPlane>, Option<Files>), OptionsError> {
         let parse = |url: &String| ControlPlane::parse(url, self.insecure_loopback);
         let targets: Vec<ControlPlane> = self.control_plane.iter().map(parse).collect::<Result<_, AddressError>>()?;

@@ -92,9 +92,11 @@ impl StateFile {
         self.folder.join(FILE)
     }
 
-    /// Reads the file; `None` when there is none. If it is whole, and this agent may write, it is gone on with.
+    /// Reads the file; `None` when there is none. If it is whole, and this agent may write, it is
+    /// gone on with.
     pub(super) fn load(&mut self) -> Result<Option<Loaded>, LoadError> {
-        // Before reading: an agent that still writes would write on after what was read. The next write says what stands in the way.
+        // Before reading: an agent that still writes would write on after what was read. The next
+        // write says what stands in the way.
         let may_write = self.take_lock().is_ok();
         let loaded = load::read(&self.path(), &self.node_name)?;
         if let Some(Loaded { chain, base_bytes, valid_bytes, left_out: None, .. }) = &loaded
@@ -107,7 +109,8 @@ impl StateFile {
         Ok(loaded)
     }
 
-    /// Takes over what is unsaved. Cost: what changed; now and then the state, which is streamed to a temporary file.
+    /// Takes over what is unsaved. Cost: what changed; now and then the state, which is streamed to
+    /// a temporary file.
     pub(super) fn prepare(&mut self, shared: &AgentState) -> Result<Prepared, SaveError> {
         self.take_lock()?;
         if let Some(log) = &self.log
@@ -127,8 +130,8 @@ impl StateFile {
         Ok(Prepared::Append { generation: unsaved.generation, bytes, chain })
     }
 
-    /// The lock on the state is held for one service at a time. What changes meanwhile follows at the end, so that the whole is one
-    /// consistent state.
+    /// The lock on the state is held for one service at a time. What changes meanwhile follows at
+    /// the end, so that the whole is one consistent state.
     fn write_full(&self, shared: &AgentState) -> Result<Prepared, SaveError> {
         let path = self.folder.join(TEMPORARY);
         let fail = |error| self.io_error(&path, error);
@@ -151,7 +154,8 @@ impl StateFile {
         Ok(Prepared::Full { generation: unsaved.generation, file, chain, bytes })
     }
 
-    /// Makes it durable. After an error the next preparation begins anew. Returns the size of the file.
+    /// Makes it durable. After an error the next preparation begins anew. Returns the size of the
+    /// file.
     pub(super) fn commit(&mut self, prepared: Prepared) -> Result<u64, SaveError> {
         let log = self.log.take();
         let (path, temporary) = (self.path(), self.folder.join(TEMPORARY));
@@ -160,7 +164,8 @@ impl StateFile {
                 log.append(&bytes, chain).map_err(|error| self.io_error(&path, error))?;
                 log
             }
-            // Steps are prepared for the log that there is; without one nothing can be lost but their head start.
+            // Steps are prepared for the log that there is; without one nothing can be lost but
+            // their head start.
             (Prepared::Append { .. }, None) => return Err(SaveError::Overtaken),
             (Prepared::Full { file, chain, bytes, .. }, _) => {
                 fs::rename(&temporary, &path).map_err(|error| self.io_error(&temporary, error))?;
@@ -172,7 +177,8 @@ impl StateFile {
         Ok(self.log.insert(log).bytes)
     }
 
-    /// Forgets what was prepared and how far the file is written, and leaves no temporary file behind.
+    /// Forgets what was prepared and how far the file is written, and leaves no temporary file
+    /// behind.
     pub(super) fn give_up(&mut self) {
         self.log = None;
         if self.lock.is_some() {

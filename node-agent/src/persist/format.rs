@@ -1,12 +1,14 @@
-//! Bytes of the state file: a preamble, then records, each with a checksum that also covers all records before it.
+//! Bytes of the state file: a preamble, then records, each with a checksum that also covers all
+//! records before it.
 //!
 //! ```text
 //! "HEADGATE"  format version, u32
 //! { kind, u8   length, u32   payload   checksum, 16 bytes }*
 //! ```
 //!
-//! Numbers are little endian. A checksum is the beginning of SHA-256 over the checksum before it, kind, length and payload; the first
-//! one follows on the preamble. So a record that was moved, repeated or left out is noticed like one that was changed.
+//! Numbers are little endian. A checksum is the beginning of SHA-256 over the checksum before it,
+//! kind, length and payload; the first one follows on the preamble. So a record that was moved,
+//! repeated or left out is noticed like one that was changed.
 
 use std::io::{self, Read, Write};
 
@@ -14,7 +16,8 @@ use sha2::{Digest as _, Sha256};
 
 /// First bytes of the file.
 pub(super) const MAGIC: [u8; 8] = *b"HEADGATE";
-/// Counts incompatible changes of the format. Messages inside evolve by protobuf's rules and do not count.
+/// Counts incompatible changes of the format. Messages inside evolve by protobuf's rules and do not
+/// count.
 pub(super) const FORMAT_VERSION: u32 = 2;
 /// Longest payload that is read. Writers cut at a fraction of it.
 pub(super) const MAX_PAYLOAD_BYTES: usize = 4 << 20;
@@ -30,7 +33,8 @@ pub(super) enum Kind {
     Changes = 2,
     /// `v1::OwnNode`: the node, from the next point on.
     Node = 3,
-    /// `v1::Resume`: everything before it is a state that a replica sent and a kernel had. The first one carries the state's digests.
+    /// `v1::Resume`: everything before it is a state that a replica sent and a kernel had. The
+    /// first one carries the state's digests.
     Point = 4,
 }
 

@@ -1,7 +1,8 @@
 //! Reading and checking the state file.
 //!
-//! What is used is the state at the last whole point: an agent that was killed while it appended leaves half a record behind, and
-//! what comes before is as good as ever. Without one whole point there is nothing to use.
+//! What is used is the state at the last whole point: an agent that was killed while it appended
+//! leaves half a record behind, and what comes before is as good as ever. Without one whole point
+//! there is nothing to use.
 
 use std::{
     fs::OpenOptions,
@@ -16,7 +17,8 @@ use headgate_proto::{Decoder, digests_from_wire, node_from_wire, v1};
 use super::format::{Chain, FormatError, Kind, Reader};
 use crate::state::held::{Held, Restored};
 
-/// Why a state file is not used. Nothing is lost by it but the head start: the control plane sends everything.
+/// Why a state file is not used. Nothing is lost by it but the head start: the control plane sends
+/// everything.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum LoadError {
     #[error(transparent)]
@@ -84,7 +86,8 @@ pub(super) fn read_from(input: impl Read, node_name: &str) -> Result<Loaded, Loa
     }
 }
 
-/// The records up to the first point. Changes go into the state at once: there is nothing that they could spoil.
+/// The records up to the first point. Changes go into the state at once: there is nothing that they
+/// could spoil.
 fn read_base(reader: &mut Reader<impl Read>, decoder: &mut Decoder, node_name: &str) -> Result<Restored, LoadError> {
     let (mut state, mut node) = (State::default(), LoadedNode::default());
     loop {

@@ -1,11 +1,14 @@
-//! The last good state on disk, so that a node which starts while no control plane answers forwards all the same.
+//! The last good state on disk, so that a node which starts while no control plane answers forwards
+//! all the same.
 //!
-//! The file is a log: the whole state once, then what changed, appended at most once an interval. When the appended part has grown as large as
-//! the whole, the file is written anew. A change therefore costs its own size (twice, in the long run), whatever the size of the cluster.
-//! Only what the kernel has is made durable: a step is prepared under the state's lock, and written when the reconcile loop has programmed it.
+//! The file is a log: the whole state once, then what changed, appended at most once an interval.
+//! When the appended part has grown as large as the whole, the file is written anew. A change
+//! therefore costs its own size (twice, in the long run), whatever the size of the cluster. Only
+//! what the kernel has is made durable: a step is prepared under the state's lock, and written when
+//! the reconcile loop has programmed it.
 //!
-//! Nothing here may stand in the way of forwarding: a file that cannot be used is a cold start's head start lost, and a disk that cannot be
-//! written to is a warning and a metric.
+//! Nothing here may stand in the way of forwarding: a file that cannot be used is a cold start's
+//! head start lost, and a disk that cannot be written to is a warning and a metric.
 
 mod file;
 mod format;
@@ -23,8 +26,8 @@ pub(crate) use saver::{Saver, SaverInputs};
 use self::file::StateFile;
 use crate::state::held::Restored;
 
-/// Opens the folder's state file for a node. Returns what is in it, if that can be used, and the saver that
-/// keeps it up to date, at most once an `interval`.
+/// Opens the folder's state file for a node. Returns what is in it, if that can be used, and the
+/// saver that keeps it up to date, at most once an `interval`.
 ///
 /// Nothing that is wrong with the file or the folder is an error: it is logged, with what it means.
 pub(crate) fn open(folder: &Path, node_name: Arc<str>, interval: Duration) -> (Option<Restored>, Saver) {
@@ -55,7 +58,8 @@ pub(crate) fn open(folder: &Path, node_name: Arc<str>, interval: Duration) -> (O
     (restored, Saver::new(file, is_restored, interval))
 }
 
-/// Removes the state file of a folder, and what a killed agent left of writing one; for `--cleanup`.
+/// Removes the state file of a folder, and what a killed agent left of writing one; for
+/// `--cleanup`.
 ///
 /// # Errors
 /// When it is there and cannot be removed.

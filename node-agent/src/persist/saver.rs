@@ -26,7 +26,8 @@ use crate::{
 /// Longest pause after writes that failed.
 const LONGEST_PAUSE: Duration = Duration::from_secs(300);
 
-/// Keeps the file at what the kernel has. Build it, run [`Self::run`], and let [`Self::save_last`] have the last word.
+/// Keeps the file at what the kernel has. Build it, run [`Self::run`], and let [`Self::save_last`]
+/// have the last word.
 #[derive(Debug)]
 pub(crate) struct Saver {
     file: Arc<Mutex<StateFile>>,
@@ -46,7 +47,8 @@ pub(crate) struct SaverInputs {
 }
 
 impl SaverInputs {
-    /// Waits until the kernel has a state later than this one. False when no state follows any more.
+    /// Waits until the kernel has a state later than this one. False when no state follows any
+    /// more.
     async fn programmed_after(&mut self, generation: Option<u64>) -> bool {
         let is_later =
             |progress: &Progress| progress.generation().is_some_and(|programmed| Some(programmed) > generation);
@@ -55,14 +57,15 @@ impl SaverInputs {
 }
 
 impl Saver {
-    /// A saver for a file that holds generation 0 of [`AgentState`], or nothing of use. It saves at most once
-    /// an `interval`.
+    /// A saver for a file that holds generation 0 of [`AgentState`], or nothing of use. It saves at
+    /// most once an `interval`.
     pub(super) fn new(file: StateFile, is_restored: bool, interval: Duration) -> Self {
         let backoff = Backoff::new(interval, LONGEST_PAUSE.max(interval), Jitter::None);
         Self { file: Arc::new(Mutex::new(file)), prepared: None, saved: is_restored.then_some(0), backoff }
     }
 
-    /// Saves at most once an interval, when something has been programmed that is not on disk, until `shutdown`.
+    /// Saves at most once an interval, when something has been programmed that is not on disk,
+    /// until `shutdown`.
     pub(crate) async fn run(mut self, mut inputs: SaverInputs, shutdown: CancellationToken) -> Self {
         let interval = self.backoff.first();
         let mut not_before = Instant::now() + interval;
@@ -90,7 +93,8 @@ impl Saver {
         }
     }
 
-    /// Saves what came last, once the reconcile loop has ended. A state that the kernel refused is not saved.
+    /// Saves what came last, once the reconcile loop has ended. A state that the kernel refused is
+    /// not saved.
     pub(crate) async fn save_last(mut self, inputs: &SaverInputs) {
         let progress = inputs.progress.borrow().clone();
         let has_news = progress.generation().is_some() && inputs.state.has_moved_since(self.saved);

@@ -1,4 +1,5 @@
-//! What is written is read again; what is damaged is a whole earlier state or a reason, and never a panic.
+//! What is written is read again; what is damaged is a whole earlier state or a reason, and never a
+//! panic.
 #![allow(clippy::unwrap_used)]
 
 use std::{fs, os::unix::fs::PermissionsExt as _, path::Path, process::Command, sync::Arc, time::Duration};
@@ -166,7 +167,8 @@ fn row_107_a_deleted_node_is_saved_with_its_last_values_and_stays_ineligible_aft
     assert_eq!(restarted.node(), Some(gone));
     let is_eligible = || restarted.backlog().health(Duration::from_secs(3600)).is_node_eligible;
     assert!(!is_eligible());
-    // A control plane that knows no such node changes nothing; the node that comes back replaces it.
+    // A control plane that knows no such node changes nothing; the node that comes back replaces
+    // it.
     restarted.set_node(&own_node(None, 31));
     assert!(!is_eligible());
     restarted.set_node(&own_node(Some(node("b")), 32));

@@ -1,7 +1,9 @@
-//! The loop that brings the kernel to the state, on a thread of its own: the kernel's work is synchronous.
+//! The loop that brings the kernel to the state, on a thread of its own: the kernel's work is
+//! synchronous.
 //!
-//! Nothing is written before the first complete snapshot, or a checked state from disk. A version is reported as programmed when everything up to it is in the kernel. After a
-//! failed apply and a pause, everything is compared with the kernel, and what differs is programmed.
+//! Nothing is written before the first complete snapshot, or a checked state from disk. A version
+//! is reported as programmed when everything up to it is in the kernel. After a failed apply and a
+//! pause, everything is compared with the kernel, and what differs is programmed.
 
 pub mod metrics;
 mod quarantine;
@@ -31,12 +33,14 @@ use crate::{
     state::{AfterFailure, AgentState, Pace, Wake, Work},
 };
 
-/// Something new is tried so long after a failure, or after so many times what the failed attempt took: a kernel that fails for ever is busy with
-/// it for a fifth of the time at most, however much changes.
+/// Something new is tried so long after a failure, or after so many times what the failed attempt
+/// took: a kernel that fails for ever is busy with it for a fifth of the time at most, however much
+/// changes.
 const NEWS_PAUSE: Duration = Duration::from_millis(200);
 const NEWS_PAUSE_FACTOR: u32 = 4;
-/// After so many looks at the rules that failed, one after the other, everything is programmed anew, which looks by other means. Rules that somebody removed must not
-/// stay away for as long as nobody can tell.
+/// After so many looks at the rules that failed, one after the other, everything is programmed
+/// anew, which looks by other means. Rules that somebody removed must not stay away for as long as
+/// nobody can tell.
 const FAILED_LOOKS_BEFORE_FULL_SYNC: u32 = 2;
 
 /// When the loop does what.
@@ -46,12 +50,13 @@ pub struct Timing {
     pub min_sync_period: Duration,
     /// Time between verifications.
     pub sync_period: Duration,
-    /// Time between two syncs of everything without any reason, as a net below the net: while the cluster is small.
+    /// Time between two syncs of everything without any reason, as a net below the net: while the
+    /// cluster is small.
     pub full_sync_period: Duration,
     /// Pauses after failures.
     pub backoff: Backoff,
-    /// Pauses before a service in quarantine is tried again without having changed. Half jitter, so that the
-    /// services are not tried all at once.
+    /// Pauses before a service in quarantine is tried again without having changed. Half jitter, so
+    /// that the services are not tried all at once.
     pub quarantine: Backoff,
 }
 
@@ -229,7 +234,8 @@ impl Reconciler {
             }
             Err(error) if error.kind == ErrorKind::PlanAgain => {
                 info!("{error}");
-                // What was to be done stays to be done, so that whoever follows the rules misses nothing, and is reported with the next step.
+                // What was to be done stays to be done, so that whoever follows the rules misses
+                // nothing, and is reported with the next step.
                 self.plan_again(error.services);
             }
             Err(error) => self.failed(target, generation, kind, started.elapsed(), &error),
@@ -251,7 +257,8 @@ impl Reconciler {
         }
     }
 
-    /// Finds the services at fault and sets them aside. False when there are none, or they cannot be found: then the step has failed as a whole.
+    /// Finds the services at fault and sets them aside. False when there are none, or they cannot
+    /// be found: then the step has failed as a whole.
     fn quarantine_rejected(&mut self, kind: SyncKind, error: &DataplaneError) -> bool {
         let suspects = (kind == SyncKind::Partial).then_some(&self.unfinished.dirty.services);
         let refused = match self.dataplane.find_faults(&*self.shared, suspects, &error.families) {
@@ -272,7 +279,8 @@ impl Reconciler {
         all.len() > before
     }
 
-    /// Tries services again whose rules were refused. Those that are taken now are programmed by the next sync.
+    /// Tries services again whose rules were refused. Those that are taken now are programmed by
+    /// the next sync.
     fn retry(&mut self, services: &BTreeSet<Arc<ServiceKey>>) {
         if services.is_empty() {
             return;
@@ -297,7 +305,8 @@ impl Reconciler {
         }
     }
 
-    /// Publishes which services are refused. Those that are not any more are told of with the step that programs them.
+    /// Publishes which services are refused. Those that are not any more are told of with the step
+    /// that programs them.
     fn tell_refused(&self) {
         self.metrics.services_refused.set(i64::try_from(self.quarantine.len()).unwrap_or(i64::MAX));
         let now = self.quarantine.rejections();
@@ -351,8 +360,9 @@ impl Reconciler {
 
     fn failed(&mut self, target: Target, generation: u64, kind: SyncKind, took: Duration, error: &DataplaneError) {
         self.done = None;
-        // Planning has moved the dataplane's idea of the kernel on, whatever became of the plan: the same services planned again would come out as
-        // nothing to do. Only a full sync looks at the kernel, and it writes no more than what differs.
+        // Planning has moved the dataplane's idea of the kernel on, whatever became of the plan:
+        // the same services planned again would come out as nothing to do. Only a full sync looks
+        // at the kernel, and it writes no more than what differs.
         self.unfinished.needs_full = true;
         let now = Instant::now();
         let (pause, with_news_at) = match error.kind {
@@ -374,8 +384,9 @@ impl Reconciler {
         self.progress.send_modify(|progress| progress.failure = failure);
     }
 
-    /// The state is from disk. Rules that an earlier run left in the kernel are at least as new, since the disk follows the kernel: they stay
-    /// until a control plane has answered. Where they are missing, as after a reboot, the state from disk is programmed at once.
+    /// The state is from disk. Rules that an earlier run left in the kernel are at least as new,
+    /// since the disk follows the kernel: they stay until a control plane has answered. Where they
+    /// are missing, as after a reboot, the state from disk is programmed at once.
     fn look_before_control_plane(&mut self) {
         self.verify_at = Instant::now() + self.timing.sync_period;
         match self.dataplane.has_rules() {
@@ -415,14 +426,15 @@ impl Reconciler {
         });
     }
 
-    /// A look at all rules, not only at those whose absence shows that somebody flushed tables. It reads the kernel, so it is left out in large
-    /// clusters, as kube-proxy does.
+    /// A look at all rules, not only at those whose absence shows that somebody flushed tables. It
+    /// reads the kernel, so it is left out in large clusters, as kube-proxy does.
     fn is_full_sync_due(&self) -> bool {
         Instant::now() >= self.full_sync_at
             && self.shared.with_state(State::endpoint_count) <= RenderConfig::CLASSIC_MAX_ENDPOINTS
     }
 
-    /// Resolves what depends on the node and its interfaces, and has everything programmed anew when rules change by it.
+    /// Resolves what depends on the node and its interfaces, and has everything programmed anew
+    /// when rules change by it.
     fn resolve_inputs(&mut self) {
         let needs_interfaces = self.node_settings.needs_interfaces() || self.dataplane.needs_interfaces();
         let interfaces = if needs_interfaces { interface_addresses() } else { Ok(Vec::new()) };

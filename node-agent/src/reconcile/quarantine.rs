@@ -1,8 +1,8 @@
-//! Quarantine: services whose rules the kernel rejects. The dataplane leaves them out, so that all other
-//! services are programmed, and they are tried again when they change and after pauses.
+//! Quarantine: services whose rules the kernel rejects. The dataplane leaves them out, so that all
+//! other services are programmed, and they are tried again when they change and after pauses.
 //!
-//! Services that the kernel rejects in part are listed here too. They are not in quarantine: the dataplane
-//! programs the rest of them, and tries the rejected part again by itself.
+//! Services that the kernel rejects in part are listed here too. They are not in quarantine: the
+//! dataplane programs the rest of them, and tries the rejected part again by itself.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -45,8 +45,8 @@ impl Quarantine {
         self.services.len() + self.partial.keys().filter(|service| !self.services.contains_key(*service)).count()
     }
 
-    /// Replaces what the kernel rejects in part. Returns one item for each service that was not among it
-    /// before.
+    /// Replaces what the kernel rejects in part. Returns one item for each service that was not
+    /// among it before.
     pub(crate) fn set_partial(&mut self, parts: Vec<Fault>) -> Vec<Fault> {
         let before = std::mem::take(&mut self.partial);
         for Fault { service, family, reason } in &parts {
@@ -57,8 +57,8 @@ impl Quarantine {
         parts.into_iter().filter(is_new).filter(|refused| seen.insert(Arc::clone(&refused.service))).collect()
     }
 
-    /// The kernel has rejected these now: they are in quarantine until they are tried again. Returns the
-    /// number of services that were not in quarantine before.
+    /// The kernel has rejected these now: they are in quarantine until they are tried again.
+    /// Returns the number of services that were not in quarantine before.
     pub(crate) fn add(&mut self, refused: Vec<Fault>) -> usize {
         let mut by_service: BTreeMap<Arc<ServiceKey>, Reasons> = BTreeMap::new();
         for Fault { service, family, reason } in refused {
@@ -74,7 +74,8 @@ impl Quarantine {
         self.services.len() - before
     }
 
-    /// As [`Self::add`], for services that were tried in all families: earlier reasons no longer count.
+    /// As [`Self::add`], for services that were tried in all families: earlier reasons no longer
+    /// count.
     pub(crate) fn renew(&mut self, refused: Vec<Fault>) {
         for Fault { service, .. } in &refused {
             self.services.get_mut(service).into_iter().for_each(|entry| entry.reasons.clear());

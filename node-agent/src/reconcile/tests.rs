@@ -253,7 +253,8 @@ fn a_failed_step_is_repaired_in_full_with_what_changed_since() {
     assert_eq!(apply_of(&run.control.calls(), 4), ["prod/web"]);
 }
 
-/// A real ledger on a kernel in memory that does not take its first change, as when another process holds the lock.
+/// A real ledger on a kernel in memory that does not take its first change, as when another process
+/// holds the lock.
 struct LedgerFamily {
     ledger: Ledger,
     refusals: u32,
@@ -375,7 +376,8 @@ fn a_verification_that_fails_changes_nothing() {
     run.snapshot(1, vec![service("web", 80)]);
     run.wait_programmed(1);
     run.control.fail_next(retry());
-    // The second one from now on begins after the first is counted, whichever of the two failed, and the third after both.
+    // The second one from now on begins after the first is counted, whichever of the two failed,
+    // and the third after both.
     let before = run.control.calls().len();
     assert!(run.control.wait_for(GUARD, |calls| calls.len() >= before + 3), "{:?}", run.control.calls());
     assert!(run.control.calls()[1..].iter().all(|call| *call == Call::Check));

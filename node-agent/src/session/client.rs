@@ -1,4 +1,5 @@
-//! Follows one replica after another until the agent stops: connects, runs the stream, and connects again.
+//! Follows one replica after another until the agent stops: connects, runs the stream, and connects
+//! again.
 
 use std::{sync::Arc, time::Duration};
 
@@ -86,8 +87,8 @@ impl Session {
             if is_renewed {
                 replicas.repeat();
             }
-            // A drained stream has waited for its moment already, unless replicas drain it in turns. Moves have
-            // pauses of their own.
+            // A drained stream has waited for its moment already, unless replicas drain it in
+            // turns. Moves have pauses of their own.
             let is_moved = matches!(end, StreamEnd::Moved { .. });
             let goes_at_once = is_renewed || matches!(end, StreamEnd::Drained(_));
             let goes_at_once = is_moved || (goes_at_once && backoff.attempts() == 0);

@@ -27,7 +27,8 @@ const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(20);
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(10);
 
 impl ControlPlane {
-    /// What was wrong with the URL when a stream did not come about; `None` when it was something else. Asks the other end, where that may tell.
+    /// What was wrong with the URL when a stream did not come about; `None` when it was something
+    /// else. Asks the other end, where that may tell.
     pub(super) async fn mistake(&self, status: &Status) -> Option<ConnectError> {
         if status.message().starts_with("grpc-status header missing") {
             return Some(ConnectError::NoControlPlane);
@@ -49,10 +50,12 @@ impl ControlPlane {
         uri.unwrap_or_else(|| self.uri().clone())
     }
 
-    /// Connects, to this address of it if one is given. TLS files are read at each call, so that renewed certificates are used without a restart.
+    /// Connects, to this address of it if one is given. TLS files are read at each call, so that
+    /// renewed certificates are used without a restart.
     ///
     /// # Errors
-    /// Nobody answers, the peer is not who it should be, or the TLS files cannot be used. Trying again later may help.
+    /// Nobody answers, the peer is not who it should be, or the TLS files cannot be used. Trying
+    /// again later may help.
     pub async fn connect(
         &self,
         address: Option<SocketAddr>,
@@ -105,7 +108,8 @@ impl ControlPlane {
     }
 }
 
-/// Makes TCP connections, to several addresses of a name at a time where it has both families (RFC 8305).
+/// Makes TCP connections, to several addresses of a name at a time where it has both families (RFC
+/// 8305).
 fn tcp() -> HttpConnector {
     let mut tcp = HttpConnector::new();
     tcp.enforce_http(false);
@@ -163,7 +167,8 @@ pub enum ConnectError {
     TimedOut,
 }
 
-/// An error with what caused it, since tonic's errors name their cause nowhere else. What a cause repeats is said once.
+/// An error with what caused it, since tonic's errors name their cause nowhere else. What a cause
+/// repeats is said once.
 pub(crate) fn chain(error: &(dyn std::error::Error + 'static)) -> String {
     let causes = std::iter::successors(error.source(), |cause| cause.source()).map(ToString::to_string);
     causes.fold(error.to_string(), |text, cause| if text.contains(&cause) { text } else { format!("{text}: {cause}") })

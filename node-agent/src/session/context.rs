@@ -28,7 +28,7 @@ pub(super) struct Context {
     pub(super) metrics: SessionMetrics,
     pub(super) progress: watch::Receiver<Progress>,
     pub(super) machine: Machine,
-    /// The last stream referred to something that is not held: the state is not the state of its version, so
-    /// the log cannot continue from it.
+    /// The last stream referred to something that is not held: the state is not the state of its
+    /// version, so the log cannot continue from it.
     pub(super) distrusts_version: bool,
 }

@@ -1,4 +1,5 @@
-//! When an agent leaves its replica for another (contract, 15). Decides only: no input, no output, no clock of its own.
+//! When an agent leaves its replica for another (contract, 15). Decides only: no input, no output,
+//! no clock of its own.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -8,17 +9,18 @@ use tokio::time::Instant;
 
 use crate::backoff::{Backoff, Jitter, jitter};
 
-/// Source positions by the number of their kind ([`headgate_proto::v1::source_position::Kind`]), of kinds that replicas
-/// count alike.
+/// Source positions by the number of their kind ([`headgate_proto::v1::source_position::Kind`]), of
+/// kinds that replicas count alike.
 pub type Positions = BTreeMap<i32, u64>;
 
 /// A replica that has listed nothing is waited for from the first to the second of these.
 const UNLISTED_PATIENCE: [Duration; 2] = [Duration::from_secs(2), Duration::from_secs(4)];
-/// Likewise for one that is cut off from its source. The difference spreads its agents when they move.
+/// Likewise for one that is cut off from its source. The difference spreads its agents when they
+/// move.
 const CUT_OFF_PATIENCE: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(6)];
-/// A stream that brings no complete state is waited for so long after the last sign of progress. A replica that is behind
-/// the agent sends its older state after 30 seconds by default: before that, the agent has asked the others, and has moved
-/// to one that is not behind.
+/// A stream that brings no complete state is waited for so long after the last sign of progress. A
+/// replica that is behind the agent sends its older state after 30 seconds by default: before that,
+/// the agent has asked the others, and has moved to one that is not behind.
 const STALLED_PATIENCE: Duration = Duration::from_secs(20);
 /// Pauses between two rounds of asking the other replicas.
 const ASK_PAUSES: Backoff = Backoff::new(Duration::from_secs(5), Duration::from_secs(60), Jitter::Half);
@@ -82,9 +84,9 @@ pub struct Standing {
     pub changed: Positions,
 }
 
-/// The positions that decide: of the kinds that every agent receives, as far as all replicas count them alike. A folder's
-/// position is the clock of whoever reads it, and that of Nodes is about one agent's Node, which a replica that is behind
-/// withholds by itself.
+/// The positions that decide: of the kinds that every agent receives, as far as all replicas count
+/// them alike. A folder's position is the clock of whoever reads it, and that of Nodes is about one
+/// agent's Node, which a replica that is behind withholds by itself.
 #[must_use]
 pub fn comparable(positions: &[v1::SourcePosition]) -> Positions {
     let is_comparable = |kind| matches!(kind, Kind::Services | Kind::EndpointSlices | Kind::ServiceCidrs);
@@ -97,7 +99,8 @@ pub fn comparable(positions: &[v1::SourcePosition]) -> Positions {
 pub struct HeldState {
     /// Where the source was; see [`comparable`].
     pub positions: Positions,
-    /// Some resource of these positions may be missing: it was rejected, or another version of the program left it out.
+    /// Some resource of these positions may be missing: it was rejected, or another version of the
+    /// program left it out.
     pub may_lack: bool,
 }
 
@@ -163,8 +166,8 @@ fn worth_there(standing: &Standing, held: Option<&HeldState>) -> Worth {
     }
 }
 
-/// Which of the replicas that answered to move to: one at random of those that are worth most, if that is more than the
-/// present one is.
+/// Which of the replicas that answered to move to: one at random of those that are worth most, if
+/// that is more than the present one is.
 pub fn choose(trouble: Trouble, held: Option<&HeldState>, others: &[Standing]) -> Option<usize> {
     let worth: Vec<Worth> = others.iter().map(|standing| worth_there(standing, held)).collect();
     let best = worth.iter().copied().max().filter(|best| *best > worth_here(trouble, held.is_some()))?;
@@ -172,8 +175,8 @@ pub fn choose(trouble: Trouble, held: Option<&HeldState>, others: &[Standing]) -
     fastrand::choice(best)
 }
 
-/// Limits the moves that an agent has chosen to make, over all its streams. They become rarer, so that agents do not
-/// move in circles.
+/// Limits the moves that an agent has chosen to make, over all its streams. They become rarer, so
+/// that agents do not move in circles.
 #[derive(Debug)]
 pub struct MoveLimits {
     stays: Backoff,
@@ -251,7 +254,8 @@ impl Failover {
         self.look(now);
     }
 
-    /// The replica asks the agent to move, for balance. The agent looks for another replica at `at`.
+    /// The replica asks the agent to move, for balance. The agent looks for another replica at
+    /// `at`.
     pub fn on_balance_request(&mut self, at: Instant) {
         self.balance_at = Some(self.balance_at.map_or(at, |earlier| earlier.min(at)));
     }
@@ -288,7 +292,8 @@ impl Failover {
         trouble_at.into_iter().chain(self.balance_at.map(stays)).min()
     }
 
-    /// Why the others are to be asked now, if they are. The next time for the same reason is after a pause that grows.
+    /// Why the others are to be asked now, if they are. The next time for the same reason is after
+    /// a pause that grows.
     pub fn due(&mut self, now: Instant) -> Option<Trouble> {
         self.look(now);
         if self.due_at().is_none_or(|at| at > now) {

@@ -1,8 +1,10 @@
-//! What a message from a replica means: from [`v1::ServerMessage`] to [`Effect`]s. No input, no output, no clock.
+//! What a message from a replica means: from [`v1::ServerMessage`] to [`Effect`]s. No input, no
+//! output, no clock.
 //!
-//! The rules are those of the contract at the head of `proto/headgate/v1/discovery.proto`. Snapshots and split batches are staged here and
-//! become one [`StateUpdate`] when they are complete; a stream that breaks before leaves no trace. A [`Violation`] means that the stream cannot be
-//! trusted any further: the caller drops it and comes back with what it holds.
+//! The rules are those of the contract at the head of `proto/headgate/v1/discovery.proto`.
+//! Snapshots and split batches are staged here and become one [`StateUpdate`] when they are
+//! complete; a stream that breaks before leaves no trace. A [`Violation`] means that the stream
+//! cannot be trusted any further: the caller drops it and comes back with what it holds.
 
 use std::{collections::HashSet, iter, mem, sync::Arc, time::Duration};
 
@@ -54,7 +56,8 @@ pub enum Violation {
         /// The version that the agent is at.
         held: u64,
     },
-    /// What a batch refers to is not held here, as when it was rejected. The next stream has to resume by digests.
+    /// What a batch refers to is not held here, as when it was rejected. The next stream has to
+    /// resume by digests.
     #[error("{0}; resuming by digests, which spells everything out")]
     Reference(#[from] UnknownReference),
     /// A batch before the end of the snapshot that the stream begins with, or in the middle of one.
@@ -96,7 +99,8 @@ pub enum Effect {
     Apply(StateUpdate),
     /// The agent's own node has changed.
     Node(OwnNode),
-    /// The agent has everything that the replica had when the stream began. Comes once on a stream, after the step that brought the last of it.
+    /// The agent has everything that the replica had when the stream began. Comes once on a stream,
+    /// after the step that brought the last of it.
     Resumed,
     /// Tell the replica which resources could not be used, and of which that is over.
     Reject(v1::Nack),
@@ -218,13 +222,15 @@ impl Machine {
         self.rejected.contains(resource)
     }
 
-    /// True when more was rejected than is remembered: only a resume by digests brings all of it again.
+    /// True when more was rejected than is remembered: only a resume by digests brings all of it
+    /// again.
     #[must_use]
     pub fn has_forgotten_rejections(&self) -> bool {
         self.rejected.has_forgotten()
     }
 
-    /// A new stream begins, with a `Hello` that says that the agent holds `position` (epoch and version).
+    /// A new stream begins, with a `Hello` that says that the agent holds `position` (epoch and
+    /// version).
     pub fn begin(&mut self, position: Option<(u64, u64)>) {
         self.position = position;
         self.phase = Phase::AwaitingWelcome;
@@ -233,13 +239,15 @@ impl Machine {
         self.decoder.forget_references();
     }
 
-    /// True once the stream has brought the replica's state as a whole, so that only what changes follows.
+    /// True once the stream has brought the replica's state as a whole, so that only what changes
+    /// follows.
     #[must_use]
     pub fn is_following(&self) -> bool {
         matches!(self.phase, Phase::Following { .. })
     }
 
-    /// True when [`Machine::refer_to`] has to be called before the next message, once every effect so far has been applied.
+    /// True when [`Machine::refer_to`] has to be called before the next message, once every effect
+    /// so far has been applied.
     #[must_use]
     pub fn needs_referable(&self) -> bool {
         self.needs_referable
@@ -392,8 +400,9 @@ impl Machine {
         {
             return Err(Violation::Backwards { sent: end.version, held });
         }
-        // An empty list means all buckets. After a comparison of digests that found no difference it has to mean none: the list of what differs is
-        // empty, and removing everything is the one mistake that cannot be made good.
+        // An empty list means all buckets. After a comparison of digests that found no difference
+        // it has to mean none: the list of what differs is empty, and removing everything is the
+        // one mistake that cannot be made good.
         let buckets = if end.buckets.is_empty() && !(by_digests && end.resource_count == 0) {
             Buckets::All
         } else {
@@ -476,7 +485,8 @@ fn reject(nack: v1::Nack) -> Option<Effect> {
     (!nack.rejections.is_empty() || !nack.withdrawn.is_empty()).then_some(Effect::Reject(nack))
 }
 
-/// What set a service's endpoints off: once for each family that has changed ones. Removals do not count, as with kube-proxy.
+/// What set a service's endpoints off: once for each family that has changed ones. Removals do not
+/// count, as with kube-proxy.
 fn triggers(group: &v1::ServiceEndpoints, unix_ms: u64) -> impl Iterator<Item = Trigger> + use<> {
     let has = |bytes: usize| group.changed.iter().any(|endpoint| endpoint.address.len() == bytes);
     let families = [(Family::V4, 4), (Family::V6, 16)].map(|(family, bytes)| has(bytes).then_some(family));

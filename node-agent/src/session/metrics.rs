@@ -115,8 +115,8 @@ impl SessionMetrics {
         self.source().state
     }
 
-    /// Time since the source was last heard, grown since the heartbeat that said so; `None` before the
-    /// first.
+    /// Time since the source was last heard, grown since the heartbeat that said so; `None` before
+    /// the first.
     #[must_use]
     pub fn source_age(&self) -> Option<Duration> {
         self.source().heard.map(|(at, age)| age.saturating_add(at.elapsed()))

@@ -16,12 +16,14 @@ const MAX_WAITING_NACKS: usize = 64;
 /// Half of what a message may be, so that its own fields have room.
 const NACK_BYTES: usize = MAX_AGENT_MESSAGE_BYTES / 2;
 
-/// Least time between two ACKs in milliseconds, drawn anew for each (contract, 7). A fleet's ACKs are most of what a replica has to read: thousands of agents
-/// times the changes a second. With one time for all they would go on coming at the same moments, since the change that follows a quiet time is acknowledged
-/// by all at once, and each change that meets them there would have to wait.
+/// Least time between two ACKs in milliseconds, drawn anew for each (contract, 7). A fleet's ACKs
+/// are most of what a replica has to read: thousands of agents times the changes a second. With one
+/// time for all they would go on coming at the same moments, since the change that follows a quiet
+/// time is acknowledged by all at once, and each change that meets them there would have to wait.
 const ACK_INTERVAL_MS: RangeInclusive<u64> = 150..=350;
 
-/// Times of earlier versions in one ACK (`Ack.earlier`); what is older counts as programmed with the oldest of them.
+/// Times of earlier versions in one ACK (`Ack.earlier`); what is older counts as programmed with
+/// the oldest of them.
 const MAX_EARLIER: usize = 64;
 
 /// Messages in order. A newer status, ACK, or failure, replaces one that waits.
@@ -44,7 +46,8 @@ struct WaitingAck {
 }
 
 impl Outbox {
-    /// When there is something to send; `None` when there is nothing. An ACK may have to wait, anything else goes at once.
+    /// When there is something to send; `None` when there is nothing. An ACK may have to wait,
+    /// anything else goes at once.
     pub(super) fn ready_at(&self, now: Instant) -> Option<Instant> {
         if !self.nacks.is_empty() || self.failed.is_some() || self.status.is_some() {
             return Some(now);
@@ -83,7 +86,8 @@ impl Outbox {
         self.failed = Some(failed);
     }
 
-    /// Queues rejections and their withdrawals, in as many messages as their size asks for. Returns how many found no room.
+    /// Queues rejections and their withdrawals, in as many messages as their size asks for. Returns
+    /// how many found no room.
     pub(super) fn nack(&mut self, nack: v1::Nack) -> usize {
         let version = nack.version;
         let (mut part, mut bytes, mut dropped) = (v1::Nack { version, ..v1::Nack::default() }, 0, 0);
@@ -102,7 +106,8 @@ impl Outbox {
         dropped + self.push_nack(part)
     }
 
-    /// Queues what has come together when an item of this size does not fit in any more. Returns how many items found no room.
+    /// Queues what has come together when an item of this size does not fit in any more. Returns
+    /// how many items found no room.
     fn make_room(&mut self, part: &mut v1::Nack, bytes: &mut usize, size: usize) -> usize {
         let is_full = *bytes + size > NACK_BYTES;
         *bytes = if is_full { size } else { *bytes + size };

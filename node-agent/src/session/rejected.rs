@@ -1,4 +1,5 @@
-//! Which resources the replica has been told of as unusable, so that it can be told when that is over.
+//! Which resources the replica has been told of as unusable, so that it can be told when that is
+//! over.
 
 use std::collections::{BTreeMap, HashSet};
 
@@ -7,7 +8,8 @@ use headgate_proto::v1::{self, welcome::ResumeMode};
 
 use crate::state::held::Snapshot;
 
-/// More are not kept in mind: the replica lists fewer, and what is not withdrawn here goes with the stream.
+/// More are not kept in mind: the replica lists fewer, and what is not withdrawn here goes with the
+/// stream.
 const MAX_KEPT: usize = 1024;
 
 /// Rejections that stand, by the resource's name as in [`v1::Rejection`].
@@ -19,13 +21,15 @@ pub(super) struct Rejected {
 }
 
 impl Rejected {
-    /// A stream begins. Returns the rejections to say again: those of resources that the replica does not send again.
+    /// A stream begins. Returns the rejections to say again: those of resources that the replica
+    /// does not send again.
     pub(super) fn begin(&self, mode: ResumeMode) -> Vec<v1::Rejection> {
         if mode == ResumeMode::Log { self.kept.values().cloned().collect() } else { Vec::new() }
     }
 
-    /// The snapshot that a stream begins with is complete: it brought again whatever was rejected and still differs. Before
-    /// that nothing is over, since the stream may break, and the next one may be a resume by log.
+    /// The snapshot that a stream begins with is complete: it brought again whatever was rejected
+    /// and still differs. Before that nothing is over, since the stream may break, and the next one
+    /// may be a resume by log.
     pub(super) fn resumed(&mut self) {
         self.kept.retain(|resource, _| is_node(resource));
         self.has_forgotten = false;
@@ -41,13 +45,14 @@ impl Rejected {
         self.has_forgotten
     }
 
-    /// True while a rejection of a resource stands that the log does not bring again. The own Node comes with each stream.
+    /// True while a rejection of a resource stands that the log does not bring again. The own Node
+    /// comes with each stream.
     pub(super) fn has_resources(&self) -> bool {
         self.has_forgotten || self.kept.keys().any(|resource| !is_node(resource))
     }
 
-    /// Takes in what a step rejects. Returns the resources whose rejections it ends: the step brought a value that can be used, or a removal.
-    /// Costs nothing while nothing is rejected.
+    /// Takes in what a step rejects. Returns the resources whose rejections it ends: the step
+    /// brought a value that can be used, or a removal. Costs nothing while nothing is rejected.
     pub(super) fn step(
         &mut self,
         rejections: &[v1::Rejection],

@@ -16,8 +16,8 @@ const RETRY: Duration = Duration::from_secs(10);
 /// Longer than any stream lasts.
 const ONE_YEAR: Duration = Duration::from_secs(365 * 86_400);
 
-/// Leaves a stream in time for a renewed certificate: the replica ends the stream when the certificate
-/// expires with which it was made.
+/// Leaves a stream in time for a renewed certificate: the replica ends the stream when the
+/// certificate expires with which it was made.
 pub(super) struct Renewal {
     tls: Arc<AgentTls>,
     /// When the certificate of the stream expires.
@@ -27,8 +27,8 @@ pub(super) struct Renewal {
 }
 
 impl Renewal {
-    /// The first look is when between 5 and 10 % of the time are left, so that agents with certificates of
-    /// the same age do not all connect at once.
+    /// The first look is when between 5 and 10 % of the time are left, so that agents with
+    /// certificates of the same age do not all connect at once.
     pub(super) fn new(tls: Arc<AgentTls>, not_after: SystemTime) -> Self {
         let left = not_after.duration_since(SystemTime::now()).unwrap_or_default();
         let wait = left.mul_f64(0.9) + jitter(left / 20);
@@ -36,7 +36,8 @@ impl Renewal {
         Self { tls, not_after, look_at: now.checked_add(wait).unwrap_or(now + ONE_YEAR) }
     }
 
-    /// True when the files hold a certificate that lasts longer. Otherwise sets the time of the next look.
+    /// True when the files hold a certificate that lasts longer. Otherwise sets the time of the
+    /// next look.
     pub(super) async fn is_done(&mut self) -> bool {
         // `load` logs what is wrong with the files.
         if self.tls.load().await.is_ok_and(|loaded| loaded.validity.not_after > self.not_after) {

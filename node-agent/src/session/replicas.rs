@@ -1,7 +1,8 @@
 //! Which replica comes next.
 //!
-//! Each URL stands for as many replicas as its name has addresses. They are taken in a random order, so that agents spread evenly, and one that was
-//! left is not taken again before the others. Names are resolved anew each time all have been tried: replicas come and go.
+//! Each URL stands for as many replicas as its name has addresses. They are taken in a random
+//! order, so that agents spread evenly, and one that was left is not taken again before the others.
+//! Names are resolved anew each time all have been tried: replicas come and go.
 
 use std::{collections::VecDeque, fmt, net::SocketAddr};
 
@@ -72,7 +73,8 @@ impl Replicas {
         self.waiting.push_front(target);
     }
 
-    /// Names are resolved anew before the next is taken: what is known of them may be as old as the stream that has ended.
+    /// Names are resolved anew before the next is taken: what is known of them may be as old as the
+    /// stream that has ended.
     pub(super) fn forget(&mut self) {
         self.waiting.clear();
     }

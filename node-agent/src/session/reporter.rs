@@ -46,7 +46,8 @@ impl Reporter {
         for v1::Rejection { resource, field, reason } in &nack.rejections {
             warn!(resource, field, reason, "a resource cannot be used; its last good value stays, if there was one");
         }
-        // A value that can be used, and whose rules the kernel still rejects, stays rejected for that reason.
+        // A value that can be used, and whose rules the kernel still rejects, stays rejected for
+        // that reason.
         let still = nack.withdrawn.extract_if(.., |resource| self.refused.contains_key(resource));
         let still: Vec<_> = still.filter_map(|resource| self.refused.get(&resource).cloned()).collect();
         nack.rejections.extend(still);
@@ -77,7 +78,8 @@ impl Reporter {
         }
     }
 
-    /// Queues the status if it changed, and the ACK or the failure if it is about a version of this replica.
+    /// Queues the status if it changed, and the ACK or the failure if it is about a version of this
+    /// replica.
     pub(super) fn report(&mut self, progress: &Progress, status: v1::AgentStatus, machine: &Machine) {
         if status != self.status {
             self.status = status;
@@ -104,7 +106,8 @@ impl Reporter {
         let target = programmed.target;
         let node_revision = if target.stream == self.stream { target.node_revision } else { 0 };
         let reached = (target.version, node_revision);
-        // An acknowledged version may have failed when it was tried again: the replica waits for another ACK.
+        // An acknowledged version may have failed when it was tried again: the replica waits for
+        // another ACK.
         let has_recovered = self.has_failed && !is_failing;
         if self.acked == Some(reached) && !has_recovered {
             return;

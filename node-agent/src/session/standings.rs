@@ -17,7 +17,8 @@ pub(super) struct StandingsQuery {
     pub(super) node: Arc<str>,
     pub(super) tls: Option<Arc<AgentTls>>,
     pub(super) replicas: Vec<Target>,
-    /// Of the replica that the agent follows: one that answers with the same epoch is that replica, at another address.
+    /// Of the replica that the agent follows: one that answers with the same epoch is that replica,
+    /// at another address.
     pub(super) epoch: Option<u64>,
 }
 

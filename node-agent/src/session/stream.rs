@@ -1,4 +1,5 @@
-//! One open stream: reads messages, applies their effects to the state, and sends what the agent reports.
+//! One open stream: reads messages, applies their effects to the state, and sends what the agent
+//! reports.
 
 use std::{pin::pin, sync::Arc, time::Duration};
 
@@ -34,7 +35,8 @@ use crate::{
 
 /// Heartbeat intervals without any message until the stream is given up (contract, 9).
 const MISSED_HEARTBEATS: u32 = 3;
-/// A replica that does not say what its source is doing, and has not heard it for so long, is taken to be cut off.
+/// A replica that does not say what its source is doing, and has not heard it for so long, is taken
+/// to be cut off.
 const OLD_SOURCE: Duration = Duration::from_secs(180);
 /// A stream that is open.
 pub(super) struct Stream {
@@ -73,7 +75,8 @@ impl Stream {
             let ready_at = self.reporter.outbox.ready_at(now);
             let is_ready = ready_at.is_some_and(|at| at <= now);
             tokio::select! {
-                // In this order: a busy replica may not keep our answers from it, and what has arrived counts before silence does.
+                // In this order: a busy replica may not keep our answers from it, and what has
+                // arrived counts before silence does.
                 biased;
                 () = sleep_until(drain_at.unwrap_or_else(Instant::now)), if drain_at.is_some() => {
                     return Ok(StreamEnd::Drained(self.drain.map(|(_, reason)| reason).unwrap_or_default()));
@@ -190,8 +193,9 @@ impl Stream {
         }
     }
 
-    /// Asks the other replicas how they stand, after a look at what the agent holds. Answers may be seconds old when the
-    /// last one comes: what the agent has learned meanwhile would make every other replica look behind.
+    /// Asks the other replicas how they stand, after a look at what the agent holds. Answers may be
+    /// seconds old when the last one comes: what the agent has learned meanwhile would make every
+    /// other replica look behind.
     fn ask_others(&self, context: &Context, replicas: &Replicas) -> BoxFuture<'static, Answered> {
         let SessionConfig { node_name, tls, .. } = &context.config;
         let (node, tls, epoch) = (Arc::clone(node_name), tls.clone(), self.reporter.epoch);
@@ -233,7 +237,8 @@ impl Stream {
     }
 }
 
-/// True for a part of the replica's state, and for `Welcome`, which may say that the agent lacks only what changed.
+/// True for a part of the replica's state, and for `Welcome`, which may say that the agent lacks
+/// only what changed.
 fn brings_state(body: &ServerBody) -> bool {
     matches!(
         body,

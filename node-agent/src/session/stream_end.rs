@@ -7,8 +7,8 @@ use tonic::Status;
 
 use super::{connect::ConnectError, failover::Trouble, machine::Violation, replicas::Target};
 
-/// Time from connecting to `Welcome`. A replica that is behind this agent welcomes it first and waits
-/// afterwards.
+/// Time from connecting to `Welcome`. A replica that is behind this agent welcomes it first and
+/// waits afterwards.
 pub(super) const WELCOME_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// See the module.

@@ -1,4 +1,5 @@
-//! The agent's side of mTLS: files that may change while it runs, and connections made with what they hold at that moment.
+//! The agent's side of mTLS: files that may change while it runs, and connections made with what
+//! they hold at that moment.
 
 use std::{
     io,
@@ -26,7 +27,8 @@ use tracing::{error, info};
 
 use super::metrics::TlsMetrics;
 
-/// How often the files are read while nothing is connected to: what is wrong with them shows before they are needed.
+/// How often the files are read while nothing is connected to: what is wrong with them shows before
+/// they are needed.
 const POLL: Duration = Duration::from_secs(10);
 
 /// Sessions that are remembered, for eight replicas by name.
@@ -61,11 +63,13 @@ impl AgentTls {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Reads the files. The answer is the very same as long as they hold the same, so that sessions can be resumed.
+    /// Reads the files. The answer is the very same as long as they hold the same, so that sessions
+    /// can be resumed.
     ///
     /// # Errors
-    /// They cannot be used as they are now. No connection is made then, also not with what they held before: whoever takes a certificate
-    /// away means it. Trying again helps once they have changed.
+    /// They cannot be used as they are now. No connection is made then, also not with what they
+    /// held before: whoever takes a certificate away means it. Trying again helps once they have
+    /// changed.
     pub async fn load(self: &Arc<Self>) -> Result<Arc<Loaded<ClientConfig>>, FileError> {
         let tls = Arc::clone(self);
         // A task that reads files can only be cancelled together with the runtime.
@@ -116,7 +120,8 @@ impl AgentTls {
     /// The TLS handshake on a connection to `host`, a DNS name or an IP address.
     ///
     /// # Errors
-    /// The other end is not believed, or does not believe us, or goes away. `refused` then says why, if TLS knows.
+    /// The other end is not believed, or does not believe us, or goes away. `refused` then says
+    /// why, if TLS knows.
     pub(crate) async fn handshake(
         &self,
         config: Arc<ClientConfig>,
@@ -147,7 +152,8 @@ fn client_config(material: &Material) -> Result<ClientConfig, rustls::Error> {
     Ok(config)
 }
 
-/// Remembers why TLS broke off: HTTP/2 keeps only a text of it. (In TLS 1.3 a client learns after its handshake that it was refused.)
+/// Remembers why TLS broke off: HTTP/2 keeps only a text of it. (In TLS 1.3 a client learns after
+/// its handshake that it was refused.)
 #[derive(Debug)]
 struct Explain {
     files: Files,

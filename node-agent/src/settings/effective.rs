@@ -96,7 +96,8 @@ pub struct Conntrack {
     pub udp_stream_timeout: Duration,
 }
 
-/// Settings, checked. Durations are exact; addresses of servers are `None` where they are turned off.
+/// Settings, checked. Durations are exact; addresses of servers are `None` where they are turned
+/// off.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Settings {
     /// How the kernel is programmed.
@@ -137,7 +138,8 @@ pub struct Settings {
     pub serves_flagz: bool,
     /// Feature gate `ComponentStatusz`: `/statusz` is served.
     pub serves_statusz: bool,
-    /// What was asked for and means nothing here, or is less than it seems: each names setting and reason.
+    /// What was asked for and means nothing here, or is less than it seems: each names setting and
+    /// reason.
     pub notes: Vec<String>,
     /// The whole as a `KubeProxyConfiguration`, for `/configz`.
     pub document: Json,
@@ -254,8 +256,8 @@ impl Checker<'_> {
         self.or_problem(address, any)
     }
 
-    /// An address to serve on. A port that is left out is that of a flag which kube-proxy calls deprecated, as kube-proxy has it: its default, unless it
-    /// was given.
+    /// An address to serve on. A port that is left out is that of a flag which kube-proxy calls
+    /// deprecated, as kube-proxy has it: its default, unless it was given.
     fn server(&mut self, id: &str, default: &str, port_flag: &str) -> Option<SocketAddr> {
         let text = self.raw.text(id);
         let port = u16::try_from(self.raw.int(port_flag)).unwrap_or(0);
@@ -411,7 +413,8 @@ impl Checker<'_> {
         }
     }
 
-    /// Feature gates that mean something here; each is on unless it is turned off, as in kube-proxy 1.36.
+    /// Feature gates that mean something here; each is on unless it is turned off, as in kube-proxy
+    /// 1.36.
     fn gates(&mut self) -> [bool; 3] {
         const GATES: [&str; 3] = ["AllowServiceExternalIPs", "ComponentFlagz", "ComponentStatusz"];
         let gates = self.raw.gates("featureGates");

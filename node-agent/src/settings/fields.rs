@@ -1,5 +1,6 @@
-//! Every setting of kube-proxy 1.36, in one table: where it stands in the configuration file, which flag sets it, what it may hold, and what it
-//! means here. Files and flags are read by it, and `docs/configuration.md` is written from it.
+//! Every setting of kube-proxy 1.36, in one table: where it stands in the configuration file, which
+//! flag sets it, what it may hold, and what it means here. Files and flags are read by it, and
+//! `docs/configuration.md` is written from it.
 
 use super::value::Kind;
 

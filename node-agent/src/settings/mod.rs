@@ -1,4 +1,5 @@
-//! Configuration: kube-proxy's file and kube-proxy's flags, read by one table ([`fields`]) into [`Settings`].
+//! Configuration: kube-proxy's file and kube-proxy's flags, read by one table ([`fields`]) into
+//! [`Settings`].
 
 pub mod effective;
 pub mod fields;
@@ -67,8 +68,9 @@ pub struct ConfigFile {
     pub text: String,
 }
 
-/// Reads a `KubeProxyConfiguration` (`kubeproxy.config.k8s.io/v1alpha1`), as kube-proxy reads it: unknown and repeated fields are no error. Values
-/// that cannot be are, and all of them are named at once.
+/// Reads a `KubeProxyConfiguration` (`kubeproxy.config.k8s.io/v1alpha1`), as kube-proxy reads it:
+/// unknown and repeated fields are no error. Values that cannot be are, and all of them are named
+/// at once.
 ///
 /// # Errors
 /// The file cannot be read, or is not such a configuration.

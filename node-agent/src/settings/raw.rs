@@ -1,4 +1,5 @@
-//! Settings as they were given, by flags or by a file, before anybody looks at what they mean together.
+//! Settings as they were given, by flags or by a file, before anybody looks at what they mean
+//! together.
 
 use std::{collections::BTreeMap, net::IpAddr, time::Duration};
 
@@ -176,7 +177,8 @@ impl Raw {
             if path == "apiVersion" || path == "kind" {
                 continue;
             }
-            // A dot in a key is no way into a section: `iptables.syncPeriod` at the top is a field that nobody knows.
+            // A dot in a key is no way into a section: `iptables.syncPeriod` at the top is a field
+            // that nobody knows.
             let field = fields::by_id(&path).filter(|field| !field.path.is_empty() && !key.contains('.'));
             match (field, tree) {
                 (_, Tree::Scalar(Json::Null)) => {}
@@ -193,7 +195,8 @@ impl Raw {
     fn read_field(&mut self, field: &'static Field, tree: &Tree, findings: &mut Findings) {
         let json = tree.to_json();
         match field.kind.from_json(&json) {
-            // kube-proxy cannot tell an empty value from one that was not given; kubeadm writes them all out.
+            // kube-proxy cannot tell an empty value from one that was not given; kubeadm writes
+            // them all out.
             Ok(_) if means_unset(field, &json) => {}
             Ok(value) if is_default(field, &value) && matches!(field.meaning, Meaning::Ignored(_)) => {}
             Ok(value) => self.set(field.path, value),
@@ -210,8 +213,9 @@ impl Raw {
         text.parse().map_err(|_| format!("{}: {text:?} is not an IP address; write one such as 0.0.0.0", self.name(id)))
     }
 
-    /// A CIDR, as one part of a setting. Bits behind the prefix are cleared, as kube-proxy does: `10.244.1.5/16` is `10.244.0.0/16`. The kernel clears them in
-    /// rules too, so with them no rule would ever be as it is wanted.
+    /// A CIDR, as one part of a setting. Bits behind the prefix are cleared, as kube-proxy does:
+    /// `10.244.1.5/16` is `10.244.0.0/16`. The kernel clears them in rules too, so with them no
+    /// rule would ever be as it is wanted.
     ///
     /// # Errors
     /// Names the setting and the remedy.
@@ -234,7 +238,8 @@ fn empty(kind: Kind) -> Json {
     }
 }
 
-/// Empty values that kube-proxy replaces by the default. `false` and `0` are values of their own where the API has pointers.
+/// Empty values that kube-proxy replaces by the default. `false` and `0` are values of their own
+/// where the API has pointers.
 fn means_unset(field: &Field, json: &Json) -> bool {
     match json {
         Json::Null => true,

@@ -163,8 +163,8 @@ fn parse_gates(text: &str) -> Option<Json> {
     pairs.collect::<Option<serde_json::Map<String, Json>>>().map(Json::Object)
 }
 
-/// A duration as Go's `time.ParseDuration` reads it: numbers with units, one after the other, such as `1h30m`, `1.5h`, `250ms`; or `0`. Negative
-/// ones are refused: no setting takes any.
+/// A duration as Go's `time.ParseDuration` reads it: numbers with units, one after the other, such
+/// as `1h30m`, `1.5h`, `250ms`; or `0`. Negative ones are refused: no setting takes any.
 #[must_use]
 pub fn parse_duration(text: &str) -> Option<Duration> {
     if text == "0" {

@@ -7,8 +7,8 @@ use tracing::warn;
 /// Time between two looks. A ConfigMap takes a minute to reach a node's disk anyway.
 const PERIOD: Duration = Duration::from_secs(1);
 
-/// Returns once the file holds something else than `text`. A file that cannot be read is waited for: it is being replaced, or gone, and an agent that
-/// ended would not start again.
+/// Returns once the file holds something else than `text`. A file that cannot be read is waited
+/// for: it is being replaced, or gone, and an agent that ended would not start again.
 pub async fn edited(path: PathBuf, text: String) {
     let mut is_missing = false;
     loop {

@@ -26,7 +26,8 @@ pub(super) enum Mistake {
 }
 
 impl Tree {
-    /// Parses one document; nothing at all counts as an empty mapping. More than one are [`Mistake::Several`].
+    /// Parses one document; nothing at all counts as an empty mapping. More than one are
+    /// [`Mistake::Several`].
     pub(super) fn parse(text: &str) -> Result<Self, Mistake> {
         let options = serde_saphyr::options! { duplicate_keys: serde_saphyr::DuplicateKeyPolicy::LastWins };
         let tree: Option<Self> =

@@ -1,6 +1,8 @@
-//! What has come and is not in the kernel yet: since when, how much, and what set it off. Health and kube-proxy's metrics are made from it.
+//! What has come and is not in the kernel yet: since when, how much, and what set it off. Health
+//! and kube-proxy's metrics are made from it.
 //!
-//! It has a lock of its own, held for moments only: pages are served from it while planning a full sync holds the state's lock.
+//! It has a lock of its own, held for moments only: pages are served from it while planning a full
+//! sync holds the state's lock.
 
 use std::{
     sync::{Mutex, MutexGuard, PoisonError},
@@ -9,11 +11,12 @@ use std::{
 
 use headgate_core::{Change, Family, Node};
 
-/// More triggers than this wait only while the kernel cannot be programmed at all; then the oldest say enough.
+/// More triggers than this wait only while the kernel cannot be programmed at all; then the oldest
+/// say enough.
 const MAX_TRIGGERS: usize = 4096;
 
-/// The moment at which something in the cluster set off a change of a service's endpoints, by the clock of whoever wrote it down
-/// (`endpoints.kubernetes.io/last-change-trigger-time`).
+/// The moment at which something in the cluster set off a change of a service's endpoints, by the
+/// clock of whoever wrote it down (`endpoints.kubernetes.io/last-change-trigger-time`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Trigger {
     /// Family of the endpoints.
@@ -38,7 +41,8 @@ struct Inner {
     synced_at: [Option<SystemTime>; 2],
     /// Families that the last attempt did not program, since the node does not have them.
     is_absent: [bool; 2],
-    /// This run has programmed a complete state, or found an earlier run's rules in place beside a checked state on disk.
+    /// This run has programmed a complete state, or found an earlier run's rules in place beside a
+    /// checked state on disk.
     has_programmed: bool,
     queued_at: Option<SystemTime>,
     endpoint_changes_total: u64,
@@ -72,14 +76,14 @@ pub struct Health {
     pub v6: FamilyHealth,
     /// The node may get new connections from outside.
     pub is_node_eligible: bool,
-    /// The kernel has a complete state: this run has programmed one, or found an earlier run's rules in place beside a
-    /// checked state on disk.
+    /// The kernel has a complete state: this run has programmed one, or found an earlier run's
+    /// rules in place beside a checked state on disk.
     pub has_programmed: bool,
 }
 
 impl Health {
-    /// Load balancers may send connections to the node: a complete state is programmed, no change waits for too long, and
-    /// the node does not go away.
+    /// Load balancers may send connections to the node: a complete state is programmed, no change
+    /// waits for too long, and the node does not go away.
     #[must_use]
     pub fn is_serving(&self) -> bool {
         self.is_alive() && self.is_node_eligible && self.has_programmed
@@ -170,7 +174,8 @@ impl Backlog {
         inner.taken_since.iter_mut().for_each(|taken_since| *taken_since = taken_since.or(since));
     }
 
-    /// What was taken is in the kernel, in all families that are programmed at all; none means both. Returns what set it off.
+    /// What was taken is in the kernel, in all families that are programmed at all; none means
+    /// both. Returns what set it off.
     pub(crate) fn succeeded(&self, programmed: &[Family]) -> Vec<Trigger> {
         let mut inner = self.lock();
         inner.taken_since = [None; 2];
@@ -180,26 +185,28 @@ impl Backlog {
         std::mem::take(&mut inner.taken).triggers
     }
 
-    /// What was taken is not in the kernel, in these families; it is in others that are programmed. In both cases, none means both.
+    /// What was taken is not in the kernel, in these families; it is in others that are programmed.
+    /// In both cases, none means both.
     pub(crate) fn failed(&self, failed: &[Family], programmed: &[Family]) {
         let mut inner = self.lock();
         inner.attempted(programmed);
         inner.synced(|family| !names(failed, family) && names(programmed, family));
     }
 
-    /// An earlier run's rules are in place, and the state on disk that belongs to them was read and checked.
+    /// An earlier run's rules are in place, and the state on disk that belongs to them was read and
+    /// checked.
     pub(crate) fn found_in_place(&self) {
         self.lock().has_programmed = true;
     }
 
-    /// What is known of the agent's own Node. A node that the source does not know is eligible, as in a folder
-    /// without Node manifests.
+    /// What is known of the agent's own Node. A node that the source does not know is eligible, as
+    /// in a folder without Node manifests.
     pub(crate) fn set_node(&self, node: &Node) {
         self.lock().is_node_going_away = node.going_away;
     }
 
-    /// How the agent does. A family is unhealthy when a change has waited for longer than `patience`, also before its first
-    /// sync. A family that the node does not have never is.
+    /// How the agent does. A family is unhealthy when a change has waited for longer than
+    /// `patience`, also before its first sync. A family that the node does not have never is.
     #[must_use]
     pub fn health(&self, patience: Duration) -> Health {
         let inner = self.lock();

@@ -28,7 +28,8 @@ pub struct StateUpdate {
     pub triggers: Vec<Trigger>,
     /// Set when the changes are complete buckets: whatever else is held in these goes.
     pub snapshot: Option<Snapshot>,
-    /// Afterwards a rejection of some resource stands: the state is not all of what the replica has at that version.
+    /// Afterwards a rejection of some resource stands: the state is not all of what the replica has
+    /// at that version.
     pub has_rejections: bool,
 }
 
@@ -57,8 +58,8 @@ pub struct Restored {
 pub struct Snapshot {
     /// The buckets that are replaced.
     pub buckets: Buckets,
-    /// Names, as in [`v1::Rejection`], of resources that the snapshot carried and the agent could not use. What is held of them stays: their last
-    /// good value forwards better than none.
+    /// Names, as in [`v1::Rejection`], of resources that the snapshot carried and the agent could
+    /// not use. What is held of them stays: their last good value forwards better than none.
     pub rejected: HashSet<String>,
 }
 
@@ -99,8 +100,9 @@ impl Buckets {
 
 /// The shared state with the version it has.
 ///
-/// A rejected resource is not counted as held: what stays of it is its last good value, whose hash is not that of the value that the
-/// replica has, so the bucket's digest differs and the next resume by digests brings it again. Nothing has to be marked for that.
+/// A rejected resource is not counted as held: what stays of it is its last good value, whose hash
+/// is not that of the value that the replica has, so the bucket's digest differs and the next
+/// resume by digests brings it again. Nothing has to be marked for that.
 #[derive(Debug, Default)]
 pub struct Held {
     state: State,
@@ -133,7 +135,8 @@ impl Held {
     }
 
     fn move_to(&mut self, point: &v1::Resume) {
-        // Another program may have used less of what it was sent, which the log would not bring again.
+        // Another program may have used less of what it was sent, which the log would not bring
+        // again.
         let epoch = if point.agent_version == AGENT_VERSION { point.epoch } else { 0 };
         self.position = Some((epoch, point.version));
         self.sources = point.positions.iter().map(|source| (source.kind, source.position)).collect();
@@ -180,8 +183,9 @@ impl Held {
         }
     }
 
-    /// What is written to disk about it, from which [`Self::restored`] goes on; `None` before the first complete snapshot. While a rejection
-    /// stands the epoch is 0: the log does not bring the rejected resource again, and after a restart nobody here would know of it.
+    /// What is written to disk about it, from which [`Self::restored`] goes on; `None` before the
+    /// first complete snapshot. While a rejection stands the epoch is 0: the log does not bring the
+    /// rejected resource again, and after a restart nobody here would know of it.
     #[must_use]
     pub fn point(&self, with_digests: bool) -> Option<v1::Resume> {
         let (epoch, version) = self.position?;
@@ -222,7 +226,8 @@ impl Held {
         self.has_rejections = step.has_rejections;
     }
 
-    /// Removals of what is held in the snapshot's buckets and the snapshot did not carry. A full pass over the keys.
+    /// Removals of what is held in the snapshot's buckets and the snapshot did not carry. A full
+    /// pass over the keys.
     fn left_over(&self, snapshot: &Snapshot, changes: &[Change]) -> Vec<Change> {
         let mut removals = Vec::new();
         let holds_nothing = self.state.entries().next().is_none() && self.state.service_cidrs().next().is_none();
@@ -267,7 +272,8 @@ fn positions_to_wire(sources: &BTreeMap<i32, u64>) -> Vec<v1::SourcePosition> {
 /// Changes that are freed together as they are taken up.
 const CHANGES_IN_A_PART: usize = 4096;
 
-/// Hands out changes in order, and frees what held them on the way: a snapshot and the state that becomes of it are never both there as a whole.
+/// Hands out changes in order, and frees what held them on the way: a snapshot and the state that
+/// becomes of it are never both there as a whole.
 fn in_parts(mut changes: Vec<Change>) -> impl Iterator<Item = Change> {
     let mut parts = Vec::new();
     while changes.len() > CHANGES_IN_A_PART {

@@ -1,7 +1,8 @@
 //! The one state, between the session that changes it and the reconcile loop that programs it.
 //!
-//! The state is held once. The session applies a step under the lock; the loop plans under it, and does the kernel's work outside. What changes
-//! while the kernel is busy gathers in one set of dirty keys: each is planned once, at its newest value.
+//! The state is held once. The session applies a step under the lock; the loop plans under it, and
+//! does the kernel's work outside. What changes while the kernel is busy gathers in one set of
+//! dirty keys: each is planned once, at its newest value.
 
 pub mod backlog;
 pub mod held;
@@ -49,7 +50,8 @@ pub struct AgentState {
 #[derive(Debug)]
 struct Inner {
     held: Held,
-    /// The state is from disk, and no control plane has brought it up to date yet: the kernel may have rules that are newer.
+    /// The state is from disk, and no control plane has brought it up to date yet: the kernel may
+    /// have rules that are newer.
     is_unconfirmed: bool,
     node_name: String,
     node: Option<Node>,
@@ -81,7 +83,8 @@ impl Inner {
         NodeFacts { addresses, ignores_external_ips, failing: self.facts.failing.clone(), ..facts }
     }
 
-    /// The moment before which nothing is programmed for want of the node; any past one when it is known.
+    /// The moment before which nothing is programmed for want of the node; any past one when it is
+    /// known.
     fn node_awaited(&self) -> Instant {
         let is_known = self.node.is_some() || self.node_revision != 0;
         self.node_awaited_until.filter(|_| !is_known).unwrap_or_else(Instant::now)
@@ -219,7 +222,8 @@ impl AgentState {
         self.lock().node.clone()
     }
 
-    /// A new stream begins. Returns what `Hello` says of the state, epoch and version of it, and the number of the stream.
+    /// A new stream begins. Returns what `Hello` says of the state, epoch and version of it, and
+    /// the number of the stream.
     #[must_use]
     pub fn begin_stream(&self) -> (Option<v1::Resume>, Option<(u64, u64)>, u64) {
         let mut inner = self.lock();
@@ -228,8 +232,8 @@ impl AgentState {
         (inner.held.resume(), inner.held.position(), inner.stream)
     }
 
-    /// Applies a step, and wakes the reconcile loop. Waits for the lock, which planning a full sync holds for a while: not for
-    /// async tasks.
+    /// Applies a step, and wakes the reconcile loop. Waits for the lock, which planning a full sync
+    /// holds for a while: not for async tasks.
     pub fn apply(&self, step: StateUpdate) {
         self.apply_locked(&mut self.lock(), step);
     }
@@ -266,10 +270,12 @@ impl AgentState {
         }
     }
 
-    /// Takes what the stream says of the node. Whatever depends on it is planned anew when it differs.
+    /// Takes what the stream says of the node. Whatever depends on it is planned anew when it
+    /// differs.
     ///
-    /// `None`: the source has no such Node. The rules keep the values of the last Node, as kube-proxy's do: the machine still runs. It is only marked as going
-    /// away, on disk as well, so that load balancers send it nothing new, and the next Node replaces it.
+    /// `None`: the source has no such Node. The rules keep the values of the last Node, as
+    /// kube-proxy's do: the machine still runs. It is only marked as going away, on disk as well,
+    /// so that load balancers send it nothing new, and the next Node replaces it.
     pub fn set_node(&self, own: &OwnNode) {
         let OwnNode { revision, node, position } = own;
         let mut inner = self.lock();
@@ -292,8 +298,8 @@ impl AgentState {
         self.changed.notify_all();
     }
 
-    /// The state is what is to be programmed: it is as new as the control plane's was when the stream began, or the kernel has no rules that could
-    /// be newer.
+    /// The state is what is to be programmed: it is as new as the control plane's was when the
+    /// stream began, or the kernel has no rules that could be newer.
     pub fn confirm(&self) {
         let mut inner = self.lock();
         if std::mem::take(&mut inner.is_unconfirmed) {
@@ -336,8 +342,9 @@ impl AgentState {
         self.changed.notify_all();
     }
 
-    /// Waits for something to do that is not answered for by generation `done`, as `pace` allows; or until `verify_at` when there is
-    /// nothing. Before the first complete snapshot there is never anything to do.
+    /// Waits for something to do that is not answered for by generation `done`, as `pace` allows;
+    /// or until `verify_at` when there is nothing. Before the first complete snapshot there is
+    /// never anything to do.
     pub(crate) fn wait(&self, done: Option<u64>, pace: Pace, verify_at: Instant) -> Wake {
         let mut inner = self.lock();
         loop {
@@ -363,7 +370,8 @@ impl AgentState {
         }
     }
 
-    /// Hands out what is to be done and forgets it; `None` before the first complete snapshot. The lock is held while `plan` runs.
+    /// Hands out what is to be done and forgets it; `None` before the first complete snapshot. The
+    /// lock is held while `plan` runs.
     pub(crate) fn take<T>(&self, plan: impl FnOnce(Work<'_>) -> T) -> Option<T> {
         let mut inner = self.lock();
         let target = inner.target()?;
@@ -385,8 +393,8 @@ impl AgentState {
         inner.held.position().is_some() && Some(inner.generation) != generation
     }
 
-    /// What is not on disk yet, which the caller takes over: from now on it is his to write. With the digests of the state, if asked for.
-    /// `None` when that is everything.
+    /// What is not on disk yet, which the caller takes over: from now on it is his to write. With
+    /// the digests of the state, if asked for. `None` when that is everything.
     pub(crate) fn take_unsaved(&self, with_digests: bool) -> Option<UnsavedChanges> {
         let mut inner = self.lock();
         let point = inner.held.point(with_digests)?;
@@ -397,7 +405,8 @@ impl AgentState {
         Some(UnsavedChanges { generation: inner.generation, changes, node, point })
     }
 
-    /// Everything is going to be written, service by service: takes note of what changes from now on. Returns the services there are.
+    /// Everything is going to be written, service by service: takes note of what changes from now
+    /// on. Returns the services there are.
     pub(crate) fn begin_saving(&self) -> Vec<Arc<ServiceKey>> {
         let mut inner = self.lock();
         *inner.held.unsaved_mut() = Unsaved::Some(Keys::of_service_cidrs(inner.held.state()));
@@ -406,7 +415,8 @@ impl AgentState {
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
-        // A panic while planning ends the agent (see `run`); until then the state is as good as it was.
+        // A panic while planning ends the agent (see `run`); until then the state is as good as it
+        // was.
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -4,7 +4,8 @@ use headgate_core::{State, view::NodeFacts};
 
 /// Where a full sync finds the state, which goes on changing meanwhile.
 pub trait StateSource {
-    /// Shows the state of the moment. Nobody can change it while `plan` runs, so that it should compute and not wait.
+    /// Shows the state of the moment. Nobody can change it while `plan` runs, so that it should
+    /// compute and not wait.
     fn look(&self, plan: &mut dyn FnMut(&State, &NodeFacts));
 }
 

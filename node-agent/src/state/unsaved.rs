@@ -8,7 +8,8 @@ use std::{
 use headgate_core::{Change, ServiceKey, State};
 use headgate_proto::{ChangesBuilder, v1};
 
-/// Keys that are remembered at most. Beyond that everything is written anew, which costs less memory.
+/// Keys that are remembered at most. Beyond that everything is written anew, which costs less
+/// memory.
 const MAX_KEYS: usize = 16_384;
 
 /// Size at which changes are cut into records.
@@ -103,7 +104,8 @@ impl Keys {
         self.services.entry(key.clone()).or_default()
     }
 
-    /// What these keys are in a state: values, and removals of what is not there. In order of service.
+    /// What these keys are in a state: values, and removals of what is not there. In order of
+    /// service.
     pub(crate) fn changes<'a>(&'a self, state: &'a State) -> impl Iterator<Item = Change> + 'a {
         let of_services = self.services.iter().flat_map(move |(key, keys)| {
             let entry = state.entry(key);

@@ -1,7 +1,10 @@
-//! Kernel parameters that are set once, at the start: sizes and timeouts of connection tracking, as kube-proxy sets them.
+//! Kernel parameters that are set once, at the start: sizes and timeouts of connection tracking, as
+//! kube-proxy sets them.
 //!
-//! A parameter that this namespace or file system shows but does not let anybody write is left as it is, with a warning: so it is in a container with a
-//! read-only `/sys` or `/proc/sys`, and of parameters that belong to the whole machine in a network namespace of one's own. Any other failure is an error.
+//! A parameter that this namespace or file system shows but does not let anybody write is left as
+//! it is, with a warning: so it is in a container with a read-only `/sys` or `/proc/sys`, and of
+//! parameters that belong to the whole machine in a network namespace of one's own. Any other
+//! failure is an error.
 
 use std::{
     fs, io,
@@ -62,8 +65,8 @@ impl Sysctls {
         Self { root: root.to_owned(), warnings: Vec::new() }
     }
 
-    /// Sets what the configuration asks for; whatever it asks nothing about stays as it is. Returns a sentence for each parameter that could
-    /// not be written for good reason.
+    /// Sets what the configuration asks for; whatever it asks nothing about stays as it is. Returns
+    /// a sentence for each parameter that could not be written for good reason.
     ///
     /// # Errors
     /// The first parameter that could not be set although it should be possible.
@@ -150,7 +153,8 @@ impl Sysctls {
     }
 }
 
-/// The file system is read-only, or the parameter belongs to the machine and this is a namespace of its own.
+/// The file system is read-only, or the parameter belongs to the machine and this is a namespace of
+/// its own.
 fn is_read_only(path: &Path, error: &io::Error) -> bool {
     let is_for_machine = error.raw_os_error() == Some(libc::EOPNOTSUPP);
     // For root in a namespace, the mode of a parameter of the machine has no bit for writing.
@@ -162,14 +166,15 @@ fn is_read_only(path: &Path, error: &io::Error) -> bool {
 
 /// How many connections to track; `None` leaves it.
 ///
-/// The limit is on what the number of CPUs gives: the operator's minimum stands above it (kube-proxy 1.36 cuts that as well).
+/// The limit is on what the number of CPUs gives: the operator's minimum stands above it
+/// (kube-proxy 1.36 cuts that as well).
 fn conntrack_max(config: &Conntrack, cores: u64) -> Option<u64> {
     let by_cores = config.max_per_core.saturating_mul(cores).min(MAX_BY_CORES);
     (config.max_per_core > 0).then(|| by_cores.max(config.min))
 }
 
-/// Seconds, rounded down as kube-proxy does it; `None` for zero, which leaves a parameter. What is shorter than a second is one: with 0 the kernel would forget
-/// each connection at once.
+/// Seconds, rounded down as kube-proxy does it; `None` for zero, which leaves a parameter. What is
+/// shorter than a second is one: with 0 the kernel would forget each connection at once.
 fn whole_seconds(timeout: Duration) -> Option<u64> {
     (!timeout.is_zero()).then_some(timeout.as_secs().max(1))
 }

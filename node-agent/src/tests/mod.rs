@@ -170,7 +170,8 @@ async fn a_broken_stream_is_resumed_from_what_is_held() {
     assert_eq!(digests.resource_count(), 3);
     // By log; first what was programmed before, unless the new version was quicker.
     while connection.ack().await.version != 2 {}
-    // The same replica again, with nothing new: the replica learns at once where the kernel is, and nothing is written.
+    // The same replica again, with nothing new: the replica learns at once where the kernel is, and
+    // nothing is written.
     connection.end(Status::unavailable("bye")).await;
     let written = agent.control.calls().len();
     let (mut connection, _) = serve(&mut replica, &store).await;

@@ -58,8 +58,8 @@ async fn a_restarted_agent_asks_for_what_it_rejected_again() {
     agent.stop().await;
 }
 
-/// Starts an agent from its disk whose kernel has rules of the run before, and sends it all but the last message of what is new: nothing may be
-/// programmed before that one.
+/// Starts an agent from its disk whose kernel has rules of the run before, and sends it all but the
+/// last message of what is new: nothing may be programmed before that one.
 async fn resume_with_a_pause_before_the_end(steps: Vec<Vec<Change>>) {
     let folder = tempfile::tempdir().unwrap();
     let mut replica = ScriptedReplica::start().await;

@@ -48,8 +48,8 @@ impl CountedStream {
 impl Drop for CountedStream {
     fn drop(&mut self) {
         if self.state.reset_on_close.load(Ordering::Relaxed) {
-            // A linger time of nought makes close(2) send RST in place of FIN. Where it fails the peer still sees
-            // the close, which is the milder form of the same fault.
+            // A linger time of nought makes close(2) send RST in place of FIN. Where it fails the
+            // peer still sees the close, which is the milder form of the same fault.
             if let Err(error) = socket2::SockRef::from(&self.stream).set_linger(Some(Duration::ZERO)) {
                 tracing::warn!(%error, "could not arm a TCP reset");
             }

@@ -1,4 +1,5 @@
-//! Faults that a test can switch on at any time, and the queue that each open watch takes its orders from.
+//! Faults that a test can switch on at any time, and the queue that each open watch takes its
+//! orders from.
 
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
@@ -14,7 +15,8 @@ use super::{counters::Verb, kinds::Kind, store::lock};
 /// How a connection ends when it is cut.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Cut {
-    /// The socket is closed without the last chunk of the body: the peer sees end of file in mid-message.
+    /// The socket is closed without the last chunk of the body: the peer sees end of file in
+    /// mid-message.
     Close,
     /// The peer gets a TCP reset.
     Reset,
@@ -87,7 +89,8 @@ pub(super) enum Order {
     Bookmark,
 }
 
-/// An order and the version of the last write before it: it takes effect between the writes before and after it.
+/// An order and the version of the last write before it: it takes effect between the writes before
+/// and after it.
 pub(super) type DatedOrder = (u64, Order);
 
 #[derive(Debug)]

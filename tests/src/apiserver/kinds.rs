@@ -62,8 +62,8 @@ impl Kind {
         matches!(self, Self::Service | Self::EndpointSlice)
     }
 
-    /// The path of the collection: of one namespace where `namespace` is given, else of the whole cluster.
-    /// The namespace is ignored for cluster-scoped kinds.
+    /// The path of the collection: of one namespace where `namespace` is given, else of the whole
+    /// cluster. The namespace is ignored for cluster-scoped kinds.
     pub fn collection_path(self, namespace: Option<&str>) -> String {
         let root = match self.group() {
             "" => "/api/v1".to_owned(),
@@ -104,8 +104,8 @@ impl Kind {
         })
     }
 
-    /// The required fields of this kind at their zero values. The real server encodes whole Go structs, so the
-    /// object in a BOOKMARK event carries these beside its resourceVersion.
+    /// The required fields of this kind at their zero values. The real server encodes whole Go
+    /// structs, so the object in a BOOKMARK event carries these beside its resourceVersion.
     pub(super) fn zero_fields(self) -> Value {
         match self {
             Self::Service => json!({"spec": {}, "status": {"loadBalancer": {}}}),

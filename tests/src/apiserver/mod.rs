@@ -1,14 +1,15 @@
-//! A stand-in Kubernetes API server: real HTTP/1.1 list and watch for the kinds that a service proxy reads, with
-//! every fault that a watch can meet behind a switch.
+//! A stand-in Kubernetes API server: real HTTP/1.1 list and watch for the kinds that a service
+//! proxy reads, with every fault that a watch can meet behind a switch.
 //!
-//! [`ApiServer`] runs on a thread of its own, on a loopback port, so that its handle works the same from
-//! synchronous and asynchronous tests. Objects are JSON; every write gives a new version from one global counter.
-//! What it does follows <https://kubernetes.io/docs/reference/using-api/api-concepts/> and, where that is silent,
-//! what `k8s.io/apiserver` does. Over HTTP it serves lists and watches with the options that our watch loop sends, and
-//! refuses everything else; objects are written through the handle.
+//! [`ApiServer`] runs on a thread of its own, on a loopback port, so that its handle works the same
+//! from synchronous and asynchronous tests. Objects are JSON; every write gives a new version from
+//! one global counter. What it does follows
+//! <https://kubernetes.io/docs/reference/using-api/api-concepts/> and, where that is silent, what
+//! `k8s.io/apiserver` does. Over HTTP it serves lists and watches with the options that our watch
+//! loop sends, and refuses everything else; objects are written through the handle.
 //!
-//! [`ApiUnderTest`] puts one face on this server and on a real `kube-apiserver`, so that the same tests can run
-//! against both.
+//! [`ApiUnderTest`] puts one face on this server and on a real `kube-apiserver`, so that the same
+//! tests can run against both.
 
 mod connection;
 mod counters;
@@ -53,19 +54,23 @@ pub use self::{
     under_test::{ApiUnderTest, ApiUnderTestError},
 };
 
-/// What the server does where real ones differ, or where a test needs other times. May change while it runs.
+/// What the server does where real ones differ, or where a test needs other times. May change while
+/// it runs.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// Time between BOOKMARK events on watches that allow them. The real server's is about a minute.
+    /// Time between BOOKMARK events on watches that allow them. The real server's is about a
+    /// minute.
     pub bookmark_interval: Duration,
-    /// Whether watches may ask for `sendInitialEvents`; where false, such a watch gets 422 as from older servers.
+    /// Whether watches may ask for `sendInitialEvents`; where false, such a watch gets 422 as from
+    /// older servers.
     pub streaming_lists: bool,
-    /// Whether Services can be selected by `spec.clusterIP` and `spec.type`; where false, such a request gets 400.
+    /// Whether Services can be selected by `spec.clusterIP` and `spec.type`; where false, such a
+    /// request gets 400.
     pub service_field_selectors: bool,
     /// Whether there are ServiceCIDRs; where false, their paths get 404.
     pub service_cidrs: bool,
-    /// Whether a watch from too old a version gets HTTP code 410; where false, 200 and an ERROR event, as today's
-    /// servers answer.
+    /// Whether a watch from too old a version gets HTTP code 410; where false, 200 and an ERROR
+    /// event, as today's servers answer.
     pub gone_as_http_status: bool,
 }
 
@@ -201,14 +206,14 @@ impl ApiServer {
 
 /// Objects.
 impl ApiServer {
-    /// Creates or replaces an object and gives it back as stored. A write that changes nothing makes no event.
-    /// Fails for an unknown kind and without a name.
+    /// Creates or replaces an object and gives it back as stored. A write that changes nothing
+    /// makes no event. Fails for an unknown kind and without a name.
     pub fn apply(&self, object: Value) -> Result<Value, Failure> {
         Ok((*self.shared.store.apply(object)?).clone())
     }
 
-    /// Deletes an object and gives back its last state; 404 if there is none. The namespace of a cluster-scoped
-    /// kind is ignored.
+    /// Deletes an object and gives back its last state; 404 if there is none. The namespace of a
+    /// cluster-scoped kind is ignored.
     pub fn delete(&self, kind: Kind, namespace: &str, name: &str) -> Result<Value, Failure> {
         Ok((*self.shared.store.delete(kind, namespace, name)?).clone())
     }
@@ -229,8 +234,8 @@ impl ApiServer {
         self.shared.store.version()
     }
 
-    /// Drops the history: watches, exact reads and continue tokens from before now get 410. Watches already open
-    /// lose nothing.
+    /// Drops the history: watches, exact reads and continue tokens from before now get 410. Watches
+    /// already open lose nothing.
     pub fn compact(&self) {
         self.shared.store.compact();
     }
@@ -247,8 +252,9 @@ impl ApiServer {
     }
 }
 
-/// Faults. `kind: None` means every kind; what is returned is how many open watches were told. A watch obeys between
-/// the writes made before the call, which it sends first unless its kind is blocked, and those made after it.
+/// Faults. `kind: None` means every kind; what is returned is how many open watches were told. A
+/// watch obeys between the writes made before the call, which it sends first unless its kind is
+/// blocked, and those made after it.
 impl ApiServer {
     /// The next `count` requests that the filter lets through meet the fault.
     pub fn fail_next(&self, count: u64, filter: RequestFilter, fault: RequestFault) {
@@ -286,13 +292,14 @@ impl ApiServer {
         self.order(kind, &Order::Raw(bytes.into()))
     }
 
-    /// Sends an ERROR event with this object, then ends the watch. See [`failure`] for ready Status bodies.
+    /// Sends an ERROR event with this object, then ends the watch. See [`failure`] for ready Status
+    /// bodies.
     pub fn send_error_event(&self, kind: Option<Kind>, status: Value) -> usize {
         self.order(kind, &Order::Error(status))
     }
 
-    /// Tells open watches that their version is too old (an ERROR event with code 410), then ends them. Together
-    /// with [`Self::compact`] resuming fails as well.
+    /// Tells open watches that their version is too old (an ERROR event with code 410), then ends
+    /// them. Together with [`Self::compact`] resuming fails as well.
     pub fn expire_watches(&self, kind: Option<Kind>) -> usize {
         let status = status::too_old(self.version(), self.version()).body;
         self.order(kind, &Order::Error(status))
@@ -309,8 +316,8 @@ impl ApiServer {
         told
     }
 
-    /// Holds back every event of a kind, initial ones and bookmarks too, until [`Self::release`]. Lists and
-    /// writes go on.
+    /// Holds back every event of a kind, initial ones and bookmarks too, until [`Self::release`].
+    /// Lists and writes go on.
     pub fn block(&self, kind: Kind) {
         self.shared.faults.set_blocked(kind, true);
     }
@@ -321,13 +328,14 @@ impl ApiServer {
         self.shared.store.ring();
     }
 
-    /// Cuts every connection and refuses new ones. The port stays reserved. Does nothing if already stopped.
+    /// Cuts every connection and refuses new ones. The port stays reserved. Does nothing if already
+    /// stopped.
     pub fn stop(&self) {
         self.server.stop();
     }
 
-    /// Listens again on the same port, after stopping first if that was not done. Fails if the port cannot be
-    /// listened on.
+    /// Listens again on the same port, after stopping first if that was not done. Fails if the port
+    /// cannot be listened on.
     pub fn restart(&self, restart: &Restart) -> Result<(), StartError> {
         self.stop();
         match restart {
@@ -367,8 +375,8 @@ impl ApiServer {
         self.shared.counters.connections()
     }
 
-    /// Waits until a condition holds, looking every few milliseconds; gives up after half a minute. `what` ends
-    /// the sentence "gave up waiting until …".
+    /// Waits until a condition holds, looking every few milliseconds; gives up after half a minute.
+    /// `what` ends the sentence "gave up waiting until …".
     pub async fn wait_until(&self, what: &str, mut condition: impl FnMut(&Self) -> bool) -> Result<(), WaitError> {
         let until = tokio::time::Instant::now() + Duration::from_secs(30);
         while !condition(self) {

@@ -1,5 +1,5 @@
-//! Builders of object JSON in the form in which the API server hands it out. They validate nothing: bad objects
-//! are wanted in tests too.
+//! Builders of object JSON in the form in which the API server hands it out. They validate nothing:
+//! bad objects are wanted in tests too.
 
 use serde_json::{Value, json};
 
@@ -85,7 +85,8 @@ impl ServiceBuilder {
         self
     }
 
-    /// Adds a port. The protocol is `TCP`, `UDP` or `SCTP`; the target port is what endpoints listen on.
+    /// Adds a port. The protocol is `TCP`, `UDP` or `SCTP`; the target port is what endpoints
+    /// listen on.
     pub fn port(mut self, name: &str, protocol: &str, port: u16, target_port: u16) -> Self {
         let item = json!({"name": name, "protocol": protocol, "port": port, "targetPort": target_port});
         push(&mut self.value["spec"]["ports"], item);

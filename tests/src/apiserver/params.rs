@@ -1,4 +1,5 @@
-//! Options of lists and watches: what our watch loop and kube's watcher send. Anything else is refused.
+//! Options of lists and watches: what our watch loop and kube's watcher send. Anything else is
+//! refused.
 
 use serde_json::Value;
 
@@ -104,7 +105,8 @@ impl Selector {
     }
 }
 
-/// Where the next page of a list begins: the version that the pages are of, and the last key of the page before.
+/// Where the next page of a list begins: the version that the pages are of, and the last key of the
+/// page before.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct ContinueToken {
     pub(super) version: u64,

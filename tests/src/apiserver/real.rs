@@ -1,7 +1,8 @@
 //! Real `etcd` and `kube-apiserver` binaries, where `KUBEBUILDER_ASSETS` points at them.
 //!
-//! Both run on loopback ports with a data folder of their own that goes with them. The flags follow what
-//! controller-runtime's envtest passes, plus a static token and a serving certificate that clients verify.
+//! Both run on loopback ports with a data folder of their own that goes with them. The flags follow
+//! what controller-runtime's envtest passes, plus a static token and a serving certificate that
+//! clients verify.
 
 use std::{
     env,
@@ -91,8 +92,9 @@ impl std::fmt::Debug for RealApiServer {
 const TOKEN: &str = "headgate-tests";
 
 impl RealApiServer {
-    /// Starts both binaries from the folder that [`ASSETS_VARIABLE`] names. `None` if the variable is unset or
-    /// empty; an error if it is set and the binaries do not serve. Blocks until `/readyz` says ok.
+    /// Starts both binaries from the folder that [`ASSETS_VARIABLE`] names. `None` if the variable
+    /// is unset or empty; an error if it is set and the binaries do not serve. Blocks until
+    /// `/readyz` says ok.
     pub fn from_environment() -> Option<Result<Self, RealServerError>> {
         let assets = env::var_os(ASSETS_VARIABLE).filter(|value| !value.is_empty())?;
         Some(Self::start(Path::new(&assets)))
@@ -103,8 +105,8 @@ impl RealApiServer {
         Self::start_at(assets, Ipv4Addr::LOCALHOST)
     }
 
-    /// Starts both binaries from a folder, the API server on this address of the calling thread's network namespace. Blocks
-    /// until `/readyz` says ok.
+    /// Starts both binaries from a folder, the API server on this address of the calling thread's
+    /// network namespace. Blocks until `/readyz` says ok.
     pub fn start_at(assets: &Path, address: Ipv4Addr) -> Result<Self, RealServerError> {
         for program in ["etcd", "kube-apiserver"] {
             let path = assets.join(program);
@@ -138,8 +140,8 @@ impl RealApiServer {
         format!("https://{}", self.address)
     }
 
-    /// The text of a kubeconfig file that leads here, as a member of `system:masters`. It names the CA by path, so
-    /// it holds as long as the server lives.
+    /// The text of a kubeconfig file that leads here, as a member of `system:masters`. It names the
+    /// CA by path, so it holds as long as the server lives.
     pub fn kubeconfig(&self) -> String {
         format!(
             "apiVersion: v1\nkind: Config\ncurrent-context: real\nclusters:\n- name: real\n  cluster:\n    server: {}\n    \
@@ -155,14 +157,15 @@ impl RealApiServer {
         self.api_server = None;
     }
 
-    /// Starts the API server again on its port, ending it first if it runs. Blocks until `/readyz` says ok.
+    /// Starts the API server again on its port, ending it first if it runs. Blocks until `/readyz`
+    /// says ok.
     pub fn restart(&mut self) -> Result<(), RealServerError> {
         self.stop();
         self.start_api_server()
     }
 
-    /// Compacts etcd at its current revision and restarts the API server, whose watch cache would otherwise still
-    /// have the history: watches and exact lists from before then get 410.
+    /// Compacts etcd at its current revision and restarts the API server, whose watch cache would
+    /// otherwise still have the history: watches and exact lists from before then get 410.
     pub fn lose_history(&mut self) -> Result<(), RealServerError> {
         let status = http_post(self.etcd_port, "/v3/kv/range", r#"{"key":"AA=="}"#)
             .map_err(host("ask etcd for its revision"))?;
@@ -182,7 +185,8 @@ impl RealApiServer {
             format!("--secure-port={}", self.address.port()),
             format!("--bind-address={}", self.address.ip()),
             format!("--advertise-address={}", self.address.ip()),
-            // Otherwise it would keep an EndpointSlice of its own up to date in the midst of the tests.
+            // Otherwise it would keep an EndpointSlice of its own up to date in the midst of the
+            // tests.
             "--endpoint-reconciler-type=none".to_owned(),
             "--service-cluster-ip-range=10.96.0.0/16,fd00:10:96::/112".to_owned(),
             "--authorization-mode=AlwaysAllow".to_owned(),
@@ -245,8 +249,8 @@ fn start_etcd(assets: &Path, folder: &Path, port: u16, peer_port: u16) -> Result
         "--log-level=warn".to_owned(),
     ];
     let log = folder.join("etcd.log");
-    // As kubeadm sets it, under its names until 3.5 and from 3.6 on: by default bookmarks of API servers before 1.31 stand
-    // still for ten minutes.
+    // As kubeadm sets it, under its names until 3.5 and from 3.6 on: by default bookmarks of API
+    // servers before 1.31 stand still for ten minutes.
     let environment = ["ETCD_EXPERIMENTAL_WATCH_PROGRESS_NOTIFY_INTERVAL", "ETCD_WATCH_PROGRESS_NOTIFY_INTERVAL"];
     let mut command = Command::new(assets.join("etcd"));
     command.args(flags).envs(environment.map(|name| (name, "5s")));
@@ -256,7 +260,8 @@ fn start_etcd(assets: &Path, folder: &Path, port: u16, peer_port: u16) -> Result
     Ok(child)
 }
 
-/// A CA, a serving certificate for the address, a key pair for service-account tokens, and the token file.
+/// A CA, a serving certificate for the address, a key pair for service-account tokens, and the
+/// token file.
 fn write_credentials(folder: &Path, address: Ipv4Addr) -> Result<(), RealServerError> {
     let mut authority = CertificateParams::new(Vec::new())?;
     authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);

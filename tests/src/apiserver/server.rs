@@ -1,4 +1,5 @@
-//! The thread that the stand-in runs on: listening, accepting, stopping and starting again on the same port.
+//! The thread that the stand-in runs on: listening, accepting, stopping and starting again on the
+//! same port.
 
 use std::{
     net::{SocketAddr, TcpListener as StdListener},
@@ -27,12 +28,14 @@ enum Control {
     Listen(StdListener, std_mpsc::Sender<std::io::Result<()>>),
 }
 
-/// How many orders may wait. Each caller waits for its own, so that more would take as many threads.
+/// How many orders may wait. Each caller waits for its own, so that more would take as many
+/// threads.
 const ORDERS: usize = 64;
 
 /// The handle of the thread; ends it when dropped.
 pub(super) struct Server {
-    /// Stays ours while the server is stopped, so that nobody else gets it and connections are refused.
+    /// Stays ours while the server is stopped, so that nobody else gets it and connections are
+    /// refused.
     port: ReservedPort,
     control: Option<mpsc::Sender<Control>>,
     thread: Option<thread::JoinHandle<()>>,

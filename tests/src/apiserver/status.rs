@@ -1,4 +1,5 @@
-//! `Status` bodies, worded as the real API server words them: clients tell errors apart by code and reason.
+//! `Status` bodies, worded as the real API server words them: clients tell errors apart by code and
+//! reason.
 
 use serde_json::{Value, json};
 

@@ -1,4 +1,5 @@
-//! Versioned objects and their bounded history: the part that etcd and the watch cache play for the real server.
+//! Versioned objects and their bounded history: the part that etcd and the watch cache play for the
+//! real server.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -27,7 +28,8 @@ pub(super) struct Change {
     pub(super) after: Option<Arc<Value>>,
 }
 
-/// A copy of every object and of the version counter, as an etcd backup is. Made by `ApiServer::backup`.
+/// A copy of every object and of the version counter, as an etcd backup is. Made by
+/// `ApiServer::backup`.
 #[derive(Debug, Clone)]
 pub struct Backup {
     objects: BTreeMap<Kind, BTreeMap<String, Arc<Value>>>,
@@ -48,8 +50,9 @@ struct Inner {
     version: u64,
     /// New watches and exact reads from before this version are told 410.
     compacted: u64,
-    /// Writes in order, without gaps, the newest at `version`. Reaches further back than `compacted` while an
-    /// open watch has yet to read it: compaction does not take events from watches already open.
+    /// Writes in order, without gaps, the newest at `version`. Reaches further back than
+    /// `compacted` while an open watch has yet to read it: compaction does not take events from
+    /// watches already open.
     history: VecDeque<Change>,
     cursors: BTreeMap<u64, u64>,
     next_cursor: u64,
@@ -106,7 +109,8 @@ impl Store {
         let before = inner.objects.get(&kind).and_then(|objects| objects.get(&key)).cloned();
         if let Some(before) = &before {
             object["metadata"]["resourceVersion"] = before["metadata"]["resourceVersion"].clone();
-            // As in the real server, a write that changes nothing makes neither a version nor an event.
+            // As in the real server, a write that changes nothing makes neither a version nor an
+            // event.
             if object == **before {
                 return Ok(before.clone());
             }
@@ -133,8 +137,8 @@ impl Store {
         Ok(before)
     }
 
-    /// Objects by key, in key order, and the version that the list is of: the current one, or exactly `at`.
-    /// 410 if that version is compacted.
+    /// Objects by key, in key order, and the version that the list is of: the current one, or
+    /// exactly `at`. 410 if that version is compacted.
     pub(super) fn list(&self, kind: Kind, at: Option<u64>) -> Result<(u64, BTreeMap<String, Arc<Value>>), Failure> {
         let inner = lock(&self.inner);
         let mut objects = inner.objects.get(&kind).cloned().unwrap_or_default();
@@ -155,7 +159,8 @@ impl Store {
         Ok((at.min(inner.version), objects))
     }
 
-    /// Opens a cursor for a watch; events after `from` stay until it has read them. 410 where `from` is compacted.
+    /// Opens a cursor for a watch; events after `from` stay until it has read them. 410 where
+    /// `from` is compacted.
     pub(super) fn open_cursor(&self, from: u64) -> Result<u64, Failure> {
         let mut inner = lock(&self.inner);
         if from < inner.compacted {
@@ -167,12 +172,13 @@ impl Store {
         Ok(cursor)
     }
 
-    /// The next changes after `from` and up to `until`, at most `limit`, and the version up to which they reach.
+    /// The next changes after `from` and up to `until`, at most `limit`, and the version up to
+    /// which they reach.
     pub(super) fn read(&self, cursor: u64, from: u64, until: u64, limit: usize) -> (u64, Vec<Change>) {
         let mut inner = lock(&self.inner);
         if from >= inner.version.min(until) {
-            // Also a watch from a version in the future, as after a restored backup: the real server lets it
-            // wait in silence until the counter has caught up.
+            // Also a watch from a version in the future, as after a restored backup: the real
+            // server lets it wait in silence until the counter has caught up.
             return (from, Vec::new());
         }
         let first = inner.version + 1 - inner.history.len() as u64;
@@ -191,7 +197,8 @@ impl Store {
         inner.trim();
     }
 
-    /// Forgets all history: watches and exact reads from before the current version get 410 from now on.
+    /// Forgets all history: watches and exact reads from before the current version get 410 from
+    /// now on.
     pub(super) fn compact(&self) {
         let mut inner = lock(&self.inner);
         inner.compacted = inner.version;

@@ -40,8 +40,8 @@ enum Backing {
 
 /// A running API server, stand-in or real, and a client of it.
 ///
-/// On the real one objects must be valid, and it brings some of its own (the `kubernetes` Service and ServiceCIDR):
-/// tests look at one namespace, or at labels that they set.
+/// On the real one objects must be valid, and it brings some of its own (the `kubernetes` Service
+/// and ServiceCIDR): tests look at one namespace, or at labels that they set.
 pub struct ApiUnderTest {
     client: Client,
     backing: Backing,
@@ -165,8 +165,8 @@ impl ApiUnderTest {
         }
     }
 
-    /// Restarts the server with its history lost: watches from before get 410, connections are cut. Blocks until
-    /// it serves again.
+    /// Restarts the server with its history lost: watches from before get 410, connections are cut.
+    /// Blocks until it serves again.
     pub async fn restart_without_history(&mut self) -> Result<(), ApiUnderTestError> {
         match &mut self.backing {
             Backing::StandIn(server) => server.restart(&super::Restart::LoseHistory)?,
@@ -184,7 +184,8 @@ impl ApiUnderTest {
         self.connect_anew().await
     }
 
-    /// The client may not have noticed yet that its idle connections are cut, and would send a request into one.
+    /// The client may not have noticed yet that its idle connections are cut, and would send a
+    /// request into one.
     async fn connect_anew(&mut self) -> Result<(), ApiUnderTestError> {
         self.client = client(&self.kubeconfig()).await?;
         Ok(())

@@ -1,4 +1,5 @@
-//! One open watch: a response body that reads the store's history through a cursor, one JSON document a line.
+//! One open watch: a response body that reads the store's history through a cursor, one JSON
+//! document a line.
 
 use std::{collections::VecDeque, io, sync::Arc, time::Duration};
 
@@ -25,7 +26,8 @@ const BATCH: usize = 256;
 /// The pause between half an event and the cut, in which the half is written to the socket.
 const CUT_PAUSE: Duration = Duration::from_millis(20);
 
-/// So long before its end a watch gets a bookmark, if one is not due earlier (`cacheWatcher.nextBookmarkTime`).
+/// So long before its end a watch gets a bookmark, if one is not due earlier
+/// (`cacheWatcher.nextBookmarkTime`).
 const LAST_BOOKMARK: Duration = Duration::from_secs(2);
 
 #[derive(Debug, Clone, Copy)]
@@ -73,8 +75,8 @@ pub(super) struct Session {
 }
 
 impl Session {
-    /// Opens a watch. A version that is too old gives the failure; whether that becomes an HTTP code or an ERROR
-    /// event is the caller's choice.
+    /// Opens a watch. A version that is too old gives the failure; whether that becomes an HTTP
+    /// code or an ERROR event is the caller's choice.
     pub(super) fn open(
         shared: &Arc<Shared>,
         connection: Arc<ConnectionState>,
@@ -86,7 +88,8 @@ impl Session {
         let (cursor, initial) = match params.version.filter(|_| !params.send_initial_events) {
             Some(version) => (open_cursor(shared, version)?, None),
             None => {
-                // The list and the cursor must not be apart: take the cursor first, then list exactly there.
+                // The list and the cursor must not be apart: take the cursor first, then list
+                // exactly there.
                 let cursor = open_cursor(shared, shared.store.version())?;
                 let (_, objects) = shared.store.list(kind, Some(cursor.version))?;
                 let in_scope =
@@ -95,7 +98,8 @@ impl Session {
             }
         };
         let options = shared.options();
-        // Without a time-out of the client's the real server takes a random one from half an hour up.
+        // Without a time-out of the client's the real server takes a random one from half an hour
+        // up.
         let seconds = params.timeout_seconds.unwrap_or_else(|| fastrand::u64(1_800..3_600));
         let now = Instant::now();
         let deadline = now + Duration::from_secs(seconds.min(86_400));
@@ -180,8 +184,8 @@ impl Session {
         self.send_up_to(u64::MAX);
     }
 
-    /// Sends the initial state, the changes up to a version, and a bookmark if one was ordered; nothing while the
-    /// kind is blocked.
+    /// Sends the initial state, the changes up to a version, and a bookmark if one was ordered;
+    /// nothing while the kind is blocked.
     fn send_up_to(&mut self, version: u64) {
         if self.shared.faults.is_blocked(self.kind) {
             return;

@@ -54,7 +54,8 @@ pub struct ProvingTest {
 }
 
 impl ProvingTest {
-    /// The id that nextest gives to the binary in which it is: crate, and file or folder for integration tests.
+    /// The id that nextest gives to the binary in which it is: crate, and file or folder for
+    /// integration tests.
     #[must_use]
     pub fn binary_id(&self) -> String {
         let mut parts = self.file.iter().map(|part| part.to_string_lossy());
@@ -67,8 +68,8 @@ impl ProvingTest {
         format!("{package}::{}", target.trim_end_matches(".rs"))
     }
 
-    /// The path of its module inside the binary, as names of tests begin with it. Empty where the file is not part of
-    /// an integration test with modules.
+    /// The path of its module inside the binary, as names of tests begin with it. Empty where the
+    /// file is not part of an integration test with modules.
     #[must_use]
     pub fn module(&self) -> String {
         let parts = self.file.iter().map(|part| part.to_string_lossy());
@@ -85,7 +86,8 @@ pub type Evidence = BTreeMap<u8, Vec<ProvingTest>>;
 /// Collects what proves a backend's rows from all sources under `root`.
 ///
 /// # Errors
-/// A comment names a row that does not exist, or stands above no test; a group has no test; a file cannot be read.
+/// A comment names a row that does not exist, or stands above no test; a group has no test; a file
+/// cannot be read.
 pub fn scan(root: &Path, column: Column) -> Result<Evidence, ScanError> {
     let mut evidence = Evidence::new();
     for (folder, _) in CRATES {

@@ -1,5 +1,6 @@
-//! `apiserver-load`: what the API server sees of one agent, of a hundred and of thousands: the same watches, the same requests, the same bytes. Beside it, what
-//! as many kube-proxies would be sent for the same changes, whose watch each of them holds.
+//! `apiserver-load`: what the API server sees of one agent, of a hundred and of thousands: the same
+//! watches, the same requests, the same bytes. Beside it, what as many kube-proxies would be sent
+//! for the same changes, whose watch each of them holds.
 
 use anyhow::{Context as _, Result, ensure};
 

@@ -1,5 +1,6 @@
-//! `iptables-connect`: what a new TCP connection costs through the first and through the last of 10,000 services, beside a direct one and beside
-//! a ruleset of kube-proxy's shape, where the last service comes after 9,999 comparisons.
+//! `iptables-connect`: what a new TCP connection costs through the first and through the last of
+//! 10,000 services, beside a direct one and beside a ruleset of kube-proxy's shape, where the last
+//! service comes after 9,999 comparisons.
 
 use std::{
     io::Read as _,
@@ -54,7 +55,8 @@ struct Costs {
     last_us: f64,
 }
 
-/// A namespace in which the endpoints of the first and the last service are addresses of its own, with a server on them.
+/// A namespace in which the endpoints of the first and the last service are addresses of its own,
+/// with a server on them.
 fn in_namespace(services: u32, load: impl FnOnce() -> Result<()> + Send) -> Result<Costs> {
     let namespace = Namespace::create(format!("hg{}-bench-connect", std::process::id()))?;
     let mut commands = String::from("link set lo up\nroute add 10.96.0.0/12 dev lo\n");

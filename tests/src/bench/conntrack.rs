@@ -1,8 +1,8 @@
-//! A thousand stale UDP flows among a million entries of the connection tracking table: what finding and deleting them costs, beside
-//! one list of the whole table.
+//! A thousand stale UDP flows among a million entries of the connection tracking table: what
+//! finding and deleting them costs, beside one list of the whole table.
 //!
-//! The entries are made by netlink in a namespace of its own. How many the machine allows in all is a setting of the whole machine,
-//! which is raised for as long as the bench runs.
+//! The entries are made by netlink in a namespace of its own. How many the machine allows in all is
+//! a setting of the whole machine, which is raised for as long as the bench runs.
 
 use std::{
     collections::BTreeSet,

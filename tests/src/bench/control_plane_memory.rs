@@ -1,6 +1,7 @@
-//! `control-plane-memory`: what a control plane's process takes for each endpoint, from a folder of manifests and from an
-//! API server (the stand-in), from 1,000 to 50,000 Services × 10 endpoints; beside it, what an agent takes that holds the
-//! same state. Real programs; the agent programs iptables, nft variant.
+//! `control-plane-memory`: what a control plane's process takes for each endpoint, from a folder of
+//! manifests and from an API server (the stand-in), from 1,000 to 50,000 Services × 10 endpoints;
+//! beside it, what an agent takes that holds the same state. Real programs; the agent programs
+//! iptables, nft variant.
 
 use std::{
     fs,
@@ -51,7 +52,8 @@ struct Seen {
 /// Runs the bench.
 ///
 /// # Errors
-/// When a program does not start, the first sync does not end, or a large cluster takes more than it may.
+/// When a program does not start, the first sync does not end, or a large cluster takes more than
+/// it may.
 pub fn run(services: Option<u32>) -> Result<Vec<Figure>> {
     let sizes = services.map_or_else(|| SERVICES.to_vec(), |services| vec![services]);
     let mut figures = Vec::new();

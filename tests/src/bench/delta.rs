@@ -1,8 +1,10 @@
-//! `delta`: one endpoint changes among 100, 1,000 and 10,000 services × 10 endpoints. What it costs the control plane (commit, log, digest,
-//! encoding), what it costs the agent (decoding, state, digest, view, plan of both families), and how many bytes travel.
+//! `delta`: one endpoint changes among 100, 1,000 and 10,000 services × 10 endpoints. What it costs
+//! the control plane (commit, log, digest, encoding), what it costs the agent (decoding, state,
+//! digest, view, plan of both families), and how many bytes travel.
 //!
-//! The stages are called one after the other on one thread, without sockets and kernel, so that CPU time can be told apart. The anchor of a
-//! size is the smallest one; the anchor of the bytes is the EndpointSlice of ten endpoints, as JSON, that a watch of the API would carry.
+//! The stages are called one after the other on one thread, without sockets and kernel, so that CPU
+//! time can be told apart. The anchor of a size is the smallest one; the anchor of the bytes is the
+//! EndpointSlice of ten endpoints, as JSON, that a watch of the API would carry.
 
 use std::{sync::Arc, time::Duration};
 

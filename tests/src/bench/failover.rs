@@ -1,6 +1,6 @@
-//! `failover`: 100 agents and three replicas. One follows the API server, one never lists it, and one loses it after a
-//! minute; then all lose it, and it comes back. Replicas are the real program; agents are the real session and reconcile
-//! loop, with a kernel that is only recorded.
+//! `failover`: 100 agents and three replicas. One follows the API server, one never lists it, and
+//! one loses it after a minute; then all lose it, and it comes back. Replicas are the real program;
+//! agents are the real session and reconcile loop, with a kernel that is only recorded.
 //!
 //! Unlike elsewhere a time is a promise here: it is made of time-outs and pauses, hardly of work.
 
@@ -12,13 +12,16 @@ use tokio::runtime::Builder;
 use super::report::Figure;
 use crate::failover::{Mode, Outcome, Scenario, run as play};
 
-/// All agents are on the healthy replica, with everything programmed, so soon after another lost its API server.
+/// All agents are on the healthy replica, with everything programmed, so soon after another lost
+/// its API server.
 const FAILOVER_LIMIT_SECONDS: f64 = 40.0;
 
-/// Runs the bench, once with an API server that refuses connections and once with a network that carries nothing.
+/// Runs the bench, once with an API server that refuses connections and once with a network that
+/// carries nothing.
 ///
 /// # Errors
-/// When agents do not come to the healthy replica in time, move to and fro, or move while no replica has its API server.
+/// When agents do not come to the healthy replica in time, move to and fro, or move while no
+/// replica has its API server.
 pub fn run(agents: Option<usize>, services: Option<u32>) -> Result<Vec<Figure>> {
     let agents = agents.unwrap_or(100);
     let mut figures = Vec::new();
@@ -53,7 +56,8 @@ pub fn run(agents: Option<usize>, services: Option<u32>) -> Result<Vec<Figure>> 
 fn check(outcome: &Outcome) -> Result<()> {
     let limit = FAILOVER_LIMIT_SECONDS;
     ensure!(outcome.start_seconds <= limit && outcome.failover_seconds <= limit, "later than {limit} s: {outcome:?}");
-    // From the replica that never lists to the one that is cut off later, and on to the healthy one.
+    // From the replica that never lists to the one that is cut off later, and on to the healthy
+    // one.
     ensure!(outcome.most_moves <= 2, "an agent moves to and fro: {outcome:?}");
     let needless = outcome.moves_in_calm + outcome.moves_while_all_cut_off;
     ensure!(needless == 0, "agents move without need: {outcome:?}");

@@ -1,8 +1,10 @@
-//! `fleet`: thousands of agents on one replica that has one core, each with a TLS connection of its own, while endpoints change. Memory per agent, the time
-//! from a change to every agent, the replica's CPU time per delivered message, and where that goes.
+//! `fleet`: thousands of agents on one replica that has one core, each with a TLS connection of its
+//! own, while endpoints change. Memory per agent, the time from a change to every agent, the
+//! replica's CPU time per delivered message, and where that goes.
 //!
-//! Replica and load have a core each, and a network namespace each; packets are taken in by the core of the machine that they arrive at, as they would be on
-//! two machines. The replica is the real program, on a stand-in API server over real HTTP.
+//! Replica and load have a core each, and a network namespace each; packets are taken in by the
+//! core of the machine that they arrive at, as they would be on two machines. The replica is the
+//! real program, on a stand-in API server over real HTTP.
 
 use std::time::{Duration, Instant};
 
@@ -26,7 +28,8 @@ pub(super) const SETTLING: Duration = Duration::from_secs(5);
 const LEAST_SAMPLED: Duration = Duration::from_secs(5);
 /// A load generator that is busier than this is taken for the bottleneck.
 const BUSY: f64 = 0.9;
-/// Other programs that take more of a core than this are worth a warning. The stand-in API server and the changes belong to the load's core.
+/// Other programs that take more of a core than this are worth a warning. The stand-in API server
+/// and the changes belong to the load's core.
 const FOREIGN: f64 = 0.15;
 /// More than this of a core taken by other virtual machines is worth a warning.
 const STOLEN: f64 = 0.02;
@@ -40,7 +43,8 @@ const CLOSE: f64 = 1.06;
 /// How large, how long, and on what.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Load {
-    /// Agents, of benches with a fleet [default: 5000; snapshots: 2000; slow: 1000; lagging: 500; apiserver-load: 1, 100 and 5000]
+    /// Agents, of benches with a fleet [default: 5000; snapshots: 2000; slow: 1000; lagging: 500;
+    /// apiserver-load: 1, 100 and 5000]
     #[arg(long, value_name = "N")]
     pub agents: Option<usize>,
     /// Agents among them that decode everything into the state of a real agent
@@ -52,13 +56,15 @@ pub struct Load {
     /// Endpoint changes a second
     #[arg(long, value_name = "N", default_value_t = 20)]
     pub rate: u32,
-    /// Pause of an agent between two ACKs, in milliseconds; each is drawn, up to two fifths less or more
+    /// Pause of an agent between two ACKs, in milliseconds; each is drawn, up to two fifths less or
+    /// more
     #[arg(long, value_name = "MILLISECONDS", default_value_t = 250)]
     pub ack_interval_ms: u64,
     /// What is between replica and agents
     #[arg(long, value_enum, default_value = "veth")]
     pub wire: Wire,
-    /// Search for the largest number of agents that holds a p99 of 50 ms, upwards or downwards from --agents (fleet)
+    /// Search for the largest number of agents that holds a p99 of 50 ms, upwards or downwards from
+    /// --agents (fleet)
     #[arg(long)]
     pub find_largest: bool,
 }
@@ -85,7 +91,8 @@ impl Load {
     }
 }
 
-/// Runs a bench on a thread of its own: the thread is bound to a core, and other benches are to have all.
+/// Runs a bench on a thread of its own: the thread is bound to a core, and other benches are to
+/// have all.
 pub(super) fn apart<T: Send>(bench: impl FnOnce() -> Result<T> + Send) -> Result<T> {
     std::thread::scope(|scope| scope.spawn(bench).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
 }
@@ -113,7 +120,8 @@ pub(super) fn warn(phase: &Phase, agents: usize) {
 /// Runs the bench.
 ///
 /// # Errors
-/// When an agent does not get everything, was sent what breaks the contract, or ends up with another state than the source's.
+/// When an agent does not get everything, was sent what breaks the contract, or ends up with
+/// another state than the source's.
 pub fn run(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
     apart(|| if load.find_largest { find_largest(load, services) } else { run_once(load, services) })
 }
@@ -207,7 +215,8 @@ fn phase_figures(phase: &Phase, bare: &BareWrites, agents: usize, label: &str) -
     ]
 }
 
-/// Where the replica's time goes, in a phase of its own: samples cost a process some of what they look at.
+/// Where the replica's time goes, in a phase of its own: samples cost a process some of what they
+/// look at.
 fn profile(stage: &mut Stage, load: &Load) -> Result<Option<Profile>> {
     let Some(sampling) = Sampling::start(stage.replicas[0].id())? else { return Ok(None) };
     Phase::run(stage, 0, (load.time() / 4).max(LEAST_SAMPLED), load.rate)?;

@@ -1,6 +1,7 @@
-//! `iptables-growth`: the first sync of an agent in the nft variant over the size of the cluster, its memory, and that of the programs that it runs. Each size
-//! stands beside the one before it, so that a ratio above that of the sizes shows what grows faster than the cluster. Real programs: a control plane on a
-//! folder of manifests, and an agent.
+//! `iptables-growth`: the first sync of an agent in the nft variant over the size of the cluster,
+//! its memory, and that of the programs that it runs. Each size stands beside the one before it, so
+//! that a ratio above that of the sizes shows what grows faster than the cluster. Real programs: a
+//! control plane on a folder of manifests, and an agent.
 
 use anyhow::Result;
 

@@ -1,6 +1,7 @@
-//! `iptables-full` and `iptables-incremental`: the real backend on the real kernel, in a namespace, beside a ruleset of kube-proxy's shape, and beside the
-//! services alone as a skilled hand would write them. A change also stands beside the least that `iptables-restore` can be asked for with the same rules in
-//! the kernel: one rule in a chain that nothing leads to.
+//! `iptables-full` and `iptables-incremental`: the real backend on the real kernel, in a namespace,
+//! beside a ruleset of kube-proxy's shape, and beside the services alone as a skilled hand would
+//! write them. A change also stands beside the least that `iptables-restore` can be asked for with
+//! the same rules in the kernel: one rule in a chain that nothing leads to.
 
 use std::{
     io::Write as _,
@@ -29,8 +30,9 @@ use crate::testbed::netns::Namespace;
 const ENDPOINTS: u32 = 10;
 const CHANGES: u32 = 9;
 
-/// Largest number of services that the nft variant is given in kube-proxy's shape. It takes that in quadratic time: 10,000 services do not load
-/// within 600 s, so there Headgate's figure stands alone.
+/// Largest number of services that the nft variant is given in kube-proxy's shape. It takes that in
+/// quadratic time: 10,000 services do not load within 600 s, so there Headgate's figure stands
+/// alone.
 const NFT_ANCHOR_MAX_SERVICES: u32 = 1_000;
 
 fn sizes(variant: Variant, services: Option<u32>) -> Vec<u32> {
@@ -41,8 +43,8 @@ fn sizes(variant: Variant, services: Option<u32>) -> Vec<u32> {
     }
 }
 
-/// In the nft variant, a transaction that adds any rule with a target makes the kernel walk all rules that a base chain leads to; the legacy variant
-/// takes and gives back the whole table.
+/// In the nft variant, a transaction that adds any rule with a target makes the kernel walk all
+/// rules that a base chain leads to; the legacy variant takes and gives back the whole table.
 const LEAST_CHANGE: &str = "*nat\n:BENCH-LEAST - [0:0]\n-A BENCH-LEAST -j RETURN\nCOMMIT\n";
 
 /// Which of the two benches to report; both come from one run.

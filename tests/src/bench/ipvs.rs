@@ -1,7 +1,9 @@
-//! `ipvs`: the real backend on a real kernel's IPVS, inside User-Mode Linux, beside `ipvsadm` with the same table.
+//! `ipvs`: the real backend on a real kernel's IPVS, inside User-Mode Linux, beside `ipvsadm` with
+//! the same table.
 //!
-//! The kernel there runs on one processor and makes system calls slowly, so that only ratios mean anything. What Headgate does includes what
-//! `ipvsadm` does not do: planning, the services' addresses on the device, the sets, and the rules.
+//! The kernel there runs on one processor and makes system calls slowly, so that only ratios mean
+//! anything. What Headgate does includes what `ipvsadm` does not do: planning, the services'
+//! addresses on the device, the sets, and the rules.
 
 use std::{
     collections::BTreeSet,
@@ -94,8 +96,9 @@ pub fn measure_inside(services: Option<u32>) -> Result<()> {
     Ok(())
 }
 
-/// Each load has a network namespace of its own: a kernel keeps removed real servers for two minutes, and each new one is looked for among them
-/// (`ip_vs_trash_get_dest`), so that a second load in the same place would measure what the first one left.
+/// Each load has a network namespace of its own: a kernel keeps removed real servers for two
+/// minutes, and each new one is looked for among them (`ip_vs_trash_get_dest`), so that a second
+/// load in the same place would measure what the first one left.
 fn measure(services: u32) -> Result<Measured> {
     let table = table(services);
     let (mut loads, mut restores) = (Vec::new(), Vec::new());
@@ -129,7 +132,8 @@ fn measure(services: u32) -> Result<Measured> {
 
 fn in_namespace<T: Send>(name: &str, work: impl FnOnce() -> Result<T> + Send) -> Result<T> {
     let namespace = Namespace::create(format!("hg{}-bench-{name}", std::process::id()))?;
-    // IPVS takes every real server for a broadcast address as long as no address of the namespace's own has made its local routes.
+    // IPVS takes every real server for a broadcast address as long as no address of the namespace's
+    // own has made its local routes.
     namespace.ip_batch("link set lo up\n")?;
     namespace.run(work)
 }
@@ -168,7 +172,8 @@ fn measure_changes(
     Ok(())
 }
 
-/// An agent that starts anew finds everything as it should be, and says after how many milliseconds.
+/// An agent that starts anew finds everything as it should be, and says after how many
+/// milliseconds.
 fn start_anew(state: &State) -> Result<f64> {
     let mut anew = backend()?;
     let (ms, report) = wall_ms(|| anew.sync_full(&FixedState(state, &node())));

@@ -1,5 +1,6 @@
-//! A ruleset of kube-proxy's shape for the workload: one list of all services, a chain a service, a chain an endpoint, without comments on
-//! endpoint rules as it writes them above 1,000 endpoints; and its partial sync, which writes the lists anew with the changed service's chains.
+//! A ruleset of kube-proxy's shape for the workload: one list of all services, a chain a service, a
+//! chain an endpoint, without comments on endpoint rules as it writes them above 1,000 endpoints;
+//! and its partial sync, which writes the lists anew with the changed service's chains.
 
 use std::fmt::Write as _;
 

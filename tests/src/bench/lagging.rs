@@ -1,5 +1,6 @@
-//! `lagging`: agents move to a replica whose watch is held back, and wait there instead of being given older state; then they move to and fro while the
-//! watch is held and let go at random, and endpoints change. Nobody is ever sent a position of the source that is behind what it has.
+//! `lagging`: agents move to a replica whose watch is held back, and wait there instead of being
+//! given older state; then they move to and fro while the watch is held and let go at random, and
+//! endpoints change. Nobody is ever sent a position of the source that is behind what it has.
 
 use std::time::{Duration, Instant};
 
@@ -81,7 +82,8 @@ fn metric(stage: &Stage, replica: usize, name: &str) -> Result<f64> {
     stage.replicas[replica].metric(&stage.machines, name)
 }
 
-/// Everybody moves to a replica that is behind: all are welcomed, none is sent a resource, until it has caught up.
+/// Everybody moves to a replica that is behind: all are welcomed, none is sent a resource, until it
+/// has caught up.
 fn wait_for_one_behind(stage: &mut Stage, relay: &Relay, agents: usize, behind: usize) -> Result<(f64, f64)> {
     relay.hold();
     let mut version = 0;

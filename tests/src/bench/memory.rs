@@ -1,6 +1,9 @@
-//! `agent-memory`: what the agent's process takes, without services and with 10,000 × 10 endpoints, at rest and at its highest; and what it takes together with
-//! the programs that it runs, at their highest during the first sync. Beside that, what `iptables-restore` takes when it is given the same rules in one
-//! piece by somebody who has no memory at all: less than that cannot be had with it, unless it is given less at once. Real programs: a control plane on a folder of manifests, and an agent.
+//! `agent-memory`: what the agent's process takes, without services and with 10,000 × 10 endpoints,
+//! at rest and at its highest; and what it takes together with the programs that it runs, at their
+//! highest during the first sync. Beside that, what `iptables-restore` takes when it is given the
+//! same rules in one piece by somebody who has no memory at all: less than that cannot be had with
+//! it, unless it is given less at once. Real programs: a control plane on a folder of manifests,
+//! and an agent.
 
 use std::{
     fmt::Write as _,
@@ -141,7 +144,8 @@ fn watch(namespace: &Namespace, agent: &mut Process, services: u32) -> Result<Me
     }
 }
 
-/// Loads the rules of a namespace into an empty one by the program alone, and looks at the most that it takes.
+/// Loads the rules of a namespace into an empty one by the program alone, and looks at the most
+/// that it takes.
 fn program_alone(variant: &str, full: &Namespace, rules: &Path) -> Result<f64> {
     let mut save = Command::new(format!("iptables-{variant}-save"));
     save.args(["-t", "nat"]).stdout(fs::File::create(rules)?);

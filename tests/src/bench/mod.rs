@@ -1,7 +1,8 @@
-//! Benches: each measures Headgate and an anchor in the same run, prints both with their ratio, and writes them as JSON.
+//! Benches: each measures Headgate and an anchor in the same run, prints both with their ratio, and
+//! writes them as JSON.
 //!
-//! Figures are medians of repeated runs. A bench fails when what it promises does not hold: counts, bytes, and ratios within one run. Times alone fail nothing,
-//! for machines differ.
+//! Figures are medians of repeated runs. A bench fails when what it promises does not hold: counts,
+//! bytes, and ratios within one run. Times alone fail nothing, for machines differ.
 
 pub mod apiserver_load;
 pub mod clock;

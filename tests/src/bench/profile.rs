@@ -1,7 +1,10 @@
-//! Where the CPU time of a process goes: the shares of samples that `perf` takes of it while it runs, by what the program and the kernel are doing.
+//! Where the CPU time of a process goes: the shares of samples that `perf` takes of it while it
+//! runs, by what the program and the kernel are doing.
 //!
-//! A sample is a timer's interrupt, so each stands for the same CPU time, in the kernel and outside. In the kernel the call chain says which system call it is for;
-//! outside, where call chains are not kept, the function itself says what is done. A process that is sampled takes some percent longer, so times are measured without.
+//! A sample is a timer's interrupt, so each stands for the same CPU time, in the kernel and
+//! outside. In the kernel the call chain says which system call it is for; outside, where call
+//! chains are not kept, the function itself says what is done. A process that is sampled takes some
+//! percent longer, so times are measured without.
 
 use std::{
     collections::BTreeMap,
@@ -24,8 +27,8 @@ const LIMIT: Duration = Duration::from_secs(60);
 /// Shares of fewer samples mean nothing.
 const FEWEST: u64 = 50;
 
-/// What CPU time is for, and what gives it away. The first line counts that is found in a sample: for a sample in the kernel any function of its chain, otherwise
-/// the function itself.
+/// What CPU time is for, and what gives it away. The first line counts that is found in a sample:
+/// for a sample in the kernel any function of its chain, otherwise the function itself.
 const KERNEL: &[(&str, &[&str])] = &[
     ("kernel-writes", &["sys_sendto", "sys_sendmsg", "sys_write", "sys_writev"]),
     ("kernel-reads", &["sys_recvfrom", "sys_recvmsg", "sys_read"]),
@@ -62,7 +65,8 @@ pub struct Profile {
 }
 
 impl Sampling {
-    /// Samples a process from now on. `None`, and a line that says what is missing, where there is no `perf` or it may not.
+    /// Samples a process from now on. `None`, and a line that says what is missing, where there is
+    /// no `perf` or it may not.
     ///
     /// # Errors
     /// When the system refuses a folder.
@@ -140,7 +144,8 @@ impl Drop for Sampling {
 }
 
 impl Profile {
-    /// Reads call chains as `perf script` prints them: a line for each function, address first, the innermost first; an empty line behind each sample.
+    /// Reads call chains as `perf script` prints them: a line for each function, address first, the
+    /// innermost first; an empty line behind each sample.
     fn read(text: &str) -> Self {
         let mut profile = Self::default();
         let mut chain: Vec<(&str, &str)> = Vec::new();

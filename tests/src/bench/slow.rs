@@ -1,5 +1,7 @@
-//! `slow`: agents that never read, and agents that read 1 KB a second, beside others on the same replica. Its memory does not grow while they stay, and
-//! the others do not feel them, be they slow from the beginning or after they had everything: phases without and with either take turns in one run.
+//! `slow`: agents that never read, and agents that read 1 KB a second, beside others on the same
+//! replica. Its memory does not grow while they stay, and the others do not feel them, be they slow
+//! from the beginning or after they had everything: phases without and with either take turns in
+//! one run.
 
 use std::{
     sync::mpsc::{self, RecvTimeoutError},
@@ -25,13 +27,15 @@ const NEVER: usize = 100;
 const SLOW: usize = 100;
 /// What they read.
 const BYTES_PER_SECOND: u32 = 1_000;
-/// Times that phases without and with them follow each other: many short ones, since these times follow the machine's speed, which drifts.
+/// Times that phases without and with them follow each other: many short ones, since these times
+/// follow the machine's speed, which drifts.
 const ROUNDS: u32 = 8;
 /// Phases of a round.
 const PHASES: u32 = 3;
 /// After this, connections that were reset cost nothing more.
 const BREATH: Duration = Duration::from_secs(1);
-/// Changes are made for so long before times are measured beside agents that hang since a moment ago.
+/// Changes are made for so long before times are measured beside agents that hang since a moment
+/// ago.
 const WARMING_UP: Duration = Duration::from_secs(2);
 /// The phase after the rounds, in which memory is looked at, takes this part of the time.
 const WATCHED: u32 = 3;
@@ -39,7 +43,8 @@ const WATCHED: u32 = 3;
 const SAMPLING: Duration = Duration::from_millis(500);
 /// How much later than without them the others may have a change, at p99.
 const WORSE: f64 = 1.1;
-/// Memory that may come and go whatever agents do: an allocator's, and a log's that fills up to its bound.
+/// Memory that may come and go whatever agents do: an allocator's, and a log's that fills up to its
+/// bound.
 const SLACK_BYTES: u64 = 4 << 20;
 
 /// Runs the bench.
@@ -54,7 +59,8 @@ pub fn run(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
     })
 }
 
-/// Agents for a replica of the stage that have a fault from the beginning: so many that never read, and so many that read slowly.
+/// Agents for a replica of the stage that have a fault from the beginning: so many that never read,
+/// and so many that read slowly.
 #[must_use]
 pub fn slow_members(stage: &Stage, never: usize, slow: usize, replica: usize) -> Vec<Member> {
     let member = |number| Member { fault: fault(number, never), ..unmeasured(stage, "slow", number, replica) };
@@ -190,7 +196,8 @@ fn begin_hanging(stage: &Stage) -> Result<()> {
     })
 }
 
-/// Memory of all TCP sockets of this kernel: what was sent and is not read waits there, and not in the replica.
+/// Memory of all TCP sockets of this kernel: what was sent and is not read waits there, and not in
+/// the replica.
 fn socket_bytes() -> Result<u64> {
     let text = std::fs::read_to_string("/proc/net/sockstat").context("reading /proc/net/sockstat")?;
     let line = text.lines().find(|line| line.starts_with("TCP:")).context("/proc/net/sockstat knows no TCP")?;
@@ -199,7 +206,8 @@ fn socket_bytes() -> Result<u64> {
     Ok(pages.with_context(|| format!("/proc/net/sockstat: {line}"))? * 4_096)
 }
 
-/// Latencies of several phases. The median of their quantiles: one phase in which the machine was elsewhere decides nothing.
+/// Latencies of several phases. The median of their quantiles: one phase in which the machine was
+/// elsewhere decides nothing.
 #[derive(Default)]
 struct Histograms(Vec<Histogram>);
 
@@ -209,7 +217,8 @@ impl Histograms {
     }
 }
 
-/// Memory of the replica early and late in a phase: the highest of the first third, and of the last.
+/// Memory of the replica early and late in a phase: the highest of the first third, and of the
+/// last.
 #[derive(Debug, Clone, Copy)]
 pub struct Growth {
     /// In bytes.

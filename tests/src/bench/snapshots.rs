@@ -1,5 +1,6 @@
-//! `snapshots`: thousands of agents that have nothing come at once, as after an outage of everything, and each needs a full snapshot. They are served in the
-//! order in which they came, and the replica's memory stays bounded.
+//! `snapshots`: thousands of agents that have nothing come at once, as after an outage of
+//! everything, and each needs a full snapshot. They are served in the order in which they came, and
+//! the replica's memory stays bounded.
 
 use std::time::{Duration, Instant};
 
@@ -11,14 +12,17 @@ use super::{
 };
 use crate::fleet::{Client, rig::CpuTime, stage::Stage, worker::Worker};
 
-/// Snapshots that a replica sends at the same time (`control-plane/src/serve/stream/snapshot_queue.rs`).
+/// Snapshots that a replica sends at the same time
+/// (`control-plane/src/serve/stream/snapshot_queue.rs`).
 pub const IN_FLIGHT: usize = 64;
 /// Memory that an agent may cost, ...
 const BYTES_PER_AGENT: u64 = 16_000;
-/// ... and what is kept besides: the buckets that are encoded, and what is half sent of as many as are in flight.
+/// ... and what is kept besides: the buckets that are encoded, and what is half sent of as many as
+/// are in flight.
 const SHARED_BYTES: u64 = 32 << 20;
-/// Share of pairs of agents that may be served in another order than they were welcomed in. Those in flight end in any order, and the load reads what is
-/// there from one connection after the other; without any order it would be a half.
+/// Share of pairs of agents that may be served in another order than they were welcomed in. Those
+/// in flight end in any order, and the load reads what is there from one connection after the
+/// other; without any order it would be a half.
 const OVERTAKEN: f64 = 0.25;
 /// Longest time until everybody has everything.
 const LIMIT: Duration = Duration::from_secs(400);
@@ -49,7 +53,8 @@ pub struct Snapshots {
 /// Runs the bench.
 ///
 /// # Errors
-/// When more snapshots are sent at once than are admitted, in another order than agents came, or memory grows beyond its bound.
+/// When more snapshots are sent at once than are admitted, in another order than agents came, or
+/// memory grows beyond its bound.
 pub fn run(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
     let agents = load.agents.unwrap_or(2_000);
     let seen = apart(|| measure(&mut load.stage(agents, services)?, agents))?;
@@ -80,7 +85,8 @@ pub fn run(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
 /// Lets so many agents come to a stage without replicas, all at once and with nothing.
 ///
 /// # Errors
-/// When somebody gets something else than a full snapshot, or more are sent at once than are admitted. Order and memory are the caller's to judge.
+/// When somebody gets something else than a full snapshot, or more are sent at once than are
+/// admitted. Order and memory are the caller's to judge.
 pub fn measure(stage: &mut Stage, agents: usize) -> Result<Snapshots> {
     stage.start_replica(&[])?;
     std::thread::sleep(SETTLING);
@@ -117,7 +123,8 @@ pub fn measure(stage: &mut Stage, agents: usize) -> Result<Snapshots> {
     })
 }
 
-/// Share of pairs that were served in another order than they were welcomed in. None unless all were served.
+/// Share of pairs that were served in another order than they were welcomed in. None unless all
+/// were served.
 fn overtaken(worker: &Worker) -> Option<f64> {
     let order: Option<Vec<(u64, u64)>> = worker.clients().iter().map(Client::first_snapshot).collect();
     let mut order = order?;

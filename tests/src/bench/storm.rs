@@ -1,5 +1,6 @@
-//! `storm`: a replica dies, and all agents come back at once: to another replica with nothing changed, to a third with 20 services changed meanwhile, and to
-//! the same with nothing changed. What they are sent is exactly what differs; time and CPU are reported.
+//! `storm`: a replica dies, and all agents come back at once: to another replica with nothing
+//! changed, to a third with 20 services changed meanwhile, and to the same with nothing changed.
+//! What they are sent is exactly what differs; time and CPU are reported.
 
 use std::time::{Duration, Instant};
 
@@ -20,7 +21,8 @@ use crate::fleet::{
 pub const CHANGED: u32 = 20;
 /// Longest time until everybody is back.
 const LIMIT: Duration = Duration::from_secs(180);
-/// Share of sessions that must be resumed where agents come back to their replica: who is sent away in between comes without a ticket.
+/// Share of sessions that must be resumed where agents come back to their replica: who is sent away
+/// in between comes without a ticket.
 const RESUMED: f64 = 0.95;
 
 /// How everybody came back.
@@ -78,7 +80,8 @@ pub fn run(load: &Load, services: Option<u32>) -> Result<Vec<Figure>> {
     Ok(figures)
 }
 
-/// Lets a storm break over a stage without replicas. The stage's agents hold the source's state afterwards.
+/// Lets a storm break over a stage without replicas. The stage's agents hold the source's state
+/// afterwards.
 ///
 /// # Errors
 /// See [`run`].

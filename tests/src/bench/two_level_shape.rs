@@ -1,5 +1,7 @@
-//! The workload as a skilled hand would write it for iptables: a chain a service with its DNAT rules in it, and a dispatch on two levels. It has none of
-//! what a proxy needs besides (hairpins, external addresses, NodePorts, policies), so it shows what the kernel asks for the services alone.
+//! The workload as a skilled hand would write it for iptables: a chain a service with its DNAT
+//! rules in it, and a dispatch on two levels. It has none of what a proxy needs besides (hairpins,
+//! external addresses, NodePorts, policies), so it shows what the kernel asks for the services
+//! alone.
 
 use std::{collections::BTreeSet, fmt::Write as _, net::IpAddr};
 
@@ -13,7 +15,8 @@ const GROUP_PREFIX: u8 = 24;
 pub fn full(services: u32, endpoints: u32) -> String {
     let groups: BTreeSet<IpAddr> = (0..services).map(|service| group(workload::cluster_ip(service))).collect();
     let mut script = String::from("*nat\n");
-    // iptables-nft looks for each new chain's place from the start of a sorted list, so the last comes first.
+    // iptables-nft looks for each new chain's place from the start of a sorted list, so the last
+    // comes first.
     for service in (0..services).rev() {
         // Writing to a String cannot fail.
         let _ = writeln!(script, ":{} - [0:0]", service_chain(service));

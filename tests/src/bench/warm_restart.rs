@@ -1,6 +1,8 @@
-//! `warm-restart`: agents that begin where their rules are in place, after SIGTERM, after SIGKILL, and while no control plane answers. It fails when one of them
-//! writes anything to the kernel, or a client notices: connections to the first and to the last service are opened all the while, and some are held. How long it
-//! takes until the rules are known to be right stands beside the first sync. Real programs: a control plane on a folder of manifests, and an agent.
+//! `warm-restart`: agents that begin where their rules are in place, after SIGTERM, after SIGKILL,
+//! and while no control plane answers. It fails when one of them writes anything to the kernel, or
+//! a client notices: connections to the first and to the last service are opened all the while, and
+//! some are held. How long it takes until the rules are known to be right stands beside the first
+//! sync. Real programs: a control plane on a folder of manifests, and an agent.
 
 use std::{
     fs,
@@ -32,7 +34,8 @@ const LONGEST_SYNC: Duration = Duration::from_secs(240);
 const LONGEST_ANSWER: Duration = Duration::from_secs(5);
 /// Between two connections of a client.
 const PAUSE: Duration = Duration::from_millis(5);
-/// What the agent logs when it leaves the rules of the last run alone until it hears from a control plane.
+/// What the agent logs when it leaves the rules of the last run alone until it hears from a control
+/// plane.
 const LEFT_ALONE: &str = "stay as they are until a control plane answers";
 
 /// Runs the bench in both variants.
@@ -59,7 +62,8 @@ enum End {
 
 const ENDS: [(&str, End); 3] = [("sigterm", End::Sigterm), ("sigkill", End::Sigkill), ("alone", End::Alone)];
 
-/// The machine: a namespace in which the endpoints of the first and of the last service are addresses of its own.
+/// The machine: a namespace in which the endpoints of the first and of the last service are
+/// addresses of its own.
 struct Machine {
     namespace: Namespace,
     folder: tempfile::TempDir,
@@ -182,7 +186,8 @@ impl Programs<'_> {
         Ok(())
     }
 
-    /// Ends the agent and starts another one; once that knows that its rules are right, it has to have written nothing.
+    /// Ends the agent and starts another one; once that knows that its rules are right, it has to
+    /// have written nothing.
     fn restart(&mut self, end: End) -> Result<()> {
         let before = self.machine.writes.count()?;
         let agent = self.agent.take().context("no agent runs")?;

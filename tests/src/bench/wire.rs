@@ -1,8 +1,11 @@
-//! `wire`: bytes per endpoint change that one node receives, for slices of 10 and of 100 endpoints; a change alone, and 1,000 changes in one burst.
+//! `wire`: bytes per endpoint change that one node receives, for slices of 10 and of 100 endpoints;
+//! a change alone, and 1,000 changes in one burst.
 //!
-//! Counted is what TCP carries for one agent: the message, its gRPC prefix, the headers of its HTTP/2 DATA frames, and the overhead of its TLS 1.3
-//! records. Names are as long as users have them, versions and resourceVersions as large as they get in a cluster's life. The anchor is
-//! what a watch of the API carries for the same change, counted the same way: the whole EndpointSlice as JSON, once for each slice that changed.
+//! Counted is what TCP carries for one agent: the message, its gRPC prefix, the headers of its
+//! HTTP/2 DATA frames, and the overhead of its TLS 1.3 records. Names are as long as users have
+//! them, versions and resourceVersions as large as they get in a cluster's life. The anchor is what
+//! a watch of the API carries for the same change, counted the same way: the whole EndpointSlice as
+//! JSON, once for each slice that changed.
 //!
 //! Bytes are the same in each run, so the goals are held by a test, too.
 
@@ -25,7 +28,8 @@ use super::report::Figure;
 /// RFC 9113, 4.1: the header of a frame, and the default SETTINGS_MAX_FRAME_SIZE.
 const HTTP2_FRAME_HEADER_BYTES: usize = 9;
 const HTTP2_FRAME_PAYLOAD_BYTES: usize = 16_384;
-/// RFC 8446, 5.2: a header of 5 bytes, the inner content type, and the tag of the AEAD; and the largest plaintext.
+/// RFC 8446, 5.2: a header of 5 bytes, the inner content type, and the tag of the AEAD; and the
+/// largest plaintext.
 const TLS_RECORD_OVERHEAD_BYTES: usize = 5 + 1 + 16;
 const TLS_RECORD_PLAINTEXT_BYTES: usize = 16_384;
 
@@ -71,8 +75,9 @@ pub fn run() -> Result<Vec<Figure>> {
     Ok(figures)
 }
 
-/// What a figure may be at most. The first endpoint on a node has to bring the node's name. Of 1,000 steps of one IPv6 endpoint in each of 1,000
-/// services, taken at once, address, service and node alone are 29 bytes each, and the trigger time of each is its own.
+/// What a figure may be at most. The first endpoint on a node has to bring the node's name. Of
+/// 1,000 steps of one IPv6 endpoint in each of 1,000 services, taken at once, address, service and
+/// node alone are 29 bytes each, and the trigger time of each is its own.
 fn goal(name: &str) -> Option<f64> {
     let [_, kind, what, ..] = name.split('/').collect::<Vec<_>>()[..] else { return None };
     match kind {
@@ -130,7 +135,8 @@ fn burst(pods: Pods, slice: u32, figures: &mut Vec<Figure>) -> Result<()> {
     let bytes = replica.commit(changes)?;
     figures.push(figure(name("burst", "whole-slices", slice, pods), bytes, BURST, json));
 
-    // How many other endpoints there are makes no difference to our messages, and loading them takes time.
+    // How many other endpoints there are makes no difference to our messages, and loading them
+    // takes time.
     let mut replica = Replica::new(pods, slice.min(10), BURST)?;
     let json = json_of(&replica, BURST);
     let changes: Vec<Change> = (0..BURST).map(|i| Change::Endpoint(key(i), replica.endpoint(i, slice))).collect();
@@ -184,7 +190,8 @@ impl Replica {
         });
     }
 
-    /// Bytes on TCP of all messages that bring the stream to the head, as they would be late in a replica's life.
+    /// Bytes on TCP of all messages that bring the stream to the head, as they would be late in a
+    /// replica's life.
     fn take(&mut self) -> Result<usize> {
         let mut bytes = 0;
         while let Some(frame) = self.store.next_frame(&mut self.cursor) {

@@ -19,7 +19,8 @@ pub fn cluster_ip(service: u32) -> IpAddr {
     IpAddr::from([10, 96 + high, middle, low])
 }
 
-/// Address of an endpoint by number within its service; the next one after those in use is free for changes.
+/// Address of an endpoint by number within its service; the next one after those in use is free for
+/// changes.
 #[must_use]
 pub fn endpoint_ip(service: u32, endpoint: u32) -> IpAddr {
     let [high, middle_high, middle_low, low] = (service * 64 + endpoint).to_be_bytes();

@@ -14,7 +14,8 @@ use crate::testbed::{Backend, Family, Outcome, Request, Testbed, Transport, clie
 
 use Via::{ClusterIp, ExternalIp, LoadBalancerIp, NodePort};
 
-/// By each way; without affinity, four servers would seem to be one once in 16,000, and there are a hundred ways.
+/// By each way; without affinity, four servers would seem to be one once in 16,000, and there are a
+/// hundred ways.
 const REQUESTS: usize = 8;
 /// Clients that reach services by way of node-a, where all their affinities are kept.
 const CLIENTS_OF_NODE_A: [&str; 6] = ["outside-1", "outside-2", "a3", "b3", "c2", "node-b"];
@@ -83,7 +84,8 @@ pub fn expires(bed: &Testbed) -> Result<()> {
                 .collect()
         };
         let first = ask_all()?;
-        // Chance repeats all six choices of four once in 4096; after three rounds it is out of the question.
+        // Chance repeats all six choices of four once in 4096; after three rounds it is out of the
+        // question.
         let mut changed = false;
         for _ in 0..3 {
             std::thread::sleep(Duration::from_secs(u64::from(timeout_seconds) + 1));
@@ -106,8 +108,8 @@ pub fn expires(bed: &Testbed) -> Result<()> {
     })
 }
 
-/// IPVS counts from when it forgets a client's last connection, minutes after its end, and looks once a minute: what can be seen at once is that it was
-/// told the time-out.
+/// IPVS counts from when it forgets a client's last connection, minutes after its end, and looks
+/// once a minute: what can be seen at once is that it was told the time-out.
 fn has_timeout(bed: &Testbed, service: &Service, timeout_seconds: u32) -> Result<()> {
     let mut command = Command::new("ipvsadm");
     command.arg("-Sn");
@@ -121,7 +123,8 @@ fn has_timeout(bed: &Testbed, service: &Service, timeout_seconds: u32) -> Result
     Ok(())
 }
 
-/// Each connection begins the time-out anew: clients that come back in time stay for longer than that.
+/// Each connection begins the time-out anew: clients that come back in time stay for longer than
+/// that.
 fn is_renewed(bed: &Testbed, family: Family, timeout_seconds: u32) -> Result<()> {
     let (service, timeout) = (bed.service("sticky-briefly")?, Duration::from_secs(timeout_seconds.into()));
     let request =
@@ -191,8 +194,9 @@ pub fn changes_live(bed: &Testbed) -> Result<()> {
 /// Endpoints of `local` in [`with_local_policies`]: two on node-a, one on node-b, none on node-c.
 const SPREAD: [&str; 3] = ["a1", "a2", "b1"];
 
-/// Affinity and policy Local together: a client sticks to one of the endpoints that the policy leaves it, however it came to others, and keeps its
-/// source. Both can be switched while the other stays.
+/// Affinity and policy Local together: a client sticks to one of the endpoints that the policy
+/// leaves it, however it came to others, and keeps its source. Both can be switched while the other
+/// stays.
 pub fn with_local_policies(bed: &Testbed) -> Result<()> {
     bed.update(|manifests| {
         let service = Service::new("local", &SPREAD);
@@ -232,7 +236,8 @@ pub fn with_local_policies(bed: &Testbed) -> Result<()> {
             ensure!(now == *before, "policy Local: {external_local}: {now} answers over {family}, and {before} did");
         }
     }
-    // A client whose server goes stays within the policy, though its record would have led it elsewhere under the other.
+    // A client whose server goes stays within the policy, though its record would have led it
+    // elsewhere under the other.
     for left in ["a2", "a1"] {
         change(&|service| service.endpoints = ready(&[left, "b1"]))?;
         now(&[left], "with one endpoint left on the node")?;
@@ -273,8 +278,8 @@ fn sticks_within_policies(bed: &Testbed, family: Family, port: &str) -> Result<(
     }
     one_of("outside-2", LoadBalancerIp, &["b1"])?;
     one_of("b3", ClusterIp, &["b1"])?;
-    // A pod takes the short way by external addresses, so that its record may be of another node's endpoint; by the cluster
-    // address that does not count.
+    // A pod takes the short way by external addresses, so that its record may be of another node's
+    // endpoint; by the cluster address that does not count.
     one_of("a3", LoadBalancerIp, &SPREAD)?;
     one_of("a3", ClusterIp, ON_NODE_A)?;
     one_of("node-a", NodePort("node-a"), &SPREAD)?;

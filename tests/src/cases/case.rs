@@ -40,7 +40,8 @@ pub enum Expect {
     Refused,
     /// Silence.
     Dropped,
-    /// Nobody answers where a service has been: silence, or, where the node keeps the address as long as connections to it live, a refusal.
+    /// Nobody answers where a service has been: silence, or, where the node keeps the address as
+    /// long as connections to it live, a refusal.
     Gone,
 }
 
@@ -49,7 +50,8 @@ pub enum Expect {
 pub enum SourceAddress {
     /// The client's own.
     Kept,
-    /// That of a node, which put it in the place of the client's. If the client is that node, its ports change at least.
+    /// That of a node, which put it in the place of the client's. If the client is that node, its
+    /// ports change at least.
     Masqueraded(&'static str),
 }
 

@@ -43,7 +43,8 @@ fn change(bed: &Testbed, service: &str, change: impl FnOnce(&mut Service)) -> Re
     })
 }
 
-/// A Service becomes another type, and back; its load balancer's address works with and without node ports; it gets another port.
+/// A Service becomes another type, and back; its load balancer's address works with and without
+/// node ports; it gets another port.
 pub fn type_switches(bed: &Testbed) -> Result<()> {
     bed.update(|manifests| manifests.add(Service::new("switching", PODS)))?;
     let internal = || ask("a3", "switching", ClusterIp).ports(&["tcp", "udp"]).answered(PODS, Kept);
@@ -83,7 +84,8 @@ pub fn type_switches(bed: &Testbed) -> Result<()> {
     expect_unserved(bed, old)
 }
 
-/// A port that a service does not have any more, on an address that it has: the packet goes its way, or, where the node has the address, is refused.
+/// A port that a service does not have any more, on an address that it has: the packet goes its
+/// way, or, where the node has the address, is refused.
 fn expect_unserved(bed: &Testbed, to: std::net::SocketAddr) -> Result<()> {
     let outcome = bed.machines().ask("a3", &Request::new(Transport::Tcp, to).expecting_silence())?;
     let expected = if bed.backend().binds_addresses() { Outcome::Refused } else { Outcome::TimedOut };

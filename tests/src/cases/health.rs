@@ -1,4 +1,5 @@
-//! Active health checks: new connections are kept off endpoints that refuse, and those that run go on.
+//! Active health checks: new connections are kept off endpoints that refuse, and those that run go
+//! on.
 
 use std::io::{Read as _, Write as _};
 use std::net::{Ipv6Addr, SocketAddr, TcpListener, TcpStream};
@@ -24,7 +25,8 @@ fn half_dead(name: &str) -> Service {
     service
 }
 
-/// An endpoint refuses, begins to accept, has a connection, and refuses again. Checked every two seconds.
+/// An endpoint refuses, begins to accept, has a connection, and refuses again. Checked every two
+/// seconds.
 pub fn refusing_endpoints_are_left_out(bed: &Testbed) -> Result<()> {
     bed.update(|manifests| {
         manifests.add(half_dead("unchecked"))?;
@@ -63,7 +65,8 @@ pub fn refusing_endpoints_are_left_out(bed: &Testbed) -> Result<()> {
     held.iter_mut().try_for_each(client::HeldConnection::check)
 }
 
-/// Connects until `listener` has one of the connections; both its ends. Checks connect as well, and say nothing.
+/// Connects until `listener` has one of the connections; both its ends. Checks connect as well, and
+/// say nothing.
 fn eventually_connected(bed: &Testbed, to: SocketAddr, listener: &TcpListener) -> Result<(TcpStream, TcpStream)> {
     let machine = bed.machines().machine("a3")?;
     let found = std::cell::RefCell::new(None);

@@ -56,7 +56,8 @@ pub(super) fn services(all: &mut Manifests) -> Result<()> {
     add("hardly-noded", [noded(), vec![ready("c1")]].concat(), &|_| {})
 }
 
-/// Hints: by node if all ready endpoints have one and one is meant for the node, else by zone in the same way, else none.
+/// Hints: by node if all ready endpoints have one and one is meant for the node, else by zone in
+/// the same way, else none.
 pub(super) fn topology() -> Vec<Case> {
     const NEAR: &[&str] = &["a1", "b1"];
     const ALL: &[&str] = &["a1", "b1", "c1"];

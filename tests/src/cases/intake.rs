@@ -70,7 +70,8 @@ pub(super) fn services(all: &mut Manifests) -> Result<()> {
         service.endpoints = vec![Endpoint::terminating("a1"), Endpoint::terminating("b1")];
         service.more_slices = vec![Slice { suffix: "living", ports: service.ports.clone(), endpoints: ready(&["a1"]) }];
     })?;
-    // Two pods on the network of node-c, each with a slice: what holds for one pod's port says nothing about the other's.
+    // Two pods on the network of node-c, each with a slice: what holds for one pod's port says
+    // nothing about the other's.
     add("host-pods", &[], &|service| {
         let (line, others): (Vec<Port>, Vec<Port>) =
             service.ports.iter().cloned().partition(|port| port.target_port == LINE_PORT);
@@ -79,7 +80,8 @@ pub(super) fn services(all: &mut Manifests) -> Result<()> {
             Slice { suffix: "others", ports: others, endpoints: vec![Endpoint::not_ready("node-c")] },
         ];
     })?;
-    // Two such pods behind one port, of which the one at LINE_PORT is not ready. The ready pod's slice comes first by name, and last.
+    // Two such pods behind one port, of which the one at LINE_PORT is not ready. The ready pod's
+    // slice comes first by name, and last.
     for (name, suffix) in [("ready-slice-first", "first"), ("ready-slice-last", "second")] {
         add(name, &[], &|service| {
             service.ports.truncate(3);
@@ -89,7 +91,8 @@ pub(super) fn services(all: &mut Manifests) -> Result<()> {
             service.more_slices = vec![Slice { suffix, ports, endpoints: ready(&["node-c"]) }];
         })?;
     }
-    // b1 is not ready in one slice and ready in the next by name; a1 is ready in one and terminating in the next.
+    // b1 is not ready in one slice and ready in the next by name; a1 is ready in one and
+    // terminating in the next.
     add("listed-twice", &[], &|service| {
         service.endpoints = vec![Endpoint::ready("a1"), Endpoint::not_ready("b1")];
         let endpoints = vec![Endpoint::terminating("a1"), Endpoint::ready("b1")];
@@ -134,7 +137,8 @@ pub(super) fn services(all: &mut Manifests) -> Result<()> {
     Ok(())
 }
 
-/// A slice with ports that lack a name, a number, or a number that is one. Without a port there is no endpoint.
+/// A slice with ports that lack a name, a number, or a number that is one. Without a port there is
+/// no endpoint.
 fn nameless(service: &str, family: Family) -> Value {
     let address = if family == Family::V4 { "10.244.1.10" } else { "fd00:10:244:1::a" };
     json!({

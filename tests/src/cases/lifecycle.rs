@@ -33,8 +33,8 @@ fn replace_steady(bed: &Testbed, endpoints: &[&str]) -> Result<()> {
     })
 }
 
-/// The control plane stops: forwarding goes on. It comes back unchanged: agents resume without a resource sent and without a write
-/// to their kernels. It comes back with a change: agents get it.
+/// The control plane stops: forwarding goes on. It comes back unchanged: agents resume without a
+/// resource sent and without a write to their kernels. It comes back with a change: agents get it.
 ///
 /// On machines with [`some_services`] on which nothing runs yet.
 pub fn control_plane_outage(bed: &Testbed) -> Result<()> {
@@ -82,7 +82,8 @@ pub fn control_plane_outage(bed: &Testbed) -> Result<()> {
     held.iter_mut().try_for_each(HeldConnection::check).context("after the control plane was away")
 }
 
-/// An agent is killed: forwarding goes on. What changed meanwhile is programmed after its return, and nothing old stays.
+/// An agent is killed: forwarding goes on. What changed meanwhile is programmed after its return,
+/// and nothing old stays.
 ///
 /// On a running cluster with [`some_services`].
 pub fn agent_crash(bed: &Testbed) -> Result<()> {
@@ -116,8 +117,9 @@ pub fn agent_crash(bed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// Established connections outlive what their operators do: an agent that is stopped and started, killed while its endpoint goes, and replaced by a program
-/// that cannot read its state on disk, as another version may be.
+/// Established connections outlive what their operators do: an agent that is stopped and started,
+/// killed while its endpoint goes, and replaced by a program that cannot read its state on disk, as
+/// another version may be.
 ///
 /// On a running cluster with [`some_services`].
 pub fn connections_survive(bed: &Testbed) -> Result<()> {
@@ -169,7 +171,8 @@ fn translation_to(pod: &str) -> Result<String> {
     Ok(format!("--to-destination {}:", address.v4))
 }
 
-/// Rules and chains of others survive whatever the agent does, in their places; after `--cleanup` everything is as it was before.
+/// Rules and chains of others survive whatever the agent does, in their places; after `--cleanup`
+/// everything is as it was before.
 ///
 /// On machines with [`some_services`] on which nothing runs yet.
 pub fn foreign_rules_and_cleanup(bed: &Testbed) -> Result<()> {
@@ -216,7 +219,8 @@ pub fn foreign_rules_and_cleanup(bed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// Rules of other programs, in built-in chains and in their own, in every table, one with a name that looks like ours.
+/// Rules of other programs, in built-in chains and in their own, in every table, one with a name
+/// that looks like ours.
 fn foreign_rules(family: Family) -> Vec<String> {
     let network = if family == Family::V4 { "198.18.5.0/24" } else { "2001:db8:5::/64" };
     let mut rules = Vec::new();
@@ -237,7 +241,8 @@ fn foreign_rules(family: Family) -> Vec<String> {
     rules
 }
 
-/// Without the lines that the agent added, `now` is `before`: foreign lines are all there, in their order, unchanged.
+/// Without the lines that the agent added, `now` is `before`: foreign lines are all there, in their
+/// order, unchanged.
 fn expect_foreign(before: &str, now: &str) -> Result<()> {
     let is_foreign = |line: &&str| line.contains("FOREIGN") || line.contains("SOMEBODY-ELSE") || line.starts_with("==");
     let (expected, found): (Vec<&str>, Vec<&str>) =
@@ -246,7 +251,8 @@ fn expect_foreign(before: &str, now: &str) -> Result<()> {
     Ok(())
 }
 
-/// A number that grows with each write to a kernel: calls of the programs that write rules, or what metrics say where there are none.
+/// A number that grows with each write to a kernel: calls of the programs that write rules, or what
+/// metrics say where there are none.
 fn written(bed: &Testbed, writes: &WriteLog) -> Result<usize> {
     if bed.backend() != Backend::Ipvs {
         return writes.count();

@@ -105,8 +105,9 @@ pub fn hold_connections(bed: &Testbed, service: &str) -> Result<Vec<HeldConnecti
     Ok(held)
 }
 
-/// Every endpoint is replaced, one after the other, as a Deployment does: the new one becomes ready, the old one goes. No connection is
-/// lost, no new one is refused, and in the end only new endpoints answer.
+/// Every endpoint is replaced, one after the other, as a Deployment does: the new one becomes
+/// ready, the old one goes. No connection is lost, no new one is refused, and in the end only new
+/// endpoints answer.
 pub fn rolling_replacement(bed: &Testbed) -> Result<()> {
     bed.update(|manifests| manifests.add(Service::new("rolling", &["a1", "b1", "c1"])))?;
     let mut held = hold_connections(bed, "rolling")?;
@@ -145,9 +146,11 @@ const UDP_WAYS: [(&str, Via); 5] = [
     ("outside-2", LoadBalancerIp),
 ];
 
-/// The same replacement for UDP clients that keep their sockets and never pause: connection tracking would keep them on an endpoint that is
-/// gone for as long as they ask. Those of a removed endpoint go to another at once; those of the others stay where they are. An entry that was
-/// deleted before the rules were in place would be renewed by the old ones, and its client stay with the old endpoint.
+/// The same replacement for UDP clients that keep their sockets and never pause: connection
+/// tracking would keep them on an endpoint that is gone for as long as they ask. Those of a removed
+/// endpoint go to another at once; those of the others stay where they are. An entry that was
+/// deleted before the rules were in place would be renewed by the old ones, and its client stay
+/// with the old endpoint.
 pub fn udp_rolling_replacement(bed: &Testbed) -> Result<()> {
     bed.update(|manifests| manifests.add(Service::new("datagrams", &["a1", "b1", "c1"])))?;
     let mut flows = Vec::new();

@@ -27,8 +27,9 @@ pub fn large_payloads(bed: &Testbed) -> Result<()> {
             let request = Request::new(Transport::Udp, bed.address("web", via, family, "udp")?);
             let request = Request { datagram_bytes: DATAGRAM_BYTES, ..request };
             if bed.backend() == Backend::Ipvs && from == "node-a" {
-                // IPVS translates what the node itself sends behind the kernel's choice of a path, so that the sender fragments for none, and
-                // what does not fit fails. IPv4 learns from that, IPv6 keeps no such knowledge of local addresses.
+                // IPVS translates what the node itself sends behind the kernel's choice of a path,
+                // so that the sender fragments for none, and what does not fit fails. IPv4 learns
+                // from that, IPv6 keeps no such knowledge of local addresses.
                 let outcome = client::ask(client, &request)?;
                 ensure!(matches!(outcome, Outcome::Broken(_) | Outcome::Answered(_)), "{outcome}");
                 continue;

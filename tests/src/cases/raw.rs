@@ -13,7 +13,8 @@ use crate::testbed::client::{ANSWER_TIMEOUT, HeldConnection};
 use crate::testbed::manifests::{Service, Via};
 use crate::testbed::{Backend, Family, Namespace, Testbed, iptables, plan};
 
-/// After this, what was sent has arrived. Nothing is held to it: it decides only how long to listen.
+/// After this, what was sent has arrived. Nothing is held to it: it decides only how long to
+/// listen.
 const QUIET: Duration = Duration::from_millis(300);
 const TCP_HEADER_BYTES: usize = 20;
 const FLAG_ACK: u8 = 0x10;
@@ -91,8 +92,9 @@ fn last_segment(socket: &UdpSocket, family: Family, client_port: u16, server_por
     last.context("the server heard nothing of the connection")
 }
 
-/// Conntrack does not know a packet far outside of the window, so its source is not translated back; the client would answer it by a reset,
-/// and the reset would end the good connection. Such packets are dropped on their way, and counted.
+/// Conntrack does not know a packet far outside of the window, so its source is not translated
+/// back; the client would answer it by a reset, and the reset would end the good connection. Such
+/// packets are dropped on their way, and counted.
 pub fn out_of_window(bed: &Testbed) -> Result<()> {
     bed.update(|manifests| manifests.add(Service::new("windowed", &["a1"])))?;
     for family in Family::BOTH {
@@ -117,7 +119,8 @@ pub fn out_of_window(bed: &Testbed) -> Result<()> {
             Ok(())
         };
         if bed.backend() == Backend::Ipvs {
-            // IPVS knows its connections by itself, so that nothing of them leaves untranslated, rule or not.
+            // IPVS knows its connections by itself, so that nothing of them leaves untranslated,
+            // rule or not.
             disturb()?;
             held.check().with_context(|| format!("over {family}, after a segment from outside of the window"))?;
             continue;
@@ -139,8 +142,9 @@ pub fn out_of_window(bed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// With NodePorts on 127.0.0.0/8 the kernel takes packets for that network from neighbours. They must not reach what is bound to it, be it
-/// a program of the node's own or the agent's answers to health checks.
+/// With NodePorts on 127.0.0.0/8 the kernel takes packets for that network from neighbours. They
+/// must not reach what is bound to it, be it a program of the node's own or the agent's answers to
+/// health checks.
 pub fn loopback_is_guarded(bed: &Testbed) -> Result<()> {
     const PORT: u16 = 9999;
     let node = bed.machines().machine("node-b")?;
@@ -163,8 +167,8 @@ pub fn loopback_is_guarded(bed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// The host's firewall lets health checks in, but not by way of 127.0.0.1. An agent that finds the guard behind the rule that lets them in, as
-/// an earlier version put it, moves it to the front.
+/// The host's firewall lets health checks in, but not by way of 127.0.0.1. An agent that finds the
+/// guard behind the rule that lets them in, as an earlier version put it, moves it to the front.
 ///
 /// On machines on which nothing runs yet.
 pub fn health_checks_are_guarded(bed: &Testbed) -> Result<()> {
@@ -223,8 +227,9 @@ fn neighbour_of_loopback(bed: &Testbed) -> Result<&Namespace> {
     Ok(neighbour)
 }
 
-/// A program of the node's own that sends UDP to a NodePort without endpoints is told by ICMP, as every other client is: the send succeeds,
-/// and the answer is a refusal. A rule in OUTPUT would fail the send itself with EPERM, which programs do not take for a refusal.
+/// A program of the node's own that sends UDP to a NodePort without endpoints is told by ICMP, as
+/// every other client is: the send succeeds, and the answer is a refusal. A rule in OUTPUT would
+/// fail the send itself with EPERM, which programs do not take for a refusal.
 pub fn a_node_is_refused_as_its_clients_are(bed: &Testbed) -> Result<()> {
     bed.update(|manifests| manifests.add(Service::new("empty", &[])))?;
     let node = bed.machines().machine("node-a")?;

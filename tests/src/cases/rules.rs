@@ -1,4 +1,5 @@
-//! Rules in the kernel: which of them a change writes, and what becomes of them when others interfere.
+//! Rules in the kernel: which of them a change writes, and what becomes of them when others
+//! interfere.
 
 use std::collections::BTreeSet;
 
@@ -19,10 +20,12 @@ use crate::testbed::{AgentSetup, Backend, Family, Testbed};
 use SourceAddress::{Kept, Masqueraded};
 use Via::{ClusterIp, NodePort};
 
-/// What names of chains begin with by which kube-proxy knows that they are of services, and its own.
+/// What names of chains begin with by which kube-proxy knows that they are of services, and its
+/// own.
 const OF_SERVICES: [&str; 5] = ["KUBE-SVC-", "KUBE-SVL-", "KUBE-EXT-", "KUBE-FW-", "KUBE-SEP-"];
 
-/// True for a chain that belongs to one service. Dispatch groups are called in the same way, with a dash more.
+/// True for a chain that belongs to one service. Dispatch groups are called in the same way, with a
+/// dash more.
 fn is_of_one_service(chain: &str) -> bool {
     let hash = OF_SERVICES.iter().find_map(|prefix| chain.strip_prefix(prefix));
     hash.is_some_and(|hash| !hash.contains('-'))
@@ -45,7 +48,8 @@ fn rules(bed: &Testbed) -> Result<Vec<String>> {
     Ok(all)
 }
 
-/// Chains that rules for a service's addresses lead to, and those that these lead to. Not every layout has comments to know them by.
+/// Chains that rules for a service's addresses lead to, and those that these lead to. Not every
+/// layout has comments to know them by.
 fn chains_of<'a>(rules: &'a [String], service: &Service) -> BTreeSet<&'a str> {
     let mut roots = Vec::new();
     for family in Family::BOTH {
@@ -77,7 +81,8 @@ fn written(scripts: &str) -> BTreeSet<&str> {
         .collect()
 }
 
-/// A change of one service writes chains of that service and no others; taken back, it leaves everything as it was.
+/// A change of one service writes chains of that service and no others; taken back, it leaves
+/// everything as it was.
 ///
 /// On machines with [`super::lifecycle::some_services`] on which nothing runs yet.
 pub fn a_change_writes_its_service(bed: &Testbed) -> Result<()> {
@@ -127,7 +132,8 @@ fn expect_from_node_a(bed: &Testbed, servers: &'static [&'static str]) -> Result
     run(bed, &cases)
 }
 
-/// Somebody flushes all tables, one of them, or only what leads to our chains: everything comes back by itself.
+/// Somebody flushes all tables, one of them, or only what leads to our chains: everything comes
+/// back by itself.
 ///
 /// On machines with [`super::lifecycle::some_services`] on which nothing runs yet.
 pub fn flushed_rules_come_back(bed: &Testbed) -> Result<()> {
@@ -144,7 +150,8 @@ pub fn flushed_rules_come_back(bed: &Testbed) -> Result<()> {
             .try_for_each(|family| iptables::run(node, bed.backend().variant(), family, &lock, arguments))
     };
     let tables = |tables: &[&str]| -> Result<()> {
-        // The agent may be faster than the second of the two, and a chain that is used again is not removed.
+        // The agent may be faster than the second of the two, and a chain that is used again is not
+        // removed.
         tables.iter().try_for_each(|table| {
             eventually(|| {
                 flush(&["-t", table, "-F"])?;
@@ -174,7 +181,8 @@ pub fn flushed_rules_come_back(bed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// A range with bits behind its prefix stands for its network, so that a restart finds every rule as it is wanted, and writes none.
+/// A range with bits behind its prefix stands for its network, so that a restart finds every rule
+/// as it is wanted, and writes none.
 ///
 /// On machines with [`super::lifecycle::some_services`] on which nothing runs yet.
 pub fn host_bits_of_ranges_are_cleared(bed: &Testbed) -> Result<()> {
@@ -224,8 +232,9 @@ pub fn the_other_variant_goes(bed: &Testbed) -> Result<()> {
     expect_servers(bed, "steady", &["a2", "c1"])
 }
 
-/// kube-proxy comes back to the node. Its sync writes its own chains anew and removes, in the same step, all chains of services that it does not know: here, all
-/// that there are. Were one of them still led to, that and each later sync would fail. Then the agent comes back.
+/// kube-proxy comes back to the node. Its sync writes its own chains anew and removes, in the same
+/// step, all chains of services that it does not know: here, all that there are. Were one of them
+/// still led to, that and each later sync would fail. Then the agent comes back.
 ///
 /// On machines with [`super::lifecycle::some_services`] on which nothing runs yet.
 pub fn kube_proxy_comes_back(bed: &Testbed) -> Result<()> {
@@ -263,7 +272,8 @@ pub fn kube_proxy_comes_back(bed: &Testbed) -> Result<()> {
     expect_servers(bed, "steady", &["a1", "b1"])
 }
 
-/// Services with SCTP ports are programmed, and neither has the kernel loaded what SCTP sockets need, nor has anybody opened one.
+/// Services with SCTP ports are programmed, and neither has the kernel loaded what SCTP sockets
+/// need, nor has anybody opened one.
 ///
 /// On machines with [`super::lifecycle::some_services`] on which nothing runs yet.
 pub fn no_sctp_sockets(bed: &Testbed) -> Result<()> {
@@ -277,7 +287,8 @@ pub fn no_sctp_sockets(bed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// Number of SCTP sockets by protocol; nothing where the kernel has no SCTP loaded. Raw sockets are none of them.
+/// Number of SCTP sockets by protocol; nothing where the kernel has no SCTP loaded. Raw sockets are
+/// none of them.
 fn sctp_sockets() -> Result<Vec<String>> {
     let protocols = std::fs::read_to_string("/proc/net/protocols").context("reading /proc/net/protocols")?;
     ensure!(

@@ -14,8 +14,9 @@ use crate::testbed::{Answer, Family, Outcome, Request, Testbed, client, plan};
 const WORKERS: usize = 12;
 /// Requests that show an even spread: with four servers each expects 75 ± 7.5 of them.
 const EVEN_REQUESTS: usize = 300;
-/// Bound on a share's distance from its expectation, in standard deviations. Chance exceeds it once in a million shares, of which a run of all tests has some
-/// hundreds; so who exceeds it is asked for as many more, and only twice in a row is uneven.
+/// Bound on a share's distance from its expectation, in standard deviations. Chance exceeds it once
+/// in a million shares, of which a run of all tests has some hundreds; so who exceeds it is asked
+/// for as many more, and only twice in a row is uneven.
 const EVEN_SIGMAS: f64 = 5.0;
 
 /// Runs all cases, each for its ports and families; an error lists everything that did not behave.
@@ -68,7 +69,8 @@ fn check(bed: &Testbed, case: &Case, family: Family, port: &str) -> Result<()> {
             ensure!(outcome == Outcome::Refused, "{outcome}");
         }
         Expect::Dropped | Expect::Gone => {
-            // What nobody translated leaves a conntrack entry that says so. It must not meet a later request that is to be answered.
+            // What nobody translated leaves a conntrack entry that says so. It must not meet a
+            // later request that is to be answered.
             let request = request.expecting_silence();
             let ask = |port| client::ask(client, &Request { from_port: Some(port), ..request });
             let (_, outcome) = client::ask_from_low_port(ask)?;

@@ -22,8 +22,8 @@ pub fn services() -> Result<Manifests> {
     Ok(manifests)
 }
 
-/// Three nodes, set up in three ways: node-a masquerades everything, node-b cannot tell pods from others, node-c marks packets by
-/// another bit.
+/// Three nodes, set up in three ways: node-a masquerades everything, node-b cannot tell pods from
+/// others, node-c marks packets by another bit.
 ///
 /// On machines with [`services`] on which nothing runs yet.
 pub fn masquerading(bed: &Testbed) -> Result<()> {
@@ -49,7 +49,8 @@ pub fn masquerading(bed: &Testbed) -> Result<()> {
             ask("node-b", "of-b", ClusterIp).answered(&["b1", "b2"], Kept),
             // ...but what goes to other addresses.
             ask("outside-2", "of-b", NodePort("node-b")).answered(&["b1", "b2"], Masqueraded("node-b")),
-            // Its pods are as good as outside: no short cut for them, though there is one for the node.
+            // Its pods are as good as outside: no short cut for them, though there is one for the
+            // node.
             ask("b3", "local-of-b", ExternalIp).answered(&["b1"], Kept),
             ask("b3", "local-elsewhere", ExternalIp).dropped(),
             ask("node-b", "local-elsewhere", ExternalIp).answered(&["a1", "c1"], Masqueraded("node-b")),
@@ -72,14 +73,16 @@ pub fn masquerading(bed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// Addresses that nodes have besides the planned one. Nobody sends from the second of each pair, which is deprecated from the start.
+/// Addresses that nodes have besides the planned one. Nobody sends from the second of each pair,
+/// which is deprecated from the start.
 const FURTHER: [(&str, &str, &str); 3] = [
     ("node-a", "192.0.2.21", "2001:db8:0:1::21"),
     ("node-b", "192.0.2.22", "2001:db8:0:1::22"),
     ("node-c", "192.0.2.23", "2001:db8:0:1::23"),
 ];
 
-/// Three nodes that answer NodePorts on other addresses, tell their pods in other ways, and of which one ignores externalIPs.
+/// Three nodes that answer NodePorts on other addresses, tell their pods in other ways, and of
+/// which one ignores externalIPs.
 ///
 /// On machines with [`services`] on which nothing runs yet.
 pub fn addresses_and_pods(bed: &Testbed) -> Result<()> {
@@ -146,8 +149,8 @@ pub fn addresses_and_pods(bed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// A pod that a service sends to itself reaches itself where the host's firewall forwards nothing by default: the proxy marks such connections as its
-/// own, and lets through what it has marked.
+/// A pod that a service sends to itself reaches itself where the host's firewall forwards nothing
+/// by default: the proxy marks such connections as its own, and lets through what it has marked.
 pub fn a_pod_reaches_itself_where_forwarding_is_denied(bed: &Testbed) -> Result<()> {
     bed.update(|manifests| {
         manifests.add(Service::new("self", &["a1"]))?;

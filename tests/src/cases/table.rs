@@ -29,7 +29,8 @@ pub const GROUPS: [Group; 9] = [
     ("intake", intake::intake),
 ];
 
-/// All services of the table. Every group runs with all of them in place, so that they can get in each other's way.
+/// All services of the table. Every group runs with all of them in place, so that they can get in
+/// each other's way.
 pub fn services() -> Result<Manifests> {
     let mut all = Manifests::default();
     let mut add = |name: &str, endpoints: &[&str], change: &dyn Fn(&mut Service)| {
@@ -145,7 +146,8 @@ pub fn node_port() -> Vec<Case> {
         ask("outside-1", "host-network", NodePort("node-a"))
             .answered(&["node-c"], Masqueraded("node-a"))
             .rows(&[37, 51]),
-        // What ends on the node that was asked never leaves it, and sources are translated on leaving.
+        // What ends on the node that was asked never leaves it, and sources are translated on
+        // leaving.
         ask("outside-1", "host-network", NodePort("node-c")).answered(&["node-c"], Kept).rows(&[37]),
         // At the loopback address over IPv4 only: the kernel lets nothing from ::1 out.
         ask("node-a", "web", Localhost)
@@ -158,7 +160,8 @@ pub fn node_port() -> Vec<Case> {
     ]
 }
 
-/// External and load balancer addresses, which no machine has: from outside by way of a node, and from within.
+/// External and load balancer addresses, which no machine has: from outside by way of a node, and
+/// from within.
 pub fn external_addresses() -> Vec<Case> {
     let mut cases = Vec::new();
     for via in [ExternalIp, LoadBalancerIp] {
@@ -211,8 +214,8 @@ pub fn endpoint_conditions() -> Vec<Case> {
     cases
 }
 
-/// `externalTrafficPolicy: Local`: what comes from outside stays on its node and keeps its source, or is dropped; the cluster's own
-/// traffic is spread over all endpoints.
+/// `externalTrafficPolicy: Local`: what comes from outside stays on its node and keeps its source,
+/// or is dropped; the cluster's own traffic is spread over all endpoints.
 pub fn external_traffic_policy() -> Vec<Case> {
     const ALL: &[&str] = &["a1", "c1"];
     let mut cases = vec![
@@ -255,7 +258,8 @@ pub fn external_traffic_policy() -> Vec<Case> {
     cases
 }
 
-/// `internalTrafficPolicy: Local`: what is sent to the cluster address stays on its node or is dropped.
+/// `internalTrafficPolicy: Local`: what is sent to the cluster address stays on its node or is
+/// dropped.
 pub fn internal_traffic_policy() -> Vec<Case> {
     const ALL: &[&str] = &["a1", "c1"];
     vec![
@@ -278,7 +282,8 @@ pub fn internal_traffic_policy() -> Vec<Case> {
     ]
 }
 
-/// `loadBalancerSourceRanges`: guard the load balancer address, for pods and nodes as well, and nothing else.
+/// `loadBalancerSourceRanges`: guard the load balancer address, for pods and nodes as well, and
+/// nothing else.
 pub fn source_ranges() -> Vec<Case> {
     vec![
         ask("outside-1", "ranges-outside", LoadBalancerIp)

@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
-/// What agents write to their kernels: stands before the programs that do it, notes each call and its script, and passes both on.
+/// What agents write to their kernels: stands before the programs that do it, notes each call and
+/// its script, and passes both on.
 #[derive(Debug)]
 pub(crate) struct WriteLog {
     /// The folder that an agent is to look for programs in before all others.

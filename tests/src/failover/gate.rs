@@ -53,7 +53,8 @@ impl Gate {
         Ok(Self { address, mode, carrying, accepting })
     }
 
-    /// Changes what it does from now on. Unless it opens, nothing more is carried when this returns.
+    /// Changes what it does from now on. Unless it opens, nothing more is carried when this
+    /// returns.
     pub async fn set(&self, mode: Mode) {
         self.mode.send_replace(mode);
         if mode != Mode::Open {

@@ -1,5 +1,6 @@
-//! Many agents and three replicas, of which one follows the API server, one never lists it, and one loses it after a while;
-//! then all lose it. Replicas are the real program, agents the real session and reconcile loop.
+//! Many agents and three replicas, of which one follows the API server, one never lists it, and one
+//! loses it after a while; then all lose it. Replicas are the real program, agents the real session
+//! and reconcile loop.
 
 mod gate;
 mod replica;
@@ -65,7 +66,8 @@ pub struct Outcome {
     pub start_seconds: f64,
     /// Agents that the replica had when it lost its API server.
     pub agents_at_cut: usize,
-    /// From the cut until all agents were on the healthy replica and had programmed a change made after the cut.
+    /// From the cut until all agents were on the healthy replica and had programmed a change made
+    /// after the cut.
     pub failover_seconds: f64,
     /// Most moves of one agent until then.
     pub most_moves: u64,
@@ -73,7 +75,8 @@ pub struct Outcome {
     pub moves_in_calm: u64,
     /// Moves of agents with state while no replica had its API server.
     pub moves_while_all_cut_off: u64,
-    /// From the start of agents without state, in that time, until all had programmed everything that a replica has.
+    /// From the start of agents without state, in that time, until all had programmed everything
+    /// that a replica has.
     pub newcomers_seconds: f64,
     /// From the return of the API server until all agents had programmed a change made after it.
     pub return_seconds: f64,
@@ -130,7 +133,8 @@ pub struct Scene {
 }
 
 impl Scene {
-    /// Starts the API server and a replica for each of `modes`, which says how it is connected. No agents yet.
+    /// Starts the API server and a replica for each of `modes`, which says how it is connected. No
+    /// agents yet.
     ///
     /// # Errors
     /// When something does not start.

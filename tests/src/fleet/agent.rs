@@ -1,4 +1,5 @@
-//! One agent's knowledge, which outlives its connections: a tracker, and for some agents the real state behind it.
+//! One agent's knowledge, which outlives its connections: a tracker, and for some agents the real
+//! state behind it.
 
 use std::{sync::Arc, time::Instant};
 
@@ -13,7 +14,8 @@ use v1::agent_message::Body;
 
 use super::tracker::{Effect, Point, Received, Tracker, Violation};
 
-/// Digests of a state, for agents that do not hold the state themselves. One of them is at the same point only if it holds the same.
+/// Digests of a state, for agents that do not hold the state themselves. One of them is at the same
+/// point only if it holds the same.
 #[derive(Debug, Clone)]
 pub struct Reference {
     /// Epoch and version.
@@ -57,13 +59,15 @@ impl Agent {
         self.full.as_ref().map(|full| full.held.state().digests())
     }
 
-    /// Services that a real agent would have had to program anew, since its stream began; none of an agent that holds no state.
+    /// Services that a real agent would have had to program anew, since its stream began; none of
+    /// an agent that holds no state.
     #[must_use]
     pub fn dirty_services(&self) -> Option<u64> {
         self.full.as_ref().map(|full| full.dirty_services)
     }
 
-    /// What others may say of their digests that are where this agent is; none of an agent that holds no state.
+    /// What others may say of their digests that are where this agent is; none of an agent that
+    /// holds no state.
     #[must_use]
     pub fn reference(&self) -> Option<Reference> {
         let full = self.full.as_ref()?;
@@ -128,8 +132,8 @@ impl Agent {
         Ok(effect)
     }
 
-    /// The bytes of an ACK for where it is, with the times at which it reached the versions that came since the last; none before there is anything to
-    /// acknowledge.
+    /// The bytes of an ACK for where it is, with the times at which it reached the versions that
+    /// came since the last; none before there is anything to acknowledge.
     pub(super) fn ack(&self, programmed: &[(u64, Instant)]) -> Option<Vec<u8>> {
         let version = self.tracker.point()?.version;
         let ago = |at: &Instant| u64::try_from(at.elapsed().as_micros()).unwrap_or(u64::MAX);

@@ -1,5 +1,7 @@
-//! The least that a fan-out can cost on this machine at this moment: one write of a message's size to each of many plain sockets, and somebody who reads them.
-//! No TLS, no HTTP/2, no state, no answers. What a replica is compared with, since machines differ, and one machine differs by the hour.
+//! The least that a fan-out can cost on this machine at this moment: one write of a message's size
+//! to each of many plain sockets, and somebody who reads them. No TLS, no HTTP/2, no state, no
+//! answers. What a replica is compared with, since machines differ, and one machine differs by the
+//! hour.
 
 use std::{
     io::{Read as _, Write as _},
@@ -17,9 +19,11 @@ use super::{
 };
 use crate::bench::clock::thread_cpu;
 
-/// What one endpoint's change takes in TCP: 38 bytes of message, 5 of gRPC's framing, 9 of HTTP/2's, 22 of TLS 1.3's.
+/// What one endpoint's change takes in TCP: 38 bytes of message, 5 of gRPC's framing, 9 of
+/// HTTP/2's, 22 of TLS 1.3's.
 const MESSAGE_BYTES: usize = 74;
-/// Time that the writer may take for a connection, or the reader wait for the next bytes, before something is broken.
+/// Time that the writer may take for a connection, or the reader wait for the next bytes, before
+/// something is broken.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// What bare writes took.
@@ -33,7 +37,8 @@ pub struct BareWrites {
     pub latency: Histogram,
 }
 
-/// Writes a message to each of so many connections, `rounds` times and `rate` times a second: from the replicas' machine and core to the agents'.
+/// Writes a message to each of so many connections, `rounds` times and `rate` times a second: from
+/// the replicas' machine and core to the agents'.
 ///
 /// # Errors
 /// When the connections cannot be made, or not everything arrives.

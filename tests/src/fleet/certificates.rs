@@ -1,4 +1,5 @@
-//! An authority and the certificates of thousands of nodes, which share one key: making 5,000 pairs would take its time, and proves nothing more.
+//! An authority and the certificates of thousands of nodes, which share one key: making 5,000 pairs
+//! would take its time, and proves nothing more.
 
 use std::{fs, path::Path, sync::Arc};
 
@@ -84,7 +85,8 @@ impl Authority {
         })
     }
 
-    /// What an agent brings to its handshakes: TLS 1.3, a certificate for its node, and memory for tickets.
+    /// What an agent brings to its handshakes: TLS 1.3, a certificate for its node, and memory for
+    /// tickets.
     ///
     /// # Errors
     /// When the node's name is no part of a URI.

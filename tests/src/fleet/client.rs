@@ -80,7 +80,8 @@ struct Link {
     /// What the socket did not take yet.
     out: Vec<u8>,
     is_open: bool,
-    /// The server will send no more. Its last bytes and its end may have been told by one event, so that no other follows.
+    /// The server will send no more. Its last bytes and its end may have been told by one event, so
+    /// that no other follows.
     has_ended: bool,
     since: Instant,
     last_heard: Instant,
@@ -173,7 +174,8 @@ impl Client {
         all
     }
 
-    /// When it was first welcomed, and when it had its first snapshot, as places in the order of such moments of all agents.
+    /// When it was first welcomed, and when it had its first snapshot, as places in the order of
+    /// such moments of all agents.
     #[must_use]
     pub fn first_snapshot(&self) -> Option<(u64, u64)> {
         self.first_snapshot
@@ -191,7 +193,8 @@ impl Client {
         self.link.is_some() && self.agent.tracker().is_following()
     }
 
-    /// True when it follows a stream, and has all that the source had at this position of EndpointSlices.
+    /// True when it follows a stream, and has all that the source had at this position of
+    /// EndpointSlices.
     #[must_use]
     pub fn has(&self, slices: u64) -> bool {
         self.is_following() && self.agent.tracker().point().is_some_and(|point| point.slices() >= slices)
@@ -342,7 +345,8 @@ impl Client {
                 let effect = agent.on_message(message).map_err(|violation| violation.to_string())?;
                 match effect {
                     Effect::None => {}
-                    // The replica has to learn what is programmed, also when nothing changes from now on.
+                    // The replica has to learn what is programmed, also when nothing changes from
+                    // now on.
                     Effect::Welcomed => {
                         wants_ack |= agent.tracker().mode() == Some(Mode::Log);
                         gauge.moments += 1;
@@ -432,7 +436,8 @@ impl Client {
         }
     }
 
-    /// Sends an ACK for where it is. The next one waits for `ack_interval`, less or more by two fifths, as a real agent's does.
+    /// Sends an ACK for where it is. The next one waits for `ack_interval`, less or more by two
+    /// fifths, as a real agent's does.
     pub(super) fn acknowledge(&mut self, scratch: &mut Scratch, ack_interval: Duration) -> Result<(), Lost> {
         self.ack_is_scheduled = false;
         let Some(ack) = self.agent.ack(&self.programmed).filter(|_| self.is_following()) else { return Ok(()) };

@@ -1,4 +1,5 @@
-//! As much of HPACK (RFC 7541) as a client needs that allows the server no dynamic table: literals out, everything in.
+//! As much of HPACK (RFC 7541) as a client needs that allows the server no dynamic table: literals
+//! out, everything in.
 
 /// The header block cannot be read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -9,8 +10,9 @@ pub(super) struct Malformed;
 const STATIC_STATUS: std::ops::RangeInclusive<usize> = 8..=14;
 const STATIC_ENTRIES: usize = 61;
 
-/// Lengths in bits of the Huffman codes of the bytes 0 to 255 (RFC 7541, appendix B). The code is canonical, so the lengths say everything: codes of one
-/// length are consecutive, in the order of what they stand for.
+/// Lengths in bits of the Huffman codes of the bytes 0 to 255 (RFC 7541, appendix B). The code is
+/// canonical, so the lengths say everything: codes of one length are consecutive, in the order of
+/// what they stand for.
 #[rustfmt::skip]
 const CODE_LENGTHS: [u8; 256] = [
     13, 23, 28, 28, 28, 28, 28, 28, 28, 24, 30, 28, 28, 30, 28, 28, 28, 28, 28, 28, 28, 28, 30, 28, 28, 28, 28, 28,
@@ -70,7 +72,8 @@ fn put_number(block: &mut Vec<u8>, pattern: u8, prefix_bits: u8, number: usize) 
     block.push(byte(rest));
 }
 
-/// True when a header block begins by saying that there is no dynamic table, as the first one must whose sender has been allowed none (RFC 9113, 4.3.1).
+/// True when a header block begins by saying that there is no dynamic table, as the first one must
+/// whose sender has been allowed none (RFC 9113, 4.3.1).
 pub(super) fn gives_up_table(block: &[u8]) -> bool {
     block.first() == Some(&0x20)
 }
@@ -79,7 +82,8 @@ pub(super) fn gives_up_table(block: &[u8]) -> bool {
 pub(super) fn read(block: &[u8]) -> Result<Status, Malformed> {
     let mut reader = Reader(block);
     let mut status = Status::default();
-    // The size of the dynamic table, which is nought: it may be said in front of all fields (RFC 7541, 4.2 and 6.3).
+    // The size of the dynamic table, which is nought: it may be said in front of all fields (RFC
+    // 7541, 4.2 and 6.3).
     while reader.0.first().is_some_and(|first| first & 0xe0 == 0x20) {
         if reader.number(5)? != 0 {
             return Err(Malformed);

@@ -1,5 +1,5 @@
-//! The client's side of one HTTP/2 connection with one gRPC stream (RFC 9113): frames are read where they lie, and messages handed on as soon as they
-//! are whole.
+//! The client's side of one HTTP/2 connection with one gRPC stream (RFC 9113): frames are read
+//! where they lie, and messages handed on as soon as they are whole.
 
 use headgate_proto::{MAX_SERVER_MESSAGE_BYTES, frame::PREFIX_BYTES};
 
@@ -137,7 +137,8 @@ impl Http2 {
         out.extend_from_slice(&block);
     }
 
-    /// Appends a message with its gRPC prefix. Returns false, and appends nothing, when the server's windows do not have room for it yet.
+    /// Appends a message with its gRPC prefix. Returns false, and appends nothing, when the
+    /// server's windows do not have room for it yet.
     pub(super) fn send(&mut self, message: &[u8], out: &mut Vec<u8>) -> bool {
         let mut framed = [0; PREFIX_BYTES];
         let length = u32::try_from(message.len()).unwrap_or(u32::MAX);
@@ -168,7 +169,8 @@ impl Http2 {
         }
     }
 
-    /// Takes in bytes of the connection. Messages are handed to `on_message`; what has to be answered is appended to `replies`.
+    /// Takes in bytes of the connection. Messages are handed to `on_message`; what has to be
+    /// answered is appended to `replies`.
     pub(super) fn feed(
         &mut self,
         mut bytes: &[u8],
@@ -265,7 +267,8 @@ impl Http2 {
                 let status = hpack::read(&payload)?;
                 self.take_headers(status)?;
             }
-            // Behind trailers it says only that the server needs no more of the request (RFC 9113, 8.1): how the stream ended is known by then.
+            // Behind trailers it says only that the server needs no more of the request (RFC 9113,
+            // 8.1): how the stream ended is known by then.
             kind::RST_STREAM if stream == STREAM => {
                 let reset = End::Reset(word(0).ok_or(short)?);
                 self.end.get_or_insert(reset);
@@ -302,7 +305,8 @@ impl Http2 {
     fn take_settings(&mut self, payload: &[u8]) -> Result<(), Broken> {
         for setting in payload.chunks(6) {
             let [i0, i1, v0, v1, v2, v3] = *setting else { return Err(Broken::Http2("half a setting")) };
-            // SETTINGS_INITIAL_WINDOW_SIZE also moves the windows that are in use (RFC 9113, 6.9.2).
+            // SETTINGS_INITIAL_WINDOW_SIZE also moves the windows that are in use (RFC 9113,
+            // 6.9.2).
             if u16::from_be_bytes([i0, i1]) == 4 {
                 let window = i64::from(u32::from_be_bytes([v0, v1, v2, v3]));
                 self.stream_send_window += window - self.initial_send_window;

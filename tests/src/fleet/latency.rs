@@ -5,7 +5,8 @@ use std::{
     time::Instant,
 };
 
-/// When each write was made, by its resourceVersion. Written by whoever makes the changes, read by the fleet's thread.
+/// When each write was made, by its resourceVersion. Written by whoever makes the changes, read by
+/// the fleet's thread.
 #[derive(Debug)]
 pub struct Timetable {
     origin: Instant,

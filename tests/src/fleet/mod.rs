@@ -1,10 +1,14 @@
-//! A simulated fleet: thousands of light agents that speak the true protocol, each over a TLS connection of its own.
+//! A simulated fleet: thousands of light agents that speak the true protocol, each over a TLS
+//! connection of its own.
 //!
-//! One thread carries all of them. There is no task, channel or HTTP library per agent: bytes are read into one large buffer, decrypted, and looked at
-//! where they lie ([`http2`], [`wire`]), so that one core takes in some hundred thousand messages a second. Each agent checks what it is sent against the
-//! contract ([`tracker`]); some of them decode everything into the state of a real agent, whose digests can be compared with the source's ([`agent`]).
+//! One thread carries all of them. There is no task, channel or HTTP library per agent: bytes are
+//! read into one large buffer, decrypted, and looked at where they lie ([`http2`], [`wire`]), so
+//! that one core takes in some hundred thousand messages a second. Each agent checks what it is
+//! sent against the contract ([`tracker`]); some of them decode everything into the state of a real
+//! agent, whose digests can be compared with the source's ([`agent`]).
 //!
-//! What agents do wrong on purpose is a switch ([`Fault`]). [`rig`] starts what they need: an API server, replicas, and two network namespaces.
+//! What agents do wrong on purpose is a switch ([`Fault`]). [`rig`] starts what they need: an API
+//! server, replicas, and two network namespaces.
 
 pub mod agent;
 pub mod bare;
@@ -82,11 +86,13 @@ pub enum Break {
 /// What the agents of a fleet have in common.
 #[derive(Debug, Clone)]
 pub struct Settings {
-    /// An agent that has sent an ACK waits so long before the next one, less or more by up to two fifths, as the real one does.
+    /// An agent that has sent an ACK waits so long before the next one, less or more by up to two
+    /// fifths, as the real one does.
     pub ack_interval: Duration,
     /// TLS handshakes at the same time; further agents wait for their turn.
     pub handshakes: usize,
-    /// The longest first pause before a new connection; it doubles with each failure. The real agent's is 200 ms.
+    /// The longest first pause before a new connection; it doubles with each failure. The real
+    /// agent's is 200 ms.
     pub backoff: Duration,
 }
 
@@ -101,7 +107,8 @@ impl Default for Settings {
 pub struct Member {
     /// Name of its node.
     pub node: String,
-    /// Where its replicas listen; it begins with the first and goes on with the next when a stream ends.
+    /// Where its replicas listen; it begins with the first and goes on with the next when a stream
+    /// ends.
     pub replicas: Vec<SocketAddr>,
     /// The address that it connects from; any, unless given.
     pub source: Option<IpAddr>,
@@ -174,10 +181,12 @@ impl Fleet {
         self.ask(move |worker| worker.join(members))?
     }
 
-    /// Waits until `condition` holds, looking every few milliseconds. `what` ends the sentence "gave up waiting until …".
+    /// Waits until `condition` holds, looking every few milliseconds. `what` ends the sentence
+    /// "gave up waiting until …".
     ///
     /// # Errors
-    /// When that takes longer than `limit`, an agent has met a violation of the contract, or the thread has ended.
+    /// When that takes longer than `limit`, an agent has met a violation of the contract, or the
+    /// thread has ended.
     pub fn wait_until(
         &self,
         what: &str,

@@ -38,7 +38,8 @@ pub struct Phase {
 }
 
 impl Phase {
-    /// Makes changes for some time, so many a second, and waits until every sound agent has everything.
+    /// Makes changes for some time, so many a second, and waits until every sound agent has
+    /// everything.
     ///
     /// # Errors
     /// When an agent does not get everything, or was sent what breaks the contract.
@@ -79,7 +80,8 @@ impl Phase {
         self.latency.quantile_ms(share)
     }
 
-    /// Seconds of the server's core: the replica's own, and what its packets took outside of any process.
+    /// Seconds of the server's core: the replica's own, and what its packets took outside of any
+    /// process.
     #[must_use]
     pub fn server_seconds(&self) -> f64 {
         self.server_core.with_interrupts(self.server.busy())
@@ -97,7 +99,8 @@ impl Phase {
         self.load_core.with_interrupts(self.load_seconds) / self.seconds
     }
 
-    /// Share of a core that was taken away by whoever runs this machine as a virtual one, the higher of the two.
+    /// Share of a core that was taken away by whoever runs this machine as a virtual one, the
+    /// higher of the two.
     #[must_use]
     pub fn stolen_share(&self) -> f64 {
         self.server_core.stolen.max(self.load_core.stolen) / self.seconds

@@ -1,4 +1,5 @@
-//! A wire between a replica and its API server that can be held: what the API server says waits, as behind a slow load balancer.
+//! A wire between a replica and its API server that can be held: what the API server says waits, as
+//! behind a slow load balancer.
 
 use std::{
     io::{ErrorKind, Read as _, Write as _},
@@ -31,7 +32,8 @@ impl Gate {
     }
 }
 
-/// A running relay. Dropping it lets everything through and takes no further connections; open ones last as long as their ends.
+/// A running relay. Dropping it lets everything through and takes no further connections; open ones
+/// last as long as their ends.
 #[derive(Debug)]
 pub struct Relay {
     address: SocketAddr,

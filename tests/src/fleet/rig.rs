@@ -1,4 +1,5 @@
-//! What a fleet runs on: two machines, made of network namespaces, with the replicas on the one and the agents on the other; and what is measured of them.
+//! What a fleet runs on: two machines, made of network namespaces, with the replicas on the one and
+//! the agents on the other; and what is measured of them.
 
 use std::{
     fs,
@@ -28,7 +29,8 @@ const SERVER: Ipv4Addr = Ipv4Addr::new(198, 18, 0, 1);
 const AGENTS: Ipv4Addr = Ipv4Addr::new(198, 18, 0, 2);
 /// A second address of the agents' machine, which can be taken away.
 const VANISHING: Ipv4Addr = Ipv4Addr::new(198, 18, 0, 3);
-/// Hosts that agents are spread over, as addresses of their machine: a replica shares its time out by address.
+/// Hosts that agents are spread over, as addresses of their machine: a replica shares its time out
+/// by address.
 const HOSTS: u8 = 64;
 /// The core of the replicas, and of everything else.
 pub const SERVER_CORE: usize = 0;
@@ -42,7 +44,8 @@ const START_LIMIT: Duration = Duration::from_secs(60);
 pub enum Wire {
     /// Two machines joined by a pair of links, each of which takes in packets on its own core.
     Veth,
-    /// The same, where the sender's core does the receiver's work as well, as it is by default between namespaces.
+    /// The same, where the sender's core does the receiver's work as well, as it is by default
+    /// between namespaces.
     VethUnsteered,
     /// One machine, and its loopback interface, where it is so too.
     Loopback,
@@ -119,7 +122,8 @@ impl Machines {
         self.agents.as_ref().map(|_| VANISHING.into())
     }
 
-    /// Takes away the address of agents that are to vanish: from one moment to the next nothing comes from them, and nothing reaches them.
+    /// Takes away the address of agents that are to vanish: from one moment to the next nothing
+    /// comes from them, and nothing reaches them.
     ///
     /// # Errors
     /// On the loopback interface, or when it has been taken away before.
@@ -138,7 +142,8 @@ fn cores() -> Result<usize> {
     Ok(std::thread::available_parallelism().context("counting cores")?.get())
 }
 
-/// Makes a core take in what arrives at a machine's link. The setting is in sysfs, which `ip netns exec` shows as the namespace sees it.
+/// Makes a core take in what arrives at a machine's link. The setting is in sysfs, which
+/// `ip netns exec` shows as the namespace sees it.
 fn steer(namespace: &Namespace, core: usize) -> Result<()> {
     let file = "/sys/class/net/veth0/queues/rx-0/rps_cpus";
     let mut command = Command::new("ip");
@@ -203,7 +208,8 @@ pub struct Replica {
 }
 
 impl Replica {
-    /// Starts a replica on the replicas' machine and waits until it has listed its source. Files are kept in `folder`.
+    /// Starts a replica on the replicas' machine and waits until it has listed its source. Files
+    /// are kept in `folder`.
     ///
     /// # Errors
     /// When it does not serve in a minute.
@@ -381,7 +387,8 @@ impl CpuTime {
     pub fn of_process(process: u32) -> Result<Self> {
         let path = format!("/proc/{process}/stat");
         let text = fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
-        // The name may hold anything; what follows it begins with the third field. utime and stime are the 14th and 15th (proc_pid_stat(5)).
+        // The name may hold anything; what follows it begins with the third field. utime and stime
+        // are the 14th and 15th (proc_pid_stat(5)).
         let after = text.rsplit_once(')').with_context(|| format!("{path} has no name"))?.1;
         let ticks: Vec<f64> = after.split_whitespace().map(|field| field.parse().unwrap_or_default()).collect();
         let at = |index: usize| ticks.get(index).copied().map(seconds).with_context(|| format!("{path} is too short"));
@@ -407,8 +414,10 @@ impl CpuTime {
         self.user + self.system + self.interrupts
     }
 
-    /// Of a core: the seconds of what ran there, with those of interrupts. The kernel may count an interrupt as time of the process that it came to as
-    /// well (without `CONFIG_IRQ_TIME_ACCOUNTING`), so the sum is at most what the core did at all. Where nothing is known of the core, the process alone.
+    /// Of a core: the seconds of what ran there, with those of interrupts. The kernel may count an
+    /// interrupt as time of the process that it came to as well (without
+    /// `CONFIG_IRQ_TIME_ACCOUNTING`), so the sum is at most what the core did at all. Where nothing
+    /// is known of the core, the process alone.
     #[must_use]
     pub fn with_interrupts(&self, process_seconds: f64) -> f64 {
         (process_seconds + self.interrupts).min(self.busy()).max(process_seconds)

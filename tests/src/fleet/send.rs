@@ -10,7 +10,8 @@ pub(super) fn garbage(layer: Garbage, http2: &mut Http2, plain: &mut Vec<u8>, ci
         Garbage::Tls => cipher.extend(noise.iter().map(|byte| byte | 0x80)),
         // A frame that claims 16 MiB, where 16 KiB are allowed.
         Garbage::Http2 => plain.extend([0xff; 9].into_iter().chain(noise)),
-        // Neither compressed nor not, and longer than any message may be. The windows of a connection that has sent little take it.
+        // Neither compressed nor not, and longer than any message may be. The windows of a
+        // connection that has sent little take it.
         Garbage::Grpc => {
             http2.send_data(&[0x7f, 0xff, 0xff, 0xff, 0xff], &noise, plain);
         }

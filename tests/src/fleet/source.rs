@@ -1,4 +1,5 @@
-//! What the replicas watch: a stand-in API server with a cluster in it, in objects of the size that real ones have.
+//! What the replicas watch: a stand-in API server with a cluster in it, in objects of the size that
+//! real ones have.
 
 use std::{
     collections::BTreeSet,
@@ -34,7 +35,8 @@ pub struct Source {
 }
 
 impl Source {
-    /// Starts the API server in `namespace`, on its loopback address, with so many services of so many endpoints each.
+    /// Starts the API server in `namespace`, on its loopback address, with so many services of so
+    /// many endpoints each.
     ///
     /// # Errors
     /// When the server does not start.
@@ -90,8 +92,9 @@ impl Source {
         slice_object(number, self.endpoints, !self.unready.contains(&number))
     }
 
-    /// The next endpoint change: the first endpoint of one service after the other, spread over the cluster, becomes unready, or ready again. The
-    /// version that it got; the moment is in the timetable.
+    /// The next endpoint change: the first endpoint of one service after the other, spread over the
+    /// cluster, becomes unready, or ready again. The version that it got; the moment is in the
+    /// timetable.
     ///
     /// # Errors
     /// When the API refuses the object, which is a defect.
@@ -144,7 +147,8 @@ impl Source {
         (buckets, inside * u64::from(self.endpoints + 1))
     }
 
-    /// Makes changes at a steady rate for some time; how many they were, and the version of the last. Who falls behind catches up.
+    /// Makes changes at a steady rate for some time; how many they were, and the version of the
+    /// last. Who falls behind catches up.
     ///
     /// # Errors
     /// See [`Self::change`].
@@ -161,7 +165,8 @@ impl Source {
         Ok((count, version))
     }
 
-    /// Digests of what an agent holds that has everything, computed from what was written and not from what anybody served.
+    /// Digests of what an agent holds that has everything, computed from what was written and not
+    /// from what anybody served.
     ///
     /// # Errors
     /// When an object is not as it was written, which is a defect.

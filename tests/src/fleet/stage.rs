@@ -65,7 +65,8 @@ impl Stage {
         Ok(usize::try_from(files / FILES_PER_AGENT).unwrap_or(usize::MAX))
     }
 
-    /// Starts everything but replicas and agents. Where cores are given out, the calling thread is bound to the load's from then on.
+    /// Starts everything but replicas and agents. Where cores are given out, the calling thread is
+    /// bound to the load's from then on.
     ///
     /// # Errors
     /// When something does not start.
@@ -121,7 +122,8 @@ impl Stage {
         self.replicas.remove(replica).into_process().kill()
     }
 
-    /// Members for so many agents of a replica, numbered from `first` on. Those with the lowest numbers hold a state, as many as were asked for.
+    /// Members for so many agents of a replica, numbered from `first` on. Those with the lowest
+    /// numbers hold a state, as many as were asked for.
     ///
     /// # Panics
     /// When there is no such replica.

@@ -42,7 +42,8 @@ impl Tls {
         self.connection.handshake_kind().map(|kind| kind == HandshakeKind::Resumed)
     }
 
-    /// Takes in `incoming`, which begins with [`Self::partial`]. Decrypted bytes are handed to `on_data`; what TLS itself has to say is appended to `out`.
+    /// Takes in `incoming`, which begins with [`Self::partial`]. Decrypted bytes are handed to
+    /// `on_data`; what TLS itself has to say is appended to `out`.
     pub(super) fn take(
         &mut self,
         incoming: &mut [u8],

@@ -1,4 +1,5 @@
-//! What an agent knows without holding any resource: where it is, and whether what it is sent follows from that.
+//! What an agent knows without holding any resource: where it is, and whether what it is sent
+//! follows from that.
 
 use super::wire::{Fields, Malformed, Value, each_number};
 

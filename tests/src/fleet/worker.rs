@@ -1,4 +1,5 @@
-//! The thread that carries all agents: one loop over the sockets that have something, and over what has come due.
+//! The thread that carries all agents: one loop over the sockets that have something, and over what
+//! has come due.
 
 use std::{
     cmp::Reverse,
@@ -258,7 +259,8 @@ impl Worker {
         self.due.push(Reverse((at + SLOW_READ_INTERVAL, Due::SlowRead(index))));
     }
 
-    /// Contract, 9: who hears nothing reconnects. Here it counts as a violation, since the replica promised.
+    /// Contract, 9: who hears nothing reconnects. Here it counts as a violation, since the replica
+    /// promised.
     fn sweep(&mut self, now: Instant) {
         self.due.push(Reverse((now + SWEEP_INTERVAL, Due::Sweep)));
         for index in 0..self.clients.len() {
@@ -296,7 +298,8 @@ impl Worker {
         &self.clients
     }
 
-    /// Gives up the connections of the agents that `chooses` chooses; they connect again to `replicas`, all at once.
+    /// Gives up the connections of the agents that `chooses` chooses; they connect again to
+    /// `replicas`, all at once.
     pub fn reconnect(&mut self, how: Break, replicas: &[SocketAddr], chooses: impl Fn(&Client) -> bool) -> usize {
         let chosen: Vec<usize> = (0..self.clients.len()).filter(|index| chooses(&self.clients[*index])).collect();
         for index in &chosen {
@@ -327,7 +330,8 @@ impl Worker {
         }
     }
 
-    /// Lets the first so many agents be connected to where they were last, or all, and suspends the others.
+    /// Lets the first so many agents be connected to where they were last, or all, and suspends the
+    /// others.
     pub fn resume_at(&mut self, count: Option<usize>) {
         for index in 0..self.clients.len() {
             let is_wanted = count.is_none_or(|count| index < count);
@@ -351,7 +355,8 @@ impl Worker {
         self.clients[index].direct(replicas);
     }
 
-    /// Changes what the agents that `chooses` chooses do wrong. Who read slowly, or not at all, reads all that waits at once.
+    /// Changes what the agents that `chooses` chooses do wrong. Who read slowly, or not at all,
+    /// reads all that waits at once.
     pub fn set_fault(&mut self, fault: Fault, chooses: impl Fn(&Client) -> bool) {
         for index in 0..self.clients.len() {
             if !chooses(&self.clients[index]) {
@@ -371,8 +376,8 @@ impl Worker {
         self.settings.handshakes = handshakes;
     }
 
-    /// Agents that hold no state say the digests of one that does, where they are at the same version; from now on those of the first such agent.
-    /// Returns false if there is none.
+    /// Agents that hold no state say the digests of one that does, where they are at the same
+    /// version; from now on those of the first such agent. Returns false if there is none.
     pub fn refresh_reference(&mut self) -> bool {
         self.reference = self.clients.iter().find_map(|client| client.agent().reference()).map(Arc::new);
         self.reference.is_some()
@@ -396,7 +401,8 @@ impl Worker {
         self.clients.iter().filter(|client| client.is_sound()).count()
     }
 
-    /// Number of sound agents that follow a stream and have everything up to a position of EndpointSlices.
+    /// Number of sound agents that follow a stream and have everything up to a position of
+    /// EndpointSlices.
     #[must_use]
     pub fn having(&self, slices: u64) -> usize {
         self.clients.iter().filter(|client| client.is_sound() && client.has(slices)).count()
@@ -435,7 +441,8 @@ impl Worker {
         summary
     }
 
-    /// What agents found to break the contract. They have given up their stream, and do not come back.
+    /// What agents found to break the contract. They have given up their stream, and do not come
+    /// back.
     pub fn violations(&self) -> impl Iterator<Item = String> + '_ {
         let broken = |client: &Client| Some(format!("{}: {}", client.member.node, client.violation.as_ref()?));
         self.clients.iter().filter_map(broken)

@@ -40,12 +40,14 @@ impl Backend {
         }
     }
 
-    /// It takes a kernel of which the host need not have the like: its tests run inside User-Mode Linux.
+    /// It takes a kernel of which the host need not have the like: its tests run inside User-Mode
+    /// Linux.
     pub fn runs_in_uml(self) -> bool {
         self == Self::Ipvs
     }
 
-    /// The services' addresses are the node's own, so that it refuses what it does not serve on them.
+    /// The services' addresses are the node's own, so that it refuses what it does not serve on
+    /// them.
     pub fn binds_addresses(self) -> bool {
         self == Self::Ipvs
     }

@@ -16,11 +16,12 @@ use super::process::Process;
 
 /// Longest wait for a change to be programmed everywhere. A guard: it takes well under a second.
 const PROGRAMMED_TIMEOUT: Duration = Duration::from_secs(120);
-/// Pauses between two questions: the longer it takes, the longer they are, so that asking does not keep a slow machine
-/// from what it is asked about.
+/// Pauses between two questions: the longer it takes, the longer they are, so that asking does not
+/// keep a slow machine from what it is asked about.
 const PAUSES: [Duration; 2] = [Duration::from_millis(20), Duration::from_millis(250)];
 
-/// A cluster under test. All of it goes away when this is dropped; logs and manifests stay if the test has failed.
+/// A cluster under test. All of it goes away when this is dropped; logs and manifests stay if the
+/// test has failed.
 #[derive(Debug)]
 pub struct Testbed {
     // Dropped in this order: agents, control plane, machines.
@@ -42,7 +43,8 @@ struct Desired {
     generation: u16,
 }
 
-/// What the control plane must have. Counts, since what a file no longer defines goes a while after what is new in it has come.
+/// What the control plane must have. Counts, since what a file no longer defines goes a while after
+/// what is new in it has come.
 #[derive(Debug)]
 struct Expected {
     generation: u32,
@@ -122,7 +124,8 @@ impl Testbed {
         std::fs::rename(&draft, &target).with_context(|| format!("writing {}", target.display()))
     }
 
-    /// Waits until the control plane has the manifests as last written and all running agents have programmed them.
+    /// Waits until the control plane has the manifests as last written and all running agents have
+    /// programmed them.
     pub fn wait_programmed(&self) -> Result<()> {
         let expected = {
             let desired = self.desired();
@@ -209,7 +212,8 @@ impl Testbed {
         cluster::run_agent_once(&self.machines, self.backend, node, setup, "--cleanup")
     }
 
-    /// Has the agent's program set the kernel's parameters on a node, as an agent set up like this needs them.
+    /// Has the agent's program set the kernel's parameters on a node, as an agent set up like this
+    /// needs them.
     pub fn set_parameters(&self, node: &str, setup: &AgentSetup) -> Result<()> {
         cluster::run_agent_once(&self.machines, self.backend, node, setup, "--init-only")
     }

@@ -24,7 +24,8 @@ use super::turn::in_turn;
 
 /// How long to wait for an answer that is expected. Generous: it only ends what has gone wrong.
 pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(8);
-/// How long to wait where silence is expected. What is refused or answered is so within a millisecond.
+/// How long to wait where silence is expected. What is refused or answered is so within a
+/// millisecond.
 const SILENCE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// What a client speaks.
@@ -40,7 +41,8 @@ pub enum Transport {
     Http,
 }
 
-/// Who answered: the server's name, the port at which it was reached, and the client's address as it saw it.
+/// Who answered: the server's name, the port at which it was reached, and the client's address as
+/// it saw it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Answer {
     /// Name of the pod or node.
@@ -119,7 +121,8 @@ pub struct Request {
     pub from_port: Option<u16>,
     /// How long to wait before calling it dropped.
     pub timeout: Duration,
-    /// UDP only: length of the datagram, and of the reply to it; at least that of the words in them.
+    /// UDP only: length of the datagram, and of the reply to it; at least that of the words in
+    /// them.
     pub datagram_bytes: usize,
 }
 
@@ -136,13 +139,15 @@ impl Request {
     }
 }
 
-/// Asks once from `namespace`. One request in a series of somebody else's does no harm, so it waits for none.
+/// Asks once from `namespace`. One request in a series of somebody else's does no harm, so it waits
+/// for none.
 pub fn ask(namespace: &Namespace, request: &Request) -> Result<Outcome> {
     namespace.run(|| Ok(outcome(request)))
 }
 
-/// Asks `count` times, one after the other, each with a socket of its own, while no other series goes to the same target (see [`super::turn`]).
-/// Ends at the first time-out, since the rest would only take as long again.
+/// Asks `count` times, one after the other, each with a socket of its own, while no other series
+/// goes to the same target (see [`super::turn`]). Ends at the first time-out, since the rest would
+/// only take as long again.
 pub fn ask_many(namespace: &Namespace, request: &Request, count: usize) -> Result<Vec<Outcome>> {
     let series = || {
         let mut outcomes = Vec::with_capacity(count);
@@ -182,8 +187,9 @@ pub(crate) fn outcome(request: &Request) -> Outcome {
     }
 }
 
-/// Calls `ask` with a source port below those that the kernel gives to clients, and off the node ports, until it has one that nobody holds: what
-/// listens on the machine (the agent's own pages, servers on its network) may stand there too. That port, and what came of the request from it.
+/// Calls `ask` with a source port below those that the kernel gives to clients, and off the node
+/// ports, until it has one that nobody holds: what listens on the machine (the agent's own pages,
+/// servers on its network) may stand there too. That port, and what came of the request from it.
 pub fn ask_from_low_port(mut ask: impl FnMut(u16) -> Result<Outcome>) -> Result<(u16, Outcome)> {
     let mut outcome = Outcome::PortTaken;
     for _ in 0..LOW_PORT_DRAWS {
@@ -209,10 +215,12 @@ static NEXT_PORT: AtomicU16 = AtomicU16::new(0);
 const FIRST_PORT: u16 = 33_000;
 const PORTS: u16 = 32_000;
 
-/// Calls `bind` with the port that the request asks for, or else one that no request of this process had for long.
+/// Calls `bind` with the port that the request asks for, or else one that no request of this
+/// process had for long.
 ///
-/// IPVS translates no source ports, so that two connections from one port by different services to one endpoint are the same connection to that
-/// endpoint and to conntrack, until both have forgotten the first one. The kernel's own choice of ports repeats them for other destinations.
+/// IPVS translates no source ports, so that two connections from one port by different services to
+/// one endpoint are the same connection to that endpoint and to conntrack, until both have
+/// forgotten the first one. The kernel's own choice of ports repeats them for other destinations.
 fn from_a_port<T>(request: &Request, bind: impl Fn(SocketAddr) -> io::Result<T>) -> io::Result<T> {
     let from = |port| SocketAddr::new(unspecified(request.to), port);
     if let Some(port) = request.from_port {
@@ -244,8 +252,9 @@ fn connect(request: &Request) -> io::Result<TcpStream> {
     Ok(stream)
 }
 
-/// An ICMP message may be back before `connect` has let go of the socket. Linux then only makes a note of it, and the connection fails with the
-/// answer to the next SYN, a second later; in the queue of errors it is found at once.
+/// An ICMP message may be back before `connect` has let go of the socket. Linux then only makes a
+/// note of it, and the connection fails with the answer to the next SYN, a second later; in the
+/// queue of errors it is found at once.
 fn queue_icmp_errors(socket: &Socket, queue: bool) -> io::Result<()> {
     match socket.domain()? {
         Domain::IPV4 => setsockopt(socket, sockopt::Ipv4RecvErr, &queue)?,
@@ -295,8 +304,9 @@ fn ask_udp(request: &Request) -> io::Result<String> {
     String::from_utf8(buffer).map_err(io::Error::other)
 }
 
-/// The kernel tells a sender at once when its own machine's rules take a packet away, whether they reject or drop it.
-/// Which of them shows afterwards: a rejection is followed by ICMP, a drop by silence.
+/// The kernel tells a sender at once when its own machine's rules take a packet away, whether they
+/// reject or drop it. Which of them shows afterwards: a rejection is followed by ICMP, a drop by
+/// silence.
 pub(super) fn tolerate_local_filter(sent: io::Result<usize>) -> io::Result<()> {
     match sent {
         Err(error) if error.kind() != io::ErrorKind::PermissionDenied => Err(error),
@@ -313,8 +323,8 @@ fn ask_sctp(request: &Request) -> io::Result<String> {
     sctp::ask(SocketAddr::new(own, port), request.to, request.timeout)
 }
 
-/// A raw socket hears everything that its peer sends and every error about it; one exchange at a time between two addresses keeps
-/// them apart.
+/// A raw socket hears everything that its peer sends and every error about it; one exchange at a
+/// time between two addresses keeps them apart.
 struct SctpTurn(IpAddr, IpAddr);
 
 static SCTP_BUSY: Mutex<BTreeSet<(IpAddr, IpAddr)>> = Mutex::new(BTreeSet::new());

@@ -1,4 +1,5 @@
-//! The programs under test: the control plane on its machine, an agent on every node, and what `Inspect` says about them.
+//! The programs under test: the control plane on its machine, an agent on every node, and what
+//! `Inspect` says about them.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

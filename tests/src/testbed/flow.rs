@@ -15,7 +15,8 @@ use super::{Answer, Outcome, Testbed, manifests::Via, plan::Family};
 const GUARD: Duration = Duration::from_secs(30);
 /// How long an answer may take before the client asks again.
 const ANSWER_TIMEOUT: Duration = Duration::from_millis(250);
-/// How long the answer to a question may take that is asked once: a machine may stand still for a moment.
+/// How long the answer to a question may take that is asked once: a machine may stand still for a
+/// moment.
 const ONLY_ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 const PAUSE: Duration = Duration::from_millis(5);
 
@@ -74,7 +75,8 @@ impl Flow {
         }
     }
 
-    /// Asks again and again, as a client does that does not know of any change, until `is_so`; what came then.
+    /// Asks again and again, as a client does that does not know of any change, until `is_so`; what
+    /// came then.
     pub fn until(&self, wanted: &str, is_so: impl Fn(&Outcome) -> bool) -> Result<Outcome> {
         let deadline = Instant::now() + GUARD;
         loop {

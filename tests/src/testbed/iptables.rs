@@ -28,7 +28,8 @@ impl Variant {
     }
 }
 
-/// Runs iptables in `machine` with the given arguments, holding the lock file `lock` (all programs of one machine share one).
+/// Runs iptables in `machine` with the given arguments, holding the lock file `lock` (all programs
+/// of one machine share one).
 pub fn run(machine: &Namespace, variant: Variant, family: Family, lock: &Path, arguments: &[&str]) -> Result<()> {
     let mut command = Command::new(variant.program(family, ""));
     command.arg("--wait").args(arguments).env("XTABLES_LOCKFILE", lock);
@@ -42,8 +43,9 @@ pub fn restore(machine: &Namespace, variant: Variant, family: Family, lock: &Pat
     machine.output(command).map(drop)
 }
 
-/// Rules of one variant and family as `iptables-save` prints them, without comments, packet counters, and tables in which there is
-/// nothing but empty built-in chains that accept (a table appears when somebody first looks at it).
+/// Rules of one variant and family as `iptables-save` prints them, without comments, packet
+/// counters, and tables in which there is nothing but empty built-in chains that accept (a table
+/// appears when somebody first looks at it).
 pub fn save(machine: &Namespace, variant: Variant, family: Family, lock: &Path) -> Result<String> {
     let mut command = Command::new(variant.program(family, "-save"));
     command.env("XTABLES_LOCKFILE", lock);

@@ -47,7 +47,8 @@ impl Machines {
         self.folder.keep.store(true, Ordering::Relaxed);
     }
 
-    /// Lock file that programs on `machine` which write iptables rules share in place of /run/xtables.lock, which all machines would.
+    /// Lock file that programs on `machine` which write iptables rules share in place of
+    /// /run/xtables.lock, which all machines would.
     pub fn xtables_lock(&self, machine: &str) -> PathBuf {
         self.folder.path.join(format!("{machine}.xtables.lock"))
     }

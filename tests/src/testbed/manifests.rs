@@ -1,7 +1,9 @@
-//! What a cluster's users would have asked for: Services and their EndpointSlices, as ordinary YAML.
+//! What a cluster's users would have asked for: Services and their EndpointSlices, as ordinary
+//! YAML.
 //!
-//! Every service is dual-stack, has a number, and its addresses follow from that: cluster 10.96.0.N and fd00:10:96::N, external
-//! 198.51.100.N and 2001:db8:100::N, load balancer 203.0.113.N and 2001:db8:200::N, node ports from 30000 + 10 × N.
+//! Every service is dual-stack, has a number, and its addresses follow from that: cluster 10.96.0.N
+//! and fd00:10:96::N, external 198.51.100.N and 2001:db8:100::N, load balancer 203.0.113.N and
+//! 2001:db8:200::N, node ports from 30000 + 10 × N.
 
 mod yaml;
 
@@ -16,7 +18,8 @@ use super::plan::{self, Family, HTTP_PORT, LINE_PORT, SECOND_LINE_PORT};
 
 /// Namespace of every service.
 pub const NAMESPACE: &str = "testbed";
-/// Service whose port is the number of times that the manifests were written: seen there, a change has reached the control plane.
+/// Service whose port is the number of times that the manifests were written: seen there, a change
+/// has reached the control plane.
 pub(super) const MARKER: &str = "marker";
 /// Its address.
 pub const MARKER_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 96, 255, 254);
@@ -27,7 +30,8 @@ pub struct Manifests {
     services: Vec<Service>,
     /// Labels `topology.kubernetes.io/zone` of nodes that differ from the plan; `None` for none.
     pub zones: BTreeMap<&'static str, Option<&'static str>>,
-    /// Further documents, as they are. They are not counted as services or endpoints, so they must be none that are served.
+    /// Further documents, as they are. They are not counted as services or endpoints, so they must
+    /// be none that are served.
     pub further: Vec<Value>,
 }
 
@@ -60,7 +64,8 @@ pub struct Service {
     pub headless_slices: bool,
     /// Further slices, beside the one of `endpoints`.
     pub more_slices: Vec<Slice>,
-    /// Changes the manifest at last (RFC 7386, JSON Merge Patch), for what has no field here. It must not change what is counted.
+    /// Changes the manifest at last (RFC 7386, JSON Merge Patch), for what has no field here. It
+    /// must not change what is counted.
     pub patch: Option<fn(&Service) -> Value>,
 }
 
@@ -164,7 +169,8 @@ impl Endpoint {
         Self { ready: false, terminating: true, ..Self::ready(name) }
     }
 
-    /// A pod of a Service with `publishNotReadyAddresses` that is neither ready nor going to be: slices call it ready.
+    /// A pod of a Service with `publishNotReadyAddresses` that is neither ready nor going to be:
+    /// slices call it ready.
     pub fn published(name: &str) -> Self {
         Self { serving: false, terminating: true, ..Self::ready(name) }
     }
@@ -186,8 +192,8 @@ pub fn ready(names: &[&str]) -> Vec<Endpoint> {
 }
 
 impl Service {
-    /// A service on ready pods, with every kind of address, policies "Cluster", and these ports: `tcp`, `udp` and `sctp`, all three 80;
-    /// `second`, TCP 90; and `http`, 8080.
+    /// A service on ready pods, with every kind of address, policies "Cluster", and these ports:
+    /// `tcp`, `udp` and `sctp`, all three 80; `second`, TCP 90; and `http`, 8080.
     pub fn new(name: &str, endpoints: &[&str]) -> Self {
         let port = |name, transport, port, target_port| Port { name, transport, port, target_port };
         Self {
@@ -234,7 +240,8 @@ impl Service {
         })
     }
 
-    /// Where `server` is to be reached for the port called `port`: the slice that lists it may have a number of its own.
+    /// Where `server` is to be reached for the port called `port`: the slice that lists it may have
+    /// a number of its own.
     pub fn target_port(&self, server: &str, port: &str) -> Result<u16> {
         let mut slices = self.more_slices.iter().filter(|slice| slice.endpoints.iter().any(|pod| pod.name == server));
         let of_slice = slices.find_map(|slice| slice.ports.iter().find(|candidate| candidate.name == port));

@@ -3,22 +3,23 @@
 //! ```text
 //!   control 192.0.2.1      outside-1 192.0.2.100   outside-2 192.0.2.101
 //!        │                      │ VIPs via node-a        │ VIPs via node-b
-//!  ──────┴──────────┬───────────┴────────┬───────────────┴─────  underlay bridge, 192.0.2.254 drops the rest
+//!  ──────┴──────────┬───────────┴────────┬───────────────┴──── underlay; 192.0.2.254 drops the rest
 //!             node-a 192.0.2.11    node-b 192.0.2.12    node-c 192.0.2.13
 //!              zone-1               zone-1               zone-2
-//!              a1 a2 a3             b1 b2 b3             c1 c2        one veth a pod, routed by its node
+//!              a1 a2 a3             b1 b2 b3             c1 c2       one veth per pod
 //! ```
 //!
-//! Every box is a namespace with IPv4 and IPv6 (see [`plan`] for the addresses). Pods hang on their node by routed veths,
-//! without a bridge, so that replies always pass the node that translated the request. Outside clients have no
-//! route to pods; what they send to cluster addresses, external addresses and load balancer addresses goes to one node.
-//! What nobody translates ends at the underlay's default route, which drops it without a word, so that
-//! "no rule" shows as a time-out, never as a refusal.
+//! Every box is a namespace with IPv4 and IPv6 (see [`plan`] for the addresses). Pods hang on their
+//! node by routed veths, without a bridge, so that replies always pass the node that translated the
+//! request. Outside clients have no route to pods; what they send to cluster addresses, external
+//! addresses and load balancer addresses goes to one node. What nobody translates ends at the
+//! underlay's default route, which drops it without a word, so that "no rule" shows as a time-out,
+//! never as a refusal.
 //!
-//! Control plane and agents are the real programs, one process each, in the namespaces of their machines.
-//! Namespaces are named `hg<process id>-<number>-<machine>`, vanish with the [`Testbed`], and those of dead
-//! processes are swept at the next start. Several testbeds live side by side: they share names of machines and addresses,
-//! and nothing else.
+//! Control plane and agents are the real programs, one process each, in the namespaces of their
+//! machines. Namespaces are named `hg<process id>-<number>-<machine>`, vanish with the [`Testbed`],
+//! and those of dead processes are swept at the next start. Several testbeds live side by side:
+//! they share names of machines and addresses, and nothing else.
 
 pub mod backend;
 mod bed;

@@ -49,7 +49,8 @@ pub fn sweep_stale() -> Result<()> {
         let name = entry?.file_name().to_string_lossy().into_owned();
         let Some(process) = owner(&name) else { continue };
         if !Path::new(&format!("/proc/{process}")).exists() {
-            // Another test process may sweep at the same moment; whoever comes second finds nothing to remove.
+            // Another test process may sweep at the same moment; whoever comes second finds nothing
+            // to remove.
             let removed = remove(&name);
             if removed.is_err() && Path::new(NAMESPACES).join(&name).exists() {
                 removed?;
@@ -96,8 +97,8 @@ impl Namespace {
         ip(&["-n", &self.name, "-batch", "-"], commands)
     }
 
-    /// Runs `work` on a thread of its own inside the namespace, and waits for it. Sockets made there stay in the
-    /// namespace wherever they are used afterwards.
+    /// Runs `work` on a thread of its own inside the namespace, and waits for it. Sockets made
+    /// there stay in the namespace wherever they are used afterwards.
     pub fn run<T: Send>(&self, work: impl FnOnce() -> Result<T> + Send) -> Result<T> {
         std::thread::scope(|scope| {
             let doorway = self.doorway()?;
@@ -126,14 +127,16 @@ impl Namespace {
         })
     }
 
-    /// Starts a program inside the namespace. It is killed when this process dies; ending it earlier is up to the caller.
+    /// Starts a program inside the namespace. It is killed when this process dies; ending it
+    /// earlier is up to the caller.
     pub fn spawn(&self, command: Command) -> Result<Child> {
         let program = command.get_program().to_string_lossy().into_owned();
         let handle = self.handle.try_clone().context("cloning a namespace handle")?;
         spawn::spawn_in(handle, command).with_context(|| format!("starting {program} in {}", self.name))
     }
 
-    /// Runs a program inside the namespace to its end; its standard output, or an error that carries its standard error.
+    /// Runs a program inside the namespace to its end; its standard output, or an error that
+    /// carries its standard error.
     pub fn output(&self, mut command: Command) -> Result<String> {
         let shown = format!("{command:?}");
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -168,7 +171,8 @@ impl Drop for Namespace {
     }
 }
 
-/// Removes the name of a namespace. The namespace itself goes with the last socket and process in it.
+/// Removes the name of a namespace. The namespace itself goes with the last socket and process in
+/// it.
 fn remove(name: &str) -> Result<()> {
     let path = Path::new(NAMESPACES).join(name);
     umount2(&path, MntFlags::MNT_DETACH).with_context(|| format!("unmounting {}", path.display()))?;

@@ -18,7 +18,8 @@ const SYSCTLS: [(&str, &str); 12] = [
     // Answers may come by another way than requests went.
     ("ipv4/conf/all/rp_filter", "0"),
     ("ipv4/conf/default/rp_filter", "0"),
-    // Nodes forward out of the link that a packet came in by; nobody should learn a short cut from that.
+    // Nodes forward out of the link that a packet came in by; nobody should learn a short cut from
+    // that.
     ("ipv4/conf/all/send_redirects", "0"),
     ("ipv4/conf/default/send_redirects", "0"),
     ("ipv6/conf/all/accept_redirects", "0"),
@@ -41,7 +42,8 @@ pub struct Network {
 impl Network {
     /// Builds everything; what was built goes away again if a step fails.
     ///
-    /// Starting a program costs time, most of all inside User-Mode Linux, so each namespace gets its commands at once.
+    /// Starting a program costs time, most of all inside User-Mode Linux, so each namespace gets
+    /// its commands at once.
     pub fn create() -> Result<Self> {
         netns::check_prerequisites()?;
         netns::sweep_stale()?;
@@ -90,7 +92,8 @@ fn address(name: &str) -> Result<Addresses> {
 
 const LOOPBACK: &str = "link set lo up\n";
 
-/// The bridge, a link to each machine on it, whose other end is the machine's `eth0`, and default routes to nowhere.
+/// The bridge, a link to each machine on it, whose other end is the machine's `eth0`, and default
+/// routes to nowhere.
 fn underlay_commands(names: &[&str], machines: &BTreeMap<&'static str, Namespace>) -> Result<String> {
     let gateway = plan::gateway();
     let mut commands = format!(
@@ -130,8 +133,9 @@ fn service_routes(via: &str) -> Result<String> {
     Ok(commands)
 }
 
-/// A node's link to the underlay, its sides of the links to its pods, and routes to the pods of other nodes. Both sides
-/// of a pod's link know each other by host routes, so that every packet is routed.
+/// A node's link to the underlay, its sides of the links to its pods, and routes to the pods of
+/// other nodes. Both sides of a pod's link know each other by host routes, so that every packet is
+/// routed.
 fn node_commands(node: &NodePlan, machines: &BTreeMap<&'static str, Namespace>) -> Result<String> {
     let host = address(node.name)?;
     let mut commands = uplink_commands(node.name)?;

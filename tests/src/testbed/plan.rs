@@ -1,5 +1,5 @@
-//! Who has which name and address in a testbed. Everything here is fixed, so that a failing case can be read without
-//! a look at the machine.
+//! Who has which name and address in a testbed. Everything here is fixed, so that a failing case
+//! can be read without a look at the machine.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
@@ -75,14 +75,16 @@ pub struct NodePlan {
     pub pods: &'static [&'static str],
 }
 
-/// The nodes. Those pods that no service of the packet table uses as endpoints serve as clients: a3, b3, c2.
+/// The nodes. Those pods that no service of the packet table uses as endpoints serve as clients:
+/// a3, b3, c2.
 pub const NODES: [NodePlan; 3] = [
     NodePlan { name: "node-a", zone: "zone-1", pods: &["a1", "a2", "a3"] },
     NodePlan { name: "node-b", zone: "zone-1", pods: &["b1", "b2", "b3"] },
     NodePlan { name: "node-c", zone: "zone-2", pods: &["c1", "c2"] },
 ];
 
-/// Clients outside the cluster: name and the node to which they send what they have for service addresses.
+/// Clients outside the cluster: name and the node to which they send what they have for service
+/// addresses.
 pub const OUTSIDE: [(&str, &str); 2] = [("outside-1", "node-a"), ("outside-2", "node-b")];
 
 /// The machine of the control plane.
@@ -94,7 +96,8 @@ pub const CONTROL_PORT: u16 = 7443;
 /// Value of the agents' `--cluster-cidr`.
 pub const CLUSTER_CIDR: &str = "10.244.0.0/16,fd00:10:244::/48";
 
-/// Prefixes of service addresses that outside clients send to a node: cluster, external, load balancer.
+/// Prefixes of service addresses that outside clients send to a node: cluster, external, load
+/// balancer.
 pub const SERVICE_PREFIXES: [&str; 6] =
     ["10.96.0.0/16", "198.51.100.0/24", "203.0.113.0/24", "fd00:10:96::/112", "2001:db8:100::/64", "2001:db8:200::/64"];
 

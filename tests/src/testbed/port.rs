@@ -7,8 +7,9 @@ use std::{
 
 use socket2::{Domain, Socket, Type};
 
-/// A TCP port of 127.0.0.1. As long as it is held, the kernel gives it to nobody who asks for any port, and who asks for this one and sets `SO_REUSEADDR`,
-/// as servers do, may listen. Until then connections to it are refused.
+/// A TCP port of 127.0.0.1. As long as it is held, the kernel gives it to nobody who asks for any
+/// port, and who asks for this one and sets `SO_REUSEADDR`, as servers do, may listen. Until then
+/// connections to it are refused.
 #[derive(Debug)]
 pub struct ReservedPort {
     address: SocketAddr,

@@ -28,7 +28,8 @@ pub fn program(name: &str) -> Result<PathBuf> {
     bail!("{name} is not beside {}: run `cargo build --workspace` first (`make test` does)", own.display());
 }
 
-/// Path of grpcurl: what `HEADGATE_GRPCURL` names, else on `PATH`, else in `target/tools`, where `make setup` puts it.
+/// Path of grpcurl: what `HEADGATE_GRPCURL` names, else on `PATH`, else in `target/tools`, where
+/// `make setup` puts it.
 ///
 /// # Panics
 /// There is none.
@@ -73,7 +74,8 @@ pub fn log_tail(path: &Path) -> String {
     }
 }
 
-/// Where a control plane listens, for agents and for its pages, as its log says; `None` as long as it does not.
+/// Where a control plane listens, for agents and for its pages, as its log says; `None` as long as
+/// it does not.
 pub fn control_plane_addresses(log: &str) -> Option<[SocketAddr; 2]> {
     // A line is whole once the next one begins.
     let (whole, _) = log.rsplit_once('\n')?;

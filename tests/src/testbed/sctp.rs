@@ -1,9 +1,9 @@
 //! As much of SCTP as it takes to ask "who answers?", spoken over raw IP sockets.
 //!
-//! A kernel may translate SCTP without offering SCTP sockets. An association's first two packets are
-//! enough to see where a request went: the client sends INIT, the server answers INIT ACK and puts its answer into the
-//! state cookie, which is the server's own business by the protocol. Verification tags and the CRC32c are right,
-//! since connection tracking checks both.
+//! A kernel may translate SCTP without offering SCTP sockets. An association's first two packets
+//! are enough to see where a request went: the client sends INIT, the server answers INIT ACK and
+//! puts its answer into the state cookie, which is the server's own business by the protocol.
+//! Verification tags and the CRC32c are right, since connection tracking checks both.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr, UdpSocket};
@@ -20,7 +20,8 @@ const CHUNK_INIT: u8 = 1;
 const CHUNK_INIT_ACK: u8 = 2;
 const CHUNK_ABORT: u8 = 6;
 const PARAMETER_STATE_COOKIE: u16 = 7;
-/// After this an INIT is sent again (`RTO.Initial` of RFC 9260). IPVS drops the first one of a port that is used again soon.
+/// After this an INIT is sent again (`RTO.Initial` of RFC 9260). IPVS drops the first one of a port
+/// that is used again soon.
 const RETRANSMISSION_TIMEOUT: Duration = Duration::from_secs(1);
 const HEADER_BYTES: usize = 12;
 /// Chunk header and fixed part of INIT and INIT ACK.
@@ -95,7 +96,8 @@ fn push_init(bytes: &mut Vec<u8>, kind: u8, initiate_tag: u32, cookie: &[u8]) {
     bytes.extend([kind, 0]);
     bytes.extend(as_u16(INIT_BYTES + parameter_bytes));
     bytes.extend(initiate_tag.to_be_bytes());
-    // Receive window, one stream each way, and the first TSN, which RFC 9260 suggests to set to the tag.
+    // Receive window, one stream each way, and the first TSN, which RFC 9260 suggests to set to the
+    // tag.
     bytes.extend(65_536_u32.to_be_bytes());
     bytes.extend([0, 1, 0, 1]);
     bytes.extend(initiate_tag.to_be_bytes());
@@ -114,8 +116,8 @@ fn crc32c(bytes: &[u8]) -> u32 {
     })
 }
 
-/// A raw socket for SCTP, bound to `address`. Wrapped as a `UdpSocket` for its `send_to` and `recv_from`, which are plain
-/// system calls; ports mean nothing to it.
+/// A raw socket for SCTP, bound to `address`. Wrapped as a `UdpSocket` for its `send_to` and
+/// `recv_from`, which are plain system calls; ports mean nothing to it.
 pub(super) fn raw_socket(address: IpAddr) -> io::Result<UdpSocket> {
     let domain = if address.is_ipv4() { Domain::IPV4 } else { Domain::IPV6 };
     let socket = Socket::new(domain, Type::RAW, Some(Protocol::from(PROTOCOL_NUMBER)))?;
@@ -123,7 +125,8 @@ pub(super) fn raw_socket(address: IpAddr) -> io::Result<UdpSocket> {
     Ok(socket.into())
 }
 
-/// The SCTP packet in what a raw socket received: IPv4 puts its own header before it, IPv6 does not.
+/// The SCTP packet in what a raw socket received: IPv4 puts its own header before it, IPv6 does
+/// not.
 pub(super) fn payload(family: Family, received: &[u8]) -> &[u8] {
     match family {
         Family::V6 => received,
@@ -134,8 +137,8 @@ pub(super) fn payload(family: Family, received: &[u8]) -> &[u8] {
     }
 }
 
-/// Asks the SCTP server at `to` from `source`; the server's answer as text. Errors are those of sockets: refused for an ABORT or an
-/// ICMP message, timed out when nothing came.
+/// Asks the SCTP server at `to` from `source`; the server's answer as text. Errors are those of
+/// sockets: refused for an ABORT or an ICMP message, timed out when nothing came.
 pub(super) fn ask(source: SocketAddr, to: SocketAddr, timeout: Duration) -> io::Result<String> {
     let family = Family::of(to.ip());
     let socket = raw_socket(source.ip())?;

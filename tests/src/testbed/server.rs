@@ -1,7 +1,8 @@
-//! The servers in pods and on nodes. Each answers with its name, the port at which it was reached, and the source that it saw.
+//! The servers in pods and on nodes. Each answers with its name, the port at which it was reached,
+//! and the source that it saw.
 //!
-//! One thread serves a whole testbed: a socket belongs to the namespace in which it was made, so the thread visits
-//! each namespace once to open its listeners, and serves them all afterwards.
+//! One thread serves a whole testbed: a socket belongs to the namespace in which it was made, so
+//! the thread visits each namespace once to open its listeners, and serves them all afterwards.
 
 use std::convert::Infallible;
 use std::net::{IpAddr, SocketAddr};
@@ -59,7 +60,8 @@ impl Servers {
                     // Namespaces stay alive while somebody holds them open.
                     drop(machines);
                     if report.send(result).is_ok() {
-                        // An error means that the owner is gone without a word, which is the same request.
+                        // An error means that the owner is gone without a word, which is the same
+                        // request.
                         let _ = stopped.await;
                     }
                 });
@@ -114,7 +116,8 @@ where
 {
     loop {
         match listener.accept().await {
-            // A client that goes away in mid-word is its own affair; the client's side reports what it missed.
+            // A client that goes away in mid-word is its own affair; the client's side reports what
+            // it missed.
             Ok((stream, _)) => drop(tokio::spawn(serve(stream))),
             Err(error) => {
                 eprintln!("warning: a test server cannot accept: {error}");
@@ -173,7 +176,8 @@ async fn serve_sctp(name: &'static str, own: IpAddr, socket: UdpSocket) -> std::
     }
 }
 
-/// HTTP/1.1: `GET /` for the answer, `GET /bytes/N` for N bytes, `POST /count` for the length of the request's body.
+/// HTTP/1.1: `GET /` for the answer, `GET /bytes/N` for N bytes, `POST /count` for the length of
+/// the request's body.
 async fn serve_http(name: &'static str, stream: TcpStream) -> std::io::Result<()> {
     stream.set_nodelay(true)?;
     let answer = Answer::new(name, stream.local_addr()?.port(), stream.peer_addr()?).to_string();

@@ -15,8 +15,9 @@ type Job = Box<dyn FnOnce() + Send>;
 
 /// Runs `job` on the one thread that starts every child process.
 ///
-/// The kernel sends the parent-death signal when the *thread* that forked ends, not the process. A test's threads
-/// come and go, so children are started by a thread that stays until the process ends.
+/// The kernel sends the parent-death signal when the *thread* that forked ends, not the process. A
+/// test's threads come and go, so children are started by a thread that stays until the process
+/// ends.
 fn on_spawner<T: Send + 'static>(job: impl FnOnce() -> T + Send + 'static) -> io::Result<T> {
     static SPAWNER: OnceLock<Mutex<mpsc::Sender<Job>>> = OnceLock::new();
     let spawner = SPAWNER.get_or_init(|| {
@@ -49,14 +50,15 @@ fn enter_before_exec(command: &mut Command, namespace: File) {
         nix::sys::prctl::set_pdeathsig(Signal::SIGKILL)?;
         Ok(())
     };
-    // SAFETY: the closure runs in the forked child and does two system calls; it allocates nothing, takes no
-    // lock and touches no state shared with other threads.
+    // SAFETY: the closure runs in the forked child and does two system calls; it allocates nothing,
+    // takes no lock and touches no state shared with other threads.
     unsafe {
         command.pre_exec(prepare);
     }
 }
 
-/// Has the program find no IPv6 sockets, as on a kernel that was booted with `ipv6.disable=1`: `socket(AF_INET6, …)` fails with EAFNOSUPPORT.
+/// Has the program find no IPv6 sockets, as on a kernel that was booted with `ipv6.disable=1`:
+/// `socket(AF_INET6, …)` fails with EAFNOSUPPORT.
 #[allow(unsafe_code)]
 pub fn refuse_ipv6_sockets(command: &mut Command) {
     let statement = |code: u32, jump_true, jump_false, value| libc::sock_filter {
@@ -65,7 +67,8 @@ pub fn refuse_ipv6_sockets(command: &mut Command) {
         jf: jump_false,
         k: value,
     };
-    // Offsets in `struct seccomp_data`: the system call's number, and the low half of its first argument.
+    // Offsets in `struct seccomp_data`: the system call's number, and the low half of its first
+    // argument.
     const NUMBER: u32 = 0;
     const FIRST_ARGUMENT: u32 = if cfg!(target_endian = "little") { 16 } else { 20 };
     let load = libc::BPF_LD | libc::BPF_W | libc::BPF_ABS;
@@ -83,11 +86,13 @@ pub fn refuse_ipv6_sockets(command: &mut Command) {
         nix::sys::prctl::set_no_new_privs()?;
         let mut filter = filter;
         let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_mut_ptr() };
-        // SAFETY: `program` and the filter that it points to live until the call returns; the kernel copies both.
+        // SAFETY: `program` and the filter that it points to live until the call returns; the
+        // kernel copies both.
         let result = unsafe { libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &program) };
         if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     };
-    // SAFETY: the closure runs in the forked child and does two system calls; it allocates nothing, takes no lock and touches no state shared with other threads.
+    // SAFETY: the closure runs in the forked child and does two system calls; it allocates nothing,
+    // takes no lock and touches no state shared with other threads.
     unsafe {
         command.pre_exec(install);
     }

@@ -1,10 +1,12 @@
 //! Clients that ask the same target take turns.
 //!
-//! Scheduler `rr` hands a virtual server's connections out one endpoint after the other. Two clients that ask it at once, each as fast as it is
-//! answered, may fall into step: with four endpoints each client then gets every second one, as often as it asks, and sees two endpoints although all
-//! four take their turns. By chance that happens rarely, and on a machine with one CPU, which lets threads run in a fixed order, it lasts. A
-//! series of requests that is to show who answers has its target for itself, therefore. All backends do the same, so that what is asked of them
-//! does not differ.
+//! Scheduler `rr` hands a virtual server's connections out one endpoint after the other. Two
+//! clients that ask it at once, each as fast as it is answered, may fall into step: with four
+//! endpoints each client then gets every second one, as often as it asks, and sees two endpoints
+//! although all four take their turns. By chance that happens rarely, and on a machine with one
+//! CPU, which lets threads run in a fixed order, it lasts. A series of requests that is to show who
+//! answers has its target for itself, therefore. All backends do the same, so that what is asked of
+//! them does not differ.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -12,8 +14,8 @@ use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 use super::client::{Request, Transport};
 
-/// A target as a virtual server knows it. Clients of several nodes ask several virtual servers of the same name, and wait for each other as well, which
-/// costs little.
+/// A target as a virtual server knows it. Clients of several nodes ask several virtual servers of
+/// the same name, and wait for each other as well, which costs little.
 type Target = (Transport, SocketAddr);
 
 static TARGETS: LazyLock<Mutex<HashMap<Target, Arc<Mutex<()>>>>> = LazyLock::new(Mutex::default);

@@ -1,4 +1,5 @@
-//! Inside: process 1 of the machine, which prepares it and runs what is asked for, one test after the other.
+//! Inside: process 1 of the machine, which prepares it and runs what is asked for, one test after
+//! the other.
 
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -30,8 +31,9 @@ const MODULES: &str = "/usr/lib/uml/modules";
 const MODPROBE: &str = "/run/modprobe";
 const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
-/// Loaded before the first test: what IPVS, ipset and iptables need, every scheduler, and what the testbed's links are made of. The
-/// kernel loads others by itself when they are first used, as on any machine.
+/// Loaded before the first test: what IPVS, ipset and iptables need, every scheduler, and what the
+/// testbed's links are made of. The kernel loads others by itself when they are first used, as on
+/// any machine.
 const WANTED_MODULES: &[&str] = &[
     "ip_vs",
     "ip_vs_rr",
@@ -89,7 +91,8 @@ pub fn is_here() -> bool {
     std::env::var_os(ENTERED_VARIABLE).is_some()
 }
 
-/// Says that the test, or what else was asked for, has begun: without it, a program in which the test does not exist would count as passed.
+/// Says that the test, or what else was asked for, has begun: without it, a program in which the
+/// test does not exist would count as passed.
 ///
 /// # Panics
 /// The mark cannot be made.
@@ -132,7 +135,8 @@ fn prepare(slot: &Path) -> Result<()> {
     // A kernel that has done something wrong must not go on as if nothing had happened.
     set("/proc/sys/kernel/panic_on_oops", "1")?;
     load_modules()?;
-    // By its little memory this kernel would track 8,192 connections in a namespace, and drop packets of all others; only here can that be changed.
+    // By its little memory this kernel would track 8,192 connections in a namespace, and drop
+    // packets of all others; only here can that be changed.
     set("/proc/sys/net/netfilter/nf_conntrack_max", "262144")
 }
 
@@ -197,7 +201,8 @@ fn take(slot: &Path) -> Result<Option<Request>> {
 }
 
 fn run_test(slot: &Path, request: &Request) -> Result<Outcome> {
-    // Virtual servers, sets, rules and links all belong to a namespace, so the last test's go with the last namespace.
+    // Virtual servers, sets, rules and links all belong to a namespace, so the last test's go with
+    // the last namespace.
     unshare(CloneFlags::CLONE_NEWNET).context("making a network namespace")?;
     run(Command::new("ip").args(["link", "set", "lo", "up"]))?;
     let output = open_for_appending(&slot.join(request.output()))?;
@@ -231,7 +236,8 @@ fn run_test(slot: &Path, request: &Request) -> Result<Outcome> {
     Ok(failure.map_or(Outcome::Passed, |how| Outcome::Failed { how, kept }))
 }
 
-/// Waits for the test's process, and reaps those that have lost their parents meanwhile; how it failed, if it did.
+/// Waits for the test's process, and reaps those that have lost their parents meanwhile; how it
+/// failed, if it did.
 fn watch(slot: &Path, request: &Request, child: Pid) -> Result<Option<String>> {
     let limit = Duration::from_secs(request.time_limit_seconds);
     let started = Instant::now();
@@ -253,7 +259,8 @@ fn watch(slot: &Path, request: &Request, child: Pid) -> Result<Option<String>> {
     }
 }
 
-/// Whether the test outside still waits. Its clock and ours need not agree: a time that does not change is enough.
+/// Whether the test outside still waits. Its clock and ours need not agree: a time that does not
+/// change is enough.
 struct Heartbeat {
     path: PathBuf,
     last: Option<SystemTime>,

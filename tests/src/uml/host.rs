@@ -142,7 +142,8 @@ fn wait(slot: &Slot, request: &Request) -> Result<Outcome, Failure> {
             beat(slot.folder())?;
             last_heartbeat = Some(Instant::now());
         }
-        // Asked before the outcome is looked for, which may be the last thing that a machine writes.
+        // Asked before the outcome is looked for, which may be the last thing that a machine
+        // writes.
         let is_running = machine::is_running(slot.folder());
         let is_taken = !slot.folder().join(REQUEST).exists();
         if let Some(outcome) = protocol::read(slot.folder(), &request.outcome()).context("reading the outcome")? {

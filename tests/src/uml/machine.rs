@@ -25,7 +25,8 @@ const PID: &str = "pid";
 pub(super) fn boot(slot: &Slot) -> Result<()> {
     slot::sweep()?;
     let console = slot::open_for_appending(&slot.console())?;
-    // A lock belongs to the open file, which the kernel's process inherits: it ends with the last process that has it.
+    // A lock belongs to the open file, which the kernel's process inherits: it ends with the last
+    // process that has it.
     console.try_lock().with_context(|| format!("{} is locked: a machine runs", slot.console().display()))?;
     let init = program("uml-init")?;
     let mut command = Command::new("linux.uml");
@@ -78,14 +79,16 @@ pub(super) fn console_tail(slot: &Slot, lines: usize) -> String {
     }
 }
 
-/// The kernel maps its memory from a file. In memory, unless that is too small, as in containers, where the disk must do.
+/// The kernel maps its memory from a file. In memory, unless that is too small, as in containers,
+/// where the disk must do.
 fn memory_folder(slot: &Path) -> Result<PathBuf> {
     let has_room = statvfs(SHARED_MEMORY)
         .is_ok_and(|stat| stat.blocks_available() * stat.fragment_size() / 1024 / 1024 >= 2 * MEMORY_MIB);
     Ok(if has_room { PathBuf::from(SHARED_MEMORY) } else { slot.to_owned() })
 }
 
-/// Compiles the library that the kernel needs on processors with much register state (see its head), once a slot.
+/// Compiles the library that the kernel needs on processors with much register state (see its
+/// head), once a slot.
 fn xstate_library(slot: &Path) -> Result<PathBuf> {
     let library = slot.join("xstate.so");
     if library.is_file() {

@@ -1,6 +1,8 @@
-//! What passes between a test outside and the machine: small files in the slot, each renamed into place when it is whole.
+//! What passes between a test outside and the machine: small files in the slot, each renamed into
+//! place when it is whole.
 //!
-//! The kernel's hostfs looks a name up anew each time, so that each side sees what the other has written as soon as it asks.
+//! The kernel's hostfs looks a name up anew each time, so that each side sees what the other has
+//! written as soon as it asks.
 
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};

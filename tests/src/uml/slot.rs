@@ -26,7 +26,8 @@ impl Slot {
     /// The first slot of this test run that no other test holds.
     ///
     /// # Errors
-    /// Files cannot be made under `target`, or its path is none that a kernel's command line can carry.
+    /// Files cannot be made under `target`, or its path is none that a kernel's command line can
+    /// carry.
     pub fn acquire() -> Result<Self> {
         let all = all_runs()?;
         if all.to_string_lossy().contains(|letter: char| letter.is_whitespace() || letter == '"') {

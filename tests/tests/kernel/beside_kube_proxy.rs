@@ -1,9 +1,11 @@
-//! kube-proxy on one node and Headgate's agent on another, of one real API server, are asked the same things.
+//! kube-proxy on one node and Headgate's agent on another, of one real API server, are asked the
+//! same things.
 //!
-//! The two nodes mirror each other: each random Service has a mirror image, in which node-a with its pods stands for
-//! node-b with its own. What node-a makes of a Service, asked from its pod, from itself and from outside, has to be what
-//! node-b makes of the mirror image. Needs `kube-proxy` beside `etcd` and `kube-apiserver` in the folder that
-//! `KUBEBUILDER_ASSETS` names; says so where it is not there.
+//! The two nodes mirror each other: each random Service has a mirror image, in which node-a with
+//! its pods stands for node-b with its own. What node-a makes of a Service, asked from its pod,
+//! from itself and from outside, has to be what node-b makes of the mirror image. Needs
+//! `kube-proxy` beside `etcd` and `kube-apiserver` in the folder that `KUBEBUILDER_ASSETS` names;
+//! says so where it is not there.
 
 use std::{
     collections::BTreeSet,
@@ -34,7 +36,8 @@ use serde_json::{Value, json};
 /// Random Services, each with its mirror image.
 const PAIRS: usize = 24;
 
-/// Questions of one kind at a time; more follow where the two nodes' servers differ, since the choice is random.
+/// Questions of one kind at a time; more follow where the two nodes' servers differ, since the
+/// choice is random.
 const ASKED_AT_ONCE: usize = 12;
 
 /// A difference counts when it lasts. Both programs have their rules long before.
@@ -130,8 +133,9 @@ struct Question {
 fn questions(service: &Service, rng: &mut fastrand::Rng) -> Vec<Question> {
     let mut questions = Vec::new();
     for from in CLIENTS {
-        // A pod of another node is not masqueraded, so what an endpoint elsewhere answers does not find its way back. With
-        // affinity it depends on chance whether a client has such an endpoint.
+        // A pod of another node is not masqueraded, so what an endpoint elsewhere answers does not
+        // find its way back. With affinity it depends on chance whether a client has such an
+        // endpoint.
         if from == "c2" && service.affinity_timeout_seconds.is_some() {
             continue;
         }
@@ -192,8 +196,8 @@ enum Seen {
     Other(String),
 }
 
-/// What a set of outcomes has to have in common: all of it, or with affinity, where each client has one server by chance,
-/// the kind.
+/// What a set of outcomes has to have in common: all of it, or with affinity, where each client has
+/// one server by chance, the kind.
 fn comparable(seen: &BTreeSet<Seen>, has_affinity: bool) -> BTreeSet<Seen> {
     let of_any_server = |seen: &Seen| match seen {
         Seen::Answered { .. } if has_affinity => Seen::Answered { server: String::new(), port: 0, sees_client: true },
@@ -205,8 +209,8 @@ fn comparable(seen: &BTreeSet<Seen>, has_affinity: bool) -> BTreeSet<Seen> {
 /// What came of a question at both nodes.
 enum Compared {
     Alike,
-    /// A node's own connection to an external address without endpoints is refused. kube-proxy in iptables mode has no rule
-    /// for it (ARCHITECTURE.md, "A node's own connections").
+    /// A node's own connection to an external address without endpoints is refused. kube-proxy in
+    /// iptables mode has no rule for it (ARCHITECTURE.md, "A node's own connections").
     RefusedToTheNode,
     /// A sentence.
     Different(String),
@@ -219,7 +223,8 @@ fn compare(machines: &Machines, service: &Service, image: &Service, question: Qu
     let (mut ours, mut theirs) = (BTreeSet::new(), BTreeSet::new());
     let mut round = 0;
     loop {
-        // Rules may have been on their way at first; later, more questions show more of a random choice.
+        // Rules may have been on their way at first; later, more questions show more of a random
+        // choice.
         if round < 3 {
             ours.clear();
             theirs.clear();

@@ -1,11 +1,13 @@
-//! Packet cases, for every backend: real programs, real sockets, a cluster of namespaces for each test.
+//! Packet cases, for every backend: real programs, real sockets, a cluster of namespaces for each
+//! test.
 
 use anyhow::Result;
 use headgate_tests::cases::{self, affinity, changes, health, lifecycle, live, payloads, raw, rules, settings, table};
 use headgate_tests::testbed::{Backend, Manifests, Testbed};
 use headgate_tests::uml;
 
-/// Shows the whole error, one cause a line, and takes the panic's way, by which the testbed keeps its logs.
+/// Shows the whole error, one cause a line, and takes the panic's way, by which the testbed keeps
+/// its logs.
 fn check(result: Result<()>) {
     if let Err(error) = result {
         panic!("{error:?}");

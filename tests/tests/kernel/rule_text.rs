@@ -1,5 +1,6 @@
-//! Rendered iptables rules against a real kernel: what `iptables-save` prints is to the letter what was rendered, in both variants and families, after
-//! full syncs, changes and a change of layout; and a cleanup leaves nothing. Reading rules back without parsing them rests on this.
+//! Rendered iptables rules against a real kernel: what `iptables-save` prints is to the letter what
+//! was rendered, in both variants and families, after full syncs, changes and a change of layout;
+//! and a cleanup leaves nothing. Reading rules back without parsing them rests on this.
 
 use std::{net::IpAddr, path::Path, sync::Arc};
 
@@ -68,7 +69,8 @@ fn everything() -> Vec<Change> {
     for (i, service) in (1u8..).zip(services) {
         let key = service.key.clone();
         changes.push(Change::from(service));
-        // The seventh has no endpoint on this node, the eighth none at all; the others have up to seven.
+        // The seventh has no endpoint on this node, the eighth none at all; the others have up to
+        // seven.
         let count = if i == 8 { 0 } else { i };
         for j in 0..count {
             let node = if j % 2 == 0 && i != 7 { "node-a" } else { "node-b" };
@@ -138,7 +140,8 @@ impl Rig {
         assert_eq!(backend.sync_full(&FixedState(&self.state, &node())).unwrap().objects_written, 1);
     }
 
-    /// A new agent finds its rules and writes nothing; where somebody changed one chain, it writes that chain alone.
+    /// A new agent finds its rules and writes nothing; where somebody changed one chain, it writes
+    /// that chain alone.
     fn assert_warm_restart_writes_nothing(&self, namespace: &netns::Namespace, variant: testbed_iptables::Variant) {
         let config = |layout| Config { variant: self.variant, layout, masquerade: masquerade(), ..Config::default() };
         let mut second = IptablesDataplane::new(config(self.layout)).unwrap();
@@ -155,7 +158,8 @@ impl Rig {
     }
 }
 
-/// A rule of somebody else's leads to a chain of a service that goes: everything else is written, and the chain stays, empty, until it can go.
+/// A rule of somebody else's leads to a chain of a service that goes: everything else is written,
+/// and the chain stays, empty, until it can go.
 fn a_foreign_rule_keeps_nothing_from_being_written(variant: Variant, by: testbed_iptables::Variant) {
     netns::check_prerequisites().unwrap();
     let namespace = netns::Namespace::create(format!("hg{}-foreign-{by:?}", std::process::id())).unwrap();
@@ -215,7 +219,8 @@ fn nft_a_foreign_rule_keeps_nothing_from_being_written() {
     a_foreign_rule_keeps_nothing_from_being_written(Variant::Nft, testbed_iptables::Variant::Nft);
 }
 
-/// Rules of a save, each chain's in order, chains in order of name; and the chains that are not the kernel's own.
+/// Rules of a save, each chain's in order, chains in order of name; and the chains that are not the
+/// kernel's own.
 fn rules(save: &str) -> Vec<String> {
     let mut lines: Vec<String> = Vec::new();
     let mut table = "";

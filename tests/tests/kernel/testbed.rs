@@ -1,4 +1,5 @@
-//! The testbed itself, before any program of ours: what its clients report is what its network does.
+//! The testbed itself, before any program of ours: what its clients report is what its network
+//! does.
 
 use std::net::{IpAddr, SocketAddr};
 use std::os::unix::process::ExitStatusExt;
@@ -106,7 +107,8 @@ fn a_source_port_that_somebody_holds_is_told_and_another_drawn() {
     }
 }
 
-/// Does the same for every family and transport at once, since most of the time is waiting for silence.
+/// Does the same for every family and transport at once, since most of the time is waiting for
+/// silence.
 fn in_parallel(check: impl Fn(Family, Transport) + Sync) {
     let check = &check;
     std::thread::scope(|scope| {
@@ -118,8 +120,9 @@ fn in_parallel(check: impl Fn(Family, Transport) + Sync) {
     });
 }
 
-/// Rules by hand, of the shapes that a service proxy uses, in both variants: translation is seen with its source kept or masqueraded
-/// on every protocol, a reject rule as refusal, a drop as silence.
+/// Rules by hand, of the shapes that a service proxy uses, in both variants: translation is seen
+/// with its source kept or masqueraded on every protocol, a reject rule as refusal, a drop as
+/// silence.
 fn hand_written_rules(variant: Variant) {
     let machines = Machines::start().unwrap();
     let node = machines.machine("node-a").unwrap();
@@ -227,8 +230,8 @@ fn programs_are_logged_and_ended() {
     assert!(!is_alive(id));
 }
 
-/// The table against rules by hand, which are right for one service on one node: what is right passes, and each kind of wrong is
-/// found.
+/// The table against rules by hand, which are right for one service on one node: what is right
+/// passes, and each kind of wrong is found.
 #[test]
 fn cases_find_what_is_wrong() {
     let bed = Testbed::machines_only(Backend::IptablesLegacy, table::services().unwrap()).unwrap();

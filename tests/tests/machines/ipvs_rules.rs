@@ -1,5 +1,6 @@
-//! What stands beside virtual servers, on a real kernel inside User-Mode Linux: sets of these names, kinds and elements exist there, and
-//! `iptables-save` prints the rules to the letter as they were rendered.
+//! What stands beside virtual servers, on a real kernel inside User-Mode Linux: sets of these
+//! names, kinds and elements exist there, and `iptables-save` prints the rules to the letter as
+//! they were rendered.
 
 use std::io::Write;
 use std::net::IpAddr;

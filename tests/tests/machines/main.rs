@@ -13,7 +13,8 @@ use std::{
     time::Duration,
 };
 
-/// Connects, once that is possible: the kernel adds the route to a new IPv6 address a moment after the address.
+/// Connects, once that is possible: the kernel adds the route to a new IPv6 address a moment after
+/// the address.
 fn connect_soon(address: SocketAddr) -> TcpStream {
     for _ in 0..500 {
         if let Ok(stream) = TcpStream::connect(address) {

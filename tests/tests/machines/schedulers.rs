@@ -1,7 +1,8 @@
-//! Every scheduler schedules as its name says: real connections through the kernel's IPVS, inside User-Mode Linux.
+//! Every scheduler schedules as its name says: real connections through the kernel's IPVS, inside
+//! User-Mode Linux.
 //!
-//! Clients, virtual servers and endpoints are addresses of one dummy device. Endpoints say their number to whoever connects, and hold the
-//! connection until the client closes it.
+//! Clients, virtual servers and endpoints are addresses of one dummy device. Endpoints say their
+//! number to whoever connects, and hold the connection until the client closes it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Read;
@@ -69,7 +70,8 @@ impl Rig {
         assert!(refused.is_empty(), "{:?}", commands[refused[0].index].explain(&refused[0].refusal));
     }
 
-    /// A virtual server with a scheduler as the agent sets it up, whose endpoints have these weights, in order of their numbers.
+    /// A virtual server with a scheduler as the agent sets it up, whose endpoints have these
+    /// weights, in order of their numbers.
     fn serve(&mut self, number: u8, scheduler: Scheduler, weights: &[u32]) -> ServiceId {
         self.serve_with(number, scheduler, weights, |service| service)
     }
@@ -269,7 +271,8 @@ fn sed_takes_the_one_with_the_shortest_expected_delay() {
     uml::inside(|| {
         let mut rig = Rig::new(2);
         rig.serve(1, Scheduler::ShortestExpectedDelay, &[4, 1]);
-        // (connections + 1) / weight: the idle second one is slower until the first has three. At a tie either will do.
+        // (connections + 1) / weight: the idle second one is slower until the first has three. At a
+        // tie either will do.
         let held = hold(1, 10);
         assert_eq!(order(&held)[..3], [1, 1, 1]);
         assert_eq!(shares(&held), [(1, 8), (2, 2)].into());
@@ -294,7 +297,8 @@ fn nq_takes_an_idle_one_whatever_it_weighs() {
 fn mh_goes_by_client_and_port_and_hardly_moves_when_an_endpoint_goes() {
     uml::inside(|| {
         let mut rig = Rig::new(4);
-        // The choice depends on nothing but the client and the endpoints, so that it is the same at another virtual server.
+        // The choice depends on nothing but the client and the endpoints, so that it is the same at
+        // another virtual server.
         for (service, weights) in [(1, [1, 1, 1, 1]), (2, [1, 1, 1, 1]), (3, [1, 1, 1, 0])] {
             rig.serve(service, Scheduler::MaglevHashing, &weights);
         }

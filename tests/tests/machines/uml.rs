@@ -1,4 +1,5 @@
-//! Tests inside User-Mode Linux: that they run there, that failures are seen, and that the packet cases hold on that kernel as well.
+//! Tests inside User-Mode Linux: that they run there, that failures are seen, and that the packet
+//! cases hold on that kernel as well.
 
 use std::time::Duration;
 
@@ -47,7 +48,8 @@ mod kernel {
     }
 }
 
-/// What the runner reports of tests that do not pass: each of these does inside what is to be seen outside.
+/// What the runner reports of tests that do not pass: each of these does inside what is to be seen
+/// outside.
 mod runner {
     use super::*;
 
@@ -118,7 +120,8 @@ mod runner {
     }
 }
 
-/// These packet cases pass on the host's kernel: if one fails here, it is the machine and not the backend under test.
+/// These packet cases pass on the host's kernel: if one fails here, it is the machine and not the
+/// backend under test.
 #[test]
 fn packet_cases_pass_with_iptables() {
     uml::inside(|| {

@@ -1,4 +1,5 @@
-//! The manifests in `deploy/`: well-formed, no more rights than promised, and options that the programs have.
+//! The manifests in `deploy/`: well-formed, no more rights than promised, and options that the
+//! programs have.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -120,7 +121,8 @@ fn agents_hold_no_api_credentials() {
     for volume in pod["volumes"].as_array().unwrap() {
         assert_eq!(volume["projected"], Value::Null, "a projected volume may hold a token");
         match (volume["hostPath"]["path"].as_str(), volume["secret"]["secretName"].as_str()) {
-            // Neither the kubelet's files nor anything else of the host that could hold a credential.
+            // Neither the kubelet's files nor anything else of the host that could hold a
+            // credential.
             (Some(path), None) => assert!(allowed.remove(path), "{path}"),
             (None, Some(secret)) => assert_eq!(secret, "headgate-node-agent-tls"),
             _ => panic!("an unexpected volume: {volume}"),

@@ -1,4 +1,5 @@
-//! Which replica agents follow while replicas lose their API servers. Nothing is asserted about time.
+//! Which replica agents follow while replicas lose their API servers. Nothing is asserted about
+//! time.
 
 use std::{
     process::Command,

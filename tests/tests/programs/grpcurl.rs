@@ -53,7 +53,8 @@ impl ControlPlane {
         Self::start_with(folder, &["--insecure-loopback".into()], vec!["-plaintext".into()])
     }
 
-    /// With the files of this folder, which `headgatectl certs` has made; grpcurl shows the certificate of `who`.
+    /// With the files of this folder, which `headgatectl certs` has made; grpcurl shows the
+    /// certificate of `who`.
     fn start_with_tls(folder: &Path, certs: &Path, who: Option<&str>) -> Self {
         let file = |name: &str| certs.join(name).display().to_string();
         let [cert, key, ca] = ["control-plane/tls.crt", "control-plane/tls.key", "ca.crt"].map(file);

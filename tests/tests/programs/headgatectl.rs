@@ -1,4 +1,5 @@
-//! `headgatectl` as its users meet it: the program itself, its output and exit codes, against a server that knows what it answers.
+//! `headgatectl` as its users meet it: the program itself, its output and exit codes, against a
+//! server that knows what it answers.
 
 use std::net::SocketAddr;
 use std::pin::Pin;

@@ -1,4 +1,5 @@
-//! The control plane on a folder of manifests, as people look at it by `headgatectl`: both programs are the real ones.
+//! The control plane on a folder of manifests, as people look at it by `headgatectl`: both programs
+//! are the real ones.
 
 use std::io::{BufRead as _, BufReader};
 use std::path::{Path, PathBuf};
@@ -180,7 +181,8 @@ fn watch_follows_an_edit() {
     });
     let watch = KilledOnDrop(watch);
 
-    // A watch shows changes from its beginning on: edit until one is seen, since nobody says when it has begun.
+    // A watch shows changes from its beginning on: edit until one is seen, since nobody says when
+    // it has begun.
     let example = std::fs::read_to_string(root().join("docs/examples/web.yaml")).unwrap();
     let first = control_plane.wait_for("a removal and its opposite", |this| {
         let without = example.split("  - addresses: [10.244.2.10]").next().unwrap();

@@ -1,13 +1,13 @@
-//! Runs the commands of the quick start and of the protocol guide, and compares their output with the
-//! lines below them.
+//! Runs the commands of the quick start and of the protocol guide, and compares their output with
+//! the lines below them.
 //!
-//! In a `console` block, a line that begins with `# ` is a command; a `\` at its end continues it on
-//! the next line. The lines up to the next command are the expected output. A line with `…` alone
-//! stands for any number of lines, `…` at the end of a line for any rest of the line, and a duration
-//! (31ms) for any duration. All else must be equal. `sh` blocks start the programs.
+//! In a `console` block, a line that begins with `# ` is a command; a `\` at its end continues it
+//! on the next line. The lines up to the next command are the expected output. A line with `…`
+//! alone stands for any number of lines, `…` at the end of a line for any rest of the line, and a
+//! duration (31ms) for any duration. All else must be equal. `sh` blocks start the programs.
 //!
-//! Two things differ from the page: `make test` has built the programs, and the namespace has its own
-//! name, so that an existing namespace `try` stays.
+//! Two things differ from the page: `make test` has built the programs, and the namespace has its
+//! own name, so that an existing namespace `try` stays.
 
 use std::{
     fs::{self, File},

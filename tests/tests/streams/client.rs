@@ -1,4 +1,5 @@
-//! A small agent: the generated client, and a reader that does with messages what the contract asks.
+//! A small agent: the generated client, and a reader that does with messages what the contract
+//! asks.
 
 use std::{collections::BTreeMap, net::SocketAddr, time::Duration};
 
@@ -21,7 +22,8 @@ use v1::{discovery_client::DiscoveryClient, server_message::Body};
 /// Guard against hanging; nothing is asserted about time.
 pub(crate) const GUARD: Duration = Duration::from_secs(60);
 
-/// A connection of its own, with small windows so that a reader that does not read is felt by the server.
+/// A connection of its own, with small windows so that a reader that does not read is felt by the
+/// server.
 pub(crate) async fn channel(address: SocketAddr) -> Channel {
     endpoint(address).connect().await.unwrap()
 }

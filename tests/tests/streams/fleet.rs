@@ -1,5 +1,6 @@
-//! The simulated fleet at a small size, against the real control plane: what a storm brings, what slow, vanishing and hostile agents do to others, and what
-//! a replica that is behind does to those who know more.
+//! The simulated fleet at a small size, against the real control plane: what a storm brings, what
+//! slow, vanishing and hostile agents do to others, and what a replica that is behind does to those
+//! who know more.
 
 use std::time::{Duration, Instant};
 
@@ -18,7 +19,8 @@ use headgate_tests::{
     },
 };
 
-/// A stage for so many agents, of which two hold a state; whoever needs the least time may have the core.
+/// A stage for so many agents, of which two hold a state; whoever needs the least time may have the
+/// core.
 fn stage(agents: usize, services: u32) -> Stage {
     let settings = Settings { backoff: Duration::from_millis(50), ..Settings::default() };
     let wire = Wire::VethUnsteered;
@@ -66,7 +68,8 @@ fn snapshots_are_sent_in_order_and_few_at_a_time() {
         assert!(seen.waited > 0 && seen.in_flight <= IN_FLIGHT, "{seen:?}");
         stage.compare_digests().unwrap();
         overtaken.push(seen.overtaken);
-        // Without any order it would be a half each time. Agents that are kept from their core for a moment find several answers, and read them in any order.
+        // Without any order it would be a half each time. Agents that are kept from their core for
+        // a moment find several answers, and read them in any order.
         if seen.overtaken < 0.4 {
             return;
         }
@@ -134,7 +137,8 @@ fn agents_move_to_a_replica_that_comes_late_and_lose_nothing() {
     let mut stage = Stage::set(setup).unwrap();
     let nodes: Vec<String> = (0..agents).map(|number| format!("node-{number:05}")).collect();
     stage.source.add_nodes(nodes.iter().map(String::as_str)).unwrap();
-    // Any Service will do, as long as it has an endpoint for each replica; of its two, one is ready at first.
+    // Any Service will do, as long as it has an endpoint for each replica; of its two, one is ready
+    // at first.
     let service = workload::key(0).to_string();
     let options = ["--balance-service", service.as_str()];
     stage.source.toggle(0).unwrap();
@@ -146,7 +150,8 @@ fn agents_move_to_a_replica_that_comes_late_and_lose_nothing() {
     stage.fleet.ask(move |worker| worker.redirect(&addresses)).unwrap();
     let version = stage.source.toggle(0).unwrap();
     stage.wait_for_all(version).unwrap();
-    // Half of the nodes are 30: up to 44 agents are borne, and once there are more they go until 37 are left.
+    // Half of the nodes are 30: up to 44 agents are borne, and once there are more they go until 37
+    // are left.
     wait_for_metrics(&stage, &[(0, "headgate_balance_limit_agents", 44.0)]);
     wait_for_metrics(&stage, &[(0, "headgate_streams", 37.0), (1, "headgate_streams", 23.0)]);
     let everybody = "everybody has a stream again";

@@ -1,5 +1,6 @@
-//! Connections that carry `Discovery.Sync` alone, on the level of HTTP/2 (RFC 9113): with clients whose settings are odd, and with some that do not conform.
-//! That the streams on them keep the contract is what `sync_stream` shows.
+//! Connections that carry `Discovery.Sync` alone, on the level of HTTP/2 (RFC 9113): with clients
+//! whose settings are odd, and with some that do not conform. That the streams on them keep the
+//! contract is what `sync_stream` shows.
 
 use std::{
     sync::{
@@ -185,7 +186,8 @@ async fn other_requests_of_a_client_find_another_connection() {
     client.reach(1).await;
     let mut inspect = InspectClient::new(channel);
     let answered = async {
-        // The request that is sent away may fail; the connection that comes after it takes the next.
+        // The request that is sent away may fail; the connection that comes after it takes the
+        // next.
         while inspect.get_status(v1::GetStatusRequest {}).await.is_err() {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
@@ -484,7 +486,8 @@ async fn who_asks_more_than_there_is_to_ask_is_heard_later() {
     replica.running.stop().await;
 }
 
-/// Sends `said` a thousand times. It has to be `heard` at the pace of `serve/transport/budget.rs` while others notice nothing.
+/// Sends `said` a thousand times. It has to be `heard` at the pace of `serve/transport/budget.rs`
+/// while others notice nothing.
 async fn is_heard_later(replica: &Replica, sender: &mut SendStream<Bytes>, said: &Bytes, heard: impl Fn() -> u64) {
     let mut good = Client::open(channel(replica.running.local_addr).await, "good", None).await.unwrap();
     let start = Instant::now();

@@ -1,4 +1,5 @@
-//! `headgatectl wait` and `agents` against replicas in this process and agents that acknowledge when the test says so.
+//! `headgatectl wait` and `agents` against replicas in this process and agents that acknowledge
+//! when the test says so.
 
 use std::process::Stdio;
 

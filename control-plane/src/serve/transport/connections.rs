@@ -14,8 +14,8 @@ use super::{
 };
 use crate::serve::{context::Warning, stream::Streams};
 
-/// How long to wait for the first request. After that the general server keeps the connection, and a
-/// request for `Sync` needs another one.
+/// How long to wait for the first request. After that the general server keeps the connection, and
+/// a request for `Sync` needs another one.
 const FIRST_REQUEST_WAIT: Duration = Duration::from_secs(10);
 
 /// Serves each connection in `tasks`. Takes no more of them when `shutdown` is cancelled.

@@ -2,8 +2,8 @@
 //! services.
 //!
 //! A request for `Sync` on such a connection is refused with `REFUSED_STREAM`, after a GOAWAY. The
-//! client may repeat a refused request (RFC 9113, 8.7), for which it needs a new connection, and some
-//! libraries do so themselves. [`super::sync_connection`] carries the stream there.
+//! client may repeat a refused request (RFC 9113, 8.7), for which it needs a new connection, and
+//! some libraries do so themselves. [`super::sync_connection`] carries the stream there.
 
 use std::{
     io,
@@ -113,8 +113,8 @@ impl General {
     }
 }
 
-/// A connection as hyper reads and writes it. The bytes that were read before come first, and reading
-/// keeps to a [`Budget`].
+/// A connection as hyper reads and writes it. The bytes that were read before come first, and
+/// reading keeps to a [`Budget`].
 struct Io {
     connection: Connection,
     _held: Held,

@@ -12,8 +12,8 @@ use tonic::service::Routes;
 use super::{LINGER, connections, general_connection::General, listener, tls::Security};
 use crate::serve::{context::Lifecycle, stream::Streams};
 
-/// Serves streams, and `routes` on the general server, until `shutdown` is cancelled and the streams
-/// have ended. Cancels `stopped` then.
+/// Serves streams, and `routes` on the general server, until `shutdown` is cancelled and the
+/// streams have ended. Cancels `stopped` then.
 pub(crate) async fn serve(
     listener: TcpListener,
     security: Security,

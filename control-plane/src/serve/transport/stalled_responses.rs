@@ -1,8 +1,8 @@
 //! Responses of the general server that their clients do not take.
 //!
 //! A client may give no room for a response (RFC 9113, 6.9) and still answer pings. It would keep
-//! the response for ever: a body is asked for more only when there is room for what it gave. So a client that takes nothing of a pending response for a time loses its
-//! connection.
+//! the response for ever: a body is asked for more only when there is room for what it gave. So a
+//! client that takes nothing of a pending response for a time loses its connection.
 
 use std::{
     pin::Pin,

@@ -1,9 +1,9 @@
 //! One kind: list, then watch, for ever.
 //!
 //! ```text
-//!          ┌── 410, versions went back ──────────────┐
-//!          ▼                                         │
-//!   no version ── list complete ──► version ── watch ┴─ ended, broke, garbage ─► same version again
+//!       ┌── 410, versions went back ──────────────┐
+//!       ▼                                         │
+//!   no version ── list complete ──► version ── watch ── ended, broke, garbage ─► same version
 //! ```
 //!
 //! A watch in which nothing comes for a while, neither change nor bookmark, is taken for dead and

@@ -350,7 +350,8 @@ fn any_change() -> impl Strategy<Value = Change> {
 }
 
 proptest! {
-    /// Whatever changes, fails and waits: after a cleanup no stale flow is left, and none was lost that may stay.
+    /// Whatever changes, fails and waits: after a cleanup no stale flow is left, and none was lost
+    /// that may stay.
     #[test]
     fn no_stale_flow_survives_and_no_other_dies(
         steps in proptest::collection::vec((proptest::collection::vec(any_change(), 1..4), 0u8..3), 1..25),

@@ -51,7 +51,8 @@ fn jumps(config: &RenderConfig) -> Vec<Jump> {
     let firewall = "kubernetes load balancer firewall";
     let (nat, filter) = (Table::Nat, Table::Filter);
     let mut jumps = Vec::new();
-    // The guard comes first: KUBE-NODEPORTS accepts health checks, and must not accept them at 127.0.0.1 from a neighbour.
+    // The guard comes first: KUBE-NODEPORTS accepts health checks, and must not accept them at
+    // 127.0.0.1 from a neighbour.
     if has_localnet_guard(config) {
         for from in ["INPUT", "OUTPUT"] {
             jumps.push(jump(filter, from, LOCALNET_GUARD, "block incoming localnet connections", false));
@@ -75,9 +76,9 @@ fn jumps(config: &RenderConfig) -> Vec<Jump> {
     jumps
 }
 
-/// kube-proxy has no such jump in iptables mode: there, a node's own connections to external destinations
-/// without endpoints time out. Packets to the node's own addresses, such as NodePorts, are rejected in
-/// INPUT: a rule in OUTPUT would fail the system call that sends, with EPERM.
+/// kube-proxy has no such jump in iptables mode: there, a node's own connections to external
+/// destinations without endpoints time out. Packets to the node's own addresses, such as NodePorts,
+/// are rejected in INPUT: a rule in OUTPUT would fail the system call that sends, with EPERM.
 fn external_output_jump(comment: &str) -> Jump {
     let mut rule = String::new();
     Line::bare(&mut rule)
@@ -87,7 +88,8 @@ fn external_output_jump(comment: &str) -> Jump {
     Jump { table: Table::Filter, from: "OUTPUT", rule: rule.trim().to_owned() }
 }
 
-/// With `route_localnet` on, neighbours could reach services bound to 127.0.0.1 (CVE-2020-8558); only translated connections may.
+/// With `route_localnet` on, neighbours could reach services bound to 127.0.0.1 (CVE-2020-8558);
+/// only translated connections may.
 fn localnet_guard() -> FixedChain {
     let mut rules = String::new();
     Line::append(&mut rules, LOCALNET_GUARD)

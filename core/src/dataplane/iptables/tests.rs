@@ -219,7 +219,8 @@ fn one_endpoint_touches_two_chains_and_no_dispatch() {
         std::iter::once(Change::from(service)).chain(endpoints)
     });
     let (mut state, _) = state(changes);
-    // Classic: the service's chain and the endpoint's. Compact: the service's alone, the endpoint being another node's.
+    // Classic: the service's chain and the endpoint's. Compact: the service's alone, the endpoint
+    // being another node's.
     for (layout, added, removed) in [(Layout::Classic, (1, 2, 0), (1, 1, 1)), (Layout::Compact, (1, 1, 0), (1, 1, 0))] {
         let (mut ledger, _) = full(RenderConfig { layout, ..config() }, &state);
         let mut dirty = Dirty::default();
@@ -348,7 +349,8 @@ fn the_compact_layout_translates_in_the_services_chain() {
     let group = hairpin[0].strip_prefix("-s 10.180.0.0/24 -j ").unwrap();
     assert_eq!(rules(script, group), ["-s 10.180.0.2/32 -d 10.180.0.2/32 -j MASQUERADE --random-fully"]);
     assert_eq!(rules(script, "KUBE-POSTROUTING")[0], "-m conntrack --ctstate DNAT -j KUBE-HAIRPIN");
-    // What the host's firewall forwards is let through as what is marked: masquerading comes too late for a mark.
+    // What the host's firewall forwards is let through as what is marked: masquerading comes too
+    // late for a mark.
     assert_eq!(rules(filter, group), ["-s 10.180.0.2/32 -d 10.180.0.2/32 -j ACCEPT"]);
     assert_eq!(rules(filter, "KUBE-HAIRPIN"), hairpin);
     assert_eq!(rules(filter, "KUBE-FORWARD").last(), Some(&"-m conntrack --ctstate DNAT -j KUBE-HAIRPIN"));
@@ -423,7 +425,8 @@ fn dispatch_groups_are_cut_anew_when_the_cluster_grows() {
         }
     }
     let longest = lengths.iter().filter(|(chain, _)| chain.starts_with("KUBE-SVC-G-")).map(|(_, n)| *n).max().unwrap();
-    // At best some 2·√4000 = 126 rules have to be passed; groups that were cut for a fourth of the services are at most four times too long.
+    // At best some 2·√4000 = 126 rules have to be passed; groups that were cut for a fourth of the
+    // services are at most four times too long.
     assert!(longest + lengths["KUBE-SERVICES"] < 4 * 126, "{longest} + {}", lengths["KUBE-SERVICES"]);
 }
 

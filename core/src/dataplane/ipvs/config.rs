@@ -14,7 +14,8 @@ pub struct IpvsConfig {
     pub family: Family,
     /// The cluster's scheduler.
     pub scheduler: Scheduler,
-    /// Schedulers that the kernel has. A service that asks for another one gets the cluster's, as a [`Problem`].
+    /// Schedulers that the kernel has. A service that asks for another one gets the cluster's, as a
+    /// [`Problem`].
     pub available_schedulers: BTreeSet<Scheduler>,
     /// Addresses of the node that answer NodePorts: concrete ones, none on loopback or our device.
     pub node_port_addresses: Vec<IpAddr>,
@@ -22,11 +23,13 @@ pub struct IpvsConfig {
     pub other_addresses: BTreeSet<IpAddr>,
     /// Virtual servers of these addresses are others', whatever sets say.
     pub exclude_cidrs: Vec<IpNet>,
-    /// A draining destination is removed after so long even if it has connections; `None`, as with kube-proxy, for never.
+    /// A draining destination is removed after so long even if it has connections; `None`, as with
+    /// kube-proxy, for never.
     pub drain_limit_ms: Option<u64>,
     /// Masquerading.
     pub masquerade: MasqueradeConfig,
-    /// As [`RenderConfig::leaves_out_sctp`](crate::dataplane::rules::RenderConfig::leaves_out_sctp).
+    /// As
+    /// [`RenderConfig::leaves_out_sctp`](crate::dataplane::rules::RenderConfig::leaves_out_sctp).
     pub leaves_out_sctp: bool,
 }
 

@@ -12,8 +12,8 @@ use super::{
 };
 use crate::model::ServiceKey;
 
-/// Objects that count as programmed, but that the kernel lacks or has as they were before, since it rejected a
-/// step. Each with a service that wants it.
+/// Objects that count as programmed, but that the kernel lacks or has as they were before, since it
+/// rejected a step. Each with a service that wants it.
 #[derive(Debug, Default)]
 pub(super) struct Deferred {
     pub(super) objects: BTreeMap<Object, Arc<ServiceKey>>,

@@ -15,20 +15,24 @@ use crate::{dataplane::rules::ExistingTables, model::Protocol};
 /// A virtual server that the kernel has.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExistingServer {
-    /// Settings; `None` if they are none that we ever give (a scheduler that is not known, one-packet scheduling, another netmask).
+    /// Settings; `None` if they are none that we ever give (a scheduler that is not known,
+    /// one-packet scheduling, another netmask).
     pub settings: Option<Settings>,
-    /// Destinations and weights. Those that are not reached by masquerading count as absent, and have to be left out with a warning.
+    /// Destinations and weights. Those that are not reached by masquerading count as absent, and
+    /// have to be left out with a warning.
     pub destinations: BTreeMap<SocketAddr, u32>,
 }
 
 /// What a kernel has in one family.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Existing {
-    /// Sets of our names and of the right kind, with their elements. One of another kind is to be destroyed before.
+    /// Sets of our names and of the right kind, with their elements. One of another kind is to be
+    /// destroyed before.
     pub sets: BTreeMap<Set, BTreeSet<Element>>,
     /// Addresses of our device.
     pub device_addresses: BTreeSet<IpAddr>,
-    /// Virtual servers by address, whoever made them. Those by firewall mark are others' and left out.
+    /// Virtual servers by address, whoever made them. Those by firewall mark are others' and left
+    /// out.
     pub servers: BTreeMap<ServerKey, ExistingServer>,
     /// iptables.
     pub tables: ExistingTables,
@@ -41,7 +45,8 @@ impl Existing {
         self.mark_besides(key, config, |_| false)
     }
 
-    /// The same, rather an element that services do not need than one that they do: it stands there for the server alone.
+    /// The same, rather an element that services do not need than one that they do: it stands there
+    /// for the server alone.
     #[must_use]
     pub fn mark_besides(
         &self,
@@ -63,7 +68,8 @@ impl Existing {
         self.is_kube_proxys_node_port(key).then_some((Set::NodePortServers, key.element()))
     }
 
-    /// kube-proxy has NodePorts without addresses, and not the set that says which servers they have.
+    /// kube-proxy has NodePorts without addresses, and not the set that says which servers they
+    /// have.
     fn is_kube_proxys_node_port(&self, key: &ServerKey) -> bool {
         let element = match key.protocol {
             Protocol::Tcp | Protocol::Udp => Element::Port(key.port),

@@ -1,5 +1,6 @@
-//! A kernel in memory with IPVS, ipset, a dummy device and iptables, as strict as the real one: what is there is not added, what is not
-//! there is not changed or removed, a scheduler has to be loaded, and a set that a rule refers to stays. Stricter in one thing: a virtual server with
+//! A kernel in memory with IPVS, ipset, a dummy device and iptables, as strict as the real one:
+//! what is there is not added, what is not there is not changed or removed, a scheduler has to be
+//! loaded, and a set that a rule refers to stays. Stricter in one thing: a virtual server with
 //! destinations is not removed, since connections would be cut off by it.
 
 use std::{
@@ -71,8 +72,9 @@ impl FakeKernel {
         Ok(())
     }
 
-    /// Carries out a plan as the agent does: a step that finds the object as it wants it counts as done, and a
-    /// rejected step does not stop the others. Removals are never rejected. Returns the rejected steps.
+    /// Carries out a plan as the agent does: a step that finds the object as it wants it counts as
+    /// done, and a rejected step does not stop the others. Removals are never rejected. Returns the
+    /// rejected steps.
     ///
     /// # Errors
     /// Names a step that nothing excuses, or the rule.

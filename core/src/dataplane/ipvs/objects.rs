@@ -36,7 +36,8 @@ impl fmt::Display for ServerKey {
     }
 }
 
-/// What a virtual server does. One-packet scheduling is never on, as with kube-proxy: it would break UDP flows of several packets.
+/// What a virtual server does. One-packet scheduling is never on, as with kube-proxy: it would
+/// break UDP flows of several packets.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Settings {
     /// Scheduler.

@@ -38,7 +38,8 @@ pub enum Op {
 }
 
 impl Op {
-    /// The object that a step makes or changes; `None` for steps that remove, and for steps of sets.
+    /// The object that a step makes or changes; `None` for steps that remove, and for steps of
+    /// sets.
     #[must_use]
     pub fn object(&self) -> Option<Object> {
         match *self {

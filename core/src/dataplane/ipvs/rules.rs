@@ -1,10 +1,10 @@
 //! The iptables rules of IPVS mode: they masquerade, reject and drop. Except for the
-//! [short ways](super::short_ways) they look up [sets](crate::dataplane::ipsets), so that their number does
-//! not depend on the number of services.
+//! [short ways](super::short_ways) they look up [sets](crate::dataplane::ipsets), so that their
+//! number does not depend on the number of services.
 //!
-//! The rules stand where they see packets in time. IPVS takes packets from elsewhere at INPUT, behind table
-//! filter. It takes packets of the node itself at OUTPUT, between nat and filter. Filter sees those
-//! translated, so mangle drops what must not pass.
+//! The rules stand where they see packets in time. IPVS takes packets from elsewhere at INPUT,
+//! behind table filter. It takes packets of the node itself at OUTPUT, between nat and filter.
+//! Filter sees those translated, so mangle drops what must not pass.
 
 use super::{config::IpvsConfig, short_ways};
 use crate::{
@@ -23,7 +23,8 @@ use crate::{
     model::{Family, Protocol},
 };
 
-/// The rules of IPVS mode for one family. INVALID packets are not dropped: IPVS translates by its own table.
+/// The rules of IPVS mode for one family. INVALID packets are not dropped: IPVS translates by its
+/// own table.
 #[must_use]
 pub(super) fn ruleset(config: &IpvsConfig) -> Ruleset {
     let config = RenderConfig {
@@ -102,10 +103,10 @@ fn service_rules(config: &RenderConfig) -> Vec<String> {
             .in_set(Set::ClusterIp, family, flags)
             .jump(MARK_MASQ);
     };
-    // The services' addresses are addresses of the node in this mode. Packets to them must not reach rules
-    // behind ours that translate packets to the node (host ports of a CNI plugin, published ports of
-    // Docker), nor the rules for NodePorts. An address that another device has is not on our device, but
-    // in a set with its ports.
+    // The services' addresses are addresses of the node in this mode. Packets to them must not
+    // reach rules behind ours that translate packets to the node (host ports of a CNI plugin,
+    // published ports of Docker), nor the rules for NodePorts. An address that another device has
+    // is not on our device, but in a set with its ports.
     let accept = |set, flags: &str| rule(&|line| line.in_set(set, family, flags).jump("ACCEPT"));
     let masquerade = &config.masquerade;
     vec![
@@ -118,7 +119,8 @@ fn service_rules(config: &RenderConfig) -> Vec<String> {
         rule(&|line| match masquerade.detector(family) {
             _ if masquerade.all => cluster_ip(line, "dst,dst"),
             Some(detector) => cluster_ip(line.local(detector, false), "dst,dst"),
-            // The node connects to an address of its own from this same address, and no endpoint could reply.
+            // The node connects to an address of its own from this same address, and no endpoint
+            // could reply.
             None => cluster_ip(line, "src,dst"),
         }),
         rule(&|line| {
@@ -192,7 +194,8 @@ fn source_ranges(family: Family) -> String {
     rules
 }
 
-/// Rejects packets to ports without endpoints, and drops those to ports of Local policy without one here.
+/// Rejects packets to ports without endpoints, and drops those to ports of Local policy without one
+/// here.
 fn reject_and_drop(chain: &str, family: Family) -> String {
     let mut rules = String::new();
     Line::append(&mut rules, chain).comment("no endpoints").in_set(Set::NoEndpoints, family, "dst,dst").reject(family);
@@ -203,16 +206,17 @@ fn reject_and_drop(chain: &str, family: Family) -> String {
     rules
 }
 
-/// Packets of the node to services' addresses are rejected at once. Those to its other addresses, such as
-/// NodePorts, are rejected in INPUT: a rule in OUTPUT would fail the system call that sends, with EPERM.
+/// Packets of the node to services' addresses are rejected at once. Those to its other addresses,
+/// such as NodePorts, are rejected in INPUT: a rule in OUTPUT would fail the system call that
+/// sends, with EPERM.
 fn out_filter(family: Family) -> String {
     let mut rules = String::new();
     Line::append(&mut rules, OUT_FILTER).not_in_set(Set::DeviceAddresses, family, "dst").jump("RETURN");
     rules + &reject_and_drop(OUT_FILTER, family)
 }
 
-/// The services' addresses are addresses of the node in this mode. Without this, programs that listen on all
-/// addresses would answer on them. The addresses answer pings.
+/// The services' addresses are addresses of the node in this mode. Without this, programs that
+/// listen on all addresses would answer on them. The addresses answer pings.
 fn in_filter(family: Family) -> String {
     let mut rules = reject_and_drop(IN_FILTER, family);
     let served = [Set::LoadBalancer, Set::ClusterIp, Set::ExternalIp, Set::ExternalIpLocal];

@@ -30,7 +30,8 @@ pub enum Scheduler {
     MaglevHashing,
     /// The first in order of address that is there.
     WeightedFailover,
-    /// The first in order of address that has not its fill of active connections, see [`Scheduler::weight`].
+    /// The first in order of address that has not its fill of active connections, see
+    /// [`Scheduler::weight`].
     WeightedOverflow,
 }
 
@@ -52,7 +53,8 @@ impl Scheduler {
         Self::WeightedOverflow,
     ];
 
-    /// Active connections beyond which a destination has its fill under [`Scheduler::WeightedOverflow`], if it is the last in order.
+    /// Active connections beyond which a destination has its fill under
+    /// [`Scheduler::WeightedOverflow`], if it is the last in order.
     pub const OVERFLOW_CONNECTIONS: u32 = 100;
 
     /// The name that the kernel knows it by, which is also that of its module behind `ip_vs_`.
@@ -81,29 +83,32 @@ impl Scheduler {
         Self::ALL.into_iter().find(|scheduler| scheduler.as_str() == name)
     }
 
-    /// Whether the kernel is to hash the source port as well. kube-proxy asks for it with `mh` (flag `mh-port`).
+    /// Whether the kernel is to hash the source port as well. kube-proxy asks for it with `mh`
+    /// (flag `mh-port`).
     #[must_use]
     pub fn hashes_source_port(self) -> bool {
         self == Self::MaglevHashing
     }
 
-    /// Whether the kernel is to look for another destination when the one that the hash gives takes no connections, as while it drains (flags
-    /// `sh-fallback`, `mh-fallback`).
+    /// Whether the kernel is to look for another destination when the one that the hash gives takes
+    /// no connections, as while it drains (flags `sh-fallback`, `mh-fallback`).
     #[must_use]
     pub fn falls_back(self) -> bool {
         matches!(self, Self::SourceHashing | Self::MaglevHashing)
     }
 
-    /// Whether new connections find another destination while one drains. `dh` does not look for another one: all connections to an address would
-    /// fail as long as the one that its hash gives has weight 0.
+    /// Whether new connections find another destination while one drains. `dh` does not look for
+    /// another one: all connections to an address would fail as long as the one that its hash gives
+    /// has weight 0.
     #[must_use]
     pub fn passes_over_weight_zero(self) -> bool {
         self != Self::DestinationHashing
     }
 
-    /// Weight of the destination at `position` of `count`, in order of address. Kubernetes knows no weights, so all are alike, but where the
-    /// scheduler goes by nothing else: `fo` takes the highest, and so does `ovf`, to which it is also the number of active connections
-    /// beyond which the next one is used.
+    /// Weight of the destination at `position` of `count`, in order of address. Kubernetes knows no
+    /// weights, so all are alike, but where the scheduler goes by nothing else: `fo` takes the
+    /// highest, and so does `ovf`, to which it is also the number of active connections beyond
+    /// which the next one is used.
     #[must_use]
     pub fn weight(self, position: usize, count: usize) -> u32 {
         let rank = u32::try_from(count.saturating_sub(position)).unwrap_or(u32::MAX).min(0xffff);

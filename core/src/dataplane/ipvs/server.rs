@@ -18,7 +18,8 @@ use crate::model::Protocol;
 pub struct Wanted {
     /// Settings.
     pub settings: Settings,
-    /// Destinations in order, and their weights. Shared by all virtual servers of a port and policy.
+    /// Destinations in order, and their weights. Shared by all virtual servers of a port and
+    /// policy.
     pub destinations: Arc<[(SocketAddr, u32)]>,
     /// The element that marks it as ours.
     pub mark: (Set, Element),
@@ -29,7 +30,8 @@ pub struct Wanted {
 /// What became of a destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Destination {
-    /// It takes connections, with this weight. With 0 it takes none, since it fails health checks, and stays.
+    /// It takes connections, with this weight. With 0 it takes none, since it fails health checks,
+    /// and stays.
     Active(u32),
     /// It keeps those that it has, since this time.
     Draining(u64),
@@ -52,7 +54,8 @@ impl Server {
         Self { key, settings, destinations: BTreeMap::new(), mark, is_on_device }
     }
 
-    /// One that the kernel has, with its destinations and their weights. What has no weight drains; `since` says since when.
+    /// One that the kernel has, with its destinations and their weights. What has no weight drains;
+    /// `since` says since when.
     pub(super) fn found(
         key: ServerKey,
         settings: Settings,
@@ -98,8 +101,8 @@ impl Server {
         }
     }
 
-    /// Whether the kernel has these destinations and weights. Draining destinations may be gone, and deferred
-    /// ones may differ.
+    /// Whether the kernel has these destinations and weights. Draining destinations may be gone,
+    /// and deferred ones may differ.
     pub(super) fn matches(&self, found: &BTreeMap<SocketAddr, u32>, is_deferred: impl Fn(&SocketAddr) -> bool) -> bool {
         let is_found = |(address, destination): (&SocketAddr, &Destination)| match destination {
             Destination::Active(weight) => found.get(address) == Some(weight) || is_deferred(address),
@@ -108,7 +111,8 @@ impl Server {
         self.destinations.iter().all(is_found) && found.keys().all(|address| self.destinations.contains_key(address))
     }
 
-    /// Brings destinations to what is wanted: additions and restored weights into `before`, removals into `after`.
+    /// Brings destinations to what is wanted: additions and restored weights into `before`,
+    /// removals into `after`.
     pub(super) fn program(
         &mut self,
         wanted: &[(SocketAddr, u32)],
@@ -149,8 +153,9 @@ impl Server {
         });
     }
 
-    /// Takes note of how many connections (active and inactive) the kernel counts, and removes draining destinations that have none, or have
-    /// drained for `limit_ms`. One that the kernel does not list is gone.
+    /// Takes note of how many connections (active and inactive) the kernel counts, and removes
+    /// draining destinations that have none, or have drained for `limit_ms`. One that the kernel
+    /// does not list is gone.
     pub(super) fn drain(
         &mut self,
         connections: &BTreeMap<SocketAddr, u64>,

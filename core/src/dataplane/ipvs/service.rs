@@ -19,8 +19,8 @@ use crate::{
     model::{Protocol, Service, TrafficPolicy},
 };
 
-/// Which of a service's addresses a virtual server has. Where two services want the same address and port by different ones, the first in
-/// this order gets it.
+/// Which of a service's addresses a virtual server has. Where two services want the same address
+/// and port by different ones, the first in this order gets it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Via {
     /// ClusterIP.
@@ -46,7 +46,8 @@ pub struct ServicePlan {
     pub problem: Option<Problem>,
 }
 
-/// The plan of a service from the views of its ports, of all endpoints. Those that fail get weight 0.
+/// The plan of a service from the views of its ports, of all endpoints. Those that fail get weight
+/// 0.
 #[must_use]
 pub fn plan(
     config: &IpvsConfig,

@@ -1,7 +1,7 @@
 //! Rules of services with Local policy, for pods of this node and for the node itself.
 //!
-//! A virtual server of an address with Local policy has this node's endpoints alone. Local pods and the node
-//! reach all endpoints, so iptables translates their packets before IPVS sees them.
+//! A virtual server of an address with Local policy has this node's endpoints alone. Local pods and
+//! the node reach all endpoints, so iptables translates their packets before IPVS sees them.
 
 use crate::{
     behaviours::view::ServicePortView,

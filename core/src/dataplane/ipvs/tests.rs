@@ -189,7 +189,8 @@ fn the_short_way_is_taken_before_the_virtual_server_and_behind_source_ranges() {
             r#"-m comment --comment "Kubernetes service lb portal" -m set --match-set KUBE-LOAD-BALANCER dst,dst -j KUBE-LOAD-BALANCER"#,
             r#"! -s 10.244.0.0/16 -m comment --comment "Kubernetes service cluster ip + port for masquerade purpose" -m set --match-set KUBE-CLUSTER-IP dst,dst -j KUBE-MARK-MASQ"#,
             r#"-m comment --comment "Kubernetes service external ip + port for masquerade and filter purpose" -m set --match-set KUBE-EXTERNAL-IP dst,dst -j KUBE-MARK-MASQ"#,
-            // What goes to a service's address does not reach rules for NodePorts, nor rules of others behind ours.
+            // What goes to a service's address does not reach rules for NodePorts, nor rules of
+            // others behind ours.
             "-m set --match-set KUBE-IPVS-IPS dst -j ACCEPT",
             "-m set --match-set KUBE-LOAD-BALANCER dst,dst -j ACCEPT",
             "-m set --match-set KUBE-EXTERNAL-IP dst,dst -j ACCEPT",

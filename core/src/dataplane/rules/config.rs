@@ -11,11 +11,13 @@ pub enum Layout {
     /// [`RenderConfig::CLASSIC_MAX_ENDPOINTS`] endpoints.
     #[default]
     Auto,
-    /// As kube-proxy's: a chain for each service, a chain for each endpoint, and dispatch by one rule after the other.
+    /// As kube-proxy's: a chain for each service, a chain for each endpoint, and dispatch by one
+    /// rule after the other.
     Classic,
-    /// A third of the rules: a service's chain holds its DNAT rules, and hairpin connections are found after the choice, among this
-    /// node's endpoints alone. Dispatch is on two levels, by address prefix or port range first: some 2·√n rules to pass instead
-    /// of n, and a service that comes or goes rewrites only its group.
+    /// A third of the rules: a service's chain holds its DNAT rules, and hairpin connections are
+    /// found after the choice, among this node's endpoints alone. Dispatch is on two levels, by
+    /// address prefix or port range first: some 2·√n rules to pass instead of n, and a service that
+    /// comes or goes rewrites only its group.
     Compact,
 }
 
@@ -25,8 +27,9 @@ pub enum NodePortAddresses {
     /// Every address of the node.
     #[default]
     All,
-    /// These, whatever their family. A family with none of its own has no NodePorts: whoever resolves ranges to addresses gives
-    /// [`NodePortAddresses::All`] to a family that no range was meant for.
+    /// These, whatever their family. A family with none of its own has no NodePorts: whoever
+    /// resolves ranges to addresses gives [`NodePortAddresses::All`] to a family that no range was
+    /// meant for.
     Only(Vec<IpAddr>),
 }
 
@@ -41,11 +44,14 @@ pub struct RenderConfig {
     pub node_port_addresses: NodePortAddresses,
     /// NodePorts answer on 127.0.0.0/8 (IPv4 only; never on ::1).
     pub localhost_node_ports: bool,
-    /// `nf_conntrack_tcp_be_liberal` is on: packets that conntrack calls INVALID need not be dropped.
+    /// `nf_conntrack_tcp_be_liberal` is on: packets that conntrack calls INVALID need not be
+    /// dropped.
     pub conntrack_tcp_be_liberal: bool,
-    /// Rules count into [`super::names::INVALID_COUNTER`] and [`super::names::LOCALHOST_COUNTER`], which have to exist.
+    /// Rules count into [`super::names::INVALID_COUNTER`] and [`super::names::LOCALHOST_COUNTER`],
+    /// which have to exist.
     pub counts_packets: bool,
-    /// iptables cannot match SCTP on this machine: ports of SCTP have no rules, so that those of other protocols have theirs.
+    /// iptables cannot match SCTP on this machine: ports of SCTP have no rules, so that those of
+    /// other protocols have theirs.
     pub leaves_out_sctp: bool,
     /// Layout.
     pub layout: Layout,

@@ -1,9 +1,9 @@
 //! Dispatch chains: chains in which many services have lines.
 //!
-//! In the classic layout a dispatch chain is one list. In the compact layout its lines are in groups. A group
-//! is a chain of its own, and one line of the dispatch chain jumps to it: by address prefix for lines that
-//! match an address, by range for lines that match a NodePort. The prefix length is chosen for the present
-//! addresses, so that groups are neither many nor long.
+//! In the classic layout a dispatch chain is one list. In the compact layout its lines are in
+//! groups. A group is a chain of its own, and one line of the dispatch chain jumps to it: by
+//! address prefix for lines that match an address, by range for lines that match a NodePort. The
+//! prefix length is chosen for the present addresses, so that groups are neither many nor long.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -51,8 +51,9 @@ pub struct Dispatch {
 }
 
 impl Dispatch {
-    /// Empty chains. `addresses` are those that will be dispatched, when that shall happen in the compact layout; `in_use` is the prefix
-    /// length that a kernel has already, which is kept unless another is clearly better.
+    /// Empty chains. `addresses` are those that will be dispatched, when that shall happen in the
+    /// compact layout; `in_use` is the prefix length that a kernel has already, which is kept
+    /// unless another is clearly better.
     #[must_use]
     pub fn new(ruleset: Arc<Ruleset>, addresses: Option<&[IpAddr]>, in_use: Option<u8>) -> Self {
         let prefix_length = addresses.map(|addresses| choose_prefix_length(ruleset.config.family, addresses, in_use));
@@ -114,8 +115,8 @@ impl Dispatch {
         selectors.iter().filter_map(line).collect()
     }
 
-    /// Writes the chains that changed since the last call: groups before the dispatch chains that lead to them, and those that became
-    /// empty are deleted.
+    /// Writes the chains that changed since the last call: groups before the dispatch chains that
+    /// lead to them, and those that became empty are deleted.
     pub fn write_changed(&mut self, script: &mut Script) {
         let dirty = std::mem::take(&mut self.dirty);
         let (tops, groups): (Vec<_>, Vec<_>) = dirty.into_iter().partition(|(_, group)| *group == Group::Top);
@@ -150,7 +151,8 @@ impl Dispatch {
         })
     }
 
-    /// Rules that groups take in a table besides their services' lines: the leads to them, and their masquerading. Cost: the number of groups.
+    /// Rules that groups take in a table besides their services' lines: the leads to them, and
+    /// their masquerading. Cost: the number of groups.
     pub(super) fn group_overhead(&self, table: Table) -> usize {
         let masquerade = if self.masquerades_cluster_ips() { 2 } else { 0 };
         let of_table = self.groups.iter().filter(|(chain, _)| chain.table() == table);
@@ -196,8 +198,8 @@ impl Dispatch {
     }
 
     /// The first and the last rule of a group of ClusterIPs in nat; `None` if nothing to them is
-    /// masqueraded. The mark is set before a service is looked for, and removed if there is none. So a
-    /// group needs two rules, and not one in each service's chain.
+    /// masqueraded. The mark is set before a service is looked for, and removed if there is none.
+    /// So a group needs two rules, and not one in each service's chain.
     fn group_masquerade(&self, group: ChainName) -> Option<[String; 2]> {
         if !self.masquerades_cluster_ips() {
             return None;
@@ -282,8 +284,8 @@ fn numbered(name: impl Display, lines: &Lines) -> String {
     rules.map(|rule| format!("-A {name}{rule}\n")).collect()
 }
 
-/// The prefix length with the fewest rules to pass in the worst case: number of groups plus length of the longest. One that is in use stays
-/// while it costs less than twice of that.
+/// The prefix length with the fewest rules to pass in the worst case: number of groups plus length
+/// of the longest. One that is in use stays while it costs less than twice of that.
 fn choose_prefix_length(family: Family, addresses: &[IpAddr], in_use: Option<u8>) -> u8 {
     let host = family.host_prefix_length();
     let cost = |length: u8| {

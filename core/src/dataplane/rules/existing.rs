@@ -41,7 +41,8 @@ pub struct Existing {
     pub chains: HashMap<String, Option<RulesHash>>,
     /// Rules of the kernel's own chains in their order, as `CHAIN REST`.
     pub base_rules: Vec<String>,
-    /// Chains of ours that a rule in somebody else's chain leads to, each with one such rule as `CHAIN REST`. The kernel does not delete them.
+    /// Chains of ours that a rule in somebody else's chain leads to, each with one such rule as
+    /// `CHAIN REST`. The kernel does not delete them.
     pub held: BTreeMap<String, String>,
     /// Length of the prefixes by which KUBE-SERVICES leads to groups; `None` in the classic layout.
     pub prefix_length: Option<u8>,
@@ -139,7 +140,8 @@ impl Existing {
         of_chain.filter(|rule| rules.contains(rule)).collect()
     }
 
-    /// True when a chain is there, empty, and cannot be deleted, since somebody else's rule leads to it.
+    /// True when a chain is there, empty, and cannot be deleted, since somebody else's rule leads
+    /// to it.
     #[must_use]
     pub fn is_undeletable_and_empty(&self, name: &str) -> bool {
         self.held.contains_key(name) && self.has_chain_with(name, RulesHash::default())

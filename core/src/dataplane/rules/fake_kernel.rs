@@ -1,5 +1,6 @@
-//! A kernel in memory that takes restore scripts and is as strict as the real one: a jump needs its target, a chain is deleted only when it is
-//! empty and nothing leads to it, and a table's part takes effect as a whole or not at all.
+//! A kernel in memory that takes restore scripts and is as strict as the real one: a jump needs its
+//! target, a chain is deleted only when it is empty and nothing leads to it, and a table's part
+//! takes effect as a whole or not at all.
 
 use std::collections::BTreeMap;
 

@@ -1,4 +1,5 @@
-//! One rule, spelt as `iptables-save` spells it: addresses, interfaces, protocol, matches in the order given, target.
+//! One rule, spelt as `iptables-save` spells it: addresses, interfaces, protocol, matches in the
+//! order given, target.
 
 use std::{
     fmt::{Display, Write as _},
@@ -56,7 +57,8 @@ impl<'a> Line<'a> {
         }
     }
 
-    /// Only packets that are masqueraded when they go to a ClusterIP, by a configuration that covers these at all.
+    /// Only packets that are masqueraded when they go to a ClusterIP, by a configuration that
+    /// covers these at all.
     pub(in crate::dataplane) fn masqueraded_to_cluster_ips(self, config: &MasqueradeConfig, family: Family) -> Self {
         match config.detector(family) {
             Some(detector) if !config.all => self.local(detector, false),
@@ -68,8 +70,9 @@ impl<'a> Line<'a> {
         self.add(format_args!("-p {}", protocol.as_lower_str()))
     }
 
-    /// Always quoted: every comment of ours has a character that `iptables-save` quotes for. Names were checked where they came in; whatever
-    /// could end the quotes or the line is left out all the same, since a comment is no place to trust.
+    /// Always quoted: every comment of ours has a character that `iptables-save` quotes for. Names
+    /// were checked where they came in; whatever could end the quotes or the line is left out all
+    /// the same, since a comment is no place to trust.
     pub(in crate::dataplane) fn comment(self, comment: impl Display) -> Self {
         let line = self.add("-m comment --comment \"");
         let start = line.text.len();
@@ -114,7 +117,8 @@ impl<'a> Line<'a> {
         self.add(format_args!("-m set ! --match-set {} {flags}", set.name(family)))
     }
 
-    /// One in `n`. The kernel keeps the probability in units of 2⁻³¹ and `iptables-save` prints eleven digits of that.
+    /// One in `n`. The kernel keeps the probability in units of 2⁻³¹ and `iptables-save` prints
+    /// eleven digits of that.
     pub(in crate::dataplane) fn one_in(self, n: usize) -> Self {
         const UNITS: f64 = 2_147_483_648.0;
         #[allow(clippy::cast_precision_loss)]
@@ -122,7 +126,8 @@ impl<'a> Line<'a> {
         self.add(format_args!("-m statistic --mode random --probability {:.11}", units / UNITS))
     }
 
-    /// Counts the packets that have matched so far into a counter that has to exist. It always matches.
+    /// Counts the packets that have matched so far into a counter that has to exist. It always
+    /// matches.
     pub(in crate::dataplane) fn counted_by(self, counter: &str) -> Self {
         self.add(format_args!("-m nfacct --nfacct-name {counter}"))
     }

@@ -1,12 +1,13 @@
 //! Rules of iptables: the text of rules, scripts for `iptables-restore`, and what is programmed.
 //!
-//! A dataplane passes its rules as a [`Ruleset`]: fixed chains, jumps, and a function that renders the rules
-//! of a service from the parts in [`service`]. The [`Ledger`] remembers what is programmed and writes
-//! [`Script`]s with only what differs; [`dispatch`] holds the chains in which many services have lines.
+//! A dataplane passes its rules as a [`Ruleset`]: fixed chains, jumps, and a function that renders
+//! the rules of a service from the parts in [`service`]. The [`Ledger`] remembers what is
+//! programmed and writes [`Script`]s with only what differs; [`dispatch`] holds the chains in which
+//! many services have lines.
 //!
-//! Names, hashes and rule text are kube-proxy's, so that existing knowledge and tools keep working. Rules
-//! are rendered exactly as `iptables-save` prints them: what a kernel has is compared with what is wanted
-//! without parsing it.
+//! Names, hashes and rule text are kube-proxy's, so that existing knowledge and tools keep working.
+//! Rules are rendered exactly as `iptables-save` prints them: what a kernel has is compared with
+//! what is wanted without parsing it.
 
 pub mod config;
 pub mod dispatch;

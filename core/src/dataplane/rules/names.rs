@@ -1,7 +1,8 @@
 //! Names of chains.
 //!
-//! A service's chains end in the first 16 characters of base32(sha256(text)), text being `namespace/name[:port]` and the lower-case
-//! protocol, for an endpoint's chain followed by `address:port` (IPv6 in brackets). Sixteen characters are ten bytes of the hash.
+//! A service's chains end in the first 16 characters of base32(sha256(text)), text being
+//! `namespace/name[:port]` and the lower-case protocol, for an endpoint's chain followed by
+//! `address:port` (IPv6 in brackets). Sixteen characters are ten bytes of the hash.
 
 use std::fmt;
 
@@ -23,12 +24,13 @@ pub const PROXY_FIREWALL: &str = "KUBE-PROXY-FIREWALL";
 pub const MARK_MASQ: &str = "KUBE-MARK-MASQ";
 /// `KUBE-POSTROUTING`, in nat.
 pub const POSTROUTING: &str = "KUBE-POSTROUTING";
-/// `KUBE-HAIRPIN`, compact layout only: connections of this node's endpoints to themselves. nat masquerades them, filter lets them through.
+/// `KUBE-HAIRPIN`, compact layout only: connections of this node's endpoints to themselves. nat
+/// masquerades them, filter lets them through.
 pub const HAIRPIN: &str = "KUBE-HAIRPIN";
 /// `KUBE-FORWARD`, in filter.
 pub const FORWARD: &str = "KUBE-FORWARD";
-/// Guards 127.0.0.0/8 while localhost NodePorts are on. kube-proxy uses the kubelet's KUBE-FIREWALL for it, which cannot be
-/// removed again without taking the kubelet's; this one is ours alone.
+/// Guards 127.0.0.0/8 while localhost NodePorts are on. kube-proxy uses the kubelet's KUBE-FIREWALL
+/// for it, which cannot be removed again without taking the kubelet's; this one is ours alone.
 pub const LOCALNET_GUARD: &str = "KUBE-LOCALNET-GUARD";
 /// `KUBE-PROXY-CANARY`: empty; gone when somebody flushed the tables.
 pub const CANARY: &str = "KUBE-PROXY-CANARY";
@@ -40,18 +42,20 @@ pub const LOCALHOST_COUNTER: &str = "localhost_nps_accepted_pkts";
 
 /// `KUBE-LOAD-BALANCER`, in nat: masquerades traffic to load balancer IPs with Cluster policy.
 pub const LOAD_BALANCER: &str = "KUBE-LOAD-BALANCER";
-/// `KUBE-NODE-PORT`: in nat it masquerades traffic to NodePorts with Cluster policy, in filter it admits health checks.
+/// `KUBE-NODE-PORT`: in nat it masquerades traffic to NodePorts with Cluster policy, in filter it
+/// admits health checks.
 pub const NODE_PORT: &str = "KUBE-NODE-PORT";
 /// `KUBE-SOURCE-RANGES-FIREWALL`, in filter and mangle: drops packets that no source range admits.
 pub const SOURCE_RANGES: &str = "KUBE-SOURCE-RANGES-FIREWALL";
-/// `KUBE-IPVS-FILTER`, in filter: rejects packets to the services' addresses that have no virtual server.
+/// `KUBE-IPVS-FILTER`, in filter: rejects packets to the services' addresses that have no virtual
+/// server.
 pub const IN_FILTER: &str = "KUBE-IPVS-FILTER";
-/// `KUBE-IPVS-OUT-FILTER`: the node's own traffic. In filter it rejects and drops, in mangle it checks source
-/// ranges.
+/// `KUBE-IPVS-OUT-FILTER`: the node's own traffic. In filter it rejects and drops, in mangle it
+/// checks source ranges.
 pub const OUT_FILTER: &str = "KUBE-IPVS-OUT-FILTER";
 
-/// Names of all chains that are not hashed and that a dataplane of Headgate may have made in a table: what
-/// a cleanup removes.
+/// Names of all chains that are not hashed and that a dataplane of Headgate may have made in a
+/// table: what a cleanup removes.
 #[must_use]
 pub fn all(table: Table) -> &'static [&'static str] {
     match table {
@@ -74,8 +78,8 @@ pub fn all(table: Table) -> &'static [&'static str] {
     }
 }
 
-/// A chain in which many services have lines. A chain comes before those that jump to it; the scripts
-/// write them in this order.
+/// A chain in which many services have lines. A chain comes before those that jump to it; the
+/// scripts write them in this order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum DispatchChain {
     /// nat KUBE-HAIRPIN, compact layout only: masquerades connections of endpoints to themselves.
@@ -172,9 +176,11 @@ impl ChainKind {
 
     /// The name's beginning.
     ///
-    /// Groups that lead to services' chains begin as those do. So kube-proxy, where it takes a node over, finds them among the chains of services that it does
-    /// not know, and removes them. Left behind, they would keep the chains that they lead to from being deleted, and with that each of its syncs from
-    /// succeeding. KUBE-HAIRPIN leads to its groups and stays there, so that theirs have to stay as well.
+    /// Groups that lead to services' chains begin as those do. So kube-proxy, where it takes a node
+    /// over, finds them among the chains of services that it does not know, and removes them. Left
+    /// behind, they would keep the chains that they lead to from being deleted, and with that each
+    /// of its syncs from succeeding. KUBE-HAIRPIN leads to its groups and stays there, so that
+    /// theirs have to stay as well.
     #[must_use]
     pub fn prefix(self) -> &'static str {
         match self {
@@ -230,7 +236,8 @@ impl ChainName {
     #[must_use]
     pub fn parse(text: &str) -> Option<Self> {
         ChainKind::ALL.into_iter().find_map(|kind| {
-            // A prefix may begin with another one; what follows that is no hash then, for the dash in it.
+            // A prefix may begin with another one; what follows that is no hash then, for the dash
+            // in it.
             let hash = BASE32_NOPAD.decode(text.strip_prefix(kind.prefix())?.as_bytes()).ok()?;
             Some(Self { kind, hash: hash.try_into().ok()? })
         })

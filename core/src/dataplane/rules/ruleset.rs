@@ -1,4 +1,5 @@
-//! The rules of a dataplane as data: what does not depend on services, and how services are rendered.
+//! The rules of a dataplane as data: what does not depend on services, and how services are
+//! rendered.
 
 use std::net::IpAddr;
 
@@ -16,8 +17,8 @@ use crate::model::Family;
 pub struct Ruleset {
     /// The configuration that the rules are made from.
     pub config: RenderConfig,
-    /// Chains with fixed rules. A chain comes before those that jump to it. They come before the dispatch
-    /// chains.
+    /// Chains with fixed rules. A chain comes before those that jump to it. They come before the
+    /// dispatch chains.
     pub chains: Vec<FixedChain>,
     /// Rules of nat KUBE-POSTROUTING, besides the jump to KUBE-HAIRPIN.
     pub postrouting: String,
@@ -25,9 +26,11 @@ pub struct Ruleset {
     pub forward: String,
     /// The dispatch chains, besides KUBE-HAIRPIN. nat KUBE-SERVICES has to be among them.
     pub dispatch: &'static [DispatchChain],
-    /// The last rules of nat KUBE-SERVICES, each without its chain, with a leading space and a line end.
+    /// The last rules of nat KUBE-SERVICES, each without its chain, with a leading space and a line
+    /// end.
     pub last_service_rules: Vec<String>,
-    /// Jumps from the kernel's chains, in the order in which they stand at the head of their chains.
+    /// Jumps from the kernel's chains, in the order in which they stand at the head of their
+    /// chains.
     pub jumps: Vec<Jump>,
     /// Renders the rules of a service.
     pub render: RenderService,
@@ -42,8 +45,8 @@ impl Ruleset {
         DispatchChain::ALL.into_iter().filter(is_used)
     }
 
-    /// KUBE-POSTROUTING and KUBE-FORWARD. In the compact layout they jump to KUBE-HAIRPIN, so scripts write
-    /// them after the dispatch chains.
+    /// KUBE-POSTROUTING and KUBE-FORWARD. In the compact layout they jump to KUBE-HAIRPIN, so
+    /// scripts write them after the dispatch chains.
     #[must_use]
     pub fn leading_to_dispatch(&self, is_compact: bool) -> [FixedChain; 2] {
         let hairpin = |chain| {
@@ -155,8 +158,9 @@ pub(in crate::dataplane) fn postrouting(config: &RenderConfig) -> String {
     rules
 }
 
-/// The rule of KUBE-FORWARD that drops packets which conntrack calls INVALID. They would reach a pod with
-/// their addresses untranslated, and its reset would end a good connection (kubernetes#74839).
+/// The rule of KUBE-FORWARD that drops packets which conntrack calls INVALID. They would reach a
+/// pod with their addresses untranslated, and its reset would end a good connection
+/// (kubernetes#74839).
 pub(in crate::dataplane) fn drop_invalid(config: &RenderConfig) -> String {
     let mut rules = String::new();
     let line = Line::append(&mut rules, FORWARD).add("-m conntrack --ctstate INVALID");
@@ -165,8 +169,9 @@ pub(in crate::dataplane) fn drop_invalid(config: &RenderConfig) -> String {
     rules
 }
 
-/// Rules of KUBE-FORWARD that accept connections which are masqueraded, and replies, whatever the host's
-/// firewall does. In the compact layout, connections of endpoints to themselves have no mark yet here.
+/// Rules of KUBE-FORWARD that accept connections which are masqueraded, and replies, whatever the
+/// host's firewall does. In the compact layout, connections of endpoints to themselves have no mark
+/// yet here.
 pub(in crate::dataplane) fn forward(config: &RenderConfig) -> String {
     let mut rules = String::new();
     let mark = config.masquerade.mark();

@@ -24,12 +24,16 @@ pub enum Writing {
     /// As text.
     #[default]
     Text,
-    /// Not at all: they are rendered while the script is written, a few services at a time, so that there is never more of them in memory.
+    /// Not at all: they are rendered while the script is written, a few services at a time, so that
+    /// there is never more of them in memory.
     Late,
-    /// Likewise, and everything in nat is written in many steps: first each few services, then the other chains by a bounded number of rules, at last what
-    /// leads to our chains. So `iptables-restore` does not hold more either. `iptables-nft-restore` also needs it for its time: it keeps the names of
-    /// the chains that a step is about in a sorted list, and searches that from the start for each rule and its target, so that a step costs the square of
-    /// its names. Only for a kernel in which nothing leads to our chains yet: no packet sees what is unfinished.
+    /// Likewise, and everything in nat is written in many steps: first each few services, then the
+    /// other chains by a bounded number of rules, at last what leads to our chains. So
+    /// `iptables-restore` does not hold more either. `iptables-nft-restore` also needs it for its
+    /// time: it keeps the names of the chains that a step is about in a sorted list, and searches
+    /// that from the start for each rule and its target, so that a step costs the square of its
+    /// names. Only for a kernel in which nothing leads to our chains yet: no packet sees what is
+    /// unfinished.
     LateInSteps,
 }
 
@@ -42,7 +46,8 @@ pub enum Piece<'a> {
     Services(&'a [Arc<ServiceKey>]),
 }
 
-/// A restore script under construction. One table's part is one atomic step, but see [`Writing::LateInSteps`].
+/// A restore script under construction. One table's part is one atomic step, but see
+/// [`Writing::LateInSteps`].
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Script {
     mangle: Part,
@@ -51,21 +56,25 @@ pub struct Script {
     chains_written: u32,
     chains_deleted: u32,
     filter_first: bool,
-    /// What the kernel has, while a full script is written: chains that are there already are left out.
+    /// What the kernel has, while a full script is written: chains that are there already are left
+    /// out.
     existing: Option<ExistingTables>,
     writing: Writing,
     /// Services whose chains are rendered late, in order.
     late: Vec<Arc<ServiceKey>>,
     /// Names of their chains that are declared with them, and not at the head of the table's part.
     late_chains: BTreeSet<String>,
-    /// By [`Writing::LateInSteps`]: the other chains in nat. A chain may go on in the next step, which does not declare it again.
+    /// By [`Writing::LateInSteps`]: the other chains in nat. A chain may go on in the next step,
+    /// which does not declare it again.
     steps: Vec<Part>,
 }
 
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 struct Part {
-    /// Chains come first, since rules may lead to any of them, and in descending order: iptables-nft keeps its list of chains sorted and looks
-    /// for each one's place from the start, so that ascending order costs the square of their number (10,000 chains: 9 s instead of 3.7 s).
+    /// Chains come first, since rules may lead to any of them, and in descending order:
+    /// iptables-nft keeps its list of chains sorted and looks for each one's place from the start,
+    /// so that ascending order costs the square of their number (10,000 chains: 9 s instead of 3.7
+    /// s).
     declarations: BTreeSet<String>,
     body: String,
     /// Deletions come last, when nothing leads to the chain any more.
@@ -195,14 +204,14 @@ impl Script {
         self.chains_written += 1;
     }
 
-    /// Filter rejects and drops packets before nat stops translating them. Without this, nat begins to
-    /// translate before filter stops. In both cases no packet finds neither.
+    /// Filter rejects and drops packets before nat stops translating them. Without this, nat begins
+    /// to translate before filter stops. In both cases no packet finds neither.
     pub fn put_filter_first(&mut self) {
         self.filter_first = true;
     }
 
-    /// The script without its deletions, and the chains that it deletes. For when the kernel rejects a
-    /// deletion, since it then rejects the whole step.
+    /// The script without its deletions, and the chains that it deletes. For when the kernel
+    /// rejects a deletion, since it then rejects the whole step.
     #[must_use]
     pub fn split_deletions(mut self) -> (Self, Vec<(Table, String)>) {
         let mut deletions = Vec::new();

@@ -16,8 +16,8 @@ use crate::{
     model::{Protocol, Service},
 };
 
-/// Renders everything that one service contributes in one family: from the configuration, whether the
-/// layout is compact, the Service, and the views of its ports.
+/// Renders everything that one service contributes in one family: from the configuration, whether
+/// the layout is compact, the Service, and the views of its ports.
 pub type RenderService = fn(&RenderConfig, bool, &Service, &[ServicePortView]) -> ServiceRules;
 
 /// A chain of a service's own, in nat.
@@ -65,7 +65,8 @@ pub struct ServiceRules {
 }
 
 impl ServiceRules {
-    /// Renders the ports of a service one after the other, without those that iptables cannot match here.
+    /// Renders the ports of a service one after the other, without those that iptables cannot match
+    /// here.
     pub(in crate::dataplane) fn of_ports<'a>(
         config: &'a RenderConfig,
         is_compact: bool,
@@ -120,9 +121,9 @@ impl<'a> PortRules<'a> {
         }
     }
 
-    /// Compact layout: an endpoint of this node that was sent to itself. Endpoints of other nodes are the
-    /// business of their own node. Those without a known node are treated as this node's, so that some
-    /// node does it.
+    /// Compact layout: an endpoint of this node that was sent to itself. Endpoints of other nodes
+    /// are the business of their own node. Those without a known node are treated as this node's,
+    /// so that some node does it.
     fn hairpin_lines(&self, endpoints: &BTreeSet<Destination>, rules: &mut ServiceRules) {
         for destination in endpoints.iter().filter(|destination| destination.may_be_here) {
             let address = destination.address;
@@ -150,8 +151,8 @@ impl<'a> PortRules<'a> {
         Chain { name: chain, rules }
     }
 
-    /// Spreads over endpoints: known clients keep their endpoint, and others are spread by probabilities
-    /// of 1/n, 1/(n − 1), ….
+    /// Spreads over endpoints: known clients keep their endpoint, and others are spread by
+    /// probabilities of 1/n, 1/(n − 1), ….
     pub(in crate::dataplane) fn policy_chain(
         &self,
         chain: ChainName,
@@ -190,7 +191,8 @@ impl<'a> PortRules<'a> {
         Chain { name: chain, rules }
     }
 
-    /// Compact layout: the DNAT rules themselves, checking and recording the client where there is affinity.
+    /// Compact layout: the DNAT rules themselves, checking and recording the client where there is
+    /// affinity.
     fn spread_compactly(&self, chain: ChainName, endpoints: &[Destination], rules: &mut String) {
         let (protocol, family) = (self.view.protocol, self.view.family);
         let translate = |line: Line<'_>, destination: &Destination| {
@@ -219,7 +221,8 @@ impl<'a> PortRules<'a> {
         }
     }
 
-    /// Classic layout. The compact one does this once for each group of ClusterIPs, see [`super::dispatch`].
+    /// Classic layout. The compact one does this once for each group of ClusterIPs, see
+    /// [`super::dispatch`].
     fn cluster_ip_masquerade(&self, chain: ChainName, rules: &mut String) {
         let Some(cluster_ip) = self.view.cluster_ip else { return };
         let masquerade = &self.config.masquerade;
@@ -235,14 +238,15 @@ impl<'a> PortRules<'a> {
             .jump(MARK_MASQ);
     }
 
-    /// Traffic to external destinations, up to the rule that leads to the endpoints of the policy. With
-    /// Local policy, pods of this node and the node itself reach all endpoints: no load balancer has
-    /// chosen this node for their traffic.
+    /// Traffic to external destinations, up to the rule that leads to the endpoints of the policy.
+    /// With Local policy, pods of this node and the node itself reach all endpoints: no load
+    /// balancer has chosen this node for their traffic.
     pub(in crate::dataplane) fn external_chain(&self) -> Chain {
         let (chain, name) = (self.external, &self.name);
         let mut rules = String::new();
         let reaches_cluster = !self.view.cluster_endpoints.is_empty();
-        // Only NodePorts have such destinations. Here, and not where NodePorts are looked for, it costs other connections nothing.
+        // Only NodePorts have such destinations. Here, and not where NodePorts are looked for, it
+        // costs other connections nothing.
         if self.config.counts_packets && self.config.localhost_node_ports && self.view.node_port != 0 {
             Line::append(&mut rules, chain).add("-d 127.0.0.0/8").counted_by(LOCALHOST_COUNTER).end();
         }
@@ -291,8 +295,8 @@ impl<'a> PortRules<'a> {
         Chain { name: chain, rules }
     }
 
-    /// The addresses through which clients outside reach the service, in order, with what leads from them
-    /// and its comment.
+    /// The addresses through which clients outside reach the service, in order, with what leads
+    /// from them and its comment.
     fn external_addresses(&self) -> impl Iterator<Item = (Selector, &'static str, ChainName)> {
         let load_balancer_target = if self.uses_firewall { self.firewall } else { self.external };
         let external = self.view.external_ips.iter().map(|address| (*address, "external IP", self.external));
@@ -319,8 +323,8 @@ impl<'a> PortRules<'a> {
         }
     }
 
-    /// In nat, only the classic layout has comments. A comment takes half a kilobyte of the kernel's memory,
-    /// two thirds of a rule, and each change of the table copies it.
+    /// In nat, only the classic layout has comments. A comment takes half a kilobyte of the
+    /// kernel's memory, two thirds of a rule, and each change of the table copies it.
     fn comment<'t>(&self, line: Line<'t>, comment: impl Display) -> Line<'t> {
         if self.is_compact { line } else { line.comment(comment) }
     }

@@ -167,7 +167,8 @@ proptest! {
         }
     }
 
-    /// An endpoint that stops or begins to answer is known for it within two intervals, however long its checks take to fail.
+    /// An endpoint that stops or begins to answer is known for it within two intervals, however
+    /// long its checks take to fail.
     #[test]
     fn what_changes_is_seen_within_two_intervals(
         interval in 500..20_000_u32,

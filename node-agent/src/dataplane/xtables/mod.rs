@@ -7,7 +7,7 @@ mod rules;
 mod sctp;
 mod variant;
 
-pub use variant::Variant;
+pub use programs::Variant;
 pub(super) use variant::choose;
 
 use headgate_core::{

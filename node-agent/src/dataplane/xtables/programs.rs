@@ -15,10 +15,7 @@ use headgate_core::{
     },
 };
 
-use super::{
-    super::{DataplaneError, ErrorKind},
-    Variant,
-};
+use super::super::{DataplaneError, ErrorKind};
 
 /// Seconds to wait for the lock that all iptables programs share (legacy only; nft ignores it).
 const LOCK_WAIT_SECONDS: &str = "5";
@@ -32,6 +29,18 @@ const EXIT_RESOURCE_PROBLEM: i32 = 4;
 
 /// Writes what a script leaves for later: the chains of services.
 pub(in crate::dataplane) type Render<'a> = dyn FnMut(&[Arc<ServiceKey>], &mut String) + 'a;
+
+/// Which iptables the rules are written with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
+pub enum Variant {
+    /// The one that the node uses already.
+    #[default]
+    Auto,
+    /// `iptables-legacy-restore`.
+    Legacy,
+    /// `iptables-nft-restore`.
+    Nft,
+}
 
 /// The programs of one family and variant.
 #[derive(Debug, Clone)]

@@ -5,20 +5,8 @@ use headgate_core::{Family, iptables::Table};
 
 use super::{
     super::{DataplaneError, ErrorKind},
-    programs::Programs,
+    programs::{Programs, Variant},
 };
-
-/// Which iptables the rules are written with.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
-pub enum Variant {
-    /// The one that the node uses already.
-    #[default]
-    Auto,
-    /// `iptables-legacy-restore`.
-    Legacy,
-    /// `iptables-nft-restore`.
-    Nft,
-}
 
 /// Chains by which the kubelet shows which variant the node's own software uses (KEP-3178).
 const KUBELET_CHAINS: [&str; 2] = [":KUBE-IPTABLES-HINT", ":KUBE-KUBELET-CANARY"];

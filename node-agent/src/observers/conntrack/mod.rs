@@ -1,7 +1,9 @@
-//! UDP flows that lead nowhere are deleted from the kernel's connection tracking table, after the rules are in place.
+//! UDP flows that lead nowhere are deleted from the kernel's connection tracking table, after the
+//! rules are in place.
 //!
-//! What is stale, [`headgate_core::conntrack`] decides. Here it is looked for over netlink, filtered by the kernel, on a thread of its own: however long
-//! the table, programming goes on. A pass that fails is tried again until it succeeds, with what changed since.
+//! What is stale, [`headgate_core::conntrack`] decides. Here it is looked for over netlink,
+//! filtered by the kernel, on a thread of its own: however long the table, programming goes on. A
+//! pass that fails is tried again until it succeeds, with what changed since.
 
 mod sweep;
 pub mod wire;
@@ -73,14 +75,15 @@ pub struct ConntrackCleaner {
     tracker: Tracker,
     planned: Option<CleanupPlan>,
     planned_all: bool,
-    // A full sync may program a newer state than the one that was planned from: the services that changed meanwhile are in the next step.
+    // A full sync may program a newer state than the one that was planned from: the services that
+    // changed meanwhile are in the next step.
     followed_full: bool,
     worker: Worker,
 }
 
 impl ConntrackCleaner {
-    /// Starts the thread, which works in the network namespace of the caller. `node_ports` says which of the
-    /// node's addresses have NodePorts.
+    /// Starts the thread, which works in the network namespace of the caller. `node_ports` says
+    /// which of the node's addresses have NodePorts.
     ///
     /// # Errors
     /// The system gives us no thread.

@@ -16,8 +16,8 @@ use headgate_netlink::{BATCH_REQUESTS, Connection, Dumped, NetlinkError, Refusal
 use super::wire::{self, Entry};
 use crate::{node_inputs::interface_addresses, observers::NodePorts};
 
-/// Filters of one family, above which its UDP entries are listed whole: with a million entries one filter takes a quarter to a third of
-/// the time of a list of all (bench `conntrack`).
+/// Filters of one family, above which its UDP entries are listed whole: with a million entries one
+/// filter takes a quarter to a third of the time of a list of all (bench `conntrack`).
 const FILTER_LIMIT: usize = 3;
 /// Attempts at one list that the kernel interrupts; then what was read has to do.
 const ATTEMPTS: u32 = 5;

@@ -1,5 +1,5 @@
-//! Connection tracking entries as netlink attributes (`linux/netfilter/nfnetlink_conntrack.h`). Numbers in attributes are big-endian, but for the
-//! flags of filters.
+//! Connection tracking entries as netlink attributes (`linux/netfilter/nfnetlink_conntrack.h`).
+//! Numbers in attributes are big-endian, but for the flags of filters.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -74,8 +74,9 @@ pub fn put_address(request: Request, kind: u16, address: IpAddr) -> Request {
     }
 }
 
-/// The request to list the entries that a filter admits. The kernel may list more, so compare again: kernels before 5.8 do not filter, and IPv6
-/// addresses are not asked for, since kernels up to 6.18 at least list those whose address differs (`ctnetlink_filter_match_tuple` takes
+/// The request to list the entries that a filter admits. The kernel may list more, so compare
+/// again: kernels before 5.8 do not filter, and IPv6 addresses are not asked for, since kernels up
+/// to 6.18 at least list those whose address differs (`ctnetlink_filter_match_tuple` takes
 /// `ipv6_addr_cmp` for a test of equality).
 #[must_use]
 pub fn list(filter: &Filter) -> Request {

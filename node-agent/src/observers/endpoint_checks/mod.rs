@@ -1,8 +1,8 @@
 //! Active health checks of endpoints: the sockets, the clock and the counting.
 //!
-//! [`headgate_core::endpoint_health`] decides what is checked when, and what outcomes mean. The result goes
-//! into the node's facts, and the reconcile loop programs the services whose endpoints began to fail or
-//! recovered. This works for every dataplane.
+//! [`headgate_core::endpoint_health`] decides what is checked when, and what outcomes mean. The
+//! result goes into the node's facts, and the reconcile loop programs the services whose endpoints
+//! began to fail or recovered. This works for every dataplane.
 
 pub mod metrics;
 mod targets;
@@ -49,7 +49,8 @@ pub fn new(
     )
 }
 
-/// Checks endpoints in the network namespace of the runtime's threads, at most [`MAX_RUNNING`] at a time.
+/// Checks endpoints in the network namespace of the runtime's threads, at most [`MAX_RUNNING`] at a
+/// time.
 #[derive(Debug)]
 pub struct Checker {
     mailbox: Arc<Mailbox<ServiceTargets>>,

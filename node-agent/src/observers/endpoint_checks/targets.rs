@@ -6,8 +6,8 @@ use headgate_core::{
     Family, NodeFacts, Protocol, ServiceKey, State, endpoint_health::ServiceTargets, view::views_of_all_endpoints,
 };
 
-/// The endpoints of a service that this node uses and has to check; `None` for a service without checks.
-/// The cost depends on the size of this one service.
+/// The endpoints of a service that this node uses and has to check; `None` for a service without
+/// checks. The cost depends on the size of this one service.
 pub(super) fn targets(state: &State, key: &Arc<ServiceKey>, node: &NodeFacts) -> Option<ServiceTargets> {
     let service = state.entry(key)?.service().filter(|service| service.is_checked_by_tcp())?;
     let views = Family::BOTH.into_iter().flat_map(|family| views_of_all_endpoints(state, key, family, node));

@@ -1,7 +1,9 @@
-//! Health-check node ports: a load balancer outside asks each node at such a port whether it has endpoints of its own for a service.
+//! Health-check node ports: a load balancer outside asks each node at such a port whether it has
+//! endpoints of its own for a service.
 //!
-//! What is to be answered, [`headgate_core::health_check_port`] decides. Ports open, close and move with the services, after the rules are in
-//! place; a port that cannot be bound is tried again, and stands in nobody's way.
+//! What is to be answered, [`headgate_core::health_check_port`] decides. Ports open, close and move
+//! with the services, after the rules are in place; a port that cannot be bound is tried again, and
+//! stands in nobody's way.
 
 mod page;
 mod server;

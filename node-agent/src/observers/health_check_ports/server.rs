@@ -21,7 +21,8 @@ use crate::{
     observers::{Changes, Mailbox, NodePorts},
 };
 
-/// Time between attempts to listen where it failed, and between looks at whether the node's addresses changed.
+/// Time between attempts to listen where it failed, and between looks at whether the node's
+/// addresses changed.
 const RETRY_PERIOD: Duration = Duration::from_secs(5);
 
 /// Listens at all health-check node ports of this node.
@@ -86,8 +87,9 @@ impl Server {
         self.update_sockets(keys).await;
     }
 
-    /// Opens and closes sockets of these services, of services whose sockets could not be opened, and of all services
-    /// when the node's addresses changed. Closes first, so that one service can take a port from another.
+    /// Opens and closes sockets of these services, of services whose sockets could not be opened,
+    /// and of all services when the node's addresses changed. Closes first, so that one service can
+    /// take a port from another.
     async fn update_sockets(&mut self, mut keys: BTreeSet<Arc<ServiceKey>>) {
         let addresses = Family::BOTH.map(|family| self.node_ports.of(family));
         if addresses != self.addresses {

@@ -142,7 +142,8 @@ async fn ports_move_and_pass_to_other_services() {
     let [first, second] = reserved.each_ref().map(ReservedPort::number);
     world.step([service("web", first)]);
     answers(first, "web", "503", 0).await;
-    // The service moves, and another one takes its port, in one step; the other comes first in order.
+    // The service moves, and another one takes its port, in one step; the other comes first in
+    // order.
     world.step([service("web", second), service("api", first)]);
     answers(first, "api", "503", 0).await;
     answers(second, "web", "503", 0).await;

@@ -318,7 +318,8 @@ fn a_rejected_change_is_named_and_leaves_the_old_value() {
     let differing = replica.state.digests().differing(agent.held.state().digests());
     assert_eq!(differing, [service_bucket(&key("web"))]);
 
-    // On a stream that does not bring it again, it is said again; and it is withdrawn with the next good value.
+    // On a stream that does not bring it again, it is said again; and it is withdrawn with the next
+    // good value.
     let _ = agent.hello();
     agent.take(Replica::new(7, 1).welcome(ResumeMode::Log)).unwrap();
     assert_eq!(agent.nacks.pop().unwrap().rejections, nack.rejections);
@@ -348,7 +349,8 @@ fn what_a_snapshot_carried_and_could_not_be_used_stays_at_its_last_good_value() 
     assert_eq!(addresses, ["10.1.0.1", "10.1.0.2"], "the third was not carried and is gone");
 }
 
-/// A batch that moves an endpoint of `web` to the ports and node of another, all told by references.
+/// A batch that moves an endpoint of `web` to the ports and node of another, all told by
+/// references.
 fn referring(replica: &Replica, version: u64, like: &Change) -> v1::ServerMessage {
     let (Change::Endpoint(key, other), referrer) = (like, Referrer::new(replica.epoch)) else { unreachable!() };
     let moved = v1::Endpoint { address: vec![10, 1, 0, 77].into(), ..Default::default() };
@@ -458,7 +460,8 @@ fn hello_tells_where_the_source_was_when_the_own_node_became_what_it_is() {
     }
 }
 
-/// A machine that has said that it is at version 3 of epoch 7, and how a stream of that replica begins.
+/// A machine that has said that it is at version 3 of epoch 7, and how a stream of that replica
+/// begins.
 fn resuming_by_log(head_version: Option<u64>) -> (Machine, Vec<Effect>) {
     let mut machine = Machine::new("node-1".into());
     machine.begin(Some((7, 3)));
@@ -576,7 +579,8 @@ fn any_change() -> impl Strategy<Value = Change> {
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Two replicas commit the same changes, batched differently; an agent goes from one to the other, and each stream is cut anywhere.
+    /// Two replicas commit the same changes, batched differently; an agent goes from one to the
+    /// other, and each stream is cut anywhere.
     #[test]
     fn any_cuts_and_resumes_end_in_the_replicas_state(
         batches in prop::collection::vec(prop::collection::vec(any_change(), 1..8), 1..12),

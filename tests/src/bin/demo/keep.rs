@@ -85,8 +85,8 @@ fn grpcurl() -> String {
     }
 }
 
-/// Removes namespaces of this process that are still there: a second Ctrl-C may have killed the `ip` that was about
-/// to remove one. In a process group of its own, `ip` is safe from that.
+/// Removes namespaces of this process that are still there: a second Ctrl-C may have killed the
+/// `ip` that was about to remove one. In a process group of its own, `ip` is safe from that.
 pub(crate) fn remove_leftovers() -> Result<()> {
     let folder = Path::new("/run/netns");
     if !folder.exists() {

@@ -1,7 +1,9 @@
-//! `make demo`: a control plane on a folder of manifests, three nodes in network namespaces, a web service, and live changes.
+//! `make demo`: a control plane on a folder of manifests, three nodes in network namespaces, a web
+//! service, and live changes.
 //!
-//! Ends with the line `demo: ok` and exit code 0 when every step behaved, with 1 and the reason when one did not, with 130
-//! when interrupted. Whatever happens, namespaces, processes and files go away again.
+//! Ends with the line `demo: ok` and exit code 0 when every step behaved, with 1 and the reason
+//! when one did not, with 130 when interrupted. Whatever happens, namespaces, processes and files
+//! go away again.
 
 mod interrupt;
 mod keep;

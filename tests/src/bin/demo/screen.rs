@@ -1,4 +1,5 @@
-//! What the demo writes: numbered steps, what was seen, a bar for each pod. Colours on a terminal only.
+//! What the demo writes: numbered steps, what was seen, a bar for each pod. Colours on a terminal
+//! only.
 
 use std::cell::Cell;
 use std::io::{IsTerminal as _, Write as _};
@@ -42,7 +43,8 @@ impl Screen {
         format!("\u{1b}[{code}m{text}\u{1b}[0m")
     }
 
-    /// Nobody may be reading any more (`| head`): the demo goes on, and what counts is its exit code.
+    /// Nobody may be reading any more (`| head`): the demo goes on, and what counts is its exit
+    /// code.
     fn line(&self, text: &str) {
         let mut out = std::io::stdout().lock();
         let _ = writeln!(out, "{text}");

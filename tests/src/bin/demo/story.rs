@@ -1,4 +1,5 @@
-//! The steps of the demo. Each does one thing, looks, and fails if what it sees is not what was promised.
+//! The steps of the demo. Each does one thing, looks, and fails if what it sees is not what was
+//! promised.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -20,7 +21,8 @@ pub(crate) const CLIENT: &str = "a3";
 /// Where the requests to node ports come from.
 const OUTSIDE: &str = "outside-1";
 
-/// Enough that a pod of six which gets none of them shows a fault, not bad luck (once in 500 million runs).
+/// Enough that a pod of six which gets none of them shows a fault, not bad luck (once in 500
+/// million runs).
 const REQUESTS: usize = 120;
 const START: [&str; 3] = ["a1", "b1", "c1"];
 const SCALED_UP: [&str; 6] = ["a1", "a2", "b1", "b2", "c1", "c2"];

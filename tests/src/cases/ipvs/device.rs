@@ -1,4 +1,5 @@
-//! The services' addresses are the node's own: what that must not mean for routing daemons, and for rules of others about the node's own addresses.
+//! The services' addresses are the node's own: what that must not mean for routing daemons, and for
+//! rules of others about the node's own addresses.
 
 use anyhow::{Context, Result, ensure};
 
@@ -14,8 +15,9 @@ use crate::testbed::{AgentSetup, Family, Testbed};
 use SourceAddress::{Kept, Masqueraded};
 use Via::{ClusterIp, ExternalIp, LoadBalancerIp, NodePort};
 
-/// The device is down, so that no routing daemon takes its addresses for networks of the node's. An agent that finds it up, as an earlier version made
-/// it, puts another in its place, and connections go on.
+/// The device is down, so that no routing daemon takes its addresses for networks of the node's. An
+/// agent that finds it up, as an earlier version made it, puts another in its place, and
+/// connections go on.
 ///
 /// On machines with [`super::super::lifecycle::some_services`] on which nothing runs yet.
 pub fn a_device_that_is_up_is_replaced(bed: &Testbed) -> Result<()> {
@@ -51,8 +53,8 @@ pub fn a_device_that_is_up_is_replaced(bed: &Testbed) -> Result<()> {
     answers()
 }
 
-/// A rule behind ours that translates what goes to a port of the node, as CNI plugins make for host ports and Docker for published ones, gets no
-/// connection to a service's address.
+/// A rule behind ours that translates what goes to a port of the node, as CNI plugins make for host
+/// ports and Docker for published ones, gets no connection to a service's address.
 ///
 /// On machines with [`super::super::lifecycle::some_services`] on which nothing runs yet.
 pub fn rules_of_others_for_the_node_come_second(bed: &Testbed) -> Result<()> {

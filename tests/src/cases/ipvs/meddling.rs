@@ -1,4 +1,5 @@
-//! What others do to the device, the sets and the virtual servers, and IPv6 switched off, while an agent runs.
+//! What others do to the device, the sets and the virtual servers, and IPv6 switched off, while an
+//! agent runs.
 
 use anyhow::{Context, Result, ensure};
 
@@ -14,8 +15,8 @@ use Via::{ClusterIp, LoadBalancerIp};
 
 type Step<'a> = &'a dyn Fn() -> Result<()>;
 
-/// Somebody removes what a change needs: the next change finds it out, and has everything back before it is reported as programmed, without waiting for the
-/// next look at the rules.
+/// Somebody removes what a change needs: the next change finds it out, and has everything back
+/// before it is reported as programmed, without waiting for the next look at the rules.
 ///
 /// On machines with [`super::super::lifecycle::some_services`] on which nothing runs yet.
 pub fn a_change_finds_out_what_is_gone(bed: &Testbed) -> Result<()> {
@@ -77,7 +78,8 @@ pub fn what_others_change_is_changed_back(bed: &Testbed) -> Result<()> {
     let before = kernel(bed, "node-a")?;
     let server = bed.address("steady", ClusterIp, Family::V4, "tcp")?;
 
-    // Addresses of networks: one of nobody's in each family, and one that is wanted, but for the host alone.
+    // Addresses of networks: one of nobody's in each family, and one that is wanted, but for the
+    // host alone.
     let address = server.ip();
     node.ip_batch(&format!(
         "addr add 10.96.200.1/16 dev kube-ipvs0\naddr add fd00:10:96::c8/112 dev kube-ipvs0\n\
@@ -111,7 +113,8 @@ pub fn what_others_change_is_changed_back(bed: &Testbed) -> Result<()> {
     )
 }
 
-/// Where new devices come without IPv6, and when it is switched off later, the agent switches it on for its own device.
+/// Where new devices come without IPv6, and when it is switched off later, the agent switches it on
+/// for its own device.
 ///
 /// On machines with [`super::super::lifecycle::some_services`] on which nothing runs yet.
 pub fn ipv6_is_switched_on_for_the_device(bed: &Testbed) -> Result<()> {

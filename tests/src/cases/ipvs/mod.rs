@@ -1,4 +1,5 @@
-//! What is IPVS's alone: virtual servers, sets and the device in the kernel, what others do to them, and what becomes of them.
+//! What is IPVS's alone: virtual servers, sets and the device in the kernel, what others do to
+//! them, and what becomes of them.
 
 mod device;
 mod meddling;
@@ -45,7 +46,8 @@ fn tool(machine: &Namespace, program: &str, arguments: &[&str]) -> Result<String
     machine.output(command)
 }
 
-/// Everything that an IPVS backend has in a node's kernel, as the kernel's own tools show it: virtual servers, sets, the device and rules.
+/// Everything that an IPVS backend has in a node's kernel, as the kernel's own tools show it:
+/// virtual servers, sets, the device and rules.
 fn kernel(bed: &Testbed, node: &str) -> Result<Vec<String>> {
     let machine = bed.machines().machine(node)?;
     let mut lines: Vec<String> =
@@ -86,8 +88,8 @@ fn difference(one: &[String], other: &[String]) -> Vec<String> {
     gone.chain(other.iter().filter(|line| !one.contains(line)).map(|line| format!("+ {line}"))).collect()
 }
 
-/// Longest wait until the agent has seen what somebody changed by hand. What only the full comparison finds waits for its turn, which comes as often
-/// as that takes one percent of a core.
+/// Longest wait until the agent has seen what somebody changed by hand. What only the full
+/// comparison finds waits for its turn, which comes as often as that takes one percent of a core.
 const CHANGED_BY_HAND: Duration = Duration::from_secs(150);
 
 /// Waits until a node's kernel is as it was.
@@ -103,7 +105,8 @@ fn agent(bed: &Testbed, node: &str) -> Result<AgentInfo> {
     bed.agents()?.into_iter().find(|agent| agent.node == node).with_context(|| format!("no agent of {node}"))
 }
 
-/// Starts the agent of node-a anew, and waits until it has told the control plane that everything is programmed.
+/// Starts the agent of node-a anew, and waits until it has told the control plane that everything
+/// is programmed.
 pub(super) fn restart(bed: &Testbed, setup: &AgentSetup) -> Result<AgentInfo> {
     let before = agent(bed, "node-a")?.connected_unix_ms;
     bed.kill_agent("node-a")?;
@@ -124,7 +127,8 @@ fn set_endpoints(bed: &Testbed, endpoints: &[&str]) -> Result<()> {
     })
 }
 
-/// A change writes what it changes and nothing else; taken back, it leaves everything as it was. A warm restart writes nothing.
+/// A change writes what it changes and nothing else; taken back, it leaves everything as it was. A
+/// warm restart writes nothing.
 ///
 /// On machines with [`super::lifecycle::some_services`] on which nothing runs yet.
 pub fn a_change_writes_what_it_changes(bed: &Testbed) -> Result<()> {
@@ -136,7 +140,8 @@ pub fn a_change_writes_what_it_changes(bed: &Testbed) -> Result<()> {
     let after = kernel(bed, "node-a")?;
     let (changed, written) = (difference(&before, &after), agent(bed, "node-a")?.objects_written);
     ensure!(!changed.is_empty() && written > 0, "nothing was written");
-    // Each step adds, removes or replaces a line; one more each for what was added and has drained meanwhile.
+    // Each step adds, removes or replaces a line; one more each for what was added and has drained
+    // meanwhile.
     ensure!(
         written as usize <= 2 * changed.len(),
         "{written} objects were written for these changes:\n{}",
@@ -156,7 +161,8 @@ pub fn a_change_writes_what_it_changes(bed: &Testbed) -> Result<()> {
     returns_to(bed, "node-a", &settled)
 }
 
-/// Somebody flushes virtual servers, sets, addresses or rules, or removes the device: everything comes back by itself.
+/// Somebody flushes virtual servers, sets, addresses or rules, or removes the device: everything
+/// comes back by itself.
 ///
 /// On machines with [`super::lifecycle::some_services`] on which nothing runs yet.
 pub fn flushed_state_comes_back(bed: &Testbed) -> Result<()> {
@@ -196,7 +202,8 @@ pub fn flushed_state_comes_back(bed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// Virtual servers, sets, rules and addresses of others survive whatever the agent does; after `--cleanup` everything is as it was before.
+/// Virtual servers, sets, rules and addresses of others survive whatever the agent does; after
+/// `--cleanup` everything is as it was before.
 ///
 /// On machines with [`super::lifecycle::some_services`] on which nothing runs yet.
 pub fn foreign_state_and_cleanup(bed: &Testbed) -> Result<()> {
@@ -256,7 +263,8 @@ pub fn foreign_state_and_cleanup(bed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// From iptables to IPVS and back: nothing of the other mode stays, and services answer at any time.
+/// From iptables to IPVS and back: nothing of the other mode stays, and services answer at any
+/// time.
 ///
 /// On machines with [`super::lifecycle::some_services`] on which nothing runs yet.
 pub fn modes_switch(bed: &Testbed) -> Result<()> {
@@ -295,8 +303,8 @@ pub fn modes_switch(bed: &Testbed) -> Result<()> {
     answers()
 }
 
-/// A TCP destination that goes keeps its connections at weight 0 until they have ended, also when its whole service is deleted and the agent
-/// starts anew; a UDP destination goes at once.
+/// A TCP destination that goes keeps its connections at weight 0 until they have ended, also when
+/// its whole service is deleted and the agent starts anew; a UDP destination goes at once.
 ///
 /// On a running cluster with [`super::lifecycle::some_services`].
 pub fn destinations_drain(bed: &Testbed) -> Result<()> {
@@ -344,7 +352,8 @@ pub fn destinations_drain(bed: &Testbed) -> Result<()> {
     within(Duration::from_secs(150), is_gone).context("after the last connection was reset")
 }
 
-/// What a service's address answers besides its ports; an address that another interface has is served and not taken.
+/// What a service's address answers besides its ports; an address that another interface has is
+/// served and not taken.
 ///
 /// On machines on which nothing runs yet, without services.
 pub fn addresses(bed: &Testbed) -> Result<()> {

@@ -19,7 +19,8 @@ use crate::uml::modules::WithoutModules;
 use SourceAddress::Kept;
 use Via::{ClusterIp, LoadBalancerIp};
 
-/// The kernel lacks what mode ipvs needs: iptables does the work, and everybody is told what is missing.
+/// The kernel lacks what mode ipvs needs: iptables does the work, and everybody is told what is
+/// missing.
 ///
 /// On machines with [`super::super::lifecycle::some_services`] on which nothing runs yet.
 pub fn falls_back_to_iptables(bed: &Testbed) -> Result<()> {
@@ -56,8 +57,8 @@ pub fn falls_back_to_iptables(bed: &Testbed) -> Result<()> {
     expect_page(bed, "/status", "modprobe dummy")
 }
 
-/// An agent that may not set kernel parameters, as in a container that is not privileged, runs iptables and says why, unless they have been set before by the same
-/// program with `--init-only`.
+/// An agent that may not set kernel parameters, as in a container that is not privileged, runs
+/// iptables and says why, unless they have been set before by the same program with `--init-only`.
 ///
 /// On machines with [`super::super::lifecycle::some_services`] on which nothing runs yet.
 pub fn parameters_may_be_set_beforehand(bed: &Testbed) -> Result<()> {
@@ -114,8 +115,9 @@ fn scheduler(bed: &Testbed, service: &str) -> Result<(String, usize)> {
     Ok((made.split(' ').next().unwrap_or_default().to_owned(), destinations))
 }
 
-/// Services ask for a scheduler that the kernel has not got any more. They are served as a whole nevertheless, new ones by the cluster's, and everybody is
-/// told; when the module can be loaded again, they get what they asked for.
+/// Services ask for a scheduler that the kernel has not got any more. They are served as a whole
+/// nevertheless, new ones by the cluster's, and everybody is told; when the module can be loaded
+/// again, they get what they asked for.
 ///
 /// On a running cluster with [`super::super::lifecycle::some_services`].
 pub fn a_missing_scheduler_is_made_up_for(bed: &Testbed) -> Result<()> {
@@ -178,8 +180,8 @@ pub fn a_missing_scheduler_is_made_up_for(bed: &Testbed) -> Result<()> {
     answers()
 }
 
-/// iptables cannot match SCTP: what needs it is left out and told, and everything else works, in either mode. When the module can be loaded again, it
-/// works as well.
+/// iptables cannot match SCTP: what needs it is left out and told, and everything else works, in
+/// either mode. When the module can be loaded again, it works as well.
 ///
 /// On machines with [`super::super::lifecycle::some_services`] on which nothing runs yet.
 pub fn sctp_that_cannot_be_matched_is_left_out(bed: &Testbed) -> Result<()> {

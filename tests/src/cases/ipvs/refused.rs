@@ -12,8 +12,9 @@ use crate::testbed::{Family, Testbed, plan};
 use SourceAddress::Kept;
 use Via::ClusterIp;
 
-/// The kernel takes no destination whose address is a broadcast address of the node: it is left out and told, and nothing else is disturbed, by further changes
-/// neither. It is tried again, with each change of its service and by itself, and never is everything programmed anew for it.
+/// The kernel takes no destination whose address is a broadcast address of the node: it is left out
+/// and told, and nothing else is disturbed, by further changes neither. It is tried again, with
+/// each change of its service and by itself, and never is everything programmed anew for it.
 ///
 /// On a running cluster with [`super::super::lifecycle::some_services`].
 pub fn a_refused_destination_disturbs_nothing(bed: &Testbed) -> Result<()> {
@@ -66,8 +67,8 @@ pub fn a_refused_destination_disturbs_nothing(bed: &Testbed) -> Result<()> {
     expect_told(None)?;
     run(bed, &[all().answered(&["a1", "a2"], Kept)])?;
 
-    // What comes to a service that is there is refused for itself as well, and tried with its next change. (A destination that had connections is not looked at
-    // anew by the kernel.)
+    // What comes to a service that is there is refused for itself as well, and tried with its next
+    // change. (A destination that had connections is not looked at anew by the kernel.)
     let set_endpoints_of_bad = |endpoints: &[&str]| {
         bed.update(|manifests| {
             manifests.service_mut("bad")?.endpoints = ready(endpoints);

@@ -16,7 +16,8 @@ use crate::testbed::{Family, Namespace, Testbed, plan};
 use SourceAddress::{Kept, Masqueraded};
 use Via::{ClusterIp, ExternalIp, NodePort};
 
-/// Sets as kube-proxy makes them, and with every option that somebody may have given them; what is in them is stale.
+/// Sets as kube-proxy makes them, and with every option that somebody may have given them; what is
+/// in them is stale.
 const SETS: &str = "\
 create KUBE-CLUSTER-IP hash:ip,port family inet hashsize 1024 maxelem 65536
 add KUBE-CLUSTER-IP 10.96.200.1,tcp:80
@@ -67,9 +68,10 @@ fn rule(bed: &Testbed, rule: &str) -> Result<()> {
     iptables::run(node, Variant::Legacy, Family::V4, &lock, &rule.split(' ').collect::<Vec<_>>())
 }
 
-/// What kube-proxy left is taken over, be its sets of other sizes, with other options, or of other types: in the end everything is as on a node that
-/// had nothing, and whoever asked a service meanwhile was answered. A set of another type that somebody's rules refer to cannot be: that is told, and
-/// mended when the rules are gone.
+/// What kube-proxy left is taken over, be its sets of other sizes, with other options, or of other
+/// types: in the end everything is as on a node that had nothing, and whoever asked a service
+/// meanwhile was answered. A set of another type that somebody's rules refer to cannot be: that is
+/// told, and mended when the rules are gone.
 ///
 /// On machines with [`super::super::lifecycle::some_services`] on which nothing runs yet.
 pub fn kube_proxys_state_is_taken_over(bed: &Testbed) -> Result<()> {

@@ -94,7 +94,8 @@ fn the_kernel_filters() {
                     .collect();
                 assert!(!expected.is_empty());
                 let listed = listed(&filter)?;
-                // The ports are filtered in both families, the addresses of IPv6 in none: see `wire::list`.
+                // The ports are filtered in both families, the addresses of IPv6 in none: see
+                // `wire::list`.
                 if family == Family::V4 {
                     assert_eq!(listed, expected, "{filter:?}");
                 } else {

@@ -60,7 +60,8 @@ fn all_answered_by(flows: &[Flow], server: &str) -> Result<()> {
     flows.iter().try_for_each(|flow| flow.until_answered_by(server).map(drop))
 }
 
-/// The backend goes and another one comes, none is left, one comes back, its port changes, an address goes, the service goes.
+/// The backend goes and another one comes, none is left, one comes back, its port changes, an
+/// address goes, the service goes.
 fn follows_its_service(bed: &Testbed) -> Result<()> {
     let flows = open_all(bed, "dns", &WAYS)?;
     all_answered_by(&flows, "b1")?;
@@ -103,7 +104,8 @@ fn follows_its_service(bed: &Testbed) -> Result<()> {
     bed.update(|manifests| manifests.remove("dns").map(drop))?;
     flows.iter().try_for_each(Flow::until_unanswered).context("after the service was deleted")?;
     if bed.backend() == Backend::Ipvs {
-        // The kernel may come first: IPVS drops the entry of a flow whose destination is gone at the flow's next packet.
+        // The kernel may come first: IPVS drops the entry of a flow whose destination is gone at
+        // the flow's next packet.
         return Ok(());
     }
     for family in ["IPv4", "IPv6"] {
@@ -161,7 +163,8 @@ fn recovers_once_there_is_an_endpoint(bed: &Testbed) -> Result<()> {
     all_answered_by(&flows, "b1")
 }
 
-/// Flows to endpoints that still serve stay where they are, while those to one that went move; TCP and foreign UDP are left alone.
+/// Flows to endpoints that still serve stay where they are, while those to one that went move; TCP
+/// and foreign UDP are left alone.
 fn leaves_the_rest_alone(bed: &Testbed) -> Result<()> {
     let node = bed.machines().machine("node-a")?;
     let foreign = foreign_flows(bed)?;
@@ -199,7 +202,8 @@ fn leaves_the_rest_alone(bed: &Testbed) -> Result<()> {
     held.iter_mut().try_for_each(HeldConnection::check).context("TCP connections, also to what is gone")
 }
 
-/// UDP that only looks like the service's: the endpoint's own address, the NodePort's number on another node.
+/// UDP that only looks like the service's: the endpoint's own address, the NodePort's number on
+/// another node.
 fn foreign_flows(bed: &Testbed) -> Result<Vec<SocketAddr>> {
     let mut to = Vec::new();
     for family in Family::BOTH {
@@ -226,7 +230,8 @@ fn foreign_entries(node: &headgate_tests::testbed::Namespace, to: &[SocketAddr])
     })
 }
 
-/// The rules take their time. A client that keeps asking meanwhile would renew its entry by the old rules, if it were deleted before.
+/// The rules take their time. A client that keeps asking meanwhile would renew its entry by the old
+/// rules, if it were deleted before.
 fn is_cleaned_after_the_rules(bed: &Testbed) -> Result<()> {
     let slow = SlowTools::create(bed.machines().folder(), bed.backend())?;
     bed.kill_agent("node-a")?;

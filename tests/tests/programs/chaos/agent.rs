@@ -17,7 +17,8 @@ pub(crate) fn start(node: &str, replicas: &[String], folder: &Path, certificates
     Agent::start(node, replicas, Some(Files { side: Side::Client, cert, key, ca }), brief).unwrap()
 }
 
-/// The port of the only endpoint of the service that counts the steps of the run; `None` before the agent knows it.
+/// The port of the only endpoint of the service that counts the steps of the run; `None` before the
+/// agent knows it.
 pub(crate) fn clock(agent: &Agent, key: &ServiceKey) -> Option<u16> {
     let port = |state: &State| Some(state.entry(key)?.endpoints().values().next()?.ports.first()?.port);
     agent.shared.with_state(port)

@@ -1,5 +1,6 @@
-//! An authority whose certificates are renewed, and which is itself replaced, while everything runs. Files are swapped as Kubernetes swaps those
-//! of a mounted Secret: a folder `..data` that is a symbolic link.
+//! An authority whose certificates are renewed, and which is itself replaced, while everything
+//! runs. Files are swapped as Kubernetes swaps those of a mounted Secret: a folder `..data` that is
+//! a symbolic link.
 
 use std::{
     fs,
@@ -98,7 +99,8 @@ impl Certificates {
         }
     }
 
-    /// The next step of replacing the authority: trust both, issue by the next one, forget the old one.
+    /// The next step of replacing the authority: trust both, issue by the next one, forget the old
+    /// one.
     pub(crate) fn replace_authority(&mut self) {
         self.phase = match self.phase {
             Phase::Settled => {

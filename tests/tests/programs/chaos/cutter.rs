@@ -78,7 +78,8 @@ impl Cutter {
         self.relay.cut();
     }
 
-    /// From now on connections live as long as their ends do. Those that were doomed already are cut.
+    /// From now on connections live as long as their ends do. Those that were doomed already are
+    /// cut.
     pub(crate) fn calm(&self) {
         self.relay.is_calm.store(true, Ordering::SeqCst);
         self.relay.cut();
@@ -100,7 +101,8 @@ impl Relay {
         self.cut_all.send_modify(|cuts| *cuts += 1);
     }
 
-    /// Small numbers of bytes are as likely as large ones, so that handshakes, snapshots and batches are all cut.
+    /// Small numbers of bytes are as likely as large ones, so that handshakes, snapshots and
+    /// batches are all cut.
     fn draw(&self) -> Fate {
         let mut rng = self.rng.lock().unwrap();
         let is_doomed = rng.f32() < 0.6 && !self.is_calm.load(Ordering::SeqCst);

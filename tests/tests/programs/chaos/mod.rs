@@ -1,9 +1,16 @@
-//! Everything goes wrong at once, by a seed: replicas are killed, frozen, drained and started again, connections are cut at any byte, watches break and
-//! expire, continue tokens run out, history is lost, certificates are renewed and their authority replaced, kernels refuse, while Services, EndpointSlices and Nodes churn.
-//! Meanwhile no agent may go back in time; at the end each agent's state must be the source's, by digest.
+//! Everything goes wrong at once, by a seed: replicas are killed, frozen, drained and started
+//! again, connections are cut at any byte, watches break and expire, continue tokens run out,
+//! history is lost, certificates are renewed and their authority replaced, kernels refuse, while
+//! Services, EndpointSlices and Nodes churn. Meanwhile no agent may go back in time; at the end
+//! each agent's state must be the source's, by digest.
 //!
-//! What is done is drawn from the seed, and when it hits what is up to the machine. Another seed, or more of it:
-//! `HEADGATE_CHAOS_SEED=7 HEADGATE_CHAOS_STEPS=2000 cargo nextest run -p headgate-tests --test programs by_seed --no-capture`.
+//! What is done is drawn from the seed, and when it hits what is up to the machine. Another seed,
+//! or more of it:
+//!
+//! ```sh
+//! HEADGATE_CHAOS_SEED=7 HEADGATE_CHAOS_STEPS=2000 \
+//!   cargo nextest run -p headgate-tests --test programs by_seed --no-capture
+//! ```
 
 mod agent;
 mod certificates;
@@ -241,7 +248,8 @@ async fn run(seed: u64, steps: u32) {
     );
     // The run is worth something only if things did go wrong and agents did move on meanwhile.
     assert!(cuts > AGENTS as u64 && connections > 2 * AGENTS as u64, "hardly anything was cut");
-    // By log only if an agent comes back to the same run of the same replica, which not every seed brings about.
+    // By log only if an agent comes back to the same run of the same replica, which not every seed
+    // brings about.
     assert!(resumed["digests"] > AGENTS && resumed["full"] >= AGENTS, "agents hardly resumed: {resumed:?}");
     assert!(moves > u64::from(steps), "the agents hardly moved while things went wrong");
 }

@@ -16,7 +16,8 @@ const NAMESPACE: &str = "chaos";
 const SERVICES: u32 = 30;
 const SLICES: u32 = 2;
 
-/// The service whose only endpoint's port counts the steps: whoever sees it fall has gone back in time.
+/// The service whose only endpoint's port counts the steps: whoever sees it fall has gone back in
+/// time.
 pub(crate) const CLOCK: (&str, &str) = (NAMESPACE, "clock");
 
 pub(crate) struct Churn {

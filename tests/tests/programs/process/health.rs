@@ -8,8 +8,9 @@ fn web(node_spec: &str) -> Vec<(&'static str, String)> {
 #[test]
 fn row_105_healthz_and_livez_answer_as_kube_proxys_before_and_after_the_first_sync() {
     let rig = Rig::new();
-    // No control plane: nothing has come, so nothing waits, and to start the agent anew would not help. But there are no
-    // rules, so load balancers are to send nothing here: kube-proxy serves no page at all before it knows its node.
+    // No control plane: nothing has come, so nothing waits, and to start the agent anew would not
+    // help. But there are no rules, so load balancers are to send nothing here: kube-proxy serves
+    // no page at all before it knows its node.
     let agent = rig.agent(&[]);
     let found = rig.until_health("/livez", 200);
     assert_eq!(found["healthy"], true);

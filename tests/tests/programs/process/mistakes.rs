@@ -14,7 +14,8 @@ fn tls(certs: &Path, files: [&str; 3], authorities: &str) -> Vec<String> {
     options.iter().zip(files).map(|(option, file)| format!("{option}={}", certs.join(file).display())).collect()
 }
 
-/// A rig with a control plane without TLS at port 7443, its metrics at 7480, and another with TLS at port 7444. Certificates are in the folder `certs`.
+/// A rig with a control plane without TLS at port 7443, its metrics at 7480, and another with TLS
+/// at port 7444. Certificates are in the folder `certs`.
 fn with_and_without_tls() -> (Rig, Program) {
     let rig = Rig::serving(&[
         ("node", node("")),

@@ -1,5 +1,5 @@
-//! The agent as a process: configuration, health, metrics, kernel parameters, and how its rules follow the node. One namespace is the node; the control
-//! plane reads a folder beside it.
+//! The agent as a process: configuration, health, metrics, kernel parameters, and how its rules
+//! follow the node. One namespace is the node; the control plane reads a folder beside it.
 
 mod config;
 mod counters;

@@ -114,7 +114,8 @@ fn row_113_local_pods_are_told_by_each_mode() {
     tells(&bridge, "iptables-nft-save", "! -i cni0");
     let prefix = ["--detect-local-mode=InterfaceNamePrefix", "--pod-interface-name-prefix=veth"];
     tells(&prefix, "iptables-nft-save", "! -i veth+");
-    // The last agent detected by interface: in CIDR mode without a range of a family there is no detector for it.
+    // The last agent detected by interface: in CIDR mode without a range of a family there is no
+    // detector for it.
     let agent = rig.agent(&["--cluster-cidr=fd00:244::/48"]);
     rig.until_rules("no detector for IPv4", "nat", |rules| {
         !rules.iter().any(|rule| rule.starts_with("-A KUBE-SVC") && rule.ends_with("-j KUBE-MARK-MASQ"))

@@ -1,4 +1,5 @@
-//! A service whose rules iptables itself refuses: here for want of the `recent` match, which session affinity needs.
+//! A service whose rules iptables itself refuses: here for want of the `recent` match, which
+//! session affinity needs.
 
 use super::rig::{Program, Rig, eventually, node, service, slice};
 

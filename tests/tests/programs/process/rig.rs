@@ -141,7 +141,8 @@ impl Rig {
         Program::start(&self.namespace, command, self.path("another-control-plane.log"))
     }
 
-    /// The same with a control plane that watches an API server, which runs on the node as well, and is asked what it thinks by `Self::replica_page`.
+    /// The same with a control plane that watches an API server, which runs on the node as well,
+    /// and is asked what it thinks by `Self::replica_page`.
     pub(super) fn watching(api: fn() -> ApiServer, options: &[&str]) -> (Self, ApiServer) {
         let mut rig = Self::new();
         let api = rig.namespace.run(|| Ok(api())).unwrap();
@@ -200,7 +201,8 @@ impl Rig {
         command
     }
 
-    /// Starts the agent as [`Self::agent`] does, on a kernel that seems to have no IPv6 sockets, as after booting with `ipv6.disable=1`.
+    /// Starts the agent as [`Self::agent`] does, on a kernel that seems to have no IPv6 sockets, as
+    /// after booting with `ipv6.disable=1`.
     pub(super) fn agent_without_ipv6_sockets(&self, arguments: &[&str]) -> Program {
         let mut all = vec!["--node-name=node-a", "--control-plane=http://127.0.0.1:7443", "--insecure-loopback"];
         all.extend(["--state-dir=", "--iptables-variant=nft"]);
@@ -210,13 +212,15 @@ impl Rig {
         Program::start(&self.namespace, command, self.path("agent.log"))
     }
 
-    /// Runs the agent's program to its end. The state that the machine may have on disk is not its business.
+    /// Runs the agent's program to its end. The state that the machine may have on disk is not its
+    /// business.
     pub(super) fn run_agent(&self, arguments: &[&str]) -> (ExitStatus, String) {
         let arguments = [&["--state-dir="], arguments].concat();
         Program::start(&self.namespace, self.agent_command(&arguments), self.path("action.log")).ended()
     }
 
-    /// Starts the agent of node-a with further arguments; with the nft variant, unless they name another.
+    /// Starts the agent of node-a with further arguments; with the nft variant, unless they name
+    /// another.
     pub(super) fn agent(&self, arguments: &[&str]) -> Program {
         let mut all = vec!["--node-name=node-a", "--insecure-loopback", "--state-dir="];
         if !arguments.iter().any(|argument| argument.starts_with("--control-plane=")) {
@@ -229,8 +233,8 @@ impl Rig {
         Program::start(&self.namespace, self.agent_command(&all), self.path("agent.log"))
     }
 
-    /// Starts the agent as [`Self::agent`] does, with iptables programs that lack a match's extension, as on a machine that was not given it whole.
-    /// [`Self::give_extension`] brings it.
+    /// Starts the agent as [`Self::agent`] does, with iptables programs that lack a match's
+    /// extension, as on a machine that was not given it whole. [`Self::give_extension`] brings it.
     pub(super) fn agent_without_extension(&self, extension: &str, arguments: &[&str]) -> Program {
         let folder = self.path("xtables");
         let _ = fs::remove_dir_all(&folder);
@@ -261,7 +265,8 @@ impl Rig {
         self.namespace.output(command).map_err(|error| format!("{error:#}"))
     }
 
-    /// Puts a program in front of another of the same name, which fails while the file `NAME.broken` exists, except for telling its version.
+    /// Puts a program in front of another of the same name, which fails while the file
+    /// `NAME.broken` exists, except for telling its version.
     pub(super) fn make_breakable(&self, name: &str) {
         use std::os::unix::fs::PermissionsExt as _;
         let found = ["/usr/sbin", "/sbin", "/usr/bin"].iter().map(|folder| Path::new(folder).join(name));

@@ -7,7 +7,8 @@ const CONNTRACK: &str = "net/netfilter/nf_conntrack";
 fn row_88_timeouts_of_connection_tracking_are_set_before_anything_else() {
     let rig = Rig::new();
     let before = rig.parameter(&format!("{CONNTRACK}_udp_timeout"));
-    // The size of the table belongs to the machine and cannot be set in a namespace: a warning, and all else is done.
+    // The size of the table belongs to the machine and cannot be set in a namespace: a warning, and
+    // all else is done.
     let (status, log) = rig.run_agent(&["--init-only", "--conntrack-tcp-timeout-established=10h"]);
     assert!(status.success(), "{log}");
     assert_eq!(rig.parameter(&format!("{CONNTRACK}_tcp_timeout_established")), "36000");

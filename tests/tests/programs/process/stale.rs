@@ -1,4 +1,5 @@
-//! An API server that hangs: the connection stays, and nothing comes. Everybody sees the age of what they have grow, and forwarding goes on.
+//! An API server that hangs: the connection stays, and nothing comes. Everybody sees the age of
+//! what they have grow, and forwarding goes on.
 
 use std::time::Duration;
 

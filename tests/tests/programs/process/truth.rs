@@ -70,7 +70,8 @@ fn wait_returns_when_the_kernel_has_it_and_says_why_it_has_not() {
     assert!(fleet.contains("fleet: 1 of 1 up to date; everywhere after p50 "), "{fleet}");
 }
 
-/// The agent has forgotten nothing and the kernel has: what it acknowledged before is no more, whichever way it got lost.
+/// The agent has forgotten nothing and the kernel has: what it acknowledged before is no more,
+/// whichever way it got lost.
 #[test]
 fn what_was_acknowledged_and_is_gone_from_the_kernel_does_not_count() {
     let rig = Rig::serving(&[("web", service("web", 1, "")), ("web-1", slice("web", &[("node-a", 1)], ""))]);
@@ -96,7 +97,8 @@ fn what_was_acknowledged_and_is_gone_from_the_kernel_does_not_count() {
     rig.headgatectl(&["wait", "ns/web"]).unwrap();
     assert!(translates_to(&rig, "10.244.1.1"), "wait returned before the kernel had it");
 
-    // The node reboots: its disk has the state, with the version at this very replica, and its kernel nothing.
+    // The node reboots: its disk has the state, with the version at this very replica, and its
+    // kernel nothing.
     agent.terminate();
     rig.break_tool(RESTORE);
     rig.flush("iptables-nft");

@@ -1,4 +1,5 @@
-//! Forwarding outlives the agent, the control plane, and the disk: real programs, stopped and killed, on a cluster of namespaces.
+//! Forwarding outlives the agent, the control plane, and the disk: real programs, stopped and
+//! killed, on a cluster of namespaces.
 
 mod disk;
 mod node;

@@ -160,7 +160,8 @@ pub(crate) fn metrics(bed: &Testbed) -> Result<String> {
     })
 }
 
-/// Stands before the programs that write rules, notes each run and what it is given, and passes it on.
+/// Stands before the programs that write rules, notes each run and what it is given, and passes it
+/// on.
 pub(crate) struct Writes {
     folder: PathBuf,
 }

@@ -23,7 +23,8 @@ fn start(bed: &Testbed, writes: &Writes) -> Result<()> {
     bed.wait_programmed()
 }
 
-/// The machine reboots while no control plane answers: it forwards all the same, and takes what changed once one answers.
+/// The machine reboots while no control plane answers: it forwards all the same, and takes what
+/// changed once one answers.
 fn cold_start(bed: &Testbed) -> Result<()> {
     let writes = Writes::watch(bed)?;
     // Nothing is known yet: nothing is written before a control plane has said everything.
@@ -113,8 +114,9 @@ fn warm_restart(bed: &Testbed) -> Result<()> {
     held.iter_mut().try_for_each(HeldConnection::check).context("after the endpoints were replaced")
 }
 
-/// What changed while the agent was away is written, and nothing else. What came to the kernel after the disk had been written last does not
-/// go back for a moment: the state from disk waits for the control plane.
+/// What changed while the agent was away is written, and nothing else. What came to the kernel
+/// after the disk had been written last does not go back for a moment: the state from disk waits
+/// for the control plane.
 fn restart_with_changes(bed: &Testbed) -> Result<()> {
     let writes = Writes::watch(bed)?;
     start(bed, &writes)?;
@@ -139,8 +141,8 @@ fn restart_with_changes(bed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// Agents are killed at any moment while endpoints change: a neighbour is never refused, and in the end the rules are those of an agent
-/// that begins with nothing.
+/// Agents are killed at any moment while endpoints change: a neighbour is never refused, and in the
+/// end the rules are those of an agent that begins with nothing.
 fn kills(bed: &Testbed) -> Result<()> {
     let mut times = fastrand::Rng::with_seed(SEED);
     bed.start_control_plane()?;

@@ -1,4 +1,5 @@
-//! The agent of the model: the real machine, what it holds, and its decisions to stay or move; its disk and its kernel.
+//! The agent of the model: the real machine, what it holds, and its decisions to stay or move; its
+//! disk and its kernel.
 
 use headgate_core::{Change, Dirty, Node, reference::Referable};
 use headgate_node_agent::{
@@ -44,7 +45,8 @@ pub(crate) struct Agent {
     disk: Option<Disk>,
     /// From disk: the kernel has rules of an earlier run, which may be newer.
     is_unconfirmed: bool,
-    /// Where the replica was when the stream began: what is programmed after a start from disk is not older.
+    /// Where the replica was when the stream began: what is programmed after a start from disk is
+    /// not older.
     at_begin: Places,
     distrusts_version: bool,
     failover: Failover,
@@ -105,7 +107,8 @@ impl Agent {
         self.disk = Some(disk);
     }
 
-    /// A stream begins, at a replica where every key is at one of `at_begin`. Returns what `Hello` says.
+    /// A stream begins, at a replica where every key is at one of `at_begin`. Returns what `Hello`
+    /// says.
     pub(crate) fn begin(&mut self, at_begin: Places, now: Instant) -> Option<v1::Resume> {
         self.at_begin = at_begin;
         self.failover = Failover::new(&self.moves, now);

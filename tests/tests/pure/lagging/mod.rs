@@ -1,9 +1,12 @@
-//! An agent moves between replicas of which each watch is held back for itself, and is never given older state, at any interleaving. Nothing that a
-//! replica could serve is withheld from it beyond the bounds of the contract, and it does not move in circles.
+//! An agent moves between replicas of which each watch is held back for itself, and is never given
+//! older state, at any interleaving. Nothing that a replica could serve is withheld from it beyond
+//! the bounds of the contract, and it does not move in circles.
 //!
-//! A model: the parts that decide are the real ones (the replica's store, resumption and waits, the agent's machine, what it holds, what it writes to disk
-//! and whether it stays, and the bytes between them); the source, its watches, the network and time are a list of moves. Each key of the source, and the
-//! agent's own Node, takes its values in a known order, so what an agent holds of it is the place in that order, and no place may ever go down.
+//! A model: the parts that decide are the real ones (the replica's store, resumption and waits, the
+//! agent's machine, what it holds, what it writes to disk and whether it stays, and the bytes
+//! between them); the source, its watches, the network and time are a list of moves. Each key of
+//! the source, and the agent's own Node, takes its values in a known order, so what an agent holds
+//! of it is the place in that order, and no place may ever go down.
 
 mod agent;
 mod replica;
@@ -23,7 +26,8 @@ const SLICE: SourceKind = SourceKind::EndpointSlices;
 const SERVICE: SourceKind = SourceKind::Services;
 const NODES: SourceKind = SourceKind::Nodes;
 
-/// Whether two moves in a row have the same outcome in either order: what comes to different replicas.
+/// Whether two moves in a row have the same outcome in either order: what comes to different
+/// replicas.
 fn commute(a: Move, b: Move) -> Option<(usize, usize)> {
     match (a, b) {
         (Move::Deliver(a, _), Move::Deliver(b, _)) if a != b => Some((a, b)),
@@ -31,7 +35,8 @@ fn commute(a: Move, b: Move) -> Option<(usize, usize)> {
     }
 }
 
-/// Every order of what happens in each of these lists, which keep their own order; of orders that differ only in moves that commute, one.
+/// Every order of what happens in each of these lists, which keep their own order; of orders that
+/// differ only in moves that commute, one.
 fn interleave(lists: &[Vec<Move>], visit: &mut impl FnMut(&[Move])) {
     fn descend(lists: &[Vec<Move>], at: &mut [usize], path: &mut Vec<Move>, visit: &mut impl FnMut(&[Move])) {
         let mut is_leaf = true;
@@ -54,7 +59,8 @@ fn interleave(lists: &[Vec<Move>], visit: &mut impl FnMut(&[Move])) {
     descend(lists, &mut vec![0; lists.len()], &mut Vec::new(), visit);
 }
 
-/// How many interleavings there were, and how often the agent resumed in each way, waited, moved and dropped a stream.
+/// How many interleavings there were, and how often the agent resumed in each way, waited, moved
+/// and dropped a stream.
 type Counts = BTreeMap<&'static str, u64>;
 
 /// Runs every interleaving with two replicas, over so many events of the source.

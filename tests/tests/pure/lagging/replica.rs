@@ -94,7 +94,8 @@ impl Replica {
         source.next(kind, *position).map(|(version, event)| (version, event.clone()))
     }
 
-    /// A bookmark comes: nothing of the kind was missed up to `head`, or up to before its next event.
+    /// A bookmark comes: nothing of the kind was missed up to `head`, or up to before its next
+    /// event.
     pub(crate) fn bookmark(&mut self, source: &History, kind: SourceKind, head: u64) {
         let Some(position) = self.positions.get(&kind).copied().filter(|_| self.has_contact) else { return };
         let upto = source.next(kind, position).map_or(head, |(version, _)| head.min(version - 1));

@@ -52,11 +52,13 @@ fn node(name: &str, version: u64) -> Node {
     }
 }
 
-/// Services that have values which the old version of the agent's program cannot use, and the versions of these values.
+/// Services that have values which the old version of the agent's program cannot use, and the
+/// versions of these values.
 pub(crate) const NEED_NEW_PROGRAM: [&str; 2] = ["shop/web-2", "shop/web-4"];
 const UNUSABLE: [u64; 2] = [17, 22];
 
-/// Makes of a message what the old version of the agent's program sees: a protocol that it does not know.
+/// Makes of a message what the old version of the agent's program sees: a protocol that it does not
+/// know.
 pub(crate) fn as_seen_by_the_old_program(changes: &mut v1::Changes) {
     for service in &mut changes.services {
         let is_new = |version: &u64| service.ports[0].node_port == 30_000 + u32::try_from(*version).unwrap();
@@ -103,7 +105,8 @@ impl History {
         services.chain(endpoints).map(Event::Change).chain(nodes).collect()
     }
 
-    /// Changes, removals, and what is new, of each kind. No key comes back once it is gone, so that its absence says when.
+    /// Changes, removals, and what is new, of each kind. No key comes back once it is gone, so that
+    /// its absence says when.
     pub(crate) fn whole() -> Self {
         use SourceKind::{EndpointSlices, Nodes, Services};
         let mut events = Vec::new();

@@ -12,8 +12,9 @@ use super::{
     source::{BASE, History, KINDS, Places},
 };
 
-/// Seconds between the looks of the agent at whether it stays, while time passes: in all longer than any wait of an agent
-/// for a replica that is behind it, and any stay of an agent before it moves again.
+/// Seconds between the looks of the agent at whether it stays, while time passes: in all longer
+/// than any wait of an agent for a replica that is behind it, and any stay of an agent before it
+/// moves again.
 const LOOKS: [u64; 7] = [5, 10, 20, 40, 80, 160, 320];
 
 /// What may happen next.
@@ -43,7 +44,8 @@ pub(crate) enum Move {
     Save,
     /// The agent ends and starts from its disk, as this program.
     RestartAgent(Program),
-    /// So much time passes that everybody has heard of what happened who can, and bounded waits are over.
+    /// So much time passes that everybody has heard of what happened who can, and bounded waits are
+    /// over.
     Pass,
 }
 
@@ -58,7 +60,8 @@ pub(crate) struct World {
 }
 
 impl World {
-    /// Replicas that have listed the source at its beginning, and an agent that has it from the first of them.
+    /// Replicas that have listed the source at its beginning, and an agent that has it from the
+    /// first of them.
     pub(crate) fn new(source: History, replicas: usize, program: Program) -> Self {
         let now = Instant::now();
         let replicas = (0..replicas).map(|_| Replica::new(true)).collect();
@@ -167,7 +170,8 @@ impl World {
         }
     }
 
-    /// An agent that holds a state moves only to a replica that follows the source or has something newer.
+    /// An agent that holds a state moves only to a replica that follows the source or has something
+    /// newer.
     fn assert_better(&self, to: usize) {
         let replica = &self.replicas[to];
         let is_following = replica.store.source_state() == SourceState::Following;
@@ -192,7 +196,8 @@ impl World {
         (0..self.replicas.len()).min_by_key(worth).unwrap()
     }
 
-    /// The source is restored from a backup: everybody starts anew with what it was at the beginning.
+    /// The source is restored from a backup: everybody starts anew with what it was at the
+    /// beginning.
     pub(crate) fn restore(&mut self) {
         self.source = History::first(0);
         self.head = BASE;
@@ -207,7 +212,8 @@ impl World {
         self.replicas.iter().filter(|replica| replica.store.source_state() == SourceState::Following)
     }
 
-    /// Checks what must be true in the end: first while replicas are as they are, then with all of them in order.
+    /// Checks what must be true in the end: first while replicas are as they are, then with all of
+    /// them in order.
     pub(crate) fn finish(&mut self) {
         self.settle();
         for replica in 0..self.replicas.len() {
@@ -229,7 +235,8 @@ impl World {
         );
     }
 
-    /// Time passes until every bounded wait is over. Then nothing that a replica can serve is withheld, and the agent moves no more.
+    /// Time passes until every bounded wait is over. Then nothing that a replica can serve is
+    /// withheld, and the agent moves no more.
     fn settle(&mut self) {
         self.act(Move::Pass);
         self.act(Move::Pass);

@@ -1,11 +1,12 @@
-//! Dependencies run one way: core ← proto ← {control-plane, node-agent, cli} ← tests, and netlink ← {ipvs, ipset, nftables} ← node-agent; and core can do no I/O.
+//! Dependencies run one way: core ← proto ← {control-plane, node-agent, cli} ← tests, and netlink ←
+//! {ipvs, ipset, nftables} ← node-agent; and core can do no I/O.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::metadata::Metadata;
 
-/// All that `core` is built from. None of them opens a socket, reads a clock or starts a process; a new one must be as
-/// harmless to be added here.
+/// All that `core` is built from. None of them opens a socket, reads a clock or starts a process; a
+/// new one must be as harmless to be added here.
 const CORE: [&str; 25] = [
     "block-buffer",
     "castaway",

@@ -1,7 +1,7 @@
 //! Imports between the modules of a crate, read from its source.
 //!
-//! An import is a `use` or a path in code. It counts for the module that defines the item: re-exports
-//! are followed. Modules under `#[cfg(test)]` are left out.
+//! An import is a `use` or a path in code. It counts for the module that defines the item:
+//! re-exports are followed. Modules under `#[cfg(test)]` are left out.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -297,7 +297,8 @@ impl Reader<'_> {
         self.note(module, segments, at);
     }
 
-    /// A path in code that begins with `crate`, `self`, `super` or a child module. Returns how many tokens it has behind its first.
+    /// A path in code that begins with `crate`, `self`, `super` or a child module. Returns how many
+    /// tokens it has behind its first.
     fn read_path(&mut self, module: &[String], tokens: &[TokenTree], is_for_tests: bool) -> usize {
         let mut segments = vec![tokens[0].to_string()];
         let mut length = 0;

@@ -1,7 +1,8 @@
 //! A module imports only modules of its own layer and of lower layers. Modules do not import each
 //! other in a circle.
 //!
-//! The table under "Layers" in ARCHITECTURE.md defines the layers of each crate, from the bottom up.
+//! The table under "Layers" in ARCHITECTURE.md defines the layers of each crate, from the bottom
+//! up.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

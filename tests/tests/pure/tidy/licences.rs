@@ -15,7 +15,8 @@ fn list(section: &str, key: &str) -> BTreeSet<String> {
     lines.flat_map(|line| line.split('"').skip(1).step_by(2).map(str::to_owned).collect::<Vec<_>>()).collect()
 }
 
-/// Whether a licence expression can be met with the allowed licences. `/` is an old way to write OR.
+/// Whether a licence expression can be met with the allowed licences. `/` is an old way to write
+/// OR.
 fn is_met(expression: &str, allowed: &BTreeSet<String>) -> bool {
     let spaced =
         expression.replace('(', " ( ").replace(')', " ) ").replace('/', " OR ").replace(" WITH ", "\u{a0}WITH\u{a0}");

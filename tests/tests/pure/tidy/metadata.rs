@@ -77,7 +77,8 @@ impl Metadata {
         self.members.iter().map(|id| self.packages[id].name.as_str()).collect()
     }
 
-    /// What a package of the workspace needs to run, without what only its tests and its build need.
+    /// What a package of the workspace needs to run, without what only its tests and its build
+    /// need.
     pub(crate) fn direct(&self, name: &str) -> BTreeSet<&str> {
         self.normal(self.member(name)).map(|id| self.packages[id].name.as_str()).collect()
     }

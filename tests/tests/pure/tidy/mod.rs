@@ -1,5 +1,5 @@
-//! Rules of the project that the compiler and clippy do not check: dependencies of crates, layers of
-//! modules, licences, the length of files, the width of comments, links in documents, and
+//! Rules of the project that the compiler and clippy do not check: dependencies of crates, layers
+//! of modules, licences, the length of files, the width of comments, links in documents, and
 //! compatibility of the protocol.
 
 mod behaviours;
@@ -21,7 +21,8 @@ fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap()
 }
 
-/// Every file of the project, by its path from the top level: no build output, nothing of version control.
+/// Every file of the project, by its path from the top level: no build output, nothing of version
+/// control.
 fn files() -> Vec<PathBuf> {
     let mut found = Vec::new();
     let mut folders = vec![PathBuf::new()];

@@ -1,7 +1,8 @@
 //! The protocol keeps its promises: what has a number keeps its meaning, and what goes is reserved.
 //!
-//! `proto/headgate/v1/descriptor.binpb` is the protocol as it was committed last. A change of the `.proto` files passes when it
-//! is compatible with that and `make descriptor` has written the file anew.
+//! `proto/headgate/v1/descriptor.binpb` is the protocol as it was committed last. A change of the
+//! `.proto` files passes when it is compatible with that and `make descriptor` has written the file
+//! anew.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -13,7 +14,8 @@ fn committed_path() -> PathBuf {
     super::root().join("proto/headgate/v1/descriptor.binpb")
 }
 
-/// The compiled protocol without comments and positions, which may change freely, and without what others wrote.
+/// The compiled protocol without comments and positions, which may change freely, and without what
+/// others wrote.
 fn compiled() -> FileDescriptorSet {
     let mut set = FileDescriptorSet::decode(headgate_proto::FILE_DESCRIPTOR_SET).unwrap();
     set.file.retain(|file| file.package().starts_with("headgate."));

@@ -52,8 +52,8 @@ async fn versions_go_back_with_a_restored_backup() {
     server.restart(&Restart::RestoreBackup(backup.clone())).unwrap();
     assert_eq!(server.version(), backup.version());
     assert_eq!(server.list(Kind::Node).len(), 1);
-    // As with a real server, a watch from a version of the lost future is taken, and hears nothing of what is
-    // written until the counter has passed that version.
+    // As with a real server, a watch from a version of the lost future is taken, and hears nothing
+    // of what is written until the counter has passed that version.
     until_watches_again(&mut nodes, &server, 2).await;
     server.apply(node("c").build()).unwrap();
     assert!(tokio::time::timeout(Duration::from_millis(100), nodes.until_names(&["c"])).await.is_err());
@@ -62,7 +62,8 @@ async fn versions_go_back_with_a_restored_backup() {
     nodes.until_names(&["a", "c"]).await;
 }
 
-/// Random writes with random faults among them: whatever happens, the watcher ends with what the server has.
+/// Random writes with random faults among them: whatever happens, the watcher ends with what the
+/// server has.
 #[tokio::test]
 async fn after_any_faults_the_state_is_the_servers() {
     let seed = fastrand::u64(..);

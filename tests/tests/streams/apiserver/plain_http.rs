@@ -28,7 +28,8 @@ fn get_json(server: &ApiServer, path: &str) -> (u16, Value) {
     (code, serde_json::from_str(&body).unwrap())
 }
 
-/// The events of a watch that ends by its time-out. Checks that the response is chunked and ends as one.
+/// The events of a watch that ends by its time-out. Checks that the response is chunked and ends as
+/// one.
 fn watch_lines(server: &ApiServer, path: &str) -> Vec<Value> {
     let (code, body) = get(server, path);
     assert!(code == 200 && body.ends_with("0\r\n\r\n"), "the last chunk is missing: {code} {body}");

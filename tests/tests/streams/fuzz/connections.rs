@@ -31,7 +31,8 @@ use super::{
 /// Connections need more time than messages.
 const CASES: u64 = 300;
 
-/// Nothing has come for so long: the replica waits for us. Only how much a case reaches depends on it.
+/// Nothing has come for so long: the replica waits for us. Only how much a case reaches depends on
+/// it.
 const QUIET: Duration = Duration::from_millis(10);
 
 pub(crate) const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
@@ -63,7 +64,8 @@ fn parts_of(bytes: &[u8]) -> Vec<Vec<u8>> {
     parts
 }
 
-/// Changes the bytes of a connection: anywhere, or whole frames, or what is inside one whose length is put right.
+/// Changes the bytes of a connection: anywhere, or whole frames, or what is inside one whose length
+/// is put right.
 fn mutate_connection(rng: &mut Rng, bytes: &mut Vec<u8>, others: &[Vec<u8>]) {
     let mut parts = parts_of(bytes);
     match rng.u8(0..4) {
@@ -93,7 +95,8 @@ fn has_data(mut answer: &[u8]) -> bool {
     false
 }
 
-/// Sends `bytes`, reads until nothing comes, ends its half and reads to the end. What came; none when the replica keeps the connection.
+/// Sends `bytes`, reads until nothing comes, ends its half and reads to the end. What came; none
+/// when the replica keeps the connection.
 async fn talk(address: SocketAddr, bytes: &[u8], quiet: Duration) -> Option<Vec<u8>> {
     let mut socket = TcpStream::connect(address).await.unwrap();
     let mut answer = Vec::new();

@@ -1,7 +1,14 @@
-//! Nearly right bytes for everything that takes bytes from outside: each must be taken or refused, without a panic, and in memory that its size bounds.
+//! Nearly right bytes for everything that takes bytes from outside: each must be taken or refused,
+//! without a panic, and in memory that its size bounds.
 //!
-//! What is good is in `tests/corpus`, one folder a target; each case is one of those files with a few changes drawn from a seed. `make test` runs a bounded
-//! number. For longer: `HEADGATE_FUZZ_CASES=1000000 HEADGATE_FUZZ_SEED=7 cargo nextest run --release -p headgate-tests --test streams fuzz`.
+//! What is good is in `tests/corpus`, one folder a target; each case is one of those files with a
+//! few changes drawn from a seed. `make test` runs a bounded number. For longer:
+//!
+//! ```sh
+//! HEADGATE_FUZZ_CASES=1000000 HEADGATE_FUZZ_SEED=7 \
+//!   cargo nextest run --release -p headgate-tests --test streams fuzz
+//! ```
+//!
 //! A case that fails is written to `target/fuzz`; put it into the corpus once it is mended.
 
 mod agents;
@@ -28,8 +35,9 @@ static ALLOCATOR: &PeakMemAlloc<System> = &INSTRUMENTED_SYSTEM;
 
 const CASES: u64 = 1_500;
 
-/// Memory that a case may take at once: a base for tables that are always there, and a factor for what is kept of the input. A length that
-/// is believed before its bytes are there would be beyond it by far.
+/// Memory that a case may take at once: a base for tables that are always there, and a factor for
+/// what is kept of the input. A length that is believed before its bytes are there would be beyond
+/// it by far.
 const BASE_BYTES: usize = 2 << 20;
 const BYTES_PER_INPUT_BYTE: usize = 400;
 
@@ -66,7 +74,8 @@ fn keep(target: &str, input: &[u8], problem: &str) -> ! {
     panic!("{target}: {problem}; the input is in {}", path.display());
 }
 
-/// Fuzzes one target. `run` returns whether an input was good in some part; each corpus file must be.
+/// Fuzzes one target. `run` returns whether an input was good in some part; each corpus file must
+/// be.
 fn fuzz(target: &str, words: &[&str], run: impl Fn(&str, &[u8]) -> bool) {
     let corpus = corpus(target);
     for (name, bytes) in &corpus {

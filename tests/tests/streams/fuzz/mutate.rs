@@ -1,4 +1,5 @@
-//! Bytes that are nearly right: what a fuzzer makes of good ones. Drawn from a seed, so that a failure can be had again.
+//! Bytes that are nearly right: what a fuzzer makes of good ones. Drawn from a seed, so that a
+//! failure can be had again.
 
 use fastrand::Rng;
 
@@ -6,7 +7,8 @@ use fastrand::Rng;
 const EDGES: [u64; 10] =
     [0, 1, 0x7f, 0x80, 0xff, 0xffff, 0x7fff_ffff, 0xffff_ffff, 0x7fff_ffff_ffff_ffff, 0xffff_ffff_ffff_ffff];
 
-/// Changes `bytes` in one to eight places. `others` are where parts may be taken from, `words` what the format's grammar is made of.
+/// Changes `bytes` in one to eight places. `others` are where parts may be taken from, `words` what
+/// the format's grammar is made of.
 pub(crate) fn mutate(rng: &mut Rng, bytes: &mut Vec<u8>, others: &[Vec<u8>], words: &[&str]) {
     for _ in 0..1 << rng.u8(0..4) {
         let at = rng.usize(0..=bytes.len());

@@ -1,4 +1,5 @@
-//! Writes the part of the corpus that is not text: what the control plane sends, and a state file of it.
+//! Writes the part of the corpus that is not text: what the control plane sends, and a state file
+//! of it.
 
 use std::{fs, path::Path, sync::Arc};
 

@@ -86,7 +86,8 @@ impl Client {
         Ok(Connected { channel, kind, server_certificate })
     }
 
-    /// What ends a connection on which nothing is said: in TLS 1.3 a client learns after its handshake that it is refused.
+    /// What ends a connection on which nothing is said: in TLS 1.3 a client learns after its
+    /// handshake that it is refused.
     pub(crate) async fn refusal(&self, address: SocketAddr) -> io::Error {
         let mut stream = match self.handshake(address).await {
             Ok(stream) => stream,

@@ -14,7 +14,8 @@ use super::{
 const SUCCESS: &str = "headgate_tls_reloads_total{result=\"success\"}";
 const FAILURE: &str = "headgate_tls_reloads_total{result=\"failure\"}";
 
-/// Replaces what a mounted Secret holds, as the kubelet does: a new folder, and the link `..data` swapped by a rename.
+/// Replaces what a mounted Secret holds, as the kubelet does: a new folder, and the link `..data`
+/// swapped by a rename.
 fn swap(folder: &Path, number: u8, own: &Pair, authority: &Authority) {
     own.write(&folder.join(format!("..2026_{number}")), &[authority]);
     symlink(format!("..2026_{number}"), folder.join("..data_tmp")).unwrap();

@@ -151,7 +151,8 @@ async fn an_expired_certificate_keeps_neither_stream_nor_session() {
     let is_over = || async { std::time::SystemTime::now() > not_after + Duration::from_secs(1) };
     eventually("the certificates expire", is_over).await;
 
-    // Connections that are there, and sessions that are resumed, grant no more than a new handshake would.
+    // Connections that are there, and sessions that are resumed, grant no more than a new handshake
+    // would.
     assert_eq!(looked.inspect().await.map(drop).unwrap_err().code(), Code::Unauthenticated);
     let (node, reader) = (node.connect(address).await.unwrap(), reader.connect(address).await.unwrap());
     assert_eq!((node.kind, reader.kind), (HandshakeKind::Resumed, HandshakeKind::Resumed));

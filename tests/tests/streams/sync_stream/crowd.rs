@@ -1,4 +1,5 @@
-//! Who reaches the port and has no certificate: connections that begin handshakes and never go on, and an agent that comes meanwhile.
+//! Who reaches the port and has no certificate: connections that begin handshakes and never go on,
+//! and an agent that comes meanwhile.
 
 use std::{
     net::{IpAddr, Ipv4Addr, SocketAddr},
@@ -31,7 +32,8 @@ async fn connect_from(host: IpAddr, address: SocketAddr) -> std::io::Result<TcpS
     socket.connect(address).await
 }
 
-/// Connections of these hosts, so many of each at any time: whenever one is closed the next is opened. Each says `first` and nothing more.
+/// Connections of these hosts, so many of each at any time: whenever one is closed the next is
+/// opened. Each says `first` and nothing more.
 struct Crowd(JoinSet<()>);
 
 impl Crowd {
@@ -103,7 +105,8 @@ async fn silent_peers_keep_no_agent_out() {
     assert!(silent() > 0);
     crowd.leave().await;
 
-    // The agent's own host, and peers that begin as clients do: the header of a TLS record, and then nothing.
+    // The agent's own host, and peers that begin as clients do: the header of a TLS record, and
+    // then nothing.
     let before = silent();
     let crowd = Crowd::gather(address, [1], 100, b"\x16\x03\x01\x02\x00");
     crowd.until_active(&replica, 64).await;

@@ -377,7 +377,8 @@ async fn a_slow_reader_in_the_middle_of_a_step_gets_the_rest_whatever_another_no
     let inspect = channel(replica.running.local_addr).await;
     agent_until(&inspect, "slow", |slow| slow.sent_version == 1).await;
     let sent = replica.metric("headgate_messages_sent_total");
-    // A batch of more than one message, of which the first does not fit into the window of a reader that does not read.
+    // A batch of more than one message, of which the first does not fit into the window of a reader
+    // that does not read.
     replica.put((0..300).flat_map(|number| (0..240).map(move |host| endpoint(number, host, 80))));
     let is_under_way = async {
         while replica.metric("headgate_messages_sent_total") == sent {
@@ -385,7 +386,8 @@ async fn a_slow_reader_in_the_middle_of_a_step_gets_the_rest_whatever_another_no
         }
     };
     timeout(GUARD, is_under_way).await.expect("nothing was sent");
-    // Another node resumes from the same version when the step is too old for it, which is encoded anew.
+    // Another node resumes from the same version when the step is too old for it, which is encoded
+    // anew.
     (0..20).for_each(|port| replica.put([service(1, 81 + port)]));
     let mut other = Client::open(channel(replica.running.local_addr).await, "other", Some(held)).await.unwrap();
     other.until(|client| client.held.version == 22).await;

@@ -111,7 +111,8 @@ async fn an_older_node_is_withheld_from_an_agent_that_resumes_by_log() {
     put_nodes(&replica, 10, vec![node("n1", "a")]);
     let mut client = open(&replica, "n1").await;
     client.reach(1).await;
-    // Meanwhile another replica has sent a newer Node, and its stream broke before anything else came.
+    // Meanwhile another replica has sent a newer Node, and its stream broke before anything else
+    // came.
     let mut held = std::mem::take(&mut client.held);
     held.positions.insert(Kind::Nodes.into(), 20);
     let mut client = resume(&replica, held).await;

@@ -1,5 +1,5 @@
-//! What holds for the stand-in and for a real `kube-apiserver` alike. The real one is run where `KUBEBUILDER_ASSETS` names
-//! its folder; where not, each test says so.
+//! What holds for the stand-in and for a real `kube-apiserver` alike. The real one is run where
+//! `KUBEBUILDER_ASSETS` names its folder; where not, each test says so.
 
 use super::*;
 
@@ -80,8 +80,8 @@ async fn real_and_stand_in_servers_are_followed_alike() {
     }
 }
 
-/// A replica that listed earlier has a lower position of a kind in which nothing has changed since. An agent that comes
-/// from the other replica need not wait for the next bookmark.
+/// A replica that listed earlier has a lower position of a kind in which nothing has changed since.
+/// An agent that comes from the other replica need not wait for the next bookmark.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_position_that_an_agent_has_seen_elsewhere_is_asked_for_at_once() {
     for server in ApiUnderTest::all().await.unwrap() {

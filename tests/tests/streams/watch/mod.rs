@@ -1,6 +1,8 @@
-//! The source `kubernetes` against a server that misbehaves in every way that one can, and against a real one where there is one.
+//! The source `kubernetes` against a server that misbehaves in every way that one can, and against
+//! a real one where there is one.
 //!
-//! After each fault the state must be that of the server's objects, and nothing may have gone in between that was not deleted.
+//! After each fault the state must be that of the server's objects, and nothing may have gone in
+//! between that was not deleted.
 
 mod alike;
 
@@ -363,7 +365,8 @@ async fn a_server_without_streaming_lists_is_read_by_pages() {
     assert_eq!(watching.removed(), ["Endpoint shop/web 10.1.2.1"]);
 }
 
-/// Kubernetes 1.28 to 1.30: no streaming lists, no ServiceCIDRs, and Services cannot be selected by `spec.clusterIP`.
+/// Kubernetes 1.28 to 1.30: no streaming lists, no ServiceCIDRs, and Services cannot be selected by
+/// `spec.clusterIP`.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn servers_before_1_31_are_followed() {
     let server = server(Options::before_1_31());
@@ -439,7 +442,8 @@ async fn a_list_that_breaks_removes_nothing() {
     let watching = Watching::synced(&server).await;
     server.delete(Kind::Service, "shop", "api").unwrap();
     watching.agrees_with(&server).await;
-    // A streaming list stands still before its first object, and is cut there. The list by pages is cut too.
+    // A streaming list stands still before its first object, and is cut there. The list by pages is
+    // cut too.
     server.block(Kind::Service);
     server.fail_next(1, RequestFilter::verb_of(Verb::List, Kind::Service), RequestFault::Cut(Cut::Close));
     server.compact();

@@ -1,11 +1,13 @@
-//! HTTP/2 frames (RFC 9113, section 4 and 6): their header, and those that a server of one gRPC stream writes.
+//! HTTP/2 frames (RFC 9113, section 4 and 6): their header, and those that a server of one gRPC
+//! stream writes.
 
 use tonic::Status;
 
 /// Length of a frame's header.
 pub(in crate::serve) const HEADER_BYTES: usize = 9;
 
-/// Largest payload that a peer may send, and that we send: what holds without `SETTINGS_MAX_FRAME_SIZE` (RFC 9113, 4.2).
+/// Largest payload that a peer may send, and that we send: what holds without
+/// `SETTINGS_MAX_FRAME_SIZE` (RFC 9113, 4.2).
 pub(in crate::serve) const MAX_PAYLOAD_BYTES: u32 = 16_384;
 
 /// What a client sends first (RFC 9113, 3.4).
@@ -128,9 +130,11 @@ pub(super) fn put_data(out: &mut Vec<u8>, stream: u32, payload: &[u8]) {
     put(out, kind::DATA, 0, stream, payload);
 }
 
-/// The response's headers, the first block that we send. It begins with the size of the dynamic table, which is 0, since we never use one: a client whose settings made the
-/// table smaller than it is at first takes any other beginning for an error (RFC 9113, 4.3.1; RFC 7541, 4.2 and 6.3). Then `:status: 200` from HPACK's static table (index 8), and the content type under that table's name (index 31), as a literal that
-/// is not to be indexed (RFC 7541, 6.1 and 6.2.2).
+/// The response's headers, the first block that we send. It begins with the size of the dynamic
+/// table, which is 0, since we never use one: a client whose settings made the table smaller than
+/// it is at first takes any other beginning for an error (RFC 9113, 4.3.1; RFC 7541, 4.2 and 6.3).
+/// Then `:status: 200` from HPACK's static table (index 8), and the content type under that table's
+/// name (index 31), as a literal that is not to be indexed (RFC 7541, 6.1 and 6.2.2).
 pub(super) fn put_response_headers(out: &mut Vec<u8>, stream: u32) {
     let mut block = vec![0x20, 0x88, 0x0f, 31 - 15];
     put_string(&mut block, b"application/grpc");

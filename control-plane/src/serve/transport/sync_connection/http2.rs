@@ -1,4 +1,5 @@
-//! The server's half of an HTTP/2 connection with one stream, without input and output: bytes in, bytes out.
+//! The server's half of an HTTP/2 connection with one stream, without input and output: bytes in,
+//! bytes out.
 
 use std::sync::Arc;
 
@@ -26,8 +27,8 @@ use crate::{
     },
 };
 
-/// Bytes of answers (to pings, settings, other streams) that wait for a peer to read; one that asks for more without reading is refused
-/// (RFC 9113, 10.5).
+/// Bytes of answers (to pings, settings, other streams) that wait for a peer to read; one that asks
+/// for more without reading is refused (RFC 9113, 10.5).
 const MAX_ANSWER_BYTES: usize = 4 << 10;
 
 /// Other streams that a client may try to open.
@@ -55,7 +56,8 @@ struct Stream {
     answers: Vec<u8>,
     /// The rest of a message that has not been written.
     unsent: Bytes,
-    /// Room that the client has given to the connection, and to the stream; a change of its settings may put the latter below zero.
+    /// Room that the client has given to the connection, and to the stream; a change of its
+    /// settings may put the latter below zero.
     connection_room: i64,
     stream_room: i64,
     initial_window: u32,
@@ -87,7 +89,8 @@ enum Phase {
 }
 
 impl Http2 {
-    /// A connection on which nothing has been received yet, and the server's part of the preface has been sent.
+    /// A connection on which nothing has been received yet, and the server's part of the preface
+    /// has been sent.
     pub(super) fn new(streams: Arc<Streams>, peer: Peer, signal: Arc<Signal>) -> Self {
         let now = Instant::now();
         let stream = Stream {
@@ -220,7 +223,8 @@ impl Stream {
         Ok(())
     }
 
-    /// A client that has another request is sent to another connection: it opens one when told that this one takes no more streams.
+    /// A client that has another request is sent to another connection: it opens one when told that
+    /// this one takes no more streams.
     fn other_stream(&mut self) -> Result<(), Violation> {
         self.other_streams += 1;
         if self.other_streams > MAX_OTHER_STREAMS {
@@ -268,7 +272,8 @@ impl Stream {
         self.finish(&end);
     }
 
-    /// Ends the stream, if it has not been ended: what has been begun is still written, then the status.
+    /// Ends the stream, if it has not been ended: what has been begun is still written, then the
+    /// status.
     fn finish(&mut self, end: &End) {
         if !matches!(self.phase, Phase::Opening { .. } | Phase::Open(_)) {
             return;

@@ -1,8 +1,11 @@
-//! What a client sends on a connection of one stream, read frame by frame wherever the bytes are cut (RFC 9113, sections 4 to 6).
+//! What a client sends on a connection of one stream, read frame by frame wherever the bytes are
+//! cut (RFC 9113, sections 4 to 6).
 //!
-//! Holds no payload: what is taken in is handed on or skipped as it comes. The request's headers have been read by then
-//! ([`super::super::first_request`]), and header blocks that come later are skipped without being decoded: the only ones that matter are the stream's trailers,
-//! of which only the end of the stream counts. Nothing is ever looked up in the table that they would have changed.
+//! Holds no payload: what is taken in is handed on or skipped as it comes. The request's headers
+//! have been read by then ([`super::super::first_request`]), and header blocks that come later are
+//! skipped without being decoded: the only ones that matter are the stream's trailers, of which
+//! only the end of the stream counts. Nothing is ever looked up in the table that they would have
+//! changed.
 
 use super::frame::{Code, DEFAULT_WINDOW, HEADER_BYTES, Header, MAX_PAYLOAD_BYTES, MAX_WINDOW, flag, kind};
 
@@ -16,7 +19,8 @@ pub(super) enum Event<'a> {
     Opened { stream: u32 },
     /// Bytes of the stream.
     Data(&'a [u8]),
-    /// Payload of a `DATA` frame, padding and all, which counts against the connection's window and, if `is_ours`, the stream's.
+    /// Payload of a `DATA` frame, padding and all, which counts against the connection's window
+    /// and, if `is_ours`, the stream's.
     Received { is_ours: bool, bytes: u32 },
     /// The client has sent all of the stream.
     EndStream,
@@ -328,12 +332,14 @@ fn setting<E: From<Violation>>(fields: &[u8; 8], take: &mut impl FnMut(Event<'_>
         5 if !(MAX_PAYLOAD_BYTES..1 << 24).contains(&value) => {
             Ok(violation(Code::ProtocolError, "SETTINGS_MAX_FRAME_SIZE is out of its range")?)
         }
-        // The others say what we may not do, and we do none of it: no push, no dynamic table, no large headers.
+        // The others say what we may not do, and we do none of it: no push, no dynamic table, no
+        // large headers.
         _ => Ok(()),
     }
 }
 
-/// What a client may still send: the windows of RFC 9113, 6.9, seen from the receiver. We give room as soon as half of it is used.
+/// What a client may still send: the windows of RFC 9113, 6.9, seen from the receiver. We give room
+/// as soon as half of it is used.
 #[derive(Debug, Default)]
 pub(super) struct ReceiveWindow {
     used: u32,

@@ -16,8 +16,9 @@ use tokio::{
 
 use crate::serve::transport::budget::Budget;
 
-/// Bytes that the kernel takes while earlier ones have not left it (`TCP_NOTSENT_LOWAT`, tcp(7)). Without a bound it takes megabytes for a peer that does
-/// not read, all of them out of date by the time that it does.
+/// Bytes that the kernel takes while earlier ones have not left it (`TCP_NOTSENT_LOWAT`, tcp(7)).
+/// Without a bound it takes megabytes for a peer that does not read, all of them out of date by the
+/// time that it does.
 const MAX_UNSENT_BYTES: u32 = 64 << 10;
 
 /// A connection whose handshake is done.
@@ -81,7 +82,8 @@ impl Io {
         }
     }
 
-    /// Writes `bytes`. What the kernel does not take is kept: [`Io::flush`] has to succeed before the next write.
+    /// Writes `bytes`. What the kernel does not take is kept: [`Io::flush`] has to succeed before
+    /// the next write.
     ///
     /// # Errors
     ///
@@ -161,7 +163,8 @@ fn poll_socket(
     buffer: &mut [u8],
 ) -> Poll<io::Result<usize>> {
     let mut buffer = ReadBuf::new(buffer);
-    // Unlike `try_read` this knows that a read that did not fill the buffer has emptied the socket, which spares a second call to the kernel.
+    // Unlike `try_read` this knows that a read that did not fill the buffer has emptied the socket,
+    // which spares a second call to the kernel.
     ready!(Pin::new(stream).poll_read(cx, &mut buffer))?;
     budget.spend(buffer.filled().len(), Instant::now());
     Poll::Ready(Ok(buffer.filled().len()))

@@ -1,11 +1,14 @@
-//! A connection that carries one `Discovery.Sync` and nothing else, as every agent's does: HTTP/2 as far as that takes (RFC 9113).
+//! A connection that carries one `Discovery.Sync` and nothing else, as every agent's does: HTTP/2
+//! as far as that takes (RFC 9113).
 //!
-//! What makes it cheap, in memory and time: it owns no buffers, since what is read and written passes through scratch memory of the thread; it is visited in
-//! place ([`crate::serve::context::Visits`]) instead of being woken; and messages that are ready together go out as one TLS record by one call to the kernel.
-//! Nothing is taken from the cursor before the connection can write it, so a reader that is slow skips to current values.
+//! What makes it cheap, in memory and time: it owns no buffers, since what is read and written
+//! passes through scratch memory of the thread; it is visited in place
+//! ([`crate::serve::context::Visits`]) instead of being woken; and messages that are ready together
+//! go out as one TLS record by one call to the kernel. Nothing is taken from the cursor before the
+//! connection can write it, so a reader that is slow skips to current values.
 //!
-//! A client that wants more than the stream is told so by GOAWAY, which leaves the stream as it is: clients then open another connection, whose first request is
-//! not `Sync`, for everything else.
+//! A client that wants more than the stream is told so by GOAWAY, which leaves the stream as it is:
+//! clients then open another connection, whose first request is not `Sync`, for everything else.
 
 pub(crate) mod frame;
 mod http2;
@@ -77,7 +80,8 @@ struct State {
     is_closed: bool,
 }
 
-/// Serves a connection on which `first` has been read, the preface and the headers of `Sync` among it. Returns the task.
+/// Serves a connection on which `first` has been read, the preface and the headers of `Sync` among
+/// it. Returns the task.
 pub(crate) fn serve(
     streams: &Arc<Streams>,
     peer: Peer,
@@ -138,7 +142,8 @@ impl SyncConnection {
 }
 
 impl State {
-    /// Reads what has come and writes what there is, as far as the kernel has and takes it, within a turn.
+    /// Reads what has come and writes what there is, as far as the kernel has and takes it, within
+    /// a turn.
     fn run(&mut self, scratch: &mut Scratch, cx: &mut Context<'_>) -> Result<(), Error> {
         let now = Instant::now();
         let mut read = 0;

@@ -56,7 +56,8 @@ fn jumps_of_an_earlier_version_get_the_order_that_is_wanted() {
     let wanted = input(&kernel);
     assert!(wanted[0].ends_with("-j KUBE-LOCALNET-GUARD") && wanted.len() == 4, "{wanted:?}");
 
-    // The guard behind the rule that accepts health checks; and a rule of somebody else's, which stays.
+    // The guard behind the rule that accepts health checks; and a rule of somebody else's, which
+    // stays.
     let move_guard = format!("*filter\n-D INPUT {0}\n-A INPUT -j ACCEPT\n-A INPUT {0}\nCOMMIT\n", wanted[0]);
     kernel.restore(&move_guard).unwrap();
     let (ledger, _) = sync(&mut kernel.clone());

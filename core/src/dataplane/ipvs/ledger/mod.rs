@@ -1,11 +1,12 @@
 //! What is programmed in one family, and the plans that change it.
 //!
-//! The ledger assumes that plans succeed, except for the steps that [`Ledger::record`] names as rejected.
-//! After any other failure, [`Ledger::full`] brings ledger and kernel together again.
+//! The ledger assumes that plans succeed, except for the steps that [`Ledger::record`] names as
+//! rejected. After any other failure, [`Ledger::full`] brings ledger and kernel together again.
 //!
-//! A step stands for itself: if the kernel rejects it, all others are still done. What the kernel lacks then
-//! is *deferred*. The ledger plans as if it were there, and knows the steps that make it. They are part of
-//! each plan for a service that wants it, and the caller may try them at any time ([`Ledger::retries`]).
+//! A step stands for itself: if the kernel rejects it, all others are still done. What the kernel
+//! lacks then is *deferred*. The ledger plans as if it were there, and knows the steps that make
+//! it. They are part of each plan for a service that wants it, and the caller may try them at any
+//! time ([`Ledger::retries`]).
 
 mod outcome;
 mod verify;
@@ -61,12 +62,12 @@ pub struct Ledger {
     deferred: Deferred,
 }
 
-/// Changes of one round, before they are put in order. An element that is released and needed in the same
-/// round stays.
+/// Changes of one round, before they are put in order. An element that is released and needed in
+/// the same round stays.
 #[derive(Debug, Default)]
 struct Round {
-    /// Deferred servers and destinations, to be tried again. Deferred elements and addresses are, since the
-    /// kernel does not have them.
+    /// Deferred servers and destinations, to be tried again. Deferred elements and addresses are,
+    /// since the kernel does not have them.
     retries: BTreeSet<Object>,
     /// Changes of servers, in order.
     before: Vec<Op>,
@@ -101,8 +102,8 @@ impl Ledger {
         &self.config
     }
 
-    /// Takes another configuration, of the same family. The kernel has the objects of the old one until the next
-    /// [`Self::full`].
+    /// Takes another configuration, of the same family. The kernel has the objects of the old one
+    /// until the next [`Self::full`].
     pub fn set_config(&mut self, config: IpvsConfig) {
         self.rules.set_ruleset(ruleset(&config));
         self.config = config;
@@ -140,9 +141,10 @@ impl Ledger {
         self.problems.iter()
     }
 
-    /// Records whether the kernel has a scheduler. Returns the services that have to be planned again: if it
-    /// has, those that use another one instead; if it has not, those whose virtual servers it rejected. The
-    /// cost depends on the services with problems and on the deferred objects.
+    /// Records whether the kernel has a scheduler. Returns the services that have to be planned
+    /// again: if it has, those that use another one instead; if it has not, those whose virtual
+    /// servers it rejected. The cost depends on the services with problems and on the deferred
+    /// objects.
     pub fn set_available(&mut self, scheduler: Scheduler, is_available: bool) -> BTreeSet<Arc<ServiceKey>> {
         if is_available {
             self.config.available_schedulers.insert(scheduler);
@@ -170,8 +172,8 @@ impl Ledger {
     pub fn changed(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty, now_ms: u64) -> Plan {
         let (script, planned) = self.rules.changed(state, node, dirty);
         let mut round = Round::default();
-        // An address may move from one service to another. Each server is programmed once, after all plans
-        // are known.
+        // An address may move from one service to another. Each server is programmed once, after
+        // all plans are known.
         let mut servers = BTreeSet::new();
         for key in &dirty.services {
             let plan = self.plan_of(state, node, key);
@@ -189,8 +191,9 @@ impl Ledger {
         plan
     }
 
-    /// Plans from what the kernel has, whatever was programmed before. Objects of ours that no service wants are
-    /// removed, or drain. Objects of others stay. If the kernel has what is wanted, the plan is empty.
+    /// Plans from what the kernel has, whatever was programmed before. Objects of ours that no
+    /// service wants are removed, or drain. Objects of others stay. If the kernel has what is
+    /// wanted, the plan is empty.
     pub fn full(&mut self, state: &State, node: &NodeFacts, existing: &Existing, now_ms: u64) -> Plan {
         let (script, planned) = self.rules.full(state, node, &existing.tables);
         let before = std::mem::take(&mut self.servers);
@@ -251,14 +254,15 @@ impl Ledger {
         plan
     }
 
-    /// Virtual servers with draining destinations. The agent asks the kernel about their connections.
+    /// Virtual servers with draining destinations. The agent asks the kernel about their
+    /// connections.
     pub fn draining(&self) -> impl Iterator<Item = ServerKey> {
         self.draining.iter().copied()
     }
 
-    /// Plans the removal of drained destinations of a virtual server. `connections` has the connections, active
-    /// and inactive together, that the kernel counts for each destination. The cost depends on the
-    /// destinations of this one server.
+    /// Plans the removal of drained destinations of a virtual server. `connections` has the
+    /// connections, active and inactive together, that the kernel counts for each destination. The
+    /// cost depends on the destinations of this one server.
     pub fn drained(&mut self, key: ServerKey, connections: &BTreeMap<SocketAddr, u64>, now_ms: u64) -> Plan {
         let mut round = Round::default();
         if let Some(server) = self.servers.get_mut(&key) {
@@ -268,7 +272,8 @@ impl Ledger {
         self.plan_of_round(round)
     }
 
-    /// Removes everything that is ours and nothing else. The device itself is the caller's to remove.
+    /// Removes everything that is ours and nothing else. The device itself is the caller's to
+    /// remove.
     #[must_use]
     pub fn cleanup(config: &IpvsConfig, existing: &Existing) -> Plan {
         let mut plan = Plan { script: rules::Ledger::cleanup(&existing.tables), ..Plan::default() };
@@ -365,7 +370,8 @@ impl Ledger {
             return;
         };
         let fresh = Server::new(key, wanted.settings, wanted.mark, wanted.is_on_device);
-        // The new mark and address are needed before the old ones are released, so that what stays the same stays.
+        // The new mark and address are needed before the old ones are released, so that what stays
+        // the same stays.
         self.hold(&fresh, round);
         let mut server = match self.servers.remove(&key) {
             None => {

@@ -16,11 +16,12 @@ use super::{
 use crate::model::ServiceKey;
 
 impl Ledger {
-    /// Records what became of steps: all are done except `rejected`. The rejected ones are deferred. Returns
-    /// those of them that no service wants, such as removals: after these, only [`Self::full`] helps.
+    /// Records what became of steps: all are done except `rejected`. The rejected ones are
+    /// deferred. Returns those of them that no service wants, such as removals: after these, only
+    /// [`Self::full`] helps.
     ///
-    /// The cost depends on the steps, if anything is rejected or was deferred, and on all services if
-    /// elements or addresses are rejected.
+    /// The cost depends on the steps, if anything is rejected or was deferred, and on all services
+    /// if elements or addresses are rejected.
     pub fn record<'a>(&mut self, ops: impl IntoIterator<Item = &'a Op>, rejected: &[Op]) -> Vec<Op> {
         let mut owners = self.owners(rejected);
         if !self.deferred.is_empty() {
@@ -70,8 +71,8 @@ impl Ledger {
         owners
     }
 
-    /// The deferred objects, each with a service that wants it, destinations of deferred servers included.
-    /// Objects that only draining virtual servers need are left out.
+    /// The deferred objects, each with a service that wants it, destinations of deferred servers
+    /// included. Objects that only draining virtual servers need are left out.
     pub fn deferred(&self) -> impl Iterator<Item = (Object, &Arc<ServiceKey>)> {
         self.deferred.objects.iter().filter_map(|(object, service)| {
             let owner = match object {
@@ -96,9 +97,9 @@ impl Ledger {
         self.deferred.revision
     }
 
-    /// The steps that make these objects, as far as they are deferred, in order. A server comes with its
-    /// deferred destinations. The caller [records](Self::record) what becomes of them. The cost depends on
-    /// the number of objects.
+    /// The steps that make these objects, as far as they are deferred, in order. A server comes
+    /// with its deferred destinations. The caller [records](Self::record) what becomes of them. The
+    /// cost depends on the number of objects.
     #[must_use]
     pub fn retries(&self, objects: impl IntoIterator<Item = Object>) -> Vec<Op> {
         let mut all = BTreeSet::new();

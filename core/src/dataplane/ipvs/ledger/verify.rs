@@ -13,8 +13,8 @@ use super::{
 };
 
 impl Ledger {
-    /// Whether the kernel has what the plans so far made, and no other objects of ours. Draining destinations
-    /// may be gone. A full pass, for slow verification in the background.
+    /// Whether the kernel has what the plans so far made, and no other objects of ours. Draining
+    /// destinations may be gone. A full pass, for slow verification in the background.
     #[must_use]
     pub fn is_in(&self, existing: &Existing) -> bool {
         let has_sets = Set::ALL.into_iter().all(|set| existing.sets.contains_key(&set));
@@ -47,15 +47,16 @@ impl Ledger {
             && self.rules.is_in(&existing.tables)
     }
 
-    /// How many entries a set may have in the kernel: all that are wanted, or less those that are deferred.
-    /// The cost depends on the deferred objects.
+    /// How many entries a set may have in the kernel: all that are wanted, or less those that are
+    /// deferred. The cost depends on the deferred objects.
     #[must_use]
     pub fn set_size(&self, set: Set) -> RangeInclusive<usize> {
         let wanted = self.set_sizes.get(&set).copied().unwrap_or_default();
         wanted.saturating_sub(self.deferred.elements_of(set))..=wanted
     }
 
-    /// A virtual server that the kernel should have, if there is one. Draining servers do not count.
+    /// A virtual server that the kernel should have, if there is one. Draining servers do not
+    /// count.
     #[must_use]
     pub fn any_server(&self) -> Option<ServerKey> {
         self.candidates.keys().find(|key| !self.deferred.contains(&Object::Server(**key))).copied()

@@ -1,4 +1,5 @@
-//! Rules of services' chains that are rendered while a full script is written; see [`Writing`](super::Writing).
+//! Rules of services' chains that are rendered while a full script is written; see
+//! [`Writing`](super::Writing).
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -17,9 +18,9 @@ pub struct LateChange {
 }
 
 impl Ledger {
-    /// Writes what a script left for later: the chains of these services, with their present rules. The
-    /// state may have changed since the script was made; the next step plans these changes once more.
-    /// `changed` gets the services whose chains differ from what was planned.
+    /// Writes what a script left for later: the chains of these services, with their present rules.
+    /// The state may have changed since the script was made; the next step plans these changes once
+    /// more. `changed` gets the services whose chains differ from what was planned.
     pub fn write_late(
         &self,
         state: &State,
@@ -32,7 +33,8 @@ impl Ledger {
         let (mut declarations, mut body) = (BTreeSet::new(), String::new());
         for key in services {
             let programmed = self.programmed.get(key).map(|programmed| &*programmed.chains).unwrap_or_default();
-            // A chain that is not wanted any more is there all the same: empty if the script declares it, as it was if not.
+            // A chain that is not wanted any more is there all the same: empty if the script
+            // declares it, as it was if not.
             let mut chains: BTreeMap<ChainName, RulesHash> = programmed.iter().copied().collect();
             for (name, hash) in &mut chains {
                 if script.declares_late(*name) {
@@ -43,7 +45,8 @@ impl Ledger {
                 }
             }
             let mut rendered = self.render(state, node, key).chains;
-            // What the script declares without its being planned, it deletes. A service that wants such a chain now has to wait for the next step.
+            // What the script declares without its being planned, it deletes. A service that wants
+            // such a chain now has to wait for the next step.
             if rendered.iter().any(|chain| script.declares(chain.name) && !chains.contains_key(&chain.name)) {
                 rendered.clear();
             }

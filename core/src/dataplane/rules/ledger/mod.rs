@@ -1,7 +1,7 @@
 //! What is programmed in one family, and the scripts that change it.
 //!
-//! The ledger keeps a hash of each chain instead of its text. It assumes that scripts succeed. After one that
-//! failed, only [`Ledger::full`] brings ledger and kernel together again.
+//! The ledger keeps a hash of each chain instead of its text. It assumes that scripts succeed.
+//! After one that failed, only [`Ledger::full`] brings ledger and kernel together again.
 
 mod late;
 mod quarantine;
@@ -93,19 +93,22 @@ impl Ledger {
         &self.ruleset.config
     }
 
-    /// The jumps from the kernel's chains, in the order in which they stand at the head of their chains.
+    /// The jumps from the kernel's chains, in the order in which they stand at the head of their
+    /// chains.
     #[must_use]
     pub fn jumps(&self) -> &[Jump] {
         &self.ruleset.jumps
     }
 
-    /// Takes another ruleset, of the same family. The kernel has the old rules until the next [`Self::full`].
+    /// Takes another ruleset, of the same family. The kernel has the old rules until the next
+    /// [`Self::full`].
     pub fn set_ruleset(&mut self, ruleset: Ruleset) {
         self.ruleset = Arc::new(ruleset);
     }
 
-    /// Writes what changed for the dirty services. The cost depends on these services alone, unless the
-    /// size of the cluster has crossed the threshold between layouts: then everything is written.
+    /// Writes what changed for the dirty services. The cost depends on these services alone, unless
+    /// the size of the cluster has crossed the threshold between layouts: then everything is
+    /// written.
     pub fn changed(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> (Script, Planned) {
         if self.layout_is_outgrown(state) {
             let expected = self.expected();
@@ -131,14 +134,14 @@ impl Ledger {
     }
 
     /// Writes from what the kernel has, whatever was programmed before: the chains that differ from
-    /// what is wanted. It deletes chains that are ours by name and not wanted. If the kernel has what
-    /// is wanted, the script is empty. Nothing else is touched.
+    /// what is wanted. It deletes chains that are ours by name and not wanted. If the kernel has
+    /// what is wanted, the script is empty. Nothing else is touched.
     pub fn full(&mut self, state: &State, node: &NodeFacts, existing: &ExistingTables) -> (Script, Planned) {
         self.full_by(Writing::Text, state, node, existing.clone())
     }
 
-    /// As [`Self::full`], with the rules of services' chains held as `writing` says. It writes in steps
-    /// only if no rule jumps to our chains.
+    /// As [`Self::full`], with the rules of services' chains held as `writing` says. It writes in
+    /// steps only if no rule jumps to our chains.
     pub fn full_by(
         &mut self,
         writing: Writing,
@@ -200,8 +203,8 @@ impl Ledger {
         script
     }
 
-    /// What is programmed, in numbers. An endpoint of several services counts for each of them among
-    /// hairpin rules.
+    /// What is programmed, in numbers. An endpoint of several services counts for each of them
+    /// among hairpin rules.
     #[must_use]
     pub fn tally(&self) -> Tally {
         let mut tally = self.tally;
@@ -233,13 +236,14 @@ impl Ledger {
 
     fn layout_is_outgrown(&self, state: &State) -> bool {
         let is_compact = self.dispatch.is_compact();
-        // Groups that were cut for few services are too long for many. Four times as many pay for a full pass.
+        // Groups that were cut for few services are too long for many. Four times as many pay for a
+        // full pass.
         let groups_are_outgrown = is_compact && state.service_count() > 4 * self.groups_cut_for.max(64);
         self.wants_compact(state, is_compact) != is_compact || groups_are_outgrown
     }
 
-    /// Whether the layout should be compact. The way back to classic needs a clear distance, so that
-    /// one service that comes and goes does not rebuild everything each time.
+    /// Whether the layout should be compact. The way back to classic needs a clear distance, so
+    /// that one service that comes and goes does not rebuild everything each time.
     fn wants_compact(&self, state: &State, is_compact: bool) -> bool {
         let factor = if is_compact { 2 } else { 1 };
         self.ruleset.config.is_compact(state.service_count() * factor, state.endpoint_count() * factor)
@@ -260,8 +264,8 @@ impl Ledger {
         (self.ruleset.render)(&self.ruleset.config, self.dispatch.is_compact(), service, &views)
     }
 
-    /// Writes the chains of a service that differ from what is programmed, and adds its dispatch lines.
-    /// Returns what was programmed.
+    /// Writes the chains of a service that differ from what is programmed, and adds its dispatch
+    /// lines. Returns what was programmed.
     fn program(
         &mut self,
         key: &Arc<ServiceKey>,
@@ -304,8 +308,8 @@ impl Ledger {
     }
 
     /// Inserts missing jumps at the head of their chains, and deletes jumps of ours that are not
-    /// wanted. Present jumps stay where they are, unless their order differs from the wanted one: then
-    /// all of the chain's are inserted anew.
+    /// wanted. Present jumps stay where they are, unless their order differs from the wanted one:
+    /// then all of the chain's are inserted anew.
     fn write_jumps(&self, table: Table, existing: &Existing, script: &mut Script) {
         let wanted: Vec<_> = self.jumps_of(table).collect();
         let unwanted = existing.jumps_to_ours(table);
@@ -325,8 +329,9 @@ impl Ledger {
         }
     }
 
-    /// Deletes the chains that are not wanted. Those of `undeletable` are only emptied while rules of
-    /// others jump to them: a deletion that the kernel rejects costs a round of attempts each time.
+    /// Deletes the chains that are not wanted. Those of `undeletable` are only emptied while rules
+    /// of others jump to them: a deletion that the kernel rejects costs a round of attempts each
+    /// time.
     fn delete_stale(
         &mut self,
         table: Table,
@@ -349,8 +354,8 @@ impl Ledger {
         }
     }
 
-    /// Records that the kernel keeps a chain, empty, which scripts so far should have deleted. Returns
-    /// false if that is known already.
+    /// Records that the kernel keeps a chain, empty, which scripts so far should have deleted.
+    /// Returns false if that is known already.
     pub fn note_undeletable(&mut self, table: Table, name: &str) -> bool {
         self.undeletable.insert((table, name.to_owned()))
     }
@@ -395,8 +400,8 @@ impl Ledger {
         chains == wanted.len() + left && wanted.iter().all(is_as_wanted) && Table::ALL.into_iter().all(has_jumps)
     }
 
-    /// What the kernel has if all scripts so far succeeded and nobody interfered, without the contents
-    /// of chains.
+    /// What the kernel has if all scripts so far succeeded and nobody interfered, without the
+    /// contents of chains.
     fn expected(&self) -> ExistingTables {
         let mut expected = ExistingTables::default();
         for table in Table::ALL {

@@ -1,4 +1,5 @@
-//! Quarantined services: the kernel rejects their rules. Steps pass them over, and their last good rules stay.
+//! Quarantined services: the kernel rejects their rules. Steps pass them over, and their last good
+//! rules stay.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -17,8 +18,8 @@ use crate::{
     state::State,
 };
 
-/// What was programmed of a service. `lines` has its dispatch lines if the dispatch chains have others
-/// now.
+/// What was programmed of a service. `lines` has its dispatch lines if the dispatch chains have
+/// others now.
 #[derive(Debug, Clone)]
 pub(super) struct Before {
     pub(super) programmed: Programmed,
@@ -58,8 +59,8 @@ impl Quarantine {
 }
 
 impl Ledger {
-    /// The kernel has accepted the scripts so far. Changes of scripts that are not confirmed count as
-    /// rejected when [`Self::set_quarantined`] is called.
+    /// The kernel has accepted the scripts so far. Changes of scripts that are not confirmed count
+    /// as rejected when [`Self::set_quarantined`] is called.
     pub fn confirm(&mut self) {
         self.quarantine.before.clear();
         self.quarantine.is_after_full = false;
@@ -71,9 +72,9 @@ impl Ledger {
         self.quarantine.contains(key)
     }
 
-    /// Quarantines these services and no others. The next [`Self::full`] leaves what was programmed of
-    /// them before the unconfirmed scripts, as far as it is known and still in the kernel. A service
-    /// that is released has to be planned as changed.
+    /// Quarantines these services and no others. The next [`Self::full`] leaves what was programmed
+    /// of them before the unconfirmed scripts, as far as it is known and still in the kernel. A
+    /// service that is released has to be planned as changed.
     pub fn set_quarantined(&mut self, services: &BTreeSet<Arc<ServiceKey>>) {
         self.quarantine.kept.retain(|key, _| services.contains(key));
         for key in services {
@@ -95,8 +96,8 @@ impl Ledger {
         Some(Kept { programmed, lines })
     }
 
-    /// Takes from the dispatch chains what is still needed of them, before a full script writes them
-    /// anew.
+    /// Takes from the dispatch chains what is still needed of them, before a full script writes
+    /// them anew.
     pub(super) fn begin_full(&mut self) {
         self.quarantine.is_after_full = true;
         for (key, Before { programmed, lines }) in &mut self.quarantine.before {
@@ -128,9 +129,9 @@ impl Ledger {
 
     /// A script that shows whether the kernel accepts the rules of some services: it writes their
     /// chains as they are wanted, and their dispatch lines into the canary chains, to which nothing
-    /// jumps. If the kernel rejects it, no service's chain has changed. If it accepts it, the services'
-    /// chains are in place, but services that are new or had no endpoints do not answer yet.
-    /// [`Self::end_of_trials`] has to follow.
+    /// jumps. If the kernel rejects it, no service's chain has changed. If it accepts it, the
+    /// services' chains are in place, but services that are new or had no endpoints do not answer
+    /// yet. [`Self::end_of_trials`] has to follow.
     #[must_use]
     pub fn trial(&self, state: &State, node: &NodeFacts, services: &[Arc<ServiceKey>]) -> Script {
         let mut script = Script::default();
@@ -157,8 +158,8 @@ impl Ledger {
         script
     }
 
-    /// A script that shows whether the kernel accepts rules that count packets. [`Self::end_of_trials`]
-    /// has to follow.
+    /// A script that shows whether the kernel accepts rules that count packets.
+    /// [`Self::end_of_trials`] has to follow.
     #[must_use]
     pub fn trial_of_counters() -> Script {
         let rule = |counter| format!("-A {CANARY} -m nfacct --nfacct-name {counter}\n");
@@ -168,8 +169,8 @@ impl Ledger {
         script
     }
 
-    /// A script that shows whether the kernel accepts rules that match SCTP. [`Self::end_of_trials`]
-    /// has to follow.
+    /// A script that shows whether the kernel accepts rules that match SCTP.
+    /// [`Self::end_of_trials`] has to follow.
     #[must_use]
     pub fn trial_of_sctp() -> Script {
         let mut script = Script::default();
