@@ -165,25 +165,12 @@ impl Source {
         Ok((count, version))
     }
 
-    /// Digests of what an agent holds that has everything, computed from what was written and not
-    /// from what anybody served.
-    ///
-    /// # Errors
-    /// When an object is not as it was written, which is a defect.
-    pub fn digests(&self) -> Result<Digests> {
+    /// Digests of an agent that holds everything. They are computed from what was written, not from
+    /// what was served.
+    #[must_use]
+    pub fn digests(&self) -> Digests {
         let mut state = State::default();
         for change in workload::changes(self.services, self.endpoints) {
-            let change = match change {
-                Change::Service(mut service) => {
-                    let key = &service.key;
-                    let object = self.api.get(Kind::Service, &key.namespace, &key.name).context("a service is gone")?;
-                    let created = object["metadata"]["creationTimestamp"].as_str().unwrap_or_default();
-                    service.created_unix_seconds =
-                        unix_seconds(created).with_context(|| format!("time {created:?}"))?;
-                    Change::Service(service)
-                }
-                other => other,
-            };
             state.apply(change, &mut Dirty::default());
         }
         for number in &self.unready {
@@ -191,18 +178,8 @@ impl Source {
             endpoint.conditions = Conditions { ready: false, serving: false, terminating: false };
             state.apply(Change::Endpoint(workload::key(*number), endpoint), &mut Dirty::default());
         }
-        Ok(state.digests().clone())
+        state.digests().clone()
     }
-}
-
-/// Seconds since the Unix epoch of a time such as `2026-01-01T00:00:00Z`.
-fn unix_seconds(text: &str) -> Option<i64> {
-    let number = |range: std::ops::Range<usize>| text.get(range)?.parse::<i64>().ok();
-    let (year, month, day) = (number(0..4)?, number(5..7)?, number(8..10)?);
-    // Years that begin in March, so that the leap day is the last of its year.
-    let (year, month) = if month > 2 { (year, month - 3) } else { (year - 1, month + 9) };
-    let days = 365 * year + year / 4 - year / 100 + year / 400 + (153 * month + 2) / 5 + day - 1 - 719_468;
-    Some(((days * 24 + number(11..13)?) * 60 + number(14..16)?) * 60 + number(17..19)?)
 }
 
 /// Bytes of a watch's line for an object.
@@ -265,17 +242,4 @@ fn slice_object(number: u32, endpoints: u32, is_first_ready: bool) -> Value {
         "ports": [{"name": "http", "protocol": "TCP", "port": 8080}],
         "endpoints": (0..endpoints).map(endpoint).collect::<Vec<_>>(),
     })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn times_are_read() {
-        assert_eq!(unix_seconds("1970-01-01T00:00:00Z"), Some(0));
-        assert_eq!(unix_seconds("2000-02-29T12:34:56Z"), Some(951_827_696));
-        assert_eq!(unix_seconds("2025-12-31T23:59:59Z"), Some(1_767_225_599));
-        assert_eq!(unix_seconds("soon"), None);
-    }
 }
