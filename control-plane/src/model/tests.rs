@@ -66,7 +66,7 @@ impl Bench {
     /// Endpoints as `address:ports`, with `!` behind ports that are terminating.
     fn endpoints(&self, name: &str) -> Vec<String> {
         let Some(entry) = self.state.entry(&ServiceKey::new("x", name)) else { return Vec::new() };
-        let port = |of_port: headgate_core::model::PortState<'_>| {
+        let port = |of_port: headgate_core::PortState<'_>| {
             format!("{}{}", of_port.port.port, if of_port.conditions.terminating { "!" } else { "" })
         };
         let ports = |endpoint: &headgate_core::Endpoint| endpoint.port_states().map(port).collect::<Vec<_>>().join(",");

@@ -153,17 +153,17 @@ impl Cleanup {
         self.rules.keys().any(|destination| matches!(destination, OriginalDestination::NodePort(..)))
     }
 
-    /// Gathers what is not begun yet: as [`Self::absorb`], but keeps the rules that only correct
-    /// what may be in the works elsewhere.
-    pub fn gather(&mut self, newer: Self) {
+    /// Merges newer rules into a queue that nobody works on yet. As [`Self::merge`], but keeps
+    /// rules without suspects: they may correct rules that somebody works on.
+    pub fn merge_queued(&mut self, newer: Self) {
         newer.rules.into_iter().for_each(|(destination, rule)| self.add(destination, rule));
     }
 
-    /// Takes in what was found to do later: the later rule decides, and both rules' suspects are
-    /// looked at.
-    pub fn absorb(&mut self, newer: Self) {
+    /// Merges newer rules into those that are being worked on. The newer rule of a destination
+    /// decides, and the suspects of both are looked at.
+    pub fn merge(&mut self, newer: Self) {
         for (destination, rule) in newer.rules {
-            // Without suspects it only corrects what is still to be done.
+            // A rule without suspects only corrects a rule that is there.
             if !rule.is_idle() || self.rules.contains_key(&destination) {
                 self.add(destination, rule);
             }

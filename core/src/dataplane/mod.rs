@@ -5,8 +5,8 @@
 //! rules, scripts, and the ledger of programmed rules) and [`ipsets`]; `refcount` counts the users
 //! of elements.
 
-pub mod ipsets;
+mod ipsets;
 pub mod iptables;
 pub mod ipvs;
 mod refcount;
-pub mod rules;
+mod rules;

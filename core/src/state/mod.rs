@@ -4,7 +4,7 @@
 //! endpoint change one endpoint.
 
 pub mod claims;
-pub mod demand;
+mod demand;
 pub mod digest;
 pub mod reference;
 
@@ -16,7 +16,8 @@ use std::{
 
 use compact_str::CompactString;
 
-use self::{claims::Claims, demand::Demand, digest::Digests};
+pub use self::demand::{Demand, FamilyDemand};
+use self::{claims::Claims, digest::Digests};
 use crate::model::{Change, Endpoint, Service, ServiceCidr, ServiceKey};
 
 /// Everything that is the same for every node. The order in which changes arrive leaves no trace in

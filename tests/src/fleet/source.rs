@@ -9,9 +9,8 @@ use std::{
 
 use anyhow::{Context as _, Result};
 use headgate_core::{
-    Change, Dirty, State,
+    Change, Conditions, Dirty, Endpoint, State,
     digest::{Digests, service_bucket},
-    model::{Conditions, Endpoint},
 };
 use serde_json::{Value, json};
 

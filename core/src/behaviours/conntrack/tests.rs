@@ -206,12 +206,12 @@ fn what_waits_to_be_done_follows_what_comes_later() {
     let mut world = World::default();
     world.step([Change::from(dns(1)), endpoint(1, 1), endpoint(1, 2)]);
     let mut pending = world.step([gone(1, 1)]);
-    pending.absorb(world.step([gone(1, 2), endpoint(1, 3)]));
+    pending.merge(world.step([gone(1, 2), endpoint(1, 3)]));
     assert_eq!(rule(&pending, cluster_ip(1)).suspects, suspects(&[1, 2]));
     // Number 1 is back before its flows were deleted: new ones may go there.
-    pending.absorb(world.step([endpoint(1, 1)]));
+    pending.merge(world.step([endpoint(1, 1)]));
     assert_eq!(rule(&pending, cluster_ip(1)).suspects, suspects(&[2]));
-    pending.absorb(world.step([endpoint(1, 2)]));
+    pending.merge(world.step([endpoint(1, 2)]));
     assert!(pending.is_empty());
 }
 
@@ -364,7 +364,7 @@ proptest! {
                 table.traffic(&world.state);
                 continue;
             }
-            pending.absorb(world.step(changes));
+            pending.merge(world.step(changes));
             table.traffic(&world.state);
             if fate == 1 {
                 continue;

@@ -147,7 +147,7 @@ impl Worker {
 
     fn hand_over(&self, cleanup: Cleanup) {
         if cleanup.rules().next().is_some() {
-            self.inbox.lock().newer.gather(cleanup);
+            self.inbox.lock().newer.merge_queued(cleanup);
             self.inbox.arrived.notify_one();
         }
     }
@@ -175,7 +175,7 @@ impl Inbox {
             if orders.stop {
                 return false;
             }
-            pending.absorb(std::mem::take(&mut orders.newer));
+            pending.merge(std::mem::take(&mut orders.newer));
             let pause = not_before.map(|at| at.saturating_duration_since(Instant::now())).unwrap_or_default();
             orders = if pending.is_empty() {
                 self.arrived.wait(orders).unwrap_or_else(PoisonError::into_inner)
