@@ -170,7 +170,7 @@ fn what_is_missing_is_named() {
         of(|all| all.attribute(svc::AF, &2_u16.to_ne_bytes()).attribute(svc::FWMARK, &1_u32.to_ne_bytes())),
         Err(Malformed("a virtual service without a scheduler"))
     );
-    assert_eq!(of(|all| all.attribute(svc::AF, &[2])), Err(Malformed("an attribute has another length than its type")));
+    assert_eq!(of(|all| all.attribute(svc::AF, &[2])), Err(Malformed("an attribute of the wrong length")));
 }
 
 #[test]

@@ -3,7 +3,7 @@
 //! ```text
 //!   control 192.0.2.1      outside-1 192.0.2.100   outside-2 192.0.2.101
 //!        │                      │ VIPs via node-a        │ VIPs via node-b
-//!  ──────┴──────────┬───────────┴────────┬───────────────┴──── underlay; 192.0.2.254 drops the rest
+//!  ──────┴──────────┬───────────┴────────┬───────────────┴─── underlay; 192.0.2.254 drops the rest
 //!             node-a 192.0.2.11    node-b 192.0.2.12    node-c 192.0.2.13
 //!              zone-1               zone-1               zone-2
 //!              a1 a2 a3             b1 b2 b3             c1 c2       one veth per pod

@@ -112,7 +112,7 @@ fn every_problem_names_option_file_and_remedy() {
     holds(Side::Server, &["--tls-client-ca", &file("ca"), "no certificate in it", "sign clients' certificates"]);
     holds(Side::Client, &["--tls-ca", &file("ca"), "no certificate in it", "sign control planes' certificates"]);
     fs::write(file("ca"), vec![b'a'; (4 << 20) + 1]).unwrap();
-    holds(Side::Server, &["--tls-client-ca", &file("ca"), "more than 4194304 bytes"]);
+    holds(Side::Server, &["--tls-client-ca", &file("ca"), "larger than 4194304 bytes"]);
 }
 
 #[test]
