@@ -289,7 +289,7 @@ async fn a_replica_that_hangs_is_named_and_not_waited_for_without_end() {
     });
     for ((code, error), server) in refusals.await.expect("it does not end").into_iter().zip([plain, secured]) {
         assert_eq!(code, 1, "{error}");
-        assert!(error.contains(&format!("cannot reach {server}: it takes connections")), "{error}");
+        assert!(error.contains(&format!("cannot reach {server}: it accepts connections")), "{error}");
         assert!(error.contains("look at its log"), "{error}");
     }
 }
