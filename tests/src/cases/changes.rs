@@ -16,7 +16,7 @@ use Via::{ClusterIp, ExternalIp, LoadBalancerIp, NodePort};
 
 const PODS: &[&str] = &["a1", "c1"];
 /// Longest wait for what is not reported as programmed. A guard.
-const EVENTUALLY: Duration = Duration::from_secs(30);
+const EVENTUALLY: Duration = Duration::from_secs(120);
 
 /// Tries until it succeeds; the last error if it does not for too long.
 pub fn eventually(check: impl Fn() -> Result<()>) -> Result<()> {
