@@ -15,7 +15,7 @@ use crate::testbed::plan::{self, NODES};
 use crate::testbed::{AgentInfo, AgentSetup, Backend, Family, Manifests, Testbed};
 
 /// A guard: agents come back within their back-off, some seconds.
-const RETURN_TIMEOUT: Duration = Duration::from_secs(90);
+const RETURN_TIMEOUT: Duration = Duration::from_secs(180);
 
 /// Services of the scenarios here.
 pub fn some_services() -> Result<Manifests> {

@@ -40,7 +40,7 @@ pub use host::Failure;
 
 /// Longest that a test may take inside. Below the time at which nextest ends it from outside, so
 /// that it fails with its output.
-pub const TIME_LIMIT: Duration = Duration::from_secs(240);
+pub const TIME_LIMIT: Duration = Duration::from_secs(500);
 
 /// Runs `test`, the body of a test function, inside User-Mode Linux; its output goes to standard
 /// output.
