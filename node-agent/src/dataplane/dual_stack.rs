@@ -239,8 +239,11 @@ impl<D: Dataplane> NodeDataplane for DualStack<D> {
     }
 
     fn configure(&mut self, inputs: &NodeInputs) -> bool {
-        let changes = self.families.iter_mut().filter_map(|family| family.dataplane.configure(inputs).then_some(()));
-        changes.count() > 0
+        let mut is_changed = false;
+        for family in &mut self.families {
+            is_changed |= family.dataplane.configure(inputs);
+        }
+        is_changed
     }
 
     fn sync_full(&mut self, source: &dyn StateSource) -> Result<Report, DataplaneError> {

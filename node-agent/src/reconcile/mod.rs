@@ -77,7 +77,7 @@ impl Default for Timing {
 struct Unfinished {
     dirty: Dirty,
     needs_full: bool,
-    /// Services that changed since their rules were refused.
+    /// Services that changed since they were quarantined.
     retried: BTreeSet<Arc<ServiceKey>>,
 }
 
@@ -253,7 +253,7 @@ impl Reconciler {
         let Some(parts) = self.dataplane.deferred() else { return };
         for Fault { service, family, reason } in self.quarantine.set_partial(parts) {
             self.metrics.service_refusals.inc();
-            warn!(%service, %family, reason, "a part of a service is refused; the rest of it is programmed");
+            warn!(%service, %family, reason, "the kernel rejects a part of a service; the rest of it is programmed");
         }
     }
 
@@ -264,12 +264,12 @@ impl Reconciler {
         let refused = match self.dataplane.find_faults(&*self.shared, suspects, &error.families) {
             Ok(refused) => refused,
             Err(search) => {
-                warn!(%error, %search, "some rules are refused, and it could not be found out whose");
+                warn!(%error, %search, "the kernel rejects some rules, and the search for their services failed");
                 return false;
             }
         };
         for Fault { service, family, reason } in &refused {
-            warn!(%service, %family, reason, "the rules of a service are refused; its last good ones stay, if there were any");
+            warn!(%service, %family, reason, "the kernel rejects the rules of a service; it is quarantined and keeps its last good rules, if any");
         }
         let before = self.quarantine.all().len();
         self.metrics.service_refusals.inc_by(self.quarantine.add(refused) as u64);
@@ -299,7 +299,7 @@ impl Reconciler {
                 self.tell_refused();
             }
             Err(error) => {
-                warn!(%error, "services whose rules were refused cannot be tried again now");
+                warn!(%error, "quarantined services cannot be tried again now");
                 self.quarantine.postpone(services);
             }
         }
@@ -451,7 +451,7 @@ impl Reconciler {
         if inputs == *self.inputs.borrow() {
             return;
         }
-        info!(?inputs, "the node's addresses or local pods are told anew");
+        info!(?inputs, "node addresses or pod ranges changed");
         if self.dataplane.configure(&inputs) {
             self.unfinished.needs_full = true;
             self.done = None;
