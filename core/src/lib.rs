@@ -27,4 +27,4 @@ pub use model::{
     Service, ServiceCidr, ServiceKey, ServicePort, TrafficPolicy, pool,
 };
 pub use node_facts::NodeFacts;
-pub use state::{Demand, Dirty, FamilyDemand, ServiceEntry, State, claims, digest, reference};
+pub use state::{Demand, Dirty, FamilyDemand, ServiceEntry, State, digest, frontends, reference};

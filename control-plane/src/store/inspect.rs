@@ -2,7 +2,7 @@
 
 use std::{net::IpAddr, sync::Arc};
 
-use headgate_core::{Change, Endpoint, Family, Service, ServiceKey, claims::Claim};
+use headgate_core::{Change, Endpoint, Family, Service, ServiceKey, frontends::Frontend};
 
 use super::{
     Store, encode,
@@ -16,8 +16,8 @@ pub(crate) struct ServiceDetail {
     pub(crate) endpoints: usize,
     pub(crate) ready_endpoints: usize,
     pub(crate) version: u64,
-    /// Claims that another Service holds, with the holder.
-    pub(crate) lost: Vec<(Claim, ServiceKey)>,
+    /// Frontends of the Service that another Service owns, with the owner.
+    pub(crate) conflicts: Vec<(Frontend, ServiceKey)>,
 }
 
 /// Counts of what is held.
@@ -87,9 +87,9 @@ impl Store {
         let inner = self.read();
         let entry = inner.state.entry(key)?;
         let service = entry.service()?.clone();
-        let lost = inner.state.claims().lost(&service).into_iter().map(|(claim, holder)| (claim, holder.clone()));
+        let conflicts = inner.state.frontends().conflicts(&service).into_iter();
         Some(ServiceDetail {
-            lost: lost.collect(),
+            conflicts: conflicts.map(|(frontend, owner)| (frontend, owner.clone())).collect(),
             endpoints: entry.endpoints().len(),
             ready_endpoints: entry.endpoints().values().filter(|endpoint| endpoint.has_ready_port()).count(),
             version: inner.log.newest_version(key),

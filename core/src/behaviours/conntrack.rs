@@ -28,7 +28,7 @@ use crate::{
     behaviours::endpoint_choice::joins,
     model::{Endpoint, Family, Protocol, Service, ServiceKey, ServicePort},
     state::State,
-    state::claims::Claim,
+    state::frontends::Frontend,
 };
 
 /// Where a client sends to, before translation. UDP.
@@ -50,10 +50,10 @@ impl OriginalDestination {
         }
     }
 
-    fn claim(self) -> Claim {
+    fn frontend(self) -> Frontend {
         match self {
-            Self::Address(address, port) => Claim::Address(address, Protocol::Udp, port),
-            Self::NodePort(family, port) => Claim::NodePort(family, Protocol::Udp, port),
+            Self::Address(address, port) => Frontend::Address(address, Protocol::Udp, port),
+            Self::NodePort(family, port) => Frontend::NodePort(family, Protocol::Udp, port),
         }
     }
 }
@@ -373,7 +373,8 @@ impl Tracker {
 
 /// The rule for a destination that a service used and no longer holds; another one may hold it now.
 fn left_behind(state: &State, destination: OriginalDestination, sources: &Sources) -> Rule {
-    let keep = state.claims().winner(&destination.claim()).and_then(|winner| held(state, winner).remove(&destination));
+    let keep =
+        state.frontends().owner(&destination.frontend()).and_then(|owner| held(state, owner).remove(&destination));
     Rule {
         keep_untranslated: keep.is_none(),
         keep: keep.unwrap_or_default(),
@@ -391,7 +392,7 @@ fn held(state: &State, key: &ServiceKey) -> Held {
         for family in Family::BOTH.into_iter().filter(|family| service.cluster_ip(*family).is_some()) {
             let keep = keep(entry.endpoints().values(), port, family);
             for destination in destinations(service, port, family) {
-                if state.claims().holds(key, &destination.claim()) {
+                if state.frontends().owns(key, &destination.frontend()) {
                     held.insert(destination, Arc::clone(&keep));
                 }
             }

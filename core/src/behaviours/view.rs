@@ -14,7 +14,7 @@ use crate::{
     behaviours::endpoint_choice::{self, Destination},
     behaviours::source_ranges::SourceRanges,
     model::{Endpoint, Family, Protocol, Service, ServiceKey, ServicePort, TrafficPolicy},
-    state::claims::Claim,
+    state::frontends::Frontend,
     state::{ServiceEntry, State},
 };
 
@@ -180,8 +180,9 @@ struct Context<'a> {
 impl Context<'_> {
     fn port_view(&self, port: &ServicePort) -> ServicePortView {
         let choice = endpoint_choice::choose(self.endpoints.values(), port, self.family, self.node);
-        let holds =
-            |address: &IpAddr| self.state.claims().holds(self.key, &Claim::Address(*address, port.protocol, port.port));
+        let holds = |address: &IpAddr| {
+            self.state.frontends().owns(self.key, &Frontend::Address(*address, port.protocol, port.port))
+        };
         let held = |addresses: &[IpAddr]| {
             let of_family = addresses.iter().filter(|address| Family::of(**address) == self.family);
             let mut held: Vec<IpAddr> = of_family.filter(|address| holds(address)).copied().collect();
@@ -189,7 +190,7 @@ impl Context<'_> {
             held.dedup();
             held
         };
-        let node_port_claim = Claim::NodePort(self.family, port.protocol, port.node_port);
+        let node_port = Frontend::NodePort(self.family, port.protocol, port.node_port);
         let mut view = ServicePortView {
             key: Arc::clone(self.key),
             port_name: port.name.clone(),
@@ -199,7 +200,7 @@ impl Context<'_> {
             cluster_ip: Some(self.cluster_ip).filter(holds),
             external_ips: if self.node.ignores_external_ips { Vec::new() } else { held(&self.service.external_ips) },
             load_balancer_ips: held(&self.service.load_balancer_ips),
-            node_port: if self.state.claims().holds(self.key, &node_port_claim) { port.node_port } else { 0 },
+            node_port: if self.state.frontends().owns(self.key, &node_port) { port.node_port } else { 0 },
             source_ranges: self.source_ranges.clone(),
             internal_traffic_policy: self.service.internal_traffic_policy,
             external_traffic_policy: self.service.external_traffic_policy,

@@ -1,11 +1,11 @@
 //! The shared state and what a change makes dirty.
 //!
-//! Work per change is proportional to the change: a service change visits that service's claims, an
-//! endpoint change one endpoint.
+//! Work per change is proportional to the change: a change of a Service visits the
+//! frontends of that Service, and a change of an endpoint visits that endpoint.
 
-pub mod claims;
 mod demand;
 pub mod digest;
+pub mod frontends;
 pub mod reference;
 
 use std::{
@@ -17,7 +17,7 @@ use std::{
 use compact_str::CompactString;
 
 pub use self::demand::{Demand, FamilyDemand};
-use self::{claims::Claims, digest::Digests};
+use self::{digest::Digests, frontends::FrontendOwners};
 use crate::model::{Change, Endpoint, Service, ServiceCidr, ServiceKey};
 
 /// Everything that is the same for every node. The order in which changes arrive leaves no trace in
@@ -26,7 +26,7 @@ use crate::model::{Change, Endpoint, Service, ServiceCidr, ServiceKey};
 pub struct State {
     entries: HashMap<Arc<ServiceKey>, ServiceEntry>,
     service_cidrs: BTreeMap<CompactString, ServiceCidr>,
-    claims: Claims,
+    frontends: FrontendOwners,
     demand: Demand,
     digests: Digests,
     services: usize,
@@ -126,10 +126,10 @@ impl State {
         self.service_cidrs.get(name)
     }
 
-    /// Who holds which address and port.
+    /// The owners of addresses and ports.
     #[must_use]
-    pub fn claims(&self) -> &Claims {
-        &self.claims
+    pub fn frontends(&self) -> &FrontendOwners {
+        &self.frontends
     }
 
     /// What the Services ask of a node.
@@ -170,13 +170,13 @@ impl State {
         if let Some(old) = &entry.service {
             self.digests.subtract(bucket, digest::service_hash(old));
             self.demand.subtract(old);
-            dirty.services.extend(self.claims.release(old));
+            dirty.services.extend(self.frontends.remove(old));
         } else {
             self.services += 1;
         }
         self.digests.add(bucket, digest::service_hash(&service));
         self.demand.add(&service);
-        dirty.services.extend(self.claims.take(&key, &service));
+        dirty.services.extend(self.frontends.add(&key, &service));
         entry.service = Some(service);
         dirty.services.insert(key);
         true
@@ -188,7 +188,7 @@ impl State {
         self.services -= 1;
         self.digests.subtract(digest::service_bucket(&key), digest::service_hash(&old));
         self.demand.subtract(&old);
-        dirty.services.extend(self.claims.release(&old));
+        dirty.services.extend(self.frontends.remove(&old));
         self.drop_empty(&key);
         dirty.services.insert(key);
         true

@@ -10,7 +10,7 @@ use std::{
 use futures::{Stream, StreamExt as _, stream};
 use headgate_core::{
     Change, Endpoint, Placement, ServiceKey, ServicePort,
-    claims::Claim,
+    frontends::Frontend,
     node_state::{NodeState, SETTLED},
 };
 use headgate_proto::v1::{self, inspect_server::Inspect};
@@ -301,7 +301,7 @@ fn service_info(store: &Store, key: &ServiceKey) -> Option<v1::ServiceInfo> {
         endpoints: count(detail.endpoints),
         ready_endpoints: count(detail.ready_endpoints),
         version: detail.version,
-        conflicts: detail.lost.iter().map(|(claim, holder)| conflict(claim, holder)).collect(),
+        conflicts: detail.conflicts.iter().map(|(frontend, owner)| conflict(frontend, owner)).collect(),
         scheduler: service.scheduler.to_string(),
         health_check: service.health_check.to_string(),
         health_check_interval_ms: service.health_check_interval_ms,
@@ -317,16 +317,16 @@ fn count(number: usize) -> u32 {
     u32::try_from(number).unwrap_or(u32::MAX)
 }
 
-fn conflict(claim: &Claim, holder: &ServiceKey) -> String {
-    match claim {
-        Claim::Address(address, protocol, port) => {
+fn conflict(frontend: &Frontend, owner: &ServiceKey) -> String {
+    match frontend {
+        Frontend::Address(address, protocol, port) => {
             format!(
-                "{address} port {port}/{protocol} belongs to Service {holder}, which is older or comes first by name"
+                "{address} port {port}/{protocol} belongs to Service {owner}, which is older or comes first by name"
             )
         }
-        Claim::NodePort(family, protocol, port) => {
+        Frontend::NodePort(family, protocol, port) => {
             format!(
-                "{family} node port {port}/{protocol} belongs to Service {holder}, which is older or comes first by name"
+                "{family} node port {port}/{protocol} belongs to Service {owner}, which is older or comes first by name"
             )
         }
     }

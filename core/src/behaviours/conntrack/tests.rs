@@ -372,8 +372,8 @@ proptest! {
             let before = table.flows.clone();
             table.clean(&std::mem::take(&mut pending));
             let legitimate = |(destination, source): &(OriginalDestination, SocketAddr)| {
-                let winner = world.state.claims().winner(&destination.claim());
-                winner.and_then(|winner| held(&world.state, winner).remove(destination)).is_some_and(|keep| keep.contains(source))
+                let owner = world.state.frontends().owner(&destination.frontend());
+                owner.and_then(|owner| held(&world.state, owner).remove(destination)).is_some_and(|keep| keep.contains(source))
             };
             let expected: BTreeSet<_> = before.into_iter().filter(legitimate).collect();
             prop_assert_eq!(&table.flows, &expected);

@@ -257,7 +257,7 @@ fn the_older_service_holds_an_address_that_two_claim() {
         lines.map(|line| line.split("--comment \"").nth(1).unwrap()[..8].to_owned()).collect()
     };
     assert_eq!(leads_to(&full(config(), &state).1), ["ns2/svc2"]);
-    assert_eq!(state.claims().lost(state.entry(&young_key).unwrap().service().unwrap()).len(), 1);
+    assert_eq!(state.frontends().conflicts(state.entry(&young_key).unwrap().service().unwrap()).len(), 1);
 
     // When the holder goes, the other takes over, and is therefore dirty.
     let mut dirty = Dirty::default();

@@ -1,0 +1,141 @@
+//! Which Service owns a frontend when several Services ask for it.
+//!
+//! A frontend is an address, protocol and port, or a NodePort. The oldest Service owns it; among
+//! Services of equal age, the first by namespace and name. No node forwards traffic from this
+//! frontend to the other Services, and `headgatectl` shows them as conflicts.
+
+use std::{
+    collections::{HashMap, hash_map::Entry},
+    net::IpAddr,
+    sync::Arc,
+};
+
+use crate::model::{Family, Protocol, Service, ServiceKey};
+
+/// Where clients reach one port of a Service.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Frontend {
+    /// A ClusterIP, externalIP or load balancer IP, with protocol and port.
+    Address(IpAddr, Protocol, u16),
+    /// A NodePort in one family, on every address of the node.
+    NodePort(Family, Protocol, u16),
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+struct Candidate {
+    created_unix_seconds: i64,
+    key: Arc<ServiceKey>,
+}
+
+/// The Services that ask for each frontend. Nearly every frontend has a single candidate, which is
+/// stored without a list.
+#[derive(Debug, Default)]
+pub struct FrontendOwners {
+    frontends: HashMap<Frontend, Candidates>,
+}
+
+#[derive(Debug)]
+enum Candidates {
+    One(Candidate),
+    /// Two or more, sorted; the first one is the owner.
+    Many(Vec<Candidate>),
+}
+
+impl Candidates {
+    fn owner(&self) -> Option<&Candidate> {
+        match self {
+            Self::One(candidate) => Some(candidate),
+            Self::Many(candidates) => candidates.first(),
+        }
+    }
+}
+
+/// Returns every frontend that a Service asks for, sorted and without duplicates.
+#[must_use]
+pub fn frontends_of(service: &Service) -> Vec<Frontend> {
+    let mut frontends = Vec::new();
+    let addresses = [&service.cluster_ips, &service.external_ips, &service.load_balancer_ips];
+    for port in &service.ports {
+        let at = |address: &IpAddr| Frontend::Address(*address, port.protocol, port.port);
+        frontends.extend(addresses.iter().flat_map(|list| list.iter().map(at)));
+        if port.node_port != 0 {
+            let families = Family::BOTH.into_iter().filter(|family| service.cluster_ip(*family).is_some());
+            frontends.extend(families.map(|family| Frontend::NodePort(family, port.protocol, port.node_port)));
+        }
+    }
+    frontends.sort_unstable();
+    frontends.dedup();
+    frontends
+}
+
+impl FrontendOwners {
+    /// Adds a Service as a candidate for its frontends. Returns the Services that lose a frontend
+    /// to it.
+    pub(crate) fn add(&mut self, key: &Arc<ServiceKey>, service: &Service) -> Vec<Arc<ServiceKey>> {
+        let mut losers = Vec::new();
+        for frontend in frontends_of(service) {
+            let candidate = Candidate { created_unix_seconds: service.created_unix_seconds, key: Arc::clone(key) };
+            match self.frontends.entry(frontend) {
+                Entry::Vacant(entry) => {
+                    entry.insert(Candidates::One(candidate));
+                }
+                Entry::Occupied(mut entry) => {
+                    let before = entry.get().owner().map(|owner| Arc::clone(&owner.key));
+                    let mut all = match std::mem::replace(entry.get_mut(), Candidates::Many(Vec::new())) {
+                        Candidates::One(one) => vec![one],
+                        Candidates::Many(many) => many,
+                    };
+                    all.push(candidate);
+                    all.sort_unstable();
+                    let is_owner = all.first().is_some_and(|owner| owner.key == *key);
+                    *entry.get_mut() = Candidates::Many(all);
+                    losers.extend(before.filter(|_| is_owner));
+                }
+            }
+        }
+        losers
+    }
+
+    /// Removes a Service from the candidates for its frontends. Returns the Services that become
+    /// owners of one of these frontends.
+    pub(crate) fn remove(&mut self, service: &Service) -> Vec<Arc<ServiceKey>> {
+        let mut new_owners = Vec::new();
+        for frontend in frontends_of(service) {
+            let Entry::Occupied(mut entry) = self.frontends.entry(frontend) else { continue };
+            match entry.get_mut() {
+                Candidates::One(one) if *one.key == service.key => {
+                    entry.remove();
+                }
+                Candidates::One(_) => {}
+                Candidates::Many(many) => {
+                    let was_owner = many.first().is_some_and(|owner| *owner.key == service.key);
+                    many.retain(|candidate| *candidate.key != service.key);
+                    new_owners.extend(many.first().filter(|_| was_owner).map(|owner| Arc::clone(&owner.key)));
+                    if let [last] = many.as_slice() {
+                        *entry.get_mut() = Candidates::One(last.clone());
+                    }
+                }
+            }
+        }
+        new_owners
+    }
+
+    /// Returns the Service that owns a frontend, or `None` if no Service asks for it.
+    #[must_use]
+    pub fn owner(&self, frontend: &Frontend) -> Option<&ServiceKey> {
+        self.frontends.get(frontend)?.owner().map(|owner| &*owner.key)
+    }
+
+    /// True if the Service owns the frontend, or if no Service does.
+    #[must_use]
+    pub fn owns(&self, key: &ServiceKey, frontend: &Frontend) -> bool {
+        self.owner(frontend).is_none_or(|owner| owner == key)
+    }
+
+    /// Returns the frontends of a Service that another Service owns, each with its owner.
+    #[must_use]
+    pub fn conflicts<'a>(&'a self, service: &Service) -> Vec<(Frontend, &'a ServiceKey)> {
+        let with_owner = |frontend: Frontend| Some((frontend, self.owner(&frontend)?));
+        frontends_of(service).into_iter().filter_map(with_owner).filter(|(_, owner)| **owner != service.key).collect()
+    }
+}
