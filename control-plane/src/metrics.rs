@@ -1,4 +1,5 @@
-//! Metrics, in base units, named `headgate_…`.
+//! The metrics of the control plane. All names begin with `headgate_`, and values are in base units
+//! (seconds, bytes).
 
 mod catalogue;
 
@@ -18,7 +19,7 @@ use prometheus_client::{
 use self::catalogue::{Catalogue, Described, Labelled};
 use crate::transaction::SourceKind;
 
-/// Sets of labels.
+/// Defines a struct for each set of labels.
 macro_rules! labels {
     ($($name:ident { $($label:ident),+ })+) => {$(
         #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -44,7 +45,8 @@ labels! {
     State { state }
 }
 
-/// Upper bounds in seconds: from a quiet fleet on one rack to nodes that are stuck.
+/// Upper bounds of the histogram's buckets, in seconds. The smallest suit a quiet fleet in one rack,
+/// the largest suit nodes that are stuck.
 const EVERYWHERE_SECONDS: [f64; 14] =
     [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0];
 
@@ -52,7 +54,8 @@ type Total = Counter<u64, AtomicU64>;
 type Level = Gauge<i64, AtomicI64>;
 type Seconds = Gauge<f64, AtomicU64>;
 
-/// All metrics of a replica. Labels are bounded: no name of a node or a service is one.
+/// All metrics of a replica. The number of label values is bounded: names of nodes and services are
+/// never label values.
 #[derive(Debug)]
 pub struct Metrics {
     registry: Registry,
@@ -107,7 +110,7 @@ impl Default for Metrics {
         catalogue.register(
             &mut registry,
             "control_plane_programmed_everywhere_seconds",
-            "Time from the arrival of a change from the source until the last of the agents that were connected then had it in its kernel. That moment is when the agent's ACK came, less the time that the ACK says to have waited since the kernel took the change",
+            "Time from the arrival of a change at this replica until the kernels of all agents that were connected had it. Each ACK says how long before the kernel took the change",
             programmed_everywhere.clone(),
         );
         let mut add = Adder(&mut catalogue, &mut registry);
@@ -115,62 +118,62 @@ impl Default for Metrics {
             programmed_everywhere,
             recently_everywhere: add.add(
                 "control_plane_recently_programmed_everywhere_seconds",
-                "The same time of the last 1,024 changes at most: their p50, p99 and, as quantile 1, the longest; absent until a change was measured",
+                "Time from the arrival of a change at this replica until the kernels of all agents that were connected had it, for the last 1,024 changes at most: p50, p99 and, as quantile 1, the maximum. Absent until a change is measured",
             ),
-            agents: add.add("control_plane_agents", "Agents with a stream, by state: up_to_date (all that is older than a second is programmed, and the source is followed), behind, failing (the last attempt failed, or a resource is rejected), waiting (nothing is acknowledged, or the source is unlisted), or cut_off (the source is)"),
-            source_ages: add.add("source_age_seconds", "Time since a kind of the source was last heard"),
+            agents: add.add("control_plane_agents", "Agents with a stream, by state: up_to_date (everything that the replica has known for more than a second is programmed), behind, failing (the last attempt failed, or a resource is rejected), waiting (the agent has acknowledged nothing, or the source is unlisted), or cut_off (the source is cut off)"),
+            source_ages: add.add("source_age_seconds", "Time since the replica last heard from the source, by kind of object"),
             source_errors: add
-                .add("source_errors", "Refused objects, dropped watches and the like, by kind and reason"),
-            problems: add.add("source_problems", "Objects, or parts of one, that are not served as written"),
-            synced: add.add("source_synced", "1 once every kind has been listed"),
-            source_states: add.add("source_state", "1 for the state that the source is in: unlisted (not every kind has been listed), following, or cut_off (changes cannot be heard of); 0 for the others"),
-            resources: add.add("resources", "Resources held, by kind"),
-            version: add.add("store_version", "Head of the log"),
-            tombstones: add.add("store_tombstones", "Removals remembered"),
-            changes: add.add("store_changes", "Changes that had an effect"),
+                .add("source_errors", "Refused objects, dropped watches and other errors of the source, by kind and reason"),
+            problems: add.add("source_problems", "Objects, or parts of objects, that are not served as written"),
+            synced: add.add("source_synced", "1 after every kind has been listed, 0 before"),
+            source_states: add.add("source_state", "1 for the current state of the source, 0 for the other states: unlisted (not every kind has been listed), following, or cut_off (every kind was listed, and changes no longer arrive)"),
+            resources: add.add("resources", "Resources in the store, by kind"),
+            version: add.add("store_version", "Version of the newest change in the store"),
+            tombstones: add.add("store_tombstones", "Removals that the store remembers"),
+            changes: add.add("store_changes", "Changes that changed the store"),
             streams: add.add("streams", "Open streams of agents"),
             streams_opened: add.add("streams_opened", "Streams whose Hello was accepted"),
-            streams_rejected: add.add("streams_rejected", "Streams ended for what the agent did or was, by reason"),
-            streams_ended: add.add("streams_ended", "Streams ended by this replica, by reason"),
-            resumes: add.add("resumes", "Beginnings of streams, by mode"),
+            streams_rejected: add.add("streams_rejected", "Streams that were refused, or ended because of an error of the agent, by reason"),
+            streams_ended: add.add("streams_ended", "Streams that ended without an error of the agent, by reason"),
+            resumes: add.add("resumes", "Streams that began, by resume mode: log, digests or full"),
             resumed_resources: add.add(
                 "resumed_resources",
-                "Resources and removals sent to bring agents up to date at the beginning of their streams",
+                "Resources and removals sent to bring agents up to date when their streams began",
             ),
-            snapshots: add.add("snapshots", "Snapshots sent, full or of some buckets"),
+            snapshots: add.add("snapshots", "Snapshots sent, full and partial"),
             snapshots_in_flight: add.add("snapshots_in_flight", "Snapshots that are being sent"),
-            snapshots_waiting: add.add("snapshots_waiting", "Snapshots that wait for their turn"),
-            snapshots_waited: add.add("snapshots_waited", "Snapshots that had to wait for their turn"),
-            messages_sent: add.add("messages_sent", "Messages put on streams"),
-            bytes_sent: add.add("sent_bytes", "Bytes of messages put on streams, framing included"),
-            agent_messages: add.add("agent_messages", "Messages of agents, by what they are"),
-            agent_messages_ignored: add.add("agent_messages_ignored", "Messages of agents without effect, by reason"),
+            snapshots_waiting: add.add("snapshots_waiting", "Snapshots that wait in the queue"),
+            snapshots_waited: add.add("snapshots_waited", "Snapshots that had to wait in the queue"),
+            messages_sent: add.add("messages_sent", "Messages sent to agents"),
+            bytes_sent: add.add("sent_bytes", "Bytes of messages sent to agents, with their gRPC prefixes"),
+            agent_messages: add.add("agent_messages", "Messages from agents, by type"),
+            agent_messages_ignored: add.add("agent_messages_ignored", "Messages from agents that had no effect, by reason"),
             rejected_resources: add.add("rejected_resources", "Resources named in NACKs"),
-            behind_waits: add.add("behind_waits", "Agents kept waiting because this replica's source was behind them"),
-            behind_waits_expired: add.add("behind_waits_expired", "Such waits that ended by going back in time"),
+            behind_waits: add.add("behind_waits", "Times that an agent had to wait because this replica's source was behind what the agent has"),
+            behind_waits_expired: add.add("behind_waits_expired", "Waits for this replica's source that timed out, so that the agent went back to this replica's older state"),
             connections_refused: add.add("connections_refused", "Connections closed before any request, by reason"),
             stalled_responses: add.add(
                 "connections_untaken",
-                "Connections closed because their client took nothing of an answer for minutes, and kept it from ending",
+                "Connections closed because the client read nothing of a pending response for minutes",
             ),
-            handshakes_failed: add.add("tls_handshakes_failed", "TLS handshakes that came to nothing, by reason"),
-            handshakes: add.add("tls_handshakes", "TLS handshakes that were done, by kind: full or resumed"),
+            handshakes_failed: add.add("tls_handshakes_failed", "TLS handshakes that failed, by reason"),
+            handshakes: add.add("tls_handshakes", "TLS handshakes that succeeded, by kind: full or resumed"),
             handshakes_pending: add.add(
                 "tls_handshakes_pending",
-                "TLS handshakes that are not done, by state: active, or waiting (for the turn of the address that they come from)",
+                "TLS handshakes that are not complete, by state: active, or waiting (for its turn)",
             ),
-            tls_reloads: add.add("tls_reloads", "Times that other TLS files were taken up (success) or had to be refused (failure)"),
+            tls_reloads: add.add("tls_reloads", "Times that changed TLS files were read, by result: success (they are in use) or failure (the earlier files stay in use)"),
             tls_not_after: add.add(
                 "tls_certificate_not_after_seconds",
-                "When what is in use expires, in seconds since 1970: the own certificate (cert), the first of the clients' authorities (client_ca)",
+                "Expiry time in seconds since 1970, by file: this replica's certificate (cert), and the first authority in the client CA file to expire (client_ca)",
             ),
             requests_denied: add.add("requests_denied", "Requests that were refused, by reason"),
-            balance_replicas: add.add("balance_replicas", "Ready replicas, as the source says of --balance-service"),
+            balance_replicas: add.add("balance_replicas", "Ready endpoints of --balance-service, which are the replicas"),
             balance_limit: add.add(
                 "balance_limit_agents",
-                "Agents above which this replica asks some to go elsewhere; 0 while it asks nobody",
+                "Number of agents above which this replica asks some to move to another replica; 0 while it asks none",
             ),
-            balance_asked: add.add("balance_asked_agents", "Times that an agent was asked to go elsewhere for balance"),
+            balance_asked: add.add("balance_asked_agents", "Times that this replica asked an agent to move to another replica for balance"),
             registry,
             catalogue,
         }
@@ -195,18 +198,18 @@ fn level(count: usize) -> i64 {
 }
 
 impl Metrics {
-    /// Everything in the OpenMetrics text format.
+    /// Returns all metrics in the OpenMetrics text format.
     #[must_use]
     pub fn render(&self) -> String {
         let mut text = String::new();
         if let Err(error) = encode(&mut text, &self.registry) {
-            // Writing to a String cannot fail; a metric that cannot be encoded would be a defect.
+            // Writing to a String cannot fail, so only a defect in a metric leads here.
             tracing::error!(%error, "metrics cannot be encoded");
         }
         text
     }
 
-    /// What each metric is, as `docs/control-plane-metrics.md`.
+    /// Returns the text of `docs/control-plane-metrics.md`, which describes each metric.
     #[must_use]
     pub fn page(&self) -> String {
         self.catalogue.page()
@@ -333,7 +336,7 @@ impl Metrics {
         self.connections_refused.get_or_create(&Reason { reason }).inc();
     }
 
-    /// `limit` is 0 while nobody is asked to go.
+    /// `limit` is 0 while this replica asks no agent to move.
     pub(crate) fn set_balance(&self, replicas: usize, limit: usize) {
         self.balance_replicas.set(level(replicas));
         self.balance_limit.set(level(limit));

@@ -1,5 +1,5 @@
-//! Descriptions of all metrics, kept while they are registered: `docs/control-plane-metrics.md` is
-//! written from them.
+//! Descriptions of all metrics. Each metric is described when it is registered.
+//! `docs/control-plane-metrics.md` is generated from these descriptions.
 
 use std::hash::Hash;
 
@@ -14,25 +14,26 @@ const HEAD: &str = "\
 
 <!-- Written by `make docs` from what control-plane/src/metrics.rs registers; edit that. -->
 
-`GET /metrics` of each replica (`--metrics-listen`) answers in Prometheus' text format, or in OpenMetrics to those who
-ask for it. A metric with labels appears with its first value. Labels are
-bounded: no name of a node or a service is one; `headgatectl agents` and `headgatectl status` name them.
+`GET /metrics` of each replica (`--metrics-listen`) answers in the Prometheus text format, or in the
+OpenMetrics format if the request asks for it. A metric with labels appears once it has a value. The
+number of label values is bounded: names of nodes and services are never label values.
+`headgatectl agents` and `headgatectl status` show these names.
 
 | name | type | labels | meaning |
 | --- | --- | --- | --- |
 ";
 
-/// The names of a set of labels.
+/// A set of labels that knows the names of its labels.
 pub(super) trait Labelled {
-    /// In the order of the fields, with commas between them.
+    /// The names in the order of the fields, separated by commas.
     const LABELS: &str;
 }
 
-/// What a metric is, as far as its type tells.
+/// The part of a metric's description that follows from its Rust type.
 pub(super) trait Described {
     /// `counter`, `gauge` or `histogram`.
     const KIND: MetricType;
-    /// See [`Labelled`]; empty without labels.
+    /// The names of the labels (see [`Labelled`]); empty for a metric without labels.
     const LABELS: &str = "";
 }
 
@@ -53,14 +54,14 @@ impl<L: Labelled + EncodeLabelSet + Clone + Hash + Eq, M: Described> Described f
     const LABELS: &str = L::LABELS;
 }
 
-/// See the module.
+/// The descriptions of all registered metrics.
 #[derive(Debug, Default)]
 pub(super) struct Catalogue {
     rows: Vec<String>,
 }
 
 impl Catalogue {
-    /// Registers a metric, and describes it.
+    /// Registers a metric and adds its row to the catalogue.
     pub(super) fn register<M: Described + Metric>(
         &mut self,
         registry: &mut Registry,
@@ -74,7 +75,7 @@ impl Catalogue {
         registry.register(name, help, metric);
     }
 
-    /// The page.
+    /// Returns the text of `docs/control-plane-metrics.md`.
     #[must_use]
     pub(super) fn page(&self) -> String {
         let mut rows: Vec<&str> = self.rows.iter().map(String::as_str).collect();
@@ -92,7 +93,7 @@ mod tests {
 
     use crate::metrics::Metrics;
 
-    /// `make docs` sets `HEADGATE_WRITE_DOCS`, and then the page is written instead of compared.
+    /// `make docs` sets `HEADGATE_WRITE_DOCS`. The test then writes the page instead of comparing it.
     #[test]
     fn documents_are_current() {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/control-plane-metrics.md");
