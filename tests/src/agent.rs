@@ -1,5 +1,5 @@
-//! An agent inside the test's process: the real session and reconcile loop over a dataplane that
-//! records what is programmed.
+//! An agent inside the test's process: the real session and reconcile loop, with a dataplane in
+//! memory that records what it programs.
 
 use std::{
     sync::Arc,
@@ -23,9 +23,9 @@ use headgate_node_agent::{
 use headgate_tls::Files;
 use tokio_util::sync::CancellationToken;
 
-/// See the module. Dropping it ends it.
+/// An agent inside the test's process. Dropping it stops it.
 pub struct Agent {
-    /// What the dataplane was asked, and what it answers.
+    /// Records the dataplane's calls and sets their results.
     pub kernel: Control,
     /// The state that the session has received.
     pub shared: Arc<AgentState>,
@@ -46,11 +46,11 @@ impl Drop for Agent {
 }
 
 impl Agent {
-    /// Starts the agent of a node without any state. It may use any of these replicas, by plain
-    /// HTTP if `tls` is `None`.
+    /// Starts the agent of a node with an empty state. It may use any of the URLs in `replicas`,
+    /// over plain HTTP if `tls` is `None`.
     ///
     /// # Errors
-    /// A URL cannot be used.
+    /// A URL is invalid, or the reconcile thread cannot be started.
     pub fn start(node: &str, replicas: &[String], tls: Option<Files>, backoff: fn() -> Backoff) -> Result<Self> {
         let (backend, kernel) = InMemoryDataplane::new();
         let (shared, metrics) = (Arc::new(AgentState::new(node)), SessionMetrics::default());
@@ -73,7 +73,7 @@ impl Agent {
         Ok(Self { kernel, shared, metrics, shutdown, reconcile: Some(reconcile) })
     }
 
-    /// Digests of what was programmed last; `None` before the first.
+    /// The digests of the last programmed state; `None` before the first one.
     #[must_use]
     pub fn programmed(&self) -> Option<Digests> {
         self.kernel.calls().into_iter().rev().find_map(|call| match call {
@@ -82,7 +82,7 @@ impl Agent {
         })
     }
 
-    /// Streams that were begun after the first one.
+    /// The number of streams that the agent opened after the first one.
     #[must_use]
     pub fn moves(&self) -> u64 {
         self.metrics.reconnects.get()

@@ -1,5 +1,5 @@
-//! What tests, benches and the demo share: a cluster of namespaces, the packet cases, the stand-in
-//! API server, the page of behaviours, and test machines with a kernel of their own.
+//! Shared parts of tests, benches and the demo: a cluster of namespaces, the packet cases, the
+//! stand-in API server, the page of behaviours, and test machines with their own kernel.
 
 pub mod agent;
 pub mod apiserver;

@@ -1,4 +1,4 @@
-//! The backends that the packet cases are run for.
+//! The backends that the packet cases run against.
 
 use std::fmt;
 
@@ -7,24 +7,24 @@ use super::iptables::Variant;
 /// How an agent programs the kernel: a parameter of every packet case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Backend {
-    /// iptables, by the kernel's old table interface, laid out as kube-proxy does.
+    /// iptables over the legacy kernel interface, with kube-proxy's layout of rules.
     IptablesLegacy,
-    /// iptables, by nftables, laid out as kube-proxy does.
+    /// iptables over nftables, with kube-proxy's layout of rules.
     IptablesNft,
-    /// iptables, by the kernel's old table interface, in the layout of large clusters.
+    /// iptables over the legacy kernel interface, with the layout for large clusters.
     IptablesLegacyCompact,
-    /// iptables, by nftables, in the layout of large clusters.
+    /// iptables over nftables, with the layout for large clusters.
     IptablesNftCompact,
-    /// IPVS, with rules by the kernel's old table interface.
+    /// IPVS, with iptables rules over the legacy kernel interface.
     Ipvs,
 }
 
 impl Backend {
-    /// All of them.
+    /// All backends.
     pub const ALL: [Self; 5] =
         [Self::IptablesLegacy, Self::IptablesNft, Self::IptablesLegacyCompact, Self::IptablesNftCompact, Self::Ipvs];
 
-    /// The agent's flags that choose it.
+    /// The agent's flags that choose this backend.
     pub fn agent_arguments(self) -> Vec<&'static str> {
         let variant = if self.variant() == Variant::Legacy { "legacy" } else { "nft" };
         let layout = if self.is_compact() { "compact" } else { "classic" };
@@ -32,7 +32,7 @@ impl Backend {
         vec!["--proxy-mode", mode, "--iptables-variant", variant, "--iptables-layout", layout]
     }
 
-    /// The program that is called iptables.
+    /// The variant of iptables that the agent runs.
     pub fn variant(self) -> Variant {
         match self {
             Self::IptablesLegacy | Self::IptablesLegacyCompact | Self::Ipvs => Variant::Legacy,
@@ -40,19 +40,19 @@ impl Backend {
         }
     }
 
-    /// It takes a kernel of which the host need not have the like: its tests run inside User-Mode
-    /// Linux.
+    /// Whether tests of this backend run inside User-Mode Linux, because the host's kernel may lack
+    /// its modules.
     pub fn runs_in_uml(self) -> bool {
         self == Self::Ipvs
     }
 
-    /// The services' addresses are the node's own, so that it refuses what it does not serve on
-    /// them.
+    /// Whether a node holds the services' addresses itself. Its kernel then refuses connections to
+    /// ports of these addresses that no service has.
     pub fn binds_addresses(self) -> bool {
         self == Self::Ipvs
     }
 
-    /// Laid out as for a large cluster.
+    /// Whether the backend uses the layout for large clusters.
     pub fn is_compact(self) -> bool {
         matches!(self, Self::IptablesLegacyCompact | Self::IptablesNftCompact)
     }

@@ -14,14 +14,14 @@ use super::manifests::{Manifests, Service, Via};
 use super::plan::{Family, NODES};
 use super::process::Process;
 
-/// Longest wait for a change to be programmed everywhere. A guard: it takes well under a second.
+/// Longest wait until every agent has programmed a change. Usually this takes well under a second.
 const PROGRAMMED_TIMEOUT: Duration = Duration::from_secs(120);
-/// Pauses between two questions: the longer it takes, the longer they are, so that asking does not
-/// keep a slow machine from what it is asked about.
+/// Shortest and longest pause between two polls of the control plane. Pauses grow with the time
+/// waited, so that polling does not slow down a busy machine.
 const PAUSES: [Duration; 2] = [Duration::from_millis(20), Duration::from_millis(250)];
 
-/// A cluster under test. All of it goes away when this is dropped; logs and manifests stay if the
-/// test has failed.
+/// A cluster under test. Dropping it ends its programs and removes its machines. Logs and manifests
+/// stay if the test has failed.
 #[derive(Debug)]
 pub struct Testbed {
     // Dropped in this order: agents, control plane, machines.
@@ -43,8 +43,8 @@ struct Desired {
     generation: u16,
 }
 
-/// What the control plane must have. Counts, since what a file no longer defines goes a while after
-/// what is new in it has come.
+/// What the control plane must hold after a change. The counts are needed because the control plane
+/// removes deleted resources some time after it adds new ones.
 #[derive(Debug)]
 struct Expected {
     generation: u32,
@@ -53,7 +53,8 @@ struct Expected {
 }
 
 impl Testbed {
-    /// Machines, control plane and agents, once all nodes have programmed `manifests`.
+    /// Starts machines, control plane and agents, and waits until all nodes have programmed
+    /// `manifests`.
     pub fn start(backend: Backend, manifests: Manifests) -> Result<Self> {
         let bed = Self::machines_only(backend, manifests)?;
         match bed.start_programs() {
@@ -71,7 +72,7 @@ impl Testbed {
         self.wait_programmed()
     }
 
-    /// Machines and manifests, and neither control plane nor agents yet.
+    /// Starts the machines and writes the manifests. Control plane and agents are not started.
     pub fn machines_only(backend: Backend, manifests: Manifests) -> Result<Self> {
         let machines = Machines::start()?;
         std::fs::create_dir(machines.folder().join("manifests")).context("making the folder of manifests")?;
@@ -95,12 +96,12 @@ impl Testbed {
         self.backend
     }
 
-    /// A service as it is written now.
+    /// A copy of the named service, as last written.
     pub fn service(&self, name: &str) -> Result<Service> {
         self.desired().manifests.service(name).cloned()
     }
 
-    /// Where a service's port is to be asked for.
+    /// The address and port at which clients reach a service's port by `via`.
     pub fn address(&self, service: &str, via: Via, family: Family, port: &str) -> Result<std::net::SocketAddr> {
         self.service(service)?.socket_address(via, family, port)
     }
@@ -117,15 +118,15 @@ impl Testbed {
         change(&mut desired.manifests)?;
         desired.generation += 1;
         let yaml = desired.manifests.yaml(desired.generation)?;
-        // A reader sees the old file or the new one, never half of it.
+        // Renaming is atomic: a reader never sees a half-written file.
         let draft = self.machines.folder().join("manifests.draft");
         std::fs::write(&draft, yaml).with_context(|| format!("writing {}", draft.display()))?;
         let target = self.manifests_folder().join("cluster.yaml");
         std::fs::rename(&draft, &target).with_context(|| format!("writing {}", target.display()))
     }
 
-    /// Waits until the control plane has the manifests as last written and all running agents have
-    /// programmed them.
+    /// Waits until the control plane holds the manifests as last written and all running agents
+    /// have programmed them.
     pub fn wait_programmed(&self) -> Result<()> {
         let expected = {
             let desired = self.desired();
@@ -139,7 +140,7 @@ impl Testbed {
                 return Ok(());
             }
             if asked.elapsed() >= PROGRAMMED_TIMEOUT {
-                bail!("not programmed everywhere: {expected:?} of the manifests; the control plane says {glance:#?}");
+                bail!("not all agents have programmed {expected:?}; the control plane reports {glance:#?}");
             }
             if let Err(error) = glance
                 && self.check_running().is_err()
@@ -162,7 +163,7 @@ impl Testbed {
             })
     }
 
-    /// What the control plane says about its agents.
+    /// The agents, as the control plane's `Inspect` API lists them.
     pub fn agents(&self) -> Result<Vec<AgentInfo>> {
         Ok(cluster::glance(&self.machines)?.agents)
     }
@@ -174,7 +175,7 @@ impl Testbed {
         Ok(())
     }
 
-    /// Stops the control plane as its operator would.
+    /// Stops the control plane with SIGTERM.
     pub fn stop_control_plane(&self) -> Result<()> {
         let process = self.processes().control_plane.take().context("the control plane is not running")?;
         process.terminate().map(drop)
@@ -185,19 +186,19 @@ impl Testbed {
         self.start_agent_with(node, &AgentSetup::default())
     }
 
-    /// Starts the agent of a node in a special way.
+    /// Starts the agent of a node with the given setup.
     pub fn start_agent_with(&self, node: &'static str, setup: &AgentSetup) -> Result<()> {
         let process = cluster::start_agent(&self.machines, self.backend, node, setup)?;
         self.processes().agents.insert(node, process);
         Ok(())
     }
 
-    /// Stops the agent of a node as its operator would.
+    /// Stops the agent of a node with SIGTERM.
     pub fn stop_agent(&self, node: &str) -> Result<()> {
         self.take_agent(node)?.terminate().map(drop)
     }
 
-    /// Kills the agent of a node as the kernel does when memory runs out.
+    /// Kills the agent of a node with SIGKILL.
     pub fn kill_agent(&self, node: &str) -> Result<()> {
         self.take_agent(node)?.kill()
     }
@@ -207,13 +208,13 @@ impl Testbed {
         self.clean_up_with(node, &AgentSetup::default())
     }
 
-    /// The same for an agent that was started in a special way.
+    /// Runs the agent's program with `--cleanup` on a node, with the setup that its agent had.
     pub fn clean_up_with(&self, node: &str, setup: &AgentSetup) -> Result<()> {
         cluster::run_agent_once(&self.machines, self.backend, node, setup, "--cleanup")
     }
 
-    /// Has the agent's program set the kernel's parameters on a node, as an agent set up like this
-    /// needs them.
+    /// Runs the agent's program with `--init-only` on a node. It sets the kernel parameters that an
+    /// agent with this setup needs.
     pub fn set_parameters(&self, node: &str, setup: &AgentSetup) -> Result<()> {
         cluster::run_agent_once(&self.machines, self.backend, node, setup, "--init-only")
     }

@@ -1,4 +1,4 @@
-//! Clients: ask from inside a namespace, and say what came of it.
+//! Clients that send requests from inside a namespace and report the outcome.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -22,13 +22,13 @@ use super::netns::Namespace;
 use super::sctp;
 use super::turn::in_turn;
 
-/// How long to wait for an answer that is expected. Generous: it only ends what has gone wrong.
+/// How long to wait for an expected answer. It is generous, because it expires only when a test
+/// fails.
 pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(8);
-/// How long to wait where silence is expected. What is refused or answered is so within a
-/// millisecond.
+/// How long to wait where silence is expected. An answer or a refusal takes about a millisecond.
 const SILENCE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// What a client speaks.
+/// The protocol of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Transport {
     /// One line over a TCP connection.
@@ -41,15 +41,14 @@ pub enum Transport {
     Http,
 }
 
-/// Who answered: the server's name, the port at which it was reached, and the client's address as
-/// it saw it.
+/// The answer of a test server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Answer {
-    /// Name of the pod or node.
+    /// The name of the server's pod or node.
     pub server: String,
-    /// Port at which the server was reached, after translation.
+    /// The port at which the server was reached, after translation.
     pub port: u16,
-    /// Source that the server saw.
+    /// The client's address and port, as the server saw them.
     pub source: SocketAddr,
 }
 
@@ -72,26 +71,26 @@ impl FromStr for Answer {
         let mut words = text.split_whitespace();
         let (Some(server), Some(port), Some(source), None) = (words.next(), words.next(), words.next(), words.next())
         else {
-            bail!("a test server answered {text:?} instead of its name, port and the source it saw");
+            bail!("a test server answered {text:?} instead of its name, its port and the client's address");
         };
         Ok(Self { server: server.to_owned(), port: port.parse()?, source: source.parse()? })
     }
 }
 
-/// What came of a request.
+/// The outcome of a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Outcome {
     /// A server answered.
     Answered(Answer),
-    /// Refused at once: RST, ABORT or ICMP port unreachable.
+    /// Refused at once, by RST, ABORT or ICMP port unreachable.
     Refused,
-    /// Silence until the time-out: the packets were dropped.
+    /// Nothing arrived before the time-out: the packets were dropped.
     TimedOut,
-    /// ICMP said that host or network cannot be reached, or the client had no route.
+    /// ICMP reported that the host or network is unreachable, or the client had no route.
     Unreachable,
-    /// Nothing was asked: another socket holds the source port that the request names.
+    /// The request was not sent: another socket holds its source port.
     PortTaken,
-    /// Anything else, such as a connection reset after it was made.
+    /// Anything else, such as a reset of an established connection.
     Broken(String),
 }
 
@@ -113,41 +112,40 @@ impl fmt::Display for Outcome {
 /// One request of a client.
 #[derive(Debug, Clone, Copy)]
 pub struct Request {
-    /// What to speak.
+    /// The protocol.
     pub transport: Transport,
-    /// Where to.
+    /// The target.
     pub to: SocketAddr,
-    /// Source port; any when none is given.
+    /// The source port; `None` for any port.
     pub from_port: Option<u16>,
-    /// How long to wait before calling it dropped.
+    /// How long to wait for an answer.
     pub timeout: Duration,
-    /// UDP only: length of the datagram, and of the reply to it; at least that of the words in
-    /// them.
+    /// UDP only: the length of the datagram and of its reply, in bytes. Shorter texts are padded to
+    /// it.
     pub datagram_bytes: usize,
 }
 
 impl Request {
-    /// A request from any port with the time-out for expected answers.
+    /// A request from any port, with the time-out for expected answers.
     pub fn new(transport: Transport, to: SocketAddr) -> Self {
         Self { transport, to, from_port: None, timeout: ANSWER_TIMEOUT, datagram_bytes: 0 }
     }
 
-    /// The same with the shortest time-out after which silence means dropped.
+    /// This request with the short time-out for packets that should be dropped.
     #[must_use]
     pub fn expecting_silence(self) -> Self {
         Self { timeout: SILENCE_TIMEOUT, ..self }
     }
 }
 
-/// Asks once from `namespace`. One request in a series of somebody else's does no harm, so it waits
-/// for none.
+/// Sends one request from `namespace`. It does not wait for series of other clients, because one
+/// request does not disturb a series.
 pub fn ask(namespace: &Namespace, request: &Request) -> Result<Outcome> {
     namespace.run(|| Ok(outcome(request)))
 }
 
-/// Asks `count` times, one after the other, each with a socket of its own, while no other series
-/// goes to the same target (see [`super::turn`]). Ends at the first time-out, since the rest would
-/// only take as long again.
+/// Sends `count` requests one after the other, each from its own socket. Meanwhile no other series
+/// is sent to the same target (see [`super::turn`]). Stops at the first time-out, to save time.
 pub fn ask_many(namespace: &Namespace, request: &Request, count: usize) -> Result<Vec<Outcome>> {
     let series = || {
         let mut outcomes = Vec::with_capacity(count);
@@ -164,7 +162,7 @@ pub fn ask_many(namespace: &Namespace, request: &Request, count: usize) -> Resul
     in_turn(request, || namespace.run(series))
 }
 
-/// Asks from the namespace in which the calling thread is.
+/// Sends one request from the namespace of the calling thread.
 pub(crate) fn outcome(request: &Request) -> Outcome {
     let text = match request.transport {
         Transport::Tcp => ask_tcp(request),
@@ -187,9 +185,9 @@ pub(crate) fn outcome(request: &Request) -> Outcome {
     }
 }
 
-/// Calls `ask` with a source port below those that the kernel gives to clients, and off the node
-/// ports, until it has one that nobody holds: what listens on the machine (the agent's own pages,
-/// servers on its network) may stand there too. That port, and what came of the request from it.
+/// Calls `ask` with random source ports until the port is free. The ports are below the kernel's
+/// ephemeral ports and below the node ports. Servers on the machine, such as the agent's own pages,
+/// may hold some of them. Returns the port and the outcome.
 pub fn ask_from_low_port(mut ask: impl FnMut(u16) -> Result<Outcome>) -> Result<(u16, Outcome)> {
     let mut outcome = Outcome::PortTaken;
     for _ in 0..LOW_PORT_DRAWS {
@@ -203,24 +201,25 @@ pub fn ask_from_low_port(mut ask: impl FnMut(u16) -> Result<Outcome>) -> Result<
 }
 
 const LOW_PORTS: Range<u16> = 10_000..30_000;
-/// A machine holds a handful of them, so that two in a row are rare and more are a defect.
+/// A machine holds few of these ports, so ten taken ports in a row mean a defect.
 const LOW_PORT_DRAWS: usize = 10;
 
 fn unspecified(to: SocketAddr) -> IpAddr {
     if to.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() }
 }
 
-/// The next port to send from when a request does not care: above those of NodePorts.
+/// Counts the source ports that were chosen for requests without one. These ports are above the
+/// node ports.
 static NEXT_PORT: AtomicU16 = AtomicU16::new(0);
 const FIRST_PORT: u16 = 33_000;
 const PORTS: u16 = 32_000;
 
-/// Calls `bind` with the port that the request asks for, or else one that no request of this
-/// process had for long.
+/// Calls `bind` with the request's source port, or else with a port that this process has not used
+/// for a long time.
 ///
-/// IPVS translates no source ports, so that two connections from one port by different services to
-/// one endpoint are the same connection to that endpoint and to conntrack, until both have
-/// forgotten the first one. The kernel's own choice of ports repeats them for other destinations.
+/// IPVS does not translate source ports. Two connections from one port, over different services, to
+/// one endpoint are therefore equal for the endpoint and for conntrack until both have forgotten
+/// the first one. The kernel does not prevent this: it reuses a port for other destinations.
 fn from_a_port<T>(request: &Request, bind: impl Fn(SocketAddr) -> io::Result<T>) -> io::Result<T> {
     let from = |port| SocketAddr::new(unspecified(request.to), port);
     if let Some(port) = request.from_port {
@@ -229,7 +228,7 @@ fn from_a_port<T>(request: &Request, bind: impl Fn(SocketAddr) -> io::Result<T>)
     loop {
         let port = FIRST_PORT + NEXT_PORT.fetch_add(1, Ordering::Relaxed) % PORTS;
         match bind(from(port)) {
-            // Somebody else's.
+            // Another socket holds this port. Try the next one.
             Err(error) if error.kind() == io::ErrorKind::AddrInUse => {}
             bound => return bound,
         }
@@ -252,9 +251,11 @@ fn connect(request: &Request) -> io::Result<TcpStream> {
     Ok(stream)
 }
 
-/// An ICMP message may be back before `connect` has let go of the socket. Linux then only makes a
-/// note of it, and the connection fails with the answer to the next SYN, a second later; in the
-/// queue of errors it is found at once.
+/// Turns the socket's error queue on or off.
+///
+/// An ICMP message may arrive while `connect` still holds the socket's lock. Linux then only stores
+/// it as a soft error, and `connect` fails after the next SYN, a second later. The error queue has
+/// the message at once.
 fn queue_icmp_errors(socket: &Socket, queue: bool) -> io::Result<()> {
     match socket.domain()? {
         Domain::IPV4 => setsockopt(socket, sockopt::Ipv4RecvErr, &queue)?,
@@ -263,7 +264,7 @@ fn queue_icmp_errors(socket: &Socket, queue: bool) -> io::Result<()> {
     Ok(())
 }
 
-/// What an ICMP message said of a socket.
+/// The error of an ICMP message in the socket's error queue.
 fn icmp_error(socket: &Socket) -> Option<io::Error> {
     let mut space = nix::cmsg_space!(libc::sock_extended_err, libc::sockaddr_in6);
     let flags = MsgFlags::MSG_ERRQUEUE | MsgFlags::MSG_DONTWAIT;
@@ -304,9 +305,9 @@ fn ask_udp(request: &Request) -> io::Result<String> {
     String::from_utf8(buffer).map_err(io::Error::other)
 }
 
-/// The kernel tells a sender at once when its own machine's rules take a packet away, whether they
-/// reject or drop it. Which of them shows afterwards: a rejection is followed by ICMP, a drop by
-/// silence.
+/// Ignores `EPERM` from sending. The kernel returns it when rules of the sender's own machine
+/// reject or drop the packet. The caller sees the difference later: an ICMP message follows a
+/// rejection, and nothing follows a drop.
 pub(super) fn tolerate_local_filter(sent: io::Result<usize>) -> io::Result<()> {
     match sent {
         Err(error) if error.kind() != io::ErrorKind::PermissionDenied => Err(error),
@@ -323,8 +324,8 @@ fn ask_sctp(request: &Request) -> io::Result<String> {
     sctp::ask(SocketAddr::new(own, port), request.to, request.timeout)
 }
 
-/// A raw socket hears everything that its peer sends and every error about it; one exchange at a
-/// time between two addresses keeps them apart.
+/// Holds the right to exchange SCTP packets between two addresses. A raw socket receives all SCTP
+/// packets of its peer and all errors about them, so only one exchange runs at a time.
 struct SctpTurn(IpAddr, IpAddr);
 
 static SCTP_BUSY: Mutex<BTreeSet<(IpAddr, IpAddr)>> = Mutex::new(BTreeSet::new());
@@ -347,7 +348,7 @@ impl Drop for SctpTurn {
     }
 }
 
-/// One HTTP exchange on a connection of its own; the body of a 200.
+/// Sends one HTTP request on its own connection, and returns the body of a 200 response.
 fn http(request: &Request, request_line: &str, body: &[u8]) -> io::Result<String> {
     let mut stream = connect(request)?;
     let head = format!(
@@ -375,14 +376,14 @@ fn http(request: &Request, request_line: &str, body: &[u8]) -> io::Result<String
     Ok(body.to_owned())
 }
 
-/// Fetches a body of `bytes` bytes from the HTTP server at `to`, and sends one of the same length.
+/// Fetches a body of `bytes` bytes from the HTTP server at `to`, and sends a body of equal length.
 pub fn exchange_large_bodies(namespace: &Namespace, to: SocketAddr, bytes: usize) -> Result<()> {
     namespace.run(|| {
         let request = Request::new(Transport::Http, to);
         let body = http(&request, &format!("GET /bytes/{bytes} HTTP/1.1"), &[]).context("fetching a large body")?;
         ensure!(
             body.len() == bytes && body.bytes().all(|byte| byte == b'x'),
-            "the body that came is not what was sent"
+            "the received body differs from the requested one"
         );
         let counted = http(&request, "POST /count HTTP/1.1", &vec![b'y'; bytes]).context("sending a large body")?;
         ensure!(counted == bytes.to_string(), "the server counted {counted} bytes of {bytes}");
@@ -390,11 +391,11 @@ pub fn exchange_large_bodies(namespace: &Namespace, to: SocketAddr, bytes: usize
     })
 }
 
-/// A TCP connection that stays open, to see what changes of rules do to it.
+/// A TCP connection that stays open while rules change.
 #[derive(Debug)]
 pub struct HeldConnection {
     stream: BufReader<TcpStream>,
-    /// Who answered when it was made.
+    /// The answer to the first request on the connection.
     pub answer: Answer,
 }
 
@@ -409,13 +410,13 @@ impl HeldConnection {
         })
     }
 
-    /// Ends it at once, by a reset, so that nobody remembers it for long.
+    /// Ends the connection with a reset, so that conntrack soon forgets it.
     pub fn reset(self) -> Result<()> {
         let stream = self.stream.into_inner();
         socket2::SockRef::from(&stream).set_linger(Some(Duration::ZERO)).context("asking for a reset")
     }
 
-    /// Sends a line and expects it back; an error says that the connection is lost.
+    /// Sends a line and expects it back. An error means that the connection is broken.
     pub fn check(&mut self) -> Result<()> {
         let line = format!("still there {}", fastrand::u64(..));
         let reply = exchange_line(&mut self.stream, &line)

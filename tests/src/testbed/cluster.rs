@@ -1,5 +1,4 @@
-//! The programs under test: the control plane on its machine, an agent on every node, and what
-//! `Inspect` says about them.
+//! The programs under test: starts the control plane and the agents, and asks `Inspect` about them.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -19,7 +18,7 @@ use super::process::{self, Process};
 
 const CALL_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// What one look at the control plane shows.
+/// The answers of `Inspect` at one time.
 #[derive(Debug, Clone)]
 pub(super) struct Glance {
     pub(super) status: GetStatusResponse,
@@ -28,7 +27,8 @@ pub(super) struct Glance {
 }
 
 impl Glance {
-    /// The number of times that the manifests were written, as the control plane has it.
+    /// The generation of the manifests that the control plane holds. Each write of the manifests
+    /// increases the generation by one.
     pub(super) fn generation(&self) -> Option<u32> {
         Some(self.marker.as_ref()?.ports.first()?.port)
     }
@@ -57,30 +57,30 @@ const LOG_FILTER: &str = "info,headgate_control_plane=debug,headgate_node_agent=
 /// How the agent of a node is started.
 #[derive(Debug, Clone, Default)]
 pub struct AgentSetup {
-    /// The backend, if not the testbed's.
+    /// The backend; `None` for the testbed's backend.
     pub backend: Option<Backend>,
-    /// A folder to look for programs in before all others.
+    /// A folder that is put in front of `PATH`.
     pub tools: Option<PathBuf>,
-    /// It may not set kernel parameters, as in a container that is not privileged.
+    /// Mounts `/proc/sys` read-only, as in a container that is not privileged.
     pub read_only_parameters: bool,
-    /// Without `--cluster-cidr`: it cannot tell pods from others.
+    /// Omits `--cluster-cidr`, so that the agent cannot tell pods from other clients.
     pub cannot_tell_pods: bool,
-    /// Further arguments.
+    /// Additional arguments.
     pub arguments: Vec<String>,
 }
 
 impl AgentSetup {
-    /// The usual one with further arguments.
+    /// The default setup with additional arguments.
     pub fn with(arguments: &[&str]) -> Self {
         Self { arguments: arguments.iter().map(|argument| (*argument).to_owned()).collect(), ..Self::default() }
     }
 }
 
-/// Runs a command line, to which it gives its process, with a `/proc/sys` that cannot be written.
+/// A shell script that mounts `/proc/sys` read-only and then replaces itself with its arguments.
 const READ_ONLY_PARAMETERS: &str =
     r#"mount --bind /proc/sys /proc/sys; mount -o remount,bind,ro /proc/sys; exec "$0" "$@""#;
 
-/// The agent's command line for a node, without what only a running agent needs.
+/// The agent's command line for a node, without the flags for the control plane.
 fn agent_command(machines: &Machines, backend: Backend, node: &str, setup: &AgentSetup) -> Result<Command> {
     let program = process::program("headgate-node-agent")?;
     let mut command = if setup.read_only_parameters {
@@ -90,7 +90,7 @@ fn agent_command(machines: &Machines, backend: Backend, node: &str, setup: &Agen
     } else {
         Command::new(program)
     };
-    // Every node has a disk of its own; what is saved is on it soon after.
+    // Every node has its own state folder, and saves often so that tests need not wait long.
     let state = machines.folder().join(format!("state-{node}"));
     command.arg("--state-dir").arg(state).args(["--state-save-period", "200ms"]);
     command.args(["--node-name", node]).args(setup.backend.unwrap_or(backend).agent_arguments());
@@ -112,7 +112,7 @@ pub(super) fn start_agent(machines: &Machines, backend: Backend, node: &str, set
     Process::start(&format!("headgate-node-agent of {node}"), machines.machine(node)?, command, &log)
 }
 
-/// Has the agent's program do what a flag says, such as `--cleanup`, on a node, and end.
+/// Runs the agent's program on a node with a flag such as `--cleanup`, and waits for its end.
 pub(super) fn run_agent_once(
     machines: &Machines,
     backend: Backend,
@@ -137,7 +137,7 @@ pub(super) fn glance(machines: &Machines) -> Result<Glance> {
 async fn ask(url: String) -> Result<Glance> {
     let endpoint = Endpoint::from_shared(url)?.connect_timeout(CALL_TIMEOUT);
     let mut inspect = InspectClient::new(endpoint.connect().await.context("connecting to the control plane")?);
-    // The marker first: what the rest says is then at least as new.
+    // The marker is asked for first, so that the other answers are at least as new.
     let marker = marker(&mut inspect).await?;
     let status = inspect.get_status(GetStatusRequest {}).await?.into_inner();
     let mut stream = inspect.list_agents(ListAgentsRequest::default()).await?.into_inner();

@@ -1,4 +1,4 @@
-//! UDP clients that keep one socket, and so one entry in the kernel's table.
+//! UDP clients that keep one socket, and so one conntrack entry.
 
 use std::{
     io::ErrorKind,
@@ -11,16 +11,16 @@ use anyhow::{Context as _, Result, bail, ensure};
 
 use super::{Answer, Outcome, Testbed, manifests::Via, plan::Family};
 
-/// Longest wait for a flow to follow. A guard: it takes some milliseconds.
+/// Longest wait until a flow follows a change. Usually this takes some milliseconds.
 const GUARD: Duration = Duration::from_secs(30);
-/// How long an answer may take before the client asks again.
+/// How long to wait for an answer to a request that is sent again.
 const ANSWER_TIMEOUT: Duration = Duration::from_millis(250);
-/// How long the answer to a question may take that is asked once: a machine may stand still for a
-/// moment.
+/// How long to wait for the answer to a request that is sent only once. A busy machine may pause
+/// for seconds.
 const ONLY_ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 const PAUSE: Duration = Duration::from_millis(5);
 
-/// A client with one socket.
+/// A UDP client with one connected socket.
 #[derive(Debug)]
 pub struct Flow {
     socket: UdpSocket,
@@ -28,7 +28,7 @@ pub struct Flow {
 }
 
 impl Flow {
-    /// A client on a machine that asks an address.
+    /// Opens a client on the machine `from`, connected to `to`.
     pub fn open(bed: &Testbed, from: &str, to: SocketAddr) -> Result<Self> {
         let socket = bed.machines().machine(from)?.run(|| {
             let own = if to.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
@@ -39,13 +39,13 @@ impl Flow {
         Ok(Self { socket, name: format!("{from} asking {to}") })
     }
 
-    /// Asks once.
+    /// Sends one request.
     pub fn ask(&self) -> Outcome {
         self.ask_within(ANSWER_TIMEOUT)
     }
 
     fn ask_within(&self, limit: Duration) -> Outcome {
-        // What an earlier question left behind: a late answer, or an error that nobody has fetched.
+        // Discard late answers and pending errors of earlier requests.
         while self.drain() {}
         let asked = self.socket.set_read_timeout(Some(limit)).and_then(|()| self.socket.send(b"who"));
         let mut buffer = [0; 512];
@@ -56,7 +56,7 @@ impl Flow {
             },
             Err(error) => match error.kind() {
                 ErrorKind::ConnectionRefused => Outcome::Refused,
-                // A filter on the client's own machine tells the sender at once.
+                // A rule of the client's own machine rejected or dropped the packet.
                 ErrorKind::PermissionDenied => Outcome::Refused,
                 ErrorKind::TimedOut | ErrorKind::WouldBlock => Outcome::TimedOut,
                 ErrorKind::HostUnreachable | ErrorKind::NetworkUnreachable => Outcome::Unreachable,
@@ -75,8 +75,8 @@ impl Flow {
         }
     }
 
-    /// Asks again and again, as a client does that does not know of any change, until `is_so`; what
-    /// came then.
+    /// Repeats the request until `is_so` accepts the outcome, and returns this outcome. `wanted`
+    /// describes the expected outcome in the error.
     pub fn until(&self, wanted: &str, is_so: impl Fn(&Outcome) -> bool) -> Result<Outcome> {
         let deadline = Instant::now() + GUARD;
         loop {
@@ -85,13 +85,13 @@ impl Flow {
                 return Ok(outcome);
             }
             if Instant::now() > deadline {
-                bail!("{}: {outcome}, and not {wanted}", self.name);
+                bail!("{}: expected {wanted}, found {outcome}", self.name);
             }
             std::thread::sleep(PAUSE);
         }
     }
 
-    /// Until this server answers.
+    /// Repeats the request until `server` answers.
     pub fn until_answered_by(&self, server: &str) -> Result<Answer> {
         let is_so = |outcome: &Outcome| matches!(outcome, Outcome::Answered(answer) if answer.server == server);
         match self.until(&format!("answered by {server}"), is_so)? {
@@ -100,12 +100,12 @@ impl Flow {
         }
     }
 
-    /// Until nobody answers.
+    /// Repeats the request until no server answers.
     pub fn until_unanswered(&self) -> Result<()> {
-        self.until("unanswered", |outcome| !matches!(outcome, Outcome::Answered(_))).map(drop)
+        self.until("no answer", |outcome| !matches!(outcome, Outcome::Answered(_))).map(drop)
     }
 
-    /// Who answers now; an error when nobody answers one question.
+    /// Sends one request and returns the name of the server that answers. No answer is an error.
     pub fn server(&self) -> Result<String> {
         match self.ask_within(ONLY_ANSWER_TIMEOUT) {
             Outcome::Answered(answer) => Ok(answer.server),
@@ -114,7 +114,8 @@ impl Flow {
     }
 }
 
-/// Clients by these ways, in both families, that a service's port `udp` has answered.
+/// Opens a client for each of `ways` (machine and kind of address) and each family, connected to
+/// the service's port `udp`.
 pub fn open_all(bed: &Testbed, service: &str, ways: &[(&str, Via)]) -> Result<Vec<Flow>> {
     let mut flows = Vec::new();
     for family in Family::BOTH {
@@ -126,10 +127,10 @@ pub fn open_all(bed: &Testbed, service: &str, ways: &[(&str, Via)]) -> Result<Ve
     Ok(flows)
 }
 
-/// All clients ask without a pause while something is done, each on a thread of its own.
+/// Runs `work` while all clients send requests, each on its own thread.
 ///
 /// # Errors
-/// What `work` says, or that clients hardly asked.
+/// `work` fails, or the clients sent fewer requests than there are clients.
 pub fn while_asking(flows: &[Flow], work: impl FnOnce() -> Result<()>) -> Result<()> {
     let (stop, asked) = (AtomicBool::new(false), AtomicUsize::new(0));
     std::thread::scope(|scope| {
@@ -142,7 +143,7 @@ pub fn while_asking(flows: &[Flow], work: impl FnOnce() -> Result<()>) -> Result
                 }
             });
         }
-        // Threads must end whatever becomes of the work.
+        // The threads must also end if `work` panics.
         let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
         stop.store(true, Ordering::Relaxed);
         result.unwrap_or_else(|panic| std::panic::resume_unwind(panic))

@@ -1,4 +1,4 @@
-//! Looking at, and writing, a machine's iptables rules from a test.
+//! Reads and writes a machine's iptables rules from a test.
 
 use std::path::Path;
 use std::process::Command;
@@ -8,17 +8,17 @@ use anyhow::Result;
 use super::netns::Namespace;
 use super::plan::Family;
 
-/// The two programs that are called iptables.
+/// The two variants of iptables.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Variant {
-    /// The kernel's old table interface.
+    /// `iptables-legacy`, over the legacy kernel interface.
     Legacy,
-    /// By nftables.
+    /// `iptables-nft`, over nftables.
     Nft,
 }
 
 impl Variant {
-    /// Both.
+    /// Both variants.
     pub const BOTH: [Self; 2] = [Self::Legacy, Self::Nft];
 
     fn program(self, family: Family, suffix: &str) -> String {
@@ -28,24 +28,24 @@ impl Variant {
     }
 }
 
-/// Runs iptables in `machine` with the given arguments, holding the lock file `lock` (all programs
-/// of one machine share one).
+/// Runs iptables in `machine` with the given arguments. `lock` is the machine's lock file, which
+/// all programs of the machine share.
 pub fn run(machine: &Namespace, variant: Variant, family: Family, lock: &Path, arguments: &[&str]) -> Result<()> {
     let mut command = Command::new(variant.program(family, ""));
     command.arg("--wait").args(arguments).env("XTABLES_LOCKFILE", lock);
     machine.output(command).map(drop)
 }
 
-/// Gives a script to `iptables-restore --noflush` in `machine`. It has to be in a file.
+/// Runs `iptables-restore --noflush` in `machine` with the script in the file `script`.
 pub fn restore(machine: &Namespace, variant: Variant, family: Family, lock: &Path, script: &Path) -> Result<()> {
     let mut command = Command::new(variant.program(family, "-restore"));
     command.args(["--noflush", "-w", "60"]).arg(script).env("XTABLES_LOCKFILE", lock);
     machine.output(command).map(drop)
 }
 
-/// Rules of one variant and family as `iptables-save` prints them, without comments, packet
-/// counters, and tables in which there is nothing but empty built-in chains that accept (a table
-/// appears when somebody first looks at it).
+/// The rules of one variant and family, as `iptables-save` prints them. Comments, packet counters
+/// and untouched tables are left out. A table is untouched if it has only empty built-in chains
+/// that accept. Such tables appear when a program first lists them.
 pub fn save(machine: &Namespace, variant: Variant, family: Family, lock: &Path) -> Result<String> {
     let mut command = Command::new(variant.program(family, "-save"));
     command.env("XTABLES_LOCKFILE", lock);
@@ -71,7 +71,7 @@ fn normalised(saved: &str) -> String {
         let line = if line.starts_with(':') { line.split(" [").next().unwrap_or(line) } else { line };
         table.push(line);
         if line == "COMMIT" {
-            // Its name, COMMIT, and chains that accept.
+            // The lines between the table's name and COMMIT are built-in chains that accept.
             let untouched =
                 table[1..table.len() - 1].iter().all(|line| line.ends_with(" ACCEPT") && line.starts_with(':'));
             if !untouched {
@@ -91,7 +91,7 @@ mod tests {
     use super::normalised;
 
     #[test]
-    fn counters_comments_and_untouched_tables_do_not_count() {
+    fn counters_comments_and_untouched_tables_are_left_out() {
         let saved = "# Generated\n*nat\n:PREROUTING ACCEPT [1:60]\nCOMMIT\n# Completed\n\
                      *filter\n:INPUT ACCEPT [7:420]\n:MINE - [0:0]\n-A INPUT -j MINE\nCOMMIT\n";
         assert_eq!(normalised(saved), "*filter\n:INPUT ACCEPT\n:MINE -\n-A INPUT -j MINE\nCOMMIT\n");

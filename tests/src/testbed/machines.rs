@@ -1,4 +1,4 @@
-//! The network with its servers: a testbed without a control plane and agents.
+//! The network and its servers: a testbed without control plane and agents.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,7 +10,7 @@ use super::netns::Namespace;
 use super::network::Network;
 use super::server::Servers;
 
-/// Machines, servers on all of them, and a folder for files, which is kept when a test fails.
+/// Machines with their servers, and a folder for files. The folder is kept when a test fails.
 #[derive(Debug)]
 pub struct Machines {
     // Dropped in this order: sockets, then namespaces.
@@ -20,35 +20,35 @@ pub struct Machines {
 }
 
 impl Machines {
-    /// Builds everything anew.
+    /// Creates the network, the servers and the folder.
     pub fn start() -> Result<Self> {
         let network = Network::create()?;
         let servers = Servers::start(&network)?;
         Ok(Self { _servers: servers, network, folder: Folder::create()? })
     }
 
-    /// Namespace of a node, pod, outside client or the control plane's machine.
+    /// The namespace of a node, a pod, an outside client or the control plane's machine.
     pub fn machine(&self, name: &str) -> Result<&Namespace> {
         self.network.machine(name)
     }
 
-    /// Asks once from a machine.
+    /// Sends one request from a machine.
     pub fn ask(&self, from: &str, request: &Request) -> Result<Outcome> {
         client::ask(self.machine(from)?, request)
     }
 
-    /// Where logs and manifests are.
+    /// The folder of logs and manifests.
     pub fn folder(&self) -> &Path {
         &self.folder.path
     }
 
-    /// Keeps logs and manifests, as a failing test does.
+    /// Keeps the folder of logs and manifests when this is dropped.
     pub fn keep_folder(&self) {
         self.folder.keep.store(true, Ordering::Relaxed);
     }
 
-    /// Lock file that programs on `machine` which write iptables rules share in place of
-    /// /run/xtables.lock, which all machines would.
+    /// The iptables lock file of `machine`. It replaces /run/xtables.lock, which all machines would
+    /// share.
     pub fn xtables_lock(&self, machine: &str) -> PathBuf {
         self.folder.path.join(format!("{machine}.xtables.lock"))
     }
@@ -74,7 +74,7 @@ impl Drop for Folder {
         if std::thread::panicking() || self.keep.load(Ordering::Relaxed) {
             eprintln!("logs and manifests of the testbed are kept in {}", self.path.display());
         } else if let Err(error) = std::fs::remove_dir_all(&self.path) {
-            eprintln!("warning: {} stays behind: {error}", self.path.display());
+            eprintln!("warning: {} cannot be removed: {error}", self.path.display());
         }
     }
 }

@@ -1,9 +1,8 @@
-//! What a cluster's users would have asked for: Services and their EndpointSlices, as ordinary
-//! YAML.
+//! The manifests of a testbed: Nodes, Services and EndpointSlices.
 //!
-//! Every service is dual-stack, has a number, and its addresses follow from that: cluster 10.96.0.N
-//! and fd00:10:96::N, external 198.51.100.N and 2001:db8:100::N, load balancer 203.0.113.N and
-//! 2001:db8:200::N, node ports from 30000 + 10 × N.
+//! Every service is dual-stack and has a number N, which determines its addresses: cluster
+//! 10.96.0.N and fd00:10:96::N, external 198.51.100.N and 2001:db8:100::N, load balancer
+//! 203.0.113.N and 2001:db8:200::N, node ports from 30000 + 10 × N.
 
 mod yaml;
 
@@ -16,56 +15,57 @@ use serde_json::Value;
 use super::client::Transport;
 use super::plan::{self, Family, HTTP_PORT, LINE_PORT, SECOND_LINE_PORT};
 
-/// Namespace of every service.
+/// The Kubernetes namespace of every service.
 pub const NAMESPACE: &str = "testbed";
-/// Service whose port is the number of times that the manifests were written: seen there, a change
-/// has reached the control plane.
+/// A Service whose port is the generation of the manifests. The port shows which generation the
+/// control plane holds.
 pub(super) const MARKER: &str = "marker";
-/// Its address.
+/// The cluster address of the marker.
 pub const MARKER_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 96, 255, 254);
 
 /// Nodes and services of a testbed.
 #[derive(Debug, Clone, Default)]
 pub struct Manifests {
     services: Vec<Service>,
-    /// Labels `topology.kubernetes.io/zone` of nodes that differ from the plan; `None` for none.
+    /// Zones of nodes that differ from the plan. `None` leaves out the node's label
+    /// `topology.kubernetes.io/zone`.
     pub zones: BTreeMap<&'static str, Option<&'static str>>,
-    /// Further documents, as they are. They are not counted as services or endpoints, so they must
-    /// be none that are served.
+    /// Additional documents, written unchanged. The testbed does not count them as services or
+    /// endpoints, so they must be documents that Headgate does not serve.
     pub further: Vec<Value>,
 }
 
 /// A Service and its EndpointSlices.
 #[derive(Debug, Clone)]
 pub struct Service {
-    /// Name; unique.
+    /// The unique name.
     pub name: String,
-    /// Its number, from which its addresses follow; given by [`Manifests::add`].
+    /// The number that determines the addresses. [`Manifests::add`] sets it.
     pub number: u8,
-    /// Ports, in order.
+    /// The ports, in order.
     pub ports: Vec<Port>,
-    /// What slices say about pods.
+    /// The endpoints of the first slice.
     pub endpoints: Vec<Endpoint>,
     /// Sets `externalTrafficPolicy: Local`.
     pub external_local: bool,
     /// Sets `internalTrafficPolicy: Local`.
     pub internal_local: bool,
-    /// Sets `sessionAffinity: ClientIP` with this time-out.
+    /// Sets `sessionAffinity: ClientIP` with this time-out in seconds.
     pub affinity_timeout_seconds: Option<u32>,
     /// Sets `loadBalancerSourceRanges`.
     pub source_ranges: Vec<String>,
-    /// Sets `type`, and leaves out the fields that such a Service does not have.
+    /// Sets `type`, and leaves out the fields that a Service of this type does not have.
     pub service_type: ServiceType,
-    /// Without it, a Service of type LoadBalancer has no node ports.
+    /// Whether the Service has node ports. Sets `allocateLoadBalancerNodePorts`.
     pub has_node_ports: bool,
     /// Sets the label `service.kubernetes.io/service-proxy-name`.
     pub proxy_name: Option<&'static str>,
     /// Sets the label `service.kubernetes.io/headless` of all slices.
     pub headless_slices: bool,
-    /// Further slices, beside the one of `endpoints`.
+    /// Additional slices, beside the slice of `endpoints`.
     pub more_slices: Vec<Slice>,
-    /// Changes the manifest at last (RFC 7386, JSON Merge Patch), for what has no field here. It
-    /// must not change what is counted.
+    /// A JSON Merge Patch (RFC 7386) for fields of the manifest that have no field here. It must
+    /// not change the numbers of services and endpoints.
     pub patch: Option<fn(&Service) -> Value>,
 }
 
@@ -80,67 +80,67 @@ pub enum ServiceType {
     LoadBalancer,
     /// `ExternalName`: nothing to program.
     ExternalName,
-    /// `ClusterIP` with "None" for an address: nothing to program.
+    /// `ClusterIP` with the address "None": nothing to program.
     Headless,
 }
 
-/// A further slice of a service.
+/// An additional slice of a service.
 #[derive(Debug, Clone)]
 pub struct Slice {
-    /// End of its name.
+    /// The end of the slice's name.
     pub suffix: &'static str,
-    /// Its ports: names, transports and target ports.
+    /// The ports: names, transports and target ports.
     pub ports: Vec<Port>,
-    /// Its endpoints.
+    /// The endpoints.
     pub endpoints: Vec<Endpoint>,
 }
 
 /// One port of a service.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Port {
-    /// Its name, by which it finds its endpoints.
+    /// The name, which the ports of slices repeat.
     pub name: &'static str,
-    /// What to speak to it; HTTP is TCP to Kubernetes.
+    /// The protocol of its servers. The manifest writes HTTP as TCP.
     pub transport: Transport,
-    /// At cluster, external and load balancer addresses.
+    /// The port at cluster, external and load balancer addresses.
     pub port: u16,
-    /// At pods.
+    /// The port at pods.
     pub target_port: u16,
 }
 
-/// What a slice says about one pod, or about a node's host network.
+/// One endpoint of a slice: a pod, or a server on a node's host network.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Endpoint {
-    /// Pod, or node for its host network.
+    /// The name of the pod, or of the node for its host network.
     pub name: String,
-    /// Condition `ready`.
+    /// The condition `ready`.
     pub ready: bool,
-    /// Condition `serving`.
+    /// The condition `serving`.
     pub serving: bool,
-    /// Condition `terminating`.
+    /// The condition `terminating`.
     pub terminating: bool,
-    /// No conditions at all, in place of the above.
+    /// Leaves out all conditions.
     pub unconditional: bool,
     /// `hints.forZones`.
     pub hint_zones: Vec<String>,
     /// `hints.forNodes`.
     pub hint_nodes: Vec<String>,
-    /// A pod whose address follows in `addresses`.
+    /// The pod whose address is the second item of `addresses`.
     pub second_address: Option<&'static str>,
 }
 
-/// One of the ways to a service.
+/// The kind of address by which a client reaches a service.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Via {
-    /// Its cluster address.
+    /// The service's cluster address.
     ClusterIp,
-    /// Its external address, which no machine has.
+    /// The service's external address, which no machine holds.
     ExternalIp,
-    /// Its load balancer address, which no machine has.
+    /// The service's load balancer address, which no machine holds.
     LoadBalancerIp,
-    /// Its node port at the address of this node.
+    /// The service's node port at the address of this node.
     NodePort(&'static str),
-    /// Its node port at the loopback address of the client's own node.
+    /// The service's node port at the loopback address of the client's own node.
     Localhost,
 }
 
@@ -164,36 +164,36 @@ impl Endpoint {
         Self { ready: false, serving: false, ..Self::ready(name) }
     }
 
-    /// A pod that is about to end and still serves.
+    /// A pod that is terminating and still serves.
     pub fn terminating(name: &str) -> Self {
         Self { ready: false, terminating: true, ..Self::ready(name) }
     }
 
-    /// A pod of a Service with `publishNotReadyAddresses` that is neither ready nor going to be:
-    /// slices call it ready.
+    /// A terminating pod of a Service with `publishNotReadyAddresses`: the slice sets `ready`
+    /// although the pod no longer serves.
     pub fn published(name: &str) -> Self {
         Self { serving: false, terminating: true, ..Self::ready(name) }
     }
 
-    /// A ready pod that is meant for clients on a node, and in the node's zone.
+    /// A ready pod with hints for clients on a node and in the node's zone.
     pub fn for_node(name: &str, node: &str, zone: &str) -> Self {
         Self { hint_nodes: vec![node.to_owned()], ..Self::for_zone(name, zone) }
     }
 
-    /// A ready pod that is meant for clients in a zone.
+    /// A ready pod with a hint for clients in a zone.
     pub fn for_zone(name: &str, zone: &str) -> Self {
         Self { hint_zones: vec![zone.to_owned()], ..Self::ready(name) }
     }
 }
 
-/// Ready endpoints on pods or nodes.
+/// Ready endpoints on these pods or nodes.
 pub fn ready(names: &[&str]) -> Vec<Endpoint> {
     names.iter().map(|name| Endpoint::ready(name)).collect()
 }
 
 impl Service {
-    /// A service on ready pods, with every kind of address, policies "Cluster", and these ports:
-    /// `tcp`, `udp` and `sctp`, all three 80; `second`, TCP 90; and `http`, 8080.
+    /// A service with ready endpoints, every kind of address and traffic policies "Cluster". Its
+    /// ports are `tcp`, `udp` and `sctp` (80), `second` (TCP 90), and `http` (8080).
     pub fn new(name: &str, endpoints: &[&str]) -> Self {
         let port = |name, transport, port, target_port| Port { name, transport, port, target_port };
         Self {
@@ -220,7 +220,7 @@ impl Service {
         }
     }
 
-    /// Where a port is to be asked for by the given way.
+    /// The address and port at which clients reach the port named `port` by `via`.
     pub fn socket_address(&self, via: Via, family: Family, port: &str) -> Result<SocketAddr> {
         let (index, found) = self
             .ports
@@ -240,8 +240,7 @@ impl Service {
         })
     }
 
-    /// Where `server` is to be reached for the port called `port`: the slice that lists it may have
-    /// a number of its own.
+    /// The target port of `server` for the port named `port`. A slice may have its own target port.
     pub fn target_port(&self, server: &str, port: &str) -> Result<u16> {
         let mut slices = self.more_slices.iter().filter(|slice| slice.endpoints.iter().any(|pod| pod.name == server));
         let of_slice = slices.find_map(|slice| slice.ports.iter().find(|candidate| candidate.name == port));
@@ -254,24 +253,24 @@ impl Service {
         found.with_context(|| format!("service {} has no port called {name}", self.name))
     }
 
-    /// Its cluster address.
+    /// The cluster address.
     pub fn cluster_ip(&self, family: Family) -> IpAddr {
         address(family, [10, 96, 0], [0xfd00, 0x10, 0x96], self.number)
     }
 
-    /// Its external address.
+    /// The external address.
     pub fn external_ip(&self, family: Family) -> IpAddr {
         address(family, [198, 51, 100], [0x2001, 0xdb8, 0x100], self.number)
     }
 
-    /// Its load balancer address.
+    /// The load balancer address.
     pub fn load_balancer_ip(&self, family: Family) -> IpAddr {
         address(family, [203, 0, 113], [0x2001, 0xdb8, 0x200], self.number)
     }
 
-    /// Node port of its port at `index`.
+    /// The node port of the port at `index`.
     pub fn node_port(&self, index: usize) -> Result<u16> {
-        ensure!(index < 10, "service {} has too many ports for the plan of node ports", self.name);
+        ensure!(index < 10, "service {} has more than 10 ports, so it has too few node ports", self.name);
         Ok(30_000 + 10 * u16::from(self.number) + u16::try_from(index)?)
     }
 }
@@ -304,7 +303,7 @@ impl Manifests {
         self.services.iter().find(|service| service.name == name).with_context(|| format!("no service called {name}"))
     }
 
-    /// The service called `name`, to be changed.
+    /// The service called `name`, for changes.
     pub fn service_mut(&mut self, name: &str) -> Result<&mut Service> {
         let found = self.services.iter_mut().find(|service| service.name == name);
         found.with_context(|| format!("no service called {name}"))
@@ -317,7 +316,7 @@ mod tests {
     use super::{Family, Manifests, Service, Via};
 
     #[test]
-    fn documents_are_yaml_that_reads_back_as_it_was_meant() {
+    fn written_yaml_reads_back_unchanged() {
         let mut manifests = Manifests::default();
         manifests.add(Service::new("web", &["a1", "node-c"])).unwrap();
         let yaml = manifests.yaml(7).unwrap();

@@ -1,4 +1,4 @@
-//! A small cluster made of network namespaces, with real sockets in it.
+//! A small cluster made of network namespaces, with real sockets.
 //!
 //! ```text
 //!   control 192.0.2.1      outside-1 192.0.2.100   outside-2 192.0.2.101
@@ -9,17 +9,17 @@
 //!              a1 a2 a3             b1 b2 b3             c1 c2       one veth per pod
 //! ```
 //!
-//! Every box is a namespace with IPv4 and IPv6 (see [`plan`] for the addresses). Pods hang on their
-//! node by routed veths, without a bridge, so that replies always pass the node that translated the
-//! request. Outside clients have no route to pods; what they send to cluster addresses, external
-//! addresses and load balancer addresses goes to one node. What nobody translates ends at the
-//! underlay's default route, which drops it without a word, so that "no rule" shows as a time-out,
-//! never as a refusal.
+//! Every machine is a namespace with IPv4 and IPv6 (see [`plan`] for the addresses). A routed veth
+//! pair, without a bridge, connects each pod to its node. Replies therefore always pass the node
+//! that translated the request. Outside clients have no route to pods. They send packets for
+//! cluster, external and load balancer addresses to one node. A packet that no node translates
+//! reaches the underlay's default route, which drops it silently. A missing rule therefore shows as
+//! a time-out, never as a refusal.
 //!
 //! Control plane and agents are the real programs, one process each, in the namespaces of their
-//! machines. Namespaces are named `hg<process id>-<number>-<machine>`, vanish with the [`Testbed`],
-//! and those of dead processes are swept at the next start. Several testbeds live side by side:
-//! they share names of machines and addresses, and nothing else.
+//! machines. Namespaces are named `hg<process id>-<number>-<machine>` and are removed with the
+//! [`Testbed`]. The next start removes namespaces that dead processes left behind. Several testbeds
+//! can run at once: they use equal machine names and addresses, and share nothing.
 
 pub mod backend;
 mod bed;

@@ -1,4 +1,4 @@
-//! Network namespaces: made, entered, and removed.
+//! Creates, enters and removes network namespaces.
 
 use std::fs::{File, OpenOptions};
 use std::io::Write;
@@ -15,20 +15,23 @@ use super::spawn;
 const NAMESPACES: &str = "/run/netns";
 const PREFIX: &str = "hg";
 
-/// One network namespace, removed when dropped.
+/// One network namespace. It is removed when this value is dropped.
 #[derive(Debug)]
 pub struct Namespace {
     name: String,
     handle: File,
 }
 
-/// What makes one testbed's namespaces differ from those of all others: process id and a number.
+/// A prefix of namespace names that is unique for each testbed: the process id and a number.
 pub(crate) fn unique_prefix() -> String {
     static NUMBER: AtomicU32 = AtomicU32::new(0);
     format!("{PREFIX}{}-{}", std::process::id(), NUMBER.fetch_add(1, Ordering::Relaxed))
 }
 
-/// Says what is missing to make namespaces, and what to do about it; call before the first one.
+/// Checks that this process can create namespaces. Call it before creating the first one.
+///
+/// # Errors
+/// The process is not root, or `ip` is missing. The error names the remedy.
 pub fn check_prerequisites() -> Result<()> {
     if !nix::unistd::geteuid().is_root() {
         bail!("the testbed makes network namespaces and needs root: run the tests as root (`sudo make test`)");
@@ -40,7 +43,7 @@ pub fn check_prerequisites() -> Result<()> {
     Ok(())
 }
 
-/// Removes namespaces whose process has died without doing so itself.
+/// Removes namespaces that dead test processes left behind.
 pub fn sweep_stale() -> Result<()> {
     if !Path::new(NAMESPACES).exists() {
         return Ok(());
@@ -49,8 +52,8 @@ pub fn sweep_stale() -> Result<()> {
         let name = entry?.file_name().to_string_lossy().into_owned();
         let Some(process) = owner(&name) else { continue };
         if !Path::new(&format!("/proc/{process}")).exists() {
-            // Another test process may sweep at the same moment; whoever comes second finds nothing
-            // to remove.
+            // Another test process may remove the namespace at the same time, and then this
+            // removal fails.
             let removed = remove(&name);
             if removed.is_err() && Path::new(NAMESPACES).join(&name).exists() {
                 removed?;
@@ -60,19 +63,19 @@ pub fn sweep_stale() -> Result<()> {
     Ok(())
 }
 
-/// Process id in a name such as `hg4711-0-node-a`.
+/// The process id in a name such as `hg4711-0-node-a`.
 fn owner(name: &str) -> Option<u32> {
     name.strip_prefix(PREFIX)?.split_once('-')?.0.parse().ok()
 }
 
 impl Namespace {
-    /// Makes a namespace called `name`, as `ip netns add` does, without starting a program.
+    /// Creates a namespace called `name`, as `ip netns add` does, without starting a program.
     pub fn create(name: String) -> Result<Self> {
         std::fs::create_dir_all(NAMESPACES).with_context(|| format!("making {NAMESPACES}"))?;
         let path: PathBuf = Path::new(NAMESPACES).join(&name);
         let context = || format!("making the network namespace {name}");
         OpenOptions::new().write(true).create_new(true).open(&path).with_context(context)?;
-        // A thread that ends takes its namespace along, unless something is mounted on it.
+        // The bind mount keeps the namespace after the thread has ended.
         let make = || {
             unshare(CloneFlags::CLONE_NEWNET)?;
             mount(Some("/proc/thread-self/ns/net"), &path, None::<&str>, MsFlags::MS_BIND, None::<&str>)
@@ -87,18 +90,18 @@ impl Namespace {
         Ok(Self { name, handle })
     }
 
-    /// Full name, as `ip netns exec` takes it.
+    /// The full name, for `ip netns exec`.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Runs `ip` commands, one a line, inside the namespace, stopping at the first that fails.
+    /// Runs `ip` commands, one per line, inside the namespace. Stops at the first failure.
     pub fn ip_batch(&self, commands: &str) -> Result<()> {
         ip(&["-n", &self.name, "-batch", "-"], commands)
     }
 
-    /// Runs `work` on a thread of its own inside the namespace, and waits for it. Sockets made
-    /// there stay in the namespace wherever they are used afterwards.
+    /// Runs `work` on a new thread inside the namespace, and waits for it. Sockets that `work`
+    /// creates stay in the namespace, also when other threads use them later.
     pub fn run<T: Send>(&self, work: impl FnOnce() -> Result<T> + Send) -> Result<T> {
         std::thread::scope(|scope| {
             let doorway = self.doorway()?;
@@ -110,7 +113,7 @@ impl Namespace {
         })
     }
 
-    /// What a thread needs to enter the namespace, free of borrows.
+    /// A handle with which another thread can enter the namespace.
     pub(crate) fn doorway(&self) -> Result<Doorway> {
         let handle = self.handle.try_clone().with_context(|| format!("cloning the handle of {}", self.name))?;
         Ok(Doorway { name: self.name.clone(), handle })
@@ -127,16 +130,18 @@ impl Namespace {
         })
     }
 
-    /// Starts a program inside the namespace. It is killed when this process dies; ending it
-    /// earlier is up to the caller.
+    /// Starts a program inside the namespace. The kernel kills the program when this process ends.
+    /// The caller may end it earlier.
     pub fn spawn(&self, command: Command) -> Result<Child> {
         let program = command.get_program().to_string_lossy().into_owned();
         let handle = self.handle.try_clone().context("cloning a namespace handle")?;
         spawn::spawn_in(handle, command).with_context(|| format!("starting {program} in {}", self.name))
     }
 
-    /// Runs a program inside the namespace to its end; its standard output, or an error that
-    /// carries its standard error.
+    /// Runs a program inside the namespace, waits for its end, and returns its standard output.
+    ///
+    /// # Errors
+    /// The program cannot be started, or it fails. The error includes its standard error.
     pub fn output(&self, mut command: Command) -> Result<String> {
         let shown = format!("{command:?}");
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -148,7 +153,8 @@ impl Namespace {
     }
 }
 
-/// The way into a namespace. Holding one keeps the namespace itself alive, though not its name.
+/// A handle with which a thread enters a namespace. The handle keeps the namespace alive, but not
+/// its name.
 #[derive(Debug)]
 pub(crate) struct Doorway {
     name: String,
@@ -166,13 +172,13 @@ impl Doorway {
 impl Drop for Namespace {
     fn drop(&mut self) {
         if let Err(error) = remove(&self.name) {
-            eprintln!("warning: the namespace {} stays behind: {error:#}", self.name);
+            eprintln!("warning: the namespace {} cannot be removed: {error:#}", self.name);
         }
     }
 }
 
-/// Removes the name of a namespace. The namespace itself goes with the last socket and process in
-/// it.
+/// Removes the name of a namespace. The kernel removes the namespace itself with its last socket
+/// and process.
 fn remove(name: &str) -> Result<()> {
     let path = Path::new(NAMESPACES).join(name);
     umount2(&path, MntFlags::MNT_DETACH).with_context(|| format!("unmounting {}", path.display()))?;
@@ -203,7 +209,7 @@ mod tests {
     use super::owner;
 
     #[test]
-    fn only_names_of_testbeds_have_an_owner() {
+    fn only_names_of_testbeds_contain_a_process_id() {
         assert_eq!(owner("hg4711-0-node-a"), Some(4711));
         assert_eq!(owner("hg-node-a"), None);
         assert_eq!(owner("hgx1-0-node-a"), None);

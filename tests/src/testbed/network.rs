@@ -8,23 +8,23 @@ use anyhow::{Context, Result};
 use super::netns::{self, Namespace};
 use super::plan::{self, Addresses, CONTROL, NODES, NodePlan, OUTSIDE, SERVICE_PREFIXES};
 
-/// Settings of every namespace. Those under `default` reach the links made afterwards.
+/// Settings of every namespace. Settings under `default` apply to links that are created later.
 const SYSCTLS: [(&str, &str); 12] = [
-    // Addresses are ours alone; detection of duplicates would only keep them unusable for a second.
+    // Duplicate address detection would make new addresses unusable for a second.
     ("ipv6/conf/all/accept_dad", "0"),
     ("ipv6/conf/default/accept_dad", "0"),
     ("ipv6/conf/all/accept_ra", "0"),
     ("ipv6/conf/default/accept_ra", "0"),
-    // Answers may come by another way than requests went.
+    // Replies may take another path than requests.
     ("ipv4/conf/all/rp_filter", "0"),
     ("ipv4/conf/default/rp_filter", "0"),
-    // Nodes forward out of the link that a packet came in by; nobody should learn a short cut from
-    // that.
+    // A node may forward a packet out of the link on which it arrived. Redirects would then make
+    // clients bypass the node.
     ("ipv4/conf/all/send_redirects", "0"),
     ("ipv4/conf/default/send_redirects", "0"),
     ("ipv6/conf/all/accept_redirects", "0"),
     ("ipv6/conf/default/accept_redirects", "0"),
-    // Every refusal is to be heard, however many there are.
+    // Every refusal must reach its client, also when there are many.
     ("ipv4/icmp_ratelimit", "0"),
     ("ipv6/icmp/ratelimit", "0"),
 ];
@@ -35,15 +35,15 @@ const NODE_SYSCTLS: [(&str, &str); 2] = [("ipv4/ip_forward", "1"), ("ipv6/conf/a
 #[derive(Debug)]
 pub struct Network {
     machines: BTreeMap<&'static str, Namespace>,
-    // Dropped last: links to it are made from its side.
+    // Dropped last, because the links of all machines end in it.
     _underlay: Namespace,
 }
 
 impl Network {
-    /// Builds everything; what was built goes away again if a step fails.
+    /// Creates all machines and links. If a step fails, everything is removed again.
     ///
-    /// Starting a program costs time, most of all inside User-Mode Linux, so each namespace gets
-    /// its commands at once.
+    /// Starting a program takes time, most of all inside User-Mode Linux, so one run of `ip`
+    /// executes all commands of a namespace.
     pub fn create() -> Result<Self> {
         netns::check_prerequisites()?;
         netns::sweep_stale()?;
@@ -76,7 +76,7 @@ impl Network {
         Ok(Self { machines, _underlay: underlay })
     }
 
-    /// Namespace of a node, pod, outside client or the control plane's machine.
+    /// The namespace of a node, a pod, an outside client or the control plane's machine.
     pub fn machine(&self, name: &str) -> Result<&Namespace> {
         find(&self.machines, name)
     }
@@ -92,8 +92,8 @@ fn address(name: &str) -> Result<Addresses> {
 
 const LOOPBACK: &str = "link set lo up\n";
 
-/// The bridge, a link to each machine on it, whose other end is the machine's `eth0`, and default
-/// routes to nowhere.
+/// Creates the bridge, a veth pair from it to the `eth0` of each machine, and blackhole default
+/// routes.
 fn underlay_commands(names: &[&str], machines: &BTreeMap<&'static str, Namespace>) -> Result<String> {
     let gateway = plan::gateway();
     let mut commands = format!(
@@ -112,7 +112,8 @@ fn underlay_commands(names: &[&str], machines: &BTreeMap<&'static str, Namespace
     Ok(commands)
 }
 
-/// A machine's side of its link to the underlay, and a default route to where packets vanish.
+/// Sets up a machine's side of its link to the underlay, and a default route to the gateway, which
+/// drops packets.
 fn uplink_commands(name: &str) -> Result<String> {
     let (own, gateway) = (address(name)?, plan::gateway());
     Ok(format!(
@@ -122,7 +123,7 @@ fn uplink_commands(name: &str) -> Result<String> {
     ))
 }
 
-/// An outside client sends what is for services to one node.
+/// Routes the service addresses of an outside client to one node.
 fn service_routes(via: &str) -> Result<String> {
     let gateway = address(via)?;
     let mut commands = String::new();
@@ -133,8 +134,8 @@ fn service_routes(via: &str) -> Result<String> {
     Ok(commands)
 }
 
-/// A node's link to the underlay, its sides of the links to its pods, and routes to the pods of
-/// other nodes. Both sides of a pod's link know each other by host routes, so that every packet is
+/// Sets up a node's link to the underlay, its sides of the links to its pods, and routes to the
+/// pods of other nodes. Host routes connect both sides of a pod's link, so that every packet is
 /// routed.
 fn node_commands(node: &NodePlan, machines: &BTreeMap<&'static str, Namespace>) -> Result<String> {
     let host = address(node.name)?;
@@ -157,7 +158,7 @@ fn node_commands(node: &NodePlan, machines: &BTreeMap<&'static str, Namespace>) 
     Ok(commands)
 }
 
-/// A pod's side of the link to its node.
+/// Sets up a pod's side of the link to its node.
 fn pod_commands(name: &str) -> Result<String> {
     let own = address(name)?;
     Ok(format!(

@@ -1,10 +1,10 @@
-//! Who has which name and address in a testbed. Everything here is fixed, so that a failing case
-//! can be read without a look at the machine.
+//! The names and addresses of a testbed's machines. They are constant, so that the output of a
+//! failing case can be understood without access to the machine.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-/// IPv4 or IPv6; every case is run for both.
+/// IPv4 or IPv6. Every case runs for both.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Family {
     /// IPv4.
@@ -17,12 +17,12 @@ impl Family {
     /// Both families, IPv4 first.
     pub const BOTH: [Self; 2] = [Self::V4, Self::V6];
 
-    /// Family of an address.
+    /// The family of an address.
     pub fn of(address: IpAddr) -> Self {
         if address.is_ipv4() { Self::V4 } else { Self::V6 }
     }
 
-    /// Loopback address.
+    /// The loopback address.
     pub fn loopback(self) -> IpAddr {
         match self {
             Self::V4 => Ipv4Addr::LOCALHOST.into(),
@@ -50,7 +50,7 @@ pub struct Addresses {
 }
 
 impl Addresses {
-    /// The one of `family`.
+    /// The address of `family`.
     pub fn of(&self, family: Family) -> IpAddr {
         match family {
             Family::V4 => self.v4.into(),
@@ -58,7 +58,7 @@ impl Addresses {
         }
     }
 
-    /// Both, IPv4 first.
+    /// Both addresses, IPv4 first.
     pub fn both(&self) -> [IpAddr; 2] {
         Family::BOTH.map(|family| self.of(family))
     }
@@ -67,48 +67,48 @@ impl Addresses {
 /// A node and its pods.
 #[derive(Debug)]
 pub struct NodePlan {
-    /// Kubernetes node name.
+    /// The Kubernetes node name.
     pub name: &'static str,
-    /// Value of the label `topology.kubernetes.io/zone`.
+    /// The value of the label `topology.kubernetes.io/zone`.
     pub zone: &'static str,
-    /// Pods on it, in the order of their addresses.
+    /// The pods of the node, in the order of their addresses.
     pub pods: &'static [&'static str],
 }
 
-/// The nodes. Those pods that no service of the packet table uses as endpoints serve as clients:
-/// a3, b3, c2.
+/// The nodes. The pods a3, b3 and c2 are clients: no service of the packet table has them as
+/// endpoints.
 pub const NODES: [NodePlan; 3] = [
     NodePlan { name: "node-a", zone: "zone-1", pods: &["a1", "a2", "a3"] },
     NodePlan { name: "node-b", zone: "zone-1", pods: &["b1", "b2", "b3"] },
     NodePlan { name: "node-c", zone: "zone-2", pods: &["c1", "c2"] },
 ];
 
-/// Clients outside the cluster: name and the node to which they send what they have for service
-/// addresses.
+/// Clients outside the cluster: the name, and the node to which the client sends packets for
+/// service addresses.
 pub const OUTSIDE: [(&str, &str); 2] = [("outside-1", "node-a"), ("outside-2", "node-b")];
 
 /// The machine of the control plane.
 pub const CONTROL: &str = "control";
 
-/// Where the control plane listens.
+/// The port of the control plane.
 pub const CONTROL_PORT: u16 = 7443;
 
-/// Value of the agents' `--cluster-cidr`.
+/// The value of the agents' `--cluster-cidr`.
 pub const CLUSTER_CIDR: &str = "10.244.0.0/16,fd00:10:244::/48";
 
-/// Prefixes of service addresses that outside clients send to a node: cluster, external, load
-/// balancer.
+/// The prefixes of cluster, external and load balancer addresses, in both families.
 pub const SERVICE_PREFIXES: [&str; 6] =
     ["10.96.0.0/16", "198.51.100.0/24", "203.0.113.0/24", "fd00:10:96::/112", "2001:db8:100::/64", "2001:db8:200::/64"];
 
-/// Port of the line and datagram servers on every pod and node: TCP, UDP and SCTP.
+/// The port of the TCP line servers, UDP servers and SCTP servers on every pod and node.
 pub const LINE_PORT: u16 = 8080;
-/// Second port of the same kind.
+/// The second port of the TCP line servers, UDP servers and SCTP servers.
 pub const SECOND_LINE_PORT: u16 = 9090;
-/// Port of the HTTP server on every pod and node.
+/// The port of the HTTP server on every pod and node.
 pub const HTTP_PORT: u16 = 8081;
 
-/// Address of a node, pod, outside client or the control plane's machine; none for another name.
+/// The addresses of a node, a pod, an outside client or the control plane's machine; `None` for
+/// other names.
 pub fn address(name: &str) -> Option<Addresses> {
     if let Some((node, pod)) = pod_position(name) {
         let (node, pod) = (node + 1, pod + 10);
@@ -131,18 +131,18 @@ pub fn address(name: &str) -> Option<Addresses> {
     Some(underlay(100 + u8::try_from(index).ok()?))
 }
 
-/// Address of the underlay's gateway, which drops what it gets.
+/// The addresses of the underlay's gateway, which drops all packets.
 pub fn gateway() -> Addresses {
     Addresses { v4: Ipv4Addr::new(192, 0, 2, 254), v6: Ipv6Addr::new(0x2001, 0xdb8, 0, 1, 0, 0, 0, 254) }
 }
 
-/// Pod network of a node, IPv4 and IPv6, as CIDRs.
+/// The pod networks of a node, IPv4 and IPv6, as CIDRs.
 pub fn pod_networks(node: &str) -> Option<[String; 2]> {
     let number = NODES.iter().position(|plan| plan.name == node)? + 1;
     Some([format!("10.244.{number}.0/24"), format!("fd00:10:244:{number}::/64")])
 }
 
-/// Node of a pod, or the node itself when `name` is one.
+/// The node of the pod `name`, or the node called `name`.
 pub fn node_of(name: &str) -> Option<&'static NodePlan> {
     NODES.iter().find(|node| node.name == name || node.pods.contains(&name))
 }

@@ -1,4 +1,4 @@
-//! A port of this machine that is free, and stays so until a program of the test listens at it.
+//! A port that stays free until a program of the test listens on it.
 
 use std::{
     io,
@@ -7,9 +7,9 @@ use std::{
 
 use socket2::{Domain, Socket, Type};
 
-/// A TCP port of 127.0.0.1. As long as it is held, the kernel gives it to nobody who asks for any
-/// port, and who asks for this one and sets `SO_REUSEADDR`, as servers do, may listen. Until then
-/// connections to it are refused.
+/// A reserved TCP port of 127.0.0.1. While this value lives, the kernel does not give the port to
+/// sockets that bind to port 0. A server that binds to this port with `SO_REUSEADDR` may listen on
+/// it. Before that, connections to the port are refused.
 #[derive(Debug)]
 pub struct ReservedPort {
     address: SocketAddr,
@@ -17,10 +17,10 @@ pub struct ReservedPort {
 }
 
 impl ReservedPort {
-    /// Reserves one.
+    /// Reserves a port.
     ///
     /// # Errors
-    /// When there is none.
+    /// No port is free, or a socket cannot be created.
     pub fn reserve() -> io::Result<Self> {
         let socket = Socket::new(Domain::IPV4, Type::STREAM, None)?;
         socket.set_reuse_address(true)?;
@@ -30,13 +30,13 @@ impl ReservedPort {
         Ok(Self { address, _socket: socket })
     }
 
-    /// Its address.
+    /// The reserved address and port.
     #[must_use]
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Its number.
+    /// The reserved port.
     #[must_use]
     pub fn number(&self) -> u16 {
         self.address.port()
@@ -54,10 +54,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_is_free_for_who_names_it_and_for_nobody_else() {
+    fn only_a_server_that_names_the_port_gets_it() {
         let port = ReservedPort::reserve().unwrap();
         assert_eq!(TcpStream::connect(port.address()).unwrap_err().kind(), io::ErrorKind::ConnectionRefused);
-        // So many that some would be the same if the kernel gave them away.
+        // With 500 ports, a duplicate is likely if the kernel hands out reserved ports.
         let others: Vec<_> = (0..500).map(|_| ReservedPort::reserve().unwrap()).collect();
         let numbers: BTreeSet<u16> = others.iter().chain([&port]).map(ReservedPort::number).collect();
         assert_eq!(numbers.len(), 501);

@@ -1,4 +1,4 @@
-//! The programs under test as child processes: found, started, logged, and ended by their id.
+//! The programs under test as child processes: finds, starts and ends them, and reads their logs.
 
 use std::fs::OpenOptions;
 use std::net::SocketAddr;
@@ -12,10 +12,10 @@ use nix::unistd::Pid;
 
 use super::netns::Namespace;
 
-/// How long a program may take to end after SIGTERM before SIGKILL follows.
+/// How long a program may take to end after SIGTERM. After that it gets SIGKILL.
 const TERMINATION_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Path of a program of this workspace, built for the same profile as the running test.
+/// The path of a program of this workspace, built with the profile of the running test.
 pub fn program(name: &str) -> Result<PathBuf> {
     let own = std::env::current_exe().context("finding the running program")?;
     // target/<profile>/deps/<test>, or target/<profile>/<program>.
@@ -28,11 +28,11 @@ pub fn program(name: &str) -> Result<PathBuf> {
     bail!("{name} is not beside {}: run `cargo build --workspace` first (`make test` does)", own.display());
 }
 
-/// Path of grpcurl: what `HEADGATE_GRPCURL` names, else on `PATH`, else in `target/tools`, where
-/// `make setup` puts it.
+/// The path of grpcurl: from `HEADGATE_GRPCURL`, else on `PATH`, else in `target/tools`, where
+/// `make setup` installs it.
 ///
 /// # Panics
-/// There is none.
+/// grpcurl is not found.
 pub fn grpcurl() -> PathBuf {
     if let Some(path) = std::env::var_os("HEADGATE_GRPCURL") {
         return path.into();
@@ -44,10 +44,10 @@ pub fn grpcurl() -> PathBuf {
     found.expect("grpcurl is neither on PATH nor in target/tools: run `make setup`, or set HEADGATE_GRPCURL")
 }
 
-/// What a program prints on standard output.
+/// Runs a program and returns its standard output.
 ///
 /// # Panics
-/// The program cannot be started or does not succeed.
+/// The program cannot be started, or it fails.
 pub fn output(program: &str, arguments: &[&str]) -> String {
     let output = Command::new(program).args(arguments).output();
     let output = output.unwrap_or_else(|error| panic!("{program}: {error}"));
@@ -56,14 +56,14 @@ pub fn output(program: &str, arguments: &[&str]) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
-/// The lines of a text without blanks at their ends, sorted.
+/// The non-empty lines of a text, without trailing blanks, sorted.
 pub fn sorted_lines(text: &str) -> Vec<&str> {
     let mut lines: Vec<_> = text.lines().map(str::trim_end).filter(|line| !line.is_empty()).collect();
     lines.sort_unstable();
     lines
 }
 
-/// The end of a log, or why it cannot be read.
+/// The last 20 lines of a log, or the reason why it cannot be read.
 pub fn log_tail(path: &Path) -> String {
     match std::fs::read_to_string(path) {
         Ok(text) => {
@@ -74,29 +74,29 @@ pub fn log_tail(path: &Path) -> String {
     }
 }
 
-/// Where a control plane listens, for agents and for its pages, as its log says; `None` as long as
-/// it does not.
+/// The addresses at which a control plane serves agents and its pages, read from its log. `None` if
+/// the log does not have the line yet.
 pub fn control_plane_addresses(log: &str) -> Option<[SocketAddr; 2]> {
-    // A line is whole once the next one begins.
+    // A line without a newline may be incomplete.
     let (whole, _) = log.rsplit_once('\n')?;
     let line = whole.lines().find(|line| line.contains("control plane runs"))?;
     let address = |field: &str| line.split_once(field)?.1.split_whitespace().next()?.parse().ok();
     Some([address(" listen=")?, address(" metrics=")?])
 }
 
-/// A program that is killed when this is dropped.
+/// A child process that is killed when this value is dropped.
 #[derive(Debug)]
 pub struct KilledOnDrop(pub Child);
 
 impl Drop for KilledOnDrop {
     fn drop(&mut self) {
-        // An error means that it has ended already.
+        // An error means that the process has already ended.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
 }
 
-/// A running program. Dropping it ends it: SIGTERM, then SIGKILL.
+/// A running program. Dropping this value ends the program with SIGTERM, then SIGKILL.
 #[derive(Debug)]
 pub struct Process {
     name: String,
@@ -106,7 +106,7 @@ pub struct Process {
 }
 
 impl Process {
-    /// Starts `command` in `namespace`; its output is appended to `log`.
+    /// Starts `command` in `namespace`, and appends its output to `log`.
     pub fn start(name: &str, namespace: &Namespace, mut command: Command, log: &Path) -> Result<Self> {
         let open = || OpenOptions::new().create(true).append(true).open(log);
         let (out, err) = (open(), open());
@@ -116,12 +116,15 @@ impl Process {
         Ok(Self { name: name.to_owned(), child, log: log.to_owned(), exit: None })
     }
 
-    /// Process id.
+    /// The process id.
     pub fn id(&self) -> u32 {
         self.child.id()
     }
 
-    /// An error, with the end of its log, if it has ended by itself.
+    /// Checks that the program still runs.
+    ///
+    /// # Errors
+    /// The program has ended. The error includes the end of its log.
     pub fn check_running(&mut self) -> Result<()> {
         if let Some(status) = self.exit()? {
             bail!("{} has ended ({status}); the end of its log:\n{}", self.name, self.log_tail());
@@ -129,17 +132,18 @@ impl Process {
         Ok(())
     }
 
-    /// The last lines that it wrote.
+    /// The last lines of its log.
     pub fn log_tail(&self) -> String {
         log_tail(&self.log)
     }
 
-    /// Asks it to end, and makes it after a while; how it ended.
+    /// Ends the program with SIGTERM, or with SIGKILL if it does not end in time. Returns its exit
+    /// status.
     pub fn terminate(mut self) -> Result<ExitStatus> {
         self.stop()
     }
 
-    /// Ends it on the spot, as a crash would.
+    /// Ends the program with SIGKILL.
     pub fn kill(mut self) -> Result<()> {
         self.signal(Signal::SIGKILL)?;
         self.wait(TERMINATION_TIMEOUT)?.with_context(|| format!("{} survived SIGKILL", self.name)).map(drop)

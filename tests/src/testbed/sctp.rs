@@ -1,9 +1,9 @@
-//! As much of SCTP as it takes to ask "who answers?", spoken over raw IP sockets.
+//! A minimal SCTP client and server over raw IP sockets.
 //!
-//! A kernel may translate SCTP without offering SCTP sockets. An association's first two packets
-//! are enough to see where a request went: the client sends INIT, the server answers INIT ACK and
-//! puts its answer into the state cookie, which is the server's own business by the protocol.
-//! Verification tags and the CRC32c are right, since connection tracking checks both.
+//! A kernel may translate SCTP without offering SCTP sockets. The first two packets of an
+//! association are enough to see which server a request reaches. The client sends INIT. The server
+//! sends INIT ACK, with its answer in the state cookie, whose content SCTP leaves to the server.
+//! Verification tags and the CRC32c are correct, because connection tracking checks both.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr, UdpSocket};
@@ -20,14 +20,14 @@ const CHUNK_INIT: u8 = 1;
 const CHUNK_INIT_ACK: u8 = 2;
 const CHUNK_ABORT: u8 = 6;
 const PARAMETER_STATE_COOKIE: u16 = 7;
-/// After this an INIT is sent again (`RTO.Initial` of RFC 9260). IPVS drops the first one of a port
-/// that is used again soon.
+/// After this time INIT is sent again (`RTO.Initial` of RFC 9260). IPVS drops the first INIT of a
+/// source port that was used shortly before.
 const RETRANSMISSION_TIMEOUT: Duration = Duration::from_secs(1);
 const HEADER_BYTES: usize = 12;
-/// Chunk header and fixed part of INIT and INIT ACK.
+/// Length of the chunk header and the fixed part of INIT and INIT ACK.
 const INIT_BYTES: usize = 20;
 
-/// A packet of this peer: one chunk.
+/// A packet with one chunk.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Packet {
     pub(super) source_port: u16,
@@ -36,7 +36,7 @@ pub(super) struct Packet {
     pub(super) chunk: Chunk,
 }
 
-/// The chunks of this peer.
+/// The kinds of chunks that this module supports.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Chunk {
     Init { initiate_tag: u32 },
@@ -45,7 +45,7 @@ pub(super) enum Chunk {
 }
 
 impl Packet {
-    /// Wire form, checksum included.
+    /// Encodes the packet, including its checksum.
     pub(super) fn encode(&self) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(64);
         bytes.extend(self.source_port.to_be_bytes());
@@ -62,7 +62,8 @@ impl Packet {
         bytes
     }
 
-    /// Reads a packet, None unless it is whole, correct, and of a kind that this peer speaks.
+    /// Decodes a packet. Returns `None` for a truncated packet, a wrong checksum or another kind of
+    /// chunk.
     pub(super) fn decode(bytes: &[u8]) -> Option<Self> {
         let word = |at: usize| Some(u32::from_be_bytes(bytes.get(at..at + 4)?.try_into().ok()?));
         let half = |at: usize| Some(u16::from_be_bytes(bytes.get(at..at + 2)?.try_into().ok()?));
@@ -91,13 +92,14 @@ impl Packet {
 
 fn push_init(bytes: &mut Vec<u8>, kind: u8, initiate_tag: u32, cookie: &[u8]) {
     let as_u16 = |length: usize| u16::try_from(length).unwrap_or(u16::MAX).to_be_bytes();
-    // A parameter's length excludes its padding; the chunk's excludes that of its last parameter.
+    // A parameter's length excludes its padding. The chunk's length excludes the padding of its
+    // last parameter.
     let parameter_bytes = if cookie.is_empty() { 0 } else { 4 + cookie.len() };
     bytes.extend([kind, 0]);
     bytes.extend(as_u16(INIT_BYTES + parameter_bytes));
     bytes.extend(initiate_tag.to_be_bytes());
-    // Receive window, one stream each way, and the first TSN, which RFC 9260 suggests to set to the
-    // tag.
+    // The receive window, one stream in each direction, and the first TSN. RFC 9260 suggests the
+    // tag for the first TSN.
     bytes.extend(65_536_u32.to_be_bytes());
     bytes.extend([0, 1, 0, 1]);
     bytes.extend(initiate_tag.to_be_bytes());
@@ -109,15 +111,15 @@ fn push_init(bytes: &mut Vec<u8>, kind: u8, initiate_tag: u32, cookie: &[u8]) {
     }
 }
 
-/// CRC32c (Castagnoli), bit by bit: packets here are tiny.
+/// CRC32c (Castagnoli), computed bit by bit, because the packets are small.
 fn crc32c(bytes: &[u8]) -> u32 {
     !bytes.iter().fold(u32::MAX, |crc, byte| {
         (0..8).fold(crc ^ u32::from(*byte), |crc, _| (crc >> 1) ^ (0x82f6_3b78 & (crc & 1).wrapping_neg()))
     })
 }
 
-/// A raw socket for SCTP, bound to `address`. Wrapped as a `UdpSocket` for its `send_to` and
-/// `recv_from`, which are plain system calls; ports mean nothing to it.
+/// A raw socket for SCTP, bound to `address`. It is wrapped as a `UdpSocket` for `send_to` and
+/// `recv_from`. The kernel ignores the ports of addresses that are passed to it.
 pub(super) fn raw_socket(address: IpAddr) -> io::Result<UdpSocket> {
     let domain = if address.is_ipv4() { Domain::IPV4 } else { Domain::IPV6 };
     let socket = Socket::new(domain, Type::RAW, Some(Protocol::from(PROTOCOL_NUMBER)))?;
@@ -125,8 +127,7 @@ pub(super) fn raw_socket(address: IpAddr) -> io::Result<UdpSocket> {
     Ok(socket.into())
 }
 
-/// The SCTP packet in what a raw socket received: IPv4 puts its own header before it, IPv6 does
-/// not.
+/// The SCTP packet in data from a raw socket. The data include the IP header for IPv4 only.
 pub(super) fn payload(family: Family, received: &[u8]) -> &[u8] {
     match family {
         Family::V6 => received,
@@ -137,12 +138,15 @@ pub(super) fn payload(family: Family, received: &[u8]) -> &[u8] {
     }
 }
 
-/// Asks the SCTP server at `to` from `source`; the server's answer as text. Errors are those of
-/// sockets: refused for an ABORT or an ICMP message, timed out when nothing came.
+/// Sends INIT from `source` to the SCTP server at `to`, and returns the server's answer.
+///
+/// # Errors
+/// `ConnectionRefused` for an ABORT or an ICMP port unreachable, `TimedOut` if nothing arrives, and
+/// other errors of sockets.
 pub(super) fn ask(source: SocketAddr, to: SocketAddr, timeout: Duration) -> io::Result<String> {
     let family = Family::of(to.ip());
     let socket = raw_socket(source.ip())?;
-    // Only a connected raw socket hears ICMP errors.
+    // Only a connected raw socket receives ICMP errors.
     socket.connect(SocketAddr::new(to.ip(), 0))?;
     let initiate_tag = fastrand::u32(1..);
     let init = Packet {
@@ -188,13 +192,13 @@ mod tests {
     use super::{Chunk, Packet, crc32c};
 
     #[test]
-    fn crc_of_the_check_string() {
-        // The check value of CRC-32C in the catalogue of parametrised CRC algorithms.
+    fn crc32c_of_the_standard_check_string_is_correct() {
+        // The check value of CRC-32C from the catalogue of parametrised CRC algorithms.
         assert_eq!(crc32c(b"123456789"), 0xe306_9283);
     }
 
     #[test]
-    fn packets_survive_the_wire_and_damage_is_noticed() {
+    fn packets_decode_as_they_were_encoded_and_damaged_packets_are_rejected() {
         for chunk in [
             Chunk::Init { initiate_tag: 7 },
             Chunk::InitAck { initiate_tag: 9, cookie: b"odd length!".to_vec() },

@@ -1,8 +1,8 @@
-//! The servers in pods and on nodes. Each answers with its name, the port at which it was reached,
-//! and the source that it saw.
+//! The servers in pods and on nodes. Each server answers with its name, the port at which it was
+//! reached, and the client's address as it saw it.
 //!
-//! One thread serves a whole testbed: a socket belongs to the namespace in which it was made, so
-//! the thread visits each namespace once to open its listeners, and serves them all afterwards.
+//! One thread serves a whole testbed. A socket belongs to the namespace in which it was created.
+//! The thread therefore enters each namespace once to open its listeners, and then serves them all.
 
 use std::convert::Infallible;
 use std::net::{IpAddr, SocketAddr};
@@ -29,7 +29,7 @@ const LINE_PORTS: [u16; 2] = [LINE_PORT, SECOND_LINE_PORT];
 /// Longest datagram that IP can carry, rounded up.
 const MAX_DATAGRAM_BYTES: usize = 65_536;
 
-/// All servers of a testbed; they end when this is dropped.
+/// All servers of a testbed. They end when this value is dropped.
 #[derive(Debug)]
 pub(super) struct Servers {
     stop: Option<oneshot::Sender<()>>,
@@ -57,11 +57,10 @@ impl Servers {
                         doorway.enter()?;
                         open(name).with_context(|| format!("opening the servers of {name}"))
                     });
-                    // Namespaces stay alive while somebody holds them open.
+                    // Close the handles, since an open handle keeps its namespace alive.
                     drop(machines);
                     if report.send(result).is_ok() {
-                        // An error means that the owner is gone without a word, which is the same
-                        // request.
+                        // Dropping the sender is the request to stop, so an error is expected.
                         let _ = stopped.await;
                     }
                 });
@@ -81,7 +80,7 @@ impl Drop for Servers {
     }
 }
 
-/// Opens the servers of one machine, in whose namespace the thread is.
+/// Opens the servers of one machine. The thread must be in the machine's namespace.
 fn open(name: &'static str) -> Result<()> {
     let addresses = plan::address(name).context("no address in the plan")?;
     for address in addresses.both() {
@@ -116,8 +115,7 @@ where
 {
     loop {
         match listener.accept().await {
-            // A client that goes away in mid-word is its own affair; the client's side reports what
-            // it missed.
+            // Errors of a connection are ignored, because the client reports them.
             Ok((stream, _)) => drop(tokio::spawn(serve(stream))),
             Err(error) => {
                 eprintln!("warning: a test server cannot accept: {error}");
@@ -127,7 +125,7 @@ where
     }
 }
 
-/// The line protocol: `who` is answered by the answer, any other line by itself.
+/// Serves the line protocol: replies to `who` with the [`Answer`], and echoes any other line.
 async fn serve_lines(name: &'static str, stream: TcpStream) -> std::io::Result<()> {
     stream.set_nodelay(true)?;
     let answer = Answer::new(name, stream.local_addr()?.port(), stream.peer_addr()?).to_string();
@@ -140,12 +138,12 @@ async fn serve_lines(name: &'static str, stream: TcpStream) -> std::io::Result<(
     Ok(())
 }
 
-/// Answers each datagram with the answer, filled up with spaces to the length of the request.
+/// Replies to each datagram with the [`Answer`], padded with spaces to the length of the request.
 async fn serve_datagrams(name: &'static str, socket: UdpSocket) -> std::io::Result<()> {
     let port = socket.local_addr()?.port();
     let mut buffer = vec![0; MAX_DATAGRAM_BYTES];
     loop {
-        // Errors are ICMP answers to earlier replies, whose clients have gone.
+        // Errors are ICMP messages about earlier replies whose clients have closed their sockets.
         let Ok((length, source)) = socket.recv_from(&mut buffer).await else { continue };
         let answer = Answer::new(name, port, source).to_string();
         let _ = socket.send_to(format!("{answer:length$}").as_bytes(), source).await;
@@ -176,8 +174,8 @@ async fn serve_sctp(name: &'static str, own: IpAddr, socket: UdpSocket) -> std::
     }
 }
 
-/// HTTP/1.1: `GET /` for the answer, `GET /bytes/N` for N bytes, `POST /count` for the length of
-/// the request's body.
+/// Serves HTTP/1.1: `GET /` returns the [`Answer`], `GET /bytes/N` returns N bytes, and
+/// `POST /count` returns the length of the request's body.
 async fn serve_http(name: &'static str, stream: TcpStream) -> std::io::Result<()> {
     stream.set_nodelay(true)?;
     let answer = Answer::new(name, stream.local_addr()?.port(), stream.peer_addr()?).to_string();

@@ -1,6 +1,6 @@
-//! Starting a program inside a network namespace, bound to the life of this process.
+//! Starts programs inside a network namespace. The kernel kills them when this process ends.
 //!
-//! The one place of the testbed that needs `unsafe`: what runs between fork and exec.
+//! This is the only module of the testbed with `unsafe` code: the code between fork and exec.
 
 use std::fs::File;
 use std::io;
@@ -15,9 +15,9 @@ type Job = Box<dyn FnOnce() + Send>;
 
 /// Runs `job` on the one thread that starts every child process.
 ///
-/// The kernel sends the parent-death signal when the *thread* that forked ends, not the process. A
-/// test's threads come and go, so children are started by a thread that stays until the process
-/// ends.
+/// The kernel sends the parent-death signal when the *thread* that forked ends, not the process.
+/// A test's threads may end early, so a thread that lives as long as the process starts all
+/// children.
 fn on_spawner<T: Send + 'static>(job: impl FnOnce() -> T + Send + 'static) -> io::Result<T> {
     static SPAWNER: OnceLock<Mutex<mpsc::Sender<Job>>> = OnceLock::new();
     let spawner = SPAWNER.get_or_init(|| {
@@ -28,14 +28,14 @@ fn on_spawner<T: Send + 'static>(job: impl FnOnce() -> T + Send + 'static) -> io
     let gone = || io::Error::other("the thread that starts child processes has ended");
     let (reply, result) = mpsc::channel();
     let boxed: Job = Box::new(move || {
-        // The caller waits for the reply; if it has gone, nobody wants it.
+        // Sending fails only if the caller no longer waits for the reply.
         let _ = reply.send(job());
     });
     spawner.lock().map_err(|_| gone())?.send(boxed).map_err(|_| gone())?;
     result.recv().map_err(|_| gone())
 }
 
-/// Starts `command` in `namespace`; the kernel kills it with SIGKILL should this process die first.
+/// Starts `command` in `namespace`. The kernel kills it with SIGKILL if this process ends first.
 pub(crate) fn spawn_in(namespace: File, mut command: Command) -> io::Result<Child> {
     on_spawner(move || {
         enter_before_exec(&mut command, namespace);
@@ -57,8 +57,8 @@ fn enter_before_exec(command: &mut Command, namespace: File) {
     }
 }
 
-/// Has the program find no IPv6 sockets, as on a kernel that was booted with `ipv6.disable=1`:
-/// `socket(AF_INET6, …)` fails with EAFNOSUPPORT.
+/// Makes `socket(AF_INET6, …)` fail with EAFNOSUPPORT in the program, as on a kernel that was
+/// booted with `ipv6.disable=1`. A seccomp filter does this.
 #[allow(unsafe_code)]
 pub fn refuse_ipv6_sockets(command: &mut Command) {
     let statement = |code: u32, jump_true, jump_false, value| libc::sock_filter {
@@ -67,8 +67,8 @@ pub fn refuse_ipv6_sockets(command: &mut Command) {
         jf: jump_false,
         k: value,
     };
-    // Offsets in `struct seccomp_data`: the system call's number, and the low half of its first
-    // argument.
+    // Offsets in `struct seccomp_data` (linux/seccomp.h): the system call's number, and the low
+    // half of its first argument.
     const NUMBER: u32 = 0;
     const FIRST_ARGUMENT: u32 = if cfg!(target_endian = "little") { 16 } else { 20 };
     let load = libc::BPF_LD | libc::BPF_W | libc::BPF_ABS;

@@ -1,12 +1,10 @@
-//! Clients that ask the same target take turns.
+//! Serialises series of requests to one target.
 //!
-//! Scheduler `rr` hands a virtual server's connections out one endpoint after the other. Two
-//! clients that ask it at once, each as fast as it is answered, may fall into step: with four
-//! endpoints each client then gets every second one, as often as it asks, and sees two endpoints
-//! although all four take their turns. By chance that happens rarely, and on a machine with one
-//! CPU, which lets threads run in a fixed order, it lasts. A series of requests that is to show who
-//! answers has its target for itself, therefore. All backends do the same, so that what is asked of
-//! them does not differ.
+//! IPVS's scheduler `rr` gives connections to the endpoints in a fixed rotation. If two clients
+//! alternate their requests, each client sees only every second endpoint: two of four. This is rare
+//! by chance, but on a machine with one CPU the threads may alternate for a long time. So a series
+//! that checks which endpoints answer must be the only one to its target at that time. The tests do
+//! this for every backend, so that all backends receive equal requests.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -14,13 +12,13 @@ use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 use super::client::{Request, Transport};
 
-/// A target as a virtual server knows it. Clients of several nodes ask several virtual servers of
-/// the same name, and wait for each other as well, which costs little.
+/// Protocol, address and port of a virtual server. Every node has its own virtual server for a
+/// target. Clients on different nodes also wait for each other, which costs little time.
 type Target = (Transport, SocketAddr);
 
 static TARGETS: LazyLock<Mutex<HashMap<Target, Arc<Mutex<()>>>>> = LazyLock::new(Mutex::default);
 
-/// Runs `ask`, which asks the target of `request`, while nobody else does so.
+/// Runs `ask` while no other call runs for the target of `request`.
 pub fn in_turn<T>(request: &Request, ask: impl FnOnce() -> T) -> T {
     let protocol = if request.transport == Transport::Http { Transport::Tcp } else { request.transport };
     let turn = {
@@ -39,7 +37,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_target_is_asked_by_one_client_at_a_time_and_another_beside_it() {
+    fn one_target_serves_one_client_at_a_time_and_other_targets_are_free() {
         let to = |port: u16| SocketAddr::from(([192, 0, 2, 1], port));
         let (inside, most) = (AtomicUsize::new(0), AtomicUsize::new(0));
         std::thread::scope(|scope| {
@@ -57,7 +55,7 @@ mod tests {
             }
         });
         assert_eq!(most.into_inner(), 1);
-        // Others are free meanwhile: with one lock for all, this would not end.
+        // Other targets are free meanwhile. One lock for all targets would deadlock.
         let others = [(Transport::Udp, 80), (Transport::Tcp, 81)];
         let asked = in_turn(&Request::new(Transport::Tcp, to(80)), || {
             others.map(|(transport, port)| in_turn(&Request::new(transport, to(port)), || port))

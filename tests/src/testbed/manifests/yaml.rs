@@ -1,4 +1,4 @@
-//! Manifests as YAML documents.
+//! Writes manifests as YAML documents.
 
 use std::collections::BTreeSet;
 
@@ -10,12 +10,12 @@ use crate::testbed::client::Transport;
 use crate::testbed::plan::{self, Family, NODES};
 
 impl Service {
-    /// Whether a service proxy has anything to do for it.
+    /// Whether Headgate serves this Service.
     fn is_served(&self) -> bool {
         !matches!(self.service_type, ServiceType::ExternalName | ServiceType::Headless) && self.proxy_name.is_none()
     }
 
-    /// Pods that are endpoints in a slice that counts.
+    /// The names of the endpoints in slices that Headgate reads. It ignores headless slices.
     fn endpoint_names(&self) -> BTreeSet<&str> {
         let further = self.more_slices.iter().flat_map(|slice| &slice.endpoints);
         let all = self.endpoints.iter().chain(further).filter(|_| !self.headless_slices);
@@ -141,7 +141,7 @@ impl Endpoint {
 }
 
 impl Manifests {
-    /// Numbers of services, marker included, and of endpoints, each address for itself.
+    /// The number of services, including the marker, and the number of endpoint addresses.
     pub(in crate::testbed) fn counts(&self) -> (u64, u64) {
         let services = self.services.iter().filter(|service| service.is_served()).count();
         let endpoints: usize =
@@ -161,7 +161,7 @@ impl Manifests {
         Ok(documents)
     }
 
-    /// All documents, the marker with `generation` as its port last.
+    /// All documents. The marker is the last one, with `generation` as its port.
     pub(in crate::testbed) fn yaml(&self, generation: u16) -> Result<String> {
         let mut documents = self.documents()?;
         documents.extend(self.further.iter().cloned());
