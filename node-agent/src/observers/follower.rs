@@ -1,5 +1,5 @@
-//! What a task follows of each service: a value that the state and the node give, told once it has
-//! changed and the rules are in place.
+//! An observer that computes one value per service and sends changed values to a task, once the
+//! rules are in the kernel.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -11,10 +11,11 @@ use tokio::sync::Notify;
 
 use super::{Observer, Scope};
 
-/// Services whose value changed; `None` where there is none any more.
+/// Services whose value changed, with the new value. `None` means that the service no longer has
+/// one.
 pub type Changes<T> = BTreeMap<Arc<ServiceKey>, Option<T>>;
 
-/// What the task has not taken up yet: each service once, at its newest.
+/// Changes that the task has not received yet. Each service appears once, with its newest value.
 #[derive(Debug)]
 pub struct Mailbox<T> {
     changes: Mutex<Changes<T>>,
@@ -33,7 +34,7 @@ impl<T> Mailbox<T> {
         self.arrived.notify_one();
     }
 
-    /// Waits until there is something, and takes it.
+    /// Waits until the mailbox holds changes, and takes them out.
     pub(crate) async fn take(&self) -> Changes<T> {
         loop {
             let changes = std::mem::take(&mut *self.lock());
@@ -49,25 +50,25 @@ impl<T> Mailbox<T> {
     }
 }
 
-/// How a service's value is found; at the cost of that service.
+/// Computes the value of one service. The cost must depend on the size of that service only.
 pub type Find<T> = fn(&State, &Arc<ServiceKey>, &NodeFacts) -> Option<T>;
 
 /// The observer that puts changes into the mailbox.
 #[derive(Debug)]
 pub struct Follower<T> {
     find: Find<T>,
-    /// What the task was told.
-    pub(crate) told: HashMap<Arc<ServiceKey>, T>,
+    /// The values that were put into the mailbox.
+    pub(crate) sent: HashMap<Arc<ServiceKey>, T>,
     planned: Changes<T>,
     mailbox: Arc<Mailbox<T>>,
 }
 
 impl<T> Follower<T> {
-    /// A follower, and the mailbox for the task.
+    /// Returns a follower, and the mailbox from which the task takes the changes.
     #[must_use]
     pub fn new(find: Find<T>) -> (Self, Arc<Mailbox<T>>) {
         let mailbox = Arc::new(Mailbox::default());
-        let follower = Self { find, told: HashMap::new(), planned: Changes::new(), mailbox: Arc::clone(&mailbox) };
+        let follower = Self { find, sent: HashMap::new(), planned: Changes::new(), mailbox: Arc::clone(&mailbox) };
         (follower, mailbox)
     }
 }
@@ -75,7 +76,7 @@ impl<T> Follower<T> {
 impl<T: PartialEq> Follower<T> {
     fn plan_service(&mut self, state: &State, key: &Arc<ServiceKey>, node: &NodeFacts) {
         let found = (self.find)(state, key, node);
-        if found.as_ref() != self.told.get(key) {
+        if found.as_ref() != self.sent.get(key) {
             self.planned.insert(Arc::clone(key), found);
         }
     }
@@ -87,7 +88,7 @@ impl<T: PartialEq + Clone + Send> Observer for Follower<T> {
         match scope {
             Scope::Services(services) => services.iter().for_each(|key| self.plan_service(state, key, node)),
             Scope::All => {
-                let gone: Vec<_> = self.told.keys().filter(|key| state.entry(key).is_none()).cloned().collect();
+                let gone: Vec<_> = self.sent.keys().filter(|key| state.entry(key).is_none()).cloned().collect();
                 state.entries().map(|(key, _)| key).chain(&gone).for_each(|key| self.plan_service(state, key, node));
             }
         }
@@ -100,15 +101,15 @@ impl<T: PartialEq + Clone + Send> Observer for Follower<T> {
         let changes = std::mem::take(&mut self.planned);
         for (key, value) in &changes {
             match value {
-                Some(value) => drop(self.told.insert(Arc::clone(key), value.clone())),
-                None => drop(self.told.remove(key)),
+                Some(value) => drop(self.sent.insert(Arc::clone(key), value.clone())),
+                None => drop(self.sent.remove(key)),
             }
         }
         self.mailbox.put(changes);
     }
 
-    /// Nothing waits for the control plane: a node that restarts while it is away does its part all
-    /// the same.
+    /// Sends the values of the state from disk at once, so that tasks also run on a node that
+    /// restarts while no control plane can be reached.
     fn restored(&mut self, state: &State, node: &NodeFacts) {
         self.plan(state, node, Scope::All);
         self.applied();

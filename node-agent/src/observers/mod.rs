@@ -1,9 +1,9 @@
-//! What follows the rules without being rules: cleanup of connection tracking, health-check node
-//! ports.
+//! Work that follows the rules: the cleanup of connection tracking, health-check node ports, and
+//! endpoint checks.
 //!
-//! A observer looks at the state while a step is planned, and acts once the step's rules are in the
-//! kernel. It never keeps programming waiting: whatever takes time or may fail goes to a thread or
-//! task of its own, which tries again by itself.
+//! An observer reads the state while a step is planned, and acts once the rules of the step are in
+//! the kernel. It never delays programming: slow or fallible work runs in a separate thread or
+//! task, which retries by itself.
 
 pub mod conntrack;
 pub mod endpoint_checks;
@@ -19,48 +19,48 @@ use tokio::sync::watch;
 
 use crate::node_inputs::NodeInputs;
 
-/// What a step programs.
+/// The services that a step programs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Scope<'a> {
-    /// Everything: the first sync, and repairs.
+    /// All services: the first sync, and repairs.
     All,
     /// These services.
     Services(&'a BTreeSet<Arc<ServiceKey>>),
 }
 
-/// Runs beside the backend, on the reconcile loop's thread.
+/// Is called beside the dataplane, on the thread of the reconcile loop.
 pub trait Observer: Send {
-    /// A step is planned. The state's lock is held: computes only. When an earlier step failed, its
-    /// services are among this one's.
+    /// Is called when a step is planned. The caller holds the lock of the state, so this method
+    /// must only compute. If the previous step failed, `scope` includes its services.
     fn plan(&mut self, state: &State, node: &NodeFacts, scope: Scope<'_>);
 
-    /// The rules of the step that was planned last are in the kernel.
+    /// Is called when the rules of the step that was planned last are in the kernel.
     fn applied(&mut self);
 
-    /// Rules of an earlier run are in the kernel and stay for now; this state from disk, perhaps
-    /// older than they are, is all that is known.
+    /// Is called at the start when the kernel still has the rules of an earlier run and no control
+    /// plane has confirmed the state yet. `state` comes from disk and may be older than the rules.
     fn restored(&mut self, _state: &State, _node: &NodeFacts) {}
 }
 
-/// Which of the node's addresses answer NodePorts, as resolved last.
+/// The addresses of the node that answer NodePorts, as the reconcile loop last resolved them.
 #[derive(Debug, Clone)]
 pub struct NodePorts(watch::Receiver<NodeInputs>);
 
 impl NodePorts {
-    /// Follows what the reconcile loop resolves.
+    /// Follows the inputs that the reconcile loop publishes.
     #[must_use]
     pub fn of_inputs(inputs: watch::Receiver<NodeInputs>) -> Self {
         Self(inputs)
     }
 
-    /// Those of a family.
+    /// The addresses of one family that answer NodePorts.
     #[must_use]
     pub fn of(&self, family: Family) -> NodePortAddresses {
         self.0.borrow().node_ports(family).clone()
     }
 }
 
-/// All addresses.
+/// All addresses of the node answer NodePorts.
 impl Default for NodePorts {
     fn default() -> Self {
         Self(watch::channel(NodeInputs::default()).1)

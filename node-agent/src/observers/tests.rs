@@ -16,11 +16,11 @@ use crate::{
     testing::{endpoint, service, snapshot, update},
 };
 
-/// Only ever waited for when a test fails.
+/// Longest time that a test waits before it fails.
 const GUARD: Duration = Duration::from_secs(30);
 
-/// Tells, for each step that was applied, what was planned last and how many calls of the backend
-/// had ended by then.
+/// Sends, for each applied step, the scope that was planned last and the number of calls that the
+/// dataplane had received by then.
 struct Recorder {
     control: Control,
     planned: Arc<Mutex<Vec<String>>>,
@@ -44,12 +44,12 @@ impl Observer for Recorder {
 // rows: 85
 #[test]
 fn companions_act_once_the_rules_are_in_place_and_forget_no_failed_step() {
-    let (backend, control) = InMemoryDataplane::new();
+    let (dataplane, control) = InMemoryDataplane::new();
     let shared = Arc::new(AgentState::new("node-1"));
     let backoff = Backoff::new(Duration::from_millis(1), Duration::from_millis(5), Jitter::Full);
     let timing = Timing { sync_period: Duration::from_secs(3600), backoff, ..Timing::default() };
     let (reconciler, _progress) =
-        Reconciler::new(Box::new(backend), Arc::clone(&shared), SyncMetrics::default(), timing);
+        Reconciler::new(Box::new(dataplane), Arc::clone(&shared), SyncMetrics::default(), timing);
     let (applied, steps) = mpsc::channel();
     let recorder = Recorder { control: control.clone(), planned: Arc::default(), applied };
     let reconciler = reconciler.with_observers(vec![Box::new(recorder)]);
@@ -57,8 +57,8 @@ fn companions_act_once_the_rules_are_in_place_and_forget_no_failed_step() {
 
     shared.apply(snapshot(1, vec![service("web", 80), service("db", 5432)]));
     assert_eq!(steps.recv_timeout(GUARD).unwrap(), (vec!["all".to_owned()], 1));
-    // The kernel refuses the first attempt; what it was about is part of the second, which looks at
-    // everything.
+    // The first attempt fails. The second attempt is a full sync, so it includes the services of
+    // the first.
     control.hold(true);
     control.fail_next(DataplaneError::new(ErrorKind::Retry, "another process holds the lock"));
     shared.apply(update(2, vec![endpoint("web", 1, 8080)]));
@@ -66,5 +66,5 @@ fn companions_act_once_the_rules_are_in_place_and_forget_no_failed_step() {
     assert_eq!(steps.recv_timeout(GUARD).unwrap(), (vec!["all".to_owned()], 3));
     shared.stop();
     thread.join().unwrap();
-    assert!(steps.try_recv().is_err(), "nothing else was applied");
+    assert!(steps.try_recv().is_err(), "another step was applied");
 }

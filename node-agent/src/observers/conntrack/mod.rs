@@ -1,9 +1,10 @@
-//! UDP flows that lead nowhere are deleted from the kernel's connection tracking table, after the
-//! rules are in place.
+//! Deletes stale UDP flows from the kernel's connection tracking table, after the rules are in
+//! place.
 //!
-//! What is stale, [`headgate_core::conntrack`] decides. Here it is looked for over netlink,
-//! filtered by the kernel, on a thread of its own: however long the table, programming goes on. A
-//! pass that fails is tried again until it succeeds, with what changed since.
+//! [`headgate_core::conntrack`] decides which flows are stale. This module lists flows over netlink
+//! with filters that the kernel evaluates, and deletes the stale ones. It does so in a separate
+//! thread, so that a long table does not delay programming. A failed pass is repeated until it
+//! succeeds, and includes the changes that arrive meanwhile.
 
 mod sweep;
 pub mod wire;
@@ -31,7 +32,7 @@ use crate::{
     observers::{NodePorts, Observer, Scope},
 };
 
-/// What is counted. The first two have kube-proxy's names and meaning.
+/// Metrics of the cleanup. The first two have the names and the meaning that kube-proxy gives them.
 #[derive(Debug, Clone)]
 pub struct ConntrackMetrics {
     duration: Labelled<FamilyLabel, Histogram>,
@@ -50,7 +51,7 @@ impl Default for ConntrackMetrics {
 }
 
 impl ConntrackMetrics {
-    /// Registers all of them.
+    /// Registers all metrics of the cleanup.
     pub(crate) fn register(&self, registry: &mut MetricRegistry) {
         let labels = "ip_family";
         let mut add = registry.adder(KUBE_PROXY);
@@ -62,7 +63,7 @@ impl ConntrackMetrics {
         registry.adder(AGENT).counter("conntrack_passes_failed", labels, help, self.failed.clone());
     }
 
-    /// Entries deleted so far, both families.
+    /// Number of entries deleted since the start of the process, in both families.
     #[must_use]
     pub fn deleted(&self) -> u64 {
         Family::BOTH.into_iter().map(|family| self.deleted.get_or_create(&FamilyLabel::of(family)).get()).sum()
@@ -75,18 +76,19 @@ pub struct ConntrackCleaner {
     tracker: Tracker,
     planned: Option<CleanupPlan>,
     planned_all: bool,
-    // A full sync may program a newer state than the one that was planned from: the services that
-    // changed meanwhile are in the next step.
-    followed_full: bool,
+    // The last step that reached the kernel was a full sync. A full sync may program a newer state
+    // than `plan_all` saw. The services that changed in between are part of the next step, and the
+    // tracker does not know all their former endpoints.
+    is_after_full_sync: bool,
     worker: Worker,
 }
 
 impl ConntrackCleaner {
-    /// Starts the thread, which works in the network namespace of the caller. `node_ports` says
-    /// which of the node's addresses have NodePorts.
+    /// Starts the thread, which works in the network namespace of the caller. `node_ports` names
+    /// the addresses of the node that answer NodePorts.
     ///
     /// # Errors
-    /// The system gives us no thread.
+    /// The operating system cannot start a thread.
     pub fn start(metrics: ConntrackMetrics, node_ports: NodePorts) -> io::Result<Self> {
         let passes = Passes { metrics, node_ports };
         let worker = Worker::start(move |cleanup| passes.pass(cleanup))?;
@@ -94,7 +96,7 @@ impl ConntrackCleaner {
     }
 
     fn with(worker: Worker) -> Self {
-        Self { tracker: Tracker::default(), planned: None, planned_all: false, followed_full: false, worker }
+        Self { tracker: Tracker::default(), planned: None, planned_all: false, is_after_full_sync: false, worker }
     }
 }
 
@@ -103,7 +105,7 @@ impl Observer for ConntrackCleaner {
         self.planned_all = matches!(scope, Scope::All);
         self.planned = Some(match scope {
             Scope::All => self.tracker.plan_all(state),
-            Scope::Services(services) if self.followed_full => self.tracker.plan_unknown(state, services),
+            Scope::Services(services) if self.is_after_full_sync => self.tracker.plan_unknown(state, services),
             Scope::Services(services) => self.tracker.plan(state, services),
         });
     }
@@ -111,12 +113,13 @@ impl Observer for ConntrackCleaner {
     fn applied(&mut self) {
         if let Some(plan) = self.planned.take() {
             self.worker.hand_over(self.tracker.commit(plan));
-            self.followed_full = self.planned_all;
+            self.is_after_full_sync = self.planned_all;
         }
     }
 }
 
-/// The thread, and what it is to do. Ends when dropped, after the pass that it is at.
+/// The thread, and the work that waits for it. Dropping the worker stops the thread after the
+/// current pass.
 #[derive(Debug)]
 struct Worker {
     inbox: Arc<Inbox>,
@@ -125,23 +128,24 @@ struct Worker {
 
 #[derive(Debug, Default)]
 struct Inbox {
-    inner: Mutex<Orders>,
+    inner: Mutex<InboxState>,
     arrived: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct Orders {
-    // What came while a pass was made: the pass, should it fail, is corrected by it.
+struct InboxState {
+    // Rules that arrived during a pass. If the pass fails, they update it before it is repeated.
     newer: Cleanup,
     stop: bool,
 }
 
 impl Worker {
-    /// `pass` is called with what is to be cleaned until it succeeds.
+    /// Starts the thread. The thread calls `pass` for each cleanup, and repeats the call until it
+    /// succeeds.
     fn start(pass: impl FnMut(&Cleanup) -> Result<(), SweepError> + Send + 'static) -> io::Result<Self> {
         let inbox = Arc::new(Inbox::default());
-        let of_thread = Arc::clone(&inbox);
-        let thread = thread::Builder::new().name("conntrack".into()).spawn(move || work(&of_thread, pass))?;
+        let inbox_of_thread = Arc::clone(&inbox);
+        let thread = thread::Builder::new().name("conntrack".into()).spawn(move || work(&inbox_of_thread, pass))?;
         Ok(Self { inbox, thread: Some(thread) })
     }
 
@@ -164,25 +168,26 @@ impl Drop for Worker {
 }
 
 impl Inbox {
-    fn lock(&self) -> MutexGuard<'_, Orders> {
+    fn lock(&self) -> MutexGuard<'_, InboxState> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until there is something to do, and not before `not_before`. False means stop.
+    /// Moves new rules into `pending`, and waits until `pending` is not empty and `not_before` has
+    /// passed. Returns false when the thread must stop.
     fn wait(&self, pending: &mut Cleanup, not_before: Option<Instant>) -> bool {
-        let mut orders = self.lock();
+        let mut state = self.lock();
         loop {
-            if orders.stop {
+            if state.stop {
                 return false;
             }
-            pending.merge(std::mem::take(&mut orders.newer));
+            pending.merge(std::mem::take(&mut state.newer));
             let pause = not_before.map(|at| at.saturating_duration_since(Instant::now())).unwrap_or_default();
-            orders = if pending.is_empty() {
-                self.arrived.wait(orders).unwrap_or_else(PoisonError::into_inner)
+            state = if pending.is_empty() {
+                self.arrived.wait(state).unwrap_or_else(PoisonError::into_inner)
             } else if pause.is_zero() {
                 return true;
             } else {
-                self.arrived.wait_timeout(orders, pause).unwrap_or_else(PoisonError::into_inner).0
+                self.arrived.wait_timeout(state, pause).unwrap_or_else(PoisonError::into_inner).0
             };
         }
     }
@@ -199,14 +204,14 @@ fn work(inbox: &Inbox, mut pass: impl FnMut(&Cleanup) -> Result<(), SweepError>)
             }
             Err(error) => {
                 let pause = backoff.next_pause();
-                warn!(%error, attempts = backoff.attempts(), "stale UDP flows may be left; trying again");
+                warn!(%error, attempts = backoff.attempts(), "stale UDP flows may be left; the cleanup is tried again");
                 Some(Instant::now() + pause)
             }
         };
     }
 }
 
-/// Passes over the kernel's table.
+/// Makes passes over the kernel's table, and records them in metrics and log.
 struct Passes {
     metrics: ConntrackMetrics,
     node_ports: NodePorts,
@@ -219,14 +224,14 @@ impl Passes {
         for family in Family::BOTH {
             let (mut swept, started) = (Swept::default(), Instant::now());
             let done = sweep(cleanup, family, &addresses, &mut swept);
-            self.tell(family, swept, started.elapsed(), done.is_err());
-            // The other family gets its turn all the same.
+            self.record(family, swept, started.elapsed(), done.is_err());
+            // A failure in one family does not prevent the pass over the other.
             result = result.and(done);
         }
         result
     }
 
-    fn tell(&self, family: Family, swept: Swept, took: Duration, has_failed: bool) {
+    fn record(&self, family: Family, swept: Swept, took: Duration, has_failed: bool) {
         let label = FamilyLabel::of(family);
         if has_failed {
             self.metrics.failed.get_or_create(&label).inc();
@@ -244,7 +249,7 @@ impl Passes {
             debug!(%family, lists, listed, took_ms, "no stale UDP flows");
         }
         if incomplete > 0 {
-            warn!(%family, "the connection tracking table changed its shape while it was listed; a stale UDP flow may be left");
+            warn!(%family, "the kernel interrupted every listing of the connection tracking table; a stale UDP flow may be left");
         }
     }
 }

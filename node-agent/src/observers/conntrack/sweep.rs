@@ -1,4 +1,4 @@
-//! One pass over the kernel's table: list by filters, delete what is stale.
+//! One pass over the kernel's table: lists entries by filters and deletes the stale ones.
 
 use std::{
     collections::HashSet,
@@ -16,58 +16,60 @@ use headgate_netlink::{BATCH_REQUESTS, Connection, Dumped, NetlinkError, Refusal
 use super::wire::{self, Entry};
 use crate::{node_inputs::interface_addresses, observers::NodePorts};
 
-/// Filters of one family, above which its UDP entries are listed whole: with a million entries one
-/// filter takes a quarter to a third of the time of a list of all (bench `conntrack`).
+/// Maximum number of filters per family. If a pass needs more, it lists all UDP entries of the
+/// family once: in a table of a million entries, one filtered list takes a quarter to a third of
+/// the time of a complete list (bench `conntrack`).
 const FILTER_LIMIT: usize = 3;
-/// Attempts at one list that the kernel interrupts; then what was read has to do.
+/// Attempts to get one list that the kernel does not interrupt. After the last attempt, the pass
+/// continues with the entries that it has read.
 const ATTEMPTS: u32 = 5;
 
 /// Why a pass was not finished.
 #[derive(Debug, thiserror::Error)]
 pub enum SweepError {
-    /// The kernel cannot be asked.
+    /// A netlink request for a list failed.
     #[error("cannot read the connection tracking table: {0}")]
     List(#[source] NetlinkError),
-    /// The kernel cannot be told.
+    /// A netlink batch of deletions failed as a whole.
     #[error("cannot delete stale UDP entries of the connection tracking table: {0}")]
     Delete(#[source] NetlinkError),
-    /// Some entries stay.
-    #[error("the kernel keeps {count} stale UDP entries of the connection tracking table: {last}")]
+    /// The kernel rejected some deletions.
+    #[error("the kernel did not delete {count} stale UDP entries of the connection tracking table: {last}")]
     Kept {
-        /// How many.
+        /// Number of entries that stay.
         count: u64,
-        /// Why the last of them.
+        /// The error for the last of them.
         last: Refusal,
     },
-    /// The node's own addresses, which NodePorts are judged by.
+    /// The node's own addresses cannot be read. Rules for NodePorts need them.
     #[error("cannot read the node's addresses: {0}")]
     Addresses(#[source] io::Error),
 }
 
-/// What a pass did.
+/// Counts of one pass.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Swept {
-    /// Lists asked for.
+    /// Lists that were requested.
     pub lists: u64,
     /// Entries that the kernel listed.
     pub listed: u64,
     /// Entries deleted.
     pub deleted: u64,
-    /// Lists that stayed incomplete, since the table changed its shape at every attempt.
+    /// Lists that stayed incomplete, because the kernel interrupted every attempt.
     pub incomplete: u64,
 }
 
-/// The node's own addresses, as far as they carry NodePorts.
+/// The node's own addresses that answer NodePorts.
 #[derive(Debug, Default)]
 pub struct NodeAddresses {
     own: HashSet<IpAddr>,
 }
 
 impl NodeAddresses {
-    /// Resolves them, if the cleanup has to know.
+    /// Reads the addresses if the cleanup has rules for NodePorts. Otherwise the result is empty.
     ///
     /// # Errors
-    /// When the kernel does not list them.
+    /// The kernel does not list the addresses of the interfaces.
     pub fn read(cleanup: &Cleanup, node_ports: &NodePorts) -> Result<Self, SweepError> {
         if !cleanup.needs_node_addresses() {
             return Ok(Self::default());
@@ -94,7 +96,7 @@ impl NodeAddresses {
     }
 
     fn contains(&self, address: IpAddr) -> bool {
-        // All of 127.0.0.0/8 is local, though the interface has one address of it.
+        // All of 127.0.0.0/8 is local, although the interface lists only 127.0.0.1.
         let is_loopback = address.is_ipv4() && address.is_loopback();
         self.own.contains(&address) || (is_loopback && self.own.contains(&LOCALHOST))
     }
@@ -102,10 +104,10 @@ impl NodeAddresses {
 
 const LOCALHOST: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
 
-/// Deletes the stale flows of a family.
+/// Deletes the stale flows of a family, and adds to the counts in `swept`.
 ///
 /// # Errors
-/// Some may be left; what was deleted is in `swept`. To be tried again.
+/// Stale flows may be left. `swept` counts what was deleted. The caller should retry.
 pub fn sweep(
     cleanup: &Cleanup,
     family: Family,
@@ -115,7 +117,7 @@ pub fn sweep(
     let of_family = |filter: &Filter| filter.family == family;
     let mut lists: Vec<Request> = Vec::new();
     for list in cleanup.filters(FILTER_LIMIT).iter().filter(|filter| of_family(filter)).map(wire::list) {
-        // Without addresses several may be the same.
+        // Requests omit IPv6 addresses, so that several filters may give the same request.
         if !lists.contains(&list) {
             lists.push(list);
         }
@@ -131,7 +133,7 @@ pub fn sweep(
     deletions.finish()
 }
 
-/// Deletes while it lists, so that memory stays bounded however many are stale.
+/// Deletes stale entries while it lists, so that memory stays bounded for any number of them.
 fn list_and_delete(
     cleanup: &Cleanup,
     list: &Request,
@@ -147,7 +149,7 @@ fn list_and_delete(
                 let Some(entry) = (kind == wire::MESSAGE_NEW).then(|| Entry::parse(payload)).flatten() else { return };
                 swept.listed += 1;
                 let (original, answered_by) = (entry.original_destination, entry.reply_source);
-                // The kernel lists more than is stale, old ones everything.
+                // The kernel also lists entries that are not stale. Kernels before 5.8 list all.
                 if result.is_ok() && cleanup.is_stale(original, answered_by, |address| addresses.contains(address)) {
                     result = deletions.push(entry.delete(), swept);
                 }
@@ -165,7 +167,7 @@ fn list_and_delete(
     Ok(())
 }
 
-/// Deletions on their way, sent in batches.
+/// Collects deletions and sends them in batches.
 struct Deletions {
     connection: Connection,
     waiting: Vec<Request>,
@@ -189,7 +191,7 @@ impl Deletions {
         let kept = &mut self.kept;
         let result = self.connection.execute(requests, |_, refusal| {
             swept.deleted = swept.deleted.saturating_sub(1);
-            // It ended by itself meanwhile, or another filter's list had it too.
+            // ENOENT: the entry expired meanwhile, or was already deleted through another list.
             if refusal.code != libc::ENOENT {
                 let count = kept.as_ref().map_or(0, |(count, _)| *count) + 1;
                 *kept = Some((count, refusal));

@@ -9,10 +9,10 @@ use headgate_netlink::Refusal;
 
 use super::*;
 
-/// Only ever waited for when a test fails.
+/// Longest time that a test waits before it fails.
 const GUARD: Duration = Duration::from_secs(30);
 
-/// A state with a tracker, whose steps all succeed.
+/// A state with a tracker. Every step succeeds.
 #[derive(Default)]
 struct World {
     state: State,
@@ -53,26 +53,27 @@ fn answered_by(last: u8) -> Filter {
 }
 
 #[test]
-fn a_pass_that_fails_is_made_again_with_what_came_since() {
+fn a_failed_pass_is_repeated_with_the_changes_that_arrived_meanwhile() {
     let mut world = World::default();
     world.step([service(), endpoint(1), endpoint(2), endpoint(3)]);
-    let (told, passes) = mpsc::channel();
+    let (filters, passes) = mpsc::channel();
     let (answer, answers) = mpsc::channel::<bool>();
     let worker = Worker::start(move |cleanup| {
-        told.send(cleanup.filters(8)).unwrap();
+        filters.send(cleanup.filters(8)).unwrap();
         let kept = || SweepError::Kept { count: 1, last: Refusal::of_code(libc::EBUSY) };
         if answers.recv().unwrap() { Ok(()) } else { Err(kept()) }
     })
     .unwrap();
     worker.hand_over(world.step([gone(1)]));
     assert_eq!(passes.recv_timeout(GUARD).unwrap(), [answered_by(1)]);
-    // While the pass is made, 2 goes, and 1 comes back: its flows are no longer stale.
+    // During the pass, endpoint 2 is removed and endpoint 1 is added again, so that the flows of
+    // endpoint 1 are no longer stale.
     worker.hand_over(world.step([gone(2)]));
     worker.hand_over(world.step([endpoint(1)]));
     answer.send(false).unwrap();
     assert_eq!(passes.recv_timeout(GUARD).unwrap(), [answered_by(2)]);
     answer.send(true).unwrap();
-    // Done is done.
+    // The flows of endpoint 2 are cleaned and not searched again.
     worker.hand_over(world.step([gone(3)]));
     assert_eq!(passes.recv_timeout(GUARD).unwrap(), [answered_by(3)]);
     answer.send(true).unwrap();
@@ -81,7 +82,7 @@ fn a_pass_that_fails_is_made_again_with_what_came_since() {
 }
 
 #[test]
-fn the_thread_ends_while_it_waits_to_try_again() {
+fn the_thread_stops_during_the_pause_after_a_failed_pass() {
     let worker = Worker::start(|_| Err(SweepError::Kept { count: 1, last: Refusal::of_code(libc::EBUSY) })).unwrap();
     let mut world = World::default();
     worker.hand_over(world.step([service(), endpoint(1)]));
@@ -89,10 +90,10 @@ fn the_thread_ends_while_it_waits_to_try_again() {
 }
 
 #[test]
-fn what_changed_during_a_full_sync_has_no_known_past() {
-    let (told, passes) = mpsc::channel();
+fn the_step_after_a_full_sync_searches_all_flows_of_its_services() {
+    let (filters, passes) = mpsc::channel();
     let worker = Worker::start(move |cleanup| {
-        told.send(cleanup.filters(8)).unwrap();
+        filters.send(cleanup.filters(8)).unwrap();
         Ok(())
     });
     let mut cleaner = ConntrackCleaner::with(worker.unwrap());
@@ -108,7 +109,8 @@ fn what_changed_during_a_full_sync_has_no_known_past() {
     let by_destination = [Filter::to(OriginalDestination::Address("10.96.0.10".parse().unwrap(), 53))];
     step(vec![service(), endpoint(1), endpoint(2), endpoint(3)], true);
     assert_eq!(passes.recv_timeout(GUARD).unwrap(), by_destination);
-    // Endpoint 4 may have come and gone while the kernel was written.
+    // The full sync may have programmed endpoints that the tracker never saw, so this step
+    // searches by destination and not by endpoint.
     step(vec![gone(1)], false);
     assert_eq!(passes.recv_timeout(GUARD).unwrap(), by_destination);
     step(vec![gone(2)], false);

@@ -1,5 +1,5 @@
 //! Connection tracking entries as netlink attributes (`linux/netfilter/nfnetlink_conntrack.h`).
-//! Numbers in attributes are big-endian, but for the flags of filters.
+//! Numbers in attributes are big-endian, except the flags of filters, which are in host byte order.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -7,7 +7,8 @@ use headgate_core::{Family, conntrack::Filter};
 use headgate_netlink::{Request, attributes};
 
 const SUBSYSTEM: u16 = (libc::NFNL_SUBSYS_CTNETLINK as u16) << 8;
-/// `IPCTNL_MSG_CT_NEW`: what a list consists of, and the request to add or change an entry.
+/// `IPCTNL_MSG_CT_NEW`: the type of the messages in a list. As a request, it adds or changes an
+/// entry.
 pub const MESSAGE_NEW: u16 = SUBSYSTEM;
 const MESSAGE_GET: u16 = SUBSYSTEM | 1;
 const MESSAGE_DELETE: u16 = SUBSYSTEM | 2;
@@ -33,7 +34,8 @@ pub const DESTINATION_PORT: u16 = 3;
 
 const FILTER_ORIGINAL_FLAGS: u16 = 1;
 const FILTER_REPLY_FLAGS: u16 = 2;
-/// Which parts of a tuple a filter compares (`net/netfilter/nf_internals.h`).
+// `CTA_FILTER_FLAG`: the parts of a tuple that a filter compares
+// (`net/netfilter/nf_internals.h`).
 const COMPARE_SOURCE_ADDRESS: u32 = 1 << 0;
 const COMPARE_DESTINATION_ADDRESS: u32 = 1 << 1;
 const COMPARE_PROTOCOL: u32 = 1 << 3;
@@ -43,7 +45,7 @@ const COMPARE_DESTINATION_PORT: u32 = 1 << 5;
 const FLAG_DUMP: u16 = libc::NLM_F_DUMP as u16;
 const PROTOCOL_UDP: u8 = libc::IPPROTO_UDP as u8;
 
-/// `struct nfgenmsg`.
+/// Encodes `struct nfgenmsg` for a family.
 #[must_use]
 pub fn header(family: Family) -> [u8; 4] {
     let family = match family {
@@ -53,19 +55,19 @@ pub fn header(family: Family) -> [u8; 4] {
     [u8::try_from(family).unwrap_or_default(), 0, 0, 0]
 }
 
-/// `CTA_IP_V4_SRC` or its like of the family.
+/// Returns `CTA_IP_V4_SRC` or `CTA_IP_V6_SRC`.
 #[must_use]
 pub fn source_address(family: Family) -> u16 {
     if family == Family::V4 { 1 } else { 3 }
 }
 
-/// `CTA_IP_V4_DST` or its like of the family.
+/// Returns `CTA_IP_V4_DST` or `CTA_IP_V6_DST`.
 #[must_use]
 pub fn destination_address(family: Family) -> u16 {
     if family == Family::V4 { 2 } else { 4 }
 }
 
-/// An address in an attribute `kind`.
+/// Adds an address to a request, in an attribute of type `kind`.
 #[must_use]
 pub fn put_address(request: Request, kind: u16, address: IpAddr) -> Request {
     match address {
@@ -74,16 +76,20 @@ pub fn put_address(request: Request, kind: u16, address: IpAddr) -> Request {
     }
 }
 
-/// The request to list the entries that a filter admits. The kernel may list more, so compare
-/// again: kernels before 5.8 do not filter, and IPv6 addresses are not asked for, since kernels up
-/// to 6.18 at least list those whose address differs (`ctnetlink_filter_match_tuple` takes
-/// `ipv6_addr_cmp` for a test of equality).
+/// The request to list the entries that a filter admits.
+///
+/// The kernel may list more entries, so the caller has to compare each of them again:
+///
+/// - Kernels before 5.8 do not filter.
+/// - The request omits IPv6 addresses. Kernels up to at least 6.18 list the entries whose address
+///   differs, because `ctnetlink_filter_match_tuple` reads the result of `ipv6_addr_cmp` the wrong
+///   way round.
 #[must_use]
 pub fn list(filter: &Filter) -> Request {
     let family = filter.family;
-    let asked_for = |address: &IpAddr| address.is_ipv4();
+    let can_filter_by = |address: &IpAddr| address.is_ipv4();
     let mut compare_original = COMPARE_PROTOCOL;
-    let original_address = filter.original_address.filter(asked_for);
+    let original_address = filter.original_address.filter(can_filter_by);
     if original_address.is_some() {
         compare_original |= COMPARE_DESTINATION_ADDRESS;
     }
@@ -96,7 +102,7 @@ pub fn list(filter: &Filter) -> Request {
     let Some(source) = filter.reply_source else {
         return request.nested(FILTER, |flags| flags.attribute(FILTER_ORIGINAL_FLAGS, &compare_original.to_ne_bytes()));
     };
-    let reply_address = Some(source.ip()).filter(asked_for);
+    let reply_address = Some(source.ip()).filter(can_filter_by);
     let mut compare_reply = COMPARE_PROTOCOL | COMPARE_SOURCE_PORT;
     if reply_address.is_some() {
         compare_reply |= COMPARE_SOURCE_ADDRESS;
@@ -112,7 +118,7 @@ pub fn list(filter: &Filter) -> Request {
         })
 }
 
-/// One end of a UDP tuple, as far as it is given.
+/// Adds one end of a UDP tuple to a request: the address and the port, each only if it is given.
 fn put_end(tuple: Request, address_kind: u16, address: Option<IpAddr>, port_kind: u16, port: Option<u16>) -> Request {
     let tuple = match address {
         Some(address) => tuple.nested(TUPLE_IP, |ip| put_address(ip, address_kind, address)),
@@ -127,12 +133,13 @@ fn put_end(tuple: Request, address_kind: u16, address: Option<IpAddr>, port_kind
     })
 }
 
-/// A UDP entry of a list. Borrows what was received, since few entries are kept.
+/// A UDP entry of a list. It borrows from the received message, because few entries are stale and
+/// most are dropped at once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Entry<'a> {
-    /// Where the client sends to.
+    /// The destination to which the client sends, before translation.
     pub original_destination: SocketAddr,
-    /// Who answers.
+    /// The source of the replies: the endpoint, if the flow is translated.
     pub reply_source: SocketAddr,
     original_tuple: &'a [u8],
     id: &'a [u8],
@@ -141,7 +148,8 @@ pub struct Entry<'a> {
 }
 
 impl<'a> Entry<'a> {
-    /// Reads an entry; `None` when it is none of UDP, or of another form than the kernel's.
+    /// Parses the payload of a message. Returns `None` if the entry is not UDP, or if a required
+    /// attribute is missing or malformed.
     #[must_use]
     pub fn parse(payload: &'a [u8]) -> Option<Self> {
         let (mut original, mut reply, mut id, mut zone) = (None, None, None, None);
@@ -161,11 +169,12 @@ impl<'a> Entry<'a> {
         Some(Self { original_destination, reply_source, original_tuple, id: id?, zone, family })
     }
 
-    /// The request to delete this entry, and not another one that took its place meanwhile.
+    /// The request to delete this entry. It includes the ID of the entry, so that the kernel does
+    /// not delete a newer entry with an equal tuple.
     #[must_use]
     pub fn delete(&self) -> Request {
         let request = Request::new(MESSAGE_DELETE, 0, &header(self.family))
-            // The tuple goes back as it came, with its flag for nesting.
+            // The tuple is sent back as received, with the flag for nested attributes.
             .nested(TUPLE_ORIGINAL, |tuple| attributes(self.original_tuple).fold(tuple, put_nested))
             .attribute(ID, self.id);
         match self.zone {
@@ -175,7 +184,8 @@ impl<'a> Entry<'a> {
     }
 }
 
-/// Parts of a tuple are nested themselves, but for its zone.
+/// Adds one part of a tuple. `CTA_TUPLE_IP` and `CTA_TUPLE_PROTO` are nested attributes; the zone
+/// is not.
 fn put_nested(request: Request, (kind, value): (u16, &[u8])) -> Request {
     if kind == TUPLE_IP || kind == TUPLE_PROTOCOL {
         request.nested(kind, |part| attributes(value).fold(part, |part, (kind, value)| part.attribute(kind, value)))
@@ -184,7 +194,7 @@ fn put_nested(request: Request, (kind, value): (u16, &[u8])) -> Request {
     }
 }
 
-/// Source and destination of a tuple; `None` when it is not UDP's.
+/// The source and the destination of a tuple. `None` if its protocol is not UDP.
 fn udp_tuple(tuple: &[u8]) -> Option<(SocketAddr, SocketAddr)> {
     let (mut source, mut destination) = (None, None);
     let (mut source_port, mut destination_port, mut is_udp) = (None, None, false);
@@ -227,10 +237,10 @@ mod tests {
         bytes.chunks(4).map(|word| word.iter().map(|byte| format!("{byte:02x}")).collect::<String>() + " ").collect()
     }
 
-    /// The numbers in headers are in the machine's byte order.
+    /// The expected bytes hold for little-endian machines: headers use the machine's byte order.
     #[cfg(target_endian = "little")]
     #[test]
-    fn requests_are_what_the_kernel_takes() {
+    fn list_requests_have_the_encoding_of_the_kernel() {
         let to = Filter::to(OriginalDestination::Address("10.96.0.10".parse().unwrap(), 53));
         assert_eq!(
             hex(list(&to).payload()),
@@ -249,7 +259,7 @@ mod tests {
 
     #[cfg(target_endian = "little")]
     #[test]
-    fn addresses_of_ipv6_are_not_asked_for() {
+    fn list_requests_omit_ipv6_addresses() {
         let to = Filter::to(OriginalDestination::Address("fd00:96::10".parse().unwrap(), 53));
         assert_eq!(
             hex(list(&to).payload()),
@@ -277,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn an_entry_is_read_and_deleted_by_its_tuple_and_id() {
+    fn an_entry_is_parsed_and_deleted_by_its_tuple_and_id() {
         let bytes = entry(true, 17);
         let entry = Entry::parse(&bytes).unwrap();
         assert_eq!(entry.original_destination, "10.96.0.10:53".parse().unwrap());
@@ -289,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn tcp_and_nonsense_are_no_entries() {
+    fn tcp_entries_and_malformed_payloads_are_ignored() {
         assert_eq!(Entry::parse(&entry(false, 6)), None);
         assert_eq!(Entry::parse(&[]), None);
         assert_eq!(Entry::parse(&entry(false, 17)[..60]), None);

@@ -1,21 +1,21 @@
-//! Metrics of endpoint checks.
+//! Metrics of active health checks.
 
 use prometheus_client::metrics::{counter::Counter, family::Family, gauge::Gauge};
 
 use crate::metric_registry::{AGENT, MetricRegistry, ResultLabel};
 
-/// How a check ended.
+/// The result of one check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CheckResult {
     /// The endpoint accepted a connection.
     Passed,
-    /// It refused, or did not answer in time.
+    /// The endpoint refused the connection, or did not answer in time.
     Failed,
-    /// This machine lacked the means, such as file descriptors.
+    /// This machine could not make the check, for example for lack of file descriptors.
     NotMade,
 }
 
-/// See the module.
+/// Metrics of endpoint checks.
 #[derive(Debug, Clone, Default)]
 pub struct EndpointCheckMetrics {
     checks: Family<ResultLabel, Counter>,
@@ -24,18 +24,18 @@ pub struct EndpointCheckMetrics {
 }
 
 impl EndpointCheckMetrics {
-    /// Registers all of them.
+    /// Registers all metrics of endpoint checks.
     pub(crate) fn register(&self, registry: &mut MetricRegistry) {
         let mut add = registry.adder(AGENT);
-        let help = "Active health checks of endpoints that were made";
+        let help = "Active health checks of endpoints";
         add.counter("endpoint_checks", "result (passed, failed, not_made)", help, self.checks.clone());
         let help = "Endpoints that are checked for services with the annotation headgate.io/health-check";
         add.gauge("endpoints_checked", "", help, self.checked.clone());
-        let help = "Endpoints that fail their health checks: new connections are kept off them";
+        let help = "Endpoints that fail their health checks and get no new connections while others pass";
         add.gauge("endpoints_failing", "", help, self.failing.clone());
     }
 
-    /// A check has ended.
+    /// Counts a check that has ended.
     pub(crate) fn checked(&self, result: CheckResult) {
         let result = match result {
             CheckResult::Passed => "passed",
@@ -45,13 +45,13 @@ impl EndpointCheckMetrics {
         self.checks.get_or_create(&ResultLabel { result }).inc();
     }
 
-    /// So many endpoints are checked, and so many of them fail.
+    /// Sets the number of endpoints that are checked, and of those that fail.
     pub(crate) fn counted(&self, checked: usize, failing: usize) {
         self.checked.set(i64::try_from(checked).unwrap_or(i64::MAX));
         self.failing.set(i64::try_from(failing).unwrap_or(i64::MAX));
     }
 
-    /// Endpoints that fail.
+    /// Number of endpoints that fail.
     #[must_use]
     pub fn failing(&self) -> i64 {
         self.failing.get()

@@ -1,8 +1,8 @@
-//! Active health checks of endpoints: the sockets, the clock and the counting.
+//! Active health checks of endpoints: sockets, timers and metrics.
 //!
-//! [`headgate_core::endpoint_health`] decides what is checked when, and what outcomes mean. The
-//! result goes into the node's facts, and the reconcile loop programs the services whose endpoints
-//! began to fail or recovered. This works for every dataplane.
+//! [`headgate_core::endpoint_health`] decides when each endpoint is checked, and what a result
+//! means. The checker writes failing endpoints into the node's facts. The reconcile loop then
+//! programs the services whose endpoints began to fail or recovered, with any dataplane.
 
 pub mod metrics;
 mod targets;
@@ -31,10 +31,11 @@ use crate::{
     state::AgentState,
 };
 
-/// Most checks at a time. Those that are due beyond that wait.
+/// Maximum number of checks that run at a time. Further checks wait.
 pub const MAX_RUNNING: usize = 256;
 
-/// The observer that follows what services ask for, and the checker to be run on the async runtime.
+/// Returns the observer that collects the endpoints to check, and the checker. The caller runs the
+/// checker on the async runtime.
 #[must_use]
 pub fn new(
     timing: CheckTiming,
@@ -57,7 +58,8 @@ pub struct Checker {
     shared: Arc<AgentState>,
     metrics: EndpointCheckMetrics,
     checks: Checks,
-    /// What the node's facts have: nothing takes the lock unless it changes.
+    /// A copy of the failing endpoints in the node's facts. The checker locks the state only if
+    /// they change.
     reported: FailingEndpoints,
     started: Instant,
 }
@@ -76,7 +78,7 @@ impl Checker {
                 changes = self.mailbox.take() => self.take(changes),
                 Some(joined) = running.join_next(), if !running.is_empty() => match joined {
                     Ok((check, result)) => self.finish(&check, &result),
-                    // Tasks neither panic nor are they aborted.
+                    // The tasks do not panic, and nothing aborts them.
                     Err(_) => Vec::new(),
                 },
                 () = sleep(pause) => Vec::new(),
@@ -106,14 +108,14 @@ impl Checker {
         let now_ms = self.now_ms();
         let (result, changed) = match result {
             Ok(()) => (CheckResult::Passed, self.checks.finish(check, true, now_ms)),
-            Err(error) if is_ours(error) => {
+            Err(error) if is_local_error(error) => {
                 self.checks.skip(check, now_ms);
                 (CheckResult::NotMade, Vec::new())
             }
             Err(error) => {
                 let changed = self.checks.finish(check, false, now_ms);
                 if !changed.is_empty() {
-                    info!(endpoint = %check.address, %error, "an endpoint fails its health checks: new connections are kept off it");
+                    info!(endpoint = %check.address, %error, "an endpoint fails its health checks; it gets no new connections while others pass");
                 }
                 (CheckResult::Failed, changed)
             }
@@ -125,7 +127,7 @@ impl Checker {
         changed
     }
 
-    /// Updates the node's facts for these services.
+    /// Updates the metrics, and writes the failing endpoints of these services to the node's facts.
     async fn report(&mut self, changed: Vec<Arc<ServiceKey>>) {
         self.metrics.counted(self.checks.len(), self.checks.failing_count());
         let mut news = Vec::new();
@@ -141,7 +143,7 @@ impl Checker {
                 let changed = news.into_iter().filter(|(key, failing)| facts.failing.set(key, failing.clone()));
                 changed.map(|(key, _)| key).collect()
             };
-            // The state's lock may be held for a while. The task fails only when the runtime ends.
+            // Locking the state may block for a while. The task fails only when the runtime ends.
             let _ = tokio::task::spawn_blocking(move || shared.change_facts(change)).await;
         }
     }
@@ -154,7 +156,7 @@ async fn sleep(pause: Option<Duration>) {
     }
 }
 
-/// One check: the endpoint accepts a connection, which is closed at once.
+/// Makes one check: opens a TCP connection to the endpoint and closes it at once.
 async fn connect(check: Check) -> io::Result<()> {
     let timeout = Duration::from_millis(check.timeout_ms.into());
     match tokio::time::timeout(timeout, TcpStream::connect(check.address)).await {
@@ -163,8 +165,9 @@ async fn connect(check: Check) -> io::Result<()> {
     }
 }
 
-/// This machine has no means to make the check, which says nothing about the endpoint.
-fn is_ours(error: &io::Error) -> bool {
-    let ours = [libc::EMFILE, libc::ENFILE, libc::ENOBUFS, libc::ENOMEM, libc::EADDRNOTAVAIL, libc::EAFNOSUPPORT];
-    error.raw_os_error().is_some_and(|code| ours.contains(&code))
+/// True if the check failed for a reason on this machine, such as a lack of file descriptors. The
+/// error says nothing about the endpoint.
+fn is_local_error(error: &io::Error) -> bool {
+    let local = [libc::EMFILE, libc::ENFILE, libc::ENOBUFS, libc::ENOMEM, libc::EADDRNOTAVAIL, libc::EAFNOSUPPORT];
+    error.raw_os_error().is_some_and(|code| local.contains(&code))
 }

@@ -1,4 +1,4 @@
-//! What is checked.
+//! The endpoints that this node checks.
 
 use std::{collections::BTreeSet, net::SocketAddr, sync::Arc};
 
@@ -6,8 +6,9 @@ use headgate_core::{
     Family, NodeFacts, Protocol, ServiceKey, State, endpoint_health::ServiceTargets, view::views_of_all_endpoints,
 };
 
-/// The endpoints of a service that this node uses and has to check; `None` for a service without
-/// checks. The cost depends on the size of this one service.
+/// The endpoints of a service that this node has to check: the TCP endpoints that it may use.
+/// `None` if the service has no checks or no such endpoints. The cost depends on the size of this
+/// service only.
 pub(super) fn targets(state: &State, key: &Arc<ServiceKey>, node: &NodeFacts) -> Option<ServiceTargets> {
     let service = state.entry(key)?.service().filter(|service| service.is_checked_by_tcp())?;
     let views = Family::BOTH.into_iter().flat_map(|family| views_of_all_endpoints(state, key, family, node));
@@ -59,21 +60,21 @@ mod tests {
     #[test]
     fn a_node_checks_the_tcp_ports_that_it_uses() {
         let node = NodeFacts::named("node-a");
-        let of = |service: Service| {
+        let targets_of = |service: Service| {
             let (state, key) = state_with(service, &ENDPOINTS);
             targets(&state, &key, &node)
         };
         let texts = |addresses: &[&str]| addresses.iter().map(|text| text.parse().unwrap()).collect::<BTreeSet<_>>();
         let all = texts(&["10.244.1.1:8080", "10.244.2.1:8080", "10.244.2.2:8080", "[fd00:1::1]:8080"]);
-        assert_eq!(of(service("tcp")), Some(ServiceTargets { interval_ms: None, addresses: all }));
-        assert_eq!(of(service("")), None);
-        assert_eq!(of(service("http")), None, "a kind that is not known");
+        assert_eq!(targets_of(service("tcp")), Some(ServiceTargets { interval_ms: None, addresses: all }));
+        assert_eq!(targets_of(service("")), None);
+        assert_eq!(targets_of(service("http")), None, "an unknown kind of check");
         let mut local = service("tcp");
         (local.internal_traffic_policy, local.health_check_interval_ms) = (TrafficPolicy::Local, 700);
         assert_eq!(
-            of(local),
+            targets_of(local),
             Some(ServiceTargets { interval_ms: Some(700), addresses: texts(&["10.244.1.1:8080"]) }),
-            "other nodes' endpoints are not used here"
+            "endpoints on other nodes are not checked under policy Local"
         );
         assert_eq!(targets(&State::default(), &Arc::new(ServiceKey::new("ns", "none")), &node), None);
     }

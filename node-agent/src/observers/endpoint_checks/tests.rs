@@ -15,7 +15,7 @@ use crate::{
     testing::{snapshot, update},
 };
 
-/// Only ever waited for when a test fails.
+/// Longest time that a test waits before it fails.
 const GUARD: Duration = Duration::from_secs(30);
 
 struct World {
@@ -36,19 +36,19 @@ impl World {
         Self { shared, metrics, follower, version: 0, _stop: stop.drop_guard() }
     }
 
-    /// Changes come, and are programmed.
+    /// Applies changes to the state and programs them.
     fn step(&mut self, changes: impl IntoIterator<Item = Change>) {
-        self.come(changes);
+        self.receive(changes);
         let Self { shared, follower, .. } = self;
         shared.with_facts(|state, node: &NodeFacts| follower.plan(state, node, Scope::All));
         follower.applied();
     }
 
-    /// Changes come, and others before they are programmed.
-    fn come(&mut self, changes: impl IntoIterator<Item = Change>) {
+    /// Applies changes to the state without programming them.
+    fn receive(&mut self, changes: impl IntoIterator<Item = Change>) {
         self.version += 1;
-        let of = if self.version == 1 { snapshot } else { update };
-        self.shared.apply(of(self.version, changes.into_iter().collect()));
+        let message = if self.version == 1 { snapshot } else { update };
+        self.shared.apply(message(self.version, changes.into_iter().collect()));
     }
 
     fn failing(&self) -> BTreeSet<SocketAddr> {
@@ -85,7 +85,7 @@ fn endpoint(address: SocketAddr) -> Change {
     Change::Endpoint(key(), Endpoint::new(address.ip(), [port].into()))
 }
 
-/// A socket that listens: the kernel accepts for it.
+/// Opens a listening socket. The kernel accepts its connections.
 fn listen(on: &str) -> (TcpListener, SocketAddr) {
     let listener = TcpListener::bind(on).unwrap();
     let address = listener.local_addr().unwrap();
@@ -93,7 +93,7 @@ fn listen(on: &str) -> (TcpListener, SocketAddr) {
 }
 
 #[tokio::test]
-async fn endpoints_that_refuse_fail_and_recover() {
+async fn endpoints_that_refuse_connections_fail_until_they_accept_again() {
     let mut world = World::start();
     let (first, second, third) = (listen("127.0.0.1:0"), listen("127.0.0.2:0"), listen("[::1]:0"));
     let addresses = [first.1, second.1, third.1];
@@ -102,11 +102,12 @@ async fn endpoints_that_refuse_fail_and_recover() {
     world.expect(&[second.1]).await;
     assert_eq!(world.metrics.failing(), 1);
     let generation = world.version;
-    assert!(world.shared.has_moved_since(Some(generation)), "it has to be programmed");
+    assert!(world.shared.has_moved_since(Some(generation)), "the failing endpoint has to be programmed");
 
     let second = listen(&second.1.to_string());
     world.expect(&[]).await;
-    // All of them fail: each is told, and what to do about that is the endpoint choice's.
+    // All endpoints fail, and the facts name all of them. The endpoint choice decides which
+    // endpoints are used then.
     drop((first, second, third));
     world.expect(&addresses).await;
     assert_eq!(world.metrics.failing(), 3);
@@ -115,11 +116,11 @@ async fn endpoints_that_refuse_fail_and_recover() {
     world.expect(&addresses[1..]).await;
     world.step([service("")]);
     world.expect(&[]).await;
-    world.wait(|world| world.metrics.failing() == 0, "nothing is checked").await;
+    world.wait(|world| world.metrics.failing() == 0, "no endpoint fails").await;
 }
 
 #[tokio::test]
-async fn checks_go_on_after_an_endpoint_was_replaced() {
+async fn checks_continue_after_an_endpoint_is_replaced() {
     let mut world = World::start();
     let (_listener, good) = listen("127.0.0.1:0");
     let (refusing, bad) = listen("127.0.0.2:0");
@@ -131,11 +132,11 @@ async fn checks_go_on_after_an_endpoint_was_replaced() {
     world.step([Change::RemoveEndpoint(key(), bad.ip()), endpoint(other)]);
     world.expect(&[other]).await;
     world.step([Change::RemoveService(key())]);
-    world.wait(|world| world.metrics.failing() == 0, "nothing is checked").await;
+    world.wait(|world| world.metrics.failing() == 0, "no endpoint fails").await;
 }
 
 #[tokio::test]
-async fn a_service_that_goes_and_comes_back_keeps_what_fails_and_one_that_goes_leaves_nothing() {
+async fn failing_endpoints_are_kept_when_a_service_is_recreated_at_once_and_dropped_when_it_is_deleted() {
     let mut world = World::start();
     let (_listener, good) = listen("127.0.0.1:0");
     let (refusing, bad) = listen("127.0.0.2:0");
@@ -147,18 +148,18 @@ async fn a_service_that_goes_and_comes_back_keeps_what_fails_and_one_that_goes_l
     };
     world.step(all());
     world.expect(&[bad]).await;
-    // Both within one round, so that the checker sees no difference.
-    world.come(none());
+    // The removal and the new service are programmed in one step, so the checker sees no change.
+    world.receive(none());
     world.step(all());
     assert_eq!(world.failing(), [bad].into());
     world.step(none());
-    world.wait(|world| world.shared.with_facts(|_, node| node.failing.is_empty()), "nothing is left").await;
+    world.wait(|world| world.shared.with_facts(|_, node| node.failing.is_empty()), "no failing endpoint is left").await;
     assert_eq!(world.shared.with_state(|state| state.entries().count()), 0);
     assert_eq!(world.metrics.failing(), 0);
 }
 
 #[test]
-fn what_this_machine_lacks_is_no_outcome() {
+fn local_errors_do_not_count_as_failed_checks() {
     for code in [libc::EMFILE, libc::EADDRNOTAVAIL, libc::ENOBUFS] {
         assert!(is_ours(&io::Error::from_raw_os_error(code)));
     }

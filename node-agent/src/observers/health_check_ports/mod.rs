@@ -1,9 +1,9 @@
-//! Health-check node ports: a load balancer outside asks each node at such a port whether it has
-//! endpoints of its own for a service.
+//! Health-check node ports (`spec.healthCheckNodePort`): an external load balancer asks each node
+//! at this port whether the node has local endpoints for a Service.
 //!
-//! What is to be answered, [`headgate_core::health_check_port`] decides. Ports open, close and move
-//! with the services, after the rules are in place; a port that cannot be bound is tried again, and
-//! stands in nobody's way.
+//! [`headgate_core::health_check_port`] decides what the answer is. Ports open and close after the
+//! rules are in place. If a port cannot be bound, the server retries and continues with the other
+//! ports.
 
 mod page;
 mod server;
@@ -19,17 +19,17 @@ use crate::{
     observers::{Follower, NodePorts},
 };
 
-/// What is counted.
+/// Metrics of the health-check node ports.
 #[derive(Debug, Clone, Default)]
 pub struct HealthCheckMetrics {
-    /// Sockets that listen.
+    /// Number of listening sockets.
     pub listening: Gauge,
     /// Attempts to listen that failed.
     pub bind_failures: Counter,
 }
 
 impl HealthCheckMetrics {
-    /// Registers both.
+    /// Registers both metrics.
     pub(crate) fn register(&self, registry: &mut MetricRegistry) {
         let mut add = registry.adder(AGENT);
         let help = "Sockets that listen at health-check node ports";
@@ -39,12 +39,12 @@ impl HealthCheckMetrics {
     }
 }
 
-/// The observer that tells the server which ports there are.
+/// The observer that sends the wanted ports to the server.
 pub type HealthCheckPorts = Follower<HealthCheckPort>;
 
-/// The observer, and the server to be run on the async runtime.
+/// Returns the observer, and the server. The caller runs the server on the async runtime.
 ///
-/// `is_healthy` says whether the proxy as a whole works: when it does not, every port answers 503.
+/// `is_healthy` says whether the proxy as a whole works. If it does not, every port answers 503.
 #[must_use]
 pub fn new(metrics: HealthCheckMetrics, node_ports: NodePorts, is_healthy: IsHealthy) -> (HealthCheckPorts, Server) {
     let (ports, mailbox) = Follower::new(|state, key, node| health_check_port(state, key, node));

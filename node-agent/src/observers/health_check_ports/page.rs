@@ -1,4 +1,4 @@
-//! What is answered at one port.
+//! The HTTP answer at one health-check node port.
 
 use std::{
     convert::Infallible,
@@ -29,7 +29,7 @@ use tracing::{debug, warn};
 pub struct IsHealthy(Arc<dyn Fn() -> bool + Send + Sync>);
 
 impl IsHealthy {
-    /// Asks `test` at every request: it has to be quick.
+    /// Calls `test` at every request, so `test` must be quick.
     pub fn new(test: impl Fn() -> bool + Send + Sync + 'static) -> Self {
         Self(Arc::new(test))
     }
@@ -41,16 +41,17 @@ impl fmt::Debug for IsHealthy {
     }
 }
 
-/// Number of local endpoints, which load balancers may take as the node's weight.
+/// The header with the number of local endpoints. Load balancers may use it as the node's weight.
 const WEIGHT_HEADER: &str = "x-load-balancing-endpoint-weight";
-/// Most connections of one socket at a time; load balancers have a handful of probers. More wait.
+/// Maximum number of open connections per socket. Further connections wait. Load balancers open
+/// only a few.
 const MAX_CONNECTIONS: usize = 128;
-/// How long a client may take for a request, or be silent after one.
+/// Maximum time to receive a request, and maximum idle time between two requests.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
-/// Pause after a connection could not be accepted, as when file descriptors run out.
+/// Pause after a connection could not be accepted, for example because file descriptors ran out.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// One service's answer in one family.
+/// The answer for one service in one family.
 #[derive(Debug)]
 pub(super) struct Page {
     key: Arc<ServiceKey>,
@@ -67,7 +68,7 @@ impl Page {
         self.local_endpoints.store(count, Ordering::Relaxed);
     }
 
-    /// The same whatever is asked for, as kube-proxy answers.
+    /// The answer to every request. As in kube-proxy, method and path do not matter.
     fn answer(&self) -> Response<Body> {
         let local_endpoints = self.local_endpoints.load(Ordering::Relaxed);
         let is_proxy_healthy = (self.is_healthy.0)();
@@ -89,7 +90,7 @@ impl Page {
     }
 }
 
-/// Answers at one socket until dropped; connections end with it.
+/// Serves one socket until the future is dropped, which also closes its connections.
 pub(super) async fn serve(listener: TcpListener, page: Arc<Page>) {
     let mut connections = JoinSet::new();
     loop {
@@ -136,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn healthy_with_endpoints_of_its_own_only() {
+    fn the_answer_is_200_only_with_local_endpoints_and_a_healthy_proxy() {
         assert_eq!(status(2, true), (StatusCode::OK, "2".to_owned()));
         assert_eq!(status(0, true), (StatusCode::SERVICE_UNAVAILABLE, "0".to_owned()));
         assert_eq!(status(2, false), (StatusCode::SERVICE_UNAVAILABLE, "2".to_owned()));

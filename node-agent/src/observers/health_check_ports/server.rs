@@ -1,4 +1,4 @@
-//! The sockets: opened, closed and moved with what is wanted.
+//! The server that opens and closes the sockets as the wanted ports change.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -21,11 +21,11 @@ use crate::{
     observers::{Changes, Mailbox, NodePorts},
 };
 
-/// Time between attempts to listen where it failed, and between looks at whether the node's
-/// addresses changed.
+/// Time between two attempts to open a socket that failed, and between two checks for changed
+/// addresses of the node.
 const RETRY_PERIOD: Duration = Duration::from_secs(5);
 
-/// Listens at all health-check node ports of this node.
+/// Serves all health-check node ports of this node.
 #[derive(Debug)]
 pub struct Server {
     mailbox: Arc<Mailbox<HealthCheckPort>>,
@@ -34,7 +34,7 @@ pub struct Server {
     is_healthy: IsHealthy,
     wanted: BTreeMap<Arc<ServiceKey>, HealthCheckPort>,
     open: BTreeMap<Arc<ServiceKey>, BTreeMap<SocketAddr, Listener>>,
-    // Why not, for each socket that is wanted and not open.
+    // The last error for each wanted socket that is not open.
     failed: BTreeMap<(Arc<ServiceKey>, SocketAddr), String>,
     addresses: [NodePortAddresses; 2],
 }
@@ -87,16 +87,16 @@ impl Server {
         self.update_sockets(keys).await;
     }
 
-    /// Opens and closes sockets of these services, of services whose sockets could not be opened,
-    /// and of all services when the node's addresses changed. Closes first, so that one service can
-    /// take a port from another.
+    /// Opens and closes the sockets of these services and of services with failed sockets. If the
+    /// node's addresses changed, it does so for all services. It closes sockets before it opens
+    /// others, so that one service can get a port that another service had.
     async fn update_sockets(&mut self, mut keys: BTreeSet<Arc<ServiceKey>>) {
         let addresses = Family::BOTH.map(|family| self.node_ports.of(family));
         if addresses != self.addresses {
             self.addresses = addresses;
             keys.extend(self.wanted.keys().cloned());
         }
-        // Somebody else's change, or time, may have freed the port.
+        // The port may be free by now.
         keys.extend(self.failed.keys().map(|(key, _)| Arc::clone(key)));
         for key in &keys {
             let wanted = self.sockets(key);
@@ -105,7 +105,8 @@ impl Server {
                 open.into_iter().partition(|(address, _)| wanted.contains_key(address));
             for (address, mut listener) in close {
                 listener.task.abort();
-                // The socket is closed when the task has ended, one way or another.
+                // The socket is closed once the task has ended. The result of the task is not
+                // needed.
                 let _ = (&mut listener.task).await;
                 info!(service = %key, %address, "closed a health-check node port");
             }
@@ -143,15 +144,15 @@ impl Server {
                 if before.as_ref() != Some(&error) {
                     warn!(
                         service = %key, %address, error,
-                        "cannot listen at the service's healthCheckNodePort, so load balancers take this node for unhealthy; \
-                         trying again. Free the port, or give the service another one"
+                        "cannot listen at the service's healthCheckNodePort, so load balancers consider this node unhealthy; \
+                         the agent tries again. Free the port, or give the service another one"
                     );
                 }
             }
         }
     }
 
-    /// The sockets of a service, each with the number of local endpoints that it tells.
+    /// The wanted sockets of a service, each with the number of local endpoints that it reports.
     fn sockets(&self, key: &Arc<ServiceKey>) -> BTreeMap<SocketAddr, u32> {
         let Some(port) = self.wanted.get(key) else { return BTreeMap::new() };
         let mut sockets = BTreeMap::new();

@@ -23,10 +23,10 @@ use crate::{
     tests::ReservedPort,
 };
 
-/// Only ever waited for when a test fails.
+/// Longest time that a test waits before it fails.
 const GUARD: Duration = Duration::from_secs(30);
 
-/// A server on 127.0.0.1, with a state whose steps all succeed.
+/// A server on 127.0.0.1, and a state. Every step of the state succeeds.
 struct World {
     state: State,
     ports: HealthCheckPorts,
@@ -89,7 +89,7 @@ fn only(addresses: &[&str]) -> NodePortAddresses {
     NodePortAddresses::Only(addresses.iter().map(|address| address.parse().unwrap()).collect())
 }
 
-/// Status line and body; `None` when nobody listens.
+/// The status line and the body of the answer; `None` if nothing listens at the port.
 fn get(port: u16) -> Option<(String, serde_json::Value)> {
     let mut stream = TcpStream::connect(SocketAddr::from(([127, 0, 0, 1], port))).ok()?;
     stream.write_all(b"GET /any/path HTTP/1.1\r\nHost: node\r\nConnection: close\r\n\r\n").ok()?;
@@ -137,24 +137,24 @@ async fn answers_follow_endpoints_and_health() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn ports_move_and_pass_to_other_services() {
+async fn a_service_can_get_the_port_that_another_service_leaves_in_the_same_step() {
     let (mut world, reserved) = (World::start(), [ReservedPort::reserve().unwrap(), ReservedPort::reserve().unwrap()]);
     let [first, second] = reserved.each_ref().map(ReservedPort::number);
     world.step([service("web", first)]);
     answers(first, "web", "503", 0).await;
-    // The service moves, and another one takes its port, in one step; the other comes first in
-    // order.
+    // In one step, "web" moves to another port and "api" gets the port that "web" had. "api" comes
+    // first in the order of names.
     world.step([service("web", second), service("api", first)]);
     answers(first, "api", "503", 0).await;
     answers(second, "web", "503", 0).await;
     assert_eq!(world.metrics.bind_failures.get(), 0);
     world.step([service("api", 0), Change::RemoveService(key("web"))]);
     eventually(move || get(first).is_none() && get(second).is_none()).await;
-    assert!(world.ports.told.is_empty());
+    assert!(world.ports.sent.is_empty());
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_taken_port_is_counted_and_tried_again() {
+async fn a_port_in_use_is_counted_and_tried_again() {
     let mut world = World::start();
     let reserved = [ReservedPort::reserve().unwrap(), ReservedPort::reserve().unwrap()];
     let [port, other] = reserved.each_ref().map(ReservedPort::number);
@@ -164,19 +164,19 @@ async fn a_taken_port_is_counted_and_tried_again() {
     let failures = world.metrics.bind_failures.clone();
     eventually(move || failures.get() > 0).await;
     drop(taken);
-    // The next change of anything looks again.
+    // A change of any service triggers another attempt.
     world.step([endpoint("api", 1)]);
     answers(port, "web", "503", 0).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn nothing_opens_before_the_rules_are_in_place() {
+async fn ports_open_only_after_the_rules_are_in_place() {
     let (mut world, reserved) = (World::start(), ReservedPort::reserve().unwrap());
     let port = reserved.number();
     world.plan([service("web", port)]);
-    assert!(world.ports.told.is_empty());
+    assert!(world.ports.sent.is_empty());
     world.plan([service("web", port), endpoint("web", 1)]);
-    // The step that follows a failed one plans its services again.
+    // The step after a failed step plans the services of the failed step again.
     let node = NodeFacts::named("node-1");
     world.ports.plan(&world.state, &node, Scope::All);
     world.ports.applied();
