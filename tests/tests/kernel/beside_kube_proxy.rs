@@ -1,11 +1,12 @@
-//! kube-proxy on one node and Headgate's agent on another, of one real API server, are asked the
-//! same things.
+//! Compares kube-proxy on one node with Headgate's agent on another node of one real API server.
 //!
-//! The two nodes mirror each other: each random Service has a mirror image, in which node-a with
-//! its pods stands for node-b with its own. What node-a makes of a Service, asked from its pod,
-//! from itself and from outside, has to be what node-b makes of the mirror image. Needs
-//! `kube-proxy` beside `etcd` and `kube-apiserver` in the folder that `KUBEBUILDER_ASSETS` names;
-//! says so where it is not there.
+//! The two nodes mirror each other. Each random Service has a mirror image, in which node-b and its
+//! pods take the places of node-a and its pods. A client of node-a asks for a Service, and the
+//! mirrored client of node-b asks for the mirror image. Both must see the same outcome. The clients
+//! are a pod, the node itself, and machines outside.
+//!
+//! The tests need `kube-proxy` beside `etcd` and `kube-apiserver` in the folder that
+//! `KUBEBUILDER_ASSETS` names. Without it, they print a message and pass.
 
 use std::{
     collections::BTreeSet,
@@ -33,20 +34,20 @@ use http::Method;
 use kube::config::{KubeConfigOptions, Kubeconfig};
 use serde_json::{Value, json};
 
-/// Random Services, each with its mirror image.
+/// The number of random Services; each also has a mirror image.
 const PAIRS: usize = 24;
 
-/// Questions of one kind at a time; more follow where the two nodes' servers differ, since the
-/// choice is random.
+/// Requests per question and round. Endpoints are chosen at random, so `compare` asks again while
+/// the sets of servers differ.
 const ASKED_AT_ONCE: usize = 12;
 
-/// A difference counts when it lasts. Both programs have their rules long before.
+/// A difference counts only if it lasts this long. Both programs write their rules much sooner.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Services that are asked about at the same time.
+/// Services that are compared at the same time.
 const THREADS: usize = 6;
 
-/// A place from which to ask, for node-a. The mirror image is that of node-b.
+/// The clients that ask node-a. Their mirror images ask node-b.
 const CLIENTS: [&str; 4] = ["a3", "node-a", "outside-1", "c2"];
 
 fn mirror(name: &str) -> &'static str {
@@ -105,7 +106,7 @@ fn random_service(number: usize, rng: &mut fastrand::Rng) -> Service {
     service.has_node_ports = service_type != ServiceType::LoadBalancer || rng.u8(..4) > 0;
     service.source_ranges = source_ranges;
     if service_type == ServiceType::LoadBalancer && service.external_local {
-        // Otherwise the API server may choose a node port that another Service is about to ask for.
+        // Without a fixed number, the API server may choose one that a later Service asks for.
         service.patch =
             Some(|service| json!({ "spec": { "healthCheckNodePort": 32_000 + u16::from(service.number) } }));
     }
@@ -121,7 +122,7 @@ fn mirrored(service: &Service) -> Service {
     Service { name: format!("{}-mirrored", service.name), endpoints: endpoints.collect(), ..service.clone() }
 }
 
-/// One kind of question about a Service, as node-a is asked.
+/// One kind of request for a Service, in terms of node-a.
 #[derive(Debug, Clone, Copy)]
 struct Question {
     from: &'static str,
@@ -133,9 +134,9 @@ struct Question {
 fn questions(service: &Service, rng: &mut fastrand::Rng) -> Vec<Question> {
     let mut questions = Vec::new();
     for from in CLIENTS {
-        // A pod of another node is not masqueraded, so what an endpoint elsewhere answers does not
-        // find its way back. With affinity it depends on chance whether a client has such an
-        // endpoint.
+        // The node does not masquerade packets of a pod on another node, so the answer of an
+        // endpoint elsewhere cannot return to this pod. With affinity, chance decides whether the
+        // client gets such an endpoint.
         if from == "c2" && service.affinity_timeout_seconds.is_some() {
             continue;
         }
@@ -168,7 +169,7 @@ impl Question {
         Self { from: mirror(self.from), via, ..self }
     }
 
-    /// What comes of it, in words of node-a if `is_mirrored`.
+    /// Sends the requests and returns the outcomes, with names of node-a's side if `is_mirrored`.
     fn ask(self, machines: &Machines, service: &Service, is_mirrored: bool) -> BTreeSet<Seen> {
         let to = service.socket_address(self.via, self.family, self.port).unwrap();
         let transport = if self.port == "udp" { Transport::Udp } else { Transport::Tcp };
@@ -196,8 +197,8 @@ enum Seen {
     Other(String),
 }
 
-/// What a set of outcomes has to have in common: all of it, or with affinity, where each client has
-/// one server by chance, the kind.
+/// The part of the outcomes that both nodes must share. With affinity each client has one random
+/// server, so only the kind of outcome counts.
 fn comparable(seen: &BTreeSet<Seen>, has_affinity: bool) -> BTreeSet<Seen> {
     let of_any_server = |seen: &Seen| match seen {
         Seen::Answered { .. } if has_affinity => Seen::Answered { server: String::new(), port: 0, sees_client: true },
@@ -206,25 +207,25 @@ fn comparable(seen: &BTreeSet<Seen>, has_affinity: bool) -> BTreeSet<Seen> {
     seen.iter().map(of_any_server).collect()
 }
 
-/// What came of a question at both nodes.
+/// The result of one question at both nodes.
 enum Compared {
     Alike,
-    /// A node's own connection to an external address without endpoints is refused. kube-proxy in
-    /// iptables mode has no rule for it (ARCHITECTURE.md, "A node's own connections").
+    /// Headgate refuses a node's own connection to an external address without endpoints.
+    /// kube-proxy in iptables mode has no rule for this connection, so it times out.
     RefusedToTheNode,
-    /// A sentence.
+    /// A description of the difference.
     Different(String),
 }
 
-/// Asks both nodes until they agree.
+/// Asks both nodes until they agree or [`PATIENCE`] ends.
 fn compare(machines: &Machines, service: &Service, image: &Service, question: Question) -> Compared {
     let until = Instant::now() + PATIENCE;
     let has_affinity = service.affinity_timeout_seconds.is_some();
     let (mut ours, mut theirs) = (BTreeSet::new(), BTreeSet::new());
     let mut round = 0;
     loop {
-        // Rules may have been on their way at first; later, more questions show more of a random
-        // choice.
+        // In the first rounds, the rules may not be complete, so each round starts afresh. Later
+        // rounds collect outcomes, because more requests show more of a random choice.
         if round < 3 {
             ours.clear();
             theirs.clear();
@@ -251,7 +252,7 @@ fn compare(machines: &Machines, service: &Service, image: &Service, question: Qu
     }
 }
 
-/// Creates objects at an API server, from the calling thread's network namespace.
+/// Creates objects at an API server. The calling thread is in the network namespace of the server.
 async fn create(kubeconfig: &str, objects: Vec<Value>) {
     let kubeconfig = Kubeconfig::from_yaml(kubeconfig).unwrap();
     let config = kube::Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await.unwrap();
@@ -266,7 +267,7 @@ async fn create(kubeconfig: &str, objects: Vec<Value>) {
     for object in objects {
         let kind = Kind::of(&object).unwrap();
         send(Method::POST, kind.collection_path(Some(NAMESPACE)), "application/json", &object).await;
-        // A Service is created without its status.
+        // The API server ignores the status when it creates a Service.
         if let (Kind::Service, Some(status)) = (kind, object.get("status")) {
             let path = kind.object_path(NAMESPACE, object["metadata"]["name"].as_str().unwrap()) + "/status";
             send(Method::PATCH, path, "application/merge-patch+json", &json!({ "status": status })).await;
@@ -274,14 +275,14 @@ async fn create(kubeconfig: &str, objects: Vec<Value>) {
     }
 }
 
-/// The folder with all three binaries; prints why there is none.
+/// The folder with all three binaries. If it is missing, prints the reason and returns nothing.
 fn assets() -> Option<PathBuf> {
     let Some(folder) = env::var_os(ASSETS_VARIABLE).filter(|value| !value.is_empty()).map(PathBuf::from) else {
-        println!("{ASSETS_VARIABLE} is unset: nothing is compared with kube-proxy");
+        println!("{ASSETS_VARIABLE} is unset: skipping the comparison with kube-proxy");
         return None;
     };
     if !folder.join("kube-proxy").is_file() {
-        println!("{} is no file: nothing is compared with kube-proxy", folder.join("kube-proxy").display());
+        println!("{} is not a file: skipping the comparison with kube-proxy", folder.join("kube-proxy").display());
         return None;
     }
     Some(folder)
@@ -291,7 +292,7 @@ struct Programs {
     agent: Process,
     kube_proxy: Process,
     control_plane: Process,
-    // Ends last.
+    // Dropped last.
     _api: RealApiServer,
 }
 
@@ -348,12 +349,12 @@ impl Programs {
 }
 
 #[test]
-fn random_services_are_served_as_by_kube_proxy() {
+fn random_services_are_served_as_kube_proxy_serves_them() {
     compare_random_services(Backend::IptablesLegacy);
 }
 
 #[test]
-fn random_services_are_served_in_the_compact_layout_as_by_kube_proxy() {
+fn random_services_are_served_as_kube_proxy_serves_them_in_the_compact_layout() {
     compare_random_services(Backend::IptablesNftCompact);
 }
 
@@ -363,7 +364,7 @@ fn compare_random_services(backend: Backend) {
     println!("HEADGATE_SEED={seed}");
     let mut rng = fastrand::Rng::with_seed(seed);
     let mut manifests = Manifests::default();
-    // The first address of the range is the Service `kubernetes`'s.
+    // The API server gives the first address of the range to the Service `kubernetes`.
     let first = Service { service_type: ServiceType::ExternalName, ..Service::new("first", &[]) };
     manifests.add(first).unwrap();
     let mut names = Vec::new();

@@ -1,4 +1,4 @@
-//! Health-check node ports as a load balancer outside sees them.
+//! Health-check node ports as an external load balancer sees them.
 
 use std::{
     io::{Read as _, Write as _},
@@ -16,18 +16,20 @@ use headgate_tests::testbed::{
 use headgate_tests::uml;
 use serde_json::{Value, json};
 
-/// Longest wait for what is to come. A guard: it takes some milliseconds.
+/// The longest wait for an expected state. It only guards against hanging: changes take
+/// milliseconds.
 const GUARD: Duration = Duration::from_secs(30);
 const PORT: u16 = 32_100;
 
-/// What came of asking a health-check node port.
+/// The outcome of a request to a health-check node port.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Health {
-    /// Nobody listens.
+    /// The connection is refused: nothing listens on the port.
     Closed,
-    /// No answer to the SYN.
+    /// The SYN is not answered.
     Silent,
-    /// Status, weight by the header, endpoints by the body.
+    /// An HTTP response: its status, the weight in the header, and the Service and endpoints in the
+    /// body.
     Says { status: u16, weight: u32, service: String, local_endpoints: u32 },
 }
 
@@ -39,7 +41,7 @@ fn node_address(node: &str, family: Family) -> IpAddr {
     plan::address(node).unwrap().of(family)
 }
 
-/// Asks from a machine.
+/// Sends a request from a machine.
 fn ask(bed: &Testbed, from: &str, to: SocketAddr) -> Result<Health> {
     bed.machines().machine(from)?.run(|| {
         let mut stream = match TcpStream::connect_timeout(&to, Duration::from_secs(1)) {
@@ -52,7 +54,7 @@ fn ask(bed: &Testbed, from: &str, to: SocketAddr) -> Result<Health> {
         stream.write_all(b"GET /whatever/path HTTP/1.1\r\nHost: node\r\nConnection: close\r\n\r\n")?;
         let mut response = String::new();
         match stream.read_to_string(&mut response) {
-            // It was closed while it was asked.
+            // The agent closed the port during the request.
             Err(error) if error.kind() == std::io::ErrorKind::ConnectionReset => return Ok(Health::Closed),
             read => read?,
         };
@@ -71,8 +73,8 @@ fn parse(response: &str) -> Result<Health> {
         });
         found.with_context(|| format!("no header {name}"))
     };
-    ensure!(header("Content-Type")? == "application/json", "another content type");
-    ensure!(header("X-Content-Type-Options")? == "nosniff", "nosniff is missing");
+    ensure!(header("Content-Type")? == "application/json", "the content type is not JSON");
+    ensure!(header("X-Content-Type-Options")? == "nosniff", "X-Content-Type-Options is not nosniff");
     let weight = header("X-Load-Balancing-Endpoint-Weight")?.parse()?;
     let body: Value = serde_json::from_str(body)?;
     ensure!(body["serviceProxyHealthy"] == true, "the proxy is not healthy");
@@ -81,7 +83,7 @@ fn parse(response: &str) -> Result<Health> {
     Ok(Health::Says { status, weight, service: format!("{}/{}", text("namespace")?, text("name")?), local_endpoints })
 }
 
-/// What outside machines hear at a node, in both families, once it is so.
+/// Waits until a machine outside gets the expected outcome from a node, in both families.
 fn expect(bed: &Testbed, node: &str, port: u16, expected: &Health) -> Result<()> {
     for family in Family::BOTH {
         let to = SocketAddr::new(node_address(node, family), port);
@@ -92,7 +94,7 @@ fn expect(bed: &Testbed, node: &str, port: u16, expected: &Health) -> Result<()>
                 break;
             }
             if Instant::now() > deadline {
-                bail!("{node} by {family}: {found:?}, not {expected:?}");
+                bail!("{node} over {family}: {found:?}, not {expected:?}");
             }
             std::thread::sleep(Duration::from_millis(10));
         }
@@ -100,7 +102,7 @@ fn expect(bed: &Testbed, node: &str, port: u16, expected: &Health) -> Result<()>
     Ok(())
 }
 
-/// A service with a health-check node port.
+/// A Service with a health-check node port.
 fn service(name: &str, endpoints: &[&str]) -> Service {
     let patch = |_: &Service| json!({ "spec": { "healthCheckNodePort": PORT } });
     Service { external_local: true, patch: Some(patch), ..Service::new(name, endpoints) }
@@ -122,7 +124,7 @@ fn scenario(backend: Backend, manifests: Manifests, work: impl FnOnce(&Testbed) 
 // rows: 67, 69
 #[test]
 fn nodes_with_endpoints_are_healthy_and_tell_their_number() {
-    // One pod in two slices, with different ports, is one endpoint.
+    // One pod in two slices with different ports counts as one endpoint.
     let port = Port { name: "more", transport: Transport::Tcp, port: 91, target_port: SECOND_LINE_PORT };
     let again = Slice { suffix: "again", ports: vec![port], endpoints: ready(&["a1"]) };
     let web = Service { more_slices: vec![again], ..service("web", &["a1", "a2", "b1"]) };
@@ -171,7 +173,7 @@ fn ports_open_and_close_and_pass_to_other_services() {
             bed.update(|manifests| {
                 let web = manifests.service_mut("web")?;
                 web.external_local = local;
-                // The API server clears the field together with the policy.
+                // The API server also clears the field when the policy changes.
                 web.patch = if local { service("web", &[]).patch } else { None };
                 Ok(())
             })
@@ -200,13 +202,13 @@ fn a_port_that_is_taken_is_told_and_opens_once_it_is_free() {
         expect(bed, "node-b", PORT, &says(200, "web", 1))?;
         let log = bed.machines().folder().join("agent-node-a.log");
         let deadline = Instant::now() + GUARD;
-        let is_told = |log: &str| {
+        let is_reported = |log: &str| {
             log.lines().any(|line| {
                 line.contains("healthCheckNodePort") && line.contains("testbed/web") && line.contains("32100")
             })
         };
-        while !is_told(&std::fs::read_to_string(&log)?) {
-            ensure!(Instant::now() < deadline, "the agent does not tell that the port is taken");
+        while !is_reported(&std::fs::read_to_string(&log)?) {
+            ensure!(Instant::now() < deadline, "the agent does not report that the port is taken");
             std::thread::sleep(Duration::from_millis(20));
         }
         drop(listener);

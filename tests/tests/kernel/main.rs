@@ -1,5 +1,5 @@
-//! Tests of what the kernel does with packets, rules and tables, in network namespaces. Cases of
-//! mode ipvs run inside User-Mode Linux.
+//! Packets, rules and tables of the kernel in network namespaces. Tests of IPVS run inside
+//! User-Mode Linux.
 
 #![allow(clippy::unwrap_used, missing_docs)]
 

@@ -1,13 +1,12 @@
-//! Packet cases, for every backend: real programs, real sockets, a cluster of namespaces for each
-//! test.
+//! Packet cases for every backend. Each test runs the real programs and sockets in a cluster of
+//! network namespaces.
 
 use anyhow::Result;
 use headgate_tests::cases::{self, affinity, changes, health, lifecycle, live, payloads, raw, rules, settings, table};
 use headgate_tests::testbed::{Backend, Manifests, Testbed};
 use headgate_tests::uml;
 
-/// Shows the whole error, one cause a line, and takes the panic's way, by which the testbed keeps
-/// its logs.
+/// Panics with the whole error, one cause per line. After a panic the testbed keeps its logs.
 fn check(result: Result<()>) {
     if let Err(error) = result {
         panic!("{error:?}");
@@ -19,7 +18,7 @@ fn on_testbed(backend: Backend, manifests: Result<Manifests>, scenario: impl FnO
     where_it_runs(backend, || on(manifests.and_then(|manifests| Testbed::start(backend, manifests)), scenario));
 }
 
-/// Runs a scenario on machines on which it starts the programs itself.
+/// Runs a scenario that starts the programs itself.
 fn on_machines(backend: Backend, manifests: Result<Manifests>, scenario: impl FnOnce(&Testbed) -> Result<()>) {
     where_it_runs(backend, || on(manifests.and_then(|manifests| Testbed::machines_only(backend, manifests)), scenario));
 }
@@ -28,7 +27,7 @@ fn where_it_runs(backend: Backend, test: impl FnOnce()) {
     if backend.runs_in_uml() { uml::inside(test) } else { test() }
 }
 
-/// The testbed is still there when a failure panics.
+/// Runs a scenario. On failure it panics while the testbed still exists, so that the logs are kept.
 fn on(bed: Result<Testbed>, scenario: impl FnOnce(&Testbed) -> Result<()>) {
     match bed {
         Ok(bed) => check(scenario(&bed)),
@@ -36,7 +35,7 @@ fn on(bed: Result<Testbed>, scenario: impl FnOnce(&Testbed) -> Result<()>) {
     }
 }
 
-/// Runs a group of the table, by its name in `table::GROUPS`.
+/// Runs one group of the case table, named in `table::GROUPS`.
 fn group(backend: Backend, name: &str) {
     let (_, cases) = table::GROUPS.iter().find(|(group, _)| *group == name).unwrap();
     on_testbed(backend, table::services(), |bed| cases::run(bed, &cases()));
@@ -236,7 +235,7 @@ macro_rules! packet_tests {
     )* };
 }
 
-/// Tests about rules alone.
+/// Tests of behaviour that only iptables has.
 macro_rules! rule_tests {
     ($($module:ident: $backend:expr;)*) => { $(
         mod $module {
@@ -302,7 +301,7 @@ packet_tests! {
     ipvs: Backend::Ipvs;
 }
 
-/// As backends see it: what is in rules, and nowhere else.
+/// Tests of rules, for each iptables backend.
 mod rules_of {
     use super::*;
 
@@ -314,7 +313,7 @@ mod rules_of {
     }
 }
 
-/// What only mode ipvs has.
+/// Tests of behaviour that only IPVS has.
 mod virtual_servers {
     use headgate_tests::cases::ipvs;
 

@@ -1,6 +1,7 @@
-//! Rendered iptables rules against a real kernel: what `iptables-save` prints is to the letter what
-//! was rendered, in both variants and families, after full syncs, changes and a change of layout;
-//! and a cleanup leaves nothing. Reading rules back without parsing them rests on this.
+//! `iptables-save` prints the rendered rules letter for letter. The tests check both variants and
+//! families, after full syncs, changes and a change of the layout, and check that a cleanup leaves
+//! nothing. The agent depends on this equality: it compares saved rules as text and does not parse
+//! them.
 
 use std::{net::IpAddr, path::Path, sync::Arc};
 
@@ -52,7 +53,7 @@ fn endpoint(i: u8, node: &str) -> [Endpoint; 2] {
         .map(|address| Endpoint { placement: Placement::on(node).into(), ..Endpoint::new(address, Arc::clone(&ports)) })
 }
 
-/// Services that between them use every kind of rule.
+/// Services that together use every kind of rule.
 fn everything() -> Vec<Change> {
     let mut services: Vec<Service> = (1..=8).map(service).collect();
     services[1].session_affinity = Some(ClientIpAffinity { timeout_seconds: 10800 });
@@ -69,8 +70,8 @@ fn everything() -> Vec<Change> {
     for (i, service) in (1u8..).zip(services) {
         let key = service.key.clone();
         changes.push(Change::from(service));
-        // The seventh has no endpoint on this node, the eighth none at all; the others have up to
-        // seven.
+        // The seventh Service has no endpoint on this node, and the eighth has none at all. The
+        // others have up to six addresses per family.
         let count = if i == 8 { 0 } else { i };
         for j in 0..count {
             let node = if j % 2 == 0 && i != 7 { "node-a" } else { "node-b" };
@@ -80,7 +81,7 @@ fn everything() -> Vec<Change> {
     changes
 }
 
-/// The backend on the real kernel, and the same ledgers on a kernel in memory.
+/// The dataplane on the real kernel, and equal ledgers on kernels in memory.
 struct Rig {
     variant: Variant,
     layout: Layout,
@@ -140,8 +141,8 @@ impl Rig {
         assert_eq!(backend.sync_full(&FixedState(&self.state, &node())).unwrap().objects_written, 1);
     }
 
-    /// A new agent finds its rules and writes nothing; where somebody changed one chain, it writes
-    /// that chain alone.
+    /// A new agent finds its rules and writes nothing. After somebody changed one chain, it writes
+    /// only that chain.
     fn assert_warm_restart_writes_nothing(&self, namespace: &netns::Namespace, variant: testbed_iptables::Variant) {
         let config = |layout| Config { variant: self.variant, layout, masquerade: masquerade(), ..Config::default() };
         let mut second = IptablesDataplane::new(config(self.layout)).unwrap();
@@ -158,8 +159,8 @@ impl Rig {
     }
 }
 
-/// A rule of somebody else's leads to a chain of a service that goes: everything else is written,
-/// and the chain stays, empty, until it can go.
+/// A foreign rule leads to a chain of a removed Service. Everything else is written, and the chain
+/// stays, empty, until it can be deleted.
 fn a_foreign_rule_keeps_nothing_from_being_written(variant: Variant, by: testbed_iptables::Variant) {
     netns::check_prerequisites().unwrap();
     let namespace = netns::Namespace::create(format!("hg{}-foreign-{by:?}", std::process::id())).unwrap();
@@ -192,16 +193,16 @@ fn a_foreign_rule_keeps_nothing_from_being_written(variant: Variant, by: testbed
             assert!(saved.contains("ns/svc2:web has no endpoints"), "{saved}");
             assert!(saved.contains(&format!(":{chain} ")) && !saved.contains(&format!("-A {chain} ")), "{saved}");
             assert!(!saved.contains("svc1"), "{saved}");
-            assert!(rig.backend.verify().unwrap(), "a chain that cannot be deleted is nothing to repair");
+            assert!(rig.backend.verify().unwrap(), "a chain that cannot be deleted needs no repair");
             let repaired = rig.backend.sync_full(&FixedState(&rig.state, &node())).unwrap();
-            assert_eq!((repaired.objects_written, repaired.warnings), (0, Vec::new()), "it is named once");
+            assert_eq!((repaired.objects_written, repaired.warnings), (0, Vec::new()), "the warning appears once");
             let error = rig.backend.cleanup().unwrap_err();
             assert!(error.message.contains(chain), "{error}");
-            assert!(!error.message.contains("KUBE-PROXY-CANARY"), "what is gone is not left: {error}");
+            assert!(!error.message.contains("KUBE-PROXY-CANARY"), "a deleted chain is reported as left: {error}");
             assert_eq!(save().matches("KUBE-").count(), 2, "the chain and the rule that leads to it:\n{}", save());
             by_hand(&["-t", "nat", "-F", "SOMEBODY"]);
             rig.backend.sync_full(&FixedState(&rig.state, &node())).unwrap();
-            assert!(!save().contains(&format!(":{chain} ")), "the chain goes at the next repair:\n{}", save());
+            assert!(!save().contains(&format!(":{chain} ")), "the next repair deletes the chain:\n{}", save());
             rig.backend.cleanup().unwrap();
             assert!(!save().contains("KUBE-"), "{}", save());
             Ok(())
@@ -219,8 +220,8 @@ fn nft_a_foreign_rule_keeps_nothing_from_being_written() {
     a_foreign_rule_keeps_nothing_from_being_written(Variant::Nft, testbed_iptables::Variant::Nft);
 }
 
-/// Rules of a save, each chain's in order, chains in order of name; and the chains that are not the
-/// kernel's own.
+/// The rules in a save, in the order of each chain, and Headgate's chains. The chains are sorted by
+/// name.
 fn rules(save: &str) -> Vec<String> {
     let mut lines: Vec<String> = Vec::new();
     let mut table = "";
@@ -321,7 +322,7 @@ fn nft_prints_compact_rules_back_as_rendered() {
     run(Variant::Nft, Layout::Compact);
 }
 
-/// 300 services more and fewer change the layout twice.
+/// Adding and removing 300 Services changes the layout twice.
 // rows of iptables: 99, 100
 #[test]
 fn nft_prints_rules_back_as_rendered_when_the_layout_changes() {

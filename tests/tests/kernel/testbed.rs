@@ -1,5 +1,4 @@
-//! The testbed itself, before any program of ours: what its clients report is what its network
-//! does.
+//! The testbed without Headgate's programs: its clients report what its network does.
 
 use std::net::{IpAddr, SocketAddr};
 use std::os::unix::process::ExitStatusExt;
@@ -27,7 +26,7 @@ fn address(name: &str, family: Family) -> IpAddr {
     plan::address(name).unwrap().of(family)
 }
 
-/// Asks, and says who answered and which source address it saw.
+/// Sends a request, and returns the server that answered and the source address that it saw.
 fn answered(machines: &Machines, from: &str, request: &Request) -> (String, IpAddr) {
     match machines.ask(from, request).unwrap() {
         Outcome::Answered(answer) => (answer.server, answer.source.ip()),
@@ -36,7 +35,7 @@ fn answered(machines: &Machines, from: &str, request: &Request) -> (String, IpAd
 }
 
 #[test]
-fn every_machine_reaches_every_other_it_should() {
+fn machines_reach_each_other_and_keep_their_source_address() {
     let machines = Machines::start().unwrap();
     // Same node, other node, node to pod, pod to node, outside to node.
     let pairs = [
@@ -84,10 +83,10 @@ fn unserved_ports_are_refused_and_unknown_addresses_are_silent() {
 }
 
 #[test]
-fn a_source_port_that_somebody_holds_is_told_and_another_drawn() {
+fn a_source_port_in_use_is_reported_and_another_port_is_drawn() {
     let machines = Machines::start().unwrap();
     for family in Family::BOTH {
-        // Its own line server holds that port.
+        // The line server of a1 itself holds this port.
         let b1 = SocketAddr::new(address("b1", family), plan::LINE_PORT);
         let from = |port| Request { from_port: Some(port), ..Request::new(Transport::Tcp, b1) };
         assert_eq!(machines.ask("a1", &from(plan::LINE_PORT)).unwrap(), Outcome::PortTaken);
@@ -107,8 +106,8 @@ fn a_source_port_that_somebody_holds_is_told_and_another_drawn() {
     }
 }
 
-/// Does the same for every family and transport at once, since most of the time is waiting for
-/// silence.
+/// Checks every family and transport at the same time, since waiting for silence takes most of the
+/// time.
 fn in_parallel(check: impl Fn(Family, Transport) + Sync) {
     let check = &check;
     std::thread::scope(|scope| {
@@ -120,10 +119,10 @@ fn in_parallel(check: impl Fn(Family, Transport) + Sync) {
     });
 }
 
-/// Rules by hand, of the shapes that a service proxy uses, in both variants: translation is seen
-/// with its source kept or masqueraded on every protocol, a reject rule as refusal, a drop as
-/// silence.
-fn hand_written_rules(variant: Variant) {
+/// Rules by hand, of the forms that a service proxy uses, in both variants. On every protocol,
+/// clients see DNAT with the source address kept or masqueraded, a REJECT rule as a refusal, and a
+/// DROP rule as silence.
+fn check_hand_written_rules(variant: Variant) {
     let machines = Machines::start().unwrap();
     let node = machines.machine("node-a").unwrap();
     let lock = machines.xtables_lock("node-a");
@@ -146,7 +145,7 @@ fn hand_written_rules(variant: Variant) {
                 rule(&format!("-A {chain} -d {dropped} -p {protocol} -j DROP"));
             }
         }
-        // Pods keep their address, the node and whoever is outside are masqueraded.
+        // Pods keep their address. The node and external clients are masqueraded.
         let pods = if family == Family::V4 { "10.244.0.0/16" } else { "fd00:10:244::/48" };
         rule(&format!("-t nat -A POSTROUTING ! -s {pods} -m conntrack --ctstate DNAT -j MASQUERADE --random-fully"));
     }
@@ -154,7 +153,7 @@ fn hand_written_rules(variant: Variant) {
         let (service, refused, dropped) = addresses(family);
         let node_address = address("node-a", family);
         let sources = [("a1", address("a1", family)), ("node-a", node_address), ("outside-1", node_address)];
-        // The rules lead to the line servers.
+        // The rules lead only to line servers, so use TCP in place of HTTP.
         let transport = if transport == Transport::Http { Transport::Tcp } else { transport };
         for (from, source) in sources {
             let request = |to: &str| Request::new(transport, SocketAddr::new(to.parse().unwrap(), 80));
@@ -170,13 +169,13 @@ fn hand_written_rules(variant: Variant) {
 }
 
 #[test]
-fn hand_written_rules_iptables_legacy() {
-    hand_written_rules(Variant::Legacy);
+fn clients_report_the_effect_of_hand_written_rules_iptables_legacy() {
+    check_hand_written_rules(Variant::Legacy);
 }
 
 #[test]
-fn hand_written_rules_iptables_nft() {
-    hand_written_rules(Variant::Nft);
+fn clients_report_the_effect_of_hand_written_rules_iptables_nft() {
+    check_hand_written_rules(Variant::Nft);
 }
 
 #[test]
@@ -192,12 +191,12 @@ fn namespaces_vanish_with_the_testbed_even_when_a_test_panics() {
     .unwrap();
     let (name, folder) = *left;
     assert!(!std::path::Path::new("/run/netns").join(name).exists());
-    // Logs stay when a test fails; this one only pretended.
+    // A failed test keeps its logs. This test fails on purpose, so it removes them.
     std::fs::remove_dir_all(folder).unwrap();
 }
 
 #[test]
-fn programs_are_logged_and_ended() {
+fn output_of_programs_is_logged_and_programs_end_with_the_testbed() {
     let machines = Machines::start().unwrap();
     let log = machines.folder().join("program.log");
     let start = |script: &str| {
@@ -207,7 +206,7 @@ fn programs_are_logged_and_ended() {
     };
     let is_alive = |id: u32| Path::new(&format!("/proc/{id}")).exists();
 
-    // It runs in its namespace, and its end is noticed with what it wrote last.
+    // The program runs in its namespace. When it ends, the error contains its last output.
     let mut brief = start("cat /proc/net/fib_trie; echo out of luck >&2; exit 3");
     let error = loop {
         match brief.check_running() {
@@ -230,10 +229,10 @@ fn programs_are_logged_and_ended() {
     assert!(!is_alive(id));
 }
 
-/// The table against rules by hand, which are right for one service on one node: what is right
-/// passes, and each kind of wrong is found.
+/// Runs cases against rules by hand that are right for one Service on one node. Right cases pass,
+/// and each kind of wrong case fails.
 #[test]
-fn cases_find_what_is_wrong() {
+fn wrong_cases_fail() {
     let bed = Testbed::machines_only(Backend::IptablesLegacy, table::services().unwrap()).unwrap();
     let node = bed.machines().machine("node-a").unwrap();
     let lock = bed.machines().xtables_lock("node-a");
@@ -266,7 +265,7 @@ fn cases_find_what_is_wrong() {
     let excluded = question.refused().except(Backend::IptablesLegacy, "an example");
     cases::run(&bed, &[excluded]).unwrap();
 
-    // Rules that favour one server are no even spread.
+    // Rules that prefer one server do not spread requests evenly.
     let favour = format!(
         "-t nat -I PREROUTING -d {} -p tcp --dport 80 -m statistic --mode random --probability 0.4 -j DNAT --to-destination {}:8080",
         web.ip(),

@@ -1,4 +1,4 @@
-//! IPVS: what one end programs, the other lists.
+//! Our client of IPVS against `ipvsadm`, in both directions.
 
 use std::{
     collections::BTreeSet,
@@ -26,13 +26,13 @@ fn tcp(address: &str) -> ServiceId {
     ServiceId::new(Protocol::Tcp, at(address))
 }
 
-fn done(ipvs: &mut Ipvs, commands: &[Command]) {
+fn execute_all(ipvs: &mut Ipvs, commands: &[Command]) {
     let refused = ipvs.execute(commands).unwrap();
     let explained: Vec<_> = refused.iter().map(|refused| commands[refused.index].explain(&refused.refusal)).collect();
     assert!(explained.is_empty(), "{explained:?}");
 }
 
-/// Services of every kind with their destinations, and the same in ipvsadm's words.
+/// Services of every kind with their destinations, and the equal arguments of `ipvsadm`.
 fn table() -> (Vec<(Service, Vec<Destination>)>, &'static str) {
     let persistent = Service::new(tcp("10.96.0.10:80"), "rr").persistent(10_800);
     let mut one_packet = Service::new(ServiceId::new(Protocol::Udp, at("[fd00:96::a]:53")), "mh");
@@ -75,11 +75,11 @@ fn table() -> (Vec<(Service, Vec<Destination>)>, &'static str) {
     (services, text)
 }
 
-/// What the kernel has, sorted.
+/// Everything that the kernel holds, sorted.
 fn listed(ipvs: &mut Ipvs) -> Vec<(Service, Vec<Destination>)> {
     let mut all = Vec::new();
     for entry in ipvs.services().unwrap() {
-        assert!(entry.hashed, "the kernel marks what is in its table: {entry:?}");
+        assert!(entry.hashed, "the kernel does not mark the service as hashed: {entry:?}");
         let destinations = ipvs.destinations(entry.service.id).unwrap();
         let mut destinations: Vec<_> = destinations.iter().map(|entry| entry.destination).collect();
         destinations.sort_by_key(|destination| destination.address);
@@ -104,7 +104,7 @@ fn ipvsadm_prints_what_the_client_programs() {
             commands.push(Command::AddService(service.clone()));
             commands.extend(destinations.iter().map(|destination| Command::AddDestination(service.id, *destination)));
         }
-        done(&mut ipvs, &commands);
+        execute_all(&mut ipvs, &commands);
         assert_eq!(sorted_lines(&output("ipvsadm", &["-Sn"])), sorted_lines(text));
         let thresholds = output("ipvsadm", &["-Ln", "--thresholds"]);
         let limits: Vec<_> =
@@ -136,16 +136,16 @@ fn the_client_lists_what_ipvsadm_programs() {
 }
 
 #[test]
-fn changes_reach_the_kernel() {
+fn services_and_destinations_are_changed_and_removed() {
     uml::inside(|| {
         let mut ipvs = Ipvs::open().unwrap();
         let service = Service::new(tcp("10.96.0.10:80"), "rr");
         let destinations = [at("10.244.1.5:80"), at("10.244.2.7:80"), at("10.244.3.9:80")].map(Destination::new);
         let mut commands = vec![Command::AddService(service.clone())];
         commands.extend(destinations.map(|destination| Command::AddDestination(service.id, destination)));
-        done(&mut ipvs, &commands);
+        execute_all(&mut ipvs, &commands);
         let changed = Service::new(service.id, "wlc").persistent(300);
-        done(
+        execute_all(
             &mut ipvs,
             &[
                 Command::SetService(changed.clone()),
@@ -155,18 +155,18 @@ fn changes_reach_the_kernel() {
             ],
         );
         assert_eq!(listed(&mut ipvs), [(changed, vec![destinations[0], destinations[1].weighing(0)])]);
-        done(&mut ipvs, &[Command::SetService(service.clone())]);
-        assert_eq!(ipvs.service(service.id).unwrap().unwrap().service, service, "persistence is taken back");
-        done(&mut ipvs, &[Command::RemoveService(service.id)]);
+        execute_all(&mut ipvs, &[Command::SetService(service.clone())]);
+        assert_eq!(ipvs.service(service.id).unwrap().unwrap().service, service, "the service has no persistence again");
+        execute_all(&mut ipvs, &[Command::RemoveService(service.id)]);
         assert_eq!(listed(&mut ipvs), []);
-        done(&mut ipvs, &[Command::AddService(service)]);
+        execute_all(&mut ipvs, &[Command::AddService(service)]);
         ipvs.flush().unwrap();
         assert_eq!(output("ipvsadm", &["-Sn"]), "");
     });
 }
 
 #[test]
-fn timeouts_and_version() {
+fn timeouts_and_the_version_are_read_as_set() {
     uml::inside(|| {
         let mut ipvs = Ipvs::open().unwrap();
         ipvs.set_timeouts(&Timeouts { tcp_seconds: 1000, tcp_fin_seconds: 100, udp_seconds: 10 }).unwrap();
@@ -181,41 +181,42 @@ fn timeouts_and_version() {
 }
 
 #[test]
-fn refusals_name_their_commands_and_the_rest_is_done() {
+fn refused_commands_are_named_and_the_others_are_executed() {
     uml::inside(|| {
         let mut ipvs = Ipvs::open().unwrap();
         let service = |port: u16| Service::new(ServiceId::new(Protocol::Tcp, ([10, 96, 0, 10], port).into()), "rr");
         let id = service(1).id;
         let mut crossed = Destination::new(at("10.244.0.1:1"));
         (crossed.upper_threshold, crossed.lower_threshold) = (1, 2);
-        let there = Destination::new(at("10.244.0.2:1"));
-        // More than are sent at once, with refusals in the second part and at its end.
+        let present = Destination::new(at("10.244.0.2:1"));
+        // More commands than fit into one send. The refused commands are in the second part, and
+        // one is at its end.
         let mut commands: Vec<_> = (1..=200).map(|port| Command::AddService(service(port))).collect();
         let first = commands.len();
         let refused = [
             (Command::AddService(service(7)), libc::EEXIST),
             (Command::AddService(Service::new(tcp("10.96.0.11:1"), "nosuch")), libc::ENOENT),
-            (Command::AddDestination(tcp("10.96.0.12:1"), there), libc::ESRCH),
+            (Command::AddDestination(tcp("10.96.0.12:1"), present), libc::ESRCH),
             (Command::AddDestination(id, crossed), libc::ERANGE),
-            (Command::SetDestination(id, there), libc::ENOENT),
-            (Command::RemoveDestination(id, there.address), libc::ENOENT),
+            (Command::SetDestination(id, present), libc::ENOENT),
+            (Command::RemoveDestination(id, present.address), libc::ENOENT),
             (Command::RemoveService(tcp("10.96.0.13:1")), libc::ESRCH),
         ];
         commands.extend(refused.iter().map(|(command, _)| command.clone()));
-        commands.push(Command::AddDestination(id, there));
-        commands.push(Command::AddDestination(id, there));
+        commands.push(Command::AddDestination(id, present));
+        commands.push(Command::AddDestination(id, present));
         let found: Vec<_> = ipvs.execute(&commands).unwrap();
         let found: Vec<_> = found.iter().map(|refused| (refused.index, refused.refusal.code)).collect();
         let mut expected: Vec<_> = (first..).zip(refused.iter().map(|(_, code)| *code)).collect();
         expected.push((commands.len() - 1, libc::EEXIST));
         assert_eq!(found, expected);
         assert_eq!(ipvs.services().unwrap().len(), 200);
-        assert_eq!(ipvs.destinations(id).unwrap()[0].destination, there);
+        assert_eq!(ipvs.destinations(id).unwrap()[0].destination, present);
     });
 }
 
 #[test]
-fn large_tables_are_listed_whole() {
+fn large_tables_are_listed_completely() {
     uml::inside(|| {
         let mut ipvs = Ipvs::open().unwrap();
         let ids: Vec<_> = (0..3000_u16)
@@ -226,7 +227,7 @@ fn large_tables_are_listed_whole() {
             let destination = Destination::new(([10, 244, 0, 1], port).into());
             Command::AddDestination(ids[0], destination)
         });
-        done(&mut ipvs, &services.chain(destinations).collect::<Vec<_>>());
+        execute_all(&mut ipvs, &services.chain(destinations).collect::<Vec<_>>());
         let found: BTreeSet<_> = ipvs.services().unwrap().iter().map(|entry| entry.service.id).collect();
         assert_eq!(found, ids.iter().copied().collect());
         let found = ipvs.destinations(ids[0]).unwrap();
@@ -236,7 +237,7 @@ fn large_tables_are_listed_whole() {
 }
 
 #[test]
-fn connections_are_counted_while_they_last() {
+fn active_and_inactive_connections_are_counted() {
     uml::inside(|| {
         for (service, endpoint) in [("10.96.0.10:80", "192.0.2.1"), ("[fd00:96::a]:80", "2001:db8::1")] {
             let mut routing = Routing::open().unwrap();
@@ -251,20 +252,23 @@ fn connections_are_counted_while_they_last() {
             let id = tcp(service);
             let mut ipvs = Ipvs::open().unwrap();
             let destination = Destination::new(listener.local_addr().unwrap());
-            done(&mut ipvs, &[Command::AddService(Service::new(id, "rr")), Command::AddDestination(id, destination)]);
+            execute_all(
+                &mut ipvs,
+                &[Command::AddService(Service::new(id, "rr")), Command::AddDestination(id, destination)],
+            );
             let mut client = connect_soon(at(service));
             let (mut server, _) = listener.accept().unwrap();
             client.write_all(b"hello").unwrap();
             server.read_exact(&mut [0; 5]).unwrap();
             let entry = ipvs.destinations(id).unwrap()[0];
             assert_eq!((entry.active_connections, entry.inactive_connections), (1, 0), "{entry:?}");
-            // The kernel sums these up every two seconds.
+            // The kernel updates these sums every two seconds.
             let counted = wait_for(&mut ipvs, id, |entry| entry.statistics.connections == 1);
             assert!(counted.statistics.incoming_bytes > 0, "{counted:?}");
-            let of_service = ipvs.service(id).unwrap().unwrap().statistics;
-            assert_eq!(of_service.connections, 1);
-            // Weight 0 keeps the connection: what removal with grace is made of.
-            done(&mut ipvs, &[Command::SetDestination(id, destination.weighing(0))]);
+            let statistics = ipvs.service(id).unwrap().unwrap().statistics;
+            assert_eq!(statistics.connections, 1);
+            // A destination of weight 0 keeps its connections. Graceful removal depends on this.
+            execute_all(&mut ipvs, &[Command::SetDestination(id, destination.weighing(0))]);
             client.write_all(b"again").unwrap();
             server.read_exact(&mut [0; 5]).unwrap();
             assert_eq!(ipvs.destinations(id).unwrap()[0].active_connections, 1);
@@ -275,7 +279,7 @@ fn connections_are_counted_while_they_last() {
     });
 }
 
-/// The service's only destination, once it is as expected.
+/// Waits until the service's only destination is as expected, and returns it.
 fn wait_for(ipvs: &mut Ipvs, id: ServiceId, is_expected: impl Fn(&DestinationEntry) -> bool) -> DestinationEntry {
     let mut entry = ipvs.destinations(id).unwrap()[0];
     for _ in 0..1000 {
@@ -285,5 +289,5 @@ fn wait_for(ipvs: &mut Ipvs, id: ServiceId, is_expected: impl Fn(&DestinationEnt
         std::thread::sleep(std::time::Duration::from_millis(10));
         entry = ipvs.destinations(id).unwrap()[0];
     }
-    panic!("not within 10 s: {entry:?}");
+    panic!("the destination is not as expected after 10 s: {entry:?}");
 }

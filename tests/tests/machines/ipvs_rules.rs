@@ -1,6 +1,6 @@
-//! What stands beside virtual servers, on a real kernel inside User-Mode Linux: sets of these
-//! names, kinds and elements exist there, and `iptables-save` prints the rules to the letter as
-//! they were rendered.
+//! The IP sets and iptables rules of mode IPVS on a real kernel, inside User-Mode Linux. The kernel
+//! accepts the names, types and elements of the sets, and `iptables-save` prints the rules letter
+//! for letter as they were rendered.
 
 use std::io::Write;
 use std::net::IpAddr;
@@ -17,7 +17,7 @@ use headgate_core::{
 };
 use headgate_tests::uml;
 
-/// Runs a program with `input`, which must succeed; what it printed.
+/// Runs a program with `input` and returns its output. Panics if the program fails.
 fn run(program: &str, arguments: &[&str], input: &str) -> String {
     let mut child = Command::new(program).args(arguments).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
     child.stdin.take().unwrap().write_all(input.as_bytes()).unwrap();
@@ -26,7 +26,7 @@ fn run(program: &str, arguments: &[&str], input: &str) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// The lines by which `ipset restore` does what the plan says of sets.
+/// The planned set operations as input of `ipset restore`.
 fn set_lines(ops: &[Op], family: Family) -> String {
     let family_name = if family == Family::V4 { "inet" } else { "inet6" };
     let line = |op: &Op| match op {
@@ -84,7 +84,7 @@ fn changes() -> Vec<Change> {
     changes
 }
 
-fn rules_are_printed_as_rendered(family: Family) {
+fn check_that_rules_are_printed_as_rendered(family: Family) {
     let mut config = IpvsConfig::new(family);
     config.node_port_addresses = vec!["192.0.2.11".parse().unwrap(), "2001:db8::11".parse().unwrap()];
     config.masquerade.detector_v4 = Some(LocalDetector::Cidr("10.244.0.0/16".parse().unwrap()));
@@ -99,10 +99,10 @@ fn rules_are_printed_as_rendered(family: Family) {
         state.apply(change, &mut dirty);
     }
     let plan = ledger.changed(&state, &node, &dirty, 0);
-    assert!(!plan.script.is_empty(), "the short way needs rules");
+    assert!(!plan.script.is_empty(), "policy Local needs a rule for internal clients");
     apply(&plan, family);
     assert!(ledger.rules().is_in(&tables(family)), "{:?}", tables(family));
-    // What was added is in the sets, as it was written.
+    // The sets contain the added elements as they were written.
     let saved = run("ipset", &["save"], "");
     for line in set_lines(&plan.before, family).lines() {
         assert!(saved.lines().any(|saved| saved == line), "{line} is not in:\n{saved}");
@@ -111,15 +111,15 @@ fn rules_are_printed_as_rendered(family: Family) {
     let sets = headgate_core::ipvs::Set::ALL.iter().map(|set| (*set, std::collections::BTreeSet::new())).collect();
     let existing = Existing { tables: tables(family), sets, ..Existing::default() };
     apply(&Ledger::cleanup(&config, &existing), family);
-    assert!(!run("ipset", &["save"], "").contains("KUBE"), "something is left");
+    assert!(!run("ipset", &["save"], "").contains("KUBE"), "sets are left after the cleanup");
 }
 
 #[test]
-fn ipv4() {
-    uml::inside(|| rules_are_printed_as_rendered(Family::V4));
+fn ipv4_rules_are_printed_as_rendered() {
+    uml::inside(|| check_that_rules_are_printed_as_rendered(Family::V4));
 }
 
 #[test]
-fn ipv6() {
-    uml::inside(|| rules_are_printed_as_rendered(Family::V6));
+fn ipv6_rules_are_printed_as_rendered() {
+    uml::inside(|| check_that_rules_are_printed_as_rendered(Family::V6));
 }

@@ -21,7 +21,7 @@ fn host(address: &str) -> Prefix {
     Prefix::host(address.parse().unwrap())
 }
 
-fn done(routing: &mut Routing, changes: &[Change]) {
+fn execute_all(routing: &mut Routing, changes: &[Change]) {
     routing.change(changes, |index, refusal| panic!("{:?}: {refusal}", changes[index])).unwrap();
 }
 
@@ -32,7 +32,7 @@ fn codes(routing: &mut Routing, changes: &[Change]) -> Vec<(usize, i32)> {
 }
 
 #[test]
-fn a_dummy_device_comes_and_goes() {
+fn a_dummy_device_is_added_set_up_and_removed() {
     uml::inside(|| {
         let mut routing = Routing::open().unwrap();
         assert_eq!(routing.link(NAME).unwrap(), None);
@@ -59,16 +59,16 @@ fn addresses_of_one_link_are_changed_and_listed() {
         let mut routing = Routing::open().unwrap();
         let link = device(&mut routing).index;
         let all = [host("10.96.0.1"), host("10.96.0.10"), host("fd00:96::1"), host("fd00:96::a")];
-        done(&mut routing, &all.map(|address| Change::AddAddress { link, address }));
+        execute_all(&mut routing, &all.map(|address| Change::AddAddress { link, address }));
         assert_eq!(BTreeSet::from_iter(routing.addresses(link).unwrap()), BTreeSet::from(all));
         let printed = output("ip", &["-o", "addr", "show", "dev", NAME]);
         assert!(printed.contains("inet 10.96.0.1/32 scope host"), "{printed}");
         assert!(printed.contains("inet6 fd00:96::a/128 scope global nodad deprecated noprefixroute"), "{printed}");
-        assert!(!routing.addresses(1).unwrap().contains(&all[0]), "only the link's own are listed");
-        let gone = Change::RemoveAddress { link, address: all[1] };
-        let refused = codes(&mut routing, &[Change::AddAddress { link, address: all[0] }, gone, gone]);
+        assert!(!routing.addresses(1).unwrap().contains(&all[0]), "addresses of other links are listed");
+        let removal = Change::RemoveAddress { link, address: all[1] };
+        let refused = codes(&mut routing, &[Change::AddAddress { link, address: all[0] }, removal, removal]);
         assert_eq!(refused, [(0, libc::EEXIST), (2, libc::EADDRNOTAVAIL)]);
-        done(&mut routing, &[Change::RemoveAddress { link, address: all[3] }]);
+        execute_all(&mut routing, &[Change::RemoveAddress { link, address: all[3] }]);
         assert_eq!(BTreeSet::from_iter(routing.addresses(link).unwrap()), BTreeSet::from([all[0], all[2]]));
         output("ip", &["addr", "add", "10.97.0.1/32", "dev", NAME]);
         assert!(routing.addresses(link).unwrap().contains(&host("10.97.0.1")));
@@ -81,7 +81,7 @@ fn connections_reach_addresses_of_the_device_though_it_is_down() {
         let mut routing = Routing::open().unwrap();
         let link = device(&mut routing).index;
         for address in ["10.96.0.1", "fd00:96::1"] {
-            done(&mut routing, &[Change::AddAddress { link, address: host(address) }]);
+            execute_all(&mut routing, &[Change::AddAddress { link, address: host(address) }]);
             let address: IpAddr = address.parse().unwrap();
             let listener = TcpListener::bind((address, 0)).unwrap();
             connect_soon(listener.local_addr().unwrap());
@@ -90,13 +90,13 @@ fn connections_reach_addresses_of_the_device_though_it_is_down() {
 }
 
 #[test]
-fn thousands_of_addresses_are_listed_whole() {
+fn thousands_of_addresses_are_listed_completely() {
     uml::inside(|| {
         let mut routing = Routing::open().unwrap();
         let link = device(&mut routing).index;
         let all: Vec<_> =
             (1..=2000_u16).map(|i| Prefix::host([10, 96, i.to_be_bytes()[0], i.to_be_bytes()[1]].into())).collect();
-        done(
+        execute_all(
             &mut routing,
             &all.iter().map(|address| Change::AddAddress { link, address: *address }).collect::<Vec<_>>(),
         );

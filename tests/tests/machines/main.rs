@@ -1,4 +1,4 @@
-//! Tests that run inside User-Mode Linux, because they need a kernel of their own.
+//! Tests that need their own kernel. They run inside User-Mode Linux.
 
 #![allow(clippy::unwrap_used, missing_docs)]
 
@@ -13,8 +13,8 @@ use std::{
     time::Duration,
 };
 
-/// Connects, once that is possible: the kernel adds the route to a new IPv6 address a moment after
-/// the address.
+/// Connects to an address, and tries again for five seconds. The kernel adds the route to a new
+/// IPv6 address shortly after the address.
 fn connect_soon(address: SocketAddr) -> TcpStream {
     for _ in 0..500 {
         if let Ok(stream) = TcpStream::connect(address) {

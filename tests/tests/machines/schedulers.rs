@@ -1,8 +1,8 @@
-//! Every scheduler schedules as its name says: real connections through the kernel's IPVS, inside
-//! User-Mode Linux.
+//! Real connections show that each scheduler does what its name says. The tests use the kernel's
+//! IPVS inside User-Mode Linux.
 //!
-//! Clients, virtual servers and endpoints are addresses of one dummy device. Endpoints say their
-//! number to whoever connects, and hold the connection until the client closes it.
+//! Clients, virtual servers and endpoints are addresses of one dummy device. An endpoint sends its
+//! number to each client and holds the connection until the client closes it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Read;
@@ -29,7 +29,7 @@ fn endpoint(number: u8) -> SocketAddr {
     (Ipv4Addr::new(192, 0, 2, number), PORT).into()
 }
 
-/// A connection, and the number of the endpoint that has it.
+/// A connection and the number of its endpoint.
 struct Held {
     endpoint: u8,
     stream: TcpStream,
@@ -41,7 +41,7 @@ struct Rig {
 }
 
 impl Rig {
-    /// Addresses, and listening endpoints numbered from 1.
+    /// Adds the addresses, and starts endpoints numbered from 1.
     fn new(endpoints: u8) -> Self {
         let mut routing = Routing::open().unwrap();
         routing.add_dummy("hg0").unwrap();
@@ -65,13 +65,13 @@ impl Rig {
         Self { ipvs: Ipvs::open().unwrap(), endpoints }
     }
 
-    fn done(&mut self, commands: &[Command]) {
+    fn execute_all(&mut self, commands: &[Command]) {
         let refused = self.ipvs.execute(commands).unwrap();
         assert!(refused.is_empty(), "{:?}", commands[refused[0].index].explain(&refused[0].refusal));
     }
 
-    /// A virtual server with a scheduler as the agent sets it up, whose endpoints have these
-    /// weights, in order of their numbers.
+    /// Adds a virtual server as the agent configures it. `weights` are the weights of the endpoints
+    /// in order of their numbers.
     fn serve(&mut self, number: u8, scheduler: Scheduler, weights: &[u32]) -> ServiceId {
         self.serve_with(number, scheduler, weights, |service| service)
     }
@@ -91,15 +91,15 @@ impl Rig {
         let destinations =
             (1..).zip(weights).map(|(number, weight)| Destination::new(endpoint(number)).weighing(*weight));
         commands.extend(destinations.map(|destination| Command::AddDestination(id, destination)));
-        self.done(&commands);
+        self.execute_all(&commands);
         id
     }
 
     fn weigh(&mut self, id: ServiceId, number: u8, weight: u32) {
-        self.done(&[Command::SetDestination(id, Destination::new(endpoint(number)).weighing(weight))]);
+        self.execute_all(&[Command::SetDestination(id, Destination::new(endpoint(number)).weighing(weight))]);
     }
 
-    /// Closes connections and waits until IPVS counts them as such.
+    /// Closes the connections to an endpoint, and waits until IPVS counts none of them as active.
     fn close(&mut self, id: ServiceId, number: u8, held: &mut Vec<Held>) {
         held.retain(|connection| connection.endpoint != number);
         for _ in 0..1000 {
@@ -117,12 +117,12 @@ impl Rig {
 fn answer(mut stream: TcpStream, number: u8) {
     use std::io::Write;
     if stream.write_all(&[number]).is_ok() {
-        // Until the client closes.
+        // Returns when the client closes.
         let _ = stream.read(&mut [0]);
     }
 }
 
-/// Connects from a client's address, and a port if it is not 0, to a virtual server.
+/// Connects from a client's address to a virtual server. Port 0 means any source port.
 fn connect(client: u8, port: u16, service: u8) -> Held {
     let socket = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
     socket.set_reuse_address(true).unwrap();
@@ -136,7 +136,7 @@ fn connect(client: u8, port: u16, service: u8) -> Held {
     Held { endpoint: number[0], stream }
 }
 
-/// That many connections from one client, one after the other, all held.
+/// Opens `count` connections from one client, one after the other, and holds them all.
 fn hold(service: u8, count: usize) -> Vec<Held> {
     (0..count).map(|_| connect(1, 0, service)).collect()
 }
@@ -145,7 +145,7 @@ fn order(held: &[Held]) -> Vec<u8> {
     held.iter().map(|connection| connection.endpoint).collect()
 }
 
-/// How many connections each endpoint has.
+/// The number of connections of each endpoint.
 fn shares(held: &[Held]) -> BTreeMap<u8, usize> {
     held.iter().fold(BTreeMap::new(), |mut shares, connection| {
         *shares.entry(connection.endpoint).or_default() += 1;
@@ -154,7 +154,7 @@ fn shares(held: &[Held]) -> BTreeMap<u8, usize> {
 }
 
 #[test]
-fn rr_takes_one_after_the_other() {
+fn rr_uses_endpoints_in_turn() {
     uml::inside(|| {
         let mut rig = Rig::new(4);
         rig.serve(1, Scheduler::RoundRobin, &[1, 1, 1, 1]);
@@ -166,7 +166,7 @@ fn rr_takes_one_after_the_other() {
 }
 
 #[test]
-fn wrr_takes_turns_by_weight() {
+fn wrr_uses_endpoints_in_turn_by_weight() {
     uml::inside(|| {
         let mut rig = Rig::new(3);
         rig.serve(1, Scheduler::WeightedRoundRobin, &[3, 2, 1]);
@@ -178,7 +178,7 @@ fn wrr_takes_turns_by_weight() {
 }
 
 #[test]
-fn lc_takes_the_one_with_the_fewest_connections_whatever_it_weighs() {
+fn lc_uses_the_endpoint_with_the_fewest_connections_and_ignores_weights() {
     uml::inside(|| {
         let mut rig = Rig::new(2);
         let id = rig.serve(1, Scheduler::LeastConnection, &[9, 1]);
@@ -190,7 +190,7 @@ fn lc_takes_the_one_with_the_fewest_connections_whatever_it_weighs() {
 }
 
 #[test]
-fn wlc_takes_the_one_with_the_fewest_connections_for_its_weight() {
+fn wlc_uses_the_endpoint_with_the_fewest_connections_for_its_weight() {
     uml::inside(|| {
         let mut rig = Rig::new(2);
         let id = rig.serve(1, Scheduler::WeightedLeastConnection, &[3, 1]);
@@ -202,7 +202,7 @@ fn wlc_takes_the_one_with_the_fewest_connections_for_its_weight() {
 }
 
 #[test]
-fn lblc_stays_where_it_is_until_that_has_more_than_its_weight() {
+fn lblc_keeps_an_endpoint_until_its_connections_exceed_its_weight() {
     uml::inside(|| {
         let mut rig = Rig::new(3);
         let id = rig.serve(1, Scheduler::LocalityBasedLeastConnection, &[2, 2, 2]);
@@ -212,17 +212,21 @@ fn lblc_stays_where_it_is_until_that_has_more_than_its_weight() {
         assert_eq!(
             order_before,
             [first, first, first, second, second, second],
-            "another one, when it has more than two"
+            "a second endpoint is used after more than two connections"
         );
         assert_ne!(first, second);
         rig.close(id, first, &mut held);
         let third = 6 - first - second;
-        assert_eq!(order(&hold(1, 1)), [third], "the first is forgotten; the third has never had one");
+        assert_eq!(
+            order(&hold(1, 1)),
+            [third],
+            "lblc forgets the first endpoint, and the third has the fewest connections"
+        );
     });
 }
 
 #[test]
-fn lblcr_goes_back_to_what_it_has_used() {
+fn lblcr_returns_to_an_endpoint_of_its_server_set() {
     uml::inside(|| {
         let mut rig = Rig::new(3);
         let id = rig.serve(1, Scheduler::LocalityBasedLeastConnectionWithReplication, &[2, 2, 2]);
@@ -232,12 +236,16 @@ fn lblcr_goes_back_to_what_it_has_used() {
         assert_eq!(order_before, [first, first, first, second, second, second]);
         assert_ne!(first, second);
         rig.close(id, first, &mut held);
-        assert_eq!(order(&hold(1, 1)), [first], "it is in the set still, and has the fewest connections there");
+        assert_eq!(
+            order(&hold(1, 1)),
+            [first],
+            "the first endpoint is still in the set, and has the fewest connections"
+        );
     });
 }
 
 #[test]
-fn sh_goes_by_the_clients_address() {
+fn sh_chooses_by_the_address_of_the_client() {
     uml::inside(|| {
         let mut rig = Rig::new(4);
         rig.serve(1, Scheduler::SourceHashing, &[1; 4]);
@@ -252,7 +260,7 @@ fn sh_goes_by_the_clients_address() {
 }
 
 #[test]
-fn dh_goes_by_the_address_that_is_asked_for() {
+fn dh_chooses_by_the_address_of_the_virtual_server() {
     uml::inside(|| {
         let mut rig = Rig::new(4);
         let mut used = BTreeSet::new();
@@ -267,12 +275,12 @@ fn dh_goes_by_the_address_that_is_asked_for() {
 }
 
 #[test]
-fn sed_takes_the_one_with_the_shortest_expected_delay() {
+fn sed_uses_the_endpoint_with_the_shortest_expected_delay() {
     uml::inside(|| {
         let mut rig = Rig::new(2);
         rig.serve(1, Scheduler::ShortestExpectedDelay, &[4, 1]);
-        // (connections + 1) / weight: the idle second one is slower until the first has three. At a
-        // tie either will do.
+        // The expected delay is (connections + 1) / weight. The idle second endpoint has the longer
+        // delay until the first has three connections. At a tie, either may be used.
         let held = hold(1, 10);
         assert_eq!(order(&held)[..3], [1, 1, 1]);
         assert_eq!(shares(&held), [(1, 8), (2, 2)].into());
@@ -280,25 +288,25 @@ fn sed_takes_the_one_with_the_shortest_expected_delay() {
 }
 
 #[test]
-fn nq_takes_an_idle_one_whatever_it_weighs() {
+fn nq_uses_an_idle_endpoint_and_ignores_weights() {
     uml::inside(|| {
         let mut rig = Rig::new(2);
         let id = rig.serve(1, Scheduler::NeverQueue, &[4, 1]);
         let mut held = hold(1, 5);
         let first: BTreeSet<u8> = order(&held)[..2].iter().copied().collect();
-        assert_eq!(first, [1, 2].into(), "both were idle");
-        assert_eq!(order(&held)[2..4], [1, 1], "then by expected delay");
+        assert_eq!(first, [1, 2].into(), "each idle endpoint gets a connection");
+        assert_eq!(order(&held)[2..4], [1, 1], "the next connections follow the expected delay");
         rig.close(id, 2, &mut held);
         assert_eq!(order(&hold(1, 1)), [2]);
     });
 }
 
 #[test]
-fn mh_goes_by_client_and_port_and_hardly_moves_when_an_endpoint_goes() {
+fn mh_chooses_by_client_and_port_and_moves_few_clients_when_an_endpoint_is_removed() {
     uml::inside(|| {
         let mut rig = Rig::new(4);
-        // The choice depends on nothing but the client and the endpoints, so that it is the same at
-        // another virtual server.
+        // The choice depends only on the client and the endpoints, so two virtual servers choose
+        // equally.
         for (service, weights) in [(1, [1, 1, 1, 1]), (2, [1, 1, 1, 1]), (3, [1, 1, 1, 0])] {
             rig.serve(service, Scheduler::MaglevHashing, &weights);
         }
@@ -316,13 +324,13 @@ fn mh_goes_by_client_and_port_and_hardly_moves_when_an_endpoint_goes() {
             }
         }
         assert!(used.len() == 4 && used.values().all(|count| *count >= 10), "{used:?}");
-        // Round robin over a list would move two of three.
-        assert!(stayed * 10 >= asked * 8, "{stayed} of {asked} have stayed");
+        // With round robin over a list, about two of three clients would move.
+        assert!(stayed * 10 >= asked * 8, "{stayed} of {asked} clients kept their endpoint");
     });
 }
 
 #[test]
-fn fo_takes_the_one_with_the_highest_weight_as_long_as_it_is_there() {
+fn fo_uses_the_endpoint_with_the_highest_weight() {
     uml::inside(|| {
         let mut rig = Rig::new(3);
         let scheduler = Scheduler::WeightedFailover;
@@ -339,35 +347,35 @@ fn fo_takes_the_one_with_the_highest_weight_as_long_as_it_is_there() {
 }
 
 #[test]
-fn ovf_fills_one_after_the_other() {
+fn ovf_fills_one_endpoint_before_the_next() {
     uml::inside(|| {
         let mut rig = Rig::new(3);
         let scheduler = Scheduler::WeightedOverflow;
         let weights: Vec<u32> = (0..3).map(|position| scheduler.weight(position, 3)).collect();
         let id = rig.serve(1, scheduler, &weights);
-        // It has its fill with more connections than its weight.
+        // An endpoint is full when it has more connections than its weight.
         let first = usize::try_from(weights[0]).unwrap() + 1;
         let mut held = hold(1, first + 10);
         assert_eq!(shares(&held), [(1, first), (2, 10)].into());
         assert_eq!(weights[2], Scheduler::OVERFLOW_CONNECTIONS);
         rig.close(id, 1, &mut held);
-        assert_eq!(order(&hold(1, 1)), [1], "it has room again");
+        assert_eq!(order(&hold(1, 1)), [1], "the first endpoint has room again");
     });
 }
 
 #[test]
-fn persistence_keeps_each_client_where_it_is() {
+fn persistence_keeps_each_client_on_its_endpoint() {
     uml::inside(|| {
         let mut rig = Rig::new(4);
         let id = rig.serve_with(1, Scheduler::RoundRobin, &[1; 4], |service| service.persistent(300));
-        let mut of_clients = BTreeMap::new();
+        let mut chosen = BTreeMap::new();
         for client in 1..=8 {
             let numbers: BTreeSet<u8> = (0..4).map(|_| connect(client, 0, 1).endpoint).collect();
             assert_eq!(numbers.len(), 1, "client {client}: {numbers:?}");
-            of_clients.insert(client, numbers.into_iter().next().unwrap());
+            chosen.insert(client, numbers.into_iter().next().unwrap());
         }
-        // Neighbours in one network are clients of their own, and were taken in turn.
-        let used: Vec<u8> = of_clients.values().copied().collect();
+        // Clients in one network are separate clients, and round robin spread them.
+        let used: Vec<u8> = chosen.values().copied().collect();
         assert_eq!(used[..4].iter().collect::<BTreeSet<_>>().len(), 4, "{used:?}");
         assert_eq!(used[..4], used[4..]);
         let counted = rig.ipvs.destinations(id).unwrap();
@@ -376,7 +384,7 @@ fn persistence_keeps_each_client_where_it_is() {
     });
 }
 
-/// Endpoints hold as many connections as clients.
+/// Endpoints hold as many connections as the clients.
 #[test]
 fn held_connections_stay_open() {
     uml::inside(|| {

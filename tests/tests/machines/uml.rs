@@ -1,5 +1,5 @@
-//! Tests inside User-Mode Linux: that they run there, that failures are seen, and that the packet
-//! cases hold on that kernel as well.
+//! Tests inside User-Mode Linux run on their own kernel, their failures are reported outside, and
+//! packet cases pass on that kernel too.
 
 use std::time::Duration;
 
@@ -15,7 +15,7 @@ mod kernel {
         ["rr", "wrr", "lc", "wlc", "lblc", "lblcr", "sh", "dh", "sed", "nq", "mh", "fo", "ovf"];
 
     #[test]
-    fn has_modules_that_the_backends_need() {
+    fn has_the_modules_that_the_backends_need() {
         uml::inside(|| {
             let version = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
             assert!(version.starts_with("6.1."), "{version}");
@@ -30,7 +30,7 @@ mod kernel {
     }
 
     #[test]
-    fn leaves_the_hosts_files_alone() {
+    fn cannot_write_the_hosts_files() {
         uml::inside(|| {
             let written = std::fs::write(concat!(env!("CARGO_MANIFEST_DIR"), "/written-by-a-test"), "");
             assert_eq!(written.unwrap_err().kind(), std::io::ErrorKind::ReadOnlyFilesystem);
@@ -39,7 +39,7 @@ mod kernel {
     }
 
     #[test]
-    fn sleeps_as_long_as_it_says() {
+    fn sleeps_at_least_as_long_as_requested() {
         uml::inside(|| {
             let started = std::time::Instant::now();
             std::thread::sleep(Duration::from_millis(500));
@@ -48,15 +48,14 @@ mod kernel {
     }
 }
 
-/// What the runner reports of tests that do not pass: each of these does inside what is to be seen
-/// outside.
+/// What the runner reports of tests that fail, hang or crash inside.
 mod runner {
     use super::*;
 
     const LIMIT: Duration = Duration::from_secs(30);
 
     #[test]
-    fn a_failure_is_a_failure_and_keeps_files() {
+    fn a_failure_inside_is_reported_and_keeps_files() {
         let outcome = uml::try_inside(LIMIT, || {
             std::fs::write(std::env::temp_dir().join("evidence"), "of a failure").unwrap();
             panic!("on purpose");
@@ -73,7 +72,7 @@ mod runner {
     }
 
     #[test]
-    fn a_test_without_end_is_killed() {
+    fn a_test_beyond_its_time_limit_is_killed() {
         let outcome = uml::try_inside(Duration::from_secs(1), || {
             loop {
                 std::thread::park();
@@ -86,7 +85,7 @@ mod runner {
     }
 
     #[test]
-    fn a_crash_of_the_kernel_is_a_failure_and_the_next_test_runs() {
+    fn a_kernel_crash_is_reported_and_the_next_test_runs() {
         let outcome = uml::try_inside(LIMIT, || {
             std::fs::write("/proc/sysrq-trigger", "c").unwrap();
             std::thread::sleep(LIMIT);
@@ -98,30 +97,32 @@ mod runner {
             }
             other => panic!("{other:?}"),
         }
-        uml::run_inside("uml::kernel::has_modules_that_the_backends_need", LIMIT).unwrap();
+        uml::run_inside("uml::kernel::has_the_modules_that_the_backends_need", LIMIT).unwrap();
     }
 
     #[test]
     fn a_kernel_that_does_not_answer_is_killed() {
         let outcome = uml::try_inside(Duration::from_secs(1), || {
-            // Nothing else runs beside this, so nobody inside can enforce the limit.
+            // The busy real-time process starves every other process inside, so only the runner
+            // outside can enforce the limit.
             std::fs::write("/proc/sys/kernel/sched_rt_runtime_us", "-1").unwrap();
-            let realtime =
-                std::process::Command::new("chrt").args(["-f", "99", "sh", "-c", "while :; do :; done"]).status();
+            let realtime = std::process::Command::new("chrt")
+                .args(["-f", "99", "sh", "-c", "while :; do :; execute_all"])
+                .status();
             panic!("{realtime:?}");
         });
         assert!(matches!(outcome, Some(Err(Failure::Hung { .. }))), "{outcome:?}");
     }
 
     #[test]
-    fn a_test_that_does_not_exist_has_not_passed() {
+    fn a_missing_test_is_reported_as_not_run() {
         let failure = uml::run_inside("uml::runner::no_such_test", LIMIT).unwrap_err();
         assert!(matches!(failure, Failure::NotRun { .. }), "{failure:?}");
     }
 }
 
-/// These packet cases pass on the host's kernel: if one fails here, it is the machine and not the
-/// backend under test.
+/// These packet cases pass on the host's kernel. A failure here points to User-Mode Linux, and not
+/// to the backend.
 #[test]
 fn packet_cases_pass_with_iptables() {
     uml::inside(|| {

@@ -1,5 +1,5 @@
-//! The manifests in `deploy/`: well-formed, no more rights than promised, and options that the
-//! programs have.
+//! The manifests in `deploy/` are well-formed, grant only the documented rights, and use only
+//! options that the programs have.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -30,7 +30,7 @@ fn objects() -> BTreeMap<(String, String), Value> {
             let text = |value: &Value| value.as_str().unwrap().to_owned();
             let key = (text(&object["kind"]), text(&object["metadata"]["name"]));
             assert!(!object["apiVersion"].as_str().unwrap().is_empty());
-            assert!(objects.insert(key.clone(), object).is_none(), "{key:?} is there twice");
+            assert!(objects.insert(key.clone(), object).is_none(), "{key:?} is defined twice");
         }
     }
     objects
@@ -98,7 +98,7 @@ fn the_only_rights_are_list_and_watch_of_four_kinds() {
 }
 
 #[test]
-fn rights_belong_to_the_control_plane_alone() {
+fn only_the_control_plane_has_rights() {
     let bindings: Vec<Value> = objects()
         .into_iter()
         .filter(|((kind, _), _)| kind.ends_with("RoleBinding"))
@@ -121,8 +121,8 @@ fn agents_hold_no_api_credentials() {
     for volume in pod["volumes"].as_array().unwrap() {
         assert_eq!(volume["projected"], Value::Null, "a projected volume may hold a token");
         match (volume["hostPath"]["path"].as_str(), volume["secret"]["secretName"].as_str()) {
-            // Neither the kubelet's files nor anything else of the host that could hold a
-            // credential.
+            // Only these host paths may be mounted. Other paths, such as the kubelet's, could hold
+            // credentials.
             (Some(path), None) => assert!(allowed.remove(path), "{path}"),
             (None, Some(secret)) => assert_eq!(secret, "headgate-node-agent-tls"),
             _ => panic!("an unexpected volume: {volume}"),
@@ -143,7 +143,7 @@ fn agents_have_two_capabilities_and_no_privileges() {
 }
 
 #[test]
-fn the_control_plane_runs_as_nobody_and_is_probed() {
+fn the_control_plane_does_not_run_as_root_and_is_probed() {
     let pod = control_plane_pod();
     assert_eq!(pod["securityContext"]["runAsNonRoot"], true);
     let container = &pod["containers"][0];
@@ -158,14 +158,14 @@ fn the_control_plane_runs_as_nobody_and_is_probed() {
 }
 
 #[test]
-fn replicas_are_the_endpoints_of_a_service_that_is_watched() {
+fn the_balance_service_selects_the_replicas() {
     let service = object("Service", "headgate-control-plane");
     let name = format!("{}/headgate-control-plane", service["metadata"]["namespace"].as_str().unwrap());
     let container = &control_plane_pod()["containers"][0];
     assert!(strings(&container["args"]).contains(format!("--balance-service={name}").as_str()));
     let deployment = object("Deployment", "headgate-control-plane");
     assert_eq!(service["spec"]["selector"], deployment["spec"]["selector"]["matchLabels"]);
-    assert_eq!(service["spec"]["clusterIP"], Value::Null, "the slices of a headless Service are not watched");
+    assert_eq!(service["spec"]["clusterIP"], Value::Null, "the Service is headless, so its slices are not watched");
     for port in service["spec"]["ports"].as_array().unwrap() {
         let is_there =
             |of_pod: &Value| (&of_pod["name"], &of_pod["containerPort"]) == (&port["targetPort"], &port["port"]);
@@ -174,7 +174,7 @@ fn replicas_are_the_endpoints_of_a_service_that_is_watched() {
 }
 
 #[test]
-fn options_are_known_to_the_programs_and_references_resolve() {
+fn programs_know_the_options_and_references_resolve() {
     let settings = object("ConfigMap", "headgate-settings")["data"].clone();
     for (pod, name) in [(control_plane_pod(), "headgate-control-plane"), (agent_pod(), "headgate-node-agent")] {
         let output = Command::new(program(name).unwrap()).arg("--help").output().unwrap();
@@ -224,7 +224,7 @@ fn images_carry_the_version_of_the_workspace() {
     }
 }
 
-/// `headgatectl certs` into a folder.
+/// The command `headgatectl certs` for a folder.
 fn certs(folder: &Path) -> Command {
     let mut command = Command::new(program("headgatectl").unwrap());
     command.args(["certs", "--out"]).arg(folder);
@@ -239,7 +239,7 @@ fn run(command: &mut Command) -> String {
 }
 
 #[test]
-fn certificates_carry_the_identities_that_the_control_plane_believes() {
+fn certificates_contain_the_identities_that_the_control_plane_expects() {
     let folder = tempfile::tempdir().unwrap();
     let path = |name: &str| folder.path().join(name);
     let make = |arguments: &[&str]| run(certs(folder.path()).args(arguments));
@@ -272,7 +272,8 @@ fn certificates_carry_the_identities_that_the_control_plane_believes() {
         assert!(identity.trim_end().ends_with(&format!("URI:headgate://node/{node}")), "{identity}");
     }
 
-    // A node that comes later is signed by the same authority, whose key is handed to nobody.
+    // A later node gets a certificate of the same authority. The authority's key stays out of the
+    // folders to deploy.
     let commands = make(&["--node", "node-c"]);
     verify("nodes/node-c.crt", "sslclient");
     assert_eq!(std::fs::read(path("nodes/ca.crt")).unwrap(), authority);
@@ -282,7 +283,7 @@ fn certificates_carry_the_identities_that_the_control_plane_believes() {
 }
 
 #[test]
-fn certificates_open_the_control_plane_to_whom_they_should() {
+fn the_control_plane_accepts_only_clients_with_its_certificates() {
     let folder = tempfile::tempdir().unwrap();
     let path = |name: &str| folder.path().join(name).display().to_string();
     run(certs(folder.path()).args(["--server-ip", "127.0.0.1", "--reader", "me"]));
@@ -314,12 +315,12 @@ fn certificates_open_the_control_plane_to_whom_they_should() {
         std::thread::sleep(Duration::from_millis(50));
         answer = ask(&with_own);
     }
-    // A name that nobody knows hides no agents of those that answer.
+    // A server name that does not resolve does not hide the agents of other servers.
     let mut agents = Command::new(program("headgatectl").unwrap());
     agents.arg("--server=https://nobody.invalid:7443").arg(format!("--server=https://{}", port.address()));
     let agents = agents.args(&with_own).arg("agents").stdin(Stdio::null()).output().unwrap();
     let anonymous = ask(&[authority]);
-    // Another authority's server is not believed.
+    // The client refuses a server with a certificate of another authority.
     run(certs(&folder.path().join("other")).args(["--reader", "me"]));
     let elsewhere = ask(&[&[format!("--tls-ca={}", path("other/ca.crt"))], &own[..]].concat());
     drop(control_plane);
@@ -329,16 +330,16 @@ fn certificates_open_the_control_plane_to_whom_they_should() {
     let (shown, error) = (String::from_utf8_lossy(&agents.stdout), String::from_utf8_lossy(&agents.stderr));
     assert_eq!(shown, format!("No agents are connected to https://{}.\n", port.address()), "{error}");
     assert!(agents.status.code() == Some(1) && error.contains("nobody.invalid does not resolve"), "{error}");
-    assert_eq!(anonymous.status.code(), Some(1), "a client without a certificate got in");
-    assert_eq!(elsewhere.status.code(), Some(1), "a server of another authority was believed");
+    assert_eq!(anonymous.status.code(), Some(1), "the server accepted a client without a certificate");
+    assert_eq!(elsewhere.status.code(), Some(1), "the client accepted a server of another authority");
     let error = String::from_utf8_lossy(&elsewhere.stderr);
     assert!(error.contains("TLS handshake failed"), "{error}");
 }
 
 #[test]
-fn manifests_have_no_field_that_the_api_does_not_know() {
+fn manifests_have_only_fields_that_the_api_knows() {
     use k8s_openapi::api::{apps::v1 as apps, core::v1 as core, policy::v1 as policy, rbac::v1 as rbac};
-    // A misspelt field does not survive a round trip through the API's own types.
+    // A round trip through the API's types loses a misspelt field.
     fn round_trip<T: serde::de::DeserializeOwned + serde::Serialize>(object: &Value) -> Value {
         let typed: T = serde_json::from_value(object.clone()).unwrap_or_else(|error| panic!("{error}: {object}"));
         serde_json::to_value(typed).unwrap()

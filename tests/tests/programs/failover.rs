@@ -1,5 +1,4 @@
-//! Which replica agents follow while replicas lose their API servers. Nothing is asserted about
-//! time.
+//! The replicas that agents follow while replicas lose their API servers. No test asserts on time.
 
 use std::{
     process::Command,
@@ -13,7 +12,7 @@ use headgate_tests::{
 };
 use tokio::time::sleep;
 
-/// Bounds waiting, and nothing else.
+/// A guard against hanging.
 const LIMIT: Duration = Duration::from_secs(60);
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -23,11 +22,11 @@ async fn agents_leave_a_replica_that_never_lists_for_one_that_follows() {
     scene.until_programmed().await.unwrap();
     assert_eq!(scene.places().await.unwrap(), [12, 0]);
     let moves = scene.moves();
-    assert!(moves.iter().all(|moves| *moves <= 1), "agents move once at the most: {moves:?}");
+    assert!(moves.iter().all(|moves| *moves <= 1), "an agent moved more than once: {moves:?}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn agents_leave_a_replica_that_alone_loses_its_api_server() {
+async fn agents_leave_the_only_replica_that_loses_its_api_server() {
     for cut in [Mode::Refusing, Mode::Silent] {
         let mut scene = Scene::set(20, &[Mode::Open, Mode::Open]).await.unwrap();
         scene.add_agents(12, &[0, 1]).unwrap();
@@ -37,7 +36,7 @@ async fn agents_leave_a_replica_that_alone_loses_its_api_server() {
         scene.until_programmed().await.unwrap();
         assert_eq!(scene.places().await.unwrap(), [12, 0], "{cut:?}");
         let moves = scene.moves();
-        assert!(moves.iter().all(|moves| *moves <= 1), "agents move once at the most: {moves:?}");
+        assert!(moves.iter().all(|moves| *moves <= 1), "an agent moved more than once: {moves:?}");
     }
 }
 
@@ -58,13 +57,13 @@ async fn a_hundred_agents_find_the_one_healthy_replica_of_three_and_stay_when_it
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn no_display_counts_agents_of_a_replica_that_never_lists() {
+async fn agents_of_a_replica_that_never_lists_are_shown_as_waiting() {
     let mut scene = Scene::set(5, &[Mode::Refusing]).await.unwrap();
     scene.add_agents(3, &[0]).unwrap();
     let replica = &scene.replicas()[0];
     let limit = Instant::now() + LIMIT;
     while replica.status().await.unwrap().agents < 3 {
-        assert!(Instant::now() < limit, "no agents come");
+        assert!(Instant::now() < limit, "the agents do not connect");
         sleep(Duration::from_millis(20)).await;
     }
     let status = replica.status().await.unwrap();
@@ -90,7 +89,7 @@ async fn no_display_counts_agents_of_a_replica_that_never_lists() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn displays_tell_agents_of_a_replica_that_is_cut_off_from_those_that_are_up_to_date() {
+async fn agents_of_a_replica_that_is_cut_off_are_shown_as_cut_off() {
     let mut scene = Scene::set(5, &[Mode::Open]).await.unwrap();
     scene.add_agents(2, &[0]).unwrap();
     scene.until_programmed().await.unwrap();
@@ -105,7 +104,7 @@ async fn displays_tell_agents_of_a_replica_that_is_cut_off_from_those_that_are_u
     );
     let fleet = status.fleet.unwrap();
     assert_eq!((fleet.up_to_date, fleet.cut_off), (0, 2));
-    assert_eq!(scene.moves(), [0, 0], "there is nowhere to go");
+    assert_eq!(scene.moves(), [0, 0], "an agent moved without another replica");
     scene.replicas()[0].gate.set(Mode::Open).await;
     scene.change().unwrap();
     scene.until_programmed().await.unwrap();
@@ -129,7 +128,7 @@ async fn a_replica_that_cannot_watch_one_kind_is_cut_off_until_it_can() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn nobody_moves_when_the_api_server_falls_silent_for_all_replicas_at_once() {
+async fn no_agent_moves_when_the_api_server_stops_answering_all_replicas() {
     let mut scene = Scene::set(20, &[Mode::Open, Mode::Open]).await.unwrap();
     scene.add_agents(12, &[0, 1]).unwrap();
     scene.until_programmed().await.unwrap();
@@ -139,7 +138,7 @@ async fn nobody_moves_when_the_api_server_falls_silent_for_all_replicas_at_once(
     for replica in 0..2 {
         scene.until_ready(replica, false).await.unwrap();
     }
-    // Longer than agents are patient with a replica that is cut off.
+    // Wait longer than the patience of agents with a replica that is cut off.
     sleep(Duration::from_secs(8)).await;
     assert_eq!(scene.moves(), [0; 12]);
 }

@@ -1,4 +1,4 @@
-//! grpcurl, as an operator would use it, against the program itself on a folder of manifests.
+//! grpcurl as an operator uses it, against the real program with a folder of manifests.
 
 use std::{
     env, fs,
@@ -17,7 +17,7 @@ use nix::{
 };
 use serde_json::Value;
 
-/// Guard against hanging; nothing is asserted about time.
+/// A guard against hanging. No test asserts on time.
 const GUARD: Duration = Duration::from_secs(60);
 
 const MANIFESTS: &str = "\
@@ -40,11 +40,11 @@ endpoints:
 ports: [{name: http, port: 8080, protocol: TCP}]
 ";
 
-/// A control plane that ends with the test, however that ends.
+/// A control plane that is killed when the test ends.
 struct ControlPlane {
     child: Child,
     address: String,
-    /// How grpcurl speaks to it.
+    /// The options with which grpcurl connects to it.
     transport: Vec<String>,
 }
 
@@ -53,8 +53,8 @@ impl ControlPlane {
         Self::start_with(folder, &["--insecure-loopback".into()], vec!["-plaintext".into()])
     }
 
-    /// With the files of this folder, which `headgatectl certs` has made; grpcurl shows the
-    /// certificate of `who`.
+    /// Starts a control plane with the certificates of a folder that `headgatectl certs` created.
+    /// grpcurl presents the certificate of `who`.
     fn start_with_tls(folder: &Path, certs: &Path, who: Option<&str>) -> Self {
         let file = |name: &str| certs.join(name).display().to_string();
         let [cert, key, ca] = ["control-plane/tls.crt", "control-plane/tls.key", "ca.crt"].map(file);
@@ -86,13 +86,13 @@ impl ControlPlane {
         thread::spawn(move || {
             for line in log.lines().map_while(Result::ok) {
                 eprintln!("{line}");
-                // The test may have got what it wants already.
+                // Ignore an error: the test no longer reads after it has found the address.
                 drop(sender.send(line));
             }
         });
         let mut control_plane = Self { child, address: String::new(), transport };
         while control_plane.address.is_empty() {
-            let line = receiver.recv_timeout(GUARD).expect("the control plane does not say where it listens");
+            let line = receiver.recv_timeout(GUARD).expect("the control plane does not log its address");
             if let Some((_, rest)) = line.split_once("listen=") {
                 control_plane.address = rest.split_whitespace().next().unwrap().to_owned();
             }
@@ -118,7 +118,7 @@ impl ControlPlane {
         serde_json::Deserializer::from_str(&text).into_iter().collect::<Result<_, _>>().unwrap()
     }
 
-    /// Asks it to stop and returns whether it ended well.
+    /// Sends SIGTERM, and returns whether the program ended with success.
     fn stop(mut self) -> bool {
         kill(Pid::from_raw(self.child.id().try_into().unwrap()), Signal::SIGTERM).unwrap();
         self.child.wait().unwrap().success()
@@ -127,14 +127,14 @@ impl ControlPlane {
 
 impl Drop for ControlPlane {
     fn drop(&mut self) {
-        // It has ended already when the test went well.
+        // The process has already ended if the test passed.
         drop(self.child.kill());
         drop(self.child.wait());
     }
 }
 
 #[test]
-fn lists_and_calls_the_control_plane() {
+fn grpcurl_lists_and_calls_the_services_of_the_control_plane() {
     let folder = tempfile::tempdir().unwrap();
     fs::write(folder.path().join("web.yaml"), MANIFESTS).unwrap();
     fs::write(folder.path().join("bad.yaml"), "kind: [").unwrap();
@@ -170,12 +170,12 @@ fn lists_and_calls_the_control_plane() {
     let refused =
         control_plane.call(&["-d", "{\"ack\": {\"version\": 1}}"], &["headgate.v1.Discovery/Sync"]).unwrap_err();
     assert!(refused.contains("InvalidArgument") && refused.contains("Hello"), "{refused}");
-    assert!(control_plane.stop(), "SIGTERM does not end it well");
+    assert!(control_plane.stop(), "the program fails after SIGTERM");
 }
 
-/// The certificates are those that `headgatectl certs` makes for a trial.
+/// Uses the certificates that `headgatectl certs` creates.
 #[test]
-fn over_tls_readers_look_and_others_are_told_why_not() {
+fn over_tls_readers_may_inspect_and_others_learn_why_they_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let (manifests, certs) = (folder.path().join("manifests"), folder.path().join("certs"));
     fs::create_dir(&manifests).unwrap();
@@ -200,7 +200,8 @@ fn over_tls_readers_look_and_others_are_told_why_not() {
     let refused = control_plane.call(&["-d", hello], &["headgate.v1.Discovery/Sync"]).unwrap_err();
     assert!(refused.contains("PermissionDenied") && refused.contains("headgate://node/node-a"), "{refused}");
 
-    // A node has no reflection, so it needs the protocol's files; and it may not look.
+    // A node may not use reflection, so grpcurl needs the protocol's files. A node may not inspect
+    // either.
     let protocol = Path::new(env!("CARGO_MANIFEST_DIR")).join("../proto");
     let files = ["-import-path", protocol.to_str().unwrap(), "-proto", "headgate/v1/inspect.proto"];
     control_plane.transport = ControlPlane::tls(&certs, Some("nodes/node-a"));
@@ -210,6 +211,6 @@ fn over_tls_readers_look_and_others_are_told_why_not() {
     assert!(refused.contains("--nodes-may-inspect"), "{refused}");
     control_plane.transport = ControlPlane::tls(&certs, None);
     let refused = control_plane.call(&files, &["headgate.v1.Inspect/GetStatus"]).unwrap_err();
-    assert!(!refused.contains("PermissionDenied"), "without a certificate there is no connection: {refused}");
-    assert!(control_plane.stop(), "SIGTERM does not end it well");
+    assert!(!refused.contains("PermissionDenied"), "a client without a certificate reached the service: {refused}");
+    assert!(control_plane.stop(), "the program fails after SIGTERM");
 }

@@ -1,5 +1,5 @@
-//! `headgatectl` as its users meet it: the program itself, its output and exit codes, against a
-//! server that knows what it answers.
+//! Runs the `headgatectl` program against a server with fixed answers, and checks its output and
+//! exit codes.
 
 use std::net::SocketAddr;
 use std::pin::Pin;
@@ -17,7 +17,7 @@ use tonic::{Request, Response, Status};
 
 type Items<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
-/// Knows two services, one endpoint, and the agents of two nodes.
+/// A server with two Services, one endpoint, and the agents of two nodes.
 struct Fake;
 
 fn items<T: Send + 'static>(items: Vec<T>) -> Response<Items<T>> {
@@ -91,7 +91,7 @@ impl Inspect for Fake {
         let wanted = request.into_inner();
         match (wanted.namespace.as_str(), wanted.name.as_str()) {
             ("demo", "web") | ("", "") => Ok(items(vec![endpoint()])),
-            ("broken", _) => Err(Status::internal("the store is on fire")),
+            ("broken", _) => Err(Status::internal("the store failed")),
             _ => Err(Status::not_found("no such service")),
         }
     }
@@ -118,11 +118,11 @@ impl Inspect for Fake {
 
     type WaitStream = Items<WaitProgress>;
     async fn wait(&self, _: Request<WaitRequest>) -> Result<Response<Items<WaitProgress>>, Status> {
-        Err(Status::unimplemented("tests/wait.rs asks real replicas"))
+        Err(Status::unimplemented("streams/wait.rs tests Wait with real replicas"))
     }
 }
 
-/// Serves `Fake` until the test's runtime ends.
+/// Serves [`Fake`] until the runtime of the test ends.
 async fn fake_server() -> SocketAddr {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
@@ -132,7 +132,7 @@ async fn fake_server() -> SocketAddr {
     address
 }
 
-/// Runs the program with nothing in the environment that it reads.
+/// Runs the program without the environment variables that it reads.
 async fn headgatectl(server: &str, arguments: &[&str]) -> Output {
     let mut command = Command::new(program("headgatectl").unwrap());
     for variable in ["HEADGATE_SERVER", "HEADGATE_TLS_CA", "HEADGATE_TLS_CERT", "HEADGATE_TLS_KEY"] {
@@ -146,7 +146,7 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8(bytes.to_vec()).unwrap()
 }
 
-/// Standard output of a run that must succeed.
+/// Returns the standard output of a run. Panics if the run fails or writes to standard error.
 async fn answer(server: &str, arguments: &[&str]) -> String {
     let output = headgatectl(server, arguments).await;
     assert!(output.status.success(), "{arguments:?}: {}: {}", output.status, text(&output.stderr));
@@ -154,7 +154,7 @@ async fn answer(server: &str, arguments: &[&str]) -> String {
     text(&output.stdout)
 }
 
-/// Exit code and standard error of a run that must fail, without a word on standard output.
+/// Returns the exit code and standard error of a run. Panics if the run writes to standard output.
 async fn refusal(server: &str, arguments: &[&str]) -> (i32, String) {
     let output = headgatectl(server, arguments).await;
     assert_eq!(text(&output.stdout), "", "{arguments:?}");
@@ -196,14 +196,14 @@ async fn json_is_one_array_with_exact_numbers() {
     assert_eq!(none, Value::Array(Vec::new()));
 
     let agents: Value = serde_json::from_str(&answer(&server, &["agents", "-o", "json"]).await).unwrap();
-    // The worst first.
+    // The agent with an error is listed first.
     assert_eq!((&agents[0]["node"], &agents[0]["programmed_version"]), (&"node-b".into(), &4.into()));
     let status: Value = serde_json::from_str(&answer(&server, &["status", "-o", "json"]).await).unwrap();
     assert_eq!(status["synced"], true);
 }
 
 #[tokio::test]
-async fn watch_writes_a_line_a_change_and_says_when_it_ends() {
+async fn watch_writes_a_line_for_each_change_and_reports_its_end() {
     let server = format!("http://{}", fake_server().await);
     let output = headgatectl(&server, &["watch", "-o", "json"]).await;
     let events: Vec<Value> = text(&output.stdout).lines().map(|line| serde_json::from_str(line).unwrap()).collect();
@@ -219,13 +219,13 @@ async fn watch_writes_a_line_a_change_and_says_when_it_ends() {
 }
 
 #[tokio::test]
-async fn what_does_not_exist_is_said_with_exit_code_1() {
+async fn missing_objects_are_named_with_exit_code_1() {
     let server = format!("http://{}", fake_server().await);
     for (arguments, expected) in [
         (&["endpoints", "demo/nope"][..], "no service demo/nope"),
         (&["services", "nope"], "no service default/nope"),
         (&["agents", "node-z"], "no agent of node node-z"),
-        (&["endpoints", "broken/x"], "the store is on fire"),
+        (&["endpoints", "broken/x"], "the store failed"),
     ] {
         let (code, error) = refusal(&server, arguments).await;
         assert_eq!(code, 1, "{error}");
@@ -234,11 +234,11 @@ async fn what_does_not_exist_is_said_with_exit_code_1() {
 }
 
 #[tokio::test]
-async fn a_replica_that_is_down_hides_no_agents_of_the_others() {
+async fn agents_are_listed_although_one_replica_is_down() {
     let (good, nobody) = (format!("http://{}", fake_server().await), ReservedPort::reserve().unwrap());
     let dead = format!("http://{}", nobody.address());
     let ask = async |arguments: &[&str]| {
-        // Once before the replica that answers, and once after it.
+        // Name the dead replica first, and then last.
         let first = headgatectl(&dead, &[&["--server", &good], arguments].concat()).await;
         let second = headgatectl(&good, &[&["--server", &dead], arguments].concat()).await;
         assert_eq!((&first.stdout, &first.stderr), (&second.stdout, &second.stderr));
@@ -263,7 +263,7 @@ async fn a_replica_that_is_down_hides_no_agents_of_the_others() {
 }
 
 #[tokio::test]
-async fn an_unreachable_server_is_named_with_what_to_do() {
+async fn an_unreachable_server_is_named_with_a_remedy() {
     let nobody = ReservedPort::reserve().unwrap();
     let server = format!("http://{}", nobody.address());
     let (code, error) = refusal(&server, &["services"]).await;
@@ -273,8 +273,8 @@ async fn an_unreachable_server_is_named_with_what_to_do() {
 }
 
 #[tokio::test]
-async fn a_replica_that_hangs_is_named_and_not_waited_for_without_end() {
-    // The system takes connections for a program that does nothing with them.
+async fn a_replica_that_hangs_is_named_after_a_timeout() {
+    // The kernel accepts connections, but no program reads from them.
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let (address, folder) = (listener.local_addr().unwrap(), tempfile::tempdir().unwrap());
     let (authority, out) = (folder.path().join("ca.crt"), folder.path().to_str().unwrap());
@@ -287,7 +287,9 @@ async fn a_replica_that_hangs_is_named_and_not_waited_for_without_end() {
         let (plain, secured) = tokio::join!(ask_plain, ask_secured);
         [plain, secured]
     });
-    for ((code, error), server) in refusals.await.expect("it does not end").into_iter().zip([plain, secured]) {
+    for ((code, error), server) in
+        refusals.await.expect("headgatectl waits without end").into_iter().zip([plain, secured])
+    {
         assert_eq!(code, 1, "{error}");
         assert!(error.contains(&format!("cannot reach {server}: it accepts connections")), "{error}");
         assert!(error.contains("look at its log"), "{error}");
@@ -295,7 +297,7 @@ async fn a_replica_that_hangs_is_named_and_not_waited_for_without_end() {
 }
 
 #[tokio::test]
-async fn usage_errors_have_exit_code_2_and_trouble_nobody() {
+async fn usage_errors_have_exit_code_2_and_contact_no_server() {
     let nowhere = "http://127.0.0.1:1";
     for (server, arguments, expected) in [
         (nowhere, &["frobnicate"][..], "unrecognized subcommand"),
@@ -312,7 +314,7 @@ async fn usage_errors_have_exit_code_2_and_trouble_nobody() {
 }
 
 #[tokio::test]
-async fn a_file_that_is_no_certificate_is_named() {
+async fn a_file_without_a_certificate_is_named() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("ca.pem");
     std::fs::write(&file, "hello").unwrap();
@@ -322,7 +324,7 @@ async fn a_file_that_is_no_certificate_is_named() {
 }
 
 #[tokio::test]
-async fn a_closed_pipe_ends_it_in_peace() {
+async fn a_closed_pipe_ends_the_program_without_an_error() {
     let server = format!("http://{}", fake_server().await);
     let mut command = Command::new(program("headgatectl").unwrap());
     command.args(["--server", &server, "services"]).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());

@@ -1,5 +1,4 @@
-//! The control plane on a folder of manifests, as people look at it by `headgatectl`: both programs
-//! are the real ones.
+//! `headgatectl` against the control plane on a folder of manifests. Both are the real programs.
 
 use std::io::{BufRead as _, BufReader};
 use std::path::{Path, PathBuf};
@@ -12,14 +11,14 @@ use headgate_tests::testbed::{
 };
 use serde_json::Value;
 
-/// A guard, not a measure.
+/// A guard against hanging.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap()
 }
 
-/// A control plane on a copy of the example that the README starts with.
+/// A control plane on a copy of the README's first example.
 struct ControlPlane {
     _process: KilledOnDrop,
     folder: tempfile::TempDir,
@@ -68,14 +67,14 @@ impl ControlPlane {
         self.folder.path().join("manifests")
     }
 
-    /// Writes a manifest so that nobody reads half of it.
+    /// Replaces a manifest atomically.
     fn write(&self, name: &str, content: &str) {
         let draft = self.folder.path().join("draft");
         std::fs::write(&draft, content).unwrap();
         std::fs::rename(draft, self.manifests().join(name)).unwrap();
     }
 
-    /// Standard output, or what was written to standard error.
+    /// Returns standard output, or standard error if the command fails.
     fn headgatectl(&self, arguments: &[&str]) -> Result<String, String> {
         let server = format!("http://{}", self.port.address());
         run(Command::new(program("headgatectl").unwrap()).args(["--server", &server]).args(arguments))
@@ -94,7 +93,7 @@ fn run(command: &mut Command) -> Result<String, String> {
 }
 
 #[test]
-fn headgatectl_shows_what_the_manifests_say() {
+fn headgatectl_shows_the_objects_of_the_manifests() {
     let control_plane = ControlPlane::start();
     let services = control_plane.json(&["services"]);
     let [service] = &services.as_array().unwrap()[..] else { panic!("{services}") };
@@ -117,7 +116,7 @@ fn headgatectl_shows_what_the_manifests_say() {
 }
 
 #[test]
-fn headgatectl_shows_each_state_of_an_address_whose_ports_differ() {
+fn headgatectl_shows_a_row_for_each_port_with_its_own_readiness() {
     let control_plane = ControlPlane::start();
     let slice = |name: &str, port: u16, ready: bool| {
         let labels = serde_json::json!({"kubernetes.io/service-name": "web"});
@@ -131,18 +130,22 @@ fn headgatectl_shows_each_state_of_an_address_whose_ports_differ() {
     control_plane.write("host.yaml", &format!("{}\n---\n{}", slice("web-1", 8080, false), slice("web-2", 8081, true)));
     let rows = control_plane.wait_for("the endpoint", |this| {
         let endpoints = this.json(&["endpoints", "shop/web"]);
-        let of_host = endpoints.as_array()?.iter().filter(|endpoint| endpoint["address"] == "192.0.2.7");
-        Some(of_host.cloned().collect::<Vec<_>>()).filter(|rows| !rows.is_empty())
+        let rows = endpoints.as_array()?.iter().filter(|endpoint| endpoint["address"] == "192.0.2.7");
+        Some(rows.cloned().collect::<Vec<_>>()).filter(|rows| !rows.is_empty())
     });
     let states: Vec<_> = rows.iter().map(|row| (row["ports"][0].as_str().unwrap(), row["ready"] == true)).collect();
     assert_eq!(states, [("http 8080/TCP", false), ("http 8081/TCP", true)]);
     assert_eq!(rows[0]["version"], rows[1]["version"]);
     let service = &control_plane.json(&["services"])[0];
-    assert_eq!((&service["ready_endpoints"], &service["endpoints"]), (&3.into(), &3.into()), "addresses are counted");
+    assert_eq!(
+        (&service["ready_endpoints"], &service["endpoints"]),
+        (&3.into(), &3.into()),
+        "the counts are not of addresses"
+    );
 }
 
 #[test]
-fn a_manifest_that_cannot_be_used_shows_in_status_and_disturbs_nothing() {
+fn status_shows_an_invalid_manifest_and_the_others_are_served() {
     let control_plane = ControlPlane::start();
     assert_eq!(control_plane.json(&["status"])["problems"], serde_json::json!([]));
     control_plane.write("broken.yaml", "apiVersion: v1\nkind: Service\nmetadata: {name: [}\n");
@@ -156,12 +159,13 @@ fn a_manifest_that_cannot_be_used_shows_in_status_and_disturbs_nothing() {
     assert_eq!(control_plane.json(&["services"]).as_array().unwrap().len(), 1);
 
     std::fs::remove_file(control_plane.manifests().join("broken.yaml")).unwrap();
-    control_plane
-        .wait_for("the problem's end", |this| this.json(&["status"])["problems"].as_array()?.is_empty().then_some(()));
+    control_plane.wait_for("the end of the problem", |this| {
+        this.json(&["status"])["problems"].as_array()?.is_empty().then_some(())
+    });
 }
 
 #[test]
-fn watch_follows_an_edit() {
+fn watch_shows_an_edit() {
     let control_plane = ControlPlane::start();
     let server = format!("http://{}", control_plane.port.address());
     let mut watch = Command::new(program("headgatectl").unwrap())
@@ -181,10 +185,10 @@ fn watch_follows_an_edit() {
     });
     let watch = KilledOnDrop(watch);
 
-    // A watch shows changes from its beginning on: edit until one is seen, since nobody says when
-    // it has begun.
+    // A watch shows changes from its beginning on, and does not report when it begins. Edit until
+    // it shows a change.
     let example = std::fs::read_to_string(root().join("docs/examples/web.yaml")).unwrap();
-    let first = control_plane.wait_for("a removal and its opposite", |this| {
+    let first = control_plane.wait_for("a removal or an addition", |this| {
         let without = example.split("  - addresses: [10.244.2.10]").next().unwrap();
         for content in [without, example.as_str()] {
             this.write("web.yaml", content);

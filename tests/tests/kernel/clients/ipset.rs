@@ -1,4 +1,4 @@
-//! IP sets: what one end makes, the other lists.
+//! Our client of IP sets against the `ipset` program, in both directions.
 
 use std::{collections::BTreeSet, io::Write as _, process::Stdio};
 
@@ -9,7 +9,7 @@ use headgate_tests::testbed::{
 };
 use ipset_netlink::{Change, Element, Entry, Family, IpSets, Protocol, SetType, Specification};
 
-/// Runs `work` in a namespace of its own.
+/// Runs `work` in a new network namespace.
 fn in_namespace(name: &str, work: impl FnOnce() -> Result<()> + Send) {
     netns::check_prerequisites().unwrap();
     netns::sweep_stale().unwrap();
@@ -17,13 +17,13 @@ fn in_namespace(name: &str, work: impl FnOnce() -> Result<()> + Send) {
     namespace.run(work).unwrap();
 }
 
-fn done(sets: &mut IpSets, changes: &[Change]) {
+fn execute_all(sets: &mut IpSets, changes: &[Change]) {
     let refused = sets.execute(changes).unwrap();
     let explained: Vec<_> = refused.iter().map(|refused| changes[refused.index].explain(&refused.refusal)).collect();
     assert!(explained.is_empty(), "{explained:?}");
 }
 
-/// Sets of every type with their entries, and the same in ipset's words.
+/// Sets of every type with their entries, and the equal input of `ipset restore`.
 fn table() -> (Vec<(Specification, Vec<Entry>)>, &'static str) {
     let (v4, v6) = ("10.0.0.1".parse().unwrap(), "fd00::1".parse().unwrap());
     let (other, net6) = ("10.1.0.0".parse().unwrap(), "fd00:1::".parse().unwrap());
@@ -108,7 +108,7 @@ fn is_listed(sets: &mut IpSets, expected: &[(Specification, Vec<Entry>)]) {
 }
 
 #[test]
-fn the_program_prints_what_the_client_makes() {
+fn the_program_prints_what_the_client_creates() {
     in_namespace("make", || {
         let (table, text) = table();
         let mut sets = IpSets::open()?;
@@ -116,9 +116,9 @@ fn the_program_prints_what_the_client_makes() {
             sets.create(wanted)?;
             let changes: Vec<_> =
                 entries.iter().map(|entry| Change::add(wanted.name.as_str(), entry.clone())).collect();
-            done(&mut sets, &changes);
-            // What is there may be added again.
-            done(&mut sets, &changes);
+            execute_all(&mut sets, &changes);
+            // An entry that exists may be added again.
+            execute_all(&mut sets, &changes);
         }
         assert_eq!(sorted_lines(&output("ipset", &["save"])), sorted_lines(text));
         is_listed(&mut sets, &table);
@@ -127,7 +127,7 @@ fn the_program_prints_what_the_client_makes() {
 }
 
 #[test]
-fn the_client_lists_what_the_program_makes() {
+fn the_client_lists_what_the_program_creates() {
     in_namespace("list", || {
         let (table, text) = table();
         let mut program = std::process::Command::new("ipset").arg("restore").stdin(Stdio::piped()).spawn()?;
@@ -145,7 +145,7 @@ fn the_client_lists_what_the_program_makes() {
 }
 
 #[test]
-fn options_that_decide_which_entries_stay_are_told() {
+fn headers_show_options_that_change_or_remove_entries() {
     in_namespace("options", || {
         let mut sets = IpSets::open()?;
         let wanted = |name: &str| Specification::new(name, SetType::HashIp, Family::V4);
@@ -171,14 +171,14 @@ fn options_that_decide_which_entries_stay_are_told() {
 }
 
 #[test]
-fn entries_come_and_go_and_sets_are_swapped_and_destroyed() {
+fn entries_are_added_and_deleted_and_sets_are_swapped_and_destroyed() {
     in_namespace("change", || {
         let mut sets = IpSets::open()?;
         let of = |name: &str| Specification::new(name, SetType::HashIp, Family::V4).with_comments();
         let ip = |last: u8| Element::Ip([10, 0, 0, last].into());
         sets.create(&of("a"))?;
         sets.create(&of("b"))?;
-        done(
+        execute_all(
             &mut sets,
             &[
                 Change::add("a", Entry::new(ip(1)).with_comment("first")),
@@ -203,7 +203,7 @@ fn entries_come_and_go_and_sets_are_swapped_and_destroyed() {
 }
 
 #[test]
-fn refusals_are_said_with_their_names() {
+fn errors_name_the_change_and_the_reason() {
     in_namespace("refuse", || {
         let mut sets = IpSets::open()?;
         let small = Specification::new("small", SetType::HashIp, Family::V4).with_sizes(64, 1);
@@ -250,7 +250,7 @@ fn refusals_are_said_with_their_names() {
 }
 
 #[test]
-fn large_sets_are_filled_and_listed_whole() {
+fn large_sets_are_filled_and_listed_completely() {
     in_namespace("large", || {
         let mut sets = IpSets::open()?;
         let count = 20_000_u32;
@@ -262,7 +262,7 @@ fn large_sets_are_filled_and_listed_whole() {
             Entry::ip_port([a, b, c, d].into(), Protocol::Tcp, 80).with_comment(format!("ns/service-{i}"))
         };
         let changes: Vec<_> = (0..count).map(|i| Change::add("large", entry(i))).collect();
-        done(&mut sets, &changes);
+        execute_all(&mut sets, &changes);
         let found = sets.set("large")?.unwrap();
         assert_eq!(found.entries.len(), 20_000);
         assert_eq!(BTreeSet::from_iter(found.entries), (0..count).map(entry).collect());

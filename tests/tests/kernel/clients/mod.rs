@@ -1,4 +1,4 @@
-//! The clients of kernel interfaces, against a kernel and the programs that everybody uses.
+//! Our clients of kernel interfaces, against the kernel and the usual command line programs.
 
 mod ipset;
 mod nftables;

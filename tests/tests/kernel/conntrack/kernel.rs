@@ -1,4 +1,4 @@
-//! What the kernel makes of our lists and deletions, on tables made by netlink.
+//! Lists and deletes conntrack entries in the real kernel. The entries are inserted over netlink.
 
 use std::{
     collections::BTreeSet,
@@ -22,7 +22,7 @@ use headgate_tests::{
 
 const UDP: u8 = 17;
 
-/// Runs `work` in a namespace of its own.
+/// Runs `work` in a new network namespace.
 fn in_namespace<T: Send>(name: &str, work: impl FnOnce(&Namespace) -> Result<T> + Send) -> T {
     netns::check_prerequisites().unwrap();
     netns::sweep_stale().unwrap();
@@ -59,7 +59,7 @@ fn flows(family: Family) -> Vec<Flow> {
     }
 }
 
-/// What the kernel lists for a filter, before anything is compared again.
+/// The entries that the kernel returns for a filter, before the agent compares them again.
 fn listed(filter: &Filter) -> Result<BTreeSet<(SocketAddr, SocketAddr)>> {
     let (mut found, mut others) = (BTreeSet::new(), 0);
     Connection::open(libc::NETLINK_NETFILTER)?.dump(wire::list(filter), |_, payload| {
@@ -94,7 +94,7 @@ fn the_kernel_filters() {
                     .collect();
                 assert!(!expected.is_empty());
                 let listed = listed(&filter)?;
-                // The ports are filtered in both families, the addresses of IPv6 in none: see
+                // The kernel filters ports in both families, but addresses only in IPv4: see
                 // `wire::list`.
                 if family == Family::V4 {
                     assert_eq!(listed, expected, "{filter:?}");
@@ -127,7 +127,7 @@ fn endpoint(address: &str) -> Change {
     Change::Endpoint(key(), Endpoint::new(address.parse::<IpAddr>().unwrap(), [port].into()))
 }
 
-/// What a tracker without a past makes of a state.
+/// The cleanup that a new tracker plans for a state.
 fn cleanup_of(changes: impl IntoIterator<Item = Change>) -> Cleanup {
     let (mut state, mut dirty) = (State::default(), Dirty::default());
     for change in changes {
@@ -158,7 +158,7 @@ fn only_stale_udp_flows_of_the_service_go() {
         let after: BTreeSet<Flow> = entries(Family::V4)?.union(&entries(Family::V6)?).copied().collect();
         let gone: Vec<Flow> = before.difference(&after).copied().collect();
         assert_eq!(gone, [flows(Family::V4)[0], flows(Family::V6)[0]]);
-        assert_eq!(swept(&cleanup)?.deleted, 0, "nothing is left to do");
+        assert_eq!(swept(&cleanup)?.deleted, 0, "a second sweep deletes nothing");
         Ok(())
     });
 }
@@ -198,7 +198,7 @@ fn many_stale_flows_go_in_batches() {
         }
         let swept = swept(&cleanup_of([dns(0), endpoint("10.244.0.2")]))?;
         assert_eq!((swept.deleted, swept.lists), (5000, 2), "one list for each family: {swept:?}");
-        assert_eq!(swept.listed, 5000, "the kernel told of those to the service only");
+        assert_eq!(swept.listed, 5000, "the kernel lists only flows to the service");
         assert_eq!(entries(Family::V4)?.len(), 5000);
         Ok(())
     });

@@ -1,5 +1,5 @@
-//! UDP flows follow their services: the kernel's connection tracking table is cleaned of what leads
-//! nowhere, and of nothing else.
+//! Stale UDP flows of services are deleted from the kernel's connection tracking table. All other
+//! flows stay.
 
 mod kernel;
 mod services;

@@ -1,4 +1,4 @@
-//! Clients with one socket each, while services change under them.
+//! Clients keep one UDP socket each while services change.
 
 use std::{
     io::{Read as _, Write as _},
@@ -22,7 +22,7 @@ use headgate_tests::{
     uml,
 };
 
-/// From pods, nodes and outside, by every kind of address.
+/// Clients in pods, on nodes and outside, and the kind of address that each of them uses.
 const WAYS: [(&str, Via); 7] = [
     ("a3", Via::ClusterIp),
     ("node-a", Via::ClusterIp),
@@ -60,8 +60,8 @@ fn all_answered_by(flows: &[Flow], server: &str) -> Result<()> {
     flows.iter().try_for_each(|flow| flow.until_answered_by(server).map(drop))
 }
 
-/// The backend goes and another one comes, none is left, one comes back, its port changes, an
-/// address goes, the service goes.
+/// The endpoint is replaced, removed and added again. Then its port changes, the port of the
+/// Service changes, and the Service is deleted.
 fn follows_its_service(bed: &Testbed) -> Result<()> {
     let flows = open_all(bed, "dns", &WAYS)?;
     all_answered_by(&flows, "b1")?;
@@ -84,7 +84,7 @@ fn follows_its_service(bed: &Testbed) -> Result<()> {
             |outcome: &Outcome| matches!(outcome, Outcome::Answered(answer) if answer.port == SECOND_LINE_PORT);
         flow.until("answered at the second port", on_second).context("after targetPort changed")?;
     }
-    // The port of the service itself moves, and with it what was sent to the old one.
+    // The port of the Service changes. Clients of the old port get no more answers.
     bed.update(|manifests| {
         let ports = &mut manifests.service_mut("dns")?.ports;
         let port = ports.iter_mut().find(|port| port.name == "udp").context("no port")?;
@@ -104,8 +104,8 @@ fn follows_its_service(bed: &Testbed) -> Result<()> {
     bed.update(|manifests| manifests.remove("dns").map(drop))?;
     flows.iter().try_for_each(Flow::until_unanswered).context("after the service was deleted")?;
     if bed.backend() == Backend::Ipvs {
-        // The kernel may come first: IPVS drops the entry of a flow whose destination is gone at
-        // the flow's next packet.
+        // Nothing may be left to delete: IPVS itself drops the entry of a flow to a removed
+        // destination when the next packet of the flow arrives.
         return Ok(());
     }
     for family in ["IPv4", "IPv6"] {
@@ -116,7 +116,7 @@ fn follows_its_service(bed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// What the agent of node-a counts.
+/// The metrics of the agent on node-a.
 fn metrics(bed: &Testbed) -> Result<String> {
     bed.machines().machine("node-a")?.run(|| {
         let mut stream = TcpStream::connect("127.0.0.1:10249").context("connecting to the agent's metrics")?;
@@ -127,7 +127,7 @@ fn metrics(bed: &Testbed) -> Result<String> {
     })
 }
 
-/// Only endpoints on the client's node serve, and they are replaced.
+/// Only endpoints on the client's node serve. They are replaced.
 fn follows_local_endpoints(bed: &Testbed) -> Result<()> {
     let ways = [("a3", Via::ClusterIp), ("outside-1", Via::NodePort("node-a"))];
     let flows = open_all(bed, "dns", &ways)?;
@@ -136,9 +136,9 @@ fn follows_local_endpoints(bed: &Testbed) -> Result<()> {
     all_answered_by(&flows, "a2")
 }
 
-/// Clients are there before the service, and before its first endpoint.
+/// Clients send before the Service exists, and before it has an endpoint.
 fn recovers_once_there_is_an_endpoint(bed: &Testbed) -> Result<()> {
-    // The service that is added first has number 1.
+    // The first Service gets number 1.
     let expected = Service { number: 1, ..Service::new("dns", &[]) };
     let mut flows = Vec::new();
     for family in Family::BOTH {
@@ -150,7 +150,7 @@ fn recovers_once_there_is_an_endpoint(bed: &Testbed) -> Result<()> {
         }
     }
     bed.update(|manifests| manifests.add(Service::new("dns", &[])))?;
-    ensure!(bed.service("dns")?.number == expected.number, "the service has another number than was expected");
+    ensure!(bed.service("dns")?.number == expected.number, "the Service did not get the expected number");
     for flow in &flows {
         flow.until("refused", |outcome| *outcome == Outcome::Refused).context("without endpoints")?;
     }
@@ -163,15 +163,15 @@ fn recovers_once_there_is_an_endpoint(bed: &Testbed) -> Result<()> {
     all_answered_by(&flows, "b1")
 }
 
-/// Flows to endpoints that still serve stay where they are, while those to one that went move; TCP
-/// and foreign UDP are left alone.
+/// Flows to endpoints that still serve stay, and flows to a removed endpoint move. TCP connections
+/// and foreign UDP flows stay.
 fn leaves_the_rest_alone(bed: &Testbed) -> Result<()> {
     let node = bed.machines().machine("node-a")?;
     let foreign = foreign_flows(bed)?;
     let held = bed.address("dns", Via::ClusterIp, Family::V4, "tcp")?;
     let client = bed.machines().machine("a3")?;
     let mut held: Vec<HeldConnection> = (0..6).map(|_| HeldConnection::open(client, held)).collect::<Result<_>>()?;
-    // So many that every endpoint has some.
+    // Open enough flows that every endpoint gets some.
     let mut flows = Vec::new();
     for _ in 0..20 {
         flows.extend(open_all(bed, "dns", &[("a3", Via::ClusterIp), ("outside-1", Via::NodePort("node-a"))])?);
@@ -190,7 +190,7 @@ fn leaves_the_rest_alone(bed: &Testbed) -> Result<()> {
     for (flow, before) in flows.iter().zip(&before) {
         if before == "c1" {
             flow.until(
-                "answered by another than c1",
+                "answered by another server than c1",
                 |outcome| matches!(outcome, Outcome::Answered(answer) if answer.server != "c1"),
             )?;
         }
@@ -199,11 +199,11 @@ fn leaves_the_rest_alone(bed: &Testbed) -> Result<()> {
         ensure!(flow.server()? == *before, "a flow left {before}, which still serves");
     }
     ensure!(foreign_entries(node, &foreign)? == tracked, "a foreign UDP entry is gone");
-    held.iter_mut().try_for_each(HeldConnection::check).context("TCP connections, also to what is gone")
+    held.iter_mut().try_for_each(HeldConnection::check).context("TCP connections, also to removed endpoints")
 }
 
-/// UDP that only looks like the service's: the endpoint's own address, the NodePort's number on
-/// another node.
+/// Opens UDP flows that only resemble flows of the Service: to the endpoint's own address, and to
+/// the node port on another node.
 fn foreign_flows(bed: &Testbed) -> Result<Vec<SocketAddr>> {
     let mut to = Vec::new();
     for family in Family::BOTH {
@@ -211,27 +211,27 @@ fn foreign_flows(bed: &Testbed) -> Result<Vec<SocketAddr>> {
         to.push(bed.address("dns", Via::NodePort("node-c"), family, "udp")?);
     }
     for address in &to {
-        // From a machine whose packets pass node-a, which does not translate them.
+        // The packets of this machine pass node-a, which does not translate them.
         Flow::open(bed, "a3", *address)?.until("answered", |outcome| matches!(outcome, Outcome::Answered(_)))?;
     }
     Ok(to)
 }
 
-/// How many of these destinations are in the node's table, untranslated.
+/// The number of these destinations in the node's table with an untranslated flow.
 fn foreign_entries(node: &headgate_tests::testbed::Namespace, to: &[SocketAddr]) -> Result<usize> {
     node.run(|| {
         let mut found = 0;
         for family in CoreFamily::BOTH {
             let all = entries(family)?;
-            let of_ours = to.iter().filter(|to| all.iter().any(|flow| flow.to == **to && flow.answered_by == **to));
-            found += of_ours.count();
+            let listed = to.iter().filter(|to| all.iter().any(|flow| flow.to == **to && flow.answered_by == **to));
+            found += listed.count();
         }
         Ok(found)
     })
 }
 
-/// The rules take their time. A client that keeps asking meanwhile would renew its entry by the old
-/// rules, if it were deleted before.
+/// The agent writes the rules first. If it deleted entries earlier, a client that keeps sending
+/// would renew its entry under the old rules.
 fn is_cleaned_after_the_rules(bed: &Testbed) -> Result<()> {
     let slow = SlowTools::create(bed.machines().folder(), bed.backend())?;
     bed.kill_agent("node-a")?;
@@ -248,7 +248,7 @@ fn is_cleaned_after_the_rules(bed: &Testbed) -> Result<()> {
     slow.wait_until_held()?;
     for _ in 0..100 {
         for flow in &flows {
-            ensure!(flow.server()? == "b1", "a flow moved before the rules did");
+            ensure!(flow.server()? == "b1", "a flow moved before the rules changed");
         }
     }
     slow.release()?;
@@ -256,7 +256,7 @@ fn is_cleaned_after_the_rules(bed: &Testbed) -> Result<()> {
     bed.wait_programmed()
 }
 
-/// Stands before the programs that write rules, and makes them wait while a file is there.
+/// Wraps the programs that write rules, and makes them wait while a file exists.
 struct SlowTools {
     folder: PathBuf,
     held: PathBuf,
@@ -268,7 +268,7 @@ impl SlowTools {
         use std::os::unix::fs::PermissionsExt as _;
         let tools =
             Self { folder: folder.join("slow"), held: folder.join("slow-held"), waiting: folder.join("slow-waiting") };
-        std::fs::create_dir(&tools.folder).context("making a folder for tools")?;
+        std::fs::create_dir(&tools.folder).context("creating a folder for the tools")?;
         let variant = if backend.variant() == Variant::Nft { "nft" } else { "legacy" };
         for family in ["iptables", "ip6tables"] {
             let name = format!("{family}-{variant}-restore");
@@ -340,7 +340,7 @@ service_tests! {
     ipvs: Backend::Ipvs;
 }
 
-/// What is a matter of rules alone: virtual servers lose a UDP destination at once, with its flows.
+/// These tests concern only iptables: IPVS removes a UDP destination together with its flows.
 macro_rules! rule_tests {
     ($($module:ident: $backend:expr;)*) => { $(
         mod $module {

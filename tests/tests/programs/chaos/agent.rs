@@ -1,4 +1,4 @@
-//! Agents that speak TLS and pause briefly.
+//! Agents with TLS and short pauses between attempts.
 
 use std::{path::Path, time::Duration};
 
@@ -9,22 +9,22 @@ use headgate_tls::{Files, Side};
 
 use super::certificates::{Certificates, Holder};
 
-/// Starts the agent of a node, which may use any of these replicas.
+/// Starts the agent of a node. The agent may use any of these replicas.
 pub(crate) fn start(node: &str, replicas: &[String], folder: &Path, certificates: &mut Certificates) -> Agent {
     let folder = folder.join(node);
     certificates.folder(&folder, Holder::Node(node.to_owned()));
     let [cert, key, ca] = ["tls.crt", "tls.key", "ca.crt"].map(|name| folder.join(name));
-    Agent::start(node, replicas, Some(Files { side: Side::Client, cert, key, ca }), brief).unwrap()
+    Agent::start(node, replicas, Some(Files { side: Side::Client, cert, key, ca }), short_backoff).unwrap()
 }
 
-/// The port of the only endpoint of the service that counts the steps of the run; `None` before the
-/// agent knows it.
+/// The port of the only endpoint of the clock service. The port counts the steps of the run. `None`
+/// if the agent does not know the endpoint yet.
 pub(crate) fn clock(agent: &Agent, key: &ServiceKey) -> Option<u16> {
     let port = |state: &State| Some(state.entry(key)?.endpoints().values().next()?.ports.first()?.port);
     agent.shared.with_state(port)
 }
 
-/// There are few agents, and much is to go wrong in little time.
-fn brief() -> Backoff {
+/// Short pauses between attempts, since a run contains many failures in little time.
+fn short_backoff() -> Backoff {
     Backoff::new(Duration::from_millis(20), Duration::from_millis(400), Jitter::Full)
 }

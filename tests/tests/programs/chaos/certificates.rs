@@ -1,6 +1,6 @@
-//! An authority whose certificates are renewed, and which is itself replaced, while everything
-//! runs. Files are swapped as Kubernetes swaps those of a mounted Secret: a folder `..data` that is
-//! a symbolic link.
+//! An authority for the test. Its certificates are renewed and the authority itself is replaced
+//! while everything runs. Files change as in a mounted Kubernetes Secret: by replacing the symbolic
+//! link `..data`.
 
 use std::{
     fs,
@@ -34,7 +34,7 @@ impl Authority {
         Self { pem, issuer: Issuer::new(parameters, key) }
     }
 
-    /// Certificate and key.
+    /// Returns the certificate and the key in PEM.
     fn issue(&self, holder: &Holder) -> (String, String) {
         let mut parameters = CertificateParams::default();
         let (name, usage) = match holder {
@@ -51,18 +51,18 @@ impl Authority {
     }
 }
 
-/// How far the replacement of the authority is.
+/// The stages of replacing the authority.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Phase {
-    /// One authority.
+    /// There is one authority.
     Settled,
-    /// Everybody trusts the next one too.
+    /// Everybody also trusts the next authority.
     BothTrusted,
-    /// Everybody's certificate is of the next one.
+    /// The next authority has issued everybody's certificate.
     NextIssues,
 }
 
-/// All folders and who they are for.
+/// All certificate folders and their holders.
 pub(crate) struct Certificates {
     authorities: Vec<Authority>,
     phase: Phase,
@@ -82,7 +82,7 @@ impl Certificates {
         }
     }
 
-    /// Makes a folder with tls.crt, tls.key and ca.crt that is kept up to date from now on.
+    /// Creates a folder with tls.crt, tls.key and ca.crt. Later renewals update it.
     pub(crate) fn folder(&mut self, path: &Path, holder: Holder) {
         fs::create_dir_all(path).unwrap();
         self.folders.push((path.to_owned(), holder));
@@ -92,15 +92,15 @@ impl Certificates {
         }
     }
 
-    /// Gives everybody a new certificate.
+    /// Issues a new certificate for every folder.
     pub(crate) fn renew(&mut self) {
         for index in 0..self.folders.len() {
             self.swap(index);
         }
     }
 
-    /// The next step of replacing the authority: trust both, issue by the next one, forget the old
-    /// one.
+    /// Takes the next step of replacing the authority: trust both, issue by the next one, remove
+    /// the old one.
     pub(crate) fn replace_authority(&mut self) {
         self.phase = match self.phase {
             Phase::Settled => {
@@ -117,7 +117,7 @@ impl Certificates {
         self.renew();
     }
 
-    /// Authorities that took over from another.
+    /// The number of authorities that have replaced another.
     pub(crate) fn replaced(&self) -> u64 {
         self.replaced
     }

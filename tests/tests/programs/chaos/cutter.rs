@@ -18,16 +18,16 @@ use tokio::{
     task::JoinHandle,
 };
 
-/// How one connection is to end.
+/// How one connection ends.
 #[derive(Debug, Clone, Copy)]
 struct Fate {
-    /// After so many bytes, both directions together; `None`: not by itself.
+    /// Cut the connection after this many bytes, both directions together. `None`: do not cut it.
     after_bytes: Option<u64>,
-    /// By a reset, or by an end of file in mid-message.
+    /// Cut by a reset, or else by an end of file in the middle of a message.
     resets: bool,
 }
 
-/// What the relay's tasks share.
+/// The state that the relay's tasks share.
 struct Relay {
     target: Mutex<Option<SocketAddr>>,
     rng: Mutex<Rng>,
@@ -37,7 +37,7 @@ struct Relay {
     cuts: AtomicU64,
 }
 
-/// The relay. Its address stays the same wherever it leads; dropping it closes everything.
+/// The relay. Its address stays the same when its target changes. Dropping it closes everything.
 pub(crate) struct Cutter {
     pub(crate) address: SocketAddr,
     relay: Arc<Relay>,
@@ -52,7 +52,7 @@ impl Drop for Cutter {
 }
 
 impl Cutter {
-    /// A relay that leads nowhere yet; how connections end is drawn from `seed`.
+    /// Starts a relay without a target. `seed` decides how connections end.
     pub(crate) async fn start(seed: u64) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
@@ -68,8 +68,8 @@ impl Cutter {
         Self { address, relay, accepting }
     }
 
-    /// New connections lead there from now on.
-    pub(crate) fn lead_to(&self, target: SocketAddr) {
+    /// Forwards new connections to `target`.
+    pub(crate) fn forward_to(&self, target: SocketAddr) {
         *self.relay.target.lock().unwrap() = Some(target);
     }
 
@@ -78,19 +78,19 @@ impl Cutter {
         self.relay.cut();
     }
 
-    /// From now on connections live as long as their ends do. Those that were doomed already are
-    /// cut.
-    pub(crate) fn calm(&self) {
+    /// Stops cutting new connections. Cuts all current ones, because some of them are planned to
+    /// end early.
+    pub(crate) fn stop_cutting(&self) {
         self.relay.is_calm.store(true, Ordering::SeqCst);
         self.relay.cut();
     }
 
-    /// Connections that led somewhere.
+    /// The number of connections that reached the target.
     pub(crate) fn connections(&self) -> u64 {
         self.relay.connections.load(Ordering::SeqCst)
     }
 
-    /// Connections that ended by the relay's doing, in the middle of something.
+    /// The number of connections that the relay cut.
     pub(crate) fn cuts(&self) -> u64 {
         self.relay.cuts.load(Ordering::SeqCst)
     }
@@ -101,8 +101,8 @@ impl Relay {
         self.cut_all.send_modify(|cuts| *cuts += 1);
     }
 
-    /// Small numbers of bytes are as likely as large ones, so that handshakes, snapshots and
-    /// batches are all cut.
+    /// Draws the end of a connection. Small and large numbers of bytes are equally likely, so that
+    /// handshakes, snapshots and batches are all cut.
     fn draw(&self) -> Fate {
         let mut rng = self.rng.lock().unwrap();
         let is_doomed = rng.f32() < 0.6 && !self.is_calm.load(Ordering::SeqCst);
@@ -123,15 +123,20 @@ async fn accept(listener: TcpListener, relay: Arc<Relay>) {
             let Some(target) = target else { return };
             let Ok(server) = TcpStream::connect(target).await else { return };
             relay.connections.fetch_add(1, Ordering::SeqCst);
-            if carry(client, server, fate, relay.cut_all.subscribe()).await {
+            if relay_bytes(client, server, fate, relay.cut_all.subscribe()).await {
                 relay.cuts.fetch_add(1, Ordering::SeqCst);
             }
         });
     }
 }
 
-/// Carries bytes both ways until an end closes or fate strikes; true when it did.
-async fn carry(mut client: TcpStream, mut server: TcpStream, fate: Fate, mut cut_all: watch::Receiver<u64>) -> bool {
+/// Copies bytes both ways until an end closes or the connection is cut. Returns whether it was cut.
+async fn relay_bytes(
+    mut client: TcpStream,
+    mut server: TcpStream,
+    fate: Fate,
+    mut cut_all: watch::Receiver<u64>,
+) -> bool {
     let (mut up, mut down) = (vec![0; 16 * 1024], vec![0; 16 * 1024]);
     let mut left = fate.after_bytes.unwrap_or(u64::MAX);
     let is_cut = loop {
@@ -152,7 +157,7 @@ async fn carry(mut client: TcpStream, mut server: TcpStream, fate: Fate, mut cut
     };
     if is_cut && fate.resets {
         for socket in [&client, &server] {
-            // A reset that cannot be had becomes an end of file: cut all the same.
+            // If setting a reset fails, the connection ends by an end of file.
             let _ = SockRef::from(socket).set_linger(Some(Duration::ZERO));
         }
     }

@@ -1,4 +1,4 @@
-//! One replica: the real program as a process of its own, behind a relay that cuts its connections.
+//! One replica: the real program in its own process, behind a relay that cuts its connections.
 
 use std::{
     fs::{self, File},
@@ -39,14 +39,14 @@ impl Drop for Replica {
 }
 
 impl Replica {
-    /// A replica that does not run yet. `folder` holds the file `kubeconfig`.
+    /// Creates a replica without starting it. `folder` must hold the file `kubeconfig`.
     pub(crate) async fn new(name: &str, folder: &Path, certificates: &mut Certificates, seed: u64) -> Self {
         certificates.folder(&folder.join(name), Holder::Replica);
         let cutter = Cutter::start(seed).await;
         Self { cutter, name: name.to_owned(), folder: folder.to_owned(), child: None, starts: 0, is_frozen: false }
     }
 
-    /// Where agents connect.
+    /// The address for agents.
     pub(crate) fn url(&self) -> String {
         format!("https://{}", self.cutter.address)
     }
@@ -59,7 +59,7 @@ impl Replica {
         self.folder.join(format!("{}.{}.log", self.name, self.starts))
     }
 
-    /// Starts it, on another port than before; the relay follows.
+    /// Starts the program on a new port, and points the relay to it.
     pub(crate) async fn start(&mut self) {
         if self.is_running() {
             return;
@@ -76,10 +76,10 @@ impl Replica {
         command.env("NO_COLOR", "1").stdin(Stdio::null()).stdout(log.try_clone().unwrap()).stderr(log);
         self.child = Some(command.spawn().unwrap());
         let address = self.listening().await;
-        self.cutter.lead_to(address);
+        self.cutter.forward_to(address);
     }
 
-    /// Waits for it to say where it listens.
+    /// Waits until the log names the listening address.
     async fn listening(&mut self) -> SocketAddr {
         let until = Instant::now() + GUARD;
         loop {
@@ -93,7 +93,7 @@ impl Replica {
         }
     }
 
-    /// Ends it without a word.
+    /// Kills the process with SIGKILL.
     pub(crate) fn kill(&mut self) {
         if let Some(mut child) = self.child.take() {
             child.kill().unwrap();
@@ -102,7 +102,7 @@ impl Replica {
         }
     }
 
-    /// Ends it as Kubernetes does: agents are asked to go elsewhere first.
+    /// Stops the process with SIGTERM, as Kubernetes does. It asks its agents to move first.
     pub(crate) fn stop(&mut self) {
         self.thaw();
         if let Some(mut child) = self.child.take() {
@@ -111,7 +111,7 @@ impl Replica {
         }
     }
 
-    /// Its sockets stay, and nobody answers.
+    /// Freezes the process. Its sockets stay open, and nothing answers.
     pub(crate) fn freeze(&mut self) {
         if let Some(child) = &self.child {
             signal(child, Signal::SIGSTOP);
@@ -128,7 +128,8 @@ impl Replica {
 }
 
 impl Replica {
-    /// Streams that began in this way (`log`, `digests`, `full`), by what all its runs have logged.
+    /// The number of streams that resumed in this mode (`log`, `digests`, `full`), from the logs of
+    /// all runs.
     pub(crate) fn resumed(&self, mode: &str) -> usize {
         let began = format!("resume=\"{mode}\"");
         let logs = (1..=self.starts).map(|start| self.folder.join(format!("{}.{start}.log", self.name)));

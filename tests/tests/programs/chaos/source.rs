@@ -1,4 +1,4 @@
-//! The objects that everything is about, and how they churn.
+//! The objects at the API server, and their random changes.
 
 use fastrand::Rng;
 use headgate_control_plane::{
@@ -16,8 +16,8 @@ const NAMESPACE: &str = "chaos";
 const SERVICES: u32 = 30;
 const SLICES: u32 = 2;
 
-/// The service whose only endpoint's port counts the steps: whoever sees it fall has gone back in
-/// time.
+/// The Service whose only endpoint's port counts the steps. If an agent sees the port decrease, it
+/// has returned to an older state.
 pub(crate) const CLOCK: (&str, &str) = (NAMESPACE, "clock");
 
 pub(crate) struct Churn {
@@ -63,7 +63,7 @@ impl Churn {
     fn put_slice(&mut self, index: u32, slice: u32) {
         let name = format!("web-{index}-{slice}");
         let mut object = endpoint_slice(NAMESPACE, &name, &format!("web-{index}")).port("http", "TCP", 8080);
-        // Some large ones, so that a snapshot is many packets.
+        // One Service has many endpoints, so that a snapshot needs several packets.
         let count = if index == 0 { self.rng.u8(20..100) } else { self.rng.u8(0..6) };
         let mut addresses: Vec<String> = (0..count).map(|_| address(&mut self.rng, index)).collect();
         addresses.sort();
@@ -85,7 +85,7 @@ impl Churn {
         self.api.apply(slice.endpoint("10.250.0.1", "node-0").build()).unwrap();
     }
 
-    /// Changes a few objects. Deletions of what is not there are part of it.
+    /// Changes a few objects at random. Some deletions name missing objects.
     pub(crate) fn churn(&mut self, nodes: &[String]) {
         for _ in 0..self.rng.u8(1..6) {
             let index = self.rng.u32(0..SERVICES);
@@ -104,7 +104,7 @@ impl Churn {
         self.tick();
     }
 
-    /// What the objects come to, computed from them alone: no watch, no stream.
+    /// The state that the objects produce, computed without a watch or stream.
     pub(crate) fn state(&self) -> State {
         let mut model = Model::default();
         for value in Kind::ALL.into_iter().flat_map(|kind| self.api.list(kind)) {

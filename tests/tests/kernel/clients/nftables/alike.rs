@@ -1,5 +1,6 @@
-//! The kernel in memory answers as the real one: the same cases run against both. Each step is a
-//! transaction, with the error number that both must give, and 0 for none; then both hold the same.
+//! The kernel in memory answers as the real kernel does. The cases run against both. Each step is a
+//! transaction with the error number that both kernels must return, or 0 for success. After each
+//! step, both must hold equal objects.
 
 mod elements;
 mod objects;
@@ -17,10 +18,10 @@ use super::{in_namespace, table_name};
 
 pub(super) use libc::{EBUSY, EEXIST, EINVAL, EMLINK, ENFILE, ENODATA, ENOENT, EOPNOTSUPP, EPERM, ERANGE};
 
-/// Steps of a case: what is changed, and the first error number.
+/// The steps of a case: a transaction, and the expected number of its first error.
 pub(super) type Steps = Vec<(Transaction, i32)>;
 
-/// A transaction that `fill` writes, for a table that exists.
+/// A transaction on the test table, written by `fill`.
 pub(super) fn change(fill: impl FnOnce(&mut Transaction, &TableName)) -> Transaction {
     let mut all = Transaction::new();
     fill(&mut all, &table_name());
@@ -78,7 +79,7 @@ pub(super) fn rule(chain: &str, expressions: Vec<Expression>) -> Transaction {
     change(|all, table| all.add_rule(&Rule::new(table, chain, expressions)))
 }
 
-/// First error number and message at fault, and the element if it was named; 0 for success.
+/// The error number, message and element of the first fault. The number is 0 for success.
 fn answer(result: Result<(), NftablesError>) -> (i32, Option<usize>, Option<usize>) {
     match result {
         Ok(()) => (0, None, None),
@@ -87,7 +88,7 @@ fn answer(result: Result<(), NftablesError>) -> (i32, Option<usize>, Option<usiz
     }
 }
 
-/// What a kernel holds, in one order.
+/// Everything that a kernel holds, in a fixed order.
 fn contents(kernel: &mut impl Kernel) -> Result<Vec<String>> {
     let mut all = Vec::new();
     for mut table in kernel.tables(Some(Family::Inet))?.into_iter().map(|table| table.object) {
@@ -113,8 +114,8 @@ fn contents(kernel: &mut impl Kernel) -> Result<Vec<String>> {
     Ok(all)
 }
 
-/// Runs cases against both kernels, each in a fresh state, and compares answers and contents after
-/// every step.
+/// Runs each case from a fresh state in both kernels, and compares answers and contents after every
+/// step.
 fn run(name: &str, cases: Vec<(&'static str, Steps)>) {
     let differences = in_namespace(name, || {
         let mut real = Nftables::open()?;

@@ -1,4 +1,4 @@
-//! Both ways between this crate and the `nft` program.
+//! Compares this crate's lists and transactions with the `nft` program, in both directions.
 
 use std::{io::Write as _, process::Stdio};
 
@@ -14,7 +14,8 @@ fn nft(text: &str) {
     assert!(program.wait().unwrap().success());
 }
 
-/// What our lists say of the table, without what differs from one making to another.
+/// The contents of the table in our lists, without handles and other values that differ between
+/// runs.
 #[derive(Debug, PartialEq)]
 struct Listed {
     chains: Vec<Chain>,
@@ -42,7 +43,7 @@ fn listed() -> Result<Listed> {
     })
 }
 
-/// What the model says of it.
+/// The contents of the table according to [`specimen`].
 fn wanted() -> Listed {
     let table = table_name();
     let specimen = specimen::specimen(&table);
@@ -70,7 +71,7 @@ fn compare(found: &Listed, wanted: &Listed) {
 }
 
 #[test]
-fn the_client_lists_what_the_program_makes() {
+fn the_client_lists_what_the_program_creates() {
     in_namespace("list", || {
         nft(specimen::TEXT);
         compare(&listed()?, &wanted());
@@ -78,7 +79,7 @@ fn the_client_lists_what_the_program_makes() {
     });
 }
 
-/// What `nft` prints, without the ages of elements.
+/// The output of `nft` without the remaining lifetimes of elements.
 fn printed(arguments: &[&str]) -> String {
     let text = output("nft", arguments);
     let mut words = text.split_inclusive(' ');
@@ -92,8 +93,8 @@ fn printed(arguments: &[&str]) -> String {
     kept
 }
 
-/// The expressions and elements in `nft`'s decoding of the kernel's lists, without the numbers of
-/// rules. The order of elements depends on a seed.
+/// The expressions and elements as `nft --debug=netlink` decodes them, without rule numbers. The
+/// elements are sorted, because their order in the kernel depends on a random seed.
 fn decoded() -> Vec<String> {
     let text = printed(&["--debug=netlink", "list", "ruleset"]);
     let without_numbers = |line: &str| match line.strip_prefix("inet shop ") {
@@ -107,7 +108,7 @@ fn decoded() -> Vec<String> {
 }
 
 #[test]
-fn the_program_prints_what_the_client_makes() {
+fn the_program_prints_what_the_client_creates() {
     let (text, lines) = in_namespace("print", || {
         nft(specimen::TEXT);
         Ok((printed(&["list", "ruleset"]), decoded()))

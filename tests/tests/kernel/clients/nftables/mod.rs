@@ -1,4 +1,5 @@
-//! nftables: what one end makes, the other lists; and the kernel in memory answers as the real one.
+//! nftables: our client against the `nft` program, and the kernel in memory against the real
+//! kernel.
 
 mod alike;
 mod listing;
@@ -10,7 +11,7 @@ use anyhow::Result;
 use headgate_tests::testbed::{Namespace, netns};
 use nftables_netlink::{Family, TableName};
 
-/// Runs `work` in a namespace of its own.
+/// Runs `work` in a new network namespace.
 fn in_namespace<T: Send>(name: &str, work: impl FnOnce() -> Result<T> + Send) -> T {
     netns::check_prerequisites().unwrap();
     netns::sweep_stale().unwrap();

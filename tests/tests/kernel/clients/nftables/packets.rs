@@ -1,4 +1,4 @@
-//! Packets on their way through rules: those in memory go as real ones do.
+//! Packets through rules: the kernel in memory treats packets as the real kernel does.
 
 use std::{
     collections::BTreeSet,
@@ -34,7 +34,7 @@ fn is_udp() -> [E; 2] {
     [E::Meta { key: MetaKey::L4Protocol, to: R1 }, E::equal(R1, Value::byte(17))]
 }
 
-/// Puts what a register holds into the set `seen`, with a number of the rule.
+/// Adds the value of register 1 and the number of the rule to the set `seen`.
 fn note(number: u32) -> Vec<E> {
     vec![
         E::Immediate { to: Register::word(1), value: Value::host_u32(number) },
@@ -49,14 +49,14 @@ fn note(number: u32) -> Vec<E> {
     ]
 }
 
-/// Expressions whose result is noted, for packets to UDP ports of this host.
+/// The expressions under test, for packets to UDP ports of this host. Each result is recorded.
 fn expressions() -> Vec<Vec<E>> {
     let ct = |key, direction| vec![E::Conntrack { key, direction, to: R1 }];
     let address = |offset, to| E::Payload { base: PayloadBase::Network, offset, length: 4, to };
     let hash = |length, modulus, offset| {
         let (first, next) = (Register::R2, Register::R2.after(4));
         let mut all = vec![address(12, first), address(16, next), port(next.after(4))];
-        // The rest of the last word is there too.
+        // The hash also reads the rest of the last word.
         all.push(E::Immediate { to: next.after(8), value: Value(vec![3; 12]) });
         all.push(E::Hash { from: first, length, modulus, seed: Some(0x1234_5678), offset, to: R1 });
         all
@@ -119,7 +119,7 @@ fn seen(kernel: &mut impl Kernel, table: &TableName) -> Result<BTreeSet<Value>> 
 }
 
 #[test]
-fn expressions_give_the_results_of_the_kernel() {
+fn expressions_give_the_results_of_the_real_kernel() {
     let table = table_name();
     let (ports, real) = in_namespace("evaluate", || {
         output("ip", &["link", "set", "lo", "up"]);
@@ -142,14 +142,17 @@ fn expressions_give_the_results_of_the_kernel() {
     }
     let memory = seen(&mut kernel, &table).unwrap();
     let numbers: BTreeSet<_> = real.iter().map(|key| key.0[4..].to_vec()).collect();
-    assert_eq!(numbers.len(), expressions().len(), "some rule noted nothing: {numbers:?}");
+    assert_eq!(numbers.len(), expressions().len(), "a rule recorded no result: {numbers:?}");
     let (only_real, only_memory) =
         (real.difference(&memory).collect::<Vec<_>>(), memory.difference(&real).collect::<Vec<_>>());
-    assert!(only_real.is_empty() && only_memory.is_empty(), "kernel alone {only_real:?}, memory alone {only_memory:?}");
+    assert!(
+        only_real.is_empty() && only_memory.is_empty(),
+        "only in the kernel {only_real:?}, only in memory {only_memory:?}"
+    );
 }
 
-/// A service at port 7000 whose endpoint is another port, by two maps; what is not found goes to
-/// `rest`.
+/// A ruleset that translates UDP ports by the map `slots`. Two equal rules look up the port;
+/// packets without a match reach the expressions in `rest`.
 fn service(table: &TableName, rest: &[E]) -> Transaction {
     let mut all = Transaction::new();
     all.add_table(&Table::new(table.clone()));
@@ -179,7 +182,7 @@ fn slot(from: u16, to: u16) -> Element {
 }
 
 #[test]
-fn translations_lead_where_the_kernel_leads() {
+fn translated_packets_reach_the_destination_that_the_real_kernel_chooses() {
     let table = table_name();
     let reached = in_namespace("translate", || {
         output("ip", &["link", "set", "lo", "up"]);
@@ -212,7 +215,7 @@ fn translations_lead_where_the_kernel_leads() {
 }
 
 #[test]
-fn replaced_keys_are_missed_as_often_as_told() {
+fn lookups_of_replaced_keys_fail_as_often_as_the_test_demands() {
     let table = table_name();
     let fake = FakeKernel::new();
     let mut kernel = fake.connect();
@@ -229,7 +232,7 @@ fn replaced_keys_are_missed_as_often_as_told() {
     };
     for (misses, replaced) in [
         (Misses::Never, (Fate::Accepted, 3)),
-        // The second of the two rules looks again.
+        // The lookup of the second rule succeeds.
         (Misses::First(1), (Fate::Accepted, 3)),
         (Misses::First(2), (Fate::Dropped, 7000)),
         (Misses::Always, (Fate::Dropped, 7000)),
@@ -237,7 +240,7 @@ fn replaced_keys_are_missed_as_often_as_told() {
         fake.miss_replaced_keys(misses);
         assert_eq!((fate(7000), fate(7001), fate(7002)), (replaced, (Fate::Accepted, 2), (Fate::Dropped, 7002)));
     }
-    // Another transaction ends the time in which packets may miss them.
+    // The next transaction ends the time in which lookups may fail.
     let mut other = Transaction::new();
     other.add_elements(&table, "slots", [slot(7005, 5)]);
     kernel.commit(&other).unwrap();
@@ -245,7 +248,7 @@ fn replaced_keys_are_missed_as_often_as_told() {
 }
 
 #[test]
-fn elements_expire_and_full_sets_end_a_rule() {
+fn elements_expire_and_an_update_of_a_full_set_ends_the_rule() {
     let table = TableName::new(Family::Ip, "brief");
     let fake = FakeKernel::new();
     let mut kernel = fake.connect();
@@ -269,6 +272,6 @@ fn elements_expire_and_full_sets_end_a_rule() {
     fake.advance_ms(600);
     assert_eq!(fate(2), refused);
     fake.advance_ms(600);
-    assert_eq!(kernel.elements(&table, "seen").unwrap().len(), 1, "the second was renewed by use");
+    assert_eq!(kernel.elements(&table, "seen").unwrap().len(), 1, "only the second element was renewed by use");
     assert_eq!(fate(3), refused);
 }

@@ -1,5 +1,5 @@
-//! A table with every kind of object and expression, twice: for this crate, and in the words of
-//! `nft`.
+//! One table with every kind of object and expression, in two forms: objects of this crate, and
+//! input of `nft`.
 
 use std::net::{Ipv4Addr, Ipv6Addr};
 
@@ -118,7 +118,7 @@ pub(super) struct Specimen {
     pub(super) chains: Vec<Chain>,
     pub(super) sets: Vec<(Set, Vec<Element>)>,
     pub(super) anonymous: (Set, Vec<Element>),
-    /// Given the name of the anonymous map.
+    /// Returns the rules, given the name of the anonymous map.
     pub(super) rules: fn(&TableName, &SetName) -> Vec<Rule>,
 }
 
@@ -158,7 +158,8 @@ pub(super) fn specimen(table: &TableName) -> Specimen {
         (
             Set::new(table, "nets", &[Ipv6Address]).with_ranges(&[Ipv6Address]),
             [
-                // `nft` says that nothing before the first range belongs to the set.
+                // `nft` adds an element for the range before the first one, which is not in the
+                // set.
                 vec![Element { interval_end: true, ..Element::new(Ipv6Addr::UNSPECIFIED.into()) }],
                 Element::interval(
                     "fd00::".parse::<Ipv6Addr>().unwrap().into(),
@@ -345,7 +346,7 @@ fn rules(table: &TableName, vmap: &SetName) -> Vec<Rule> {
                     port(2, R1),
                     E::Range { register: R1, inverted: true, first: Value::port(80), last: Value::port(90) },
                     E::Limit { rate: 10, seconds: 1, burst: 5, bytes: Bytes::Ignored, inverted: false },
-                    // The kernel lists its default level.
+                    // The kernel lists the default level.
                     E::Log { prefix: Some("shop: ".into()), level: Some(4), group: None },
                 ],
             ],

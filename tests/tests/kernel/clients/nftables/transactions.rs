@@ -42,7 +42,7 @@ fn faults(result: Result<(), NftablesError>) -> Vec<Fault> {
 }
 
 #[test]
-fn faults_name_the_message_the_element_and_the_reason() {
+fn errors_name_the_message_the_element_and_the_reason() {
     in_namespace("faults", || {
         let mut kernel = Nftables::open()?;
         let table = with_map(&mut kernel);
@@ -82,7 +82,7 @@ fn faults_name_the_message_the_element_and_the_reason() {
                 ),
             ]
         );
-        assert_eq!(kernel.elements(&table, "pairs")?.len(), 10, "nothing of a refused transaction is done");
+        assert_eq!(kernel.elements(&table, "pairs")?.len(), 10, "a refused transaction changes nothing");
         kernel.commit(&Transaction::new())?;
         Ok(())
     });
@@ -106,7 +106,7 @@ fn a_key_is_replaced_in_one_transaction() {
 }
 
 #[test]
-fn generations_count_transactions_and_guard_them() {
+fn a_transaction_for_a_past_generation_is_refused() {
     in_namespace("generation", || {
         let mut kernel = Nftables::open()?;
         let table = with_map(&mut kernel);
@@ -118,14 +118,14 @@ fn generations_count_transactions_and_guard_them() {
         let error = kernel.commit_at(&all, before).unwrap_err();
         assert!(error.is_of_past_generation(), "{error}");
         assert!(error.to_string().starts_with("the transaction as a whole: the generation changed"), "{error}");
-        // The connection still works, and a failed transaction begins no generation.
+        // The connection still works, and the failed transaction did not begin a generation.
         kernel.commit_at(&all, before + 1)?;
         Ok(())
     });
 }
 
 #[test]
-fn large_transactions_are_one() {
+fn large_transactions_are_atomic() {
     in_namespace("large", || {
         let mut kernel = Nftables::open()?;
         let table = with_map(&mut kernel);
@@ -136,11 +136,11 @@ fn large_transactions_are_one() {
         let generation = kernel.generation()?.id;
         kernel.commit(&all)?;
         assert_eq!(kernel.generation()?.id, generation + 1);
-        // The kernel lists this set unreliably until its hash has grown to its size.
+        // The kernel lists this set unreliably until its hash table has grown to fit the elements.
         let found: BTreeSet<_> =
             kernel.elements(&table, "pairs")?.into_iter().map(|found| (found.key, found.data)).collect();
         assert_eq!(found, (0..count).map(|key| entry(key, !key)).map(|entry| (entry.key, entry.data)).collect());
-        // One fault at the end of many: all is undone.
+        // One fault at the end of many changes undoes all of them.
         let mut all = Transaction::new();
         all.delete_elements(&table, "pairs", (0..=count).map(number));
         let faults = faults(kernel.commit(&all));
@@ -155,7 +155,7 @@ fn large_transactions_are_one() {
 }
 
 #[test]
-fn elements_of_a_set_with_a_size_are_handed_out_one_by_one() {
+fn elements_of_a_set_with_a_size_are_passed_on_one_by_one() {
     in_namespace("stream", || {
         let mut kernel = Nftables::open()?;
         let (table, count) = (table_name(), 20_000);
@@ -173,7 +173,7 @@ fn elements_of_a_set_with_a_size_are_handed_out_one_by_one() {
 }
 
 #[test]
-fn thousands_of_faults_leave_the_connection_usable() {
+fn a_connection_works_after_thousands_of_errors() {
     in_namespace("many-faults", || {
         let mut kernel = Nftables::open()?;
         let table = with_map(&mut kernel);
@@ -192,7 +192,7 @@ fn thousands_of_faults_leave_the_connection_usable() {
 }
 
 #[test]
-fn owned_tables_are_safe_from_others_and_are_adopted() {
+fn only_the_owner_changes_a_table_until_another_client_adopts_it() {
     in_namespace("owner", || {
         let table = table_name();
         let owned = Table::new(table.clone()).owned_and_persistent();
@@ -221,7 +221,7 @@ fn owned_tables_are_safe_from_others_and_are_adopted() {
 }
 
 #[test]
-fn notifications_tell_who_changed_what() {
+fn notifications_say_who_changed_what() {
     in_namespace("monitor", || {
         let mut kernel = Nftables::open()?;
         let mut monitor = Monitor::open(&Options::default())?;
@@ -270,7 +270,7 @@ fn notifications_tell_who_changed_what() {
     });
 }
 
-/// Events until so many transactions have ended.
+/// Reads events until the given number of transactions has ended.
 fn read(monitor: &mut Monitor, mut transactions: usize) -> Vec<Event> {
     let (mut all, mut waited) = (Vec::new(), 0);
     while transactions > 0 {
@@ -279,7 +279,7 @@ fn read(monitor: &mut Monitor, mut transactions: usize) -> Vec<Event> {
             all.extend(events);
         } else {
             waited += 1;
-            assert!(waited < 2000, "no notification came after {all:?}");
+            assert!(waited < 2000, "no notification arrived after {all:?}");
             std::thread::sleep(Duration::from_millis(10));
         }
     }
@@ -287,7 +287,7 @@ fn read(monitor: &mut Monitor, mut transactions: usize) -> Vec<Event> {
 }
 
 #[test]
-fn a_monitor_that_does_not_read_is_told_that_it_lost_events() {
+fn a_monitor_that_reads_too_late_reports_lost_events() {
     in_namespace("lost", || {
         let mut kernel = Nftables::open()?;
         let options = Options { receive_buffer_bytes: 4096, ..Options::default() };
@@ -306,17 +306,18 @@ fn a_monitor_that_does_not_read_is_told_that_it_lost_events() {
 }
 
 #[test]
-fn the_probe_finds_what_this_kernel_has_and_leaves_no_trace() {
+fn the_probe_finds_the_features_of_this_kernel_and_changes_nothing() {
     in_namespace("probe", || {
         let mut kernel = Nftables::open()?;
         let generation = kernel.generation()?;
         for family in [Family::Inet, Family::Ip, Family::Ip6] {
             for support in probe(&mut kernel, family, &Feature::ALL)? {
-                // Addresses of IPv4 connections are in tables of all families.
+                // All features are present. `Feature::ALL` includes IPv4 addresses of connections,
+                // which tables of every family support.
                 assert_eq!(support.fault, None, "{family} {:?}", support.feature);
             }
         }
-        // What no kernel has is told, with the change at fault.
+        // An expression that no kernel knows is refused, and the error names the change.
         let table = table_name();
         let unknown = Expression::Unknown { name: "nonsense".into(), data: Vec::new() };
         let mut all = Transaction::new();

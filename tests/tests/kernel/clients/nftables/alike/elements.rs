@@ -1,4 +1,4 @@
-//! Elements.
+//! Elements of sets and maps.
 
 use nftables_netlink::Existing;
 
@@ -12,7 +12,7 @@ fn delete(set: &'static str, elements: impl IntoIterator<Item = Element>) -> Tra
     change(|all, table| all.delete_elements(table, set, elements))
 }
 
-/// Deletes a key and adds it with other data, in this order or the other.
+/// Deletes a key and adds it with other data, in either order.
 fn replace(is_deleted_first: bool) -> Transaction {
     change(|all, table| {
         if is_deleted_first {
@@ -26,7 +26,7 @@ fn replace(is_deleted_first: bool) -> Transaction {
 }
 
 #[test]
-fn elements() {
+fn both_kernels_agree_on_elements() {
     let exclusive = |element| change(|all, table| all.put_elements(table, "map", [element], Existing::Refused));
     let expiring = |fill: fn(Element) -> Element| {
         change(|all, table| {
@@ -46,9 +46,9 @@ fn elements() {
     run(
         "elements",
         vec![
-            ("of no set", vec![(prepared(), 0), (add("none", [number(1)]), ENOENT)]),
+            ("of a missing set", vec![(prepared(), 0), (add("none", [number(1)]), ENOENT)]),
             (
-                "twice",
+                "added twice",
                 vec![
                     (prepared(), 0),
                     (add("map", [entry(1, 1), entry(2, 2)]), 0),
@@ -59,7 +59,7 @@ fn elements() {
                 ],
             ),
             (
-                "twice in one",
+                "added twice in one transaction",
                 vec![
                     (prepared(), 0),
                     (add("map", [entry(1, 1), entry(1, 1)]), 0),
@@ -106,7 +106,7 @@ fn elements() {
                 ],
             ),
             (
-                "full",
+                "in a full set",
                 vec![
                     (prepared(), 0),
                     (add("set", [number(1), number(2)]), 0),
@@ -178,7 +178,7 @@ fn elements() {
                 ],
             ),
             (
-                "for all other keys",
+                "catch-all element",
                 vec![
                     (prepared(), 0),
                     (add("map", [Element { catch_all: true, ..Element::default() }.with_value(Value::host_u32(9))]), 0),

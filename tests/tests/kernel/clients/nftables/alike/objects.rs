@@ -5,7 +5,7 @@ use nftables_netlink::{Existing, Kernel as _};
 use super::*;
 
 #[test]
-fn tables() {
+fn both_kernels_agree_on_tables() {
     let put = |existing| change(|all, table| all.put_table(&Table::new(table.clone()), existing));
     let with = |owned, persistent| {
         change(|all, table| all.add_table(&Table { owned, persistent, ..Table::new(table.clone()) }))
@@ -14,18 +14,18 @@ fn tables() {
     run(
         "tables",
         vec![
-            ("twice", vec![(put(Existing::Kept), 0), (put(Existing::Kept), 0), (put(Existing::Refused), EEXIST)]),
+            ("added twice", vec![(put(Existing::Kept), 0), (put(Existing::Kept), 0), (put(Existing::Refused), EEXIST)]),
             ("missing", vec![(delete(), ENOENT)]),
-            ("deleted with what is in it", vec![(prepared(), 0), (rule("base", vec![jump("a")]), 0), (delete(), 0)]),
+            ("deleted with its contents", vec![(prepared(), 0), (rule("base", vec![jump("a")]), 0), (delete(), 0)]),
             (
-                "an owner later",
+                "gets an owner later",
                 vec![(put(Existing::Kept), 0), (with(true, false), EOPNOTSUPP), (with(true, true), EOPNOTSUPP)],
             ),
-            ("persistent alone", vec![(with(false, true), 0), (with(true, true), 0)]),
+            ("persistent without an owner", vec![(with(false, true), 0), (with(true, true), 0)]),
             ("owned", vec![(with(true, true), 0), (with(true, true), 0), (with(true, false), EOPNOTSUPP)]),
-            ("owned no longer", vec![(with(true, true), 0), (with(false, true), EOPNOTSUPP)]),
+            ("loses its owner", vec![(with(true, true), 0), (with(false, true), EOPNOTSUPP)]),
             (
-                "deleted and made in one",
+                "deleted and added in one transaction",
                 vec![
                     (prepared(), 0),
                     (
@@ -39,7 +39,7 @@ fn tables() {
                 ],
             ),
             (
-                "of a table that is deleted",
+                "elements of a table deleted in the transaction",
                 vec![
                     (prepared(), 0),
                     (
@@ -56,7 +56,7 @@ fn tables() {
 }
 
 #[test]
-fn chains() {
+fn both_kernels_agree_on_chains() {
     let add = |chain: fn(&TableName) -> Chain, existing| change(|all, table| all.put_chain(&chain(table), existing));
     let delete =
         |names: &'static [&str]| change(|all, table| names.iter().for_each(|name| all.delete_chain(table, name)));
@@ -75,11 +75,11 @@ fn chains() {
         vec![
             ("without a table", vec![(add(regular, Existing::Kept), ENOENT)]),
             (
-                "twice",
+                "added twice",
                 vec![(prepared(), 0), (add(regular, Existing::Kept), 0), (add(regular, Existing::Refused), EEXIST)],
             ),
             (
-                "as a base chain",
+                "changed to a base chain",
                 vec![
                     (prepared(), 0),
                     (add(|table| base(table, "a", ChainType::Filter, Hook::Input, 0), Existing::Kept), EOPNOTSUPP),
@@ -119,7 +119,7 @@ fn chains() {
                 ],
             ),
             (
-                "deleted before what leads to it",
+                "deleted before the chain with the jump to it",
                 vec![
                     (prepared(), 0),
                     (rule("a", vec![jump("b")]), 0),
@@ -143,7 +143,7 @@ fn chains() {
                 ],
             ),
             (
-                "in use by a set that goes",
+                "in use by a set that is deleted",
                 vec![
                     (prepared(), 0),
                     (change(|all, table| all.add_elements(table, "verdicts", [number(1).with_verdict(goto("a"))])), 0),
@@ -156,7 +156,7 @@ fn chains() {
                     ),
                 ],
             ),
-            ("filled anew in one", vec![(prepared(), 0), (rule("base", vec![jump("a")]), 0), (refill, 0)]),
+            ("replaced in one transaction", vec![(prepared(), 0), (rule("base", vec![jump("a")]), 0), (refill, 0)]),
             (
                 "types and hooks",
                 vec![
@@ -173,7 +173,7 @@ fn chains() {
 }
 
 #[test]
-fn sets() {
+fn both_kernels_agree_on_sets() {
     let put = |existing, fill: fn(Set) -> Set| {
         change(|all, table| {
             all.put_set(&fill(Set::new(table, "set", &[DataType::Mark]).with_size(2)), existing);
@@ -190,7 +190,7 @@ fn sets() {
         "sets",
         vec![
             (
-                "twice",
+                "added twice",
                 vec![
                     (prepared(), 0),
                     (put(Existing::Kept, |set| set), 0),
@@ -225,7 +225,7 @@ fn sets() {
                 ],
             ),
             (
-                "deleted and made in one",
+                "deleted and added in one transaction",
                 vec![
                     (prepared(), 0),
                     (
@@ -267,7 +267,7 @@ fn sets() {
 }
 
 #[test]
-fn owners() {
+fn both_kernels_protect_tables_with_an_owner() {
     let table = table_name();
     let owned = |persistent| {
         change(|all, table| all.add_table(&Table { owned: true, persistent, ..Table::new(table.clone()) }))

@@ -1,5 +1,5 @@
-//! Random transactions over a few names and keys, most of which the kernel refuses for one reason
-//! or another.
+//! Random transactions over a few names and keys. The kernel refuses most of them, for various
+//! reasons.
 
 use fastrand::Rng;
 use nftables_netlink::Existing;
@@ -68,7 +68,7 @@ fn add_change(random: &mut Rng, all: &mut Transaction, table: &TableName) {
 }
 
 #[test]
-fn random_transactions() {
+fn both_kernels_agree_on_random_transactions() {
     let table = table_name();
     let (differences, accepted) = in_namespace("random", || {
         let (mut real, mut fake) = (Nftables::open()?, FakeKernel::new().connect());

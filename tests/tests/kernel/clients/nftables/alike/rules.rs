@@ -1,11 +1,11 @@
-//! Rules, and what the kernel checks of chains that packets can reach.
+//! Rules, and the kernel's checks of chains that packets can reach.
 
 use nftables_netlink::{AddressFamily, DynamicSet, DynamicSetOperation, Generator, MetaKey, NatFlags, NatKind, Reject};
 
 use super::*;
 use Expression as E;
 
-/// Chains in a row, each with a jump to the next; the first is called by the base chain.
+/// Adds a row of chains. Each jumps to the next, and the base chain jumps to the first.
 fn row(length: usize) -> Transaction {
     change(|all, table| {
         let name = |index: usize| format!("row-{index}");
@@ -42,7 +42,7 @@ fn dnat() -> Vec<E> {
 }
 
 #[test]
-fn rules() {
+fn both_kernels_agree_on_rules() {
     let masquerade = || vec![E::Masquerade { port: None, flags: NatFlags::FULLY_RANDOM }];
     let two = change(|all, table| {
         all.add_rule(&Rule::new(table, "a", vec![E::counter()]));
@@ -51,13 +51,13 @@ fn rules() {
     run(
         "rules",
         vec![
-            ("of no chain", vec![(prepared(), 0), (two, ENOENT)]),
+            ("in a missing chain", vec![(prepared(), 0), (two, ENOENT)]),
             (
-                "of a handle that is not there",
+                "deleted by an unknown handle",
                 vec![(prepared(), 0), (change(|all, table| all.delete_rule(table, "a", 999)), ENOENT)],
             ),
             (
-                "all of a table",
+                "flushed with the table",
                 vec![
                     (prepared(), 0),
                     (rule("base", vec![jump("a")]), 0),
@@ -160,11 +160,11 @@ fn rules() {
                     ),
                 ],
             ),
-            ("a row of 15", vec![(prepared(), 0), (row(15), 0)]),
-            ("a row of 16", vec![(prepared(), 0), (row(16), EMLINK)]),
+            ("a row of 15 chains", vec![(prepared(), 0), (row(15), 0)]),
+            ("a row of 16 chains", vec![(prepared(), 0), (row(16), EMLINK)]),
             ("translation in a filter", vec![(prepared(), 0), (rule("base", dnat()), EOPNOTSUPP)]),
             (
-                "translation out of reach",
+                "translation in a chain that no hook reaches",
                 vec![
                     (prepared(), 0),
                     (rule("a", dnat()), 0),
