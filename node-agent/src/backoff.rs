@@ -1,4 +1,4 @@
-//! Exponential back-off: pauses whose bound doubles with each attempt, and jitter.
+//! Exponential back-off with jitter. The bound of the pause doubles with each attempt.
 //!
 //! With jitter, agents that lost the same replica do not all return in the same instant.
 
@@ -9,13 +9,13 @@ use std::time::Duration;
 pub enum Jitter {
     /// The pause is the bound.
     None,
-    /// Evenly from the upper half of the bound.
+    /// The pause is drawn evenly from the upper half of the bound.
     Half,
-    /// Evenly from zero to the bound.
+    /// The pause is drawn evenly from zero to the bound.
     Full,
 }
 
-/// Pauses between attempts; never gives up.
+/// Computes the pauses between attempts. The number of attempts is not limited.
 #[derive(Debug, Clone)]
 pub struct Backoff {
     first: Duration,
@@ -25,21 +25,21 @@ pub struct Backoff {
 }
 
 impl Default for Backoff {
-    /// From 200 ms to 10 s with full jitter: 15,000 agents that lost their replica return as some
-    /// 1,500 a second.
+    /// From 200 ms to 10 s with full jitter. When 15,000 agents lose their replica, about 1,500 of
+    /// them connect again per second.
     fn default() -> Self {
         Self::new(Duration::from_millis(200), Duration::from_secs(10), Jitter::Full)
     }
 }
 
 impl Backoff {
-    /// The first bound, the longest bound, and how pauses are drawn from them.
+    /// Bounds double from `first` up to `longest`, and `jitter` draws each pause from its bound.
     #[must_use]
     pub const fn new(first: Duration, longest: Duration, jitter: Jitter) -> Self {
         Self { first, longest, jitter, attempts: 0 }
     }
 
-    /// The pause before the next attempt.
+    /// Returns the pause before the next attempt, and counts that attempt.
     pub fn next_pause(&mut self) -> Duration {
         let bound = self.bound();
         self.attempts = self.attempts.saturating_add(1);
@@ -50,7 +50,7 @@ impl Backoff {
         }
     }
 
-    /// Attempts since the last success.
+    /// Attempts since the last [`Self::reset`].
     #[must_use]
     pub fn attempts(&self) -> u32 {
         self.attempts
@@ -68,7 +68,7 @@ impl Backoff {
         self.longest
     }
 
-    /// An attempt succeeded: the next bound is the first again.
+    /// Starts again from the first bound. Call it after an attempt that succeeded.
     pub fn reset(&mut self) {
         self.attempts = 0;
     }
@@ -79,7 +79,7 @@ impl Backoff {
     }
 }
 
-/// A duration drawn evenly from zero to `bound`, in milliseconds.
+/// A random duration, drawn evenly from zero to `bound` in whole milliseconds.
 #[must_use]
 pub fn jitter(bound: Duration) -> Duration {
     let bound_ms = u64::try_from(bound.as_millis()).unwrap_or(u64::MAX);
@@ -91,7 +91,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bounds_double_up_to_the_longest_and_pauses_stay_within() {
+    fn bounds_double_up_to_the_longest_and_pauses_stay_within_their_bounds() {
         for jitter in [Jitter::None, Jitter::Half, Jitter::Full] {
             let mut backoff = Backoff { jitter, ..Backoff::default() };
             let mut bounds = Vec::new();

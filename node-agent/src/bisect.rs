@@ -1,21 +1,23 @@
-//! Finding the few items of a batch that are at fault, by trying halves.
+//! Finds the few faulty items of a batch by trying halves.
 
-/// Items that cannot be used, and why. One, unless tries ran out before they could be told apart.
+/// One faulty item and why it fails. Holds several items if the attempts ran out before the search
+/// could find the faulty ones among them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Fault<K> {
     pub(crate) items: Vec<K>,
     pub(crate) reason: String,
 }
 
-/// Finds what is at fault in a batch that failed for `reason` as a whole. `attempt` tries some of
-/// the items and says why these fail, if they do. For one item at fault among `n`, some `2·log2(n)`
-/// attempts are made, on ever fewer items: all together they try each item a few times. After
-/// `max_attempts`, groups that still hold an item at fault are given as a whole.
+/// Finds the faulty items of a batch that failed as a whole for `reason`.
 ///
-/// Empty when each item works by itself.
+/// `attempt` tries some of the items, and returns why they fail, or `None` if they work. To find
+/// one faulty item among `n`, the search makes about `2·log2(n)` attempts on ever fewer items.
+/// After `max_attempts`, each group that still holds a faulty item is returned as one [`Fault`].
+///
+/// Returns nothing when each item works by itself.
 ///
 /// # Errors
-/// Those of `attempt`, when it cannot find out.
+/// The first error of `attempt`, which ends the search.
 pub(crate) fn find_faults<K: Clone, E>(
     items: &[K],
     reason: &str,
@@ -34,7 +36,7 @@ struct Search<K, F> {
 }
 
 impl<K: Clone, F> Search<K, F> {
-    /// Looks into items that fail together, though each of them may work by itself.
+    /// Searches items that fail together. Each of them may still work by itself.
     fn divide<E>(&mut self, items: &[K], reason: String) -> Result<(), E>
     where
         F: FnMut(&[K]) -> Result<Option<String>, E>,
@@ -46,12 +48,12 @@ impl<K: Clone, F> Search<K, F> {
         if self.test(first, &reason)? || second.len() == 1 {
             return self.test(second, &reason).map(drop);
         }
-        // What fails is in the second half: that need not be tried as a whole.
+        // The first half works, so the fault is in the second half: no need to try it as a whole.
         self.divide(second, reason)
     }
 
-    /// Tries some items; looks into them if they fail, and returns whether they do. `reason` is
-    /// that of the batch that they are part of.
+    /// Tries some items, and searches them if they fail. Returns true if they fail. `reason` says
+    /// why the larger batch failed; it is reported when no attempts are left.
     fn test<E>(&mut self, items: &[K], reason: &str) -> Result<bool, E>
     where
         F: FnMut(&[K]) -> Result<Option<String>, E>,
@@ -81,8 +83,8 @@ mod tests {
 
     use super::*;
 
-    /// Numbers below `count`, of which `bad` fail. Returns what was found, the attempts, and the
-    /// items tried in all of them together.
+    /// Searches the numbers below `count`, of which `bad` fail. Returns the faults, the number of
+    /// attempts, and the number of items in all attempts together.
     fn find(count: u32, bad: &[u32], max_attempts: u32) -> (Vec<Fault<u32>>, u32, usize) {
         let items: Vec<u32> = (0..count).collect();
         let (mut attempts, mut tried) = (0, 0);
@@ -96,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn one_item_is_found_in_few_attempts_wherever_it_is() {
+    fn one_faulty_item_is_found_in_few_attempts_at_any_position() {
         for bad in [0, 1, 4_999, 5_000, 9_999] {
             let (found, attempts, tried) = find(10_000, &[bad], 256);
             assert_eq!(found, [Fault { items: vec![bad], reason: format!("line {bad}") }]);
@@ -107,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn several_items_are_all_found_and_nothing_else() {
+    fn all_faulty_items_are_found_and_no_others() {
         let (found, attempts, _) = find(1_000, &[3, 4, 500, 999], 256);
         let items: Vec<u32> = found.iter().flat_map(|fault| fault.items.clone()).collect();
         assert_eq!(items, [3, 4, 500, 999]);
@@ -115,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn when_attempts_run_out_groups_are_given_that_hold_all_that_is_at_fault() {
+    fn groups_with_all_faulty_items_are_returned_when_attempts_run_out() {
         let bad: Vec<u32> = (0..1_000).step_by(2).collect();
         let (found, attempts, _) = find(1_000, &bad, 20);
         assert_eq!(attempts, 20);
@@ -124,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn what_works_by_itself_is_not_accused() {
+    fn items_that_work_by_themselves_are_not_reported() {
         let (found, ..) = find(10, &[], 256);
         assert!(found.is_empty(), "{found:?}");
         let failed: Result<Vec<Fault<u32>>, &str> = find_faults(&[1, 2], "all", 256, |_| Err("the lock"));

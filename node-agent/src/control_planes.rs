@@ -1,4 +1,4 @@
-//! Addresses of control planes, as the operator gives them.
+//! URLs of control planes, as the operator writes them.
 
 use std::{fmt, net::SocketAddr};
 
@@ -26,10 +26,11 @@ impl fmt::Display for ControlPlane {
 }
 
 impl ControlPlane {
-    /// Reads `https://host:port`, or `http://address:port` where `insecure` allows it.
+    /// Parses `https://host:port`. With `insecure`, also `http://address:port`, if
+    /// [`plaintext::is_allowed`] for the address.
     ///
     /// # Errors
-    /// Says what is wrong with the URL and what to write instead.
+    /// The URL cannot be used. The error says why, and what to write instead.
     pub fn parse(url: &str, insecure: bool) -> Result<Self, AddressError> {
         let fail = |problem: String| AddressError { url: url.to_owned(), problem };
         let uri: Uri =
@@ -48,7 +49,7 @@ impl ControlPlane {
             )),
             Some("http") if allows_plaintext(host) => Ok(Self { uri }),
             Some("http") => Err(fail(format!(
-                "would be plaintext to {host}: --insecure-loopback allows loopback addresses and the test ranges {} alone; write https://",
+                "would be plaintext to {host}: --insecure-loopback allows only loopback addresses and the test ranges {}; write https://",
                 plaintext::TEST_RANGES.join(", ")
             ))),
             None => Err(fail(format!("has no scheme; write https://{uri}"))),
@@ -62,14 +63,14 @@ impl ControlPlane {
         self.uri.scheme_str() == Some("https")
     }
 
-    /// The host as a resolver takes it, and the port.
+    /// The host in the form that a resolver expects, without brackets, and the port.
     pub(crate) fn host_and_port(&self) -> (&str, u16) {
         let host = self.uri.host().unwrap_or_default().trim_start_matches('[').trim_end_matches(']');
-        // Parsing has seen to it that there is a port.
+        // `parse` rejects a URL without a port.
         (host, self.uri.port_u16().unwrap_or_default())
     }
 
-    /// True when the URL is of this very address.
+    /// True when the URL's host is this IP address.
     pub(crate) fn names(&self, address: SocketAddr) -> bool {
         self.host_and_port().0.parse() == Ok(address.ip())
     }

@@ -1,4 +1,4 @@
-//! Chooses and configures the dataplane that the options ask for, and prepares the machine for it.
+//! Chooses and configures the dataplane for the settings, and prepares the machine for it.
 
 use headgate_core::masquerade::MasqueradeConfig;
 use tracing::error;
@@ -11,12 +11,12 @@ use crate::{
     sysctl::Sysctls,
 };
 
-/// The dataplane that the options ask for, or iptables where this machine cannot run it: then
-/// [`NodeDataplane::degraded`] says what is missing. Changes no rule.
+/// Returns the dataplane of the configured mode. If this machine cannot run mode ipvs, returns
+/// iptables, and [`NodeDataplane::degraded`] says what is missing. Changes no rules.
 ///
 /// # Errors
-/// When this machine cannot run it, or the options contradict each other; the message says what to
-/// change.
+/// This machine cannot run iptables either, or the options contradict each other. The message says
+/// what to change.
 pub fn build(options: &Options, settings: &Settings) -> Result<Box<dyn NodeDataplane>, DataplaneError> {
     let leftovers = leftovers(settings);
     let iptables = || iptables::IptablesDataplane::new(iptables_config(options, settings));
@@ -26,7 +26,7 @@ pub fn build(options: &Options, settings: &Settings) -> Result<Box<dyn NodeDatap
             Ok(dataplane) => Ok(Box::new(dataplane.with_leftovers(leftovers))),
             Err(error) if error.kind == ErrorKind::Unavailable => {
                 let sentence =
-                    format!("mode ipvs was asked for and cannot run here, so iptables does its work: {error}");
+                    format!("mode ipvs was asked for but cannot run on this machine; iptables runs instead: {error}");
                 error!("{sentence}");
                 Ok(Box::new(iptables()?.with_leftovers(leftovers).in_place_of(sentence)))
             }
@@ -35,8 +35,8 @@ pub fn build(options: &Options, settings: &Settings) -> Result<Box<dyn NodeDatap
     }
 }
 
-/// Sets the kernel parameters that the dataplane otherwise sets by itself, for `--init-only`: that
-/// run may have privileges that the agent after it lacks.
+/// Sets the kernel parameters of the dataplane, for `--init-only`. That run may have privileges
+/// that the agent itself lacks later.
 ///
 /// # Errors
 /// A parameter cannot be set.
@@ -47,21 +47,21 @@ pub fn prepare(settings: &Settings) -> Result<(), DataplaneError> {
         DataplaneError::new(ErrorKind::Retry, format!("the addresses of the interfaces cannot be read: {error}"))
     })?;
     let inputs = node.resolve(None, &interfaces);
-    let of_iptables = || iptables::prepare(settings.localhost_node_ports, &inputs);
+    let prepare_iptables = || iptables::prepare(settings.localhost_node_ports, &inputs);
     match settings.mode {
-        ProxyMode::Auto | ProxyMode::Iptables => of_iptables(),
+        ProxyMode::Auto | ProxyMode::Iptables => prepare_iptables(),
         ProxyMode::Ipvs => match ipvs::prepare(settings.ipvs.strict_arp) {
             Err(error) if error.kind == ErrorKind::Unavailable => {
-                error!("mode ipvs was asked for and cannot run here, so that the agent will run iptables: {error}");
-                of_iptables()
+                error!("mode ipvs was asked for but cannot run on this machine; the agent will run iptables: {error}");
+                prepare_iptables()
             }
             result => result,
         },
     }
 }
 
-/// All that an earlier run may have left, in the order in which it can be removed: sets go after
-/// the rules that refer to them.
+/// Everything that an earlier run may have left in the kernel, in the order of removal. Rules come
+/// first, because the kernel keeps a set or a counter while a rule refers to it.
 #[must_use]
 pub fn leftovers(settings: &Settings) -> Vec<Leftover> {
     vec![

@@ -1,9 +1,9 @@
-//! Bytes as a peer, a disk or a person could give them, taken as the agent takes them. For fuzzers
-//! and their tests only.
+//! Entry points for fuzzers: each passes bytes to the code that the agent uses for input from a
+//! replica, the disk or an operator.
 //!
-//! Each function must return whatever it is given, in memory that is bounded by its input's size;
-//! what it returns says whether the input was good, so that a test can tell that it exercises more
-//! than the first check.
+//! A function must return for every input, and its memory is bounded by the size of the input. The
+//! result says whether the input was valid, so that a test can check that its inputs pass the first
+//! checks.
 
 use std::{io, sync::Arc};
 
@@ -18,12 +18,12 @@ use crate::{
     state::held::Held,
 };
 
-/// Takes messages of a replica one after the other, as one stream, until one breaks the contract.
-/// Returns the number of steps that were applied.
+/// Processes messages of a replica as one stream, until a message breaks the protocol. Returns the
+/// number of steps that were applied.
 ///
 /// # Panics
-/// When the state that results and its digests disagree: an agent would then resume wrongly for
-/// ever.
+/// The digests of the resulting state are wrong. With wrong digests, an agent would resume wrongly
+/// until it starts again.
 #[must_use]
 pub fn server_stream<'a>(messages: impl IntoIterator<Item = &'a [u8]>) -> usize {
     let mut held = Held::default();
@@ -47,7 +47,7 @@ pub fn server_stream<'a>(messages: impl IntoIterator<Item = &'a [u8]>) -> usize 
     applied
 }
 
-/// Reads a state file as it is. True when a state came of it.
+/// Reads a state file. Returns true when it holds a valid state.
 ///
 /// # Panics
 /// As [`server_stream`].
@@ -58,8 +58,9 @@ pub fn state_file(bytes: &[u8]) -> bool {
     state.is_some()
 }
 
-/// Reads a state file of these records, each a kind and a payload, whose checksums are right: what
-/// a program of another version, or with a defect, may have written. True when a state came of it.
+/// Reads a state file of these records, each a kind and a payload, with correct checksums. Another
+/// version of the program, or one with a defect, may write such a file. Returns true when the file
+/// holds a valid state.
 ///
 /// # Panics
 /// As [`server_stream`].
@@ -68,37 +69,37 @@ pub fn state_records(records: &[(u8, &[u8])]) -> bool {
     file_of(records).is_ok_and(|file| state_file(&file))
 }
 
-/// A state file of these records.
+/// Returns a state file of these records, each a kind and a payload.
 ///
 /// # Errors
-/// A kind is unknown, or a payload too long.
+/// A kind is unknown, or a payload is too long.
 pub fn file_of(records: &[(u8, &[u8])]) -> io::Result<Vec<u8>> {
     persist::file_of(records)
 }
 
-/// The records of a state file, up to the first that is damaged; for taking a good one apart.
+/// Returns the records of a state file up to the first damaged one, each as a kind and a payload.
 #[must_use]
 pub fn records_of(bytes: &[u8]) -> Vec<(u8, Vec<u8>)> {
     persist::records_of(bytes)
 }
 
-/// Reads a `KubeProxyConfiguration`. True when it is one that the agent starts with.
+/// Reads a `KubeProxyConfiguration`. Returns true when the agent would start with it.
 #[must_use]
 pub fn configuration(text: &str) -> bool {
     settings::parse("config.yaml", text.to_owned()).is_ok()
 }
 
 fn assert_digests(state: &State) {
-    let mut anew = State::default();
+    let mut rebuilt = State::default();
     for (key, entry) in state.entries() {
         let service = entry.service().cloned().map(Change::from);
         let endpoints = entry.endpoints().values().map(|endpoint| Change::Endpoint((**key).clone(), endpoint.clone()));
         for change in service.into_iter().chain(endpoints) {
-            anew.apply(change, &mut Dirty::default());
+            rebuilt.apply(change, &mut Dirty::default());
         }
     }
     for service_cidr in state.service_cidrs() {
-        anew.apply(Change::ServiceCidr(service_cidr.clone()), &mut Dirty::default());
+        rebuilt.apply(Change::ServiceCidr(service_cidr.clone()), &mut Dirty::default());
     }
-    assert_eq!(state.digests(), anew.digests(), "the digests are not those of the resources");
+    assert_eq!(state.digests(), rebuilt.digests(), "the digests do not match the resources");
 }

@@ -1,27 +1,27 @@
-//! The node agent: keeps one node's kernel at the state that a control plane streams to it.
+//! The node agent: programs one node's kernel with the state that a control plane streams to it.
 //!
-//! [`session`] writes the [`state`], [`reconcile`] reads it and programs the kernel through the
-//! [`dataplane`], and the session acknowledges what the [`progress`] says. When the agent stops or
-//! loses its control plane, the rules stay in the kernel.
+//! [`session`] writes the [`state`]. [`reconcile`] reads the state, programs the kernel through the
+//! [`dataplane`], and publishes its [`progress`], which the session acknowledges to the control
+//! plane. When the agent stops or loses its control plane, the rules stay in the kernel.
 //!
-//! These are the layers, from the lowest to the highest. A module imports only lower layers, or
-//! modules above it in its own layer.
+//! This list shows the layers from the lowest to the highest. A module imports only lower layers,
+//! or modules above it in its own layer.
 //!
 //! 1. Foundation
 //!    - [`backoff`]: pauses between attempts.
 //!    - [`control_planes`]: URLs of control planes.
 //!    - [`metric_registry`]: registers and describes metrics.
-//!    - [`packet_counters`]: the kernel's counters that rules count packets into.
+//!    - [`packet_counters`]: the kernel's packet counters that rules use.
 //!    - [`progress`]: what the reconcile loop has programmed.
 //!    - [`settings`]: kube-proxy's settings, from flags or a file.
-//!    - [`node_inputs`]: what rules depend on besides the state, resolved from settings and Node.
+//!    - [`node_inputs`]: local pods and NodePort addresses, resolved from settings and Node.
 //!    - [`sysctl`]: kernel parameters that are set once.
-//!    - `bisect` finds the items at fault in a batch, `listen` opens listening sockets, `memory`
+//!    - `bisect` finds the faulty items of a batch, `listen` opens listening sockets, `memory`
 //!      returns memory to the system.
 //! 2. [`state`]: what the agent holds, shared by the session and the reconcile loop.
 //! 3. [`dataplane`]: programs the kernel.
-//! 4. [`observers`]: follow what is programmed: stale UDP flows, health-check node ports, endpoint
-//!    checks.
+//! 4. [`observers`]: act after each sync: delete stale UDP flows, serve health-check node ports,
+//!    check endpoints.
 //! 5. [`reconcile`]: the loop that programs the state, and its quarantine.
 //! 6. Around the loop
 //!    - [`persist`]: the state on disk.
@@ -31,7 +31,7 @@
 //! 7. The program
 //!    - [`options`]: the command line.
 //!    - [`dataplane_choice`]: chooses, configures and cleans up dataplanes.
-//!    - `run` starts, connects and stops the parts, [`fuzz`] feeds bytes to what takes input.
+//!    - `run` starts, connects and stops the parts. [`fuzz`] lets fuzzers call every parser.
 
 pub mod backoff;
 mod bisect;

@@ -5,22 +5,22 @@ use std::{io, net::SocketAddr};
 use socket2::{Domain, Protocol, Socket, Type};
 use tokio::net::TcpListener;
 
-/// Connections that wait to be accepted.
+/// How many connections may wait to be accepted.
 const BACKLOG: i32 = 1024;
 
 /// Which families a socket at an IPv6 address serves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Families {
-    /// IPv6 alone.
+    /// IPv6 only.
     Own,
-    /// IPv4 as well, where the address is unspecified.
+    /// Also IPv4, if the address is unspecified (`::`).
     Both,
 }
 
-/// Listens at an address. Needs a tokio runtime.
+/// Listens on a TCP address. The caller must be in a tokio runtime.
 ///
 /// # Errors
-/// What the system says.
+/// The error of the system call that failed, such as `EADDRINUSE`.
 pub(crate) fn listen(address: SocketAddr, families: Families) -> io::Result<TcpListener> {
     let socket = Socket::new(Domain::for_address(address), Type::STREAM.nonblocking(), Some(Protocol::TCP))?;
     if address.is_ipv6() {

@@ -1,4 +1,4 @@
-//! Parses the command line, builds, runs.
+//! The program: parses the command line, then runs the agent or the one task that a flag names.
 
 use std::process::ExitCode;
 
@@ -54,10 +54,12 @@ fn clean(options: &Options) -> anyhow::Result<()> {
     for leftover in dataplane_choice::leftovers(&options.configured()?.settings) {
         let backend = leftover.name;
         match leftover.remove() {
-            Ok(()) => info!(backend, "nothing is left"),
-            Err(error) if error.kind == ErrorKind::Unavailable => info!(backend, %error, "cannot run here"),
+            Ok(()) => info!(backend, "no rules or other objects of this backend remain"),
+            Err(error) if error.kind == ErrorKind::Unavailable => {
+                info!(backend, %error, "this machine does not support the backend, so nothing had to be removed");
+            }
             Err(error) => {
-                error!(backend, %error, "something is left");
+                error!(backend, %error, "cannot remove everything");
                 failed.push(backend);
             }
         }
@@ -69,7 +71,11 @@ fn clean(options: &Options) -> anyhow::Result<()> {
         let help = || format!("--cleanup: removing the saved state in {}", folder.display());
         persist::remove(folder).with_context(help)?;
     }
-    anyhow::ensure!(failed.is_empty(), "--cleanup: rules of {} may be left; see above", failed.join(", "));
+    anyhow::ensure!(
+        failed.is_empty(),
+        "--cleanup: rules or other objects of {} may remain; see the errors above",
+        failed.join(", ")
+    );
     Ok(())
 }
 

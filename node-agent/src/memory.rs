@@ -1,16 +1,16 @@
-//! Giving memory back to the system.
+//! Returns unused memory to the system.
 
-/// Returns what a full sync needed for a moment (its script, and what the kernel had) to the
-/// system. The C library would keep it for the next full sync, which may be days away. A few
-/// milliseconds, so not for every change.
+/// Returns the memory that a full sync needed for its script and for the listing of the kernel.
+/// Otherwise the C library keeps this memory for the next full sync, which may be days away. The
+/// call takes a few milliseconds, so it is too slow for every change.
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 #[allow(unsafe_code)]
 pub(crate) fn give_back() {
-    // SAFETY: malloc_trim (malloc_trim(3)) may be called at any time from any thread; it takes the
-    // allocator's own locks.
+    // SAFETY: malloc_trim(3) may be called at any time from any thread. It acquires the locks of
+    // the allocator itself.
     unsafe { libc::malloc_trim(0) };
 }
 
-/// Other C libraries have nothing like it.
+/// Does nothing: other C libraries have no `malloc_trim`.
 #[cfg(not(all(target_os = "linux", target_env = "gnu")))]
 pub(crate) fn give_back() {}

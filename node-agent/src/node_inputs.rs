@@ -1,6 +1,8 @@
-//! What rules depend on besides the shared state: how local pods are told, and which addresses
-//! answer NodePorts. Resolved from the settings, from the agent's own Node, and from the addresses
-//! of the machine's interfaces; anew whenever one of them may have changed.
+//! What rules depend on besides the shared state: how rules recognise local pods, and which
+//! addresses answer NodePorts.
+//!
+//! Both are resolved from the settings, the agent's own Node and the addresses of the machine's
+//! interfaces, and resolved again whenever one of these may have changed.
 
 use std::{io, net::IpAddr};
 
@@ -9,35 +11,35 @@ use ipnet::IpNet;
 
 use crate::settings::{DetectLocal, NodePortSelector, Settings};
 
-/// The settings that it is resolved from.
+/// The settings that [`NodeInputs`] are resolved from.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct NodeSettings {
-    /// How local pods are told.
+    /// How rules recognise local pods.
     pub detect_local: DetectLocal,
     /// Which addresses answer NodePorts.
     pub node_ports: NodePortSelector,
-    /// An address of the node, before what the Node says.
+    /// An address of the node that takes precedence over the addresses in the Node.
     pub bind_address: Option<IpAddr>,
 }
 
-/// What it is resolved to.
+/// The resolved settings, for both families.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct NodeInputs {
-    /// Local pods by IPv4.
+    /// How IPv4 rules recognise local pods; `None` when they cannot.
     pub detector_v4: Option<LocalDetector>,
-    /// Local pods by IPv6.
+    /// How IPv6 rules recognise local pods; `None` when they cannot.
     pub detector_v6: Option<LocalDetector>,
     /// IPv4 addresses that answer NodePorts and health-check node ports.
     pub node_ports_v4: NodePortAddresses,
-    /// The IPv6 ones.
+    /// IPv6 addresses that answer NodePorts and health-check node ports.
     pub node_ports_v6: NodePortAddresses,
-    /// Addresses of the machine's interfaces, sorted, but for the device that has the services'
-    /// addresses; empty while nobody needs them.
+    /// Addresses of the machine's interfaces, sorted. Excludes the device that carries the
+    /// addresses of services in mode ipvs. Empty while nothing needs them.
     pub interfaces: Vec<IpAddr>,
 }
 
 impl NodeInputs {
-    /// How local pods of a family are told; `None` when they cannot be.
+    /// How rules of a family recognise local pods; `None` when they cannot.
     #[must_use]
     pub fn detector(&self, family: Family) -> Option<&LocalDetector> {
         match family {
@@ -57,7 +59,7 @@ impl NodeInputs {
 }
 
 impl NodeSettings {
-    /// The part of the settings that matters here.
+    /// Copies the relevant part of the settings.
     #[must_use]
     pub fn of(settings: &Settings) -> Self {
         Self {
@@ -67,19 +69,20 @@ impl NodeSettings {
         }
     }
 
-    /// Nothing good can be resolved before the Node is known.
+    /// True when the result depends on the Node.
     #[must_use]
     pub fn needs_node(&self) -> bool {
         self.detect_local == DetectLocal::NodeCidr || self.node_ports == NodePortSelector::Primary
     }
 
-    /// The machine's interfaces matter.
+    /// True when the result depends on the addresses of the machine's interfaces.
     #[must_use]
     pub fn needs_interfaces(&self) -> bool {
         matches!(self.node_ports, NodePortSelector::Cidrs(_))
     }
 
-    /// Resolves. `interfaces` are the machine's addresses, in any order.
+    /// Resolves the settings. `interfaces` are the addresses of the machine's interfaces, in any
+    /// order.
     #[must_use]
     pub fn resolve(&self, node: Option<&Node>, interfaces: &[IpAddr]) -> NodeInputs {
         let mut sorted = interfaces.to_vec();
@@ -94,9 +97,9 @@ impl NodeSettings {
         }
     }
 
-    /// What was asked for and could not be resolved, one sentence for each family that has Services
-    /// which suffer from it. A family without Services needs nothing, as IPv6 in a cluster without
-    /// it. Nothing before the node is known, where that is what it takes.
+    /// Settings that could not be resolved, one sentence for each setting and family. A family
+    /// without affected Services is left out, such as IPv6 in an IPv4 cluster. A setting that needs
+    /// the Node is left out until the Node is known.
     #[must_use]
     pub fn complaints(&self, is_node_known: bool, inputs: &NodeInputs, demand: &Demand) -> Vec<String> {
         let mut complaints = Vec::new();
@@ -112,11 +115,11 @@ impl NodeSettings {
             };
             if let Some(missing) = missing.filter(|_| inputs.detector(family).is_none()) {
                 complaints.push(format!(
-                    "{missing}. In {family}, connections to ClusterIPs keep their source address, and pods are not told from other clients"
+                    "{missing}. In {family}, connections to ClusterIPs keep their source address, and rules cannot distinguish pods from other clients"
                 ));
             }
-            let is_nowhere = *inputs.node_ports(family) == NodePortAddresses::Only(vec![]);
-            if is_nowhere && demand.of(family).with_node_ports > 0 && (is_node_known || !self.needs_node()) {
+            let has_no_address = *inputs.node_ports(family) == NodePortAddresses::Only(vec![]);
+            if has_no_address && demand.of(family).with_node_ports > 0 && (is_node_known || !self.needs_node()) {
                 complaints.push(format!(
                     "nodePortAddresses selects no {family} address of this node, so no {family} NodePort answers: name a range that the node is in"
                 ));
@@ -148,13 +151,13 @@ impl NodeSettings {
             }
             NodePortSelector::Cidrs(cidrs) => {
                 let of_family = cidrs.iter().filter(|cidr| Family::of(cidr.addr()) == family);
-                // Without a range of its own a family is not restricted (kube-proxy's rule); a
-                // range of everything restricts nothing.
+                // As in kube-proxy, the ranges of one family do not restrict the other, and a range
+                // of all addresses restricts nothing.
                 if of_family.clone().next().is_none() || of_family.clone().any(|cidr| cidr.prefix_len() == 0) {
                     return NodePortAddresses::All;
                 }
-                let is_meant = |address: &&IpAddr| of_family.clone().any(|cidr| cidr.contains(*address));
-                let mut addresses: Vec<IpAddr> = interfaces.iter().filter(is_meant).copied().collect();
+                let is_selected = |address: &&IpAddr| of_family.clone().any(|cidr| cidr.contains(*address));
+                let mut addresses: Vec<IpAddr> = interfaces.iter().filter(is_selected).copied().collect();
                 addresses.sort_unstable();
                 addresses.dedup();
                 NodePortAddresses::Only(addresses)
@@ -163,8 +166,8 @@ impl NodeSettings {
     }
 }
 
-/// The node's own addresses, one per family: what the operator names, else the first that the Node
-/// says (InternalIPs come before ExternalIPs).
+/// The node's own addresses, one per family: the operator's `bind_address`, otherwise the first
+/// address of that family in `of_node`. A Node lists InternalIPs before ExternalIPs.
 #[must_use]
 pub fn node_addresses(of_node: &[IpAddr], bind_address: Option<IpAddr>) -> Vec<IpAddr> {
     let mut addresses: Vec<IpAddr> = bind_address.into_iter().collect();
@@ -176,11 +179,12 @@ pub fn node_addresses(of_node: &[IpAddr], bind_address: Option<IpAddr>) -> Vec<I
     addresses
 }
 
-/// Addresses of all interfaces but the one that has the services' addresses, without IPv6's
-/// link-local ones, which mean nothing without their interface.
+/// Addresses of all interfaces except the device that carries the addresses of services in mode
+/// ipvs. IPv6 link-local addresses are left out, because they are valid only together with an
+/// interface.
 ///
 /// # Errors
-/// What the system says.
+/// The error of getifaddrs(3).
 pub fn interface_addresses() -> io::Result<Vec<IpAddr>> {
     let mut addresses = Vec::new();
     for interface in nix::ifaddrs::getifaddrs()? {
@@ -249,7 +253,7 @@ mod tests {
         assert_eq!(resolve(DetectLocal::InterfaceNamePrefix("veth".into()), None), (prefix.clone(), prefix));
     }
 
-    /// What Services of these addresses ask for, each with a NodePort.
+    /// The demand of Services with these ClusterIPs, each with a NodePort.
     fn demand(cluster_ips: &[&str]) -> Demand {
         let mut state = State::default();
         for cluster_ip in cluster_ips {

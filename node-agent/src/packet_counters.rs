@@ -1,6 +1,7 @@
-//! Counters that rules count packets into, over netlink (`linux/netfilter/nfnetlink_acct.h`):
-//! objects of the network namespace, by name, which outlive rules and processes. kube-proxy's, by
-//! the same names.
+//! Packet counters that rules increment, over netlink (`linux/netfilter/nfnetlink_acct.h`).
+//!
+//! A counter is a named object of the network namespace. It outlives the rules that use it and the
+//! process that created it. The names are kube-proxy's.
 
 use headgate_core::iptables::names::{INVALID_COUNTER, LOCALHOST_COUNTER};
 use headgate_netlink::{Connection, NetlinkError, attributes, netfilter};
@@ -15,20 +16,20 @@ const PACKETS: u16 = 2;
 const ANY_FAMILY: u8 = 0;
 const CREATE: u16 = libc::NLM_F_CREATE as u16 | libc::NLM_F_EXCL as u16;
 
-/// Packets counted since the counters were made.
+/// Packets counted since the counters were created.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct PacketCounts {
-    /// Packets that conntrack called INVALID and that were dropped.
+    /// Packets that were dropped because conntrack marked them INVALID.
     pub invalid_dropped: u64,
-    /// Packets accepted at NodePorts on 127.0.0.0/8; the first of each connection counts.
+    /// Connections accepted at NodePorts on 127.0.0.0/8: only the first packet counts.
     pub localhost_node_ports_accepted: u64,
 }
 
-/// Makes the counters in the calling thread's network namespace; those that are there go on
-/// counting.
+/// Creates the counters in the calling thread's network namespace. Counters that exist keep their
+/// values.
 ///
 /// # Errors
-/// The kernel has no `nfnetlink_acct`, or we may not.
+/// The kernel has no `nfnetlink_acct`, or the agent lacks the privilege.
 pub fn make() -> Result<(), NetlinkError> {
     let mut connection = Connection::open(libc::NETLINK_NETFILTER)?;
     for name in [INVALID_COUNTER, LOCALHOST_COUNTER] {
@@ -41,7 +42,7 @@ pub fn make() -> Result<(), NetlinkError> {
 /// Reads the counters of the calling thread's network namespace.
 ///
 /// # Errors
-/// One is not there, or cannot be read.
+/// A counter does not exist or cannot be read.
 pub fn read() -> Result<PacketCounts, NetlinkError> {
     let mut connection = Connection::open(libc::NETLINK_NETFILTER)?;
     let mut packets = |name| {
@@ -60,10 +61,11 @@ pub fn read() -> Result<PacketCounts, NetlinkError> {
     })
 }
 
-/// Removes the counters, unless rules still use them.
+/// Removes the counters. Counters that rules still use stay.
 ///
 /// # Errors
-/// It cannot be done, but for a kernel that has no such thing or has it in use.
+/// The kernel refuses for another reason than that a counter is in use or does not exist, or that
+/// `nfnetlink_acct` is missing.
 pub fn remove() -> Result<(), NetlinkError> {
     let mut connection = Connection::open(libc::NETLINK_NETFILTER)?;
     for name in [INVALID_COUNTER, LOCALHOST_COUNTER] {
@@ -74,6 +76,7 @@ pub fn remove() -> Result<(), NetlinkError> {
     Ok(())
 }
 
+/// Turns the kernel's refusal with this error code into success.
 fn allow(done: Result<(), NetlinkError>, code: i32) -> Result<(), NetlinkError> {
     match done {
         Err(error) if error.refusal_code() == Some(code) => Ok(()),

@@ -1,65 +1,66 @@
-//! What the reconcile loop has programmed, or could not program: the session reports it to the
-//! control plane, the pages show it, and the state on disk follows it.
+//! What the reconcile loop has programmed or failed to program. The session reports it to the
+//! control plane, the pages show it, and the saver writes programmed states to disk.
 
 use std::{sync::Arc, time::Duration};
 
 use headgate_proto::v1;
 
-/// What a sync brings the kernel to.
+/// The state that a sync programs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Target {
     /// Epoch of the replica that numbered the version.
     pub epoch: u64,
     /// Version of the state.
     pub version: u64,
-    /// The stream on which the node's revision came, counted from 1.
+    /// The stream that carried `node_revision`, counted from 1.
     pub stream: u64,
-    /// `OwnNode.revision` on that stream; 0 before the first.
+    /// `OwnNode.revision` of the node's own Node on that stream; 0 before the first `OwnNode`.
     pub node_revision: u64,
 }
 
-/// What the loop has reached; the session tells the replica.
+/// What the reconcile loop has programmed so far, and its last failure.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Progress {
-    /// The backend, and ways in which it runs below what was asked for.
+    /// The backend, and in which ways the node is degraded.
     pub status: v1::AgentStatus,
     /// The newest state that is in the kernel.
     pub programmed: Option<Programmed>,
-    /// The failure that stands in the way of the next; `None` when the last attempt succeeded.
+    /// Why the last attempt failed; `None` when it succeeded.
     pub failure: Option<Failure>,
-    /// Services whose rules the kernel refuses, and why: `programmed` is about the others.
+    /// Services whose rules the kernel rejects, and why. `programmed` excludes these Services.
     pub refused: Arc<[v1::Rejection]>,
 }
 
 impl Progress {
-    /// The state that is in the kernel, as [`AgentState`] counts; `None` before the first.
+    /// The generation of the state in the kernel; `None` before the first.
     pub(crate) fn generation(&self) -> Option<u64> {
         self.programmed.as_ref().map(|programmed| programmed.generation)
     }
 }
 
-/// A state that is in the kernel, as a whole.
+/// A state that is completely in the kernel.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Programmed {
-    /// Which state.
+    /// The epoch and version of the state.
     pub target: Target,
-    /// Counts what came to the agent, over all streams; everything up to it is in the kernel.
+    /// Number of updates that the agent had received, over all streams, when the sync planned. All
+    /// of them are in the kernel.
     pub generation: u64,
-    /// From taking up the change to the kernel's acknowledgement.
+    /// Time from the start of the sync until the kernel accepted the rules.
     pub took: Duration,
-    /// Services whose programming this step computed anew.
+    /// Services that the step planned.
     pub services_planned: u32,
-    /// Chains, or the backend's like, that it wrote.
+    /// Chains, or the corresponding objects of the backend, that the step wrote.
     pub objects_written: u32,
 }
 
 /// An attempt that failed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Failure {
-    /// The state that was to be programmed.
+    /// The state that the attempt was to program.
     pub target: Target,
-    /// The backend's words.
+    /// The error message of the backend.
     pub error: String,
-    /// Attempts since the last success.
+    /// Failed attempts since the last success.
     pub attempts: u32,
 }

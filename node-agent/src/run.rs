@@ -36,12 +36,12 @@ use crate::{
     sysctl::{SysctlError, Sysctls},
 };
 
-/// Longest time that the first sync waits for the Node where rules depend on it. After that time
-/// they are written without it.
+/// How long the first sync waits for the Node, if rules depend on it. After that time the agent
+/// writes the rules without it.
 const NODE_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Why the agent could not start, or ended although nobody asked it to. An unreachable control
-/// plane is never the reason.
+/// Why the agent could not start, or ended by itself. An unreachable control plane is never the
+/// reason.
 #[derive(Debug, thiserror::Error)]
 pub enum AgentError {
     /// The options contradict each other.
@@ -53,31 +53,32 @@ pub enum AgentError {
     /// A kernel parameter cannot be set.
     #[error(transparent)]
     Sysctl(#[from] SysctlError),
-    /// An address is taken, and `--bind-address-hard-fail` is set.
+    /// An address cannot be bound, and `--bind-address-hard-fail` is set.
     #[error(transparent)]
     Bind(#[from] BindError),
-    /// The configuration file was edited. The agent has to be started again to read it.
-    #[error("{0} was edited; the agent ends, so that it is started with the new content")]
+    /// The configuration file was edited. The agent reads it only at its start.
+    #[error("{0} was edited; the agent ends, so that its next start reads the new content")]
     ConfigEdited(String),
     /// The system cannot start a thread.
     #[error("cannot start a thread")]
     Thread(#[from] std::io::Error),
-    /// A defect: the reconcile loop ended. The rules stay; a restart repairs it.
+    /// The reconcile loop ended, which is a defect. The rules stay. A restart of the agent repairs
+    /// it.
     #[error("the reconcile loop ended unexpectedly; this is a defect of the agent")]
     ReconcileEnded,
 }
 
-/// Runs the agent until `shutdown`, with the dataplane that the options ask for. The rules stay in
-/// the kernel.
+/// Runs the agent until `shutdown`, with the dataplane that the options name. The rules stay in the
+/// kernel afterwards.
 ///
 /// # Errors
-/// The agent cannot start as configured. Nothing that happens later on the stream ends it.
+/// See [`AgentError`]. No failure of a stream ends the agent.
 pub async fn run(options: Options, shutdown: CancellationToken) -> Result<(), AgentError> {
     let configured = options.configured()?;
     if let Some(warning) = &configured.warning {
         warn!("{warning}");
     }
-    // These are checked before the machine is changed.
+    // Check these options before changing the machine.
     options.node_name(&configured.settings)?;
     options.control_planes()?;
     prepare(&configured.settings)?;
@@ -85,14 +86,14 @@ pub async fn run(options: Options, shutdown: CancellationToken) -> Result<(), Ag
     run_configured(options, configured, dataplane, Conntrack::Cleaned, shutdown).await
 }
 
-/// Sets the kernel parameters that are set once, and this process's OOM score.
+/// Sets the kernel's connection tracking parameters and this process's OOM score.
 ///
 /// # Errors
-/// A kernel parameter cannot be set although it should be possible.
+/// A kernel parameter cannot be set. Only a warning is logged if the OOM score cannot be set.
 pub fn prepare(settings: &Settings) -> Result<(), SysctlError> {
     let path = "/proc/self/oom_score_adj";
     if let Err(error) = std::fs::write(path, settings.oom_score_adj.to_string()) {
-        warn!(%error, "cannot write {} to {path}; the agent goes on without", settings.oom_score_adj);
+        warn!(%error, "cannot write {} to {path}; the agent runs with the present OOM score", settings.oom_score_adj);
     }
     Sysctls::default().set_conntrack(&settings.conntrack).map(drop)
 }
@@ -179,7 +180,7 @@ async fn run_configured(
     }
 
     let (reconcile_thread, reconcile_ended) = start_reconcile_thread(reconciler)?;
-    // These two stop what was started here, however this function ends.
+    // These two stop all parts when this function returns, also after an error.
     let running = shutdown.child_token();
     let _stops = running.clone().drop_guard();
     let stop_reconciler = StopOnDrop(state);
@@ -209,7 +210,7 @@ async fn run_configured(
     };
     running.cancel();
     drop(stop_reconciler);
-    // The thread finishes the sync that it is at: rules are written whole or not at all.
+    // The thread finishes the current sync, so rules are not left half written.
     let joined = task::spawn_blocking(move || reconcile_thread.join()).await;
     if !matches!(joined, Ok(Ok(()))) {
         return Err(AgentError::ReconcileEnded);
@@ -223,17 +224,17 @@ async fn run_configured(
     ended_by.map_or(Ok(()), Err)
 }
 
-/// The agent is alive while no change has waited too long, as for `/livez`.
+/// The agent is alive unless a change has waited for longer than two sync periods, as for `/livez`.
 fn is_alive(state: &AgentState, sync_period: Duration) -> IsHealthy {
     let (backlog, patience) = (Arc::clone(state.backlog()), sync_period.saturating_mul(2));
     IsHealthy::new(move || backlog.health(patience).is_alive())
 }
 
-/// Starts the reconcile loop's thread. The receiver wakes when the loop ends, also by a panic.
+/// Starts the thread of the reconcile loop. The receiver completes when the loop ends or panics.
 fn start_reconcile_thread(reconciler: Reconciler) -> std::io::Result<(JoinHandle<()>, oneshot::Receiver<()>)> {
     let (ended, reconcile_ended) = oneshot::channel::<()>();
     let thread = thread::Builder::new().name("reconcile".into()).spawn(move || {
-        // Dropped at the end, also by a panic.
+        // A panic drops it too.
         let _ended = ended;
         reconciler.run();
     })?;

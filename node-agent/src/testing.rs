@@ -1,4 +1,4 @@
-//! A replica in memory, for tests: it numbers changes, and answers a `Hello` as the contract says.
+//! A replica in memory, for tests. It numbers changes and answers a `Hello` as the protocol says.
 #![allow(clippy::unwrap_used)]
 
 use std::{collections::HashSet, net::IpAddr, sync::Arc};
@@ -19,19 +19,19 @@ pub(crate) fn update(version: u64, changes: Vec<Change>) -> StateUpdate {
     StateUpdate { epoch: 1, version, changes, ..StateUpdate::default() }
 }
 
-/// An update of epoch 1 that replaces all that is held.
+/// An update of epoch 1 that replaces everything that the agent holds.
 pub(crate) fn snapshot(version: u64, changes: Vec<Change>) -> StateUpdate {
     let snapshot = Some(Snapshot { buckets: Buckets::All, rejected: HashSet::new() });
     StateUpdate { snapshot, ..update(version, changes) }
 }
 
-/// See the module.
+/// A replica in memory.
 #[derive(Debug)]
 pub(crate) struct Replica {
     pub(crate) epoch: u64,
     pub(crate) state: State,
     log: Vec<Vec<Change>>,
-    /// Changes in one message at most; larger batches and snapshots are split.
+    /// Maximum number of changes in one message. Larger batches and snapshots are split.
     pub(crate) per_message: usize,
 }
 
@@ -44,8 +44,8 @@ impl Replica {
         self.log.len() as u64
     }
 
-    /// Commits a batch. Of several changes to one key only the last goes on the wire, as a
-    /// compacted log has it.
+    /// Commits a batch. Keeps only the last of several changes to one key, like the compacted log
+    /// of a control plane.
     pub(crate) fn commit(&mut self, changes: Vec<Change>) {
         let mut kept: Vec<Change> = Vec::new();
         for change in changes.into_iter().rev() {
@@ -60,7 +60,7 @@ impl Replica {
         self.log.push(kept);
     }
 
-    /// Everything that a stream with this `Hello` would carry by now.
+    /// All messages that a stream with this resume point would carry up to the present version.
     pub(crate) fn stream(&self, resume: Option<&v1::Resume>) -> Vec<v1::ServerMessage> {
         let digests = resume.and_then(|resume| digests_from_wire(resume.digests.as_ref()?));
         match (resume, digests) {
