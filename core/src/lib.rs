@@ -1,15 +1,15 @@
 //! The pure model of a Kubernetes service proxy.
 //!
-//! - `model` has the resources and their changes.
-//! - `node_facts` has what one node adds to them.
-//! - `state` applies changes and tells which services they affect ([`State::apply`]).
+//! - `model` defines the resources and their changes.
+//! - `node_facts` adds the facts about one node.
+//! - `state` applies changes and returns the Services that they affect ([`State::apply`]).
 //! - `behaviours` computes from the state what one node does for each service port.
 //! - [`endpoint_health`] decides which endpoints fail this node's health checks.
-//! - `dataplane` turns that into objects of the kernel, and plans only what differs.
-//! - `conventions` has what the programs must agree on.
+//! - `dataplane` translates the result to kernel objects and plans the differences.
+//! - `conventions` defines formats and rules that all programs share.
 //!
-//! Nothing here opens a socket, reads a clock, starts a process or knows an async runtime. A test
-//! over `cargo metadata` checks that.
+//! This crate opens no sockets, reads no clock, starts no processes and uses no async runtime. A
+//! test checks its dependencies with `cargo metadata`.
 
 mod behaviours;
 mod conventions;

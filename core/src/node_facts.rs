@@ -1,26 +1,26 @@
-//! What one node adds to the shared state.
+//! Facts about one node.
 
 use std::{net::IpAddr, sync::Arc};
 
 use crate::{endpoint_health::FailingEndpoints, model::Node};
 
-/// What one node adds to the shared state: a service looks different from each node.
+/// Facts about one node. The view of a service depends on the shared state and on these facts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NodeFacts {
-    /// The node's name, lower case; endpoints that carry it are local.
+    /// The node's name in lower case. Endpoints on a node of this name are local.
     pub name: Arc<str>,
     /// The node's zone.
     pub zone: Option<Arc<str>>,
-    /// The node's own addresses, for the source-range test.
+    /// The node's own addresses; [`crate::source_ranges`] tests whether they are admitted.
     pub addresses: Vec<IpAddr>,
-    /// externalIPs are left alone on this node (feature gate `AllowServiceExternalIPs` off).
+    /// This node does not program externalIPs (feature gate `AllowServiceExternalIPs` is off).
     pub ignores_external_ips: bool,
-    /// Endpoints that fail this node's checks.
+    /// Endpoints that fail this node's health checks.
     pub failing: FailingEndpoints,
 }
 
 impl NodeFacts {
-    /// Facts before the Node resource has arrived.
+    /// Returns the facts about a node whose Node resource has not arrived.
     #[must_use]
     pub fn named(name: &str) -> Self {
         Self {
@@ -32,7 +32,7 @@ impl NodeFacts {
         }
     }
 
-    /// Facts of a Node resource, which may be absent.
+    /// Returns the facts from a Node resource, or [`Self::named`] if there is none.
     #[must_use]
     pub fn of(name: &str, node: Option<&Node>) -> Self {
         node.map_or_else(

@@ -1,7 +1,7 @@
-//! Names as Kubernetes gives them to nodes: one rule for the control plane and for whoever makes
-//! certificates.
+//! The rule for names of nodes. The control plane and `headgatectl`, which makes certificates,
+//! share it.
 
-/// Longest name of a Kubernetes object.
+/// Maximum length of the name of a Kubernetes object.
 const MAX_BYTES: usize = 253;
 
 /// Checks that a name is a DNS subdomain in lower case (RFC 1123).
@@ -28,7 +28,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names() {
+    fn lower_case_subdomains_are_accepted_and_other_names_are_rejected() {
         for good in ["a", "node-1", "node-1.example.com"] {
             assert_eq!(check_subdomain(good), Ok(()));
         }

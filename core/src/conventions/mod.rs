@@ -1,4 +1,4 @@
-//! Rules that the control plane, the agent and `headgatectl` share, each defined once.
+//! Rules and formats that the control plane, the agent and `headgatectl` share.
 
 pub mod dns_name;
 pub mod exposition;

@@ -1,28 +1,27 @@
-//! What a replica's source is doing, and whether a node is up to date. Each is defined here, once
-//! (contract, 14 and 16).
+//! The states of a replica's source and of a node. `docs/concepts.md` describes both for operators.
 
 use std::{fmt, time::Duration};
 
-/// A node is up to date when it lacks nothing that its replica has known for longer than this: at
-/// any moment something is on its way.
+/// Changes younger than this do not count when a replica decides whether a node is up to date. In a
+/// busy cluster some changes are always on their way to the node.
 pub const SETTLED: Duration = Duration::from_secs(1);
 
-/// What the source of a control plane replica is doing.
+/// The state of the source of a control plane replica.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum SourceState {
-    /// Not every kind has been listed since the replica's start: there is nothing to serve.
+    /// The replica has not listed every kind since its start, so it has no complete state to serve.
     Unlisted,
-    /// Every kind has been listed, and the replica cannot hear of changes.
+    /// The replica has listed every kind, but changes no longer arrive.
     CutOff,
-    /// Every kind has been listed, and the replica hears of changes.
+    /// The replica has listed every kind, and changes arrive.
     Following,
 }
 
 impl SourceState {
-    /// All of them.
+    /// All states.
     pub const ALL: [Self; 3] = [Self::Unlisted, Self::CutOff, Self::Following];
 
-    /// As metrics, JSON and the Inspect service write it.
+    /// The name of the state in metrics, JSON and the Inspect service.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {
@@ -39,41 +38,41 @@ impl fmt::Display for SourceState {
     }
 }
 
-/// What a node has told its replica on its present stream.
+/// What a node has reported to its replica on the current stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Reported {
-    /// It has acknowledged a complete state.
+    /// The node has acknowledged a complete state.
     pub has_state: bool,
     /// The last attempt failed, or a resource is rejected.
     pub is_failing: bool,
-    /// The acknowledged state has everything that the replica has known for longer than
+    /// The acknowledged state contains all changes that the replica has known for longer than
     /// [`SETTLED`].
     pub is_settled: bool,
 }
 
-/// How a node stands.
+/// The state of a node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum NodeState {
-    /// It has everything that its replica has known for longer than [`SETTLED`], and the replica
-    /// follows its source.
+    /// The node has all changes that its replica has known for longer than [`SETTLED`], and the
+    /// replica follows its source.
     UpToDate,
-    /// It lacks something that its replica has known for longer.
+    /// The node lacks a change that its replica has known for longer than [`SETTLED`].
     Behind,
-    /// Its last attempt failed, or it rejects a resource.
+    /// The last attempt failed, or the node rejects a resource.
     Failing,
-    /// It has acknowledged nothing on its stream, or its replica has nothing to serve. The replica
-    /// knows nothing of the rules that an earlier stream left in the kernel.
+    /// The node has acknowledged nothing on its stream, or the replica's source is unlisted. The
+    /// kernel may hold rules from an earlier stream, but the replica does not know them.
     Waiting,
-    /// Its replica cannot hear of changes.
+    /// The replica's source is cut off.
     CutOff,
 }
 
 impl NodeState {
-    /// All of them.
+    /// All states.
     pub const ALL: [Self; 5] = [Self::UpToDate, Self::Behind, Self::Failing, Self::Waiting, Self::CutOff];
 
-    /// How a node stands, from the state of its replica's source and what the node has reported
-    /// there.
+    /// Returns the state of a node from the state of its replica's source and from what the node
+    /// has reported to that replica.
     #[must_use]
     pub fn of(source: SourceState, reported: Reported) -> Self {
         let Reported { has_state, is_failing, is_settled } = reported;
@@ -87,7 +86,7 @@ impl NodeState {
         }
     }
 
-    /// As metrics, JSON and the Inspect service write it.
+    /// The name of the state in metrics, JSON and the Inspect service.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {

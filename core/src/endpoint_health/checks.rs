@@ -1,12 +1,12 @@
 //! When each endpoint is checked, and which outcomes make it fail.
 //!
-//! An endpoint begins to fail, and recovers, after two equal outcomes in a row: one lost packet
-//! changes nothing. The second check follows the first after a quarter of the interval, and a check
-//! takes at most a quarter of it, so two intervals are enough to see a change. Intervals vary by a
-//! tenth at random, so that nodes do not check in step. A new endpoint counts as good until it
-//! fails.
+//! An endpoint changes between passing and failing after two equal outcomes in a row, so one lost
+//! packet changes nothing. A check that contradicts the present state is repeated after a quarter
+//! of the interval, and a check takes at most a quarter of the interval. A change is therefore
+//! detected within two intervals. Intervals vary at random by a tenth, so that nodes do not all
+//! check at the same time. A new endpoint counts as passing.
 //!
-//! The cost of a call depends on the checks that are due, not on the number of endpoints.
+//! The cost of a call depends on the number of due checks, not on the number of endpoints.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -16,24 +16,24 @@ use std::{
 
 use crate::model::ServiceKey;
 
-/// Outcomes in a row that change what an endpoint counts as.
+/// Number of equal outcomes in a row that change the state of an endpoint.
 const OUTCOMES_IN_A_ROW: u8 = 2;
 
-/// What a service asks to be checked on this node.
+/// The checks that a service requests on this node.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ServiceTargets {
-    /// Time between two checks of an endpoint; `None` for the agent's default.
+    /// Time between two checks of an endpoint in milliseconds; `None` for the agent's default.
     pub interval_ms: Option<u32>,
-    /// TCP ports of endpoints.
+    /// Addresses and TCP ports of endpoints.
     pub addresses: BTreeSet<SocketAddr>,
 }
 
-/// How often is checked, and how long a check may take.
+/// How often endpoints are checked, and how long a check may take.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CheckTiming {
-    /// Time between two checks of an endpoint whose services ask for none.
+    /// Time between two checks of an endpoint whose service sets no interval.
     pub interval_ms: u32,
-    /// Longest time for a check; a quarter of the interval where that is shorter.
+    /// Maximum duration of a check. A quarter of the interval applies if that is shorter.
     pub timeout_ms: u32,
 }
 
@@ -43,32 +43,33 @@ impl Default for CheckTiming {
     }
 }
 
-/// A check to be made.
+/// A check that the caller has to make.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Check {
-    /// Where to connect.
+    /// The address to connect to.
     pub address: SocketAddr,
-    /// After this it has failed.
+    /// The check fails if no connection is established within this time.
     pub timeout_ms: u32,
-    /// Tells this check from earlier ones of the same address.
+    /// Distinguishes this check from earlier checks of the same address.
     ticket: u64,
 }
 
-/// When a target is checked next.
+/// The next check of a target.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Next {
+    /// The check is due at this time.
     At(u64),
-    /// The check with this ticket runs.
+    /// The check with this ticket is running.
     Running(u64),
 }
 
 #[derive(Debug)]
 struct Target {
-    /// Services that want it checked, and how often.
+    /// The services that request checks of this target, each with its interval in milliseconds.
     users: BTreeMap<Arc<ServiceKey>, u32>,
     is_failing: bool,
-    /// Outcomes in a row that speak against what it counts as.
-    against: u8,
+    /// Number of outcomes in a row that contradict `is_failing`.
+    contradicting: u8,
     next: Next,
 }
 
@@ -78,7 +79,7 @@ impl Target {
     }
 }
 
-/// All targets. Times are milliseconds of any clock that does not go back.
+/// The check targets of all services. Times are milliseconds of a monotonic clock.
 #[derive(Debug)]
 pub struct Checks {
     timing: CheckTiming,
@@ -91,7 +92,8 @@ pub struct Checks {
 }
 
 impl Checks {
-    /// None yet. `seed` is what makes nodes differ.
+    /// Creates an empty set of checks. Nodes must use different values of `seed`: it starts the
+    /// random numbers that spread checks over time.
     #[must_use]
     pub fn new(timing: CheckTiming, seed: u64) -> Self {
         Self {
@@ -111,32 +113,32 @@ impl Checks {
         self.targets.len()
     }
 
-    /// Nothing is checked.
+    /// True if no endpoint is checked.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.targets.is_empty()
     }
 
-    /// Number of them that fail.
+    /// Number of endpoints that fail.
     #[must_use]
     pub fn failing_count(&self) -> usize {
         self.failing
     }
 
-    /// The endpoints of a service that fail. Cost: its endpoints.
+    /// Returns the endpoints of a service that fail. The cost is linear in its endpoints.
     #[must_use]
     pub fn failing(&self, key: &ServiceKey) -> BTreeSet<SocketAddr> {
         let is_failing = |address: &&SocketAddr| self.targets.get(address).is_some_and(|target| target.is_failing);
         self.services.get(key).into_iter().flatten().filter(is_failing).copied().collect()
     }
 
-    /// Services that have targets.
+    /// Returns the services that have targets.
     pub fn services(&self) -> impl Iterator<Item = &Arc<ServiceKey>> {
         self.services.keys()
     }
 
-    /// Replaces what a service asks for. A target is checked first within one interval, at random:
-    /// a new endpoint is not met by all nodes at once.
+    /// Replaces the checks that a service requests. The first check of a target is due at a random
+    /// time within one interval, so that not all nodes connect to a new endpoint at once.
     pub fn set_service(&mut self, key: &Arc<ServiceKey>, wanted: Option<ServiceTargets>, now_ms: u64) {
         let (interval_ms, wanted) = match wanted {
             Some(wanted) => (wanted.interval_ms.unwrap_or(self.timing.interval_ms).max(1), wanted.addresses),
@@ -144,27 +146,27 @@ impl Checks {
         };
         let before = self.services.remove(key).unwrap_or_default();
         for address in before.difference(&wanted) {
-            self.leave(*address, key);
+            self.remove_user(*address, key);
         }
         for address in &wanted {
-            self.join(*address, key, interval_ms, now_ms);
+            self.add_user(*address, key, interval_ms, now_ms);
         }
         if !wanted.is_empty() {
             self.services.insert(Arc::clone(key), wanted);
         }
     }
 
-    /// When the next check is due; none while there are none but running ones.
+    /// Returns when the next check is due, or `None` if no check is waiting.
     #[must_use]
     pub fn next_due_ms(&self) -> Option<u64> {
         self.due.first().map(|(at, _)| *at)
     }
 
-    /// Checks that are due, the longest waiting first, at most as many as there is room for. Each
-    /// has to be [`Self::finish`]ed.
-    pub fn start(&mut self, now_ms: u64, room: usize) -> Vec<Check> {
+    /// Returns the checks that are due, earliest first, at most `limit` of them. The caller makes
+    /// each check and then calls [`Self::finish`] or [`Self::skip`].
+    pub fn start(&mut self, now_ms: u64, limit: usize) -> Vec<Check> {
         let mut started = Vec::new();
-        while started.len() < room
+        while started.len() < limit
             && let Some((at, address)) = self.due.first().copied()
             && at <= now_ms
         {
@@ -178,33 +180,33 @@ impl Checks {
         started
     }
 
-    /// Takes the outcome of a check. Returns the services for which it changes what fails.
+    /// Records the outcome of a check. Returns the services whose set of failing endpoints changed.
     pub fn finish(&mut self, check: &Check, has_passed: bool, now_ms: u64) -> Vec<Arc<ServiceKey>> {
         let Some(target) = self.targets.get_mut(&check.address) else { return Vec::new() };
         if target.next != Next::Running(check.ticket) {
             return Vec::new();
         }
-        let is_against = has_passed == target.is_failing;
-        target.against = if is_against { target.against + 1 } else { 0 };
-        let has_turned = target.against >= OUTCOMES_IN_A_ROW;
-        if has_turned {
+        let contradicts = has_passed == target.is_failing;
+        target.contradicting = if contradicts { target.contradicting + 1 } else { 0 };
+        let has_changed = target.contradicting >= OUTCOMES_IN_A_ROW;
+        if has_changed {
             target.is_failing = !has_passed;
-            target.against = 0;
+            target.contradicting = 0;
         }
         let interval_ms = u64::from(target.interval_ms());
-        let pause_ms = if target.against > 0 { interval_ms / 4 } else { interval_ms };
-        let users = if has_turned { target.users.keys().cloned().collect() } else { Vec::new() };
-        if has_turned {
+        let pause_ms = if target.contradicting > 0 { interval_ms / 4 } else { interval_ms };
+        let users = if has_changed { target.users.keys().cloned().collect() } else { Vec::new() };
+        if has_changed {
             self.failing = if has_passed { self.failing - 1 } else { self.failing + 1 };
         }
-        // From nine to eleven tenths.
+        // The pause is 0.9 to 1.1 times `pause_ms`.
         let spread = self.draw(pause_ms / 5 + 1);
         self.schedule(check.address, now_ms + (pause_ms - pause_ms / 10 + spread).max(1));
         users
     }
 
-    /// Takes note that a check could not be made, which says nothing about the endpoint: it is made
-    /// after another interval.
+    /// Records that the caller could not make a check, for a reason that says nothing about the
+    /// endpoint. The next check is due after one interval.
     pub fn skip(&mut self, check: &Check, now_ms: u64) {
         let Some(target) = self.targets.get(&check.address).filter(|target| target.next == Next::Running(check.ticket))
         else {
@@ -214,25 +216,25 @@ impl Checks {
         self.schedule(check.address, now_ms + interval_ms);
     }
 
-    fn join(&mut self, address: SocketAddr, key: &Arc<ServiceKey>, interval_ms: u32, now_ms: u64) {
+    fn add_user(&mut self, address: SocketAddr, key: &Arc<ServiceKey>, interval_ms: u32, now_ms: u64) {
         let first = now_ms + self.draw(u64::from(interval_ms));
         let target = self.targets.entry(address).or_insert_with(|| Target {
             users: BTreeMap::new(),
             is_failing: false,
-            against: 0,
+            contradicting: 0,
             next: Next::At(u64::MAX),
         });
         if target.users.insert(Arc::clone(key), interval_ms) == Some(interval_ms) {
             return;
         }
         if let Next::At(at) = target.next {
-            // An interval that was cut takes effect now, not after the old one.
+            // A shorter interval takes effect now, not after the check that is already scheduled.
             self.due.remove(&(at, address));
             self.schedule(address, at.min(first));
         }
     }
 
-    fn leave(&mut self, address: SocketAddr, key: &ServiceKey) {
+    fn remove_user(&mut self, address: SocketAddr, key: &ServiceKey) {
         let Some(target) = self.targets.get_mut(&address) else { return };
         target.users.remove(key);
         if !target.users.is_empty() {
@@ -252,7 +254,8 @@ impl Checks {
         }
     }
 
-    /// A number below `bound` (SplitMix64, Steele et al. 2014): good enough to spread checks.
+    /// Returns a random number below `bound` (SplitMix64, Steele et al. 2014). Its quality suffices
+    /// to spread checks over time.
     fn draw(&mut self, bound: u64) -> u64 {
         self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut mixed = self.random;

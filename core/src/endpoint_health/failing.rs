@@ -1,4 +1,4 @@
-//! Which endpoints fail this node's checks.
+//! The endpoints that fail this node's health checks.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -10,19 +10,19 @@ use crate::model::{Protocol, Service, ServiceKey};
 
 static NONE: BTreeSet<SocketAddr> = BTreeSet::new();
 
-/// The TCP ports of endpoints that fail this node's checks, by service.
+/// The TCP ports of endpoints that fail this node's health checks, by service.
 ///
-/// The entry of a service stays until an empty set replaces it, even if the service is removed. A
-/// service that comes back before the checker has seen it go has the same failing endpoints, and
-/// the checker reports only what changes.
+/// The entry of a service exists until an empty set replaces it, even if the service is deleted.
+/// The checker reports only changes. If a service is deleted and created again before the checker
+/// notices, the checker reports nothing and the entry is still needed.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct FailingEndpoints {
     services: BTreeMap<Arc<ServiceKey>, BTreeSet<SocketAddr>>,
 }
 
 impl FailingEndpoints {
-    /// Replaces the failing endpoints of a service. Returns false if nothing changed; otherwise the
-    /// service has to be planned again.
+    /// Replaces the failing endpoints of a service. Returns true if they changed; the caller then
+    /// has to plan the service again.
     pub fn set(&mut self, key: &Arc<ServiceKey>, failing: BTreeSet<SocketAddr>) -> bool {
         if failing.is_empty() {
             return self.services.remove(key).is_some();
@@ -34,21 +34,22 @@ impl FailingEndpoints {
         is_new
     }
 
-    /// True when no endpoint fails.
+    /// True if no endpoint fails.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.services.is_empty()
     }
 
-    /// All failing endpoints of a service.
+    /// Returns all failing endpoints of a service.
     #[must_use]
     pub fn of(&self, key: &ServiceKey) -> &BTreeSet<SocketAddr> {
         self.services.get(key).unwrap_or(&NONE)
     }
 
-    /// The endpoints that get no new connections when a port of `service` chooses among `choice`.
-    /// Empty if the Service does not ask for checks of this protocol, and if all of `choice` fail:
-    /// then all are used.
+    /// Returns the endpoints that must not get new connections when a port of `service` chooses
+    /// among `choice`. The set is empty if the Service requests no checks for this protocol. It is
+    /// also empty if all endpoints of `choice` fail, because using all of them is better than using
+    /// none.
     pub fn among(
         &self,
         service: &Service,

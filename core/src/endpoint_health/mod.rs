@@ -1,11 +1,11 @@
-//! Active health checks of endpoints, an overlay over what all nodes share.
+//! Active health checks of endpoints, made by each node for itself.
 //!
-//! A Service asks for checks by the annotation `headgate.io/health-check: tcp`. Each node then
-//! checks the endpoints that it uses for this Service itself, since one node may reach what another
-//! does not. [`Checks`] decides when each endpoint is checked and what outcomes mean; the caller
-//! connects. [`FailingEndpoints`] holds the result, as a field of [`crate::NodeFacts`]: views leave
-//! out the endpoints that fail. The shared state, its digests and the state on disk have nothing of
-//! it.
+//! A Service requests checks with the annotation `headgate.io/health-check: tcp`. Each node then
+//! checks the endpoints that it uses for this Service, because one node may reach an endpoint that
+//! another node cannot reach. [`Checks`] decides when each endpoint is checked and how the outcomes
+//! count; the caller opens the connections. [`FailingEndpoints`] holds the result, as a field of
+//! [`crate::NodeFacts`], and views leave out the endpoints in it. The shared state, its digests and
+//! the state on disk do not contain results of checks.
 
 mod checks;
 mod failing;

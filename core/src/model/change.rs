@@ -1,4 +1,4 @@
-//! Changes.
+//! Changes of the shared state.
 
 use std::net::IpAddr;
 
@@ -6,25 +6,26 @@ use compact_str::CompactString;
 
 use super::{Endpoint, Service, ServiceCidr, ServiceKey};
 
-/// One step of the shared state: a resource at its new value, or a key that is gone. Services are
-/// boxed, since they are few and large, and a snapshot is a long list of changes.
+/// One change of the shared state: a resource with its new value, or the key of a deleted resource.
+/// Services are boxed because they are large and few: a snapshot is a long list of changes, and
+/// most of them are endpoints.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Change {
     /// A Service was added or changed.
     Service(Box<Service>),
-    /// A Service is gone. Its endpoints are removed by changes of their own.
+    /// A Service was deleted. Separate changes remove its endpoints.
     RemoveService(ServiceKey),
-    /// An endpoint of a service was added or changed. The service itself may come later.
+    /// An endpoint of a service was added or changed. The service itself may arrive later.
     Endpoint(ServiceKey, Endpoint),
-    /// An endpoint of a service is gone.
+    /// An endpoint of a service was deleted.
     RemoveEndpoint(ServiceKey, IpAddr),
     /// A ServiceCIDR was added or changed.
     ServiceCidr(ServiceCidr),
-    /// A ServiceCIDR is gone.
+    /// A ServiceCIDR was deleted.
     RemoveServiceCidr(CompactString),
 }
 
-/// A Service at its new value.
+/// The change that adds or replaces a Service.
 impl From<Service> for Change {
     fn from(service: Service) -> Self {
         Self::Service(Box::new(service))
@@ -35,7 +36,8 @@ impl From<Service> for Change {
 mod tests {
     use super::*;
 
-    /// An agent holds each endpoint, and each change of a snapshot for a moment.
+    /// An agent keeps all endpoints in memory. It also keeps all changes of a snapshot until it has
+    /// applied them.
     #[test]
     fn endpoints_and_changes_are_small() {
         assert_eq!((size_of::<Endpoint>(), size_of::<Change>()), (48, 96));

@@ -6,15 +6,15 @@ use compact_str::CompactString;
 
 use super::Protocol;
 
-/// `conditions` of an endpoint, with the API's defaults applied (nil ready and serving mean true,
-/// nil terminating false).
+/// `conditions` of an endpoint, with the API's defaults applied: absent `ready` and `serving` mean
+/// true, absent `terminating` means false.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Conditions {
-    /// May receive new connections.
+    /// The endpoint may receive new connections.
     pub ready: bool,
-    /// Its pod is ready, terminating or not.
+    /// The pod is ready, even if it is terminating.
     pub serving: bool,
-    /// Its pod is being deleted.
+    /// The pod is being deleted.
     pub terminating: bool,
 }
 
@@ -22,7 +22,7 @@ impl Conditions {
     /// The usual state: ready, serving, not terminating.
     pub const READY: Self = Self { ready: true, serving: true, terminating: false };
 
-    /// Used only when no endpoint is ready (KEP-1669).
+    /// True for endpoints that receive traffic only when no endpoint is ready (KEP-1669).
     #[must_use]
     pub fn is_serving_terminating(self) -> bool {
         self.serving && self.terminating
@@ -31,39 +31,39 @@ impl Conditions {
 
 /// One named port of an endpoint.
 ///
-/// An EndpointSlice says conditions and placement of an address for the ports that this slice
-/// lists. Two ports of one address may come from different slices, so they may differ in both. Few
-/// do: a port carries only what differs from its [`Endpoint`], and equal lists of ports stay
-/// shared.
+/// An EndpointSlice gives conditions and placement of an address for the ports in that slice. Two
+/// ports of one address may come from different slices, so their conditions and placements may
+/// differ. This is rare. A port therefore carries only values that differ from its [`Endpoint`],
+/// and endpoints share equal port lists.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct EndpointPort {
-    /// Joins it to the [`super::ServicePort`] of that name.
+    /// The name of the [`super::ServicePort`] that it belongs to.
     pub name: CompactString,
     /// Transport protocol.
     pub protocol: Protocol,
-    /// Port on the endpoint's address, never 0.
+    /// Port number on the endpoint's address, never 0.
     pub port: u16,
-    /// Conditions of this port; `None` if they are the endpoint's.
+    /// Conditions of this port; `None` means the conditions of the endpoint.
     pub conditions: Option<Conditions>,
-    /// Placement of this port; `None` if it is the endpoint's.
+    /// Placement of this port; `None` means the placement of the endpoint.
     pub placement: Option<Arc<Placement>>,
 }
 
 impl EndpointPort {
-    /// A port with the conditions and the placement of its endpoint.
+    /// Creates a port with the conditions and the placement of its endpoint.
     #[must_use]
     pub fn new(name: impl Into<CompactString>, protocol: Protocol, port: u16) -> Self {
         Self { name: name.into(), protocol, port, conditions: None, placement: None }
     }
 
-    /// What identifies a port among the ports of one address.
+    /// The fields that identify a port among the ports of one address.
     #[must_use]
     pub fn key(&self) -> (&str, Protocol, u16) {
         (&self.name, self.protocol, self.port)
     }
 }
 
-/// `hints` of an endpoint. Empty lists mean that there is no such hint.
+/// `hints` of an endpoint. An empty list means that the endpoint has no hints of that kind.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct Hints {
     /// `forZones`, sorted.
@@ -72,65 +72,66 @@ pub struct Hints {
     pub nodes: Vec<Arc<str>>,
 }
 
-/// Where an endpoint runs, and whom it should serve. Endpoints on one node mostly have the same,
-/// whatever their service.
+/// Where an endpoint runs, and which zones or nodes it should serve. Most endpoints on one node
+/// have equal placements, so they share one value.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct Placement {
-    /// The node it runs on, lower case.
+    /// The node, in lower case; `None` if the EndpointSlice names none.
     pub node: Option<Arc<str>>,
-    /// The zone it is in.
+    /// The zone of the endpoint.
     pub zone: Option<Arc<str>>,
-    /// Hints, if it has any.
+    /// Topology hints.
     pub hints: Option<Arc<Hints>>,
 }
 
 impl Placement {
-    /// On a node, without zone and hints.
+    /// Creates a placement on a node, without zone and hints.
     #[must_use]
     pub fn on(node: &str) -> Self {
         Self { node: Some(node.into()), ..Self::default() }
     }
 }
 
-/// An address behind a service. Its identity is the service and the address. Port lists and
-/// placements are shared, since a cluster has few different ones.
+/// One address behind a service. Service and address identify it. Endpoints share port lists and
+/// placements, because a cluster has few different ones.
 ///
-/// The control plane writes each value in one way only, since digests are made from it: an endpoint
-/// has the conditions and the placement of its first port.
+/// Digests are computed from this value, so equal endpoints must have equal fields. The control
+/// plane therefore sets the conditions and the placement of the endpoint to those of its first
+/// port.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Endpoint {
     /// The address.
     pub address: IpAddr,
-    /// The ports that EndpointSlices list for the address: sorted, each [key](EndpointPort::key)
-    /// once.
+    /// The ports that EndpointSlices list for the address, sorted. Each [key](EndpointPort::key)
+    /// occurs once.
     pub ports: Arc<[EndpointPort]>,
-    /// Conditions of all ports that carry none themselves.
+    /// Conditions of all ports that carry no conditions.
     pub conditions: Conditions,
-    /// Where all ports that carry no placement run, and whom they should serve.
+    /// Placement of all ports that carry no placement.
     pub placement: Arc<Placement>,
 }
 
-/// One port of an endpoint, with what holds for this address and port.
+/// One port of an endpoint, with the conditions and the placement that apply to it.
 #[derive(Debug, Clone, Copy)]
 pub struct PortState<'a> {
     /// The endpoint's address.
     pub address: IpAddr,
     /// The port.
     pub port: &'a EndpointPort,
-    /// Conditions of the address and port.
+    /// Conditions of this address and port.
     pub conditions: Conditions,
-    /// Placement of the address and port.
+    /// Placement of this address and port.
     pub placement: &'a Arc<Placement>,
 }
 
 impl Endpoint {
-    /// A ready endpoint without node, zone and hints, for callers that fill in the rest.
+    /// Creates a ready endpoint without node, zone and hints. Callers set other fields as needed.
     #[must_use]
     pub fn new(address: IpAddr, ports: Arc<[EndpointPort]>) -> Self {
         Self { address, ports, conditions: Conditions::READY, placement: Arc::default() }
     }
 
-    /// All ports, with the conditions and the placement of each.
+    /// Returns all ports, each with its conditions and its placement.
     pub fn port_states(&self) -> impl Iterator<Item = PortState<'_>> + Clone {
         self.ports.iter().map(|port| PortState {
             address: self.address,
@@ -140,13 +141,13 @@ impl Endpoint {
         })
     }
 
-    /// All placements: the endpoint's, then those that ports carry themselves.
+    /// Returns the placement of the endpoint, then the placements that ports carry.
     pub fn placements(&self) -> impl Iterator<Item = &Arc<Placement>> {
         std::iter::once(&self.placement).chain(self.ports.iter().filter_map(|port| port.placement.as_ref()))
     }
 
-    /// The endpoint taken apart: one for each group of ports that have the same conditions and
-    /// placement, in the order of their first ports.
+    /// Splits the endpoint by the state of its ports. Returns one endpoint for each group of ports
+    /// with equal conditions and placement, in the order of the first port of each group.
     #[must_use]
     pub fn by_state(&self) -> Vec<Self> {
         if self.ports.iter().all(|port| port.conditions.is_none() && port.placement.is_none()) {
@@ -171,7 +172,7 @@ impl Endpoint {
         groups.into_iter().map(endpoint).collect()
     }
 
-    /// Some port of the address is ready.
+    /// True if at least one port is ready.
     #[must_use]
     pub fn has_ready_port(&self) -> bool {
         self.port_states().any(|state| state.conditions.ready)
@@ -183,7 +184,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_endpoint_is_taken_apart_by_the_state_of_its_ports() {
+    fn an_endpoint_is_split_by_the_state_of_its_ports() {
         let plain = |name: &str| EndpointPort::new(name, Protocol::Tcp, 80);
         let not_ready = Conditions { ready: false, serving: false, terminating: false };
         let elsewhere = Arc::new(Placement::on("node-2"));
@@ -192,7 +193,7 @@ mod tests {
             plain("a"),
             EndpointPort { conditions: Some(not_ready), ..plain("b") },
             EndpointPort { placement: Some(Arc::clone(&elsewhere)), ..plain("c") },
-            // What it carries is what the endpoint has.
+            // This port carries the conditions that the endpoint has anyway.
             EndpointPort { conditions: Some(Conditions::READY), ..plain("d") },
             EndpointPort { conditions: Some(not_ready), placement: Some(Arc::default()), ..plain("e") },
         ]);

@@ -1,6 +1,5 @@
-//! Resources as the proxy sees them: the API's conventions (families, defaults, ineffective
-//! policies) are already resolved by the control plane, so that every agent starts from the same
-//! facts.
+//! Resources as the proxy uses them. The control plane has already resolved the conventions of the
+//! API (families, defaults, policies without effect), so every agent starts from the same facts.
 
 mod change;
 mod endpoint;
@@ -15,7 +14,7 @@ pub use service::{ClientIpAffinity, Service, ServiceKey, ServicePort, TrafficPol
 
 use std::{fmt, net::IpAddr};
 
-/// An IP family. Kubernetes programs the two independently.
+/// An IP family. The two families of a Service are programmed independently of each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Family {
     /// IPv4.
@@ -28,7 +27,7 @@ impl Family {
     /// Both families, IPv4 first.
     pub const BOTH: [Self; 2] = [Self::V4, Self::V6];
 
-    /// The family of an address.
+    /// Returns the family of an address.
     #[must_use]
     pub fn of(address: IpAddr) -> Self {
         if address.is_ipv4() { Self::V4 } else { Self::V6 }
@@ -65,7 +64,7 @@ pub enum Protocol {
 }
 
 impl Protocol {
-    /// Lower-case name, as iptables and kube-proxy's hashes spell it.
+    /// The name in lower case, as in iptables rules and in the hashes of kube-proxy.
     #[must_use]
     pub fn as_lower_str(self) -> &'static str {
         match self {
@@ -76,7 +75,7 @@ impl Protocol {
     }
 }
 
-/// Upper case, as the Kubernetes API spells it.
+/// The name in upper case, as in the Kubernetes API.
 impl fmt::Display for Protocol {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {

@@ -5,7 +5,7 @@ use std::{net::IpAddr, sync::Arc};
 use compact_str::CompactString;
 use ipnet::IpNet;
 
-/// A Node as far as its own agent needs it.
+/// The fields of a Node that the agent on it needs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Node {
     /// `metadata.name`.
@@ -14,14 +14,14 @@ pub struct Node {
     pub zone: Option<Arc<str>>,
     /// `spec.podCIDRs`.
     pub pod_cidrs: Vec<IpNet>,
-    /// InternalIPs, then ExternalIPs.
+    /// `status.addresses`: InternalIPs, then ExternalIPs.
     pub addresses: Vec<IpAddr>,
-    /// It has a deletionTimestamp or the taint `ToBeDeletedByClusterAutoscaler`. An agent also sets
-    /// it on the Node that it keeps after a deletion.
+    /// The Node has a deletionTimestamp or the taint `ToBeDeletedByClusterAutoscaler`. When a Node
+    /// is deleted, its agent keeps the last value and sets this field.
     pub going_away: bool,
 }
 
-/// A range that ClusterIPs are allocated from.
+/// The ranges from which ClusterIPs are allocated.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ServiceCidr {
     /// `metadata.name`.

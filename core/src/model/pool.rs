@@ -1,13 +1,13 @@
-//! One copy of each equal value: a cluster has few different names, port lists and placements, and
-//! many endpoints.
+//! Pools that keep one shared copy of equal values. A cluster has many endpoints, but few different
+//! names, port lists and placements.
 
 use std::{borrow::Borrow, collections::HashSet, hash::Hash, sync::Arc};
 
-/// A pool does not look for what is unused while it holds less than this.
+/// A pool with fewer values than this does not search for unused values.
 const SWEEP_FROM: usize = 1_024;
 
-/// Shared values of one type. Drops what nobody else holds each time it has doubled, so that a
-/// lookup costs O(1) in the long run.
+/// Shared values of one type. The pool drops unused values each time its size has doubled, so the
+/// amortized cost of a lookup is O(1).
 #[derive(Debug)]
 pub struct Pool<T: ?Sized> {
     held: HashSet<Arc<T>>,
@@ -21,7 +21,7 @@ impl<T: ?Sized> Default for Pool<T> {
 }
 
 impl<T: ?Sized + Hash + Eq> Pool<T> {
-    /// The shared copy of a value, which is what `make` returns if there is none yet.
+    /// Returns the shared copy of `value`. If the pool has none, it stores the result of `make`.
     pub fn get(&mut self, value: &T, make: impl FnOnce() -> Arc<T>) -> Arc<T>
     where
         Arc<T>: Borrow<T>,
@@ -44,7 +44,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn equal_values_are_one_and_unused_ones_go() {
+    fn equal_values_share_one_copy_and_unused_values_are_dropped() {
         let mut pool = Pool::<str>::default();
         let kept = pool.get("zone-a", || "zone-a".into());
         for number in 0..10 * SWEEP_FROM {

@@ -7,7 +7,7 @@ use ipnet::IpNet;
 
 use super::{Family, Protocol};
 
-/// Identity of a Service, and of the endpoints behind it. Ordered by namespace, then name.
+/// Namespace and name of a Service. Keys are ordered by namespace, then by name.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ServiceKey {
     /// `metadata.namespace`.
@@ -17,7 +17,7 @@ pub struct ServiceKey {
 }
 
 impl ServiceKey {
-    /// A key from its two parts.
+    /// Creates a key from its two parts.
     #[must_use]
     pub fn new(namespace: &str, name: &str) -> Self {
         Self { namespace: namespace.into(), name: name.into() }
@@ -31,13 +31,14 @@ impl fmt::Display for ServiceKey {
     }
 }
 
-/// `internalTrafficPolicy` or `externalTrafficPolicy`, where it has an effect.
+/// `internalTrafficPolicy` or `externalTrafficPolicy`. The control plane replaces a policy that has
+/// no effect by `Cluster`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub enum TrafficPolicy {
-    /// All endpoints of the cluster.
+    /// Traffic may go to all endpoints of the cluster.
     #[default]
     Cluster,
-    /// Only endpoints on this node.
+    /// Traffic may go only to endpoints on this node.
     Local,
 }
 
@@ -61,63 +62,63 @@ impl fmt::Display for TrafficPolicy {
 /// `sessionAffinity: ClientIP`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ClientIpAffinity {
-    /// Idle time after which a client may be sent elsewhere, 1 to 86,400.
+    /// Idle time in seconds after which a client may be sent to another endpoint, 1 to 86,400.
     pub timeout_seconds: u32,
 }
 
 /// One entry of `spec.ports`.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ServicePort {
-    /// Empty for a Service's single unnamed port. The name joins it to endpoint ports, never the
-    /// number.
+    /// The name, empty if a Service has a single unnamed port. Endpoint ports belong to the service
+    /// port with equal name and protocol; their numbers do not matter.
     pub name: CompactString,
     /// Transport protocol.
     pub protocol: Protocol,
-    /// Port on every service address.
+    /// Port number on every service address.
     pub port: u16,
-    /// Port on the node's addresses, 0 for none.
+    /// NodePort, 0 for none.
     pub node_port: u16,
 }
 
 /// A Service that the proxy programs. It has at least one ClusterIP and one port.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Service {
-    /// Identity.
+    /// Namespace and name.
     pub key: ServiceKey,
-    /// At most one address of each family, in the order of `spec.clusterIPs`.
+    /// `spec.clusterIPs` in their order, at most one address of each family.
     pub cluster_ips: Vec<IpAddr>,
     /// `spec.externalIPs` of the Service's families.
     pub external_ips: Vec<IpAddr>,
-    /// `status.loadBalancer.ingress` addresses whose ipMode is VIP (or absent), of the Service's
+    /// Addresses in `status.loadBalancer.ingress` whose ipMode is VIP or absent, of the Service's
     /// families.
     pub load_balancer_ips: Vec<IpAddr>,
-    /// Ports, in the order of the spec.
+    /// Ports in the order of the spec.
     pub ports: Vec<ServicePort>,
-    /// Policy of traffic to ClusterIPs.
+    /// Policy for traffic to ClusterIPs.
     pub internal_traffic_policy: TrafficPolicy,
-    /// Policy of traffic to NodePorts, externalIPs and load balancer IPs; `Cluster` where `Local`
-    /// has no effect.
+    /// Policy for traffic to NodePorts, externalIPs and load balancer IPs; `Cluster` if `Local` has
+    /// no effect.
     pub external_traffic_policy: TrafficPolicy,
     /// Session affinity, if any.
     pub session_affinity: Option<ClientIpAffinity>,
-    /// `spec.loadBalancerSourceRanges`; empty means open.
+    /// `spec.loadBalancerSourceRanges`; an empty list admits all clients.
     pub load_balancer_source_ranges: Vec<IpNet>,
-    /// Health-check node port, 0 for none.
+    /// `spec.healthCheckNodePort`, 0 for none.
     pub health_check_node_port: u16,
     /// `metadata.creationTimestamp`, seconds since the Unix epoch; 0 when unknown.
     pub created_unix_seconds: i64,
     /// Annotation `headgate.io/scheduler`; empty for the cluster's default.
     pub scheduler: CompactString,
-    /// Annotation `headgate.io/health-check`: `tcp`, or empty for none. Agents check nothing for a
-    /// kind that they do not know.
+    /// Annotation `headgate.io/health-check`: `tcp`, or empty for no checks. An agent makes no
+    /// checks if it does not know the value.
     pub health_check: CompactString,
-    /// Annotation `headgate.io/health-check-interval`: time between two checks of an endpoint; 0
-    /// for the agent's default.
+    /// Annotation `headgate.io/health-check-interval`: time between two checks of an endpoint in
+    /// milliseconds, 0 for the agent's default.
     pub health_check_interval_ms: u32,
 }
 
 impl Service {
-    /// A plain ClusterIP service, for callers that fill in the rest.
+    /// Creates a plain ClusterIP service. Callers set other fields as needed.
     #[must_use]
     pub fn new(key: ServiceKey, cluster_ips: Vec<IpAddr>, ports: Vec<ServicePort>) -> Self {
         Self {
@@ -138,13 +139,13 @@ impl Service {
         }
     }
 
-    /// Agents check its endpoints by connecting to them.
+    /// True if agents check the endpoints by opening TCP connections to them.
     #[must_use]
     pub fn is_checked_by_tcp(&self) -> bool {
         self.health_check == "tcp"
     }
 
-    /// The ClusterIP of a family; a family without one is not programmed.
+    /// Returns the ClusterIP of a family. A Service without one is not programmed in that family.
     #[must_use]
     pub fn cluster_ip(&self, family: Family) -> Option<IpAddr> {
         self.cluster_ips.iter().copied().find(|address| Family::of(*address) == family)

@@ -1,20 +1,20 @@
-//! What the Services of a state ask of every node: whether what a node cannot do matters to
-//! anybody.
+//! How many Services use a feature. A node that lacks the feature reports itself as degraded only
+//! if some Service needs it.
 
 use crate::model::{Family, Protocol, Service};
 
-/// Numbers of Services of one family, by what they need.
+/// Numbers of Services with a ClusterIP of one family, by feature.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct FamilyDemand {
     /// Services that have a ClusterIP of the family.
     pub services: usize,
-    /// Those that have a NodePort.
+    /// Services of the family that have a NodePort.
     pub with_node_ports: usize,
-    /// Those that have a port of SCTP.
+    /// Services of the family that have an SCTP port.
     pub with_sctp: usize,
 }
 
-/// The numbers of both families. A change of a Service costs a walk over its ports.
+/// The numbers for both families. The cost of counting a Service is linear in its ports.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Demand {
     v4: FamilyDemand,
@@ -22,7 +22,7 @@ pub struct Demand {
 }
 
 impl Demand {
-    /// The numbers of a family.
+    /// Returns the numbers for a family.
     #[must_use]
     pub fn of(&self, family: Family) -> FamilyDemand {
         match family {
@@ -71,7 +71,7 @@ mod tests {
     }
 
     #[test]
-    fn what_services_ask_for_is_counted_while_they_come_change_and_go() {
+    fn numbers_follow_when_services_are_added_changed_and_removed() {
         let mut state = State::default();
         let counts = |state: &State| {
             Family::BOTH.map(|family| {
@@ -84,7 +84,11 @@ mod tests {
             counts(&state)
         };
         assert_eq!(after(service(&[[10, 0, 0, 1]], 30_000, Protocol::Tcp)), [[1, 1, 0], [1, 1, 0]]);
-        assert_eq!(after(service(&[[10, 0, 0, 1]], 30_000, Protocol::Tcp)), [[1, 1, 0], [1, 1, 0]], "nothing is new");
+        assert_eq!(
+            after(service(&[[10, 0, 0, 1]], 30_000, Protocol::Tcp)),
+            [[1, 1, 0], [1, 1, 0]],
+            "an equal Service changes no number"
+        );
         assert_eq!(after(service(&[], 0, Protocol::Sctp)), [[0, 0, 0], [1, 0, 1]]);
         assert_eq!(after(Change::RemoveService(ServiceKey::new("a", "b"))), [[0, 0, 0], [0, 0, 0]]);
         assert_eq!(state.demand(), &Demand::default());

@@ -1,10 +1,10 @@
-//! Content hashes and bucket digests: how two sides find out, in some 20 KiB, where their states
-//! differ.
+//! Content hashes and bucket digests. With about 20 KiB of digests, two sides find the buckets in
+//! which their states differ.
 //!
-//! A resource's content hash is the first 128 bits of SHA-256 over its key and value in a canonical
-//! form (below), so every replica and every agent computes the same. A bucket's digest is the sum
-//! of its resources' hashes modulo 2^128, with their count: it does not depend on order, and one
-//! change costs one subtraction and one addition.
+//! The content hash of a resource is the first 128 bits of SHA-256 over its key and value in a
+//! canonical form (`Form`), so every replica and every agent computes equal hashes. The digest of a
+//! bucket is the sum of the hashes of its resources modulo 2^128, and their count. The digest does
+//! not depend on the order of resources, and a change costs one subtraction and one addition.
 
 use std::net::IpAddr;
 
@@ -12,10 +12,10 @@ use sha2::{Digest as _, Sha256};
 
 use crate::model::{Conditions, Endpoint, EndpointPort, Placement, Service, ServiceCidr, ServiceKey};
 
-/// Number of buckets that resources are spread over.
+/// Number of buckets. The hash of a key selects the bucket.
 pub const BUCKETS: usize = 1024;
 
-/// Sum and count of one bucket.
+/// The digest of one bucket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct BucketDigest {
     /// Sum of content hashes modulo 2^128.
@@ -37,28 +37,27 @@ impl Default for Digests {
 }
 
 impl Digests {
-    /// Digests received from a peer.
-    ///
-    /// Returns `None` unless there is one for each of [`BUCKETS`].
+    /// Creates digests from the buckets that a peer sent. Returns `None` if their number is not
+    /// [`BUCKETS`].
     #[must_use]
     pub fn from_buckets(buckets: Vec<BucketDigest>) -> Option<Self> {
         (buckets.len() == BUCKETS).then(|| Self { buckets: buckets.into_boxed_slice() })
     }
 
-    /// All digests in bucket order.
+    /// Returns all digests in bucket order.
     #[must_use]
     pub fn buckets(&self) -> &[BucketDigest] {
         &self.buckets
     }
 
-    /// Counts a resource in.
+    /// Adds a resource.
     pub fn add(&mut self, bucket: u16, hash: u128) {
         let digest = &mut self.buckets[usize::from(bucket) % BUCKETS];
         digest.sum = digest.sum.wrapping_add(hash);
         digest.count = digest.count.wrapping_add(1);
     }
 
-    /// Counts a resource out that was counted in with the same hash.
+    /// Removes a resource that was added with this hash.
     pub fn subtract(&mut self, bucket: u16, hash: u128) {
         let digest = &mut self.buckets[usize::from(bucket) % BUCKETS];
         digest.sum = digest.sum.wrapping_sub(hash);
@@ -71,7 +70,7 @@ impl Digests {
         self.buckets.iter().map(|digest| u64::from(digest.count)).sum()
     }
 
-    /// Buckets in which the two sides differ, ascending.
+    /// Returns the buckets in which `self` and `other` differ, in ascending order.
     #[must_use]
     pub fn differing(&self, other: &Self) -> Vec<u16> {
         let pairs = self.buckets.iter().zip(other.buckets.iter()).enumerate();
@@ -79,7 +78,7 @@ impl Digests {
     }
 }
 
-/// The bucket of a service and of all its endpoints.
+/// Returns the bucket of a service and of all its endpoints.
 #[must_use]
 pub fn service_bucket(key: &ServiceKey) -> u16 {
     let mut form = Form::new(b'k');
@@ -87,7 +86,7 @@ pub fn service_bucket(key: &ServiceKey) -> u16 {
     bucket(form.finish())
 }
 
-/// The bucket of a ServiceCIDR.
+/// Returns the bucket of a ServiceCIDR.
 #[must_use]
 pub fn service_cidr_bucket(name: &str) -> u16 {
     let mut form = Form::new(b'c');
@@ -96,11 +95,11 @@ pub fn service_cidr_bucket(name: &str) -> u16 {
 }
 
 fn bucket(hash: u128) -> u16 {
-    // The remainder is below 1,024 and fits.
+    // The conversion cannot fail: the remainder is below 1,024.
     u16::try_from(hash % BUCKETS as u128).unwrap_or_default()
 }
 
-/// Content hash of a Service.
+/// Returns the content hash of a Service.
 #[must_use]
 pub fn service_hash(service: &Service) -> u128 {
     let mut form = Form::new(b'S');
@@ -132,7 +131,7 @@ pub fn service_hash(service: &Service) -> u128 {
     form.finish()
 }
 
-/// Content hash of an endpoint of a service.
+/// Returns the content hash of an endpoint of a service.
 #[must_use]
 pub fn endpoint_hash(key: &ServiceKey, endpoint: &Endpoint) -> u128 {
     let mut form = Form::new(b'E');
@@ -144,7 +143,7 @@ pub fn endpoint_hash(key: &ServiceKey, endpoint: &Endpoint) -> u128 {
     form.finish()
 }
 
-/// Content hash of a ServiceCIDR.
+/// Returns the content hash of a ServiceCIDR.
 #[must_use]
 pub fn service_cidr_hash(service_cidr: &ServiceCidr) -> u128 {
     let mut form = Form::new(b'C');
@@ -156,8 +155,8 @@ pub fn service_cidr_hash(service_cidr: &ServiceCidr) -> u128 {
     form.finish()
 }
 
-/// The canonical form: a tag, then numbers as 8 bytes little endian, texts and addresses as bytes
-/// behind their length.
+/// The canonical form of a value. It begins with a tag. Numbers are 8 bytes, little endian. Texts
+/// and addresses are their length, then their bytes.
 pub(crate) struct Form(Sha256);
 
 impl Form {
@@ -192,7 +191,8 @@ impl Form {
         self.text(&key.name);
     }
 
-    /// A list of ports. What a port carries itself is announced by bits above those of its number.
+    /// Adds a list of ports. Bits 16 and 17 of the port number say whether the port carries
+    /// conditions and a placement.
     pub(crate) fn ports(&mut self, ports: &[EndpointPort]) {
         self.number(ports.len() as u64);
         for port in ports {
@@ -215,7 +215,8 @@ impl Form {
         self.number(u64::from(ready) | u64::from(serving) << 1 | u64::from(terminating) << 2);
     }
 
-    /// A placement. Its end does not say whether hints follow, so it is last or announced.
+    /// Adds a placement. The form does not contain whether hints follow. So either the placement is
+    /// the last value, or the caller adds a number before it that says whether it has hints.
     pub(crate) fn placement(&mut self, placement: &Placement) {
         let Placement { node, zone, hints } = placement;
         self.text(node.as_deref().unwrap_or_default());

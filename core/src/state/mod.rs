@@ -1,4 +1,4 @@
-//! The shared state and what a change makes dirty.
+//! The shared state, and the Services that a change makes dirty.
 //!
 //! Work per change is proportional to the change: a change of a Service visits the
 //! frontends of that Service, and a change of an endpoint visits that endpoint.
@@ -20,8 +20,7 @@ pub use self::demand::{Demand, FamilyDemand};
 use self::{digest::Digests, frontends::FrontendOwners};
 use crate::model::{Change, Endpoint, Service, ServiceCidr, ServiceKey};
 
-/// Everything that is the same for every node. The order in which changes arrive leaves no trace in
-/// it.
+/// The state that all nodes share. It does not depend on the order in which changes arrived.
 #[derive(Debug, Default)]
 pub struct State {
     entries: HashMap<Arc<ServiceKey>, ServiceEntry>,
@@ -33,7 +32,8 @@ pub struct State {
     endpoints: usize,
 }
 
-/// A service and its endpoints. The API promises no order, so each may be known without the other.
+/// A service and its endpoints. The API does not guarantee an order of events, so the state may
+/// hold one without the other.
 #[derive(Debug, Default)]
 pub struct ServiceEntry {
     service: Option<Box<Service>>,
@@ -47,7 +47,7 @@ impl ServiceEntry {
         self.service.as_deref()
     }
 
-    /// Its endpoints, in order of address.
+    /// The endpoints in order of address.
     #[must_use]
     pub fn endpoints(&self) -> &BTreeMap<IpAddr, Endpoint> {
         &self.endpoints
@@ -58,24 +58,24 @@ impl ServiceEntry {
     }
 }
 
-/// What changes made dirty, for whoever computes views. Sets merge: later changes to the same
-/// service cost nothing more.
+/// What the caller has to plan again after changes. A service that changed several times is planned
+/// once.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Dirty {
-    /// Services whose view has to be computed anew.
+    /// Services whose views have to be computed again.
     pub services: BTreeSet<Arc<ServiceKey>>,
     /// The set of ServiceCIDRs changed.
     pub service_cidrs: bool,
 }
 
 impl Dirty {
-    /// True when there is nothing to do.
+    /// True if nothing has to be planned.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.services.is_empty() && !self.service_cidrs
     }
 
-    /// Takes in what another round made dirty.
+    /// Adds everything in `other`.
     pub fn merge(&mut self, other: Self) {
         self.services.extend(other.services);
         self.service_cidrs |= other.service_cidrs;
@@ -85,7 +85,7 @@ impl Dirty {
 impl State {
     /// Applies one change and adds what it affects to `dirty`.
     ///
-    /// Returns false, and leaves `dirty` alone, when the state was so already.
+    /// Returns false and does not change `dirty` if the state already had this value.
     pub fn apply(&mut self, change: Change, dirty: &mut Dirty) -> bool {
         match change {
             Change::Service(service) => self.put_service(service, dirty),
@@ -97,30 +97,30 @@ impl State {
         }
     }
 
-    /// One service and its endpoints.
+    /// Returns a service and its endpoints.
     #[must_use]
     pub fn entry(&self, key: &ServiceKey) -> Option<&ServiceEntry> {
         self.entries.get(key)
     }
 
-    /// The shared copy of a key that has an entry.
+    /// Returns the shared copy of a key that has an entry.
     #[must_use]
     pub fn key(&self, key: &ServiceKey) -> Option<&Arc<ServiceKey>> {
         self.entries.get_key_value(key).map(|(key, _)| key)
     }
 
-    /// All entries, in no particular order, those without a Service included. A full pass: not for
-    /// the hot path.
+    /// Returns all entries in no particular order, including entries without a Service. Do not use
+    /// this full pass on the hot path.
     pub fn entries(&self) -> impl Iterator<Item = (&Arc<ServiceKey>, &ServiceEntry)> {
         self.entries.iter()
     }
 
-    /// ServiceCIDRs in order of name.
+    /// Returns the ServiceCIDRs in order of name.
     pub fn service_cidrs(&self) -> impl Iterator<Item = &ServiceCidr> {
         self.service_cidrs.values()
     }
 
-    /// A ServiceCIDR by name.
+    /// Returns a ServiceCIDR by name.
     #[must_use]
     pub fn service_cidr(&self, name: &str) -> Option<&ServiceCidr> {
         self.service_cidrs.get(name)
@@ -132,13 +132,13 @@ impl State {
         &self.frontends
     }
 
-    /// What the Services ask of a node.
+    /// The numbers of Services that use a feature.
     #[must_use]
     pub fn demand(&self) -> &Demand {
         &self.demand
     }
 
-    /// Digests of what is held.
+    /// The digests of this state.
     #[must_use]
     pub fn digests(&self) -> &Digests {
         &self.digests
@@ -150,7 +150,7 @@ impl State {
         self.services
     }
 
-    /// Number of endpoints, those without a Service included.
+    /// Number of endpoints, including endpoints without a Service.
     #[must_use]
     pub fn endpoint_count(&self) -> usize {
         self.endpoints

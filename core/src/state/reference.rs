@@ -1,11 +1,11 @@
-//! References: how a change says in 4 bytes what a state already holds, such as a service's name or
-//! an endpoint's node.
+//! References: 4 bytes in a message that stand for a value which the receiver already has, such as
+//! the key of a service or the placement of an endpoint.
 //!
-//! A reference is the beginning of SHA-256 over the epoch of the replica that sends it and what it
-//! stands for, in the canonical form of [`crate::state::digest`]. The epoch is random, so names
-//! cannot be chosen beforehand to collide. But every node is told the epoch, and 4 bytes collide by
-//! chance as well: the sender never again uses a reference that two things of its state had at
-//! once, and the receiver takes a reference for what it learned last.
+//! A reference is the first 4 bytes of SHA-256 over the replica's epoch and the value, in the
+//! canonical form of [`crate::state::digest`]. The epoch is random, so nobody can choose names in
+//! advance that collide. Collisions are still possible: every node knows the epoch, and 4 bytes can
+//! collide by chance. If two values in the sender's state have the same reference, the sender never
+//! uses that reference again. The receiver resolves a reference to the value that it received last.
 
 use std::{collections::HashSet, sync::Arc};
 
@@ -15,52 +15,52 @@ use crate::{
     state::digest::Form,
 };
 
-/// Computes references within one epoch. 0 stands for none and is never one.
+/// Computes references within one epoch. The number 0 means "no reference" and is never returned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Referrer {
     epoch: u64,
 }
 
-/// A port of an endpoint in the wire's numbers, which this program need not know: see
-/// [`Referrer::numbered_ports`].
+/// A port of an endpoint with the numbers of the protocol. This program may not know the meaning of
+/// a number that a newer program sent: see [`Referrer::numbered_ports`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NumberedPort {
-    /// As in [`EndpointPort`].
+    /// Name of the port, as in [`EndpointPort`].
     pub name: String,
     /// Value of `headgate.v1.Protocol`.
     pub protocol: i32,
-    /// Port on the endpoint's address.
+    /// Port number on the endpoint's address.
     pub port: u32,
     /// Bits of `headgate.v1.Endpoint.Condition`, if the port has conditions of its own.
     pub conditions: Option<u32>,
-    /// As in [`EndpointPort`].
+    /// Placement of this port, as in [`EndpointPort`].
     pub placement: Option<Arc<Placement>>,
 }
 
 impl Referrer {
-    /// For a replica's epoch.
+    /// Creates a referrer for the epoch of a replica.
     #[must_use]
     pub fn new(epoch: u64) -> Self {
         Self { epoch }
     }
 
-    /// Of a service's key.
+    /// Returns the reference to a service's key.
     #[must_use]
     pub fn service(self, key: &ServiceKey) -> u32 {
         let mut form = self.form(b's');
         form.key(key);
-        cut(form)
+        first_bytes(form)
     }
 
-    /// Of a placement.
+    /// Returns the reference to a placement.
     #[must_use]
     pub fn placement(self, placement: &Placement) -> u32 {
         let mut form = self.form(b'p');
         form.placement(placement);
-        cut(form)
+        first_bytes(form)
     }
 
-    /// Of an endpoint's list of ports.
+    /// Returns the reference to an endpoint's list of ports.
     #[must_use]
     pub fn ports(self, ports: &[EndpointPort]) -> u32 {
         let mut form = self.form(b'l');
@@ -76,12 +76,12 @@ impl Referrer {
             };
             numbered_port(&mut form, name, protocol, u32::from(*port), conditions.map(bits), placement.as_deref());
         }
-        cut(form)
+        first_bytes(form)
     }
 
-    /// Of a list of ports, in the sender's order. It is that of [`Self::ports`] where this program
-    /// knows all numbers, and also right for protocols and conditions that only a newer sender
-    /// knows.
+    /// Returns the reference to a list of ports in the order in which the sender sent them. The
+    /// result equals [`Self::ports`] if this program knows all numbers. It is also correct if the
+    /// list has protocols or conditions that only a newer sender knows.
     #[must_use]
     pub fn numbered_ports(self, ports: &[NumberedPort]) -> u32 {
         let mut form = self.form(b'l');
@@ -89,7 +89,7 @@ impl Referrer {
         for NumberedPort { name, protocol, port, conditions, placement } in ports {
             numbered_port(&mut form, name, *protocol, *port, *conditions, placement.as_deref());
         }
-        cut(form)
+        first_bytes(form)
     }
 
     fn form(self, tag: u8) -> Form {
@@ -109,7 +109,8 @@ fn numbered_port(
 ) {
     form.text(name);
     form.number(u64::from(protocol.cast_unsigned()) << 32 | u64::from(port));
-    // What a port carries itself is announced, and so are the hints of its placement.
+    // These two numbers say whether the port carries conditions and a placement, and whether the
+    // placement has hints.
     form.number(conditions.map_or(0, |bits| u64::from(bits) + 1));
     form.number(placement.map_or(0, |placement| 1 + u64::from(placement.hints.is_some())));
     if let Some(placement) = placement {
@@ -117,13 +118,14 @@ fn numbered_port(
     }
 }
 
-fn cut(form: Form) -> u32 {
+/// Returns the first 4 bytes of the hash, or 1 in place of 0.
+fn first_bytes(form: Form) -> u32 {
     let [a, b, c, d, ..] = form.finish().to_le_bytes();
     u32::from_le_bytes([a, b, c, d]).max(1)
 }
 
-/// What a state holds that changes may refer to. Services count while there is a Service; what is
-/// only an endpoint's key does not.
+/// The values in a state that a message may refer to. The key of a Service is one of them only if
+/// the Service itself is known: endpoints without a Service are not enough.
 #[derive(Debug, Default)]
 pub struct Referable {
     /// Keys of Services.
@@ -135,7 +137,7 @@ pub struct Referable {
 }
 
 impl Referable {
-    /// Collects it: a full pass, for the beginning of a stream.
+    /// Collects the values in a full pass over the state, for the start of a stream.
     #[must_use]
     pub fn of(state: &State) -> Self {
         let mut found = Self::default();
@@ -164,7 +166,7 @@ mod tests {
     use crate::model::Protocol;
 
     #[test]
-    fn references_tell_epochs_kinds_and_values_apart() {
+    fn references_differ_between_epochs_kinds_and_values() {
         let (one, other) = (Referrer::new(1), Referrer::new(2));
         let key = ServiceKey::new("prod", "web");
         assert_eq!(one.service(&key), one.service(&key.clone()));

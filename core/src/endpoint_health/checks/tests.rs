@@ -15,8 +15,8 @@ fn wanted(interval_ms: u32, last: impl IntoIterator<Item = u8>) -> ServiceTarget
     ServiceTargets { interval_ms: Some(interval_ms), addresses: last.into_iter().map(address).collect() }
 }
 
-/// What must be true at any time.
-fn hold_together(checks: &Checks) {
+/// Asserts the invariants between the fields of `Checks`.
+fn assert_consistent(checks: &Checks) {
     let waiting: BTreeSet<(u64, SocketAddr)> = checks
         .targets
         .iter()
@@ -36,17 +36,21 @@ fn hold_together(checks: &Checks) {
     }
 }
 
-/// Makes the next check of a single target, whenever it is due, with this outcome.
+/// Makes the next check of the only target at the time when it is due, and reports `has_passed`.
+/// Returns that time and the services whose failing endpoints changed.
 fn next_outcome(checks: &mut Checks, has_passed: bool) -> (u64, Vec<Arc<ServiceKey>>) {
     let now = checks.next_due_ms().unwrap();
     let started = checks.start(now, 8);
     assert_eq!(started.len(), 1);
-    assert!(checks.start(now, 8).is_empty() && checks.next_due_ms().is_none(), "it runs");
+    assert!(
+        checks.start(now, 8).is_empty() && checks.next_due_ms().is_none(),
+        "no other check starts while this check runs"
+    );
     (now, checks.finish(&started[0], has_passed, now))
 }
 
 #[test]
-fn two_outcomes_in_a_row_count_and_one_does_not() {
+fn two_equal_outcomes_in_a_row_change_the_state_and_one_does_not() {
     let mut checks = Checks::new(CheckTiming::default(), 7);
     let (web, other) = (key("web"), key("other"));
     checks.set_service(&web, Some(wanted(1000, [1])), 0);
@@ -55,24 +59,32 @@ fn two_outcomes_in_a_row_count_and_one_does_not() {
     for has_passed in [true, false, true, false, true] {
         assert_eq!(next_outcome(&mut checks, has_passed).1, []);
     }
-    let (first, turned) = next_outcome(&mut checks, false);
-    assert_eq!(turned, []);
-    let (second, turned) = next_outcome(&mut checks, false);
-    assert!((225..=275).contains(&(second - first)), "a doubt is looked into soon: {}", second - first);
-    assert_eq!(turned, [Arc::clone(&other), Arc::clone(&web)]);
+    let (first, changed) = next_outcome(&mut checks, false);
+    assert_eq!(changed, []);
+    let (second, changed) = next_outcome(&mut checks, false);
+    assert!(
+        (225..=275).contains(&(second - first)),
+        "the second check follows after a quarter of the interval: {}",
+        second - first
+    );
+    assert_eq!(changed, [Arc::clone(&other), Arc::clone(&web)]);
     assert_eq!((checks.failing(&web), checks.failing(&other)), ([address(1)].into(), [address(1)].into()));
-    let (third, turned) = next_outcome(&mut checks, false);
-    assert!((900..=1100).contains(&(third - second)), "the shorter interval counts: {}", third - second);
-    assert_eq!(turned, []);
+    let (third, changed) = next_outcome(&mut checks, false);
+    assert!(
+        (900..=1100).contains(&(third - second)),
+        "the shorter interval of the two services applies: {}",
+        third - second
+    );
+    assert_eq!(changed, []);
     for (has_passed, count) in [(true, 0), (false, 0), (true, 0), (true, 2)] {
         assert_eq!(next_outcome(&mut checks, has_passed).1.len(), count);
     }
     assert!(checks.failing(&web).is_empty());
-    hold_together(&checks);
+    assert_consistent(&checks);
 }
 
 #[test]
-fn checks_take_a_quarter_of_the_interval_at_most() {
+fn a_check_takes_at_most_a_quarter_of_its_interval() {
     let mut checks = Checks::new(CheckTiming { interval_ms: 60_000, timeout_ms: 1_000 }, 7);
     checks.set_service(&key("slow"), Some(ServiceTargets { interval_ms: None, addresses: [address(1)].into() }), 0);
     checks.set_service(&key("quick"), Some(wanted(500, [2])), 0);
@@ -82,7 +94,7 @@ fn checks_take_a_quarter_of_the_interval_at_most() {
 }
 
 #[test]
-fn there_is_never_more_than_room_for_and_who_waits_longest_comes_first() {
+fn at_most_as_many_checks_start_as_the_limit_allows_and_the_earliest_start_first() {
     let mut checks = Checks::new(CheckTiming::default(), 1);
     checks.set_service(&key("web"), Some(wanted(1000, 0..50)), 0);
     let order: Vec<_> = checks.due.iter().map(|(_, address)| *address).collect();
@@ -93,7 +105,7 @@ fn there_is_never_more_than_room_for_and_who_waits_longest_comes_first() {
         started.extend(some.iter().map(|check| check.address));
     }
     assert_eq!(started, order);
-    // They are spread over the interval.
+    // First checks are spread over the interval.
     let mut checks = Checks::new(CheckTiming::default(), 1);
     checks.set_service(&key("web"), Some(wanted(1000, 0..250)), 0);
     let early = checks.start(500, usize::MAX).len();
@@ -101,7 +113,7 @@ fn there_is_never_more_than_room_for_and_who_waits_longest_comes_first() {
 }
 
 #[test]
-fn outcomes_of_checks_that_nobody_wants_any_more_mean_nothing() {
+fn outcomes_of_checks_of_a_removed_target_are_ignored() {
     let mut checks = Checks::new(CheckTiming::default(), 7);
     let web = key("web");
     checks.set_service(&web, Some(wanted(1000, [1])), 0);
@@ -111,11 +123,11 @@ fn outcomes_of_checks_that_nobody_wants_any_more_mean_nothing() {
     let running = checks.start(10_000, 1);
     checks.set_service(&web, None, 10_000);
     assert!(checks.is_empty() && checks.failing_count() == 0);
-    // It comes back while the old check still runs: it is a new endpoint.
+    // The endpoint is added again while the old check still runs. It counts as a new endpoint.
     checks.set_service(&web, Some(wanted(1000, [1])), 10_000);
     assert_eq!(checks.finish(&running[0], false, 10_100), []);
     assert!(checks.failing(&web).is_empty());
-    hold_together(&checks);
+    assert_consistent(&checks);
 }
 
 #[derive(Debug, Clone)]
@@ -123,7 +135,7 @@ enum Step {
     Set(u8, Option<(u32, Vec<u8>)>),
     Start(usize),
     Finish(usize, bool),
-    Pass(u64),
+    Advance(u64),
 }
 
 fn step() -> impl Strategy<Value = Step> {
@@ -132,14 +144,14 @@ fn step() -> impl Strategy<Value = Step> {
         (0..3_u8, prop::option::of(set)).prop_map(|(service, set)| Step::Set(service, set)),
         (0..4_usize).prop_map(Step::Start),
         (0..8_usize, any::<bool>()).prop_map(|(which, passed)| Step::Finish(which, passed)),
-        (0..5000_u64).prop_map(Step::Pass),
+        (0..5000_u64).prop_map(Step::Advance),
     ]
 }
 
 proptest! {
-    /// Whatever is set, begun and ended in whatever order.
+    /// The fields agree after any sequence of calls.
     #[test]
-    fn any_order_holds_together(steps in prop::collection::vec(step(), 0..60), seed: u64) {
+    fn fields_agree_after_any_sequence_of_calls(steps in prop::collection::vec(step(), 0..60), seed: u64) {
         let mut checks = Checks::new(CheckTiming::default(), seed);
         let (mut now, mut running) = (0, Vec::new());
         for step in steps {
@@ -155,22 +167,22 @@ proptest! {
                 }
                 Step::Finish(which, passed) if which < running.len() => {
                     let check = running.remove(which);
-                    let turned = checks.finish(&check, passed, now);
-                    for key in turned {
+                    let changed = checks.finish(&check, passed, now);
+                    for key in changed {
                         prop_assert_eq!(checks.failing(&key).contains(&check.address), !passed);
                     }
                 }
                 Step::Finish(..) => {}
-                Step::Pass(time) => now += time,
+                Step::Advance(time) => now += time,
             }
-            hold_together(&checks);
+            assert_consistent(&checks);
         }
     }
 
-    /// An endpoint that stops or begins to answer is known for it within two intervals, however
-    /// long its checks take to fail.
+    /// When an endpoint stops or starts to answer, the checks detect it within two intervals. The
+    /// time that a failing check takes does not matter.
     #[test]
-    fn what_changes_is_seen_within_two_intervals(
+    fn a_change_is_detected_within_two_intervals(
         interval in 500..20_000_u32,
         timeout in 1..10_000_u32,
         first_pause in 0..40_000_u64,
@@ -181,7 +193,7 @@ proptest! {
         let web = key("web");
         checks.set_service(&web, Some(wanted(interval, [1, 2])), 0);
         let interval = u64::from(interval);
-        // Address 1 fails from the one time to the other; address 2 never does.
+        // Address 1 fails from `down` to `up`. Address 2 never fails.
         let (down, up) = (first_pause, first_pause + 5 * interval);
         let end = up + 5 * interval;
         let mut running: BTreeSet<(u64, u64, bool)> = BTreeSet::new();
