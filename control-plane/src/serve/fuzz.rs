@@ -1,4 +1,4 @@
-//! Streams of agents without connections, for [`crate::fuzz`].
+//! Runs streams of agents without connections, for [`crate::fuzz`].
 
 use std::sync::Arc;
 
@@ -16,11 +16,11 @@ use crate::{
     store::Store,
 };
 
-/// In a `Hello`, this epoch stands for the store's own, which is random.
+/// A `Hello` with this epoch gets the store's epoch instead, because the store's epoch is random.
 const OWN_EPOCH: u64 = 1;
 
-/// Gives `messages` to a stream of a replica that serves `store`, and takes what the replica sends
-/// in between. Returns how many messages were accepted.
+/// Passes `messages` to a stream of a replica that serves `store`. After each message, reads
+/// everything that the replica sends. Returns how many messages were accepted.
 pub(crate) fn stream<'a>(store: Arc<Store>, messages: impl IntoIterator<Item = &'a [u8]>) -> usize {
     let streams = Streams::new(store, Arc::new(Metrics::default()), Settings::default());
     let peer = Peer { address: ([127, 0, 0, 1], 7443).into(), identity: Identity::Unchecked, not_after: None };

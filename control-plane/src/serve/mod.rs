@@ -1,4 +1,4 @@
-//! Serving: gRPC to agents and people, HTTP to probes and Prometheus.
+//! The servers of a replica: gRPC for agents and for people, HTTP for probes and Prometheus.
 
 mod api;
 mod context;
@@ -23,20 +23,20 @@ pub use self::{
 use self::{fleet::balance, stream::Streams};
 use crate::{metrics::Metrics, store::Store};
 
-/// Why serving could not begin.
+/// Why a replica cannot serve.
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
     /// The address cannot be bound.
     #[error("{option}: cannot listen on {address}: {error}; {}", remedy(.error))]
     Listen {
-        /// The option that gave it.
+        /// The command line option that holds the address.
         option: &'static str,
         /// The address.
         address: SocketAddr,
-        /// What the system said.
+        /// The error of the operating system.
         error: io::Error,
     },
-    /// The descriptor set that was compiled in cannot be served.
+    /// The built-in descriptor set is invalid.
     #[error("reflection: {0}")]
     Reflection(#[from] tonic_reflection::server::Error),
 }
@@ -45,41 +45,42 @@ fn remedy(error: &io::Error) -> &'static str {
     match error.kind() {
         io::ErrorKind::AddrNotAvailable => "this machine has no such address: choose one of its own, or [::] for all",
         io::ErrorKind::PermissionDenied => "choose a port above 1023",
-        _ => "choose another address or stop what uses it",
+        _ => "choose another address, or stop the program that uses this one",
     }
 }
 
-/// A replica that serves.
+/// A replica whose servers run.
 pub struct Running {
-    /// Where gRPC is served.
+    /// The address of the gRPC server.
     pub local_addr: SocketAddr,
-    /// Where metrics and probes are served, if they are.
+    /// The address of the server for metrics and probes, if there is one.
     pub metrics_addr: Option<SocketAddr>,
     shutdown: CancellationToken,
     task: JoinHandle<()>,
 }
 
 impl Running {
-    /// Asks agents to move, ends their streams after the grace period, and returns once everything
-    /// has stopped. It takes less than 5 seconds with the default grace period.
+    /// Asks agents to move to another replica, ends their streams after the grace period, and
+    /// returns once everything has stopped. With the default grace period this takes less than 5
+    /// seconds.
     pub async fn stop(self) {
         self.shutdown.cancel();
         self.join().await;
     }
 
-    /// Waits until serving has stopped, because its token was cancelled.
+    /// Waits until the servers have stopped. They stop when their token is cancelled.
     pub async fn join(self) {
         if let Err(error) = self.task.await {
-            tracing::error!(%error, "serving ended by a defect");
+            tracing::error!(%error, "the servers stopped because of a defect");
         }
     }
 }
 
-/// Serves `store` until `shutdown` is cancelled. Port 0 takes any free port.
+/// Serves `store` until `shutdown` is cancelled. Port 0 stands for any free port.
 ///
 /// # Errors
 ///
-/// [`ServeError`]; trying again helps if the address becomes free.
+/// [`ServeError`]. A retry helps only if the address becomes free.
 pub async fn start(
     listen: SocketAddr,
     metrics_listen: Option<SocketAddr>,
@@ -98,7 +99,7 @@ pub async fn start(
     let streams = Streams::new(store, Arc::clone(&metrics), settings);
     let context = &streams.context;
     let routes = api::routes(&streams).await?;
-    // A child, so that dropping `Running` after `stop` does not touch the caller's token.
+    // A child token, so that `Running::stop` does not cancel the caller's token.
     let shutdown = shutdown.child_token();
     let stopped = CancellationToken::new();
     context::start_visits(context, &stopped);
@@ -119,7 +120,7 @@ pub async fn start(
 async fn bind(option: &'static str, address: SocketAddr) -> Result<(TcpListener, SocketAddr), ServeError> {
     let fail = |error| ServeError::Listen { option, address, error };
     let listener = match TcpListener::bind(address).await {
-        // A host without IPv6 has no [::], which stands for every address.
+        // `[::]` stands for every address, but a host without IPv6 cannot bind it.
         Err(error) if address.ip() == Ipv6Addr::UNSPECIFIED && error.kind() != io::ErrorKind::AddrInUse => {
             let ipv4 = SocketAddr::from((Ipv4Addr::UNSPECIFIED, address.port()));
             TcpListener::bind(ipv4).await.map_err(|_| error)

@@ -1,4 +1,5 @@
-//! `Discovery` as a service of the general server: `Standing`, and errors for other requests.
+//! The `Discovery` service of the general server. It answers `Standing`, and refuses other
+//! requests.
 
 use std::{
     convert::Infallible,
@@ -18,7 +19,7 @@ use crate::serve::{fleet::Fleet, stream::SYNC_PATH};
 
 type Answer = Pin<Box<dyn Future<Output = Result<Response<Body>, Infallible>> + Send>>;
 
-/// See the module.
+/// The service `headgate.v1.Discovery` of the general server.
 #[derive(Clone)]
 pub(crate) struct Discovery(pub(crate) Arc<Fleet>);
 
@@ -43,7 +44,8 @@ impl Service<Request<Body>> for Discovery {
     }
 }
 
-/// The error for a request other than `Standing`. A valid request for `Sync` does not come here.
+/// Returns the error for a request other than `Standing`. Valid requests for `Sync` never get here:
+/// [`crate::serve::transport`] handles them.
 fn refusal(request: &Request<Body>) -> Status {
     let path = request.uri().path();
     if path == SYNC_PATH && request.method() == Method::POST {

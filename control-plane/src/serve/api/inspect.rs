@@ -1,4 +1,4 @@
-//! `Inspect`: what this replica knows, for people.
+//! The `Inspect` service: it shows people the state of this replica.
 
 use std::{
     collections::VecDeque,
@@ -28,18 +28,18 @@ use crate::{
     transaction::{Problem, SourceKind},
 };
 
-/// Changes that a watcher takes from the store at a time.
+/// The number of changes that a watcher reads from the store at a time.
 const WATCH_PAGE: usize = 256;
 
-/// See the module.
+/// The service `headgate.v1.Inspect`.
 pub(crate) struct Inspector(pub(crate) Arc<Fleet>);
 
 type Items<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
-/// Bytes of problems in a status. Clients take answers of up to 4 MiB.
+/// The most bytes of problems in a status. Clients accept answers of up to 4 MiB.
 const MAX_PROBLEM_BYTES: usize = 1 << 20;
 
-/// The first problems, and, where there are more than fit into an answer, how many more.
+/// Converts as many problems as fit into an answer. If some do not fit, a last entry says how many.
 fn problems_to_wire(problems: &[Problem]) -> Vec<v1::Problem> {
     let mut shown = Vec::new();
     let mut bytes = 0;
@@ -47,7 +47,7 @@ fn problems_to_wire(problems: &[Problem]) -> Vec<v1::Problem> {
         bytes += object.len() + field.len() + message.len() + origin.len() + 32;
         if bytes > MAX_PROBLEM_BYTES {
             let more = problems.len() - shown.len();
-            let message = format!("{more} more problems are not shown: mend these first");
+            let message = format!("{more} more problems are not shown: fix the ones above first");
             shown.push(v1::Problem { message, ..v1::Problem::default() });
             break;
         }
@@ -57,7 +57,7 @@ fn problems_to_wire(problems: &[Problem]) -> Vec<v1::Problem> {
     shown
 }
 
-/// Those of one object. The list is sorted by object.
+/// Returns the problems of one object. `problems` is sorted by object.
 fn problems_of<'a>(problems: &'a [Problem], object: &str) -> &'a [Problem] {
     let begin = problems.partition_point(|problem| problem.object.as_str() < object);
     let rest = problems.get(begin..).unwrap_or_default();
@@ -124,7 +124,7 @@ impl Inspect for Inspector {
         let store = Arc::clone(&self.0.context.store);
         let keys = store.keys(|key| matches(key, &namespace, &name));
         if keys.is_empty() && !name.is_empty() {
-            return Err(Status::not_found(format!("neither Service {namespace}/{name} nor an endpoint of it exists")));
+            return Err(Status::not_found(format!("neither Service {namespace}/{name} nor any endpoint of it exists")));
         }
         let endpoints = stream::iter(keys).flat_map(move |key| {
             let endpoints = store.endpoints(&key).into_iter();
@@ -193,7 +193,7 @@ fn matches(key: &ServiceKey, namespace: &str, name: &str) -> bool {
     (namespace.is_empty() || key.namespace == namespace) && (name.is_empty() || key.name == name)
 }
 
-/// A cursor into the log that takes one page at a time.
+/// The state of a `Watch` request: a cursor into the log, and the changes that were read with it.
 struct Watcher {
     store: Arc<Store>,
     head: watch::Receiver<u64>,
@@ -219,7 +219,8 @@ impl Watcher {
             self.head.borrow_and_update();
             let page = self.store.watch_page(self.cursor, WATCH_PAGE);
             if page.is_incomplete {
-                let message = "more changed at once than is remembered: read the present state, and watch again";
+                let message =
+                    "the watch fell behind, and the replica no longer has every change: list again, and watch again";
                 return Some(Err(Status::data_loss(message)));
             }
             self.cursor = page.next;
@@ -250,7 +251,8 @@ impl Watcher {
         let (namespace, name) = (key.namespace.to_string(), key.name.to_string());
         let gone = |namespace, name| v1::ServiceInfo { namespace, name, version, ..Default::default() };
         let (action, service, endpoint) = match change {
-            // A service that was removed since the page was read has an entry of its own for that.
+            // `None` if the Service was removed after the page was read. The removal is a change of
+            // its own.
             Change::Service(service) => ("changed", Some(service_info(&self.store, &service.key)?), None),
             Change::RemoveService(_) => ("removed", Some(gone(namespace, name)), None),
             Change::Endpoint(key, endpoint) => ("changed", None, Some(endpoint_info(&key, &endpoint, version))),
@@ -265,8 +267,8 @@ impl Watcher {
     }
 }
 
-/// A change of an endpoint whose ports differ in state is one event for each group of ports with
-/// the same state.
+/// Splits a change of an endpoint whose ports differ in state: each group of ports with equal state
+/// becomes a change of its own.
 fn by_state((version, change): (u64, Change)) -> Vec<(u64, Change)> {
     match change {
         Change::Endpoint(key, endpoint) => {
@@ -398,7 +400,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_objects_problems_are_found_among_others() {
+    fn problems_of_one_object_are_found_among_others() {
         let problem = |object: &str, field: &str| Problem {
             object: object.into(),
             field: field.into(),
@@ -416,7 +418,7 @@ mod tests {
     }
 
     #[test]
-    fn a_status_with_very_many_problems_fits_into_an_answer() {
+    fn a_status_with_too_many_problems_is_cut_to_fit_an_answer() {
         let problem = |n: usize| Problem {
             object: format!("Service prod/web-{n}"),
             field: "spec.ports".into(),

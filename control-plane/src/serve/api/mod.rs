@@ -1,4 +1,5 @@
-//! What is answered besides streams: Inspect, health and reflection over gRPC, and pages over HTTP.
+//! Everything that a replica answers besides streams: Inspect, `Standing`, health and reflection
+//! over gRPC, and pages over HTTP.
 
 mod discovery;
 mod inspect;
@@ -22,15 +23,15 @@ use super::{
 };
 use crate::identity::Peer;
 
-/// Longest message of a request to Inspect, health or reflection, which hold names. Room is made
-/// for a message as soon as its length is known.
+/// Longest message of a request to the general server. Such messages hold little more than names.
+/// The server allocates a message's memory as soon as it knows its length, so the limit is small.
 const MAX_REQUEST_BYTES: usize = 64 << 10;
 
-/// The services of the general server.
+/// Returns the services of the general server. Starts a task that keeps the health service current.
 ///
 /// # Errors
 ///
-/// The descriptor set that was compiled in cannot be served.
+/// The built-in descriptor set is invalid.
 pub(crate) async fn routes(streams: &Arc<Streams>) -> Result<Routes, tonic_reflection::server::Error> {
     let context = &streams.context;
     let (reporter, health) = tonic_health::server::health_reporter();
@@ -74,7 +75,8 @@ pub(crate) async fn routes(streams: &Arc<Streams>) -> Result<Routes, tonic_refle
         .add_service(InterceptedService::new(reflection_v1alpha, readers_only(context))))
 }
 
-/// Lets requests of readers through. Health needs no more than a trusted certificate.
+/// Returns a filter that lets only requests of readers pass. The health service has no filter:
+/// every client with a trusted certificate may use it.
 fn readers_only(context: &Arc<Context>) -> impl FnMut(Request<()>) -> Result<Request<()>, Status> + Clone + use<> {
     let context = Arc::clone(context);
     move |request| {

@@ -1,4 +1,4 @@
-//! `/metrics`, `/healthz` and `/readyz`.
+//! The HTTP pages `/metrics`, `/healthz` and `/readyz`.
 
 use std::{sync::Arc, time::Duration};
 
@@ -24,30 +24,30 @@ use crate::{
     serve::{context::Context, fleet::Fleet, transport::BoundedListener},
 };
 
-/// Pause between two pages of metrics. A page takes as long as a hundred messages to agents, and
-/// everybody may ask for one.
+/// Pause between two pages of metrics. A page takes as much time as a hundred messages to agents,
+/// and any client may ask for it.
 const SCRAPE_PAUSE: Duration = Duration::from_millis(20);
 
-/// Serves until `stopped` is cancelled.
+/// Serves the pages until `stopped` is cancelled.
 pub(crate) async fn serve(listener: TcpListener, fleet: Arc<Fleet>, stopped: CancellationToken) {
     let (healthy, ready) = (Arc::clone(&fleet.context), Arc::clone(&fleet.context));
-    let turn = Arc::new(Mutex::new(Instant::now()));
+    let next_scrape = Arc::new(Mutex::new(Instant::now()));
     let router = Router::new()
-        .route("/metrics", get(move |request| async move { in_format(&request, scrape(&fleet, &turn).await) }))
+        .route("/metrics", get(move |request| async move { in_format(&request, scrape(&fleet, &next_scrape).await) }))
         .route("/healthz", get(move || async move { health(&healthy) }))
         .route("/readyz", get(move || async move { readiness(&ready) }));
     tokio::select! {
         result = async { axum::serve(BoundedListener::new(listener), router).await } => {
             if let Err(error) = result {
-                tracing::error!(%error, "serving metrics failed");
+                tracing::error!(%error, "the server for metrics and probes failed");
             }
         }
         () = stopped.cancelled() => {}
     }
 }
 
-async fn scrape(fleet: &Fleet, turn: &Mutex<Instant>) -> String {
-    let mut next = turn.lock().await;
+async fn scrape(fleet: &Fleet, next_scrape: &Mutex<Instant>) -> String {
+    let mut next = next_scrape.lock().await;
     sleep_until(*next).await;
     *next = Instant::now() + SCRAPE_PAUSE;
     let context = &fleet.context;
@@ -58,15 +58,15 @@ async fn scrape(fleet: &Fleet, turn: &Mutex<Instant>) -> String {
     context.metrics.render()
 }
 
-/// A page of metrics in the format that the request asks for.
+/// Returns a page of metrics in the format that the request asks for.
 fn in_format(request: &HeaderMap, open_metrics: String) -> impl IntoResponse + use<> {
     let accepted = request.get_all(ACCEPT).iter().filter_map(|value| value.to_str().ok());
     let (content_type, text) = exposition::page(accepted, open_metrics);
     ([(CONTENT_TYPE, content_type)], text)
 }
 
-/// Says that the process lives, and how long ago each kind of the source was heard. A replica that
-/// is cut off from its source stays alive and serves what it has. A restart would lose that.
+/// Reports that the process is alive, and how long ago the source sent news of each kind. A replica
+/// that is cut off from its source is alive too: it serves its state, which a restart would lose.
 fn health(context: &Context) -> String {
     let mut text = "ok\n".to_owned();
     for (kind, age) in context.store.source_ages() {
@@ -75,7 +75,7 @@ fn health(context: &Context) -> String {
     text
 }
 
-/// Ready while the source is followed, until the replica drains.
+/// Reports ready while the replica follows its source and does not drain.
 fn readiness(context: &Context) -> impl IntoResponse + use<> {
     match context.unready_reason() {
         None => (StatusCode::OK, "ok\n".to_owned()),

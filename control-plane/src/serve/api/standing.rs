@@ -1,8 +1,8 @@
 //! `Discovery.Standing`: the state of this replica, for agents of other replicas that look for a
-//! better one (contract, 15).
+//! better replica (contract, 15).
 //!
-//! An answer costs a look at a few numbers. A client that may open a stream for a node may ask, and
-//! each request counts against the limit of new streams of the node.
+//! An answer is cheap: it reads a few numbers. A client may ask for each node for which it may open
+//! a stream. Each request counts against the node's limit of new streams.
 
 use std::{
     collections::BTreeMap,
@@ -33,7 +33,7 @@ use crate::{
     transaction::SourceKind,
 };
 
-/// Path of the method.
+/// The path of the method.
 pub(crate) const PATH: &str = "/headgate.v1.Discovery/Standing";
 
 /// Answers a request.
@@ -67,13 +67,13 @@ fn standing(fleet: &Fleet, request: &tonic::Request<v1::StandingRequest>) -> Res
     if !fleet.may_open(node, Instant::now()) {
         context.metrics.count_request_denied("too_many_requests");
         return Err(Status::resource_exhausted(format!(
-            "node {node} asks too often; wait some seconds before the next"
+            "node {node} asks too often; wait some seconds before the next request"
         )));
     }
     let store = &context.store;
     let is_serving = context.lifecycle() == Lifecycle::Serving;
     let source = if is_serving { store.source_state_for_others() } else { SourceState::Unlisted };
-    // Of what every replica counts alike.
+    // Only positions that can be compared between replicas.
     let comparable = |positions: BTreeMap<SourceKind, u64>| {
         positions_to_wire(positions.into_iter().filter(|(kind, _)| kind.is_comparable()))
     };

@@ -1,5 +1,5 @@
-//! Pauses of networks from which failing handshakes and refused streams come: a few failures cost
-//! nothing, and each further one costs its network a pause.
+//! Pauses for networks that cause failed handshakes and refused streams. A few failures cost
+//! nothing. Each further failure makes the network's connections wait longer.
 
 use std::{
     collections::HashMap,
@@ -11,16 +11,17 @@ use tokio::time::Instant;
 
 use super::Network;
 
-/// Pause for each failure.
+/// The pause that each failure adds.
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// Pauses that may be outstanding before a network has to take them.
+/// The sum of pauses that a network need not take.
 const FREE: Duration = Duration::from_secs(1);
 
-/// Networks that are remembered.
+/// The most networks whose failures are remembered.
 const MAX_NETWORKS: usize = 65_536;
 
-/// For each network, when its pauses would be over if each were taken at once.
+/// For each network, the time at which its pauses would end if the network took all of them,
+/// [`FREE`] included.
 #[derive(Debug, Default)]
 pub(crate) struct Failures(Mutex<HashMap<Network, Instant>>);
 
@@ -37,7 +38,7 @@ impl Failures {
         }
     }
 
-    /// When the network's pause ends, if it has to take one at `now`.
+    /// Returns when the network's pause ends, or `None` if the network need not pause at `now`.
     pub(crate) fn pause_end(&self, network: Network, now: Instant) -> Option<Instant> {
         let paused_until = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         paused_until.get(&network)?.checked_sub(FREE).filter(|end| *end > now)
@@ -49,7 +50,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_few_failures_cost_nothing_and_further_ones_a_pause_each() {
+    fn a_few_failures_cost_nothing_and_each_further_failure_adds_a_pause() {
         let (failures, now) = (Failures::default(), Instant::now());
         let [failing, other] = [1, 2].map(|host| Network::of([192, 0, 2, host].into()));
         for _ in 0..FREE.as_millis() / PAUSE.as_millis() {

@@ -1,4 +1,4 @@
-//! What all handlers of a replica share, and nothing that belongs to one of them.
+//! State that all handlers of a replica share: store, metrics, settings, limits and signals.
 
 mod failures;
 mod network;
@@ -22,17 +22,17 @@ pub(crate) use self::{
 };
 use crate::{metrics::Metrics, store::Store};
 
-/// Where a replica is between start and stop.
+/// The phase of a replica between start and stop.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Lifecycle {
     Serving,
-    /// Agents have been asked to go elsewhere.
+    /// Agents have been asked to move to another replica.
     Draining,
-    /// Streams end.
+    /// The remaining streams end.
     Ended,
 }
 
-/// See the module.
+/// The state that all handlers of a replica share.
 pub(crate) struct Context {
     pub(crate) store: Arc<Store>,
     pub(crate) metrics: Arc<Metrics>,
@@ -44,7 +44,7 @@ pub(crate) struct Context {
 }
 
 impl Context {
-    /// The context of a replica that serves `store`.
+    /// Returns the context of a replica that serves `store`.
     pub(crate) fn new(store: Arc<Store>, metrics: Arc<Metrics>, settings: Settings) -> Arc<Self> {
         let Settings { heartbeat_interval, behind_wait, hello_timeout, stalled_response_timeout, .. } = settings;
         let visits = Visits::new([heartbeat_interval, behind_wait, hello_timeout, stalled_response_timeout]);
@@ -59,12 +59,13 @@ impl Context {
         })
     }
 
-    /// Where the replica is now.
+    /// Returns the replica's present phase.
     pub(crate) fn lifecycle(&self) -> Lifecycle {
         *self.lifecycle.borrow()
     }
 
-    /// Why this replica is not ready, if it is not: one answer for every probe (contract, 14).
+    /// Returns why this replica is not ready, or `None` if it is ready. All probes use this answer
+    /// (contract, 14).
     pub(crate) fn unready_reason(&self) -> Option<String> {
         if self.lifecycle() != Lifecycle::Serving {
             return Some("draining".into());
@@ -79,7 +80,7 @@ impl Context {
     }
 }
 
-/// A duration in whole milliseconds.
+/// Returns a duration in whole milliseconds.
 pub(crate) fn milliseconds(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }

@@ -1,14 +1,14 @@
-//! Whose connections are counted together.
+//! The network of a client, by which limits on connections are counted.
 
 use std::net::{IpAddr, Ipv6Addr};
 
-/// The network that a connection comes from: an IPv4 address, or an IPv6 network of 64 bits, of
-/// which a host may use any address.
+/// The network that a connection comes from: one IPv4 address, or an IPv6 network with a prefix of
+/// 64 bits. A single IPv6 host can use any address of such a network.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct Network(IpAddr);
 
 impl Network {
-    /// The network of a client's address.
+    /// Returns the network of a client's address.
     pub(crate) fn of(address: IpAddr) -> Self {
         match address.to_canonical() {
             IpAddr::V6(address) => Self(Ipv6Addr::from_bits(address.to_bits() & !u128::from(u64::MAX)).into()),
@@ -23,7 +23,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_ipv6_host_is_its_network() {
+    fn all_addresses_of_an_ipv6_prefix_are_one_network() {
         let network = |text: &str| Network::of(text.parse().unwrap());
         assert_eq!(network("2001:db8::1"), network("2001:db8::ffff:0:0:1"));
         assert_ne!(network("2001:db8::1"), network("2001:db8:0:1::1"));

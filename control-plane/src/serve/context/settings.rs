@@ -1,30 +1,30 @@
-//! What the command line says about serving.
+//! Settings of the servers, from the command line.
 
 use std::time::Duration;
 
 use headgate_core::ServiceKey;
 
-/// What serving needs to know.
+/// The settings of a replica's servers.
 #[derive(Clone)]
 pub struct Settings {
-    /// Name of this replica, shown to agents and people.
+    /// The name of this replica, which agents and people see.
     pub replica_name: String,
-    /// What the source is called: `files:DIR` or `kubernetes`.
+    /// The name of the source: `files:DIR` or `kubernetes`.
     pub source_name: String,
     /// Longest time between two messages to an agent.
     pub heartbeat_interval: Duration,
     /// How long an agent that has seen newer state waits for this replica to catch up.
     pub behind_wait: Duration,
-    /// How long a stream may take to say `Hello`.
+    /// How long the agent of a new stream may take to send `Hello`.
     pub hello_timeout: Duration,
-    /// How long a response of the general server may wait for its client to take some of it.
+    /// How long a client of the general server may read nothing of a pending response.
     pub stalled_response_timeout: Duration,
-    /// How long agents have to go elsewhere when the replica stops.
+    /// How long agents have to move to another replica when this one stops.
     pub drain_grace: Duration,
-    /// Whether nodes may use Inspect and reflection, as readers may.
+    /// True if nodes may use Inspect and reflection, as readers may.
     pub nodes_may_inspect: bool,
-    /// The Service whose ready endpoints are the replicas, between which agents are balanced.
-    /// Without it they are not balanced.
+    /// The Service whose ready endpoints are the replicas. Agents are balanced between them.
+    /// `None` turns balancing off.
     pub balance_service: Option<ServiceKey>,
 }
 

@@ -1,4 +1,4 @@
-//! What wakes one stream, and tells it what concerns it alone.
+//! The signal that wakes one stream, and tells it that its own Node changed.
 
 use std::{
     sync::atomic::{AtomicBool, Ordering},
@@ -10,8 +10,8 @@ use tokio::time::Instant;
 
 use super::Visit;
 
-/// Wakes the task that serves a stream. What concerns all streams alike, such as a new version,
-/// comes by [`super::Visits`] instead.
+/// Wakes the task that serves a stream, for events of this stream alone. Events of all streams,
+/// such as a new version, come through [`super::Visits`] instead.
 #[derive(Debug)]
 pub(crate) struct Signal {
     waker: AtomicWaker,
@@ -19,30 +19,32 @@ pub(crate) struct Signal {
 }
 
 impl Signal {
-    /// A signal of a stream that has not been told its node yet.
+    /// Returns the signal of a new stream, whose Node has not been sent yet.
     pub(crate) fn new() -> Self {
         Self { waker: AtomicWaker::new(), node_changed: AtomicBool::new(true) }
     }
 
-    /// Says which task to wake. To be called before the task looks for what there is to do.
+    /// Sets the task to wake. The task must call this before it looks for work, so that it misses
+    /// no signal.
     pub(crate) fn register(&self, waker: &Waker) {
         self.waker.register(waker);
     }
 
-    /// Has the stream's task look for what there is to do.
+    /// Wakes the stream's task, which then looks for work.
     pub(crate) fn wake(&self) {
         self.waker.wake();
     }
 
-    /// The stream's own node is another than it was.
+    /// Reports that the Node of the stream's agent changed, and wakes the stream's task.
     pub(crate) fn change_node(&self) {
         self.node_changed.store(true, Ordering::Release);
         self.wake();
     }
 
-    /// True once after each change of the node, and at the beginning.
+    /// Returns true once after each change of the Node, and once at the beginning.
     pub(crate) fn take_node_change(&self) -> bool {
-        // The usual answer costs no write to memory that others read.
+        // The load comes first because the answer is usually false: a write would slow down other
+        // cores that read this memory.
         self.node_changed.load(Ordering::Acquire) && self.node_changed.swap(false, Ordering::AcqRel)
     }
 }

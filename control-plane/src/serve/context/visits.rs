@@ -1,9 +1,9 @@
-//! All open streams, and the tasks that visit them when something concerns every one of them.
+//! All open streams, and the tasks that visit them after an event that concerns every stream.
 //!
-//! A new version concerns every stream. To wake thousands of tasks costs more than what each task
-//! then does. So one task per core visits the streams in turn. A visit to a stream that has nothing
-//! to do costs some tens of nanoseconds. The same visits serve heartbeats and time limits, so that
-//! a stream needs no timer. A [`super::Signal`] wakes a stream for what concerns it alone.
+//! A new version concerns every stream. Waking thousands of tasks would cost more than the work of
+//! the tasks. So one task per core visits the streams in turn. A visit to a stream without work
+//! costs some tens of nanoseconds. The visits also serve heartbeats and time limits, so that a
+//! stream needs no timer. A [`super::Signal`] wakes a stream for events that concern it alone.
 
 use std::{
     num::NonZeroUsize,
@@ -24,27 +24,29 @@ use tokio_util::sync::CancellationToken;
 
 use super::Context;
 
-/// Visits before other tasks get their turn: a fraction of a millisecond.
+/// The number of visits after which other tasks get their turn. They take a fraction of a
+/// millisecond.
 const VISITS_PER_TURN: usize = 32;
 
-/// Bounds of the time between two visits when nothing happens.
+/// The lower and upper bound of the time between two visits when nothing happens.
 const TICK: (Duration, Duration) = (Duration::from_millis(5), Duration::from_millis(500));
 
-/// Something that is visited: a stream, a connection that will have one, a response.
+/// Something that is visited: a stream, a connection that will carry a stream, or a response.
 pub(crate) trait Visit: Send + Sync {
-    /// Does what there is to do at `now`, without waiting for anything.
+    /// Does the work that is due at `now`, without waiting for anything.
     fn visit(&self, now: Instant);
 
-    /// True when others are to be visited before it.
+    /// Returns true if all others are to be visited first.
     fn is_late(&self) -> bool {
         false
     }
 
-    /// Ends at once, without a word to the peer. What ends with its server does nothing.
+    /// Ends at once, without telling the peer. The default does nothing, for items that end
+    /// together with their server.
     fn abort(&self) {}
 }
 
-/// See the module.
+/// The streams, connections and responses that are visited.
 pub(crate) struct Visits {
     shards: Box<[Mutex<Slots>]>,
     next: AtomicUsize,
@@ -58,7 +60,8 @@ struct Slots {
     free: Vec<usize>,
 }
 
-/// Has every visited stream visited when a position of the source moves, until it is dropped.
+/// While a value of this type exists, all streams are visited whenever a position of the source
+/// moves.
 pub(crate) struct PositionWait(Arc<Visits>);
 
 impl Drop for PositionWait {
@@ -67,7 +70,7 @@ impl Drop for PositionWait {
     }
 }
 
-/// Keeps a stream visited until it is dropped.
+/// Membership of a stream in [`Visits`]. Dropping it ends the visits to the stream.
 pub(crate) struct Visited {
     visits: Arc<Visits>,
     shard: usize,
@@ -75,8 +78,9 @@ pub(crate) struct Visited {
 }
 
 impl Visits {
-    /// No streams. Between two visits passes at most a sixteenth of the shortest of `times`, so
-    /// this is how exactly time limits are kept.
+    /// Returns visits without streams. `times` are the time limits that visits enforce. The time
+    /// between two visits is at most a sixteenth of the shortest of `times`, within [`TICK`]. Time
+    /// limits are exact to that degree.
     pub(crate) fn new(times: impl IntoIterator<Item = Duration>) -> Self {
         let cores = thread::available_parallelism().map_or(1, NonZeroUsize::get);
         let tick = times.into_iter().min().unwrap_or(TICK.1) / 16;
@@ -88,18 +92,18 @@ impl Visits {
         }
     }
 
-    /// Counts a stream that waits for the source to reach a position, or to be listed.
+    /// Registers a stream that waits for the source to reach a position, or to be listed.
     pub(crate) fn wait_for_position(self: &Arc<Self>) -> PositionWait {
         self.position_waits.fetch_add(1, Ordering::AcqRel);
         PositionWait(Arc::clone(self))
     }
 
-    /// Longest time between two visits of a server that is not overloaded.
+    /// Returns the longest time between two visits of a server that is not overloaded.
     pub(crate) fn tick(&self) -> Duration {
         self.tick
     }
 
-    /// Has a stream visited from now on.
+    /// Adds a stream, which is visited from now on.
     pub(crate) fn add(self: &Arc<Self>, stream: Arc<dyn Visit>) -> Visited {
         let shard = self.next.fetch_add(1, Ordering::Relaxed) % self.shards.len();
         let mut slots = self.slots(shard);
@@ -124,8 +128,8 @@ impl Visits {
         self.shards[shard].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Visits the streams of a shard, also those that are added meanwhile. Late ones are visited
-    /// after all others.
+    /// Visits the streams of a shard, including streams that are added meanwhile. Late streams are
+    /// visited after all others.
     async fn sweep(&self, shard: usize) {
         let mut turn: Vec<Arc<dyn Visit>> = Vec::with_capacity(VISITS_PER_TURN);
         let mut late: Vec<Arc<dyn Visit>> = Vec::new();
@@ -158,13 +162,13 @@ impl Drop for Visited {
         let stream = slots.entries[self.slot].take();
         slots.free.push(self.slot);
         drop(slots);
-        // Outside of the lock: this may be the last reference, and dropping it may concern other
-        // streams.
+        // Outside of the lock: this may be the last reference, and dropping a stream may call other
+        // streams and `Visits`.
         drop(stream);
     }
 }
 
-/// Starts the visits, which go on until `stopped` is cancelled.
+/// Starts the tasks that visit the streams. They run until `stopped` is cancelled.
 pub(crate) fn start(context: &Arc<Context>, stopped: &CancellationToken) {
     for shard in 0..context.visits.shards.len() {
         let context = Arc::clone(context);
@@ -185,14 +189,15 @@ async fn visit_all(context: &Context, shard: usize) {
             () = change(&mut lifecycle) => {}
             () = change(&mut source) => {}
             () = change(&mut moves) => {
-                // Positions move with each bookmark, which concerns only streams that wait for one.
+                // Positions move with each bookmark. That concerns only streams that wait for a
+                // position.
                 if visits.position_waits.load(Ordering::Acquire) == 0 && !head.has_changed().unwrap_or(false) {
                     continue;
                 }
             }
             _ = tick.tick() => context.warnings.tick(Instant::now()),
         }
-        // Marked before the visits, so that a change in the meantime has the streams visited again.
+        // Marked before the visits, so that a change during the visits causes further visits.
         head.mark_unchanged();
         moves.mark_unchanged();
         visits.sweep(shard).await;
@@ -201,7 +206,7 @@ async fn visit_all(context: &Context, shard: usize) {
 
 async fn change<T>(receiver: &mut watch::Receiver<T>) {
     if receiver.changed().await.is_err() {
-        // The sender is gone, and with it everything that could happen.
+        // The sender no longer exists, so no further change can come.
         std::future::pending::<()>().await;
     }
 }
@@ -210,13 +215,14 @@ async fn change<T>(receiver: &mut watch::Receiver<T>) {
 mod tests {
     use super::*;
 
-    struct Noted {
+    /// A stream that records its visits.
+    struct Recorder {
         name: usize,
         is_late: bool,
         visits: Arc<Mutex<Vec<usize>>>,
     }
 
-    impl Visit for Noted {
+    impl Visit for Recorder {
         fn visit(&self, _: Instant) {
             self.visits.lock().unwrap_or_else(PoisonError::into_inner).push(self.name);
         }
@@ -227,11 +233,11 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn each_is_visited_once_and_who_is_late_after_the_others() {
+    async fn each_stream_is_visited_once_and_late_streams_are_visited_last() {
         let all = Arc::new(Visits { shards: Box::new([Mutex::default()]), ..Visits::new([]) });
         let visits = Arc::new(Mutex::default());
-        let noted = |name| Noted { name, is_late: name % 3 == 0, visits: Arc::clone(&visits) };
-        let visited: Vec<Visited> = (0..10 * VISITS_PER_TURN).map(|name| all.add(Arc::new(noted(name)))).collect();
+        let stream = |name| Recorder { name, is_late: name % 3 == 0, visits: Arc::clone(&visits) };
+        let visited: Vec<Visited> = (0..10 * VISITS_PER_TURN).map(|name| all.add(Arc::new(stream(name)))).collect();
         all.sweep(0).await;
         let in_time = (0..visited.len()).filter(|name| name % 3 != 0);
         let late = (0..visited.len()).filter(|name| name % 3 == 0);

@@ -1,9 +1,8 @@
-//! Warnings that each of thousands of peers may cause: the first few in an interval are written,
-//! the others are counted.
+//! Limits on warnings that each of thousands of peers may cause. The log shows the first few in an
+//! interval, and the number of the others.
 //!
-//! A resource that one agent rejects is rejected by every agent, and a peer that nobody trusts may
-//! try again as often as it likes. Metrics count all warnings; the log shows some, and says how
-//! many more there were.
+//! A resource that one agent rejects is usually rejected by every agent, and a peer without trust
+//! may retry as often as it likes. Metrics count all warnings.
 
 use std::{
     sync::{Mutex, PoisonError},
@@ -12,13 +11,13 @@ use std::{
 
 use tokio::time::Instant;
 
-/// Warnings of one kind that are written within [`INTERVAL`].
-const WRITTEN: u32 = 10;
+/// The most warnings of one kind that are logged within [`INTERVAL`].
+const MAX_LOGGED: u32 = 10;
 
-/// How long the others are counted before their number is written.
+/// How long further warnings are counted before their number is logged.
 const INTERVAL: Duration = Duration::from_secs(10);
 
-/// What peers cause.
+/// The kinds of warnings that peers can cause.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Warning {
     /// An agent rejects resources.
@@ -33,7 +32,7 @@ pub(crate) enum Warning {
     RequestRefused,
     /// A connection was refused.
     ConnectionRefused,
-    /// A TLS handshake came to nothing.
+    /// A TLS handshake failed.
     Handshake,
 }
 
@@ -48,61 +47,63 @@ impl Warning {
         Self::Handshake,
     ];
 
-    /// The line that stands for the warnings that were not written.
+    /// The log message that stands for the warnings that were left out. The log line has their
+    /// count.
     fn summary(self) -> &'static str {
         match self {
-            Self::Rejected => "more NACKs of agents; `headgatectl agents` shows what each rejects",
-            Self::ApplyFailed => "more failures of agents to program their kernels; `headgatectl agents` shows each",
+            Self::Rejected => "more NACKs from agents; `headgatectl agents` shows what each agent rejects",
+            Self::ApplyFailed => {
+                "more agents failed to program their kernels; `headgatectl agents` shows the error of each agent"
+            }
             Self::WentBack => {
-                "more agents go back to this replica's state, since its source is still behind what they have"
+                "more agents go back to this replica's older state, because its source did not catch up with them"
             }
             Self::StreamRefused => "more streams refused; headgate_streams_rejected_total counts them by reason",
             Self::RequestRefused => "more requests refused; headgate_requests_denied_total counts them by reason",
             Self::ConnectionRefused => {
                 "more connections refused; headgate_connections_refused_total counts them by reason"
             }
-            Self::Handshake => {
-                "more TLS handshakes that came to nothing; headgate_tls_handshakes_failed_total counts them by reason"
-            }
+            Self::Handshake => "more TLS handshakes failed; headgate_tls_handshakes_failed_total counts them by reason",
         }
     }
 }
 
-/// See the module.
+/// Decides which warnings are logged.
 #[derive(Debug, Default)]
 pub(crate) struct Warnings([Mutex<Kind>; Warning::ALL.len()]);
 
 #[derive(Debug, Default)]
 struct Kind {
-    /// When the interval ends, and counting starts again.
+    /// When the interval ends; `None` before the first warning of an interval.
     end: Option<Instant>,
-    written: u32,
+    logged: u32,
     left_out: u64,
 }
 
 impl Warnings {
-    /// True when a warning may be written. Otherwise it is counted.
+    /// Returns true if a warning may be logged at `now`. Otherwise counts the warning.
     pub(crate) fn admit(&self, warning: Warning, now: Instant) -> bool {
-        self.begin_anew(warning, now);
+        self.end_interval(warning, now);
         let mut kind = self.kind(warning);
         kind.end.get_or_insert(now + INTERVAL);
-        let is_admitted = kind.written < WRITTEN;
+        let is_admitted = kind.logged < MAX_LOGGED;
         if is_admitted {
-            kind.written += 1;
+            kind.logged += 1;
         } else {
             kind.left_out += 1;
         }
         is_admitted
     }
 
-    /// Writes how many warnings were left out in intervals that have ended. To be called regularly.
+    /// Logs how many warnings were left out in intervals that have ended. To be called regularly.
     pub(crate) fn tick(&self, now: Instant) {
         for warning in Warning::ALL {
-            self.begin_anew(warning, now);
+            self.end_interval(warning, now);
         }
     }
 
-    fn begin_anew(&self, warning: Warning, now: Instant) {
+    /// Ends the interval of a kind if it is over, and logs how many warnings were left out.
+    fn end_interval(&self, warning: Warning, now: Instant) {
         let mut kind = self.kind(warning);
         if kind.end.is_none_or(|end| end > now) {
             return;
@@ -129,7 +130,7 @@ mod tests {
 
     use super::*;
 
-    /// What is logged.
+    /// Collects log lines.
     #[derive(Clone, Default)]
     struct Log(Arc<Mutex<Vec<u8>>>);
 
@@ -154,27 +155,27 @@ mod tests {
     }
 
     #[test]
-    fn what_thousands_say_is_a_few_lines_and_a_count() {
+    fn thousands_of_warnings_become_a_few_lines_and_a_count() {
         let log = Log::default();
         let writer = log.clone();
         let subscriber = tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.clone()).finish();
         let _default = tracing::subscriber::set_default(subscriber);
         let (warnings, start) = (Warnings::default(), Instant::now());
-        let written = (0..15_000).filter(|_| warnings.admit(Warning::Rejected, start)).count();
-        assert_eq!(written, WRITTEN as usize);
-        assert!(warnings.admit(Warning::ApplyFailed, start), "kinds count for themselves");
+        let admitted = (0..15_000).filter(|_| warnings.admit(Warning::Rejected, start)).count();
+        assert_eq!(admitted, MAX_LOGGED as usize);
+        assert!(warnings.admit(Warning::ApplyFailed, start), "each kind has its own limit");
         warnings.tick(start + INTERVAL / 2);
         assert_eq!(log.lines().len(), 0);
         warnings.tick(start + INTERVAL);
         let lines = log.lines();
         assert!(lines.len() == 1 && lines[0].contains("more NACKs") && lines[0].contains("count=14990"), "{lines:?}");
-        // Nothing is owed any more, and the next ones are written again.
+        // No further count is logged, and the next warnings are logged again.
         warnings.tick(start + INTERVAL * 3);
         assert!(warnings.admit(Warning::Rejected, start + INTERVAL * 3));
         assert_eq!(log.lines().len(), 0);
-        // Without a tick the next one writes what is owed.
+        // Without a tick, the next warning logs the count of the interval before it.
         let admitted = (0..20).filter(|_| warnings.admit(Warning::Rejected, start + INTERVAL * 3)).count();
-        assert_eq!(admitted, WRITTEN as usize - 1);
+        assert_eq!(admitted, MAX_LOGGED as usize - 1);
         assert!(warnings.admit(Warning::Rejected, start + INTERVAL * 4));
         assert!(log.lines()[0].contains("count=11"));
     }
