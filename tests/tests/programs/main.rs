@@ -1,4 +1,4 @@
-//! Tests of our programs as processes, from outside. Some give the node a network namespace.
+//! Tests of our programs as processes. Some tests give the node a network namespace.
 
 #![allow(clippy::unwrap_used, missing_docs)]
 

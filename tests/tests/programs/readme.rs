@@ -1,13 +1,14 @@
 //! Runs the commands of the quick start and of the protocol guide, and compares their output with
 //! the lines below them.
 //!
-//! In a `console` block, a line that begins with `# ` is a command; a `\` at its end continues it
-//! on the next line. The lines up to the next command are the expected output. A line with `…`
-//! alone stands for any number of lines, `…` at the end of a line for any rest of the line, and a
-//! duration (31ms) for any duration. All else must be equal. `sh` blocks start the programs.
+//! In a `console` block, a line that begins with `# ` is a command. A `\` at its end continues the
+//! command on the next line. The lines up to the next command are the expected output. A line with
+//! only `…` matches any number of lines, `…` at the end of a line matches any rest of the line, and
+//! a duration (31ms) matches any duration. Everything else must be equal. `sh` blocks start the
+//! programs.
 //!
 //! Two things differ from the page: `make test` has built the programs, and the namespace has its
-//! own name, so that an existing namespace `try` stays.
+//! own name, so that an existing namespace `try` is not touched.
 
 use std::{
     fs::{self, File},
@@ -25,7 +26,7 @@ use headgate_tests::testbed::{
 };
 use tempfile::TempDir;
 
-/// Only ever waited for when the test fails.
+/// The longest wait for an expected output. Only a failing test waits this long.
 const GUARD: Duration = Duration::from_secs(60);
 
 /// A command and its expected output.
@@ -35,7 +36,7 @@ struct Example {
     printed: Vec<String>,
 }
 
-/// The bodies of a text's code blocks of a language, in order.
+/// The bodies of the code blocks of a language, in order.
 fn blocks<'a>(text: &'a str, language: &str) -> Vec<&'a str> {
     let begin = format!("```{language}\n");
     text.split(&begin).skip(1).map(|rest| rest.split_once("```").unwrap().0).collect()
@@ -43,21 +44,21 @@ fn blocks<'a>(text: &'a str, language: &str) -> Vec<&'a str> {
 
 fn examples(console: &str) -> Vec<Example> {
     let mut examples: Vec<Example> = Vec::new();
-    let mut goes_on = false;
+    let mut continues = false;
     for line in console.lines() {
         let command = line.strip_prefix("# ");
         match (command, examples.last_mut()) {
-            (_, Some(example)) if goes_on => example.command.push_str(&format!("\n{line}")),
+            (_, Some(example)) if continues => example.command.push_str(&format!("\n{line}")),
             (Some(command), _) => examples.push(Example { command: command.to_owned(), printed: Vec::new() }),
             (None, Some(example)) => example.printed.push(line.to_owned()),
-            (None, None) => panic!("a console block begins with {line:?}, which is no command"),
+            (None, None) => panic!("a console block begins with {line:?}, which is not a command"),
         }
-        goes_on = (goes_on || command.is_some()) && line.ends_with('\\');
+        continues = (continues || command.is_some()) && line.ends_with('\\');
     }
     examples
 }
 
-/// The line with every duration replaced, and without space at its end.
+/// Replaces every duration in a line, and removes spaces at its end.
 fn without_durations(line: &str) -> String {
     let is_duration = |word: &str| {
         let number = word.strip_suffix("ms").or_else(|| word.strip_suffix('s')).unwrap_or_default();
@@ -67,21 +68,23 @@ fn without_durations(line: &str) -> String {
     words.collect::<Vec<_>>().join(" ")
 }
 
-/// Whether the output is as expected.
-fn is_as_said(said: &[String], printed: &[String]) -> bool {
-    match said {
+/// Whether the printed lines match the expected ones.
+fn matches_page(expected: &[String], printed: &[String]) -> bool {
+    match expected {
         [] => printed.is_empty(),
-        [elided, rest @ ..] if elided.trim() == "…" => (0..=printed.len()).any(|at| is_as_said(rest, &printed[at..])),
+        [elided, rest @ ..] if elided.trim() == "…" => {
+            (0..=printed.len()).any(|at| matches_page(rest, &printed[at..]))
+        }
         [line, rest @ ..] => printed.split_first().is_some_and(|(first, others)| {
             let (line, first) = (without_durations(line), without_durations(first));
             let is_same = line.strip_suffix('…').map_or(line == first, |begin| first.starts_with(begin));
-            is_same && is_as_said(rest, others)
+            is_same && matches_page(rest, others)
         }),
     }
 }
 
-/// The programs of a page. A shell runs them, and ends them with the page's own command when its
-/// standard input ends, also when this test is killed.
+/// The programs of a page. A shell runs them. When its standard input closes, also because this
+/// test was killed, it ends them with the page's own command.
 struct Session {
     shell: Child,
     folder: TempDir,
@@ -119,22 +122,22 @@ impl Session {
         Ok((output.status.success(), printed))
     }
 
-    /// Until the programs are ready, answers are others.
+    /// Repeats a command until its output is as expected. At first the programs may not be ready.
     fn expect(&mut self, example: &Example) {
-        let Example { command, printed: said } = example;
+        let Example { command, printed: expected } = example;
         if command.starts_with("alias ") {
-            assert_eq!(said, &[] as &[String]);
+            assert_eq!(expected, &[] as &[String]);
             self.aliases.push_str(&format!("{command}\n"));
             return;
         }
         let deadline = Instant::now() + GUARD;
         loop {
             let (is_success, printed) = self.run(command).unwrap();
-            if is_success && is_as_said(said, &printed) {
+            if is_success && matches_page(expected, &printed) {
                 return;
             }
-            let (said, printed) = (said.join("\n"), printed.join("\n"));
-            assert!(Instant::now() < deadline, "`{command}` prints\n{printed}\n\nand not\n{said}\n");
+            let (expected, printed) = (expected.join("\n"), printed.join("\n"));
+            assert!(Instant::now() < deadline, "`{command}` prints\n{printed}\n\nand not\n{expected}\n");
             thread::sleep(Duration::from_millis(100));
         }
     }
@@ -150,7 +153,7 @@ impl Drop for Session {
     }
 }
 
-/// The same commands for a namespace of another name than `try`.
+/// Replaces the namespace `try` in a script by another one.
 fn in_namespace(script: &str, namespace: &str) -> String {
     let words = script.split_inclusive([' ', '\n', ';']);
     words
@@ -184,13 +187,13 @@ fn commands_of_the_protocol_guide_print_the_lines_below_them() {
 }
 
 #[test]
-fn output_that_differs_from_the_page_is_found() {
+fn output_that_differs_from_the_page_does_not_match() {
     let lines = |text: &str| text.lines().map(str::to_owned).collect::<Vec<_>>();
-    let is_as_said = |said: &str, printed: &str| is_as_said(&lines(said), &lines(printed));
-    assert!(is_as_said("{\n  …\n}", "{\n  a\n  b\n}") && is_as_said("…", "") && is_as_said("a\n…\nb", "a\nb"));
-    assert!(is_as_said("done, 31ms", "done, 1.5s ") && !is_as_said("done, 31ms", "done, 31"));
-    assert!(is_as_said("up to date…", "up to date; after 51ms") && !is_as_said("up to date…", "up to"));
-    assert!(!is_as_said("a", "b") && !is_as_said("a", "a\nb") && !is_as_said("a\nb", "a") && !is_as_said("…\nb", "a"));
+    let matches = |expected: &str, printed: &str| matches_page(&lines(expected), &lines(printed));
+    assert!(matches("{\n  …\n}", "{\n  a\n  b\n}") && matches("…", "") && matches("a\n…\nb", "a\nb"));
+    assert!(matches("done, 31ms", "done, 1.5s ") && !matches("done, 31ms", "done, 31"));
+    assert!(matches("up to date…", "up to date; after 51ms") && !matches("up to date…", "up to"));
+    assert!(!matches("a", "b") && !matches("a", "a\nb") && !matches("a\nb", "a") && !matches("…\nb", "a"));
     let found = examples("# one \\\n  two\n1\n2\n# three\n");
     let example = |command: &str, printed: &str| Example { command: command.to_owned(), printed: lines(printed) };
     assert_eq!(found, [example("one \\\n  two", "1\n2"), example("three", "")]);

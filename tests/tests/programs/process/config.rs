@@ -29,7 +29,7 @@ fn row_110_a_file_is_read_leniently_and_flags_yield_to_it() {
     ] {
         assert!(warnings[0].contains(part), "{part} is not in {}", warnings[0]);
     }
-    // --node-name counts all the same: the replica would not know "other".
+    // --node-name wins over hostnameOverride: the replica has no Node "other".
     assert!(log.contains("node=node-a"), "{log}");
     let rules = rig.rules("iptables-nft-save", "nat");
     assert!(rules.iter().any(|rule| rule.contains("--set-xmark 0x20/0x20")), "{rules:?}");
@@ -60,7 +60,7 @@ fn row_110_impossible_values_are_refused_all_at_once() {
 }
 
 #[test]
-fn what_cannot_run_says_so_once_and_changes_nothing() {
+fn invalid_arguments_are_reported_once_and_change_nothing() {
     let rig = Rig::new();
     let parameter = "net/netfilter/nf_conntrack_tcp_timeout_close_wait";
     let before = rig.parameter(parameter);
@@ -121,15 +121,15 @@ fn row_111_changed_pod_ranges_are_taken_up_without_ending() {
     let mut agent = rig.agent(&["--detect-local-mode=NodeCIDR"]);
     let detects =
         |range: &'static str| move |rules: &[String]| rules.iter().any(|rule| rule.contains(&format!("! -s {range}")));
-    rig.until_rules("pods are told by the node's range", "nat", detects("10.244.1.0/24"));
+    rig.until_rules("the rules detect pods by the node's range", "nat", detects("10.244.1.0/24"));
     rig.put("node", &node("podCIDRs: [10.244.9.0/24, \"fd00:244:1::/64\"]"));
-    let rules = rig.until_rules("pods are told by the new range", "nat", detects("10.244.9.0/24"));
+    let rules = rig.until_rules("the rules detect pods by the new range", "nat", detects("10.244.9.0/24"));
     assert!(!rules.iter().any(|rule| rule.contains("10.244.1.0/24")), "{rules:?}");
-    // Without ranges pods cannot be told any more; that is said, and forwarding goes on.
+    // Without ranges the agent cannot detect pods. It reports this, and forwarding continues.
     rig.put("node", &node(""));
     let is_undetected = |rules: &[String]| !rules.iter().any(|rule| rule.contains("! -s 10.244"));
-    rig.until_rules("no range, no detector", "nat", is_undetected);
-    eventually("it is said", || {
+    rig.until_rules("the rules without a range detect no pods", "nat", is_undetected);
+    eventually("the page reports the missing range", || {
         let (_, page) = rig.page("/status")?;
         if page.contains("the Node has no IPv4 range among its podCIDRs") { Ok(()) } else { Err(page) }
     });
@@ -146,7 +146,7 @@ fn row_110_an_address_that_is_taken_ends_the_process_only_when_asked() {
     assert_eq!(status.code(), Some(1));
     assert!(log.contains("cannot serve /healthz and /livez on 0.0.0.0:10256"), "{log}");
     let mut second = rig.agent(&[]);
-    eventually("it says so and goes on", || {
+    eventually("the agent logs the error and continues", || {
         let log = second.log();
         if log.contains("cannot serve /healthz and /livez; trying again") { Ok(()) } else { Err(log) }
     });

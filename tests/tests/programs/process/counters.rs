@@ -1,4 +1,4 @@
-//! Packets that rules count, and an agent that goes without.
+//! Packet counters of rules, and an agent without the match that they need.
 
 use std::net::TcpStream;
 
@@ -20,7 +20,8 @@ fn rig() -> Rig {
 
 fn counts_packets(variant: &str) {
     let rig = rig();
-    // The endpoint is the node itself, and nobody listens: what counts is the way there.
+    // The endpoint is an address of the node, and nothing listens there. Only the packets on the
+    // way count.
     rig.ip("addr add 10.244.1.1/32 dev lo\naddr add 10.244.1.2/32 dev lo\n");
     let agent = rig.agent(&[&format!("--iptables-variant={variant}")]);
     rig.until_metric(COUNTS, |value| value == 1.0);
@@ -30,16 +31,16 @@ fn counts_packets(variant: &str) {
             assert!(TcpStream::connect(("127.0.0.1", port)).is_err());
         }
     });
-    assert_eq!(rig.metric(LOCALHOST), 3.0, "first packets, at NodePorts alone");
+    assert_eq!(rig.metric(LOCALHOST), 3.0, "only first packets to node ports count");
     rig.run(|| assert!(TcpStream::connect(("192.0.2.11", 30001)).is_err()));
-    assert_eq!(rig.metric(LOCALHOST), 3.0, "at 127.0.0.0/8 alone");
+    assert_eq!(rig.metric(LOCALHOST), 3.0, "only packets to 127.0.0.0/8 count");
     assert_eq!(rig.metric(INVALID), 0.0);
     let forward = rig.rules(&format!("iptables-{variant}-save"), "filter");
     let drops =
         forward.iter().filter(|rule| rule.contains("INVALID") && rule.contains("ct_state_invalid_dropped_pkts"));
     assert_eq!(drops.count(), 1, "{forward:#?}");
 
-    // The next agent finds all as it should be, and counts on.
+    // The next agent finds everything unchanged, and the counters continue.
     drop(agent);
     let agent = rig.agent(&[&format!("--iptables-variant={variant}")]);
     rig.until_metric(COUNTS, |value| value == 1.0);
@@ -48,7 +49,11 @@ fn counts_packets(variant: &str) {
     let (status, log) = rig.run_agent(&["--cleanup"]);
     assert!(status.success(), "{log}");
     let left = rig.run(headgate_node_agent::packet_counters::read);
-    assert_eq!(left.unwrap_err().refusal_code(), Some(nix::libc::ENOENT), "the counters go with the rules");
+    assert_eq!(
+        left.unwrap_err().refusal_code(),
+        Some(nix::libc::ENOENT),
+        "a cleanup deletes the counters with the rules"
+    );
 }
 
 // rows: 109
@@ -73,5 +78,5 @@ fn without_the_match_packets_are_not_counted() {
     assert!(!rules.iter().any(|rule| rule.contains("nfacct")), "{rules:#?}");
     assert_eq!((rig.metric(COUNTS), rig.metric(LOCALHOST)), (0.0, 0.0));
     assert_eq!(rig.metric("headgate_agent_services_refused"), 0.0);
-    assert_eq!(agent.log().matches("packets are not counted").count(), 2, "once for each family");
+    assert_eq!(agent.log().matches("packets are not counted").count(), 2, "the warning appears once for each family");
 }

@@ -1,4 +1,4 @@
-//! "Degraded" is what the operator has to fix, and nothing else.
+//! A node is degraded only if the operator has something to fix.
 
 use super::rig::{Rig, eventually, node, service, service_v4, slice};
 
@@ -10,17 +10,17 @@ fn serving_v4() -> Rig {
     ])
 }
 
-/// What the agent itself calls degraded.
-fn told(rig: &Rig) -> Vec<String> {
+/// The degraded modes that the agent reports.
+fn degraded_modes(rig: &Rig) -> Vec<String> {
     let (_, page) = eventually("the page is served", || rig.page("/status"));
     let page: serde_json::Value = serde_json::from_str(&page).unwrap();
     page["degraded"].as_array().unwrap().iter().map(|sentence| sentence.as_str().unwrap().to_owned()).collect()
 }
 
-fn until_told(rig: &Rig, what: &str, is_so: impl Fn(&[String]) -> bool) {
+fn until_degraded_modes(rig: &Rig, what: &str, is_so: impl Fn(&[String]) -> bool) {
     eventually(what, || {
-        let told = told(rig);
-        if is_so(&told) { Ok(()) } else { Err(format!("{told:?}")) }
+        let degraded = degraded_modes(rig);
+        if is_so(&degraded) { Ok(()) } else { Err(format!("{degraded:?}")) }
     });
 }
 
@@ -28,7 +28,7 @@ fn until_up_to_date(rig: &Rig) {
     eventually("headgatectl agents shows nothing to fix", || {
         let said = rig.headgatectl(&["agents"])?;
         let is_so = said.contains("node-a  up to date") && !said.contains("degraded");
-        if is_so && told(rig).is_empty() && rig.metric("headgate_agent_degraded_modes") == 0.0 {
+        if is_so && degraded_modes(rig).is_empty() && rig.metric("headgate_agent_degraded_modes") == 0.0 {
             Ok(())
         } else {
             Err(said)
@@ -44,9 +44,11 @@ fn a_cluster_without_ipv6_is_not_degraded_until_there_is_an_ipv6_service() {
         rig.until_programmed();
         until_up_to_date(&rig);
         rig.put("more", &service("more", 20, ""));
-        until_told(&rig, "the range that is missing", |told| told.len() == 1 && (told[0].contains("no IPv6 range")));
+        until_degraded_modes(&rig, "the agent reports the missing range", |found| {
+            found.len() == 1 && (found[0].contains("no IPv6 range"))
+        });
         assert_eq!(rig.metric("headgate_agent_degraded_modes"), 1.0);
-        eventually("headgatectl agents shows it", || {
+        eventually("headgatectl agents shows the missing range", || {
             let said = rig.headgatectl(&["agents"])?;
             if said.contains("node-a: degraded: ") && said.contains("no IPv6 range") { Ok(()) } else { Err(said) }
         });
@@ -64,19 +66,19 @@ fn a_node_without_ipv6_is_not_degraded_until_there_is_an_ipv6_service() {
     rig.until_programmed();
     until_up_to_date(&rig);
     rig.put("more", &service("more", 20, ""));
-    until_told(&rig, "what is missing and how to get it", |told| {
-        told.len() == 1 && told[0].contains("IPv6 is off on this node") && told[0].contains("disable_ipv6=0")
+    until_degraded_modes(&rig, "the agent reports that IPv6 is off, and the remedy", |found| {
+        found.len() == 1 && found[0].contains("IPv6 is off on this node") && found[0].contains("disable_ipv6=0")
     });
     rig.remove("more");
     until_up_to_date(&rig);
 }
 
 #[test]
-fn a_node_port_that_answers_nowhere_is_to_be_fixed_and_only_while_there_is_one() {
+fn a_node_is_degraded_while_a_node_port_has_no_address() {
     let rig = serving_v4();
     let _agent = rig.agent(&["--nodeport-addresses=198.18.0.0/24"]);
-    until_told(&rig, "the range that is not the node's", |told| {
-        told.len() == 1 && told[0].contains("nodePortAddresses selects no IPv4 address of this node")
+    until_degraded_modes(&rig, "the agent reports a range without an address of the node", |found| {
+        found.len() == 1 && found[0].contains("nodePortAddresses selects no IPv4 address of this node")
     });
     let plain = service_v4("web", 10, "").replace("  type: NodePort\n", "").replace(", nodePort: 30010", "");
     assert!(!plain.contains("30010"), "{plain}");

@@ -8,9 +8,9 @@ fn web(node_spec: &str) -> Vec<(&'static str, String)> {
 #[test]
 fn row_105_healthz_and_livez_answer_as_kube_proxys_before_and_after_the_first_sync() {
     let rig = Rig::new();
-    // No control plane: nothing has come, so nothing waits, and to start the agent anew would not
-    // help. But there are no rules, so load balancers are to send nothing here: kube-proxy serves
-    // no page at all before it knows its node.
+    // There is no control plane, so no change waits, and a restart would not help: /livez succeeds.
+    // But there are no rules, so load balancers must send nothing to this node: /healthz fails.
+    // kube-proxy serves neither page before it knows its Node.
     let agent = rig.agent(&[]);
     let found = rig.until_health("/livez", 200);
     assert_eq!(found["healthy"], true);
@@ -24,7 +24,7 @@ fn row_105_healthz_and_livez_answer_as_kube_proxys_before_and_after_the_first_sy
     let found = rig.until_health("/livez", 200);
     assert!(found.get("nodeEligible").is_none(), "{found}");
     assert_eq!(rig.health("/other").unwrap().0, 404);
-    // The page may be served later than those.
+    // The metrics page may start later than the health pages.
     rig.until_metric("kubeproxy_proxy_livez_total{code=\"200\"}", |count| count >= 2.0);
     drop(agent);
 
@@ -35,7 +35,7 @@ fn row_105_healthz_and_livez_answer_as_kube_proxys_before_and_after_the_first_sy
     assert_eq!((&found["healthy"], found["status"].as_object().unwrap().len()), (&true.into(), 2), "{found}");
     for family in ["IPv4", "IPv6"] {
         assert_eq!(found["status"][family]["healthy"], true, "{found}");
-        // By the clock of the same machine, written in the same way: text compares as time does.
+        // Both times come from one clock and have one format, so they can be compared as text.
         assert!(found["status"][family]["lastUpdated"].as_str() <= found["currentTime"].as_str(), "{found}");
     }
 }
@@ -52,10 +52,10 @@ fn row_105_pages_at_0_0_0_0_answer_over_both_families_as_kube_proxys_do() {
     };
     let agent = rig.agent(&[]);
     both(10256);
-    // Loopback stays loopback.
+    // The default metrics address is 127.0.0.1, and no IPv6 address is added to it.
     assert!(rig.get_at("[::1]:10249", "/healthz").is_err());
     assert!(agent.terminate().0.success());
-    // Also where the addresses are given, in either family's way of writing, and have to be bound.
+    // Given addresses of either family bind both families, also if a failed bind is fatal.
     for everywhere in ["0.0.0.0", "[::]"] {
         let [healthz, metrics] =
             ["healthz-bind-address", "metrics-bind-address"].map(|flag| format!("--{flag}={everywhere}"));
@@ -94,7 +94,7 @@ fn row_105_a_restarted_agent_is_healthy_where_its_rules_are_in_place_without_any
     rig.until_health("/healthz", 200);
     assert!(agent.log().contains("the rules of the last run are in place"), "{}", agent.log());
     assert!(agent.terminate().0.success());
-    // The rules are gone, as after a reboot: the state from disk is programmed.
+    // The rules are missing, as after a reboot. The agent programs the state from disk.
     rig.flush("iptables-nft");
     rig.flush("ip6tables-nft");
     let _agent = rig.agent(&[&folder]);
@@ -114,7 +114,7 @@ fn row_105_a_family_that_the_node_does_not_have_has_no_health() {
     let found = rig.until_health("/healthz", 200);
     assert_eq!(families(&found), ["IPv4"], "{found}");
     assert_eq!(rig.metric("kubeproxy_sync_proxy_rules_last_timestamp_seconds{ip_family=\"IPv6\"}"), 0.0);
-    // Nor does it ever become late.
+    // The missing family never makes the node unhealthy later.
     rig.put("more", &service("more", 20, ""));
     rig.until_rules("a change is programmed", "filter", |rules| rules.iter().any(|r| r.contains("ns/more:http")));
     assert_eq!(families(&rig.until_health("/livez", 200)), ["IPv4"]);
@@ -154,7 +154,7 @@ fn row_106_a_change_that_waits_too_long_makes_its_family_unhealthy_until_it_is_p
     let _agent = rig.agent(&["--iptables-sync-period=1s", "--cluster-cidr=10.244.0.0/16"]);
     rig.until_programmed();
     rig.break_tool("ip6tables-nft-restore");
-    // Nothing waits: a program that could not run is nobody's business yet.
+    // No change waits, so a broken program does not matter yet.
     assert_eq!(rig.health("/livez").unwrap().0, 200);
     rig.put("more", &service("more", 20, ""));
     let found = rig.until_health("/livez", 503);
@@ -165,7 +165,7 @@ fn row_106_a_change_that_waits_too_long_makes_its_family_unhealthy_until_it_is_p
     assert!(rig.metric("kubeproxy_sync_proxy_rules_iptables_restore_failures_total{ip_family=\"IPv6\"}") >= 1.0);
     assert_eq!(rig.metric("kubeproxy_sync_proxy_rules_iptables_restore_failures_total{ip_family=\"IPv4\"}"), 0.0);
     assert!(rig.metric("kubeproxy_proxy_livez_total{code=\"503\"}") >= 1.0);
-    // IPv4 went its way meanwhile.
+    // IPv4 was programmed meanwhile.
     rig.until_rules("the other family is programmed", "filter", |rules| {
         rules.iter().any(|r| r.contains("ns/more:http"))
     });

@@ -67,7 +67,7 @@ fn row_109_metrics_are_told_in_the_format_that_is_asked_for() {
     eventually("the page is served", || rig.page("/metrics"));
     let counter = "kubeproxy_sync_proxy_rules_service_changes";
     let type_line = |name: &str| format!("# TYPE {name} counter\n");
-    // As kube-proxy answers everybody, and what Prometheus asks for.
+    // kube-proxy's default format, and the format that Prometheus asks for.
     for accept in ["*/*", "text/plain;version=0.0.4;q=0.3"] {
         let (content_type, text) = rig.metrics_for(accept);
         assert_eq!(content_type, "text/plain; version=0.0.4; charset=utf-8");
@@ -76,7 +76,7 @@ fn row_109_metrics_are_told_in_the_format_that_is_asked_for() {
     let (content_type, text) = rig.metrics_for("text/plain;q=0.3, application/openmetrics-text;version=1.0.0;q=0.5");
     assert!(content_type.starts_with("application/openmetrics-text; version=1.0.0"), "{content_type}");
     assert!(text.contains(&type_line(counter)) && text.ends_with("# EOF\n"), "{text}");
-    // What kube-proxy's dashboards show of the process.
+    // The process metrics that kube-proxy's dashboards show.
     assert!(rig.metric("process_resident_memory_bytes") > 1e6);
     rig.until_metric("process_cpu_seconds_total", |seconds| seconds > 0.0);
 }
@@ -90,7 +90,7 @@ fn row_109_programming_latency_counts_changes_with_a_trigger_time_since_the_star
     let rig = start();
     let _agent = rig.agent(&[]);
     rig.until_programmed();
-    // Older than the process: not what it took so long for.
+    // The trigger is older than the process, so its latency does not count.
     rig.put("web-1", &slice("web", &[("node-a", 10)], &annotation("2024-01-01T00:00:00Z")));
     rig.until_rules("the change is programmed", "nat", |rules| !rules.iter().any(|rule| rule.contains("10.244.1.11")));
     assert_eq!(rig.metric(COUNT), 0.0);
@@ -99,14 +99,14 @@ fn row_109_programming_latency_counts_changes_with_a_trigger_time_since_the_star
     let time = format!("{}Z", iso_midnight(day));
     rig.put("web-1", &slice("web", &[("node-a", 10), ("node-a", 12)], &annotation(&time)));
     rig.until_metric(COUNT, |count| count == 1.0);
-    // A removal is none.
+    // A removal does not count.
     let later = format!("{}Z", iso_midnight(day + 1));
     rig.put("web-1", &slice("web", &[("node-a", 10)], &annotation(&later)));
     rig.until_rules("the removal is programmed", "nat", |rules| !rules.iter().any(|rule| rule.contains("10.244.1.12")));
     assert_eq!(rig.metric(COUNT), 1.0);
 }
 
-/// Midnight of a day since 1970, by counting.
+/// Midnight of a day, given in days since 1970-01-01, as ISO 8601 text.
 fn iso_midnight(mut day: u64) -> String {
     let is_leap = |year: u64| year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400));
     let mut year = 1970;
@@ -159,7 +159,7 @@ fn row_108_statusz_and_flagz_are_served_as_text_and_can_be_turned_off_by_their_g
     ] {
         assert!(text.lines().any(|line| line == flag), "{flag} is not in\n{text}");
     }
-    // Programs that ask for a structured form learn that there is none.
+    // Clients that ask only for a structured form get status 406.
     for accept in ["application/json", "application/yaml;as=Statusz;v=v1beta1;g=config.k8s.io"] {
         assert_eq!(rig.page_for("/statusz", accept).unwrap().0, 406);
     }

@@ -1,4 +1,4 @@
-//! What operators get wrong, and what the programs say to it.
+//! Mistakes of operators, and the messages that the programs print.
 
 use std::{path::Path, process::Command};
 
@@ -8,14 +8,15 @@ use super::rig::{Program, Rig, eventually, node, service, slice};
 
 const TLS_PORT: &str = "127.0.0.1:7444";
 
-/// Options that name three TLS files of a folder that `headgatectl certs` has made.
+/// The options for three TLS files in a folder that `headgatectl certs` created.
 fn tls(certs: &Path, files: [&str; 3], authorities: &str) -> Vec<String> {
     let options = ["--tls-cert", "--tls-key", authorities];
     options.iter().zip(files).map(|(option, file)| format!("{option}={}", certs.join(file).display())).collect()
 }
 
-/// A rig with a control plane without TLS at port 7443, its metrics at 7480, and another with TLS
-/// at port 7444. Certificates are in the folder `certs`.
+/// Starts a rig with two control planes. The one without TLS listens at port 7443 and serves
+/// metrics at port 7480. The one with TLS listens at port 7444. The certificates are in the folder
+/// `certs`.
 fn with_and_without_tls() -> (Rig, Program) {
     let rig = Rig::serving(&[
         ("node", node("")),
@@ -35,7 +36,7 @@ fn with_and_without_tls() -> (Rig, Program) {
 }
 
 #[test]
-fn headgatectl_says_when_the_scheme_or_the_port_of_its_server_is_wrong() {
+fn headgatectl_reports_a_wrong_scheme_or_port_of_its_server() {
     let (rig, _with_tls) = with_and_without_tls();
     let tls = tls(&rig.path("certs"), ["readers/me.crt", "readers/me.key", "ca.crt"], "--tls-ca");
     let says = |server: &str, command: &[&str], with_files: bool, parts: [&str; 2]| {
@@ -46,7 +47,7 @@ fn headgatectl_says_when_the_scheme_or_the_port_of_its_server_is_wrong() {
         assert!(parts.iter().all(|part| said.contains(part)), "{arguments:?}: {parts:?} is not in\n{said}");
     };
     let commands: [&[&str]; 4] = [&["services"], &["agents"], &["status"], &["wait", "ns/web", "--timeout=1s"]];
-    // What HTTP/2 makes of the answer depends on chance.
+    // The error that HTTP/2 reports here depends on chance, so try often.
     for command in commands.iter().cycle().take(12) {
         let expected = ["it speaks TLS, and the URL begins with http://", "Write https:// in --server"];
         says(&format!("http://{TLS_PORT}"), command, false, expected);
@@ -63,7 +64,7 @@ fn headgatectl_says_when_the_scheme_or_the_port_of_its_server_is_wrong() {
 }
 
 #[test]
-fn the_agent_says_when_the_scheme_or_the_port_of_its_control_plane_is_wrong() {
+fn the_agent_reports_a_wrong_scheme_or_port_of_its_control_plane() {
     let (rig, with_tls) = with_and_without_tls();
     let tls = tls(&rig.path("certs"), ["nodes/node-a.crt", "nodes/node-a.key", "nodes/ca.crt"], "--tls-ca");
     let says = |url: &str, expected: &str| {
@@ -79,55 +80,55 @@ fn the_agent_says_when_the_scheme_or_the_port_of_its_control_plane_is_wrong() {
     says("http://127.0.0.1:7444", "the control plane speaks TLS, and its URL begins with http://; write https:// in");
     says("https://127.0.0.1:7443", "does not speak TLS, though its URL begins with https://; give the control plane");
     says("http://127.0.0.1:7480", "no control plane answers; check the port in --control-plane");
-    // The other end of the first says nothing that would mislead.
+    // The control plane with TLS also logs a clear message about the first agent.
     let log = with_tls.log();
     assert!(log.contains("the client does not speak TLS; write https:// where it is given this URL"), "{log}");
 }
 
 #[test]
-fn an_api_server_that_is_not_there_is_told_once_for_each_watch() {
+fn an_unreachable_api_server_is_logged_once_for_each_watch() {
     let rig = Rig::new();
     let kubeconfig = "apiVersion: v1\nkind: Config\ncurrent-context: x\nclusters: [{name: c, cluster: {server: \"http://127.0.0.1:9\"}}]\n\
                       users: [{name: u, user: {}}]\ncontexts: [{name: x, context: {cluster: c, user: u}}]\n";
     let kubeconfig = format!("--kubeconfig={}", rig.write("kubeconfig", kubeconfig).display());
     let options = ["--listen=127.0.0.1:7443", "--metrics-listen=127.0.0.1:0", "--insecure-loopback"];
     let program = rig.control_plane_of("kubernetes", &options, std::slice::from_ref(&kubeconfig));
-    let log = eventually("all four watches say it", || {
+    let log = eventually("all four watches log the error", || {
         let log = program.log();
         let kinds = ["Service", "EndpointSlice", "Node", "ServiceCIDR"].map(|kind| format!("kind=\"{kind}\""));
-        let is_said = |kind: &String| {
+        let is_logged = |kind: &String| {
             log.lines().any(|line| line.contains("WARN") && line.contains(kind) && line.contains("Connection refused"))
         };
-        if kinds.iter().all(is_said) { Ok(log) } else { Err(log) }
+        if kinds.iter().all(is_logged) { Ok(log) } else { Err(log) }
     });
-    assert!(!log.contains("kube_client"), "a library says it as well:\n{log}");
+    assert!(!log.contains("kube_client"), "a library logs the error too:\n{log}");
     drop(program);
-    // Whoever asks for it gets it.
+    // The library's log can be switched on.
     let options = [&options[..], &["--log=info,kube_client=error"]].concat();
     let program = rig.control_plane_of("kubernetes", &options, &[kubeconfig]);
-    eventually("the library says it", || {
+    eventually("the library logs the error", || {
         let log = program.log();
         if log.contains("ERROR") && log.contains("kube_client") { Ok(()) } else { Err(log) }
     });
 }
 
 #[test]
-fn a_pipe_in_place_of_a_file_stops_nothing() {
+fn a_pipe_in_place_of_a_file_is_reported_and_blocks_no_program() {
     let rig = Rig::serving(&[("web", service("web", 10, "")), ("web-1", slice("web", &[("node-a", 10)], ""))]);
     let pipe = rig.path("pipe");
     nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).unwrap();
     let pipe = pipe.display().to_string();
 
-    // The state's lock: forwarding does not depend on it.
+    // The agent forwards although the lock of its state folder is a pipe.
     let state = rig.path("state");
     std::fs::create_dir(&state).unwrap();
     nix::unistd::mkfifo(&state.join("lock"), nix::sys::stat::Mode::S_IRWXU).unwrap();
     let agent = rig.agent(&[&format!("--state-dir={}", state.display()), "--state-save-period=100ms"]);
     rig.until_programmed();
-    eventually("the agent says why it saves nothing", || {
+    eventually("the agent logs why it cannot save its state", || {
         let log = agent.log();
-        let is_said = log.contains("the state cannot be saved") && log.contains("lock: it is no ordinary file");
-        if is_said { Ok(()) } else { Err(log) }
+        let is_logged = log.contains("the state cannot be saved") && log.contains("lock: it is no ordinary file");
+        if is_logged { Ok(()) } else { Err(log) }
     });
     assert!(agent.terminate().0.success());
 
@@ -141,8 +142,8 @@ fn a_pipe_in_place_of_a_file_stops_nothing() {
     let agent = rig.agent(&arguments);
     eventually("the agent names the file", || {
         let log = agent.log();
-        let is_said = log.contains(&format!("--tls-cert {pipe}: cannot read it: it is no ordinary file"));
-        if is_said { Ok(()) } else { Err(log) }
+        let is_logged = log.contains(&format!("--tls-cert {pipe}: cannot read it: it is no ordinary file"));
+        if is_logged { Ok(()) } else { Err(log) }
     });
     assert!(agent.terminate().0.success());
 
@@ -152,7 +153,7 @@ fn a_pipe_in_place_of_a_file_stops_nothing() {
 }
 
 #[test]
-fn wrong_command_lines_are_answered_with_what_to_write() {
+fn errors_of_command_lines_say_what_to_write() {
     let says = |name: &str, arguments: &[&str], expected: &str| {
         let output = Command::new(program(name).unwrap()).args(arguments).env("NO_COLOR", "1").output().unwrap();
         let said = String::from_utf8(output.stderr).unwrap();
@@ -171,7 +172,7 @@ fn wrong_command_lines_are_answered_with_what_to_write() {
         );
         control_plane(&[&format!("--metrics-listen={wrong}")], "write an IP address and a port, such as");
     }
-    // Set aside for documentation: no machine has it.
+    // An address reserved for documentation, which no machine has.
     control_plane(&["--listen=198.51.100.1:7443", "--insecure-loopback"], "this machine has no such address");
     let agent = |arguments: &[&str], expected: &str| {
         let required = ["--control-plane=http://127.0.0.1:1", "--insecure-loopback", "--state-dir="];

@@ -1,5 +1,5 @@
-//! The agent as a process: configuration, health, metrics, kernel parameters, and how its rules
-//! follow the node. One namespace is the node; the control plane reads a folder beside it.
+//! The agent as a process: configuration, health, metrics, kernel parameters, and rules that follow
+//! the node. A network namespace is the node. The control plane in it reads a folder of manifests.
 
 mod config;
 mod counters;

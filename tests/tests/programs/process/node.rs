@@ -8,7 +8,7 @@ fn web() -> Rig {
     ])
 }
 
-/// The rules of KUBE-SERVICES that lead to NodePorts.
+/// The conditions of the rules in KUBE-SERVICES that jump to KUBE-NODEPORTS.
 fn node_port_jumps(rules: &[String]) -> Vec<String> {
     let jumps =
         rules.iter().filter(|rule| rule.starts_with("-A KUBE-SERVICES ") && rule.ends_with("-j KUBE-NODEPORTS"));
@@ -41,7 +41,7 @@ fn row_47_ranges_restrict_node_ports_and_follow_the_interfaces() {
         }
     };
     rig.until_rules("NodePorts on the one address", "nat", is_only(&["192.0.2.11"]));
-    // The other family has no range of its own: it is free.
+    // No range is given for IPv6, so IPv6 node ports answer on every address.
     rig.until_rules_of("ip6tables-nft-save", "IPv6 NodePorts everywhere", "nat", |rules| {
         rules.iter().any(|rule| rule.ends_with("-j KUBE-NODEPORTS") && rule.contains("--dst-type LOCAL"))
     });
@@ -57,13 +57,13 @@ fn row_112_primary_is_the_internal_address_unless_the_operator_names_one() {
     let rig = web();
     let agent = rig.agent(&["--nodeport-addresses=primary"]);
     let is_at = |address: &'static str| move |rules: &[String]| node_port_jumps(rules) == [format!("-d {address}/32")];
-    rig.until_rules("the InternalIP, before the ExternalIP", "nat", is_at("192.0.2.11"));
-    rig.until_rules_of("ip6tables-nft-save", "the IPv6 one too", "nat", |rules| {
+    rig.until_rules("node ports on the InternalIP, and not on the ExternalIP", "nat", is_at("192.0.2.11"));
+    rig.until_rules_of("ip6tables-nft-save", "node ports on the IPv6 InternalIP", "nat", |rules| {
         node_port_jumps(rules) == ["-d 2001:db8::11/128"]
     });
     assert!(agent.terminate().0.success());
     let _agent = rig.agent(&["--nodeport-addresses=primary", "--bind-address=203.0.113.5"]);
-    rig.until_rules("the operator's address", "nat", is_at("203.0.113.5"));
+    rig.until_rules("node ports on the operator's address", "nat", is_at("203.0.113.5"));
 }
 
 // rows of iptables: 48
@@ -82,7 +82,7 @@ fn row_48_node_ports_on_localhost_can_be_turned_off() {
     let jumps = node_port_jumps(&rig.rules("iptables-nft-save", "nat"));
     assert_eq!(jumps, ["! -d 127.0.0.0/8"]);
     assert_eq!(rig.parameter("net/ipv4/conf/all/route_localnet"), "0");
-    // So it is where parameters are set beforehand, by somebody who may more.
+    // `--init-only` sets the parameter in advance, in a process with more privileges.
     for (argument, expected) in [
         ("--iptables-localhost-nodeports=false", "0"),
         ("--nodeport-addresses=192.0.2.0/24", "0"),
@@ -98,7 +98,7 @@ fn row_48_node_ports_on_localhost_can_be_turned_off() {
 #[test]
 fn row_113_local_pods_are_told_by_each_mode() {
     let rig = web();
-    let tells = |arguments: &[&str], program: &str, rule: &str| {
+    let detects = |arguments: &[&str], program: &str, rule: &str| {
         let agent = rig.agent(arguments);
         super::rig::eventually(&format!("{arguments:?}: {rule}"), || {
             let rules = rig.rules(program, "nat");
@@ -108,14 +108,14 @@ fn row_113_local_pods_are_told_by_each_mode() {
         });
         assert!(agent.terminate().0.success());
     };
-    tells(&["--cluster-cidr=10.244.0.0/16,fd00:244::/48"], "iptables-nft-save", "! -s 10.244.0.0/16");
-    tells(&["--detect-local-mode=NodeCIDR"], "iptables-nft-save", "! -s 10.244.1.0/24");
+    detects(&["--cluster-cidr=10.244.0.0/16,fd00:244::/48"], "iptables-nft-save", "! -s 10.244.0.0/16");
+    detects(&["--detect-local-mode=NodeCIDR"], "iptables-nft-save", "! -s 10.244.1.0/24");
     let bridge = ["--detect-local-mode=BridgeInterface", "--pod-bridge-interface=cni0"];
-    tells(&bridge, "iptables-nft-save", "! -i cni0");
+    detects(&bridge, "iptables-nft-save", "! -i cni0");
     let prefix = ["--detect-local-mode=InterfaceNamePrefix", "--pod-interface-name-prefix=veth"];
-    tells(&prefix, "iptables-nft-save", "! -i veth+");
-    // The last agent detected by interface: in CIDR mode without a range of a family there is no
-    // detector for it.
+    detects(&prefix, "iptables-nft-save", "! -i veth+");
+    // The last agent detected pods by interface. In mode ClusterCIDR, a family without a range has
+    // no detector.
     let agent = rig.agent(&["--cluster-cidr=fd00:244::/48"]);
     rig.until_rules("no detector for IPv4", "nat", |rules| {
         !rules.iter().any(|rule| rule.starts_with("-A KUBE-SVC") && rule.ends_with("-j KUBE-MARK-MASQ"))
@@ -152,7 +152,7 @@ fn row_107_a_deleted_node_keeps_its_addresses_and_pod_ranges_also_after_a_restar
     rig.until_ineligible();
     rig.put("node", &node("podCIDRs: [10.244.7.0/24]"));
     rig.until_health("/healthz", 200);
-    rig.until_rules("the Node that came back", "nat", |rules| {
+    rig.until_rules("the new Node's range is in the rules", "nat", |rules| {
         rules.iter().any(|rule| rule.contains("! -s 10.244.7.0/24"))
             && !rules.iter().any(|rule| rule.contains("10.244.1.0/24"))
     });

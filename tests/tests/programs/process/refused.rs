@@ -1,12 +1,12 @@
-//! A service whose rules iptables itself refuses: here for want of the `recent` match, which
-//! session affinity needs.
+//! A Service whose rules iptables refuses. The `recent` match is missing, which session affinity
+//! needs.
 
 use super::rig::{Program, Rig, eventually, node, service, slice};
 
 const EXTENSION: &str = "libxt_recent.so";
 const AFFINITY: &str = "  sessionAffinity: ClientIP\n";
 
-/// What all services are programmed by.
+/// The variant of iptables under test, and its save program.
 struct Variant {
     name: &'static str,
     save: &'static str,
@@ -20,21 +20,21 @@ fn start(rig: &Rig, variant: &Variant) -> Program {
 }
 
 fn translations(rules: &[String], service: &str) -> Vec<String> {
-    let of_service = rules.iter().filter(|rule| rule.contains("DNAT") && rule.contains(&format!("ns/{service}:")));
-    of_service.filter_map(|rule| Some(rule.rsplit_once("--to-destination ")?.1.to_owned())).collect()
+    let rules = rules.iter().filter(|rule| rule.contains("DNAT") && rule.contains(&format!("ns/{service}:")));
+    rules.filter_map(|rule| Some(rule.rsplit_once("--to-destination ")?.1.to_owned())).collect()
 }
 
 fn until_translated(rig: &Rig, variant: &Variant, service: &str, to: &[&str]) {
     let mut to: Vec<&str> = to.to_vec();
     to.sort_unstable();
-    rig.until_rules_of(variant.save, &format!("{service} leads to {to:?}"), "nat", |rules| {
+    rig.until_rules_of(variant.save, &format!("{service} is translated to {to:?}"), "nat", |rules| {
         let mut found = translations(rules, service);
         found.sort_unstable();
         found == to
     });
 }
 
-/// Waits until `headgatectl agents` names the refused service, or names none.
+/// Waits until `headgatectl agents` shows the refused Service, or until it shows none.
 fn until_listed(rig: &Rig, listed: bool) {
     eventually(&format!("headgatectl agents lists the refusal: {listed}"), || {
         let said = rig.headgatectl(&["agents"])?;
@@ -44,7 +44,7 @@ fn until_listed(rig: &Rig, listed: bool) {
     });
 }
 
-fn one_service_holds_up_nothing_else(variant: &Variant) {
+fn check_that_a_refused_service_delays_no_other(variant: &Variant) {
     let manifests = [
         ("node", node("")),
         ("sticky", service("sticky", 1, "")),
@@ -70,7 +70,8 @@ fn one_service_holds_up_nothing_else(variant: &Variant) {
     rig.until_health("/healthz", 200);
     assert_eq!(rig.metric("headgate_agent_service_refusals_total"), 1.0);
 
-    // An agent that starts with it programs the others, and finds no good rules of it that it knew.
+    // A new agent programs the other Services. It does not know the last good rules of the refused
+    // Service.
     drop(agent);
     let _agent = start(&rig, variant);
     rig.until_metric("headgate_agent_services_refused", |count| count == 1.0);
@@ -79,7 +80,7 @@ fn one_service_holds_up_nothing_else(variant: &Variant) {
     until_translated(&rig, variant, "sticky", &[]);
     until_listed(&rig, true);
 
-    // What was missing is there, and the service changes.
+    // The missing match is installed, and the Service changes.
     rig.give_extension(EXTENSION);
     rig.put("sticky-1", &slice("sticky", &[("node-a", 7)], ""));
     until_translated(&rig, variant, "sticky", &["10.244.1.7:8080"]);
@@ -88,18 +89,19 @@ fn one_service_holds_up_nothing_else(variant: &Variant) {
     let canaries = |table: &str| {
         rig.rules(variant.save, table).iter().filter(|rule| rule.starts_with("-A KUBE-PROXY-CANARY")).count()
     };
-    // A trial's own lines go with the step after it, which an agent that is up to date has taken.
+    // The step after a trial removes the trial's rules. An agent that is up to date has completed
+    // this step.
     until_listed(&rig, false);
-    assert_eq!((canaries("nat"), canaries("filter")), (0, 0), "nothing of the trials is left");
+    assert_eq!((canaries("nat"), canaries("filter")), (0, 0), "rules of trials are left");
     assert_eq!(rig.metric("headgate_agent_services_refused"), 0.0);
 }
 
 #[test]
-fn legacy_one_service_that_iptables_refuses_holds_up_nothing_else() {
-    one_service_holds_up_nothing_else(&LEGACY);
+fn legacy_a_service_that_iptables_refuses_delays_no_other() {
+    check_that_a_refused_service_delays_no_other(&LEGACY);
 }
 
 #[test]
-fn nft_one_service_that_iptables_refuses_holds_up_nothing_else() {
-    one_service_holds_up_nothing_else(&NFT);
+fn nft_a_service_that_iptables_refuses_delays_no_other() {
+    check_that_a_refused_service_delays_no_other(&NFT);
 }

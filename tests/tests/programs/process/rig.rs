@@ -1,4 +1,4 @@
-//! One node in a namespace, its programs, and looks at them.
+//! One node in a network namespace, with its programs.
 
 use std::{
     fs::{self, File},
@@ -19,25 +19,25 @@ use nix::{
 };
 use tempfile::TempDir;
 
-/// Only ever waited for when a test fails.
+/// The longest wait for an expected state. Only a failing test waits this long.
 const GUARD: Duration = Duration::from_secs(60);
 const HEALTH: u16 = 10256;
 const METRICS: u16 = 10249;
 const REPLICA: u16 = 7480;
 
-/// Tries until it gives something; panics with `what` and the last thing seen after a long while.
+/// Calls `attempt` until it succeeds. After [`GUARD`], panics with `what` and the last error.
 pub(super) fn eventually<T>(what: &str, mut attempt: impl FnMut() -> Result<T, String>) -> T {
     let deadline = Instant::now() + GUARD;
     loop {
         match attempt() {
             Ok(found) => return found,
-            Err(seen) => assert!(Instant::now() < deadline, "never: {what}; last seen: {seen}"),
+            Err(seen) => assert!(Instant::now() < deadline, "not seen in time: {what}; last seen: {seen}"),
         }
         std::thread::sleep(Duration::from_millis(30));
     }
 }
 
-/// A running program, killed when dropped.
+/// A running program. Dropping it kills the process.
 pub(super) struct Program {
     child: Child,
     log: PathBuf,
@@ -50,7 +50,7 @@ impl Program {
         Self { child: namespace.spawn(command).unwrap(), log }
     }
 
-    /// Waits for it to end by itself; its status and everything that it wrote.
+    /// Waits until the program ends. Returns its exit status and its whole output.
     pub(super) fn ended(mut self) -> (ExitStatus, String) {
         let status = eventually("the program ends", || {
             let log = self.log();
@@ -59,13 +59,13 @@ impl Program {
         (status, self.log())
     }
 
-    /// Asks it to end.
+    /// Sends SIGTERM and waits until the program ends.
     pub(super) fn terminate(self) -> (ExitStatus, String) {
         kill(Pid::from_raw(self.child.id().cast_signed()), Signal::SIGTERM).unwrap();
         self.ended()
     }
 
-    /// Everything that it wrote.
+    /// The whole output of the program.
     pub(super) fn log(&self) -> String {
         fs::read_to_string(&self.log).unwrap()
     }
@@ -87,7 +87,8 @@ impl Drop for Program {
     }
 }
 
-/// A node called node-a. Programs end before the namespace and the folder go.
+/// A node called node-a. The fields are dropped in order: programs first, then the namespace and
+/// the folder.
 pub(super) struct Rig {
     control_plane: Option<Program>,
     namespace: Namespace,
@@ -95,7 +96,7 @@ pub(super) struct Rig {
 }
 
 impl Rig {
-    /// A node with addresses 192.0.2.11 and 2001:db8::11, and no program yet.
+    /// Creates a node with addresses 192.0.2.11 and 2001:db8::11, without programs.
     pub(super) fn new() -> Self {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         netns::check_prerequisites().unwrap();
@@ -111,7 +112,7 @@ impl Rig {
         Self { control_plane: None, namespace, folder }
     }
 
-    /// The same with a control plane that serves these manifests.
+    /// Creates a node and starts a control plane that serves these manifests.
     pub(super) fn serving(manifests: &[(&str, String)]) -> Self {
         let mut rig = Self::new();
         manifests.iter().for_each(|(name, text)| rig.put(name, text));
@@ -123,17 +124,17 @@ impl Rig {
         rig
     }
 
-    /// Ends the control plane without a word.
+    /// Kills the control plane.
     pub(super) fn stop_control_plane(&mut self) {
         self.control_plane = None;
     }
 
-    /// Starts a control plane of this rig's manifests, with options of its own.
+    /// Starts another control plane of this rig's manifests, with its own options.
     pub(super) fn control_plane(&self, options: &[&str], more: &[String]) -> Program {
         self.control_plane_of(&format!("files:{}", self.path("manifests").display()), options, more)
     }
 
-    /// The same of any source.
+    /// Starts another control plane of any source.
     pub(super) fn control_plane_of(&self, source: &str, options: &[&str], more: &[String]) -> Program {
         let mut command = Command::new(program("headgate-control-plane").unwrap());
         command.args(["--source", source]).args(options).args(more);
@@ -141,8 +142,8 @@ impl Rig {
         Program::start(&self.namespace, command, self.path("another-control-plane.log"))
     }
 
-    /// The same with a control plane that watches an API server, which runs on the node as well,
-    /// and is asked what it thinks by `Self::replica_page`.
+    /// Creates a node, and starts an API server and a control plane that watches it.
+    /// `Self::replica_page` reads the control plane's pages.
     pub(super) fn watching(api: fn() -> ApiServer, options: &[&str]) -> (Self, ApiServer) {
         let mut rig = Self::new();
         let api = rig.namespace.run(|| Ok(api())).unwrap();
@@ -154,17 +155,17 @@ impl Rig {
         (rig, api)
     }
 
-    /// Everything that the control plane wrote.
+    /// The control plane's whole output.
     pub(super) fn control_plane_log(&self) -> String {
         fs::read_to_string(self.path("control-plane.log")).unwrap()
     }
 
-    /// A page of the control plane.
+    /// Gets a page of the control plane, and returns its status and body.
     pub(super) fn replica_page(&self, path: &str) -> Result<(u16, String), String> {
         self.get(REPLICA, path)
     }
 
-    /// Does something on the node.
+    /// Runs `work` in the node's network namespace.
     pub(super) fn run<T: Send>(&self, work: impl FnOnce() -> T + Send) -> T {
         self.namespace.run(|| Ok(work())).unwrap()
     }
@@ -174,7 +175,7 @@ impl Rig {
         self.folder.path().join(name)
     }
 
-    /// Writes a manifest as a whole.
+    /// Replaces a manifest atomically.
     pub(super) fn put(&self, name: &str, text: &str) {
         let draft = self.path("draft");
         fs::write(&draft, text).unwrap();
@@ -186,14 +187,14 @@ impl Rig {
         fs::remove_file(self.path("manifests").join(format!("{name}.yaml"))).unwrap();
     }
 
-    /// Writes any file; its path.
+    /// Writes a file and returns its path.
     pub(super) fn write(&self, name: &str, text: &str) -> PathBuf {
         let path = self.path(name);
         fs::write(&path, text).unwrap();
         path
     }
 
-    /// The agent's command line with these arguments and nothing else.
+    /// The agent's command line with only these arguments.
     fn agent_command(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(program("headgate-node-agent").unwrap());
         let path = format!("{}:{}", self.path("tools").display(), std::env::var("PATH").unwrap());
@@ -201,8 +202,8 @@ impl Rig {
         command
     }
 
-    /// Starts the agent as [`Self::agent`] does, on a kernel that seems to have no IPv6 sockets, as
-    /// after booting with `ipv6.disable=1`.
+    /// Starts the agent like [`Self::agent`], on a kernel that refuses IPv6 sockets, as after
+    /// booting with `ipv6.disable=1`.
     pub(super) fn agent_without_ipv6_sockets(&self, arguments: &[&str]) -> Program {
         let mut all = vec!["--node-name=node-a", "--control-plane=http://127.0.0.1:7443", "--insecure-loopback"];
         all.extend(["--state-dir=", "--iptables-variant=nft"]);
@@ -212,15 +213,14 @@ impl Rig {
         Program::start(&self.namespace, command, self.path("agent.log"))
     }
 
-    /// Runs the agent's program to its end. The state that the machine may have on disk is not its
-    /// business.
+    /// Runs the agent's program until it ends. The program does not use the machine's state folder.
     pub(super) fn run_agent(&self, arguments: &[&str]) -> (ExitStatus, String) {
         let arguments = [&["--state-dir="], arguments].concat();
         Program::start(&self.namespace, self.agent_command(&arguments), self.path("action.log")).ended()
     }
 
-    /// Starts the agent of node-a with further arguments; with the nft variant, unless they name
-    /// another.
+    /// Starts the agent of node-a with these arguments. Unless they name a variant, the agent uses
+    /// nft.
     pub(super) fn agent(&self, arguments: &[&str]) -> Program {
         let mut all = vec!["--node-name=node-a", "--insecure-loopback", "--state-dir="];
         if !arguments.iter().any(|argument| argument.starts_with("--control-plane=")) {
@@ -233,8 +233,8 @@ impl Rig {
         Program::start(&self.namespace, self.agent_command(&all), self.path("agent.log"))
     }
 
-    /// Starts the agent as [`Self::agent`] does, with iptables programs that lack a match's
-    /// extension, as on a machine that was not given it whole. [`Self::give_extension`] brings it.
+    /// Starts the agent like [`Self::agent`], with iptables programs that lack the extension of a
+    /// match, as on an incomplete installation. [`Self::give_extension`] installs the extension.
     pub(super) fn agent_without_extension(&self, extension: &str, arguments: &[&str]) -> Program {
         let folder = self.path("xtables");
         let _ = fs::remove_dir_all(&folder);
@@ -253,20 +253,20 @@ impl Rig {
         Program::start(&self.namespace, command, self.path("agent.log"))
     }
 
-    /// From now on the agent's iptables programs have the extension.
+    /// Installs an extension for the agent's iptables programs.
     pub(super) fn give_extension(&self, extension: &str) {
         symlink(xtables().join(extension), self.path("xtables").join(extension)).unwrap();
     }
 
-    /// What `headgatectl` says.
+    /// Runs `headgatectl` and returns its output.
     pub(super) fn headgatectl(&self, arguments: &[&str]) -> Result<String, String> {
         let mut command = Command::new(program("headgatectl").unwrap());
         command.args(arguments).env("NO_COLOR", "1");
         self.namespace.output(command).map_err(|error| format!("{error:#}"))
     }
 
-    /// Puts a program in front of another of the same name, which fails while the file
-    /// `NAME.broken` exists, except for telling its version.
+    /// Wraps a program. The wrapper fails while the file `NAME.broken` exists, except for
+    /// `--version`.
     pub(super) fn make_breakable(&self, name: &str) {
         use std::os::unix::fs::PermissionsExt as _;
         let found = ["/usr/sbin", "/sbin", "/usr/bin"].iter().map(|folder| Path::new(folder).join(name));
@@ -290,14 +290,14 @@ impl Rig {
         fs::remove_file(self.path(&format!("{name}.broken"))).unwrap();
     }
 
-    /// Rules and chains of a table.
+    /// The rules and chains of a table.
     pub(super) fn rules(&self, program: &str, table: &str) -> Vec<String> {
         let mut command = Command::new(program);
         command.args(["-t", table]);
         self.namespace.output(command).unwrap().lines().map(str::to_owned).collect()
     }
 
-    /// Removes every rule, as a firewall that restarts does.
+    /// Removes every rule, as a restarting firewall does.
     pub(super) fn flush(&self, program: &str) {
         for table in ["mangle", "nat", "filter"] {
             for action in ["-F", "-X"] {
@@ -308,12 +308,12 @@ impl Rig {
         }
     }
 
-    /// Waits until a table's IPv4 rules are so; what they are then.
+    /// Waits until a table's IPv4 rules fulfil a condition, and returns them.
     pub(super) fn until_rules(&self, what: &str, table: &str, are_so: impl Fn(&[String]) -> bool) -> Vec<String> {
         self.until_rules_of("iptables-nft-save", what, table, are_so)
     }
 
-    /// The same by another program.
+    /// Like [`Self::until_rules`], with another save program.
     pub(super) fn until_rules_of(
         &self,
         program: &str,
@@ -327,18 +327,18 @@ impl Rig {
         })
     }
 
-    /// Gets a page at any address; status and body.
+    /// Gets a page at any address. Returns status and body.
     pub(super) fn get_at(&self, address: &str, path: &str) -> Result<(u16, String), String> {
         let address = address.parse().unwrap();
         self.request_at("GET", address, path, "*/*").map(|(code, _, body)| (code, body))
     }
 
-    /// Gets a page; status and body.
+    /// Gets a page at a port of 127.0.0.1. Returns status and body.
     pub(super) fn get(&self, port: u16, path: &str) -> Result<(u16, String), String> {
         self.request("GET", port, path, "*/*").map(|(code, _, body)| (code, body))
     }
 
-    /// Status, headers and body.
+    /// Sends a request. Returns status, headers and body.
     fn request(&self, method: &str, port: u16, path: &str, accept: &str) -> Result<(u16, String, String), String> {
         self.request_at(method, SocketAddr::from(([127, 0, 0, 1], port)), path, accept)
     }
@@ -364,13 +364,13 @@ impl Rig {
         Ok((code, head.to_owned(), body.to_owned()))
     }
 
-    /// A page of the port for health.
+    /// Gets a page of the health port. Returns status and body.
     pub(super) fn health(&self, path: &str) -> Result<(u16, serde_json::Value), String> {
         let (code, body) = self.get(HEALTH, path)?;
         Ok((code, serde_json::from_str(&body).unwrap_or_default()))
     }
 
-    /// Waits for an answer of a page for health.
+    /// Waits until a page of the health port has this status, and returns its body.
     pub(super) fn until_health(&self, path: &str, code: u16) -> serde_json::Value {
         eventually(&format!("{path} answers {code}"), || match self.health(path)? {
             (found, body) if found == code => Ok(body),
@@ -378,30 +378,30 @@ impl Rig {
         })
     }
 
-    /// Waits until load balancers are told that the node goes away.
+    /// Waits until /healthz tells load balancers that the node is not eligible.
     pub(super) fn until_ineligible(&self) {
-        eventually("the node goes away", || match self.health("/healthz")? {
+        eventually("the node is not eligible", || match self.health("/healthz")? {
             (503, body) if body["nodeEligible"] == false => Ok(()),
             (found, body) => Err(format!("{found} {body}")),
         });
     }
 
-    /// A page of the port for metrics.
+    /// Gets a page of the metrics port. Returns status and body.
     pub(super) fn page(&self, path: &str) -> Result<(u16, String), String> {
         self.get(METRICS, path)
     }
 
-    /// The same for somebody who accepts this.
+    /// Gets a page of the metrics port with this Accept header.
     pub(super) fn page_for(&self, path: &str, accept: &str) -> Result<(u16, String), String> {
         self.request("GET", METRICS, path, accept).map(|(code, _, body)| (code, body))
     }
 
-    /// Deletes what a page of the port for metrics has counted.
+    /// Sends DELETE to a page of the metrics port, which resets its metrics.
     pub(super) fn delete(&self, path: &str) -> Result<(u16, String), String> {
         self.request("DELETE", METRICS, path, "*/*").map(|(code, _, body)| (code, body))
     }
 
-    /// The metrics as they are told to somebody who accepts this: content type and text.
+    /// The metrics for this Accept header: content type and text.
     pub(super) fn metrics_for(&self, accept: &str) -> (String, String) {
         let (_, head, body) = self.request("GET", METRICS, "/metrics", accept).unwrap();
         let content_type =
@@ -409,14 +409,14 @@ impl Rig {
         (content_type.unwrap(), body)
     }
 
-    /// A metric's value; 0 when it is not there.
+    /// The value of a metric; 0 if it is missing.
     pub(super) fn metric(&self, name: &str) -> f64 {
         let text = self.page("/metrics").map(|(_, body)| body).unwrap_or_default();
         let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
         value.map_or(0.0, |value| value.parse().unwrap())
     }
 
-    /// Waits until a metric's value is so; the value.
+    /// Waits until a metric's value fulfils a condition, and returns the value.
     pub(super) fn until_metric(&self, name: &str, is_so: impl Fn(f64) -> bool) -> f64 {
         eventually(name, || {
             let value = self.metric(name);
@@ -424,7 +424,7 @@ impl Rig {
         })
     }
 
-    /// Waits until all services' rules are in place.
+    /// Waits until the rules of all Services are programmed.
     pub(super) fn until_programmed(&self) {
         self.until_metric("headgate_agent_version_programmed", |version| version > 0.0);
     }
@@ -446,14 +446,14 @@ impl Rig {
     }
 }
 
-/// The folder of iptables' extensions.
+/// The folder of the extensions of iptables.
 fn xtables() -> PathBuf {
     let multiarch = fs::read_dir("/usr/lib").unwrap().map(|entry| entry.unwrap().path().join("xtables"));
     let all = multiarch.chain(["/usr/lib/xtables", "/usr/lib64/xtables"].map(PathBuf::from));
     all.into_iter().find(|folder| folder.join("libxt_comment.so").exists()).unwrap()
 }
 
-/// A Node with an address of each family. `spec` is further YAML below it, in one line.
+/// A Node with an address of each family. `spec` is further YAML for its spec, in one line.
 pub(super) fn node(spec: &str) -> String {
     format!(
         "apiVersion: v1\nkind: Node\nmetadata: {{name: node-a}}\nspec: {{{spec}}}\nstatus:\n  addresses:\n  \
@@ -462,7 +462,7 @@ pub(super) fn node(spec: &str) -> String {
     )
 }
 
-/// A service on both families with a NodePort. `spec` is further YAML.
+/// A Service in both families with a node port. `spec` is further YAML for its spec.
 pub(super) fn service(name: &str, number: u8, spec: &str) -> String {
     format!(
         "apiVersion: v1\nkind: Service\nmetadata: {{namespace: ns, name: {name}}}\nspec:\n  type: NodePort\n  \
@@ -472,7 +472,8 @@ pub(super) fn service(name: &str, number: u8, spec: &str) -> String {
     )
 }
 
-/// Its IPv4 endpoints: 10.244.NODE.LAST.
+/// An EndpointSlice of the Service `name`. Each endpoint is a node and the last byte of
+/// 10.244.1.LAST.
 pub(super) fn slice(name: &str, endpoints: &[(&str, u8)], metadata: &str) -> String {
     let mut text = format!(
         "apiVersion: discovery.k8s.io/v1\nkind: EndpointSlice\nmetadata:\n  namespace: ns\n  name: {name}-1\n  \
@@ -484,7 +485,7 @@ pub(super) fn slice(name: &str, endpoints: &[(&str, u8)], metadata: &str) -> Str
     text
 }
 
-/// A service on IPv4 alone, otherwise as [`service`].
+/// A Service only in IPv4, otherwise like [`service`].
 pub(super) fn service_v4(name: &str, number: u8, spec: &str) -> String {
     let both = format!("  clusterIPs: [10.96.0.{number}, \"fd00:96::{number}\"]\n  ipFamilies: [IPv4, IPv6]\n");
     let v4 = service(name, number, spec).replace(&both, "");

@@ -7,14 +7,14 @@ const CONNTRACK: &str = "net/netfilter/nf_conntrack";
 fn row_88_timeouts_of_connection_tracking_are_set_before_anything_else() {
     let rig = Rig::new();
     let before = rig.parameter(&format!("{CONNTRACK}_udp_timeout"));
-    // The size of the table belongs to the machine and cannot be set in a namespace: a warning, and
-    // all else is done.
+    // The table size belongs to the machine and cannot be set in a namespace. The agent warns and
+    // sets all other parameters.
     let (status, log) = rig.run_agent(&["--init-only", "--conntrack-tcp-timeout-established=10h"]);
     assert!(status.success(), "{log}");
     assert_eq!(rig.parameter(&format!("{CONNTRACK}_tcp_timeout_established")), "36000");
     assert_eq!(rig.parameter(&format!("{CONNTRACK}_tcp_timeout_close_wait")), "3600");
     assert_eq!(rig.parameter(&format!("{CONNTRACK}_tcp_be_liberal")), "0");
-    assert_eq!(rig.parameter(&format!("{CONNTRACK}_udp_timeout")), before, "not asked for");
+    assert_eq!(rig.parameter(&format!("{CONNTRACK}_udp_timeout")), before, "no option sets this timeout");
     let arguments = ["--init-only", "--conntrack-udp-timeout=7s", "--conntrack-udp-timeout-stream=1m10s"];
     assert!(rig.run_agent(&arguments).0.success());
     assert_eq!(rig.parameter(&format!("{CONNTRACK}_udp_timeout")), "7");
@@ -38,10 +38,10 @@ fn drops_invalid(rules: &[String]) -> bool {
 fn row_87_invalid_packets_are_dropped_unless_connection_tracking_is_liberal() {
     let rig = web();
     let agent = rig.agent(&[]);
-    rig.until_rules("INVALID is dropped", "filter", drops_invalid);
+    rig.until_rules("invalid packets are dropped", "filter", drops_invalid);
     assert!(agent.terminate().0.success());
     let _agent = rig.agent(&["--conntrack-tcp-be-liberal"]);
-    rig.until_rules("INVALID passes", "filter", |rules| !drops_invalid(rules));
+    rig.until_rules("invalid packets pass", "filter", |rules| !drops_invalid(rules));
     assert_eq!(rig.parameter(&format!("{CONNTRACK}_tcp_be_liberal")), "1");
 }
 

@@ -1,5 +1,5 @@
-//! An API server that hangs: the connection stays, and nothing comes. Everybody sees the age of
-//! what they have grow, and forwarding goes on.
+//! An API server hangs: its connections stay open, and no event arrives. Every program shows the
+//! growing age of its data, and forwarding continues.
 
 use std::time::Duration;
 
@@ -23,7 +23,7 @@ fn slice(address: &str) -> Value {
     endpoint_slice("shop", "web-1", "web").endpoint(address, "node-a").port("", "TCP", 8080).build()
 }
 
-/// Seconds since a kind was heard, by the replica's page for health.
+/// The seconds since the replica heard of a kind, from its health page.
 fn heard_ago(rig: &Rig, kind: &str) -> Result<u64, String> {
     let (_, page) = rig.replica_page("/healthz")?;
     let line = page.lines().find_map(|line| line.strip_prefix(kind)?.strip_prefix(" heard ")?.strip_suffix(" s ago"));
@@ -31,11 +31,13 @@ fn heard_ago(rig: &Rig, kind: &str) -> Result<u64, String> {
 }
 
 #[test]
-fn a_hanging_api_server_shows_as_growing_age_everywhere_and_is_asked_anew() {
+fn data_of_a_hanging_api_server_ages_everywhere_and_is_watched_again() {
     let (rig, api) = Rig::watching(api, &["--watch-silence-seconds=1", "--heartbeat-seconds=1"]);
     let _agent = rig.agent(&[]);
     rig.until_programmed();
-    rig.until_rules("the service is there", "nat", |rules| rules.iter().any(|rule| rule.contains("10.244.0.1:8080")));
+    rig.until_rules("the service is programmed", "nat", |rules| {
+        rules.iter().any(|rule| rule.contains("10.244.0.1:8080"))
+    });
     rig.until_metric("headgate_agent_source_age_seconds", |age| age < 2.0);
 
     api.block(Kind::EndpointSlice);
@@ -43,7 +45,7 @@ fn a_hanging_api_server_shows_as_growing_age_everywhere_and_is_asked_anew() {
     let age_by_kind = "headgate_source_age_seconds{kind=\"endpoint_slices\"}";
     for age in [4.0, 7.0] {
         rig.until_metric("headgate_agent_source_age_seconds", |seen| seen >= age);
-        eventually("the replica's metrics tell the age", || {
+        eventually("the replica's metrics show the age", || {
             let (_, page) = rig.replica_page("/metrics")?;
             let value = |name: &str| page.lines().find_map(|line| line.strip_prefix(name)?.trim().parse::<f64>().ok());
             if value(age_by_kind) >= Some(age) && value(restarts) >= Some(1.0) { Ok(()) } else { Err(page.clone()) }
@@ -53,13 +55,16 @@ fn a_hanging_api_server_shows_as_growing_age_everywhere_and_is_asked_anew() {
     let agent: Value = serde_json::from_str(&status).unwrap();
     assert!(agent["sourceAgeSeconds"].as_f64() >= Some(7.0) && agent["connected"] == true, "{agent}");
     assert!(heard_ago(&rig, "endpoint_slices").unwrap() >= 7);
-    eventually("other kinds are heard", || {
+    eventually("events of other kinds arrive", || {
         heard_ago(&rig, "nodes").and_then(|age| if age < 5 { Ok(()) } else { Err(age.to_string()) })
     });
     let status = rig.headgatectl(&["status"]).unwrap();
     assert!(status.contains("endpoint_slices "), "{status}");
     let rules = rig.rules("iptables-nft-save", "nat");
-    assert!(rules.iter().any(|rule| rule.contains("10.244.0.1:8080")), "forwarding goes on: {rules:?}");
+    assert!(
+        rules.iter().any(|rule| rule.contains("10.244.0.1:8080")),
+        "the rules do not forward to the last known endpoint: {rules:?}"
+    );
 
     api.apply(slice("10.244.0.2")).unwrap();
     api.release(Kind::EndpointSlice);
@@ -67,9 +72,9 @@ fn a_hanging_api_server_shows_as_growing_age_everywhere_and_is_asked_anew() {
     rig.until_metric("headgate_agent_source_age_seconds", |age| age < 2.0);
 }
 
-/// The HTTP client's own error for each try says less than the source's warning.
+/// The warning of the source says more than the HTTP client's own error for each attempt.
 #[test]
-fn an_api_server_that_refuses_connections_is_told_by_warnings_of_the_source_alone() {
+fn only_the_source_logs_that_an_api_server_refuses_connections() {
     let (rig, api) = Rig::watching(api, &[]);
     eventually("everything is listed", || match rig.control_plane_log() {
         log if log.contains("listed") => Ok(()),

@@ -13,14 +13,16 @@ fn row_94_after_a_failure_everything_is_programmed_by_itself() {
     assert_eq!(rig.metric("headgate_agent_version_programmed"), 0.0);
     assert!(agent.log().contains("broken on purpose"), "{}", agent.log());
     rig.mend_tool("iptables-nft-restore");
-    rig.until_rules("the service is there", "filter", |rules| rules.iter().any(|rule| rule.contains("ns/web:http")));
-    // Somebody's change while it failed comes through as well.
+    rig.until_rules("the service is programmed", "filter", |rules| {
+        rules.iter().any(|rule| rule.contains("ns/web:http"))
+    });
+    // A change that arrives during a failure is programmed too.
     rig.break_tool("iptables-nft-restore");
     rig.put("web-1", &slice("web", &[("node-a", 10)], ""));
     rig.until_metric("headgate_agent_applies_failed_total{kind=\"partial\"}", |failures| failures >= 1.0);
     rig.put("more", &service("more", 20, ""));
     rig.mend_tool("iptables-nft-restore");
-    rig.until_rules("both changes are there", "filter", |rules| {
+    rig.until_rules("both changes are programmed", "filter", |rules| {
         rules.iter().any(|rule| rule.contains("ns/more:http")) && !rules.iter().any(|rule| rule.contains("ns/web:http"))
     });
 }
@@ -38,12 +40,12 @@ fn row_95_a_burst_is_gathered_between_two_syncs() {
         let seen = changes_before + f64::from(last);
         rig.until_metric("kubeproxy_sync_proxy_rules_endpoint_changes_total", |changes| changes >= seen);
     }
-    rig.until_rules("the last value is there", "nat", |rules| {
+    rig.until_rules("the last value is programmed", "nat", |rules| {
         rules.iter().any(|rule| rule.contains("10.244.1.20:8080"))
     });
     let syncs = rig.until_metric(SYNCS, |syncs| syncs > before) - before;
     assert!(syncs < 20.0, "{syncs} syncs for 20 changes");
-    // Values that came and went in between were never written.
+    // The values in between were never written.
     rig.until_metric("kubeproxy_sync_proxy_rules_endpoint_changes_pending", |pending| pending == 0.0);
 }
 
@@ -54,6 +56,6 @@ fn row_95_rules_are_looked_at_again_without_any_change() {
     let _agent = rig.agent(&["--iptables-sync-period=1s"]);
     rig.until_programmed();
     rig.flush("iptables-nft");
-    rig.until_rules("they are back", "filter", |rules| rules.iter().any(|rule| rule.contains("ns/web:http")));
+    rig.until_rules("the rules are restored", "filter", |rules| rules.iter().any(|rule| rule.contains("ns/web:http")));
     rig.until_metric("headgate_agent_repairs_total", |repairs| repairs >= 1.0);
 }

@@ -1,4 +1,4 @@
-//! What `headgatectl wait` and `agents` say of a real agent, held against the kernel.
+//! Compares what `headgatectl wait` and `agents` say of a real agent with the kernel.
 
 use super::rig::{Rig, eventually, node, service, slice};
 
@@ -9,7 +9,7 @@ fn translates_to(rig: &Rig, address: &str) -> bool {
     rig.rules("iptables-nft-save", "nat").iter().any(|rule| rule.contains("DNAT") && rule.contains(&target))
 }
 
-/// Commits of which the replica has measured how long they took to be in the kernel everywhere.
+/// The number of commits for which the replica has measured the time until every kernel had them.
 fn measured(rig: &Rig) -> u64 {
     let (_, page) = rig.replica_page("/metrics").unwrap();
     let count = "headgate_control_plane_programmed_everywhere_seconds_count ";
@@ -18,7 +18,7 @@ fn measured(rig: &Rig) -> u64 {
 }
 
 #[test]
-fn wait_returns_when_the_kernel_has_it_and_says_why_it_has_not() {
+fn wait_returns_once_the_kernel_has_the_change_and_otherwise_says_why_not() {
     let rig = Rig::serving(&[
         ("node", node("")),
         ("web", service("web", 1, "")),
@@ -30,34 +30,35 @@ fn wait_returns_when_the_kernel_has_it_and_says_why_it_has_not() {
     let said = rig.headgatectl(&["wait", "ns/web"]).unwrap();
     assert!(said.starts_with("service ns/web: 1 node has programmed it, "), "{said}");
     assert!(translates_to(&rig, "10.244.1.1"));
-    // The first commit is among them if the agent was there before the manifests had been read.
+    // The count includes the first commit only if the agent connected before the control plane had
+    // read the manifests.
     let before = measured(&rig);
 
     rig.break_tool(RESTORE);
     rig.put("web-1", &slice("web", &[("node-a", 1), ("node-a", 2)], ""));
-    // At first the change has not been read, then not been sent, then not been tried.
-    eventually("wait names the node that has not programmed it, and says why", || {
+    // At first the reason differs: the change has not been read, not been sent, or not been tried.
+    eventually("wait names the node that has not programmed the change, and says why", || {
         let said = rig.headgatectl(&["wait", "ns/web", "--endpoint", "10.244.1.2", "--timeout", "2s"]).unwrap_err();
         let is_counted = said.contains("exit status: 3") && said.contains("0 of 1 nodes have programmed it");
-        let is_told = said.contains("node-a: at version 1 of 2, ") && said.contains("broken on purpose");
-        if is_counted && is_told { Ok(()) } else { Err(said) }
+        let names_reason = said.contains("node-a: at version 1 of 2, ") && said.contains("broken on purpose");
+        if is_counted && names_reason { Ok(()) } else { Err(said) }
     });
     eventually("headgatectl agents shows the failure", || {
         let said = rig.headgatectl(&["agents"])?;
         let row = said.lines().nth(1).unwrap_or_default();
         let is_shown = row.starts_with("node-a  failing") && row.contains("iptables-nft");
-        let is_told = said.contains("node-a: error: version 2, attempt ") && said.contains("broken on purpose");
+        let names_error = said.contains("node-a: error: version 2, attempt ") && said.contains("broken on purpose");
         let is_counted = said.contains("fleet: 0 of 1 up to date, 1 failing");
-        if is_shown && is_told && is_counted { Ok(()) } else { Err(said) }
+        if is_shown && names_error && is_counted { Ok(()) } else { Err(said) }
     });
     assert!(!translates_to(&rig, "10.244.1.2"));
 
     rig.mend_tool(RESTORE);
     rig.headgatectl(&["wait", "ns/web", "--endpoint", "10.244.1.2"]).unwrap();
-    assert!(translates_to(&rig, "10.244.1.2"), "wait returned before the kernel had it");
+    assert!(translates_to(&rig, "10.244.1.2"), "wait returned before the kernel had the change");
     rig.put("web-1", &slice("web", &[("node-a", 2)], ""));
     rig.headgatectl(&["wait", "ns/web", "--endpoint", "10.244.1.1", "--gone"]).unwrap();
-    assert!(!translates_to(&rig, "10.244.1.1"), "wait returned before the kernel had it");
+    assert!(!translates_to(&rig, "10.244.1.1"), "wait returned before the kernel had the change");
 
     let agents = rig.headgatectl(&["agents", "-o", "json"]).unwrap();
     let agents: serde_json::Value = serde_json::from_str(&agents).unwrap();
@@ -70,10 +71,10 @@ fn wait_returns_when_the_kernel_has_it_and_says_why_it_has_not() {
     assert!(fleet.contains("fleet: 1 of 1 up to date; everywhere after p50 "), "{fleet}");
 }
 
-/// The agent has forgotten nothing and the kernel has: what it acknowledged before is no more,
-/// whichever way it got lost.
+/// The kernel loses rules that the agent has acknowledged, by a flush or by a reboot. They no
+/// longer count as programmed.
 #[test]
-fn what_was_acknowledged_and_is_gone_from_the_kernel_does_not_count() {
+fn acknowledged_rules_that_the_kernel_lost_do_not_count_as_programmed() {
     let rig = Rig::serving(&[("web", service("web", 1, "")), ("web-1", slice("web", &[("node-a", 1)], ""))]);
     rig.make_breakable(RESTORE);
     let state = format!("--state-dir={}", rig.path("state").display());
@@ -81,7 +82,7 @@ fn what_was_acknowledged_and_is_gone_from_the_kernel_does_not_count() {
     let agent = rig.agent(&arguments);
     rig.until_programmed();
     rig.headgatectl(&["wait", "ns/web"]).unwrap();
-    let is_told = |what: &str| {
+    let wait_reports = |what: &str| {
         eventually(what, || {
             let said = rig.headgatectl(&["wait", "ns/web", "--timeout", "300ms"]).unwrap_or_else(|error| error);
             let is_counted = said.contains("exit status: 3") && said.contains("0 of 1 nodes have programmed it");
@@ -89,27 +90,27 @@ fn what_was_acknowledged_and_is_gone_from_the_kernel_does_not_count() {
         });
     };
 
-    // Somebody flushes the rules, and they cannot be written again.
+    // Somebody flushes the rules, and the agent cannot write them again.
     rig.break_tool(RESTORE);
     rig.flush("iptables-nft");
-    is_told("the agent finds that the rules are gone, and wait says so");
+    wait_reports("the agent finds that the rules are gone, and wait says so");
     rig.mend_tool(RESTORE);
     rig.headgatectl(&["wait", "ns/web"]).unwrap();
-    assert!(translates_to(&rig, "10.244.1.1"), "wait returned before the kernel had it");
+    assert!(translates_to(&rig, "10.244.1.1"), "wait returned before the kernel had the rules");
 
-    // The node reboots: its disk has the state, with the version at this very replica, and its
-    // kernel nothing.
+    // The node reboots. Its disk has the state with the version of this replica, and its kernel has
+    // no rules.
     agent.terminate();
     rig.break_tool(RESTORE);
     rig.flush("iptables-nft");
     let agent = rig.agent(&arguments);
-    eventually("the agent is back, by the log", || {
+    eventually("the agent resumes by log", || {
         let agents = rig.headgatectl(&["agents", "-o", "wide"])?;
         if agents.contains("log (0)") { Ok(()) } else { Err(agents) }
     });
-    is_told("wait names the node whose kernel has nothing after the reboot");
+    wait_reports("wait names the node whose kernel has nothing after the reboot");
     rig.mend_tool(RESTORE);
     rig.headgatectl(&["wait", "ns/web"]).unwrap();
-    assert!(translates_to(&rig, "10.244.1.1"), "wait returned before the kernel had it");
+    assert!(translates_to(&rig, "10.244.1.1"), "wait returned before the kernel had the rules");
     drop(agent);
 }

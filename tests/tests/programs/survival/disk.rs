@@ -1,4 +1,4 @@
-//! Disks that fail: a warning and a metric, and forwarding as ever.
+//! The disk fails. The agent warns and counts the failures in a metric, and forwarding continues.
 
 use std::{fs, path::Path, process::Command};
 
@@ -13,7 +13,7 @@ use super::node::{
     wait_until, while_asking,
 };
 
-/// A damaged file is ignored with a reason, and replaced.
+/// The agent ignores a damaged file, logs the reason, and replaces the file.
 fn damaged_file(bed: &Testbed) -> Result<()> {
     bed.start_control_plane()?;
     bed.start_agent(NODE)?;
@@ -31,15 +31,15 @@ fn damaged_file(bed: &Testbed) -> Result<()> {
         bed.start_control_plane()?;
         bed.wait_programmed()
     })?;
-    ensure!(agent_log(bed)?.contains("Nothing else is lost"), "no word on what it means");
+    ensure!(agent_log(bed)?.contains("Nothing else is lost"), "the log does not name the consequence");
     bed.stop_agent(NODE)?;
     bed.stop_control_plane()?;
     forget_rules(bed)?;
     bed.start_agent(NODE)?;
-    wait_for_answers(bed, "steady").context("from the file that replaced the damaged one")
+    wait_for_answers(bed, "steady").context("with the file that replaced the damaged one")
 }
 
-/// Forwards, follows, warns and counts, though nothing can be saved.
+/// The agent forwards, follows changes, warns and counts, although it cannot save its state.
 fn forwards_without_disk(bed: &Testbed) -> Result<()> {
     wait_until("the node to be programmed", || {
         let status = bed.agents().unwrap_or_default();
@@ -60,7 +60,7 @@ fn forwards_without_disk(bed: &Testbed) -> Result<()> {
 
 fn unwritable_folder(bed: &Testbed) -> Result<()> {
     bed.start_control_plane()?;
-    // A file stands where the folder's parent should be.
+    // The folder's parent is a file.
     let folder = bed.machines().folder().join("in-the-way");
     fs::write(&folder, "").context("writing a file")?;
     let folder = folder.join("state").display().to_string();
@@ -71,8 +71,8 @@ fn unwritable_folder(bed: &Testbed) -> Result<()> {
 fn full_disk(bed: &Testbed) -> Result<()> {
     bed.start_control_plane()?;
     let disk = bed.machines().folder().join("disk");
-    fs::create_dir(&disk).context("making a folder")?;
-    // The process' exit ends its mount namespace, and the disk in it.
+    fs::create_dir(&disk).context("creating a folder")?;
+    // When the process exits, its mount namespace and the disk in it disappear.
     let process = start_on_small_disk(bed, &disk)?;
     let result = forwards_without_disk(bed);
     ensure!(agent_log(bed)?.contains("No space left on device"), "the disk was not full");
@@ -80,7 +80,7 @@ fn full_disk(bed: &Testbed) -> Result<()> {
     result
 }
 
-/// The agent in a mount namespace of its own, in which one page is all the disk there is.
+/// Starts the agent in its own mount namespace, with a disk of one page.
 fn start_on_small_disk(bed: &Testbed, disk: &Path) -> Result<Process> {
     let control = plan::address(plan::CONTROL).context("the control plane has an address")?.v4;
     let mut command = Command::new("unshare");

@@ -1,5 +1,5 @@
-//! Forwarding outlives the agent, the control plane, and the disk: real programs, stopped and
-//! killed, on a cluster of namespaces.
+//! Forwarding continues without the agent, the control plane, or the disk. Real programs are
+//! stopped and killed in a cluster of network namespaces.
 
 mod disk;
 mod node;

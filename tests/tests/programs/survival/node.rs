@@ -1,4 +1,4 @@
-//! The node that the tests look at, and what its agent writes.
+//! The node under test, and what its agent writes.
 
 use std::{
     fs::{self, Permissions},
@@ -19,15 +19,15 @@ use headgate_tests::{
     },
 };
 
-/// The node with an agent. Its pods' and outside-1's connections pass it.
+/// The node with an agent. The connections of its pods and of outside-1 pass this node.
 pub(crate) const NODE: &str = "node-a";
-/// Only ever waited for when a test fails.
+/// The longest wait for an expected state. Only a failing test waits this long.
 const GUARD: Duration = Duration::from_secs(60);
 
-/// Runs a scenario on machines with [`some_services`], on which nothing runs yet.
+/// Runs a scenario on machines without programs, with the manifests of [`some_services`].
 pub(crate) fn on_machines(backend: Backend, scenario: impl FnOnce(&Testbed) -> Result<()>) {
     let bed = some_services().and_then(|manifests| Testbed::machines_only(backend, manifests));
-    // The testbed is still there when a failure panics: then it keeps its logs.
+    // The testbed still exists when a failure panics, so that it keeps its logs.
     match bed.as_ref().map(scenario) {
         Ok(Ok(())) => {}
         Ok(Err(error)) => panic!("{error:?}"),
@@ -43,7 +43,7 @@ fn some_services() -> Result<Manifests> {
     Ok(manifests)
 }
 
-/// Ways to a service that depend on the node's rules alone.
+/// Clients and addresses of a Service for which only the node's rules matter.
 pub(crate) fn targets(bed: &Testbed, service: &str) -> Result<Vec<(&'static str, SocketAddr)>> {
     let mut targets = Vec::new();
     for family in Family::BOTH {
@@ -53,7 +53,7 @@ pub(crate) fn targets(bed: &Testbed, service: &str) -> Result<Vec<(&'static str,
     Ok(targets)
 }
 
-/// Exactly these servers answer.
+/// Fails unless exactly these servers answer.
 pub(crate) fn expect_servers(bed: &Testbed, service: &str, servers: &[&str]) -> Result<()> {
     for (from, to) in targets(bed, service)? {
         let request = Request::new(Transport::Tcp, to);
@@ -71,7 +71,7 @@ pub(crate) fn expect_servers(bed: &Testbed, service: &str, servers: &[&str]) -> 
     Ok(())
 }
 
-/// Waits until the service is answered, whoever programs it.
+/// Waits until all clients of a Service get an answer.
 pub(crate) fn wait_for_answers(bed: &Testbed, service: &str) -> Result<()> {
     wait_until("the service to be answered", || {
         for (from, to) in targets(bed, service)? {
@@ -84,7 +84,7 @@ pub(crate) fn wait_for_answers(bed: &Testbed, service: &str) -> Result<()> {
     })
 }
 
-/// Clients ask without a pause while `work` is done; none may fail.
+/// Clients send requests without a pause while `work` runs. No request may fail.
 pub(crate) fn while_asking(bed: &Testbed, service: &str, work: impl FnOnce() -> Result<()>) -> Result<()> {
     live::while_asking(bed, &targets(bed, service)?, work).map(drop)
 }
@@ -92,7 +92,7 @@ pub(crate) fn while_asking(bed: &Testbed, service: &str, work: impl FnOnce() -> 
 pub(crate) fn wait_until(what: &str, mut is_so: impl FnMut() -> Result<bool>) -> Result<()> {
     let deadline = Instant::now() + GUARD;
     while !is_so()? {
-        ensure!(Instant::now() < deadline, "waited in vain for {what}");
+        ensure!(Instant::now() < deadline, "no success within {GUARD:?}: {what}");
         std::thread::sleep(Duration::from_millis(20));
     }
     Ok(())
@@ -105,7 +105,7 @@ pub(crate) fn set_endpoints(bed: &Testbed, service: &str, endpoints: &[&str]) ->
     })
 }
 
-/// The node's kernel as it is after a reboot.
+/// Removes all rules, so that the node's kernel is as after a reboot.
 pub(crate) fn forget_rules(bed: &Testbed) -> Result<()> {
     let (node, lock) = (bed.machines().machine(NODE)?, bed.machines().xtables_lock(NODE));
     for variant in Variant::BOTH {
@@ -120,14 +120,14 @@ pub(crate) fn forget_rules(bed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// All rules of the node: chains in order of name, the rules of each in their order.
+/// All rules of the node. Chains are sorted by name, and the rules of each chain keep their order.
 pub(crate) fn rules(bed: &Testbed) -> Result<String> {
     let saved = iptables::save_all(bed.machines().machine(NODE)?, &bed.machines().xtables_lock(NODE))?;
     let (mut sorted, mut table): (Vec<String>, Vec<&str>) = (Vec::new(), Vec::new());
     for line in saved.lines() {
         let is_border = line.starts_with('*') || line.starts_with("==") || line == "COMMIT";
         if is_border {
-            // Stable: rules of one chain stay in their order.
+            // The sort is stable, so the rules of one chain keep their order.
             table.sort_by_key(|line| (line.split(' ').take(2).collect::<Vec<_>>().join(" "), 0));
             sorted.extend(table.drain(..).map(str::to_owned));
             sorted.push(line.to_owned());
@@ -138,7 +138,7 @@ pub(crate) fn rules(bed: &Testbed) -> Result<String> {
     Ok(sorted.join("\n"))
 }
 
-/// What the agent on the node has logged.
+/// The log of the agent on the node.
 pub(crate) fn agent_log(bed: &Testbed) -> Result<String> {
     fs::read_to_string(bed.machines().folder().join(format!("agent-{NODE}.log"))).context("reading the agent's log")
 }
@@ -160,8 +160,8 @@ pub(crate) fn metrics(bed: &Testbed) -> Result<String> {
     })
 }
 
-/// Stands before the programs that write rules, notes each run and what it is given, and passes it
-/// on.
+/// Wraps the programs that write rules. The wrapper records each run and its input, and then runs
+/// the program.
 pub(crate) struct Writes {
     folder: PathBuf,
 }
@@ -169,7 +169,7 @@ pub(crate) struct Writes {
 impl Writes {
     pub(crate) fn watch(bed: &Testbed) -> Result<Self> {
         let folder = bed.machines().folder().join("tools");
-        fs::create_dir(&folder).context("making a folder for tools")?;
+        fs::create_dir(&folder).context("creating a folder for the tools")?;
         let shown = folder.display();
         for family in ["iptables", "ip6tables"] {
             for variant in ["legacy", "nft"] {
@@ -189,21 +189,21 @@ impl Writes {
         Ok(Self { folder })
     }
 
-    /// For starting the agent.
+    /// The setup for an agent that uses the wrapped programs.
     pub(crate) fn setup(&self) -> AgentSetup {
         AgentSetup { tools: Some(self.folder.clone()), ..AgentSetup::default() }
     }
 
-    /// Runs so far.
+    /// The number of runs so far.
     pub(crate) fn count(&self) -> Result<usize> {
         Ok(self.read("runs")?.lines().count())
     }
 
-    /// What was written since the last call.
+    /// The input of all runs since the last call.
     pub(crate) fn take_input(&self) -> Result<String> {
         let text = self.read("input")?;
         if !text.is_empty() {
-            fs::remove_file(self.folder.join("input")).context("forgetting what was written")?;
+            fs::remove_file(self.folder.join("input")).context("removing the recorded input")?;
         }
         Ok(text)
     }

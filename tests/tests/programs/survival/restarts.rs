@@ -1,4 +1,4 @@
-//! Agents that stop, crash and come back, with and without a control plane.
+//! Agents stop, crash and start again, with and without a control plane.
 
 use std::{
     sync::atomic::{AtomicBool, Ordering},
@@ -14,7 +14,7 @@ use super::node::{
 };
 
 const KILLS: usize = 30;
-/// Seed of the times at which agents are killed.
+/// The seed of the times at which agents are killed.
 const SEED: u64 = 3;
 
 fn start(bed: &Testbed, writes: &Writes) -> Result<()> {
@@ -23,14 +23,18 @@ fn start(bed: &Testbed, writes: &Writes) -> Result<()> {
     bed.wait_programmed()
 }
 
-/// The machine reboots while no control plane answers: it forwards all the same, and takes what
-/// changed once one answers.
+/// The machine reboots while no control plane answers. The node forwards anyway, and receives the
+/// changes once a control plane answers.
 fn cold_start(bed: &Testbed) -> Result<()> {
     let writes = Writes::watch(bed)?;
-    // Nothing is known yet: nothing is written before a control plane has said everything.
+    // An agent without any state writes nothing before it has received everything from a control
+    // plane.
     bed.start_agent_with(NODE, &writes.setup())?;
     wait_until("the agent's first attempt to connect", || Ok(agent_log(bed)?.contains("the stream ended")))?;
-    ensure!(writes.count()? == 0 && !rules(bed)?.contains("KUBE-"), "rules were written before anything was known");
+    ensure!(
+        writes.count()? == 0 && !rules(bed)?.contains("KUBE-"),
+        "rules were written before the agent had any state"
+    );
     bed.start_control_plane()?;
     bed.wait_programmed()?;
     expect_servers(bed, "steady", &["a1", "b1"])?;
@@ -44,7 +48,7 @@ fn cold_start(bed: &Testbed) -> Result<()> {
     expect_servers(bed, "steady", &["a1", "b1"])?;
     expect_servers(bed, "other", &["c1"])?;
     let after = rules(bed)?;
-    ensure!(before == after, "rules were\n{before}\nand are, from disk,\n{after}");
+    ensure!(before == after, "the rules before were\n{before}\nand the rules from disk are\n{after}");
 
     set_endpoints(bed, "steady", &["a2"])?;
     writes.take_input()?;
@@ -61,7 +65,7 @@ fn cold_start(bed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// Restarts with nothing changed: not one program writes, and no connection is lost.
+/// The agent restarts and nothing has changed: no program writes rules, and no connection is lost.
 fn warm_restart(bed: &Testbed) -> Result<()> {
     let writes = Writes::watch(bed)?;
     start(bed, &writes)?;
@@ -70,7 +74,7 @@ fn warm_restart(bed: &Testbed) -> Result<()> {
         .map(|(from, to)| HeldConnection::open(bed.machines().machine(from)?, to))
         .collect::<Result<Vec<_>>>()?;
     let before = writes.count()?;
-    ensure!(before > 0, "the log of writes is empty after a start: it does not see the agent's writes");
+    ensure!(before > 0, "no writes were recorded during the first start");
     while_asking(bed, "steady", || {
         for is_killed in [false, true] {
             if is_killed {
@@ -87,12 +91,12 @@ fn warm_restart(bed: &Testbed) -> Result<()> {
             let agent = agents.iter().find(|agent| agent.node == NODE).context("the agent is not connected")?;
             ensure!(
                 agent.resumed_resources == 0,
-                "{} resources were sent, by {}",
+                "{} resources were sent, resumed by {}",
                 agent.resumed_resources,
                 agent.resume
             );
         }
-        // While the control plane is away as well.
+        // Restart while the control plane is stopped.
         bed.stop_control_plane()?;
         bed.kill_agent(NODE)?;
         bed.start_agent_with(NODE, &writes.setup())?;
@@ -100,11 +104,15 @@ fn warm_restart(bed: &Testbed) -> Result<()> {
         ensure!(writes.count()? == before, "the agent wrote without a control plane:\n{}", writes.take_input()?);
         bed.start_control_plane()?;
         bed.wait_programmed()?;
-        ensure!(writes.count()? == before, "the agent wrote after the return of all:\n{}", writes.take_input()?);
+        ensure!(
+            writes.count()? == before,
+            "the agent wrote after the control plane returned:\n{}",
+            writes.take_input()?
+        );
         Ok(())
     })?;
     held.iter_mut().try_for_each(HeldConnection::check).context("after restarts")?;
-    // An endpoint that goes keeps the connections that it has.
+    // A removed endpoint keeps its established connections.
     set_endpoints(bed, "steady", &["a2"])?;
     bed.wait_programmed()?;
     bed.kill_agent(NODE)?;
@@ -114,9 +122,8 @@ fn warm_restart(bed: &Testbed) -> Result<()> {
     held.iter_mut().try_for_each(HeldConnection::check).context("after the endpoints were replaced")
 }
 
-/// What changed while the agent was away is written, and nothing else. What came to the kernel
-/// after the disk had been written last does not go back for a moment: the state from disk waits
-/// for the control plane.
+/// Writes only what changed while the agent was stopped. Rules that are newer than the state on
+/// disk are not replaced by older ones: the state from disk waits for the control plane.
 fn restart_with_changes(bed: &Testbed) -> Result<()> {
     let writes = Writes::watch(bed)?;
     start(bed, &writes)?;
@@ -135,14 +142,14 @@ fn restart_with_changes(bed: &Testbed) -> Result<()> {
         })?;
         expect_servers(bed, "other", endpoints)?;
         let input = writes.take_input()?;
-        ensure!(input.contains("testbed/other"), "the change was not seen being written:\n{input}");
+        ensure!(input.contains("testbed/other"), "the change was not written:\n{input}");
         ensure!(!input.contains("testbed/steady"), "more than the change was written:\n{input}");
     }
     Ok(())
 }
 
-/// Agents are killed at any moment while endpoints change: a neighbour is never refused, and in the
-/// end the rules are those of an agent that begins with nothing.
+/// Kills the agent at random times while endpoints of another Service change. No connection to the
+/// steady Service may fail. At the end, the rules equal those of an agent that starts with nothing.
 fn kills(bed: &Testbed) -> Result<()> {
     let mut times = fastrand::Rng::with_seed(SEED);
     bed.start_control_plane()?;
