@@ -1,4 +1,5 @@
-//! Metrics of syncs: Headgate's own, and kube-proxy's by their names, labels and buckets.
+//! Metrics of syncs: Headgate's own metrics, and kube-proxy's metrics with the names, labels and
+//! buckets that kube-proxy gives them.
 
 use std::{
     sync::atomic::AtomicU64,
@@ -17,14 +18,14 @@ use crate::{
     state::backlog::Trigger,
 };
 
-/// What a sync had to do.
+/// The extent of a sync.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum SyncKind {
-    /// The state changed, but no rule.
+    /// The state changed, but no rule did. Nothing is written.
     Nothing,
-    /// The services that changed.
+    /// The services that changed are programmed.
     Partial,
-    /// Everything.
+    /// Everything is compared with the kernel, and the differences are programmed.
     Full,
 }
 
@@ -53,23 +54,23 @@ struct PolicyLabel {
     traffic_policy: &'static str,
 }
 
-/// See the module.
+/// Metrics of syncs.
 #[derive(Debug, Clone)]
 pub struct SyncMetrics {
     started: SystemTime,
-    /// Version that is in the kernel.
+    /// The version that is in the kernel.
     pub version_programmed: Gauge<u64, AtomicU64>,
-    /// Times that another program had removed or changed our rules.
+    /// Number of times that another program had removed or changed Headgate's rules.
     pub repairs: Counter,
-    /// Verifications that failed.
+    /// Number of verifications that failed.
     pub verifications_failed: Counter,
-    /// Services that are in quarantine, as a whole or in part.
-    pub services_refused: Gauge,
-    /// Times that a service was put in quarantine.
-    pub service_refusals: Counter,
-    /// What the operator has to fix.
+    /// Number of services that the kernel rejects, as a whole or in part.
+    pub services_rejected: Gauge,
+    /// Number of times that the kernel began to reject a service, as a whole or in part.
+    pub service_rejections: Counter,
+    /// Number of problems that the operator has to fix.
     pub degraded_modes: Gauge,
-    /// 1 while rules count into [`crate::packet_counters`].
+    /// 1 while rules count packets into [`crate::packet_counters`], else 0.
     pub counts_packets: Gauge,
     apply_duration: Family<KindLabel, Histogram>,
     applies_failed: Family<KindLabel, Counter>,
@@ -86,14 +87,14 @@ pub struct SyncMetrics {
     partial_restore_failures: Family<FamilyLabel, Counter>,
 }
 
-/// From a quarter of a second to five minutes, in steps that grow.
+/// The buckets of kube-proxy: from 0.25 s to 300 s, in steps that grow.
 fn programming_histogram() -> Histogram {
     let steps = |from: u32, step: u32, count: u32| (0..count).map(move |i| f64::from(from + i * step));
     let buckets = [0.25, 0.5].into_iter().chain(steps(1, 1, 59)).chain(steps(60, 5, 12)).chain(steps(120, 30, 7));
     Histogram::new(buckets)
 }
 
-/// The process begins now.
+/// The time of this call counts as the start of the process.
 impl Default for SyncMetrics {
     fn default() -> Self {
         Self {
@@ -101,8 +102,8 @@ impl Default for SyncMetrics {
             version_programmed: Gauge::default(),
             repairs: Counter::default(),
             verifications_failed: Counter::default(),
-            services_refused: Gauge::default(),
-            service_refusals: Counter::default(),
+            services_rejected: Gauge::default(),
+            service_rejections: Counter::default(),
             degraded_modes: Gauge::default(),
             counts_packets: Gauge::default(),
             apply_duration: Family::new_with_constructor(sync_histogram),
@@ -123,7 +124,7 @@ impl Default for SyncMetrics {
 }
 
 impl SyncMetrics {
-    /// Registers all of them.
+    /// Registers all metrics of syncs.
     pub(crate) fn register(&self, registry: &mut MetricRegistry) {
         let mut add = registry.adder(AGENT);
         add.gauge("version_programmed", "", "Version that is in the kernel", self.version_programmed.clone());
@@ -133,20 +134,19 @@ impl SyncMetrics {
         add.counter("applies_failed", "kind (partial, full, nothing)", help, self.applies_failed.clone());
         let help = "Services whose programming was computed anew";
         add.counter("services_planned", "", help, self.services_planned.clone());
-        let help = "Chains, or the backend's like, that were written";
+        let help = "Chains, or the corresponding objects of the dataplane, that were written";
         add.counter("objects_written", "", help, self.objects_written.clone());
-        let help = "Times that rules were found removed or changed by somebody else, and were restored";
+        let help = "Times that another program had removed or changed rules and the agent restored them";
         add.counter("repairs", "", help, self.repairs.clone());
         let help = "Times that the rules could not be verified";
         add.counter("verifications_failed", "", help, self.verifications_failed.clone());
-        let help =
-            "Services whose rules the kernel refuses: their last good ones stay, and nothing else waits for them";
-        add.gauge("services_refused", "", help, self.services_refused.clone());
-        let help = "What the operator has to fix because Services suffer from it on this node, such as iptables in place of ipvs; /status of the metrics port and headgatectl agents name each";
+        let help = "Services that the kernel rejects, as a whole or in part. Their last good rules stay, and they delay no other Service";
+        add.gauge("services_refused", "", help, self.services_rejected.clone());
+        let help = "Problems on this node that the operator has to fix because Services get less than was configured, such as iptables in place of ipvs. /status on the metrics port and headgatectl agents name each";
         add.gauge("degraded_modes", "", help, self.degraded_modes.clone());
-        let help = "Times that the kernel began to refuse a service's rules";
-        add.counter("service_refusals", "", help, self.service_refusals.clone());
-        let help = "1 while rules count packets into nfnetlink_acct: what the kubeproxy_iptables_…_packets_total show";
+        let help = "Times that the kernel began to reject a Service, as a whole or in part";
+        add.counter("service_refusals", "", help, self.service_rejections.clone());
+        let help = "1 while rules count packets in nfnetlink_acct objects, from which the metrics kubeproxy_iptables_…_packets_total are read";
         add.gauge("packet_counters", "", help, self.counts_packets.clone());
         self.register_kube_proxy_names(registry);
     }
@@ -159,24 +159,25 @@ impl SyncMetrics {
         add.histogram("sync_full_proxy_rules_duration_seconds", family, help, self.sync_full_duration.clone());
         let help = "Time that a sync of what changed took";
         add.histogram("sync_partial_proxy_rules_duration_seconds", family, help, self.sync_partial_duration.clone());
-        let help = "Time from what set a change of endpoints off (annotation endpoints.kubernetes.io/last-change-trigger-time) to the kernel's acknowledgement. Removals, and what is older than the process, do not count";
+        let help = "Time from the trigger of an endpoint change (annotation endpoints.kubernetes.io/last-change-trigger-time) to the kernel's acknowledgement. Removals, and triggers before the start of the process, do not count";
         add.histogram("network_programming_duration_seconds", family, help, self.programming_duration.clone());
         let labels = "ip_family, traffic_policy (internal, external)";
-        let help = "Service ports whose traffic is dropped on this node, for their policy is Local and all their endpoints are elsewhere";
+        let help = "Service ports whose traffic is dropped on this node, because their policy is Local and all their endpoints are on other nodes";
         add.gauge("sync_proxy_rules_no_local_endpoints_total", labels, help, self.no_local_endpoints.clone());
         let labels = "ip_family, table (nat, filter)";
         let help = "iptables rules that Headgate has in the kernel";
         add.gauge("sync_proxy_rules_iptables_total", labels, help, self.iptables_total.clone());
         let help = "iptables rules that the last sync wrote";
         add.gauge("sync_proxy_rules_iptables_last", labels, help, self.iptables_last.clone());
-        let help = "Syncs that iptables refused";
+        let help = "Syncs that failed to program the kernel";
         add.counter("sync_proxy_rules_iptables_restore_failures", family, help, self.restore_failures.clone());
-        let help = "Syncs of what changed that iptables refused";
+        let help = "Syncs of what changed that failed to program the kernel";
         let name = "sync_proxy_rules_iptables_partial_restore_failures";
         add.counter(name, family, help, self.partial_restore_failures.clone());
     }
 
-    /// A sync succeeded. `triggers` set off what it programmed.
+    /// Records a sync that succeeded. `triggers` are the causes of the endpoint changes that it
+    /// programmed.
     pub(crate) fn succeeded(
         &self,
         kind: SyncKind,
@@ -202,7 +203,7 @@ impl SyncMetrics {
         let now = SystemTime::now();
         for trigger in triggers {
             let at = UNIX_EPOCH + Duration::from_millis(trigger.unix_ms);
-            // A change that is older than the process did not wait for it.
+            // A change from before the start of the process did not wait for this process.
             if at >= self.started {
                 let waited = now.duration_since(at).unwrap_or_default();
                 let label = FamilyLabel::of(trigger.family);
@@ -235,7 +236,7 @@ impl SyncMetrics {
         }
     }
 
-    /// A sync failed in these families; none means both.
+    /// Records a sync that failed in these families. An empty list means both.
     pub(crate) fn failed(&self, kind: SyncKind, families: &[IpFamily]) {
         self.applies_failed.get_or_create(&kind.label()).inc();
         for family in IpFamily::BOTH.into_iter().filter(|family| families.is_empty() || families.contains(family)) {
@@ -247,7 +248,7 @@ impl SyncMetrics {
         }
     }
 
-    /// Services planned since the start.
+    /// Number of services planned since the start of the process.
     #[must_use]
     pub fn services_planned(&self) -> u64 {
         self.services_planned.get()

@@ -1,9 +1,9 @@
-//! The loop that brings the kernel to the state, on a thread of its own: the kernel's work is
-//! synchronous.
+//! The loop that programs the state into the kernel. It has a separate thread, because calls to
+//! the kernel block.
 //!
 //! Nothing is written before the first complete snapshot, or a checked state from disk. A version
-//! is reported as programmed when everything up to it is in the kernel. After a failed apply and a
-//! pause, everything is compared with the kernel, and what differs is programmed.
+//! is reported as programmed when everything up to it is in the kernel. After a failed step, the
+//! loop pauses. Then it compares everything with the kernel and programs the differences.
 
 pub mod metrics;
 mod quarantine;
@@ -33,30 +33,29 @@ use crate::{
     state::{AfterFailure, AgentState, Pace, Wake, Work},
 };
 
-/// Something new is tried so long after a failure, or after so many times what the failed attempt
-/// took: a kernel that fails for ever is busy with it for a fifth of the time at most, however much
-/// changes.
-const NEWS_PAUSE: Duration = Duration::from_millis(200);
-const NEWS_PAUSE_FACTOR: u32 = 4;
-/// After so many looks at the rules that failed, one after the other, everything is programmed
-/// anew, which looks by other means. Rules that somebody removed must not stay away for as long as
-/// nobody can tell.
-const FAILED_LOOKS_BEFORE_FULL_SYNC: u32 = 2;
+/// Shortest pause between a failed attempt and an attempt that includes newer changes.
+const CHANGE_PAUSE: Duration = Duration::from_millis(200);
+/// That pause also lasts at least this factor times the duration of the failed attempt. A kernel
+/// that always fails is therefore busy for a fifth of the time at most, however much changes.
+const CHANGE_PAUSE_FACTOR: u32 = 4;
+/// Number of consecutive failed verifications after which everything is programmed again. While
+/// verifications fail, the loop cannot notice that another program removed rules. A full sync reads
+/// the kernel by other means.
+const FAILED_VERIFICATIONS_BEFORE_FULL_SYNC: u32 = 2;
 
-/// When the loop does what.
+/// Periods and pauses of the loop.
 #[derive(Debug, Clone)]
 pub struct Timing {
-    /// Shortest time between the beginnings of two syncs.
+    /// Shortest time between the starts of two syncs.
     pub min_sync_period: Duration,
-    /// Time between verifications.
+    /// Time between two verifications.
     pub sync_period: Duration,
-    /// Time between two syncs of everything without any reason, as a net below the net: while the
-    /// cluster is small.
+    /// Time between two precautionary full syncs. They are made in small clusters only.
     pub full_sync_period: Duration,
     /// Pauses after failures.
     pub backoff: Backoff,
-    /// Pauses before a service in quarantine is tried again without having changed. Half jitter, so
-    /// that the services are not tried all at once.
+    /// Pauses before an unchanged service in quarantine is tried again. Jitter spreads these
+    /// attempts over time.
     pub quarantine: Backoff,
 }
 
@@ -72,16 +71,16 @@ impl Default for Timing {
     }
 }
 
-/// What was taken up and is not in the kernel yet.
+/// Work that the loop has taken from the state and that is not in the kernel yet.
 #[derive(Debug, Default)]
 struct Unfinished {
     dirty: Dirty,
     needs_full: bool,
-    /// Services that changed since they were quarantined.
-    retried: BTreeSet<Arc<ServiceKey>>,
+    /// Quarantined services that changed and are to be tried again.
+    to_retry: BTreeSet<Arc<ServiceKey>>,
 }
 
-/// The loop. Build it, then give [`Self::run`] a thread.
+/// The loop. Build it, and call [`Self::run`] in a separate thread.
 pub struct Reconciler {
     dataplane: Box<dyn NodeDataplane>,
     observers: Vec<Box<dyn Observer>>,
@@ -96,16 +95,17 @@ pub struct Reconciler {
     inputs: watch::Sender<NodeInputs>,
     /// The node was known when `inputs` were resolved.
     is_node_known: bool,
+    /// The generation of the state that the last sync programmed. `None` requests another sync.
     done: Option<u64>,
     pace: Pace,
     verify_at: Instant,
-    /// Looks at the rules that failed since the last one that succeeded.
-    failed_looks: u32,
-    /// When everything is to be looked at anew.
+    /// Number of failed verifications since the last that succeeded.
+    failed_verifications: u32,
+    /// When the next precautionary full sync is due.
     full_sync_at: Instant,
 }
 
-/// One step, between planning and applying.
+/// A step that is planned and not yet applied.
 struct Attempt {
     target: Target,
     generation: u64,
@@ -114,16 +114,18 @@ struct Attempt {
 }
 
 enum Job {
-    /// The state changed, the rules do not.
+    /// The state changed, but no rule does.
     Nothing,
-    /// Writes what the dataplane has planned.
+    /// The dataplane writes its plan.
     Apply,
-    /// Looks at the state by itself: the lock is not held while the kernel is read and written.
+    /// The dataplane makes a full sync. It locks the state itself while it plans, so that the lock
+    /// is free while the kernel is read and written.
     Full,
 }
 
 impl Reconciler {
-    /// A loop that programs `shared` by `dataplane`; what it reaches is seen at the receiver.
+    /// Returns a loop that programs the state `shared` with `dataplane`, and a receiver of the
+    /// loop's progress.
     #[must_use]
     pub fn new(
         dataplane: Box<dyn NodeDataplane>,
@@ -154,36 +156,36 @@ impl Reconciler {
             done: None,
             pace: Pace { not_before: now, after_failure: None },
             verify_at,
-            failed_looks: 0,
+            failed_verifications: 0,
             full_sync_at,
         };
         (reconciler, receiver)
     }
 
-    /// Settings that resolve to different rules as the node and its interfaces change.
+    /// Adds settings whose meaning depends on the Node and on the interfaces of the machine.
     #[must_use]
     pub fn with_node_settings(mut self, settings: NodeSettings) -> Self {
         self.node_settings = settings;
         self
     }
 
-    /// What rules depend on besides the state: as it was for the last sync.
+    /// The inputs on which rules depend besides the state, as the loop last resolved them.
     #[must_use]
     pub fn inputs(&self) -> watch::Receiver<NodeInputs> {
         self.inputs.subscribe()
     }
 
-    /// What is to follow the rules.
+    /// Adds observers. The loop calls them at each step.
     #[must_use]
     pub fn with_observers(mut self, observers: Vec<Box<dyn Observer>>) -> Self {
         self.observers = observers;
         self
     }
 
-    /// Runs until [`AgentState::stop`]. Rules stay in the kernel.
+    /// Runs until [`AgentState::stop`]. The rules stay in the kernel.
     pub fn run(mut self) {
         self.resolve_inputs();
-        self.tell_status();
+        self.publish_status();
         if self.shared.is_unconfirmed() {
             self.verify_at = Instant::now();
         }
@@ -193,12 +195,12 @@ impl Reconciler {
             match self.shared.wait(self.done, self.pace, verify_at) {
                 Wake::Stop => return,
                 Wake::Work => self.sync(),
-                Wake::Verify if self.shared.is_unconfirmed() => self.look_before_control_plane(),
+                Wake::Verify if self.shared.is_unconfirmed() => self.check_rules_of_earlier_run(),
                 Wake::Verify if self.maintain_at().is_some_and(|due| due <= Instant::now()) => self.maintain(),
                 Wake::Verify if Instant::now() < self.verify_at => self.retry(&self.quarantine.due()),
                 Wake::Verify => self.verify(),
             }
-            self.tell_status();
+            self.publish_status();
         }
     }
 
@@ -223,92 +225,93 @@ impl Reconciler {
         match result {
             Ok(report) => {
                 self.succeeded(target, generation, kind, &report, started.elapsed());
-                let retried = std::mem::take(&mut self.unfinished.retried);
-                self.retry(&retried);
+                let to_retry = std::mem::take(&mut self.unfinished.to_retry);
+                self.retry(&to_retry);
             }
             Err(error) if error.kind == ErrorKind::Rejected && self.quarantine_rejected(kind, &error) => {
-                // Without them everything else goes in at once.
+                // Everything else is programmed at once, without the quarantined services.
                 self.metrics.failed(kind, &error.families);
                 self.done = None;
                 self.unfinished.needs_full = true;
             }
             Err(error) if error.kind == ErrorKind::PlanAgain => {
                 info!("{error}");
-                // What was to be done stays to be done, so that whoever follows the rules misses
-                // nothing, and is reported with the next step.
+                // The work stays unfinished. The next step repeats and reports it, so that
+                // observers miss no change.
                 self.plan_again(error.services);
             }
             Err(error) => self.failed(target, generation, kind, started.elapsed(), &error),
         }
     }
 
-    /// Has the next step plan these services as changed.
+    /// Makes the next step plan these services as changed.
     fn plan_again(&mut self, services: BTreeSet<Arc<ServiceKey>>) {
         self.unfinished.dirty.services.extend(services);
         self.done = None;
     }
 
-    /// Takes note of what the kernel refuses of services while it takes the rest.
-    fn note_deferred(&mut self) {
+    /// Records the services of which the kernel rejects a part and accepts the rest.
+    fn record_deferred(&mut self) {
         let Some(parts) = self.dataplane.deferred() else { return };
         for Fault { service, family, reason } in self.quarantine.set_partial(parts) {
-            self.metrics.service_refusals.inc();
-            warn!(%service, %family, reason, "the kernel rejects a part of a service; the rest of it is programmed");
+            self.metrics.service_rejections.inc();
+            warn!(%service, %family, reason, "the kernel rejects a part of a service; the rest of the service is programmed");
         }
     }
 
-    /// Finds the services at fault and sets them aside. False when there are none, or they cannot
-    /// be found: then the step has failed as a whole.
+    /// Finds the services at fault and quarantines them. Returns false if it finds no new ones, or
+    /// if the search fails. The caller then treats the step as failed.
     fn quarantine_rejected(&mut self, kind: SyncKind, error: &DataplaneError) -> bool {
         let suspects = (kind == SyncKind::Partial).then_some(&self.unfinished.dirty.services);
-        let refused = match self.dataplane.find_faults(&*self.shared, suspects, &error.families) {
-            Ok(refused) => refused,
+        let faults = match self.dataplane.find_faults(&*self.shared, suspects, &error.families) {
+            Ok(faults) => faults,
             Err(search) => {
                 warn!(%error, %search, "the kernel rejects some rules, and the search for their services failed");
                 return false;
             }
         };
-        for Fault { service, family, reason } in &refused {
+        for Fault { service, family, reason } in &faults {
             warn!(%service, %family, reason, "the kernel rejects the rules of a service; it is quarantined and keeps its last good rules, if any");
         }
         let before = self.quarantine.all().len();
-        self.metrics.service_refusals.inc_by(self.quarantine.add(refused) as u64);
+        self.metrics.service_rejections.inc_by(self.quarantine.add(faults) as u64);
         let all = self.quarantine.all();
         self.dataplane.set_quarantined(&all);
-        // Whatever is set aside already cannot be what this step failed for.
+        // The step did not contain services that were in quarantine already, so they cannot be the
+        // reason for its failure.
         all.len() > before
     }
 
-    /// Tries services again whose rules were refused. Those that are taken now are programmed by
-    /// the next sync.
+    /// Tries quarantined services again. The next sync programs those that the kernel now accepts.
     fn retry(&mut self, services: &BTreeSet<Arc<ServiceKey>>) {
         if services.is_empty() {
             return;
         }
         match self.dataplane.find_faults(&*self.shared, Some(services), &[]) {
-            Ok(refused) => {
-                let still: BTreeSet<_> = refused.iter().map(|refused| Arc::clone(&refused.service)).collect();
-                self.quarantine.renew(refused);
-                let taken: BTreeSet<_> = services.difference(&still).cloned().collect();
-                if !taken.is_empty() {
-                    self.quarantine.release(&taken);
-                    self.unfinished.dirty.services.extend(taken);
+            Ok(faults) => {
+                let rejected: BTreeSet<_> = faults.iter().map(|fault| Arc::clone(&fault.service)).collect();
+                self.quarantine.renew(faults);
+                let accepted: BTreeSet<_> = services.difference(&rejected).cloned().collect();
+                if !accepted.is_empty() {
+                    self.quarantine.release(&accepted);
+                    self.unfinished.dirty.services.extend(accepted);
                     self.done = None;
                 }
                 self.dataplane.set_quarantined(&self.quarantine.all());
-                self.tell_refused();
+                self.publish_rejections();
             }
             Err(error) => {
-                warn!(%error, "quarantined services cannot be tried again now");
+                warn!(%error, "could not try quarantined services again");
                 self.quarantine.postpone(services);
             }
         }
     }
 
-    /// Publishes which services are refused. Those that are not any more are told of with the step
-    /// that programs them.
-    fn tell_refused(&self) {
-        self.metrics.services_refused.set(i64::try_from(self.quarantine.len()).unwrap_or(i64::MAX));
+    /// Publishes the services that the kernel rejects. While changes wait to be programmed, it
+    /// publishes nothing: the step that programs them does, so that a service is reported as
+    /// accepted only once its rules are in the kernel.
+    fn publish_rejections(&self) {
+        self.metrics.services_rejected.set(i64::try_from(self.quarantine.len()).unwrap_or(i64::MAX));
         let now = self.quarantine.rejections();
         self.progress.send_if_modified(|progress| {
             let is_new = self.unfinished.dirty.is_empty() && *progress.refused != *now;
@@ -327,50 +330,51 @@ impl Reconciler {
             info!(version = target.version, attempts = self.failures.attempts(), "programmed after failures");
         }
         self.done = Some(generation);
-        let retried = std::mem::take(&mut self.unfinished.retried);
-        self.unfinished = Unfinished { retried, ..Unfinished::default() };
+        let to_retry = std::mem::take(&mut self.unfinished.to_retry);
+        self.unfinished = Unfinished { to_retry, ..Unfinished::default() };
         if kind == SyncKind::Full {
             self.full_sync_at = Instant::now() + self.timing.full_sync_period;
         }
         self.observers.iter_mut().for_each(|observer| observer.applied());
         self.failures.reset();
-        self.note_deferred();
+        self.record_deferred();
         let statistics = self.dataplane.statistics();
         let triggers = self.shared.backlog().succeeded(&families(&statistics));
         self.metrics.succeeded(kind, took, report, &statistics, &triggers);
         self.metrics.version_programmed.set(target.version);
         let Report { services_planned, objects_written, .. } = *report;
         let programmed = Some(Programmed { target, generation, took, services_planned, objects_written });
-        let refused = self.quarantine.rejections();
+        let rejections = self.quarantine.rejections();
         let counts_packets = statistics.iter().any(|family| family.statistics.counts_packets);
         self.metrics.counts_packets.set(counts_packets.into());
-        self.metrics.services_refused.set(i64::try_from(self.quarantine.len()).unwrap_or(i64::MAX));
+        self.metrics.services_rejected.set(i64::try_from(self.quarantine.len()).unwrap_or(i64::MAX));
         self.progress.send_modify(|progress| {
             progress.programmed = programmed;
             progress.failure = None;
-            if *progress.refused != *refused {
-                progress.refused = refused.into();
+            if *progress.refused != *rejections {
+                progress.refused = rejections.into();
             }
         });
         if kind == SyncKind::Full {
-            // After the report, so that no ACK waits for it.
+            // The progress is published first, so that no ACK waits for this call.
             memory::give_back();
         }
     }
 
     fn failed(&mut self, target: Target, generation: u64, kind: SyncKind, took: Duration, error: &DataplaneError) {
         self.done = None;
-        // Planning has moved the dataplane's idea of the kernel on, whatever became of the plan:
-        // the same services planned again would come out as nothing to do. Only a full sync looks
-        // at the kernel, and it writes no more than what differs.
+        // The dataplane's record of the kernel already includes the plan, although it failed. If
+        // the services were planned again, the result would be an empty plan. Only a full sync
+        // reads the kernel. It writes only what differs.
         self.unfinished.needs_full = true;
         let now = Instant::now();
         let (pause, with_news_at) = match error.kind {
             ErrorKind::Retry | ErrorKind::PlanAgain | ErrorKind::NeedsFullSync | ErrorKind::Rejected => {
-                (self.failures.next_pause(), now + NEWS_PAUSE.max(took * NEWS_PAUSE_FACTOR))
+                (self.failures.next_pause(), now + CHANGE_PAUSE.max(took * CHANGE_PAUSE_FACTOR))
             }
-            // Only a change to the machine helps: look again as rarely as we ever do.
+            // Only a change on the machine helps, so the pause is the longest one.
             ErrorKind::Fatal | ErrorKind::Unavailable => {
+                // This call counts the attempt.
                 let _ = self.failures.next_pause();
                 (self.failures.longest(), now + self.failures.longest())
             }
@@ -384,10 +388,13 @@ impl Reconciler {
         self.progress.send_modify(|progress| progress.failure = failure);
     }
 
-    /// The state is from disk. Rules that an earlier run left in the kernel are at least as new,
-    /// since the disk follows the kernel: they stay until a control plane has answered. Where they
-    /// are missing, as after a reboot, the state from disk is programmed at once.
-    fn look_before_control_plane(&mut self) {
+    /// Decides what to do with a state from disk before a control plane has answered.
+    ///
+    /// Rules that an earlier run left in the kernel are at least as new as the state on disk,
+    /// because the state is saved after the kernel is programmed. They stay until a control plane
+    /// has answered. If rules are missing, as after a reboot, the state from disk is programmed at
+    /// once.
+    fn check_rules_of_earlier_run(&mut self) {
         self.verify_at = Instant::now() + self.timing.sync_period;
         match self.dataplane.has_rules() {
             Ok(true) => {
@@ -400,18 +407,18 @@ impl Reconciler {
                 return;
             }
             Ok(false) => {
-                info!("rules are missing: programming the last good state, without waiting for a control plane");
+                info!("rules are missing; programming the last good state without waiting for a control plane");
             }
             Err(error) => {
                 self.metrics.verifications_failed.inc();
-                warn!(%error, "could not look at the rules: programming the last good state");
+                warn!(%error, "could not find out whether the rules of the last run are in place; programming the last good state");
             }
         }
         self.shared.confirm();
     }
 
-    /// Publishes what the dataplane says of itself, when that has changed.
-    fn tell_status(&self) {
+    /// Publishes the name of the dataplane and what the operator has to fix, if they changed.
+    fn publish_status(&self) {
         let demand = self.shared.with_state(|state| *state.demand());
         let mut now = status(self.dataplane.as_ref(), &demand);
         now.degraded.extend(self.node_settings.complaints(self.is_node_known, &self.inputs.borrow(), &demand));
@@ -426,22 +433,23 @@ impl Reconciler {
         });
     }
 
-    /// A look at all rules, not only at those whose absence shows that somebody flushed tables. It
-    /// reads the kernel, so it is left out in large clusters, as kube-proxy does.
+    /// True when the next precautionary full sync is due. A verification looks only for a few rules
+    /// whose absence shows that tables were flushed; a full sync compares all rules. Since it reads
+    /// all rules from the kernel, it is never due in large clusters.
     fn is_full_sync_due(&self) -> bool {
         Instant::now() >= self.full_sync_at
             && self.shared.with_state(State::endpoint_count) <= RenderConfig::CLASSIC_MAX_ENDPOINTS
     }
 
-    /// Resolves what depends on the node and its interfaces, and has everything programmed anew
-    /// when rules change by it.
+    /// Resolves the settings that depend on the Node and on the interfaces of the machine. Requests
+    /// a full sync if rules depend on what changed.
     fn resolve_inputs(&mut self) {
         let needs_interfaces = self.node_settings.needs_interfaces() || self.dataplane.needs_interfaces();
         let interfaces = if needs_interfaces { interface_addresses() } else { Ok(Vec::new()) };
         let interfaces = match interfaces {
             Ok(interfaces) => interfaces,
             Err(error) => {
-                warn!(%error, "could not read the addresses of the interfaces; NodePorts stay on those that were there");
+                warn!(%error, "could not read the addresses of the interfaces; NodePorts keep the addresses that were read last");
                 return;
             }
         };
@@ -459,7 +467,8 @@ impl Reconciler {
         self.inputs.send_replace(inputs);
     }
 
-    /// When the dataplane has maintenance to do: not while it is about to put everything in order.
+    /// When the dataplane has maintenance to do. `None` while a full sync is pending, which does
+    /// that work too.
     fn maintain_at(&mut self) -> Option<Instant> {
         self.dataplane.maintain_at().filter(|_| !self.unfinished.needs_full)
     }
@@ -472,42 +481,42 @@ impl Reconciler {
                 self.plan_again(error.services);
             }
             Err(error) => {
-                warn!(%error, "programming everything anew");
+                warn!(%error, "maintenance of the rules failed; programming everything anew");
                 self.unfinished.needs_full = true;
                 self.done = None;
             }
         }
-        self.note_deferred();
-        self.tell_refused();
+        self.record_deferred();
+        self.publish_rejections();
     }
 
     fn verify(&mut self) {
         self.verify_at = Instant::now() + self.timing.sync_period;
         self.resolve_inputs();
         let verified = self.dataplane.verify();
-        self.failed_looks = if verified.is_err() { self.failed_looks + 1 } else { 0 };
+        self.failed_verifications = if verified.is_err() { self.failed_verifications + 1 } else { 0 };
         let needs_full = match verified {
             Ok(true) => self.is_full_sync_due(),
             Ok(false) => {
-                warn!("somebody else removed or changed our rules; programming everything anew");
+                warn!("another program removed or changed Headgate's rules; programming everything anew");
                 self.metrics.repairs.inc();
                 true
             }
             Err(error) => {
                 self.metrics.verifications_failed.inc();
-                warn!(%error, failed = self.failed_looks, "could not verify the rules");
-                self.failed_looks >= FAILED_LOOKS_BEFORE_FULL_SYNC
+                warn!(%error, failed = self.failed_verifications, "could not verify the rules");
+                self.failed_verifications >= FAILED_VERIFICATIONS_BEFORE_FULL_SYNC
             }
         };
         if needs_full {
-            self.failed_looks = 0;
+            self.failed_verifications = 0;
             self.unfinished.needs_full = true;
             self.done = None;
         }
     }
 }
 
-/// The families that are programmed; none means both.
+/// The families that the dataplane programs. An empty list means both.
 fn families(statistics: &[FamilyStatistics]) -> Vec<Family> {
     statistics.iter().map(|statistics| statistics.family).collect()
 }
@@ -516,7 +525,7 @@ fn status(dataplane: &dyn NodeDataplane, demand: &Demand) -> v1::AgentStatus {
     v1::AgentStatus { backend: dataplane.name().to_owned(), degraded: dataplane.degraded(demand) }
 }
 
-/// Takes the work up, together with what an earlier attempt left unfinished, and plans it.
+/// Plans new work together with the work that earlier attempts left unfinished.
 fn begin(
     dataplane: &mut dyn NodeDataplane,
     observers: &mut [Box<dyn Observer>],
@@ -524,7 +533,7 @@ fn begin(
     unfinished: &mut Unfinished,
     quarantine: &Quarantine,
 ) -> Attempt {
-    unfinished.retried.extend(quarantine.among(&work.dirty.services));
+    unfinished.to_retry.extend(quarantine.among(&work.dirty.services));
     unfinished.dirty.merge(work.dirty);
     unfinished.needs_full |= work.needs_full;
     let scope = if unfinished.needs_full { Scope::All } else { Scope::Services(&unfinished.dirty.services) };

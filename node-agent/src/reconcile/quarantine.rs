@@ -1,8 +1,10 @@
-//! Quarantine: services whose rules the kernel rejects. The dataplane leaves them out, so that all
-//! other services are programmed, and they are tried again when they change and after pauses.
+//! Quarantine: services whose rules the kernel rejects. The dataplane leaves them out and programs
+//! all other services. The loop tries quarantined services again when they change, and after
+//! pauses.
 //!
-//! Services that the kernel rejects in part are listed here too. They are not in quarantine: the
-//! dataplane programs the rest of them, and tries the rejected part again by itself.
+//! This module also lists services of which the kernel rejects only a part. These are not in
+//! quarantine: the dataplane programs the rest of such a service, and tries the rejected part again
+//! by itself.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -15,10 +17,10 @@ use headgate_proto::v1;
 
 use crate::{backoff::Backoff, dataplane::Fault};
 
-/// See the module.
+/// The services whose rules the kernel rejects, as a whole or in part.
 #[derive(Debug)]
 pub(crate) struct Quarantine {
-    /// Of each service, from its beginning.
+    /// The pauses with which each service starts.
     pauses: Backoff,
     services: BTreeMap<Arc<ServiceKey>, Entry>,
     partial: BTreeMap<Arc<ServiceKey>, Reasons>,
@@ -35,7 +37,7 @@ struct Entry {
 }
 
 impl Quarantine {
-    /// Empty. Each service is tried again after these pauses.
+    /// Creates an empty quarantine. Each service is tried again after these pauses.
     pub(crate) fn new(pauses: Backoff) -> Self {
         Self { pauses, services: BTreeMap::new(), partial: BTreeMap::new() }
     }
@@ -45,23 +47,23 @@ impl Quarantine {
         self.services.len() + self.partial.keys().filter(|service| !self.services.contains_key(*service)).count()
     }
 
-    /// Replaces what the kernel rejects in part. Returns one item for each service that was not
-    /// among it before.
+    /// Replaces the list of services that the kernel rejects in part. Returns one item for each
+    /// service that was not in the list before.
     pub(crate) fn set_partial(&mut self, parts: Vec<Fault>) -> Vec<Fault> {
         let before = std::mem::take(&mut self.partial);
         for Fault { service, family, reason } in &parts {
             self.partial.entry(Arc::clone(service)).or_default().insert(*family, reason.clone());
         }
         let mut seen = BTreeSet::new();
-        let is_new = |refused: &Fault| !before.contains_key(&refused.service);
-        parts.into_iter().filter(is_new).filter(|refused| seen.insert(Arc::clone(&refused.service))).collect()
+        let is_new = |fault: &Fault| !before.contains_key(&fault.service);
+        parts.into_iter().filter(is_new).filter(|fault| seen.insert(Arc::clone(&fault.service))).collect()
     }
 
-    /// The kernel has rejected these now: they are in quarantine until they are tried again.
-    /// Returns the number of services that were not in quarantine before.
-    pub(crate) fn add(&mut self, refused: Vec<Fault>) -> usize {
+    /// Quarantines services that the kernel has just rejected, and starts their next pause. Returns
+    /// the number of services that were not in quarantine before.
+    pub(crate) fn add(&mut self, faults: Vec<Fault>) -> usize {
         let mut by_service: BTreeMap<Arc<ServiceKey>, Reasons> = BTreeMap::new();
-        for Fault { service, family, reason } in refused {
+        for Fault { service, family, reason } in faults {
             by_service.entry(service).or_default().insert(family, reason);
         }
         let before = self.services.len();
@@ -74,28 +76,28 @@ impl Quarantine {
         self.services.len() - before
     }
 
-    /// As [`Self::add`], for services that were tried in all families: earlier reasons no longer
-    /// count.
-    pub(crate) fn renew(&mut self, refused: Vec<Fault>) {
-        for Fault { service, .. } in &refused {
+    /// Like [`Self::add`], for services that were tried again in all families. Their earlier
+    /// reasons are dropped.
+    pub(crate) fn renew(&mut self, faults: Vec<Fault>) {
+        for Fault { service, .. } in &faults {
             self.services.get_mut(service).into_iter().for_each(|entry| entry.reasons.clear());
         }
-        self.add(refused);
+        self.add(faults);
     }
 
-    /// These could not be tried: they are due again after the first pause.
+    /// Delays services that could not be tried. They are due again after the shortest pause.
     pub(crate) fn postpone(&mut self, services: &BTreeSet<Arc<ServiceKey>>) {
         let retry_at = Instant::now() + self.pauses.first();
         let entries = self.services.iter_mut().filter(|(service, _)| services.contains(*service));
         entries.for_each(|(_, entry)| entry.retry_at = retry_at);
     }
 
-    /// The kernel accepts these.
+    /// Removes services that the kernel accepts.
     pub(crate) fn release(&mut self, services: &BTreeSet<Arc<ServiceKey>>) {
         self.services.retain(|service, _| !services.contains(service));
     }
 
-    /// Those of these services that are in quarantine.
+    /// Returns which of the given services are in quarantine.
     pub(crate) fn among(&self, services: &BTreeSet<Arc<ServiceKey>>) -> BTreeSet<Arc<ServiceKey>> {
         if self.services.is_empty() {
             return BTreeSet::new();
@@ -114,20 +116,21 @@ impl Quarantine {
         self.services.values().map(|entry| entry.retry_at).min()
     }
 
-    /// All services in quarantine, for the dataplane.
+    /// All services in quarantine, for the dataplane. A service has one item per family.
     pub(crate) fn all(&self) -> Vec<Fault> {
-        let of = |(service, entry): (&Arc<ServiceKey>, &Entry)| {
-            let refused = |(family, reason): (&Family, &String)| Fault {
+        let faults_of = |(service, entry): (&Arc<ServiceKey>, &Entry)| {
+            let fault = |(family, reason): (&Family, &String)| Fault {
                 service: Arc::clone(service),
                 family: *family,
                 reason: reason.clone(),
             };
-            entry.reasons.iter().map(refused).collect::<Vec<_>>()
+            entry.reasons.iter().map(fault).collect::<Vec<_>>()
         };
-        self.services.iter().flat_map(of).collect()
+        self.services.iter().flat_map(faults_of).collect()
     }
 
-    /// What the kernel rejects as a whole or in part, for the control plane: one item a service.
+    /// All services that the kernel rejects, as a whole or in part, for the control plane. Each
+    /// service has one item.
     pub(crate) fn rejections(&self) -> Vec<v1::Rejection> {
         let services: BTreeSet<&Arc<ServiceKey>> = self.services.keys().chain(self.partial.keys()).collect();
         services.into_iter().map(|service| self.rejection(service)).collect()
@@ -135,12 +138,12 @@ impl Quarantine {
 
     fn rejection(&self, service: &Arc<ServiceKey>) -> v1::Rejection {
         let (mut fields, mut all_reasons) = (Vec::new(), Vec::new());
-        let mut add = |what: &str, reasons: &BTreeMap<Family, String>, begin: &str| {
+        let mut add = |what: &str, reasons: &Reasons, prefix: &str| {
             let families: Vec<String> = reasons.keys().map(ToString::to_string).collect();
             fields.push(format!("{what} ({})", families.join(", ")));
             let reasons: BTreeSet<&str> = reasons.values().map(String::as_str).collect();
             let reasons: Vec<&str> = reasons.into_iter().collect();
-            all_reasons.push(format!("{begin}{}", reasons.join("; ")));
+            all_reasons.push(format!("{prefix}{}", reasons.join("; ")));
         };
         if let Some(entry) = self.services.get(service) {
             add("rules", &entry.reasons, "");
@@ -165,7 +168,7 @@ mod tests {
 
     const MINUTE: Duration = Duration::from_secs(60);
 
-    fn refused(name: &str, family: Family, reason: &str) -> Fault {
+    fn fault(name: &str, family: Family, reason: &str) -> Fault {
         Fault { service: Arc::new(ServiceKey::new("prod", name)), family, reason: reason.into() }
     }
 
@@ -178,11 +181,11 @@ mod tests {
     }
 
     #[test]
-    fn pauses_grow_to_a_cap_and_stay_above_its_half() {
+    fn pauses_grow_to_a_maximum_and_jitter_shortens_them_by_at_most_half() {
         let mut services = quarantine();
         let mut pauses = Vec::new();
         for _ in 0..12 {
-            services.add(vec![refused("web", Family::V4, "line 3 failed")]);
+            services.add(vec![fault("web", Family::V4, "line 3 failed")]);
             pauses.extend(pause(&services));
         }
         assert!(pauses[0] <= MINUTE && pauses[0] > MINUTE / 3, "{pauses:?}");
@@ -190,14 +193,14 @@ mod tests {
         assert!(pauses[11] <= 60 * MINUTE && pauses[11] > 29 * MINUTE, "{pauses:?}");
         assert!(services.due().is_empty());
         let mut services = Quarantine::new(Backoff::new(Duration::ZERO, MINUTE, Jitter::Half));
-        services.add(vec![refused("api", Family::V4, "line 3 failed")]);
+        services.add(vec![fault("api", Family::V4, "line 3 failed")]);
         assert_eq!(services.due().len(), 1);
     }
 
     #[test]
     fn a_service_is_named_once_with_its_families() {
         let mut services = quarantine();
-        let both = vec![refused("web", Family::V4, "no match"), refused("web", Family::V6, "no match")];
+        let both = vec![fault("web", Family::V4, "no match"), fault("web", Family::V6, "no match")];
         assert_eq!(services.add(both.clone()), 1);
         assert_eq!(services.add(both.clone()), 0);
         let rejection = &services.rejections()[0];
@@ -209,22 +212,22 @@ mod tests {
     }
 
     #[test]
-    fn parts_are_told_beside_whole_services_and_each_service_is_new_once() {
+    fn services_rejected_in_part_are_listed_beside_quarantined_services_and_are_new_once() {
         let mut services = quarantine();
-        services.add(vec![refused("web", Family::V4, "no match")]);
+        services.add(vec![fault("web", Family::V4, "no match")]);
         let parts = |names: &[&str]| {
-            let of = |name: &&str| Family::BOTH.map(|family| refused(name, family, "a broadcast address"));
+            let of = |name: &&str| Family::BOTH.map(|family| fault(name, family, "a broadcast address"));
             names.iter().flat_map(of).collect::<Vec<_>>()
         };
         let new = services.set_partial(parts(&["api", "web"]));
         assert_eq!(new.iter().map(|new| new.service.name.as_str()).collect::<Vec<_>>(), ["api", "web"]);
         assert_eq!(services.set_partial(parts(&["api", "db", "web"])).len(), 1);
-        assert_eq!((services.len(), services.all().len()), (3, 1), "parts are not set aside");
-        let told: Vec<(String, String)> =
+        assert_eq!((services.len(), services.all().len()), (3, 1), "services rejected in part are not quarantined");
+        let listed: Vec<(String, String)> =
             services.rejections().into_iter().map(|rejection| (rejection.field, rejection.reason)).collect();
         let part = "all of the service is programmed but this: a broadcast address";
-        assert_eq!(told[0], ("virtual servers (IPv4, IPv6)".to_owned(), part.to_owned()));
-        assert_eq!(told[2], ("rules (IPv4), virtual servers (IPv4, IPv6)".to_owned(), format!("no match; {part}")));
+        assert_eq!(listed[0], ("virtual servers (IPv4, IPv6)".to_owned(), part.to_owned()));
+        assert_eq!(listed[2], ("rules (IPv4), virtual servers (IPv4, IPv6)".to_owned(), format!("no match; {part}")));
         assert!(services.set_partial(Vec::new()).is_empty());
         assert_eq!((services.len(), services.rejections().len()), (1, 1));
     }

@@ -18,7 +18,7 @@ use crate::{
     testing::{endpoint, no_endpoint, service, snapshot, update},
 };
 
-/// Only ever waited for when a test fails.
+/// Longest time that a test waits before it fails.
 const GUARD: Duration = Duration::from_secs(30);
 
 struct Loop {
@@ -34,7 +34,7 @@ impl Loop {
         Self::start_with(AgentState::new("node-1"), timing, None)
     }
 
-    /// With a state from disk, and rules in the kernel or none.
+    /// Starts with a state from disk, and with or without rules in the kernel.
     fn start_from_disk(timing: Timing, has_rules: bool) -> Self {
         let mut state = State::default();
         state.apply(service("web", 80), &mut Dirty::default());
@@ -45,10 +45,10 @@ impl Loop {
     }
 
     fn start_with(shared: AgentState, timing: Timing, has_rules: Option<bool>) -> Self {
-        let (backend, control) = InMemoryDataplane::new();
+        let (dataplane, control) = InMemoryDataplane::new();
         has_rules.into_iter().for_each(|has_rules| control.next_verdict(has_rules));
         let (shared, metrics) = (Arc::new(shared), SyncMetrics::default());
-        let (reconciler, progress) = Reconciler::new(Box::new(backend), Arc::clone(&shared), metrics.clone(), timing);
+        let (reconciler, progress) = Reconciler::new(Box::new(dataplane), Arc::clone(&shared), metrics.clone(), timing);
         let thread = Some(std::thread::spawn(|| reconciler.run()));
         Self { shared, control, metrics, progress, thread }
     }
@@ -98,7 +98,7 @@ fn programmed_version(progress: &Progress) -> Option<u64> {
     Some(progress.programmed.as_ref()?.target.version)
 }
 
-/// Long enough that no verification comes in between; pauses after failures are short.
+/// A long period, so that no verification interferes with a test, and short pauses after failures.
 fn timing() -> Timing {
     let backoff = Backoff::new(Duration::from_millis(1), Duration::from_millis(5), Jitter::Full);
     Timing { sync_period: Duration::from_secs(3600), backoff, ..Timing::default() }
@@ -135,7 +135,7 @@ fn nothing_is_written_before_the_first_snapshot() {
     run.snapshot(1, vec![service("web", 80)]);
     let calls = run.wait_calls(1);
     let Call::Full(_, facts) = &calls[0] else { panic!("{calls:?}") };
-    assert_eq!(facts.zone.as_deref(), Some("a"), "the first write knows all that came before it");
+    assert_eq!(facts.zone.as_deref(), Some("a"), "the first write includes the facts that arrived before it");
     let programmed = run.wait_programmed(1);
     assert_eq!((programmed.target.node_revision, programmed.services_planned), (2, 1));
     assert_eq!(run.control.calls().len(), 1);
@@ -150,21 +150,25 @@ fn a_state_from_disk_is_programmed_where_rules_are_missing() {
 }
 
 #[test]
-fn rules_that_are_in_place_wait_for_the_control_plane() {
+fn rules_that_are_in_place_stay_until_the_control_plane_confirms_the_state() {
     let run = Loop::start_from_disk(timing(), true);
     run.wait_calls(1);
     std::thread::sleep(Duration::from_millis(50));
-    assert_eq!(run.control.calls(), [Call::Check], "the kernel may be ahead of the disk");
+    assert_eq!(run.control.calls(), [Call::Check], "the rules in the kernel may be newer than the state on disk");
     run.batch(6, vec![endpoint("web", 1, 8080)]);
     std::thread::sleep(Duration::from_millis(50));
-    assert_eq!(run.control.calls(), [Call::Check], "and ahead of what has come so far");
+    assert_eq!(
+        run.control.calls(),
+        [Call::Check],
+        "the rules in the kernel may be newer than the changes received so far"
+    );
     run.shared.confirm();
     run.wait_programmed(6);
     assert!(matches!(run.control.calls()[..], [Call::Check, Call::Full(..)]), "{:?}", run.control.calls());
 }
 
 #[test]
-fn a_replica_without_news_confirms_a_state_from_disk() {
+fn a_replica_without_newer_changes_confirms_a_state_from_disk() {
     let run = Loop::start_from_disk(timing(), true);
     run.wait_calls(1);
     run.shared.confirm();
@@ -172,7 +176,7 @@ fn a_replica_without_news_confirms_a_state_from_disk() {
 }
 
 #[test]
-fn a_change_plans_its_service_only() {
+fn a_change_of_an_endpoint_plans_only_its_service() {
     let run = Loop::start(timing());
     run.snapshot(1, vec![service("web", 80), service("db", 5432)]);
     run.wait_programmed(1);
@@ -184,7 +188,7 @@ fn a_change_plans_its_service_only() {
 }
 
 #[test]
-fn a_version_without_any_effect_is_programmed_without_the_kernel() {
+fn a_version_that_changes_nothing_is_programmed_without_a_call_to_the_dataplane() {
     let run = Loop::start(timing());
     run.snapshot(1, vec![service("web", 80)]);
     run.wait_programmed(1);
@@ -201,32 +205,40 @@ fn changes_while_the_kernel_is_busy_become_one_step() {
     run.wait_programmed(1);
     run.control.hold(true);
     run.batch(2, vec![endpoint("web", 1, 8080)]);
-    // The session goes on while the kernel does not.
+    // The session receives changes while the kernel is busy.
     for version in 3..100 {
         run.batch(version, vec![endpoint("web", u8::try_from(version).unwrap(), 1), endpoint("db", 1, 5432)]);
     }
-    assert_eq!(programmed_version(&run.progress.borrow()), Some(1), "no ACK before the kernel has it");
+    assert_eq!(
+        programmed_version(&run.progress.borrow()),
+        Some(1),
+        "a version is not acknowledged before it is in the kernel"
+    );
     run.control.hold(false);
     run.wait_programmed(99);
     let calls = run.control.calls();
     assert!(calls.len() <= 3, "{}", calls.len());
     let Some(Call::Apply(_, digests)) = calls.last() else { panic!("{calls:?}") };
-    assert_eq!(*digests, run.shared.with_state(|state: &State| state.digests().clone()), "at the newest values");
+    assert_eq!(
+        *digests,
+        run.shared.with_state(|state: &State| state.digests().clone()),
+        "the last step programs the newest values"
+    );
 }
 
 #[test]
-fn a_long_first_sync_does_not_keep_the_session_waiting() {
+fn the_session_applies_changes_during_a_long_first_sync() {
     let run = Loop::start(timing());
     run.control.hold(true);
     run.snapshot(1, vec![service("web", 80)]);
-    // Until the loop has taken it up; from then on the kernel is busy.
+    // Once the loop has taken the snapshot, the kernel is busy.
     while run.shared.needs_full() {
         std::thread::sleep(Duration::from_millis(1));
     }
     std::thread::sleep(Duration::from_millis(20));
     run.batch(2, vec![endpoint("web", 1, 8080)]);
     assert_eq!(run.shared.position(), Some((1, 2)));
-    assert!(run.progress.borrow().programmed.is_none(), "no ACK before the kernel has it");
+    assert!(run.progress.borrow().programmed.is_none(), "a version is not acknowledged before it is in the kernel");
     run.control.hold(false);
     run.wait_programmed(2);
     let calls = run.control.calls();
@@ -234,7 +246,7 @@ fn a_long_first_sync_does_not_keep_the_session_waiting() {
 }
 
 #[test]
-fn a_failed_step_is_repaired_in_full_with_what_changed_since() {
+fn a_full_sync_follows_a_failed_step_and_includes_newer_changes() {
     let run = Loop::start(timing());
     run.snapshot(1, vec![service("web", 80), service("db", 5432)]);
     run.wait_programmed(1);
@@ -247,17 +259,17 @@ fn a_failed_step_is_repaired_in_full_with_what_changed_since() {
     assert_eq!(apply_of(&calls, 1), ["prod/web"]);
     assert!(matches!(calls[2], Call::Full(..)) && matches!(calls[3], Call::Full(..)), "{calls:?}");
     assert!(run.wait_progress(|progress| programmed_version(progress) == Some(2)).failure.is_none());
-    // Afterwards steps are small again.
+    // After the full sync, steps are partial again.
     run.batch(3, vec![endpoint("web", 2, 8080)]);
     run.wait_programmed(3);
     assert_eq!(apply_of(&run.control.calls(), 4), ["prod/web"]);
 }
 
-/// A real ledger on a kernel in memory that does not take its first change, as when another process
-/// holds the lock.
+/// A real ledger over a kernel in memory. Its first partial sync fails as if another process held
+/// the lock.
 struct LedgerFamily {
     ledger: Ledger,
-    refusals: u32,
+    failures_left: u32,
 }
 
 struct LedgerKernel(Arc<Mutex<FakeKernel>>);
@@ -292,8 +304,8 @@ impl Dataplane for LedgerFamily {
         script: Script,
         source: Option<&dyn StateSource>,
     ) -> Result<Report, DataplaneError> {
-        if source.is_none() && self.refusals > 0 {
-            self.refusals -= 1;
+        if source.is_none() && self.failures_left > 0 {
+            self.failures_left -= 1;
             return Err(retry());
         }
         kernel.0.lock().unwrap().restore(&script.to_string()).unwrap();
@@ -310,13 +322,13 @@ impl Dataplane for LedgerFamily {
 }
 
 #[test]
-fn no_change_is_lost_and_reported_as_programmed_when_the_kernel_refused_it_once() {
+fn a_change_whose_first_attempt_fails_is_in_the_kernel_when_it_is_reported_as_programmed() {
     let kernel = Arc::new(Mutex::new(FakeKernel::default()));
-    let make = |family| LedgerFamily { ledger: Ledger::new(ruleset(RenderConfig::new(family))), refusals: 1 };
+    let make = |family| LedgerFamily { ledger: Ledger::new(ruleset(RenderConfig::new(family))), failures_left: 1 };
     let handle = LedgerKernel(Arc::clone(&kernel));
-    let backend = DualStack::assemble("ledger", handle, Vec::new(), vec![Family::V4], make);
+    let dataplane = DualStack::assemble("ledger", handle, Vec::new(), vec![Family::V4], make);
     let (shared, metrics) = (Arc::new(AgentState::new("node-1")), SyncMetrics::default());
-    let (reconciler, progress) = Reconciler::new(Box::new(backend), Arc::clone(&shared), metrics, timing());
+    let (reconciler, progress) = Reconciler::new(Box::new(dataplane), Arc::clone(&shared), metrics, timing());
     let thread = Some(std::thread::spawn(|| reconciler.run()));
     let (_, control) = InMemoryDataplane::new();
     let run = Loop { shared, control, metrics: SyncMetrics::default(), progress, thread };
@@ -330,7 +342,7 @@ fn no_change_is_lost_and_reported_as_programmed_when_the_kernel_refused_it_once(
 }
 
 #[test]
-fn a_backend_that_lost_track_is_repaired_in_full_at_once() {
+fn a_full_sync_follows_at_once_when_the_kernel_differs_from_the_ledger() {
     let run = Loop::start(timing());
     run.snapshot(1, vec![service("web", 80)]);
     run.wait_programmed(1);
@@ -341,7 +353,7 @@ fn a_backend_that_lost_track_is_repaired_in_full_at_once() {
 }
 
 #[test]
-fn a_failure_is_reported_with_its_words_and_no_ack() {
+fn a_failed_sync_is_reported_with_its_error_and_not_acknowledged() {
     let slow = Backoff::new(Duration::from_secs(3600), Duration::from_secs(3600), Jitter::None);
     let run = Loop::start(Timing { backoff: slow, ..timing() });
     run.control.fail_next(DataplaneError::new(ErrorKind::Fatal, "iptables-restore is not installed"));
@@ -371,13 +383,13 @@ fn rules_that_somebody_removed_come_back() {
 }
 
 #[test]
-fn a_verification_that_fails_changes_nothing() {
+fn a_single_failed_verification_changes_nothing() {
     let run = Loop::start(Timing { sync_period: Duration::from_millis(5), ..timing() });
     run.snapshot(1, vec![service("web", 80)]);
     run.wait_programmed(1);
     run.control.fail_next(retry());
-    // The second one from now on begins after the first is counted, whichever of the two failed,
-    // and the third after both.
+    // The error hits a verification that is running now, or the next one. Three more calls ensure
+    // that it is counted.
     let before = run.control.calls().len();
     assert!(run.control.wait_for(GUARD, |calls| calls.len() >= before + 3), "{:?}", run.control.calls());
     assert!(run.control.calls()[1..].iter().all(|call| *call == Call::Check));
@@ -385,7 +397,7 @@ fn a_verification_that_fails_changes_nothing() {
 }
 
 #[test]
-fn verifications_that_go_on_failing_end_in_a_full_sync() {
+fn two_failed_verifications_lead_to_a_full_sync() {
     let run = Loop::start(Timing { sync_period: Duration::from_millis(5), ..timing() });
     run.snapshot(1, vec![service("web", 80)]);
     run.wait_programmed(1);
@@ -412,7 +424,7 @@ fn another_zone_or_address_of_the_node_programs_everything_anew() {
     run.shared.set_node(&own_node(1, Some(&node)));
     run.wait_calls(2);
     assert!(matches!(&run.control.calls()[1], Call::Full(_, facts) if facts.zone.as_deref() == Some("a")));
-    // What no rule depends on costs nothing.
+    // A change on which no rule depends causes no sync.
     node.going_away = true;
     run.shared.set_node(&own_node(2, Some(&node)));
     let acked = |progress: &Progress| progress.programmed.as_ref().is_some_and(|p| p.target.node_revision == 2);
@@ -442,7 +454,7 @@ fn row_107_a_deleted_node_keeps_its_last_zone_addresses_and_pod_ranges() {
     assert_eq!(run.shared.node(), Some(Node { going_away: true, ..node.clone() }));
     run.shared
         .with_facts(|_, facts| assert_eq!((facts.zone.as_deref(), &facts.addresses), (Some("a"), &node.addresses)));
-    // The Node that comes back replaces all of it.
+    // A Node that is created again replaces all these values.
     let back = Node { zone: Some("b".into()), ..node };
     run.shared.set_node(&own_node(3, Some(&back)));
     run.wait_calls(3);
@@ -451,7 +463,7 @@ fn row_107_a_deleted_node_keeps_its_last_zone_addresses_and_pod_ranges() {
 }
 
 #[test]
-fn versions_of_another_epoch_are_reported_as_such() {
+fn a_version_of_another_epoch_is_reported_with_that_epoch() {
     let run = Loop::start(timing());
     run.snapshot(9, vec![service("web", 80)]);
     run.wait_programmed(9);
@@ -467,7 +479,7 @@ fn versions_of_another_epoch_are_reported_as_such() {
     });
     let programmed = run.wait_programmed(3);
     assert_eq!(programmed.target.epoch, 2);
-    assert_eq!(run.control.calls().len(), 1, "nothing differed, nothing was written");
+    assert_eq!(run.control.calls().len(), 1, "a snapshot without differences causes no write");
 }
 
 // rows: 95
@@ -480,7 +492,7 @@ fn the_shortest_period_gathers_changes() {
         run.batch(version, vec![endpoint("web", u8::try_from(version).unwrap(), 1)]);
     }
     run.wait_programmed(19);
-    // One sync for all, or a second where the machine was slow.
+    // All changes end in one sync, or in a few on a slow machine.
     assert!(run.control.calls().len() < 19, "{}", run.control.calls().len());
 }
 
@@ -494,12 +506,12 @@ fn row_95_everything_is_looked_at_again_after_a_while() {
     assert!(run.control.wait_for(GUARD, |calls| calls.iter().filter(is_full).count() >= 3));
 }
 
-fn refusals(progress: &Progress) -> Vec<&str> {
+fn rejected_services(progress: &Progress) -> Vec<&str> {
     progress.refused.iter().map(|rejection| rejection.resource.as_str()).collect()
 }
 
 #[test]
-fn a_service_that_the_kernel_refuses_holds_up_nothing_else() {
+fn a_service_that_the_kernel_rejects_delays_no_other_service() {
     let run = Loop::start(timing());
     run.snapshot(1, vec![service("web", 80), service("db", 5432)]);
     run.wait_programmed(1);
@@ -507,15 +519,16 @@ fn a_service_that_the_kernel_refuses_holds_up_nothing_else() {
     run.batch(2, vec![endpoint("web", 1, 8080), endpoint("db", 1, 5432)]);
     run.wait_programmed(2);
     let progress = run.progress.borrow().clone();
-    assert_eq!((refusals(&progress), &progress.failure), (vec!["Service prod/web"], &None));
+    assert_eq!((rejected_services(&progress), &progress.failure), (vec!["Service prod/web"], &None));
     assert!(progress.refused[0].reason.contains("no such match"), "{:?}", progress.refused);
     let suspects = Some(vec!["prod/db".to_owned(), "prod/web".to_owned()]);
     let calls = run.control.calls();
     let is_found = matches!(&calls[2], Call::FindFaults(found) if *found == suspects);
     assert!(is_found && matches!(calls[3], Call::Full(..)) && calls.len() == 4, "{calls:?}");
-    assert_eq!((run.metrics.services_refused.get(), run.metrics.service_refusals.get()), (1, 1));
+    assert_eq!((run.metrics.services_rejected.get(), run.metrics.service_rejections.get()), (1, 1));
 
-    // Others change as ever; it is tried by itself when it changes, after them.
+    // Other services are programmed as usual. When the quarantined service changes, it is tried
+    // alone, after the step.
     run.batch(3, vec![endpoint("db", 2, 5432)]);
     run.wait_programmed(3);
     run.batch(4, vec![endpoint("web", 2, 8080), endpoint("db", 3, 5432)]);
@@ -524,18 +537,19 @@ fn a_service_that_the_kernel_refuses_holds_up_nothing_else() {
     assert!(matches!(&calls[6], Call::FindFaults(Some(found)) if found == &["prod/web"]), "{calls:?}");
     assert_eq!(run.control.quarantined(), ["prod/web"]);
 
-    // With a change that the kernel takes it is programmed, and the refusal ends with that step.
+    // After a change that the kernel accepts, the service is programmed. The rejection is withdrawn
+    // with that step.
     run.control.reject(&[]);
     run.batch(5, vec![endpoint("web", 3, 8080)]);
     let progress = run.wait_progress(|progress| progress.refused.is_empty());
     assert_eq!(programmed_version(&progress), Some(5));
     assert!(run.control.quarantined().is_empty());
     assert_eq!(apply_of(&run.control.calls(), run.control.calls().len() - 1), ["prod/web"]);
-    assert_eq!((run.metrics.services_refused.get(), run.metrics.service_refusals.get()), (0, 1));
+    assert_eq!((run.metrics.services_rejected.get(), run.metrics.service_rejections.get()), (0, 1));
 }
 
 #[test]
-fn a_service_that_was_refused_is_tried_again_without_a_change() {
+fn an_unchanged_service_in_quarantine_is_tried_again() {
     let quarantine = Backoff::new(Duration::from_millis(1), Duration::from_millis(4), Jitter::Half);
     let run = Loop::start(Timing { quarantine, ..timing() });
     run.control.reject(&["prod/web"]);
@@ -552,19 +566,19 @@ fn a_service_that_was_refused_is_tried_again_without_a_change() {
 }
 
 #[test]
-fn a_refused_service_that_is_removed_is_refused_no_longer() {
+fn a_removed_service_leaves_the_quarantine() {
     let run = Loop::start(timing());
     run.control.reject(&["prod/web"]);
     run.snapshot(1, vec![service("web", 80), service("db", 5432)]);
     run.wait_programmed(1);
-    assert_eq!(refusals(&run.progress.borrow()), ["Service prod/web"]);
+    assert_eq!(rejected_services(&run.progress.borrow()), ["Service prod/web"]);
     run.batch(2, vec![Change::RemoveService(headgate_core::ServiceKey::new("prod", "web"))]);
     run.wait_progress(|progress| progress.refused.is_empty());
     assert!(run.control.quarantined().is_empty());
 }
 
 #[test]
-fn a_service_that_is_refused_in_part_is_told_and_costs_no_step() {
+fn a_service_that_is_rejected_in_part_is_reported_and_fails_no_step() {
     let run = Loop::start(timing());
     run.snapshot(1, vec![service("web", 80), service("db", 5432)]);
     run.wait_programmed(1);
@@ -574,27 +588,31 @@ fn a_service_that_is_refused_in_part_is_told_and_costs_no_step() {
     run.batch(2, vec![endpoint("web", 1, 8080)]);
     run.wait_programmed(2);
     let progress = run.progress.borrow().clone();
-    assert_eq!((refusals(&progress), &progress.failure), (vec!["Service prod/web"], &None));
+    assert_eq!((rejected_services(&progress), &progress.failure), (vec!["Service prod/web"], &None));
     assert!(
         progress.refused[0].reason.starts_with("all of the service is programmed but this: "),
         "{:?}",
         progress.refused
     );
-    assert_eq!((run.metrics.services_refused.get(), run.metrics.service_refusals.get()), (1, 1));
+    assert_eq!((run.metrics.services_rejected.get(), run.metrics.service_rejections.get()), (1, 1));
     run.batch(3, vec![endpoint("web", 2, 8080)]);
     run.wait_programmed(3);
-    assert_eq!(refusals(&run.progress.borrow()), ["Service prod/web"], "until the backend says otherwise");
+    assert_eq!(
+        rejected_services(&run.progress.borrow()),
+        ["Service prod/web"],
+        "the rejection stays until the dataplane withdraws it"
+    );
     run.control.defer(Vec::new());
     run.batch(4, vec![endpoint("db", 1, 5432)]);
     run.wait_programmed(4);
     assert!(run.progress.borrow().refused.is_empty());
-    assert_eq!((run.metrics.services_refused.get(), run.metrics.service_refusals.get()), (0, 1));
+    assert_eq!((run.metrics.services_rejected.get(), run.metrics.service_rejections.get()), (0, 1));
     let calls = run.control.calls();
     assert!(calls[1..].iter().all(|call| matches!(call, Call::Apply(..))) && calls.len() == 4, "{calls:?}");
 }
 
 #[test]
-fn what_is_planned_again_is_no_failure_and_is_reported_when_it_is_programmed() {
+fn services_that_have_to_be_planned_again_are_no_failure_and_are_reported_once_programmed() {
     let run = Loop::start(timing());
     let again = |services: &[Arc<ServiceKey>]| {
         let services = services.iter().cloned().collect();
@@ -616,7 +634,7 @@ fn what_is_planned_again_is_no_failure_and_is_reported_when_it_is_programmed() {
 }
 
 #[test]
-fn a_refusal_that_no_service_is_at_fault_for_is_a_failure() {
+fn a_rejection_without_a_service_at_fault_is_a_failure() {
     let run = Loop::start(timing());
     run.snapshot(1, vec![service("web", 80)]);
     run.wait_programmed(1);
@@ -629,7 +647,7 @@ fn a_refusal_that_no_service_is_at_fault_for_is_a_failure() {
 }
 
 #[test]
-fn something_new_is_tried_soon_after_a_failure() {
+fn a_newer_change_is_tried_soon_after_a_failure() {
     let slow = Backoff::new(Duration::from_secs(3600), Duration::from_secs(3600), Jitter::None);
     let run = Loop::start(Timing { backoff: slow, ..timing() });
     run.snapshot(1, vec![service("web", 80)]);
@@ -642,7 +660,7 @@ fn something_new_is_tried_soon_after_a_failure() {
 }
 
 #[test]
-fn a_kernel_that_fails_for_ever_is_not_kept_busy_by_changes() {
+fn newer_changes_wait_for_a_pause_after_a_failed_sync() {
     let now = Instant::now();
     let failed = AfterFailure {
         generation: 7,
@@ -653,6 +671,6 @@ fn a_kernel_that_fails_for_ever_is_not_kept_busy_by_changes() {
     assert_eq!(pace.next(7), failed.retry_at);
     assert_eq!(pace.next(8), failed.with_news_at);
     let late = Pace { not_before: now + Duration::from_secs(5), ..pace };
-    assert_eq!(late.next(8), late.not_before, "the shortest time between two syncs counts all the same");
+    assert_eq!(late.next(8), late.not_before, "the shortest time between two syncs still applies");
     assert_eq!(Pace { after_failure: None, ..pace }.next(8), now);
 }
