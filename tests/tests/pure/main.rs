@@ -1,5 +1,5 @@
-//! Tests that need nothing but a processor: no socket, no program, no namespace. They start first
-//! and wait for nobody.
+//! Tests that need no socket, program or network namespace. They start first and wait for no group
+//! of tests.
 
 #![allow(clippy::unwrap_used, missing_docs)]
 

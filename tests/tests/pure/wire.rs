@@ -1,4 +1,4 @@
-//! The goals of the `wire` bench: bytes are the same in each run, so a test can hold them.
+//! The size goals of the `wire` bench. Each run produces equal bytes, so a test can check them.
 
 #[test]
 fn a_change_costs_no_more_bytes_than_the_goals_allow() {

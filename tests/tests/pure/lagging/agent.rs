@@ -1,5 +1,5 @@
-//! The agent of the model: the real machine, what it holds, and its decisions to stay or move; its
-//! disk and its kernel.
+//! The agent of the model: the real session machine, the state that it holds, its decisions to stay
+//! or move, its disk and its kernel.
 
 use headgate_core::{Change, Dirty, Node, reference::Referable};
 use headgate_node_agent::{
@@ -15,15 +15,15 @@ use tokio::time::Instant;
 
 use super::source::{History, NEED_NEW_PROGRAM, NODE, Places, as_seen_by_the_old_program, changes_of, state_of};
 
-/// Which program the agent runs.
+/// The version of the agent's program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Program {
-    /// It cannot use some values.
+    /// This program cannot use some values.
     Old,
     New,
 }
 
-/// What is on the agent's disk.
+/// The contents of the agent's disk.
 struct Disk {
     changes: Vec<Change>,
     point: v1::Resume,
@@ -39,19 +39,20 @@ pub(crate) struct Agent {
     pub(crate) held: Held,
     pub(crate) node: Option<Node>,
     node_position: Option<v1::SourcePosition>,
-    /// Where each key is, and the own Node: `None` before it has come.
+    /// The version of each key's value that the agent holds.
     places: Places,
     node_place: Option<u64>,
     disk: Option<Disk>,
-    /// From disk: the kernel has rules of an earlier run, which may be newer.
+    /// The state comes from disk, and no replica has confirmed it. The kernel may have newer rules
+    /// of the earlier run.
     is_unconfirmed: bool,
-    /// Where the replica was when the stream began: what is programmed after a start from disk is
-    /// not older.
+    /// The place of each key at the replica when the stream began. After a start from disk, nothing
+    /// older is programmed.
     at_begin: Places,
     distrusts_version: bool,
     failover: Failover,
     moves: MoveLimits,
-    /// The source was restored from a backup.
+    /// The source was restored from a backup, so values may be older.
     pub(crate) may_go_back: bool,
     pub(crate) rejections: u64,
 }
@@ -78,7 +79,7 @@ impl Agent {
         }
     }
 
-    /// What the kernel has goes to disk.
+    /// Writes the state that the kernel has to disk.
     pub(crate) fn save(&mut self) {
         if self.is_unconfirmed {
             return;
@@ -94,7 +95,7 @@ impl Agent {
         });
     }
 
-    /// The program ends, and this one starts from the disk.
+    /// Ends the program, and starts `program` from the disk.
     pub(crate) fn restart(&mut self, program: Program, now: Instant) {
         let disk = self.disk.take();
         *self = Self { rejections: self.rejections, may_go_back: self.may_go_back, ..Self::new(program, now) };
@@ -107,8 +108,8 @@ impl Agent {
         self.disk = Some(disk);
     }
 
-    /// A stream begins, at a replica where every key is at one of `at_begin`. Returns what `Hello`
-    /// says.
+    /// Begins a stream at a replica whose keys are at `at_begin`. Returns the resume point for
+    /// `Hello`.
     pub(crate) fn begin(&mut self, at_begin: Places, now: Instant) -> Option<v1::Resume> {
         self.at_begin = at_begin;
         self.failover = Failover::new(&self.moves, now);
@@ -122,7 +123,7 @@ impl Agent {
         resume.map(|wire| v1::Resume::decode(wire.encode_to_vec().as_slice()).unwrap())
     }
 
-    /// Takes one message. False when the agent drops the stream.
+    /// Takes one message. Returns false when the agent drops the stream.
     pub(crate) fn receive(&mut self, source: &History, mut body: Body, now: Instant) -> bool {
         if self.program == Program::Old {
             match &mut body {
@@ -134,7 +135,7 @@ impl Agent {
         let is_heartbeat = matches!(body, Body::Heartbeat(_));
         let effects = match self.machine.on_message(v1::ServerMessage { body: Some(body) }) {
             Ok(effects) => effects,
-            // It may hold less than its version has.
+            // After a rejection, the old program may hold less than its version says.
             Err(Violation::Reference(_)) if self.program == Program::Old => {
                 self.distrusts_version = true;
                 return false;
@@ -190,17 +191,17 @@ impl Agent {
         }
     }
 
-    /// True when no value of the resource needs a newer program than this one.
+    /// Whether this program can use every value of the resource.
     pub(crate) fn program_can_use(&self, key: &str) -> bool {
         self.program == Program::New || !NEED_NEW_PROGRAM.contains(&key)
     }
 
-    /// Something that it rejected may be missing.
+    /// Whether a rejected resource may be missing.
     pub(crate) fn may_lack(&self) -> bool {
         self.held.point(false).is_some_and(|point| point.epoch == 0)
     }
 
-    /// Whether and where the agent moves now, of the replicas that answer.
+    /// Decides whether the agent moves now, and to which of the replicas that answer.
     pub(crate) fn decide(&mut self, others: impl FnOnce() -> Vec<(usize, Standing)>, now: Instant) -> Option<usize> {
         let trouble = self.failover.due(now)?;
         let others = others();

@@ -1,12 +1,12 @@
-//! An agent moves between replicas of which each watch is held back for itself, and is never given
-//! older state, at any interleaving. Nothing that a replica could serve is withheld from it beyond
-//! the bounds of the contract, and it does not move in circles.
+//! An agent moves between replicas whose watches are delayed independently. At any interleaving, it
+//! never receives older state. Nothing that a replica could serve is withheld longer than the
+//! contract allows, and the agent does not move in circles.
 //!
-//! A model: the parts that decide are the real ones (the replica's store, resumption and waits, the
-//! agent's machine, what it holds, what it writes to disk and whether it stays, and the bytes
-//! between them); the source, its watches, the network and time are a list of moves. Each key of
-//! the source, and the agent's own Node, takes its values in a known order, so what an agent holds
-//! of it is the place in that order, and no place may ever go down.
+//! This is a model. The code that decides is real: the replica's store, its resumption and waits,
+//! the agent's session machine, the state that the agent holds and saves, its choice of replica,
+//! and the encoded messages. The source, its watches, the network and time are a list of moves.
+//! Each key of the source, and the agent's own Node, takes its values in a known order. So the
+//! value that an agent holds has a place in that order, and no place may decrease.
 
 mod agent;
 mod replica;
@@ -26,8 +26,8 @@ const SLICE: SourceKind = SourceKind::EndpointSlices;
 const SERVICE: SourceKind = SourceKind::Services;
 const NODES: SourceKind = SourceKind::Nodes;
 
-/// Whether two moves in a row have the same outcome in either order: what comes to different
-/// replicas.
+/// The replicas of two successive moves that have equal outcomes in either order: deliveries to
+/// different replicas.
 fn commute(a: Move, b: Move) -> Option<(usize, usize)> {
     match (a, b) {
         (Move::Deliver(a, _), Move::Deliver(b, _)) if a != b => Some((a, b)),
@@ -35,8 +35,8 @@ fn commute(a: Move, b: Move) -> Option<(usize, usize)> {
     }
 }
 
-/// Every order of what happens in each of these lists, which keep their own order; of orders that
-/// differ only in moves that commute, one.
+/// Visits every interleaving of the lists, each of which keeps its order. Of interleavings that
+/// differ only in moves that commute, visits one.
 fn interleave(lists: &[Vec<Move>], visit: &mut impl FnMut(&[Move])) {
     fn descend(lists: &[Vec<Move>], at: &mut [usize], path: &mut Vec<Move>, visit: &mut impl FnMut(&[Move])) {
         let mut is_leaf = true;
@@ -59,11 +59,11 @@ fn interleave(lists: &[Vec<Move>], visit: &mut impl FnMut(&[Move])) {
     descend(lists, &mut vec![0; lists.len()], &mut Vec::new(), visit);
 }
 
-/// How many interleavings there were, and how often the agent resumed in each way, waited, moved
-/// and dropped a stream.
+/// The number of interleavings, and how often the agent resumed in each way, waited, moved and
+/// dropped a stream.
 type Counts = BTreeMap<&'static str, u64>;
 
-/// Runs every interleaving with two replicas, over so many events of the source.
+/// Runs every interleaving with two replicas, over the first `events` events of the source.
 fn explore(program: Program, events: usize, lists: &[Vec<Move>]) -> Counts {
     explore_with(2, program, events, lists)
 }
@@ -73,7 +73,7 @@ fn explore_with(replicas: usize, program: Program, events: usize, lists: &[Vec<M
     interleave(lists, &mut |moves| {
         *counts.entry("runs").or_default() += 1;
         let run = || {
-            // What is drawn at random is the same in each run.
+            // Random choices are equal in each run.
             fastrand::seed(7);
             let mut world = World::new(History::first(events), replicas, program);
             moves.iter().for_each(|action| world.act(*action));
@@ -91,32 +91,32 @@ fn explore_with(replicas: usize, program: Program, events: usize, lists: &[Vec<M
     counts
 }
 
-/// Each of these has happened.
+/// Asserts that each of these happened at least once.
 fn assert_happened(counts: &Counts, what: &[&str]) {
     assert!(what.iter().all(|what| counts.get(what).is_some_and(|count| *count > 0)), "{counts:?}");
 }
 
 #[test]
-fn every_interleaving_of_moves_and_of_what_each_replica_has_seen() {
-    use Move::{Deliver, Go, ReadAll};
+fn no_key_goes_back_while_the_agent_moves_between_two_delayed_replicas() {
+    use Move::{Connect, Deliver, ReadAll};
     let lists = [
         vec![Deliver(0, SLICE), Deliver(0, SERVICE)],
         vec![Deliver(1, SLICE), Deliver(1, SERVICE)],
-        vec![ReadAll, Go(1), ReadAll, Go(0), ReadAll],
+        vec![ReadAll, Connect(1), ReadAll, Connect(0), ReadAll],
     ];
     let counts = explore(Program::New, 2, &lists);
-    // Each replica's two events stand in any of the six gaps.
+    // Each replica's two events can be in any of the six gaps between the agent's moves.
     assert_eq!(counts["runs"], 21 * 21);
     assert_happened(&counts, &["waits", "digests", "log"]);
 }
 
 #[test]
-fn every_interleaving_where_streams_break_in_the_middle_and_each_kind_is_held_back_for_itself() {
-    use Move::{Bookmark, Deliver, Go, Read, ReadAll};
+fn no_key_goes_back_when_streams_break_and_each_kind_is_delayed_separately() {
+    use Move::{Bookmark, Connect, Deliver, Read, ReadAll};
     let lists = [
         vec![Deliver(0, SLICE), Deliver(0, SERVICE)],
         vec![Deliver(1, SLICE), Bookmark(1, SERVICE)],
-        vec![ReadAll, Go(1), Read, Read, Go(0), Read],
+        vec![ReadAll, Connect(1), Read, Read, Connect(0), Read],
     ];
     let counts = explore(Program::New, 2, &lists);
     assert!(counts["runs"] > 400, "{counts:?}");
@@ -124,12 +124,12 @@ fn every_interleaving_where_streams_break_in_the_middle_and_each_kind_is_held_ba
 }
 
 #[test]
-fn every_interleaving_with_a_replica_that_starts_anew() {
-    use Move::{Deliver, Go, List, Read, ReadAll, Restart};
+fn no_key_goes_back_when_a_replica_restarts() {
+    use Move::{Connect, Deliver, List, Read, ReadAll, Restart};
     let lists = [
         vec![Deliver(0, SLICE)],
         vec![Deliver(1, SLICE), Restart(1), List(1), Deliver(1, SERVICE)],
-        vec![Go(1), Read, Read, Go(0), ReadAll],
+        vec![Connect(1), Read, Read, Connect(0), ReadAll],
     ];
     let counts = explore(Program::New, 3, &lists);
     assert!(counts["runs"] > 300, "{counts:?}");
@@ -137,13 +137,13 @@ fn every_interleaving_with_a_replica_that_starts_anew() {
 }
 
 #[test]
-fn every_interleaving_of_moves_and_of_nodes_that_each_replica_has_seen() {
-    use Move::{Deliver, Go, Read, ReadAll};
+fn the_own_node_does_not_go_back_while_the_agent_moves() {
+    use Move::{Connect, Deliver, Read, ReadAll};
     // The first change of the own Node is the third event.
     let lists = [
         vec![Deliver(0, SERVICE), Deliver(0, NODES)],
         vec![Deliver(1, NODES), Deliver(1, SLICE)],
-        vec![Read, Go(1), Read, Go(0), ReadAll],
+        vec![Read, Connect(1), Read, Connect(0), ReadAll],
     ];
     let counts = explore(Program::New, 3, &lists);
     assert_eq!(counts["runs"], 21 * 21);
@@ -151,11 +151,11 @@ fn every_interleaving_of_moves_and_of_nodes_that_each_replica_has_seen() {
 }
 
 #[test]
-fn every_interleaving_with_steps_in_parts_while_the_head_moves_and_the_agent_starts_from_disk() {
-    use Move::{Deliver, DeliverStep, Go, Read, RestartAgent, Save};
+fn no_key_goes_back_when_the_agent_starts_from_disk_in_the_middle_of_a_step() {
+    use Move::{Connect, Deliver, DeliverStep, Read, RestartAgent, Save};
     let lists = [
         vec![DeliverStep(0), Deliver(0, SLICE), DeliverStep(0)],
-        vec![Read, Save, RestartAgent(Program::New), Go(0), Read, Read, Read],
+        vec![Read, Save, RestartAgent(Program::New), Connect(0), Read, Read, Read],
     ];
     let counts = explore(Program::New, 8, &lists);
     assert!(counts["runs"] > 100, "{counts:?}");
@@ -163,13 +163,13 @@ fn every_interleaving_with_steps_in_parts_while_the_head_moves_and_the_agent_sta
 }
 
 #[test]
-fn every_interleaving_with_an_agent_that_starts_from_disk_with_rejected_resources() {
-    use Move::{Deliver, Go, ReadAll, RestartAgent, Save};
+fn a_new_program_receives_the_resources_that_the_old_one_rejected() {
+    use Move::{Connect, Deliver, ReadAll, RestartAgent, Save};
     // The seventh event is a Service that only the new program can use.
     let lists = [
         vec![Deliver(0, SERVICE), Deliver(0, SERVICE), Deliver(0, SERVICE)],
         vec![Deliver(1, SERVICE)],
-        vec![ReadAll, Save, RestartAgent(Program::New), Go(0), ReadAll],
+        vec![ReadAll, Save, RestartAgent(Program::New), Connect(0), ReadAll],
     ];
     let counts = explore(Program::Old, 7, &lists);
     assert!(counts["runs"] > 300, "{counts:?}");
@@ -177,11 +177,11 @@ fn every_interleaving_with_an_agent_that_starts_from_disk_with_rejected_resource
 }
 
 #[test]
-fn every_interleaving_where_a_stream_breaks_before_its_snapshot_after_a_rejection() {
-    use Move::{Deliver, Go, ReadAll, RestartAgent, Save};
+fn rejected_resources_come_again_when_the_stream_breaks_before_the_snapshot() {
+    use Move::{Connect, Deliver, ReadAll, RestartAgent, Save};
     let lists = [
         vec![Deliver(0, SERVICE), Deliver(0, SERVICE), Deliver(0, SERVICE), Deliver(0, SLICE)],
-        vec![ReadAll, Go(1), Go(0), ReadAll, Save, RestartAgent(Program::New), Go(0)],
+        vec![ReadAll, Connect(1), Connect(0), ReadAll, Save, RestartAgent(Program::New), Connect(0)],
     ];
     let counts = explore(Program::Old, 7, &lists);
     assert_eq!(counts["runs"], 330);
@@ -189,26 +189,29 @@ fn every_interleaving_where_a_stream_breaks_before_its_snapshot_after_a_rejectio
 }
 
 #[test]
-fn every_interleaving_where_one_of_three_replicas_follows_the_source() {
-    use Move::{CutOff, DeliverStep, Go, Pass, Restart};
-    let lists = [vec![CutOff(0)], vec![CutOff(1), Restart(1)], vec![DeliverStep(2), Go(1), Pass, Go(0)]];
+fn the_agent_finds_the_only_replica_that_follows_the_source() {
+    use Move::{Connect, CutOff, DeliverStep, PassTime, Restart};
+    let lists = [vec![CutOff(0)], vec![CutOff(1), Restart(1)], vec![DeliverStep(2), Connect(1), PassTime, Connect(0)]];
     let counts = explore_with(3, Program::New, 6, &lists);
     assert_eq!(counts["runs"], 105);
     assert_happened(&counts, &["moves"]);
 }
 
 #[test]
-fn every_interleaving_with_replicas_that_lose_the_api_server_or_never_list() {
-    use Move::{CutOff, DeliverStep, Go, Pass, ReadAll, Restart};
-    let lists = [vec![DeliverStep(0), CutOff(0)], vec![CutOff(1), Restart(1)], vec![ReadAll, Go(1), Pass, Go(0)]];
+fn nothing_is_withheld_by_replicas_that_lose_the_api_server_or_never_list() {
+    use Move::{Connect, CutOff, DeliverStep, PassTime, ReadAll, Restart};
+    let lists =
+        [vec![DeliverStep(0), CutOff(0)], vec![CutOff(1), Restart(1)], vec![ReadAll, Connect(1), PassTime, Connect(0)]];
     let counts = explore(Program::New, 6, &lists);
     assert!(counts["runs"] > 300, "{counts:?}");
     assert_happened(&counts, &["waits", "digests", "moves"]);
 }
 
 #[test]
-fn a_restored_source_is_followed_in_the_end() {
-    for moves in [vec![Move::Go(0)], vec![Move::Go(1)], vec![Move::RestartAgent(Program::New), Move::Go(1)]] {
+fn a_source_restored_from_a_backup_is_followed() {
+    for moves in
+        [vec![Move::Connect(0)], vec![Move::Connect(1)], vec![Move::RestartAgent(Program::New), Move::Connect(1)]]
+    {
         let mut world = World::new(History::first(8), 2, Program::New);
         (0..4).for_each(|_| world.act(Move::DeliverStep(0)));
         [Move::ReadAll, Move::Save].into_iter().for_each(|action| world.act(action));
@@ -231,13 +234,13 @@ fn any_move(replicas: usize) -> impl Strategy<Value = Move> {
         1 => (0..replicas).prop_map(Move::Restart),
         2 => (0..replicas).prop_map(Move::List),
         2 => (0..replicas).prop_map(Move::CutOff),
-        2 => (0..replicas).prop_map(Move::Reach),
-        4 => (0..replicas).prop_map(Move::Go),
+        2 => (0..replicas).prop_map(Move::Reconnect),
+        4 => (0..replicas).prop_map(Move::Connect),
         6 => Just(Move::Read),
         4 => Just(Move::ReadAll),
         2 => Just(Move::Save),
         1 => any_program().prop_map(Move::RestartAgent),
-        1 => Just(Move::Pass),
+        1 => Just(Move::PassTime),
     ]
 }
 
@@ -245,7 +248,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 150, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn long_histories_with_three_replicas(
+    fn random_moves_between_three_replicas_keep_every_promise(
         program in any_program(),
         moves in prop::collection::vec(any_move(3), 1..80),
         seed in any::<u64>(),

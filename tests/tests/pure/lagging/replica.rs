@@ -1,4 +1,4 @@
-//! A replica of the model: the real store, fed by a watch of each kind that the test holds back.
+//! A replica of the model: the real store. The test delays the watch of each kind.
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -16,18 +16,18 @@ use v1::{server_message::Body, source_position::Kind};
 
 use super::source::{Event, History, KINDS, NODE, changes_of};
 
-/// Longest time that an agent waits for a replica that is behind it.
+/// The longest time that an agent waits for a replica that is behind it.
 pub(crate) const BEHIND_WAIT: Duration = Duration::from_secs(30);
 
 pub(crate) struct Replica {
     pub(crate) store: Store,
-    /// What the store holds.
+    /// The state that the store holds.
     pub(crate) state: State,
-    /// Where the watch of each kind is.
+    /// The position of the watch of each kind.
     pub(crate) positions: BTreeMap<SourceKind, u64>,
-    /// Where the source was when it listed it.
+    /// The version of the source when the replica listed it.
     pub(crate) listed_at: Option<u64>,
-    /// It reaches the API server.
+    /// Whether the replica reaches the API server.
     pub(crate) has_contact: bool,
 }
 
@@ -42,7 +42,7 @@ fn wire_kind(kind: SourceKind) -> i32 {
 }
 
 impl Replica {
-    /// Has listed nothing. Its messages carry one resource each.
+    /// Creates a replica that has listed nothing. Each of its messages carries one resource.
     pub(crate) fn new(has_contact: bool) -> Self {
         let limits = Limits { part_bytes: 1, ..Limits::default() };
         let store = Store::new(limits, Arc::new(Metrics::default()));
@@ -61,7 +61,8 @@ impl Replica {
         self.listed_at.is_some()
     }
 
-    /// Lists the source as it was at a version, unless it has, or cannot reach it.
+    /// Lists the source as of a version. Does nothing if the replica has listed already or cannot
+    /// reach the API server.
     pub(crate) fn list(&mut self, source: &History, version: u64) {
         if self.is_listed() || !self.has_contact {
             return;
@@ -73,7 +74,7 @@ impl Replica {
         self.listed_at = Some(version);
     }
 
-    /// The next events of these kinds come, one of each, as one step.
+    /// Delivers the next event of each of these kinds, as one step.
     pub(crate) fn deliver(&mut self, source: &History, kinds: &[SourceKind]) {
         let (mut changes, mut nodes, mut positions) = (Vec::new(), Vec::new(), Vec::new());
         for kind in kinds {
@@ -94,8 +95,8 @@ impl Replica {
         source.next(kind, *position).map(|(version, event)| (version, event.clone()))
     }
 
-    /// A bookmark comes: nothing of the kind was missed up to `head`, or up to before its next
-    /// event.
+    /// Delivers a bookmark: the replica missed no event of the kind up to `head`, or up to just
+    /// before the kind's next event.
     pub(crate) fn bookmark(&mut self, source: &History, kind: SourceKind, head: u64) {
         let Some(position) = self.positions.get(&kind).copied().filter(|_| self.has_contact) else { return };
         let upto = source.next(kind, position).map_or(head, |(version, _)| head.min(version - 1));
@@ -104,7 +105,7 @@ impl Replica {
         }
     }
 
-    /// Everything up to `head` comes.
+    /// Delivers everything up to `head`.
     pub(crate) fn catch_up(&mut self, source: &History, head: u64) {
         for kind in KINDS {
             while self.next(source, kind).is_some_and(|(version, _)| version <= head) {
@@ -129,7 +130,7 @@ impl Replica {
         self.store.commit(Transaction { changes, nodes, positions, bookmarks, ..Transaction::default() });
     }
 
-    /// What it says of itself to an agent that asks.
+    /// The answer to an agent that asks for the replica's standing.
     pub(crate) fn standing(&self) -> Standing {
         let to_wire = |positions: BTreeMap<SourceKind, u64>| {
             let position = |(kind, position)| v1::SourcePosition { kind: wire_kind(kind), position };
@@ -144,13 +145,14 @@ impl Replica {
     }
 }
 
-/// A stream as the replica has it. It does what `serve/stream/session.rs` does with the same parts.
+/// The replica's side of a stream. It uses the parts that `serve/stream/session.rs` uses, in equal
+/// order.
 pub(crate) struct Stream {
     pub(crate) replica: usize,
     place: Reading,
     node_wait: Option<NodeResumption>,
     behind: BehindWait,
-    told_node: Option<OwnNode>,
+    sent_node: Option<OwnNode>,
     node_revision: u64,
 }
 
@@ -179,8 +181,8 @@ impl Stream {
             ..v1::Welcome::default()
         };
         let place = begun.map_or_else(Reading::Waiting, Reading::At);
-        let (behind, told_node) = (BehindWait::default(), None);
-        (Self { replica: index, place, node_wait, behind, told_node, node_revision: 0 }, mode, Body::Welcome(welcome))
+        let (behind, sent_node) = (BehindWait::default(), None);
+        (Self { replica: index, place, node_wait, behind, sent_node, node_revision: 0 }, mode, Body::Welcome(welcome))
     }
 
     pub(crate) fn is_waiting(&self) -> bool {
@@ -198,12 +200,12 @@ impl Stream {
         }
         if self.node_wait.is_none() {
             let own = store.node(NODE);
-            if self.told_node.as_ref() != Some(&own) {
+            if self.sent_node.as_ref() != Some(&own) {
                 self.node_revision += 1;
                 let position =
                     own.position.map(|(kind, position)| v1::SourcePosition { kind: wire_kind(kind), position });
                 let node = own.node.as_deref().map(node_to_wire);
-                self.told_node = Some(own);
+                self.sent_node = Some(own);
                 return Some(Body::OwnNode(v1::OwnNode { revision: self.node_revision, node, position }));
             }
         }
@@ -220,7 +222,7 @@ impl Stream {
         v1::ServerMessage::decode(&frame[PREFIX_BYTES..]).unwrap().body
     }
 
-    /// What a `Heartbeat` says.
+    /// The current `Heartbeat` of a replica.
     pub(crate) fn heartbeat(replica: &Replica) -> Body {
         Body::Heartbeat(v1::Heartbeat {
             head_version: replica.store.version(),

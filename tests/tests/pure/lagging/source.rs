@@ -1,4 +1,4 @@
-//! The source of the model: what happened, in order, and how far along its values a state is.
+//! The source of the model: its events in order, and the place of each value in that order.
 
 use std::{collections::BTreeMap, net::IpAddr, sync::Arc};
 
@@ -8,13 +8,13 @@ use headgate_core::{
 };
 use headgate_proto::v1;
 
-/// What every replica has from the start.
+/// The version of the state that every replica lists first.
 pub(crate) const BASE: u64 = 10;
 pub(crate) const KINDS: [SourceKind; 3] = [SourceKind::Services, SourceKind::EndpointSlices, SourceKind::Nodes];
-/// Node of the model's agent.
+/// The node of the model's agent.
 pub(crate) const NODE: &str = "node-a";
 
-/// How far along its values each key is: at the version that brought what is held.
+/// For each key, the version that brought the value that is held.
 pub(crate) type Places = BTreeMap<String, u64>;
 
 fn key(number: u8) -> ServiceKey {
@@ -25,14 +25,14 @@ fn address(number: u8, host: u8) -> IpAddr {
     [10, 1, number, host].into()
 }
 
-/// A Service whose node port tells its version.
+/// A Service whose node port encodes its version.
 fn service(number: u8, version: u64) -> Change {
     let node_port = 30_000 + u16::try_from(version).unwrap();
     let port = ServicePort { name: "http".into(), protocol: Protocol::Tcp, port: 80, node_port };
     Change::from(Service::new(key(number), vec![[10, 96, 0, number].into()], vec![port]))
 }
 
-/// An endpoint whose port tells its version.
+/// An endpoint whose port encodes its version.
 fn endpoint(number: u8, host: u8, version: u64) -> Change {
     let port = u16::try_from(version).unwrap();
     let ports: Arc<[EndpointPort]> = [EndpointPort::new("http", Protocol::Tcp, port)].into();
@@ -41,7 +41,7 @@ fn endpoint(number: u8, host: u8, version: u64) -> Change {
     Change::Endpoint(key(number), endpoint)
 }
 
-/// A Node whose zone tells its version.
+/// A Node whose zone encodes its version.
 fn node(name: &str, version: u64) -> Node {
     Node {
         name: name.into(),
@@ -52,13 +52,11 @@ fn node(name: &str, version: u64) -> Node {
     }
 }
 
-/// Services that have values which the old version of the agent's program cannot use, and the
-/// versions of these values.
+/// Services with values that the old program cannot use, and the versions of these values.
 pub(crate) const NEED_NEW_PROGRAM: [&str; 2] = ["shop/web-2", "shop/web-4"];
 const UNUSABLE: [u64; 2] = [17, 22];
 
-/// Makes of a message what the old version of the agent's program sees: a protocol that it does not
-/// know.
+/// Changes a message to what the old program sees: a protocol that it does not know.
 pub(crate) fn as_seen_by_the_old_program(changes: &mut v1::Changes) {
     for service in &mut changes.services {
         let is_new = |version: &u64| service.ports[0].node_port == 30_000 + u32::try_from(*version).unwrap();
@@ -68,7 +66,7 @@ pub(crate) fn as_seen_by_the_old_program(changes: &mut v1::Changes) {
     }
 }
 
-/// A state as changes from nothing.
+/// The changes that produce a state from nothing.
 pub(crate) fn changes_of(state: &State) -> Vec<Change> {
     let mut changes = Vec::new();
     for (key, entry) in state.entries() {
@@ -78,7 +76,7 @@ pub(crate) fn changes_of(state: &State) -> Vec<Change> {
     changes
 }
 
-/// A state from changes.
+/// The state that changes produce.
 pub(crate) fn state_of(changes: impl IntoIterator<Item = Change>) -> State {
     let mut state = State::default();
     for change in changes {
@@ -93,7 +91,7 @@ pub(crate) enum Event {
     Node(NodeChange),
 }
 
-/// What happened, in order, one event a version.
+/// The events of the source in order, one for each version.
 pub(crate) struct History(Vec<(SourceKind, Event)>);
 
 impl History {
@@ -105,8 +103,8 @@ impl History {
         services.chain(endpoints).map(Event::Change).chain(nodes).collect()
     }
 
-    /// Changes, removals, and what is new, of each kind. No key comes back once it is gone, so that
-    /// its absence says when.
+    /// Changes, removals and additions of each kind. A removed key never returns, so its absence
+    /// has one version.
     pub(crate) fn whole() -> Self {
         use SourceKind::{EndpointSlices, Nodes, Services};
         let mut events = Vec::new();
@@ -121,13 +119,13 @@ impl History {
         add(EndpointSlices, &|_| Event::Change(Change::RemoveEndpoint(key(1), address(1, 2))));
         add(EndpointSlices, &|version| Event::Change(endpoint(1, 1, version)));
         add(Services, &|_| Event::Change(Change::RemoveService(key(3))));
-        // 17: the old program cannot use it.
+        // Version 17: the old program cannot use this value.
         add(Services, &|version| Event::Change(service(2, version)));
         add(Nodes, &of_node("node-b"));
         add(EndpointSlices, &|version| Event::Change(endpoint(2, 1, version)));
         add(EndpointSlices, &|version| Event::Change(endpoint(3, 4, version)));
         add(EndpointSlices, &|_| Event::Change(Change::RemoveEndpoint(key(2), address(2, 3))));
-        // 22: likewise, and the old program does not know its key.
+        // Version 22: the old program cannot use this value, and has no earlier value of the key.
         add(Services, &|version| Event::Change(service(4, version)));
         add(EndpointSlices, &|version| Event::Change(endpoint(4, 1, version)));
         add(Nodes, &of_node(NODE));
@@ -163,7 +161,7 @@ impl History {
             .next()
     }
 
-    /// Everything as it is at a version.
+    /// The state and the Nodes as of a version.
     pub(crate) fn at(&self, version: u64) -> (State, BTreeMap<Arc<str>, Node>) {
         let (mut state, mut nodes) = (State::default(), BTreeMap::new());
         let events = self.0.iter().take(usize::try_from(version - BASE).unwrap()).map(|(_, event)| event.clone());
@@ -177,7 +175,8 @@ impl History {
         (state, nodes)
     }
 
-    /// Where the agent's own Node is; absent means removed, since it is there at the beginning.
+    /// The version of the agent's own Node. An absent Node has the version of its removal, since
+    /// the source has it from the start.
     pub(crate) fn node_place(&self, node: Option<&Node>) -> u64 {
         let removed = || {
             let is_removal = |event: &Event| matches!(event, Event::Node(NodeChange::Remove(name)) if &**name == NODE);
@@ -187,7 +186,7 @@ impl History {
         node.map_or_else(removed, |node| node.zone.as_deref().unwrap().parse().unwrap())
     }
 
-    /// Where each key is in `state`.
+    /// The version of each key's value in `state`.
     pub(crate) fn places(&self, state: &State) -> Places {
         let mut keys: BTreeMap<String, Vec<(u64, Option<Change>)>> = BTreeMap::new();
         let base = Self::base().into_iter().map(|event| (BASE, event));
@@ -201,7 +200,7 @@ impl History {
                 Change::RemoveEndpoint(key, address) => (format!("{key} {address}"), None),
                 other => panic!("{other:?}"),
             };
-            // What comes later was absent at first.
+            // A key that is added later is absent at version 0.
             let first = if version > BASE { vec![(0, None)] } else { Vec::new() };
             keys.entry(name).or_insert(first).push((version, value));
         }

@@ -1,4 +1,4 @@
-//! What may happen in the model, and what must be true.
+//! The moves of the model, and the conditions that must hold.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -12,41 +12,41 @@ use super::{
     source::{BASE, History, KINDS, Places},
 };
 
-/// Seconds between the looks of the agent at whether it stays, while time passes: in all longer
-/// than any wait of an agent for a replica that is behind it, and any stay of an agent before it
-/// moves again.
-const LOOKS: [u64; 7] = [5, 10, 20, 40, 80, 160, 320];
+/// Seconds between the agent's checks whether to move, while time passes. Their sum is longer than
+/// any wait of an agent for a replica that is behind, and longer than any stay of an agent before
+/// it moves again.
+const CHECKS: [u64; 7] = [5, 10, 20, 40, 80, 160, 320];
 
-/// What may happen next.
+/// A move of the model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Move {
-    /// The next event of a kind comes to a replica.
+    /// A replica receives the next event of a kind.
     Deliver(usize, SourceKind),
-    /// The next event of each kind, in one step.
+    /// A replica receives the next event of each kind, in one step.
     DeliverStep(usize),
-    /// A bookmark comes: nothing was missed up to before the kind's next event.
+    /// A replica receives a bookmark: it missed no event before the next one of the kind.
     Bookmark(usize, SourceKind),
-    /// A replica starts anew, and lists nothing yet.
+    /// A replica restarts, and has listed nothing yet.
     Restart(usize),
-    /// It lists the source, as new as any replica has seen it.
+    /// A replica lists the newest version that any replica has seen.
     List(usize),
-    /// A replica loses the API server, alone.
+    /// A replica loses the API server.
     CutOff(usize),
-    /// It reaches it again.
-    Reach(usize),
-    /// The agent's stream breaks, and it goes to a replica.
-    Go(usize),
+    /// A replica reaches the API server again.
+    Reconnect(usize),
+    /// The agent's stream breaks, and the agent connects to a replica.
+    Connect(usize),
     /// The agent reads one message.
     Read,
-    /// The agent reads all that there is.
+    /// The agent reads all messages.
     ReadAll,
-    /// The agent writes what its kernel has to disk.
+    /// The agent writes the state that its kernel has to disk.
     Save,
-    /// The agent ends and starts from its disk, as this program.
+    /// The agent ends, and this program starts from its disk.
     RestartAgent(Program),
-    /// So much time passes that everybody has heard of what happened who can, and bounded waits are
-    /// over.
-    Pass,
+    /// Enough time passes that every replica with contact receives everything, and that all bounded
+    /// waits end.
+    PassTime,
 }
 
 pub(crate) struct World {
@@ -60,8 +60,8 @@ pub(crate) struct World {
 }
 
 impl World {
-    /// Replicas that have listed the source at its beginning, and an agent that has it from the
-    /// first of them.
+    /// Creates replicas that have listed the source's first version, and an agent that has received
+    /// it from the first replica.
     pub(crate) fn new(source: History, replicas: usize, program: Program) -> Self {
         let now = Instant::now();
         let replicas = (0..replicas).map(|_| Replica::new(true)).collect();
@@ -70,7 +70,7 @@ impl World {
         for replica in &mut world.replicas {
             replica.list(&world.source, BASE);
         }
-        world.act(Move::Go(0));
+        world.act(Move::Connect(0));
         world.act(Move::ReadAll);
         world.act(Move::Save);
         world
@@ -88,13 +88,13 @@ impl World {
             Move::Bookmark(replica, kind) => self.replicas[replica].bookmark(&self.source, kind, head),
             Move::Restart(replica) => {
                 self.replicas[replica] = Replica::new(self.replicas[replica].has_contact);
-                // Its streams broke.
+                // A restart breaks the replica's streams.
                 self.stream.take_if(|stream| stream.replica == replica);
             }
             Move::List(replica) => self.replicas[replica].list(&self.source, head),
             Move::CutOff(replica) => self.replicas[replica].set_contact(false),
-            Move::Reach(replica) => self.replicas[replica].set_contact(true),
-            Move::Go(replica) => self.go(replica),
+            Move::Reconnect(replica) => self.replicas[replica].set_contact(true),
+            Move::Connect(replica) => self.connect(replica),
             Move::Read => {
                 self.read();
             }
@@ -104,24 +104,24 @@ impl World {
                 self.stream = None;
                 self.agent.restart(program, self.now);
             }
-            Move::Pass => {
+            Move::PassTime => {
                 for replica in &mut self.replicas {
                     replica.list(&self.source, head);
                     replica.catch_up(&self.source, head);
                 }
-                LOOKS.map(Duration::from_secs).into_iter().for_each(|time| self.pass(time));
+                CHECKS.map(Duration::from_secs).into_iter().for_each(|time| self.pass(time));
             }
         }
     }
 
-    /// The newest version of the source that anybody has ever seen.
+    /// The newest version of the source that any replica has ever seen.
     fn head(&mut self) -> u64 {
         let seen = self.replicas.iter().flat_map(|replica| replica.positions.values().copied());
         self.head = seen.fold(self.head, u64::max);
         self.head
     }
 
-    fn go(&mut self, to: usize) {
+    fn connect(&mut self, to: usize) {
         let replica = &self.replicas[to];
         let at_begin = if replica.is_listed() { self.source.places(&replica.state) } else { Places::new() };
         let hello = self.agent.begin(at_begin, self.now);
@@ -132,7 +132,7 @@ impl World {
         self.agent.receive(&self.source, welcome, self.now);
     }
 
-    /// Reads one message; whether there was one.
+    /// Reads one message. Returns whether there was one.
     fn read(&mut self) -> bool {
         let Some(stream) = &mut self.stream else { return false };
         let Some(body) = stream.next(&self.replicas[stream.replica], self.now) else {
@@ -148,13 +148,13 @@ impl World {
         true
     }
 
-    /// Time passes. Heartbeats come, and the agent reads, moves and comes back as it decides.
+    /// Lets time pass. A heartbeat arrives, and the agent reads, decides, and may move.
     fn pass(&mut self, time: Duration) {
         self.now += time;
-        // The order of replicas that an agent tries is random. This one is the worst for it.
+        // A real agent tries replicas in random order. The model tries the worst one first.
         let at = self.stream.as_ref().map_or_else(|| self.worst(), |stream| stream.replica);
         if self.stream.is_none() {
-            self.go(at);
+            self.connect(at);
         }
         self.agent.receive(&self.source, Stream::heartbeat(&self.replicas[at]), self.now);
         while self.read() {}
@@ -165,17 +165,17 @@ impl World {
         if let Some(to) = self.agent.decide(others, self.now) {
             self.count("moves");
             self.assert_better(to);
-            self.go(to);
+            self.connect(to);
             while self.read() {}
         }
     }
 
-    /// An agent that holds a state moves only to a replica that follows the source or has something
-    /// newer.
+    /// Asserts that an agent with a state moves only to a replica that follows the source or has
+    /// something newer.
     fn assert_better(&self, to: usize) {
         let replica = &self.replicas[to];
         let is_following = replica.store.source_state() == SourceState::Following;
-        // Nobody can know whether a later list brought something newer.
+        // A later list may contain something newer, and no agent can know.
         let is_listed_later = replica.listed_at.is_some_and(|version| version > BASE);
         if is_following || is_listed_later || self.agent.held.position().is_none() {
             return;
@@ -183,21 +183,23 @@ impl World {
         let held = self.source.places(self.agent.held.state());
         let there = self.source.places(&replica.state);
         let is_new = self.agent.may_lack() || there.iter().any(|(key, place)| held[key] < *place);
-        assert!(is_new, "the agent moves from {held:?} to a replica at {there:?}, which is cut off");
+        assert!(
+            is_new,
+            "the agent moves from {held:?} to a replica at {there:?}, which is cut off and has nothing newer"
+        );
     }
 
-    /// A replica that serves the agent worse than any other.
+    /// The replica with the least useful state of its source.
     fn worst(&self) -> usize {
-        let worth = |index: &usize| match self.replicas[*index].store.source_state() {
+        let rank = |index: &usize| match self.replicas[*index].store.source_state() {
             SourceState::Unlisted => 0,
             SourceState::CutOff => 1,
             SourceState::Following => 2,
         };
-        (0..self.replicas.len()).min_by_key(worth).unwrap()
+        (0..self.replicas.len()).min_by_key(rank).unwrap()
     }
 
-    /// The source is restored from a backup: everybody starts anew with what it was at the
-    /// beginning.
+    /// Restores the source from a backup. All replicas restart with the source's first version.
     pub(crate) fn restore(&mut self) {
         self.source = History::first(0);
         self.head = BASE;
@@ -212,16 +214,16 @@ impl World {
         self.replicas.iter().filter(|replica| replica.store.source_state() == SourceState::Following)
     }
 
-    /// Checks what must be true in the end: first while replicas are as they are, then with all of
-    /// them in order.
+    /// Checks the conditions at the end: first with the replicas as they are, then with all
+    /// replicas in contact.
     pub(crate) fn finish(&mut self) {
         self.settle();
         for replica in 0..self.replicas.len() {
-            self.act(Move::Reach(replica));
+            self.act(Move::Reconnect(replica));
             self.act(Move::List(replica));
         }
         self.head = self.source.end();
-        // Whatever the old program could not use, the new one can.
+        // The new program can use every value.
         self.act(Move::Save);
         self.act(Move::RestartAgent(Program::New));
         self.settle();
@@ -235,14 +237,14 @@ impl World {
         );
     }
 
-    /// Time passes until every bounded wait is over. Then nothing that a replica can serve is
-    /// withheld, and the agent moves no more.
+    /// Lets time pass until every bounded wait has ended. Then the agent must hold everything that
+    /// a replica can serve, and must move no more.
     fn settle(&mut self) {
-        self.act(Move::Pass);
-        self.act(Move::Pass);
+        self.act(Move::PassTime);
+        self.act(Move::PassTime);
         let moves = self.counts.get("moves").copied();
-        self.act(Move::Pass);
-        assert_eq!(self.counts.get("moves").copied(), moves, "the agent still moves when everything has settled");
+        self.act(Move::PassTime);
+        assert_eq!(self.counts.get("moves").copied(), moves, "the agent still moves although nothing changes");
         let held = self.source.places(self.agent.held.state());
         let node = self.agent.node.as_ref();
         for replica in self.following() {
@@ -254,7 +256,8 @@ impl World {
             let (there, here) = (self.source.node_place(own.as_deref()), self.source.node_place(node));
             assert!(here >= there, "the own Node is at {here}, and a replica could serve {there}");
         }
-        // What one that has listed nothing withholds, another may have.
+        // While the agent follows an unlisted replica, it must not lack anything that a listed
+        // replica could serve.
         let here = self.stream.as_ref().map(|stream| self.replicas[stream.replica].store.source_state());
         if here == Some(SourceState::Unlisted)
             && let Some(point) = self.agent.held.point(false)

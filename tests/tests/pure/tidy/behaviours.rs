@@ -1,8 +1,8 @@
-//! Every behaviour has a test or a reason, and the page that shows them is up to date.
+//! Every behaviour has a test or a stated reason, and docs/behaviours.md is up to date.
 
 use headgate_tests::behaviours::{self, Column, rows::SECTIONS, scan};
 
-/// The page as it is to be, or the first thing that is wrong with rows or tests.
+/// The expected page. Panics with the first error in rows or tests.
 fn page() -> String {
     let of = |column| (column, scan::scan(super::root(), column).unwrap_or_else(|error| panic!("{error}")));
     behaviours::render(&Column::ALL.map(of)).unwrap_or_else(|bare| panic!("{bare}"))

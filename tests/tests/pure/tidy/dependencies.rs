@@ -1,12 +1,13 @@
-//! Dependencies run one way: core ← proto ← {control-plane, node-agent, cli} ← tests, and netlink ←
-//! {ipvs, ipset, nftables} ← node-agent; and core can do no I/O.
+//! Crates depend only in the allowed direction, and core depends on nothing that could do I/O. The
+//! allowed direction: core ← proto ← {control-plane, node-agent, cli} ← tests, and netlink ← {ipvs,
+//! ipset, nftables} ← node-agent.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::metadata::Metadata;
 
-/// All that `core` is built from. None of them opens a socket, reads a clock or starts a process; a
-/// new one must be as harmless to be added here.
+/// All dependencies of `core`, direct and indirect. None of them opens a socket, reads a clock or
+/// starts a process. Before you add one here, check that it does none of these either.
 const CORE: [&str; 25] = [
     "block-buffer",
     "castaway",
@@ -23,7 +24,7 @@ const CORE: [&str; 25] = [
     "quote",
     "rustversion",
     "sha2",
-    // serde comes with compact_str: the control plane decodes names into CompactString.
+    // compact_str needs serde: the control plane decodes names into CompactString.
     "serde",
     "serde_core",
     "serde_derive",
@@ -41,8 +42,8 @@ fn core_is_built_from_nothing_that_could_do_io() {
     let metadata = Metadata::read();
     let found = metadata.transitive("headgate-core");
     let new: Vec<_> = found.difference(&BTreeSet::from(CORE)).copied().collect();
-    assert!(new.is_empty(), "headgate-core must stay pure, and this is new in it: {new:?}");
-    // The list would hold back nothing if it were read from the wrong place.
+    assert!(new.is_empty(), "headgate-core must stay free of I/O, and has new dependencies: {new:?}");
+    // Check that the dependencies were read at all.
     assert!(found.contains("sha2") && found.contains("ipnet"), "{found:?}");
 }
 
@@ -63,7 +64,7 @@ fn core_uses_no_io_of_the_standard_library() {
             let text = super::text(&path).unwrap();
             for (number, line) in text.lines().enumerate() {
                 for word in banned {
-                    assert!(!line.contains(word), "{}:{}: {word} has no place in core", path.display(), number + 1);
+                    assert!(!line.contains(word), "{}:{}: {word} is not allowed in core", path.display(), number + 1);
                 }
             }
         }
@@ -71,7 +72,7 @@ fn core_uses_no_io_of_the_standard_library() {
 }
 
 #[test]
-fn packages_of_the_workspace_depend_one_way() {
+fn packages_of_the_workspace_depend_only_in_the_allowed_direction() {
     let metadata = Metadata::read();
     let allowed = BTreeMap::from([
         ("headgate-core", BTreeSet::new()),
@@ -119,7 +120,7 @@ fn packages_of_the_workspace_depend_one_way() {
 }
 
 #[test]
-fn node_agents_cannot_speak_to_the_api_server() {
+fn node_agents_have_no_client_of_the_api_server() {
     let metadata = Metadata::read();
     for name in ["headgate-node-agent", "headgatectl"] {
         let found = metadata.transitive(name);

@@ -1,4 +1,4 @@
-//! Documents point at what exists.
+//! Links and make targets that documents name exist.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -8,7 +8,7 @@ fn documents() -> impl Iterator<Item = (PathBuf, String)> {
     files.map(|path| (path.clone(), super::text(&path).unwrap()))
 }
 
-/// Targets of `[text](target)`, outside fenced code.
+/// The targets of `[text](target)` outside of fenced code.
 fn links(text: &str) -> Vec<String> {
     let mut links = Vec::new();
     let mut fenced = false;
@@ -24,7 +24,7 @@ fn links(text: &str) -> Vec<String> {
     links
 }
 
-/// The names by which headings can be linked to.
+/// The anchors of a document's headings.
 fn anchors(text: &str) -> BTreeSet<String> {
     let headings = text.lines().filter(|line| line.starts_with('#')).map(|line| line.trim_start_matches('#').trim());
     headings
@@ -36,7 +36,7 @@ fn anchors(text: &str) -> BTreeSet<String> {
 }
 
 #[test]
-fn every_link_leads_somewhere() {
+fn every_link_has_a_target() {
     let mut seen = 0;
     for (path, text) in documents() {
         for link in links(&text) {
@@ -46,14 +46,18 @@ fn every_link_leads_somewhere() {
             seen += 1;
             let (file, anchor) = link.split_once('#').unwrap_or((&link, ""));
             let target = if file.is_empty() { path.clone() } else { path.parent().unwrap().join(file) };
-            assert!(super::root().join(&target).exists(), "{}: the link {link} leads nowhere", path.display());
+            assert!(
+                super::root().join(&target).exists(),
+                "{}: the target of link {link} does not exist",
+                path.display()
+            );
             if !anchor.is_empty() {
                 let anchors = anchors(&super::text(&target).unwrap());
                 assert!(anchors.contains(anchor), "{}: {link}: no such heading", path.display());
             }
         }
     }
-    assert!(seen > 0, "no document has a link: the reader of links is broken");
+    assert!(seen > 0, "no link was found: this test does not read links correctly");
 }
 
 #[test]

@@ -1,8 +1,8 @@
-//! What holds for every file.
+//! Rules for every file.
 
 use std::ffi::OsStr;
 
-/// Longest source file, in lines.
+/// The most lines of a source file.
 const MAX_LINES: usize = 700;
 
 #[test]
@@ -16,8 +16,8 @@ fn source_files_are_short() {
 }
 
 #[test]
-fn no_file_speaks_of_the_machine_it_was_written_on() {
-    // Spelt in parts, so that this file passes.
+fn no_file_contains_a_path_of_its_authors_machine() {
+    // The words are split, so that this file passes.
     let words = [["/wo", "rk/"], ["/ro", "ot/"], ["/ho", "me/"], ["/Us", "ers/"]].map(|parts| parts.concat());
     for path in super::files() {
         let Some(text) = super::text(&path) else { continue };
@@ -30,7 +30,7 @@ fn no_file_speaks_of_the_machine_it_was_written_on() {
 }
 
 #[test]
-fn text_files_end_with_one_newline_and_lines_without_blanks() {
+fn text_files_end_with_one_newline_and_no_line_ends_with_spaces() {
     for path in super::files() {
         let Some(text) = super::text(&path) else { continue };
         if text.is_empty() || path.extension().is_some_and(|extension| extension == "lock") {
@@ -39,13 +39,13 @@ fn text_files_end_with_one_newline_and_lines_without_blanks() {
         let shown = path.display();
         assert!(text.ends_with('\n') && !text.ends_with("\n\n"), "{shown} does not end with one newline");
         for (number, line) in text.lines().enumerate() {
-            assert!(line.trim_end() == line, "{shown}:{}: blanks at the end of the line", number + 1);
+            assert!(line.trim_end() == line, "{shown}:{}: spaces at the end of the line", number + 1);
         }
     }
 }
 
 #[test]
-fn every_test_that_is_ignored_says_why() {
+fn every_ignored_test_has_a_reason() {
     for path in super::files() {
         if path.extension() == Some(OsStr::new("rs")) {
             let text = super::text(&path).unwrap();

@@ -11,7 +11,7 @@ use std::{
 
 use proc_macro2::{Delimiter, TokenStream, TokenTree};
 
-/// A module by the names from the crate's root, which itself is empty.
+/// A module as the list of names from the crate's root. The root is the empty list.
 pub(super) type Module = Vec<String>;
 
 /// An import of one module by another.
@@ -19,9 +19,9 @@ pub(super) type Module = Vec<String>;
 pub(super) struct Import {
     pub(super) from: Module,
     pub(super) to: Module,
-    /// File and line, such as `src/run.rs:12`.
+    /// A file and a line, such as `src/run.rs:12`.
     pub(super) place: String,
-    /// What is imported, such as `crate::store::Store`.
+    /// The imported path, such as `crate::store::Store`.
     pub(super) path: String,
 }
 
@@ -29,12 +29,12 @@ pub(super) struct Import {
 #[derive(Debug, Default)]
 pub(super) struct Crate {
     modules: BTreeSet<Module>,
-    /// The names that `use` brings into a module, and the path that each stands for.
+    /// The names that `use` brings into a module, and the path of each.
     names: BTreeMap<(Module, String), Vec<String>>,
     imports: Vec<Import>,
 }
 
-/// A path as it was written, before anything is resolved.
+/// A path as written in the source, before it is resolved.
 struct Written {
     module: Module,
     segments: Vec<String>,
@@ -50,7 +50,7 @@ struct Reader<'a> {
 }
 
 impl Crate {
-    /// Reads `folder/src`. Panics when a file cannot be read or is no Rust.
+    /// Reads `folder/src`. Panics when a file cannot be read or is not valid Rust.
     pub(super) fn read(folder: &Path) -> Self {
         let (mut krate, mut written, mut test_modules) = (Self::default(), Vec::new(), BTreeSet::new());
         let files = source_files(&folder.join("src"));
@@ -77,7 +77,7 @@ impl Crate {
         krate
     }
 
-    /// Every module that is not for tests alone, the root included.
+    /// Every module that is not only for tests, including the root.
     pub(super) fn modules(&self) -> impl Iterator<Item = &Module> {
         self.modules.iter()
     }
@@ -87,7 +87,8 @@ impl Crate {
         &self.imports
     }
 
-    /// A path from the crate's root; none when the path leads to another crate or to a local name.
+    /// Resolves a path from the crate's root. Returns nothing when the path names another crate or
+    /// a local name.
     fn absolute(&self, module: &[String], segments: &[String]) -> Option<Vec<String>> {
         let mut base = module.to_vec();
         let mut rest = segments;
@@ -110,9 +111,10 @@ impl Crate {
         Some(base)
     }
 
-    /// The module that defines what a path from the root leads to.
+    /// The module that defines the item of a path from the root.
     fn definition(&self, mut path: Vec<String>) -> Module {
-        // Re-exports of re-exports come to an end in a crate that compiles.
+        // In a crate that compiles, chains of re-exports end. The bound guards against endless
+        // loops.
         for _ in 0..16 {
             let known = (0..=path.len()).rev().find(|length| self.modules.contains(&path[..*length])).unwrap_or(0);
             let next = path.get(known).and_then(|name| self.names.get(&(path[..known].to_vec(), name.clone())));
@@ -128,7 +130,7 @@ impl Crate {
     }
 
     /// For each folder, the first circle of imports between its modules, with one import for each
-    /// step. Folders that are deeper in the crate than `depth` are left out.
+    /// step. Skips folders that are deeper in the crate than `depth`.
     pub(super) fn cycles(&self, depth: usize) -> Vec<String> {
         let folders: BTreeSet<&[String]> =
             self.modules.iter().filter_map(|module| module.split_last()).map(|(_, folder)| folder).collect();
@@ -160,27 +162,27 @@ impl Crate {
     }
 }
 
-/// The first circle that can be reached, as the modules on it in order.
+/// The modules of the first circle that can be reached from `at`, in order.
 fn find_circle<'a>(
     edges: &BTreeMap<&'a str, BTreeMap<&'a str, &Import>>,
     at: &'a str,
-    way: &mut Vec<&'a str>,
+    path: &mut Vec<&'a str>,
     done: &mut BTreeSet<&'a str>,
 ) -> Option<Vec<&'a str>> {
-    if let Some(begin) = way.iter().position(|module| *module == at) {
-        return Some(way[begin..].to_vec());
+    if let Some(begin) = path.iter().position(|module| *module == at) {
+        return Some(path[begin..].to_vec());
     }
     if !done.insert(at) {
         return None;
     }
-    way.push(at);
+    path.push(at);
     let next = edges.get(at).into_iter().flatten();
-    let circle = next.map(|(to, _)| *to).find_map(|to| find_circle(edges, to, way, done));
-    way.pop();
+    let circle = next.map(|(to, _)| *to).find_map(|to| find_circle(edges, to, path, done));
+    path.pop();
     circle
 }
 
-/// The source files below a folder, by the module that each holds; programs' `main.rs` left out.
+/// The source files below a folder by module, without a program's `main.rs`.
 fn source_files(source: &Path) -> BTreeMap<Module, PathBuf> {
     let (mut files, mut folders) = (BTreeMap::new(), vec![source.to_owned()]);
     while let Some(folder) = folders.pop() {
@@ -227,7 +229,7 @@ impl Reader<'_> {
                     at += length;
                     is_for_tests = false;
                 }
-                // `pub(in crate::…)` limits visibility and imports nothing.
+                // `pub(in crate::…)` limits visibility, and is not an import.
                 TokenTree::Ident(word) if word == "pub" && is_restriction(tokens.get(at + 1)) => at += 1,
                 TokenTree::Ident(_) => at += self.read_path(module, &tokens[at..], is_for_tests),
                 TokenTree::Group(group) => {
@@ -245,7 +247,7 @@ impl Reader<'_> {
         }
     }
 
-    /// `mod name;` or `mod name { … }`. Returns how many tokens follow the word.
+    /// Reads `mod name;` or `mod name { … }`. Returns the number of tokens that follow `mod`.
     fn read_module(&mut self, module: &[String], tokens: &[TokenTree], is_for_tests: bool) -> usize {
         let Some(TokenTree::Ident(name)) = tokens.get(1) else {
             return 0;
@@ -260,7 +262,7 @@ impl Reader<'_> {
         2
     }
 
-    /// A `use` tree behind a prefix.
+    /// Reads a `use` tree after a prefix.
     fn read_use(&mut self, module: &[String], prefix: &[String], tree: &[TokenTree]) {
         let mut segments = prefix.to_vec();
         let mut tokens = tree.iter().peekable();
@@ -297,8 +299,8 @@ impl Reader<'_> {
         self.note(module, segments, at);
     }
 
-    /// A path in code that begins with `crate`, `self`, `super` or a child module. Returns how many
-    /// tokens it has behind its first.
+    /// Reads a path in code that begins with `crate`, `self`, `super` or a child module. Returns
+    /// the number of its tokens after the first.
     fn read_path(&mut self, module: &[String], tokens: &[TokenTree], is_for_tests: bool) -> usize {
         let mut segments = vec![tokens[0].to_string()];
         let mut length = 0;
@@ -325,12 +327,12 @@ fn is_mark(token: &TokenTree, mark: char) -> bool {
     matches!(token, TokenTree::Punct(found) if found.as_char() == mark)
 }
 
-/// `use` begins an import, and not `impl Trait + use<'a>`.
+/// Whether this `use` begins an import, and not `impl Trait + use<'a>`.
 fn is_use(tokens: &[TokenTree], at: usize) -> bool {
     !tokens.get(at + 1).is_none_or(|next| is_mark(next, '<'))
 }
 
-/// The parentheses behind `pub`.
+/// Whether the token is the parentheses of `pub(…)`.
 fn is_restriction(token: Option<&TokenTree>) -> bool {
     matches!(token, Some(TokenTree::Group(group)) if group.delimiter() == Delimiter::Parenthesis)
 }

@@ -24,7 +24,10 @@ fn table(text: &str) -> BTreeMap<String, Layers> {
         let layers = crates.entry(cells[1].trim_matches('`').to_owned()).or_default();
         for module in cells[3].split(", ") {
             let module = module.trim_matches('`').split('/').map(str::to_owned).collect();
-            assert!(layers.insert(module, (row, cells[2].to_owned())).is_none(), "twice in the table: {line}");
+            assert!(
+                layers.insert(module, (row, cells[2].to_owned())).is_none(),
+                "a module is listed twice in the table: {line}"
+            );
         }
     }
     crates
@@ -35,8 +38,8 @@ fn layer_of<'a>(layers: &'a Layers, module: &[String]) -> Option<&'a (usize, Str
     (1..=module.len()).rev().find_map(|length| layers.get(&module[..length]))
 }
 
-/// One sentence for each import of a higher layer, for each module that the table lacks, and for
-/// each listed module that does not exist.
+/// One sentence for each import of a higher layer, for each module that the table does not list,
+/// and for each listed module that does not exist.
 fn faults(krate: &Crate, layers: &Layers) -> Vec<String> {
     let mut faults = Vec::new();
     let is_missing = |listed: &&Module| !krate.modules().any(|module| module == *listed);
@@ -63,9 +66,9 @@ fn faults(krate: &Crate, layers: &Layers) -> Vec<String> {
     faults
 }
 
-/// Crates with layers, which are free of circles at every level of their folders.
+/// Crates with layers. No folder of them has a circle.
 const LAYERED: [&str; 3] = ["core", "control-plane", "node-agent"];
-/// Crates that are free of circles between their top modules.
+/// Crates without a circle between their top modules.
 const OTHERS: [&str; 7] = ["proto", "tls", "netlink", "ipvs", "ipset", "nftables", "cli"];
 
 fn architecture() -> BTreeMap<String, Layers> {
@@ -94,7 +97,7 @@ fn no_modules_import_each_other_in_a_circle() {
     }
 }
 
-/// Writes a crate of these files.
+/// Writes a crate with these files.
 fn sample(files: &[(&str, &str)]) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     for (name, text) in files {
@@ -118,7 +121,7 @@ fn a_reversed_import_is_found() {
     let good = Crate::read(sample(&[lib, high, inner, low]).path());
     assert_eq!((faults(&good, layers), good.cycles(usize::MAX)), (vec![], vec![]));
 
-    // The import leads over a re-export at the crate's root, from inside a macro.
+    // The import is inside a macro, and goes through a re-export at the crate's root.
     let reversed = ("low.rs", "pub struct Low;\nfn x() { println!(\"{:?}\", crate::Top) }\n");
     let bad = Crate::read(sample(&[lib, high, inner, reversed]).path());
     let found = faults(&bad, layers);

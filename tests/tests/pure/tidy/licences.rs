@@ -1,10 +1,10 @@
-//! Licences, bans and sources of `deny.toml`, held without cargo-deny.
+//! Checks the licences, bans and sources of `deny.toml` without cargo-deny.
 
 use std::collections::BTreeSet;
 
 use super::metadata::Metadata;
 
-/// The strings of `key = [...]` in a section of deny.toml, comments left out.
+/// The strings of `key = [...]` in a section of deny.toml, without comments.
 fn list(section: &str, key: &str) -> BTreeSet<String> {
     let text = super::text("deny.toml".as_ref()).unwrap();
     let after =
@@ -15,8 +15,7 @@ fn list(section: &str, key: &str) -> BTreeSet<String> {
     lines.flat_map(|line| line.split('"').skip(1).step_by(2).map(str::to_owned).collect::<Vec<_>>()).collect()
 }
 
-/// Whether a licence expression can be met with the allowed licences. `/` is an old way to write
-/// OR.
+/// Whether the allowed licences satisfy a licence expression. `/` is an old form of OR.
 fn is_met(expression: &str, allowed: &BTreeSet<String>) -> bool {
     let spaced =
         expression.replace('(', " ( ").replace(')', " ) ").replace('/', " OR ").replace(" WITH ", "\u{a0}WITH\u{a0}");
@@ -58,7 +57,7 @@ fn single<'b>(words: &mut std::iter::Peekable<impl Iterator<Item = &'b str>>, al
 }
 
 #[test]
-fn licence_expressions_are_understood() {
+fn licence_expressions_are_evaluated() {
     let allowed = BTreeSet::from(["MIT", "ISC", "Apache-2.0 WITH LLVM-exception"].map(str::to_owned));
     for met in [
         "MIT",
@@ -77,7 +76,7 @@ fn licence_expressions_are_understood() {
 }
 
 #[test]
-fn every_dependency_is_under_an_allowed_licence() {
+fn every_dependency_has_an_allowed_licence() {
     let allowed = list("licenses", "allow");
     assert!(allowed.contains("MIT") && allowed.contains("Apache-2.0"), "{allowed:?}");
     for word in ["GPL", "MPL", "SSPL", "BUSL", "CDDL", "EPL"] {
@@ -102,7 +101,7 @@ fn every_dependency_is_under_an_allowed_licence() {
 }
 
 #[test]
-fn nothing_banned_and_nothing_from_elsewhere_than_the_registry() {
+fn no_dependency_is_banned_or_from_outside_the_registry() {
     let banned = list("bans", "deny");
     assert!(banned.contains("aws-lc-rs"), "{banned:?}");
     let metadata = Metadata::read();
@@ -110,7 +109,9 @@ fn nothing_banned_and_nothing_from_elsewhere_than_the_registry() {
     for package in metadata.used() {
         assert!(!banned.contains(&package.name), "{} is banned by deny.toml", package.name);
         match package.source.as_deref() {
-            None => assert!(members.contains(package.name.as_str()), "{} is no package of the workspace", package.name),
+            None => {
+                assert!(members.contains(package.name.as_str()), "{} is not a package of the workspace", package.name)
+            }
             Some(source) => assert!(source.starts_with("registry+"), "{} comes from {source}", package.name),
         }
     }

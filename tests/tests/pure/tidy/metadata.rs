@@ -1,4 +1,5 @@
-//! What `cargo metadata` says about the packages, for Linux, from what has been fetched already.
+//! The output of `cargo metadata` about the packages, for Linux. Reads only packages that are
+//! already downloaded.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::process::Command;
@@ -28,7 +29,7 @@ struct Dependency {
 
 #[derive(Deserialize)]
 struct Kind {
-    /// None for a normal dependency, else "dev" or "build".
+    /// None for a normal dependency, or else "dev" or "build".
     kind: Option<String>,
 }
 
@@ -67,23 +68,23 @@ impl Metadata {
         }
     }
 
-    /// Packages that are built for this platform, those of the workspace included.
+    /// The packages that are built for this platform, including the workspace's.
     pub(crate) fn used(&self) -> impl Iterator<Item = &Package> {
         self.nodes.keys().map(|id| &self.packages[id])
     }
 
-    /// Names of the workspace's packages.
+    /// The names of the workspace's packages.
     pub(crate) fn members(&self) -> BTreeSet<&str> {
         self.members.iter().map(|id| self.packages[id].name.as_str()).collect()
     }
 
-    /// What a package of the workspace needs to run, without what only its tests and its build
-    /// need.
+    /// The normal dependencies of a package of the workspace. Dependencies of its tests and of its
+    /// build script are left out.
     pub(crate) fn direct(&self, name: &str) -> BTreeSet<&str> {
         self.normal(self.member(name)).map(|id| self.packages[id].name.as_str()).collect()
     }
 
-    /// As [`Metadata::direct`], with what that needs in turn.
+    /// Like [`Metadata::direct`], with all indirect dependencies.
     pub(crate) fn transitive(&self, name: &str) -> BTreeSet<&str> {
         let mut found = BTreeSet::new();
         let mut waiting = vec![self.member(name)];

@@ -16,12 +16,12 @@ mod width;
 
 use std::path::{Path, PathBuf};
 
-/// Top level of the repository.
+/// The top folder of the repository.
 fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap()
 }
 
-/// Every file of the project, by its path from the top level: no build output, nothing of version
+/// The paths of all files of the project from the top folder, without build output and version
 /// control.
 fn files() -> Vec<PathBuf> {
     let mut found = Vec::new();
@@ -40,7 +40,7 @@ fn files() -> Vec<PathBuf> {
     found
 }
 
-/// Content of a file, given by its path from the top level; none when it is not text.
+/// The content of a file, by its path from the top folder. None if it is not UTF-8 text.
 fn text(path: &Path) -> Option<String> {
     String::from_utf8(std::fs::read(root().join(path)).unwrap()).ok()
 }

@@ -1,8 +1,9 @@
-//! The protocol keeps its promises: what has a number keeps its meaning, and what goes is reserved.
+//! The protocol stays compatible: numbers keep their meaning, and the numbers and names of removed
+//! fields are reserved.
 //!
-//! `proto/headgate/v1/descriptor.binpb` is the protocol as it was committed last. A change of the
-//! `.proto` files passes when it is compatible with that and `make descriptor` has written the file
-//! anew.
+//! `proto/headgate/v1/descriptor.binpb` is the committed protocol. A change of the `.proto` files
+//! passes this test if it is compatible with this file, and if `make descriptor` has rewritten the
+//! file.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -14,8 +15,8 @@ fn committed_path() -> PathBuf {
     super::root().join("proto/headgate/v1/descriptor.binpb")
 }
 
-/// The compiled protocol without comments and positions, which may change freely, and without what
-/// others wrote.
+/// The compiled protocol, only with Headgate's own files. Comments and positions are removed, since
+/// they may change freely.
 fn compiled() -> FileDescriptorSet {
     let mut set = FileDescriptorSet::decode(headgate_proto::FILE_DESCRIPTOR_SET).unwrap();
     set.file.retain(|file| file.package().starts_with("headgate."));
@@ -58,34 +59,34 @@ impl<'a> Index<'a> {
     }
 }
 
-/// What a reader of `old` would trip over in `new`.
+/// The incompatible changes from `old` to `new`, one sentence each.
 fn breaks(old: &FileDescriptorSet, new: &FileDescriptorSet) -> Vec<String> {
     let (old, new) = (Index::of(old), Index::of(new));
     let mut breaks = Vec::new();
     for (name, before) in &old.messages {
         match new.messages.get(name) {
             Some(now) => message_breaks(name, before, now, &mut breaks),
-            None => breaks.push(format!("message {name} is gone")),
+            None => breaks.push(format!("message {name} was removed")),
         }
     }
     for (name, before) in &old.enums {
         match new.enums.get(name) {
             Some(now) => enum_breaks(name, before, now, &mut breaks),
-            None => breaks.push(format!("enum {name} is gone")),
+            None => breaks.push(format!("enum {name} was removed")),
         }
     }
     for (name, before) in &old.services {
         let methods = new.services.get(name).map(|service| service.method.as_slice()).unwrap_or_default();
         for method in &before.method {
-            let same = methods.iter().any(|now| {
+            let is_equal = methods.iter().any(|now| {
                 now.name == method.name
                     && now.input_type == method.input_type
                     && now.output_type == method.output_type
                     && now.client_streaming() == method.client_streaming()
                     && now.server_streaming() == method.server_streaming()
             });
-            if !same {
-                breaks.push(format!("rpc {name}.{} is gone or takes and gives something else", method.name()));
+            if !is_equal {
+                breaks.push(format!("rpc {name}.{} was removed, or its messages have other types", method.name()));
             }
         }
     }
@@ -108,7 +109,7 @@ fn message_breaks(name: &str, before: &DescriptorProto, now: &DescriptorProto, b
                 };
                 if meaning(field) != meaning(found) {
                     breaks.push(format!(
-                        "{name}: number {number} was {field_name} and is another field now: {}",
+                        "{name}: number {number} was {field_name} and is now another field: {}",
                         found.name()
                     ));
                 }
@@ -116,7 +117,8 @@ fn message_breaks(name: &str, before: &DescriptorProto, now: &DescriptorProto, b
             None => {
                 let number_kept = now.reserved_range.iter().any(|range| (range.start()..range.end()).contains(&number));
                 if !number_kept || !now.reserved_name.iter().any(|reserved| reserved == field_name) {
-                    breaks.push(format!("{name}: {field_name} = {number} is gone: reserve its number and its name"));
+                    breaks
+                        .push(format!("{name}: {field_name} = {number} was removed: reserve its number and its name"));
                 }
             }
         }
@@ -135,12 +137,13 @@ fn enum_breaks(name: &str, before: &EnumDescriptorProto, now: &EnumDescriptorPro
         let (number, value_name) = (value.number(), value.name());
         match now.value.iter().find(|candidate| candidate.number() == number) {
             Some(found) if found.name() == value_name => {}
-            Some(found) => breaks.push(format!("{name}: {number} was {value_name} and is {} now", found.name())),
+            Some(found) => breaks.push(format!("{name}: {number} was {value_name} and is now {}", found.name())),
             None => {
-                // Ends of an enum's reserved ranges are inclusive.
+                // In an enum, the ends of reserved ranges are inclusive.
                 let kept = now.reserved_range.iter().any(|range| (range.start()..=range.end()).contains(&number));
                 if !kept || !now.reserved_name.iter().any(|reserved| reserved == value_name) {
-                    breaks.push(format!("{name}: {value_name} = {number} is gone: reserve its number and its name"));
+                    breaks
+                        .push(format!("{name}: {value_name} = {number} was removed: reserve its number and its name"));
                 }
             }
         }
@@ -148,28 +151,31 @@ fn enum_breaks(name: &str, before: &EnumDescriptorProto, now: &EnumDescriptorPro
 }
 
 #[test]
-fn protocol_is_compatible_with_what_was_committed() {
+fn the_protocol_is_compatible_with_the_committed_descriptor() {
     let now = compiled();
     let path = committed_path();
     let writes = std::env::var_os("HEADGATE_WRITE_DESCRIPTOR").is_some();
     if writes && !path.exists() {
-        // The deliberate way to break with the past: remove the file first.
+        // To break compatibility on purpose, remove the file first.
         std::fs::write(&path, now.encode_to_vec()).unwrap();
         return;
     }
     let bytes = std::fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}: run make descriptor", path.display()));
     let committed = FileDescriptorSet::decode(bytes.as_slice()).unwrap();
     let breaks = breaks(&committed, &now);
-    assert!(breaks.is_empty(), "the protocol breaks its promise:\n  {}", breaks.join("\n  "));
+    assert!(breaks.is_empty(), "the protocol is not compatible with the committed one:\n  {}", breaks.join("\n  "));
     if writes {
         std::fs::write(&path, now.encode_to_vec()).unwrap();
     } else {
-        assert!(committed == now, "the protocol has changed, compatibly: run make descriptor and commit the file");
+        assert!(
+            committed == now,
+            "the protocol has changed and is compatible: run make descriptor and commit the file"
+        );
     }
 }
 
 #[test]
-fn breaks_are_noticed() {
+fn incompatible_changes_are_found() {
     let old = compiled();
     let changed = |change: &dyn Fn(&mut DescriptorProto)| {
         let mut new = old.clone();
@@ -198,5 +204,5 @@ fn breaks_are_noticed() {
     let protocol =
         other_value.file.iter_mut().flat_map(|file| &mut file.enum_type).find(|found| found.name() == "Protocol");
     protocol.unwrap().value[2].name = Some("DCCP".into());
-    assert!(breaks(&old, &other_value).iter().any(|text| text.contains("2 was SCTP and is DCCP now")));
+    assert!(breaks(&old, &other_value).iter().any(|text| text.contains("2 was SCTP and is now DCCP")));
 }

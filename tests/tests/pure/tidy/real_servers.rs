@@ -1,11 +1,11 @@
-//! Which tests of the watch need the stand-in API server is said by name, and why.
+//! CONTRIBUTING.md lists each watch test that needs the stand-in API server, with the reason.
 
 use std::{collections::BTreeSet, fs};
 
-/// The section of CONTRIBUTING.md that names them.
+/// The section of CONTRIBUTING.md with the list.
 const SECTION: &str = "## Tests against real API servers";
 
-/// Names of the asynchronous tests in a file.
+/// The names of the asynchronous tests in a file.
 fn tests_in(path: &str) -> BTreeSet<String> {
     let text = fs::read_to_string(super::root().join(path)).unwrap();
     let mut after_attribute = false;
@@ -21,7 +21,7 @@ fn tests_in(path: &str) -> BTreeSet<String> {
 }
 
 #[test]
-fn what_needs_the_stand_in_api_server_is_listed() {
+fn tests_that_need_the_stand_in_api_server_are_listed() {
     let text = fs::read_to_string(super::root().join("CONTRIBUTING.md")).unwrap();
     let section = text.split(SECTION).nth(1).unwrap().split("\n## ").next().unwrap();
     let names = section.lines().filter_map(|line| line.strip_prefix("| `")?.split('`').next()).map(str::to_owned);

@@ -1,15 +1,15 @@
-//! Comments and prose end at column 100.
+//! Lines of comments and prose end at column 100.
 
 use std::path::Path;
 
-/// Most columns of a line of comment or prose.
+/// The largest width of a line of comment or prose.
 const COLUMNS: usize = 100;
 
-/// Pages that `make docs` and `make behaviours` write.
+/// Pages that `make docs` and `make behaviours` generate.
 const GENERATED: [&str; 4] =
     ["docs/behaviours.md", "docs/configuration.md", "docs/metrics.md", "docs/control-plane-metrics.md"];
 
-/// Numbers of the lines that are too wide. Tables, links and fenced code may be wider.
+/// The numbers of the lines that are too wide. Tables, links and fenced code may be wider.
 fn wide_lines(path: &Path, text: &str) -> Vec<usize> {
     let extension = path.extension().and_then(|extension| extension.to_str()).unwrap_or_default();
     let is_prose = extension == "md";
@@ -42,7 +42,7 @@ fn comments_and_prose_end_at_column_100() {
         lines += text.lines().count();
         faults.extend(wide_lines(&path, &text).into_iter().map(|line| format!("{}:{line}", path.display())));
     }
-    assert!(lines > 10_000, "only {lines} lines were read: the reader of files is broken");
+    assert!(lines > 10_000, "only {lines} lines were read: this test does not find the files");
     assert!(faults.is_empty(), "wider than {COLUMNS} columns; wrap them:\n{}", faults.join("\n"));
 }
 
