@@ -1,5 +1,6 @@
-//! ipsets, by which a constant number of iptables rules serves any number of services. Names and
-//! types are kube-proxy's; those that it does not have say so.
+//! The ipsets of the IPVS dataplane. Because iptables rules match sets, their number does not
+//! depend on the number of services. Names and types are those of kube-proxy, unless the comment of
+//! a set says otherwise.
 
 use std::{fmt, net::IpAddr};
 
@@ -7,8 +8,9 @@ use ipnet::IpNet;
 
 use crate::model::{Family, Protocol};
 
-/// A set. In this order elements are added, and in the opposite order removed: what lets through
-/// comes before what keeps out.
+/// A set. Elements are added in this order of sets and removed in the opposite order. Sets that let
+/// packets pass come before sets that reject or drop packets, so an update never blocks an address
+/// that both the old and the new state admit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Set {
     /// ClusterIPs and ports.
@@ -19,44 +21,43 @@ pub enum Set {
     ExternalIpLocal,
     /// Load balancer IPs and ports.
     LoadBalancer,
-    /// Those of them with Local policy.
+    /// Load balancer IPs and ports, Local policy.
     LoadBalancerLocal,
-    /// Load balancer IPs and ports, and the ranges that may reach them.
+    /// Load balancer IPs and ports, each with a source range that may reach it.
     LoadBalancerSourceCidr,
-    /// Load balancer IPs and ports that the node may reach, from those addresses themselves.
+    /// Load balancer IPs and ports that the node may reach, each with the same address as source.
     LoadBalancerSourceIp,
-    /// Load balancer IPs and ports that only some may reach.
+    /// Load balancer IPs and ports that have source ranges.
     LoadBalancerFirewall,
     /// NodePorts, TCP.
     NodePortTcp,
-    /// Those of them with Local policy.
+    /// NodePorts, TCP, Local policy.
     NodePortLocalTcp,
     /// NodePorts, UDP.
     NodePortUdp,
-    /// Those of them with Local policy.
+    /// NodePorts, UDP, Local policy.
     NodePortLocalUdp,
     /// Node addresses and NodePorts, SCTP.
     NodePortSctp,
-    /// Those of them with Local policy.
+    /// Node addresses and NodePorts, SCTP, Local policy.
     NodePortLocalSctp,
-    /// Node addresses and NodePorts that have virtual servers, whatever the protocol. Not
-    /// kube-proxy's: it says whose those servers are.
+    /// Node addresses and NodePorts that have virtual servers, of all protocols. It marks these
+    /// servers as programmed by Headgate. kube-proxy has no such set.
     NodePortServers,
-    /// Ports of health checks.
+    /// Health-check node ports.
     HealthCheckNodePort,
-    /// Endpoints that may be on this node, as destination and source.
+    /// Endpoints that may be on this node, each as destination and as source.
     LoopBack,
-    /// Addresses on our device.
+    /// Addresses of Headgate's device.
     DeviceAddresses,
-    /// Addresses and ports without an endpoint anywhere: packets are rejected. kube-proxy has no
-    /// such set.
+    /// Addresses and ports without any endpoint: packets are rejected. kube-proxy has no such set.
     NoEndpoints,
-    /// Addresses and ports with Local policy that have endpoints, but none here: packets are
+    /// Addresses and ports with Local policy whose endpoints are all on other nodes: packets are
     /// dropped. kube-proxy has no such set.
     NoLocalEndpoints,
 }
 
-/// What kind of elements a set has.
+/// The type of a set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum SetKind {
     /// `bitmap:port`, 0 to 65,535.
@@ -72,11 +73,11 @@ pub enum SetKind {
 }
 
 impl SetKind {
-    /// Most elements of a hash. kube-proxy has 65,536, which a cluster with as many service ports
-    /// exceeds; it costs nothing.
+    /// Maximum number of elements of a hash. kube-proxy sets 65,536, which is too small for a
+    /// cluster with more service ports. A larger maximum costs no memory.
     pub const MAX_ELEMENTS: u32 = 1 << 20;
 
-    /// Buckets that a hash has at first.
+    /// Initial number of buckets of a hash.
     pub const HASH_SIZE: u32 = 1024;
 
     /// The kernel's name for the type.
@@ -92,23 +93,23 @@ impl SetKind {
     }
 }
 
-/// One element.
+/// One element of a set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Element {
-    /// Of `bitmap:port`.
+    /// Element of `bitmap:port`.
     Port(u16),
-    /// Of `hash:ip`.
+    /// Element of `hash:ip`.
     Ip(IpAddr),
-    /// Of `hash:ip,port`.
+    /// Element of `hash:ip,port`.
     IpPort(IpAddr, Protocol, u16),
-    /// Of `hash:ip,port,ip`.
+    /// Element of `hash:ip,port,ip`.
     IpPortIp(IpAddr, Protocol, u16, IpAddr),
-    /// Of `hash:ip,port,net`.
+    /// Element of `hash:ip,port,net`.
     IpPortNet(IpAddr, Protocol, u16, IpNet),
 }
 
 impl Element {
-    /// The kind of set that it fits.
+    /// Returns the type of set that holds such elements.
     #[must_use]
     pub fn kind(&self) -> SetKind {
         match self {
@@ -121,7 +122,7 @@ impl Element {
     }
 }
 
-/// As `ipset` writes it.
+/// The element as `ipset` prints it.
 impl fmt::Display for Element {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -139,16 +140,16 @@ impl fmt::Display for Element {
     }
 }
 
-/// A host's net is written as its address.
+/// Writes a network; one that contains a single address is written as that address.
 fn write_net(f: &mut fmt::Formatter<'_>, net: &IpNet) -> fmt::Result {
     if net.prefix_len() == net.max_prefix_len() { write!(f, "{}", net.addr()) } else { write!(f, "{net}") }
 }
 
-/// The kernel's limit is 32 bytes with the one that ends the name.
+/// Maximum length of a name: `IPSET_MAXNAMELEN` is 32, including the terminating NUL byte.
 const NAME_LENGTH: usize = 31;
 
 impl Set {
-    /// All of them.
+    /// All sets.
     pub const ALL: [Self; 20] = [
         Self::ClusterIp,
         Self::ExternalIp,
@@ -172,11 +173,11 @@ impl Set {
         Self::NoLocalEndpoints,
     ];
 
-    /// Sets whose elements are addresses and ports of virtual servers of ours.
+    /// Sets whose elements are addresses and ports of Headgate's virtual servers.
     pub const OF_SERVERS: [Self; 5] =
         [Self::ClusterIp, Self::ExternalIp, Self::ExternalIpLocal, Self::LoadBalancer, Self::NodePortServers];
 
-    /// Its name for IPv4, behind `KUBE-`.
+    /// The name for IPv4 without the prefix `KUBE-`.
     fn suffix(self) -> &'static str {
         match self {
             Self::ClusterIp => "CLUSTER-IP",
@@ -202,7 +203,8 @@ impl Set {
         }
     }
 
-    /// Its name, as kube-proxy forms it: IPv6 sets have a `6` in it, and what is too long is cut.
+    /// Returns the name as kube-proxy forms it: names of IPv6 sets contain a `6`, and names that
+    /// are too long are truncated.
     #[must_use]
     pub fn name(self, family: Family) -> String {
         let mut name = match family {
@@ -213,13 +215,13 @@ impl Set {
         name
     }
 
-    /// The set of a name, in that family.
+    /// Returns the set with this name in a family.
     #[must_use]
     pub fn parse(name: &str, family: Family) -> Option<Self> {
         Self::ALL.into_iter().find(|set| set.name(family) == name)
     }
 
-    /// Its kind.
+    /// Returns the type of the set.
     #[must_use]
     pub fn kind(self) -> SetKind {
         match self {
@@ -235,7 +237,7 @@ impl Set {
         }
     }
 
-    /// NodePorts of a protocol.
+    /// Returns the set of NodePorts for a protocol.
     #[must_use]
     pub fn node_port(protocol: Protocol) -> Self {
         match protocol {
@@ -245,7 +247,7 @@ impl Set {
         }
     }
 
-    /// NodePorts of a protocol with Local policy.
+    /// Returns the set of NodePorts with Local policy for a protocol.
     #[must_use]
     pub fn node_port_local(protocol: Protocol) -> Self {
         match protocol {

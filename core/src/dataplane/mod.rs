@@ -1,9 +1,9 @@
-//! The dataplanes. Each one turns the views of a service into objects of the kernel, remembers what
-//! it has programmed, and plans only what differs.
+//! The dataplanes. Each one translates the views of a service to kernel objects, records what it
+//! has programmed, and plans only the differences.
 //!
 //! [`iptables`] and [`ipvs`] do not import each other. They share [`rules`] (text of iptables
-//! rules, scripts, and the ledger of programmed rules) and [`ipsets`]; `refcount` counts the users
-//! of elements.
+//! rules, scripts, and the ledger of programmed rules) and [`ipsets`]. `refcount` counts how many
+//! services use an element of a set or an address of a device.
 
 mod ipsets;
 pub mod iptables;

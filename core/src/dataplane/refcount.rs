@@ -1,8 +1,9 @@
 //! Reference-counted elements of the kernel.
 //!
 //! Several services may need the same element, such as an address of a device or an entry of a set.
-//! It is in the kernel while at least one needs it. A [`Touched`] collects the elements of one
-//! step, so that an element that one service releases and another needs stays where it is.
+//! The element is in the kernel while at least one service needs it. A [`Touched`] collects the
+//! elements of one step. If one service releases an element and another service adds it in the same
+//! step, the kernel keeps it without an update.
 
 use std::{
     collections::{BTreeMap, HashMap, hash_map::Entry},
@@ -32,15 +33,15 @@ impl<T> Default for Touched<T> {
 }
 
 impl<T: Ord> Extend<T> for Touched<T> {
-    /// Enters elements that the kernel has.
+    /// Adds elements that the kernel has.
     fn extend<I: IntoIterator<Item = T>>(&mut self, elements: I) {
         self.0.extend(elements.into_iter().map(|element| (element, true)));
     }
 }
 
 impl<T: Copy + Ord + Hash> RefCounts<T> {
-    /// Adds a user. `is_lacking` says that the kernel lacks the element although it has users.
-    /// Returns true for the first user.
+    /// Adds a user of an element. `is_lacking` means that the kernel lacks the element although it
+    /// has users. Returns true if this is the first user.
     pub(super) fn add(&mut self, element: T, is_lacking: bool, touched: &mut Touched<T>) -> bool {
         let count = self.users.entry(element).or_default();
         touched.0.entry(element).or_insert(*count > 0 && !is_lacking);
@@ -48,7 +49,7 @@ impl<T: Copy + Ord + Hash> RefCounts<T> {
         *count == 1
     }
 
-    /// Removes a user. Returns true for the last one.
+    /// Removes a user of an element. Returns true if it was the last user.
     pub(super) fn remove(&mut self, element: T, is_lacking: bool, touched: &mut Touched<T>) -> bool {
         let Entry::Occupied(mut count) = self.users.entry(element) else { return false };
         touched.0.entry(element).or_insert(!is_lacking);
@@ -60,7 +61,7 @@ impl<T: Copy + Ord + Hash> RefCounts<T> {
         is_last
     }
 
-    /// Whether an element has users.
+    /// True if an element has users.
     #[must_use]
     pub(super) fn contains(&self, element: &T) -> bool {
         self.users.contains_key(element)
@@ -71,18 +72,18 @@ impl<T: Copy + Ord + Hash> RefCounts<T> {
         self.users.keys()
     }
 
-    /// Forgets all users.
+    /// Removes all users.
     pub(super) fn clear(&mut self) {
         self.users.clear();
     }
 
-    /// Touched elements that the kernel needs and did not have, in order.
+    /// Returns the touched elements that have users and that the kernel lacked, in order.
     pub(super) fn to_add<'a>(&'a self, touched: &'a Touched<T>) -> impl DoubleEndedIterator<Item = T> + 'a {
         let added = touched.0.iter().filter(|(element, was_there)| !**was_there && self.contains(element));
         added.map(|(element, _)| *element)
     }
 
-    /// Touched elements that the kernel had and does not need, in order.
+    /// Returns the touched elements that the kernel had and that have no users, in order.
     pub(super) fn to_remove<'a>(&'a self, touched: &'a Touched<T>) -> impl DoubleEndedIterator<Item = T> + 'a {
         let removed = touched.0.iter().filter(|(element, was_there)| **was_there && !self.contains(element));
         removed.map(|(element, _)| *element)

@@ -1,70 +1,72 @@
-//! What rendering depends on besides state and node.
+//! The configuration of rules.
 
 use std::net::IpAddr;
 
 use crate::{behaviours::masquerade::MasqueradeConfig, model::Family};
 
-/// How rules are laid out in chains.
+/// How rules are distributed over chains.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub enum Layout {
     /// Classic in small clusters; compact above [`RenderConfig::CLASSIC_MAX_SERVICES`] services or
     /// [`RenderConfig::CLASSIC_MAX_ENDPOINTS`] endpoints.
     #[default]
     Auto,
-    /// As kube-proxy's: a chain for each service, a chain for each endpoint, and dispatch by one
-    /// rule after the other.
+    /// The layout of kube-proxy. Each service port and each endpoint has a chain, and a packet
+    /// passes the rules of all services until one matches.
     Classic,
-    /// A third of the rules: a service's chain holds its DNAT rules, and hairpin connections are
-    /// found after the choice, among this node's endpoints alone. Dispatch is on two levels, by
-    /// address prefix or port range first: some 2·√n rules to pass instead of n, and a service that
-    /// comes or goes rewrites only its group.
+    /// A layout with a third of the rules. The chain of a service contains its DNAT rules. Hairpin
+    /// connections are detected after the choice of the endpoint, and only for endpoints of this
+    /// node. Dispatch has two levels: the first level selects a group by address prefix or port
+    /// range. So a packet passes about 2·√n rules instead of n, and adding or removing a service
+    /// rewrites only its group.
     Compact,
 }
 
-/// The node's addresses that answer NodePorts.
+/// The addresses of the node on which NodePorts are served.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub enum NodePortAddresses {
     /// Every address of the node.
     #[default]
     All,
-    /// These, whatever their family. A family with none of its own has no NodePorts: whoever
-    /// resolves ranges to addresses gives [`NodePortAddresses::All`] to a family that no range was
-    /// meant for.
+    /// These addresses, of both families. NodePorts are not served in a family without an address
+    /// in the list. A caller that resolves ranges to addresses must therefore use
+    /// [`NodePortAddresses::All`] for a family in which the operator configured no range.
     Only(Vec<IpAddr>),
 }
 
-/// Configuration of one family's rules.
+/// The configuration of the rules of one family.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RenderConfig {
     /// The family.
     pub family: Family,
     /// Masquerading.
     pub masquerade: MasqueradeConfig,
-    /// Addresses that answer NodePorts.
+    /// Addresses on which NodePorts are served.
     pub node_port_addresses: NodePortAddresses,
-    /// NodePorts answer on 127.0.0.0/8 (IPv4 only; never on ::1).
+    /// NodePorts are served on 127.0.0.0/8. There is no equivalent for ::1.
     pub localhost_node_ports: bool,
-    /// `nf_conntrack_tcp_be_liberal` is on: packets that conntrack calls INVALID need not be
-    /// dropped.
+    /// The sysctl `nf_conntrack_tcp_be_liberal` is on. Packets in the conntrack state INVALID need
+    /// not be dropped.
     pub conntrack_tcp_be_liberal: bool,
-    /// Rules count into [`super::names::INVALID_COUNTER`] and [`super::names::LOCALHOST_COUNTER`],
-    /// which have to exist.
+    /// Rules count packets in [`super::names::INVALID_COUNTER`] and
+    /// [`super::names::LOCALHOST_COUNTER`]. Both nfacct counters must exist.
     pub counts_packets: bool,
-    /// iptables cannot match SCTP on this machine: ports of SCTP have no rules, so that those of
-    /// other protocols have theirs.
+    /// Leaves out the rules of SCTP ports, because iptables cannot match SCTP on this machine. One
+    /// such rule would make the kernel reject the rules of other protocols too.
     pub leaves_out_sctp: bool,
     /// Layout.
     pub layout: Layout,
 }
 
 impl RenderConfig {
-    /// Above this many services, [`Layout::Auto`] is compact.
+    /// [`Layout::Auto`] is compact for more services than this.
     pub const CLASSIC_MAX_SERVICES: usize = 256;
 
-    /// Above this many endpoints, [`Layout::Auto`] is compact.
+    /// [`Layout::Auto`] is compact for more endpoints than this.
     pub const CLASSIC_MAX_ENDPOINTS: usize = 1000;
 
-    /// Defaults for a family: no detector, localhost NodePorts as kube-proxy has them.
+    /// Returns the defaults for a family: no local detector, and localhost NodePorts for IPv4, as
+    /// in kube-proxy.
     #[must_use]
     pub fn new(family: Family) -> Self {
         Self {
@@ -79,7 +81,7 @@ impl RenderConfig {
         }
     }
 
-    /// True when a cluster of that size is laid out compactly.
+    /// True if a cluster of this size has the compact layout.
     #[must_use]
     pub fn is_compact(&self, services: usize, endpoints: usize) -> bool {
         match self.layout {

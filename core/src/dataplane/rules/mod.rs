@@ -1,13 +1,14 @@
-//! Rules of iptables: the text of rules, scripts for `iptables-restore`, and what is programmed.
+//! iptables rules: their text, scripts for `iptables-restore`, and a record of the programmed
+//! rules.
 //!
 //! A dataplane passes its rules as a [`Ruleset`]: fixed chains, jumps, and a function that renders
-//! the rules of a service from the parts in [`service`]. The [`Ledger`] remembers what is
-//! programmed and writes [`Script`]s with only what differs; [`dispatch`] holds the chains in which
-//! many services have lines.
+//! the rules of a service with the help of [`service`]. The [`Ledger`] records which rules are
+//! programmed and writes [`Script`]s with only the differences. [`dispatch`] manages the chains
+//! that contain rules of many services.
 //!
-//! Names, hashes and rule text are kube-proxy's, so that existing knowledge and tools keep working.
-//! Rules are rendered exactly as `iptables-save` prints them: what a kernel has is compared with
-//! what is wanted without parsing it.
+//! Names, hashes and rule text are those of kube-proxy, so existing knowledge and tools apply.
+//! Rules are rendered exactly as `iptables-save` prints them. The rules of a kernel can therefore
+//! be compared with the wanted rules without parsing them.
 
 pub mod config;
 pub mod dispatch;
@@ -34,19 +35,20 @@ use std::fmt;
 /// The tables that Headgate writes to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Table {
-    /// Holds only the canary, whose disappearance shows that somebody flushed the tables.
+    /// The canary, an empty chain: if it is missing, somebody has flushed the tables. With IPVS,
+    /// also the source ranges of load balancer IPs.
     Mangle,
-    /// DNAT and masquerading.
+    /// DNAT and masquerading of service traffic.
     Nat,
-    /// Refusals and drops.
+    /// Rules that reject, drop and accept packets.
     Filter,
 }
 
 impl Table {
-    /// All of them.
+    /// All tables.
     pub const ALL: [Self; 3] = [Self::Mangle, Self::Nat, Self::Filter];
 
-    /// The name that iptables knows it by.
+    /// The name of the table in iptables.
     #[must_use]
     pub fn as_str(self) -> &'static str {
         match self {

@@ -1,5 +1,5 @@
-//! The rules of a dataplane as data: what does not depend on services, and how services are
-//! rendered.
+//! The rules of a dataplane as data: the rules that do not depend on services, and a function that
+//! renders the rules of a service.
 
 use std::net::IpAddr;
 
@@ -17,27 +17,26 @@ use crate::model::Family;
 pub struct Ruleset {
     /// The configuration that the rules are made from.
     pub config: RenderConfig,
-    /// Chains with fixed rules. A chain comes before those that jump to it. They come before the
-    /// dispatch chains.
+    /// Chains with fixed rules. A chain comes before the chains that jump to it. Scripts write
+    /// these chains before the dispatch chains.
     pub chains: Vec<FixedChain>,
     /// Rules of nat KUBE-POSTROUTING, besides the jump to KUBE-HAIRPIN.
     pub postrouting: String,
     /// Rules of filter KUBE-FORWARD, besides the jump to KUBE-HAIRPIN.
     pub forward: String,
-    /// The dispatch chains, besides KUBE-HAIRPIN. nat KUBE-SERVICES has to be among them.
+    /// The dispatch chains without KUBE-HAIRPIN. They must include nat KUBE-SERVICES.
     pub dispatch: &'static [DispatchChain],
-    /// The last rules of nat KUBE-SERVICES, each without its chain, with a leading space and a line
-    /// end.
+    /// The last rules of nat KUBE-SERVICES. Each one has a leading space and a line end, and does
+    /// not name its chain.
     pub last_service_rules: Vec<String>,
-    /// Jumps from the kernel's chains, in the order in which they stand at the head of their
-    /// chains.
+    /// Jumps from the built-in chains, in their order at the head of these chains.
     pub jumps: Vec<Jump>,
     /// Renders the rules of a service.
     pub render: RenderService,
 }
 
 impl Ruleset {
-    /// The dispatch chains of a layout. A chain comes before those that jump to it.
+    /// Returns the dispatch chains of a layout. A chain comes before the chains that jump to it.
     pub fn dispatch_chains(&self, is_compact: bool) -> impl Iterator<Item = DispatchChain> + use<> {
         let dispatch = self.dispatch;
         let is_used =
@@ -45,8 +44,8 @@ impl Ruleset {
         DispatchChain::ALL.into_iter().filter(is_used)
     }
 
-    /// KUBE-POSTROUTING and KUBE-FORWARD. In the compact layout they jump to KUBE-HAIRPIN, so
-    /// scripts write them after the dispatch chains.
+    /// Returns KUBE-POSTROUTING and KUBE-FORWARD. In the compact layout they jump to KUBE-HAIRPIN,
+    /// so scripts write them after the dispatch chains.
     #[must_use]
     pub fn leading_to_dispatch(&self, is_compact: bool) -> [FixedChain; 2] {
         let hairpin = |chain| {
@@ -63,34 +62,34 @@ impl Ruleset {
     }
 }
 
-/// A jump from a chain of the kernel's into one of ours.
+/// A jump from a built-in chain to a chain of Headgate.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Jump {
     /// Table.
     pub table: Table,
-    /// Chain of the kernel's.
+    /// The built-in chain.
     pub from: &'static str,
-    /// The rule behind `-A FROM`, as `iptables-save` prints it.
+    /// The rule without `-A FROM`, as `iptables-save` prints it.
     pub rule: String,
 }
 
-/// A chain with its complete rules, each a line `-A NAME …`.
+/// A chain with fixed rules.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FixedChain {
     /// Table.
     pub table: Table,
     /// Name.
     pub name: &'static str,
-    /// Rules.
+    /// Complete rules, each a line `-A NAME …`.
     pub rules: String,
 }
 
-/// The canaries: empty chains that are gone when somebody flushed the tables.
+/// The canaries: one empty chain in each table. If one is missing, somebody has flushed the tables.
 pub(in crate::dataplane) fn canaries() -> [FixedChain; 3] {
     Table::ALL.map(|table| FixedChain { table, name: CANARY, rules: String::new() })
 }
 
-/// One jump, for all packets or for those that begin a connection.
+/// Creates a jump. With `new_only` it matches only packets that begin a connection.
 pub(in crate::dataplane) fn jump(
     table: Table,
     from: &'static str,
@@ -107,7 +106,8 @@ pub(in crate::dataplane) fn jump(
     Jump { table, from, rule: rule.trim().to_owned() }
 }
 
-/// Rules of nat KUBE-SERVICES that jump to KUBE-NODEPORTS, for the addresses that answer NodePorts.
+/// Renders the rules of nat KUBE-SERVICES that jump to KUBE-NODEPORTS, for the addresses on which
+/// NodePorts are served.
 pub(in crate::dataplane) fn node_ports_jumps(config: &RenderConfig) -> Vec<String> {
     let comment = "kubernetes service nodeports; NOTE: this must be the last rule in this chain";
     let jump = |begin: &dyn Fn(Line<'_>)| {
@@ -138,7 +138,7 @@ pub(in crate::dataplane) fn node_ports_jumps(config: &RenderConfig) -> Vec<Strin
     }
 }
 
-/// nat KUBE-MARK-MASQ.
+/// The chain nat KUBE-MARK-MASQ, which marks packets to be masqueraded.
 pub(in crate::dataplane) fn mark_masq(config: &RenderConfig) -> FixedChain {
     let mut rules = String::new();
     let mark = config.masquerade.mark();
@@ -146,7 +146,7 @@ pub(in crate::dataplane) fn mark_masq(config: &RenderConfig) -> FixedChain {
     FixedChain { table: Table::Nat, name: MARK_MASQ, rules }
 }
 
-/// Rules of KUBE-POSTROUTING that masquerade marked packets.
+/// Renders the rules of KUBE-POSTROUTING that masquerade marked packets.
 pub(in crate::dataplane) fn postrouting(config: &RenderConfig) -> String {
     let mut rules = String::new();
     let mark = config.masquerade.mark();
@@ -158,9 +158,9 @@ pub(in crate::dataplane) fn postrouting(config: &RenderConfig) -> String {
     rules
 }
 
-/// The rule of KUBE-FORWARD that drops packets which conntrack calls INVALID. They would reach a
-/// pod with their addresses untranslated, and its reset would end a good connection
-/// (kubernetes#74839).
+/// Renders the rule of KUBE-FORWARD that drops packets in the conntrack state INVALID. The kernel
+/// does not translate the addresses of these packets. A pod would answer them with a reset that
+/// ends a working connection (kubernetes/kubernetes#74839).
 pub(in crate::dataplane) fn drop_invalid(config: &RenderConfig) -> String {
     let mut rules = String::new();
     let line = Line::append(&mut rules, FORWARD).add("-m conntrack --ctstate INVALID");
@@ -169,9 +169,9 @@ pub(in crate::dataplane) fn drop_invalid(config: &RenderConfig) -> String {
     rules
 }
 
-/// Rules of KUBE-FORWARD that accept connections which are masqueraded, and replies, whatever the
-/// host's firewall does. In the compact layout, connections of endpoints to themselves have no mark
-/// yet here.
+/// Renders the rules of KUBE-FORWARD that accept masqueraded connections and replies, even if the
+/// host's firewall would drop them. In the compact layout these rules do not match hairpin
+/// connections, because only nat POSTROUTING detects them; KUBE-HAIRPIN accepts them.
 pub(in crate::dataplane) fn forward(config: &RenderConfig) -> String {
     let mut rules = String::new();
     let mark = config.masquerade.mark();

@@ -1,21 +1,21 @@
-//! Counts of what is programmed, kept in step with each change.
+//! Counts of the programmed rules, updated with each change.
 
 use super::{Table, service::ServiceRules};
 use crate::behaviours::view::NoLocalEndpoints;
 
-/// What one service, or all of them, have in the kernel.
+/// Counts for one service or for all services.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Tally {
     /// Rules in nat.
     pub nat_rules: u32,
     /// Rules in filter.
     pub filter_rules: u32,
-    /// Service ports whose Local policies find no endpoint here.
+    /// Service ports with a Local policy that have no endpoint on this node.
     pub no_local: NoLocalEndpoints,
 }
 
 impl Tally {
-    /// Of one service. Cost: the size of its rules.
+    /// Counts the rules of one service. The cost is linear in their size.
     pub(super) fn of(rules: &ServiceRules) -> Self {
         let mut tally = Self { no_local: rules.no_local, ..Self::default() };
         for chain in &rules.chains {
@@ -27,7 +27,7 @@ impl Tally {
         tally
     }
 
-    /// Rules, one a line.
+    /// Adds the number of `rules`, one rule per line.
     pub(super) fn add_rules(&mut self, table: Table, rules: &str) {
         let lines = u32::try_from(rules.lines().count()).unwrap_or(u32::MAX);
         self.add_count(table, lines);
@@ -37,7 +37,7 @@ impl Tally {
         match table {
             Table::Nat => self.nat_rules = self.nat_rules.saturating_add(count),
             Table::Filter => self.filter_rules = self.filter_rules.saturating_add(count),
-            // Only the canary is there, an empty chain.
+            // Rules in mangle are not counted.
             Table::Mangle => {}
         }
     }
@@ -90,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_counted_is_what_the_kernel_has() {
+    fn the_counts_equal_the_numbers_of_rules_in_the_kernel() {
         for layout in [Layout::Classic, Layout::Compact] {
             let (mut state, mut kernel) = (State::default(), FakeKernel::default());
             let mut config = RenderConfig { layout, ..RenderConfig::new(Family::V4) };
@@ -118,9 +118,9 @@ mod tests {
                 vec![service(1, 30001, cluster), endpoint(1, 1), service(2, 0, cluster), service(3, 0, cluster)];
             assert_eq!(step(&mut ledger, first, true), (0, 0));
             assert_eq!(step(&mut ledger, vec![endpoint(2, 1), endpoint(2, 2), endpoint(1, 2)], false), (0, 0));
-            // Endpoints exist, none of them here.
+            // Endpoints exist, but none of them is on this node.
             assert_eq!(step(&mut ledger, vec![service(1, 30001, local), service(2, 0, local)], false), (2, 1));
-            // Service 3 has no endpoint at all: that is another matter.
+            // Service 3 has no endpoint on any node, so it does not count.
             assert_eq!(step(&mut ledger, vec![service(3, 30003, local)], false), (2, 1));
             assert_eq!(step(&mut ledger, vec![Change::RemoveService(ServiceKey::new("ns", "s1"))], false), (1, 0));
             assert_eq!(step(&mut ledger, vec![service(2, 0, cluster)], false), (0, 0));
