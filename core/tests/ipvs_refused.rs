@@ -83,7 +83,7 @@ impl Rig {
         let refused = self.kernel.apply_but(plan, |op| refusals.iter().any(|refusal| refusal.refuses(op))).unwrap();
         assert_eq!(self.ledger.record(plan.ops(), &refused), [], "somebody wants everything");
         let existing = self.kernel.existing();
-        assert!(self.ledger.is_in(&existing));
+        assert!(self.ledger.matches(&existing));
         for (set, elements) in &existing.sets {
             assert!(self.ledger.set_size(*set).contains(&elements.len()), "{set:?} has {}", elements.len());
         }

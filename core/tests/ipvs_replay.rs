@@ -128,7 +128,7 @@ impl Rig {
         }
         self.check_new_connections_find_an_endpoint();
         let existing = self.kernel.existing();
-        assert!(self.ledger.is_in(&existing));
+        assert!(self.ledger.matches(&existing));
         for (set, elements) in &existing.sets {
             assert!(self.ledger.set_size(*set).contains(&elements.len()), "{set:?} has {}", elements.len());
         }
@@ -214,13 +214,13 @@ proptest! {
             prop_assert!(!rig.full());
             // What somebody else has done is undone.
             if let Some(address) = rig.kernel.device_addresses.pop_first() {
-                prop_assert!(!rig.ledger.is_in(&rig.kernel.existing()), "{} was taken away", address);
+                prop_assert!(!rig.ledger.matches(&rig.kernel.existing()), "{} was taken away", address);
             }
             rig.kernel.sets.get_mut(&Set::ClusterIp).unwrap().clear();
             if let Some((_, destinations)) = rig.kernel.servers.values_mut().find(|(settings, _)| settings.scheduler != Scheduler::SourceHashing) {
                 destinations.clear();
                 destinations.insert("198.51.100.99:1".parse().unwrap(), 1);
-                prop_assert!(!rig.ledger.is_in(&rig.kernel.existing()));
+                prop_assert!(!rig.ledger.matches(&rig.kernel.existing()));
             }
             rig.full();
             rig.drain();

@@ -56,7 +56,7 @@ impl Rig {
     }
 
     fn is_intact(&self) -> bool {
-        self.ledger.is_in(&self.existing())
+        self.ledger.matches(&self.existing())
     }
 
     fn by_hand(&mut self, rule: &str) {

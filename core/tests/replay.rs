@@ -97,7 +97,7 @@ impl Rig {
 
     fn is_intact(&self) -> bool {
         let saves = Table::ALL.map(|table| self.kernel.save(table)).concat();
-        self.ledger.is_in(&ExistingTables::parse(&saves))
+        self.ledger.matches(&ExistingTables::parse(&saves))
     }
 
     /// The last of our chains in nat by name: a service's, where there is one.

@@ -317,7 +317,7 @@ impl Dataplane for LedgerFamily {
     }
 
     fn matches(&self, found: &ExistingTables) -> bool {
-        self.ledger.is_in(found)
+        self.ledger.matches(found)
     }
 }
 

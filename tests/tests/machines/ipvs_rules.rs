@@ -92,7 +92,7 @@ fn check_that_rules_are_printed_as_rendered(family: Family) {
     let (mut state, mut ledger) = (State::default(), Ledger::new(config.clone()));
     let existing = Existing { tables: tables(family), ..Existing::default() };
     apply(&ledger.full(&state, &node, &existing, 0), family);
-    assert!(ledger.rules().is_in(&tables(family)), "{:?}", tables(family));
+    assert!(ledger.rules().matches(&tables(family)), "{:?}", tables(family));
 
     let mut dirty = Dirty::default();
     for change in changes() {
@@ -101,7 +101,7 @@ fn check_that_rules_are_printed_as_rendered(family: Family) {
     let plan = ledger.changed(&state, &node, &dirty, 0);
     assert!(!plan.script.is_empty(), "policy Local needs a rule for internal clients");
     apply(&plan, family);
-    assert!(ledger.rules().is_in(&tables(family)), "{:?}", tables(family));
+    assert!(ledger.rules().matches(&tables(family)), "{:?}", tables(family));
     // The sets contain the added elements as they were written.
     let saved = run("ipset", &["save"], "");
     for line in set_lines(&plan.before, family).lines() {

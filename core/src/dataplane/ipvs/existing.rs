@@ -75,7 +75,7 @@ impl Existing {
             Protocol::Tcp | Protocol::Udp => Element::Port(key.port),
             Protocol::Sctp => key.element(),
         };
-        let is_in = self.sets.get(&Set::node_port(key.protocol)).is_some_and(|elements| elements.contains(&element));
-        is_in && !self.sets.contains_key(&Set::NodePortServers)
+        let matches = self.sets.get(&Set::node_port(key.protocol)).is_some_and(|elements| elements.contains(&element));
+        matches && !self.sets.contains_key(&Set::NodePortServers)
     }
 }

@@ -364,7 +364,7 @@ fn what_fails_health_checks_has_no_weight_and_stays() {
     // A new agent that knows as much writes nothing, and one that knows nothing yet uses it.
     let mut restarted = Ledger::new(config());
     assert!(restarted.full(&rig.state, &rig.node, &rig.kernel.existing(), 0).is_empty());
-    assert!(restarted.is_in(&rig.kernel.existing()) && restarted.draining().count() == 0);
+    assert!(restarted.matches(&rig.kernel.existing()) && restarted.draining().count() == 0);
     let all: Vec<SocketAddr> = vec!["10.244.1.1:8080".parse().unwrap(), one];
     assert_eq!(fails(&mut rig, &all), [Op::EditDestination(key, one, 1)], "all fail: all are used");
     assert_eq!(fails(&mut rig, &[one]), [Op::EditDestination(key, one, 0)]);

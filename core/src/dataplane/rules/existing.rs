@@ -43,7 +43,7 @@ pub struct Existing {
     pub base_rules: Vec<String>,
     /// Chains of ours that a rule in somebody else's chain leads to, each with one such rule as
     /// `CHAIN REST`. The kernel does not delete them.
-    pub held: BTreeMap<String, String>,
+    pub referenced: BTreeMap<String, String>,
     /// Length of the prefixes by which KUBE-SERVICES leads to groups; `None` in the classic layout.
     pub prefix_length: Option<u8>,
 }
@@ -93,7 +93,7 @@ impl ExistingReader {
         } else if BASE_CHAINS.contains(&chain) {
             self.existing.base_rules.push(rule.to_owned());
         } else if let Some(target) = target(rest).filter(|target| is_ours(self.table, target)) {
-            self.existing.held.entry(target.to_owned()).or_insert_with(|| rule.to_owned());
+            self.existing.referenced.entry(target.to_owned()).or_insert_with(|| rule.to_owned());
         }
     }
 
@@ -144,13 +144,13 @@ impl Existing {
     /// to it.
     #[must_use]
     pub fn is_undeletable_and_empty(&self, name: &str) -> bool {
-        self.held.contains_key(name) && self.has_chain_with(name, RulesHash::default())
+        self.referenced.contains_key(name) && self.has_chain_with(name, RulesHash::default())
     }
 
     /// True when packets may get to chains of ours.
     #[must_use]
     pub fn leads_to_ours(&self, table: Table) -> bool {
-        !self.held.is_empty() || self.jumps_to_ours(table).next().is_some()
+        !self.referenced.is_empty() || self.jumps_to_ours(table).next().is_some()
     }
 
     /// Rules of the kernel's own chains that lead to a chain of ours, as (chain, rule).
@@ -222,8 +222,8 @@ mod tests {
             "-A SOMEBODY -g KUBE-MARK-MASQ\n-A SOMEBODY -j DNAT --to-destination 10.0.0.1\n-A SOMEBODY\nCOMMIT\n",
         );
         let existing = Existing::parse(Table::Nat, save);
-        let held: Vec<&str> = existing.held.keys().map(String::as_str).collect();
-        assert_eq!(held, ["KUBE-MARK-MASQ", "KUBE-SERVICES"]);
+        let referenced: Vec<&str> = existing.referenced.keys().map(String::as_str).collect();
+        assert_eq!(referenced, ["KUBE-MARK-MASQ", "KUBE-SERVICES"]);
         assert!(
             existing.is_undeletable_and_empty("KUBE-MARK-MASQ") && !existing.is_undeletable_and_empty("KUBE-NODEPORTS")
         );

@@ -153,7 +153,7 @@ impl Dataplane for IptablesFamily {
     }
 
     fn matches(&self, found: &ExistingTables) -> bool {
-        self.ledger.is_in(found)
+        self.ledger.matches(found)
     }
 
     fn statistics(&self) -> Statistics {

@@ -147,7 +147,7 @@ impl Dataplane for IpvsFamily {
     }
 
     fn matches(&self, found: &Existing) -> bool {
-        self.ledger.is_in(found)
+        self.ledger.matches(found)
     }
 
     fn statistics(&self) -> Statistics {

@@ -61,7 +61,7 @@ fn jumps_of_an_earlier_version_get_the_order_that_is_wanted() {
     let move_guard = format!("*filter\n-D INPUT {0}\n-A INPUT -j ACCEPT\n-A INPUT {0}\nCOMMIT\n", wanted[0]);
     kernel.restore(&move_guard).unwrap();
     let (ledger, _) = sync(&mut kernel.clone());
-    assert!(!ledger.is_in(&saved(&kernel)), "the order is not noticed");
+    assert!(!ledger.matches(&saved(&kernel)), "the order is not noticed");
     sync(&mut kernel);
     assert_eq!(input(&kernel), [&wanted[..], &["-j ACCEPT".to_owned()]].concat());
 
@@ -70,5 +70,5 @@ fn jumps_of_an_earlier_version_get_the_order_that_is_wanted() {
     sync(&mut kernel);
     assert_eq!(input(&kernel), [&wanted[..], &["-j ACCEPT".to_owned()]].concat());
     let (ledger, script) = sync(&mut kernel);
-    assert!(script.is_empty() && ledger.is_in(&saved(&kernel)), "{script}");
+    assert!(script.is_empty() && ledger.matches(&saved(&kernel)), "{script}");
 }

@@ -16,7 +16,7 @@ impl Ledger {
     /// Whether the kernel has what the plans so far made, and no other objects of ours. Draining
     /// destinations may be gone. A full pass, for slow verification in the background.
     #[must_use]
-    pub fn is_in(&self, existing: &Existing) -> bool {
+    pub fn matches(&self, existing: &Existing) -> bool {
         let has_sets = Set::ALL.into_iter().all(|set| existing.sets.contains_key(&set));
         let elements: usize = existing.sets.values().map(BTreeSet::len).sum();
         let has_element = |(set, element): &&(Set, Element)| {
@@ -44,7 +44,7 @@ impl Ledger {
             && self.device_addresses.iter().all(has_address)
             && self.servers.iter().all(is_as_programmed)
             && ours.into_iter().all(|key| self.servers.contains_key(key))
-            && self.rules.is_in(&existing.tables)
+            && self.rules.matches(&existing.tables)
     }
 
     /// How many entries a set may have in the kernel: all that are wanted, or less those that are

@@ -20,7 +20,7 @@ fn what_the_kernel_rejects_is_deferred_and_tried_again() {
         let plan = rig.ledger.changed(&rig.state, &rig.node, &dirty, 0);
         let refused = rig.kernel.apply_but(&plan, refuses).unwrap();
         assert_eq!(rig.ledger.record(plan.ops(), &refused), []);
-        assert!(rig.ledger.is_in(&rig.kernel.existing()));
+        assert!(rig.ledger.matches(&rig.kernel.existing()));
         plan
     };
     step(&mut rig, vec![Change::from(service()), endpoint("10.244.1.1", "node-a"), endpoint("10.244.1.9", "node-b")]);
@@ -50,7 +50,7 @@ fn what_the_kernel_rejects_is_deferred_and_tried_again() {
     assert_eq!((refused.len(), rig.ledger.record(&again, &refused).len()), (0, 0));
     assert_ne!(rig.ledger.deferred_revision(), before);
     assert_eq!(rig.ledger.deferred().count(), 3);
-    assert!(rig.ledger.is_in(&rig.kernel.existing()));
+    assert!(rig.ledger.matches(&rig.kernel.existing()));
     assert_eq!(rig.destinations("203.0.113.1", 80).map(|all| all.len()), Some(3));
     assert_eq!(rig.ledger.retries([Object::Server(external), Object::Destination(key("10.96.0.1"), bad)]).len(), 1);
 
@@ -97,7 +97,7 @@ fn a_scheduler_that_is_missing_is_replaced_and_comes_back_at_the_cost_of_who_ask
         assert_eq!(rig.destinations("10.96.0.1", 80), weighted(&[("10.244.1.1:8080", 1)]));
         let problem = Problem::MissingScheduler(Scheduler::MaglevHashing);
         assert_eq!(rig.ledger.problems().collect::<Vec<_>>(), [(&Arc::new(service().key), &problem)]);
-        assert!(rig.ledger.is_in(&rig.kernel.existing()));
+        assert!(rig.ledger.matches(&rig.kernel.existing()));
         assert_eq!(rig.ledger.set_available(Scheduler::MaglevHashing, true), services);
     }
     // It is loaded: who asked for it gets it.

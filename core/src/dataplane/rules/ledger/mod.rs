@@ -343,7 +343,7 @@ impl Ledger {
         let stale: BTreeSet<&String> = existing.chains.keys().filter(|name| !wanted.contains(*name)).collect();
         for name in stale {
             let known = (table, name.clone());
-            if existing.held.contains_key(name) && undeletable.contains(&known) {
+            if existing.referenced.contains_key(name) && undeletable.contains(&known) {
                 if !existing.is_undeletable_and_empty(name) {
                     script.write_chain(table, name, "");
                 }
@@ -379,7 +379,7 @@ impl Ledger {
     /// changed by somebody else. Undeletable chains may be there, empty. A full pass, for slow
     /// verification in the background.
     #[must_use]
-    pub fn is_in(&self, existing: &ExistingTables) -> bool {
+    pub fn matches(&self, existing: &ExistingTables) -> bool {
         let mut wanted: HashMap<(Table, String), RulesHash> = HashMap::new();
         let fixed = self.fixed_chains(self.dispatch.is_compact());
         wanted.extend(fixed.map(|chain| ((chain.table, chain.name.to_owned()), RulesHash::of(&chain.rules))));
@@ -407,9 +407,9 @@ impl Ledger {
         for table in Table::ALL {
             let base_rules = self.jumps_of(table).map(|jump| format!("{} {}", jump.from, jump.rule)).collect();
             let left = self.undeletable.iter().filter(|(of, _)| *of == table).map(|(_, name)| name.clone());
-            let held = left.clone().map(|name| (name, String::new())).collect();
+            let referenced = left.clone().map(|name| (name, String::new())).collect();
             let chains = self.wanted_chains(table).into_iter().chain(left).map(|name| (name, None)).collect();
-            expected.set(table, Existing { chains, base_rules, held, prefix_length: None });
+            expected.set(table, Existing { chains, base_rules, referenced, prefix_length: None });
         }
         expected
     }
