@@ -1,4 +1,4 @@
-//! One stream of an agent, as it is seen by all who do not carry it.
+//! One stream of an agent, as the rest of the replica sees it.
 
 use std::{
     net::SocketAddr,
@@ -22,7 +22,7 @@ use crate::{
     store::{ResumeMode, Store},
 };
 
-/// One stream of an agent.
+/// One stream of an agent. The stream's session, `Inspect` and the fleet share it.
 #[derive(Debug)]
 pub(crate) struct Agent {
     pub(crate) node: Arc<str>,
@@ -32,13 +32,13 @@ pub(crate) struct Agent {
     pub(crate) resume: ResumeMode,
     pub(crate) resumed_resources: AtomicU64,
     sent_version: AtomicU64,
-    /// The newest version that the agent has answered: it is programmed, or could not be.
+    /// The newest version that the agent has answered, with an ACK or with a failed attempt.
     answered_version: AtomicU64,
     end: OnceLock<End>,
     asked_to_move: AtomicBool,
     signal: Arc<Signal>,
     record: Mutex<Record>,
-    /// What the fleet counts the agent as, until its stream ends or is replaced.
+    /// How the fleet counts the agent; `None` after the stream ended or was replaced.
     counted: Mutex<Option<(Arc<Progress>, Counted)>>,
 }
 
@@ -71,30 +71,30 @@ impl Agent {
         agent
     }
 
-    /// Ends the stream, unless something else has ended it already.
+    /// Ends the stream, unless it has ended already.
     pub(crate) fn end(&self, end: End) {
         if self.end.set(end).is_ok() {
             self.signal.wake();
         }
     }
 
-    /// Why the stream has to end, if it has.
+    /// Returns why the stream has to end, or `None` if it goes on.
     pub(crate) fn ended(&self) -> Option<&End> {
         self.end.get()
     }
 
-    /// Has the stream ask the agent to go to another replica.
+    /// Makes the stream ask the agent to move to another replica.
     pub(crate) fn ask_to_move(&self) {
         self.asked_to_move.store(true, Ordering::Release);
         self.signal.wake();
     }
 
-    /// True once after each [`Self::ask_to_move`].
+    /// Returns true once after each [`Self::ask_to_move`].
     pub(crate) fn take_request_to_move(&self) -> bool {
         self.asked_to_move.load(Ordering::Acquire) && self.asked_to_move.swap(false, Ordering::AcqRel)
     }
 
-    /// What wakes the stream.
+    /// Returns the signal that wakes the stream.
     pub(crate) fn signal(&self) -> &Arc<Signal> {
         &self.signal
     }
@@ -103,23 +103,23 @@ impl Agent {
         self.sent_version.load(Ordering::Acquire)
     }
 
-    /// Takes in what the agent reports, for the fleet too.
+    /// Applies a report of the agent to its record, and updates the counts of the fleet.
     pub(crate) fn update(&self, change: impl FnOnce(&mut Record)) {
         self.update_programmed(&[], change);
     }
 
-    /// The same with an ACK, which has come at `now`.
+    /// Applies an ACK that arrived at `now`.
     pub(crate) fn ack(&self, ack: &v1::Ack, now: Instant) {
         self.answered(ack.version);
         self.update_programmed(&programmed(ack, now), |record| record.ack(ack));
     }
 
-    /// Records that the agent has answered a version that was sent to it.
+    /// Records that the agent has answered a version that this stream sent.
     pub(crate) fn answered(&self, version: u64) {
         self.answered_version.fetch_max(version, Ordering::Relaxed);
     }
 
-    /// The newest version that was answered.
+    /// Returns the newest version that the agent has answered.
     pub(crate) fn answered_version(&self) -> u64 {
         self.answered_version.load(Ordering::Relaxed)
     }
@@ -143,12 +143,13 @@ impl Agent {
         }
     }
 
-    /// Locked after the record, never before it.
+    /// Lock order: the record first, then this.
     fn counted(&self) -> MutexGuard<'_, Option<(Arc<Progress>, Counted)>> {
         self.counted.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// To be called before the message is put on the stream.
+    /// Sets the newest version that was sent. To be called before the message is written, so that
+    /// no ACK can come first.
     pub(crate) fn set_sent_version(&self, version: u64) {
         self.sent_version.store(version, Ordering::Release);
     }
@@ -157,23 +158,23 @@ impl Agent {
         self.record.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Milliseconds for which the agent has not had the head programmed, not counting those before
-    /// it connected.
+    /// Returns for how many milliseconds the agent has been behind the head of the log. Time before
+    /// the agent connected does not count.
     pub(crate) fn lag_ms(&self, store: &Store, programmed_version: u64) -> u64 {
         let lag = |since: SystemTime| SystemTime::now().duration_since(since.max(self.connected)).unwrap_or_default();
         store.lagging_since(programmed_version).map_or(0, |since| milliseconds(lag(since)))
     }
 
-    /// Why the node is waiting or cut off, as a sentence; empty for other states. `source` is the
-    /// state of the replica's source.
+    /// Returns why the node is waiting or cut off, as a sentence; empty for other states. `source`
+    /// is the state of the replica's source.
     pub(crate) fn reason(&self, store: &Store, source: SourceState, state: NodeState) -> String {
         let held = match self.resume {
             ResumeMode::Full => "the node holds no state",
-            ResumeMode::Log | ResumeMode::Digests => "the node forwards by the state that it held before",
+            ResumeMode::Log | ResumeMode::Digests => "the node forwards with the state that it had before",
         };
         match (state, source) {
             (NodeState::Waiting, SourceState::Unlisted) => format!("the replica has not listed its source; {held}"),
-            (NodeState::Waiting, _) => format!("nothing is acknowledged on this stream; {held}"),
+            (NodeState::Waiting, _) => format!("the agent has acknowledged nothing on this stream; {held}"),
             (NodeState::CutOff, _) => {
                 let problem = store.source_problem().unwrap_or_default();
                 format!("the replica is cut off from its source: {problem}")

@@ -1,4 +1,4 @@
-//! How streams end.
+//! The reason why a stream ends, its counter, and its log line.
 
 use std::net::SocketAddr;
 
@@ -10,19 +10,19 @@ use crate::serve::context::{Context, Warning};
 #[derive(Debug, Clone)]
 pub(crate) struct End {
     pub(crate) status: Status,
-    /// Label of the counter.
+    /// The `reason` label of the metric that counts the end.
     pub(crate) reason: &'static str,
-    /// True when it ends for what the agent did or is.
+    /// True if the stream ends because of what the agent did, or because of its identity.
     pub(crate) is_refusal: bool,
 }
 
 impl End {
-    /// The agent is at fault.
+    /// Returns an end for which the agent is responsible.
     pub(crate) fn refusal(reason: &'static str, status: Status) -> Self {
         Self { status, reason, is_refusal: true }
     }
 
-    /// Nobody is at fault.
+    /// Returns an end for which the agent is not responsible.
     pub(crate) fn plain(reason: &'static str, status: Status) -> Self {
         Self { status, reason, is_refusal: false }
     }

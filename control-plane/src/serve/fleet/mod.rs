@@ -27,16 +27,17 @@ pub(crate) use self::{
 use super::context::Context;
 use crate::store::NodeObserver;
 
-/// Nodes whose number of opened streams is remembered. Nodes that may open all streams at once
-/// again are forgotten first.
-const MAX_RESTING: usize = 65_536;
+/// The number of nodes from which nodes with a full allowance are forgotten.
+const MAX_REMEMBERED: usize = 65_536;
 
-/// Streams that a node may open at once, and the time after which it may open one more. For each
-/// stream a large step of the log may have to be compacted.
+/// The number of streams that a node may open at once: its full allowance. The limit exists because
+/// for each new stream a large step of the log may have to be compacted.
 const STREAMS_AT_ONCE: u32 = 64;
+
+/// The time after which a node may open one more stream.
 const STREAM_INTERVAL: Duration = Duration::from_millis(250);
 
-/// All agents with a stream, one a node.
+/// All agents with a stream, at most one for each node.
 pub(crate) struct Fleet {
     pub(crate) context: Arc<Context>,
     progress: Arc<Progress>,
@@ -46,12 +47,12 @@ pub(crate) struct Fleet {
 #[derive(Debug, Default)]
 struct Registry {
     present: BTreeMap<Arc<str>, Arc<Agent>>,
-    /// When nodes may open all streams at once again; some may already.
-    rested_at: HashMap<Arc<str>, Instant>,
+    /// For each node, when it has its full allowance of [`STREAMS_AT_ONCE`] again.
+    full_at: HashMap<Arc<str>, Instant>,
 }
 
 impl Fleet {
-    /// A fleet without agents, which hears of Nodes that change.
+    /// Returns a fleet without agents. The store notifies it when a Node changes.
     pub(crate) fn new(context: Arc<Context>) -> Arc<Self> {
         let progress = Progress::new(Arc::clone(&context.store), Arc::clone(&context.metrics));
         let fleet = Arc::new(Self { progress: Arc::new(progress), registry: Mutex::default(), context });
@@ -60,7 +61,7 @@ impl Fleet {
         fleet
     }
 
-    /// What all agents have programmed.
+    /// Returns what all agents together have programmed.
     pub(crate) fn progress(&self) -> &Progress {
         &self.progress
     }
@@ -69,25 +70,26 @@ impl Fleet {
         self.registry.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// True when a node may open a stream now, and has not opened too many before.
+    /// Returns true if a node may open a stream at `now`, and counts the stream. Returns false if
+    /// the node has opened too many streams lately.
     pub(crate) fn may_open(&self, node: &str, now: Instant) -> bool {
         let mut registry = self.registry();
-        let rested_at = registry.rested_at.get(node).copied().unwrap_or(now).max(now) + STREAM_INTERVAL;
-        if rested_at > now + STREAM_INTERVAL * STREAMS_AT_ONCE {
+        let full_at = registry.full_at.get(node).copied().unwrap_or(now).max(now) + STREAM_INTERVAL;
+        if full_at > now + STREAM_INTERVAL * STREAMS_AT_ONCE {
             return false;
         }
-        if registry.rested_at.len() >= MAX_RESTING {
-            registry.rested_at.retain(|_, rested_at| *rested_at > now);
+        if registry.full_at.len() >= MAX_REMEMBERED {
+            registry.full_at.retain(|_, full_at| *full_at > now);
         }
-        registry.rested_at.insert(node.into(), rested_at);
+        registry.full_at.insert(node.into(), full_at);
         true
     }
 
-    /// Enters a stream. The node's older one, if any, is ended.
+    /// Adds a stream. If the node has an older stream, that stream ends.
     ///
-    /// ACKs of an earlier stream do not count for the new one, even if it resumes by the log: the
-    /// node may have rebooted in between, and then its kernel has nothing. An agent says at once
-    /// what is programmed (contract, 7).
+    /// ACKs of an earlier stream do not count for the new stream, even if it resumes by the log:
+    /// the node may have rebooted in between, and then its kernel holds no rules. An agent reports
+    /// at once what is programmed (contract, 7).
     pub(crate) fn enter(&self, agent: &Arc<Agent>) {
         let old = self.registry().present.insert(Arc::clone(&agent.node), Arc::clone(agent));
         if let Some(old) = &old {
@@ -100,7 +102,7 @@ impl Fleet {
         }
     }
 
-    /// Takes a stream out, unless a newer one of the same node has taken its place.
+    /// Removes a stream. If a newer stream of the node has replaced it, the newer stream stays.
     pub(crate) fn leave(&self, agent: &Arc<Agent>) {
         agent.leave();
         let mut registry = self.registry();
@@ -109,12 +111,12 @@ impl Fleet {
         }
     }
 
-    /// Whether a node has a stream.
+    /// Returns true if a node has a stream.
     pub(crate) fn has(&self, node: &str) -> bool {
         self.registry().present.contains_key(node)
     }
 
-    /// Streams in order of node name.
+    /// Returns all streams in order of node name.
     pub(crate) fn all(&self) -> Vec<Arc<Agent>> {
         self.registry().present.values().cloned().collect()
     }
@@ -142,14 +144,14 @@ mod tests {
     };
 
     #[test]
-    fn a_node_opens_some_streams_at_once_and_then_a_few_a_second() {
+    fn a_node_may_open_some_streams_at_once_and_then_a_few_per_second() {
         let metrics = Arc::new(Metrics::default());
         let store = Arc::new(Store::new(Limits::default(), Arc::clone(&metrics)));
         let fleet = Fleet::new(Context::new(store, metrics, Settings::default()));
         let start = Instant::now();
         let opened = (0..1_000).filter(|_| fleet.may_open("n1", start)).count();
         assert_eq!(opened, STREAMS_AT_ONCE as usize);
-        assert!(fleet.may_open("n2", start), "each node for itself");
+        assert!(fleet.may_open("n2", start), "each node has its own allowance");
         let later = start + STREAM_INTERVAL * 3;
         assert_eq!((0..10).filter(|_| fleet.may_open("n1", later)).count(), 3);
         assert_eq!((0..1_000).filter(|_| fleet.may_open("n1", later + STREAM_INTERVAL * 1_000)).count(), opened);

@@ -1,12 +1,14 @@
-//! What the whole fleet has programmed. An ACK costs a look into a map of the distinct versions.
+//! What the whole fleet has programmed. Agents are counted by version, so an ACK costs one look-up
+//! in a map of the distinct versions.
 //!
-//! A commit is *programmed everywhere* when the last member has programmed it. Its age counts from
-//! the arrival of its event from the source. The replica knows the moment when the last member has
-//! acknowledged the commit: an ACK that has waited says how long ago the kernel had each version
-//! that it covers (contract, 7). A member is an agent with a stream that has acknowledged, since it
-//! connected, what was the head at that time. So an agent that joins does not count for earlier
-//! commits. A commit that waits only for an agent that leaves is not measured, since nobody knows
-//! how long the others took.
+//! A commit is *programmed everywhere* when the last member has programmed it. The replica measures
+//! the time from the arrival of the commit's event from the source until then. An ACK says how long
+//! ago the kernel had each version that it covers (contract, 7), so a delayed ACK does not distort
+//! the measurement.
+//!
+//! A *member* is an agent with a stream that has acknowledged the version that was the head when it
+//! connected. So an agent that joins does not count for earlier commits. When an agent leaves,
+//! commits that waited only for this agent are not measured.
 
 use std::{
     collections::{BTreeMap, HashMap, VecDeque},
@@ -24,35 +26,38 @@ use crate::{
     store::{Store, TIMED_COMMITS},
 };
 
-/// Measured commits that the summary is made from.
+/// The number of measured commits that [`Everywhere`] summarizes.
 const RECENT: usize = 1024;
 
-/// What an agent is counted as.
+/// How an agent is counted in [`Counts`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Counted {
     version: u64,
     is_failing: bool,
     has_state: bool,
-    /// The head at the time of connecting, until that is acknowledged.
+    /// The head when the agent connected; `None` once the agent has acknowledged that version and
+    /// is a member.
     joins_at: Option<u64>,
 }
 
 #[derive(Debug, Default)]
 struct Counts {
-    /// All agents with a stream, by what they have reported.
+    /// The number of agents with a stream, by their reports.
     all: BTreeMap<Reports, usize>,
-    /// Members by version.
+    /// The number of members, by version.
     members: BTreeMap<u64, usize>,
-    /// Commits up to here have been measured, or will not be.
+    /// Commits up to this version have been measured, or will never be.
     measured: u64,
-    /// For each version after that, when the last member so far had programmed it; `None` where no
-    /// member has said so.
+    /// For each version after `measured`, the latest time at which a member had programmed it;
+    /// `None` if no member has reported a time.
     programmed: VecDeque<Option<Instant>>,
+    /// How long the last [`RECENT`] measured commits took until they were programmed everywhere.
     recent: VecDeque<Duration>,
+    /// The rejections of each node that rejects resources.
     rejecting: HashMap<Arc<str>, Arc<Vec<v1::Rejection>>>,
 }
 
-/// See the module.
+/// The counts of the fleet, and the measurement of commits.
 #[derive(Debug)]
 pub(crate) struct Progress {
     store: Arc<Store>,
@@ -61,14 +66,14 @@ pub(crate) struct Progress {
     changed: watch::Sender<()>,
 }
 
-/// What an agent has reported: whether it fails, whether it has acknowledged a state, and the
-/// version that its kernel has.
+/// The reports of an agent: whether it fails, whether it has acknowledged a state, and the version
+/// that its kernel has.
 type Reports = (bool, bool, u64);
 
-/// How many agents are in which state.
+/// The number of agents in each state.
 pub(crate) type AgentStates = BTreeMap<NodeState, usize>;
 
-/// How long the last commits took until they were programmed everywhere.
+/// A summary of how long the last commits took until they were programmed everywhere.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Everywhere {
     pub(crate) p50: Duration,
@@ -110,14 +115,14 @@ impl Counts {
     }
 
     /// Records when a member had programmed the versions after `after`. An entry of `programmed`
-    /// stands for all versions up to its own; entries are in ascending order.
+    /// covers all versions from the entry before it up to its own. Entries are in ascending order.
     fn note_programmed(&mut self, after: u64, programmed: &[(u64, Instant)]) {
         let mut next = after.max(self.measured) + 1;
         for (version, at) in programmed {
             for version in next..=*version {
                 let index = usize::try_from(version - self.measured - 1).unwrap_or(usize::MAX);
                 if index >= TIMED_COMMITS {
-                    // The time of a commit so far back is forgotten when it is measured.
+                    // By the time this commit is measured, the store will have forgotten its time.
                     return;
                 }
                 if index >= self.programmed.len() {
@@ -130,8 +135,7 @@ impl Counts {
         }
     }
 
-    /// Marks commits up to a version as measured. Returns when the last member had programmed each
-    /// of them.
+    /// Marks commits up to a version as measured. Returns the recorded time of each of them.
     fn measured_to(&mut self, version: u64) -> Vec<Option<Instant>> {
         let count = usize::try_from(version.saturating_sub(self.measured)).unwrap_or(usize::MAX);
         self.measured = self.measured.max(version);
@@ -152,12 +156,12 @@ impl Progress {
         self.counts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Wakes at each change of what agents have programmed, or of which there are.
+    /// Returns a receiver that is notified when an agent comes, leaves or reports something.
     pub(crate) fn changes(&self) -> watch::Receiver<()> {
         self.changed.subscribe()
     }
 
-    /// An agent has connected.
+    /// Counts an agent that has connected.
     pub(crate) fn enter(&self, node: &Arc<str>, record: &Record) -> Counted {
         let head = self.store.version();
         let mut counted = Counted { version: 0, is_failing: false, has_state: false, joins_at: Some(head) };
@@ -171,8 +175,8 @@ impl Progress {
         counted
     }
 
-    /// An agent has reported something. `programmed` are the versions that an ACK names, in
-    /// ascending order, and when the kernel had them.
+    /// Counts an agent anew after it has reported something. `programmed` holds the versions that
+    /// an ACK names, in ascending order, and when the kernel had them.
     pub(crate) fn update(
         &self,
         node: &Arc<str>,
@@ -189,7 +193,7 @@ impl Progress {
             if old.joins_at.is_none() {
                 counts.note_programmed(old.version, programmed);
             }
-            // Counted in before out, so that the last member is not counted as gone for a moment.
+            // Counted before it is discounted, so that there is never a moment without members.
             counts.count(*counted);
             counts.discount(old);
             self.measure(&mut counts);
@@ -198,7 +202,7 @@ impl Progress {
         self.changed.send_replace(());
     }
 
-    /// An agent has gone.
+    /// Discounts an agent that has left.
     pub(crate) fn leave(&self, node: &Arc<str>, counted: Counted) {
         let mut counts = self.counts();
         counts.discount(counted);
@@ -216,7 +220,7 @@ impl Progress {
         let asked = usize::try_from(oldest - counts.measured).unwrap_or(usize::MAX);
         let forgotten = asked.saturating_sub(ages.len());
         let programmed = counts.measured_to(oldest);
-        // Ages of the oldest may be forgotten.
+        // The store may have forgotten the times of the oldest commits.
         let times = programmed.into_iter().skip(forgotten).chain(std::iter::repeat(None));
         for (age, at) in ages.into_iter().zip(times) {
             let age = age.saturating_sub(at.map_or(Duration::ZERO, |at| at.elapsed()));
@@ -228,8 +232,8 @@ impl Progress {
         }
     }
 
-    /// How many agents have a stream, and how many of these have programmed `version`. Agents that
-    /// fail at a later version have what they had before.
+    /// Returns how many agents have a stream, and how many of them have programmed `version`. An
+    /// agent that fails at a later version still has the version that it had before.
     pub(crate) fn programmed(&self, version: u64) -> (usize, usize) {
         let counts = self.counts();
         let reached = [false, true].map(|failing| {
@@ -238,7 +242,7 @@ impl Progress {
         (counts.all.values().sum(), reached.iter().sum())
     }
 
-    /// Rejections of present agents that `is_meant` picks, one an agent.
+    /// Returns the first rejection of each agent with a stream that `is_meant` accepts.
     pub(crate) fn rejections(&self, is_meant: impl Fn(&v1::Rejection) -> bool) -> HashMap<Arc<str>, v1::Rejection> {
         let counts = self.counts();
         let found = |(node, list): (&Arc<str>, &Arc<Vec<v1::Rejection>>)| {
@@ -247,7 +251,7 @@ impl Progress {
         counts.rejecting.iter().filter_map(found).collect()
     }
 
-    /// How many agents are in which state.
+    /// Returns the number of agents in each state.
     pub(crate) fn states(&self) -> AgentStates {
         let (source, settled) = (self.store.source_state(), self.store.version_before(SETTLED));
         let mut states = AgentStates::new();
@@ -259,7 +263,7 @@ impl Progress {
         states
     }
 
-    /// The last commits that were measured.
+    /// Summarizes the last commits that were measured.
     pub(crate) fn everywhere(&self) -> Everywhere {
         let mut ages: Vec<Duration> = self.counts().recent.iter().copied().collect();
         ages.sort_unstable();
@@ -269,7 +273,7 @@ impl Progress {
         Everywhere { p50: at(50), p99: at(99), max: at(100), commits: ages.len() }
     }
 
-    /// Sets the gauges that depend on the time, for a scrape.
+    /// Sets the metrics that change with time. To be called before each scrape.
     pub(crate) fn refresh_metrics(&self) {
         let states = self.states();
         self.metrics.set_agents(NodeState::ALL.map(|state| {
@@ -305,7 +309,7 @@ impl Counted {
         (self.is_failing, self.has_state, self.version)
     }
 
-    /// Makes a member of an agent that has reached the head of the time when it connected.
+    /// Makes the agent a member if it has reached the version that was the head when it connected.
     fn join(&mut self) {
         self.joins_at = self.joins_at.filter(|head| self.version < *head);
     }
@@ -350,17 +354,17 @@ mod tests {
             self.counted.insert(node, (counted, record));
         }
 
-        fn say(&mut self, node: &'static str, change: impl FnOnce(&mut Record)) {
+        fn report(&mut self, node: &'static str, change: impl FnOnce(&mut Record)) {
             let (counted, record) = self.counted.get_mut(node).unwrap();
             change(record);
             self.progress.update(&node.into(), counted, record, &[]);
         }
 
         fn ack(&mut self, node: &'static str, version: u64) {
-            self.say(node, |record| record.ack(&v1::Ack { version, ..v1::Ack::default() }));
+            self.report(node, |record| record.ack(&v1::Ack { version, ..v1::Ack::default() }));
         }
 
-        fn ack_of(&mut self, node: &'static str, programmed: &[(u64, Instant)]) {
+        fn ack_with_times(&mut self, node: &'static str, programmed: &[(u64, Instant)]) {
             let (counted, record) = self.counted.get_mut(node).unwrap();
             record.ack(&v1::Ack { version: programmed.last().unwrap().0, ..v1::Ack::default() });
             self.progress.update(&node.into(), counted, record, programmed);
@@ -377,7 +381,7 @@ mod tests {
     }
 
     #[test]
-    fn a_commit_is_measured_when_the_last_member_has_it() {
+    fn a_commit_is_measured_when_the_last_member_has_programmed_it() {
         let mut rig = Rig::new();
         rig.enter("a");
         rig.enter("b");
@@ -401,7 +405,7 @@ mod tests {
     }
 
     #[test]
-    fn agents_that_join_or_leave_distort_nothing() {
+    fn agents_that_join_or_leave_do_not_distort_the_measurement() {
         let mut rig = Rig::new();
         rig.commit();
         rig.enter("a");
@@ -409,17 +413,17 @@ mod tests {
         rig.commit();
         rig.enter("late");
         rig.ack("a", 2);
-        assert_eq!(rig.measured(), 1, "the one that joins is not waited for");
+        assert_eq!(rig.measured(), 1, "the commit does not wait for an agent that joins");
         rig.ack("late", 1);
         rig.commit();
         rig.ack("a", 3);
-        assert_eq!(rig.measured(), 2, "it has not reached the head that it found");
+        assert_eq!(rig.measured(), 2, "the late agent has not reached the head that it found");
         rig.ack("late", 2);
         rig.commit();
         rig.ack("a", 4);
-        assert_eq!(rig.measured(), 2, "it is a member now");
+        assert_eq!(rig.measured(), 2, "the commit waits for the late agent, now a member");
         rig.leave("late");
-        assert_eq!(rig.measured(), 2, "what it held up is not measured");
+        assert_eq!(rig.measured(), 2, "a commit that waited for an agent that left is not measured");
         rig.commit();
         rig.ack("a", 5);
         assert_eq!(rig.measured(), 3);
@@ -435,7 +439,7 @@ mod tests {
     }
 
     #[test]
-    fn what_counts_is_when_the_kernel_had_it_and_not_when_the_ack_came() {
+    fn a_commit_is_measured_by_when_the_kernel_had_it_and_not_by_when_the_ack_came() {
         let mut rig = Rig::new();
         rig.enter("a");
         rig.enter("b");
@@ -444,20 +448,20 @@ mod tests {
         rig.commit();
         rig.commit();
         let after = Instant::now() + Duration::from_secs(3_600);
-        // The last ACK says that the kernel had both before anybody could know, which leaves
-        // nothing of their ages but what the other one says of the first.
-        rig.ack_of("a", &[(1, after), (2, before)]);
+        // `b` reports that its kernel had both commits before they were made. So the age of the
+        // second commit is zero, and the age of the first follows from the report of `a`.
+        rig.ack_with_times("a", &[(1, after), (2, before)]);
         std::thread::sleep(Duration::from_millis(5));
-        rig.ack_of("b", &[(2, before)]);
+        rig.ack_with_times("b", &[(2, before)]);
         let everywhere = rig.progress.everywhere();
         assert_eq!((everywhere.commits, everywhere.p50), (2, Duration::ZERO));
         assert!(everywhere.max > Duration::ZERO, "{everywhere:?}");
-        // Nothing is kept for what has been measured.
+        // Times of measured commits are dropped.
         assert_eq!(rig.progress.counts().programmed.len(), 0);
     }
 
     #[test]
-    fn standing_tells_failing_from_the_rest() {
+    fn agents_are_counted_by_state() {
         let mut rig = Rig::new();
         rig.commit();
         ["a", "b"].into_iter().for_each(|node| rig.enter(node));
@@ -465,12 +469,12 @@ mod tests {
         assert_eq!(rig.progress.programmed(0), (2, 0));
         rig.ack("a", 0);
         rig.ack("b", 0);
-        assert_eq!(rig.progress.states(), [(NodeState::UpToDate, 2)].into(), "the commit is too young");
-        rig.say("b", |record| record.failed(&v1::ApplyFailed { version: 1, ..Default::default() }));
+        assert_eq!(rig.progress.states(), [(NodeState::UpToDate, 2)].into(), "the commit is younger than a second");
+        rig.report("b", |record| record.failed(&v1::ApplyFailed { version: 1, ..Default::default() }));
         let one_each = [(NodeState::UpToDate, 1), (NodeState::Failing, 1)].into();
         assert_eq!(rig.progress.states(), one_each);
         let rejection = v1::Rejection { resource: "Service prod/web".into(), ..Default::default() };
-        rig.say("a", |record| record.nack(&v1::Nack { rejections: vec![rejection], ..Default::default() }));
+        rig.report("a", |record| record.nack(&v1::Nack { rejections: vec![rejection], ..Default::default() }));
         assert_eq!(rig.progress.rejections(|rejection| rejection.resource.ends_with("/web")).len(), 1);
         rig.ack("b", 1);
         assert_eq!(rig.progress.states(), one_each);
@@ -483,7 +487,7 @@ mod tests {
     }
 
     #[test]
-    fn no_agent_of_a_replica_that_has_listed_nothing_is_up_to_date() {
+    fn agents_of_a_replica_without_a_listed_source_are_waiting() {
         let metrics = Arc::new(Metrics::default());
         let store = Arc::new(Store::new(Limits::default(), Arc::clone(&metrics)));
         let progress = Progress::new(store, metrics);

@@ -1,4 +1,4 @@
-//! What an agent has reported of itself, cut to what a replica keeps.
+//! The last reports of an agent, cut to a bounded size.
 
 use std::{
     collections::HashSet,
@@ -9,16 +9,16 @@ use std::{
 use headgate_core::node_state::Reported;
 use headgate_proto::v1;
 
-/// Rejections and the like kept for one agent.
+/// The most rejections, and the most other list items, that are kept for one agent.
 const MAX_LISTED: usize = 64;
 
-/// Bytes kept of a text that an agent sent.
+/// The most bytes that are kept of a text that an agent sent.
 const MAX_TEXT_BYTES: usize = 512;
 
-/// An ACK that claims to have waited for longer is not believed.
+/// The longest age of a programmed version that is accepted from an ACK. Older entries are ignored.
 const MAX_AGO: Duration = Duration::from_secs(3_600);
 
-/// What an agent reported last.
+/// The last reports of an agent.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Record {
     pub(crate) backend: String,
@@ -29,34 +29,36 @@ pub(crate) struct Record {
     pub(crate) services_planned: u32,
     pub(crate) objects_written: u32,
     pub(crate) last_error: String,
-    /// The version that it is about.
+    /// The version of the last failed attempt.
     failed_version: u64,
-    /// Shared with the counts of the fleet.
+    /// The current rejections. The counts of the fleet share this list.
     pub(crate) rejections: Arc<Vec<v1::Rejection>>,
 }
 
 impl Record {
-    /// The version that the kernel has, as far as that is known. It is 0 when a version failed that
-    /// had been acknowledged: the agent programmed it again because rules had changed in the
-    /// kernel, and nobody knows which of them are left.
+    /// Returns the version that the kernel has, as far as the replica knows. It is 0 if an attempt
+    /// for an acknowledged version failed: the agent programmed that version again because another
+    /// program had changed rules in the kernel, and which rules are left is unknown.
     pub(crate) fn kernel_version(&self) -> u64 {
         let is_lost = !self.last_error.is_empty() && self.failed_version <= self.programmed_version;
         if is_lost { 0 } else { self.programmed_version }
     }
 
-    /// It has acknowledged a state on this stream, and its kernel has not lost it.
+    /// Returns true if the agent has acknowledged a state on this stream and its kernel has not
+    /// lost that state.
     pub(crate) fn has_state(&self) -> bool {
         let is_lost = self.programmed_version > 0 && self.kernel_version() == 0;
         self.has_acknowledged && !is_lost
     }
 
-    /// What the agent has reported. Versions up to `settled` have been known for a while.
+    /// Returns the reports that decide the node's state. The replica has known the versions up to
+    /// `settled` for more than a second.
     pub(crate) fn reported(&self, settled: u64) -> Reported {
         let is_settled = self.kernel_version() >= settled;
         Reported { has_state: self.has_state(), is_failing: self.is_failing(), is_settled }
     }
 
-    /// The last attempt failed, or something is rejected.
+    /// Returns true if the last attempt failed, or a resource is rejected.
     pub(crate) fn is_failing(&self) -> bool {
         !self.last_error.is_empty() || !self.rejections.is_empty()
     }
@@ -72,7 +74,7 @@ impl Record {
         self.apply_microseconds = ack.apply_microseconds;
         self.services_planned = ack.services_planned;
         self.objects_written = ack.objects_written;
-        // An ACK may have waited while a newer version failed.
+        // A newer version may have failed while this ACK was delayed.
         if ack.version >= self.failed_version {
             self.last_error.clear();
         }
@@ -83,16 +85,16 @@ impl Record {
         self.last_error = format!("version {}, attempt {}: {}", failed.version, failed.attempts, clip(&failed.error));
     }
 
-    /// Takes in rejections and withdrawals. A resource that was rejected before is listed once,
-    /// with the newer reason.
+    /// Applies rejections and withdrawals. A resource that was rejected before is listed once, with
+    /// the newer reason.
     pub(crate) fn nack(&mut self, nack: &v1::Nack) {
         let rejections = Arc::make_mut(&mut self.rejections);
         if !nack.withdrawn.is_empty() && !rejections.is_empty() {
             let withdrawn: HashSet<&str> = nack.withdrawn.iter().map(|resource| clip(resource)).collect();
             rejections.retain(|old| !withdrawn.contains(old.resource.as_str()));
         }
-        // A peer decides how many rejections there are. Only the last ones are kept, so the others
-        // need not be compared.
+        // A peer can send any number of rejections. Only the last ones are kept, so the others are
+        // skipped to save time.
         let skipped = nack.rejections.len().saturating_sub(MAX_LISTED);
         for rejection in &nack.rejections[skipped..] {
             let rejection = v1::Rejection {
@@ -108,8 +110,9 @@ impl Record {
     }
 }
 
-/// The versions that an ACK names, in ascending order, and when the kernel had them. Impossible
-/// ones are left out.
+/// Returns the versions that an ACK names, in ascending order, and when the kernel had them.
+/// Entries that cannot be true are left out: out of order, newer than the ACK, or older than
+/// [`MAX_AGO`].
 pub(crate) fn programmed(ack: &v1::Ack, now: Instant) -> Vec<(u64, Instant)> {
     let earlier = ack.earlier.iter().take(MAX_LISTED).map(|earlier| (earlier.version, earlier.ago_microseconds));
     let mut found: Vec<(u64, Instant)> = Vec::with_capacity(ack.earlier.len().min(MAX_LISTED) + 1);
@@ -126,7 +129,7 @@ pub(crate) fn programmed(ack: &v1::Ack, now: Instant) -> Vec<(u64, Instant)> {
     found
 }
 
-/// A text of a peer's, cut at a character's boundary.
+/// Cuts a text of a peer to a bounded length, at the boundary of a character.
 pub(crate) fn clip(text: &str) -> &str {
     &text[..text.floor_char_boundary(MAX_TEXT_BYTES)]
 }
@@ -136,13 +139,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_ack_says_when_the_kernel_had_what_it_covers() {
+    fn an_ack_says_when_the_kernel_had_each_version() {
         let now = Instant::now() + Duration::from_secs(1);
         let earlier = |version, ago_microseconds| v1::ProgrammedVersion { version, ago_microseconds };
         let ack = v1::Ack {
             version: 9,
             programmed_ago_microseconds: 10,
-            // Out of order, ahead of the ACK, and before there was any clock.
+            // Version 6 is out of order, 10 is ahead of the ACK, and the age of 8 is impossible.
             earlier: vec![earlier(5, 300), earlier(7, 200), earlier(6, 100), earlier(10, 50), earlier(8, u64::MAX)],
             ..v1::Ack::default()
         };
@@ -152,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn texts_of_a_peer_are_cut_between_characters() {
+    fn texts_from_a_peer_are_cut_between_characters() {
         let text = "ä".repeat(MAX_TEXT_BYTES);
         assert_eq!(clip(&text).len(), MAX_TEXT_BYTES);
         assert_eq!(clip(&format!("a{text}")).len(), MAX_TEXT_BYTES - 1);

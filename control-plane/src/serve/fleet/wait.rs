@@ -1,8 +1,9 @@
-//! `Inspect.Wait`: until every agent has programmed what a service or an endpoint is now.
+//! `Inspect.Wait`: waits until every agent has programmed the present value of a Service or an
+//! endpoint.
 //!
-//! The waiter sleeps until an ACK, a commit, or an agent that comes or goes wakes it. Then it
-//! counts agents by the map of distinct versions. It looks at each agent when it finds the version,
-//! and at the end.
+//! The waiter sleeps until an agent reports something, comes or leaves, or until a commit. Then it
+//! counts agents with the fleet's map of distinct versions, which is cheap. It looks at each single
+//! agent only when it finds the version to wait for, and at the end.
 
 use std::{collections::BTreeMap, net::IpAddr, sync::Arc, time::Duration};
 
@@ -21,14 +22,17 @@ use super::{Agent, Fleet};
 use crate::{identity::Expiry, serve::context::Lifecycle, store::positions_from_wire, transaction::SourceKind};
 
 const DEFAULT_TIMEOUT: Duration = Duration::from_secs(60);
-/// Longer waits are cut to a day, so that a deadline can always be computed.
+
+/// The longest wait. Longer timeouts are cut to a day, so that a deadline can always be computed.
 const MAX_TIMEOUT: Duration = Duration::from_secs(86_400);
-/// Between two messages, however much happens.
+
+/// The shortest time between two messages.
 const PACE: Duration = Duration::from_millis(100);
-/// Agents named in one message.
+
+/// The most agents that one message names.
 const MAX_NAMED: usize = 1000;
 
-/// See the module.
+/// The state of a `Wait` request.
 pub(crate) struct Waiter {
     fleet: Arc<Fleet>,
     key: ServiceKey,
@@ -37,8 +41,8 @@ pub(crate) struct Waiter {
     positions: BTreeMap<SourceKind, u64>,
     deadline: Instant,
     expiry: Option<Expiry>,
-    /// The version that brought what is waited for, once it is known, and the nodes that had a
-    /// stream then.
+    /// The version to wait for, and the nodes that had a stream when it was found; `None` until it
+    /// is found.
     target: Option<(u64, Vec<Arc<str>>)>,
     last: Option<v1::WaitProgress>,
     programmed: watch::Receiver<()>,
@@ -50,11 +54,15 @@ pub(crate) struct Waiter {
 }
 
 impl Waiter {
-    /// Checks a request.
+    /// Checks a request and begins to wait.
+    ///
+    /// # Errors
+    ///
+    /// `INVALID_ARGUMENT` names the bad field. A retry of the same request fails again.
     pub(crate) fn new(fleet: Arc<Fleet>, request: v1::WaitRequest, expiry: Option<Expiry>) -> Result<Self, Status> {
         let v1::WaitRequest { namespace, name, endpoint, gone, timeout_ms, positions } = request;
         if namespace.is_empty() || name.is_empty() {
-            return Err(Status::invalid_argument("namespace and name: both are needed"));
+            return Err(Status::invalid_argument("namespace and name: both are required"));
         }
         let endpoint = match endpoint.as_str() {
             "" => None,
@@ -84,7 +92,7 @@ impl Waiter {
         })
     }
 
-    /// The next message; `None` after the last.
+    /// Returns the next message, or `None` after the last message.
     pub(crate) async fn next(&mut self) -> Option<Result<v1::WaitProgress, Status>> {
         if self.is_over {
             return None;
@@ -98,13 +106,13 @@ impl Waiter {
                 self.is_over = true;
                 return Some(Err(Status::unavailable("this replica stops")));
             }
-            // Marked before the count, so that a change in the meantime wakes the waiter.
+            // Marked before the count, so that a change during the count wakes the waiter.
             self.programmed.borrow_and_update();
             self.head.borrow_and_update();
             self.moves.borrow_and_update();
             self.source.borrow_and_update();
-            let looked = Instant::now();
-            let timed_out = looked >= self.deadline;
+            let counted_at = Instant::now();
+            let timed_out = counted_at >= self.deadline;
             let progress = self.progress(timed_out);
             if timed_out || self.last.as_ref() != Some(&progress) {
                 if self.last.is_some() && !timed_out {
@@ -114,14 +122,15 @@ impl Waiter {
                 self.last = Some(progress.clone());
                 return Some(Ok(progress));
             }
-            self.wake().await;
-            // One count for all ACKs of the next moments. The first ACK after a quiet time is
-            // counted at once.
-            sleep_until((looked + PACE).min(self.deadline)).await;
+            self.changed().await;
+            // ACKs that arrive within the pace are counted together. The first ACK after a quiet
+            // time is counted at once.
+            sleep_until((counted_at + PACE).min(self.deadline)).await;
         }
     }
 
-    async fn wake(&mut self) {
+    /// Waits for a change that may change the answer.
+    async fn changed(&mut self) {
         let has_target = self.target.is_some();
         let is_cut_off = *self.source.borrow() != SourceState::Following;
         tokio::select! {
@@ -135,9 +144,10 @@ impl Waiter {
         }
     }
 
-    /// What is missing before there is a version to wait for; sets it otherwise.
+    /// Finds the version to wait for and sets `target`. Returns what is missing until then, as
+    /// `WaitProgress.waiting_for`; empty if nothing is missing.
     fn find_target(&mut self) -> &'static str {
-        // The state of a replica that is cut off from its source is not the present state.
+        // A replica that does not follow its source does not have the present state.
         if self.fleet.context.store.source_state() != SourceState::Following {
             return "source";
         }
@@ -172,19 +182,19 @@ impl Waiter {
             ..Default::default()
         };
         if source != SourceState::Following {
-            // None of its agents counts. If it has none, nobody is waited for: they are at other
-            // replicas.
+            // No agent of this replica counts as programmed. A replica without agents waits for
+            // nothing: all agents follow other replicas.
             progress.programmed = 0;
             progress.waiting_for = if agents == 0 { "" } else { "source" }.into();
             if timed_out {
-                progress.laggards = self.strays(source);
+                progress.laggards = self.agents_without_source(source);
             }
             return progress;
         }
         let Some((version, nodes)) = &self.target else { return progress };
         let rejections = progressed.rejections(|rejection| self.concerns(&rejection.resource));
         if !rejections.is_empty() {
-            // Few agents reject anything, so each of these is looked at.
+            // Few agents reject resources, so looking at each of them is cheap.
             let all = self.fleet.all();
             let has = |node: &str| {
                 all.binary_search_by(|agent| (*agent.node).cmp(node))
@@ -207,7 +217,8 @@ impl Waiter {
         progress
     }
 
-    /// Whether a rejected resource is the service, or an endpoint that is waited for.
+    /// Returns true if a rejected resource is the Service of this wait, or an endpoint of this
+    /// wait.
     fn concerns(&self, resource: &str) -> bool {
         let key = &self.key;
         match (resource.split_once(' '), self.endpoint) {
@@ -220,12 +231,13 @@ impl Waiter {
         }
     }
 
-    /// All agents, none of which can be up to date while the replica is cut off from its source.
-    fn strays(&self, source: SourceState) -> Vec<v1::Laggard> {
+    /// Returns all agents as laggards. No agent counts as up to date while its replica does not
+    /// follow its source.
+    fn agents_without_source(&self, source: SourceState) -> Vec<v1::Laggard> {
         let store = &self.fleet.context.store;
         let settled = store.version_before(SETTLED);
         let agents = self.fleet.all().into_iter().take(MAX_NAMED);
-        let stray = |agent: Arc<Agent>| {
+        let laggard = |agent: Arc<Agent>| {
             let (programmed_version, reported) = {
                 let record = agent.record();
                 (record.programmed_version, record.reported(settled))
@@ -239,10 +251,11 @@ impl Waiter {
                 reason: agent.reason(store, source, state),
             }
         };
-        agents.map(stray).collect()
+        agents.map(laggard).collect()
     }
 
-    /// Who has not programmed the version, the worst first.
+    /// Returns the agents that have not programmed the version or reject its resource, the furthest
+    /// behind first.
     fn laggards(
         &self,
         version: u64,

@@ -1,84 +1,94 @@
-//! How many agents a replica asks to go elsewhere. No I/O, no clock.
+//! Decides how many agents a replica asks to move to another replica. This module does no I/O and
+//! reads no clock.
 //!
-//! Replicas know nothing of each other. Each compares the number of its agents with its share: the
-//! Nodes of the source, divided by the replicas that are ready according to the source. Only agents
-//! of such Nodes count, one stream for each, so all replicas together never have more agents than
-//! all shares together. While one replica is above its share another is below, and the moves come
-//! to an end. Three things keep agents from moving to and fro: a band around the share, a time for
-//! which a replica has to be above the band, and a memory of the agents that were asked before.
+//! Replicas do not talk to each other. Each compares the number of its agents with its share. The
+//! share is the number of Nodes in the source, divided by the number of ready replicas according to
+//! the source. Only agents of these Nodes count, one stream for each. So the counted agents of all
+//! replicas are never more than all shares together. While one replica is above its share, another
+//! is below its own, so the moves come to an end.
+//!
+//! Three rules keep agents from moving back and forth. There is a band around the share. A replica
+//! must be above the band for some time before it acts. And a replica remembers which agents it
+//! asked.
 
 use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// Mean time from one step to the next. Each time is drawn from half to one and a half of it, so
-/// that replicas do not act at the same moment.
+/// The mean time from one step to the next. The actual time is a random value between half and one
+/// and a half of this mean, so that replicas do not act at the same moment.
 pub(super) const STEP: Duration = Duration::from_secs(1);
 
-/// Agents asked in one step at the most.
+/// The most agents that a replica asks in one step.
 pub(super) const MAX_PER_STEP: usize = 5;
 
-/// How long a replica has to be above its limit, with the same number of replicas, before it asks
-/// agents to move.
+/// How long a replica must be above its limit before it asks agents to move. The time starts again
+/// when the number of replicas changes.
 pub(super) const SETTLING: Duration = Duration::from_secs(10);
 
-/// Time in which an agent that was asked goes.
+/// How long an agent that was asked counts as leaving.
 pub(super) const LEAVING: Duration = Duration::from_secs(10);
 
-/// Who was asked is not asked again for so long.
+/// How long a replica remembers that it asked an agent. It does not ask this agent again meanwhile.
 pub(super) const MEMORY: Duration = Duration::from_secs(600);
 
-/// Asked agents from which can be told whether asking helps.
-const TELLING: usize = 10;
+/// The number of asked agents from which a replica can judge whether its requests are futile.
+const MIN_ASKED: usize = 10;
 
-/// What a replica sees at a step.
+/// The numbers that a replica decides by at a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct View {
-    /// Where it may be.
+    /// How many agents the replica may have.
     pub(super) band: Band,
-    /// Agents with a stream here whose Nodes are in the source, without those that were asked to
-    /// move in the last [`LEAVING`].
+    /// Agents with a stream to this replica whose Nodes are in the source. Agents that were asked
+    /// to move within the last [`LEAVING`] do not count.
     pub(super) agents: usize,
-    /// Agents that were asked to go before that, and in the last [`MEMORY`].
+    /// Agents that were asked to move within the last [`MEMORY`], but not within the last
+    /// [`LEAVING`].
     pub(super) asked: usize,
-    /// Those of them that are here: they stayed, or found no other replica.
+    /// The agents of `asked` that have a stream to this replica: they stayed or came back.
     pub(super) returned: usize,
 }
 
 /// How many agents a replica may have.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Band {
+    /// The number of ready replicas.
     pub(super) replicas: usize,
+    /// The number of Nodes divided by the number of ready replicas, rounded up.
     pub(super) share: usize,
-    /// Above this, agents are asked to go, ...
+    /// A replica with more agents than this begins to ask agents to move.
     pub(super) limit: usize,
-    /// ... until no more than this are left.
+    /// A replica that asks agents to move continues until it has no more agents than this.
     pub(super) target: usize,
 }
 
 impl Band {
-    /// The band around a share. There is none without other replicas, or without nodes.
+    /// Returns the band for a number of Nodes and ready replicas; `None` without Nodes or without
+    /// other replicas.
     pub(super) fn new(nodes: usize, replicas: usize) -> Option<Self> {
         if replicas < 2 || nodes == 0 {
             return None;
         }
         let share = nodes.div_ceil(replicas);
-        // Agents choose replicas at random, and by chance alone no replica gets above this limit.
+        // Agents choose replicas at random. The limit is high enough that chance alone practically
+        // never brings a replica above it.
         Some(Self { replicas, share, limit: share + share / 5 + 8, target: share + share / 10 + 4 })
     }
 }
 
-/// What is remembered from one step to the next.
+/// The state that a replica keeps from one step to the next.
 #[derive(Debug, Default)]
 pub(super) struct Decision {
-    /// Since when, and at how many replicas, this one has been above its limit without a break.
+    /// Since when this replica has been above its limit without a break, and the number of replicas
+    /// during that time.
     above: Option<(Instant, usize)>,
     is_moving: bool,
 }
 
 impl Decision {
-    /// How many agents to ask to move, at most [`MAX_PER_STEP`]. `None` stands for what is not
-    /// known: there is one replica, or the source is stale.
+    /// Returns how many agents to ask to move, at most [`MAX_PER_STEP`]. `view` is `None` if there
+    /// is no other replica, or if the replica does not follow its source.
     pub(super) fn step(&mut self, view: Option<View>, now: Instant) -> usize {
         let Some(view) = view.filter(|view| !view.is_futile()) else {
             *self = Self::default();
@@ -95,16 +105,17 @@ impl Decision {
         if self.is_moving { MAX_PER_STEP.min(view.agents - band.target) } else { 0 }
     }
 
-    /// True from the first agent that is asked to go until the target is reached.
+    /// Returns true from the first agent that is asked to move until the target is reached.
     pub(super) fn is_moving(&self) -> bool {
         self.is_moving
     }
 }
 
 impl View {
-    /// Most of those who were asked are here: they know of no other replica, or reach none.
+    /// Returns true if more than three quarters of the asked agents are still or again at this
+    /// replica: they know no other replica, or cannot reach one.
     pub(super) fn is_futile(&self) -> bool {
-        self.asked >= TELLING && 4 * self.returned > 3 * self.asked
+        self.asked >= MIN_ASKED && 4 * self.returned > 3 * self.asked
     }
 }
 
@@ -117,13 +128,13 @@ mod tests {
         Some(View { band: Band::new(1_000, replicas)?, agents, asked: 0, returned: 0 })
     }
 
-    /// Steps a second for so long; agents that were asked.
+    /// Makes one step for each second of a range. Returns the number of agents that were asked.
     fn run(decision: &mut Decision, start: Instant, seconds: std::ops::Range<u64>, view: Option<View>) -> usize {
         seconds.map(|second| decision.step(view, start + Duration::from_secs(second))).sum()
     }
 
     #[test]
-    fn a_band_is_around_the_share() {
+    fn limit_and_target_are_above_the_share() {
         let band = Band::new(1_000, 3).unwrap();
         assert_eq!((band.share, band.limit, band.target), (334, 408, 371));
         let band = Band::new(1, 2).unwrap();
@@ -132,49 +143,49 @@ mod tests {
     }
 
     #[test]
-    fn agents_are_asked_slowly_once_a_replica_has_been_above_its_limit_for_some_time() {
+    fn agents_are_asked_slowly_after_a_replica_was_above_its_limit_for_some_time() {
         let (mut decision, start) = (Decision::default(), Instant::now());
         assert_eq!(run(&mut decision, start, 0..10, view(1_000, 2)), 0);
         assert!(!decision.is_moving());
         assert_eq!(run(&mut decision, start, 10..20, view(1_000, 2)), 10 * MAX_PER_STEP);
-        // Below the limit it goes on until the target.
+        // Below the limit the replica continues until it reaches the target.
         assert_eq!(run(&mut decision, start, 20..21, view(556, 2)), 2);
         assert!(decision.is_moving());
         assert_eq!(run(&mut decision, start, 21..22, view(554, 2)), 0);
         assert!(!decision.is_moving());
-        // And does nothing then in between.
+        // A replica that has reached its target and stays below its limit asks no agents.
         assert_eq!(run(&mut decision, start, 22..60, view(608, 2)), 0);
     }
 
     #[test]
-    fn what_passes_is_waited_for() {
+    fn a_replica_that_is_above_its_limit_only_briefly_asks_nobody() {
         let (mut decision, start) = (Decision::default(), Instant::now());
         for round in 0..10 {
             assert_eq!(run(&mut decision, start, round * 10..round * 10 + 9, view(1_000, 2)), 0);
             assert_eq!(run(&mut decision, start, round * 10 + 9..round * 10 + 10, view(600, 2)), 0);
         }
-        // A replica more is another situation.
+        // One more replica starts the time again.
         assert_eq!(run(&mut decision, start, 200..209, view(1_000, 2)), 0);
         assert_eq!(run(&mut decision, start, 209..219, view(1_000, 3)), 0);
         assert_eq!(run(&mut decision, start, 219..220, view(1_000, 3)), MAX_PER_STEP);
     }
 
     #[test]
-    fn what_is_not_known_stops_it() {
+    fn a_step_without_a_view_stops_the_moves() {
         let (mut decision, start) = (Decision::default(), Instant::now());
         assert_eq!(run(&mut decision, start, 0..100, view(1_000, 1)), 0);
         assert!(run(&mut decision, start, 100..120, view(1_000, 2)) > 0);
         assert_eq!(run(&mut decision, start, 120..121, None), 0);
         assert!(!decision.is_moving());
-        assert_eq!(run(&mut decision, start, 121..131, view(1_000, 2)), 0, "it begins anew");
+        assert_eq!(run(&mut decision, start, 121..131, view(1_000, 2)), 0, "the time starts again");
     }
 
     #[test]
-    fn agents_that_come_back_are_left_alone() {
+    fn moves_stop_when_most_asked_agents_come_back() {
         let (mut decision, start) = (Decision::default(), Instant::now());
         let here = |asked, returned| view(1_000, 2).map(|view| View { asked, returned, ..view });
         assert!(run(&mut decision, start, 0..11, here(0, 0)) > 0);
-        assert!(run(&mut decision, start, 11..12, here(40, 30)) > 0, "some always do");
+        assert!(run(&mut decision, start, 11..12, here(40, 30)) > 0, "three quarters came back");
         assert_eq!(run(&mut decision, start, 12..100, here(40, 31)), 0);
     }
 }

@@ -1,4 +1,4 @@
-//! Who was asked to go, and when.
+//! Remembers which agents were asked to move, and when.
 
 use std::{collections::HashMap, hash::Hash};
 
@@ -7,13 +7,13 @@ use tokio::time::Instant;
 
 use super::decision::{Band, LEAVING, MEMORY, View};
 
-/// Agents that were asked in the last [`MEMORY`]. Their number is bounded by how many can be asked
-/// in that time. `A` identifies an agent.
+/// The agents that were asked to move within the last [`MEMORY`]. Their number is bounded, because
+/// a replica asks only a few agents in each step. `A` identifies an agent.
 #[derive(Debug)]
 pub(super) struct Memory<A> {
     asked: HashMap<A, Instant>,
-    /// Ready replicas when the agents were asked; 0 while agents cannot go anywhere else. When the
-    /// number changes, agents may be asked again.
+    /// The number of ready replicas when the agents were asked; 0 without a band. When this number
+    /// changes, all agents may be asked again.
     replicas: usize,
 }
 
@@ -24,7 +24,8 @@ impl<A> Default for Memory<A> {
 }
 
 impl<A: Hash + Eq + Clone> Memory<A> {
-    /// What `here`, the agents with a stream, come to; and those of them that may be asked.
+    /// Returns the agents of `here` that may be asked to move, and the numbers for the decision.
+    /// `here` holds the agents with a stream to this replica.
     pub(super) fn view(&mut self, band: Option<Band>, here: Vec<A>, now: Instant) -> (Vec<A>, Option<View>) {
         let replicas = band.map_or(0, |band| band.replicas);
         if replicas != self.replicas {
@@ -49,7 +50,8 @@ impl<A: Hash + Eq + Clone> Memory<A> {
         (may_be_asked, Some(View { band, agents, asked, returned }))
     }
 
-    /// Chooses so many of these agents at random, and remembers that they are asked.
+    /// Chooses `count` agents at random, and remembers that they are asked. Returns fewer if there
+    /// are fewer.
     pub(super) fn ask(&mut self, mut may_be_asked: Vec<A>, count: usize, now: Instant, rng: &mut Rng) -> Vec<A> {
         let count = count.min(may_be_asked.len());
         for chosen in 0..count {
@@ -61,7 +63,7 @@ impl<A: Hash + Eq + Clone> Memory<A> {
         may_be_asked
     }
 
-    /// Agents remembered.
+    /// Returns the number of agents that are remembered.
     #[cfg(test)]
     pub(super) fn len(&self) -> usize {
         self.asked.len()

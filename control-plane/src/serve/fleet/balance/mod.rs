@@ -1,8 +1,10 @@
-//! Agents beyond the share of this replica are asked to go to another, a few at a time.
+//! Balances agents between replicas: a replica with more agents than its share asks some of them to
+//! move to another replica, a few at a time.
 //!
-//! Agents choose a replica at random when they connect, and do not move when a replica is added.
-//! After a rollout, the replica that was replaced last would have few agents. `decision.rs` decides
-//! how many agents to ask; this file gets the numbers and asks.
+//! Agents choose a replica at random when they connect. They do not move when a replica is added.
+//! So without balancing, the replica that was replaced last in a rollout would have few agents.
+//! `decision.rs` decides how many agents to ask. This file collects the numbers and asks the
+//! agents.
 
 mod decision;
 mod memory;
@@ -22,8 +24,8 @@ use self::{
 use super::{Agent, Fleet};
 use crate::serve::context::Lifecycle;
 
-/// Time within which an agent that is asked to move does so: the agents of one step, spread until
-/// the next.
+/// The time within which an agent that is asked to move does so. Each agent chooses a random moment
+/// within this time, so the moves of one step are spread over the time until the next step.
 pub(crate) const MOVE_WITHIN: Duration = STEP;
 
 /// Asks agents to move until its task is aborted. The ready endpoints of `service` are the
@@ -41,7 +43,7 @@ struct Balance {
     decision: Decision,
     memory: Memory<Arc<str>>,
     rng: Rng,
-    /// None before the source has been listed.
+    /// The last known number of ready replicas; `None` until the source has been listed.
     replicas: Option<usize>,
     is_futile: bool,
 }
@@ -55,7 +57,8 @@ impl Balance {
     fn step(&mut self, fleet: &Fleet, now: Instant) {
         let band = self.band(fleet);
         fleet.context.metrics.set_balance(self.replicas.unwrap_or(0), band.map_or(0, |band| band.limit));
-        // Only a replica with many agents looks at each of them.
+        // Looking at each agent is expensive, so a replica does so only above its limit and while
+        // it moves agents.
         let is_busy = self.decision.is_moving() || band.is_some_and(|band| fleet.len() > band.limit);
         let agents: HashMap<Arc<str>, Arc<Agent>> = if is_busy { known_agents(fleet) } else { HashMap::new() };
         let (may_be_asked, view) = self.memory.view(band, agents.keys().cloned().collect(), now);
@@ -66,33 +69,33 @@ impl Balance {
             let Band { replicas, share, .. } = band;
             let agents = agents.len();
             if was_moving {
-                tracing::info!(agents, share, replicas, "no more agents are asked to go elsewhere");
+                tracing::info!(agents, share, replicas, "balancing stopped: no more agents are asked to move");
             } else {
-                tracing::info!(%service, agents, share, replicas, "more agents than this replica's share: some are asked to go elsewhere");
+                tracing::info!(%service, agents, share, replicas, "this replica has more agents than its share: it asks some to move to another replica");
             }
         }
         if let Some(view) = view {
             let is_futile = view.is_futile();
             if is_futile && !self.is_futile {
                 let (asked, returned) = (view.asked, view.returned);
-                tracing::warn!(%service, asked, returned, "agents that were asked to go elsewhere came back; see that agents know all replicas (--control-plane) and reach them");
+                tracing::warn!(%service, asked, returned, "agents that were asked to move to another replica came back; check that agents know all replicas (--control-plane) and can reach them");
             }
             self.is_futile = is_futile;
         }
         for node in self.memory.ask(may_be_asked, count, now, &mut self.rng) {
             if let Some(agent) = agents.get(&node) {
-                tracing::debug!(%node, "asked to go elsewhere");
+                tracing::debug!(%node, "asked an agent to move to another replica");
                 agent.ask_to_move();
                 fleet.context.metrics.balance_asked.inc();
             }
         }
     }
 
-    /// The band to be within; none while it is not known.
+    /// Returns how many agents this replica may have; `None` while that is unknown.
     fn band(&mut self, fleet: &Fleet) -> Option<Band> {
         let store = &fleet.context.store;
-        // A replica that cannot hear its source does not know which replicas are ready, and keeps
-        // what agents it has.
+        // A replica that does not follow its source does not know which replicas are ready, so it
+        // keeps its agents.
         if fleet.context.lifecycle() != Lifecycle::Serving || store.source_state() != SourceState::Following {
             return None;
         }
@@ -101,16 +104,16 @@ impl Balance {
             self.replicas = Some(replicas);
             let service = &self.service;
             if replicas == 0 {
-                tracing::warn!(%service, "--balance-service has no ready endpoints: nothing is balanced; see that it is a Service of the control plane's, and not headless");
+                tracing::warn!(%service, "--balance-service has no ready endpoints, so agents are not balanced; check that it is the control plane's Service and is not headless");
             } else {
-                tracing::info!(%service, replicas, "ready replicas, between which agents are balanced");
+                tracing::info!(%service, replicas, "agents are balanced between the ready replicas");
             }
         }
         Band::new(store.node_count(), replicas)
     }
 }
 
-/// Agents of nodes that the source knows, by node.
+/// Returns the agents whose Nodes are in the source, by node name.
 fn known_agents(fleet: &Fleet) -> HashMap<Arc<str>, Arc<Agent>> {
     let agents = fleet.all().into_iter().map(|agent| (Arc::clone(&agent.node), agent));
     agents.filter(|(node, _)| fleet.context.store.node(node).node.is_some()).collect()

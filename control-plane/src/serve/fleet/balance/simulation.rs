@@ -1,5 +1,5 @@
-//! Many replicas that decide on their own, and agents that go where chance sends them: they come to
-//! rest within their bands.
+//! Simulates replicas that decide independently, and agents that choose replicas at random. The
+//! tests check that every replica ends up within its band, and that the moves stop.
 
 #![allow(clippy::unwrap_used)]
 
@@ -14,18 +14,19 @@ use super::{
     memory::Memory,
 };
 
-/// Agents by number; those from `nodes` on are of nodes that the source does not know.
+/// Agents have numbers. The source knows the nodes of agents below `nodes`, and of no others.
 struct Simulation {
     rng: Rng,
     now: Instant,
     nodes: usize,
     replicas: Vec<Replica>,
-    /// Where each agent is.
+    /// The replica of each agent.
     places: Vec<usize>,
-    /// Agents that know of no other replica than their own.
+    /// Agents below this number know no other replica than their own.
     pinned: usize,
-    /// Agents on their way: when they arrive, and where they come from.
+    /// Moves that have not happened yet: when the agent moves, its number, and its present replica.
     moving: Vec<(Instant, usize, usize)>,
+    /// The number of times that an agent was asked to move.
     asked: usize,
 }
 
@@ -40,7 +41,7 @@ impl Simulation {
     fn new(seed: u64, nodes: usize, unknown: usize, replicas: usize) -> Self {
         let mut rng = Rng::with_seed(seed);
         let now = Instant::now();
-        // Anything from an even spread to all on one.
+        // The spread is anything from even to all agents at one replica.
         let favourite = rng.usize(0..replicas);
         let evenness = rng.f64();
         let place = |_| if rng.f64() < evenness { rng.usize(0..replicas) } else { favourite };
@@ -59,7 +60,7 @@ impl Simulation {
         Band::new(self.nodes, self.ready())
     }
 
-    /// Agents of nodes that the source knows, of each replica.
+    /// Returns for each replica the number of its agents whose nodes the source knows.
     fn loads(&self) -> Vec<usize> {
         let mut loads = vec![0; self.replicas.len()];
         for place in &self.places[..self.nodes] {
@@ -68,18 +69,19 @@ impl Simulation {
         loads
     }
 
-    fn elsewhere(&mut self, from: usize) -> usize {
+    /// Returns another ready replica at random, or `from` if there is none.
+    fn other_replica(&mut self, from: usize) -> usize {
         let others: Vec<_> =
             (0..self.replicas.len()).filter(|other| *other != from && self.replicas[*other].is_ready).collect();
         if others.is_empty() { from } else { others[self.rng.usize(0..others.len())] }
     }
 
-    /// A replica goes at once, and its agents with it.
+    /// Stops a replica at once. Its agents move to other replicas.
     fn stop(&mut self, replica: usize) {
         self.replicas[replica].is_ready = false;
         for agent in 0..self.places.len() {
             if self.places[agent] == replica {
-                self.places[agent] = self.elsewhere(replica);
+                self.places[agent] = self.other_replica(replica);
             }
         }
     }
@@ -92,7 +94,7 @@ impl Simulation {
             let arrived = self.moving.extract_if(.., |(at, ..)| *at <= now).collect::<Vec<_>>();
             for (_, agent, from) in arrived {
                 if self.places[agent] == from && agent >= self.pinned {
-                    self.places[agent] = self.elsewhere(from);
+                    self.places[agent] = self.other_replica(from);
                 }
             }
             for replica in 0..self.replicas.len() {
@@ -122,8 +124,8 @@ impl Simulation {
         self.loads().iter().all(|load| *load <= band.limit)
     }
 
-    /// Time in which everything has moved that has to: as if all agents left one replica twice
-    /// over.
+    /// Returns a time in which all necessary moves are done. It suffices for one replica to move
+    /// all agents twice.
     fn time_to_settle(&self) -> Duration {
         SETTLING + LEAVING + STEP * u32::try_from(2 * self.nodes / MAX_PER_STEP + 60).unwrap()
     }
@@ -133,23 +135,23 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
     #[test]
-    fn replicas_come_to_rest(seed: u64, nodes in 1_usize..600, unknown in 0_usize..100, replicas in 1_usize..8) {
+    fn replicas_reach_their_bands_and_moves_stop(seed: u64, nodes in 1_usize..600, unknown in 0_usize..100, replicas in 1_usize..8) {
         let mut simulation = Simulation::new(seed, nodes, unknown, replicas);
         let surplus: usize = simulation.band().map_or(0, |band| {
             simulation.loads().iter().map(|load| load.saturating_sub(band.share)).sum()
         });
         simulation.run(simulation.time_to_settle());
         prop_assert!(simulation.is_within_bands(), "{:?} of {:?}", simulation.loads(), simulation.band());
-        // What goes to a replica that is above its limit itself has to go again: about half of
-        // them, once more half of these, and so on.
+        // An agent that moves to another replica above its limit has to move again. That happens to
+        // about half of the agents, then to half of these, and so on.
         prop_assert!(simulation.asked <= 3 * surplus, "{} moves for a surplus of {surplus}", simulation.asked);
         let asked = simulation.asked;
         simulation.run(Duration::from_secs(120));
-        prop_assert_eq!(simulation.asked, asked, "who has come to rest stays there");
+        prop_assert_eq!(simulation.asked, asked, "the moves have stopped");
     }
 
     #[test]
-    fn replicas_that_come_and_go_leave_a_balance(seed: u64, nodes in 50_usize..400, replicas in 2_usize..6) {
+    fn agents_are_balanced_after_replicas_stop_and_start(seed: u64, nodes in 50_usize..400, replicas in 2_usize..6) {
         let mut simulation = Simulation::new(seed, nodes, 0, replicas);
         for _ in 0..3 {
             let replica = simulation.rng.usize(0..replicas);
@@ -171,12 +173,13 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(6))]
 
     #[test]
-    fn agents_that_cannot_go_elsewhere_are_hardly_disturbed(seed: u64, nodes in 60_usize..120) {
+    fn agents_that_know_no_other_replica_are_rarely_asked(seed: u64, nodes in 60_usize..120) {
         let mut simulation = Simulation::new(seed, nodes, 0, 2);
         simulation.places.fill(0);
         simulation.pinned = nodes;
         simulation.run(2 * MEMORY);
-        // Those of the time until the first are back, each time that it is forgotten.
+        // A replica asks agents until it notices that the first ones came back. It does so again
+        // each time that its memory ends.
         let once = 2 * MAX_PER_STEP * usize::try_from(LEAVING.as_secs()).unwrap();
         prop_assert!(simulation.asked <= 3 * once, "{} times", simulation.asked);
     }
@@ -191,9 +194,12 @@ fn memory_is_bounded() {
         let (present, _) = memory.view(Band::new(4_000, 2), (0..4_000).collect(), now);
         for agent in memory.ask(present, step * MAX_PER_STEP, now, &mut rng) {
             let before = last.insert(agent, now);
-            assert!(before.is_none_or(|before| now.duration_since(before) >= MEMORY), "nobody is asked twice");
+            assert!(
+                before.is_none_or(|before| now.duration_since(before) >= MEMORY),
+                "no agent is asked twice within the memory"
+            );
         }
         assert!(memory.len() <= MAX_PER_STEP * usize::try_from(MEMORY.as_secs()).unwrap());
     }
-    assert!(last.len() > memory.len(), "some are forgotten");
+    assert!(last.len() > memory.len(), "old requests are forgotten");
 }
