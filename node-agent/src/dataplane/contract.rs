@@ -1,6 +1,7 @@
-//! What a dataplane implements: one IP family of one way to program the kernel.
+//! The traits that a dataplane implements. One instance programs one IP family.
 //!
-//! `docs/adding-a-dataplane.md` walks through it. [`super::DualStack`] calls it for both families.
+//! `docs/adding-a-dataplane.md` is the guide. [`super::DualStack`] calls the traits for both
+//! families.
 
 use std::{
     collections::BTreeSet,
@@ -18,57 +19,57 @@ use crate::node_inputs::NodeInputs;
 
 /// One IP family of a dataplane.
 ///
-/// All calls come from one thread, one at a time. [`Self::plan`] and [`Self::plan_full`] run under
-/// the lock of the state: they compute and do not touch the kernel. After an error of
-/// [`Self::apply`] the caller makes a full sync: [`Self::prepare`], [`Self::read`],
-/// [`Self::plan_full`], [`Self::apply`].
+/// All calls come from one thread. [`Self::plan`] and [`Self::plan_full`] run while the caller
+/// holds the lock of the state: they compute and do not touch the kernel. A full sync calls
+/// [`Self::prepare`], [`Self::read`], [`Self::plan_full`] and [`Self::apply`]. After an error of
+/// [`Self::apply`], [`super::ErrorKind`] says whether a full sync must follow.
 pub trait Dataplane: Send {
-    /// What the families share to reach the kernel, such as netlink sockets.
+    /// The handle to the kernel that both families share, such as netlink sockets.
     type Kernel: KernelHandle;
-    /// What the kernel has of this family.
+    /// The objects of this family that [`Self::read`] found in the kernel.
     type Found;
-    /// What is to be written to the kernel.
+    /// The changes to write to the kernel.
     type Plan: Send;
 
-    /// [`NodeInputs::interfaces`] matters, and is to be read.
+    /// True when the dataplane uses [`NodeInputs::interfaces`], so that the caller must read them.
     const NEEDS_INTERFACES: bool = false;
 
-    /// The family.
+    /// The family that this instance programs.
     fn family(&self) -> Family;
 
-    /// Takes what rules depend on besides the state. Returns true when rules change by it; a full
-    /// sync follows then.
+    /// Sets what the rules depend on besides the state. Returns true if that changes rules; the
+    /// caller then makes a full sync.
     fn configure(&mut self, _inputs: &NodeInputs) -> bool {
         false
     }
 
-    /// Begins a full sync: sets kernel parameters and makes what [`Self::read`] needs. Returns a
-    /// sentence for each thing that works less well than asked.
+    /// Begins a full sync: sets kernel parameters and creates the objects that [`Self::read`]
+    /// needs. Returns a warning for each setting that this machine does not fully support.
     ///
     /// # Errors
-    /// The full sync cannot go on.
+    /// The full sync cannot continue.
     fn prepare(&mut self, _kernel: &mut Self::Kernel) -> Result<Vec<String>, DataplaneError> {
         Ok(Vec::new())
     }
 
-    /// Reads all that the kernel has of this family. The cost grows with the number of Services; it
-    /// is called in full syncs and, rarely, for [`Self::matches`].
+    /// Reads all objects of this family from the kernel. The cost grows with the number of
+    /// Services. Called in full syncs and, rarely, before [`Self::matches`].
     ///
     /// # Errors
     /// The kernel cannot be read.
     fn read(&mut self, kernel: &mut Self::Kernel) -> Result<Self::Found, DataplaneError>;
 
-    /// Computes what brings the kernel from what was found to the state. May take parts of `found`.
+    /// Plans the changes from `found` to the state. May move parts out of `found`.
     fn plan_full(&mut self, state: &State, node: &NodeFacts, found: &mut Self::Found) -> Self::Plan;
 
-    /// Computes what the changed services need. The cost depends on these services alone.
+    /// Plans the changes for the changed services. The cost depends only on these services.
     fn plan(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> Self::Plan;
 
-    /// Writes a plan to the kernel. `source` is there in a full sync, for plans that render parts
-    /// of the state while they are written.
+    /// Writes a plan to the kernel. `source` is `Some` in a full sync: a large plan renders parts
+    /// of the state only while it is written.
     ///
     /// # Errors
-    /// [`super::ErrorKind`] says what the caller does. The plan is spent.
+    /// [`super::ErrorKind`] says what the caller must do. The plan cannot be applied again.
     fn apply(
         &mut self,
         kernel: &mut Self::Kernel,
@@ -76,33 +77,35 @@ pub trait Dataplane: Send {
         source: Option<&dyn StateSource>,
     ) -> Result<Report, DataplaneError>;
 
-    /// Looks for signs that rules are gone, at a cost that does not grow with the number of
-    /// Services. Returns the first sign as a sentence. It is called before the first full sync too,
-    /// to find out whether the rules of an earlier run are in place.
+    /// Looks for signs that somebody removed rules, at a cost that does not grow with the number of
+    /// Services. Returns the first sign as a sentence. Before the first full sync, the caller uses
+    /// it to find out whether the rules of an earlier run are in place.
     ///
     /// # Errors
-    /// It cannot be found out; this says nothing about the rules.
+    /// The check failed. The rules may be complete or not.
     fn check(&mut self, kernel: &mut Self::Kernel) -> Result<Option<String>, DataplaneError>;
 
-    /// Whether what was read is what the last steps programmed.
+    /// True when `found` is exactly what this dataplane has programmed.
     fn matches(&self, found: &Self::Found) -> bool;
 
-    /// What the last step brought the kernel to, in numbers. Reads nothing.
+    /// Numbers about what is programmed since the last step. Does not read the kernel.
     fn statistics(&self) -> Statistics {
         Statistics::default()
     }
 
-    /// What the operator has to fix. What no Service asks for needs no fixing.
+    /// What the operator has to fix. A missing feature is reported only if `demand` contains
+    /// Services that need it.
     fn degraded(&self, _demand: &Demand) -> Vec<Degradation> {
         Vec::new()
     }
 
-    /// Itself, if it has work that becomes due by time.
+    /// Returns the dataplane itself if it has work that becomes due by time.
     fn maintenance(&mut self) -> Option<&mut dyn Maintain<Self::Kernel>> {
         None
     }
 
-    /// Itself, if it can find and leave out services whose rules the kernel rejects.
+    /// Returns the dataplane itself if it can find and leave out services whose rules the kernel
+    /// rejects.
     fn fault_finding(&mut self) -> Option<&mut dyn FindFaults<Self::Kernel>> {
         None
     }
@@ -110,42 +113,46 @@ pub trait Dataplane: Send {
 
 /// A handle to the kernel.
 pub trait KernelHandle: Send {
-    /// Is called after a failed call. A netlink socket is opened anew, for the answers to old
-    /// requests may still arrive on it. A handle that serves traffic keeps its sockets.
+    /// Called after a failed call. The handle opens a new netlink socket, because answers to old
+    /// requests may still arrive on the old one. A handle that serves traffic keeps its sockets.
     fn reset(&mut self) {}
 }
 
-/// For dataplanes that run a program for each call.
+/// The handle of dataplanes that run a program for each call.
 impl KernelHandle for () {}
 
-/// Work that becomes due by time: draining, and further attempts at what the kernel rejected.
+/// Work that becomes due by time, such as draining, or writing again what the kernel rejected.
 pub trait Maintain<K> {
-    /// When [`Self::maintain`] has something to do; `None` while nothing is pending.
+    /// When to call [`Self::maintain`]; `None` while no work is pending.
     fn due_at(&self) -> Option<Instant>;
 
-    /// Does what is due.
+    /// Does the work that is due at `now`.
     ///
     /// # Errors
     /// As [`Dataplane::apply`].
     fn maintain(&mut self, kernel: &mut K, now: Instant) -> Result<(), DataplaneError>;
 
-    /// Parts of services that the kernel rejected while it took the rest, if they changed since the
-    /// last call. They are deferred: the dataplane tries them again by itself.
+    /// Returns the deferred parts of services, or `None` if they are unchanged since the last call.
+    /// A part is deferred when the kernel rejects it and accepts the rest of the service; the
+    /// dataplane tries it again by itself.
     fn deferred(&mut self) -> Option<Vec<Fault>> {
         None
     }
 }
 
-/// Services whose rules the kernel rejects are quarantined, so that they hold up no others.
+/// Finds services whose rules the kernel rejects, and quarantines them so that they do not delay
+/// other services.
 pub trait FindFaults<K> {
-    /// Finds the services at fault after [`super::ErrorKind::Rejected`], among the suspects or
-    /// among all that are not quarantined. One that knows them from the kernel's answer returns
-    /// those. One that does not bisects: it tries rules where no packet comes to them, and leaves
-    /// nothing behind that a full sync would not put in order. Empty when the kernel takes each
-    /// service by itself.
+    /// Finds the faulty services after [`super::ErrorKind::Rejected`], among `suspects`, or among
+    /// all services that are not quarantined. Returns nothing when the kernel accepts each service
+    /// by itself.
+    ///
+    /// A dataplane that knows the faulty services from the kernel's answer returns them. Otherwise
+    /// it bisects: it tries rules in chains that receive no packets. A full sync repairs everything
+    /// that the search leaves behind.
     ///
     /// # Errors
-    /// The search came to no end, as when another process holds a lock.
+    /// The search did not finish, for example because another process holds a lock. Try it again.
     fn find_faults(
         &mut self,
         kernel: &mut K,
@@ -153,36 +160,36 @@ pub trait FindFaults<K> {
         suspects: Option<&BTreeSet<Arc<ServiceKey>>>,
     ) -> Result<Vec<Fault>, DataplaneError>;
 
-    /// Quarantines these services and no others: steps pass them over, and their last good rules
-    /// stay where these are known. A full sync follows when there are new ones; those that are
-    /// released are planned as changed.
+    /// Quarantines these services and no others. Steps leave them out, and their last good rules
+    /// stay, if these are known. The caller makes a full sync after adding a service, and plans a
+    /// released service as changed.
     fn set_quarantined(&mut self, services: &BTreeSet<Arc<ServiceKey>>);
 }
 
-/// A service whose rules, or a part of them, the kernel rejects in one family.
+/// A service of which the kernel rejects some or all rules, in one family.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fault {
     /// The service.
     pub service: Arc<ServiceKey>,
     /// The family.
     pub family: Family,
-    /// In the words of the kernel or of the program that writes the rules.
+    /// The error message of the kernel or of the program that writes the rules.
     pub reason: String,
 }
 
 /// What one step did.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Report {
-    /// Services whose programming was computed anew.
+    /// Services that the step planned.
     pub services_planned: u32,
-    /// Chains, or the dataplane's like, that were written or removed.
+    /// Chains, or the corresponding objects of the dataplane, that were written or removed.
     pub objects_written: u32,
-    /// A sentence for each thing that was done less well than asked.
+    /// One sentence for each part of the step that did not succeed completely.
     pub warnings: Vec<String>,
 }
 
 impl Report {
-    /// Adds the report of another family. Both plan the same services, which count once.
+    /// Adds the report of the other family. Both families plan the same services, which count once.
     pub(super) fn merge(&mut self, other: Self) {
         self.services_planned = self.services_planned.max(other.services_planned);
         self.objects_written += other.objects_written;
@@ -190,14 +197,14 @@ impl Report {
     }
 }
 
-/// What a dataplane has in the kernel for one family, in numbers.
+/// Numbers about what a dataplane has programmed for one family.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Statistics {
     /// Rules, by table; empty for dataplanes without rules.
     pub rules: Vec<TableStatistics>,
-    /// Service ports whose Local policies find no endpoint on this node.
+    /// Service ports that have traffic policy Local and no endpoint on this node.
     pub no_local: NoLocalEndpoints,
-    /// The rules count packets into [`crate::packet_counters`].
+    /// True when the rules increment [`crate::packet_counters`].
     pub counts_packets: bool,
 }
 
@@ -206,7 +213,7 @@ pub struct Statistics {
 pub struct TableStatistics {
     /// The table.
     pub table: &'static str,
-    /// Rules that are there.
+    /// Rules that are in the kernel.
     pub total: u32,
     /// Rules that the last step wrote.
     pub last: u32,
@@ -217,18 +224,18 @@ pub struct TableStatistics {
 pub struct FamilyStatistics {
     /// The family.
     pub family: Family,
-    /// Time that the kernel took for the last step.
+    /// How long the kernel took for the last step.
     pub took: Duration,
-    /// What is in the kernel.
+    /// Numbers about what is programmed.
     pub statistics: Statistics,
 }
 
 /// Something that the operator has to fix.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Degradation {
-    /// What is wrong, with the remedy. The same in both families is reported once.
+    /// What is wrong, with the remedy. A sentence that both families report appears once.
     pub sentence: String,
-    /// The services that it concerns, if they are to be named after the sentence.
+    /// The affected services; the report names them after the sentence.
     pub services: BTreeSet<Arc<ServiceKey>>,
 }
 

@@ -1,4 +1,4 @@
-//! Both families of a dataplane, as the reconcile loop drives them.
+//! Combines both IP families of a dataplane for the reconcile loop.
 
 use std::{
     collections::BTreeSet,
@@ -17,51 +17,53 @@ use super::{
 };
 use crate::node_inputs::NodeInputs;
 
-/// A comparison of everything is followed by a pause of this many times what it took.
+/// The pause after a comparison of all rules, as a multiple of the time that the comparison took.
 const DEEP_CHECK_PAUSE_FACTOR: u32 = 100;
 
-/// Services that a degradation names.
+/// How many services a degradation names at most.
 const MAX_NAMES: usize = 3;
 
-/// What the reconcile loop drives. [`DualStack`] is its only implementation; the trait hides which
-/// dataplane it holds. One family's error does not keep the other from its turn.
+/// The dataplane of a node, as the reconcile loop calls it. [`DualStack`] is the only
+/// implementation; the trait hides the type of its dataplane. After an error in one family, the
+/// other family is still programmed.
 pub trait NodeDataplane: Send {
-    /// Such as "iptables-legacy"; the part before the first `-` is the proxy mode.
+    /// The name, such as "iptables-legacy". The part before the first `-` is the proxy mode.
     fn name(&self) -> &str;
 
-    /// What the operator has to fix, one sentence each with the remedy.
+    /// What the operator has to fix: sentences that include the remedy.
     fn degraded(&self, demand: &Demand) -> Vec<String>;
 
-    /// The addresses of the node's interfaces matter, and are to be read.
+    /// True when the rules depend on the addresses of the node's interfaces.
     fn needs_interfaces(&self) -> bool;
 
-    /// Takes what rules depend on besides the state. When it returns true, a full sync is next.
+    /// Sets what the rules depend on besides the state. If it returns true, the caller must make a
+    /// full sync.
     fn configure(&mut self, inputs: &NodeInputs) -> bool;
 
-    /// Brings the kernel to the state, whatever is there: the first sync and every repair. It looks
-    /// at the state after it has read the kernel, and releases it before it writes. What it
-    /// programs is at least as new as the state at the call; the next step plans what changed in
-    /// between once more.
+    /// Programs the whole state, whatever the kernel holds: at the first sync and at every repair.
+    /// It reads the kernel, then reads the state, releases the state, and writes. The programmed
+    /// state is at least as new as the state at the call. The next step plans the changes that
+    /// arrived during the call once more.
     ///
     /// # Errors
-    /// The kernel keeps what it had, or part of the new; the caller tries again.
+    /// The kernel keeps its rules, or has a part of the new ones. The caller tries again.
     fn sync_full(&mut self, source: &dyn StateSource) -> Result<Report, DataplaneError>;
 
-    /// Plans what changed, for both families. Does not touch the kernel: the caller holds the lock
-    /// of the state. [`Self::apply`] is next.
+    /// Plans the changed services for both families. Does not touch the kernel, because the caller
+    /// holds the lock of the state. The caller must call [`Self::apply`] next.
     fn plan(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty);
 
-    /// Writes what was planned to the kernel.
+    /// Writes the plan to the kernel.
     ///
     /// # Errors
-    /// The plan is spent: the caller plans the same services again, or makes a full sync.
+    /// The plan is lost: the caller plans these services again, or makes a full sync.
     fn apply(&mut self) -> Result<Report, DataplaneError>;
 
-    /// Finds the services whose rules the kernel rejects, in these families (none means both); see
-    /// [`super::FindFaults::find_faults`].
+    /// Finds the services whose rules the kernel rejects in `families`; an empty list means both.
+    /// See [`super::FindFaults::find_faults`].
     ///
     /// # Errors
-    /// The search came to no end in a family.
+    /// The search did not finish in a family. Try it again.
     fn find_faults(
         &mut self,
         source: &dyn StateSource,
@@ -72,39 +74,38 @@ pub trait NodeDataplane: Send {
     /// Quarantines these services and no others; see [`super::FindFaults::set_quarantined`].
     fn set_quarantined(&mut self, faults: &[Fault]);
 
-    /// Parts of services that the kernel rejected and that are tried again, if they changed since
-    /// the last call.
+    /// The deferred parts of services, or `None` if they are unchanged since the last call. See
+    /// [`Maintain::deferred`].
     fn deferred(&mut self) -> Option<Vec<Fault>>;
 
-    /// When [`Self::maintain`] has something to do.
+    /// When to call [`Self::maintain`]; `None` while no work is pending.
     fn maintain_at(&mut self) -> Option<Instant>;
 
-    /// Does what is due, such as the removal of drained destinations.
+    /// Does the work that is due, such as the removal of drained destinations.
     ///
     /// # Errors
     /// As [`Self::apply`].
     fn maintain(&mut self) -> Result<(), DataplaneError>;
 
-    /// Whether the rules of an earlier run are in place: whether they are there, not which they
-    /// are.
+    /// True when rules of an earlier run are in place. Does not compare them with the state.
     ///
     /// # Errors
-    /// It cannot be found out.
+    /// The check failed.
     fn has_rules(&mut self) -> Result<bool, DataplaneError>;
 
-    /// Whether nobody else removed or changed what is programmed.
+    /// False when somebody else removed or changed programmed rules.
     ///
     /// # Errors
-    /// It cannot be found out; this says nothing about the rules.
+    /// The check failed. The rules may be complete or not.
     fn verify(&mut self) -> Result<bool, DataplaneError>;
 
-    /// What is in the kernel, in numbers, for each family that is programmed. Reads nothing.
+    /// Numbers about what is programmed, for each family. Does not read the kernel.
     fn statistics(&self) -> Vec<FamilyStatistics>;
 
-    /// Removes every trace of this dataplane from the kernel.
+    /// Removes everything of this dataplane from the kernel.
     ///
     /// # Errors
-    /// Names what stays.
+    /// Something could not be removed; the message names it.
     fn cleanup(&mut self) -> Result<(), DataplaneError>;
 }
 
@@ -116,24 +117,24 @@ pub struct DualStack<D: Dataplane> {
     own: Vec<Leftover>,
     leftovers: Leftovers,
     is_without_ipv6: bool,
-    /// Why it runs in place of another dataplane.
+    /// Why it runs in place of the configured dataplane.
     in_place_of: Option<String>,
 }
 
 struct OneFamily<D: Dataplane> {
     dataplane: D,
-    /// What [`NodeDataplane::plan`] left for [`NodeDataplane::apply`].
+    /// The plan of [`NodeDataplane::plan`], until [`NodeDataplane::apply`] writes it.
     planned: Option<D::Plan>,
-    /// Time that the kernel took for the last step.
+    /// How long the kernel took for the last step.
     took: Duration,
-    /// When everything may be compared again; `None` before the first full sync.
+    /// When all rules may be compared again; `None` before the first full sync.
     next_deep_check: Option<Instant>,
     deferred: Vec<Fault>,
 }
 
 impl<D: Dataplane> DualStack<D> {
-    /// Makes each of the families that this node can have. `own` is what the dataplane leaves
-    /// behind when the agent ends. Touches no kernel.
+    /// Creates a dataplane for each of `families` that this node supports. `own` lists what the
+    /// dataplane leaves in the kernel when the agent ends. Does not touch the kernel.
     pub(crate) fn assemble(
         name: &'static str,
         kernel: D::Kernel,
@@ -144,7 +145,7 @@ impl<D: Dataplane> DualStack<D> {
         let (mut is_without_ipv6, mut made) = (false, Vec::new());
         for family in families {
             if family == Family::V6 && !has_ipv6() {
-                info!("IPv6 is off on this node: IPv4 alone is programmed");
+                info!("IPv6 is off on this node: the agent programs only IPv4");
                 is_without_ipv6 = true;
                 continue;
             }
@@ -167,14 +168,14 @@ impl<D: Dataplane> DualStack<D> {
         }
     }
 
-    /// Removes what is left of other dataplanes, after the first full sync. `all` may name its own.
+    /// Makes the first full sync remove `all` leftovers, except the dataplane's own.
     #[must_use]
     pub fn with_leftovers(self, mut all: Vec<Leftover>) -> Self {
         all.retain(|leftover| self.own.iter().all(|own| own.name != leftover.name));
         Self { leftovers: Leftovers::new(all), ..self }
     }
 
-    /// Reports for what reason it runs in place of another dataplane.
+    /// Reports `sentence`, which says why it runs in place of the configured dataplane.
     #[must_use]
     pub fn in_place_of(self, sentence: String) -> Self {
         Self { in_place_of: Some(sentence), ..self }
@@ -185,6 +186,7 @@ impl<D: Dataplane> DualStack<D> {
         self.families.iter().map(|family| family.dataplane.family()).collect()
     }
 
+    /// Calls `work` for each family, also after an error of the other family, and joins the errors.
     fn each(
         &mut self,
         mut work: impl FnMut(&mut OneFamily<D>, &mut D::Kernel) -> Result<(), DataplaneError>,
@@ -200,8 +202,7 @@ impl<D: Dataplane> DualStack<D> {
         result
     }
 
-    /// Whether something is true of each family. The second is not asked when it is false of the
-    /// first.
+    /// True when `is_true` returns true for each family. After the first false, it is not called.
     fn all(
         &mut self,
         mut is_true: impl FnMut(&mut OneFamily<D>, &mut D::Kernel) -> Result<bool, DataplaneError>,
@@ -248,12 +249,13 @@ impl<D: Dataplane> NodeDataplane for DualStack<D> {
 
     fn sync_full(&mut self, source: &dyn StateSource) -> Result<Report, DataplaneError> {
         let mut report = Report::default();
-        // One family after the other, so that there is never more than one plan of everything.
+        // The families sync one after the other, so that memory holds only one full plan at a time.
         self.each(|family, kernel| {
             report.merge(family.sync_full(kernel, source)?);
             Ok(())
         })?;
-        // Packets would follow other dataplanes' rules too; ours are in place now.
+        // Rules of other dataplanes would still redirect packets. They can be removed now, because
+        // our rules are in place.
         report.warnings.extend(self.leftovers.remove());
         Ok(report)
     }
@@ -282,8 +284,8 @@ impl<D: Dataplane> NodeDataplane for DualStack<D> {
     ) -> Result<Vec<Fault>, DataplaneError> {
         let mut faults = Vec::new();
         self.each(|OneFamily { dataplane, .. }, kernel| {
-            let is_asked_for = families.is_empty() || families.contains(&dataplane.family());
-            if let Some(finding) = dataplane.fault_finding().filter(|_| is_asked_for) {
+            let is_wanted = families.is_empty() || families.contains(&dataplane.family());
+            if let Some(finding) = dataplane.fault_finding().filter(|_| is_wanted) {
                 faults.extend(finding.find_faults(kernel, source, suspects)?);
             }
             Ok(())
@@ -369,8 +371,8 @@ impl<D: Dataplane> OneFamily<D> {
         result
     }
 
-    /// What somebody flushes is noticed at once. What somebody changes is noticed when everything
-    /// is compared, as often as that costs at most one percent of a core.
+    /// True when nobody else has changed the rules. Each call notices flushed rules. A changed rule
+    /// is noticed by a comparison of all rules, which uses at most one percent of a core.
     fn is_intact(&mut self, kernel: &mut D::Kernel) -> Result<bool, DataplaneError> {
         if let Some(sentence) = self.dataplane.check(kernel)? {
             warn!("{sentence}");
@@ -391,8 +393,8 @@ impl<D: Dataplane> OneFamily<D> {
     }
 }
 
-/// What the operator has to fix on a node that programs IPv4 alone.
-const MISSING_IPV6: &str = "IPv6 is off on this node, and there are IPv6 Services, which do not work here: switch it on \
+/// What the operator has to fix on a node without IPv6 if there are IPv6 Services.
+const MISSING_IPV6: &str = "IPv6 is off on this node, so IPv6 Services do not work on it: switch IPv6 on \
      (net.ipv6.conf.all.disable_ipv6=0, and no ipv6.disable=1 on the kernel's command line), and start the agent again";
 
 fn with_names(Degradation { sentence, services }: Degradation) -> String {
@@ -407,8 +409,8 @@ fn with_names(Degradation { sentence, services }: Degradation) -> String {
     format!("{sentence}: {}{more}", names.join(", "))
 }
 
-/// False when the kernel was told to do without IPv6 (`ipv6.disable=1`), or when all interfaces
-/// were (`disable_ipv6`) and none has an address.
+/// False when IPv6 is off in the kernel (`ipv6.disable=1`), or when it is off on all interfaces
+/// (`disable_ipv6`) and none has an IPv6 address.
 pub(super) fn has_ipv6() -> bool {
     let is_off =
         || fs::read_to_string("/proc/sys/net/ipv6/conf/all/disable_ipv6").is_ok_and(|value| value.trim() == "1");

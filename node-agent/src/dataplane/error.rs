@@ -1,4 +1,4 @@
-//! What can go wrong between a dataplane and the kernel, and what the caller does about it.
+//! Errors between a dataplane and the kernel, and what the caller does about each.
 
 use std::{collections::BTreeSet, fmt, sync::Arc};
 
@@ -7,19 +7,20 @@ use headgate_core::{Family, ServiceKey};
 /// What the caller does about a [`DataplaneError`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ErrorKind {
-    /// The same step may succeed later, as when another process holds a lock.
+    /// Try the same step again later, for example because another process holds a lock.
     Retry,
-    /// The kernel is not as the dataplane thinks: only a full sync helps.
+    /// The kernel differs from the dataplane's records. Only a full sync helps.
     NeedsFullSync,
-    /// Nothing has failed: all is done that the kernel takes. [`DataplaneError::services`] come out
-    /// differently when they are planned as changed.
+    /// Everything is written that the kernel accepts. Plan [`DataplaneError::services`] as changed:
+    /// their plan is now different.
     PlanAgain,
     /// The kernel, or the program that writes the rules, rejects some service's rules. The same
-    /// step fails again.
+    /// step would fail again.
     Rejected,
-    /// Another attempt helps only when somebody changes the machine, as when a program is missing.
+    /// Another attempt helps only after somebody changes the machine. For example, a program is
+    /// missing.
     Fatal,
-    /// This machine lacks what the dataplane needs to run at all; there can be no trace of it
+    /// This machine cannot run the dataplane at all, so the kernel cannot hold any of its objects
     /// either.
     Unavailable,
 }
@@ -32,42 +33,43 @@ pub struct DataplaneError {
     pub kind: ErrorKind,
     /// What failed, and the remedy where there is one.
     pub message: String,
-    /// The families that it concerns; none means both.
+    /// The affected families; an empty list means both.
     pub families: Vec<Family>,
     /// The services to plan as changed after [`ErrorKind::PlanAgain`].
     pub services: BTreeSet<Arc<ServiceKey>>,
 }
 
 impl DataplaneError {
-    /// An error of a kind, about both families.
+    /// An error of this kind for both families.
     pub fn new(kind: ErrorKind, message: impl fmt::Display) -> Self {
         Self { kind, message: message.to_string(), families: Vec::new(), services: BTreeSet::new() }
     }
 
-    /// Has these services planned as changed.
+    /// An error that makes the caller plan these services as changed.
     pub fn plan_again(message: impl fmt::Display, services: BTreeSet<Arc<ServiceKey>>) -> Self {
         Self { services, ..Self::new(ErrorKind::PlanAgain, message) }
     }
 
-    /// The same error, about one family.
+    /// Limits the error to one family.
     #[must_use]
     pub fn of(self, family: Family) -> Self {
         Self { families: vec![family], ..self }
     }
 
-    /// One error for some results, as [`Self::join`].
+    /// Joins the errors of all results with [`Self::join`].
     ///
     /// # Errors
-    /// One of them has failed, or several.
+    /// At least one result is an error.
     pub(super) fn join_all(results: impl IntoIterator<Item = Result<(), Self>>) -> Result<(), Self> {
         results.into_iter().reduce(Self::join).unwrap_or(Ok(()))
     }
 
-    /// One error for two results. The graver kind counts; [`ErrorKind::PlanAgain`] is the least
-    /// grave.
+    /// Joins the errors of two results. The joined error has the more serious kind: the least
+    /// serious is [`ErrorKind::PlanAgain`], and the next is [`ErrorKind::Retry`]. If both are more
+    /// serious than these, the kind of `one` counts.
     ///
     /// # Errors
-    /// One of the two has failed, or both.
+    /// At least one of the two results is an error.
     pub fn join(one: Result<(), Self>, other: Result<(), Self>) -> Result<(), Self> {
         let (mut one, other) = match (one, other) {
             (Err(one), Err(other)) => (one, other),

@@ -1,8 +1,8 @@
-//! What an earlier run may have left in the kernel, perhaps by another dataplane.
+//! Removes what an earlier run may have left in the kernel, perhaps with another dataplane.
 //!
-//! A dataplane removes what is not its own once its rules are in place. What cannot be removed,
-//! such as a set that somebody lists at that moment, is tried again. `--cleanup` removes
-//! everything.
+//! A dataplane removes leftovers of other dataplanes once its own rules are in place. It tries
+//! again later what it cannot remove, such as a set that somebody lists at that moment. `--cleanup`
+//! removes the leftovers of all dataplanes.
 
 use std::time::Instant;
 
@@ -13,29 +13,31 @@ use super::{
     retries::{PAUSES_OF_MODULES, Retries},
 };
 
-/// Something that an earlier run may have left.
+/// Rules, sets or devices that an earlier run may have left.
 pub struct Leftover {
-    /// What it is, such as "iptables-nft". Names are unique.
+    /// A unique name, such as "iptables-nft".
     pub name: &'static str,
     remove: Box<dyn Fn() -> Result<(), DataplaneError> + Send>,
 }
 
 impl Leftover {
-    /// `remove` looks whether it is there and removes it; it makes the kernel load nothing.
+    /// `remove` must succeed if the leftover does not exist, and must not make the kernel load a
+    /// module.
     pub(super) fn new(name: &'static str, remove: impl Fn() -> Result<(), DataplaneError> + Send + 'static) -> Self {
         Self { name, remove: Box::new(remove) }
     }
 
-    /// Removes it. Success also means that it was not there.
+    /// Removes the leftover. Succeeds if it does not exist.
     ///
     /// # Errors
-    /// Names what stays. [`ErrorKind::Unavailable`] means that this machine cannot have it.
+    /// Something could not be removed; the message names it. [`ErrorKind::Unavailable`] means that
+    /// this machine cannot have the leftover.
     pub fn remove(&self) -> Result<(), DataplaneError> {
         (self.remove)()
     }
 }
 
-/// What is not removed yet.
+/// The leftovers that are not removed yet.
 pub(super) struct Leftovers {
     remaining: Vec<Leftover>,
     failures: Retries<()>,
@@ -46,15 +48,15 @@ impl Leftovers {
         Self { remaining, failures: Retries::new(PAUSES_OF_MODULES) }
     }
 
-    /// Removes what there is. Returns a sentence for each thing that stays for now. Costs nothing
-    /// once everything is gone.
+    /// Removes all remaining leftovers. Returns a sentence for each one that cannot be removed now.
+    /// Does nothing once all are removed.
     pub(super) fn remove(&mut self) -> Vec<String> {
         let mut sentences = Vec::new();
         self.remaining.retain(|leftover| match leftover.remove() {
             Err(error) if error.kind != ErrorKind::Unavailable => {
                 let name = leftover.name;
                 sentences
-                    .push(format!("what an earlier run left of {name} cannot be removed, and is tried again: {error}"));
+                    .push(format!("cannot remove what an earlier run left of {name}; trying again later: {error}"));
                 true
             }
             _ => false,
@@ -67,12 +69,12 @@ impl Leftovers {
         sentences
     }
 
-    /// When [`Self::retry`] has something to do.
+    /// When to call [`Self::retry`]; `None` if nothing has to be tried again.
     pub(super) fn retry_at(&self) -> Option<Instant> {
         self.failures.next_due()
     }
 
-    /// Tries once more, if it is time.
+    /// Tries to remove the leftovers again, if the retry is due. Logs the result if it changed.
     pub(super) fn retry(&mut self, now: Instant) {
         if self.failures.due(now).is_empty() {
             return;
@@ -80,7 +82,7 @@ impl Leftovers {
         let before = self.failures.reason(&()).map(str::to_owned);
         let sentences = self.remove();
         if sentences.is_empty() {
-            info!("what an earlier run left is removed");
+            info!("removed what an earlier run left");
         } else if Some(sentences.join("; ")) != before {
             sentences.iter().for_each(|sentence| warn!("{sentence}"));
         }

@@ -1,8 +1,8 @@
-//! Dataplanes: the ways to bring one node's kernel to the state.
+//! Dataplanes: the ways to program one node's kernel.
 //!
-//! Each implements [`Dataplane`] for one IP family; [`DualStack`] makes of it what the reconcile
-//! loop drives. Dataplanes are synchronous (the kernel works inside the system call, or inside the
-//! program that is waited for) and run on the thread of [`crate::reconcile`].
+//! Each implements [`Dataplane`] for one IP family. [`DualStack`] combines both families for the
+//! reconcile loop. Dataplanes run on the thread of [`crate::reconcile`]. They are synchronous: the
+//! kernel works during the system call, or while the dataplane waits for a program.
 
 mod contract;
 mod dual_stack;
@@ -25,8 +25,7 @@ pub use leftovers::Leftover;
 
 pub use crate::state::source::{FixedState, StateSource};
 
-/// The mode that a dataplane's name stands for, as `/proxyMode` shows it: "iptables" for
-/// "iptables-nft".
+/// The proxy mode of a dataplane's name, as `/proxyMode` shows it: "iptables" for "iptables-nft".
 #[must_use]
 pub fn proxy_mode(name: &str) -> &str {
     name.split('-').next().unwrap_or(name)

@@ -1,4 +1,4 @@
-//! When what the kernel rejected is tried again.
+//! Schedules further attempts at objects that the kernel rejected.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -7,18 +7,20 @@ use std::{
 
 use crate::backoff::{Backoff, Jitter};
 
-/// First and longest pause before steps are tried again. The first is short: at boot, as long as no
-/// interface is up, the kernel takes every address for a broadcast address, which it takes for no
-/// destination.
+/// First and longest pause before another attempt. The first is short, because at boot the kernel
+/// rejects each IPVS destination for a moment: until an interface is up, it considers every address
+/// a broadcast address.
 pub(in crate::dataplane) const PAUSES: Backoff =
     Backoff::new(Duration::from_secs(5), Duration::from_secs(3600), Jitter::None);
 
-/// The same for what comes with a module: whoever has loaded one waits for it.
+/// First and longest pause for features that need a kernel module. The longest is short, because an
+/// operator who loads the missing module waits for the result.
 pub(in crate::dataplane) const PAUSES_OF_MODULES: Backoff =
     Backoff::new(Duration::from_secs(5), Duration::from_secs(300), Jitter::None);
 
-/// What the kernel rejected, why, and when it is tried next: after pauses that double from the
-/// first to the longest. All that is rejected at one time is tried at one time.
+/// The rejected objects, with the reason and the time of the next attempt of each. Pauses double
+/// from the first to the longest. Objects that were rejected at the same time are due at the same
+/// time.
 #[derive(Debug)]
 pub(in crate::dataplane) struct Retries<K> {
     pauses: Backoff,
@@ -34,12 +36,12 @@ struct Entry {
 }
 
 impl<K: Ord + Copy> Retries<K> {
-    /// None yet.
+    /// Starts without rejected objects.
     pub(in crate::dataplane) fn new(pauses: Backoff) -> Self {
         Self { pauses, entries: BTreeMap::new(), due: BTreeSet::new() }
     }
 
-    /// The kernel has rejected this at `now`.
+    /// Records that the kernel rejected `what` at `now`.
     pub(in crate::dataplane) fn note(&mut self, what: K, reason: String, now: Instant) {
         let mut backoff = self.remove(what).map_or_else(|| self.pauses.clone(), |entry| entry.backoff);
         let retry_at = now + backoff.next_pause();
@@ -53,28 +55,29 @@ impl<K: Ord + Copy> Retries<K> {
         Some(entry)
     }
 
-    /// Forgets what is rejected no longer. Cost: the number of all.
+    /// Removes the objects that `is_kept` does not select. The cost grows with the number of all
+    /// objects.
     pub(in crate::dataplane) fn retain(&mut self, is_kept: impl Fn(&K) -> bool) {
         self.entries.retain(|what, _| is_kept(what));
         self.due.retain(|(_, what)| is_kept(what));
     }
 
-    /// Why it is rejected.
+    /// Why the kernel rejected `what`; `None` if it did not.
     pub(in crate::dataplane) fn reason(&self, what: &K) -> Option<&str> {
         self.entries.get(what).map(|entry| entry.reason.as_str())
     }
 
-    /// What is rejected.
+    /// All rejected objects.
     pub(in crate::dataplane) fn all(&self) -> impl Iterator<Item = K> {
         self.entries.keys().copied()
     }
 
-    /// What is to be tried again, in order of time.
+    /// The objects whose next attempt is due at `now`, in order of time.
     pub(in crate::dataplane) fn due(&self, now: Instant) -> Vec<K> {
         self.due.iter().take_while(|(at, _)| *at <= now).map(|(_, what)| *what).collect()
     }
 
-    /// When something is to be tried again.
+    /// When the next attempt is due.
     pub(in crate::dataplane) fn next_due(&self) -> Option<Instant> {
         self.due.first().map(|(at, _)| *at)
     }
@@ -85,7 +88,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pauses_double_up_to_the_longest_and_begin_anew_after_a_success() {
+    fn pauses_double_up_to_the_longest_and_start_again_after_a_success() {
         let (minute, began) = (Duration::from_secs(60), Instant::now());
         let mut entries = Retries::new(Backoff::new(minute, 60 * minute, Jitter::None));
         entries.note("other", String::new(), began + 1000 * minute);

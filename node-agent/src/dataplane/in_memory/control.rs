@@ -1,4 +1,5 @@
-//! The kernel of the dataplane in memory, and how a test sees and changes what happens to it.
+//! The kernel of the in-memory dataplane, and the functions with which a test observes and controls
+//! it.
 
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
@@ -14,14 +15,14 @@ use headgate_core::{
 
 use super::super::{DataplaneError, Fault, KernelHandle};
 
-/// What was asked of the dataplane. Services are `namespace/name`.
+/// A call of the dataplane that reached the kernel. Services are written as `namespace/name`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Call {
-    /// A full sync wrote a state with these digests, on this node.
+    /// A full sync wrote a state with these digests for this node.
     Full(Digests, NodeFacts),
-    /// A plan for these services, of a state with these digests, was applied.
+    /// A plan for these services was written, from a state with these digests.
     Apply(Vec<String>, Digests),
-    /// The services at fault were searched among these, or among all.
+    /// The faulty services were searched among these services; `None` means among all.
     FindFaults(Option<Vec<String>>),
     /// The table was checked.
     Check,
@@ -31,7 +32,8 @@ pub enum Call {
 
 pub(super) type Table = BTreeMap<Arc<ServiceKey>, Vec<ServicePortView>>;
 
-/// The kernel, and the test's side: what happened, and what is to happen. Cloning shares it.
+/// The in-memory kernel. The test reads the calls from it and sets the results of later calls.
+/// Clones share one kernel.
 #[derive(Debug, Clone, Default)]
 pub struct Control(Arc<(Mutex<Script>, Condvar)>);
 
@@ -49,23 +51,23 @@ pub(super) struct Script {
 }
 
 impl Control {
-    /// The calls that have ended, failed ones included, in order.
+    /// The finished calls in order, including failed ones.
     #[must_use]
     pub fn calls(&self) -> Vec<Call> {
         self.script().calls.clone()
     }
 
-    /// Lets the next call that reaches the kernel fail; called several times, the next several.
+    /// Makes the next call fail. Several errors make as many following calls fail, in order.
     pub fn fail_next(&self, error: DataplaneError) {
         self.script().failures.push_back(error);
     }
 
-    /// Lets the next check answer so; without it the answer is true.
+    /// Sets the result of the next check. The default is true. Several results apply in order.
     pub fn next_verdict(&self, intact: bool) {
         self.script().verdicts.push_back(intact);
     }
 
-    /// From now on the dataplane says that it runs below what was asked for.
+    /// From now on the dataplane reports this sentence as a degradation.
     pub fn degrade(&self, sentence: &str) {
         self.script().degraded.push(sentence.to_owned());
     }
@@ -81,18 +83,18 @@ impl Control {
         self.script().quarantined.iter().map(ToString::to_string).collect()
     }
 
-    /// From now on the kernel rejects these parts of services, and takes the rest.
+    /// From now on the kernel rejects these parts of services and accepts the rest.
     pub fn defer(&self, parts: Vec<Fault>) {
         self.script().deferred = Some(parts);
     }
 
-    /// While set, the kernel's work does not end.
+    /// While `held` is true, calls wait in the kernel.
     pub fn hold(&self, held: bool) {
         self.script().held = held;
         self.0.1.notify_all();
     }
 
-    /// Waits until `enough` is true of the calls; false after `guard`.
+    /// Waits until `enough` returns true for the finished calls. Returns false after `guard`.
     #[must_use]
     pub fn wait_for(&self, guard: Duration, enough: impl Fn(&[Call]) -> bool) -> bool {
         let waited = self.0.1.wait_timeout_while(self.script(), guard, |script| !enough(&script.calls));
@@ -103,7 +105,8 @@ impl Control {
         self.0.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The kernel's side of a call.
+    /// Executes a call in the kernel: waits while calls are held, records the call, and returns the
+    /// next error that the test has set.
     pub(super) fn work(&self, call: Call) -> Result<MutexGuard<'_, Script>, DataplaneError> {
         let script = self.0.1.wait_while(self.script(), |script| script.held);
         let mut script = script.unwrap_or_else(PoisonError::into_inner);

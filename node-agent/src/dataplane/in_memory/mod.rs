@@ -1,6 +1,6 @@
-//! A dataplane whose kernel is a table in memory, for tests of everything around dataplanes, and
-//! the example of `docs/adding-a-dataplane.md`. Through a [`Control`], a test sees what was asked
-//! of it and decides what fails.
+//! A dataplane whose kernel is a table in memory. It serves tests of the code around dataplanes,
+//! and is the example in `docs/adding-a-dataplane.md`. With a [`Control`], a test sees the calls
+//! and decides which of them fail.
 
 mod control;
 
@@ -19,15 +19,15 @@ use super::{
     leftovers::Leftover,
 };
 
-/// One family. It needs no sockets of its own, but tells [`Control`] what it is asked.
+/// One IP family. It records its calls in a [`Control`].
 #[derive(Debug)]
 pub struct InMemoryFamily {
     control: Control,
-    /// What the last step programmed.
+    /// The table as this dataplane has programmed it.
     programmed: Table,
 }
 
-/// Both families would be the same table: this one programs IPv4 alone.
+/// The dataplane. It programs only IPv4, because both families would share one table.
 pub type InMemoryDataplane = DualStack<InMemoryFamily>;
 
 impl DualStack<InMemoryFamily> {
@@ -42,7 +42,7 @@ impl DualStack<InMemoryFamily> {
     }
 }
 
-/// What changes in the table; services without ports leave it.
+/// Changes of the table. An entry without ports removes the service.
 #[derive(Debug)]
 pub struct Plan {
     call: Call,

@@ -1,25 +1,26 @@
-//! What the operator asked of the iptables dataplane.
+//! The configuration of the iptables dataplane.
 
 use headgate_core::{Family, iptables::Layout, masquerade::MasqueradeConfig};
 
 use super::Variant;
 
-/// Configuration of the dataplane.
+/// The configuration of the iptables dataplane.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Config {
-    /// Which iptables.
+    /// Which variant of iptables to use: legacy or nft.
     pub variant: Variant,
-    /// How rules are laid out.
+    /// The layout of the rules.
     pub layout: Layout,
-    /// Masquerading.
+    /// Which connections are masqueraded, and with which mark.
     pub masquerade: MasqueradeConfig,
     /// NodePorts answer on 127.0.0.0/8 (IPv4 only).
     pub localhost_node_ports: bool,
-    /// Conntrack calls no packet INVALID for being outside of the window: there is nothing to drop.
+    /// The kernel parameter `nf_conntrack_tcp_be_liberal` is set. Conntrack then marks no packet
+    /// INVALID for being outside of the TCP window, so no rule has to drop INVALID packets.
     pub conntrack_tcp_be_liberal: bool,
-    /// Count packets as kube-proxy does, where the kernel and the programs can.
+    /// Count packets like kube-proxy, if the kernel and the programs support it.
     pub count_packets: bool,
-    /// Families to program, where the node can.
+    /// Families to program, if the node supports them.
     pub families: Vec<Family>,
 }
 

@@ -1,5 +1,5 @@
-//! Rules that count packets, where the kernel has counters and the programs know the match for
-//! them.
+//! Decides whether rules count packets: the kernel must have packet counters, and the programs must
+//! know the match `nfacct`.
 
 use headgate_core::iptables::{Ledger, RenderConfig};
 
@@ -10,20 +10,20 @@ use super::{
 use crate::packet_counters;
 
 impl IptablesFamily {
-    /// Makes the counters that rules need. Where that fails, rules do without them.
+    /// Creates the counters that rules need. If that fails, rules do not count packets.
     pub(super) fn make_counters(&mut self) {
         if self.ledger.config().counts_packets
             && let Err(error) = packet_counters::make()
         {
-            self.do_without_counters(&format!("making packet counters (nfnetlink_acct): {error}"));
+            self.do_without_counters(&format!("cannot create packet counters (nfnetlink_acct): {error}"));
         }
     }
 
-    /// After a full sync failed: true when rules that count packets were the reason. The full sync
-    /// is to be made again then, without them.
+    /// Finds out whether rules that count packets made a full sync fail with `error`. If so,
+    /// switches counting off and returns true; the caller then makes the full sync again.
     ///
     /// # Errors
-    /// It cannot be found out.
+    /// The trial of such rules failed for another reason.
     pub(super) fn counters_are_rejected(&mut self, error: &DataplaneError) -> Result<bool, DataplaneError> {
         if self.has_counted || !self.ledger.config().counts_packets || error.kind != ErrorKind::Rejected {
             return Ok(false);

@@ -1,8 +1,8 @@
-//! The iptables dataplane: scripts of [`headgate_core::iptables`], run by `iptables-restore
+//! The iptables dataplane: runs scripts of [`headgate_core::iptables`] with `iptables-restore
 //! --noflush`.
 //!
-//! A change writes the chains of changed services and nothing else. Only a full sync reads the
-//! kernel.
+//! A change writes only the chains of changed services. Only full syncs and comparisons read the
+//! rules from the kernel.
 
 mod config;
 mod counters;
@@ -30,7 +30,7 @@ use super::{
 };
 use crate::node_inputs::NodeInputs;
 
-/// Sets what rules for NodePorts on 127.0.0.0/8 need, where there are to be any.
+/// Sets the kernel parameter that NodePorts on 127.0.0.0/8 need, if the node will have such rules.
 pub(crate) fn prepare(localhost_node_ports: bool, inputs: &NodeInputs) -> Result<(), DataplaneError> {
     let mut config = RenderConfig { localhost_node_ports, ..RenderConfig::new(Family::V4) };
     config.node_port_addresses = inputs.node_ports(Family::V4).clone();
@@ -38,25 +38,25 @@ pub(crate) fn prepare(localhost_node_ports: bool, inputs: &NodeInputs) -> Result
     set.map_err(|sentence| DataplaneError::new(ErrorKind::Fatal, sentence))
 }
 
-/// A sentence about a setting of the machine that stays after a cleanup, because nobody can tell
-/// who set it.
+/// A warning about the kernel parameter `route_localnet`, if it is set. A cleanup does not reset
+/// it, because other software may have set it.
 #[must_use]
 pub fn left_settings() -> Option<&'static str> {
     sysctl::is_localnet_routed().then_some(
-        "net.ipv4.conf.all.route_localnet stays 1. Unless other rules guard it, as the kubelet's in KUBE-FIREWALL do, neighbours reach what \
-         listens on 127.0.0.1: set it to 0, if no other software needs it",
+        "net.ipv4.conf.all.route_localnet stays 1. With this value, other hosts on the local network can reach services that listen on \
+         127.0.0.1, unless rules such as the kubelet's chain KUBE-FIREWALL prevent it: set it to 0, if no other software needs it",
     )
 }
 
-/// Programs the kernel by `iptables-restore`.
+/// The dataplane that programs the kernel with `iptables-restore`.
 pub type IptablesDataplane = DualStack<IptablesFamily>;
 
-/// One family.
+/// One IP family of the dataplane.
 #[derive(Debug)]
 pub struct IptablesFamily {
     rules: Rules,
     ledger: Ledger,
-    /// A full sync with rules that count packets has succeeded.
+    /// True after rules that count packets were accepted once.
     has_counted: bool,
 }
 
@@ -64,7 +64,7 @@ impl DualStack<IptablesFamily> {
     /// Finds the programs that the configuration asks for. Changes nothing.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`] where this machine has none.
+    /// [`ErrorKind::Unavailable`] if this machine does not have the programs.
     pub fn new(config: Config) -> Result<Self, DataplaneError> {
         let variant = xtables::choose(config.variant)?;
         let name = if variant == Variant::Legacy { "iptables-legacy" } else { "iptables-nft" };
@@ -201,7 +201,7 @@ impl FindFaults<()> for IptablesFamily {
 }
 
 impl IptablesFamily {
-    /// True when the configuration is another one.
+    /// Returns true when the configuration changed.
     fn set_config(&mut self, config: RenderConfig) -> bool {
         let is_new = config != *self.ledger.config();
         if is_new {
@@ -210,6 +210,7 @@ impl IptablesFamily {
         is_new
     }
 
+    /// Leaves SCTP ports out of the rules while iptables cannot match SCTP on this machine.
     fn leave_out_sctp(&mut self) {
         let leaves_out_sctp = self.rules.sctp.is_missing();
         self.set_config(RenderConfig { leaves_out_sctp, ..self.ledger.config().clone() });
@@ -233,8 +234,8 @@ impl IptablesFamily {
         Ok(report)
     }
 
-    /// Runs a script. What it leaves for later is rendered from the source, and `changed` takes
-    /// what became of that since it was planned.
+    /// Runs a script. Renders the services that the plan left for later from `source`. Adds to
+    /// `changed` the services that changed since the script was planned.
     fn restore(
         &self,
         script: &Script,

@@ -1,14 +1,15 @@
-//! Kernel settings that the rules depend on.
+//! Kernel parameters that the rules depend on.
 
 use std::{fs, io};
 
 const ROUTE_LOCALNET: &str = "/proc/sys/net/ipv4/conf/all/route_localnet";
 
-/// Lets packets to 127.0.0.0/8 be routed, which NodePorts on localhost need. The rules guard those
-/// addresses against neighbours.
+/// Makes the kernel route packets to 127.0.0.0/8, which NodePorts on localhost need. Rules of the
+/// agent drop packets that other hosts send to these addresses.
 ///
 /// # Errors
-/// A sentence for the operator; everything else works without it.
+/// The parameter cannot be written. The error is a sentence for the operator. Everything except
+/// NodePorts on localhost works without the parameter.
 pub(super) fn route_localnet() -> Result<(), String> {
     let path = ROUTE_LOCALNET;
     set(path, "1").map_err(|error| format!("NodePorts do not answer on 127.0.0.1: cannot write 1 to {path}: {error}"))
