@@ -27,7 +27,7 @@ pub(crate) use self::{
 use super::context::Context;
 use crate::store::NodeObserver;
 
-/// The number of nodes from which nodes with a full allowance are forgotten.
+/// Once this many nodes are remembered, nodes that have their full allowance again are forgotten.
 const MAX_REMEMBERED: usize = 65_536;
 
 /// The number of streams that a node may open at once: its full allowance. The limit exists because

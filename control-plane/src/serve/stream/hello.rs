@@ -1,4 +1,4 @@
-//! Whether a `Hello` is accepted.
+//! Checks the `Hello` of an agent.
 
 use std::{sync::Arc, time::SystemTime};
 
@@ -8,18 +8,19 @@ use tonic::Status;
 
 use crate::{identity::Peer, serve::fleet::End, store::Resume};
 
-/// What an accepted `Hello` said.
+/// The contents of an accepted `Hello`.
 #[derive(Debug)]
 pub(crate) struct Admitted {
     pub(crate) node: Arc<str>,
     pub(crate) resume: Option<Resume>,
 }
 
-/// Checks a `Hello` against what the peer has proved.
+/// Checks a `Hello` against the identity that the peer has proved.
 ///
 /// # Errors
 ///
-/// The end of the stream, with the status that the contract names.
+/// The end of the stream, with the status that the contract names. The agent may retry with another
+/// `Hello`.
 pub(crate) fn admit(hello: &v1::Hello, peer: &Peer) -> Result<Admitted, End> {
     check_subdomain(&hello.node_name).map_err(|problem| {
         End::refusal("invalid_hello", Status::invalid_argument(format!("Hello.node_name: {problem}")))
@@ -32,7 +33,7 @@ pub(crate) fn admit(hello: &v1::Hello, peer: &Peer) -> Result<Admitted, End> {
 
 fn resume(wire: &v1::Resume) -> Result<Resume, End> {
     Resume::from_wire(wire).ok_or_else(|| {
-        let text = "Hello.resume.digests: one sum of 16 bytes and one count for each of 1,024 buckets are needed";
+        let text = "Hello.resume.digests: must have one sum of 16 bytes and one count for each of 1,024 buckets";
         End::refusal("invalid_hello", Status::invalid_argument(text))
     })
 }

@@ -1,4 +1,4 @@
-//! What an agent sends after its `Hello`.
+//! Handles the messages that an agent sends after its `Hello`.
 
 use headgate_proto::v1::{self, agent_message::Body};
 use tokio::time::Instant;
@@ -12,38 +12,38 @@ use crate::{
     },
 };
 
-/// The end of a stream on which a message was longer than the contract allows.
+/// Returns the end of a stream on which a message is longer than the contract allows.
 pub(crate) fn too_large() -> End {
     let text = format!("a message of an agent may have {} bytes at most", headgate_proto::MAX_AGENT_MESSAGE_BYTES);
     End::refusal("message_too_large", Status::resource_exhausted(text))
 }
 
-/// The end of a stream on which something came that is no message.
+/// Returns the end of a stream on which a message cannot be decoded.
 pub(crate) fn malformed(problem: &str) -> End {
     let text = format!("not a headgate.v1.AgentMessage: {problem}");
     End::refusal("malformed_message", Status::invalid_argument(text))
 }
 
-/// The end of a stream whose agent has closed its half between messages.
+/// Returns the end of a stream that its agent has closed, between two messages.
 pub(crate) fn closed_by_agent() -> End {
     End::plain("closed_by_agent", Status::ok(""))
 }
 
-/// Takes in one message.
+/// Handles one message.
 ///
 /// # Errors
 ///
-/// The end of the stream.
+/// The end of the stream, after a second `Hello`.
 pub(crate) fn take(message: v1::AgentMessage, agent: &Agent, context: &Context) -> Result<(), End> {
     let Context { metrics, warnings, .. } = context;
     let Some(body) = message.body else {
-        // A kind that a newer agent knows (contract, 12), or nothing at all.
+        // A type of message that only a newer agent knows (contract, 12), or an empty message.
         metrics.count_ignored("unknown_message");
         return Ok(());
     };
     match body {
         Body::Hello(_) => {
-            let text = "Hello comes once, as the first message of a stream";
+            let text = "Hello may be sent only once, as the first message of a stream";
             return Err(End::refusal("second_hello", Status::invalid_argument(text)));
         }
         Body::Ack(ack) => {
@@ -59,7 +59,7 @@ pub(crate) fn take(message: v1::AgentMessage, agent: &Agent, context: &Context) 
                 && warnings.admit(Warning::Rejected, Instant::now())
             {
                 let count = nack.rejections.len();
-                // A peer decides what is in the log, but not how long a line is.
+                // The texts come from a peer, so they are cut before they are logged.
                 let (resource, field, reason) = (clip(&first.resource), clip(&first.field), clip(&first.reason));
                 tracing::warn!(node = %agent.node, version = nack.version, count, resource, field, reason, "agent cannot use resources");
             }
@@ -83,8 +83,8 @@ pub(crate) fn take(message: v1::AgentMessage, agent: &Agent, context: &Context) 
     Ok(())
 }
 
-/// An ACK for what was never sent says nothing about this stream, such as one that crossed a
-/// reconnect to another replica.
+/// Returns true if `version` was sent on this stream. An ACK of another version is ignored: it may
+/// belong to an earlier stream of the agent, to another replica.
 fn was_sent(version: u64, agent: &Agent, metrics: &Metrics) -> bool {
     let was_sent = version <= agent.sent_version();
     if !was_sent {

@@ -1,5 +1,5 @@
-//! What one stream of deltas says to its agent, and what the agent answers. Who carries it is no
-//! matter here.
+//! The messages of one stream of deltas: what the replica sends to the agent, and what the agent
+//! answers. [`super::transport`] reads and writes the connection.
 
 mod hello;
 mod inbound;
@@ -19,10 +19,10 @@ use super::{
 };
 use crate::{metrics::Metrics, store::Store};
 
-/// Path of the method that carries a stream.
+/// The path of the gRPC method of a stream.
 pub(crate) const SYNC_PATH: &str = "/headgate.v1.Discovery/Sync";
 
-/// What all streams share.
+/// The state that all streams share.
 pub(crate) struct Streams {
     pub(crate) context: Arc<Context>,
     pub(crate) fleet: Arc<Fleet>,
@@ -31,7 +31,7 @@ pub(crate) struct Streams {
 }
 
 impl Streams {
-    /// The streams of a replica that serves `store`. There are none yet.
+    /// Returns the shared state for the streams of a replica that serves `store`.
     pub(crate) fn new(store: Arc<Store>, metrics: Arc<Metrics>, settings: Settings) -> Arc<Self> {
         let snapshots = Arc::new(SnapshotQueue::new(Arc::clone(&metrics)));
         let context = Context::new(store, metrics, settings);

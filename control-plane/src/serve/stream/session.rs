@@ -1,9 +1,10 @@
-//! One stream to an agent: which message comes next. The carrier asks for one message at a time.
+//! One stream to an agent: the session decides which message comes next. The connection asks for
+//! one message at a time.
 //!
-//! There is no queue between the store and the connection. When the connection can take a message,
-//! the session looks up the next one at its cursor. A connection that takes nothing costs nothing.
-//! A session does no input or output and never waits: the carrier asks again when it is visited
-//! ([`crate::serve::context::Visits`]) or when its signal wakes it.
+//! There is no queue between the store and the connection. When the connection can send a message,
+//! the session looks up the next message at its cursor. So a connection that is blocked needs no
+//! memory for messages. A session does no input or output and never waits. The connection asks
+//! again when it is visited ([`crate::serve::context::Visits`]) or when its signal wakes it.
 
 use std::{
     sync::{Arc, atomic::Ordering},
@@ -35,18 +36,18 @@ use crate::{
     },
 };
 
-/// The end of a stream when the replica stops.
+/// Returns the end of a stream when the replica stops.
 pub(crate) fn stopping() -> End {
     End::plain("stopping", Status::unavailable("this replica stops"))
 }
 
-/// The end of a stream without `Hello` in time.
+/// Returns the end of a stream without `Hello` within the timeout.
 pub(crate) fn no_hello_in_time(context: &Context) -> End {
     let text = format!("no Hello within {} s", context.settings.hello_timeout.as_secs());
     End::refusal("no_hello", Status::deadline_exceeded(text))
 }
 
-/// The end of a stream that was closed before `Hello`.
+/// Returns the end of a stream that the agent closed before `Hello`.
 pub(crate) fn closed_before_hello() -> End {
     End::refusal("no_hello", Status::invalid_argument("the stream closed before Hello"))
 }
@@ -56,7 +57,7 @@ pub(crate) struct Session {
     streams: Arc<Streams>,
     agent: Arc<Agent>,
     position: Position,
-    /// Set until the agent may be given its Node.
+    /// The wait until the agent may receive its Node; `None` when it may.
     node_wait: Option<Box<NodeWait>>,
     behind: BehindWait,
     welcome: Option<Bytes>,
@@ -65,16 +66,17 @@ pub(crate) struct Session {
     has_drained: bool,
     has_resumed: bool,
     next_heartbeat: Instant,
-    /// What the agent was last told of the source.
-    said_source: SourceState,
+    /// The state of the source that was last sent to the agent.
+    sent_source: SourceState,
     lateness: Lateness,
-    /// An identity that has expired keeps no stream.
+    /// When the identity of the agent expires. The stream ends at that time.
     expiry: Option<Expiry>,
 }
 
 enum Position {
-    /// Until this replica has listed its source and is not behind the agent.
+    /// The stream waits until this replica has listed its source and is not behind the agent.
     Waiting(Box<Waiting>),
+    /// The stream sends what follows this cursor.
     At(Cursor),
 }
 
@@ -93,7 +95,7 @@ impl Session {
     ///
     /// # Errors
     ///
-    /// The end of the stream, when the message is no `Hello`, or one that is not accepted.
+    /// The end of the stream, if the message is not a `Hello` or the `Hello` is not accepted.
     pub(crate) fn open(
         streams: &Arc<Streams>,
         peer: &Peer,
@@ -114,8 +116,8 @@ impl Session {
     }
 
     fn start(streams: &Arc<Streams>, peer: &Peer, hello: &v1::Hello, admitted: Admitted, signal: &Arc<Signal>) -> Self {
-        // Counted before the store is read, so that a position that moves meanwhile has the stream
-        // visited.
+        // Registered before the store is read. Otherwise the stream could miss a position that
+        // moves in between.
         let context = &streams.context;
         let wait = context.visits.wait_for_position();
         let store = &context.store;
@@ -136,7 +138,7 @@ impl Session {
         context.metrics.stream_opened();
         context.metrics.count_resume(mode.as_str());
         tracing::info!(node = %agent.node, address = %peer.address, resume = mode.as_str(), "agent connected");
-        let said_source = store.source_state();
+        let sent_source = store.source_state();
         let welcome = server_frame(Body::Welcome(v1::Welcome {
             replica: context.settings.replica_name.clone(),
             epoch: store.epoch(),
@@ -149,7 +151,7 @@ impl Session {
             heartbeat_interval_ms: to_ms(context.settings.heartbeat_interval),
             behind_wait_ms: to_ms(context.settings.behind_wait),
             head_version: Some(store.version()),
-            source_state: v1::SourceState::from(said_source).into(),
+            source_state: v1::SourceState::from(sent_source).into(),
         }));
         Self {
             position,
@@ -161,7 +163,7 @@ impl Session {
             has_drained: false,
             has_resumed: false,
             next_heartbeat: Instant::now() + context.settings.heartbeat_interval,
-            said_source,
+            sent_source,
             lateness: Lateness::default(),
             expiry: peer.expiry(),
             agent,
@@ -169,17 +171,17 @@ impl Session {
         }
     }
 
-    /// The agent at the other end.
+    /// Returns the agent of this stream.
     pub(crate) fn agent(&self) -> &Arc<Agent> {
         &self.agent
     }
 
-    /// True while the agent does not keep up.
+    /// Returns true if the agent is late: see [`Lateness`].
     pub(crate) fn is_late(&mut self, now: Instant) -> bool {
         self.lateness.look(self.agent.sent_version(), self.agent.answered_version(), now)
     }
 
-    /// Takes in what the agent says after `Hello`.
+    /// Handles a message that the agent sends after `Hello`.
     ///
     /// # Errors
     ///
@@ -188,7 +190,7 @@ impl Session {
         inbound::take(message, &self.agent, &self.streams.context)
     }
 
-    /// Why the stream has to end, if it has.
+    /// Returns why the stream has to end, or `None` if it goes on.
     pub(crate) fn end(&self, now: Instant) -> Option<End> {
         if let Some(end) = self.agent.ended() {
             return Some(end.clone());
@@ -199,7 +201,8 @@ impl Session {
         (self.streams.context.lifecycle() == Lifecycle::Ended).then(stopping)
     }
 
-    /// The next message with its gRPC prefix, if there is one now.
+    /// Returns the next message with its gRPC prefix, or `None` if there is no message to send at
+    /// `now`.
     ///
     /// # Errors
     ///
@@ -227,9 +230,9 @@ impl Session {
             let reason = "this replica has more than its share of agents";
             return Some(drain(balance::MOVE_WITHIN, reason, true));
         }
-        // The visit after this one may come too late.
+        // The next visit may come too late, so a heartbeat that is due before it is sent now.
         let is_due = self.next_heartbeat <= now + self.streams.context.visits.tick();
-        if is_due || self.said_source != self.streams.context.store.source_state() {
+        if is_due || self.sent_source != self.streams.context.store.source_state() {
             return Some(self.heartbeat(now));
         }
         if self.may_send_node(now) && self.agent.signal().take_node_change() {
@@ -238,7 +241,7 @@ impl Session {
         if let Position::Waiting(waiting) = &mut self.position {
             let cursor = match waiting.resumption.advance(&self.streams.context.store) {
                 Ok(cursor) => cursor,
-                Err(not_yet) if !is_over(&mut self.behind, not_yet, &self.streams.context, &self.agent, now) => {
+                Err(not_yet) if !wait_is_over(&mut self.behind, not_yet, &self.streams.context, &self.agent, now) => {
                     return None;
                 }
                 Err(_) => waiting.resumption.revert(&self.streams.context.store),
@@ -248,12 +251,13 @@ impl Session {
         self.resource_message(now)
     }
 
-    /// Before the source has been listed, Nodes that exist may be missing. While the source is
-    /// behind, Nodes may be older than the one that the agent has.
+    /// Returns true if the agent may receive its Node. It must wait until the source has been
+    /// listed, because Nodes may be missing before. It must also wait while the source is behind
+    /// the agent, because the store's Node may be older than the Node that the agent has.
     fn may_send_node(&mut self, now: Instant) -> bool {
         let Some(wait) = &self.node_wait else { return true };
         if let Err(not_yet) = wait.resumption.check(&self.streams.context.store)
-            && !is_over(&mut self.behind, not_yet, &self.streams.context, &self.agent, now)
+            && !wait_is_over(&mut self.behind, not_yet, &self.streams.context, &self.agent, now)
         {
             return false;
         }
@@ -264,13 +268,13 @@ impl Session {
     fn resource_message(&mut self, now: Instant) -> Option<Bytes> {
         let Position::At(cursor) = &mut self.position else { return None };
         if let Some(buckets) = cursor.snapshot_buckets() {
-            // An end marker alone has nothing to wait for.
+            // A snapshot without buckets is only an end marker and need not wait for its turn.
             let signal = self.agent.signal();
             if buckets > 0 && !self.streams.snapshots.may_continue(&mut self.ticket, buckets, signal, now) {
                 return None;
             }
         } else if self.has_resumed && cursor.is_complete() && cursor.version() == self.streams.context.store.version() {
-            // The usual answer, without the store's lock.
+            // The usual case: everything is sent. It is checked without the store's lock.
             return None;
         }
         let snapshots = cursor.snapshots();
@@ -292,11 +296,11 @@ impl Session {
     fn heartbeat(&mut self, now: Instant) -> Bytes {
         self.next_heartbeat = now + self.streams.context.settings.heartbeat_interval;
         let (store, metrics) = (&self.streams.context.store, &self.streams.context.metrics);
-        self.said_source = store.source_state();
+        self.sent_source = store.source_state();
         server_frame(Body::Heartbeat(v1::Heartbeat {
             head_version: store.version(),
             source_age_ms: milliseconds(store.source_age()),
-            source_state: v1::SourceState::from(self.said_source).into(),
+            source_state: v1::SourceState::from(self.sent_source).into(),
             snapshots_sent: metrics.snapshots.get(),
         }))
     }
@@ -316,24 +320,25 @@ fn drain(within: Duration, reason: &str, for_balance: bool) -> Bytes {
     server_frame(Body::Drain(v1::Drain { reconnect_within_ms: to_ms(within), reason: reason.into(), for_balance }))
 }
 
-/// A duration in milliseconds, as the messages about a stream have it.
+/// Returns a duration in milliseconds, for fields of 32 bits.
 fn to_ms(duration: Duration) -> u32 {
     u32::try_from(duration.as_millis()).unwrap_or(u32::MAX)
 }
 
-/// True when the agent need not wait any longer for a source that is behind it.
-fn is_over(behind: &mut BehindWait, not_yet: NotYet, context: &Context, agent: &Agent, now: Instant) -> bool {
+/// Returns true if the agent has waited long enough for a source that is behind it. Logs and counts
+/// the beginning and the end of the wait.
+fn wait_is_over(behind: &mut BehindWait, not_yet: NotYet, context: &Context, agent: &Agent, now: Instant) -> bool {
     let wait = behind.look(not_yet, &context.store, context.settings.behind_wait, now);
     if let NotYet::Behind { kind, here, there } = not_yet {
         if wait == Wait::Begins {
             context.metrics.behind_waits.inc();
-            tracing::info!(node = %agent.node, ?kind, here, there, "the source is behind what the agent has: it waits");
+            tracing::info!(node = %agent.node, ?kind, here, there, "this replica's source is behind the agent's state: the agent waits");
         }
         if wait == Wait::Expires {
             context.metrics.behind_waits_expired.inc();
             if context.warnings.admit(Warning::WentBack, now) {
                 tracing::warn!(node = %agent.node, ?kind, here, there,
-                    "the source is still behind what the agent has (a restored etcd?): the agent goes back to this replica's state");
+                    "this replica's source is still behind the agent's state (was etcd restored from a backup?): the agent goes back to this replica's older state");
             }
         }
     }

@@ -1,10 +1,10 @@
-//! Which streams may be in the middle of a snapshot at the same time, and which wait.
+//! The queue of streams that wait to send a snapshot.
 //!
-//! A stream in the middle of a snapshot keeps the encoded bucket that it has reached, and some
-//! kilobytes in its connection. After an outage all agents may want a snapshot at once. They are
-//! served in order, so that the memory is bounded and the first are done soon. A slow reader does
-//! not hold up the others: its turn lasts for [`TURN`], and when others wait it goes to the end of
-//! the queue and keeps its cursor.
+//! A stream that sends a snapshot keeps its current encoded bucket in memory, and some kilobytes in
+//! its connection. After an outage all agents may need a snapshot at once. They are served in
+//! order, so that memory is bounded and the first agents are done soon. A slow reader does not
+//! block the others. Its turn ends after [`TURN`] if others wait. Then it moves to the end of the
+//! queue and keeps its cursor.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -20,14 +20,14 @@ use crate::{
     serve::context::{Signal, Visit},
 };
 
-/// Buckets of all snapshots that are sent at the same time: 64 full snapshots, or more partial
-/// ones.
+/// The most buckets of all snapshots that are sent at the same time: 64 full snapshots, or more
+/// partial snapshots.
 const MAX_BUCKETS_IN_FLIGHT: usize = 64 * BUCKETS;
 
 /// How long a snapshot may take while others wait.
 const TURN: Duration = Duration::from_secs(5);
 
-/// See the module.
+/// The snapshots that are sent, and the streams that wait.
 #[derive(Debug)]
 pub(crate) struct SnapshotQueue {
     queue: Mutex<Queue>,
@@ -38,11 +38,12 @@ pub(crate) struct SnapshotQueue {
 struct Queue {
     free_buckets: usize,
     next_ticket: u64,
-    /// In order of their tickets.
+    /// The waiting streams, in order of their tickets.
     waiting: VecDeque<Waiting>,
-    /// Buckets of each snapshot that is being sent.
+    /// The number of buckets of each snapshot that is being sent, by ticket.
     admitted: HashMap<u64, usize>,
-    /// When turns end, in this order. Some of these snapshots may be complete already.
+    /// When each turn ends, and its ticket; the earliest end first. Some of these snapshots may be
+    /// complete already.
     turns: VecDeque<(Instant, u64)>,
 }
 
@@ -53,13 +54,13 @@ struct Waiting {
     signal: Weak<Signal>,
 }
 
-/// The position of a stream in the queue, or its turn. To be given back by
+/// The place of a stream in the queue, or its turn. The stream returns it with
 /// [`SnapshotQueue::leave`].
 #[derive(Debug, Default)]
 pub(crate) struct Ticket(Option<u64>);
 
 impl SnapshotQueue {
-    /// A queue that admits [`MAX_BUCKETS_IN_FLIGHT`].
+    /// Returns a queue that admits [`MAX_BUCKETS_IN_FLIGHT`] buckets.
     pub(crate) fn new(metrics: Arc<Metrics>) -> Self {
         Self::with_limit(MAX_BUCKETS_IN_FLIGHT, metrics)
     }
@@ -75,8 +76,8 @@ impl SnapshotQueue {
         Self { queue: Mutex::new(queue), metrics }
     }
 
-    /// True when a stream may continue a snapshot of `buckets`. Otherwise it is in the queue, and
-    /// `signal` is woken at its turn.
+    /// Returns true if a stream may begin or continue a snapshot of `buckets` buckets. Otherwise
+    /// the stream is in the queue, and `signal` is woken when its turn comes.
     pub(crate) fn may_continue(&self, ticket: &mut Ticket, buckets: usize, signal: &Arc<Signal>, now: Instant) -> bool {
         let mut queue = self.queue();
         if let Some(number) = ticket.0 {
@@ -86,7 +87,7 @@ impl SnapshotQueue {
             if queue.position(number).is_some() {
                 return false;
             }
-            // Its turn was taken back.
+            // The turn of this ticket has ended, so the stream needs a new ticket.
         }
         let number = queue.next_ticket;
         queue.next_ticket += 1;
@@ -101,11 +102,12 @@ impl SnapshotQueue {
         is_admitted
     }
 
-    /// Gives back a turn or a position in the queue. A ticket that holds neither is left as it is.
+    /// Ends the turn of a ticket, or removes the ticket from the queue. Does nothing for a ticket
+    /// that has neither.
     pub(crate) fn leave(&self, ticket: &mut Ticket, now: Instant) {
         let Some(number) = ticket.0.take() else { return };
         let mut queue = self.queue();
-        queue.give_back(number);
+        queue.end_turn(number);
         if let Some(position) = queue.position(number) {
             queue.waiting.remove(position);
         }
@@ -123,7 +125,7 @@ impl SnapshotQueue {
 }
 
 impl Visit for SnapshotQueue {
-    /// Takes back turns that are over, when others wait.
+    /// Ends turns whose time is over, if other streams wait.
     fn visit(&self, now: Instant) {
         let mut queue = self.queue();
         if !queue.waiting.is_empty() {
@@ -138,20 +140,21 @@ impl Queue {
         self.waiting.binary_search_by_key(&ticket, |waiting| waiting.ticket).ok()
     }
 
-    fn give_back(&mut self, ticket: u64) {
+    /// Frees the buckets of a snapshot that is being sent.
+    fn end_turn(&mut self, ticket: u64) {
         if let Some(buckets) = self.admitted.remove(&ticket) {
             self.free_buckets += buckets;
         }
     }
 
-    /// Admits streams from the head of the queue while there is room. `own` is the ticket of the
-    /// caller, which need not be woken.
+    /// Admits streams from the head of the queue while there is room, and wakes them. `own` is the
+    /// ticket of the caller, which need not be woken.
     fn admit(&mut self, now: Instant, own: Option<u64>) {
         while let Some(first) = self.waiting.front() {
-            // One that is larger than everything goes alone.
+            // A snapshot that is larger than the limit is sent alone.
             let has_room = first.buckets <= self.free_buckets || self.admitted.is_empty();
             if !has_room {
-                if !self.take_back_one(now) {
+                if !self.end_oldest_turn(now) {
                     return;
                 }
                 continue;
@@ -170,15 +173,16 @@ impl Queue {
         }
     }
 
-    /// Keeps the list of turns in proportion to those that last, at amortised constant cost.
+    /// Drops turns of complete snapshots when the list of turns has grown too long. The cost is
+    /// constant on average.
     fn forget_ended_turns(&mut self) {
         if self.turns.len() > 2 * self.admitted.len() + 64 {
             self.turns.retain(|(_, ticket)| self.admitted.contains_key(ticket));
         }
     }
 
-    /// Takes back the oldest turn if it is over. False when there is none.
-    fn take_back_one(&mut self, now: Instant) -> bool {
+    /// Ends the oldest turn if its time is over. Returns false if no turn was ended.
+    fn end_oldest_turn(&mut self, now: Instant) -> bool {
         while let Some((end, ticket)) = self.turns.front().copied() {
             let is_admitted = self.admitted.contains_key(&ticket);
             if is_admitted && end > now {
@@ -186,7 +190,7 @@ impl Queue {
             }
             self.turns.pop_front();
             if is_admitted {
-                self.give_back(ticket);
+                self.end_turn(ticket);
                 return true;
             }
         }
@@ -220,6 +224,7 @@ mod tests {
             self.queue.may_continue(&mut reader.0, buckets, &reader.1, self.now)
         }
 
+        /// The numbers of admitted and waiting streams, and of free buckets.
         fn levels(&self) -> (usize, usize, usize) {
             let queue = self.queue.queue();
             (queue.admitted.len(), queue.waiting.len(), queue.free_buckets)
@@ -227,12 +232,12 @@ mod tests {
     }
 
     #[test]
-    fn they_are_served_in_order() {
+    fn streams_are_served_in_order() {
         let rig = Rig::new(10);
         let mut readers: Vec<Reader> = std::iter::repeat_with(Reader::new).take(4).collect();
         let answers: Vec<bool> = readers.iter_mut().map(|reader| rig.ask(reader, 5)).collect();
         assert_eq!(answers, [true, true, false, false]);
-        // A small one that comes later does not overtake.
+        // A small snapshot that comes later does not overtake.
         let mut small = Reader::new();
         assert!(!rig.ask(&mut small, 1));
         rig.queue.leave(&mut readers[1].0, rig.now);
@@ -246,17 +251,17 @@ mod tests {
     }
 
     #[test]
-    fn a_slow_reader_goes_to_the_end_of_the_queue_when_others_wait() {
+    fn a_slow_reader_moves_to_the_end_of_the_queue_when_others_wait() {
         let mut rig = Rig::new(10);
         let (mut slow, mut next) = (Reader::new(), Reader::new());
         assert!(rig.ask(&mut slow, 10));
         rig.now += TURN * 3;
-        assert!(rig.ask(&mut slow, 10), "nobody waits");
-        assert!(rig.ask(&mut next, 10), "the slow one's turn is over");
+        assert!(rig.ask(&mut slow, 10), "no other stream waits");
+        assert!(rig.ask(&mut next, 10), "the turn of the slow reader is over");
         assert!(!rig.ask(&mut slow, 10));
         rig.now += TURN / 2;
         rig.queue.visit(rig.now);
-        assert!(rig.ask(&mut next, 10) && !rig.ask(&mut slow, 10), "a turn lasts");
+        assert!(rig.ask(&mut next, 10) && !rig.ask(&mut slow, 10), "the turn is not over");
         rig.now += TURN;
         rig.queue.visit(rig.now);
         assert!(rig.ask(&mut slow, 10) && !rig.ask(&mut next, 10));
@@ -264,10 +269,10 @@ mod tests {
     }
 
     #[test]
-    fn ended_turns_do_not_pile_up_behind_one_that_lasts() {
+    fn ended_turns_do_not_pile_up_behind_a_long_turn() {
         let rig = Rig::new(10);
-        let mut lasting = Reader::new();
-        assert!(rig.ask(&mut lasting, 1));
+        let mut long = Reader::new();
+        assert!(rig.ask(&mut long, 1));
         for _ in 0..1_000 {
             let mut short = Reader::new();
             assert!(rig.ask(&mut short, 1));
@@ -277,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_is_larger_than_the_bound_goes_alone() {
+    fn a_snapshot_that_is_larger_than_the_limit_is_sent_alone() {
         let rig = Rig::new(10);
         let (mut large, mut small) = (Reader::new(), Reader::new());
         assert!(rig.ask(&mut large, 50) && !rig.ask(&mut small, 1));
