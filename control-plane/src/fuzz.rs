@@ -1,9 +1,9 @@
-//! Bytes as an API server, a person or a peer could give them, taken as the control plane takes
-//! them. For fuzzers and their tests only.
+//! Entry points for fuzzers and their tests. They process bytes from an API server, a file or a
+//! peer as the control plane does.
 //!
-//! Each function must return whatever it is given, in memory that is bounded by its input's size;
-//! what it returns says whether the input was good, so that a test can tell that it exercises more
-//! than the first check.
+//! Each function must return for any input, and its memory must be bounded by the size of the
+//! input. The result shows whether the input was valid, so that a test can check that it reaches
+//! more than the first validation.
 
 use std::sync::Arc;
 
@@ -17,35 +17,35 @@ use crate::{
     transaction::{Sink as _, Transaction},
 };
 
-/// Reads a manifest as the source `files` does, and serves what it defines. `is_json` as a file's
-/// ending says. Returns the number of objects that were defined.
+/// Reads a manifest as the source `files` does, and serves its objects. `is_json` stands for the
+/// extension of the file. Returns the number of objects.
 #[must_use]
 pub fn manifest(bytes: &[u8], is_json: bool) -> usize {
     let events = source::manifest_events(if is_json { "web.json" } else { "web.yaml" }, bytes);
     serve_events(events)
 }
 
-/// Reads lines of a watch, and serves what they say until one is no event. Returns the number of
-/// events.
+/// Reads the lines of a watch up to the first that cannot be decoded, and serves the events.
+/// Returns the number of events.
 #[must_use]
 pub fn watch(kind: ObjectKind, bytes: &[u8]) -> usize {
     serve_events(source::watch_events(kind, bytes))
 }
 
-/// Reads a page of a list, and serves what is on it. Returns the number of objects.
+/// Reads a page of a list, and serves its objects. Returns the number of objects.
 #[must_use]
 pub fn list(kind: ObjectKind, bytes: &[u8]) -> usize {
     serve_events(source::list_events(kind, bytes))
 }
 
-/// What the streams of [`agent_stream`] are served.
+/// The objects that [`agent_stream`] serves.
 const SERVED: &str = "
 {kind: Service, apiVersion: v1, metadata: {name: web}, spec: {clusterIP: 10.96.0.1, ports: [{port: 80}]}}
 ---
 {kind: Node, apiVersion: v1, metadata: {name: node-a}}
 ";
 
-/// Gives the messages of an agent to a stream, without their gRPC prefixes. Returns how many of
+/// Passes the messages of an agent, without their gRPC prefixes, to a stream. Returns how many of
 /// them were accepted.
 #[must_use]
 pub fn agent_stream<'a>(messages: impl IntoIterator<Item = &'a [u8]>) -> usize {
@@ -53,15 +53,16 @@ pub fn agent_stream<'a>(messages: impl IntoIterator<Item = &'a [u8]>) -> usize {
     serve::fuzz::stream(Arc::new(store), messages)
 }
 
-/// Reads whose certificate this is, in DER, as of a peer that an authority vouches for. True when
-/// it says.
+/// Reads the identity in a certificate (DER) whose chain counts as verified. Returns whether the
+/// certificate names its holder.
 #[must_use]
 pub fn certificate(der: &[u8]) -> bool {
     identity::from_certificate(der)
         .is_ok_and(|(identity, _)| !matches!(identity, identity::Identity::Unusable(_) | identity::Identity::Unchecked))
 }
 
-/// Through the model and the store, to the bytes that a new agent gets.
+/// Passes events through the model and the store, and encodes the result for a new agent. Returns
+/// the number of events.
 fn serve_events(events: Vec<Event>) -> usize {
     let (store, count) = store_of(events);
     let (_, mut cursor) = store.cursor(None::<&Resume>);
@@ -69,7 +70,7 @@ fn serve_events(events: Vec<Event>) -> usize {
     count
 }
 
-/// A store of what these events come to, and their number.
+/// A store with the state after these events, and the number of events.
 fn store_of(events: Vec<Event>) -> (Store, usize) {
     let (mut model, store) = (Model::default(), Store::new(Limits::default(), Arc::new(Metrics::default())));
     let count = events.len();

@@ -1,4 +1,4 @@
-//! Who is at the other end of a connection, and what that allows.
+//! The identity of a peer, and what the peer may do.
 
 use std::{net::SocketAddr, sync::Arc, time::SystemTime};
 
@@ -7,60 +7,57 @@ use headgate_tls::{Validity, date};
 use tokio::time::Instant;
 use x509_parser::{extensions::GeneralName, prelude::*};
 
-/// Scheme of the URIs in subject alternative names that are ours. Any other URI in a certificate is
-/// somebody else's business.
+/// Scheme of the URIs in subject alternative names that Headgate reads. Other URIs are ignored.
 const SCHEME: &str = "headgate:";
 
-/// URI that makes its holder the agent of a node.
+/// Prefix of the URI in the certificate of a node's agent.
 const NODE_URI_PREFIX: &str = "headgate://node/";
 
-/// URI that makes its holder a reader.
+/// Prefix of the URI in a reader's certificate.
 const READER_URI_PREFIX: &str = "headgate://reader/";
 
-/// Common name that gives a node's name, together with [`NODE_ORGANIZATION`]: what a kubelet's
-/// client certificate has.
+/// Prefix of the common name of a node. It counts only together with [`NODE_ORGANIZATION`]. The
+/// client certificate of a kubelet has both.
 const NODE_COMMON_NAME_PREFIX: &str = "system:node:";
 
-/// Kubernetes takes the holder of such a common name for a node only in this organization, and so
-/// do its signers.
+/// Organization of nodes. Kubernetes and its signers accept the common name of a node only with
+/// this organization.
 const NODE_ORGANIZATION: &str = "system:nodes";
 
-/// Organization that makes its holder a reader, for authorities that hand out subjects more easily
-/// than URIs.
+/// Organization of readers, for authorities that can set subjects more easily than URIs.
 const READER_ORGANIZATION: &str = "headgate:readers";
 
 /// How to get a certificate that names its holder.
-const REMEDY: &str = "have it made with one URI in its subject alternative names, headgate://node/NAME for a node's agent (or the common name \
-                      system:node:NAME and the organization system:nodes) or headgate://reader/NAME for somebody who looks (or the organization headgate:readers)";
+const REMEDY: &str = "issue it with one URI in its subject alternative names: headgate://node/NAME for a node's agent (or the common name \
+                      system:node:NAME and the organization system:nodes), or headgate://reader/NAME for a reader (or the organization headgate:readers)";
 
-/// What a peer has proved.
+/// The identity that a peer has proved.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Identity {
-    /// There is no TLS: whatever it says is believed (`--insecure-loopback`).
+    /// There is no TLS, and the name that the peer gives is accepted (`--insecure-loopback`).
     Unchecked,
-    /// A certificate of a trusted authority, for this node's agent.
+    /// The agent of this node, by a certificate of a trusted authority.
     Node(Arc<str>),
-    /// A certificate of a trusted authority, for somebody who may look: a person's or a program's
-    /// name.
+    /// A reader, by a certificate of a trusted authority: the name of a person or a program.
     Reader(Arc<str>),
-    /// A certificate of a trusted authority that does not say clearly whose it is. Says why, and
-    /// the remedy.
+    /// A certificate of a trusted authority that does not clearly name its holder. Contains the
+    /// reason and the remedy.
     Unusable(Arc<str>),
 }
 
-/// A connection's peer; found in the extensions of every request.
+/// The peer of a connection. The extensions of every request contain it.
 #[derive(Debug, Clone)]
 pub struct Peer {
     /// Remote address.
     pub address: SocketAddr,
-    /// What it has proved.
+    /// The identity that the peer has proved.
     pub identity: Identity,
-    /// When its certificate expires; `None` without TLS. A resumed session is not verified again,
-    /// so whoever grants something looks here.
+    /// When its certificate expires; `None` without TLS. TLS does not verify the certificate again
+    /// when a session resumes, so every permission check compares this time.
     pub not_after: Option<SystemTime>,
 }
 
-/// When a certificate expires, on the clock of timers too.
+/// When a certificate expires, as a time of day and as an instant for timers.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Expiry {
     pub(crate) at: Instant,
@@ -68,12 +65,12 @@ pub(crate) struct Expiry {
 }
 
 impl Expiry {
-    /// What to tell the peer, once it is time.
+    /// The error for the peer once the certificate has expired; `None` before.
     pub(crate) fn due(self) -> Option<Denied> {
         (self.at <= Instant::now()).then_some(Denied::Expired(self.not_after))
     }
 
-    /// Waits until a certificate has expired; for ever where there is none.
+    /// Waits until the certificate has expired. Without a certificate it waits for ever.
     pub(crate) async fn passed(expiry: Option<Self>) {
         match expiry {
             Some(expiry) => tokio::time::sleep_until(expiry.at).await,
@@ -82,19 +79,19 @@ impl Expiry {
     }
 }
 
-/// Why a peer may not do something. Trying again helps with another certificate.
+/// Why a peer may not do something. A retry helps only with another certificate.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Denied {
-    /// Its certificate was valid when it was shown, and is no more.
+    /// The certificate was valid when the peer connected, and has expired since.
     #[error("the client certificate expired at {}; renew it and connect again", date(*.0))]
     Expired(SystemTime),
-    /// It is not for whom this is.
+    /// The identity of the peer does not allow the request.
     #[error("{0}")]
     NotAllowed(String),
 }
 
 impl Denied {
-    /// A label from a small fixed set.
+    /// The reason as the value of a metric's label, from a small fixed set.
     #[must_use]
     pub fn reason(&self) -> &'static str {
         match self {
@@ -114,11 +111,11 @@ impl From<Denied> for tonic::Status {
 }
 
 impl Peer {
-    /// Whether it may follow `Discovery.Sync` as this node.
+    /// Checks whether the peer may follow `Discovery.Sync` as the agent of this node.
     ///
     /// # Errors
     ///
-    /// [`Denied`].
+    /// [`Denied`], with the remedy.
     pub fn may_follow(&self, node_name: &str, now: SystemTime) -> Result<(), Denied> {
         self.check_expiry(now)?;
         let denied = |text: String| Err(Denied::NotAllowed(text));
@@ -126,7 +123,7 @@ impl Peer {
             Identity::Unchecked => Ok(()),
             Identity::Node(node) if **node == *node_name => Ok(()),
             Identity::Node(node) => denied(format!(
-                "the client certificate is node {node}'s; it cannot say Hello for {node_name}: start the agent with --node-name {node}, or give it \
+                "the client certificate is node {node}'s and cannot be used for node {node_name}: start the agent with --node-name {node}, or give it \
                  the certificate of {node_name}"
             )),
             Identity::Reader(name) => denied(format!(
@@ -137,25 +134,27 @@ impl Peer {
         }
     }
 
-    /// Whether it may use `Inspect` and reflection. Nodes may where the operator allows it.
+    /// Checks whether the peer may use `Inspect` and reflection. Nodes may do so only if
+    /// `nodes_may_inspect` is set.
     ///
     /// # Errors
     ///
-    /// [`Denied`].
+    /// [`Denied`], with the remedy.
     pub fn may_inspect(&self, nodes_may_inspect: bool, now: SystemTime) -> Result<(), Denied> {
         self.check_expiry(now)?;
         match &self.identity {
             Identity::Unchecked | Identity::Reader(_) => Ok(()),
             Identity::Node(_) if nodes_may_inspect => Ok(()),
             Identity::Node(node) => Err(Denied::NotAllowed(format!(
-                "the client certificate is node {node}'s, and nodes may not look: use a certificate with the URI headgate://reader/NAME (or the \
+                "the client certificate is node {node}'s, and nodes may not use Inspect or reflection: use a certificate with the URI headgate://reader/NAME (or the \
                  organization {READER_ORGANIZATION}), or start the control plane with --nodes-may-inspect"
             ))),
             Identity::Unusable(problem) => Err(Denied::NotAllowed(problem.to_string())),
         }
     }
 
-    /// When what is granted now has to end; `None` when that is further away than timers reach.
+    /// When a stream that starts now has to end; `None` without a certificate, or if that time is
+    /// beyond the range of timers.
     pub(crate) fn expiry(&self) -> Option<Expiry> {
         let not_after = self.not_after?;
         let at = Instant::now().checked_add(not_after.duration_since(SystemTime::now()).unwrap_or_default())?;
@@ -170,14 +169,14 @@ impl Peer {
     }
 }
 
-/// The identity that a peer's own certificate (DER) gives, and until when.
+/// Reads the identity in a peer's own certificate (DER), and when the certificate expires.
 ///
 /// # Errors
 ///
-/// A sentence, when the certificate cannot be parsed. The chain has been verified by then, so this
-/// is a defect of the authority's.
+/// A sentence for the peer, if the certificate cannot be parsed. The caller has verified the chain,
+/// so the authority has issued a malformed certificate.
 pub fn from_certificate(der: &[u8]) -> Result<(Identity, SystemTime), String> {
-    let malformed = |error: String| format!("the client certificate is malformed ({error}); have it made anew");
+    let malformed = |error: String| format!("the client certificate is malformed ({error}); issue a new one");
     let (_, certificate) = X509Certificate::from_der(der).map_err(|error| malformed(error.to_string()))?;
     let names = certificate.subject_alternative_name().map_err(|error| malformed(error.to_string()))?;
     let uris = names.iter().flat_map(|extension| &extension.value.general_names).filter_map(|name| match name {
@@ -193,8 +192,9 @@ pub fn from_certificate(der: &[u8]) -> Result<(Identity, SystemTime), String> {
     Ok((identity, Validity::of(&certificate).not_after))
 }
 
-/// Whoever is named must be named once, and nothing may contradict it: an authority that was talked
-/// into a second name gives neither.
+/// Returns the identity that the names in a certificate give. They must name the holder once, and
+/// must not contradict each other: if somebody has tricked the authority into adding a second name,
+/// neither name is accepted.
 fn identify<'a>(
     uris: impl Iterator<Item = &'a str>,
     common_names: impl Iterator<Item = &'a str>,
@@ -204,7 +204,7 @@ fn identify<'a>(
     let mut ours = uris.filter(is_ours);
     let uri = ours.next();
     if let (Some(first), Some(second)) = (uri, ours.next()) {
-        return Err(format!("has two URIs, {first:?} and {second:?}, and may have one"));
+        return Err(format!("has two URIs, {first:?} and {second:?}, but only one is allowed"));
     }
     let mut nodes = common_names.filter_map(|name| name.strip_prefix(NODE_COMMON_NAME_PREFIX));
     let common_name = nodes.next();
@@ -216,7 +216,7 @@ fn identify<'a>(
         is_reader |= organization == READER_ORGANIZATION;
         is_node |= organization == NODE_ORGANIZATION;
     }
-    let by_uri = uri.map(of_uri).transpose()?;
+    let by_uri = uri.map(identity_of_uri).transpose()?;
     let named = match (by_uri, common_name) {
         (Some(Identity::Node(by_uri)), Some(by_name)) if *by_uri != *by_name => {
             return Err(format!(
@@ -251,8 +251,8 @@ fn identify<'a>(
     }
 }
 
-fn of_uri(uri: &str) -> Result<Identity, String> {
-    // A reader's name is held to the same rule as a node's, so that it can be logged and compared.
+fn identity_of_uri(uri: &str) -> Result<Identity, String> {
+    // The rule for node names also applies to reader names, so that both are safe to log.
     let name = uri.strip_prefix(NODE_URI_PREFIX).or_else(|| uri.strip_prefix(READER_URI_PREFIX));
     let Some(name) = name else {
         return Err(format!("has the URI {uri:?}, which is neither {NODE_URI_PREFIX}NAME nor {READER_URI_PREFIX}NAME"));
@@ -287,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn uri_common_name_or_organization_says_who_it_is() {
+    fn uri_common_name_or_organization_names_the_holder() {
         assert_eq!(identity("agent", &["headgate://node/n1"]), Identity::Node("n1".into()));
         assert_eq!(certificate("system:node:n2", Some("system:nodes"), &[]), Identity::Node("n2".into()));
         assert_eq!(identity("system:node:n1", &["headgate://node/n1"]), Identity::Node("n1".into()));
@@ -302,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_unclear_is_nobody_s_and_says_why() {
+    fn an_unclear_certificate_is_unusable_and_the_reason_is_named() {
         let cases: [(&str, Option<&str>, &[&str], &str); 17] = [
             ("agent", None, &[], "names neither a node nor a reader"),
             ("agent", None, &["spiffe://x/y"], "names neither a node nor a reader"),
@@ -334,14 +334,14 @@ mod tests {
         ];
         for (common_name, organization, uris, problem) in cases {
             let Identity::Unusable(text) = certificate(common_name, organization, uris) else {
-                panic!("{common_name} {organization:?} {uris:?} is somebody");
+                panic!("{common_name} {organization:?} {uris:?} is accepted");
             };
-            assert!(text.contains(problem) && text.contains("; have it made with one URI"), "{text}");
+            assert!(text.contains(problem) && text.contains("; issue it with one URI"), "{text}");
         }
     }
 
     #[test]
-    fn each_role_may_do_its_own_and_no_more() {
+    fn each_role_has_only_its_own_permissions() {
         let now = SystemTime::now();
         let peer = |identity| Peer { address: ([192, 0, 2, 1], 1).into(), identity, not_after: Some(now) };
         let (node, reader) = (peer(Identity::Node("n1".into())), peer(Identity::Reader("me".into())));
@@ -369,7 +369,7 @@ mod tests {
     }
 
     #[test]
-    fn garbage_is_refused() {
+    fn a_malformed_certificate_is_an_error() {
         assert!(from_certificate(b"garbage").is_err());
     }
 }

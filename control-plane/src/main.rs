@@ -17,7 +17,7 @@ async fn main() -> ExitCode {
     match run_until_signal(&Options::parse()).await {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // One line for people; the error says what to do, a backtrace would not.
+            // The error names its remedy, so a backtrace is not needed.
             eprintln!("headgate-control-plane: {error}");
             ExitCode::FAILURE
         }
@@ -25,14 +25,14 @@ async fn main() -> ExitCode {
 }
 
 async fn run_until_signal(options: &Options) -> anyhow::Result<()> {
-    // The client of the API server logs each request that fails; the source says the same in the
-    // next line, with kind and remedy. --log may ask for it.
+    // The source logs each failed request with its kind and remedy, so the log of the API client is
+    // off unless --log turns it on.
     let filter = EnvFilter::try_new(format!("kube_client=off,{}", options.log));
     let filter = filter.map_err(|error| anyhow!("--log {}: {error}; pass a level such as info", options.log))?;
     let ansi = stderr().is_terminal();
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(stderr).with_ansi(ansi).init();
     if let Err(error) = open_files::raise() {
-        tracing::warn!(%error, "the limit of open files (ulimit -n) cannot be raised: each agent takes one");
+        tracing::warn!(%error, "cannot raise the limit of open files (ulimit -n); each agent needs one open file");
     }
     let shutdown = CancellationToken::new();
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);

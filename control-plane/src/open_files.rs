@@ -1,29 +1,29 @@
-//! How many files, and so connections, this process may have open.
+//! The limit of open files of this process, which also limits its connections.
 //!
-//! The limit has two parts (getrlimit(2)): what holds, and what a process may raise that to.
-//! Container runtimes begin with 1,024 and allow half a million.
+//! The limit has two parts (getrlimit(2)). The kernel enforces the soft limit, and a process may
+//! raise it up to the hard limit. Container runtimes often set 1,024 and half a million.
 
 use nix::{
     errno::Errno,
     sys::resource::{Resource, getrlimit, setrlimit},
 };
 
-/// Raises what holds to what is allowed. Returns it.
+/// Raises the soft limit to the hard limit, and returns it.
 ///
 /// # Errors
 ///
-/// What the system says; trying again does not help.
+/// The error of the system call. A retry does not help.
 pub fn raise() -> Result<u64, Errno> {
-    let (holds, allowed) = getrlimit(Resource::RLIMIT_NOFILE)?;
-    if holds < allowed {
-        setrlimit(Resource::RLIMIT_NOFILE, allowed, allowed)?;
+    let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
+    if soft < hard {
+        setrlimit(Resource::RLIMIT_NOFILE, hard, hard)?;
     }
-    Ok(allowed)
+    Ok(hard)
 }
 
-/// What holds. Everything, where the system does not say.
+/// The soft limit; `u64::MAX` if the system does not report it.
 pub(crate) fn limit() -> u64 {
-    getrlimit(Resource::RLIMIT_NOFILE).map_or(u64::MAX, |(holds, _)| holds)
+    getrlimit(Resource::RLIMIT_NOFILE).map_or(u64::MAX, |(soft, _)| soft)
 }
 
 #[cfg(test)]
@@ -32,11 +32,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_allowed_holds_afterwards() {
-        let (_, allowed) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
-        setrlimit(Resource::RLIMIT_NOFILE, allowed.min(500), allowed).unwrap();
-        assert_eq!(limit(), allowed.min(500));
-        assert_eq!(raise(), Ok(allowed));
-        assert_eq!(limit(), allowed);
+    fn the_soft_limit_is_raised_to_the_hard_limit() {
+        let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+        setrlimit(Resource::RLIMIT_NOFILE, hard.min(500), hard).unwrap();
+        assert_eq!(limit(), hard.min(500));
+        assert_eq!(raise(), Ok(hard));
+        assert_eq!(limit(), hard);
     }
 }

@@ -15,10 +15,10 @@ use crate::{
     source::{SourceSettings, SourceSpec},
 };
 
-/// Where gRPC is served unless `--listen` says otherwise.
+/// The default of `--listen`.
 const DEFAULT_LISTEN: SocketAddr = SocketAddr::new(IpAddr::V6(Ipv6Addr::UNSPECIFIED), 7443);
 
-/// An address to listen at.
+/// Parses an address to listen at.
 fn address(text: &str) -> Result<SocketAddr, &'static str> {
     text.parse().map_err(|_| "write an IP address and a port, such as 127.0.0.1:7443 or [::]:7443")
 }
@@ -28,8 +28,8 @@ fn address(text: &str) -> Result<SocketAddr, &'static str> {
 #[derive(Debug, Clone, Parser)]
 #[command(name = "headgate-control-plane", version)]
 pub struct Options {
-    /// What to serve: "kubernetes" (the API server), or "files:DIR" (a folder of YAML manifests,
-    /// followed live)
+    /// Where Services and endpoints come from: "kubernetes" (the API server), or "files:DIR" (a
+    /// folder of YAML manifests, which may change at any time)
     #[arg(long, value_name = "SOURCE")]
     pub source: SourceSpec,
 
@@ -37,8 +37,8 @@ pub struct Options {
     #[arg(long, value_name = "FILE")]
     pub kubeconfig: Option<PathBuf>,
 
-    /// A watch of the API server in which nothing comes for so long, neither change nor bookmark,
-    /// is taken for dead and opened anew, in seconds. Servers send bookmarks about every minute
+    /// A watch that receives neither a change nor a bookmark for this time is opened again, in
+    /// seconds. API servers send a bookmark about every minute
     #[arg(long, value_name = "SECONDS", default_value_t = 150, value_parser = clap::value_parser!(u32).range(1..=3600))]
     pub watch_silence_seconds: u32,
 
@@ -47,14 +47,14 @@ pub struct Options {
     #[arg(long, value_name = "ADDR:PORT", value_parser = address)]
     pub listen: Option<SocketAddr>,
 
-    /// Serve without TLS, believing what agents say they are. Needs an explicit --listen on a
-    /// loopback address, or on one of the ranges set aside for tests (192.0.2.0/24,
+    /// Serve without TLS, and accept the name that each agent gives. Needs an explicit --listen on
+    /// a loopback address, or on one of the ranges reserved for tests (192.0.2.0/24,
     /// 198.51.100.0/24, 203.0.113.0/24, 198.18.0.0/15, 2001:db8::/32)
     #[arg(long, conflicts_with_all = ["tls_cert", "tls_key", "tls_client_ca"])]
     pub insecure_loopback: bool,
 
-    /// PEM file with this replica's certificate and its chain. This and the two below are taken up
-    /// anew when they change
+    /// PEM file with this replica's certificate and its chain. This file, the key and the client
+    /// authorities are read again when they change
     #[arg(long, value_name = "FILE")]
     pub tls_cert: Option<PathBuf>,
 
@@ -62,15 +62,15 @@ pub struct Options {
     #[arg(long, value_name = "FILE")]
     pub tls_key: Option<PathBuf>,
 
-    /// PEM file with the authorities that sign clients' certificates. A node's agent has the URI
-    /// headgate://node/NAME, or the common name system:node:NAME and the organization system:nodes.
-    /// A reader, who may use Inspect and reflection, has the URI headgate://reader/NAME or the
-    /// organization headgate:readers
+    /// PEM file with the authorities that sign client certificates. The certificate of a node's
+    /// agent has the URI headgate://node/NAME, or the common name system:node:NAME and the
+    /// organization system:nodes. The certificate of a reader, who may use Inspect and reflection,
+    /// has the URI headgate://reader/NAME or the organization headgate:readers
     #[arg(long, value_name = "FILE")]
     pub tls_client_ca: Option<PathBuf>,
 
-    /// Let nodes' certificates look as well (Inspect, reflection): grpcurl from a node, at the
-    /// price that each node can list everything
+    /// Allow Inspect and reflection with node certificates too. This lets grpcurl work from a node,
+    /// but each node can then list everything
     #[arg(long)]
     pub nodes_may_inspect: bool,
 
@@ -78,27 +78,27 @@ pub struct Options {
     #[arg(long, value_name = "ADDR:PORT", default_value = "[::]:7480", value_parser = address)]
     pub metrics_listen: SocketAddr,
 
-    /// Name that agents and people see [default: the host's name]
+    /// Name of this replica, for agents and operators [default: the host name]
     #[arg(long, value_name = "NAME")]
     pub replica_name: Option<String>,
 
-    /// How often an agent hears something at least, in seconds; it reconnects after three times
-    /// that
+    /// Each agent receives at least one message in this time, in seconds. An agent that receives
+    /// nothing for three times as long connects again
     #[arg(long, value_name = "SECONDS", default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..=3600))]
     pub heartbeat_seconds: u32,
 
-    /// How long an agent waits for a replica whose source is behind what the agent has seen, in
-    /// seconds
+    /// How long an agent waits for this replica when the agent has seen newer objects than the
+    /// replica, in seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u32).range(0..=3600))]
     pub behind_wait_seconds: u32,
 
-    /// How long agents have to go elsewhere when this replica stops, in milliseconds
+    /// How long agents have to move to another replica when this one stops, in milliseconds
     #[arg(long, value_name = "MILLISECONDS", default_value_t = 2000, value_parser = clap::value_parser!(u32).range(0..=600_000))]
     pub drain_grace_ms: u32,
 
-    /// The Service whose ready endpoints are the control plane's replicas, itself among what is
-    /// served, and not headless. A replica with many more agents than its share of the nodes asks
-    /// some to go to another. Without it agents stay where they are
+    /// The Service whose ready endpoints are the control plane's replicas. The source must contain
+    /// it, and it must not be headless. A replica with many more agents than its share of the nodes
+    /// asks some of them to move to another replica. Without this option, agents are never asked to
     #[arg(long, value_name = "NAMESPACE/NAME", value_parser = service_key)]
     pub balance_service: Option<ServiceKey>,
 
@@ -108,24 +108,24 @@ pub struct Options {
     pub log: String,
 }
 
-/// Options that do not go together. Names the option and the remedy.
+/// Options that cannot be used together. The message names the option and the remedy.
 #[derive(Debug, thiserror::Error)]
 pub enum OptionsError {
-    /// Neither TLS nor a deliberate renunciation of it.
+    /// Neither the TLS files nor `--insecure-loopback` are given.
     #[error(
-        "{missing} is missing: pass --tls-cert, --tls-key and --tls-client-ca together; for a try on this machine alone, pass \
+        "{missing} is missing: pass --tls-cert, --tls-key and --tls-client-ca together; to try it on this machine only, pass \
          --insecure-loopback --listen 127.0.0.1:7443 instead"
     )]
     NoTls {
         /// The first option of the three that is missing.
         missing: &'static str,
     },
-    /// `--insecure-loopback` without an address.
+    /// `--insecure-loopback` without `--listen`.
     #[error("--insecure-loopback needs an explicit --listen, such as --listen 127.0.0.1:7443")]
     ListenNotExplicit,
-    /// `--insecure-loopback` where others may listen in.
+    /// `--insecure-loopback` with an address that other machines may reach.
     #[error(
-        "--insecure-loopback: --listen {0} is neither a loopback address nor in a range set aside for tests ({ranges}); choose such an address, or \
+        "--insecure-loopback: --listen {0} is neither a loopback address nor in a range reserved for tests ({ranges}); choose such an address, or \
          use TLS (--tls-cert, --tls-key, --tls-client-ca)", ranges = plaintext::TEST_RANGES.join(", ")
     )]
     ListenNotLocal(SocketAddr),
@@ -135,17 +135,17 @@ pub enum OptionsError {
 }
 
 impl Options {
-    /// Where gRPC is served.
+    /// The address at which gRPC is served.
     #[must_use]
     pub fn listen(&self) -> SocketAddr {
         self.listen.unwrap_or(DEFAULT_LISTEN)
     }
 
-    /// How connections are secured; reads the TLS files.
+    /// Reads the TLS files, and returns how connections are secured.
     ///
     /// # Errors
     ///
-    /// [`OptionsError`]; trying again does not help.
+    /// [`OptionsError`]. A retry does not help.
     pub fn security(&self) -> Result<Security, OptionsError> {
         if self.insecure_loopback {
             let listen = self.listen.ok_or(OptionsError::ListenNotExplicit)?;
@@ -164,14 +164,14 @@ impl Options {
         Ok(Security::Tls(tls))
     }
 
-    /// What reading the source needs to know.
+    /// The options of the source.
     #[must_use]
     pub fn source_settings(&self) -> SourceSettings {
         let watch_silence = Duration::from_secs(self.watch_silence_seconds.into());
         SourceSettings { kubeconfig: self.kubeconfig.clone(), watch_silence }
     }
 
-    /// What serving needs to know.
+    /// The options of the server.
     #[must_use]
     pub fn settings(&self) -> Settings {
         Settings {
@@ -194,12 +194,12 @@ fn service_key(text: &str) -> Result<ServiceKey, String> {
     Ok(ServiceKey::new(namespace, name))
 }
 
-/// Whether nobody else can be on the way to this address.
+/// Whether this address may be served without TLS.
 fn may_be_plaintext(address: IpAddr) -> bool {
     plaintext::is_allowed(address.to_canonical())
 }
 
-/// The host's name as the kernel has it (a pod's name, in a cluster).
+/// The host name of the kernel. In a pod this is the name of the pod.
 fn host_name() -> String {
     let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     let name = name.trim();
@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn the_command_line_is_sound() {
+    fn the_options_are_well_formed_and_have_defaults() {
         Options::command().debug_assert();
         let options = options(&[]);
         assert_eq!(options.listen().to_string(), "[::]:7443");
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn plaintext_is_for_explicit_local_addresses() {
+    fn plaintext_needs_an_explicit_local_address() {
         for listen in
             ["127.0.0.1:7443", "[::1]:7443", "127.8.9.1:0", "198.18.5.1:7443", "192.0.2.1:1", "[2001:db8::1]:1"]
         {
@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn without_tls_files_nothing_is_served() {
+    fn tls_files_are_required_and_must_be_readable() {
         assert!(refusal(&[]).starts_with("--tls-cert is missing"));
         assert!(refusal(&["--tls-cert", "/a", "--tls-key", "/b"]).starts_with("--tls-client-ca is missing"));
         let files =

@@ -1,4 +1,4 @@
-//! Everything together: source → store → serving.
+//! Starts the source, the store and the server, and stops them in order.
 
 use std::sync::Arc;
 
@@ -14,35 +14,35 @@ use crate::{
     transaction::Sink,
 };
 
-/// Why the control plane could not start, or could not go on.
+/// Why the control plane could not start, or had to stop.
 #[derive(Debug, thiserror::Error)]
 pub enum RunError {
-    /// The command line.
+    /// The options cannot be used.
     #[error(transparent)]
     Options(#[from] OptionsError),
-    /// A port.
+    /// The server cannot start.
     #[error(transparent)]
     Serve(#[from] ServeError),
-    /// The source.
+    /// The source cannot be read at all.
     #[error("--source: {0}")]
     Source(#[from] SourceError),
     /// A task panicked.
-    #[error("the source ended by a defect: {0}")]
+    #[error("the task of the source panicked: {0}; please report this")]
     Defect(#[from] tokio::task::JoinError),
 }
 
 /// A control plane that runs in this process.
 pub struct ControlPlane {
-    /// Its server, with the addresses that it is bound to.
+    /// The server, with the addresses that it is bound to.
     pub running: Running,
-    /// Its store.
+    /// The store.
     pub store: Arc<Store>,
     source: JoinHandle<Result<(), SourceError>>,
     shutdown: CancellationToken,
 }
 
 impl ControlPlane {
-    /// Starts serving, and the source. Returns once the ports are bound; agents wait until the
+    /// Starts the server and the source. Returns once the ports are bound; agents wait until the
     /// source has been listed.
     ///
     /// # Errors
@@ -68,8 +68,8 @@ impl ControlPlane {
         Ok(Self { running, store, source: tokio::spawn(run), shutdown })
     }
 
-    /// Runs until `shutdown` is cancelled or the source cannot go on, and stops in order: agents
-    /// are asked to go elsewhere first.
+    /// Runs until `shutdown` is cancelled or the source fails. Agents are asked to move to another
+    /// replica before the server stops.
     ///
     /// # Errors
     ///
@@ -84,7 +84,7 @@ impl ControlPlane {
         match source {
             Some(ended) => Ok(ended??),
             None => {
-                // It may be in the middle of a request to an API server that does not answer.
+                // The source may be waiting for an API server that does not answer.
                 self.source.abort();
                 Ok(())
             }
@@ -96,7 +96,7 @@ impl ControlPlane {
 ///
 /// # Errors
 ///
-/// [`RunError`]; trying again does not help unless what it names changes.
+/// [`RunError`]. A retry helps only after the cause that it names is corrected.
 pub async fn run(options: &Options, shutdown: CancellationToken) -> Result<(), RunError> {
     let control_plane = ControlPlane::start(options, shutdown).await?;
     let running = &control_plane.running;

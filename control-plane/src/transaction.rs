@@ -1,17 +1,17 @@
-//! What a source hands to the store: one consistent step.
+//! The changes that a source passes to the store, and the trait [`Sink`] that receives them.
 
 use std::{collections::BTreeMap, sync::Arc, time::SystemTime};
 
 use headgate_core::{Change, Node};
 use tokio::sync::watch;
 
-/// A change of the shared state and what set it off.
+/// A change of the shared state, with the time that triggered it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TriggeredChange {
-    /// The resource at its new value, or the key that is gone.
+    /// The new value of a resource, or the key of a removed one.
     pub change: Change,
-    /// Oldest `endpoints.kubernetes.io/last-change-trigger-time` behind an endpoint's change,
-    /// milliseconds since the Unix epoch; 0 when unknown.
+    /// The oldest `endpoints.kubernetes.io/last-change-trigger-time` of the slices that caused the
+    /// change of an endpoint, in milliseconds since the Unix epoch; 0 when unknown.
     pub trigger_unix_ms: u64,
 }
 
@@ -20,11 +20,11 @@ pub struct TriggeredChange {
 pub enum NodeChange {
     /// Added or changed.
     Apply(Node),
-    /// Gone.
+    /// Removed.
     Remove(Arc<str>),
 }
 
-/// The kinds whose positions are told apart.
+/// The kinds of objects that have a position of their own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum SourceKind {
     /// Services.
@@ -40,89 +40,89 @@ pub enum SourceKind {
 }
 
 impl SourceKind {
-    /// True when replicas of one source count alike. A folder's position is the clock of whoever
-    /// reads it.
+    /// True when replicas that follow the same source have comparable positions. The position of a
+    /// folder comes from the clock of the machine that reads it, so it is not comparable.
     #[must_use]
     pub fn is_comparable(self) -> bool {
         self != Self::Files
     }
 
-    /// True when its position says how new the resources are that every agent receives.
+    /// True when the kind includes resources that every agent receives.
     #[must_use]
     pub fn has_shared_resources(self) -> bool {
         self != Self::Nodes
     }
 
-    /// True when its position says how new Nodes are.
+    /// True when the kind includes Nodes.
     #[must_use]
     pub fn has_nodes(self) -> bool {
         matches!(self, Self::Nodes | Self::Files)
     }
 }
 
-/// One step of the source. Changes are grouped by service; what is added comes before what refers
-/// to it, removals come last.
+/// One step of the source. Changes are grouped by Service. A new resource comes before the
+/// resources that refer to it, and removals come last.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Transaction {
     /// Changes for every agent.
     pub changes: Vec<TriggeredChange>,
     /// Changes for single agents.
     pub nodes: Vec<NodeChange>,
-    /// Where the source now stands, for the kinds of which something changed (Kubernetes: the
-    /// resourceVersion).
+    /// The new position of each kind that has changed. For Kubernetes it is the resourceVersion.
     pub positions: Vec<(SourceKind, u64)>,
-    /// Likewise for kinds that moved on without a change (Kubernetes: bookmarks). A replica that
-    /// has been told less has missed nothing, so agents do not learn of these.
+    /// The new position of each kind whose position moved without a change, for Kubernetes by a
+    /// bookmark. These positions are not sent to agents, because an agent with an older position
+    /// has missed nothing.
     pub bookmarks: Vec<(SourceKind, u64)>,
-    /// When the oldest change came from the source; `None`: just now.
+    /// When the oldest change arrived from the source; `None` means now.
     pub received: Option<SystemTime>,
 }
 
 /// Something in the source that is not served as written.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Problem {
-    /// Such as `Service prod/web`.
+    /// The object, such as `Service prod/web`.
     pub object: String,
-    /// Such as `spec.ports[0].port`; empty for the object as a whole.
+    /// The field, such as `spec.ports[0].port`; empty for the object as a whole.
     pub field: String,
     /// What is wrong and what to do about it.
     pub message: String,
-    /// Such as `web.yaml, document 2`; empty for the Kubernetes API.
+    /// The place, such as `web.yaml, document 2`; empty for the Kubernetes API.
     pub origin: String,
 }
 
-/// Where a source puts what it reads. The store is the one that counts; tests use a list. No call
-/// waits.
+/// Receives what a source reads. The store implements this trait, and some tests implement it with
+/// a list. No method blocks.
 pub trait Sink: Send + Sync + 'static {
-    /// Applies one step. Called in the order of the source, by one task at a time.
+    /// Applies one step. One task at a time calls this, in the order of the source.
     fn commit(&self, transaction: Transaction);
 
-    /// Every kind has been listed once and committed: serving may begin. Called once.
+    /// Every kind has been listed and committed, so serving may begin. Called once.
     fn synced(&self);
 
-    /// The source has just shown that what was handed on of a kind is current: by a complete list,
-    /// a change or a bookmark.
+    /// The source has just shown that the committed objects of a kind are current: it sent a
+    /// complete list, a change or a bookmark.
     fn heard(&self, kind: SourceKind);
 
-    /// Whether the source can be heard: `Some` says why it cannot, `None` that it can again. Until
-    /// the first call it can.
+    /// Sets whether the source is cut off: `Some` gives the reason, and `None` means that changes
+    /// arrive again. Before the first call the source is not cut off.
     fn cut_off(&self, problem: Option<String>);
 
-    /// Whether a request to the source has failed or is late, so that it may soon be cut off.
-    /// Agents of other replicas are not invited meanwhile.
+    /// Sets whether a request to the source has failed or is late, so that the source may soon be
+    /// cut off. Meanwhile agents of other replicas do not move to this replica.
     fn doubted(&self, is_doubted: bool) {
         let _ = is_doubted;
     }
 
-    /// Replaces the list of all present problems. Sorted.
+    /// Replaces the list of all present problems. The list is sorted.
     fn problems(&self, problems: Vec<Problem>);
 
-    /// Positions that agents have seen at other replicas and that the source has not reached here,
-    /// the last one of each kind; wakes when an agent asks. A source that can find out at once how
-    /// far it has come does so then.
+    /// The positions that agents have seen at other replicas and that this source has not reached:
+    /// the last one of each kind. The receiver wakes when an agent adds one. A source that can ask
+    /// for its current position then does so.
     fn wanted_positions(&self) -> watch::Receiver<BTreeMap<SourceKind, u64>>;
 
-    /// A refused object, a dropped watch, an answer that made no sense: counted by a short, bounded
-    /// reason such as `watch_expired` or `malformed_object`.
+    /// Counts a refused object, a lost watch or an invalid answer. `reason` is one of a small fixed
+    /// set, such as `watch_expired` or `malformed_object`.
     fn count_error(&self, kind: SourceKind, reason: &'static str);
 }

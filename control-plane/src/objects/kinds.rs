@@ -1,4 +1,4 @@
-//! The kinds, field by field as the API spells them.
+//! The types of objects, with the fields of the API.
 
 use compact_str::CompactString;
 use serde::Deserialize;
@@ -50,10 +50,10 @@ pub struct ServiceSpec {
     /// `None`, `ClientIP` or empty.
     #[serde(default, deserialize_with = "nullable")]
     pub session_affinity: String,
-    /// Its time-out.
+    /// Time-out of the session affinity.
     #[serde(default, deserialize_with = "nullable")]
     pub session_affinity_config: SessionAffinityConfig,
-    /// CIDRs.
+    /// CIDRs of the clients that may use the load balancer.
     #[serde(default, deserialize_with = "nullable")]
     pub load_balancer_source_ranges: Vec<String>,
     /// Port, 0 for none.
@@ -82,7 +82,7 @@ pub struct ServicePort {
 /// `spec.sessionAffinityConfig`.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default, Deserialize)]
 pub struct SessionAffinityConfig {
-    /// Of ClientIP affinity.
+    /// Settings of ClientIP affinity.
     #[serde(default, rename = "clientIP", deserialize_with = "nullable")]
     pub client_ip: ClientIpConfig,
 }
@@ -100,7 +100,7 @@ pub struct ClientIpConfig {
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ServiceStatus {
-    /// Of its load balancer.
+    /// Status of the load balancer.
     #[serde(default, deserialize_with = "nullable")]
     pub load_balancer: LoadBalancerStatus,
 }
@@ -108,7 +108,7 @@ pub struct ServiceStatus {
 /// `status.loadBalancer`.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default, Deserialize)]
 pub struct LoadBalancerStatus {
-    /// Where it is reached.
+    /// Addresses of the load balancer.
     #[serde(default, deserialize_with = "nullable")]
     pub ingress: Vec<Ingress>,
 }
@@ -157,17 +157,18 @@ pub struct SlicePort {
     pub port: Option<i64>,
 }
 
-/// One endpoint of an EndpointSlice. A list holds all of a cluster for a moment, so it is small.
+/// One endpoint of an EndpointSlice. The type is small, because a list holds all endpoints of a
+/// cluster for a moment.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct SliceEndpoint {
-    /// The first of `addresses`: only that counts.
+    /// The first of `addresses`. The others are ignored, as in kube-proxy.
     #[serde(default, rename = "addresses", deserialize_with = "first")]
     pub address: Option<CompactString>,
     /// Conditions.
     #[serde(default, deserialize_with = "nullable")]
     pub conditions: SliceConditions,
-    /// Node.
+    /// Name of the node.
     #[serde(default, deserialize_with = "nullable")]
     pub node_name: CompactString,
     /// Zone.
@@ -204,10 +205,10 @@ pub struct SliceHints {
     pub for_nodes: Vec<HintName>,
 }
 
-/// `{name: …}`.
+/// A hint, written `{name: …}`.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default, Deserialize)]
 pub struct HintName {
-    /// Of a zone or a node.
+    /// Name of a zone or a node.
     #[serde(default, deserialize_with = "nullable")]
     pub name: String,
 }

@@ -17,13 +17,13 @@ pub struct Metadata {
     /// Namespace, empty if none is given.
     #[serde(default, deserialize_with = "nullable")]
     pub namespace: String,
-    /// Version; empty in files.
+    /// resourceVersion; empty in files.
     #[serde(default, deserialize_with = "nullable")]
     pub resource_version: String,
-    /// RFC 3339, or empty.
+    /// Time of creation (RFC 3339), or empty.
     #[serde(default, deserialize_with = "nullable")]
     pub creation_timestamp: String,
-    /// RFC 3339, or empty unless it is being deleted.
+    /// Time of deletion (RFC 3339); empty unless the object is being deleted.
     #[serde(default, deserialize_with = "nullable")]
     pub deletion_timestamp: String,
     /// The labels that are read.
@@ -68,9 +68,9 @@ pub struct Annotations {
     pub last_change_trigger_time: Option<String>,
 }
 
-/// A map of which few keys matter.
+/// A map of which only some keys are read.
 trait Picked: Default {
-    /// The place for a key's value; `None` for keys that do not matter.
+    /// The place for the value of a key; `None` for keys that are not read.
     fn place(&mut self, key: &str) -> Option<&mut Option<String>>;
 }
 
@@ -119,7 +119,7 @@ impl<'de, T: Picked> Visitor<'de> for PickedVisitor<T> {
     }
 }
 
-/// A key, borrowed from the text where the text allows it.
+/// A key, borrowed from the text where possible.
 struct Text<'de>(Cow<'de, str>);
 
 impl<'de> Deserialize<'de> for Text<'de> {
@@ -156,14 +156,14 @@ impl<'de> Deserialize<'de> for Annotations {
     }
 }
 
-/// `null` is the default value.
+/// Reads a value, where `null` means the default value.
 pub(super) fn nullable<'de, D: Deserializer<'de>, T: Deserialize<'de> + Default>(
     deserializer: D,
 ) -> Result<T, D::Error> {
     Ok(Option::<T>::deserialize(deserializer)?.unwrap_or_default())
 }
 
-/// A list without room for more; `null` is an empty one.
+/// Reads a list, where `null` means an empty list, and frees its spare capacity.
 pub(super) fn nullable_fitting<'de, D: Deserializer<'de>, T: Deserialize<'de>>(
     deserializer: D,
 ) -> Result<Vec<T>, D::Error> {
@@ -172,7 +172,7 @@ pub(super) fn nullable_fitting<'de, D: Deserializer<'de>, T: Deserialize<'de>>(
     Ok(list)
 }
 
-/// The first entry of a list that may be `null`.
+/// Reads the first entry of a list that may be `null`.
 pub(super) fn first<'de, D: Deserializer<'de>, T: Deserialize<'de>>(deserializer: D) -> Result<Option<T>, D::Error> {
     Ok(nullable::<D, Vec<T>>(deserializer)?.into_iter().next())
 }

@@ -1,10 +1,10 @@
-//! The fields of Kubernetes objects that a service proxy reads, and nothing else.
+//! The fields of Kubernetes objects that a service proxy reads. Both sources use these types.
 //!
-//! Decoding these costs a fraction of decoding the full types: `managedFields`, most labels and
-//! annotations, selectors and statuses are skipped in the text and never reach the heap. Both
-//! sources use them. Values are kept as written: an address is text and a port any number, so that
-//! [`crate::model`] can say what is wrong with one field of an object, and use the others. A list
-//! that is `null`, as Go writes an empty one, is empty.
+//! Decoding them costs a fraction of decoding the full types: `managedFields`, most labels and
+//! annotations, selectors and statuses are skipped in the text and never reach the heap. Values are
+//! kept as written: an address is text, and a port is any number. So [`crate::model`] can report
+//! one invalid field of an object and use the others. A list that is `null` is empty, because Go
+//! writes empty lists as `null`.
 
 mod kinds;
 mod metadata;
@@ -23,7 +23,7 @@ pub use self::{
     metadata::{Annotations, Labels, Metadata},
 };
 
-/// The kinds that are read.
+/// The kinds of objects that a source reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum ObjectKind {
     /// `v1` Service.
@@ -71,19 +71,19 @@ impl ObjectKind {
     }
 }
 
-/// What names an object. Displayed as `Service prod/web`, or `Node node-1`.
+/// The kind and the name of an object. Displayed as `Service prod/web`, or `Node node-1`.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ObjectKey {
     /// Kind.
     pub kind: ObjectKind,
-    /// `metadata.namespace`; empty for kinds without.
+    /// `metadata.namespace`; empty for kinds without namespaces.
     pub namespace: Box<str>,
     /// `metadata.name`.
     pub name: Box<str>,
 }
 
 impl ObjectKey {
-    /// A key from its parts. A namespaced kind without a namespace is in `default`, as for `kubectl
+    /// Creates a key. A namespaced kind without a namespace is in `default`, as for `kubectl
     /// apply`.
     #[must_use]
     pub fn new(kind: ObjectKind, namespace: &str, name: &str) -> Self {
@@ -143,17 +143,17 @@ impl Object {
         }
     }
 
-    /// What names it.
+    /// Its key.
     #[must_use]
     pub fn key(&self) -> ObjectKey {
         let metadata = self.metadata();
         ObjectKey::new(self.kind(), &metadata.namespace, &metadata.name)
     }
 
-    /// Decodes an object of a kind that is known.
+    /// Decodes an object of this kind.
     ///
     /// # Errors
-    /// The deserializer's, when a field has a type that the API does not give it.
+    /// The error of the deserializer, if a field has a wrong type.
     pub fn deserialize<'de, D: Deserializer<'de>>(kind: ObjectKind, deserializer: D) -> Result<Self, D::Error> {
         Ok(match kind {
             ObjectKind::Service => Self::Service(Service::deserialize(deserializer)?),
@@ -164,18 +164,18 @@ impl Object {
     }
 }
 
-/// `apiVersion`, `kind` and the names: enough to say what an object is when the rest cannot be
-/// read.
+/// `apiVersion`, `kind` and the names: enough to identify an object whose other fields cannot be
+/// decoded.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Header {
-    /// Such as `discovery.k8s.io/v1`.
+    /// `apiVersion`, such as `discovery.k8s.io/v1`.
     #[serde(default, deserialize_with = "nullable")]
     pub api_version: String,
-    /// Such as `EndpointSlice`.
+    /// `kind`, such as `EndpointSlice`.
     #[serde(default, deserialize_with = "nullable")]
     pub kind: String,
-    /// Names.
+    /// The names in `metadata`.
     #[serde(default, deserialize_with = "nullable")]
     pub metadata: Names,
 }

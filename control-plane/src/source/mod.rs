@@ -1,4 +1,4 @@
-//! Where objects come from.
+//! The sources of objects: the Kubernetes API, or a folder of manifests.
 
 mod files;
 mod kubernetes;
@@ -13,17 +13,18 @@ use crate::{
     transaction::{Problem, Sink},
 };
 
-/// What a manifest defines; for [`crate::fuzz`].
+/// The objects that a manifest defines, for [`crate::fuzz`].
 pub(crate) fn manifest_events(name: &str, bytes: &[u8]) -> Vec<Event> {
     files::events(name, bytes)
 }
 
-/// What the lines of a watch say, up to the first that is no event.
+/// The events in the lines of a watch, up to the first line that cannot be decoded, for
+/// [`crate::fuzz`].
 pub(crate) fn watch_events(kind: ObjectKind, bytes: &[u8]) -> Vec<Event> {
     kubernetes::watch_events(kind, bytes)
 }
 
-/// What is on a page of a list; nothing if it is none.
+/// The objects on a page of a list, for [`crate::fuzz`]; empty if the page cannot be decoded.
 pub(crate) fn list_events(kind: ObjectKind, bytes: &[u8]) -> Vec<Event> {
     kubernetes::list_events(kind, bytes)
 }
@@ -37,17 +38,17 @@ pub enum SourceSpec {
     Kubernetes,
 }
 
-/// How to read it.
+/// The settings of a source.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SourceSettings {
-    /// For `kubernetes`: the configuration's file; without it that of the cluster around the pod.
+    /// For `kubernetes`: the kubeconfig file; `None` for the in-cluster configuration.
     pub kubeconfig: Option<PathBuf>,
-    /// For `kubernetes`: a watch in which nothing comes for so long is opened anew.
+    /// For `kubernetes`: a watch that receives nothing for this time is opened again.
     pub watch_silence: Duration,
 }
 
 impl SourceSettings {
-    /// Two bookmarks may be late: servers send one about every minute.
+    /// API servers send a bookmark about every minute, so two bookmarks may be late.
     pub const DEFAULT_WATCH_SILENCE: Duration = Duration::from_secs(150);
 }
 
@@ -57,9 +58,9 @@ impl Default for SourceSettings {
     }
 }
 
-/// A source that cannot be meant.
+/// A value of `--source` that names no source.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{0:?} is no source: write \"kubernetes\", or \"files:\" and a folder such as files:/etc/headgate")]
+#[error("{0:?} is no source: write \"kubernetes\", or \"files:\" and a folder, such as files:/etc/headgate")]
 pub struct SourceSpecError(String);
 
 impl FromStr for SourceSpec {
@@ -83,44 +84,44 @@ impl fmt::Display for SourceSpec {
     }
 }
 
-/// Why a source cannot be read at all. None goes away by trying again: each asks for a person.
+/// Why a source cannot be read at all. A retry does not help: a person has to correct the cause.
 #[derive(Debug, thiserror::Error)]
 pub enum SourceError {
-    /// Neither inside a cluster nor told of one.
+    /// The program does not run in a cluster, and no kubeconfig is given.
     #[error("not inside a cluster ({0}): give --kubeconfig PATH, or --source files:DIR")]
     NotInCluster(String),
     /// The kubeconfig cannot be used.
     #[error("the kubeconfig {path} cannot be used: {why}")]
     Kubeconfig {
-        /// Where it is.
+        /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// What is wrong with the file.
         why: String,
     },
-    /// No client can be made of the configuration.
-    #[error("no API client can be made of the configuration: {0}")]
+    /// No API client can be created from the configuration.
+    #[error("no API client can be created from the configuration: {0}")]
     Client(String),
-    /// A kubeconfig with a source that has no use for it.
-    #[error("--kubeconfig {0} says nothing to {1}: leave it out, or choose --source kubernetes")]
+    /// `--kubeconfig` together with a source that does not use it.
+    #[error("--kubeconfig {0} has no effect with --source {1}: remove it, or use --source kubernetes")]
     UselessKubeconfig(PathBuf, SourceSpec),
     /// The folder cannot be read.
-    #[error("the folder {path} cannot be read: {why}: make it, or name another in --source files:DIR")]
+    #[error("the folder {path} cannot be read: {why}: create it, or name another folder with --source files:DIR")]
     Folder {
-        /// Where it should be.
+        /// The folder.
         path: PathBuf,
-        /// What is wrong with it.
+        /// Why it cannot be read.
         why: String,
     },
-    /// A watch ended by itself, which is a defect.
-    #[error("a watch ended by itself: {0}; please report this")]
+    /// A task that follows the source has ended, which is a defect.
+    #[error("a task that follows the source has ended: {0}; please report this")]
     WatchEnded(String),
 }
 
-/// Reads a source until `shutdown`, and hands what changes to `sink`.
+/// Reads a source until `shutdown`, and passes its changes to `sink`.
 ///
 /// # Errors
-/// See [`SourceError`]. A source that is away for a time, or partly bad, is no error: that is
-/// counted and shown by `sink`.
+/// See [`SourceError`]. A source that is unreachable for a time, or partly invalid, is not an
+/// error: `sink` counts and shows it.
 pub async fn run(
     spec: SourceSpec,
     settings: SourceSettings,
@@ -134,7 +135,7 @@ pub async fn run(
     }
 }
 
-/// Hands on the list of problems, and logs those that were not on it before.
+/// Passes the list of problems to the sink, and logs the new ones.
 fn show_problems(sink: &dyn Sink, shown: &mut Vec<Problem>, problems: Vec<Problem>) {
     for problem in problems.iter().filter(|problem| shown.binary_search(problem).is_err()) {
         let Problem { object, field, origin, message } = problem;
@@ -150,7 +151,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sources_are_read_and_printed_alike() {
+    fn a_source_is_printed_as_it_is_written() {
         for text in ["kubernetes", "files:/tmp/x", "files:a:b"] {
             assert_eq!(text.parse::<SourceSpec>().unwrap().to_string(), text);
         }

@@ -1,4 +1,4 @@
-//! One file: its documents, and the objects in them.
+//! Reads the documents of one file, and the objects in them.
 
 use std::{fmt, marker::PhantomData};
 
@@ -16,24 +16,24 @@ use crate::{
 /// An object in a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Definition {
-    /// What it defines.
+    /// The object, as an event.
     pub(super) event: Event,
-    /// In which document of the file, counted from 1.
+    /// Number of its document in the file, counted from 1.
     pub(super) document: usize,
 }
 
-/// Where an object is defined, such as `web.yaml, document 2`.
+/// The name of the place where an object is defined, such as `web.yaml, document 2`.
 pub(super) fn origin(file: &str, document: usize) -> String {
     format!("{file}, document {document}")
 }
 
-/// What a file says.
+/// The content of a file.
 #[derive(Debug, Default)]
 pub(super) struct Parsed {
-    /// Objects in their order.
+    /// Objects in the order of the file.
     pub(super) definitions: Vec<Definition>,
-    /// Documents of which not even the object's name can be read: nobody knows which objects they
-    /// mean.
+    /// Documents in which not even the name of the object can be read, so it is unknown which
+    /// objects they define.
     pub(super) faults: Vec<Problem>,
 }
 
@@ -43,7 +43,7 @@ struct Fault {
     message: String,
 }
 
-/// Reads a file. Each document stands for itself: what is wrong with one leaves the others alone.
+/// Reads a file. An error in one document does not affect the others.
 pub(super) fn parse(name: &str, bytes: &[u8]) -> Parsed {
     let mut parsed = Parsed::default();
     let Ok(text) = std::str::from_utf8(bytes) else {
@@ -73,9 +73,9 @@ impl Parsed {
     }
 }
 
-/// Text of each document with its first line. A line that begins with `---` starts a document
-/// wherever it stands, also in block scalars, and one that begins with `...` ends one (YAML 1.2,
-/// 9.1.2), so each can be cut out without reading it.
+/// Cuts a text into documents, each with the number of its first line, counted from 0. A line that
+/// begins with `---` always starts a document, and a line that begins with `...` always ends one,
+/// even inside a block scalar (YAML 1.2, 9.1.2). So documents can be cut out without being parsed.
 fn split(text: &str) -> Vec<(usize, &str)> {
     let mut documents = Vec::new();
     let (mut start, mut first_line, mut offset) = (0, 0, 0);
@@ -98,7 +98,7 @@ fn split(text: &str) -> Vec<(usize, &str)> {
     documents
 }
 
-/// Only comments, directives and markers.
+/// Whether a text contains only comments, directives and document markers.
 fn is_blank(text: &str) -> bool {
     let is_blank_line =
         |line: &str| line.is_empty() || line.starts_with(['#', '%']) || line == "..." || line.starts_with("... ");
@@ -128,7 +128,7 @@ impl Document<'_> {
         match identify(&header) {
             Ok(None) => {
                 let (api_version, kind) = (header.api_version, header.kind);
-                tracing::debug!(origin = self.origin, api_version, kind, "not a kind that is read: left alone");
+                tracing::debug!(origin = self.origin, api_version, kind, "objects of this kind are not read: ignored");
             }
             Ok(Some(key)) => {
                 let decoded = self.decode(OfKind(key.kind));
@@ -150,7 +150,7 @@ impl Document<'_> {
             Err(fault) => return parsed.fault(kind.to_owned(), &self.origin, fault),
         };
         for (index, mut item) in list.items.unwrap_or_default().into_iter().enumerate() {
-            // Items of a ServiceList and the like need not repeat what they are.
+            // Items of a typed list, such as a ServiceList, may omit their apiVersion and kind.
             if let Some((api_version, kind)) = kind_of_items(kind)
                 && let Some(fields) = item.as_object_mut()
             {
@@ -176,7 +176,13 @@ impl Document<'_> {
         match identify(&header) {
             Ok(None) => {
                 let (api_version, kind) = (header.api_version, header.kind);
-                tracing::debug!(origin = self.origin, index, api_version, kind, "not a kind that is read: left alone");
+                tracing::debug!(
+                    origin = self.origin,
+                    index,
+                    api_version,
+                    kind,
+                    "objects of this kind are not read: ignored"
+                );
             }
             Ok(Some(key)) => {
                 let mut track = serde_path_to_error::Track::new();
@@ -195,7 +201,8 @@ impl Document<'_> {
         }
     }
 
-    /// Decodes the document; only one that cannot be decoded is read a second time, to say where.
+    /// Decodes the document. YAML that cannot be decoded is read a second time, to find the field
+    /// and the line of the error.
     fn decode<S, T>(&self, seed: S) -> Result<T, Fault>
     where
         S: for<'de> DeserializeSeed<'de, Value = T> + Copy,
@@ -211,7 +218,7 @@ impl Document<'_> {
             seed.deserialize(deserializer)
         });
         plain.or_else(|_| {
-            // Line numbers are to be those of the file.
+            // The added lines make line numbers count from the start of the file.
             let text = format!("{}{}", "\n".repeat(self.first_line), self.text);
             let mut track = Track::new();
             let tracked = with_deserializer_from_str_with_options(&text, options(), |deserializer| {
@@ -222,7 +229,7 @@ impl Document<'_> {
     }
 }
 
-/// Decodes an object of a kind.
+/// Decodes an object of this kind.
 #[derive(Clone, Copy)]
 struct OfKind(ObjectKind);
 
@@ -237,14 +244,14 @@ impl<'de> DeserializeSeed<'de> for OfKind {
 impl Fault {
     fn new(path: String, error: &impl fmt::Display) -> Self {
         let field = if path == "." { String::new() } else { path };
-        // The library speaks to its caller, not to the author of the file.
+        // This part of the message is advice for programmers, not for the author of the file.
         let error = error.to_string().replace(", set DuplicateKeyPolicy in Options if acceptable", "");
         Self { field, message: format!("{error}: correct it") }
     }
 }
 
-/// Limits against documents that grow without end by aliases, wide enough for one list of a large
-/// cluster.
+/// Limits the number of nodes, because aliases can make a small document expand without end. The
+/// limits allow one list of a large cluster.
 fn options() -> serde_saphyr::Options {
     serde_saphyr::options! {
         budget: serde_saphyr::budget! { max_events: 50_000_000, max_nodes: 50_000_000 },
@@ -275,8 +282,8 @@ fn undecodable(key: ObjectKey, fault: Fault) -> Event {
     Event::Undecodable { key, field: fault.field, message: fault.message }
 }
 
-/// Which object a header names; `None` for kinds that are not read. With the fault comes the
-/// object, if that much is known.
+/// The object that a header names; `None` for kinds that are not read. The error contains the key
+/// of the object if it is known.
 fn identify(header: &Header) -> Result<Option<ObjectKey>, (Option<ObjectKey>, Fault)> {
     let fault = |field: &str, message: String| Fault { field: field.to_owned(), message };
     for (field, value) in [("apiVersion", &header.api_version), ("kind", &header.kind)] {
@@ -285,17 +292,18 @@ fn identify(header: &Header) -> Result<Option<ObjectKey>, (Option<ObjectKey>, Fa
         }
     }
     let kind = ObjectKind::of(&header.api_version, &header.kind);
-    let near = || {
+    let of_other_version = || {
         ObjectKind::ALL.into_iter().find(|kind| kind.name() == header.kind && shares_group(*kind, &header.api_version))
     };
-    let Some(kind) = kind.or_else(near) else { return Ok(None) };
+    let Some(kind) = kind.or_else(of_other_version) else { return Ok(None) };
     let names = &header.metadata;
     if names.name.is_empty() {
         return Err((None, fault("metadata.name", format!("this {} has no name: give it one", kind.name()))));
     }
     let key = ObjectKey::new(kind, &names.namespace, &names.name);
     if ObjectKind::of(&header.api_version, &header.kind).is_none() {
-        let message = format!("{:?} is a version that is not read: write {}", header.api_version, api_version(kind));
+        let message =
+            format!("version {:?} of the API is not supported: write {}", header.api_version, api_version(kind));
         return Err((Some(key), fault("apiVersion", message)));
     }
     Ok(Some(key))
@@ -309,7 +317,8 @@ fn api_version(kind: ObjectKind) -> &'static str {
     }
 }
 
-/// Another version of the same API group, and not a kind of the same name from elsewhere.
+/// Whether an `apiVersion` belongs to the API group of the kind. Another group may have a kind of
+/// the same name, which is not read.
 fn shares_group(kind: ObjectKind, written: &str) -> bool {
     let group = |api_version: &str| api_version.rsplit_once('/').map(|(group, _)| group.to_owned());
     group(api_version(kind)) == group(written)
@@ -327,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn documents_stand_for_themselves() {
+    fn an_error_in_one_document_does_not_affect_the_others() {
         let text = format!(
             "# head\n---\n{SERVICE}---\nkind: [broken\n--- # third\n{{apiVersion: v1, kind: Node, metadata: {{name: n1}}}}\n---\n---\n\
              apiVersion: apps/v1\nkind: Deployment\nmetadata: {{name: web}}\n"
@@ -355,7 +364,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_that_stands_twice_is_told_without_the_library() {
+    fn the_message_for_a_duplicate_key_omits_advice_for_programmers() {
         let parsed = parse("a.yaml", b"apiVersion: v1\nkind: Service\nkind: Node\nmetadata: {name: a}\n");
         let message = &parsed.faults[0].message;
         assert!(message.contains("duplicate mapping key: kind at line 3"), "{message}");
@@ -371,7 +380,7 @@ mod tests {
     }
 
     #[test]
-    fn lists_and_json() {
+    fn lists_and_json_are_read() {
         let list = r#"{"apiVersion": "v1", "kind": "List", "items": [
             {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n1"}},
             {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "s"}, "spec": {"ports": 5}},
@@ -388,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn what_says_nothing_is_nothing() {
+    fn a_file_without_objects_defines_nothing_and_other_text_is_a_fault() {
         for text in ["", "\n\n", "# only a comment\n---\n...\n", "---", "\u{feff}", "%YAML 1.2\n---\n"] {
             let parsed = parse("a.yaml", text.as_bytes());
             assert!(parsed.definitions.is_empty() && parsed.faults.is_empty(), "{text:?}: {parsed:?}");
@@ -398,7 +407,7 @@ mod tests {
     }
 
     #[test]
-    fn kinds_of_other_groups_are_left_alone_and_other_versions_are_not() {
+    fn kinds_of_other_groups_are_ignored_and_other_versions_are_errors() {
         let foreign = "apiVersion: serving.knative.dev/v1\nkind: Service\nmetadata: {name: x}\n";
         assert!(parse("a.yaml", foreign.as_bytes()).definitions.is_empty());
         let old = "apiVersion: discovery.k8s.io/v1beta1\nkind: EndpointSlice\nmetadata: {name: x}\n";

@@ -1,18 +1,19 @@
-//! The folder: which files there are, what each defines, and what changed.
+//! The folder: its files, the objects that each file defines, and what has changed.
 //!
-//! An edit must not withdraw a service by accident:
-//! - What a file defines anew or differently counts at once.
-//! - What a file *no longer* defines goes only when the file has said so for [`SETTLE`] without
-//!   another change. A file that is emptied, cut short, deleted or renamed by an editor that is
-//!   about to write it again takes nothing away; one that is left so does.
-//! - While a document of a file cannot be read, nothing that the file defined before goes: nobody
-//!   knows what that document meant.
-//! - Where two files define one object, the first in order of path counts, and both are named in a
-//!   problem.
-//! - A folder that cannot be read at all is kept as it was last seen; an empty one is empty.
+//! An edit must not remove a service by accident:
+//! - A new or changed definition counts at once.
+//! - An object that a file no longer defines is removed only after the file has not changed for
+//!   [`SETTLE`]. So nothing is removed while an editor empties, truncates, deletes or renames a
+//!   file and then writes it again.
+//! - While a document of a file cannot be read, no object is removed that the file defined before:
+//!   the document may define it.
+//! - If two files define the same object, the first file in order of path counts, and a problem
+//!   names both files.
+//! - If the folder itself cannot be read, its last known content stays in use. An empty folder
+//!   defines nothing.
 //!
-//! Of each definition only its location and a hash are kept: what it says is in the model. Where
-//! another file's definition comes into use, that file is read again.
+//! Only the location and a hash of each definition are kept here; the model keeps the content. When
+//! the definition in another file comes into use, that file is read again.
 
 use std::{
     collections::{
@@ -31,13 +32,13 @@ use std::{
 use super::documents::{self, Definition};
 use crate::{model::Event, objects::ObjectKey, transaction::Problem};
 
-/// How long a file has to stay as it is before what it lost is gone.
+/// How long a file has to stay unchanged before the objects that it lost are removed.
 pub(super) const SETTLE: Duration = Duration::from_secs(1);
 
-/// Larger files are refused.
+/// Upper bound of a file. Larger files are refused.
 const FILE_LIMIT_BYTES: u64 = 256 * 1024 * 1024;
 
-/// What tells that a file was not touched.
+/// Metadata of a file. An equal stamp means that the file has not changed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Stamp {
     device_and_inode: (u64, u64),
@@ -60,16 +61,17 @@ impl Stamp {
 /// A file as last read.
 #[derive(Debug, Default)]
 struct File {
-    /// `None` if it could not be read, or is not there.
+    /// `None` if the file could not be read, or does not exist.
     stamp: Option<Stamp>,
-    /// Of the content; `None` if it is not there.
+    /// Hash of the content; `None` if the file could not be read, or does not exist.
     content_hash: Option<u64>,
+    /// Objects that the file defines, and objects that it has lost and that are still in use.
     keys: BTreeSet<Arc<ObjectKey>>,
-    /// Since when it has lost objects that are still in use.
+    /// Since when the file has lost objects that are still in use.
     losing_since: Option<Instant>,
 }
 
-/// Where an object is defined, and a hash of what it says there.
+/// Where an object is defined, and a hash of the definition.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Location {
     file: Arc<Path>,
@@ -85,17 +87,17 @@ impl Location {
     }
 }
 
-/// What changed.
+/// What has changed.
 #[derive(Debug, Default)]
 pub(super) struct Update {
     /// Events with their origin.
     pub(super) events: Vec<(Event, String)>,
-    /// Problems outside of objects, by location, with the reason to count. An empty list clears a
-    /// location.
+    /// Problems of files and folders, by location, with the reason for the metric. An empty list
+    /// clears the problems of a location.
     pub(super) problems: Vec<(String, &'static str, Vec<Problem>)>,
-    /// Objects of which a definition changed, with the location that was in use before.
+    /// Objects with a changed definition, and the location that was in use before.
     touched: BTreeMap<Arc<ObjectKey>, Option<Location>>,
-    /// What was read, by object and file.
+    /// The definitions that were read, by object and file.
     read: HashMap<(Arc<ObjectKey>, Arc<Path>), Event>,
 }
 
@@ -104,7 +106,7 @@ pub(super) struct Update {
 pub(super) struct Folder {
     root: PathBuf,
     files: BTreeMap<PathBuf, File>,
-    /// In order of path, the one in use first.
+    /// The definitions of each object in order of path. The first one is in use.
     definitions: HashMap<Arc<ObjectKey>, Vec<Location>>,
     hasher: RandomState,
     parsed_files: u64,
@@ -139,19 +141,19 @@ impl Folder {
         self.parsed_files
     }
 
-    /// Whether any file is known below a path inside the folder.
+    /// Whether a known file is below this path inside the folder.
     pub(super) fn knows_below(&self, path: &Path) -> bool {
         self.files.range(path.to_owned()..).next().is_some_and(|(file, _)| file.starts_with(path))
     }
 
-    /// When lost objects have to be looked at again.
+    /// When a file that has lost objects has to be read again.
     pub(super) fn next_look(&self) -> Option<Instant> {
         self.files.values().filter_map(|file| file.losing_since).min().map(|since| since + SETTLE)
     }
 
-    /// Looks at every file, and reads those whose stamp is not as it was, except those that are
-    /// being written. Hands on what changed file by file, so that what a large folder says is never
-    /// in memory as a whole.
+    /// Compares the stamps of all files, and reads the files that have changed, except files that
+    /// are being written. The changes are passed on file by file, so that the content of a large
+    /// folder is never in memory as a whole.
     pub(super) fn scan(
         &mut self,
         now: Instant,
@@ -165,8 +167,8 @@ impl Folder {
         let of_root = unreadable.iter().find(|(path, _)| path.as_os_str().is_empty());
         self.unreadable =
             of_root.map(|(_, error)| format!("the folder {} cannot be read: {error}", self.root.display()));
-        let told = unreadable.iter().map(|(path, error)| folder_problem(path, error)).collect();
-        update.problems.push((String::new(), "unreadable_folder", told));
+        let problems = unreadable.iter().map(|(path, error)| folder_problem(path, error)).collect();
+        update.problems.push((String::new(), "unreadable_folder", problems));
         for (path, stamp) in &found {
             let known = self.files.get(path);
             let is_touched = known.is_none_or(|file| file.stamp != Some(*stamp) || file.losing_since.is_some());
@@ -183,7 +185,7 @@ impl Folder {
         hand_on(self.resolve(update));
     }
 
-    /// Reads some files, by paths inside the folder, whatever their stamps say.
+    /// Reads these files, even if their stamps have not changed. Paths are inside the folder.
     pub(super) fn look_at(&mut self, paths: impl IntoIterator<Item = PathBuf>, now: Instant) -> Update {
         let mut update = Update::default();
         for path in paths {
@@ -192,7 +194,7 @@ impl Folder {
         self.resolve(update)
     }
 
-    /// Looks again at files that have lost objects for long enough.
+    /// Reads the files again that lost objects at least [`SETTLE`] ago.
     pub(super) fn look_again(&mut self, now: Instant) -> Update {
         let is_due = |file: &File| file.losing_since.is_some_and(|since| now >= since + SETTLE);
         let due: Vec<PathBuf> =
@@ -214,10 +216,11 @@ impl Folder {
             Ok(None) if self.files.contains_key(path) => self.take(path, &name, None, &[], now, update),
             Ok(None) => {}
             Err(error) => {
-                let message =
-                    format!("it cannot be read ({error}): mend its permissions; what it defined before stays in use");
+                let message = format!(
+                    "it cannot be read ({error}): correct its permissions; what it defined before stays in use"
+                );
                 let problem = Problem { object: String::new(), field: String::new(), message, origin: name.clone() };
-                // Without a stamp the next scan tries again.
+                // Without a stamp, the next scan reads the file again.
                 let file = self.files.entry(path.to_owned()).or_default();
                 (file.stamp, file.content_hash, file.losing_since) = (None, None, None);
                 update.problems.push((name, "unreadable_file", vec![problem]));
@@ -225,7 +228,8 @@ impl Folder {
         }
     }
 
-    /// Takes in a file's content; none if it is not there.
+    /// Compares the content of a file with its known definitions. `hash` is `None` if the file does
+    /// not exist.
     fn take(&mut self, path: &Path, name: &str, hash: Option<u64>, content: &[u8], now: Instant, update: &mut Update) {
         self.parsed_files += 1;
         let parsed = documents::parse(name, content);
@@ -255,13 +259,13 @@ impl Folder {
             _ => Some((now, false)),
         };
         file.losing_since = may_lose.filter(|(_, is_over)| !is_over).map(|(since, _)| since);
-        let goes = may_lose.is_some_and(|(_, is_over)| is_over);
+        let is_settled = may_lose.is_some_and(|(_, is_over)| is_over);
         file.keys.extend(new.keys().cloned());
-        if goes {
+        if is_settled {
             file.keys.retain(|key| new.contains_key(key));
         }
         let is_forgotten = hash.is_none() && file.keys.is_empty();
-        if goes {
+        if is_settled {
             for key in lost {
                 self.withdraw(&key, path, update);
             }
@@ -307,7 +311,7 @@ impl Folder {
         }
     }
 
-    /// Makes events of the objects of which another definition is in use than before.
+    /// Creates events for the objects whose definition in use has changed.
     fn resolve(&mut self, mut update: Update) -> Update {
         let mut unread: BTreeMap<Arc<Path>, Vec<Arc<ObjectKey>>> = BTreeMap::new();
         for (key, before) in std::mem::take(&mut update.touched) {
@@ -332,8 +336,8 @@ impl Folder {
         update
     }
 
-    /// Reads what a file says of objects that another file defined until now. If it no longer says
-    /// that, what was in use stays until the next scan, which then reads this file.
+    /// Reads the definitions of objects that another file has defined until now. If a definition in
+    /// this file has changed too, the old one stays in use until the next scan reads this file.
     fn read_again(&mut self, file: &Arc<Path>, keys: Vec<Arc<ObjectKey>>, update: &mut Update) {
         let content = read_file(&self.root.join(file)).ok().flatten().map(|(_, content)| content).unwrap_or_default();
         let definitions = documents::parse(&file.display().to_string(), &content).definitions;
@@ -348,7 +352,7 @@ impl Folder {
             match found.remove(&*key).filter(|event| self.hasher.hash_one(event) == location.hash) {
                 Some(event) => update.events.push((event, location.origin())),
                 None => {
-                    // So that this definition counts as new, whatever the file says then.
+                    // With a wrong hash, the definition counts as changed at the next read.
                     location.hash = !location.hash;
                     let file = self.files.entry(file.to_path_buf()).or_default();
                     (file.stamp, file.content_hash) = (None, None);
@@ -359,28 +363,30 @@ impl Folder {
 }
 
 fn duplicate(key: &ObjectKey, origin: &str, first: &str) -> Problem {
-    let message = format!("{first} defines the same object, and that one is used: remove one of the two");
+    let message = format!("{first} defines the same object, and that definition is used: remove one of the two");
     Problem { object: key.to_string(), field: String::new(), message, origin: origin.to_owned() }
 }
 
 fn folder_problem(path: &Path, error: &io::Error) -> Problem {
-    let message = format!("the folder cannot be read ({error}): mend it; what its files defined before stays in use");
+    let message = format!(
+        "the folder cannot be read ({error}): correct its permissions; what its files defined before stays in use"
+    );
     Problem { object: String::new(), field: String::new(), message, origin: format!("./{}", path.display()) }
 }
 
-/// Whether a name is one of a manifest.
+/// Whether a path has the file extension of a manifest.
 pub(super) fn is_manifest(path: &Path) -> bool {
     path.extension().is_some_and(|extension| ["yaml", "yml", "json"].iter().any(|known| extension == *known))
 }
 
-/// Hidden files are left alone. Kubernetes mounts a ConfigMap as visible symlinks into a hidden
-/// folder: those are followed.
+/// Whether a file is hidden. Hidden files are ignored. Kubernetes mounts a ConfigMap as visible
+/// symlinks into a hidden folder, and such symlinks are followed.
 pub(super) fn is_hidden(name: &std::ffi::OsStr) -> bool {
     name.as_encoded_bytes().first() == Some(&b'.')
 }
 
-/// Finds manifests below a folder. `above` are the folders that lead there, to notice a symlink
-/// that leads back.
+/// Finds the manifests below a folder. `above` lists the folders on the way to it, so that a
+/// symlink back to one of them is detected.
 fn walk(
     root: &Path,
     inside: &Path,
@@ -392,7 +398,7 @@ fn walk(
     let listed = fs::metadata(root.join(inside)).and_then(|metadata| Ok((metadata, fs::read_dir(root.join(inside))?)));
     let (identity, entries) = match listed {
         Ok((metadata, entries)) => ((metadata.dev(), metadata.ino()), entries),
-        // A folder in the folder that is gone since it was listed is simply gone.
+        // A folder may be deleted after its parent was listed. That is not an error.
         Err(error) if is_gone(&error) && !above.is_empty() => return,
         Err(error) => return unreadable.push((inside.to_owned(), error)),
     };
@@ -426,10 +432,10 @@ fn walk(
     above.pop();
 }
 
-/// The content, `None` if there is no such file.
+/// Reads a file; `None` if it does not exist.
 fn read_file(path: &Path) -> io::Result<Option<(Stamp, Vec<u8>)>> {
     let is_absent = |error: &io::Error| matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory);
-    // A pipe or a device must not be opened: that could wait for ever.
+    // Opening a pipe or a device could block for ever.
     match fs::metadata(path) {
         Ok(metadata) if metadata.is_file() => {}
         Ok(metadata) if metadata.is_dir() => return Ok(None),
@@ -466,7 +472,7 @@ mod tests {
         format!("apiVersion: v1\nkind: Node\nmetadata: {{name: {name}}}\n---\n")
     }
 
-    fn told(update: &Update) -> Vec<String> {
+    fn changed_names(update: &Update) -> Vec<String> {
         let text = |event: &Event| {
             let sign = if matches!(event, Event::Delete(_)) { "-" } else { "+" };
             format!("{sign}{}", event.key().name)
@@ -492,7 +498,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_changed_is_parsed_and_told() {
+    fn only_changed_files_are_parsed_and_reported() {
         let (root, now) = (tempfile::tempdir().unwrap(), Instant::now());
         let mut folder = Folder::new(root.path().to_owned());
         for number in 0..100 {
@@ -502,39 +508,39 @@ mod tests {
         assert_eq!(scan(&mut folder, now).events.len(), 0);
         assert_eq!(folder.parsed_files(), 100);
         put(&folder, "7.yaml", &(node("a7") + &node("c7") + &node("b7")));
-        assert_eq!(told(&scan(&mut folder, now)), ["+b7", "+c7"], "b7 has another origin now");
+        assert_eq!(changed_names(&scan(&mut folder, now)), ["+b7", "+c7"], "b7 has another origin now");
         assert_eq!(folder.parsed_files(), 101);
-        assert_eq!(told(&folder.look_at(["7.yaml".into()], now)), [""; 0], "same content");
+        assert_eq!(changed_names(&folder.look_at(["7.yaml".into()], now)), [""; 0], "same content");
         assert_eq!(folder.parsed_files(), 101);
     }
 
     #[test]
-    fn what_a_file_lost_goes_when_it_has_settled() {
+    fn objects_that_a_file_lost_are_removed_after_it_has_settled() {
         let (root, start) = (tempfile::tempdir().unwrap(), Instant::now());
         let mut folder = Folder::new(root.path().to_owned());
         put(&folder, "a.yaml", &(node("a") + &node("b")));
         scan(&mut folder, start);
         put(&folder, "a.yaml", &node("a"));
-        assert_eq!(told(&scan(&mut folder, start)), [""; 0]);
+        assert_eq!(changed_names(&scan(&mut folder, start)), [""; 0]);
         assert_eq!(folder.next_look(), Some(start + SETTLE));
-        // Another edit starts the time anew; a broken one stops it.
+        // Another edit restarts the time. An edit with a document that cannot be read stops it.
         let later = start + SETTLE / 2;
         put(&folder, "a.yaml", "");
-        assert_eq!(told(&scan(&mut folder, later)), [""; 0]);
+        assert_eq!(changed_names(&scan(&mut folder, later)), [""; 0]);
         assert_eq!(folder.next_look(), Some(later + SETTLE));
         put(&folder, "a.yaml", "kind: [");
-        assert_eq!(told(&scan(&mut folder, later)), [""; 0]);
+        assert_eq!(changed_names(&scan(&mut folder, later)), [""; 0]);
         assert_eq!(folder.next_look(), None);
         fs::remove_file(root.path().join("a.yaml")).unwrap();
-        assert_eq!(told(&folder.look_at(["a.yaml".into()], later)), [""; 0]);
-        assert_eq!(told(&folder.look_again(later + SETTLE / 2)), [""; 0]);
-        assert_eq!(told(&folder.look_again(later + SETTLE)), ["-a", "-b"]);
+        assert_eq!(changed_names(&folder.look_at(["a.yaml".into()], later)), [""; 0]);
+        assert_eq!(changed_names(&folder.look_again(later + SETTLE / 2)), [""; 0]);
+        assert_eq!(changed_names(&folder.look_again(later + SETTLE)), ["-a", "-b"]);
         assert_eq!(folder.next_look(), None);
         assert!(folder.files.is_empty() && folder.definitions.is_empty());
     }
 
     #[test]
-    fn another_definition_comes_into_use_as_its_file_says_it() {
+    fn the_definition_of_another_file_is_used_after_the_first_is_removed() {
         let (root, start) = (tempfile::tempdir().unwrap(), Instant::now());
         let mut folder = Folder::new(root.path().to_owned());
         let cidr = |prefix: &str| {
@@ -543,7 +549,7 @@ mod tests {
                 node("b")
             )
         };
-        let said = |update: &Update| -> Vec<(String, String)> {
+        let ranges_of_a = |update: &Update| -> Vec<(String, String)> {
             let text = |(event, origin): &(Event, String)| match event {
                 Event::Apply(object) => match &**object {
                     crate::objects::Object::Node(node) => (node.spec.pod_cidr.clone(), origin.clone()),
@@ -555,32 +561,32 @@ mod tests {
         };
         put(&folder, "1.yaml", &cidr("10.1.0.0/16"));
         put(&folder, "2.yaml", &(node("c") + &cidr("10.2.0.0/16")));
-        assert_eq!(said(&scan(&mut folder, start)), [("10.1.0.0/16".into(), "1.yaml, document 1".into())]);
+        assert_eq!(ranges_of_a(&scan(&mut folder, start)), [("10.1.0.0/16".into(), "1.yaml, document 1".into())]);
         let mut now = start;
         let mut take_from = |folder: &mut Folder, file: &str| {
             fs::remove_file(folder.root().join(file)).unwrap();
-            assert_eq!(said(&folder.look_at([file.into()], now)), []);
+            assert_eq!(ranges_of_a(&folder.look_at([file.into()], now)), []);
             now += SETTLE;
-            said(&folder.look_again(now))
+            ranges_of_a(&folder.look_again(now))
         };
         assert_eq!(take_from(&mut folder, "1.yaml"), [("10.2.0.0/16".into(), "2.yaml, document 2".into())]);
         put(&folder, "1.yaml", &cidr("10.3.0.0/16"));
-        assert_eq!(said(&scan(&mut folder, start)), [("10.3.0.0/16".into(), "1.yaml, document 1".into())]);
-        // The other file changed, too, and nobody has looked at it yet: what is in use stays until
-        // somebody has.
+        assert_eq!(ranges_of_a(&scan(&mut folder, start)), [("10.3.0.0/16".into(), "1.yaml, document 1".into())]);
+        // The other file has changed too, and has not been read yet. The definition in use stays
+        // until the other file is read.
         put(&folder, "2.yaml", &(node("c") + &cidr("10.4.0.0/16")));
         assert_eq!(take_from(&mut folder, "1.yaml"), []);
-        assert_eq!(said(&scan(&mut folder, start)), [("10.4.0.0/16".into(), "2.yaml, document 2".into())]);
+        assert_eq!(ranges_of_a(&scan(&mut folder, start)), [("10.4.0.0/16".into(), "2.yaml, document 2".into())]);
     }
 
     #[test]
-    fn a_loop_of_symlinks_ends() {
+    fn a_loop_of_symlinks_is_not_followed() {
         let (root, now) = (tempfile::tempdir().unwrap(), Instant::now());
         std::os::unix::fs::symlink(".", root.path().join("again")).unwrap();
         let mut folder = Folder::new(root.path().to_owned());
         put(&folder, "a.yaml", &node("a"));
         let update = scan(&mut folder, now);
-        assert_eq!(told(&update), ["+a"]);
+        assert_eq!(changed_names(&update), ["+a"]);
         assert!(update.problems.iter().all(|(.., problems)| problems.is_empty()), "{update:?}");
     }
 }

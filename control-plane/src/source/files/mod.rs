@@ -1,8 +1,8 @@
-//! Objects from a folder of manifests, followed live.
+//! Objects from a folder of manifests, whose changes are followed.
 //!
-//! inotify says which files to read; a scan of names and stamps every [`RESCAN`] finds what it
-//! missed (symlinks that lead elsewhere, network file systems). What an edit may and may not take
-//! away is said in `folder.rs`.
+//! inotify reports which files to read. A scan of names and stamps every [`RESCAN`] finds the
+//! changes that inotify misses (symlinks that lead out of the folder, network file systems).
+//! `folder.rs` describes when an edit removes an object.
 
 mod documents;
 mod folder;
@@ -30,27 +30,27 @@ use crate::{
 /// Time between scans.
 const RESCAN: Duration = Duration::from_secs(10);
 
-/// What the reading thread is told.
+/// A message for the reading thread.
 enum Message {
     Noticed(notify::Result<notify::Event>),
     Stop,
 }
 
-/// Tells the reading thread to stop, also when the future that waits for it is dropped.
+/// Stops the reading thread, also when the future that waits for the thread is dropped.
 struct StopOnDrop(mpsc::Sender<Message>);
 
 impl Drop for StopOnDrop {
     fn drop(&mut self) {
-        // A thread that is gone needs not be told.
+        // Sending fails only if the thread has already ended.
         let _ = self.0.send(Message::Stop);
     }
 }
 
-/// Reads a folder until `shutdown`, and hands what changes to `sink`.
+/// Reads a folder until `shutdown`, and passes its changes to `sink`.
 ///
 /// # Errors
-/// The folder cannot be read at the start. Later that is shown as a problem, and what was read
-/// stays.
+/// The folder cannot be read at the start. If it becomes unreadable later, this is shown as a
+/// problem, and the objects that were read stay.
 pub(super) async fn run(folder: PathBuf, sink: Arc<dyn Sink>, shutdown: CancellationToken) -> Result<(), SourceError> {
     let (sender, messages) = mpsc::channel();
     let stop = StopOnDrop(sender.clone());
@@ -70,12 +70,12 @@ struct Reader {
     folder: Folder,
     intake: Intake,
     notices: Notices,
-    /// Kept for its thread; `None` where notifications are not to be had.
+    /// Keeps the thread of the watcher alive; `None` if the system gives no notifications.
     _watcher: Option<notify::RecommendedWatcher>,
     next_scan: Instant,
 }
 
-/// Makes transactions of what the folder says.
+/// Turns updates of the folder into transactions.
 struct Intake {
     model: Model,
     shown_problems: Vec<Problem>,
@@ -90,14 +90,14 @@ impl Reader {
     fn start(root: &Path, sink: Arc<dyn Sink>, sender: mpsc::Sender<Message>) -> Result<Self, SourceError> {
         let unreadable = |error: std::io::Error| SourceError::Folder { path: root.to_owned(), why: error.to_string() };
         std::fs::read_dir(root).map_err(unreadable)?;
-        // Notices name files by absolute paths.
+        // Notifications name files by absolute paths.
         let root = std::path::absolute(root).map_err(unreadable)?;
-        // Before the first scan, so that nothing falls between the two.
+        // The watcher starts before the first scan, so that no change is missed between them.
         let watcher = watch(&root, sender).map_err(|error| {
             sink.count_error(SourceKind::Files, "no_notifications");
             let seconds = RESCAN.as_secs();
             tracing::warn!(
-                "changes of files are noticed only every {seconds} seconds, since the system gives no notice: {error}"
+                "the system gives no notifications of changed files, so the folder is only scanned every {seconds} seconds: {error}"
             );
         });
         let model = Model::default();
@@ -128,7 +128,7 @@ impl Reader {
                 Ok(Message::Noticed(Ok(event))) => self.notices.note(&event, &self.folder, Instant::now()),
                 Ok(Message::Noticed(Err(error))) => {
                     self.intake.sink.count_error(SourceKind::Files, "notification_error");
-                    tracing::warn!("a notice of changed files was lost ({error}): the folder is scanned");
+                    tracing::warn!("a notification of changed files was lost ({error}); the folder is scanned");
                     self.notices.note_all(Instant::now());
                 }
                 Err(mpsc::RecvTimeoutError::Timeout) => {}
@@ -136,7 +136,7 @@ impl Reader {
         }
     }
 
-    /// Does what is due.
+    /// Reads the files that are due, and commits their changes.
     fn work(&mut self, now: Instant) {
         let received = SystemTime::now();
         match self.notices.take(now) {
@@ -149,7 +149,7 @@ impl Reader {
     }
 
     fn scan(&mut self, now: Instant) {
-        // Here alone: a file that is due at the same time does not put it off.
+        // Only a scan sets the time of the next scan, so files that are due do not delay it.
         self.next_scan = now + RESCAN;
         let Self { folder, intake, notices, .. } = self;
         folder.scan(now, |path| notices.is_being_written(path), |update| intake.take_in(update));
@@ -168,7 +168,7 @@ impl Intake {
         }
     }
 
-    /// Hands on what was taken in. `problem`: why the folder cannot be read, if so.
+    /// Commits the updates. `problem` says why the folder cannot be read, if it cannot.
     fn commit(&mut self, problem: Option<&str>, received: SystemTime) {
         if problem.is_none() {
             self.sink.heard(SourceKind::Files);
@@ -198,7 +198,7 @@ impl Intake {
 
 fn watch(root: &Path, sender: mpsc::Sender<Message>) -> notify::Result<notify::RecommendedWatcher> {
     let mut watcher = notify::recommended_watcher(move |event| {
-        // A reader that is gone needs no notice.
+        // Sending fails only if the reading thread has ended.
         let _ = sender.send(Message::Noticed(event));
     })?;
     watcher.watch(root, RecursiveMode::Recursive)?;
@@ -209,7 +209,8 @@ fn unix_ms() -> u64 {
     let elapsed = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     u64::try_from(elapsed.as_millis()).unwrap_or(u64::MAX)
 }
-/// What a file defines, without following it.
+
+/// The objects that a file defines.
 pub(super) fn events(name: &str, bytes: &[u8]) -> Vec<Event> {
     documents::parse(name, bytes).definitions.into_iter().map(|definition| definition.event).collect()
 }

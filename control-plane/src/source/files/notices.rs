@@ -1,7 +1,7 @@
-//! Notices of changed files: which files to read, and when they are fit to be read.
+//! Notifications of changed files: which files to read, and when.
 //!
-//! A file is read when nothing more was heard of it for [`QUIET`], and not while somebody has it
-//! open for writing: half a manifest may be a valid one.
+//! A file is read [`QUIET`] after the last notification about it. It is not read while a program
+//! has it open for writing, because half a manifest may be a valid manifest.
 
 use std::{
     collections::BTreeMap,
@@ -16,19 +16,19 @@ use notify::{
 
 use super::folder::{Folder, is_hidden, is_manifest};
 
-/// A file is read when nothing was heard of it for so long.
+/// A file is read this long after the last notification about it.
 const QUIET: Duration = Duration::from_millis(50);
 
-/// A file that is touched again and again is read after so long.
+/// A file that changes again and again is read after this time at the latest.
 const LONGEST_UNREST: Duration = Duration::from_millis(500);
 
-/// A file that is written to and not closed is read after so long.
+/// A file that is written to and not closed is read after this time at the latest.
 const LONGEST_WRITING: Duration = Duration::from_secs(5);
 
-/// Above so many files a scan is cheaper than single looks.
+/// With more changed files than this, a scan is cheaper than reading each file.
 const FILES_LIMIT: usize = 10_000;
 
-/// What to do.
+/// What to read.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Look {
     /// Scan the folder.
@@ -37,6 +37,7 @@ pub(super) enum Look {
     At(Vec<PathBuf>),
 }
 
+/// Notifications that wait to be handled: about one file, or about the whole folder.
 #[derive(Debug, Clone, Copy)]
 struct Unrest {
     first: Instant,
@@ -49,6 +50,7 @@ impl Unrest {
         Self { first: now, last: now, is_being_written: false }
     }
 
+    /// When the file or the folder is read.
     fn due(&self) -> Instant {
         if self.is_being_written {
             self.first + LONGEST_WRITING
@@ -58,7 +60,7 @@ impl Unrest {
     }
 }
 
-/// Notices not acted upon yet.
+/// All notifications that wait to be handled.
 #[derive(Debug, Default)]
 pub(super) struct Notices {
     everywhere: Option<Unrest>,
@@ -66,7 +68,7 @@ pub(super) struct Notices {
 }
 
 impl Notices {
-    /// Takes in a notice.
+    /// Records a notification.
     pub(super) fn note(&mut self, event: &Event, folder: &Folder, now: Instant) {
         let writes = match event.kind {
             EventKind::Access(AccessKind::Close(AccessMode::Write)) => Some(false),
@@ -84,7 +86,7 @@ impl Notices {
                 _ => None,
             });
             match hidden {
-                // What a mounted ConfigMap leads through, `..data`: every file may have changed.
+                // `..data` is the symlink of a mounted ConfigMap: every file may have changed.
                 Some(name) if name.as_encoded_bytes().starts_with(b"..") => self.note_all(now),
                 Some(_) => {}
                 None if is_manifest(inside) && !path.is_dir() => self.note_file(inside, writes, now),
@@ -94,7 +96,7 @@ impl Notices {
         }
     }
 
-    /// Everything may have changed.
+    /// Records that every file may have changed.
     pub(super) fn note_all(&mut self, now: Instant) {
         self.everywhere.get_or_insert(Unrest::new(now)).last = now;
     }
@@ -108,21 +110,21 @@ impl Notices {
         unrest.is_being_written = writes.unwrap_or(unrest.is_being_written);
     }
 
-    /// Whether somebody has a file open for writing, by its path inside the folder.
+    /// Whether a program has the file open for writing. The path is inside the folder.
     pub(super) fn is_being_written(&self, inside: &Path) -> bool {
         self.files.get(inside).is_some_and(|unrest| unrest.is_being_written)
     }
 
-    /// When there is something to do.
+    /// When something is due to be read; `None` if there are no notifications.
     pub(super) fn due(&self) -> Option<Instant> {
         self.files.values().chain(&self.everywhere).map(Unrest::due).min()
     }
 
-    /// What there is to do now.
+    /// Removes and returns what is due to be read now.
     pub(super) fn take(&mut self, now: Instant) -> Option<Look> {
         if self.everywhere.is_some_and(|unrest| unrest.due() <= now) {
             self.everywhere = None;
-            // Files that are being written are looked at again when they are closed.
+            // Files that are being written are read when they are closed.
             self.files.retain(|_, unrest| unrest.is_being_written);
             return Some(Look::Everywhere);
         }
@@ -160,15 +162,15 @@ mod tests {
         let closed = start + Duration::from_secs(1);
         notices.note(&event(EventKind::Access(AccessKind::Close(AccessMode::Write)), "a.yaml"), &folder, closed);
         assert_eq!(notices.take(closed + QUIET), Some(Look::At(vec!["a.yaml".into()])));
-        assert_eq!(notices.take(closed + RESTFUL), None);
+        assert_eq!(notices.take(closed + LATER), None);
         notices.note(&event(wrote(), "a.yaml"), &folder, closed);
         assert_eq!(notices.take(closed + LONGEST_WRITING), Some(Look::At(vec!["a.yaml".into()])), "never closed");
     }
 
-    const RESTFUL: Duration = Duration::from_secs(60);
+    const LATER: Duration = Duration::from_secs(60);
 
     #[test]
-    fn what_is_no_manifest_is_left_alone_and_a_mount_is_scanned() {
+    fn other_files_are_ignored_and_a_changed_mount_is_scanned() {
         let (folder, now) = (Folder::new("/nowhere".into()), Instant::now());
         let mut notices = Notices::default();
         for path in [".a.yaml.swp", "notes.txt", ".git/x.yaml"] {

@@ -1,9 +1,9 @@
-//! Whether the API server can be heard: one verdict over all kinds (contract, 14).
+//! Decides whether the source is cut off: one verdict over all kinds (contract, 14).
 //!
-//! The age of what is known says little in a short time, since a quiet cluster has only about one
-//! bookmark a minute. So the watches tell what becomes of their requests, and when nothing at all
-//! has come for some seconds the server is asked for one object. That finds a server, or a network,
-//! that accepts everything and says nothing.
+//! A quiet cluster has only about one bookmark a minute, so bookmarks alone detect an outage too
+//! late. The watches therefore report the outcome of each request. After some seconds without any
+//! answer, a probe asks the server for one object. The probe detects a server or a network that
+//! accepts requests and never answers.
 
 use std::{
     collections::BTreeMap,
@@ -22,34 +22,36 @@ use tokio::{
 use super::wire::path;
 use crate::{objects::ObjectKind, transaction::Sink};
 
-/// Time between two looks.
+/// Time between two checks.
 const TICK: Duration = Duration::from_secs(1);
 
-/// Silence after which the server is asked for one object.
+/// A probe is sent when the server has sent nothing for this time.
 const PROBE_AFTER: Duration = Duration::from_secs(5);
 
-/// How long the answer may take.
+/// How long the answer to a probe may take.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(4);
 
-/// Answers are read up to here. One object is at most some 1.5 MB.
+/// Upper bound of the answer to a probe. One object has at most about 1.5 MB.
 const ANSWER_LIMIT_BYTES: usize = 4 << 20;
 
-/// Unanswered probes in a row that make the verdict. Further ones follow in pauses of
+/// After this many failed probes in a row, the source is cut off. Further probes follow every
 /// [`PROBE_AFTER`].
 const FAILED_PROBES: u32 = 2;
 
-/// How long requests for one kind may fail.
+/// How long requests for one kind may fail before the source is cut off.
 const FAILING_LIMIT: Duration = Duration::from_secs(10);
 
-/// How much longer than a silent watch is kept open a kind may show nothing.
+/// The source is cut off when a kind has received nothing for the silence limit of its watch and
+/// this margin.
 const STALE_MARGIN: Duration = Duration::from_secs(30);
 
-/// See the module.
+/// Collects the outcomes of requests, and reports to the sink whether the source is cut off or in
+/// doubt.
 pub(super) struct Contact {
     sink: Arc<dyn Sink>,
     silence_limit: Duration,
     inner: Mutex<Inner>,
-    /// Wakes those that wait for another try, when the server answers again.
+    /// Wakes the watches that wait for a retry when the server answers again.
     returned: Notify,
 }
 
@@ -58,19 +60,22 @@ struct Inner {
     answered: Instant,
     failed_probes: u32,
     probe_problem: String,
-    /// Kinds whose requests fail: since when, and why at last.
+    /// Kinds whose requests fail: the time of the first failure, and the last message.
     failing: BTreeMap<ObjectKind, (Instant, String)>,
-    /// When a kind last showed that what is known of it is current; from its first list on.
+    /// When a complete list, a change or a bookmark of each kind last arrived. A kind is added with
+    /// its first list.
     current: BTreeMap<ObjectKind, Instant>,
-    /// A probe has been out for longer than [`TICK`].
+    /// A probe has taken longer than [`TICK`].
     is_probe_late: bool,
+    /// The last verdict that the sink has received.
     is_cut_off: bool,
+    /// The last doubt that the sink has received.
     is_doubted: bool,
 }
 
 impl Contact {
-    /// The source counts as heard until something speaks against it. `silence_limit`: how long a
-    /// silent watch is kept open.
+    /// The source is not cut off until failures are reported. `silence_limit` is the time after
+    /// which a silent watch is opened again.
     pub(super) fn new(sink: Arc<dyn Sink>, silence_limit: Duration) -> Arc<Self> {
         let inner = Inner {
             answered: Instant::now(),
@@ -85,27 +90,27 @@ impl Contact {
         Arc::new(Self { sink, silence_limit, inner: Mutex::new(inner), returned: Notify::new() })
     }
 
-    /// The server sent something.
+    /// Notes that the server has sent something.
     pub(super) fn touched(&self) {
         self.answer(|_, _| {});
     }
 
-    /// A watch of the kind was opened, or a part of its list came.
+    /// Notes that a watch of the kind was opened, or that a part of its list arrived.
     pub(super) fn answered(&self, kind: ObjectKind) {
         self.answer(|inner, _| {
             inner.failing.remove(&kind);
         });
     }
 
-    /// The kind showed that what is known of it is current.
-    pub(super) fn is_current(&self, kind: ObjectKind) {
+    /// Notes a complete list, a change or a bookmark of the kind.
+    pub(super) fn confirmed(&self, kind: ObjectKind) {
         self.answer(|inner, now| {
             inner.failing.remove(&kind);
             inner.current.insert(kind, now);
         });
     }
 
-    /// An answer may end a verdict or a doubt, and cannot begin one.
+    /// Notes an answer of the server. An answer may end a verdict or a doubt, and cannot begin one.
     fn answer(&self, note: impl FnOnce(&mut Inner, Instant)) {
         let (mut inner, now) = (self.lock(), Instant::now());
         inner.answered = now;
@@ -117,7 +122,7 @@ impl Contact {
         }
     }
 
-    /// A list or a watch of the kind failed.
+    /// Notes that a list or a watch of the kind has failed.
     pub(super) fn failed(&self, kind: ObjectKind, message: &str) {
         let mut inner = self.lock();
         let (_, last) = inner.failing.entry(kind).or_insert_with(|| (Instant::now(), String::new()));
@@ -125,8 +130,8 @@ impl Contact {
         self.judge(inner);
     }
 
-    /// Waits before another try. The wait is over at once when the server answers a probe after it
-    /// has not: after a long outage the pauses are long.
+    /// Waits before a retry. The wait ends early when a probe is answered after a failed one,
+    /// because the pauses are long after a long outage.
     pub(super) async fn pause(&self, pause: Duration) {
         tokio::select! {
             () = sleep(pause) => {}
@@ -134,7 +139,7 @@ impl Contact {
         }
     }
 
-    /// Judges, and asks the server when it is silent, for ever.
+    /// Checks the source every [`TICK`], and probes the server while it is silent. Never returns.
     pub(super) async fn run(self: Arc<Self>, client: Client) {
         let mut next_probe = Instant::now();
         loop {
@@ -142,7 +147,7 @@ impl Contact {
             let silent_for = self.lock().answered.elapsed();
             if silent_for >= PROBE_AFTER && next_probe <= Instant::now() {
                 let asked = Instant::now();
-                match self.watched(probe(&client)).await {
+                match self.await_probe(probe(&client)).await {
                     Ok(()) => self.probe_answered(),
                     Err(problem) => {
                         tracing::debug!("the API server does not answer a small request: {problem}");
@@ -156,8 +161,8 @@ impl Contact {
         }
     }
 
-    /// Waits for a probe. One that takes longer than [`TICK`] raises doubt before it fails.
-    async fn watched<T>(&self, probe: impl Future<Output = T>) -> T {
+    /// Waits for a probe. A probe that takes longer than [`TICK`] raises doubt before it fails.
+    async fn await_probe<T>(&self, probe: impl Future<Output = T>) -> T {
         let mut probe = pin!(probe);
         tokio::select! {
             outcome = &mut probe => return outcome,
@@ -169,7 +174,7 @@ impl Contact {
 
     fn probe_is_late(&self) {
         let mut inner = self.lock();
-        // A watch may have brought something meanwhile.
+        // A watch may have received something meanwhile.
         if inner.answered.elapsed() >= PROBE_AFTER {
             inner.is_probe_late = true;
             self.judge(inner);
@@ -184,8 +189,8 @@ impl Contact {
         }
     }
 
-    /// A probe that was sent at `asked` failed. Returns how many have failed in a row. One during
-    /// which the server sent something else does not count: the server is not silent.
+    /// Notes that a probe that was sent at `asked` has failed. Returns how many probes have failed
+    /// in a row. A probe does not count if the server has sent something else meanwhile.
     fn probe_failed(&self, asked: Instant, problem: String) -> u32 {
         let mut inner = self.lock();
         if inner.answered < asked {
@@ -195,6 +200,7 @@ impl Contact {
         inner.failed_probes
     }
 
+    /// Reports a new verdict and a new doubt to the sink.
     fn judge(&self, mut inner: MutexGuard<'_, Inner>) {
         let problem = inner.problem(self.silence_limit + STALE_MARGIN);
         let is_doubted = inner.is_probe_late || inner.failed_probes > 0 || !inner.failing.is_empty();
@@ -207,10 +213,12 @@ impl Contact {
         }
         inner.is_cut_off = problem.is_some();
         match &problem {
-            Some(problem) => tracing::warn!("cut off from the API server: {problem}; what is known stays in service"),
-            None => tracing::info!("the API server is heard again"),
+            Some(problem) => {
+                tracing::warn!("cut off from the API server: {problem}; the last known state stays in service")
+            }
+            None => tracing::info!("the API server answers again"),
         }
-        // Under the lock, so that verdicts arrive in order.
+        // The lock is still held, so that verdicts arrive in order.
         self.sink.cut_off(problem);
     }
 
@@ -220,7 +228,7 @@ impl Contact {
 }
 
 impl Inner {
-    /// Why the source counts as cut off, if it does.
+    /// Why the source is cut off; `None` if it is not.
     fn problem(&self, stale_after: Duration) -> Option<String> {
         let failing = self.failing.iter().find(|(_, (since, _))| since.elapsed() >= FAILING_LIMIT);
         if let Some((kind, (_, message))) = failing {
@@ -232,22 +240,22 @@ impl Inner {
         let stale = self.current.iter().find(|(_, current)| current.elapsed() >= stale_after);
         stale.map(|(kind, _)| {
             let seconds = stale_after.as_secs();
-            format!("{} have shown neither a change nor a bookmark for {seconds} seconds", kind.name())
+            format!("no change and no bookmark of kind {} has arrived for {seconds} seconds", kind.name())
         })
     }
 }
 
-/// Asks for one object. Any answer but a server error shows that the server is there; whether it
-/// lets us watch is for the watches to tell.
+/// Asks for one object. Any answer except a server error shows that the server is reachable. A
+/// refusal also counts as an answer, because the watches report refusals themselves.
 async fn probe(client: &Client) -> Result<(), String> {
     let uri = format!("{}?limit=1", path(ObjectKind::Service));
     let request = http::Request::get(uri).body(kube::client::Body::empty()).map_err(|error| error.to_string())?;
     let ask = async {
-        let response = client.send(request).await.map_err(|error| format!("it cannot be asked: {error}"))?;
+        let response = client.send(request).await.map_err(|error| format!("a small request to it fails: {error}"))?;
         let status = response.status();
-        // Read to its end, so that the connection can be used again.
+        // The answer is read to its end, so that the connection can be used again.
         let body = Limited::new(response.into_body(), ANSWER_LIMIT_BYTES).collect().await;
-        body.map_err(|error| format!("its answer to a small request breaks: {error}"))?;
+        body.map_err(|error| format!("its answer to a small request breaks off: {error}"))?;
         if status.is_server_error() { Err(format!("it answers {status} to a small request")) } else { Ok(()) }
     };
     let late = || Err(format!("it does not answer a small request in {} seconds", PROBE_TIMEOUT.as_secs()));
@@ -272,8 +280,8 @@ mod tests {
         let fails = |asked| contact.probe_failed(asked, "it is late".into());
         assert_eq!(fails(later()), 1);
         let asked = Instant::now();
-        contact.is_current(ObjectKind::Node);
-        assert_eq!(fails(asked), 0, "a watch brought something after the probe was sent");
+        contact.confirmed(ObjectKind::Node);
+        assert_eq!(fails(asked), 0, "a watch has received something after the probe was sent");
         assert!(contact.lock().problem(Duration::from_secs(90)).is_none());
         assert_eq!((fails(later()), fails(later())), (1, 2));
         assert!(contact.lock().problem(Duration::from_secs(90)).is_some());
@@ -296,12 +304,12 @@ mod tests {
         contact.answered(ObjectKind::Node);
         assert_eq!(states(), following);
         contact.lock().answered -= PROBE_AFTER;
-        contact.watched(sleep(2 * TICK)).await;
+        contact.await_probe(sleep(2 * TICK)).await;
         assert_eq!(states(), in_doubt);
         contact.probe_answered();
         assert_eq!(states(), following);
         contact.lock().answered -= PROBE_AFTER;
-        contact.watched(sleep(TICK / 2)).await;
+        contact.await_probe(sleep(TICK / 2)).await;
         assert_eq!(states(), following, "an answer in good time raises no doubt");
     }
 }

@@ -7,13 +7,13 @@ use kube::core::Status;
 
 use crate::objects::ObjectKind;
 
-/// The first pause is drawn from nought to this.
+/// The first pause is a random time between 0 and this.
 const FIRST_PAUSE: Duration = Duration::from_millis(200);
 
-/// No pause is longer.
+/// Upper bound of the random pause, and of the pause that a server asks for.
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 
-/// What was asked of the server.
+/// The kind of request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Verb {
     List,
@@ -29,18 +29,18 @@ impl Verb {
     }
 }
 
-/// Why a request or a watch ended other than it should. Everything here is worth another try.
+/// Why a request failed, or a watch ended early. Every failure is retried.
 #[derive(Debug)]
 pub(super) struct Failure {
-    /// For counting.
+    /// The value of a metric's label.
     pub(super) reason: &'static str,
     /// What happened and what to do about it.
     pub(super) message: String,
-    /// The position is of no more use: list again.
+    /// The watch cannot continue from its position, so the kind is listed again.
     pub(super) needs_list: bool,
-    /// HTTP code, where the server answered.
+    /// The HTTP status code, if the server has answered.
     pub(super) code: Option<StatusCode>,
-    /// The server asked for a pause.
+    /// The pause that the server asks for.
     pub(super) retry_after: Option<Duration>,
 }
 
@@ -49,10 +49,10 @@ impl Failure {
         Self { reason, message: message.into(), needs_list: false, code: None, retry_after: None }
     }
 
-    /// The server said something that is not in the protocol. What was in its place is unknown, so
-    /// the watch is opened again behind the last event that made sense.
+    /// The server sent something that is not in the protocol. It may stand for a lost event, so the
+    /// watch is opened again after the last event that was decoded.
     pub(super) fn malformed(message: impl std::fmt::Display) -> Self {
-        Self::new("malformed_answer", format!("the server sent what is no part of the protocol: {message}"))
+        Self::new("malformed_answer", format!("the server sent an invalid answer: {message}"))
     }
 
     /// The connection broke.
@@ -65,7 +65,7 @@ impl Failure {
         Self::new("connection_lost", "the answer ended in the middle of an object")
     }
 
-    /// Nothing came for too long.
+    /// Nothing arrived for too long. `what` begins the message, which ends with the time.
     pub(super) fn silent(what: &str, time: Duration) -> Self {
         Self::new("timeout", format!("{what} for {} seconds", time.as_secs()))
     }
@@ -75,18 +75,19 @@ impl Failure {
         Self::new("list_incomplete", "the server ended a streaming list before it was complete")
     }
 
-    /// The server knows only versions from before ours.
+    /// The newest version of the server is older than one that it sent before.
     pub(super) fn went_back(ours: u64, theirs: u64) -> Self {
         let message = format!(
-            "the server is at version {theirs}, behind {ours} which it sent before, as after the restore of a backup: \
-             everything is listed anew"
+            "the server is at version {theirs}, but has sent version {ours} before, as after the restore of a backup: \
+             everything is listed again"
         );
         Self { needs_list: true, ..Self::new("source_went_back", message) }
     }
 
-    /// No answer at all.
+    /// There was no answer at all.
     pub(super) fn request(error: &kube::Error) -> Self {
-        let message = format!("the API server cannot be asked: {}: check the address and the network", chain(error));
+        let message =
+            format!("a request to the API server failed: {}: check the address and the network", chain(error));
         match error {
             kube::Error::Auth(_) => Self::new("unauthorized", message),
             _ => Self::new("connection_failed", message),
@@ -99,7 +100,7 @@ impl Failure {
         let resource = resource(kind);
         let (reason, message) = match code {
             StatusCode::UNAUTHORIZED => {
-                ("unauthorized", format!("{said}: the credentials are not accepted, check the token or kubeconfig"))
+                ("unauthorized", format!("{said}: the credentials are not accepted; check the token or the kubeconfig"))
             }
             StatusCode::FORBIDDEN => {
                 let verb = verb.name();
@@ -108,7 +109,7 @@ impl Failure {
                 ("forbidden", message)
             }
             StatusCode::NOT_FOUND => ("not_found", format!("{said}: the server does not serve {resource}")),
-            StatusCode::GONE => ("watch_expired", format!("{said}: everything is listed anew")),
+            StatusCode::GONE => ("watch_expired", format!("{said}: everything is listed again")),
             StatusCode::TOO_MANY_REQUESTS => ("throttled", said),
             _ if code.is_server_error() => ("server_error", said),
             _ => ("refused", said),
@@ -127,14 +128,15 @@ impl Failure {
         Self::answer(kind, Verb::Watch, code, Some(status))
     }
 
-    /// True where a server that knows no streaming lists says so. (422 from servers with the
-    /// feature off, 400 and the others from what stands in front of servers.)
+    /// Whether the answer means that the server has no streaming lists. API servers with the
+    /// feature disabled answer 422. Proxies in front of API servers answer 400 or one of the other
+    /// codes.
     pub(super) fn refuses_streaming(&self) -> bool {
         self.code.is_some_and(|code| matches!(code.as_u16(), 400 | 405 | 406 | 415 | 422 | 501))
     }
 }
 
-/// The resource as RBAC names it.
+/// The name of the resource in RBAC rules.
 fn resource(kind: ObjectKind) -> &'static str {
     match kind {
         ObjectKind::Service => "services",
@@ -158,20 +160,21 @@ fn chain(error: &dyn Error) -> String {
     text
 }
 
-/// Pauses between tries: drawn evenly from nought to a bound that doubles, so that replicas do not
-/// come back together.
+/// Pauses between retries: random times between 0 and a bound that doubles with each failure. They
+/// are random so that replicas do not retry together.
 #[derive(Debug, Default)]
 pub(super) struct BackOff {
     failures: u32,
 }
 
 impl BackOff {
-    /// The next try is the first again.
+    /// Returns to the first bound.
     pub(super) fn reset(&mut self) {
         self.failures = 0;
     }
 
-    /// Time to wait before the next try.
+    /// The time to wait before the next retry. `retry_after` is the pause that the server asks for;
+    /// a random pause is added to it.
     pub(super) fn pause(&mut self, retry_after: Option<Duration>) -> Duration {
         let bound = FIRST_PAUSE.saturating_mul(1 << self.failures.min(16)).min(LONGEST_PAUSE);
         self.failures = self.failures.saturating_add(1);
@@ -197,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_is_named() {
+    fn a_missing_permission_is_named() {
         let failure = Failure::answer(ObjectKind::EndpointSlice, Verb::Watch, StatusCode::FORBIDDEN, None);
         assert_eq!(failure.reason, "forbidden");
         assert!(failure.message.contains("\"watch\"") && failure.message.contains("endpointslices.discovery.k8s.io"));

@@ -1,4 +1,4 @@
-//! Objects from a Kubernetes API server: one watch a kind, for all agents.
+//! Objects from a Kubernetes API server, with one watch for each kind.
 
 mod contact;
 mod failure;
@@ -35,27 +35,27 @@ use crate::{
     transaction::{Problem, Sink, SourceKind, Transaction},
 };
 
-/// Steps that wait between the watches and the model; a watch that is faster waits itself.
+/// Capacity of the channel from the watches to the model. A watch waits while the channel is full.
 const WAITING_UPDATES: usize = 1_024;
 
-/// Steps that are taken in together, at most.
+/// Upper bound of the updates in one commit.
 const STEPS_TOGETHER: usize = 4_096;
 
-/// Steps that come within this time of one another are taken in together: a Service and its slices
-/// change together.
+/// Updates that arrive within this time of one another are committed together, because a Service
+/// and its slices change together.
 const LINGER: Duration = Duration::from_millis(1);
 
-/// No update waits longer for others.
+/// No update waits longer than this for further updates.
 const LONGEST_LINGER: Duration = Duration::from_millis(5);
 
-/// How long a connection to the server may take.
+/// How long it may take to connect to the server.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Watches the API server until `shutdown`, and hands what changes to `sink`.
+/// Watches the API server until `shutdown`, and passes its changes to `sink`.
 ///
 /// # Errors
-/// The configuration cannot be used; or a part of the program ended that never should. A server
-/// that cannot be reached, or says nonsense, is no error: it is asked again.
+/// The configuration cannot be used, or a task has ended that never should. An unreachable server
+/// or an invalid answer is not an error: the watch is retried.
 pub(super) async fn run(
     settings: SourceSettings,
     sink: Arc<dyn Sink>,
@@ -95,10 +95,10 @@ pub(super) async fn run(
     }
 }
 
-/// A client that leads where the configuration says: a kubeconfig file, or else the cluster around
-/// the pod.
+/// A client for the API server of the kubeconfig file. Without a file, the client uses the cluster
+/// in which the pod runs.
 async fn client(kubeconfig: Option<&Path>) -> Result<Client, SourceError> {
-    // Another part of the program may have installed it before: the same one.
+    // This fails if another part of the program has already installed the same provider.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let mut config = match kubeconfig {
         None => Config::incluster().map_err(|error| SourceError::NotInCluster(error.to_string()))?,
@@ -110,14 +110,14 @@ async fn client(kubeconfig: Option<&Path>) -> Result<Client, SourceError> {
         }
     };
     config.connect_timeout = Some(CONNECT_TIMEOUT);
-    // Watches have time limits of their own.
+    // Each watch has its own time limits.
     config.read_timeout = None;
-    // And a back-off of their own, which counts what it waits out.
+    // Each watch also has its own back-off, which counts and logs failures.
     config.default_retry = false;
     Client::try_from(config).map_err(|error| SourceError::Client(error.to_string()))
 }
 
-/// The update with those that come right behind it.
+/// The first update, and the updates that arrive right after it.
 async fn together(first: KindUpdate, updates: &mut mpsc::Receiver<KindUpdate>) -> Vec<KindUpdate> {
     let mut batch = vec![first];
     let until = Instant::now() + LONGEST_LINGER;
@@ -140,13 +140,14 @@ struct Applier {
     model: Model,
     shown_problems: Vec<Problem>,
     positions: BTreeMap<SourceKind, u64>,
-    /// Of kinds without a change since.
+    /// Positions of bookmarks, for kinds without a change since.
     bookmarks: BTreeMap<SourceKind, u64>,
-    /// When the oldest update that was not committed came.
+    /// When the oldest update arrived that is not committed yet.
     received: Option<SystemTime>,
     unlisted: BTreeSet<ObjectKind>,
     is_synced: bool,
-    oddly_versioned: BTreeSet<ObjectKind>,
+    /// Kinds with a resourceVersion that is not a number. Each is logged once.
+    non_numeric_versions: BTreeSet<ObjectKind>,
 }
 
 impl Applier {
@@ -160,7 +161,7 @@ impl Applier {
             received: None,
             unlisted: ObjectKind::ALL.into(),
             is_synced: false,
-            oddly_versioned: BTreeSet::new(),
+            non_numeric_versions: BTreeSet::new(),
         }
     }
 
@@ -186,14 +187,14 @@ impl Applier {
             self.bookmarks.remove(&kind);
             let moved = if is_bookmark { &mut self.bookmarks } else { &mut self.positions };
             moved.insert(kind, position);
-        } else if self.oddly_versioned.insert(kind) {
+        } else if self.non_numeric_versions.insert(kind) {
             let kind = kind.name();
-            tracing::warn!(kind, version, "a resourceVersion is no number: replicas cannot compare positions");
+            tracing::warn!(kind, version, "a resourceVersion is not a number, so replicas cannot compare positions");
         }
     }
 
-    /// Hands on what changed. Before every kind was listed once there is nothing to hand on but
-    /// problems: a part of the cluster is no state to serve.
+    /// Commits the changes. Until every kind has been listed once, only problems are passed on: a
+    /// part of the cluster's state must not be served.
     fn commit(&mut self) {
         if let Some(problems) = self.model.take_problems() {
             super::show_problems(&*self.sink, &mut self.shown_problems, problems);
@@ -213,7 +214,8 @@ impl Applier {
         }
     }
 }
-/// What the lines of a watch say, up to the first that is no event.
+
+/// The events in the lines of a watch, up to the first line that cannot be decoded.
 pub(super) fn watch_events(kind: ObjectKind, bytes: &[u8]) -> Vec<Event> {
     let lines = bytes.split(|byte| *byte == b'\n').map_while(|text| wire::line(kind, text).ok());
     let event = |line| match line {
@@ -223,7 +225,7 @@ pub(super) fn watch_events(kind: ObjectKind, bytes: &[u8]) -> Vec<Event> {
     lines.filter_map(event).collect()
 }
 
-/// What is on a page of a list.
+/// The objects on a page of a list; empty if the page cannot be decoded.
 pub(super) fn list_events(kind: ObjectKind, bytes: &[u8]) -> Vec<Event> {
     wire::page(kind, bytes).map(|page| page.events).unwrap_or_default()
 }

@@ -1,25 +1,27 @@
-//! One kind: list, then watch, for ever.
+//! Lists one kind and then watches it, until shutdown.
 //!
 //! ```text
-//!       ┌── 410, versions went back ──────────────┐
-//!       ▼                                         │
-//!   no version ── list complete ──► version ── watch ── ended, broke, garbage ─► same version
+//!       ┌──────── status 410, or the server went back ───────┐
+//!       ▼                                                    │
+//!   no version ── complete list ──► version ──► watch ───────┤
+//!                                      ▲                     │
+//!                                      └─────────────────────┘
+//!                                the watch ended, broke, or sent an invalid line
 //! ```
 //!
-//! A watch in which nothing comes for a while, neither change nor bookmark, is taken for dead and
-//! opened anew from where it was: a server or a load balancer that hangs says nothing, and neither
-//! does a connection whose other end is gone. Only what shows the state to be current counts as
-//! heard: a complete list, a change, a bookmark. A watch that opens, a page and a server that
-//! answers something else show nothing of the kind, so that the age of a kind grows until its watch
-//! really works again.
+//! A watch that receives neither a change nor a bookmark for the silence limit counts as dead, and
+//! is opened again from its last version. The reason may be a server or load balancer that hangs,
+//! or a connection whose other end is gone. Only a complete list, a change or a bookmark shows that
+//! the known state is current. An opened watch, one page of a list or any other answer does not, so
+//! the age of the kind grows until its watch works again.
 //!
-//! An agent that comes from another replica may have seen a higher position of a kind in which
-//! nothing has changed since (that replica listed later). How far the server has come is then asked
-//! at once: servers send a bookmark 2 s before a watch ends, so the watch is opened anew for 3 s.
+//! An agent of another replica may have seen a higher position of a kind although nothing has
+//! changed since: the other replica has listed later. This replica then asks the server for its
+//! current position. API servers send a bookmark 2 s before a watch ends, so the watch is opened
+//! again with a time limit of 3 s.
 //!
-//! A list is handed on as a whole when it is complete, never in part, so nothing is removed by one
-//! that breaks. A watch goes on behind the last event that was understood, so nothing is lost by
-//! one that breaks.
+//! A list is passed on only when it is complete, so a list that breaks removes nothing. A watch
+//! resumes after the last event that was decoded, so a watch that breaks loses nothing.
 
 use std::{
     collections::BTreeMap,
@@ -52,52 +54,52 @@ use crate::{
     transaction::{Sink, SourceKind},
 };
 
-/// How long an answer may take to begin, and one page to come.
+/// How long the server may take to begin an answer, or to send one page of a list.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// How long the check for a restored server may take; without an answer the watch goes on without
-/// it.
+/// How long the check for a restored server may take. Without an answer, the watch is opened
+/// anyway.
 const CHECK_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A streaming list in which nothing comes for so long is given up.
+/// A streaming list that sends nothing for this time has failed.
 const LIST_SILENCE_LIMIT: Duration = Duration::from_secs(60);
 
-/// Objects a page.
+/// Number of objects in one page of a list.
 const PAGE_OBJECTS: u32 = 500;
 
-/// Error bodies are read up to here.
+/// Upper bound of the body of an error.
 const ERROR_BODY_LIMIT_BYTES: usize = 64 * 1024;
 
-/// How often a server that does not have a kind is asked again: within a minute, as bookmarks would
-/// come.
+/// Time after which a server that does not have a kind is asked again. Its answer counts like a
+/// bookmark, so it is requested about as often as bookmarks arrive.
 const ABSENT_PAUSE: Duration = Duration::from_secs(50);
 
-/// A watch that ends sooner counts as a failed try, so that a server which ends each at once is not
-/// asked without pause.
+/// A watch that ends sooner than this counts as a failure. Otherwise a server that ends every watch
+/// at once would receive requests without a pause.
 const SHORTEST_WATCH: Duration = Duration::from_secs(1);
 
-/// How long a watch is opened for that shall only tell how far the server has come. Its bookmark
-/// comes in a second or two.
+/// The time limit of a watch that is opened to learn the position of the server. Its bookmark
+/// arrives after a second or two.
 const PROGRESS_WATCH: Duration = Duration::from_secs(3);
 
-/// How many such watches are opened until the position that an agent has seen is reached. Bookmarks
-/// of old servers lag by what their etcd takes to report progress, often 5 s. No agent can make
-/// more of a position that is never reached.
+/// Upper bound of the watches that are opened to reach the position that an agent has seen. The
+/// bookmarks of old servers lag by the interval at which etcd reports progress, often 5 s. The
+/// bound also limits the effect of an agent that sends a position which is never reached.
 const PROGRESS_WATCHES: u32 = 4;
 
-/// What a watch hands on.
+/// What a watch reports.
 #[derive(Debug)]
 pub(super) enum WatchUpdate {
     /// All objects of the kind.
     Listed(Vec<Event>),
     /// One object.
     Changed(Event),
-    /// The position moved.
+    /// The position moved without a change.
     Moved,
 }
 
-/// An update with its kind and the resourceVersion that it leads to; no version where the server
-/// does not have the kind.
+/// An update with its kind and the resourceVersion after it. There is no version if the server does
+/// not have the kind.
 #[derive(Debug)]
 pub(super) struct KindUpdate {
     pub(super) kind: ObjectKind,
@@ -106,7 +108,7 @@ pub(super) struct KindUpdate {
     pub(super) received: SystemTime,
 }
 
-/// One kind's watch.
+/// The watch of one kind.
 pub(super) struct Watch {
     kind: ObjectKind,
     client: Client,
@@ -115,23 +117,24 @@ pub(super) struct Watch {
     updates: mpsc::Sender<KindUpdate>,
     version: Option<String>,
     back_off: BackOff,
-    /// The server said that it has no streaming lists.
+    /// The server has no streaming lists.
     is_streaming_refused: bool,
-    /// The server refused the kind's field selector. The model leaves out what it would have kept
-    /// away.
+    /// The server refused the field selector. The model ignores the objects that the selector would
+    /// have excluded.
     is_field_selector_refused: bool,
-    /// A streaming list failed: the next list is by pages.
+    /// A streaming list failed, so the next list is read by pages.
     is_streaming_broken: bool,
     is_listed: bool,
-    is_absence_told: bool,
+    is_absence_logged: bool,
     silence_limit: Duration,
+    /// Positions that agents have seen at other replicas.
     wanted: watch::Receiver<BTreeMap<SourceKind, u64>>,
-    /// Watches that are left to reach the wanted position.
+    /// How many watches may still be opened to reach the wanted position.
     progress_watches: u32,
 }
 
 impl Watch {
-    /// `silence_limit`: how long a watch may say nothing.
+    /// `silence_limit`: how long a watch may receive nothing.
     pub(super) fn new(
         kind: ObjectKind,
         client: Client,
@@ -155,7 +158,7 @@ impl Watch {
             is_field_selector_refused: false,
             is_streaming_broken: false,
             is_listed: false,
-            is_absence_told: false,
+            is_absence_logged: false,
         }
     }
 
@@ -175,7 +178,7 @@ impl Watch {
         }
     }
 
-    /// One list with the watch behind it, or one watch.
+    /// Runs one list or one watch. A streaming list continues as a watch.
     async fn turn(&mut self) -> Result<(), Failure> {
         let Some(version) = self.version.clone() else {
             return if self.is_streaming_refused || self.is_streaming_broken {
@@ -192,13 +195,13 @@ impl Watch {
         self.follow(lines).await
     }
 
-    /// Whether an agent has seen more of the kind than was watched up to `version`.
+    /// Whether an agent has seen a position of this kind beyond `version`.
     fn wants_more_than(&self, version: &str) -> bool {
         let wanted = self.wanted.borrow().get(&source_kind(self.kind)).copied();
         version.parse().is_ok_and(|version: u64| wanted.is_some_and(|wanted| wanted > version))
     }
 
-    /// Counts and logs what happened. Returns how long to wait.
+    /// Counts and logs a failure. Returns how long to wait before the next list or watch.
     async fn pause_after(&mut self, outcome: Result<(), Failure>, started: Instant) -> Duration {
         let Err(failure) = outcome else {
             if started.elapsed() >= SHORTEST_WATCH {
@@ -222,7 +225,7 @@ impl Watch {
             self.is_streaming_broken = false;
             tracing::info!(
                 kind,
-                "the server refuses the field selector, as Kubernetes before 1.31 does: going on without it: {}",
+                "the server refuses the field selector, as Kubernetes before 1.31 does; the watch continues without it: {}",
                 failure.message
             );
             return Duration::ZERO;
@@ -230,7 +233,7 @@ impl Watch {
         let is_streaming_list = self.version.is_none() && self.is_streaming_broken;
         if is_streaming_list && failure.refuses_streaming() {
             self.is_streaming_refused = true;
-            tracing::info!(kind, "the server has no streaming lists, lists are read by pages: {}", failure.message);
+            tracing::info!(kind, "the server has no streaming lists; lists are read by pages: {}", failure.message);
             return Duration::ZERO;
         }
         let pause = if is_streaming_list && failure.retry_after.is_none() {
@@ -239,22 +242,29 @@ impl Watch {
             self.back_off.pause(failure.retry_after)
         };
         let next = match (&self.version, is_streaming_list) {
-            (Some(_), _) => "watching goes on",
-            (None, true) => "a list by pages follows",
-            (None, false) => "listing starts over",
+            (Some(_), _) => "the watch resumes",
+            (None, true) => "a list by pages starts",
+            (None, false) => "a new list starts",
         };
-        tracing::warn!(kind, reason, "{}; {next} in {} ms, what is known stays", failure.message, pause.as_millis());
+        tracing::warn!(
+            kind,
+            reason,
+            "{}; {next} in {} ms; the last known state stays in service",
+            failure.message,
+            pause.as_millis()
+        );
         pause
     }
 
-    /// Servers before 1.33 have no ServiceCIDRs: that is a complete list of none. What was there
-    /// before stays.
+    /// Notes that the server has no ServiceCIDRs, as before Kubernetes 1.33. If the kind has not
+    /// been listed yet, this counts as a complete, empty list. ServiceCIDRs that are known already
+    /// stay.
     async fn note_absent(&mut self) {
         self.heard();
-        if !self.is_absence_told {
-            self.is_absence_told = true;
+        if !self.is_absence_logged {
+            self.is_absence_logged = true;
             tracing::info!(
-                "the server has no ServiceCIDRs (networking.k8s.io/v1, Kubernetes 1.33): going on without them"
+                "the server has no ServiceCIDRs (networking.k8s.io/v1, Kubernetes 1.33); continuing without them"
             );
         }
         if !self.is_listed {
@@ -263,9 +273,10 @@ impl Watch {
         }
     }
 
-    /// A streaming list: the watch begins with the state as it is, and a bookmark tells that it is
-    /// complete. A server may refuse these for good or fail at them alone (its etcd reports no
-    /// progress, its cache is not filled), so a list by pages follows whatever this one fails with.
+    /// Reads a streaming list: the watch begins with all present objects, and a bookmark marks the
+    /// end of the list. Some servers do not support streaming lists. Others fail only at these,
+    /// because etcd reports no progress or the watch cache is not filled. So a list by pages
+    /// follows any failure.
     async fn list_by_watch(&mut self) -> Result<(), Failure> {
         self.is_streaming_broken = true;
         let mut lines = self.open_watch("", true, time_limit()).await?;
@@ -279,11 +290,13 @@ impl Watch {
         let mut listed = Vec::new();
         loop {
             let line = timeout(LIST_SILENCE_LIMIT, lines.next()).await;
-            let line = line.map_err(|_| Failure::silent("a streaming list stood still", LIST_SILENCE_LIMIT))??;
+            let line =
+                line.map_err(|_| Failure::silent("nothing arrived in a streaming list", LIST_SILENCE_LIMIT))??;
             let Some(line) = line else { return Err(Failure::incomplete_list()) };
             self.contact.touched();
             match self.decode(&line)? {
-                // The protocol has none here; if one comes it must not be served.
+                // The protocol has no deletions here. If one arrives, its object must not be
+                // served.
                 Line::Event { event: Event::Delete(key), .. } => listed.retain(|other: &Event| other.key() != key),
                 Line::Event { event, .. } => listed.push(event),
                 Line::Bookmark { version, ends_initial_state: true } => return Ok((listed, version)),
@@ -300,7 +313,8 @@ impl Watch {
         loop {
             let is_first = continue_token.is_none();
             let page = match self.page(continue_token, Some(PAGE_OBJECTS)).await {
-                // The token outlived the server's history: one list without pages does not.
+                // The token has expired with the server's history. A list without pages needs no
+                // token.
                 Err(failure) if failure.needs_list && !is_first => {
                     self.sink.count_error(source_kind(self.kind), failure.reason);
                     listed.clear();
@@ -333,7 +347,7 @@ impl Watch {
             body.collect().await.map(http_body_util::Collected::to_bytes).map_err(|error| Failure::dropped(&error))
         };
         let bytes = timeout(ANSWER_TIMEOUT, read).await;
-        let bytes: Bytes = bytes.map_err(|_| Failure::silent("a list did not come", ANSWER_TIMEOUT))??;
+        let bytes: Bytes = bytes.map_err(|_| Failure::silent("a list request was not answered", ANSWER_TIMEOUT))??;
         wire::page(self.kind, &bytes).map_err(Failure::malformed)
     }
 
@@ -346,9 +360,9 @@ impl Watch {
         self.send_update(WatchUpdate::Listed(listed), Some(version)).await;
     }
 
-    /// A watch from a version that the server has not reached would wait in silence: a server that
-    /// was restored from a backup has to be noticed before. A server that does not answer this
-    /// question is given the benefit of the doubt.
+    /// Checks that the server has reached `version`. A watch from a version that the server has not
+    /// reached would wait in silence, so a server that was restored from a backup must be detected
+    /// first. Without an answer to the check, the watch is opened anyway.
     async fn check_not_behind(&self, version: &str) -> Result<(), Failure> {
         let Ok(ours) = version.parse::<u64>() else { return Ok(()) };
         let theirs = match timeout(CHECK_TIMEOUT, self.page(None, Some(1))).await {
@@ -381,11 +395,10 @@ impl Watch {
         };
         let request = kube::core::Request::new(wire::path(self.kind)).watch(&parameters, version);
         let mut request = request.map_err(Failure::malformed)?;
-        // Servers from 1.37 compress each event by itself, which the client's decompression does
-        // not read.
+        // Servers from 1.37 on compress each event separately, which the client cannot decompress.
         request.headers_mut().insert(header::ACCEPT_ENCODING, HeaderValue::from_static("identity"));
         let body = timeout(ANSWER_TIMEOUT, self.send(request, Verb::Watch)).await;
-        let body = body.map_err(|_| Failure::silent("a watch did not begin", ANSWER_TIMEOUT))??;
+        let body = body.map_err(|_| Failure::silent("a watch request was not answered", ANSWER_TIMEOUT))??;
         self.contact.answered(self.kind);
         Ok(Lines::new(body))
     }
@@ -405,7 +418,8 @@ impl Watch {
         Err(failure)
     }
 
-    /// Hands on events until the watch ends, or has to tell how far the server has come.
+    /// Passes on events until the watch ends, or until an agent has seen a later position. Then the
+    /// next watch asks for the position of the server.
     async fn follow(&mut self, mut lines: Lines) -> Result<(), Failure> {
         let mut silent_since = Instant::now();
         loop {
@@ -419,7 +433,7 @@ impl Watch {
                     continue;
                 }
             };
-            let line = line.map_err(|_| Failure::silent("nothing came in a watch", self.silence_limit))??;
+            let line = line.map_err(|_| Failure::silent("nothing arrived in a watch", self.silence_limit))??;
             let Some(line) = line else { return Ok(()) };
             let (update, version) = match self.decode(&line)? {
                 Line::Event { event, version } => (WatchUpdate::Changed(event), version),
@@ -434,8 +448,8 @@ impl Watch {
         }
     }
 
-    /// Label and field selector: what is no business of a service proxy stays on the server, and
-    /// what becomes so arrives as deleted.
+    /// The label selector and the field selector. They exclude objects that a service proxy does
+    /// not serve. An object that no longer matches arrives as a deletion.
     fn selectors(&self) -> (Option<&'static str>, Option<&'static str>) {
         match self.kind {
             ObjectKind::Service => {
@@ -452,23 +466,24 @@ impl Watch {
     }
 
     async fn send_update(&self, update: WatchUpdate, version: Option<String>) {
-        // Taken before it may have to wait for the receiver, which goes only when everything ends,
-        // which `run` sees.
+        // The time is taken before the wait for room in the channel. Sending fails only at
+        // shutdown, which `run` detects.
         let _ = self.updates.send(KindUpdate { kind: self.kind, update, version, received: SystemTime::now() }).await;
     }
 
     fn heard(&self) {
         self.sink.heard(source_kind(self.kind));
-        self.contact.is_current(self.kind);
+        self.contact.confirmed(self.kind);
     }
 }
 
-/// How long a watch is asked to last. Replicas that started together shall not come back together.
+/// The time limit of a watch. It is random, so that replicas that started together do not open
+/// their watches together.
 fn time_limit() -> Duration {
     Duration::from_secs(fastrand::u64(200..290))
 }
 
-/// The kind as the sink names it.
+/// The kind in the terms of the sink.
 pub(super) fn source_kind(kind: ObjectKind) -> SourceKind {
     match kind {
         ObjectKind::Service => SourceKind::Services,

@@ -1,9 +1,9 @@
-//! What the API server sends: lists, and watches with one JSON document a line.
+//! Decodes what the API server sends: lists, and watches with one JSON document per line.
 //!
-//! Events are decoded here and not by `kube::runtime::watcher`, which hands on neither bookmarks
-//! (the only sign of life of a quiet kind, and its position) nor the fact that a line it could not
-//! decode was an event that is now lost. An object that does not decode is an event as well, as
-//! long as it says its name: one bad object must not stop a list.
+//! `kube::runtime::watcher` is not used, for two reasons. It does not pass on bookmarks, which are
+//! the only messages of a quiet kind and carry its position. And it hides the loss of an event in a
+//! line that cannot be decoded. An object that cannot be decoded is still an event if its name can
+//! be read, because one invalid object must not stop a list.
 
 use std::borrow::Cow;
 
@@ -19,10 +19,10 @@ use crate::{
     objects::{Header, Object, ObjectKey, ObjectKind},
 };
 
-/// No object is larger: etcd takes 1.5 MiB by default.
+/// Upper bound of a line. No object is larger: etcd accepts 1.5 MiB by default.
 const LINE_LIMIT_BYTES: usize = 16 * 1024 * 1024;
 
-/// Where the server has the kind.
+/// The path of the kind in the API.
 pub(super) fn path(kind: ObjectKind) -> &'static str {
     match kind {
         ObjectKind::Service => "/api/v1/services",
@@ -32,24 +32,24 @@ pub(super) fn path(kind: ObjectKind) -> &'static str {
     }
 }
 
-/// One event of a watch.
+/// One line of a watch.
 #[derive(Debug)]
 pub(super) enum Line {
-    /// An object changed, or was there at the start.
+    /// An object has changed, or is part of the initial state.
     Event {
-        /// What happened.
+        /// The change.
         event: Event,
         /// The object's resourceVersion.
         version: String,
     },
-    /// Nothing changed up to here.
+    /// All changes up to this version have been sent.
     Bookmark {
         /// The resourceVersion.
         version: String,
         /// The initial state of a streaming list is complete.
         ends_initial_state: bool,
     },
-    /// The server ends the watch.
+    /// The server ends the watch with an error.
     Error(Box<kube::core::Status>),
 }
 
@@ -77,7 +77,7 @@ struct BookmarkMetadata {
 /// Decodes one line of a watch.
 ///
 /// # Errors
-/// What is wrong, where the line is no event of this kind.
+/// A description, if the line is not an event of this kind.
 pub(super) fn line(kind: ObjectKind, text: &[u8]) -> Result<Line, String> {
     let raw: RawLine<'_> = serde_json::from_slice(text).map_err(|error| error.to_string())?;
     match raw.event.as_ref() {
@@ -128,8 +128,8 @@ struct PageMetadata {
     continue_token: Option<String>,
 }
 
-/// `null` is empty, but the field has to be there: an answer without it is no list, and must not
-/// pass for an empty one.
+/// Reads `items`, where `null` means an empty list. The field must be present: an answer without it
+/// is not a list, and must not count as an empty one.
 fn required_items<'de: 'a, 'a, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<&'a RawValue>, D::Error> {
     Ok(Option::<Vec<&'a RawValue>>::deserialize(deserializer)?.unwrap_or_default())
 }
@@ -137,7 +137,7 @@ fn required_items<'de: 'a, 'a, D: Deserializer<'de>>(deserializer: D) -> Result<
 /// Decodes one page of a list.
 ///
 /// # Errors
-/// What is wrong, where it is no list, or an item of it has no name.
+/// A description, if the text is not a list, or an item has no name.
 pub(super) fn page(kind: ObjectKind, text: &[u8]) -> Result<Page, String> {
     let raw: RawPage<'_> = serde_json::from_slice(text).map_err(|error| error.to_string())?;
     if raw.metadata.resource_version.is_empty() {
@@ -168,7 +168,7 @@ fn object(kind: ObjectKind, raw: &RawValue) -> Result<(Event, String), String> {
             let mut track = serde_path_to_error::Track::new();
             let tracked = serde_path_to_error::Deserializer::new(&mut deserializer, &mut track);
             let Err(error) = Object::deserialize(kind, tracked) else {
-                return Err("an object that decodes only sometimes".to_owned());
+                return Err("an object that was decoded only at the second attempt".to_owned());
             };
             let field = track.path().to_string();
             let message = format!("{error}: correct the field, or the program that writes it");
@@ -199,7 +199,7 @@ fn check_names(kind: ObjectKind, name: &str, namespace: &str, version: &str) -> 
 pub(super) struct Lines {
     body: Body,
     buffer: BytesMut,
-    /// Bytes of the buffer in which there is no line's end.
+    /// Number of bytes at the start of the buffer that contain no line end.
     searched_bytes: usize,
 }
 
@@ -208,11 +208,11 @@ impl Lines {
         Self { body, buffer: BytesMut::new(), searched_bytes: 0 }
     }
 
-    /// The next line without its end; `None` when the body ended as it should.
+    /// The next line without its line end; `None` when the body has ended after a complete line.
     ///
     /// # Errors
-    /// The connection broke, also in the middle of a line, or a line does not end. The watch can be
-    /// resumed.
+    /// The connection broke, the body ended in the middle of a line, or a line is too long. The
+    /// watch can be resumed.
     pub(super) async fn next(&mut self) -> Result<Option<Bytes>, Failure> {
         loop {
             let found = self.buffer[self.searched_bytes..].iter().position(|byte| *byte == b'\n');
@@ -249,7 +249,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_bad_object_is_an_event_of_its_own() {
+    fn an_object_that_cannot_be_decoded_is_an_event() {
         let text = br#"{"kind":"ServiceList","metadata":{"resourceVersion":"7"},"items":[
             {"metadata":{"name":"a","namespace":"x","resourceVersion":"1"},"spec":{"ports":[{"port":"eighty"}]}},
             {"metadata":{"name":"b","namespace":"x","resourceVersion":"2","labels":null},"spec":{"ports":null}}]}"#;
@@ -265,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_list_is_not_an_empty_one() {
+    fn an_answer_that_is_not_a_list_is_an_error() {
         for text in ["{}", "[]", r#"{"metadata":{}}"#, r#"{"metadata":{"resourceVersion":"1"}}"#, "<html>"] {
             assert!(page(ObjectKind::Node, text.as_bytes()).is_err(), "{text}");
         }
@@ -274,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_of_a_watch() {
+    fn each_type_of_line_is_decoded() {
         let read = |text: &str| line(ObjectKind::Node, text.as_bytes());
         let node = r#"{"object":{"metadata":{"name":"n","resourceVersion":"5"}},"type":"ADDED"}"#;
         assert!(matches!(read(node).unwrap(), Line::Event { event: Event::Apply(_), version } if version == "5"));

@@ -91,7 +91,7 @@ async fn a_certificate_that_does_not_say_clearly_whose_it_is_is_nobody_s() {
         for status in statuses {
             assert_eq!(status.code(), Code::PermissionDenied, "{status}");
             assert!(status.message().contains(problem), "{problem} is not in {status}");
-            assert!(status.message().contains("have it made with one URI"), "no remedy: {status}");
+            assert!(status.message().contains("issue it with one URI"), "no remedy: {status}");
         }
         assert_eq!(nobody.health().await.unwrap(), 1);
     }
