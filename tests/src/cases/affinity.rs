@@ -14,13 +14,16 @@ use crate::testbed::{Backend, Family, Outcome, Request, Testbed, Transport, clie
 
 use Via::{ClusterIp, ExternalIp, LoadBalancerIp, NodePort};
 
-/// By each way; without affinity, four servers would seem to be one once in 16,000, and there are a
-/// hundred ways.
+/// The number of requests that checks affinity. Without affinity, one of four servers answers all
+/// eight with a probability of 1 in 16,000. The scenarios check about a hundred times.
 const REQUESTS: usize = 8;
-/// Clients that reach services by way of node-a, where all their affinities are kept.
+/// Clients that send their requests to node-a, which therefore has all their affinity records.
 const CLIENTS_OF_NODE_A: [&str; 6] = ["outside-1", "outside-2", "a3", "b3", "c2", "node-b"];
 
-/// The one server that answers `count` requests of a client; an error if there are more.
+/// The server that answers all of [`REQUESTS`] requests of a client.
+///
+/// # Errors
+/// More than one server answers, or a request is not answered.
 fn only_server(bed: &Testbed, from: &str, service: &str, via: Via, family: Family, port: &str) -> Result<String> {
     let description = bed.service(service)?;
     let request = Request::new(description.port(port)?.transport, description.socket_address(via, family, port)?);
@@ -28,11 +31,12 @@ fn only_server(bed: &Testbed, from: &str, service: &str, via: Via, family: Famil
     let answers =
         answers(client::ask_many(bed.machines().machine(from)?, &request, REQUESTS)?).with_context(context)?;
     let shares = shares(&answers);
-    ensure!(shares.len() == 1, "{}: affinity should hold, but {shares:?} answered", context());
+    ensure!(shares.len() == 1, "{}: expected one server, but {shares:?} answered", context());
     Ok(answers[0].server.clone())
 }
 
-/// A client stays with its server, by whichever address it asks, each client with its own.
+/// A client stays with its server, whichever address of the service it uses. Clients have
+/// independent servers.
 pub fn sticks(bed: &Testbed) -> Result<()> {
     let mut seen = BTreeSet::new();
     for family in Family::BOTH {
@@ -41,10 +45,10 @@ pub fn sticks(bed: &Testbed) -> Result<()> {
                 seen.insert(only_server(bed, from, "sticky", NodePort("node-a"), family, port)?);
             }
             if bed.backend() == Backend::Ipvs {
-                // IPVS keeps records by virtual server.
+                // IPVS has one affinity record for each virtual server.
                 continue;
             }
-            // The record is the service port's, not the address's.
+            // The affinity record belongs to the service port, not to an address.
             for (from, ways) in [
                 ("outside-1", [ClusterIp, NodePort("node-a"), ExternalIp, LoadBalancerIp]),
                 ("a3", [LoadBalancerIp, ExternalIp, NodePort("node-a"), ClusterIp]),
@@ -53,16 +57,16 @@ pub fn sticks(bed: &Testbed) -> Result<()> {
                     .into_iter()
                     .map(|via| only_server(bed, from, "sticky", via, family, port))
                     .collect::<Result<_>>()?;
-                ensure!(servers.len() == 1, "{from} {port} over {family} came to {servers:?} by {ways:?}");
+                ensure!(servers.len() == 1, "{from} {port} over {family} by {ways:?} reached {servers:?}");
             }
         }
     }
-    // Six clients, eight times: chance gives all of them the same server once in 10²⁸.
-    ensure!(seen.len() > 1, "all clients came to {seen:?}: they should be independent");
+    // Six clients choose in eight combinations. The probability of one server for all is 10⁻²⁸.
+    ensure!(seen.len() > 1, "all clients reached {seen:?}, but they should be independent");
     Ok(())
 }
 
-/// After the time-out without a new connection, a client is anybody's again, and not before.
+/// A client loses its server after the affinity time-out without a new connection, and not earlier.
 pub fn expires(bed: &Testbed) -> Result<()> {
     let service = bed.service("sticky-briefly")?;
     let timeout_seconds = service.affinity_timeout_seconds.context("sticky-briefly has affinity")?;
@@ -84,8 +88,8 @@ pub fn expires(bed: &Testbed) -> Result<()> {
                 .collect()
         };
         let first = ask_all()?;
-        // Chance repeats all six choices of four once in 4096; after three rounds it is out of the
-        // question.
+        // By chance all six clients choose their old servers with a probability of 1 in 4096. Three
+        // such rounds in a row are practically impossible.
         let mut changed = false;
         for _ in 0..3 {
             std::thread::sleep(Duration::from_secs(u64::from(timeout_seconds) + 1));
@@ -94,10 +98,11 @@ pub fn expires(bed: &Testbed) -> Result<()> {
                 break;
             }
         }
-        ensure!(changed, "over {family} all clients still come to {first:?} after the time-out");
+        ensure!(changed, "over {family} all clients still reach {first:?} after the time-out");
         Ok(())
     };
-    // Most of it is waiting for the time-out. UDP has a record of its own.
+    // The checks run at once, because they mostly wait. One uses TCP and the other UDP, which have
+    // separate records.
     std::thread::scope(|scope| {
         let expiring = Family::BOTH.map(|family| scope.spawn(move || expires_over(family)));
         let renewed = Family::BOTH.map(|family| scope.spawn(move || is_renewed(bed, family, timeout_seconds)));
@@ -108,8 +113,8 @@ pub fn expires(bed: &Testbed) -> Result<()> {
     })
 }
 
-/// IPVS counts from when it forgets a client's last connection, minutes after its end, and looks
-/// once a minute: what can be seen at once is that it was told the time-out.
+/// Checks the time-out of a virtual server. IPVS starts the time-out only when it forgets the
+/// client's last connection, minutes after its end. A check with connections would take too long.
 fn has_timeout(bed: &Testbed, service: &Service, timeout_seconds: u32) -> Result<()> {
     let mut command = Command::new("ipvsadm");
     command.arg("-Sn");
@@ -118,13 +123,16 @@ fn has_timeout(bed: &Testbed, service: &Service, timeout_seconds: u32) -> Result
         let server = service.socket_address(ClusterIp, family, "tcp")?;
         let line = listed.lines().find(|line| line.starts_with(&format!("-A -t {server} ")));
         let line = line.with_context(|| format!("no virtual server {server}:\n{listed}"))?;
-        ensure!(line.contains(&format!(" -p {timeout_seconds}")), "it does not last {timeout_seconds} s: {line}");
+        ensure!(
+            line.contains(&format!(" -p {timeout_seconds}")),
+            "the affinity time-out is not {timeout_seconds} s: {line}"
+        );
     }
     Ok(())
 }
 
-/// Each connection begins the time-out anew: clients that come back in time stay for longer than
-/// that.
+/// Checks that each connection restarts the time-out: clients that connect in time keep their
+/// servers for longer than one time-out.
 fn is_renewed(bed: &Testbed, family: Family, timeout_seconds: u32) -> Result<()> {
     let (service, timeout) = (bed.service("sticky-briefly")?, Duration::from_secs(timeout_seconds.into()));
     let request =
@@ -136,7 +144,7 @@ fn is_renewed(bed: &Testbed, family: Family, timeout_seconds: u32) -> Result<()>
         };
         CLIENTS_OF_NODE_A.iter().map(ask).collect()
     };
-    // A round that came too late on a busy machine shows nothing.
+    // On a busy machine requests may be too late. Then the attempt is repeated.
     for _ in 0..5 {
         let (began, first) = (Instant::now(), ask_all()?);
         let mut earliest = began;
@@ -146,17 +154,17 @@ fn is_renewed(bed: &Testbed, family: Family, timeout_seconds: u32) -> Result<()>
             if earliest.elapsed() >= timeout {
                 break;
             }
-            ensure!(now == first, "over {family} clients left {first:?} for {now:?} before the time-out");
+            ensure!(now == first, "over {family} clients moved from {first:?} to {now:?} before the time-out");
             earliest = asked;
         }
         if earliest.elapsed() < timeout && began.elapsed() >= timeout * 2 {
             return Ok(());
         }
     }
-    bail!("the machine is too busy to ask in time")
+    bail!("the machine is too busy to send requests before the time-out")
 }
 
-/// Affinity can be switched on and off, and a client whose server is gone gets another.
+/// Affinity can be turned on and off. A client whose server is removed gets another server.
 pub fn changes_live(bed: &Testbed) -> Result<()> {
     bed.update(|manifests| manifests.add(Service::new("toggled", &["a1", "a2", "b1", "c1"])))?;
     let spread = |context: &str| -> Result<()> {
@@ -182,7 +190,7 @@ pub fn changes_live(bed: &Testbed) -> Result<()> {
             Ok(())
         })?;
         let next = only_server(bed, "a3", "toggled", ClusterIp, family, "tcp")?;
-        ensure!(next != server, "{server} is gone and still answers over {family}");
+        ensure!(next != server, "the removed {server} still answers over {family}");
     }
     bed.update(|manifests| {
         manifests.service_mut("toggled")?.affinity_timeout_seconds = None;
@@ -191,12 +199,12 @@ pub fn changes_live(bed: &Testbed) -> Result<()> {
     spread("after affinity")
 }
 
-/// Endpoints of `local` in [`with_local_policies`]: two on node-a, one on node-b, none on node-c.
+/// The endpoints of `local` in [`with_local_policies`]: two on node-a, one on node-b.
 const SPREAD: [&str; 3] = ["a1", "a2", "b1"];
 
-/// Affinity and policy Local together: a client sticks to one of the endpoints that the policy
-/// leaves it, however it came to others, and keeps its source. Both can be switched while the other
-/// stays.
+/// Affinity together with the policy Local: a client stays with one of the endpoints that the
+/// policy allows, also if its affinity record names another endpoint. Affinity and policy can each
+/// be turned on and off.
 pub fn with_local_policies(bed: &Testbed) -> Result<()> {
     bed.update(|manifests| {
         let service = Service::new("local", &SPREAD);
@@ -220,7 +228,7 @@ pub fn with_local_policies(bed: &Testbed) -> Result<()> {
             let request = Request::new(Transport::Tcp, bed.address("local", LoadBalancerIp, family, "tcp")?);
             let answers = answers(client::ask_many(bed.machines().machine("outside-1")?, &request, 60)?)?;
             let found: Vec<&str> = shares(&answers).into_keys().collect();
-            ensure!(found == expected, "{context}, over {family}: {found:?}, not {expected:?}");
+            ensure!(found == expected, "{context}, over {family}: {found:?} answered, expected {expected:?}");
         }
         Ok(())
     };
@@ -228,16 +236,18 @@ pub fn with_local_policies(bed: &Testbed) -> Result<()> {
     now(&["a1", "a2"], "without affinity")?;
     change(&|service| service.affinity_timeout_seconds = Some(10_800))?;
     let before = [by_balancer(Family::V4)?, by_balancer(Family::V6)?];
-    // The record outlives the policy, since the endpoint is of either.
+    // The record survives changes of the policy, because both policies allow its endpoint.
     for external_local in [false, true] {
         change(&|service| service.external_local = external_local)?;
         for (family, before) in Family::BOTH.into_iter().zip(&before) {
             let now = by_balancer(family)?;
-            ensure!(now == *before, "policy Local: {external_local}: {now} answers over {family}, and {before} did");
+            ensure!(
+                now == *before,
+                "policy Local: {external_local}: {now} answers over {family}, expected {before} as before"
+            );
         }
     }
-    // A client whose server goes stays within the policy, though its record would have led it
-    // elsewhere under the other.
+    // A client whose server is removed gets an endpoint that the policy allows.
     for left in ["a2", "a1"] {
         change(&|service| service.endpoints = ready(&[left, "b1"]))?;
         now(&[left], "with one endpoint left on the node")?;
@@ -246,7 +256,7 @@ pub fn with_local_policies(bed: &Testbed) -> Result<()> {
     for family in Family::BOTH {
         expect_silence(bed, "outside-1", LoadBalancerIp, family)?;
         let server = only_server(bed, "a3", "local", LoadBalancerIp, family, "tcp")?;
-        ensure!(server == "b1", "a pod is not short-circuited: {server} answers");
+        ensure!(server == "b1", "the policy Local applies to a pod of the cluster: {server} answers");
     }
     change(&|service| service.external_local = false)?;
     for family in Family::BOTH {
@@ -255,16 +265,19 @@ pub fn with_local_policies(bed: &Testbed) -> Result<()> {
     change(&|service| (service.endpoints, service.external_local) = (ready(&SPREAD), true))?;
     Family::BOTH.into_iter().try_for_each(|family| {
         let server = by_balancer(family)?;
-        ensure!(server != "b1", "over {family} the record of another node's endpoint leads out of the policy");
+        ensure!(server != "b1", "over {family} an affinity record leads to an endpoint of another node");
         Ok(())
     })
 }
 
-/// Who may come to whom, for one port of the service that has both policies.
+/// Checks which endpoints each client reaches, for one port of a service with both policies Local.
 fn sticks_within_policies(bed: &Testbed, family: Family, port: &str) -> Result<()> {
     let one_of = |from: &str, via: Via, servers: &[&str]| -> Result<String> {
         let server = only_server(bed, from, "local", via, family, port)?;
-        ensure!(servers.contains(&&*server), "{from} by {via:?} over {family} {port}: {server}, not of {servers:?}");
+        ensure!(
+            servers.contains(&&*server),
+            "{from} by {via:?} over {family} {port}: {server} answers, expected one of {servers:?}"
+        );
         Ok(server)
     };
     const ON_NODE_A: &[&str] = &["a1", "a2"];
@@ -274,12 +287,13 @@ fn sticks_within_policies(bed: &Testbed, family: Family, port: &str) -> Result<(
     let by_port = one_of("outside-1", NodePort("node-a"), ON_NODE_A)?;
     for via in [ExternalIp, LoadBalancerIp] {
         let server = one_of("outside-1", via, ON_NODE_A)?;
-        ensure!(server == by_port, "one record, but {via:?} leads to {server} and the NodePort to {by_port}");
+        ensure!(server == by_port, "{via:?} leads to {server} and the NodePort to {by_port}, expected one server");
     }
     one_of("outside-2", LoadBalancerIp, &["b1"])?;
     one_of("b3", ClusterIp, &["b1"])?;
-    // A pod takes the short way by external addresses, so that its record may be of another node's
-    // endpoint; by the cluster address that does not count.
+    // At external addresses a pod reaches all endpoints, so its affinity record may name an
+    // endpoint of another node. At the cluster address the policy still allows only endpoints of
+    // the node.
     one_of("a3", LoadBalancerIp, &SPREAD)?;
     one_of("a3", ClusterIp, ON_NODE_A)?;
     one_of("node-a", NodePort("node-a"), &SPREAD)?;
@@ -290,6 +304,9 @@ fn sticks_within_policies(bed: &Testbed, family: Family, port: &str) -> Result<(
 fn expect_silence(bed: &Testbed, from: &str, via: Via, family: Family) -> Result<()> {
     let request = Request::new(Transport::Tcp, bed.address("local", via, family, "tcp")?).expecting_silence();
     let outcome = bed.machines().ask(from, &request)?;
-    ensure!(outcome == Outcome::TimedOut, "{from} by {via:?} over {family}: {outcome}, without an endpoint here");
+    ensure!(
+        outcome == Outcome::TimedOut,
+        "{from} by {via:?} over {family}: {outcome}, although the node has no endpoint"
+    );
     Ok(())
 }

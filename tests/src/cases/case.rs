@@ -1,61 +1,62 @@
-//! The form of a case.
+//! The data of a case.
 
 use crate::testbed::manifests::Via;
 use crate::testbed::{Backend, Family};
 
-/// One question to a service and what must come of it, for each of some ports and families.
+/// Requests to the ports of a service, over some families, and their expected outcome.
 #[derive(Debug, Clone)]
 pub struct Case {
-    /// Pod, node or outside client that asks.
+    /// The client: a pod, a node or an outside client.
     pub from: &'static str,
-    /// Service that is asked.
+    /// The service to which the client sends the requests.
     pub service: &'static str,
-    /// By which of its addresses.
+    /// The kind of address.
     pub via: Via,
-    /// Names of its ports.
+    /// The names of the service's ports.
     pub ports: &'static [&'static str],
-    /// Families to ask by.
+    /// The address families.
     pub families: &'static [Family],
-    /// What must come of it.
+    /// The expected outcome.
     pub expect: Expect,
-    /// Rows of the checklist in `docs/behaviours.md` that it proves.
+    /// The rows of the checklist in `docs/behaviours.md` that the case shows.
     pub rows: &'static [u8],
-    /// Backends that behave otherwise on purpose, and why.
+    /// Backends that differ on purpose, with the reason.
     pub excluded: Vec<(Backend, &'static str)>,
 }
 
-/// What must come of a case.
+/// The expected outcome of a case.
 #[derive(Debug, Clone)]
 pub enum Expect {
-    /// All these servers, no others, answer.
+    /// All these servers answer, and no others.
     Answered {
         /// Pods, or nodes for their host network.
         by: &'static [&'static str],
-        /// The source address that they see.
+        /// The source address that the servers see.
         source: SourceAddress,
-        /// Whether to ask often enough to see that each gets its share.
+        /// Whether to send enough requests to check that each server gets an equal share.
         even: bool,
     },
     /// Refused at once.
     Refused,
-    /// Silence.
+    /// No answer until the time-out.
     Dropped,
-    /// Nobody answers where a service has been: silence, or, where the node keeps the address as
-    /// long as connections to it live, a refusal.
+    /// No server answers at the address of a removed service. A backend that binds addresses to the
+    /// node may also refuse, because the node keeps the address while connections to it exist.
     Gone,
 }
 
 /// The source address that a server sees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SourceAddress {
-    /// The client's own.
+    /// The client's own address.
     Kept,
-    /// That of a node, which put it in the place of the client's. If the client is that node, its
-    /// ports change at least.
+    /// The address of this node, which masquerades the client. If the client is this node, only its
+    /// source port changes.
     Masqueraded(&'static str),
 }
 
-/// A question; say next what must come of it. TCP, over both families.
+/// Begins a case: requests over TCP and both families. A method of [`Question`] adds the expected
+/// outcome.
 pub fn ask(from: &'static str, service: &'static str, via: Via) -> Question {
     Question { from, service, via, ports: &["tcp"], families: &Family::BOTH }
 }
@@ -74,39 +75,39 @@ pub struct Question {
 pub const EVERY_TRANSPORT: &[&str] = &["tcp", "udp", "sctp", "http"];
 
 impl Question {
-    /// The same for other ports.
+    /// Replaces the ports.
     #[must_use]
     pub fn ports(self, ports: &'static [&'static str]) -> Self {
         Self { ports, ..self }
     }
 
-    /// The same over some families only.
+    /// Replaces the families.
     #[must_use]
     pub fn over(self, families: &'static [Family]) -> Self {
         Self { families, ..self }
     }
 
-    /// All these servers must answer, and see this source.
+    /// Expects that all these servers answer, and that they see this source.
     pub fn answered(self, by: &'static [&'static str], source: SourceAddress) -> Case {
         self.must(Expect::Answered { by, source, even: false })
     }
 
-    /// As [`Self::answered`], each server with its share.
+    /// Expects the same as [`Self::answered`], and an equal share for each server.
     pub fn answered_evenly(self, by: &'static [&'static str], source: SourceAddress) -> Case {
         self.must(Expect::Answered { by, source, even: true })
     }
 
-    /// It must be refused.
+    /// Expects a refusal.
     pub fn refused(self) -> Case {
         self.must(Expect::Refused)
     }
 
-    /// It must vanish without a word.
+    /// Expects that the packets are dropped.
     pub fn dropped(self) -> Case {
         self.must(Expect::Dropped)
     }
 
-    /// Nobody must answer any more.
+    /// Expects that no server answers at the address of a removed service.
     pub fn gone(self) -> Case {
         self.must(Expect::Gone)
     }
@@ -117,19 +118,19 @@ impl Question {
     }
 }
 
-/// Cases that prove the same rows of the checklist.
+/// Sets the rows of the checklist that all these cases show.
 pub fn rows<const N: usize>(rows: &'static [u8], cases: [Case; N]) -> Vec<Case> {
     cases.into_iter().map(|case| case.rows(rows)).collect()
 }
 
 impl Case {
-    /// Rows of the checklist that the case proves.
+    /// Sets the rows of the checklist that the case shows.
     #[must_use]
     pub fn rows(self, rows: &'static [u8]) -> Self {
         Self { rows, ..self }
     }
 
-    /// The case does not hold for `backend`, for a reason that is printed instead.
+    /// Excludes `backend` from the case. The reason is printed when the case is skipped.
     #[must_use]
     pub fn except(mut self, backend: Backend, reason: &'static str) -> Self {
         self.excluded.push((backend, reason));

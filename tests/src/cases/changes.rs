@@ -1,4 +1,4 @@
-//! Services, slices and nodes that change their kind while the programs run.
+//! Services, slices and Nodes that change while the programs run.
 
 use std::time::{Duration, Instant};
 
@@ -15,15 +15,15 @@ use SourceAddress::{Kept, Masqueraded};
 use Via::{ClusterIp, ExternalIp, LoadBalancerIp, NodePort};
 
 const PODS: &[&str] = &["a1", "c1"];
-/// Longest wait for what is not reported as programmed. A guard.
+/// Longest wait for a change whose programming the agent does not report.
 const EVENTUALLY: Duration = Duration::from_secs(120);
 
-/// Tries until it succeeds; the last error if it does not for too long.
+/// Repeats `check` until it succeeds. Returns its last error after [`EVENTUALLY`].
 pub fn eventually(check: impl Fn() -> Result<()>) -> Result<()> {
     within(EVENTUALLY, check)
 }
 
-/// As [`eventually`], with a time of its own.
+/// Repeats `check` until it succeeds. Returns its last error after `limit`.
 pub fn within(limit: Duration, check: impl Fn() -> Result<()>) -> Result<()> {
     let deadline = Instant::now() + limit;
     loop {
@@ -35,7 +35,7 @@ pub fn within(limit: Duration, check: impl Fn() -> Result<()>) -> Result<()> {
     }
 }
 
-/// Changes one service and waits until that is programmed.
+/// Changes one service and waits until the agents have programmed the change.
 fn change(bed: &Testbed, service: &str, change: impl FnOnce(&mut Service)) -> Result<()> {
     bed.update(|manifests| {
         change(manifests.service_mut(service)?);
@@ -43,8 +43,8 @@ fn change(bed: &Testbed, service: &str, change: impl FnOnce(&mut Service)) -> Re
     })
 }
 
-/// A Service becomes another type, and back; its load balancer's address works with and without
-/// node ports; it gets another port.
+/// A Service changes its type several times, and then its port numbers. Its load balancer address
+/// works with and without node ports.
 pub fn type_switches(bed: &Testbed) -> Result<()> {
     bed.update(|manifests| manifests.add(Service::new("switching", PODS)))?;
     let internal = || ask("a3", "switching", ClusterIp).ports(&["tcp", "udp"]).answered(PODS, Kept);
@@ -62,7 +62,7 @@ pub fn type_switches(bed: &Testbed) -> Result<()> {
             vec![
                 ask("a3", "switching", ClusterIp).gone(),
                 ask("outside-1", "switching", ExternalIp).gone(),
-                // No rule, and nobody who listens.
+                // There is no rule for this port, and no program listens on it.
                 node_port().refused(),
             ],
         ),
@@ -84,16 +84,17 @@ pub fn type_switches(bed: &Testbed) -> Result<()> {
     expect_unserved(bed, old)
 }
 
-/// A port that a service does not have any more, on an address that it has: the packet goes its
-/// way, or, where the node has the address, is refused.
+/// Checks a removed port at an address that the service still has. The packet is not translated and
+/// gets no answer. If the node holds the address, the packet is refused.
 fn expect_unserved(bed: &Testbed, to: std::net::SocketAddr) -> Result<()> {
     let outcome = bed.machines().ask("a3", &Request::new(Transport::Tcp, to).expecting_silence())?;
     let expected = if bed.backend().binds_addresses() { Outcome::Refused } else { Outcome::TimedOut };
-    ensure!(outcome == expected, "a removed port is {outcome}, not {expected}");
+    ensure!(outcome == expected, "a request to a removed port: {outcome}, expected: {expected}");
     Ok(())
 }
 
-/// The labels that hand a Service to another proxy, and slices to DNS alone, come and go.
+/// Labels are added and removed: the label that assigns a Service to another proxy, and the label
+/// that reserves slices for DNS.
 pub fn labels_come_and_go(bed: &Testbed) -> Result<()> {
     bed.update(|manifests| manifests.add(Service::new("labelled", PODS)))?;
     let served = || {
@@ -109,17 +110,18 @@ pub fn labels_come_and_go(bed: &Testbed) -> Result<()> {
             bed,
             &[ask("a3", "labelled", ClusterIp).gone(), ask("outside-1", "labelled", NodePort("node-a")).refused()],
         )
-        .with_context(|| format!("handed to {name:?}"))?;
+        .with_context(|| format!("with the proxy name {name:?}"))?;
         change(bed, "labelled", |service| service.proxy_name = None)?;
-        run(bed, &served()).context("handed back")?;
+        run(bed, &served()).context("after the proxy name was removed")?;
         change(bed, "labelled", |service| service.headless_slices = true)?;
-        run(bed, &[ask("a3", "labelled", ClusterIp).ports(&["tcp", "udp"]).refused()]).context("slices for DNS")?;
+        run(bed, &[ask("a3", "labelled", ClusterIp).ports(&["tcp", "udp"]).refused()])
+            .context("with headless slices")?;
         change(bed, "labelled", |service| service.headless_slices = false)?;
     }
     run(bed, &served())
 }
 
-/// Ports are added, renamed and removed; those that stay notice nothing.
+/// Ports are added, renamed and removed. Other ports keep working.
 pub fn ports_come_and_go(bed: &Testbed) -> Result<()> {
     bed.update(|manifests| {
         manifests.add(Service { ports: Service::new("", &[]).ports[..2].to_vec(), ..Service::new("ported", PODS) })
@@ -139,7 +141,7 @@ pub fn ports_come_and_go(bed: &Testbed) -> Result<()> {
     change(bed, "ported", |service| service.ports[0].name = "renamed")?;
     run(bed, &by(&["renamed", "extra"]))
         .context("after the Service and its slices were given another name of a port")?;
-    // Service and slices agree by name, or not at all.
+    // A port of the Service matches ports of slices by name alone.
     change(bed, "ported", |service| {
         let slice = Slice { suffix: "kept", ports: service.ports.clone(), endpoints: ready(PODS) };
         service.endpoints.clear();
@@ -156,7 +158,7 @@ pub fn ports_come_and_go(bed: &Testbed) -> Result<()> {
     expect_unserved(bed, gone)
 }
 
-/// The label of a node's zone changes, goes and comes back: services with hints follow.
+/// A node's zone label changes, is removed and returns. Services with hints follow it.
 pub fn zone_changes(bed: &Testbed) -> Result<()> {
     bed.update(|manifests| {
         let endpoints = [("a1", "zone-1"), ("b1", "zone-1"), ("c1", "zone-2")];
@@ -178,12 +180,12 @@ pub fn zone_changes(bed: &Testbed) -> Result<()> {
             ask("outside-1", "zoned", NodePort("node-a")).answered(expected, Masqueraded("node-a")),
         ];
         eventually(|| run(bed, &near)).with_context(|| format!("node-a in {zone:?}"))?;
-        run(bed, &[ask("b3", "zoned", ClusterIp).answered(FIRST, Kept)]).context("another node has its own zone")?;
+        run(bed, &[ask("b3", "zoned", ClusterIp).answered(FIRST, Kept)]).context("a node in another zone")?;
     }
     Ok(())
 }
 
-/// A range of service addresses is added while everything runs; an address of it works at once.
+/// A ServiceCIDR is added while the programs run. A Service with an address of this range works.
 pub fn further_service_range(bed: &Testbed) -> Result<()> {
     const ADDRESSES: [&str; 2] = ["10.97.0.7", "fd00:10:97::7"];
     bed.update(|manifests| {

@@ -1,5 +1,5 @@
-//! Active health checks: new connections are kept off endpoints that refuse, and those that run go
-//! on.
+//! Active health checks: endpoints that refuse get no new connections, and keep their established
+//! connections.
 
 use std::io::{Read as _, Write as _};
 use std::net::{Ipv6Addr, SocketAddr, TcpListener, TcpStream};
@@ -13,11 +13,11 @@ use super::live::{expect_servers, hold_connections, targets};
 use crate::testbed::manifests::{Port, Service, Slice, Via, ready};
 use crate::testbed::{Family, Outcome, Request, Testbed, Transport, client};
 
-/// Where no server of the testbed listens.
+/// A port on which no server of the testbed listens.
 const SILENT_PORT: u16 = 9999;
 const GUARD: Duration = Duration::from_secs(30);
 
-/// A service with an endpoint that answers and one that refuses.
+/// A service with an endpoint that answers and an endpoint that refuses.
 fn half_dead(name: &str) -> Service {
     let ports = vec![Port { name: "tcp", transport: Transport::Tcp, port: 80, target_port: SILENT_PORT }];
     let mut service = Service::new(name, &["a1"]);
@@ -25,8 +25,8 @@ fn half_dead(name: &str) -> Service {
     service
 }
 
-/// An endpoint refuses, begins to accept, has a connection, and refuses again. Checked every two
-/// seconds.
+/// An endpoint refuses connections, then accepts a connection, then refuses connections again. The
+/// agents check it every two seconds.
 pub fn refusing_endpoints_are_left_out(bed: &Testbed) -> Result<()> {
     bed.update(|manifests| {
         manifests.add(half_dead("unchecked"))?;
@@ -39,11 +39,11 @@ pub fn refusing_endpoints_are_left_out(bed: &Testbed) -> Result<()> {
     })?;
     let unchecked = bed.address("unchecked", Via::ClusterIp, Family::V4, "tcp")?;
     let outcomes = client::ask_many(bed.machines().machine("a3")?, &Request::new(Transport::Tcp, unchecked), 40)?;
-    ensure!(outcomes.contains(&Outcome::Refused), "without checks some connections are refused: {outcomes:?}");
+    ensure!(outcomes.contains(&Outcome::Refused), "without checks, some connections should be refused: {outcomes:?}");
 
     eventually(|| expect_servers(bed, "checked", &["a1"])).context("the refusing endpoint is left out")?;
     let mut held = hold_connections(bed, "checked")?;
-    // Nobody is sent there any more, of many.
+    // None of many connections is sent to the refusing endpoint.
     for (from, to) in targets(bed, "checked")? {
         let outcomes = client::ask_many(bed.machines().machine(from)?, &Request::new(Transport::Tcp, to), 40)?;
         ensure!(!outcomes.contains(&Outcome::Refused), "{from} is still refused by {to}");
@@ -55,18 +55,19 @@ pub fn refusing_endpoints_are_left_out(bed: &Testbed) -> Result<()> {
         listener.set_nonblocking(true)?;
         Ok(listener)
     })?;
-    let (mut inside, mut outside) = eventually_connected(bed, to, &listener).context("it gets connections again")?;
+    let (mut inside, mut outside) =
+        eventually_connected(bed, to, &listener).context("the endpoint gets connections again")?;
 
     drop(listener);
-    eventually(|| expect_servers(bed, "checked", &["a1"])).context("it is left out again")?;
+    eventually(|| expect_servers(bed, "checked", &["a1"])).context("the endpoint is left out again")?;
     inside.write_all(b"still")?;
     outside.set_read_timeout(Some(GUARD))?;
-    outside.read_exact(&mut [0; 5]).context("a connection to an endpoint that fails goes on")?;
+    outside.read_exact(&mut [0; 5]).context("the connection to an endpoint that fails continues")?;
     held.iter_mut().try_for_each(client::HeldConnection::check)
 }
 
-/// Connects until `listener` has one of the connections; both its ends. Checks connect as well, and
-/// say nothing.
+/// Connects to `to` until `listener` accepts one of these connections. Returns the server's and the
+/// client's end. Agents' checks also connect to `listener`, but send no data.
 fn eventually_connected(bed: &Testbed, to: SocketAddr, listener: &TcpListener) -> Result<(TcpStream, TcpStream)> {
     let machine = bed.machines().machine("a3")?;
     let found = std::cell::RefCell::new(None);
@@ -81,7 +82,7 @@ fn eventually_connected(bed: &Testbed, to: SocketAddr, listener: &TcpListener) -
                 return Ok(());
             }
         }
-        anyhow::bail!("{to} leads elsewhere")
+        anyhow::bail!("{to} leads to another server")
     })?;
     found.into_inner().context("no connection was kept")
 }

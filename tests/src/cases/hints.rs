@@ -1,4 +1,4 @@
-//! Hints by node and zone.
+//! The cases on topology hints, by node and by zone.
 
 use anyhow::Result;
 
@@ -13,7 +13,7 @@ fn zoned() -> Vec<Endpoint> {
     vec![Endpoint::for_zone("a1", "zone-1"), Endpoint::for_zone("b1", "zone-1"), Endpoint::for_zone("c1", "zone-2")]
 }
 
-/// Services with hints.
+/// Adds services with hints.
 pub(super) fn services(all: &mut Manifests) -> Result<()> {
     let mut add = |name: &str, endpoints: Vec<Endpoint>, change: &dyn Fn(&mut Service)| {
         let mut service = Service { endpoints, ..Service::new(name, &[]) };
@@ -28,19 +28,19 @@ pub(super) fn services(all: &mut Manifests) -> Result<()> {
     add("zoned", zoned(), &|_| {})?;
     add("half-zoned", vec![ready("b1"), for_zone("a1", "zone-1")], &|_| {})?;
     add("elsewhere", vec![for_zone("a1", "zone-9")], &|_| {})?;
-    // What is not ready has no say.
+    // Only ready endpoints count when the proxy decides whether to follow hints.
     add("zoned-but-unready", [zoned(), vec![not_ready("a2"), Endpoint::terminating("b2")]].concat(), &|_| {})?;
     add("zoned-draining", vec![terminating_for("a1", "zone-1"), terminating_for("c1", "zone-2")], &|_| {})?;
     add("zoned-local", zoned(), &|service| {
         (service.internal_local, service.external_local) = (true, true);
-        // Meant for the other zone, yet the only one here.
+        // Its hint names the other zone, but it is the only endpoint on node-a.
         service.endpoints.retain(|endpoint| endpoint.name != "a1");
         service.endpoints.push(for_zone("a1", "zone-2"));
     })?;
 
     let noded = || vec![for_node("a1", "node-a", "zone-1"), for_node("b1", "node-b", "zone-1")];
     add("noded", [noded(), vec![for_node("c1", "node-c", "zone-2")]].concat(), &|_| {})?;
-    // None for node-b: its zone is next.
+    // No endpoint has a hint for node-b, so its zone decides.
     add(
         "noded-elsewhere",
         vec![
@@ -50,14 +50,14 @@ pub(super) fn services(all: &mut Manifests) -> Result<()> {
         ],
         &|_| {},
     )?;
-    // One without a hint by node: zones are next.
+    // One endpoint has no hint by node, so the zones decide.
     add("half-noded", [noded(), vec![for_zone("c1", "zone-2")]].concat(), &|_| {})?;
-    // One without any hint: all.
+    // One endpoint has no hint, so all endpoints are used.
     add("hardly-noded", [noded(), vec![ready("c1")]].concat(), &|_| {})
 }
 
-/// Hints: by node if all ready endpoints have one and one is meant for the node, else by zone in
-/// the same way, else none.
+/// Hints by node are followed if all ready endpoints have one and one of them names the node. Else
+/// hints by zone are followed under the corresponding conditions. Else no hints are followed.
 pub(super) fn topology() -> Vec<Case> {
     const NEAR: &[&str] = &["a1", "b1"];
     const ALL: &[&str] = &["a1", "b1", "c1"];
@@ -66,7 +66,7 @@ pub(super) fn topology() -> Vec<Case> {
         ask("b3", "zoned", ClusterIp).answered(NEAR, Kept).rows(&[25]),
         ask("c2", "zoned", ClusterIp).ports(EVERY_TRANSPORT).answered(&["c1"], Kept).rows(&[25]),
         ask("node-c", "zoned", ClusterIp).answered(&["c1"], Masqueraded("node-c")).rows(&[25]),
-        // The node that spreads is the one whose zone counts.
+        // The zone of the node that forwards the request decides.
         ask("outside-1", "zoned", NodePort("node-c")).answered(&["c1"], Masqueraded("node-c")).rows(&[25]),
         ask("outside-1", "zoned", LoadBalancerIp).answered(NEAR, Masqueraded("node-a")).rows(&[25]),
         ask("a3", "half-zoned", ClusterIp).answered(NEAR, Kept).rows(&[25, 26]),

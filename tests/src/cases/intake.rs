@@ -1,4 +1,4 @@
-//! Services and slices that are written in unusual ways.
+//! Services and slices with unusual content.
 
 use anyhow::Result;
 use serde_json::{Value, json};
@@ -19,14 +19,15 @@ fn tcp_slice(suffix: &'static str, target_port: u16, endpoints: Vec<Endpoint>) -
     Slice { suffix, ports: vec![port("tcp", Transport::Tcp, target_port)], endpoints }
 }
 
-/// Such services.
+/// Adds services with unusual content.
 pub(super) fn services(all: &mut Manifests) -> Result<()> {
     let mut add = |name: &str, endpoints: &[&str], change: &dyn Fn(&mut Service)| {
         let mut service = Service::new(name, endpoints);
         change(&mut service);
         all.add(service)
     };
-    // Endpoints and ports over slices: a1 has all ports from two slices, c1 comes from both.
+    // Three slices: one has b1 with all ports, and each of the others has a1 and c1 with some
+    // ports.
     add("sliced", &["b1"], &|service| {
         let (tcp, others): (Vec<Port>, Vec<Port>) =
             service.ports.iter().cloned().partition(|port| port.transport == Transport::Tcp);
@@ -35,13 +36,13 @@ pub(super) fn services(all: &mut Manifests) -> Result<()> {
             Slice { suffix: "others", ports: others, endpoints: ready(&["a1", "c1"]) },
         ];
     })?;
-    // The same port of the service is another one in each pod.
+    // One port of the service has a different target port in each pod.
     add("targets-differ", &[], &|service| {
         service.ports.truncate(1);
         service.more_slices =
             vec![tcp_slice("first", LINE_PORT, ready(&["a1"])), tcp_slice("second", SECOND_LINE_PORT, ready(&["b1"]))];
     })?;
-    // One number, three protocols, each with a pod of its own.
+    // One port number with three protocols, each with its own pod.
     add("protocols", &[], &|service| {
         service.ports.truncate(3);
         let slice = |suffix, port: &Port, pod| Slice { suffix, ports: vec![port.clone()], endpoints: ready(&[pod]) };
@@ -51,7 +52,7 @@ pub(super) fn services(all: &mut Manifests) -> Result<()> {
             slice("sctp", &service.ports[2], "c1"),
         ];
     })?;
-    // The numbers agree and the names do not.
+    // The port numbers of service and slice are equal, but the names or protocols differ.
     add("misnamed", &[], &|service| {
         service.more_slices = vec![Slice {
             suffix: "misnamed",
@@ -65,13 +66,13 @@ pub(super) fn services(all: &mut Manifests) -> Result<()> {
     add("two-addresses", &[], &|service| {
         service.endpoints = vec![Endpoint { second_address: Some("b1"), ..Endpoint::ready("a1") }];
     })?;
-    // a1 is said to end by one slice, and to be ready by another.
+    // One slice has a1 as terminating, another has a1 as ready.
     add("duplicates", &[], &|service| {
         service.endpoints = vec![Endpoint::terminating("a1"), Endpoint::terminating("b1")];
         service.more_slices = vec![Slice { suffix: "living", ports: service.ports.clone(), endpoints: ready(&["a1"]) }];
     })?;
-    // Two pods on the network of node-c, each with a slice: what holds for one pod's port says
-    // nothing about the other's.
+    // Two pods on the host network of node-c, with different ports and one slice each. One pod is
+    // ready, and the other is not.
     add("host-pods", &[], &|service| {
         let (line, others): (Vec<Port>, Vec<Port>) =
             service.ports.iter().cloned().partition(|port| port.target_port == LINE_PORT);
@@ -80,8 +81,9 @@ pub(super) fn services(all: &mut Manifests) -> Result<()> {
             Slice { suffix: "others", ports: others, endpoints: vec![Endpoint::not_ready("node-c")] },
         ];
     })?;
-    // Two such pods behind one port, of which the one at LINE_PORT is not ready. The ready pod's
-    // slice comes first by name, and last.
+    // Two pods on the host network of node-c serve one port of the Service. The pod at LINE_PORT is
+    // not ready. The ready pod's slice is the first by name in one Service, and the last in the
+    // other.
     for (name, suffix) in [("ready-slice-first", "first"), ("ready-slice-last", "second")] {
         add(name, &[], &|service| {
             service.ports.truncate(3);
@@ -91,8 +93,8 @@ pub(super) fn services(all: &mut Manifests) -> Result<()> {
             service.more_slices = vec![Slice { suffix, ports, endpoints: ready(&["node-c"]) }];
         })?;
     }
-    // b1 is not ready in one slice and ready in the next by name; a1 is ready in one and
-    // terminating in the next.
+    // In order of names, b1 is not ready in the first slice and ready in the second. a1 is ready in
+    // the first slice and terminating in the second.
     add("listed-twice", &[], &|service| {
         service.endpoints = vec![Endpoint::ready("a1"), Endpoint::not_ready("b1")];
         let endpoints = vec![Endpoint::terminating("a1"), Endpoint::ready("b1")];
@@ -137,8 +139,8 @@ pub(super) fn services(all: &mut Manifests) -> Result<()> {
     Ok(())
 }
 
-/// A slice with ports that lack a name, a number, or a number that is one. Without a port there is
-/// no endpoint.
+/// A slice whose ports lack a name or a valid number. A slice without usable ports has no
+/// endpoints.
 fn nameless(service: &str, family: Family) -> Value {
     let address = if family == Family::V4 { "10.244.1.10" } else { "fd00:10:244:1::a" };
     json!({
@@ -153,7 +155,7 @@ fn nameless(service: &str, family: Family) -> Value {
     })
 }
 
-/// A slice for DNS.
+/// A slice of address type FQDN.
 fn names_in_place_of_addresses(service: &str) -> Value {
     json!({
         "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice",
@@ -167,10 +169,10 @@ fn names_in_place_of_addresses(service: &str) -> Value {
     })
 }
 
-/// Names of the ports of [`Service::new`] that lead to LINE_PORT.
+/// The ports of [`Service::new`] whose target port is LINE_PORT.
 const LINE: &[&str] = &["tcp", "udp", "sctp"];
 
-/// What is read of Services and EndpointSlices, and how.
+/// How Services and EndpointSlices with unusual content are read.
 pub(super) fn intake() -> Vec<Case> {
     let mut cases = vec![
         ask("a3", "sliced", ClusterIp).ports(EVERY_TRANSPORT).answered(&["a1", "b1", "c1"], Kept).rows(&[9]),

@@ -1,4 +1,4 @@
-//! Programs that stop, crash and come back; rules of others; clean-up.
+//! Programs that stop, crash and start again; rules of other programs; `--cleanup`.
 
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -14,10 +14,10 @@ use crate::testbed::manifests::{Service, ready};
 use crate::testbed::plan::{self, NODES};
 use crate::testbed::{AgentInfo, AgentSetup, Backend, Family, Manifests, Testbed};
 
-/// A guard: agents come back within their back-off, some seconds.
+/// Longest wait until agents reconnect. Usually they do after their back-off of some seconds.
 const RETURN_TIMEOUT: Duration = Duration::from_secs(180);
 
-/// Services of the scenarios here.
+/// The services of this module's scenarios.
 pub fn some_services() -> Result<Manifests> {
     let mut manifests = Manifests::default();
     manifests.add(Service::new("steady", &["a1", "b1"]))?;
@@ -33,10 +33,11 @@ fn replace_steady(bed: &Testbed, endpoints: &[&str]) -> Result<()> {
     })
 }
 
-/// The control plane stops: forwarding goes on. It comes back unchanged: agents resume without a
-/// resource sent and without a write to their kernels. It comes back with a change: agents get it.
+/// The control plane stops, and forwarding continues. It starts again with unchanged manifests, and
+/// the agents resume: no resource is sent and no kernel is written. It starts again with a change,
+/// and the agents program the change.
 ///
-/// On machines with [`some_services`] on which nothing runs yet.
+/// Needs machines with [`some_services`] and no running programs.
 pub fn control_plane_outage(bed: &Testbed) -> Result<()> {
     bed.start_control_plane()?;
     let writes = WriteLog::create(bed.machines().folder())?;
@@ -47,7 +48,7 @@ pub fn control_plane_outage(bed: &Testbed) -> Result<()> {
     expect_servers(bed, "steady", &["a1", "b1"])?;
     let written = || written(bed, &writes);
     let before = written()?;
-    ensure!(before > 0, "the log of kernel writes is empty after a start: it does not see the agents' writes");
+    ensure!(before > 0, "the log of kernel writes is empty although the agents have started");
     let mut held = live::hold_connections(bed, "steady")?;
 
     let answers = while_asking(bed, &targets(bed, "steady")?, || {
@@ -57,17 +58,17 @@ pub fn control_plane_outage(bed: &Testbed) -> Result<()> {
         let agents = wait_for_agents(bed)?;
         for agent in &agents {
             let AgentInfo { node, resume, resumed_resources, .. } = agent;
-            ensure!(resume == "digests", "{node} resumed by {resume:?} after a restart of the control plane");
+            ensure!(resume == "digests", "{node} resumed with {resume:?} after a restart of the control plane");
             ensure!(
                 *resumed_resources == 0,
-                "{node} was sent {resumed_resources} resources though nothing had changed"
+                "{node} was sent {resumed_resources} resources although nothing had changed"
             );
         }
         let after = written()?;
-        ensure!(after == before, "agents wrote to the kernel {} times though nothing had changed", after - before);
+        ensure!(after == before, "agents wrote to the kernel {} times although nothing had changed", after - before);
         Ok(())
     })?;
-    ensure!(shares(&answers).len() == 2, "meanwhile {:?} answered", shares(&answers));
+    ensure!(shares(&answers).len() == 2, "{:?} answered meanwhile", shares(&answers));
 
     bed.stop_control_plane()?;
     bed.write(|manifests| {
@@ -78,14 +79,14 @@ pub fn control_plane_outage(bed: &Testbed) -> Result<()> {
     bed.start_control_plane()?;
     bed.wait_programmed()?;
     expect_servers(bed, "steady", &["a2", "c1"])?;
-    ensure!(written()? > before, "a change reached the kernel without a write that the log has seen");
-    held.iter_mut().try_for_each(HeldConnection::check).context("after the control plane was away")
+    ensure!(written()? > before, "a change reached the kernel, but the log has no write");
+    held.iter_mut().try_for_each(HeldConnection::check).context("after outages of the control plane")
 }
 
-/// An agent is killed: forwarding goes on. What changed meanwhile is programmed after its return,
-/// and nothing old stays.
+/// Agents are killed, and forwarding continues. A restarted agent programs the changes that it has
+/// missed, and removes the rules of a removed Service.
 ///
-/// On a running cluster with [`some_services`].
+/// Needs a running cluster with [`some_services`].
 pub fn agent_crash(bed: &Testbed) -> Result<()> {
     let mut held = live::hold_connections(bed, "steady")?;
     let answers = while_asking(bed, &targets(bed, "steady")?, || {
@@ -107,23 +108,23 @@ pub fn agent_crash(bed: &Testbed) -> Result<()> {
         bed.start_agent("node-a")?;
         bed.wait_programmed()
     })?;
-    ensure!(shares(&answers).contains_key("a1"), "meanwhile {:?} answered", shares(&answers));
+    ensure!(shares(&answers).contains_key("a1"), "{:?} answered meanwhile", shares(&answers));
     held.iter_mut().try_for_each(HeldConnection::check).context("after agents were killed")?;
     expect_servers(bed, "steady", &["a1", "b2"])?;
     expect_servers(bed, "newcomer", &["b1"])?;
     let rules = iptables::save_all(bed.machines().machine("node-a")?, &bed.machines().xtables_lock("node-a"))?;
     let gone = translation_to("c1")?;
-    ensure!(!rules.contains(&gone), "rules of a removed service are still there, `{gone}`:\n{rules}");
+    ensure!(!rules.contains(&gone), "the rule `{gone}` of a removed service still exists:\n{rules}");
     Ok(())
 }
 
-/// Established connections outlive what their operators do: an agent that is stopped and started,
-/// killed while its endpoint goes, and replaced by a program that cannot read its state on disk, as
-/// another version may be.
+/// Established connections survive when agents are stopped and started, when agents are killed
+/// while the endpoint is removed, and when agents start without the state on disk. Another version,
+/// which cannot read the state, also starts without it.
 ///
-/// On a running cluster with [`some_services`].
+/// Needs a running cluster with [`some_services`].
 pub fn connections_survive(bed: &Testbed) -> Result<()> {
-    // Those that the connections pass.
+    // The nodes that forward the connections.
     let restarted = ["node-a", "node-b"];
     let mut held = live::hold_connections(bed, "steady")?;
     let mut check = |after: &str| {
@@ -134,10 +135,10 @@ pub fn connections_survive(bed: &Testbed) -> Result<()> {
         bed.start_agent(node)?;
     }
     bed.wait_programmed()?;
-    check("agents were stopped and started")?;
+    check("a stop and start of the agents")?;
 
     replace_steady(bed, &["a1"])?;
-    check("an endpoint has gone")?;
+    check("the removal of an endpoint")?;
     expect_servers(bed, "steady", &["a1"])?;
     for node in restarted {
         bed.kill_agent(node)?;
@@ -150,7 +151,7 @@ pub fn connections_survive(bed: &Testbed) -> Result<()> {
         bed.start_agent(node)?;
     }
     bed.wait_programmed()?;
-    check("the other endpoint went while agents were killed")?;
+    check("the removal of the other endpoint while the agents were down")?;
     expect_servers(bed, "steady", &["a2"])?;
 
     let empty = bed.machines().folder().join("state-of-another-version");
@@ -161,20 +162,20 @@ pub fn connections_survive(bed: &Testbed) -> Result<()> {
         bed.start_agent_with(node, &AgentSetup::with(&["--state-dir", folder]))?;
     }
     bed.wait_programmed()?;
-    check("agents were replaced")?;
+    check("a start of the agents without their state")?;
     expect_servers(bed, "steady", &["a2"])
 }
 
-/// What every rule has that leads to a pod, in IPv4.
+/// The text in every IPv4 rule that translates to a pod.
 fn translation_to(pod: &str) -> Result<String> {
     let address = plan::address(pod).with_context(|| format!("no pod called {pod}"))?;
     Ok(format!("--to-destination {}:", address.v4))
 }
 
-/// Rules and chains of others survive whatever the agent does, in their places; after `--cleanup`
-/// everything is as it was before.
+/// The agent does not change or move rules and chains of other programs. After `--cleanup` all
+/// rules are as they were before the agent started.
 ///
-/// On machines with [`some_services`] on which nothing runs yet.
+/// Needs machines with [`some_services`] and no running programs.
 pub fn foreign_rules_and_cleanup(bed: &Testbed) -> Result<()> {
     let node = bed.machines().machine("node-a")?;
     let lock = bed.machines().xtables_lock("node-a");
@@ -207,20 +208,20 @@ pub fn foreign_rules_and_cleanup(bed: &Testbed) -> Result<()> {
     let stopped = iptables::save_all(node, &lock)?;
     ensure!(
         stopped.contains(&translation_to("a1")?),
-        "rules went with the agent, though only --cleanup may remove them:\n{stopped}"
+        "the stopped agent removed rules, which only --cleanup may do:\n{stopped}"
     );
     bed.clean_up("node-a")?;
     let after = iptables::save_all(node, &lock)?;
     ensure!(after == before, "before the agent:\n{before}\nafter --cleanup:\n{after}");
-    // Once more, with nothing to clean up.
+    // A second clean-up has nothing to remove.
     bed.clean_up("node-a")?;
     let again = iptables::save_all(node, &lock)?;
     ensure!(again == before, "before the agent:\n{before}\nafter a second --cleanup:\n{again}");
     Ok(())
 }
 
-/// Rules of other programs, in built-in chains and in their own, in every table, one with a name
-/// that looks like ours.
+/// Rules of another program in every table, in built-in chains and in its own chains. The name of
+/// one chain resembles Headgate's names.
 fn foreign_rules(family: Family) -> Vec<String> {
     let network = if family == Family::V4 { "198.18.5.0/24" } else { "2001:db8:5::/64" };
     let mut rules = Vec::new();
@@ -241,8 +242,8 @@ fn foreign_rules(family: Family) -> Vec<String> {
     rules
 }
 
-/// Without the lines that the agent added, `now` is `before`: foreign lines are all there, in their
-/// order, unchanged.
+/// Checks that the rules of other programs in `now` are equal to the rules in `before`, in the
+/// original order.
 fn expect_foreign(before: &str, now: &str) -> Result<()> {
     let is_foreign = |line: &&str| line.contains("FOREIGN") || line.contains("SOMEBODY-ELSE") || line.starts_with("==");
     let (expected, found): (Vec<&str>, Vec<&str>) =
@@ -251,8 +252,8 @@ fn expect_foreign(before: &str, now: &str) -> Result<()> {
     Ok(())
 }
 
-/// A number that grows with each write to a kernel: calls of the programs that write rules, or what
-/// metrics say where there are none.
+/// A number that grows with each write to a kernel: calls of `iptables-restore`, or the sum of a
+/// metric for IPVS.
 fn written(bed: &Testbed, writes: &WriteLog) -> Result<usize> {
     if bed.backend() != Backend::Ipvs {
         return writes.count();
@@ -268,7 +269,7 @@ fn written(bed: &Testbed, writes: &WriteLog) -> Result<usize> {
     Ok(sum)
 }
 
-/// All agents, once they are connected and up to date.
+/// Waits until all agents are connected and up to date, and returns them.
 fn wait_for_agents(bed: &Testbed) -> Result<Vec<AgentInfo>> {
     let deadline = Instant::now() + RETURN_TIMEOUT;
     loop {
@@ -280,7 +281,7 @@ fn wait_for_agents(bed: &Testbed) -> Result<Vec<AgentInfo>> {
             return Ok(agents.clone());
         }
         if Instant::now() >= deadline {
-            bail!("agents do not come back to the restarted control plane: {agents:#?}");
+            bail!("not all agents are up to date with the restarted control plane: {agents:#?}");
         }
         std::thread::sleep(Duration::from_millis(50));
     }

@@ -1,4 +1,4 @@
-//! Services that change while connections run.
+//! Services that change while connections exist.
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,13 +15,15 @@ use crate::testbed::{Answer, Family, Outcome, Request, Testbed, Transport};
 
 use Via::{ClusterIp, LoadBalancerIp, NodePort};
 
-/// Ways by which scenarios ask: client, way.
+/// The clients of the scenarios, each with the kind of address that it uses.
 const WAYS: [(&str, Via); 3] = [("a3", ClusterIp), ("b3", ClusterIp), ("outside-1", NodePort("node-a"))];
 const PAUSE: Duration = Duration::from_millis(2);
 
-/// Clients that make new connections, one after the other, until told to stop.
+/// Runs `work` while clients open new connections to `targets`, each client one after the other.
+/// Returns the answers.
 ///
-/// Runs `work` meanwhile; an error if any of the requests was not answered, or hardly any was made.
+/// # Errors
+/// `work` fails, a request is not answered, or a client sent fewer than ten requests on average.
 pub fn while_asking(
     bed: &Testbed,
     targets: &[(&str, SocketAddr)],
@@ -41,11 +43,11 @@ pub fn while_asking(
                         outcomes.push(in_turn(&request, || client::outcome(&request)));
                         std::thread::sleep(PAUSE);
                     }
-                    answers(outcomes).with_context(|| format!("{from} kept asking {to}"))
+                    answers(outcomes).with_context(|| format!("{from} asks {to} repeatedly"))
                 })
             }));
         }
-        // Threads must end whatever becomes of the work.
+        // The threads must also end if `work` panics.
         let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
         stop.store(true, Ordering::Relaxed);
         let mut all = Vec::new();
@@ -55,12 +57,12 @@ pub fn while_asking(
         }
         result.unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
         let all: Vec<Answer> = all.into_iter().collect::<Result<Vec<_>>>()?.into_iter().flatten().collect();
-        ensure!(all.len() >= 10 * targets.len(), "only {} requests were made meanwhile", all.len());
+        ensure!(all.len() >= 10 * targets.len(), "only {} requests were sent meanwhile", all.len());
         Ok(all)
     })
 }
 
-/// Addresses of a service by all of [`WAYS`] and both families.
+/// The clients of [`WAYS`] with the service's addresses, in both families.
 pub fn targets(bed: &Testbed, service: &str) -> Result<Vec<(&'static str, SocketAddr)>> {
     let mut targets = Vec::new();
     for family in Family::BOTH {
@@ -71,7 +73,7 @@ pub fn targets(bed: &Testbed, service: &str) -> Result<Vec<(&'static str, Socket
     Ok(targets)
 }
 
-/// Exactly these servers answer, by all ways, over both families, with `port`.
+/// Checks that exactly these servers answer all clients of [`WAYS`], over both families.
 pub fn expect_servers(bed: &Testbed, service: &str, servers: &[&str]) -> Result<()> {
     for (from, to) in targets(bed, service)? {
         let request = Request::new(Transport::Tcp, to);
@@ -80,21 +82,21 @@ pub fn expect_servers(bed: &Testbed, service: &str, servers: &[&str]) -> Result<
         let mut expected = servers.to_vec();
         expected.sort_unstable();
         let shares = shares(&answers);
-        ensure!(shares.keys().copied().eq(expected), "{from} asks {to}: answered by {shares:?}, not {servers:?}");
+        ensure!(shares.keys().copied().eq(expected), "{from} asks {to}: answered by {shares:?}, expected {servers:?}");
     }
     Ok(())
 }
 
-/// Every request is refused, by all ways, over both families.
+/// Checks that the requests of all clients of [`WAYS`] are refused, over both families.
 pub fn expect_refused(bed: &Testbed, service: &str) -> Result<()> {
     for (from, to) in targets(bed, service)? {
         let outcome = bed.machines().ask(from, &Request::new(Transport::Tcp, to))?;
-        ensure!(outcome == Outcome::Refused, "{from} asks {to}: {outcome}, not refused");
+        ensure!(outcome == Outcome::Refused, "{from} asks {to}: {outcome}, expected: refused");
     }
     Ok(())
 }
 
-/// Connections, some by every way and family.
+/// Opens six connections for each client of [`WAYS`] and each family.
 pub fn hold_connections(bed: &Testbed, service: &str) -> Result<Vec<HeldConnection>> {
     let mut held = Vec::new();
     for (from, to) in targets(bed, service)? {
@@ -105,9 +107,9 @@ pub fn hold_connections(bed: &Testbed, service: &str) -> Result<Vec<HeldConnecti
     Ok(held)
 }
 
-/// Every endpoint is replaced, one after the other, as a Deployment does: the new one becomes
-/// ready, the old one goes. No connection is lost, no new one is refused, and in the end only new
-/// endpoints answer.
+/// Every endpoint is replaced, one after the other, as in a rolling update of a Deployment: a new
+/// endpoint becomes ready, then an old endpoint is removed. No connection breaks, no new connection
+/// is refused, and in the end only the new endpoints answer.
 pub fn rolling_replacement(bed: &Testbed) -> Result<()> {
     bed.update(|manifests| manifests.add(Service::new("rolling", &["a1", "b1", "c1"])))?;
     let mut held = hold_connections(bed, "rolling")?;
@@ -125,7 +127,7 @@ pub fn rolling_replacement(bed: &Testbed) -> Result<()> {
                 connection.check().with_context(|| format!("after {old} was replaced by {new}"))?;
             }
         }
-        // All endpoints at once, too.
+        // Then all endpoints are replaced at once.
         bed.update(|manifests| {
             manifests.service_mut("rolling")?.endpoints = ready(&["a1", "c1"]);
             Ok(())
@@ -133,11 +135,11 @@ pub fn rolling_replacement(bed: &Testbed) -> Result<()> {
         held.iter_mut().try_for_each(HeldConnection::check).context("after all endpoints were replaced at once")
     })?;
     let shares = shares(&answers);
-    ensure!(["a1", "b2", "b3"].iter().all(|server| shares.contains_key(server)), "meanwhile {shares:?} answered");
+    ensure!(["a1", "b2", "b3"].iter().all(|server| shares.contains_key(server)), "only {shares:?} answered meanwhile");
     expect_servers(bed, "rolling", &["a1", "c1"])
 }
 
-/// Ways of UDP clients: a node's own among them, and those of external addresses.
+/// The UDP clients, each with the kind of address that it uses.
 const UDP_WAYS: [(&str, Via); 5] = [
     ("a3", ClusterIp),
     ("node-a", ClusterIp),
@@ -146,15 +148,17 @@ const UDP_WAYS: [(&str, Via); 5] = [
     ("outside-2", LoadBalancerIp),
 ];
 
-/// The same replacement for UDP clients that keep their sockets and never pause: connection
-/// tracking would keep them on an endpoint that is gone for as long as they ask. Those of a removed
-/// endpoint go to another at once; those of the others stay where they are. An entry that was
-/// deleted before the rules were in place would be renewed by the old ones, and its client stay
-/// with the old endpoint.
+/// Every endpoint is replaced while UDP clients keep their sockets and send without a pause.
+/// Without help, conntrack would send such a client to a removed endpoint as long as the client
+/// sends. The clients of a removed endpoint must move to another endpoint at once, and other
+/// clients must stay.
+///
+/// The agent must delete conntrack entries after it has written the rules. Otherwise the old rules
+/// could create an entry again, and its client would stay at the old endpoint.
 pub fn udp_rolling_replacement(bed: &Testbed) -> Result<()> {
     bed.update(|manifests| manifests.add(Service::new("datagrams", &["a1", "b1", "c1"])))?;
     let mut flows = Vec::new();
-    // So many that each endpoint has some by each way.
+    // With this number of flows every endpoint has some.
     for _ in 0..4 {
         flows.extend(open_all(bed, "datagrams", &UDP_WAYS)?);
     }
@@ -188,7 +192,8 @@ pub fn udp_rolling_replacement(bed: &Testbed) -> Result<()> {
             }
         }
     }
-    // All at once, to one: nothing but the table could keep a client away from it.
+    // All endpoints are replaced by one. Only stale conntrack entries could keep a client away from
+    // it.
     flow::while_asking(&flows, || {
         bed.update(|manifests| {
             manifests.service_mut("datagrams")?.endpoints = ready(&["c1"]);
@@ -198,7 +203,8 @@ pub fn udp_rolling_replacement(bed: &Testbed) -> Result<()> {
     flows.iter().try_for_each(|flow| flow.until_answered_by("c1").map(drop))
 }
 
-/// Services are added, scaled, get other ports, go, and come again; a neighbour notices nothing.
+/// A Service is added, scaled, gets other ports, is removed, and is added again. Another Service is
+/// not disturbed.
 pub fn services_come_and_go(bed: &Testbed) -> Result<()> {
     bed.update(|manifests| manifests.add(Service::new("neighbour", &["a1", "b1"])))?;
     let answers = while_asking(bed, &targets(bed, "neighbour")?, || {
@@ -217,16 +223,18 @@ pub fn services_come_and_go(bed: &Testbed) -> Result<()> {
             Ok(())
         })?;
         expect_servers(bed, "fickle", &["b2", "c1"])?;
-        // A port that a service does not have is nobody's.
+        // No server answers at a port that the service no longer has.
         let gone = bed.machines().ask("a3", &Request::new(Transport::Tcp, old_targets[0].1).expecting_silence())?;
-        ensure!(!matches!(gone, Outcome::Answered(_)), "the old port is still {gone}");
+        ensure!(!matches!(gone, Outcome::Answered(_)), "a request to the old port is still {gone}");
         bed.update(|manifests| {
             manifests.service_mut("fickle")?.ports[0].target_port = crate::testbed::plan::SECOND_LINE_PORT;
             Ok(())
         })?;
         let to = bed.address("fickle", ClusterIp, Family::V6, "tcp")?;
         match bed.machines().ask("a3", &Request::new(Transport::Tcp, to))? {
-            Outcome::Answered(answer) => ensure!(answer.port == 9090, "reached at port {} after a change", answer.port),
+            Outcome::Answered(answer) => {
+                ensure!(answer.port == 9090, "the request reached the old target port {}", answer.port);
+            }
             other => bail!("after a change of the target port: {other}"),
         }
         let removed_targets = targets(bed, "fickle")?;
@@ -239,11 +247,11 @@ pub fn services_come_and_go(bed: &Testbed) -> Result<()> {
         expect_servers(bed, "fickle", &["c1"])
     })?;
     let shares = shares(&answers);
-    ensure!(shares.keys().eq(["a1", "b1"].iter()), "the neighbour was answered by {shares:?}");
+    ensure!(shares.keys().eq(["a1", "b1"].iter()), "the other Service was answered by {shares:?}");
     Ok(())
 }
 
-/// Without endpoints a service refuses; with the first new one it answers.
+/// A Service without endpoints refuses. It answers again when it has endpoints.
 pub fn scale_to_zero_and_back(bed: &Testbed) -> Result<()> {
     bed.update(|manifests| manifests.add(Service::new("idle", &["a1", "c1"])))?;
     for _ in 0..2 {

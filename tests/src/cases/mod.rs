@@ -1,22 +1,20 @@
-//! What every backend is held to, as packets: who asks what, who answers, and which source address
-//! the server sees.
+//! Packet cases, which every backend must pass. A case names a client, a service, the servers that
+//! must answer, and the source address that they must see.
 //!
-//! - [`table`]: the services of the table and the cases on them, by group; a [`Case`] is data, and
-//!   knows no backend.
-//! - The groups of the table on [hints](table::GROUPS) and on how objects are read have files of
-//!   their own.
-//! - [`affinity`], [`payloads`]: what takes more than one question to see.
-//! - [`changes`]: services, slices and nodes that become something else; [`settings`]: what agents'
-//!   settings do.
+//! - [`table`]: the services of the table and its cases, in groups. A [`Case`] is data and does not
+//!   depend on the backend. Two groups of [`table::GROUPS`] have their own files: hints, and the
+//!   reading of unusual objects.
+//! - [`affinity`], [`payloads`]: cases that need more than one request.
+//! - [`changes`]: Services, slices and Nodes that change. [`settings`]: settings of agents.
 //! - [`health`]: active health checks.
-//! - [`rules`]: what is written to the kernel, and what others do to it; [`raw`]: packets that no
-//!   well-behaved client sends.
-//! - [`ipvs`]: what only mode ipvs has, in the kernel and for connections.
-//! - [`live`]: changes of services while connections run; [`lifecycle`]: stops and crashes of
-//!   programs, foreign rules, clean-up.
+//! - [`rules`]: rules that the agent writes and other programs change. [`raw`]: packets that only a
+//!   raw socket can send.
+//! - [`ipvs`]: cases of mode ipvs alone.
+//! - [`live`]: Services that change while connections run. [`lifecycle`]: programs that stop and
+//!   crash, rules of other programs, and `--cleanup`.
 //!
-//! Expected behaviour is that of kube-proxy in iptables mode where users rely on it. A backend that
-//! differs on purpose is excluded from a case by name, with the reason, which is printed.
+//! The cases expect the behaviour of kube-proxy in iptables mode where users rely on it. A backend
+//! that differs on purpose is excluded from a case by name, with a reason, which is printed.
 
 pub mod affinity;
 pub mod case;

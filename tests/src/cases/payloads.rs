@@ -1,4 +1,4 @@
-//! More data than fits a packet.
+//! Payloads that are larger than a packet.
 
 use anyhow::{Context, Result, ensure};
 
@@ -10,7 +10,7 @@ const BODY_BYTES: usize = 4_000_000;
 /// Fourteen fragments on links of 1,500 bytes.
 const DATAGRAM_BYTES: usize = 20_000;
 
-/// Large bodies over HTTP and fragmented datagrams pass whole, by every kind of address.
+/// Large HTTP bodies and fragmented datagrams arrive complete, over several kinds of addresses.
 pub fn large_payloads(bed: &Testbed) -> Result<()> {
     let ways = [
         ("a3", Via::ClusterIp),
@@ -27,9 +27,10 @@ pub fn large_payloads(bed: &Testbed) -> Result<()> {
             let request = Request::new(Transport::Udp, bed.address("web", via, family, "udp")?);
             let request = Request { datagram_bytes: DATAGRAM_BYTES, ..request };
             if bed.backend() == Backend::Ipvs && from == "node-a" {
-                // IPVS translates what the node itself sends behind the kernel's choice of a path,
-                // so that the sender fragments for none, and what does not fit fails. IPv4 learns
-                // from that, IPv6 keeps no such knowledge of local addresses.
+                // IPVS translates the node's own packets after the kernel has chosen the route. The
+                // sender therefore does not fragment for the MTU of the final path, and sending a
+                // large datagram fails. IPv4 then learns the path MTU. IPv6 stores no path MTU for
+                // local addresses.
                 let outcome = client::ask(client, &request)?;
                 ensure!(matches!(outcome, Outcome::Broken(_) | Outcome::Answered(_)), "{outcome}");
                 continue;

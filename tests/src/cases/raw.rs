@@ -1,4 +1,4 @@
-//! Packets that no well-behaved client sends.
+//! Packets that well-behaved clients do not send, and a check of a node's own refused UDP packets.
 
 use std::io::ErrorKind;
 use std::net::{IpAddr, SocketAddr, UdpSocket};
@@ -13,13 +13,12 @@ use crate::testbed::client::{ANSWER_TIMEOUT, HeldConnection};
 use crate::testbed::manifests::{Service, Via};
 use crate::testbed::{Backend, Family, Namespace, Testbed, iptables, plan};
 
-/// After this, what was sent has arrived. Nothing is held to it: it decides only how long to
-/// listen.
+/// How long to wait until packets have arrived. A longer delay does not fail a test.
 const QUIET: Duration = Duration::from_millis(300);
 const TCP_HEADER_BYTES: usize = 20;
 const FLAG_ACK: u8 = 0x10;
 
-/// What of a TCP segment matters here.
+/// The fields of a TCP segment that the tests use.
 #[derive(Debug, Clone, Copy)]
 struct Segment {
     source: u16,
@@ -42,7 +41,7 @@ impl Segment {
         })
     }
 
-    /// With one byte of payload, ACK set, and a checksum for these addresses.
+    /// Encodes the segment with ACK set, one byte of payload, and a checksum for these addresses.
     fn encode(self, from: IpAddr, to: IpAddr) -> Vec<u8> {
         let mut bytes = Vec::new();
         bytes.extend(self.source.to_be_bytes());
@@ -69,7 +68,7 @@ impl Segment {
     }
 }
 
-/// A raw TCP socket of a pod. Wrapped for its plain system calls.
+/// A raw TCP socket of a pod. It is wrapped as a `UdpSocket` for `send_to` and `recv`.
 fn raw_tcp(bed: &Testbed, pod: &str, address: IpAddr) -> Result<UdpSocket> {
     bed.machines().machine(pod)?.run(|| {
         let socket = Socket::new(Domain::for_address(SocketAddr::new(address, 0)), Type::RAW, Some(Protocol::TCP))?;
@@ -79,7 +78,7 @@ fn raw_tcp(bed: &Testbed, pod: &str, address: IpAddr) -> Result<UdpSocket> {
     })
 }
 
-/// The last segment of a connection that has arrived.
+/// The last segment of a connection that has arrived at the server.
 fn last_segment(socket: &UdpSocket, family: Family, client_port: u16, server_port: u16) -> Result<Segment> {
     let mut last = None;
     let mut buffer = [0; 2048];
@@ -89,12 +88,12 @@ fn last_segment(socket: &UdpSocket, family: Family, client_port: u16, server_por
         let segment = packet.get(header_bytes..).and_then(Segment::parse);
         last = segment.filter(|found| (found.source, found.destination) == (client_port, server_port)).or(last);
     }
-    last.context("the server heard nothing of the connection")
+    last.context("no segment of the connection arrived at the server")
 }
 
-/// Conntrack does not know a packet far outside of the window, so its source is not translated
-/// back; the client would answer it by a reset, and the reset would end the good connection. Such
-/// packets are dropped on their way, and counted.
+/// A packet far outside the window does not end its connection. Conntrack classifies the packet as
+/// invalid and does not translate its source back. The client would answer with a reset, and the
+/// reset would end the connection. The agent's rules therefore drop the packet, and count it.
 pub fn out_of_window(bed: &Testbed) -> Result<()> {
     bed.update(|manifests| manifests.add(Service::new("windowed", &["a1"])))?;
     for family in Family::BOTH {
@@ -110,7 +109,8 @@ pub fn out_of_window(bed: &Testbed) -> Result<()> {
                 source: server_port,
                 destination: client_port,
                 sequence: heard.acknowledgement.wrapping_add(1 << 28),
-                // A reset repeats this as its sequence number, which makes it a good one.
+                // The client's reset would use this number as its sequence number, so the server
+                // would accept the reset.
                 acknowledgement: heard.sequence.wrapping_add(heard.payload_bytes),
                 payload_bytes: 1,
             };
@@ -119,32 +119,30 @@ pub fn out_of_window(bed: &Testbed) -> Result<()> {
             Ok(())
         };
         if bed.backend() == Backend::Ipvs {
-            // IPVS knows its connections by itself, so that nothing of them leaves untranslated,
-            // rule or not.
+            // IPVS tracks its connections itself, so it translates this packet without a rule.
             disturb()?;
-            held.check().with_context(|| format!("over {family}, after a segment from outside of the window"))?;
+            held.check().with_context(|| format!("over {family}, after a segment outside the window"))?;
             continue;
         }
         let node = bed.machines().machine("node-a")?;
         let counted_before = node.run(|| Ok(packet_counters::read()?))?.invalid_dropped;
         disturb()?;
-        held.check().with_context(|| format!("over {family}, after a segment from outside of the window"))?;
+        held.check().with_context(|| format!("over {family}, after a segment outside the window"))?;
         let counted = node.run(|| Ok(packet_counters::read()?))?.invalid_dropped - counted_before;
         ensure!(counted > 0, "over {family} the dropped segment was not counted");
-        // The same without the rule: it is what makes the difference.
+        // Without the rule the segment must end the connection. Otherwise the test shows nothing.
         let lock = bed.machines().xtables_lock("node-a");
         iptables::run(node, bed.backend().variant(), family, &lock, &["-F", "KUBE-FORWARD"])?;
         disturb()?;
         if held.check().is_ok() {
-            bail!("over {family} the segment does no harm even without the rule: this shows nothing");
+            bail!("over {family} the connection survives the segment even without the rule");
         }
     }
     Ok(())
 }
 
-/// With NodePorts on 127.0.0.0/8 the kernel takes packets for that network from neighbours. They
-/// must not reach what is bound to it, be it a program of the node's own or the agent's answers to
-/// health checks.
+/// With NodePorts on 127.0.0.0/8 the kernel accepts packets for this network from neighbours. These
+/// packets must not reach sockets that are bound to 127.0.0.1.
 pub fn loopback_is_guarded(bed: &Testbed) -> Result<()> {
     const PORT: u16 = 9999;
     let node = bed.machines().machine("node-b")?;
@@ -162,15 +160,16 @@ pub fn loopback_is_guarded(bed: &Testbed) -> Result<()> {
     iptables::run(node, bed.backend().variant(), Family::V4, &lock, &["-F", "KUBE-LOCALNET-GUARD"])?;
     send("open")?;
     let mut buffer = [0; 64];
-    let received = listener.recv(&mut buffer).context("not even without the guard does a datagram arrive")?;
-    ensure!(&buffer[..received] == b"open", "{:?} came through", String::from_utf8_lossy(&buffer[..received]));
+    let received = listener.recv(&mut buffer).context("no datagram arrives even without the guard")?;
+    ensure!(&buffer[..received] == b"open", "{:?} passed the guard", String::from_utf8_lossy(&buffer[..received]));
     Ok(())
 }
 
-/// The host's firewall lets health checks in, but not by way of 127.0.0.1. An agent that finds the
-/// guard behind the rule that lets them in, as an earlier version put it, moves it to the front.
+/// The agent's rules accept health checks to the node's address, but not from a neighbour to
+/// 127.0.0.1. An earlier version put the guard of 127.0.0.1 behind the rule that accepts health
+/// checks. The agent moves the guard to the front.
 ///
-/// On machines on which nothing runs yet.
+/// Needs machines without running programs.
 pub fn health_checks_are_guarded(bed: &Testbed) -> Result<()> {
     const PORT: u16 = 32_100;
     bed.write(|manifests| {
@@ -192,9 +191,9 @@ pub fn health_checks_are_guarded(bed: &Testbed) -> Result<()> {
     };
     let check = |when: &str| -> Result<()> {
         let by_node = connect(SocketAddr::new(address("node-b", Family::V4)?, PORT))?;
-        ensure!(by_node == Ok(()), "{when}, a health check by the node's address fails: {by_node:?}");
+        ensure!(by_node == Ok(()), "{when}, a health check at the node's address fails: {by_node:?}");
         let by_loopback = connect(SocketAddr::new(Family::V4.loopback(), PORT))?;
-        ensure!(by_loopback == Err(ErrorKind::TimedOut), "{when}, asking 127.0.0.1 from outside: {by_loopback:?}");
+        ensure!(by_loopback == Err(ErrorKind::TimedOut), "{when}, a neighbour connects to 127.0.0.1: {by_loopback:?}");
         Ok(())
     };
     check("after the start")?;
@@ -207,7 +206,7 @@ pub fn health_checks_are_guarded(bed: &Testbed) -> Result<()> {
     let saved = iptables::save(node, bed.backend().variant(), Family::V4, &lock)?;
     let is_jump = |line: &&str| line.starts_with("-A INPUT") && line.ends_with("-j KUBE-LOCALNET-GUARD");
     let position = saved.lines().filter(|line| line.starts_with("-A INPUT ")).position(|line| is_jump(&line));
-    let position = position.with_context(|| format!("nothing in INPUT leads to the guard:\n{saved}"))? + 1;
+    let position = position.with_context(|| format!("no jump in INPUT leads to the guard:\n{saved}"))? + 1;
     let rule = saved.lines().find(is_jump).unwrap_or_default().replace("-A INPUT ", "");
     iptables(&format!("-D INPUT {position}"))?;
     let file = bed.machines().folder().join("guard.rules");
@@ -218,7 +217,7 @@ pub fn health_checks_are_guarded(bed: &Testbed) -> Result<()> {
     check("after an update of the agent")
 }
 
-/// A machine outside the cluster that sends what it has for 127.0.0.1 to node-b.
+/// A machine outside the cluster that sends packets for 127.0.0.1 to node-b.
 fn neighbour_of_loopback(bed: &Testbed) -> Result<&Namespace> {
     let neighbour = bed.machines().machine("outside-2")?;
     let gateway = address("node-b", Family::V4)?;
@@ -227,9 +226,9 @@ fn neighbour_of_loopback(bed: &Testbed) -> Result<&Namespace> {
     Ok(neighbour)
 }
 
-/// A program of the node's own that sends UDP to a NodePort without endpoints is told by ICMP, as
-/// every other client is: the send succeeds, and the answer is a refusal. A rule in OUTPUT would
-/// fail the send itself with EPERM, which programs do not take for a refusal.
+/// A program on a node sends UDP to a NodePort without endpoints and receives an ICMP refusal, like
+/// every other client. A REJECT rule in OUTPUT would make the send fail with EPERM instead, which
+/// programs do not treat as a refusal.
 pub fn a_node_is_refused_as_its_clients_are(bed: &Testbed) -> Result<()> {
     bed.update(|manifests| manifests.add(Service::new("empty", &[])))?;
     let node = bed.machines().machine("node-a")?;
@@ -243,7 +242,7 @@ pub fn a_node_is_refused_as_its_clients_are(bed: &Testbed) -> Result<()> {
                 socket.send(b"who").with_context(|| format!("sending to {to}"))?;
                 Ok(socket.recv(&mut [0; 64]).map_err(|error| error.kind()))
             })?;
-            ensure!(answer == Err(ErrorKind::ConnectionRefused), "the answer of {to} is {answer:?}");
+            ensure!(answer == Err(ErrorKind::ConnectionRefused), "{to} is not refused: {answer:?}");
         }
     }
     Ok(())

@@ -1,5 +1,5 @@
-//! Rules in the kernel: which of them a change writes, and what becomes of them when others
-//! interfere.
+//! Rules in the kernel: which rules a change writes, and how the agent restores rules that other
+//! programs change.
 
 use std::collections::BTreeSet;
 
@@ -20,18 +20,18 @@ use crate::testbed::{AgentSetup, Backend, Family, Testbed};
 use SourceAddress::{Kept, Masqueraded};
 use Via::{ClusterIp, NodePort};
 
-/// What names of chains begin with by which kube-proxy knows that they are of services, and its
-/// own.
+/// The prefixes by which kube-proxy recognises its chains of services.
 const OF_SERVICES: [&str; 5] = ["KUBE-SVC-", "KUBE-SVL-", "KUBE-EXT-", "KUBE-FW-", "KUBE-SEP-"];
 
-/// True for a chain that belongs to one service. Dispatch groups are called in the same way, with a
-/// dash more.
+/// Whether a chain belongs to one service. Chains of dispatch groups have a further dash in their
+/// names.
 fn is_of_one_service(chain: &str) -> bool {
     let hash = OF_SERVICES.iter().find_map(|prefix| chain.strip_prefix(prefix));
     hash.is_some_and(|hash| !hash.contains('-'))
 }
 
-/// Rules of node-a in the backend's variant, both families, each chain's in order, chains sorted.
+/// The rules of node-a in the backend's variant and both families. Chains are sorted, and the rules
+/// of each chain are in their order.
 fn rules(bed: &Testbed) -> Result<Vec<String>> {
     let (node, lock) = (bed.machines().machine("node-a")?, bed.machines().xtables_lock("node-a"));
     let mut all = Vec::new();
@@ -48,8 +48,8 @@ fn rules(bed: &Testbed) -> Result<Vec<String>> {
     Ok(all)
 }
 
-/// Chains that rules for a service's addresses lead to, and those that these lead to. Not every
-/// layout has comments to know them by.
+/// The chains of a service: chains that rules for its addresses jump to, directly or over other
+/// chains. The compact layout has no comments that would name the service.
 fn chains_of<'a>(rules: &'a [String], service: &Service) -> BTreeSet<&'a str> {
     let mut roots = Vec::new();
     for family in Family::BOTH {
@@ -69,7 +69,7 @@ fn chains_of<'a>(rules: &'a [String], service: &Service) -> BTreeSet<&'a str> {
     }
 }
 
-/// Chains that scripts write or delete.
+/// The chains that scripts write or delete.
 fn written(scripts: &str) -> BTreeSet<&str> {
     scripts
         .lines()
@@ -81,10 +81,10 @@ fn written(scripts: &str) -> BTreeSet<&str> {
         .collect()
 }
 
-/// A change of one service writes chains of that service and no others; taken back, it leaves
-/// everything as it was.
+/// A change of one service writes only chains of that service. When the change is undone, the rules
+/// are as before.
 ///
-/// On machines with [`super::lifecycle::some_services`] on which nothing runs yet.
+/// Needs machines with [`super::lifecycle::some_services`] and no running programs.
 pub fn a_change_writes_its_service(bed: &Testbed) -> Result<()> {
     bed.start_control_plane()?;
     let log = WriteLog::create(bed.machines().folder())?;
@@ -92,7 +92,7 @@ pub fn a_change_writes_its_service(bed: &Testbed) -> Result<()> {
     bed.start_agent_with("node-a", &setup)?;
     bed.wait_programmed()?;
     let (before, earlier) = (rules(bed)?, log.scripts()?.len());
-    ensure!(earlier > 0, "the log does not see what the agent writes");
+    ensure!(earlier > 0, "the log of kernel writes is empty although the agent has started");
     let set_endpoints = |endpoints: &[&str]| {
         bed.update(|manifests| {
             manifests.service_mut("steady")?.endpoints = ready(endpoints);
@@ -106,12 +106,12 @@ pub fn a_change_writes_its_service(bed: &Testbed) -> Result<()> {
     let mut own = chains_of(&before, &steady);
     ensure!(!own.is_empty(), "no chain of the service was found");
     own.extend(chains_of(&after, &steady));
-    // The marker of the testbed changes its port with each version.
+    // Chains of the testbed's marker may also be written, because its port changes each time.
     let others: Vec<&&str> =
         written.iter().filter(|chain| is_of_one_service(chain) && !own.contains(**chain)).collect();
-    ensure!(others.is_empty(), "chains of other services were written: {others:?}; its own are {own:?}");
-    ensure!(written.iter().any(|chain| own.contains(chain)), "only {written:?} were written");
-    ensure!(after != before, "the rules are still those of before");
+    ensure!(others.is_empty(), "chains of other services were written: {others:?}; the service has {own:?}");
+    ensure!(written.iter().any(|chain| own.contains(chain)), "no chain of the service was written: {written:?}");
+    ensure!(after != before, "the rules have not changed");
     expect_from_node_a(bed, &["a1", "b2"])?;
 
     set_endpoints(&["a1", "b1"])?;
@@ -120,7 +120,7 @@ pub fn a_change_writes_its_service(bed: &Testbed) -> Result<()> {
         rules.iter().filter(|rule| !rule.contains("testbed/marker")).cloned().collect()
     };
     let (before, again) = (without_marker(&before), without_marker(&again));
-    ensure!(before == again, "before:\n{}\nafter there and back:\n{}", before.join("\n"), again.join("\n"));
+    ensure!(before == again, "before:\n{}\nafter the change was undone:\n{}", before.join("\n"), again.join("\n"));
     expect_from_node_a(bed, &["a1", "b1"])
 }
 
@@ -132,10 +132,10 @@ fn expect_from_node_a(bed: &Testbed, servers: &'static [&'static str]) -> Result
     run(bed, &cases)
 }
 
-/// Somebody flushes all tables, one of them, or only what leads to our chains: everything comes
-/// back by itself.
+/// Another program flushes all tables, one table, or only jumps to Headgate's chains. The agents
+/// restore the rules.
 ///
-/// On machines with [`super::lifecycle::some_services`] on which nothing runs yet.
+/// Needs machines with [`super::lifecycle::some_services`] and no running programs.
 pub fn flushed_rules_come_back(bed: &Testbed) -> Result<()> {
     bed.start_control_plane()?;
     for node in &NODES {
@@ -150,8 +150,8 @@ pub fn flushed_rules_come_back(bed: &Testbed) -> Result<()> {
             .try_for_each(|family| iptables::run(node, bed.backend().variant(), family, &lock, arguments))
     };
     let tables = |tables: &[&str]| -> Result<()> {
-        // The agent may be faster than the second of the two, and a chain that is used again is not
-        // removed.
+        // If the agent restores rules between the two commands, the second one fails, because used
+        // chains cannot be removed.
         tables.iter().try_for_each(|table| {
             eventually(|| {
                 flush(&["-t", table, "-F"])?;
@@ -161,12 +161,12 @@ pub fn flushed_rules_come_back(bed: &Testbed) -> Result<()> {
     };
     let steps: [(&str, &dyn Fn() -> Result<()>); 6] = [
         ("all tables were flushed", &|| tables(&["mangle", "nat", "filter"])),
-        // One alone: the canary in mangle, at which is looked first, stays.
+        // The canary in table mangle, which the agent checks first, stays in this case.
         ("table nat was flushed", &|| tables(&["nat"])),
         ("table filter was flushed", &|| tables(&["filter"])),
         ("one chain was flushed", &|| flush(&["-t", "nat", "-F", "KUBE-MARK-MASQ"])),
-        ("what leads to the chains was flushed", &|| flush(&["-t", "nat", "-F", "PREROUTING"])),
-        ("the chain that refuses was cut off", &|| flush(&["-F", "OUTPUT"])),
+        ("the jumps in PREROUTING were flushed", &|| flush(&["-t", "nat", "-F", "PREROUTING"])),
+        ("the jumps in OUTPUT were flushed", &|| flush(&["-F", "OUTPUT"])),
     ];
     for (what, step) in steps {
         step().with_context(|| what.to_owned())?;
@@ -181,10 +181,10 @@ pub fn flushed_rules_come_back(bed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// A range with bits behind its prefix stands for its network, so that a restart finds every rule
-/// as it is wanted, and writes none.
+/// In a range with host bits, such as 10.244.1.5/16, the agent clears the host bits. The rules then
+/// equal the rules that the kernel prints, and a restart writes nothing.
 ///
-/// On machines with [`super::lifecycle::some_services`] on which nothing runs yet.
+/// Needs machines with [`super::lifecycle::some_services`] and no running programs.
 pub fn host_bits_of_ranges_are_cleared(bed: &Testbed) -> Result<()> {
     let ranges = ["--cluster-cidr=10.244.1.5/16,fd00:10:244:1::5/48", "--nodeport-addresses=192.0.2.77/24"];
     let setup = AgentSetup { cannot_tell_pods: true, ..AgentSetup::with(&ranges) };
@@ -196,9 +196,9 @@ pub fn host_bits_of_ranges_are_cleared(bed: &Testbed) -> Result<()> {
     expect_from_node_a(bed, &["a1", "b1"])
 }
 
-/// The agent used the other variant of iptables before: nothing of that stays.
+/// The agent used the other variant of iptables before. It removes all rules of that variant.
 ///
-/// On machines with [`super::lifecycle::some_services`] on which nothing runs yet.
+/// Needs machines with [`super::lifecycle::some_services`] and no running programs.
 pub fn the_other_variant_goes(bed: &Testbed) -> Result<()> {
     let (other, other_variant) = match bed.backend() {
         Backend::IptablesLegacy | Backend::IptablesLegacyCompact | Backend::Ipvs => {
@@ -225,18 +225,18 @@ pub fn the_other_variant_goes(bed: &Testbed) -> Result<()> {
         for family in Family::BOTH {
             let left = iptables::save(node, other_variant, family, &lock)?;
             let ours = left.lines().filter(|line| line.contains("KUBE-"));
-            ensure!(!left.contains("KUBE-"), "{} lines of the other variant are still there", ours.count());
+            ensure!(!left.contains("KUBE-"), "{} lines of the other variant still exist", ours.count());
         }
         Ok(())
     })?;
     expect_servers(bed, "steady", &["a2", "c1"])
 }
 
-/// kube-proxy comes back to the node. Its sync writes its own chains anew and removes, in the same
-/// step, all chains of services that it does not know: here, all that there are. Were one of them
-/// still led to, that and each later sync would fail. Then the agent comes back.
+/// kube-proxy replaces the agent on a node, and then the agent replaces kube-proxy. kube-proxy's
+/// sync rewrites its own chains and removes all service chains that it does not know, here all of
+/// them, in one transaction. If a rule still jumped to one of these chains, each sync would fail.
 ///
-/// On machines with [`super::lifecycle::some_services`] on which nothing runs yet.
+/// Needs machines with [`super::lifecycle::some_services`] and no running programs.
 pub fn kube_proxy_comes_back(bed: &Testbed) -> Result<()> {
     const REWRITTEN: [&str; 4] = ["KUBE-SERVICES", "KUBE-NODEPORTS", "KUBE-POSTROUTING", "KUBE-MARK-MASQ"];
     bed.start_control_plane()?;
@@ -272,10 +272,10 @@ pub fn kube_proxy_comes_back(bed: &Testbed) -> Result<()> {
     expect_servers(bed, "steady", &["a1", "b1"])
 }
 
-/// Services with SCTP ports are programmed, and neither has the kernel loaded what SCTP sockets
-/// need, nor has anybody opened one.
+/// The agent programs Services with SCTP ports without opening an SCTP socket, so the kernel does
+/// not load its SCTP module.
 ///
-/// On machines with [`super::lifecycle::some_services`] on which nothing runs yet.
+/// Needs machines with [`super::lifecycle::some_services`] and no running programs.
 pub fn no_sctp_sockets(bed: &Testbed) -> Result<()> {
     let before = sctp_sockets()?;
     bed.start_control_plane()?;
@@ -283,17 +283,17 @@ pub fn no_sctp_sockets(bed: &Testbed) -> Result<()> {
     bed.wait_programmed()?;
     run(bed, &[ask("a3", "steady", ClusterIp).ports(&["sctp"]).answered(&["a1", "b1"], Kept)])?;
     let after = sctp_sockets()?;
-    ensure!(after == before, "SCTP sockets in the kernel: {before:?} before and {after:?} now");
+    ensure!(after == before, "SCTP sockets in the kernel: {before:?} before, {after:?} now");
     Ok(())
 }
 
-/// Number of SCTP sockets by protocol; nothing where the kernel has no SCTP loaded. Raw sockets are
-/// none of them.
+/// The SCTP protocols of the kernel with their numbers of sockets. Empty if the SCTP module is not
+/// loaded. Raw sockets are not counted.
 fn sctp_sockets() -> Result<Vec<String>> {
     let protocols = std::fs::read_to_string("/proc/net/protocols").context("reading /proc/net/protocols")?;
     ensure!(
         protocols.lines().any(|line| line.starts_with("TCP ")),
-        "/proc/net/protocols is not what it was:\n{protocols}"
+        "/proc/net/protocols has an unknown format:\n{protocols}"
     );
     let columns = |line: &str| line.split_whitespace().take(3).map(str::to_owned).collect::<Vec<_>>().join(" ");
     Ok(protocols.lines().filter(|line| line.starts_with("SCTP")).map(columns).collect())

@@ -1,4 +1,4 @@
-//! Running cases against a testbed.
+//! Runs cases on a testbed.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -10,21 +10,25 @@ use anyhow::{Context, Result, bail, ensure};
 use super::case::{Case, Expect, SourceAddress};
 use crate::testbed::{Answer, Family, Outcome, Request, Testbed, client, plan};
 
-/// Cases that run at once. Most of their time is waiting for silence.
+/// The number of cases that run at once. They wait for time-outs during most of their time.
 const WORKERS: usize = 12;
-/// Requests that show an even spread: with four servers each expects 75 ± 7.5 of them.
+/// The number of requests that checks for equal shares. Each of four servers expects 75 ± 7.5 of
+/// them.
 const EVEN_REQUESTS: usize = 300;
-/// Bound on a share's distance from its expectation, in standard deviations. Chance exceeds it once
-/// in a million shares, of which a run of all tests has some hundreds; so who exceeds it is asked
-/// for as many more, and only twice in a row is uneven.
+/// The largest distance of a share from its expectation, in standard deviations. By chance one in a
+/// million shares exceeds it. A case that exceeds it sends the requests again, and fails only if
+/// the second round exceeds it too.
 const EVEN_SIGMAS: f64 = 5.0;
 
-/// Runs all cases, each for its ports and families; an error lists everything that did not behave.
+/// Runs all cases, each for its ports and families.
+///
+/// # Errors
+/// Some cases failed. The error lists all of them.
 pub fn run(bed: &Testbed, cases: &[Case]) -> Result<()> {
     let mut jobs = Vec::new();
     for case in cases {
         if let Some((_, reason)) = case.excluded.iter().find(|(backend, _)| *backend == bed.backend()) {
-            eprintln!("not for {}: {case:?}: {reason}", bed.backend());
+            eprintln!("skipped for {}: {case:?}: {reason}", bed.backend());
             continue;
         }
         for family in case.families {
@@ -69,8 +73,9 @@ fn check(bed: &Testbed, case: &Case, family: Family, port: &str) -> Result<()> {
             ensure!(outcome == Outcome::Refused, "{outcome}");
         }
         Expect::Dropped | Expect::Gone => {
-            // What nobody translated leaves a conntrack entry that says so. It must not meet a
-            // later request that is to be answered.
+            // A packet that is not translated leaves a conntrack entry without translation. The
+            // entry would also match a later request from that port, so each request has a new
+            // port.
             let request = request.expecting_silence();
             let ask = |port| client::ask(client, &Request { from_port: Some(port), ..request });
             let (_, outcome) = client::ask_from_low_port(ask)?;
@@ -101,19 +106,22 @@ fn check(bed: &Testbed, case: &Case, family: Family, port: &str) -> Result<()> {
     Ok(())
 }
 
-/// So many that missing one of `servers` by chance is out of the question: below 10⁻⁹.
+/// The number of requests with which the probability of missing one of `servers` is below 10⁻⁹.
 fn requests_to_see_all(servers: usize) -> usize {
     match servers {
         0 | 1 => 3,
         2 => 31,
         3 => 54,
         4 => 77,
-        // A little more than is needed.
+        // Slightly more than necessary.
         more => 24 * more,
     }
 }
 
-/// The answers in `outcomes`; an error shows the first outcome that is none.
+/// The answers in `outcomes`.
+///
+/// # Errors
+/// An outcome is not an answer.
 pub(super) fn answers(outcomes: Vec<Outcome>) -> Result<Vec<Answer>> {
     let asked = outcomes.len();
     let answer = |(index, outcome)| match outcome {
@@ -123,7 +131,7 @@ pub(super) fn answers(outcomes: Vec<Outcome>) -> Result<Vec<Answer>> {
     outcomes.into_iter().enumerate().map(answer).collect()
 }
 
-/// How often each server answered.
+/// The number of answers of each server.
 pub(super) fn shares(answers: &[Answer]) -> BTreeMap<&str, usize> {
     let mut shares = BTreeMap::new();
     for answer in answers {
@@ -142,7 +150,7 @@ fn check_servers(answers: &[Answer], by: &[&str]) -> Result<()> {
 
 fn check_even(answers: &[Answer], servers: usize) -> Result<()> {
     let shares = shares(answers);
-    #[allow(clippy::cast_precision_loss)] // some hundreds
+    #[allow(clippy::cast_precision_loss)] // The numbers are at most some hundreds.
     let (count, servers) = (answers.len() as f64, servers as f64);
     let expected = count / servers;
     let bound = EVEN_SIGMAS * (expected * (1.0 - 1.0 / servers)).sqrt();
@@ -167,17 +175,18 @@ fn check_source(answer: &Answer, from: &str, source: SourceAddress, family: Fami
     Ok(())
 }
 
-/// A node that is masqueraded as itself shows it by its ports only: they are drawn anew.
+/// Checks that a node which masquerades its own requests changes their source ports. Its address
+/// stays equal, so only the ports show the masquerading.
 fn check_port_changes(bed: &Testbed, from: &str, request: &Request) -> Result<()> {
     for _ in 0..4 {
         let ask = |port| bed.machines().ask(from, &Request { from_port: Some(port), ..*request });
         let (port, outcome) = client::ask_from_low_port(ask)?;
         match outcome {
             Outcome::Answered(answer) if answer.source.port() != port => return Ok(()),
-            // Chance may draw the same port again, though hardly ever.
+            // By chance the kernel may choose the original port.
             Outcome::Answered(_) => {}
-            other => bail!("a request from a chosen port: {other}"),
+            other => bail!("a request from port {port}: {other}"),
         }
     }
-    bail!("the node's own ports were kept: it was not masqueraded")
+    bail!("the node's source ports were kept, so its requests were not masqueraded")
 }

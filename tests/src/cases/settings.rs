@@ -1,4 +1,4 @@
-//! What an agent's settings do to packets.
+//! Effects of agents' settings on packets.
 
 use std::net::SocketAddr;
 
@@ -12,7 +12,7 @@ use crate::testbed::{AgentSetup, Backend, Family, Manifests, Outcome, Request, T
 use SourceAddress::{Kept, Masqueraded};
 use Via::{ClusterIp, ExternalIp, LoadBalancerIp, Localhost, NodePort};
 
-/// Services of the scenario here.
+/// The services of this module's scenarios.
 pub fn services() -> Result<Manifests> {
     let mut manifests = Manifests::default();
     manifests.add(Service::new("web", &["a1", "b1", "c1"]))?;
@@ -22,10 +22,10 @@ pub fn services() -> Result<Manifests> {
     Ok(manifests)
 }
 
-/// Three nodes, set up in three ways: node-a masquerades everything, node-b cannot tell pods from
-/// others, node-c marks packets by another bit.
+/// Three agents with different settings: node-a masquerades everything, node-b cannot tell pods
+/// from other clients, and node-c uses another bit of the packet mark.
 ///
-/// On machines with [`services`] on which nothing runs yet.
+/// Needs machines with [`services`] and no running programs.
 pub fn masquerading(bed: &Testbed) -> Result<()> {
     const WEB: &[&str] = &["a1", "b1", "c1"];
     bed.start_control_plane()?;
@@ -37,24 +37,25 @@ pub fn masquerading(bed: &Testbed) -> Result<()> {
     run(
         bed,
         &[
-            // node-a: all that goes to cluster addresses, and nothing more than usual of the rest.
+            // node-a masquerades all requests to cluster addresses. Other requests are treated as
+            // usual.
             ask("a3", "web", ClusterIp).ports(PORTS).answered(WEB, Masqueraded("node-a")),
             ask("node-a", "web", ClusterIp).ports(PORTS).answered(WEB, Masqueraded("node-a")),
             ask("outside-1", "web", ClusterIp).answered(WEB, Masqueraded("node-a")),
             ask("a3", "local-of-b", ClusterIp).answered(&["b1", "c1"], Masqueraded("node-a")),
             ask("a3", "local-of-b", LoadBalancerIp).answered(&["b1", "c1"], Kept),
-            // node-b: nothing that goes to cluster addresses...
+            // node-b masquerades no requests to cluster addresses.
             ask("b3", "web", ClusterIp).ports(PORTS).answered(WEB, Kept),
             ask("outside-2", "of-b", ClusterIp).ports(PORTS).answered(&["b1", "b2"], Kept),
             ask("node-b", "of-b", ClusterIp).answered(&["b1", "b2"], Kept),
-            // ...but what goes to other addresses.
+            // It masquerades requests to other addresses.
             ask("outside-2", "of-b", NodePort("node-b")).answered(&["b1", "b2"], Masqueraded("node-b")),
-            // Its pods are as good as outside: no short cut for them, though there is one for the
-            // node.
+            // It treats its pods as outside clients, so the policy Local applies to them. The node
+            // itself still reaches all endpoints.
             ask("b3", "local-of-b", ExternalIp).answered(&["b1"], Kept),
             ask("b3", "local-elsewhere", ExternalIp).dropped(),
             ask("node-b", "local-elsewhere", ExternalIp).answered(&["a1", "c1"], Masqueraded("node-b")),
-            // node-c: as usual.
+            // node-c behaves as usual.
             ask("c2", "web", ClusterIp).answered(WEB, Kept),
             ask("c2", "web", NodePort("node-c")).ports(PORTS).answered(WEB, Masqueraded("node-c")),
             ask("node-c", "web", ClusterIp).answered(WEB, Masqueraded("node-c")),
@@ -64,27 +65,27 @@ pub fn masquerading(bed: &Testbed) -> Result<()> {
     let lock = bed.machines().xtables_lock("node-c");
     for family in Family::BOTH {
         let rules = iptables::save(bed.machines().machine("node-c")?, bed.backend().variant(), family, &lock)?;
-        // Set, cleared before the packet leaves, and the default bit is nobody's.
+        // The bit is set, and cleared before the packet leaves. The default bit is unused.
         for expected in ["--set-xmark 0x80/0x80", "-A KUBE-POSTROUTING -j MARK --set-xmark 0x80/0x0"] {
-            ensure!(rules.contains(expected), "{expected} is not among the rules:\n{rules}");
+            ensure!(rules.contains(expected), "the rules do not contain {expected}:\n{rules}");
         }
-        ensure!(!rules.contains("0x4000"), "the default bit is used as well:\n{rules}");
+        ensure!(!rules.contains("0x4000"), "the rules use the default bit:\n{rules}");
     }
     Ok(())
 }
 
-/// Addresses that nodes have besides the planned one. Nobody sends from the second of each pair,
-/// which is deprecated from the start.
+/// Additional addresses of nodes, in both families. The kernel never chooses the IPv6 address as a
+/// source, because it is deprecated from the start.
 const FURTHER: [(&str, &str, &str); 3] = [
     ("node-a", "192.0.2.21", "2001:db8:0:1::21"),
     ("node-b", "192.0.2.22", "2001:db8:0:1::22"),
     ("node-c", "192.0.2.23", "2001:db8:0:1::23"),
 ];
 
-/// Three nodes that answer NodePorts on other addresses, tell their pods in other ways, and of
-/// which one ignores externalIPs.
+/// Three agents that serve NodePorts on different addresses and detect local pods in different
+/// ways. One of them ignores externalIPs.
 ///
-/// On machines with [`services`] on which nothing runs yet.
+/// Needs machines with [`services`] and no running programs.
 pub fn addresses_and_pods(bed: &Testbed) -> Result<()> {
     const WEB: &[&str] = &["a1", "b1", "c1"];
     for (node, v4, v6) in FURTHER {
@@ -95,14 +96,15 @@ pub fn addresses_and_pods(bed: &Testbed) -> Result<()> {
     let start = |node, arguments: &[&str]| {
         bed.start_agent_with(node, &AgentSetup { cannot_tell_pods: true, ..AgentSetup::with(arguments) })
     };
-    // One range, of IPv4; pods by how their interfaces are called.
+    // NodePorts on one IPv4 range. The prefix of interface names identifies pods.
     let by_name = ["--detect-local-mode=InterfaceNamePrefix", "--pod-interface-name-prefix=veth-"];
     start("node-a", &[&by_name[..], &["--nodeport-addresses=192.0.2.11/32"]].concat())?;
-    // All addresses but localhost; only b3 is seen as a pod, by its interface; no externalIPs.
+    // NodePorts on all addresses except localhost. The interface identifies only b3 as a pod. No
+    // externalIPs.
     let by_bridge = ["--detect-local-mode=BridgeInterface", "--pod-bridge-interface=veth-b3"];
     let fewer = ["--iptables-localhost-nodeports=false", "--feature-gates=AllowServiceExternalIPs=false"];
     start("node-b", &[&by_bridge[..], &fewer].concat())?;
-    // The Node's own addresses, and pods by its podCIDRs.
+    // NodePorts on the Node's own addresses. The Node's podCIDRs identify pods.
     start("node-c", &["--detect-local-mode=NodeCIDR", "--nodeport-addresses=primary"])?;
     bed.wait_programmed()?;
 
@@ -118,14 +120,15 @@ pub fn addresses_and_pods(bed: &Testbed) -> Result<()> {
             .concat();
     cases.extend([
         ask("outside-1", "web", ClusterIp).answered(WEB, Masqueraded("node-a")),
-        // A pod takes the short way, in each mode.
+        // In each mode a pod reaches all endpoints in spite of the policy Local.
         ask("a3", "local-of-b", LoadBalancerIp).answered(&["b1", "c1"], Kept),
         ask("c2", "local-of-b", LoadBalancerIp).answered(&["b1", "c1"], Kept),
         ask("b3", "local-elsewhere", LoadBalancerIp).answered(&["a1", "c1"], Kept),
-        // Another pod of node-b is as good as outside.
+        // node-b treats its other pods as outside clients.
         ask("b2", "web", ClusterIp).answered(WEB, Masqueraded("node-b")),
         ask("b2", "local-elsewhere", LoadBalancerIp).dropped(),
-        // 127.0.0.1 is not in the range, and is switched off, and is not the Node's.
+        // 127.0.0.1 is not in node-a's range, is turned off on node-b, and is not the address of
+        // the Node node-c.
         ask("node-a", "web", Localhost).over(&[Family::V4]).refused(),
         ask("node-b", "web", Localhost).over(&[Family::V4]).refused(),
         ask("node-c", "web", Localhost).over(&[Family::V4]).refused(),
@@ -140,7 +143,7 @@ pub fn addresses_and_pods(bed: &Testbed) -> Result<()> {
             let planned = bed.address("web", NodePort(node), family, "tcp")?;
             let to = SocketAddr::new(address.parse()?, planned.port());
             let outcome = bed.machines().ask("outside-1", &Request::new(Transport::Tcp, to))?;
-            // node-a names no range of IPv6, so that all its addresses of that family answer.
+            // node-a has no IPv6 range, so all its IPv6 addresses answer.
             let answers = node == "node-b" || (node == "node-a" && family == Family::V6);
             ensure!(matches!(outcome, Outcome::Answered(_)) == answers, "NodePort at {to} of {node}: {outcome}");
             ensure!(answers || outcome == Outcome::Refused, "NodePort at {to} of {node}: {outcome}");
@@ -149,8 +152,8 @@ pub fn addresses_and_pods(bed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// A pod that a service sends to itself reaches itself where the host's firewall forwards nothing
-/// by default: the proxy marks such connections as its own, and lets through what it has marked.
+/// A pod reaches itself through a service although the host's firewall drops forwarded packets by
+/// default. The proxy marks these connections, and its rules accept marked packets.
 pub fn a_pod_reaches_itself_where_forwarding_is_denied(bed: &Testbed) -> Result<()> {
     bed.update(|manifests| {
         manifests.add(Service::new("self", &["a1"]))?;
@@ -169,10 +172,10 @@ pub fn a_pod_reaches_itself_where_forwarding_is_denied(bed: &Testbed) -> Result<
             reaches_itself("self", ExternalIp),
             reaches_itself("self", NodePort("node-a")),
             reaches_itself("self-local", LoadBalancerIp),
-            // Other connections are none of the proxy's business: the firewall decides.
+            // The proxy does not accept other connections, so the firewall drops them.
             ask("a3", "self", ClusterIp)
                 .dropped()
-                .except(Backend::Ipvs, "IPVS takes connections in INPUT and sends them on from OUTPUT"),
+                .except(Backend::Ipvs, "IPVS packets pass INPUT and OUTPUT, not FORWARD"),
         ],
     )
 }

@@ -1,4 +1,4 @@
-//! The table: services, and cases on them by group.
+//! The table: its services, and its cases by group.
 
 use anyhow::Result;
 
@@ -10,13 +10,13 @@ use crate::testbed::{Backend, Family, Manifests};
 use SourceAddress::{Kept, Masqueraded};
 use Via::{ClusterIp, ExternalIp, LoadBalancerIp, Localhost, NodePort};
 
-/// Endpoints of `web` and of the other services with nothing special about their endpoints.
+/// The endpoints of `web` and of other services with ordinary endpoints.
 pub const WEB: &[&str] = &["a1", "a2", "b1", "c1"];
 
-/// A group: its name, and its cases.
+/// A group: its name, and a function that returns its cases.
 pub type Group = (&'static str, fn() -> Vec<Case>);
 
-/// The groups: name, which is that of the test that runs it, and cases.
+/// The groups. The test that runs a group has the group's name.
 pub const GROUPS: [Group; 9] = [
     ("cluster_ip", cluster_ip),
     ("node_port", node_port),
@@ -29,8 +29,8 @@ pub const GROUPS: [Group; 9] = [
     ("intake", intake::intake),
 ];
 
-/// All services of the table. Every group runs with all of them in place, so that they can get in
-/// each other's way.
+/// All services of the table. They all exist while a group runs, so that the test also finds
+/// interference between services.
 pub fn services() -> Result<Manifests> {
     let mut all = Manifests::default();
     let mut add = |name: &str, endpoints: &[&str], change: &dyn Fn(&mut Service)| {
@@ -76,7 +76,7 @@ pub fn services() -> Result<Manifests> {
     })?;
 
     add("ranges-node-address", WEB, &|service| {
-        // Of all nodes, only node-a is in a range.
+        // Only node-a is in a range.
         service.source_ranges = ranges("192.0.2.11/32", "2001:db8:0:1::b/128");
     })?;
     add("ranges-halves", WEB, &|service| {
@@ -98,7 +98,7 @@ pub fn services() -> Result<Manifests> {
     Ok(all)
 }
 
-/// The cluster address: reached from everywhere, over everything, evenly, each port for itself.
+/// Cluster addresses: all clients reach them over all protocols, and endpoints get equal shares.
 pub fn cluster_ip() -> Vec<Case> {
     vec![
         ask("a3", "web", ClusterIp).ports(EVERY_TRANSPORT).answered_evenly(WEB, Kept).rows(&[16, 20, 30, 31, 37]),
@@ -110,14 +110,15 @@ pub fn cluster_ip() -> Vec<Case> {
         ask("a3", "host-network", ClusterIp).ports(EVERY_TRANSPORT).answered(&["node-c"], Kept).rows(&[31, 37]),
         ask("node-a", "host-network", ClusterIp).answered(&["node-c"], Masqueraded("node-a")).rows(&[33, 37]),
         ask("node-c", "host-network", ClusterIp).answered(&["node-c"], Masqueraded("node-c")).rows(&[33, 37]),
-        // An endpoint that happens to choose itself is the one whose source changes.
+        // The source changes if an endpoint reaches itself.
         ask("a1", "self", ClusterIp).ports(EVERY_TRANSPORT).answered(&["a1"], Masqueraded("node-a")).rows(&[36]),
         ask("a1", "self", ExternalIp).answered(&["a1"], Masqueraded("node-a")).rows(&[36, 58]),
         ask("a2", "self", ClusterIp).ports(EVERY_TRANSPORT).answered(&["a1"], Kept).rows(&[31]),
     ]
 }
 
-/// Node ports: at every node, from everywhere, masqueraded by the node that was asked.
+/// Node ports: all clients reach them on every node, and the node that gets the request masquerades
+/// it.
 pub fn node_port() -> Vec<Case> {
     vec![
         ask("outside-1", "web", NodePort("node-a"))
@@ -146,22 +147,23 @@ pub fn node_port() -> Vec<Case> {
         ask("outside-1", "host-network", NodePort("node-a"))
             .answered(&["node-c"], Masqueraded("node-a"))
             .rows(&[37, 51]),
-        // What ends on the node that was asked never leaves it, and sources are translated on
-        // leaving.
+        // The endpoint is on the node that gets the request. The packet does not leave the node, so
+        // it is not masqueraded.
         ask("outside-1", "host-network", NodePort("node-c")).answered(&["node-c"], Kept).rows(&[37]),
-        // At the loopback address over IPv4 only: the kernel lets nothing from ::1 out.
+        // Node ports on loopback work over IPv4 only: the kernel sends no packets with the source
+        // ::1 to other machines.
         ask("node-a", "web", Localhost)
             .ports(&["tcp", "udp", "http"])
             .over(&[Family::V4])
             .answered(WEB, Masqueraded("node-a"))
-            .except(Backend::Ipvs, "IPVS has no virtual servers on loopback: what they send away would have a source that nobody can reply to")
+            .except(Backend::Ipvs, "IPVS has no virtual servers on loopback, because their packets would keep a loopback source, to which no endpoint can reply")
             .rows(&[48]),
         ask("node-a", "web", Localhost).ports(&["tcp", "udp"]).over(&[Family::V6]).refused().rows(&[49]),
     ]
 }
 
-/// External and load balancer addresses, which no machine has: from outside by way of a node, and
-/// from within.
+/// External and load balancer addresses, which no machine holds: outside clients reach them over a
+/// node, and pods and nodes reach them too.
 pub fn external_addresses() -> Vec<Case> {
     let mut cases = Vec::new();
     for via in [ExternalIp, LoadBalancerIp] {
@@ -176,7 +178,7 @@ pub fn external_addresses() -> Vec<Case> {
             ],
         ));
     }
-    // Without node ports, the other addresses work all the same.
+    // A service without node ports still serves its other addresses.
     cases.extend(rows(
         &[66],
         [
@@ -185,14 +187,15 @@ pub fn external_addresses() -> Vec<Case> {
                 .answered(WEB, Masqueraded("node-a")),
             ask("a3", "no-node-ports", LoadBalancerIp).answered(WEB, Masqueraded("node-a")),
             ask("a3", "no-node-ports", ClusterIp).answered(WEB, Kept),
-            // Nobody listens there.
+            // No program listens on this port.
             ask("outside-1", "no-node-ports", NodePort("node-a")).ports(&["tcp", "udp"]).refused(),
         ],
     ));
     cases
 }
 
-/// Services without usable endpoints refuse; conditions decide which are usable.
+/// Endpoint conditions: they decide which endpoints are usable. Services without usable endpoints
+/// refuse.
 pub fn endpoint_conditions() -> Vec<Case> {
     let mut cases = Vec::new();
     for via in [ClusterIp, ExternalIp, LoadBalancerIp, NodePort("node-a")] {
@@ -201,9 +204,9 @@ pub fn endpoint_conditions() -> Vec<Case> {
             cases.push(ask(from, "empty", via).ports(EVERY_TRANSPORT).refused().rows(refused));
             cases.push(ask(from, "unready", via).refused().rows(&[23]));
         }
-        // A node is told too, also where it asks an address that is not its own.
+        // A node is refused too, also at addresses of other machines.
         cases.push(ask("node-a", "empty", via).ports(EVERY_TRANSPORT).refused().rows(refused));
-        // Local policies, too, refuse where there is nothing anywhere.
+        // A service with policies Local also refuses if it has no endpoints on any node.
         cases.push(ask("outside-1", "empty-local", via).ports(&["tcp", "udp"]).refused().rows(refused));
         let source = if via == ClusterIp { Kept } else { Masqueraded("node-a") };
         cases.push(ask("a3", "partly-ready", via).ports(&["tcp", "udp"]).answered(&["b1"], source).rows(&[20, 23]));
@@ -214,8 +217,8 @@ pub fn endpoint_conditions() -> Vec<Case> {
     cases
 }
 
-/// `externalTrafficPolicy: Local`: what comes from outside stays on its node and keeps its source,
-/// or is dropped; the cluster's own traffic is spread over all endpoints.
+/// `externalTrafficPolicy: Local`: requests from outside reach endpoints of the node alone and keep
+/// their source, or are dropped. Requests from the cluster reach all endpoints.
 pub fn external_traffic_policy() -> Vec<Case> {
     const ALL: &[&str] = &["a1", "c1"];
     let mut cases = vec![
@@ -228,16 +231,16 @@ pub fn external_traffic_policy() -> Vec<Case> {
             .answered(&["c1"], Kept)
             .rows(&[52]),
         ask("outside-1", "external-local", NodePort("node-b")).ports(EVERY_TRANSPORT).dropped().rows(&[53]),
-        // Another node is outside as well.
+        // Another node counts as outside.
         ask("node-b", "external-local", NodePort("node-a")).answered(&["a1"], Kept).rows(&[52]),
         ask("a3", "external-local", NodePort("node-a")).ports(EVERY_TRANSPORT).answered(ALL, Kept).rows(&[54]),
         ask("b3", "external-local", NodePort("node-b")).answered(ALL, Kept).rows(&[54]),
         ask("node-a", "external-local", NodePort("node-a")).answered(ALL, Masqueraded("node-a")).rows(&[55]),
         ask("node-b", "external-local", NodePort("node-b")).answered(ALL, Masqueraded("node-b")).rows(&[55]),
-        // The cluster address is none of the policy's business.
+        // The policy does not apply to the cluster address.
         ask("b3", "external-local", ClusterIp).ports(EVERY_TRANSPORT).answered(ALL, Kept).rows(&[31]),
         ask("outside-2", "external-local", ClusterIp).answered(ALL, Masqueraded("node-b")).rows(&[32]),
-        // Endpoints that drain serve where the node has no others.
+        // Terminating endpoints serve if the node has no others.
         ask("outside-1", "external-local-draining", NodePort("node-a"))
             .ports(EVERY_TRANSPORT)
             .answered(&["a1"], Kept)
@@ -258,8 +261,8 @@ pub fn external_traffic_policy() -> Vec<Case> {
     cases
 }
 
-/// `internalTrafficPolicy: Local`: what is sent to the cluster address stays on its node or is
-/// dropped.
+/// `internalTrafficPolicy: Local`: requests to the cluster address reach endpoints of the node
+/// alone, or are dropped.
 pub fn internal_traffic_policy() -> Vec<Case> {
     const ALL: &[&str] = &["a1", "c1"];
     vec![
@@ -272,7 +275,7 @@ pub fn internal_traffic_policy() -> Vec<Case> {
         ask("outside-2", "internal-local", ClusterIp).dropped().rows(&[39]),
         ask("a3", "internal-local-draining", ClusterIp).answered(&["a1"], Kept).rows(&[22]),
         ask("c2", "internal-local-draining", ClusterIp).dropped().rows(&[39]),
-        // Other addresses are none of the policy's business.
+        // The policy does not apply to other addresses.
         ask("outside-1", "internal-local", NodePort("node-b"))
             .ports(EVERY_TRANSPORT)
             .answered(ALL, Masqueraded("node-b"))
@@ -282,8 +285,8 @@ pub fn internal_traffic_policy() -> Vec<Case> {
     ]
 }
 
-/// `loadBalancerSourceRanges`: guard the load balancer address, for pods and nodes as well, and
-/// nothing else.
+/// `loadBalancerSourceRanges`: they restrict the load balancer address alone, also for pods and
+/// nodes.
 pub fn source_ranges() -> Vec<Case> {
     vec![
         ask("outside-1", "ranges-outside", LoadBalancerIp)
@@ -311,21 +314,22 @@ pub fn source_ranges() -> Vec<Case> {
             .answered(WEB, Masqueraded("node-a"))
             .rows(&[62]),
         ask("node-b", "ranges-node-address", LoadBalancerIp).ports(&["tcp", "udp"]).dropped().rows(&[62]),
-        // The range of one family is none of the other's business.
+        // A range of one family does not restrict the other family.
         ask("outside-2", "ranges-one-family", LoadBalancerIp).over(&[Family::V4]).dropped().rows(&[11, 60]),
         ask("outside-2", "ranges-one-family", LoadBalancerIp)
             .over(&[Family::V6])
             .answered(WEB, Masqueraded("node-b"))
             .rows(&[11, 64]),
-        // A zero-length range opens, and so do its halves, white space or not.
+        // A range of length zero admits all clients, and so do its two halves. White space around
+        // ranges is ignored.
         ask("outside-2", "ranges-open", LoadBalancerIp).answered(WEB, Masqueraded("node-b")).rows(&[64]),
         ask("a3", "ranges-open", LoadBalancerIp).answered(WEB, Masqueraded("node-a")).rows(&[64]),
         ask("outside-2", "ranges-halves", LoadBalancerIp).answered(WEB, Masqueraded("node-b")).rows(&[64]),
         ask("a3", "ranges-halves", LoadBalancerIp).answered(WEB, Masqueraded("node-a")).rows(&[64]),
-        // Without endpoints those outside the ranges are refused like everybody.
+        // Without endpoints, clients outside the ranges are refused like all others.
         ask("outside-1", "ranges-empty", LoadBalancerIp).ports(EVERY_TRANSPORT).refused().rows(&[65]),
         ask("a3", "ranges-empty", LoadBalancerIp).refused().rows(&[57]),
-        // Ranges come before the policy, for pods and the node's own short cut as well.
+        // Ranges are checked before the policy, also for pods and the node itself.
         ask("outside-1", "ranges-local", LoadBalancerIp).answered(&["a1"], Kept).rows(&[52, 60]),
         ask("outside-2", "ranges-local", LoadBalancerIp).dropped().rows(&[53]),
         ask("a3", "ranges-local", LoadBalancerIp).dropped().rows(&[61]),

@@ -1,4 +1,4 @@
-//! Watching what agents write to their kernels.
+//! Records what agents write to their kernels.
 
 use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt;
@@ -6,11 +6,11 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
-/// What agents write to their kernels: stands before the programs that do it, notes each call and
-/// its script, and passes both on.
+/// A log of kernel writes. It consists of wrappers around the iptables-restore programs. A wrapper
+/// logs each call and its script, and then runs the real program.
 #[derive(Debug)]
 pub(crate) struct WriteLog {
-    /// The folder that an agent is to look for programs in before all others.
+    /// The folder of the wrappers, for [`AgentSetup::tools`](crate::testbed::AgentSetup::tools).
     pub(crate) tools: PathBuf,
     log: PathBuf,
     scripts: PathBuf,
@@ -39,7 +39,7 @@ impl WriteLog {
         Ok(Self { tools, log, scripts })
     }
 
-    /// All scripts so far, one after the other.
+    /// All scripts so far, in order.
     pub(crate) fn scripts(&self) -> Result<String> {
         match std::fs::read_to_string(&self.scripts) {
             Ok(text) => Ok(text),
@@ -48,10 +48,10 @@ impl WriteLog {
         }
     }
 
-    /// Calls so far.
+    /// The number of calls so far that write to the kernel.
     pub(crate) fn count(&self) -> Result<usize> {
         match std::fs::read_to_string(&self.log) {
-            // A trial run writes nothing, nor does one that tells its version.
+            // Calls with `--test` or `--version` write nothing.
             Ok(text) => Ok(text.lines().filter(|l| !l.contains("--test") && !l.contains("--version")).count()),
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(0),
             Err(error) => Err(error).with_context(|| format!("reading {}", self.log.display())),

@@ -1,5 +1,5 @@
-//! Inside: process 1 of the machine, which prepares it and runs what is asked for, one test after
-//! the other.
+//! Process 1 of a machine. It prepares the machine and runs the requested tests one after the
+//! other.
 
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -18,22 +18,22 @@ use super::modules::LOADER;
 use super::protocol::{self, ENTERED_VARIABLE, HEARTBEAT, Outcome, REQUEST, Request, SLOT_VARIABLE, TAKEN};
 use super::slot::open_for_appending;
 
-/// A machine that nobody asks turns itself off.
+/// After this time without a request the machine turns itself off.
 const IDLE_LIMIT: Duration = Duration::from_secs(10);
-/// Without a heartbeat for so long, whoever asked is gone.
+/// After this time without a heartbeat the test outside no longer waits.
 const HEARTBEAT_LIMIT: Duration = Duration::from_secs(15);
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
 const TEMPORARY: &str = "/run/tmp";
 const NAMESPACES: &str = "/run/netns";
-/// `modprobe -d` looks for `lib/modules/<version>` below this.
+/// The folder for `modprobe -d`, which reads `lib/modules/<version>` in it.
 const MODULES_ROOT: &str = "/run/modules";
 const MODULES: &str = "/usr/lib/uml/modules";
 const MODPROBE: &str = "/run/modprobe";
 const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
-/// Loaded before the first test: what IPVS, ipset and iptables need, every scheduler, and what the
-/// testbed's links are made of. The kernel loads others by itself when they are first used, as on
-/// any machine.
+/// The modules that are loaded before the first test: modules for IPVS, ipset, iptables and the
+/// testbed's links, and every scheduler of IPVS. The kernel loads other modules when they are first
+/// used.
 const WANTED_MODULES: &[&str] = &[
     "ip_vs",
     "ip_vs_rr",
@@ -86,26 +86,27 @@ const WANTED_MODULES: &[&str] = &[
     "ipv6",
 ];
 
-/// Whether this process runs inside, as a test.
+/// Whether this process is a test that runs inside a machine.
 pub fn is_here() -> bool {
     std::env::var_os(ENTERED_VARIABLE).is_some()
 }
 
-/// Says that the test, or what else was asked for, has begun: without it, a program in which the
-/// test does not exist would count as passed.
+/// Creates the mark which shows that the requested test or program has begun. Without the mark, a
+/// test program in which the test does not exist would count as passed.
 ///
 /// # Panics
-/// The mark cannot be made.
+/// The mark cannot be created.
 pub fn mark_entered() {
     if let Some(path) = std::env::var_os(ENTERED_VARIABLE) {
         std::fs::write(&path, "").expect("a test inside can write to its slot");
     }
 }
 
-/// What `uml-init` does: serves the slot until nobody asks, and turns the machine off.
+/// The main function of `uml-init`: serves the slot's requests until the machine has been idle for
+/// a while, and then turns the machine off.
 ///
 /// # Errors
-/// Returns only if it is not process 1 of a machine that was booted by a test.
+/// The process is not process 1 of a test machine, or the machine cannot be turned off.
 pub fn main() -> Result<()> {
     ensure!(std::process::id() == 1, "uml-init is started by the kernel of a test machine, as its first process");
     let slot = std::env::var_os(SLOT_VARIABLE).map(PathBuf::from).context("the kernel's command line names no slot")?;
@@ -115,9 +116,9 @@ pub fn main() -> Result<()> {
     reboot(RebootMode::RB_POWER_OFF).context("turning the machine off").map(drop)
 }
 
-/// File systems, modules, and what else a machine has when it has come up.
+/// Mounts file systems, loads modules and sets kernel parameters.
 fn prepare(slot: &Path) -> Result<()> {
-    // The host's files are those of the machine's owner: only the slot can be written.
+    // Only the slot stays writable, to protect the host's files.
     bind(slot, slot, MsFlags::empty())?;
     let flags = MsFlags::MS_BIND | MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY;
     mount(None::<&str>, "/", None::<&str>, flags, None::<&str>).context("making the host's files read-only")?;
@@ -132,11 +133,11 @@ fn prepare(slot: &Path) -> Result<()> {
     }
     std::fs::create_dir_all(TEMPORARY)?;
     set("/proc/sys/kernel/hostname", "uml")?;
-    // A kernel that has done something wrong must not go on as if nothing had happened.
+    // After an oops the kernel must not continue with more tests.
     set("/proc/sys/kernel/panic_on_oops", "1")?;
     load_modules()?;
-    // By its little memory this kernel would track 8,192 connections in a namespace, and drop
-    // packets of all others; only here can that be changed.
+    // With its little memory the kernel would track only 8,192 connections in a namespace, and drop
+    // packets of further connections. Only the initial namespace can change this limit.
     set("/proc/sys/net/netfilter/nf_conntrack_max", "262144")
 }
 
@@ -149,14 +150,14 @@ fn set(path: &str, value: &str) -> Result<()> {
     std::fs::write(path, value).with_context(|| format!("writing {value} to {path}"))
 }
 
-/// The kernel's own modules, which are not where the host has its own.
+/// Makes modprobe use the modules of this kernel, and loads the wanted ones.
 fn load_modules() -> Result<()> {
     let version = std::fs::read_to_string("/proc/sys/kernel/osrelease").context("reading the kernel's version")?;
     let folder = Path::new(MODULES).join(version.trim());
     ensure!(folder.is_dir(), "{}: no modules for this kernel (Debian package user-mode-linux)", folder.display());
     std::fs::create_dir_all(format!("{MODULES_ROOT}/lib"))?;
     std::os::unix::fs::symlink(MODULES, format!("{MODULES_ROOT}/lib/modules")).context("linking to the modules")?;
-    // What the kernel runs when it finds that it needs a module.
+    // The kernel runs this script when it needs a module.
     let script = format!("#!/bin/sh\nPATH={PATH} exec modprobe -d {MODULES_ROOT} \"$@\"\n");
     std::fs::write(MODPROBE, script).with_context(|| format!("writing {MODPROBE}"))?;
     run(Command::new("chmod").args(["+x", MODPROBE]))?;
@@ -169,7 +170,7 @@ fn load_wanted_modules() -> Result<()> {
         .context("loading modules (`modprobe` is in Debian package kmod)")
 }
 
-/// Runs a program to its end; what it prints is in the machine's console.
+/// Runs a program and waits for its end. Its output is printed on the machine's console.
 fn run(command: &mut Command) -> Result<()> {
     let shown = format!("{command:?}");
     let status = command.env("PATH", PATH).stdin(Stdio::null()).status().with_context(|| format!("running {shown}"))?;
@@ -188,7 +189,7 @@ fn serve(slot: &Path) -> Result<()> {
         }
         std::thread::sleep(POLL_INTERVAL);
     }
-    println!("uml-init: nobody asks");
+    println!("uml-init: no request for {IDLE_LIMIT:?}");
     Ok(())
 }
 
@@ -201,8 +202,8 @@ fn take(slot: &Path) -> Result<Option<Request>> {
 }
 
 fn run_test(slot: &Path, request: &Request) -> Result<Outcome> {
-    // Virtual servers, sets, rules and links all belong to a namespace, so the last test's go with
-    // the last namespace.
+    // Virtual servers, sets, rules and links belong to a namespace. A new namespace therefore has
+    // none of the previous test.
     unshare(CloneFlags::CLONE_NEWNET).context("making a network namespace")?;
     run(Command::new("ip").args(["link", "set", "lo", "up"]))?;
     let output = open_for_appending(&slot.join(request.output()))?;
@@ -214,7 +215,7 @@ fn run_test(slot: &Path, request: &Request) -> Result<Outcome> {
         .env("PATH", PATH)
         .envs(request.environment.iter().map(|(name, value)| (name, value)))
         .env("TMPDIR", TEMPORARY)
-        // For programs that load modules themselves.
+        // For programs that call modprobe themselves.
         .env("MODPROBE_OPTIONS", format!("-d {MODULES_ROOT}"))
         .env(ENTERED_VARIABLE, slot.join(request.entered()))
         .stdin(Stdio::null())
@@ -230,14 +231,14 @@ fn run_test(slot: &Path, request: &Request) -> Result<Outcome> {
     let kept = failure.is_some() && keep_files(&slot.join(request.kept()))?;
     clean_up()?;
     if failure.is_some() {
-        // It may have been killed while it did without some.
+        // The test may have ended before it restored modules that it had removed.
         load_wanted_modules()?;
     }
     Ok(failure.map_or(Outcome::Passed, |how| Outcome::Failed { how, kept }))
 }
 
-/// Waits for the test's process, and reaps those that have lost their parents meanwhile; how it
-/// failed, if it did.
+/// Waits for the test's process, and reaps orphaned processes meanwhile. Returns the reason of a
+/// failure, or `None` if the test passed.
 fn watch(slot: &Path, request: &Request, child: Pid) -> Result<Option<String>> {
     let limit = Duration::from_secs(request.time_limit_seconds);
     let started = Instant::now();
@@ -254,13 +255,13 @@ fn watch(slot: &Path, request: &Request, child: Pid) -> Result<Option<String>> {
             return Ok(Some(format!("took longer than its time limit of {limit:?}, and was killed")));
         }
         if heartbeat.has_stopped() {
-            return Ok(Some("nobody waits for it any more".to_owned()));
+            return Ok(Some("killed, because the test outside no longer waits".to_owned()));
         }
     }
 }
 
-/// Whether the test outside still waits. Its clock and ours need not agree: a time that does not
-/// change is enough.
+/// Tells whether the test outside still waits, by the modification time of a file that it touches.
+/// Only changes of this time matter, so the clocks inside and outside need not agree.
 struct Heartbeat {
     path: PathBuf,
     last: Option<SystemTime>,
@@ -285,31 +286,31 @@ impl Heartbeat {
     }
 }
 
-/// Kills and reaps every process but this one.
+/// Kills and reaps all processes except this one.
 fn end_everything() -> Result<()> {
     match kill(Pid::from_raw(-1), Signal::SIGKILL) {
         Ok(()) | Err(nix::Error::ESRCH) => {}
-        Err(error) => return Err(error).context("ending what the test left"),
+        Err(error) => return Err(error).context("killing processes of the test"),
     }
     loop {
         match waitpid(None, None) {
             Ok(_) | Err(nix::Error::EINTR) => {}
             Err(nix::Error::ECHILD) => return Ok(()),
-            Err(error) => return Err(error).context("reaping what the test left"),
+            Err(error) => return Err(error).context("reaping processes of the test"),
         }
     }
 }
 
-/// Copies what a failing test left to the host; whether there was anything.
+/// Copies the temporary files of a failed test to the host. Returns whether there were any.
 fn keep_files(to: &Path) -> Result<bool> {
-    if std::fs::read_dir(TEMPORARY).context("listing what the test left")?.next().is_none() {
+    if std::fs::read_dir(TEMPORARY).context("listing files of the test")?.next().is_none() {
         return Ok(false);
     }
     run(Command::new("cp").arg("-r").arg(TEMPORARY).arg(to))?;
     Ok(true)
 }
 
-/// Leaves nothing of a test to the next one.
+/// Removes the named namespaces and temporary files of a test.
 fn clean_up() -> Result<()> {
     if Path::new(NAMESPACES).exists() {
         for entry in std::fs::read_dir(NAMESPACES).context("listing namespaces")? {

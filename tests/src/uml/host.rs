@@ -1,4 +1,4 @@
-//! Outside: asks a machine to run a test, and waits for what becomes of it.
+//! The side of the test outside: asks a machine to run the test, and waits for the outcome.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -10,60 +10,60 @@ use super::machine;
 use super::protocol::{self, HEARTBEAT, Outcome, REQUEST, Request};
 use super::slot::Slot;
 
-/// Longest wait for a machine to take a request; booting takes about three seconds.
+/// Longest wait until a machine takes a request. Booting takes about three seconds.
 const BOOT_LIMIT: Duration = Duration::from_secs(60);
-/// What a machine gets beyond the test's own time limit to report that it has killed the test.
+/// Time that a machine has after the test's time limit to report that it has killed the test.
 const REPORT_GRACE: Duration = Duration::from_secs(10);
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
 const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
-/// A machine that was about to turn itself off leaves the request untaken; the next one takes it.
+/// A machine that turns itself off may leave a request untaken. The next machine then takes it.
 const MAX_BOOTS: u32 = 2;
 const CONSOLE_LINES: usize = 40;
 
-/// Why a test has not passed inside.
+/// Why a test did not pass inside.
 #[derive(Debug, thiserror::Error)]
 pub enum Failure {
-    /// The test has failed; its output has been printed.
+    /// The test failed, and its output was printed.
     #[error("failed inside User-Mode Linux: {how}\nkernel's log: {console}{kept}", console = .console.display(), kept = shown(.kept.as_deref()))]
     Failed {
-        /// In words.
+        /// The reason: an exit status, a signal or a time limit.
         how: String,
         /// The kernel's log.
         console: PathBuf,
-        /// What it left in `TMPDIR`.
+        /// A copy of the test's `TMPDIR`, if it was not empty.
         kept: Option<PathBuf>,
     },
-    /// The program inside ended well without running the test.
+    /// The program inside ended with status 0 without running the test.
     #[error("{program} has no test called {test} that calls uml::inside", program = .program.display())]
     NotRun {
         /// The test program.
         program: PathBuf,
-        /// The name.
+        /// The name of the test.
         test: String,
     },
-    /// The machine is gone.
+    /// The machine ended before the test did.
     #[error("User-Mode Linux ended {when}; the end of the kernel's log ({console}):\n{tail}", console = .console.display())]
     Ended {
-        /// During what.
+        /// When the machine ended, such as "during the test".
         when: &'static str,
         /// The kernel's log.
         console: PathBuf,
-        /// Its last lines.
+        /// The last lines of the kernel's log.
         tail: String,
     },
     /// The machine was killed because it did not answer.
     #[error("User-Mode Linux {what} within {limit:?} and was killed; the end of the kernel's log ({console}):\n{tail}", console = .console.display())]
     Hung {
-        /// What it did not do.
+        /// What the machine failed to do, such as "has not taken the test".
         what: &'static str,
-        /// How long it had.
+        /// The time limit.
         limit: Duration,
         /// The kernel's log.
         console: PathBuf,
-        /// Its last lines.
+        /// The last lines of the kernel's log.
         tail: String,
     },
-    /// It could not be asked.
+    /// The request could not be made.
     #[error("cannot run tests inside User-Mode Linux: {0:#}")]
     Unusable(#[from] anyhow::Error),
 }
@@ -72,7 +72,7 @@ fn shown(kept: Option<&Path>) -> String {
     kept.map(|path| format!("\nfiles of the test: {}", path.display())).unwrap_or_default()
 }
 
-/// As [`super::run_inside`].
+/// Runs a test inside, as [`super::run_inside`] does.
 pub(super) fn run(test: &str, time_limit: Duration) -> Result<(), Failure> {
     let arguments = ["--exact", test, "--nocapture", "--include-ignored"];
     let (output, result) = run_program(test, &arguments, time_limit)?;
@@ -80,7 +80,7 @@ pub(super) fn run(test: &str, time_limit: Duration) -> Result<(), Failure> {
     result
 }
 
-/// Runs the running program inside with these arguments: its output, and what became of it.
+/// Runs the current program inside with these arguments. Returns its output and its result.
 pub(super) fn run_program(
     name: &str,
     arguments: &[&str],
@@ -142,8 +142,8 @@ fn wait(slot: &Slot, request: &Request) -> Result<Outcome, Failure> {
             beat(slot.folder())?;
             last_heartbeat = Some(Instant::now());
         }
-        // Asked before the outcome is looked for, which may be the last thing that a machine
-        // writes.
+        // This must be checked before the outcome is read: a machine may write the outcome and then
+        // end.
         let is_running = machine::is_running(slot.folder());
         let is_taken = !slot.folder().join(REQUEST).exists();
         if let Some(outcome) = protocol::read(slot.folder(), &request.outcome()).context("reading the outcome")? {
@@ -170,18 +170,18 @@ fn wait(slot: &Slot, request: &Request) -> Result<Outcome, Failure> {
     }
 }
 
-/// Tells the machine that somebody waits.
+/// Touches the heartbeat file, to tell the machine that the test still waits.
 fn beat(folder: &Path) -> Result<()> {
     let path = folder.join(HEARTBEAT);
     let touch = || File::create(&path)?.set_modified(SystemTime::now());
     touch().with_context(|| format!("writing {}", path.display()))
 }
 
-/// What the test printed. Text that is not UTF-8 is shown as well as it can be.
+/// The test's output. Invalid UTF-8 is replaced.
 fn output(slot: &Slot, request: &Request) -> String {
     match std::fs::read(slot.folder().join(request.output())) {
         Ok(bytes) => String::from_utf8_lossy(&bytes).into_owned(),
-        // It was not begun.
+        // The machine has not started the test.
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
         Err(error) => format!("warning: the test's output cannot be read: {error}\n"),
     }

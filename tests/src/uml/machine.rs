@@ -1,4 +1,4 @@
-//! One machine: the kernel as a process of the host.
+//! Starts and ends machines. A machine is a kernel that runs as a process of the host.
 
 use std::fs::{File, TryLockError};
 use std::os::unix::process::CommandExt;
@@ -14,19 +14,19 @@ use super::protocol::{CONSOLE, SLOT_VARIABLE};
 use super::slot::{self, Slot};
 use crate::testbed::process::program;
 
-/// Memory of a machine. Only what it touches is ever taken from the host.
+/// The memory of a machine. It uses host memory only for pages that it touches.
 const MEMORY_MIB: u64 = 1024;
-/// Where the host keeps a machine's memory, if it has the room.
+/// The host's folder for a machine's memory, if it has enough space.
 const SHARED_MEMORY: &str = "/dev/shm";
 const XSTATE_SOURCE: &str = include_str!("xstate.c");
 const PID: &str = "pid";
 
-/// Starts the kernel in `slot`; it goes on when this process ends.
+/// Starts the kernel in `slot`. The kernel continues to run after this process ends.
 pub(super) fn boot(slot: &Slot) -> Result<()> {
     slot::sweep()?;
     let console = slot::open_for_appending(&slot.console())?;
-    // A lock belongs to the open file, which the kernel's process inherits: it ends with the last
-    // process that has it.
+    // The lock belongs to the open file, which the kernel's process inherits. The lock therefore
+    // lasts until the kernel ends.
     console.try_lock().with_context(|| format!("{} is locked: a machine runs", slot.console().display()))?;
     let init = program("uml-init")?;
     let mut command = Command::new("linux.uml");
@@ -50,13 +50,13 @@ pub(super) fn boot(slot: &Slot) -> Result<()> {
     std::fs::write(&pid, child.id().to_string()).with_context(|| format!("writing {}", pid.display()))
 }
 
-/// Whether a machine lives in the slot with this folder.
+/// Whether a machine runs in the slot with this folder.
 pub(super) fn is_running(folder: &Path) -> bool {
     let Ok(console) = File::open(folder.join(CONSOLE)) else { return false };
     matches!(console.try_lock_shared(), Err(TryLockError::WouldBlock))
 }
 
-/// Ends the machine in `slot` on the spot, if there is one.
+/// Kills the machine in `slot`, if one runs.
 pub(super) fn kill(slot: &Slot) -> Result<()> {
     if !is_running(slot.folder()) {
         return Ok(());
@@ -79,16 +79,16 @@ pub(super) fn console_tail(slot: &Slot, lines: usize) -> String {
     }
 }
 
-/// The kernel maps its memory from a file. In memory, unless that is too small, as in containers,
-/// where the disk must do.
+/// The folder for the file from which the kernel maps its memory: /dev/shm, or the slot if /dev/shm
+/// is too small, as in many containers.
 fn memory_folder(slot: &Path) -> Result<PathBuf> {
     let has_room = statvfs(SHARED_MEMORY)
         .is_ok_and(|stat| stat.blocks_available() * stat.fragment_size() / 1024 / 1024 >= 2 * MEMORY_MIB);
     Ok(if has_room { PathBuf::from(SHARED_MEMORY) } else { slot.to_owned() })
 }
 
-/// Compiles the library that the kernel needs on processors with much register state (see its
-/// head), once a slot.
+/// Compiles the library that the kernel needs on processors with many registers, once per slot. See
+/// the head of `xstate.c`.
 fn xstate_library(slot: &Path) -> Result<PathBuf> {
     let library = slot.join("xstate.so");
     if library.is_file() {
@@ -104,7 +104,7 @@ fn xstate_library(slot: &Path) -> Result<PathBuf> {
     let errors = String::from_utf8_lossy(&output.stderr);
     ensure!(output.status.success(), "compiling {}: {errors}", source.display());
     if !library.is_file() {
-        bail!("cc has not made {}", library.display());
+        bail!("cc has not created {}", library.display());
     }
     Ok(library)
 }

@@ -1,8 +1,9 @@
-//! Tests inside User-Mode Linux: a whole kernel as one ordinary process, with the modules that the
-//! host's kernel may lack.
+//! Runs tests inside User-Mode Linux: a Linux kernel that runs as an ordinary process, with modules
+//! that the host's kernel may lack.
 //!
-//! A test says [`inside`] and is otherwise like any other. Run by the outer test run, it asks a
-//! machine to run the very same test program and test inside, and takes over its output and result:
+//! A test wraps its body in [`inside`]. When the test runs outside, [`inside`] asks a machine to
+//! run this test program again, with only this test. The test reports the output and the result of
+//! that run:
 //!
 //! ```text
 //!   nextest ─► test process ─► slot ─► linux.uml ─► uml-init (process 1) ─► the same test, inside
@@ -10,22 +11,22 @@
 //!                    └── outcome, output ◄──────┴─────────────────────────────────┘
 //! ```
 //!
-//! - A **slot** ([`slot`]) is a folder under `target/uml/<run>/` and one machine. A test has a slot
-//!   for itself while it runs, so a run boots as many machines as tests run at a time, not one a
-//!   test. A machine boots when a test finds its slot without one, and turns itself off when nobody
-//!   has asked for a while.
-//! - Nothing is stale: a slot belongs to one test run, every request is executed anew, and its
-//!   outcome carries its number and is believed only if the test itself has left its mark.
-//! - A panic or an end of the kernel, a test beyond its time limit, a kernel that does not answer
-//!   and missing programs are failures of the test that sees them; the next one gets a new machine.
+//! - A **slot** ([`slot`]) is a folder under `target/uml/<run>/` with one machine. A test holds a
+//!   slot while it runs. A test run therefore boots one machine for each test that runs at a time,
+//!   not one for each test. A machine boots when a test finds its slot without one, and turns
+//!   itself off when it has been idle for a while.
+//! - Results cannot be stale: a slot belongs to one test run, and every request has an identifier
+//!   that its outcome repeats. An outcome counts only if the test itself has created a mark.
+//! - If the kernel ends or panics, if the test exceeds its time limit, if the kernel does not
+//!   answer or if a program is missing, the present test fails. The next test gets a new machine.
 //!   The kernel's log stays in the slot, and failures name it.
-//! - **Inside** ([`guest`]), the host's files are there, read-only but for the slot. A test starts
-//!   in a network namespace of its own, where `lo` is up, with an empty `TMPDIR` that is kept in
-//!   the slot if it fails, and leaves no process behind.
+//! - **Inside** ([`guest`]), the host's files are visible. Only the slot is writable. Each test
+//!   gets its own network namespace, in which `lo` is up, and an empty `TMPDIR`. If the test fails,
+//!   the files in `TMPDIR` are copied to the slot. All processes of a test are killed at its end.
 //!
-//! What to know of this kernel (Debian's package, 6.1): one CPU; a process start costs some 15 ms;
-//! clocks and sleeps run at the host's pace, in ticks of 10 ms; nf_tables knows neither IPv4 nor
-//! IPv6 tables, so iptables exists in its legacy variant only.
+//! Properties of this kernel (Debian's package, 6.1): it has one CPU, and a process start takes
+//! about 15 ms. Clocks and sleeps follow the host's time, in ticks of 10 ms. Its nf_tables supports
+//! neither IPv4 nor IPv6 tables, so only the legacy variant of iptables works.
 
 pub mod guest;
 mod host;
@@ -38,24 +39,23 @@ use std::time::Duration;
 
 pub use host::Failure;
 
-/// Longest that a test may take inside. Below the time at which nextest ends it from outside, so
-/// that it fails with its output.
+/// The time limit of a test inside. It is below the time limit of nextest, so that a failing test
+/// still prints its output.
 pub const TIME_LIMIT: Duration = Duration::from_secs(500);
 
-/// Runs `test`, the body of a test function, inside User-Mode Linux; its output goes to standard
+/// Runs `test`, the body of a test function, inside User-Mode Linux. Prints its output on standard
 /// output.
 ///
 /// # Panics
-/// The test fails inside, or cannot be run there; the message says why, and where the kernel's log
-/// is.
+/// The test fails inside, or cannot run there. The message names the reason and the kernel's log.
 pub fn inside(test: impl FnOnce()) {
     if let Some(Err(failure)) = try_inside(TIME_LIMIT, test) {
         panic!("{failure}");
     }
 }
 
-/// As [`inside`], with a time limit of its own, and without panicking: what became of the test.
-/// Inside, where there is nothing to say yet, it is `None`.
+/// Runs `test` like [`inside`], with the given time limit, and returns the result instead of
+/// panicking. Inside the machine it runs `test` and returns `None`.
 pub fn try_inside(time_limit: Duration, test: impl FnOnce()) -> Option<Result<(), Failure>> {
     if guest::is_here() {
         guest::mark_entered();
@@ -65,19 +65,19 @@ pub fn try_inside(time_limit: Duration, test: impl FnOnce()) -> Option<Result<()
     Some(run_inside(&own_name(), time_limit))
 }
 
-/// Runs another test of the running program inside, by its full name.
+/// Runs another test of the running program inside, given its full name.
 ///
 /// # Errors
-/// It failed, or could not be run.
+/// The test failed or could not run.
 pub fn run_inside(test: &str, time_limit: Duration) -> Result<(), Failure> {
     host::run(test, time_limit)
 }
 
-/// Runs the running program once more, inside, with other arguments; its output. There it has to
-/// call [`guest::mark_entered`].
+/// Runs the current program inside, with other arguments, and returns its output. Inside, the
+/// program must call [`guest::mark_entered`].
 ///
 /// # Errors
-/// It failed, whereupon its output has been printed, or could not be run.
+/// The program failed, and its output has been printed; or the program could not run.
 pub fn run_program_inside(name: &str, arguments: &[&str], time_limit: Duration) -> Result<String, Failure> {
     let (output, result) = host::run_program(name, arguments, time_limit)?;
     if let Err(failure) = result {
@@ -87,11 +87,11 @@ pub fn run_program_inside(name: &str, arguments: &[&str], time_limit: Duration) 
     Ok(output)
 }
 
-/// Name of the running test: nextest says it, and libtest names the test's thread.
+/// The name of the running test. nextest sets it in a variable, and libtest names the thread.
 fn own_name() -> String {
     std::env::var("NEXTEST_TEST_NAME")
         .ok()
         .or_else(|| std::thread::current().name().map(str::to_owned))
         .filter(|name| name != "main")
-        .expect("the test's name is not to be had: run it by `cargo nextest run`")
+        .expect("the test's name is unknown: run the test with `cargo nextest run`")
 }

@@ -1,16 +1,17 @@
-//! Modules that a machine is to lack for a while.
+//! Removes kernel modules from a machine for a while.
 
 use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 
-/// What the kernel runs to load a module.
+/// The kernel parameter with the program that loads modules.
 pub(super) const LOADER: &str = "/proc/sys/kernel/modprobe";
-/// Longest wait for what still uses a module: the last test's namespaces go in the background.
+/// Longest wait until a module is unused. The kernel removes the previous test's namespaces in the
+/// background, and they may still use it.
 const USED_LIMIT: Duration = Duration::from_secs(30);
 
-/// A kernel without some modules, which cannot load any, until dropped.
+/// While this value lives, the given modules are removed and the kernel loads no modules.
 #[derive(Debug)]
 pub struct WithoutModules<'a> {
     modules: &'a [&'a str],
@@ -18,13 +19,13 @@ pub struct WithoutModules<'a> {
 }
 
 impl<'a> WithoutModules<'a> {
-    /// Removes modules that nothing uses, those that are loaded.
+    /// Removes those of `modules` that are loaded, and turns off automatic loading of modules.
     ///
     /// # Errors
-    /// One of them is used, or the kernel cannot be kept from loading it.
+    /// A module is still in use, or automatic loading cannot be turned off.
     pub fn new(modules: &'a [&'a str]) -> Result<Self> {
         let loader = std::fs::read_to_string(LOADER)?.trim().to_owned();
-        // From here on what has been removed comes back.
+        // If a step below fails, dropping this value loads the removed modules again.
         let without = Self { modules, loader };
         let deadline = Instant::now() + USED_LIMIT;
         let loaded = std::fs::read_to_string("/proc/modules").context("listing modules")?;
@@ -49,11 +50,11 @@ impl<'a> WithoutModules<'a> {
 impl Drop for WithoutModules<'_> {
     fn drop(&mut self) {
         if let Err(error) = std::fs::write(LOADER, &self.loader) {
-            eprintln!("warning: {LOADER} stays turned off: {error}");
+            eprintln!("warning: {LOADER} cannot be restored: {error}");
         }
         let loaded = Command::new(&self.loader).arg("-a").args(self.modules).status();
         if !loaded.as_ref().is_ok_and(std::process::ExitStatus::success) {
-            eprintln!("warning: {:?} stay away: {loaded:?}", self.modules);
+            eprintln!("warning: {:?} cannot be loaded again: {loaded:?}", self.modules);
         }
     }
 }

@@ -1,8 +1,8 @@
-//! What passes between a test outside and the machine: small files in the slot, each renamed into
-//! place when it is whole.
+//! The protocol between a test outside and the machine: small files in the slot. The writer renames
+//! each file into place when it is complete.
 //!
-//! The kernel's hostfs looks a name up anew each time, so that each side sees what the other has
-//! written as soon as it asks.
+//! The kernel's hostfs looks up a name on each access, so each side sees the other side's files at
+//! once.
 
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -10,75 +10,76 @@ use std::path::{Path, PathBuf};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-/// Written by the test; the machine takes it by renaming it to [`TAKEN`].
+/// The request. The test writes it, and the machine takes it by renaming it to [`TAKEN`].
 pub(super) const REQUEST: &str = "request.json";
 /// The request that the machine runs, or ran last.
 pub(super) const TAKEN: &str = "taken.json";
-/// Touched by the test as long as it waits.
+/// A file that the test touches while it waits.
 pub(super) const HEARTBEAT: &str = "heartbeat";
-/// Everything that the kernel and process 1 print. Locked as long as the machine lives.
+/// The output of the kernel and of process 1. The file is locked while the machine runs.
 pub(super) const CONSOLE: &str = "console.log";
-/// Variable that tells process 1 its slot.
+/// The variable with the slot's folder, for process 1.
 pub(super) const SLOT_VARIABLE: &str = "HEADGATE_UML_SLOT";
-/// Variable that tells a test that it is inside, and which file to make when it begins.
+/// The variable that is set for a test inside. Its value is the path of the mark that the test
+/// creates when it begins.
 pub(super) const ENTERED_VARIABLE: &str = "HEADGATE_UML_ENTERED";
 
-/// One test to be run.
+/// A request to run one test.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Request {
-    /// Differs from that of every other request of the slot.
+    /// An identifier that is unique in the slot.
     pub(super) id: String,
-    /// The test program.
+    /// The path of the test program.
     pub(super) program: PathBuf,
-    /// Full name of the test in it, or what the program is run for.
+    /// The full name of the test, or a name for the run of another program.
     pub(super) test: String,
     /// The program's arguments.
     pub(super) arguments: Vec<String>,
-    /// Its working directory.
+    /// The program's working directory.
     pub(super) directory: PathBuf,
-    /// Its environment.
+    /// The program's environment.
     pub(super) environment: Vec<(String, String)>,
-    /// After this it is killed.
+    /// The time after which the program is killed.
     pub(super) time_limit_seconds: u64,
 }
 
 impl Request {
-    /// Standard output and error of the test, in the slot.
+    /// The file in the slot with the test's standard output and standard error.
     pub(super) fn output(&self) -> String {
         format!("output-{}.log", self.id)
     }
 
-    /// What became of it, in the slot.
+    /// The file in the slot with the outcome.
     pub(super) fn outcome(&self) -> String {
         format!("outcome-{}.json", self.id)
     }
 
-    /// The mark that the test makes itself, in the slot.
+    /// The mark in the slot, a file that the test itself creates.
     pub(super) fn entered(&self) -> String {
         format!("entered-{}", self.id)
     }
 
-    /// Folder in the slot for what a failing test leaves in `TMPDIR`.
+    /// The folder in the slot for the `TMPDIR` of a failed test.
     pub(super) fn kept(&self) -> String {
         format!("kept-{}", self.id)
     }
 }
 
-/// What became of a request.
+/// The outcome of a request.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Outcome {
-    /// The test program ended well.
+    /// The test program ended with status 0.
     Passed,
-    /// It did not.
+    /// The test program failed or was killed.
     Failed {
-        /// In words.
+        /// The reason.
         how: String,
-        /// Whether there is anything in the folder for it.
+        /// Whether files of the test were kept in [`Request::kept`].
         kept: bool,
     },
 }
 
-/// Writes a file that is there wholly or not at all.
+/// Writes a file as JSON. Readers see the complete file or no file.
 pub(super) fn write<T: Serialize>(folder: &Path, name: &str, value: &T) -> io::Result<()> {
     let draft = folder.join(format!("{name}.draft"));
     let mut file = std::fs::File::create(&draft)?;
@@ -87,7 +88,7 @@ pub(super) fn write<T: Serialize>(folder: &Path, name: &str, value: &T) -> io::R
     std::fs::rename(draft, folder.join(name))
 }
 
-/// Reads such a file; `None` if it is not there.
+/// Reads a file that [`write()`] wrote; `None` if it does not exist.
 pub(super) fn read<T: DeserializeOwned>(folder: &Path, name: &str) -> io::Result<Option<T>> {
     match std::fs::read(folder.join(name)) {
         Ok(bytes) => Ok(Some(serde_json::from_slice(&bytes)?)),

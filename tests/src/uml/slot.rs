@@ -1,4 +1,4 @@
-//! Slots: a folder and a machine each, of which a test has one for itself while it runs.
+//! Slots. A slot is a folder with one machine, and a test holds one slot while it runs.
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::path::{Path, PathBuf};
@@ -10,12 +10,12 @@ use anyhow::{Context, Result, bail};
 use super::machine;
 use super::protocol::CONSOLE;
 
-/// Far more than tests that run at a time.
+/// The largest number of slots, far above the number of tests that run at a time.
 const MAX_SLOTS: usize = 64;
-/// Runs of which the files are kept besides those of the present one.
+/// The number of earlier runs whose files are kept.
 const KEPT_RUNS: usize = 4;
 
-/// One slot, held until dropped.
+/// One slot. It is released when this value is dropped.
 #[derive(Debug)]
 pub struct Slot {
     folder: PathBuf,
@@ -23,16 +23,16 @@ pub struct Slot {
 }
 
 impl Slot {
-    /// The first slot of this test run that no other test holds.
+    /// Takes the first slot of this test run that no other test holds.
     ///
     /// # Errors
-    /// Files cannot be made under `target`, or its path is none that a kernel's command line can
-    /// carry.
+    /// Files cannot be created under `target`, all slots are taken, or the path contains blanks or
+    /// quotes, which the kernel's command line does not allow.
     pub fn acquire() -> Result<Self> {
         let all = all_runs()?;
         if all.to_string_lossy().contains(|letter: char| letter.is_whitespace() || letter == '"') {
             bail!(
-                "{}: a kernel's command line cannot carry a path with blanks: use another target folder",
+                "{}: the kernel's command line allows no path with blanks or quotes: use another target folder",
                 all.display()
             );
         }
@@ -51,18 +51,18 @@ impl Slot {
         bail!("all {MAX_SLOTS} slots of {} are taken", run.display())
     }
 
-    /// Its files.
+    /// The slot's folder.
     pub fn folder(&self) -> &Path {
         &self.folder
     }
 
-    /// Everything that the kernel printed.
+    /// The file with the kernel's output.
     pub fn console(&self) -> PathBuf {
         self.folder.join(CONSOLE)
     }
 }
 
-/// Removes what older runs left, but for the newest few.
+/// Removes the files of earlier runs, except those of the newest few.
 pub(super) fn sweep() -> Result<()> {
     let mut runs = Vec::new();
     for entry in std::fs::read_dir(all_runs()?)? {
@@ -75,15 +75,15 @@ pub(super) fn sweep() -> Result<()> {
     runs.reverse();
     for (_, run) in runs.into_iter().skip(KEPT_RUNS) {
         let is_used = std::fs::read_dir(&run)?.flatten().any(|slot| machine::is_running(&slot.path()));
-        // Another run may sweep at the same moment.
+        // This may fail if another run removes the files at the same time.
         if !is_used && let Err(error) = std::fs::remove_dir_all(&run) {
-            eprintln!("warning: {} stays behind: {error}", run.display());
+            eprintln!("warning: {} cannot be removed: {error}", run.display());
         }
     }
     Ok(())
 }
 
-/// `target/uml`, found from the running program in `target/debug/deps`.
+/// The path of `target/uml`, derived from the path of the running program.
 fn all_runs() -> Result<PathBuf> {
     let own = std::env::current_exe().context("finding the running program")?;
     // target/<profile>/deps/<test>, or target/<profile>/<program>.
@@ -93,7 +93,7 @@ fn all_runs() -> Result<PathBuf> {
     Ok(target.join("uml"))
 }
 
-/// What is the same for all tests of a run, and for no others.
+/// An identifier of the test run. All its tests share it.
 fn run_id() -> String {
     static ID: OnceLock<String> = OnceLock::new();
     ID.get_or_init(|| {
@@ -105,7 +105,7 @@ fn run_id() -> String {
     .clone()
 }
 
-/// Opens a file so that what is written is added at its end.
+/// Opens a file for appending.
 pub(super) fn open_for_appending(path: &Path) -> Result<File> {
     OpenOptions::new().create(true).append(true).open(path).with_context(|| format!("opening {}", path.display()))
 }

@@ -1,10 +1,13 @@
 /*
- * Loaded into linux.uml (LD_PRELOAD): sets registers on processors that have more of them than it knows.
+ * A library for linux.uml, loaded with LD_PRELOAD. It lets User-Mode Linux set the registers of
+ * processors that have more registers than it supports.
  *
- * User-Mode Linux 6.1 keeps at most 2,696 bytes of a process's extended registers (up to AVX-512 and protection keys). The host's
- * PTRACE_SETREGSET accepts the whole XSAVE area only, 11,008 bytes where the processor has AMX, and fails with EFAULT otherwise
- * (arch/x86/kernel/fpu/regset.c, xstateregs_set), which the kernel reports as "ptrace set fp regs failed, errno = 14" before it
- * panics. This passes on the whole area: what it does not keep is zero, the initial state of registers that nobody inside uses.
+ * User-Mode Linux 6.1 keeps at most 2,696 bytes of a process's extended registers (up to AVX-512
+ * and protection keys). The host's PTRACE_SETREGSET accepts only the whole XSAVE area, which is
+ * 11,008 bytes on processors with AMX. Otherwise it fails with EFAULT (xstateregs_set in
+ * arch/x86/kernel/fpu/regset.c). User-Mode Linux then prints "ptrace set fp regs failed, errno =
+ * 14" and panics. This library extends the area to its whole length with zeros, the initial state
+ * of these registers. No program inside uses them.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -15,7 +18,7 @@
 #include <sys/uio.h>
 
 static long (*next_ptrace)(int, ...);
-/* Static, since the kernel calls from small stacks. It has one thread. */
+/* This is static because linux.uml calls with small stacks. linux.uml has one thread. */
 static char area[65536] __attribute__((aligned(64)));
 static size_t area_size;
 

@@ -1,5 +1,5 @@
-//! The services' addresses are the node's own: what that must not mean for routing daemons, and for
-//! rules of others about the node's own addresses.
+//! In mode ipvs the node holds the services' addresses on its device. Routing daemons must not
+//! announce them, and rules of other programs for the node's addresses must not apply to them.
 
 use anyhow::{Context, Result, ensure};
 
@@ -15,11 +15,10 @@ use crate::testbed::{AgentSetup, Family, Testbed};
 use SourceAddress::{Kept, Masqueraded};
 use Via::{ClusterIp, ExternalIp, LoadBalancerIp, NodePort};
 
-/// The device is down, so that no routing daemon takes its addresses for networks of the node's. An
-/// agent that finds it up, as an earlier version made it, puts another in its place, and
-/// connections go on.
+/// The device is down, so that routing daemons do not announce its addresses. An earlier version
+/// created a device that is up. The agent replaces such a device, and connections continue.
 ///
-/// On machines with [`super::super::lifecycle::some_services`] on which nothing runs yet.
+/// Needs machines with [`super::super::lifecycle::some_services`] and no running programs.
 pub fn a_device_that_is_up_is_replaced(bed: &Testbed) -> Result<()> {
     bed.start_control_plane()?;
     bed.start_agent("node-a")?;
@@ -27,7 +26,7 @@ pub fn a_device_that_is_up_is_replaced(bed: &Testbed) -> Result<()> {
     let node = bed.machines().machine("node-a")?;
     let is_down = |when: &str| -> Result<()> {
         let shown = tool(node, "ip", &["link", "show", "kube-ipvs0"])?;
-        ensure!(!shown.contains("UP"), "{when} the device is up: {shown}");
+        ensure!(!shown.contains("UP"), "{when}, the device is up: {shown}");
         Ok(())
     };
     let answers = || {
@@ -46,17 +45,18 @@ pub fn a_device_that_is_up_is_replaced(bed: &Testbed) -> Result<()> {
     let mut held = HeldConnection::open(bed.machines().machine("a3")?, to)?;
     node.ip_batch("link set kube-ipvs0 up\n")?;
     restart(bed, &AgentSetup::default())?;
-    is_down("after an update of the agent")?;
+    is_down("after a restart of the agent")?;
     let different = difference(&before, &without_marker(kernel(bed, "node-a")?));
-    ensure!(different.is_empty(), "different after an update of the agent:\n{}", different.join("\n"));
-    held.check().context("after an update of the agent")?;
+    ensure!(different.is_empty(), "different after a restart of the agent:\n{}", different.join("\n"));
+    held.check().context("after a restart of the agent")?;
     answers()
 }
 
-/// A rule behind ours that translates what goes to a port of the node, as CNI plugins make for host
-/// ports and Docker for published ones, gets no connection to a service's address.
+/// A rule of another program translates packets to a port of the node, behind Headgate's rules. CNI
+/// plugins write such rules for host ports, and Docker for published ports. The rule must not
+/// receive connections to a service's address.
 ///
-/// On machines with [`super::super::lifecycle::some_services`] on which nothing runs yet.
+/// Needs machines with [`super::super::lifecycle::some_services`] and no running programs.
 pub fn rules_of_others_for_the_node_come_second(bed: &Testbed) -> Result<()> {
     bed.write(|manifests| manifests.add(Service { external_local: true, ..Service::new("local", &["a1"]) }))?;
     bed.start_control_plane()?;
@@ -91,7 +91,7 @@ pub fn rules_of_others_for_the_node_come_second(bed: &Testbed) -> Result<()> {
             ask("a3", "empty", ClusterIp).ports(PORTS).refused(),
         ],
     )?;
-    // The host port itself works: the rule does what it is for.
+    // The host port itself works, so the rule is effective.
     let outside = bed.machines().machine("outside-1")?;
     for family in Family::BOTH {
         let to = std::net::SocketAddr::new(plan::address("node-a").context("node-a's address")?.of(family), 80);

@@ -1,5 +1,5 @@
-//! What others do to the device, the sets and the virtual servers, and IPv6 switched off, while an
-//! agent runs.
+//! Other programs change the device, the sets and the virtual servers while an agent runs, or turn
+//! IPv6 off.
 
 use anyhow::{Context, Result, ensure};
 
@@ -15,10 +15,10 @@ use Via::{ClusterIp, LoadBalancerIp};
 
 type Step<'a> = &'a dyn Fn() -> Result<()>;
 
-/// Somebody removes what a change needs: the next change finds it out, and has everything back
-/// before it is reported as programmed, without waiting for the next look at the rules.
+/// Another program removes objects that a change needs. The next change notices this and restores
+/// everything before the change is reported as programmed. It does not wait for the periodic check.
 ///
-/// On machines with [`super::super::lifecycle::some_services`] on which nothing runs yet.
+/// Needs machines with [`super::super::lifecycle::some_services`] and no running programs.
 pub fn a_change_finds_out_what_is_gone(bed: &Testbed) -> Result<()> {
     bed.start_control_plane()?;
     bed.start_agent_with("node-a", &AgentSetup::with(&["--ipvs-sync-period", "1h"]))?;
@@ -62,9 +62,10 @@ pub fn a_change_finds_out_what_is_gone(bed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// What others put where only ours belongs goes, and what they change is changed back.
+/// The agent removes foreign objects from its device, sets and virtual servers, and restores
+/// objects that other programs changed.
 ///
-/// On machines with [`super::super::lifecycle::some_services`] on which nothing runs yet.
+/// Needs machines with [`super::super::lifecycle::some_services`] and no running programs.
 pub fn what_others_change_is_changed_back(bed: &Testbed) -> Result<()> {
     bed.write(|manifests| {
         let mut ranged = Service::new("ranged", &["a1"]);
@@ -78,20 +79,20 @@ pub fn what_others_change_is_changed_back(bed: &Testbed) -> Result<()> {
     let before = kernel(bed, "node-a")?;
     let server = bed.address("steady", ClusterIp, Family::V4, "tcp")?;
 
-    // Addresses of networks: one of nobody's in each family, and one that is wanted, but for the
-    // host alone.
+    // Addresses on the device: an unknown one in each family, and a wanted one with another prefix
+    // length and scope.
     let address = server.ip();
     node.ip_batch(&format!(
         "addr add 10.96.200.1/16 dev kube-ipvs0\naddr add fd00:10:96::c8/112 dev kube-ipvs0\n\
          addr del {address}/32 dev kube-ipvs0\naddr add {address}/24 dev kube-ipvs0 scope host\n"
     ))?;
-    // A range that may reach a load balancer's address becomes one that may not.
+    // An entry that admits a range becomes an entry that excludes it.
     let set = "KUBE-LOAD-BALANCER-SOURCE-CIDR";
     let saved = tool(node, "ipset", &["save", set])?;
     let range = saved.lines().find(|line| line.starts_with("add ")).context("no range is in the set")?;
     let range = range.split(' ').nth(2).context("no range")?;
     tool(node, "ipset", &["-exist", "add", set, range, "nomatch"])?;
-    // Settings of a virtual server, its destinations, and one more.
+    // Change the settings of a virtual server and its destinations, and add a destination.
     let server = server.to_string();
     tool(node, "ipvsadm", &["-E", "-t", &server, "-s", "wlc", "-p", "77"])?;
     let saved = tool(node, "ipvsadm", &["-Sn"])?;
@@ -113,10 +114,10 @@ pub fn what_others_change_is_changed_back(bed: &Testbed) -> Result<()> {
     )
 }
 
-/// Where new devices come without IPv6, and when it is switched off later, the agent switches it on
-/// for its own device.
+/// The agent turns IPv6 on for its device: on a node where new devices have no IPv6, and when IPv6
+/// is turned off later.
 ///
-/// On machines with [`super::super::lifecycle::some_services`] on which nothing runs yet.
+/// Needs machines with [`super::super::lifecycle::some_services`] and no running programs.
 pub fn ipv6_is_switched_on_for_the_device(bed: &Testbed) -> Result<()> {
     let node = bed.machines().machine("node-a")?;
     let switch_off = |node: &Namespace, device: &str| {
@@ -133,6 +134,6 @@ pub fn ipv6_is_switched_on_for_the_device(bed: &Testbed) -> Result<()> {
     answers()?;
     let before = kernel(bed, "node-a")?;
     switch_off(node, "kube-ipvs0")?;
-    returns_to(bed, "node-a", &before).context("IPv6 was switched off on the device")?;
+    returns_to(bed, "node-a", &before).context("after IPv6 was turned off on the device")?;
     answers()
 }

@@ -1,5 +1,5 @@
-//! What is IPVS's alone: virtual servers, sets and the device in the kernel, what others do to
-//! them, and what becomes of them.
+//! Cases of mode ipvs: virtual servers, sets and the device in the kernel, and how the agent
+//! handles changes of other programs to them.
 
 mod device;
 mod meddling;
@@ -36,23 +36,23 @@ use crate::testbed::{AgentInfo, AgentSetup, Backend, Family, Namespace, Outcome,
 use SourceAddress::{Kept, Masqueraded};
 use Via::{ClusterIp, ExternalIp, NodePort};
 
-/// Longer than the agent waits between two looks at draining destinations.
+/// Longer than the agent's interval between two checks of draining destinations.
 const DRAIN_LOOK: Duration = Duration::from_secs(7);
 
-/// Runs a program on a machine; what it printed.
+/// Runs a program on a machine, and returns its output.
 fn tool(machine: &Namespace, program: &str, arguments: &[&str]) -> Result<String> {
     let mut command = Command::new(program);
     command.args(arguments);
     machine.output(command)
 }
 
-/// Everything that an IPVS backend has in a node's kernel, as the kernel's own tools show it:
-/// virtual servers, sets, the device and rules.
+/// The state of mode ipvs in a node's kernel, as the kernel's tools print it: virtual servers,
+/// sets, the device and rules.
 fn kernel(bed: &Testbed, node: &str) -> Result<Vec<String>> {
     let machine = bed.machines().machine(node)?;
     let mut lines: Vec<String> =
         tool(machine, "ipvsadm", &["-Sn"])?.lines().map(|line| format!("server {line}")).collect();
-    // The number of buckets is the kernel's business.
+    // The kernel chooses the number of buckets, so it is left out.
     let without_buckets = |line: &str| {
         let words: Vec<&str> = line.split(' ').collect();
         let at = words.iter().position(|word| *word == "hashsize" || *word == "bucketsize");
@@ -77,7 +77,7 @@ fn kernel(bed: &Testbed, node: &str) -> Result<Vec<String>> {
     Ok(lines)
 }
 
-/// Lines without those about the testbed's marker, whose port changes with each version.
+/// Removes lines about the testbed's marker, whose port changes with each generation.
 fn without_marker(lines: Vec<String>) -> Vec<String> {
     let marker = MARKER_ADDRESS.to_string();
     lines.into_iter().filter(|line| !line.contains(&marker)).collect()
@@ -88,11 +88,12 @@ fn difference(one: &[String], other: &[String]) -> Vec<String> {
     gone.chain(other.iter().filter(|line| !one.contains(line)).map(|line| format!("+ {line}"))).collect()
 }
 
-/// Longest wait until the agent has seen what somebody changed by hand. What only the full
-/// comparison finds waits for its turn, which comes as often as that takes one percent of a core.
+/// Longest wait until the agent has found a change that another program made. Some changes are
+/// found only by the full comparison, whose interval is chosen so that it takes one percent of a
+/// core.
 const CHANGED_BY_HAND: Duration = Duration::from_secs(150);
 
-/// Waits until a node's kernel is as it was.
+/// Waits until the state of a node's kernel equals `before`.
 fn returns_to(bed: &Testbed, node: &str, before: &[String]) -> Result<()> {
     within(CHANGED_BY_HAND, || {
         let different = difference(before, &kernel(bed, node)?);
@@ -105,8 +106,8 @@ fn agent(bed: &Testbed, node: &str) -> Result<AgentInfo> {
     bed.agents()?.into_iter().find(|agent| agent.node == node).with_context(|| format!("no agent of {node}"))
 }
 
-/// Starts the agent of node-a anew, and waits until it has told the control plane that everything
-/// is programmed.
+/// Restarts the agent of node-a, and waits until it has reported to the control plane that
+/// everything is programmed.
 pub(super) fn restart(bed: &Testbed, setup: &AgentSetup) -> Result<AgentInfo> {
     let before = agent(bed, "node-a")?.connected_unix_ms;
     bed.kill_agent("node-a")?;
@@ -127,10 +128,10 @@ fn set_endpoints(bed: &Testbed, endpoints: &[&str]) -> Result<()> {
     })
 }
 
-/// A change writes what it changes and nothing else; taken back, it leaves everything as it was. A
-/// warm restart writes nothing.
+/// A change writes only the objects that it changes. When the change is undone, the kernel's state
+/// is as before. A warm restart writes nothing.
 ///
-/// On machines with [`super::lifecycle::some_services`] on which nothing runs yet.
+/// Needs machines with [`super::lifecycle::some_services`] and no running programs.
 pub fn a_change_writes_what_it_changes(bed: &Testbed) -> Result<()> {
     bed.start_control_plane()?;
     bed.start_agent("node-a")?;
@@ -140,19 +141,18 @@ pub fn a_change_writes_what_it_changes(bed: &Testbed) -> Result<()> {
     let after = kernel(bed, "node-a")?;
     let (changed, written) = (difference(&before, &after), agent(bed, "node-a")?.objects_written);
     ensure!(!changed.is_empty() && written > 0, "nothing was written");
-    // Each step adds, removes or replaces a line; one more each for what was added and has drained
-    // meanwhile.
+    // Each written object adds, removes or replaces a line. A drained destination is written twice.
     ensure!(
         written as usize <= 2 * changed.len(),
         "{written} objects were written for these changes:\n{}",
         changed.join("\n")
     );
-    // TCP would keep what it was asked by for two minutes.
+    // The case uses UDP, because a TCP connection would keep its destination for two minutes.
     run(bed, &[ask("a3", "steady", ClusterIp).ports(&["udp"]).answered(&["a1", "b2"], Kept)])?;
     set_endpoints(bed, &["a1", "b1"])?;
     eventually(|| {
         let different = difference(&without_marker(before.clone()), &without_marker(kernel(bed, "node-a")?));
-        ensure!(different.is_empty(), "different after there and back:\n{}", different.join("\n"));
+        ensure!(different.is_empty(), "different after the change was undone:\n{}", different.join("\n"));
         Ok(())
     })?;
     let settled = kernel(bed, "node-a")?;
@@ -161,10 +161,10 @@ pub fn a_change_writes_what_it_changes(bed: &Testbed) -> Result<()> {
     returns_to(bed, "node-a", &settled)
 }
 
-/// Somebody flushes virtual servers, sets, addresses or rules, or removes the device: everything
-/// comes back by itself.
+/// Another program flushes virtual servers, sets, addresses or rules, or removes the device. The
+/// agent restores everything.
 ///
-/// On machines with [`super::lifecycle::some_services`] on which nothing runs yet.
+/// Needs machines with [`super::lifecycle::some_services`] and no running programs.
 pub fn flushed_state_comes_back(bed: &Testbed) -> Result<()> {
     bed.start_control_plane()?;
     bed.start_agent_with("node-a", &AgentSetup::with(&["--ipvs-sync-period", "1s"]))?;
@@ -189,7 +189,7 @@ pub fn flushed_state_comes_back(bed: &Testbed) -> Result<()> {
         ("addresses were flushed", &|| node.ip_batch("addr flush dev kube-ipvs0\n")),
         ("the device was removed", &|| node.ip_batch("link del kube-ipvs0\n")),
         ("the device was set up", &|| node.ip_batch("link set kube-ipvs0 up\n")),
-        // Which takes the routes of its addresses away.
+        // When the device goes down again, the kernel removes the routes of its addresses.
         ("the device was up", &|| node.ip_batch("link set kube-ipvs0 up\nlink set kube-ipvs0 down\n")),
         ("rules were flushed", &|| flush(&["-t", "nat", "-F"]).and_then(|()| flush(&["-F", "KUBE-IPVS-FILTER"]))),
     ];
@@ -202,10 +202,10 @@ pub fn flushed_state_comes_back(bed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// Virtual servers, sets, rules and addresses of others survive whatever the agent does; after
-/// `--cleanup` everything is as it was before.
+/// The agent does not change virtual servers, sets, rules and addresses of other programs. After
+/// `--cleanup` everything is as it was before the agent started.
 ///
-/// On machines with [`super::lifecycle::some_services`] on which nothing runs yet.
+/// Needs machines with [`super::lifecycle::some_services`] and no running programs.
 pub fn foreign_state_and_cleanup(bed: &Testbed) -> Result<()> {
     let (node, lock) = (bed.machines().machine("node-a")?, bed.machines().xtables_lock("node-a"));
     let own = crate::testbed::plan::address("node-a").context("node-a has addresses")?;
@@ -227,7 +227,7 @@ pub fn foreign_state_and_cleanup(bed: &Testbed) -> Result<()> {
     let expect_foreign = |when: &str| -> Result<()> {
         let lost: Vec<String> = difference(&before, &kernel(bed, "node-a")?);
         let lost: Vec<&String> = lost.iter().filter(|line| line.starts_with('-')).collect();
-        ensure!(lost.is_empty(), "{when} these are gone: {lost:#?}");
+        ensure!(lost.is_empty(), "{when}, foreign objects are missing: {lost:#?}");
         Ok(())
     };
 
@@ -236,7 +236,7 @@ pub fn foreign_state_and_cleanup(bed: &Testbed) -> Result<()> {
     bed.start_agent_with("node-a", &exclude)?;
     bed.wait_programmed()?;
     expect_foreign("after the start")?;
-    // On our own device a server is ours, unless its network is excluded.
+    // Virtual servers on the agent's device belong to the agent, except in excluded networks.
     node.ip_batch("addr add 198.18.7.1/32 dev kube-ipvs0\naddr add 198.18.8.1/32 dev kube-ipvs0\n")?;
     for address in ["198.18.7.1:80", "198.18.8.1:80"] {
         tool(node, "ipvsadm", &["-A", "-t", address, "-s", "rr"])?;
@@ -245,17 +245,17 @@ pub fn foreign_state_and_cleanup(bed: &Testbed) -> Result<()> {
     set_endpoints(bed, &["a2"])?;
     let listed = tool(node, "ipvsadm", &["-Sn"])?;
     ensure!(listed.contains("198.18.7.1:80"), "an excluded virtual server is gone:\n{listed}");
-    ensure!(!listed.contains("198.18.8.1:80"), "a stale virtual server is still there:\n{listed}");
+    ensure!(!listed.contains("198.18.8.1:80"), "a stale virtual server still exists:\n{listed}");
     expect_foreign("after a restart")?;
     run(bed, &[ask("a3", "steady", ClusterIp).answered(&["a2"], Kept)])?;
 
     bed.stop_agent("node-a")?;
-    ensure!(kernel(bed, "node-a")?.len() > before.len() + 50, "what was programmed went with the agent");
+    ensure!(kernel(bed, "node-a")?.len() > before.len() + 50, "the stopped agent removed its objects");
     for attempt in ["--cleanup", "a second --cleanup"] {
         bed.clean_up_with("node-a", &exclude)?;
         let after = kernel(bed, "node-a")?;
         let excluded = |line: &String| line.contains("198.18.7.1:80");
-        ensure!(after.iter().any(excluded), "{attempt} took an excluded virtual server");
+        ensure!(after.iter().any(excluded), "{attempt} removed an excluded virtual server");
         let after: Vec<String> = after.into_iter().filter(|line| !excluded(line)).collect();
         let different = difference(&before, &after);
         ensure!(different.is_empty(), "different after {attempt}:\n{}", different.join("\n"));
@@ -263,10 +263,10 @@ pub fn foreign_state_and_cleanup(bed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// From iptables to IPVS and back: nothing of the other mode stays, and services answer at any
-/// time.
+/// The node switches from iptables to IPVS and back. The agent removes the state of the other mode,
+/// and services answer after each switch.
 ///
-/// On machines with [`super::lifecycle::some_services`] on which nothing runs yet.
+/// Needs machines with [`super::lifecycle::some_services`] and no running programs.
 pub fn modes_switch(bed: &Testbed) -> Result<()> {
     bed.start_control_plane()?;
     let by_iptables = AgentSetup { backend: Some(Backend::IptablesLegacy), ..AgentSetup::default() };
@@ -279,11 +279,11 @@ pub fn modes_switch(bed: &Testbed) -> Result<()> {
     ensure!(restart(bed, &AgentSetup::default())?.backend == "ipvs", "the backend is not ipvs");
     eventually(|| {
         let left: Vec<String> = kernel(bed, "node-a")?.into_iter().filter(|line| line.contains("KUBE-SEP-")).collect();
-        ensure!(left.is_empty(), "rules of iptables are still there: {left:#?}");
+        ensure!(left.is_empty(), "rules of mode iptables still exist: {left:#?}");
         Ok(())
     })?;
     answers()?;
-    // A rule of somebody else's keeps a set from being removed for as long as it is there.
+    // A set cannot be removed while a foreign rule refers to it.
     let node = bed.machines().machine("node-a")?;
     let foreign = |what: &str| -> Result<String> {
         let rule = "-m set --match-set KUBE-CLUSTER-IP dst,dst -j ACCEPT";
@@ -294,7 +294,7 @@ pub fn modes_switch(bed: &Testbed) -> Result<()> {
     restart(bed, &by_iptables)?;
     eventually(|| {
         let sets = tool(node, "ipset", &["list", "-n"])?;
-        ensure!(sets.trim() == "KUBE-CLUSTER-IP", "of the sets there are {sets}");
+        ensure!(sets.trim() == "KUBE-CLUSTER-IP", "expected only the set KUBE-CLUSTER-IP, found {sets}");
         Ok(())
     })?;
     answers()?;
@@ -303,10 +303,10 @@ pub fn modes_switch(bed: &Testbed) -> Result<()> {
     answers()
 }
 
-/// A TCP destination that goes keeps its connections at weight 0 until they have ended, also when
-/// its whole service is deleted and the agent starts anew; a UDP destination goes at once.
+/// A TCP destination that is removed stays at weight 0 until its connections have ended, also when
+/// the agent restarts and the whole service is deleted. A UDP destination is removed at once.
 ///
-/// On a running cluster with [`super::lifecycle::some_services`].
+/// Needs a running cluster with [`super::lifecycle::some_services`].
 pub fn destinations_drain(bed: &Testbed) -> Result<()> {
     let node = bed.machines().machine("node-a")?;
     let to = bed.address("steady", ClusterIp, Family::V4, "tcp")?;
@@ -323,10 +323,10 @@ pub fn destinations_drain(bed: &Testbed) -> Result<()> {
     let rest: Vec<&str> = ["a1", "b1"].into_iter().filter(|pod| *pod != held.answer.server).collect();
     ensure!(destination("u")?.is_some(), "UDP has no such destination");
     set_endpoints(bed, &rest)?;
-    ensure!(destination("u")?.is_none(), "the destination of UDP is still there");
+    ensure!(destination("u")?.is_none(), "the destination of UDP still exists");
     let drains = || -> Result<()> {
-        let line = destination("t")?.context("the destination is gone, and its connection with it")?;
-        ensure!(line.ends_with("-w 0"), "it still takes connections: {line}");
+        let line = destination("t")?.context("the destination is gone although it has a connection")?;
+        ensure!(line.ends_with("-w 0"), "the destination still accepts connections: {line}");
         Ok(())
     };
     drains()?;
@@ -343,26 +343,26 @@ pub fn destinations_drain(bed: &Testbed) -> Result<()> {
     held.reset()?;
     let is_gone = || -> Result<()> {
         let listed = tool(node, "ipvsadm", &["-Sn"])?;
-        ensure!(!listed.contains(&to.to_string()), "the virtual server is still there:\n{listed}");
+        ensure!(!listed.contains(&to.to_string()), "the virtual server still exists:\n{listed}");
         let addresses = tool(node, "ip", &["-brief", "address", "show", "dev", "kube-ipvs0"])?;
-        ensure!(!addresses.contains(&format!("{}/", to.ip())), "the address is still there: {addresses}");
+        ensure!(!addresses.contains(&format!("{}/", to.ip())), "the address still exists: {addresses}");
         Ok(())
     };
-    // Connections that have ended are remembered for up to two minutes (TIME_WAIT).
+    // IPVS remembers ended connections for up to two minutes (TIME_WAIT).
     within(Duration::from_secs(150), is_gone).context("after the last connection was reset")
 }
 
-/// What a service's address answers besides its ports; an address that another interface has is
-/// served and not taken.
+/// A service's address answers pings and refuses other ports. An address that another interface
+/// holds is served, but not added to the device.
 ///
-/// On machines on which nothing runs yet, without services.
+/// Needs machines without services and without running programs.
 pub fn addresses(bed: &Testbed) -> Result<()> {
     let node = bed.machines().machine("node-a")?;
     bed.write(|manifests| manifests.add(Service::new("web", &["a1", "b1"])))?;
     let external = Family::BOTH.map(|family| bed.address("web", ExternalIp, family, "tcp"));
     for address in external {
         let address = address?.ip();
-        // As addresses of such interfaces are: never a source.
+        // The kernel never chooses these addresses as a source.
         let rest = if address.is_ipv4() { "32 dev lo scope host" } else { "128 dev lo preferred_lft 0" };
         node.ip_batch(&format!("addr add {address}/{rest}\n"))?;
     }
@@ -374,13 +374,16 @@ pub fn addresses(bed: &Testbed) -> Result<()> {
         let cluster = bed.address("web", ClusterIp, family, "tcp")?;
         let external = bed.address("web", ExternalIp, family, "tcp")?;
         ensure!(bound.contains(&format!("{}/", cluster.ip())), "{cluster} is not on the device: {bound}");
-        ensure!(!bound.contains(&format!("{}/", external.ip())), "{external} of another interface was taken: {bound}");
+        ensure!(
+            !bound.contains(&format!("{}/", external.ip())),
+            "{external} of another interface is on the device: {bound}"
+        );
         for from in ["a3", "outside-1"] {
             let machine = bed.machines().machine(from)?;
             ping(machine, cluster.ip()).with_context(|| format!("{from} pings {}", cluster.ip()))?;
             let undefined = SocketAddr::new(cluster.ip(), 4);
             let outcome = bed.machines().ask(from, &Request::new(Transport::Tcp, undefined))?;
-            ensure!(outcome == Outcome::Refused, "{from} asks {undefined}: {outcome}, not refused");
+            ensure!(outcome == Outcome::Refused, "{from} asks {undefined}: {outcome}, expected: refused");
         }
     }
     run(
@@ -401,14 +404,14 @@ pub fn addresses(bed: &Testbed) -> Result<()> {
     Ok(())
 }
 
-/// Waits for the answer to a ping.
+/// Sends a ping and waits for its answer.
 fn ping(from: &Namespace, to: IpAddr) -> Result<()> {
     const ID: [u8; 2] = [0x4e, 0x47];
     let is_v4 = to.is_ipv4();
     let (kind, answer) = if is_v4 { (8, 0) } else { (128, 129) };
     let mut request = vec![kind, 0, 0, 0, ID[0], ID[1], 0, 1];
     if is_v4 {
-        // The sum of the words above; the kernel computes that of ICMPv6.
+        // The checksum of the words above. The kernel computes the checksum of ICMPv6.
         let checksum = !(0x0800_u16 + 0x4e47 + 1);
         request[2..4].copy_from_slice(&checksum.to_be_bytes());
     }

@@ -1,4 +1,4 @@
-//! Modules that the kernel lacks: what the agent does without them, and whom it tells.
+//! Missing kernel modules: how the agent works without them, and how it reports them.
 
 use std::process::Command;
 
@@ -19,12 +19,12 @@ use crate::uml::modules::WithoutModules;
 use SourceAddress::Kept;
 use Via::{ClusterIp, LoadBalancerIp};
 
-/// The kernel lacks what mode ipvs needs: iptables does the work, and everybody is told what is
-/// missing.
+/// The kernel lacks modules of mode ipvs. The agent uses iptables, and reports the missing modules
+/// in its status, its metrics and to the control plane.
 ///
-/// On machines with [`super::super::lifecycle::some_services`] on which nothing runs yet.
+/// Needs machines with [`super::super::lifecycle::some_services`] and no running programs.
 pub fn falls_back_to_iptables(bed: &Testbed) -> Result<()> {
-    // What iptables needs and IPVS does not: nothing can be loaded from here on.
+    // Load the modules that iptables needs now, because none can be loaded later.
     let needed = [
         "xt_nat",
         "xt_sctp",
@@ -47,9 +47,9 @@ pub fn falls_back_to_iptables(bed: &Testbed) -> Result<()> {
     bed.wait_programmed()?;
     let info = agent(bed, "node-a")?;
     ensure!(info.backend == "iptables-legacy", "the backend is {}", info.backend);
-    let told = info.degraded.join("\n");
+    let reasons = info.degraded.join("\n");
     for part in ["mode ipvs was asked for", "modprobe ip_vs_wrr", "modprobe dummy"] {
-        ensure!(told.contains(part), "{part:?} is not among what is degraded: {told:?}");
+        ensure!(reasons.contains(part), "{part:?} is not in the reasons of degradation: {reasons:?}");
     }
     run(bed, &[ask("a3", "steady", ClusterIp).ports(&["tcp", "udp"]).answered(&["a1", "b1"], Kept)])?;
     expect_page(bed, "/proxyMode", "iptables")?;
@@ -57,10 +57,11 @@ pub fn falls_back_to_iptables(bed: &Testbed) -> Result<()> {
     expect_page(bed, "/status", "modprobe dummy")
 }
 
-/// An agent that may not set kernel parameters, as in a container that is not privileged, runs
-/// iptables and says why, unless they have been set before by the same program with `--init-only`.
+/// An agent that cannot set kernel parameters, as in a container that is not privileged, uses
+/// iptables and reports the reason. If a run with `--init-only` has set the parameters before, the
+/// agent uses IPVS.
 ///
-/// On machines with [`super::super::lifecycle::some_services`] on which nothing runs yet.
+/// Needs machines with [`super::super::lifecycle::some_services`] and no running programs.
 pub fn parameters_may_be_set_beforehand(bed: &Testbed) -> Result<()> {
     let arguments = AgentSetup::with(&["--ipvs-strict-arp"]);
     let restricted = AgentSetup { read_only_parameters: true, ..arguments.clone() };
@@ -69,10 +70,10 @@ pub fn parameters_may_be_set_beforehand(bed: &Testbed) -> Result<()> {
     bed.start_agent_with("node-a", &restricted)?;
     bed.wait_programmed()?;
     let info = agent(bed, "node-a")?;
-    let told = info.degraded.join("\n");
-    ensure!(info.backend == "iptables-legacy", "the backend is {}: {told}", info.backend);
+    let reasons = info.degraded.join("\n");
+    ensure!(info.backend == "iptables-legacy", "the backend is {}: {reasons}", info.backend);
     for part in ["mode ipvs was asked for", "/proc/sys/net/ipv4/vs/conntrack", "--init-only"] {
-        ensure!(told.contains(part), "{part:?} is not among what is degraded: {told:?}");
+        ensure!(reasons.contains(part), "{part:?} is not in the reasons of degradation: {reasons:?}");
     }
     answers()?;
 
@@ -81,10 +82,10 @@ pub fn parameters_may_be_set_beforehand(bed: &Testbed) -> Result<()> {
     bed.start_agent_with("node-a", &restricted)?;
     eventually(|| {
         let info = agent(bed, "node-a")?;
-        let told = info.degraded.join("\n");
+        let reasons = info.degraded.join("\n");
         ensure!(
-            info.backend == "ipvs" && !told.contains("/proc/sys/net/ipv4/"),
-            "{} is degraded: {told}",
+            info.backend == "ipvs" && !reasons.contains("/proc/sys/net/ipv4/"),
+            "{} is degraded: {reasons}",
             info.backend
         );
         Ok(())
@@ -93,7 +94,7 @@ pub fn parameters_may_be_set_beforehand(bed: &Testbed) -> Result<()> {
     answers()
 }
 
-/// A page of the metrics port of node-a has this in it.
+/// Checks that a page of node-a's metrics port contains `expected`.
 fn expect_page(bed: &Testbed, page: &str, expected: &str) -> Result<()> {
     let url = format!("http://127.0.0.1:10249{page}");
     let body = tool(bed.machines().machine("node-a")?, "curl", &["-sS", "--max-time", "10", &url])?;
@@ -105,7 +106,7 @@ fn asking_for(scheduler: &str) -> Value {
     json!({"metadata": {"annotations": {"headgate.io/scheduler": scheduler}}})
 }
 
-/// The scheduler that the kernel of node-a has for a service, and the number of destinations.
+/// The scheduler of a service in the kernel of node-a, and its number of destinations.
 fn scheduler(bed: &Testbed, service: &str) -> Result<(String, usize)> {
     let server = bed.address(service, ClusterIp, Family::V4, "tcp")?;
     let listed = tool(bed.machines().machine("node-a")?, "ipvsadm", &["-Sn"])?;
@@ -115,11 +116,11 @@ fn scheduler(bed: &Testbed, service: &str) -> Result<(String, usize)> {
     Ok((made.split(' ').next().unwrap_or_default().to_owned(), destinations))
 }
 
-/// Services ask for a scheduler that the kernel has not got any more. They are served as a whole
-/// nevertheless, new ones by the cluster's, and everybody is told; when the module can be loaded
-/// again, they get what they asked for.
+/// Services ask for a scheduler whose module is missing. They get the cluster's scheduler, and the
+/// agent reports the missing module. When the module can be loaded again, they get the scheduler
+/// that they ask for.
 ///
-/// On a running cluster with [`super::super::lifecycle::some_services`].
+/// Needs a running cluster with [`super::super::lifecycle::some_services`].
 pub fn a_missing_scheduler_is_made_up_for(bed: &Testbed) -> Result<()> {
     let answers = || {
         run(
@@ -150,15 +151,15 @@ pub fn a_missing_scheduler_is_made_up_for(bed: &Testbed) -> Result<()> {
         }
         answers()
     })?;
-    let told = || -> Result<String> { Ok(agent(bed, "node-a")?.degraded.join("\n")) };
+    let reasons = || -> Result<String> { Ok(agent(bed, "node-a")?.degraded.join("\n")) };
     eventually(|| {
-        let told = told()?;
+        let reasons = reasons()?;
         for part in ["modprobe ip_vs_mh", "get rr: testbed/hashed, testbed/steady"] {
-            ensure!(told.contains(part), "{part:?} is not among what is degraded: {told:?}");
+            ensure!(reasons.contains(part), "{part:?} is not in the reasons of degradation: {reasons:?}");
         }
         Ok(())
     })?;
-    ensure!(agent(bed, "node-a")?.rejections.is_empty(), "a service is told to be refused");
+    ensure!(agent(bed, "node-a")?.rejections.is_empty(), "the agent rejects a service");
     expect_page(bed, "/metrics", "headgate_agent_degraded_modes 1")?;
     expect_page(bed, "/status", "modprobe ip_vs_mh")?;
     let replica = format!("http://{}:{CONTROL_PORT}", plan::address(CONTROL).context("no control plane")?.v4);
@@ -173,36 +174,39 @@ pub fn a_missing_scheduler_is_made_up_for(bed: &Testbed) -> Result<()> {
             let found = scheduler(bed, service)?;
             ensure!(found == ("mh".to_owned(), 2), "{service} has {found:?}");
         }
-        let told = told()?;
-        ensure!(told.is_empty(), "still told: {told}");
+        let reasons = reasons()?;
+        ensure!(reasons.is_empty(), "the agent still reports: {reasons}");
         Ok(())
     })?;
     answers()
 }
 
-/// iptables cannot match SCTP: what needs it is left out and told, and everything else works, in
-/// either mode. When the module can be loaded again, it works as well.
+/// iptables cannot match SCTP. In both modes the agent leaves out rules that match SCTP and reports
+/// this, and everything else works. When the module can be loaded again, SCTP works.
 ///
-/// On machines with [`super::super::lifecycle::some_services`] on which nothing runs yet.
+/// Needs machines with [`super::super::lifecycle::some_services`] and no running programs.
 pub fn sctp_that_cannot_be_matched_is_left_out(bed: &Testbed) -> Result<()> {
     bed.write(|manifests| {
         let mut elsewhere = Service::new("elsewhere", &["b1"]);
         elsewhere.external_local = true;
         manifests.add(elsewhere)
     })?;
-    let told = |expected: &[&str]| {
+    let expect_degraded = |expected: &[&str]| {
         eventually(|| {
             let agent = agent(bed, "node-a")?;
-            let told = agent.degraded.join("\n");
-            ensure!(expected.iter().all(|part| told.contains(part)), "{expected:?} is not what is degraded: {told:?}");
-            ensure!(told.is_empty() == expected.is_empty(), "still told: {told:?}");
-            ensure!(agent.rejections.is_empty(), "services are refused: {:?}", agent.rejections);
+            let reasons = agent.degraded.join("\n");
+            ensure!(
+                expected.iter().all(|part| reasons.contains(part)),
+                "{expected:?} is not in the reasons of degradation: {reasons:?}"
+            );
+            ensure!(reasons.is_empty() == expected.is_empty(), "the agent still reports: {reasons:?}");
+            ensure!(agent.rejections.is_empty(), "the agent rejects services: {:?}", agent.rejections);
             Ok(())
         })
     };
     let others = [
         ask("a3", "steady", ClusterIp).ports(&["tcp", "udp"]).answered(&["a1", "b1"], Kept),
-        // By the short way, since no endpoint is here.
+        // The node has no endpoint, but a pod reaches all endpoints.
         ask("a3", "elsewhere", LoadBalancerIp).ports(&["tcp", "udp"]).answered(&["b1"], Kept),
     ];
     let of_sctp = [
@@ -214,25 +218,25 @@ pub fn sctp_that_cannot_be_matched_is_left_out(bed: &Testbed) -> Result<()> {
     bed.start_control_plane()?;
     bed.start_agent("node-a")?;
     bed.wait_programmed()?;
-    told(&["modprobe xt_sctp", "externalTrafficPolicy Local"])?;
+    expect_degraded(&["modprobe xt_sctp", "externalTrafficPolicy Local"])?;
     run(bed, &others)?;
-    // Virtual servers need no match.
+    // Virtual servers do not need iptables to match SCTP.
     run(bed, &of_sctp[..1])?;
 
     super::restart(bed, &AgentSetup { backend: Some(Backend::IptablesLegacy), ..AgentSetup::default() })?;
-    told(&["modprobe xt_sctp", "ports of SCTP do not work"])?;
-    // It has told that before everything is programmed without.
+    expect_degraded(&["modprobe xt_sctp", "ports of SCTP do not work"])?;
+    // The agent reports this before it has programmed everything.
     let without = bed.address("steady", ClusterIp, Family::V4, "sctp")?;
     eventually(|| {
         let outcome = bed.machines().ask("a3", &Request::new(Transport::Sctp, without).expecting_silence())?;
-        ensure!(!matches!(outcome, Outcome::Answered(_)), "SCTP is {outcome}, though nothing can match it");
+        ensure!(!matches!(outcome, Outcome::Answered(_)), "SCTP is {outcome}, although no rule can match it");
         Ok(())
     })?;
     run(bed, &others)?;
 
     drop(modules);
-    within(CHANGED_BY_HAND, || told(&[]))?;
-    // That it is there is known before everything is programmed with it.
+    within(CHANGED_BY_HAND, || expect_degraded(&[]))?;
+    // The agent reports this before it has programmed everything.
     eventually(|| run(bed, &of_sctp))?;
     run(bed, &others)
 }

@@ -1,4 +1,4 @@
-//! What the kernel refuses of a service, while it takes the rest.
+//! Destinations that the kernel rejects, while it accepts the rest of the service.
 
 use anyhow::{Context, Result, ensure};
 
@@ -12,11 +12,12 @@ use crate::testbed::{Family, Testbed, plan};
 use SourceAddress::Kept;
 use Via::ClusterIp;
 
-/// The kernel takes no destination whose address is a broadcast address of the node: it is left out
-/// and told, and nothing else is disturbed, by further changes neither. It is tried again, with
-/// each change of its service and by itself, and never is everything programmed anew for it.
+/// The kernel rejects a destination whose address is a broadcast address of the node. The agent
+/// leaves the destination out and reports it, and programs everything else, also later changes. The
+/// agent tries the destination again with each change of its service and from time to time. It
+/// never does a full sync for this reason.
 ///
-/// On a running cluster with [`super::super::lifecycle::some_services`].
+/// Needs a running cluster with [`super::super::lifecycle::some_services`].
 pub fn a_refused_destination_disturbs_nothing(bed: &Testbed) -> Result<()> {
     const V4: &[Family] = &[Family::V4];
     let node = bed.machines().machine("node-a")?;
@@ -29,17 +30,17 @@ pub fn a_refused_destination_disturbs_nothing(bed: &Testbed) -> Result<()> {
         let is_full = |line: &&str| line.starts_with("headgate_agent_apply_duration_seconds_count{kind=\"full\"}");
         Ok(page.lines().find(is_full).context("no such metric")?.to_owned())
     };
-    let expect_told = |refused: Option<&str>| {
+    let expect_reported = |refused: Option<&str>| {
         within(CHANGED_BY_HAND, || {
-            let told = format!("{:?}", agent(bed, "node-a")?.rejections);
+            let reported = format!("{:?}", agent(bed, "node-a")?.rejections);
             let Some(pod) = refused else {
-                ensure!(told == "[]", "the agent still tells {told}");
+                ensure!(reported == "[]", "the agent still reports {reported}");
                 return Ok(());
             };
             let address = plan::address(pod).with_context(|| format!("{pod} has addresses"))?.v4;
             let parts =
                 ["testbed/bad", &format!("{address}:"), "no unicast", "all of the service is programmed but this"];
-            ensure!(parts.iter().all(|part| told.contains(part)), "the agent tells {told}");
+            ensure!(parts.iter().all(|part| reported.contains(part)), "the agent reports {reported}");
             Ok(())
         })
     };
@@ -50,7 +51,7 @@ pub fn a_refused_destination_disturbs_nothing(bed: &Testbed) -> Result<()> {
         manifests.add(Service::new("bad", &["a1", "a2"]))?;
         manifests.add(Service::new("good", &["b1"]))
     })?;
-    expect_told(Some("a2"))?;
+    expect_reported(Some("a2"))?;
     run(
         bed,
         &[
@@ -62,13 +63,14 @@ pub fn a_refused_destination_disturbs_nothing(bed: &Testbed) -> Result<()> {
     set_endpoints(bed, &["a1"])?;
     run(bed, &[ask("a3", "steady", ClusterIp).answered(&["a1"], Kept)])?;
 
-    // Once the kernel takes it, nothing has to change for it to be tried.
+    // The agent also tries the destination again without a change of its service.
     refuse("del", "a2")?;
-    expect_told(None)?;
+    expect_reported(None)?;
     run(bed, &[all().answered(&["a1", "a2"], Kept)])?;
 
-    // What comes to a service that is there is refused for itself as well, and tried with its next
-    // change. (A destination that had connections is not looked at anew by the kernel.)
+    // A destination that is added to an existing service is rejected alone, too, and is tried again
+    // with the next change of the service. The test uses new destinations, because the kernel does
+    // not check the address of a destination again if it had connections.
     let set_endpoints_of_bad = |endpoints: &[&str]| {
         bed.update(|manifests| {
             manifests.service_mut("bad")?.endpoints = ready(endpoints);
@@ -77,13 +79,13 @@ pub fn a_refused_destination_disturbs_nothing(bed: &Testbed) -> Result<()> {
     };
     refuse("add", "b2")?;
     set_endpoints_of_bad(&["a1", "a2", "b2"])?;
-    expect_told(Some("b2"))?;
+    expect_reported(Some("b2"))?;
     run(bed, &[all().over(V4).answered(&["a1", "a2"], Kept)])?;
     refuse("del", "b2")?;
     set_endpoints_of_bad(&["a1", "a2", "b1", "b2"])?;
     run(bed, &[all().answered(&["a1", "a2", "b1", "b2"], Kept)])?;
-    expect_told(None)?;
+    expect_reported(None)?;
     let full_syncs_after = full_syncs()?;
-    ensure!(full_syncs_after == full_syncs_before, "{full_syncs_before}, then {full_syncs_after}");
+    ensure!(full_syncs_after == full_syncs_before, "full syncs: first {full_syncs_before}, then {full_syncs_after}");
     Ok(())
 }

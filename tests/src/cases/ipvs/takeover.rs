@@ -1,4 +1,4 @@
-//! A node that ran kube-proxy in mode ipvs.
+//! A node on which kube-proxy ran in mode ipvs before.
 
 use std::io::Write as _;
 use std::process::{Command, Stdio};
@@ -16,8 +16,7 @@ use crate::testbed::{Family, Namespace, Testbed, plan};
 use SourceAddress::{Kept, Masqueraded};
 use Via::{ClusterIp, ExternalIp, NodePort};
 
-/// Sets as kube-proxy makes them, and with every option that somebody may have given them; what is
-/// in them is stale.
+/// Sets as kube-proxy creates them, some with other types or options. Their entries are stale.
 const SETS: &str = "\
 create KUBE-CLUSTER-IP hash:ip,port family inet hashsize 1024 maxelem 65536
 add KUBE-CLUSTER-IP 10.96.200.1,tcp:80
@@ -37,7 +36,7 @@ create KUBE-HEALTH-CHECK-NODE-PORT hash:ip family inet
 create KUBE-EXTERNAL-IP-LOCAL hash:ip,port family inet6 hashsize 1024 maxelem 65536
 ";
 
-/// Rules that refer to some of them: such sets cannot be destroyed.
+/// Rules that refer to some of these sets, so that these sets cannot be destroyed.
 const RULES: &[&str] = &[
     "-t nat -N KUBE-SERVICES",
     "-t nat -A PREROUTING -m comment --comment kubernetes -j KUBE-SERVICES",
@@ -68,12 +67,12 @@ fn rule(bed: &Testbed, rule: &str) -> Result<()> {
     iptables::run(node, Variant::Legacy, Family::V4, &lock, &rule.split(' ').collect::<Vec<_>>())
 }
 
-/// What kube-proxy left is taken over, be its sets of other sizes, with other options, or of other
-/// types: in the end everything is as on a node that had nothing, and whoever asked a service
-/// meanwhile was answered. A set of another type that somebody's rules refer to cannot be: that is
-/// told, and mended when the rules are gone.
+/// The agent takes over the state that kube-proxy left, also sets of other sizes, options or types.
+/// In the end the kernel's state is as on a new node. The agent cannot replace a set of another
+/// type while foreign rules refer to it. It reports the set, and replaces it when the rules are
+/// removed.
 ///
-/// On machines with [`super::super::lifecycle::some_services`] on which nothing runs yet.
+/// Needs machines with [`super::super::lifecycle::some_services`] and no running programs.
 pub fn kube_proxys_state_is_taken_over(bed: &Testbed) -> Result<()> {
     let node = bed.machines().machine("node-a")?;
     let answers = || {
@@ -92,7 +91,7 @@ pub fn kube_proxys_state_is_taken_over(bed: &Testbed) -> Result<()> {
     let wanted = kernel(bed, "node-a")?;
     bed.stop_agent("node-a")?;
     bed.clean_up("node-a")?;
-    ensure!(kernel(bed, "node-a")?.iter().all(|line| !line.contains("KUBE-")), "--cleanup has left something");
+    ensure!(kernel(bed, "node-a")?.iter().all(|line| !line.contains("KUBE-")), "--cleanup has left rules or sets");
 
     restore_sets(node, SETS)?;
     RULES.iter().try_for_each(|line| rule(bed, line))?;
@@ -112,9 +111,10 @@ pub fn kube_proxys_state_is_taken_over(bed: &Testbed) -> Result<()> {
     bed.start_agent("node-a")?;
     bed.wait_programmed()?;
     answers()?;
-    returns_to(bed, "node-a", &wanted).context("what kube-proxy left is not taken over")?;
+    returns_to(bed, "node-a", &wanted).context("taking over kube-proxy's state")?;
 
-    // A set that cannot be swapped, to which a rule of somebody else's refers.
+    // A set of another type cannot be swapped, and a foreign rule that refers to it prevents its
+    // removal.
     bed.stop_agent("node-a")?;
     bed.clean_up("node-a")?;
     restore_sets(node, "create KUBE-EXTERNAL-IP-LOCAL hash:ip family inet\n")?;
@@ -126,7 +126,7 @@ pub fn kube_proxys_state_is_taken_over(bed: &Testbed) -> Result<()> {
     within(CHANGED_BY_HAND, || {
         let error = agent(bed, "node-a")?.last_error;
         let parts = ["KUBE-EXTERNAL-IP-LOCAL is of type hash:ip family inet", "hash:ip,port", "iptables-save | grep"];
-        ensure!(parts.iter().all(|part| error.contains(part)), "the agent says {error:?}");
+        ensure!(parts.iter().all(|part| error.contains(part)), "the agent reports {error:?}");
         Ok(())
     })?;
     refer("-D")?;
