@@ -1,5 +1,4 @@
-//! A small agent: the generated client, and a reader that does with messages what the contract
-//! asks.
+//! A small agent: the generated client, and a reader that follows the protocol's contract.
 
 use std::{collections::BTreeMap, net::SocketAddr, time::Duration};
 
@@ -19,11 +18,11 @@ use tonic::{
 };
 use v1::{discovery_client::DiscoveryClient, server_message::Body};
 
-/// Guard against hanging; nothing is asserted about time.
+/// A guard against hanging. No test asserts on time.
 pub(crate) const GUARD: Duration = Duration::from_secs(60);
 
-/// A connection of its own, with small windows so that a reader that does not read is felt by the
-/// server.
+/// Opens a new connection. Its windows are small, so that the server notices a client that does not
+/// read.
 pub(crate) async fn channel(address: SocketAddr) -> Channel {
     endpoint(address).connect().await.unwrap()
 }
@@ -46,7 +45,7 @@ pub(crate) fn message(body: v1::agent_message::Body) -> v1::AgentMessage {
     v1::AgentMessage { body: Some(body) }
 }
 
-/// What an agent holds, and what it was told.
+/// The state that an agent holds, with the version and positions that it received.
 #[derive(Default)]
 pub(crate) struct Held {
     pub(crate) state: State,
@@ -69,7 +68,7 @@ impl Held {
     }
 }
 
-/// A stream and what came over it.
+/// A stream and the messages received on it.
 pub(crate) struct Client {
     pub(crate) sender: mpsc::Sender<v1::AgentMessage>,
     messages: Streaming<v1::ServerMessage>,
@@ -77,12 +76,12 @@ pub(crate) struct Client {
     pub(crate) held: Held,
     staged: Vec<Change>,
     decoder: Decoder,
-    /// Resources that took effect, removals not counted.
+    /// The number of resources that took effect, without removals.
     pub(crate) resources: usize,
     pub(crate) removals: usize,
     pub(crate) batches: usize,
     pub(crate) ends: Vec<v1::SnapshotEnd>,
-    /// Bytes of batches and snapshots, gRPC prefixes included.
+    /// The bytes of batches and snapshots, including gRPC prefixes.
     pub(crate) bytes: usize,
     pub(crate) nodes: Vec<v1::OwnNode>,
     pub(crate) heartbeats: Vec<v1::Heartbeat>,
@@ -90,7 +89,7 @@ pub(crate) struct Client {
 }
 
 impl Client {
-    /// Opens a stream and reads `Welcome`. With something held, it resumes.
+    /// Opens a stream and reads `Welcome`. Resumes if `held` is given.
     pub(crate) async fn open(channel: Channel, node: &str, held: Option<Held>) -> Result<Self, Status> {
         let (sender, receiver) = mpsc::channel(16);
         let resume = held.as_ref().map(Held::resume);
@@ -134,9 +133,9 @@ impl Client {
         self.send(v1::agent_message::Body::Ack(ack)).await;
     }
 
-    /// Takes in the next message; `None` at the end of a stream that ended well.
+    /// Reads the next message. Returns `None` at the end of a stream that ended with success.
     pub(crate) async fn step(&mut self) -> Result<Option<()>, Status> {
-        let message = timeout(GUARD, self.messages.message()).await.expect("nothing came")?;
+        let message = timeout(GUARD, self.messages.message()).await.expect("no message arrived")?;
         let Some(message) = message else { return Ok(None) };
         let bytes = message.encoded_len() + PREFIX_BYTES;
         match message.body.unwrap() {
@@ -168,7 +167,7 @@ impl Client {
         Ok(Some(()))
     }
 
-    /// Reads until what was asked for has come.
+    /// Reads until a condition holds.
     pub(crate) async fn until(&mut self, is_done: impl Fn(&Self) -> bool) {
         while !is_done(self) {
             self.step().await.unwrap().expect("the stream ended");
@@ -180,7 +179,7 @@ impl Client {
         self.until(|client| client.held.version >= version && !client.ends.is_empty()).await;
     }
 
-    /// Reads until the stream ends, and says how.
+    /// Reads until the stream ends, and returns its status.
     pub(crate) async fn status(&mut self) -> Status {
         loop {
             match self.step().await {
@@ -213,12 +212,12 @@ impl Client {
         let by_digests = self.ends.is_empty() && self.welcome.resume() == v1::welcome::ResumeMode::Digests;
         let is_all = end.buckets.is_empty() && !by_digests;
         let is_named = |bucket: u16| is_all || end.buckets.contains(&bucket.into());
-        let mut gone = Vec::new();
+        let mut missing = Vec::new();
         for (key, entry) in self.held.state.entries().filter(|(key, _)| is_named(digest::service_bucket(key))) {
-            gone.extend(entry.service().map(|_| Change::RemoveService((**key).clone())));
-            gone.extend(entry.endpoints().keys().map(|address| Change::RemoveEndpoint((**key).clone(), *address)));
+            missing.extend(entry.service().map(|_| Change::RemoveService((**key).clone())));
+            missing.extend(entry.endpoints().keys().map(|address| Change::RemoveEndpoint((**key).clone(), *address)));
         }
-        for change in gone {
+        for change in missing {
             self.held.state.apply(change, &mut Dirty::default());
         }
         self.held.version = end.version;
@@ -228,7 +227,7 @@ impl Client {
     }
 }
 
-/// Sends bytes as they are and keeps what comes as it is.
+/// A codec that passes bytes unchanged in both directions.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Raw;
 
@@ -267,7 +266,7 @@ impl WireDecoder for Raw {
     }
 }
 
-/// Opens a stream on which messages are bytes.
+/// Opens a stream with raw bytes as messages.
 pub(crate) async fn raw(
     channel: Channel,
     path: &'static str,
@@ -280,14 +279,14 @@ pub(crate) async fn raw(
     Ok(grpc.streaming(Request::new(requests), path, Raw).await?.into_inner())
 }
 
-/// What a raw stream that was opened with `messages` ends with.
+/// The final status of a raw stream opened with `messages`.
 pub(crate) async fn refusal(channel: Channel, messages: Vec<Bytes>) -> Status {
     let mut stream = match raw(channel, "/headgate.v1.Discovery/Sync", messages).await {
         Ok(stream) => stream,
         Err(status) => return status,
     };
     loop {
-        match timeout(GUARD, stream.message()).await.expect("nothing came") {
+        match timeout(GUARD, stream.message()).await.expect("no message arrived") {
             Ok(Some(_)) => {}
             Ok(None) => return Status::ok(""),
             Err(status) => return status,

@@ -1,4 +1,4 @@
-//! The source `files:DIR` on real folders.
+//! The source `files:DIR` with real folders.
 
 use std::{
     fs,
@@ -18,7 +18,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::sink::{self, CollectingSink};
 
-/// A folder that is being read. Ends the reader when dropped.
+/// A folder with a running source. Dropping it stops the source.
 struct Reading {
     folder: TempDir,
     sink: Arc<CollectingSink>,
@@ -61,7 +61,7 @@ impl Reading {
         put(self.folder.path(), name, text);
     }
 
-    /// A change made after all others has arrived, so whatever they would have done is done.
+    /// Waits for one more change. Changes are read in order, so all earlier edits are done then.
     async fn settle(&self, name: &str) {
         self.put("zz-settle.yaml", &service(name));
         self.sink.until("the last edit arrived", |c| c.serves("default", name)).await;
@@ -96,14 +96,14 @@ fn slice(name: &str, service: &str, addresses: &[&str]) -> String {
 }
 
 #[tokio::test]
-async fn a_folder_that_cannot_be_read_cuts_the_source_off_until_it_can() {
+async fn the_source_is_cut_off_while_the_folder_cannot_be_read() {
     let reading = Reading::of(&[("web.yaml", &service("web"))]).await;
     let (folder, away) = (reading.folder.path().to_owned(), reading.folder.path().with_extension("away"));
     fs::rename(&folder, &away).unwrap();
     reading.sink.until("the source is cut off", |c| c.cut_off.is_some()).await;
     let heard = reading.sink.look(|c| {
         assert!(c.cut_off.as_ref().unwrap().contains("cannot be read"), "{:?}", c.cut_off);
-        assert!(c.serves("default", "web"), "what was read stays");
+        assert!(c.serves("default", "web"), "the last read Services stay");
         c.heard.clone()
     });
     fs::rename(&away, &folder).unwrap();
@@ -120,7 +120,7 @@ async fn a_folder_is_served_and_followed() {
         ("cidr.json", r#"{"apiVersion": "networking.k8s.io/v1", "kind": "ServiceCIDR", "metadata": {"name": "k"}, "spec": {"cidrs": ["10.0.0.0/16"]}}"#),
         ("deployment.yaml", "apiVersion: apps/v1\nkind: Deployment\nmetadata: {name: web}\n"),
         (".hidden.yaml", &service("hidden")),
-        ("notes.txt", "no manifest"),
+        ("notes.txt", "not a manifest"),
     ])
     .await;
     reading.sink.look(|c| {
@@ -137,48 +137,51 @@ async fn a_folder_is_served_and_followed() {
     reading.put("new/api.yaml", &service_at("api", "10.0.0.2"));
     reading.sink.until("a new folder is read", |c| c.serves("default", "api")).await;
     fs::remove_dir_all(reading.path("new")).unwrap();
-    reading.sink.until("a removed folder is gone", |c| !c.serves("default", "api")).await;
+    reading.sink.until("the Services of a removed folder are removed", |c| !c.serves("default", "api")).await;
     fs::rename(reading.path("web.yaml"), reading.path("web2.yaml")).unwrap();
     reading.settle("later").await;
     reading.sink.look(|c| assert!(!c.removed.contains(&"Service default/web".to_owned()), "{:?}", c.removed));
 }
 
 #[tokio::test]
-async fn a_malformed_file_withdraws_nothing_and_is_told() {
+async fn a_malformed_file_is_reported_and_removes_nothing() {
     let good = service("web") + &slice("web-1", "web", &["10.1.0.1"]);
     let reading = Reading::of(&[("web.yaml", &good), ("other.yaml", &service_at("other", "10.0.0.3"))]).await;
     for bad in ["kind: [", "}{", "\u{0}", "just text\n", "a: b\n a: c\n", "apiVersion: v1\nkind: Service\n"] {
         reading.put("web.yaml", bad);
         reading
             .sink
-            .until("the fault is told", |c| c.problem_texts().iter().any(|p| p.starts_with("web.yaml, document 1 |")))
+            .until("the fault is reported", |c| {
+                c.problem_texts().iter().any(|p| p.starts_with("web.yaml, document 1 |"))
+            })
             .await;
         reading.put("web.yaml", &good);
-        reading.sink.until("it is mended", |c| c.problems.is_empty()).await;
+        reading.sink.until("the fault is fixed", |c| c.problems.is_empty()).await;
     }
-    // One document of three: the others are followed, and what the broken one meant stays.
+    // One of three documents is broken. Changes of the others are read, and the objects of the
+    // broken one stay.
     let three = |middle: &str| {
         format!("{}{middle}---\n{}", service_at("web", "10.0.0.7"), slice("web-1", "web", &["10.1.0.9"]))
     };
     reading.put("web.yaml", &three("kind: {\n"));
-    reading.sink.until("the others are followed", |c| c.endpoints("default", "web") == ["10.1.0.9"]).await;
+    reading.sink.until("changes of the others are read", |c| c.endpoints("default", "web") == ["10.1.0.9"]).await;
     reading.sink.look(|c| {
         assert!(c.problem_texts().iter().any(|p| p.contains("web.yaml, document 2")), "{:?}", c.problem_texts());
         assert!(c.errors[&(SourceKind::Files, "malformed_file")] >= 7);
         assert_eq!(c.removed, ["Endpoint default/web 10.1.0.1"]);
     });
-    // A field of the wrong type names itself, with line and column.
+    // The problem names the field of the wrong type, with its line and column.
     let typed = "apiVersion: v1\nkind: Service\nmetadata: {name: other}\nspec:\n  ports:\n  - port: many\n";
     reading.put("other.yaml", typed);
-    let told = |p: &String| {
+    let is_reported = |p: &String| {
         p.starts_with("other.yaml, document 1 | Service default/other | spec.ports[0].port") && p.contains("line 6")
     };
-    reading.sink.until("the field is told", |c| c.problem_texts().iter().any(told)).await;
+    reading.sink.until("the field is reported", |c| c.problem_texts().iter().any(is_reported)).await;
     reading.sink.look(|c| assert!(c.serves("default", "other")));
 }
 
 #[tokio::test]
-async fn bad_values_are_told_with_their_place_and_serve_on() {
+async fn bad_values_are_reported_with_their_place_and_the_rest_is_served() {
     let reading =
         Reading::of(&[("web.yaml", &(service("web") + &slice("web-1", "web", &["10.1.0.1", "300.1.1.1"])))]).await;
     reading.sink.look(|c| {
@@ -193,23 +196,24 @@ async fn bad_values_are_told_with_their_place_and_serve_on() {
         .put("web.yaml", &(service("web").replace("port: 80", "port: 70000") + &slice("web-1", "web", &["10.1.0.1"])));
     reading
         .sink
-        .until("the port is told", |c| c.problem_texts().iter().any(|p| p.contains("spec.ports[0].port")))
+        .until("the port is reported", |c| c.problem_texts().iter().any(|p| p.contains("spec.ports[0].port")))
         .await;
     reading.sink.look(|c| assert!(c.serves("default", "web") && c.removed.is_empty()));
 }
 
 #[tokio::test]
-async fn writers_that_truncate_first_take_nothing_away() {
+async fn a_write_that_truncates_the_file_first_removes_nothing() {
     let text = service("web") + &service_at("api", "10.0.0.2") + &slice("web-1", "web", &["10.1.0.1", "10.1.0.2"]);
     let reading = Reading::of(&[("web.yaml", &text)]).await;
-    // Emptied and left open for writing, then cut off between documents, then whole.
+    // The file is emptied and left open, then written up to the end of its first document, then
+    // completely.
     let mut file = fs::File::create(reading.path("web.yaml")).unwrap();
     reading.settle("one").await;
     file.write_all(&text.as_bytes()[..service("web").len()]).unwrap();
     reading.settle("two").await;
     file.write_all(&text.as_bytes()[service("web").len()..]).unwrap();
     drop(file);
-    // An editor that writes aside and renames.
+    // An editor renames the old file and writes a new one.
     fs::rename(reading.path("web.yaml"), reading.path("web.yaml~")).unwrap();
     fs::write(reading.path("web.yaml"), text.replace("10.1.0.2", "10.1.0.3")).unwrap();
     reading
@@ -217,9 +221,14 @@ async fn writers_that_truncate_first_take_nothing_away() {
         .until("the new version is served", |c| c.endpoints("default", "web") == ["10.1.0.1", "10.1.0.3"])
         .await;
     reading.sink.look(|c| assert_eq!(c.removed, ["Endpoint default/web 10.1.0.2"]));
-    // Emptied in earnest.
+    // The file is emptied and closed.
     fs::write(reading.path("web.yaml"), "").unwrap();
-    reading.sink.until("an empty file is empty", |c| !c.serves("default", "web") && !c.serves("default", "api")).await;
+    reading
+        .sink
+        .until("the Services of the emptied file are removed", |c| {
+            !c.serves("default", "web") && !c.serves("default", "api")
+        })
+        .await;
     reading.sink.look(|c| assert_eq!(c.endpoints("default", "web"), [""; 0]));
 }
 
@@ -231,7 +240,7 @@ async fn the_first_of_two_definitions_counts() {
         let entry = c.state.entry(&headgate_core::ServiceKey::new("default", "web"));
         entry.and_then(|entry| entry.service()).map(|service| service.cluster_ips[0].to_string())
     };
-    reading.sink.until("the first counts", |c| address(c).as_deref() == Some("10.0.0.1")).await;
+    reading.sink.until("the first definition counts", |c| address(c).as_deref() == Some("10.0.0.1")).await;
     reading.sink.look(|c| {
         assert!(
             c.problem_texts()[0].starts_with("b.yaml, document 1 | Service default/web |"),
@@ -243,13 +252,13 @@ async fn the_first_of_two_definitions_counts() {
     fs::remove_file(reading.path("a.yaml")).unwrap();
     reading
         .sink
-        .until("the other takes its place", |c| address(c).as_deref() == Some("10.0.0.2") && c.problems.is_empty())
+        .until("the second definition counts", |c| address(c).as_deref() == Some("10.0.0.2") && c.problems.is_empty())
         .await;
     reading.sink.look(|c| assert_eq!(c.removed, [""; 0]));
     reading.put("c.yaml", &(service_at("twice", "10.0.0.4") + &service_at("twice", "10.0.0.5")));
     reading
         .sink
-        .until("a second one in a file is told", |c| {
+        .until("a second definition in one file is reported", |c| {
             c.problem_texts().iter().any(|p| p.starts_with("c.yaml, document 2"))
         })
         .await;
@@ -272,19 +281,19 @@ async fn a_mounted_config_map_is_followed() {
 }
 
 #[tokio::test]
-async fn a_folder_that_goes_away_keeps_its_services() {
+async fn services_of_a_folder_that_disappears_stay() {
     let reading = Reading::of(&[("web.yaml", &service("web"))]).await;
     let aside = reading.folder.path().with_extension("aside");
     fs::rename(reading.folder.path(), &aside).unwrap();
-    let told = |c: &sink::Collected| c.problem_texts().iter().any(|p| p.contains("the folder cannot be read"));
-    reading.sink.until("it is told", told).await;
+    let is_reported = |c: &sink::Collected| c.problem_texts().iter().any(|p| p.contains("the folder cannot be read"));
+    reading.sink.until("the missing folder is reported", is_reported).await;
     fs::rename(&aside, reading.folder.path()).unwrap();
-    reading.sink.until("it is back", |c| c.problems.is_empty()).await;
+    reading.sink.until("the folder is read again", |c| c.problems.is_empty()).await;
     reading.sink.look(|c| assert!(c.serves("default", "web") && c.removed.is_empty()));
 }
 
 #[tokio::test]
-async fn a_folder_that_is_not_there_is_an_error_at_once() {
+async fn a_folder_that_does_not_exist_is_an_error_at_once() {
     let sink = Arc::new(CollectingSink::default());
     let run = source::run(
         SourceSpec::Files("/nowhere/at/all".into()),
@@ -307,7 +316,7 @@ async fn a_folder_that_is_not_there_is_an_error_at_once() {
 }
 
 #[tokio::test]
-async fn it_stops_when_told() {
+async fn the_source_stops_on_shutdown() {
     let mut reading = Reading::of(&[]).await;
     reading.shutdown.cancel();
     (&mut reading.task).await.unwrap().unwrap();

@@ -1,6 +1,5 @@
-//! The simulated fleet at a small size, against the real control plane: what a storm brings, what
-//! slow, vanishing and hostile agents do to others, and what a replica that is behind does to those
-//! who know more.
+//! The simulated fleet in a small size, against the real control plane. The tests cover storms,
+//! slow, vanishing and hostile agents, and a replica that is behind its agents.
 
 use std::time::{Duration, Instant};
 
@@ -19,15 +18,14 @@ use headgate_tests::{
     },
 };
 
-/// A stage for so many agents, of which two hold a state; whoever needs the least time may have the
-/// core.
+/// A stage for this many agents, of which two hold a state. No program is pinned to a processor.
 fn stage(agents: usize, services: u32) -> Stage {
     let settings = Settings { backoff: Duration::from_millis(50), ..Settings::default() };
     let wire = Wire::VethUnsteered;
     Stage::set(Setup { services, endpoints: 10, agents, full_agents: 2, wire, settings, is_pinned: false }).unwrap()
 }
 
-/// Waits until each of these metrics of a replica has its value.
+/// Waits until each metric of a replica has its expected value.
 fn wait_for_metrics(stage: &Stage, expected: &[(usize, &str, f64)]) {
     let until = Instant::now() + LIMIT;
     let metric =
@@ -42,24 +40,24 @@ fn wait_for_metrics(stage: &Stage, expected: &[(usize, &str, f64)]) {
     }
 }
 
-/// Bounds waiting, and nothing else.
+/// A guard against hanging.
 const LIMIT: Duration = Duration::from_secs(120);
 
 #[test]
-fn a_storm_brings_what_differs_and_nothing_else() {
+fn after_a_storm_agents_receive_only_what_differs() {
     let agents = 100;
     let mut stage = stage(agents, 400);
-    // What was sent is checked there, to the resource.
+    // `storm::measure` checks the number of resources that were sent.
     let storm = storm::measure(&mut stage, agents).unwrap();
     assert_eq!(storm.elsewhere.summary.by_digests, agents);
     assert_eq!(storm.changed.summary.by_digests, agents);
     assert!(storm.changed.summary.present.buckets >= u64::from(CHANGED) / 2 * agents as u64);
     assert_eq!(storm.same.summary.by_log, agents);
-    assert_eq!(storm.same.resumed_handshakes, agents as u64, "TLS sessions resume where they were made");
+    assert_eq!(storm.same.resumed_handshakes, agents as u64, "TLS sessions resume at the replica that issued them");
 }
 
 #[test]
-fn snapshots_are_sent_in_order_and_few_at_a_time() {
+fn snapshots_are_sent_in_order_and_only_a_few_at_a_time() {
     let agents = 300;
     let mut overtaken = Vec::new();
     for _ in 0..3 {
@@ -68,17 +66,17 @@ fn snapshots_are_sent_in_order_and_few_at_a_time() {
         assert!(seen.waited > 0 && seen.in_flight <= IN_FLIGHT, "{seen:?}");
         stage.compare_digests().unwrap();
         overtaken.push(seen.overtaken);
-        // Without any order it would be a half each time. Agents that are kept from their core for
-        // a moment find several answers, and read them in any order.
+        // A random order would give about one half each time. An agent whose processor was busy
+        // finds several answers, and reads them in any order.
         if seen.overtaken < 0.4 {
             return;
         }
     }
-    panic!("the shares of pairs that were served in another order than they came in: {overtaken:?}");
+    panic!("too many pairs of agents were served out of order; their shares: {overtaken:?}");
 }
 
 #[test]
-fn slow_agents_cost_neither_memory_nor_the_others_anything() {
+fn slow_agents_cost_no_memory_and_do_not_slow_others() {
     let (agents, slow) = (40, 30);
     let mut stage = stage(agents + 2 * slow, 400);
     stage.start_replica(&[]).unwrap();
@@ -88,7 +86,8 @@ fn slow_agents_cost_neither_memory_nor_the_others_anything() {
     let streams = (agents + 2 * slow) as f64;
     let metric = |stage: &Stage, name: &str| stage.replicas[0].metric(&stage.machines, name).unwrap();
     stage.fleet.wait_until(welcomed, LIMIT, move |worker| worker.summary().counts.full_handshakes >= 100).unwrap();
-    // As many changes again and again: what is kept for those who do not read would grow with them.
+    // Commit equally many changes several times. If the replica kept changes for agents that do not
+    // read, its memory would grow each time.
     let mut highest = Vec::new();
     for _ in 0..5 {
         let mut version = 0;
@@ -103,8 +102,8 @@ fn slow_agents_cost_neither_memory_nor_the_others_anything() {
     assert!(last <= first + (4 << 20), "memory grows with changes that nobody reads: {highest:?}");
     let received =
         stage.fleet.ask(|worker| worker.summary_of(|client| client.member().fault == Fault::NeverRead)).unwrap();
-    assert_eq!((received.agents, received.received.messages), (slow, 0), "who never reads has read nothing");
-    // Once they read, they get present values instead of everything that they missed.
+    assert_eq!((received.agents, received.received.messages), (slow, 0), "agents that never read received messages");
+    // Once they read, they receive current values instead of all missed changes.
     stage.fleet.ask(|worker| worker.set_fault(Fault::None, |client| !client.is_sound())).unwrap();
     let version = stage.source.change().unwrap();
     stage.wait_for_all(version).unwrap();
@@ -112,19 +111,19 @@ fn slow_agents_cost_neither_memory_nor_the_others_anything() {
 }
 
 #[test]
-fn a_replica_that_is_behind_lets_agents_wait_and_never_sends_older_state() {
+fn a_replica_that_is_behind_makes_agents_wait_and_sends_no_older_state() {
     let agents = 60;
     let mut stage = stage(agents, 200);
     let lagging = lagging::measure(&mut stage, agents, 20, 7).unwrap();
     assert!(lagging.waits >= agents as f64 && lagging.expired == 0.0, "{lagging:?}");
-    assert!(lagging.streams > 0, "nobody moved");
+    assert!(lagging.streams > 0, "no agent moved");
 }
 
 #[test]
-fn agents_move_to_a_replica_that_comes_late_and_lose_nothing() {
+fn agents_move_to_a_replica_that_starts_later_and_receive_nothing_again() {
     let agents = 60;
     let settings = Settings { backoff: Duration::from_millis(50), ..Settings::default() };
-    // All hold a state, so that each resumes by digests of its own.
+    // All agents hold a state, so that each resumes by its own digests.
     let setup = Setup {
         services: 200,
         endpoints: 2,
@@ -137,8 +136,8 @@ fn agents_move_to_a_replica_that_comes_late_and_lose_nothing() {
     let mut stage = Stage::set(setup).unwrap();
     let nodes: Vec<String> = (0..agents).map(|number| format!("node-{number:05}")).collect();
     stage.source.add_nodes(nodes.iter().map(String::as_str)).unwrap();
-    // Any Service will do, as long as it has an endpoint for each replica; of its two, one is ready
-    // at first.
+    // The balance Service needs one endpoint for each replica. This one has two, of which one is
+    // ready at first.
     let service = workload::key(0).to_string();
     let options = ["--balance-service", service.as_str()];
     stage.source.toggle(0).unwrap();
@@ -150,15 +149,15 @@ fn agents_move_to_a_replica_that_comes_late_and_lose_nothing() {
     stage.fleet.ask(move |worker| worker.redirect(&addresses)).unwrap();
     let version = stage.source.toggle(0).unwrap();
     stage.wait_for_all(version).unwrap();
-    // Half of the nodes are 30: up to 44 agents are borne, and once there are more they go until 37
-    // are left.
+    // The share of each replica is 30 nodes. A replica accepts up to 44 agents. Above this limit,
+    // it asks agents to move until 37 are left.
     wait_for_metrics(&stage, &[(0, "headgate_balance_limit_agents", 44.0)]);
     wait_for_metrics(&stage, &[(0, "headgate_streams", 37.0), (1, "headgate_streams", 23.0)]);
-    let everybody = "everybody has a stream again";
+    let everybody = "every agent has a stream again";
     stage.fleet.wait_until(everybody, LIMIT, move |worker| worker.having(version) == agents).unwrap();
     let asked = "headgate_balance_asked_agents_total";
     wait_for_metrics(&stage, &[(0, asked, 23.0), (1, asked, 0.0)]);
-    // They came with what they had, and nothing was sent for it.
+    // The agents resumed with the state that they held, and received no resources.
     let moved = stage.fleet.ask(|worker| worker.summary_of(|client| client.counts().connections > 1)).unwrap();
     assert_eq!((moved.agents, moved.by_digests), (23, 23));
     assert_eq!((moved.present.chunks, moved.present.chunk_resources, moved.present.batch_resources), (0, 0, 0));
@@ -168,7 +167,7 @@ fn agents_move_to_a_replica_that_comes_late_and_lose_nothing() {
 }
 
 #[test]
-fn hostile_and_vanishing_agents_disturb_nobody() {
+fn hostile_and_vanishing_agents_do_not_affect_others() {
     let agents = 30;
     let mut stage = stage(2 * agents, 200);
     stage.start_replica(&["--heartbeat-seconds", "1"]).unwrap();
@@ -189,15 +188,19 @@ fn hostile_and_vanishing_agents_disturb_nobody() {
     members.extend((0..3).map(vanishing));
     stage.fleet.join(members).unwrap();
     let metric = |stage: &Stage, name: &str| stage.replicas[0].metric(&stage.machines, name).unwrap();
-    // Each of the four is thrown out, and comes back to do it again.
-    let is_thrown_out = |worker: &headgate_tests::fleet::Worker| {
+    // Each of the four agents is disconnected, and connects again to send garbage again.
+    let is_disconnected = |worker: &headgate_tests::fleet::Worker| {
         let hostile = worker.clients().iter().filter(|client| matches!(client.member().fault, Fault::Garbage(_)));
         hostile.filter(|client| client.counts().connections >= 3).count() == 4
     };
-    stage.fleet.wait_until("whoever sends garbage is thrown out", LIMIT, is_thrown_out).unwrap();
-    let is_told = |worker: &headgate_tests::fleet::Worker| worker.ends().keys().any(|end| end.starts_with("status 3"));
-    stage.fleet.wait_until("INVALID_ARGUMENT for what is no message", LIMIT, is_told).unwrap();
-    stage.fleet.wait_until("vanishing agents are there", LIMIT, |worker| worker.having(0) == worker.sound()).unwrap();
+    stage.fleet.wait_until("agents that send garbage are disconnected", LIMIT, is_disconnected).unwrap();
+    let is_refused =
+        |worker: &headgate_tests::fleet::Worker| worker.ends().keys().any(|end| end.starts_with("status 3"));
+    stage.fleet.wait_until("bytes that are not a message get INVALID_ARGUMENT", LIMIT, is_refused).unwrap();
+    stage
+        .fleet
+        .wait_until("the vanishing agents have their streams", LIMIT, |worker| worker.having(0) == worker.sound())
+        .unwrap();
     stage
         .fleet
         .ask(move |worker| worker.set_fault(Fault::NeverRead, |client| client.member().source == source))
@@ -208,8 +211,8 @@ fn hostile_and_vanishing_agents_disturb_nobody() {
         version = stage.source.change().unwrap();
     }
     stage.wait_for_all(version).unwrap();
-    assert!(metric(&stage, "headgate_rejected_resources_total") >= 1.0, "the NACKs were counted");
-    // Everybody goes at once with a reset, and comes back.
+    assert!(metric(&stage, "headgate_rejected_resources_total") >= 1.0, "the NACKs were not counted");
+    // All agents reset their connections at once, and connect again.
     stage
         .fleet
         .ask(move |worker| worker.reconnect(Break::Reset, &[address], |client| client.member().is_measured))

@@ -1,5 +1,4 @@
-//! Tests of parts of our programs inside the test's own process, over sockets of the loopback
-//! interface.
+//! Tests of parts of our programs in the test's own process, over loopback sockets.
 
 #![allow(clippy::unwrap_used, missing_docs)]
 

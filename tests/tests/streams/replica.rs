@@ -1,4 +1,4 @@
-//! A replica inside the test's process, with a store that the test commits to.
+//! A replica in the test's process, with a store that the test commits to.
 
 use std::{net::Ipv4Addr, sync::Arc, time::Duration};
 
@@ -21,19 +21,19 @@ pub(crate) fn settings() -> Settings {
 }
 
 impl Replica {
-    /// Serves an empty store that counts as synced.
+    /// Starts a replica with an empty store that is synced.
     pub(crate) async fn start() -> Self {
         let replica = Self::start_with(settings(), Security::Plaintext).await;
         replica.store.synced();
         replica
     }
 
-    /// Serves an empty store that has not been synced.
+    /// Starts a replica with an empty store that is not synced.
     pub(crate) async fn start_with(settings: Settings, security: Security) -> Self {
         Self::start_limited(settings, security, Limits::default()).await
     }
 
-    /// The same with a store that keeps only so much.
+    /// Like [`Self::start_with`], with limits of the store.
     pub(crate) async fn start_limited(settings: Settings, security: Security, limits: Limits) -> Self {
         let metrics = Arc::new(Metrics::default());
         let store = Arc::new(Store::new(limits, Arc::clone(&metrics)));
@@ -54,7 +54,7 @@ impl Replica {
         self.store.commit(Transaction { changes, positions, ..Transaction::default() });
     }
 
-    /// The sample of a metric as it is written, 0 when it is not there.
+    /// A sample of the metrics; 0 if it is missing.
     pub(crate) fn metric(&self, sample: &str) -> u64 {
         let text = self.metrics.render();
         let line = text.lines().find_map(|line| line.strip_prefix(sample)?.strip_prefix(' '));

@@ -10,45 +10,45 @@ use headgate_control_plane::transaction::{NodeChange, Problem, Sink, SourceKind,
 use headgate_core::{Change, Dirty, Node, ServiceKey, State};
 use tokio::sync::watch;
 
-/// Long enough for any machine; nothing is asserted about it.
+/// A guard against hanging. No test asserts on time.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// What came so far.
+/// Everything that the sink has received.
 #[derive(Default)]
 pub(crate) struct Collected {
-    /// All changes, applied.
+    /// The state after all changes.
     pub(crate) state: State,
     /// All Nodes.
     pub(crate) nodes: BTreeMap<Arc<str>, Node>,
-    /// Last position of each kind.
+    /// The last position of each kind.
     pub(crate) positions: BTreeMap<SourceKind, u64>,
-    /// Positions that were lower than the one before.
+    /// The number of positions that were lower than the one before.
     pub(crate) went_back: u64,
-    /// The present problems.
+    /// The current problems.
     pub(crate) problems: Vec<Problem>,
     /// Errors by kind and reason.
     pub(crate) errors: BTreeMap<(SourceKind, &'static str), u64>,
-    /// Signs of life by kind.
+    /// The calls of `heard` by kind.
     pub(crate) heard: BTreeMap<SourceKind, u64>,
-    /// Why the source is cut off, if it is.
+    /// The reason why the source is cut off, if it is.
     pub(crate) cut_off: Option<String>,
     /// Every key that was removed, in order.
     pub(crate) removed: Vec<String>,
-    /// Commits, and those with changes among them.
+    /// The number of commits, including empty ones.
     pub(crate) commits: u64,
-    /// Changes in each commit that had any.
+    /// The number of changes in each commit that had any.
     pub(crate) commit_sizes: Vec<usize>,
-    /// Calls of `synced`, and the commits before the first.
+    /// The number of calls of `synced`.
     pub(crate) synced: u64,
 }
 
 impl Collected {
-    /// Errors of all kinds for a reason.
+    /// The number of errors of all kinds for a reason.
     pub(crate) fn errors_for(&self, reason: &str) -> u64 {
         self.errors.iter().filter(|((_, counted), _)| *counted == reason).map(|(_, count)| count).sum()
     }
 
-    /// Addresses of a service's endpoints.
+    /// The addresses of a Service's endpoints.
     pub(crate) fn endpoints(&self, namespace: &str, name: &str) -> Vec<String> {
         let entry = self.state.entry(&ServiceKey::new(namespace, name));
         entry.map(|entry| entry.endpoints().keys().map(ToString::to_string).collect()).unwrap_or_default()
@@ -59,34 +59,36 @@ impl Collected {
         self.state.entry(&ServiceKey::new(namespace, name)).is_some_and(|entry| entry.service().is_some())
     }
 
-    /// Problems as one text each.
+    /// Each problem as one text.
     pub(crate) fn problem_texts(&self) -> Vec<String> {
         self.problems.iter().map(|p| format!("{} | {} | {} | {}", p.origin, p.object, p.field, p.message)).collect()
     }
 }
 
-/// The sink.
+/// A sink that collects everything.
 #[derive(Default)]
 pub(crate) struct CollectingSink(Mutex<Collected>, watch::Sender<BTreeMap<SourceKind, u64>>);
 
 impl CollectingSink {
-    /// A look at what came.
+    /// Reads what the sink has collected.
     pub(crate) fn look<T>(&self, look: impl FnOnce(&Collected) -> T) -> T {
         look(&self.0.lock().unwrap())
     }
 
-    /// Asks the source how far it has come, as for an agent that has seen `position` elsewhere.
+    /// Asks the source for its position, as for an agent that has seen `position` at another
+    /// replica.
     pub(crate) fn want(&self, kind: SourceKind, position: u64) {
         self.1.send_modify(|wanted| {
             wanted.insert(kind, position);
         });
     }
 
-    /// Waits until something is so; panics with `what` and what there is when it never becomes so.
+    /// Waits until a condition holds. After [`PATIENCE`], panics with `what` and a summary of the
+    /// collection.
     pub(crate) async fn until(&self, what: &str, mut condition: impl FnMut(&Collected) -> bool) {
         let until = Instant::now() + PATIENCE;
         while !self.look(&mut condition) {
-            let told = self.look(|c| {
+            let summary = self.look(|c| {
                 format!(
                     "{} services, {} endpoints, errors {:?}, problems {:?}",
                     c.state.service_count(),
@@ -95,7 +97,7 @@ impl CollectingSink {
                     c.problem_texts()
                 )
             });
-            assert!(Instant::now() < until, "gave up waiting until {what}: {told}");
+            assert!(Instant::now() < until, "timed out waiting until {what}: {summary}");
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     }
@@ -119,7 +121,7 @@ impl Sink for CollectingSink {
             let text = format!("{change:?}");
             assert!(
                 collected.state.apply(change.change, &mut Dirty::default()),
-                "a change that changes nothing: {text}"
+                "a change without an effect was committed: {text}"
             );
         }
         for change in transaction.nodes {

@@ -1,5 +1,5 @@
-//! `headgatectl wait` and `agents` against replicas in this process and agents that acknowledge
-//! when the test says so.
+//! `headgatectl wait` and `agents` against replicas in the test's process. The agents acknowledge
+//! when the test asks them to.
 
 use std::process::Stdio;
 
@@ -31,13 +31,14 @@ fn headgatectl(replicas: &[&Replica], arguments: &str) -> JoinHandle<Answer> {
     let mut command = Command::new(program("headgatectl").unwrap());
     command.args(["--server", &servers.join(",")]).args(arguments.split_whitespace());
     tokio::spawn(async move {
-        let output = timeout(GUARD, command.stdin(Stdio::null()).output()).await.expect("it does not end").unwrap();
+        let output =
+            timeout(GUARD, command.stdin(Stdio::null()).output()).await.expect("headgatectl does not end").unwrap();
         let text = |bytes| String::from_utf8(bytes).unwrap();
         Answer { code: output.status.code().unwrap(), out: text(output.stdout), err: text(output.stderr) }
     })
 }
 
-/// An agent that has everything and has said so.
+/// An agent that has received and acknowledged everything.
 async fn agent(replica: &Replica, node: &str) -> Client {
     let mut client = Client::open(channel(replica.running.local_addr).await, node, None).await.unwrap();
     client.reach(replica.store.version()).await;
@@ -56,7 +57,7 @@ fn nack(version: u64, resource: &str) -> v1::agent_message::Body {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn it_returns_once_every_node_has_acknowledged() {
+async fn wait_returns_once_every_node_has_acknowledged() {
     let replica = Replica::start().await;
     replica.put([service(1, 80), endpoint(1, 1, 8080)]);
     let (mut a, mut b) = (agent(&replica, "a").await, agent(&replica, "b").await);
@@ -77,14 +78,14 @@ async fn it_returns_once_every_node_has_acknowledged() {
     acknowledge(&mut b, &replica).await;
     let answer = waiting.await.unwrap();
     assert_eq!((answer.code, &answer.json()["done"]), (0, &Value::Bool(true)));
-    // A later change of another service is not waited for.
+    // The command does not wait for later changes of other Services.
     replica.put([service(2, 80)]);
     assert_eq!(headgatectl(&[&replica], "wait service-1 --timeout 20s").await.unwrap().code, 0);
     replica.running.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_endpoint_is_waited_for_until_it_is_known_or_gone() {
+async fn wait_returns_once_an_endpoint_is_known_or_removed() {
     let replica = Replica::start().await;
     replica.put([service(1, 80), endpoint(1, 1, 8080)]);
     let mut a = agent(&replica, "a").await;
@@ -113,7 +114,7 @@ async fn an_endpoint_is_waited_for_until_it_is_known_or_gone() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn who_rejects_has_not_programmed_and_who_leaves_is_named() {
+async fn wait_names_nodes_that_reject_the_change_or_disconnect() {
     let replica = Replica::start().await;
     replica.put([service(1, 80), endpoint(1, 1, 8080), service(2, 80)]);
     let (a, b) = (agent(&replica, "a").await, agent(&replica, "b").await);
@@ -150,7 +151,7 @@ async fn who_rejects_has_not_programmed_and_who_leaves_is_named() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn without_agents_there_is_no_success_unless_asked_for() {
+async fn wait_without_agents_succeeds_only_with_allow_empty() {
     let replica = Replica::start().await;
     replica.put([service(1, 80)]);
     let answer = headgatectl(&[&replica], "wait service-1 --timeout 300ms").await.unwrap();
@@ -160,11 +161,11 @@ async fn without_agents_there_is_no_success_unless_asked_for() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn all_replicas_count_and_one_that_is_behind_is_waited_for() {
+async fn wait_counts_all_replicas_and_waits_for_one_that_is_behind() {
     let (one, two) = (Replica::start().await, Replica::start().await);
     for (replica, read_at) in [(&one, 50), (&two, 40)] {
         replica.put_at(Some(10), [service(1, 80)]);
-        // The clock of who read a folder says nothing to others.
+        // The position of a folder is a time, and cannot be compared between replicas.
         let positions = vec![(SourceKind::Files, read_at)];
         replica.store.commit(Transaction { positions, ..Transaction::default() });
     }
@@ -190,7 +191,7 @@ async fn all_replicas_count_and_one_that_is_behind_is_waited_for() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_worst_agents_come_first() {
+async fn failing_agents_are_listed_first() {
     let replica = Replica::start().await;
     replica.put([service(1, 80)]);
     let (_good, bad, failing) =

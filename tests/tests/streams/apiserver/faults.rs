@@ -1,4 +1,4 @@
-//! Whatever faults a server has, kube-rs's watcher ends in the right state after them.
+//! After any faults of a server, kube-rs's watcher ends with the server's state.
 
 use std::time::Duration;
 
@@ -7,23 +7,23 @@ use k8s_openapi::api::core::v1::Node;
 
 use super::follower::{Follower, follow};
 
-/// A server with one node, and a watcher that has listed it and watches.
+/// A server with one node, and a watcher that has listed the node and watches.
 async fn watching() -> (ApiServer, Follower<Node>) {
     let server = ApiServer::start().unwrap();
     server.apply(node("a").build()).unwrap();
     let mut nodes = follow::<Node>(&server).await;
     nodes.until_listed().await;
-    nodes.poll_until("it watches", &server, |server| server.open_watches(Some(Kind::Node)) == 1).await;
+    nodes.poll_until("the watcher watches", &server, |server| server.open_watches(Some(Kind::Node)) == 1).await;
     (server, nodes)
 }
 
 async fn until_watches_again(nodes: &mut Follower<Node>, server: &ApiServer, watches: u64) {
     let again = |server: &ApiServer| server.requests(Verb::Watch, None) >= watches && server.open_watches(None) == 1;
-    nodes.poll_until("it watches again", server, again).await;
+    nodes.poll_until("the watcher watches again", server, again).await;
 }
 
 #[tokio::test]
-async fn a_blocked_kind_is_held_back_while_others_go_on() {
+async fn events_of_a_blocked_kind_wait_while_others_are_delivered() {
     let (server, mut nodes) = watching().await;
     server.block(Kind::Node);
     server.apply(node("b").build()).unwrap();
@@ -33,7 +33,7 @@ async fn a_blocked_kind_is_held_back_while_others_go_on() {
     server.apply(headgate_tests::apiserver::objects::service_cidr("x", &["10.0.0.0/8"]).build()).unwrap();
     cidrs.until_names(&["x"]).await;
     assert!(
-        tokio::time::timeout(Duration::from_millis(100), nodes.until("anything comes", |nodes| nodes.applied > 0))
+        tokio::time::timeout(Duration::from_millis(100), nodes.until("an event arrives", |nodes| nodes.applied > 0))
             .await
             .is_err()
     );
@@ -42,18 +42,18 @@ async fn a_blocked_kind_is_held_back_while_others_go_on() {
 }
 
 #[tokio::test]
-async fn versions_go_back_with_a_restored_backup() {
+async fn a_restored_backup_restores_the_version() {
     let (server, mut nodes) = watching().await;
     let backup = server.backup();
     for turn in 0..5 {
         server.apply(node("b").label("turn", &turn.to_string()).build()).unwrap();
     }
-    nodes.until("the last change came", |nodes| nodes.label("b", "turn") == Some("4")).await;
+    nodes.until("the last change arrives", |nodes| nodes.label("b", "turn") == Some("4")).await;
     server.restart(&Restart::RestoreBackup(backup.clone())).unwrap();
     assert_eq!(server.version(), backup.version());
     assert_eq!(server.list(Kind::Node).len(), 1);
-    // As with a real server, a watch from a version of the lost future is taken, and hears nothing
-    // of what is written until the counter has passed that version.
+    // Like a real server, the stand-in accepts a watch from a lost later version. The watch
+    // receives no events until the server's version has passed that version.
     until_watches_again(&mut nodes, &server, 2).await;
     server.apply(node("c").build()).unwrap();
     assert!(tokio::time::timeout(Duration::from_millis(100), nodes.until_names(&["c"])).await.is_err());
@@ -62,10 +62,9 @@ async fn versions_go_back_with_a_restored_backup() {
     nodes.until_names(&["a", "c"]).await;
 }
 
-/// Random writes with random faults among them: whatever happens, the watcher ends with what the
-/// server has.
+/// Random writes and random faults. At the end, the watcher has the server's objects.
 #[tokio::test]
-async fn after_any_faults_the_state_is_the_servers() {
+async fn after_random_faults_the_watcher_has_the_servers_state() {
     let seed = fastrand::u64(..);
     println!("seed {seed}");
     let mut random = fastrand::Rng::with_seed(seed);
@@ -95,13 +94,13 @@ async fn after_any_faults_the_state_is_the_servers() {
             _ => drop(server.apply(node(&name).label("turn", &turn.to_string()).build()).unwrap()),
         }
         if random.bool() {
-            let waited = nodes.until("nothing: it only follows for a moment", |_| false);
+            let waited = nodes.until("the timeout ends this", |_| false);
             assert!(tokio::time::timeout(Duration::from_millis(random.u64(..4)), waited).await.is_err());
         }
     }
     server.clear_faults();
     server.apply(node("last").build()).unwrap();
-    nodes.until("the last came", |nodes| nodes.state.contains_key("last")).await;
+    nodes.until("the last object arrives", |nodes| nodes.state.contains_key("last")).await;
     let expected: Vec<_> = server
         .list(Kind::Node)
         .iter()

@@ -1,4 +1,4 @@
-//! kube-rs's watcher, followed into a map from name to object.
+//! kube-rs's watcher, with a map from names to objects that follows its events.
 
 use std::{collections::BTreeMap, fmt::Debug, pin::Pin, time::Duration};
 
@@ -11,7 +11,7 @@ use kube::{
 };
 use serde::de::DeserializeOwned;
 
-/// A guard against waiting for ever, never something to pass by.
+/// A guard against hanging. No test asserts on time.
 const GUARD: Duration = Duration::from_secs(60);
 
 type Events<K> = Pin<Box<dyn Stream<Item = watcher::Result<Event<K>>> + Send>>;
@@ -20,7 +20,7 @@ pub(crate) struct Follower<K> {
     events: Events<K>,
     pub(crate) state: BTreeMap<String, K>,
     incoming: BTreeMap<String, K>,
-    /// How often a list was complete.
+    /// The number of complete lists.
     pub(crate) lists: usize,
     pub(crate) applied: usize,
     pub(crate) errors: Vec<watcher::Error>,
@@ -32,7 +32,7 @@ async fn client(server: &ApiServer) -> Client {
     Client::try_from(config).unwrap()
 }
 
-/// Every object of a kind, listed by pages.
+/// Follows every object of a kind, listed in pages.
 pub(crate) async fn follow<K>(server: &ApiServer) -> Follower<K>
 where
     K: Resource<DynamicType = ()> + Clone + DeserializeOwned + Debug + Send + 'static,
@@ -84,13 +84,13 @@ where
                 let event = self.events.next().await.unwrap();
                 self.take(event);
                 if self.errors.len() > errors {
-                    // The watcher retries at once; leave the server a moment.
+                    // The watcher retries at once. Give the server some time.
                     tokio::time::sleep(Duration::from_millis(5)).await;
                 }
             }
         });
         if guarded.await.is_err() {
-            panic!("gave up waiting until {what}: have {:?}, errors {:?}", self.names(), self.errors);
+            panic!("timed out waiting until {what}: have {:?}, errors {:?}", self.names(), self.errors);
         }
     }
 
@@ -99,14 +99,14 @@ where
     }
 
     pub(crate) async fn until_names(&mut self, names: &[&str]) {
-        self.until(&format!("it sees {names:?}"), |follower| follower.names() == names).await;
+        self.until(&format!("the watcher sees {names:?}"), |follower| follower.names() == names).await;
     }
 
     pub(crate) fn names(&self) -> Vec<&str> {
         self.state.keys().map(String::as_str).collect()
     }
 
-    /// Polls until a condition on the server holds, so that the watcher can make its requests.
+    /// Polls the watcher, so that it can send its requests, until a condition on the server holds.
     pub(crate) async fn poll_until(
         &mut self,
         what: &str,

@@ -1,4 +1,4 @@
-//! The stand-in API server, held against kube-rs's own watcher and against plain HTTP.
+//! The stand-in API server, tested with kube-rs's own watcher and with plain HTTP.
 
 mod faults;
 mod follower;

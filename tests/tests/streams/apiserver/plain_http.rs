@@ -1,4 +1,4 @@
-//! Bytes on the wire that kube-rs hides: shapes of answers, and how connections end.
+//! Details that kube-rs hides: the form of answers, and how connections end.
 
 use std::{
     io::{Read, Write},
@@ -12,7 +12,7 @@ use headgate_tests::apiserver::{
 };
 use serde_json::{Value, json};
 
-/// Code and body of an answer.
+/// The status code and the body of an answer.
 fn get(server: &ApiServer, path: &str) -> (u16, String) {
     let mut socket = TcpStream::connect(server.address()).unwrap();
     socket.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
@@ -28,8 +28,7 @@ fn get_json(server: &ApiServer, path: &str) -> (u16, Value) {
     (code, serde_json::from_str(&body).unwrap())
 }
 
-/// The events of a watch that ends by its time-out. Checks that the response is chunked and ends as
-/// one.
+/// The events of a watch that ends by its timeout. Checks that the response has its last chunk.
 fn watch_lines(server: &ApiServer, path: &str) -> Vec<Value> {
     let (code, body) = get(server, path);
     assert!(code == 200 && body.ends_with("0\r\n\r\n"), "the last chunk is missing: {code} {body}");
@@ -37,7 +36,7 @@ fn watch_lines(server: &ApiServer, path: &str) -> Vec<Value> {
 }
 
 #[test]
-fn what_the_watch_loop_does_not_send_is_refused() {
+fn requests_that_the_watch_loop_never_sends_are_refused() {
     let server = ApiServer::start().unwrap();
     for (path, code) in [
         ("/api/v1/pods", 404),
@@ -65,7 +64,7 @@ fn a_watch_from_a_compacted_version_gets_an_error_event_or_a_code() {
 }
 
 #[test]
-fn lists_have_the_real_shape() {
+fn lists_have_the_form_of_a_real_api_server() {
     let server = ApiServer::start().unwrap();
     let stored = server.apply(endpoint_slice("shop", "web-x", "web").endpoint("10.1.0.1", "n1").build()).unwrap();
     let (_, list) = get_json(&server, "/apis/discovery.k8s.io/v1/endpointslices");
@@ -77,7 +76,7 @@ fn lists_have_the_real_shape() {
 }
 
 #[test]
-fn later_pages_are_of_the_first_pages_version() {
+fn later_pages_show_the_version_of_the_first_page() {
     let server = ApiServer::start().unwrap();
     for name in ["a", "b", "c"] {
         server.apply(node(name).build()).unwrap();
@@ -95,7 +94,7 @@ fn later_pages_are_of_the_first_pages_version() {
 }
 
 #[test]
-fn streaming_lists_end_in_their_bookmark() {
+fn streaming_lists_end_with_a_bookmark() {
     let server = ApiServer::start().unwrap();
     server.apply(service("shop", "web").build()).unwrap();
     let query = "watch=true&timeoutSeconds=1&allowWatchBookmarks=true&sendInitialEvents=true\
@@ -108,7 +107,7 @@ fn streaming_lists_end_in_their_bookmark() {
 }
 
 #[test]
-fn bookmarks_come_periodically_with_the_version_of_other_kinds_writes() {
+fn periodic_bookmarks_have_the_version_of_writes_to_other_kinds() {
     let options = Options { bookmark_interval: Duration::from_millis(20), ..Options::default() };
     let server = ApiServer::start_with(options).unwrap();
     server.apply(node("a").build()).unwrap();
@@ -116,7 +115,7 @@ fn bookmarks_come_periodically_with_the_version_of_other_kinds_writes() {
     server.apply(service("shop", "web").build()).unwrap();
     let path = format!("/api/v1/nodes?watch=true&timeoutSeconds=1&allowWatchBookmarks=true&resourceVersion={from}");
     let events = watch_lines(&server, &path);
-    assert!(events.len() > 1, "one comes at the end; more come before: {events:?}");
+    assert!(events.len() > 1, "no bookmark came before the last one: {events:?}");
     for event in &events {
         assert_eq!((&event["type"], &event["object"]["kind"]), (&json!("BOOKMARK"), &json!("Node")));
         assert_eq!(event["object"]["metadata"]["resourceVersion"], server.version().to_string());
@@ -125,13 +124,13 @@ fn bookmarks_come_periodically_with_the_version_of_other_kinds_writes() {
 }
 
 #[tokio::test]
-async fn a_cut_is_half_an_event_and_no_end() {
+async fn a_cut_watch_ends_in_the_middle_of_an_event() {
     for how in [Cut::Close, Cut::Reset] {
         let server = ApiServer::start().unwrap();
         let mut socket = TcpStream::connect(server.address()).unwrap();
         socket.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
         write!(socket, "GET /api/v1/services?watch=true&resourceVersion=1 HTTP/1.1\r\nHost: x\r\n\r\n").unwrap();
-        server.wait_until("it watches", |server| server.open_watches(None) == 1).await.unwrap();
+        server.wait_until("the watch is open", |server| server.open_watches(None) == 1).await.unwrap();
         assert_eq!(server.cut_watches_on_next_event(Some(Kind::Service), how), 1);
         server.apply(service("shop", "web").build()).unwrap();
         let (mut bytes, mut buffer) = (Vec::new(), [0; 4096]);

@@ -1,5 +1,5 @@
-//! What holds for the stand-in and for a real `kube-apiserver` alike. The real one is run where
-//! `KUBEBUILDER_ASSETS` names its folder; where not, each test says so.
+//! Tests that pass with both the stand-in and a real `kube-apiserver`. The real server runs if
+//! `KUBEBUILDER_ASSETS` names its folder. Otherwise each test prints that it was skipped.
 
 use headgate_tests::apiserver::{ApiUnderTest, Kind, objects::service};
 use k8s_openapi::api::core::v1::Service;
@@ -28,7 +28,7 @@ async fn writes_reach_the_watcher() {
         if api.has_streaming_lists().await.unwrap() {
             configs.push(watcher::Config::default().streaming_lists());
         } else {
-            println!("the {} has no streaming lists: kube's watcher does without", api.name());
+            println!("the {} has no streaming lists: kube's watcher lists without them", api.name());
         }
         for config in configs {
             let mut services = prepared(&api, config).await;
@@ -36,7 +36,7 @@ async fn writes_reach_the_watcher() {
             api.apply(&web(1)).await.unwrap();
             services.until_names(&["web"]).await;
             api.apply(&web(2)).await.unwrap();
-            services.until("the update came", |services| services.label("web", "turn") == Some("2")).await;
+            services.until("the update arrives", |services| services.label("web", "turn") == Some("2")).await;
             api.delete(Kind::Service, NAMESPACE, "web").await.unwrap();
             services.until_names(&[]).await;
             assert!(services.errors.is_empty());
@@ -45,7 +45,7 @@ async fn writes_reach_the_watcher() {
 }
 
 #[tokio::test]
-async fn selectors_are_followed() {
+async fn watches_follow_changes_of_selected_labels() {
     const LABEL: &str = "service.kubernetes.io/service-proxy-name";
     for api in ApiUnderTest::all().await.unwrap() {
         let mut services = prepared(&api, watcher::Config::default().labels(&format!("!{LABEL}"))).await;
@@ -64,7 +64,7 @@ async fn selectors_are_followed() {
 }
 
 #[tokio::test]
-async fn restarts_are_survived() {
+async fn watchers_continue_after_restarts_of_the_server() {
     for mut api in ApiUnderTest::all().await.unwrap() {
         let mut services = prepared(&api, watcher::Config::default()).await;
         services.until_listed().await;
@@ -72,17 +72,17 @@ async fn restarts_are_survived() {
         services.until_names(&["web"]).await;
         api.restart().await.unwrap();
         api.apply(&web(2)).await.unwrap();
-        services.until("the update came", |services| services.label("web", "turn") == Some("2")).await;
+        services.until("the update arrives", |services| services.label("web", "turn") == Some("2")).await;
         api.restart_without_history().await.unwrap();
         api.apply(&web(3)).await.unwrap();
-        services.until("the update came", |services| services.label("web", "turn") == Some("3")).await;
+        services.until("the update arrives", |services| services.label("web", "turn") == Some("3")).await;
         api.delete(Kind::Service, NAMESPACE, "web").await.unwrap();
         services.until_names(&[]).await;
     }
 }
 
 #[tokio::test]
-async fn pages_follow_one_another() {
+async fn continue_tokens_lead_to_the_next_page() {
     for api in ApiUnderTest::all().await.unwrap() {
         println!("against the {}", api.name());
         api.ensure_namespace(NAMESPACE).await.unwrap();

@@ -1,4 +1,4 @@
-//! Writes the part of the corpus that agents send: messages, whole connections, and certificates.
+//! Writes the part of the corpus that agents send: messages, connections and certificates.
 
 use std::{fs, path::Path};
 
@@ -10,7 +10,7 @@ use v1::agent_message::Body;
 
 use super::connections::{DATA, END_HEADERS, END_STREAM, HEADERS, PREFACE, SETTINGS, WINDOW_UPDATE, http2_frame};
 
-/// Epochs: that of the replica, by convention of the target, and another.
+/// Epochs: the replica's own, as the fuzz target defines it, and another one.
 const OWN: u64 = 1;
 const OTHER: u64 = 7;
 
@@ -39,7 +39,7 @@ fn resume(epoch: u64) -> v1::Resume {
     }
 }
 
-/// What an agent may say after its `Hello`.
+/// Messages that an agent may send after its `Hello`.
 fn answers() -> Vec<u8> {
     let rejection =
         v1::Rejection { resource: "Service shop/web".into(), field: "ports[0].port".into(), reason: "it is 0".into() };
@@ -63,7 +63,8 @@ fn answers() -> Vec<u8> {
     .collect()
 }
 
-/// A header field that is not indexed (RFC 7541, 6.2.2). Texts are short.
+/// A header field without indexing (RFC 7541, 6.2.2). Names and values must be shorter than 127
+/// bytes.
 fn field(name: &str, value: &str) -> Vec<u8> {
     let text = |text: &str| [&[u8::try_from(text.len()).unwrap()], text.as_bytes()].concat();
     [vec![0], text(name), text(value)].concat()
@@ -109,7 +110,7 @@ fn write(target: &str, files: &[(&str, Vec<u8>)]) {
     }
 }
 
-/// Does so when asked by `HEADGATE_WRITE_CORPUS=1`, after a change of the protocol.
+/// Writes the files only if `HEADGATE_WRITE_CORPUS=1` is set. Do so after a change of the protocol.
 #[test]
 fn corpus_of_agents_is_written_when_asked_for() {
     let streams = [

@@ -1,4 +1,4 @@
-//! Whole connections, as they are on the wire without TLS, to a replica that serves.
+//! Whole connections as bytes without TLS, sent to a running replica.
 
 use std::{
     net::SocketAddr,
@@ -28,16 +28,16 @@ use super::{
     number,
 };
 
-/// Connections need more time than messages.
+/// Fewer cases than for messages, since connections take more time.
 const CASES: u64 = 300;
 
-/// Nothing has come for so long: the replica waits for us. Only how much a case reaches depends on
-/// it.
+/// After this time without bytes, the replica waits for the client. The time affects only how much
+/// of the replica a case reaches.
 const QUIET: Duration = Duration::from_millis(10);
 
 pub(crate) const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
-// Kinds of frames, and flags (RFC 9113, 6).
+// Frame types and flags (RFC 9113, section 6).
 pub(crate) const DATA: u8 = 0;
 pub(crate) const HEADERS: u8 = 1;
 pub(crate) const SETTINGS: u8 = 4;
@@ -51,7 +51,7 @@ pub(crate) fn http2_frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> V
     [&length[1..], &[kind, flags], &stream.to_be_bytes(), payload].concat()
 }
 
-/// The preface, then each frame.
+/// Splits a connection into its preface and its frames.
 fn parts_of(bytes: &[u8]) -> Vec<Vec<u8>> {
     let (preface, mut rest) = bytes.split_at(PREFACE.len());
     let mut parts = vec![preface.to_vec()];
@@ -64,8 +64,8 @@ fn parts_of(bytes: &[u8]) -> Vec<Vec<u8>> {
     parts
 }
 
-/// Changes the bytes of a connection: anywhere, or whole frames, or what is inside one whose length
-/// is put right.
+/// Changes the bytes of a connection: any bytes, whole frames, or the payload of one frame with its
+/// length corrected.
 fn mutate_connection(rng: &mut Rng, bytes: &mut Vec<u8>, others: &[Vec<u8>]) {
     let mut parts = parts_of(bytes);
     match rng.u8(0..4) {
@@ -84,7 +84,7 @@ fn mutate_connection(rng: &mut Rng, bytes: &mut Vec<u8>, others: &[Vec<u8>]) {
     *bytes = parts.concat();
 }
 
-/// True when one of the frames of an answer is DATA.
+/// Whether one of the frames in an answer is DATA.
 fn has_data(mut answer: &[u8]) -> bool {
     while let Some(&[l0, l1, l2, kind, ..]) = answer.first_chunk::<HEADER_BYTES>() {
         if kind == DATA {
@@ -95,12 +95,12 @@ fn has_data(mut answer: &[u8]) -> bool {
     false
 }
 
-/// Sends `bytes`, reads until nothing comes, ends its half and reads to the end. What came; none
-/// when the replica keeps the connection.
+/// Sends `bytes`, reads until no more bytes arrive, closes the writing half, and reads to the end.
+/// Returns the answer, or `None` if the replica keeps the connection open.
 async fn talk(address: SocketAddr, bytes: &[u8], quiet: Duration) -> Option<Vec<u8>> {
     let mut socket = TcpStream::connect(address).await.unwrap();
     let mut answer = Vec::new();
-    // It may be closed before all is written, or reset: that is an answer too.
+    // An error is fine: the replica may close or reset the connection early.
     let _ = socket.write_all(bytes).await;
     while !has_data(&answer) && matches!(timeout(quiet, socket.read_buf(&mut answer)).await, Ok(Ok(1..))) {}
     let _ = socket.shutdown().await;
@@ -119,10 +119,10 @@ async fn until(what: &str, condition: impl Fn() -> bool) {
 }
 
 #[tokio::test]
-async fn connections() {
+async fn mutated_connections_end_without_a_panic_in_bounded_memory() {
     let panics = Arc::new(AtomicUsize::new(0));
     let (counter, usual) = (Arc::clone(&panics), std::panic::take_hook());
-    // A task's panic ends the task alone, and nobody hears of it.
+    // A panic ends only its task, so count panics in a hook.
     std::panic::set_hook(Box::new(move |panic| {
         counter.fetch_add(1, Ordering::SeqCst);
         usual(panic);
@@ -133,7 +133,9 @@ async fn connections() {
     let mut witness = Client::open(channel(address).await, "witness", None).await.unwrap();
     let corpus = corpus("connection");
     for (name, bytes) in &corpus {
-        let answer = talk(address, bytes, GUARD).await.unwrap_or_else(|| panic!("{name} of the corpus has no end"));
+        let answer = talk(address, bytes, GUARD)
+            .await
+            .unwrap_or_else(|| panic!("the connection {name} of the corpus does not end"));
         assert!(has_data(&answer), "{name} of the corpus is not answered: {answer:?}");
     }
     let others: Vec<Vec<u8>> = corpus.iter().map(|(_, bytes)| bytes.clone()).collect();
@@ -146,18 +148,18 @@ async fn connections() {
         let answer = talk(address, &bytes, QUIET).await;
         let (peak, allowed) = (ALLOCATOR.get_peak_memory(), BASE_BYTES + bytes.len() * BYTES_PER_INPUT_BYTE);
         if peak > allowed {
-            keep("connection", &bytes, &format!("it takes {peak} bytes, and {allowed} are enough"));
+            keep("connection", &bytes, &format!("the input takes {peak} bytes, and {allowed} are allowed"));
         }
         if panics.load(Ordering::SeqCst) > 0 {
-            keep("connection", &bytes, "it panics");
+            keep("connection", &bytes, "the input causes a panic");
         }
         match answer {
             Some(answer) => good += u64::from(has_data(&answer)),
-            None => keep("connection", &bytes, "the replica keeps the connection after its end"),
+            None => keep("connection", &bytes, "the replica keeps the connection open after the client closed it"),
         }
     }
     assert!(good > cases / 50 && good < cases, "{good} of {cases} connections were answered");
-    // Nobody else has noticed, and nothing is left of them.
+    // Other agents are not affected, and no stream is left.
     replica.put([service(21, 80)]);
     witness.reach(2).await;
     until("streams are left over", || replica.metric("headgate_streams") == 1).await;

@@ -1,15 +1,16 @@
-//! Nearly right bytes for everything that takes bytes from outside: each must be taken or refused,
-//! without a panic, and in memory that its size bounds.
+//! Nearly valid bytes for everything that reads bytes from outside. Each input must be accepted or
+//! refused without a panic, in memory that its size bounds.
 //!
-//! What is good is in `tests/corpus`, one folder a target; each case is one of those files with a
-//! few changes drawn from a seed. `make test` runs a bounded number. For longer:
+//! Valid inputs are in `tests/corpus`, one folder for each target. A case is one of these files
+//! with a few changes that are drawn from a seed. `make test` runs a bounded number of cases. To
+//! run more:
 //!
 //! ```sh
 //! HEADGATE_FUZZ_CASES=1000000 HEADGATE_FUZZ_SEED=7 \
 //!   cargo nextest run --release -p headgate-tests --test streams fuzz
 //! ```
 //!
-//! A case that fails is written to `target/fuzz`; put it into the corpus once it is mended.
+//! A failing input is written to `target/fuzz`. Add it to the corpus when it is fixed.
 
 mod agents;
 mod connections;
@@ -35,9 +36,9 @@ static ALLOCATOR: &PeakMemAlloc<System> = &INSTRUMENTED_SYSTEM;
 
 const CASES: u64 = 1_500;
 
-/// Memory that a case may take at once: a base for tables that are always there, and a factor for
-/// what is kept of the input. A length that is believed before its bytes are there would be beyond
-/// it by far.
+/// The memory that a case may use at once: a base for tables that always exist, and a factor for
+/// parts of the input that are kept. Code that trusts a length before its bytes arrive would exceed
+/// this limit by far.
 const BASE_BYTES: usize = 2 << 20;
 const BYTES_PER_INPUT_BYTE: usize = 400;
 
@@ -57,13 +58,13 @@ fn number(variable: &str, default: u64) -> u64 {
     std::env::var(variable).map_or(default, |text| text.parse().unwrap())
 }
 
-/// Runs one input, and says what went wrong with it, if something did.
+/// Runs one input. Returns the problem if it panics or uses too much memory.
 fn trial<T>(bytes: usize, run: impl FnOnce() -> T) -> Result<T, String> {
     ALLOCATOR.reset_peak_memory();
-    let result = catch_unwind(AssertUnwindSafe(run)).map_err(|_| "it panics".to_owned())?;
+    let result = catch_unwind(AssertUnwindSafe(run)).map_err(|_| "the input causes a panic".to_owned())?;
     let peak = ALLOCATOR.get_peak_memory();
     let allowed = BASE_BYTES + bytes * BYTES_PER_INPUT_BYTE;
-    if peak > allowed { Err(format!("it takes {peak} bytes, and {allowed} are enough")) } else { Ok(result) }
+    if peak > allowed { Err(format!("the input takes {peak} bytes, and {allowed} are allowed")) } else { Ok(result) }
 }
 
 fn keep(target: &str, input: &[u8], problem: &str) -> ! {
@@ -71,17 +72,19 @@ fn keep(target: &str, input: &[u8], problem: &str) -> ! {
     fs::create_dir_all(&folder).unwrap();
     let path = folder.join("failed");
     fs::write(&path, input).unwrap();
-    panic!("{target}: {problem}; the input is in {}", path.display());
+    panic!("{target}: {problem}; the input was written to {}", path.display());
 }
 
-/// Fuzzes one target. `run` returns whether an input was good in some part; each corpus file must
-/// be.
+/// Fuzzes one target. `run` returns whether any part of an input was valid. Every corpus file must
+/// be valid in part.
 fn fuzz(target: &str, words: &[&str], run: impl Fn(&str, &[u8]) -> bool) {
     let corpus = corpus(target);
     for (name, bytes) in &corpus {
         match trial(bytes.len(), || run(name, bytes)) {
-            // Files of cases that once failed may be bad in every part.
-            Ok(is_good) => assert!(is_good || name.starts_with("bad-"), "{target}: {name} of the corpus is not good"),
+            // Only files of earlier failures, named `bad-*`, may be invalid in every part.
+            Ok(is_good) => {
+                assert!(is_good || name.starts_with("bad-"), "{target}: no part of {name} in the corpus is valid")
+            }
             Err(problem) => keep(target, bytes, &problem),
         }
     }
@@ -97,8 +100,9 @@ fn fuzz(target: &str, words: &[&str], run: impl Fn(&str, &[u8]) -> bool) {
             Err(problem) => keep(target, &bytes, &problem),
         }
     }
-    // All good would mean that nothing was tried, all bad that nothing behind the first check was.
-    assert!(good > cases / 50 && good < cases, "{target}: {good} of {cases} inputs were good");
+    // If every input were valid, the mutations would change nothing. If none were, only the first
+    // check would be tested.
+    assert!(good > cases / 50 && good < cases, "{target}: {good} of {cases} inputs were valid");
 }
 
 const YAML_WORDS: &[&str] = &[
@@ -167,7 +171,7 @@ const JSON_WORDS: &[&str] = &[
 ];
 
 #[test]
-fn manifests() {
+fn mutated_manifests_are_read_safely() {
     fuzz("manifest", YAML_WORDS, |name, bytes| control_plane::manifest(bytes, name.ends_with(".json")) > 0);
 }
 
@@ -177,28 +181,28 @@ fn kind_of(name: &str) -> ObjectKind {
 }
 
 #[test]
-fn watches() {
+fn mutated_watches_are_read_safely() {
     fuzz("watch", JSON_WORDS, |name, bytes| control_plane::watch(kind_of(name), bytes) > 0);
 }
 
 #[test]
-fn lists() {
+fn mutated_lists_are_read_safely() {
     fuzz("list", JSON_WORDS, |name, bytes| control_plane::list(kind_of(name), bytes) > 0);
 }
 
 #[test]
-fn configurations() {
+fn mutated_configurations_are_read_safely() {
     fuzz("configuration", YAML_WORDS, |_, bytes| std::str::from_utf8(bytes).is_ok_and(agent::configuration));
 }
 
 #[test]
-fn state_files() {
+fn mutated_state_files_are_read_safely() {
     fuzz("state", &[], |_, bytes| agent::state_file(bytes));
 }
 
-/// Fuzzes what is inside the records, with checksums that are right.
+/// Fuzzes the payloads of records. The checksums of the records are correct.
 #[test]
-fn state_records() {
+fn mutated_state_records_are_read_safely() {
     let corpus = corpus("state");
     let mut rng = Rng::with_seed(number("HEADGATE_FUZZ_SEED", 1));
     let (cases, mut good) = (number("HEADGATE_FUZZ_CASES", CASES), 0_u64);
@@ -215,10 +219,10 @@ fn state_records() {
             Err(problem) => keep("state_records", &payloads[at], &problem),
         }
     }
-    assert!(good > cases / 50 && good < cases, "{good} of {cases} inputs were good");
+    assert!(good > cases / 50 && good < cases, "{good} of {cases} inputs were valid");
 }
 
-/// Messages with their gRPC prefixes, as they are on the wire.
+/// Splits a stream into messages by their gRPC prefixes. The prefixes are removed.
 fn messages_of(mut bytes: &[u8]) -> Vec<Vec<u8>> {
     let mut messages = Vec::new();
     while let Some((prefix, rest)) = bytes.split_at_checked(PREFIX_BYTES) {
@@ -230,7 +234,8 @@ fn messages_of(mut bytes: &[u8]) -> Vec<Vec<u8>> {
     messages
 }
 
-/// Fuzzes a target that takes a sequence of messages. `run` returns how many of them took effect.
+/// Fuzzes a target that takes a sequence of messages. `run` returns the number of messages that
+/// took effect.
 fn fuzz_messages(target: &str, run: impl Fn(&[Vec<u8>]) -> usize) {
     let corpus: Vec<Vec<Vec<u8>>> = corpus(target).iter().map(|(_, bytes)| messages_of(bytes)).collect();
     for messages in &corpus {
@@ -250,17 +255,17 @@ fn fuzz_messages(target: &str, run: impl Fn(&[Vec<u8>]) -> usize) {
 }
 
 #[test]
-fn server_streams() {
+fn mutated_server_streams_are_read_safely() {
     fuzz_messages("server_stream", |messages| agent::server_stream(messages.iter().map(Vec::as_slice)));
 }
 
 #[test]
-fn agent_streams() {
+fn mutated_agent_streams_are_read_safely() {
     fuzz_messages("agent_stream", |messages| control_plane::agent_stream(messages.iter().map(Vec::as_slice)));
 }
 
 #[test]
-fn certificates() {
+fn mutated_certificates_are_read_safely() {
     fuzz("certificate", &["headgate://node/", "headgate://reader/", "system:node:", "system:nodes"], |_, der| {
         control_plane::certificate(der)
     });

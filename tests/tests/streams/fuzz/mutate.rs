@@ -1,14 +1,14 @@
-//! Bytes that are nearly right: what a fuzzer makes of good ones. Drawn from a seed, so that a
-//! failure can be had again.
+//! Turns valid bytes into nearly valid bytes. The changes are drawn from a seed, so that a failure
+//! can be repeated.
 
 use fastrand::Rng;
 
-/// Numbers at which lengths and counters go wrong.
+/// Numbers at which lengths and counters often fail.
 const EDGES: [u64; 10] =
     [0, 1, 0x7f, 0x80, 0xff, 0xffff, 0x7fff_ffff, 0xffff_ffff, 0x7fff_ffff_ffff_ffff, 0xffff_ffff_ffff_ffff];
 
-/// Changes `bytes` in one to eight places. `others` are where parts may be taken from, `words` what
-/// the format's grammar is made of.
+/// Changes `bytes` in one to eight places. Parts may be copied from `others`. `words` are pieces of
+/// the format's grammar.
 pub(crate) fn mutate(rng: &mut Rng, bytes: &mut Vec<u8>, others: &[Vec<u8>], words: &[&str]) {
     for _ in 0..1 << rng.u8(0..4) {
         let at = rng.usize(0..=bytes.len());
@@ -39,7 +39,7 @@ pub(crate) fn mutate(rng: &mut Rng, bytes: &mut Vec<u8>, others: &[Vec<u8>], wor
                 let to = (from + (1 << rng.u32(0..10))).min(other.len());
                 bytes.splice(at..end, other[from..to].iter().copied());
             }
-            // The same piece over and over: what nests, nests deeply.
+            // Repeats one piece, so that nested formats nest deeply.
             10 => {
                 let part = bytes[at..end.min(at + 8)].to_vec();
                 bytes.splice(at..at, part.repeat(1 << rng.u32(0..9)));
@@ -59,7 +59,7 @@ fn varint(mut number: u64) -> Vec<u8> {
     bytes
 }
 
-/// The same for a sequence: messages are changed, lost, repeated and put elsewhere.
+/// Changes a sequence: messages are mutated, removed, repeated and swapped.
 pub(crate) fn mutate_sequence(rng: &mut Rng, messages: &mut Vec<Vec<u8>>) {
     let all = messages.clone();
     for _ in 0..rng.u8(1..5) {

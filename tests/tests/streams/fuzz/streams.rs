@@ -1,5 +1,4 @@
-//! Writes the part of the corpus that is not text: what the control plane sends, and a state file
-//! of it.
+//! Writes the binary part of the corpus: messages of the control plane, and a state file.
 
 use std::{fs, path::Path, sync::Arc};
 
@@ -63,7 +62,7 @@ fn commit(store: &Store, changes: Vec<Change>, position: u64) {
     store.commit(Transaction { changes: changes.collect(), positions, ..Transaction::default() });
 }
 
-/// A snapshot, then batches.
+/// A stream with a snapshot and then batches.
 fn stream() -> Vec<u8> {
     let store = Store::new(Limits::default(), Arc::new(Metrics::default()));
     commit(&store, changes(), 100);
@@ -71,7 +70,7 @@ fn stream() -> Vec<u8> {
     let message = |body| frame(&v1::ServerMessage { body: Some(body) }).to_vec();
     let mut bytes = message(Body::Welcome(v1::Welcome {
         replica: "replica-0".into(),
-        // Batches refer to what the snapshot brought, by hashes that the epoch is part of.
+        // Batches refer to resources of the snapshot by hashes that include the epoch.
         epoch: store.epoch(),
         resume: v1::welcome::ResumeMode::Full.into(),
         heartbeat_interval_ms: 10_000,
@@ -120,7 +119,7 @@ fn point(state: &State, version: u64) -> Vec<u8> {
     v1::Resume { epoch: EPOCH, version, positions, digests, ..v1::Resume::default() }.encode_to_vec()
 }
 
-/// The state, a step, and half a record as a killed agent leaves behind.
+/// A state file with a base, a step, and half a record, as a killed agent leaves it.
 fn state_file() -> Vec<u8> {
     let mut state = State::default();
     for change in changes() {
@@ -137,7 +136,8 @@ fn state_file() -> Vec<u8> {
     file
 }
 
-/// Does so when asked by `HEADGATE_WRITE_CORPUS=1`, after a change of the protocol or the format.
+/// Writes the files only if `HEADGATE_WRITE_CORPUS=1` is set. Do so after a change of the protocol
+/// or of the file format.
 #[test]
 fn corpus_of_bytes_is_written_when_asked_for() {
     let (stream, state) = (stream(), state_file());

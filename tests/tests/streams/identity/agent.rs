@@ -1,4 +1,4 @@
-//! The agent's files: bad ones, renewed ones, and sessions across its reconnects.
+//! TLS files of the agent: invalid files, renewed files, and sessions that survive reconnects.
 
 use std::{fs, path::Path};
 
@@ -16,7 +16,7 @@ use super::{
     server::{Server, eventually},
 };
 
-/// Stops when dropped.
+/// An agent in the test's process. Dropping it stops the agent.
 struct Agent {
     metrics: ReservedPort,
     _stops: DropGuard,
@@ -53,11 +53,14 @@ impl Agent {
     }
 
     async fn until_connected(&self, is_connected: bool) {
-        eventually("connected, or not", || async { self.status()["connected"] == is_connected }).await;
+        eventually("the status shows whether the agent is connected", || async {
+            self.status()["connected"] == is_connected
+        })
+        .await;
     }
 }
 
-/// Takes the node's place, so that the agent's stream is ended.
+/// Opens a stream in the node's name, so that the replica ends the agent's stream.
 async fn replace(server: &Server, authority: &Authority) -> Connected {
     let client = Client::new(authority, &authority.node("n1"));
     let connected = client.connect(server.running.local_addr).await.unwrap();
@@ -72,7 +75,7 @@ async fn degraded(reader: &Connected) -> Vec<String> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn bad_files_are_shown_while_the_stream_stays_and_no_other_is_made() {
+async fn invalid_files_are_reported_and_keep_the_open_stream_but_prevent_a_new_one() {
     let authority = Authority::new("authority");
     let server = Server::start(&authority).await;
     let reader = Client::new(&authority, &authority.client(&["headgate://reader/me"], |_| {}));
@@ -83,13 +86,18 @@ async fn bad_files_are_shown_while_the_stream_stays_and_no_other_is_made() {
     agent.until_connected(true).await;
     assert_eq!(agent.status()["tlsProblem"], Value::Null);
 
-    // In one go: a look at what is half written would count as another failure.
+    // Replace the file in one step. If the agent read a half-written file, it would count another
+    // failure.
     fs::write(folder.path().join("new"), "garbage").unwrap();
     fs::rename(folder.path().join("new"), folder.path().join("tls.key")).unwrap();
     let is_named =
         |text: &str| text.contains("--tls-key") && text.contains("tls.key") && text.contains("it must be a PEM");
-    eventually("the page shows it", || async { agent.status()["tlsProblem"].as_str().is_some_and(is_named) }).await;
-    eventually("the replica knows", || async { degraded(&reader).await.iter().any(|text| is_named(text)) }).await;
+    eventually("the status page shows the problem", || async {
+        agent.status()["tlsProblem"].as_str().is_some_and(is_named)
+    })
+    .await;
+    eventually("the replica shows the problem", || async { degraded(&reader).await.iter().any(|text| is_named(text)) })
+        .await;
     assert_eq!(agent.metric("headgate_agent_tls_reloads_total{result=\"failure\"}"), 1);
     server.put(2);
     eventually("the stream stays", || async { agent.status()["version"] == 2 }).await;
@@ -97,17 +105,17 @@ async fn bad_files_are_shown_while_the_stream_stays_and_no_other_is_made() {
 
     let _ = replace(&server, &authority).await;
     let refused = "headgate_agent_stream_errors_total{reason=\"tls_files\"}";
-    eventually("no other is made", || async { agent.metric(refused) > 0 }).await;
+    eventually("the agent makes no new connection", || async { agent.metric(refused) > 0 }).await;
     assert_eq!(agent.status()["connected"], false);
     own.write(folder.path(), &[&authority]);
     agent.until_connected(true).await;
     assert_eq!(agent.status()["tlsProblem"], Value::Null);
-    eventually("the replica knows", || async { degraded(&reader).await.is_empty() }).await;
+    eventually("the replica shows no problem", || async { degraded(&reader).await.is_empty() }).await;
     server.running.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_agent_that_comes_back_resumes_its_session() {
+async fn an_agent_that_reconnects_resumes_its_tls_session() {
     let authority = Authority::new("authority");
     let server = Server::start(&authority).await;
     let folder = tempfile::tempdir().unwrap();
@@ -137,7 +145,7 @@ async fn a_renewed_certificate_is_used_before_the_old_one_expires() {
     agent.until_connected(true).await;
     expiring(3600).write(folder.path(), &[&authority]);
     let renewed = "headgate_agent_stream_errors_total{reason=\"renewed\"}";
-    eventually("the agent connects anew", || async { agent.metric(renewed) == 1 }).await;
+    eventually("the agent connects again", || async { agent.metric(renewed) == 1 }).await;
     agent.until_connected(true).await;
     assert_eq!(server.metric("headgate_streams_rejected_total{reason=\"certificate_expired\"}"), 0);
     server.running.stop().await;

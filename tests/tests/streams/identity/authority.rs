@@ -1,4 +1,4 @@
-//! Authorities, and certificates that are right or wrong in one way each.
+//! Authorities and certificates. Each invalid certificate has one fault.
 
 use std::{fs, path::Path, time::SystemTime};
 
@@ -40,7 +40,7 @@ impl Authority {
         Pair { certificate: certificate.pem(), key: key.serialize_pem(), der: certificate.der().clone() }
     }
 
-    /// For clients, with these URIs.
+    /// Issues a client certificate with these URIs.
     pub(crate) fn client(&self, uris: &[&str], change: impl FnOnce(&mut CertificateParams)) -> Pair {
         self.issue(|params| {
             params.subject_alt_names = uris.iter().map(|uri| SanType::URI((*uri).try_into().unwrap())).collect();
@@ -63,7 +63,7 @@ impl Authority {
 }
 
 impl Pair {
-    /// Writes `tls.crt`, `tls.key` and, of these authorities, `ca.crt`.
+    /// Writes `tls.crt`, `tls.key`, and `ca.crt` with these authorities.
     pub(crate) fn write(&self, folder: &Path, authorities: &[&Authority]) {
         fs::create_dir_all(folder).unwrap();
         let authorities: String = authorities.iter().map(|authority| authority.pem()).collect();

@@ -1,4 +1,4 @@
-//! `headgatectl certs`, and what the programs make of its files.
+//! `headgatectl certs`, and the programs that use its files.
 
 use std::{
     fs,
@@ -35,14 +35,17 @@ fn refused(folder: &Path, arguments: &[&str], code: i32) -> String {
 }
 
 #[test]
-fn its_certificates_open_the_control_plane_to_whom_they_should() {
+fn certificates_of_headgatectl_give_the_intended_access() {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().join("my certs");
     let text = made(&out, &["--node=a,b", "--server-name=headgate.example", "--server-ip=127.0.0.1", "--reader=ops"]);
     for part in ["--tls-client-ca", "--node-name b", "headgatectl --server https://headgate.example:7443", "kubectl"] {
         assert!(text.contains(part), "{part} is not in\n{text}");
     }
-    assert!(text.contains("/my certs/ca.crt'") || text.contains("/my certs'/ca.crt"), "not quoted:\n{text}");
+    assert!(
+        text.contains("/my certs/ca.crt'") || text.contains("/my certs'/ca.crt"),
+        "the path is not quoted:\n{text}"
+    );
     let control_plane = ControlPlane::start(folder.path(), &out.join("control-plane"));
     let server = format!("--server=https://{}", control_plane.address);
     let ask = |name: &str| {
@@ -59,11 +62,10 @@ fn its_certificates_open_the_control_plane_to_whom_they_should() {
     made(&other, &["--reader=ops"]);
     let file = |option: &str, folder: &Path, name: &str| format!("{option}={}", folder.join(name).display());
     let authority = file("--tls-ca", &out, "ca.crt");
-    for (of_cert, code, expected) in
+    for (signer, code, expected) in
         [(&other, 1, "signed by an authority of the replica's --tls-client-ca"), (&out, 2, "other/readers/ops.key")]
     {
-        let (cert, key) =
-            (file("--tls-cert", of_cert, "readers/ops.crt"), file("--tls-key", &other, "readers/ops.key"));
+        let (cert, key) = (file("--tls-cert", signer, "readers/ops.crt"), file("--tls-key", &other, "readers/ops.key"));
         let refused = headgatectl(&[&server, &cert, &key, &authority, "status"]);
         let error = String::from_utf8(refused.stderr).unwrap();
         assert!(refused.status.code() == Some(code) && error.contains(expected), "{error}");
@@ -71,7 +73,7 @@ fn its_certificates_open_the_control_plane_to_whom_they_should() {
 }
 
 #[test]
-fn the_authority_is_used_again_and_nothing_is_overwritten_unasked() {
+fn the_authority_is_reused_and_files_are_overwritten_only_with_force() {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().join("certs");
     let read = |name: &str| fs::read(out.join(name)).unwrap();
@@ -87,14 +89,14 @@ fn the_authority_is_used_again_and_nothing_is_overwritten_unasked() {
 
     let error = refused(&out, &["--node=c,a"], 1);
     assert!(error.contains("nodes/a.key: is there already; pass --force"), "{error}");
-    assert!(!out.join("nodes/c.crt").exists(), "half of it was written");
+    assert!(!out.join("nodes/c.crt").exists(), "a refused command wrote some of its files");
     made(&out, &["--node=a", "--force"]);
     assert_ne!(read("nodes/a.crt"), first);
     assert_eq!((read("ca.crt"), read("nodes/ca.crt")), (authority.clone(), authority));
 }
 
 #[test]
-fn what_cannot_be_made_is_named_with_the_remedy() {
+fn errors_name_the_problem_and_the_remedy() {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().join("certs");
     assert!(refused(&out, &[], 2).contains("nothing to make: pass --server-name"));

@@ -1,4 +1,4 @@
-//! A TLS client that shows what it is told to, right or wrong.
+//! A TLS client with any certificate, valid or not.
 
 use std::{io, net::SocketAddr, sync::Arc};
 
@@ -29,24 +29,24 @@ use super::{
     server::GUARD,
 };
 
-/// What a client is and believes, with its session cache.
+/// A client configuration: its certificate, the authority that it trusts, and its session cache.
 #[derive(Clone)]
 pub(crate) struct Client(Arc<ClientConfig>);
 
-/// A connection, and how its handshake went.
+/// A connection, and the kind of its handshake.
 pub(crate) struct Connected {
     pub(crate) channel: Channel,
     pub(crate) kind: HandshakeKind,
     pub(crate) server_certificate: CertificateDer<'static>,
 }
 
-/// The files that a client of these tests would have.
+/// Paths of client files, for error messages.
 pub(crate) fn files() -> Files {
     let [cert, key, ca] = ["/client/tls.crt", "/client/tls.key", "/client/ca.crt"].map(Into::into);
     Files { side: Side::Client, cert, key, ca }
 }
 
-fn believing(authority: &Authority) -> ConfigBuilder<ClientConfig, WantsClientCert> {
+fn trusting(authority: &Authority) -> ConfigBuilder<ClientConfig, WantsClientCert> {
     let mut roots = RootCertStore::empty();
     roots.add(authority.der()).unwrap();
     let builder = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()));
@@ -56,14 +56,14 @@ fn believing(authority: &Authority) -> ConfigBuilder<ClientConfig, WantsClientCe
 impl Client {
     pub(crate) fn new(authority: &Authority, own: &Pair) -> Self {
         let key = PrivateKeyDer::from_pem_slice(own.key.as_bytes()).unwrap();
-        let mut config = believing(authority).with_client_auth_cert(vec![own.der.clone()], key).unwrap();
+        let mut config = trusting(authority).with_client_auth_cert(vec![own.der.clone()], key).unwrap();
         config.alpn_protocols = vec![b"h2".to_vec()];
         Self(Arc::new(config))
     }
 
-    /// Shows no certificate.
+    /// A client without a certificate.
     pub(crate) fn anonymous(authority: &Authority) -> Self {
-        let mut config = believing(authority).with_no_client_auth();
+        let mut config = trusting(authority).with_no_client_auth();
         config.alpn_protocols = vec![b"h2".to_vec()];
         Self(Arc::new(config))
     }
@@ -86,8 +86,8 @@ impl Client {
         Ok(Connected { channel, kind, server_certificate })
     }
 
-    /// What ends a connection on which nothing is said: in TLS 1.3 a client learns after its
-    /// handshake that it is refused.
+    /// Connects without sending a request, and returns the error that ends the connection. In TLS
+    /// 1.3, a client learns only after its handshake that the server refuses it.
     pub(crate) async fn refusal(&self, address: SocketAddr) -> io::Error {
         let mut stream = match self.handshake(address).await {
             Ok(stream) => stream,
@@ -104,15 +104,15 @@ impl Client {
     }
 }
 
-/// A stream as this node's agent, past `Welcome`.
+/// A stream as the agent of a node, after `Welcome`.
 pub(crate) struct Stream {
     pub(crate) messages: Streaming<v1::ServerMessage>,
-    /// Keeps the agent's half open.
+    /// Keeps the agent's half of the stream open.
     _sender: mpsc::Sender<v1::AgentMessage>,
 }
 
 impl Stream {
-    /// How it ends.
+    /// Reads until the stream ends, and returns its status.
     pub(crate) async fn end(mut self) -> Status {
         let ended = async {
             loop {
@@ -130,7 +130,7 @@ impl Stream {
     pub(crate) async fn hears_of(&mut self, service: &str) {
         let heard =
             async { while !format!("{:?}", self.messages.message().await.unwrap().unwrap()).contains(service) {} };
-        timeout(GUARD, heard).await.unwrap_or_else(|_| panic!("{service} does not come"));
+        timeout(GUARD, heard).await.unwrap_or_else(|_| panic!("no message about {service} arrived"));
     }
 }
 
@@ -152,13 +152,13 @@ impl Connected {
         Ok(client.get_status(v1::GetStatusRequest {}).await?.into_inner())
     }
 
-    /// Changes from now on.
+    /// Watches changes from now on.
     pub(crate) async fn watch(&self) -> Result<Streaming<v1::WatchEvent>, Status> {
         let mut client = InspectClient::new(self.channel.clone());
         Ok(client.watch(v1::WatchRequest::default()).await?.into_inner())
     }
 
-    /// How far a service is programmed, for longer than any test lasts.
+    /// Waits for a Service to be programmed, longer than any test runs.
     pub(crate) async fn wait(&self, name: &str) -> Result<Streaming<v1::WaitProgress>, Status> {
         let mut client = InspectClient::new(self.channel.clone());
         let request = v1::WaitRequest {

@@ -1,4 +1,4 @@
-//! Identity, roles, renewal and resumption, over real sockets.
+//! Identity, roles, renewal and session resumption, over real sockets.
 
 mod agent;
 mod authority;

@@ -1,4 +1,4 @@
-//! The control plane's program, and pages over plain HTTP.
+//! The program of the control plane, and pages over plain HTTP.
 
 use std::{
     fs::{self, File},
@@ -13,7 +13,7 @@ use headgate_tests::testbed::process::{KilledOnDrop, control_plane_addresses, pr
 
 use super::server::GUARD;
 
-/// The program. It is killed when this is dropped.
+/// The running program. Dropping it kills the process.
 pub(crate) struct ControlPlane {
     _process: KilledOnDrop,
     log: PathBuf,
@@ -22,7 +22,8 @@ pub(crate) struct ControlPlane {
 }
 
 impl ControlPlane {
-    /// With an empty folder as its source, and `tls.crt`, `tls.key` and `ca.crt` of another.
+    /// Starts the program with an empty folder as its source. The folder `tls` holds `tls.crt`,
+    /// `tls.key` and `ca.crt`.
     pub(crate) fn start(folder: &Path, tls: &Path) -> Self {
         let source = folder.join("manifests");
         fs::create_dir_all(&source).unwrap();
@@ -44,14 +45,14 @@ impl ControlPlane {
         new
     }
 
-    /// The line of its log that holds a text; waits for it.
+    /// Waits for a line with this text in the log, and returns the line.
     pub(crate) fn says(&self, text: &str) -> String {
         let deadline = Instant::now() + GUARD;
         loop {
             let log = fs::read_to_string(&self.log).unwrap();
-            // A line is whole once the next one begins.
-            let whole = log.rsplit_once('\n').map_or("", |(whole, _)| whole);
-            if let Some(line) = whole.lines().find(|line| line.contains(text)) {
+            // A line is complete once its newline is written.
+            let complete = log.rsplit_once('\n').map_or("", |(complete, _)| complete);
+            if let Some(line) = complete.lines().find(|line| line.contains(text)) {
                 return line.to_owned();
             }
             assert!(Instant::now() < deadline, "{text:?} is not in the log:\n{log}");
@@ -60,7 +61,7 @@ impl ControlPlane {
     }
 }
 
-/// The body of a page.
+/// Gets a page and returns its body.
 pub(crate) fn page(address: SocketAddr, path: &str) -> Result<String, String> {
     let mut stream = TcpStream::connect(address).map_err(|error| error.to_string())?;
     stream.set_read_timeout(Some(GUARD)).unwrap();
@@ -71,7 +72,7 @@ pub(crate) fn page(address: SocketAddr, path: &str) -> Result<String, String> {
     answer.split_once("\r\n\r\n").map(|(_, body)| body.to_owned()).ok_or(answer)
 }
 
-/// The sample of a metric on a page, 0 when it is not there.
+/// A sample of the page of metrics; 0 if it is missing.
 pub(crate) fn metric(address: SocketAddr, sample: &str) -> u64 {
     let text = page(address, "/metrics").unwrap();
     let line = text.lines().find_map(|line| line.strip_prefix(sample)?.strip_prefix(' ')).map(str::to_owned);

@@ -1,4 +1,4 @@
-//! Certificates that are not believed, and what both ends say.
+//! Certificates that one end refuses, and the messages of both ends.
 
 use headgate_control_plane::serve::Settings;
 use headgate_node_agent::{
@@ -16,7 +16,7 @@ use super::{
 };
 
 #[tokio::test(flavor = "multi_thread")]
-async fn clients_that_are_not_believed_learn_why_and_so_does_the_log() {
+async fn refused_clients_and_the_servers_log_get_the_reason() {
     let (authority, stranger) = (Authority::new("authority"), Authority::new("stranger"));
     let folder = tempfile::tempdir().unwrap();
     authority.server(|_| {}).write(&folder.path().join("tls"), &[&authority]);
@@ -65,13 +65,13 @@ async fn clients_that_are_not_believed_learn_why_and_so_does_the_log() {
         let sample = format!("headgate_tls_handshakes_failed_total{{reason=\"{reason}\"}}");
         assert_eq!(metric(control_plane.metrics, &sample), 1, "{reason}");
     }
-    // Nobody has been let in, and who should be is.
+    // No refused client completed a handshake. A valid client still connects.
     assert_eq!(metric(control_plane.metrics, "headgate_tls_handshakes_total{kind=\"full\"}"), 0);
     let good = Client::new(&authority, &authority.node("n1")).connect(control_plane.address).await.unwrap();
     good.sync("n1").await.map(drop).unwrap();
 }
 
-/// Connects as an agent does that trusts an authority.
+/// Connects like an agent that trusts this authority, and returns the error.
 async fn agent_error(server: &Server, own: &Pair, trusts: &Authority) -> String {
     let folder = tempfile::tempdir().unwrap();
     own.write(folder.path(), &[trusts]);
@@ -84,7 +84,7 @@ async fn agent_error(server: &Server, own: &Pair, trusts: &Authority) -> String 
 }
 
 #[tokio::test]
-async fn an_agent_believes_no_other_server_than_its_authority_s_at_its_address() {
+async fn an_agent_trusts_only_a_server_of_its_authority_with_the_right_name() {
     let (authority, stranger) = (Authority::new("authority"), Authority::new("stranger"));
     let elsewhere = authority.server(|params| {
         params.subject_alt_names = vec![SanType::DnsName("headgate.example".try_into().unwrap())];
@@ -96,7 +96,7 @@ async fn an_agent_believes_no_other_server_than_its_authority_s_at_its_address()
     let said = agent_error(&server, &authority.node("n1"), &stranger).await;
     assert!(said.contains("the control plane's certificate is signed by no authority of --tls-ca"), "{said}");
     assert!(said.contains("have one of them sign it"), "{said}");
-    // The server is told by an alert each time.
+    // Each refusal sends the server a TLS alert.
     server.until_metric("headgate_tls_handshakes_failed_total{reason=\"refused_by_client\"}", 2).await;
     assert_eq!(server.metric("headgate_tls_handshakes_total{kind=\"full\"}"), 0);
     server.running.stop().await;

@@ -1,4 +1,4 @@
-//! Files of the control plane that are replaced while streams are open.
+//! The control plane's files are replaced while streams are open.
 
 use std::{fs, os::unix::fs::symlink, path::Path};
 
@@ -14,8 +14,8 @@ use super::{
 const SUCCESS: &str = "headgate_tls_reloads_total{result=\"success\"}";
 const FAILURE: &str = "headgate_tls_reloads_total{result=\"failure\"}";
 
-/// Replaces what a mounted Secret holds, as the kubelet does: a new folder, and the link `..data`
-/// swapped by a rename.
+/// Replaces the files of a mounted Secret as the kubelet does: a new folder, and a rename that
+/// replaces the link `..data`.
 fn swap(folder: &Path, number: u8, own: &Pair, authority: &Authority) {
     own.write(&folder.join(format!("..2026_{number}")), &[authority]);
     symlink(format!("..2026_{number}"), folder.join("..data_tmp")).unwrap();
@@ -23,7 +23,7 @@ fn swap(folder: &Path, number: u8, own: &Pair, authority: &Authority) {
 }
 
 #[tokio::test]
-async fn a_mounted_secret_is_swapped_and_no_stream_notices() {
+async fn replacing_a_mounted_secret_affects_no_stream() {
     let authority = Authority::new("authority");
     let folder = tempfile::tempdir().unwrap();
     swap(folder.path(), 1, &authority.server(|_| {}), &authority);
@@ -49,7 +49,7 @@ async fn a_mounted_secret_is_swapped_and_no_stream_notices() {
 }
 
 #[tokio::test]
-async fn files_that_do_not_fit_together_change_nothing_until_they_do() {
+async fn the_old_files_stay_in_use_until_the_new_ones_match() {
     let authority = Authority::new("authority");
     let own = authority.server(|_| {});
     let server = Server::start_with(&own, &authority, Settings::default()).await;
@@ -60,7 +60,7 @@ async fn files_that_do_not_fit_together_change_nothing_until_they_do() {
     };
     let (renewed, expired) =
         (authority.server(|_| {}), authority.server(|params| params.not_after = date_time_ymd(2020, 1, 1)));
-    // A certificate without its key; one that has expired; none at all.
+    // First a certificate without its key, then an expired one, then no file.
     fs::write(server.path("tls.crt"), &renewed.certificate).unwrap();
     server.until_metric(FAILURE, 1).await;
     assert_eq!(served().await, own.der);
@@ -78,7 +78,7 @@ async fn files_that_do_not_fit_together_change_nothing_until_they_do() {
 }
 
 #[tokio::test]
-async fn an_added_authority_is_believed() {
+async fn an_added_authority_is_trusted() {
     let (first, second) = (Authority::new("first"), Authority::new("second"));
     let server = Server::start(&first).await;
     let address = server.running.local_addr;
@@ -86,7 +86,7 @@ async fn an_added_authority_is_believed() {
     let refused = newcomer.refusal(address).await;
     assert!(headgate_tls::explain(&refused, &super::client::files()).is_some(), "{refused}");
     fs::write(server.path("ca.crt"), [first.pem(), second.pem()].concat()).unwrap();
-    eventually("the second authority is believed", || async {
+    eventually("the second authority is trusted", || async {
         match newcomer.connect(address).await {
             Ok(connection) => connection.sync("n2").await.is_ok(),
             Err(_) => false,

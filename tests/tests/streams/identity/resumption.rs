@@ -1,4 +1,4 @@
-//! Sessions that are resumed, and that resumption goes around nothing.
+//! TLS session resumption, and checks that resumption does not skip.
 
 use std::{fs, time::Duration};
 
@@ -26,12 +26,12 @@ async fn the_second_handshake_is_resumed_and_keeps_the_identity() {
     let second = client.connect(address).await.unwrap();
     assert_eq!(second.kind, HandshakeKind::Resumed);
     assert_eq!(second.inspect().await.map(drop).unwrap_err().code(), Code::PermissionDenied);
-    // `Sync` has a connection of its own.
+    // `Sync` needs its own connection.
     let third = client.connect(address).await.unwrap();
     third.sync("n1").await.unwrap().hears_of("service-1").await;
     let fourth = client.connect(address).await.unwrap();
     assert_eq!(fourth.sync("n2").await.err().unwrap().code(), Code::PermissionDenied);
-    // Somebody else with the same cache but another certificate has no such session.
+    // A client with another certificate does not resume this session.
     let other = Client::new(&authority, &authority.node("n2")).connect(address).await.unwrap();
     assert_eq!(other.kind, HandshakeKind::Full);
     server.until_metric("headgate_tls_handshakes_total{kind=\"full\"}", 2).await;
@@ -40,7 +40,7 @@ async fn the_second_handshake_is_resumed_and_keeps_the_identity() {
 }
 
 #[tokio::test]
-async fn a_session_is_of_one_replica_and_another_one_just_does_without() {
+async fn a_session_is_resumed_only_at_the_replica_that_issued_it() {
     let authority = Authority::new("authority");
     let own = authority.server(|_| {});
     let first = Server::start_with(&own, &authority, Settings::default()).await;
@@ -48,13 +48,14 @@ async fn a_session_is_of_one_replica_and_another_one_just_does_without() {
     let client = Client::new(&authority, &authority.node("n1"));
     let connect = async |server: &Server| {
         let connection = client.connect(server.running.local_addr).await.unwrap();
-        // Tickets come after the handshake.
+        // The server sends tickets after the handshake.
         connection.sync("n1").await.unwrap().hears_of("service-1").await;
         connection.kind
     };
     assert_eq!(connect(&first).await, HandshakeKind::Full);
     assert_eq!(connect(&first).await, HandshakeKind::Resumed);
-    // The ticket is offered, since both have the same name, and is of no use there.
+    // Both servers have one name, so the client offers the first server's ticket. The second server
+    // cannot use it.
     assert_eq!(connect(&second).await, HandshakeKind::Full);
     assert_eq!(connect(&second).await, HandshakeKind::Resumed);
     for server in [first, second] {
@@ -65,7 +66,7 @@ async fn a_session_is_of_one_replica_and_another_one_just_does_without() {
 }
 
 #[tokio::test]
-async fn what_a_reader_follows_ends_with_its_certificate() {
+async fn streams_of_a_reader_end_when_its_certificate_expires() {
     let authority = Authority::new("authority");
     let server = Server::start(&authority).await;
     let not_after = in_seconds(10);
@@ -74,9 +75,9 @@ async fn what_a_reader_follows_ends_with_its_certificate() {
     let connect = async |pair| Client::new(&authority, &pair).connect(server.running.local_addr).await.unwrap();
     let (expiring, lasting) = (connect(expiring).await, connect(lasting).await);
     let (mut events, mut progress) = (expiring.watch().await.unwrap(), expiring.wait("service-9").await.unwrap());
-    let mut goes_on = lasting.watch().await.unwrap();
+    let mut lasting_events = lasting.watch().await.unwrap();
     server.put(2);
-    for events in [&mut events, &mut goes_on] {
+    for events in [&mut events, &mut lasting_events] {
         let event = timeout(GUARD, events.message()).await.unwrap().unwrap().unwrap();
         assert_eq!(event.service.unwrap().name, "service-2");
     }
@@ -88,21 +89,24 @@ async fn what_a_reader_follows_ends_with_its_certificate() {
         while progress.message().await?.is_some() {}
         Ok::<_, Status>(())
     };
-    let ends = timeout(GUARD, async { tokio::join!(watched, waited) }).await.expect("they do not end");
-    // A certificate counts in whole seconds.
-    assert!(std::time::SystemTime::now() + Duration::from_secs(1) > not_after, "they ended before their time");
+    let ends = timeout(GUARD, async { tokio::join!(watched, waited) }).await.expect("the streams do not end");
+    // Certificates have a resolution of one second.
+    assert!(
+        std::time::SystemTime::now() + Duration::from_secs(1) > not_after,
+        "a stream ended before its certificate expired"
+    );
     for status in [ends.0.unwrap_err(), ends.1.unwrap_err()] {
         assert_eq!(status.code(), Code::Unauthenticated, "{status}");
         assert!(status.message().contains("the client certificate expired at"), "{status}");
     }
     server.put(3);
-    let event = timeout(GUARD, goes_on.message()).await.unwrap().unwrap().unwrap();
+    let event = timeout(GUARD, lasting_events.message()).await.unwrap().unwrap().unwrap();
     assert_eq!(event.service.unwrap().name, "service-3");
     server.running.stop().await;
 }
 
 #[tokio::test]
-async fn a_removed_authority_cannot_be_gone_around() {
+async fn resumption_does_not_bypass_the_removal_of_an_authority() {
     let (old, new) = (Authority::new("old"), Authority::new("new"));
     let own = new.server(|_| {});
     let server = Server::start_with(&own, &old, Settings::default()).await;
@@ -111,7 +115,7 @@ async fn a_removed_authority_cannot_be_gone_around() {
     let connection = client.connect(address).await.unwrap();
     let mut stream = connection.sync("n1").await.unwrap();
     stream.hears_of("service-1").await;
-    // One session is used up, and its handshake brings another for later.
+    // The resumed handshake uses one ticket, and gets another for later.
     let resumed = client.connect(address).await.unwrap();
     assert_eq!(resumed.kind, HandshakeKind::Resumed);
     resumed.health().await.unwrap();
@@ -123,14 +127,14 @@ async fn a_removed_authority_cannot_be_gone_around() {
     assert!(refusal.sentence.contains("no authority that the control plane knows signed it"), "{refusal:?}");
     server.until_metric("headgate_tls_handshakes_failed_total{reason=\"unknown_authority\"}", 1).await;
     assert_eq!(server.metric("headgate_tls_handshakes_total{kind=\"resumed\"}"), 1);
-    // The stream that is there stays.
+    // The open stream stays.
     server.put(2);
     stream.hears_of("service-2").await;
     server.running.stop().await;
 }
 
 #[tokio::test]
-async fn an_expired_certificate_keeps_neither_stream_nor_session() {
+async fn an_expired_certificate_ends_streams_and_makes_sessions_useless() {
     let authority = Authority::new("authority");
     let server = Server::start(&authority).await;
     let address = server.running.local_addr;
@@ -147,12 +151,11 @@ async fn an_expired_certificate_keeps_neither_stream_nor_session() {
     assert_eq!(status.code(), Code::Unauthenticated, "{status}");
     assert!(status.message().contains("the client certificate expired at") && status.message().contains("renew it"));
     server.until_metric("headgate_streams_rejected_total{reason=\"certificate_expired\"}", 1).await;
-    // The last second is over only when it has passed.
+    // The last second of validity counts in full.
     let is_over = || async { std::time::SystemTime::now() > not_after + Duration::from_secs(1) };
     eventually("the certificates expire", is_over).await;
 
-    // Connections that are there, and sessions that are resumed, grant no more than a new handshake
-    // would.
+    // Open connections and resumed sessions grant no more than a new handshake would.
     assert_eq!(looked.inspect().await.map(drop).unwrap_err().code(), Code::Unauthenticated);
     let (node, reader) = (node.connect(address).await.unwrap(), reader.connect(address).await.unwrap());
     assert_eq!((node.kind, reader.kind), (HandshakeKind::Resumed, HandshakeKind::Resumed));

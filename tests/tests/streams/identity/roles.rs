@@ -1,4 +1,4 @@
-//! Who may do what.
+//! The requests that each role may make.
 
 use headgate_control_plane::serve::Settings;
 use rcgen::DnType;
@@ -7,7 +7,7 @@ use tonic::Code;
 use super::{authority::Authority, client::Client, server::Server};
 
 #[tokio::test]
-async fn nodes_follow_readers_look_and_health_is_open() {
+async fn nodes_may_follow_readers_may_inspect_and_everyone_may_check_health() {
     let authority = Authority::new("authority");
     let server = Server::start(&authority).await;
     let address = server.running.local_addr;
@@ -15,7 +15,7 @@ async fn nodes_follow_readers_look_and_health_is_open() {
 
     let node = connect(authority.node("n1")).await;
     assert_eq!(node.health().await.unwrap(), 1);
-    // `Sync` has a connection of its own.
+    // `Sync` needs its own connection.
     let stream = connect(authority.node("n1")).await;
     stream.sync("n1").await.unwrap().hears_of("service-1").await;
     let denied = [node.inspect().await.map(drop).unwrap_err(), node.reflection().await.unwrap_err()];
@@ -44,7 +44,7 @@ async fn nodes_follow_readers_look_and_health_is_open() {
 }
 
 #[tokio::test]
-async fn nodes_look_where_the_operator_allows_it() {
+async fn nodes_may_inspect_if_the_operator_allows_it() {
     let authority = Authority::new("authority");
     let settings = Settings { nodes_may_inspect: true, ..Settings::default() };
     let server = Server::start_with(&authority.server(|_| {}), &authority, settings).await;
@@ -52,14 +52,14 @@ async fn nodes_look_where_the_operator_allows_it() {
     let node = Client::new(&authority, &authority.node("n1")).connect(address).await.unwrap();
     assert_eq!(node.inspect().await.unwrap().services, 1);
     node.reflection().await.unwrap();
-    // Not so somebody without a name.
+    // The setting does not apply to a certificate without a name.
     let nobody = Client::new(&authority, &authority.client(&[], |_| {})).connect(address).await.unwrap();
     assert_eq!(nobody.inspect().await.map(drop).unwrap_err().code(), Code::PermissionDenied);
     server.running.stop().await;
 }
 
 #[tokio::test]
-async fn a_certificate_that_does_not_say_clearly_whose_it_is_is_nobody_s() {
+async fn an_ambiguous_certificate_grants_no_role() {
     let authority = Authority::new("authority");
     let server = Server::start(&authority).await;
     let address = server.running.local_addr;

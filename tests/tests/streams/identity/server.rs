@@ -1,4 +1,4 @@
-//! A control plane inside the test's process, with files that the test replaces.
+//! A control plane in the test's process, with files that the test replaces.
 
 use std::{future::Future, net::Ipv4Addr, path::PathBuf, sync::Arc, time::Duration};
 
@@ -13,7 +13,7 @@ use tempfile::TempDir;
 
 use super::authority::{Authority, Pair};
 
-/// Guard against hanging; nothing is asserted about time.
+/// A guard against hanging. No test asserts on time.
 pub(crate) const GUARD: Duration = Duration::from_secs(60);
 
 pub(crate) struct Server {
@@ -24,7 +24,7 @@ pub(crate) struct Server {
 }
 
 impl Server {
-    /// Trusts the authority, and has a certificate of it for 127.0.0.1.
+    /// Starts a server that trusts the authority, with a certificate of it for 127.0.0.1.
     pub(crate) async fn start(authority: &Authority) -> Self {
         Self::start_with(&authority.server(|_| {}), authority, Settings::default()).await
     }
@@ -35,7 +35,7 @@ impl Server {
         Self::in_folder(folder, settings).await
     }
 
-    /// On the files that are in the folder.
+    /// Starts a server with the files in the folder.
     pub(crate) async fn in_folder(folder: TempDir, settings: Settings) -> Self {
         let [cert, key, ca] = ["tls.crt", "tls.key", "ca.crt"].map(|name| folder.path().join(name));
         let security = Security::Tls(ServerTls::load(cert, key, ca).unwrap());
@@ -59,7 +59,7 @@ impl Server {
         format!("https://{}", self.running.local_addr)
     }
 
-    /// Commits a service.
+    /// Commits a Service.
     pub(crate) fn put(&self, number: u8) {
         let port = ServicePort { name: "http".into(), protocol: Protocol::Tcp, port: 80, node_port: 0 };
         let key = ServiceKey::new("default", &format!("service-{number}"));
@@ -69,7 +69,7 @@ impl Server {
         self.store.commit(Transaction { changes, positions, ..Transaction::default() });
     }
 
-    /// The sample of a metric as it is written, 0 when it is not there.
+    /// A sample of the metrics; 0 if it is missing.
     pub(crate) fn metric(&self, sample: &str) -> u64 {
         let text = self.metrics.render();
         let line = text.lines().find_map(|line| line.strip_prefix(sample)?.strip_prefix(' '));
@@ -88,5 +88,5 @@ pub(crate) async fn eventually<F: Future<Output = bool>>(what: &str, mut conditi
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     };
-    tokio::time::timeout(GUARD, holds).await.unwrap_or_else(|_| panic!("never: {what}"));
+    tokio::time::timeout(GUARD, holds).await.unwrap_or_else(|_| panic!("timed out waiting until {what}"));
 }

@@ -1,5 +1,5 @@
-//! Who reaches the port and has no certificate: connections that begin handshakes and never go on,
-//! and an agent that comes meanwhile.
+//! Peers without a certificate reach the port. Their connections begin handshakes and then stall,
+//! while an agent connects.
 
 use std::{
     net::{IpAddr, Ipv4Addr, SocketAddr},
@@ -32,8 +32,8 @@ async fn connect_from(host: IpAddr, address: SocketAddr) -> std::io::Result<TcpS
     socket.connect(address).await
 }
 
-/// Connections of these hosts, so many of each at any time: whenever one is closed the next is
-/// opened. Each says `first` and nothing more.
+/// Holds `of_each` connections from each of these hosts. When one closes, the next one opens. Each
+/// sends `first` and then nothing.
 struct Crowd(JoinSet<()>);
 
 impl Crowd {
@@ -46,7 +46,7 @@ impl Crowd {
                         if let Ok(mut stream) = connect_from(host(number), address).await
                             && stream.write_all(first).await.is_ok()
                         {
-                            // Until the replica has had enough of it.
+                            // Wait until the replica closes the connection.
                             let _ = stream.read(&mut [0]).await;
                         }
                         sleep(Duration::from_millis(5)).await;
@@ -57,7 +57,7 @@ impl Crowd {
         Self(crowd)
     }
 
-    /// Until so many handshakes are active, and others wait for their turn.
+    /// Waits until `count` handshakes are active and others wait.
     async fn until_active(&self, replica: &Replica, count: u64) {
         let pending = |state: &str| replica.metric(&format!("headgate_tls_handshakes_pending{{state=\"{state}\"}}"));
         let is_so = async {
@@ -65,7 +65,7 @@ impl Crowd {
                 sleep(Duration::from_millis(5)).await;
             }
         };
-        timeout(GUARD, is_so).await.expect("the crowd does not fill the places");
+        timeout(GUARD, is_so).await.expect("the crowd does not fill the slots for handshakes");
     }
 
     async fn leave(mut self) {
@@ -77,12 +77,13 @@ async fn agent_gets_everything(replica: &Replica, authority: &tls::Authority, fr
     let leaf = authority.kubelet(node);
     let address = replica.running.local_addr;
     let connected = timeout(GUARD, tls::connect_from(from, address, authority, Some(&leaf))).await;
-    let mut client = Client::open(connected.expect("no place for an agent").unwrap(), node, None).await.unwrap();
+    let mut client =
+        Client::open(connected.expect("the agent got no slot for its handshake").unwrap(), node, None).await.unwrap();
     client.reach(1).await;
 }
 
 #[tokio::test]
-async fn silent_peers_keep_no_agent_out() {
+async fn silent_peers_do_not_keep_an_agent_from_connecting() {
     allow_open_files(10_000).unwrap();
     let authority = tls::Authority::new();
     let folder = tempfile::tempdir().unwrap();
@@ -92,21 +93,20 @@ async fn silent_peers_keep_no_agent_out() {
     let address = replica.running.local_addr;
     let silent = || replica.metric("headgate_tls_handshakes_failed_total{reason=\"silent\"}");
 
-    // One host, with as many connections as would fill all places for a minute and more.
+    // One host, with enough connections to fill all slots for more than a minute.
     let crowd = Crowd::gather(address, [2], 2_000, b"");
     crowd.until_active(&replica, 64).await;
     agent_gets_everything(&replica, &authority, host(1), "n1").await;
     crowd.leave().await;
 
-    // Many hosts, which fill all places: what is silent goes.
+    // Many hosts fill all slots. The replica closes silent connections.
     let crowd = Crowd::gather(address, 10..40, 40, b"");
     crowd.until_active(&replica, 256).await;
     agent_gets_everything(&replica, &authority, host(1), "n1").await;
     assert!(silent() > 0);
     crowd.leave().await;
 
-    // The agent's own host, and peers that begin as clients do: the header of a TLS record, and
-    // then nothing.
+    // The agent's own host also has peers that send only the header of a TLS record.
     let before = silent();
     let crowd = Crowd::gather(address, [1], 100, b"\x16\x03\x01\x02\x00");
     crowd.until_active(&replica, 64).await;
@@ -117,7 +117,7 @@ async fn silent_peers_keep_no_agent_out() {
 }
 
 #[tokio::test]
-async fn connections_for_pages_are_few_and_the_next_one_has_its_place() {
+async fn connections_for_pages_are_bounded_and_a_new_one_is_served() {
     allow_open_files(10_000).unwrap();
     let replica = Replica::start().await;
     let address = replica.running.metrics_addr.unwrap();
@@ -125,18 +125,18 @@ async fn connections_for_pages_are_few_and_the_next_one_has_its_place() {
     for number in 0..500 {
         let mut stream = connect_from(host(2), address).await.unwrap();
         if number % 2 == 0 {
-            // The half of a request.
+            // Send half of a request.
             stream.write_all(b"GET /metrics HTTP/1.1\r\n").await.unwrap();
         }
         crowd.spawn(async move { stream.read(&mut [0]).await });
     }
     for _ in 0..500 - 16 {
-        timeout(GUARD, crowd.join_next()).await.expect("more are kept than there may be");
+        timeout(GUARD, crowd.join_next()).await.expect("the replica keeps too many connections");
     }
     for path in ["/healthz", "/readyz", "/metrics"] {
         assert_eq!(get(&replica, path).await.0, "HTTP/1.1 200 OK");
     }
-    // Requests for what takes longest, each on a connection of its own, one after the other.
+    // Requests for the slowest page, each on its own connection, one after the other.
     let flood = Crowd::gather(address, [2], 200, b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n");
     for _ in 0..20 {
         assert_eq!(get(&replica, "/metrics").await.0, "HTTP/1.1 200 OK");

@@ -1,4 +1,4 @@
-//! `Discovery.Sync` over real sockets, held against the contract at the head of `discovery.proto`.
+//! `Discovery.Sync` over real sockets, tested against the contract at the top of `discovery.proto`.
 
 mod crowd;
 mod own_node;
@@ -44,7 +44,7 @@ async fn agent(channel: Channel, node: &str) -> v1::AgentInfo {
     agents.message().await.unwrap().expect("no such agent")
 }
 
-/// Asks until the answer is as wanted; the guard of the test runner ends it otherwise.
+/// Reads the agent's status until it fulfils a condition.
 async fn agent_until(channel: &Channel, node: &str, is_wanted: impl Fn(&v1::AgentInfo) -> bool) -> v1::AgentInfo {
     let ask = async {
         loop {
@@ -55,11 +55,11 @@ async fn agent_until(channel: &Channel, node: &str, is_wanted: impl Fn(&v1::Agen
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     };
-    timeout(GUARD, ask).await.expect("the agent never came to be as wanted")
+    timeout(GUARD, ask).await.expect("the agent's status did not become as expected")
 }
 
 #[tokio::test]
-async fn a_new_agent_gets_everything_then_each_change() {
+async fn a_new_agent_receives_everything_and_then_each_change() {
     let replica = Replica::start().await;
     replica.put(cluster(50));
     let mut client = open(&replica, "n1").await;
@@ -79,7 +79,7 @@ async fn a_new_agent_gets_everything_then_each_change() {
 }
 
 #[tokio::test]
-async fn what_an_agent_says_is_shown() {
+async fn messages_of_an_agent_show_in_its_status() {
     let replica = Replica::start().await;
     replica.put(cluster(3));
     let inspect = channel(replica.running.local_addr).await;
@@ -109,7 +109,7 @@ async fn what_an_agent_says_is_shown() {
     assert_eq!((shown.rejections.len(), shown.rejections[0].object.as_str()), (1, "Service a/b"));
     assert!(shown.last_error.contains("no such table") && shown.degraded == ["no SCTP"]);
 
-    // A rejection stands until it is withdrawn.
+    // A rejection stays until it is withdrawn.
     let withdrawn = |names: &[&str]| {
         let withdrawn = names.iter().map(|name| (*name).to_owned()).collect();
         v1::agent_message::Body::Nack(v1::Nack { version: 1, rejections: Vec::new(), withdrawn })
@@ -121,7 +121,7 @@ async fn what_an_agent_says_is_shown() {
     client.send(withdrawn(&["Service a/b"])).await;
     agent_until(&inspect, "n1", |agent| agent.rejections.is_empty()).await;
 
-    // A version that was never sent says nothing.
+    // An ACK of a version that was not sent is ignored.
     let ack = v1::Ack { version: 99, ..Default::default() };
     client.send(v1::agent_message::Body::Ack(ack)).await;
     client.ack().await;
@@ -132,7 +132,7 @@ async fn what_an_agent_says_is_shown() {
 }
 
 #[tokio::test]
-async fn all_streams_carry_the_same_bytes() {
+async fn all_streams_carry_equal_bytes() {
     let replica = Replica::start().await;
     replica.put(cluster(20));
     let mut streams = Vec::new();
@@ -178,7 +178,7 @@ async fn resume_by_the_log_sends_what_changed_since() {
     assert_eq!((client.resources, client.removals, client.ends.len()), (1, 1, 0));
     assert_same(&client, &replica);
     let agent = agent_until(&inspect, "n1", |agent| agent.resumed_resources == 2).await;
-    // What the stream before acknowledged may have been lost since, by a reboot.
+    // A reboot may have lost what the earlier stream acknowledged.
     assert_eq!((agent.resume.as_str(), agent.programmed_version), ("log", 0));
     client.ack().await;
     agent_until(&inspect, "n1", |agent| agent.programmed_version == 2).await;
@@ -194,25 +194,25 @@ async fn resume_at_another_replica_sends_what_differs() {
     let mut client = open(&old, "n1").await;
     client.reach(1).await;
 
-    // Nothing changed: no resource.
+    // Nothing changed, so no resource is sent.
     let mut client = Client::open(channel(new.running.local_addr).await, "n1", Some(client.held)).await.unwrap();
     assert_eq!(client.welcome.resume(), ResumeMode::Digests);
     client.until(|client| !client.ends.is_empty()).await;
     assert_eq!((client.resources, client.removals, client.ends[0].resource_count), (0, 0, 0));
-    assert!(client.bytes < 50, "{} bytes to say that nothing changed", client.bytes);
+    assert!(client.bytes < 50, "{} bytes were sent although nothing changed", client.bytes);
     assert_same(&client, &new);
     assert_eq!(new.metric("headgate_resumed_resources_total"), 0);
 
-    // Changes and deletions in between.
+    // Resources were changed and deleted in between.
     new.put([remove_endpoint(9, 1), remove_service(9), service(10, 81)]);
     client.held.epoch = 1;
     let mut client = Client::open(channel(new.running.local_addr).await, "n1", Some(client.held)).await.unwrap();
     assert_eq!(client.welcome.resume(), ResumeMode::Digests);
     client.reach(2).await;
-    assert!(client.resources < 20, "{} resources for three changes", client.resources);
+    assert!(client.resources < 20, "{} resources were sent for three changes", client.resources);
     assert_same(&client, &new);
 
-    // And from there on by versions.
+    // Later changes are sent by version.
     new.put([service(11, 81)]);
     client.reach(3).await;
     assert_same(&client, &new);
@@ -221,7 +221,7 @@ async fn resume_at_another_replica_sends_what_differs() {
 }
 
 #[tokio::test]
-async fn an_agent_never_goes_back_in_time() {
+async fn an_agent_does_not_receive_older_state() {
     let old = Replica::start().await;
     old.put_at(Some(20), [service(1, 82)]);
     let mut client = open(&old, "n1").await;
@@ -236,9 +236,9 @@ async fn an_agent_never_goes_back_in_time() {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     };
-    timeout(GUARD, waits).await.expect("the agent is not kept waiting");
+    timeout(GUARD, waits).await.expect("the agent does not wait");
     let wanted = new.store.wanted_positions().borrow().clone();
-    assert_eq!(wanted, [(SourceKind::Services, 20)].into(), "the source is not asked how far it has come");
+    assert_eq!(wanted, [(SourceKind::Services, 20)].into(), "the source is not asked for its position");
     new.put_at(Some(15), [service(1, 81)]);
     new.put_at(Some(20), [service(1, 82)]);
     client.reach(3).await;
@@ -249,7 +249,7 @@ async fn an_agent_never_goes_back_in_time() {
 }
 
 #[tokio::test]
-async fn an_agent_goes_back_after_the_bound() {
+async fn an_agent_receives_older_state_after_the_longest_wait() {
     let old = Replica::start().await;
     old.put_at(Some(20), [service(1, 82)]);
     let mut client = open(&old, "n1").await;
@@ -284,13 +284,13 @@ async fn nothing_is_sent_before_the_source_has_been_listed() {
     replica.running.stop().await;
 }
 
-/// Status line and body of a plain HTTP request.
+/// The status line and the body of a page.
 async fn get(replica: &Replica, path: &str) -> (String, String) {
     let (head, body) = get_with(replica, path, "*/*").await;
     (head.lines().next().unwrap().to_owned(), body)
 }
 
-/// Status line with headers, and body.
+/// The status line with headers, and the body of a page.
 async fn get_with(replica: &Replica, path: &str, accept: &str) -> (String, String) {
     let mut socket = tokio::net::TcpStream::connect(replica.running.metrics_addr.unwrap()).await.unwrap();
     let request = format!("GET {path} HTTP/1.1\r\nHost: localhost\r\nAccept: {accept}\r\nConnection: close\r\n\r\n");
@@ -326,7 +326,7 @@ async fn probes_and_metrics_follow_the_source() {
 }
 
 #[tokio::test]
-async fn a_resume_of_an_unlisted_source_is_not_by_its_log() {
+async fn an_unlisted_replica_does_not_resume_by_log() {
     let replica = Replica::start_with(settings(), Security::Plaintext).await;
     replica.put([service(1, 80)]);
     let held = client::Held { epoch: replica.store.epoch(), ..client::Held::default() };
@@ -339,12 +339,12 @@ async fn a_resume_of_an_unlisted_source_is_not_by_its_log() {
 }
 
 #[tokio::test]
-async fn a_slow_reader_skips_and_disturbs_nobody() {
+async fn a_slow_reader_skips_versions_and_does_not_affect_others() {
     let replica = Replica::start().await;
     let mut slow = open(&replica, "slow").await;
     let mut quick = open(&replica, "quick").await;
     slow.until(|client| !client.ends.is_empty()).await;
-    // 4 MB in all, and the slow reader's window is 64 KiB.
+    // The batches have 4 MB in total, and the slow reader's window is 64 KiB.
     let commits = 500_u64;
     for round in 0..commits {
         let Change::Service(service) = service(1, 80) else { unreachable!() };
@@ -360,9 +360,9 @@ async fn a_slow_reader_skips_and_disturbs_nobody() {
 }
 
 #[tokio::test]
-async fn a_slow_reader_in_the_middle_of_a_step_gets_the_rest_whatever_another_node_asks_for() {
+async fn a_slow_reader_receives_the_rest_of_a_step_although_another_node_resumes() {
     let limits = Limits { delta_cache_bytes: 1, max_delta_changes: 100_000, ..Limits::default() };
-    // No heartbeat counts as a message here.
+    // The test counts messages, so there must be no heartbeat.
     let quiet = Settings { heartbeat_interval: Duration::from_secs(3600), ..settings() };
     let replica = Replica::start_limited(quiet, Security::Plaintext, limits).await;
     replica.store.synced();
@@ -377,8 +377,8 @@ async fn a_slow_reader_in_the_middle_of_a_step_gets_the_rest_whatever_another_no
     let inspect = channel(replica.running.local_addr).await;
     agent_until(&inspect, "slow", |slow| slow.sent_version == 1).await;
     let sent = replica.metric("headgate_messages_sent_total");
-    // A batch of more than one message, of which the first does not fit into the window of a reader
-    // that does not read.
+    // The batch has several messages. The first does not fit into the window of a reader that does
+    // not read.
     replica.put((0..300).flat_map(|number| (0..240).map(move |host| endpoint(number, host, 80))));
     let is_under_way = async {
         while replica.metric("headgate_messages_sent_total") == sent {
@@ -386,8 +386,8 @@ async fn a_slow_reader_in_the_middle_of_a_step_gets_the_rest_whatever_another_no
         }
     };
     timeout(GUARD, is_under_way).await.expect("nothing was sent");
-    // Another node resumes from the same version when the step is too old for it, which is encoded
-    // anew.
+    // Another node resumes from the version before the step. The step is no longer cached, so it is
+    // encoded again.
     (0..20).for_each(|port| replica.put([service(1, 81 + port)]));
     let mut other = Client::open(channel(replica.running.local_addr).await, "other", Some(held)).await.unwrap();
     other.until(|client| client.held.version == 22).await;
@@ -397,7 +397,7 @@ async fn a_slow_reader_in_the_middle_of_a_step_gets_the_rest_whatever_another_no
 }
 
 #[tokio::test]
-async fn one_endpoint_of_a_hundred_thousand_costs_few_bytes() {
+async fn a_change_of_one_endpoint_in_a_hundred_thousand_costs_few_bytes() {
     let replica = Replica::start().await;
     let mut held = client::Held::default();
     for block in 0..100_u16 {
@@ -418,17 +418,17 @@ async fn one_endpoint_of_a_hundred_thousand_costs_few_bytes() {
 }
 
 #[tokio::test]
-async fn a_stopping_replica_drains() {
+async fn a_stopping_replica_asks_its_agents_to_move() {
     let replica = Replica::start().await;
-    let mut stays = open(&replica, "stays").await;
-    let mut goes = open(&replica, "goes").await;
-    stays.until(|client| !client.ends.is_empty()).await;
+    let mut staying = open(&replica, "staying").await;
+    let mut leaving = open(&replica, "leaving").await;
+    staying.until(|client| !client.ends.is_empty()).await;
     let stop = tokio::spawn(replica.running.stop());
-    goes.until(|client| !client.drains.is_empty()).await;
-    assert_eq!(goes.drains[0].reconnect_within_ms, 500);
-    drop(goes);
-    let status = stays.status().await;
-    assert_eq!((status.code(), stays.drains.len()), (Code::Unavailable, 1), "{status}");
+    leaving.until(|client| !client.drains.is_empty()).await;
+    assert_eq!(leaving.drains[0].reconnect_within_ms, 500);
+    drop(leaving);
+    let status = staying.status().await;
+    assert_eq!((status.code(), staying.drains.len()), (Code::Unavailable, 1), "{status}");
     timeout(GUARD, stop).await.expect("the replica does not stop").unwrap();
 }
 

@@ -1,4 +1,4 @@
-//! The agent's own Node: who is sent which, and that it never goes back in time.
+//! The agent's own Node: each agent receives its own one, and never an older one.
 
 use std::time::Duration;
 
@@ -31,7 +31,7 @@ fn put_nodes(replica: &Replica, position: u64, nodes: Vec<NodeChange>) {
     replica.store.commit(Transaction { nodes, positions, ..Transaction::default() });
 }
 
-/// What an agent holds whose Node was at this position of the source.
+/// The state of an agent whose Node was read at this position of the source.
 fn held_at(nodes_position: u64) -> Held {
     let positions = [(Kind::Services.into(), 10), (Kind::Nodes.into(), nodes_position)];
     Held { positions: positions.into(), ..Held::default() }
@@ -41,7 +41,7 @@ async fn resume(replica: &Replica, held: Held) -> Client {
     Client::open(channel(replica.running.local_addr).await, "n1", Some(held)).await.unwrap()
 }
 
-/// Where the source was at each Node that was sent.
+/// The position of the source for each Node that was sent.
 fn positions(client: &Client) -> Vec<u64> {
     let position = |own: &v1::OwnNode| {
         let position = own.position.unwrap();
@@ -51,7 +51,7 @@ fn positions(client: &Client) -> Vec<u64> {
     client.nodes.iter().map(position).collect()
 }
 
-/// Zone of each Node that was sent, `None` where the source knows none.
+/// The zone of each Node that was sent; `None` if the source does not know the Node.
 fn zones(client: &Client) -> Vec<Option<String>> {
     client.nodes.iter().map(|own| own.node.as_ref().map(|node| node.zone.clone())).collect()
 }
@@ -63,11 +63,11 @@ async fn an_older_node_is_withheld_until_the_replica_has_caught_up() {
         replica.put_at(Some(10), [service(1, 80)]);
         put_nodes(&replica, 10, known.map(|zone| node("n1", zone)).into_iter().collect());
         let mut client = resume(&replica, held_at(20)).await;
-        // What the Node does not concern is not withheld.
+        // Resources that are not Nodes are not withheld.
         client.reach(1).await;
         replica.put_at(Some(11), [service(1, 81)]);
         client.reach(2).await;
-        assert_eq!(zones(&client), [], "a Node of position 10 came to an agent that has one of position 20");
+        assert_eq!(zones(&client), [], "a Node of position 10 was sent to an agent with one of position 20");
         put_nodes(&replica, 19, vec![node("n2", "a")]);
         put_nodes(&replica, 20, vec![node("n1", "b")]);
         client.until(|client| !client.nodes.is_empty()).await;
@@ -78,7 +78,7 @@ async fn an_older_node_is_withheld_until_the_replica_has_caught_up() {
 }
 
 #[tokio::test]
-async fn each_agent_gets_its_own_node_and_where_the_source_was() {
+async fn each_agent_receives_its_own_node_with_the_position_of_the_source() {
     let replica = Replica::start().await;
     put_nodes(&replica, 10, vec![node("n1", "a")]);
     let (mut first, mut second) = (open(&replica, "n1").await, open(&replica, "n2").await);
@@ -97,7 +97,7 @@ async fn each_agent_gets_its_own_node_and_where_the_source_was() {
         let revisions: Vec<u64> = client.nodes.iter().map(|own| own.revision).collect();
         assert_eq!(revisions, (1..=client.nodes.len() as u64).collect::<Vec<_>>());
     }
-    // What every agent receives says nothing about Nodes.
+    // Batches, which every agent receives, contain no position of Nodes.
     replica.put_at(Some(14), [service(1, 80)]);
     first.until(|client| client.held.version == 1).await;
     assert_eq!(first.held.positions, [(Kind::Services.into(), 14)].into());
@@ -111,8 +111,8 @@ async fn an_older_node_is_withheld_from_an_agent_that_resumes_by_log() {
     put_nodes(&replica, 10, vec![node("n1", "a")]);
     let mut client = open(&replica, "n1").await;
     client.reach(1).await;
-    // Meanwhile another replica has sent a newer Node, and its stream broke before anything else
-    // came.
+    // Meanwhile another replica has sent a newer Node, and its stream broke before any other
+    // message.
     let mut held = std::mem::take(&mut client.held);
     held.positions.insert(Kind::Nodes.into(), 20);
     let mut client = resume(&replica, held).await;
@@ -127,7 +127,7 @@ async fn an_older_node_is_withheld_from_an_agent_that_resumes_by_log() {
 }
 
 #[tokio::test]
-async fn an_older_node_is_sent_after_the_bound() {
+async fn an_older_node_is_sent_after_the_longest_wait() {
     let patience = Settings { behind_wait: Duration::from_millis(50), ..settings() };
     let restored = Replica::start_with(patience, Security::Plaintext).await;
     put_nodes(&restored, 10, vec![node("n1", "a")]);

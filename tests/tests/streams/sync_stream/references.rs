@@ -1,4 +1,4 @@
-//! References (contract, 13) that somebody made collide.
+//! References (contract, section 13) that collide on purpose.
 
 use std::collections::HashMap;
 
@@ -9,10 +9,10 @@ use crate::replica::Replica;
 use super::{assert_same, endpoint, open, service};
 
 #[tokio::test]
-async fn names_that_share_a_reference_end_no_stream() {
+async fn names_with_colliding_references_end_no_stream() {
     let replica = Replica::start().await;
     let mut client = open(&replica, "n1").await;
-    // What any node can do, since `Welcome` tells it the epoch.
+    // Any node can compute collisions, since `Welcome` contains the epoch.
     let referrer = Referrer::new(client.welcome.epoch);
     let key = |number: u32| ServiceKey::new("default", &format!("s{number}"));
     let mut seen = HashMap::new();

@@ -1,4 +1,4 @@
-//! Who is refused, how, and that nobody else notices.
+//! Clients that the replica refuses. Other agents are not affected.
 
 use std::time::Duration;
 
@@ -20,7 +20,7 @@ use crate::{
 use super::{assert_same, open, tls};
 
 #[tokio::test]
-async fn misbehaving_agents_are_refused_and_others_undisturbed() {
+async fn misbehaving_agents_are_refused_and_do_not_affect_others() {
     let impatient = Settings { hello_timeout: Duration::from_secs(2), ..settings() };
     let replica = Replica::start_with(impatient, Security::Plaintext).await;
     replica.store.synced();
@@ -59,7 +59,7 @@ async fn misbehaving_agents_are_refused_and_others_undisturbed() {
     }
     let other = raw(channel(address).await, "/headgate.v1.Discovery/Other", vec![]).await.map(|_| ()).unwrap_err();
     assert_eq!(other.code(), Code::Unimplemented);
-    // No HTTP/2 at all.
+    // A client that does not speak HTTP/2.
     let mut socket = tokio::net::TcpStream::connect(address).await.unwrap();
     socket.write_all(b"GET / HTTP/1.1\r\n\r\n\0\0\0").await.unwrap();
 
@@ -70,7 +70,7 @@ async fn misbehaving_agents_are_refused_and_others_undisturbed() {
 }
 
 #[tokio::test]
-async fn certificates_say_which_node_it_is() {
+async fn the_certificate_decides_which_node_an_agent_may_name() {
     let authority = tls::Authority::new();
     let folder = tempfile::tempdir().unwrap();
     let tls = authority.server_tls(folder.path());
@@ -96,7 +96,7 @@ async fn certificates_say_which_node_it_is() {
     let mut inspect = InspectClient::new(reader.unwrap());
     assert_eq!(inspect.get_status(v1::GetStatusRequest {}).await.unwrap().into_inner().services, 1);
 
-    // Nobody is let in without a certificate, or with one of another authority.
+    // A client without a certificate, or with one of another authority, is refused.
     let stranger = tls::Authority::new().kubelet("n1");
     for certificate in [None, Some(&stranger)] {
         let refused = match tls::connect(address, &authority, certificate).await {
@@ -109,7 +109,7 @@ async fn certificates_say_which_node_it_is() {
 }
 
 #[tokio::test]
-async fn a_newer_stream_of_a_node_replaces_the_older() {
+async fn a_newer_stream_of_a_node_replaces_the_older_one() {
     let replica = Replica::start().await;
     let mut first = open(&replica, "n1").await;
     first.until(|client| !client.ends.is_empty()).await;
@@ -122,7 +122,7 @@ async fn a_newer_stream_of_a_node_replaces_the_older() {
 }
 
 #[tokio::test]
-async fn a_node_that_opens_one_stream_after_the_other_has_to_wait() {
+async fn a_node_that_opens_streams_too_often_is_refused() {
     let replica = Replica::start().await;
     let mut good = open(&replica, "good").await;
     let refused = async {
@@ -134,7 +134,7 @@ async fn a_node_that_opens_one_stream_after_the_other_has_to_wait() {
             return status;
         }
     };
-    let status = timeout(GUARD, refused).await.expect("any number of streams is opened");
+    let status = timeout(GUARD, refused).await.expect("the replica accepts any number of streams");
     assert_eq!(status.code(), Code::ResourceExhausted, "{status}");
     assert!(status.message().contains("node bad opens streams too often"), "{status}");
     assert_eq!(replica.metric("headgate_streams_rejected_total{reason=\"too_many_streams\"}"), 1);

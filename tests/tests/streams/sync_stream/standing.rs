@@ -1,4 +1,4 @@
-//! What a replica says of its source: in `Standing`, `Welcome` and `Heartbeat`, and to probes.
+//! The state of the source in `Standing`, `Welcome`, `Heartbeat` and probes.
 
 use std::time::Duration;
 
@@ -24,7 +24,7 @@ async fn standing(channel: Channel, node: &str) -> Result<v1::StandingResponse, 
 }
 
 #[tokio::test]
-async fn a_replica_tells_its_standing_to_agents_of_others() {
+async fn a_replica_sends_its_standing_to_agents_of_other_replicas() {
     let replica = Replica::start_with(settings(), Security::Plaintext).await;
     let channel = channel(replica.running.local_addr).await;
     let unlisted = standing(channel.clone(), "node-a").await.unwrap();
@@ -60,7 +60,7 @@ async fn a_node_that_asks_too_often_is_refused_and_others_are_not() {
 }
 
 #[tokio::test]
-async fn a_node_asks_for_itself_alone() {
+async fn a_node_may_ask_only_in_its_own_name() {
     let (authority, folder) = (tls::Authority::new(), tempfile::tempdir().unwrap());
     let replica = Replica::start_with(settings(), Security::Tls(authority.server_tls(folder.path()))).await;
     let leaf = authority.kubelet("node-a");
@@ -70,14 +70,14 @@ async fn a_node_asks_for_itself_alone() {
 }
 
 #[tokio::test]
-async fn agents_and_probes_see_a_change_of_the_source_at_once() {
-    // No heartbeat is due for as long as the test takes.
+async fn a_change_of_the_source_shows_to_agents_and_probes_at_once() {
+    // No heartbeat is due during the test.
     let settings = Settings { heartbeat_interval: Duration::from_secs(600), ..settings() };
     let replica = Replica::start_with(settings, Security::Plaintext).await;
     let mut client = Client::open(channel(replica.running.local_addr).await, "node-a", None).await.unwrap();
     assert_eq!(client.welcome.source_state(), SourceState::Unlisted);
     let ready = async || get(&replica, "/readyz").await;
-    // What gRPC health says follows by a task of its own.
+    // A separate task updates gRPC health, so wait for it.
     let mut health = HealthClient::new(channel(replica.running.local_addr).await);
     let mut says = async |wanted: ServingStatus| {
         let service = "headgate.v1.Discovery".to_owned();
@@ -88,7 +88,7 @@ async fn agents_and_probes_see_a_change_of_the_source_at_once() {
                 sleep(Duration::from_millis(5)).await;
             }
         };
-        timeout(GUARD, ask).await.expect("gRPC health says something else than /readyz");
+        timeout(GUARD, ask).await.expect("gRPC health differs from /readyz");
     };
     says(ServingStatus::NotServing).await;
     replica.store.cut_off(Some("on purpose".into()));
@@ -107,7 +107,11 @@ async fn agents_and_probes_see_a_change_of_the_source_at_once() {
         (code.as_str(), body.trim_end()),
         ("HTTP/1.1 503 Service Unavailable", "cut off from the source: on purpose")
     );
-    assert_eq!(get(&replica, "/healthz").await.0, "HTTP/1.1 200 OK", "a restart would lose what is known");
+    assert_eq!(
+        get(&replica, "/healthz").await.0,
+        "HTTP/1.1 200 OK",
+        "the liveness probe failed, and a restart would lose the state"
+    );
     replica.store.cut_off(None);
     client.until(|client| client.heartbeats.len() == 2).await;
     assert_eq!(client.heartbeats[1].source_state(), SourceState::Following);

@@ -56,7 +56,7 @@ impl Authority {
         self.leaf(common_name, None, uri.map(|uri| SanType::URI(uri.try_into().unwrap())).into_iter().collect())
     }
 
-    /// What a kubelet has.
+    /// A certificate as a kubelet has it.
     pub(crate) fn kubelet(&self, node: &str) -> Leaf {
         self.leaf(&format!("system:node:{node}"), Some("system:nodes"), Vec::new())
     }
@@ -72,7 +72,7 @@ impl Authority {
     }
 }
 
-/// A connection with the certificate given, which trusts the authority.
+/// Connects with a certificate, or without one. The client trusts the authority.
 pub(crate) async fn connect(
     address: SocketAddr,
     authority: &Authority,
@@ -81,7 +81,7 @@ pub(crate) async fn connect(
     connect_from(Ipv4Addr::LOCALHOST.into(), address, authority, leaf).await
 }
 
-/// The same from an address of this host's.
+/// Like [`connect`], from this address.
 pub(crate) async fn connect_from(
     host: IpAddr,
     address: SocketAddr,

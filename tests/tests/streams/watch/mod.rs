@@ -1,8 +1,8 @@
-//! The source `kubernetes` against a server that misbehaves in every way that one can, and against
-//! a real one where there is one.
+//! The source `kubernetes`, against a server with every kind of fault, and against a real server if
+//! one is available.
 //!
-//! After each fault the state must be that of the server's objects, and nothing may have gone in
-//! between that was not deleted.
+//! After each fault, the state must equal the server's objects, and nothing that was not deleted
+//! may have been removed in between.
 
 mod alike;
 
@@ -26,7 +26,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::sink::{self, CollectingSink};
 
-/// A source that watches a server. Ends when dropped.
+/// A source that watches a server. Dropping it stops the source.
 struct Watching {
     sink: Arc<CollectingSink>,
     shutdown: CancellationToken,
@@ -64,15 +64,15 @@ impl Watching {
         watching
     }
 
-    /// Waits until what was handed on is what the server's objects come to.
+    /// Waits until the collected state equals the server's objects.
     async fn agrees_with(&self, server: &ApiServer) {
         let objects: Vec<Value> = Kind::ALL.into_iter().flat_map(|kind| server.list(kind)).collect();
         let (state, nodes) = state_of(&objects);
         let is_same = |c: &sink::Collected| c.state.digests() == state.digests() && c.nodes.len() == nodes;
-        self.sink.until("the state is that of the server", is_same).await;
+        self.sink.until("the state equals the server's objects", is_same).await;
     }
 
-    /// Changes each kind once, and waits for it.
+    /// Changes each kind once, and waits until the changes have arrived.
     async fn follows(&self, server: &ApiServer, mark: u8) {
         for object in changed_objects(mark) {
             server.apply(object).unwrap();
@@ -89,7 +89,7 @@ impl Watching {
     }
 }
 
-/// The state that objects come to, and how many Nodes there are.
+/// The state that objects produce, and the number of Nodes.
 fn state_of(objects: &[Value]) -> (State, usize) {
     let mut model = Model::default();
     for value in objects {
@@ -128,7 +128,7 @@ fn first_objects() -> Vec<Value> {
     ]
 }
 
-/// A version of every kind that differs from others by `mark`, and takes nothing away.
+/// Changed objects of every kind. Each `mark` gives other values, and nothing is removed.
 fn changed_objects(mark: u8) -> Vec<Value> {
     vec![
         web(&format!("10.0.1.{mark}")),
@@ -181,7 +181,7 @@ async fn the_state_is_listed_and_followed_with_selectors_on_the_server() {
     assert!(watching.sink.look(|c| c.errors.is_empty()));
 }
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_changes_together_arrives_together() {
+async fn events_that_arrive_together_are_committed_together() {
     let server = server(Options::default());
     let watching = Watching::synced(&server).await;
     let before = watching.sink.look(|c| c.commit_sizes.len());
@@ -215,33 +215,33 @@ async fn watches_that_end_or_break_are_resumed() {
     let initial = server.requests(Verb::Watch, None);
     assert_eq!(server.drop_watches(None), 4);
     watching.follows(&server, 1).await;
-    server.wait_until("all are open again", |server| server.open_watches(None) == 4).await.unwrap();
-    assert_eq!(watching.errors("connection_lost"), 0, "an end is no error");
+    server.wait_until("all watches are open again", |server| server.open_watches(None) == 4).await.unwrap();
+    assert_eq!(watching.errors("connection_lost"), 0, "the normal end of a watch counted as an error");
     for (mark, how) in [(2, Cut::Close), (3, Cut::Reset)] {
         assert_eq!(server.cut_watches(None, how), 4);
         watching.follows(&server, mark).await;
-        server.wait_until("all are open again", |server| server.open_watches(None) == 4).await.unwrap();
+        server.wait_until("all watches are open again", |server| server.open_watches(None) == 4).await.unwrap();
     }
     let lost = watching.errors("connection_lost");
-    assert_eq!(lost, 8, "each cut counts");
+    assert_eq!(lost, 8, "each cut counts as one error");
     server.cut_watches_on_next_event(None, Cut::Close);
     watching.follows(&server, 4).await;
     watching.sink.until("the cuts are counted", |c| c.errors_for("connection_lost") == 12).await;
-    server.wait_until("all are open again", |server| server.open_watches(None) == 4).await.unwrap();
+    server.wait_until("all watches are open again", |server| server.open_watches(None) == 4).await.unwrap();
     assert!(server.requests(Verb::Watch, None) >= initial + 16);
-    // One address a round goes because its slice says so; nothing else may.
+    // In each round, the slice drops one address. Nothing else may be removed.
     let removed = watching.removed();
     assert!(removed.iter().all(|key| key.starts_with("Endpoint shop/web 10.1.2.")), "{removed:?}");
     let relists = server.recorded().iter().filter(|request| request.query.contains("sendInitialEvents")).count();
-    assert_eq!(relists, 4, "nothing was listed anew");
+    assert_eq!(relists, 4, "a kind was listed again");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_expired_watch_lists_anew_and_finds_what_it_missed() {
+async fn an_expired_watch_lists_again_and_finds_missed_changes() {
     for gone_as_http_status in [false, true] {
         let server = server(Options { gone_as_http_status, ..Options::default() });
         let watching = Watching::synced(&server).await;
-        // While nobody listens things come and go, and history is forgotten.
+        // While no watch is open, objects change, and the server loses its history.
         server.stop();
         server.delete(Kind::Service, "shop", "api").unwrap();
         server.apply(web_slice(&["10.1.0.1"])).unwrap();
@@ -250,8 +250,8 @@ async fn an_expired_watch_lists_anew_and_finds_what_it_missed() {
         let mut removed = watching.removed();
         removed.sort();
         assert_eq!(removed, ["Endpoint shop/web 10.1.0.2", "Service shop/api"]);
-        watching.sink.until("it is counted", |c| c.errors_for("watch_expired") >= 2).await;
-        server.wait_until("all are open again", |server| server.open_watches(None) == 4).await.unwrap();
+        watching.sink.until("the expired watches are counted", |c| c.errors_for("watch_expired") >= 2).await;
+        server.wait_until("all watches are open again", |server| server.open_watches(None) == 4).await.unwrap();
         server.compact();
         assert_eq!(server.expire_watches(None), 4);
         watching.follows(&server, 1).await;
@@ -261,7 +261,7 @@ async fn an_expired_watch_lists_anew_and_finds_what_it_missed() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn garbage_is_counted_and_loses_nothing() {
+async fn garbage_is_counted_and_removes_nothing() {
     let server = server(Options::default());
     let watching = Watching::synced(&server).await;
     let lines = [
@@ -276,16 +276,16 @@ async fn garbage_is_counted_and_loses_nothing() {
     for (round, line) in lines.iter().enumerate() {
         assert_eq!(server.send_garbage(None, *line), 4);
         let wanted = 4 * (round as u64 + 1);
-        watching.sink.until("it is counted", |c| c.errors_for("malformed_answer") == wanted).await;
+        watching.sink.until("the garbage is counted", |c| c.errors_for("malformed_answer") == wanted).await;
         watching.follows(&server, round as u8).await;
-        server.wait_until("all are open again", |server| server.open_watches(None) == 4).await.unwrap();
+        server.wait_until("all watches are open again", |server| server.open_watches(None) == 4).await.unwrap();
     }
     let removed = watching.removed();
     assert!(removed.iter().all(|key| key.starts_with("Endpoint shop/web 10.1.2.")), "{removed:?}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn one_object_that_does_not_decode_leaves_the_others_alone() {
+async fn an_object_that_does_not_decode_does_not_affect_others() {
     let server = server(Options::default());
     let broken =
         service("shop", "broken").cluster_ip("10.0.0.12").field("spec.ports", json!([{"port": "many"}])).build();
@@ -303,16 +303,16 @@ async fn one_object_that_does_not_decode_leaves_the_others_alone() {
     let mut worse = web("10.0.0.10");
     worse["spec"]["ports"] = json!("none");
     server.apply(worse).unwrap();
-    watching.sink.until("it is told", |c| c.problems.len() == 2).await;
+    watching.sink.until("the second problem is reported", |c| c.problems.len() == 2).await;
     watching.sink.look(|c| assert!(c.serves("shop", "web") && c.removed.is_empty()));
     server.apply(web("10.0.0.13")).unwrap();
     server.delete(Kind::Service, "shop", "broken").unwrap();
-    watching.sink.until("both are mended", |c| c.problems.is_empty()).await;
+    watching.sink.until("both problems are resolved", |c| c.problems.is_empty()).await;
     watching.agrees_with(&server).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn errors_of_the_server_are_waited_out() {
+async fn errors_of_the_server_are_retried() {
     let server = server(Options::default());
     server.fail_next(6, RequestFilter::all(), RequestFault::Status { code: 500, retry_after_seconds: None });
     server.fail_next(2, RequestFilter::all(), RequestFault::Cut(Cut::Reset));
@@ -329,14 +329,14 @@ async fn errors_of_the_server_are_waited_out() {
     server.drop_watches(None);
     watching.follows(&server, 1).await;
     let unavailable = failure(500, "InternalError", "etcdserver: leader changed").body;
-    server.wait_until("all are open again", |server| server.open_watches(None) == 4).await.unwrap();
+    server.wait_until("all watches are open again", |server| server.open_watches(None) == 4).await.unwrap();
     assert_eq!(server.send_error_event(None, unavailable), 4);
     watching.follows(&server, 2).await;
-    watching.sink.until("each is counted", |c| c.errors_for("server_error") == 13).await;
+    watching.sink.until("each error is counted", |c| c.errors_for("server_error") == 13).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_server_without_streaming_lists_is_read_by_pages() {
+async fn a_server_without_streaming_lists_is_listed_in_pages() {
     let server = server(Options { streaming_lists: false, ..Options::default() });
     for number in 0..1_200 {
         let (a, b) = (number / 200, number % 200);
@@ -350,23 +350,23 @@ async fn a_server_without_streaming_lists_is_read_by_pages() {
             .unwrap();
     }
     let watching = Watching::synced(&server).await;
-    assert_eq!(watching.errors("refused"), 4, "each kind is refused once");
+    assert_eq!(watching.errors("refused"), 4, "the streaming list of each kind is refused once");
     assert!(server.requests(Verb::List, Some(Kind::Service)) >= 3);
     watching.follows(&server, 1).await;
-    // Tokens that expire between pages, and pages that do not come.
+    // Continue tokens expire between pages, and requests for pages fail.
     let lists = server.requests(Verb::List, Some(Kind::Service));
     server.fail_next(2, RequestFilter::verb(Verb::List), RequestFault::Status { code: 500, retry_after_seconds: None });
     server.restart(&Restart::LoseHistory).unwrap();
     let wanted = |server: &ApiServer| {
         server.open_watches(None) == 4 && server.requests(Verb::List, Some(Kind::Service)) >= lists + 3
     };
-    server.wait_until("all is listed anew", wanted).await.unwrap();
+    server.wait_until("every kind is listed again", wanted).await.unwrap();
     watching.follows(&server, 2).await;
     assert_eq!(watching.removed(), ["Endpoint shop/web 10.1.2.1"]);
 }
 
-/// Kubernetes 1.28 to 1.30: no streaming lists, no ServiceCIDRs, and Services cannot be selected by
-/// `spec.clusterIP`.
+/// Kubernetes 1.28 to 1.30 has no streaming lists and no ServiceCIDRs, and cannot select Services
+/// by `spec.clusterIP`.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn servers_before_1_31_are_followed() {
     let server = server(Options::before_1_31());
@@ -378,36 +378,36 @@ async fn servers_before_1_31_are_followed() {
     watching.sink.look(|c| {
         assert!(c.serves("shop", "web") && !c.serves("shop", "dns"));
         let refused = |kind| c.errors.get(&(kind, "refused")).copied().unwrap_or_default();
-        assert_eq!(refused(SourceKind::Services), 2, "one for the streaming list, one for the field selector");
+        assert_eq!(refused(SourceKind::Services), 2, "the streaming list and the field selector are refused");
         assert_eq!((refused(SourceKind::EndpointSlices), refused(SourceKind::Nodes)), (1, 1));
     });
     for service in [headless("web"), headless("later"), web("10.0.0.10")] {
         server.apply(service).unwrap();
         watching.agrees_with(&server).await;
     }
-    assert_eq!(watching.removed(), ["Service shop/web"], "it was headless for a time");
+    assert_eq!(watching.removed(), ["Service shop/web"], "the Service is removed once, while it is headless");
     watching.sink.look(|c| assert!(c.problems.is_empty(), "{:?}", c.problems));
 }
 
-/// As when one of several API servers is still an old one.
+/// This happens when one of several API servers has an older version.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_watch_that_comes_to_an_older_server_goes_on_without_the_field_selector() {
+async fn a_watch_at_an_older_server_continues_without_the_field_selector() {
     let server = server(Options::default());
     let watching = Watching::synced(&server).await;
     server.set_options(|options| options.service_field_selectors = false);
     server.drop_watches(None);
     server.apply(headless("dns")).unwrap();
     watching.follows(&server, 1).await;
-    server.wait_until("all are open again", |server| server.open_watches(None) == 4).await.unwrap();
+    server.wait_until("all watches are open again", |server| server.open_watches(None) == 4).await.unwrap();
     watching.sink.look(|c| assert_eq!(c.errors[&(SourceKind::Services, "refused")], 1));
     assert_eq!(watching.removed(), [""; 0]);
     let relists = server.recorded().iter().filter(|request| request.query.contains("sendInitialEvents")).count();
-    assert_eq!(relists, 4, "nothing was listed anew");
+    assert_eq!(relists, 4, "a kind was listed again");
 }
 
-/// Whatever a streaming list fails with, the next request for that kind is a paged list.
+/// After any failure of a streaming list, the next request for this kind is a list in pages.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_streaming_list_that_fails_is_followed_by_pages() {
+async fn a_failed_streaming_list_is_followed_by_a_list_in_pages() {
     let status = |code, retry_after_seconds| RequestFault::Status { code, retry_after_seconds };
     let faults = [
         status(500, None),
@@ -442,8 +442,8 @@ async fn a_list_that_breaks_removes_nothing() {
     let watching = Watching::synced(&server).await;
     server.delete(Kind::Service, "shop", "api").unwrap();
     watching.agrees_with(&server).await;
-    // A streaming list stands still before its first object, and is cut there. The list by pages is
-    // cut too.
+    // A streaming list stalls before its first object and is cut there. The following list in pages
+    // is cut too.
     server.block(Kind::Service);
     server.fail_next(1, RequestFilter::verb_of(Verb::List, Kind::Service), RequestFault::Cut(Cut::Close));
     server.compact();
@@ -452,7 +452,7 @@ async fn a_list_that_breaks_removes_nothing() {
     };
     let before = asked(&server);
     server.expire_watches(Some(Kind::Service));
-    // The third one is asked for when two are cut.
+    // The source requests a third list after two were cut.
     let are_cut = |server: &ApiServer| {
         server.cut_watches(Some(Kind::Service), Cut::Close);
         asked(server) >= before + 3
@@ -474,7 +474,10 @@ async fn a_restored_backup_is_noticed() {
     }
     server.restart(&Restart::RestoreBackup(backup)).unwrap();
     watching.agrees_with(&server).await;
-    watching.sink.until("it is told", |c| c.errors_for("source_went_back") == 4 && c.went_back > 0).await;
+    watching
+        .sink
+        .until("each kind reports the lower version", |c| c.errors_for("source_went_back") == 4 && c.went_back > 0)
+        .await;
     watching.follows(&server, 30).await;
     server.restart(&Restart::RaiseVersions(1_000_000)).unwrap();
     watching.follows(&server, 31).await;
@@ -499,7 +502,7 @@ async fn nothing_is_served_before_every_kind_is_listed() {
     let forbidden = RequestFilter { verb: None, kind: Some(Kind::EndpointSlice) };
     server.fail_all(forbidden, RequestFault::Status { code: 403, retry_after_seconds: None });
     let watching = Watching::start(&server.kubeconfig());
-    watching.sink.until("it is counted", |c| c.errors_for("forbidden") >= 3 && c.heard.len() == 3).await;
+    watching.sink.until("the refusals are counted", |c| c.errors_for("forbidden") >= 3 && c.heard.len() == 3).await;
     watching.sink.look(|c| assert_eq!((c.synced, c.commits), (0, 0)));
     server.clear_faults();
     watching.sink.until("everything is listed", |c| c.synced == 1).await;
@@ -508,22 +511,23 @@ async fn nothing_is_served_before_every_kind_is_listed() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn bookmarks_are_signs_of_life_and_move_positions() {
+async fn bookmarks_count_as_heard_and_move_positions() {
     let server = server(Options::default());
     let watching = Watching::synced(&server).await;
     let before = watching.sink.look(|c| c.heard[&SourceKind::Nodes]);
-    // Other kinds move the version on; the Nodes' watch hears of it by bookmark only.
+    // A write to another kind raises the version. The watch of Nodes learns of it only by a
+    // bookmark.
     server.apply(web("10.0.9.9")).unwrap();
     watching.agrees_with(&server).await;
     let version = server.version();
     server.send_bookmarks(None);
-    watching.sink.until("the position moved", |c| c.positions[&SourceKind::Nodes] == version).await;
+    watching.sink.until("the position has moved", |c| c.positions[&SourceKind::Nodes] == version).await;
     assert!(watching.sink.look(|c| c.heard[&SourceKind::Nodes]) > before);
 }
 
-/// The server accepts watches and says nothing in them; everything else works.
+/// The server accepts watches of one kind and sends nothing on them. Everything else works.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_watch_that_died_is_opened_anew_and_never_looks_fresh() {
+async fn a_silent_watch_is_opened_again_and_does_not_count_as_heard() {
     let options = Options { bookmark_interval: Duration::from_millis(100), ..Options::default() };
     let server = server(options);
     let watching = Watching::start_with(&server.kubeconfig(), Duration::from_secs(1));
@@ -534,13 +538,13 @@ async fn a_watch_that_died_is_opened_anew_and_never_looks_fresh() {
     let heard = || watching.sink.look(|c| c.heard[&SourceKind::EndpointSlices]);
     server.apply(web_slice(&["10.1.0.77"])).unwrap();
     let before = opened();
-    server.wait_until("it is opened anew", |_| opened() > before).await.unwrap();
-    // What was on its way has arrived by now.
+    server.wait_until("the watch is opened again", |_| opened() > before).await.unwrap();
+    // Events that were already sent have arrived by now.
     let (heard_before, others) = (heard(), watching.sink.look(|c| c.heard[&SourceKind::Nodes]));
-    server.wait_until("it is opened anew twice more", |_| opened() >= before + 3).await.unwrap();
-    watching.sink.until("other kinds are heard", |c| c.heard[&SourceKind::Nodes] > others).await;
+    server.wait_until("the watch is opened twice more", |_| opened() >= before + 3).await.unwrap();
+    watching.sink.until("events of other kinds arrive", |c| c.heard[&SourceKind::Nodes] > others).await;
     watching.sink.look(|c| assert!(c.errors[&(SourceKind::EndpointSlices, "timeout")] >= 2));
-    assert_eq!(heard(), heard_before, "a watch that says nothing counts as heard");
+    assert_eq!(heard(), heard_before, "a silent watch counted as heard");
     server.release(Kind::EndpointSlice);
     let has_come = |c: &sink::Collected| c.endpoints("shop", "web").contains(&"10.1.0.77".to_owned());
     watching.sink.until("the change arrives", has_come).await;
@@ -548,7 +552,7 @@ async fn a_watch_that_died_is_opened_anew_and_never_looks_fresh() {
     assert!(heard() > heard_before);
 }
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_kubeconfig_that_cannot_be_used_is_an_error_at_once() {
+async fn an_unusable_kubeconfig_is_an_error_at_once() {
     let run = source::run(
         SourceSpec::Kubernetes,
         SourceSettings { kubeconfig: Some("/nowhere/kubeconfig".into()), ..SourceSettings::default() },
