@@ -1,5 +1,5 @@
-//! Follows one replica after another until the agent stops: connects, runs the stream, and connects
-//! again.
+//! The session: connects to a replica, follows its stream, and connects again until the agent
+//! stops.
 
 use std::{sync::Arc, time::Duration};
 
@@ -31,19 +31,19 @@ use super::{
 };
 use crate::{progress::Progress, state::AgentState};
 
-/// After a stream that lasted this long, the next pause is short again.
+/// After a stream that lasted this long, the next pause is the shortest again.
 const HEALTHY_AFTER: Duration = Duration::from_secs(10);
-/// Messages to the replica that wait inside the transport.
+/// Number of messages to the replica that may wait inside the transport.
 const OUTGOING: usize = 4;
 
-/// The session.
+/// The agent's side of all streams.
 #[derive(Debug)]
 pub struct Session {
     context: Context,
 }
 
 impl Session {
-    /// A session that writes `state` and reports `progress`.
+    /// Creates a session that applies what it receives to `state` and reports `progress`.
     #[must_use]
     pub fn new(
         config: SessionConfig,
@@ -55,7 +55,7 @@ impl Session {
         Self { context: Context { config, state, metrics, progress, machine, distrusts_version: false } }
     }
 
-    /// Follows one replica or another until `shutdown`. No failure ends it.
+    /// Follows one replica after another until `shutdown`. No failure ends the session.
     pub async fn run(mut self, shutdown: CancellationToken) {
         let mut replicas = Replicas::new(self.context.config.control_planes.clone());
         let mut backoff = self.context.config.backoff.clone();
@@ -87,17 +87,17 @@ impl Session {
             if is_renewed {
                 replicas.repeat();
             }
-            // A drained stream has waited for its moment already, unless replicas drain it in
-            // turns. Moves have pauses of their own.
+            // A drained stream has already waited for a random time. It gets no further pause,
+            // unless replicas drain the agent one after the other. `MoveLimits` limits moves.
             let is_moved = matches!(end, StreamEnd::Moved { .. });
-            let goes_at_once = is_renewed || matches!(end, StreamEnd::Drained(_));
-            let goes_at_once = is_moved || (goes_at_once && backoff.attempts() == 0);
+            let may_skip_pause = is_renewed || matches!(end, StreamEnd::Drained(_));
+            let skips_pause = is_moved || (may_skip_pause && backoff.attempts() == 0);
             let pause = if is_moved { Duration::ZERO } else { backoff.next_pause() };
-            let pause = if goes_at_once { Duration::ZERO } else { pause };
+            let pause = if skips_pause { Duration::ZERO } else { pause };
             if let StreamEnd::Drained(_) | StreamEnd::Renewed | StreamEnd::Moved { .. } = end {
-                info!(%replica, reason = %end, "connecting anew");
+                info!(%replica, reason = %end, "connecting again");
             } else {
-                warn!(%replica, error = %end, pause_ms = pause.as_millis(), "the stream ended; forwarding goes on with the last state");
+                warn!(%replica, error = %end, pause_ms = pause.as_millis(), "the stream ended; forwarding continues with the last state");
             }
             if shutdown.run_until_cancelled(sleep(pause)).await.is_none() {
                 return;
@@ -106,7 +106,7 @@ impl Session {
         }
     }
 
-    /// One stream, from connecting to its end.
+    /// Connects, follows one stream, and returns the reason for its end.
     async fn follow(
         &mut self,
         replica: &Target,
@@ -128,13 +128,14 @@ impl Session {
         {
             return mistake.into();
         }
-        // Why TLS ended the connection says more than that it ended.
+        // If TLS ended the connection, its reason is more precise than `end`.
         connection.refusal().map_or(end, |refusal| ConnectError::Refused(refusal).into())
     }
 
     async fn open(&mut self, connection: &Connection, failover: Failover) -> Result<Stream, StreamEnd> {
         let state = Arc::clone(&self.context.state);
-        // Digests are copied under the state's lock, which planning a full sync holds for a while.
+        // `begin_stream` waits for the state's lock, which the planning of a full sync may hold for
+        // a while.
         let (mut resume, position, number) = spawn_blocking(move || state.begin_stream()).await?;
         let distrusts_version = self.context.distrusts_version || self.context.machine.has_forgotten_rejections();
         if let Some(resume) = resume.as_mut().filter(|_| distrusts_version) {
@@ -150,7 +151,7 @@ impl Session {
             resume,
         };
         let (outgoing, receiver) = mpsc::channel(OUTGOING);
-        // The channel is empty and has a receiver: this cannot fail.
+        // This cannot fail: the channel is empty and has a receiver.
         let _ = outgoing.try_send(v1::AgentMessage { body: Some(Body::Hello(hello)) });
         let mut client =
             DiscoveryClient::new(connection.channel.clone()).max_decoding_message_size(MAX_SERVER_MESSAGE_BYTES);

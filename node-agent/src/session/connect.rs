@@ -1,4 +1,4 @@
-//! Addresses of control planes, and connections to them.
+//! Connections to control planes.
 
 use std::{
     net::SocketAddr,
@@ -20,20 +20,20 @@ use tower::{BoxError, ServiceExt as _};
 use super::tls::{AgentTls, Explained};
 use crate::control_planes::ControlPlane;
 
-/// Time to connect, TLS included.
+/// Maximum time for the TCP connection. TCP and TLS together may take twice as long.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// A peer that is gone without a word is found after both together.
+/// A peer that vanished without closing the connection is detected after the sum of both times.
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(20);
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(10);
 
 impl ControlPlane {
-    /// What was wrong with the URL when a stream did not come about; `None` when it was something
-    /// else. Asks the other end, where that may tell.
+    /// After a stream failed to open, returns what is wrong with the URL, or `None` if the reason
+    /// is another one. May connect to the server to find out.
     pub(super) async fn mistake(&self, status: &Status) -> Option<ConnectError> {
         if status.message().starts_with("grpc-status header missing") {
             return Some(ConnectError::NoControlPlane);
         }
-        // What HTTP/2 makes of a TLS alert is one of these, by chance.
+        // When the server answers with a TLS alert, the HTTP/2 client reports any of these codes.
         let is_broken = matches!(status.code(), Code::Internal | Code::Unknown | Code::Unavailable | Code::Cancelled);
         if self.uses_tls() || !is_broken {
             return None;
@@ -44,18 +44,18 @@ impl ControlPlane {
         asked.is_ok_and(|speaks_tls| speaks_tls).then_some(ConnectError::SpeaksTls)
     }
 
-    /// The URL of one of its addresses, for TCP alone: TLS goes on asking for the name.
+    /// The URL for the TCP connection to one address. TLS still verifies the configured name.
     fn at(&self, address: Option<SocketAddr>) -> Uri {
         let uri = address.and_then(|address| format!("http://{address}").parse().ok());
         uri.unwrap_or_else(|| self.uri().clone())
     }
 
-    /// Connects, to this address of it if one is given. TLS files are read at each call, so that
-    /// renewed certificates are used without a restart.
+    /// Connects to `address`, or to any address of the name if `address` is `None`. Reads the TLS
+    /// files at each call, so that renewed certificates are used without a restart.
     ///
     /// # Errors
-    /// Nobody answers, the peer is not who it should be, or the TLS files cannot be used. Trying
-    /// again later may help.
+    /// No server answers, one side does not accept the certificate of the other, or the TLS files
+    /// cannot be used. The caller should retry.
     pub async fn connect(
         &self,
         address: Option<SocketAddr>,
@@ -75,7 +75,7 @@ impl ControlPlane {
             not_after = Some(loaded.validity.not_after);
             let connect =
                 self.tls_connector(address, Arc::clone(tls), Arc::clone(&loaded.config), Arc::clone(&refused));
-            // tonic takes the scheme for its own TLS; that of the requests is the origin's.
+            // An https URL would enable tonic's own TLS. Requests get their scheme from the origin.
             let endpoint = endpoint(Uri::from_static("http://control-plane")).origin(self.uri().clone());
             timeout(2 * CONNECT_TIMEOUT, endpoint.connect_with_connector(tower::service_fn(connect))).await
         } else {
@@ -88,7 +88,7 @@ impl ControlPlane {
         }
     }
 
-    /// Makes a TCP connection and a TLS handshake on it.
+    /// Returns a connector that opens a TCP connection and makes a TLS handshake.
     fn tls_connector(
         &self,
         address: Option<SocketAddr>,
@@ -108,8 +108,8 @@ impl ControlPlane {
     }
 }
 
-/// Makes TCP connections, to several addresses of a name at a time where it has both families (RFC
-/// 8305).
+/// Returns a connector for TCP. If a name has addresses of both families, it tries both at a time
+/// (RFC 8305).
 fn tcp() -> HttpConnector {
     let mut tcp = HttpConnector::new();
     tcp.enforce_http(false);
@@ -122,53 +122,53 @@ fn tcp() -> HttpConnector {
 /// A connection to a control plane.
 #[derive(Debug)]
 pub struct Connection {
-    /// For requests.
+    /// The channel for requests.
     pub channel: Channel,
-    /// When the certificate expires that it was made with; `None` without TLS.
+    /// When the agent's certificate on this connection expires; `None` without TLS.
     pub not_after: Option<SystemTime>,
     refused: Arc<OnceLock<Refusal>>,
 }
 
 impl Connection {
-    /// Why TLS broke it off, if that is what happened.
+    /// Why TLS ended the connection, if it did.
     #[must_use]
     pub fn refusal(&self) -> Option<Refusal> {
         self.refused.get().cloned()
     }
 }
 
-/// A connection that did not come about.
+/// Why a connection could not be made.
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectError {
     /// The TLS files cannot be used.
     #[error(transparent)]
     Files(#[from] FileError),
-    /// One of the two ends does not believe the other.
+    /// One side does not accept the certificate of the other.
     #[error("{}", .0.sentence)]
     Refused(Refusal),
-    /// An https URL without files; the options refuse it earlier.
+    /// An https URL without TLS files. The check of the options normally reports this earlier.
     #[error("no TLS files for an https URL; pass --tls-cert, --tls-key and --tls-ca")]
     NoTlsFiles,
-    /// TCP or the TLS handshake.
+    /// The TCP connection or the TLS handshake failed.
     #[error("cannot connect: {}", chain(.0))]
     Connect(tonic::transport::Error),
-    /// An http URL of somebody with TLS. Only another URL helps.
+    /// The URL begins with http://, but the server uses TLS. The URL has to be corrected.
     #[error(
         "the control plane speaks TLS, and its URL begins with http://; write https:// in --control-plane, and pass --tls-cert, --tls-key and --tls-ca"
     )]
     SpeaksTls,
-    /// A port at which something else answers. Only another URL helps.
+    /// The server at this port is not a control plane. The URL has to be corrected.
     #[error(
-        "HTTP is spoken there, and no control plane answers; check the port in --control-plane: it is that of the control plane's --listen"
+        "the server speaks HTTP, but no control plane answers; check the port in --control-plane: it must be the port of the control plane's --listen"
     )]
     NoControlPlane,
-    /// TCP or the TLS handshake takes too long.
+    /// The TCP connection or the TLS handshake took too long.
     #[error("cannot connect: no answer in {} s", 2 * CONNECT_TIMEOUT.as_secs())]
     TimedOut,
 }
 
-/// An error with what caused it, since tonic's errors name their cause nowhere else. What a cause
-/// repeats is said once.
+/// The text of an error followed by its causes, which tonic's errors do not include in their text.
+/// A cause whose text is already included is left out.
 pub(crate) fn chain(error: &(dyn std::error::Error + 'static)) -> String {
     let causes = std::iter::successors(error.source(), |cause| cause.source()).map(ToString::to_string);
     causes.fold(error.to_string(), |text, cause| if text.contains(&cause) { text } else { format!("{text}: {cause}") })
@@ -185,7 +185,7 @@ mod tests {
     use crate::session::metrics::TlsMetrics;
 
     #[test]
-    fn causes_are_named_once() {
+    fn a_repeated_cause_is_named_once() {
         let file =
             FileError { option: "--tls-key", file: "/k".into(), problem: "bad".into(), remedy: "mend it".into() };
         let error = std::io::Error::other(ConnectError::Files(file));

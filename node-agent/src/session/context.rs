@@ -1,4 +1,4 @@
-//! What all streams of a session use.
+//! Data that all streams of a session share.
 
 use std::sync::Arc;
 
@@ -10,17 +10,17 @@ use crate::{backoff::Backoff, control_planes::ControlPlane, progress::Progress, 
 /// Settings of a session.
 #[derive(Debug, Clone)]
 pub struct SessionConfig {
-    /// Name of the node, lower case.
+    /// Name of the node, in lower case.
     pub node_name: Arc<str>,
-    /// Replicas, at least one.
+    /// URLs of the replicas, at least one.
     pub control_planes: Vec<ControlPlane>,
-    /// Needed for https.
+    /// Certificate, key and authorities; required for https URLs.
     pub tls: Option<Arc<AgentTls>>,
-    /// Pauses between attempts.
+    /// Pauses between attempts to connect.
     pub backoff: Backoff,
 }
 
-/// See the module.
+/// Data that all streams of a session share.
 #[derive(Debug)]
 pub(super) struct Context {
     pub(super) config: SessionConfig,
@@ -28,7 +28,8 @@ pub(super) struct Context {
     pub(super) metrics: SessionMetrics,
     pub(super) progress: watch::Receiver<Progress>,
     pub(super) machine: Machine,
-    /// The last stream referred to something that is not held: the state is not the state of its
-    /// version, so the log cannot continue from it.
+    /// The last stream referred to something that the agent does not hold. The held state therefore
+    /// differs from the replica's state at that version, and the next stream must resume by
+    /// digests.
     pub(super) distrusts_version: bool,
 }

@@ -1,4 +1,4 @@
-//! Metrics of the session: its streams, what the control plane sends, and TLS.
+//! Metrics of the session: its streams, what the replica reports, and TLS.
 
 use std::{
     sync::{
@@ -35,16 +35,16 @@ struct FileLabel {
     file: &'static str,
 }
 
-/// See the module.
+/// Metrics of the session.
 #[derive(Debug, Clone, Default)]
 pub struct SessionMetrics {
-    /// 1 while a stream is up and welcomed.
+    /// 1 while a stream is open and `Welcome` has arrived.
     pub connected: Gauge,
-    /// Streams after the first that were begun.
+    /// Number of attempts to connect after the first.
     pub reconnects: Counter,
-    /// Resources that could not be used.
+    /// Number of received resources that the agent could not use.
     pub rejected_resources: Counter,
-    /// Version of the state that is held.
+    /// Version of the state that the agent holds.
     pub version_received: Gauge<u64, AtomicU64>,
     /// The newest version that the control plane has.
     pub head_version: Gauge<u64, AtomicU64>,
@@ -56,39 +56,39 @@ pub struct SessionMetrics {
     source: Arc<Mutex<Source>>,
 }
 
-/// What the replica says of its source.
+/// What the replica reports about its source.
 #[derive(Debug, Default)]
 struct Source {
-    /// When the replica said how old its last word from the source is, and that age.
+    /// When the last heartbeat arrived, and the age of the source that it reported.
     heard: Option<(Instant, Duration)>,
     state: Option<SourceState>,
 }
 
 impl SessionMetrics {
-    /// Registers all of them.
+    /// Registers all metrics of the session.
     pub(crate) fn register(&self, registry: &mut MetricRegistry) {
         let mut add = registry.adder(AGENT);
         add.gauge("connected", "", "1 while a control plane serves this agent", self.connected.clone());
         add.counter("stream_errors", "reason", "Streams that ended, by reason", self.stream_errors.clone());
         add.counter("reconnects", "", "Attempts to connect after the first", self.reconnects.clone());
-        let help = "How streams began: log, digests or full";
+        let help = "Streams that began, by resume mode";
         add.counter("resumes", "mode (log, digests, full)", help, self.resumes.clone());
         let help = "Resources that the control plane sent and this agent cannot use";
         add.counter("rejected_resources", "", help, self.rejected_resources.clone());
-        let help = "Time since the control plane's source was last heard";
+        let help = "Time since the control plane last heard from its source";
         add.gauge_in(Unit::Seconds, "source_age", "", help, self.source_age_seconds.clone());
-        add.gauge("version_received", "", "Version of the state that is held", self.version_received.clone());
+        add.gauge("version_received", "", "Version of the state that the agent holds", self.version_received.clone());
         let help = "Newest version that the control plane has, as of its last heartbeat";
         add.gauge("head_version", "", help, self.head_version.clone());
         self.tls.register(registry);
     }
 
-    /// A stream ended, for one of a few fixed reasons.
+    /// Counts a stream that ended. `reason` is from a small fixed set.
     pub fn stream_error(&self, reason: &'static str) {
         self.stream_errors.get_or_create(&ReasonLabel { reason }).inc();
     }
 
-    /// A stream began.
+    /// Counts a stream that began with this resume mode.
     pub fn resumed(&self, mode: ResumeMode) {
         let mode = match mode {
             ResumeMode::Log => "log",
@@ -99,30 +99,30 @@ impl SessionMetrics {
         self.resumes.get_or_create(&ModeLabel { mode }).inc();
     }
 
-    /// A heartbeat said how long ago the source was heard.
+    /// Records the source age of a heartbeat.
     pub fn heard(&self, source_age: Duration) {
         self.source().heard = Some((Instant::now(), source_age));
     }
 
-    /// The replica said what its source is doing; `None` from one that does not say.
+    /// Records the state of the source. `None` means that the replica does not report it.
     pub fn source_said(&self, state: Option<SourceState>) {
         self.source().state = state;
     }
 
-    /// What the replica said last of its source; `None` before, and from one that does not say.
+    /// The state of the source that was reported last; `None` if none was reported.
     #[must_use]
     pub fn source_state(&self) -> Option<SourceState> {
         self.source().state
     }
 
-    /// Time since the source was last heard, grown since the heartbeat that said so; `None` before
-    /// the first.
+    /// Time since the replica last heard from its source: the age in the last heartbeat plus the
+    /// time since that heartbeat. `None` before the first heartbeat.
     #[must_use]
     pub fn source_age(&self) -> Option<Duration> {
         self.source().heard.map(|(at, age)| age.saturating_add(at.elapsed()))
     }
 
-    /// Brings the gauges that depend on the time up to date, before the registry is read.
+    /// Updates the gauges that depend on the time. Call it before the registry is read.
     pub(crate) fn refresh(&self) {
         self.source_age_seconds.set(self.source_age().map_or(0.0, |age| age.as_secs_f64()));
     }
@@ -144,16 +144,16 @@ pub struct TlsMetrics {
 impl TlsMetrics {
     fn register(&self, registry: &mut MetricRegistry) {
         let mut add = registry.adder(AGENT);
-        let help = "TLS handshakes with control planes that were done, by kind";
+        let help = "Completed TLS handshakes with control planes, by kind";
         add.counter("tls_handshakes", "kind (full, resumed)", help, self.handshakes.clone());
-        let help = "Times that other TLS files were taken up, or had to be refused";
+        let help = "Changes of the TLS files, by whether the agent could load them";
         add.counter("tls_reloads", "result (success, failure)", help, self.reloads.clone());
         let help =
-            "When what is in use expires, in seconds since 1970: the own certificate, the first of the authorities";
+            "When the agent's certificate, and the first of the authorities, expires, in seconds since the Unix epoch";
         add.gauge_in(Unit::Seconds, "tls_certificate_not_after", "file (cert, ca)", help, self.not_after.clone());
     }
 
-    /// Files were taken up; the first ones are not counted as a reload.
+    /// Records files that were loaded. The first load of the process does not count as a reload.
     pub(crate) fn loaded<C>(&self, loaded: &Loaded<C>, is_first: bool) {
         if !is_first {
             self.reloads.get_or_create(&ResultLabel { result: "success" }).inc();
@@ -165,25 +165,25 @@ impl TlsMetrics {
         self.problem.send_replace(None);
     }
 
-    /// Files cannot be used.
-    pub(crate) fn refused(&self, problem: String) {
+    /// Records files that cannot be used.
+    pub(crate) fn load_failed(&self, problem: String) {
         self.reloads.get_or_create(&ResultLabel { result: "failure" }).inc();
         self.problem.send_replace(Some(problem));
     }
 
-    /// A handshake was done.
+    /// Counts a completed handshake.
     pub(crate) fn handshake(&self, is_resumed: bool) {
         let kind = if is_resumed { "resumed" } else { "full" };
         self.handshakes.get_or_create(&KindLabel { kind }).inc();
     }
 
-    /// What is wrong with the files as they are now.
+    /// What is wrong with the current files, if anything.
     #[must_use]
     pub fn problem(&self) -> Option<String> {
         self.problem.borrow().clone()
     }
 
-    /// Follows what is wrong with the files.
+    /// Returns a receiver that follows [`Self::problem`].
     pub(crate) fn watch_problem(&self) -> watch::Receiver<Option<String>> {
         self.problem.subscribe()
     }

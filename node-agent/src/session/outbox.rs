@@ -1,4 +1,5 @@
-//! What the agent has to say and could not yet: bounded, whatever the replica reads.
+//! Messages that wait to be sent to the replica. Their size is bounded, even if the replica reads
+//! nothing.
 
 use std::{collections::VecDeque, ops::RangeInclusive, time::Duration};
 
@@ -9,45 +10,48 @@ use headgate_proto::{
 use prost::Message as _;
 use tokio::time::Instant;
 
-/// Longest field of a rejection that is sent.
+/// Maximum length of a field of a rejection. Longer texts are cut.
 const MAX_TEXT_BYTES: usize = 1024;
-/// Rejections that wait at most; further ones are counted and logged, not sent.
+/// Maximum number of waiting NACKs. The contents of further NACKs are counted and dropped.
 const MAX_WAITING_NACKS: usize = 64;
-/// Half of what a message may be, so that its own fields have room.
+/// Maximum size of the items of one NACK: half of the maximum message size, which leaves room for
+/// the other fields.
 const NACK_BYTES: usize = MAX_AGENT_MESSAGE_BYTES / 2;
 
-/// Least time between two ACKs in milliseconds, drawn anew for each (contract, 7). A fleet's ACKs
-/// are most of what a replica has to read: thousands of agents times the changes a second. With one
-/// time for all they would go on coming at the same moments, since the change that follows a quiet
-/// time is acknowledged by all at once, and each change that meets them there would have to wait.
+/// Shortest time between two ACKs in milliseconds. Each agent draws a new random time after each
+/// ACK (contract, 7).
+///
+/// ACKs are most of what a replica reads: up to one per agent and change. After a quiet time, all
+/// agents acknowledge the next change at once. With a fixed interval, their later ACKs would also
+/// arrive together, and would delay each change that the replica sends at that moment.
 const ACK_INTERVAL_MS: RangeInclusive<u64> = 150..=350;
 
-/// Times of earlier versions in one ACK (`Ack.earlier`); what is older counts as programmed with
-/// the oldest of them.
+/// Maximum number of earlier versions in one ACK (`Ack.earlier`). Older versions count as
+/// programmed at the time of the oldest of them.
 const MAX_EARLIER: usize = 64;
 
-/// Messages in order. A newer status, ACK, or failure, replaces one that waits.
+/// The waiting messages. A newer status, ACK or failure replaces a waiting one.
 #[derive(Debug, Default)]
 pub(super) struct Outbox {
     nacks: VecDeque<v1::Nack>,
     failed: Option<v1::ApplyFailed>,
     ack: Option<WaitingAck>,
-    /// Before then, an ACK waits for others.
+    /// When the next ACK may be sent. Until then, newer ACKs are merged into the waiting one.
     next_ack: Option<Instant>,
     status: Option<v1::AgentStatus>,
 }
 
-/// An ACK that may wait for others.
+/// An ACK that may have to wait.
 #[derive(Debug)]
 struct WaitingAck {
     ack: v1::Ack,
-    /// The versions that it covers, and when each was programmed. The last is its own.
+    /// The versions that the ACK covers, with the time at which each was programmed. The last item
+    /// is the version of the ACK itself.
     programmed: VecDeque<(u64, Instant)>,
 }
 
 impl Outbox {
-    /// When there is something to send; `None` when there is nothing. An ACK may have to wait,
-    /// anything else goes at once.
+    /// When the next message may be sent; `None` if no message waits. Only an ACK may have to wait.
     pub(super) fn ready_at(&self, now: Instant) -> Option<Instant> {
         if !self.nacks.is_empty() || self.failed.is_some() || self.status.is_some() {
             return Some(now);
@@ -56,21 +60,21 @@ impl Outbox {
         Some(self.next_ack.unwrap_or(now))
     }
 
-    /// Queues an ACK of what has been programmed just now.
+    /// Queues an ACK for a version that has just been programmed.
     pub(super) fn ack(&mut self, mut ack: v1::Ack, now: Instant) {
         let mut programmed = VecDeque::with_capacity(1);
         if let Some(waiting) = self.ack.take() {
             ack.services_planned = ack.services_planned.saturating_add(waiting.ack.services_planned);
             ack.objects_written = ack.objects_written.saturating_add(waiting.ack.objects_written);
             programmed = waiting.programmed;
-            // A node's revision alone is acknowledged by the same version.
+            // If only the node's revision changed, the new ACK has the same version as the last.
             programmed.retain(|(version, _)| *version < ack.version);
             if programmed.len() > MAX_EARLIER {
                 programmed.pop_front();
             }
         }
         programmed.push_back((ack.version, now));
-        // A failure of what this covers is made good; one of a newer version is not.
+        // The ACK supersedes a failure, unless the failure concerns a newer version.
         self.failed.take_if(|failed| failed.version <= ack.version);
         self.ack = Some(WaitingAck { ack, programmed });
     }
@@ -86,12 +90,13 @@ impl Outbox {
         self.failed = Some(failed);
     }
 
-    /// Queues rejections and their withdrawals, in as many messages as their size asks for. Returns
-    /// how many found no room.
+    /// Queues rejections and withdrawals, split into messages by size. Returns the number of items
+    /// that were dropped for lack of room.
     pub(super) fn nack(&mut self, nack: v1::Nack) -> usize {
         let version = nack.version;
         let (mut part, mut bytes, mut dropped) = (v1::Nack { version, ..v1::Nack::default() }, 0, 0);
-        // Withdrawals come first: what is rejected again for another reason is rejected at the end.
+        // Withdrawals come first, so that a resource that is withdrawn and rejected for another
+        // reason ends up as rejected.
         for mut resource in nack.withdrawn {
             shorten(&mut resource, MAX_TEXT_BYTES);
             dropped += self.make_room(&mut part, &mut bytes, resource.len() + 8);
@@ -106,8 +111,8 @@ impl Outbox {
         dropped + self.push_nack(part)
     }
 
-    /// Queues what has come together when an item of this size does not fit in any more. Returns
-    /// how many items found no room.
+    /// Queues `part` and starts a new one if an item of this size does not fit any more. Returns
+    /// the number of items that were dropped for lack of room.
     fn make_room(&mut self, part: &mut v1::Nack, bytes: &mut usize, size: usize) -> usize {
         let is_full = *bytes + size > NACK_BYTES;
         *bytes = if is_full { size } else { *bytes + size };
@@ -126,7 +131,7 @@ impl Outbox {
         0
     }
 
-    /// The next message to send, if there is one and its time has come.
+    /// Takes out the next message that may be sent at `now`, if any.
     pub(super) fn pop(&mut self, now: Instant) -> Option<v1::AgentMessage> {
         let body = if let Some(status) = self.status.take() {
             Body::Status(status)
@@ -151,7 +156,7 @@ impl Outbox {
     }
 }
 
-/// Cuts a text that is too long, at a character's border.
+/// Cuts a text that is too long, at a character boundary.
 fn shorten(text: &mut String, max_bytes: usize) {
     if text.len() > max_bytes {
         let end = text.floor_char_boundary(max_bytes);
@@ -177,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn a_newer_ack_replaces_and_sums() {
+    fn a_newer_ack_replaces_a_waiting_ack_and_adds_its_counts() {
         let (mut outbox, now) = (Outbox::default(), Instant::now());
         outbox.ack(v1::Ack { version: 1, services_planned: 2, objects_written: 3, ..Default::default() }, now);
         outbox.apply_failed(v1::ApplyFailed { version: 2, ..Default::default() });
@@ -188,17 +193,17 @@ mod tests {
     }
 
     #[test]
-    fn acks_keep_a_distance_and_say_how_old_they_are() {
+    fn acks_wait_for_the_interval_and_state_when_versions_were_programmed() {
         let (mut outbox, start) = (Outbox::default(), Instant::now());
         let at = |ms: u64| start + Duration::from_millis(ms);
         outbox.ack(v1::Ack { version: 1, ..Default::default() }, at(0));
-        assert_eq!(ack(outbox.pop(at(0))).programmed_ago_microseconds, 0, "the first goes at once");
+        assert_eq!(ack(outbox.pop(at(0))).programmed_ago_microseconds, 0, "the first ACK is sent at once");
         outbox.ack(v1::Ack { version: 2, ..Default::default() }, at(50));
         outbox.ack(v1::Ack { version: 3, ..Default::default() }, at(100));
         let ready = outbox.ready_at(at(100)).unwrap();
         assert!(ready >= at(150) && ready <= at(350), "{:?}", ready - start);
         assert!(outbox.pop(at(149)).is_none());
-        // What else there is to say does not wait.
+        // Other messages do not wait for the interval.
         outbox.apply_failed(v1::ApplyFailed { version: 4, ..Default::default() });
         assert_eq!(outbox.ready_at(at(110)), Some(at(110)));
         assert!(matches!(outbox.pop(at(110)).unwrap().body, Some(Body::ApplyFailed(_))));
@@ -206,11 +211,11 @@ mod tests {
         assert_eq!((late.version, late.programmed_ago_microseconds), (3, 250_000));
         assert_eq!(late.earlier, [v1::ProgrammedVersion { version: 2, ago_microseconds: 300_000 }]);
         outbox.ack(v1::Ack { version: 5, ..Default::default() }, at(900));
-        assert_eq!(ack(outbox.pop(at(900))).version, 5, "after a quiet time one goes at once");
+        assert_eq!(ack(outbox.pop(at(900))).version, 5, "after a quiet time, an ACK is sent at once");
     }
 
     #[test]
-    fn acks_of_agents_that_began_together_do_not_stay_together() {
+    fn acks_of_agents_that_started_together_spread_over_the_interval() {
         let start = Instant::now();
         let times = (0..100).map(|_| {
             let mut outbox = Outbox::default();
@@ -224,15 +229,15 @@ mod tests {
             let from = Duration::from_millis(150 + 20 * u64::from(*tenth));
             times.iter().any(|time| (from..=from + Duration::from_millis(20)).contains(time))
         };
-        // By chance one stays empty in some of ten thousand runs, and four in none.
+        // One empty tenth is rare, a few in ten thousand runs. Four empty tenths do not occur.
         assert!((0..10).filter(in_a_tenth).count() > 6, "{times:?}");
     }
 
     #[test]
-    fn times_of_earlier_versions_are_bounded_and_of_each_version_once() {
+    fn an_ack_lists_a_bounded_number_of_earlier_versions_each_once() {
         let (mut outbox, now) = (Outbox::default(), Instant::now());
         for version in 1..=1_000 {
-            // A version, and then the node's revision with it.
+            // The second ACK acknowledges a new revision of the node at the same version.
             outbox.ack(v1::Ack { version, ..Default::default() }, now);
             outbox.ack(v1::Ack { version, node_revision: 1, ..Default::default() }, now);
         }
@@ -242,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn rejections_are_split_below_the_limit_and_bounded() {
+    fn rejections_are_split_into_messages_below_the_limit_and_bounded() {
         let mut outbox = Outbox::default();
         let long = "é".repeat(1_000);
         let dropped =
@@ -259,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn rejections_go_before_the_ack() {
+    fn rejections_are_sent_before_the_ack() {
         let (mut outbox, now) = (Outbox::default(), Instant::now());
         outbox.ack(v1::Ack::default(), now);
         assert_eq!(outbox.nack(v1::Nack { version: 1, rejections: vec![rejection("x")], ..Default::default() }), 0);

@@ -1,5 +1,5 @@
-//! Which resources the replica has been told of as unusable, so that it can be told when that is
-//! over.
+//! Remembers which received resources the agent has rejected, to withdraw each rejection when it
+//! ends.
 
 use std::collections::{BTreeMap, HashSet};
 
@@ -8,51 +8,52 @@ use headgate_proto::v1::{self, welcome::ResumeMode};
 
 use crate::state::held::Snapshot;
 
-/// More are not kept in mind: the replica lists fewer, and what is not withdrawn here goes with the
-/// stream.
+/// Maximum number of remembered rejections. The replica lists fewer. Rejections beyond this number
+/// are never withdrawn, but end with the stream.
 const MAX_KEPT: usize = 1024;
 
-/// Rejections that stand, by the resource's name as in [`v1::Rejection`].
+/// The rejections in force, by the resource's name as in [`v1::Rejection`].
 #[derive(Debug, Default)]
 pub(super) struct Rejected {
     kept: BTreeMap<String, v1::Rejection>,
-    /// More resources were rejected than are kept, so rejections that are not in `kept` may stand.
+    /// More resources were rejected than are kept, so rejections that are not in `kept` may be in
+    /// force.
     has_forgotten: bool,
 }
 
 impl Rejected {
-    /// A stream begins. Returns the rejections to say again: those of resources that the replica
-    /// does not send again.
+    /// Is called when a stream begins. Returns the rejections to repeat on it: after a resume by
+    /// log, the replica does not send the rejected resources again.
     pub(super) fn begin(&self, mode: ResumeMode) -> Vec<v1::Rejection> {
         if mode == ResumeMode::Log { self.kept.values().cloned().collect() } else { Vec::new() }
     }
 
-    /// The snapshot that a stream begins with is complete: it brought again whatever was rejected
-    /// and still differs. Before that nothing is over, since the stream may break, and the next one
-    /// may be a resume by log.
+    /// Is called when the first snapshot of a stream is complete. The snapshot contained every
+    /// rejected resource that still differs, so that earlier rejections can be dropped. They cannot
+    /// be dropped earlier: the stream may break, and the next stream may resume by log.
     pub(super) fn resumed(&mut self) {
         self.kept.retain(|resource, _| is_node(resource));
         self.has_forgotten = false;
     }
 
-    /// True while a rejection of the resource stands.
+    /// True if a rejection of the resource is in force.
     pub(super) fn contains(&self, resource: &str) -> bool {
         self.kept.contains_key(resource)
     }
 
-    /// True when some rejections that stand are not kept in mind.
+    /// True if some rejections in force may not be remembered.
     pub(super) fn has_forgotten(&self) -> bool {
         self.has_forgotten
     }
 
-    /// True while a rejection of a resource stands that the log does not bring again. The own Node
-    /// comes with each stream.
+    /// True if a rejection is in force for a resource that a resume by log does not send again. The
+    /// agent's own Node does not count, because every stream sends it.
     pub(super) fn has_resources(&self) -> bool {
         self.has_forgotten || self.kept.keys().any(|resource| !is_node(resource))
     }
 
-    /// Takes in what a step rejects. Returns the resources whose rejections it ends: the step
-    /// brought a value that can be used, or a removal. Costs nothing while nothing is rejected.
+    /// Records the rejections of a step. Returns the resources whose rejections the step ends by a
+    /// usable value or a removal. The cost is negligible while no rejection is in force.
     pub(super) fn step(
         &mut self,
         rejections: &[v1::Rejection],
@@ -74,7 +75,8 @@ impl Rejected {
     fn ended(&self, rejections: &[v1::Rejection], changes: &[Change], snapshot: Option<&Snapshot>) -> Vec<String> {
         let again: HashSet<&str> = rejections.iter().map(|rejection| rejection.resource.as_str()).collect();
         let named: HashSet<String> = changes.iter().flat_map(names).collect();
-        // A snapshot carries everything in its buckets: what it does not name is gone.
+        // A snapshot contains everything in its buckets. A resource that it does not contain is
+        // gone.
         let is_replaced = |resource: &str| {
             snapshot.is_some_and(|snapshot| match bucket(resource) {
                 Some(bucket) => snapshot.buckets.contains(bucket),
@@ -87,7 +89,8 @@ impl Rejected {
         self.kept.keys().filter(is_over).cloned().collect()
     }
 
-    /// The node can be used. Returns the names under which it was rejected.
+    /// Is called when the agent's own Node is usable. Removes and returns the names under which a
+    /// Node was rejected.
     pub(super) fn node_is_usable(&mut self) -> Vec<String> {
         let nodes: Vec<String> = self.kept.keys().filter(|resource| is_node(resource)).cloned().collect();
         nodes.iter().for_each(|resource| drop(self.kept.remove(resource)));
@@ -99,7 +102,7 @@ fn is_node(resource: &str) -> bool {
     resource.starts_with("Node ")
 }
 
-/// The names that a change's resource may have been rejected by.
+/// The names under which the resource of a change may have been rejected.
 fn names(change: &Change) -> Vec<String> {
     let of_endpoint = |key: &ServiceKey, address: &dyn std::fmt::Display| {
         vec![
@@ -118,7 +121,7 @@ fn names(change: &Change) -> Vec<String> {
     }
 }
 
-/// The bucket of a rejected resource; `None` when its name does not say.
+/// The bucket of a rejected resource; `None` if its name does not determine it.
 fn bucket(resource: &str) -> Option<u16> {
     let (kind, rest) = resource.split_once(' ')?;
     if kind == "ServiceCIDR" {
@@ -164,7 +167,7 @@ mod tests {
             let mut rejected = rejected(&[&web, &db, &address, "ServiceCIDR kubernetes"]);
             assert_eq!(rejected.step(&[], std::slice::from_ref(&change), None), [resource]);
             assert!(!rejected.contains(resource) && rejected.contains(&db));
-            assert!(rejected.step(&[], &[change], None).is_empty(), "it is said once");
+            assert!(rejected.step(&[], &[change], None).is_empty(), "the rejection is withdrawn only once");
         }
         let Change::Endpoint(_, held) = endpoint("web", 1, 80) else { unreachable!() };
         let named = format!("Endpoint {} {}", key("web"), held.address);
@@ -174,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn a_resource_that_is_rejected_again_stays_so_with_the_newer_reason() {
+    fn a_resource_that_is_rejected_again_stays_rejected_with_the_newer_reason() {
         let web = format!("Service {}", key("web"));
         let mut rejected = rejected(&[&web]);
         let newer = v1::Rejection { reason: "port 70000".into(), ..rejection(&web) };
@@ -182,16 +185,16 @@ mod tests {
         assert_eq!(
             rejected.begin(ResumeMode::Log),
             [newer],
-            "a resume by log does not bring it again: it is said again"
+            "a resume by log does not send the resource again, so the rejection is repeated"
         );
-        assert!(rejected.begin(ResumeMode::Digests).is_empty(), "whatever differs comes again");
-        assert!(rejected.contains(&web), "it may never come");
+        assert!(rejected.begin(ResumeMode::Digests).is_empty(), "a resume by digests sends the resource again");
+        assert!(rejected.contains(&web), "the stream may break before the snapshot is complete");
         rejected.resumed();
         assert!(!rejected.contains(&web));
     }
 
     #[test]
-    fn a_snapshot_ends_what_it_replaces() {
+    fn a_snapshot_ends_the_rejections_in_the_buckets_that_it_replaces() {
         let (web, db) = (format!("Service {}", key("web")), format!("Endpoint {} 10.1.0.1", key("db")));
         let snapshot = |buckets| Snapshot { buckets, rejected: HashSet::new() };
         let only_web = snapshot(Buckets::Some([digest::service_bucket(&key("web"))].into()));
@@ -203,13 +206,13 @@ mod tests {
     }
 
     #[test]
-    fn what_is_kept_in_mind_is_bounded() {
+    fn the_number_of_remembered_rejections_is_bounded() {
         let rejections: Vec<_> = (0..3000).map(|i| rejection(&format!("Service ns/s{i}"))).collect();
         let mut rejected = Rejected::default();
         rejected.step(&rejections, &[], None);
         assert_eq!(rejected.begin(ResumeMode::Log).len(), MAX_KEPT);
         assert!(rejected.has_forgotten());
-        // What is kept ends, and the rest stands.
+        // All remembered rejections end. The others are still in force.
         let changes: Vec<_> =
             (0..1500).map(|i| Change::RemoveService(ServiceKey::new("ns", &format!("s{i}")))).collect();
         assert_eq!(rejected.step(&[], &changes, None).len(), MAX_KEPT);

@@ -1,8 +1,8 @@
-//! Which replica comes next.
+//! Chooses the replica to connect to.
 //!
-//! Each URL stands for as many replicas as its name has addresses. They are taken in a random
-//! order, so that agents spread evenly, and one that was left is not taken again before the others.
-//! Names are resolved anew each time all have been tried: replicas come and go.
+//! Each address of the host in a URL counts as one replica. The order is random, so that agents
+//! spread evenly. The replica that was tried last comes after all others. Names are resolved again
+//! after all replicas have been tried, because replicas come and go.
 
 use std::{collections::VecDeque, fmt, net::SocketAddr};
 
@@ -13,9 +13,10 @@ use crate::control_planes::ControlPlane;
 /// One replica at one address.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Target {
-    /// What was configured; the name in it is the one that the replica's certificate must bear.
+    /// The configured URL. The replica's certificate must be valid for the host in this URL.
     pub control_plane: ControlPlane,
-    /// `None` when the name could not be resolved: connecting says why.
+    /// The address; `None` if the name could not be resolved. The error of the connection then says
+    /// why.
     pub address: Option<SocketAddr>,
 }
 
@@ -28,7 +29,7 @@ impl fmt::Display for Target {
     }
 }
 
-/// The order of replicas. Starts empty: nothing is resolved before it is needed.
+/// The order of replicas. Names are not resolved before the first call of [`Replicas::next`].
 #[derive(Debug)]
 pub(super) struct Replicas {
     control_planes: Vec<ControlPlane>,
@@ -37,12 +38,12 @@ pub(super) struct Replicas {
 }
 
 impl Replicas {
-    /// The replicas behind these URLs.
+    /// Creates the order of the replicas behind these URLs.
     pub(super) fn new(control_planes: Vec<ControlPlane>) -> Self {
         Self { control_planes, waiting: VecDeque::new(), last: None }
     }
 
-    /// The next replica to try; `None` only when no URL was configured.
+    /// Returns the next replica to try; `None` only if no URL is configured.
     pub(super) async fn next(&mut self) -> Option<Target> {
         if self.waiting.is_empty() {
             let mut targets = Vec::new();
@@ -55,7 +56,7 @@ impl Replicas {
         self.last.clone()
     }
 
-    /// Every replica that the names now stand for, but for the one that was tried last.
+    /// Resolves the names again and returns all replicas except the one that was tried last.
     pub(super) fn others(&self) -> impl Future<Output = Vec<Target>> + Send + use<> {
         let (control_planes, last) = (self.control_planes.clone(), self.last.clone());
         async move {
@@ -68,18 +69,18 @@ impl Replicas {
         }
     }
 
-    /// This replica comes next.
+    /// Makes this replica the next one.
     pub(super) fn prefer(&mut self, target: Target) {
         self.waiting.push_front(target);
     }
 
-    /// Names are resolved anew before the next is taken: what is known of them may be as old as the
-    /// stream that has ended.
+    /// Makes the next call of [`Replicas::next`] resolve the names again. The known addresses may
+    /// be as old as the stream that has ended.
     pub(super) fn forget(&mut self) {
         self.waiting.clear();
     }
 
-    /// The replica that was tried last comes next again.
+    /// Makes the replica that was tried last the next one again.
     pub(super) fn repeat(&mut self) {
         if let Some(last) = self.last.clone() {
             self.waiting.push_front(last);
@@ -87,7 +88,7 @@ impl Replicas {
     }
 }
 
-/// A random order in which the last one is last.
+/// Returns a random order that ends with `last`.
 fn ordered(mut targets: Vec<Target>, last: Option<&Target>) -> VecDeque<Target> {
     fastrand::shuffle(&mut targets);
     let (same, mut others): (Vec<_>, Vec<_>) = targets.into_iter().partition(|target| Some(target) == last);
@@ -104,7 +105,7 @@ async fn resolve(control_plane: &ControlPlane) -> Vec<Target> {
             if targets.is_empty() { vec![target(None)] } else { targets }
         }
         Err(error) => {
-            warn!(%control_plane, %error, "the name of the control plane cannot be resolved; see that it is right and that the node's resolver knows it");
+            warn!(%control_plane, %error, "the name of the control plane cannot be resolved; check the name, and that the node's resolver knows it");
             vec![target(None)]
         }
     }
@@ -122,7 +123,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn each_is_tried_once_a_round_and_the_last_one_not_at_once_again() {
+    async fn each_replica_is_tried_once_a_round_and_never_twice_in_a_row() {
         let mut replicas = replicas(&["http://127.0.0.1:1", "http://127.0.0.2:1", "http://127.0.0.3:1"]);
         let mut previous = String::new();
         for _ in 0..50 {
@@ -138,7 +139,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn once_they_are_forgotten_the_last_one_is_still_not_taken_first() {
+    async fn the_last_replica_is_not_the_first_after_names_are_resolved_again() {
         let mut replicas = replicas(&["http://127.0.0.1:1", "http://127.0.0.2:1"]);
         let mut last = replicas.next().await.unwrap();
         for _ in 0..10 {
@@ -150,7 +151,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn agents_that_start_together_spread() {
+    async fn agents_spread_over_the_replicas() {
         let mut firsts = BTreeSet::new();
         for _ in 0..100 {
             firsts.insert(replicas(&["http://127.0.0.1:1", "http://127.0.0.2:1"]).next().await.unwrap().to_string());
@@ -159,7 +160,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_single_replica_is_tried_again_and_again() {
+    async fn a_single_replica_is_tried_repeatedly() {
         let mut replicas = replicas(&["http://127.0.0.1:1"]);
         let first = replicas.next().await;
         assert!(first.is_some());
@@ -170,7 +171,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_name_stands_for_all_its_addresses() {
+    async fn a_name_resolves_to_one_replica_per_address() {
         let control_plane = ControlPlane::parse("https://localhost:7443", false).unwrap();
         let targets = resolve(&control_plane).await;
         let address = targets[0].address.unwrap();

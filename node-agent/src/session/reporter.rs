@@ -1,4 +1,4 @@
-//! What the agent reports to the replica of one stream: status, ACKs, failures, rejections. No I/O.
+//! Decides what the agent reports on one stream: status, ACKs, failures and rejections. No I/O.
 
 use std::collections::BTreeMap;
 
@@ -9,26 +9,26 @@ use tracing::warn;
 use super::{machine::Machine, outbox::Outbox};
 use crate::progress::{Programmed, Progress};
 
-/// See the module.
+/// The reports of one stream.
 #[derive(Debug)]
 pub(super) struct Reporter {
     pub(super) outbox: Outbox,
-    /// As [`crate::state::AgentState::begin_stream`] counts.
+    /// The number of the stream, from [`crate::state::AgentState::begin_stream`].
     stream: u64,
     /// The epoch of the replica; `None` before `Welcome`.
     pub(super) epoch: Option<u64>,
     /// Version and node revision of the last ACK on this stream.
     acked: Option<(u64, u64)>,
-    /// The replica was told of a failure, and no ACK has followed.
+    /// A failure was reported, and no ACK has followed.
     has_failed: bool,
-    /// Services that the kernel rejects, by name, as the replica was told.
-    refused: BTreeMap<String, v1::Rejection>,
-    /// The status that the replica was told.
+    /// The services that were reported as rejected by the kernel, by name.
+    rejected_by_kernel: BTreeMap<String, v1::Rejection>,
+    /// The status that was reported last.
     status: v1::AgentStatus,
 }
 
 impl Reporter {
-    /// For the stream of this number; `Hello` tells the replica the status.
+    /// Creates the reporter of the stream with this number. `Hello` has reported `status`.
     pub(super) fn new(stream: u64, status: v1::AgentStatus) -> Self {
         Self {
             outbox: Outbox::default(),
@@ -36,20 +36,22 @@ impl Reporter {
             epoch: None,
             acked: None,
             has_failed: false,
-            refused: BTreeMap::new(),
+            rejected_by_kernel: BTreeMap::new(),
             status,
         }
     }
 
-    /// Queues resources of the stream that cannot be used, and those that can be used again.
+    /// Queues the names of received resources that the agent cannot use, and of resources that it
+    /// can use again.
     pub(super) fn reject(&mut self, mut nack: v1::Nack) {
         for v1::Rejection { resource, field, reason } in &nack.rejections {
-            warn!(resource, field, reason, "a resource cannot be used; its last good value stays, if there was one");
+            warn!(resource, field, reason, "a resource cannot be used; its last good value stays, if there is one");
         }
-        // A value that can be used, and whose rules the kernel still rejects, stays rejected for
-        // that reason.
-        let still = nack.withdrawn.extract_if(.., |resource| self.refused.contains_key(resource));
-        let still: Vec<_> = still.filter_map(|resource| self.refused.get(&resource).cloned()).collect();
+        // A resource that the agent can use again may still be rejected by the kernel. It is then
+        // reported with the reason of the kernel.
+        let rejected = &self.rejected_by_kernel;
+        let still = nack.withdrawn.extract_if(.., |resource| rejected.contains_key(resource));
+        let still: Vec<_> = still.filter_map(|resource| rejected.get(&resource).cloned()).collect();
         nack.rejections.extend(still);
         self.queue_nack(nack);
     }
@@ -57,29 +59,30 @@ impl Reporter {
     fn queue_nack(&mut self, nack: v1::Nack) {
         let dropped = self.outbox.nack(nack);
         if dropped > 0 {
-            warn!(dropped, "more rejections than the replica takes; it is not told of these");
+            warn!(dropped, "too many rejections are waiting to be sent; these are not reported to the replica");
         }
     }
 
     /// Queues the services that the kernel began or ceased to reject.
-    fn report_refused(&mut self, version: u64, refused: &[v1::Rejection], machine: &Machine) {
-        if refused.is_empty() && self.refused.is_empty() {
+    fn report_rejected_by_kernel(&mut self, version: u64, rejected: &[v1::Rejection], machine: &Machine) {
+        if rejected.is_empty() && self.rejected_by_kernel.is_empty() {
             return;
         }
         let now: BTreeMap<String, v1::Rejection> =
-            refused.iter().map(|rejection| (rejection.resource.clone(), rejection.clone())).collect();
-        let is_new = |rejection: &&v1::Rejection| self.refused.get(&rejection.resource) != Some(*rejection);
+            rejected.iter().map(|rejection| (rejection.resource.clone(), rejection.clone())).collect();
+        let before = &self.rejected_by_kernel;
+        let is_new = |rejection: &&v1::Rejection| before.get(&rejection.resource) != Some(*rejection);
         let rejections: Vec<_> = now.values().filter(is_new).cloned().collect();
         let is_over = |resource: &&String| !now.contains_key(*resource) && !machine.has_rejected(resource);
-        let withdrawn: Vec<_> = self.refused.keys().filter(is_over).cloned().collect();
-        self.refused = now;
+        let withdrawn: Vec<_> = before.keys().filter(is_over).cloned().collect();
+        self.rejected_by_kernel = now;
         if !rejections.is_empty() || !withdrawn.is_empty() {
             self.queue_nack(v1::Nack { version, rejections, withdrawn });
         }
     }
 
-    /// Queues the status if it changed, and the ACK or the failure if it is about a version of this
-    /// replica.
+    /// Queues the status if it changed. Queues the ACK or the failure if it concerns a version of
+    /// this replica.
     pub(super) fn report(&mut self, progress: &Progress, status: v1::AgentStatus, machine: &Machine) {
         if status != self.status {
             self.status = status;
@@ -97,7 +100,7 @@ impl Reporter {
         }
         let Some(programmed) = &progress.programmed else { return };
         if Some(programmed.target.epoch) == self.epoch {
-            self.report_refused(programmed.target.version, &progress.refused, machine);
+            self.report_rejected_by_kernel(programmed.target.version, &progress.refused, machine);
             self.ack(programmed, progress.failure.is_some());
         }
     }
@@ -106,8 +109,8 @@ impl Reporter {
         let target = programmed.target;
         let node_revision = if target.stream == self.stream { target.node_revision } else { 0 };
         let reached = (target.version, node_revision);
-        // An acknowledged version may have failed when it was tried again: the replica waits for
-        // another ACK.
+        // A failure revokes the ACK of an acknowledged version. After the recovery, the replica
+        // waits for another ACK of that version (contract, 7).
         let has_recovered = self.has_failed && !is_failing;
         if self.acked == Some(reached) && !has_recovered {
             return;

@@ -1,4 +1,5 @@
-//! Asks the other replicas for their standing (contract, 15).
+//! Asks other replicas for their standing: the state and the positions of their sources (contract,
+//! 15).
 
 use std::{sync::Arc, time::Duration};
 
@@ -9,24 +10,25 @@ use tracing::debug;
 
 use super::{failover::Standing, replicas::Target, tls::AgentTls};
 
-/// How long a replica may take to answer, connecting included.
+/// Maximum time for an answer, including the time to connect.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// What the agent of `node` asks these replicas.
+/// A request of the agent of `node` to these replicas.
 pub(super) struct StandingsQuery {
     pub(super) node: Arc<str>,
     pub(super) tls: Option<Arc<AgentTls>>,
     pub(super) replicas: Vec<Target>,
-    /// Of the replica that the agent follows: one that answers with the same epoch is that replica,
-    /// at another address.
+    /// The epoch of the replica that the agent follows. A replica that answers with this epoch is
+    /// the same replica at another address, and is left out.
     pub(super) epoch: Option<u64>,
 }
 
-/// Replicas that answered, and how they stand.
+/// The replicas that answered, with their standings.
 pub(super) type Standings = Vec<(Target, Standing)>;
 
 impl StandingsQuery {
-    /// The replicas that answered, and what they said. All are asked at once.
+    /// Asks all replicas at the same time, and returns the answers. Replicas that do not answer in
+    /// time are left out.
     pub(super) async fn ask(self) -> Standings {
         let Self { node, tls, replicas, epoch } = self;
         let mut asked = JoinSet::new();
@@ -42,14 +44,15 @@ impl StandingsQuery {
             match answer {
                 Ok((theirs, _)) if theirs.is_some() && theirs == epoch => {}
                 Ok((_, standing)) => answers.push((target, standing)),
-                Err(error) => debug!(replica = %target, error, "another replica does not say how it stands"),
+                Err(error) => debug!(replica = %target, error, "another replica did not report its standing"),
             }
         }
         answers
     }
 }
 
-/// A replica's epoch and standing. One that is older than the question has neither.
+/// Asks one replica for its epoch and standing. A replica of an older program version does not know
+/// the request; its epoch is `None` and its standing is empty.
 async fn ask_one(target: &Target, node: &str, tls: Option<&Arc<AgentTls>>) -> Result<(Option<u64>, Standing), String> {
     let connection = target.control_plane.connect(target.address, tls).await.map_err(|error| error.to_string())?;
     let request = v1::StandingRequest { node_name: node.to_owned() };

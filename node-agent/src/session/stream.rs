@@ -33,28 +33,29 @@ use crate::{
     },
 };
 
-/// Heartbeat intervals without any message until the stream is given up (contract, 9).
+/// Number of heartbeat intervals without a message after which the agent reconnects (contract, 9).
 const MISSED_HEARTBEATS: u32 = 3;
-/// A replica that does not say what its source is doing, and has not heard it for so long, is taken
-/// to be cut off.
+/// If an older replica does not send the state of its source, a source age above this means
+/// `CUT_OFF` (contract, 14).
 const OLD_SOURCE: Duration = Duration::from_secs(180);
-/// A stream that is open.
+
+/// An open stream.
 pub(super) struct Stream {
     pub(super) incoming: Streaming<v1::ServerMessage>,
     pub(super) outgoing: mpsc::Sender<v1::AgentMessage>,
     pub(super) reporter: Reporter,
-    /// Whether another replica would be better.
+    /// Decides when to look for a better replica.
     pub(super) failover: Failover,
     pub(super) silent_after: Duration,
-    /// When to go elsewhere, and why.
+    /// When to connect to another replica, and the reason that the replica gave.
     pub(super) drain: Option<(Instant, String)>,
     pub(super) renewal: Option<Renewal>,
-    /// Told to the replica among what is degraded.
+    /// What is wrong with the TLS files. It is reported in `AgentStatus.degraded`.
     pub(super) tls_problem: watch::Receiver<Option<String>>,
 }
 
 impl Stream {
-    /// Follows the stream to its end.
+    /// Follows the stream until it ends, and returns the reason.
     pub(super) async fn run(
         mut self,
         context: &mut Context,
@@ -62,21 +63,22 @@ impl Stream {
         replicas: &Replicas,
         welcomed_at: &mut Option<Instant>,
     ) -> Result<StreamEnd, StreamEnd> {
-        // What the other replicas say, while they are being asked, and why they are.
+        // The pending request to the other replicas, and its reason.
         let mut asking: Option<Asking> = None;
         let mut progress = context.progress.clone();
         let outgoing = self.outgoing.clone();
         let mut silence = pin!(sleep(self.silent_after));
         loop {
             let drain_at = self.drain.as_ref().map(|(at, _)| *at);
-            let renew_at = self.renewal.as_ref().map(|renewal| renewal.look_at);
+            let renew_at = self.renewal.as_ref().map(|renewal| renewal.check_at);
             let ask_at = self.failover.due_at().filter(|_| asking.is_none());
             let now = Instant::now();
             let ready_at = self.reporter.outbox.ready_at(now);
             let is_ready = ready_at.is_some_and(|at| at <= now);
             tokio::select! {
-                // In this order: a busy replica may not keep our answers from it, and what has
-                // arrived counts before silence does.
+                // The order of the branches matters. The agent's reports come before messages of
+                // the replica, so that a replica that always sends does not delay them. Messages
+                // come before the timer for silence.
                 biased;
                 () = sleep_until(drain_at.unwrap_or_else(Instant::now)), if drain_at.is_some() => {
                     return Ok(StreamEnd::Drained(self.drain.map(|(_, reason)| reason).unwrap_or_default()));
@@ -114,14 +116,14 @@ impl Stream {
                     }
                     silence.as_mut().reset(Instant::now() + self.silent_after);
                 }
-                // An ACK may go.
+                // The next round of the loop sends the waiting ACK.
                 () = sleep_until(ready_at.unwrap_or(now)), if ready_at.is_some() && !is_ready => {}
                 () = sleep_until(ask_at.unwrap_or(now)), if ask_at.is_some() => {
                     let trouble = self.failover.due(Instant::now());
                     asking = trouble.map(|trouble| (trouble, self.ask_others(context, replicas)));
                 }
                 () = sleep_until(renew_at.unwrap_or_else(Instant::now)), if renew_at.is_some() => {
-                    if let Some(renewal) = &mut self.renewal && renewal.is_done().await {
+                    if let Some(renewal) = &mut self.renewal && renewal.is_renewed().await {
                         return Ok(StreamEnd::Renewed);
                     }
                 }
@@ -187,22 +189,24 @@ impl Stream {
         self.reporter.epoch = Some(epoch);
         self.silent_after = heartbeat_interval.saturating_mul(MISSED_HEARTBEATS);
         if mode == ResumeMode::Log {
-            // The replica has to learn what is programmed, also when nothing changes from now on.
+            // After a resume by log, the replica needs a report even if no change follows
+            // (contract, 7).
             let seen = context.progress.borrow().clone();
             self.report(&seen, &context.machine);
         }
     }
 
-    /// Asks the other replicas how they stand, after a look at what the agent holds. Answers may be
-    /// seconds old when the last one comes: what the agent has learned meanwhile would make every
-    /// other replica look behind.
+    /// Notes the positions that the agent holds, and then asks the other replicas for their
+    /// standing. The order matters: the agent receives changes while it waits for answers. Compared
+    /// with positions taken afterwards, every other replica would seem to be behind.
     fn ask_others(&self, context: &Context, replicas: &Replicas) -> BoxFuture<'static, Answered> {
         let SessionConfig { node_name, tls, .. } = &context.config;
         let (node, tls, epoch) = (Arc::clone(node_name), tls.clone(), self.reporter.epoch);
         let others = replicas.others();
         let state = Arc::clone(&context.state);
         let ask = async move {
-            // Under the state's lock, which planning a full sync holds for a while.
+            // `point` waits for the state's lock, which the planning of a full sync may hold for a
+            // while.
             let point = spawn_blocking(move || state.point()).await?;
             let held = point.as_ref().map(HeldState::of);
             let answers = StandingsQuery { node, tls, replicas: others.await, epoch }.ask().await;
@@ -211,16 +215,16 @@ impl Stream {
         ask.boxed()
     }
 
-    /// The replica to move to, if one of those that answered is better than this one.
+    /// The replica to move to, if one that answered is better than this one.
     fn better(&self, trouble: Trouble, held: Option<&HeldState>, answers: Standings) -> Option<Target> {
-        // It may be over by now.
+        // The trouble may have ended while the agent waited for answers.
         if !self.failover.still_applies(trouble) {
             return None;
         }
         let (mut targets, standings): (Vec<_>, Vec<_>) = answers.into_iter().unzip();
         let chosen = choose(trouble, held, &standings).map(|index| targets.swap_remove(index));
         if chosen.is_none() {
-            debug!(reason = trouble.reason(), asked = standings.len(), "no other replica is better: staying");
+            debug!(reason = trouble.reason(), asked = standings.len(), "no other replica is better; the agent stays");
         }
         chosen
     }
@@ -237,8 +241,8 @@ impl Stream {
     }
 }
 
-/// True for a part of the replica's state, and for `Welcome`, which may say that the agent lacks
-/// only what changed.
+/// True for messages that carry a part of the replica's state, and for `Welcome`, which may start a
+/// resume by log.
 fn brings_state(body: &ServerBody) -> bool {
     matches!(
         body,
@@ -249,7 +253,7 @@ fn brings_state(body: &ServerBody) -> bool {
 /// What the agent held when it asked the other replicas, and their answers.
 type Answered = Result<(Option<HeldState>, Standings), StreamEnd>;
 
-/// Why the other replicas are being asked, and what will come of it.
+/// A pending request to the other replicas: its reason, and the future with the answers.
 type Asking = (Trouble, BoxFuture<'static, Answered>);
 
 async fn answered(asking: &mut Option<Asking>) -> (Trouble, Answered) {
@@ -259,14 +263,15 @@ async fn answered(asking: &mut Option<Asking>) -> (Trouble, Answered) {
     }
 }
 
-/// The status of the dataplane, and what is wrong with the TLS files, before it matters.
+/// The status to report: the status of the dataplane, and what is wrong with the TLS files. TLS
+/// problems are reported while the stream still works.
 pub(super) fn status(progress: &Progress, tls_problem: &watch::Receiver<Option<String>>) -> v1::AgentStatus {
     let mut status = progress.status.clone();
     status.degraded.extend(tls_problem.borrow().clone());
     status
 }
 
-/// Applies an update at once, or on a thread that may wait while the kernel's work holds the lock.
+/// Applies an update at once if the state's lock is free, otherwise on a thread that may block.
 async fn apply(state: &Arc<AgentState>, step: StateUpdate) -> Result<(), StreamEnd> {
     let Some(step) = state.try_apply(step) else { return Ok(()) };
     let state = Arc::clone(state);

@@ -1,4 +1,4 @@
-//! Why a stream ended.
+//! The reasons for which a stream ends.
 
 use std::time::Duration;
 
@@ -7,11 +7,11 @@ use tonic::Status;
 
 use super::{connect::ConnectError, failover::Trouble, machine::Violation, replicas::Target};
 
-/// Time from connecting to `Welcome`. A replica that is behind this agent welcomes it first and
-/// waits afterwards.
+/// Maximum time from the connection to `Welcome`. A replica that is behind the agent sends
+/// `Welcome` before it waits to catch up.
 pub(super) const WELCOME_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// See the module.
+/// The reason for which a stream ended.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum StreamEnd {
     #[error(transparent)]
@@ -24,9 +24,9 @@ pub(super) enum StreamEnd {
     Closed,
     #[error("the replica breaks the protocol: {0}")]
     Violation(#[from] Violation),
-    #[error("nothing heard for {} s", .0.as_secs_f32())]
+    #[error("the replica sent nothing for {} s", .0.as_secs_f32())]
     Silent(Duration),
-    #[error("the replica asked us to go elsewhere: {0}")]
+    #[error("the replica asked the agent to connect to another replica: {0}")]
     Drained(String),
     #[error("moving to {to}: {}", .trouble.reason())]
     Moved { to: Box<Target>, trouble: Trouble },
@@ -37,7 +37,7 @@ pub(super) enum StreamEnd {
 }
 
 impl StreamEnd {
-    /// A label from a small fixed set.
+    /// The value of the metric label `reason`, from a small fixed set.
     pub(super) fn reason(&self) -> &'static str {
         match self {
             Self::Connect(ConnectError::Files(_)) => "tls_files",

@@ -1,5 +1,5 @@
-//! The agent's side of mTLS: files that may change while it runs, and connections made with what
-//! they hold at that moment.
+//! The agent's side of mTLS. The files may change while the agent runs. Each new connection uses
+//! their current contents.
 
 use std::{
     io,
@@ -27,14 +27,14 @@ use tracing::{error, info};
 
 use super::metrics::TlsMetrics;
 
-/// How often the files are read while nothing is connected to: what is wrong with them shows before
-/// they are needed.
+/// Time between two reads of the files. They are also read while no connection is made, so that
+/// errors show before the files are needed.
 const POLL: Duration = Duration::from_secs(10);
 
-/// Sessions that are remembered, for eight replicas by name.
+/// Number of TLS sessions that are remembered for resumption: enough for eight server names.
 const SESSIONS: usize = 64;
 
-/// The files, and what was made of them last.
+/// The TLS files, and the configuration that was built from them last.
 #[derive(Debug)]
 pub struct AgentTls {
     files: Files,
@@ -50,7 +50,7 @@ struct State {
 }
 
 impl AgentTls {
-    /// Reads nothing yet: an agent whose files are bad forwards as it did before, and tries again.
+    /// Does not read the files yet. An agent with unusable files keeps forwarding and tries again.
     #[must_use]
     pub fn new(files: Files, metrics: TlsMetrics) -> Arc<Self> {
         debug_assert_eq!(files.side, Side::Client);
@@ -63,13 +63,12 @@ impl AgentTls {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Reads the files. The answer is the very same as long as they hold the same, so that sessions
-    /// can be resumed.
+    /// Reads the files. Returns the same `Arc` while their contents do not change, so that TLS
+    /// sessions can be resumed.
     ///
     /// # Errors
-    /// They cannot be used as they are now. No connection is made then, also not with what they
-    /// held before: whoever takes a certificate away means it. Trying again helps once they have
-    /// changed.
+    /// The current files cannot be used. The earlier contents are not used either, because an
+    /// operator may have removed a certificate on purpose. Retry after the files have changed.
     pub async fn load(self: &Arc<Self>) -> Result<Arc<Loaded<ClientConfig>>, FileError> {
         let tls = Arc::clone(self);
         // A task that reads files can only be cancelled together with the runtime.
@@ -103,25 +102,25 @@ impl AgentTls {
         if state.problem.as_ref() == Some(&problem) {
             return;
         }
-        error!("{problem}. An open stream stays; no new one is made with these files");
-        self.metrics.refused(problem.clone());
+        error!("{problem}. An open stream continues, but the agent cannot open a new one with these files");
+        self.metrics.load_failed(problem.clone());
         state.problem = Some(problem);
     }
 
-    /// Reads the files now and then, for ever.
+    /// Reads the files every ten seconds, for ever.
     pub async fn follow(self: Arc<Self>) {
         loop {
-            // What is wrong has been logged and counted.
+            // `load` has logged and counted an error.
             let _ = self.load().await;
             sleep(POLL).await;
         }
     }
 
-    /// The TLS handshake on a connection to `host`, a DNS name or an IP address.
+    /// Makes the TLS handshake on a connection to `host`, a DNS name or an IP address.
     ///
     /// # Errors
-    /// The other end is not believed, or does not believe us, or goes away. `refused` then says
-    /// why, if TLS knows.
+    /// One side does not accept the certificate of the other, or the connection breaks. `refused`
+    /// then holds the reason, if TLS reports one.
     pub(crate) async fn handshake(
         &self,
         config: Arc<ClientConfig>,
@@ -135,7 +134,9 @@ impl AgentTls {
         let stream = TlsConnector::from(config).connect(name, stream).await.map_err(|error| explained.note(error))?;
         let session = stream.get_ref().1;
         if session.alpn_protocol() != Some(b"h2") {
-            return Err(io::Error::other("the other end speaks TLS but not HTTP/2; is it a Headgate control plane?"));
+            return Err(io::Error::other(
+                "the server speaks TLS but not HTTP/2; check that it is a Headgate control plane",
+            ));
         }
         self.metrics.handshake(session.handshake_kind() == Some(HandshakeKind::Resumed));
         Ok(Explained { stream, explain: explained })
@@ -152,8 +153,9 @@ fn client_config(material: &Material) -> Result<ClientConfig, rustls::Error> {
     Ok(config)
 }
 
-/// Remembers why TLS broke off: HTTP/2 keeps only a text of it. (In TLS 1.3 a client learns after
-/// its handshake that it was refused.)
+/// Remembers why TLS ended a connection, because HTTP/2 keeps only a text of the error. The error
+/// may come after the handshake: in TLS 1.3, the client completes its handshake before the server
+/// checks the client's certificate.
 #[derive(Debug)]
 struct Explain {
     files: Files,
@@ -163,14 +165,14 @@ struct Explain {
 impl Explain {
     fn note(&mut self, error: io::Error) -> io::Error {
         if let Some(refusal) = explain(&error, &self.files) {
-            // The first reason counts.
+            // Only the first reason is kept.
             let _ = self.refused.set(refusal);
         }
         error
     }
 }
 
-/// A TLS connection whose errors are explained.
+/// A TLS connection that records why it failed.
 #[derive(Debug)]
 pub(crate) struct Explained {
     stream: TlsStream<TcpStream>,
