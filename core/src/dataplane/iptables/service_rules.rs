@@ -86,11 +86,11 @@ fn render_port(port: &PortRules<'_>, rules: &mut ServiceRules) {
         let target = if is_internal_local { port.local_policy } else { port.cluster_policy };
         rules.dispatch.push(match Verdict::of(view, is_internal_local) {
             Some(verdict) => reject_or_drop(port, DispatchChain::FilterServices, selector, verdict),
-            None => port.lead(DispatchChain::NatServices, selector, "cluster IP", target),
+            None => port.dispatch_jump(DispatchChain::NatServices, selector, "cluster IP", target),
         });
     }
     if view.has_any_endpoint {
-        port.lead_from_external(rules);
+        port.external_jumps(rules);
     }
     if let Some(verdict) = external_verdict {
         let line = |selector| reject_or_drop(port, DispatchChain::FilterExternalServices, selector, verdict);

@@ -34,5 +34,5 @@ fn render_port(port: &PortRules<'_>, rules: &mut ServiceRules) {
     if port.uses_firewall {
         rules.chains.push(port.firewall_chain());
     }
-    port.lead_from_external(rules);
+    port.external_jumps(rules);
 }

@@ -1,9 +1,11 @@
-//! Dispatch chains: chains in which many services have lines.
+//! Dispatch chains: chains that contain rules of many services. The rules of a service in a
+//! dispatch chain are its dispatch lines.
 //!
-//! In the classic layout a dispatch chain is one list. In the compact layout its lines are in
-//! groups. A group is a chain of its own, and one line of the dispatch chain jumps to it: by
-//! address prefix for lines that match an address, by range for lines that match a NodePort. The
-//! prefix length is chosen for the present addresses, so that groups are neither many nor long.
+//! In the classic layout a dispatch chain is one list. In the compact layout its lines are divided
+//! into groups. Each group is a separate chain, and one rule of the dispatch chain jumps to it.
+//! That rule matches an address prefix if the lines match addresses, and a port range if they match
+//! NodePorts. The prefix length depends on the present addresses; it keeps both the number and the
+//! length of groups small.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -27,12 +29,14 @@ use crate::model::{Family, Protocol, ServiceKey};
 /// A part of a dispatch chain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 enum Group {
-    /// The dispatch chain itself.
+    /// The dispatch chain itself; its lines are in no group.
     Top,
-    /// ClusterIPs, which are masqueraded together: other addresses with the same prefix are apart.
+    /// ClusterIPs with this prefix. A group of ClusterIPs has common masquerading rules, so other
+    /// addresses with the prefix form a separate group.
     ClusterIps(IpNet),
+    /// Other addresses with this prefix.
     Addresses(IpNet),
-    /// Ports `32·block` to `32·block + 31`.
+    /// NodePorts `32·block` to `32·block + 31` of a protocol.
     Ports(Protocol, u16),
 }
 
@@ -51,9 +55,9 @@ pub struct Dispatch {
 }
 
 impl Dispatch {
-    /// Empty chains. `addresses` are those that will be dispatched, when that shall happen in the
-    /// compact layout; `in_use` is the prefix length that a kernel has already, which is kept
-    /// unless another is clearly better.
+    /// Creates empty dispatch chains. `addresses` are the addresses to dispatch in the compact
+    /// layout; `None` selects the classic layout. `in_use` is the prefix length of the rules in the
+    /// kernel. It is kept unless another length is clearly better.
     #[must_use]
     pub fn new(ruleset: Arc<Ruleset>, addresses: Option<&[IpAddr]>, in_use: Option<u8>) -> Self {
         let prefix_length = addresses.map(|addresses| choose_prefix_length(ruleset.config.family, addresses, in_use));
@@ -62,18 +66,18 @@ impl Dispatch {
         Self { ruleset, prefix_length, groups: HashMap::new(), dirty }
     }
 
-    /// True in the compact layout.
+    /// True for the compact layout.
     #[must_use]
     pub fn is_compact(&self) -> bool {
         self.prefix_length.is_some()
     }
 
-    /// The dispatch chains that the layout has.
+    /// Returns the dispatch chains of this layout.
     pub fn chains(&self) -> impl Iterator<Item = DispatchChain> + use<> {
         self.ruleset.dispatch_chains(self.is_compact())
     }
 
-    /// Enters a service's lines. They must not be there yet.
+    /// Adds the lines of a service, which must not have lines yet.
     pub fn insert(&mut self, key: &Arc<ServiceKey>, lines: Vec<DispatchLine>) {
         for line in lines {
             let group = self.group(line.selector);
@@ -86,7 +90,7 @@ impl Dispatch {
         }
     }
 
-    /// Takes out a service's lines; `selectors` says where they are.
+    /// Removes the lines of a service from the chains and groups that `selectors` name.
     pub fn remove(&mut self, key: &ServiceKey, selectors: &[(DispatchChain, Selector)]) {
         for (chain, selector) in selectors {
             let group = self.group(*selector);
@@ -102,7 +106,7 @@ impl Dispatch {
         }
     }
 
-    /// A service's lines, which were entered in this order.
+    /// Returns the lines of a service. `selectors` has the order in which they were added.
     pub(super) fn lines(&self, key: &ServiceKey, selectors: &[(DispatchChain, Selector)]) -> Vec<DispatchLine> {
         let mut texts = BTreeMap::new();
         let line = |(chain, selector): &(DispatchChain, Selector)| {
@@ -115,8 +119,8 @@ impl Dispatch {
         selectors.iter().filter_map(line).collect()
     }
 
-    /// Writes the chains that changed since the last call: groups before the dispatch chains that
-    /// lead to them, and those that became empty are deleted.
+    /// Writes the chains that changed since the last call. Groups come before the dispatch chains
+    /// that jump to them, and groups that became empty are deleted.
     pub fn write_changed(&mut self, script: &mut Script) {
         let dirty = std::mem::take(&mut self.dirty);
         let (tops, groups): (Vec<_>, Vec<_>) = dirty.into_iter().partition(|(_, group)| *group == Group::Top);
@@ -132,7 +136,7 @@ impl Dispatch {
         }
     }
 
-    /// All dispatch chains and groups with their rules. A full pass.
+    /// Returns all dispatch chains and groups with their rules. This is a full pass.
     pub fn rules(&self) -> impl Iterator<Item = (Table, String, String)> {
         let tops = self.chains().map(|chain| (chain.table(), chain.name().to_owned(), self.top_rules(chain)));
         let groups = self.groups.iter().flat_map(|(chain, groups)| {
@@ -144,15 +148,16 @@ impl Dispatch {
         tops.chain(groups)
     }
 
-    /// The names of group chains in use, for finding stale ones.
+    /// Returns the names of all group chains. The ledger uses them to find stale chains.
     pub fn group_chains(&self) -> impl Iterator<Item = (Table, ChainName)> {
         self.groups.iter().flat_map(|(chain, groups)| {
             groups.keys().filter_map(|group| Some((chain.table(), group_chain(*chain, *group)?)))
         })
     }
 
-    /// Rules that groups take in a table besides their services' lines: the leads to them, and
-    /// their masquerading. Cost: the number of groups.
+    /// Returns the number of rules in a table that groups need in addition to the lines of
+    /// services: the jumps to groups, and their masquerading rules. The cost is linear in the
+    /// number of groups.
     pub(super) fn group_overhead(&self, table: Table) -> usize {
         let masquerade = if self.masquerades_cluster_ips() { 2 } else { 0 };
         let of_table = self.groups.iter().filter(|(chain, _)| chain.table() == table);
@@ -173,7 +178,7 @@ impl Dispatch {
                 prefix(address, length).map_or(Group::Top, Group::ClusterIps)
             }
             (Some(length), Selector::Address(address)) => prefix(address, length).map_or(Group::Top, Group::Addresses),
-            // A node's endpoints mostly share one such prefix.
+            // The endpoints of a node usually share a prefix of this length.
             (Some(_), Selector::Hairpin(address)) => {
                 prefix(address, self.ruleset.config.family.host_prefix_length() - 8)
                     .map_or(Group::Top, Group::Addresses)
@@ -183,12 +188,12 @@ impl Dispatch {
 
     fn group_rules(&self, chain: DispatchChain, group: Group, name: ChainName, lines: &Lines) -> String {
         match (chain, group) {
-            (DispatchChain::NatHairpin | DispatchChain::FilterHairpin, _) => distinct(name, lines),
+            (DispatchChain::NatHairpin | DispatchChain::FilterHairpin, _) => distinct_with_chain(name, lines),
             (DispatchChain::NatServices, Group::ClusterIps(_)) => match self.group_masquerade(name) {
-                Some([mark, unmark]) => mark + &numbered(name, lines) + &unmark,
-                None => numbered(name, lines),
+                Some([mark, unmark]) => mark + &with_chain(name, lines) + &unmark,
+                None => with_chain(name, lines),
             },
-            _ => numbered(name, lines),
+            _ => with_chain(name, lines),
         }
     }
 
@@ -197,9 +202,10 @@ impl Dispatch {
         config.masquerade.covers_cluster_ips(config.family)
     }
 
-    /// The first and the last rule of a group of ClusterIPs in nat; `None` if nothing to them is
-    /// masqueraded. The mark is set before a service is looked for, and removed if there is none.
-    /// So a group needs two rules, and not one in each service's chain.
+    /// Returns the first and the last rule of a group of ClusterIPs in nat, or `None` if traffic to
+    /// ClusterIPs is not masqueraded. The first rule sets the mark before the lines of services
+    /// match, and the last rule removes it if no line has matched. So each group needs two rules,
+    /// instead of one rule in the chain of each service.
     fn group_masquerade(&self, group: ChainName) -> Option<[String; 2]> {
         if !self.masquerades_cluster_ips() {
             return None;
@@ -219,8 +225,8 @@ impl Dispatch {
         if let Some(groups) = self.groups.get(&chain) {
             for (group, lines) in groups {
                 match group_chain(chain, *group) {
-                    None => rules.push_str(&numbered(chain.name(), lines)),
-                    Some(name) => lead_to(&mut rules, chain, *group, name),
+                    None => rules.push_str(&with_chain(chain.name(), lines)),
+                    Some(name) => jump_to_group(&mut rules, chain, *group, name),
                 }
             }
         }
@@ -235,14 +241,15 @@ impl Dispatch {
     }
 }
 
-/// As [`numbered`], but sorted by text and once each: an endpoint may be behind several services.
-fn distinct(name: ChainName, lines: &Lines) -> String {
+/// Like [`with_chain`], but sorted by text and without duplicates, because an endpoint may belong
+/// to several services.
+fn distinct_with_chain(name: ChainName, lines: &Lines) -> String {
     let rules: BTreeSet<&str> = lines.values().flat_map(|rules| rules.lines()).collect();
     rules.iter().map(|rule| format!("-A {name}{rule}\n")).collect()
 }
 
-/// The line of a dispatch chain that leads to a group.
-fn lead_to(rules: &mut String, chain: DispatchChain, group: Group, name: ChainName) {
+/// Appends the rule of a dispatch chain that jumps to a group.
+fn jump_to_group(rules: &mut String, chain: DispatchChain, group: Group, name: ChainName) {
     let line = Line::append(rules, chain.name());
     match group {
         Group::Top => line.end(),
@@ -277,15 +284,16 @@ fn group_chain(chain: DispatchChain, group: Group) -> Option<ChainName> {
     }
 }
 
-/// Puts the chain's name before each line.
-fn numbered(name: impl Display, lines: &Lines) -> String {
+/// Renders lines as complete rules of the chain `name`.
+fn with_chain(name: impl Display, lines: &Lines) -> String {
     let name = name.to_string();
     let rules = lines.values().flat_map(|rules| rules.lines());
     rules.map(|rule| format!("-A {name}{rule}\n")).collect()
 }
 
-/// The prefix length with the fewest rules to pass in the worst case: number of groups plus length
-/// of the longest. One that is in use stays while it costs less than twice of that.
+/// Returns the prefix length with the lowest cost. The cost is the maximum number of rules that a
+/// packet passes: the number of groups plus the length of the longest group. The length that is in
+/// use is kept while its cost is less than twice the lowest cost.
 fn choose_prefix_length(family: Family, addresses: &[IpAddr], in_use: Option<u8>) -> u8 {
     let host = family.host_prefix_length();
     let cost = |length: u8| {

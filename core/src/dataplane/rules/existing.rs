@@ -1,4 +1,4 @@
-//! What a kernel has, as `iptables-save` prints it.
+//! The rules in the kernel, read from the output of `iptables-save`.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -10,15 +10,15 @@ use super::{
     names::{self, ChainName, SERVICES},
 };
 
-/// The kernel's own chains.
+/// The built-in chains.
 pub(super) const BASE_CHAINS: [&str; 5] = ["PREROUTING", "INPUT", "FORWARD", "OUTPUT", "POSTROUTING"];
 
-/// A hash of a chain's rules in order, taken line by line.
+/// A hash of the rules of a chain, in order. It is computed line by line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct RulesHash(u64);
 
 impl RulesHash {
-    /// The hash of complete rules, each a line.
+    /// Returns the hash of complete rules, one per line.
     #[must_use]
     pub fn of(rules: &str) -> Self {
         let mut hash = Self::default();
@@ -34,40 +34,42 @@ impl RulesHash {
     }
 }
 
-/// Our chains in one table, and the rules in the kernel's own chains.
+/// The chains of Headgate in one table, and the rules of the built-in chains.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Existing {
-    /// Chains that are ours by name, with the hash of their rules; `None` where it is not known.
+    /// Chains with names of Headgate, with the hash of their rules or `None` if it is unknown.
     pub chains: HashMap<String, Option<RulesHash>>,
-    /// Rules of the kernel's own chains in their order, as `CHAIN REST`.
+    /// Rules of the built-in chains in order, as `CHAIN REST`.
     pub base_rules: Vec<String>,
-    /// Chains of ours that a rule in somebody else's chain leads to, each with one such rule as
-    /// `CHAIN REST`. The kernel does not delete them.
+    /// Chains of Headgate to which a rule in a foreign chain jumps, each with one such rule as
+    /// `CHAIN REST`. The kernel does not delete these chains.
     pub referenced: BTreeMap<String, String>,
-    /// Length of the prefixes by which KUBE-SERVICES leads to groups; `None` in the classic layout.
+    /// Prefix length of the address groups of KUBE-SERVICES; `None` for the classic layout.
     pub prefix_length: Option<u8>,
 }
 
-/// Takes `iptables-save` output line by line, so that a large table is never held as text.
+/// Reads the output of `iptables-save` line by line, so that the text of a large table is never in
+/// memory as a whole.
 #[derive(Debug)]
 pub struct ExistingReader {
     table: Table,
-    is_here: bool,
+    is_in_table: bool,
     existing: Existing,
 }
 
 impl ExistingReader {
-    /// A reader for one table.
+    /// Creates a reader for one table.
     #[must_use]
     pub fn new(table: Table) -> Self {
-        Self { table, is_here: false, existing: Existing::default() }
+        Self { table, is_in_table: false, existing: Existing::default() }
     }
 
-    /// Takes the next line. What is not ours is passed over; nothing is an error.
+    /// Reads the next line. Lines of other tables and other programs are ignored; no line is an
+    /// error.
     pub fn line(&mut self, line: &str) {
         if let Some(name) = line.strip_prefix('*') {
-            self.is_here = name.trim() == self.table.as_str();
-        } else if !self.is_here {
+            self.is_in_table = name.trim() == self.table.as_str();
+        } else if !self.is_in_table {
         } else if let Some(declaration) = line.strip_prefix(':') {
             let name = declaration.split(' ').next().unwrap_or_default();
             if is_ours(self.table, name) {
@@ -79,7 +81,7 @@ impl ExistingReader {
     }
 
     fn rule(&mut self, line: &str, rule: &str) {
-        // iptables 1.8.9 prints one space too many there, and later versions may not.
+        // iptables 1.8.9 prints a second space after `--nfacct-name`. Other versions may print one.
         if line.contains("--nfacct-name  ") {
             let line = line.replace("--nfacct-name  ", "--nfacct-name ");
             return self.rule(&line, line.strip_prefix("-A ").unwrap_or(&line));
@@ -97,14 +99,15 @@ impl ExistingReader {
         }
     }
 
-    /// What was there.
+    /// Returns the rules that were read.
     #[must_use]
     pub fn finish(self) -> Existing {
         self.existing
     }
 }
 
-/// The chain that a rule jumps or goes to. What stands in quotes (a comment) does not count.
+/// Returns the chain that is the target of a rule's `-j` or `-g`. Text in quotes is a comment and
+/// does not count.
 fn target(rule: &str) -> Option<&str> {
     let unquoted = rule.split('"').step_by(2);
     let mut words = unquoted.flat_map(str::split_ascii_whitespace);
@@ -112,7 +115,7 @@ fn target(rule: &str) -> Option<&str> {
     words.next()
 }
 
-/// The prefix length of `-d 10.96.0.0/24 -j KUBE-SVC-G-…`.
+/// Returns the prefix length of a rule such as `-d 10.96.0.0/24 -j KUBE-SVC-G-…`.
 fn group_prefix_length(rule: &str) -> Option<u8> {
     let (prefix, target) = rule.strip_prefix("-d ")?.split_once(" -j ")?;
     ChainName::parse(target)?;
@@ -120,7 +123,7 @@ fn group_prefix_length(rule: &str) -> Option<u8> {
 }
 
 impl Existing {
-    /// Reads one table of `iptables-save` output.
+    /// Parses one table in the output of `iptables-save`.
     #[must_use]
     pub fn parse(table: Table, save: &str) -> Self {
         let mut reader = ExistingReader::new(table);
@@ -128,32 +131,32 @@ impl Existing {
         reader.finish()
     }
 
-    /// True when a chain is there with just these rules.
+    /// True if the chain exists and has exactly these rules.
     #[must_use]
     pub fn has_chain_with(&self, name: &str, rules: RulesHash) -> bool {
         self.chains.get(name).is_some_and(|existing| *existing == Some(rules))
     }
 
-    /// Those of `rules` that stand in one of the kernel's own chains, in the order of that chain.
+    /// Returns the rules of a built-in chain that are among `rules`, in the order of that chain.
     pub fn found_in<'a>(&'a self, chain: &str, rules: &[&str]) -> Vec<&'a str> {
         let of_chain = self.base_rules.iter().filter_map(|rule| rule.strip_prefix(chain)?.strip_prefix(' '));
         of_chain.filter(|rule| rules.contains(rule)).collect()
     }
 
-    /// True when a chain is there, empty, and cannot be deleted, since somebody else's rule leads
-    /// to it.
+    /// True if a chain exists, is empty, and cannot be deleted because a foreign rule jumps to it.
     #[must_use]
     pub fn is_undeletable_and_empty(&self, name: &str) -> bool {
         self.referenced.contains_key(name) && self.has_chain_with(name, RulesHash::default())
     }
 
-    /// True when packets may get to chains of ours.
+    /// True if a rule outside of Headgate's chains jumps to one of them, so that packets may pass
+    /// it.
     #[must_use]
     pub fn leads_to_ours(&self, table: Table) -> bool {
         !self.referenced.is_empty() || self.jumps_to_ours(table).next().is_some()
     }
 
-    /// Rules of the kernel's own chains that lead to a chain of ours, as (chain, rule).
+    /// Returns the rules of the built-in chains that jump to a chain of Headgate, as (chain, rule).
     pub fn jumps_to_ours(&self, table: Table) -> impl Iterator<Item = (&str, &str)> {
         self.base_rules.iter().filter_map(
             move |rule| {
@@ -163,7 +166,7 @@ impl Existing {
     }
 }
 
-/// What a kernel has in the tables that we write to.
+/// The rules in the kernel, for all tables that Headgate writes.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct ExistingTables {
     mangle: Existing,
@@ -172,12 +175,12 @@ pub struct ExistingTables {
 }
 
 impl ExistingTables {
-    /// Puts in what one table has.
+    /// Sets the rules of one table.
     pub fn set(&mut self, table: Table, existing: Existing) {
         *self.slot(table) = existing;
     }
 
-    /// Reads all of `iptables-save` output.
+    /// Parses the complete output of `iptables-save`.
     #[must_use]
     pub fn parse(save: &str) -> Self {
         let mut tables = Self::default();
@@ -185,7 +188,7 @@ impl ExistingTables {
         tables
     }
 
-    /// What one table has.
+    /// Returns the rules of one table.
     #[must_use]
     pub fn get(&self, table: Table) -> &Existing {
         match table {
@@ -204,7 +207,7 @@ impl ExistingTables {
     }
 }
 
-/// True for names that only Headgate (or the kube-proxy that it replaces) gives.
+/// True for names of chains that Headgate, or the kube-proxy that it replaced, has created.
 #[must_use]
 pub fn is_ours(table: Table, name: &str) -> bool {
     names::all(table).contains(&name) || ChainName::parse(name).is_some()
@@ -215,7 +218,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_rules_of_others_lead_to_is_found_outside_of_comments() {
+    fn targets_of_foreign_rules_are_found_and_comments_are_ignored() {
         let save = concat!(
             "*nat\n:KUBE-SERVICES - [0:0]\n:KUBE-MARK-MASQ - [0:0]\n:KUBE-NODEPORTS - [0:0]\n:SOMEBODY - [0:0]\n",
             "-A KUBE-SERVICES -j KUBE-NODEPORTS\n-A SOMEBODY -m comment --comment \"a -j KUBE-NODEPORTS\" -j KUBE-SERVICES\n",
@@ -227,6 +230,6 @@ mod tests {
         assert!(
             existing.is_undeletable_and_empty("KUBE-MARK-MASQ") && !existing.is_undeletable_and_empty("KUBE-NODEPORTS")
         );
-        assert!(!existing.is_undeletable_and_empty("KUBE-SERVICES"), "it has a rule");
+        assert!(!existing.is_undeletable_and_empty("KUBE-SERVICES"), "the chain is not empty");
     }
 }

@@ -1,6 +1,6 @@
-//! A kernel in memory that takes restore scripts and is as strict as the real one: a jump needs its
-//! target, a chain is deleted only when it is empty and nothing leads to it, and a table's part
-//! takes effect as a whole or not at all.
+//! A kernel in memory for tests. It runs scripts for `iptables-restore` and is as strict as a real
+//! kernel: the target of a jump must exist, a chain can be deleted only if it is empty and no rule
+//! jumps to it, and the part of a script for one table takes effect completely or not at all.
 
 use std::collections::BTreeMap;
 
@@ -11,7 +11,7 @@ type Chains = BTreeMap<String, Vec<String>>;
 /// Targets that are not chains.
 const VERDICTS: [&str; 7] = ["ACCEPT", "DROP", "REJECT", "RETURN", "MARK", "MASQUERADE", "DNAT"];
 
-/// Three tables with the kernel's own chains.
+/// The three tables. At first they contain only the built-in chains.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FakeKernel {
     tables: BTreeMap<Table, Chains>,
@@ -34,7 +34,7 @@ impl FakeKernel {
     /// Runs a script as `iptables-restore --noflush` would.
     ///
     /// # Errors
-    /// Names the line and what is wrong with it; the tables committed before stay changed.
+    /// Returns the faulty line and the reason. Tables that were committed before it stay changed.
     pub fn restore(&mut self, script: &str) -> Result<(), String> {
         let mut working: Option<(Table, Chains)> = None;
         for line in script.lines() {
@@ -54,7 +54,7 @@ impl FakeKernel {
         if working.is_some() { Err("no COMMIT at the end".to_owned()) } else { Ok(()) }
     }
 
-    /// What `iptables-save` prints of a table.
+    /// Returns a table as `iptables-save` prints it.
     #[must_use]
     pub fn save(&self, table: Table) -> String {
         let mut text = format!("*{table}\n");

@@ -1,5 +1,5 @@
-//! One rule, spelt as `iptables-save` spells it: addresses, interfaces, protocol, matches in the
-//! order given, target.
+//! Renders one rule in the form in which `iptables-save` prints it: addresses, interfaces,
+//! protocol, matches in the order given, target.
 
 use std::{
     fmt::{Display, Write as _},
@@ -12,20 +12,22 @@ use crate::{
     model::{Family, Protocol},
 };
 
-/// Appends rules to a text. Writing to a `String` cannot fail, so results of `write!` are dropped.
+/// A rule that is being appended to a text. Writing to a `String` cannot fail, so results of
+/// `write!` are ignored.
 #[derive(Debug)]
 pub(in crate::dataplane) struct Line<'a> {
     text: &'a mut String,
 }
 
 impl<'a> Line<'a> {
-    /// A rule of that chain.
+    /// Begins a rule of a chain.
     pub(in crate::dataplane) fn append(text: &'a mut String, chain: impl Display) -> Self {
         let _ = write!(text, "-A {chain}");
         Self { text }
     }
 
-    /// A rule without its chain, for dispatch lines, whose chain is known later.
+    /// Begins a rule without the name of its chain. Dispatch lines need it: the chain may be a
+    /// group that is not known yet.
     pub(in crate::dataplane) fn bare(text: &'a mut String) -> Self {
         Self { text }
     }
@@ -47,7 +49,8 @@ impl<'a> Line<'a> {
         self.add(format_args!("-d {}", host(address)))
     }
 
-    /// Only packets that the detector takes for local pods' (or only others).
+    /// Matches packets that the detector recognizes as traffic from local pods, or only other
+    /// packets if `is_local` is false.
     pub(in crate::dataplane) fn local(self, detector: &LocalDetector, is_local: bool) -> Self {
         let not = if is_local { "" } else { "! " };
         match detector {
@@ -57,8 +60,8 @@ impl<'a> Line<'a> {
         }
     }
 
-    /// Only packets that are masqueraded when they go to a ClusterIP, by a configuration that
-    /// covers these at all.
+    /// Matches packets that are masqueraded if their destination is a ClusterIP. Use it only if the
+    /// configuration [covers ClusterIPs](MasqueradeConfig::covers_cluster_ips).
     pub(in crate::dataplane) fn masqueraded_to_cluster_ips(self, config: &MasqueradeConfig, family: Family) -> Self {
         match config.detector(family) {
             Some(detector) if !config.all => self.local(detector, false),
@@ -70,9 +73,10 @@ impl<'a> Line<'a> {
         self.add(format_args!("-p {}", protocol.as_lower_str()))
     }
 
-    /// Always quoted: every comment of ours has a character that `iptables-save` quotes for. Names
-    /// were checked where they came in; whatever could end the quotes or the line is left out all
-    /// the same, since a comment is no place to trust.
+    /// Adds a comment in quotes. `iptables-save` quotes every comment that Headgate writes, because
+    /// each contains a character that requires quotes. The control plane has checked the names in
+    /// comments. As a second safeguard against injected rules, this function removes all characters
+    /// that could end the quotes or the line.
     pub(in crate::dataplane) fn comment(self, comment: impl Display) -> Self {
         let line = self.add("-m comment --comment \"");
         let start = line.text.len();
@@ -107,18 +111,19 @@ impl<'a> Line<'a> {
         self.add(format_args!("-m recent {what} --name {list} --mask {mask} --rsource"))
     }
 
-    /// Only packets whose addresses and ports, as `flags` says, are in a set.
+    /// Matches packets whose addresses and ports are in a set. `flags` selects them, such as
+    /// `dst,dst`.
     pub(in crate::dataplane) fn in_set(self, set: Set, family: Family, flags: &str) -> Self {
         self.add(format_args!("-m set --match-set {} {flags}", set.name(family)))
     }
 
-    /// Only packets whose addresses and ports are not in a set.
+    /// Matches packets whose addresses and ports are not in a set.
     pub(in crate::dataplane) fn not_in_set(self, set: Set, family: Family, flags: &str) -> Self {
         self.add(format_args!("-m set ! --match-set {} {flags}", set.name(family)))
     }
 
-    /// One in `n`. The kernel keeps the probability in units of 2⁻³¹ and `iptables-save` prints
-    /// eleven digits of that.
+    /// Matches one of `n` packets at random. The kernel stores the probability in units of 2⁻³¹,
+    /// and `iptables-save` prints eleven decimal places of it.
     pub(in crate::dataplane) fn one_in(self, n: usize) -> Self {
         const UNITS: f64 = 2_147_483_648.0;
         #[allow(clippy::cast_precision_loss)]
@@ -126,8 +131,8 @@ impl<'a> Line<'a> {
         self.add(format_args!("-m statistic --mode random --probability {:.11}", units / UNITS))
     }
 
-    /// Counts the packets that have matched so far into a counter that has to exist. It always
-    /// matches.
+    /// Counts packets that match the previous conditions in an nfacct counter, which must exist.
+    /// Always matches.
     pub(in crate::dataplane) fn counted_by(self, counter: &str) -> Self {
         self.add(format_args!("-m nfacct --nfacct-name {counter}"))
     }

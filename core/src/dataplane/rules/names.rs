@@ -1,8 +1,9 @@
 //! Names of chains.
 //!
-//! A service's chains end in the first 16 characters of base32(sha256(text)), text being
-//! `namespace/name[:port]` and the lower-case protocol, for an endpoint's chain followed by
-//! `address:port` (IPv6 in brackets). Sixteen characters are ten bytes of the hash.
+//! The names of a service's chains end with the first 16 characters of base32(sha256(text)). The
+//! text is `namespace/name[:port]`, then the lower-case protocol, and for the chain of an endpoint
+//! also `address:port` with IPv6 addresses in brackets. Sixteen characters encode ten bytes of the
+//! hash.
 
 use std::fmt;
 
@@ -24,38 +25,40 @@ pub const PROXY_FIREWALL: &str = "KUBE-PROXY-FIREWALL";
 pub const MARK_MASQ: &str = "KUBE-MARK-MASQ";
 /// `KUBE-POSTROUTING`, in nat.
 pub const POSTROUTING: &str = "KUBE-POSTROUTING";
-/// `KUBE-HAIRPIN`, compact layout only: connections of this node's endpoints to themselves. nat
-/// masquerades them, filter lets them through.
+/// `KUBE-HAIRPIN`, in nat and filter, only in the compact layout. It matches connections of this
+/// node's endpoints to themselves: nat masquerades them, filter accepts them.
 pub const HAIRPIN: &str = "KUBE-HAIRPIN";
 /// `KUBE-FORWARD`, in filter.
 pub const FORWARD: &str = "KUBE-FORWARD";
-/// Guards 127.0.0.0/8 while localhost NodePorts are on. kube-proxy uses the kubelet's KUBE-FIREWALL
-/// for it, which cannot be removed again without taking the kubelet's; this one is ours alone.
+/// `KUBE-LOCALNET-GUARD`, in filter: protects 127.0.0.0/8 while localhost NodePorts are on.
+/// kube-proxy adds this rule to the kubelet's chain KUBE-FIREWALL. Headgate uses a separate chain,
+/// so that a cleanup can remove it without removing rules of the kubelet.
 pub const LOCALNET_GUARD: &str = "KUBE-LOCALNET-GUARD";
-/// `KUBE-PROXY-CANARY`: empty; gone when somebody flushed the tables.
+/// `KUBE-PROXY-CANARY`, in all tables: an empty chain. If it is missing, somebody has flushed the
+/// tables.
 pub const CANARY: &str = "KUBE-PROXY-CANARY";
 
-/// Counts packets that KUBE-FORWARD drops as INVALID; kube-proxy's name.
+/// The nfacct counter of packets that KUBE-FORWARD drops as INVALID. kube-proxy uses this name too.
 pub const INVALID_COUNTER: &str = "ct_state_invalid_dropped_pkts";
-/// Counts what NodePorts on 127.0.0.0/8 accept; kube-proxy's name.
+/// The nfacct counter of packets to NodePorts on 127.0.0.0/8. kube-proxy uses this name too.
 pub const LOCALHOST_COUNTER: &str = "localhost_nps_accepted_pkts";
 
 /// `KUBE-LOAD-BALANCER`, in nat: masquerades traffic to load balancer IPs with Cluster policy.
 pub const LOAD_BALANCER: &str = "KUBE-LOAD-BALANCER";
 /// `KUBE-NODE-PORT`: in nat it masquerades traffic to NodePorts with Cluster policy, in filter it
-/// admits health checks.
+/// accepts packets to health-check node ports.
 pub const NODE_PORT: &str = "KUBE-NODE-PORT";
 /// `KUBE-SOURCE-RANGES-FIREWALL`, in filter and mangle: drops packets that no source range admits.
 pub const SOURCE_RANGES: &str = "KUBE-SOURCE-RANGES-FIREWALL";
-/// `KUBE-IPVS-FILTER`, in filter: rejects packets to the services' addresses that have no virtual
+/// `KUBE-IPVS-FILTER`, in filter: rejects packets to addresses of services that have no virtual
 /// server.
 pub const IN_FILTER: &str = "KUBE-IPVS-FILTER";
-/// `KUBE-IPVS-OUT-FILTER`: the node's own traffic. In filter it rejects and drops, in mangle it
-/// checks source ranges.
+/// `KUBE-IPVS-OUT-FILTER`: handles traffic from the node itself. In filter it rejects and drops
+/// packets, in mangle it checks source ranges.
 pub const OUT_FILTER: &str = "KUBE-IPVS-OUT-FILTER";
 
-/// Names of all chains that are not hashed and that a dataplane of Headgate may have made in a
-/// table: what a cleanup removes.
+/// Returns the names, without hashed names, of all chains that a dataplane of Headgate may have
+/// created in a table. A cleanup removes them.
 #[must_use]
 pub fn all(table: Table) -> &'static [&'static str] {
     match table {
@@ -78,30 +81,32 @@ pub fn all(table: Table) -> &'static [&'static str] {
     }
 }
 
-/// A chain in which many services have lines. A chain comes before those that jump to it; the
-/// scripts write them in this order.
+/// A chain that contains rules of many services. A chain comes before the chains that jump to it,
+/// and scripts write them in this order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum DispatchChain {
     /// nat KUBE-HAIRPIN, compact layout only: masquerades connections of endpoints to themselves.
     NatHairpin,
     /// nat KUBE-NODEPORTS.
     NatNodePorts,
-    /// nat KUBE-SERVICES, whose last rule leads to KUBE-NODEPORTS.
+    /// nat KUBE-SERVICES, whose last rules jump to KUBE-NODEPORTS.
     NatServices,
     /// filter KUBE-HAIRPIN, compact layout only: accepts connections of endpoints to themselves.
     FilterHairpin,
     /// filter KUBE-SERVICES: ClusterIPs whose packets are rejected or dropped.
     FilterServices,
-    /// filter KUBE-EXTERNAL-SERVICES: external destinations whose packets are rejected or dropped.
+    /// filter KUBE-EXTERNAL-SERVICES: external addresses and NodePorts whose packets are rejected
+    /// or dropped.
     FilterExternalServices,
-    /// filter KUBE-PROXY-FIREWALL: packets that no source range admits.
+    /// filter KUBE-PROXY-FIREWALL: drops packets that no source range admits.
     FilterProxyFirewall,
-    /// filter KUBE-NODEPORTS: health-check node ports, accepted ahead of the host's firewall.
+    /// filter KUBE-NODEPORTS: accepts packets to health-check node ports before the host's firewall
+    /// can drop them.
     FilterNodePorts,
 }
 
 impl DispatchChain {
-    /// All of them.
+    /// All dispatch chains.
     pub const ALL: [Self; 8] = [
         Self::NatHairpin,
         Self::NatNodePorts,
@@ -113,7 +118,7 @@ impl DispatchChain {
         Self::FilterNodePorts,
     ];
 
-    /// Its table.
+    /// The table of the chain.
     #[must_use]
     pub fn table(self) -> Table {
         match self {
@@ -122,7 +127,7 @@ impl DispatchChain {
         }
     }
 
-    /// Its name.
+    /// The name of the chain.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -134,25 +139,25 @@ impl DispatchChain {
         }
     }
 
-    /// True of KUBE-HAIRPIN, which only the compact layout has.
+    /// True for KUBE-HAIRPIN, which only the compact layout has.
     #[must_use]
     pub fn is_hairpin(self) -> bool {
         matches!(self, Self::NatHairpin | Self::FilterHairpin)
     }
 }
 
-/// What a hashed chain is for.
+/// The purpose of a chain with a hashed name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum ChainKind {
-    /// `KUBE-SVC-`: spreads over the endpoints for Cluster policy.
+    /// `KUBE-SVC-`: distributes connections over the endpoints for Cluster policy.
     ClusterPolicy,
-    /// `KUBE-SVL-`: spreads over the endpoints for Local policy.
+    /// `KUBE-SVL-`: distributes connections over the endpoints for Local policy.
     LocalPolicy,
-    /// `KUBE-EXT-`: traffic to external destinations.
+    /// `KUBE-EXT-`: handles traffic to external addresses and NodePorts.
     External,
-    /// `KUBE-FW-`: source ranges of load balancer IPs.
+    /// `KUBE-FW-`: checks the source ranges of load balancer IPs.
     Firewall,
-    /// `KUBE-SEP-`: one endpoint.
+    /// `KUBE-SEP-`: translates the destination to one endpoint.
     Endpoint,
     /// `KUBE-SVC-G-`: second level of the dispatch by address.
     AddressGroup,
@@ -174,13 +179,14 @@ impl ChainKind {
         Self::HairpinGroup,
     ];
 
-    /// The name's beginning.
+    /// The start of the name.
     ///
-    /// Groups that lead to services' chains begin as those do. So kube-proxy, where it takes a node
-    /// over, finds them among the chains of services that it does not know, and removes them. Left
-    /// behind, they would keep the chains that they lead to from being deleted, and with that each
-    /// of its syncs from succeeding. KUBE-HAIRPIN leads to its groups and stays there, so that
-    /// theirs have to stay as well.
+    /// Groups that jump to chains of services have prefixes that begin like the prefixes of those
+    /// chains. When kube-proxy replaces Headgate on a node, it removes all chains with such names
+    /// that it does not know. If the groups remained, the kernel would not delete the chains to
+    /// which they jump, and every sync of kube-proxy would fail. Hairpin groups have a different
+    /// prefix. kube-proxy does not remove KUBE-HAIRPIN, which jumps to these groups, so it must not
+    /// try to remove the groups either.
     #[must_use]
     pub fn prefix(self) -> &'static str {
         match self {
@@ -196,7 +202,7 @@ impl ChainKind {
     }
 }
 
-/// The name of a hashed chain, in eleven bytes.
+/// The hashed name of a chain, in eleven bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ChainName {
     kind: ChainKind,
@@ -204,7 +210,7 @@ pub struct ChainName {
 }
 
 impl ChainName {
-    /// A chain of that kind named after the text.
+    /// Returns the name of a chain of this kind for `text`.
     #[must_use]
     pub fn of(kind: ChainKind, text: &str) -> Self {
         let digest = Sha256::digest(text.as_bytes());
@@ -213,31 +219,31 @@ impl ChainName {
         Self { kind, hash }
     }
 
-    /// A chain of a service port.
+    /// Returns the name of a service port's chain.
     #[must_use]
     pub fn of_port(kind: ChainKind, view: &ServicePortView) -> Self {
         Self::of(kind, &port_text(view))
     }
 
-    /// The chain of one endpoint of a service port.
+    /// Returns the name of the chain of one endpoint of a service port.
     #[must_use]
     pub fn of_endpoint(view: &ServicePortView, destination: &Destination) -> Self {
         let endpoint = destination.socket_address();
         Self::of(ChainKind::Endpoint, &format!("{}{endpoint}", port_text(view)))
     }
 
-    /// The same service port's chain of another kind.
+    /// Returns the name of another kind of chain for the same service port.
     #[must_use]
     pub fn sibling(self, kind: ChainKind) -> Self {
         Self { kind, ..self }
     }
 
-    /// Reads a name back; `None` when it is not one of ours.
+    /// Parses a name. Returns `None` if it is not a hashed name of Headgate.
     #[must_use]
     pub fn parse(text: &str) -> Option<Self> {
         ChainKind::ALL.into_iter().find_map(|kind| {
-            // A prefix may begin with another one; what follows that is no hash then, for the dash
-            // in it.
+            // KUBE-SVC-G- begins with KUBE-SVC-. After the shorter prefix the rest contains a dash,
+            // so it cannot be decoded as a hash.
             let hash = BASE32_NOPAD.decode(text.strip_prefix(kind.prefix())?.as_bytes()).ok()?;
             Some(Self { kind, hash: hash.try_into().ok()? })
         })

@@ -1,4 +1,4 @@
-//! Input for `iptables-restore --noflush`.
+//! Scripts for `iptables-restore --noflush`.
 
 use std::{
     collections::BTreeSet,
@@ -12,41 +12,48 @@ use super::{
 };
 use crate::model::ServiceKey;
 
-/// Services that are rendered and written in one go.
+/// Number of services whose chains are rendered and written at once.
 const SERVICES_AT_ONCE: usize = 256;
 
-/// Rules of other chains in nat that are a step of their own by [`Writing::LateInSteps`].
+/// Number of rules in one step of [`Writing::LateInSteps`], for chains that do not belong to a
+/// service.
 const RULES_PER_STEP: usize = 512;
 
-/// How a script holds the rules of services' own chains.
+/// How a script holds the rules of services' chains.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub enum Writing {
-    /// As text.
+    /// The script holds the rules as text.
     #[default]
     Text,
-    /// Not at all: they are rendered while the script is written, a few services at a time, so that
-    /// there is never more of them in memory.
+    /// The script does not hold the rules. They are rendered while the script is written to
+    /// `iptables-restore`, a few services at a time. So the memory for rules does not depend on the
+    /// number of services.
     Late,
-    /// Likewise, and everything in nat is written in many steps: first each few services, then the
-    /// other chains by a bounded number of rules, at last what leads to our chains. So
-    /// `iptables-restore` does not hold more either. `iptables-nft-restore` also needs it for its
-    /// time: it keeps the names of the chains that a step is about in a sorted list, and searches
-    /// that from the start for each rule and its target, so that a step costs the square of its
-    /// names. Only for a kernel in which nothing leads to our chains yet: no packet sees what is
-    /// unfinished.
+    /// Like [`Self::Late`], and the table nat is also written in many steps, each with its own
+    /// `COMMIT`. The first steps each write the chains of a few services. The next steps each write
+    /// a bounded number of rules of the other chains. The last step writes the jumps from the
+    /// built-in chains.
+    ///
+    /// `iptables-restore` holds one step at a time, so its memory is bounded too. For
+    /// `iptables-nft-restore` steps also save time: it keeps the chain names of a step in a sorted
+    /// list and searches this list from the start for each rule and each target, so the time for a
+    /// step grows with the square of the number of names.
+    ///
+    /// This mode is allowed only if no rule in the kernel jumps to chains of Headgate. Otherwise
+    /// packets would pass unfinished rules.
     LateInSteps,
 }
 
 /// A part of a script's text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Piece<'a> {
-    /// Complete lines.
+    /// Text that consists of complete lines.
     Text(&'a str),
-    /// What [`super::Ledger::write_late`] writes for these services.
+    /// The text that [`super::Ledger::write_late`] renders for these services.
     Services(&'a [Arc<ServiceKey>]),
 }
 
-/// A restore script under construction. One table's part is one atomic step, but see
+/// A script for `iptables-restore`. The part for one table takes effect atomically, except with
 /// [`Writing::LateInSteps`].
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Script {
@@ -56,30 +63,31 @@ pub struct Script {
     chains_written: u32,
     chains_deleted: u32,
     filter_first: bool,
-    /// What the kernel has, while a full script is written: chains that are there already are left
-    /// out.
+    /// The rules in the kernel, while a full script is planned. The script leaves out chains that
+    /// the kernel already has.
     existing: Option<ExistingTables>,
     writing: Writing,
-    /// Services whose chains are rendered late, in order.
+    /// The services whose chains are rendered late, in order.
     late: Vec<Arc<ServiceKey>>,
-    /// Names of their chains that are declared with them, and not at the head of the table's part.
+    /// The chains that are declared together with their late rules, and not at the head of the part
+    /// for nat.
     late_chains: BTreeSet<String>,
-    /// By [`Writing::LateInSteps`]: the other chains in nat. A chain may go on in the next step,
-    /// which does not declare it again.
+    /// With [`Writing::LateInSteps`], the chains in nat that do not belong to a service. The rules
+    /// of a chain may continue in the next step, which does not declare the chain again.
     steps: Vec<Part>,
 }
 
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 struct Part {
-    /// Chains come first, since rules may lead to any of them, and in descending order:
-    /// iptables-nft keeps its list of chains sorted and looks for each one's place from the start,
-    /// so that ascending order costs the square of their number (10,000 chains: 9 s instead of 3.7
-    /// s).
+    /// Declarations of chains. They are written first, because a rule may jump to any chain, and in
+    /// descending order. `iptables-nft` inserts each chain into a sorted list by searching from the
+    /// start. In ascending order its time would grow with the square of the number of chains:
+    /// 10,000 chains would take 9 s instead of 3.7 s.
     declarations: BTreeSet<String>,
     body: String,
-    /// Deletions come last, when nothing leads to the chain any more.
+    /// Deletions of chains. They are written last, when no rule jumps to these chains any more.
     deletions: String,
-    /// Rules to be written, those rendered late included.
+    /// Number of rules in this part, including rules that are rendered late.
     rules: usize,
 }
 
@@ -103,25 +111,25 @@ impl Script {
         }
     }
 
-    /// A script that leaves out what the kernel has already.
+    /// Creates a script that leaves out chains that are in `existing`.
     #[must_use]
     pub(super) fn comparing_with(existing: ExistingTables, writing: Writing) -> Self {
         Self { existing: Some(existing), writing, ..Self::default() }
     }
 
-    /// Ends the comparison and gives back what it was made with.
+    /// Ends the comparison and returns the rules with which the script was compared.
     pub(super) fn take_existing(&mut self) -> ExistingTables {
         self.existing.take().unwrap_or_default()
     }
 
-    fn is_there(&self, table: Table, name: &impl Display, hash: RulesHash) -> bool {
+    fn is_in_kernel(&self, table: Table, name: &impl Display, hash: RulesHash) -> bool {
         let has = |existing: &ExistingTables| existing.get(table).has_chain_with(&name.to_string(), hash);
         self.existing.as_ref().is_some_and(has)
     }
 
-    /// Creates or replaces a chain. `rules` are complete lines.
+    /// Creates or replaces a chain. `rules` consists of complete lines.
     pub fn write_chain(&mut self, table: Table, name: &impl Display, rules: &str) {
-        if self.existing.is_none() || !self.is_there(table, name, RulesHash::of(rules)) {
+        if self.existing.is_none() || !self.is_in_kernel(table, name, RulesHash::of(rules)) {
             self.put_chain(table, name, rules);
         }
     }
@@ -154,9 +162,9 @@ impl Script {
         &mut self.steps[last]
     }
 
-    /// The same for a chain of a service's own, in nat; `hash` is that of its rules.
+    /// Creates or replaces a chain of a service in nat. `hash` is the hash of `rules`.
     pub(super) fn write_service_chain(&mut self, key: &Arc<ServiceKey>, name: ChainName, rules: &str, hash: RulesHash) {
-        if self.is_there(Table::Nat, &name, hash) {
+        if self.is_in_kernel(Table::Nat, &name, hash) {
             return;
         }
         match self.writing {
@@ -171,17 +179,17 @@ impl Script {
         }
     }
 
-    /// True when a chain is declared at the head of nat's part.
+    /// True if a chain is declared at the head of the part for nat.
     pub(super) fn declares(&self, name: ChainName) -> bool {
         self.nat.declarations.contains(&declaration(&name))
     }
 
-    /// True when a chain is to be declared with its rules, which are rendered late.
+    /// True if a chain must be declared together with its late rules.
     pub(super) fn declares_late(&self, name: ChainName) -> bool {
         self.late_chains.contains(&name.to_string())
     }
 
-    /// Empties a chain now and deletes it at the end of its table's step.
+    /// Empties a chain at the start of the part for its table and deletes it at the end.
     pub fn delete_chain(&mut self, table: Table, name: &impl Display) {
         let part = self.part(table);
         part.declarations.insert(declaration(name));
@@ -190,7 +198,7 @@ impl Script {
         self.chains_deleted += 1;
     }
 
-    /// Inserts a rule at the head of a chain.
+    /// Adds the insertion of a rule at the head of a chain.
     pub fn insert_first(&mut self, table: Table, chain: &str, rule: &str) {
         let part = self.part(table);
         let _ = writeln!(part.body, "-I {chain} {rule}");
@@ -198,20 +206,23 @@ impl Script {
         self.chains_written += 1;
     }
 
-    /// Deletes a rule.
+    /// Adds the deletion of a rule.
     pub fn delete_rule(&mut self, table: Table, chain: &str, rule: &str) {
         let _ = writeln!(self.part(table).body, "-D {chain} {rule}");
         self.chains_written += 1;
     }
 
-    /// Filter rejects and drops packets before nat stops translating them. Without this, nat begins
-    /// to translate before filter stops. In both cases no packet finds neither.
+    /// Writes filter before nat. A script that adds REJECT or DROP rules needs this order: filter
+    /// must reject packets before nat stops translating their addresses. By default nat comes
+    /// first, so that nat translates packets before filter stops rejecting them. In both cases
+    /// every packet is either translated or rejected.
     pub fn put_filter_first(&mut self) {
         self.filter_first = true;
     }
 
-    /// The script without its deletions, and the chains that it deletes. For when the kernel
-    /// rejects a deletion, since it then rejects the whole step.
+    /// Returns the script without deletions of chains, and the chains that it would have deleted.
+    /// Callers use it after the kernel has rejected a deletion, which makes the whole part for that
+    /// table fail.
     #[must_use]
     pub fn split_deletions(mut self) -> (Self, Vec<(Table, String)>) {
         let mut deletions = Vec::new();
@@ -222,7 +233,7 @@ impl Script {
         (self, deletions)
     }
 
-    /// Deletes chains that are empty.
+    /// Returns a script that deletes these empty chains.
     #[must_use]
     pub fn deleting(chains: &[(Table, String)]) -> Self {
         let mut script = Self::default();
@@ -232,13 +243,13 @@ impl Script {
         script
     }
 
-    /// True when there is nothing to do.
+    /// True if the script changes nothing.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.late.is_empty() && self.parts().all(Part::is_empty)
     }
 
-    /// Rules that it writes to a table.
+    /// Number of rules that the script writes to a table.
     #[must_use]
     pub fn rules_written(&self, table: Table) -> usize {
         match table {
@@ -248,19 +259,19 @@ impl Script {
         }
     }
 
-    /// Chains created or replaced, jumps included.
+    /// Number of chains that are created or replaced, and of jumps that are inserted or deleted.
     #[must_use]
     pub fn chains_written(&self) -> u32 {
         self.chains_written
     }
 
-    /// Chains deleted.
+    /// Number of chains that are deleted.
     #[must_use]
     pub fn chains_deleted(&self) -> u32 {
         self.chains_deleted
     }
 
-    /// Length of the text that it holds, in bytes, headers excepted.
+    /// Length of the text that the script holds, in bytes, without table headers.
     #[must_use]
     pub fn len_bytes(&self) -> usize {
         self.parts().map(|part| part.texts().map(str::len).sum::<usize>()).sum()
@@ -270,11 +281,13 @@ impl Script {
         [&self.mangle, &self.nat, &self.filter].into_iter().chain(&self.steps)
     }
 
-    /// The script in pieces, in order, for writing to a pipe without copying.
+    /// Returns the script in pieces, in order, so that a caller can write it to a pipe without
+    /// copying it.
     pub fn pieces(&self) -> impl Iterator<Item = Piece<'_>> {
         let services = || self.late.chunks(SERVICES_AT_ONCE).map(Piece::Services);
         let is_in_steps = self.writing == Writing::LateInSteps && !self.late.is_empty();
-        // Services' chains lead to this one, whose rule comes with the rest.
+        // Chains of services jump to KUBE-MARK-MASQ, so the first step declares it. A later step
+        // writes its rule.
         let target = declaration(&MARK_MASQ);
         let needs_target = self.steps.iter().any(|step| step.declarations.contains(&target));
         let target = (is_in_steps && needs_target).then(|| [":", MARK_MASQ, " - [0:0]\n"].map(Piece::Text));
@@ -311,7 +324,7 @@ pub(super) fn declaration(name: &impl Display) -> String {
     format!(":{name} - [0:0]\n")
 }
 
-/// Services that are rendered late are only counted.
+/// The text of the script. A comment with their number replaces services that are rendered late.
 impl Display for Script {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         self.pieces().try_for_each(|piece| match piece {

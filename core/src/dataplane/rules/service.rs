@@ -1,4 +1,4 @@
-//! The rules of one service port: what dataplanes put a service's rules together from.
+//! Parts of the rules of one service port. The dataplanes compose the rules of a service from them.
 
 use std::{collections::BTreeSet, fmt::Display, net::IpAddr};
 
@@ -16,11 +16,11 @@ use crate::{
     model::{Protocol, Service},
 };
 
-/// Renders everything that one service contributes in one family: from the configuration, whether
-/// the layout is compact, the Service, and the views of its ports.
+/// Renders all rules of one service in one family. The arguments are the configuration, whether the
+/// layout is compact, the Service, and the views of its ports.
 pub type RenderService = fn(&RenderConfig, bool, &Service, &[ServicePortView]) -> ServiceRules;
 
-/// A chain of a service's own, in nat.
+/// A chain in nat that belongs to one service.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Chain {
     /// Name.
@@ -29,44 +29,44 @@ pub struct Chain {
     pub rules: String,
 }
 
-/// What a dispatch line matches.
+/// The destination that a dispatch line matches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Selector {
     /// A destination address that is a ClusterIP.
     ClusterIp(IpAddr),
-    /// A destination address of another kind: external, or a load balancer's.
+    /// A destination address that is an externalIP or a load balancer IP.
     Address(IpAddr),
-    /// A port on the node's own addresses.
+    /// A NodePort.
     NodePort(Protocol, u16),
-    /// An endpoint of this node, as source and destination.
+    /// An endpoint of this node that is both source and destination.
     Hairpin(IpAddr),
 }
 
-/// One line of a dispatch chain.
+/// One rule of a dispatch chain.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct DispatchLine {
     /// The chain.
     pub chain: DispatchChain,
-    /// What it matches.
+    /// The destination that the rule matches. It selects the group in the compact layout.
     pub selector: Selector,
-    /// The rule behind `-A CHAIN`, with a leading space and a line end.
+    /// The rule without `-A CHAIN`, with a leading space and a line end.
     pub rule: String,
 }
 
-/// Everything that one service contributes in one family.
+/// All rules of one service in one family.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct ServiceRules {
-    /// Its chains. A chain comes before those that jump to it.
+    /// The chains of the service. A chain comes before the chains that jump to it.
     pub chains: Vec<Chain>,
-    /// Its dispatch lines.
+    /// The dispatch lines of the service.
     pub dispatch: Vec<DispatchLine>,
-    /// Ports whose Local policies find no endpoint here.
+    /// Ports with a Local policy that have no endpoint on this node.
     pub no_local: NoLocalEndpoints,
 }
 
 impl ServiceRules {
-    /// Renders the ports of a service one after the other, without those that iptables cannot match
-    /// here.
+    /// Renders the ports of a service in order. Leaves out SCTP ports if
+    /// [`RenderConfig::leaves_out_sctp`] is set.
     pub(in crate::dataplane) fn of_ports<'a>(
         config: &'a RenderConfig,
         is_compact: bool,
@@ -112,7 +112,8 @@ impl<'a> PortRules<'a> {
         }
     }
 
-    /// What leads to single endpoints, and hairpin connections.
+    /// Adds the chains of single endpoints, or in the compact layout the lines for hairpin
+    /// connections.
     pub(in crate::dataplane) fn endpoint_rules(&self, endpoints: &BTreeSet<Destination>, rules: &mut ServiceRules) {
         if self.is_compact {
             self.hairpin_lines(endpoints, rules);
@@ -121,9 +122,9 @@ impl<'a> PortRules<'a> {
         }
     }
 
-    /// Compact layout: an endpoint of this node that was sent to itself. Endpoints of other nodes
-    /// are the business of their own node. Those without a known node are treated as this node's,
-    /// so that some node does it.
+    /// Adds the dispatch lines of the compact layout for hairpin connections, in which an endpoint
+    /// is its own client. They are needed only on the node of the endpoint. An endpoint without a
+    /// known node gets the lines on every node.
     fn hairpin_lines(&self, endpoints: &BTreeSet<Destination>, rules: &mut ServiceRules) {
         for destination in endpoints.iter().filter(|destination| destination.may_be_here) {
             let address = destination.address;
@@ -151,8 +152,9 @@ impl<'a> PortRules<'a> {
         Chain { name: chain, rules }
     }
 
-    /// Spreads over endpoints: known clients keep their endpoint, and others are spread by
-    /// probabilities of 1/n, 1/(n − 1), ….
+    /// Renders a chain that distributes connections over endpoints. With session affinity, known
+    /// clients keep their endpoint. The rules for other clients match with the probabilities 1/n,
+    /// 1/(n − 1), ….
     pub(in crate::dataplane) fn policy_chain(
         &self,
         chain: ChainName,
@@ -164,7 +166,7 @@ impl<'a> PortRules<'a> {
             self.cluster_ip_masquerade(chain, &mut rules);
         }
         if self.is_compact {
-            self.spread_compactly(chain, endpoints, &mut rules);
+            self.compact_policy_rules(chain, endpoints, &mut rules);
             return Chain { name: chain, rules };
         }
         let names = endpoints.iter().map(|destination| {
@@ -191,9 +193,9 @@ impl<'a> PortRules<'a> {
         Chain { name: chain, rules }
     }
 
-    /// Compact layout: the DNAT rules themselves, checking and recording the client where there is
-    /// affinity.
-    fn spread_compactly(&self, chain: ChainName, endpoints: &[Destination], rules: &mut String) {
+    /// Renders the DNAT rules of the compact layout. With session affinity, they also check and
+    /// record the client.
+    fn compact_policy_rules(&self, chain: ChainName, endpoints: &[Destination], rules: &mut String) {
         let (protocol, family) = (self.view.protocol, self.view.family);
         let translate = |line: Line<'_>, destination: &Destination| {
             let line = match self.view.affinity_timeout_seconds {
@@ -221,8 +223,8 @@ impl<'a> PortRules<'a> {
         }
     }
 
-    /// Classic layout. The compact one does this once for each group of ClusterIPs, see
-    /// [`super::dispatch`].
+    /// Renders the rule of the classic layout that marks traffic to the ClusterIP for masquerading.
+    /// The compact layout has rules for each group of ClusterIPs instead, see [`super::dispatch`].
     fn cluster_ip_masquerade(&self, chain: ChainName, rules: &mut String) {
         let Some(cluster_ip) = self.view.cluster_ip else { return };
         let masquerade = &self.config.masquerade;
@@ -238,15 +240,15 @@ impl<'a> PortRules<'a> {
             .jump(MARK_MASQ);
     }
 
-    /// Traffic to external destinations, up to the rule that leads to the endpoints of the policy.
-    /// With Local policy, pods of this node and the node itself reach all endpoints: no load
-    /// balancer has chosen this node for their traffic.
+    /// Renders the chain for external destinations, without its last rule, which jumps to the chain
+    /// of the policy. With Local policy, traffic from pods of this node and from the node itself
+    /// may use all endpoints, because no load balancer has chosen this node for it.
     pub(in crate::dataplane) fn external_chain(&self) -> Chain {
         let (chain, name) = (self.external, &self.name);
         let mut rules = String::new();
         let reaches_cluster = !self.view.cluster_endpoints.is_empty();
-        // Only NodePorts have such destinations. Here, and not where NodePorts are looked for, it
-        // costs other connections nothing.
+        // Only NodePorts have destinations in 127.0.0.0/8. In this chain the rule costs other
+        // connections nothing; in KUBE-NODEPORTS it would.
         if self.config.counts_packets && self.config.localhost_node_ports && self.view.node_port != 0 {
             Line::append(&mut rules, chain).add("-d 127.0.0.0/8").counted_by(LOCALHOST_COUNTER).end();
         }
@@ -274,7 +276,8 @@ impl<'a> PortRules<'a> {
         Chain { name: chain, rules }
     }
 
-    /// Packets that no range admits pass untranslated, and filter KUBE-PROXY-FIREWALL drops them.
+    /// Renders the chain that checks source ranges. Packets that no range admits are not
+    /// translated, and filter KUBE-PROXY-FIREWALL drops them.
     pub(in crate::dataplane) fn firewall_chain(&self) -> Chain {
         let (chain, name) = (self.firewall, &self.name);
         let comment = format!("{name} loadbalancer IP");
@@ -295,8 +298,8 @@ impl<'a> PortRules<'a> {
         Chain { name: chain, rules }
     }
 
-    /// The addresses through which clients outside reach the service, in order, with what leads
-    /// from them and its comment.
+    /// Returns the externalIPs and load balancer IPs in order, each with the comment and the target
+    /// of its dispatch line.
     fn external_addresses(&self) -> impl Iterator<Item = (Selector, &'static str, ChainName)> {
         let load_balancer_target = if self.uses_firewall { self.firewall } else { self.external };
         let external = self.view.external_ips.iter().map(|address| (*address, "external IP", self.external));
@@ -305,31 +308,32 @@ impl<'a> PortRules<'a> {
         external.chain(load_balancer).map(|(address, what, target)| (Selector::Address(address), what, target))
     }
 
-    /// Selectors of externalIPs, load balancer IPs and the NodePort.
+    /// Returns the selectors of externalIPs, load balancer IPs and the NodePort.
     pub(in crate::dataplane) fn external_selectors(&self) -> Vec<Selector> {
         let node_port = Selector::NodePort(self.view.protocol, self.view.node_port);
         let node_port = Some(node_port).filter(|_| self.view.node_port != 0);
         self.external_addresses().map(|(selector, ..)| selector).chain(node_port).collect()
     }
 
-    /// Dispatch lines that lead from external destinations to the service's chains.
-    pub(in crate::dataplane) fn lead_from_external(&self, rules: &mut ServiceRules) {
+    /// Adds the dispatch lines that jump from external destinations to the chains of the service.
+    pub(in crate::dataplane) fn external_jumps(&self, rules: &mut ServiceRules) {
         for (selector, what, target) in self.external_addresses() {
-            rules.dispatch.push(self.lead(DispatchChain::NatServices, selector, what, target));
+            rules.dispatch.push(self.dispatch_jump(DispatchChain::NatServices, selector, what, target));
         }
         if self.view.node_port != 0 {
             let selector = Selector::NodePort(self.view.protocol, self.view.node_port);
-            rules.dispatch.push(self.lead(DispatchChain::NatNodePorts, selector, "", self.external));
+            rules.dispatch.push(self.dispatch_jump(DispatchChain::NatNodePorts, selector, "", self.external));
         }
     }
 
-    /// In nat, only the classic layout has comments. A comment takes half a kilobyte of the
-    /// kernel's memory, two thirds of a rule, and each change of the table copies it.
+    /// Adds a comment to a rule in nat, only in the classic layout. A comment takes half a kilobyte
+    /// of kernel memory, two thirds of a rule, and the kernel copies it with each change of the
+    /// table.
     fn comment<'t>(&self, line: Line<'t>, comment: impl Display) -> Line<'t> {
         if self.is_compact { line } else { line.comment(comment) }
     }
 
-    /// A dispatch line up to its target: address, protocol, comment, port.
+    /// Renders a dispatch line without its target: address, protocol, comment, port.
     pub(in crate::dataplane) fn dispatch_line<'t>(
         &self,
         text: &'t mut String,
@@ -352,8 +356,8 @@ impl<'a> PortRules<'a> {
         }
     }
 
-    /// A dispatch line that jumps to one of the service's chains.
-    pub(in crate::dataplane) fn lead(
+    /// Renders a dispatch line that jumps to one of the chains of the service.
+    pub(in crate::dataplane) fn dispatch_jump(
         &self,
         chain: DispatchChain,
         selector: Selector,

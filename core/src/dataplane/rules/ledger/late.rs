@@ -1,4 +1,4 @@
-//! Rules of services' chains that are rendered while a full script is written; see
+//! Late rendering: the rules of services' chains are rendered while a full script is written. See
 //! [`Writing`](super::Writing).
 
 use std::{
@@ -9,8 +9,8 @@ use std::{
 use super::super::{Ledger, RulesHash, Script, names::ChainName, script};
 use crate::{model::ServiceKey, node_facts::NodeFacts, state::State};
 
-/// A service whose chains differ from what a script foresaw, since the state changed while it was
-/// written.
+/// A service whose written chains differ from the planned ones, because the state changed while the
+/// script was written.
 #[derive(Debug)]
 pub struct LateChange {
     key: Arc<ServiceKey>,
@@ -18,9 +18,10 @@ pub struct LateChange {
 }
 
 impl Ledger {
-    /// Writes what a script left for later: the chains of these services, with their present rules.
-    /// The state may have changed since the script was made; the next step plans these changes once
-    /// more. `changed` gets the services whose chains differ from what was planned.
+    /// Renders the chains of these services, which `script` does not contain, and appends them to
+    /// `text`. The state may have changed since the script was planned. The rules are those of the
+    /// present state, and services whose chains differ from the plan are added to `changed`. The
+    /// next step plans these changes again.
     pub fn write_late(
         &self,
         state: &State,
@@ -33,8 +34,8 @@ impl Ledger {
         let (mut declarations, mut body) = (BTreeSet::new(), String::new());
         for key in services {
             let programmed = self.programmed.get(key).map(|programmed| &*programmed.chains).unwrap_or_default();
-            // A chain that is not wanted any more is there all the same: empty if the script
-            // declares it, as it was if not.
+            // The kernel also has planned chains that are no longer wanted. They are empty if the
+            // script declares them, and otherwise have the recorded rules.
             let mut chains: BTreeMap<ChainName, RulesHash> = programmed.iter().copied().collect();
             for (name, hash) in &mut chains {
                 if script.declares_late(*name) {
@@ -45,8 +46,8 @@ impl Ledger {
                 }
             }
             let mut rendered = self.render(state, node, key).chains;
-            // What the script declares without its being planned, it deletes. A service that wants
-            // such a chain now has to wait for the next step.
+            // The script deletes the chains that it declares without having planned rules for them.
+            // If the service now wants such a chain, the next step writes all of its chains.
             if rendered.iter().any(|chain| script.declares(chain.name) && !chains.contains_key(&chain.name)) {
                 rendered.clear();
             }
@@ -72,7 +73,7 @@ impl Ledger {
         text.push_str(&body);
     }
 
-    /// Records what the kernel has by [`Self::write_late`] instead of what was planned.
+    /// Records the chains that [`Self::write_late`] wrote, where they differ from the plan.
     pub fn note_late(&mut self, changed: Vec<LateChange>) {
         for LateChange { key, chains } in changed {
             self.programmed.entry(key).or_default().chains = chains;

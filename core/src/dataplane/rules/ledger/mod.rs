@@ -1,7 +1,9 @@
-//! What is programmed in one family, and the scripts that change it.
+//! A record of the rules that are programmed in one family. It produces the scripts that change
+//! them.
 //!
-//! The ledger keeps a hash of each chain instead of its text. It assumes that scripts succeed.
-//! After one that failed, only [`Ledger::full`] brings ledger and kernel together again.
+//! The ledger keeps a hash of each chain instead of its text. It assumes that the kernel accepts
+//! every script. After a script has failed, the record may differ from the kernel, and the caller
+//! must use [`Ledger::full`] for the next script.
 
 mod late;
 mod quarantine;
@@ -34,24 +36,25 @@ use crate::{
     state::{Dirty, State},
 };
 
-/// One family's programmed rules.
+/// The programmed rules of one family.
 #[derive(Debug)]
 pub struct Ledger {
     ruleset: Arc<Ruleset>,
     programmed: HashMap<Arc<ServiceKey>, Programmed>,
     dispatch: Dispatch,
-    /// Number of services when the dispatch groups were cut.
-    groups_cut_for: usize,
-    /// Chains that nobody wants and the kernel does not delete, since rules of others jump to them.
+    /// Number of services for which the dispatch groups were sized.
+    groups_sized_for: usize,
+    /// Chains that are not wanted, but that the kernel does not delete because foreign rules jump
+    /// to them.
     undeletable: BTreeSet<(Table, String)>,
     quarantine: Quarantine,
-    /// Of all services.
+    /// Counts for all services.
     tally: Tally,
-    /// Of what depends on configuration alone.
+    /// Counts for the rules that depend only on the configuration.
     fixed_tally: Tally,
 }
 
-/// One service's programmed rules.
+/// The programmed rules of one service.
 #[derive(Debug, Default, Clone)]
 struct Programmed {
     chains: Box<[(ChainName, RulesHash)]>,
@@ -60,15 +63,15 @@ struct Programmed {
     tally: Tally,
 }
 
-/// What a planning step looked at, for counting.
+/// The amount of work of one planning step, for metrics and tests.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct Planned {
-    /// Services whose view and rules were computed.
+    /// Number of services whose views and rules were computed.
     pub services: u32,
 }
 
 impl Ledger {
-    /// Nothing is programmed.
+    /// Creates a ledger in which nothing is programmed.
     #[must_use]
     pub fn new(ruleset: Ruleset) -> Self {
         let ruleset = Arc::new(ruleset);
@@ -79,7 +82,7 @@ impl Ledger {
             ruleset,
             programmed,
             dispatch,
-            groups_cut_for: 0,
+            groups_sized_for: 0,
             undeletable,
             quarantine: Quarantine::default(),
             tally,
@@ -87,28 +90,27 @@ impl Ledger {
         }
     }
 
-    /// The configuration that its rules are made from.
+    /// The configuration of the rules.
     #[must_use]
     pub fn config(&self) -> &RenderConfig {
         &self.ruleset.config
     }
 
-    /// The jumps from the kernel's chains, in the order in which they stand at the head of their
-    /// chains.
+    /// The jumps from the built-in chains, in their order at the head of these chains.
     #[must_use]
     pub fn jumps(&self) -> &[Jump] {
         &self.ruleset.jumps
     }
 
-    /// Takes another ruleset, of the same family. The kernel has the old rules until the next
-    /// [`Self::full`].
+    /// Replaces the ruleset by another one of the same family. The caller must use [`Self::full`]
+    /// for the next script; until then the kernel has the old rules.
     pub fn set_ruleset(&mut self, ruleset: Ruleset) {
         self.ruleset = Arc::new(ruleset);
     }
 
-    /// Writes what changed for the dirty services. The cost depends on these services alone, unless
-    /// the size of the cluster has crossed the threshold between layouts: then everything is
-    /// written.
+    /// Returns a script with the changes of the dirty services. The cost depends only on these
+    /// services. The exception is a cluster whose size has crossed a threshold of the layout: then
+    /// the script writes all rules.
     pub fn changed(&mut self, state: &State, node: &NodeFacts, dirty: &Dirty) -> (Script, Planned) {
         if self.layout_is_outgrown(state) {
             let expected = self.expected();
@@ -133,15 +135,17 @@ impl Ledger {
         (script, planned)
     }
 
-    /// Writes from what the kernel has, whatever was programmed before: the chains that differ from
-    /// what is wanted. It deletes chains that are ours by name and not wanted. If the kernel has
-    /// what is wanted, the script is empty. Nothing else is touched.
+    /// Returns a script that changes `existing`, the rules in the kernel, to the wanted rules. It
+    /// ignores what the ledger recorded before. The script writes the chains that differ and
+    /// deletes chains with names of Headgate that are not wanted. It does not touch foreign rules.
+    /// It is empty if the kernel already has the wanted rules.
     pub fn full(&mut self, state: &State, node: &NodeFacts, existing: &ExistingTables) -> (Script, Planned) {
         self.full_by(Writing::Text, state, node, existing.clone())
     }
 
-    /// As [`Self::full`], with the rules of services' chains held as `writing` says. It writes in
-    /// steps only if no rule jumps to our chains.
+    /// Like [`Self::full`]. `writing` says how the script holds the rules of services' chains.
+    /// [`Writing::LateInSteps`] becomes [`Writing::Late`] if a rule in the kernel already jumps to
+    /// chains of Headgate.
     pub fn full_by(
         &mut self,
         writing: Writing,
@@ -152,7 +156,7 @@ impl Ledger {
         let is_compact = self.wants_compact(state, existing.get(Table::Nat).chains.contains_key(HAIRPIN));
         self.begin_full();
         self.dispatch = self.new_dispatch(state, is_compact, existing.get(Table::Nat).prefix_length);
-        self.groups_cut_for = state.service_count();
+        self.groups_sized_for = state.service_count();
         self.programmed.clear();
         self.tally = Tally::default();
         self.fixed_tally = self.tally_of_fixed(is_compact);
@@ -162,7 +166,7 @@ impl Ledger {
         let keys: BTreeSet<&Arc<ServiceKey>> = state.entries().map(|(key, _)| key).collect();
         let (quarantined, keys): (Vec<_>, Vec<_>) = keys.into_iter().partition(|key| self.quarantine.contains(key));
         for key in quarantined {
-            self.keep(key, &existing);
+            self.keep_last_good(key, &existing);
         }
         let mut script = Script::comparing_with(existing, writing);
         let mut planned = Planned::default();
@@ -187,8 +191,8 @@ impl Ledger {
         (script, planned)
     }
 
-    /// Removes every trace from what a kernel has. Jumps from the kernel's own chains are deleted
-    /// first.
+    /// Returns a script that removes all rules and chains of Headgate. It deletes the jumps from
+    /// the built-in chains first.
     #[must_use]
     pub fn cleanup(existing: &ExistingTables) -> Script {
         let mut script = Script::default();
@@ -203,8 +207,8 @@ impl Ledger {
         script
     }
 
-    /// What is programmed, in numbers. An endpoint of several services counts for each of them
-    /// among hairpin rules.
+    /// Returns counts of the programmed rules. The hairpin rules of an endpoint of several services
+    /// count once for each service, although the kernel has them once.
     #[must_use]
     pub fn tally(&self) -> Tally {
         let mut tally = self.tally;
@@ -225,7 +229,7 @@ impl Ledger {
         tally
     }
 
-    /// Chains whose rules do not depend on services, in the order in which they are written.
+    /// Returns the chains whose rules do not depend on services, in the order of a script.
     fn fixed_chains(&self, is_compact: bool) -> impl Iterator<Item = FixedChain> {
         self.ruleset.chains.iter().cloned().chain(self.ruleset.leading_to_dispatch(is_compact))
     }
@@ -236,14 +240,15 @@ impl Ledger {
 
     fn layout_is_outgrown(&self, state: &State) -> bool {
         let is_compact = self.dispatch.is_compact();
-        // Groups that were cut for few services are too long for many. Four times as many pay for a
-        // full pass.
-        let groups_are_outgrown = is_compact && state.service_count() > 4 * self.groups_cut_for.max(64);
+        // The size of groups is chosen for the number of services. When that number has grown to
+        // four times, the groups are too long, and a full pass is worth its cost.
+        let groups_are_outgrown = is_compact && state.service_count() > 4 * self.groups_sized_for.max(64);
         self.wants_compact(state, is_compact) != is_compact || groups_are_outgrown
     }
 
-    /// Whether the layout should be compact. The way back to classic needs a clear distance, so
-    /// that one service that comes and goes does not rebuild everything each time.
+    /// Whether the layout should be compact. The ledger returns to the classic layout only at half
+    /// of the threshold. Otherwise a single service that is added and removed repeatedly could
+    /// rebuild all rules each time.
     fn wants_compact(&self, state: &State, is_compact: bool) -> bool {
         let factor = if is_compact { 2 } else { 1 };
         self.ruleset.config.is_compact(state.service_count() * factor, state.endpoint_count() * factor)
@@ -264,8 +269,9 @@ impl Ledger {
         (self.ruleset.render)(&self.ruleset.config, self.dispatch.is_compact(), service, &views)
     }
 
-    /// Writes the chains of a service that differ from what is programmed, and adds its dispatch
-    /// lines. Returns what was programmed.
+    /// Writes the chains of a service that differ from the programmed ones to `script`, and updates
+    /// its dispatch lines. Adds its chains that are no longer wanted to `stale`. Returns what was
+    /// programmed before.
     fn program(
         &mut self,
         key: &Arc<ServiceKey>,
@@ -307,9 +313,9 @@ impl Ledger {
         Before { programmed: old, lines: old_lines }
     }
 
-    /// Inserts missing jumps at the head of their chains, and deletes jumps of ours that are not
-    /// wanted. Present jumps stay where they are, unless their order differs from the wanted one:
-    /// then all of the chain's are inserted anew.
+    /// Inserts missing jumps at the head of the built-in chains, and deletes jumps to chains of
+    /// Headgate that are not wanted. Existing jumps keep their position. If their order is wrong,
+    /// all jumps of that chain are deleted and inserted again.
     fn write_jumps(&self, table: Table, existing: &Existing, script: &mut Script) {
         let wanted: Vec<_> = self.jumps_of(table).collect();
         let unwanted = existing.jumps_to_ours(table);
@@ -317,21 +323,21 @@ impl Ledger {
             script.delete_rule(table, chain, rule);
         }
         for (chain, wanted) in by_chain(&wanted) {
-            let there = existing.found_in(chain, &wanted);
-            let missing = wanted.iter().copied().filter(|rule| !there.contains(rule));
+            let present = existing.found_in(chain, &wanted);
+            let missing = wanted.iter().copied().filter(|rule| !present.contains(rule));
             let missing: Vec<&str> = missing.collect();
-            let is_in_order = [&missing[..], &there].concat() == wanted;
+            let is_in_order = [&missing[..], &present].concat() == wanted;
             if !is_in_order {
-                there.iter().for_each(|rule| script.delete_rule(table, chain, rule));
+                present.iter().for_each(|rule| script.delete_rule(table, chain, rule));
             }
             let inserted = if is_in_order { missing } else { wanted };
             inserted.iter().rev().for_each(|rule| script.insert_first(table, chain, rule));
         }
     }
 
-    /// Deletes the chains that are not wanted. Those of `undeletable` are only emptied while rules
-    /// of others jump to them: a deletion that the kernel rejects costs a round of attempts each
-    /// time.
+    /// Deletes the chains that are not wanted. Chains in `undeletable` are only emptied while
+    /// foreign rules jump to them, because the kernel would reject the deletion and the agent would
+    /// have to try again in smaller scripts.
     fn delete_stale(
         &mut self,
         table: Table,
@@ -354,13 +360,13 @@ impl Ledger {
         }
     }
 
-    /// Records that the kernel keeps a chain, empty, which scripts so far should have deleted.
-    /// Returns false if that is known already.
+    /// Records that the kernel rejected the deletion of a chain and still has it, empty. Returns
+    /// false if this is already recorded.
     pub fn note_undeletable(&mut self, table: Table, name: &str) -> bool {
         self.undeletable.insert((table, name.to_owned()))
     }
 
-    /// Names of all chains of a table that are programmed. A full pass.
+    /// Returns the names of all programmed chains of a table. This is a full pass.
     fn wanted_chains(&self, table: Table) -> BTreeSet<String> {
         let fixed = self.fixed_chains(self.dispatch.is_compact()).filter(|chain| chain.table == table);
         let mut wanted: BTreeSet<String> = fixed.map(|chain| chain.name.to_owned()).collect();
@@ -375,9 +381,9 @@ impl Ledger {
         wanted
     }
 
-    /// Whether the kernel has the rules that scripts so far made: no chain missing, left over, or
-    /// changed by somebody else. Undeletable chains may be there, empty. A full pass, for slow
-    /// verification in the background.
+    /// True if `existing`, the rules in the kernel, are the recorded rules: no chain or jump is
+    /// missing, and no chain is superfluous or changed. Empty undeletable chains are allowed. This
+    /// full pass is meant for slow verification in the background.
     #[must_use]
     pub fn matches(&self, existing: &ExistingTables) -> bool {
         let mut wanted: HashMap<(Table, String), RulesHash> = HashMap::new();
@@ -400,8 +406,8 @@ impl Ledger {
         chains == wanted.len() + left && wanted.iter().all(is_as_wanted) && Table::ALL.into_iter().all(has_jumps)
     }
 
-    /// What the kernel has if all scripts so far succeeded and nobody interfered, without the
-    /// contents of chains.
+    /// Returns the chains and jumps that the kernel has if all scripts succeeded and no other
+    /// program changed them. The rules of chains are not included.
     fn expected(&self) -> ExistingTables {
         let mut expected = ExistingTables::default();
         for table in Table::ALL {
@@ -415,7 +421,7 @@ impl Ledger {
     }
 }
 
-/// The rules of jumps by the chain in which they stand, in order.
+/// Returns for each built-in chain the rules of its jumps, in order.
 fn by_chain<'a>(jumps: &[&'a Jump]) -> impl Iterator<Item = (&'static str, Vec<&'a str>)> {
     BASE_CHAINS.into_iter().map(|chain| {
         let of_chain = jumps.iter().filter(|jump| jump.from == chain);
@@ -423,7 +429,7 @@ fn by_chain<'a>(jumps: &[&'a Jump]) -> impl Iterator<Item = (&'static str, Vec<&
     })
 }
 
-/// Whether packets of a service are rejected or dropped where they were not before.
+/// True if the new lines reject or drop packets that the old lines do not match.
 fn rejects_more(new: &[DispatchLine], old: &[(DispatchChain, Selector)]) -> bool {
     let may_reject = |chain: DispatchChain| chain.table() == Table::Filter && !chain.is_hairpin();
     new.iter().any(|line| may_reject(line.chain) && !old.contains(&(line.chain, line.selector)))

@@ -1,5 +1,5 @@
-//! Quarantined services: the kernel rejects their rules. Steps pass them over, and their last good
-//! rules stay.
+//! Quarantined services: the kernel rejects their rules. Steps skip these services, and their last
+//! good rules remain in the kernel.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -18,39 +18,39 @@ use crate::{
     state::State,
 };
 
-/// What was programmed of a service. `lines` has its dispatch lines if the dispatch chains have
-/// others now.
+/// The programmed rules of a service before the unconfirmed scripts. `lines` contains its dispatch
+/// lines if the dispatch chains now have other lines.
 #[derive(Debug, Clone)]
 pub(super) struct Before {
     pub(super) programmed: Programmed,
     pub(super) lines: Option<Vec<DispatchLine>>,
 }
 
-/// What was programmed of a service, dispatch lines included.
+/// The last rules of a service that the kernel accepted.
 #[derive(Debug, Clone)]
-struct Kept {
+struct LastGood {
     programmed: Programmed,
     lines: Vec<DispatchLine>,
 }
 
-/// The quarantined services, and what confirmed scripts programmed.
+/// The quarantined services, and the rules that confirmed scripts programmed.
 #[derive(Debug, Default)]
 pub(super) struct Quarantine {
-    /// Services that scripts have changed since the last confirmation, as they were before.
+    /// The rules of services before scripts changed them, since the last confirmation.
     before: HashMap<Arc<ServiceKey>, Before>,
-    /// A full script was made since the last confirmation: of services that are not in `before`,
-    /// nothing older is known.
+    /// A full script was made since the last confirmation. The older rules of services that are not
+    /// in `before` are unknown.
     is_after_full: bool,
-    /// The quarantined services, with what stays of them.
-    kept: HashMap<Arc<ServiceKey>, Option<Kept>>,
+    /// The quarantined services with their last good rules, if these are known.
+    services: HashMap<Arc<ServiceKey>, Option<LastGood>>,
 }
 
 impl Quarantine {
     pub(super) fn contains(&self, key: &ServiceKey) -> bool {
-        !self.kept.is_empty() && self.kept.contains_key(key)
+        !self.services.is_empty() && self.services.contains_key(key)
     }
 
-    /// Records that a step changed a service, of which `before` was programmed.
+    /// Records that a step changed a service whose programmed rules were `before`.
     pub(super) fn changed(&mut self, key: &Arc<ServiceKey>, before: Before) {
         if !self.is_after_full {
             self.before.entry(Arc::clone(key)).or_insert(before);
@@ -59,33 +59,33 @@ impl Quarantine {
 }
 
 impl Ledger {
-    /// The kernel has accepted the scripts so far. Changes of scripts that are not confirmed count
-    /// as rejected when [`Self::set_quarantined`] is called.
+    /// Records that the kernel has accepted all scripts so far. [`Self::set_quarantined`] treats
+    /// the changes of unconfirmed scripts as rejected.
     pub fn confirm(&mut self) {
         self.quarantine.before.clear();
         self.quarantine.is_after_full = false;
     }
 
-    /// Whether a service is quarantined.
+    /// True if a service is quarantined.
     #[must_use]
     pub fn is_quarantined(&self, key: &ServiceKey) -> bool {
         self.quarantine.contains(key)
     }
 
-    /// Quarantines these services and no others. The next [`Self::full`] leaves what was programmed
-    /// of them before the unconfirmed scripts, as far as it is known and still in the kernel. A
-    /// service that is released has to be planned as changed.
+    /// Quarantines these services and releases all others. The next [`Self::full`] keeps the rules
+    /// that these services had before the unconfirmed scripts, if they are known and still in the
+    /// kernel. The caller must pass released services to [`Self::changed`].
     pub fn set_quarantined(&mut self, services: &BTreeSet<Arc<ServiceKey>>) {
-        self.quarantine.kept.retain(|key, _| services.contains(key));
+        self.quarantine.services.retain(|key, _| services.contains(key));
         for key in services {
-            if !self.quarantine.kept.contains_key(key) {
-                let kept = self.last_good(key);
-                self.quarantine.kept.insert(Arc::clone(key), kept);
+            if !self.quarantine.services.contains_key(key) {
+                let last_good = self.take_last_good(key);
+                self.quarantine.services.insert(Arc::clone(key), last_good);
             }
         }
     }
 
-    fn last_good(&mut self, key: &Arc<ServiceKey>) -> Option<Kept> {
+    fn take_last_good(&mut self, key: &Arc<ServiceKey>) -> Option<LastGood> {
         let before = match self.quarantine.before.remove(key) {
             Some(before) => before,
             None if self.quarantine.is_after_full => return None,
@@ -93,11 +93,11 @@ impl Ledger {
         };
         let Before { programmed, lines } = before;
         let lines = lines.unwrap_or_else(|| self.dispatch.lines(key, &programmed.dispatch));
-        Some(Kept { programmed, lines })
+        Some(LastGood { programmed, lines })
     }
 
-    /// Takes from the dispatch chains what is still needed of them, before a full script writes
-    /// them anew.
+    /// Saves the dispatch lines that may have to be restored, before a full script replaces the
+    /// dispatch chains.
     pub(super) fn begin_full(&mut self) {
         self.quarantine.is_after_full = true;
         for (key, Before { programmed, lines }) in &mut self.quarantine.before {
@@ -105,20 +105,20 @@ impl Ledger {
         }
     }
 
-    /// Adds what stays of a quarantined service, if the kernel has it.
-    pub(super) fn keep(&mut self, key: &Arc<ServiceKey>, existing: &ExistingTables) {
+    /// Records the last good rules of a quarantined service as programmed, if the kernel has them.
+    pub(super) fn keep_last_good(&mut self, key: &Arc<ServiceKey>, existing: &ExistingTables) {
         let chains = &existing.get(Table::Nat).chains;
-        let is_there = |kept: &mut Kept| {
-            let mut own = kept.programmed.chains.iter();
+        let is_in_kernel = |last_good: &LastGood| {
+            let mut own = last_good.programmed.chains.iter();
             own.all(|(name, hash)| {
                 chains.get(&name.to_string()).is_some_and(|found| found.is_none_or(|found| found == *hash))
             })
         };
-        let slot = self.quarantine.kept.entry(Arc::clone(key)).or_default();
-        *slot = slot.take().and_then(|mut kept| is_there(&mut kept).then_some(kept));
-        let Some(Kept { mut programmed, mut lines }) = slot.clone() else { return };
+        let slot = self.quarantine.services.entry(Arc::clone(key)).or_default();
+        *slot = slot.take().filter(is_in_kernel);
+        let Some(LastGood { mut programmed, mut lines }) = slot.clone() else { return };
         if !self.dispatch.is_compact() {
-            // The classic layout has no such chain.
+            // The classic layout has no hairpin chains.
             lines.retain(|line| !line.chain.is_hairpin());
             programmed.dispatch = lines.iter().map(|line| (line.chain, line.selector)).collect();
         }
@@ -127,15 +127,17 @@ impl Ledger {
         self.programmed.insert(Arc::clone(key), programmed);
     }
 
-    /// A script that shows whether the kernel accepts the rules of some services: it writes their
-    /// chains as they are wanted, and their dispatch lines into the canary chains, to which nothing
-    /// jumps. If the kernel rejects it, no service's chain has changed. If it accepts it, the
-    /// services' chains are in place, but services that are new or had no endpoints do not answer
-    /// yet. [`Self::end_of_trials`] has to follow.
+    /// Returns a script that tests whether the kernel accepts the rules of some services. It writes
+    /// their wanted chains, and it writes their dispatch lines into the canary chains, to which no
+    /// rule jumps. If the kernel rejects the script, no chain of a service has changed. If the
+    /// kernel accepts it, the chains are in place, but the kernel does not forward traffic of
+    /// services that are new or had no endpoints. The caller must run [`Self::end_of_trials`]
+    /// afterwards.
     #[must_use]
     pub fn trial(&self, state: &State, node: &NodeFacts, services: &[Arc<ServiceKey>]) -> Script {
         let mut script = Script::default();
-        // All chains of services are in nat. What filter rejects has to come before them.
+        // All chains of services are in nat. The kernel must test the rules of filter before it
+        // changes them.
         script.put_filter_first();
         for chain in self.ruleset.chains.iter().filter(|chain| chain.name != CANARY) {
             script.write_chain(chain.table, &chain.name, &chain.rules);
@@ -158,8 +160,8 @@ impl Ledger {
         script
     }
 
-    /// A script that shows whether the kernel accepts rules that count packets.
-    /// [`Self::end_of_trials`] has to follow.
+    /// Returns a script that tests whether the kernel accepts rules that count packets. The caller
+    /// must run [`Self::end_of_trials`] afterwards.
     #[must_use]
     pub fn trial_of_counters() -> Script {
         let rule = |counter| format!("-A {CANARY} -m nfacct --nfacct-name {counter}\n");
@@ -169,8 +171,8 @@ impl Ledger {
         script
     }
 
-    /// A script that shows whether the kernel accepts rules that match SCTP.
-    /// [`Self::end_of_trials`] has to follow.
+    /// Returns a script that tests whether the kernel accepts rules that match SCTP. The caller
+    /// must run [`Self::end_of_trials`] afterwards.
     #[must_use]
     pub fn trial_of_sctp() -> Script {
         let mut script = Script::default();
@@ -178,7 +180,7 @@ impl Ledger {
         script
     }
 
-    /// Empties the canary chains after [`Self::trial`]s.
+    /// Returns a script that empties the canary chains after trials.
     #[must_use]
     pub fn end_of_trials() -> Script {
         let mut script = Script::default();
