@@ -1,4 +1,4 @@
-//! Removing what the dataplane made, and nothing else.
+//! Removes the kernel objects that the dataplane created.
 
 use headgate_core::{
     Family,
@@ -9,15 +9,15 @@ use ipnet::IpNet;
 use super::{
     super::{DataplaneError, ErrorKind},
     kernel::{self, Kernel, of_routing},
-    read::{self, OfNetworks, OfOtherSize},
+    read::{self, NetworkAddresses, SetsOfOtherSize},
     write,
 };
 
-/// Removes our virtual servers, sets and device. Rules that refer to the sets have to be gone.
-/// Makes the kernel load nothing: what it has not loaded holds nothing of ours.
+/// Removes our virtual servers, sets and device. Rules that refer to the sets must be removed
+/// before. Does not make the kernel load modules: a module that is not loaded holds no objects.
 ///
 /// # Errors
-/// Names what is left.
+/// Something could not be removed; the message names it.
 pub(crate) fn remove_all(exclude_cidrs: &[IpNet]) -> Result<(), DataplaneError> {
     let mut kernel = Kernel::default();
     let device = kernel.existing_device()?;
@@ -25,7 +25,7 @@ pub(crate) fn remove_all(exclude_cidrs: &[IpNet]) -> Result<(), DataplaneError> 
     for family in Family::BOTH {
         let removed = remove(&mut kernel, device, family, exclude_cidrs).map_err(|error| error.of(family));
         if removed.is_err() {
-            // What an interrupted dump left in a socket is not the answer to the next question.
+            // The old socket may still deliver messages of an interrupted dump.
             kernel = Kernel::default();
         }
         result = DataplaneError::join(result, removed);
@@ -34,7 +34,7 @@ pub(crate) fn remove_all(exclude_cidrs: &[IpNet]) -> Result<(), DataplaneError> 
         let removed = kernel.routing().and_then(|routing| routing.remove_link(device).map_err(of_routing));
         result = DataplaneError::join(result, removed);
     }
-    // Left behind by an agent that was killed while it looked at what the kernel can do.
+    // An agent that was killed during its probe leaves this device.
     let probe = kernel.routing().and_then(|routing| routing.link(kernel::PROBE_DEVICE).map_err(of_routing));
     let removed = probe.and_then(|link| match link {
         Some(link) => kernel.routing().and_then(|routing| routing.remove_link(link.index).map_err(of_routing)),
@@ -51,11 +51,11 @@ fn remove(
 ) -> Result<(), DataplaneError> {
     let mut existing = Existing::default();
     if let Some(device) = device {
-        read::read_device(kernel.routing()?, device, family, OfNetworks::Leave, &mut existing)?;
+        read::read_device(kernel.routing()?, device, family, NetworkAddresses::Keep, &mut existing)?;
     }
     if kernel::has_sets() {
         read::destroy_if_there(kernel.sets()?, read::DRAFT)?;
-        read::read_sets(kernel.sets()?, family, OfOtherSize::Take, &mut existing)?;
+        read::read_sets(kernel.sets()?, family, SetsOfOtherSize::Accept, &mut existing)?;
     }
     if kernel::has_ipvs() {
         read::read_servers(kernel.ipvs()?, family, &mut existing)?;

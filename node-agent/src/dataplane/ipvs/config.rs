@@ -1,4 +1,4 @@
-//! What the operator asked of the IPVS dataplane.
+//! The configuration of the IPVS dataplane.
 
 use std::time::Duration;
 
@@ -7,26 +7,26 @@ use ipnet::IpNet;
 
 use super::super::xtables::Variant;
 
-/// Configuration of the dataplane.
+/// The configuration of the IPVS dataplane.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Config {
-    /// Which iptables the rules beside the virtual servers are written with.
+    /// Which variant of iptables writes the rules beside the virtual servers.
     pub variant: Variant,
-    /// Masquerading.
+    /// Which connections are masqueraded, and with which mark.
     pub masquerade: MasqueradeConfig,
-    /// The cluster's scheduler.
+    /// The scheduler of services that do not name their own.
     pub scheduler: Scheduler,
-    /// Virtual servers of these addresses are others'.
+    /// Virtual servers with addresses in these ranges belong to other software.
     pub exclude_cidrs: Vec<IpNet>,
-    /// Other interfaces do not answer for the services' addresses.
+    /// Only the device that carries the services' addresses answers ARP for them.
     pub strict_arp: bool,
-    /// Idle time of established TCP connections; zero leaves it as it is.
+    /// Idle time-out of established TCP connections; zero keeps the kernel's value.
     pub tcp_timeout: Duration,
-    /// The same after a FIN.
+    /// Idle time-out of TCP connections after a FIN; zero keeps the kernel's value.
     pub tcp_fin_timeout: Duration,
-    /// The same of UDP flows.
+    /// Idle time-out of UDP flows; zero keeps the kernel's value.
     pub udp_timeout: Duration,
-    /// Families to program, where the node can.
+    /// Families to program, if the node supports them.
     pub families: Vec<Family>,
 }
 

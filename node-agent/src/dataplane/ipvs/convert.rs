@@ -1,4 +1,4 @@
-//! Between what `core` plans and what the kernel's clients take.
+//! Converts between the types of `core` and those of the netlink clients.
 
 use headgate_core::{
     Family, Protocol,
@@ -10,7 +10,7 @@ use ipset_netlink::{self as ipset, SetType, Specification};
 use ipvs_netlink::{self as ipvs, SchedulerFlags, ServiceId};
 use std::net::{IpAddr, SocketAddr};
 
-/// A virtual server's name in the kernel.
+/// The kernel's identity of a virtual server.
 pub(super) fn service_id(key: ServerKey) -> ServiceId {
     let protocol = match key.protocol {
         Protocol::Tcp => ipvs::Protocol::Tcp,
@@ -20,8 +20,8 @@ pub(super) fn service_id(key: ServerKey) -> ServiceId {
     ServiceId::new(protocol, SocketAddr::new(key.address, key.port))
 }
 
-/// A name in the kernel as a virtual server's; `None` for those by firewall mark and of other
-/// protocols, which are never ours.
+/// The key of a virtual server in the kernel. `None` for servers by firewall mark and of other
+/// protocols: these are never ours.
 pub(super) fn server_key(id: ServiceId) -> Option<ServerKey> {
     let ServiceId::Address { protocol, address } = id else { return None };
     let protocol = match protocol {
@@ -33,7 +33,7 @@ pub(super) fn server_key(id: ServiceId) -> Option<ServerKey> {
     Some(ServerKey { address: address.ip(), protocol, port: address.port() })
 }
 
-/// A virtual server as it is to be.
+/// The virtual server to write to the kernel.
 pub(super) fn service(key: ServerKey, settings: Settings) -> ipvs::Service {
     let service = ipvs::Service::new(service_id(key), settings.scheduler.as_str());
     let service = match settings.persistence_seconds {
@@ -43,26 +43,26 @@ pub(super) fn service(key: ServerKey, settings: Settings) -> ipvs::Service {
     ipvs::Service { scheduler_flags: scheduler_flags(settings.scheduler), ..service }
 }
 
-/// Settings of a virtual server that the kernel has; `None` if they are none that we give.
+/// The settings of a virtual server in the kernel. `None` if this dataplane never sets them.
 pub(super) fn settings(found: &ipvs::ServiceEntry) -> Option<Settings> {
     let scheduler = Scheduler::parse(&found.service.scheduler)?;
     let persistence_seconds = found.service.persistence.map(|persistence| persistence.timeout_seconds);
     let settings = Settings { scheduler, persistence_seconds };
-    let is_as_given = found.service == service(server_key(found.service.id)?, settings) && found.other_flags == 0;
-    is_as_given.then_some(settings)
+    let is_possible = found.service == service(server_key(found.service.id)?, settings) && found.other_flags == 0;
+    is_possible.then_some(settings)
 }
 
 fn scheduler_flags(scheduler: Scheduler) -> SchedulerFlags {
     SchedulerFlags { fallback: scheduler.falls_back(), port: scheduler.hashes_source_port(), third: false }
 }
 
-/// A destination as it is to be.
+/// The destination to write to the kernel.
 pub(super) fn destination(address: SocketAddr, weight: u32) -> ipvs::Destination {
     ipvs::Destination::new(address).weighing(weight)
 }
 
-/// A destination's weight, or one that no destination can have if it is not one that we make: so it
-/// differs from whatever is wanted.
+/// The weight of a destination in the kernel. If another of its fields differs from our
+/// destinations, returns a weight that is never wanted, so that the ledger writes it again.
 pub(super) fn weight(found: &ipvs::Destination) -> u32 {
     let is_ours = *found == destination(found.address, found.weight);
     if is_ours { found.weight } else { u32::MAX }
@@ -75,7 +75,7 @@ fn ipset_family(family: Family) -> ipset::Family {
     }
 }
 
-/// A set as it is to be made.
+/// The specification with which a set is created.
 pub(super) fn specification(set: Set, family: Family) -> Specification {
     let set_type = match set.kind() {
         SetKind::Port => SetType::BitmapPort,
@@ -91,7 +91,7 @@ pub(super) fn specification(set: Set, family: Family) -> Specification {
     }
 }
 
-/// An element for the kernel.
+/// The element to write to the kernel.
 pub(super) fn element(element: Element) -> ipset::Element {
     match element {
         Element::Port(port) => ipset::Element::Port(port),
@@ -114,7 +114,7 @@ fn ipset_protocol(protocol: Protocol) -> ipset::Protocol {
     }
 }
 
-/// An element of the kernel's; `None` for one that we never make.
+/// Converts an element of the kernel; `None` if this dataplane never adds such an element.
 pub(super) fn known_element(found: &ipset::Element) -> Option<Element> {
     let known = |protocol| match protocol {
         ipset::Protocol::Tcp => Some(Protocol::Tcp),
@@ -125,7 +125,7 @@ pub(super) fn known_element(found: &ipset::Element) -> Option<Element> {
     Some(match *found {
         ipset::Element::Port(port) => Element::Port(port),
         ipset::Element::Ip(address) => Element::Ip(address),
-        // Of no set that we make.
+        // None of our sets has a type with such elements.
         ipset::Element::Net(..) => return None,
         ipset::Element::IpPort(address, protocol, port) => Element::IpPort(address, known(protocol)?, port),
         ipset::Element::IpPortIp(address, protocol, port, second) => {
@@ -137,7 +137,7 @@ pub(super) fn known_element(found: &ipset::Element) -> Option<Element> {
     })
 }
 
-/// A host's prefix.
+/// The prefix of one host: /32 or /128.
 pub(super) fn host(address: IpAddr) -> Prefix {
     Prefix::host(address)
 }
@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn servers_are_read_back_as_they_were_made_and_others_are_told() {
+    fn our_servers_are_read_back_unchanged_and_foreign_servers_are_recognised() {
         for scheduler in Scheduler::ALL {
             for persistence_seconds in [None, Some(10_800)] {
                 let made = Settings { scheduler, persistence_seconds };
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn destinations_that_are_not_ours_weigh_what_none_of_ours_does() {
+    fn foreign_destinations_get_a_weight_that_ours_never_have() {
         let ours = destination("10.0.0.1:80".parse().unwrap(), 7);
         assert_eq!(weight(&ours), 7);
         assert_eq!(weight(&ipvs::Destination { forwarding: ipvs::Forwarding::Direct, ..ours }), u32::MAX);
@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn elements_go_there_and_back() {
+    fn elements_survive_conversion_in_both_directions() {
         let (v4, v6): (IpAddr, IpAddr) = ("10.96.0.1".parse().unwrap(), "fd00::1".parse().unwrap());
         for made in [
             Element::Port(30_000),

@@ -1,4 +1,4 @@
-//! One family's virtual servers, sets and rules.
+//! Virtual servers, sets and rules of one IP family.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -29,27 +29,28 @@ use super::{
 };
 use crate::node_inputs::NodeInputs;
 
-/// Reasons that are reported in words, of one service or of one step.
+/// How many reasons a message contains, for one service or one step.
 const MAX_REASONS: usize = 3;
 
-/// One family.
+/// One IP family of the dataplane.
 #[derive(Debug)]
 pub struct IpvsFamily {
     pub(super) rules: Rules,
     pub(super) ledger: Ledger,
     config: Arc<Config>,
     began: Instant,
-    /// A full sync has succeeded.
+    /// True after the first successful full sync.
     is_synced: bool,
-    /// Kernel parameters that could not be set, a sentence each.
+    /// One sentence for each kernel parameter that could not be set.
     unset_parameters: Vec<String>,
-    /// Why the ledger lacks what it does, and when that is tried again. Destinations of a server
-    /// that is lacking come with it.
+    /// Why the kernel rejected the deferred objects, and when each is tried again. Does not contain
+    /// destinations of a deferred server: they are added together with the server.
     pub(super) rejected: Retries<Object>,
     /// Schedulers that services ask for and the kernel does not have.
     pub(super) missing_schedulers: Retries<Scheduler>,
-    /// The ledger's revision when [`Maintain::deferred`] last told of what is lacking.
-    pub(super) told_revision: u64,
+    /// The revision of the ledger's deferred objects that [`Maintain::deferred`] last reported.
+    pub(super) reported_revision: u64,
+    /// When to look at draining destinations next.
     pub(super) drain_at: Option<Instant>,
 }
 
@@ -64,12 +65,12 @@ impl IpvsFamily {
             unset_parameters: Vec::new(),
             rejected: Retries::new(PAUSES),
             missing_schedulers: Retries::new(PAUSES_OF_MODULES),
-            told_revision: 0,
+            reported_revision: 0,
             drain_at: None,
         }
     }
 
-    /// Milliseconds since the dataplane was made.
+    /// Milliseconds since the dataplane was created.
     pub(super) fn now_ms(&self) -> u64 {
         u64::try_from(self.began.elapsed().as_millis()).unwrap_or(u64::MAX)
     }
@@ -90,10 +91,10 @@ impl Dataplane for IpvsFamily {
         let mut config = self.ledger.config().clone();
         let of_family = |address: &&IpAddr| Family::of(**address) == config.family;
         let other_addresses = inputs.interfaces.iter().filter(of_family).copied().collect();
-        let is_elsewhere = |address: &&IpAddr| !address.is_loopback() && of_family(address);
+        let is_not_loopback = |address: &&IpAddr| !address.is_loopback() && of_family(address);
         config.node_port_addresses = match inputs.node_ports(config.family) {
-            NodePortAddresses::All => inputs.interfaces.iter().filter(is_elsewhere).copied().collect(),
-            NodePortAddresses::Only(addresses) => addresses.iter().filter(is_elsewhere).copied().collect(),
+            NodePortAddresses::All => inputs.interfaces.iter().filter(is_not_loopback).copied().collect(),
+            NodePortAddresses::Only(addresses) => addresses.iter().filter(is_not_loopback).copied().collect(),
         };
         config.other_addresses = other_addresses;
         config.masquerade.detector_v4.clone_from(&inputs.detector_v4);
@@ -137,12 +138,12 @@ impl Dataplane for IpvsFamily {
         result
     }
 
-    /// What somebody flushes shows, be it rules, sets or virtual servers, and so does a device that
-    /// is gone or has been up. One address and one server stand for all.
+    /// Notices when somebody flushes rules, sets or virtual servers, and when somebody removes the
+    /// device or sets it up. Checks only one address and one virtual server.
     fn check(&mut self, kernel: &mut Kernel) -> Result<Option<String>, DataplaneError> {
         let sign = self.rules.check(self.ledger.rules().jumps())?;
         let sign = sign.map_or_else(|| self.check_device_and_sets(kernel), |sign| Ok(Some(sign)))?;
-        // Before the first full sync nobody knows what there should be.
+        // Before the first full sync, the ledger does not know what the kernel should hold.
         if sign.is_some() || !self.is_synced { Ok(sign) } else { self.check_contents(kernel) }
     }
 
@@ -170,7 +171,8 @@ impl Dataplane for IpvsFamily {
     }
 }
 
-/// The rules beside the virtual servers are rejected as a whole.
+/// Searches the rules beside the virtual servers: a script with a faulty rule is rejected as a
+/// whole. The kernel rejects virtual servers and set elements one by one, so these need no search.
 impl FindFaults<Kernel> for IpvsFamily {
     fn find_faults(
         &mut self,
@@ -187,7 +189,7 @@ impl FindFaults<Kernel> for IpvsFamily {
 }
 
 impl IpvsFamily {
-    /// True when the configuration is another one.
+    /// Returns true when the configuration changed.
     fn set_config(&mut self, config: IpvsConfig) -> bool {
         let is_new = config != *self.ledger.config();
         if is_new {
@@ -196,6 +198,7 @@ impl IpvsFamily {
         is_new
     }
 
+    /// Leaves SCTP ports out of the rules while iptables cannot match SCTP on this machine.
     pub(super) fn leave_out_sctp(&mut self) {
         let leaves_out_sctp = self.rules.sctp.is_missing();
         self.set_config(IpvsConfig { leaves_out_sctp, ..self.ledger.config().clone() });
@@ -222,7 +225,7 @@ impl IpvsFamily {
         self.record(plan.ops(), &outcome).map(|()| report)
     }
 
-    /// Carries out steps outside of a plan.
+    /// Executes steps that do not belong to a plan.
     pub(super) fn run_steps(&mut self, kernel: &mut Kernel, ops: &[Op]) -> Result<(), DataplaneError> {
         let device = kernel.device_in_use()?;
         let mut outcome = Outcome::default();
@@ -230,11 +233,14 @@ impl IpvsFamily {
         self.record(ops.iter(), &outcome)
     }
 
-    /// Records what became of steps. What the kernel rejects of a service is lacking until it is
-    /// tried again, and the rest of the service is programmed. What somebody else has removed is
-    /// another case: nobody knows what else went with it.
+    /// Records the outcome of steps. Objects that the kernel rejects are deferred: they are tried
+    /// again later, and the rest of their service is programmed.
+    ///
+    /// # Errors
+    /// A full sync is needed if somebody else removed a virtual server, because other objects may
+    /// be missing too. Services must be planned again if the kernel lacks their scheduler.
     fn record<'a>(&mut self, ops: impl Iterator<Item = &'a Op>, outcome: &Outcome) -> Result<(), DataplaneError> {
-        let gone = self.gone(outcome);
+        let removed = self.removed_server(outcome);
         let rejected = &outcome.rejected;
         let before = self.ledger.deferred_revision();
         let steps: Vec<Op> = rejected.iter().map(|rejected| rejected.op).collect();
@@ -244,14 +250,14 @@ impl IpvsFamily {
         for RejectedOp { op, reason, missing_scheduler } in rejected {
             let Some(object) = op.object().filter(|object| self.ledger.is_deferred(object)) else { continue };
             let config = self.ledger.config();
-            // There is no other in place of the cluster's.
+            // Services fall back to the cluster's scheduler. There is no fallback for that one.
             let is_replaced = |scheduler: &Scheduler| {
                 *scheduler != config.scheduler && config.available_schedulers.contains(scheduler)
             };
             missing.extend(missing_scheduler.filter(is_replaced));
-            let comes_with_server =
+            let is_of_deferred_server =
                 matches!(object, Object::Destination(server, _) if self.ledger.is_deferred(&Object::Server(server)));
-            if !comes_with_server {
+            if !is_of_deferred_server {
                 self.rejected.note(object, reason.clone(), now);
             }
         }
@@ -270,33 +276,34 @@ impl IpvsFamily {
             let message = format!("the kernel rejects {} steps: {reasons}", unowned.len());
             return Err(DataplaneError::new(ErrorKind::NeedsFullSync, message));
         }
-        if let Some(server) = gone {
-            let message = format!("somebody else has removed the virtual server {server}, at least");
+        if let Some(server) = removed {
+            let message = format!("somebody else has removed the virtual server {server}, and maybe other objects");
             return Err(DataplaneError::new(ErrorKind::NeedsFullSync, message));
         }
         if names.is_empty() {
             return Ok(());
         }
         let message =
-            format!("the kernel has no scheduler {}: services that ask for it are planned anew", names.join(", "));
+            format!("the kernel has no scheduler {}: planning the services that ask for it again", names.join(", "));
         Err(DataplaneError::plan_again(message, services))
     }
 
-    /// A virtual server that steps did not find, though the kernel has never rejected it.
-    fn gone(&self, Outcome { rejected, absent }: &Outcome) -> Option<ServerKey> {
-        let not_made: BTreeSet<ServerKey> = rejected
+    /// A virtual server that somebody else removed: steps did not find it, and the kernel has not
+    /// rejected it.
+    fn removed_server(&self, Outcome { rejected, absent }: &Outcome) -> Option<ServerKey> {
+        let not_created: BTreeSet<ServerKey> = rejected
             .iter()
             .filter_map(|rejected| match rejected.op {
                 Op::AddServer(server, _) => Some(server),
                 _ => None,
             })
             .collect();
-        let is_gone =
-            |server: &&ServerKey| !not_made.contains(server) && !self.ledger.is_deferred(&Object::Server(**server));
-        absent.iter().find(is_gone).copied()
+        let is_removed =
+            |server: &&ServerKey| !not_created.contains(server) && !self.ledger.is_deferred(&Object::Server(**server));
+        absent.iter().find(is_removed).copied()
     }
 
-    /// What the kernel rejects of services, each with its reasons.
+    /// Services with deferred objects, each with the kernel's reasons.
     pub(super) fn deferred_parts(&self) -> Vec<Fault> {
         let mut reasons: BTreeMap<&Arc<ServiceKey>, Vec<&str>> = BTreeMap::new();
         for (object, service) in self.ledger.deferred() {
@@ -310,7 +317,7 @@ impl IpvsFamily {
         reasons.into_iter().map(fault).collect()
     }
 
-    /// For the agent's status, where services ask for a scheduler that is missing.
+    /// The degradation to report if services ask for this missing scheduler.
     fn missing_scheduler(&self, scheduler: Scheduler) -> Option<Degradation> {
         let problem = Problem::MissingScheduler(scheduler);
         let asking = self.ledger.problems().filter(|(_, found)| **found == problem);
@@ -333,8 +340,8 @@ impl IpvsFamily {
         Ok(found.is_none().then(|| format!("somebody else has removed set {name}")))
     }
 
-    /// Every set has as many entries as it should, the node takes the services' addresses for its
-    /// own, and there are virtual servers, if there should be.
+    /// Checks the number of elements in every set. Checks for one service address that the node
+    /// treats it as its own, and for one virtual server that it exists.
     fn check_contents(&self, kernel: &mut Kernel) -> Result<Option<String>, DataplaneError> {
         for set in Set::ALL {
             let name = set.name(self.family());
@@ -346,7 +353,7 @@ impl IpvsFamily {
             }
         }
         if let Some(address) = self.ledger.any_address().filter(|address| is_without_route(*address)) {
-            return Ok(Some(format!("the node does not take address {address} of device {DEVICE} for its own")));
+            return Ok(Some(format!("the node does not treat address {address} of device {DEVICE} as its own")));
         }
         let Some(server) = self.ledger.any_server() else { return Ok(None) };
         let found = kernel.ipvs()?.service(convert::service_id(server)).map_err(of_ipvs)?;
@@ -354,7 +361,7 @@ impl IpvsFamily {
     }
 }
 
-/// The first of some sentences, and how many more there are.
+/// Joins the first sentences, and appends how many more there are.
 fn in_words<'a>(mut sentences: impl Iterator<Item = &'a str>) -> String {
     let first: Vec<&str> = sentences.by_ref().take(MAX_REASONS).collect();
     match sentences.count() {

@@ -1,4 +1,4 @@
-//! The parts of the kernel that the dataplane speaks to, and what is missing of them.
+//! Connections to the parts of the kernel that the dataplane uses, and its network device.
 
 use std::{
     io,
@@ -22,19 +22,19 @@ use super::{
     sysctl::Sysctls,
 };
 
-/// The device that shows whether there can be any. It also has the addresses of ours while that is
-/// made anew.
+/// A temporary device. The probe creates it to find out whether the kernel has dummy devices. It
+/// also carries the services' addresses while our device is replaced.
 pub(super) const PROBE_DEVICE: &str = "kube-ipvs-probe";
 
-/// Connections to IPVS, IP sets and rtnetlink, in the network namespace of the thread that uses
-/// them first. Each is opened when it is needed: the kernel then loads the modules of what it
-/// lacks, where it can.
+/// Connections to IPVS, IP sets and rtnetlink. Each is opened when it is first needed, in the
+/// network namespace of the calling thread. Opening one makes the kernel load missing modules, if
+/// it can.
 #[derive(Debug, Default)]
 pub struct Kernel {
     ipvs: Option<Ipvs>,
     sets: Option<IpSets>,
     routing: Option<Routing>,
-    /// What [`Self::prepare`] returned, once it has succeeded.
+    /// The result of [`Self::prepare`] after its first success.
     prepared: Option<Vec<String>>,
 }
 
@@ -44,7 +44,7 @@ impl KernelHandle for Kernel {
     }
 }
 
-/// What an option holds, made if it holds nothing.
+/// Returns the value of `slot`, and opens one if the slot is empty.
 fn or_open<T, E>(slot: &mut Option<T>, open: impl FnOnce() -> Result<T, E>) -> Result<&mut T, E> {
     let value = match slot.take() {
         Some(value) => value,
@@ -54,13 +54,16 @@ fn or_open<T, E>(slot: &mut Option<T>, open: impl FnOnce() -> Result<T, E>) -> R
 }
 
 impl Kernel {
-    /// Sets kernel parameters and time-outs, once. Returns a sentence for each parameter that
-    /// cannot be set and without which services work all the same.
+    /// Sets kernel parameters and time-outs at the first call. Returns a sentence for each optional
+    /// parameter that cannot be set.
+    ///
+    /// # Errors
+    /// IPVS is missing, or a required parameter cannot be set.
     pub(super) fn prepare(&mut self, config: &Config) -> Result<Vec<String>, DataplaneError> {
         if let Some(sentences) = &self.prepared {
             return Ok(sentences.clone());
         }
-        // The parameters come with IPVS.
+        // The parameters exist only after the module of IPVS is loaded.
         let ipvs = self.ipvs()?;
         let seconds = |timeout: Duration| u32::try_from(timeout.as_secs()).unwrap_or(u32::MAX);
         let timeouts = Timeouts {
@@ -77,25 +80,30 @@ impl Kernel {
         Ok(sentences)
     }
 
-    /// Virtual servers.
+    /// The connection for virtual servers.
     pub(super) fn ipvs(&mut self) -> Result<&mut Ipvs, DataplaneError> {
         or_open(&mut self.ipvs, Ipvs::open).map_err(of_ipvs)
     }
 
-    /// Sets.
+    /// The connection for IP sets.
     pub(super) fn sets(&mut self) -> Result<&mut IpSets, DataplaneError> {
         or_open(&mut self.sets, IpSets::open).map_err(of_sets)
     }
 
-    /// The device and its addresses.
+    /// The connection for network devices and addresses.
     pub(super) fn routing(&mut self) -> Result<&mut Routing, DataplaneError> {
         or_open(&mut self.routing, Routing::open).map_err(of_routing)
     }
 
-    /// The number of our device, which is made if it is not there. It is down, so that its
-    /// addresses are the node's own and no more: routing daemons export those of devices that are
-    /// up. Routes to addresses are made as these come, and lost when the device goes up and down
-    /// again; then another device takes its place.
+    /// Returns the index of our device, and creates the device if it does not exist.
+    ///
+    /// The device stays down: its addresses are still the node's own, but routing daemons export
+    /// only the addresses of devices that are up. The kernel creates a local route when an address
+    /// is added, and loses this route when the device goes up and down again. Therefore a device
+    /// that is or was up is replaced.
+    ///
+    /// # Errors
+    /// The kernel has no dummy devices, or a device of another type has our name.
     pub(super) fn device(&mut self) -> Result<u32, DataplaneError> {
         let link = match self.routing()?.link(DEVICE).map_err(of_routing)? {
             Some(link) => link,
@@ -124,75 +132,78 @@ impl Kernel {
             _ => of_routing(error),
         })?;
         let made = routing.link(name).map_err(of_routing)?;
-        made.ok_or_else(|| DataplaneError::new(ErrorKind::Retry, format!("device {name} went as it came")))
+        made.ok_or_else(|| {
+            DataplaneError::new(ErrorKind::Retry, format!("somebody else has removed the new device {name}"))
+        })
     }
 
-    /// Makes our device anew, with these addresses. Another device has them meanwhile, so that the
-    /// node has them all the time. That one is not renamed instead: the kernel would number the
-    /// labels of its addresses, by which the device of an IPv4 address is known.
+    /// Replaces our device by a new one with these addresses. A temporary device has the addresses
+    /// meanwhile, so that the node never loses them. Renaming the temporary device is not possible:
+    /// the kernel would change the labels of its IPv4 addresses, and tools take the label for the
+    /// name of the device.
     fn replace_device(&mut self, old: u32, addresses: &[Prefix]) -> Result<u32, DataplaneError> {
-        // One may be left from an agent that was killed in the middle of this.
+        // An agent that was killed during a replacement leaves this device.
         if let Some(left) = self.routing()?.link(PROBE_DEVICE).map_err(of_routing)? {
             self.routing()?.remove_link(left.index).map_err(of_routing)?;
         }
-        let meanwhile = self.make_device(PROBE_DEVICE)?.index;
-        self.add_addresses(meanwhile, addresses)?;
+        let temporary = self.make_device(PROBE_DEVICE)?.index;
+        self.add_addresses(temporary, addresses)?;
         self.routing()?.remove_link(old).map_err(of_routing)?;
         let new = self.make_device(DEVICE)?.index;
         self.add_addresses(new, addresses)?;
-        self.routing()?.remove_link(meanwhile).map_err(of_routing)?;
-        info!(device = DEVICE, addresses = addresses.len(), "replaced, since it was up");
+        self.routing()?.remove_link(temporary).map_err(of_routing)?;
+        info!(device = DEVICE, addresses = addresses.len(), "replaced the device, because somebody had set it up");
         Ok(new)
     }
 
-    /// Adds those addresses that are of one host. One that is rejected is missing when the full
-    /// sync looks at the device.
+    /// Adds the addresses that are prefixes of one host. Ignores rejected addresses: the full sync
+    /// reads the device later, and adds what is missing.
     fn add_addresses(&mut self, link: u32, addresses: &[Prefix]) -> Result<(), DataplaneError> {
         let hosts = addresses.iter().filter(|prefix| **prefix == convert::host(prefix.address));
         let adds: Vec<Change> = hosts.map(|address| Change::AddAddress { link, address: *address }).collect();
         self.routing()?.change(&adds, |_, _| {}).map_err(of_routing)
     }
 
-    /// The number of our device, on which everything is that has been put there.
+    /// The index of our device, if nobody else has changed it.
     ///
     /// # Errors
-    /// It is gone, and its addresses with it; or somebody has set it up. Only a full sync helps.
+    /// Somebody has removed the device or set it up. Only a full sync helps.
     pub(super) fn device_in_use(&mut self) -> Result<u32, DataplaneError> {
         let message = match self.link()? {
             Some(link) if !link.is_up() => return Ok(link.index),
             Some(_) => format!("device {DEVICE} is up: routing daemons may export services' addresses"),
-            None => format!("device {DEVICE} is gone: services' addresses went with it"),
+            None => format!("device {DEVICE} and all services' addresses on it are gone"),
         };
         Err(DataplaneError::new(ErrorKind::NeedsFullSync, message))
     }
 
-    /// The number of our device, if it is there.
+    /// The index of our device, if it exists.
     pub(super) fn existing_device(&mut self) -> Result<Option<u32>, DataplaneError> {
         Ok(self.link()?.map(|link| link.index))
     }
 
-    /// Our device, if it is there.
+    /// Our device, if it exists.
     pub(super) fn link(&mut self) -> Result<Option<Link>, DataplaneError> {
         let link = self.routing()?.link(DEVICE).map_err(of_routing)?;
-        // A device of another kind is somebody else's.
+        // A device of another type belongs to somebody else.
         Ok(link.filter(|link| link.kind.as_deref() == Some("dummy")))
     }
 }
 
-/// True of an IPv4 address of ours that the kernel does not take for the node's own, though it is
-/// on the device. Only then a socket cannot have it.
+/// True if `address`, which is an IPv4 address on our device, lacks its local route. The kernel
+/// then does not treat it as the node's own, so a socket cannot be bound to it.
 pub(super) fn is_without_route(address: IpAddr) -> bool {
     let is_refused =
         || UdpSocket::bind((address, 0)).is_err_and(|error| error.kind() == io::ErrorKind::AddrNotAvailable);
     address.is_ipv4() && is_refused()
 }
 
-/// Whether this network namespace has IPVS, without making the kernel load it.
+/// True if IPVS is loaded. Does not make the kernel load it.
 pub(super) fn has_ipvs() -> bool {
     Path::new("/proc/thread-self/net/ip_vs").exists()
 }
 
-/// Whether the kernel has IP sets, without making it load them.
+/// True if IP sets are loaded. Does not make the kernel load them.
 pub(super) fn has_sets() -> bool {
     Path::new("/sys/module/ip_set").exists()
 }

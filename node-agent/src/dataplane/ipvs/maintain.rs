@@ -1,4 +1,5 @@
-//! What becomes due by time: draining, what the kernel rejected, and what its modules may bring.
+//! Work that becomes due by time: draining destinations, rejected objects, and features that wait
+//! for a kernel module.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -17,7 +18,7 @@ use super::{
     probe,
 };
 
-/// Time between two questions for the connections of draining destinations.
+/// The interval at which the dataplane asks for the connections of draining destinations.
 const DRAIN_INTERVAL: Duration = Duration::from_secs(5);
 
 impl Maintain<Kernel> for IpvsFamily {
@@ -30,7 +31,7 @@ impl Maintain<Kernel> for IpvsFamily {
     }
 
     fn maintain(&mut self, kernel: &mut Kernel, now: Instant) -> Result<(), DataplaneError> {
-        match self.look_for_schedulers(kernel, now) {
+        match self.retry_schedulers(kernel, now) {
             Err(error) if error.kind != ErrorKind::PlanAgain => Err(error),
             found => DataplaneError::join(found, self.retry_all(kernel, now)),
         }
@@ -38,20 +39,22 @@ impl Maintain<Kernel> for IpvsFamily {
 
     fn deferred(&mut self) -> Option<Vec<Fault>> {
         let revision = self.ledger.deferred_revision();
-        (revision != self.told_revision).then(|| {
-            self.told_revision = revision;
+        (revision != self.reported_revision).then(|| {
+            self.reported_revision = revision;
             self.deferred_parts()
         })
     }
 }
 
 impl IpvsFamily {
-    /// Looks whether the kernel has schedulers by now that it did not have, so that the services
-    /// that ask for them are to be planned.
-    fn look_for_schedulers(&mut self, kernel: &mut Kernel, now: Instant) -> Result<(), DataplaneError> {
+    /// Checks whether the kernel now has schedulers that were missing.
+    ///
+    /// # Errors
+    /// [`ErrorKind::PlanAgain`] with the services that ask for such a scheduler.
+    fn retry_schedulers(&mut self, kernel: &mut Kernel, now: Instant) -> Result<(), DataplaneError> {
         let (mut found, mut services) = (Vec::new(), BTreeSet::new());
         for scheduler in self.missing_schedulers.due(now) {
-            match probe::has_scheduler(kernel.ipvs()?, scheduler) {
+            match probe::require_scheduler(kernel.ipvs()?, scheduler) {
                 Ok(()) => {
                     self.missing_schedulers.retain(|missing| *missing != scheduler);
                     services.extend(self.ledger.set_available(scheduler, true));
@@ -66,10 +69,8 @@ impl IpvsFamily {
         if found.is_empty() {
             return Ok(());
         }
-        let message = format!(
-            "the kernel has scheduler {}, which it did not have: services that ask for it get it",
-            found.join(", ")
-        );
+        let message =
+            format!("the kernel now has scheduler {}: planning the services that ask for it again", found.join(", "));
         Err(DataplaneError::plan_again(message, services))
     }
 
@@ -86,7 +87,7 @@ impl IpvsFamily {
         retried
     }
 
-    /// Sets when the draining destinations are looked at next.
+    /// Sets when to look at draining destinations next.
     pub(super) fn plan_drain(&mut self) {
         let is_draining = self.ledger.draining().next().is_some();
         self.drain_at = is_draining.then(|| self.drain_at.unwrap_or_else(|| Instant::now() + DRAIN_INTERVAL));
@@ -109,20 +110,21 @@ impl IpvsFamily {
         if ops.is_empty() { Ok(()) } else { self.run_steps(kernel, &ops) }
     }
 
-    /// Tries once more what the kernel has rejected and is due. The cost is that of what is tried.
+    /// Writes rejected objects again that are due. The cost depends only on these objects.
     fn retry_rejected(&mut self, kernel: &mut Kernel, now: Instant) -> Result<(), DataplaneError> {
         let due = self.rejected.due(now);
         if due.is_empty() {
             return Ok(());
         }
         let ops = self.ledger.retries(due.iter().copied());
-        // What nobody wants at the moment is tried when somebody does.
+        // Forget the objects that no service wants now. A step writes such an object when a service
+        // wants it again.
         let tried: BTreeSet<Object> = ops.iter().filter_map(Op::object).collect();
         self.rejected.retain(|object| tried.contains(object) || !due.contains(object));
         self.run_steps(kernel, &ops)?;
-        let taken = due.iter().filter(|object| !self.ledger.is_deferred(object)).count();
-        if taken > 0 {
-            info!(family = %self.ledger.config().family, taken, "the kernel takes what it had rejected");
+        let accepted = due.iter().filter(|object| !self.ledger.is_deferred(object)).count();
+        if accepted > 0 {
+            info!(family = %self.ledger.config().family, accepted, "the kernel accepted objects that it had rejected");
         }
         Ok(())
     }

@@ -1,8 +1,8 @@
-//! The IPVS dataplane: plans of [`headgate_core::ipvs`], carried out over netlink, and the rules
-//! beside the virtual servers by `iptables-restore`.
+//! The IPVS dataplane: executes plans of [`headgate_core::ipvs`] over netlink, and writes the rules
+//! beside the virtual servers with `iptables-restore`.
 //!
-//! A change writes what it changes. Only a full sync reads the kernel, and a look at everything in
-//! the background. What the kernel rejects, each for itself, keeps nothing else from being done.
+//! A change writes only the objects that it changes. Only full syncs and comparisons in the
+//! background read the kernel. If the kernel rejects a single object, all others are still written.
 
 mod cleanup;
 mod config;
@@ -37,32 +37,33 @@ use super::{
     xtables::{self, Rules},
 };
 
-/// Programs the kernel's IPVS.
+/// The dataplane that programs the kernel's IPVS.
 pub type IpvsDataplane = DualStack<IpvsFamily>;
 
-/// Sets all kernel parameters that the dataplane needs or is better with, so that it need not be
-/// allowed to.
+/// Sets all kernel parameters of the dataplane, required and optional. After that, the agent can
+/// run without the privilege to write them.
 ///
 /// # Errors
-/// One cannot be set; [`ErrorKind::Unavailable`] when the kernel has no IPVS.
+/// A parameter cannot be set. [`ErrorKind::Unavailable`] when the kernel has no IPVS.
 pub(crate) fn prepare(strict_arp: bool) -> Result<(), DataplaneError> {
-    // They come with IPVS.
+    // The parameters exist only after the module of IPVS is loaded.
     Ipvs::open().map_err(of_ipvs)?;
     let sentences = Sysctls::default().set(strict_arp).map_err(|error| DataplaneError::new(ErrorKind::Fatal, error))?;
     if sentences.is_empty() { Ok(()) } else { Err(DataplaneError::new(ErrorKind::Fatal, sentences.join("; "))) }
 }
 
-/// Virtual servers, sets and the device that an earlier run made. Servers with addresses in
-/// `exclude_cidrs` belong to others.
+/// Virtual servers, sets and the device that an earlier run created. Virtual servers with addresses
+/// in `exclude_cidrs` belong to other software and stay.
 pub(crate) fn servers_and_sets(exclude_cidrs: Vec<IpNet>) -> Leftover {
     Leftover::new("ipvs", move || cleanup::remove_all(&exclude_cidrs))
 }
 
 impl DualStack<IpvsFamily> {
-    /// Looks whether this machine can run the dataplane. Programs nothing.
+    /// Creates the dataplane if this machine can run it. Programs nothing.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`] where it cannot: all that is missing, and how to get it.
+    /// [`ErrorKind::Unavailable`] if something is missing. The message names everything that is
+    /// missing, and how to get it.
     pub fn new(config: Config) -> Result<Self, DataplaneError> {
         let variant = xtables::choose(config.variant)?;
         let mut own = xtables::leftovers(variant);

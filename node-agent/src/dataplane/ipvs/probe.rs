@@ -1,5 +1,5 @@
-//! What the kernel has to have, tried before anything is programmed. A kernel that can load modules
-//! loads them by this.
+//! Tries every kernel feature that the dataplane needs, before it programs anything. The trial
+//! makes the kernel load the modules, if it can.
 
 use std::net::{IpAddr, Ipv4Addr};
 
@@ -17,30 +17,32 @@ use super::{
     sysctl::Sysctls,
 };
 
-/// A scheduler is tried on a virtual server of this address, which nobody has (RFC 5737), as
-/// kube-proxy does it.
+/// The address of the virtual server that tries a scheduler. It is reserved for documentation (RFC
+/// 5737), so no service has it. kube-proxy uses it too.
 const PROBE_ADDRESS: IpAddr = IpAddr::V4(Ipv4Addr::new(198, 51, 100, 0));
-/// Ports for it, should somebody have some of them.
+/// Ports of that virtual server. The next is tried if one is in use.
 const PROBE_PORTS: std::ops::Range<u16> = 20_000..20_008;
 
-/// Everything that the dataplane needs in these families. Leaves nothing behind but the kernel
-/// parameter without which IPVS cannot masquerade.
+/// Checks that the kernel has everything that the dataplane needs in these families. Leaves no
+/// objects in the kernel. If nothing is missing, sets the kernel parameter without which IPVS
+/// cannot masquerade.
 ///
 /// # Errors
-/// [`ErrorKind::Unavailable`]: all that is missing, each with how to get it.
+/// [`ErrorKind::Unavailable`] if something is missing. The message names everything that is
+/// missing, and how to get it.
 pub(super) fn require(scheduler: Scheduler, families: &[Family]) -> Result<(), DataplaneError> {
     let mut missing = Vec::new();
     let mut note = |result: Result<(), DataplaneError>| missing.extend(result.err().map(|error| error.message));
-    note(Ipvs::open().map_err(of_ipvs).and_then(|mut ipvs| has_scheduler(&mut ipvs, scheduler)));
+    note(Ipvs::open().map_err(of_ipvs).and_then(|mut ipvs| require_scheduler(&mut ipvs, scheduler)));
     match IpSets::open() {
         Ok(mut sets) => set_types(families).into_iter().for_each(|(set_type, family)| {
             note(sets.revision(set_type, family).map(drop).map_err(of_sets));
         }),
         Err(error) => note(Err(of_sets(error))),
     }
-    note(has_dummy_devices());
+    note(require_dummy_devices());
     if missing.is_empty() {
-        // At last, so that nothing is set where IPVS is not used.
+        // The last step, because a machine that cannot run IPVS must keep its parameters.
         let set = Sysctls::default().set_conntrack();
         missing.extend(set.err());
     }
@@ -59,11 +61,12 @@ fn set_types(families: &[Family]) -> Vec<(ipset_netlink::SetType, ipset_netlink:
     types
 }
 
-/// Makes a virtual server with the scheduler, and removes it again.
+/// Creates a virtual server with the scheduler, and removes it again.
 ///
 /// # Errors
-/// [`ErrorKind::Unavailable`] when the kernel does not have it: how to get it.
-pub(super) fn has_scheduler(ipvs: &mut Ipvs, scheduler: Scheduler) -> Result<(), DataplaneError> {
+/// [`ErrorKind::Unavailable`] when the kernel does not have the scheduler. The message says how to
+/// get it.
+pub(super) fn require_scheduler(ipvs: &mut Ipvs, scheduler: Scheduler) -> Result<(), DataplaneError> {
     for port in PROBE_PORTS {
         let key = ServerKey { address: PROBE_ADDRESS, protocol: Protocol::Tcp, port };
         let settings = Settings { scheduler, persistence_seconds: None };
@@ -75,7 +78,7 @@ pub(super) fn has_scheduler(ipvs: &mut Ipvs, scheduler: Scheduler) -> Result<(),
                 return Ok(());
             }
             Some(refused) if refused.refusal.code == libc::EEXIST => {
-                // Without destinations it is of an agent that was killed at this point.
+                // An agent that was killed at this point leaves such a server without destinations.
                 let id = convert::service_id(key);
                 if ipvs.destinations(id).map_err(of_ipvs)?.is_empty() {
                     ipvs.execute([&Command::RemoveService(id)]).map_err(of_ipvs)?;
@@ -95,11 +98,11 @@ pub(super) fn has_scheduler(ipvs: &mut Ipvs, scheduler: Scheduler) -> Result<(),
     Ok(())
 }
 
-/// Makes a device of another name and removes it again, unless ours is there.
-fn has_dummy_devices() -> Result<(), DataplaneError> {
+/// Creates a temporary device and removes it again. Does nothing if our device exists.
+fn require_dummy_devices() -> Result<(), DataplaneError> {
     let mut routing = headgate_netlink::route::Routing::open().map_err(of_routing)?;
-    let is_there = routing.link(headgate_core::ipvs::DEVICE).map_err(of_routing)?;
-    if is_there.is_some() {
+    let existing = routing.link(headgate_core::ipvs::DEVICE).map_err(of_routing)?;
+    if existing.is_some() {
         return Ok(());
     }
     match routing.add_dummy(PROBE_DEVICE) {

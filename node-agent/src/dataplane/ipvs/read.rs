@@ -1,4 +1,4 @@
-//! What the kernel has, as the ledger compares it with what is wanted.
+//! Reads the kernel's objects in the form that the ledger compares with the wanted ones.
 
 use std::{collections::BTreeSet, net::IpAddr};
 
@@ -17,8 +17,8 @@ use super::{
     kernel::{Kernel, of_ipvs, of_routing, of_sets},
 };
 
-/// Everything of one family, at the cost of what there is. Sets of other sizes than ours are made
-/// anew with what is in them.
+/// Reads all objects of one family. The cost grows with their number. Creates sets again, with
+/// their elements, if their sizes differ from ours.
 pub(super) fn existing(
     kernel: &mut Kernel,
     device: u32,
@@ -26,29 +26,29 @@ pub(super) fn existing(
     tables: ExistingTables,
 ) -> Result<Existing, DataplaneError> {
     let mut existing = Existing { tables, ..Existing::default() };
-    read_device(kernel.routing()?, device, family, OfNetworks::Remove, &mut existing)?;
-    read_sets(kernel.sets()?, family, OfOtherSize::MakeAnew, &mut existing)?;
+    read_device(kernel.routing()?, device, family, NetworkAddresses::Remove, &mut existing)?;
+    read_sets(kernel.sets()?, family, SetsOfOtherSize::Recreate, &mut existing)?;
     read_servers(kernel.ipvs()?, family, &mut existing)?;
     Ok(existing)
 }
 
-/// What becomes of addresses of networks, such as 10.96.0.1/16, on our device. None of ours are:
-/// the kernel takes such an address for another than that of the host alone, and the whole network
-/// for one behind the device.
+/// What to do with addresses on our device that have the prefix of a network, such as 10.96.0.1/16.
+/// We never add such an address. The kernel distinguishes it from 10.96.0.1/32, and routes the
+/// whole network to the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum OfNetworks {
-    /// They are removed.
+pub(super) enum NetworkAddresses {
+    /// Remove them.
     Remove,
-    /// They stay.
-    Leave,
+    /// Keep them.
+    Keep,
 }
 
-/// Addresses of our device.
+/// Reads the addresses of our device.
 pub(super) fn read_device(
     routing: &mut Routing,
     device: u32,
     family: Family,
-    of_networks: OfNetworks,
+    network_addresses: NetworkAddresses,
     existing: &mut Existing,
 ) -> Result<(), DataplaneError> {
     let addresses = routing.addresses(device).map_err(of_routing)?;
@@ -56,42 +56,42 @@ pub(super) fn read_device(
     let (hosts, networks): (Vec<Prefix>, Vec<Prefix>) =
         of_family.partition(|prefix| *prefix == convert::host(prefix.address));
     existing.device_addresses = hosts.into_iter().map(|prefix| prefix.address).collect();
-    if of_networks == OfNetworks::Remove {
+    if network_addresses == NetworkAddresses::Remove {
         let networks = networks.into_iter().filter(|prefix| !is_link_local(prefix.address));
         let removals: Vec<_> = networks.map(|address| RouteChange::RemoveAddress { link: device, address }).collect();
-        // What is rejected is gone already, or is looked at again.
+        // Ignore rejected removals: the address is gone already, or the next read finds it again.
         routing.change(&removals, |_, _| {}).map_err(of_routing)?;
     }
     Ok(())
 }
 
-/// The kernel gives every device a network of IPv6 by itself.
+/// True for link-local IPv6 addresses: the kernel adds one to every device by itself.
 fn is_link_local(address: IpAddr) -> bool {
     matches!(address, IpAddr::V6(address) if address.is_unicast_link_local())
 }
 
-/// What becomes of sets that are not of our sizes, such as kube-proxy's.
+/// What to do with sets whose sizes differ from ours, such as kube-proxy's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum OfOtherSize {
-    /// They are made anew with what is in them.
-    MakeAnew,
-    /// They are as good as others.
-    Take,
+pub(super) enum SetsOfOtherSize {
+    /// Create them again with their elements.
+    Recreate,
+    /// Accept them.
+    Accept,
 }
 
-/// Sets of our names, with their elements.
+/// Reads the sets that have our names, with their elements.
 pub(super) fn read_sets(
     sets: &mut IpSets,
     family: Family,
-    of_other_size: OfOtherSize,
+    sets_of_other_size: SetsOfOtherSize,
     existing: &mut Existing,
 ) -> Result<(), DataplaneError> {
     for set in Set::ALL {
         let wanted = convert::specification(set, family);
         let Some(found) = sets.set(&wanted.name).map_err(of_sets)? else { continue };
-        if !found.header.fits(&wanted) && of_other_size == OfOtherSize::MakeAnew {
+        if !found.header.fits(&wanted) && sets_of_other_size == SetsOfOtherSize::Recreate {
             if found.header.is_of_type(&wanted) {
-                // A draft has no comments.
+                // The new set has no comments.
                 let bare = |entry: &Entry| Entry::new(entry.element);
                 let matching = found.entries.iter().filter(|entry| !entry.nomatch);
                 let changes = matching.map(|entry| Change::add(&wanted.name, bare(entry)));
@@ -102,7 +102,7 @@ pub(super) fn read_sets(
             } else {
                 let family = |family: Option<_>| family.map(|family| format!(" family {family}")).unwrap_or_default();
                 let message = format!(
-                    "the set {name} is of type {}{}, and has to be {}{}, but rules refer to it (iptables-save | grep {name}): remove them, or run this program with --cleanup",
+                    "the set {name} has type {}{} instead of {}{}, and cannot be replaced because rules refer to it (iptables-save | grep {name}): remove these rules, or run this program with --cleanup",
                     found.header.type_name,
                     family(found.header.family),
                     wanted.set_type,
@@ -112,7 +112,7 @@ pub(super) fn read_sets(
                 return Err(DataplaneError::new(ErrorKind::Fatal, message));
             }
         }
-        // What we never put there has no place there either, whatever made it.
+        // Elements that we never add are deleted from our sets.
         let mut elements = BTreeSet::new();
         let mut foreign = Vec::new();
         for entry in &found.entries {
@@ -121,7 +121,7 @@ pub(super) fn read_sets(
                 _ => foreign.push(Change::delete(&wanted.name, entry.element)),
             }
         }
-        if of_other_size == OfOtherSize::MakeAnew {
+        if sets_of_other_size == SetsOfOtherSize::Recreate {
             sets.execute(&foreign).map_err(of_sets)?;
         }
         existing.sets.insert(set, elements);
@@ -129,10 +129,10 @@ pub(super) fn read_sets(
     Ok(())
 }
 
-/// The set that takes another's place.
+/// The name of a new set until it replaces another.
 pub(super) const DRAFT: &str = "KUBE-DRAFT";
 
-/// Destroys a set that need not be there.
+/// Destroys a set if it exists.
 pub(super) fn destroy_if_there(sets: &mut IpSets, name: &str) -> Result<(), DataplaneError> {
     match sets.destroy(name) {
         Err(error) if error.refusal_code() == Some(libc::ENOENT) => Ok(()),
@@ -140,10 +140,11 @@ pub(super) fn destroy_if_there(sets: &mut IpSets, name: &str) -> Result<(), Data
     }
 }
 
-/// Makes a set anew with these elements. Rules that refer to it never see less than what is in it.
+/// Replaces a set by a new one with these elements. Swapping is atomic, so rules that refer to the
+/// set always see all elements.
 fn replace(sets: &mut IpSets, wanted: &Specification, mut changes: Vec<Change>) -> Result<(), DataplaneError> {
     let draft = Specification { name: DRAFT.to_owned(), ..wanted.clone() };
-    // A draft that is there is from an agent that was killed in between.
+    // An agent that was killed during a replacement leaves a draft.
     destroy_if_there(sets, DRAFT)?;
     sets.create(&draft).map_err(of_sets)?;
     for change in &mut changes {
@@ -159,7 +160,7 @@ fn replace(sets: &mut IpSets, wanted: &Specification, mut changes: Vec<Change>) 
     sets.destroy(&draft.name).map_err(of_sets)
 }
 
-/// All virtual servers by address, with their destinations.
+/// Reads all virtual servers that are identified by address, with their destinations.
 pub(super) fn read_servers(ipvs: &mut Ipvs, family: Family, existing: &mut Existing) -> Result<(), DataplaneError> {
     for found in ipvs.services().map_err(of_ipvs)? {
         let id = found.service.id;

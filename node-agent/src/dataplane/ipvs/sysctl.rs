@@ -1,4 +1,4 @@
-//! Kernel parameters that IPVS needs, as kube-proxy sets them.
+//! Sets the kernel parameters that IPVS needs, to the values that kube-proxy sets.
 
 use std::{
     fs, io,
@@ -8,23 +8,23 @@ use std::{
 use headgate_core::ipvs::DEVICE;
 use tracing::info;
 
-/// The parameter without which nothing can be masqueraded: IPVS then leaves connections unknown to
-/// conntrack.
+/// The required parameter. Without it, conntrack does not track IPVS connections, so they cannot be
+/// masqueraded.
 const CONNTRACK: Parameter = Parameter { path: "net/ipv4/vs/conntrack", value: "1", without: "" };
 
-/// A parameter.
+/// A kernel parameter.
 #[derive(Debug, Clone, Copy)]
 struct Parameter {
-    /// Below `/proc/sys`.
+    /// The path below `/proc/sys`.
     path: &'static str,
-    /// What it is to be.
+    /// The value to set.
     value: &'static str,
-    /// What is worse without.
+    /// What does not work without this value; a part of the warning.
     without: &'static str,
 }
 
-/// Parameters below a folder, which is `/proc/sys` except in tests. Those of the network are of the
-/// calling thread's namespace.
+/// The kernel parameters below a folder. The folder is `/proc/sys` except in tests. Network
+/// parameters belong to the network namespace of the calling thread.
 #[derive(Debug)]
 pub(super) struct Sysctls {
     root: PathBuf,
@@ -37,23 +37,22 @@ impl Default for Sysctls {
 }
 
 impl Sysctls {
-    /// Sets everything. Returns a sentence for each parameter that cannot be set and without which
-    /// services work all the same.
+    /// Sets all parameters. Returns a sentence for each optional parameter that cannot be set.
     ///
     /// # Errors
-    /// The one that they do not work without, with the remedy.
+    /// The required parameter cannot be set. The error includes the remedy.
     pub(super) fn set(&self, strict_arp: bool) -> Result<Vec<String>, String> {
         self.set_conntrack()?;
         let mut parameters = vec![
             Parameter {
                 path: "net/ipv4/vs/expire_nodest_conn",
                 value: "1",
-                without: "connections to endpoints that are gone hang instead of ending",
+                without: "connections to removed endpoints hang instead of ending",
             },
             Parameter {
                 path: "net/ipv4/vs/expire_quiescent_template",
                 value: "1",
-                without: "clients with session affinity stay with endpoints that drain",
+                without: "clients with session affinity stay at draining endpoints",
             },
             Parameter {
                 path: "net/ipv4/ip_forward",
@@ -65,7 +64,7 @@ impl Sysctls {
             parameters.push(Parameter {
                 path: "net/ipv4/vs/conn_reuse_mode",
                 value: "0",
-                without: "each client port that is used again costs a second",
+                without: "a connection that reuses a client port waits for a second",
             });
         }
         if strict_arp {
@@ -79,24 +78,24 @@ impl Sysctls {
         Ok(parameters.into_iter().filter_map(sentence).collect())
     }
 
-    /// Sets the parameter that nothing works without.
+    /// Sets the required parameter.
     ///
     /// # Errors
-    /// It cannot be set; with the remedy.
+    /// The parameter cannot be set. The error includes the remedy.
     pub(super) fn set_conntrack(&self) -> Result<(), String> {
         self.write(CONNTRACK.path, CONNTRACK.value).map_err(|error| {
             format!(
-                "{error}: without it IPVS cannot masquerade; give the agent a writable /proc/sys, or run it with --init-only before, as root and privileged"
+                "{error}: without it IPVS cannot masquerade; give the agent a writable /proc/sys, or first run it with --init-only as root in a privileged container"
             )
         })
     }
 
-    /// Has our device take IPv6 addresses. It takes none where `net.ipv6.conf.default.disable_ipv6`
-    /// was 1 when it was made, or IPv6 was switched off on all devices since, though the node's own
-    /// may have it.
+    /// Switches IPv6 on for our device. IPv6 is off on it if `net.ipv6.conf.default.disable_ipv6`
+    /// was 1 when the device was created, or if IPv6 was switched off on all devices later. The
+    /// node's other devices may have IPv6 all the same.
     ///
     /// # Errors
-    /// The parameter cannot be set: a sentence that says what that means.
+    /// The parameter cannot be set. The error is a sentence that includes the consequence.
     pub(super) fn allow_ipv6_on_device(&self) -> Result<(), String> {
         let path = format!("net/ipv6/conf/{DEVICE}/disable_ipv6");
         let without = "services cannot be reached at their IPv6 addresses";
@@ -107,7 +106,7 @@ impl Sysctls {
         fs::read_to_string(self.root.join("kernel/osrelease")).unwrap_or_default()
     }
 
-    /// Sets a parameter, given by its path below the folder, unless it is so.
+    /// Sets a parameter to a value, unless it has this value. `path` is relative to the folder.
     fn write(&self, path: &str, value: &str) -> Result<(), String> {
         let path = self.root.join(path);
         write(&path, value).map_err(|error| format!("cannot write {value} to {}: {error}", path.display()))
@@ -118,13 +117,14 @@ fn write(path: &Path, value: &str) -> io::Result<()> {
     let found = fs::read_to_string(path)?;
     if found.trim() != value {
         fs::write(path, value)?;
-        info!(parameter = %path.display(), from = found.trim(), to = value, "set");
+        info!(parameter = %path.display(), from = found.trim(), to = value, "kernel parameter set");
     }
     Ok(())
 }
 
-/// Linux 4.1 to 5.8: a client port that is used again within two minutes waits for a second, if
-/// conntrack knows it. Newer kernels mend that, and older ones have no such parameter.
+/// True for Linux 4.1 to 5.8: with conntrack, a connection from a client port that was used within
+/// the last two minutes waits for a second. Newer kernels fix this, and older kernels do not have
+/// the parameter `conn_reuse_mode`.
 fn reuses_connections_badly(release: &str) -> bool {
     let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(str::parse::<u32>);
     let (Some(Ok(major)), Some(Ok(minor))) = (numbers.next(), numbers.next()) else { return false };
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_set_is_told_with_what_it_means() {
+    fn parameters_that_cannot_be_set_are_reported_with_the_consequence() {
         let (_folder, sysctls) = machine("6.1.90", &ALL[..1]);
         let sentences = sysctls.set(false).unwrap();
         assert_eq!(sentences.len(), 3, "{sentences:?}");
@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn ipv6_is_allowed_on_the_device_or_what_that_means_is_told() {
+    fn ipv6_is_switched_on_for_the_device_or_the_consequence_is_reported() {
         let (folder, sysctls) = machine("6.1.90", &[]);
         let path = folder.path().join("net/ipv6/conf/kube-ipvs0/disable_ipv6");
         let error = sysctls.allow_ipv6_on_device().unwrap_err();
@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn kernels_are_told_by_their_release() {
+    fn kernels_that_reuse_connections_badly_are_recognised_by_their_release() {
         for (release, is_bad) in [
             ("4.0.9", false),
             ("4.1.0", true),

@@ -1,4 +1,4 @@
-//! Steps of a plan, carried out: neighbours that go to the same part of the kernel travel together.
+//! Executes the steps of a plan. Successive steps for one part of the kernel are sent together.
 
 use std::{collections::BTreeSet, net::IpAddr};
 
@@ -16,27 +16,27 @@ use super::{
     kernel::{Kernel, of_ipvs, of_routing, of_sets},
 };
 
-/// A step that the kernel rejects for itself. All others are done.
+/// A step that the kernel rejected, although it executed others.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct RejectedOp {
     /// The step.
     pub(super) op: Op,
-    /// Why, with the object that it is about.
+    /// The reason, including the object.
     pub(super) reason: String,
-    /// The scheduler that the kernel lacks, if that is why.
+    /// The scheduler that the kernel lacks, if that is the reason.
     pub(super) missing_scheduler: Option<Scheduler>,
 }
 
-/// What became of steps that were carried out.
+/// The outcome of steps.
 #[derive(Debug, Default)]
 pub(super) struct Outcome {
-    /// Those that the kernel rejects. All others are done.
+    /// The steps that the kernel rejected. It executed all others.
     pub(super) rejected: Vec<RejectedOp>,
-    /// Virtual servers that steps were to change, and that are not there.
+    /// Virtual servers that steps needed and that do not exist.
     pub(super) absent: BTreeSet<ServerKey>,
 }
 
-/// Which part of the kernel takes a step.
+/// The part of the kernel that executes a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Part {
     Set,
@@ -59,12 +59,12 @@ fn part(op: &Op) -> Part {
     }
 }
 
-/// Carries out steps in their order. What somebody else has done already counts as done. Adds to
-/// `outcome` what became of them.
+/// Executes steps in order and adds their results to `outcome`. A step whose result exists already,
+/// because somebody else made the change, counts as executed.
 ///
 /// # Errors
-/// The kernel cannot be reached, or lacks a type of sets; or a set or the device is gone, so that
-/// only a full sync helps. What was done is not known.
+/// The kernel cannot be reached or lacks a set type; or a set or the device is gone, so that only a
+/// full sync helps. It is then unknown which steps were executed.
 pub(super) fn run(
     kernel: &mut Kernel,
     device: u32,
@@ -186,20 +186,20 @@ fn servers(kernel: &mut Kernel, ops: &[Op], outcome: &mut Outcome) -> Result<(),
     let commands: Vec<Command> = ops.iter().filter_map(command).collect();
     let refusals = kernel.ipvs()?.execute(&commands).map_err(of_ipvs)?;
     let Outcome { rejected, absent } = outcome;
-    let mut again = Vec::new();
+    let mut replacements = Vec::new();
     for refusal in refusals {
         let (op, command) = (ops[refusal.index], &commands[refusal.index]);
         absent.extend(absent_server(&op, refusal.refusal.code));
-        match what_then(command, &refusal.refusal) {
-            Then::Done => {}
-            Then::Instead(command) => again.push((op, command)),
-            Then::Rejected => rejected.push(rejected_op(op, command, &refusal.refusal)),
+        match reaction(command, &refusal.refusal) {
+            Reaction::Done => {}
+            Reaction::Replace(command) => replacements.push((op, command)),
+            Reaction::Reject => rejected.push(rejected_op(op, command, &refusal.refusal)),
         }
     }
-    if again.is_empty() {
+    if replacements.is_empty() {
         return Ok(());
     }
-    let (ops, commands): (Vec<Op>, Vec<Command>) = again.into_iter().unzip();
+    let (ops, commands): (Vec<Op>, Vec<Command>) = replacements.into_iter().unzip();
     for refusal in kernel.ipvs()?.execute(&commands).map_err(of_ipvs)? {
         rejected.push(rejected_op(ops[refusal.index], &commands[refusal.index], &refusal.refusal));
     }
@@ -216,7 +216,8 @@ fn rejected_op(op: Op, command: &Command, refusal: &Refusal) -> RejectedOp {
     RejectedOp { op, reason: command.explain(refusal), missing_scheduler }
 }
 
-/// The virtual server that has to be there for a step, if it is rejected because it is not.
+/// The virtual server that a step needs, if the kernel rejects the step because the server does not
+/// exist.
 fn absent_server(op: &Op, code: i32) -> Option<ServerKey> {
     match *op {
         Op::EditServer(key, _) | Op::AddDestination(key, ..) | Op::EditDestination(key, _, 1..)
@@ -228,32 +229,32 @@ fn absent_server(op: &Op, code: i32) -> Option<ServerKey> {
     }
 }
 
-/// What a refusal asks for.
+/// How to react when the kernel refuses a command.
 #[derive(Debug, PartialEq)]
-enum Then {
-    /// The kernel is as it is to be.
+enum Reaction {
+    /// Do nothing: the kernel already is in the wanted state.
     Done,
-    /// This, which comes to what was wanted.
-    Instead(Command),
-    /// The step is rejected.
-    Rejected,
+    /// Send this command instead; it leads to the wanted state.
+    Replace(Command),
+    /// Report the step as rejected.
+    Reject,
 }
 
-fn what_then(command: &Command, refusal: &Refusal) -> Then {
+fn reaction(command: &Command, refusal: &Refusal) -> Reaction {
     match (command, refusal.code) {
-        (Command::AddService(service), libc::EEXIST) => Then::Instead(Command::SetService(service.clone())),
+        (Command::AddService(service), libc::EEXIST) => Reaction::Replace(Command::SetService(service.clone())),
         (Command::AddDestination(id, destination), libc::EEXIST) => {
-            Then::Instead(Command::SetDestination(*id, *destination))
+            Reaction::Replace(Command::SetDestination(*id, *destination))
         }
         (Command::SetDestination(id, destination), libc::ENOENT) if destination.weight > 0 => {
-            Then::Instead(Command::AddDestination(*id, *destination))
+            Reaction::Replace(Command::AddDestination(*id, *destination))
         }
-        (Command::SetService(service), libc::ESRCH) => Then::Instead(Command::AddService(service.clone())),
-        // What was to keep its last connections has none.
+        (Command::SetService(service), libc::ESRCH) => Reaction::Replace(Command::AddService(service.clone())),
+        // A draining destination (weight 0) that does not exist has no connections to keep.
         (Command::SetDestination(..) | Command::RemoveDestination(..), libc::ENOENT)
-        | (Command::RemoveService(_) | Command::RemoveDestination(..), libc::ESRCH) => Then::Done,
-        (Command::SetDestination(_, destination), libc::ESRCH) if destination.weight == 0 => Then::Done,
-        _ => Then::Rejected,
+        | (Command::RemoveService(_) | Command::RemoveDestination(..), libc::ESRCH) => Reaction::Done,
+        (Command::SetDestination(_, destination), libc::ESRCH) if destination.weight == 0 => Reaction::Done,
+        _ => Reaction::Reject,
     }
 }
 
@@ -265,34 +266,34 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_others_did_already_is_taken_as_done_and_the_rest_is_told() {
+    fn changes_that_others_already_made_count_as_done_and_other_refusals_are_reported() {
         let key = ServerKey { address: "10.96.0.1".parse().unwrap(), protocol: Protocol::Tcp, port: 80 };
         let address = "10.0.0.1:8080".parse().unwrap();
-        let then = |op: Op, code| what_then(&command(&op).unwrap(), &Refusal::of_code(code));
-        assert_eq!(then(Op::DeleteServer(key), libc::ESRCH), Then::Done);
-        assert_eq!(then(Op::DeleteDestination(key, address), libc::ENOENT), Then::Done);
-        assert_eq!(then(Op::EditDestination(key, address, 0), libc::ENOENT), Then::Done);
+        let react = |op: Op, code| reaction(&command(&op).unwrap(), &Refusal::of_code(code));
+        assert_eq!(react(Op::DeleteServer(key), libc::ESRCH), Reaction::Done);
+        assert_eq!(react(Op::DeleteDestination(key, address), libc::ENOENT), Reaction::Done);
+        assert_eq!(react(Op::EditDestination(key, address, 0), libc::ENOENT), Reaction::Done);
         let add = command(&Op::AddDestination(key, address, 3)).unwrap();
-        assert_eq!(then(Op::EditDestination(key, address, 3), libc::ENOENT), Then::Instead(add.clone()));
+        assert_eq!(react(Op::EditDestination(key, address, 3), libc::ENOENT), Reaction::Replace(add.clone()));
         let edit = command(&Op::EditDestination(key, address, 3)).unwrap();
-        assert_eq!(then(Op::AddDestination(key, address, 3), libc::EEXIST), Then::Instead(edit));
+        assert_eq!(react(Op::AddDestination(key, address, 3), libc::EEXIST), Reaction::Replace(edit));
         for weight in [0, 3] {
-            assert_eq!(then(Op::AddDestination(key, address, weight.max(1)), libc::ESRCH), Then::Rejected);
-            let expected = if weight == 0 { Then::Done } else { Then::Rejected };
-            assert_eq!(then(Op::EditDestination(key, address, weight), libc::ESRCH), expected);
+            assert_eq!(react(Op::AddDestination(key, address, weight.max(1)), libc::ESRCH), Reaction::Reject);
+            let expected = if weight == 0 { Reaction::Done } else { Reaction::Reject };
+            assert_eq!(react(Op::EditDestination(key, address, weight), libc::ESRCH), expected);
         }
         let settings = headgate_core::ipvs::Settings { scheduler: Scheduler::MaglevHashing, persistence_seconds: None };
         let op = Op::AddServer(key, settings);
         let add = command(&op).unwrap();
-        assert_eq!(then(Op::EditServer(key, settings), libc::ESRCH), Then::Instead(add));
-        for needs_it in [op, Op::AddDestination(key, address, 0), Op::EditDestination(key, address, 3)] {
-            let expected = Some(key).filter(|_| needs_it != op);
-            assert_eq!(absent_server(&needs_it, libc::ESRCH), expected);
-            assert_eq!(absent_server(&needs_it, libc::ENOENT), None);
+        assert_eq!(react(Op::EditServer(key, settings), libc::ESRCH), Reaction::Replace(add));
+        for adding in [op, Op::AddDestination(key, address, 0), Op::EditDestination(key, address, 3)] {
+            let expected = Some(key).filter(|_| adding != op);
+            assert_eq!(absent_server(&adding, libc::ESRCH), expected);
+            assert_eq!(absent_server(&adding, libc::ENOENT), None);
         }
         assert_eq!(absent_server(&Op::EditServer(key, settings), libc::ESRCH), Some(key));
-        for wants_it_gone in [Op::EditDestination(key, address, 0), Op::DeleteServer(key)] {
-            assert_eq!(absent_server(&wants_it_gone, libc::ESRCH), None);
+        for removing in [Op::EditDestination(key, address, 0), Op::DeleteServer(key)] {
+            assert_eq!(absent_server(&removing, libc::ESRCH), None);
         }
         let rejected = rejected_op(op, &command(&op).unwrap(), &Refusal::of_code(libc::ENOENT));
         assert_eq!(rejected.missing_scheduler, Some(Scheduler::MaglevHashing));

@@ -1,4 +1,4 @@
-//! The search for services whose rules iptables or the kernel rejects.
+//! Searches for services whose rules iptables or the kernel rejects.
 
 use std::{collections::BTreeSet, sync::Arc};
 
@@ -10,11 +10,11 @@ use super::{
 };
 use crate::bisect;
 
-/// Attempts in one search. For one service among 10,000, 28 are enough.
+/// Maximum number of attempts in one search. To find one service among 10,000 takes at most 28.
 const MAX_ATTEMPTS: u32 = 256;
 
-/// Tries the suspects' rules, by halves; without suspects, all services that are not quarantined.
-/// See [`Ledger::trial`] for what happens to packets meanwhile.
+/// Bisects `suspects`, or all services that are not quarantined, by trying their rules.
+/// [`Ledger::trial`] writes them to chains that receive no packets.
 pub(in crate::dataplane) fn find_faults(
     programs: &Programs,
     ledger: &Ledger,
@@ -53,7 +53,10 @@ fn faults(family: Family, group: bisect::Fault<Arc<ServiceKey>>) -> impl Iterato
     let count = group.items.len();
     let reason = match count {
         1 => group.reason,
-        _ => format!("one of {count} services, or several, too many to tell them apart now: {}", group.reason),
+        _ => format!(
+            "at least one of {count} services is rejected; the search ended before finding which: {}",
+            group.reason
+        ),
     };
     group.items.into_iter().map(move |service| Fault { service, family, reason: reason.clone() })
 }

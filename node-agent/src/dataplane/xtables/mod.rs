@@ -1,5 +1,6 @@
-//! What dataplanes with rules of iptables share: the programs that read and write them, the trial
-//! of what the machine's iptables can match, and the search for services whose rules are rejected.
+//! Code that all dataplanes with iptables rules share. It runs the programs that read and write
+//! rules, tries what the machine's iptables can match, and searches for services whose rules are
+//! rejected.
 
 pub(super) mod bisect;
 pub(super) mod programs;
@@ -22,28 +23,28 @@ use super::{
 };
 use crate::packet_counters;
 
-/// The rules of one family in the kernel, whatever they are for.
+/// Reads and writes the rules of one family, for any dataplane.
 #[derive(Debug)]
 pub(super) struct Rules {
     pub(super) programs: Programs,
     pub(super) sctp: Sctp,
-    /// Rules that the last step wrote: nat, filter.
+    /// How many rules the last step wrote to the tables nat and filter.
     last_written: [u32; 2],
 }
 
 impl Rules {
-    /// Rules of a variant, which must not be `Auto`.
+    /// Uses the programs of a variant, which must not be `Auto`.
     pub(super) fn new(family: Family, variant: Variant) -> Self {
         Self { programs: Programs::new(family, variant), sctp: Sctp::default(), last_written: [0; 2] }
     }
 
-    /// Counts what a step is about to write.
+    /// Counts the rules of a script that is about to be written.
     pub(super) fn count(&mut self, script: &Script) {
         let written = |table| u32::try_from(script.rules_written(table)).unwrap_or(u32::MAX);
         self.last_written = [written(Table::Nat), written(Table::Filter)];
     }
 
-    /// The numbers of a ledger.
+    /// Converts the numbers of a ledger.
     pub(super) fn statistics(&self, tally: &Tally, counts_packets: bool) -> Statistics {
         let [nat, filter] = self.last_written;
         let rules = vec![
@@ -53,15 +54,15 @@ impl Rules {
         Statistics { rules, no_local: tally.no_local, counts_packets }
     }
 
-    /// Whether the rules that lead to ours are there; a sentence when one is not.
+    /// Checks that the jumps to our chains exist. Returns a sentence if one is missing.
     pub(super) fn check(&self, jumps: &[Jump]) -> Result<Option<String>, DataplaneError> {
         let missing = self.programs.missing(jumps)?;
         Ok(missing.map(|missing| format!("somebody else has removed {missing}")))
     }
 }
 
-/// Adds what a script did to the report. Chains that others' rules keep are reported once, not at
-/// every repair: `is_new` tells.
+/// Adds the result of a script to the report. Warns of a chain that could not be deleted only if
+/// `is_new` returns true, so that a repair does not repeat the warning.
 pub(super) fn note_written(
     report: &mut Report,
     script: &Script,
@@ -74,12 +75,12 @@ pub(super) fn note_written(
     report.objects_written += script.chains_written() + script.chains_deleted();
 }
 
-/// What a dataplane with rules of this variant leaves behind.
+/// What a dataplane with rules of this variant leaves in the kernel.
 pub(super) fn leftovers(variant: Variant) -> Vec<Leftover> {
     vec![rules_of(variant), packet_counters()]
 }
 
-/// All rules of a variant.
+/// All our rules in a variant of iptables.
 pub(crate) fn rules_of(variant: Variant) -> Leftover {
     let name = if variant == Variant::Legacy { "iptables-legacy" } else { "iptables-nft" };
     Leftover::new(name, move || {
@@ -89,11 +90,14 @@ pub(crate) fn rules_of(variant: Variant) -> Leftover {
     })
 }
 
-/// The counters that rules count packets into. They stay while rules use them.
+/// The packet counters that rules increment. The kernel keeps them while a rule uses them.
 pub(crate) fn packet_counters() -> Leftover {
     Leftover::new("packet counters", || {
         packet_counters::remove().map_err(|error| {
-            DataplaneError::new(ErrorKind::Fatal, format_args!("removing packet counters (nfnetlink_acct): {error}"))
+            DataplaneError::new(
+                ErrorKind::Fatal,
+                format_args!("cannot remove packet counters (nfnetlink_acct): {error}"),
+            )
         })
     })
 }

@@ -1,4 +1,4 @@
-//! The programs: `iptables-save` to read, `iptables-restore --noflush` to write.
+//! Runs the iptables programs: `iptables-save` to read, `iptables-restore --noflush` to write.
 
 use std::{
     borrow::Cow,
@@ -17,23 +17,22 @@ use headgate_core::{
 
 use super::super::{DataplaneError, ErrorKind};
 
-/// Seconds to wait for the lock that all iptables programs share (legacy only; nft ignores it).
+/// Seconds to wait for the lock that all iptables programs share. The nft variant has no lock.
 const LOCK_WAIT_SECONDS: &str = "5";
 
-/// Exit status of an iptables program that cannot do anything with what it was asked (xtables.h,
-/// PARAMETER_PROBLEM).
+/// Exit status of an iptables program that rejects its arguments (xtables.h, PARAMETER_PROBLEM).
 const EXIT_PARAMETER_PROBLEM: i32 = 2;
 
 /// Exit status of an iptables program that did not get the lock (xtables.h, RESOURCE_PROBLEM).
 const EXIT_RESOURCE_PROBLEM: i32 = 4;
 
-/// Writes what a script leaves for later: the chains of services.
+/// Renders the chains of these services, which a script leaves for later, into the text.
 pub(in crate::dataplane) type Render<'a> = dyn FnMut(&[Arc<ServiceKey>], &mut String) + 'a;
 
-/// Which iptables the rules are written with.
+/// Which variant of iptables writes the rules.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, clap::ValueEnum)]
 pub enum Variant {
-    /// The one that the node uses already.
+    /// The variant that the node already uses.
     #[default]
     Auto,
     /// `iptables-legacy-restore`.
@@ -60,10 +59,11 @@ impl Programs {
         self.family
     }
 
-    /// How these programs are given all services at once. The nft variant holds what it has read
-    /// until it commits, some 1.5 KB a rule, and gets slower as that grows; the legacy variant
-    /// reads and writes the whole table at each commit, so that steps would cost the square of
-    /// their number.
+    /// How to write all services to these programs.
+    ///
+    /// The nft variant keeps its input in memory until it commits, about 1.5 KB per rule, and
+    /// becomes slower as this grows, so it gets many steps. The legacy variant reads and writes the
+    /// whole table at each commit, so the cost would grow with the square of the number of steps.
     pub(in crate::dataplane) fn writing(&self) -> Writing {
         if self.variant == "nft" { Writing::LateInSteps } else { Writing::Late }
     }
@@ -81,14 +81,14 @@ impl Programs {
         Command::new(self.name("restore")).arg("--version").output().is_ok_and(|output| output.status.success())
     }
 
-    /// What of ours the kernel has in a table. Empty where the table does not exist yet.
+    /// Reads our chains in a table. Empty if the table does not exist yet.
     pub(in crate::dataplane) fn existing(&self, table: Table) -> Result<Existing, DataplaneError> {
         let mut reader = ExistingReader::new(table);
         self.save(table, |line| reader.line(line))?;
         Ok(reader.finish())
     }
 
-    /// Reads a table line by line.
+    /// Reads a table with `iptables-save`, and calls `take` with each line.
     pub(in crate::dataplane) fn save(&self, table: Table, mut take: impl FnMut(&str)) -> Result<(), DataplaneError> {
         if !self.may_have(table) {
             return Ok(());
@@ -118,30 +118,30 @@ impl Programs {
         if !output.status.success() {
             return Err(failure(&program, &format!("cannot read table {table}"), &output));
         }
-        read.map_err(|error| DataplaneError::new(ErrorKind::Retry, format!("{program}: reading rules: {error}")))
+        read.map_err(|error| DataplaneError::new(ErrorKind::Retry, format!("{program}: cannot read rules: {error}")))
     }
 
-    /// False for a legacy table that nobody has used yet: looking at it by program would create it.
-    /// `/proc/net` is of the process, and programs run in the network namespace of the thread that
-    /// starts them.
+    /// False for a legacy table that does not exist yet: a program that reads it would create it.
+    /// Programs run in the network namespace of the thread that starts them, so this reads
+    /// `/proc/thread-self/net` and not `/proc/net`.
     fn may_have(&self, table: Table) -> bool {
         let names = match self.family {
             Family::V4 => "/proc/thread-self/net/ip_tables_names",
             Family::V6 => "/proc/thread-self/net/ip6_tables_names",
         };
-        // Without the kernel's module there is no such file, and no table.
+        // Without the kernel module, neither this file nor a table exists.
         let exists =
             || std::fs::read_to_string(names).is_ok_and(|names| names.lines().any(|name| name == table.as_str()));
         self.variant != "legacy" || exists()
     }
 
-    /// Runs a script that holds all its text. Each table's part takes effect as a whole or not at
-    /// all.
+    /// Runs a script that holds all its text. The changes of one table are applied completely or
+    /// not at all.
     pub(in crate::dataplane) fn restore(&self, script: &Script) -> Result<(), DataplaneError> {
         self.restore_with(script, &mut |_, _| {})
     }
 
-    /// Runs a script, with what it leaves for later as `render` writes it.
+    /// Runs a script. `render` writes the chains that the script leaves for later.
     pub(in crate::dataplane) fn restore_with(
         &self,
         script: &Script,
@@ -161,16 +161,16 @@ impl Programs {
             child.stdin.take().map_or(Ok(()), |stdin| write_pieces(stdin, script, &mut *render, &mut late_lines));
         let output = child.wait_with_output().map_err(|error| start_error(&program, &error))?;
         if !output.status.success() {
-            return Err(rejection(failure(&program, &offending_line(script, render, &late_lines, &output), &output)));
+            return Err(classify(failure(&program, &offending_line(script, render, &late_lines, &output), &output)));
         }
-        // A program that succeeds has read everything; had it not, success would mean nothing.
+        // If the program did not read the whole script, its success means nothing.
         written.map_err(|error| {
-            DataplaneError::new(ErrorKind::NeedsFullSync, format!("{program}: writing rules: {error}"))
+            DataplaneError::new(ErrorKind::NeedsFullSync, format!("{program}: cannot write rules: {error}"))
         })
     }
 
-    /// Tries a script that changes nothing for packets, and empties the canary chains again.
-    /// Returns why it is rejected, if it is.
+    /// Tries a script that writes only to canary chains, which packets do not reach, and empties
+    /// these chains again. Returns the reason if the script is rejected.
     pub(in crate::dataplane) fn try_out(&self, trial: &Script) -> Result<Option<String>, DataplaneError> {
         let tried = self.restore(trial);
         self.restore(&Ledger::end_of_trials())?;
@@ -187,14 +187,14 @@ impl Programs {
         self.is_found(table, &output)
     }
 
-    /// True when a rule exists in a chain. `rule` is as `iptables-save` prints it.
+    /// True when a rule exists in a chain. `rule` has the form that `iptables-save` prints.
     pub(in crate::dataplane) fn has_rule(&self, table: Table, chain: &str, rule: &str) -> Result<bool, DataplaneError> {
         let words = split_rule(rule);
         let mut arguments = vec!["-C", chain];
         arguments.extend(words.iter().map(String::as_str));
         let output = self.test(table, &arguments)?;
-        // A rule cannot lead to a chain that does not exist. Each variant complains about it in
-        // words of its own, as it does about what is wrong with the question itself.
+        // The rule does not exist either if its target chain does not exist. The programs report
+        // a missing target like an invalid argument, each variant with another message.
         let target = words.iter().skip_while(|word| *word != "-j").nth(1);
         if output.status.code() == Some(EXIT_PARAMETER_PROBLEM)
             && let Some(target) = target
@@ -216,12 +216,12 @@ impl Programs {
         match output.status.code() {
             Some(0) => Ok(true),
             Some(1) => Ok(false),
-            _ => Err(failure(&self.name(""), &format!("cannot look at table {table}"), output)),
+            _ => Err(failure(&self.name(""), &format!("cannot read table {table}"), output)),
         }
     }
 }
 
-/// Writes a script. `late_lines` takes the number of lines that each call of `render` made.
+/// Writes a script. Adds the number of lines of each call of `render` to `late_lines`.
 fn write_pieces(
     stdin: impl io::Write,
     script: &Script,
@@ -244,7 +244,7 @@ fn write_pieces(
     writer.flush()
 }
 
-/// Splits a rule into words; quotes enclose a comment.
+/// Splits a rule into words. A quoted comment is one word.
 fn split_rule(rule: &str) -> Vec<String> {
     let mut words = Vec::new();
     for (i, part) in rule.split('"').enumerate() {
@@ -262,13 +262,13 @@ fn start_error(program: &str, error: &io::Error) -> DataplaneError {
         let message = format!("{program} is not installed; install the package iptables, or choose --iptables-variant");
         return DataplaneError::new(ErrorKind::Unavailable, message);
     }
-    DataplaneError::new(ErrorKind::Retry, format!("{program} did not run: {error}"))
+    DataplaneError::new(ErrorKind::Retry, format!("cannot run {program}: {error}"))
 }
 
-/// What iptables programs say when a write failed for what the machine was in the middle of, or for
-/// what this process may do, and not for what was written. Their exit status does not tell: the nft
-/// variant ends with 4 for everything that the kernel rejects.
-const NOT_FOR_THE_RULES: [&str; 7] = [
+/// Messages of iptables programs when the rules are not the cause of a failed write: the system was
+/// busy, or this process lacks a privilege. The exit status is not enough to know the cause: the
+/// nft variant exits with 4 for everything that the kernel rejects.
+const OTHER_CAUSES: [&str; 7] = [
     "xtables lock",
     "Resource temporarily unavailable",
     "Device or resource busy",
@@ -278,9 +278,9 @@ const NOT_FOR_THE_RULES: [&str; 7] = [
     "Operation not permitted",
 ];
 
-/// The error of a restore that failed, as what it is.
-fn rejection(error: DataplaneError) -> DataplaneError {
-    let is_rejection = !NOT_FOR_THE_RULES.iter().any(|words| error.message.contains(words));
+/// Gives the error of a failed restore kind [`ErrorKind::Rejected`] if the rules are the cause.
+fn classify(error: DataplaneError) -> DataplaneError {
+    let is_rejection = !OTHER_CAUSES.iter().any(|words| error.message.contains(words));
     DataplaneError { kind: if is_rejection { ErrorKind::Rejected } else { error.kind }, ..error }
 }
 
@@ -288,12 +288,12 @@ fn failure(program: &str, what: &str, output: &Output) -> DataplaneError {
     let code = output.status.code();
     let kind = if code == Some(EXIT_RESOURCE_PROBLEM) { ErrorKind::Retry } else { ErrorKind::NeedsFullSync };
     let stderr = String::from_utf8_lossy(&output.stderr);
-    let said: Vec<&str> = stderr.lines().map(str::trim).filter(|line| !line.is_empty()).take(5).collect();
-    DataplaneError::new(kind, format!("{program} ({}): {what}: {}", output.status, said.join("; ")))
+    let lines: Vec<&str> = stderr.lines().map(str::trim).filter(|line| !line.is_empty()).take(5).collect();
+    DataplaneError::new(kind, format!("{program} ({}): {what}: {}", output.status, lines.join("; ")))
 }
 
-/// The line of the script that the program complained about, such as `line 17 failed` or `Error
-/// occurred at line: 17`.
+/// Describes the line of the script that the program rejects. The program prints its number, such
+/// as `line 17 failed` or `Error occurred at line: 17`.
 fn offending_line(script: &Script, render: &mut Render<'_>, late_lines: &[usize], output: &Output) -> String {
     let stderr = String::from_utf8_lossy(&output.stderr);
     let number = stderr.lines().find_map(|line| {
@@ -306,8 +306,8 @@ fn offending_line(script: &Script, render: &mut Render<'_>, late_lines: &[usize]
     line.map_or_else(|| "rules rejected".to_owned(), |line| format!("rejected `{line}`"))
 }
 
-/// A line of a script, counted from 0. What was rendered while the script was written is rendered
-/// again, unless it has become something else.
+/// A line of a script, counted from 0. Renders again what was rendered while the script was
+/// written; `None` if the number of lines has changed since.
 fn nth_line(script: &Script, render: &mut Render<'_>, late_lines: &[usize], mut index: usize) -> Option<String> {
     let mut late_lines = late_lines.iter();
     for piece in script.pieces() {
@@ -338,8 +338,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rejected_rules_differ_from_what_may_succeed_later() {
-        let kind = |said: &str| rejection(DataplaneError::new(ErrorKind::Retry, said)).kind;
+    fn rejected_rules_are_distinguished_from_errors_that_may_go_away() {
+        let kind = |said: &str| classify(DataplaneError::new(ErrorKind::Retry, said)).kind;
         for said in [
             "iptables-nft-restore (exit status: 4): line 3: RULE_APPEND failed (Invalid argument): rule in chain A",
             "iptables-restore (exit status: 2): Couldn't load match `recent':No such file or directory",

@@ -1,5 +1,5 @@
-//! Reading and writing the rules of one family, whatever they are for: the iptables dataplane's,
-//! and those beside virtual servers of IPVS.
+//! Reads and writes the rules of one family: the rules of the iptables dataplane, or the rules
+//! beside the virtual servers of IPVS.
 
 use headgate_core::iptables::{ExistingTables, Jump, Ledger, Script, Table, names::CANARY};
 
@@ -8,19 +8,19 @@ use super::{
     programs::Programs,
 };
 
-/// A chain that the kernel does not delete.
+/// A chain that the kernel refuses to delete.
 #[derive(Debug)]
 pub(in crate::dataplane) struct Kept {
-    /// Its table.
+    /// The table of the chain.
     pub(in crate::dataplane) table: Table,
-    /// Its name.
+    /// The name of the chain.
     pub(in crate::dataplane) name: String,
-    /// For the log: which chain, and what the kernel says.
+    /// A warning for the log: the chain, and the kernel's error.
     pub(in crate::dataplane) sentence: String,
 }
 
 impl Programs {
-    /// What of ours the kernel has.
+    /// Reads our chains in all tables.
     pub(in crate::dataplane) fn existing_tables(&self) -> Result<ExistingTables, DataplaneError> {
         let mut tables = ExistingTables::default();
         for table in Table::ALL {
@@ -29,14 +29,15 @@ impl Programs {
         Ok(tables)
     }
 
-    /// Runs a script. Where the kernel does not delete a chain because a rule of somebody else's
-    /// leads to it, the chain stays, empty, and is named in a sentence: it must not keep everything
-    /// else from being written.
+    /// Runs a script, and returns the chains that could not be deleted. The kernel does not delete
+    /// a chain while a rule of somebody else jumps to it. Such a chain stays, empty, and everything
+    /// else is written.
     pub(in crate::dataplane) fn restore_leaving(&self, script: &Script) -> Result<Vec<Kept>, DataplaneError> {
         self.restore_leaving_by(script, &mut |script| self.restore(script))
     }
 
-    /// The same for a script that `restore` runs, whole or without its deletions.
+    /// Like [`Self::restore_leaving`], but `restore` runs the script, either completely or without
+    /// its deletions.
     pub(in crate::dataplane) fn restore_leaving_by(
         &self,
         script: &Script,
@@ -52,36 +53,36 @@ impl Programs {
             restore(&writes)?;
         }
         tracing::debug!(error = %rejected, "deleting chains one by one");
-        let mut left = Vec::new();
-        self.delete_what_can_be(&deletions, &mut left);
-        Ok(left)
+        let mut kept = Vec::new();
+        self.delete_chains(&deletions, &mut kept);
+        Ok(kept)
     }
 
-    /// Deletes chains, by halves where the kernel rejects that.
-    fn delete_what_can_be(&self, chains: &[(Table, String)], left: &mut Vec<Kept>) {
+    /// Deletes as many chains as possible. Splits them into halves when the kernel refuses.
+    fn delete_chains(&self, chains: &[(Table, String)], kept: &mut Vec<Kept>) {
         if chains.is_empty() {
             return;
         }
         let Err(error) = self.restore(&Script::deleting(chains)) else { return };
         if let [(table, name)] = chains {
-            // A script that failed at one table has done its work in those before.
+            // A script that failed at one table has already changed the tables before it.
             if let Ok(false) = self.has_chain(*table, name) {
                 return;
             }
             let sentence = format!(
-                "chain {name} of table {table} ({}) stays, empty, as when rules of others lead to it: {error}",
+                "chain {name} of table {table} ({}) cannot be deleted and stays empty; rules of other software may jump to it: {error}",
                 self.family()
             );
-            left.push(Kept { table: *table, name: name.clone(), sentence });
+            kept.push(Kept { table: *table, name: name.clone(), sentence });
             return;
         }
         let (first, second) = chains.split_at(chains.len() / 2);
-        self.delete_what_can_be(first, left);
-        self.delete_what_can_be(second, left);
+        self.delete_chains(first, kept);
+        self.delete_chains(second, kept);
     }
 
-    /// The first missing jump or canary, if any. Somebody who flushes tables removes the canary or
-    /// the jumps.
+    /// Describes the first missing jump or canary chain, if any. Flushing a table removes the
+    /// canary chain or the jumps.
     pub(in crate::dataplane) fn missing(&self, jumps: &[Jump]) -> Result<Option<String>, DataplaneError> {
         let in_words = |what: &str, table: Table| format!("{what} of table {table} ({})", self.family());
         if !self.has_chain(Table::Mangle, CANARY)? {
@@ -95,12 +96,12 @@ impl Programs {
         Ok(None)
     }
 
-    /// Removes everything that is ours.
+    /// Removes all our rules and chains.
     pub(in crate::dataplane) fn cleanup(&self) -> Result<(), DataplaneError> {
         let existing = self.existing_tables()?;
         let script = Ledger::cleanup(&existing);
-        let left = if script.is_empty() { Vec::new() } else { self.restore_leaving(&script)? };
-        let sentences: Vec<String> = left.into_iter().map(|left| left.sentence).collect();
+        let kept = if script.is_empty() { Vec::new() } else { self.restore_leaving(&script)? };
+        let sentences: Vec<String> = kept.into_iter().map(|kept| kept.sentence).collect();
         if sentences.is_empty() { Ok(()) } else { Err(DataplaneError::new(ErrorKind::Fatal, sentences.join("; "))) }
     }
 }

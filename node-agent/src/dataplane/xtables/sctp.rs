@@ -1,6 +1,5 @@
-//! Ports of SCTP on a machine whose iptables cannot match them: the kernel lacks the module
-//! xt_sctp, or the program its extension. They are left out, so that services have their other
-//! ports.
+//! Leaves out SCTP ports if iptables cannot match SCTP on this machine, so that the other ports of
+//! services still work. The kernel may lack the module xt_sctp, or the program its SCTP extension.
 
 use std::time::Instant;
 
@@ -15,7 +14,7 @@ use super::{
     programs::Programs,
 };
 
-/// What is known of one family's programs.
+/// Whether one family's programs cannot match SCTP, and when to try again.
 #[derive(Debug)]
 pub(in crate::dataplane) struct Sctp(Retries<()>);
 
@@ -26,20 +25,20 @@ impl Default for Sctp {
 }
 
 impl Sctp {
-    /// True as long as ports of SCTP have to be left out.
+    /// True while SCTP ports must be left out.
     pub(in crate::dataplane) fn is_missing(&self) -> bool {
         self.0.all().next().is_some()
     }
 
-    /// When [`Rules::retry_sctp`] has something to do.
+    /// When to call [`Rules::retry_sctp`]; `None` if SCTP can be matched.
     pub(in crate::dataplane) fn retry_at(&self) -> Option<Instant> {
         self.0.next_due()
     }
 }
 
 impl Rules {
-    /// The reason why a script failed. Where it was rejected because SCTP cannot be matched, the
-    /// error says so, and everything is to be programmed anew without ports of SCTP.
+    /// Finds the reason why a script was rejected. If iptables cannot match SCTP, returns an error
+    /// that asks for a full sync, which leaves out SCTP ports.
     pub(in crate::dataplane) fn explain(&mut self, error: DataplaneError) -> DataplaneError {
         if error.kind != ErrorKind::Rejected || self.sctp.is_missing() {
             return error;
@@ -48,40 +47,42 @@ impl Rules {
             Ok(true) => error,
             Ok(false) => {
                 self.sctp.0.note((), error.message, Instant::now());
-                let message = "iptables cannot match SCTP here: everything is programmed anew, without ports of SCTP";
+                let message = "iptables cannot match SCTP on this node: making a full sync without SCTP ports";
                 DataplaneError::new(ErrorKind::NeedsFullSync, message)
             }
-            // A trial that failed says nothing about the script.
-            Err(trial) => {
-                DataplaneError::new(ErrorKind::Retry, format_args!("{error}; looking for the reason: {trial}"))
-            }
+            // If the trial failed for another reason, the cause of the rejection is unknown.
+            Err(trial) => DataplaneError::new(
+                ErrorKind::Retry,
+                format_args!("{error}; the search for the reason failed: {trial}"),
+            ),
         }
     }
 
-    /// Tries once more, if it is time.
+    /// Tries to match SCTP again, if the retry is due.
     ///
     /// # Errors
-    /// SCTP can be matched now, so that everything is to be programmed with it; or it cannot be
-    /// found out.
+    /// [`ErrorKind::NeedsFullSync`] if SCTP can be matched now: the full sync adds SCTP ports.
+    /// Other kinds if the trial failed.
     pub(in crate::dataplane) fn retry_sctp(&mut self, now: Instant) -> Result<(), DataplaneError> {
         if self.sctp.0.due(now).is_empty() {
             return Ok(());
         }
         if can_match(&self.programs)? {
             self.sctp.0.retain(|()| false);
-            let message = "iptables can match SCTP by now: its ports get their rules";
+            let message = "iptables can match SCTP now: making a full sync with SCTP ports";
             return Err(DataplaneError::new(ErrorKind::NeedsFullSync, message));
         }
         self.sctp.0.note((), String::new(), now);
         Ok(())
     }
 
-    /// For the agent's status, where Services ask for SCTP; `until_then` says what does not work.
+    /// The degradation to report if Services have SCTP ports and SCTP cannot be matched.
+    /// `until_then` says what does not work.
     pub(in crate::dataplane) fn missing_sctp(&self, demand: &Demand, until_then: &str) -> Option<Degradation> {
         let is_asked_for = demand.of(self.programs.family()).with_sctp > 0;
         let remedy = "load the module xt_sctp (modprobe xt_sctp)";
         (is_asked_for && self.sctp.is_missing())
-            .then(|| format!("iptables cannot match SCTP here: {remedy}; until then {until_then}").into())
+            .then(|| format!("iptables cannot match SCTP on this node: {remedy}; until then {until_then}").into())
     }
 }
 

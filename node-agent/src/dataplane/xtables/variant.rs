@@ -1,5 +1,5 @@
-//! Which iptables a node uses. Rules in the other one would be evaluated too, in an order that
-//! nobody chose.
+//! Chooses the iptables variant that the node already uses. If the agent used the other variant,
+//! the kernel would evaluate the rules of both, in an undefined order.
 
 use headgate_core::{Family, iptables::Table};
 
@@ -8,14 +8,14 @@ use super::{
     programs::{Programs, Variant},
 };
 
-/// Chains by which the kubelet shows which variant the node's own software uses (KEP-3178).
+/// Chains that the kubelet creates to show which variant the node's software uses (KEP-3178).
 const KUBELET_CHAINS: [&str; 2] = [":KUBE-IPTABLES-HINT", ":KUBE-KUBELET-CANARY"];
 
-/// The variant to use: the one asked for, or, for `Auto`, the one that the kubelet used, else the
-/// one with more rules, else nft where it is installed.
+/// Returns the variant to use. For `Auto`, this is the installed variant with the kubelet's chains,
+/// otherwise the one with more rules, otherwise nft.
 ///
 /// # Errors
-/// [`ErrorKind::Unavailable`] when the programs are not installed.
+/// [`ErrorKind::Unavailable`] when the programs of the variant are not installed.
 pub(in crate::dataplane) fn choose(asked: Variant) -> Result<Variant, DataplaneError> {
     let is_installed = |variant| Programs::new(Family::V4, variant).are_installed();
     match asked {
@@ -39,7 +39,7 @@ fn detect(has_legacy: bool, has_nft: bool) -> Result<Variant, DataplaneError> {
     }
 }
 
-/// What speaks for a variant.
+/// How this node uses a variant.
 #[derive(Debug, Default, Clone, Copy)]
 struct Use {
     by_kubelet: bool,
@@ -53,14 +53,14 @@ impl Use {
     }
 }
 
-/// All rules of both families, in the tables that we look at. A table that cannot be read has no
-/// rules to speak for its variant.
+/// Counts the rules of a variant in both families and in all tables that the agent uses. A table
+/// that cannot be read counts as empty.
 fn used(variant: Variant) -> Use {
     let mut used = Use::default();
     for programs in Family::BOTH.map(|family| Programs::new(family, variant)) {
         for table in Table::ALL {
             if let Err(error) = programs.save(table, |line| used.count(line)) {
-                tracing::debug!(%error, "no rules to choose the iptables variant by");
+                tracing::debug!(%error, "cannot count the rules of an iptables variant");
             }
         }
     }
@@ -82,7 +82,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_kubelets_chains_decide_then_the_number_of_rules() {
+    fn the_kubelets_chains_decide_and_otherwise_the_number_of_rules() {
         let used = |save: &str| {
             let mut used = Use::default();
             save.lines().for_each(|line| used.count(line));
