@@ -1,5 +1,5 @@
-//! When an agent leaves its replica for another (contract, 15). Decides only: no input, no output,
-//! no clock of its own.
+//! Decides when an agent leaves its replica for another (contract, 15). The module does no I/O. The
+//! caller passes the current time.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -9,51 +9,51 @@ use tokio::time::Instant;
 
 use crate::backoff::{Backoff, Jitter, jitter};
 
-/// Source positions by the number of their kind ([`headgate_proto::v1::source_position::Kind`]), of
-/// kinds that replicas count alike.
+/// Source positions by the number of their kind ([`headgate_proto::v1::source_position::Kind`]).
+/// Contains only kinds whose positions are comparable between replicas.
 pub type Positions = BTreeMap<i32, u64>;
 
-/// A replica that has listed nothing is waited for from the first to the second of these.
+/// Shortest and longest time that an agent waits for a replica that has not listed its source. Each
+/// agent draws a random time in between, so that the agents of a replica do not move together.
 const UNLISTED_PATIENCE: [Duration; 2] = [Duration::from_secs(2), Duration::from_secs(4)];
-/// Likewise for one that is cut off from its source. The difference spreads its agents when they
-/// move.
+/// The same for a replica that is cut off from its source.
 const CUT_OFF_PATIENCE: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(6)];
-/// A stream that brings no complete state is waited for so long after the last sign of progress. A
-/// replica that is behind the agent sends its older state after 30 seconds by default: before that,
-/// the agent has asked the others, and has moved to one that is not behind.
+/// Time without progress after which a stream without a complete state counts as stalled. It is
+/// shorter than the 30 seconds (by default) after which a replica that is behind the agent sends
+/// its older state. The agent can therefore first move to a replica that is not behind.
 const STALLED_PATIENCE: Duration = Duration::from_secs(20);
-/// Pauses between two rounds of asking the other replicas.
+/// Pauses between two requests to the other replicas.
 const ASK_PAUSES: Backoff = Backoff::new(Duration::from_secs(5), Duration::from_secs(60), Jitter::Half);
-/// Times that the agent stays with a replica after a move.
+/// Shortest times that the agent stays with a replica after a move. They grow with each move.
 const STAYS: Backoff = Backoff::new(Duration::from_secs(10), Duration::from_secs(300), Jitter::None);
-/// After so long a stay the moves before it count no more.
+/// After a stay of this length, earlier moves no longer count.
 const SETTLED_AFTER: Duration = Duration::from_secs(600);
 
 /// Why an agent looks for another replica.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Trouble {
-    /// The replica has listed nothing.
+    /// The replica has not listed its source.
     Unlisted,
     /// The replica is cut off from its source.
     CutOff,
-    /// The stream brings no complete state.
+    /// The stream has not brought a complete state and makes no progress.
     Stalled,
-    /// Nothing is wrong; the replica has more agents than its share.
+    /// The replica works, but has more agents than its share.
     Crowded,
 }
 
 impl Trouble {
-    /// For logs.
+    /// The reason as a text for the log.
     pub fn reason(self) -> &'static str {
         match self {
-            Self::Unlisted => "it has not listed its source",
-            Self::CutOff => "it is cut off from its source",
-            Self::Stalled => "it brings no complete state",
-            Self::Crowded => "it has more agents than its share",
+            Self::Unlisted => "the current replica has not listed its source",
+            Self::CutOff => "the current replica is cut off from its source",
+            Self::Stalled => "the current replica sends no complete state",
+            Self::Crowded => "the current replica has more agents than its share",
         }
     }
 
-    /// A label from a small fixed set.
+    /// The value of the metric label `reason`, from a small fixed set.
     pub fn label(self) -> &'static str {
         match self {
             Self::Unlisted => "moved_unlisted",
@@ -73,20 +73,24 @@ impl Trouble {
     }
 }
 
-/// What another replica says of itself.
+/// What another replica reports about its source.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Standing {
-    /// `None`: the replica is older than the question.
+    /// The state of the source; `None` if the replica's program is older than the `Standing`
+    /// request.
     pub source: Option<SourceState>,
-    /// Where its source stands.
+    /// The current positions of the source.
     pub positions: Positions,
-    /// Where its source stood when each kind changed last.
+    /// The positions of the last change of each kind.
     pub changed: Positions,
 }
 
-/// The positions that decide: of the kinds that every agent receives, as far as all replicas count
-/// them alike. A folder's position is the clock of whoever reads it, and that of Nodes is about one
-/// agent's Node, which a replica that is behind withholds by itself.
+/// Returns the positions that decide whether a replica is behind: Services, EndpointSlices and
+/// ServiceCIDRs.
+///
+/// The position of a folder does not count, because it comes from the clock of the replica that
+/// reads the folder. The position of Nodes does not count, because it concerns one agent's Node,
+/// which a replica that is behind withholds by itself (contract, 6).
 #[must_use]
 pub fn comparable(positions: &[v1::SourcePosition]) -> Positions {
     let is_comparable = |kind| matches!(kind, Kind::Services | Kind::EndpointSlices | Kind::ServiceCidrs);
@@ -94,18 +98,18 @@ pub fn comparable(positions: &[v1::SourcePosition]) -> Positions {
     known.map(|source| (source.kind, source.position)).collect()
 }
 
-/// The state that an agent holds, as far as it decides.
+/// The facts about an agent's state that decide whether another replica is better.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct HeldState {
-    /// Where the source was; see [`comparable`].
+    /// The source positions of the state; see [`comparable`].
     pub positions: Positions,
-    /// Some resource of these positions may be missing: it was rejected, or another version of the
-    /// program left it out.
+    /// The state may lack resources of these positions: they were rejected, or another version of
+    /// the program left them out.
     pub may_lack: bool,
 }
 
 impl HeldState {
-    /// What [`crate::state::held::Held::point`] says of a state.
+    /// Extracts the facts from the result of [`crate::state::held::Held::point`].
     #[must_use]
     pub fn of(point: &v1::Resume) -> Self {
         Self { positions: comparable(&point.positions), may_lack: point.epoch == 0 }
@@ -113,7 +117,7 @@ impl HeldState {
 }
 
 impl Standing {
-    /// What a replica answered.
+    /// The standing in a replica's answer.
     #[must_use]
     pub fn of(answer: &v1::StandingResponse) -> Self {
         Self {
@@ -133,17 +137,22 @@ impl Standing {
     }
 }
 
-/// How well a replica serves an agent. Agents move upwards only.
+/// How well a replica serves an agent, in ascending order. An agent moves only to a replica that
+/// serves it better than its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Worth {
+    /// The replica has no state that the agent could use.
     Nothing,
+    /// The replica does not report its state.
     Unknown,
+    /// The replica has a state, but receives no changes.
     OldState,
+    /// The replica has a state and receives changes.
     Everything,
 }
 
-/// What the present replica is worth to an agent that looks for another.
-fn worth_here(trouble: Trouble, holds_state: bool) -> Worth {
+/// The worth of an agent's own replica when the agent looks for another.
+fn worth_of_own(trouble: Trouble, holds_state: bool) -> Worth {
     match trouble {
         Trouble::Unlisted => Worth::Nothing,
         Trouble::Stalled if !holds_state => Worth::Unknown,
@@ -151,8 +160,9 @@ fn worth_here(trouble: Trouble, holds_state: bool) -> Worth {
     }
 }
 
-/// What another replica is worth to an agent that holds a state at these positions, or none.
-fn worth_there(standing: &Standing, held: Option<&HeldState>) -> Worth {
+/// The worth of another replica to an agent. `held` describes the agent's state; `None` means that
+/// the agent holds no state.
+fn worth_of_other(standing: &Standing, held: Option<&HeldState>) -> Worth {
     match (standing.source, held) {
         (Some(SourceState::Unlisted), _) => Worth::Nothing,
         (Some(SourceState::Following), None) => Worth::Everything,
@@ -166,17 +176,17 @@ fn worth_there(standing: &Standing, held: Option<&HeldState>) -> Worth {
     }
 }
 
-/// Which of the replicas that answered to move to: one at random of those that are worth most, if
-/// that is more than the present one is.
+/// Returns the index of the replica to move to, if one is better than the agent's own replica. Of
+/// several best replicas, it chooses one at random.
 pub fn choose(trouble: Trouble, held: Option<&HeldState>, others: &[Standing]) -> Option<usize> {
-    let worth: Vec<Worth> = others.iter().map(|standing| worth_there(standing, held)).collect();
-    let best = worth.iter().copied().max().filter(|best| *best > worth_here(trouble, held.is_some()))?;
+    let worth: Vec<Worth> = others.iter().map(|standing| worth_of_other(standing, held)).collect();
+    let best = worth.iter().copied().max().filter(|best| *best > worth_of_own(trouble, held.is_some()))?;
     let best: Vec<usize> = (0..worth.len()).filter(|index| worth[*index] == best).collect();
     fastrand::choice(best)
 }
 
-/// Limits the moves that an agent has chosen to make, over all its streams. They become rarer, so
-/// that agents do not move in circles.
+/// Limits an agent's moves, over all its streams. After each move, the agent stays longer, so that
+/// agents do not move in circles.
 #[derive(Debug)]
 pub struct MoveLimits {
     stays: Backoff,
@@ -192,7 +202,7 @@ impl Default for MoveLimits {
 }
 
 impl MoveLimits {
-    /// The agent moves.
+    /// Records a move.
     pub fn moved(&mut self, now: Instant) {
         if self.last.is_some_and(|last| now.saturating_duration_since(last) >= SETTLED_AFTER) {
             self.stays.reset();
@@ -202,7 +212,7 @@ impl MoveLimits {
     }
 }
 
-/// One stream, from `Hello` on.
+/// Decides for one stream, from `Hello` on, when to look for another replica.
 #[derive(Debug)]
 pub struct Failover {
     source: Option<SourceState>,
@@ -210,16 +220,16 @@ pub struct Failover {
     progressed: Instant,
     snapshots_sent: u64,
     trouble: Option<Trouble>,
-    /// When to ask the other replicas; while there is trouble.
+    /// When to ask the other replicas, if there is trouble.
     ask_at: Instant,
     ask_pauses: Backoff,
-    /// When to ask them because the replica wishes that the agent went.
+    /// When to ask the other replicas because this replica asked the agent to move.
     balance_at: Option<Instant>,
     stays_until: Option<Instant>,
 }
 
 impl Failover {
-    /// A stream begins.
+    /// Starts at the beginning of a stream.
     pub fn new(limits: &MoveLimits, now: Instant) -> Self {
         Self {
             source: None,
@@ -234,13 +244,14 @@ impl Failover {
         }
     }
 
-    /// The replica says what its source is doing; `None` from an older one.
+    /// Records the state of the replica's source; `None` if the replica does not report it.
     pub fn on_source(&mut self, source: Option<SourceState>, now: Instant) {
         self.source = source;
-        self.look(now);
+        self.update_trouble(now);
     }
 
-    /// The replica has completed so many snapshots, for any agent.
+    /// Records the number of snapshots that the replica has completed, for any agent. A new number
+    /// counts as progress of this stream.
     pub fn on_snapshots_sent(&mut self, count: u64, now: Instant) {
         if count != self.snapshots_sent {
             self.snapshots_sent = count;
@@ -248,20 +259,20 @@ impl Failover {
         }
     }
 
-    /// A part of the state has come; the state is complete, or is not yet.
+    /// Records that a part of the state has arrived, and whether the state is complete.
     pub fn on_progress(&mut self, is_complete: bool, now: Instant) {
         (self.is_complete, self.progressed) = (is_complete, now);
-        self.look(now);
+        self.update_trouble(now);
     }
 
-    /// The replica asks the agent to move, for balance. The agent looks for another replica at
-    /// `at`.
+    /// Records that the replica asks the agent to move, for balance. The agent asks the other
+    /// replicas at `at`.
     pub fn on_balance_request(&mut self, at: Instant) {
         self.balance_at = Some(self.balance_at.map_or(at, |earlier| earlier.min(at)));
     }
 
-    /// Takes note of what is wrong at a moment.
-    fn look(&mut self, now: Instant) {
+    /// Determines what is wrong at `now`. New trouble starts a new wait before the first request.
+    fn update_trouble(&mut self, now: Instant) {
         let is_stalled = !self.is_complete && now >= self.progressed + STALLED_PATIENCE;
         let trouble = match self.source {
             Some(SourceState::Unlisted) => Some(Trouble::Unlisted),
@@ -276,12 +287,12 @@ impl Failover {
         }
     }
 
-    /// Whether this is still why the agent looks for another replica.
+    /// True if the agent still has this reason to look for another replica.
     pub fn still_applies(&self, trouble: Trouble) -> bool {
         trouble == Trouble::Crowded || self.trouble == Some(trouble)
     }
 
-    /// When [`Self::due`] has to be asked again; `None`: nothing is expected.
+    /// When to call [`Self::due`] next; `None` if no request to other replicas is expected.
     pub fn due_at(&self) -> Option<Instant> {
         let stays = |at: Instant| at.max(self.stays_until.unwrap_or(at));
         let trouble_at = match self.trouble {
@@ -292,10 +303,10 @@ impl Failover {
         trouble_at.into_iter().chain(self.balance_at.map(stays)).min()
     }
 
-    /// Why the others are to be asked now, if they are. The next time for the same reason is after
-    /// a pause that grows.
+    /// Returns the reason to ask the other replicas now, if there is one. The pause before the next
+    /// request for the same reason grows with each request.
     pub fn due(&mut self, now: Instant) -> Option<Trouble> {
-        self.look(now);
+        self.update_trouble(now);
         if self.due_at().is_none_or(|at| at > now) {
             return None;
         }

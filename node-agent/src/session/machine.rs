@@ -1,10 +1,10 @@
-//! What a message from a replica means: from [`v1::ServerMessage`] to [`Effect`]s. No input, no
-//! output, no clock.
+//! Decides what a message from a replica means: turns a [`v1::ServerMessage`] into [`Effect`]s. The
+//! module does no I/O and uses no clock.
 //!
-//! The rules are those of the contract at the head of `proto/headgate/v1/discovery.proto`.
-//! Snapshots and split batches are staged here and become one [`StateUpdate`] when they are
-//! complete; a stream that breaks before leaves no trace. A [`Violation`] means that the stream
-//! cannot be trusted any further: the caller drops it and comes back with what it holds.
+//! The contract at the head of `proto/headgate/v1/discovery.proto` states the rules. Snapshots and
+//! split batches are staged, and become one [`StateUpdate`] when they are complete. If a stream
+//! breaks earlier, what was staged is dropped. After a [`Violation`], the caller must drop the
+//! stream, and resume on a new one with the state that it holds.
 
 use std::{collections::HashSet, iter, mem, sync::Arc, time::Duration};
 
@@ -25,127 +25,128 @@ use crate::state::{
     held::{Buckets, OwnNode, Snapshot, StateUpdate},
 };
 
-/// Used when a replica names no interval.
+/// The heartbeat interval if the replica does not state one.
 const DEFAULT_HEARTBEAT: Duration = Duration::from_secs(10);
 
 /// A message that breaks the contract.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Violation {
-    /// The first message must be `Welcome`.
-    #[error("a message came before Welcome")]
+    /// The first message is not `Welcome`.
+    #[error("a message arrived before Welcome")]
     BeforeWelcome,
-    /// A second `Welcome`.
-    #[error("a second Welcome")]
+    /// A second `Welcome` arrived.
+    #[error("a second Welcome arrived")]
     SecondWelcome,
-    /// `Welcome.resume` or `Welcome.epoch` makes no sense after our `Hello`.
-    #[error("Welcome cannot be: {0}")]
+    /// `Welcome.resume` or `Welcome.epoch` does not fit the agent's `Hello`.
+    #[error("Welcome does not fit Hello: {0}")]
     Welcome(String),
-    /// Something between was lost.
-    #[error("a batch follows version {previous}, and the agent is at {held}")]
+    /// At least one batch was lost.
+    #[error("a batch follows version {previous}, but the agent is at version {held}")]
     VersionGap {
         /// `Batch.follows_version`.
         previous: u64,
-        /// The version that the agent is at.
+        /// The version that the agent holds.
         held: u64,
     },
-    /// Versions only grow within an epoch.
-    #[error("version {sent} came after version {held} of the same epoch")]
+    /// A version is lower than an earlier version of the same epoch.
+    #[error("version {sent} was sent after version {held} of the same epoch")]
     Backwards {
         /// The version that was sent.
         sent: u64,
-        /// The version that the agent is at.
+        /// The version that the agent holds.
         held: u64,
     },
-    /// What a batch refers to is not held here, as when it was rejected. The next stream has to
-    /// resume by digests.
-    #[error("{0}; resuming by digests, which spells everything out")]
+    /// A batch refers to something that the agent does not hold, for example because the agent
+    /// rejected it. The next stream has to resume by digests.
+    #[error("{0}; resuming by digests, which needs no references")]
     Reference(#[from] UnknownReference),
-    /// A batch before the end of the snapshot that the stream begins with, or in the middle of one.
-    #[error("a batch came before the snapshot's end")]
+    /// A batch arrived before the first snapshot of the stream was complete, or in the middle of a
+    /// later snapshot.
+    #[error("a batch arrived before the end of a snapshot")]
     BatchInSnapshot,
-    /// A snapshot in the middle of a split batch.
-    #[error("a snapshot came in the middle of a split batch")]
+    /// A snapshot arrived in the middle of a split batch.
+    #[error("a snapshot arrived in the middle of a split batch")]
     SnapshotInBatch,
-    /// Snapshots carry complete resources only.
-    #[error("a snapshot carries removals")]
+    /// A snapshot contains a removal. Snapshots must contain complete resources only.
+    #[error("a snapshot contains removals")]
     RemovalInSnapshot,
-    /// Part of the snapshot was lost.
-    #[error("the snapshot's end counts {counted} resources, and {staged} came")]
+    /// A part of the snapshot was lost.
+    #[error("SnapshotEnd counts {counted} resources, but {staged} arrived")]
     ResourceCount {
         /// `SnapshotEnd.resource_count`.
         counted: u64,
-        /// Resources in the chunks.
+        /// Number of resources in the chunks.
         staged: u64,
     },
-    /// The list of buckets is not ascending, or names one that does not exist.
-    #[error("the snapshot's end names bucket {0}, out of order or out of range")]
+    /// The list of buckets is not ascending, or names a bucket that does not exist.
+    #[error("SnapshotEnd names bucket {0}, which is out of order or out of range")]
     Bucket(u32),
-    /// A chunk carried what its end does not name.
-    #[error("the snapshot carries {resource} of bucket {bucket}, which its end does not name")]
+    /// A chunk contained a resource of a bucket that `SnapshotEnd` does not name.
+    #[error("the snapshot contains {resource} of bucket {bucket}, which SnapshotEnd does not name")]
     ForeignBucket {
-        /// What was carried.
+        /// The resource.
         resource: String,
-        /// Its bucket.
+        /// The bucket of the resource.
         bucket: u16,
     },
 }
 
-/// What the caller is to do.
+/// What the caller has to do after a message.
 #[derive(Debug)]
 pub enum Effect {
-    /// The stream begins.
+    /// The replica has accepted the stream.
     Welcomed(Welcomed),
-    /// Apply to [`crate::state::held::Held`], then program the kernel.
+    /// Apply the update to [`crate::state::held::Held`], then program the kernel.
     Apply(StateUpdate),
-    /// The agent's own node has changed.
+    /// Store the agent's own Node.
     Node(OwnNode),
-    /// The agent has everything that the replica had when the stream began. Comes once on a stream,
-    /// after the step that brought the last of it.
+    /// The agent has everything that the replica had when the stream began. This effect occurs once
+    /// on a stream, after the step that completes the state.
     Resumed,
-    /// Tell the replica which resources could not be used, and of which that is over.
+    /// Report to the replica which resources cannot be used, and which can be used again.
     Reject(v1::Nack),
-    /// The replica lives; its source was heard so long ago.
+    /// Record the contents of a heartbeat.
     Heartbeat {
         /// The newest version that the replica has.
         head_version: u64,
-        /// Time since the source was last heard, at the moment of sending.
+        /// Time since the replica last heard from its source, when the heartbeat was sent.
         source_age: Duration,
-        /// What the source is doing; `None` from a replica that does not say.
+        /// The state of the source; `None` if the replica does not report it.
         source: Option<SourceState>,
-        /// Snapshots that the replica has completed, for any agent.
+        /// Number of snapshots that the replica has completed, for any agent.
         snapshots_sent: u64,
     },
-    /// Connect anew within this time, preferably elsewhere.
+    /// Connect again within this time, preferably to another replica.
     Drain {
-        /// The latest moment, from now.
+        /// The maximum time until the agent connects again.
         within: Duration,
-        /// For the log.
+        /// The reason, for the log.
         reason: String,
-        /// The replica goes on serving: only a better one is worth the move.
+        /// The replica continues to serve. Move only to a replica that follows its source.
         for_balance: bool,
     },
 }
 
-/// How a stream begins.
+/// The contents of `Welcome`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Welcomed {
     /// The replica's name.
     pub replica: String,
-    /// Its epoch.
+    /// The replica's epoch.
     pub epoch: u64,
-    /// How it brings the agent up to date.
+    /// How the replica brings the agent up to date.
     pub mode: ResumeMode,
-    /// Longest time between two messages.
+    /// Longest time between two messages of the replica.
     pub heartbeat_interval: Duration,
-    /// What the source is doing; `None` from a replica that does not say.
+    /// The state of the source; `None` if the replica does not report it.
     pub source: Option<SourceState>,
 }
 
-/// Where the stream is.
+/// The progress of a stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Phase {
     AwaitingWelcome,
-    /// The snapshot that the stream begins with is on its way.
+    /// The first snapshot of the stream is not complete.
     Resuming {
         epoch: u64,
         mode: ResumeMode,
@@ -155,16 +156,16 @@ enum Phase {
     },
 }
 
-/// When the agent has everything that the replica had at the stream's begin.
+/// When the agent has everything that the replica had when the stream began.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Resumed {
-    /// With the end of the snapshot that the stream begins with.
+    /// At the end of the first snapshot of the stream.
     AtSnapshotEnd,
-    /// At a version that the next `Heartbeat` tells.
+    /// At the version that the next `Heartbeat` states.
     AtNextHead,
     /// At this version.
     At(u64),
-    /// It has.
+    /// The agent already has it.
     Done,
 }
 
@@ -176,7 +177,7 @@ enum Staging {
     Batch,
 }
 
-/// What waits for its end.
+/// Parts of a snapshot or of a split batch that is not complete.
 #[derive(Debug, Default)]
 struct Staged {
     what: Staging,
@@ -187,7 +188,7 @@ struct Staged {
     resources: u64,
 }
 
-/// The state machine of one stream after the other.
+/// The state machine of the agent's streams. One machine serves all streams, one after the other.
 #[derive(Debug)]
 pub struct Machine {
     node_name: Arc<str>,
@@ -201,7 +202,7 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// A machine for the agent of a node.
+    /// Creates the machine for the agent of a node.
     #[must_use]
     pub fn new(node_name: Arc<str>) -> Self {
         Self {
@@ -216,21 +217,20 @@ impl Machine {
         }
     }
 
-    /// True while this stream's rejection of a resource stands.
+    /// True if a rejection of a received resource is in force.
     #[must_use]
     pub fn has_rejected(&self, resource: &str) -> bool {
         self.rejected.contains(resource)
     }
 
-    /// True when more was rejected than is remembered: only a resume by digests brings all of it
-    /// again.
+    /// True if more resources were rejected than the machine remembers. The next stream then has to
+    /// resume by digests, which sends all of them again.
     #[must_use]
     pub fn has_forgotten_rejections(&self) -> bool {
         self.rejected.has_forgotten()
     }
 
-    /// A new stream begins, with a `Hello` that says that the agent holds `position` (epoch and
-    /// version).
+    /// Starts a new stream. `Hello` states that the agent holds `position` (epoch and version).
     pub fn begin(&mut self, position: Option<(u64, u64)>) {
         self.position = position;
         self.phase = Phase::AwaitingWelcome;
@@ -239,21 +239,20 @@ impl Machine {
         self.decoder.forget_references();
     }
 
-    /// True once the stream has brought the replica's state as a whole, so that only what changes
-    /// follows.
+    /// True once the agent holds a complete state on this stream, and only changes follow.
     #[must_use]
     pub fn is_following(&self) -> bool {
         matches!(self.phase, Phase::Following { .. })
     }
 
-    /// True when [`Machine::refer_to`] has to be called before the next message, once every effect
-    /// so far has been applied.
+    /// True if the caller has to call [`Machine::refer_to`] before the next message, after it has
+    /// applied all effects so far.
     #[must_use]
     pub fn needs_referable(&self) -> bool {
         self.needs_referable
     }
 
-    /// Takes what batches may refer to from now on: what the agent holds (contract, 13).
+    /// Sets what later batches may refer to: the contents of the agent's state (contract, 13).
     pub fn refer_to(&mut self, referable: Referable) {
         if let Phase::Following { epoch } = self.phase {
             self.needs_referable = false;
@@ -261,12 +260,11 @@ impl Machine {
         }
     }
 
-    /// Takes the next message.
-    ///
-    /// A kind of message that this program does not know means nothing (contract, 12).
+    /// Processes the next message and returns its effects, in order. Ignores messages of an unknown
+    /// kind (contract, 12).
     ///
     /// # Errors
-    /// The stream breaks the contract; it must be dropped.
+    /// The message breaks the contract. The caller must drop the stream.
     pub fn on_message(&mut self, message: v1::ServerMessage) -> Result<Vec<Effect>, Violation> {
         let Some(body) = message.body else { return Ok(Vec::new()) };
         if self.phase == Phase::AwaitingWelcome && !matches!(body, Body::Welcome(_)) {
@@ -294,15 +292,15 @@ impl Machine {
         let fail = |problem: &str| Err(Violation::Welcome(problem.to_owned()));
         let epoch = welcome.epoch;
         if epoch == 0 {
-            return fail("epoch 0 stands for none");
+            return fail("epoch 0 is not valid");
         }
         let mode = welcome.resume();
         self.phase = match (mode, self.position) {
             (ResumeMode::Log, Some((held, _))) if held == epoch => Phase::Following { epoch },
             (ResumeMode::Log, _) => return fail("resume LOG, but the agent holds nothing of this epoch"),
-            (ResumeMode::Digests, None) => return fail("resume DIGESTS, but the agent sent none"),
+            (ResumeMode::Digests, None) => return fail("resume DIGESTS, but the agent sent no digests"),
             (ResumeMode::Digests | ResumeMode::Full, _) => Phase::Resuming { epoch, mode },
-            (ResumeMode::Unspecified, _) => return fail("an unknown way to resume"),
+            (ResumeMode::Unspecified, _) => return fail("an unknown resume mode"),
         };
         self.needs_referable = mode == ResumeMode::Log;
         self.resumed = match mode {
@@ -331,11 +329,11 @@ impl Machine {
         }
         let version = self.position.map_or(0, |(_, version)| version);
         let source_age = Duration::from_millis(source_age_ms);
-        let heard = Effect::Heartbeat { head_version, source_age, source, snapshots_sent };
-        iter::once(heard).chain(self.resumed_at(version)).collect()
+        let effect = Effect::Heartbeat { head_version, source_age, source, snapshots_sent };
+        iter::once(effect).chain(self.resumed_at(version)).collect()
     }
 
-    /// Tells, once, that the agent has everything that the replica had at the stream's begin.
+    /// Returns [`Effect::Resumed`], once, when `version` completes the resume.
     fn resumed_at(&mut self, version: u64) -> Option<Effect> {
         matches!(self.resumed, Resumed::At(head) if version >= head).then(|| {
             self.resumed = Resumed::Done;
@@ -400,9 +398,8 @@ impl Machine {
         {
             return Err(Violation::Backwards { sent: end.version, held });
         }
-        // An empty list means all buckets. After a comparison of digests that found no difference
-        // it has to mean none: the list of what differs is empty, and removing everything is the
-        // one mistake that cannot be made good.
+        // An empty list means all buckets. After a comparison of digests that found no difference,
+        // it means no bucket (contract, 4). Otherwise the agent would remove everything.
         let buckets = if end.buckets.is_empty() && !(by_digests && end.resource_count == 0) {
             Buckets::All
         } else {
@@ -454,7 +451,7 @@ impl Machine {
     fn stage(&mut self, what: Staging, wire: v1::Changes) -> Result<(), Violation> {
         let endpoints: usize = wire.endpoints.iter().map(|group| group.changed.len()).sum();
         let resources = wire.services.len() + wire.service_cidrs.len() + endpoints;
-        // Whatever a snapshot carries was set off long ago.
+        // The resources of a snapshot may have changed long ago, so their triggers do not count.
         if what == Staging::Batch {
             self.staged
                 .triggers
@@ -480,13 +477,13 @@ impl Machine {
     }
 }
 
-/// Tells of a `Nack` that says anything.
+/// Returns [`Effect::Reject`] unless the `Nack` is empty.
 fn reject(nack: v1::Nack) -> Option<Effect> {
     (!nack.rejections.is_empty() || !nack.withdrawn.is_empty()).then_some(Effect::Reject(nack))
 }
 
-/// What set a service's endpoints off: once for each family that has changed ones. Removals do not
-/// count, as with kube-proxy.
+/// The triggers of a service's endpoint changes: one for each family with changed endpoints. As in
+/// kube-proxy, removals do not count. A time of 0 means that the trigger is unknown.
 fn triggers(group: &v1::ServiceEndpoints, unix_ms: u64) -> impl Iterator<Item = Trigger> + use<> {
     let has = |bytes: usize| group.changed.iter().any(|endpoint| endpoint.address.len() == bytes);
     let families = [(Family::V4, 4), (Family::V6, 16)].map(|(family, bytes)| has(bytes).then_some(family));
@@ -504,7 +501,8 @@ fn checked_buckets(wire: &[u32]) -> Result<HashSet<u16>, Violation> {
     }
 }
 
-/// A resource outside the named buckets would stay for ever on one side only.
+/// Checks that all resources of a snapshot are in the named buckets. A resource outside of them
+/// would never be removed by a later resume.
 fn check_membership(buckets: &Buckets, changes: &[Change]) -> Result<(), Violation> {
     if *buckets == Buckets::All {
         return Ok(());
@@ -516,7 +514,7 @@ fn check_membership(buckets: &Buckets, changes: &[Change]) -> Result<(), Violati
             Change::ServiceCidr(service_cidr) => {
                 (format!("ServiceCIDR {}", service_cidr.name), digest::service_cidr_bucket(&service_cidr.name))
             }
-            // Chunks with removals were refused.
+            // `on_chunk` has rejected chunks with removals.
             Change::RemoveService(_) | Change::RemoveEndpoint(..) | Change::RemoveServiceCidr(_) => continue,
         };
         if !buckets.contains(bucket) {

@@ -28,7 +28,7 @@ pub(super) enum StreamEnd {
     Silent(Duration),
     #[error("the replica asked the agent to connect to another replica: {0}")]
     Drained(String),
-    #[error("moving to {to}: {}", .trouble.reason())]
+    #[error("moving to {to}, because {}", .trouble.reason())]
     Moved { to: Box<Target>, trouble: Trouble },
     #[error("the certificate was renewed, and the old one expires soon")]
     Renewed,

@@ -14,7 +14,7 @@ fn standing(source: Option<SourceState>, position: u64) -> Standing {
     Standing { source, changed: positions.clone(), positions }
 }
 
-fn goes(trouble: Trouble, held: Option<u64>, others: &[Standing]) -> Option<usize> {
+fn chosen(trouble: Trouble, held: Option<u64>, others: &[Standing]) -> Option<usize> {
     let held = held.map(|position| HeldState { positions: at(position), may_lack: false });
     choose(trouble, held.as_ref(), others)
 }
@@ -23,62 +23,70 @@ fn goes(trouble: Trouble, held: Option<u64>, others: &[Standing]) -> Option<usiz
 fn an_agent_with_a_state_moves_to_a_replica_that_follows_and_is_not_behind() {
     for trouble in [Trouble::Unlisted, Trouble::CutOff, Trouble::Stalled, Trouble::Crowded] {
         let others = [standing(CUT_OFF, 5), standing(FOLLOWING, 4), standing(FOLLOWING, 5), standing(None, 0)];
-        assert_eq!(goes(trouble, Some(5), &others), Some(2), "{trouble:?}");
-        assert_eq!(goes(trouble, Some(6), &others), None, "{trouble:?}: all are behind");
+        assert_eq!(chosen(trouble, Some(5), &others), Some(2), "{trouble:?}");
+        assert_eq!(chosen(trouble, Some(6), &others), None, "{trouble:?}: all are behind");
     }
 }
 
 #[test]
-fn while_all_are_cut_off_no_agent_with_their_state_moves() {
+fn an_agent_with_the_replicas_state_stays_while_all_replicas_are_cut_off() {
     let others = [standing(CUT_OFF, 5), standing(UNLISTED, 0), standing(None, 0)];
     for trouble in [Trouble::Unlisted, Trouble::CutOff, Trouble::Stalled] {
-        assert_eq!(goes(trouble, Some(5), &others), None, "{trouble:?}");
+        assert_eq!(chosen(trouble, Some(5), &others), None, "{trouble:?}");
     }
     let ahead = [standing(CUT_OFF, 9)];
-    assert_eq!(goes(Trouble::CutOff, Some(5), &ahead), None, "from cut off to cut off never");
-    assert_eq!(goes(Trouble::Unlisted, Some(5), &ahead), Some(0), "its replica could never bring what it lacks");
-    // What it once rejected, the program may be able to use by now.
+    assert_eq!(
+        chosen(Trouble::CutOff, Some(5), &ahead),
+        None,
+        "an agent never moves from one cut-off replica to another"
+    );
+    assert_eq!(chosen(Trouble::Unlisted, Some(5), &ahead), Some(0), "the other replica has newer changes");
+    // Another replica may send again what the agent's state lacks.
     let lacking = HeldState { positions: at(5), may_lack: true };
     assert_eq!(choose(Trouble::Unlisted, Some(&lacking), &others), Some(0));
     assert_eq!(choose(Trouble::CutOff, Some(&lacking), &others), None);
 }
 
 #[test]
-fn an_agent_without_a_state_takes_the_best_that_there_is() {
+fn an_agent_without_a_state_moves_to_the_best_replica() {
     let (unlisted, unknown) = (standing(UNLISTED, 0), standing(None, 0));
     let (cut_off, following) = (standing(CUT_OFF, 5), standing(FOLLOWING, 5));
     let all = [unlisted, unknown, cut_off, following];
     for count in 0..=4 {
         let best = (count > 1).then(|| count - 1);
-        assert_eq!(goes(Trouble::Unlisted, None, &all[..count]), best, "{count}");
+        assert_eq!(chosen(Trouble::Unlisted, None, &all[..count]), best, "{count}");
     }
-    assert_eq!(goes(Trouble::Stalled, None, &all[..2]), None, "what is not known to be better is not tried");
-    assert_eq!(goes(Trouble::Stalled, None, &all[..3]), Some(2));
-    assert_eq!(goes(Trouble::CutOff, None, &all[..3]), None);
-    assert_eq!(goes(Trouble::CutOff, None, &all), Some(3));
+    assert_eq!(
+        chosen(Trouble::Stalled, None, &all[..2]),
+        None,
+        "a replica that does not report its state is not better"
+    );
+    assert_eq!(chosen(Trouble::Stalled, None, &all[..3]), Some(2));
+    assert_eq!(chosen(Trouble::CutOff, None, &all[..3]), None);
+    assert_eq!(chosen(Trouble::CutOff, None, &all), Some(3));
 }
 
 #[test]
-fn of_equals_each_is_chosen() {
+fn the_choice_among_equal_replicas_is_random() {
     let others = [standing(FOLLOWING, 5), standing(FOLLOWING, 5)];
-    let chosen: std::collections::BTreeSet<_> = (0..100).map(|_| goes(Trouble::CutOff, Some(5), &others)).collect();
-    assert_eq!(chosen, [Some(0), Some(1)].into());
+    let choices: std::collections::BTreeSet<_> = (0..100).map(|_| chosen(Trouble::CutOff, Some(5), &others)).collect();
+    assert_eq!(choices, [Some(0), Some(1)].into());
 }
 
 #[test]
-fn a_replica_that_follows_and_has_brought_its_state_is_never_doubted() {
+fn a_following_replica_with_a_complete_state_causes_no_trouble() {
     let now = Instant::now();
     let mut failover = Failover::new(&MoveLimits::default(), now);
     failover.on_source(FOLLOWING, now);
     assert_eq!(failover.due_at(), Some(now + STALLED_PATIENCE));
     failover.on_progress(true, now);
     assert_eq!((failover.due_at(), failover.trouble), (None, None));
-    failover.look(now + SETTLED_AFTER);
+    failover.update_trouble(now + SETTLED_AFTER);
     assert_eq!(failover.trouble, None);
 }
 
 #[test]
-fn patience_is_bounded_and_ends_with_the_trouble() {
+fn an_agent_asks_after_a_bounded_wait_unless_the_trouble_ends() {
     let now = Instant::now();
     for (source, trouble, [from, to]) in
         [(UNLISTED, Trouble::Unlisted, UNLISTED_PATIENCE), (CUT_OFF, Trouble::CutOff, CUT_OFF_PATIENCE)]
@@ -89,7 +97,7 @@ fn patience_is_bounded_and_ends_with_the_trouble() {
         assert_eq!(failover.trouble, Some(trouble));
         let asks = failover.due_at().unwrap();
         assert!(asks >= now + from && asks <= now + to);
-        // Said again, it is no other trouble.
+        // A repeated report of the same state does not restart the wait.
         failover.on_source(source, now + from);
         assert_eq!(failover.due_at(), Some(asks));
         failover.on_source(FOLLOWING, now + from);
@@ -104,18 +112,18 @@ fn a_stream_stalls_only_when_neither_it_nor_the_replica_makes_progress() {
     failover.on_source(FOLLOWING, now);
     let half = STALLED_PATIENCE / 2;
     failover.on_snapshots_sent(7, now + half);
-    failover.look(now + STALLED_PATIENCE);
-    assert_eq!(failover.trouble, None, "the replica completes snapshots of others");
+    failover.update_trouble(now + STALLED_PATIENCE);
+    assert_eq!(failover.trouble, None, "the replica completes snapshots for other agents");
     failover.on_progress(false, now + STALLED_PATIENCE);
     failover.on_snapshots_sent(7, now + STALLED_PATIENCE + half);
-    failover.look(now + 2 * STALLED_PATIENCE);
+    failover.update_trouble(now + 2 * STALLED_PATIENCE);
     assert_eq!(failover.trouble, Some(Trouble::Stalled));
     failover.on_progress(true, now + 2 * STALLED_PATIENCE);
     assert_eq!(failover.trouble, None);
 }
 
 #[test]
-fn others_are_asked_more_and_more_rarely() {
+fn pauses_between_requests_to_other_replicas_grow() {
     let mut now = Instant::now();
     let mut failover = Failover::new(&MoveLimits::default(), now);
     failover.on_source(CUT_OFF, now);
@@ -131,7 +139,7 @@ fn others_are_asked_more_and_more_rarely() {
 }
 
 #[test]
-fn moves_become_rarer_and_a_long_stay_forgives_them() {
+fn stays_grow_with_each_move_and_start_again_after_a_long_stay() {
     let (mut limits, mut now, [first, longest]) =
         (MoveLimits::default(), Instant::now(), [STAYS.first(), STAYS.longest()]);
     let mut stays = Vec::new();
@@ -152,7 +160,7 @@ fn moves_become_rarer_and_a_long_stay_forgives_them() {
 }
 
 #[test]
-fn a_balance_request_is_followed_once_and_never_before_its_time() {
+fn a_balance_request_is_followed_once_and_not_before_its_time() {
     let now = Instant::now();
     let mut failover = Failover::new(&MoveLimits::default(), now);
     failover.on_source(FOLLOWING, now);
@@ -164,8 +172,8 @@ fn a_balance_request_is_followed_once_and_never_before_its_time() {
     assert_eq!(failover.due(at), None);
     let others = [standing(CUT_OFF, 9), standing(UNLISTED, 0)];
     assert_eq!(
-        goes(Trouble::Crowded, Some(5), &others),
+        chosen(Trouble::Crowded, Some(5), &others),
         None,
-        "nobody is sent to a replica that cannot hear its source"
+        "an agent does not move for balance to a replica that does not follow its source"
     );
 }

@@ -8,7 +8,7 @@ use crate::{
     testing::{Replica, batch, chunk, end, endpoint, key, message, no_endpoint, service, service_cidr},
 };
 
-/// An agent without network and kernel.
+/// An agent without a network and a kernel.
 struct Agent {
     machine: Machine,
     held: Held,
@@ -25,7 +25,7 @@ impl Agent {
         self.held.resume()
     }
 
-    fn take(&mut self, message: v1::ServerMessage) -> Result<(), Violation> {
+    fn receive(&mut self, message: v1::ServerMessage) -> Result<(), Violation> {
         for effect in self.machine.on_message(message)? {
             match effect {
                 Effect::Apply(step) => self.held.apply(step, &mut Dirty::default()),
@@ -39,24 +39,27 @@ impl Agent {
         Ok(())
     }
 
-    /// Reads at most `cut` messages of a stream; the rest is lost.
+    /// Receives at most `cut` messages of a stream, and loses the rest. Returns the number of
+    /// messages in the stream.
     fn follow(&mut self, replica: &Replica, cut: usize) -> usize {
         let resume = self.hello();
         let messages = replica.stream(resume.as_ref());
         let count = messages.len();
         for message in messages.into_iter().take(cut) {
-            self.take(message).unwrap();
+            self.receive(message).unwrap();
         }
         count
     }
 
+    /// An agent that has received the whole state of a replica.
     fn following(replica: &Replica) -> Self {
         let mut agent = Self::new();
         agent.follow(replica, usize::MAX);
         agent
     }
 
-    fn assert_at(&self, replica: &Replica) {
+    /// Asserts that the agent holds the current state of a replica.
+    fn assert_holds(&self, replica: &Replica) {
         assert_eq!(self.held.position(), Some((replica.epoch, replica.version())));
         assert_eq!(self.held.state().digests(), replica.state.digests());
         assert_eq!(self.held.state().endpoint_count(), replica.state.endpoint_count());
@@ -72,15 +75,15 @@ fn replica(epoch: u64) -> Replica {
 }
 
 #[test]
-fn a_full_snapshot_then_batches() {
+fn a_full_snapshot_and_later_batches_give_the_replicas_state() {
     let mut replica = replica(7);
     let mut agent = Agent::following(&replica);
-    agent.assert_at(&replica);
+    agent.assert_holds(&replica);
     replica.commit(vec![no_endpoint("web", 1), endpoint("web", 4, 8080), service("web", 81)]);
     for message in replica.batches_after(2) {
-        agent.take(message).unwrap();
+        agent.receive(message).unwrap();
     }
-    agent.assert_at(&replica);
+    agent.assert_holds(&replica);
     assert!(agent.nacks.is_empty());
     assert_eq!(agent.held.resume().unwrap().positions[0].position, 3);
 }
@@ -96,7 +99,7 @@ fn nothing_is_held_before_the_end_of_the_first_snapshot() {
 }
 
 #[test]
-fn an_interrupted_snapshot_leaves_what_was_there() {
+fn an_interrupted_snapshot_changes_nothing() {
     let first = replica(7);
     let mut agent = Agent::following(&first);
     let mut second = Replica::new(8, 1);
@@ -104,26 +107,26 @@ fn an_interrupted_snapshot_leaves_what_was_there() {
     let resume = agent.hello();
     let messages = second.stream(resume.as_ref());
     for message in messages.iter().take(messages.len() - 1).cloned() {
-        agent.take(message).unwrap();
+        agent.receive(message).unwrap();
     }
-    agent.assert_at(&first);
-    // What was staged on the broken stream is not counted on the next.
+    agent.assert_holds(&first);
+    // The resources that were staged on the broken stream do not count on the next stream.
     agent.follow(&second, usize::MAX);
-    agent.assert_at(&second);
+    agent.assert_holds(&second);
 }
 
 #[test]
-fn resume_by_log_brings_what_was_missed_only() {
+fn a_resume_by_log_sends_only_what_was_missed() {
     let mut replica = replica(7);
     let mut agent = Agent::following(&replica);
-    assert_eq!(agent.follow(&replica, usize::MAX), 1, "nothing but Welcome");
+    assert_eq!(agent.follow(&replica, usize::MAX), 1, "the stream consists of Welcome only");
     replica.commit(vec![endpoint("db", 10, 5432)]);
     assert_eq!(agent.follow(&replica, usize::MAX), 2);
-    agent.assert_at(&replica);
+    agent.assert_holds(&replica);
 }
 
 #[test]
-fn resume_by_digests_replaces_the_buckets_that_differ() {
+fn a_resume_by_digests_replaces_only_the_buckets_that_differ() {
     let first = replica(7);
     let mut agent = Agent::following(&first);
     let mut second = replica(8);
@@ -145,9 +148,9 @@ fn resume_by_digests_replaces_the_buckets_that_differ() {
         }
         dirty
     };
-    agent.assert_at(&second);
+    agent.assert_holds(&second);
     let services: Vec<String> = dirty.services.iter().map(ToString::to_string).collect();
-    assert_eq!(services, ["prod/web"], "the unchanged service is not touched");
+    assert_eq!(services, ["prod/web"], "the unchanged service is not dirty");
     assert!(dirty.service_cidrs);
 }
 
@@ -157,9 +160,9 @@ fn equal_digests_remove_nothing() {
     let twin = replica(8);
     let resume = agent.hello();
     let messages = twin.stream(resume.as_ref());
-    assert_eq!(messages.len(), 2, "Welcome and an end marker that names no bucket");
-    messages.into_iter().for_each(|message| agent.take(message).unwrap());
-    agent.assert_at(&twin);
+    assert_eq!(messages.len(), 2, "the stream consists of Welcome and a SnapshotEnd without buckets");
+    messages.into_iter().for_each(|message| agent.receive(message).unwrap());
+    agent.assert_holds(&twin);
     assert_eq!(agent.held.state().service_count(), 2);
 }
 
@@ -169,167 +172,167 @@ fn a_full_snapshot_of_an_empty_cluster_removes_everything() {
     let empty = Replica::new(8, 1);
     let _ = agent.hello();
     for message in empty.stream(None) {
-        agent.take(message).unwrap();
+        agent.receive(message).unwrap();
     }
-    agent.assert_at(&empty);
+    agent.assert_holds(&empty);
 }
 
 #[test]
-fn buckets_in_mid_stream_replace_these_only() {
+fn a_snapshot_of_buckets_in_mid_stream_replaces_only_these_buckets() {
     let mut replica = replica(7);
     let mut agent = Agent::following(&replica);
     replica.commit(vec![Change::RemoveService(key("db")), no_endpoint("db", 9)]);
-    agent.take(end(3, vec![service_bucket(&key("db")).into()], 0)).unwrap();
-    agent.assert_at(&replica);
+    agent.receive(end(3, vec![service_bucket(&key("db")).into()], 0)).unwrap();
+    agent.assert_holds(&replica);
     replica.commit(vec![endpoint("web", 5, 8080)]);
-    replica.batches_after(3).into_iter().for_each(|message| agent.take(message).unwrap());
-    agent.assert_at(&replica);
+    replica.batches_after(3).into_iter().for_each(|message| agent.receive(message).unwrap());
+    agent.assert_holds(&replica);
 }
 
 #[test]
-fn split_batches_take_effect_with_their_last_part() {
+fn a_split_batch_takes_effect_with_its_last_part() {
     let mut agent = Agent::following(&replica(7));
-    agent.take(batch(2, 2, &[service("new", 1)])).unwrap();
-    agent.take(batch(2, 2, &[endpoint("new", 1, 1)])).unwrap();
+    agent.receive(batch(2, 2, &[service("new", 1)])).unwrap();
+    agent.receive(batch(2, 2, &[endpoint("new", 1, 1)])).unwrap();
     assert_eq!(agent.held.position(), Some((7, 2)));
     assert!(agent.held.state().entry(&key("new")).is_none());
-    agent.take(batch(2, 3, &[endpoint("new", 2, 1)])).unwrap();
+    agent.receive(batch(2, 3, &[endpoint("new", 2, 1)])).unwrap();
     assert_eq!(agent.held.position(), Some((7, 3)));
     assert_eq!(agent.held.state().entry(&key("new")).unwrap().endpoints().len(), 2);
 }
 
 #[test]
-fn half_a_split_batch_is_forgotten_with_its_stream() {
+fn an_incomplete_split_batch_is_dropped_with_its_stream() {
     let replica = replica(7);
     let mut agent = Agent::following(&replica);
-    agent.take(batch(2, 2, &[service("new", 1)])).unwrap();
+    agent.receive(batch(2, 2, &[service("new", 1)])).unwrap();
     agent.follow(&replica, usize::MAX);
-    agent.take(batch(2, 3, &[service_cidr("x", 1)])).unwrap();
+    agent.receive(batch(2, 3, &[service_cidr("x", 1)])).unwrap();
     assert!(agent.held.state().entry(&key("new")).is_none());
 }
 
 #[test]
-fn lost_batches_are_noticed() {
+fn a_lost_batch_is_a_violation() {
     let mut agent = Agent::following(&replica(7));
-    assert_eq!(agent.take(batch(3, 4, &[])), Err(Violation::VersionGap { previous: 3, held: 2 }));
-    assert_eq!(agent.take(batch(1, 2, &[])), Err(Violation::VersionGap { previous: 1, held: 2 }));
-    assert_eq!(agent.take(batch(2, 1, &[])), Err(Violation::Backwards { sent: 1, held: 2 }));
+    assert_eq!(agent.receive(batch(3, 4, &[])), Err(Violation::VersionGap { previous: 3, held: 2 }));
+    assert_eq!(agent.receive(batch(1, 2, &[])), Err(Violation::VersionGap { previous: 1, held: 2 }));
+    assert_eq!(agent.receive(batch(2, 1, &[])), Err(Violation::Backwards { sent: 1, held: 2 }));
     assert_eq!(agent.held.position(), Some((7, 2)));
 }
 
 #[test]
-fn snapshots_that_are_not_whole_are_refused() {
+fn incomplete_or_malformed_snapshots_are_violations() {
     let replica = replica(7);
     let started = |agent: &mut Agent| {
         let _ = agent.hello();
-        agent.take(replica.welcome(ResumeMode::Full)).unwrap();
-        agent.take(chunk(&[service("a", 1), endpoint("a", 1, 1)])).unwrap();
+        agent.receive(replica.welcome(ResumeMode::Full)).unwrap();
+        agent.receive(chunk(&[service("a", 1), endpoint("a", 1, 1)])).unwrap();
     };
-    let refuse = |last: v1::ServerMessage| {
+    let violation_of = |last: v1::ServerMessage| {
         let mut agent = Agent::new();
         started(&mut agent);
-        let violation = agent.take(last).unwrap_err();
+        let violation = agent.receive(last).unwrap_err();
         assert!(agent.held.position().is_none());
         violation
     };
     let bucket = service_bucket(&key("a"));
     let other = u32::from(bucket ^ 1);
-    assert_eq!(refuse(end(1, vec![], 3)), Violation::ResourceCount { counted: 3, staged: 2 });
-    assert_eq!(refuse(end(1, vec![1024], 2)), Violation::Bucket(1024));
-    assert_eq!(refuse(end(1, vec![5, 5], 2)), Violation::Bucket(5));
-    assert_eq!(refuse(end(1, vec![6, 5], 2)), Violation::Bucket(5));
-    assert!(matches!(refuse(end(1, vec![other], 2)), Violation::ForeignBucket { bucket: b, .. } if b == bucket));
-    assert_eq!(refuse(chunk(&[no_endpoint("a", 1)])), Violation::RemovalInSnapshot);
-    assert_eq!(refuse(chunk(&[Change::RemoveService(key("a"))])), Violation::RemovalInSnapshot);
-    assert_eq!(refuse(chunk(&[Change::RemoveServiceCidr("c".into())])), Violation::RemovalInSnapshot);
-    assert_eq!(refuse(batch(0, 1, &[])), Violation::BatchInSnapshot);
+    assert_eq!(violation_of(end(1, vec![], 3)), Violation::ResourceCount { counted: 3, staged: 2 });
+    assert_eq!(violation_of(end(1, vec![1024], 2)), Violation::Bucket(1024));
+    assert_eq!(violation_of(end(1, vec![5, 5], 2)), Violation::Bucket(5));
+    assert_eq!(violation_of(end(1, vec![6, 5], 2)), Violation::Bucket(5));
+    assert!(matches!(violation_of(end(1, vec![other], 2)), Violation::ForeignBucket { bucket: b, .. } if b == bucket));
+    assert_eq!(violation_of(chunk(&[no_endpoint("a", 1)])), Violation::RemovalInSnapshot);
+    assert_eq!(violation_of(chunk(&[Change::RemoveService(key("a"))])), Violation::RemovalInSnapshot);
+    assert_eq!(violation_of(chunk(&[Change::RemoveServiceCidr("c".into())])), Violation::RemovalInSnapshot);
+    assert_eq!(violation_of(batch(0, 1, &[])), Violation::BatchInSnapshot);
 }
 
 #[test]
-fn an_epochs_versions_never_go_back() {
+fn versions_never_decrease_within_an_epoch() {
     let mut agent = Agent::following(&replica(7));
-    assert_eq!(agent.take(end(1, vec![3], 0)), Err(Violation::Backwards { sent: 1, held: 2 }));
-    // Another epoch counts anew.
+    assert_eq!(agent.receive(end(1, vec![3], 0)), Err(Violation::Backwards { sent: 1, held: 2 }));
+    // The versions of another epoch start again.
     let mut young = Replica::new(8, 4);
     young.commit(vec![service("web", 80)]);
     agent.follow(&young, usize::MAX);
-    agent.assert_at(&young);
+    agent.assert_holds(&young);
 }
 
 #[test]
-fn batches_and_snapshots_do_not_mix() {
+fn batches_and_snapshots_may_not_interleave() {
     let mut agent = Agent::following(&replica(7));
-    agent.take(chunk(&[service("a", 1)])).unwrap();
-    assert_eq!(agent.take(batch(2, 3, &[])), Err(Violation::BatchInSnapshot));
+    agent.receive(chunk(&[service("a", 1)])).unwrap();
+    assert_eq!(agent.receive(batch(2, 3, &[])), Err(Violation::BatchInSnapshot));
     let mut agent = Agent::following(&replica(7));
-    agent.take(batch(2, 2, &[service("a", 1)])).unwrap();
-    assert_eq!(agent.take(chunk(&[])), Err(Violation::SnapshotInBatch));
-    assert_eq!(agent.take(end(3, vec![], 0)), Err(Violation::SnapshotInBatch));
+    agent.receive(batch(2, 2, &[service("a", 1)])).unwrap();
+    assert_eq!(agent.receive(chunk(&[])), Err(Violation::SnapshotInBatch));
+    assert_eq!(agent.receive(end(3, vec![], 0)), Err(Violation::SnapshotInBatch));
 }
 
 #[test]
-fn welcome_comes_first_once_and_fits_the_hello() {
+fn welcome_must_come_first_and_once_and_fit_hello() {
     let replica = replica(7);
-    let welcomed = |held: bool, welcome: v1::ServerMessage| {
+    let violation_of = |held: bool, welcome: v1::ServerMessage| {
         let mut agent = if held { Agent::following(&replica) } else { Agent::new() };
         let _ = agent.hello();
-        agent.take(welcome).err()
+        agent.receive(welcome).err()
     };
-    assert_eq!(welcomed(true, batch(2, 3, &[])), Some(Violation::BeforeWelcome));
-    assert_eq!(welcomed(true, message(Body::Heartbeat(v1::Heartbeat::default()))), Some(Violation::BeforeWelcome));
-    let is_refused = |held, welcome| matches!(welcomed(held, welcome), Some(Violation::Welcome(_)));
-    assert!(is_refused(false, replica.welcome(ResumeMode::Log)));
-    assert!(is_refused(false, replica.welcome(ResumeMode::Digests)));
-    assert!(is_refused(true, Replica::new(8, 1).welcome(ResumeMode::Log)));
-    assert!(is_refused(true, Replica::new(0, 1).welcome(ResumeMode::Full)));
-    assert!(is_refused(true, replica.welcome(ResumeMode::Unspecified)));
-    assert_eq!(welcomed(true, replica.welcome(ResumeMode::Log)), None);
-    assert_eq!(welcomed(true, replica.welcome(ResumeMode::Digests)), None);
-    assert_eq!(welcomed(true, replica.welcome(ResumeMode::Full)), None);
+    assert_eq!(violation_of(true, batch(2, 3, &[])), Some(Violation::BeforeWelcome));
+    assert_eq!(violation_of(true, message(Body::Heartbeat(v1::Heartbeat::default()))), Some(Violation::BeforeWelcome));
+    let does_not_fit = |held, welcome| matches!(violation_of(held, welcome), Some(Violation::Welcome(_)));
+    assert!(does_not_fit(false, replica.welcome(ResumeMode::Log)));
+    assert!(does_not_fit(false, replica.welcome(ResumeMode::Digests)));
+    assert!(does_not_fit(true, Replica::new(8, 1).welcome(ResumeMode::Log)));
+    assert!(does_not_fit(true, Replica::new(0, 1).welcome(ResumeMode::Full)));
+    assert!(does_not_fit(true, replica.welcome(ResumeMode::Unspecified)));
+    assert_eq!(violation_of(true, replica.welcome(ResumeMode::Log)), None);
+    assert_eq!(violation_of(true, replica.welcome(ResumeMode::Digests)), None);
+    assert_eq!(violation_of(true, replica.welcome(ResumeMode::Full)), None);
     let mut agent = Agent::following(&replica);
-    assert_eq!(agent.take(replica.welcome(ResumeMode::Log)), Err(Violation::SecondWelcome));
+    assert_eq!(agent.receive(replica.welcome(ResumeMode::Log)), Err(Violation::SecondWelcome));
 }
 
 #[test]
-fn messages_of_the_future_mean_nothing() {
+fn messages_of_an_unknown_kind_are_ignored() {
     let mut agent = Agent::following(&replica(7));
-    agent.take(v1::ServerMessage { body: None }).unwrap();
-    agent.take(batch(2, 3, &[])).unwrap();
+    agent.receive(v1::ServerMessage { body: None }).unwrap();
+    agent.receive(batch(2, 3, &[])).unwrap();
 }
 
 #[test]
-fn a_rejected_change_is_named_and_leaves_the_old_value() {
+fn a_rejected_change_is_reported_and_leaves_the_old_value() {
     let mut replica = replica(7);
     let mut agent = Agent::following(&replica);
     let mut message = batch(2, 3, &[service("web", 81), endpoint("web", 1, 9090), endpoint("web", 9, 9090)]);
     let Some(Body::Batch(wire)) = &mut message.body else { unreachable!() };
     wire.changes.as_mut().unwrap().services[0].ports[0].port = 70_000;
-    agent.take(message).unwrap();
+    agent.receive(message).unwrap();
     assert_eq!(agent.held.position(), Some((7, 3)));
     let nack = agent.nacks.pop().unwrap();
     assert_eq!((nack.version, nack.rejections.len()), (3, 1));
     assert_eq!(nack.rejections[0].resource, "Service prod/web");
     assert_eq!(nack.rejections[0].field, "ports[0].port");
     let entry = agent.held.state().entry(&key("web")).unwrap();
-    assert_eq!(entry.service().unwrap().ports[0].port, 80, "the last good value");
+    assert_eq!(entry.service().unwrap().ports[0].port, 80, "the last good value stays");
     assert_eq!(entry.endpoints().len(), 4, "the rest of the batch is applied");
     // The digests show that the new value is not held.
     replica.commit(vec![service("web", 81), endpoint("web", 1, 9090), endpoint("web", 9, 9090)]);
     let differing = replica.state.digests().differing(agent.held.state().digests());
     assert_eq!(differing, [service_bucket(&key("web"))]);
 
-    // On a stream that does not bring it again, it is said again; and it is withdrawn with the next
-    // good value.
+    // The next stream does not send the resource again, so the agent repeats the rejection. It
+    // withdraws the rejection with the next usable value.
     let _ = agent.hello();
-    agent.take(Replica::new(7, 1).welcome(ResumeMode::Log)).unwrap();
+    agent.receive(Replica::new(7, 1).welcome(ResumeMode::Log)).unwrap();
     assert_eq!(agent.nacks.pop().unwrap().rejections, nack.rejections);
-    agent.take(batch(3, 4, &[service("web", 82)])).unwrap();
+    agent.receive(batch(3, 4, &[service("web", 82)])).unwrap();
     let nack = agent.nacks.pop().unwrap();
     assert_eq!((nack.version, nack.rejections.len(), nack.withdrawn), (4, 0, vec!["Service prod/web".to_owned()]));
 }
 
 #[test]
-fn what_a_snapshot_carried_and_could_not_be_used_stays_at_its_last_good_value() {
+fn an_unusable_resource_of_a_snapshot_keeps_its_last_good_value() {
     let mut agent = Agent::following(&replica(7));
     let changes = [service("web", 80), endpoint("web", 1, 8080), endpoint("web", 2, 8080)];
     let mut bad = chunk(&changes);
@@ -338,19 +341,19 @@ fn what_a_snapshot_carried_and_could_not_be_used_stays_at_its_last_good_value() 
     wire.services[0].cluster_ips[0] = vec![1, 2, 3].into();
     wire.endpoints[0].changed[1].placement = 99;
     let _ = agent.hello();
-    agent.take(replica(8).welcome(ResumeMode::Digests)).unwrap();
-    agent.take(bad).unwrap();
-    agent.take(end(1, vec![service_bucket(&key("web")).into()], 3)).unwrap();
+    agent.receive(replica(8).welcome(ResumeMode::Digests)).unwrap();
+    agent.receive(bad).unwrap();
+    agent.receive(end(1, vec![service_bucket(&key("web")).into()], 3)).unwrap();
     let resources: Vec<_> = agent.nacks[0].rejections.iter().map(|rejection| rejection.resource.as_str()).collect();
     assert_eq!(resources, ["Service prod/web", "Endpoint prod/web 10.1.0.2"]);
     let entry = agent.held.state().entry(&key("web")).unwrap();
     assert!(entry.service().is_some());
     let addresses: Vec<String> = entry.endpoints().keys().map(ToString::to_string).collect();
-    assert_eq!(addresses, ["10.1.0.1", "10.1.0.2"], "the third was not carried and is gone");
+    assert_eq!(addresses, ["10.1.0.1", "10.1.0.2"], "the snapshot did not contain the third address, so it is removed");
 }
 
-/// A batch that moves an endpoint of `web` to the ports and node of another, all told by
-/// references.
+/// A batch that uses only references to give a new endpoint the service, ports and placement of
+/// `like`.
 fn referring(replica: &Replica, version: u64, like: &Change) -> v1::ServerMessage {
     let (Change::Endpoint(key, other), referrer) = (like, Referrer::new(replica.epoch)) else { unreachable!() };
     let moved = v1::Endpoint { address: vec![10, 1, 0, 77].into(), ..Default::default() };
@@ -365,36 +368,36 @@ fn referring(replica: &Replica, version: u64, like: &Change) -> v1::ServerMessag
 }
 
 #[test]
-fn references_stand_for_what_is_held() {
+fn references_resolve_to_what_the_agent_holds() {
     let mut replica = replica(1);
     let mut agent = Agent::following(&replica);
     replica.commit(vec![service("new", 80), endpoint("new", 9, 7777)]);
-    replica.batches_after(replica.version() - 1).into_iter().for_each(|batch| agent.take(batch).unwrap());
-    agent.take(referring(&replica, replica.version() + 1, &endpoint("new", 9, 7777))).unwrap();
+    replica.batches_after(replica.version() - 1).into_iter().for_each(|batch| agent.receive(batch).unwrap());
+    agent.receive(referring(&replica, replica.version() + 1, &endpoint("new", 9, 7777))).unwrap();
     let entry = agent.held.state().entry(&key("new")).unwrap();
     let Change::Endpoint(_, like) = endpoint("new", 9, 7777) else { unreachable!() };
     let moved = Endpoint { address: [10, 1, 0, 77].into(), ..like };
     assert_eq!(entry.endpoints()[&moved.address], moved);
-    // The same after a resume by log: what can be referred to comes from what is held.
+    // References also work after a resume by log, because they resolve to the held state.
     agent.hello();
-    agent.take(replica.welcome(ResumeMode::Log)).unwrap();
-    agent.take(referring(&replica, replica.version() + 2, &endpoint("new", 9, 7777))).unwrap();
+    agent.receive(replica.welcome(ResumeMode::Log)).unwrap();
+    agent.receive(referring(&replica, replica.version() + 2, &endpoint("new", 9, 7777))).unwrap();
     assert_eq!(agent.held.position(), Some((1, replica.version() + 2)));
 }
 
 #[test]
-fn a_reference_to_what_is_not_held_ends_the_stream_and_changes_nothing() {
+fn an_unknown_reference_is_a_violation_and_changes_nothing() {
     let replica = replica(1);
     let mut agent = Agent::following(&replica);
     let other = endpoint("elsewhere", 9, 7777);
-    let refused = agent.take(referring(&replica, replica.version() + 1, &other)).unwrap_err();
-    assert!(matches!(refused, Violation::Reference(_)), "{refused}");
-    assert!(refused.to_string().contains("not held here; resuming by digests"), "{refused}");
-    agent.assert_at(&replica);
+    let violation = agent.receive(referring(&replica, replica.version() + 1, &other)).unwrap_err();
+    assert!(matches!(violation, Violation::Reference(_)), "{violation}");
+    assert!(violation.to_string().contains("not held here; resuming by digests"), "{violation}");
+    agent.assert_holds(&replica);
 }
 
 #[test]
-fn what_was_rejected_can_be_referred_to() {
+fn a_batch_may_refer_to_rejected_resources() {
     let replica = replica(1);
     let mut agent = Agent::following(&replica);
     let version = replica.version();
@@ -402,17 +405,17 @@ fn what_was_rejected_can_be_referred_to() {
     let Some(Body::Batch(wire)) = &mut message.body else { unreachable!() };
     wire.changes.as_mut().unwrap().services[0].ports[0].protocol = 99;
     wire.changes.as_mut().unwrap().endpoints[0].changed[0].conditions = 1 << 7;
-    agent.take(message).unwrap();
+    agent.receive(message).unwrap();
     assert_eq!(agent.nacks[0].rejections.len(), 2);
     let other = endpoint("bad", 9, 7777);
-    agent.take(referring(&replica, version + 2, &other)).unwrap();
-    // A snapshot makes the agent collect anew what it holds.
-    agent.take(end(version + 2, vec![], 0)).unwrap();
-    agent.take(referring(&replica, version + 3, &other)).unwrap();
+    agent.receive(referring(&replica, version + 2, &other)).unwrap();
+    // After a snapshot, the agent collects again what it holds.
+    agent.receive(end(version + 2, vec![], 0)).unwrap();
+    agent.receive(referring(&replica, version + 3, &other)).unwrap();
 }
 
 #[test]
-fn the_agents_own_node() {
+fn only_a_usable_node_with_the_agents_name_is_accepted() {
     let mut agent = Agent::following(&replica(7));
     let own = |name: &str, addresses: Vec<prost::bytes::Bytes>| {
         let node = v1::Node { name: name.into(), addresses, ..Default::default() };
@@ -435,9 +438,9 @@ fn the_agents_own_node() {
 }
 
 #[test]
-fn hello_tells_where_the_source_was_when_the_own_node_became_what_it_is() {
+fn hello_states_the_source_position_of_the_agents_own_node() {
     use v1::source_position::Kind;
-    let told = |held: &Held, kind: Kind| {
+    let position_in_hello = |held: &Held, kind: Kind| {
         let resume = held.resume().unwrap();
         let mut positions = resume.positions.into_iter().filter(|position| position.kind() == kind);
         positions.next().map(|position| position.position)
@@ -447,21 +450,22 @@ fn hello_tells_where_the_source_was_when_the_own_node_became_what_it_is() {
     assert_eq!(held.resume(), None);
     held.set_node_position(at(Kind::Nodes, 20));
     let resume = held.resume().unwrap();
-    assert_eq!((resume.epoch, resume.digests), (0, None), "nothing is held but the Node");
-    assert_eq!(told(&held, Kind::Nodes), Some(20));
-    // A restored source: the replica says a lower position after a bounded wait.
+    assert_eq!((resume.epoch, resume.digests), (0, None), "the agent holds only the Node");
+    assert_eq!(position_in_hello(&held, Kind::Nodes), Some(20));
+    // If the source was restored from a backup, the replica sends a lower position after a bounded
+    // wait.
     held.set_node_position(at(Kind::Nodes, 10));
-    assert_eq!(told(&held, Kind::Nodes), Some(10));
-    // A folder has one position: neither the Node nor the rest may be older.
+    assert_eq!(position_in_hello(&held, Kind::Nodes), Some(10));
+    // A folder has one position for everything. Hello states the higher of the Node's position and
+    // the position of the rest.
     let mut agent = Agent::following(&replica(7));
     for (node_position, expected) in [(1, 2), (5, 5)] {
         agent.held.set_node_position(at(Kind::Files, node_position));
-        assert_eq!(told(&agent.held, Kind::Files), Some(expected));
+        assert_eq!(position_in_hello(&agent.held, Kind::Files), Some(expected));
     }
 }
 
-/// A machine that has said that it is at version 3 of epoch 7, and how a stream of that replica
-/// begins.
+/// A machine that holds version 3 of epoch 7 and resumes by log, and the effects of `Welcome`.
 fn resuming_by_log(head_version: Option<u64>) -> (Machine, Vec<Effect>) {
     let mut machine = Machine::new("node-1".into());
     machine.begin(Some((7, 3)));
@@ -477,16 +481,16 @@ fn has_resumed(effects: &[Effect]) -> bool {
 
 #[test]
 fn a_resume_by_log_is_complete_at_the_head_that_welcome_named() {
-    assert!(has_resumed(&resuming_by_log(Some(3)).1), "nothing is missing");
+    assert!(has_resumed(&resuming_by_log(Some(3)).1), "the agent already holds the head");
     let (mut machine, effects) = resuming_by_log(Some(6));
     assert!(!has_resumed(&effects));
     let mut resumed_by = |message| has_resumed(&machine.on_message(message).unwrap());
     assert!(!resumed_by(batch(3, 4, &[endpoint("web", 1, 1)])), "two versions are missing");
-    assert!(!resumed_by(batch(4, 4, &[endpoint("web", 2, 1)])), "this is a part of a step");
+    assert!(!resumed_by(batch(4, 4, &[endpoint("web", 2, 1)])), "the batch is only a part of a step");
     assert!(!resumed_by(message(Body::Heartbeat(v1::Heartbeat { head_version: 4, ..Default::default() }))));
-    // The head has moved on meanwhile, and the step with it.
+    // The head may be higher by now, and the step may go beyond version 6.
     assert!(resumed_by(batch(4, 9, &[endpoint("web", 3, 1)])));
-    assert!(!resumed_by(batch(9, 10, &[endpoint("web", 4, 1)])), "it is said once");
+    assert!(!resumed_by(batch(9, 10, &[endpoint("web", 4, 1)])), "the effect occurs once");
 }
 
 #[test]
@@ -497,7 +501,7 @@ fn a_resume_by_log_is_complete_at_the_first_heartbeats_head_when_welcome_names_n
     let heartbeat = |head_version| message(Body::Heartbeat(v1::Heartbeat { head_version, ..Default::default() }));
     assert!(!resumed_by(batch(3, 4, &[endpoint("web", 1, 1)])));
     assert!(!resumed_by(heartbeat(5)));
-    assert!(!resumed_by(heartbeat(6)), "the first counts");
+    assert!(!resumed_by(heartbeat(6)), "only the first heartbeat counts");
     assert!(resumed_by(batch(4, 5, &[endpoint("web", 2, 1)])));
     assert!(has_resumed(&{
         let (mut machine, _) = resuming_by_log(None);
@@ -506,7 +510,7 @@ fn a_resume_by_log_is_complete_at_the_first_heartbeats_head_when_welcome_names_n
 }
 
 #[test]
-fn any_other_resume_is_complete_with_its_snapshot() {
+fn a_resume_by_snapshot_is_complete_at_the_end_of_the_snapshot() {
     let replica = replica(7);
     let mut agent = Agent::new();
     agent.hello();
@@ -526,23 +530,23 @@ fn a_rejection_outlives_a_stream_that_breaks_before_its_snapshot() {
     let mut bad = batch(2, 3, &[service("bad", 1)]);
     let Some(Body::Batch(wire)) = &mut bad.body else { unreachable!() };
     wire.changes.as_mut().unwrap().services[0].ports.clear();
-    agent.take(bad).unwrap();
+    agent.receive(bad).unwrap();
     agent.nacks.clear();
-    // Welcome of another replica, and no snapshot.
+    // The stream of another replica breaks after Welcome, without a snapshot.
     agent.follow(&other, 1);
     agent.hello();
-    agent.take(one.welcome(ResumeMode::Log)).unwrap();
+    agent.receive(one.welcome(ResumeMode::Log)).unwrap();
     assert_eq!(
         agent.nacks[0].rejections[0].resource,
         format!("Service {}", key("bad")),
-        "the log does not bring it again"
+        "a resume by log does not send the resource again, so the rejection is repeated"
     );
     agent.follow(&other, usize::MAX);
-    assert!(!agent.machine.has_rejected(&format!("Service {}", key("bad"))), "the other has no such Service");
+    assert!(!agent.machine.has_rejected(&format!("Service {}", key("bad"))), "the other replica has no such Service");
 }
 
 #[test]
-fn a_step_tells_whether_a_rejection_stands() {
+fn a_step_states_whether_a_rejection_is_in_force() {
     let mut agent = Agent::following(&replica(7));
     let mut has_rejections = |mut message: v1::ServerMessage, is_bad: bool| {
         if let (true, Some(Body::Batch(wire))) = (is_bad, &mut message.body) {
@@ -556,12 +560,16 @@ fn a_step_tells_whether_a_rejection_stands() {
         steps.collect::<Vec<_>>()
     };
     assert_eq!(has_rejections(batch(2, 3, &[service("bad", 1)]), true), [true]);
-    assert_eq!(has_rejections(batch(3, 4, &[endpoint("web", 7, 1)]), false), [true], "it still stands");
+    assert_eq!(has_rejections(batch(3, 4, &[endpoint("web", 7, 1)]), false), [true], "the rejection is still in force");
     assert_eq!(has_rejections(batch(4, 5, &[service("bad", 1)]), false), [false]);
     let foreign = v1::Node { name: "node-2".into(), ..v1::Node::default() };
     let own_node = v1::OwnNode { revision: 1, node: Some(foreign), position: None };
     assert_eq!(has_rejections(message(Body::OwnNode(own_node)), false), [false; 0]);
-    assert_eq!(has_rejections(batch(5, 6, &[endpoint("web", 8, 1)]), false), [false], "each stream brings the Node");
+    assert_eq!(
+        has_rejections(batch(5, 6, &[endpoint("web", 8, 1)]), false),
+        [false],
+        "a rejected Node does not count, because each stream sends it"
+    );
 }
 
 fn any_change() -> impl Strategy<Value = Change> {
@@ -579,10 +587,10 @@ fn any_change() -> impl Strategy<Value = Change> {
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Two replicas commit the same changes, batched differently; an agent goes from one to the
-    /// other, and each stream is cut anywhere.
+    /// Two replicas commit the same changes in different batches. An agent alternates between them,
+    /// and each of its streams breaks after any message.
     #[test]
-    fn any_cuts_and_resumes_end_in_the_replicas_state(
+    fn an_agent_reaches_the_replicas_state_after_any_broken_streams(
         batches in prop::collection::vec(prop::collection::vec(any_change(), 1..8), 1..12),
         streams in prop::collection::vec((any::<bool>(), 0usize..12), 0..12),
         per_message in 1usize..5,
@@ -601,19 +609,19 @@ proptest! {
             replicas.iter_mut().for_each(|replica| replica.commit(batch.clone()));
         }
         agent.follow(&replicas[1], usize::MAX);
-        agent.assert_at(&replicas[1]);
+        agent.assert_holds(&replicas[1]);
         prop_assert!(agent.nacks.is_empty());
     }
 
-    /// Whatever comes, nothing panics, and what is held changes only by whole steps.
+    /// No message makes the agent panic.
     #[test]
-    fn nonsense_never_panics(bodies in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..60), 1..20)) {
+    fn malformed_messages_never_panic(bodies in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..60), 1..20)) {
         use prost::Message as _;
         let mut agent = Agent::following(&replica(7));
         for bytes in bodies {
-            if let Ok(message) = v1::ServerMessage::decode(bytes.as_slice()) && agent.take(message).is_err() {
+            if let Ok(message) = v1::ServerMessage::decode(bytes.as_slice()) && agent.receive(message).is_err() {
                 let _ = agent.hello();
-                let _ = agent.take(replica(7).welcome(ResumeMode::Full));
+                let _ = agent.receive(replica(7).welcome(ResumeMode::Full));
             }
         }
     }
