@@ -1,6 +1,6 @@
-# The recipes. Continuous integration runs `make test` and nothing else (.ci/run).
+# The recipes. Continuous integration runs only `make test` (.ci/run).
 #
-# `make help` prints what each target does, from the comments after the names of the targets.
+# `make help` prints each target with the comment after its name.
 
 keep := $(filter-out 0,$(KEEP))
 
@@ -10,7 +10,7 @@ keep := $(filter-out 0,$(KEEP))
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: ## Install what the tests and the demo need, and print what and why
+setup: ## Install missing programs for the tests and the demo, and print their purpose
 	@.ci/setup test
 
 build: ## Build every program in the debug profile, into target/debug

@@ -8,7 +8,8 @@ COPY . .
 RUN cargo build --release --locked -p headgate-node-agent
 
 FROM debian:bookworm-slim
-# This package contains both variants, for IPv4 and IPv6. The agent uses the variant of the node.
+# The package iptables contains both variants, for IPv4 and IPv6. The agent uses the variant that
+# the node uses.
 RUN apt-get update \
  && apt-get install --yes --no-install-recommends iptables kmod \
  && rm -rf /var/lib/apt/lists/*

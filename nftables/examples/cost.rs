@@ -1,6 +1,6 @@
 //! Measures transactions: the replacement of one map element and the load of a whole map, compared
-//! with `nft -f` if it is installed. It creates a table of its own in the current network namespace
-//! and deletes it at the end. Run it in a separate namespace, for example `ip netns exec NAME
+//! with `nft -f` if it is installed. It creates its own table in the current network namespace and
+//! deletes it at the end. Run it in a separate namespace, for example `ip netns exec NAME
 //! target/release/examples/cost`.
 
 use std::{

@@ -48,21 +48,21 @@ impl Nftables {
     /// Executes a transaction like [`Kernel::commit`] if `generation` is still the current one.
     ///
     /// # Errors
-    /// Those of [`Kernel::commit`]. [`NftablesError::is_of_past_generation`] holds if another
+    /// The errors of [`Kernel::commit`]. [`NftablesError::is_of_past_generation`] holds if another
     /// transaction changed any table of the network namespace in the meantime.
     pub fn commit_at(&mut self, transaction: &Transaction, generation: u32) -> Result<(), NftablesError> {
-        self.carry_out(transaction, Some(generation))
+        self.execute(transaction, Some(generation))
     }
 
-    fn carry_out(&mut self, transaction: &Transaction, generation: Option<u32>) -> Result<(), NftablesError> {
+    fn execute(&mut self, transaction: &Transaction, generation: Option<u32>) -> Result<(), NftablesError> {
         let mut faults = Vec::new();
         let requests = transaction.requests();
         let subsystem = libc::c_int::from(wire::SUBSYSTEM);
         let result = netfilter::transact(&mut self.connection, subsystem, generation, requests, |message, refusal| {
             faults.push(fault(transaction, message, refusal));
         });
-        // The kernel drops answers only if there are many, and only rejections are many. The
-        // received ones are sufficient.
+        // The kernel drops answers only if there are many. Only rejections can be so many, and the
+        // received rejections are sufficient.
         if faults.is_empty() { Ok(result?) } else { Err(NftablesError::Refused(faults)) }
     }
 
@@ -84,9 +84,9 @@ impl Nftables {
 
     /// Passes each element of a set to `each` without storing the list. If the result is
     /// [`Dumped::Interrupted`], another transaction in the network namespace interfered, and
-    /// elements may be missing or listed twice. The same may happen unnoticed while a set without a
-    /// size still grows its hash, some time after many elements were added. [`Kernel::elements`]
-    /// detects both cases.
+    /// elements may be missing or listed twice. Such a list may also end with [`Dumped::Whole`], if
+    /// a set without a size still grows its hash table after many elements were added.
+    /// [`Kernel::elements`] detects both cases.
     ///
     /// # Errors
     /// The kernel does not list the elements: `ENOENT` if the set does not exist. Elements already
@@ -134,7 +134,7 @@ impl Nftables {
         let Some((set, count)) = self.get(wire::get_set(table, set), read)? else {
             return Err(Refusal::of_code(libc::ENOENT).into());
         };
-        // Only lists of growing hashes are unreliable. If elements expire, the kernel counts some
+        // Only lists of hash tables that grow are unreliable. If elements expire, the kernel counts some
         // that it does not list.
         let may_grow = !set.flags.interval && (set.size.is_none() || set.flags.timeout || set.flags.dynamic);
         Ok(match count.and_then(|count| usize::try_from(count).ok()) {
@@ -208,7 +208,7 @@ impl Kernel for Nftables {
     }
 
     fn commit(&mut self, transaction: &Transaction) -> Result<(), NftablesError> {
-        self.carry_out(transaction, None)
+        self.execute(transaction, None)
     }
 
     fn tables(&mut self, family: Option<Family>) -> Result<Vec<Listed<Table>>, NftablesError> {

@@ -81,18 +81,18 @@ fn key(element: &Element) -> String {
 /// The reason for a rejection: the kernel's own text, or the meaning of its error number.
 pub(crate) fn reason(refusal: &Refusal) -> String {
     let text = match refusal.code {
-        libc::ERESTART => "the generation changed meanwhile: read the state anew".into(),
+        libc::ERESTART => "the generation changed in the meantime: read the state again".into(),
         libc::EMLINK | libc::ELOOP => "jumps form a loop, or are nested more than 16 chains deep".into(),
         libc::ENFILE => "the set is full".into(),
         libc::EBUSY => "it is in use, or exists with other properties".into(),
-        libc::EEXIST => "there is one already".into(),
-        libc::ENOENT => "it, or what it refers to, does not exist".into(),
+        libc::EEXIST => "it already exists".into(),
+        libc::ENOENT => "it, or an object that it refers to, does not exist".into(),
         libc::EPERM => "another socket owns the table, or the capability CAP_NET_ADMIN is missing".into(),
         libc::EOPNOTSUPP => "the kernel does not support this at all, or not in this chain".into(),
         _ => refusal.to_io_error().to_string(),
     };
     match &refusal.message {
-        Some(words) => format!("{text} ({words})"),
+        Some(kernel_text) => format!("{text} ({kernel_text})"),
         None => text,
     }
 }

@@ -155,8 +155,9 @@ impl Transaction {
         &self.requests
     }
 
-    /// Describes the faulty change. `index` is that of its message. `offset_bytes` is the position
-    /// of the fault in the message; if it lies within an element, the text names the element.
+    /// Describes the faulty change. `index` is the index of its message. `offset_bytes` is the
+    /// position of the fault in the message. If the position lies within an element, the text names
+    /// the element.
     pub(crate) fn describe(&self, index: Option<usize>, offset_bytes: Option<u32>) -> String {
         match index.and_then(|index| self.requests.get(index)) {
             Some(request) => describe::request(request, offset_bytes),

@@ -17,19 +17,19 @@ use crate::{
 
 /// Why a message is rejected: the error number and the index of the faulty element.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct No {
+pub(super) struct Rejection {
     pub(super) code: i32,
     pub(super) element: Option<usize>,
 }
 
-pub(super) type Applied = Result<(), No>;
+pub(super) type Applied = Result<(), Rejection>;
 
-/// Rejects with an error number.
-pub(super) fn no<T>(code: i32) -> Result<T, No> {
-    Err(No { code, element: None })
+/// A rejection with an error number.
+pub(super) fn reject<T>(code: i32) -> Result<T, Rejection> {
+    Err(Rejection { code, element: None })
 }
 
-impl From<Malformed> for No {
+impl From<Malformed> for Rejection {
     fn from(_: Malformed) -> Self {
         Self { code: libc::EINVAL, element: None }
     }
@@ -106,7 +106,7 @@ fn attempt(state: &mut State, port: u32, requests: &[Request], each: bool) -> Re
         if each && applied.is_ok() && running.needs_validation {
             applied = validate(running.state);
         }
-        if let Err(No { code, element }) = applied {
+        if let Err(Rejection { code, element }) = applied {
             let offset_bytes = element.and_then(|element| decode::offset_of_element(request.payload(), element));
             refused.push((index, Refusal { offset_bytes, ..Refusal::of_code(code) }));
         }
@@ -177,16 +177,16 @@ impl Running<'_> {
             }
             message::NEW_ELEMENTS => elements::add(self, flags, decode::elements(payload)?),
             message::DELETE_ELEMENTS => elements::delete(self, decode::elements(payload)?),
-            _ => no(libc::EINVAL),
+            _ => reject(libc::EINVAL),
         }
     }
 
     /// The table with a name, if the connection may change it.
-    pub(super) fn table(&mut self, name: &TableName) -> Result<&mut FakeTable, No> {
+    pub(super) fn table(&mut self, name: &TableName) -> Result<&mut FakeTable, Rejection> {
         let port = self.port;
-        let Some(table) = self.state.table_mut(name) else { return no(libc::ENOENT) };
+        let Some(table) = self.state.table_mut(name) else { return reject(libc::ENOENT) };
         if table.table.owned && table.table.owner_port != Some(port) {
-            return no(libc::EPERM);
+            return reject(libc::EPERM);
         }
         Ok(table)
     }
@@ -198,14 +198,14 @@ impl Running<'_> {
             let table = &mut found.table;
             let is_orphan = table.persistent && !table.owned;
             if table.owned && table.owner_port != Some(port) {
-                return no(libc::EPERM);
+                return reject(libc::EPERM);
             }
             if flags & EXCLUSIVE != 0 {
-                return no(libc::EEXIST);
+                return reject(libc::EEXIST);
             }
-            let stays = wanted.owned == table.owned || wanted.owned && is_orphan;
-            if !stays || wanted.persistent != table.persistent {
-                return no(libc::EOPNOTSUPP);
+            let keeps_owner = wanted.owned == table.owned || wanted.owned && is_orphan;
+            if !keeps_owner || wanted.persistent != table.persistent {
+                return reject(libc::EOPNOTSUPP);
             }
             table.owned = wanted.owned;
             table.owner_port = wanted.owner_port;
@@ -228,14 +228,14 @@ impl Running<'_> {
         let table = self.table(&wanted.table)?;
         if let Some(found) = table.chains.iter_mut().find(|chain| chain.chain.name == wanted.name) {
             if flags & EXCLUSIVE != 0 {
-                return no(libc::EEXIST);
+                return reject(libc::EEXIST);
             }
             return match (&mut found.chain.base, wanted.base) {
                 (_, None) => Ok(()),
-                (None, Some(_)) => no(libc::EOPNOTSUPP),
+                (None, Some(_)) => reject(libc::EOPNOTSUPP),
                 (Some(base), Some(wanted)) => {
-                    no_unless((wanted.hook, wanted.priority) == (base.hook, base.priority), libc::EOPNOTSUPP)?;
-                    no_unless(wanted.kind == base.kind, libc::EEXIST)?;
+                    require((wanted.hook, wanted.priority) == (base.hook, base.priority), libc::EOPNOTSUPP)?;
+                    require(wanted.kind == base.kind, libc::EEXIST)?;
                     base.policy = wanted.policy;
                     Ok(())
                 }
@@ -253,10 +253,10 @@ impl Running<'_> {
     }
 
     fn delete_chain(&mut self, table: &TableName, name: &str) -> Applied {
-        no_unless(self.table(table)?.chain(name).is_some(), libc::ENOENT)?;
+        require(self.table(table)?.chain(name).is_some(), libc::ENOENT)?;
         // Rules of the chain itself also count if they jump to it.
         let jumps = self.state.table(table).map_or(0, |found| self.state.jumps_to(found, name));
-        no_unless(jumps == 0, libc::EBUSY)?;
+        require(jumps == 0, libc::EBUSY)?;
         self.table(table)?.chains.retain(|chain| chain.chain.name != name);
         self.delete_unbound_sets(table);
         Ok(())
@@ -265,14 +265,14 @@ impl Running<'_> {
     fn new_rule(&mut self, flags: u16, part: decode::RulePart, position: Option<u64>) -> Applied {
         let place = match (part.handle, position) {
             (Some(handle), _) if flags & REPLACE != 0 => RulePosition::InsteadOf(handle),
-            _ if flags & CREATE == 0 => return no(libc::EINVAL),
+            _ if flags & CREATE == 0 => return reject(libc::EINVAL),
             (_, Some(position)) if flags & APPEND != 0 => RulePosition::Behind(position),
             (_, Some(position)) => RulePosition::Before(position),
             (_, None) if flags & APPEND != 0 => RulePosition::Last,
             (_, None) => RulePosition::First,
         };
         let table = self.table(&part.table)?;
-        let Some(chain) = part.chain.filter(|name| table.chain(name).is_some()) else { return no(libc::ENOENT) };
+        let Some(chain) = part.chain.filter(|name| table.chain(name).is_some()) else { return reject(libc::ENOENT) };
         let find = |handle: u64| {
             let rules = table.chain(&chain).map(|chain| chain.rules.as_slice()).unwrap_or_default();
             rules.iter().position(|(found, _)| *found == handle)
@@ -283,7 +283,7 @@ impl Running<'_> {
             RulePosition::Behind(handle) => find(handle).map(|at| at + 1),
             RulePosition::Before(handle) | RulePosition::InsteadOf(handle) => find(handle),
         };
-        let Some(at) = at else { return no(libc::ENOENT) };
+        let Some(at) = at else { return reject(libc::ENOENT) };
         let mut rule = Rule {
             table: part.table.clone(),
             chain: chain.clone(),
@@ -308,7 +308,7 @@ impl Running<'_> {
         let table = self.table(&part.table)?;
         let is_missing = |name: &String| table.chain(name).is_none();
         if part.chain.as_ref().is_some_and(is_missing) {
-            return no(libc::ENOENT);
+            return reject(libc::ENOENT);
         }
         let is_wanted = |chain: &&mut FakeChain| part.chain.as_ref().is_none_or(|name| chain.chain.name == *name);
         let mut deleted = false;
@@ -318,7 +318,7 @@ impl Running<'_> {
             deleted |= chain.rules.len() < count;
         }
         if part.handle.is_some() && !deleted {
-            return no(libc::ENOENT);
+            return reject(libc::ENOENT);
         }
         self.delete_unbound_sets(&part.table);
         Ok(())
@@ -328,10 +328,10 @@ impl Running<'_> {
     /// kept, because a later rule may use them.
     fn delete_unbound_sets(&mut self, name: &TableName) {
         let Some(table) = self.state.table_mut(name) else { return };
-        let gone = |table: &FakeTable, set: &FakeSet| {
+        let is_unused = |table: &FakeTable, set: &FakeSet| {
             set.set.flags.anonymous && set.id.is_none() && table.uses_of_set(set) == 0
         };
-        let all: Vec<u64> = table.sets.iter().filter(|set| gone(table, set)).map(|set| set.handle).collect();
+        let all: Vec<u64> = table.sets.iter().filter(|set| is_unused(table, set)).map(|set| set.handle).collect();
         table.sets.retain(|set| !all.contains(&set.handle));
         all.into_iter().for_each(|set| self.take_contents(set));
     }
@@ -346,12 +346,12 @@ impl Running<'_> {
             let changed = Set { size, timeout_ms, gc_interval_ms, ..set.clone() };
             let is_same =
                 Set { size, timeout_ms, gc_interval_ms, user_data: set.user_data.clone(), ..wanted } == changed;
-            no_unless(flags & EXCLUSIVE == 0 && is_same, libc::EEXIST)?;
+            require(flags & EXCLUSIVE == 0 && is_same, libc::EEXIST)?;
             *set = changed;
             return Ok(());
         }
         elements::check_set(&wanted)?;
-        no_unless(flags & CREATE != 0, libc::ENOENT)?;
+        require(flags & CREATE != 0, libc::ENOENT)?;
         if wanted.flags.anonymous {
             let names = (0..).map(|number: u32| wanted.name.replace("%d", &number.to_string()));
             let free = names.into_iter().find(|name| table.set(name).is_none());
@@ -365,8 +365,8 @@ impl Running<'_> {
 
     fn delete_set(&mut self, table: &TableName, name: &str) -> Applied {
         let found = self.table(table)?;
-        let Some(set) = found.set(name) else { return no(libc::ENOENT) };
-        no_unless(found.uses_of_set(set) == 0, libc::EBUSY)?;
+        let Some(set) = found.set(name) else { return reject(libc::ENOENT) };
+        require(found.uses_of_set(set) == 0, libc::EBUSY)?;
         let handle = set.handle;
         found.sets.retain(|set| set.handle != handle);
         self.take_contents(handle);
@@ -374,8 +374,8 @@ impl Running<'_> {
     }
 }
 
-pub(super) fn no_unless(holds: bool, code: i32) -> Applied {
-    if holds { Ok(()) } else { no(code) }
+pub(super) fn require(holds: bool, code: i32) -> Applied {
+    if holds { Ok(()) } else { reject(code) }
 }
 
 /// Checks whether a base chain of this type may use its hook.
@@ -387,5 +387,5 @@ fn check_base(base: &BaseChain) -> Applied {
         ChainType::Nat => !matches!(base.hook, Hook::Forward | Hook::Other(_)) && base.priority > CONNTRACK,
         ChainType::Route => base.hook == Hook::Output,
     };
-    no_unless(fits, libc::EOPNOTSUPP)
+    require(fits, libc::EOPNOTSUPP)
 }

@@ -129,8 +129,8 @@ pub(super) fn evaluate(walker: &mut Walker<'_>, table: &TableName, at: (u64, usi
         }
         Expression::ByteOrder { from, to, length, size, .. } => {
             let mut bytes = walker.load(*from, *length);
-            let turns = cfg!(target_endian = "little");
-            for number in bytes.chunks_mut(usize::try_from(*size).unwrap_or(1)).filter(|_| turns) {
+            let is_little_endian = cfg!(target_endian = "little");
+            for number in bytes.chunks_mut(usize::try_from(*size).unwrap_or(1)).filter(|_| is_little_endian) {
                 number.reverse();
             }
             walker.store(*to, &bytes)

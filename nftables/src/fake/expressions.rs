@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 
 use super::{
-    apply::{Applied, No, no, no_unless},
+    apply::{Applied, Rejection, reject, require},
     elements::check_jump,
     state::{FakeSet, FakeTable},
 };
@@ -20,19 +20,19 @@ struct Registers(HashSet<u32>);
 
 impl Registers {
     fn store(&mut self, to: Register, length: u32) -> Applied {
-        no_unless(length > 0, libc::EINVAL)?;
+        require(length > 0, libc::EINVAL)?;
         let words = to.index()..to.after(length).index();
-        no_unless(words.end <= WORDS, libc::ERANGE)?;
+        require(words.end <= WORDS, libc::ERANGE)?;
         self.0.extend(words);
         Ok(())
     }
 
     /// Since Linux 6.15 the kernel rejects reads of registers that no expression has written.
     fn load(&self, from: Register, length: u32) -> Applied {
-        no_unless(length > 0, libc::EINVAL)?;
+        require(length > 0, libc::EINVAL)?;
         let mut words = from.index()..from.after(length).index();
-        no_unless(words.end <= WORDS, libc::ERANGE)?;
-        no_unless(words.all(|word| self.0.contains(&word)), libc::ENODATA)
+        require(words.end <= WORDS, libc::ERANGE)?;
+        require(words.all(|word| self.0.contains(&word)), libc::ENODATA)
     }
 
     fn load_range(&self, range: Option<RegisterRange>, length: u32) -> Applied {
@@ -63,21 +63,21 @@ fn check(table: &FakeTable, registers: &mut Registers, expression: &mut Expressi
             registers.store(*to, ct_length(*key, *direction, family)?)
         }
         Expression::SetConntrack { key, from } => {
-            no_unless(*key == CtKey::Mark, libc::EOPNOTSUPP)?;
+            require(*key == CtKey::Mark, libc::EOPNOTSUPP)?;
             registers.load(*from, 4)
         }
         Expression::Compare { register, value, .. } => registers.load(*register, length(&value.0)),
         Expression::Range { register, first, last, .. } => {
-            no_unless(first.0.len() == last.0.len(), libc::EINVAL)?;
+            require(first.0.len() == last.0.len(), libc::EINVAL)?;
             registers.load(*register, length(&first.0))
         }
         Expression::Bitwise { from, to, mask, xor } => {
-            no_unless(mask.0.len() == xor.0.len(), libc::EINVAL)?;
+            require(mask.0.len() == xor.0.len(), libc::EINVAL)?;
             registers.load(*from, length(&mask.0))?;
             registers.store(*to, length(&mask.0))
         }
         Expression::ByteOrder { from, to, length, size, .. } => {
-            no_unless(matches!(size, 2 | 4 | 8), libc::EINVAL)?;
+            require(matches!(size, 2 | 4 | 8), libc::EINVAL)?;
             registers.load(*from, *length)?;
             registers.store(*to, *length)
         }
@@ -87,39 +87,39 @@ fn check(table: &FakeTable, registers: &mut Registers, expression: &mut Expressi
             match (*result, found.set.data) {
                 (LookupResult::Present | LookupResult::Absent, None) => Ok(()),
                 (LookupResult::Present | LookupResult::Absent, Some(_)) => {
-                    no_unless(!found.set.flags.anonymous, libc::EINVAL)
+                    require(!found.set.flags.anonymous, libc::EINVAL)
                 }
                 (LookupResult::Into(to), Some(SetData::Values(data))) => registers.store(to, data.length_bytes),
                 (LookupResult::Verdict, Some(SetData::Verdicts)) => Ok(()),
-                _ => no(libc::EINVAL),
+                _ => reject(libc::EINVAL),
             }
         }
         Expression::Immediate { to, value } => registers.store(*to, length(&value.0)),
         Expression::Verdict(verdict) => verdict.chain().map_or(Ok(()), |chain| check_jump(table, chain)),
         Expression::NumberGenerator { modulus, offset, to, .. } => {
-            no_unless(*modulus > 0, libc::ERANGE)?;
-            no_unless(offset.checked_add(*modulus - 1).is_some(), libc::EOVERFLOW)?;
+            require(*modulus > 0, libc::ERANGE)?;
+            require(offset.checked_add(*modulus - 1).is_some(), libc::EOVERFLOW)?;
             registers.store(*to, 4)
         }
         Expression::Hash { from, length, modulus, offset, to, .. } => {
-            no_unless(*length > 0 && *length <= 255, libc::ERANGE)?;
+            require(*length > 0 && *length <= 255, libc::ERANGE)?;
             registers.load(*from, *length)?;
-            no_unless(*modulus > 0, libc::ERANGE)?;
-            no_unless(offset.checked_add(*modulus - 1).is_some(), libc::EOVERFLOW)?;
+            require(*modulus > 0, libc::ERANGE)?;
+            require(offset.checked_add(*modulus - 1).is_some(), libc::EOVERFLOW)?;
             registers.store(*to, 4)
         }
         Expression::Fib { result, flags, to } => {
             let both = crate::FibFlags::SOURCE | crate::FibFlags::DESTINATION;
             let asked = flags.0 & both.0;
-            no_unless(asked != 0 && asked != both.0, libc::EINVAL)?;
+            require(asked != 0 && asked != both.0, libc::EINVAL)?;
             registers.store(*to, fib_length(*result))
         }
         Expression::Nat { family, address, port, .. } => {
             let addresses = address_length(*family);
             let of_table = table.table.name.family;
             let fits = of_table == Family::Inet || u32::from(of_table.number()) == family.number();
-            no_unless(fits, libc::EOPNOTSUPP)?;
-            no_unless(address.is_none() || addresses > 0, libc::EAFNOSUPPORT)?;
+            require(fits, libc::EOPNOTSUPP)?;
+            require(address.is_none() || addresses > 0, libc::EAFNOSUPPORT)?;
             registers.load_range(*address, addresses)?;
             registers.load_range(*port, 2)
         }
@@ -130,7 +130,7 @@ fn check(table: &FakeTable, registers: &mut Registers, expression: &mut Expressi
             port.map_or(Ok(()), |port| registers.load(port, 2))
         }
         Expression::Socket { key, to } => registers.store(*to, if *key == SocketKey::Mark { 4 } else { 1 }),
-        Expression::Limit { rate, seconds, .. } => no_unless(*rate > 0 && *seconds > 0, libc::EINVAL),
+        Expression::Limit { rate, seconds, .. } => require(*rate > 0 && *seconds > 0, libc::EINVAL),
         Expression::Reject(_)
         | Expression::Counter { .. }
         | Expression::Log { .. }
@@ -140,9 +140,9 @@ fn check(table: &FakeTable, registers: &mut Registers, expression: &mut Expressi
 }
 
 /// Binds the rule to a set. A reference to an anonymous set is replaced by its name.
-fn bind<'a>(table: &'a FakeTable, name: &mut SetName) -> Result<&'a FakeSet, No> {
-    let Some(found) = table.set_of(name) else { return no(libc::ENOENT) };
-    no_unless(!(found.set.flags.anonymous && table.uses_of_set(found) > 0), libc::EBUSY)?;
+fn bind<'a>(table: &'a FakeTable, name: &mut SetName) -> Result<&'a FakeSet, Rejection> {
+    let Some(found) = table.set_of(name) else { return reject(libc::ENOENT) };
+    require(!(found.set.flags.anonymous && table.uses_of_set(found) > 0), libc::EBUSY)?;
     *name = found.set.name.as_str().into();
     Ok(found)
 }
@@ -150,15 +150,15 @@ fn bind<'a>(table: &'a FakeTable, name: &mut SetName) -> Result<&'a FakeSet, No>
 fn check_dynamic(table: &FakeTable, registers: &Registers, change: &mut DynamicSet) -> Applied {
     let set = &bind(table, &mut change.set)?.set;
     // A set that has a size and is not dynamic uses fixed buckets, which packets cannot change.
-    no_unless(set.flags.dynamic || set.flags.timeout || set.size.is_none(), libc::EOPNOTSUPP)?;
-    no_unless(!set.flags.constant, libc::EBUSY)?;
-    no_unless(change.timeout_ms.is_none() || set.flags.timeout, libc::EOPNOTSUPP)?;
+    require(set.flags.dynamic || set.flags.timeout || set.size.is_none(), libc::EOPNOTSUPP)?;
+    require(!set.flags.constant, libc::EBUSY)?;
+    require(change.timeout_ms.is_none() || set.flags.timeout, libc::EOPNOTSUPP)?;
     registers.load(change.key, set.key.length_bytes)?;
     match (set.data, change.data) {
         (None, None) => Ok(()),
-        (None, Some(_)) | (Some(SetData::Verdicts), Some(_)) => no(libc::EOPNOTSUPP),
+        (None, Some(_)) | (Some(SetData::Verdicts), Some(_)) => reject(libc::EOPNOTSUPP),
         (Some(SetData::Values(data)), Some(from)) => registers.load(from, data.length_bytes),
-        (Some(_), None) => no(libc::EINVAL),
+        (Some(_), None) => reject(libc::EINVAL),
     }
 }
 
@@ -171,7 +171,7 @@ pub(super) fn meta_length(key: MetaKey) -> u32 {
     }
 }
 
-fn ct_length(key: CtKey, direction: Option<Direction>, family: Family) -> Result<u32, No> {
+fn ct_length(key: CtKey, direction: Option<Direction>, family: Family) -> Result<u32, Rejection> {
     let (length, needs_direction) = match key {
         CtKey::Direction | CtKey::L3Protocol | CtKey::Protocol => (1, false),
         CtKey::State | CtKey::Status | CtKey::Mark | CtKey::Expiration | CtKey::Id => (4, false),
@@ -182,7 +182,7 @@ fn ct_length(key: CtKey, direction: Option<Direction>, family: Family) -> Result
         CtKey::Source | CtKey::Destination => (16, true),
     };
     let is_optional = matches!(key, CtKey::L3Protocol | CtKey::Protocol);
-    no_unless(is_optional || direction.is_some() == needs_direction, libc::EINVAL)?;
+    require(is_optional || direction.is_some() == needs_direction, libc::EINVAL)?;
     Ok(length)
 }
 

@@ -24,14 +24,14 @@ pub(super) fn scale(hash: u32, modulus: u32) -> u32 {
     u32::try_from((u64::from(hash) * u64::from(modulus)) >> 32).unwrap_or_default()
 }
 
-/// Whole blocks are read in the machine's byte order.
+/// Adds a whole block, which is read in the machine's byte order.
 fn add(state: &mut [u32; 3], block: &[u8]) {
     for (word, bytes) in state.iter_mut().zip(block.chunks_exact(4)) {
         *word = word.wrapping_add(u32::from_ne_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]));
     }
 }
 
-/// The last bytes are read in little-endian order on every machine.
+/// Adds the last bytes, which are read in little-endian order on every machine.
 fn add_last(state: &mut [u32; 3], bytes: &[u8]) {
     for (word, bytes) in state.iter_mut().zip(bytes.chunks(4)) {
         let number = bytes.iter().rev().fold(0, |number: u32, byte| number << 8 | u32::from(*byte));

@@ -174,15 +174,15 @@ impl State {
         let rules = table.chains.iter().flat_map(|chain| &chain.rules);
         let direct = rules.flat_map(|(_, rule)| &rule.expressions).filter(|found| jump(found) == Some(chain)).count();
         let elements = table.sets.iter().filter(|set| set.set.data == Some(crate::SetData::Verdicts));
-        let leads = |stored: &&Stored| match &stored.element.data {
+        let jumps = |stored: &&Stored| match &stored.element.data {
             Some(ElementData::Verdict(verdict)) => verdict.chain() == Some(chain),
             _ => false,
         };
-        direct + elements.flat_map(|set| self.contents_of(set)).filter(leads).count()
+        direct + elements.flat_map(|set| self.contents_of(set)).filter(jumps).count()
     }
 }
 
-/// Generation 0 does not exist.
+/// The generation after this one. Generation 0 does not exist.
 pub(super) fn next_generation(generation: u32) -> u32 {
     generation.checked_add(1).unwrap_or(1)
 }

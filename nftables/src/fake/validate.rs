@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 
 use super::{
-    apply::{Applied, no_unless},
+    apply::{Applied, require},
     state::{FakeChain, FakeTable, State, jump, set_name},
 };
 use crate::{BaseChain, ChainType, ElementData, Expression, FibFlags, FibResult, Hook, NatKind, SetData, Verdict};
@@ -33,12 +33,12 @@ fn validate_chain<'a>(
     depth: usize,
     seen: &mut HashMap<&'a str, usize>,
 ) -> Applied {
-    no_unless(depth < DEEPEST, libc::EMLINK)?;
+    require(depth < DEEPEST, libc::EMLINK)?;
     if seen.get(chain.chain.name.as_str()).is_some_and(|seen| *seen >= depth) {
         return Ok(());
     }
     for expression in chain.rules.iter().flat_map(|(_, rule)| &rule.expressions) {
-        no_unless(fits(base, expression), libc::EOPNOTSUPP)?;
+        require(fits(base, expression), libc::EOPNOTSUPP)?;
         let mut targets: Vec<&str> = jump(expression).into_iter().collect();
         // The kernel follows the verdicts of the map here, for every kind of lookup.
         let map = set_name(expression).and_then(|name| table.set_of(name));

@@ -139,8 +139,9 @@ impl Walker<'_> {
             contents.get(&exact)
         };
         let found = found.cloned().filter(|_| !self.misses((set.handle, exact)));
-        let others = || self.state.contents.get(&set.handle)?.values().find(|stored| stored.element.catch_all).cloned();
-        let found = found.or_else(others)?;
+        let catch_all =
+            || self.state.contents.get(&set.handle)?.values().find(|stored| stored.element.catch_all).cloned();
+        let found = found.or_else(catch_all)?;
         self.count_element(set, &found);
         Some(found)
     }

@@ -103,7 +103,8 @@ pub(crate) fn new_chain(payload: &[u8]) -> Result<Listed<Chain>, Malformed> {
     Ok(Listed { handle: fields.u64(chain::HANDLE)?.unwrap_or_default(), object })
 }
 
-/// Notifications of deleted chains contain a hook attribute without its number.
+/// Decodes the properties of a base chain. Notifications of deleted chains contain a hook attribute
+/// without its number; the result is then none.
 fn base_chain(family: Family, fields: &Fields<'_>, hook: &Fields<'_>) -> Result<Option<BaseChain>, Malformed> {
     let kind = fields.text(chain::TYPE)?.and_then(|name| ChainType::of_name(&name)).unwrap_or(ChainType::Filter);
     let Some(number) = hook.u32(chain::HOOK_NUMBER)? else { return Ok(None) };

@@ -1,5 +1,5 @@
-//! Encoding of expressions. Each expression has its own attribute numbers. The numbers are those of
-//! `linux/netfilter/nf_tables.h`; the attributes are in the order in which `nft` writes them.
+//! Encoding of expressions. Each expression has its own attribute numbers, which
+//! `linux/netfilter/nf_tables.h` defines. The attributes are in the order in which `nft` writes them.
 
 use headgate_netlink::Request;
 
@@ -200,7 +200,8 @@ fn put_attributes(data: Request, expression: &Expression) -> Request {
     }
 }
 
-/// Here `NFPROTO_UNSPEC` means both families, unlike in translations.
+/// The family number of a transparent proxy. `NFPROTO_UNSPEC` means both families, unlike in
+/// translations.
 fn proxy_family(family: AddressFamily) -> u32 {
     if family == AddressFamily::Inet { 0 } else { family.number() }
 }

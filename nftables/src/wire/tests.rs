@@ -22,7 +22,7 @@ fn hex(request: &headgate_netlink::Request) -> String {
 /// priority dstnat; policy accept; } }`, without user data.
 #[cfg(target_endian = "little")]
 #[test]
-fn messages_are_those_of_nft() {
+fn messages_equal_the_messages_of_nft() {
     let name = "01000000 06000100 74000000 ";
     assert_eq!(hex(&new_table(&Table::new(table()), Existing::Kept)), format!("{name}08000200 00000000 "));
     let pre = BaseChain { kind: ChainType::Nat, hook: Hook::Prerouting, priority: -100, policy: Policy::Accept };
@@ -94,7 +94,7 @@ fn long_lists_of_elements_are_divided_without_loss() {
     for index in [0, 7, 500] {
         let payload = requests[0].payload();
         let offset = decode::offset_of_element(payload, index).unwrap();
-        // The offset of an error is that of the element or of an attribute within it.
+        // The offset of an error points to the element or to an attribute within it.
         for within in [0, 4, 12] {
             let (found, _) = decode::element_at(payload, offset as usize + within).unwrap();
             assert_eq!(found, index);
@@ -150,7 +150,7 @@ fn requests() -> Vec<headgate_netlink::Request> {
 
 proptest! {
     #[test]
-    fn any_bytes_are_read_or_an_error(
+    fn any_bytes_decode_or_return_an_error(
         changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..6),
         of in any::<prop::sample::Index>(), cut in 0..400_usize, other in prop::collection::vec(any::<u8>(), 0..100),
     ) {

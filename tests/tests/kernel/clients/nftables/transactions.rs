@@ -64,20 +64,20 @@ fn errors_name_the_message_the_element_and_the_reason() {
                     Some(1),
                     Some(10),
                     libc::EEXIST,
-                    "adding element 0x03000000 of set pairs of table inet shop: there is one already".to_owned()
+                    "adding element 0x03000000 of set pairs of table inet shop: it already exists".to_owned()
                 ),
                 (
                     Some(2),
                     Some(1),
                     libc::ENOENT,
-                    "deleting element 0x63000000 of set pairs of table inet shop: it, or what it refers to, does not exist"
+                    "deleting element 0x63000000 of set pairs of table inet shop: it, or an object that it refers to, does not exist"
                         .to_owned()
                 ),
                 (
                     Some(3),
                     None,
                     libc::ENOENT,
-                    "adding a rule of chain nobody of table inet shop: it, or what it refers to, does not exist"
+                    "adding a rule of chain nobody of table inet shop: it, or an object that it refers to, does not exist"
                         .to_owned()
                 ),
             ]
