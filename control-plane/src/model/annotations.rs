@@ -1,5 +1,5 @@
-//! Annotations by which a Service asks for what the API has no field for. One that cannot be read
-//! means nothing: the Service is served as if it were not there, and the problem is shown.
+//! Annotations of Services, for settings that the API has no field for. An annotation that cannot
+//! be read is ignored and reported as a problem.
 
 use headgate_core::{Service, ipvs::Scheduler};
 
@@ -10,10 +10,10 @@ const SCHEDULER: &str = "headgate.io/scheduler";
 const HEALTH_CHECK: &str = "headgate.io/health-check";
 const INTERVAL: &str = "headgate.io/health-check-interval";
 
-/// Bounds of the interval of health checks.
+/// Bounds of the interval of health checks, in milliseconds.
 const INTERVAL_MS: std::ops::RangeInclusive<u64> = 500..=3_600_000;
 
-/// Reads them into a service.
+/// Reads the annotations into a service.
 pub(super) fn read(annotations: &Annotations, service: &mut Service, findings: &mut Findings) {
     if let Some(name) = &annotations.scheduler {
         match Scheduler::parse(name) {
@@ -45,7 +45,7 @@ pub(super) fn read(annotations: &Annotations, service: &mut Service, findings: &
     }
 }
 
-/// A whole number and its unit: `500ms`, `5s`, `1m`, `1h`.
+/// Parses a whole number with a unit: `500ms`, `5s`, `1m`, `1h`.
 fn milliseconds(text: &str) -> Option<u64> {
     let digits = text.find(|c: char| !c.is_ascii_digit())?;
     let (number, unit) = text.split_at(digits);

@@ -1,4 +1,4 @@
-//! ServiceCIDRs: where ClusterIPs come from.
+//! ServiceCIDRs: the ranges of ClusterIPs.
 
 use headgate_core::ServiceCidr;
 

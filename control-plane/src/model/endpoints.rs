@@ -1,12 +1,12 @@
 //! Endpoints: the union of a service's EndpointSlices.
 //!
-//! Several slices may carry an address. Its ports are the union over them. Conditions, node, zone
-//! and hints belong to address and port: each port has those of the slices that list this port.
-//! Where several do, the slice whose name comes last counts, but a terminating entry never replaces
-//! another. kube-proxy decides by the same rule (`addEndpoints` in
-//! `pkg/proxy/endpointslicecache.go`), with slices in random order. Here the result depends on the
-//! slices that there are, never on the order in which they came. A change of one slice visits the
-//! addresses that it touches.
+//! Several slices may contain the same address. Its ports are the union over these slices.
+//! Conditions, node, zone and hints belong to an address and a port, and come from the slice that
+//! lists this port. If several slices list the same port, the slice whose name comes last counts,
+//! but a terminating entry never replaces another entry. kube-proxy decides by the same rule
+//! (`addEndpoints` in `pkg/proxy/endpointslicecache.go`), but in random order of slices. Here the
+//! result depends only on the present slices, and not on the order in which they arrived. A change
+//! of one slice visits only the addresses that it changes.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -23,8 +23,8 @@ use super::{
 };
 use crate::objects::ObjectKey;
 
-/// The slices of a service that have addresses of one family. What they come to is computed when it
-/// is asked for: nearly all services have one such slice, which says it all.
+/// The slices of a service with addresses of one family. Endpoints are computed when they are
+/// needed: nearly all services have only one such slice, so little is gained by keeping them.
 #[derive(Debug, Default)]
 enum Carriers {
     #[default]
@@ -35,8 +35,9 @@ enum Carriers {
 
 #[derive(Debug, Default)]
 struct Several {
+    /// Number of slices.
     slices: usize,
-    /// Slices that carry an address, in order of name.
+    /// The slices that contain each address, in order of name.
     by_address: HashMap<IpAddr, Vec<Arc<ObjectKey>>>,
 }
 
@@ -58,7 +59,7 @@ impl Several {
 }
 
 impl Carriers {
-    /// Slices among which are all that carry an address, in order of name.
+    /// The slices that may contain an address, in order of name. No other slice contains it.
     fn of(&self, address: IpAddr) -> &[Arc<ObjectKey>] {
         match self {
             Self::None => &[],
@@ -68,11 +69,11 @@ impl Carriers {
     }
 }
 
-/// An address before the change that is going on.
+/// The endpoint of an address before the pending changes.
 #[derive(Debug)]
 struct Before {
     endpoint: Option<Endpoint>,
-    /// The oldest trigger of the changes since; 0 if none said.
+    /// The oldest trigger time of the changes since then; 0 if none has one.
     trigger_unix_ms: u64,
 }
 
@@ -80,26 +81,28 @@ struct Before {
 #[derive(Debug)]
 pub(super) struct EndpointChange {
     pub(super) address: IpAddr,
-    /// `None` if it is gone.
+    /// `None` if the endpoint was removed.
     pub(super) endpoint: Option<Endpoint>,
     pub(super) trigger_unix_ms: u64,
 }
 
-/// Slices that disagree on a port of an address; `None` if they now agree.
+/// An address on which slices have begun or ceased to disagree about a port.
 #[derive(Debug)]
 pub(super) struct SliceConflict {
     pub(super) service: ServiceKey,
     pub(super) address: IpAddr,
-    /// The slice that counts, and one that says otherwise.
+    /// The slice that counts, and one that contradicts it; `None` if the slices now agree.
     pub(super) slices: ConflictingSlices,
 }
 
-/// All slices, and what they come to.
+/// All slices, and the changes of endpoints that result from them.
 #[derive(Debug, Default)]
 pub(super) struct Endpoints {
+    /// The slices in use, and whether this version of the slice is good.
     slices: HashMap<Arc<ObjectKey>, (Slice, bool)>,
-    /// For IPv4 and IPv6.
+    /// The slices of each service, for IPv4 and for IPv6.
     services: HashMap<ServiceKey, [Carriers; 2]>,
+    /// The endpoints before the pending changes.
     before: BTreeMap<ServiceKey, BTreeMap<IpAddr, Before>>,
     conflicts: Vec<SliceConflict>,
     visits: u64,
@@ -126,13 +129,13 @@ impl Endpoints {
         self.slices.is_empty() && self.services.is_empty() && self.before.is_empty()
     }
 
-    /// Addresses that were merged so far: the measure of work done.
+    /// How many addresses have been merged so far, as a measure of the work.
     pub(super) fn visits(&self) -> u64 {
         self.visits
     }
 
-    /// Puts, changes or removes a slice. `times_changes`: whether its trigger time is about this
-    /// change, which it is not in a list.
+    /// Adds, changes or removes a slice. `times_changes` says whether the trigger time of the slice
+    /// belongs to this change. In a list it does not.
     pub(super) fn set(
         &mut self,
         key: &ObjectKey,
@@ -154,8 +157,8 @@ impl Endpoints {
         let old_service = old.map(|old| old.service.clone());
         let new_service = slice.as_ref().map(|new| new.service.clone());
         let has_moved = old_service != new_service;
-        // Whether this slice carries an address of a service afterwards, and what the address was
-        // before.
+        // For each changed address: its service, whether the slice contains it after the change,
+        // and its endpoint before the change.
         let mut visited = Vec::with_capacity(touched.len());
         for (address, in_old, in_new) in touched {
             let left = old_service.as_ref().filter(|_| in_old && (has_moved || !in_new));
@@ -180,7 +183,7 @@ impl Endpoints {
         self.services.get(service).map(|carriers| carriers[family(address)].of(address)).unwrap_or_default()
     }
 
-    /// Notes where a slice that was `old` carries addresses now.
+    /// Updates the slices of services after a slice has changed from `old` to its present version.
     fn move_carrier(
         &mut self,
         key: &Arc<ObjectKey>,
@@ -191,7 +194,7 @@ impl Endpoints {
         let was = old.and_then(place);
         let is = self.slices.get(key).and_then(|(slice, _)| place(slice));
         if was == is {
-            // Nothing to note for the only slice.
+            // A service with only this slice needs no update.
             for (service, address, carries, _) in visited {
                 if let Some(Carriers::Several(several)) =
                     self.services.get_mut(*service).map(|carriers| &mut carriers[family(*address)])
@@ -253,7 +256,7 @@ impl Endpoints {
         }
     }
 
-    /// Takes note of what an address was before, if that is not what it is now.
+    /// Records the endpoint of an address before the change, if it differs from the present one.
     fn note(
         &mut self,
         service: &ServiceKey,
@@ -280,12 +283,12 @@ impl Endpoints {
         }
     }
 
-    /// Addresses on which slices began or ceased to disagree, since the last call.
+    /// The addresses on which slices have begun or ceased to disagree since the last call.
     pub(super) fn take_conflicts(&mut self) -> Vec<SliceConflict> {
         std::mem::take(&mut self.conflicts)
     }
 
-    /// What differs since the last call, by service and address.
+    /// The endpoints that differ since the last call, by service and address.
     pub(super) fn take_changes(&mut self, interner: &mut Interner) -> BTreeMap<ServiceKey, Vec<EndpointChange>> {
         let mut changes = BTreeMap::new();
         for (service, addresses) in std::mem::take(&mut self.before) {
@@ -304,11 +307,12 @@ impl Endpoints {
     }
 }
 
-/// Index of an address's family in a service's carriers.
+/// Index of the address's family in the arrays of `Endpoints::services`.
 fn family(address: IpAddr) -> usize {
     usize::from(address.is_ipv6())
 }
 
+/// The earlier of two trigger times, where 0 means unknown.
 fn older(a_unix_ms: u64, b_unix_ms: u64) -> u64 {
     match (a_unix_ms, b_unix_ms) {
         (0, other) | (other, 0) => other,
@@ -316,7 +320,8 @@ fn older(a_unix_ms: u64, b_unix_ms: u64) -> u64 {
     }
 }
 
-/// Addresses for which two versions of a slice differ, and in which of the two each is.
+/// The addresses on which two versions of a slice differ, with whether the old and the new version
+/// contain the address.
 fn touched(old: Option<&Slice>, new: Option<&Slice>) -> Vec<(IpAddr, bool, bool)> {
     let is_other = match (old, new) {
         (Some(old), Some(new)) => old.ports != new.ports || old.service != new.service,
@@ -352,7 +357,7 @@ fn touched(old: Option<&Slice>, new: Option<&Slice>) -> Vec<(IpAddr, bool, bool)
 
 type ConflictingSlices = Option<(Arc<ObjectKey>, Arc<ObjectKey>)>;
 
-/// What one slice says of an address.
+/// The entry of one slice for an address.
 #[derive(Clone, Copy)]
 struct Entry<'a> {
     slice: &'a Arc<ObjectKey>,
@@ -361,8 +366,8 @@ struct Entry<'a> {
 }
 
 impl Entry<'_> {
-    /// The endpoint, if this slice alone gives it ports; `None` without any, since nothing can be
-    /// sent to it.
+    /// The endpoint with the ports of this slice only; `None` if there are none, because nothing
+    /// can be sent to it.
     fn alone(self, address: IpAddr) -> Option<Endpoint> {
         (!self.ports.is_empty()).then(|| Endpoint {
             address,
@@ -377,7 +382,7 @@ impl Entry<'_> {
     }
 }
 
-/// One address from all slices that carry it.
+/// Merges the entries of all slices for one address.
 fn merge(
     slices: &HashMap<Arc<ObjectKey>, (Slice, bool)>,
     address: IpAddr,

@@ -1,5 +1,5 @@
-//! One copy of each string, list and placement: a cluster has few different ones, and many
-//! endpoints.
+//! Shared copies of strings, lists and placements. A cluster has many endpoints, but few different
+//! values of these.
 
 use std::sync::Arc;
 
@@ -50,7 +50,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_means_the_same_is_one() {
+    fn equal_values_share_one_copy() {
         let mut interner = Interner::default();
         let port = |port| EndpointPort::new("http", Protocol::Tcp, port);
         let ports = interner.ports(vec![port(80), port(8080)]);

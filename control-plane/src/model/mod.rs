@@ -1,10 +1,10 @@
-//! From Kubernetes objects to changes of the shared state. No I/O, no clock: events in, changes and
-//! problems out.
+//! Turns events of Kubernetes objects into changes of the shared state, and into problems. The
+//! model uses no I/O and no clock.
 //!
-//! What comes out depends on the objects that there are, not on the order of events; and each event
-//! costs in proportion to what it changes: a slice's change visits that slice's addresses. Events
-//! add up until [`Model::take`], where what ended as it began drops out. What happens to bad
-//! objects is said in `object_set.rs`.
+//! The result depends on the present objects, and not on the order of events. The cost of an event
+//! is proportional to what it changes: the change of a slice visits only the addresses that differ.
+//! Events add up until [`Model::take_changes`], which leaves out objects that have returned to
+//! their old value. `object_set.rs` describes how invalid objects are treated.
 
 mod annotations;
 mod cidrs;
@@ -38,26 +38,26 @@ use crate::{
     transaction::{NodeChange, Problem, TriggeredChange},
 };
 
-/// An object as a source got it.
+/// One event of a source, about one object.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Event {
-    /// Added or changed.
+    /// The object was added or changed.
     Apply(Box<Object>),
-    /// There, but it could not be decoded: why, and the field if known.
+    /// The object exists, but it cannot be decoded.
     Undecodable {
-        /// Which object.
+        /// The object.
         key: ObjectKey,
-        /// Such as `spec.ports[0].port`, or empty.
+        /// The field, such as `spec.ports[0].port`; empty if it is unknown.
         field: String,
         /// What is wrong.
         message: String,
     },
-    /// Gone.
+    /// The object was deleted.
     Delete(ObjectKey),
 }
 
 impl Event {
-    /// The object that it is about.
+    /// The key of the object.
     #[must_use]
     pub fn key(&self) -> ObjectKey {
         match self {
@@ -67,7 +67,7 @@ impl Event {
     }
 }
 
-/// The objects in use, and what changed since it was last asked.
+/// The objects in use, and the changes that have not been taken yet.
 #[derive(Debug, Default)]
 pub struct Model {
     services: ObjectSet<ServiceKey, Service>,
@@ -79,18 +79,18 @@ pub struct Model {
 }
 
 impl Model {
-    /// Takes in one event. `origin` is where the object stands, such as `web.yaml, document 2`;
-    /// empty for the Kubernetes API.
+    /// Applies one event. `origin` is the place of the object, such as `web.yaml, document 2`; it
+    /// is empty for the Kubernetes API.
     ///
-    /// Returns the number of problems that were not there before, for counting.
+    /// Returns the number of new problems.
     pub fn event(&mut self, event: Event, origin: &str) -> usize {
         self.take_in(event, origin, true)
     }
 
-    /// Takes in a complete list of a kind: what is not in it is gone. Deletions in it count for
-    /// nothing.
+    /// Applies a complete list of a kind. Objects that are not in the list are removed. Deletions
+    /// in the list are ignored.
     ///
-    /// Returns the number of problems that were not there before.
+    /// Returns the number of new problems.
     pub fn replace(&mut self, kind: ObjectKind, listed: Vec<Event>) -> usize {
         let mut gone: HashSet<ObjectKey> = self.keys(kind).into_iter().collect();
         let mut new_problems = 0;
@@ -106,21 +106,21 @@ impl Model {
         new_problems
     }
 
-    /// Notes what is wrong with a location that is no object, such as a file; an empty list clears
-    /// it.
+    /// Replaces the problems of a location that is not an object, such as a file. An empty list
+    /// clears them.
     ///
-    /// Returns the number of problems that were not there before.
+    /// Returns the number of new problems.
     pub fn set_location_problems(&mut self, location: &str, problems: Vec<Problem>) -> usize {
         self.problems.set(Subject::Location(location.to_owned()), problems)
     }
 
-    /// The sorted list of all problems, if it changed since the last call.
+    /// The sorted list of all problems, if it has changed since the last call.
     pub fn take_problems(&mut self) -> Option<Vec<Problem>> {
         self.problems.take()
     }
 
-    /// What changed since the last call, grouped by service; what is added comes before what refers
-    /// to it, services that are gone come last.
+    /// The changes since the last call, grouped by service. A new endpoint comes before its
+    /// service. Removed services come last, together with their endpoints.
     pub fn take_changes(&mut self) -> (Vec<TriggeredChange>, Vec<NodeChange>) {
         let mut changes = Vec::new();
         let mut removals = Vec::new();
@@ -160,13 +160,13 @@ impl Model {
         (changes, nodes)
     }
 
-    /// Endpoint addresses that were merged so far: the measure of work done.
+    /// How many endpoint addresses have been merged so far, as a measure of the work.
     #[must_use]
     pub fn merged_addresses(&self) -> u64 {
         self.endpoints.visits()
     }
 
-    /// Objects of a kind that are in use, or that something is wrong with.
+    /// The objects of a kind that are in use or have problems.
     fn keys(&self, kind: ObjectKind) -> Vec<ObjectKey> {
         let mut keys: Vec<ObjectKey> = match kind {
             ObjectKind::Service => {
@@ -208,7 +208,7 @@ impl Model {
         }
     }
 
-    /// Removes an object if nothing was found, else treats it as one of which nothing can be used.
+    /// Removes an object. With findings, it is treated as an object without a usable value instead.
     fn put_nothing(&mut self, key: &ObjectKey, findings: Findings, origin: &str) -> usize {
         match key.kind {
             ObjectKind::Service => self.put_service(key, Reading { value: None, findings }, origin),
@@ -283,8 +283,8 @@ impl Model {
                 object: format!("Service {service}"),
                 field: format!("endpoint {address}"),
                 message: format!(
-                    "{used} and {other} list the same port of it with different conditions, node, zone or hints, or give it \
-                     too many ports together: keep it in one of them; {used} is used"
+                    "{used} and {other} list the same port of this endpoint with different conditions, node, zone or hints, or give it \
+                     too many ports together: keep the endpoint in one of the two; {used} is used"
                 ),
                 origin: String::new(),
             };

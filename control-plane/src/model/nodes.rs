@@ -1,4 +1,4 @@
-//! Nodes: what each node's own agent needs to know of it.
+//! Nodes: the fields that the agent of each node needs.
 
 use std::net::IpAddr;
 
@@ -7,7 +7,7 @@ use headgate_core::Node;
 use super::{intern::Interner, object_set::Reading, parse, problems::Findings, size};
 use crate::objects;
 
-/// The taint by which the cluster autoscaler says that a node is about to go.
+/// The taint that the cluster autoscaler sets before it deletes a node.
 const TO_BE_DELETED_TAINT: &str = "ToBeDeletedByClusterAutoscaler";
 
 /// Reads a Node.

@@ -1,51 +1,52 @@
-//! Objects of one kind as they are in use, and the rule for bad ones.
+//! The objects of one kind that are in use, and the rule for invalid objects.
 //!
-//! The rule: **a bad object never withdraws a live one.** Findings come in three reaches.
-//! - An *entry* (an externalIP, a load balancer address, an endpoint, an address of a Node): it is
-//!   left out, the rest of that same version is used. Such lists change by entries, and holding an
-//!   old version for one would keep sending traffic to others that are gone.
-//! - An *annotation* of ours: it means nothing, as if it were not there, and the rest is used.
-//! - The *object* (ports, ClusterIPs, policies, source ranges, labels that say what it belongs to,
-//!   text that does not decode): the last good version stays in use as a whole, for as long as the
-//!   object is bad. Where there was none, what of it can be used is used, unless that would open
-//!   what it means to close.
+//! The rule: **an invalid version of an object never removes a good version.** A finding concerns
+//! one of three parts:
+//! - An *entry* of a list (an externalIP, a load balancer address, an endpoint, an address of a
+//!   Node): the entry is left out, and the rest of the version is used. If the old version stayed
+//!   instead, traffic would still be sent to entries that the new version has removed.
+//! - A Headgate *annotation*: it is ignored, and the rest of the version is used.
+//! - The *object* (ports, ClusterIPs, policies, source ranges, labels that name the owner, text
+//!   that cannot be decoded): the last good version stays in use as a whole while the object is
+//!   invalid. Without a good version, the valid parts are used, unless this would allow traffic
+//!   that the object means to block.
 //!
-//! An object that is deleted goes, good or bad, and so does one whose new version says that it is
-//! nobody's business here (headless, ExternalName, handed to another proxy).
+//! A deleted object is removed, valid or not. An object is also removed when its new version is not
+//! for this proxy (headless, ExternalName, or served by another proxy).
 
 use std::{collections::HashMap, hash::Hash};
 
 use super::problems::Findings;
 
-/// An object as read.
+/// The result of reading an object.
 #[derive(Debug)]
 pub(super) struct Reading<T> {
-    /// What can be used of it.
+    /// The usable value, if there is one.
     pub(super) value: Option<T>,
-    /// What was found on the way.
+    /// The findings about the object.
     pub(super) findings: Findings,
 }
 
 impl<T> Reading<T> {
-    /// An object that needs no programming.
+    /// An object that this proxy does not serve.
     pub(super) fn nothing() -> Self {
         Self { value: None, findings: Findings::default() }
     }
 }
 
-/// How an object's new version is taken.
+/// How the new version of an object is used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Verdict {
-    /// As it is, entries aside.
+    /// The new version is used, except invalid entries.
     Taken,
-    /// The last good version stays.
+    /// The last good version stays in use.
     Kept,
-    /// Nothing good before: what can be used is used, possibly nothing.
+    /// There is no good version: the valid parts are used, or nothing.
     Partial,
 }
 
 impl Verdict {
-    /// From what was found, and whether a good version is in use.
+    /// Decides by the findings, and by whether a good version is in use.
     pub(super) fn of(findings: &Findings, has_good: bool) -> Self {
         match (findings.is_fit(), has_good) {
             (true, _) => Self::Taken,
@@ -54,7 +55,7 @@ impl Verdict {
         }
     }
 
-    /// For the end of a problem's message.
+    /// The end of a problem's message.
     pub(super) fn consequence(self, is_served: bool) -> &'static str {
         match (self, is_served) {
             (Self::Kept, _) => "its last good version stays in use",
@@ -64,9 +65,10 @@ impl Verdict {
     }
 }
 
-/// The values in use, with those before the change that is going on.
+/// The values in use, and the values before the pending changes.
 #[derive(Debug)]
 pub(super) struct ObjectSet<K, V> {
+    /// The value in use, and whether this version is good.
     held: HashMap<K, (V, bool)>,
     before: HashMap<K, Option<V>>,
 }
@@ -78,22 +80,22 @@ impl<K, V> Default for ObjectSet<K, V> {
 }
 
 impl<K: Hash + Eq + Clone + Ord, V: PartialEq + Clone> ObjectSet<K, V> {
-    /// Whether a good version of it is in use.
+    /// Whether a good version of the object is in use.
     pub(super) fn has_good(&self, key: &K) -> bool {
         self.held.get(key).is_some_and(|(_, is_good)| *is_good)
     }
 
-    /// Whether any version of it is in use.
+    /// Whether any version of the object is in use.
     pub(super) fn contains(&self, key: &K) -> bool {
         self.held.contains_key(key)
     }
 
-    /// Keys in use.
+    /// The keys of the objects in use.
     pub(super) fn keys(&self) -> impl Iterator<Item = &K> {
         self.held.keys()
     }
 
-    /// Puts or removes a value.
+    /// Sets or removes a value.
     pub(super) fn set(&mut self, key: K, value: Option<V>, is_good: bool) {
         let old = match value {
             Some(value) => {
@@ -113,8 +115,7 @@ impl<K: Hash + Eq + Clone + Ord, V: PartialEq + Clone> ObjectSet<K, V> {
         self.before.entry(key).or_insert(old.map(|(value, _)| value));
     }
 
-    /// What differs since the last call, in order of key: the new value, or `None` for a key that
-    /// is gone.
+    /// The values that differ since the last call, in order of key; `None` for a removed object.
     pub(super) fn take_changes(&mut self) -> Vec<(K, Option<V>)> {
         let mut changes: Vec<(K, Option<V>)> = std::mem::take(&mut self.before)
             .into_iter()

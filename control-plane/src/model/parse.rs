@@ -1,4 +1,4 @@
-//! Texts of the API to values: addresses, ranges, ports, protocols, times.
+//! Parses values of the API: addresses, ranges, ports, protocols, names and times.
 
 use std::net::{IpAddr, Ipv4Addr};
 
@@ -6,8 +6,8 @@ use headgate_core::Protocol;
 use ipnet::IpNet;
 use k8s_openapi::jiff::Timestamp;
 
-/// An address as the API server has always read it: leading zeros of an IPv4 part are decimal, and
-/// an IPv6-mapped IPv4 address is the IPv4 address.
+/// Parses an address like the API server: an IPv4 part with leading zeros is decimal, and an
+/// IPv4-mapped IPv6 address is the IPv4 address.
 ///
 /// # Errors
 /// A sentence that ends in the remedy.
@@ -17,25 +17,25 @@ pub(super) fn address(text: &str) -> Result<IpAddr, String> {
     parsed.ok_or_else(|| format!("{text:?} is no IP address: write one such as 10.96.0.10 or fd00::10"))
 }
 
-/// An address that some machine can have.
+/// Parses an address that a machine can have.
 ///
 /// # Errors
-/// As [`address`]; and for the unspecified address, which no interface takes.
+/// The errors of [`address`], and an error for the unspecified address.
 pub(super) fn specified_address(text: &str) -> Result<IpAddr, String> {
     let address = address(text)?;
     if address.is_unspecified() {
         return Err(format!(
-            "{text} is the unspecified address, which nothing can be sent to: give the load balancer's"
+            "{text} is the unspecified address, which nothing can be sent to: give the address of the load balancer"
         ));
     }
     Ok(address)
 }
 
-/// An address that a packet from elsewhere can be sent to.
+/// Parses an address to which another machine can send packets.
 ///
 /// # Errors
-/// As [`address`]; and for unspecified, loopback, multicast, link-local and broadcast addresses, as
-/// the API's validation of endpoints has it.
+/// The errors of [`address`], and an error for unspecified, loopback, multicast, link-local and
+/// broadcast addresses, which the API's validation of endpoints also refuses.
 pub(super) fn routable_address(text: &str) -> Result<IpAddr, String> {
     let address = address(text)?;
     let class = match address {
@@ -53,6 +53,7 @@ pub(super) fn routable_address(text: &str) -> Result<IpAddr, String> {
     }
 }
 
+/// Parses an IPv4 address whose parts may have leading zeros.
 fn sloppy_ipv4(text: &str) -> Option<Ipv4Addr> {
     let mut octets = [0; 4];
     let mut parts = text.split('.');
@@ -67,7 +68,8 @@ fn sloppy_ipv4(text: &str) -> Option<Ipv4Addr> {
     parts.next().is_none().then(|| Ipv4Addr::from(octets))
 }
 
-/// A range, trimmed, as its network: `10.0.0.7/24` is `10.0.0.0/24`.
+/// Parses a range and clears its host bits: `10.0.0.7/24` becomes `10.0.0.0/24`. Spaces around it
+/// are ignored.
 ///
 /// # Errors
 /// A sentence that ends in the remedy.
@@ -86,7 +88,7 @@ pub(super) fn range(text: &str) -> Result<IpNet, String> {
     parsed.map(|range| range.trunc()).ok_or_else(remedy)
 }
 
-/// A port, 1 to 65,535.
+/// Checks a port, 1 to 65,535.
 ///
 /// # Errors
 /// A sentence that ends in the remedy.
@@ -95,7 +97,7 @@ pub(super) fn port(number: i64) -> Result<u16, String> {
     in_range.ok_or_else(|| format!("{number} is no port: give a number from 1 to 65535"))
 }
 
-/// A port, or 0 for none.
+/// Checks a port, where 0 means none.
 ///
 /// # Errors
 /// A sentence that ends in the remedy.
@@ -103,7 +105,7 @@ pub(super) fn port_or_none(number: i64) -> Result<u16, String> {
     u16::try_from(number).map_err(|_| format!("{number} is no port: give a number from 1 to 65535, or leave it out"))
 }
 
-/// A protocol; empty means TCP.
+/// Parses a protocol; an empty text means TCP.
 ///
 /// # Errors
 /// A sentence that ends in the remedy.
@@ -116,8 +118,8 @@ pub(super) fn protocol(text: &str) -> Result<Protocol, String> {
     }
 }
 
-/// A name as the API gives to namespaces, Services and their ports (RFC 1123 label). Rules quote
-/// these names, so nothing else may pass.
+/// Checks the name of a namespace, a Service or a port (RFC 1123 label). These names become part of
+/// rules, so every other name is refused.
 ///
 /// # Errors
 /// A sentence that ends in the remedy.
@@ -128,7 +130,7 @@ pub(super) fn label(text: &str) -> Result<(), String> {
     Err(format!("{} is no name: use at most 63 lower-case letters, digits and '-', no '-' at the ends", shown(text)))
 }
 
-/// A name as the API gives to Nodes and ServiceCIDRs (RFC 1123 subdomain).
+/// Checks the name of a Node or a ServiceCIDR (RFC 1123 subdomain).
 ///
 /// # Errors
 /// A sentence that ends in the remedy.
@@ -139,7 +141,7 @@ pub(super) fn subdomain(text: &str) -> Result<(), String> {
     Err(format!("{} is no name: use at most 253 lower-case letters, digits, '-' and '.'", shown(text)))
 }
 
-/// A zone: the value of a label.
+/// Checks a zone, which has the syntax of a label's value.
 ///
 /// # Errors
 /// A sentence that ends in the remedy.
@@ -156,7 +158,7 @@ fn is_label(text: &str) -> bool {
     !text.is_empty() && text.bytes().all(is_allowed) && !text.starts_with('-') && !text.ends_with('-')
 }
 
-/// Quoted, with control characters spelt out, and cut to what fits into a message.
+/// Quotes a text for a message, escapes its control characters, and shortens it.
 fn shown(text: &str) -> String {
     const MAX_CHARACTERS: usize = 80;
     let cut: String = text.chars().take(MAX_CHARACTERS).collect();
@@ -164,12 +166,12 @@ fn shown(text: &str) -> String {
     format!("{cut:?}{dots}")
 }
 
-/// RFC 3339 to seconds since the Unix epoch; 0 for what is no time, as for none.
+/// Parses an RFC 3339 time into seconds since the Unix epoch; 0 if the text is not a time.
 pub(super) fn unix_seconds(text: &str) -> i64 {
     text.parse::<Timestamp>().map_or(0, Timestamp::as_second)
 }
 
-/// RFC 3339 to milliseconds since the Unix epoch; 0 for what is no time, as for none.
+/// Parses an RFC 3339 time into milliseconds since the Unix epoch; 0 if the text is not a time.
 pub(super) fn unix_ms(text: &str) -> u64 {
     let parsed = text.parse::<Timestamp>().map(Timestamp::as_millisecond);
     parsed.ok().and_then(|ms| u64::try_from(ms).ok()).unwrap_or_default()
@@ -181,7 +183,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn leading_zeros_are_decimal() {
+    fn addresses_with_leading_zeros_are_decimal() {
         assert_eq!(address("010.096.000.010").unwrap().to_string(), "10.96.0.10");
         assert_eq!(address("::ffff:10.0.0.1").unwrap().to_string(), "10.0.0.1");
         assert_eq!(address("FD00:0::01").unwrap().to_string(), "fd00::1");
@@ -190,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_address_is_refused() {
+    fn invalid_addresses_and_ranges_are_refused() {
         for text in ["", "300.1.1.1", "1.2.3", "1.2.3.4.5", "1..2.3", "+1.2.3.4", "fe80::1%eth0", "None", "256.0.0.1"] {
             assert!(address(text).is_err(), "{text}");
         }
@@ -200,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn endpoints_have_addresses_that_can_be_reached() {
+    fn addresses_that_other_machines_cannot_reach_are_refused() {
         for text in ["127.0.0.1", "127.200.1.1", "0.0.0.0", "224.0.0.1", "169.254.1.1", "255.255.255.255"] {
             assert!(routable_address(text).is_err(), "{text}");
         }
@@ -211,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn names_are_those_of_the_api() {
+    fn names_follow_the_rules_of_the_api() {
         let longest = "n".repeat(63);
         for text in ["a", "web-1", "0", &longest] {
             assert_eq!(label(text), Ok(()), "{text}");
@@ -227,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn ports_and_times() {
+    fn ports_and_times_are_parsed() {
         assert_eq!(port(65_535), Ok(65_535));
         assert!(port(0).is_err() && port(65_536).is_err() && port(-1).is_err());
         assert_eq!(unix_seconds("2024-01-01T00:00:00Z"), 1_704_067_200);

@@ -1,4 +1,4 @@
-//! What is wrong with objects: findings while one is read, and the list of all present problems.
+//! Problems of objects: findings while an object is read, and the list of all present problems.
 
 use std::{collections::BTreeMap, net::IpAddr};
 
@@ -6,45 +6,47 @@ use headgate_core::ServiceKey;
 
 use crate::{objects::ObjectKey, transaction::Problem};
 
-/// How far a finding reaches.
+/// The part of an object that a finding concerns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Reach {
-    /// One entry of a list is left out; the object is used otherwise.
+    /// One entry of a list. It is left out, and the rest of the object is used.
     Entry,
-    /// An annotation that only adds to the object means nothing, and this is done instead; the
-    /// object is used otherwise.
+    /// A Headgate annotation. It is ignored, and the rest of the object is used. The text says what
+    /// applies instead.
     Annotation(&'static str),
-    /// The object cannot be used as a whole.
+    /// The object as a whole.
     Object,
 }
 
-/// What was found while one object was read.
+/// The findings about one object.
 #[derive(Debug, Default)]
 pub(super) struct Findings(Vec<(Reach, String, String)>);
 
 impl Findings {
-    /// An entry of a list is left out.
+    /// Adds a finding about an entry of a list, which is left out.
     pub(super) fn entry(&mut self, field: impl Into<String>, message: impl Into<String>) {
         self.0.push((Reach::Entry, field.into(), message.into()));
     }
 
-    /// An annotation of Headgate's cannot be read; `instead` says what is done.
+    /// Adds a finding about a Headgate annotation that cannot be read. `instead` says what applies
+    /// instead.
     pub(super) fn annotation(&mut self, name: &str, message: impl Into<String>, instead: &'static str) {
         let field = format!("metadata.annotations[{name}]");
         self.0.push((Reach::Annotation(instead), field, message.into()));
     }
 
-    /// The object cannot be used as it is.
+    /// Adds a finding because of which the object cannot be used as written.
     pub(super) fn object(&mut self, field: impl Into<String>, message: impl Into<String>) {
         self.0.push((Reach::Object, field.into(), message.into()));
     }
 
-    /// True unless the object as a whole is unfit.
+    /// True unless a finding concerns the object as a whole.
     pub(super) fn is_fit(&self) -> bool {
         self.0.iter().all(|(reach, ..)| *reach != Reach::Object)
     }
 
-    /// As problems of an object. `consequence` ends the message of findings about the whole object.
+    /// Turns the findings into problems of an object. `consequence` ends the messages of findings
+    /// about the object as a whole.
     pub(super) fn into_problems(self, key: &ObjectKey, origin: &str, consequence: &str) -> Vec<Problem> {
         let problem = |(reach, field, message): (Reach, String, String)| {
             let consequence = match reach {
@@ -63,14 +65,14 @@ impl Findings {
     }
 }
 
-/// What a problem is about.
+/// The subject of a problem.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Subject {
     /// One object.
     Object(ObjectKey),
-    /// One address of a service, which several slices carry.
+    /// One address of a service that is in several slices.
     Endpoint(ServiceKey, IpAddr),
-    /// A location outside of objects, such as a file.
+    /// A location that is not an object, such as a file.
     Location(String),
 }
 
@@ -82,8 +84,8 @@ pub(super) struct Problems {
 }
 
 impl Problems {
-    /// Replaces what is wrong with a subject; nothing if the list is empty. Returns how many
-    /// problems were not there before.
+    /// Replaces the problems of a subject; an empty list clears them. Returns the number of new
+    /// problems.
     pub(super) fn set(&mut self, subject: Subject, problems: Vec<Problem>) -> usize {
         let before = self.by_subject.get(&subject).map(Vec::as_slice).unwrap_or_default();
         if before == problems.as_slice() {
@@ -99,7 +101,7 @@ impl Problems {
         new
     }
 
-    /// Objects that something is wrong with.
+    /// The objects with problems.
     pub(super) fn objects(&self) -> impl Iterator<Item = &ObjectKey> {
         self.by_subject.keys().filter_map(|subject| match subject {
             Subject::Object(key) => Some(key),
@@ -107,7 +109,7 @@ impl Problems {
         })
     }
 
-    /// The sorted list, if it changed since it was last taken.
+    /// The sorted list of all problems, if it has changed since the last call.
     pub(super) fn take(&mut self) -> Option<Vec<Problem>> {
         if !std::mem::take(&mut self.changed) {
             return None;

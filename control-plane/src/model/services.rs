@@ -1,4 +1,4 @@
-//! Services: what of an object a service proxy programs.
+//! Services: the fields that a service proxy needs.
 
 use std::{collections::HashSet, net::IpAddr};
 
@@ -14,8 +14,8 @@ const DEFAULT_AFFINITY_TIMEOUT_SECONDS: u32 = 10_800;
 /// The API's upper bound of `timeoutSeconds`.
 const MAX_AFFINITY_TIMEOUT_SECONDS: i64 = 86_400;
 
-/// Reads a Service. There is no value for one that needs no programming: ExternalName, headless, or
-/// handed to another proxy by the label `service.kubernetes.io/service-proxy-name`.
+/// Reads a Service. There is no value for a Service that this proxy does not serve: ExternalName,
+/// headless, or assigned to another proxy by the label `service.kubernetes.io/service-proxy-name`.
 pub(super) fn read(object: &objects::Service) -> Reading<Service> {
     let spec = &object.spec;
     let is_headless = spec.cluster_ip == "None" || spec.cluster_ips.first().is_some_and(|first| first == "None");
@@ -48,7 +48,7 @@ pub(super) fn read(object: &objects::Service) -> Reading<Service> {
     Reading { value: Some(service), findings }
 }
 
-/// The ClusterIPs of the Service's families, at most one of each, in the order of the spec.
+/// The ClusterIPs, at most one of each family of the Service, in the order of the spec.
 fn cluster_ips(spec: &objects::ServiceSpec, findings: &mut Findings) -> Vec<IpAddr> {
     let single = std::slice::from_ref(&spec.cluster_ip);
     let (field, texts) = match (spec.cluster_ips.is_empty(), spec.cluster_ip.is_empty()) {
@@ -73,7 +73,7 @@ fn cluster_ips(spec: &objects::ServiceSpec, findings: &mut Findings) -> Vec<IpAd
                     .object(field, format!("it is a second {} address: give one of each family", Family::of(address)));
             }
             Ok(address) if !is_of_families(address, &spec.ip_families) => {
-                let message = format!("{address} is of a family that spec.ipFamilies does not name: add it there");
+                let message = format!("the family of {address} is missing in spec.ipFamilies: add it there");
                 findings.object(field, message);
             }
             Ok(address) => addresses.push(address),
@@ -114,7 +114,7 @@ fn ports(spec: &objects::ServiceSpec, findings: &mut Findings) -> Vec<ServicePor
             names.contains(&(protocol, written.name.as_str())).then_some("name")
         };
         if let Some(name) = clash {
-            findings.object(field(name), "an earlier port of the same protocol has it: make it different");
+            findings.object(field(name), "an earlier port of the same protocol has the same value: make it different");
             continue;
         }
         numbers.insert((protocol, port));
@@ -124,7 +124,8 @@ fn ports(spec: &objects::ServiceSpec, findings: &mut Findings) -> Vec<ServicePor
     ports
 }
 
-/// externalIPs, load balancer addresses and who may use the latter.
+/// Reads externalIPs, load balancer addresses, and the ranges of clients that may use the load
+/// balancer.
 fn read_external_addresses(
     status: &objects::ServiceStatus,
     spec: &objects::ServiceSpec,
@@ -154,24 +155,24 @@ fn read_external_addresses(
     }
     match source_ranges(spec, findings) {
         Some(ranges) => service.load_balancer_source_ranges = ranges,
-        // With a range that cannot be read nobody knows who may come in: until it is mended nobody
-        // does.
+        // Without all ranges it is unknown which clients to allow, so the load balancer's addresses
+        // are not served until the range is corrected.
         None => load_balancer_ips.clear(),
     }
     service.external_ips = external_ips;
     service.load_balancer_ips = load_balancer_ips;
 }
 
-/// The ranges, without those of a family that has a zero-length one: such a family is open, which
-/// is what a family without ranges is. `None` if any cannot be read.
+/// The source ranges. If a family has a range of length zero, all its ranges are left out: the
+/// family is open to all clients, like a family without ranges. `None` if a range cannot be read.
 fn source_ranges(spec: &objects::ServiceSpec, findings: &mut Findings) -> Option<Vec<IpNet>> {
     let mut ranges = Vec::new();
-    let mut all_read = true;
+    let mut are_all_valid = true;
     for (index, text) in spec.load_balancer_source_ranges.iter().enumerate() {
         match parse::range(text) {
             Ok(range) => ranges.push(range),
             Err(message) => {
-                all_read = false;
+                are_all_valid = false;
                 findings.object(format!("spec.loadBalancerSourceRanges[{index}]"), message);
             }
         }
@@ -182,10 +183,11 @@ fn source_ranges(spec: &objects::ServiceSpec, findings: &mut Findings) -> Option
             ranges.retain(|range| !is_of_family(range));
         }
     }
-    all_read.then_some(ranges)
+    are_all_valid.then_some(ranges)
 }
 
-/// Traffic policies where they have an effect, and the health-check port that goes with them.
+/// Reads the traffic policies, and the health-check port that belongs to them. The external policy
+/// counts only for Services with external addresses or NodePorts.
 fn read_policies(spec: &objects::ServiceSpec, service: &mut Service, findings: &mut Findings) {
     service.internal_traffic_policy = policy("spec.internalTrafficPolicy", &spec.internal_traffic_policy, findings);
     let external = policy("spec.externalTrafficPolicy", &spec.external_traffic_policy, findings);

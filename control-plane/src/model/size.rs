@@ -1,23 +1,25 @@
-//! Bounds on one resource. A message carries at least one resource whole, so one that is larger
-//! than a message may be would end every agent's stream, again and again.
+//! Bounds of the size of one resource. A resource is never divided between messages, so a resource
+//! larger than a message would end the stream of every agent each time it is sent.
 
 use headgate_core::{Endpoint, EndpointPort, Service, ServiceKey};
 use headgate_proto::{ChangesBuilder, MAX_SERVER_MESSAGE_BYTES};
 
-/// Largest resource on the wire. A message is cut before a resource at a quarter of its limit, so
-/// half of it is left with room for the rest.
+/// Upper bound of one resource on the wire. A message ends with the resource that takes it to a
+/// quarter of the message limit, so a resource of half the limit always fits.
 pub(super) const MAX_RESOURCE_BYTES: usize = MAX_SERVER_MESSAGE_BYTES / 2;
 
-/// Hints of one endpoint, of zones and of nodes each. The API allows 8.
+/// Upper bound of the zone hints of one endpoint, and of its node hints. The API allows 8.
 pub(super) const MAX_HINTS: usize = 64;
 
-/// Ranges of a ServiceCIDR, and ranges and addresses of a Node. The API allows 2 of each kind of
-/// range.
+/// Upper bound of the ranges of a ServiceCIDR, and of the ranges and the addresses of a Node. The
+/// API allows 2 ranges each.
 pub(super) const MAX_LISTED: usize = 256;
 
 /// Bytes of a port on the wire besides its name.
 const PORT_BYTES: usize = 12;
 
+/// Checks that a Service is small enough.
+///
 /// # Errors
 /// A sentence that ends in the remedy.
 pub(super) fn check_service(service: &Service) -> Result<(), String> {
@@ -28,19 +30,19 @@ pub(super) fn check_service(service: &Service) -> Result<(), String> {
         return Ok(());
     }
     Err(format!(
-        "the Service takes {bytes} bytes on the wire, of which there may be {MAX_RESOURCE_BYTES}: give fewer ports, externalIPs, \
+        "the Service takes {bytes} bytes on the wire, and at most {MAX_RESOURCE_BYTES} are allowed: give fewer ports, externalIPs, \
          load balancer addresses or source ranges"
     ))
 }
 
-/// Whether an endpoint of several slices, with all that its ports carry, is small enough.
+/// Whether an endpoint that several slices define is small enough, ports included.
 pub(super) fn may_be_sent(endpoint: &Endpoint) -> bool {
     let mut builder = ChangesBuilder::default();
     builder.endpoint(&ServiceKey::new("", ""), endpoint, 0);
     builder.estimated_bytes() <= MAX_RESOURCE_BYTES
 }
 
-/// Whether a slice may give its endpoints these ports.
+/// Whether a port list is small enough for an endpoint.
 pub(super) fn may_have(ports: &[EndpointPort]) -> bool {
     ports.iter().map(|port| port.name.len() + PORT_BYTES).sum::<usize>() <= MAX_RESOURCE_BYTES
 }

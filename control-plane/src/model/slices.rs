@@ -1,4 +1,4 @@
-//! One EndpointSlice: what of it counts.
+//! EndpointSlices: the fields that a service proxy needs.
 
 use std::{net::IpAddr, sync::Arc};
 
@@ -7,7 +7,7 @@ use headgate_core::{Conditions, EndpointPort, Family, Hints, Placement, ServiceK
 use super::{intern::Interner, object_set::Reading, parse, problems::Findings, size};
 use crate::objects;
 
-/// What a slice says of an address, ports aside.
+/// The conditions and the placement of an address in a slice.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Facts {
     pub(super) conditions: Conditions,
@@ -26,30 +26,29 @@ impl Facts {
     }
 }
 
-/// A slice as it is in use.
+/// A slice that is in use.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Slice {
-    /// Whose addresses these are.
+    /// The service to which the addresses belong.
     pub(super) service: ServiceKey,
     /// Ports that each address has; sorted, without duplicates.
     pub(super) ports: Arc<[EndpointPort]>,
-    /// Sorted by address, each once.
+    /// Each address once, sorted.
     pub(super) endpoints: Vec<(IpAddr, Facts)>,
-    /// When the change behind this version happened, milliseconds since the Unix epoch; 0 if it
-    /// does not say.
+    /// The trigger time of this version, in milliseconds since the Unix epoch; 0 if unknown.
     pub(super) trigger_unix_ms: u64,
 }
 
 impl Slice {
-    /// What it says of an address.
+    /// The facts about an address; `None` if the slice does not contain it.
     pub(super) fn facts(&self, address: IpAddr) -> Option<&Facts> {
         let place = self.endpoints.binary_search_by(|(other, _)| other.cmp(&address)).ok()?;
         self.endpoints.get(place).map(|(_, facts)| facts)
     }
 }
 
-/// Reads a slice. There is no value for one that is for DNS only (label
-/// `service.kubernetes.io/headless`) or holds names in place of addresses.
+/// Reads a slice. There is no value for a slice that is for DNS only (label
+/// `service.kubernetes.io/headless`), or that contains names instead of addresses.
 pub(super) fn read(object: &objects::EndpointSlice, interner: &mut Interner) -> Reading<Slice> {
     let metadata = &object.metadata;
     if metadata.labels.headless.is_some() || object.address_type == "FQDN" {
@@ -97,8 +96,8 @@ pub(super) fn read(object: &objects::EndpointSlice, interner: &mut Interner) -> 
     Reading { value: Some(slice), findings }
 }
 
-/// Ports with a name (possibly empty) and a number; others are for selectors that match nothing
-/// yet, and are dropped as kube-proxy does.
+/// The ports with a name (possibly empty) and a number. Ports without a number belong to selectors
+/// that match nothing yet. They are ignored, as in kube-proxy.
 fn ports(object: &objects::EndpointSlice, findings: &mut Findings) -> Vec<EndpointPort> {
     let mut ports = Vec::with_capacity(object.ports.len());
     for (index, written) in object.ports.iter().enumerate() {
@@ -115,8 +114,8 @@ fn ports(object: &objects::EndpointSlice, findings: &mut Findings) -> Vec<Endpoi
     ports
 }
 
-/// Endpoints by address. Of several entries for one address the last counts, but a terminating
-/// entry never replaces another.
+/// Reads the endpoints. Of several entries for one address the last one counts, but a terminating
+/// entry never replaces another entry.
 fn endpoints(
     object: &objects::EndpointSlice,
     family: Family,
@@ -135,7 +134,7 @@ fn endpoints(
         let is_same = later.0 == kept.0;
         if is_same {
             if later.2.conflicts_with(&kept.2) {
-                let message = format!("{} is also endpoints[{}], which says otherwise: list it once", later.0, kept.1);
+                let message = format!("{} is also in endpoints[{}], with other values: list it once", later.0, kept.1);
                 findings.entry(format!("endpoints[{}].addresses[0]", later.1), message);
             }
             if later.2.replaces() {
@@ -153,11 +152,14 @@ fn address(written: &objects::SliceEndpoint, family: Family) -> Result<IpAddr, S
     if Family::of(address) == family {
         Ok(address)
     } else {
-        Err(format!("{address} is no {family} address, which addressType says: put it into a slice of its own family"))
+        Err(format!(
+            "{address} is no {family} address, but addressType is {family}: move it to a slice of its own family"
+        ))
     }
 }
 
-/// What is said of an endpoint. A name that cannot be one is left out, the endpoint is not.
+/// Reads the conditions and the placement of an endpoint. An invalid name is left out, and the rest
+/// of the endpoint is used.
 fn facts(index: usize, written: &objects::SliceEndpoint, interner: &mut Interner, findings: &mut Findings) -> Facts {
     let conditions = &written.conditions;
     let mut known = |field: &str, text: &str, check: fn(&str) -> Result<(), String>| {

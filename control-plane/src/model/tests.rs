@@ -1,4 +1,4 @@
-//! What the model makes of objects, and that it depends on nothing but them.
+//! The model as a whole: the changes and problems that result from objects.
 
 #![allow(clippy::unwrap_used, clippy::needless_pass_by_value)]
 
@@ -18,7 +18,7 @@ fn object(value: &Value) -> Object {
     Object::deserialize(kind, value).unwrap()
 }
 
-/// A model and the state that its changes add up to.
+/// A model, and the state after its changes.
 #[derive(Default)]
 struct Bench {
     model: Model,
@@ -40,7 +40,7 @@ impl Bench {
         for change in &changes {
             assert!(
                 self.state.apply(change.change.clone(), &mut Dirty::default()),
-                "a change that changes nothing: {change:?}"
+                "a change without an effect: {change:?}"
             );
         }
         for node in nodes {
@@ -63,7 +63,7 @@ impl Bench {
         self.state.entry(&ServiceKey::new("x", name))?.service()
     }
 
-    /// Endpoints as `address:ports`, with `!` behind ports that are terminating.
+    /// Endpoints as `address:ports`, with `!` after each terminating port.
     fn endpoints(&self, name: &str) -> Vec<String> {
         let Some(entry) = self.state.entry(&ServiceKey::new("x", name)) else { return Vec::new() };
         let port = |of_port: headgate_core::PortState<'_>| {
@@ -100,7 +100,6 @@ fn http(port: u32) -> Value {
     json!([{"name": "http", "port": port}])
 }
 
-/// Rows 1 and 2 of the checklist: what needs no programming, live.
 // rows: 1, 2
 #[test]
 fn headless_and_external_name_services_are_not_served() {
@@ -120,7 +119,6 @@ fn headless_and_external_name_services_are_not_served() {
     assert!(bench.problems()[0].contains("spec.clusterIP"));
 }
 
-/// Rows 3 and 4.
 // rows: 3, 4
 #[test]
 fn labels_hand_objects_off_and_back() {
@@ -141,7 +139,6 @@ fn labels_hand_objects_off_and_back() {
     }
 }
 
-/// Row 5.
 // rows: 5
 #[test]
 fn names_are_ignored_and_families_checked() {
@@ -154,7 +151,6 @@ fn names_are_ignored_and_families_checked() {
     assert!(bench.problems()[0].starts_with("EndpointSlice x/b endpoints[1].addresses[0] 10.1.0.1 is no IPv6 address"));
 }
 
-/// Rows 6 and 7.
 // rows: 7
 #[test]
 fn slice_ports_need_a_name_and_a_number() {
@@ -167,7 +163,6 @@ fn slice_ports_need_a_name_and_a_number() {
     assert_eq!(bench.problems(), [""; 0]);
 }
 
-/// Row 8, and what else is said of an endpoint.
 // rows: 8
 #[test]
 fn conditions_have_defaults() {
@@ -186,7 +181,6 @@ fn conditions_have_defaults() {
     assert_eq!(zones, ["z1", "z2"]);
 }
 
-/// Rows 9 and 10.
 // rows: 9, 10
 #[test]
 fn slices_are_merged_port_by_port() {
@@ -205,7 +199,7 @@ fn slices_are_merged_port_by_port() {
 }
 
 #[test]
-fn slices_that_disagree_on_a_port_are_told() {
+fn slices_that_disagree_on_a_port_are_a_problem() {
     let on = |node: &str| json!([{"addresses": ["10.1.0.1"], "nodeName": node}]);
     let (a, b) = (slice("a", "s", on("n1"), http(1)), slice("b", "s", on("n2"), http(1)));
     for order in [[&a, &b], [&b, &a]] {
@@ -218,7 +212,6 @@ fn slices_that_disagree_on_a_port_are_told() {
     }
 }
 
-/// Rows 11 to 13.
 // rows: 11, 12, 13
 #[test]
 fn addresses_are_canonical_and_of_the_services_families() {
@@ -243,7 +236,7 @@ fn addresses_are_canonical_and_of_the_services_families() {
 }
 
 #[test]
-fn a_load_balancers_unspecified_address_is_told_and_left_out() {
+fn the_unspecified_address_of_a_load_balancer_is_left_out_and_reported() {
     let mut value = service("s", json!({"type": "LoadBalancer"}));
     value["status"] = json!({"loadBalancer": {"ingress": [{"ip": "0.0.0.0"}, {"ip": "203.0.113.1"}]}});
     let mut bench = Bench::with(&[value]);
@@ -266,7 +259,6 @@ fn policies_count_where_they_have_an_effect() {
     assert_eq!(affinity(json!({"sessionAffinity": "None"})), None);
 }
 
-/// Rows 14 to 16.
 // rows: 14, 15
 #[test]
 fn ports_change_live_and_services_come_back() {
@@ -277,13 +269,12 @@ fn ports_change_live_and_services_come_back() {
     assert_eq!(bench.service("s").unwrap().ports.len(), 3);
     bench.delete(ObjectKind::Service, "x", "s");
     bench.flush();
-    assert_eq!((bench.service("s"), bench.endpoints("s").len()), (None, 1), "slices go by events of their own");
+    assert_eq!((bench.service("s"), bench.endpoints("s").len()), (None, 1), "slices are removed by their own events");
     bench.apply(&service("s", json!({"clusterIP": "10.0.0.9"})));
     bench.flush();
     assert_eq!(bench.service("s").unwrap().cluster_ips[0].to_string(), "10.0.0.9");
 }
 
-/// Row 19.
 // rows: 19
 #[test]
 fn what_ends_as_it_began_drops_out() {
@@ -310,7 +301,7 @@ fn an_address_moves_between_slices_without_a_gap() {
 }
 
 #[test]
-fn additions_come_before_what_refers_to_them_and_removals_last() {
+fn new_endpoints_come_before_their_service_and_removals_come_last() {
     let mut bench = Bench::with(&[service("old", json!({})), slice("o", "old", json!([ready("10.1.0.9")]), http(1))]);
     bench.delete(ObjectKind::Service, "x", "old");
     bench.delete(ObjectKind::EndpointSlice, "x", "o");
@@ -331,7 +322,7 @@ fn additions_come_before_what_refers_to_them_and_removals_last() {
 }
 
 #[test]
-fn a_bad_object_is_told_and_never_withdraws_a_good_one() {
+fn an_invalid_version_is_reported_and_the_last_good_one_stays() {
     let bad = [
         (json!({"ports": []}), "spec.ports "),
         (json!({"ports": [{"port": 0}]}), "spec.ports[0].port"),
@@ -357,17 +348,17 @@ fn a_bad_object_is_told_and_never_withdraws_a_good_one() {
         assert!(problems.len() == 1 && problems[0].starts_with(&format!("Service x/s {field}")), "{problems:?}");
         assert!(problems[0].ends_with("its last good version stays in use"), "{problems:?}");
         bench.apply(&service("s", json!({})));
-        assert_eq!(bench.model.take_problems(), Some(Vec::new()), "mended");
+        assert_eq!(bench.model.take_problems(), Some(Vec::new()), "corrected");
         bench.apply(&service("s", spec));
         bench.delete(ObjectKind::Service, "x", "s");
         bench.flush();
-        assert_eq!(bench.service("s"), None, "what is deleted goes");
+        assert_eq!(bench.service("s"), None, "a deleted object is removed");
         assert_eq!(bench.model.take_problems(), Some(Vec::new()));
     }
 }
 
 #[test]
-fn what_was_never_good_is_used_as_far_as_it_goes() {
+fn without_a_good_version_the_valid_parts_are_used() {
     let ports = json!([{"name": "a", "port": 80}, {"name": "b", "port": 70000}, {"name": "a", "port": 81}]);
     let mut bench = Bench::with(&[service("s", json!({"ports": ports}))]);
     assert_eq!(bench.service("s").unwrap().ports.len(), 1);
@@ -376,14 +367,14 @@ fn what_was_never_good_is_used_as_far_as_it_goes() {
     let mut value = service("s", json!({"type": "LoadBalancer", "loadBalancerSourceRanges": ["nonsense"]}));
     value["status"] = json!({"loadBalancer": {"ingress": [{"ip": "203.0.113.1"}]}});
     let bench = Bench::with(&[value]);
-    assert!(bench.service("s").unwrap().load_balancer_ips.is_empty(), "closed, not open");
+    assert!(bench.service("s").unwrap().load_balancer_ips.is_empty(), "invalid source ranges close the load balancer");
     let mut bench = Bench::with(&[service("s", json!({"externalIPs": ["300.1.1.1", "192.0.2.1"]}))]);
     assert_eq!(bench.service("s").unwrap().external_ips.len(), 1);
     assert!(bench.problems()[0].starts_with("Service x/s spec.externalIPs[0]"));
 }
 
 #[test]
-fn annotations_that_mean_nothing_are_told_and_change_nothing_else() {
+fn invalid_annotations_are_ignored_and_reported() {
     let annotated = |annotations: Value| {
         let mut value = service("s", json!({}));
         value["metadata"]["annotations"] = annotations;
@@ -420,7 +411,7 @@ fn annotations_that_mean_nothing_are_told_and_change_nothing_else() {
         assert!(problems.iter().all(|text| text.contains(problem.unwrap())), "{problems:?}");
         assert!(problems.iter().all(|text| text.starts_with("Service x/s metadata.annotations[headgate.io/")));
     }
-    // The rest of such a version is taken all the same.
+    // The rest of a version with an invalid annotation is used.
     let mut bench = Bench::with(&[service("s", json!({}))]);
     let mut value = annotated(json!({"headgate.io/scheduler": "fastest"}));
     value["spec"]["externalIPs"] = json!(["192.0.2.1"]);
@@ -430,7 +421,7 @@ fn annotations_that_mean_nothing_are_told_and_change_nothing_else() {
 }
 
 #[test]
-fn bad_endpoints_leave_the_others_alone() {
+fn invalid_endpoints_do_not_affect_the_others() {
     let addresses = ["10.1.0.1", "300.1.1.1", "127.0.0.1", "0.0.0.0", "224.0.0.1", "169.254.0.1"];
     let mut endpoints: Vec<Value> = addresses.into_iter().map(ready).collect();
     endpoints.push(json!({"addresses": []}));
@@ -457,7 +448,7 @@ fn bad_endpoints_leave_the_others_alone() {
 }
 
 #[test]
-fn a_list_replaces_everything_of_its_kind() {
+fn a_list_replaces_all_objects_of_its_kind() {
     let mut bench = Bench::with(&[
         service("kept", json!({})),
         service("gone", json!({})),
@@ -471,14 +462,14 @@ fn a_list_replaces_everything_of_its_kind() {
     };
     let listed = vec![undecodable("kept"), Event::Apply(Box::new(object(&service("new", json!({})))))];
     bench.model.replace(ObjectKind::Service, listed);
-    assert_eq!(bench.flush().len(), 2, "one new, one gone; kept and its endpoint are not touched");
+    assert_eq!(bench.flush().len(), 2, "`new` is added and `gone` is removed; `kept` and its endpoint do not change");
     assert!(bench.service("kept").is_some() && bench.service("new").is_some() && bench.service("gone").is_none());
     let problems = bench.problems();
     assert!(problems.len() == 1 && problems[0].starts_with("Service x/kept"), "{problems:?}");
 }
 
 #[test]
-fn a_slice_costs_what_it_changes() {
+fn only_the_changed_addresses_of_a_slice_are_merged() {
     let many =
         |from: u32, to: u32| (from..to).map(|n| ready(&format!("10.2.{}.{}", n / 256, n % 256))).collect::<Vec<_>>();
     let mut bench = Bench::default();
@@ -495,7 +486,7 @@ fn a_slice_costs_what_it_changes() {
 }
 
 #[test]
-fn triggers_are_of_changes_and_not_of_lists() {
+fn changes_have_trigger_times_and_lists_have_none() {
     let at = |time: &str, endpoints: Value| {
         let mut value = slice("a", "s", endpoints, http(1));
         value["metadata"]["annotations"]["endpoints.kubernetes.io/last-change-trigger-time"] = json!(time);
@@ -512,7 +503,7 @@ fn triggers_are_of_changes_and_not_of_lists() {
 }
 
 #[test]
-fn nodes_and_ranges() {
+fn nodes_and_service_cidrs_are_read_and_removed() {
     let node = json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n1", "labels": {"topology.kubernetes.io/zone": "z"}},
         "spec": {"podCIDR": "10.1.0.0/24", "podCIDRs": ["10.1.0.0/24", "fd00:1::/64"], "taints": [{"key": "ToBeDeletedByClusterAutoscaler"}]},
         "status": {"addresses": [{"type": "ExternalIP", "address": "203.0.113.1"}, {"type": "InternalIP", "address": "192.0.2.1"}]}});

@@ -1,7 +1,7 @@
-//! Buckets: which keys live in which, when each changed last, and its resources encoded once.
+//! Buckets: the keys in each bucket, the version of its last change, and its encoded resources.
 //!
-//! A snapshot, full or of some buckets, is the buckets' frames one after the other. What does not
-//! change between two snapshots is not encoded again.
+//! A snapshot, full or of some buckets, consists of the messages of its buckets. A bucket that does
+//! not change between two snapshots is encoded once.
 
 use std::{
     collections::BTreeSet,
@@ -15,7 +15,7 @@ use headgate_core::{Change, ServiceKey, State, digest::BUCKETS};
 
 use super::{encode, log::LogKey};
 
-/// One bucket's resources as `SnapshotChunk`s.
+/// The resources of one bucket as `SnapshotChunk`s.
 #[derive(Debug)]
 pub(super) struct BucketFrames {
     pub(super) frames: Box<[Bytes]>,
@@ -30,7 +30,7 @@ struct Bucket {
     frames: OnceLock<Arc<BucketFrames>>,
 }
 
-/// See the module.
+/// All buckets.
 #[derive(Debug)]
 pub(super) struct Buckets {
     buckets: Box<[Bucket]>,
@@ -38,12 +38,12 @@ pub(super) struct Buckets {
 }
 
 impl Buckets {
-    /// Empty buckets, of which frames are some `part_bytes` long.
+    /// Creates empty buckets, whose messages will have about `part_bytes`.
     pub(super) fn new(part_bytes: usize) -> Self {
         Self { buckets: iter::repeat_with(Bucket::default).take(BUCKETS).collect(), part_bytes }
     }
 
-    /// Takes note of a change of `key` at `version`, after `state` has taken it in.
+    /// Records a change of `key` at `version`. `state` already contains the change.
     pub(super) fn record(&mut self, bucket: u16, version: u64, key: &LogKey, state: &State) {
         let bucket = &mut self.buckets[usize::from(bucket) % BUCKETS];
         bucket.changed = version;
@@ -66,13 +66,14 @@ impl Buckets {
         }
     }
 
-    /// Buckets in which something changed after `version`, ascending.
+    /// The buckets that have changed after `version`, in ascending order.
     pub(super) fn changed_since(&self, version: u64) -> Vec<u16> {
         let changed = self.buckets.iter().enumerate().filter(|(_, bucket)| bucket.changed > version);
         changed.filter_map(|(index, _)| u16::try_from(index).ok()).collect()
     }
 
-    /// The frames of a bucket as `state` now is; encoded by the first who asks after a change.
+    /// The messages of a bucket in the present `state`. The first caller after a change encodes
+    /// them.
     pub(super) fn frames(&self, bucket: u16, state: &State) -> Arc<BucketFrames> {
         let bucket = &self.buckets[usize::from(bucket) % BUCKETS];
         Arc::clone(bucket.frames.get_or_init(|| Arc::new(bucket.encode(state, self.part_bytes))))

@@ -1,4 +1,5 @@
-//! A stream's place in the store: a few words of memory, however far behind it is.
+//! The place of a stream in the store. It takes a few words of memory, however far behind the
+//! stream is.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -18,14 +19,14 @@ use super::{
 };
 use crate::transaction::SourceKind;
 
-/// A cursor this many versions behind the head takes single batches; one further behind skips to
-/// current values.
+/// A cursor at most this many versions behind the head receives single batches. A cursor further
+/// behind receives only the current values.
 const FOLLOW_VERSIONS: u64 = 16;
 
-/// What an agent says that it holds (`Hello.resume`).
+/// The state that an agent holds (`Hello.resume`).
 #[derive(Debug, Clone, Default)]
 pub struct Resume {
-    /// Epoch of the replica that it followed last, 0 when unknown.
+    /// Epoch of the replica that the agent last followed; 0 when unknown.
     pub epoch: u64,
     /// Version within that epoch.
     pub version: u64,
@@ -36,7 +37,7 @@ pub struct Resume {
 }
 
 impl Resume {
-    /// Reads it; `None` when the digests are not one sum and one count for each bucket.
+    /// Decodes the message; `None` if the digests are not one sum and one count for each bucket.
     #[must_use]
     pub fn from_wire(wire: &v1::Resume) -> Option<Self> {
         let digests = match &wire.digests {
@@ -48,12 +49,12 @@ impl Resume {
     }
 }
 
-/// How a stream begins; see the contract, 3.
+/// How a stream begins (contract, 3).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ResumeMode {
     /// With the changes since the agent's version.
     Log,
-    /// With the buckets that differ.
+    /// With the buckets whose digests differ.
     Digests,
     /// With everything.
     Full,
@@ -71,37 +72,36 @@ impl ResumeMode {
     }
 }
 
-/// See the module. Made by [`Store::cursor`] and moved by [`Store::next_frame`].
+/// The place of a stream. [`Store::cursor`] creates it and [`Store::next_frame`] moves it.
 #[derive(Debug)]
 pub struct Cursor {
     phase: Phase,
     version: u64,
     resources: u64,
     snapshots: u64,
-    /// Until the cursor has reached this version everything is spelt out: what the agent holds is
-    /// newer than its version in parts (a walk), or may be (a resume in the middle of one), so what
-    /// was referred to then may be gone from it.
+    /// Until the cursor has reached this version, messages contain no references. After a snapshot,
+    /// or a resume that interrupted one, parts of the agent's state may be newer than the agent's
+    /// version. A value of that version may then be missing in the agent's state.
     spelt_out_to: u64,
 }
 
 #[derive(Debug)]
 enum Phase {
-    /// At `Cursor.version`, between batches.
+    /// Between batches, at `Cursor.version`.
     Follow,
-    /// In the middle of a batch that was split. All that such batches take together is bounded by
-    /// the store.
+    /// In the middle of a batch that was split. The store bounds the memory of all such batches.
     Parts { delta: Arc<Delta>, next: usize },
     /// In the middle of a snapshot.
     Snapshot(Walk),
 }
 
-/// A walk over buckets. Each bucket is sent as it is when the walk comes by; what changed meanwhile
-/// follows the end marker as an ordinary batch, since the marker carries the version at which the
-/// walk began. So nothing is held back or copied for a slow stream.
+/// A walk over buckets, which sends a snapshot. Each bucket is sent in its present state when the
+/// walk reaches it. The end marker carries the version at which the walk began, so later changes
+/// follow as ordinary batches. Nothing is kept or copied for a slow stream.
 #[derive(Debug)]
 struct Walk {
     version: u64,
-    /// `None` for all.
+    /// The buckets to send; `None` for all.
     buckets: Option<Box<[u16]>>,
     next: usize,
     current: Option<(Arc<BucketFrames>, usize)>,
@@ -109,25 +109,26 @@ struct Walk {
 }
 
 impl Cursor {
-    /// The version that the receiver is at once it has applied everything so far.
+    /// The version of the receiver after it has applied all messages so far.
     #[must_use]
     pub fn version(&self) -> u64 {
         self.version
     }
 
-    /// Resources and removals put on the stream so far.
+    /// Number of resources and removals that were sent so far.
     #[must_use]
     pub fn resources(&self) -> u64 {
         self.resources
     }
 
-    /// Snapshots completed, full or of some buckets.
+    /// Number of completed snapshots, full or of some buckets.
     #[must_use]
     pub fn snapshots(&self) -> u64 {
         self.snapshots
     }
 
-    /// Buckets of the snapshot that the next message is part of; `None` when it is not part of one.
+    /// Number of buckets of the snapshot that the next message belongs to; `None` if it belongs to
+    /// no snapshot.
     #[must_use]
     pub fn snapshot_buckets(&self) -> Option<usize> {
         match &self.phase {
@@ -136,7 +137,7 @@ impl Cursor {
         }
     }
 
-    /// True between batches: what the agent has been sent is complete up to [`Cursor::version`].
+    /// True between batches: the agent has received all changes up to [`Cursor::version`].
     #[must_use]
     pub fn is_complete(&self) -> bool {
         matches!(self.phase, Phase::Follow)
@@ -146,7 +147,7 @@ impl Cursor {
         Self { phase, version, resources: 0, snapshots: 0, spelt_out_to: head }
     }
 
-    /// Takes one message of a batch and moves on.
+    /// Returns one message of a batch, and moves the cursor behind it.
     fn take_part(&mut self, delta: &Arc<Delta>, index: usize) -> Option<Bytes> {
         let frame = delta.frames.get(index).cloned();
         if index + 1 < delta.frames.len() {
@@ -174,7 +175,7 @@ impl Walk {
         bucket
     }
 
-    /// The next chunk, `None` when all buckets are done.
+    /// The next chunk; `None` after the last bucket.
     fn next_chunk(&mut self, inner: &Inner) -> Option<Bytes> {
         loop {
             if let Some((frames, next)) = &mut self.current {
@@ -191,12 +192,12 @@ impl Walk {
     }
 
     fn end_marker(&self, inner: &Inner) -> Bytes {
-        // An empty list stands for all buckets, or, after a comparison of digests that found no
-        // difference, for none.
+        // An empty list means all buckets. After a comparison of digests it means that no bucket
+        // differed.
         let buckets = self.buckets.iter().flatten().copied().map(u32::from).collect();
         server_frame(v1::server_message::Body::SnapshotEnd(v1::SnapshotEnd {
             version: self.version,
-            // Buckets may be newer than `version`; the position must cover the newest of them
+            // Buckets may be newer than `version`, and the positions must cover the newest of them
             // (contract, 6).
             positions: positions_to_wire(inner.shared_positions()),
             buckets,
@@ -206,13 +207,15 @@ impl Walk {
 }
 
 impl Store {
-    /// The cheapest right way for an agent to go on from what it holds, and a cursor there.
+    /// Chooses the cheapest way for an agent to continue from the state that it holds. Returns the
+    /// way and a cursor.
     #[must_use]
     pub fn cursor(&self, resume: Option<&Resume>) -> (ResumeMode, Cursor) {
         let inner = self.read();
         let full = || (ResumeMode::Full, Cursor::at(0, Phase::Snapshot(Walk::new(inner.version, None)), inner.version));
         let Some(resume) = resume else { return full() };
-        // Before the source has been listed there is no state to go on from, only parts of one.
+        // Until the source has been listed, the state is incomplete and no agent can continue from
+        // it.
         let is_ours = resume.epoch == self.epoch() && self.is_synced();
         if is_ours && (inner.log.floor()..=inner.version).contains(&resume.version) {
             return (ResumeMode::Log, Cursor::at(resume.version, Phase::Follow, inner.version));
@@ -222,7 +225,7 @@ impl Store {
         (ResumeMode::Digests, Cursor::at(0, Phase::Snapshot(walk), inner.version))
     }
 
-    /// The next message for a stream, with its gRPC prefix; `None` when it is at the head.
+    /// The next message for a stream, with its gRPC prefix; `None` if the cursor is at the head.
     pub fn next_frame(&self, cursor: &mut Cursor) -> Option<Bytes> {
         match &mut cursor.phase {
             Phase::Parts { delta, next } => {
@@ -261,19 +264,21 @@ impl Store {
             return cursor.take_part(&delta, 0);
         }
         let inner = self.read();
-        // The head is ahead of the cursor, so some bucket changed; were there none, an empty list
-        // must not be sent, as it would mean all.
+        // The head is ahead of the cursor, so at least one bucket has changed. An empty list in the
+        // end marker would mean all buckets, so in that case all buckets would have to be sent.
         let buckets = Some(inner.buckets.changed_since(cursor.version)).filter(|buckets| !buckets.is_empty());
         cursor.phase = Phase::Snapshot(Walk::new(inner.version, buckets));
         drop(inner);
         self.next_frame(cursor)
     }
 
-    /// The compacted step from `start` to `head`, which the log has reached, or from shortly before
-    /// to beyond it, shared by all who start there; `None` when it is so large that the buckets are
-    /// cheaper, or there is no room for its parts. Without references, and to `spelt_out_to` at
-    /// least, where that is ahead: parts of what the receiver holds may be as new as that, and must
-    /// not go back to older values.
+    /// The compacted step from `start`, shared by all streams at `start`. A kept step is reused if
+    /// it ends at most [`FOLLOW_VERSIONS`] before `head`. If `spelt_out_to` is after `start`, the
+    /// step contains no references and ends at `spelt_out_to` or later, because the receiver may
+    /// hold values as new as that and must not return to older ones.
+    ///
+    /// `None` if the step is so large that buckets are cheaper, or if there is no room for its
+    /// parts.
     fn compacted(&self, start: u64, spelt_out_to: u64, head: u64) -> Option<Arc<Delta>> {
         let is_spelt_out = start < spelt_out_to;
         let from = head.saturating_sub(FOLLOW_VERSIONS).max(spelt_out_to.min(head));
@@ -298,7 +303,7 @@ impl Store {
         let changes = present_all(&inner.state, entries, references);
         let positions = positions_to_wire(inner.shared_positions());
         let span = Span { previous_version: start, version: inner.version };
-        // Encoding the copy needs no lock, so a commit does not wait for it.
+        // The copy is encoded without the lock, so that a commit does not wait for it.
         drop(inner);
         Delta::encode(span, &positions, changes, self.limits.part_bytes, &self.split_budget)
     }

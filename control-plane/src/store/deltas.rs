@@ -1,9 +1,8 @@
-//! Encoded steps of the log that streams share: the last batches, and compacted steps for those
+//! Encoded steps that streams share: the newest batches, and compacted steps for streams that are
 //! further behind.
 //!
-//! A step larger than one message is sent in parts. A stream in the middle of one holds it until
-//! its last part, however slowly it reads, so what all these steps take together is bounded by
-//! [`SplitBudget`].
+//! A step larger than one message is sent in parts. A stream in the middle of such a step holds it
+//! until the last part, and may read slowly. [`SplitBudget`] bounds the memory of all these steps.
 
 use std::{
     collections::{BTreeMap, HashMap, VecDeque},
@@ -18,18 +17,17 @@ use headgate_proto::v1;
 
 use super::encode::{Item, Span, batch_frames};
 
-/// One step in parts takes at most this share of all that such steps may take.
+/// One step in parts may take at most this fraction of the budget: an eighth.
 const MAX_SHARE: usize = 8;
 
-/// Bytes of the steps in parts that exist: kept for reuse, or held by streams in the middle of
-/// them.
+/// Bytes of all steps in parts, both kept for reuse and held by streams in the middle of a step.
 #[derive(Debug)]
 pub(super) struct SplitBudget {
     used: AtomicUsize,
     max_bytes: usize,
 }
 
-/// Bytes taken from a budget until this is dropped.
+/// Bytes that are taken from a budget until this value is dropped.
 #[derive(Debug)]
 struct Charge {
     budget: Arc<SplitBudget>,
@@ -41,7 +39,7 @@ impl SplitBudget {
         Self { used: AtomicUsize::new(0), max_bytes }
     }
 
-    /// Size of the largest step in parts that there is room for now.
+    /// Size of the largest step in parts for which there is room now.
     fn room(&self) -> usize {
         self.max_bytes.saturating_sub(self.used()).min(self.max_bytes / MAX_SHARE)
     }
@@ -67,15 +65,15 @@ impl Drop for Charge {
 #[derive(Debug)]
 pub(super) struct Delta {
     pub(super) span: Span,
-    /// One `Batch` a message; more than one when the step was split.
+    /// Messages with one `Batch` each; several if the step was split.
     pub(super) frames: Box<[Bytes]>,
     pub(super) resources: u64,
     _charge: Option<Charge>,
 }
 
 impl Delta {
-    /// Encodes a step in messages of some `part_bytes`; `None` when it needs several and there is
-    /// no room for them.
+    /// Encodes a step in messages of about `part_bytes`. `None` if the step needs several messages
+    /// and there is no room for them.
     pub(super) fn encode(
         span: Span,
         positions: &[v1::SourcePosition],
@@ -97,7 +95,7 @@ impl Delta {
     }
 }
 
-/// The newest batches, each one version, without a gap.
+/// The newest batches, one for each version, without a gap.
 #[derive(Debug)]
 pub(super) struct Ring {
     deltas: VecDeque<Arc<Delta>>,
@@ -110,7 +108,7 @@ impl Ring {
         Self { deltas: VecDeque::new(), bytes: 0, max_bytes }
     }
 
-    /// Adds the newest batch and forgets the oldest beyond the bound.
+    /// Adds the newest batch, and drops the oldest batches beyond the bound.
     pub(super) fn push(&mut self, delta: Delta) {
         if self.deltas.back().is_some_and(|last| last.span.version != delta.span.previous_version) {
             self.clear();
@@ -124,7 +122,7 @@ impl Ring {
         }
     }
 
-    /// Forgets everything: the newest step is not kept encoded.
+    /// Drops all batches, because the newest version is not encoded.
     pub(super) fn clear(&mut self) {
         self.deltas.clear();
         self.bytes = 0;
@@ -132,27 +130,28 @@ impl Ring {
 
     /// The batch that follows `version`.
     pub(super) fn after(&self, version: u64) -> Option<&Arc<Delta>> {
-        // Every batch is one version further than the one before it.
+        // Each batch leads to the next version, so versions are indexes.
         let distance = version.checked_sub(self.deltas.front()?.span.previous_version)?;
         self.deltas.get(usize::try_from(distance).ok()?)
     }
 }
 
-/// The version that a step starts from, and whether it is spelt out.
+/// The version at which a step starts, and whether the step is spelt out, which means without
+/// references.
 pub(super) type Start = (u64, bool);
 
-/// A step that is encoded once, by the first who asks; `None` where it could not be.
+/// A step that the first caller encodes; `None` if it could not be encoded.
 type Slot = Arc<OnceLock<Option<Arc<Delta>>>>;
 
-/// Compacted steps by their start, so that streams at one point share them. While one stream
-/// encodes a step, only streams that need this step wait.
+/// Compacted steps by their start, shared by streams at the same version. While one stream encodes
+/// a step, only streams that need this step wait.
 #[derive(Debug)]
 pub(super) struct DeltaCache(Mutex<Kept>);
 
 #[derive(Debug)]
 struct Kept {
     by_start: HashMap<Start, Entry>,
-    /// Steps that are encoded, the oldest first.
+    /// The encoded steps, the oldest first.
     by_age: BTreeMap<u64, Start>,
     newest: u64,
     bytes: usize,
@@ -172,9 +171,8 @@ impl DeltaCache {
         Self(Mutex::new(Kept { by_start, by_age, newest: 0, bytes: 0, max_bytes }))
     }
 
-    /// The step from `start`: the one that is kept, if it is `usable`, else a new one. `encode`
-    /// must make a usable one; where it cannot make any, nobody who waits for the same step gets
-    /// one.
+    /// The step from `start`: the kept step if it is `usable`, otherwise a new one. `encode` must
+    /// return a usable step. If it returns `None`, all callers that wait for this step get `None`.
     pub(super) fn get(
         &self,
         start: Start,
@@ -209,7 +207,8 @@ impl Kept {
         Arc::clone(&self.by_start.entry(start).or_insert_with(empty).slot)
     }
 
-    /// An empty slot instead of `old`, unless somebody else has replaced that already.
+    /// Replaces `old` by an empty slot, unless another caller has already replaced it. Returns the
+    /// present slot.
     fn renewed(&mut self, start: Start, old: &Slot) -> Slot {
         if self.by_start.get(&start).is_some_and(|entry| Arc::ptr_eq(&entry.slot, old)) {
             self.remove(start);
@@ -224,8 +223,9 @@ impl Kept {
         }
     }
 
-    /// Keeps a step that was just encoded. Beyond the bound, the oldest that no stream holds go:
-    /// dropping another would free nothing, and have it encoded a second time.
+    /// Keeps a step that was just encoded. Beyond the bound, the oldest steps that no stream holds
+    /// are dropped. Dropping a step that a stream holds would free no memory, and the step might
+    /// have to be encoded again.
     fn encoded(&mut self, start: Start, slot: &Slot) {
         let Some(entry) = self.by_start.get_mut(&start).filter(|entry| Arc::ptr_eq(&entry.slot, slot)) else { return };
         let Some(Some(delta)) = slot.get() else { return self.remove(start) };
@@ -266,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn who_encodes_a_step_holds_up_nobody_who_wants_another() {
+    fn encoding_one_step_does_not_block_another_step() {
         let cache = DeltaCache::new(1000);
         let slow = || {
             let (done, is_done) = mpsc::channel();
@@ -281,13 +281,13 @@ mod tests {
     }
 
     #[test]
-    fn many_who_want_one_step_at_once_have_it_encoded_once() {
+    fn a_step_that_many_streams_need_is_encoded_once() {
         let (cache, encoded, begin) = (DeltaCache::new(1000), AtomicUsize::new(0), Barrier::new(8));
         let want = || {
             begin.wait();
             let encode = || {
                 encoded.fetch_add(1, Ordering::Relaxed);
-                // Time for the others to arrive.
+                // This gives the other threads time to arrive.
                 thread::sleep(Duration::from_millis(20));
                 Some(delta(1, 9, 10))
             };
@@ -295,7 +295,7 @@ mod tests {
         };
         let got = thread::scope(|scope| {
             let threads: Vec<_> = (0..8).map(|_| scope.spawn(want)).collect();
-            // Nobody holds the step longer, but it is kept.
+            // No thread holds the step any longer, but the cache keeps it.
             threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
         });
         assert!(got.iter().all(|delta| *delta == got[0]));
@@ -303,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn a_step_that_is_too_old_is_encoded_anew_and_one_that_cannot_be_encoded_is_not_kept() {
+    fn an_old_step_is_encoded_again_and_a_failed_step_is_not_kept() {
         let cache = DeltaCache::new(1000);
         let get = |from: u64, made: Option<u64>| {
             let encode = || made.map(|version| delta(1, version, 10));
@@ -319,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn beyond_the_bound_the_oldest_step_goes_that_no_stream_holds() {
+    fn beyond_the_bound_the_oldest_step_that_no_stream_holds_is_dropped() {
         let cache = DeltaCache::new(100);
         let get = |start: u64, made: Option<u64>| {
             cache.get((start, false), |_| true, || made.map(|version| delta(start, version, 40)))
@@ -327,7 +327,7 @@ mod tests {
         let held = get(1, Some(9)).unwrap();
         get(2, Some(9));
         get(3, Some(9));
-        assert_eq!(get(2, Some(10)).unwrap().span.version, 10, "the oldest that nobody held");
+        assert_eq!(get(2, Some(10)).unwrap().span.version, 10, "the oldest step that no stream held was dropped");
         assert!(Arc::ptr_eq(&get(1, None).unwrap(), &held));
         drop(held);
         get(4, Some(9));

@@ -1,4 +1,4 @@
-//! Encoding of what the store holds, cut to size. Everything here is encoded once and shared.
+//! Encodes resources of the store into messages of limited size. Streams share these messages.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +9,7 @@ use headgate_proto::{ChangesBuilder, References, frame::frame, v1};
 use super::log::{Entry, LogKey};
 use crate::transaction::SourceKind;
 
-/// From where to where a step leads.
+/// The versions before and after a step.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Span {
     pub(super) previous_version: u64,
@@ -32,7 +32,8 @@ pub(crate) fn positions_to_wire(positions: impl IntoIterator<Item = (SourceKind,
     positions.into_iter().map(to_wire).collect()
 }
 
-/// Positions by kind; a kind that only newer programs know cannot be compared, and is left out.
+/// Positions by kind. A kind that this program does not know is left out, because it cannot be
+/// compared.
 pub(crate) fn positions_from_wire(wire: &[v1::SourcePosition]) -> BTreeMap<SourceKind, u64> {
     wire.iter().filter_map(|wire| Some((kind(wire.kind())?, wire.position))).collect()
 }
@@ -49,12 +50,12 @@ fn kind(wire: v1::source_position::Kind) -> Option<SourceKind> {
     }
 }
 
-/// Frames a message of the server.
+/// Encodes a message of the server with its gRPC prefix.
 pub(crate) fn server_frame(body: v1::server_message::Body) -> Bytes {
     frame(&v1::ServerMessage { body: Some(body) })
 }
 
-/// The present value of a key as a change, a removal when it is gone.
+/// The present value of a key as a change; a removal if the key has no value.
 pub(super) fn present(state: &State, key: &LogKey) -> Change {
     match key {
         LogKey::Service(key) => match state.entry(key).and_then(|entry| entry.service()) {
@@ -72,7 +73,7 @@ pub(super) fn present(state: &State, key: &LogKey) -> Change {
     }
 }
 
-/// A change as it is encoded.
+/// A change to encode.
 #[derive(Debug)]
 pub(super) struct Item {
     change: Change,
@@ -80,8 +81,8 @@ pub(super) struct Item {
     references: References,
 }
 
-/// Present values of log entries, in the order of encoding, with what of each can be told by
-/// references.
+/// The present values of log entries in the order of encoding, with the references that can replace
+/// parts of each value.
 pub(super) fn present_all<'a>(
     state: &State,
     entries: impl IntoIterator<Item = &'a Entry>,
@@ -96,8 +97,8 @@ pub(super) fn present_all<'a>(
     entries.into_iter().map(item).collect()
 }
 
-/// Frames of one step. A split batch reaches its version with its last part. `None` when it needs
-/// several frames, which take more than `max_split_bytes`.
+/// The messages of one step. A step in several messages reaches its version with the last one.
+/// `None` if the step needs several messages that take more than `max_split_bytes`.
 pub(super) fn batch_frames(
     span: Span,
     positions: &[v1::SourcePosition],
@@ -128,7 +129,7 @@ pub(super) fn batch_frames(
     Some(frames.into())
 }
 
-/// Frames of part of a snapshot; none when there is no resource.
+/// The messages of a part of a snapshot; none if there are no resources.
 pub(super) fn chunk_frames(changes: impl IntoIterator<Item = Change>, part_bytes: usize) -> Box<[Bytes]> {
     let mut parts = Parts::default();
     for change in changes {
@@ -142,11 +143,11 @@ pub(super) fn chunk_frames(changes: impl IntoIterator<Item = Change>, part_bytes
     parts.full.into_iter().chain(has_last.then_some(parts.last)).map(chunk).collect()
 }
 
-/// Changes cut into messages.
+/// Changes divided into messages.
 #[derive(Default)]
 struct Parts {
     full: Vec<ChangesBuilder>,
-    /// Estimated size of the full ones.
+    /// Estimated size of `full`.
     full_bytes: usize,
     last: ChangesBuilder,
 }

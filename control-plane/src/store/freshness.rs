@@ -1,4 +1,4 @@
-//! What the source is doing, and how long ago each kind of it was heard (contract, 9 and 14).
+//! The state of the source, and the time since it last confirmed each kind (contract, 9 and 14).
 
 use std::{
     collections::BTreeMap,
@@ -14,7 +14,7 @@ use tokio::sync::watch;
 
 use crate::{metrics::Metrics, transaction::SourceKind};
 
-/// See the module.
+/// The state of the source, and its age.
 #[derive(Debug)]
 pub(super) struct Freshness {
     inner: Mutex<Inner>,
@@ -35,7 +35,7 @@ struct Inner {
 }
 
 impl Freshness {
-    /// A source that has not been listed.
+    /// Creates the state of a source that has not been listed.
     pub(super) fn new(metrics: Arc<Metrics>) -> Self {
         let inner = Inner { started: Instant::now(), heard: BTreeMap::new(), is_listed: false, problem: None };
         metrics.set_source_state(SourceState::Unlisted);
@@ -103,7 +103,7 @@ impl Freshness {
             (true, Some(_)) => SourceState::CutOff,
             (true, None) => SourceState::Following,
         };
-        // Under the lock, so that states follow one another in order.
+        // The lock is still held, so that states are published in order.
         self.index.store(state as u8, Ordering::Release);
         self.metrics.set_source_state(state);
         self.state.send_replace(state);
@@ -119,7 +119,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_source_is_unlisted_until_it_is_listed_whatever_else_is_known_of_it() {
+    fn a_source_is_unlisted_until_every_kind_is_listed() {
         let freshness = Freshness::new(Arc::new(Metrics::default()));
         assert_eq!(freshness.state(), SourceState::Unlisted);
         freshness.cut_off(Some("refused".into()));
@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn a_source_in_doubt_is_cut_off_for_agents_of_other_replicas_alone() {
+    fn a_source_in_doubt_is_cut_off_only_for_agents_of_other_replicas() {
         let freshness = Freshness::new(Arc::new(Metrics::default()));
         freshness.doubted(true);
         assert_eq!(freshness.state_for_others(), SourceState::Unlisted);
@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn the_index_of_a_state_is_its_place_among_all() {
+    fn the_index_of_a_state_is_its_place_in_the_list_of_all_states() {
         for (index, state) in SourceState::ALL.into_iter().enumerate() {
             assert_eq!(usize::from(state as u8), index);
         }

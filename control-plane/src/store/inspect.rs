@@ -1,4 +1,5 @@
-//! What `Inspect` reads: one short look under the lock an item, nothing held between two.
+//! Reads of `Inspect`. Each read holds the lock for a short time, and nothing is held between
+//! reads.
 
 use std::{net::IpAddr, sync::Arc};
 
@@ -9,7 +10,7 @@ use super::{
     log::{self, Place},
 };
 
-/// A Service with what its replica knows about it.
+/// A Service with details that this replica knows.
 #[derive(Debug, Clone)]
 pub(crate) struct ServiceDetail {
     pub(crate) service: Service,
@@ -20,7 +21,7 @@ pub(crate) struct ServiceDetail {
     pub(crate) conflicts: Vec<(Frontend, ServiceKey)>,
 }
 
-/// Counts of what is held.
+/// The numbers of resources at a version.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Counts {
     pub(crate) version: u64,
@@ -29,19 +30,19 @@ pub(crate) struct Counts {
     pub(crate) nodes: usize,
 }
 
-/// A watcher's place in the log.
+/// The place of a watcher in the log.
 #[derive(Debug, Clone, Copy)]
 pub struct WatchCursor(Place);
 
-/// Some changes that a watcher has not seen.
+/// A page of changes that a watcher has not seen.
 #[derive(Debug)]
 pub struct WatchPage {
-    /// Versions and present values, oldest change first; a key that changed several times is there
-    /// once.
+    /// Versions and present values, the oldest change first. A key that has changed several times
+    /// appears once.
     pub changes: Vec<(u64, Change)>,
     /// Where the next page begins.
     pub next: WatchCursor,
-    /// The log no longer reaches back to where this page begins: changes are missing.
+    /// The log does not reach back to the start of this page, so changes are missing.
     pub is_incomplete: bool,
 }
 
@@ -56,13 +57,13 @@ impl Store {
         }
     }
 
-    /// Number of nodes.
+    /// Number of Nodes.
     pub(crate) fn node_count(&self) -> usize {
         self.read().nodes.len()
     }
 
-    /// Number of ready endpoints, of the family of which there are more: in a dual-stack cluster
-    /// each is there twice.
+    /// Number of ready endpoints of the family that has more of them. In a dual-stack cluster each
+    /// pod has an endpoint of each family, and must count once.
     pub(crate) fn ready_endpoints(&self, key: &ServiceKey) -> usize {
         let inner = self.read();
         let Some(entry) = inner.state.entry(key) else { return 0 };
@@ -73,7 +74,7 @@ impl Store {
         Family::BOTH.map(ready).into_iter().max().unwrap_or_default()
     }
 
-    /// Keys with a Service or endpoints that pass `filter`, sorted.
+    /// The keys of Services and of services with endpoints that pass `filter`, sorted.
     pub(crate) fn keys(&self, filter: impl Fn(&ServiceKey) -> bool) -> Vec<Arc<ServiceKey>> {
         let inner = self.read();
         let mut keys: Vec<_> = inner.state.entries().map(|(key, _)| key).filter(|key| filter(key)).cloned().collect();
@@ -82,7 +83,7 @@ impl Store {
         keys
     }
 
-    /// A Service, if there is one.
+    /// A Service; `None` if it does not exist.
     pub(crate) fn service(&self, key: &ServiceKey) -> Option<ServiceDetail> {
         let inner = self.read();
         let entry = inner.state.entry(key)?;
@@ -97,8 +98,8 @@ impl Store {
         })
     }
 
-    /// A service's endpoints with the version of each, in order of address; one for each group of
-    /// ports with the same state.
+    /// The endpoints of a service with the version of each, in order of address. If the ports of an
+    /// endpoint differ in their state, there is one entry for each state.
     pub(crate) fn endpoints(&self, key: &ServiceKey) -> Vec<(Endpoint, u64)> {
         let inner = self.read();
         let Some(entry) = inner.state.entry(key) else { return Vec::new() };
@@ -110,9 +111,9 @@ impl Store {
         endpoints.map(with_version).collect()
     }
 
-    /// The version that brought the present state of a service, or of one of its endpoints; `None`
-    /// while what is asked for is not so: that it is there, or that it is gone. For a removal that
-    /// is no longer remembered it is the head.
+    /// The version of the last change of a service, or of one of its endpoints. `None` if it does
+    /// not exist, or with `gone`, if it still exists. If the log does not contain the change, the
+    /// result is the floor of the log, or the head while the floor is 0.
     pub(crate) fn version_of(&self, key: &ServiceKey, endpoint: Option<IpAddr>, gone: bool) -> Option<u64> {
         let inner = self.read();
         let entry = inner.state.entry(key);
@@ -127,13 +128,14 @@ impl Store {
         (is_there != gone).then_some(if version == 0 { inner.version } else { version })
     }
 
-    /// The place of a watcher who has seen everything up to now.
+    /// The place of a watcher that has seen all changes so far.
     #[must_use]
     pub fn watch_cursor(&self) -> WatchCursor {
         WatchCursor(log::after(self.version()))
     }
 
-    /// At most `limit` changes from `place` on. A watcher that is slow skips to newest values.
+    /// At most `limit` changes from `place` on. A slow watcher receives only the newest value of
+    /// each key.
     #[must_use]
     pub fn watch_page(&self, place: WatchCursor, limit: usize) -> WatchPage {
         let inner = self.read();

@@ -1,7 +1,7 @@
-//! The compacted log: each key that changed lately once, at the version that touched it last.
+//! The compacted log: each recently changed key once, at the version of its last change.
 //!
-//! It is bounded, so that its memory does not grow with the cluster: a cursor behind the oldest key
-//! is moved on by buckets, which cost less than so many single changes.
+//! The log is bounded, so that its memory does not grow with the cluster. A cursor behind the
+//! oldest key continues by buckets, which cost less than that many single changes.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -34,22 +34,22 @@ impl LogKey {
     }
 }
 
-/// Place in the log: the version, and the ordinal within it.
+/// A place in the log: the version, and the number of the change within the version.
 pub(super) type Place = (u64, u32);
 
-/// The first place after everything up to `version`.
+/// The first place after `version`.
 pub(super) fn after(version: u64) -> Place {
     (version.saturating_add(1), 0)
 }
 
-/// One key's last change.
+/// The last change of one key.
 #[derive(Debug, Clone)]
 pub(super) struct Entry {
     pub(super) key: LogKey,
     pub(super) trigger_unix_ms: u64,
 }
 
-/// Where the resources of one service stand in the log, with the bucket that they live in.
+/// The places of one service's resources in the log, and the bucket of the service.
 #[derive(Debug)]
 struct ServicePlaces {
     bucket: u16,
@@ -57,7 +57,7 @@ struct ServicePlaces {
     endpoints: BTreeMap<IpAddr, Place>,
 }
 
-/// See the module.
+/// The compacted log.
 #[derive(Debug)]
 pub(super) struct Log {
     entries: BTreeMap<Place, Entry>,
@@ -70,8 +70,8 @@ pub(super) struct Log {
 }
 
 impl Log {
-    /// An empty log that remembers at most `max_entries` keys, and at most `max_tombstones` that
-    /// are gone among them.
+    /// Creates an empty log for at most `max_entries` keys, of which at most `max_tombstones` are
+    /// removed keys.
     pub(super) fn new(max_entries: usize, max_tombstones: usize) -> Self {
         Self {
             entries: BTreeMap::new(),
@@ -84,13 +84,13 @@ impl Log {
         }
     }
 
-    /// The oldest version that the log reaches back to: a cursor at or above it can be told every
-    /// removal since.
+    /// The oldest version that the log reaches back to. The log contains every change after it.
     pub(super) fn floor(&self) -> u64 {
         self.floor
     }
 
-    /// The shared key of what a change touches, and its bucket. `state` is that before the change.
+    /// The shared key of the resource that a change is about, and its bucket. `state` is the state
+    /// before the change.
     pub(super) fn intern(&self, change: &Change, state: &State) -> (LogKey, u16) {
         match change {
             Change::Service(service) => self.service_key(&service.key, state, LogKey::Service),
@@ -117,7 +117,7 @@ impl Log {
         (make(shared), digest::service_bucket(key))
     }
 
-    /// Moves a key to `place`, which must be above every place so far.
+    /// Moves a key to `place`, which must be after every other place.
     pub(super) fn record(&mut self, place: Place, entry_key: LogKey, bucket: u16, trigger_unix_ms: u64, removed: bool) {
         let old = match &entry_key {
             LogKey::Service(key) => self.places(key, bucket).service.replace(place),
@@ -176,33 +176,34 @@ impl Log {
         }
     }
 
-    /// Keys that changed at or after `from`, in order of their last change.
+    /// The keys that have changed at or after `from`, in order of their last change.
     pub(super) fn since(&self, from: Place) -> impl Iterator<Item = (Place, &Entry)> {
         self.entries.range(from..).map(|(place, entry)| (*place, entry))
     }
 
-    /// Version at which an endpoint changed last; the floor if that is forgotten, since it was not
-    /// later.
+    /// The version of the last change of an endpoint. If the log does not contain the change, the
+    /// result is the floor, because the change was not later.
     pub(super) fn endpoint_version(&self, key: &ServiceKey, address: IpAddr) -> u64 {
         let place = self.services.get(key).and_then(|places| places.endpoints.get(&address));
         place.map_or(self.floor, |place| place.0)
     }
 
-    /// Version at which a service or one of its endpoints changed last, removals included; the
-    /// floor if that is forgotten, since it was not later.
+    /// The version of the last change of a service or one of its endpoints, removals included. If
+    /// the log does not contain the change, the result is the floor, because the change was not
+    /// later.
     pub(super) fn newest_version(&self, key: &ServiceKey) -> u64 {
         let Some(places) = self.services.get(key) else { return self.floor };
         let endpoints = places.endpoints.values().map(|place| place.0).max();
         places.service.map(|place| place.0).max(endpoints).unwrap_or(self.floor)
     }
 
-    /// Number of keys, removed ones included.
+    /// Number of keys, including removed keys.
     #[cfg(test)]
     pub(super) fn len(&self) -> usize {
         self.entries.len()
     }
 
-    /// Number of removals remembered.
+    /// Number of removals in the log.
     pub(super) fn tombstones(&self) -> usize {
         self.tombstones.len()
     }

@@ -1,13 +1,14 @@
-//! The store: current state, a compacted log of it, and cursors into that.
+//! The store: the current state, a compacted log of its changes, and cursors into the log.
 //!
-//! [`headgate_core::State`] holds values and digests. Beside it the log keeps each key that changed
-//! lately once, at the version that touched it last, so a cursor, which is a version, can be
-//! brought to the head at a cost of what differs; one that is too far behind, by the buckets that
-//! differ. What streams have in common is encoded once: the newest batches, compacted steps by
-//! where they start, and the resources of each bucket.
+//! [`headgate_core::State`] holds the values and their digests. The log holds each recently changed
+//! key once, at the version of its last change. A cursor is a version. The log brings a cursor to
+//! the head, at a cost proportional to what differs. A cursor that is too far behind receives the
+//! buckets that have changed. Messages that streams share are encoded once: the newest batches, the
+//! compacted steps by their start, and the resources of each bucket.
 //!
-//! A commit costs what it changes and never waits for a stream: streams are woken by a watch of the
-//! head, and whoever reads holds the lock for one bucket or one copy of a delta at most.
+//! The cost of a commit is proportional to its changes, and a commit never waits for a stream. A
+//! watch channel wakes the streams at each new version. A reader holds the lock for at most one
+//! bucket or one copy of a delta.
 
 mod buckets;
 mod cursor;
@@ -52,32 +53,32 @@ use names::Names;
 use nodes::Nodes;
 pub use nodes::{NodeObserver, OwnNode};
 
-/// A batch of more changes than this is not encoded at its commit, but by the first stream that
-/// asks for it.
+/// A batch with more changes than this is not encoded at its commit, but by the first stream that
+/// needs it.
 const EAGER_CHANGES: usize = 1024;
 
-/// Commits whose time is remembered, for lag.
+/// Number of commits whose time is kept, to measure lag.
 pub(crate) const TIMED_COMMITS: usize = 4096;
 
-/// Bounds of what the store keeps beside the state itself.
+/// Bounds of the memory that the store uses besides the state.
 #[derive(Debug, Clone)]
 pub struct Limits {
-    /// Removals remembered; a cursor behind the oldest of them is moved on by buckets. The log
-    /// remembers as many keys as this and `max_delta_changes` together, which is all that a
-    /// compacted step can need.
+    /// Number of removals in the log. A cursor behind the oldest of them continues by buckets. The
+    /// log holds at most this many keys plus `max_delta_changes`, because no compacted step needs
+    /// more.
     pub max_tombstones: usize,
-    /// Bytes of newest batches kept encoded.
+    /// Bytes of the newest batches that are kept encoded.
     pub ring_bytes: usize,
-    /// Bytes of compacted steps kept encoded.
+    /// Bytes of the compacted steps that are kept encoded.
     pub delta_cache_bytes: usize,
-    /// Changes in one compacted step; a cursor with more to catch up on is moved on by buckets.
+    /// Number of changes in one compacted step. A cursor that needs more continues by buckets.
     pub max_delta_changes: usize,
-    /// Size at which a message is cut, in bytes: well below
-    /// [`headgate_proto::MAX_SERVER_MESSAGE_BYTES`], and small enough for a stream's turn on a
-    /// shared connection to be short.
+    /// A message is complete when it has reached this size, in bytes. The size is well below
+    /// [`headgate_proto::MAX_SERVER_MESSAGE_BYTES`], because the last resource may exceed it.
     pub part_bytes: usize,
-    /// Bytes of steps that are cut into parts, be they kept for reuse or held by streams in the
-    /// middle of them. Who needs a step for which there is no room is moved on by buckets.
+    /// Bytes of all steps in several parts, both kept for reuse and held by streams that are in the
+    /// middle of a step. A stream that needs a step for which there is no room continues by
+    /// buckets.
     pub split_bytes: usize,
 }
 
@@ -94,7 +95,7 @@ impl Default for Limits {
     }
 }
 
-/// See the module.
+/// The state of this replica, with the log and the encoded messages that streams share.
 #[derive(Debug)]
 pub struct Store {
     epoch: u64,
@@ -107,7 +108,7 @@ pub struct Store {
     head: watch::Sender<u64>,
     moves: watch::Sender<u64>,
     wanted_positions: watch::Sender<BTreeMap<SourceKind, u64>>,
-    // What `head` holds, for those who look thousands of times for each change.
+    // The value of `head`. Thousands of streams read it at each change, so it has no lock.
     head_version: AtomicU64,
     metrics: Arc<Metrics>,
 }
@@ -121,27 +122,27 @@ struct Inner {
     ring: Ring,
     nodes: Nodes,
     version: u64,
-    /// Where the source stands, bookmarks included: what agents' positions are compared with.
+    /// The position of each kind, bookmarks included. Positions of agents are compared with these.
     positions: BTreeMap<SourceKind, u64>,
-    /// Where each kind stood when something of it changed last: what the state covers, and agents
-    /// are told.
+    /// The position of each kind at its last change. The state covers these positions, and agents
+    /// receive them.
     changed_positions: BTreeMap<SourceKind, u64>,
-    /// Those of them that batches have told so far.
-    told_positions: BTreeMap<SourceKind, u64>,
-    /// When the source brought the newest versions, without a gap, the head last.
+    /// The positions of `changed_positions` that batches have already sent.
+    sent_positions: BTreeMap<SourceKind, u64>,
+    /// When the source sent each of the newest versions, without a gap. The head is last.
     commit_times: VecDeque<SystemTime>,
 }
 
-/// A value that a change replaces.
+/// The value that a change replaces.
 enum Before {
-    /// Whether there was a Service.
+    /// Whether the Service existed.
     Service(bool),
     Endpoint(Option<Endpoint>),
     Nothing,
 }
 
 impl Store {
-    /// An empty store with an epoch of its own.
+    /// Creates an empty store with a new epoch.
     #[must_use]
     pub fn new(limits: Limits, metrics: Arc<Metrics>) -> Self {
         let epoch = fastrand::u64(1..);
@@ -155,7 +156,7 @@ impl Store {
             version: 0,
             positions: BTreeMap::new(),
             changed_positions: BTreeMap::new(),
-            told_positions: BTreeMap::new(),
+            sent_positions: BTreeMap::new(),
             commit_times: VecDeque::new(),
         };
         Self {
@@ -174,7 +175,7 @@ impl Store {
         }
     }
 
-    /// What this replica's versions count within; random, never 0.
+    /// The epoch of this replica: random, never 0.
     #[must_use]
     pub fn epoch(&self) -> u64 {
         self.epoch
@@ -186,32 +187,32 @@ impl Store {
         self.head_version.load(Ordering::Acquire)
     }
 
-    /// Wakes at each new version.
+    /// A receiver that wakes at each new version.
     #[must_use]
     pub fn head(&self) -> watch::Receiver<u64> {
         self.head.subscribe()
     }
 
-    /// Wakes when the state of the source changes.
+    /// A receiver that wakes when the state of the source changes.
     #[must_use]
     pub fn watch_source(&self) -> watch::Receiver<SourceState> {
         self.freshness.watch_state()
     }
 
-    /// What the source is doing (contract, 14).
+    /// The state of the source (contract, 14).
     #[must_use]
     pub fn source_state(&self) -> SourceState {
         self.freshness.state()
     }
 
-    /// What the source is doing, for agents of other replicas (contract, 15): CUT_OFF as soon as a
+    /// The state of the source, for agents of other replicas (contract, 15): CUT_OFF as soon as a
     /// request to the source has failed or is late.
     #[must_use]
     pub fn source_state_for_others(&self) -> SourceState {
         self.freshness.state_for_others()
     }
 
-    /// Why the source cannot be heard; `None` when it can.
+    /// Why changes do not arrive from the source; `None` if they do.
     #[must_use]
     pub fn source_problem(&self) -> Option<String> {
         self.freshness.problem()
@@ -223,39 +224,39 @@ impl Store {
         self.source_state() != SourceState::Unlisted
     }
 
-    /// Wakes when a source position moves, whether or not that made a version.
+    /// A receiver that wakes when a position of the source moves, with or without a new version.
     #[must_use]
     pub fn moves(&self) -> watch::Receiver<u64> {
         self.moves.subscribe()
     }
 
-    /// Asks the source to find out at once whether it has come to `position`, which an agent has
-    /// seen elsewhere.
+    /// Asks the source to check at once whether it has reached `position`, which an agent has seen
+    /// at another replica.
     pub(crate) fn want_position(&self, kind: SourceKind, position: u64) {
         self.wanted_positions.send_modify(|wanted| {
             wanted.insert(kind, position);
         });
     }
 
-    /// What the source says of a node.
+    /// The Node of this name in the source.
     #[must_use]
     pub fn node(&self, name: &str) -> OwnNode {
         self.read().nodes.get(name)
     }
 
-    /// Tells an observer of nodes that change from now on, for as long as it lives.
+    /// Notifies an observer of Nodes that change from now on, until the observer is dropped.
     pub fn observe_nodes(&self, observer: Weak<dyn NodeObserver>) {
         self.write().nodes.observe(observer);
     }
 
-    /// The first kind of which `seen` is ahead of this replica, as (kind, here, there). Kinds that
-    /// this replica's source does not have cannot be compared and do not count.
+    /// The first kind for which `seen` is ahead of this replica, as (kind, position here, position
+    /// in `seen`). Kinds that the source of this replica does not have are ignored.
     #[must_use]
     pub fn behind(&self, seen: &BTreeMap<SourceKind, u64>) -> Option<(SourceKind, u64, u64)> {
         self.behind_in(seen, |_| true)
     }
 
-    /// Does what [`Self::behind`] does, for the kinds that `counts` picks.
+    /// Like [`Self::behind`], for the kinds that `counts` selects.
     fn behind_in(
         &self,
         seen: &BTreeMap<SourceKind, u64>,
@@ -269,22 +270,22 @@ impl Store {
         seen.iter().filter(|(kind, _)| counts(**kind)).find_map(compare)
     }
 
-    /// Time since the source was last heard, for its stalest kind; since the start, until every
-    /// kind has been listed.
+    /// Time since the source last confirmed the stalest kind. Until every kind has been listed,
+    /// time since the start.
     #[must_use]
     pub fn source_age(&self) -> Duration {
         self.freshness.age()
     }
 
-    /// Present problems, sorted.
+    /// The present problems, sorted.
     #[must_use]
     pub fn present_problems(&self) -> Arc<[Problem]> {
         Arc::clone(&self.problems.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// When the source brought the version after `version`: since then, who is at `version` lags.
-    /// `None` at the head; for a version so far back that its time is forgotten, the oldest time
-    /// known.
+    /// When the source sent the version after `version`. An agent at `version` has lagged since
+    /// then. `None` if `version` is the head. For an old version whose time is no longer kept, the
+    /// oldest time that is kept.
     #[must_use]
     pub fn lagging_since(&self, version: u64) -> Option<SystemTime> {
         let inner = self.read();
@@ -293,12 +294,12 @@ impl Store {
         inner.commit_times.get(index).copied().filter(|_| behind > 0)
     }
 
-    /// Time since the source brought each version above `after`, up to `upto`, as far as it is
-    /// remembered.
+    /// Time since the source sent each version above `after`, up to `upto`. Versions whose time is
+    /// no longer kept are left out.
     #[must_use]
     pub fn commit_ages(&self, after: u64, upto: u64) -> Vec<Duration> {
         let inner = self.read();
-        // The version before the oldest whose time is known.
+        // The version before the oldest version with a known time.
         let floor = inner.version - inner.commit_times.len() as u64;
         let index = |version: u64| usize::try_from(version.clamp(floor, inner.version) - floor).unwrap_or_default();
         let now = SystemTime::now();
@@ -306,8 +307,8 @@ impl Store {
         times.map(|time| now.duration_since(*time).unwrap_or_default()).collect()
     }
 
-    /// The newest version that is at least so old; the oldest whose time is remembered is taken as
-    /// older than anything.
+    /// The newest version that is at least this old. Versions whose time is no longer kept count as
+    /// older.
     #[must_use]
     pub fn version_before(&self, age: Duration) -> u64 {
         let inner = self.read();
@@ -316,49 +317,49 @@ impl Store {
         inner.version - younger as u64
     }
 
-    /// Where the source stands, bookmarks included: an agent that has more is ahead of this
-    /// replica.
+    /// The position of each kind, bookmarks included. An agent with a higher position is ahead of
+    /// this replica.
     #[must_use]
     pub fn positions(&self) -> BTreeMap<SourceKind, u64> {
         self.read().positions.clone()
     }
 
-    /// Where the source stood when each kind changed last: who has been told less has missed
-    /// something.
+    /// The position of each kind at its last change. An agent with a lower position has missed a
+    /// change.
     #[must_use]
     pub fn changed_positions(&self) -> BTreeMap<SourceKind, u64> {
         self.read().changed_positions.clone()
     }
 
-    /// Time since each kind of the source was last heard.
+    /// Time since the source last confirmed each kind.
     #[must_use]
     pub fn source_ages(&self) -> BTreeMap<SourceKind, Duration> {
         self.freshness.ages()
     }
 
-    /// Digests of the present state.
+    /// The digests of the present state.
     #[must_use]
     pub fn digests(&self) -> Digests {
         self.read().state.digests().clone()
     }
 
-    /// Makes what was applied the next version.
+    /// Makes the applied changes the next version. `encode` says whether to encode their batch now.
     fn publish(&self, inner: &mut Inner, received: SystemTime, encode: bool) {
-        let told = &inner.told_positions;
-        let moved = inner.shared_positions().filter(|(kind, position)| told.get(kind) != Some(position));
+        let sent = &inner.sent_positions;
+        let moved = inner.shared_positions().filter(|(kind, position)| sent.get(kind) != Some(position));
         let positions = encode::positions_to_wire(moved);
-        inner.told_positions.clone_from(&inner.changed_positions);
+        inner.sent_positions.clone_from(&inner.changed_positions);
         let previous_version = inner.version;
         let version = previous_version + 1;
         inner.version = version;
-        // In order, whatever the clock does.
+        // The times stay in order even if the clock goes back.
         let received = inner.commit_times.back().map_or(received, |last| received.max(*last));
         inner.commit_times.push_back(received);
         if inner.commit_times.len() > TIMED_COMMITS {
             inner.commit_times.pop_front();
         }
-        // More removals than the log remembers: the log cannot say what this version is, the
-        // buckets can.
+        // With more removals than the log can hold, the log misses changes of this version. Streams
+        // then continue by buckets.
         let is_whole = inner.log.floor() < version;
         let delta = if encode && is_whole {
             let entries = inner.log.since(log::after(previous_version)).map(|(_, entry)| entry);
@@ -375,9 +376,8 @@ impl Store {
         }
     }
 
-    // A panic while the lock was held cannot leave half a change visible that matters more than
-    // going on: State and log are repaired by the next change of the same key, and a proxy that
-    // stops serving for it would be worse.
+    // The store continues after a panic under the lock. State and log may then disagree about one
+    // key until its next change. A control plane that stops serving would be worse.
     fn read(&self) -> RwLockReadGuard<'_, Inner> {
         self.inner.read().unwrap_or_else(PoisonError::into_inner)
     }
@@ -388,8 +388,8 @@ impl Store {
 }
 
 impl Inner {
-    /// Applies changes as the next version and returns how many had an effect; with none there is
-    /// no version.
+    /// Applies changes as the next version, and returns how many had an effect. If none had, there
+    /// is no new version.
     fn apply(&mut self, changes: Vec<TriggeredChange>) -> usize {
         let version = self.version + 1;
         let mut scratch = Dirty::default();
@@ -398,7 +398,7 @@ impl Inner {
             let (key, bucket) = self.log.intern(&change, &self.state);
             let before = self.before(&key);
             if self.state.apply(change, &mut scratch) {
-                self.rename(version, &key, before);
+                self.update_names(version, &key, before);
                 self.buckets.record(bucket, version, &key, &self.state);
                 let removed = self.is_removed(&key);
                 self.log.record((version, effective), key, bucket, trigger_unix_ms, removed);
@@ -408,19 +408,19 @@ impl Inner {
         effective as usize
     }
 
-    /// Where each kind stood when something of it changed last that every agent receives.
+    /// The position at the last change, for each kind with resources that every agent receives.
     fn shared_positions(&self) -> impl Iterator<Item = (SourceKind, u64)> {
         let positions = self.changed_positions.iter().map(|(kind, position)| (*kind, *position));
         positions.filter(|(kind, _)| kind.has_shared_resources())
     }
 
-    /// Where the source stands as far as Nodes are concerned.
+    /// The position of the kind that includes Nodes.
     fn nodes_position(&self) -> Option<(SourceKind, u64)> {
         let mut positions = self.positions.iter().map(|(kind, position)| (*kind, *position));
         positions.find(|(kind, _)| kind.has_nodes())
     }
 
-    /// What a change of `key` is about to replace, as far as it can be referred to.
+    /// The parts of the present value of `key` that changes may refer to.
     fn before(&self, key: &LogKey) -> Before {
         match key {
             LogKey::Service(key) => Before::Service(self.has_service(key)),
@@ -435,9 +435,9 @@ impl Inner {
         self.state.entry(key).is_some_and(|entry| entry.service().is_some())
     }
 
-    /// Takes note of what can be referred to from `version` on. What is new is taken before what it
-    /// replaces is released, so that what stays is there without a break.
-    fn rename(&mut self, version: u64, key: &LogKey, before: Before) {
+    /// Updates the values that changes may refer to from `version` on. The new value is added
+    /// before the old value is released, so that common parts stay without a break.
+    fn update_names(&mut self, version: u64, key: &LogKey, before: Before) {
         match (key, before) {
             (LogKey::Service(key), Before::Service(was_there)) => match (was_there, self.has_service(key)) {
                 (false, true) => self.names.take_service(version, key),

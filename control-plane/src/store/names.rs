@@ -1,5 +1,6 @@
-//! What changes may refer to (contract, 13): what the state holds, since when without a break, and
-//! by which reference.
+//! The values that changes may refer to (contract, 13): service keys, placements and port lists in
+//! the state. Each value has a reference, and the version since which the state has contained the
+//! value without a break.
 
 use std::{
     borrow::Borrow,
@@ -11,21 +12,21 @@ use std::{
 use headgate_core::{Change, Endpoint, EndpointPort, Placement, ServiceKey, reference::Referrer};
 use headgate_proto::References;
 
-/// References of one kind that may be out of use because they collided. Names that collide are easy
-/// to find for whoever knows the epoch, so without a bound the memory for these references would be
-/// in the hands of whoever names objects.
+/// Upper bound of the collided references of one kind. Names that collide are easy to find for
+/// anybody who knows the epoch. Without a bound, the author of such names could use up the memory.
 const MAX_COLLIDED: usize = 16_384;
 
-/// One thing that the state holds.
+/// One value in the state.
 #[derive(Debug)]
 struct Name {
     reference: u32,
+    /// How many resources contain the value.
     users: u32,
-    /// Version that brought it.
+    /// The version that added the value.
     since: u64,
 }
 
-/// Things of one kind.
+/// The values of one kind.
 #[derive(Debug)]
 struct Table<T> {
     names: HashMap<T, Name>,
@@ -36,13 +37,14 @@ struct Table<T> {
 #[derive(Debug)]
 enum Collisions {
     Few {
-        /// One thing has it.
+        /// References that belong to one value.
         unique: HashSet<u32>,
-        /// Two things had it at once, in this epoch: a receiver may still take it for the wrong
-        /// one.
+        /// References that two values had at the same time in this epoch. A receiver may still
+        /// resolve such a reference to the wrong value.
         collided: HashSet<u32>,
     },
-    /// Too many collided: this kind is spelt out until the epoch ends.
+    /// Too many references have collided. This kind is sent without references until the epoch
+    /// ends.
     Many,
 }
 
@@ -53,7 +55,7 @@ impl<T> Default for Table<T> {
     }
 }
 
-/// See the module.
+/// The values of all kinds.
 #[derive(Debug)]
 pub(super) struct Names {
     referrer: Referrer,
@@ -124,17 +126,17 @@ impl Names {
         Self { referrer: Referrer::new(epoch), services, placements, ports }
     }
 
-    /// `version` brought a Service that was not there.
+    /// Adds a Service that `version` has created.
     pub(super) fn take_service(&mut self, version: u64, key: &Arc<ServiceKey>) {
         self.services.take(version, key, || self.referrer.service(key));
     }
 
-    /// A Service is gone.
+    /// Releases a removed Service.
     pub(super) fn release_service(&mut self, key: &ServiceKey) {
         self.services.release(key);
     }
 
-    /// `version` brought an endpoint, or a new value of one.
+    /// Adds the parts of an endpoint that `version` has created or changed.
     pub(super) fn take_endpoint(&mut self, version: u64, endpoint: &Endpoint) {
         for placement in endpoint.placements() {
             self.placements.take(version, placement, || self.referrer.placement(placement));
@@ -142,7 +144,7 @@ impl Names {
         self.ports.take(version, &endpoint.ports, || self.referrer.ports(&endpoint.ports));
     }
 
-    /// An endpoint is gone, or had this value before.
+    /// Releases the parts of an old value of an endpoint.
     pub(super) fn release_endpoint(&mut self, endpoint: &Endpoint) {
         for placement in endpoint.placements() {
             self.placements.release(placement);
@@ -150,7 +152,7 @@ impl Names {
         self.ports.release(&endpoint.ports);
     }
 
-    /// What of a change a receiver who is at `version` can be told by references.
+    /// The references that can replace parts of a change for a receiver at `version`.
     pub(super) fn references(&self, version: u64, change: &Change) -> References {
         match change {
             Change::Endpoint(key, endpoint) => References {
@@ -165,7 +167,7 @@ impl Names {
         }
     }
 
-    /// Number of things.
+    /// Number of values.
     #[cfg(test)]
     pub(super) fn len(&self) -> usize {
         self.services.names.len() + self.placements.names.len() + self.ports.names.len()
@@ -178,20 +180,24 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_newer_or_ever_shared_a_reference_is_not_referred_to() {
+    fn newer_values_and_values_with_collided_references_are_not_referred_to() {
         let mut table = Table::default();
         table.take(3, &"web", || 7);
         assert_eq!((table.reference(2, "web"), table.reference(3, "web")), (None, Some(7)));
         table.take(5, &"web", || 7);
         table.release("web");
-        assert_eq!(table.reference(3, "web"), Some(7), "it was there all the time");
+        assert_eq!(table.reference(3, "web"), Some(7), "the value was never absent");
         table.release("web");
         table.take(6, &"db", || 7);
-        assert_eq!((table.reference(5, "db"), table.reference(6, "db")), (None, Some(7)), "one after the other");
+        assert_eq!(
+            (table.reference(5, "db"), table.reference(6, "db")),
+            (None, Some(7)),
+            "the two values never existed at the same time"
+        );
         table.take(7, &"web", || 7);
         assert_eq!((table.reference(9, "web"), table.reference(9, "db")), (None, None));
         table.release("db");
-        assert_eq!(table.reference(9, "web"), None, "a receiver may still take it for the other");
+        assert_eq!(table.reference(9, "web"), None, "a receiver may still resolve it to the other value");
         table.release("web");
         table.take(8, &"web", || 7);
         assert_eq!(table.reference(9, "web"), None);
@@ -214,9 +220,9 @@ mod tests {
             table.release(&other);
         }
         assert_eq!(table.reference(1, &u64::MAX), None);
-        assert!(matches!(table.collisions, Collisions::Many), "and their memory is freed");
+        assert!(matches!(table.collisions, Collisions::Many), "the references are not freed");
         table.release(&u64::MAX);
         table.take(2, &u64::MAX, || last + 1);
-        assert_eq!(table.reference(2, &u64::MAX), None, "for ever");
+        assert_eq!(table.reference(2, &u64::MAX), None, "references stay unused");
     }
 }

@@ -1,4 +1,4 @@
-//! Nodes: each stream is told of its own.
+//! Nodes. A stream receives only the Node of its agent.
 
 use std::{
     collections::HashMap,
@@ -9,19 +9,20 @@ use headgate_core::Node;
 
 use crate::transaction::{NodeChange, SourceKind};
 
-/// Who wants to know which nodes change.
+/// Receives notifications of changed Nodes.
 pub trait NodeObserver: Send + Sync {
-    /// The node of this name is another than it was, or is gone. Called after the commit, by the
-    /// task that commits: it must be quick.
+    /// The Node of this name has changed or was removed. The committing task calls this after the
+    /// commit, so it must return quickly.
     fn node_changed(&self, name: &str);
 }
 
-/// What the source says of a Node.
+/// The Node of an agent.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct OwnNode {
     /// `None` when the source has no Node of this name.
     pub node: Option<Arc<Node>>,
-    /// Where the source was when this Node changed last; without one, when any Node changed last.
+    /// The position of the source when this Node last changed. Without a Node of this name, the
+    /// position when any Node last changed.
     pub position: Option<(SourceKind, u64)>,
 }
 
@@ -31,11 +32,11 @@ struct Known {
     position: Option<(SourceKind, u64)>,
 }
 
-/// Nodes by name, and who is told of changes.
+/// All Nodes by name, and the observers of their changes.
 #[derive(Default)]
 pub(super) struct Nodes {
     by_name: HashMap<Arc<str>, Known>,
-    /// Where the source was when any of them changed last.
+    /// The position of the source when any Node last changed.
     position: Option<(SourceKind, u64)>,
     observers: Vec<Weak<dyn NodeObserver>>,
 }
@@ -52,8 +53,8 @@ impl Nodes {
         }
     }
 
-    /// Takes in a change that the source had at `position`. Returns the node's name if something
-    /// differs.
+    /// Applies a change that the source had at `position`. Returns the name of the Node if its
+    /// value differs.
     pub(super) fn apply(&mut self, change: NodeChange, position: Option<(SourceKind, u64)>) -> Option<Arc<str>> {
         let (name, node) = match change {
             NodeChange::Apply(node) => (Arc::clone(&node.name), Some(Arc::new(node))),
@@ -70,13 +71,13 @@ impl Nodes {
         Some(name)
     }
 
-    /// Tells an observer of changes from now on, for as long as it lives.
+    /// Adds an observer, which is notified until it is dropped.
     pub(super) fn observe(&mut self, observer: Weak<dyn NodeObserver>) {
         self.observers.retain(|observer| observer.strong_count() > 0);
         self.observers.push(observer);
     }
 
-    /// Those to tell.
+    /// The observers that have not been dropped.
     pub(super) fn observers(&self) -> Vec<Arc<dyn NodeObserver>> {
         self.observers.iter().filter_map(Weak::upgrade).collect()
     }

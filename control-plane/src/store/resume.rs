@@ -1,5 +1,5 @@
-//! How an agent goes on from what it holds, and when it has to wait first (contract, 3 and 6). No
-//! clock and no connection: the session asks, and knows how long it has asked.
+//! How an agent continues from the state that it holds, and when it must wait first (contract, 3
+//! and 6). This module uses no clock and no connection; the stream's session passes the time.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -15,24 +15,25 @@ use super::{
 };
 use crate::transaction::SourceKind;
 
-/// Why an agent is given nothing yet.
+/// Why an agent receives nothing yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NotYet {
-    /// The source has not been listed: there is no state, only parts of one.
+    /// The source has not been listed, so the state is incomplete.
     Unlisted,
-    /// The agent has seen more of the source than this replica.
+    /// The agent has seen a later position of the source than this replica.
     Behind {
-        /// Of this kind.
+        /// The kind.
         kind: SourceKind,
-        /// Where this replica is.
+        /// The position of this replica.
         here: u64,
-        /// Where the agent is.
+        /// The position of the agent.
         there: u64,
     },
 }
 
 impl NotYet {
-    /// The first kind of `seen`, among those that count, of which this replica has seen less.
+    /// Checks that this replica has reached the positions in `seen`, for the kinds that `counts`
+    /// selects.
     fn check(store: &Store, seen: &BTreeMap<SourceKind, u64>, counts: impl Fn(SourceKind) -> bool) -> Result<(), Self> {
         if !store.is_synced() {
             return Err(Self::Unlisted);
@@ -42,32 +43,33 @@ impl NotYet {
     }
 }
 
-/// The wait of an agent that has seen more of the source than a replica: bounded, since the source
-/// may have been restored from a backup.
+/// The wait of an agent that has seen a later position of the source than this replica. It is
+/// bounded, because the source may have been restored from a backup.
 #[derive(Debug, Default)]
 pub struct BehindWait {
-    /// When it ends; set once it has begun.
+    /// When the wait ends; `None` before it begins.
     until: Option<Instant>,
     has_expired: bool,
-    /// The kinds of which the source was asked how far it has come.
+    /// The kinds for which the source was asked for its current position.
     asked: BTreeSet<SourceKind>,
 }
 
-/// What [`BehindWait::look`] finds.
+/// The result of [`BehindWait::look`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Wait {
-    /// The agent waits from now on.
+    /// The wait begins now.
     Begins,
-    /// It still waits.
+    /// The wait continues.
     GoesOn,
-    /// It has waited long enough, which is said once.
+    /// The wait has just ended. This is returned once.
     Expires,
-    /// It has waited long enough.
+    /// The wait ended earlier.
     IsOver,
 }
 
 impl Wait {
-    /// True when the agent is given what this replica has, be it older than what the agent has.
+    /// True when the agent receives the state of this replica, even if it is older than the
+    /// agent's.
     #[must_use]
     pub fn is_over(self) -> bool {
         matches!(self, Self::Expires | Self::IsOver)
@@ -75,9 +77,9 @@ impl Wait {
 }
 
 impl BehindWait {
-    /// Whether an agent that would have to wait still does, at `now`, for `bound` in all. The bound
-    /// runs while the replica follows its source: a replica that is cut off shows nothing about a
-    /// restored source, and one that has listed nothing has nothing to give.
+    /// Decides at `now` whether an agent that is told `not_yet` still has to wait. The wait lasts
+    /// `bound`, and starts again while the replica does not follow its source: a cut-off replica
+    /// cannot tell whether the source was restored, and an unlisted replica has no state to send.
     pub fn look(&mut self, not_yet: NotYet, store: &Store, bound: Duration, now: Instant) -> Wait {
         let NotYet::Behind { kind, there, .. } = not_yet else { return Wait::GoesOn };
         if self.asked.insert(kind) {
@@ -101,35 +103,36 @@ impl BehindWait {
     }
 }
 
-/// What an agent has seen of its own Node. It is given no older one.
+/// The positions up to which an agent has seen its own Node. It never receives an older Node.
 #[derive(Debug)]
 pub struct NodeResumption(BTreeMap<SourceKind, u64>);
 
 impl NodeResumption {
-    /// Takes the positions from what the agent says that it holds.
+    /// Takes the positions from the state that the agent holds.
     #[must_use]
     pub fn begin(resume: Option<&Resume>) -> Self {
         Self(resume.map(|resume| resume.positions.clone()).unwrap_or_default())
     }
 
-    /// Ok once this replica's Nodes are as new as the agent's.
+    /// Checks that the Nodes of this replica are as new as the agent's.
     ///
     /// # Errors
-    /// Why the agent is not given its Node yet; to be asked again when the source was listed or
-    /// moved.
+    /// Why the agent does not receive its Node yet. Retry when the source has been listed or its
+    /// position has moved.
     pub fn check(&self, store: &Store) -> Result<(), NotYet> {
         NotYet::check(store, &self.0, SourceKind::has_nodes)
     }
 }
 
-/// An agent on its way from `Hello` to its place in the store. Once it was told that it resumes by
-/// digests, or from nothing, it does so however long it waits.
+/// An agent between its `Hello` and its place in the store. `Welcome` has announced a resume by
+/// digests or from nothing, and this mode does not change during the wait.
 #[derive(Debug)]
 pub struct Resumption(Option<Resume>);
 
 impl Resumption {
-    /// How an agent goes on, for `Welcome`; and its place, if it has one at once, as only a resume
-    /// by the log does: it goes on where it was on this very replica.
+    /// Decides how an agent resumes, for `Welcome`. Also returns its cursor if the agent can
+    /// continue at once. Only a resume by the log can, because the agent was following this
+    /// replica.
     pub fn begin(store: &Store, resume: Option<Resume>) -> (ResumeMode, Result<Cursor, Self>) {
         let (mode, cursor) = store.cursor(resume.as_ref());
         match mode {
@@ -140,10 +143,10 @@ impl Resumption {
         }
     }
 
-    /// The agent's place, once this replica has everything that the agent has.
+    /// The agent's cursor, if this replica has reached all positions that the agent has seen.
     ///
     /// # Errors
-    /// Why it has to wait; to be asked again when the source was listed or moved.
+    /// Why the agent has to wait. Retry when the source has been listed or its position has moved.
     pub fn advance(&self, store: &Store) -> Result<Cursor, NotYet> {
         let nothing = BTreeMap::new();
         let seen = self.0.as_ref().map_or(&nothing, |resume| &resume.positions);
@@ -151,8 +154,8 @@ impl Resumption {
         Ok(self.revert(store))
     }
 
-    /// The agent's place in what this replica has, be it older than what the agent has. For when it
-    /// has waited too long, as after the restore of a source.
+    /// The agent's cursor into the state of this replica, even if it is older than the agent's.
+    /// Used when the wait is over, as after the source was restored from a backup.
     #[must_use]
     pub fn revert(&self, store: &Store) -> Cursor {
         store.cursor(self.0.as_ref()).1

@@ -1,5 +1,5 @@
 #![allow(clippy::unwrap_used)]
-//! The store seen through its cursors, with a reader that does what an agent does.
+//! Tests of the store through its cursors, with a reader that behaves like an agent.
 
 mod arrival;
 mod reader;
@@ -91,7 +91,7 @@ fn the_log_keeps_each_key_once() {
         store.put([remove_endpoint(1, 1)]);
         store.put([remove_endpoint(1, 1)]);
     }
-    assert_eq!(store.version(), 1000, "a change without effect makes no version");
+    assert_eq!(store.version(), 1000, "a change without an effect creates no version");
     assert_eq!((store.read().log.len(), store.read().log.tombstones()), (2, 1));
 }
 
@@ -123,7 +123,7 @@ fn streams_at_one_point_get_the_same_bytes() {
         kept.iter().map(|frames| frames.iter().map(|(pointer, _)| *pointer).collect()).collect()
     };
     let snapshots = read();
-    // The end markers belong to each stream.
+    // Each stream has its own end marker.
     assert_eq!(snapshots[0].len(), snapshots[1].len());
     assert_eq!(snapshots[0][..snapshots[0].len() - 1], snapshots[1][..snapshots[1].len() - 1]);
     store.put([endpoint(1, 1, 9090)]);
@@ -181,7 +181,7 @@ fn tombstones_are_bounded_and_move_the_floor() {
 }
 
 #[test]
-fn a_version_with_more_removals_than_are_remembered_is_not_sent_in_part() {
+fn a_version_with_more_removals_than_the_log_holds_is_sent_by_buckets() {
     let store = store(Limits { max_tombstones: 3, ..Limits::default() });
     store.put((0..10).map(|host| endpoint(1, host, 80)));
     let mut cursor = store.cursor(None).1;
@@ -233,7 +233,7 @@ fn resume_by_digests_brings_only_buckets_that_differ() {
 }
 
 #[test]
-fn a_large_step_is_split_and_applies_as_a_whole() {
+fn a_large_step_is_split_and_applied_as_a_whole() {
     let store = store(Limits::default());
     let mut cursor = store.cursor(None).1;
     let mut reader = Reader::of(&store);
@@ -241,7 +241,7 @@ fn a_large_step_is_split_and_applies_as_a_whole() {
     store.put((0..30_000).map(|host| endpoint(1, host, 80)).chain([service(1, 80)]));
     let mut frames = Vec::new();
     while let Some(frame) = store.next_frame(&mut cursor) {
-        assert_eq!(reader.version, 0, "nothing applies before the last part");
+        assert_eq!(reader.version, 0, "nothing is applied before the last part");
         reader.read(&frame);
         frames.push(frame);
     }
@@ -250,7 +250,7 @@ fn a_large_step_is_split_and_applies_as_a_whole() {
 }
 
 #[test]
-fn a_stream_in_the_middle_of_a_split_step_gets_the_rest_whatever_others_ask_for() {
+fn a_stream_in_the_middle_of_a_split_step_receives_the_rest_despite_other_streams() {
     let store = store(Limits { part_bytes: 1000, ..Limits::default() });
     (0..64).for_each(|port| store.put([service(2, port + 1)]));
     let mut cursor = store.cursor(None).1;
@@ -258,8 +258,8 @@ fn a_stream_in_the_middle_of_a_split_step_gets_the_rest_whatever_others_ask_for(
     reader.read_all(&store, &mut cursor);
     store.put((0..300).map(|host| endpoint(1, host, 80)));
     reader.read(&store.next_frame(&mut cursor).unwrap());
-    // The head moves on, so that what is kept of this step is too old for new streams; then a
-    // hostile node resumes from every version there is, the reader's included.
+    // The head moves on, so that the kept step is too old for new streams. Then a hostile node
+    // resumes from every version, including the version of the reader.
     (0..20).for_each(|port| store.put([service(1, port + 1)]));
     for version in 1..=64 {
         let resume = Resume { epoch: store.epoch(), version, ..Resume::default() };
@@ -267,18 +267,18 @@ fn a_stream_in_the_middle_of_a_split_step_gets_the_rest_whatever_others_ask_for(
     }
     reader.read_all(&store, &mut cursor);
     reader.assert_holds_all_of(&store);
-    assert_eq!((reader.ends.len(), reader.batches), (1, 2), "one split step, and one for what came meanwhile");
+    assert_eq!((reader.ends.len(), reader.batches), (1, 2), "one split step, and one step with the later changes");
 }
 
 #[test]
-fn streams_that_stop_in_the_middle_of_steps_take_bounded_memory_and_others_go_on_by_buckets() {
+fn streams_that_stop_in_split_steps_use_bounded_memory_and_others_continue_by_buckets() {
     let limits = Limits { part_bytes: 1000, split_bytes: 8 * 30_000, ring_bytes: 0, ..Limits::default() };
     let store = store(limits.clone());
     (0..64).for_each(|port| store.put([service(2, port + 1)]));
     let mut readers: Vec<(Reader, Cursor)> = (0..64).map(|_| (Reader::of(&store), store.cursor(None).1)).collect();
     for (count, (reader, cursor)) in readers.iter_mut().enumerate() {
         reader.read_all(&store, cursor);
-        // So that each begins its step at a version of its own.
+        // Each reader begins its step at a different version.
         store.put([service(2, u16::try_from(count).unwrap() + 100)]);
     }
     store.put((0..1000).map(|host| endpoint(1, host, 80)));
@@ -294,7 +294,10 @@ fn streams_that_stop_in_the_middle_of_steps_take_bounded_memory_and_others_go_on
         reader.assert_holds_all_of(&store);
     }
     drop(readers);
-    assert!(store.split_budget.used() <= limits.delta_cache_bytes, "what no stream holds is the cache's");
+    assert!(
+        store.split_budget.used() <= limits.delta_cache_bytes,
+        "the bound of the cache applies to steps that no stream holds"
+    );
 }
 
 #[test]
@@ -305,7 +308,7 @@ fn a_huge_gap_is_closed_by_buckets() {
     let mut reader = Reader::of(&store);
     reader.read_all(&store, &mut cursor);
     store.put((0..101).map(|host| endpoint(1, host, 80)));
-    // Encoded at its commit, so it is at hand although it is large.
+    // The ring contains the large batch, but the cursor falls too far behind to use it.
     store.put([endpoint(1, 0, 81)]);
     (0..20).for_each(|port| store.put([service(2, port + 1)]));
     reader.read_all(&store, &mut cursor);
@@ -314,7 +317,7 @@ fn a_huge_gap_is_closed_by_buckets() {
 }
 
 #[test]
-fn positions_travel_with_versions() {
+fn batches_carry_the_positions_of_their_versions() {
     let store = store(Limits::default());
     let commit = |position, changes: Vec<Change>| {
         let changes = changes.into_iter().map(|change| TriggeredChange { change, trigger_unix_ms: 0 }).collect();
@@ -327,7 +330,7 @@ fn positions_travel_with_versions() {
     reader.read_all(&store, &mut cursor);
     assert_eq!(reader.positions.values().copied().collect::<Vec<_>>(), [5]);
     commit(6, vec![]);
-    assert!(store.next_frame(&mut cursor).is_none(), "a position alone makes no version");
+    assert!(store.next_frame(&mut cursor).is_none(), "a position alone creates no version");
     assert_eq!(store.behind(&[(SourceKind::Services, 7)].into()), Some((SourceKind::Services, 6, 7)));
     assert_eq!(store.behind(&[(SourceKind::Services, 6), (SourceKind::Files, 9)].into()), None);
     commit(8, vec![service(1, 81)]);
@@ -336,7 +339,7 @@ fn positions_travel_with_versions() {
 }
 
 #[test]
-fn bookmarks_show_that_nothing_was_missed_and_are_not_told() {
+fn bookmarks_move_the_positions_of_the_replica_and_are_not_sent() {
     let store = store(Limits::default());
     store.put([service(1, 80)]);
     let mut cursor = store.cursor(None).1;
@@ -349,7 +352,7 @@ fn bookmarks_show_that_nothing_was_missed_and_are_not_told() {
     reader.read_all(&store, &mut cursor);
     assert_eq!(reader.positions.values().copied().collect::<Vec<_>>(), [901]);
     assert!(!store.changed_positions().contains_key(&SourceKind::Nodes));
-    // Another replica's Nodes changed last at 900: this one has not missed it.
+    // At another replica, Nodes last changed at 900. This replica has not missed that change.
     assert_eq!(store.behind(&[(SourceKind::Nodes, 900)].into()), None);
     assert_eq!(store.behind(&[(SourceKind::Nodes, 901)].into()), Some((SourceKind::Nodes, 900, 901)));
 }
@@ -367,12 +370,12 @@ fn a_batch_carries_its_trigger_time() {
 }
 
 #[test]
-fn what_a_reader_holds_is_referred_to_once_it_is_at_the_head() {
+fn a_reader_at_the_head_receives_references_to_what_it_holds() {
     let store = store(Limits::default());
     store.put([service(1, 80), endpoint(1, 1, 80), endpoint(1, 2, 80)]);
     let mut cursor = store.cursor(None).1;
     let mut reader = Reader::of(&store);
-    // A change comes while the snapshot is read: parts of it are as new as that.
+    // A change arrives while the snapshot is read, so parts of the snapshot may contain it.
     while reader.ends.is_empty() {
         reader.read(&store.next_frame(&mut cursor).unwrap());
         store.put([endpoint(1, 5, 80)]);
@@ -387,10 +390,11 @@ fn what_a_reader_holds_is_referred_to_once_it_is_at_the_head() {
     assert_eq!(
         (reader.batches, reader.references),
         (3, 5),
-        "a compacted step refers to what is older than its beginning"
+        "a compacted step refers only to values older than its start"
     );
 
-    // A service that came back is spelt out for those who have seen it before, too.
+    // A service that was removed and added again is sent without references, even to readers that
+    // have seen it before.
     store.put([Change::RemoveService(key(1))]);
     reader.read_all(&store, &mut cursor);
     store.put([service(1, 81), endpoint(1, 3, 80)]);
@@ -402,14 +406,14 @@ fn what_a_reader_holds_is_referred_to_once_it_is_at_the_head() {
     reader.assert_holds_all_of(&store);
 }
 
-/// Two numbers of things that have one reference: some 100,000 tries find them.
+/// Finds two numbers whose values have the same reference, after about 100,000 tries.
 fn collision(reference: impl Fn(u32) -> u32) -> [u32; 2] {
     let mut seen = HashMap::new();
     (0..).find_map(|number| Some([seen.insert(reference(number), number)?, number])).unwrap()
 }
 
 #[test]
-fn services_with_one_reference_are_spelt_out_for_ever_once_both_were_there() {
+fn services_whose_references_have_collided_are_never_referred_to_again() {
     let store = store(Limits::default());
     let referrer = Referrer::new(store.epoch());
     let key = |number: u32| ServiceKey::new("default", &format!("s{number}"));
@@ -442,7 +446,7 @@ fn services_with_one_reference_are_spelt_out_for_ever_once_both_were_there() {
 }
 
 #[test]
-fn a_placement_is_referred_to_after_another_with_its_reference_is_gone_but_not_once_both_were_there() {
+fn equal_references_of_placements_collide_only_if_both_exist_at_the_same_time() {
     let store = store(Limits::default());
     let referrer = Referrer::new(store.epoch());
     let on = |number: u32| Placement::on(&format!("n{number}"));
@@ -457,7 +461,8 @@ fn a_placement_is_referred_to_after_another_with_its_reference_is_gone_but_not_o
     let mut cursor = store.cursor(None).1;
     store.put([service(1, 80), endpoint_on(&one, 1)]);
     reader.read_all(&store, &mut cursor);
-    // One after the other: the reader has learned both, and only the newer can be meant.
+    // First, one replaces the other. The reader has learned both, and only the newer one can be
+    // meant.
     store.put([remove_endpoint(1, 1)]);
     store.put([endpoint_on(&other, 1)]);
     reader.read_all(&store, &mut cursor);
@@ -465,11 +470,11 @@ fn a_placement_is_referred_to_after_another_with_its_reference_is_gone_but_not_o
     store.put([endpoint_on(&other, 2)]);
     reader.read_all(&store, &mut cursor);
     assert_eq!(reader.references, before + 3, "service, ports and placement");
-    // A reader that resumes holds the state, and nothing of what was before.
+    // A reader that resumes knows only the values in the present state.
     cursor = reader.resume(&store, store.epoch()).1;
     store.put([endpoint_on(&other, 3)]);
     reader.read_all(&store, &mut cursor);
-    // Both at once, then one of them.
+    // Then both exist at the same time, and one is removed.
     store.put([endpoint_on(&one, 4)]);
     reader.read_all(&store, &mut cursor);
     store.put([remove_endpoint(1, 4)]);
@@ -482,7 +487,7 @@ fn a_placement_is_referred_to_after_another_with_its_reference_is_gone_but_not_o
 }
 
 #[test]
-fn lag_counts_from_the_first_version_that_is_missing() {
+fn lag_is_measured_from_the_first_missing_version() {
     let store = store(Limits::default());
     assert_eq!(store.lagging_since(0), None);
     store.put([service(1, 80)]);
@@ -508,45 +513,45 @@ fn a_node_has_the_position_at_which_it_changed() {
     assert_eq!(position("n1"), None);
     commit(vec![NodeChange::Apply(node_in("a"))], vec![(nodes, 10)], Vec::new());
     commit(vec![NodeChange::Apply(node_in("a"))], vec![(nodes, 11)], vec![(nodes, 12)]);
-    assert_eq!(position("n1"), Some((true, 10)), "at 11 it was as before");
+    assert_eq!(position("n1"), Some((true, 10)), "the Node did not change at 11");
     let other = Node { name: "n2".into(), ..node_in("a") };
     commit(vec![NodeChange::Apply(other)], vec![(nodes, 13), (SourceKind::Services, 90)], vec![(nodes, 14)]);
     assert_eq!((position("n1"), position("n2")), (Some((true, 10)), Some((true, 13))));
-    assert_eq!(position("n3"), Some((true, 13)), "without a Node, the last change of any counts");
+    assert_eq!(position("n3"), Some((true, 13)), "without a Node, the last change of any Node counts");
     commit(vec![NodeChange::Apply(node_in("b"))], Vec::new(), vec![(nodes, 20)]);
-    assert_eq!(position("n1"), Some((true, 20)), "nothing says that it is older");
+    assert_eq!(position("n1"), Some((true, 20)), "without a position, the bookmark counts");
     commit(vec![NodeChange::Remove("n1".into())], vec![(nodes, 21)], Vec::new());
     assert_eq!(position("n1"), Some((true, 21)));
 }
 
 #[test]
-fn observers_are_told_of_nodes_that_change() {
+fn observers_are_notified_of_changed_nodes() {
     let store = store(Limits::default());
     let node = node_in;
     let commit = |change| store.commit(Transaction { nodes: vec![change], ..Transaction::default() });
-    let told = Arc::new(Told::default());
-    let observer: Arc<dyn NodeObserver> = Arc::<Told>::clone(&told);
+    let notified = Arc::new(Notified::default());
+    let observer: Arc<dyn NodeObserver> = Arc::<Notified>::clone(&notified);
     store.observe_nodes(Arc::downgrade(&observer));
     commit(NodeChange::Apply(node("a")));
     assert_eq!(store.node("n1").node.unwrap().zone.as_deref(), Some("a"));
     commit(NodeChange::Apply(node("a")));
-    assert_eq!(*told.0.lock().unwrap(), ["n1"], "told once, since the second is the same");
+    assert_eq!(*notified.0.lock().unwrap(), ["n1"], "the second commit changes nothing");
     commit(NodeChange::Remove("n1".into()));
-    assert!(store.node("n1").node.is_none() && told.0.lock().unwrap().len() == 2);
-    assert_eq!(store.version(), 0, "nodes make no version");
-    drop((told, observer));
+    assert!(store.node("n1").node.is_none() && notified.0.lock().unwrap().len() == 2);
+    assert_eq!(store.version(), 0, "Nodes create no version");
+    drop((notified, observer));
     commit(NodeChange::Apply(node("b")));
     for _ in 0..100 {
-        let passing: Arc<dyn NodeObserver> = Arc::new(Told::default());
+        let passing: Arc<dyn NodeObserver> = Arc::new(Notified::default());
         store.observe_nodes(Arc::downgrade(&passing));
     }
     assert!(store.read().nodes.observers().is_empty());
 }
 
 #[derive(Default)]
-struct Told(Mutex<Vec<String>>);
+struct Notified(Mutex<Vec<String>>);
 
-impl NodeObserver for Told {
+impl NodeObserver for Notified {
     fn node_changed(&self, name: &str) {
         self.0.lock().unwrap().push(name.to_owned());
     }
@@ -572,7 +577,7 @@ fn a_watcher_pages_through_changes_and_skips_to_newest_values() {
 }
 
 #[test]
-fn the_log_is_bounded_and_says_what_it_cannot_tell() {
+fn the_log_is_bounded_and_reports_missing_changes() {
     let store = store(Limits { max_tombstones: 10, max_delta_changes: 20, ..Limits::default() });
     let place = store.watch_cursor();
     store.put((0..100).map(|host| endpoint(1, host, 80)));
@@ -582,5 +587,5 @@ fn the_log_is_bounded_and_says_what_it_cannot_tell() {
     assert!(!store.watch_page(store.watch_cursor(), 10).is_incomplete);
     let versions: BTreeSet<u64> = store.endpoints(&key(1)).into_iter().map(|(_, version)| version).collect();
     assert_eq!((versions, store.version_of(&key(1), None, false)), (BTreeSet::from([1]), Some(2)));
-    assert_eq!(store.version_of(&key(9), None, true), Some(1), "it was gone by then");
+    assert_eq!(store.version_of(&key(9), None, true), Some(1), "it did not exist at version 1");
 }

@@ -1,11 +1,10 @@
-//! Objects that would reach further than themselves: into other services' rules, or into every
-//! agent's stream.
+//! Hostile objects, which try to break the rules of other services or the streams of all agents.
 
 use headgate_proto::{ChangesBuilder, MAX_SERVER_MESSAGE_BYTES};
 
 use super::*;
 
-/// What one resource takes in a message that is its own.
+/// The size of a message that contains only this resource.
 fn bytes(change: &Change) -> usize {
     let mut builder = ChangesBuilder::default();
     builder.push(change, 1);
@@ -13,7 +12,7 @@ fn bytes(change: &Change) -> usize {
 }
 
 #[test]
-fn a_name_that_could_be_read_as_a_rule_is_refused_alone() {
+fn a_name_with_the_text_of_a_rule_is_refused() {
     let evil = "x\" -j ACCEPT\n-A INPUT -j DROP";
     let mut bench = Bench::with(&[service("s", json!({}))]);
     let mut elsewhere = service("t", json!({"clusterIP": "10.0.0.3"}));
@@ -31,7 +30,7 @@ fn a_name_that_could_be_read_as_a_rule_is_refused_alone() {
         assert!(problems.iter().any(|problem| problem.contains("is no name")), "{problems:?}");
         assert!(problems.iter().all(|problem| problem.len() < 1_000), "{problems:?}");
     }
-    assert!(bench.flush().is_empty(), "nothing of it goes on");
+    assert!(bench.flush().is_empty(), "nothing of these objects is served");
     assert!(bench.service("s").is_some());
     bench.apply(&slice(
         "c",
@@ -41,7 +40,7 @@ fn a_name_that_could_be_read_as_a_rule_is_refused_alone() {
         http(80),
     ));
     bench.flush();
-    assert_eq!(bench.endpoints("s"), ["10.1.0.3:80"], "an endpoint stands without them");
+    assert_eq!(bench.endpoints("s"), ["10.1.0.3:80"], "the endpoint is used without the invalid names");
     let state = bench.state.entry(&ServiceKey::new("x", "s")).unwrap();
     let endpoint = state.endpoints().values().next().unwrap();
     let placement = &endpoint.placement;
@@ -50,7 +49,7 @@ fn a_name_that_could_be_read_as_a_rule_is_refused_alone() {
 }
 
 #[test]
-fn a_service_too_large_for_a_message_is_refused_alone() {
+fn a_service_that_is_too_large_for_a_message_is_refused() {
     let addresses = |count: u32| (0..count).map(|n| format!("10.{}.{}.{}", n >> 16, n >> 8 & 255, n & 255)).collect();
     let large =
         |count: u32| -> Value { Value::Array(Vec::<String>::into_iter(addresses(count)).map(Value::from).collect()) };
@@ -70,11 +69,11 @@ fn a_service_too_large_for_a_message_is_refused_alone() {
         assert!(bench.flush().is_empty(), "the last good version stays");
     }
     bench.apply(&service("s", json!({})));
-    assert_eq!(bench.flush().len(), 1, "mended");
+    assert_eq!(bench.flush().len(), 1, "corrected");
 }
 
 #[test]
-fn an_endpoint_never_grows_past_a_message() {
+fn an_endpoint_never_becomes_larger_than_a_message() {
     let ports = |slice: usize| -> Value {
         let port = |n: usize| json!({"name": format!("{slice}-{n}-{}", "n".repeat(50)), "port": 1 + n});
         Value::Array((0..6_000).map(port).collect())

@@ -1,5 +1,4 @@
-//! Conditions, node and hints belong to an address and a port, as kube-proxy's endpoint cache has
-//! it.
+//! Conditions, node and hints belong to an address and a port, as in kube-proxy's endpoint cache.
 
 use headgate_core::{
     Family,
@@ -23,7 +22,7 @@ fn port(name: &str, number: u16) -> Value {
     json!([{"name": name, "port": number}])
 }
 
-/// What the node `node-1` does for each port of Service x/s.
+/// The view of `node-1` of each port of Service x/s.
 fn views(bench: &Bench) -> Vec<ServicePortView> {
     service_views(&bench.state, &Arc::new(ServiceKey::new("x", "s")), Family::V4, &NodeFacts::named("node-1"))
 }
@@ -36,7 +35,7 @@ fn served(bench: &Bench) -> Vec<Vec<String>> {
     views(bench).iter().map(texts).collect()
 }
 
-/// The state after these slices in both orders of arrival.
+/// The states after these slices have arrived in either order.
 fn in_both_orders(slices: [Value; 2]) -> [Bench; 2] {
     let [first, second] = slices;
     [Bench::with(&[two_ports(), first.clone(), second.clone()]), Bench::with(&[two_ports(), second, first])]
@@ -133,7 +132,7 @@ fn node_and_hints_of_a_port_are_those_of_the_slice_that_lists_it() {
         let (key, z2) = (Arc::new(ServiceKey::new("x", "s")), Some(Arc::from("z2")));
         let facts = NodeFacts { zone: z2, ..NodeFacts::named("node-3") };
         let views = service_views(&bench.state, &key, Family::V4, &facts);
-        // Without a hint for its zone a port's only endpoint is used all the same.
+        // The only endpoint of a port is used even without a hint for the zone.
         assert!(views.iter().all(|view| view.cluster_endpoints.len() == 1));
     }
 }

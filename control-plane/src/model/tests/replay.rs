@@ -1,4 +1,4 @@
-//! Any order, split or squash of the same events ends in the same state.
+//! Random tests: the order and the grouping of events do not change the result.
 
 use std::collections::BTreeMap;
 
@@ -7,7 +7,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// `spec.type`, with what such a Service has for an address.
+/// `spec.type`, and whether the Service has a ClusterIP.
 fn any_type() -> impl Strategy<Value = (&'static str, bool)> {
     prop_oneof![
         3 => Just(("ClusterIP", true)),
@@ -32,7 +32,7 @@ prop_compose! {
     }
 }
 
-/// Labels and annotations that mean something, on and off.
+/// Labels and annotations, with and without an effect.
 fn any_metadata() -> impl Strategy<Value = (Value, Value)> {
     let labels = prop_oneof![
         4 => Just(json!({})),
@@ -82,7 +82,7 @@ prop_compose! {
     }
 }
 
-/// Conditions as they are written, and left out.
+/// Conditions, some of which are missing.
 fn any_conditions() -> impl Strategy<Value = Value> {
     let value = |ready: Option<bool>, serving: Option<bool>, terminating: Option<bool>| json!({"ready": ready, "serving": serving, "terminating": terminating});
     let any_one = || prop::option::of(any::<bool>());
@@ -143,17 +143,17 @@ fn any_range() -> impl Strategy<Value = Value> {
     })
 }
 
-/// Versions of objects that collide on purpose: few names, few addresses. Whatever the model reads
-/// may differ between two versions.
+/// A version of an object. There are few names and addresses, so objects often collide. Two
+/// versions of an object may differ in every field that the model reads.
 fn any_event() -> impl Strategy<Value = Value> {
     prop_oneof![6 => any_slice(), 4 => any_service(), 1 => any_node(), 1 => any_range()]
 }
 
 proptest! {
-    /// The last versions of objects alone decide: whatever came between them, in whatever order
-    /// between objects, in however many transactions, by events or by lists.
+    /// Only the last version of each object decides. Earlier versions, the order between objects,
+    /// the number of transactions, and the choice of events or lists do not matter.
     #[test]
-    fn only_the_objects_that_there_are_matter(
+    fn only_the_present_objects_decide_the_state(
         events in prop::collection::vec((any_event(), any::<bool>(), any::<bool>()), 1..40),
         shuffle in any::<prop::sample::Index>(),
     ) {
@@ -186,7 +186,7 @@ proptest! {
             let listed = values.iter().map(object).filter(|object| object.kind() == kind);
             by_event.model.replace(kind, listed.map(|object| Event::Apply(Box::new(object))).collect());
         }
-        prop_assert_eq!(by_event.flush(), vec![], "a list of what is known changes nothing");
+        prop_assert_eq!(by_event.flush(), vec![], "a list of known objects changes nothing");
         let (mut left, mut right) = (by_event, squashed);
         prop_assert_eq!(left.problems(), right.problems());
         for kind in ObjectKind::ALL {
@@ -194,18 +194,18 @@ proptest! {
         }
         left.flush();
         prop_assert_eq!(left.state.digests().resource_count(), 0);
-        prop_assert!(left.model.endpoints.is_empty(), "nothing is left of what is gone: {:?}", left.model.endpoints);
+        prop_assert!(left.model.endpoints.is_empty(), "something is left of removed slices: {:?}", left.model.endpoints);
     }
 }
 
-/// An address and port of a service, as kube-proxy's endpoint cache knows it: service, port name,
-/// protocol, address, number.
+/// The key of a port in kube-proxy's endpoint cache: service, port name, protocol, address, number.
 type PortKey = (String, String, String, String, u64);
 
-/// What holds for it: conditions, node, zone and hints.
+/// The conditions, node, zone and hints of a port.
 type PortFacts = (Conditions, Value, Value, Value);
 
-/// kube-proxy's `endpointInfoByServicePort` and `addEndpoints`, over slices in order of name.
+/// The ports by the rules of kube-proxy (`endpointInfoByServicePort` and `addEndpoints`), with
+/// slices in order of name.
 fn of_kube_proxy(slices: &[Value]) -> BTreeMap<PortKey, PortFacts> {
     let mut slices: Vec<&Value> = slices.iter().collect();
     slices.sort_by_key(|slice| slice["metadata"]["name"].as_str().unwrap());
@@ -246,7 +246,8 @@ fn of_kube_proxy(slices: &[Value]) -> BTreeMap<PortKey, PortFacts> {
     found
 }
 
-/// The same from the model's state, which also has to be in its one form.
+/// The ports in the model's state. Also checks that each endpoint has its normal form: a port
+/// stores conditions or a placement only if they differ from the first port.
 fn of_state(state: &State) -> BTreeMap<PortKey, PortFacts> {
     let mut found = BTreeMap::new();
     for (key, entry) in state.entries() {
@@ -280,8 +281,8 @@ fn of_state(state: &State) -> BTreeMap<PortKey, PortFacts> {
 }
 
 proptest! {
-    /// Each address and port has what kube-proxy gives it, whatever the slices and whatever came
-    /// before.
+    /// Each port has the conditions, node, zone and hints that kube-proxy would use, for any slices
+    /// and any earlier versions of them.
     // rows: 9, 10
     #[test]
     fn every_port_of_an_address_has_what_kube_proxy_gives_it(

@@ -1,4 +1,5 @@
-//! Any pace, any interruption, any bound: every reader arrives.
+//! Random tests: readers of any speed, with any interruptions and bounds, reach the state of the
+//! store.
 
 use std::net::Ipv4Addr;
 
@@ -15,7 +16,7 @@ enum Action {
     Commit(Vec<Change>),
     /// Lets a reader take some messages.
     Read(usize, usize),
-    /// A reader's stream breaks; it resumes, with the epoch known or not.
+    /// Breaks a reader's stream. The reader resumes, with or without its epoch.
     Reconnect(usize, bool),
 }
 
@@ -37,7 +38,7 @@ fn any_change() -> impl Strategy<Value = Change> {
     ]
 }
 
-/// An endpoint with a second port, which may have conditions, a node, or both for itself.
+/// An endpoint with a second port, which may have its own conditions, its own node, or both.
 fn mixed(number: u8, host: u16, port: u16, state: u8) -> Change {
     let Change::Endpoint(key, endpoint) = endpoint(number, host, port) else { unreachable!() };
     let terminating = Conditions { ready: false, serving: true, terminating: true };
@@ -61,10 +62,10 @@ fn any_action() -> impl Strategy<Value = Action> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// At any pace, through any interruption and with every bound in the way, a reader ends with
-    /// the store's state.
+    /// Each reader ends with the state of the store, at any speed, with any interruptions and any
+    /// bounds.
     #[test]
-    fn every_reader_arrives(
+    fn every_reader_reaches_the_state_of_the_store(
         actions in prop::collection::vec(any_action(), 1..80),
         max_tombstones in 0..8_usize,
         ring_bytes in prop_oneof![Just(0_usize), Just(300), Just(1 << 20)],
@@ -111,7 +112,7 @@ proptest! {
 }
 
 #[test]
-fn readers_on_other_threads_arrive_while_the_source_goes_on() {
+fn readers_on_other_threads_reach_the_state_of_the_store_during_commits() {
     let store = store(Limits {
         max_tombstones: 20,
         ring_bytes: 2000,

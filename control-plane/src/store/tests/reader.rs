@@ -1,4 +1,4 @@
-//! A reader that does what an agent does.
+//! A reader that behaves like an agent.
 
 use std::collections::BTreeMap;
 
@@ -13,7 +13,8 @@ use v1::server_message::Body;
 
 use crate::store::{Cursor, Resume, ResumeMode, Store};
 
-/// Does with messages what the contract asks of an agent, and checks what the contract promises it.
+/// Applies messages as the contract requires of an agent, and checks what the contract promises to
+/// an agent.
 #[derive(Default)]
 pub(super) struct Reader {
     pub(super) state: State,
@@ -31,7 +32,7 @@ pub(super) struct Reader {
 }
 
 impl Reader {
-    /// A reader of a store's first stream.
+    /// A reader of the first stream of a store.
     pub(super) fn of(store: &Store) -> Self {
         Self { epoch: store.epoch(), ..Self::default() }
     }
@@ -131,7 +132,7 @@ impl Reader {
     }
 
     pub(super) fn assert_holds_all_of(&self, store: &Store) {
-        // `Store::version` follows a moment after the commit that readers see.
+        // `Store::version` changes shortly after readers can see a commit.
         assert_eq!(self.version, store.read().version);
         assert!(*self.state.digests() == store.digests(), "the reader's state differs from the store's");
     }
