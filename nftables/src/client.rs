@@ -134,8 +134,8 @@ impl Nftables {
         let Some((set, count)) = self.get(wire::get_set(table, set), read)? else {
             return Err(Refusal::of_code(libc::ENOENT).into());
         };
-        // Only lists of hash tables that grow are unreliable. If elements expire, the kernel counts some
-        // that it does not list.
+        // Only lists of hash tables that grow are unreliable. If elements expire, the kernel counts
+        // some that it does not list.
         let may_grow = !set.flags.interval && (set.size.is_none() || set.flags.timeout || set.flags.dynamic);
         Ok(match count.and_then(|count| usize::try_from(count).ok()) {
             _ if !may_grow => Expected::Stable,
