@@ -1,42 +1,43 @@
-//! How much of what a client sends is read. What exceeds it is read later, and TCP holds it back.
+//! Limits how fast the server reads from a client. Bytes above the limit are read later; until then
+//! TCP flow control holds them back.
 //!
-//! An agent sends some hundred bytes a second, and its `Hello` has some 20 KiB. Without a limit, an
-//! agent that sends valid messages as fast as it can would take the core from the others.
+//! A normal agent sends about a hundred bytes per second, and its `Hello` has about 20 KiB. Without
+//! a limit, an agent that sends valid messages as fast as it can would use up a core.
 
 use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// What may come at once: a `Hello`, and the NACKs of very many resources.
+/// The bytes that may be read at once. A `Hello` and NACKs of very many resources fit.
 const BURST: u64 = 1 << 20;
 
-/// What may come each second.
+/// The bytes that may be read per second on average.
 const PER_SECOND: u64 = 256 << 10;
 
-/// What a read counts at least: a call to the kernel and a TLS record take time however small they
-/// are.
-const LEAST: u64 = 32;
+/// The bytes that a read counts at least. A call to the kernel and a TLS record take time even if
+/// they are small.
+const MIN_READ: u64 = 32;
 
-/// Of one connection.
+/// The read budget of one connection.
 #[derive(Debug)]
 pub(crate) struct Budget {
-    /// When everything is there again.
+    /// When the budget is full again.
     full_at: Instant,
 }
 
 impl Budget {
-    /// All of it.
+    /// Returns a full budget.
     pub(crate) fn new(now: Instant) -> Self {
         Self { full_at: now }
     }
 
-    /// Counts so many bytes, read at once.
+    /// Spends the bytes of one read.
     pub(crate) fn spend(&mut self, bytes: usize, now: Instant) {
-        let bytes = u64::try_from(bytes).unwrap_or(u64::MAX).clamp(LEAST, BURST);
+        let bytes = u64::try_from(bytes).unwrap_or(u64::MAX).clamp(MIN_READ, BURST);
         self.full_at = self.full_at.max(now) + time_for(bytes);
     }
 
-    /// How long nothing more may be read; none while something may.
+    /// Returns how long the connection must not be read, or `None` if it may be read at `now`.
     pub(crate) fn pause(&self, now: Instant) -> Option<Duration> {
         let missing = self.full_at.saturating_duration_since(now);
         missing.checked_sub(time_for(BURST)).filter(|pause| !pause.is_zero())
@@ -52,7 +53,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_burst_and_then_a_rate() {
+    fn a_burst_is_read_at_once_and_then_a_rate_applies() {
         let start = Instant::now();
         let mut budget = Budget::new(start);
         let mut reads = 0;
@@ -61,15 +62,15 @@ mod tests {
             reads += 1;
         }
         assert_eq!(reads, BURST / (16 << 10) + 1);
-        assert_eq!(budget.pause(start), Some(Duration::from_micros(62_500)), "for 16 KiB");
+        assert_eq!(budget.pause(start), Some(Duration::from_micros(62_500)), "the time for 16 KiB");
         assert_eq!(budget.pause(start + Duration::from_micros(62_500)), None);
-        // Small reads count for more than they are.
+        // Small reads count as `MIN_READ` bytes.
         let later = start + Duration::from_secs(3_600);
         let small = (0..).take_while(|_| {
             budget.spend(1, later);
             budget.pause(later).is_none()
         });
-        let (count, expected) = (small.count() as u64, BURST / LEAST);
+        let (count, expected) = (small.count() as u64, BURST / MIN_READ);
         assert!(count.abs_diff(expected) < expected / 100, "{count}");
     }
 }

@@ -1,4 +1,4 @@
-//! How many connections there may be, and how many of each client.
+//! Limits on the number of connections, in all and for each client.
 
 use std::{
     collections::HashMap,
@@ -7,20 +7,22 @@ use std::{
 
 use crate::identity::Identity;
 
-/// Connections in all; more are closed at once.
+/// The most connections of all clients together. Further connections are closed at once.
 const MAX_CONNECTIONS: usize = 65_536;
 
-/// Connections of one node: one that is going, one that replaces it, and some for people who look.
+/// The most connections of one node: one that ends, one that replaces it, and some for people on
+/// the node who use `headgatectl`.
 const MAX_CONNECTIONS_PER_NODE: usize = 16;
 
-/// Connections of one reader, or of all who share a reader's name.
+/// The most connections of one reader, or of several clients with the same reader name.
 const MAX_CONNECTIONS_PER_READER: usize = 256;
 
-/// Connections of all clients whose certificates name nobody. Where the authority is the one of the
-/// cluster, these are other programs.
+/// The most connections of all clients together whose certificates name neither a node nor a
+/// reader. If the client authority is the cluster's own, other programs of the cluster have such
+/// certificates.
 const MAX_CONNECTIONS_OF_NOBODY: usize = 64;
 
-/// Connections that are open.
+/// The open connections.
 #[derive(Debug, Default)]
 pub(crate) struct Connections(Mutex<Counts>);
 
@@ -30,7 +32,7 @@ struct Counts {
     by_holder: HashMap<Holder, usize>,
 }
 
-/// Whose connections are counted together.
+/// The client under whose name a connection is counted.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 enum Holder {
     Node(Arc<str>),
@@ -39,7 +41,8 @@ enum Holder {
 }
 
 impl Holder {
-    /// `None` without TLS, where everybody is the same.
+    /// Returns the holder of a client's connections; `None` without TLS, where clients have no
+    /// identity.
     fn of(identity: &Identity) -> Option<Self> {
         match identity {
             Identity::Node(name) => Some(Self::Node(Arc::clone(name))),
@@ -49,7 +52,7 @@ impl Holder {
         }
     }
 
-    /// How many it may have, and the label of the limit.
+    /// Returns the most connections of the holder, and the label of this limit.
     fn limit(&self) -> (usize, &'static str) {
         match self {
             Self::Node(_) => (MAX_CONNECTIONS_PER_NODE, "too_many_connections_of_node"),
@@ -59,7 +62,7 @@ impl Holder {
     }
 }
 
-/// One of them, until it is dropped.
+/// One counted connection. Dropping it discounts the connection.
 #[derive(Debug)]
 pub(crate) struct Held {
     connections: Arc<Connections>,
@@ -67,11 +70,11 @@ pub(crate) struct Held {
 }
 
 impl Connections {
-    /// Counts a connection in.
+    /// Counts a connection.
     ///
     /// # Errors
     ///
-    /// The limit that it would exceed, as a label.
+    /// The label of the limit that the connection would exceed.
     pub(crate) fn hold(self: &Arc<Self>, identity: &Identity) -> Result<Held, &'static str> {
         let mut counts = self.counts();
         if counts.all >= MAX_CONNECTIONS {
@@ -117,7 +120,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn connections_of_one_holder_are_bounded_and_counted_out() {
+    fn connections_of_one_holder_are_bounded_and_discounted() {
         let connections = Arc::new(Connections::default());
         let (node, reader) = (|name: &str| Identity::Node(name.into()), |name: &str| Identity::Reader(name.into()));
         let nobody = |problem: &str| Identity::Unusable(problem.into());
@@ -141,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn connections_are_bounded_in_all() {
+    fn connections_of_all_holders_together_are_bounded() {
         let connections = Arc::new(Connections::default());
         connections.counts().all = MAX_CONNECTIONS;
         assert_eq!(connections.hold(&Identity::Unchecked).unwrap_err(), "too_many_connections");

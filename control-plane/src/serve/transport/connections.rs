@@ -1,4 +1,4 @@
-//! Which server carries each connection: the one of streams, or the general one.
+//! Chooses the server for each connection: [`sync_connection`] for a stream, or the general server.
 
 use std::{io, sync::Arc, time::Duration};
 
@@ -14,11 +14,12 @@ use super::{
 };
 use crate::serve::{context::Warning, stream::Streams};
 
-/// How long to wait for the first request. After that the general server keeps the connection, and
-/// a request for `Sync` needs another one.
+/// How long to wait for the first request. After that the general server serves the connection. A
+/// later request for `Sync` then needs another connection.
 const FIRST_REQUEST_WAIT: Duration = Duration::from_secs(10);
 
-/// Serves each connection in `tasks`. Takes no more of them when `shutdown` is cancelled.
+/// Starts a task that serves each accepted connection, in a task of `tasks`. When `shutdown` is
+/// cancelled, connections that still wait for their first request are dropped.
 pub(crate) fn dispatch(
     mut accepted: mpsc::Receiver<Connection>,
     streams: Arc<Streams>,
@@ -49,6 +50,7 @@ pub(crate) fn dispatch(
     tokio::spawn(dispatch)
 }
 
+/// Reads the first request of a connection and hands the connection to its server.
 async fn first_request(
     mut connection: Connection,
     streams: Arc<Streams>,

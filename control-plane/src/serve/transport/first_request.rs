@@ -1,7 +1,8 @@
-//! The first request of a connection, read to see which server the connection is for.
+//! Reads the first request of a connection, to choose the server for the connection.
 //!
-//! No byte is lost to the server: what was read is handed on. Only the acknowledgement of the
-//! `SETTINGS` that are sent here is withheld from a server that sends its own.
+//! The chosen server receives all bytes that were read. The only exception concerns the general
+//! server, which sends `SETTINGS` of its own: it does not receive the client's acknowledgement of
+//! the `SETTINGS` that this module sent.
 
 use std::{
     io,
@@ -21,28 +22,30 @@ use tokio::{
 use super::sync_connection::frame::{HEADER_BYTES, Header, MAX_PAYLOAD_BYTES, PREFACE, flag, kind, put_settings};
 use crate::serve::stream::SYNC_PATH;
 
-/// Most bytes up to the end of the first request's headers. A connection that sends more before
-/// them goes to the general server, which answers with the right error.
+/// The most bytes up to the end of the first request's headers. A connection that sends more is
+/// handed to the general server, which answers with the right error.
 const MAX_BYTES: usize = 64 << 10;
 
-/// Bytes of a request's headers, unpacked: as many as the general server allows.
+/// The most bytes of a request's headers after HPACK decoding. The general server has this limit
+/// too.
 const MAX_HEADER_LIST_BYTES: u32 = 16 << 10;
 
-/// What has been read until the first request's headers were complete or the wait was over.
+/// The bytes that were read until the first request's headers were complete or the wait was over.
 #[derive(Debug)]
 pub(crate) struct FirstRequest {
-    /// Everything that was read, from the preface on.
+    /// Everything that was read, beginning with the preface.
     pub(crate) bytes: Vec<u8>,
-    /// It is `Discovery.Sync`, and well-formed.
+    /// True if the request is a valid request for `Discovery.Sync`.
     pub(crate) is_sync: bool,
 }
 
-/// Reads up to the first request, or for as long as `wait`. Sends the preface of the server first,
-/// since some clients wait for it (RFC 9113, 3.4, lets both sides begin).
+/// Reads until the first request's headers are complete, for at most `wait`. Sends the server's
+/// preface first, because some clients wait for it (RFC 9113, 3.4, lets both sides begin).
 ///
 /// # Errors
 ///
-/// The connection broke, or ended without a request, or its client did not even begin in time.
+/// The connection broke, or ended without a request, or the client did not send a whole preface
+/// within `wait` (`TimedOut`).
 pub(crate) async fn read(
     connection: &mut (impl AsyncRead + AsyncWrite + Unpin),
     wait: Duration,
@@ -56,8 +59,8 @@ pub(crate) async fn read(
     let until = Instant::now() + wait;
     loop {
         let Ok(read) = timeout_at(until, connection.read_buf(&mut bytes)).await else {
-            // The general server would wait for a preface for ever: it probes clients only after
-            // that.
+            // The general server would wait for the preface for ever, because it sends pings only
+            // after the preface.
             if bytes.len() < PREFACE.len() {
                 return Err(io::ErrorKind::TimedOut.into());
             }
@@ -74,19 +77,19 @@ pub(crate) async fn read(
     }
 }
 
+/// The result of a scan for the first request.
 #[derive(Debug, PartialEq, Eq)]
 enum Scan {
+    /// The first header block is not complete yet.
     Incomplete,
-    /// The first header block is complete, up to this byte.
-    Headers {
-        end: usize,
-    },
-    /// Not what a client begins with.
+    /// The first header block is complete. It ends before the byte `end`.
+    Headers { end: usize },
+    /// The bytes are not the beginning of a connection of HTTP/2.
     Unexpected,
 }
 
-/// Continues at `scanned`, where the last scan ended, so that each byte is scanned once however the
-/// frames are cut.
+/// Scans frames up to the end of the first header block. `scanned` is the number of bytes that
+/// earlier scans have finished, so that each frame is scanned only once.
 fn scan(bytes: &[u8], scanned: &mut usize) -> Scan {
     if *scanned == 0 {
         if !bytes.starts_with(PREFACE) {
@@ -114,23 +117,24 @@ fn scan(bytes: &[u8], scanned: &mut usize) -> Scan {
     Scan::Incomplete
 }
 
-/// True when a request is a valid one for `Discovery.Sync`.
+/// Returns true for a valid request for `Discovery.Sync`.
 pub(crate) fn is_sync<T>(request: &Request<T>) -> bool {
     let content_type = request.headers().get(header::CONTENT_TYPE);
     let is_grpc = |value: &HeaderValue| value.as_bytes().starts_with(b"application/grpc");
     request.uri().path() == SYNC_PATH && request.method() == Method::POST && content_type.is_some_and(is_grpc)
 }
 
-/// True when the bytes end with the headers of a request for `Discovery.Sync`.
+/// Returns true if the bytes end with the headers of a valid request for `Discovery.Sync`.
 fn ends_with_sync(bytes: &[u8]) -> bool {
     parse(bytes).is_some_and(|request| is_sync(&request))
 }
 
-/// The request in the bytes, if there is a valid one. The parser is h2, on a connection in memory.
-/// So field compression and the checks of a request are the same as on connections that h2 serves.
+/// Parses the first request in the bytes; `None` if it is not valid. The parser is h2, on a
+/// connection in memory. So header compression and the checks of a request are the same as on
+/// connections that h2 serves.
 fn parse(bytes: &[u8]) -> Option<Request<h2::RecvStream>> {
     let cx = &mut Context::from_waker(Waker::noop());
-    // A few bytes may stand for many, by way of the header table.
+    // With HPACK's header table, a few bytes can stand for very many, so their number is limited.
     let handshake =
         h2::server::Builder::new().max_header_list_size(MAX_HEADER_LIST_BYTES).handshake::<_, Bytes>(Replay(bytes));
     let handshake = pin!(handshake);
@@ -142,7 +146,7 @@ fn parse(bytes: &[u8]) -> Option<Request<h2::RecvStream>> {
     }
 }
 
-/// A connection on which these bytes have come and nothing else does.
+/// A connection in memory on which these bytes arrive, and nothing else.
 struct Replay<'a>(&'a [u8]);
 
 impl AsyncRead for Replay<'_> {
@@ -171,13 +175,13 @@ impl AsyncWrite for Replay<'_> {
     }
 }
 
-/// Passes on what a client sends, except its first acknowledgement of `SETTINGS`, which answers the
-/// `SETTINGS` of [`read`].
+/// A filter that removes the client's first acknowledgement of `SETTINGS`, which answers the
+/// `SETTINGS` of [`read`]. All other bytes pass.
 #[derive(Debug)]
 pub(crate) struct WithoutFirstAck {
     header: [u8; HEADER_BYTES],
     header_bytes: usize,
-    /// Of the preface, or of a frame's payload.
+    /// How many bytes of the preface, or of the current frame's payload, still have to pass.
     passing_bytes: usize,
     is_done: bool,
 }
@@ -187,12 +191,12 @@ impl WithoutFirstAck {
         Self { header: [0; HEADER_BYTES], header_bytes: 0, passing_bytes: PREFACE.len(), is_done: false }
     }
 
-    /// True when everything passes from now on.
+    /// Returns true after the acknowledgement was removed. Everything passes from then on.
     pub(crate) fn is_done(&self) -> bool {
         self.is_done
     }
 
-    /// Appends what passes to `out`. An incomplete frame header is held back until it is complete.
+    /// Appends to `out` the bytes that pass. Holds back a frame header until it is complete.
     pub(crate) fn pass(&mut self, mut bytes: &[u8], out: &mut Vec<u8>) {
         while !bytes.is_empty() {
             if self.is_done {
@@ -229,7 +233,7 @@ mod tests {
 
     use super::*;
 
-    fn look(bytes: &[u8]) -> Scan {
+    fn scan_all(bytes: &[u8]) -> Scan {
         scan(bytes, &mut 0)
     }
 
@@ -238,7 +242,8 @@ mod tests {
         [&length[1..], &[kind, flags], &stream.to_be_bytes(), payload].concat()
     }
 
-    /// What h2's client sends for a request, which is Huffman coded and uses the dynamic table.
+    /// Returns the bytes that h2's client sends for a request. Their header block is Huffman coded
+    /// and uses the dynamic table.
     fn client(path: &str, method: Method, content_type: &str) -> Vec<u8> {
         let cx = &mut Context::from_waker(Waker::noop());
         let (mine, mut theirs) = tokio::io::duplex(1 << 16);
@@ -263,9 +268,9 @@ mod tests {
     }
 
     #[test]
-    fn only_a_proper_request_for_sync_is_one() {
+    fn only_valid_requests_for_sync_are_recognized() {
         let wanted = client(SYNC_PATH, Method::POST, "application/grpc");
-        assert_eq!(look(&wanted), Scan::Headers { end: wanted.len() });
+        assert_eq!(scan_all(&wanted), Scan::Headers { end: wanted.len() });
         assert!(ends_with_sync(&wanted));
         for (path, method, content_type) in [
             ("/headgate.v1.Inspect/GetStatus", Method::POST, "application/grpc"),
@@ -273,17 +278,18 @@ mod tests {
             (SYNC_PATH, Method::POST, "text/plain"),
         ] {
             let bytes = client(path, method, content_type);
-            assert!(matches!(look(&bytes), Scan::Headers { .. }) && !ends_with_sync(&bytes), "{path}");
+            assert!(matches!(scan_all(&bytes), Scan::Headers { .. }) && !ends_with_sync(&bytes), "{path}");
         }
-        // No request at all: a header block that cannot be decoded, and one without pseudo-headers.
+        // Header blocks that are no request: the first cannot be decoded, the second has no
+        // pseudo-headers.
         for block in [&b"\xff\xff\xff"[..], b"\x00\x01a\x01b"] {
             let bytes = [PREFACE, &frame(4, 0, 0, &[]), &frame(1, flag::END_HEADERS, 1, block)].concat();
-            assert_eq!(look(&bytes), Scan::Headers { end: bytes.len() });
+            assert_eq!(scan_all(&bytes), Scan::Headers { end: bytes.len() });
             assert!(!ends_with_sync(&bytes));
         }
     }
 
-    /// `:method: POST`, `:scheme: http`, `:path` and `content-type` as literals.
+    /// Returns the fields `:method: POST`, `:scheme: http`, `:path` and `content-type`.
     fn fields() -> Vec<u8> {
         let path = SYNC_PATH.as_bytes();
         let named = |name: &[u8], value: &[u8]| [name, &[u8::try_from(value.len()).unwrap()], value].concat();
@@ -291,9 +297,9 @@ mod tests {
     }
 
     #[test]
-    fn the_header_table_has_the_size_that_every_client_may_use_and_no_more() {
-        // RFC 7541, 6.3: an integer with a prefix of five bits, at most the 4,096 that hold without
-        // SETTINGS_HEADER_TABLE_SIZE.
+    fn the_header_table_has_the_default_size() {
+        // A size update is an integer with a prefix of five bits (RFC 7541, 6.3). Without
+        // SETTINGS_HEADER_TABLE_SIZE, the largest allowed size is 4,096.
         let updates: [(&str, &[u8], bool); 7] = [
             ("none", &[], true),
             ("0", &[0x20], true),
@@ -309,36 +315,36 @@ mod tests {
                 [PREFACE, &frame(kind::SETTINGS, 0, 0, &[]), &frame(kind::HEADERS, flag::END_HEADERS, 1, &block)];
             assert_eq!(ends_with_sync(&bytes.concat()), is_accepted, "{what}");
         }
-        // It is said in front of all fields (4.2).
+        // A size update must come before all fields (RFC 7541, 4.2).
         let behind = frame(kind::HEADERS, flag::END_HEADERS, 1, &[fields(), vec![0x20]].concat());
         assert!(!ends_with_sync(&[PREFACE, &frame(kind::SETTINGS, 0, 0, &[]), &behind].concat()));
     }
 
     #[test]
-    fn what_is_not_http2_goes_to_the_general_server() {
-        assert_eq!(look(b"GET / HTTP/1.1\r\n"), Scan::Unexpected);
-        assert_eq!(look(&PREFACE[..10]), Scan::Incomplete);
+    fn bytes_that_are_not_http2_are_unexpected() {
+        assert_eq!(scan_all(b"GET / HTTP/1.1\r\n"), Scan::Unexpected);
+        assert_eq!(scan_all(&PREFACE[..10]), Scan::Incomplete);
         let data_first = [PREFACE, &frame(kind::DATA, 0, 1, b"x")].concat();
-        assert_eq!(look(&data_first), Scan::Unexpected);
+        assert_eq!(scan_all(&data_first), Scan::Unexpected);
         let large = [PREFACE, &[0, 0x40, 1, 1, 0, 0, 0, 0, 1]].concat();
-        assert_eq!(look(&large), Scan::Unexpected);
+        assert_eq!(scan_all(&large), Scan::Unexpected);
     }
 
     #[tokio::test]
-    async fn who_connects_before_having_a_request_is_kept() {
+    async fn a_client_that_has_sent_only_the_preface_is_kept() {
         let (mut mine, mut theirs) = tokio::io::duplex(1 << 10);
         theirs.write_all(PREFACE).await.unwrap();
         let first = read(&mut mine, Duration::ZERO).await.unwrap();
         assert!(!first.is_sync && first.bytes == PREFACE);
         theirs.write_all(&PREFACE[..20]).await.unwrap();
         let error = read(&mut mine, Duration::ZERO).await.unwrap_err();
-        assert_eq!(error.kind(), io::ErrorKind::TimedOut, "one that has not begun is not kept");
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut, "a client without a whole preface is not kept");
         drop(theirs);
         assert!(read(&mut mine, Duration::ZERO).await.is_err());
     }
 
     #[test]
-    fn the_first_acknowledgement_is_left_out_wherever_it_is_cut() {
+    fn the_first_acknowledgement_is_removed_wherever_the_bytes_are_cut() {
         let ack = frame(kind::SETTINGS, flag::ACK, 0, &[]);
         let before = [PREFACE, &frame(kind::SETTINGS, 0, 0, &[0, 4, 0, 0, 0, 9])].concat();
         let after = [ack.clone(), frame(kind::DATA, 0, 1, b"\0\0\0\x04\x01\0\0\0\0"), ack.clone()].concat();
@@ -354,14 +360,14 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_bytes_are_looked_at(bytes in prop::collection::vec(any::<u8>(), 0..200), block in prop::collection::vec(any::<u8>(), 0..200)) {
-            look(&bytes);
+        fn any_bytes_can_be_scanned_and_parsed(bytes in prop::collection::vec(any::<u8>(), 0..200), block in prop::collection::vec(any::<u8>(), 0..200)) {
+            scan_all(&bytes);
             let bytes = [PREFACE, &frame(kind::SETTINGS, 0, 0, &[]), &frame(kind::HEADERS, flag::END_HEADERS, 1, &block)].concat();
-            prop_assert_eq!(look(&bytes), Scan::Headers { end: bytes.len() });
+            prop_assert_eq!(scan_all(&bytes), Scan::Headers { end: bytes.len() });
             parse(&bytes);
             let mut scanned = 0;
             for end in 0..bytes.len() {
-                prop_assert_eq!(look(&bytes[..end]), Scan::Incomplete);
+                prop_assert_eq!(scan_all(&bytes[..end]), Scan::Incomplete);
                 prop_assert_eq!(scan(&bytes[..end], &mut scanned), Scan::Incomplete);
             }
             prop_assert_eq!(scan(&bytes, &mut scanned), Scan::Headers { end: bytes.len() });

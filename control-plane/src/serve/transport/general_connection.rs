@@ -1,9 +1,10 @@
-//! A connection that carries every method but `Discovery.Sync`: hyper's HTTP/2 in front of tonic's
-//! services.
+//! The general server: a connection for every method except `Discovery.Sync`. It is hyper's HTTP/2
+//! in front of tonic's services.
 //!
-//! A request for `Sync` on such a connection is refused with `REFUSED_STREAM`, after a GOAWAY. The
-//! client may repeat a refused request (RFC 9113, 8.7), for which it needs a new connection, and
-//! some libraries do so themselves. [`super::sync_connection`] carries the stream there.
+//! The server refuses a request for `Sync` with `REFUSED_STREAM`, after a GOAWAY. The client may
+//! repeat a refused request (RFC 9113, 8.7). Because of the GOAWAY it needs a new connection for
+//! that, which [`super::sync_connection`] serves. Some client libraries repeat such requests
+//! themselves.
 
 use std::{
     io,
@@ -33,13 +34,13 @@ use super::{
 };
 use crate::serve::context;
 
-/// Most requests that a connection may have open at the same time.
+/// The most requests that a connection may have open at the same time.
 const MAX_REQUESTS: u32 = 64;
 
 /// Flow-control window of a connection and of each request, in bytes. Requests are small.
 const REQUEST_WINDOW_BYTES: u32 = 65_535;
 
-/// The server of such connections.
+/// The server for general connections.
 #[derive(Clone)]
 pub(crate) struct General {
     routes: Routes,
@@ -49,8 +50,8 @@ pub(crate) struct General {
 }
 
 impl General {
-    /// A server of `routes`. It sends GOAWAY on every connection when `shutdown` is cancelled, and
-    /// closes every connection when `stopped` is cancelled.
+    /// Returns a server of `routes`. It sends GOAWAY on every connection when `shutdown` is
+    /// cancelled, and closes every connection when `stopped` is cancelled.
     pub(crate) fn new(
         routes: Routes,
         context: Arc<context::Context>,
@@ -60,13 +61,13 @@ impl General {
         Self { routes, context, shutdown, stopped }
     }
 
-    /// Serves one connection until it ends. `read` holds the bytes that were read from it before.
+    /// Serves one connection until it ends. `read` holds the bytes that were already read from it.
     pub(crate) async fn serve(self, connection: Connection, held: Held, read: Vec<u8>) {
         let Self { routes, context, shutdown, stopped } = self;
         let closed = stopped.child_token();
         let caller = Caller { peer: connection.peer.clone(), closed: closed.clone() };
         let address = caller.peer.address;
-        // A request for `Sync` cancels `serving` and waits until that has led to a GOAWAY.
+        // A request for `Sync` cancels `serving`, and then waits until GOAWAY is sent (`goaway`).
         let (serving, goaway) = (shutdown.child_token(), CancellationToken::new());
         let (ended_serving, sent_goaway) = (serving.clone(), goaway.clone());
         let service = service_fn(move |request: Request<Incoming>| {
@@ -75,18 +76,18 @@ impl General {
             async move {
                 if is_sync(&request) {
                     context.metrics.count_request_denied("sync_behind_others");
-                    tracing::debug!(%address, "Sync behind other requests: the client has to open another connection");
+                    tracing::debug!(%address, "a request for Sync came after other requests: the client has to open another connection");
                     serving.cancel();
                     goaway.cancelled().await;
                     return Err(h2::Error::from(h2::Reason::REFUSED_STREAM));
                 }
                 let mut request = request.map(Body::new);
                 request.extensions_mut().insert(caller.peer.clone());
-                let answer = match routes.call(request).await {
-                    Ok(answer) => answer,
+                let response = match routes.call(request).await {
+                    Ok(response) => response,
                     Err(never) => match never {},
                 };
-                Ok(answer.map(|body| Watched::new(body, &context, caller)))
+                Ok(response.map(|body| Watched::new(body, &context, caller)))
             }
         });
         let server = http2::Builder::new(TokioExecutor::new())
@@ -101,20 +102,20 @@ impl General {
         let ended = tokio::select! {
             ended = server.as_mut() => ended,
             () = ended_serving.cancelled() => {
-                // GOAWAY precedes whatever is sent from now on.
+                // The server now sends GOAWAY before anything else.
                 server.as_mut().graceful_shutdown();
                 sent_goaway.cancel();
                 server.await
             }
         };
         if let Err(error) = ended {
-            tracing::debug!(%address, %error, "HTTP/2");
+            tracing::debug!(%address, %error, "the connection ended with an error");
         }
     }
 }
 
-/// A connection as hyper reads and writes it. The bytes that were read before come first, and
-/// reading keeps to a [`Budget`].
+/// The connection as hyper reads and writes it. Hyper first reads the bytes that were already read.
+/// A [`Budget`] limits how fast it reads.
 struct Io {
     connection: Connection,
     _held: Held,
@@ -136,7 +137,7 @@ impl Io {
         Self { connection, _held: held, unread, read_bytes: 0, filter, until_closed, budget, pause: None }
     }
 
-    /// Reads from the connection as its budget allows.
+    /// Reads from the connection when its budget allows.
     fn poll_connection(&mut self, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         if let Some(pause) = &mut self.pause {
             ready!(pause.as_mut().poll(cx));

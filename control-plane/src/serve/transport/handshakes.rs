@@ -1,13 +1,15 @@
-//! Which TLS handshakes run, which wait, and which are closed.
+//! Decides which TLS handshakes run, which wait, and which are closed.
 //!
-//! Whoever reaches the port can begin a TLS handshake without a certificate, and never finish it.
-//! So the number of handshakes that run is bounded, and so is the number that run for one network.
-//! The others wait. Networks take turns: of each network one connection at a time is in the queue
-//! for a place. A network whose handshakes fail pauses in its turn. While connections wait,
-//! handshakes whose peers are silent are closed. An honest peer is silent for a round trip.
+//! Any client that reaches the port can begin a TLS handshake without a certificate and never
+//! finish it. So the number of running handshakes is bounded, in all and for each network. Other
+//! connections wait for a place, which is the right to run a handshake. Networks take turns: only
+//! one connection of each network at a time is in the common queue. A network whose handshakes fail
+//! has to pause before its connection enters that queue. While connections wait, running handshakes
+//! with a silent peer are closed. A normal peer is silent for one round trip at a time.
 //!
-//! One step of a handshake computes as long as the sending of some fifty messages takes. So each
-//! core computes one step at a time, and streams have their turn before the next step.
+//! A handshake consists of steps: the computations between two messages of the peer. One step takes
+//! as much processor time as about fifty messages to agents. So at most one step for each core is
+//! computed at a time, and streams get their turn before the next step.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -33,10 +35,10 @@ use crate::{
     serve::context::{Failures, Network},
 };
 
-/// How long the peer of a handshake may be silent while a connection waits for its place.
-const PATIENCE: Duration = Duration::from_secs(1);
+/// How long the peer of a handshake may be silent while another connection waits for the place.
+const SILENCE_LIMIT: Duration = Duration::from_secs(1);
 
-/// How many connections there may be before and in their handshakes.
+/// The most connections that wait for a handshake, and the most running handshakes.
 #[derive(Debug, Clone, Copy)]
 struct Limits {
     running: usize,
@@ -45,19 +47,19 @@ struct Limits {
     waiting_of_network: usize,
 }
 
-/// A core does some thousand handshakes a second. Each takes some round trips, so more handshakes
-/// at a time would not make them faster. All agents behind one address translator are one network,
-/// so thousands of one network may wait.
+/// A core computes about a thousand handshakes per second, and each handshake takes a few round
+/// trips. So a higher limit of running handshakes would not speed them up. All agents behind one
+/// address translator belong to one network, so thousands of connections of one network may wait.
 const LIMITS: Limits = Limits { running: 256, running_of_network: 64, waiting: 16_384, waiting_of_network: 12_288 };
 
-/// See the module.
+/// All connections of a listener before and in their handshakes.
 #[derive(Debug)]
 pub(crate) struct Handshakes {
     limits: Limits,
     connections: Mutex<Connections>,
-    /// Permits of handshakes that run.
+    /// One permit for each handshake that may run.
     places: Semaphore,
-    /// Permits to compute a step.
+    /// One permit for each step that may be computed at a time.
     steps: Arc<Semaphore>,
     failures: Arc<Failures>,
     metrics: Arc<Metrics>,
@@ -71,10 +73,12 @@ struct Connections {
     networks: HashMap<Network, Group>,
 }
 
+/// A running handshake.
 #[derive(Debug)]
 struct Running {
     network: Network,
-    heard: Instant,
+    /// When the peer last sent something.
+    heard_at: Instant,
     evict: Arc<Notify>,
 }
 
@@ -82,19 +86,22 @@ struct Running {
 #[derive(Debug)]
 struct Group {
     queue: Arc<Queue>,
+    /// The number of running handshakes.
     running: usize,
+    /// How to evict each waiting connection, by its number.
     waiting: BTreeMap<u64, Arc<Notify>>,
 }
 
+/// The queue of one network.
 #[derive(Debug)]
 struct Queue {
-    /// Permits of the network's handshakes that run.
+    /// One permit for each handshake of the network that may run.
     places: Semaphore,
-    /// The permit to wait for a place among other networks.
+    /// The single permit to be in the common queue of all networks.
     turn: Semaphore,
 }
 
-/// A connection before or in its handshake, until it is dropped.
+/// One connection before or in its handshake. Dropping it frees its place.
 #[derive(Debug)]
 pub(crate) struct Handshake {
     handshakes: Arc<Handshakes>,
@@ -104,20 +111,21 @@ pub(crate) struct Handshake {
     evict: Arc<Notify>,
 }
 
-/// Why a connection has to make room for another.
+/// Why a connection is closed in favour of another connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Evicted {
-    /// Too many connections wait for their handshakes.
+    /// Too many connections waited for their handshakes.
     QueueFull,
-    /// The peer was silent in its handshake.
+    /// The peer was silent during its handshake.
     Silent,
 }
 
 impl Handshakes {
-    /// No handshakes. Networks with too many of `failures` pause.
+    /// Returns the handshakes of a new listener. `failures` decides which networks have to pause.
     pub(crate) fn new(metrics: Arc<Metrics>, failures: Arc<Failures>) -> Arc<Self> {
-        // Connections that wait leave files for those that are served. A client that is refused has
-        // spent its session ticket, so few should be.
+        // Waiting connections may use half of the open files; the other half is for connections
+        // that are served. The limit is high, because a client that is refused has used up its
+        // session ticket.
         let files = usize::try_from(open_files::limit() / 2).unwrap_or(usize::MAX);
         let waiting = LIMITS.waiting.min(files);
         let waiting_of_network = LIMITS.waiting_of_network.min(files / 4 * 3);
@@ -136,8 +144,9 @@ impl Handshakes {
         })
     }
 
-    /// Takes in a connection. When too many wait, the newest connection of the network with most of
-    /// them is evicted; `None` when that is this one.
+    /// Adds a connection from `address`. If too many connections wait, evicts the newest connection
+    /// of the network with the longest queue. Returns `None` if that is the connection itself, or
+    /// if its network has too many waiting connections.
     pub(crate) fn enter(self: &Arc<Self>, address: IpAddr) -> Option<Handshake> {
         let network = Network::of(address);
         let mut connections = self.connections();
@@ -162,13 +171,15 @@ impl Handshakes {
         Some(Handshake { handshakes: Arc::clone(self), number, network, queue, evict })
     }
 
-    /// True while connections wait, and [`Self::evict_silent`] may have something to do.
-    pub(crate) fn is_crowded(&self) -> bool {
+    /// Returns true if connections wait. The caller then has to call [`Self::evict_silent`]
+    /// regularly.
+    pub(crate) fn has_waiting(&self) -> bool {
         self.connections().waiting > 0
     }
 
-    /// Evicts handshakes whose peers are silent at `now`, the longest silent first, as many as
-    /// there are connections that wait for just their places.
+    /// Evicts running handshakes whose peers are silent at `now`, the longest silent first. Evicts
+    /// a handshake only if a waiting connection can use its place, and at most as many as
+    /// connections wait.
     pub(crate) fn evict_silent(&self, now: Instant) {
         let connections = self.connections();
         let is_full = connections.running.len() >= self.limits.running;
@@ -177,9 +188,9 @@ impl Handshakes {
             let is_at_limit = |group: &Group| group.running >= self.limits.running_of_network;
             is_full || group.is_some_and(|group| is_at_limit(group) && !group.waiting.is_empty())
         };
-        let is_silent = |running: &&Running| running.heard + PATIENCE <= now && is_wanted(running.network);
-        let mut silent: Vec<&Running> = connections.running.values().filter(is_silent).collect();
-        silent.sort_by_key(|running| running.heard);
+        let is_evictable = |running: &&Running| running.heard_at + SILENCE_LIMIT <= now && is_wanted(running.network);
+        let mut silent: Vec<&Running> = connections.running.values().filter(is_evictable).collect();
+        silent.sort_by_key(|running| running.heard_at);
         silent.into_iter().take(connections.waiting).for_each(|running| running.evict.notify_one());
     }
 
@@ -200,12 +211,12 @@ impl Group {
 }
 
 impl Handshake {
-    /// Waits for a place, and then runs the handshake step by step. A future that is woken counts
-    /// as a peer that has said something.
+    /// Waits for a place, and then runs the handshake that `begin` returns. Whenever the task of
+    /// the handshake wakes, the peer counts as heard. Returns the result of the handshake.
     ///
     /// # Errors
     ///
-    /// [`Evicted`]; what `begin` holds is dropped then.
+    /// [`Evicted`]. The connection, which `begin` or its future owns, is dropped and so closed.
     pub(crate) async fn run<T, E, F>(self, begin: impl FnOnce() -> F) -> Result<Result<T, E>, Evicted>
     where
         F: Future<Output = Result<T, E>>,
@@ -218,7 +229,7 @@ impl Handshake {
         if !self.start() {
             return Err(Evicted::QueueFull);
         }
-        // On the heap only now: thousands may wait.
+        // Allocated only now, because thousands of connections may wait for a place.
         let mut handshake = Box::pin(begin());
         let mut steps = PollSemaphore::new(Arc::clone(&self.handshakes.steps));
         let mut step = None;
@@ -226,10 +237,11 @@ impl Handshake {
             if evicted.as_mut().poll(cx).is_ready() {
                 return Poll::Ready(Err(Evicted::Silent));
             }
-            self.heard();
+            self.mark_heard();
             if step.is_none() {
                 step = ready!(steps.poll_acquire(cx));
-                // To the end of the queue: who gave the step back had this task run next.
+                // The release of the permit made this task run next. Yield, so that other tasks run
+                // before this step.
                 cx.waker().wake_by_ref();
                 return Poll::Pending;
             }
@@ -244,8 +256,9 @@ impl Handshake {
         ended
     }
 
-    /// Waits for a place of the network, for the network's turn, for the end of its pause, and for
-    /// a place among all. Returns permits that hold both places; semaphores serve in order.
+    /// Waits in order for a place of the network, for the network's turn, for the end of its pause,
+    /// and for a place of all networks. Returns the permits of both places. Semaphores serve
+    /// waiting tasks in the order of their requests.
     async fn place(&self) -> impl Sized + use<'_> {
         let Self { handshakes, network, queue, .. } = self;
         let of_network = queue.places.acquire().await;
@@ -258,7 +271,7 @@ impl Handshake {
         (of_network, of_all)
     }
 
-    /// False when the connection was evicted before.
+    /// Counts the connection as running. Returns false if it was evicted while it waited.
     fn start(&self) -> bool {
         let mut connections = self.handshakes.connections();
         let Some(group) = connections.networks.get_mut(&self.network) else { return false };
@@ -267,15 +280,16 @@ impl Handshake {
         }
         group.running += 1;
         connections.waiting -= 1;
-        let running = Running { network: self.network, heard: Instant::now(), evict: Arc::clone(&self.evict) };
+        let running = Running { network: self.network, heard_at: Instant::now(), evict: Arc::clone(&self.evict) };
         connections.running.insert(self.number, running);
         self.handshakes.publish(&connections);
         true
     }
 
-    fn heard(&self) {
+    /// Records that the peer has sent something.
+    fn mark_heard(&self) {
         if let Some(running) = self.handshakes.connections().running.get_mut(&self.number) {
-            running.heard = Instant::now();
+            running.heard_at = Instant::now();
         }
     }
 }

@@ -12,10 +12,10 @@ const SMALL: Limits = Limits { running: 4, running_of_network: 2, waiting: 6, wa
 
 struct Rig(Arc<Handshakes>);
 
-/// What comes of a handshake.
-type Ended<E> = JoinHandle<Result<Result<(), E>, Evicted>>;
+/// The task of a handshake, with its result.
+type Task<E> = JoinHandle<Result<Result<(), E>, Evicted>>;
 
-/// Lets every task run as far as it can.
+/// Runs all tasks until each of them waits.
 async fn run_tasks() {
     for _ in 0..16 {
         yield_now().await;
@@ -31,21 +31,21 @@ impl Rig {
         self.0.enter([192, 0, 2, host].into())
     }
 
-    /// A handshake of a host that is silent.
-    async fn silent(&self, host: u8) -> Ended<()> {
+    /// Begins a handshake with a silent host.
+    async fn silent(&self, host: u8) -> Task<()> {
         begin(self.enter(host).unwrap(), pending()).await
     }
 
-    /// As many as asked for.
-    async fn all_silent(&self, host: u8, count: usize) -> Vec<Ended<()>> {
-        let mut all = Vec::new();
+    /// Begins `count` handshakes with a silent host.
+    async fn many_silent(&self, host: u8, count: usize) -> Vec<Task<()>> {
+        let mut tasks = Vec::new();
         for _ in 0..count {
-            all.push(self.silent(host).await);
+            tasks.push(self.silent(host).await);
         }
-        all
+        tasks
     }
 
-    /// Numbers of the hosts whose handshakes run, in the order in which they came.
+    /// The hosts whose handshakes run, in the order in which they connected.
     fn running(&self) -> Vec<u8> {
         let connections = self.0.connections();
         let host = |network: Network| (0..=255).find(|host| Network::of([192, 0, 2, *host].into()) == network);
@@ -56,9 +56,9 @@ impl Rig {
         self.0.connections().waiting
     }
 
-    /// Nothing is left once everybody has gone.
-    async fn end<E>(self, all: impl IntoIterator<Item = Ended<E>>) {
-        all.into_iter().for_each(|ended| ended.abort());
+    /// Ends all handshakes and checks that nothing is left of them.
+    async fn end<E>(self, tasks: impl IntoIterator<Item = Task<E>>) {
+        tasks.into_iter().for_each(|task| task.abort());
         run_tasks().await;
         let connections = self.0.connections();
         assert!(connections.running.is_empty() && connections.networks.is_empty() && connections.waiting == 0);
@@ -66,90 +66,90 @@ impl Rig {
     }
 }
 
-/// A handshake whose task has run as far as it can.
+/// Begins a handshake and runs its task until it waits.
 async fn begin<E: Send + 'static>(
     handshake: Handshake,
     steps: impl Future<Output = Result<(), E>> + Send + 'static,
-) -> Ended<E> {
+) -> Task<E> {
     let task = tokio::spawn(handshake.run(|| steps));
     run_tasks().await;
     task
 }
 
 #[tokio::test]
-async fn a_network_has_some_places_and_networks_take_turns() {
+async fn places_of_a_network_are_bounded_and_networks_take_turns() {
     let rig = Rig::new();
-    let mut all = rig.all_silent(1, 6).await;
+    let mut tasks = rig.many_silent(1, 6).await;
     assert_eq!((rig.running(), rig.waiting()), (vec![1, 1], 4));
     assert!(rig.enter(1).is_none(), "two run and four wait");
-    all.extend(rig.all_silent(2, 3).await);
+    tasks.extend(rig.many_silent(2, 3).await);
     assert_eq!(rig.running(), [1, 1, 2, 2]);
-    all.extend(rig.all_silent(3, 1).await);
+    tasks.extend(rig.many_silent(3, 1).await);
     assert_eq!(rig.running().len(), 4, "all places are taken");
-    all.remove(0).abort();
+    tasks.remove(0).abort();
     run_tasks().await;
     assert_eq!(rig.running().len(), 4);
-    all.remove(0).abort();
+    tasks.remove(0).abort();
     run_tasks().await;
-    // Its turn came before those of connections that were there earlier.
+    // Host 3 got its place although connections of other hosts waited for longer.
     assert!(rig.running().contains(&3), "{:?}", rig.running());
-    rig.end(all).await;
+    rig.end(tasks).await;
 }
 
 #[tokio::test]
-async fn when_too_many_wait_the_longest_queue_gets_shorter() {
+async fn if_too_many_connections_wait_the_longest_queue_loses_its_newest() {
     let rig = Rig::new();
-    let mut crowd = rig.all_silent(1, 6).await;
-    let others = rig.all_silent(2, 4).await;
+    let mut crowd = rig.many_silent(1, 6).await;
+    let others = rig.many_silent(2, 4).await;
     assert_eq!(rig.waiting(), 6);
-    assert!(rig.enter(1).is_none(), "no other network has more");
+    assert!(rig.enter(1).is_none(), "no other network has a longer queue");
     let late = rig.silent(3).await;
     assert_eq!(rig.waiting(), 6);
     let newest = crowd.pop().unwrap();
-    assert_eq!(newest.await.unwrap(), Err(Evicted::QueueFull), "the newest one of the longest queue");
+    assert_eq!(newest.await.unwrap(), Err(Evicted::QueueFull), "the newest connection of the longest queue");
     rig.end(crowd.into_iter().chain(others).chain([late])).await;
 }
 
 #[tokio::test]
-async fn who_is_silent_goes_when_a_connection_waits_for_just_that_place() {
+async fn a_silent_handshake_is_evicted_if_a_connection_can_use_its_place() {
     let rig = Rig::new();
     let silent = rig.silent(1).await;
     let (wake, woken) = oneshot::channel::<()>();
     let talking = begin(rig.enter(1).unwrap(), woken).await;
     let other = rig.silent(2).await;
-    let later = Instant::now() + PATIENCE;
+    let later = Instant::now() + SILENCE_LIMIT;
     rig.0.evict_silent(later);
     run_tasks().await;
     assert!(!silent.is_finished(), "no connection waits");
 
     let waiting = rig.silent(1).await;
     rig.0.evict_silent(later);
-    assert_eq!(silent.await.unwrap(), Err(Evicted::Silent), "the longest silent");
+    assert_eq!(silent.await.unwrap(), Err(Evicted::Silent), "the longest silent handshake is evicted");
     run_tasks().await;
-    assert!(!other.is_finished(), "no connection waits for its place");
-    assert_eq!(rig.running(), [1, 2, 1], "the one that waited has its turn");
+    assert!(!other.is_finished(), "no connection can use this place");
+    assert_eq!(rig.running(), [1, 2, 1], "the connection that waited runs");
     wake.send(()).unwrap();
-    assert_eq!(talking.await.unwrap().map(|ended| ended.is_ok()), Ok(true));
+    assert_eq!(talking.await.unwrap().map(|result| result.is_ok()), Ok(true));
     rig.end([waiting, other]).await;
 }
 
 #[tokio::test]
-async fn who_says_something_is_not_silent() {
+async fn a_peer_that_sends_something_is_not_silent() {
     let rig = Rig::new();
-    let (wake, said) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
-    let (told, says) = (Arc::clone(&wake), Arc::clone(&said));
-    let talks = async move {
-        told.notified().await;
-        says.notify_one();
+    let (message, processed) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
+    let (received, done) = (Arc::clone(&message), Arc::clone(&processed));
+    let steps = async move {
+        received.notified().await;
+        done.notify_one();
         pending().await
     };
-    let talking = begin::<()>(rig.enter(1).unwrap(), talks).await;
+    let talking = begin::<()>(rig.enter(1).unwrap(), steps).await;
     let mute = rig.silent(1).await;
     let waiting = rig.silent(1).await;
     let began = Instant::now();
-    rig.0.connections().running.values_mut().for_each(|running| running.heard = began - PATIENCE);
-    wake.notify_one();
-    said.notified().await;
+    rig.0.connections().running.values_mut().for_each(|running| running.heard_at = began - SILENCE_LIMIT);
+    message.notify_one();
+    processed.notified().await;
     rig.0.evict_silent(began);
     assert_eq!(mute.await.unwrap(), Err(Evicted::Silent));
     assert!(!talking.is_finished());
@@ -157,7 +157,7 @@ async fn who_says_something_is_not_silent() {
 }
 
 #[tokio::test]
-async fn a_network_whose_handshakes_fail_pauses_and_others_do_not() {
+async fn a_network_whose_handshakes_fail_has_to_pause_and_others_do_not() {
     let rig = Rig::new();
     let network = Network::of([192, 0, 2, 1].into());
     let mut failures = 0;
@@ -166,13 +166,13 @@ async fn a_network_whose_handshakes_fail_pauses_and_others_do_not() {
         failures += 1;
     }
     assert!(failures > 10, "a few failures cost nothing");
-    // A pause that does not end while the test looks.
+    // With so many failures the pause lasts longer than the test.
     (0..200).for_each(|_| rig.0.failures.count(network, Instant::now()));
     let (pausing, other) = (rig.silent(1).await, rig.silent(2).await);
     assert_eq!(rig.running(), [2]);
     rig.end([pausing, other]).await;
 
-    // One that ends: the connection gets its place without being asked.
+    // After a short pause the connection gets its place by itself.
     let rig = Rig::new();
     (0..21).for_each(|_| rig.0.failures.count(network, Instant::now()));
     let pausing = rig.enter(1).unwrap().run(|| ready(Ok::<(), ()>(())));

@@ -1,4 +1,4 @@
-//! Accepting connections, and TLS handshakes within bounds.
+//! Accepts connections, and runs their TLS handshakes within limits.
 
 use std::{io, net::SocketAddr, sync::Arc, time::Duration};
 
@@ -22,21 +22,21 @@ use crate::{
     serve::context::{Context, Warning},
 };
 
-/// Longest time a handshake may take.
+/// The longest time that a handshake may take.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Wait after an accept that failed, such as for want of file descriptors. Another one would fail
-/// again at once.
+/// The pause after an accept that failed, for example because there are too many open files.
+/// Without the pause, the next accept would usually fail too.
 const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 
 /// How often silent handshakes are evicted while connections wait.
 const EVICTION_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Connections that are ready for HTTP/2.
+/// The channel for connections that are ready for HTTP/2.
 type Ready = mpsc::Sender<Connection>;
 
-/// Accepts connections until `shutdown` is cancelled, and hands them over once they are ready for
-/// HTTP/2.
+/// Starts a task that accepts connections until `shutdown` is cancelled. Returns the receiver of
+/// connections that are ready for HTTP/2, and the task.
 pub(crate) fn accept(
     listener: TcpListener,
     security: Security,
@@ -60,7 +60,7 @@ async fn accept_all(listener: TcpListener, security: Security, context: Arc<Cont
     loop {
         let accepted = tokio::select! {
             accepted = listener.accept() => accepted,
-            _ = eviction.tick(), if handshakes.is_crowded() => {
+            _ = eviction.tick(), if handshakes.has_waiting() => {
                 handshakes.evict_silent(Instant::now());
                 continue;
             }
@@ -81,7 +81,7 @@ async fn accept_all(listener: TcpListener, security: Security, context: Arc<Cont
         match &security {
             Security::Plaintext => {
                 let peer = Peer { address, identity: Identity::Unchecked, not_after: None };
-                // The server is gone when nobody receives: the connection closes.
+                // If the receiver no longer exists, the server has stopped. The connection closes.
                 let _ = ready.send(Connection { io: Either::Left(stream), peer }).await;
             }
             Security::Tls(tls) => secure_in_turn(stream, address, tls, &handshakes, &context, &ready),
@@ -89,7 +89,7 @@ async fn accept_all(listener: TcpListener, security: Security, context: Arc<Cont
     }
 }
 
-/// Has a handshake done as soon as it is the address's turn.
+/// Starts a task that runs the handshake of a connection when it gets a place.
 fn secure_in_turn(
     stream: TcpStream,
     address: SocketAddr,
@@ -105,20 +105,22 @@ fn secure_in_turn(
     tokio::spawn(async move {
         let secured = handshake.run(|| secure(stream, address, &tls, &context.metrics)).await;
         let (reason, error) = match secured {
-            // As above.
+            // If the receiver no longer exists, the connection closes.
             Ok(Ok(connection)) => return drop(ready.send(connection).await),
             Ok(Err(failure)) => failure,
             Err(Evicted::QueueFull) => return refused(address, &context),
-            Err(Evicted::Silent) => ("silent", "silent while others waited for its place".to_owned()),
+            Err(Evicted::Silent) => {
+                ("silent", "the client sent nothing for too long while other connections waited".to_owned())
+            }
         };
         context.metrics.count_handshake_failed(reason);
         if context.warnings.admit(Warning::Handshake, Instant::now()) {
-            tracing::warn!(%address, reason, error, "TLS handshake");
+            tracing::warn!(%address, reason, error, "TLS handshake failed");
         }
     });
 }
 
-/// More connections wait for their handshakes than may.
+/// Counts and logs a connection that was closed because too many connections wait for handshakes.
 fn refused(address: SocketAddr, context: &Context) {
     let reason = "too_many_handshakes";
     context.metrics.count_connection_refused(reason);
@@ -127,6 +129,11 @@ fn refused(address: SocketAddr, context: &Context) {
     }
 }
 
+/// Runs a handshake. Returns the connection with its verified peer.
+///
+/// # Errors
+///
+/// The `reason` label for the metric, and a sentence for the log.
 async fn secure(
     stream: TcpStream,
     address: SocketAddr,
@@ -135,12 +142,13 @@ async fn secure(
 ) -> Result<Connection, (&'static str, String)> {
     let handshake = timeout(HANDSHAKE_TIMEOUT, TlsAcceptor::from(tls.config()).accept(stream)).await;
     let stream = handshake
-        .map_err(|_| ("timeout", format!("not done within {} s", HANDSHAKE_TIMEOUT.as_secs())))?
+        .map_err(|_| ("timeout", format!("the handshake took longer than {} s", HANDSHAKE_TIMEOUT.as_secs())))?
         .map_err(|error| refusal(&error, tls))?;
     let session = stream.get_ref().1;
-    // Of a resumed session too: the ticket holds what was verified when it was issued.
+    // A resumed session has a certificate too: the ticket contains the certificate that was
+    // verified when the ticket was issued.
     let certificate = session.peer_certificates().and_then(<[_]>::first);
-    let certificate = certificate.ok_or_else(|| ("no_certificate", "the client showed no certificate".to_owned()))?;
+    let certificate = certificate.ok_or_else(|| ("no_certificate", "the client sent no certificate".to_owned()))?;
     let (identity, not_after) =
         identity::from_certificate(certificate).map_err(|error| ("malformed_certificate", error))?;
     metrics.count_handshake(session.handshake_kind() == Some(HandshakeKind::Resumed));
@@ -148,11 +156,11 @@ async fn secure(
     Ok(Connection { io: Either::Right(Box::new(stream)), peer })
 }
 
-/// Label and sentence for a handshake that failed.
+/// Returns the label and the sentence for a handshake that failed.
 fn refusal(error: &io::Error, tls: &ServerTls) -> (&'static str, String) {
     match headgate_tls::explain(error, tls.files()) {
         Some(refusal) => (refusal.reason, refusal.sentence),
-        None => ("disconnected", format!("the client went away: {error}")),
+        None => ("disconnected", format!("the client disconnected: {error}")),
     }
 }
 
@@ -162,5 +170,5 @@ pub(crate) struct Connection {
     pub(crate) peer: Peer,
 }
 
-/// What carries a connection: TCP alone, or TLS after its handshake.
+/// The transport of a connection: plain TCP, or TLS after its handshake.
 pub(crate) type Io = Either<TcpStream, Box<TlsStream<TcpStream>>>;

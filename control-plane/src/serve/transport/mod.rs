@@ -1,5 +1,8 @@
-//! Connections: who may have one, how it is secured, which server it goes to, and how bytes of a
-//! stream are carried. It knows nothing of the services that the general server answers.
+//! Connections: limits, TLS, the choice of a server for each connection, and HTTP/2 for streams.
+//! This module does not depend on the services of the general server.
+//!
+//! There are two servers on the gRPC port. [`sync_connection`] carries one stream of an agent. The
+//! *general server*, [`general_connection`], answers all other requests.
 
 mod budget;
 mod connection_limits;
@@ -18,9 +21,9 @@ use std::time::Duration;
 
 pub(crate) use self::{page_listener::BoundedListener, server::serve};
 
-/// Both sides probe a connection on which nothing is heard, and give it up after the same time
-/// again.
+/// After this time without a sign of life, the server sends a ping. After the same time again
+/// without an answer, it closes the connection. Agents do the same on their side.
 const KEEPALIVE: Duration = Duration::from_secs(20);
 
-/// What a connection gets after its stream has ended, to write what is left.
+/// How long a connection may take to write the rest of its bytes after its stream has ended.
 const LINGER: Duration = Duration::from_secs(1);

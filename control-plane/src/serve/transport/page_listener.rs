@@ -1,8 +1,10 @@
-//! The listener of the HTTP pages, which everybody can reach. It holds few connections, and fewer
-//! of one network. When another one comes, the longest silent connection is closed: one of the same
-//! network if that has as many as it may, otherwise one of the network that has most.
+//! The listener of the HTTP pages, which any client can reach. It limits the number of connections,
+//! in all and for each network. If a network has reached its limit, a new connection of that
+//! network closes the one of the network that was silent for longest. If all connections together
+//! have reached the limit, the network with the most connections loses the one that was silent for
+//! longest.
 //!
-//! Without this limit, whoever opens connections there takes open files from agents.
+//! Without these limits, a client could use up the open files that agents need.
 
 use std::{
     collections::BTreeMap,
@@ -24,30 +26,34 @@ use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 
 use crate::serve::context::Network;
 
-/// Connections at a time: probes, and some programs that collect metrics and keep theirs.
+/// The most open connections: enough for probes and for some programs that collect metrics and keep
+/// their connections.
 const MAX_CONNECTIONS: usize = 64;
 
-/// Of one network.
+/// The most open connections of one network.
 const MAX_CONNECTIONS_OF_NETWORK: usize = 16;
 
-/// Wait after an accept that failed, which would fail again at once.
+/// The pause after an accept that failed. Without the pause, the next accept would usually fail
+/// too.
 const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 
-/// See the module.
+/// A TCP listener that limits the number of open connections.
 pub(crate) struct BoundedListener {
     listener: TcpListener,
     open: Arc<Open>,
     next_number: u64,
 }
 
-/// Connections that are open, by their numbers.
+/// The open connections, by their numbers.
 #[derive(Debug, Default)]
 struct Open(Mutex<BTreeMap<u64, Entry>>);
 
 #[derive(Debug)]
 struct Entry {
     network: Network,
-    heard: Instant,
+    /// When the client last sent something.
+    heard_at: Instant,
+    /// Cancelling this token closes the connection.
     closed: CancellationToken,
 }
 
@@ -56,31 +62,33 @@ impl Open {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Enters a connection. One that is in its place is closed.
+    /// Adds a connection, and closes another connection if a limit is reached. Returns a token that
+    /// is cancelled when the new connection has to close.
     fn enter(&self, number: u64, network: Network, now: Instant) -> CancellationToken {
         let mut table = self.table();
         let mut counts: BTreeMap<Network, usize> = BTreeMap::new();
         table.values().for_each(|entry| *counts.entry(entry.network).or_default() += 1);
-        let too_many = if counts.get(&network).is_some_and(|count| *count >= MAX_CONNECTIONS_OF_NETWORK) {
+        let crowded = if counts.get(&network).is_some_and(|count| *count >= MAX_CONNECTIONS_OF_NETWORK) {
             Some(network)
         } else if table.len() >= MAX_CONNECTIONS {
             counts.into_iter().max_by_key(|(_, count)| *count).map(|(network, _)| network)
         } else {
             None
         };
-        let of_network = table.iter().filter(|(_, entry)| Some(entry.network) == too_many);
-        let longest_silent = of_network.min_by_key(|(_, entry)| entry.heard).map(|(number, _)| *number);
+        let of_network = table.iter().filter(|(_, entry)| Some(entry.network) == crowded);
+        let longest_silent = of_network.min_by_key(|(_, entry)| entry.heard_at).map(|(number, _)| *number);
         if let Some(Entry { closed, .. }) = longest_silent.and_then(|number| table.remove(&number)) {
             closed.cancel();
         }
         let closed = CancellationToken::new();
-        table.insert(number, Entry { network, heard: now, closed: closed.clone() });
+        table.insert(number, Entry { network, heard_at: now, closed: closed.clone() });
         closed
     }
 
-    fn heard(&self, number: u64, now: Instant) {
+    /// Records that a client has sent something.
+    fn mark_heard(&self, number: u64, now: Instant) {
         if let Some(entry) = self.table().get_mut(&number) {
-            entry.heard = now;
+            entry.heard_at = now;
         }
     }
 }
@@ -113,7 +121,7 @@ impl Listener for BoundedListener {
                     );
                 }
                 Err(error) => {
-                    tracing::debug!(%error, "a connection for pages cannot be accepted");
+                    tracing::debug!(%error, "a connection to the HTTP pages cannot be accepted");
                     sleep(ACCEPT_RETRY).await;
                 }
             }
@@ -125,7 +133,7 @@ impl Listener for BoundedListener {
     }
 }
 
-/// One connection.
+/// One connection to the HTTP pages.
 pub(crate) struct Connection {
     stream: TcpStream,
     number: u64,
@@ -147,7 +155,7 @@ impl AsyncRead for Connection {
         let before = buffer.filled().len();
         ready!(Pin::new(&mut self.stream).poll_read(cx, buffer))?;
         if buffer.filled().len() > before {
-            self.open.heard(self.number, Instant::now());
+            self.open.mark_heard(self.number, Instant::now());
         }
         Poll::Ready(Ok(()))
     }
@@ -155,7 +163,8 @@ impl AsyncRead for Connection {
 
 impl AsyncWrite for Connection {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        // A client that asked and does not read is not read from either.
+        // Checked when writing too: while a client does not read its response, the server does not
+        // read from the client.
         if self.closed.as_mut().poll(cx).is_ready() {
             return Poll::Ready(Err(io::ErrorKind::ConnectionAborted.into()));
         }
@@ -184,23 +193,23 @@ mod tests {
     }
 
     #[test]
-    fn the_longest_silent_one_of_those_who_have_most_goes() {
+    fn the_longest_silent_connection_of_the_most_crowded_network_is_closed() {
         let (open, start) = (Open::default(), Instant::now());
         let at = |milliseconds| start + Duration::from_millis(milliseconds);
-        // The first has one, further ones have some, and the last has most.
+        // The first network has one connection, the next networks have more, and the last has most.
         let hosts = [1, 2, 3, 4, 5, 6].iter().flat_map(|host| std::iter::repeat_n(*host, 2 * usize::from(*host) - 1));
         let hosts: Vec<u8> = hosts.chain(std::iter::repeat_n(7, MAX_CONNECTIONS_OF_NETWORK)).collect();
         let enter = |(number, host): (usize, &u8)| open.enter(number as u64, network(*host), at(number as u64));
         let mut entered: Vec<_> = hosts.iter().enumerate().map(enter).collect();
         assert_eq!((hosts.len(), closed(&entered)), (52, vec![]));
         let first_of_last = hosts.len() - MAX_CONNECTIONS_OF_NETWORK;
-        open.heard(first_of_last as u64, at(1_000));
+        open.mark_heard(first_of_last as u64, at(1_000));
         entered.push(open.enter(1_000, network(7), at(1_001)));
-        assert_eq!(closed(&entered), [first_of_last + 1], "as many as one network may have");
+        assert_eq!(closed(&entered), [first_of_last + 1], "the network is at its limit");
         entered.extend((2_000..2_012).map(|number| open.enter(number, network(8), at(number))));
         assert_eq!((open.table().len(), closed(&entered).len()), (MAX_CONNECTIONS, 1));
         entered.push(open.enter(3_000, network(1), at(3_000)));
-        assert_eq!(closed(&entered), [first_of_last + 1, first_of_last + 2], "of those who have most");
+        assert_eq!(closed(&entered), [first_of_last + 1, first_of_last + 2], "the network with the most connections");
         assert_eq!(open.table().len(), MAX_CONNECTIONS);
     }
 }

@@ -1,4 +1,4 @@
-//! The servers of the gRPC port, from the first connection to the last.
+//! Starts and stops the servers of the gRPC port.
 
 use std::{
     sync::Arc,
@@ -13,7 +13,7 @@ use super::{LINGER, connections, general_connection::General, listener, tls::Sec
 use crate::serve::{context::Lifecycle, stream::Streams};
 
 /// Serves streams, and `routes` on the general server, until `shutdown` is cancelled and the
-/// streams have ended. Cancels `stopped` then.
+/// streams have ended. Then cancels `stopped`.
 pub(crate) async fn serve(
     listener: TcpListener,
     security: Security,
@@ -30,7 +30,7 @@ pub(crate) async fn serve(
     drain(&streams).await;
     tasks.close();
     if tokio::time::timeout(LINGER, tasks.wait()).await.is_err() {
-        // Some connections take nothing, not even the end of their stream.
+        // Some clients do not read, so that even the end of their stream cannot be written.
         streams.context.visits.abort();
     }
     accept.abort();
@@ -38,11 +38,12 @@ pub(crate) async fn serve(
     stopped.cancel();
 }
 
-/// Asks agents to go, and ends the streams of those that have not gone after the grace period.
+/// Asks agents to move to another replica, and ends the streams that are left after the grace
+/// period.
 async fn drain(streams: &Streams) {
     let context = &streams.context;
     let agents = streams.fleet.len();
-    tracing::info!(agents, "stopping: agents are asked to go elsewhere");
+    tracing::info!(agents, "stopping: agents are asked to move to another replica");
     context.lifecycle.send_replace(Lifecycle::Draining);
     let deadline = Instant::now() + context.settings.drain_grace;
     while streams.fleet.len() > 0 && Instant::now() < deadline {

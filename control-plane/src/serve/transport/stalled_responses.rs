@@ -1,8 +1,9 @@
-//! Responses of the general server that their clients do not take.
+//! Closes connections of the general server whose clients do not read a response.
 //!
-//! A client may give no room for a response (RFC 9113, 6.9) and still answer pings. It would keep
-//! the response for ever: a body is asked for more only when there is room for what it gave. So a
-//! client that takes nothing of a pending response for a time loses its connection.
+//! A client can leave its flow-control window at zero (RFC 9113, 6.9) and still answer pings. The
+//! response would then stay in memory for ever, because the server asks a body for more only when
+//! there is room in the window. So the server closes the connection of a client that reads nothing
+//! of a pending response for some time.
 
 use std::{
     pin::Pin,
@@ -23,30 +24,32 @@ use crate::{
     serve::context::{Context, Visit, Visited},
 };
 
-/// Who asks, and the connection that the request came on.
+/// The client of a request, and its connection.
 #[derive(Debug, Clone)]
 pub(crate) struct Caller {
     pub(crate) peer: Peer,
-    /// Closes the connection when it is cancelled.
+    /// Cancelling this token closes the connection.
     pub(crate) closed: CancellationToken,
 }
 
-/// One answer.
-struct Answer {
+/// The state of one response.
+struct Response {
     context: Arc<Context>,
     caller: Caller,
+    /// Wakes the server's task for the response.
     server: AtomicWaker,
-    /// Since when there is something to take.
-    waits_since: Mutex<Option<Instant>>,
+    /// Since when the response has had data that the client does not read; `None` while it has
+    /// none.
+    pending_since: Mutex<Option<Instant>>,
 }
 
-impl Answer {
-    fn waits_since(&self) -> MutexGuard<'_, Option<Instant>> {
-        self.waits_since.lock().unwrap_or_else(PoisonError::into_inner)
+impl Response {
+    fn pending_since(&self) -> MutexGuard<'_, Option<Instant>> {
+        self.pending_since.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn waits(&self) {
-        self.waits_since().get_or_insert_with(Instant::now);
+    fn set_pending(&self) {
+        self.pending_since().get_or_insert_with(Instant::now);
     }
 
     fn limit(&self) -> Duration {
@@ -54,42 +57,43 @@ impl Answer {
     }
 }
 
-impl Wake for Answer {
+impl Wake for Response {
     fn wake(self: Arc<Self>) {
         self.wake_by_ref();
     }
 
     fn wake_by_ref(self: &Arc<Self>) {
-        self.waits();
+        self.set_pending();
         self.server.wake();
     }
 }
 
-impl Visit for Answer {
+impl Visit for Response {
     fn visit(&self, now: Instant) {
-        if self.waits_since().take_if(|since| *since + self.limit() <= now).is_some() {
+        if self.pending_since().take_if(|since| *since + self.limit() <= now).is_some() {
             self.context.metrics.stalled_responses.inc();
             let (address, seconds) = (self.caller.peer.address, self.limit().as_secs());
-            tracing::info!(%address, seconds, "connection closed: its client takes nothing of an answer");
+            tracing::info!(%address, seconds, "connection closed: the client does not read a response");
             self.caller.closed.cancel();
         }
     }
 }
 
-/// The body of an answer whose client is watched.
+/// The body of a response. Its connection is closed if the client does not read it.
 pub(crate) struct Watched {
     body: Body,
-    answer: Arc<Answer>,
+    response: Arc<Response>,
     _visited: Visited,
 }
 
 impl Watched {
-    /// Watches whether `caller` takes `body`.
+    /// Watches whether `caller` reads `body`.
     pub(crate) fn new(body: Body, context: &Arc<Context>, caller: Caller) -> Self {
-        let waits_since = Mutex::new(Some(Instant::now()));
-        let answer = Arc::new(Answer { context: Arc::clone(context), caller, server: AtomicWaker::new(), waits_since });
-        let visited = context.visits.add(Arc::<Answer>::clone(&answer));
-        Self { body, answer, _visited: visited }
+        let pending_since = Mutex::new(Some(Instant::now()));
+        let response =
+            Arc::new(Response { context: Arc::clone(context), caller, server: AtomicWaker::new(), pending_since });
+        let visited = context.visits.add(Arc::<Response>::clone(&response));
+        Self { body, response, _visited: visited }
     }
 }
 
@@ -99,13 +103,13 @@ impl http_body::Body for Watched {
 
     fn poll_frame(self: Pin<&mut Self>, cx: &mut task::Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
         let this = self.get_mut();
-        this.answer.server.register(cx.waker());
-        // The server asks: it has room.
-        *this.answer.waits_since() = None;
-        let waker = Waker::from(Arc::clone(&this.answer));
+        this.response.server.register(cx.waker());
+        // The server asks for data only if the client's window has room.
+        *this.response.pending_since() = None;
+        let waker = Waker::from(Arc::clone(&this.response));
         let polled = Pin::new(&mut this.body).poll_frame(&mut task::Context::from_waker(&waker));
         if let Poll::Ready(Some(_)) = &polled {
-            this.answer.waits();
+            this.response.set_pending();
         }
         polled
     }

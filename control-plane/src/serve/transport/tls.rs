@@ -1,8 +1,8 @@
-//! TLS from PEM files, which may change while the control plane runs.
+//! TLS with PEM files that may change while the control plane runs.
 //!
-//! At the start, files that are missing or malformed, or that do not fit together, are an error.
-//! Later the last good set stays in use until the files are a good set again. A reload does not
-//! touch open connections: each handshake takes the configuration of its moment.
+//! At the start, it is an error if files are missing or malformed or do not match each other.
+//! Later, the last good files stay in use until all files are good again. A reload does not affect
+//! open connections: each handshake uses the configuration that is current when it begins.
 
 use std::{
     collections::BTreeSet,
@@ -31,34 +31,36 @@ use tokio_util::sync::CancellationToken;
 
 use crate::metrics::Metrics;
 
-/// How often the files are read without a notice. Notices do not follow links out of a folder, and
-/// may be lost.
+/// How often the files are read without a notification of the file system. Notifications can be
+/// lost, and there are none for the targets of symbolic links into other folders.
 const POLL: Duration = Duration::from_secs(30);
 
-/// Files are read once their folders have been quiet for so long.
+/// After a notification, the files are read once there was no further notification for this time.
 const QUIET: Duration = Duration::from_millis(200);
 
-/// Longest time that restless folders are waited for.
-const LONGEST_UNREST: Duration = Duration::from_secs(2);
+/// The longest time to wait for [`QUIET`] while notifications continue.
+const LONGEST_SETTLING: Duration = Duration::from_secs(2);
 
-/// Files that do not fit together are read again after this time before an error is logged:
-/// certificate and key may be written one after the other.
-const SECOND_LOOK: Duration = Duration::from_secs(1);
+/// After a notification, files with an error are read again after this time before the error is
+/// logged: certificate and key may be written one after the other.
+const RETRY_AFTER: Duration = Duration::from_secs(1);
 
-/// Session tickets that a client gets in a handshake. It has one connection at a time.
+/// The number of session tickets that a client receives in a handshake. One is enough, because a
+/// client has one connection at a time.
 const TICKETS: usize = 1;
 
 /// How connections are secured.
 #[derive(Clone)]
 pub enum Security {
-    /// Not at all: `--insecure-loopback`. [`crate::options::Options::security`] says which
-    /// addresses may.
+    /// Without TLS: `--insecure-loopback`. [`crate::options::Options::security`] checks that the
+    /// address allows it.
     Plaintext,
     /// TLS with client certificates.
     Tls(Arc<ServerTls>),
 }
 
-/// The server's side: TLS 1.2 and 1.3, HTTP/2 only, and a client certificate from everybody.
+/// The server's side of TLS: versions 1.2 and 1.3, HTTP/2 only. Every client must have a
+/// certificate.
 #[derive(Debug)]
 pub struct ServerTls {
     files: Files,
@@ -71,7 +73,7 @@ impl ServerTls {
     ///
     /// # Errors
     ///
-    /// The first thing that is wrong with them; trying again helps once they have changed.
+    /// The first error in the files. A retry helps only after the files have changed.
     pub fn load(cert: PathBuf, key: PathBuf, client_ca: PathBuf) -> Result<Arc<Self>, FileError> {
         let files = Files { side: Side::Server, cert, key, ca: client_ca };
         let mut reloader = Reloader::new(files.clone(), server_config);
@@ -79,47 +81,47 @@ impl ServerTls {
         Ok(Arc::new(Self { files, reloader: Mutex::new(reloader), current }))
     }
 
-    /// The files.
+    /// Returns the paths of the files.
     #[must_use]
     pub fn files(&self) -> &Files {
         &self.files
     }
 
-    /// The configuration for the next handshake.
+    /// Returns the configuration for the next handshake.
     #[must_use]
     pub fn config(&self) -> Arc<ServerConfig> {
         Arc::clone(&self.current.load().config)
     }
 
-    /// Follows the files until `shutdown` is cancelled.
+    /// Reloads the files whenever they change, until `shutdown` is cancelled.
     pub(crate) async fn follow(self: Arc<Self>, metrics: Arc<Metrics>, shutdown: CancellationToken) {
         shutdown.run_until_cancelled(self.follow_every(POLL, &metrics)).await;
     }
 
     async fn follow_every(self: &Arc<Self>, poll: Duration, metrics: &Metrics) {
-        self.show(metrics);
+        self.report(metrics);
         let (sender, mut notices) = mpsc::channel(1);
         let watcher = watch(&self.files, sender);
         let _watcher = watcher.inspect_err(|error| {
             let seconds = poll.as_secs();
             tracing::warn!(
-                "new TLS files are noticed only every {seconds} seconds, since the system gives no notice: {error}"
+                "TLS files are checked for changes only every {seconds} seconds, because they cannot be watched: {error}"
             );
         });
         let mut problem = None;
-        // The first pass finds what changed between the first reading and the watch.
-        let mut is_noticed = true;
+        // The first pass finds changes between the first reading and the beginning of the watch.
+        let mut is_notified = true;
         loop {
             let mut result = self.reload().await;
-            if result.is_err() && is_noticed {
-                sleep(SECOND_LOOK).await;
+            if result.is_err() && is_notified {
+                sleep(RETRY_AFTER).await;
                 result = self.reload().await;
             }
             match result {
                 Ok(is_new) => {
                     if is_new || problem.take().is_some() {
                         metrics.count_tls_reload("success");
-                        self.show(metrics);
+                        self.report(metrics);
                     }
                     problem = None;
                 }
@@ -127,23 +129,23 @@ impl ServerTls {
                     let text = error.to_string();
                     if problem.as_ref() != Some(&text) {
                         metrics.count_tls_reload("failure");
-                        tracing::error!("{text}. The files read before stay in use");
+                        tracing::error!("{text}. The earlier files stay in use");
                         problem = Some(text);
                     }
                 }
             }
-            // Without a watcher the channel is closed, and this is just the wait.
-            let noticed = timeout(poll, async {
+            // Without a watcher the channel is closed. This then waits for the timeout.
+            let notified = timeout(poll, async {
                 match notices.recv().await {
                     Some(()) => settled(&mut notices).await,
                     None => std::future::pending().await,
                 }
             });
-            is_noticed = noticed.await.is_ok();
+            is_notified = notified.await.is_ok();
         }
     }
 
-    /// True when the files hold something new.
+    /// Reads the files. Returns true if their contents are new.
     async fn reload(self: &Arc<Self>) -> Result<bool, FileError> {
         let tls = Arc::clone(self);
         let load = move || {
@@ -156,13 +158,14 @@ impl ServerTls {
         match tokio::task::spawn_blocking(load).await {
             Ok(result) => result,
             Err(error) => {
-                tracing::error!(%error, "reading TLS files ended by a defect");
+                tracing::error!(%error, "TLS files could not be read because of a defect");
                 Ok(false)
             }
         }
     }
 
-    fn show(&self, metrics: &Metrics) {
+    /// Reports the current files in the log and the metrics.
+    fn report(&self, metrics: &Metrics) {
         let current = self.current.load();
         metrics.set_tls_not_after(&current);
         let (not_after, authorities) = (date(current.validity.not_after), date(current.authorities_not_after));
@@ -170,9 +173,10 @@ impl ServerTls {
     }
 }
 
-/// A configuration with ticket keys of its own. A session of an earlier configuration cannot be
-/// resumed, so each client is verified against the present authorities. The session is in the
-/// ticket of the client, certificate included, and takes no memory here.
+/// Returns a configuration with new keys for session tickets. So no session of an earlier
+/// configuration can be resumed, and each client is verified against the present authorities. A
+/// session, including the client certificate, is stored only in the client's ticket. It takes no
+/// memory of the server.
 fn server_config(material: &Material) -> Result<ServerConfig, rustls::Error> {
     let provider = Arc::new(ring::default_provider());
     let roots = Arc::new(material.authorities.clone());
@@ -188,14 +192,14 @@ fn server_config(material: &Material) -> Result<ServerConfig, rustls::Error> {
     Ok(config)
 }
 
-/// Until nothing has been noticed for a while.
+/// Waits until there was no notification for [`QUIET`], for at most [`LONGEST_SETTLING`].
 async fn settled(notices: &mut mpsc::Receiver<()>) {
-    let deadline = Instant::now() + LONGEST_UNREST;
+    let deadline = Instant::now() + LONGEST_SETTLING;
     while Instant::now() < deadline && timeout(QUIET, notices.recv()).await.is_ok_and(|notice| notice.is_some()) {}
 }
 
-/// Watches the folders and not the files. Files are replaced by others of the same name, and in a
-/// mounted Secret only the link `..data` is.
+/// Watches the folders of the files. Watching the files themselves would miss changes: files are
+/// often replaced by new files, and in a mounted Secret only the link `..data` is replaced.
 fn watch(files: &Files, sender: mpsc::Sender<()>) -> notify::Result<notify::RecommendedWatcher> {
     let mut watcher = notify::recommended_watcher(move |event: notify::Result<notify::Event>| {
         let is_read = |event: &notify::Event| match event.kind {
@@ -204,7 +208,8 @@ fn watch(files: &Files, sender: mpsc::Sender<()>) -> notify::Result<notify::Reco
             _ => false,
         };
         if !event.is_ok_and(|event| is_read(&event)) {
-            // A full channel holds a notice already; a closed one has nobody to tell.
+            // If the channel is full, it already holds a notification. If it is closed, the
+            // receiver no longer exists.
             let _ = sender.try_send(());
         }
     })?;
@@ -260,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn good_files_are_taken_and_bad_ones_refused() {
+    fn good_files_are_accepted_and_bad_files_refused() {
         let folder = Folder::new();
         let config = folder.load().unwrap().config();
         assert_eq!(config.alpn_protocols, [b"h2".to_vec()]);
@@ -270,14 +275,14 @@ mod tests {
         assert!(error.contains("--tls-client-ca") && error.contains("no certificate in it"), "{error}");
     }
 
-    /// Until the configuration is another than `old`, with a guard against waiting for ever.
+    /// Waits until the configuration differs from `old`. Fails after a minute.
     async fn replaced(tls: &ServerTls, old: &Arc<ServerConfig>) {
         let replaced = async {
             while Arc::ptr_eq(&tls.config(), old) {
                 sleep(Duration::from_millis(5)).await;
             }
         };
-        timeout(Duration::from_secs(60), replaced).await.expect("the new files are not taken up");
+        timeout(Duration::from_secs(60), replaced).await.expect("the new files are not in use");
     }
 
     #[tokio::test]
