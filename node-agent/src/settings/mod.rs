@@ -1,5 +1,5 @@
-//! Configuration: kube-proxy's file and kube-proxy's flags, read by one table ([`fields`]) into
-//! [`Settings`].
+//! The configuration: reads kube-proxy's configuration file and flags into [`Settings`]. One table,
+//! [`fields`], describes the fields of both.
 
 pub mod effective;
 pub mod fields;
@@ -16,7 +16,7 @@ pub use raw::{Findings, Origin, Raw};
 
 use std::{collections::BTreeMap, io, path::Path};
 
-/// A configuration that cannot be used. Trying again helps only after somebody changed it.
+/// The configuration cannot be used. The operator must change it before another attempt.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     /// The file cannot be read or written.
@@ -26,21 +26,21 @@ pub enum ConfigError {
         option: &'static str,
         /// The file.
         path: String,
-        /// What the system says.
+        /// The error of the system call.
         error: io::Error,
     },
-    /// It is not YAML.
+    /// The file is not YAML.
     #[error("{path} is not YAML: {error}")]
     Syntax {
         /// The file.
         path: String,
-        /// Where and why.
+        /// The place and the reason.
         error: String,
     },
-    /// It is more than one document.
+    /// The file has more than one YAML document.
     #[error("{0} holds several YAML documents; keep the one of kind {KIND} alone", KIND = raw::KIND)]
     Several(String),
-    /// Values that cannot be: all of them.
+    /// Values are invalid. The error lists all of them.
     #[error("{} cannot be used:{}", .from, list(.problems))]
     Invalid {
         /// The file, or "the command line".
@@ -57,27 +57,27 @@ fn list(problems: &[String]) -> String {
 /// Flags and their values, for `/flagz`.
 pub type Flags = BTreeMap<String, String>;
 
-/// A configuration file, read.
+/// The content of a configuration file.
 #[derive(Debug, Clone)]
 pub struct ConfigFile {
     /// The settings.
     pub raw: Raw,
-    /// Fields that mean nothing, each with the reason.
+    /// Fields that have no effect, each with the reason.
     pub notes: Vec<String>,
-    /// The text, by which a change is noticed.
+    /// The text of the file. [`watch::edited`] compares the file with it.
     pub text: String,
 }
 
-/// Reads a `KubeProxyConfiguration` (`kubeproxy.config.k8s.io/v1alpha1`), as kube-proxy reads it:
-/// unknown and repeated fields are no error. Values that cannot be are, and all of them are named
-/// at once.
+/// Reads a `KubeProxyConfiguration` (`kubeproxy.config.k8s.io/v1alpha1`). As in kube-proxy, unknown
+/// and repeated fields are not an error.
 ///
 /// # Errors
-/// The file cannot be read, or is not such a configuration.
+/// The file cannot be read, or is not a `KubeProxyConfiguration`, or has invalid values. The error
+/// lists all invalid values.
 pub fn read_file(path: &Path) -> Result<ConfigFile, ConfigError> {
     let shown = path.display().to_string();
     let read = || {
-        // Opening a pipe would wait for somebody who writes to it.
+        // Opening a pipe would block until another process writes to it.
         if !std::fs::metadata(path)?.is_file() {
             return Err(io::Error::other("it is no ordinary file"));
         }
@@ -87,17 +87,17 @@ pub fn read_file(path: &Path) -> Result<ConfigFile, ConfigError> {
     parse(&shown, text)
 }
 
-/// The same, from text. `path` is for messages.
+/// Parses the text of a configuration file. Errors name the file as `path`.
 ///
 /// # Errors
-/// As [`read_file`].
+/// Like [`read_file`], except that nothing is read.
 pub fn parse(path: &str, text: String) -> Result<ConfigFile, ConfigError> {
     let tree = yaml::Tree::parse(&text).map_err(|mistake| match mistake {
         yaml::Mistake::Syntax(error) => ConfigError::Syntax { path: path.to_owned(), error },
         yaml::Mistake::Several => ConfigError::Several(path.to_owned()),
     })?;
     let (raw, Findings { mut problems, notes }) = Raw::from_tree(&tree);
-    // What is wrong by itself hides nothing of what is wrong together.
+    // Report invalid combinations of settings together with invalid single values.
     problems.extend(Settings::check(&raw).err().unwrap_or_default());
     if problems.is_empty() {
         return Ok(ConfigFile { raw, notes, text });

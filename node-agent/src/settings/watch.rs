@@ -1,14 +1,15 @@
-//! Noticing that the configuration file was edited.
+//! Notices that the configuration file was edited.
 
 use std::{path::PathBuf, time::Duration};
 
 use tracing::warn;
 
-/// Time between two looks. A ConfigMap takes a minute to reach a node's disk anyway.
+/// How often the file is read. Polling is fast enough: a changed ConfigMap takes up to a minute to
+/// reach a node's disk.
 const PERIOD: Duration = Duration::from_secs(1);
 
-/// Returns once the file holds something else than `text`. A file that cannot be read is waited
-/// for: it is being replaced, or gone, and an agent that ended would not start again.
+/// Returns when the content of the file differs from `text`. While the file cannot be read, waits:
+/// somebody may be replacing it, and an agent that ended could not start again without it.
 pub async fn edited(path: PathBuf, text: String) {
     let mut is_missing = false;
     loop {
@@ -18,7 +19,7 @@ pub async fn edited(path: PathBuf, text: String) {
             Ok(_) => is_missing = false,
             Err(error) => {
                 if !std::mem::replace(&mut is_missing, true) {
-                    warn!(path = %path.display(), %error, "the configuration file cannot be read; the agent goes on with what it holds");
+                    warn!(path = %path.display(), %error, "cannot read the configuration file; the agent continues with its present configuration");
                 }
             }
         }

@@ -1,33 +1,32 @@
-//! YAML as a tree that keeps what a map would lose: keys that stand twice.
+//! Parses YAML into a tree that keeps repeated keys, unlike a map.
 
 use std::fmt;
 
 use serde::de::{Deserialize, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 use serde_json::Value as Json;
 
-/// A document or a part of it.
+/// A YAML document or a part of one.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Tree {
     /// A scalar.
     Scalar(Json),
     /// A sequence.
     Sequence(Vec<Tree>),
-    /// A mapping, with every entry, in order.
+    /// A mapping with all its entries in order, including repeated keys.
     Mapping(Vec<(String, Tree)>),
 }
 
-/// Why there is no tree.
+/// Why a text cannot be parsed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Mistake {
-    /// It is not YAML: where and why.
+    /// The text is not YAML. Contains the place and the reason.
     Syntax(String),
-    /// There are several documents.
+    /// The text has several documents.
     Several,
 }
 
 impl Tree {
-    /// Parses one document; nothing at all counts as an empty mapping. More than one are
-    /// [`Mistake::Several`].
+    /// Parses a text with one document. An empty text is an empty mapping.
     pub(super) fn parse(text: &str) -> Result<Self, Mistake> {
         let options = serde_saphyr::options! { duplicate_keys: serde_saphyr::DuplicateKeyPolicy::LastWins };
         let tree: Option<Self> =
@@ -38,7 +37,7 @@ impl Tree {
         Ok(tree.unwrap_or_else(|| Self::Mapping(Vec::new())))
     }
 
-    /// The tree as JSON; of keys that stand twice the last counts.
+    /// Converts the tree to JSON. The last value of a repeated key is used.
     pub(super) fn to_json(&self) -> Json {
         match self {
             Self::Scalar(json) => json.clone(),
@@ -112,7 +111,7 @@ impl<'de> Visitor<'de> for TreeVisitor {
     }
 }
 
-/// A key, which YAML allows to be a number or a truth value.
+/// A key of a mapping. YAML also allows numbers and booleans as keys; these become text.
 struct Key(String);
 
 impl<'de> Deserialize<'de> for Key {
@@ -120,7 +119,7 @@ impl<'de> Deserialize<'de> for Key {
         match Tree::deserialize(deserializer)? {
             Tree::Scalar(Json::String(text)) => Ok(Self(text)),
             Tree::Scalar(json) => Ok(Self(json.to_string())),
-            Tree::Sequence(_) | Tree::Mapping(_) => Err(D::Error::custom("a key has to be text")),
+            Tree::Sequence(_) | Tree::Mapping(_) => Err(D::Error::custom("a key must be text")),
         }
     }
 }
@@ -131,7 +130,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn keys_that_stand_twice_are_kept() {
+    fn repeated_keys_are_kept() {
         let tree = Tree::parse("a: 1\nb: {c: x, c: null}\na: [true, '2']\n7: z\n").unwrap();
         let Tree::Mapping(entries) = &tree else { panic!("{tree:?}") };
         let keys: Vec<&str> = entries.iter().map(|(key, _)| key.as_str()).collect();
@@ -142,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn a_document_may_be_marked_and_stands_alone() {
+    fn a_document_may_have_markers_but_there_must_be_only_one() {
         let expected = Tree::parse("a: 1").unwrap();
         for text in ["---\na: 1\n", "# words\n---\na: 1\n...\n", "\u{feff}a: 1\r\n"] {
             assert_eq!(Tree::parse(text), Ok(expected.clone()), "{text:?}");

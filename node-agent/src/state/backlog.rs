@@ -1,8 +1,8 @@
-//! What has come and is not in the kernel yet: since when, how much, and what set it off. Health
-//! and kube-proxy's metrics are made from it.
+//! The changes that have arrived and are not in the kernel yet: how many, since when, and what
+//! triggered them. Health checks and kube-proxy's metrics use these numbers.
 //!
-//! It has a lock of its own, held for moments only: pages are served from it while planning a full
-//! sync holds the state's lock.
+//! The backlog has its own lock, which is only held briefly. So pages are served even while the
+//! planning of a full sync holds the state's lock.
 
 use std::{
     sync::{Mutex, MutexGuard, PoisonError},
@@ -11,21 +11,21 @@ use std::{
 
 use headgate_core::{Change, Family, Node};
 
-/// More triggers than this wait only while the kernel cannot be programmed at all; then the oldest
-/// say enough.
+/// Maximum number of triggers. More wait only while the kernel cannot be programmed at all; the
+/// oldest are then enough to measure the delay.
 const MAX_TRIGGERS: usize = 4096;
 
-/// The moment at which something in the cluster set off a change of a service's endpoints, by the
-/// clock of whoever wrote it down (`endpoints.kubernetes.io/last-change-trigger-time`).
+/// When something in the cluster triggered a change of a service's endpoints. The time is the value
+/// of the annotation `endpoints.kubernetes.io/last-change-trigger-time`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Trigger {
-    /// Family of the endpoints.
+    /// The family of the endpoints.
     pub family: Family,
     /// Milliseconds since the Unix epoch.
     pub unix_ms: u64,
 }
 
-/// See the module.
+/// The changes that are not in the kernel yet.
 #[derive(Debug, Default)]
 pub struct Backlog {
     inner: Mutex<Inner>,
@@ -33,16 +33,20 @@ pub struct Backlog {
 
 #[derive(Debug, Default)]
 struct Inner {
+    /// Changes that no sync has taken yet.
     waiting: Batch,
+    /// When the oldest of them arrived.
     waiting_since: Option<Instant>,
+    /// Changes that a sync has taken and that are not in the kernel yet.
     taken: Batch,
-    /// By family, IPv4 first.
+    /// When the oldest of them arrived, by family, IPv4 first; `None` when the family is in sync.
     taken_since: [Option<Instant>; 2],
+    /// The last successful sync, by family.
     synced_at: [Option<SystemTime>; 2],
-    /// Families that the last attempt did not program, since the node does not have them.
+    /// Families that the last attempt did not program, because the node does not have them.
     is_absent: [bool; 2],
-    /// This run has programmed a complete state, or found an earlier run's rules in place beside a
-    /// checked state on disk.
+    /// True after this run programmed a complete state, or found the rules of an earlier run
+    /// together with the checked state on disk that they belong to.
     has_programmed: bool,
     queued_at: Option<SystemTime>,
     endpoint_changes_total: u64,
@@ -58,38 +62,38 @@ struct Batch {
     triggers: Vec<Trigger>,
 }
 
-/// How one family does.
+/// The health of one IP family.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FamilyHealth {
-    /// No change has waited for too long.
+    /// No change has waited longer than the limit.
     pub is_healthy: bool,
     /// The last sync; `None` before the first.
     pub synced_at: Option<SystemTime>,
 }
 
-/// How the agent does.
+/// The health of the agent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Health {
     /// IPv4.
     pub v4: FamilyHealth,
     /// IPv6.
     pub v6: FamilyHealth,
-    /// The node may get new connections from outside.
+    /// The node may receive new connections from load balancers: it is not going away.
     pub is_node_eligible: bool,
-    /// The kernel has a complete state: this run has programmed one, or found an earlier run's
-    /// rules in place beside a checked state on disk.
+    /// The kernel has a complete state. Either this run has programmed it, or it found the rules of
+    /// an earlier run together with the checked state on disk that they belong to.
     pub has_programmed: bool,
 }
 
 impl Health {
-    /// Load balancers may send connections to the node: a complete state is programmed, no change
-    /// waits for too long, and the node does not go away.
+    /// True when load balancers may send connections to the node: a complete state is programmed,
+    /// no change has waited longer than the limit, and the node is not going away.
     #[must_use]
     pub fn is_serving(&self) -> bool {
         self.is_alive() && self.is_node_eligible && self.has_programmed
     }
 
-    /// Both families are healthy.
+    /// True when both families are healthy.
     #[must_use]
     pub fn is_alive(&self) -> bool {
         self.v4.is_healthy && self.v6.is_healthy
@@ -99,26 +103,27 @@ impl Health {
 /// Numbers for metrics.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Counts {
-    /// Changes of endpoints, since the start.
+    /// Changes of endpoints since the start of the agent.
     pub endpoint_changes_total: u64,
-    /// Changes of services, since the start.
+    /// Changes of services since the start of the agent.
     pub service_changes_total: u64,
     /// Changes of endpoints that are not in the kernel yet.
     pub endpoint_changes_pending: u64,
     /// Changes of services that are not in the kernel yet.
     pub service_changes_pending: u64,
-    /// When the last change came.
+    /// When the last change arrived.
     pub queued_at: Option<SystemTime>,
-    /// The last sync of each family, IPv4 first.
+    /// The last successful sync of each family, IPv4 first.
     pub synced_at: [Option<SystemTime>; 2],
 }
 
 impl Inner {
-    /// Takes note of which families there are. None means both.
+    /// Records which families a sync programs. An empty list means both.
     fn attempted(&mut self, programmed: &[Family]) {
-        self.is_absent = Family::BOTH.map(|family| !names(programmed, family));
+        self.is_absent = Family::BOTH.map(|family| !includes(programmed, family));
     }
 
+    /// Records a successful sync of the families for which `is_in_sync` returns true.
     fn synced(&mut self, is_in_sync: impl Fn(Family) -> bool) {
         for (i, family) in Family::BOTH.into_iter().enumerate() {
             if is_in_sync(family) {
@@ -129,13 +134,13 @@ impl Inner {
     }
 }
 
-/// True when the family is in a list by which none means both.
-fn names(families: &[Family], family: Family) -> bool {
+/// True when the list contains the family. An empty list means both families.
+fn includes(families: &[Family], family: Family) -> bool {
     families.is_empty() || families.contains(&family)
 }
 
 impl Backlog {
-    /// Changes have come.
+    /// Adds changes that have arrived, with what triggered them.
     pub(crate) fn queue<'a>(&self, changes: impl IntoIterator<Item = &'a Change>, triggers: &[Trigger]) {
         let mut inner = self.lock();
         for change in changes {
@@ -157,12 +162,12 @@ impl Backlog {
         inner.queued_at = Some(SystemTime::now());
     }
 
-    /// Something else than a change of the state has to be programmed.
+    /// Records that something else than a change of the state must be programmed.
     pub(crate) fn queue_other(&self) {
         self.lock().waiting_since.get_or_insert_with(Instant::now);
     }
 
-    /// What waits is being programmed.
+    /// Records that a sync takes all waiting changes.
     pub(crate) fn take(&self) {
         let mut inner = self.lock();
         let Batch { endpoint_changes, service_changes, triggers } = std::mem::take(&mut inner.waiting);
@@ -174,39 +179,40 @@ impl Backlog {
         inner.taken_since.iter_mut().for_each(|taken_since| *taken_since = taken_since.or(since));
     }
 
-    /// What was taken is in the kernel, in all families that are programmed at all; none means
-    /// both. Returns what set it off.
+    /// Records that all taken changes are in the kernel, in the families of `programmed`. An empty
+    /// list means both. Returns the triggers of these changes.
     pub(crate) fn succeeded(&self, programmed: &[Family]) -> Vec<Trigger> {
         let mut inner = self.lock();
         inner.taken_since = [None; 2];
         inner.attempted(programmed);
         inner.has_programmed = true;
-        inner.synced(|family| names(programmed, family));
+        inner.synced(|family| includes(programmed, family));
         std::mem::take(&mut inner.taken).triggers
     }
 
-    /// What was taken is not in the kernel, in these families; it is in others that are programmed.
-    /// In both cases, none means both.
+    /// Records that a sync of the taken changes failed in the families of `failed`, and succeeded
+    /// in the others of `programmed`. In each list, an empty list means both families.
     pub(crate) fn failed(&self, failed: &[Family], programmed: &[Family]) {
         let mut inner = self.lock();
         inner.attempted(programmed);
-        inner.synced(|family| !names(failed, family) && names(programmed, family));
+        inner.synced(|family| !includes(failed, family) && includes(programmed, family));
     }
 
-    /// An earlier run's rules are in place, and the state on disk that belongs to them was read and
-    /// checked.
+    /// Records that the rules of an earlier run are in place, and that the state on disk that they
+    /// belong to was read and checked.
     pub(crate) fn found_in_place(&self) {
         self.lock().has_programmed = true;
     }
 
-    /// What is known of the agent's own Node. A node that the source does not know is eligible, as
-    /// in a folder without Node manifests.
+    /// Records whether the agent's own Node is going away. Before the first call, the node is
+    /// eligible: a source may have no Nodes, such as a folder without Node manifests.
     pub(crate) fn set_node(&self, node: &Node) {
         self.lock().is_node_going_away = node.going_away;
     }
 
-    /// How the agent does. A family is unhealthy when a change has waited for longer than
-    /// `patience`, also before its first sync. A family that the node does not have never is.
+    /// Returns the health of the agent. A family is unhealthy when a change has waited for longer
+    /// than `patience`, also before the first sync. A family that the node does not have is always
+    /// healthy.
     #[must_use]
     pub fn health(&self, patience: Duration) -> Health {
         let inner = self.lock();
@@ -258,10 +264,10 @@ mod tests {
     #[test]
     fn row_106_only_a_change_that_waits_too_long_makes_unhealthy_each_family_for_itself() {
         let backlog = Backlog::default();
-        assert!(backlog.health(Duration::ZERO).is_alive(), "nothing has come");
+        assert!(backlog.health(Duration::ZERO).is_alive(), "no change has arrived");
         backlog.queue([], &[]);
-        assert!(backlog.health(LONG).is_alive(), "it is starting");
-        assert!(!backlog.health(Duration::ZERO).is_alive(), "it has been starting for too long");
+        assert!(backlog.health(LONG).is_alive(), "the first change has not waited long");
+        assert!(!backlog.health(Duration::ZERO).is_alive(), "the first change has waited for too long");
         backlog.take();
         backlog.failed(&[Family::V6], &[]);
         assert!(backlog.health(LONG).is_alive());
@@ -272,7 +278,7 @@ mod tests {
         backlog.take();
         backlog.succeeded(&[]);
         backlog.queue([], &[]);
-        assert!(backlog.health(LONG).is_alive(), "it has not waited long");
+        assert!(backlog.health(LONG).is_alive(), "the change has not waited long");
         assert!(!backlog.health(Duration::ZERO).is_alive());
         backlog.take();
         backlog.failed(&[Family::V6], &[]);
@@ -300,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn a_node_serves_once_a_complete_state_is_programmed_or_was_found_in_place() {
+    fn a_node_serves_after_a_complete_state_is_programmed_or_found_in_place() {
         let backlog = Backlog::default();
         let health = |backlog: &Backlog| backlog.health(LONG);
         assert!(health(&backlog).is_alive() && !health(&backlog).is_serving());
@@ -321,7 +327,7 @@ mod tests {
     fn row_107_a_node_that_goes_away_or_is_gone_is_not_eligible() {
         let backlog = Backlog::default();
         let is_eligible = || backlog.health(LONG).is_node_eligible;
-        assert!(is_eligible(), "a source without nodes says nothing about ours");
+        assert!(is_eligible(), "the source has no Nodes");
         backlog.set_node(&node(true));
         assert!(!is_eligible());
         backlog.set_node(&node(false));
@@ -330,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_failed_sync_took_waits_on_and_triggers_are_given_out_once() {
+    fn changes_of_a_failed_sync_stay_pending_and_triggers_are_returned_once() {
         let backlog = Backlog::default();
         let trigger = Trigger { family: Family::V4, unix_ms: 5 };
         let removal = Change::RemoveService(headgate_core::ServiceKey::new("a", "b"));

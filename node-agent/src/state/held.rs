@@ -1,4 +1,4 @@
-//! What the agent holds, and how a step of the stream changes it.
+//! The state that the agent holds, and how a step of the stream changes it.
 
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
@@ -13,43 +13,45 @@ use headgate_proto::{digests_to_wire, v1};
 
 use crate::state::{backlog::Trigger, unsaved::Unsaved};
 
-/// What brings the held state to another version, as a whole.
+/// One step: everything that takes the held state to another version.
 #[derive(Debug, Default)]
 pub struct StateUpdate {
-    /// Epoch of the replica that sent it.
+    /// The epoch of the replica that sent the step.
     pub epoch: u64,
-    /// The version that the state has afterwards.
+    /// The version of the state after the step.
     pub version: u64,
-    /// Positions of the source. A snapshot's replace all others.
+    /// Positions of the source. The positions of a snapshot replace all others.
     pub positions: Vec<v1::SourcePosition>,
-    /// Resources and removals.
+    /// Changed and removed resources.
     pub changes: Vec<Change>,
-    /// What set the changes of endpoints off.
+    /// What triggered the changes of endpoints.
     pub triggers: Vec<Trigger>,
-    /// Set when the changes are complete buckets: whatever else is held in these goes.
+    /// Set when the changes contain complete buckets. All other resources that the agent holds in
+    /// these buckets are removed.
     pub snapshot: Option<Snapshot>,
-    /// Afterwards a rejection of some resource stands: the state is not all of what the replica has
-    /// at that version.
+    /// True when the agent rejects a resource that the replica has at this version, so the state
+    /// lacks that value.
     pub has_rejections: bool,
 }
 
-/// The agent's own node, as the replica knows it.
+/// The agent's own Node, as the replica sent it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OwnNode {
     /// `OwnNode.revision` of the stream.
     pub revision: u64,
-    /// `None` when the source knows no such node.
+    /// `None` when the source has no Node of that name.
     pub node: Option<Node>,
-    /// Where the source was when it became so; `None` from a replica that does not say.
+    /// The source's position at the last change of this Node; `None` if the replica did not send
+    /// it.
     pub position: Option<v1::SourcePosition>,
 }
 
-/// A state from disk.
+/// A state that was read from disk.
 #[derive(Debug)]
 pub struct Restored {
-    /// The resources, with the version and positions that they have.
+    /// The resources, with their version and positions.
     pub held: Held,
-    /// The agent's own node.
+    /// The agent's own Node.
     pub node: Option<Node>,
 }
 
@@ -58,8 +60,8 @@ pub struct Restored {
 pub struct Snapshot {
     /// The buckets that are replaced.
     pub buckets: Buckets,
-    /// Names, as in [`v1::Rejection`], of resources that the snapshot carried and the agent could
-    /// not use. What is held of them stays: their last good value forwards better than none.
+    /// Resources that the snapshot carried and that the agent rejected, named as in
+    /// [`v1::Rejection`]. The agent keeps their last good values instead of removing them.
     pub rejected: HashSet<String>,
 }
 
@@ -68,7 +70,7 @@ pub struct Snapshot {
 pub enum Buckets {
     /// Every bucket.
     All,
-    /// These.
+    /// Only these buckets.
     Some(HashSet<u16>),
 }
 
@@ -91,22 +93,24 @@ impl Buckets {
         }
     }
 
-    /// True for none at all.
+    /// True when the set has no bucket.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 }
 
-/// The shared state with the version it has.
+/// The shared state, with its version and positions.
 ///
-/// A rejected resource is not counted as held: what stays of it is its last good value, whose hash
-/// is not that of the value that the replica has, so the bucket's digest differs and the next
-/// resume by digests brings it again. Nothing has to be marked for that.
+/// A rejected resource keeps its last good value here. That value has another hash than the
+/// replica's value, so the digests of the bucket differ, and the next resume by digests sends the
+/// resource again. Therefore rejected resources need no mark.
 #[derive(Debug, Default)]
 pub struct Held {
     state: State,
+    /// Epoch and version; `None` before the first complete snapshot.
     position: Option<(u64, u64)>,
+    /// The position of each kind of the source.
     sources: BTreeMap<i32, u64>,
     /// The source's position at the last change of the agent's own Node.
     node_position: Option<v1::SourcePosition>,
@@ -114,11 +118,11 @@ pub struct Held {
     unsaved: Unsaved,
 }
 
-/// The program that writes to disk.
+/// The version of the program, which is written to disk with the state.
 const AGENT_VERSION: &str = env!("CARGO_PKG_VERSION");
 
 impl Held {
-    /// A state from disk, with the version and positions of `point`. All of it is on disk.
+    /// A state that was read from disk, with the version and positions of `point`.
     #[must_use]
     pub fn restored(state: State, point: &v1::Resume) -> Self {
         let mut held = Self { state, ..Self::default() };
@@ -126,7 +130,7 @@ impl Held {
         held
     }
 
-    /// Takes up what is on disk after that.
+    /// Applies changes that the file contains after the restored state.
     pub(crate) fn replay(&mut self, changes: Vec<Change>, point: &v1::Resume) {
         for change in changes {
             self.state.apply(change, &mut Dirty::default());
@@ -135,25 +139,25 @@ impl Held {
     }
 
     fn move_to(&mut self, point: &v1::Resume) {
-        // Another program may have used less of what it was sent, which the log would not bring
-        // again.
+        // Another version of the program may have ignored fields that this version uses. A resume
+        // from the log would not send them again, so epoch 0 makes the replica compare digests.
         let epoch = if point.agent_version == AGENT_VERSION { point.epoch } else { 0 };
         self.position = Some((epoch, point.version));
         self.sources = point.positions.iter().map(|source| (source.kind, source.position)).collect();
     }
 
-    /// What has changed since it was last written to disk.
+    /// The changes since the last write to disk.
     pub(crate) fn unsaved_mut(&mut self) -> &mut Unsaved {
         &mut self.unsaved
     }
 
-    /// The resources.
+    /// The held resources.
     #[must_use]
     pub fn state(&self) -> &State {
         &self.state
     }
 
-    /// The resources alone.
+    /// Returns the held resources without version and positions.
     pub(crate) fn into_state(self) -> State {
         self.state
     }
@@ -164,7 +168,7 @@ impl Held {
         self.position
     }
 
-    /// What `Hello` says about it; `None` as long as nothing has come.
+    /// Returns what `Hello` tells a replica about the held state; `None` when nothing is held.
     #[must_use]
     pub fn resume(&self) -> Option<v1::Resume> {
         let mut sources = self.sources.clone();
@@ -178,14 +182,17 @@ impl Held {
                 let digests = Some(digests_to_wire(self.state.digests()));
                 Some(v1::Resume { epoch, version, positions, digests, ..v1::Resume::default() })
             }
-            // The Node alone.
+            // Without a snapshot, at most the position of the Node is known.
             None => (!positions.is_empty()).then(|| v1::Resume { positions, ..v1::Resume::default() }),
         }
     }
 
-    /// What is written to disk about it, from which [`Self::restored`] goes on; `None` before the
-    /// first complete snapshot. While a rejection stands the epoch is 0: the log does not bring the
-    /// rejected resource again, and after a restart nobody here would know of it.
+    /// Returns the version and positions to write to disk, for [`Self::restored`]; `None` before
+    /// the first complete snapshot.
+    ///
+    /// If a resource is rejected, the epoch is 0, so that the agent resumes by digests after its
+    /// restart. The log would not send the rejected resource again, and the agent would no longer
+    /// know that it was rejected.
     #[must_use]
     pub fn point(&self, with_digests: bool) -> Option<v1::Resume> {
         let (epoch, version) = self.position?;
@@ -204,15 +211,16 @@ impl Held {
         self.node_position = position;
     }
 
-    /// As [`Self::set_node_position`] was told last.
+    /// The position that [`Self::set_node_position`] stored last.
     pub(crate) fn node_position(&self) -> Option<v1::SourcePosition> {
         self.node_position
     }
 
-    /// Takes a step, and adds what it affects to `dirty`.
+    /// Applies a step, and adds the affected services to `dirty`.
     pub fn apply(&mut self, step: StateUpdate, dirty: &mut Dirty) {
-        // Removals go last: what is new comes before what it replaces goes.
-        let removals = step.snapshot.as_ref().map(|snapshot| self.left_over(snapshot, &step.changes));
+        // Removals are applied last, so that a new resource exists before the one that it replaces
+        // is removed.
+        let removals = step.snapshot.as_ref().map(|snapshot| self.removals(snapshot, &step.changes));
         for change in in_parts(step.changes).chain(removals.into_iter().flatten()) {
             self.unsaved.note(&change);
             self.state.apply(change, dirty);
@@ -226,9 +234,9 @@ impl Held {
         self.has_rejections = step.has_rejections;
     }
 
-    /// Removals of what is held in the snapshot's buckets and the snapshot did not carry. A full
-    /// pass over the keys.
-    fn left_over(&self, snapshot: &Snapshot, changes: &[Change]) -> Vec<Change> {
+    /// Returns removals of all resources that the agent holds in the snapshot's buckets and that
+    /// the snapshot did not carry. The cost grows with the number of all held resources.
+    fn removals(&self, snapshot: &Snapshot, changes: &[Change]) -> Vec<Change> {
         let mut removals = Vec::new();
         let holds_nothing = self.state.entries().next().is_none() && self.state.service_cidrs().next().is_none();
         if snapshot.buckets.is_empty() || holds_nothing {
@@ -241,23 +249,23 @@ impl Held {
             if !snapshot.buckets.contains(digest::service_bucket(key)) {
                 continue;
             }
-            let gone = entry.service().is_some() && !carried.services.contains(&**key);
-            if gone && !is_rejected(&|| format!("Service {key}")) {
+            let is_gone = entry.service().is_some() && !carried.services.contains(&**key);
+            if is_gone && !is_rejected(&|| format!("Service {key}")) {
                 removals.push(Change::RemoveService((**key).clone()));
             }
-            let staged = carried.endpoints.get(&**key);
+            let carried_endpoints = carried.endpoints.get(&**key);
             let group = || format!("endpoints of service {}", key.name);
             for address in entry.endpoints().keys() {
-                let gone = !staged.is_some_and(|addresses| addresses.contains(address));
-                if gone && !is_rejected(&|| format!("Endpoint {key} {address}")) && !is_rejected(&group) {
+                let is_gone = !carried_endpoints.is_some_and(|addresses| addresses.contains(address));
+                if is_gone && !is_rejected(&|| format!("Endpoint {key} {address}")) && !is_rejected(&group) {
                     removals.push(Change::RemoveEndpoint((**key).clone(), *address));
                 }
             }
         }
         for held in self.state.service_cidrs() {
             let in_bucket = snapshot.buckets.contains(digest::service_cidr_bucket(&held.name));
-            let gone = in_bucket && !carried.service_cidrs.contains(held.name.as_str());
-            if gone && !is_rejected(&|| format!("ServiceCIDR {}", held.name)) {
+            let is_gone = in_bucket && !carried.service_cidrs.contains(held.name.as_str());
+            if is_gone && !is_rejected(&|| format!("ServiceCIDR {}", held.name)) {
                 removals.push(Change::RemoveServiceCidr(held.name.clone()));
             }
         }
@@ -269,11 +277,11 @@ fn positions_to_wire(sources: &BTreeMap<i32, u64>) -> Vec<v1::SourcePosition> {
     sources.iter().map(|(kind, position)| v1::SourcePosition { kind: *kind, position: *position }).collect()
 }
 
-/// Changes that are freed together as they are taken up.
+/// The number of changes whose memory is freed together.
 const CHANGES_IN_A_PART: usize = 4096;
 
-/// Hands out changes in order, and frees what held them on the way: a snapshot and the state that
-/// becomes of it are never both there as a whole.
+/// Iterates over changes in order, and frees their memory part by part. So memory never holds both
+/// a whole snapshot and the whole state that is built from it.
 fn in_parts(mut changes: Vec<Change>) -> impl Iterator<Item = Change> {
     let mut parts = Vec::new();
     while changes.len() > CHANGES_IN_A_PART {
@@ -282,11 +290,11 @@ fn in_parts(mut changes: Vec<Change>) -> impl Iterator<Item = Change> {
         changes.shrink_to_fit();
     }
     parts.push(changes);
-    // The first one was cut last.
+    // The first part was pushed last.
     std::iter::from_fn(move || parts.pop()).flatten()
 }
 
-/// Keys that a snapshot carried.
+/// The keys of the resources that a snapshot carried.
 #[derive(Default)]
 struct Carried<'a> {
     services: HashSet<&'a ServiceKey>,
@@ -308,7 +316,7 @@ impl<'a> Carried<'a> {
                 Change::ServiceCidr(service_cidr) => {
                     carried.service_cidrs.insert(&service_cidr.name);
                 }
-                // A snapshot carries no removals; the machine refuses one that does.
+                // A snapshot carries no removals: the session machine rejects a snapshot with one.
                 Change::RemoveService(_) | Change::RemoveEndpoint(..) | Change::RemoveServiceCidr(_) => {}
             }
         }
@@ -321,7 +329,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parts_keep_the_order_and_leave_out_nothing() {
+    fn splitting_into_parts_keeps_all_changes_in_order() {
         for count in [0, 1, CHANGES_IN_A_PART, CHANGES_IN_A_PART + 1, 3 * CHANGES_IN_A_PART, 3 * CHANGES_IN_A_PART + 7]
         {
             let change = |number: usize| Change::RemoveServiceCidr(number.to_string().into());

@@ -1,8 +1,9 @@
-//! The one state, between the session that changes it and the reconcile loop that programs it.
+//! The state that the session changes and the reconcile loop programs.
 //!
-//! The state is held once. The session applies a step under the lock; the loop plans under it, and
-//! does the kernel's work outside. What changes while the kernel is busy gathers in one set of
-//! dirty keys: each is planned once, at its newest value.
+//! There is one copy of the state, protected by a lock. The session holds the lock while it applies
+//! a step. The loop holds it while it plans, but not while it writes to the kernel. Services that
+//! change while the kernel is busy collect in one set of dirty keys, so the next plan handles each
+//! once, with its newest value.
 
 pub mod backlog;
 pub mod held;
@@ -33,13 +34,13 @@ use crate::{
 /// What the operator configured about the node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct NodePolicy {
-    /// An address of the node, before what the Node says.
+    /// An address of the node that takes precedence over the addresses in the Node.
     pub bind_address: Option<IpAddr>,
-    /// externalIPs are left alone.
+    /// Rules leave out externalIPs.
     pub ignores_external_ips: bool,
 }
 
-/// See the module.
+/// The state of the agent. The session and the reconcile loop share it.
 #[derive(Debug)]
 pub struct AgentState {
     backlog: Arc<Backlog>,
@@ -50,32 +51,40 @@ pub struct AgentState {
 #[derive(Debug)]
 struct Inner {
     held: Held,
-    /// The state is from disk, and no control plane has brought it up to date yet: the kernel may
-    /// have rules that are newer.
+    /// The state is from disk, and no control plane has updated it yet. The rules in the kernel may
+    /// be newer.
     is_unconfirmed: bool,
     node_name: String,
+    /// The agent's own Node.
     node: Option<Node>,
+    /// True when `node` is on disk.
     is_node_saved: bool,
+    /// What the node adds to the state, from `node` and `policy`.
     facts: NodeFacts,
     policy: NodePolicy,
-    /// Until then, nothing is programmed before the node is known.
+    /// Until this time, syncs wait for the Node.
     node_awaited_until: Option<Instant>,
+    /// The number of the current stream, from 1.
     stream: u64,
+    /// `OwnNode.revision` of the Node that the current stream sent last; 0 before the first.
     node_revision: u64,
+    /// Services to plan again.
     dirty: Dirty,
+    /// The next sync must be a full sync.
     needs_full: bool,
-    /// Counts everything that a sync has to answer for.
+    /// Counts the updates that a sync must program.
     generation: u64,
     stop: bool,
 }
 
 impl Inner {
+    /// The state that a sync programs now; `None` before the first complete snapshot.
     fn target(&self) -> Option<Target> {
         let (epoch, version) = self.held.position()?;
         Some(Target { epoch, version, stream: self.stream, node_revision: self.node_revision })
     }
 
-    /// Facts of a node, under the operator's policy.
+    /// The facts of a Node, with the operator's policy applied.
     fn facts_of(&self, node: Option<&Node>) -> NodeFacts {
         let facts = NodeFacts::of(&self.node_name, node);
         let NodePolicy { bind_address, ignores_external_ips } = self.policy;
@@ -83,8 +92,7 @@ impl Inner {
         NodeFacts { addresses, ignores_external_ips, failing: self.facts.failing.clone(), ..facts }
     }
 
-    /// The moment before which nothing is programmed for want of the node; any past one when it is
-    /// known.
+    /// The time until which a sync waits for the Node; now when it need not wait.
     fn node_awaited(&self) -> Instant {
         let is_known = self.node.is_some() || self.node_revision != 0;
         self.node_awaited_until.filter(|_| !is_known).unwrap_or_else(Instant::now)
@@ -107,33 +115,35 @@ impl StateSource for AgentState {
 pub(crate) enum Wake {
     /// The agent stops.
     Stop,
-    /// There is something to program.
+    /// Changes are to be programmed.
     Work,
-    /// Nothing to program, and it is time to verify.
+    /// No changes are to be programmed, and it is time to verify the rules.
     Verify,
 }
 
 /// When the next sync may begin.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Pace {
-    /// In any case.
+    /// The earliest time for any sync.
     pub(crate) not_before: Instant,
-    /// After a failure.
+    /// Further limits after a failed sync.
     pub(crate) after_failure: Option<AfterFailure>,
 }
 
-/// When what has failed is tried again.
+/// When the next sync may begin after a failed one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct AfterFailure {
-    /// The generation that could not be programmed.
+    /// The generation that the sync failed to program.
     pub(crate) generation: u64,
-    /// When it is tried again as it was.
+    /// When to try this generation again.
     pub(crate) retry_at: Instant,
-    /// When it is tried again together with something new, which may be just what helps.
+    /// When to try again if newer changes have arrived. They may remove the cause of the failure,
+    /// so this may be earlier.
     pub(crate) with_news_at: Instant,
 }
 
 impl Pace {
+    /// The earliest time for a sync of `generation`.
     pub(crate) fn next(&self, generation: u64) -> Instant {
         let after_failure = self.after_failure.map(|failed| {
             if failed.generation == generation { failed.retry_at } else { failed.with_news_at.min(failed.retry_at) }
@@ -142,31 +152,32 @@ impl Pace {
     }
 }
 
-/// What is to be done, with the state that it is to be done from. Given out under the lock.
+/// What to plan. It borrows the state, so the lock is held while it exists.
 #[derive(Debug)]
 pub(crate) struct Work<'a> {
     /// The shared state.
     pub(crate) state: &'a State,
-    /// What is known of the node.
+    /// What the node adds to the state.
     pub(crate) facts: &'a NodeFacts,
-    /// Services to plan anew.
+    /// Services to plan.
     pub(crate) dirty: Dirty,
-    /// Everything has to be planned anew: the first sync, or the node changed.
+    /// All services must be planned: it is the first sync, or the node changed.
     pub(crate) needs_full: bool,
-    /// What the kernel will be at.
+    /// The state that the sync programs.
     pub(crate) target: Target,
-    /// For [`AgentState::wait`].
+    /// The generation to pass to [`AgentState::wait`] after a success.
     pub(crate) generation: u64,
 }
 
 impl AgentState {
-    /// An empty state for the agent of a node.
+    /// An empty state for the agent of a node. It is not written to disk.
     #[must_use]
     pub fn new(node_name: &str) -> Self {
         Self::with(node_name, Held::default(), None, false)
     }
 
-    /// A state that is written to disk; what was read from there, if anything.
+    /// A state that is written to disk. It begins with `restored`, the state read from disk, if
+    /// any.
     #[must_use]
     pub fn persistent(node_name: &str, restored: Option<Restored>) -> Self {
         let is_unconfirmed = restored.is_some();
@@ -197,7 +208,7 @@ impl AgentState {
         Self { backlog, inner: Mutex::new(inner), changed: Condvar::new() }
     }
 
-    /// Takes what the operator configured about the node.
+    /// Sets what the operator configured about the node. The next sync is a full one.
     pub fn set_policy(&self, policy: NodePolicy) {
         let mut inner = self.lock();
         inner.policy = policy;
@@ -205,25 +216,25 @@ impl AgentState {
         inner.needs_full = true;
     }
 
-    /// Nothing is programmed before the node is known, or that moment has come.
+    /// Makes syncs wait until the Node is known, but not longer than `until`.
     pub fn await_node(&self, until: Instant) {
         self.lock().node_awaited_until = Some(until);
     }
 
-    /// What has come and is not in the kernel yet.
+    /// The changes that are not in the kernel yet.
     #[must_use]
     pub fn backlog(&self) -> &Arc<Backlog> {
         &self.backlog
     }
 
-    /// The agent's own node, as it was last known; `going_away` when it has been deleted since.
+    /// The last known value of the agent's own Node. `going_away` is set if it has been deleted.
     #[must_use]
     pub fn node(&self) -> Option<Node> {
         self.lock().node.clone()
     }
 
-    /// A new stream begins. Returns what `Hello` says of the state, epoch and version of it, and
-    /// the number of the stream.
+    /// Begins a new stream. Returns the resume point for `Hello`, the epoch and version of the held
+    /// state, and the number of the stream.
     #[must_use]
     pub fn begin_stream(&self) -> (Option<v1::Resume>, Option<(u64, u64)>, u64) {
         let mut inner = self.lock();
@@ -232,13 +243,13 @@ impl AgentState {
         (inner.held.resume(), inner.held.position(), inner.stream)
     }
 
-    /// Applies a step, and wakes the reconcile loop. Waits for the lock, which planning a full sync
-    /// holds for a while: not for async tasks.
+    /// Applies a step, and wakes the reconcile loop. May block while a full sync is planned,
+    /// because planning holds the lock; an async task must call [`Self::try_apply`] instead.
     pub fn apply(&self, step: StateUpdate) {
         self.apply_locked(&mut self.lock(), step);
     }
 
-    /// The same, unless it would have to wait: then it gives the step back.
+    /// Like [`Self::apply`], but returns the step instead of waiting when the lock is held.
     #[must_use]
     pub fn try_apply(&self, step: StateUpdate) -> Option<StateUpdate> {
         match self.inner.try_lock() {
@@ -257,8 +268,8 @@ impl AgentState {
         self.changed.notify_all();
     }
 
-    /// Changes the node's facts for single services. `change` returns these services, and they are
-    /// planned again. Waits for the lock, as [`Self::apply`] does.
+    /// Changes the node's facts about some services. `change` returns these services, which the
+    /// next sync plans again. May block, like [`Self::apply`].
     pub fn change_facts(&self, change: impl FnOnce(&mut NodeFacts) -> BTreeSet<Arc<ServiceKey>>) {
         let mut inner = self.lock();
         let services = change(&mut inner.facts);
@@ -270,12 +281,13 @@ impl AgentState {
         }
     }
 
-    /// Takes what the stream says of the node. Whatever depends on it is planned anew when it
-    /// differs.
+    /// Stores the agent's own Node, as the stream sent it. If rules depend on a value that changed,
+    /// the next sync is a full one.
     ///
-    /// `None`: the source has no such Node. The rules keep the values of the last Node, as
-    /// kube-proxy's do: the machine still runs. It is only marked as going away, on disk as well,
-    /// so that load balancers send it nothing new, and the next Node replaces it.
+    /// If `own.node` is `None`, the source has no Node of this name. The rules then keep the values
+    /// of the last Node, like kube-proxy's, because the machine still runs. The last Node is marked
+    /// as going away, also on disk, so that load balancers send no new connections. The next Node
+    /// replaces it.
     pub fn set_node(&self, own: &OwnNode) {
         let OwnNode { revision, node, position } = own;
         let mut inner = self.lock();
@@ -298,8 +310,8 @@ impl AgentState {
         self.changed.notify_all();
     }
 
-    /// The state is what is to be programmed: it is as new as the control plane's was when the
-    /// stream began, or the kernel has no rules that could be newer.
+    /// Allows syncs to program a state from disk. Call this when the state is as new as the control
+    /// plane's was at the start of the stream, or when the kernel cannot have newer rules.
     pub fn confirm(&self) {
         let mut inner = self.lock();
         if std::mem::take(&mut inner.is_unconfirmed) {
@@ -307,7 +319,7 @@ impl AgentState {
         }
     }
 
-    /// The state is from disk, and nobody has said yet that it is to be programmed.
+    /// True while the state is from disk and [`Self::confirm`] has not been called.
     #[must_use]
     pub fn is_unconfirmed(&self) -> bool {
         self.lock().is_unconfirmed
@@ -319,32 +331,32 @@ impl AgentState {
         self.lock().held.position()
     }
 
-    /// As [`Held::point`], without digests.
+    /// Like [`Held::point`], without digests.
     #[must_use]
     pub fn point(&self) -> Option<v1::Resume> {
         self.lock().held.point(false)
     }
 
-    /// Looks at the state under the lock; for tests and diagnosis.
-    pub fn with_state<T>(&self, look: impl FnOnce(&State) -> T) -> T {
-        look(self.lock().held.state())
+    /// Calls `read` with the state while the lock is held. For tests and diagnosis.
+    pub fn with_state<T>(&self, read: impl FnOnce(&State) -> T) -> T {
+        read(self.lock().held.state())
     }
 
-    /// Looks at the state, and at what is known of the node, under the lock.
-    pub(crate) fn with_facts<T>(&self, look: impl FnOnce(&State, &NodeFacts) -> T) -> T {
+    /// Calls `read` with the state and the node's facts while the lock is held.
+    pub(crate) fn with_facts<T>(&self, read: impl FnOnce(&State, &NodeFacts) -> T) -> T {
         let inner = self.lock();
-        look(inner.held.state(), &inner.facts)
+        read(inner.held.state(), &inner.facts)
     }
 
-    /// Ends the reconcile loop, after what it is at.
+    /// Ends the reconcile loop after its current sync.
     pub fn stop(&self) {
         self.lock().stop = true;
         self.changed.notify_all();
     }
 
-    /// Waits for something to do that is not answered for by generation `done`, as `pace` allows;
-    /// or until `verify_at` when there is nothing. Before the first complete snapshot there is
-    /// never anything to do.
+    /// Waits until changes newer than generation `done` may be programmed, as `pace` allows.
+    /// Without such changes, waits until `verify_at`. Before the first complete snapshot, only
+    /// [`Self::stop`] ends the wait.
     pub(crate) fn wait(&self, done: Option<u64>, pace: Pace, verify_at: Instant) -> Wake {
         let mut inner = self.lock();
         loop {
@@ -370,8 +382,8 @@ impl AgentState {
         }
     }
 
-    /// Hands out what is to be done and forgets it; `None` before the first complete snapshot. The
-    /// lock is held while `plan` runs.
+    /// Calls `plan` with the changes since the last call, and clears the list of changes. Returns
+    /// `None` before the first complete snapshot. Holds the lock while `plan` runs.
     pub(crate) fn take<T>(&self, plan: impl FnOnce(Work<'_>) -> T) -> Option<T> {
         let mut inner = self.lock();
         let target = inner.target()?;
@@ -382,19 +394,20 @@ impl AgentState {
         Some(plan(Work { state: held.state(), facts, dirty, needs_full, target, generation: *generation }))
     }
 
-    /// The next sync has to be a full one, as far as the state and the node are concerned.
+    /// True when a change of the state or of the node requires a full sync.
     pub(crate) fn needs_full(&self) -> bool {
         self.lock().needs_full
     }
 
-    /// Something has come since this generation.
+    /// True when changes have arrived since this generation.
     pub(crate) fn has_moved_since(&self, generation: Option<u64>) -> bool {
         let inner = self.lock();
         inner.held.position().is_some() && Some(inner.generation) != generation
     }
 
-    /// What is not on disk yet, which the caller takes over: from now on it is his to write. With
-    /// the digests of the state, if asked for. `None` when that is everything.
+    /// Returns the changes that are not on disk yet, and forgets them: the caller must write them.
+    /// Includes the digests of the state if `with_digests` is true. Returns `None` when the whole
+    /// state must be written instead.
     pub(crate) fn take_unsaved(&self, with_digests: bool) -> Option<UnsavedChanges> {
         let mut inner = self.lock();
         let point = inner.held.point(with_digests)?;
@@ -405,8 +418,8 @@ impl AgentState {
         Some(UnsavedChanges { generation: inner.generation, changes, node, point })
     }
 
-    /// Everything is going to be written, service by service: takes note of what changes from now
-    /// on. Returns the services there are.
+    /// Begins to write the whole state to disk, service by service. Returns the services to write,
+    /// and records the changes from now on.
     pub(crate) fn begin_saving(&self) -> Vec<Arc<ServiceKey>> {
         let mut inner = self.lock();
         *inner.held.unsaved_mut() = Unsaved::Some(Keys::of_service_cidrs(inner.held.state()));
@@ -415,8 +428,8 @@ impl AgentState {
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
-        // A panic while planning ends the agent (see `run`); until then the state is as good as it
-        // was.
+        // A panic while planning ends the agent (see `run`). It does not damage the state, because
+        // planning only reads it.
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

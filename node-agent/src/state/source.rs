@@ -1,11 +1,11 @@
-//! How a full sync reads the state.
+//! The access of a full sync to the state.
 
 use headgate_core::{State, view::NodeFacts};
 
-/// Where a full sync finds the state, which goes on changing meanwhile.
+/// Gives a full sync access to the state, which may change between two calls.
 pub trait StateSource {
-    /// Shows the state of the moment. Nobody can change it while `plan` runs, so that it should
-    /// compute and not wait.
+    /// Calls `plan` with the present state. The state is locked while `plan` runs, so `plan` must
+    /// not wait.
     fn look(&self, plan: &mut dyn FnMut(&State, &NodeFacts));
 }
 

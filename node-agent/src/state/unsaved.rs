@@ -1,4 +1,4 @@
-//! What has changed since the state was last written to disk.
+//! The keys of the resources that changed since the state was last written to disk.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -8,27 +8,27 @@ use std::{
 use headgate_core::{Change, ServiceKey, State};
 use headgate_proto::{ChangesBuilder, v1};
 
-/// Keys that are remembered at most. Beyond that everything is written anew, which costs less
+/// Maximum number of keys. If more resources change, the whole state is written, which needs less
 /// memory.
 const MAX_KEYS: usize = 16_384;
 
-/// Size at which changes are cut into records.
+/// Changes are split into records of about this size.
 pub(crate) const CHANGES_BYTES: usize = 64 << 10;
 
-/// What changed since the last write, as it is now.
+/// The resources that changed since the last write, with their present values.
 #[derive(Debug)]
 pub(crate) struct UnsavedChanges {
-    /// The state that this leads to, as [`crate::state::AgentState`] counts.
+    /// The generation of the state after these changes, see [`crate::state::AgentState`].
     pub(crate) generation: u64,
-    /// Values and removals.
+    /// Changed and removed resources.
     pub(crate) changes: Vec<v1::Changes>,
-    /// The agent's own node, when it has changed.
+    /// The agent's own Node, if it has changed.
     pub(crate) node: Option<v1::OwnNode>,
-    /// Version and positions.
+    /// The version and positions of the state.
     pub(crate) point: v1::Resume,
 }
 
-/// Changes in messages of a size that suits records.
+/// Encodes changes as messages, each of the size of one record.
 pub(crate) fn to_wire(changes: impl Iterator<Item = Change>) -> Vec<v1::Changes> {
     let (mut messages, mut builder) = (Vec::new(), ChangesBuilder::default());
     for change in changes {
@@ -43,15 +43,15 @@ pub(crate) fn to_wire(changes: impl Iterator<Item = Change>) -> Vec<v1::Changes>
     messages
 }
 
-/// See the module. Remembers keys only: what is written is their value at that moment.
+/// What is not on disk yet. Contains keys but no values: a write uses the values of that time.
 #[derive(Debug, Default)]
 pub enum Unsaved {
-    /// Nothing is written to disk.
+    /// The state is not written to disk at all.
     #[default]
     Off,
-    /// So much that single keys do not matter, or nothing was written yet.
+    /// The whole state must be written: too many keys changed, or nothing was written yet.
     Everything,
-    /// These.
+    /// The resources with these keys must be written.
     Some(Keys),
 }
 
@@ -70,7 +70,7 @@ struct ServiceKeys {
 }
 
 impl Unsaved {
-    /// Takes note of a change. Cost: one key.
+    /// Records the key of a change.
     pub fn note(&mut self, change: &Change) {
         let Self::Some(keys) = self else { return };
         keys.note(change);
@@ -81,7 +81,7 @@ impl Unsaved {
 }
 
 impl Keys {
-    /// All ServiceCIDRs of a state; there are few.
+    /// The keys of all ServiceCIDRs of a state. There are few.
     pub(crate) fn of_service_cidrs(state: &State) -> Self {
         let mut keys = Self::default();
         state.service_cidrs().for_each(|service_cidr| keys.note(&Change::ServiceCidr(service_cidr.clone())));
@@ -104,8 +104,8 @@ impl Keys {
         self.services.entry(key.clone()).or_default()
     }
 
-    /// What these keys are in a state: values, and removals of what is not there. In order of
-    /// service.
+    /// Returns the values that the resources with these keys have in a state, or removals for
+    /// resources that it does not contain. Changes of one service are adjacent.
     pub(crate) fn changes<'a>(&'a self, state: &'a State) -> impl Iterator<Item = Change> + 'a {
         let of_services = self.services.iter().flat_map(move |(key, keys)| {
             let entry = state.entry(key);

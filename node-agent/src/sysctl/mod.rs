@@ -1,10 +1,9 @@
-//! Kernel parameters that are set once, at the start: sizes and timeouts of connection tracking, as
-//! kube-proxy sets them.
+//! Sets kernel parameters once, at the start: the sizes and timeouts of connection tracking that
+//! kube-proxy sets.
 //!
-//! A parameter that this namespace or file system shows but does not let anybody write is left as
-//! it is, with a warning: so it is in a container with a read-only `/sys` or `/proc/sys`, and of
-//! parameters that belong to the whole machine in a network namespace of one's own. Any other
-//! failure is an error.
+//! A read-only parameter keeps its value, and the agent logs a warning. A parameter is read-only in
+//! a container with a read-only `/sys` or `/proc/sys`. A parameter of the whole machine is also
+//! read-only in a network namespace other than the machine's. Any other failure is an error.
 
 use std::{
     fs, io,
@@ -18,34 +17,35 @@ use tracing::{info, warn};
 
 use crate::settings::Conntrack;
 
-/// No more connections than this, unless the operator's minimum asks for it.
+/// The maximum for the number of connections that follows from the number of cores. The operator's
+/// minimum may be larger.
 const MAX_BY_CORES: u64 = 1 << 20;
 
 const PARAMETERS: &str = "proc/sys/net/netfilter";
 const HASH_SIZE: &str = "sys/module/nf_conntrack/parameters/hashsize";
 
-/// A parameter that could not be set. Nothing goes on without it, as with kube-proxy.
+/// A parameter that could not be set. The agent does not start then, like kube-proxy.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot set {} to {value}: {error}; {remedy}", .path.display())]
 pub struct SysctlError {
-    /// The parameter.
+    /// The file of the parameter.
     pub path: PathBuf,
-    /// What it was to be.
+    /// The value to set.
     pub value: String,
-    /// What the system says.
+    /// The error of the write.
     pub error: io::Error,
-    /// What to do about it.
+    /// What the operator can do.
     pub remedy: &'static str,
 }
 
-/// Where parameters are, and what was said about them.
+/// Writes parameters below a folder, and collects warnings about read-only ones.
 #[derive(Debug)]
 pub struct Sysctls {
     root: PathBuf,
     warnings: Vec<String>,
 }
 
-/// What became of writing a parameter.
+/// The result of writing a parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Outcome {
     AsWanted,
@@ -59,17 +59,17 @@ impl Default for Sysctls {
 }
 
 impl Sysctls {
-    /// Parameters below a folder, which is `/` except in tests.
+    /// Uses the parameters below `root`, which is `/` except in tests.
     #[must_use]
     pub fn at(root: &Path) -> Self {
         Self { root: root.to_owned(), warnings: Vec::new() }
     }
 
-    /// Sets what the configuration asks for; whatever it asks nothing about stays as it is. Returns
-    /// a sentence for each parameter that could not be written for good reason.
+    /// Sets the parameters of the configuration. A parameter whose setting is 0 keeps its value.
+    /// Returns a warning for each read-only parameter.
     ///
     /// # Errors
-    /// The first parameter that could not be set although it should be possible.
+    /// A parameter could not be set and is not read-only.
     pub fn set_conntrack(mut self, config: &Conntrack) -> Result<Vec<String>, SysctlError> {
         let cores = thread::available_parallelism().map_or(1, NonZero::get);
         if let Some(max) = conntrack_max(config, cores as u64) {
@@ -95,14 +95,15 @@ impl Sysctls {
         Ok(self.warnings)
     }
 
-    /// Whether conntrack calls TCP packets outside of the window INVALID: not when this is true.
+    /// True when conntrack does not mark TCP packets outside of the window INVALID.
     #[must_use]
     pub fn is_tcp_liberal(&self) -> bool {
         let path = self.root.join(PARAMETERS).join("nf_conntrack_tcp_be_liberal");
         fs::read_to_string(path).is_ok_and(|value| value.trim() != "0")
     }
 
-    /// The table's size, and enough buckets that chains stay short: a quarter of it.
+    /// Sets the size of the connection tracking table, and a quarter of it as the number of hash
+    /// buckets, so that hash chains stay short.
     fn set_max(&mut self, max: u64) -> Result<(), SysctlError> {
         if self.set_parameter("nf_conntrack_max", &max.to_string())? == Outcome::ReadOnly {
             return Ok(());
@@ -116,7 +117,7 @@ impl Sysctls {
         self.write(
             &path,
             &wanted.to_string(),
-            "set it by the module's option hashsize, or pass --conntrack-max-per-core=0",
+            "set it with the option hashsize of the module nf_conntrack, or pass --conntrack-max-per-core=0",
         )
         .map(drop)
     }
@@ -126,7 +127,7 @@ impl Sysctls {
         self.write(
             &path,
             value,
-            "load the module nf_conntrack, give the agent the capability NET_ADMIN, or set conntrack's settings to 0",
+            "load the module nf_conntrack, give the agent the capability NET_ADMIN, or set the conntrack settings to 0",
         )
     }
 
@@ -137,13 +138,13 @@ impl Sysctls {
         }
         match fs::write(path, value) {
             Ok(()) => {
-                info!(parameter = %path.display(), from = found.trim(), to = value, "set");
+                info!(parameter = %path.display(), from = found.trim(), to = value, "kernel parameter set");
                 Ok(Outcome::AsWanted)
             }
             Err(error) if is_read_only(path, &error) => {
                 let shown = path.display();
                 self.warnings.push(format!(
-                    "{shown} stays at {}: it cannot be written here ({error}); {value} was asked for",
+                    "{shown} stays at {}: it is read-only here ({error}), and cannot be set to {value}",
                     found.trim()
                 ));
                 Ok(Outcome::ReadOnly)
@@ -153,28 +154,29 @@ impl Sysctls {
     }
 }
 
-/// The file system is read-only, or the parameter belongs to the machine and this is a namespace of
-/// its own.
+/// True when the file system is read-only, or when the parameter belongs to the whole machine and
+/// the agent runs in a separate network namespace.
 fn is_read_only(path: &Path, error: &io::Error) -> bool {
     let is_for_machine = error.raw_os_error() == Some(libc::EOPNOTSUPP);
-    // For root in a namespace, the mode of a parameter of the machine has no bit for writing.
+    // In a separate network namespace, the file of such a parameter has no write permission.
     let has_no_write_bit = || fs::metadata(path).is_ok_and(|metadata| metadata.permissions().readonly());
     error.kind() == io::ErrorKind::ReadOnlyFilesystem
         || is_for_machine
         || (error.kind() == io::ErrorKind::PermissionDenied && has_no_write_bit())
 }
 
-/// How many connections to track; `None` leaves it.
+/// How many connections to track; `None` keeps the present value.
 ///
-/// The limit is on what the number of CPUs gives: the operator's minimum stands above it
-/// (kube-proxy 1.36 cuts that as well).
+/// The maximum applies to the number that follows from the number of CPUs, but not to the
+/// operator's minimum. kube-proxy 1.36 applies it to both.
 fn conntrack_max(config: &Conntrack, cores: u64) -> Option<u64> {
     let by_cores = config.max_per_core.saturating_mul(cores).min(MAX_BY_CORES);
     (config.max_per_core > 0).then(|| by_cores.max(config.min))
 }
 
-/// Seconds, rounded down as kube-proxy does it; `None` for zero, which leaves a parameter. What is
-/// shorter than a second is one: with 0 the kernel would forget each connection at once.
+/// The timeout in seconds, rounded down like kube-proxy; `None` for zero, which keeps the present
+/// value. A timeout shorter than a second becomes one second: with 0, the kernel would forget each
+/// connection immediately.
 fn whole_seconds(timeout: Duration) -> Option<u64> {
     (!timeout.is_zero()).then_some(timeout.as_secs().max(1))
 }
