@@ -1,6 +1,6 @@
-//! What every component of Kubernetes serves on its metrics port: `/healthz` with its one check
-//! `ping`, and `/metrics/slis`, which counts its results (KEP-3466). Whether forwarding works is a
-//! matter of [`super::health`]: this says that the process answers.
+//! Pages that every Kubernetes component serves on its metrics port: `/healthz` with the check
+//! `ping`, and `/metrics/slis` with the results of this check (KEP-3466). They show only that the
+//! process answers. [`super::health`] shows whether programming works.
 
 use std::{fmt::Write as _, sync::Arc};
 
@@ -37,7 +37,7 @@ struct ResultLabel {
     status: &'static str,
 }
 
-/// Results of health checks, by the names of Kubernetes' service level indicators.
+/// Results of health checks, with the metric names of Kubernetes' service level indicators.
 #[derive(Debug)]
 struct Indicators {
     registry: Registry,
@@ -60,14 +60,14 @@ impl Default for Indicators {
 }
 
 impl Indicators {
-    /// `ping` has succeeded, as it always does.
+    /// Records a success of `ping`, which never fails.
     fn pinged(&self) {
         self.healthcheck.get_or_create(&CheckLabel { name: PING, r#type: HEALTHZ }).set(1);
         self.healthchecks.get_or_create(&ResultLabel { name: PING, r#type: HEALTHZ, status: "success" }).inc();
     }
 }
 
-/// The pages.
+/// Returns the router of the pages.
 pub(super) fn router() -> Router {
     Router::new()
         .route("/healthz", get(healthz))
@@ -76,7 +76,7 @@ pub(super) fn router() -> Router {
         .with_state(Arc::new(Indicators::default()))
 }
 
-/// `?verbose` lists the checks, `?exclude=ping` passes one over.
+/// Serves `/healthz`. `?verbose` lists the checks, and `?exclude=ping` skips the check.
 async fn healthz(
     State(indicators): State<Arc<Indicators>>,
     Query(query): Query<Vec<(String, String)>>,
@@ -108,7 +108,7 @@ async fn slis(State(indicators): State<Arc<Indicators>>, request: HeaderMap) -> 
     in_format(&request, out)
 }
 
-/// Begins to count anew.
+/// Serves `DELETE /metrics/slis`: resets the counts.
 async fn reset(State(indicators): State<Arc<Indicators>>) -> impl IntoResponse {
     indicators.healthcheck.clear();
     indicators.healthchecks.clear();

@@ -1,4 +1,4 @@
-//! `/healthz` and `/livez`, as kube-proxy answers them.
+//! `/healthz` and `/livez`, with the answers of kube-proxy.
 
 use std::{
     sync::Arc,
@@ -19,18 +19,18 @@ use crate::{
     state::backlog::{Backlog, FamilyHealth, Health},
 };
 
-/// What the pages are made from.
+/// The data that the pages show.
 #[derive(Debug, Clone)]
 pub struct HealthPages {
-    /// Changes that wait, and what is known of the node.
+    /// The changes that wait, and whether the node is eligible for traffic.
     pub backlog: Arc<Backlog>,
-    /// Counts answers.
+    /// Metrics that count the answers.
     pub metrics: Arc<Metrics>,
-    /// How long a change may wait.
+    /// Maximum time that a change may wait before the agent counts as unhealthy.
     pub patience: Duration,
 }
 
-/// The pages.
+/// Returns the router of the pages.
 pub fn router(pages: HealthPages) -> Router {
     Router::new().route("/healthz", get(healthz)).route("/livez", get(livez)).with_state(pages)
 }
@@ -47,7 +47,8 @@ struct Page {
     status: Status,
 }
 
-/// Families that have been programmed at least once. One that this node does not have never is.
+/// The families that have been programmed at least once. A family that the node lacks is never
+/// programmed.
 #[derive(Debug, Serialize)]
 struct Status {
     #[serde(rename = "IPv4", skip_serializing_if = "Option::is_none")]
@@ -69,8 +70,8 @@ struct FamilyPage {
     healthy: bool,
 }
 
-/// Fails also when load balancers should send nothing new to this node: it goes away, or has no
-/// rules yet.
+/// Serves `/healthz`. It fails when programming is late. It also fails when load balancers should
+/// send no new connections to this node, because the node is going away or has no rules yet.
 async fn healthz(State(pages): State<HealthPages>) -> impl IntoResponse {
     let health = pages.backlog.health(pages.patience);
     let is_healthy = health.is_serving();
@@ -79,7 +80,7 @@ async fn healthz(State(pages): State<HealthPages>) -> impl IntoResponse {
     answer(code, &page(health, is_healthy, Some(health.is_node_eligible)))
 }
 
-/// Fails only when starting anew may help.
+/// Serves `/livez`. It fails only when a restart of the agent may help.
 async fn livez(State(pages): State<HealthPages>) -> impl IntoResponse {
     let health = pages.backlog.health(pages.patience);
     let code = status(health.is_alive());
@@ -96,12 +97,12 @@ fn answer(code: StatusCode, page: &Page) -> (StatusCode, [(HeaderName, HeaderVal
         (header::CONTENT_TYPE, HeaderValue::from_static("application/json")),
         (header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff")),
     ];
-    // Texts and truth values: serializing them does not fail.
+    // Serializing strings and booleans does not fail.
     (code, headers, serde_json::to_string(page).unwrap_or_default())
 }
 
-/// `healthy` in the body is about the families alone; `is_ok`, the status code, about the node as
-/// well. What is well counts as of now.
+/// Builds the body. `healthy` in the body covers only the families. `is_ok` decides the status code and
+/// also covers the node. If `is_ok`, `lastUpdated` is the current time, as in kube-proxy.
 fn page(health: Health, is_ok: bool, node_eligible: Option<bool>) -> Page {
     let now = SystemTime::now();
     let family = |family: FamilyHealth| {
@@ -118,7 +119,8 @@ fn page(health: Health, is_ok: bool, node_eligible: Option<bool>) -> Page {
     }
 }
 
-/// RFC 3339 in UTC with nanoseconds, as Go writes times into JSON; Go's zero time for `None`.
+/// Formats a time in UTC by RFC 3339 with nanoseconds, as Go does in JSON. `None` gives Go's zero
+/// time.
 pub(super) fn rfc3339(time: Option<SystemTime>) -> String {
     let since_epoch = time.and_then(|time| time.duration_since(UNIX_EPOCH).ok());
     let Some(since_epoch) = since_epoch else { return "0001-01-01T00:00:00Z".to_owned() };
@@ -130,9 +132,9 @@ pub(super) fn rfc3339(time: Option<SystemTime>) -> String {
     format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}{nanoseconds}Z")
 }
 
-/// Year, month and day of a number of days since 1970-01-01, in the Gregorian calendar, counted in
-/// years that begin in March (so that the day that comes and goes is the last one) and in eras of
-/// 400 of them.
+/// Converts a number of days since 1970-01-01 to year, month and day of the Gregorian calendar. It
+/// computes with years that begin in March, so that a leap day is the last day of its year, and
+/// with eras of 400 years, after which the calendar repeats.
 fn civil_date(days_since_1970: u64) -> (u64, u64, u64) {
     const DAYS_TO_1970: u64 = 719_468;
     const DAYS_PER_ERA: u64 = 146_097;
@@ -151,7 +153,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn times_are_written_as_go_writes_them() {
+    fn times_have_the_format_of_go() {
         let at = |seconds: u64, nanoseconds: u32| rfc3339(Some(UNIX_EPOCH + Duration::new(seconds, nanoseconds)));
         assert_eq!(at(0, 0), "1970-01-01T00:00:00Z");
         assert_eq!(at(951_782_399, 500_000_000), "2000-02-28T23:59:59.5Z");
@@ -183,7 +185,7 @@ mod tests {
         });
         assert_eq!(found, expected);
 
-        // A node that goes away: the proxy itself is well.
+        // The node is going away, but the proxy itself is healthy.
         let found = json(&page(
             Health { v4: well, v6: well, is_node_eligible: false, has_programmed: true },
             false,
@@ -192,8 +194,8 @@ mod tests {
         assert_eq!((&found["healthy"], &found["nodeEligible"]), (&true.into(), &false.into()));
         assert_eq!(found["lastUpdated"], "1970-01-01T00:00:06Z");
 
-        // One family has never been programmed, as on a node without IPv6; /livez does not say
-        // whether the node is eligible.
+        // One family has never been programmed, as on a node without IPv6. /livez does not contain
+        // nodeEligible.
         let never = FamilyHealth { is_healthy: true, synced_at: None };
         let found =
             json(&page(Health { v4: well, v6: never, is_node_eligible: true, has_programmed: true }, true, None));
@@ -205,6 +207,6 @@ mod tests {
         );
         let found =
             json(&page(Health { v4: never, v6: never, is_node_eligible: true, has_programmed: true }, true, None));
-        assert_eq!(found.get("status"), None, "nothing is programmed yet");
+        assert_eq!(found.get("status"), None, "no family is listed before the first sync");
     }
 }

@@ -1,4 +1,4 @@
-//! Serving pages on an address that may be taken.
+//! Serves pages on an address, and retries if the address is in use.
 
 use std::{
     io,
@@ -16,9 +16,9 @@ use crate::{
     listen::{Families, listen},
 };
 
-/// Listens as Go's `net.Listen("tcp", …)` does, and kube-proxy with it: an unspecified address
-/// means all addresses of both families, be it written `0.0.0.0` or `[::]`. On a host without IPv6,
-/// `0.0.0.0` means all IPv4 addresses.
+/// Listens on an address in the same way as Go's `net.Listen("tcp", …)`, which kube-proxy uses.
+/// Both `0.0.0.0` and `[::]` mean all addresses of both families. On a host without IPv6, `0.0.0.0`
+/// means all IPv4 addresses.
 fn listen_as_go(address: SocketAddr) -> io::Result<TcpListener> {
     if address.is_ipv4() && address.ip().is_unspecified() {
         match listen((Ipv6Addr::UNSPECIFIED, address.port()).into(), Families::Both) {
@@ -29,26 +29,26 @@ fn listen_as_go(address: SocketAddr) -> io::Result<TcpListener> {
     listen(address, Families::Both)
 }
 
-/// The host has no IPv6 at all, or none on any interface.
+/// True if the error shows that the host has no IPv6, or no interface with IPv6.
 fn is_without_ipv6(error: &io::Error) -> bool {
     error.raw_os_error() == Some(libc::EAFNOSUPPORT) || error.kind() == io::ErrorKind::AddrNotAvailable
 }
 
-/// Pages and where they are served.
+/// A server for some pages on one address.
 #[derive(Debug)]
 pub struct Server {
-    /// For the log, such as "/healthz and /livez".
+    /// The names of the pages for the log, such as "/healthz and /livez".
     pub what: &'static str,
-    /// The setting that says where, for the log.
+    /// The setting that determines the address, for the log.
     pub setting: &'static str,
-    /// Where.
+    /// The address.
     pub address: SocketAddr,
     /// The pages.
     pub app: Router,
     listener: Option<TcpListener>,
 }
 
-/// An address that had to be bound cannot be.
+/// The address cannot be bound, and `--bind-address-hard-fail` makes this an error.
 #[derive(Debug, thiserror::Error)]
 #[error(
     "cannot serve {what} on {address}: {error}; free the address, pass another {setting}, or leave out --bind-address-hard-fail"
@@ -61,16 +61,16 @@ pub struct BindError {
 }
 
 impl Server {
-    /// Pages for an address.
+    /// Creates a server that does not listen yet.
     #[must_use]
     pub fn new(what: &'static str, setting: &'static str, address: SocketAddr, app: Router) -> Self {
         Self { what, setting, address, app, listener: None }
     }
 
-    /// Binds the address now or never.
+    /// Binds the address without retries, for `--bind-address-hard-fail`.
     ///
     /// # Errors
-    /// It cannot be bound.
+    /// The address cannot be bound.
     pub fn bind_now(&mut self) -> Result<(), BindError> {
         let Self { what, setting, address, .. } = *self;
         let bound = listen_as_go(address);
@@ -78,8 +78,8 @@ impl Server {
         Ok(())
     }
 
-    /// Serves until `shutdown`. An address that cannot be bound is logged and tried again:
-    /// forwarding does not depend on it.
+    /// Serves until `shutdown`. If the address cannot be bound, it logs the error and retries,
+    /// because forwarding does not depend on the pages.
     pub async fn run(mut self, shutdown: CancellationToken) {
         let mut backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(30), Jitter::Full);
         loop {
@@ -94,7 +94,9 @@ impl Server {
             let stopped = shutdown.clone().cancelled_owned();
             match axum::serve(listener, self.app.clone()).with_graceful_shutdown(stopped).await {
                 Ok(()) => return,
-                Err(error) => warn!(%error, address = %self.address, "serving {} ended; starting again", self.what),
+                Err(error) => {
+                    warn!(%error, address = %self.address, "the server for {} failed; starting it again", self.what)
+                }
             }
         }
     }

@@ -1,6 +1,6 @@
-//! Pages: `/metrics`, `/metrics/slis`, `/healthz`, `/proxyMode`, `/configz`, `/flagz`, `/statusz`
-//! and `/status` on one port, `/healthz` and `/livez` for load balancers and the kubelet on
-//! another.
+//! The HTTP pages of the agent. One port serves `/metrics`, `/metrics/slis`, `/healthz`,
+//! `/proxyMode`, `/configz`, `/flagz`, `/statusz` and `/status`. The other port serves `/healthz`
+//! and `/livez` for load balancers and the kubelet.
 
 mod component;
 pub mod health;
@@ -31,22 +31,22 @@ use crate::{
     state::backlog::Backlog,
 };
 
-/// What the pages are made from.
+/// The data that the pages show.
 #[derive(Debug, Clone)]
 pub struct Pages {
-    /// Counters.
+    /// All metrics.
     pub metrics: Arc<Metrics>,
-    /// What is programmed.
+    /// The progress of the reconcile loop.
     pub progress: watch::Receiver<Progress>,
-    /// What waits to be programmed.
+    /// The changes that wait to be programmed.
     pub backlog: Arc<Backlog>,
     /// The configuration in use, as a `KubeProxyConfiguration`.
     pub configz: Arc<serde_json::Value>,
-    /// Flags and their values, for `/flagz`.
+    /// The flags and their values, for `/flagz`.
     pub flags: Arc<Flags>,
 }
 
-/// The servers that the settings ask for.
+/// Returns the servers that the settings enable.
 #[must_use]
 pub fn servers(settings: &Settings, pages: &Pages) -> Vec<Server> {
     let mut servers = Vec::new();
@@ -82,15 +82,15 @@ async fn metrics(State(pages): State<Pages>, request: HeaderMap) -> Response {
     }
 }
 
-/// A page of metrics, from OpenMetrics text, in the format that the request asks for.
+/// Converts metrics from OpenMetrics text into the format that the request accepts.
 fn in_format(request: &HeaderMap, open_metrics: String) -> impl IntoResponse + use<> {
     let accepted = request.get_all(ACCEPT).iter().filter_map(|value| value.to_str().ok());
     let (content_type, text) = exposition::page(accepted, open_metrics);
     ([(CONTENT_TYPE, content_type)], text)
 }
 
-/// What the agent knows of itself, for whoever looks: its control plane, what it holds and has
-/// programmed, and what is wrong.
+/// Serves `/status`: the connection to the control plane, the received and programmed versions, and
+/// what is wrong.
 async fn status(State(pages): State<Pages>) -> impl IntoResponse {
     let progress = pages.progress.borrow().clone();
     let programmed = progress.programmed.map(|programmed| programmed.target.version);
@@ -111,7 +111,7 @@ async fn mode(State(pages): State<Pages>) -> String {
     proxy_mode(&pages.progress.borrow().status.backend).to_owned()
 }
 
-/// As Kubernetes' components answer: by the group of the configuration.
+/// Serves `/configz`. As in Kubernetes components, the key is the API group of the configuration.
 async fn configz(State(pages): State<Pages>) -> impl IntoResponse {
     Json(serde_json::json!({ "kubeproxy.config.k8s.io": &*pages.configz }))
 }

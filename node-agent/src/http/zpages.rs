@@ -1,6 +1,6 @@
-//! `/statusz` and `/flagz`, as the components of Kubernetes serve them (KEP-4827, KEP-4828): text
-//! for people, whose format may change. The structured forms, which Kubernetes negotiates by
-//! `Accept`, are not served: whoever accepts nothing but them gets 406.
+//! `/statusz` and `/flagz` of Kubernetes components (KEP-4827, KEP-4828): text for people, whose
+//! format may change. The structured formats, which Kubernetes negotiates by `Accept`, are not
+//! supported. A client that accepts only these gets status 406.
 
 use std::{
     sync::Arc,
@@ -23,12 +23,12 @@ use crate::settings::{Flags, Settings};
 
 const COMPONENT: &str = "headgate-node-agent";
 const WARNING: &str = "Warning: This endpoint is not meant to be machine parseable, has no formatting compatibility guarantees and is for debugging purposes only.";
-/// The release of kube-proxy whose behaviour this is.
+/// The kube-proxy release whose behaviour Headgate has.
 const EMULATED: &str = "1.36";
-/// Pages beside which `/statusz` stands.
+/// The other pages on the port, which `/statusz` lists.
 const PATHS: &str = "/configz /flagz /healthz /metrics /proxyMode /status";
 
-/// The pages that feature gates leave on.
+/// Returns the router of the pages that feature gates enable.
 pub(super) fn router(settings: &Settings, flags: &Arc<Flags>) -> Router {
     let mut router = Router::new();
     if settings.serves_statusz {
@@ -61,13 +61,13 @@ async fn flagz(State(flags): State<Arc<Flags>>, request: HeaderMap) -> Response 
 fn answer(page: &str, body: &str, request: &HeaderMap) -> Response {
     let plain = [(CONTENT_TYPE, "text/plain; charset=utf-8")];
     if !accepts_text(request) {
-        let sentence = format!("/{page} is served as text/plain alone: accept that\n");
+        let sentence = format!("/{page} is served only as text/plain; the Accept header has to allow it\n");
         return (StatusCode::NOT_ACCEPTABLE, plain, sentence).into_response();
     }
     (StatusCode::OK, plain, format!("\n{COMPONENT} {page}\n{WARNING}\n{body}")).into_response()
 }
 
-/// Without a word about it, a client accepts everything.
+/// True if the client accepts text. A request without an `Accept` header accepts everything.
 fn accepts_text(request: &HeaderMap) -> bool {
     let accepted: Vec<&str> = request.get_all(ACCEPT).iter().filter_map(|value| value.to_str().ok()).collect();
     let mut types = accepted

@@ -1,5 +1,5 @@
-//! `kubernetes_build_info`, with the labels that every component of Kubernetes has. The build that
-//! it tells of is Headgate's.
+//! `kubernetes_build_info`, with the labels that every Kubernetes component has. The values
+//! describe Headgate's build.
 
 use std::env::consts::{ARCH, OS};
 
@@ -10,8 +10,8 @@ use prometheus_client::{
 
 use crate::metric_registry::MetricRegistry;
 
-/// What cannot be known of the build is empty: the program is compiled from an archive as well as
-/// from a repository, and the same each time.
+/// Labels about the time and the commit of the build are empty, because builds are reproducible and
+/// may be made from an archive without a Git repository.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct Labels {
     build_date: &'static str,
@@ -25,9 +25,9 @@ struct Labels {
     platform: String,
 }
 
-/// Registers it.
+/// Registers the metric.
 pub(super) fn register(registry: &mut MetricRegistry) {
-    // As Go calls it.
+    // The names that Go uses.
     let architecture = match ARCH {
         "x86_64" => "amd64",
         "aarch64" => "arm64",
@@ -47,6 +47,6 @@ pub(super) fn register(registry: &mut MetricRegistry) {
     let info = Family::<Labels, Gauge>::default();
     info.get_or_create(&labels).set(1);
     let names = "build_date, compiler, git_commit, git_tree_state, git_version, go_version, major, minor, platform";
-    let help = "Always 1; the labels tell of Headgate's own build, and are empty where it has no such thing";
+    let help = "Always 1; the labels describe Headgate's own build, and are empty if they do not apply to it";
     registry.adder("kubernetes").gauge("build_info", names, help, info);
 }

@@ -1,5 +1,5 @@
-//! kube-proxy's metrics about waiting changes, dropped packets and health pages, by its names and
-//! labels.
+//! kube-proxy's metrics about waiting changes, counted packets and health pages, with the names and
+//! labels that kube-proxy gives them.
 
 use std::{sync::atomic::AtomicU64, time::UNIX_EPOCH};
 
@@ -16,7 +16,7 @@ use crate::{
     state::backlog::Counts,
 };
 
-/// Label `code`.
+/// The label `code`.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct CodeLabel {
     code: u16,
@@ -24,7 +24,7 @@ struct CodeLabel {
 
 type Seconds = Gauge<f64, AtomicU64>;
 
-/// See the module.
+/// kube-proxy's metrics about waiting changes, counted packets and health pages.
 #[derive(Debug, Default)]
 pub struct KubeProxyMetrics {
     last_timestamp: Family<FamilyLabel, Seconds>,
@@ -40,13 +40,13 @@ pub struct KubeProxyMetrics {
 }
 
 impl KubeProxyMetrics {
-    /// Registers all of them.
+    /// Registers all these metrics.
     pub(super) fn register(&self, registry: &mut MetricRegistry) {
         let mut add = registry.adder(KUBE_PROXY);
         let family = "ip_family";
         let help = "When the last sync succeeded, in seconds since the Unix epoch";
         add.gauge("sync_proxy_rules_last_timestamp_seconds", family, help, self.last_timestamp.clone());
-        let help = "When the last change came, in seconds since the Unix epoch";
+        let help = "When the last change arrived, in seconds since the Unix epoch";
         add.gauge("sync_proxy_rules_last_queued_timestamp_seconds", family, help, self.last_queued_timestamp.clone());
         let help = "Changes of endpoints that are not in the kernel yet";
         add.gauge("sync_proxy_rules_endpoint_changes_pending", "", help, self.endpoint_changes_pending.clone());
@@ -57,23 +57,23 @@ impl KubeProxyMetrics {
         add.counter("sync_proxy_rules_service_changes", "", "Changes of services", self.service_changes_total.clone());
         add.counter("proxy_healthz", "code", "Answers to /healthz", self.healthz.clone());
         add.counter("proxy_livez", "code", "Answers to /livez", self.livez.clone());
-        let help = "Packets that conntrack called INVALID and that were dropped. 0 where packets are not counted, see headgate_agent_packet_counters";
+        let help = "Dropped packets whose conntrack state was INVALID. 0 if packets are not counted, see headgate_agent_packet_counters";
         add.counter("iptables_ct_state_invalid_dropped_packets", "", help, self.invalid_dropped.clone());
-        let help = "First packets of connections that NodePorts accepted on 127.0.0.0/8. 0 where packets are not counted, see headgate_agent_packet_counters";
+        let help = "First packets of accepted connections to NodePorts on 127.0.0.0/8. 0 if packets are not counted, see headgate_agent_packet_counters";
         add.counter("iptables_localhost_nodeports_accepted_packets", "", help, self.localhost_accepted.clone());
     }
 
-    /// An answer to `/healthz`.
+    /// Counts an answer to `/healthz`.
     pub(crate) fn healthz(&self, code: u16) {
         self.healthz.get_or_create(&CodeLabel { code }).inc();
     }
 
-    /// An answer to `/livez`.
+    /// Counts an answer to `/livez`.
     pub(crate) fn livez(&self, code: u16) {
         self.livez.get_or_create(&CodeLabel { code }).inc();
     }
 
-    /// Reads the packet counters that rules count into, before the registry is read.
+    /// Reads the packet counters from the kernel. Call it before the registry is read.
     pub(super) fn read_packet_counters(&self) {
         match packet_counters::read() {
             Ok(counts) => {
@@ -84,7 +84,7 @@ impl KubeProxyMetrics {
         }
     }
 
-    /// Takes over the counts of the backlog, before the registry is read.
+    /// Copies the counts of the backlog. Call it before the registry is read.
     pub(super) fn take_counts(&self, counts: &Counts) {
         self.endpoint_changes_pending.set(signed(counts.endpoint_changes_pending));
         self.service_changes_pending.set(signed(counts.service_changes_pending));
@@ -101,7 +101,7 @@ impl KubeProxyMetrics {
     }
 }
 
-/// Raises a counter to what was counted elsewhere; it never falls.
+/// Raises a counter to a value that was counted elsewhere. The counter never decreases.
 fn raise(counter: &Counter, to: u64) {
     counter.inc_by(to.saturating_sub(counter.get()));
 }

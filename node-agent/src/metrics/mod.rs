@@ -1,5 +1,5 @@
-//! All metrics of the agent, registered and encoded for Prometheus. Each module below owns its
-//! metrics.
+//! Registers and encodes all metrics of the agent for Prometheus. The modules that update metrics
+//! define them.
 
 mod build_info;
 pub mod kube_proxy;
@@ -20,7 +20,8 @@ use crate::{
     state::backlog::Counts,
 };
 
-/// See the module. Units are base units; Headgate's own names begin with `headgate_agent_`.
+/// All metrics of the agent. Values have base units. The names of Headgate's own metrics begin with
+/// `headgate_agent_`.
 #[derive(Debug)]
 pub struct Metrics {
     registry: MetricRegistry,
@@ -30,13 +31,13 @@ pub struct Metrics {
     pub saves: SaveMetrics,
     /// Syncs.
     pub sync: SyncMetrics,
-    /// The thread that deletes stale flows.
+    /// The cleanup of connection tracking.
     pub conntrack: ConntrackMetrics,
     /// Health-check node ports.
     pub health_check_ports: HealthCheckMetrics,
     /// Endpoint checks.
     pub endpoint_checks: EndpointCheckMetrics,
-    /// kube-proxy's others.
+    /// Other metrics of kube-proxy.
     pub kube_proxy: KubeProxyMetrics,
     process: ProcessMetrics,
 }
@@ -76,10 +77,10 @@ impl Metrics {
         &self.registry
     }
 
-    /// Everything as OpenMetrics text, with the counts of the backlog.
+    /// Encodes all metrics as OpenMetrics text, with the counts of the backlog.
     ///
     /// # Errors
-    /// Only when formatting fails, which a `String` does not.
+    /// Formatting failed, which does not happen with a `String`.
     pub fn encode(&self, counts: &Counts) -> Result<String, fmt::Error> {
         self.session.refresh();
         self.kube_proxy.take_counts(counts);
@@ -110,7 +111,7 @@ mod tests {
     };
 
     #[test]
-    fn names_and_labels() {
+    fn headgates_own_metrics_have_their_names_and_labels() {
         let metrics = Metrics::default();
         metrics.session.stream_error("version_gap");
         metrics.session.resumed(ResumeMode::Digests);
@@ -135,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn everything_that_is_served_is_described() {
+    fn every_served_metric_is_in_the_catalogue() {
         let metrics = Metrics::default();
         metrics.session.stream_error("x");
         metrics.session.resumed(ResumeMode::Log);
@@ -190,7 +191,7 @@ mod tests {
         }
         assert!(
             !text.contains("network_programming_duration_seconds_count{ip_family=\"IPv6\"}"),
-            "older than the process"
+            "a trigger before the start of the process does not count"
         );
     }
 }

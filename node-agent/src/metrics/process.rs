@@ -1,6 +1,6 @@
-//! What the operating system says of the process, by the names under which every component of
-//! Kubernetes tells it. Looked up when somebody asks. Programs that the agent runs are processes of
-//! their own, and not in it.
+//! Metrics of the process, with the names that all Kubernetes components use. They are read from
+//! the operating system when metrics are requested. Child processes such as `iptables-restore` are
+//! not included.
 
 use std::{
     fs,
@@ -17,7 +17,7 @@ use tracing::debug;
 
 use crate::metric_registry::MetricRegistry;
 
-/// See the module.
+/// Metrics of the process.
 #[derive(Debug)]
 pub struct ProcessMetrics {
     cpu_seconds: Counter<f64, AtomicU64>,
@@ -28,7 +28,8 @@ pub struct ProcessMetrics {
 }
 
 impl ProcessMetrics {
-    /// Registers all of them. The process begins now.
+    /// Registers all metrics of the process. The time of this call counts as the start of the
+    /// process.
     pub(super) fn new(registry: &mut MetricRegistry) -> Self {
         let metrics = Self {
             cpu_seconds: Counter::default(),
@@ -40,19 +41,25 @@ impl ProcessMetrics {
         let started = Gauge::<f64, AtomicU64>::default();
         started.set(SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64());
         let mut add = registry.adder("process");
-        add.counter("cpu_seconds", "", "CPU time of the agent itself", metrics.cpu_seconds.clone());
-        let help = "Memory of the agent itself that is in use";
+        add.counter(
+            "cpu_seconds",
+            "",
+            "CPU time of the agent, without its child processes",
+            metrics.cpu_seconds.clone(),
+        );
+        let help = "Resident memory of the agent, without its child processes";
         add.gauge_in(Unit::Bytes, "resident_memory", "", help, metrics.resident_bytes.clone());
-        let help = "Address space of the agent";
+        let help = "Virtual memory of the agent, without its child processes";
         add.gauge_in(Unit::Bytes, "virtual_memory", "", help, metrics.virtual_bytes.clone());
-        let help = "When the agent began, in seconds since the Unix epoch";
+        let help = "When the agent started, in seconds since the Unix epoch";
         add.gauge_in(Unit::Seconds, "start_time", "", help, started);
         add.gauge("open_fds", "", "Open file descriptors", metrics.open_fds.clone());
-        add.gauge("max_fds", "", "File descriptors that may be open", metrics.max_fds.clone());
+        add.gauge("max_fds", "", "Maximum number of open file descriptors", metrics.max_fds.clone());
         metrics
     }
 
-    /// Looks, before the registry is read. What cannot be found out stays as it was.
+    /// Reads the values from the operating system. Call it before the registry is read. A value
+    /// that cannot be read keeps its last value.
     pub(super) fn refresh(&self) {
         match getrusage(UsageWho::RUSAGE_SELF) {
             Ok(usage) => {
@@ -73,7 +80,7 @@ impl ProcessMetrics {
             Err(error) => debug!(%error, "the memory of the process cannot be read"),
         }
         match fs::read_dir("/proc/self/fd") {
-            // One is the listing's own.
+            // One of the descriptors belongs to this listing.
             Ok(open) => {
                 self.open_fds.set((open.count() as u64).saturating_sub(1));
             }
@@ -85,7 +92,7 @@ impl ProcessMetrics {
     }
 }
 
-/// A size in `/proc/self/status`, which counts in kibibytes.
+/// Returns a size from `/proc/self/status` in bytes. The file states sizes in KiB.
 fn bytes_of(status: &str, field: &str) -> Option<u64> {
     let value = status.lines().find_map(|line| line.strip_prefix(field))?;
     value.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
@@ -96,15 +103,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_process_is_as_the_system_says() {
+    fn process_metrics_have_plausible_values() {
         let metrics = ProcessMetrics::new(&mut MetricRegistry::default());
         metrics.refresh();
         let (cpu, resident) = (metrics.cpu_seconds.get(), metrics.resident_bytes.get());
         assert!(cpu > 0.0 && resident > 1 << 20 && metrics.virtual_bytes.get() > resident, "{metrics:?}");
-        // Standard input and output at least.
+        // At least standard input, output and error are open.
         assert!(metrics.open_fds.get() >= 3 && metrics.max_fds.get() >= metrics.open_fds.get(), "{metrics:?}");
         metrics.refresh();
-        assert!(metrics.cpu_seconds.get() >= cpu, "it never falls");
+        assert!(metrics.cpu_seconds.get() >= cpu, "the CPU time never decreases");
         assert_eq!(bytes_of("VmPeak:\t 9 kB\nVmRSS:\t    12 kB\n", "VmRSS:"), Some(12 << 10));
         assert_eq!(bytes_of("VmRSS:\t12\n", "VmRSS:"), None);
     }

@@ -1,4 +1,4 @@
-//! Writing the state file: everything anew now and then, and in between only what changed.
+//! Writes the state file: appends changes, and sometimes replaces the file with the whole state.
 
 use std::{
     fs::{self, DirBuilder, File, OpenOptions, TryLockError},
@@ -21,28 +21,30 @@ use crate::state::{
     unsaved::{CHANGES_BYTES, UnsavedChanges},
 };
 
-/// What was appended may take as much as what it is appended to, and this much in any case.
+/// The file is replaced when the appended part is larger than the whole state before it, and larger
+/// than this size.
 const MIN_APPENDED_BYTES: u64 = 256 << 10;
 
-/// Why the state could not be written. The agent tries again; forwarding does not depend on it.
+/// Why the state could not be written. The saver tries again.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum SaveError {
     #[error("{}: {error}", path.display())]
     Io { path: PathBuf, error: io::Error },
-    #[error("{} is held by another agent; end it, or pass another --state-dir", .0.display())]
+    #[error("{} is in use by another agent; stop that agent, or pass another --state-dir", .0.display())]
     Locked(PathBuf),
-    #[error("more has changed meanwhile than can be followed")]
+    #[error("too much changed while the state was written")]
     Overtaken,
 }
 
-/// The file of one node, and how far it is written.
+/// The state file of one node.
 #[derive(Debug)]
 pub(super) struct StateFile {
     folder: PathBuf,
     node_name: Arc<str>,
-    /// Held while this agent may write; a second agent on the same folder may not.
+    /// The open lock file while this agent may write. The lock excludes other agents with the same
+    /// folder.
     lock: Option<File>,
-    /// `None` when the file has to be written anew.
+    /// The file, if changes can be appended to it. `None` means that the next write replaces it.
     log: Option<Log>,
 }
 
@@ -55,24 +57,24 @@ struct Log {
     bytes: u64,
 }
 
-/// What is ready to be made durable, once the kernel has it.
+/// A state that becomes durable by [`StateFile::commit`], once the kernel has it.
 #[derive(Debug)]
 pub(super) enum Prepared {
-    /// To be appended, with the checksum afterwards.
+    /// Bytes to append, and the checksum of their last record.
     Append { generation: u64, bytes: Vec<u8>, chain: Chain },
-    /// A whole file under its temporary name.
+    /// A complete file with the temporary name.
     Full { generation: u64, file: File, chain: Chain, bytes: u64 },
 }
 
 impl Prepared {
-    /// The state that it holds, as [`AgentState`] counts.
+    /// The generation of the prepared state, as [`AgentState`] counts.
     pub(super) fn generation(&self) -> u64 {
         match self {
             Self::Append { generation, .. } | Self::Full { generation, .. } => *generation,
         }
     }
 
-    /// For the metric's label.
+    /// The value of the metric label `kind`.
     pub(super) fn kind(&self) -> &'static str {
         match self {
             Self::Append { .. } => "append",
@@ -82,7 +84,7 @@ impl Prepared {
 }
 
 impl StateFile {
-    /// The file in a folder. Touches nothing.
+    /// Names the file in a folder. Does not access the disk.
     pub(super) fn new(folder: &Path, node_name: Arc<str>) -> Self {
         Self { folder: folder.to_owned(), node_name, lock: None, log: None }
     }
@@ -92,11 +94,11 @@ impl StateFile {
         self.folder.join(FILE)
     }
 
-    /// Reads the file; `None` when there is none. If it is whole, and this agent may write, it is
-    /// gone on with.
+    /// Reads the file. Returns `None` if it does not exist. If the file is intact and this agent
+    /// gets the lock, later changes are appended to the file.
     pub(super) fn load(&mut self) -> Result<Option<Loaded>, LoadError> {
-        // Before reading: an agent that still writes would write on after what was read. The next
-        // write says what stands in the way.
+        // The lock comes first: another agent could append to the file while this agent reads it.
+        // If there is no lock, the next write reports the reason.
         let may_write = self.take_lock().is_ok();
         let loaded = load::read(&self.path(), &self.node_name)?;
         if let Some(Loaded { chain, base_bytes, valid_bytes, left_out: None, .. }) = &loaded
@@ -109,8 +111,8 @@ impl StateFile {
         Ok(loaded)
     }
 
-    /// Takes over what is unsaved. Cost: what changed; now and then the state, which is streamed to
-    /// a temporary file.
+    /// Takes the unsaved changes from the state and encodes them. If the file has to be replaced,
+    /// it writes the whole state to a temporary file instead.
     pub(super) fn prepare(&mut self, shared: &AgentState) -> Result<Prepared, SaveError> {
         self.take_lock()?;
         if let Some(log) = &self.log
@@ -130,8 +132,9 @@ impl StateFile {
         Ok(Prepared::Append { generation: unsaved.generation, bytes, chain })
     }
 
-    /// The lock on the state is held for one service at a time. What changes meanwhile follows at
-    /// the end, so that the whole is one consistent state.
+    /// Writes the whole state to a temporary file. It locks the state for one service at a time.
+    /// The changes that arrive meanwhile follow at the end, so that the file holds one consistent
+    /// state.
     fn write_full(&self, shared: &AgentState) -> Result<Prepared, SaveError> {
         let path = self.folder.join(TEMPORARY);
         let fail = |error| self.io_error(&path, error);
@@ -149,13 +152,13 @@ impl StateFile {
         write_unsaved(&mut writer, &unsaved).map_err(fail)?;
         let (output, chain, bytes) = writer.finish();
         let file = output.into_inner().map_err(|error| fail(error.into_error()))?;
-        // Not yet its last word: that comes when the kernel has this state.
+        // `commit` renames the file when the kernel has this state.
         file.sync_all().map_err(fail)?;
         Ok(Prepared::Full { generation: unsaved.generation, file, chain, bytes })
     }
 
-    /// Makes it durable. After an error the next preparation begins anew. Returns the size of the
-    /// file.
+    /// Makes a prepared state durable, and returns the size of the file. After an error, the next
+    /// write replaces the file.
     pub(super) fn commit(&mut self, prepared: Prepared) -> Result<u64, SaveError> {
         let log = self.log.take();
         let (path, temporary) = (self.path(), self.folder.join(TEMPORARY));
@@ -164,8 +167,7 @@ impl StateFile {
                 log.append(&bytes, chain).map_err(|error| self.io_error(&path, error))?;
                 log
             }
-            // Steps are prepared for the log that there is; without one nothing can be lost but
-            // their head start.
+            // The append was prepared for a log that was given up since.
             (Prepared::Append { .. }, None) => return Err(SaveError::Overtaken),
             (Prepared::Full { file, chain, bytes, .. }, _) => {
                 fs::rename(&temporary, &path).map_err(|error| self.io_error(&temporary, error))?;
@@ -177,12 +179,12 @@ impl StateFile {
         Ok(self.log.insert(log).bytes)
     }
 
-    /// Forgets what was prepared and how far the file is written, and leaves no temporary file
-    /// behind.
+    /// Drops what was prepared and removes the temporary file. The next write replaces the file.
     pub(super) fn give_up(&mut self) {
         self.log = None;
         if self.lock.is_some() {
-            // It may not be there, and the next file replaces it in any case.
+            // The temporary file may not exist. If its removal fails, the next full write removes
+            // it.
             let _ = fs::remove_file(self.folder.join(TEMPORARY));
         }
     }
@@ -194,7 +196,7 @@ impl StateFile {
         let path = self.folder.join(LOCK);
         let fail = |error| self.io_error(&path, error);
         DirBuilder::new().recursive(true).mode(0o700).create(&self.folder).map_err(fail)?;
-        // Opening a pipe would wait for somebody who reads from it.
+        // If the path is a named pipe, opening it would block until a reader opens it.
         if fs::metadata(&path).is_ok_and(|found| !found.is_file()) {
             return Err(fail(io::Error::other("it is no ordinary file")));
         }
@@ -214,14 +216,14 @@ impl StateFile {
     }
 }
 
-/// Names in the folder.
+// The names of the files in the folder.
 pub(super) const FILE: &str = "state";
 pub(super) const TEMPORARY: &str = "state.new";
 const LOCK: &str = "lock";
 
 impl Log {
     fn append(&mut self, bytes: &[u8], chain: Chain) -> io::Result<()> {
-        // Half an append of a run before this one ends here.
+        // Removes the rest of an append that failed half-way.
         self.file.set_len(self.bytes)?;
         self.file.seek(SeekFrom::Start(self.bytes))?;
         self.file.write_all(bytes)?;
@@ -242,7 +244,8 @@ fn write_unsaved(writer: &mut Writer<impl Write>, unsaved: &UnsavedChanges) -> i
     writer.record(Kind::Point, &unsaved.point.encode_to_vec())
 }
 
-/// Services at their values of the moment; one that has gone meanwhile is among what is unsaved.
+/// Writes services with their current values. A service that has been removed meanwhile is among
+/// the unsaved changes, which follow.
 fn write_services(writer: &mut Writer<impl Write>, shared: &AgentState, keys: &[Arc<ServiceKey>]) -> io::Result<()> {
     let mut builder = ChangesBuilder::default();
     for key in keys {

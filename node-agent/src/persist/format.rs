@@ -1,14 +1,15 @@
-//! Bytes of the state file: a preamble, then records, each with a checksum that also covers all
-//! records before it.
+//! The format of the state file: a preamble, and then records. Each record has a checksum that also
+//! covers all records before it.
 //!
 //! ```text
 //! "HEADGATE"  format version, u32
 //! { kind, u8   length, u32   payload   checksum, 16 bytes }*
 //! ```
 //!
-//! Numbers are little endian. A checksum is the beginning of SHA-256 over the checksum before it,
-//! kind, length and payload; the first one follows on the preamble. So a record that was moved,
-//! repeated or left out is noticed like one that was changed.
+//! Numbers are little-endian. A checksum is the first 16 bytes of SHA-256 over the previous
+//! checksum, the kind, the length and the payload. The first record uses the hash of the preamble
+//! as the previous checksum. A reader therefore detects records that were changed, moved, repeated
+//! or removed.
 
 use std::io::{self, Read, Write};
 
@@ -16,25 +17,25 @@ use sha2::{Digest as _, Sha256};
 
 /// First bytes of the file.
 pub(super) const MAGIC: [u8; 8] = *b"HEADGATE";
-/// Counts incompatible changes of the format. Messages inside evolve by protobuf's rules and do not
-/// count.
+/// The version of the format. It grows with each incompatible change. Compatible changes of the
+/// protobuf messages in the payloads do not count.
 pub(super) const FORMAT_VERSION: u32 = 2;
-/// Longest payload that is read. Writers cut at a fraction of it.
+/// Maximum length of a payload. Writers begin a new record at a fraction of this length.
 pub(super) const MAX_PAYLOAD_BYTES: usize = 4 << 20;
 
 const CHECKSUM_BYTES: usize = 16;
 
-/// What a payload is.
+/// The kind of a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// The node's name as text. First record, and only there.
+    /// The node's name as text. The first record, and only the first, is of this kind.
     Owner = 1,
     /// `v1::Changes`: resources and removals that take effect at the next point.
     Changes = 2,
-    /// `v1::OwnNode`: the node, from the next point on.
+    /// `v1::OwnNode`: the agent's own Node, which takes effect at the next point.
     Node = 3,
-    /// `v1::Resume`: everything before it is a state that a replica sent and a kernel had. The
-    /// first one carries the state's digests.
+    /// `v1::Resume`: a point. The records up to a point form a state that a replica sent and that
+    /// the kernel had. The first point contains the digests of the state.
     Point = 4,
 }
 
@@ -44,7 +45,7 @@ impl Kind {
     }
 }
 
-/// Why the file, or the rest of it, cannot be read.
+/// Why the file, or a part of it, cannot be read. The texts continue a sentence about the file.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum FormatError {
     #[error("cannot be read: {0}")]
@@ -59,11 +60,11 @@ pub(super) enum FormatError {
     CutOff(u64),
     #[error("is damaged at byte {0}: the checksum does not fit")]
     Checksum(u64),
-    #[error("is damaged at byte {0}: a record of kind {1} and {2} bytes cannot be")]
+    #[error("is damaged at byte {0}: a record of kind {1} with {2} bytes is not valid")]
     Record(u64, u8, u32),
 }
 
-/// The checksum so far.
+/// The checksum over all records so far.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Chain([u8; CHECKSUM_BYTES]);
 
@@ -83,7 +84,7 @@ fn first_bytes(hash: Sha256) -> [u8; CHECKSUM_BYTES] {
     first
 }
 
-/// Writes records, and counts bytes.
+/// Writes records and counts bytes.
 #[derive(Debug)]
 pub(super) struct Writer<W> {
     output: W,
@@ -92,14 +93,14 @@ pub(super) struct Writer<W> {
 }
 
 impl<W: Write> Writer<W> {
-    /// Begins a file.
+    /// Writes the preamble of a new file.
     pub(super) fn begin(mut output: W) -> io::Result<Self> {
         output.write_all(&MAGIC)?;
         output.write_all(&FORMAT_VERSION.to_le_bytes())?;
         Ok(Self { output, chain: Chain::start(), bytes: (MAGIC.len() + 4) as u64 })
     }
 
-    /// Goes on after the record whose checksum `chain` is. Counts from 0.
+    /// Continues after the record with the checksum `chain`. Counts bytes from 0.
     pub(super) fn resume(output: W, chain: Chain) -> Self {
         Self { output, chain, bytes: 0 }
     }
@@ -119,7 +120,7 @@ impl<W: Write> Writer<W> {
         Ok(())
     }
 
-    /// The output, the checksum of the last record, and the bytes written.
+    /// Returns the output, the checksum of the last record, and the number of bytes written.
     pub(super) fn finish(self) -> (W, Chain, u64) {
         (self.output, self.chain, self.bytes)
     }
@@ -155,7 +156,7 @@ impl<R: Read> Reader<R> {
         Ok(Self { input, chain: Chain::start(), offset: preamble.len() as u64, payload: Vec::new() })
     }
 
-    /// Where the next record begins.
+    /// The position of the next record in the file.
     pub(super) fn offset(&self) -> u64 {
         self.offset
     }
@@ -165,7 +166,7 @@ impl<R: Read> Reader<R> {
         &self.chain
     }
 
-    /// The next record; `None` at the end. After an error there is nothing more to read.
+    /// Reads the next record; `None` at the end of the file. Do not call it again after an error.
     pub(super) fn next(&mut self) -> Result<Option<(Kind, &[u8])>, FormatError> {
         let mut head_bytes = [0; 5];
         match read_some(&mut self.input, &mut head_bytes)? {
@@ -178,7 +179,8 @@ impl<R: Read> Reader<R> {
         let payload_bytes = usize::try_from(length).unwrap_or(usize::MAX);
         let known = Kind::from_byte(kind).filter(|_| payload_bytes <= MAX_PAYLOAD_BYTES);
         let known = known.ok_or(FormatError::Record(self.offset, kind, length))?;
-        // Grows with what is there, not with what is claimed.
+        // The buffer grows with the bytes in the file, and not with the length that a damaged
+        // record may state.
         self.payload.clear();
         let read = (&mut self.input).take(u64::from(length)).read_to_end(&mut self.payload)?;
         let mut checksum = [0; CHECKSUM_BYTES];
@@ -195,7 +197,7 @@ impl<R: Read> Reader<R> {
     }
 }
 
-/// Fills the buffer as far as there is input; how much there was.
+/// Fills the buffer until it is full or the input ends. Returns the number of bytes read.
 fn read_some(input: &mut impl Read, buffer: &mut [u8]) -> io::Result<usize> {
     let mut filled = 0;
     while filled < buffer.len() {

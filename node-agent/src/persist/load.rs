@@ -1,8 +1,8 @@
-//! Reading and checking the state file.
+//! Reads and checks the state file.
 //!
-//! What is used is the state at the last whole point: an agent that was killed while it appended
-//! leaves half a record behind, and what comes before is as good as ever. Without one whole point
-//! there is nothing to use.
+//! The agent uses the state at the last intact point. An agent that was killed during an append
+//! leaves an incomplete record, but the records before it are intact. A file without an intact
+//! point is not used.
 
 use std::{
     fs::OpenOptions,
@@ -17,8 +17,8 @@ use headgate_proto::{Decoder, digests_from_wire, node_from_wire, v1};
 use super::format::{Chain, FormatError, Kind, Reader};
 use crate::state::held::{Held, Restored};
 
-/// Why a state file is not used. Nothing is lost by it but the head start: the control plane sends
-/// everything.
+/// Why a state file, or the end of one, is not used. The control plane then sends what is missing.
+/// The texts continue a sentence about the file.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum LoadError {
     #[error(transparent)]
@@ -31,23 +31,23 @@ pub(super) enum LoadError {
     Content(String),
 }
 
-/// What was read, and how the file can be written on.
+/// The state in a file, and what is needed to append to the file.
 #[derive(Debug)]
 pub(super) struct Loaded {
     pub(super) restored: Restored,
-    /// Checksum at the last whole point.
+    /// The checksum at the last intact point.
     pub(super) chain: Chain,
-    /// Where the first point ends: what the file needs at least.
+    /// The end of the first point: the size of the file without appends.
     pub(super) base_bytes: u64,
-    /// Where the last whole point ends.
+    /// The end of the last intact point.
     pub(super) valid_bytes: u64,
-    /// Why what follows was left out, if something follows.
+    /// Why the rest of the file is not used, if there is a rest.
     pub(super) left_out: Option<LoadError>,
 }
 
-/// Reads the file of a node; `None` when there is none.
+/// Reads the file of a node. Returns `None` if it does not exist.
 pub(super) fn read(path: &Path, node_name: &str) -> Result<Option<Loaded>, LoadError> {
-    // Opening a pipe would wait for a writer.
+    // If the path is a named pipe, opening it without O_NONBLOCK would wait for a writer.
     let file = match OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         file => file.map_err(FormatError::Io)?,
@@ -58,7 +58,7 @@ pub(super) fn read(path: &Path, node_name: &str) -> Result<Option<Loaded>, LoadE
     read_from(BufReader::with_capacity(64 << 10, file), node_name).map(Some)
 }
 
-/// The same from any input.
+/// Reads the contents of a file from any input.
 pub(super) fn read_from(input: impl Read, node_name: &str) -> Result<Loaded, LoadError> {
     let mut reader = Reader::begin(input)?;
     match reader.next()? {
@@ -86,8 +86,8 @@ pub(super) fn read_from(input: impl Read, node_name: &str) -> Result<Loaded, Loa
     }
 }
 
-/// The records up to the first point. Changes go into the state at once: there is nothing that they
-/// could spoil.
+/// Reads the records up to the first point. It applies changes at once, because there is no earlier
+/// state to keep if the point is missing.
 fn read_base(reader: &mut Reader<impl Read>, decoder: &mut Decoder, node_name: &str) -> Result<Restored, LoadError> {
     let (mut state, mut node) = (State::default(), LoadedNode::default());
     loop {
@@ -102,7 +102,7 @@ fn read_base(reader: &mut Reader<impl Read>, decoder: &mut Decoder, node_name: &
                 let point = decode::<v1::Resume>(payload)?;
                 let digests = point.digests.as_ref().and_then(digests_from_wire);
                 if digests.as_ref() != Some(state.digests()) {
-                    return Err(LoadError::Content("its digests are not those of what it holds".into()));
+                    return Err(LoadError::Content("its digests do not match its contents".into()));
                 }
                 let mut restored = Restored { held: Held::restored(state, &point), node: None };
                 node.apply_to(&mut restored);
@@ -114,7 +114,7 @@ fn read_base(reader: &mut Reader<impl Read>, decoder: &mut Decoder, node_name: &
     }
 }
 
-/// The agent's own node, and where the source was then.
+/// The agent's own Node, and the position of the source at its last change.
 #[derive(Default)]
 struct LoadedNode {
     node: Option<Node>,
@@ -145,7 +145,7 @@ impl Appended {
     }
 }
 
-/// The records up to the next point; `None` at the end of the file.
+/// Reads the records up to the next point. Returns `None` at the end of the file.
 fn read_appended(
     reader: &mut Reader<impl Read>,
     decoder: &mut Decoder,
@@ -175,7 +175,8 @@ fn decode<M: prost::Message + Default>(payload: &[u8]) -> Result<M, LoadError> {
 fn changes(decoder: &mut Decoder, payload: &[u8]) -> Result<Vec<Change>, LoadError> {
     let decoded = decoder.changes(decode(payload)?);
     let (changes, rejections) = decoded.map_err(|error| LoadError::Content(error.to_string()))?;
-    // What was written was in use; what cannot be used now would be missing without a word.
+    // Everything in the file was usable when it was written. The agent must not silently leave out
+    // what this version of the program cannot use.
     rejections.into_iter().next().map_or(Ok(changes), |rejection| Err(unusable(&rejection)))
 }
 

@@ -1,4 +1,4 @@
-//! Metrics of the state on disk.
+//! Metrics of the state file.
 
 use std::sync::atomic::AtomicU64;
 
@@ -9,31 +9,31 @@ use prometheus_client::{
 
 use crate::metric_registry::{AGENT, KindLabel, MetricRegistry};
 
-/// See the module.
+/// Metrics of the state on disk.
 #[derive(Debug, Clone, Default)]
 pub struct SaveMetrics {
-    /// 1 when this run began with a state from disk.
+    /// 1 if this run began with a state from disk, else 0.
     pub restored: Gauge,
-    /// Attempts to save the state that failed.
+    /// Number of failed attempts to save the state.
     pub errors: Counter,
     saves: Family<KindLabel, Counter>,
     bytes: Gauge<u64, AtomicU64>,
 }
 
 impl SaveMetrics {
-    /// Registers all of them.
+    /// Registers all metrics of the state file.
     pub(crate) fn register(&self, registry: &mut MetricRegistry) {
         let mut add = registry.adder(AGENT);
-        let help = "1 when this run of the agent began with a state from disk";
+        let help = "1 if this run of the agent began with a state from disk";
         add.gauge("state_restored", "", help, self.restored.clone());
-        let help = "Times that the state was saved to disk: append (what changed) or full";
+        let help = "Times that the state was saved to disk, by kind: only the changes (append), or all of it (full)";
         add.counter("state_saves", "kind (append, full)", help, self.saves.clone());
         let help = "Attempts to save the state to disk that failed";
         add.counter("state_save_errors", "", help, self.errors.clone());
         add.gauge_in(Unit::Bytes, "state", "", "Size of the saved state", self.bytes.clone());
     }
 
-    /// The state was saved to disk, by appending or in full; the file now has this size.
+    /// Counts a save of this kind, and records the new size of the file.
     pub fn saved(&self, kind: &'static str, bytes: u64) {
         self.saves.get_or_create(&KindLabel { kind }).inc();
         self.bytes.set(bytes);

@@ -1,14 +1,14 @@
-//! The last good state on disk, so that a node which starts while no control plane answers forwards
-//! all the same.
+//! The last good state on disk. A node that starts while no control plane answers forwards with
+//! this state.
 //!
-//! The file is a log: the whole state once, then what changed, appended at most once an interval.
-//! When the appended part has grown as large as the whole, the file is written anew. A change
-//! therefore costs its own size (twice, in the long run), whatever the size of the cluster. Only
-//! what the kernel has is made durable: a step is prepared under the state's lock, and written when
-//! the reconcile loop has programmed it.
+//! The file is a log. It begins with the whole state. Changes are appended to it, at most once per
+//! interval. When the appended part has grown as large as the whole state, a new file is written.
+//! The cost of a change is therefore about twice its size, and does not depend on the size of the
+//! cluster. A state becomes durable only when the kernel has it: the saver collects the changes
+//! under the state's lock, and writes them after the reconcile loop has programmed them.
 //!
-//! Nothing here may stand in the way of forwarding: a file that cannot be used is a cold start's
-//! head start lost, and a disk that cannot be written to is a warning and a metric.
+//! Problems of the file never affect forwarding. If the file cannot be used, the agent starts
+//! without a state. If the file cannot be written, the agent logs a warning and counts the error.
 
 mod file;
 mod format;
@@ -26,10 +26,10 @@ pub(crate) use saver::{Saver, SaverInputs};
 use self::file::StateFile;
 use crate::state::held::Restored;
 
-/// Opens the folder's state file for a node. Returns what is in it, if that can be used, and the
-/// saver that keeps it up to date, at most once an `interval`.
+/// Opens the folder's state file for a node. Returns the state in the file, if it is usable, and
+/// the saver that updates the file, at most once per `interval`.
 ///
-/// Nothing that is wrong with the file or the folder is an error: it is logged, with what it means.
+/// Problems of the file or the folder are not errors. They are logged with their consequence.
 pub(crate) fn open(folder: &Path, node_name: Arc<str>, interval: Duration) -> (Option<Restored>, Saver) {
     let mut file = StateFile::new(folder, node_name);
     let path = file.path();
@@ -37,7 +37,7 @@ pub(crate) fn open(folder: &Path, node_name: Arc<str>, interval: Duration) -> (O
         Ok(Some(loaded)) => {
             if let Some(reason) = &loaded.left_out {
                 let path = path.display();
-                warn!(%path, %reason, "the end of the last good state is left out; what comes before it is used");
+                warn!(%path, %reason, "the end of the file with the last good state is unusable; the part before it is used");
             }
             let position = loaded.restored.held.position();
             let state = loaded.restored.held.state();
@@ -46,11 +46,11 @@ pub(crate) fn open(folder: &Path, node_name: Arc<str>, interval: Duration) -> (O
             Some(loaded.restored)
         }
         Ok(None) => {
-            info!(path = %path.display(), "no last good state yet");
+            info!(path = %path.display(), "there is no last good state");
             None
         }
         Err(error) => {
-            warn!(path = %path.display(), "the last good state {error}: it is ignored, and replaced once a control plane has sent one. Nothing else is lost");
+            warn!(path = %path.display(), "the file with the last good state {error}. The file is ignored, and replaced once a control plane has sent a state. Nothing else is lost");
             None
         }
     };
@@ -58,11 +58,11 @@ pub(crate) fn open(folder: &Path, node_name: Arc<str>, interval: Duration) -> (O
     (restored, Saver::new(file, is_restored, interval))
 }
 
-/// Removes the state file of a folder, and what a killed agent left of writing one; for
-/// `--cleanup`.
+/// Removes the state file of a folder, and the temporary file that a killed agent may have left.
+/// `--cleanup` calls this function.
 ///
 /// # Errors
-/// When it is there and cannot be removed.
+/// One of the files exists and cannot be removed.
 pub fn remove(folder: &Path) -> io::Result<()> {
     [file::FILE, file::TEMPORARY].into_iter().try_for_each(|name| match fs::remove_file(folder.join(name)) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
@@ -70,13 +70,16 @@ pub fn remove(folder: &Path) -> io::Result<()> {
     })
 }
 
-/// The state in a file's bytes, if there is one; for [`crate::fuzz`].
+/// The state in the bytes of a file, if they are usable; for [`crate::fuzz`].
 pub(crate) fn state_in(bytes: &[u8], node_name: &str) -> Option<headgate_core::State> {
     let loaded = load::read_from(bytes, node_name).ok()?;
     Some(loaded.restored.held.into_state())
 }
 
-/// A file of records whose kinds are given as numbers; unknown ones cannot be written.
+/// Encodes a file of records, each with the number of its kind; for [`crate::fuzz`] and tests.
+///
+/// # Errors
+/// The number of a kind is unknown, or a payload is too long.
 pub(crate) fn file_of(records: &[(u8, &[u8])]) -> io::Result<Vec<u8>> {
     let mut writer = format::Writer::begin(Vec::new())?;
     for (kind, payload) in records {

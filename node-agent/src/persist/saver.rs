@@ -1,4 +1,4 @@
-//! When the state is written.
+//! Decides when the state is written.
 
 use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
@@ -23,22 +23,22 @@ use crate::{
     state::AgentState,
 };
 
-/// Longest pause after writes that failed.
+/// Longest pause after a failed write.
 const LONGEST_PAUSE: Duration = Duration::from_secs(300);
 
-/// Keeps the file at what the kernel has. Build it, run [`Self::run`], and let [`Self::save_last`]
-/// have the last word.
+/// Keeps the file up to date with the state that the kernel has. Call [`Self::run`], and
+/// [`Self::save_last`] after it returns.
 #[derive(Debug)]
 pub(crate) struct Saver {
     file: Arc<Mutex<StateFile>>,
-    /// Ready, and not in the kernel yet.
+    /// A state that is ready to be written and not in the kernel yet.
     prepared: Option<Prepared>,
-    /// What is on disk; `None` when nothing, or nobody knows.
+    /// The generation of the state on disk; `None` if there is none or it is unknown.
     saved: Option<u64>,
     backoff: Backoff,
 }
 
-/// What a saver works with.
+/// The inputs of a saver.
 #[derive(Debug, Clone)]
 pub(crate) struct SaverInputs {
     pub(crate) state: Arc<AgentState>,
@@ -47,8 +47,8 @@ pub(crate) struct SaverInputs {
 }
 
 impl SaverInputs {
-    /// Waits until the kernel has a state later than this one. False when no state follows any
-    /// more.
+    /// Waits until the kernel has a newer state than this generation. Returns false if the
+    /// reconcile loop has ended.
     async fn programmed_after(&mut self, generation: Option<u64>) -> bool {
         let is_later =
             |progress: &Progress| progress.generation().is_some_and(|programmed| Some(programmed) > generation);
@@ -57,15 +57,14 @@ impl SaverInputs {
 }
 
 impl Saver {
-    /// A saver for a file that holds generation 0 of [`AgentState`], or nothing of use. It saves at
-    /// most once an `interval`.
+    /// Creates a saver for a file that holds generation 0 of [`AgentState`] if `is_restored`, and
+    /// otherwise no usable state. It saves at most once per `interval`.
     pub(super) fn new(file: StateFile, is_restored: bool, interval: Duration) -> Self {
         let backoff = Backoff::new(interval, LONGEST_PAUSE.max(interval), Jitter::None);
         Self { file: Arc::new(Mutex::new(file)), prepared: None, saved: is_restored.then_some(0), backoff }
     }
 
-    /// Saves at most once an interval, when something has been programmed that is not on disk,
-    /// until `shutdown`.
+    /// Saves newly programmed states, at most once per interval, until `shutdown`.
     pub(crate) async fn run(mut self, mut inputs: SaverInputs, shutdown: CancellationToken) -> Self {
         let interval = self.backoff.first();
         let mut not_before = Instant::now() + interval;
@@ -78,7 +77,8 @@ impl Saver {
             not_before = Instant::now() + interval;
             let outcome = match self.prepare(&inputs.state).await {
                 Ok(generation) => {
-                    // What was taken over may be ahead of the kernel by a step.
+                    // The prepared state may be newer than the state in the kernel, so this waits
+                    // until the kernel has it.
                     let before = generation.checked_sub(1);
                     if shutdown.run_until_cancelled(inputs.programmed_after(before)).await != Some(true) {
                         return self;
@@ -93,8 +93,8 @@ impl Saver {
         }
     }
 
-    /// Saves what came last, once the reconcile loop has ended. A state that the kernel refused is
-    /// not saved.
+    /// Saves the last state after the reconcile loop has ended. If the last attempt to program the
+    /// kernel failed, it saves nothing.
     pub(crate) async fn save_last(mut self, inputs: &SaverInputs) {
         let progress = inputs.progress.borrow().clone();
         let has_news = progress.generation().is_some() && inputs.state.has_moved_since(self.saved);
@@ -119,7 +119,7 @@ impl Saver {
         }
     }
 
-    /// Returns the state that is ready.
+    /// Prepares the current state, and returns its generation.
     async fn prepare(&mut self, shared: &Arc<AgentState>) -> Result<u64, Failure> {
         let (file, shared) = (Arc::clone(&self.file), Arc::clone(shared));
         let prepared = spawn_blocking(move || lock(&file).prepare(&shared)).await??;
@@ -146,7 +146,7 @@ impl Saver {
         metrics.errors.inc();
         let pause = self.backoff.next_pause();
         if self.backoff.attempts() == 1 {
-            warn!(%failure, pause_ms = pause.as_millis(), "the state cannot be saved; forwarding does not depend on it, but a restart without a control plane would begin with an older state or none");
+            warn!(%failure, pause_ms = pause.as_millis(), "the state cannot be saved; forwarding continues, but a restart while no control plane answers would begin with an older state or none");
         } else {
             debug!(%failure, pause_ms = pause.as_millis(), "the state still cannot be saved");
         }

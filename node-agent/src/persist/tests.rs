@@ -1,5 +1,5 @@
-//! What is written is read again; what is damaged is a whole earlier state or a reason, and never a
-//! panic.
+//! Tests that a written file gives the same state again, and that a damaged file gives a complete
+//! earlier state or an error, and never a panic.
 #![allow(clippy::unwrap_used)]
 
 use std::{fs, os::unix::fs::PermissionsExt as _, path::Path, process::Command, sync::Arc, time::Duration};
@@ -24,7 +24,7 @@ use crate::{
     testing::{endpoint, key, no_endpoint, service, service_cidr},
 };
 
-/// An agent's state and its file.
+/// The state of an agent and its file.
 struct Agent {
     folder: TempDir,
     file: StateFile,
@@ -41,7 +41,7 @@ impl Agent {
         Self { folder, file, shared: AgentState::persistent("node-1", None), version: 0, has_rejections: false }
     }
 
-    /// With a snapshot, saved.
+    /// An agent that has received and saved a snapshot.
     fn with_state() -> Self {
         let mut agent = Self::new();
         let mut changes = vec![service("web", 80), service("db", 5432), service_cidr("range", 0)];
@@ -93,7 +93,7 @@ impl Agent {
         load::read(&self.file.path(), "node-1").unwrap().unwrap()
     }
 
-    /// The file holds exactly what the agent holds.
+    /// Asserts that the file holds the agent's current state.
     fn assert_saved(&self) {
         let loaded = self.reload();
         assert!(loaded.left_out.is_none(), "{:?}", loaded.left_out);
@@ -120,7 +120,7 @@ fn node(zone: &str) -> Node {
 }
 
 #[test]
-fn what_changes_is_appended_and_read_again() {
+fn changes_are_appended_and_read_again() {
     let mut agent = Agent::with_state();
     agent.assert_saved();
     let whole = agent.bytes().len();
@@ -144,7 +144,7 @@ fn the_node_is_saved_with_the_state() {
     agent.assert_saved();
     agent.batch(vec![endpoint("web", 201, 8080)]);
     agent.save();
-    assert_eq!(agent.reload().restored.node, Some(node("a")), "it stays");
+    assert_eq!(agent.reload().restored.node, Some(node("a")), "an append without a Node keeps the Node");
     agent.assert_saved();
     agent.shared.set_node(&own_node(Some(node("a")), 25));
     agent.save();
@@ -167,8 +167,8 @@ fn row_107_a_deleted_node_is_saved_with_its_last_values_and_stays_ineligible_aft
     assert_eq!(restarted.node(), Some(gone));
     let is_eligible = || restarted.backlog().health(Duration::from_secs(3600)).is_node_eligible;
     assert!(!is_eligible());
-    // A control plane that knows no such node changes nothing; the node that comes back replaces
-    // it.
+    // A control plane without this Node changes nothing. A Node that is created again replaces the
+    // saved one.
     restarted.set_node(&own_node(None, 31));
     assert!(!is_eligible());
     restarted.set_node(&own_node(Some(node("b")), 32));
@@ -184,8 +184,8 @@ fn a_state_with_rejections_is_saved_without_its_epoch() {
     agent.has_rejections = true;
     agent.batch(vec![endpoint("web", 201, 8080)]);
     assert_eq!(agent.save(), "append");
-    assert_eq!(epoch(&agent), 0, "the log would not bring again what was rejected");
-    assert_eq!(agent.shared.position(), Some((7, 2)), "the present program knows what it rejected");
+    assert_eq!(epoch(&agent), 0, "a resume by log would not send the rejected resource again");
+    assert_eq!(agent.shared.position(), Some((7, 2)), "the running agent remembers what it rejected");
     agent.file.give_up();
     assert_eq!((agent.save(), epoch(&agent)), ("full", 0));
     agent.has_rejections = false;
@@ -194,7 +194,7 @@ fn a_state_with_rejections_is_saved_without_its_epoch() {
 }
 
 #[test]
-fn a_state_of_another_program_has_no_epoch() {
+fn a_state_of_another_program_version_has_no_epoch() {
     let agent = Agent::with_state();
     for other in ["0.0.1", ""] {
         let mut records = records_of(&agent.bytes());
@@ -203,23 +203,23 @@ fn a_state_of_another_program_has_no_epoch() {
         *point = written.encode_to_vec();
         let records: Vec<_> = records.iter().map(|(kind, payload)| (*kind, payload.as_slice())).collect();
         let loaded = load::read_from(file_of(&records).unwrap().as_slice(), "node-1").unwrap();
-        assert_eq!(loaded.restored.held.position(), Some((0, 1)), "it may have used less of what it was sent");
+        assert_eq!(loaded.restored.held.position(), Some((0, 1)), "the other version may have left out resources");
     }
 }
 
 #[test]
-fn only_root_may_read_it() {
+fn only_the_owner_may_read_the_file_and_the_folder() {
     let agent = Agent::with_state();
     let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
     assert_eq!(mode(&agent.file.path()), 0o600);
-    // A folder that is made gets no group and no world either.
+    // A folder that the agent creates is closed to group and others too.
     let inner = agent.folder.path().join("made/here");
     drop(StateFile::new(&inner, "node-1".into()).load().unwrap());
     assert_eq!(mode(&inner), 0o700);
 }
 
 #[test]
-fn the_file_is_written_anew_when_appends_outgrow_it() {
+fn the_file_is_replaced_when_the_appended_part_outgrows_the_state() {
     let mut agent = Agent::with_state();
     let mut kinds = Vec::new();
     let mut largest = 0;
@@ -239,7 +239,7 @@ fn the_file_is_written_anew_when_appends_outgrow_it() {
 }
 
 #[test]
-fn more_changes_than_are_worth_remembering_write_everything() {
+fn too_many_changes_for_an_append_replace_the_file() {
     let mut agent = Agent::with_state();
     for port in 0..100_u8 {
         agent.batch((1..=200).map(|last| endpoint(&format!("many-{port}"), last, 1)).collect());
@@ -249,7 +249,7 @@ fn more_changes_than_are_worth_remembering_write_everything() {
 }
 
 #[test]
-fn a_restarted_agent_goes_on_with_the_file() {
+fn a_restarted_agent_appends_to_the_file() {
     let mut agent = Agent::with_state();
     agent.shared.set_node(&own_node(Some(node("a")), 20));
     agent.save();
@@ -263,14 +263,14 @@ fn a_restarted_agent_goes_on_with_the_file() {
     assert_eq!(shared.begin_stream().0, before);
     let mut agent = Agent { folder, file, shared, version: 1, has_rejections: false };
     agent.batch(vec![endpoint("web", 201, 8080)]);
-    assert!(agent.shared.is_unconfirmed(), "more may follow of what the replica had at the stream's begin");
+    assert!(agent.shared.is_unconfirmed(), "the resume is not complete");
     assert_eq!(agent.save(), "append");
     agent.assert_saved();
     assert_eq!(agent.reload().restored.node, Some(node("a")));
 }
 
 #[test]
-fn half_an_append_is_left_out_and_replaced() {
+fn an_incomplete_append_is_ignored_and_the_file_replaced() {
     let mut agent = Agent::with_state();
     let (whole, before) = (agent.bytes().len(), agent.digests());
     agent.batch(vec![endpoint("web", 201, 8080)]);
@@ -291,12 +291,12 @@ fn half_an_append_is_left_out_and_replaced() {
     let shared = AgentState::persistent("node-1", Some(restored));
     let mut agent = Agent { folder, file, shared, version, has_rejections: false };
     agent.batch(vec![endpoint("web", 202, 8080)]);
-    assert_eq!(agent.save(), "full", "nothing is appended behind what cannot be read");
+    assert_eq!(agent.save(), "full", "a file with an unusable end is replaced");
     agent.assert_saved();
 }
 
 #[test]
-fn others_files_and_formats_are_told_apart() {
+fn files_of_other_nodes_and_formats_have_distinct_errors() {
     let agent = Agent::with_state();
     let bytes = agent.bytes();
     let reason = |bytes: &[u8], node: &str| load::read_from(bytes, node).unwrap_err().to_string();
@@ -314,7 +314,7 @@ fn others_files_and_formats_are_told_apart() {
 }
 
 #[test]
-fn a_pipe_in_the_files_place_holds_up_nothing() {
+fn a_named_pipe_in_place_of_the_file_does_not_block() {
     let folder = tempfile::tempdir().unwrap();
     let mut file = StateFile::new(folder.path(), "node-1".into());
     assert!(Command::new("mkfifo").arg(file.path()).status().unwrap().success());
@@ -322,18 +322,19 @@ fn a_pipe_in_the_files_place_holds_up_nothing() {
 }
 
 #[test]
-fn a_second_agent_on_the_folder_does_not_write() {
+fn a_second_agent_with_the_same_folder_does_not_write() {
     let mut agent = Agent::with_state();
     let mut second = StateFile::new(agent.folder.path(), "node-1".into());
     let restored = second.load().unwrap().unwrap().restored;
     let shared = AgentState::persistent("node-1", Some(restored));
     let error = second.prepare(&shared).unwrap_err().to_string();
-    assert!(error.contains("is held by another agent"), "{error}");
+    assert!(error.contains("is in use by another agent"), "{error}");
     second.give_up();
     agent.batch(vec![endpoint("web", 201, 8080)]);
     assert_eq!(agent.save(), "append");
     agent.assert_saved();
-    // Once the first has gone, the second writes everything: what it has read is not what is there.
+    // After the first agent has ended, the second replaces the file, because the file has changed
+    // since the second read it.
     let Agent { folder, file, shared: first, .. } = agent;
     drop((file, first));
     let mut agent = Agent { folder, file: second, shared, version: 50, has_rejections: false };
@@ -343,7 +344,7 @@ fn a_second_agent_on_the_folder_does_not_write() {
 }
 
 #[test]
-fn a_failed_write_is_made_good_by_a_whole_file() {
+fn the_file_is_replaced_after_a_failed_write() {
     let mut agent = Agent::with_state();
     agent.batch(vec![endpoint("web", 201, 8080)]);
     let lost = agent.file.prepare(&agent.shared).unwrap();
@@ -355,7 +356,7 @@ fn a_failed_write_is_made_good_by_a_whole_file() {
 }
 
 #[test]
-fn a_folder_that_cannot_be_is_an_error_with_its_name() {
+fn a_folder_that_cannot_be_created_is_named_in_the_error() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("file");
     fs::write(&path, "in the way").unwrap();
@@ -367,9 +368,9 @@ fn a_folder_that_cannot_be_is_an_error_with_its_name() {
 }
 
 #[test]
-fn clean_up_removes_the_file() {
+fn cleanup_removes_the_file_and_the_temporary_file() {
     let agent = Agent::with_state();
-    // Left by one that was killed while it wrote.
+    // An agent that was killed during a write leaves this file.
     let half = agent.folder.path().join("state.new");
     std::fs::write(&half, "half").unwrap();
     remove(agent.folder.path()).unwrap();
@@ -378,7 +379,7 @@ fn clean_up_removes_the_file() {
 }
 
 #[test]
-fn what_changes_while_everything_is_written_is_in_it() {
+fn a_full_write_includes_the_changes_that_arrive_meanwhile() {
     let mut agent = Agent::new();
     let services: Vec<String> = (0..300).map(|number| format!("service-{number}")).collect();
     agent.snapshot(services.iter().flat_map(|name| [service(name, 80), endpoint(name, 1, 8080)]).collect());
@@ -401,7 +402,7 @@ fn what_changes_while_everything_is_written_is_in_it() {
         let prepared = agent.file.prepare(&shared).unwrap();
         assert!(matches!(prepared, Prepared::Full { .. }));
         agent.file.commit(prepared).unwrap();
-        // Reading compares the digests of a moment with what was written over a while.
+        // The read verifies that the digests match the services, which were written one by one.
         assert!(agent.reload().left_out.is_none());
     }
     churn.join().unwrap();
@@ -410,7 +411,7 @@ fn what_changes_while_everything_is_written_is_in_it() {
     agent.assert_saved();
 }
 
-/// A file with a few appends, and the digests at each of its points.
+/// A file with a few appends, and the digests of the state at each of its points.
 fn history() -> (Vec<u8>, Vec<Digests>) {
     let mut agent = Agent::with_state();
     let mut points = vec![agent.digests()];
@@ -423,11 +424,11 @@ fn history() -> (Vec<u8>, Vec<Digests>) {
     (agent.bytes(), points)
 }
 
-/// Whatever is read of a damaged file is a state that it held.
+/// Checks that a damaged file gives an error, or one of the states that it held.
 fn check_damaged(bytes: &[u8], points: &[Digests]) -> Result<(), TestCaseError> {
     if let Ok(loaded) = load::read_from(bytes, "node-1") {
         let digests = loaded.restored.held.state().digests();
-        prop_assert!(points.contains(digests), "read a state that never was: {:?}", loaded.left_out);
+        prop_assert!(points.contains(digests), "read a state that the agent never held: {:?}", loaded.left_out);
     }
     Ok(())
 }
@@ -436,7 +437,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
 
     #[test]
-    fn arbitrary_bytes_are_refused(bytes in prop::collection::vec(any::<u8>(), 0..4096)) {
+    fn arbitrary_bytes_are_an_error(bytes in prop::collection::vec(any::<u8>(), 0..4096)) {
         prop_assert!(load::read_from(bytes.as_slice(), "node-1").is_err());
         let mut headed = b"HEADGATE\x02\0\0\0".to_vec();
         headed.extend(&bytes);
@@ -444,7 +445,7 @@ proptest! {
     }
 
     #[test]
-    fn damage_never_makes_a_new_state(
+    fn changed_or_truncated_bytes_never_give_a_new_state(
         flips in prop::collection::vec((any::<Index>(), 0..8_u8), 1..4), cut in any::<Index>(), is_cut in any::<bool>(),
     ) {
         let (mut bytes, points) = history();
@@ -459,7 +460,7 @@ proptest! {
     }
 
     #[test]
-    fn pieces_that_are_moved_never_make_a_new_state(from in any::<Index>(), to in any::<Index>(), at in any::<Index>()) {
+    fn copied_pieces_never_give_a_new_state(from in any::<Index>(), to in any::<Index>(), at in any::<Index>()) {
         let (bytes, points) = history();
         let (from, to) = (from.index(bytes.len()), to.index(bytes.len()));
         let piece = bytes[from.min(to)..from.max(to)].to_vec();
@@ -469,9 +470,9 @@ proptest! {
         check_damaged(&moved, &points)?;
     }
 
-    /// Payloads that are anything, behind checksums that are right, as from a defective writer.
+    /// Arbitrary payloads with correct checksums, as a defective writer could produce them.
     #[test]
-    fn arbitrary_payloads_do_no_harm(
+    fn arbitrary_payloads_are_an_error(
         records in prop::collection::vec((0..4_usize, prop::collection::vec(any::<u8>(), 0..200)), 0..8),
     ) {
         use super::format::{Kind, Writer};
@@ -482,13 +483,13 @@ proptest! {
             writer.record(kinds[*kind], payload).unwrap();
         }
         let (bytes, _, _) = writer.finish();
-        // A first point with the right digests cannot come about by chance.
+        // Arbitrary bytes never form a first point with the right digests.
         prop_assert!(load::read_from(bytes.as_slice(), "node-1").is_err());
     }
 }
 
 #[test]
-fn a_length_that_is_claimed_takes_no_memory() {
+fn the_stated_length_of_a_record_allocates_no_memory() {
     let mut bytes = b"HEADGATE\x02\0\0\0".to_vec();
     bytes.extend([1, 0, 0, 0x40, 0]);
     let reason = load::read_from(bytes.as_slice(), "node-1").unwrap_err().to_string();
@@ -496,5 +497,5 @@ fn a_length_that_is_claimed_takes_no_memory() {
     bytes.truncate(12);
     bytes.extend([1, 0xff, 0xff, 0xff, 0xff]);
     let reason = load::read_from(bytes.as_slice(), "node-1").unwrap_err().to_string();
-    assert!(reason.contains("cannot be"), "{reason}");
+    assert!(reason.contains("is not valid"), "{reason}");
 }
