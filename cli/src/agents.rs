@@ -1,5 +1,5 @@
-//! `headgatectl agents`: the agents of all replicas, the worst first. If some replicas cannot be
-//! asked, the agents of the others are still shown, because this command is needed most during
+//! `headgatectl agents`: the agents of all replicas, the worst first. If some replicas do not
+//! answer, the agents of the others are still shown, because this command is needed most during
 //! failures.
 
 use std::io::Write;
@@ -122,7 +122,7 @@ impl Found {
                 )?;
             }
         } else {
-            writeln!(out, "None of {} agents is meant.", render::thousands(all as u64))?;
+            writeln!(out, "None of {} agents matches.", render::thousands(all as u64))?;
         }
         if wanted.node().is_none() {
             write!(out, "{}", render::fleet(&together(&self.fleets)))?;
@@ -138,11 +138,11 @@ impl Found {
 /// Whether the agent has programmed all changes older than a second, and its replica follows its
 /// source.
 fn is_up_to_date(agent: &AgentInfo) -> bool {
-    !is_stray(agent) && !render::is_behind(agent)
+    !is_waiting_or_cut_off(agent) && !render::is_behind(agent)
 }
 
 /// Whether the agent waits for a replica, or its replica is cut off from its source.
-fn is_stray(agent: &AgentInfo) -> bool {
+fn is_waiting_or_cut_off(agent: &AgentInfo) -> bool {
     matches!(agent.state.as_str(), "waiting" | "cut_off")
 }
 
@@ -156,11 +156,11 @@ fn is_failing(agent: &AgentInfo) -> bool {
 fn badness(agent: &AgentInfo) -> (bool, bool, bool, u64, bool) {
     let lag = if render::is_behind(agent) { agent.lag_ms } else { 0 };
     let is_rejecting = !agent.rejections.is_empty();
-    (!agent.last_error.is_empty(), is_rejecting, is_stray(agent), lag, !agent.degraded.is_empty())
+    (!agent.last_error.is_empty(), is_rejecting, is_waiting_or_cut_off(agent), lag, !agent.degraded.is_empty())
 }
 
 /// Combines the summaries of several replicas. Each replica measures only its own agents, so the
-/// longest time is the one until all nodes had a change.
+/// time until all nodes have programmed a change is the longest of these times.
 fn together(fleets: &[FleetInfo]) -> FleetInfo {
     fleets.iter().fold(FleetInfo::default(), |sum, fleet| FleetInfo {
         up_to_date: sum.up_to_date + fleet.up_to_date,

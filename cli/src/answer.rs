@@ -32,7 +32,7 @@ pub enum Failure {
         message: String,
     },
     /// Some replicas did not answer, so the output is incomplete.
-    #[error("this is without the agents of {} of {replicas} replicas:{}", failures.len(), listed(failures))]
+    #[error("the agents of {} of {replicas} replicas are missing:{}", failures.len(), listed(failures))]
     Missing {
         /// Number of replicas.
         replicas: usize,

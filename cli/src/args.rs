@@ -77,10 +77,11 @@ pub enum Command {
     Agents(AgentsArgs),
     /// Wait until every connected node has programmed the current state of a Service or an endpoint
     ///
-    /// Exit codes: 0 if all nodes have programmed it, 1 if a replica cannot be asked, 2 for a wrong
-    /// command line, 3 after the timeout: standard error then names the other nodes and the
-    /// reasons. A node that rejects the Service has not programmed it. Nodes that disconnect during
-    /// the wait are named but not waited for. Nodes that connect during the wait are waited for.
+    /// Exit codes: 0 if all nodes have programmed it, 1 if a replica does not answer, 2 for a wrong
+    /// command line, 3 after the timeout. Standard error then names the nodes that have not
+    /// programmed it, with the reasons. A node that rejects the Service has not programmed it.
+    /// Nodes that disconnect during the wait are named but not waited for. Nodes that connect
+    /// during the wait are waited for.
     Wait(WaitArgs),
     /// Print changes from now on, until Ctrl-C
     Watch(Selection),
@@ -220,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_meant_is_refused() {
+    fn contradictory_and_empty_selections_are_refused() {
         for (service, namespace) in [
             ("prod/web", Some("test")),
             ("/web", None),
@@ -235,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn the_command_line_is_sound() {
+    fn the_options_are_well_formed() {
         use clap::CommandFactory as _;
         Args::command().debug_assert();
     }

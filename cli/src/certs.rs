@@ -154,7 +154,7 @@ pub fn make(args: &CertsArgs) -> Result<Made, CertsError> {
 fn check(args: &CertsArgs) -> Result<(), CertsError> {
     let usage = |text: String| Err(CertsError::Usage(text));
     if args.node.is_empty() && args.reader.is_empty() && args.server_name.is_empty() && args.server_ip.is_empty() {
-        return usage("nothing to make: pass --server-name or --server-ip, --node, or --reader".to_owned());
+        return usage("nothing to create: pass --server-name or --server-ip, --node, or --reader".to_owned());
     }
     for (option, names) in [("--node", &args.node), ("--reader", &args.reader), ("--server-name", &args.server_name)] {
         for (i, name) in names.iter().enumerate() {
@@ -167,7 +167,7 @@ fn check(args: &CertsArgs) -> Result<(), CertsError> {
                 );
             }
             if names[..i].contains(name) {
-                return usage(format!("{option} {name} is there twice"));
+                return usage(format!("{option} {name} is given twice"));
             }
         }
     }
@@ -187,11 +187,12 @@ fn authority(folder: &mut Folder, now: SystemTime) -> Result<Authority, CertsErr
         (Some(certificate), Some(key)) => kept_authority(folder, certificate, &key, now),
         (None, None) => new_authority(folder, now),
         (Some(_), None) => {
-            let problem = "missing, while ca.crt is there: bring the authority's key back, or pass another --out for a new authority";
+            let problem =
+                "missing, but ca.crt exists: restore the authority's key, or pass another --out for a new authority";
             Err(bad_file(&folder.path("ca.key"), problem))
         }
         (None, Some(_)) => {
-            let problem = "missing, while ca.key is there: bring the authority's certificate back, or pass another --out for a new authority";
+            let problem = "missing, but ca.key exists: restore the authority's certificate, or pass another --out for a new authority";
             Err(bad_file(&folder.path("ca.crt"), problem))
         }
     }
@@ -200,7 +201,7 @@ fn authority(folder: &mut Folder, now: SystemTime) -> Result<Authority, CertsErr
 fn kept_authority(folder: &Folder, pem: String, key: &str, now: SystemTime) -> Result<Authority, CertsError> {
     let (ca_crt, ca_key) = (folder.path("ca.crt"), folder.path("ca.key"));
     let no_certificate =
-        |error: &dyn std::fmt::Display| bad_file(&ca_crt, format!("is no certificate in PEM ({error})"));
+        |error: &dyn std::fmt::Display| bad_file(&ca_crt, format!("is not a PEM certificate ({error})"));
     let key =
         KeyPair::from_pem(key).map_err(|error| bad_file(&ca_key, format!("is not a PEM private key ({error})")))?;
     let (_, parsed) = x509_parser::pem::parse_x509_pem(pem.as_bytes()).map_err(|error| no_certificate(&error))?;

@@ -194,7 +194,7 @@ fn unreachable(server: &str, error: &tonic::transport::Error) -> ConnectError {
     let cause = causes(error).find_map(|source| source.downcast_ref::<io::Error>());
     let advice = match cause.map(io::Error::kind) {
         _ if cause.is_some_and(headgate_tls::is_not_tls) => {
-            "It does not speak TLS there: check the port. A control plane without TLS, on a loopback or test address, is asked by an http:// URL."
+            "The server does not speak TLS: check the port. For a control plane without TLS, on a loopback or test address, use an http:// URL."
         }
         Some(io::ErrorKind::ConnectionRefused) => {
             "No control plane listens there. Set its address with --server URL, or HEADGATE_SERVER in the environment."
@@ -209,7 +209,7 @@ fn unreachable(server: &str, error: &tonic::transport::Error) -> ConnectError {
     ConnectError::Unreachable { server: server.to_owned(), reason, advice: advice.to_owned() }
 }
 
-/// The error for a server that is no control plane, or whose URL has the wrong scheme. `None` if
+/// The error for a server that is not a control plane, or whose URL has the wrong scheme. `None` if
 /// the request failed for another reason.
 pub(crate) fn misaddressed(server: &str, status: &tonic::Status) -> Option<ConnectError> {
     let unreachable = |reason: &str, advice: &str| {
@@ -218,7 +218,7 @@ pub(crate) fn misaddressed(server: &str, status: &tonic::Status) -> Option<Conne
     };
     if status.message().starts_with("grpc-status header missing") {
         return unreachable(
-            "it speaks HTTP, and is no control plane",
+            "it speaks HTTP, but is not a control plane",
             "Check the port of --server (or HEADGATE_SERVER): a control plane answers at its --listen address, and serves metrics at another.",
         );
     }

@@ -1,5 +1,5 @@
-//! Answers as JSON. Field names and units are those of `headgate.v1.Inspect`. Every field is always
-//! present, so that programs can rely on it. Tests compare the fields with the protocol.
+//! Answers as JSON. Field names and units are the same as in `headgate.v1.Inspect`. Every field is
+//! always present, so that programs can rely on it. Tests compare the fields with the protocol.
 
 use headgate_proto::v1::{
     AgentInfo, EndpointInfo, FleetInfo, GetStatusResponse, Laggard, Problem, ServiceInfo, ServicePortInfo, SourceAge,
@@ -153,7 +153,7 @@ fn problem(info: &Problem) -> Value {
     json!({ "object": info.object, "field": info.field, "message": info.message, "origin": info.origin })
 }
 
-/// A `WatchEvent`; of `service` and `endpoint` one is null.
+/// A `WatchEvent`. Either `service` or `endpoint` is null.
 pub fn event(info: &WatchEvent) -> Value {
     json!({
         "version": info.version,
@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn every_field_of_the_protocol_is_there_under_its_name() {
+    fn every_field_of_the_protocol_is_present_under_its_name() {
         assert_eq!(keys(&service(&ServiceInfo::default())), fields_of("ServiceInfo"));
         assert_eq!(keys(&port(&ServicePortInfo::default())), fields_of("ServicePortInfo"));
         assert_eq!(keys(&endpoint(&EndpointInfo::default())), fields_of("EndpointInfo"));

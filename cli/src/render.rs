@@ -428,7 +428,7 @@ pub fn event(event: &WatchEvent, style: Style) -> String {
                 format!("{name}  {}  {}{}", plain(&ports), paint(state, tone, style), plain(&node))
             }
         }
-        (None, None) => "(nothing that this headgatectl knows: it is older than the replica)".to_owned(),
+        (None, None) => "(unknown change: this headgatectl is older than the replica)".to_owned(),
     };
     format!("{head} {action}  {what}")
 }

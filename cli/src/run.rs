@@ -128,7 +128,7 @@ impl<'a> Session<'a> {
             self.out.write_all(b"\n")?;
             self.out.flush()?;
         }
-        let message = "the replica ended the watch; start it again to follow on".to_owned();
+        let message = "the replica ended the watch; start it again to continue".to_owned();
         Err(Failure::Server { server: self.server.to_owned(), code: Code::Unavailable, message })
     }
 
@@ -164,5 +164,5 @@ fn resolve(selection: &Selection) -> Result<Selected, Failure> {
 }
 
 fn no_such_service(selected: &Selected) -> String {
-    format!("no service {}/{}: `headgatectl services` lists those that there are", selected.namespace, selected.name)
+    format!("no service {}/{}: `headgatectl services` lists the existing services", selected.namespace, selected.name)
 }

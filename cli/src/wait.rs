@@ -67,7 +67,7 @@ pub(crate) async fn run(args: &Args, wait: &WaitArgs, service: Selected, out: &m
             let silent = servers.iter().zip(&latest).filter(|(_, last)| is_silent(last)).map(|(server, _)| &**server);
             let (silent, time) = (silent.collect::<Vec<_>>().join(", "), units::duration(ms(wait.timeout)));
             let text =
-                format!("{silent} said nothing more before the time was up ({time}): look at its log and its load");
+                format!("{silent} sent no final answer before the timeout ({time}): look at its log and its load");
             return Err(Failure::TimedOut(text));
         };
         latest[index] = Some(progress?);

@@ -67,7 +67,7 @@ impl Decoder {
     }
 
     /// Whether so many targets were learned from messages that the caller should call
-    /// [`Decoder::refer_to`] with those that are still held.
+    /// [`Decoder::refer_to`] with the present contents of its state.
     #[must_use]
     pub fn has_learned_much(&self) -> bool {
         self.known.has_learned_much()
@@ -414,8 +414,9 @@ fn checked_key(namespace: &str, name: &str) -> Checked<ServiceKey> {
     Ok(ServiceKey::new(namespace, name))
 }
 
-/// Rejects names that the Kubernetes API would reject (RFC 1123 labels and subdomains), whoever
-/// sent them, because names become part of rules.
+/// Rejects names with other characters than letters, digits, '-', '.' and '_', because names become
+/// part of rules. The Kubernetes API rejects such names too (RFC 1123 labels and subdomains), but
+/// this side does not rely on the sender.
 fn check_name(name: &str, field: &str) -> Checked<()> {
     let is_name = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'.' | b'_');
     if name.is_empty() || name.len() > 253 || !name.bytes().all(is_name) {
@@ -481,7 +482,7 @@ mod tests {
     use crate::encode::ChangesBuilder;
 
     #[test]
-    fn endpoints_of_different_messages_share_what_they_have_in_common() {
+    fn endpoints_of_different_messages_share_equal_values() {
         let mut decoder = Decoder::default();
         let mut received = |last: u8| {
             let port = EndpointPort::new("http", Protocol::Tcp, 8080);
@@ -500,7 +501,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_would_end_a_rule_are_refused_and_the_rest_goes_on() {
+    fn names_that_would_end_a_rule_are_rejected_and_the_rest_is_used() {
         let service = |name: &str, port_name: &str| v1::Service {
             key: Some(v1::ServiceKey { namespace: "prod".into(), name: name.into() }),
             cluster_ips: vec![bytes::Bytes::from_static(&[10, 96, 0, 1])],

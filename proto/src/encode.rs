@@ -11,7 +11,7 @@ use ipnet::IpNet;
 
 use crate::v1;
 
-/// Marks an index as that of a reference until [`ChangesBuilder::finish`]. In the finished tables,
+/// Marks the index of a reference until [`ChangesBuilder::finish`]. In the finished tables,
 /// references precede complete values.
 const IS_REFERENCE: u32 = 1 << 31;
 
@@ -126,15 +126,15 @@ impl ChangesBuilder {
     #[must_use]
     pub fn finish(mut self) -> v1::Changes {
         // Complete values follow the references. The number of references is final only now.
-        let behind = |known: usize| u32::try_from(known).unwrap_or(u32::MAX);
-        let port_lists = behind(self.changes.known_port_lists.len());
-        let placements = behind(self.changes.known_placements.len());
-        let settle = |index: u32, known: u32| {
+        let count = |known: usize| u32::try_from(known).unwrap_or(u32::MAX);
+        let port_lists = count(self.changes.known_port_lists.len());
+        let placements = count(self.changes.known_placements.len());
+        let final_index = |index: u32, known: u32| {
             if index & IS_REFERENCE == 0 { index.saturating_add(known) } else { index & !IS_REFERENCE }
         };
         for endpoint in self.changes.endpoints.iter_mut().flat_map(|group| &mut group.changed) {
-            endpoint.port_list = settle(endpoint.port_list, port_lists);
-            endpoint.placement = settle(endpoint.placement, placements);
+            endpoint.port_list = final_index(endpoint.port_list, port_lists);
+            endpoint.placement = final_index(endpoint.placement, placements);
         }
         let ports = self.changes.port_lists.iter_mut().flat_map(|list| &mut list.ports);
         for port in ports.filter(|port| port.placement != 0) {

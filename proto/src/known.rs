@@ -21,8 +21,8 @@ pub(crate) struct UnusablePorts {
 /// A received list of ports.
 pub(crate) type PortList = Result<Arc<[EndpointPort]>, Arc<UnusablePorts>>;
 
-/// A [`Known::replace`] is due when the tables have more than twice the held entries plus this
-/// number.
+/// A [`Known::replace`] is due when the tables have more than this number of entries, plus twice
+/// the number of entries after the last [`Known::replace`].
 const LEARNED_MUCH: usize = 4096;
 
 /// A reference whose target this side does not hold, or that has several targets.
@@ -48,6 +48,7 @@ pub(crate) struct Known {
     services: Table<Arc<ServiceKey>>,
     placements: Table<Arc<Placement>>,
     ports: Table<PortList>,
+    /// Number of entries in all tables after the last [`Known::replace`].
     held: usize,
     /// Parts of unusable resources. The replica holds these resources, so it may refer to their
     /// parts.
@@ -171,9 +172,9 @@ impl Known {
     }
 }
 
-/// Adds the contents of a state; they override learned targets. If two of them have the same
-/// reference, the reference is ambiguous: a replica that holds both never uses it, and this side
-/// does not know which of them the replica still holds.
+/// Adds the contents of a state, which override learned targets. If two values have the same
+/// reference, the reference is ambiguous: a replica that holds both values never uses it, and this
+/// side does not know whether the replica still holds both.
 fn hold<T>(table: &mut Table<T>, things: impl ExactSizeIterator<Item = (u32, T)>) {
     table.reserve(things.len());
     let mut held = HashSet::with_capacity(things.len());
@@ -200,11 +201,17 @@ mod tests {
     fn a_list_of_ports_with_an_unknown_protocol_or_condition_is_known_by_its_reference() {
         let known = v1::EndpointPort { name: "http".into(), port: 80, ..Default::default() };
         let newer = v1::EndpointPort { name: "next".into(), port: 81, ..Default::default() };
-        rejected_however_it_comes(vec![known.clone(), v1::EndpointPort { protocol: 77, ..newer.clone() }], "77");
-        rejected_however_it_comes(vec![known, v1::EndpointPort { conditions: Some(64), placement: 1, ..newer }], "64");
+        rejected_in_full_and_by_reference(
+            vec![known.clone(), v1::EndpointPort { protocol: 77, ..newer.clone() }],
+            "77",
+        );
+        rejected_in_full_and_by_reference(
+            vec![known, v1::EndpointPort { conditions: Some(64), placement: 1, ..newer }],
+            "64",
+        );
     }
 
-    fn rejected_however_it_comes(ports: Vec<v1::EndpointPort>, reason: &str) {
+    fn rejected_in_full_and_by_reference(ports: Vec<v1::EndpointPort>, reason: &str) {
         let placement = Arc::new(Placement::on("node-1"));
         let numbered = |port: &v1::EndpointPort| NumberedPort {
             name: port.name.clone(),
@@ -242,11 +249,14 @@ mod tests {
         // The replica holds the list, although this side's state does not.
         decoder.refer_to(Referrer::new(8), Referable::default());
         assert_eq!(rejected(&mut decoder, message(Vec::new(), vec![second], 3)), "Endpoint prod/web 10.1.0.3");
-        assert!(decoder.changes(message(Vec::new(), vec![first], 4)).is_err(), "it is another epoch's");
+        assert!(
+            decoder.changes(message(Vec::new(), vec![first], 4)).is_err(),
+            "the reference belongs to another epoch"
+        );
     }
 
     #[test]
-    fn the_numbers_of_a_port_are_the_wire_s() {
+    fn a_port_and_its_numbers_on_the_wire_have_the_same_reference() {
         use headgate_core::{Conditions, Protocol};
 
         let placement = Arc::new(Placement::on("node-1"));
@@ -274,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn of_two_things_with_one_reference_the_one_learned_last_is_meant_and_neither_where_both_are_held() {
+    fn the_newest_target_of_a_reference_counts_unless_the_state_holds_two_targets() {
         let mut table = Table::default();
         assert!(!find(&table, 1, "service").unwrap_err().is_ambiguous);
         table.insert(1, Some("old"));
@@ -292,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn a_service_is_known_while_it_is_there_and_what_is_learned_is_bounded() {
+    fn a_service_is_known_until_it_is_removed_and_learned_targets_are_bounded() {
         let mut known = Known::default();
         let (key, referrer) = (ServiceKey::new("prod", "web"), Referrer::new(7));
         known.learn_service(&key);

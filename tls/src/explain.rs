@@ -32,13 +32,13 @@ pub fn explain(error: &io::Error, files: &Files) -> Option<Refusal> {
     Some(match error {
         Error::InvalidCertificate(error) => certificate(error, files),
         Error::NoCertificatesPresented => {
-            let text = "the client shows no certificate; give it one by its --tls-cert and --tls-key";
+            let text = "the client shows no certificate; give it one with its --tls-cert and --tls-key";
             Refusal::new("no_certificate", text.to_owned())
         }
         Error::AlertReceived(alert) => alerted(*alert, files),
         Error::InvalidMessage(_) => {
             let text = match files.side {
-                Side::Server => "the client does not speak TLS; write https:// where it is given this URL",
+                Side::Server => "the client does not speak TLS; use https:// in its URL",
                 Side::Client => {
                     "the other end does not speak TLS, though its URL begins with https://; give the control plane its --tls-cert, --tls-key and \
                      --tls-client-ca, or check the port"
@@ -82,15 +82,15 @@ fn certificate(error: &CertificateError, files: &Files) -> Refusal {
         ),
         CertificateError::InvalidPurpose | CertificateError::InvalidPurposeContext { .. } => Refusal::new(
             "wrong_usage",
-            format!("{whose} lacks the extended key usage {usage}; have it made anew with that usage"),
+            format!("{whose} lacks the extended key usage {usage}; issue a new one with that usage"),
         ),
         CertificateError::NotValidForName | CertificateError::NotValidForNameContext { .. } => Refusal::new(
             "wrong_name",
             format!(
-                "the control plane's {error}; connect to a name that it has, or have it made anew with the name or address of the URL"
+                "the control plane's {error}; connect to a name that it has, or issue a new one with the name or address of the URL"
             ),
         ),
-        _ => Refusal::new("bad_certificate", format!("{whose} cannot be used ({error}); have it made anew")),
+        _ => Refusal::new("bad_certificate", format!("{whose} cannot be used ({error}); issue a new one")),
     }
 }
 
@@ -117,7 +117,7 @@ fn alerted(alert: AlertDescription, files: &Files) -> Refusal {
             "{own}: no authority that the control plane knows signed it; have one of its --tls-client-ca sign it, or add its authority there"
         ),
         AlertDescription::UnsupportedCertificate => {
-            format!("{own}: it is not for clients; have it made anew with the extended key usage clientAuth")
+            format!("{own}: it is not for clients; issue a new one with the extended key usage clientAuth")
         }
         AlertDescription::CertificateRequired => {
             "the control plane wants a client certificate; pass --tls-cert and --tls-key".to_owned()

@@ -158,7 +158,7 @@ impl Files {
             fault("--tls-key", &self.key, error.to_string(), remedy)
         })?;
         let own = CertifiedKey::from_der(chain, key, &ring::default_provider()).map_err(|error| {
-            let problem = format!("it does not fit together with --tls-cert {}: {error}", self.cert.display());
+            let problem = format!("it is not the key of --tls-cert {}: {error}", self.cert.display());
             fault("--tls-key", &self.key, problem, "use the private key of the certificate".into())
         })?;
         Ok(Material { own: Arc::new(own), authorities, validity, authorities_not_after })
@@ -183,7 +183,7 @@ impl Files {
             (None, expired) => {
                 let when = expired.map(date).unwrap_or_default();
                 let problem = format!("every authority in it has expired, the last at {when}");
-                Err(fault(option, file, problem, "replace them by valid authorities".into()))
+                Err(fault(option, file, problem, "replace them with valid authorities".into()))
             }
         }
     }
@@ -202,8 +202,8 @@ impl Files {
         }
         let malformed = |error: x509_parser::error::X509Error| self.malformed(option, file, &error.to_string());
         let (usage, remedy) = match self.side {
-            Side::Server => ("serverAuth", "have it made anew with the extended key usage serverAuth"),
-            Side::Client => ("clientAuth", "have it made anew with the extended key usage clientAuth"),
+            Side::Server => ("serverAuth", "issue a new one with the extended key usage serverAuth"),
+            Side::Client => ("clientAuth", "issue a new one with the extended key usage clientAuth"),
         };
         let allows = parsed.extended_key_usage().map_err(malformed)?.is_none_or(|extension| {
             let value = extension.value;
@@ -217,7 +217,7 @@ impl Files {
         let has_address = names.any(|name| matches!(name, GeneralName::DNSName(_) | GeneralName::IPAddress(_)));
         if self.side == Side::Server && !has_address {
             let problem = "the certificate names no address in its subject alternative names".to_owned();
-            return fail(problem, "have it made anew with the DNS names and IP addresses that agents connect to");
+            return fail(problem, "issue a new one with the DNS names and IP addresses that agents connect to");
         }
         Ok(validity)
     }

@@ -8,7 +8,7 @@ use std::{
 
 use rustls::Error;
 
-/// The timeout for the connection and for the answer, each.
+/// The timeout of the connection, and the timeout of the answer.
 const TIMEOUT: Duration = Duration::from_secs(2);
 /// The first byte of a TLS alert (RFC 8446, 5.1).
 const ALERT: u8 = 21;
@@ -21,8 +21,8 @@ pub fn is_not_tls(error: &io::Error) -> bool {
 }
 
 /// Whether the server speaks TLS: it answers a plaintext request with a TLS alert. Use this to
-/// explain a URL with http:// that should be https://, because a protocol's client does not report
-/// the alert reliably. Blocks the thread for up to some seconds. False if no server answers.
+/// explain a URL with http:// that should be https://, because HTTP/2 clients do not report the
+/// alert reliably. Blocks the thread for up to some seconds. False if no server answers.
 #[must_use]
 pub fn speaks_tls(address: impl ToSocketAddrs) -> bool {
     let ask = |address| -> io::Result<u8> {

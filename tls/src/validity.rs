@@ -60,14 +60,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn dates_are_written_as_rfc_3339_says() {
+    fn dates_have_the_format_of_rfc_3339() {
         assert_eq!(date(UNIX_EPOCH), "1970-01-01T00:00:00Z");
         assert_eq!(date(UNIX_EPOCH + Duration::from_secs(1_795_000_000)), "2026-11-18T11:06:40Z");
         assert_eq!(date(UNIX_EPOCH - Duration::from_secs(1)), "1969-12-31T23:59:59Z");
     }
 
     #[test]
-    fn the_last_second_counts() {
+    fn a_certificate_is_valid_in_its_last_second() {
         let not_after = UNIX_EPOCH + Duration::from_secs(100);
         let validity = Validity { not_before: UNIX_EPOCH, not_after };
         assert!(!validity.has_expired(not_after) && !validity.has_expired(UNIX_EPOCH));

@@ -55,15 +55,15 @@ impl Folder {
     pub(super) fn add(&mut self, name: &str, kind: Kind, text: &str) -> Result<(), CertsError> {
         let path = self.path(name);
         // Symlinks are not followed: a dangling link also counts as an existing file.
-        let is_there = fs::symlink_metadata(&path).is_ok();
-        if is_there && kind == Kind::Authority && self.read(name)?.as_deref() == Some(text) {
+        let exists = fs::symlink_metadata(&path).is_ok();
+        if exists && kind == Kind::Authority && self.read(name)?.as_deref() == Some(text) {
             return Ok(());
         }
-        if is_there && !self.force {
+        if exists && !self.force {
             let problem = if kind == Kind::Authority {
                 "belongs to another authority; pass --force to replace it, or another --out"
             } else {
-                "is there already; pass --force to renew it, or leave its name out"
+                "exists already; pass --force to renew it, or omit its name"
             };
             return Err(bad_file(&path, problem));
         }

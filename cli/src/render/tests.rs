@@ -58,7 +58,7 @@ kube-system/kube-dns: conflict: 203.0.113.9 53/UDP is held by Service prod/dns, 
 }
 
 #[test]
-fn what_annotations_ask_for_is_a_column_and_what_is_wrong_a_line() {
+fn settings_by_annotation_have_a_column_and_problems_have_a_line() {
     let problem = Problem {
         object: "Service demo/web".into(),
         field: "metadata.annotations[headgate.io/scheduler]".into(),
@@ -70,9 +70,9 @@ fn what_annotations_ask_for_is_a_column_and_what_is_wrong_a_line() {
     let lines: Vec<&str> = output.lines().collect();
     assert!(lines[0].ends_with("VERSION  HEALTH-CHECK") && lines[1].ends_with("18  -"), "{output}");
     assert!(lines[2].ends_with("2  tcp 5.0s"), "{output}");
-    let told = "Service demo/web, metadata.annotations[headgate.io/scheduler]: \"fastest\" is no scheduler of IPVS; the cluster's \
+    let expected = "Service demo/web, metadata.annotations[headgate.io/scheduler]: \"fastest\" is no scheduler of IPVS; the cluster's \
                 scheduler is used [web.yaml, document 2]";
-    assert_eq!(lines[3], told);
+    assert_eq!(lines[3], expected);
     let output = services(&[ServiceInfo { scheduler: "mh".into(), ..web() }], PLAIN);
     assert!(output.lines().next().unwrap().ends_with("VERSION  SCHEDULER"), "{output}");
     assert!(output.lines().nth(1).unwrap().ends_with("18  mh"), "{output}");
@@ -94,7 +94,7 @@ fn ready(address: &str) -> EndpointInfo {
 }
 
 #[test]
-fn endpoints_of_one_service_show_no_service() {
+fn endpoints_of_one_service_have_no_service_column() {
     let leaving = EndpointInfo {
         ready: false,
         terminating: true,
@@ -123,7 +123,7 @@ ADDRESS      PORTS             STATE      NODE    ZONE    HINTS  VERSION
 }
 
 #[test]
-fn endpoints_of_several_services_show_which() {
+fn endpoints_of_several_services_have_a_service_column() {
     let other = EndpointInfo { name: "api".into(), ready: false, serving: false, ..ready("10.244.2.10") };
     let output = endpoints(&[ready("10.244.1.10"), other], PLAIN);
     let lines: Vec<&str> = output.lines().collect();
@@ -231,7 +231,7 @@ fn a_fleet_is_one_line() {
 }
 
 #[test]
-fn status_lists_what_is_refused() {
+fn status_lists_problems_and_the_state_of_the_source() {
     let response = GetStatusResponse {
         replica: "control".into(),
         epoch: "00c0ffee".into(),
@@ -302,7 +302,7 @@ fn events_are_one_line_each() {
 }
 
 #[test]
-fn colours_are_there_only_when_asked_for() {
+fn colours_are_used_only_if_requested() {
     let coloured = Style { colour: true };
     assert!(services(&[web()], coloured).contains("\u{1b}["));
     assert!(agents(&[agent("node-a")], 0, true, coloured).contains("\u{1b}["));
@@ -314,7 +314,7 @@ fn colours_are_there_only_when_asked_for() {
 }
 
 #[test]
-fn what_others_wrote_cannot_steer_the_terminal() {
+fn control_characters_from_agents_and_manifests_are_escaped() {
     let evil = "\u{1b}]0;title\u{7}\nnode-z  current\u{9b}2J";
     let agent = AgentInfo {
         node: evil.into(),

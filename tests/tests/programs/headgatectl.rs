@@ -244,7 +244,7 @@ async fn agents_are_listed_although_one_replica_is_down() {
         assert_eq!((&first.stdout, &first.stderr), (&second.stdout, &second.stderr));
         assert_eq!((first.status.code(), second.status.code()), (Some(1), Some(1)));
         let error = text(&first.stderr);
-        assert!(error.contains("this is without the agents of 1 of 2 replicas:\ncannot reach"), "{error}");
+        assert!(error.contains("the agents of 1 of 2 replicas are missing:\ncannot reach"), "{error}");
         assert!(error.contains(&dead) && !error.contains(&good), "{error}");
         text(&first.stdout)
     };

@@ -186,7 +186,7 @@ async fn wait_counts_all_replicas_and_waits_for_one_that_is_behind() {
     assert!(agents.lines().last().unwrap().starts_with("fleet: 2 of 2 up to date"), "{agents}");
     one.running.stop().await;
     let answer = headgatectl(&[&two], "agents --failing").await.unwrap();
-    assert!(answer.out.starts_with("None of 1 agents is meant.\n"), "{}", answer.out);
+    assert!(answer.out.starts_with("None of 1 agents matches.\n"), "{}", answer.out);
     two.running.stop().await;
 }
 

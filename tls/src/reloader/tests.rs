@@ -55,7 +55,7 @@ impl Folder {
 }
 
 #[test]
-fn the_same_content_gives_the_same_configuration_and_another_a_new_one() {
+fn unchanged_files_keep_the_configuration_and_changed_files_give_a_new_one() {
     let folder = Folder::new();
     let mut reloader = folder.reloader(Side::Server);
     let now = SystemTime::now();
@@ -71,7 +71,7 @@ fn the_same_content_gives_the_same_configuration_and_another_a_new_one() {
 }
 
 #[test]
-fn what_expires_is_refused_though_the_files_are_the_same() {
+fn an_expired_certificate_is_refused_even_if_the_files_have_not_changed() {
     let folder = Folder::new();
     folder.own(|params| params.not_after = date_time_ymd(2060, 1, 1));
     let mut reloader = folder.reloader(Side::Server);
@@ -90,16 +90,16 @@ fn every_problem_names_option_file_and_remedy() {
         let error = folder.problem(side);
         assert!(parts.iter().all(|part| error.contains(part)), "{error} lacks one of {parts:?}");
     };
-    holds(Side::Client, &["--tls-cert", &file("cert"), "lacks clientAuth; have it made anew"]);
+    holds(Side::Client, &["--tls-cert", &file("cert"), "lacks clientAuth; issue a new one"]);
     folder.own(|params| params.subject_alt_names.clear());
-    holds(Side::Server, &["--tls-cert", &file("cert"), "names no address", "made anew with the DNS names"]);
+    holds(Side::Server, &["--tls-cert", &file("cert"), "names no address", "issue a new one with the DNS names"]);
     folder.own(|params| params.not_before = date_time_ymd(2200, 1, 1));
     holds(Side::Server, &["--tls-cert", "not valid before 2200-01-01T00:00:00Z; check this machine's clock"]);
     folder.own(|params| params.not_after = date_time_ymd(2001, 1, 1));
     holds(Side::Server, &["--tls-cert", "expired at 2001-01-01T00:00:00Z; renew it"]);
     folder.own(|_| {});
     folder.write("key", &KeyPair::generate().unwrap().serialize_pem());
-    holds(Side::Server, &["--tls-key", &file("key"), "does not fit together with --tls-cert", &file("cert")]);
+    holds(Side::Server, &["--tls-key", &file("key"), "is not the key of --tls-cert", &file("cert")]);
     folder.write("key", "garbage");
     holds(Side::Server, &["--tls-key", &file("key"), "must be a PEM file with a private key"]);
     fs::remove_file(file("key")).unwrap();
@@ -116,7 +116,7 @@ fn every_problem_names_option_file_and_remedy() {
 }
 
 #[test]
-fn an_expired_authority_is_left_out_and_the_others_count() {
+fn an_expired_authority_is_left_out_and_the_others_are_used() {
     let folder = Folder::new();
     let mut params = CertificateParams::default();
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);

@@ -53,10 +53,10 @@ fn headgatectl_reports_a_wrong_scheme_or_port_of_its_server() {
         says(&format!("http://{TLS_PORT}"), command, false, expected);
     }
     for command in commands {
-        let expected = ["It does not speak TLS there: check the port", "an http:// URL"];
+        let expected = ["The server does not speak TLS: check the port", "an http:// URL"];
         says("https://127.0.0.1:7443", command, true, expected);
         says("https://127.0.0.1:7480", command, true, expected);
-        says("http://127.0.0.1:7480", command, false, ["it speaks HTTP, and is no control plane", "--listen"]);
+        says("http://127.0.0.1:7480", command, false, ["it speaks HTTP, but is not a control plane", "--listen"]);
     }
     let mut right = vec!["--server=https://127.0.0.1:7444", "services"];
     right.extend(tls.iter().map(String::as_str));
@@ -82,7 +82,7 @@ fn the_agent_reports_a_wrong_scheme_or_port_of_its_control_plane() {
     says("http://127.0.0.1:7480", "no control plane answers; check the port in --control-plane");
     // The control plane with TLS also logs a clear message about the first agent.
     let log = with_tls.log();
-    assert!(log.contains("the client does not speak TLS; write https:// where it is given this URL"), "{log}");
+    assert!(log.contains("the client does not speak TLS; use https:// in its URL"), "{log}");
 }
 
 #[test]

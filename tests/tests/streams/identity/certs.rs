@@ -88,7 +88,7 @@ fn the_authority_is_reused_and_files_are_overwritten_only_with_force() {
     assert_eq!(json["files"].as_array().unwrap().len(), 2, "{json}");
 
     let error = refused(&out, &["--node=c,a"], 1);
-    assert!(error.contains("nodes/a.key: is there already; pass --force"), "{error}");
+    assert!(error.contains("nodes/a.key: exists already; pass --force"), "{error}");
     assert!(!out.join("nodes/c.crt").exists(), "a refused command wrote some of its files");
     made(&out, &["--node=a", "--force"]);
     assert_ne!(read("nodes/a.crt"), first);
@@ -99,10 +99,10 @@ fn the_authority_is_reused_and_files_are_overwritten_only_with_force() {
 fn errors_name_the_problem_and_the_remedy() {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().join("certs");
-    assert!(refused(&out, &[], 2).contains("nothing to make: pass --server-name"));
+    assert!(refused(&out, &[], 2).contains("nothing to create: pass --server-name"));
     assert!(refused(&out, &["--node=Node_A"], 2).contains("--node: \"Node_A\" is no name"));
     assert!(refused(&out, &["--node=ca"], 2).contains("in another folder"));
-    assert!(refused(&out, &["--node=a,a"], 2).contains("--node a is there twice"));
+    assert!(refused(&out, &["--node=a,a"], 2).contains("--node a is given twice"));
     assert!(!out.exists());
     made(&out, &["--reader=ops"]);
     assert!(refused(&out, &["--node=a", "--days=3650"], 1).contains("before certificates for 3650 days would"));
@@ -116,5 +116,5 @@ fn errors_name_the_problem_and_the_remedy() {
     fs::copy(out.join("readers/ops.key"), out.join("ca.key")).unwrap();
     assert!(refused(&out, &["--node=a"], 1).contains("is not an authority's certificate"));
     fs::write(out.join("ca.crt"), "garbage").unwrap();
-    assert!(refused(&out, &["--node=a"], 1).contains("ca.crt: is no certificate in PEM"));
+    assert!(refused(&out, &["--node=a"], 1).contains("ca.crt: is not a PEM certificate"));
 }

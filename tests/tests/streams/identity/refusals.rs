@@ -44,8 +44,8 @@ async fn refused_clients_and_the_servers_log_get_the_reason() {
         (
             node(|params| params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth]),
             "wrong_usage",
-            "the client's certificate lacks the extended key usage clientAuth; have it made anew",
-            "it is not for clients; have it made anew with the extended key usage clientAuth",
+            "the client's certificate lacks the extended key usage clientAuth; issue a new one",
+            "it is not for clients; issue a new one with the extended key usage clientAuth",
         ),
         (
             None,
